@@ -2,10 +2,10 @@
 --
 --   runs/<name>/checkpoints/step-00000123/
 --     model.safetensors  optimizer.safetensors     tensors by name; one file per part
---     state.json              everything else as plain data, and the sizes and CRC-32C of the rest
+--     state.json              all other state as plain data; the sizes and CRC-32C of the files
 --
--- written to a temporary directory, synced and renamed, so that it is complete or absent. Later
--- damage (a truncated file, a bad disk) is found by checksum, and the previous checkpoint is used.
+-- written to a temporary directory, synced and renamed, so that it is complete or absent. Checksums
+-- detect later damage (a truncated file, a bad disk); the previous checkpoint is then used.
 --
 --   checkpoint.save(dir, step, { model = { name = tensor }, optimizer = { ... }, state = { ... } },
 --     { keep = 3 })
@@ -78,7 +78,7 @@ local function prune(dir, keep)
 end
 M.prune = prune
 
--- The text of state.json: `body`, with a checksum of the text before it at the end.
+-- The text of state.json: `body`, followed by the checksum of `body`.
 local function seal(body)
   local crc = C.eng_crc32c(0, body, #body)
   return body .. ',"crc32c":"' .. crc_text(crc) .. '"}\n'
@@ -130,9 +130,9 @@ local function begin(dir, step)
   return { dir = dir, final = final, temporary = final .. ".tmp" }
 end
 
--- Called when all files are written: renames the checkpoint, and removes the oldest ones if there
--- are more than options.keep. Returns the checkpoint's path, and a message when an old one could
--- not be removed.
+-- Called when all tensor files are written. Writes state.json, renames the checkpoint, and removes
+-- the oldest ones if there are more than options.keep. Returns the checkpoint's path, and a message
+-- when an old one could not be removed.
 local function finish(place, step, format, files, state, options)
   for name in pairs(files) do
     if not disk.is_file(place.temporary .. "/" .. name) then
@@ -202,7 +202,8 @@ local function write_own(place, pieces, step)
   return ("%s %d"):format(file.crc32c, file.bytes)
 end
 
--- state.json's `files` from the ranks' answers; raises an error if a rank failed.
+-- The table `files` of state.json, from the results that the ranks sent. Raises an error if a rank
+-- failed.
 local function files_of(answers)
   local files, failed = {}, {}
   for i, answer in ipairs(answers) do
@@ -216,9 +217,9 @@ end
 
 --- Writes the checkpoint of `step` into dir, one shard per rank; every rank calls it. pieces()
 --- returns what this rank writes (shards.lua). state() returns plain data and is called on rank 0.
---- options.keep as in M.save. Returns the path on every rank. If a rank fails, returns nil and what
---- went wrong there, and nothing in dir has changed. The checkpoint gets its final name when every
---- rank is done: if a rank dies before, the previous checkpoint stays the newest.
+--- options.keep as in M.save. Returns the path on every rank. If a rank fails, returns nil and the
+--- failed ranks' messages, and nothing in dir has changed. The checkpoint gets its final name when
+--- every rank is done: if a rank dies before that, the previous checkpoint stays the newest.
 function M.save_shards(dir, step, pieces, state, options)
   local first = ranks.rank() == 0
   local place, began, problem
@@ -354,8 +355,8 @@ local function file_of(self, name)
   return self.files[name]
 end
 
---- Reads a whole tensor, which lives until it is freed. entry: an entry to read instead of the one
---- in `parts`.
+--- Reads a whole tensor, which the caller must free. entry: read in place of parts[part][name], if
+--- given.
 function Checkpoint:read(part, name, entry)
   entry = entry or self.parts[part] and self.parts[part][name]
     or error(("%s has no %s '%s'"):format(self.path, part, name), 2)
@@ -369,11 +370,11 @@ function Checkpoint:close()
   self.files = {}
 end
 
---- Opens a checkpoint: `dir` itself if it is one, else the newest intact one in `dir` (`last`: of
---- this step or before). Returns { step, path, state, skipped = { messages }, parts = { model = {
---- name = { dtype =, shape =, count = } } ... }, read(part, name), close() }, or nil, the reason,
---- and whether there are damaged checkpoints. `parts` may be changed: read() skips the files for an
---- entry with `make`, a function that returns the tensor (masters.lua).
+--- Opens a checkpoint: `dir` itself if it is one, else the newest intact one in `dir` (with `last`:
+--- of step `last` or before). Returns { step, path, state, skipped = { messages }, parts = {
+--- model = { name = { dtype =, shape =, count = } } ... }, read(part, name), close() }, or nil, the
+--- reason, and whether there are damaged checkpoints. Callers may change `parts`: for an entry with
+--- `make`, a function that returns the tensor, read() calls it and reads no file (masters.lua).
 function M.open(dir, last)
   M_ffi.expect(type(dir) == "string", dir, "checkpoint: expected a directory")
   local path, header, skipped

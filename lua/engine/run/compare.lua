@@ -3,7 +3,7 @@
 --   local list = compare.open { "runs/a", "runs/b" }     list.notes: what is left out and why
 --   list[i].name, .path, .history, .settings     settings: { [name] = text }
 --   list[i].label                                "a: seed=1": its name and how it differs
---   list.differ                                  the names of the settings that are not the same
+--   list.differ                                  the names of the settings that differ
 --   local c = compare.read(list, { "loss", "scale" }, { points = 240, group = "policy" })
 --   c.x, c.width, c.first, c.last, c.first_step, c.overflows     as in curves.read, over all runs
 --   c.curves[k].label, .group                    a run, or a group (group: its list of runs)
@@ -19,11 +19,11 @@ local M = {}
 
 -- ------------------------------------------------------------------ settings
 
--- Settings that name a run or say where its output goes: they never make runs different.
+-- Settings that name a run or its output: they do not count as differences.
 local PLACES = { run = true, resume = true, log = true, tensorboard = true }
 -- Facts of a run that count as settings even if the script has no setting of that name.
 local FACTS = { "policy", "precision", "optimizer", "device", "ranks" }
--- The settings that a label prefers, then all others by name.
+-- The first settings in a label; all others follow by name.
 local FIRST = { "policy", "seed", "lr", "precision" }
 
 local function settings_of(h)
@@ -183,8 +183,8 @@ local function groups_of(list, key)
   return groups
 end
 
--- A run's curve on the grid of n columns from `start`. If the run has no such curve: nil, the
--- reason, and whether it can never have one.
+-- A run's curve of the metric `name` on the grid of n columns from the step `start`. If there is
+-- none: nil, the reason, and true if the metric could not be read at all.
 local function read_run(run, name, options, start, n)
   local good, c = pcall(curves.read, run.history, { name }, options)
   if not good then return nil, tostring(c), true end
@@ -210,8 +210,8 @@ local function extent(list, n)
   return first, last
 end
 
--- Adds a note about a run or a group. An equal note about another number gets this number's name
--- too.
+-- Adds a note about a run or a group, with the name of a metric. If the same note exists for other
+-- metrics, appends the name to it.
 local function note(c, who, what, name)
   local key = who .. ": " .. what
   local at = c.notes[key]
@@ -222,7 +222,7 @@ local function note(c, who, what, name)
   end
 end
 
--- Adds the curves of a number. Raises if no run can have it.
+-- Adds the curves of the metric `name`. Raises an error if it can be read from no run.
 local function add(c, list, name, options, start, log)
   local found, why, possible, n = {}, nil, false, #c.x
   for _, run in ipairs(list) do
@@ -254,7 +254,7 @@ local function add(c, list, name, options, start, log)
 end
 
 --- See the top of the file. options: from, to (steps), points (240: most columns), group (a
---- setting), log (as in history:plot: the axis decides how a group's mean is taken).
+--- setting), log (as in history:plot; with a logarithmic axis a group's mean is the geometric one).
 function M.read(list, names, options)
   local c = { x = {}, first_step = {}, overflows = {}, width = 1, curves = {},
     notes = { unpack(list.notes) } }

@@ -1,7 +1,7 @@
 -- A contest: one script under several policies and seeds, each run in its own process.
 --   runs/NAME/contest.json         the script, its settings, the policies' sources
 --   runs/NAME/POLICY-SEED/         a run; `output` is what it printed, `exit` its exit status
--- This file starts the runs, finds which are done, and reads their numbers. `engine contest` is the
+-- This file starts the runs, finds which are done, and reads their results. `engine contest` is the
 -- command; report/contest.lua prints the results.
 local M_ffi = require "engine.base.ffi"
 local curves = require "engine.run.curves"
@@ -21,7 +21,8 @@ Contest.__index = Contest
 
 -- ------------------------------------------------------------------ the folder
 
--- What must not change between two starts, as text: the script, its settings, its threads.
+-- The script, its settings and its number of threads, as text. They must not change between two
+-- starts of a contest.
 local function job_text(job)
   local parts = { job.script, unpack(job.settings) }
   return table.concat(parts, " ") .. " threads=" .. job.threads
@@ -65,7 +66,8 @@ local function agree(self)
   check(C.eng_file_write(path, text, #text))
 end
 
--- The runs, all policies of a seed before the next seed, so that pairs are complete early.
+-- Lists the runs seed by seed, each seed under all policies, so that comparisons are possible
+-- before all runs are done.
 local function list_runs(self)
   local list, owner = {}, {}
   if self.seeds * #self.policies > 10000 then
@@ -89,8 +91,9 @@ end
 
 --- Opens a contest's folder; creates it if it is missing. job: { path, script, source (its text),
 --- settings = { "name=value" ... }, policies = { ... }, sources = { [policy] = its source }, seeds,
---- threads (nil: as before, else default_threads), resumes (the script knows resume=), quiet (it
---- knows log=) }. Raises if the folder holds another contest, or if one is running in it.
+--- threads (nil: as in contest.json, else default_threads), resumes (the script accepts resume=),
+--- quiet (it accepts log=) }. Raises an error if the folder holds another contest, or if a contest
+--- is running in it.
 function M.open(job)
   local self = setmetatable(job, Contest)
   if files.exists(self.path .. "/history.db") then
@@ -111,8 +114,9 @@ end
 -- Exit statuses after which a run would end the same way again (docs/runs.md).
 local FINAL = { [0] = true, [2] = true, [3] = true, [4] = true, [5] = true, [6] = true }
 
---- Reads what is known of a run: run.exit, run.done (its numbers count), run.final (not to be
---- repeated), run.why (of a failed run), and the numbers.
+--- Reads the state of a run from its files into `run`: exit (the exit status), done (whether its
+--- numbers count), final (whether it must not be started again), why (why it failed), ended (how it
+--- ended, in words), and the numbers of M.numbers.
 function Contest:look(run)
   local path = run.path
   local text = files.read(path .. "/exit")
@@ -142,7 +146,7 @@ end
 M.NAMES = { "loss", "held_out", "skipped", "overflows", "underflow", "seconds" }
 
 --- Fills in the numbers of a run from its history:
----   loss       mean loss of the last tenth of the steps, at least one, without inf and nan
+---   loss       mean loss of the last tenth of the steps (at least one step), without inf and nan
 ---   held_out   the loss of the last evaluation, or nil
 ---   skipped    steps without an update; overflows: steps with inf or nan in the gradients
 ---   underflow  share of all gradients below the smallest normal number
@@ -168,8 +172,8 @@ function M.progress(run)
   end) or 0
 end
 
---- Starts or resumes a run. Returns false while another process runs it: the runs of a contest that
---- was killed end only a moment later.
+--- Starts or resumes a run. Returns false while another process still holds it: after a contest is
+--- killed, its runs take a moment to end.
 function Contest:start(run)
   if runs.holder(run.path) then return false end
   if self:look(run).final then return true end
@@ -185,7 +189,7 @@ function Contest:start(run)
   return true
 end
 
---- Whether a started run has ended; then records its exit status and looks at it.
+--- Whether a run started by start() has ended. If so, records its exit status and calls look().
 function Contest:ended(run)
   if not run.process then return true end
   local status = process.status(run.process)

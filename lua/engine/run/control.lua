@@ -1,10 +1,10 @@
 -- Requests to a run between two steps: swaps of its policy and, from attached clients (`engine
--- attach RUN`), pausing, changing settings, stopping. Without requests it costs nothing. A client
--- that does not read its replies is disconnected.
+-- attach RUN`), pausing, changing settings, stopping. Without requests a step pays only for one
+-- check of the socket and the files. A client that does not read its replies is disconnected.
 --
 -- The socket is RUN/attach.sock, mode 0600. A request is a line of JSON, { "do": NAME, "id": any,
--- ... }, and so is the answer, { "ok": true, "id":, "text":, "status": } or { "ok": false, "id":,
--- "error": }. The commands are in `commands` below.
+-- ... }. The reply is a line of JSON, { "ok": true, "id":, "text":, "status": } or { "ok": false,
+-- "id":, "error": }. The commands are in `commands` below.
 --
 -- With several ranks, rank 0 listens. The record of the next step tells all ranks that there is a
 -- request; then rank 0 sends it to them, and all ranks carry it out at the same step. Owned by the
@@ -22,7 +22,7 @@ local M = {}
 local Control = {}
 Control.__index = Control
 
-local MOST_LINES = 8       -- requests answered between two steps
+local MOST_LINES = 8       -- most requests handled between two steps
 local PAUSE_MS = 100       -- between two checks of signals and files during a pause
 
 function M.new(trainer, options)
@@ -69,8 +69,8 @@ local function of_files(field, what, test)
     function(t, x) t.run_files[field] = x end }
 end
 
--- name -> what the value must be, a test of the value, and functions that read and set the setting;
--- `kept`: checkpoints store it
+-- name -> { the expected value in words, a test of a value, a function that reads the setting, a
+-- function that sets it, kept = true if checkpoints store it }
 local settings = {
   lr = { "a positive number, or 'schedule'", function(x) return positive(x) or x == "schedule" end,
     function(t) return t.fixed_lr or t.schedule and "schedule" or t.optimizer.lr end,
@@ -173,7 +173,7 @@ function commands.undo(self)
   return policies_text(self.trainer, "is %s again")
 end
 
--- Pauses the run. request.stay: it stays paused when the client that paused it disconnects.
+-- Pauses the run. request.stay: the run stays paused when the client disconnects.
 function commands.pause(self, request, number)
   self.steps_left = nil
   if self.paused then return "the run is already paused" end
@@ -256,7 +256,7 @@ local function serve(self, number, line, told)
     return
   end
   local good, text, problem = pcall(command, self, request, number)
-  if good and not text and not problem then return end          -- answered later
+  if good and not text and not problem then return end          -- the reply follows later
   if not good then text, problem = nil, tostring(text) end
   settle(self)
   self:answer(number, request.id, text and { ok = true, text = text }
@@ -265,7 +265,7 @@ end
 
 local line, length, number = ffi.new("const char *[1]"), ffi.new("int64_t[1]"), ffi.new("int[1]")
 
--- Answers requests; waits up to `milliseconds` for the first.
+-- Handles requests; waits up to `milliseconds` for the first.
 local function listen(self, milliseconds)
   for i = 1, MOST_LINES do
     if not C.eng_attach_poll(line, length, number, self.socket, i == 1 and milliseconds or 0) then
@@ -322,7 +322,7 @@ local function pause(self)
   end
 end
 
---- Called between two steps: answers clients, and waits while the run is paused. Returns a reason
+--- Called between two steps: handles requests, and waits while the run is paused. Returns a reason
 --- if a client ended the run.
 function Control:between()
   self.trainer.swaps:between()

@@ -18,20 +18,21 @@
 --                  the histogram's tail, extrapolated. If the finite gradients end six binades or
 --                  more below the largest fp16 number, the scale was not the cause, and the
 --                  overflow remains.
--- A result may be only a bound in three more cases: the ratio is no power of two, so that the
--- scales round differently, and a magnitude is within 1/64 of the limit or the ratio within 1/64 of
--- 1; layers have scales of their own, whose ratios are not one number; or the history is too old to
--- tell fp16 gradients from others.
+-- A result may be only a bound in three more cases:
+--   - the ratio is no power of two, so that the two scales round differently, and either a
+--     magnitude is within 1/64 of the limit or the ratio is within 1/64 of 1;
+--   - layers have separate scales, whose ratios to the run's scales differ;
+--   - the history is too old to tell fp16 gradients from others.
 --
 -- For a policy that reads more than the overflow: amax is exact if the ratio is a power of two.
 -- norm and counts are exact if, in addition, no gradient is subnormal or lost at either scale. The
 -- statistics of single tensors are estimates.
 --
--- M.judge says what follows for the policy's verdicts. A verdict is exact only as long as the
+-- M.judge decides whether the policy's verdicts are exact. A verdict is exact only as long as the
 -- policy would have had the run's weights and batches, that is, while all verdicts so far are exact
 -- and made the same updates. From the first step at which this fails, every verdict is a bound.
--- Rounding and underflow also differ between scales; they are not counted as a departure, and a
--- replay prints the underflow.
+-- Rounding and underflow also differ between scales. These differences do not make a verdict a
+-- bound, but a replay prints the underflow.
 local M_ffi = require "engine.base.ffi"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -86,12 +87,12 @@ local function restate(s, ratio, over, format)
     local count = tonumber(s.hist[b])
     if count ~= 0 then
       local e = b + FIRST
-      local above = math.floor(count * part + 0.5)  -- the part that passes into the next binade
+      local above = math.floor(count * part + 0.5)  -- elements that pass into the next binade
       put(e, e + whole, count - above)
       put(e, e + whole + 1, above)
     end
   end
-  -- takes overflowed elements to have the smallest magnitude that overflows
+  -- assumes that overflowed elements had the smallest magnitude that overflows
   if s.inf + s.nan > 0 and not over then
     local bad = tonumber(s.inf + s.nan)
     s.inf, s.nan = 0, 0
@@ -133,7 +134,7 @@ local function still_overflows(s, amax, ratio, format, around)
   local above2 = log2(2 ^ above1 + tonumber(s.hist[format.top - 1 - FIRST]))
   local slope, bend = above1 - above0, math.max(0, 2 * above1 - above0 - above2)
   local k = -log2(ratio)
-  -- at an expected count of ln 2, an overflow is as likely as not
+  -- the threshold is an expected count of ln 2, at which an overflow has probability 1/2
   return above0 - slope * k - bend * k * (k + 1) / 2 >= -0.5
 end
 
@@ -257,9 +258,9 @@ function M.certainty(late)
     why = late and WHY.late }
 end
 
---- Adds a step: what is known of it (M.move, or "unmeasured"), and what the policy and the run did
---- with it (M.carried_out; own.departs: true if the policy departs from the run in another way).
---- Returns whether the policy's verdict is exact.
+--- Adds a step to a policy's certainty. known: the first result of M.move, or "unmeasured". own,
+--- run: what the policy and the run did with the step (M.carried_out). own.departs: true if the
+--- policy departs from the run in another way. Returns whether the policy's verdict is exact.
 ---
 --- `least` counts the skips among the exact verdicts, and the first known skip after an overflow
 --- that may be hidden: the policy skips either there or at the hidden overflow. Later skips do not

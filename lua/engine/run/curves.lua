@@ -1,7 +1,7 @@
--- Numbers of a run over its steps, at the resolution of a picture: the least, largest and mean
--- value of each column. Long runs are read from their blocks, which is fast:
+-- Metrics of a run over its steps, at the resolution of a picture: the least, largest and mean
+-- value in each column of the picture. Long runs are read from their blocks, which is fast:
 -- core/store/history_writer.c sums 256 consecutive steps into a row of `blocks`. Only the newest
--- steps, and numbers that blocks lack, are read from `steps`, with a query for each column.
+-- steps, and metrics that blocks lack, are read from `steps`, with a query for each column.
 --   local c = curves.read(history, { "loss", "scale" }, { points = 120, from = 0, to = 9999 })
 --   c.x[i], c.width                          the middle of column i, and steps in a column
 --   c.rows[i], c.overflows[i], c.skipped[i]  rows, overflows, steps without update in column i
@@ -14,9 +14,9 @@ local M = {}
 
 local BLOCK = C.ENG_HISTORY_BLOCK   -- steps of a block
 
--- The numbers that can be drawn: name, SQL, whether blocks hold the number (`summed`), whether only
+-- The metrics that can be drawn: name, SQL, whether blocks hold the metric (`summed`), whether only
 -- some steps have it (`sparse`), whether it is always finite (`finite`), the base of its
--- logarithmic axis, and its title.
+-- logarithmic axis (`log`), and its title.
 local METRICS = {
   { "loss", sql = "loss", summed = true, title = "loss" },
   { "scale", sql = "scale", summed = true, log = 2, title = "loss scale" },
@@ -53,7 +53,7 @@ local function layers_of(h)
   return (select(3, require("engine.policy.groups").of(h:parameters())))
 end
 
---- The names of all numbers of a history, including those of its script, policy and layers.
+--- The names of all metrics of a history, including those of its script, policy and layers.
 function M.columns(h)
   local known = { unpack(names) }
   for _, published in ipairs(h:signals()) do known[#known + 1] = "signals." .. published.name end
@@ -102,7 +102,7 @@ function M.range(c, name)
   return low, high
 end
 
---- The columns of a picture that hold overflows: their x, and the number of all overflows.
+--- The columns of a picture that hold overflows: their x, and the total number of overflows.
 function M.marks(c)
   local marks, count = {}, 0
   for i, n in ipairs(c.overflows) do
@@ -124,7 +124,7 @@ local function need_signal(h, name)
     or "; engine.signal(name, value) publishes one"), 0)
 end
 
--- Adds n values of a number, their sum and their range, to the cell of a picture column.
+-- Adds n values of the metric `name`, given by their sum and range, to a picture column's cell.
 local function gather(cell, name, n, sum, low, high)
   local v = cell[name] or { n = 0, sum = 0, min = math.huge, max = -math.huge }
   v.n, v.sum, v.min, v.max = v.n + n, v.sum + sum, math.min(v.min, low), math.max(v.max, high)
@@ -170,7 +170,7 @@ local function only(following)
   return row
 end
 
--- The same numbers of steps from rows of `steps` and from rows of `blocks`.
+-- SQL that computes COUNTS from rows of `steps`, and from rows of `blocks`.
 local COUNTS = { "rows", "overflows", "skipped" }
 local STEP_COUNTS = "count(*) AS rows, sum(overflow) AS overflows, sum(action <> 'step') AS skipped"
 local BLOCK_COUNTS = "sum(rows) AS rows, sum(overflows) AS overflows, sum(skipped) AS skipped"
@@ -196,8 +196,8 @@ function M.totals(h)
   return sum
 end
 
--- SQL that gives a number where it is finite, and NULL elsewhere. A number marked `finite` is
--- always finite, and its SQL is faster.
+-- SQL that gives a metric where it is finite, and NULL elsewhere. A metric marked `finite` needs no
+-- test, which is faster.
 local function finite(metric)
   return metric.finite and metric.sql or ("nullif(nullif(%s, 9e999), -9e999)"):format(metric.sql)
 end
@@ -235,8 +235,8 @@ local function merge(cell, row, wanted)
   end
 end
 
--- Fills the cells of picture columns 0 .. n - 1 of `width` steps from `start`; steps before `done`
--- have blocks.
+-- Fills the cells of picture columns 0 .. n - 1, of `width` steps each, from the step `start` on.
+-- Steps before `done` have blocks.
 local function fill(h, cells, wanted, start, width, n, last, done, counts)
   local by_blocks = width % BLOCK == 0 and start % BLOCK == 0 and math.min(done, last + 1) or start
   if by_blocks > start then
@@ -260,14 +260,14 @@ local function fill(h, cells, wanted, start, width, n, last, done, counts)
   end
 end
 
---- The number of steps in a column of a picture of the steps first..last, if it has at most
---- `points` (240) columns; for M.read's `width`.
+--- The number of steps in a column of a picture with at most `points` (240) columns of the steps
+--- first..last; for M.read's `width`.
 function M.width(first, last, points)
   local width = math.max(1, math.ceil((last - first + 1) / (points or 240)))
   return width > BLOCK and math.ceil(width / BLOCK) * BLOCK or width
 end
 
---- Reads the columns of numbers; the top of the file describes the result. options: from, to
+--- Reads the columns of metrics; the top of the file describes the result. options: from, to
 --- (steps; default: the whole run), points (240: most columns), or width (of M.width: columns begin
 --- at multiples of it, so that those of several runs agree). If a column is wider than a block,
 --- columns begin at multiples of 256 steps, so the first may begin a little before `from`.

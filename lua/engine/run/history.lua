@@ -10,8 +10,8 @@
 --   print(h:tensor("blocks.3.attn.qkv.weight"))  the gradients of one parameter
 --   for row in h:each("SELECT step, loss FROM steps WHERE scale < ?", 1024) do ... end
 --
--- A run opens it with { write = true } and appends, which costs about a microsecond: a thread of
--- the core does the writing.
+-- A run opens it with { write = true } and appends. Appending a row costs about a microsecond,
+-- because a thread of the core writes the file.
 local M_ffi = require "engine.base.ffi"
 local files = require "engine.base.file"
 local formats = require "engine.base.formats"
@@ -31,8 +31,9 @@ local Writing = setmetatable({}, { __index = History })
 Writing.__index = Writing
 function Writing:__tostring() return History.__tostring(self) end
 
--- What History[key] is if the method `key` writes and the history is read-only: a function that
--- returns nil and a message. Otherwise nil. Tab completion does not offer it.
+-- The value of History[key] for a method that only `Writing` has: a function that returns nil and a
+-- message, because the history is read-only. Tab completion does not list these methods. For any
+-- other key, nil.
 local function refused(key)
   return rawget(Writing, key) and function(h)
     return nil, ("history %s is open for reading only"):format(h.path)
@@ -88,7 +89,8 @@ local function told(status)
   return nil, M_ffi.message()
 end
 
--- Raises unless all these arguments of a method are given: the core would follow a null pointer.
+-- Raises an error unless all these arguments of a method are given. The core would read a null
+-- pointer.
 local function need(method, ...)
   for i = 1, select("#", ...) do
     if (select(i, ...)) == nil then M_ffi.raise("history:%s: expected more arguments", method) end
@@ -130,7 +132,7 @@ end
 
 M.meters = { "snr", "underflow", "overflow", "zeros", "amax", "least", "scale_min", "scale_max",
   "count", "peak", "power", "asked" }
-local MEASURED = 9                                       -- the first 9: of measured elements
+local MEASURED = 9     -- the first 9 meters cover only the measured elements of a tensor
 local meter_values = ffi.new("double[12]")
 
 --- Appends a step's meters of FP8 layers (fp8_sites.lua).
@@ -251,8 +253,8 @@ local function one(h, sql, ...)
   return row
 end
 
--- Raises unless these fields of a row hold values of `kind` (or nil, if `optional`): the file may
--- come from anywhere.
+-- Raises an error unless these fields of a row hold values of `kind` (or nil, if `optional`). The
+-- file may be damaged or come from another program.
 local function expect(h, row, kind, fields, optional)
   for _, name in ipairs(fields) do
     local value = row[name]
@@ -264,8 +266,8 @@ local function expect(h, row, kind, fields, optional)
   return row
 end
 
---- Iterates over rows of numbers that SQL computes from columns that may hold anything. Each value
---- that is not nil must be a number, and the values of `fields` must not be nil.
+--- Iterates over rows of numbers that SQL computes. Raises an error for a value that is neither a
+--- number nor nil, and for nil in one of `fields`.
 function History:numbers(fields, sql, ...)
   local following, names = each(self, 2, nil, sql, ...)
   return function()
@@ -347,8 +349,7 @@ function step_meta.__tostring(row)
 end
 
 -- Completes a row of steps: NULL, which stands for NaN, becomes NaN. norm_ref stays nil, because
--- most steps have none. The file may come from anywhere, so a column that holds no number reads as
--- missing.
+-- most steps have none. The file may be damaged, so a value that is not a number counts as NULL.
 local function step_row(row)
   for _, name in ipairs(reals) do
     if type(row[name]) ~= "number" then row[name] = NAN end
@@ -477,7 +478,7 @@ function History:shadow(name)
     { "step", "scale", "action", "failed", "reason", "overflow", "bound" })
 end
 
---- The shadows' verdicts in force at a step: rows as of shadow(), with `name`.
+--- The shadows' verdicts in force at a step: rows as shadow() returns them, with `name`.
 function History:shadows_at(step)
   local list = {}
   if not self:has "shadows" then return list end
@@ -550,7 +551,8 @@ local function unpack_stats(blob)
   return stats, n[0]
 end
 
--- Why there are no meters: for any FP8 layer, for this layer, or at this step.
+-- The message when no meters are found: the run has none, no layer with meters has this name, or
+-- this step was not measured.
 local function no_fp8(h, site, step)
   local sites, steps = {}, {}
   for row in site and h:each("SELECT DISTINCT site FROM fp8 ORDER BY site") or function() end do
@@ -651,9 +653,9 @@ function History:tensors(step)
   return setmetatable(rows, { __tostring = function(list) return table_text(list, columns) end })
 end
 
---- Iterates over step and loss scale of a parameter's layer: the run's scale times the layer's
---- relative scale. id: of h:parameters(). Visits the first `most` steps of from..to that have
---- statistics per tensor.
+--- Iterates over pairs of a step and the loss scale of a parameter's layer (the run's scale times
+--- the layer's relative scale). id: the parameter's id in h:parameters(). Returns the first `most`
+--- steps of from..to that have statistics per tensor.
 function History:layer_scales(id, from, to, most)
   local following = each(self, 2, nil, "SELECT t.step AS step, t.stats AS stats, s.scale AS " ..
     "scale, max(s.attempt) FROM tensor_stats t JOIN steps s ON s.step = t.step WHERE t.step " ..

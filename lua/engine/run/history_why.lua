@@ -8,10 +8,10 @@ local function one(h, sql, ...) return h:query(sql, ...)[1] end
 
 local outcomes = {
   step = "the weights were updated",
-  skip = "skipped, the weights did not change",
-  retry = "retried on the same batch, the weights did not change",
+  skip = "skipped; the weights did not change",
+  retry = "retried on the same batch; the weights did not change",
   stop = "the policy ended the run",
-  rollback = "the policy asked for a rollback, the weights of this step were dropped",
+  rollback = "the policy asked for a rollback; the weights of this step were dropped",
 }
 
 -- A magnitude in plain digits.
@@ -25,9 +25,9 @@ local function parameter_name(list, id)
   return p and ("%s %s (%s)"):format(p.name, p.shape, p.gradient) or "parameter " .. id
 end
 
--- As text: the tensor with a step's largest finite gradient and the gradient's format, if the step
--- has statistics per tensor; otherwise the formats of the gradients, if they differ. If there is
--- one format and its range is smaller than f32's, also its largest number.
+-- Where a step's largest finite gradient is, as text. With statistics per tensor: the tensor and
+-- its gradient's format; otherwise the formats of all gradients, if they differ. If there is one
+-- format and its range is smaller than f32's, also its largest number.
 local function format_text(list, tensors)
   local most, at
   for i = 1, tensors and #tensors or 0 do
@@ -125,9 +125,9 @@ local function say_policy(h, row, say)
   say("The policy %s%s%s.", name and name .. " " or "", change, row.reason and ": " .. row.reason
     or " and gave no reason")
   if row.policy_failed then say("The policy failed here; its last good verdict was used.") end
-  if row.clip > 0 then say("The policy asked to clip the gradient norm at %g.", row.clip) end
+  if row.clip > 0 then say("The policy set a limit of %g on the gradient norm.", row.clip) end
   if row.lr_mul ~= 1 and row.lr_mul == row.lr_mul then
-    say("The policy asked for %g times the learning rate.", row.lr_mul)
+    say("The policy set a factor of %g on the learning rate.", row.lr_mul)
   end
 end
 

@@ -10,8 +10,8 @@
 --
 -- A json object has exactly these fields, in this order. `step` counts attempts, `updates` applied
 -- steps, `skipped` the steps skipped so far; `overflow` is true or false, of this step. JSON has no
--- infinity and no NaN: they are the strings "inf", "-inf" and "nan" (which Python's float() takes);
--- a missing field is null. Numbers have as many digits as it takes to read the same double back.
+-- infinity and no NaN: they are the strings "inf", "-inf" and "nan" (which Python's float()
+-- accepts). A missing field is null. Numbers have enough digits to read the same double back.
 local show = require "engine.base.show"
 
 local progress = {}
@@ -53,8 +53,8 @@ local function put(self, ...)
 end
 
 --- A new display. Options: total (steps of the run; 0 or nil: unknown), unscaled (no loss scale in
---- the line), json (objects on stdout and nothing else there), quiet (only warnings), silent (no
---- output). Specs set stream, columns (false: no terminal) and clock.
+--- the line), json (objects on stdout and nothing else there), quiet (only warnings and notes that
+--- matter), silent (no output). Specs set stream, columns (false: no terminal) and clock.
 function progress.new(options)
   local self = setmetatable({}, progress)
   self.total = options.total and options.total > 0 and options.total < math.huge and options.total
@@ -69,8 +69,8 @@ function progress.new(options)
   return self
 end
 
---- A display on stderr of a command that waits for something else: update { step =, text = } shows
---- the text.
+--- A display on stderr for a command that waits, for example for runs that it started:
+--- update { step =, text = } shows `text`.
 function progress.on_stderr()
   local self = progress.new { stream = io.stderr,
     columns = require("engine.base.machine").terminal(2) or false }
@@ -137,8 +137,8 @@ function progress:update(row)
   self.shown_at, self.pending = now, false
 end
 
---- Prints a separate line. In json mode it goes to stderr, so that stdout holds only objects; with
---- matters = true also in quiet mode.
+--- Prints a separate line. In json mode the line goes to stderr, so that stdout holds only objects.
+--- In quiet mode only a line with matters = true is printed, to stderr.
 function progress:note(text, matters)
   if self.silent or self.quiet and not matters then return end
   text = show.shown(text, true)
@@ -150,7 +150,7 @@ function progress:note(text, matters)
     and fitted(self, self.last, self.clock()) or "")
 end
 
---- Prints a line about something lost, on stderr, whatever `log` is.
+--- Prints a warning about lost results on stderr, in every mode but silent.
 function progress:warn(text)
   if self.silent then return end
   if self.on_line then put(self, "\r\27[K") end

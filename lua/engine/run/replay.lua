@@ -1,4 +1,4 @@
--- What a policy would have done on a string of verdicts, or on a recorded run.
+-- Replays a policy on a string of verdicts, or on a recorded run.
 --   local trace = engine.replay.trace("4. x 2. 3x")             -- or "runs/a"
 --   local r = engine.replay.run(trace, "dynamic", { init_scale = 256 })
 --   r.scales, r.actions, r.skipped, r.stopped_at ...            -- print(engine.replay.table { r })
@@ -57,9 +57,10 @@ end
 ---   fp8                    true
 ---   moves                  { step, layers = { [path] = rung }, reason, text } for each verdict
 ---                          that moves layers; rung 1 is the recipe, the last one high precision
----   layers, of             how many layers it moves in the run, of how many
----   high                   mean share of the layers that are not as in the recipe
----   apart                  verdicts under which some layer computes differently than in the run
+---   layers, of             the number of layers that it moves in the run, and of all FP8 layers
+---   high                   mean share of the layers that are not on rung 1
+---   apart                  number of verdicts with which some layer computes differently than in
+---                          the run
 function M.run(trace, source, options, look)
   M_ffi.expect(type(trace) == "table" and trace.at, trace,
     "replay.run: expected a trace, such as engine.replay.trace(\"runs/a\")")
@@ -237,8 +238,9 @@ local function fp8_parts(r)
 end
 
 --- Results as JSON, in the form that `engine help replay` describes under --json. A policy that
---- logs also has "log":{name:[a number or null for each step]}, and one that failed "failures", how
---- often it failed, and "failure", the first reason. "bound_why" is null if all verdicts are exact.
+--- logs also has "log":{name:[a number or null for each step]}. A policy that failed also has
+--- "failures", the number of failures, and "failure", the first reason. "bound_why" is null if all
+--- verdicts are exact.
 function M.json(results)
   local objects = {}
   for i, r in ipairs(results) do

@@ -1,6 +1,5 @@
--- What a policy of FP8 layers would have done on a recorded run: it reads each step's record and
--- the meters that the history holds of the step. Called by replay.lua, whose run() describes the
--- results.
+-- Replays a policy of FP8 layers on a recorded run: the policy reads each step's record and the
+-- step's meters from the history. Called by replay.lua, whose run() describes the results.
 --
 -- Meters are recorded at the steps that the recipe samples (its `sample`). At other steps a live
 -- policy has no meters either, but it sees amaxes, inf and nan, which the history lacks. So the
@@ -45,7 +44,7 @@ local function fill(s, row)
   s.sum_squares, s.snr = row.power or 0, row.snr or 0 / 0
 end
 
--- Columns of numbers: h:each raises an error for any other value in them.
+-- Columns declared as numbers: h:each raises an error for any other value in them.
 local COLUMNS = { "count", "zeros", "underflow", "overflow", "snr", "peak", "power", "asked" }
 local METERS = "SELECT CAST(step AS INTEGER) AS step, site, role, " ..
   table.concat(COLUMNS, ", ") .. " FROM fp8 ORDER BY step, site, role"
@@ -65,8 +64,8 @@ local function meters_at(h)
   end
 end
 
--- Returns a function of `rungs` and a step, which sets `rungs` to those of the run after the
--- verdict on that step. Call it with steps that never decrease.
+-- Returns f(rungs, step), which changes `rungs` to the run's rungs after the verdict on that step.
+-- Call it with steps that never decrease. number: the index of each layer, by path.
 local function layers_at(h, number)
   local following = h:each("SELECT CAST(step AS INTEGER) AS step, data FROM events " ..
     "WHERE kind = 'layers' ORDER BY id")
@@ -82,8 +81,9 @@ local function layers_at(h, number)
   end
 end
 
--- Shows a policy what the run measured in a step: fills `stats` [n] and the run's amaxes from rows
--- of `fp8`. tensor: the index of each tensor. Returns which tensors the run let policies scale.
+-- Fills `stats` [n] and run.amaxes with the measurements of a step, from its rows of `fp8`. tensor:
+-- the index (from 1) of each tensor, by name. Returns { [index] = whether policies could choose the
+-- tensor's scale }.
 local function show(stats, n, run, rows, tensor)
   local asked = {}
   ffi.fill(stats, ffi.sizeof("eng_tensor_stats") * n)

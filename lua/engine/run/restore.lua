@@ -1,6 +1,7 @@
--- The state of a trainer in a checkpoint, besides tensors; and how a trainer takes a checkpoint
--- over: all of it at a resume, at a rollback only what training changes. Owns the order in which
--- the parts are restored. Called by run.lua, which opens and writes the files.
+-- Collects a trainer's state for a checkpoint, except tensors, and restores a trainer from a
+-- checkpoint: all of its state at a resume, at a rollback only the state that training changes.
+-- Owns the order in which the parts are restored. Called by run.lua, which opens and writes the
+-- files.
 local M_ffi = require "engine.base.ffi"
 local masters = require "engine.run.masters"
 local merged = require("engine.base.arguments").merged
@@ -82,7 +83,7 @@ local function regain(seat, saved)
   end
   local took, why = follow(seat, saved, { source = policy.source, file = policy.file })
   return ("the source of the policy %s has changed since the checkpoint; it %s"):format(policy.name,
-    took and "takes over the state" or "does not take over the state: " .. tostring(why))
+    took and "takes over the saved state" or "cannot take over the saved state: " .. tostring(why))
 end
 
 -- The saved state of the policy in seat i, if a checkpoint's state has one.
@@ -92,9 +93,10 @@ local function saved_policy(state, i)
   return type(saved) == "table" and type(saved.state) == "string" and saved or nil
 end
 
--- Restores the policies of the trainer's seats (swap.lua) from a checkpoint's state: a policy that
--- was swapped in returns, the same policy gets its saved state, and another takes over from the
--- saved one or starts fresh. Adds lines about what differs to `notes`.
+-- Restores the policies of the trainer's seats (swap.lua) from a checkpoint's state. A policy that
+-- was swapped in before the checkpoint becomes current again. A policy with the saved policy's name
+-- gets the saved state; any other takes over from the saved policy or starts fresh. Adds lines
+-- about the differences to `notes`.
 local function take_policies(trainer, state, notes)
   local same = state.precision == trainer.precision.name
   for i, of in ipairs(trainer.swaps.seats) do
@@ -181,8 +183,8 @@ local function changed_settings(path, config)
   return #changes > 0 and "; " .. table.concat(changes, "; ", 1, math.min(#changes, 6)) or ""
 end
 
---- Sends the tensors of a checkpoint from rank 0 to every rank. `c`: open on rank 0; elsewhere it
---- has only its state.
+--- Sends the tensors of a checkpoint from rank 0 to every rank. `c`: on rank 0 the open checkpoint;
+--- on other ranks a table with its `state`.
 function M.spread(trainer, c)
   shards.spread(trainer.reducer, c.parts and c)
   if not c.state.user then return end
@@ -248,8 +250,8 @@ local function restore_evaluation(trainer, place)
   return not good and "evaluations begin at the first batch of their data: " .. tostring(why) or nil
 end
 
---- Restores all of a trainer from a checkpoint (`c` as in M.spread). Returns lines about what
---- differs now. config: the settings of this run.
+--- Restores all of a trainer from a checkpoint (`c` as in M.spread). Returns lines about the
+--- differences between this run and the checkpoint. config: the settings of this run.
 function M.take_over(trainer, c, config)
   local notes, state = {}, c.state
   local problem = state_problem(state) or c.parts and (not c.parts.model and "it has no weights"
@@ -290,8 +292,8 @@ function M.take_over(trainer, c, config)
   return notes
 end
 
---- Returns a trainer to a checkpoint of its own run (`c` as in M.spread), at a rollback. Policies
---- of FP8 layers get their saved state; the loss-scaling policy and the counters of steps stay.
+--- Rolls a trainer back to a checkpoint of its own run (`c` as in M.spread). Policies of FP8 layers
+--- get their saved state; the loss-scaling policy and the counters of steps do not change.
 function M.go_back(trainer, c)
   for i, of in ipairs(trainer.swaps.seats) do
     local saved, seat = i > 1 and saved_policy(c.state, i), of.seat

@@ -2,8 +2,8 @@
 --   runs/<name>/history.db       every step (history.lua)
 --   runs/<name>/tensorboard/     event files, if asked for (tensorboard.lua)
 --   runs/<name>/checkpoints/     states to resume from (checkpoint.lua)
--- Opens them in order, finds the checkpoint to resume from (restore.lua takes it over), and writes
--- them while the run goes on. Opened only by trainers and sessions; commands use M.directory.
+-- Opens them in order, finds the checkpoint from which restore.lua resumes, and writes them during
+-- the run. Only trainers and sessions open a Run; commands use M.directory.
 local M_ffi = require "engine.base.ffi"
 local checkpoint = require "engine.run.checkpoint"
 local files = require "engine.base.file"
@@ -27,8 +27,9 @@ end
 
 -- ------------------------------------------------------------------ opening
 
--- Whether `resume` continues the run in the directory `path`: "auto", or the path of that run or of
--- one of its checkpoints. A checkpoint of another run starts a new run.
+-- Whether the option `resume` continues the run in the directory `path`, that is, whether it is
+-- "auto", or the path of that run or of one of its checkpoints. With a checkpoint of another run, a
+-- new run starts.
 local function continues(path, resume)
   if resume == "auto" then return true end
   local from, own = M.directory(resume), C.eng_file_stamp(path .. "/checkpoints")
@@ -74,7 +75,7 @@ function Run:give()
   self.lock, self.running = nil, false
 end
 
--- Raises unless the last part of a path can name a run.
+-- Raises an error unless the last part of a path can name a run.
 local function check_name(path)
   local name = path:match("([^/]*)/*$")
   local problem = show.name_problem(name)
@@ -126,7 +127,7 @@ local function find_checkpoint(self, resume)
   return c
 end
 
---- Opens the history. cut: removes what an earlier run recorded from this step on.
+--- Opens the history. cut: first removes the rows from the trainer's current step on.
 function Run:open_history(cut)
   if not self.wants_history then return end
   local path = self.path .. "/history.db"
@@ -222,7 +223,7 @@ function Run:open_tensorboard()
     self.trainer.steps_done)
 end
 
---- Opens the files again when a trainer runs once more, after an error or for more steps.
+--- Opens the files again when a trainer runs again, after an error or for more steps.
 function Run:reopen()
   self.running = true
   self:open_tensorboard()
@@ -360,8 +361,8 @@ function Run:fp8(step, rows)
   self:complain(self.history:append_fp8(step, rows))
 end
 
---- Records which FP8 layers changed their rung (fp8_sites.lua) with the verdict on a step, and how
---- their products sum. all: the rungs of all layers.
+--- Records which FP8 layers changed their rung (fp8_sites.lua) with the verdict on a step, and a
+--- change of the accumulators of their products. all: records the rungs of all layers.
 function Run:layers(step, all)
   local sites = self.trainer.optimizer.fp8
   local moved, text, products
@@ -420,7 +421,7 @@ function Run:save(alone)
     trainer.reducer:share_buffers()
     trainer.agreement:check()
   end
-  -- a run killed after this resumes from here, so no step may be missing
+  -- a run that is killed later resumes from this checkpoint, and its history must hold all steps
   if self.history then self:complain(self.history:flush()) end
   local path, note = write(self, alone)
   self.nonfinite = not path and note:match("the weights hold [^;]*")   -- the same on all ranks
@@ -467,7 +468,7 @@ end
 function Run:due()
   local every = self.checkpoint_every
   local done = self.trainer.steps_done
-  -- a session comes here only at the end of a turn, which may have had several steps
+  -- a session calls this only at the end of a turn, which may have several steps
   local before = self.trainer.turn_began_at or done - 1
   return self.path ~= nil and every > 0 and math.floor(done / every) > math.floor(before / every)
 end

@@ -5,7 +5,7 @@ local files = require "engine.base.file"
 
 local M = {}
 
--- Where a name may be: a path, or a folder under runs/.
+-- The paths that a name may stand for: itself, and a folder under runs/.
 local function places(text) return { text, "runs/" .. text } end
 
 -- The names of the folders in `dir` that hold a run.
@@ -69,7 +69,7 @@ function M.ending(h, path, last)
   return "broken off", "broken"
 end
 
---- The name of the policy at the end of a history, or nil.
+--- The name of the last policy in a history, or nil.
 function M.policy_of(h)
   local swap = h:query("SELECT data FROM events WHERE kind = 'swap' AND id > coalesce((SELECT " ..
     "max(id) FROM events WHERE kind = 'resumed'), 0) " ..
@@ -100,7 +100,7 @@ function M.info(path, history)
     info.parameters, info.steps, info.engine = tonumber(meta.parameters), tonumber(meta.steps),
       meta.engine
     for key, value in pairs(h:totals()) do info[key] = value end
-    local last = h:last(1)[1]      -- nil although there are rows: a damaged file
+    local last = h:last(1)[1]      -- nil with rows > 0: the file is damaged
     if info.rows > 0 and last then
       info.updates, info.loss, info.scale = last.updates + (last.action == "step" and 1 or 0),
         last.loss, last.next_scale

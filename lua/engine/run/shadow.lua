@@ -1,11 +1,11 @@
 -- Shadows: policies that see every record of a run and decide nothing. Each sees the overflows of
 -- its own scale: its record is the run's, converted to that scale (counterfactual.lua, which also
 -- says which verdicts are exact and which are bounds). The history records a verdict when it
--- changes. The summary counts the steps that a shadow would have skipped and how far its scale is
--- from the run's. Made by the trainer from its option `shadow`.
+-- changes. The summary gives the number of steps that a shadow would have skipped, and the ratio of
+-- its scale to the run's. Made by the trainer from its option `shadow`.
 --
--- A shadow of FP8 layers sees their meters as the run's own policies do. The history has an event
--- `shadow_layers` where it would have moved layers.
+-- A shadow of FP8 layers reads the same meters as the run's own FP8 policies. The history has an
+-- event `shadow_layers` at each step where the shadow would have moved layers to another rung.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local counterfactual = require "engine.run.counterfactual"
@@ -42,8 +42,8 @@ local function name_of(source, policy, taken)
   return name
 end
 
---- Loads a trainer's shadows. shadow: "a,b", or a list of what engine.policy.load takes. Returns
---- nil if there are no shadows.
+--- Loads a trainer's shadows. shadow: "a,b", or a list of policies as engine.policy.load takes
+--- them. Returns nil if there are no shadows.
 function M.new(trainer, shadow)
   if type(shadow) == "string" then shadow = split(shadow) end
   if not shadow then return nil end
@@ -77,8 +77,8 @@ function M.new(trainer, shadow)
   return self
 end
 
--- The largest fp16 gradient at the scales of a shadow, if separate scales of layers differ from the
--- run's by different factors; else nil.
+-- The largest fp16 gradient, as stored under a shadow's scales, if layers have separate scales that
+-- differ from the run's by different factors; else nil.
 function Shadows:reach(policy, stats, ratio)
   local groups, largest, apart = self.trainer.groups, -1, false
   if not groups.apart and not policy:scales_groups() then return nil end
@@ -102,8 +102,8 @@ function Shadows:tensors(stats, ratio)
   return self.stats
 end
 
--- A shadow's verdict on a step that it would have made at `scale`, and what is known of the step at
--- its scale. Leaves the step's record at that scale in self.record.
+-- Converts a step's record to the shadow's `scale`, in self.record. Returns the shadow's verdict on
+-- it, and how certain the record is (the first result of counterfactual.move).
 function Shadows:ask(s, scale, record, stats, signals)
   local policy, own = s.policy, self.record
   ffi.copy(own, record, ffi.sizeof(own))
@@ -180,7 +180,7 @@ function Shadows:observe_layers(step, record, sites, run)
         { shadow = one.name, layers = moved })
     end
     if run.history and (moved or own.failed ~= one.was_failed or bound ~= one.bound) then
-      own.scale, own.action = 0 / 0, C.ENG_ACTION_STEP     -- it chooses neither
+      own.scale, own.action = 0 / 0, C.ENG_ACTION_STEP     -- FP8 policies choose neither
       own.reason = ("%s%s"):format(fp8_verdict.off(sites.paths, one.rungs, sites.rungs),
         reason ~= "" and " (" .. reason .. ")" or ""):sub(1, 255)
       run:complain(run.history:append_shadow(step, one.name, own, false, bound))
@@ -291,7 +291,8 @@ function Shadows:restore(saved)
     for _, key in ipairs(KEPT) do              -- a checkpoint of an older engine lacks some
       if found and found[key] ~= nil then s[key] = found[key] end
     end
-    if found and not found.certainty then      -- an engine whose shadows saw the run's overflows
+    -- an older engine wrote it, whose shadows read the run's own overflows
+    if found and not found.certainty then
       s.certainty = counterfactual.certainty(saved.steps)
     end
     complete = complete and found ~= nil

@@ -4,8 +4,8 @@
 --   shard-00001-of-00004.safetensors     the pieces of rank 0, and so on
 --
 -- "model/wte.weight@4096" holds consecutive elements of the model's wte.weight, from element 4096
--- on (row-major, from 0); the metadata has the whole shape, "model/wte.weight" = "256 32". Readers
--- join the pieces of all ranks, so any number of ranks can resume from them.
+-- on (row-major, counted from 0). The metadata has the whole shape, "model/wte.weight" = "256 32".
+-- Readers join the pieces of all ranks, so any number of ranks can resume from them.
 -- Called by checkpoint.lua, which writes and reads the files, run.lua and restore.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
@@ -28,8 +28,8 @@ end
 
 -- ------------------------------------------------------------------ cutting
 
---- Cuts tensors { { name =, x = } ... }, laid end to end, into `size` equal parts: calls f(name, x,
---- from, to) for the elements of each tensor in part `part` (from 0).
+--- Cuts tensors { { name =, x = } ... }, laid end to end, into `size` equal parts. Calls f(name, x,
+--- from, to) for each tensor with elements [from, to) in part `part` (from 0).
 function M.cut(list, part, size, f)
   local total, at = 0, 0
   for _, item in ipairs(list) do total = total + item.x.count end
@@ -44,12 +44,13 @@ function M.cut(list, part, size, f)
   end
 end
 
--- What a rank writes, piece by piece.
+-- The pieces of tensors that a rank writes.
 local Pieces = {}
 Pieces.__index = Pieces
 function M.pieces() return setmetatable({ tensors = {}, shapes = {} }, Pieces) end
 
---- Adds elements [from, to) of x, which has `name` and `shape` in `part` ("model" or "optimizer").
+--- Adds elements [from, to) of the tensor `name` of `part` ("model", "optimizer" or "user"), whose
+--- whole shape is `shape` (x's by default). x holds either these elements or the whole tensor.
 function Pieces:add(part, name, x, from, to, shape)
   local key = part .. "/" .. name
   self.tensors[("%s@%d"):format(key, from)] = to - from == x.count and x:view(-1)
@@ -59,8 +60,8 @@ end
 
 -- ------------------------------------------------------------------ a job of ranks
 
--- Calls f(p, buffer, from, to) for each buffer of the optimizer's state; the elements [from, to) of
--- the buffer are those that this rank has.
+-- Calls f(p, buffer, from, to) for each buffer of the optimizer's state. This rank has the elements
+-- [from, to) of the buffer.
 local function each_buffer(reducer, f)
   local optimizer = reducer.trainer.optimizer
   for i, p in ipairs(optimizer.list) do
@@ -146,8 +147,8 @@ end
 
 M.PIECE = 2 ^ 22       -- elements that rank 0 sends at a time
 
--- Sends a tensor to every rank, which writes its part into item.x, if it has one. `whole`: the
--- tensor on rank 0, nil on other ranks.
+-- Broadcasts a tensor from rank 0. Each rank copies its own part, if it has one, into item.x.
+-- `whole`: the tensor on rank 0, nil on other ranks. memory: room for M.PIECE elements.
 local function send(item, whole, memory)
   local number, x, from = arguments.dtype_number(item.dtype), item.x, item.from
   local size, own = C.eng_dtype_size(number), x and x.count or 0
@@ -247,8 +248,8 @@ function M.index(path, names)
   return parts
 end
 
---- Reads a tensor of M.index's result: joins its pieces into one tensor, which lives until it is
---- freed. open(file): returns the open file of that name.
+--- Reads a tensor of M.index's result: joins its pieces into one tensor, which the caller must
+--- free. open(file): returns the open file of that name.
 function M.read(whole, open)
   local x = M_ffi.Tensor()
   local shape = ffi.new("int64_t[?]", C.ENG_MAX_DIMS, whole.shape)

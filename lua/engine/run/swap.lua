@@ -15,8 +15,7 @@
 --   ask(policy, record)           the verdict of a policy on a record, with the last statistics per
 --                                 tensor
 --   refuses(policy, trainer)      why this run cannot use a policy, or nil
--- Owned by the trainer: observe() sees every record after the decision, between() runs between
--- steps.
+-- Owned by the trainer, which calls observe() after every decision and between() between steps.
 local M_ffi = require "engine.base.ffi"
 local read = require("engine.base.file").read
 
@@ -27,8 +26,8 @@ local M = {}
 local Swap = {}
 Swap.__index = Swap
 
-local RING = 64        -- records a candidate is tried on
-local PATIENCE = 2     -- seconds for all trials; the run waits
+local RING = 64        -- the number of last records that a candidate is tried on
+local PATIENCE = 2     -- limit in seconds of a candidate's trial, for which the run waits
 local MOST_UNDO = 20
 
 function M.new(trainer, options)
@@ -37,10 +36,10 @@ function M.new(trainer, options)
     seats = {}, former = {}, queue = {}, swaps = 0 }, Swap)
   local sites = trainer.optimizer.fp8
   for i, seat in ipairs { trainer, unpack(sites and sites.seats or {}) } do
-    -- asked: the policy that the script asked for, as data; swaps: the number of swaps in this
-    -- seat; probation: the previous policy, until the new one has made a decision; stamp: the time
-    -- stamp of the policy's file; pending_stamp: a new time stamp that was seen only once; gone:
-    -- the policy whose missing file was reported
+    -- asked: the policy that the script requested, as data; swaps: the number of swaps in this
+    -- seat; probation: the previous policy, until the new policy has made a decision; stamp: the
+    -- time stamp of the policy's file; pending_stamp: a new time stamp that was seen only once;
+    -- gone: the policy whose missing file was reported
     self.seats[i] = { seat = seat, swaps = 0, asked = M.described(seat.policy) }
     if seat.policy.path then self.seats[i].asked.hash = nil end      -- the file may change
     self:hold(self.seats[i])
@@ -49,7 +48,7 @@ function M.new(trainer, options)
 end
 
 -- Gives the policy of a seat its methods swap and undo, and begins to watch its file. as_it_is:
--- does not read the file, whose text may differ from the policy's until it is saved again.
+-- does not compare the file with the policy's text; only a later save of the file counts.
 function Swap:hold(of, as_it_is)
   local policy = of.seat.policy
   local own = of.seat.kind and of or nil
@@ -161,7 +160,7 @@ local function put(self, of, fresh, by, as_it_is)
 end
 
 -- Loads rank 0's policy text on every rank. If the policy has no text (a class), each rank loads it
--- by itself. Returns what pcall returns.
+-- by itself. Returns true and the policy, or false and a message.
 local function load_together(source, options, kind)
   local json, ranks, load = require "engine.base.json", require "engine.dist.ranks",
     require("engine.policy.policy").load
@@ -197,8 +196,8 @@ local function objection(self, problem)
   end
 end
 
--- The entry of `seats` for a policy: the only seat of its kind, or the one whose policy has the
--- same name; else nil and a message.
+-- The entry of `seats` for a new policy: the only seat of its kind, or the seat whose policy has
+-- the same name; else nil and a message.
 local function seat_for(self, fresh)
   local names = {}
   for _, of in ipairs(self.seats) do
@@ -264,9 +263,9 @@ function Swap:swap(source, options, by, of)
   return attempt(self, source, options, by, of)
 end
 
---- Returns to the policy before the last swap (of that entry of `seats`, if given), with the state
---- that it had then. Returns true and the seat, or nil and a message. Inside a step, returns true
---- alone, and the undo follows after the step.
+--- Returns to the policy before the last swap, with the state that it had then. of: an entry of
+--- `seats`, whose last swap is undone; nil: the last swap of all. Returns true and the seat, or nil
+--- and a message. Inside a step, returns true alone, and the undo follows after the step.
 function Swap:undo(by, of)
   local at = #self.former
   while at > 0 and of and self.former[at].of ~= of do at = at - 1 end
@@ -355,14 +354,14 @@ local function was_saved(self, of)
   return false
 end
 
---- The number of a seat whose policy's file was saved and must be read again, or nil.
+--- The index (from 1) of a seat whose policy file was saved and must be read again, or nil.
 function Swap:wish()
   for i, of in ipairs(self.seats) do
     if was_saved(self, of) then return i end
   end
 end
 
---- Reads policy files again. by: the number of the seat whose file was saved; or a reason, such as
+--- Reads policy files again. by: the index of the seat whose file was saved; or a reason, such as
 --- "SIGHUP", to read the files of all seats. Messages name the reason.
 function Swap:grant(by)
   if self.seats[by] then return reread(self, self.seats[by], "its file was saved") end
@@ -396,7 +395,7 @@ end
 
 -- ------------------------------------------------------------------ checkpoints
 
---- For checkpoints: the current policy of seat i, or nil if the script itself asked for it.
+--- For checkpoints: the current policy of seat i, or nil if the script itself requested it.
 function Swap:state(i)
   local of = self.seats[i]
   local policy, asked = of.seat.policy, of.asked
@@ -410,8 +409,8 @@ function Swap:state(i)
     source = policy.source, options = policy.given }
 end
 
---- Makes the swapped-in policy of a checkpoint current again in seat i, if the script still asks
---- for the same policy as before. Returns a line about it, or nil if the script asks for another.
+--- Makes the swapped-in policy of a checkpoint current again in seat i, if the script requests the
+--- same policy as before. Returns a line about it, or nil if the script requests another policy.
 function Swap:resume(i, saved)
   local of = self.seats[i]
   local asked = type(saved) == "table" and type(saved.asked) == "table" and saved.asked or {}

@@ -105,7 +105,7 @@ end
 
 -- ------------------------------------------------------------------ writing
 
-local count = 0  -- number of files this process has opened: names must differ
+local count = 0  -- number of files that this process has opened; it makes their names differ
 
 --- Opens a new event file in a directory, which is created if missing.
 function M.open(dir, wall_time)
@@ -152,7 +152,7 @@ function Writer:histogram(step, tag, hist, s, wall_time)
     bytes_field(1, bytes_field(1, show.shown(tag)) .. bytes_field(5, M.histogram_proto(hist, s)))))
 end
 
---- Writes a histogram for each layer. sums: of M.layer_sums; names: of the layers.
+--- Writes a histogram for each layer. sums: the result of M.layer_sums; names: of the layers.
 function Writer:layers(step, sums, names, wall_time)
   for layer, sum in pairs(sums) do
     self:histogram(step, "stored_gradients/" .. names[layer], sum.hist, sum, wall_time)

@@ -1,6 +1,6 @@
 -- The input of a replay: a string of verdicts such as "4. x 2. 3x" (. is a good step, x an
--- overflow, a number repeats what follows it), or the recorded history of a run. A trace gives the
--- record that a step would have had at any loss scale. Called by replay.lua.
+-- overflow, a number repeats the symbol after it), or the recorded history of a run. A trace gives
+-- the record that a step would have had at any loss scale. Called by replay.lua.
 --
 -- In a string of verdicts, an overflow happens at every scale, and gradients all have magnitude 1.
 --
@@ -84,7 +84,7 @@ local Row = ffi.typeof [[struct {
   int32_t overflow, first_bad, action; }]]
 local Rows = ffi.typeof("$ [?]", Row)
 
--- columns that are fields of a record; all columns
+-- FIELDS: the columns that are fields of a record; COLUMNS: all columns of numbers
 local FIELDS = { "step", "scale", "loss", "lr", "amax", "norm", "norm_ref", "elapsed", "count",
   "inf", "nan", "zeros", "underflow", "updates", "overflow", "first_bad" }
 local COLUMNS = { "clip", "lr_mul", unpack(FIELDS) }
@@ -136,10 +136,10 @@ end
 
 local cell, room = ffi.new("eng_tensor_stats[1]"), ffi.new("int[1]")
 local other = ffi.new("eng_tensor_stats[1]")
-local AROUND = 64  -- how many steps before and after are searched for a good one
+local AROUND = 64  -- steps on each side that are searched for a good step
 
--- The largest true gradient that step i may have had: the geometric mean over the nearest good
--- steps before and after it, or nil.
+-- An estimate of the largest true gradient of step i, or nil: the geometric mean of the largest
+-- gradients of the nearest good steps before and after it.
 function Run:expected(i)
   local function look(to, by)
     for j = i + by, to, by do

@@ -92,8 +92,8 @@ end
 
 -- ------------------------------------------------------------------ the search
 
--- Checks the options of a search; returns { traces, policy, ranges, objective, source, fixed } and
--- what evaluate() adds: rows, seen, refused.
+-- Checks the options of a search. Returns { traces, policy, ranges, objective, source, fixed } with
+-- the fields that evaluate() fills: rows, seen, refused.
 local function read(o)
   M_ffi.expect(type(o) == "table", o, "tune: expected a table of options")
   arguments.want_list(o.runs, "tune", "runs", '{ "runs/a" }')
@@ -121,8 +121,8 @@ local function read(o)
   return s
 end
 
--- Replays a run under the policy with `options`. Returns the result, or nil and why the policy
--- refuses these options or fails at every step.
+-- Replays a run under the policy with `options`. Returns the result. Returns nil and the reason if
+-- the policy refuses these options or fails at every step.
 local function replayed(s, trace, options)
   local good, r = pcall(replay.run, trace, s.source, options)
   if not good and C.eng_interrupted() ~= 0 then error(r, 0) end
@@ -185,7 +185,7 @@ local function best_of(rows)
   return best
 end
 
--- Points of a range around `value`, from the value before it in `list` to the one after it.
+-- Points of a range around `value`, from its predecessor to its successor in `list`.
 local function around(range, list, value)
   if range.values then return { value } end
   local at = 1

@@ -72,7 +72,7 @@ function M.pack(state)
     local parts = {}
     for i, key in ipairs(item.path) do parts[i] = tostring(key) end
     local name, n = table.concat(parts, "."), 1
-    while tensors[name] do      -- keys 1 and "1" make one name
+    while tensors[name] do      -- the keys 1 and "1" give the same name
       n = n + 1
       name = ("%s#%d"):format(table.concat(parts, "."), n)
     end
@@ -81,7 +81,7 @@ function M.pack(state)
   return saved, tensors
 end
 
--- Gives the table t the data of `source`; tables and tensors that are in both stay in t.
+-- Copies the data of `source` into t. Tables and tensors that both have stay the same objects in t.
 local function fill(t, source)
   for key in pairs(t) do
     if source[key] == nil then t[key] = nil end

@@ -1,14 +1,15 @@
 -- Verifies a replay: compares it, step by step, with a live run of the recorded job under the same
 -- policy. cli/replay_verify.lua starts the live run (in a process, cli/live.lua) and prints; this
--- file decides where it starts, and compares.
+-- file decides where the live run starts, and compares.
 --
 --   local plan = verify.plan("runs/a", "dynamic", { init_scale = 256 }, { steps = 100 })
 --   ... a run of plan.job ...
 --   verify.compare(plan, history_of_the_live_run)
 --
--- The live run begins at the newest checkpoint before the first open step: the first bound, or the
--- first decision that differs from the run's. The policy begins there with its state in the replay.
--- Without such a checkpoint the live run begins where the run did.
+-- A step is open if its replayed verdict is a bound, or if its decision differs from the recorded
+-- run's. The live run begins at the newest checkpoint at or before the first open step, with the
+-- policy in the state that the replay has there. Without such a checkpoint the live run begins
+-- where the recorded run did.
 local checkpoint = require "engine.run.checkpoint"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
@@ -18,16 +19,17 @@ local C = require("engine.base.ffi").C
 
 local M = {}
 
-local STEPS = 100            -- steps that are verified unless another number is given
+local STEPS = 100            -- the number of steps to verify, by default
 
---- What is compared at each step, in this order. Decisions must be equal. `loose` numbers depend on
---- the weights and may differ by the tolerance, because another scale rounds differently.
+--- The columns that are compared at each step, in this order. Decisions must be equal. `loose`
+--- numbers depend on the weights and may differ by the tolerance, because another scale rounds
+--- differently.
 M.COLUMNS = { { "scale" }, { "overflow" }, { "action" }, { "next_scale" }, { "lr" },
   { "loss", loose = true }, { "amax", loose = true }, { "norm", loose = true } }
 
 -- ------------------------------------------------------------------ planning
 
--- How the run was started, from its history; raises if that is not known.
+-- How the run was started, from its history; raises an error if that is not known.
 local function command_of(path, meta, config, script)
   local known, command = pcall(json.decode, meta.command or "")
   if not known or type(command) ~= "table" or type(command.arguments) ~= "table" then
@@ -59,7 +61,8 @@ local function command_of(path, meta, config, script)
   return command
 end
 
--- The arguments without those that the live run sets itself. run: the folder of the live run.
+-- The run's arguments without those in OWN, which the live run sets itself. run: the folder of the
+-- live run.
 local OWN = { run = true, resume = true, tensorboard = true, log = true }
 local function arguments_of(command, run)
   local words, named = {}, false
@@ -92,7 +95,7 @@ local function replayed(trace, source, options, at)
   return result, rows, state
 end
 
--- The first open row, or nil: a bound, or a decision that differs from the run's.
+-- The index of the first open row (see the top), or nil.
 local function first_open(trace, rows)
   for i, row in ipairs(rows) do
     local run = trace.rows[i - 1]
@@ -103,7 +106,8 @@ local function first_open(trace, rows)
   end
 end
 
--- The last row at or before a step; raises an error if the replay does not reach the step.
+-- The index of the last row at or before a step; raises an error if the replay does not reach the
+-- step.
 local function row_at(path, rows, step)
   local at
   for i, row in ipairs(rows) do
@@ -114,7 +118,8 @@ local function row_at(path, rows, step)
     rows[#rows].step), 0)
 end
 
--- The row from which to start, and the checkpoint there; 1 and nil without a checkpoint.
+-- The index of the row from which the live run starts, and the path of the checkpoint there; 1 and
+-- nil without a checkpoint.
 local function start_of(path, trace, target)
   local row_of = {}
   for i = trace.n, 1, -1 do row_of[tonumber(trace.rows[i - 1].step)] = i end
@@ -131,10 +136,10 @@ end
 
 --- Prepares a verification of a policy (source, options: as in replay.run) on the run at `path`.
 --- wish: { from, steps, script }; with `from`, a step, the live run starts at the newest checkpoint
---- of that step or before. run: the folder of the live run. Returns { job = what cli/live.lua
---- needs, rows = the replay's steps from its start on, result, from (the start), to (the step after
---- the last), open (the first open step, or nil), checkpoint (its path, or nil), notes, meta,
---- config }. Raises an error if the job cannot be run again.
+--- of that step or before. run: the folder of the live run. Returns { job = the input of
+--- cli/live.lua, rows = the replay's steps to compare, result, from (the first of them), to (the
+--- step after the last), open (the first open step of the replay, or nil), checkpoint (its path, or
+--- nil), notes, meta, config }. Raises an error if the job cannot be run again.
 function M.plan(path, source, options, wish, run)
   local trace = replay.trace(path)
   if not trace.rows then error("--verify needs a run, not a string of verdicts", 0) end
@@ -208,7 +213,7 @@ local function changed_settings(plan, live)
   return notes
 end
 
-local EXACT = 1e-12          -- tolerance of decisions and learning rates
+local EXACT = 1e-12          -- relative tolerance of decisions and learning rates
 
 --- Compares the plan's rows with the history of the live run. Returns { steps = compared, notes =
 --- settings that differ, columns = { [name] = { differ = how many steps differ, largest = the
@@ -229,7 +234,7 @@ function M.compare(plan, live, tolerance)
     for _, column in ipairs(M.COLUMNS) do
       local name, sum = column[1], result.columns[column[1]]
       local a, b = row[name], real[name]
-      -- after an overflow, only the finite gradients are known
+      -- not compared at an overflow, where they cover only the finite gradients
       if overflow and (name == "amax" or name == "norm") then a, b = 0, 0 end
       if column.loose and a - b == a - b then
         local most = math.max(math.abs(a), math.abs(b))
