@@ -26,7 +26,7 @@ local function scales(role, rows, columns)
   return down * padded(across, 4)
 end
 
--- Whether a layer that ran has copies in codes for Blackwell's products.
+-- Whether a layer, in its last forward pass, multiplied codes with Blackwell's accumulator.
 local function coded(site) return C.eng_fp8_accumulator(site.id) == C.ENG_ACCUMULATE_BLACKWELL end
 
 -- The bytes of a quantized matrix: codes and scales, or microscaling's values in bf16.

@@ -1,8 +1,8 @@
--- Statistics of what watched modules return, as signals that policies read: activation_amax.MODULE,
--- the largest magnitude, and activation_kurtosis.MODULE, the fourth central moment over the squared
--- variance (3 for a normal distribution). Each signal is the largest of a step's micro-batches and
--- ranks. Measured only while a policy needs `activations` or the trainer's option names modules.
--- Called by trainer.lua.
+-- Statistics of the outputs of watched modules, as signals that policies read:
+-- activation_amax.MODULE, the largest magnitude, and activation_kurtosis.MODULE, the fourth central
+-- moment over the squared variance (3 for a normal distribution). Each signal is the largest value
+-- over a step's micro-batches and ranks. Measured only while a policy needs `activations` or the
+-- trainer's option names modules. Called by trainer.lua.
 local autograd = require "engine.tensor.autograd"
 local module = require "engine.nn.module"
 local precision = require "engine.train.precision"
@@ -53,7 +53,7 @@ end
 
 local function publish(self, what, path, value)
   local name = ("activation_%s.%s"):format(what, path)
-  -- NaN compares false, so once seen it stays
+  -- once the value is NaN, it stays NaN
   local most = self.most[name]
   if not most or most == most and not (value <= most) then most = value end
   self.most[name] = most

@@ -1,4 +1,4 @@
--- Functions with a precision of their own inside engine.autocast, in the shape of apex's amp:
+-- Functions with a precision of their own inside engine.autocast, with the interface of apex's amp:
 --   engine.amp.register_float_function(mylib, "energy")     runs in f32
 --   engine.amp.register_half_function(mylib, "score")       runs in the scope's low format
 --   engine.amp.register_promote_function(mylib, "blend")    casts floats to one format
@@ -36,7 +36,8 @@ local function cast(format, n, ...)
   return unpack(list, 1, n)
 end
 
--- f run without autocast, its f16 and bf16 arguments cast to f32.
+-- Wraps f: inside autocast to f16 or bf16, it runs without autocast, with f16 and bf16 arguments
+-- cast to f32.
 local function as_float(f)
   return function(...)
     local now, n = current(), select("#", ...)

@@ -44,13 +44,13 @@ function M.object(o, class, fields)
     log = o.log or "line", ref_every = o.ref_every, ref_layers = o.ref_layers,
     steps_done = 0, updates = 0, skipped = 0, retries = 0, tokens = 0, policy_errors = 0,
     rollbacks = o.rollbacks or 3, rollbacks_made = 0, lr_factor = 1,
-    shown = {},                                            -- lines of each kind (loop.lua)
+    shown = {},                             -- kind of line -> its limit (loop.lua, limited)
     record = M_ffi.new("eng_record"),
     stats = M_ffi.new("eng_tensor_stats[?]", #o.optimizer.list),
     began = machine.clock(), rows = {},
     batches = {}, drawn_from = {},   -- the step's micro-batches, which overflow.lua may run again
     current = nil,                   -- the step that has begun and not ended
-    pending = nil,                   -- with a delay: the step before it, whose record is due
+    pending = nil,                   -- with a delay: the step before `current`; its record is due
     last_verdict = nil,
     progress = nil,                  -- the live line, once run() has begun
     state = o.state or {},           -- the user's own, in every checkpoint
@@ -58,7 +58,7 @@ function M.object(o, class, fields)
   for key, value in pairs(fields or {}) do self[key] = value end
   self.losses = M_ffi.new("eng_tensor[?]", self.accumulate)
   self.norms = update_norms.new(#o.optimizer.list)
-  user_state.pack(self.state)        -- an error now, and not at the first checkpoint
+  user_state.pack(self.state)        -- raises an error now, not at the first checkpoint
   local opt = self.optimizer
   if not precision.same(opt.precision, full) then opt:set_precision(full) end
   if not self.by_hand then opt:accumulates(self.accumulate > 1) end
@@ -117,7 +117,7 @@ end
 ---   on_lost                      what happens when the loss has been inf or nan for 10 steps, or
 ---                                when a checkpoint is due and weights are inf or nan (it is then
 ---                                not written): "stop" ends the run, "continue" does not
----   rollbacks                    how often a policy may return the run to a checkpoint (3)
+---   rollbacks                    how many times a policy may return the run to a checkpoint (3)
 ---   history                      false: a run with `run` writes no history.db
 ---   stats_every                  steps between rows of per-tensor statistics (100; also at every
 ---                                overflow)

@@ -53,7 +53,7 @@ function Logits:watch(on)
   for _, module in pairs(self.modules) do rawset(module, "watch_logits", on) end
 end
 
---- Reads the logits of the forward pass of micro-batch i. The signals are the largest of the step.
+--- Reads the largest logits of micro-batch i's forward pass. A signal is the largest of the step.
 function Logits:read(i)
   for path, module in pairs(self.modules) do
     local rows = rawget(module, "logits")                    -- [B x H x T]
@@ -66,8 +66,9 @@ function Logits:read(i)
   end
 end
 
--- The factors on the rows of qkv [(H + 2G) D x C] that multiply head h's logits by factor[h]. Keys
--- get the square root of the smallest factor of the heads that share them; queries get the rest.
+-- The factors on the rows of qkv [(H + 2G) D x C] that multiply head h's logits by factor[h]: H
+-- query heads, G key heads, D elements a head. Keys get the square root of the smallest factor of
+-- the heads that share them; queries get the rest.
 local function rows_of(module, factor)
   local H, G, D = module.heads, module.kv_heads, module.head_width
   local rows, keys = {}, {}

@@ -37,10 +37,10 @@ local function with(policies, also)
   return list
 end
 
---- Calls run(policy, seed) for the seeds 1 to `seeds` (5), under every policy, and under `also` if
---- it is not among them. run returns a table of numbers. Returns a list of { policy =, NAME = {
---- mean =, spread = standard deviation, values } ... } which prints as a table. The mean leaves out
---- calls that do not return the number.
+--- Calls run(policy, seed) for the seeds 1 to `seeds` (5), under every policy of `policies`, and
+--- under `also` unless it is one of them. run returns a table of numbers. Returns a list of {
+--- policy =, NAME = { mean =, spread = standard deviation, values } ... }, which prints as a table.
+--- The mean leaves out calls that do not return the number.
 function M.new(options)
   options = tensor.read_named(options, "contest", KNOWN)
   if type(options.policies) ~= "table" or #options.policies == 0

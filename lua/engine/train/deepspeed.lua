@@ -1,4 +1,4 @@
--- engine.deepspeed.initialize: a training loop in DeepSpeed's shape, over engine.session.
+-- engine.deepspeed.initialize: a training loop with DeepSpeed's interface, over engine.session.
 --   local model_engine = engine.deepspeed.initialize { model = model, config = "ds_config.json" }
 --   for step = 1, 100 do
 --     local loss = engine.mse(model_engine(x), y)

@@ -1,5 +1,5 @@
--- The `fp8` table of a precision recipe (precision.lua): its check, and what it says of a layer. A
--- layer has three roles (x, w, dy), which are quantized, and three products. Called by
+-- Checks the `fp8` table of a precision recipe (precision.lua) and derives each layer's recipe from
+-- it. A layer has three roles (x, w, dy), which are quantized, and three products. Called by
 -- precision.lua, which checks recipes, and by fp8_sites.lua, which applies them.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
@@ -14,7 +14,7 @@ local choose, want_list, want_pattern = arguments.choose, arguments.want_list,
 local M = {}
 
 M.roles, M.products = { "x", "w", "dy" }, { "forward", "dgrad", "wgrad" }
---- The roles that a product multiplies.
+--- The two roles that each product multiplies.
 M.factors = { forward = { "x", "w" }, dgrad = { "dy", "w" }, wgrad = { "dy", "x" } }
 --- ENG_ACCUMULATE_* by name; `device` (-1): the accumulator of the current device.
 M.accumulators = arguments.merged(fp8_codes.accumulators, { device = -1 })
@@ -72,7 +72,7 @@ local function read_role(to, role, where, name)
     if role[field] ~= nil then raise("%s: the rule %s has no option %s", where, rule, field) end
   end
   if not role.rule and type(role.stochastic) == "number" then
-    raise("%s: a number of random bits as stochastic needs a rule of microscaling%s", where,
+    raise("%s: stochastic = a number of random bits needs a rule of microscaling%s", where,
       REPLACES)
   end
   to.pow2 = boolean(role.pow2, where, "pow2")
@@ -230,7 +230,7 @@ function M.rungs(fp8, layer, named, where)
   return list
 end
 
--- What a role says, in words: format, blocks, rule, rounding.
+-- A role in words: format, blocks, rule, rounding.
 local function role_text(role)
   local rule = role.rule or "transformer_engine"
   local scaled = mx.rules[rule] ~= nil
@@ -248,7 +248,7 @@ local function role_text(role)
   return text .. (role.keep and ", kept as " .. role.keep or "")
 end
 
--- What a product says, in words.
+-- A product in words.
 local FORMULAS = { forward = "y = x W^T", dgrad = "dx = dy W", wgrad = "dW = dy^T x" }
 local function product_text(name, product)
   local list = { FORMULAS[name], product.high and "in high precision" or "of quantized factors" }
@@ -260,7 +260,7 @@ local function product_text(name, product)
   return table.concat(list, ", ")
 end
 
---- What a valid table says, as a list of { name, text }.
+--- A valid table in words, as a list of { name, text }.
 function M.describe(fp8)
   local scaled = mx.rules[(fp8.x or {}).rule]
   local rows = {}

@@ -11,8 +11,8 @@
 -- may return scales["blocks.1.mlp.up:x"] = the amax by which to scale the role (delayed scaling).
 -- They may also return scales["blocks.1.mlp.up:high"] = 2; the layer then computes in high
 -- precision in the next step. With a ladder, 2 chooses its first recipe, 3 the second and so on,
--- then high precision. A name without an entry has the verdict's `scale`, so this value means "no
--- entry".
+-- then high precision. The core gives the verdict's `scale` to names without an entry, so an entry
+-- of this value has no effect.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fp8_recipe = require "engine.train.fp8_recipe"
@@ -60,7 +60,7 @@ end
 local Sites = {}
 Sites.__index = Sites
 
-local SUMS, MAXIMA = 7, 5      -- how many of each a role has; see read()
+local SUMS, MAXIMA = 7, 5      -- numbers for each role that ranks sum, and maximize; see read()
 
 local role_number = {}
 for i, role in ipairs(roles) do role_number[role] = i end
@@ -156,13 +156,13 @@ end
 
 -- ------------------------------------------------------------------ the seats of policies
 
--- A seat holds an FP8 policy; run/swap.lua puts another policy into it as it does with the trainer,
--- which holds the policy that chooses the loss scale.
+-- A seat holds an FP8 policy. run/swap.lua replaces the policy through the methods below. The
+-- trainer has the same methods for the policy that chooses the loss scale.
 local Seat = { kind = "fp8" }
 Seat.__index = Seat
 
--- The policy in the seat of a recipe without a policy. After loading, its field `idle` is set, and
--- steps do not run it.
+-- The policy in the seat of a recipe without an FP8 policy. Its field `idle` is set after loading,
+-- and steps do not run it.
 local NONE = { file = "none", source = [[return { name = "none", kind = "fp8",
   init = function() return { scale = 1 } end, decide = function() return 1 end }]] }
 
@@ -211,7 +211,8 @@ function Sites:prepare(policies)
   self:use()
 end
 
---- Puts the policies of the seats into effect. watched: whether shadows also read every step.
+--- Collects the seats' policies that are not idle, for the steps to run. watched: true if shadows
+--- read the layers at every step, too.
 function Sites:use(watched)
   self.policies, self.watched = {}, watched or self.watched
   for _, seat in ipairs(self.seats) do
@@ -220,7 +221,7 @@ function Sites:use(watched)
   if #self.policies > 0 or self.watched then self:forget() end
 end
 
---- Forgets the amaxes of the steps so far. The core keeps amaxes from now on.
+--- Discards the amaxes of earlier steps, so that the next read covers only later steps.
 function Sites:forget()
   for _, site in ipairs(self.list) do check(C.eng_fp8_amax(self.amax, site.id)) end
 end
@@ -259,7 +260,8 @@ end
 
 local function inverse(x) return x > 0 and 1 / x or 0 end
 
--- Fills the site's meters, and the statistics that policies read. gradient: the factor on dy.
+-- Fills the site's meters, and the statistics that policies read. gradient: the factor by which dy
+-- is scaled.
 local function tell(self, site, gradient, first)
   for r = 0, 2 do
     local s, unit, name = self.stats[first + r], r == 2 and gradient or 1, roles[r + 1]
@@ -286,9 +288,9 @@ local function tell(self, site, gradient, first)
 end
 
 --- After a step's backward passes and before the step ends: reads the meters of the layers.
---- `gradient`: the factor on the gradients, that is, the loss scale times the seed of the backward
---- pass. `world`: the group of ranks whose meters are combined, or nil. Returns the meters as rows
---- if the step is measured.
+--- `gradient`: the factor on the gradients, that is, the seed of the backward pass (in a trainer,
+--- loss scale / accumulate). `world`: the group of ranks whose meters are combined, or nil. Returns
+--- the meters as rows if the step is measured.
 function Sites:measure(step, gradient, world)
   self.step = step
   C.eng_fp8_measure(false)
@@ -311,7 +313,7 @@ end
 --- the gradients of the next step. `logs`: what the loss-scaling policy logged, { name = number },
 --- or nil. Returns `logs` with what these policies logged added; a name that is taken becomes
 --- POLICY.NAME. verdict: the step's verdict or nil; a policy that fails here marks it as failed.
---- swaps: of run/swap.lua, which may put an earlier policy back, or nil.
+--- swaps: the Swap of run/swap.lua, which undoes a swap whose new policy fails, or nil.
 function Sites:decide(record, gradient, logs, verdict, swaps)
   if #self.policies == 0 then return logs end
   local function fail(text)
@@ -377,7 +379,7 @@ function Sites:apply(gradient)
   return problem
 end
 
---- What the layers do in the next step: { rungs, amaxes } as fp8_verdict.places gives them.
+--- The layers' settings for the next step: { rungs, amaxes }, in the form of fp8_verdict.places.
 function Sites:places()
   local places = { rungs = {}, amaxes = {} }
   for i, site in ipairs(self.list) do
@@ -407,8 +409,8 @@ function Sites:moves(all)
     .. (reasons ~= "" and " (" .. reasons .. ")" or "")
 end
 
---- How the products of microscaled layers summed in the last forward pass, in a line, if it has
---- changed since the last call and Blackwell's accumulator is or was among them; else nil.
+--- A line about the accumulators that microscaled layers used in the last forward pass, if the
+--- number of layers with Blackwell's accumulator has changed since the last call; else nil.
 function Sites:products()
   local n = 0
   for _, site in ipairs(self.list) do
@@ -420,7 +422,7 @@ function Sites:products()
     #self.list)
 end
 
---- What a checkpoint keeps of the policies (run/restore.lua takes it back).
+--- The policies' state for a checkpoint; run/restore.lua restores it.
 function Sites:state()
   local list = {}
   for i, seat in ipairs(self.seats) do

@@ -93,7 +93,7 @@ local BURST, BURST_STEPS = 8, 10
 -- Shows a line of a kind, unless there were too many. Returns the line, with the number of earlier
 -- lines that were not shown; or nil.
 local function limited(self, kind, step, line)
-  local most = BURST * BURST_STEPS                         -- a line costs BURST_STEPS
+  local most = BURST * BURST_STEPS        -- credit: a line costs BURST_STEPS, a step adds 1
   local of = self.shown[kind] or { credit = most, step = step, hidden = 0 }
   of.credit = math.min(most, of.credit + step - of.step)
   of.step, self.shown[kind] = step, of
@@ -327,7 +327,8 @@ function M.start(self)
   for _, line in ipairs(files.notes) do self.progress:note(line) end
   files.warnings, files.notes = {}, {}
   if self.reducer:text() then self.progress:note(self.reducer:text()) end
-  check(C.eng_step_end())   -- ends what was computed before the run, or in a loop left by break
+  -- drops tapes and tensors from before the run, or from a loop that was left by `break`
+  check(C.eng_step_end())
   return { loss = 0 / 0, scale = policy:scale(), speed = 0 / 0, first = self.steps_done,
     interrupts = before }
 end
@@ -344,7 +345,8 @@ function M.finish(self, last, good, message)
     files:event(self.steps_done, last.stopped and "stopped" or "finished", last.stopped)
     lost = files:close() or self.progress.broken and "output on stdout"
   end
-  C.eng_interrupt_policy(last.interrupts)       -- until here, a signal must not cut the files short
+  -- restored only now, because a signal must not end the process before the files are closed
+  C.eng_interrupt_policy(last.interrupts)
   if C.eng_interrupted() == 1 then C.eng_interrupt(0) end
   if not good then error(message, 0) end
   local status = tell(lost and RESULTS_LOST or diverged(self, made) and DIVERGED or last.status

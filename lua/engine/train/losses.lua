@@ -5,8 +5,8 @@
 --     ...
 --     return loss
 --   end
--- A batch holds ids x [R x T], the next tokens y [R x T] and perhaps `mask` [R x T]. Only tokens
--- that count are learned: those whose y is not -100 and whose mask, if there is one, is not 0.
+-- A batch holds ids x [R x T], the next tokens y [R x T] and perhaps `mask` [R x T]. A token counts
+-- if its y is not -100 and its mask, if there is one, is not 0. The losses ignore other tokens.
 -- Shapes: R rows of a batch, T tokens of a row, P pairs.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"

@@ -123,8 +123,8 @@ end
 
 -- ------------------------------------------------------------------ one update
 
--- Makes reading and assigning a name that does not exist an error. Reading a buffer that this
--- parameter lacks gives nil.
+-- Makes it an error to read or assign an unknown name. Reading a buffer that this parameter lacks
+-- gives nil.
 local function guarded(t, what, known)
   local function missing(key)
     local names = nearest.keys(known)
@@ -161,7 +161,7 @@ local function store(self, fields, before, into)
   local new = {}
   for key, x in pairs(before) do
     new[key] = assigned(self, fields, key, x)
-    for _, other in pairs(before) do      -- buffers that change places
+    for _, other in pairs(before) do      -- copies a buffer that was assigned to another name
       if new[key] and same(new[key], other) then new[key] = other:contiguous() break end
     end
     if not new[key] and not same(x, into[key]) then new[key] = x end

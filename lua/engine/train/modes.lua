@@ -1,13 +1,13 @@
--- Every refusal of a policy or a mode: what a run lacks that a policy needs, and what mode =
--- "lagged" and graph = true rule out. In a lagged run the device decides whether an update is made,
--- and the policy reads the record one step later. Nothing can therefore depend on the policy's
--- verdict within the same step:
---   - a policy's scale applies two steps after the backward pass on whose record it was decided,
---     not one; the device still skips an overflowed update at once;
+-- Refuses policies and modes that a run cannot use: policies whose needs the run cannot meet, and
+-- what mode = "lagged" and graph = true rule out. In a lagged run the device decides whether an
+-- update is made, and the policy reads the record one step later. Nothing can therefore depend on
+-- the policy's verdict within the same step:
+--   - a new scale takes effect two steps, not one, after the step whose record the policy read; the
+--     device still skips an overflowed update at once;
 --   - a verdict of `skip` without an overflow, or of `retry`, comes too late and changes nothing;
 --   - clip and lr_mul come from the last verdict, one step old; policies that set a verdict's
 --     fields for single tensors, updates or moments are refused;
---   - the learning rate follows the updates known so far and counts the one in flight as applied.
+--   - the schedule counts the update in flight as applied.
 -- A captured graph repeats the kernels of one step, so no per-layer scale or FP8 scale may change.
 -- Called by assemble.lua at the start; by trainer.lua when a resumed run has more micro-batches,
 -- after each decision, and for every policy that run/swap.lua swaps in; by scaler.lua.

@@ -41,7 +41,7 @@ local names_of = nearest.keys
 
 local function within(v, least, below) return type(v) == "number" and v >= least and v < below end
 
--- What hyperparameters must be: their names, words for messages, and a test.
+-- Rules for hyperparameters: their names, the rule in words for messages, and a test.
 local RULES = {
   { { "lr", "lr_mul", "weight_decay", "momentum", "dampening" }, "to be a number >= 0",
     function(v) return within(v, 0, math.huge) end },
@@ -152,8 +152,8 @@ local function set_of(p)
   return loose[tonumber(p.tensor.slot)]
 end
 
--- Returns the set of these parameters, made by an earlier optimizer or new. The modules hold the
--- set, so the weights outlive the optimizer and a later optimizer can use the same set.
+-- Returns the set of these parameters, which an earlier optimizer made, or a new set. The modules
+-- hold the set, so the weights outlive the optimizer and a later optimizer can use the same set.
 -- `loose` holds the sets of tensors without a module.
 local function parameter_set(list)
   local n, found = #list, set_of(list[1])
@@ -428,8 +428,8 @@ end
 --- optimizer's memory.
 function Optimizer:state_tensors() return tensors_of(self) end
 
---- Sets the moments or buffers of a parameter (its number in the list, from 1), or of all, to 0.
---- The number of updates, which bias corrections read, stays.
+--- Sets the moments or buffers of a parameter (its index in the list, from 1), or of all, to 0. The
+--- number of updates, which bias corrections read, does not change.
 function Optimizer:reset_moments(index)
   for i = index or 1, index or #self.list do
     for _, buffer in ipairs(self.state:of(i)) do

@@ -52,10 +52,10 @@ end
 --               rule        transformer_engine, deepseek, deepgemm, torchao, msamp
 --               pow2, eps, margin, stochastic
 --               keep        of x only: what the tape keeps for dW. codes (the backward pass
---                           quantizes them again along the other side if blocks are not square),
---                           transposed (codes quantized along the other side in the forward pass),
---                           e5m6, swiglu (no copy of x: the tape keeps the FP8 inputs of the SwiGLU
---                           that made x, and x is recomputed)
+--                           quantizes them again along the other dimension if blocks are not
+--                           square), transposed (codes quantized along the other dimension in the
+--                           forward pass), e5m6, swiglu (no copy of x: the tape keeps the FP8
+--                           inputs of the SwiGLU that made x, and x is recomputed)
 --   forward, dgrad, wgrad   the products:
 --               accumulator device (hopper on a card, fp32 elsewhere), fp32, exact, hopper, e4m3
 --               promotion   steps of K between promotions to f32; 0: none

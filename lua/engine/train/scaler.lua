@@ -7,10 +7,10 @@
 --   local verdict = scaler:update()    -- the policy decides on the next scale
 --   opt:zero_grad()
 -- With model = the trained module, a policy may scale its layers separately
--- (policies/layerwise.lua). Each optimizer decides on its own whether to skip; update() reports an
--- overflow to the policy if any optimizer had one. The scaler applies only the verdict's scale. An
--- action, clip or lr_mul would come after the optimizers' steps, so update() refuses it (a skip on
--- an overflow is fine). engine.session and engine.trainer carry out whole verdicts.
+-- (policies/layerwise.lua). An optimizer's step is skipped if its own gradients overflow; update()
+-- reports an overflow to the policy if any optimizer had one. The scaler applies only the verdict's
+-- scale. An action, clip or lr_mul would come after the optimizers' steps, so update() refuses it
+-- (a skip on an overflow is fine). engine.session and engine.trainer carry out whole verdicts.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local groups = require "engine.policy.groups"
@@ -287,8 +287,8 @@ local function too_late(verdict, stepped, overflow)
   if verdict.lr_mul ~= 1 then return ("lr_mul = %g"):format(verdict.lr_mul) end
 end
 
---- Ends the step: the policy sees what the optimizers' gradients held and decides on the next
---- scale. Returns the policy's verdict. If `new_scale` is a number, it becomes the scale, the
+--- Ends the step: the policy reads the statistics of the optimizers' gradients and decides on the
+--- next scale. Returns the policy's verdict. If `new_scale` is a number, it becomes the scale, the
 --- policy's counters stay, and nil is returned. A verdict of retry, stop or rollback raises an
 --- error. Once an optimizer has stepped, a clip, an lr_mul or a skip without an overflow also does.
 function Scaler:update(new_scale)

@@ -1,5 +1,5 @@
--- Learning-rate schedules: pure functions of the number of applied updates (from 0). Calling one
--- gives the rate; s:values(n) and engine.plot draw it.
+-- Learning-rate schedules: pure functions of the number of applied updates (from 0). Calling a
+-- schedule returns the rate; engine.plot draws s:values(n), the rates of n updates.
 --   local s = engine.schedule.cosine{ lr = 3e-4, warmup = 100, total = 2000, floor = 3e-5 }
 --   s(0), s(2000)
 local M_ffi = require "engine.base.ffi"

@@ -1,5 +1,5 @@
--- The session: what a trainer gives a run, for training loops written by hand, with several models
--- or optimizers. The loop stays the script's:
+-- The session: a trainer's history, policies and checkpoints for training loops written by hand,
+-- also with several models or optimizers. The script writes the loop:
 --
 --   local s = engine.session { optimizers = { d = opt_d, g = opt_g }, policy = "dynamic",
 --     run = "gan" }
@@ -12,8 +12,8 @@
 --
 -- A Session is a Trainer (trainer.lua) whose forward and backward passes are called by the script.
 -- One update, applied or skipped, is one step of the run: one record and one verdict. A turn of the
--- loop may hold several; its tensors live until the turn ends. Between two turns come swaps,
--- attached clients and checkpoints (loop.lua).
+-- loop may have several steps; its tensors are freed when the turn ends. Between two turns, loop.lua
+-- handles swaps, requests of attached clients, and checkpoints.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local assemble = require "engine.train.assemble"
@@ -39,8 +39,9 @@ Session.by_hand = true
 
 -- ------------------------------------------------------------------ several optimizers as one
 
--- Several optimizers in the form of one, for the trainer's parts. The parameters of the optimizer
--- `d` are called "d.NAME". `active`: the entry of the optimizer that takes the current step.
+-- Several optimizers with the interface of one, for the trainer's code. The parameters of the
+-- optimizer `d` are called "d.NAME". `active`: the entry of the optimizer that takes the current
+-- step.
 local Several = {}
 Several.__index = Several
 
@@ -137,7 +138,7 @@ end
 local Holder = module.class("tensors")
 local Models = module.class("models")
 
--- The module that an optimizer trains, or one that holds its tensors.
+-- The module that an optimizer trains, or a new module with its tensors.
 local function model_of(opt)
   if opt.model then return opt.model end
   local holder = Holder()
@@ -180,7 +181,7 @@ end
 ---                                booleans, kept tensors and tables of these, in every checkpoint
 --- and, as in engine.trainer: precision policy policy_options clip clip_value run resume
 --- checkpoint_every keep log on_policy_error on_lost rollbacks stats_every history config shadow
---- watch attach tensorboard. Several optimizers are numbered in the order of their names.
+--- watch attach tensorboard. Several optimizers are numbered from 1 in the order of their names.
 --- record.signals.optimizer is the number of the optimizer that takes the step. An lr set in
 --- `engine attach` applies to all optimizers.
 function M.new(given)
@@ -320,8 +321,8 @@ end
 
 local probe = M_ffi.new("eng_record")
 
--- The scale of the next backward pass: the policy's scale, or the scale of step s as long as an
--- optimizer still has gradients with it.
+-- The scale of the next backward pass: the policy's scale, or the scale of step s as long as some
+-- optimizer still has gradients of that scale.
 local function next_scale(self, s)
   if self.policy:scale() == s.scale then return s.scale end
   for _, e in ipairs(self.entries) do
@@ -333,12 +334,12 @@ end
 
 local STEP = "clip tokens"
 
---- One step of an optimizer (or its name; none if there is only one) with its gradients:
---- statistics, the policy's verdict, then the update, which unscales and clips in the same pass, or
---- no update. The optimizer's gradients are empty afterwards. options: clip (of this step), tokens
---- (for the progress line). Returns { skipped = boolean, action = "step", "skip", "retry", "stop"
---- or "rollback", reason = text or nil, step = number, loss = the sum over the backward passes,
---- scale = the scale of these gradients }.
+--- One step of an optimizer with its gradients: statistics, the policy's verdict, then the update,
+--- which unscales and clips in the same pass, or no update. opt: the optimizer or its name; may be
+--- nil if there is only one. The optimizer's gradients are empty afterwards. options: clip (of this
+--- step), tokens (trained on in this step). Returns { skipped = boolean, action = "step", "skip",
+--- "retry", "stop" or "rollback", reason = text or nil, step = number, loss = the sum over the
+--- backward passes, scale = the scale of these gradients }.
 function Session:step(opt, o)
   local s, entry = inside(self, "step"), entry_of(self, opt)
   o = tensor.read_named(o, "session:step", STEP)

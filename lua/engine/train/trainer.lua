@@ -279,7 +279,7 @@ function Trainer:update(s, verdict, record)
   self.steps_done, s.counted = self.steps_done + 1, true
 end
 
---- What remains of a step after its verdict: counters, shadows, overflow, FP8, history.
+--- Completes a step after its verdict: counters, shadows, overflow, FP8, history.
 function Trainer:finish(s, record, verdict)
   local stats, files = self.stats, self.run_files
   local overflow_skipped = self.delay == 1 and record.overflow ~= 0
@@ -332,7 +332,7 @@ function Trainer:remember_batch(i, batch)
   self.batches[i], self.drawn_from[i] = batch, random.place()
 end
 
---- Runs f, which passes the step's batches through the model once more, and restores the model's
+--- Runs f, which passes the step's batches through the model again, and then restores the model's
 --- buffers, such as the running statistics of batch norm. Returns f's results.
 function Trainer:keeping_buffers(f)
   local buffers = {}
@@ -445,9 +445,10 @@ function Trainer:evaluate_on(data, batches)
   return sum / batches
 end
 
---- Runs f() and returns its results. With zero = 3, all weights are on every rank meanwhile, and
---- can be read, saved and changed (alike on all ranks); outside of it only operations read them.
---- Every rank calls it, between two steps: trainer:whole(function() model:save("model") end).
+--- Runs f() and returns its results. With zero = 3, every rank has all weights during the call, and
+--- f may read, save and change them (in the same way on all ranks). At other times only operations
+--- can read them. Every rank calls it, between two steps:
+--- trainer:whole(function() model:save("model") end).
 function Trainer:whole(f) return self.reducer:whole(f) end
 
 --- Prints a line for the user, or keeps it until the progress display begins.
