@@ -321,7 +321,7 @@ describe("a session", function()
     local s = make { data = data, log = "quiet" }
     refused("session:backward: expected to be called inside", s.backward, s, engine.ones(1))
     refused("session:turns: expected the number of turns", s.turns, s, "x")
-    refused("session:run: the loop is the script's", s.run, s)
+    refused("session:run: a session has no loop of its own", s.run, s)
     for turn in s:turns(2) do
       if turn == 1 then
         refused("session:step: the optimizer has no gradients", s.step, s)
@@ -338,7 +338,7 @@ describe("a session", function()
       opt:zero_grad()
       s:backward(s:autocast(function() return model:loss(b.x, b.y) end))
       opt:clip_grad_norm(1)
-      refused("session:step: clip_grad_norm and clip_grad_value see gradients times the loss scale",
+      refused("session:step: clip_grad_norm and clip_grad_value would clip scaled gradients",
         s.step, s, opt)
       opt._clip = nil
       s:step(opt, { clip = 1, tokens = 16 })

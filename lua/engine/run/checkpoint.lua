@@ -13,8 +13,8 @@
 --                                             -- c.state, c.skipped
 --   local c, message = checkpoint.open(dir)   -- the same; c:read("model", name) reads a tensor
 --
--- With several ranks each writes a shard (shards.lua), listed in the same state.json. Both kinds
--- are read through the same functions.
+-- With several ranks, each rank writes a shard (shards.lua), and state.json lists all shards. The
+-- same functions read both kinds of checkpoint.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local disk = require "engine.base.file"
@@ -187,7 +187,7 @@ local function shard_name(rank, size)
   return ("shard-%05d-of-%05d.safetensors"):format(rank + 1, size)
 end
 
--- Writes this rank's file; returns "crc bytes".
+-- Writes this rank's file; returns its checksum and size in bytes as text.
 local function write_own(place, pieces, step)
   if not disk.is_folder(place.temporary) then
     error(("this rank sees no directory %s; hint: the ranks need a shared disk"):format(

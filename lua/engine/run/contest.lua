@@ -142,7 +142,7 @@ function Contest:look(run)
   return run
 end
 
---- The names of a run's numbers.
+--- The names of the numbers by which a contest compares runs; see M.numbers.
 M.NAMES = { "loss", "held_out", "skipped", "overflows", "underflow", "seconds" }
 
 --- Fills in the numbers of a run from its history:
@@ -150,7 +150,7 @@ M.NAMES = { "loss", "held_out", "skipped", "overflows", "underflow", "seconds" }
 ---   held_out   the loss of the last evaluation, or nil
 ---   skipped    steps without an update; overflows: steps with inf or nan in the gradients
 ---   underflow  share of all gradients below the smallest normal number
----   seconds    of training, without pauses between resumes
+---   seconds    training time, without pauses between resumes
 function M.numbers(run, h)
   local totals = curves.totals(h)
   local tenth = math.max(1, math.floor((totals.last - totals.first + 1) / 10))

@@ -6,9 +6,9 @@
 -- ... }. The reply is a line of JSON, { "ok": true, "id":, "text":, "status": } or { "ok": false,
 -- "id":, "error": }. The commands are in `commands` below.
 --
--- With several ranks, rank 0 listens. The record of the next step tells all ranks that there is a
--- request; then rank 0 sends it to them, and all ranks carry it out at the same step. Owned by the
--- trainer.
+-- With several ranks, rank 0 listens. The exchange of the next step's record announces a request to
+-- all ranks. Then rank 0 sends the request, and all ranks carry it out at the same step. Owned by
+-- the trainer.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local policies = require "engine.policy.policy"
@@ -209,7 +209,7 @@ function commands.set(self, request)
       M_ffi.value_text(request.value))
   end
   if request.name == "steps" and request.value <= self.trainer.steps_done then
-    return nil, ("steps: %d are already done; run:stop() ends the run"):format(
+    return nil, ("steps: expected more than the %d steps already done; hint: run:stop()"):format(
       self.trainer.steps_done)
   end
   local before = setting[3](self.trainer)

@@ -1,9 +1,10 @@
 -- The record that a step would have had at another loss scale. Shadows and replayed policies read
 -- it. Called by shadow.lua (live records), trace.lua (recorded ones) and the replays.
 --
--- What is known of a step at `ratio` times its scale. A record has the largest fp16 gradient as it
--- was stored, the exponent histogram, and whether anything was inf or nan. It says nothing about
--- the intermediate results of the backward pass, except that inf and nan spread to the parameters.
+-- A record has the largest fp16 gradient as it was stored, the exponent histogram, and whether any
+-- gradient was inf or nan. It says nothing about the intermediate results of the backward pass,
+-- except that inf and nan spread to the parameters. So this is known of a step at `ratio` times its
+-- scale:
 --   the step did not overflow
 --     ratio <= 1   No overflow: exact. Every magnitude of the backward pass is smaller.
 --     ratio > 1    An overflow, exact, if the largest fp16 gradient then rounds past the largest

@@ -9,8 +9,8 @@
 --   progress:finish()
 --
 -- A json object has exactly these fields, in this order. `step` counts attempts, `updates` applied
--- steps, `skipped` the steps skipped so far; `overflow` is true or false, of this step. JSON has no
--- infinity and no NaN: they are the strings "inf", "-inf" and "nan" (which Python's float()
+-- steps, `skipped` the steps skipped so far; `overflow` is true if this step overflowed. JSON has
+-- no infinity and no NaN: they are the strings "inf", "-inf" and "nan" (which Python's float()
 -- accepts). A missing field is null. Numbers have enough digits to read the same double back.
 local show = require "engine.base.show"
 

@@ -40,10 +40,11 @@ end
 ---   marks[i]               on a run: "exact" or "bound" (explained in counterfactual.lua)
 ---   logs[name][i]          what the policy logged at step i; logs is nil if it logged nothing
 ---   skipped                steps without an update; if some verdicts are bounds, an estimate
----   certainty              on a run: { exact, least, from, why } (counterfactual.certainty): how
----                          many verdicts are exact, the least number of steps without an update,
----                          and from which step on, and why, verdicts are bounds
----   stopped_at, reason     the step, counted from 1, at which the policy stopped the run; or nil
+---   certainty              on a run: { exact, least, from, why } (counterfactual.certainty): the
+---                          number of exact verdicts, the least number of steps without an update,
+---                          the first step whose verdict is a bound, and the reason
+---   stopped_at, reason     the step, counted from 1, at which the policy stopped the run, and why;
+---                          or nil
 ---   steps, mean_log2_scale, failures, failure (the first reason)
 ---   recover, unrecovered   mean steps from a backoff until the scale is back; backoffs from which
 ---                          it never recovered

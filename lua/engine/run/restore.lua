@@ -242,7 +242,7 @@ local function place_of_data(trainer, path, place)
     path, problem, hint), 0)
 end
 
--- Moves the evaluation's data to the position `place`. Returns a line if the data refuse it.
+-- Moves the evaluation's data to the position `place`. Returns a line if that raises an error.
 local function restore_evaluation(trainer, place)
   local data = trainer.evaluate and trainer.evaluate.data
   if not (place and data and data.restore) then return nil end
@@ -260,7 +260,7 @@ function M.take_over(trainer, c, config)
     error(("resume: %s is not a checkpoint of a trainer: %s"):format(c.path, problem), 0)
   end
   if state.optimizer.name ~= trainer.optimizer.name then
-    error(("resume: %s was written with the optimizer %s, this run has %s"):format(c.path,
+    error(("resume: %s was written with the optimizer %s, but this run has %s"):format(c.path,
       state.optimizer.name, trainer.optimizer.name), 0)
   end
   notes[1], state.data = place_of_data(trainer, c.path, state.data)

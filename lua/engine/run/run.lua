@@ -1,6 +1,6 @@
 -- The files of a run:
 --   runs/<name>/history.db       every step (history.lua)
---   runs/<name>/tensorboard/     event files, if asked for (tensorboard.lua)
+--   runs/<name>/tensorboard/     event files, if requested (tensorboard.lua)
 --   runs/<name>/checkpoints/     states to resume from (checkpoint.lua)
 -- Opens them in order, finds the checkpoint from which restore.lua resumes, and writes them during
 -- the run. Only trainers and sessions open a Run; commands use M.directory.
@@ -143,8 +143,8 @@ local function start_ranks(self, c)
   trainer.reducer:start(c and function() restore.spread(trainer, c) end or nil)
 end
 
--- On ranks above 0: receives what rank 0 opened and read. These ranks write only shards of
--- checkpoints.
+-- On ranks above 0: receives the run's path and the checkpoint's state, which rank 0 sends (tell).
+-- These ranks write only shards of checkpoints.
 local function told(self)
   local news = json.decode(require("engine.dist.ranks").from_first())
   self.path, self.recorded, self.last_checkpoint = news.path, news.recorded, news.read
@@ -214,7 +214,7 @@ function Run:wants_hist()
   return self.recorded or self.history ~= nil or (self.wants_tensorboard or "") ~= ""
 end
 
---- Opens the event file for TensorBoard, if asked for.
+--- Opens the event file for TensorBoard, if requested.
 function Run:open_tensorboard()
   local wanted = self.wants_tensorboard
   if not wanted or wanted == "" or self.events then return end
@@ -247,7 +247,7 @@ local function command_text(self)
     folder = os.getenv("PWD"), run = self.name, crc32c = C.eng_crc32c(0, source, #source) }
 end
 
---- Records what this run is: parameters, settings, the policy's source.
+--- Records the facts of this run: parameters, settings, the policies' sources.
 function Run:describe()
   local history, trainer, list = self.history, self.trainer, {}
   local formats = trainer:gradient_formats()
@@ -293,7 +293,8 @@ function Run:add_policy(policy)
   self:complain(self.history:add_policy(policy:hash(), policy.name, policy.source))
 end
 
---- Reports a failure to write a file, unless `good`; each message once. The run continues.
+--- Reports a failure to write a file, unless `good` is true. Reports each message once. The run
+--- continues.
 function Run:complain(good, message)
   if good then return end
   local line = M_ffi.without_line(message)
@@ -413,7 +414,7 @@ end
 
 --- Writes a checkpoint; returns its path, or nil and a message. Every rank calls it and writes a
 --- shard, after a comparison of the ranks, which raises an error if they have drifted apart. With
---- `alone`, rank 0 writes the whole state by itself, for when other ranks may have died.
+--- `alone`, rank 0 writes the whole state by itself, because other ranks may have died.
 function Run:save(alone)
   local trainer = self.trainer
   if alone and self.follows then return nil end
@@ -436,8 +437,8 @@ function Run:save(alone)
 end
 
 --- Returns to the newest intact checkpoint of `step` or before, and drops later ones. Every rank
---- calls it between two steps. The loss-scaling policy, the counters of steps and the history stay.
---- Returns the checkpoint's step and path, or nil and the reason.
+--- calls it between two steps. The loss-scaling policy, the counters of steps and the history do
+--- not change. Returns the checkpoint's step and path, or nil and the reason.
 function Run:go_back(step)
   local trainer, reducer = self.trainer, self.trainer.reducer
   local dir = self.path and self.path .. "/checkpoints"

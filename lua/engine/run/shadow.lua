@@ -125,9 +125,9 @@ function Shadows:scales()
   return list
 end
 
---- Passes a step to the shadows: the trainer's s (with shadow_scales and signals), its record (with
---- amax_f16) and statistics, the current policy's verdict, and whether the weights were updated.
---- `run` is the Run to record the decisions in.
+--- Passes a step to the shadows: the trainer's step table s (with shadow_scales and signals), its
+--- record (with amax_f16) and statistics, the current policy's verdict, and whether the weights
+--- were updated. `run` is the Run that records the decisions.
 function Shadows:observe(s, record, stats, verdict, updated, run)
   local step, lagged = tonumber(record.step), self.trainer.delay == 1
   self.steps = self.steps + 1
@@ -255,7 +255,7 @@ function Shadows:lines()
   return lines
 end
 
--- What a checkpoint keeps of a shadow, beside the policy's state.
+-- The fields of a shadow that a checkpoint stores, besides the policy's state.
 local KEPT = { "skipped", "overflows", "failed", "why", "apart", "most", "scale", "action",
   "was_failed", "over", "bound", "certainty", "rungs" }
 

@@ -1,10 +1,10 @@
 -- Swaps of policies during a run. A swap is requested by saving the policy's file, by SIGHUP, by
 -- the script (policy:swap(file)) or by `engine attach`. Between two steps the new policy is
--- compiled, tried on the records of the last steps, and takes over from the old one (its
--- `migrate`). If anything fails, the old policy stays and the history says why. A policy that fails
--- its first decision is replaced at once, and the old one decides that step. All ranks swap at the
--- same step to the policy text of rank 0, or none does: each rank compiles and tries this text, and
--- if one rank refuses, all do.
+-- compiled, tried on the records of the last steps, and takes over the old policy's state (its
+-- function `migrate`). If anything fails, the old policy stays, and the history has the reason. A
+-- policy that fails its first decision is replaced at once, and the old policy decides that step.
+-- All ranks swap at the same step to the policy text of rank 0, or none does: each rank compiles
+-- and tries this text, and if one rank refuses it, all do.
 --
 -- A seat holds a policy. The first seat is the trainer, whose policy chooses the loss scale; the
 -- others are those of FP8 layers (train/fp8_sites.lua). A new policy goes to the seat of its kind.
@@ -58,7 +58,7 @@ function Swap:hold(of, as_it_is)
   policy.undo = function() return self:undo("the script", own) end
   of.stamp = policy.path and C.eng_file_stamp(policy.path) or nil
   of.pending_stamp = nil
-  -- the file was saved after the policy was read: a stamp of 0 makes the next check read it again
+  -- a file that was saved after the policy was read: stamp 0 makes the next check read it again
   if of.stamp and not as_it_is and of.stamp ~= 0 and read(policy.path) ~= policy.source then
     of.stamp = 0
   end

@@ -28,8 +28,8 @@ local REFINEMENTS, FINER = 3, 5
 -- Loss scales are usually powers of two, so a range from one power to another holds only powers.
 local function is_power(x) return x > 0 and math.frexp(x) == 0.5 end
 
--- The range { name, from, to, log, whole, powers } of "growth_interval=100..5000"; its two ends are
--- expressions, and `preset` is the option's default.
+-- The range { name, from, to, log, whole, powers } of `text`, such as "growth_interval=100..5000".
+-- from_text and to_text are expressions; `preset` is the option's default.
 local function span_of(text, name, preset, from_text, to_text)
   if type(preset) ~= "number" then
     error(("over '%s': %s is a %s; expected values, such as %s=a,b"):format(text, name,

@@ -98,8 +98,8 @@ local function fill(t, source)
   end
 end
 
---- Puts what pack() returned into the table `state`. read(item): the tensor of an item { name,
---- shape, dtype }, kept.
+--- Restores what pack() returned into the table `state`. read(item) returns a kept tensor for an
+--- item { name, shape, dtype }.
 function M.restore(state, saved, read)
   local data = saved.data
   for _, item in ipairs(saved.tensors) do

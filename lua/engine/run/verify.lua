@@ -216,7 +216,7 @@ end
 local EXACT = 1e-12          -- relative tolerance of decisions and learning rates
 
 --- Compares the plan's rows with the history of the live run. Returns { steps = compared, notes =
---- settings that differ, columns = { [name] = { differ = how many steps differ, largest = the
+--- settings that differ, columns = { [name] = { differ = number of steps that differ, largest = the
 --- largest relative difference, or nil } }, list = { { step, column, replay, live, mark } ... } by
 --- step }. tolerance: the relative tolerance of loss, amax and norm.
 function M.compare(plan, live, tolerance)

@@ -125,8 +125,8 @@ end
 ---                                backwards (the policy's option, or 100), and a pattern of the
 ---                                parameters they cover (all)
 ---   activations                  a pattern of modules whose outputs are measured at each step, as
----                                signals activation_amax.MODULE and activation_kurtosis.MODULE,
----                                on the CPU. Without this option, a policy that needs
+---                                signals activation_amax.MODULE and activation_kurtosis.MODULE;
+---                                works on the CPU only. Without this option, a policy that needs
 ---                                `activations` gets the numbered entries of top-level lists, such
 ---                                as blocks.3
 ---   evaluate                     { data =, every =, batches = }: loss on other data; policies

@@ -11,7 +11,7 @@ local C, check = M_ffi.C, M_ffi.check
 
 local M = {}
 
-local WARM_UP = 3   -- steps before the capture: products choose their algorithms, arenas grow
+local WARM_UP = 3   -- steps before the capture, in which GEMMs choose algorithms and arenas grow
 
 -- Whether a table, or a table inside it, holds a tensor.
 local function has_tensor(value, seen)

@@ -6,9 +6,9 @@
 --     print(model_engine:step().loss)
 --   end
 --   model_engine:close()
--- The configuration's fp16 block becomes the policy (policy/deepspeed_config.lua). Its optimizer
--- and gradient_clipping go to the session. gradient_accumulation_steps is the number of calls of
--- step() for one update.
+-- The configuration's fp16 block becomes the policy (policy/deepspeed_config.lua). The session gets
+-- the configuration's optimizer and gradient_clipping. gradient_accumulation_steps is the number of
+-- calls of step() for one update.
 local M_ffi = require "engine.base.ffi"
 local config_of = require "engine.policy.deepspeed_config"
 local json = require "engine.base.json"
@@ -79,10 +79,10 @@ local PASSED = { "run", "resume", "checkpoint_every", "log", "data", "state" }
 --- optimizer (instead of the configuration's), policy (instead of its fp16 block), steps (updates
 --- to make, for the progress line and for `engine attach`), and those of engine.session: run resume
 --- checkpoint_every log data state. Returns an engine and its optimizer. engine(...) calls the
---- model in the configured precision; engine:backward(loss); engine:step() returns what
---- session:step returns, with action "accumulate" between updates; engine:close() ends the run. It
---- runs on one rank only. A `scheduler` is refused, since the loop assigns optimizer.lr. A line of
---- output names the keys of the configuration that have no effect.
+--- model in the configured precision. engine:backward(loss) runs the backward pass. engine:step()
+--- returns what session:step returns, with action "accumulate" between updates. engine:close() ends
+--- the run. The engine runs on one rank only. A `scheduler` is refused, since the loop assigns
+--- optimizer.lr. A line of output names the keys of the configuration that have no effect.
 function M.initialize(given)
   local o = tensor.read_named(given, "deepspeed.initialize", OPTIONS)
   expect(type(o.model) == "table" and o.model.parameters, o.model,

@@ -77,7 +77,7 @@ local function verdict_note(self, record, verdict)
   if verdict.failed ~= 0 then
     self.policy_errors = self.policy_errors + 1
     if self.policy_errors > SHOWN_FAILURES then return nil end
-    return ("step %d: the policy failed, the last good verdict holds: %s%s"):format(
+    return ("step %d: the policy failed; the last good verdict holds: %s%s"):format(
       tonumber(record.step), reason, self.policy_errors == SHOWN_FAILURES
       and " (later failures are counted, not shown)" or "")
   elseif verdict.action == C.ENG_ACTION_STOP then
@@ -238,8 +238,9 @@ local function steps(self, last)
   self.reducer:agree()
 end
 
---- After an error: rolls back the unfinished step and writes a checkpoint of the steps before it,
---- unless the ranks have drifted apart or a checkpoint needs all of them (ZeRO, divided experts).
+--- After an error: moves the data and random numbers back to the start of the unfinished step, and
+--- writes a checkpoint of the steps before it, unless the ranks have drifted apart or a checkpoint
+--- needs all of them (ZeRO, divided experts).
 local function rescue(self, problem)
   local files, failed, drift = self.run_files, self.current, self.agreement.drift
   C.eng_step_end()
@@ -345,7 +346,7 @@ function M.finish(self, last, good, message)
     files:event(self.steps_done, last.stopped and "stopped" or "finished", last.stopped)
     lost = files:close() or self.progress.broken and "output on stdout"
   end
-  -- restored only now, because a signal must not end the process before the files are closed
+  -- restored only now: a signal must not stop the script before the files are closed
   C.eng_interrupt_policy(last.interrupts)
   if C.eng_interrupted() == 1 then C.eng_interrupt(0) end
   if not good then error(message, 0) end

@@ -16,9 +16,9 @@ local M = {}
 -- weights            format the forward pass reads parameters in; norms keep f32
 -- masters            the weights that the optimizer updates. bf16 (for sgd, adam, adamw, lion): the
 --                    forward pass reads them too, and no f32 copy exists; norms keep f32
--- rounding           of new weights to bf16 masters. stochastic: up or down, with exact
---                    probabilities; kahan: to nearest, and a bf16 buffer keeps the rounding error
---                    for the next update; nearest: small updates are lost, and training stalls
+-- rounding           of new weights to bf16 masters. stochastic: up or down at random, unbiased;
+--                    kahan: to nearest, and a bf16 buffer keeps the rounding error for the next
+--                    update; nearest: small updates are lost, and training stalls
 -- activations        inputs and outputs of matrix products and attention
 -- residual           the residual stream: the output of an embedding
 -- norm               the output of layer and RMS norm (their statistics are always f32)
@@ -64,10 +64,10 @@ end
 --             (1x16, 16x16), ms_eden (1x16). Formats may also be e2m1, e2m3, e3m2, mxint8.
 --             stochastic may be a number of random bits (true: 8). Products have the accumulators
 --             fp32 (of exact bf16 products), blackwell (of codes) and device (blackwell where a
---             card's tensor cores compute it, else fp32), the same for the three. Roles also have
+--             card's tensor cores compute it, else fp32), the same for all three. Roles also have
 --               factor      multiplies elements before rounding; the product is divided by it
---               backward    of x and w: a role. The backward product reads the values that the
---                           forward product read, quantized by this role, not the originals
+--               backward    of x and w: a role, with which the backward product quantizes the
+--                           values that the forward product read (not the original values)
 --             and products
 --               hadamard    16, 32, 64, 128: transforms both factors along the summed dimension (0)
 --               signs       fixed (Transformer Engine's), layer, step (drawn for each), backward

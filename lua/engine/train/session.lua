@@ -12,8 +12,8 @@
 --
 -- A Session is a Trainer (trainer.lua) whose forward and backward passes are called by the script.
 -- One update, applied or skipped, is one step of the run: one record and one verdict. A turn of the
--- loop may have several steps; its tensors are freed when the turn ends. Between two turns, loop.lua
--- handles swaps, requests of attached clients, and checkpoints.
+-- loop may have several steps; its tensors are freed when the turn ends. Between two turns,
+-- loop.lua handles swaps, requests of attached clients, and checkpoints.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local assemble = require "engine.train.assemble"
@@ -164,7 +164,7 @@ local function new(given)
       .. "engine.trainer, or fp32, bf16 or fp16"):format(recipe.name), 0)
   end
   o.data = o.data or { next = function()
-    raise("session: there is no data to leave out; hint: data = the loop's loader") end }
+    raise("session: skipping data needs a loader; hint: data = the loop's loader") end }
   return assemble.object(o, Session, { entries = entries, own_data = given.data ~= nil, turn = 0,
     retain = #entries > 1 })                -- losses of one turn may share parts of the tape
 end
@@ -172,7 +172,7 @@ end
 --- engine.session{ ... }: history, policies with shadows and hot swaps, attached clients, progress
 --- and checkpoints for a training loop written by hand. docs/hand-written-loops.md has examples.
 --- Options:
----   optimizer                    what updates the weights; or
+---   optimizer                    one of engine.optim; or
 ---   optimizers                   { name = optimizer } for several, which share the loss scale.
 ---                                Parameters are then called "name.PARAMETER" in the history
 ---   data                         the loop's loader, if it has state() and restore(): checkpoints
@@ -271,7 +271,7 @@ end
 
 --- Raises an error, because a session has no loop of its own.
 function Session.run()
-  raise("session:run: the loop is the script's: for turn in s:turns(n) do ... end")
+  raise("session:run: a session has no loop of its own; hint: for turn in s:turns(n) do ... end")
 end
 
 --- Ends the loop after this turn; the reason goes into the history and the summary.
@@ -349,7 +349,7 @@ function Session:step(opt, o)
     arguments.want_whole(o.tokens, "session:step", "tokens", 0)
   end
   if entry.opt._clip or entry.opt._clip_value then
-    raise("session:step: clip_grad_norm and clip_grad_value see gradients times the loss scale; " ..
+    raise("session:step: clip_grad_norm and clip_grad_value would clip scaled gradients; " ..
       "hint: s:step(optimizer, { clip = 1 })")
   end
   local union, last = self.optimizer, self.last

@@ -258,9 +258,9 @@ function Trainer:refuses_fp8() return modes.fp8_refusal(self) end
 --- A policy's verdict on a record, with the last statistics per tensor.
 function Trainer:ask(policy, record) return policy:decide(record, self.stats) end
 
---- Unscales, clips and updates in one pass if the verdict is to step. With a delay of 1 there is no
---- record: the device decides by its own statistics, and `verdict` (of the step before, or nil)
---- gives only clip and lr_mul.
+--- Unscales, clips and updates in one pass if the verdict's action is `step`. With a delay of 1
+--- there is no record: the device decides by its own statistics, and `verdict` (of the step before,
+--- or nil) gives only clip and lr_mul.
 function Trainer:update(s, verdict, record)
   local opt = self.optimizer
   self.norms.known = false

@@ -24,7 +24,8 @@ local function sums(self)
   return self.squares
 end
 
---- Fills the norms of a step's record and of its n tensors; NaN in the record: not known.
+--- Fills the norms of a step's record and of its n tensors. Norms that are not known are NaN in the
+--- record.
 function Norms:tell(record, stats)
   for k = 0, C.ENG_NORMS - 1 do
     local known = self.known and k <= C.ENG_NORM_WEIGHT + self.moments
@@ -90,7 +91,7 @@ function M.cap(trainer, s, record)
 end
 
 --- Adds to the options of an update the entries of the verdict on its step and the norms that
---- policies need. Resets the moments that the verdict names.
+--- policies need. Resets the moments of the tensors that the verdict names.
 function M.add(trainer, options, verdict)
   local norms, opt = trainer.norms, trainer.optimizer
   if bit.band(trainer.needs, C.ENG_NEED_UPDATE_NORMS) ~= 0 or verdict.update_clip > 0 then
