@@ -1,6 +1,6 @@
 -- Requests to a run between two steps: swaps of its policy and, from attached clients (`engine
 -- attach RUN`), pausing, changing settings, stopping. Without requests a step pays only for one
--- check of the socket and the files. A client that does not read its replies is disconnected.
+-- check of the socket and the policy files. A client that reads no replies is disconnected.
 --
 -- The socket is RUN/attach.sock, mode 0600. A request is a line of JSON, { "do": NAME, "id": any,
 -- ... }. The reply is a line of JSON, { "ok": true, "id":, "text":, "status": } or { "ok": false,
@@ -22,7 +22,7 @@ local M = {}
 local Control = {}
 Control.__index = Control
 
-local MOST_LINES = 8       -- most requests handled between two steps
+local MOST_LINES = 8       -- the most requests that are handled between two steps
 local PAUSE_MS = 100       -- between two checks of signals and files during a pause
 
 function M.new(trainer, options)

@@ -26,7 +26,7 @@ local M = {}
 local Swap = {}
 Swap.__index = Swap
 
-local RING = 64        -- the number of last records that a candidate is tried on
+local RING = 64        -- the number of recent records on which a candidate is tried
 local PATIENCE = 2     -- limit in seconds of a candidate's trial, for which the run waits
 local MOST_UNDO = 20
 
@@ -264,8 +264,8 @@ function Swap:swap(source, options, by, of)
 end
 
 --- Returns to the policy before the last swap, with the state that it had then. of: an entry of
---- `seats`, whose last swap is undone; nil: the last swap of all. Returns true and the seat, or nil
---- and a message. Inside a step, returns true alone, and the undo follows after the step.
+--- `seats`: undoes its last swap; nil: undoes the last swap of all seats. Returns true and the seat,
+--- or nil and a message. Inside a step, returns true alone, and the undo follows after the step.
 function Swap:undo(by, of)
   local at = #self.former
   while at > 0 and of and self.former[at].of ~= of do at = at - 1 end

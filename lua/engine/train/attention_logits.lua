@@ -53,7 +53,7 @@ function Logits:watch(on)
   for _, module in pairs(self.modules) do rawset(module, "watch_logits", on) end
 end
 
---- Reads the largest logits of micro-batch i's forward pass. A signal is the largest of the step.
+--- Reads the largest logits of micro-batch i's forward pass. Each signal is the step's largest.
 function Logits:read(i)
   for path, module in pairs(self.modules) do
     local rows = rawget(module, "logits")                    -- [B x H x T]

@@ -60,7 +60,7 @@ end
 local Sites = {}
 Sites.__index = Sites
 
-local SUMS, MAXIMA = 7, 5      -- numbers for each role that ranks sum, and maximize; see read()
+local SUMS, MAXIMA = 7, 5      -- the number of sums and of maxima over ranks of a role; see read()
 
 local role_number = {}
 for i, role in ipairs(roles) do role_number[role] = i end
