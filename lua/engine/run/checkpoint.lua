@@ -9,8 +9,8 @@
 --
 --   checkpoint.save(dir, step, { model = { name = tensor }, optimizer = { ... }, state = { ... } },
 --     { keep = 3 })
---   local c, message = checkpoint.load(dir)   -- the newest good one: c.step, c.model, c.optimizer,
---                                             -- c.state, c.skipped
+--   local c, message = checkpoint.load(dir)   -- the newest intact one: c.step, c.model,
+--                                             -- c.optimizer, c.state, c.skipped
 --   local c, message = checkpoint.open(dir)   -- the same; c:read("model", name) reads a tensor
 --
 -- With several ranks, each rank writes a shard (shards.lua), and state.json lists all shards. The
@@ -34,7 +34,7 @@ local function names_in(directory)
   return disk.names(directory) or M_ffi.raise(M_ffi.message())
 end
 
--- Removes the directory of a checkpoint, which holds only files. A folder in it stops the removal.
+-- Removes the directory of a checkpoint, which holds only files. Raises an error at a folder in it.
 local function remove(directory)
   if not disk.is_folder(directory) then return end
   for _, name in ipairs(names_in(directory)) do

@@ -39,8 +39,8 @@ local function read_job(path)
   error(path .. " is damaged; hint: name=ANOTHER starts a new contest", 0)
 end
 
--- Compares this contest with contest.json, if it exists, and writes the file. Runs with other
--- settings or of an edited script are not comparable.
+-- Writes contest.json. Raises an error if the file exists with another script, other settings or
+-- threads, or another source of a policy, because the runs would not be comparable.
 local function agree(self)
   local path, sources = self.path .. "/contest.json", self.sources
   if files.exists(path) then

@@ -202,8 +202,8 @@ local function finite(metric)
   return metric.finite and metric.sql or ("nullif(nullif(%s, 9e999), -9e999)"):format(metric.sql)
 end
 
--- SQL that sums up one picture column of steps, under the names that the columns of `blocks` have.
--- `counts`: also counts overflows and skipped steps.
+-- SQL that sums up one picture column of steps, with the result names of blocks_sql. `counts`: also
+-- counts overflows and skipped steps.
 local function direct_sql(wanted, counts)
   local parts = { "SELECT " .. (counts and STEP_COUNTS or "count(*) AS rows") }
   for i, metric in ipairs(wanted) do

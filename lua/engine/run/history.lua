@@ -442,7 +442,7 @@ local NAMES = [[WITH RECURSIVE names(name) AS (SELECT min(name) FROM shadows
 --- are numbers of steps: skipped (that the shadow would have skipped), overflows (that overflow at
 --- its own scale), bounds (whose verdict is a bound, counterfactual.lua) and failed (at which it
 --- failed). scale and action are those of its last verdict. overflows and bounds are nil in a
---- history of an older engine, whose shadows saw the run's overflows instead.
+--- history of an older engine, whose shadows read the run's own overflows.
 function History:shadows()
   if not self:has "shadows" then return nothing "(no shadows)" end
   -- Reads only verdicts other than `step` and the last verdict of each shadow, because a shadow

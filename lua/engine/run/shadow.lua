@@ -1,8 +1,8 @@
--- Shadows: policies that see every record of a run and decide nothing. Each sees the overflows of
--- its own scale: its record is the run's, converted to that scale (counterfactual.lua, which also
--- says which verdicts are exact and which are bounds). The history records a verdict when it
--- changes. The summary gives the number of steps that a shadow would have skipped, and the ratio of
--- its scale to the run's. Made by the trainer from its option `shadow`.
+-- Shadows: policies that see every record of a run and decide nothing. A shadow has its own scale.
+-- It reads the run's record converted to that scale, with the overflows that this scale would cause
+-- (counterfactual.lua, which also decides whether a verdict is exact or a bound). The history
+-- records a verdict when it changes. The summary gives the number of steps that a shadow would have
+-- skipped, and the ratio of its scale to the run's. Made by the trainer from its option `shadow`.
 --
 -- A shadow of FP8 layers reads the same meters as the run's own FP8 policies. The history has an
 -- event `shadow_layers` at each step where the shadow would have moved layers to another rung.
@@ -198,9 +198,9 @@ local function factor_text(x)
   return x == 1 and "equal" or ("x%.4g"):format(x)
 end
 
---- For the progress line: the scales of the first three shadows as multiples of the run's, and how
---- many more steps they would have skipped; for the first three shadows of FP8 layers, how many
---- layers they have on another rung.
+--- A text for the progress line. For the first three shadows: their scales as multiples of the
+--- run's, and how many more steps than the run they would have skipped. For the first three shadows
+--- of FP8 layers: the number of layers that are on another rung than in the run.
 function Shadows:text()
   local parts, places = {}, {}
   local sites = self.trainer.optimizer.fp8

@@ -6,8 +6,8 @@
 --   w:histogram(step, "gradients/blocks.3", hist, stats)      hist[exponent] = elements
 --   w:text(0, "policy", source)
 --   w:close()
--- Used by run.lua (live) and `engine export`. A reader sees what was flushed, and reads a
--- truncated file up to the last whole frame.
+-- Used by run.lua (live) and `engine export`. A reader sees the flushed data, and reads a truncated
+-- file up to the last whole frame.
 local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"
 local show = require "engine.base.show"

@@ -25,7 +25,7 @@ M.objectives = {
 local GRID = { 17, 7, 5, 4, 3 }   -- grid points for each range, by the number of ranges
 local REFINEMENTS, FINER = 3, 5
 
--- Loss scales are usually powers of two, so a range from one power to another holds only powers.
+-- Loss scales are usually powers of two, so a range between two powers of two has only such points.
 local function is_power(x) return x > 0 and math.frexp(x) == 0.5 end
 
 -- The range { name, from, to, log, whole, powers } of `text`, such as "growth_interval=100..5000".
@@ -70,7 +70,7 @@ local function read_range(text, policy)
   return { name = name, values = values }
 end
 
--- Up to n points from a to b, in the spacing of the range, without repetitions.
+-- Up to n points from a to b, without repetitions, in the linear or logarithmic spacing of `range`.
 local function points(range, a, b, n)
   if range.values then return range.values end
   local list = {}

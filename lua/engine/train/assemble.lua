@@ -53,7 +53,7 @@ function M.object(o, class, fields)
     pending = nil,                   -- with a delay: the step before `current`; its record is due
     last_verdict = nil,
     progress = nil,                  -- the live line, once run() has begun
-    state = o.state or {},           -- the user's own, in every checkpoint
+    state = o.state or {},           -- the user's own table, which every checkpoint holds
   }, class)
   for key, value in pairs(fields or {}) do self[key] = value end
   self.losses = M_ffi.new("eng_tensor[?]", self.accumulate)

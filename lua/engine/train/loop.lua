@@ -27,7 +27,7 @@ end
 
 -- ------------------------------------------------------------------ what a step shows
 
-local MAX_ROWS = 2000   -- kept for the plot at the end; thinned out in longer runs
+local MAX_ROWS = 2000   -- most rows kept for the plot at the end; longer runs drop every second row
 
 local function remember_row(self, record)
   local every, overflow = self.row_every or 1, record.overflow ~= 0

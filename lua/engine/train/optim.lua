@@ -254,8 +254,8 @@ end
 ---   adam     more options: beta1 (0.9), beta2 (0.999), eps (1e-8); weight decay adds to the
 ---            gradient; lr 1e-3
 ---   adamw    as adam, with decoupled weight decay (1e-2); lr 1e-3
----   lion     more options: beta1 (0.9), beta2 (0.99); the sign of the moment moves the
----            weights; lr 1e-4
+---   lion     more options: beta1 (0.9), beta2 (0.99); the weights move by the sign of a mean of
+---            moment and gradient; lr 1e-4
 ---   muon     for matrices; all other tensors, embeddings and groups with adamw = true are updated
 ---            by AdamW at the rate lr * adamw_lr_mul (1). More options: momentum (0.95), nesterov
 ---            (true), adjust_lr (original, match_rms_adamw, spectral_unclamped or none), ns_steps
