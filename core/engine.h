@@ -4,8 +4,8 @@
 // columns], dtypes, units, errors.
 //
 // A function that can fail returns ENG_OK or an error code, and eng_error_message() returns the
-// error's text. Functions store results through pointers, which are their first parameters. The
-// core is driven from one thread; kernels use OpenMP inside.
+// error's text. Functions store results through pointers, which are their first parameters. Only
+// one thread may call the core; kernels use OpenMP inside.
 #ifndef ENGINE_H
 #define ENGINE_H
 
@@ -33,8 +33,8 @@ typedef enum eng_status {
 /// The text of the last error of this thread. Never NULL; valid until the next error.
 const char *eng_error_message(void);
 
-/// eng_version returns the version of this library as "major.minor.patch"; eng_abi_size returns the
-/// size of eng_op_call, which the Lua code compares with its own declarations.
+/// eng_version returns the version of this library as "major.minor.patch". eng_abi_size returns the
+/// size of eng_op_call in bytes, so that the Lua code can check its own declaration.
 const char *eng_version(void);
 int eng_abi_size(void);
 
@@ -58,7 +58,7 @@ typedef struct eng_format {
   int32_t exponent_bits, fraction_bits, bias;
   int32_t max_exponent;       // floor(log2) of the largest finite number
   int32_t min_exponent;       // floor(log2) of the smallest normal number
-  int32_t is_signed;          // 0: ue8m0 and ue4m3, which encode |x|
+  int32_t is_signed;          // 0: no sign bit (ue8m0, ue4m3)
   double largest;             // largest finite number: 65504 for f16
   double overflow;            // smallest double that rounds to inf (e4m3: to nan): 65520 for f16;
                               // inf if no finite double does (f64, ue8m0, e2m1)
@@ -79,18 +79,17 @@ enum { ENG_MAX_DIMS = 6 };
 /// handle after its step is an ENG_ERR_STALE, never a crash.
 typedef struct eng_tensor { uint32_t slot, generation; } eng_tensor;
 
-/// Facts about a tensor. Strides are in elements; the last dimension is contiguous if its stride is
-/// 1.
+/// Facts about a tensor. Strides are in elements.
 typedef struct eng_tensor_info {
   int64_t shape[6], stride[6];
-  int64_t count;              // elements
+  int64_t count;              // number of elements
   int32_t ndim, dtype;
   int32_t requires_grad;      // 1: backward() computes its gradient
   int32_t is_leaf;            // 1: no recorded operation made it
   int32_t owner;              // 0: the current step, 1: kept until freed, 2: a parameter set
   int32_t contiguous;         // 1: row-major without gaps
   int64_t step;               // the step in which the tensor was made
-  int32_t space;              // memory space: 0 the host's, 1 a CUDA card's
+  int32_t space;              // memory space: 0: host, 1: CUDA card
   int32_t divided;            // 1: a weight divided among ranks; only operations can read it
   void   *data;               // first element; NULL if divided or not in host memory
 } eng_tensor_info;
@@ -100,7 +99,7 @@ typedef struct eng_tensor_info {
 enum { ENG_AUTO = 0, ENG_KEEP = 1, ENG_STEP = 2 };
 
 /// A new tensor of `ndim` dimensions (0: a scalar), filled with zeros. `home`: its lifetime.
-/// Errors: VALUE (dimension negative or too many), MEMORY.
+/// Errors: VALUE (a negative size, or too many dimensions), MEMORY.
 eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, int home);
 
 /// A copy that lives until eng_free, whatever step `x` belongs to. Not recorded on the tape.
@@ -117,7 +116,8 @@ eng_status eng_info(eng_tensor_info *out, const eng_tensor *x);
 eng_status eng_write(const eng_tensor *x, const void *source, int from, int64_t count);
 
 /// Copies all elements in row-major order into host memory in format `to`, with the same
-/// conversions. In f64, a negative NaN loses its payload, which LuaJIT would take for a type.
+/// conversions. With `to` = f64, a negative NaN that has a payload becomes the default NaN, because
+/// LuaJIT would take the payload for a type tag.
 eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *x);
 
 /// A 64-bit checksum of the bits of a contiguous tensor in any memory: the XXH64 hash of the XXH64
@@ -130,7 +130,7 @@ uint64_t eng_hash64(const void *data, int64_t size);
 /// The value of a tensor with one element, as double.
 eng_status eng_item(double *out, const eng_tensor *x);
 
-/// Sets every element.
+/// Sets every element to `value`.
 eng_status eng_fill(const eng_tensor *x, double value);
 
 /// Writes uniform numbers in [low, high), or normal ones with `mean` and `std`, drawn from the
@@ -163,14 +163,14 @@ int64_t eng_step_count(void);
 eng_status eng_scope_begin(int64_t *mark);
 eng_status eng_scope_end(int64_t mark);
 
-/// Bytes by purpose. `reserved` is taken from the system, `used` is in use now, `peak` is the most
-/// used so far.
+/// The memory of one purpose, in bytes: `reserved` is taken from the system, `used` is in use now,
+/// `peak` is the largest `used` so far. `allocations` counts requests to the system.
 typedef struct eng_memory_row {
   const char *name;
   int64_t used, peak, reserved, allocations;
 } eng_memory_row;
-/// Fills up to `capacity` rows and returns their number. `allocations` counts requests to the
-/// system; after the first step it should not grow.
+/// Fills up to `capacity` rows and returns their number. After the first step, `allocations` should
+/// not grow.
 int eng_memory(eng_memory_row *rows, int capacity);
 /// Limits all arenas together to `bytes`; 0: no limit. Allocations beyond the limit fail with
 /// MEMORY.
@@ -198,8 +198,8 @@ enum { ENG_OP_INPUTS = 16, ENG_OP_OUTPUTS = 8, ENG_OP_INTS = 14, ENG_OP_FLOATS =
   } name;
 
 /// One call of an operation. ops.def describes inputs, outputs and attributes of each operation. An
-/// absent optional input is {0, 0}. Attributes have names, as in call.sum.mask; `ints` and `floats`
-/// are the same memory by position.
+/// absent optional input is {0, 0}. Attributes have names, as in call.sum.mask. `ints` and `floats`
+/// give access to the same attributes by position.
 typedef struct eng_op_call {
   int32_t op, n_in, n_out, reserved;
   eng_tensor in[16], out[8];
@@ -216,7 +216,7 @@ typedef struct eng_op_call {
 eng_status eng_run(eng_op_call *call);
 
 /// Runs an operation that has ENG_ADDS for output 0 in ops.def, such as matmul. Output 0 is written
-/// into the caller's tensor `target`, or added to it if the call's attribute `add` says so. The
+/// into the caller's tensor `target`, or added to it if the call's attribute `add` is not 0. The
 /// call is not recorded. `target` has the output's shape and any floating-point dtype, is
 /// contiguous, and shares no memory with an input.
 eng_status eng_run_into(eng_op_call *call, const eng_tensor *target);
@@ -226,7 +226,8 @@ typedef struct eng_op_info {
   const char *name, *layout, *cast, *shape, *gradient;
   const char *ints, *floats;          // "(mask, keep)"; if none, "(no_ints)", "(no_floats)"
   int32_t n_in, n_out;                // -1: any number
-  int32_t optional, reads, saves;     // masks: of inputs, of inputs, of outputs
+  // masks: inputs that may be absent; inputs and outputs whose values the gradient rule reads
+  int32_t optional, reads, saves;
   int32_t unary;                      // 1: one elementwise input, no attributes
 } eng_op_info;
 /// The row of operation `op`; NULL past the end.
@@ -239,8 +240,9 @@ bool eng_op_supported(const char *device, int op);
 
 // ------------------------------------------------------------------ FP8
 
-/// A format of the operations quantize and dequantize (ops.def).
-enum { ENG_FORMAT_E5M6 = 12 };   // in addition to the dtypes e4m3 and e5m2
+/// A format of the operations quantize and dequantize (ops.def), in addition to the dtypes e4m3 and
+/// e5m2.
+enum { ENG_FORMAT_E5M6 = 12 };
 /// Formats of the elements of mx_quantize, in addition to e4m3 and e5m2 (core/base/mx.h).
 enum {
   ENG_FORMAT_E2M1 = 13, ENG_FORMAT_E2M3 = 14, ENG_FORMAT_E3M2 = 15, ENG_FORMAT_MXINT8 = 16
@@ -251,7 +253,8 @@ enum {
   ENG_MX_FOUR_OVER_SIX = 5, ENG_MX_FOUR_OVER_SIX_MSE = 6, ENG_MX_QUEST = 7, ENG_MX_MS_EDEN = 8,
   ENG_MX_RULES = 9
 };
-/// How a block's amax becomes its scale: the rules of these projects (core/base/fp8_scale.h).
+/// How `quantize` computes a block's scale from its amax. Each rule is that of another project
+/// (core/base/fp8_scale.h).
 enum {
   ENG_SCALE_TRANSFORMER_ENGINE = 0, ENG_SCALE_DEEPSEEK = 1, ENG_SCALE_DEEPGEMM = 2,
   ENG_SCALE_TORCHAO = 3, ENG_SCALE_MSAMP = 4, ENG_SCALES = 5
@@ -259,18 +262,20 @@ enum {
 /// How fp8_matmul sums along K. FP32: in f32, in order. EXACT: in f64. HOPPER: as Hopper's tensor
 /// cores do (13 fraction bits, 32 products at a time, truncated). E4M3: products and running sum
 /// are rounded to e4m3, saturating. DEVICE: the device's own method; allowed only in a recipe.
-/// BLACKWELL: only in a microscaling recipe, whose other accumulators are DEVICE and FP32.
+/// BLACKWELL: as Blackwell's tensor cores do; allowed only in a microscaling recipe. Such a recipe
+/// allows BLACKWELL, DEVICE and FP32.
 enum {
   ENG_ACCUMULATE_DEVICE = -1, ENG_ACCUMULATE_FP32 = 0, ENG_ACCUMULATE_EXACT = 1,
   ENG_ACCUMULATE_HOPPER = 2, ENG_ACCUMULATE_E4M3 = 3, ENG_ACCUMULATORS = 4,
   ENG_ACCUMULATE_BLACKWELL = 4
 };
 
-/// The code of x in a small format, by name: "e4m3", "e5m2", "e5m6", "e5m6_tilekernels", "ue8m0"
-/// (toward zero; mode 1: up; mode 4: nearest, ties up), "ue4m3" (of |x|), "e4m3_ieee" (with Inf),
-/// "f16", "bf16", "tf32", and the formats that always saturate: "e2m1", "e2m3", "e3m2", "int8",
-/// "mxint8" (units of 1/64). mode: 1 saturates, 2 rounds stochastically by `random` (e4m3 and
-/// e5m2). Returns -1 for an unknown format.
+/// Returns the code of x in a small format: "e4m3", "e5m2", "e5m6", "e5m6_tilekernels" (as
+/// TileKernels rounds), "ue8m0", "ue4m3" (of |x|), "e4m3_ieee" (with Inf), "f16", "bf16", "tf32",
+/// or one that always saturates: "e2m1", "e2m3", "e3m2", "int8", "mxint8" (in units of 1/64).
+/// Rounds to nearest even. Bits of mode: 1 saturates; 2 rounds stochastically by the bits of
+/// `random` (e4m3 and e5m2). "ue8m0" instead rounds down to a power of two, with mode 1 up, with
+/// mode 4 to nearest, ties up. Returns -1 for an unknown format.
 int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random);
 /// The number that a code stands for; NaN for an unknown format.
 double eng_small_decode(const char *format, uint32_t code);
@@ -282,18 +287,19 @@ enum { ENG_FP8_X = 0, ENG_FP8_W = 1, ENG_FP8_DY = 2, ENG_FP8_ROLES = 3 };
 /// The products: y = x W^T, dx = dy W, dW = dy^T x.
 enum { ENG_FP8_FORWARD = 0, ENG_FP8_DGRAD = 1, ENG_FP8_WGRAD = 2, ENG_FP8_PRODUCTS = 3 };
 /// The form in which x is kept for dW. CODES: the codes of the forward product; if dW needs blocks
-/// along the other side, their values are quantized again. TRANSPOSED: the transposed codes, which
-/// the forward pass makes from x. E5M6: x in e5m6, in blocks of 1 x 128 with power-of-two scales.
-/// SWIGLU: nothing, if x is the output of an fp8_swiglu of this site; that operation keeps its
-/// inputs as codes in x's format, and x is recomputed from these codes.
+/// along the other dimension, the values of these codes are quantized again. TRANSPOSED: codes of
+/// the transposed x, which the forward pass computes from x. E5M6: x in e5m6, in blocks of 1 x 128
+/// with power-of-two scales. SWIGLU: if x is the output of an fp8_swiglu of this site, x is not
+/// kept; fp8_swiglu keeps its inputs as codes in x's format, and x is recomputed from these codes.
+/// Any other x is kept as with CODES.
 enum {
   ENG_FP8_KEEP_CODES = 0, ENG_FP8_KEEP_TRANSPOSED = 1, ENG_FP8_KEEP_E5M6 = 2,
   ENG_FP8_KEEP_SWIGLU = 3
 };
 
-/// Signs of a Hadamard transform. NONE: all positive. FIXED: Transformer Engine's. LAYER: drawn for
-/// each layer. STEP: drawn for each layer and each step. BACKWARD: drawn for each layer and each
-/// backward pass.
+/// Signs of a random Hadamard transform. NONE: all positive. FIXED: Transformer Engine's signs.
+/// LAYER: drawn at random for each layer. STEP: for each layer and step. BACKWARD: for each layer
+/// and backward pass.
 enum {
   ENG_FP8_SIGNS_NONE = -1, ENG_FP8_SIGNS_FIXED, ENG_FP8_SIGNS_LAYER, ENG_FP8_SIGNS_STEP,
   ENG_FP8_SIGNS_BACKWARD
@@ -302,7 +308,7 @@ enum {
 /// How one role of a layer (its input, weight or output gradient) becomes FP8.
 typedef struct eng_fp8_role {
   int32_t format;                     // ENG_e4m3, ENG_e5m2; microscaling: also ENG_FORMAT_*
-  int32_t block_rows, block_columns;  // 0: the whole side
+  int32_t block_rows, block_columns;  // 0: the whole dimension
   int32_t rule, pow2, margin;         // as in quantize
   int32_t stochastic;                 // as in quantize; microscaling: sr_bits of mx_quantize
   int32_t keep;                       // only for x: ENG_FP8_KEEP_*
@@ -311,57 +317,60 @@ typedef struct eng_fp8_role {
   double  factor;                     // microscaling: as in mx_quantize; products are divided by it
 } eng_fp8_role;
 /// How a product of a layer sums along K: `accumulator` and `promotion` as in fp8_matmul. In
-/// microscaling, FP32 is an ordinary product of bf16 numbers, and BLACKWELL the operation
-/// mx_matmul, if the sizes and formats of all products of the layer fit it (else FP32). DEVICE is
-/// BLACKWELL if the device's own units compute the products of these formats, else FP32.
-/// high: 1: computed in high precision; allowed only for the forward product of microscaling.
-/// hadamard: both factors are transformed along the summed dimension before they are quantized, as
-/// by the operation hadamard with n = hadamard (0: no transform) and signs drawn as `signs`
-/// (ENG_FP8_SIGNS_*) says; only microscaling.
+/// microscaling, FP32 is an ordinary product of bf16 numbers. BLACKWELL is the operation mx_matmul
+/// if it supports the sizes and formats of all products of the layer, else FP32. DEVICE is
+/// BLACKWELL if the device's own units compute products of these formats, else FP32.
+/// high: 1 computes the product in high precision; only for the forward product of microscaling.
+/// hadamard: not 0 transforms both factors along the summed dimension before quantization, as the
+/// operation hadamard does with n = hadamard, and with signs chosen by `signs` (ENG_FP8_SIGNS_*);
+/// only in microscaling.
 typedef struct eng_fp8_product {
   int32_t accumulator, promotion, high, hadamard, signs;
 } eng_fp8_product;
 /// How a layer computes in FP8: a role for each of its tensors, a product for each of its passes.
-/// backward: only microscaling, for both x and w or neither (mx = 0). With it, the backward
-/// products read the values that the forward product read, quantized a second time by backward[];
-/// the gradients of these values pass through the gates of mx_quantize and the forward product's
-/// Hadamard transform. Without it, the backward products read x and w themselves, quantized.
+/// backward: only in microscaling; set for both x and w, or for neither (mx = 0). If set, the
+/// backward products read the quantized x and w of the forward product, quantized again as
+/// backward[] says. The gradients then pass through the gates of mx_quantize and through the
+/// forward product's Hadamard transform. If not set, x and w themselves are quantized for the
+/// backward products.
 typedef struct eng_fp8_recipe {
   eng_fp8_role role[3];               // ENG_FP8_X, W, DY
   eng_fp8_role backward[2];           // ENG_FP8_X, W
   eng_fp8_product product[3];         // ENG_FP8_FORWARD, DGRAD, WGRAD
 } eng_fp8_recipe;
 
-/// Creates a site. Numbers start at 1 and are never reused. `name` is used in messages.
+/// Creates a site and sets *site to its number, which is 1 or more and never reused. `name` is used
+/// in messages.
 eng_status eng_fp8_site_new(int64_t *site, const char *name);
 void       eng_fp8_site_free(int64_t site);
 /// Sets the recipe of a site; NULL: high precision. Allowed only between steps. Errors: VALUE,
 /// SHAPE, DTYPE (a format that is not allowed for its role), STATE.
 eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
-/// Delayed scaling of a role that is one block: computes its scale as if `amax` were the largest
-/// |x|. `amax` 0: uses the measured amax again. Errors: VALUE, STATE (the site has no recipe).
+/// Delayed scaling, for a role whose block is the whole tensor: from now on its scale is computed
+/// from `amax` instead of the measured amax. 0: from the measured amax again. Errors: VALUE, STATE
+/// (the site has no recipe).
 eng_status eng_fp8_delay(int64_t site, int role, double amax);
-/// Largest |x| of each role since the last call, inf and nan included; -1: nothing was quantized.
-/// Waits for the device. At most 4,096 unread amaxes are kept, so call this function once before
-/// the steps of interest.
+/// Returns the largest |x| of each role since the last call (inf or nan if x contained one); -1:
+/// nothing was quantized. Waits for the device. At most 4,096 unread amaxes are kept, so call this
+/// function once before the steps of interest.
 eng_status eng_fp8_amax(double amax[3], int64_t site);
 
-/// The accumulator of a microscaled layer's products when it last ran: ENG_ACCUMULATE_FP32 or
-/// ENG_ACCUMULATE_BLACKWELL. -1: it has not run, or is not microscaled.
+/// The accumulator that a microscaled layer used in its last pass: ENG_ACCUMULATE_FP32 or
+/// ENG_ACCUMULATE_BLACKWELL. -1: the layer has not run, or is not microscaled.
 int        eng_fp8_accumulator(int64_t site);
 
-/// Effects of quantization on the measured elements (up to 2^16 of each tensor, whole rows at even
-/// distances).
+/// Effects of quantization on the measured elements: up to 2^16 of each tensor, in evenly spaced
+/// whole rows.
 typedef struct eng_fp8_meter {
   int64_t count, zeros;               // finite elements; zeros among them, of either sign
-  int64_t underflow;                  // nonzero, but with code 0 or -0
-  int64_t overflow;                   // too large for the format, so saturated
-  int64_t nonfinite;                  // not in count
-  double  signal, error;              // sums of x^2 and of (x - real value of its code)^2
+  int64_t underflow;                  // nonzero elements that became 0 or -0
+  int64_t overflow;                   // elements too large for the format, which saturated
+  int64_t nonfinite;                  // inf and nan; not in count
+  double  signal, error;              // sums of x^2 and of (x - dequantized x)^2
   double  amax, least;                // largest |x|; smallest nonzero |x|; 0: none
   double  scale_min, scale_max;
 } eng_fp8_meter;
-/// Sets the number of the next step, from which ENG_FP8_SIGNS_STEP draws its signs.
+/// Sets the number of the next step. The signs of ENG_FP8_SIGNS_STEP are a function of this number.
 void       eng_fp8_step(int64_t step);
 /// Turns meters on or off; returns the previous setting. Meters copy the measured rows to the host.
 bool       eng_fp8_measure(bool on);
@@ -384,17 +393,16 @@ eng_status eng_requires_grad(const eng_tensor *x, bool on);
 bool eng_grad_enabled(bool on);
 
 /// Activation checkpointing. Of the tensors that recorded operations compute between these calls,
-/// only `results` [n] keep their memory; the backward pass computes the others again, to the same
-/// bits, before it needs them. eng_checkpoint_begin returns false if recording is off or an earlier
-/// begin has not ended; then do not call eng_checkpoint_end. n = -1, after an error: nothing is
-/// freed.
+/// only `results` [n] keep their memory. The backward pass recomputes the others bit for bit before
+/// it needs them. eng_checkpoint_begin returns false if recording is off or an earlier begin has
+/// not ended; then do not call eng_checkpoint_end. After an error pass n = -1: nothing is freed.
 bool       eng_checkpoint_begin(void);
 eng_status eng_checkpoint_end(const eng_tensor *results, int n);
 
-/// Runs the tape backward from a loss of one element whose own gradient is `seed` (the loss scale).
-/// Adds to the gradients of leaves. Empties the tape unless `retain`. With Lua nodes on the tape it
-/// stops at each: see eng_backward_resume. Errors: GRADIENT (nothing requires a gradient, the tape
-/// was emptied), SHAPE (not one element), STATE (a pass is running).
+/// Runs the backward pass from a loss of one element. `seed` (the loss scale) is the gradient of
+/// the loss. Adds to the gradients of leaves. Empties the tape unless `retain`. Returns at each Lua
+/// node on the tape: see eng_backward_resume. Errors: GRADIENT (nothing requires a gradient, or the
+/// tape was emptied), SHAPE (not one element), STATE (a pass is running).
 eng_status eng_backward(const eng_tensor *loss, double seed, bool retain);
 
 /// Gradients of the operations recorded from now on carry the relative scale `relative` (1
@@ -404,17 +412,18 @@ eng_status eng_backward(const eng_tensor *loss, double seed, bool retain);
 /// eng_params_relative_scale, and gradients of other leaves carry 1. Errors: VALUE.
 eng_status eng_gradient_relative_scale(double *before, double relative);
 
-/// The pull-style protocol for gradients written in Lua. After eng_backward or eng_backward_resume,
+/// The protocol for gradients written in Lua. After eng_backward or eng_backward_resume,
 /// eng_backward_pending returns the id of the pending Lua node (-1: backward has finished). Lua
-/// reads the output gradients with eng_backward_output, computes, passes each input's gradient to
-/// eng_backward_input and resumes.
+/// reads the output gradients with eng_backward_output, passes the gradient of each input to
+/// eng_backward_input, and calls eng_backward_resume. Outputs and inputs count from 0.
 int64_t    eng_backward_pending(void);
 eng_status eng_backward_output(eng_tensor *gradient, int output);
 eng_status eng_backward_input(int input, const eng_tensor *gradient);
 eng_status eng_backward_resume(void);
 /// Aborts a backward pass that waits for Lua (which raised an error) and empties the tape.
 void       eng_backward_abort(void);
-/// Records a Lua node on the tape: outputs y depend on inputs x by a rule that Lua knows as `id`.
+/// Records a Lua node on the tape: outputs y [n_out], computed from inputs x [n_in]. `id` (>= 0) is
+/// Lua's number for the gradient function.
 eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_tensor *y,
                           int n_out);
 
@@ -466,8 +475,9 @@ void eng_params_free(eng_params *set);
 /// eng_params_precision afterwards; bf16 masters have no low-precision weights. Errors: DTYPE;
 /// STATE (the tape has operations, a view of the weights exists, zero=3).
 eng_status eng_params_masters(eng_params *set, const int32_t *dtype);
-/// Gives parameter i weights of format shadow[i] for the forward pass (ENG_f32: none, the master is
-/// used) and gradients of format gradient[i]. Gradients are cleared.
+/// For each parameter i, sets the dtype shadow[i] of its low-precision weights for the forward pass
+/// (ENG_f32: none, the master weights are used) and the dtype gradient[i] of its gradient. Clears
+/// the gradients.
 eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient);
 /// Sets whether gradients add up over several backward passes; off at first. If on, the sums of f16
 /// and bf16 gradients are kept in f32: each term is still rounded to f16 or bf16, where it can
@@ -478,23 +488,25 @@ eng_status eng_params_accumulate(eng_params *set, bool on);
 /// through eng_tensor_info.data; the next operation notices writes by eng_write, eng_fill,
 /// eng_copy, eng_uniform and eng_normal.
 eng_status eng_params_refresh(eng_params *set);
-/// The low-precision weights of parameter i, as a tensor over the set's memory, rounded again if a
-/// script has written to the master. Its slot is 0 if the master is used.
+/// The low-precision weights of parameter `index`, as a tensor over the set's memory; first rounds
+/// them again if a script has written to the master weights. *out has slot 0 if the parameter has
+/// no low-precision weights.
 eng_status eng_params_low(eng_tensor *out, eng_params *set, int index);
-/// Drops all gradients; costs nothing.
+/// Drops all gradients without writing memory.
 eng_status eng_params_zero_grad(eng_params *set);
-/// Computes statistics of the gradients in one read-only pass. `scale`: the loss scale they carry.
-/// `stats` may be NULL or has n entries. Fills the gradient fields of `record`; the caller fills
-/// step, loss and the others.
+/// Computes statistics of the gradients in one read-only pass. `scale`: the loss scale in the
+/// gradients. `stats`: NULL, or an entry for each parameter. Fills the gradient fields of `record`;
+/// the caller fills step, loss and the others.
 eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set,
                             double scale, unsigned needs);
 /// eng_params_stats without waiting, for lagged mode. `start` requests the statistics and the
 /// values of `losses` (n_losses <= ENG_STATS_LOSSES tensors of one f32 element). `fetch` returns
-/// the oldest request, waiting only if it is not complete; `loss` is the sum of the losses. Up to
-/// ENG_STATS_ON_THEIR_WAY requests may be pending. An update with eng_update.lagged uses the newest
-/// request. `known`: NULL, or the statistics of all parameters, which include ENG_NEED_NORM, where
-/// ranks have computed them together; only a device that computes at once takes them. Errors: STATE
-/// (nothing to fetch, too many pending), DTYPE, DEVICE.
+/// the results of the oldest request and waits only if they are not ready; `loss` is the sum of the
+/// losses. Up to ENG_STATS_ON_THEIR_WAY requests may be pending. An update with eng_update.lagged
+/// uses the newest request. `known`: NULL, or statistics of all parameters that the ranks have
+/// already computed together; they must include ENG_NEED_NORM. Devices that compute statistics
+/// asynchronously (CUDA) do not accept `known`. Errors: STATE (nothing to fetch, too many pending),
+/// DTYPE, DEVICE.
 enum { ENG_STATS_ON_THEIR_WAY = 4, ENG_STATS_LOSSES = 64 };
 eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses,
                                   int n_losses, const eng_tensor_stats *known);
@@ -502,18 +514,19 @@ eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, d
                                   eng_params *set, double scale);
 /// The number of requests not fetched yet.
 int eng_params_stats_pending(const eng_params *set);
-/// `forget` drops all pending requests; `withdraw` drops the newest, whose step failed.
+/// `forget` drops all pending requests. `withdraw` drops the newest one, after its step failed.
 /// Errors: STATE (none is pending).
 void eng_params_stats_forget(eng_params *set);
 eng_status eng_params_stats_withdraw(eng_params *set);
-/// Multiplies every gradient by `factor`. The results are f32: f32 gradients are scaled in place;
-/// others move to an f32 buffer until they are cleared, so that unscaling loses nothing.
-/// `found_inf` is 1 if any element is inf or nan.
+/// Multiplies every gradient by `factor`. f32 gradients are scaled in place. The results of other
+/// gradients are stored in an f32 buffer, so that unscaling loses no bits, and are the gradients
+/// until they are cleared. `found_inf` is 1 if any element is inf or nan.
 eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor);
 /// Writes the true gradient of parameter `index`, times `factor`, to `into`, an f32 tensor of the
-/// parameter's shape; the stored gradient stays as it is. `has` is 0, and nothing is written, if
-/// the parameter has no gradient or, with ZeRO, another rank updates it. For optimizers written in
-/// Lua. Errors: VALUE, DTYPE, SHAPE; STATE (with ZeRO, this rank has only a part of the parameter).
+/// parameter's shape. The stored gradient is unchanged. `has` is 0, and nothing is written, if the
+/// parameter has no gradient or if, with ZeRO, another rank updates the parameter. For optimizers
+/// written in Lua. Errors: VALUE, DTYPE, SHAPE; STATE (with ZeRO, this rank has only a part of the
+/// parameter).
 eng_status eng_params_true_gradient(int *has, const eng_tensor *into, eng_params *set, int index,
                                     double factor);
 /// Sets the relative scale of parameter i's gradient to relative[i] (NULL: 1 each). If the
@@ -526,8 +539,8 @@ eng_status eng_params_relative_scale(eng_params *set, const double *relative);
 /// divided by `scale`, the seed of the pass. The calls do not nest. Errors: STATE.
 eng_status eng_params_reference_begin(eng_params *set);
 eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set, double scale);
-/// Bytes of memory: master weights, low-precision copies, gradients (allocated by the first
-/// backward pass), FP8 copies.
+/// Bytes of memory, in this order: master weights, low-precision copies, gradients (allocated by
+/// the first backward pass), FP8 copies.
 void eng_params_bytes(int64_t bytes[4], const eng_params *set);
 /// Number of elements in all parameters.
 int64_t eng_params_count(const eng_params *set);
@@ -561,10 +574,11 @@ typedef struct eng_update {
   int32_t n_groups;
   const eng_hyper *groups;
   double  gradient_factor;      // 1 / scale
-  double  clip_value;           // afterwards every element is clamped to +-clip_value; 0: off
-  // Number of this update, from 1 (bias correction). For lagged updates: the number of the first
-  // one in an unbroken sequence; from there the device counts, because only it knows which updates
-  // it applied.
+  // After gradient_factor, every gradient element is clamped to +-clip_value. 0: off.
+  double  clip_value;
+  // Number of this update, from 1, for bias correction. For lagged updates: the number of the first
+  // update of an unbroken sequence. The device numbers the following updates, because only the
+  // device knows which of them it applied.
   int64_t t;
   // Set by eng_optimizer_step. slot: which of the device's ENG_UPDATE_SLOTS counters numbers these
   // updates; fresh: 1 if that counter restarts at t; statistics: the ticket of the statistics that
@@ -574,8 +588,8 @@ typedef struct eng_update {
   int32_t lagged;               // 1: the device decides by the newest statistics (see backend.h):
                                 // no update when a gradient is inf or nan
   double  clip_norm;            // limit on `norm` (clip_factor in base/numerics.h); 0: none
-  // The gradients' norm after gradient_factor, for clip_norm. Lagged: ignored; the device computes
-  // it from its own statistics.
+  // The gradients' norm after gradient_factor, for clip_norm. Ignored in lagged updates: the device
+  // computes the norm from its own statistics.
   double  norm;
   const double *clips;          // [n] factor on each parameter's gradient; NULL: 1 each
   // [n][ENG_NORMS] sums of squares, added up in a fixed order, or NULL. For a parameter without a
@@ -589,13 +603,13 @@ typedef struct eng_update {
   // for the pass that computes norms and writes nothing.
   double  factor;
   int32_t dry;
-  // For bf16 masters. rounding: set by eng_optimizer_step. draw: a number that no other update has;
-  // it determines the random bits. Lagged: ignored; the device counts.
+  // For bf16 masters. rounding: set by eng_optimizer_step. draw: a number that is different for
+  // each update and determines the random bits. Ignored in lagged updates: the device counts them.
   int32_t rounding;
   int64_t draw;
 } eng_update;
 
-/// An optimizer's state for a parameter set: moments in one flat buffer each, zero at first.
+/// An optimizer's state for a parameter set: a flat buffer for each moment, zero at first.
 typedef struct eng_optimizer eng_optimizer;
 /// `moment_dtype` ENG_f32 or ENG_bf16; `group_of` gives each parameter's index into
 /// eng_update.groups.
@@ -612,9 +626,8 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update);
 /// Makes the next update use the caller's t, even after lagged updates. Call this after restoring
 /// moments.
 void eng_optimizer_restart(eng_optimizer *state);
-/// Moment `which` (1 or 2) of parameter `index`, or 3 for its Kahan compensation, as a tensor over
-/// the optimizer's memory; a handle with slot 0 if this optimizer has no such moment. For
-/// checkpoints.
+/// A tensor over the optimizer's memory, for checkpoints: moment `which` (1 or 2) of parameter
+/// `index`, or its Kahan compensation (3). *out has slot 0 if this optimizer has no such moment.
 eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which, int index);
 
 // ------------------------------------------------------------------ captured steps
@@ -625,8 +638,8 @@ eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which
 typedef struct eng_graph eng_graph;
 /// Between begin and end the script runs one forward and backward pass in an open step; nothing is
 /// computed. `batch`: the tensors that the passes read and whose contents change from step to step.
-/// In between, operations that draw random numbers fail, and so does reading a value back. After an
-/// error call eng_graph_free. Errors: DEVICE (the device cannot capture), VALUE (`batch`), DTYPE
+/// During the capture, operations that draw random numbers fail, and so does reading a value. After
+/// an error call eng_graph_free. Errors: DEVICE (the device cannot capture), VALUE (`batch`), DTYPE
 /// (the loss is not one f32 element), STATE.
 eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *batch, int n);
 eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss);
@@ -682,7 +695,7 @@ int eng_profile_rows(eng_profile_row *rows, int capacity);
 /// Finds where inf and nan arise. `on` begins to check the outputs of every operation, which is
 /// slow; off ends it and keeps the findings. Choosing a device ends it too.
 void eng_trap(bool on);
-/// Labels the following operations with the number of a module, which the caller chooses; 0: none.
+/// Labels the following operations with a module number, which the caller chooses; 0: none.
 /// Operations of the backward pass have the label of the operation whose gradient they compute.
 void eng_trap_module(int module);
 enum { ENG_TRAP_INPUTS = 6, ENG_TRAP_OUTPUTS = 3 };
@@ -698,8 +711,8 @@ typedef struct eng_trap_tensor {
 typedef struct eng_trap_site {
   const char *kernel, *op;
   int32_t nan, backward, module;
-  // Number, from 1, of the input that already contained inf (nan): data, a parameter, a constant.
-  // 0: inf (nan) arose in this operation.
+  // Index, from 1, of the first input that already contained inf (nan): data, a parameter or a
+  // constant. 0: inf (nan) arose in this operation.
   int32_t held_by;
   int32_t n_in, n_out;
   eng_trap_tensor in[6], out[3];
@@ -717,26 +730,28 @@ const char *eng_cpu_isa(const char *force);
 /// uses pairs and rounds its probabilities to bf16, as a GPU does.
 const char *eng_cpu_bf16(void);
 
-/// The generator's state: a seed and the number of blocks drawn. Same seed, same numbers.
+/// The random generator's state: a seed, and `counter`, the number of Philox blocks drawn. eng_seed
+/// sets the counter to 0. The same state always gives the same numbers.
 void eng_seed(uint64_t seed);
 void eng_rng_get(uint64_t *seed, uint64_t *counter);
 void eng_rng_set(uint64_t seed, uint64_t counter);
 
-/// Called by a signal handler to interrupt the work. level 0: clears the interrupt; 1: the trainer
-/// stops at the step's end; 2: the next operation fails with ENG_ERR_INTERRUPTED.
+/// Sets the interrupt level; signal handlers may call this. 0: no interrupt. 1: the trainer stops
+/// at the end of the step. 2: the next operation fails with ENG_ERR_INTERRUPTED. eng_interrupted
+/// returns the level.
 void eng_interrupt(int level);
 int  eng_interrupted(void);
-/// Records the number of a signal that interrupts, unless it is 0. Returns the number recorded
-/// last; 0: none yet.
+/// Records the number of the signal that interrupts; 0 only queries. Returns the number recorded
+/// last, or 0 if there is none.
 int  eng_interrupt_signal(int number);
 /// Sets what the first Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 or SIGXCPU does. 0, the default: sets
 /// level 2 and stops the script. 1: sets level 1, for a training loop that ends at the end of a
-/// step and then sets 0 again. 2: sets level 2, for a caller that waits inside a call; the call
-/// then returns, and the caller prints its own message. -1 only queries. Returns the previous
-/// value.
+/// step and then sets 0 again. 2: sets level 2 without stopping the script, for a caller that waits
+/// inside a call; the call then returns, and the caller prints its own message. -1 only queries.
+/// Returns the previous value.
 int  eng_interrupt_policy(int policy);
-/// SIGHUP asks a run to read its policy's file again. The signal handler calls eng_hangup;
-/// eng_hangups returns the number of signals since its last call.
+/// SIGHUP makes a run reload its policy's file. The signal handler calls eng_hangup. eng_hangups
+/// returns the number of signals since its last call.
 void eng_hangup(void);
 int  eng_hangups(void);
 
@@ -744,7 +759,7 @@ int  eng_hangups(void);
 
 /// A monotonic clock in seconds; only differences are meaningful.
 double eng_clock(void);
-/// Columns and rows of the terminal behind a file descriptor. False: not a terminal.
+/// Columns and rows of the terminal that a file descriptor refers to. False: not a terminal.
 bool eng_terminal(int *columns, int *rows, int fd);
 /// Waits; a signal ends the wait early.
 void eng_sleep(double seconds);
@@ -753,34 +768,34 @@ void eng_sleep(double seconds);
 /// group of its own, and it gets SIGTERM when the calling thread ends. Errors: IO.
 eng_status eng_process_start(int *process, const char *const *words, const char *log);
 /// The exit status of a started program, 128 + N if signal N ended it; -1 while it runs. Do not
-/// call this again for a program that has ended.
+/// call this again after it has returned an exit status.
 int eng_process_status(int process);
 /// Sends a signal to the process group of a started program.
 void eng_process_signal(int process, int number);
 /// The version of "onednn" (with the instruction set it uses), "sqlite" or "openmp" as text.
 /// Returns NULL if there is no such library.
 const char *eng_library_version(const char *name);
-/// A number in as many digits as it takes to read the same double back, in any locale: "0.1", "3",
-/// "1e-30", "-0.0", "inf", "-inf", "nan". Used for every number in a file.
+/// Writes x as the shortest decimal text, from 15 digits up, that reads back as the same double, in
+/// any locale: "0.1", "3", "1e-30", "-0.0", "inf", "-inf", "nan". Used for every number in a file.
 void eng_number_text(char out[32], double x);
-/// Text of unknown origin as a terminal can show it: valid UTF-8 without characters that a terminal
-/// executes (C0, C1) or that reorder what follows (bidirectional marks). The bytes of such
-/// characters, and bytes that are not UTF-8, become \xNN. Line ends and tabs stay if `lines`, else
+/// Makes text of unknown origin safe to print: valid UTF-8 without characters that a terminal
+/// executes (C0, C1) or that reorder the text after them (bidirectional marks). The bytes of such
+/// characters, and bytes that are not UTF-8, become \xNN. Line feeds and tabs stay if `lines`, else
 /// they become spaces. Writes whole characters, at most `room` bytes including the final 0. Returns
-/// the whole result's length.
+/// the length in bytes that the result has without this limit.
 int64_t eng_text_shown(char *out, int64_t room, const char *text, int64_t size, bool lines);
-/// What is wrong with a name of a policy, an option, a run or a signal: it is empty, longer than
-/// ENG_NAME_BYTES, or eng_text_shown would change it. NULL: the name is valid.
+/// Says what is wrong with the name of a policy, an option, a run or a signal: it is empty, longer
+/// than ENG_NAME_BYTES, or eng_text_shown would change it. NULL: the name is valid.
 const char *eng_name_problem(const char *name, int64_t size);
 enum { ENG_NAME_BYTES = 100 };
-/// The index in `names` [n] of the name that `name` probably misspells: the one that takes the
-/// fewest edits (insert, delete, replace, swap of neighbours; ASCII case ignored). -1 if even that
-/// name takes more than one edit, and more edits than a third of the longer name's letters. A
-/// candidate whose last dotted part equals `name` counts as one edit away ("width" finds
-/// "model.width"). Of equally near names the first wins; names longer than 64 bytes never match.
+/// The index in `names` [n] of the name that `name` probably misspells: the name with the smallest
+/// edit distance (insert, delete, replace, swap of neighbours; ASCII case ignored). -1 if every
+/// distance exceeds both 1 and a third of the longer name's bytes. A name whose last dotted part
+/// equals `name` has distance 1 ("width" finds "model.width"). Of equal distances the first wins.
+/// Names longer than 64 bytes never match.
 int eng_nearest(const char *name, const char *const *names, int n);
-/// Queries the CUDA driver, if installed, without linking to it: the number of GPUs, or -1 without
-/// a driver. Writes a line of text about each into `text`.
+/// Queries the CUDA driver, if installed, without linking to it. Returns the number of GPUs, or -1
+/// without a driver. Writes a line about each GPU into `text` [size].
 int eng_gpu_probe(char *text, int size);
 
 // ------------------------------------------------------------------ files, attach, history

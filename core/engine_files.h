@@ -6,8 +6,8 @@
 
 /// The bytes of a file, mapped read-only. An empty file has size 0 and data NULL.
 typedef struct eng_mapping { const void *data; int64_t size; } eng_mapping;
-/// Maps a file. If the file shrinks while it is mapped, reading it ends the process: map only files
-/// that are not rewritten in place.
+/// Maps a file. Map only files that are not rewritten in place: if the file shrinks while it is
+/// mapped, reading it ends the process.
 eng_status eng_file_map(eng_mapping *out, const char *path);
 void       eng_file_unmap(eng_mapping *mapping);
 
@@ -17,32 +17,32 @@ void       eng_file_unmap(eng_mapping *mapping);
 eng_status eng_file_write(const char *path, const void *data, int64_t size);
 /// CRC-32C and size in bytes of a file.
 eng_status eng_file_checksum(uint32_t *crc, int64_t *size, const char *path);
-/// CRC-32C (Castagnoli, as in iSCSI and ext4) of bytes; `crc`: the checksum of the bytes before
-/// them, 0 for none.
+/// CRC-32C (Castagnoli, as in iSCSI and ext4) of `size` bytes. To continue a checksum, pass the
+/// checksum of the preceding bytes as `crc`; else 0.
 uint32_t   eng_crc32c(uint32_t crc, const void *data, int64_t size);
 
-/// What `path` names, links followed: ENG_FILE_*.
+/// The kind of file that `path` names, ENG_FILE_*; follows symbolic links.
 enum { ENG_FILE_NONE = 0, ENG_FILE_REGULAR = 1, ENG_FILE_FOLDER = 2, ENG_FILE_OTHER = 3 };
 int        eng_file_kind(const char *path);
-/// A number that changes whenever the file at `path` is written or replaced (device, inode, size,
-/// times); 0: there is no file.
+/// A hash of the device, inode, size and times of the file at `path`, which changes when the file
+/// is written or replaced; 0: there is no file.
 uint64_t   eng_file_stamp(const char *path);
-/// Makes a directory and its parents; fine when it exists.
+/// Makes a directory and its parents. No error if it exists.
 eng_status eng_file_mkdir(const char *path);
 /// Syncs a directory's entries to the disk.
 eng_status eng_file_sync(const char *path);
-/// Renames within a file system and syncs the new name. A file replaces a file, and never a device
-/// or pipe (IO).
+/// Renames within a file system and syncs the new name. Replaces an existing file, but not a device
+/// or pipe. Errors: IO.
 eng_status eng_file_rename(const char *from, const char *to);
-/// Exchanges two names of one file system atomically: both always exist. Errors: IO, also where the
-/// file system does not support it.
+/// Exchanges two names of one file system atomically, so that both names always exist. Errors: IO,
+/// also if the file system does not support this.
 eng_status eng_file_exchange(const char *a, const char *b);
-/// Removes a file or an empty directory; fine when it does not exist.
+/// Removes a file or an empty directory. No error if it does not exist.
 eng_status eng_file_remove(const char *path);
 /// Locks the file `path` against other processes until eng_file_unlock or the end of this process.
-/// Creates the file if it is missing and writes this process's id into it. `lock` is -1 where the
-/// file system has no locks. Errors: STATE (another process holds the lock; the text gives its id),
-/// IO.
+/// Creates the file if it is missing and writes this process's id into it. `lock` is -1 if the file
+/// system has no locks. Errors: STATE (this or another process holds the lock; the text gives its
+/// id), IO.
 eng_status eng_file_lock(int *lock, const char *path);
 void       eng_file_unlock(int lock);
 /// The names in a directory, sorted by bytes, without "." and "..".
@@ -66,7 +66,7 @@ typedef struct eng_safetensors_entry {
 } eng_safetensors_entry;
 
 /// Opens a file. Errors: IO (missing, unreadable), FORMAT (a header that violates the format),
-/// DTYPE (a dtype that this engine lacks; the text names it).
+/// DTYPE (a dtype that this engine does not support; the text names it).
 eng_status  eng_safetensors_open(eng_safetensors **out, const char *path);
 /// NULL is allowed.
 void        eng_safetensors_close(eng_safetensors *file);
@@ -87,14 +87,14 @@ eng_status eng_safetensors_metadata(const char **key, const char **value,
 /// A safetensors file being written.
 typedef struct eng_safetensors_writer eng_safetensors_writer;
 eng_status eng_safetensors_begin(eng_safetensors_writer **out, const char *path);
-/// Adds a tensor of any strides. Tensors are written row-major, in the order of these calls. A
-/// tensor is read at commit and must live until then.
+/// Adds a tensor, which may have any strides. Tensors are written row-major, in the order of these
+/// calls. eng_safetensors_commit reads the tensors, so they must live until then.
 eng_status eng_safetensors_add(eng_safetensors_writer *writer, const char *name,
                                const eng_tensor *x);
 eng_status eng_safetensors_annotate(eng_safetensors_writer *writer, const char *key,
                                     const char *value);
-/// Writes to a temporary file, syncs and renames it; `crc` (may be NULL) is the file's CRC-32C.
-/// Frees the writer whatever the status; on an error the old file is unchanged and no temporary
+/// Writes a temporary file, syncs it and renames it to the path. *crc (unless NULL) receives the
+/// file's CRC-32C. Always frees the writer. On an error the old file is unchanged and no temporary
 /// file remains.
 eng_status eng_safetensors_commit(eng_safetensors_writer *writer, uint32_t *crc);
 /// Frees a writer that was not committed. NULL is allowed.
@@ -106,20 +106,20 @@ void       eng_safetensors_abort(eng_safetensors_writer *writer);
 /// a line-based protocol. Other users are rejected, up to 8 clients are served at once, and no
 /// client can make the run wait.
 typedef struct eng_attach eng_attach;
-// limits in bytes: one line from a client; the unread replies to one client
+// limits in bytes, for each client: a line from it; the replies that it has not read yet
 enum { ENG_ATTACH_LINE = 65536, ENG_ATTACH_ANSWER = 1 << 20 };
-/// Opens the socket at `path`, whose folder may have any length. A socket without a listener is
-/// replaced. Errors: STATE (another process listens), IO (also for a long file name), MEMORY.
+/// Opens the socket at `path`. The path of its folder may have any length; the file name is limited
+/// (IO). Replaces a socket without a listener. Errors: STATE (another process listens), IO, MEMORY.
 eng_status eng_attach_open(eng_attach **out, const char *path);
 /// Disconnects all clients and removes the socket. NULL is allowed.
 void       eng_attach_close(eng_attach *server);
-/// Serves the sockets, waiting up to `milliseconds` for activity (0: takes under a microsecond
-/// without clients). True: a line, without its newline, has come from client number *client; it is
-/// valid until the next call.
+/// Serves the sockets and waits up to `milliseconds` for activity; with 0 and no clients it takes
+/// less than a microsecond. True: *line is a line from client number *client, without its newline;
+/// it is valid until the next call.
 bool eng_attach_poll(const char **line, int64_t *length, int *client, eng_attach *server,
                      int milliseconds);
-/// Sends a line to a client. A client with too many unread bytes is disconnected; for a client that
-/// has disconnected the call does nothing.
+/// Sends a line to a client. Disconnects a client with more than ENG_ATTACH_ANSWER unread bytes.
+/// Does nothing if the client has disconnected.
 void       eng_attach_answer(eng_attach *server, int client, const char *text, int64_t size);
 bool       eng_attach_here(eng_attach *server, int client);
 int        eng_attach_count(const eng_attach *server);
@@ -127,8 +127,8 @@ int        eng_attach_count(const eng_attach *server);
 /// A client's connection to a run. Errors: STATE (no listener), IO.
 typedef struct eng_attach_link eng_attach_link;
 eng_status eng_attach_connect(eng_attach_link **out, const char *path);
-/// Sends text; waits while the run does not read. Errors: IO (the run has ended), INTERRUPTED (part
-/// of the text may have been sent).
+/// Sends text; waits until the run has read enough to accept all of it. Errors: IO (the run has
+/// ended), INTERRUPTED (part of the text may have been sent).
 eng_status eng_attach_send(eng_attach_link *link, const char *text, int64_t size);
 /// The next line, valid until the next call. Errors: IO (the run has ended), STATE (no line within
 /// `seconds`), INTERRUPTED.
@@ -145,74 +145,76 @@ typedef struct eng_history eng_history;
 /// The number of steps that one row of the table `blocks` summarizes.
 enum { ENG_HISTORY_BLOCK = 256 };
 
-/// Opens a history. With `write`: for the run itself; creates the file if it is missing. Otherwise:
-/// read-only for any process, also while the run writes. Errors: IO; FORMAT (the file is not a
-/// history, is of a newer engine, or has views or triggers).
+/// Opens a history. The run itself passes `write`, which creates the file if it is missing. Without
+/// `write` the history is read-only, for any process, even while the run writes. Errors: IO; FORMAT
+/// (the file is not a history, is from a newer engine, or has views or triggers).
 eng_status eng_history_open(eng_history **out, const char *path, bool write);
-/// Commits queued rows and closes. Frees the history whatever the status. NULL is allowed. Errors:
-/// IO (rows of this run were lost, now or earlier).
+/// Commits queued rows and closes the history. Always frees it. NULL is allowed. Errors: IO (rows
+/// of this run were lost, now or earlier).
 eng_status eng_history_close(eng_history *history);
-/// The same for a garbage collector, which runs between a failed call and the reading of its error:
-/// reports nothing and keeps the thread's error text.
+/// eng_history_close for a garbage collector, which may run between a failed call and the script's
+/// reading of its error: reports no error and leaves the thread's error text unchanged.
 void       eng_history_free(eng_history *history);
 
-/// Appends one row to `steps`. `tokens`: tokens this step trained on. Errors of this and the
-/// following appends: IO, once, if the writing thread has failed (disk full). The row is still
-/// queued and is written when the disk has room again, so a run can continue after the error. When
-/// the queue is full, rows are dropped, and an event 'history' records how many.
+/// Appends one row to `steps`. `tokens`: the number of tokens that this step trained on. This and
+/// the following functions append to a queue. They return IO once if the writing thread has failed
+/// (disk full). The row is still queued and is written when the disk has room again, so a run can
+/// continue after the error. When the queue is full, rows are dropped, and an event 'history'
+/// records how many.
 eng_status eng_history_step(eng_history *history, const eng_record *record,
                             const eng_verdict *verdict, double tokens);
-/// One row in `tensor_stats`: statistics of tensors 0..n-1 in parameter order.
+/// Appends one row to `tensor_stats`: statistics of tensors 0..n-1 in parameter order.
 eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_tensor_stats *stats,
                                int n);
-/// The decision of a shadow policy, in `shadows`. It holds until the next row of that name.
-/// `overflow`: gradients overflow at the shadow's own scale. `bound`: the decision is a bound, not
-/// exact (lua/engine/run/counterfactual.lua).
+/// Appends a shadow policy's decision to `shadows`. The decision holds until the next row with that
+/// policy's name. `overflow`: gradients overflow at the shadow's own scale. `bound`: the decision
+/// is a bound, not exact (lua/engine/run/counterfactual.lua).
 eng_status eng_history_shadow(eng_history *history, int64_t step, const char *name,
                               const eng_verdict *verdict, bool overflow, bool bound);
-/// A meter of an FP8 layer's role, in `fp8`: snr (dB), underflow, overflow and zeros (shares),
-/// amax, least, scale_min, scale_max (without the loss scale), count; and what a replay of a policy
-/// reads: peak (the largest magnitude of all elements, not only of the measured ones; inf or nan if
-/// an element is), power (the sum of squares) and asked (the amax by which the policies scale the
-/// role in the next step; 0: the measured amax; NaN: policies cannot set this role's scale).
+/// Appends the meter of an FP8 layer's role to `fp8`. `value`, in order: snr (dB); underflow,
+/// overflow and zeros (as fractions of the elements); amax, least, scale_min and scale_max (without
+/// the loss scale); count. The last three are for the replay of policies: peak (the largest
+/// magnitude of all elements, not only of the measured ones; inf or nan if an element is), power
+/// (the sum of squares) and asked (the amax from which the policies compute the role's scale in the
+/// next step; 0: the measured amax; NaN: policies cannot set this role's scale).
 eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role,
                            const double value[12]);
-/// A value that the script published as `name` (record.signals), in `signals`. Writes a row only if
-/// the value differs from the previous row of that name.
+/// Appends a value that the script published as `name` (record.signals) to `signals`, unless the
+/// previous row of that name has the same value.
 eng_status eng_history_signal(eng_history *history, int64_t step, const char *name, double value);
-/// One row in `events`, with the current time. `data` is free text (JSON) for programs and may be
+/// Appends one row, with the current time, to `events`. `data` is text for programs (JSON), or
 /// NULL.
 eng_status eng_history_event(eng_history *history, int64_t step, const char *kind, const char *text,
                              const char *data);
-/// A key and its value in `table`, "meta" or "config"; replaces an earlier value.
+/// Sets the value of a key in `table`, "meta" or "config".
 eng_status eng_history_text(eng_history *history, const char *table, const char *key,
                             const char *value);
-/// A policy's source under its hash.
+/// Stores a policy's source under its hash.
 eng_status eng_history_policy(eng_history *history, const char *hash, const char *name,
                               const char *source);
-/// Name and shape of parameter `index`, and the format of its gradient ("f16"; NULL if unknown).
-/// first_bad and tensor_stats use the same index.
+/// Stores the name and shape of parameter `index`, and the format of its gradient ("f16"; NULL if
+/// unknown). first_bad and tensor_stats use the same index.
 eng_status eng_history_parameter(eng_history *history, int index, const char *name, int ndim,
                                  const int64_t *shape, const char *gradient);
-/// The run continues at `step`: deletes the rows of that and later steps and appends an event
-/// 'resumed', in one transaction. Waits for the commit.
+/// Prepares for a run that continues at `step`: deletes the rows of this and later steps and
+/// appends an event 'resumed', in one transaction. Waits for the commit.
 eng_status eng_history_resume(eng_history *history, int64_t step);
 /// Waits until everything appended so far is committed.
 eng_status eng_history_flush(eng_history *history);
 
-/// One read-only SQL statement on a history. Parameters and columns count from 0.
+/// One read-only SQL statement on a history. Indices of parameters and columns count from 0.
 typedef struct eng_query eng_query;
-/// The query sees all rows appended before. Errors: VALUE (an SQL error, or a statement that does
-/// more than read: BEGIN, ATTACH).
+/// Prepares a statement. It reads all rows that were appended before this call. Errors: VALUE (an
+/// SQL error, or a statement that does more than read, such as BEGIN or ATTACH).
 eng_status  eng_query_open(eng_query **out, eng_history *history, const char *sql);
 void        eng_query_close(eng_query *query);
 int         eng_query_parameters(const eng_query *query);
 eng_status  eng_query_bind_int(eng_query *query, int parameter, int64_t value);
 eng_status  eng_query_bind_double(eng_query *query, int parameter, double value);
 eng_status  eng_query_bind_text(eng_query *query, int parameter, const char *value, int64_t bytes);
-/// Goes to the next row; `row` is false if there is none. Errors: FORMAT (a value whose type is not
-/// its column's, a negative step, more work than a sound file of this size can need), INTERRUPTED,
-/// IO.
+/// Goes to the next row; *row is false if there is none. Errors: FORMAT (a value of another type
+/// than its column, a negative step, more work than a valid file of this size can need),
+/// INTERRUPTED, IO.
 eng_status  eng_query_next(bool *row, eng_query *query);
 int         eng_query_columns(const eng_query *query);
 const char *eng_query_name(const eng_query *query, int column);
@@ -224,11 +226,11 @@ enum {
 int         eng_query_type(const eng_query *query, int column);
 int64_t     eng_query_int(const eng_query *query, int column);
 double      eng_query_double(const eng_query *query, int column);
-/// Text or blob and its size in bytes, valid until the next row.
+/// The text or blob in a column and its size in bytes, valid until the next row.
 const void *eng_query_bytes(int64_t *size, const eng_query *query, int column);
 
-/// Unpacks the blob of tensor_stats (or of steps.hist: one tensor, histogram only). `n`: the number
-/// of tensors in the blob; fills at most `capacity` entries of `stats`. Errors: FORMAT.
+/// Unpacks the blob of tensor_stats (or of steps.hist: one tensor, histogram only). *n receives the
+/// number of tensors in the blob. Fills at most `capacity` entries of `stats`. Errors: FORMAT.
 eng_status eng_history_unpack(int *n, eng_tensor_stats *stats, int capacity, const void *blob,
                               int64_t size);
 

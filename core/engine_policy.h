@@ -5,10 +5,12 @@
 
 // ------------------------------------------------------------------ statistics, records, verdicts
 
-/// Values of attention's attribute `entropy`: the number that it returns for each row besides lse.
+/// Values of attention's attribute `entropy`: which number attention returns for each row in
+/// addition to lse.
 enum { ENG_ROW_ENTROPY = 1, ENG_ROW_LOGIT_MAX = 2 };
 
-/// Statistics a pass can compute; a policy's `needs` chooses. Inf and nan are always counted.
+/// What a policy's `needs` can contain: statistics that a pass computes, and fields of a verdict.
+/// Inf and nan are always counted.
 enum {
   ENG_NEED_AMAX = 1,
   ENG_NEED_NORM = 2,
@@ -16,7 +18,7 @@ enum {
   ENG_NEED_UNDERFLOW = 8,
   ENG_NEED_HIST = 16,
   ENG_NEED_TENSORS = 32,  // the record also has the statistics per tensor and per group
-  ENG_NEED_NORM_REF = 64, // the host sometimes runs a reference backward; the pass ignores this
+  ENG_NEED_NORM_REF = 64, // the trainer sometimes runs a reference backward; passes ignore this
   // The optimizer's update computes these four together (eng_update.norms).
   ENG_NEED_UPDATE_NORM = 128,
   ENG_NEED_WEIGHT_NORM = 256,
@@ -24,7 +26,7 @@ enum {
   ENG_NEED_V_NORM = 1024,
   ENG_NEED_UPDATE_NORMS = 1920,   // all four
   ENG_NEED_LOGIT_MAX = 2048,      // attention publishes its largest logits as signals
-  // A verdict may use these fields; a run that cannot honour them refuses the policy.
+  // The verdict may use these fields; a run that does not support them refuses the policy.
   ENG_NEED_CLIPS = 4096,
   ENG_NEED_LR_MULS = 8192,
   ENG_NEED_RESET_MOMENTS = 16384,
@@ -37,12 +39,13 @@ enum {
   ENG_NEED_ACTIVATIONS = 2097152  // watched modules publish amax and kurtosis as signals
 };
 
-/// Norms that an optimizer's update computes, in this order: of the change of the weights before
-/// update_clip; of the f32 weights after the update; of moments 1 and 2 after the update.
+/// Norms that an optimizer's update computes: of the change of the weights, before update_clip
+/// (UPDATE); of the f32 weights after the update (WEIGHT); of moments 1 and 2 after it (M, V).
 enum { ENG_NORM_UPDATE = 0, ENG_NORM_WEIGHT = 1, ENG_NORM_M = 2, ENG_NORM_V = 3, ENG_NORMS = 4 };
 
-/// Bins of the exponent histogram: bin b counts finite nonzero gradients, as stored (scaled), with
-/// floor(log2|g|) = ENG_HIST_FIRST + b. The first and the last bin also count values beyond them.
+/// Bins of the exponent histogram: bin b, from 0, counts the finite nonzero gradients g, as stored
+/// (scaled), with floor(log2|g|) = ENG_HIST_FIRST + b. The first bin also counts all smaller
+/// values, and the last bin all larger ones.
 enum { ENG_HIST_BINS = 320, ENG_HIST_FIRST = -160 };
 
 /// Statistics of one tensor's gradient as stored, that is, multiplied by the loss scale, over its
@@ -54,7 +57,7 @@ typedef struct eng_tensor_stats {
   double  amax;               // largest finite |g|
   double  sum_squares;        // over finite elements
   int64_t hist[320];          // filled only with ENG_NEED_HIST
-  double  relative_scale;     // of the gradient; 0 means 1
+  double  relative_scale;     // of the gradient; 0 (not set) means 1
   double  norm_ref;           // norm of its gradient in a reference backward; 0: none was run
   // The remaining fields describe what an FP8 layer quantized; `underflow` then counts numbers that
   // became 0.
@@ -72,8 +75,8 @@ eng_status eng_stats(eng_tensor_stats *out, const eng_tensor *x, unsigned needs)
 /// What a policy reads about a step. amax and norm are true (unscaled) magnitudes of the finite
 /// values; the fields are those of the policy contract (policies/README.md).
 typedef struct eng_record {
-  int64_t step, updates;      // attempts before this one; updates applied before it
-  double  scale;              // loss scale this backward pass used
+  int64_t step, updates;      // steps before this one; updates applied before it
+  double  scale;              // the loss scale of this backward pass
   double  loss, lr;
   int64_t count, inf, nan, zeros, underflow;
   double  amax, norm;
@@ -85,7 +88,7 @@ typedef struct eng_record {
   int32_t capped;
   double  norms[4];           // ENG_NORM_* of the update before this step; NaN: not known
   int64_t hist[320];
-  // For the history: largest finite |g| as stored, among f16 gradients. -1: none are f16; 0:
+  // For the history: the largest finite |g|, as stored, of all f16 gradients. -1: none are f16; 0:
   // unknown.
   double  amax_f16;
 } eng_record;
@@ -104,12 +107,12 @@ int eng_action_from_name(const char *name);
 typedef struct eng_verdict {
   double  scale;              // loss scale of the next step
   int32_t action;             // ENG_ACTION_*
-  int32_t failed;             // 1: the policy failed; scale, clip and lr_mul are the last good
-                              // verdict's
+  int32_t failed;             // 1: the policy failed; scale, clip and lr_mul are those of the last
+                              // good verdict
   double  clip;               // maximal gradient norm; 0: none
   // factor on the learning rate of this update, or of all updates after a rollback; 1: none
   double  lr_mul;
-  // for a rollback: the least number of steps to go back; steps of data to leave out
+  // for a rollback: back: the least number of steps to go back; skip: steps of data to leave out
   int64_t back, skip;
   double  update_clip;        // largest norm of the change of all weights; 0: none
   double  spike_clip;         // adam, adamw: largest g^2 / v of an element; 0: none
@@ -143,9 +146,9 @@ typedef struct eng_policy_option {
   int32_t type;               // ENG_OPTION_*: the type of the default
 } eng_policy_option;
 
-/// Limits of policies loaded from now on: bytes of Lua memory (default 8 MiB), Lua instructions per
-/// call (1,000,000; a library call is charged by its work) and, as a second limit per call, seconds
-/// (2). 0 leaves a limit unchanged.
+/// Sets the limits of policies loaded from now on: bytes of Lua memory (default 8 MiB), and for
+/// each call the number of Lua instructions (default 1,000,000; library calls count in proportion
+/// to their work) and the seconds (default 2). 0 leaves a limit unchanged.
 void eng_policy_limits(int64_t memory, int64_t instructions, double seconds);
 
 /// Compiles and checks a policy. `file` is the name shown in messages. Options are given as `n`
@@ -159,12 +162,14 @@ void       eng_policy_describe(eng_policy_info *out, const eng_policy *policy);
 /// Describes option `index`, counted from 0. Errors: VALUE (no such option).
 eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *policy, int index);
 
-/// Creates a fresh state and drops earlier verdicts. Errors: POLICY.
+/// Replaces the policy's state by a fresh one and drops earlier verdicts. Errors: POLICY.
 eng_status eng_policy_init(eng_policy *policy);
-/// The current loss scale. A fresh state, each good verdict and eng_policy_set_scale set it.
+/// The current loss scale, as set by the fresh state, the last good verdict or
+/// eng_policy_set_scale.
 double     eng_policy_scale(const eng_policy *policy);
-/// Sets the current scale, and state.scale if the state has that number. The rest of the state,
-/// including its counters, is unchanged. Errors: VALUE (not a positive finite number), STATE.
+/// Sets the current scale, and also state.scale if the state has a number of this name. The rest of
+/// the state, including its counters, is unchanged. Errors: VALUE (not a positive finite number),
+/// STATE.
 eng_status eng_policy_set_scale(eng_policy *policy, double scale);
 
 /// Names the tensors of eng_policy_decide's `stats` and the group of each (group_of[i] < n_groups,
@@ -178,33 +183,34 @@ double     eng_policy_group_scale(const eng_policy *policy, int group);
 bool       eng_policy_scales_groups(const eng_policy *policy);
 /// What a verdict sets for single tensors.
 enum { ENG_EACH_CLIP = 0, ENG_EACH_LR = 1, ENG_EACH_RESET = 2, ENG_EACH_CAP = 3, ENG_EACH = 4 };
-/// What the last verdict sets for tensor `index`: the factor on its gradient because of `clips` or
-/// `grad_norms` (1: none), the factor on its learning rate (1: none), 1 to reset its moments (0:
-/// not), or its entry in `caps` (inf: none). After a failed decision: none of these.
+/// What the last verdict sets for tensor `index`. `what` is ENG_EACH_CLIP: the factor on its
+/// gradient from `clips` or `grad_norms` (1: none). ENG_EACH_LR: the factor on its learning rate
+/// (1: none). ENG_EACH_RESET: 1 if its moments are reset, else 0. ENG_EACH_CAP: its entry in `caps`
+/// (inf: none). After a failed decision nothing is set.
 double     eng_policy_each(const eng_policy *policy, int what, int index);
-/// Entry `index` of the last verdict's `logit_muls`: returns "MODULE.HEAD", heads counted from 1,
-/// and the factor; NULL past the end.
+/// Entry `index` of the last verdict's `logit_muls`: sets *factor and returns "MODULE.HEAD", with
+/// heads counted from 1; NULL past the end.
 const char *eng_policy_logit_mul(double *factor, const eng_policy *policy, int index);
 enum { ENG_POLICY_LOGIT_MULS = 4096 };
 /// Publishes record.signals[name]. The value holds until it is set again.
 eng_status eng_policy_signal(eng_policy *policy, const char *name, double value);
 
-/// Asks the policy for its verdict. `stats` has an entry per tensor named before, or is NULL.
-/// Returns ENG_OK unless the policy has no state (STATE). A policy that raises, exceeds a limit or
-/// returns an invalid verdict yields verdict.failed = 1 with the reason. Then scale, clip and
-/// lr_mul come from the last good verdict, the action is skip on overflow, else step, and the
-/// policy's state is restored.
+/// Runs the policy on a record to get its verdict. `stats` has an entry for each tensor of
+/// eng_policy_tensors, or is NULL. Returns ENG_OK unless the policy has no state (STATE). If the
+/// policy raises an error, exceeds a limit or returns an invalid verdict, verdict.failed is 1 and
+/// verdict.reason says why. Then scale, clip and lr_mul come from the last good verdict, the action
+/// is skip on overflow, else step, and the policy's state is restored.
 eng_status eng_policy_decide(eng_verdict *out, eng_policy *policy, const eng_record *record,
                              const eng_tensor_stats *stats);
 
-/// Entry `index` of the `log` in the last decision's verdict; the order is arbitrary. Returns the
-/// entry's name, which is valid until the next decision, or NULL past the end.
+/// Entry `index` of the last verdict's `log`, in arbitrary order: sets *value and returns the
+/// entry's name, which is valid until the next decision; NULL past the end.
 const char *eng_policy_logged(double *value, const eng_policy *policy, int index);
-/// What the policy printed since the last call, as lines "file:line: text" without control
-/// characters; "" for nothing. Keeps the first ENG_POLICY_PRINTS bytes. Valid until the next call
-/// into the policy.
+/// What the policy printed since the last call of this function, as lines "file:line: text" without
+/// control characters; "" for nothing. Keeps the first ENG_POLICY_PRINTS bytes. Valid until the
+/// next call that uses the policy.
 const char *eng_policy_printed(eng_policy *policy);
-enum { ENG_POLICY_LOGS = 64, ENG_POLICY_PRINTS = 2048 };   // values in a `log`; bytes
+enum { ENG_POLICY_LOGS = 64, ENG_POLICY_PRINTS = 2048 };   // values in a `log`; bytes printed
 
 /// The policy's state and last good verdict as canonical text: numbers are exact and keys are
 /// sorted, so the same state always gives the same bytes. The policy owns the text, which is valid
@@ -214,10 +220,9 @@ eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *policy
 /// Restores a saved text. On an error the state is unchanged. Errors: FORMAT, POLICY (saved by
 /// another policy).
 eng_status eng_policy_restore(eng_policy *policy, const char *text, int64_t bytes);
-/// Lets `policy` continue from `old`, which is unchanged. If `policy` has a `migrate` function,
-/// that function makes the state. Otherwise a policy with the name of `old` takes over its state
-/// (new fields start fresh), and a policy with another name starts fresh from the old scale.
-/// Errors: POLICY, STATE.
+/// Lets `policy` continue from `old`, which is unchanged. If `policy` has a function `migrate`, it
+/// makes the new state. Otherwise, if both have the same name, `policy` takes over the state (new
+/// fields start fresh); else it starts fresh from the old scale. Errors: POLICY, STATE.
 eng_status eng_policy_migrate(eng_policy *policy, const eng_policy *old);
 
 #endif
