@@ -179,8 +179,8 @@ eng_status eng_history_shadow(eng_history *history, int64_t step, const char *na
 /// next step; 0: the measured amax; NaN: policies cannot set this role's scale).
 eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role,
                            const double value[12]);
-/// Appends a value that the script published as `name` (record.signals) to `signals`, unless the
-/// previous row of that name has the same value.
+/// Appends a value that the script published as `name` (record.signals) to `signals`. The value
+/// holds until the next row of that name, so callers append only changed values.
 eng_status eng_history_signal(eng_history *history, int64_t step, const char *name, double value);
 /// Appends one row, with the current time, to `events`. `data` is text for programs (JSON), or
 /// NULL.

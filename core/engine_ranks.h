@@ -9,8 +9,8 @@
 typedef struct eng_comm eng_comm;
 enum { ENG_SUM = 0, ENG_MAX = 1 };
 
-/// Whether the environment says that this process was started as one of several; also returns its
-/// rank and the number of processes (1 if alone). Starts nothing.
+/// Whether the environment says that this process was started as one of several. Sets *rank and
+/// *size, the number of processes (0 and 1 if alone). Starts nothing.
 bool eng_comm_launched(int *rank, int *size);
 /// The world. The first call loads the transport if this process was started as one of several: MPI
 /// if mpirun or srun with an MPI plug-in started it, NCCL alone if torchrun did (RANK, WORLD_SIZE,
@@ -24,57 +24,60 @@ int eng_comm_rank(const eng_comm *comm);
 int eng_comm_size(const eng_comm *comm);
 /// Threads for each rank of this machine: its cores divided by its ranks.
 int eng_comm_threads(void);
-/// "Open MPI v4.1.4, 4 ranks, 4 of them here". Once gradients on cards are to be reduced, the text
-/// also says whether messages go from card to card over NCCL or through the host, and why.
+/// Describes the transport: "Open MPI v4.1.4, 4 ranks, 4 of them here". Once gradients on cards are
+/// to be reduced, the text also says whether messages go from card to card over NCCL or through the
+/// host, and why.
 const char *eng_comm_text(void);
-/// "2.28.9, /usr/local/cuda/lib64/libnccl.so.2": the NCCL that would be used. Errors: LIBRARY, with
-/// what is missing.
+/// Version and path of the NCCL library that would be used: "2.28.9,
+/// /usr/local/cuda/lib64/libnccl.so.2". Errors: LIBRARY; the text says what is missing.
 eng_status eng_comm_nccl(const char **text);
-/// Splits a group: the ranks that pass the same color form a part, ordered by key and rank. Color
-/// -1: in no part (NULL in out).
+/// Splits a group: the ranks that pass the same color form a new group, ordered by key, then rank.
+/// A rank that passes color -1 joins no group; *out is NULL.
 eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key);
 /// Frees a group. NULL and the world are allowed.
 void eng_comm_free(eng_comm *comm);
-/// How long a rank waits for others (300 s by default) before it ends the job with a message that
-/// names the missing ranks. 0 only queries. Returns the previous value.
+/// Sets how long a rank waits for others (300 s by default) before it ends the job with a message
+/// that names the missing ranks. 0 only queries. Returns the previous value.
 double eng_comm_timeout(double seconds);
-/// The last call of a process; made automatically when the process exits. Code 0 waits for the
-/// other ranks; any other code ends them as well. Does nothing without ranks.
+/// Ends this process's part in the job; the last call, made automatically when the process exits.
+/// Code 0 waits for the other ranks; any other code ends them as well. Does nothing without ranks.
 void eng_comm_end(int code);
 
-/// Waits until every rank of the group has called it.
+/// Waits until every rank of the group has called this function.
 eng_status eng_comm_barrier(eng_comm *comm);
 /// Copies `bytes` of host memory from rank `root` to all ranks of the group.
 eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int root);
 /// Copies the values of a contiguous tensor in any memory from rank `root` to all ranks.
 eng_status eng_comm_broadcast_tensor(eng_comm *comm, const eng_tensor *x, int root);
-/// Gathers `bytes` of every rank, in order of ranks, into `all` [size x bytes].
+/// Gathers `bytes` from every rank, in order of ranks, into `all` [size x bytes].
 eng_status eng_comm_all_gather(eng_comm *comm, void *all, const void *own, int64_t bytes);
 /// Reduces `data` in place; f32, f64 or i64; op ENG_SUM or ENG_MAX (NaN wins). Sums have one fixed
 /// order (core/dist/comm.h): the same numbers give the same sum, bit for bit, on every rank and in
 /// every run. Errors: DTYPE.
 eng_status eng_comm_all_reduce(eng_comm *comm, void *data, int64_t count, int dtype, int op);
 
-/// Sends rows of `from` [n x C] to the ranks of a group and receives theirs into `to` [m x C], both
-/// of one dtype and memory. The first send[0] rows go to rank 0, the next send[1] to rank 1; rank
-/// 0's rows come first. Messages are in `comm_dtype` (below); FP8 uses blocks along a row and turns
-/// inf into nan. Rows that stay on this rank are rounded in the same way. Adds to `facts` (may be
-/// NULL): the bytes sent to other ranks and, over finite numbers, the sums of squares of the sent
-/// numbers and of their rounding errors. Errors: SHAPE, VALUE.
+/// An all-to-all of rows: sends rows of `from` [n x C] to the ranks of a group and receives their
+/// rows into `to` [m x C]. Both tensors have the same dtype and lie in the same memory space. The
+/// first send[0] rows go to rank 0, the next send[1] rows to rank 1, and so on. `to` receives
+/// receive[0] rows from rank 0, then receive[1] rows from rank 1, and so on. Messages are in
+/// `comm_dtype` (below); FP8 uses blocks along a row and turns inf into nan. Rows that stay on this
+/// rank are rounded in the same way. Adds to `facts` (may be NULL) the bytes sent to other ranks
+/// and, over finite numbers, the sums of squares of the sent numbers (`signal`) and of their
+/// rounding errors (`error`). Errors: SHAPE, VALUE.
 typedef struct eng_exchange_facts { int64_t bytes; double signal, error; } eng_exchange_facts;
 eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, eng_comm *comm,
                                   const int64_t *send, const int64_t *receive, int comm_dtype,
                                   eng_exchange_facts *facts);
 
-/// Reduces the gradients of a parameter set over a group. Parameters are assigned to buckets, and a
-/// bucket is sent as soon as backward has completed its members. Every rank sums one piece of each
-/// bucket: it receives this piece from the other ranks in the comm dtype, divides every term by the
-/// number of ranks, and adds in f32. The sums return in the same comm dtype. All ranks send their
-/// buckets in the same order, the last members of the set first. The memory for messages holds a
-/// few buckets; when it is full, backward waits for messages.
+/// Reduces the gradients of a parameter set over a group. Parameters are assigned to buckets. A
+/// bucket is sent as soon as backward has completed the gradients in it. Every rank sums one piece
+/// of each bucket: it receives this piece from the other ranks in the comm dtype, divides every
+/// term by the number of ranks, and adds in f32. The sums are sent back in the same comm dtype. All
+/// ranks send their buckets in the same order, beginning with the last parameters of the set. The
+/// memory for messages holds a few buckets; when it is full, backward waits for messages.
 typedef struct eng_parallel eng_parallel;
-/// The comm dtype: the format of messages. OWN: each gradient's dtype; FP8: e4m3 in blocks of 128
-/// with one power-of-two scale each.
+/// The comm dtype: the format of messages. OWN: each gradient's own dtype. FP8: e4m3 in blocks of
+/// 128, each with a power-of-two scale.
 enum {
   ENG_COMM_OWN = 0, ENG_COMM_F32 = 1, ENG_COMM_BF16 = 2, ENG_COMM_F16 = 3, ENG_COMM_FP8 = 4,
   ENG_COMM_DTYPES = 5
@@ -82,15 +85,15 @@ enum {
 typedef struct eng_parallel_options {
   int64_t bucket;             // bytes of gradients in a bucket, approximately
   int32_t comm_dtype;         // ENG_COMM_*
-  int32_t zero;               // 1: this rank updates only its own pieces and keeps only their
-                              // moments (ZeRO-1); 2: it also keeps only their gradients (ZeRO-2);
-                              // 3: and only their weights (ZeRO-3), see `units`
+  int32_t zero;               // 1: this rank updates only its own pieces and stores only their
+                              // moments (ZeRO-1); 2: also only their gradients (ZeRO-2);
+                              // 3: also only their weights (ZeRO-3), see `units`
   int32_t whole;              // 1: pieces are whole parameters, for optimizers that need matrices
-  /// Parameters that not all ranks hold (experts): apart[i] is 1 if parameter i is one of them;
-  /// NULL: none. On a rank that does not hold it, such a parameter has no elements. `holders`: this
-  /// rank and the other ranks that hold the same experts. Gradients of experts are summed over the
-  /// holders alone; each term is divided by the number of all ranks, because every rank's batch
-  /// contributes to it.
+  /// Experts, which only some ranks hold: apart[i] is 1 if parameter i belongs to an expert; NULL:
+  /// there are none. On a rank that does not hold the expert, the parameter has no elements.
+  /// `holders`: this rank and the other ranks that hold the same experts. Gradients of experts are
+  /// summed over the holders alone. Each term is divided by the number of all ranks, because every
+  /// rank's batch contributes to it.
   const uint8_t *apart;
   eng_comm *holders;
   /// With zero = 3: units[i], from 0 to the number of parameters - 1, is the unit of parameter i.
@@ -99,73 +102,76 @@ typedef struct eng_parallel_options {
   const int32_t *units;
 } eng_parallel_options;
 /// A set has at most one eng_parallel. With `zero` the set's optimizers must be divided as well
-/// (eng_optimizer_shard). With zero = 2 gradients can be written only between eng_parallel_begin
-/// and eng_parallel_finish; a gradient takes memory when it is first written and releases that
-/// memory when its bucket is sent. Only this rank's pieces of the sums are kept; eng_parallel_stats
-/// and updates read them. Other readers of gradients (eng_gradient, eng_params_stats,
-/// eng_params_unscale) get STATE.
+/// (eng_optimizer_shard). With zero >= 2, gradients can be written only between eng_parallel_begin
+/// and eng_parallel_finish. A gradient's memory is allocated when it is first written and freed
+/// when its bucket is sent. Only this rank's pieces of the sums are stored. eng_parallel_stats and
+/// updates read these pieces. eng_gradient, eng_params_stats and eng_params_unscale fail with
+/// STATE.
 eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
                             const eng_parallel_options *options);
 void eng_parallel_free(eng_parallel *parallel);
 /// Arms the reduction, which then starts by itself during the backward pass. With zero < 2, call
-/// this only before the last backward pass of a step, with pass = ENG_PASS_FIRST. With zero = 2,
+/// this only before the last backward pass of a step, with pass = ENG_PASS_FIRST. With zero >= 2,
 /// call this before every pass, with ENG_PASS_FIRST for the first pass of a step and ENG_PASS_MORE
 /// for the others. The sums of later passes are added to this rank's pieces in order, in f32, and
-/// each result is rounded to the gradient's dtype. ENG_PASS_ALONE: nothing is sent, and with zero =
-/// 2 the gradients of this pass are dropped. Errors: STATE.
+/// each result is rounded to the gradient's dtype. ENG_PASS_ALONE: nothing is sent, and with zero
+/// >= 2 the gradients of this pass are dropped. Errors: STATE.
 enum { ENG_PASS_FIRST = 0, ENG_PASS_MORE = 1, ENG_PASS_ALONE = 2 };
 eng_status eng_parallel_begin(eng_parallel *parallel, int pass);
 /// Waits until all gradients are reduced. With `zero` the gradients of other ranks' pieces are
 /// unchanged.
 eng_status eng_parallel_finish(eng_parallel *parallel);
-/// Cancels a reduction that was not finished because the step failed on this rank.
+/// Cancels an unfinished reduction, after the step failed on this rank.
 void eng_parallel_cancel(eng_parallel *parallel);
-/// eng_params_stats over all ranks: each rank reads its own pieces, and one small message produces
-/// the same record on every rank. The message also carries n_sums numbers that are summed over the
-/// ranks and n_maxima numbers whose maxima are taken. `stats` has an entry for
-/// each parameter; its histogram covers only this rank's pieces (eng_parallel_histograms).
+/// eng_params_stats over all ranks: each rank reads its own pieces, and one small allreduce gives
+/// every rank the same record. The allreduce also replaces sums [n_sums] by their sums, and maxima
+/// [n_maxima] by their maxima, over the ranks. `stats` has an entry for each parameter; its
+/// histogram covers only this rank's pieces (eng_parallel_histograms).
 eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_parallel *parallel,
                               double scale, unsigned needs, double *sums, int n_sums,
                               double *maxima, int n_maxima);
-/// For parameters held apart: shares every rank's flags of these parameters with all ranks, for
+/// Sends the flags of the parameters in `apart` from every rank to all ranks, for
 /// eng_parallel_flags. Call this after eng_parallel_stats.
 eng_status eng_parallel_gather_flags(eng_parallel *parallel);
 /// Sums every tensor's histogram over all ranks.
 eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *parallel);
 /// Flags of the gradient that rank `rank` contributed to the last reduction for parameter `index`:
-/// 1 there was a gradient, 2 it had inf, 4 nan, 8 finite numbers that became inf in the comm dtype.
+/// 1: the rank had a gradient; 2: it contained inf; 4: it contained nan; 8: it contained finite
+/// numbers that became inf in the comm dtype.
 int eng_parallel_flags(const eng_parallel *parallel, int rank, int index);
 /// With `zero`, after an update: distributes every rank's pieces of the weights to all ranks. With
 /// zero = 3 it drops the pieces of other ranks instead.
 eng_status eng_parallel_gather(eng_parallel *parallel);
 /// With zero = 3 all weights are on every rank at first. eng_parallel_leave drops the pieces of
-/// other ranks. From then on an operation that reads such a weight first receives its unit from the
-/// other ranks, which must run the same operation, and drops the units that it does not read. Then
-/// it starts to receive the unit that earlier passes used next. Other functions refuse the weight
-/// (STATE). eng_parallel_whole brings all weights back until the next eng_parallel_leave; meanwhile
-/// they can be read and written, on all ranks alike. Every rank calls both, between two steps.
+/// other ranks. From then on an operation that reads such a weight first receives the weight's unit
+/// from the other ranks, which must run the same operation, and drops the units that the operation
+/// does not read. Then it starts to receive the unit that followed in earlier passes. Functions
+/// other than operations fail with STATE if they read the weight. eng_parallel_whole fetches all
+/// weights; until the next eng_parallel_leave they can be read, and written with the same values on
+/// all ranks. Every rank calls both functions, between two steps.
 eng_status eng_parallel_leave(eng_parallel *parallel);
 eng_status eng_parallel_whole(eng_parallel *parallel);
-/// With zero = 3: a checksum of the order in which units were received; it must be the same on all
-/// ranks.
+/// With zero = 3: a checksum of the order in which this rank received units. It must be the same on
+/// all ranks.
 uint32_t eng_parallel_order(const eng_parallel *parallel);
 /// With zero = 3: this rank's elements of parameter `index`, as an f32 tensor of one dimension over
-/// the weights' memory, which lives as long as the parameters. After writing to it:
+/// the weights' memory. The tensor lives as long as the parameters. After writing to it, call
 /// eng_params_refresh.
 eng_status eng_parallel_piece(eng_tensor *out, eng_parallel *parallel, int index);
-/// Reduces the f32 gradients of a reference backward (eng_params_reference_begin), at once.
+/// Reduces the f32 gradients of a reference backward pass (eng_params_reference_begin) and waits
+/// for the result.
 eng_status eng_parallel_reference(eng_parallel *parallel);
 /// The elements [from, to) of parameter `index` that this rank updates.
 void eng_parallel_own(int64_t *from, int64_t *to, const eng_parallel *parallel, int index);
-/// Figures of the last step's reductions. messages, bytes: sent by this rank. seconds: from the
-/// start of the first bucket to the end of the last one. waited: seconds spent waiting in
+/// Measurements of the last step's reductions. messages, bytes: sent by this rank. seconds: from
+/// the start of the first bucket to the end of the last one. waited: seconds spent waiting in
 /// eng_parallel_finish. held: seconds for which backward waited for memory that other buckets used.
 /// record: seconds of the record's message. weights: seconds of distributing updated weights (zero
-/// = 3: of starting to receive weights and of waiting for them), with weight_messages and
-/// weight_bytes sent by this rank. weights_memory: with zero = 3, the most bytes of weights and
-/// low-precision weights that this rank had at one time since eng_parallel_leave. weight_exchanges:
-/// with zero = 3, how often a unit came; weights_ahead: how often an operation used one that was on
-/// its way before the operation ran.
+/// = 3: of starting to receive weights and of waiting for them). weight_messages, weight_bytes: of
+/// weights, sent by this rank. With zero = 3: weights_memory: the most bytes of weights and
+/// low-precision weights that this rank had at one time since eng_parallel_leave.
+/// weight_exchanges: the number of times that a unit was received. weights_ahead: the number of
+/// these units whose transfer began before the operation that used them.
 typedef struct eng_parallel_facts {
   int64_t buckets, messages, bytes;
   double seconds, waited, held, record, weights;
@@ -173,18 +179,18 @@ typedef struct eng_parallel_facts {
 } eng_parallel_facts;
 void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *parallel);
 /// Predicts, without starting ranks, what rank `rank` of `size` (-1: the rank that sums the most)
-/// would keep and send: bytes of memory, of messages in a reduction and, with zero, of updated
-/// weights. All figures are exact, but `rooms` and, with zero = 3, the figures of weights are exact
-/// only if the operations on the tape are those of a step. `apart` must be NULL.
+/// would store and send: bytes of memory, of messages in a reduction and, with zero, of updated
+/// weights. `rooms` and, with zero = 3, the figures of weights are exact only if the operations on
+/// the tape are those of a step; all other figures are always exact. `apart` must be NULL.
 typedef struct eng_parallel_sizes {
   int64_t buckets, messages, bytes, weight_messages, weight_bytes;
   int64_t own;                  // elements that this rank sums
-  // gradients: memory of the gradients that are kept; rooms: with zero = 2, memory of the gradients
-  // that backward writes
+  // bytes. gradients: of the gradients that are stored; rooms: with zero >= 2, of the gradients
+  // that backward writes until they are sent
   int64_t gradients, rooms;
-  int64_t under_way;            // memory of messages and sums in flight
-  int64_t weights;              // with zero = 3, memory of weights and low-precision weights
-  int64_t weight_exchanges;     // with zero = 3, how often weights come during a step
+  int64_t under_way;            // bytes of messages and sums in flight
+  int64_t weights;              // with zero = 3, bytes of weights and low-precision weights
+  int64_t weight_exchanges;     // with zero = 3, the units received in a step
 } eng_parallel_sizes;
 eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int rank, int size,
                                 const eng_parallel_options *options);
@@ -195,15 +201,14 @@ eng_status eng_parallel_rehearse(double *seconds, eng_params *set, int size,
 /// Rounds n numbers to a comm dtype and back, in place.
 eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype);
 /// Reduces the gradients of several ranks within this process, with the kernels of the device that
-/// owns x: rows of x [ranks x n], in f32, f16 or bf16, are packed, each divided by the number of
-/// ranks, summed, and unpacked into out [n] of the same dtype. With `add`, the result is added to
-/// `out`.
-/// flags[ranks]: bits as in eng_parallel_flags, without 1. Errors: SHAPE, DTYPE, VALUE.
+/// owns x. The rows of x [ranks x n], in f32, f16 or bf16, are packed, divided by the number of
+/// ranks, summed, and unpacked into out [n] of the same dtype; with `add`, the result is added to
+/// `out`. flags[ranks]: the bits of eng_parallel_flags except 1. Errors: SHAPE, DTYPE, VALUE.
 eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *flags, const eng_tensor *x,
                                  int comm_dtype, bool add);
 
-/// Restricts this optimizer's moments to this rank's pieces of the parameter set; there the moments
-/// keep their values. A second call changes nothing.
+/// Restricts this optimizer's moments to this rank's pieces of the parameter set. The moments of
+/// these pieces are unchanged. A second call has no effect.
 eng_status eng_optimizer_shard(eng_optimizer *state);
 
 #endif

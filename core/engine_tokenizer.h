@@ -4,10 +4,11 @@
 
 // ------------------------------------------------------------------ tokenizers
 
-/// A tokenizer, as Hugging Face's tokenizer.json describes it. It is built by these calls, in any
-/// order, from what lua/engine/data/tokenizer.lua reads in that file. eng_tokenizer_ready ends the
-/// building. Encoding and decoding before it are errors (STATE), and so are the building calls
-/// after it. One thread at a time may use it.
+/// A tokenizer, as Hugging Face's tokenizer.json describes it. lua/engine/data/tokenizer.lua reads
+/// that file and builds the tokenizer with eng_tokenizer_new and then, in any order,
+/// eng_tokenizer_token to eng_tokenizer_frame. eng_tokenizer_ready completes it. Encoding and
+/// decoding before that call, and building calls after it, are errors (STATE). One thread at a time
+/// may use a tokenizer.
 typedef struct eng_tokenizer eng_tokenizer;
 /// The model: byte-pair encoding, unigram (the most probable pieces), WordPiece (the longest
 /// pieces from the left), or whole words.
@@ -16,40 +17,41 @@ enum { ENG_TOKENS_BPE = 0, ENG_TOKENS_UNIGRAM = 1, ENG_TOKENS_WORDPIECE = 2, ENG
 /// neighbouring unknown characters become one token. IGNORE_MERGES: a word in the vocabulary is one
 /// token, whatever the merges say.
 enum { ENG_TOKENS_BYTE_FALLBACK = 1, ENG_TOKENS_FUSE_UNK = 2, ENG_TOKENS_IGNORE_MERGES = 4 };
-/// Flags of an added token. LSTRIP, RSTRIP: it takes the white space before or after it.
-/// SINGLE_WORD: it is found between word boundaries only. NORMALIZED: it is looked for in the
-/// normalized text. SPECIAL: decoding can leave it out.
+/// Flags of an added token. LSTRIP, RSTRIP: a match includes the white space before (after) the
+/// token. SINGLE_WORD: the token matches only between word boundaries. NORMALIZED: the token is
+/// matched against the normalized text. SPECIAL: decoding can leave the token out.
 enum {
   ENG_ADDED_LSTRIP = 1, ENG_ADDED_RSTRIP = 2, ENG_ADDED_SINGLE_WORD = 4, ENG_ADDED_NORMALIZED = 8,
   ENG_ADDED_SPECIAL = 16
 };
-/// The steps of a stage: normalization (of whole texts), splitting (into words), decoding. Some
-/// steps serve several stages. `a` and `b` are texts, and `flags` is a number; see each step.
+/// The steps of a stage: normalization (of whole texts), splitting (into words) or decoding. Some
+/// steps serve several stages. The comments give the meaning of a step's texts `a` and `b` and of
+/// its number `flags`.
 enum {
   ENG_STEP_NFC = 1, ENG_STEP_NFD = 2, ENG_STEP_NFKC = 3, ENG_STEP_NFKD = 4,
   ENG_STEP_LOWERCASE = 5,
   ENG_STEP_TRIM = 6,            // flags: 1 left, 2 right
   ENG_STEP_STRIP_ACCENTS = 7,   // flags: 0 all marks, 1 nonspacing marks
   ENG_STEP_NMT = 8,             // SentencePiece's control characters and spaces
-  ENG_STEP_CLEAN = 9,           // BERT: no control characters, every white space a space
-  ENG_STEP_CHINESE = 10,        // BERT: spaces around Chinese characters
+  ENG_STEP_CLEAN = 9,           // BERT: removes control characters; white space becomes spaces
+  ENG_STEP_CHINESE = 10,        // BERT: puts spaces around Chinese characters
   ENG_STEP_REPLACE = 11,        // a: text to find; b: its replacement; flags: 0 finds a,
-                                //    1 + ENG_SCAN_* finds that instead
-  ENG_STEP_PREPEND = 12,        // a; flags: 0 always, 1 unless present, 2 unless present and only
-                                //    at the start of the text
-  ENG_STEP_BYTES = 13,          // every byte becomes GPT-2's character for it
+                                //    1 + ENG_SCAN_* finds matches of that scan instead
+  ENG_STEP_PREPEND = 12,        // a: text to prepend; flags: 0 always, 1 unless present, 2 unless
+                                //    present and only at the start of the text
+  ENG_STEP_BYTES = 13,          // each byte becomes the character that GPT-2 uses for it
   ENG_STEP_CHARSMAP = 14,       // a: SentencePiece's compiled character map
   ENG_STEP_SPLIT = 15,          // a: text to find; flags: ENG_SPLIT_* + 8 if inverted
-                                //    + 16 * (1 + ENG_SCAN_*) to find that instead of a
-  ENG_STEP_FROM_BYTES = 32,     // decoding: characters back to bytes, joined
+                                //    + 16 * (1 + ENG_SCAN_*) to find matches of that scan instead
+  ENG_STEP_FROM_BYTES = 32,     // joins the tokens and reverses ENG_STEP_BYTES
   ENG_STEP_FROM_FALLBACK = 33,  // <0xE2> to bytes
   ENG_STEP_FROM_METASPACE = 34, // a: the character that stands for a space; flags: 1 the first
                                 //    token loses this character
   ENG_STEP_FROM_WORDPIECE = 35, // a: prefix of continuing pieces; flags: 1 clean up
   ENG_STEP_FROM_SUFFIX = 36,    // a: suffix of a word's last piece
   ENG_STEP_FUSE = 37,
-  ENG_STEP_CUT = 38             // a: character to remove; flags & 255: at most how many at the
-                                //    start of a token; flags >> 8: at most how many at its end
+  ENG_STEP_CUT = 38             // removes character a from each token, up to flags & 255 times at
+                                //    its start and up to flags >> 8 times at its end
 };
 /// The stages of eng_tokenizer_step.
 enum { ENG_STAGE_NORMALIZE = 0, ENG_STAGE_SPLIT = 1, ENG_STAGE_DECODE = 2 };
@@ -73,24 +75,24 @@ enum {
   ENG_TOKENS_MAX_STEPS = 32
 };
 
-/// Begins a tokenizer. `model`: ENG_TOKENS_BPE and so on; `flags`: ENG_TOKENS_BYTE_FALLBACK and so
-/// on; `unknown`: the id of the token for unknown text, -1 if there is none (BPE leaves out what is
-/// unknown, the others refuse it), -2 if the file names one that does not exist; `prefix`: what
-/// continuing pieces begin with; `suffix`: what a word's last piece ends with ("" for neither);
+/// Begins a tokenizer. `model`: ENG_TOKENS_BPE and so on. `flags`: ENG_TOKENS_BYTE_FALLBACK and so
+/// on. `unknown`: the id of the token for unknown text; -1: there is none (BPE leaves unknown text
+/// out, the other models fail on it); -2: the file names a token that does not exist. `prefix`:
+/// the prefix of continuing pieces, or "". `suffix`: the suffix of a word's last piece, or "".
 /// `longest`: WordPiece treats a word of more characters as unknown. Errors: VALUE, MEMORY.
 eng_status eng_tokenizer_new(eng_tokenizer **out, int model, int flags, int64_t unknown,
                              const char *prefix, const char *suffix, int64_t longest);
 /// NULL is allowed.
 void       eng_tokenizer_free(eng_tokenizer *tokenizer);
-/// A token of the model. `score`: its log probability (unigram only). Errors: FORMAT (id out of
-/// range or taken, text taken, not UTF-8 or too long, score not finite).
+/// Adds a token of the model. `score`: its log probability (unigram only). Errors: FORMAT (id out
+/// of range or in use; text in use, not UTF-8 or too long; score not finite).
 eng_status eng_tokenizer_token(eng_tokenizer *tokenizer, int64_t id, const char *text, int64_t size,
                                double score);
-/// A merge of two tokens. Both must exist, and so must their concatenation, in which the right one
-/// loses `prefix`. Later merges rank lower. Errors: FORMAT.
+/// Adds a merge of two tokens. Both must exist, and so must their concatenation, without the prefix
+/// of the right token. Later merges rank lower. Errors: FORMAT.
 eng_status eng_tokenizer_merge(eng_tokenizer *tokenizer, const char *left, int64_t left_size,
                                const char *right, int64_t right_size);
-/// A token that is found before the text is split into words: in the normalized text with
+/// Adds a token that is matched before the text is split into words: in the normalized text with
 /// ENG_ADDED_NORMALIZED, else in the original text. `flags`: ENG_ADDED_LSTRIP and so on.
 /// Errors: FORMAT.
 eng_status eng_tokenizer_added(eng_tokenizer *tokenizer, int64_t id, const char *text, int64_t size,
@@ -99,30 +101,31 @@ eng_status eng_tokenizer_added(eng_tokenizer *tokenizer, int64_t id, const char 
 /// (a malformed text or character map).
 eng_status eng_tokenizer_step(eng_tokenizer *tokenizer, int stage, int step, int64_t flags,
                               const char *a, int64_t a_size, const char *b, int64_t b_size);
-/// Appends an id to those that encoding with special tokens adds: after the text if `after`, else
-/// before it. Errors: FORMAT (no such token).
+/// Appends an id to the special tokens that encoding adds after the text (`after`) or before it.
+/// Errors: FORMAT (no such token).
 eng_status eng_tokenizer_frame(eng_tokenizer *tokenizer, int64_t id, bool after);
 /// Completes the tokenizer. Errors: FORMAT (an empty vocabulary; an `unknown` without a token),
 /// MEMORY.
 eng_status eng_tokenizer_ready(eng_tokenizer *tokenizer);
 
-/// The ids of a text, valid until the next call. `special`: with the tokens of eng_tokenizer_frame.
-/// Bytes that are not UTF-8 count as U+FFFD, one for each maximal part of a character, as in
-/// Python's bytes.decode("utf-8", "replace"). Errors: VALUE (a word of more than
-/// ENG_TOKENS_MAX_WORD bytes; unknown text without a token for it), MEMORY, INTERRUPTED.
+/// Encodes a text as ids, which are valid until the next call. `special`: adds the tokens of
+/// eng_tokenizer_frame. Bytes that are not UTF-8 count as U+FFFD, as in Python's
+/// bytes.decode("utf-8", "replace"): one U+FFFD for each maximal part of a character. Errors: VALUE
+/// (a word of more than ENG_TOKENS_MAX_WORD bytes; unknown text without a token for it), MEMORY,
+/// INTERRUPTED.
 eng_status eng_tokenizer_encode(const uint32_t **ids, int64_t *count, eng_tokenizer *tokenizer,
                                 const char *text, int64_t size, bool special);
-/// The text of ids, valid until the next call. `skip`: without special tokens. Ids without a token
-/// are an error: VALUE.
+/// Decodes ids to a text, which is valid until the next call. `skip`: leaves out special tokens.
+/// Errors: VALUE (an id without a token).
 eng_status eng_tokenizer_decode(const char **text, int64_t *size, eng_tokenizer *tokenizer,
                                 const uint32_t *ids, int64_t count, bool skip);
-/// Whether two texts, encoded one after the other, give the ids of their concatenation. The first
-/// text must end with a line feed that is its only trailing white space, and the second must begin
-/// with a visible ASCII character.
+/// Whether encoding two texts separately always gives the ids of their concatenation, if the first
+/// text ends with a line feed that is its only trailing white space and the second begins with a
+/// visible ASCII character.
 bool       eng_tokenizer_splits_lines(const eng_tokenizer *tokenizer);
 /// One more than the largest id.
 int64_t    eng_tokenizer_size(const eng_tokenizer *tokenizer);
-/// The text of a token as the file has it; NULL if there is no such id.
+/// The text of a token as in the file; NULL if there is no such id.
 const char *eng_tokenizer_text(int64_t *size, const eng_tokenizer *tokenizer, int64_t id);
 /// The id of a token by its text; -1 if there is none.
 int64_t    eng_tokenizer_find(const eng_tokenizer *tokenizer, const char *text, int64_t size);
