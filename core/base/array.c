@@ -9,7 +9,7 @@ bool array_grow(void *items, int64_t *room, int64_t needed, size_t size)
   if (needed <= *room) return true;
   int64_t more = needed < 32 ? 64 : 2 * needed;
   void *array;
-  memcpy(&array, items, sizeof array);   // a pointer of any type
+  memcpy(&array, items, sizeof array);   // `items` points to a pointer of any type
   array = realloc(array, (size_t)more * size);
   if (array == NULL) return false;
   memcpy(items, &array, sizeof array);

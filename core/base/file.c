@@ -201,7 +201,7 @@ eng_status eng_file_checksum(uint32_t *crc, int64_t *size, const char *path)
   *crc = 0;
   *size = 0;
   ENG_TRY(file_open(&fd, size, path));
-  *size = 0;   // counts what is read: the file may be growing
+  *size = 0;   // from here on the bytes read, because the file may be growing
   char *block = malloc(BLOCK);
   eng_status status = block == NULL ? error_set(ENG_ERR_MEMORY, "%s: out of memory", path) : ENG_OK;
   while (status == ENG_OK) {
@@ -233,7 +233,7 @@ eng_status eng_file_lock(int *lock, const char *path)
     long process = strtol(holder, NULL, 10);
     if (process == (long)getpid())
       return error_set(ENG_ERR_STATE, "%s is already locked by this process", path);
-    if (process <= 0)              // that process has not written its id yet, or could not
+    if (process <= 0)              // the other process has not written its id, or failed to
       return error_set(ENG_ERR_STATE, "%s is locked by an unknown process", path);
     return error_set(ENG_ERR_STATE, "%s is locked by process %ld", path, process);
   }
@@ -299,7 +299,7 @@ eng_status eng_file_sync(const char *path)
 {
   int fd = open(path, O_RDONLY | O_CLOEXEC);
   if (fd < 0) return io_error("open", path);
-  // Some file systems cannot sync a directory and return EINVAL. Nothing else can be done there.
+  // Some file systems cannot sync a directory and return EINVAL, which is ignored.
   eng_status status = fsync(fd) != 0 && errno != EINVAL ? io_error("sync", path) : ENG_OK;
   close(fd);
   return status;

@@ -1,6 +1,6 @@
-// The floating-point formats by name: the range of each, and conversion of single numbers in the
-// small ones. Used by messages, tools and specs; kernels use numerics.h and fp8.h directly. Called
-// through the FFI.
+// The floating-point formats by name: the range of each format, and conversion of single numbers to
+// and from the small formats. Used by messages, tools and specs, through the FFI; kernels use
+// numerics.h and fp8.h directly.
 #include "engine.h"
 #include "numerics.h"
 
@@ -9,9 +9,10 @@
 
 // Formats with exponent bits: 2^(1 - bias) is the smallest normal number, and
 // 2^(1 - bias - fraction_bits) the smallest subnormal. `last` is the fraction of the largest finite
-// number in units of 2^-fraction_bits. `above` says what the next code is: Inf, the only NaN, or,
-// in formats that always saturate, no code. Formats without exponent bits: codes are two's
-// complement in units of 2^-fraction_bits, from -last to 127.
+// number in units of 2^-fraction_bits. `above` says what the code after the largest number stands
+// for: INF; NOT, the only NaN of the format; or NONE, no such code, in formats that always
+// saturate. Formats without exponent bits: codes are two's complement in units of
+// 2^-fraction_bits, from -last to 127.
 enum { INF, NOT, NONE };
 typedef struct format {
   const char *name;
@@ -28,8 +29,9 @@ static const format formats[] = {
   { "f16", 5, 10, 15, 1023, INF, true },
   { "e5m6", 5, 6, 15, 63, INF, true },
   { "e5m2", 5, 2, 15, 3, INF, true },
-  { "e4m3", 4, 3, 7, 6, NOT, true },       // the top exponent holds numbers; only its last
-  { "ue4m3", 4, 3, 7, 6, NOT, false },     // fraction is NaN
+  // with the top exponent, only the last fraction is NaN; the others are numbers
+  { "e4m3", 4, 3, 7, 6, NOT, true },
+  { "ue4m3", 4, 3, 7, 6, NOT, false },
   { "e4m3_ieee", 4, 3, 7, 7, INF, true },
   { "e3m2", 3, 2, 3, 3, NONE, true },
   { "e2m3", 2, 3, 1, 7, NONE, true },
@@ -66,7 +68,8 @@ bool eng_format_get(eng_format *out, const char *name)
   // exponent of the largest number
   int top = (1 << f->exponent_bits) - 1 - bias - (f->above == INF);
   double unit = ldexp(1, top - fraction), largest = ldexp(1, top) + (double)f->last * unit;
-  // Half a unit past the largest number. This tie rounds away from an odd fraction.
+  // The midpoint between the largest number and the next code. It overflows if the largest number's
+  // fraction is odd, because ties round to even.
   double tie = largest + unit / 2;
   *out = (eng_format){ .exponent_bits = f->exponent_bits, .fraction_bits = fraction,
                        .bias = bias, .max_exponent = top, .min_exponent = 1 - bias,
@@ -119,8 +122,8 @@ static uint8_t ue8m0_nearest(double x)
 }
 
 // TileKernels' cast to e5m6 (quant/per_token_cast_to_e5m6_kernel.py): truncates to f16, then
-// rounds up by a rule that equals nearest even only for normal results. Matches it for |x| <=
-// 65024, a range that its scales guarantee; larger values saturate.
+// rounds up by a rule that equals nearest even only for normal results. Matches TileKernels for |x|
+// <= 65024, the range that its scales guarantee; larger values saturate here.
 static uint16_t e5m6_tilekernels(float x)
 {
   uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu, half;
@@ -128,7 +131,7 @@ static uint16_t e5m6_tilekernels(float x)
   // 65536 and above
   if (magnitude >= 0x47800000u) half = 0x7BFFu;
   else if (magnitude >= 0x38800000u) half = (magnitude >> 13) - (112u << 10);
-  // in units of 2^-24
+  // subnormal f16: in units of 2^-24
   else half = (uint32_t)(f32_from(magnitude) * 16777216.0f);
   uint32_t code = half >> 4;
   code += (code & 1u) + (bits & 0x1FFFFu) > 0x10000u;

@@ -17,9 +17,10 @@
 // finite number when saturating; it keeps the sign. -0 stays -0. NaN becomes +0x7F, as in the cvt
 // instructions of the hardware (e5m6: +0x7E0).
 //
-// Stochastic rounding picks one of the two neighbours of x, each with a probability given by its
-// distance. It reads the top bits of a random word: 20 of them for e4m3, 21 for e5m2, so a
-// probability is exact to 2^-20 or 2^-21. Numbers that the format represents never change.
+// Stochastic rounding returns one of the two neighbours of |x|, with the sign of x. P(up) is the
+// distance of |x| from the lower neighbour, divided by the distance between the two. It uses the
+// top 20 bits of a random word for e4m3, 21 for e5m2, so a probability is exact to 2^-20 or 2^-21.
+// Numbers that the format represents exactly never change.
 #pragma once
 
 /// Rounding modes, as bits.
@@ -30,8 +31,8 @@ enum { E4M3_MAX_CODE = 0x7E, E5M2_MAX_CODE = 0x7B, E5M6_MAX_CODE = 0x7BF };
 #define E5M2_MAX 57344.0f
 #define E5M6_MAX 65024.0f
 
-/// Rounds a double to f32 "to odd": toward zero, with the lost bits marked in the last bit. A later
-/// rounding to fewer bits gives the same result as rounding the double directly.
+/// Rounds a double to f32 "to odd": toward zero, and sets the last bit if the result is inexact. A
+/// later rounding to fewer bits gives the same result as rounding the double directly.
 ENG_INLINE float f32_odd_from_f64(double x)
 {
   float nearest = (float)x;
@@ -42,8 +43,8 @@ ENG_INLINE float f32_odd_from_f64(double x)
   return f32_from(bits | 1u);
 }
 
-/// Bounds a rounded magnitude: past `largest` returns `largest` when saturating, else the next
-/// code, which is Inf, or NaN in formats without Inf.
+/// Handles overflow of a rounded magnitude. Returns `code` up to `largest`. For a larger code
+/// returns `largest` when saturating, else `largest` + 1: Inf, or NaN in formats without Inf.
 ENG_INLINE uint32_t small_bound(uint32_t code, uint32_t largest, int mode)
 {
   if (code <= largest) return code;
@@ -52,8 +53,8 @@ ENG_INLINE uint32_t small_bound(uint32_t code, uint32_t largest, int mode)
 
 // ---- the reference, from double: also serves f32, f16 and bf16, which double represents exactly
 
-/// The code of x. largest: the code of the largest number; sign: the bit of the sign, 0 for none;
-/// nan: what NaN becomes.
+/// The code of x. fraction: the number of fraction bits; largest: the code of the largest number;
+/// sign: the mask of the sign bit, 0 for none; nan: the result for NaN.
 ENG_INLINE uint32_t small_from_f64(double x, int fraction, int bias, uint32_t largest,
                                    uint32_t sign, uint32_t nan, int mode)
 {
@@ -138,8 +139,8 @@ ENG_INLINE float ue8m0_to_f32(uint8_t code)
                       : f32_from((uint32_t)code << 23);
 }
 
-/// The nearest power of two that is not above |x|, or not below it when `up`. Bounded by 2^-127 and
-/// 2^127; infinity becomes NaN.
+/// The code of the largest power of two that is not above |x|, or if `up` of the smallest that is
+/// not below it. The result is clamped to 2^-127..2^127; Inf and NaN become NaN.
 ENG_INLINE uint8_t ue8m0_from_f32(float x, int up)
 {
   uint32_t magnitude = f32_bits(x) & 0x7FFFFFFFu;

@@ -1,12 +1,12 @@
 // Hopper's FP8 accumulator as a formula: what the tensor core's wgmma instructions compute from 32
 // products at a time. Two independent models agree on it: MMA-Sim (simulator/nv_ptx.py, class
 // wgmma; arXiv 2511.10909) and MATLAB-tensor-core (models/H100TC.m; arXiv 2512.07004). Inline and
-// scalar, for gcc and nvcc: the reference for fp8_matmul's accumulator `hopper`. (mma.sync keeps 25
-// bits.)
+// scalar, for gcc and nvcc: the reference for fp8_matmul's accumulator `hopper`. The formula does
+// not apply to mma.sync, which keeps 25 bits.
 //
 //   1. each product is exact: the significands are multiplied (the result is in [1, 4) for normal
-//      inputs), and the exponents added; a subnormal input has the smallest normal exponent, a zero
-//      product is ignored; the accumulator c is one more term
+//      inputs), and the exponents added; a subnormal input has the smallest normal exponent; zero
+//      products are ignored; the accumulator c is one more term
 //   2. E is the largest of these exponents; every term is truncated to a multiple of 2^(E - 13)
 //   3. the exact sum of the terms is truncated to 13 fraction bits
 //
@@ -35,8 +35,8 @@ ENG_INLINE fp8_parts fp8_parts_of(uint8_t code, int fraction)
 ENG_INLINE float fp8_to_f32(uint8_t code, int fraction)
 { return fraction == 3 ? e4m3_to_f32(code) : e5m2_to_f32(code); }
 
-/// The index (0 to n-1) of the product that accumulator `fp32` adds at this step. It adds products
-/// in pairs, the second of each pair first, as instructions that multiply two at a time do.
+/// The index (0 to n-1) of the product that the accumulator `fp32` adds at this step. It adds
+/// products in pairs, the second of each pair first, as instructions that multiply pairs do.
 ENG_INLINE int64_t fp8_fp32_order(int64_t step, int64_t n)
 { return (step ^ 1) < n ? step ^ 1 : step; }
 

@@ -1,5 +1,6 @@
 // The memory layout of FP8 operands and their scales, for quantizers and products on the CPU and
-// the GPU alike. No other file computes it. Inline, so that gcc and nvcc compile the same code.
+// the GPU. All other files get the layout from here. Inline, so that gcc and nvcc compile the same
+// code.
 //
 // An operand is a matrix [rows x inner] of FP8 bytes, row-major. `inner` is the dimension that the
 // product sums over: y [M x N] = x [M x K] W^T with W [N x K]. So x has M rows, W has N, and both
@@ -15,12 +16,12 @@
 //   FP8_BLK128   each 128 x 128 block               scale[(r / 128) * round_up(L, 4) + k / 128],
 //                                                   L = ceil(inner / 128): blocks along `inner`
 //                                                   are contiguous
-// cuBLASLt reads these orders. The padding of BLK128's rows to a multiple of 4 is required: without
-// it cuBLASLt silently returns wrong results whenever L is not a multiple of 4. Scales in the
-// padding are read but multiply nothing; keep them finite (0 will do). Scale arrays begin 16-byte
-// aligned.
+// These are the layouts that cuBLASLt expects. The rows of BLK128's scales must be padded to a
+// multiple of 4: otherwise cuBLASLt silently returns wrong results if L is not a multiple of 4.
+// Scales in the padding are read but multiply nothing; they must be finite, such as 0. Scale arrays
+// are 16-byte aligned.
 //
-// Transposing a BLK128 operand keeps its blocks: its grid of scales is transposed, then padded.
+// A transposed BLK128 operand has the same blocks: its matrix of scales is transposed, then padded.
 #pragma once
 
 #include "numerics.h"
@@ -30,18 +31,18 @@
 typedef enum fp8_scaling { FP8_TENSOR, FP8_ROW, FP8_VEC128, FP8_BLK128 } fp8_scaling;
 
 enum {
-  FP8_BLOCK = 128,       // elements that share a scale, in one direction or in both
+  FP8_BLOCK = 128,       // elements that share a scale, along one dimension or both
   // on the GPU, rows and inner of a product's operands are padded with zeros to a multiple of this
   FP8_PAD = 16,
-  FP8_SCALE_PAD = 4,     // rows of scales are padded to a multiple of this many
+  FP8_SCALE_PAD = 4,     // rows of scales are padded to a multiple of this many scales
 };
 
 ENG_INLINE int64_t fp8_round_up(int64_t n, int64_t multiple)
 { return (n + multiple - 1) / multiple * multiple; }
 
-/// A side of an operand, padded for a product on the GPU. A multiple of 16 satisfies every rule:
-/// `inner` is a multiple of 16 bytes, M and N are multiples of 8, and both rules hold again for the
-/// transposed copy, whose inner dimension is `rows`. The CPU's products need no padding.
+/// The size of an operand's dimension, padded for a product on the GPU. The GPU needs `inner` to be
+/// a multiple of 16 bytes, and M and N multiples of 8. A multiple of 16 satisfies both rules, also
+/// for the transposed copy, whose inner dimension is `rows`. The CPU's products need no padding.
 ENG_INLINE int64_t fp8_padded(int64_t n) { return fp8_round_up(n, FP8_PAD); }
 
 /// The scales of an operand. Element (r, k) has scale[(r / row_block) * row_stride + (k /
@@ -49,13 +50,13 @@ ENG_INLINE int64_t fp8_padded(int64_t n) { return fp8_round_up(n, FP8_PAD); }
 typedef struct fp8_scales {
   int64_t row_block, inner_block;     // elements that share a scale
   int64_t row_stride, inner_stride;   // floats from block to block
-  int64_t row_count, inner_count;     // blocks in each direction
+  int64_t row_count, inner_count;     // blocks along each dimension
   int64_t count;                      // floats in all, padding included
 } fp8_scales;
 
 /// Sizes and strides of the scales of an operand [rows x inner] in blocks of any shape; 0 means the
-/// whole side. Blocks of one row have VEC128's layout, all others BLK128's. So the scales of an
-/// operand in (128, 1) blocks have the same layout as the VEC128 scales of its transpose. `shape`
+/// whole dimension. Blocks of one row have VEC128's layout, all others BLK128's. So the scales of
+/// an operand in 128 x 1 blocks have the same layout as the VEC128 scales of its transpose. `shape`
 /// [2], unless NULL, receives the shape of a row-major array of the scales.
 ENG_INLINE fp8_scales fp8_scales_for(int64_t block_rows, int64_t block_inner, int64_t rows,
                                      int64_t inner, int64_t *shape)

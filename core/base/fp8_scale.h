@@ -1,6 +1,6 @@
 // The scale of a block from its largest magnitude: the rules of other projects, bit for bit.
-// Inline, so that gcc and nvcc compile the same code. Uses only f32 and f64 division, rounded to
-// nearest even.
+// Inline, so that gcc and nvcc compile the same code. Divisions are in f32, or where stated in f64,
+// rounded to nearest even.
 //
 // A value is quantized as q = x * factor (or x / scale in rules that divide); q * scale restores
 // it. fp8.h then rounds q to its format, saturating. `largest` is the largest number of the format:
@@ -23,14 +23,14 @@
 //     factor = 2^(floor(log2(largest / amax)) - margin), always a power of two; 1 where amax is 0,
 //     Inf or NaN
 //
-// amax is max |x| without NaN, as in fmax and Triton's max, for all rules but torchao's. Rounding
-// the scale up to a power of two is the same as rounding the factor down.
+// amax is the largest |x|. All rules but torchao's ignore NaN, as fmax and Triton's max do.
+// Rounding the scale up to a power of two is the same as rounding the factor down.
 #pragma once
 
 #include "engine.h"
 #include "numerics.h"
 
-/// The two numbers with which a block is quantized and restored.
+/// The factors that quantize and dequantize a block.
 typedef struct fp8_scale {
   float factor;   // q = x * factor, or x / factor in rules that divide
   float scale;    // x = q * scale
@@ -43,8 +43,8 @@ ENG_INLINE int fp8_divides(int rule) { return rule == ENG_SCALE_DEEPSEEK; }
 ENG_INLINE float fp8_largest(int64_t format)
 { return format == ENG_e4m3 ? E4M3_MAX : format == ENG_e5m2 ? E5M2_MAX : E5M6_MAX; }
 
-/// What replaces an infinite factor, for blocks of this shape (0: the whole side) in a tensor of
-/// this dtype.
+/// The value that replaces an infinite factor, for blocks of this shape (0: the whole dimension) in
+/// a tensor of this dtype.
 ENG_INLINE float fp8_limit(int64_t block_rows, int64_t block_columns, int dtype)
 {
   if ((block_rows == 0 && block_columns == 0) || (dtype != ENG_f16 && dtype != ENG_bf16))

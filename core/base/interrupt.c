@@ -1,5 +1,5 @@
-// Flags that signal handlers set and the engine reads: requests to end, and SIGHUP.
-// Called by the handlers in signals.c (so nothing here may lock or allocate), by the loops that a
+// Flags that signal handlers set and the engine reads: interrupts and SIGHUP. Called by the
+// handlers in main/signals.c (so functions of this file must not lock or allocate), by loops that a
 // signal can interrupt, and by the trainer.
 #include "engine.h"
 

@@ -1,5 +1,5 @@
-// A strict pull reader for small JSON of known form, safe on untrusted headers: no recursion, no
-// allocation, no numbers except integers from 0 to 2^63-1, no NUL in strings. The caller names what
+// A strict reader for small JSON of known structure, safe on untrusted headers: no recursion, no
+// allocation, no numbers except integers from 0 to 2^63-1, no NUL in strings. Each call states what
 // must come next; anything else is an ENG_ERR_FORMAT with the byte offset. Called by safetensors.c.
 #pragma once
 
@@ -14,11 +14,11 @@ typedef struct json_reader {
 
 /// Begins to read `text`. It must be valid UTF-8; this call checks all of it.
 eng_status json_open(json_reader *reader, const char *name, char *text, int64_t size);
-/// The next character must be `c`, after white space.
+/// Skips white space and consumes the next character, which must be `c`.
 eng_status json_expect(json_reader *reader, char c);
-/// After white space, consumes `c` if it is the next character; returns whether it was.
+/// Skips white space and consumes the next character if it is `c`; returns whether it was.
 bool       json_accept(json_reader *reader, char c);
-/// Reads a string. `out` ends with NUL and points into the text.
+/// Reads a string. *out points into the text and ends with NUL.
 eng_status json_string(json_reader *reader, char **out);
 /// Reads an integer from 0 to 2^63-1.
 eng_status json_whole(json_reader *reader, int64_t *out);
@@ -30,6 +30,6 @@ bool json_is_text(const char *text);
 /// Writes UTF-8 `text` as a JSON string.
 void json_put_string(FILE *to, const char *text);
 
-/// `text` for a message: quoted, shortened to a line, as eng_text_shown writes it. The result is in
-/// one of 4 buffers of this thread, used in turn.
+/// `text` for a message: quoted, cut to fewer than 90 bytes, as eng_text_shown writes it. The
+/// result is in one of 4 buffers of this thread, used in turn.
 const char *json_show(const char *text);

@@ -1,7 +1,7 @@
-// Microscaling, number by number: the element formats of blocks, the rules that turn a block's
-// largest magnitude into its scale, and rounding. Inline, so that gcc and nvcc compile the same
-// code. Called by the kernels of mx_quantize, mx_dequantize, mx_matmul and hadamard, and by fp8/.
-// The slow twin in reference_mx.c computes the same in f64 by other formulas.
+// Microscaling of single numbers: the element formats, the rules that compute a block's scale from
+// its largest magnitude, and rounding. Inline, so that gcc and nvcc compile the same code. Called
+// by the kernels of mx_quantize, mx_dequantize, mx_matmul and hadamard, and by fp8/. The slow twin
+// in reference_mx.c computes the same results in f64 by other formulas.
 //
 //   element   bits    bias  largest      emax        scale of a block
 //   e4m3      1-4-3   7     448          8           a power of two, in ue8m0 (fp8.h)
@@ -14,34 +14,36 @@
 // Rules of MX, from the amax a of a block in f32 (e: the exponent of the scale):
 //   floor   e = floor(log2 a) - emax                   OCP MX 1.0, section 6.3
 //   ceil    e = ceil(log2 a) - emax                    torchao
-//   even    a is rounded to the bits of an element, halves up; then as floor (torchao)
+//   even    a rounded to the fraction bits of an element, ties up; then as floor (torchao)
 //   rceil   e = ceil(log2(a * f32(1 / largest)))       Transformer Engine, cuBLAS, torchao
-// The code of a scale is 127 + e, bounded by 0 and 254; a zero block has code 0. An element is
-// round(x * 2^-e), saturating.
+// The code of a scale is 127 + e, clamped to 0..254; a zero block has code 0. The code of an
+// element x is round(x * 2^-e), saturating.
 //
-// NVFP4 as in Transformer Engine: S = min(2688 / g, FLT_MAX) for the amax g of the tensor, 1 if g
-// or S is 0; a block's scale s = e4m3(min(a * (S * f32(1/6)), FLT_MAX)), saturating; an element is
-// round(x * min(1 / (s * (1 / S)), FLT_MAX)). Its value is code * s * (g / 2688). A block whose
-// amax is much smaller than the tensor's gets the scale 0.
+// NVFP4, as in Transformer Engine. g is the amax of the tensor:
+//   S = min(2688 / g, FLT_MAX), or 1 if g or this minimum is 0
+//   scale of a block      s = e4m3(min(a * (S * f32(1/6)), FLT_MAX)), saturating
+//   code of an element    round(x * min(1 / (s * (1 / S)), FLT_MAX))
+//   value of a code       code * s * (g / 2688)
+// A block whose amax is much smaller than the tensor's has the scale 0.
 //
-// QuEST, the forward pass of Quartet (arXiv 2505.14669), e2m1 alone: e = floor(log2 s) for
+// QuEST, the forward pass of Quartet (arXiv 2505.14669), only for e2m1: e = floor(log2 s) for
 // s = f32(2.92247856 / 6 * std + 1e-8), where std is the population standard deviation of the
-// block's elements. It comes from their sum and the sum of their squares, in f64 and in order.
-// Halves between two codes round toward zero. An element of magnitude 6 * 2^e or more has no
-// gradient.
+// block's elements, computed from their sum and the sum of their squares, in f64, in order. Ties
+// round toward zero. An element of magnitude 6 * 2^e or more has no gradient.
 //
-// MS-EDEN, the backward pass of Quartet II (arXiv 2601.22813): as four over six with s6 alone, but
-// with 255.99 in place of 256 and 6 / (17/16 * 0.93) in place of 6, so that the largest elements
-// saturate, and with a scale of 1 where s6 is 0. Then the scales of each group of 128 elements of a
-// row are multiplied by c = f32(sum of y^2 / sum of y * code), over the group's elements y before
-// rounding, in f64 and in order (1 if the divisor is 0). f32(s * c) is rounded to e4m3,
+// MS-EDEN, the backward pass of Quartet II (arXiv 2601.22813): as four over six (below) with s6
+// alone, but with 255.99 in place of 256 and 6 / (17/16 * 0.93) in place of 6, so that the largest
+// elements saturate, and with a scale of 1 where s6 is 0. Then each group of 128 elements of a row
+// gets a correction c = f32(sum of y^2 / sum of y * code), over its elements y before rounding, in
+// f64, in order (1 if the divisor is 0). The final scale of a block is f32(s * c), rounded to e4m3
 // stochastically or to nearest even.
 //
-// Four over six (Transformer Engine's 4over6): NVFP4 with 1536 = 256 * 6 in place of 2688, whose
-// blocks choose between two scales, s6 = e4m3((a / 6) * S) and s4 = e4m3((a / 6) * S * 1.5). The
-// scale with the smaller error is used, s6 if they are equal. The error of a row of a block is the
-// sum of |code * s * g / 1536 - x| or, under the rule four_over_six_mse, of its square, in f32 and
-// in order. Rows of a block are added in pairs, the most distant first: of 16 rows, r and r + 8.
+// Four over six (Transformer Engine's 4over6): NVFP4 with 1536 = 256 * 6 in place of 2688. Each
+// block chooses between two scales, s6 = e4m3((a / 6) * S) and s4 = e4m3((a / 6) * S * 1.5): the
+// scale with the smaller error, or s6 if the errors are equal. The error of a row of a block is the
+// sum of |code * s * g / 1536 - x| or, under the rule four_over_six_mse, of its square, in f32, in
+// order. The errors of rows are summed in pairs, the most distant rows first: of 16 rows, r and
+// r + 8.
 #pragma once
 
 #include "engine.h"
@@ -50,7 +52,7 @@
 typedef struct mx_format {
   int   fraction, bias, emax;
   int   top;          // code of the largest number
-  int   nan;          // what NaN becomes: the code of NaN or, if there is none, `top` or 0
+  int   nan;          // the code for NaN: that of NaN or, in a format without NaN, `top` or 0
   int   sign;         // mask of the sign bit; 0: two's complement
   float largest;
 } mx_format;
@@ -115,12 +117,13 @@ ENG_INLINE int mx_is_four_over_six(int64_t rule)
 { return rule == ENG_MX_FOUR_OVER_SIX || rule == ENG_MX_FOUR_OVER_SIX_MSE; }
 ENG_INLINE int mx_is_nvfp4(int64_t rule)
 { return rule == ENG_MX_NVFP4 || mx_is_four_over_six(rule) || rule == ENG_MX_MS_EDEN; }
-/// Whether scales depend on more of x than the amaxes of the block and of the tensor.
+/// Whether scales depend on more than the amaxes of the block and of the tensor.
 ENG_INLINE int mx_is_fitted(int64_t rule)
 { return rule == ENG_MX_QUEST || rule == ENG_MX_MS_EDEN; }
 
-enum { MX_EDEN_GROUP = 128 };   // elements that share a correction
-/// The magnitude to which a block's largest element is scaled before rounding (s4 aside).
+enum { MX_EDEN_GROUP = 128 };   // elements that share a correction c
+/// The magnitude to which a block's largest element is scaled before rounding; does not apply to
+/// s4.
 ENG_INLINE float nvfp4_largest(int64_t rule)
 { return rule == ENG_MX_MS_EDEN ? (float)(6 / (17.0 / 16 * 0.93)) : 6.0f; }
 
@@ -132,7 +135,7 @@ ENG_INLINE float nvfp4_top(int64_t rule)
                                   : 1536.0f;
 }
 
-/// S, for NVFP4.
+/// The factor S of NVFP4 (see above).
 ENG_INLINE float nvfp4_encode_scale(float amax, int64_t rule)
 {
   float s = nvfp4_top(rule) / amax, most = f32_from(0x7F7FFFFFu);
@@ -155,12 +158,13 @@ ENG_INLINE float nvfp4_factor(uint8_t scale, float encode)
   return factor > most ? most : factor;
 }
 
-/// The factor on a whole tensor's values: g / nvfp4_top, or 1 if g = 0 (then S is 1, too).
+/// The factor that multiplies code * s of every element of a tensor: g / nvfp4_top, or 1 if g is 0
+/// (S is then 1, too).
 ENG_INLINE float nvfp4_decode_scale(float amax, int64_t rule)
 { return amax == 0 ? 1.0f : amax / nvfp4_top(rule); }
 
-/// The factor on the sums of a product: NVFP4's of both tensors (amax NULL: none) times `factor`
-/// (0: 1), each product rounded to f32.
+/// The factor that multiplies the sums of a matrix product: nvfp4_decode_scale of each tensor that
+/// has an amax (NULL: none), times `factor` (0: 1). Each multiplication is rounded to f32.
 ENG_INLINE float mx_alpha(const float *amax_a, int64_t rule_a, const float *amax_b, int64_t rule_b,
                           double factor)
 {
@@ -169,8 +173,8 @@ ENG_INLINE float mx_alpha(const float *amax_a, int64_t rule_a, const float *amax
   return factor == 0 ? alpha : alpha * (float)factor;
 }
 
-/// Four over six: the error of an element x whose code times its scale is `value`, in a tensor
-/// with this amax.
+/// Four over six: the error of an element x in a tensor with this amax. `value` is the element's
+/// code times its block's scale.
 ENG_INLINE float nvfp4_error(float x, float value, float amax, int64_t rule)
 {
   float off = value * amax / nvfp4_top(rule) - x;
@@ -211,7 +215,7 @@ ENG_INLINE uint8_t mx_code(float x, mx_format f)
   return magnitude > 0x7F800000u ? (uint8_t)f.nan : mx_signed(code, bits, f);
 }
 
-/// The code of x in e2m1, rounded to nearest. Halves between two codes round toward zero (QuEST).
+/// The code of x in e2m1, rounded to nearest, ties toward zero (QuEST).
 ENG_INLINE uint8_t e2m1_code_down(float x)
 {
   float a = __builtin_fabsf(x);
@@ -220,10 +224,10 @@ ENG_INLINE uint8_t e2m1_code_down(float x)
   return (uint8_t)(a != a ? 7 : code | (int)(f32_bits(x) >> 31) << 3);
 }
 
-/// Stochastic rounding as in Transformer Engine's software path: adds u * (the step of x's binade)
-/// to |x| in one rounding, then truncates on the grid of the sum's own binade. u in [0, 1) holds
-/// `sr_bits` random bits, so P(up) is the fraction above the lower neighbour, rounded down to a
-/// multiple of 2^-sr_bits.
+/// Stochastic rounding as in Transformer Engine's software path: adds u times the distance between
+/// codes in x's binade to |x|, rounded once, then truncates to the codes of the sum's binade. u in
+/// [0, 1) holds `sr_bits` random bits. So P(up), the distance of |x| from the lower code divided by
+/// the distance between codes, is rounded down to a multiple of 2^-sr_bits.
 ENG_INLINE uint8_t mx_code_stochastic(float x, float u, mx_format f)
 {
   uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu;
@@ -251,7 +255,7 @@ ENG_INLINE float mx_value(uint8_t code, mx_format f)
   return code & f.sign ? -value : value;
 }
 
-/// The bits of a random word as u, for mx_code_stochastic.
+/// u for mx_code_stochastic: the top `sr_bits` bits of a random word, as a fraction.
 ENG_INLINE float mx_uniform(uint32_t word, int sr_bits)
 {
   return (float)(word >> (32 - sr_bits)) * f32_from((uint32_t)(127 - sr_bits) << 23);

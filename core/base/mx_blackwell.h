@@ -1,16 +1,16 @@
 // Blackwell's block-scaled tensor cores as a formula, after MMA-Sim 2.1.1 (TCGen05MMABlockScale;
 // arXiv 2511.10909). Inline and scalar, for gcc and nvcc: the reference for mx_matmul.
 //
-//   mxf8f6f4   32 products with one scale pair. A term is a product of two significands, not
-//              normalised, with the sum of the exponents of both numbers and both scales
-//   mxf4nvf4   64 products of e2m1. A term is the exact sum of 16 products times both scales'
-//              significands, with the sum of the scales' exponents alone
+//   mxf8f6f4   32 products with one pair of scales. A term is the product of two significands, not
+//              normalised; its exponent is the sum of the exponents of both numbers and both scales
+//   mxf4nvf4   64 products of e2m1. A term is the exact sum of 16 products times the significands
+//              of both scales; its exponent is the sum of the exponents of the scales alone
 //
 // The accumulator c is one more term. E is the largest exponent; every term is truncated to a
 // multiple of 2^(E - 25), for mxf4nvf4 2^(E - 35); the exact sum is truncated to f32, and -0
-// becomes +0. Subnormal numbers have the smallest normal exponent. A zero term counts for E with
-// the exponent -133, in mxf4nvf4 with -139. A term of mxf4nvf4 is zero if all its products or one
-// of its scales are zero. A NaN gives 0x7FFFFFFF. ue4m3 scales have no sign.
+// becomes +0. Subnormal numbers have the smallest normal exponent. A zero term has the exponent
+// -133 in mxf8f6f4 and -139 in mxf4nvf4, and counts for E. A term of mxf4nvf4 is zero if all its
+// products are zero or a scale is zero. A NaN gives 0x7FFFFFFF. ue4m3 scales have no sign.
 #pragma once
 
 #include "mx.h"
@@ -28,8 +28,9 @@ ENG_INLINE mx_parts mx_parts_of(float x, int least)
   return (mx_parts){(double)x * f64_from((uint64_t)(1023 - e) << 52), e};
 }
 
-/// The products that one instruction sums, the bits that a term keeps below the largest exponent,
-/// and the exponent of a zero term. `four`: both factors are e2m1.
+/// blackwell_products: the number of products that one instruction sums. blackwell_bits: the bits
+/// that a term keeps below the largest exponent. blackwell_zero: the exponent of a zero term.
+/// `four`: both factors are e2m1.
 ENG_INLINE int blackwell_products(int four) { return four ? 64 : 32; }
 ENG_INLINE int blackwell_bits(int four) { return four ? 35 : 25; }
 ENG_INLINE int blackwell_zero(int four) { return four ? -139 : -133; }
@@ -54,14 +55,14 @@ ENG_INLINE float blackwell_round(double sum, int exponent)
   return nearest + 0.0f;
 }
 
-/// The scale that a code stands for (NaN for the code of NaN), and the smallest exponent of its
-/// format.
+/// blackwell_scale: the value of a scale's code (NaN for the code of NaN). blackwell_least: the
+/// smallest exponent of the scale's format.
 ENG_INLINE float blackwell_scale(uint8_t code, int rule)
 { return mx_is_nvfp4(rule) ? e4m3_to_f32(code & 0x7F) : ue8m0_to_f32(code); }
 ENG_INLINE int blackwell_least(int rule) { return mx_is_nvfp4(rule) ? -6 : -127; }
 
-/// c + the sum of 32 products (64 if both formats are e2m1) of the numbers a and b. scale_a[i] and
-/// scale_b[i] are the scales of numbers 16 i to 16 i + 15.
+/// c + the sum of 32 products (64 if both formats are e2m1) of the elements of a and b. scale_a[i]
+/// and scale_b[i] are the scales of elements 16 i to 16 i + 15.
 ENG_INLINE float blackwell_group(const float *a, mx_format fa, const float *scale_a, const float *b,
                                  mx_format fb, const float *scale_b, int rule, float c)
 {

@@ -1,5 +1,5 @@
-// Suggestions for misspelt names in error messages. The search itself, eng_nearest, is public:
-// see engine.h. Called by policy/.
+// Suggestions for misspelt names in error messages. Called by policy/. The search, eng_nearest, is
+// declared in engine.h.
 #pragma once
 
 #include "engine.h"

@@ -1,15 +1,15 @@
-// NF4 as bitsandbytes 0.50 stores it on a CPU, number by number. Inline, so that gcc and nvcc
+// NF4 of single numbers, as bitsandbytes 0.50 computes it on a CPU. Inline, so that gcc and nvcc
 // compile the same code. Called by the kernels of nf4_quantize and nf4_dequantize.
 //
-// The elements of a tensor, row by row, form blocks. An element x is divided by the absmax a of
-// its block and becomes the nearest of 16 numbers; of two that are equally near, the lower. The
-// quotient is computed as x * (1 / max(a, 1e-38)), or, in a last block that is not full, as x /
-// max(a, 1e-38). NaN has code 15 and makes its block NaN.
+// The elements of a tensor, in row-major order, form blocks. An element x is divided by the absmax
+// a of its block and rounded to the nearest of 16 numbers, ties to the lower number. The quotient
+// is computed as x * (1 / max(a, 1e-38)), or, in a last block that is not full, as x / max(a,
+// 1e-38). NaN has code 15 and makes its block NaN.
 //
-// Double quantization: `offset` is the mean of all absmaxes. The differences absmax - offset
-// form groups of 256, and each group has its own largest magnitude g. Each difference is divided by
-// g and rounded to the nearest of 2^16 numbers from -1 to 1, then to the nearest of the 256 numbers
-// of nf4_map. absmax is then map[code] * g + offset.
+// Double quantization: `offset` is the mean of all absmaxes. The differences absmax - offset form
+// groups of 256; g is the largest magnitude in a group. Each difference is divided by g and rounded
+// to the nearest of 2^16 numbers from -1 to 1, then to the nearest of the 256 numbers of nf4_map.
+// The dequantized absmax is map[code] * g + offset.
 #pragma once
 
 #include "numerics.h"
@@ -23,7 +23,7 @@ static const float nf4_number[16] = {
   0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f,
   0.7229568362236023f, 1.0f};
 
-/// The divisor of a block's elements.
+/// The number by which a block's elements are divided.
 ENG_INLINE float nf4_divisor(float absmax) { return absmax < 1e-38f ? 1e-38f : absmax; }
 
 ENG_INLINE float nf4_within_one(float x) { return x < -1.0f ? -1.0f : x > 1.0f ? 1.0f : x; }
@@ -47,8 +47,7 @@ static inline void nf4_map(float map[NF4_GROUP])
   }
 }
 
-/// The index of the number nearest to x among 2^16 numbers at equal distances from -1 to 1; 0 for
-/// NaN.
+/// The index of the number nearest to x among 2^16 evenly spaced numbers from -1 to 1; 0 for NaN.
 ENG_INLINE int nf4_bin(float x)
 {
   return x == x ? (int)(uint16_t)((nf4_within_one(x) + 1.0f) * 0.5f * 65535.0f + 0.5f) : 0;

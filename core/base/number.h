@@ -1,5 +1,5 @@
-// Reads numbers from text, exactly. eng_number_text, which writes them, is public: see engine.h.
-// Called by policy/.
+// Reads numbers from text, exactly. Called by policy/. eng_number_text, which writes numbers, is
+// declared in engine.h.
 #pragma once
 
 #include "engine.h"

@@ -1,7 +1,7 @@
-// Scalar number-format conversions, bit-exact: round to nearest even, overflow to infinity,
-// subnormals kept, NaN stays NaN (quiet, sign and top payload bits kept), -0 kept. Inline and
-// without libraries, so that gcc and nvcc compile the same code. The vector versions in cpu/simd.h
-// and cuda/ are tested against these on every input.
+// Bit-exact conversions of single numbers between formats. They round to nearest even, overflow to
+// infinity, and preserve subnormals, -0 and NaN (made quiet, with its sign and top payload bits).
+// Inline and without libraries, so that gcc and nvcc compile the same code. The vector versions in
+// cpu/simd.h and cuda/ are tested against these functions on every input.
 #pragma once
 
 #include <stdint.h>
@@ -27,9 +27,9 @@ ENG_INLINE int f64_is_finite(double x)
 
 // ---- formats of few bits
 
-/// Rounds |x|, the bits of a finite or infinite double, to nearest even in a format with `fraction`
-/// bits and this bias. Returns its code; past the format's largest number the codes simply
-/// continue.
+/// The code of |x| in a format with `fraction` fraction bits and this bias, rounded to nearest
+/// even. `magnitude` is |x| as the bits of a double, finite or infinite. Does not handle overflow:
+/// beyond the format's largest number the codes continue.
 ENG_INLINE uint32_t small_code(uint64_t magnitude, int fraction, int bias)
 {
   int exponent = (int)(magnitude >> 52) - 1023, least = 1 - bias;
@@ -56,8 +56,8 @@ ENG_INLINE float f16_to_f32(uint16_t h)
   return f32_from(sign | f32_bits((float)fraction * 5.9604644775390625e-08f));
 }
 
-// Rounds once from double, so that f64 -> f16 has no double rounding. Serves f32 as well, because
-// f32 -> f64 is exact.
+// Rounds once, from double, so that f64 -> f16 has no double rounding. Also correct for f32,
+// because f32 -> f64 is exact.
 ENG_INLINE uint16_t f16_from_f64(double x)
 {
   uint64_t bits = f64_bits(x), magnitude = bits & 0x7FFFFFFFFFFFFFFFull;
@@ -79,9 +79,9 @@ ENG_INLINE uint16_t bf16_from_f32(float x)
   return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
-/// x rounded to one of its two bf16 neighbours by 16 random bits. P(up) is exactly the distance of
-/// x from the lower neighbour, divided by the distance between the two. Beyond the largest bf16 the
-/// upper neighbour is inf.
+/// |x| rounded to one of its two bf16 neighbours by 16 random bits, with the sign of x. P(up) is
+/// exactly the distance of |x| from the lower neighbour, divided by the distance between the two.
+/// Beyond the largest bf16 the upper neighbour is inf.
 ENG_INLINE uint16_t bf16_stochastic(float x, uint32_t random)
 {
   uint32_t bits = f32_bits(x);
@@ -93,13 +93,13 @@ ENG_INLINE uint16_t bf16_stochastic(float x, uint32_t random)
 
 // ---- clipping ----
 
-/// Returns the gradients' `factor`, reduced if needed so that the norm of the gradients is at most
-/// `limit` (0: no limit), as in PyTorch.
+/// Returns the gradients' `factor`. If `norm`, the norm of the gradients after `factor`, exceeds
+/// `limit` (0: no limit), reduces the factor as PyTorch does, so that the norm becomes `limit`.
 ENG_INLINE double clip_factor(double factor, double norm, double limit)
 {
   return limit > 0 && norm > limit ? factor * limit / (norm + 1e-6) : factor;
 }
 
-// Converts double to bf16 with the result of a single rounding: the intermediate f32 is rounded to
-// odd, so rounding it again gives the correct bf16.
+// Converts double to bf16. The intermediate f32 is rounded to odd, so the result equals that of a
+// single rounding.
 ENG_INLINE uint16_t bf16_from_f64(double x) { return bf16_from_f32(f32_odd_from_f64(x)); }

@@ -15,7 +15,8 @@ typedef struct pool_range { int64_t first, end; } pool_range;
 ENG_INLINE int64_t pool_least(int64_t a, int64_t b) { return a < b ? a : b; }
 ENG_INLINE int64_t pool_most(int64_t a, int64_t b)  { return a > b ? a : b; }
 
-/// The cells of window i; `first - start` cells of padding come before them.
+/// The cells of window i, without padding. *start is the window's first cell including padding; it
+/// can be negative.
 ENG_INLINE pool_range pool_cells(const pool_side *s, int64_t i, int64_t *start)
 {
   *start = s->kernel == 0 ? i * s->n / s->m : i * s->stride - s->padding;

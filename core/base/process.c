@@ -38,8 +38,8 @@ eng_status eng_process_start(int *process, const char *const *words, const char 
   close(output);
   if (tell[1] >= 0) close(tell[1]);
   if (child > 0) {
-    // Waits until the program has begun, which closes the pipe. Until then the new process still
-    // has this process's signal handlers.
+    // Waits until execvp has closed the pipe. Until then the new process still has this process's
+    // signal handlers.
     ssize_t size;
     do size = read(tell[0], &problem, sizeof problem);
     while (size < 0 && errno == EINTR);

@@ -13,12 +13,12 @@ typedef struct rope_scaling {
   int64_t context;
 } rope_scaling;
 
-/// The frequency of pair i of `half` pairs: base^(-i / half). factor 0: unscaled. context and high
-/// 0: divided by factor (linear scaling). With a context, as in Llama 3, a pair that turns `high`
-/// times or more within `context` positions is unscaled, a pair that turns `low` times or fewer is
-/// divided by factor, and pairs between are interpolated linearly in the number of turns. Without
-/// a context, as in YaRN (Peng et al. 2023), the pairs up to number `low` are unscaled, those from
-/// number `high` on are divided by factor, and pairs between are interpolated linearly in i.
+/// The frequency of pair i, from 0, of `half` pairs: base^(-i / half), scaled as follows. factor 0:
+/// unscaled. context and high both 0: divided by factor (linear scaling). context > 0, as in Llama
+/// 3: pairs that turn `high` times or more within `context` positions are unscaled, pairs that turn
+/// `low` times or fewer are divided by factor, and pairs in between are interpolated linearly in
+/// the number of turns. context 0, as in YaRN (Peng et al. 2023): pairs with i <= low are unscaled,
+/// pairs with i >= high are divided by factor, and pairs in between are interpolated linearly in i.
 ENG_INLINE double rope_frequency(const rope_scaling *s, int64_t i, int64_t half)
 {
   double plain = pow(s->base, -(double)i / (double)half);

@@ -58,8 +58,8 @@ int hex_digit(char c)
                                 : -1;
 }
 
-// Whether a terminal executes a character, or shows the characters after it in another order or on
-// another line: C0, DEL, C1, U+061C, U+200E, U+200F, U+2028 to U+202E, U+2066 to U+2069.
+// Whether a terminal executes the character, or shows the characters after it in another order or
+// on another line: C0, DEL, C1, U+061C, U+200E, U+200F, U+2028 to U+202E, U+2066 to U+2069.
 static bool acts(const unsigned char *at, int n)
 {
   if (n == 1) return *at < 0x20 || *at == 0x7F;
