@@ -1,5 +1,5 @@
-// Single tensors from Lua: create, keep, free, read, write, fill. Operations come through op.c,
-// gradients through gradient.c. Contracts in engine.h.
+// Functions of engine.h on single tensors: create, keep, free, read, write, fill. Called by Lua.
+// Those for operations are in op.c, those for gradients in gradient.c.
 #include "base/error.h"
 #include "base/numerics.h"
 #include "op.h"
@@ -9,7 +9,7 @@
 
 #include <string.h>
 
-/// Passes a new tensor to the script; drops the tensor instead if `status` is an error.
+/// Returns a new tensor to the script, or drops it if `status` is an error.
 static eng_status hand_over(eng_tensor *out, tensor *x, eng_status status)
 {
   if (status == ENG_OK) *out = tensor_handle(x);

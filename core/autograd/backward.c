@@ -1,6 +1,7 @@
-// The backward pass: walks the nodes of the tape in reverse and runs the gradient rule of each. It
-// stops at a node with a Lua gradient, and Lua resumes it. Owns the pass and the table of rules.
-// Called by Lua, dist/ (the watch), fp8/ (registers rules), step.c and trap.c.
+// The backward pass: runs the gradient rule of each node of the tape, from the last node to the
+// first. At a node with a Lua gradient the pass returns to Lua, which computes the gradient and
+// resumes the pass. Owns the pass and the table of rules. Called by Lua, dist/ (the watch), fp8/
+// (registers rules), step.c and trap.c.
 #include "backward.h"
 
 #include "base/array.h"
@@ -29,13 +30,13 @@ static struct {
   bool running, retain;
   bool was_recording;          // before backward began
   eng_precision precision;     // autocast's settings before backward
-  int cursor;                  // the next node to process is cursor - 1
-  grad_call pending;           // the Lua node that the pass has stopped at
+  int cursor;                  // nodes from cursor on are done; the next node is cursor - 1
+  grad_call pending;           // the Lua node at which the pass has stopped
   int64_t pending_id;          // -1: none
 } pass = {.pending_id = -1};
 
-// Parameters sorted by the first operation that reads them. Once the walk has passed that
-// operation, their gradient is complete.
+// Parameters, each with the index of the first node that reads it, in ascending order. Once the
+// pass has processed that node, the parameter's gradient is complete.
 typedef struct due { parameter *p; int node; } due;
 static struct { backward_watch on; due *items; int length; int64_t room; } watch;
 
@@ -68,7 +69,7 @@ static eng_status expect_gradients(void)
   return status;
 }
 
-/// Reports the gradients that are complete now that the walk has reached the cursor.
+/// Reports the gradients that no node before the cursor adds to.
 static eng_status report_complete(void)
 {
   while (watch.length > 0 && watch.items[watch.length - 1].node >= pass.cursor)

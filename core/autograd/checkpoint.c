@@ -1,16 +1,16 @@
-// Activation checkpointing. A segment is a part of the tape, such as a block of a model, whose
-// tensors are freed when it ends, except its results and tensors of up to SMALL bytes. Before the
+// Activation checkpointing. A segment is a part of the tape, such as a block of a model. When it
+// ends, its tensors are freed, except its results and tensors of up to SMALL bytes. Before the
 // backward pass enters the segment, its operations run again with the inputs, attributes, random
-// numbers and precision of their nodes; so every tensor gets the bits that it had. An operation
-// does not run again if no gradient rule needs its outputs. The outputs of an operation whose
-// gradient is written in Lua are kept, so it does not run again either. Owns nothing: tape.h has
-// the nodes and the segment that is open. Called by Lua and by backward.c.
+// numbers and precision of their nodes, so the results are the same bit for bit. An operation does
+// not run again if no gradient rule needs its outputs, or if its gradient is written in Lua: then
+// its outputs are not freed. Owns nothing: tape.c has the nodes and the open segment. Called by
+// Lua and by backward.c.
 #include "checkpoint.h"
 
 #include "base/error.h"
 #include "op.h"
 
-enum { SMALL = 256 };
+enum { SMALL = 256 };   // bytes
 
 bool eng_checkpoint_begin(void)
 {
@@ -21,7 +21,7 @@ bool eng_checkpoint_begin(void)
   return true;
 }
 
-/// Frees the memory that the nodes of the segment computed; `first` is its first node.
+/// Frees the memory of the tensors that a segment computed; `first` is the index of its first node.
 static void free_segment(int first)
 {
   int segment = first + 1;
@@ -47,7 +47,7 @@ eng_status eng_checkpoint_end(const eng_tensor *results, int n)
   if (!segment || n < 0) return ENG_OK;
   for (int i = segment - 1; i < tensor_tape_length; i++) {
     const op_call *call = tape_call(i);
-    for (int k = 0; k < call->n_in; k++)   // keeps inputs that no recorded operation made
+    for (int k = 0; k < call->n_in; k++)   // keeps inputs that no recorded operation computed
       if (call->in[k] && !tape_holds(call->in[k]) && call->in[k]->store->segment == segment)
         call->in[k]->store->segment = 0;
     for (int k = 0; k < call->n_out; k++)
@@ -93,12 +93,13 @@ static eng_status run_node(int i)
 /// Whether bit k of `mask` is set. Always true if `all`, because a Lua gradient may read anything.
 static bool listed(int32_t mask, int k, bool all) { return all || (mask >> k & 1); }
 
-/// Computes the freed tensors of nodes first .. last that gradient rules read.
+/// Recomputes the freed tensors of nodes first .. last that gradient rules read.
 static eng_status run_again(int first, int last)
 {
   bool all = false;
   for (int i = first; i <= last; i++) all |= tape_call(i)->op < 0;
-  // from the last node to the first: `awaited` marks memory that a later node reads
+  // from the last node to the first: `awaited` marks memory that the rule or the recomputation of a
+  // later node reads
   for (int i = last; i >= first; i--) {
     const op_call *call = tape_call(i);
     if (call->op < 0) continue;

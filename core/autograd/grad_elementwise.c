@@ -88,8 +88,8 @@ static eng_status emit_where_nonzero(grad_call *g, int k, tensor *p, tensor *q, 
   return grad_emit_op(g, k, (op_call){.op = ENG_OP_mul, .in = {kept, g->dy[0]}});
 }
 
-// y = a^b: da = dy b a^(b-1), which is 0 where b is 0; db = dy y log a, which is 0 where a is 0 and
-// b >= 0. Computes a^b again, because y may have been rounded.
+// y = a^b: da = dy b a^(b-1), or 0 where b is 0; db = dy y log a, or 0 where y is 0. Computes a^b
+// again, because y may have been rounded.
 eng_status grad_pow(grad_call *g)
 {
   tensor *a = g->call->in[0], *b = g->call->in[1], *zero;
@@ -171,7 +171,7 @@ eng_status grad_clamp(grad_call *g)
 
 eng_status grad_neg(grad_call *g) { return emit_affine(g, 0, g->dy[0], -1); }
 
-// The rule of functions whose derivative the kernel unary_grad computes, in one pass over x and dy.
+// The rule of unary operations. The kernel unary_grad computes f'(x) * dy in one pass.
 eng_status grad_unary(grad_call *g)
 {
   return grad_emit_op(g, 0, (op_call){.op = ENG_OP_unary_grad, .in = {g->call->in[0], g->dy[0]},

@@ -214,9 +214,9 @@ eng_status grad_add_rms_norm(grad_call *g)
 
 // ---- attention
 
-/// If q, k and v are parts of one projection [B x T x (H+2G)D] along its last dimension, their
-/// gradients are allocated as parts of one tensor in the same way, so that split's gradient need
-/// not copy.
+/// If q, k and v are adjacent parts of one projection [B x T x (H+2G)D] along its last dimension,
+/// allocates their gradients as the same parts of one tensor, so that split's gradient need not
+/// copy.
 static eng_status joint_gradients(op_call *c)
 {
   const tensor *q = c->in[0], *last = NULL;
@@ -294,7 +294,7 @@ eng_status grad_logsumexp(grad_call *g)
 }
 
 /// Whether dx may be written over x: the script has released every tensor in x's memory (eng_done),
-/// and no gradient rule that still has to run reads it. Only the CPU's kernels support this.
+/// and no gradient rule that has yet to run reads this memory. Only the CPU's kernels support this.
 static bool can_overwrite(const grad_call *g, const tensor *x)
 {
   const storage *s = x->store;

@@ -1,5 +1,5 @@
-// Gradient rules of convolution, pooling, batch norm and group norm. The work is done by the
-// kernels whose names end in _grad.
+// Gradient rules of convolution, pooling, batch norm and group norm. They run the operations
+// NAME_grad (conv2d_grad_x and conv2d_grad_w for convolution).
 #include "base/error.h"
 #include "op.h"
 #include "gradient.h"

@@ -16,8 +16,8 @@
 
 #include <string.h>
 
-// Leaves outside parameter sets that got a gradient in this step. A scope may have dropped some of
-// them since then.
+// Leaves outside parameter sets that have received a gradient in this step. A scope may have
+// dropped some of them since.
 typedef struct leaf { tensor *x; uint32_t generation; } leaf;
 static struct { leaf *items; int length; int64_t room; } leaves;
 
@@ -55,7 +55,7 @@ bool grad_wants(const grad_call *g, int k)
 int grad_dtype(const grad_call *g, int k)
 {
   const tensor *x = g->call->in[k];
-  bool final = gradient_relative_scale(x) == g->relative_scale;   // grad_emit will not rescale it
+  bool final = gradient_relative_scale(x) == g->relative_scale;   // grad_emit will not rescale dx
   return final || x->dtype == ENG_f64 ? x->dtype : ENG_f32;
 }
 

@@ -4,7 +4,7 @@
 
 #include "tape.h"
 
-/// A node, and the gradient of each of its outputs (NULL: none).
+/// The arguments of a gradient rule: a node, and the gradient of each of its outputs (NULL: none).
 typedef struct grad_call {
   const op_call *call;
   tensor *dy[ENG_OP_OUTPUTS];
@@ -35,13 +35,14 @@ eng_status grad_emit_shared(grad_call *g, int k, tensor *dx);
 int grad_dtype(const grad_call *g, int k);
 
 /// The gradient buffer of input k if that input is a parameter with the node's relative scale; else
-/// NULL. The rule can write into the buffer instead of emitting, and must add to its contents if
-/// *accumulate.
+/// NULL. The rule can write the gradient into this buffer instead of emitting it; if *accumulate is
+/// true, the rule must add to the contents.
 tensor *grad_target(grad_call *g, int k, bool *accumulate);
 /// Cancels grad_target after the rule failed to write.
 void grad_target_failed(grad_call *g, int k, bool accumulate);
-/// Runs an operation whose output is the gradient of input k: into grad_target's buffer if there is
-/// one, else emits the result. `add` is the attribute of `c` that makes its kernel add.
+/// Runs an operation whose output is the gradient of input k. The output is written into
+/// grad_target's buffer if there is one, else emitted. `add` points to the attribute of `c` that
+/// makes the kernel add to its output.
 eng_status grad_run_to(grad_call *g, int k, op_call *c, int64_t *add);
 
 /// A tensor of zeros.
@@ -61,15 +62,15 @@ eng_status grad_attention_of(grad_call *g, tensor *y);
 
 // ---- for backward.c
 
-/// The relative scale of x's gradient: the parameter's scale if x is a parameter, the scale of the
-/// operation that computed x if one did, else 1.
+/// The relative scale of x's gradient: that of the parameter, if x is a parameter; that of the node
+/// that computed x, if there is one; else 1.
 double gradient_relative_scale(const tensor *x);
 /// Makes dx the gradient of x and drops the previous one.
 void gradient_hang(tensor *x, tensor *dx);
 void gradient_drop(tensor *x);
 /// Drops the gradients of leaves outside parameter sets.
 void gradient_drop_leaves(void);
-/// Allocates the gradient of a parameter whose set has no gradient memory (ZeRO-2). NULL removes
-/// the function.
+/// A function that allocates the gradient of a parameter whose set has no gradient memory (ZeRO-2).
+/// gradient_set_place sets it; NULL removes it.
 typedef eng_status gradient_place(void *data, struct parameter *p);
 void gradient_set_place(gradient_place *place, void *data);

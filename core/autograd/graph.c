@@ -1,9 +1,10 @@
 // A captured step: forward and backward of one batch as one launch of the device, for steps so
-// small that launching their kernels one by one takes longer than running them. A capture holds
+// small that launching their kernels one by one takes longer than running them. A capture contains
 // only the device's work, with fixed addresses. So a launch needs its batch at the addresses of the
-// captured batch; the arena returns the same addresses to a step that begins in the same way.
-// Operations that draw random numbers are refused during a capture, because the host counts the
-// numbers. Owns the captured graphs. Called by Lua; backward.c calls graph_takes_seed.
+// captured batch. The arena returns these addresses again to a step that begins with the same
+// allocations. Operations that draw random numbers fail during a capture, because the host, not the
+// device, advances the random counter. Owns the captured graphs. Called by Lua; backward.c calls
+// graph_takes_seed.
 #include "graph.h"
 
 #include "base/error.h"
@@ -21,7 +22,8 @@ typedef struct graph_input {
   int64_t shape[ENG_MAX_DIMS];
 } graph_input;
 
-/// The addresses of a parameter's gradient and copies.
+/// The addresses of a parameter's gradient and low-precision copy, and the stamp of its derived
+/// (FP8) copy. A launch is valid only if they have not changed.
 typedef struct graph_places {
   const void  *gradient, *shadow;
   params_stamp derived;
@@ -30,7 +32,7 @@ typedef struct graph_places {
 struct eng_graph {
   const backend *device;
   void          *captured;      // the device's graph; NULL until the end of the capture
-  bool           pinned;        // the device keeps its step memory for this graph
+  bool           pinned;        // holds a pin on step and scratch memory (arena_pin)
   eng_params    *set;
   bool          *has_gradient;  // [set->n] after the step
   graph_places  *places;        // [set->n]
@@ -90,9 +92,9 @@ static bool same_places(const graph_places *places, const eng_params *set)
   return true;
 }
 
-/// Marks the derived copies of the weights as out of date. A capture must not reuse earlier copies,
-/// because every launch computes them again. Copies made during a capture are invalid, because a
-/// capture computes nothing.
+/// Marks the derived copies of the weights as out of date. Called before a capture, so that the
+/// capture records their computation and every launch computes them again; and after a capture,
+/// because a capture computes nothing and its copies are invalid.
 static void outdate_copies(eng_params *set)
 {
   for (int i = 0; i < set->n && !set->freed; i++) {
@@ -136,7 +138,8 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   graph_input input[MOST_INPUTS];
   ENG_TRY(read_inputs(input, batch, n));
   ENG_TRY(params_gradients(set));
-  // Rounds the weights before the capture; inside it, every launch would round them again.
+  // Rounds the weights before the capture. If the capture recorded this, every launch would repeat
+  // it.
   ENG_TRY(params_round_written(set));
   eng_graph *graph = calloc(1, sizeof *graph);
   size_t some = (size_t)(set->n > 0 ? set->n : 1);

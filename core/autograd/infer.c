@@ -1,5 +1,6 @@
 // Shape and dtype rules: what each operation accepts, and the shapes and dtypes of its outputs. See
-// op.h. Here: elementwise operations, reductions, indexing, and the table of all rules.
+// op.h. This file has the rules of elementwise operations, reductions and indexing, and the table
+// of all rules.
 #include "base/error.h"
 #include "base/numerics.h"
 #include "infer.h"
@@ -117,7 +118,7 @@ eng_status infer_arg(op_call *c, op_shape *s)
 
 // ---- gradients whose shape rules differ from the forward operation's
 
-/// gather_grad, index_select_grad: inputs dy and index; output dx of the shape in the attributes
+/// gather_grad, index_select_grad: inputs dy and index; output dx, whose shape is an attribute.
 eng_status infer_pick_grad(op_call *c, op_shape *s)
 {
   const tensor *dy = c->in[0], *index = c->in[1];
@@ -175,7 +176,7 @@ eng_status infer_extreme_grad(op_call *c, op_shape *s)
   return ENG_OK;
 }
 
-/// The rule of a gradient with two inputs of one shape. The output has this shape and `dtype`.
+/// The rule of a gradient with two inputs of the same shape. The output has this shape and `dtype`.
 static eng_status pair_grad(op_call *c, op_shape *s, int64_t dtype)
 {
   ENG_TRY(want_floats(c, 2));

@@ -3,7 +3,7 @@
 #include "base/error.h"
 #include "infer.h"
 
-// Sizes and steps beyond this are refused, so that their products fit in 64 bits.
+// The largest size, stride, padding and dilation, so that products fit in 64 bits.
 static const int64_t LARGEST = 1ll << 30;
 
 static eng_status want_image(const op_call *c, int k)
@@ -15,7 +15,8 @@ static eng_status want_image(const op_call *c, int k)
                    "got %s", op_name(c), tensor_text(x));
 }
 
-/// Checks a pair of integer attributes.
+/// Checks that a pair of integers, for H and W, lies in least..LARGEST; `what` names the pair in
+/// the message.
 static eng_status want_pair(const op_call *c, const int64_t *pair, const char *what, int64_t least)
 {
   for (int d = 0; d < 2; d++)
@@ -135,7 +136,7 @@ static eng_status pool_output(const op_call *c, int64_t *y, int64_t n, const int
                        "got %lld", op_name(c), (long long)kernel[d], (long long)padding[d]);
     ENG_TRY(windows(c, &y[1 + d], size[d], kernel[d], c->max_pool2d.stride[d], padding[d], 1));
   }
-  if (kernel[0] * kernel[1] <= LARGEST) return ENG_OK;   // cells are numbered in i32
+  if (kernel[0] * kernel[1] <= LARGEST) return ENG_OK;   // indices of cells are i32
   return error_set(ENG_ERR_VALUE, "%s: expected a kernel of up to 2^30 cells, got %lld x %lld",
                    op_name(c), (long long)kernel[0], (long long)kernel[1]);
 }
@@ -201,7 +202,7 @@ eng_status infer_avg_pool2d_grad(op_call *c, op_shape *s)
 
 // ---- norms
 
-/// Checks x, and the vectors of one number for each channel among the inputs 1 .. last.
+/// Checks x [.. x C], the inputs 1 .. last, which are absent or vectors [C], and eps.
 static eng_status want_channels(const op_call *c, int last, double eps)
 {
   static const char *const name[] = {"", "a weight", "a bias", "a mean", "a variance"};

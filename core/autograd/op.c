@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-// the settings of the innermost autocast
+// autocast's current settings
 static eng_precision precision = {-1, -1, -1, -1, 0};
 
 void eng_autocast(const eng_precision *now, eng_precision *previous)
@@ -53,7 +53,7 @@ static eng_status apply_precision(op_call *c, int *yields)
   op_cast cast = op_table[c->op].cast;
   if (cast == CAST_NONE || cast == CAST_ANY) return ENG_OK;
   for (int k = 0; k < c->n_in; k++)
-    // autocast leaves calls with an f64 input unchanged: scripts ask for f64 explicitly
+    // autocast leaves calls with an f64 input unchanged, because scripts choose f64 explicitly
     if (c->in[k] && c->in[k]->dtype == ENG_f64) return ENG_OK;
   switch (cast) {
     case CAST_LOWER:
@@ -177,8 +177,9 @@ static bool is_elementwise(op_call *c)
   }
 }
 
-/// Whether the inputs of an elementwise call have the same shape and strides, without gaps, in an
-/// order of dimensions other than row-major, as outputs of conv2d do. Sets `order` to that order.
+/// Whether the inputs of an elementwise call have the same shape and strides, without gaps, but in
+/// an order of dimensions other than row-major. Images in scripts are an example: [N x C x H x W]
+/// views of channels-last memory. Sets `order` to the dimensions by descending stride.
 static bool in_one_order(op_call *c, int *order)
 {
   const tensor *x = c->in[0];
@@ -198,8 +199,8 @@ static bool in_one_order(op_call *c, int *order)
   return true;
 }
 
-/// Computes an elementwise call on views in which the inputs are row-major. The output gets the
-/// inputs' order in memory.
+/// Computes an elementwise call on permuted views of the inputs, which are row-major. The output
+/// gets the inputs' strides.
 static eng_status run_in_order(op_call *c, const op_shape *shape, const int *order)
 {
   const int n = c->in[0]->ndim;
@@ -223,8 +224,8 @@ static eng_status run_in_order(op_call *c, const op_shape *shape, const int *ord
   return status;
 }
 
-/// ZeRO-3: fetches the weights that this call reads and this rank does not hold, and continues the
-/// transfer of those that are on their way.
+/// ZeRO-3: fetches the weights that this call reads and that are not in this rank's memory. First
+/// advances transfers that are in progress.
 static eng_status bring_weights(const op_call *c)
 {
   if (params_under_way) ENG_TRY(params_advance());

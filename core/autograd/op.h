@@ -1,5 +1,5 @@
-// The single entry for operations: check, apply the current precision, allocate, compute, record.
-// Called by eng_run (Lua), gradient rules, checkpoint.c and fp8/.
+// Running operations. Every operation goes through op_run: check, apply the current precision,
+// allocate, compute, record. Called by eng_run (Lua), gradient rules, checkpoint.c and fp8/.
 #pragma once
 
 #include "device/backend.h"
@@ -41,7 +41,7 @@ typedef struct op_shape {
 } op_shape;
 
 /// Checks inputs and attributes of a call and infers its outputs. Messages name the expected and
-/// the actual values. Normalises negative dimensions in the attributes.
+/// the actual values. Makes negative dimensions in the attributes non-negative.
 eng_status op_infer(op_call *call, op_shape *shape);
 
 /// op_infer_rule: a shape rule. op_calls: runs an operation of layout CALLS. fp8/ registers both
@@ -54,11 +54,12 @@ void op_register(int op, op_infer_rule *infer, op_calls *calls);
 /// The current precision.
 const eng_precision *op_precision(void);
 
-/// Creates the outputs of a VIEW operation (reshape may copy).
+/// Creates the outputs of a VIEW operation. reshape copies x if its strides allow no view.
 eng_status op_view(op_call *call, const op_shape *shape);
 
-/// Runs an operation. A given output (non-NULL) is written in place: it must have the inferred
-/// shape and keeps its own dtype. Records the call if tape_wants returns true.
+/// Runs an operation. If the caller passes an output (not NULL), the result is written into it; it
+/// must have the inferred shape and keeps its own dtype. Records the call if tape_wants returns
+/// true.
 eng_status op_run(op_call *call);
 
 /// Runs an operation with one output and a fixed number of inputs; op_run1 sets n_in.
@@ -79,5 +80,5 @@ static inline eng_status op_affine(tensor **out, tensor *x, double factor, doubl
 /// The promoted dtype: floats win over integers; f16 with bf16 gives f32.
 int dtype_promote(int a, int b);
 
-/// Broadcasts two shapes; false if they do not fit.
+/// Broadcasts two shapes; false if they do not broadcast.
 bool shape_broadcast(int *ndim, int64_t *shape, const tensor *a, const tensor *b);

@@ -1,6 +1,6 @@
-// Times of operations. While profiling is on, the current device is a wrapper that also reads the
-// clock. Profiling that is off costs nothing, and no other file depends on this one. Owns the table
-// of rows. Called from Lua (engine.profile).
+// Times of operations. While profiling is on, the current device is a wrapper that measures the
+// time of each call. When profiling is off, it costs nothing. No other file depends on this one.
+// Owns the table of rows. Called from Lua (engine.profile).
 #include "device/backend.h"
 #include "op.h"
 
@@ -35,7 +35,7 @@ static profile_row *row_of(const call_kind *kind)
 {
   for (int i = 0; i < n_rows; i++)
     if (memcmp(&rows[i].kind, kind, sizeof *kind) == 0) return &rows[i];
-  if (n_rows == ROWS) return &rows[ROWS - 1];   // full: the last row collects all further kinds
+  if (n_rows == ROWS) return &rows[ROWS - 1];   // full: the last row sums up all other kinds
   profile_row *row = &rows[n_rows++];
   memset(row, 0, sizeof *row);
   row->kind = *kind;
@@ -105,7 +105,7 @@ static eng_status timed_kernel(const op_call *c)
     if (x) memcpy(kind.shape[k], x->shape, (size_t)x->ndim * sizeof *x->shape);
   }
   kind.dtype[2] = c->out[0] ? c->out[0]->dtype : -1;
-  // these operations read only as much of their first input as they write
+  // these operations read as many bytes of their first input as they write
   bool table = c->op == ENG_OP_embedding || c->op == ENG_OP_gather || c->op == ENG_OP_index_select;
   for (int k = table ? 1 : 0; k < c->n_in; k++) bytes += bytes_of(c->in[k]);
   for (int k = 0; k < c->n_out; k++) bytes += (table ? 2 : 1) * bytes_of(c->out[k]);

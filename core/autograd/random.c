@@ -1,6 +1,7 @@
-// Filling tensors with random numbers. Element i of a tensor takes word i % 4 of block i / 4,
-// counted from the tensor's first reserved block (rng.h), whatever its strides and device. Called
-// by Lua.
+// Fills tensors with random numbers. Element i of a tensor, in row-major order, is computed from
+// word i % 4 of block i / 4; a normal number also uses the other word of its pair. Blocks count
+// from the first block reserved for the tensor (rng.h). Strides and device do not matter. Called by
+// Lua.
 #include "base/error.h"
 #include "base/numerics.h"
 #include "base/rng.h"
@@ -20,8 +21,8 @@ static int64_t offset_of(const tensor *x, int64_t i)
   return offset;
 }
 
-// The largest number below `high` in a float format. It replaces draws that would round up to the
-// excluded bound.
+// The largest number below `high` in a float format. It replaces results that would round up to
+// `high`, which is excluded.
 static double below(int dtype, double high)
 {
   switch (dtype) {
@@ -55,7 +56,7 @@ static void draw(double value[4], const distribution *law, uint64_t counter)
   uint32_t word[4];
   philox_block(word, counter);
   if (law->normal) {
-    for (int k = 0; k < 4; k += 2) {   // Box-Muller; the radius is drawn from (0, 1)
+    for (int k = 0; k < 4; k += 2) {   // Box-Muller; the argument of log lies in (0, 1)
       double radius = sqrt(-2.0 * log((word[k] + 0.5) * 0x1p-32)) * law->b;
       double angle = 2.0 * M_PI * (word[k + 1] * 0x1p-32);
       value[k] = law->a + radius * cos(angle);
@@ -86,7 +87,7 @@ static void fill_host(const tensor *x, const distribution *law, uint64_t first)
   }
 }
 
-/// Draws on the host, so that the numbers are bit-identical on every device.
+/// Computes the numbers on the host, so that they are bit-identical on every device.
 static eng_status fill(const tensor *x, const distribution *law)
 {
   if (dtype_is_fp8(x->dtype))

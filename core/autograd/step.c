@@ -1,7 +1,7 @@
 // Steps and scopes, which end the lifetime of tensors. A step owns its tape and the tensors created
-// in it; its end drops both, and waits for weights on their way (ZeRO-3). A scope, inside or
-// outside a step, is a mark; its end drops the tensors created since then. Called by Lua; uses
-// tensor.c, tape.c and params_parted.c.
+// in it. The end of a step drops both, and waits for transfers of weights (ZeRO-3). A scope is a
+// mark, inside or outside a step; its end drops the tensors created since the mark. Called by Lua;
+// uses tensor.c, tape.c and params_parted.c.
 #include "step.h"
 
 #include "base/error.h"
@@ -9,7 +9,7 @@
 #include "params/params.h"
 
 static bool in_step;
-static int n_scopes;   // open scopes; tensors created in one are dropped with it
+static int n_scopes;   // number of open scopes
 
 arena_id step_home(void) { return in_step || n_scopes > 0 ? ARENA_STEP : ARENA_KEPT; }
 
@@ -29,7 +29,7 @@ eng_status eng_step_end(void)
   tensor_drop_since(0, true);
   tensor_next_step();
   in_step = false;
-  n_scopes = 0;                   // scopes that are still open have lost their tensors
+  n_scopes = 0;                   // the tensors of scopes that are still open have been dropped
   return params_settle();
 }
 

@@ -2,7 +2,7 @@
 //
 // Layers may have relative scales. The relative scale of a node applies to the gradients of its
 // outputs; a parameter has its own relative scale (gradient.c). Owns the nodes. op.c and fp8/
-// record operations; backward.c walks them.
+// record operations; backward.c processes the nodes in reverse order.
 #include "tape.h"
 
 #include "base/array.h"
@@ -13,13 +13,14 @@
 
 static struct {
   tape_node *nodes;
-  int64_t room;                // for nodes, of which tensor_tape_length are in use
-  bool off;                    // recording is switched off
-  // while frozen, nothing is recorded, even if recording is on: backward holds pointers to nodes
+  int64_t room;                // allocated nodes; the first tensor_tape_length are in use
+  bool off;                    // recording is off
+  // while frozen, nothing is recorded, even if recording is on: backward has pointers to nodes,
+  // which must not move
   bool frozen;
   double relative_scale;       // of the nodes recorded from now on
-  int again;                   // the node that runs again; -1: none
-  eng_precision precision;     // see tape_note
+  int again;                   // the node that runs again (checkpoint.c); -1: none
+  eng_precision precision;     // set by tape_note, like `drawn`
   uint64_t drawn;
 } tape = {.relative_scale = 1, .again = -1};
 int tape_segment;
@@ -56,7 +57,7 @@ void tape_choose(int node, bool on) { tape.nodes[node].chosen = on; }
 void tape_again(int node) { tape.again = node; }
 bool tape_runs_again(void) { return tape.again >= 0; }
 
-/// Gives the memory of the call's outputs to the outputs of the node that runs again.
+/// Moves the memory of the call's outputs to the outputs of the node that runs again.
 static eng_status give_memory(const op_call *call)
 {
   const op_call *node = &tape.nodes[tape.again].call;
@@ -64,7 +65,7 @@ static eng_status give_memory(const op_call *call)
     tensor *to = node->out[k], *from = call->out[k];
     if (!to || !from || to == from) continue;
     if (to->store == from->store) {
-      to->data = from->data;   // a view: its memory is at a new address
+      to->data = from->data;   // a view of recomputed memory, which has a new address
     } else if (!to->store->memory) {
       to->data = from->data;
       to->store->memory = from->store->memory;

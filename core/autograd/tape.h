@@ -1,5 +1,5 @@
-// The tape: the operations of a step, in order; backward() walks them in reverse. Written by op.c
-// and the FP8 layers; read by the backward pass, checkpoint.c, fp8/ and dist/. See tape.c.
+// The tape: the recorded operations of a step, in order. Written by op.c and the FP8 layers; read
+// by the backward pass, checkpoint.c, fp8/ and dist/. See tape.c.
 #pragma once
 
 #include "device/backend.h"
@@ -12,15 +12,17 @@ typedef struct tape_node {
   double  relative_scale;
   // storage.writes of each input and output when the call was recorded
   uint32_t in_writes[ENG_OP_INPUTS], out_writes[ENG_OP_OUTPUTS];
-  // The rest is for running the operation again (checkpoint.c). segment: the segment's first node +
-  // 1; 0: none. precision: autocast's settings. drawn: Philox blocks drawn before this operation.
+  // The rest is for running the operation again (checkpoint.c). segment: 1 + the index of the
+  // segment's first node; 0: none. chosen: the operation runs again. precision: autocast's
+  // settings. drawn: the number of Philox blocks drawn before this operation.
   int32_t       segment;
   bool          chosen;
   eng_precision precision;
   uint64_t      drawn;
 } tape_node;
 
-/// Whether recording is on and some input requires a gradient.
+/// Whether to record a call: recording is on, the operation is differentiable, and an input
+/// requires a gradient.
 bool tape_wants(const op_call *call);
 eng_status tape_record(const op_call *call);
 /// Whether a recorded operation computed x.
@@ -29,26 +31,26 @@ static inline bool tape_empty(void) { return tensor_tape_length == 0; }
 /// Node i, and its call; call.op is -1 for a Lua gradient.
 const tape_node *tape_at(int i);
 const op_call *tape_call(int i);
-/// Notes, for the node of the operation that is about to run, autocast's settings and the position
-/// in the stream of random numbers.
+/// Stores autocast's settings and the current number of drawn Philox blocks, for the node of the
+/// operation that is about to run.
 void tape_note(const eng_precision *precision);
-/// The segment whose operations are being recorded; 0: none. Changed by checkpoint.c.
+/// The open segment, numbered as in tape_node; 0: none. Set by checkpoint.c.
 extern int tape_segment;
-/// While `node` >= 0, an operation that would be recorded instead gives the memory of its outputs
-/// to those outputs of `node` that have no memory. -1: recording as usual.
+/// With `node` >= 0, the next operations are not recorded; instead the memory of their outputs is
+/// moved to those outputs of `node` that have no memory. -1: operations are recorded as usual.
 void tape_again(int node);
 /// Chooses whether a node of a segment runs again.
 void tape_choose(int node, bool on);
 bool tape_runs_again(void);
-/// A tensor that a script has modified since the node was recorded, among the node's inputs in the
-/// mask `reads` and its outputs in the mask `saves`; NULL: none.
+/// Finds a tensor that a script has modified since the node was recorded, among the inputs in the
+/// mask `reads` and the outputs in the mask `saves`; NULL: none.
 const tensor *tape_modified(const tape_node *node, int reads, int saves);
-/// Whether a node refers to a tensor at index `mark` or later in the step's list.
+/// Whether a node refers to a tensor at index `mark` or later in the step's list of tensors.
 bool tape_reaches(int mark);
-/// While frozen, the tape records nothing. Used by backward, which holds pointers to nodes.
+/// While the tape is frozen, it records nothing. Used by backward, which has pointers to nodes.
 void tape_freeze(bool on);
 /// Empties the tape and drops the gradients of its outputs.
 void tape_clear(void);
-/// Whether a node from `first` up to, not including, `last` may read this memory, in its gradient
-/// rule or when it runs again (tape_bytes.c).
+/// Whether one of the nodes first .. last - 1 may read this memory, in its gradient rule or when
+/// its operation runs again (tape_bytes.c).
 bool tape_reads(const storage *store, int first, int last);

@@ -1,8 +1,8 @@
-// Finds the origin of inf and nan. While the trap is set, the current device is a wrapper that
-// checks the results of every operation. For the forward and for the backward pass, it keeps the
-// first operation that produced an inf, the first that produced a nan, and their inputs. A trap
-// that is not set costs nothing, and no other file depends on this one. Owns the wrapper and its
-// findings. Called from Lua (engine.trap), around a step that is run again.
+// Finds the origin of inf and nan. While the trap is on, the current device is a wrapper that
+// checks the outputs of every operation. For the forward and for the backward pass, it stores the
+// first operation that produced an inf, the first that produced a nan, and statistics of their
+// tensors. When the trap is off, it costs nothing. No other file depends on this one. Owns the
+// wrapper and its findings. Called from Lua (engine.trap), which repeats a step for this.
 #include "device/backend.h"
 
 #include "base/array.h"
@@ -20,13 +20,13 @@
 enum { FORWARD, BACKWARD, PASSES };
 enum { INF, NAN_, KINDS };
 
-/// Where each module's operations start on the tape: node i belongs to the last entry with node <=
-/// i.
+/// The node at which a module's operations start. Node i belongs to the last entry with node <= i.
 typedef struct module_start { int node, module; } module_start;
 
 static const backend *inner;               // the wrapped device
 static backend watching;
-// the first call with a bad result; replaced once by the first whose inputs were good
+// The first call with inf (nan) in an output (`found`). If its inputs also had inf (nan), it is
+// replaced by the first call whose inputs had none (`arose`).
 static struct { bool found, arose; eng_trap_site site; } first[KINDS][PASSES];
 static module_start *starts;
 static int n_starts, module_now;
@@ -42,7 +42,7 @@ void eng_trap_module(int module)
   int node = eng_tape_length();
   if (node == 0) n_starts = 0;             // a new tape
   if (n_starts > 0 && starts[n_starts - 1].node == node) n_starts--;
-  // if memory runs out, the report will name an enclosing module
+  // without memory, these nodes are attributed to the module before
   if (!ARRAY_GROW(starts, starts_room, n_starts + 1)) return;
   starts[n_starts++] = (module_start){node, module};
 }
@@ -100,7 +100,7 @@ static bool overwritten(const op_call *c, int k)
   return false;
 }
 
-/// The number, from 1, of the first input that held an inf or nan (`kind`) before the call; 0:
+/// The index, from 1, of the first input that contained inf or nan (`kind`) before the call; 0:
 /// none.
 static int held_by(const eng_trap_site *site, const op_call *c, int kind)
 {

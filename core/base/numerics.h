@@ -94,7 +94,7 @@ ENG_INLINE uint16_t bf16_stochastic(float x, uint32_t random)
 // ---- clipping ----
 
 /// Returns the gradients' `factor`. If `norm`, the norm of the gradients after `factor`, exceeds
-/// `limit` (0: no limit), reduces the factor as PyTorch does, so that the norm becomes `limit`.
+/// `limit` (0: no limit), reduces the factor as PyTorch does, so that the norm is below `limit`.
 ENG_INLINE double clip_factor(double factor, double norm, double limit)
 {
   return limit > 0 && norm > limit ? factor * limit / (norm + 1e-6) : factor;
