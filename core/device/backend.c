@@ -11,7 +11,7 @@ static struct { const char *name; const backend *(*get)(void); } built_in[4];
 static int n_built_in;
 
 static const backend *current;
-static const backend *of_space[SPACE_COUNT];   // the owner of a space, once loaded
+static const backend *of_space[SPACE_COUNT];   // the device that owns a space, once loaded
 
 static bool capturing;
 
@@ -27,7 +27,7 @@ const backend *backend_find(const char *name)
     if (strcmp(name, built_in[i].name) == 0) return built_in[i].get();
   if (strcmp(name, "cuda") == 0) {
     const backend *cuda = plugin_cuda();
-    if (cuda && !of_space[cuda->space]) {   // registers the memory, current or not
+    if (cuda && !of_space[cuda->space]) {   // even if the device is not made current
       of_space[cuda->space] = cuda;
       arena_register(cuda->space, &cuda->memory);
     }

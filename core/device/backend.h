@@ -1,16 +1,17 @@
 // The device interface, implemented by the CPU ("cpu"), its slow twin ("reference") and the CUDA
-// plug-in. A device is a table of functions; op.c checks and allocates, then calls through it.
-// Devices depend on nothing above this header: no tape, no Lua, no files, no ranks.
+// plug-in. A device is a table of functions; op.c checks inputs and allocates outputs, then calls
+// the kernel in the table. Devices depend on nothing above this header: no tape, no Lua, no files,
+// no ranks.
 #pragma once
 
 #include "gradstats.h"
 #include "tensor/tensor.h"
 
-/// An operation ready to compute: inputs are checked, outputs allocated with their final shape and
-/// dtype. ops.def gives the order of tensors and the names of attributes (call->sum.mask). A kernel
-/// that serves several operations uses the attribute names of one of them; kernels_spec.lua checks
-/// that all of them have the same attributes in the same order. `in[k]` is NULL for an absent
-/// optional input, `out[k]` for an output that is not needed.
+/// A call of an operation. When a kernel runs, the inputs have been checked and the outputs
+/// allocated with their final shape and dtype. ops.def gives the order of tensors and the names of
+/// attributes (call->sum.mask). A kernel that serves several operations uses the attribute names of
+/// one of them; kernels_spec.lua checks that all of them have the same attributes in the same
+/// order. `in[k]` is NULL for an absent optional input, `out[k]` for an output that is not needed.
 typedef struct op_call {
   int32_t op, n_in, n_out;
   tensor *in[ENG_OP_INPUTS];
@@ -43,12 +44,13 @@ typedef eng_status op_kernel(const op_call *call);
 
 typedef enum copy_direction { COPY_TO_DEVICE, COPY_TO_HOST, COPY_INSIDE } copy_direction;
 
-/// A run of numbers, from a gradient or from rows of tokens, and its position in a message between
-/// ranks. Both are in the device's memory. comm_pack.c defines the format of messages.
+/// Consecutive numbers of a gradient, or of rows of tokens, and their position in a message between
+/// ranks. Numbers and message are in the device's memory. comm_pack.c defines the format of
+/// messages.
 typedef struct wire_run {
   void    *numbers;     // [n] in the tensor's dtype
   void    *packed;      // [n] in the comm dtype: numbers, or e4m3 codes
-  float   *scales;      // [ceil(n / 128)] of codes, else NULL
+  float   *scales;      // [ceil(n / 128)] of e4m3 codes, else NULL
   int64_t  n;
   int32_t  slot;        // the index of the run in `flags`
   int32_t  how;         // WIRE_RUN_*
@@ -62,7 +64,8 @@ enum {
   WIRE_RUN_ADD = 4,
 };
 
-/// One parameter's part in a pass over all parameters: gradient statistics, optimizer.
+/// A parameter, or a part of one, in a pass over all parameters: gradient statistics, unscaling,
+/// optimizer.
 typedef struct param_span {
   const char *name;
   int64_t  count;       // elements
@@ -74,9 +77,10 @@ typedef struct param_span {
   int32_t  master_dtype, shadow_dtype, gradient_dtype, moment_dtype;
   int32_t  group;       // index of its eng_hyper
   int32_t  index;       // of the parameter in its set
-  int64_t  first;       // number of the first element in its parameter: a multiple of 4096
-  // the relative scale of the gradient (a factor in addition to the loss scale), usually 1;
-  // optimize and unscale divide by it. For optimize: divided by the parameter's eng_update.clips
+  int64_t  first;       // index of the first element in the parameter: a multiple of 4096
+  // The relative scale of the gradient (a factor in addition to the loss scale), usually 1.
+  // optimize and unscale divide by it. In a call of optimize, the relative scale divided by the
+  // parameter's entry in eng_update.clips.
   double   scale;
   // 1: moment1 has never been updated; SGD's momentum then starts as the gradient itself
   int32_t  starts;
@@ -94,9 +98,9 @@ typedef struct backend {
   eng_status (*gradstats)(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats);
 
   /// One pass: multiplies gradients by gradient_factor (unscale and clip), updates the weights, and
-  /// rounds them into the shadow. Rounds new bf16 masters by update->rounding; a compensation is
-  /// first added to the weight, and then holds the new weight's rounding error (0 if the weight is
-  /// inf or nan).
+  /// rounds them into the shadow. update->rounding selects how new bf16 masters are rounded. A
+  /// compensation is added to the old weight first, and then set to the new weight's rounding error
+  /// (0 if the weight is inf or nan).
   eng_status (*optimize)(const param_span *spans, int n, const eng_update *update);
 
   /// Writes gradient * factor in f32 to target[i] for each span (target[i] may be the gradient
@@ -105,11 +109,11 @@ typedef struct backend {
                         int *found_inf);
 
   /// gradstats without waiting. The result stays on the device, where `optimize` with
-  /// update->lagged finds it by *ticket (never 0). gradstats_fetch copies it to the host once and
-  /// waits only if it is not ready. At most 64 tickets are outstanding. `loss`: the loss tensors of
-  /// the step (f32, one element each); their values come with the statistics. Every fetch
-  /// invalidates its ticket; a fetch without `stats` drops the result. Both functions are NULL on
-  /// devices that compute in host memory.
+  /// update->lagged reads it; *ticket (never 0) identifies it. gradstats_fetch copies the result to
+  /// the host and waits only if it is not ready. A ticket can be fetched once; a fetch with `stats`
+  /// NULL drops the result. At most 64 tickets may be open. `loss`: the loss tensors of the step
+  /// (f32, one element each), whose values are fetched with the statistics. Both functions are NULL
+  /// on devices that compute in host memory.
   eng_status (*gradstats_start)(int64_t *ticket, const param_span *spans, int n, unsigned needs,
                                 tensor *const *loss, int n_loss);
   eng_status (*gradstats_fetch)(int64_t ticket, eng_tensor_stats *stats, int n, double *loss,
@@ -119,15 +123,15 @@ typedef struct backend {
 
   /// The memory space of the device's tensors: SPACE_HOST, or a space of its own.
   int32_t space;
-  /// Large chunks of memory, for the arenas. `take` returns NULL when none is left; `capacity`:
-  /// total bytes.
+  /// Allocates large chunks of memory, for the arenas. `take` returns NULL if there is no memory;
+  /// `capacity`: the device's total bytes.
   arena_source memory;
-  /// Copies in order with the kernels before and after. To the host: complete on return. From the
-  /// host: `from` may be reused on return.
+  /// Copies bytes, in order with the kernels started before and after. A copy to the host is
+  /// complete on return. After a copy from the host, `from` may be reused on return.
   eng_status (*move)(void *to, const void *from, int64_t bytes, copy_direction direction);
   eng_status (*clear)(void *memory, int64_t bytes);
-  /// Waits for all work and reports errors that kernels cannot report at once (an index out of
-  /// range, a fault).
+  /// Waits for all work and returns errors that kernels detected after their start had returned (an
+  /// index out of range, a fault).
   eng_status (*synchronize)(void);
   /// Captured steps: between begin and end the device records work without running it. NULL: not
   /// supported.
@@ -138,9 +142,9 @@ typedef struct backend {
   /// Describes the device in messages: "NVIDIA H200, sm_90, driver 580.82, ...". Also set on the
   /// CPU. NULL: its name is used.
   const char *(*describe)(void);
-  /// Which FP8 products the tensor cores compute: 0 none, 1 operands with one scale each, 2 also
-  /// scales by row or block. Also 2 if the user selected the slow formula. NULL: the device has one
-  /// implementation of FP8 products.
+  /// Which FP8 products the tensor cores compute: 0 none, 1 those of operands with one scale each,
+  /// 2 also those with scales by row or block. Also 2 if the user selected the slow formula
+  /// (ENGINE_FP8_FORMULA=1). NULL: the device has only one implementation of FP8 products.
   int         (*fp8)(void);
   /// Whether the device's own units compute mx_matmul for these formats, with scales of NVFP4's
   /// rules or of MX. NULL: they never do.
@@ -148,11 +152,11 @@ typedef struct backend {
   /// The card's UUID, unique across machines.
   const char *(*identity)(void);
 
-  /// A stream: a queue whose work runs in order, concurrently with the device's other work (on a
-  /// card a CUDA stream, which NCCL accepts). Messages between ranks and their packing use streams.
-  /// On error *stream is NULL and the error is set.
+  /// Creates a stream: a queue whose work runs in order, concurrently with the device's other work
+  /// (on a card a CUDA stream, which NCCL accepts). Messages between ranks and their packing use
+  /// streams. On error *stream is NULL.
   eng_status (*stream_new)(void **stream);
-  /// Work issued on the stream from now on waits for work issued to the device before this call.
+  /// Makes work issued on the stream after this call wait for the device work issued before it.
   eng_status (*stream_follow)(void *stream);
   /// Whether the stream is idle. Never waits.
   eng_status (*stream_done)(bool *done, void *stream);
@@ -162,21 +166,21 @@ typedef struct backend {
   eng_status (*stream_mark)(void **mark, void *stream);
   eng_status (*stream_reached)(bool *reached, void *mark);
   void       (*stream_forget)(void *mark);
-  /// Copies on a stream, like `move`. A copy to the host waits for the stream, so make it when the
-  /// stream is idle.
+  /// `move` on a stream. A copy to the host waits for the stream, so call it when the stream is
+  /// idle.
   eng_status (*stream_move)(void *stream, void *to, const void *from, int64_t bytes,
                             copy_direction direction);
-  /// Packs, unpacks and sums exactly as comm_pack.c does; only the payload of a nan may differ. The
-  /// work runs on the stream, or in order with all other work if `stream` is NULL. `runs` [n] and
-  /// `flags` are in the device's memory, and the longest run has `longest` elements. dtype is f32,
-  /// f16 or bf16; comm_dtype is one of these or e4m3. The bits of wire.h (WIRE_OVERFLOW: finite
-  /// numbers that became inf) are added to flags[slot].
+  /// wire_pack, wire_unpack and wire_sum give the same bits as comm_pack.c; only the payload of a
+  /// nan may differ. The work runs on the stream, or in order with all other work if `stream` is
+  /// NULL. `runs` [n] and `flags` are in the device's memory, and the longest run has `longest`
+  /// elements. dtype is f32, f16 or bf16; comm_dtype is one of these or e4m3. wire_pack sets bits
+  /// of wire.h in flags[slot] (WIRE_OVERFLOW: finite numbers that became inf).
   eng_status (*wire_pack)(void *stream, const wire_run *runs, int n, int64_t longest,
                           int comm_dtype, int dtype, uint32_t *flags);
   eng_status (*wire_unpack)(void *stream, const wire_run *runs, int n, int64_t longest,
                             int comm_dtype, int dtype);
-  /// out[i] = the sum over k < n of terms[k][i] / share, for i < count, in the order of comm.h.
-  /// count is a multiple of 128.
+  /// out[i] = the sum over k < n of terms[k][i] / share, for i < count, in the order of sums that
+  /// dist/comm.h defines. count is a multiple of 128.
   eng_status (*wire_sum)(void *stream, void *out, const void *const *terms, int n, int64_t count,
                          int comm_dtype, float share);
 } backend;
@@ -184,7 +188,7 @@ typedef struct backend {
 /// The functions of the core that a plug-in (libengine_cuda.so) needs. The loader passes them, so
 /// that the core need not export them.
 typedef struct backend_host {
-  int32_t abi;                        // BACKEND_ABI; the plug-in refuses any other
+  int32_t abi;                        // BACKEND_ABI; the plug-in rejects any other value
   eng_status  (*error)(eng_status status, const char *text);
   void       *(*alloc)(arena_id id, int64_t bytes);   // in the current memory space
   void        (*free)(arena_id id, void *piece, int64_t bytes);
@@ -196,7 +200,7 @@ typedef struct backend_host {
 
 enum { BACKEND_ABI = 8 };
 
-/// The plug-in's only function. NULL with the error set if there is no usable device.
+/// The plug-in's only function. Returns NULL, with the error set, if there is no usable device.
 typedef const backend *backend_plugin(const backend_host *host);
 
 /// The current device, and a device by name (NULL with the error set if unknown).
@@ -204,17 +208,17 @@ const backend *backend_current(void);
 const backend *backend_find(const char *name);
 /// The device that owns a memory space, if loaded; the CPU for the host's.
 const backend *backend_of_space(int space);
-/// Makes a device current. profile.c and trap.c pass wrappers, which are not in the list.
+/// Makes a device current. profile.c and trap.c pass wrappers, which are not registered.
 void backend_use(const backend *device);
 
-/// Adds a built-in device to the list. Called by a constructor in the device's folder.
+/// Registers a built-in device. Called by a constructor in the device's folder.
 void backend_register(const char *name, const backend *(*get)(void));
 /// The devices "cpu", whose instruction set is selected once, and "reference". Defined and
 /// registered in cpu/.
 const backend *backend_cpu(void);
 const backend *backend_reference(void);
 
-/// Switches capture mode on while a step is captured (autograd/graph.c).
+/// Tells backend_forbids whether a step is being captured. Called by autograd/graph.c.
 void backend_capturing(bool on);
-/// ENG_OK, or during a capture an error saying that `what` cannot be part of a captured step.
+/// ENG_OK, or during a capture an error: `what` cannot be part of a captured step.
 eng_status backend_forbids(const char *what);

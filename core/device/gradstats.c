@@ -1,6 +1,6 @@
-// Sums the per-tensor statistics of a gradient pass into the step's record, names the actions of a
-// verdict, and computes the same statistics of any tensor. Called by params/ after a pass, by
-// policy/, store/ and Lua.
+// Sums the per-tensor statistics of a gradient pass into the step's record, and computes the same
+// statistics of any tensor (eng_stats). Also has the names of a verdict's actions. Called by
+// params/ after a pass, and by policy/, store/ and Lua.
 #include "gradstats.h"
 
 #include "backend.h"

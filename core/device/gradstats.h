@@ -1,7 +1,6 @@
-// The step's record: gradient statistics over all tensors, as a policy reads them.
-// The device's gradstats kernel fills the per-tensor statistics, gradstats.c sums them, dist/
-// reduces them over ranks, policy/ and store/ read them. The public structures are in engine.h;
-// here are the core's helpers.
+// The step's record: gradient statistics over all tensors, as a policy reads them. The device's
+// gradstats kernel fills the per-tensor statistics, gradstats.c sums them, dist/ reduces them over
+// ranks, policy/ and store/ read them. The structures are in engine_policy.h.
 #pragma once
 
 #include "engine.h"
@@ -12,8 +11,8 @@ static inline double gradstats_relative_scale(const eng_tensor_stats *s)
   return s->relative_scale > 0 ? s->relative_scale : 1;
 }
 
-/// Sums the statistics of `n` tensors into one record: counts, sums of squares, maxima, and the
-/// histogram if it is among the `needs` (ENG_NEED_*) that the pass computed. `scale` is the
-/// gradients' loss scale: amax and norm in the record are true magnitudes.
+/// Combines the statistics of `n` tensors into one record: counts, sums of squares, maxima, and the
+/// histogram if it is among the `needs` (ENG_NEED_*) that the pass computed. Divides amax and norm
+/// by `scale`, the gradients' loss scale, and by relative scales, so that they are true magnitudes.
 void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, double scale,
                    unsigned needs);

@@ -1,5 +1,5 @@
-// Loads the CUDA device, libengine_cuda.so beside this library, on first use. So everything else
-// runs on machines without a driver, and starting does not load the CUDA libraries. Called by
+// Loads the CUDA device, libengine_cuda.so in this library's folder, on first use. So the engine
+// also runs on machines without a driver, and its start does not load the CUDA libraries. Called by
 // backend.c and, for NVIDIA's libraries, by dist/comm_nccl.c.
 #define _GNU_SOURCE
 #include "plugin.h"
@@ -71,8 +71,8 @@ void *plugin_library(const char *name, int mode)
   return library;
 }
 
-/// Why a file must not be passed to dlopen, or NULL. Opening a pipe would block, and mapping a
-/// library truncated before its last segment or section table would crash the process.
+/// The reason why a file must not be passed to dlopen, or NULL. Opening a pipe would block, and
+/// mapping a library that is truncated would crash the process.
 static const char *unfit(const char *path)
 {
   struct stat about;
@@ -106,7 +106,7 @@ const backend *plugin_cuda(void)
   }
   const char *other = getenv("ENGINE_CUDA_PLUGIN");   // specs select a device that needs no card
   if (other && !*other) other = NULL;
-  // Adds "./" to a bare name, which dlopen would look for only in the loader's folders.
+  // dlopen searches for a name without a slash only in the loader's folders, so adds "./".
   if (other) snprintf(path, sizeof path, "%s%s", strchr(other, '/') ? "" : "./", other);
   else snprintf(path, sizeof path, "%s/libengine_cuda.so", folder);
   if (access(path, R_OK) != 0) {

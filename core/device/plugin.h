@@ -6,7 +6,7 @@
 /// The CUDA device, loaded at the first call; NULL with the error set when it is not available.
 const backend *plugin_cuda(void);
 
-/// Loads one of NVIDIA's libraries: through the system's loader, else from the folders of the
-/// toolkit or of NVIDIA's Python packages. NULL if it is not found. mode: RTLD_GLOBAL or
+/// Loads one of NVIDIA's libraries: from where the system's loader finds it, else from the folders
+/// of the toolkit or of NVIDIA's Python packages. NULL if it is not found. mode: RTLD_GLOBAL or
 /// RTLD_LOCAL.
 void *plugin_library(const char *name, int mode);

@@ -133,7 +133,8 @@ eng_status transfer_rows(void *to, const tensor *x)
   return copy_strided(&y, x);
 }
 
-/// Reads or writes through host memory: rows are copied in x's dtype and converted here.
+/// Reads or writes a tensor in a device's memory. Rows are copied in x's dtype and converted on the
+/// host.
 static eng_status through_host(void *buffer, int format, const tensor *x, bool into_tensor)
 {
   int space = x->store->space;

@@ -14,8 +14,8 @@ eng_status transfer_write(const tensor *x, const void *buffer, int format);
 eng_status transfer_clear(const tensor *x);
 eng_status transfer_set(const tensor *x, double value);
 
-/// Zeroes bytes in a space. Copies bytes within a space, from a space to the host, and from the
-/// host to a space.
+/// transfer_zero fills bytes with zeros. The other functions copy bytes within a space, from a
+/// space to the host, and from the host to a space.
 eng_status transfer_zero(int space, void *memory, int64_t bytes);
 eng_status transfer_inside(int space, void *to, const void *from, int64_t bytes);
 eng_status transfer_to_host(void *to, int space, const void *from, int64_t bytes);
@@ -24,5 +24,5 @@ eng_status transfer_from_host(int space, void *to, const void *from, int64_t byt
 /// A 64-bit checksum of bytes; waits for the device (checksum.c).
 eng_status transfer_checksum(uint64_t *out, int space, const void *data, int64_t bytes);
 
-/// Copies x, which may have any strides, in row-major order into memory of x's space.
+/// Copies x, which may have any strides, in row-major order into memory of the same space.
 eng_status transfer_rows(void *to, const tensor *x);
