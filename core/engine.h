@@ -1,6 +1,6 @@
-// engine.h: the public interface of the core, and the only header Lua sees. The build runs it
-// through the preprocessor (with ENG_CDEF defined) and hands the result to LuaJIT's ffi.cdef,
-// so every declaration becomes a Lua binding. `///` comments state the contract: shapes as [rows x
+// engine.h: the public interface of the core, and the only header that Lua uses. The build runs it
+// through the preprocessor (with ENG_CDEF defined) and passes the result to LuaJIT's ffi.cdef, so
+// every declaration becomes a Lua binding. `///` comments state the contract: shapes as [rows x
 // columns], dtypes, units, errors.
 //
 // A function that can fail returns ENG_OK or an error code, and eng_error_message() returns the
@@ -102,7 +102,7 @@ enum { ENG_AUTO = 0, ENG_KEEP = 1, ENG_STEP = 2 };
 /// Errors: VALUE (a negative size, or too many dimensions), MEMORY.
 eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, int home);
 
-/// A copy that lives until eng_free, whatever step `x` belongs to. Not recorded on the tape.
+/// A copy of `x` that lives until eng_free, beyond the step of `x`. Not recorded on the tape.
 eng_status eng_keep(eng_tensor *out, const eng_tensor *x);
 
 /// Frees a kept tensor. A tensor of the step is dropped early; its memory is reused after the step.
@@ -151,7 +151,7 @@ eng_status eng_copy(const eng_tensor *target, const eng_tensor *source);
 eng_status eng_step_begin(void);
 
 /// Ends the step: every tensor of the step becomes stale, the tape is emptied, and the next step
-/// reuses the memory. Without an open step it drops what was computed so far.
+/// reuses the memory. Without an open step it does the same for everything computed so far.
 eng_status eng_step_end(void);
 
 /// The number of the current step, counted from 0.
@@ -320,10 +320,10 @@ typedef struct eng_fp8_role {
 /// microscaling, FP32 is an ordinary product of bf16 numbers. BLACKWELL is the operation mx_matmul
 /// if it supports the sizes and formats of all products of the layer, else FP32. DEVICE is
 /// BLACKWELL if the device's own units compute products of these formats, else FP32.
-/// high: 1 computes the product in high precision; only for the forward product of microscaling.
-/// hadamard: not 0 transforms both factors along the summed dimension before quantization, as the
-/// operation hadamard does with n = hadamard, and with signs chosen by `signs` (ENG_FP8_SIGNS_*);
-/// only in microscaling.
+/// high: 1: the product is computed in high precision; only for the forward product of
+/// microscaling. hadamard: 0: no transform; else both factors are transformed along the summed
+/// dimension before quantization, as by the operation hadamard with n = hadamard and the signs that
+/// `signs` (ENG_FP8_SIGNS_*) selects; only in microscaling.
 typedef struct eng_fp8_product {
   int32_t accumulator, promotion, high, hadamard, signs;
 } eng_fp8_product;
@@ -470,10 +470,10 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
 /// Frees buffers and tensors. NULL is allowed.
 void eng_params_free(eng_params *set);
 
-/// Changes the master weights of parameter i to dtype[i], f32 or bf16, rounded to nearest. Their
-/// handles stay valid. If one changes, all low-precision weights and gradients are dropped, so call
-/// eng_params_precision afterwards; bf16 masters have no low-precision weights. Errors: DTYPE;
-/// STATE (the tape has operations, a view of the weights exists, zero=3).
+/// Changes the master weights of each parameter i to dtype[i], f32 or bf16, rounded to nearest.
+/// Their handles stay valid. If a dtype changes, all low-precision weights and gradients are
+/// dropped, so call eng_params_precision afterwards. bf16 masters have no low-precision weights.
+/// Errors: DTYPE; STATE (the tape has operations, a view of the weights exists, zero=3).
 eng_status eng_params_masters(eng_params *set, const int32_t *dtype);
 /// For each parameter i, sets the dtype shadow[i] of its low-precision weights for the forward pass
 /// (ENG_f32: none, the master weights are used) and the dtype gradient[i] of its gradient. Clears
@@ -518,9 +518,9 @@ int eng_params_stats_pending(const eng_params *set);
 /// Errors: STATE (none is pending).
 void eng_params_stats_forget(eng_params *set);
 eng_status eng_params_stats_withdraw(eng_params *set);
-/// Multiplies every gradient by `factor`. f32 gradients are scaled in place. The results of other
-/// gradients are stored in an f32 buffer, so that unscaling loses no bits, and are the gradients
-/// until they are cleared. `found_inf` is 1 if any element is inf or nan.
+/// Multiplies every gradient by `factor`. f32 gradients are scaled in place. Others are replaced,
+/// until they are cleared, by results in an f32 buffer, so that unscaling loses no bits.
+/// `found_inf` is 1 if any element is inf or nan.
 eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor);
 /// Writes the true gradient of parameter `index`, times `factor`, to `into`, an f32 tensor of the
 /// parameter's shape. The stored gradient is unchanged. `has` is 0, and nothing is written, if the
@@ -547,7 +547,7 @@ int64_t eng_params_count(const eng_params *set);
 /// Checksum of the master weights: the XXH64 hash of the eng_checksum values of all parameters, in
 /// order. 0 if the device fails, or while the weights are divided among the ranks (zero=3).
 uint64_t eng_params_checksum(const eng_params *set);
-/// Checksum of only those parameters i for which which[i] equals `value`.
+/// eng_params_checksum of the parameters i with which[i] == `value`.
 uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value);
 
 /// The kinds of optimizers.
@@ -660,7 +660,7 @@ void       eng_graph_free(eng_graph *graph);
 
 /// Chooses the device by name: "cpu"; "reference", the CPU's slow twin; "cuda"; or "auto": "cuda"
 /// if a GPU can be used, else "cpu". Operations run on the current device and take tensors in its
-/// memory only. Errors: DEVICE, with what is missing.
+/// memory only. Errors: DEVICE; the text says what is missing.
 eng_status eng_device_set(const char *name);
 const char *eng_device_name(void);
 /// Waits until the device has finished all work; returns the first error that occurred there.
@@ -725,9 +725,10 @@ bool eng_trap_found(eng_trap_site *out, bool nan, bool backward);
 /// Which instruction set the CPU kernels use: "avx512", "avx2" or "plain"; `force`: the set to use
 /// from now on, NULL: no change. Returns NULL, with an error, if the machine lacks that set.
 const char *eng_cpu_isa(const char *force);
-/// How bf16 products are computed here: "AMX" (oneDNN), "pairs" (AVX-512 BF16, where it is twice as
-/// fast as f32) or "f32". The first two treat subnormal bf16 as zero. With "pairs", attention also
-/// uses pairs and rounds its probabilities to bf16, as a GPU does.
+/// How the CPU computes bf16 products: "AMX" (oneDNN), "pairs" (AVX-512 BF16 instructions, on CPUs
+/// where they are twice as fast as f32) or "f32". The first two treat subnormal bf16 as zero. With
+/// "pairs", attention also uses these instructions and rounds its probabilities to bf16, as a GPU
+/// does.
 const char *eng_cpu_bf16(void);
 
 /// The random generator's state: a seed, and `counter`, the number of Philox blocks drawn. eng_seed

@@ -127,8 +127,8 @@ int        eng_attach_count(const eng_attach *server);
 /// A client's connection to a run. Errors: STATE (no listener), IO.
 typedef struct eng_attach_link eng_attach_link;
 eng_status eng_attach_connect(eng_attach_link **out, const char *path);
-/// Sends text; waits until the run has read enough to accept all of it. Errors: IO (the run has
-/// ended), INTERRUPTED (part of the text may have been sent).
+/// Sends text; waits while the socket's buffer is full. Errors: IO (the run has ended), INTERRUPTED
+/// (part of the text may have been sent).
 eng_status eng_attach_send(eng_attach_link *link, const char *text, int64_t size);
 /// The next line, valid until the next call. Errors: IO (the run has ended), STATE (no line within
 /// `seconds`), INTERRUPTED.

@@ -127,7 +127,7 @@ typedef struct eng_verdict {
 /// contract. Its memory, instructions and time are limited, so it cannot stop the process.
 typedef struct eng_policy eng_policy;
 
-/// What a policy file says about itself. Strings live as long as the policy.
+/// The description of a policy. Strings live as long as the policy.
 typedef struct eng_policy_info {
   const char *name, *doc;     // doc: "" when there is none
   const char *file;           // the file name shown in the policy's messages
@@ -220,9 +220,10 @@ eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *policy
 /// Restores a saved text. On an error the state is unchanged. Errors: FORMAT, POLICY (saved by
 /// another policy).
 eng_status eng_policy_restore(eng_policy *policy, const char *text, int64_t bytes);
-/// Lets `policy` continue from `old`, which is unchanged. If `policy` has a function `migrate`, it
-/// makes the new state. Otherwise, if both have the same name, `policy` takes over the state (new
-/// fields start fresh); else it starts fresh from the old scale. Errors: POLICY, STATE.
+/// Lets `policy` continue from `old`, which is unchanged. If `policy` has a function `migrate`,
+/// that function makes the new state. Otherwise, if both policies have the same name, `policy`
+/// takes over the old state (new fields start fresh); else it starts fresh from the old scale.
+/// Errors: POLICY, STATE.
 eng_status eng_policy_migrate(eng_policy *policy, const eng_policy *old);
 
 #endif

@@ -39,8 +39,9 @@ void eng_comm_free(eng_comm *comm);
 /// Sets how long a rank waits for others (300 s by default) before it ends the job with a message
 /// that names the missing ranks. 0 only queries. Returns the previous value.
 double eng_comm_timeout(double seconds);
-/// Ends this process's part in the job; the last call, made automatically when the process exits.
-/// Code 0 waits for the other ranks; any other code ends them as well. Does nothing without ranks.
+/// Ends this process's part in the job. This is the last call of a process, and is made
+/// automatically when the process exits. Code 0 waits for the other ranks; any other code ends them
+/// as well. Does nothing without ranks.
 void eng_comm_end(int code);
 
 /// Waits until every rank of the group has called this function.

@@ -97,8 +97,8 @@ eng_status eng_tokenizer_merge(eng_tokenizer *tokenizer, const char *left, int64
 /// Errors: FORMAT.
 eng_status eng_tokenizer_added(eng_tokenizer *tokenizer, int64_t id, const char *text, int64_t size,
                                int flags);
-/// Appends a step to a stage. Errors: VALUE (too many steps; a step that the stage lacks), FORMAT
-/// (a malformed text or character map).
+/// Appends a step to a stage. Errors: VALUE (too many steps, or a step of another stage), FORMAT (a
+/// malformed text or character map).
 eng_status eng_tokenizer_step(eng_tokenizer *tokenizer, int stage, int step, int64_t flags,
                               const char *a, int64_t a_size, const char *b, int64_t b_size);
 /// Appends an id to the special tokens that encoding adds after the text (`after`) or before it.

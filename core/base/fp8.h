@@ -51,7 +51,7 @@ ENG_INLINE uint32_t small_bound(uint32_t code, uint32_t largest, int mode)
   return mode & FP8_SATURATE ? largest : largest + 1;
 }
 
-// ---- the reference, from double: also serves f32, f16 and bf16, which double represents exactly
+// ---- the reference, from double: also for f32, f16 and bf16, which double represents exactly
 
 /// The code of x. fraction: the number of fraction bits; largest: the code of the largest number;
 /// sign: the mask of the sign bit, 0 for none; nan: the result for NaN.

@@ -38,8 +38,9 @@ ENG_INLINE pool_range pool_windows(const pool_side *s, int64_t i)
   return windows;
 }
 
-/// The number of cells that a window's mean counts along one side. With `counted`, cells of padding
-/// count as well, up to the padded edge.
+/// The number of cells that count in a window's mean, along one dimension. The divisor of the mean
+/// is the product over both dimensions. With `counted`, cells of padding count too, up to the
+/// padded edge.
 ENG_INLINE int64_t pool_divisor(const pool_side *s, pool_range cells, int64_t start, bool counted)
 {
   if (!counted || s->kernel == 0) return cells.end - cells.first;
