@@ -205,7 +205,8 @@ eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *bat
                      "batch");
   if (!same_places(graph->places, graph->set))
     return error_set(ENG_ERR_STATE,
-                     "graph: the parameters' formats changed after the capture");
+                     "graph: the parameters' gradients or low-precision copies have changed since "
+                     "the capture; hint: capture the step again");
   ENG_TRY(params_round_written(graph->set));
   char cell[8];
   tensor_store(cell, graph->seed_dtype, 0, seed);

@@ -192,7 +192,7 @@ eng_status infer_attention(op_call *c, op_shape *s)
                      (long long)c->attention.entropy);
   if (c->attention.entropy == ENG_ROW_LOGIT_MAX && backend_current()->gradstats_start)
     return error_set(ENG_ERR_DEVICE,
-                     "%s: the device %s does not measure the largest logits; hint: "
+                     "%s: the device %s does not return the largest logits; hint: "
                      "engine.device('cpu')",
                      op_name(c), backend_current()->name);
   int statistics = wide_of(q->dtype);

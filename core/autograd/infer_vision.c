@@ -161,7 +161,7 @@ eng_status infer_max_pool2d_grad(op_call *c, op_shape *s)
   ENG_TRY(pool_output(c, y, x[0], size, x[3]));
   for (int k = 0; k < 2; k++) ENG_TRY(want_shape(c, k, 4, y, "y"));
   if (c->in[1]->dtype != ENG_i32)
-    return error_set(ENG_ERR_DTYPE, "%s: expected the cells that max_pool2d returned, got %s",
+    return error_set(ENG_ERR_DTYPE, "%s: expected the i32 indices that max_pool2d returned, got %s",
                      op_name(c), tensor_text(c->in[1]));
   put_out(s, 0, (int)c->max_pool2d_grad.dtype, 4, x);
   return ENG_OK;

@@ -95,7 +95,7 @@ static eng_status check_inputs(op_call *c)
   if (info->n_out >= 0) c->n_out = info->n_out;
   for (int k = 0; k < 2; k++)
     if (!c->out[k] && op_adds_onto(c, k))
-      return error_set(ENG_ERR_VALUE, "%s: cannot add onto a missing output", info->name);
+      return error_set(ENG_ERR_VALUE, "%s: expected an output to add to, got none", info->name);
   return ENG_OK;
 }
 

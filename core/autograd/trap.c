@@ -42,7 +42,7 @@ void eng_trap_module(int module)
   int node = eng_tape_length();
   if (node == 0) n_starts = 0;             // a new tape
   if (n_starts > 0 && starts[n_starts - 1].node == node) n_starts--;
-  // without memory, these nodes are attributed to the module before
+  // if memory runs out, these nodes are attributed to the previous module
   if (!ARRAY_GROW(starts, starts_room, n_starts + 1)) return;
   starts[n_starts++] = (module_start){node, module};
 }

@@ -201,7 +201,7 @@ eng_status eng_file_checksum(uint32_t *crc, int64_t *size, const char *path)
   *crc = 0;
   *size = 0;
   ENG_TRY(file_open(&fd, size, path));
-  *size = 0;   // from here on the bytes read, because the file may be growing
+  *size = 0;   // now counts the bytes that are read, because the file may be growing
   char *block = malloc(BLOCK);
   eng_status status = block == NULL ? error_set(ENG_ERR_MEMORY, "%s: out of memory", path) : ENG_OK;
   while (status == ENG_OK) {
