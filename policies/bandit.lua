@@ -4,8 +4,8 @@
 -- takes over. Old costs are discounted, because training changes. Source: discounted UCB1 (Auer et
 -- al., 2002).
 
--- Each rule moves a scale of its own. `dynamic` looks at overflows; the others aim the largest
--- stored gradient at a number.
+-- Each rule moves its own scale. `dynamic` reacts to overflows only; each other rule has a target
+-- for the largest stored gradient.
 local rules = {
   { name = "dynamic", next = function(s, r)
     s.good = r.overflow and 0 or (s.good or 0) + 1
@@ -51,10 +51,10 @@ return {
     arm.cost = arm.cost + (record.overflow and 1 or kept > 0 and record.underflow / kept or 0)
     arm.steps = arm.steps + 1
     for i, a in ipairs(state.arms) do
-      -- A rule with a smaller scale might not have overflowed, so its scale stays as it is.
+      -- At its smaller scale a rule might not have overflowed, so its scale does not change.
       if not record.overflow or i == state.arm or a.scale >= record.scale then
         local wanted = rules[i].next(a, record)
-        if i ~= 1 and not record.overflow then              -- moves a fifth of the way, in octaves
+        if i ~= 1 and not record.overflow then              -- 1/5 of the way, at most 1/5 octave
           wanted = a.scale * math.max(0.5, math.min(2, wanted / a.scale))^0.2
         end
         a.scale = math.max(options.min_scale, math.min(options.max_scale, wanted))

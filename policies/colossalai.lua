@@ -4,7 +4,7 @@
 -- interrupted.
 return {
   name = "colossalai",
-  doc  = "ColossalAI's DynamicGradScaler: hysteresis that growth refills, optional limits.",
+  doc  = "ColossalAI's DynamicGradScaler: hysteresis that growth refills, optional scale limits.",
 
   options = {
     initial_scale   = 2^16,

@@ -1,9 +1,9 @@
 -- Dynamic loss scaling of DeepSpeed's DynamicLossScaler on the ZeRO path, number for number. The
 -- first growth comes scale_window + 1 good steps after the start or an overflow, later ones every
 -- scale_window steps. An overflow that hysteresis absorbs also restarts the window. Differences:
--- where DeepSpeed raises an exception at the smallest scale, the policy asks for a clean stop and
--- says what to do. Where DeepSpeed's scale would reach infinity, the policy keeps the last finite
--- one, or with strict=false stops the run at that step.
+-- where DeepSpeed raises an exception at the smallest scale, the policy stops the run, and its
+-- reason says what to do. Where DeepSpeed's scale would reach infinity, the scale keeps its last
+-- finite value, or with strict=false the run stops at that step.
 return {
   name = "deepspeed",
   doc  = "DeepSpeed's DynamicLossScaler (ZeRO): hysteresis, a window, a smallest scale.",

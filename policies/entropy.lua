@@ -1,17 +1,17 @@
--- Low attention entropy means a confident model with small gradients, hence a larger scale. The
--- script publishes the mean entropy of its attention rows in nats:
+-- Raises the loss scale when attention entropy is low: the model is then confident, and its
+-- gradients are small. The script publishes the mean entropy of its attention rows in nats:
 -- engine.signal("attention_entropy", H). scale = base * (1 + (1 - H) * gain), with H clamped to
--- [0.1, 2] and the factor to at least `least` (with gain 2 it would be negative at H = 2). base is
--- a dynamic scale, because entropy does not show overflow. Source: the entropy-adaptive recipe in
--- ms-swift's guides; no known system ships it.
+-- [0.1, 2]. The factor on base is at least `least`; without this limit, gain 2 would make it
+-- negative at H = 2. base is a dynamic scale, because entropy does not show overflow. Source: the
+-- entropy-adaptive recipe in ms-swift's guides; no known system ships it.
 return {
   name = "entropy",
   doc  = "A dynamic scale times a factor that grows as attention entropy falls.",
 
   options = {
-    init_scale      = 2^13,   -- first base
+    init_scale      = 2^13,   -- initial base
     gain            = 2,
-    least           = 0.25,   -- smallest factor
+    least           = 0.25,   -- smallest factor on base
     low             = 0.1,    -- the entropy is clamped to low..high, in nats
     high            = 2,
     decay           = 0.95,   -- decay of the moving mean of the entropy

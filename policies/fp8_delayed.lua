@@ -3,11 +3,12 @@
 -- pass over the tensor. The scale is computed, by the recipe's margin, format and rule, from the
 -- largest of the last `history` amaxes (algorithm=max) or from the last amax (most_recent).
 --
--- An amax that is 0, inf or nan leaves the scale unchanged and stays out of the history. In
--- Transformer Engine such an amax enters the history, so that an inf from a skipped step holds the
--- scale for the length of the history. Amaxes of gradients are stored without the loss scale and
--- multiplied by the next one, so a moving loss scale does not look like a moving gradient. Before
--- its first amax is known, a tensor is scaled by its own current amax; in Transformer Engine, by 1.
+-- An amax that is 0, inf or nan leaves the scale unchanged and does not enter the history. In
+-- Transformer Engine such an amax enters the history, so an inf from a skipped step keeps the scale
+-- constant for the length of the history. Amaxes of gradients are stored without the loss scale and
+-- multiplied by the next loss scale, so a change of the loss scale does not look like a change of
+-- the gradients. Before its first amax is known, a tensor is scaled by its own current amax; in
+-- Transformer Engine, by 1.
 return {
   name    = "fp8_delayed",
   doc     = "Scales FP8 tensors by the amaxes of the last steps (delayed scaling).",
@@ -28,8 +29,8 @@ return {
     state.step = now
     local scales = {}
     for name, t in pairs(record.tensors) do
-      -- peaks: { step, amax, step, amax, ... }, the amaxes that can still become the largest of a
-      -- window, in falling order.
+      -- peaks: { step, amax, step, amax, ... }, in decreasing order of amax: the amaxes that can
+      -- still become the largest of a window.
       local peaks, amax = state.peaks[name], t.amax
       if amax > 0 and not t.overflow then
         if not peaks or options.algorithm == "most_recent" then
@@ -52,7 +53,7 @@ return {
         scales[name] = peaks[2]
       end
     end
-    -- The default, 2^-126, is an amax that no tensor has. It marks roles without a history.
+    -- The default amax, 2^-126, marks tensors without a history. No tensor has this amax.
     return { scale = 2^-126, scales = scales }
   end,
 }

@@ -1,8 +1,8 @@
--- Takes a layer out of FP8 when the layer loses too much there. The layer computes in high
--- precision for `pause` steps if its signal-to-noise ratio, its share of numbers lost to 0 or its
--- share of clipped numbers passes a limit; then FP8 is tried again. Each further failure makes the
--- pause `grow` times longer, up to `longest`. Reads the meters of all three roles of a layer, so it
--- acts only on steps that the recipe samples (its `sample`).
+-- Takes a layer out of FP8 when quantization loses too much. The layer computes in high precision
+-- for `pause` steps if its signal-to-noise ratio, its share of numbers lost to 0 or its share of
+-- clipped numbers passes a limit; then FP8 is tried again. Each further failure makes the pause
+-- `grow` times longer, up to `longest`. The policy reads the meters of all three roles of a layer,
+-- so it acts only on steps that the recipe samples (its `sample`).
 return {
   name    = "fp8_fallback",
   doc     = "Moves layers with low SNR or high underflow out of FP8 and retries them later.",
@@ -25,7 +25,7 @@ return {
             or options.pause, options.longest)
           state.pause[site], state.back[site] = pause, now + pause
           why = why or string.format(
-            "%s to high precision: %.1f dB, %.2g of its numbers lost to 0, %.2g clipped", name,
+            "%s to high precision: SNR %.1f dB, share lost to 0 %.2g, share clipped %.2g", name,
             t.snr, lost, clipped)
         end
       end

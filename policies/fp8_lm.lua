@@ -4,16 +4,17 @@
 -- authors' code (MS-AMP) does not contain the rule.
 --
 -- This is an FP8 policy because the rule needs counts of saturated elements, which only an FP8
--- layer has: a loss scale would act on gradients that FP8 never sees. Differences that follow:
+-- layer has. A loss scale would also act on gradients that are never cast to FP8. The policy
+-- therefore differs from the paper:
 --   - mu is per layer and acts on the gradient of a layer's output (`:dy`); in the paper there is
 --     one mu, on the weight gradients that ranks reduce in FP8.
---   - mu starts where the first measured amax just fits.
+--   - The first mu scales the first measured amax to FP8's largest number.
 --   - Elements are counted only at the steps that the recipe samples. At such a step mu grows for
 --     all steps since the last count. sample=1 is the paper's rule; with sample=0 gradients are
 --     scaled by their own amax, as if there were no policy.
 --   - An element counts as saturated if it is beyond the largest number; in the paper also if it is
 --     equal to that number.
--- A step with inf or nan in a tensor, or with nothing but zeros, changes nothing for that tensor.
+-- If a tensor has an inf or nan, or only zeros, the step does not change the tensor's mu.
 return {
   name    = "fp8_lm",
   doc     = "FP8-LM: halves a gradient's FP8 scale when too much saturates, else grows it slowly.",
@@ -33,12 +34,12 @@ return {
     state.step = now
     for name, t in pairs(record.tensors) do
       if string.match(name, ":dy$") then
-        local top = state.tops[name]           -- the largest magnitude that FP8 can hold: 1 / mu
+        local top = state.tops[name]           -- largest magnitude that does not saturate, ~ 1 / mu
         if t.measured and t.amax > 0 and not t.overflow then
           if not top then top = t.amax
           elseif t.clipped > options.threshold * t.measured then top = top * 2
           else top = top / 2^((now - state.counted[name]) / options.growth_interval) end
-          -- 2^-126 marks roles without a scale of their own, so a scale is at least 2^-125.
+          -- 2^-126 marks tensors without a scale, so a scale is at least 2^-125.
           top = math.max(2^-125, math.min(top, 2^127))
           state.tops[name], state.counted[name] = top, now
         end

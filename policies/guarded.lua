@@ -16,11 +16,11 @@ return {
     max_scale       = 2^24,
     bad_row         = 5,      -- overflows in a row after which growth pauses
     pause           = 2000,   -- steps without growth
-    clip            = 1,      -- largest norm of an update's gradient; inf: none
-    -- The scale grows only if stored gradients then stay below this, and halves if they exceed
-    -- twice this; inf: no limit.
+    clip            = 1,      -- largest gradient norm of an update; inf: none
+    -- The scale grows only if the largest stored gradient then stays at or below this, and halves
+    -- if that gradient exceeds twice this; inf: no limit.
     ahead           = 2^14,
-    patience        = 50,     -- overflows in a row at the floor that stop the run
+    patience        = 50,     -- overflows in a row that stop the run if the scale is at the floor
   },
 
   init = function(options)

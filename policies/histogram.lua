@@ -2,7 +2,7 @@
 -- and all others. Every `period` steps the scale halves if the share of gradients in the upper bin
 -- is above `threshold`; otherwise it doubles. Source: Graphcore PopART's automatic loss scaling.
 -- Differences: PopART has no limits on the scale and skips no steps, and here the scale does not
--- double for `wait` steps after an overflow.
+-- double for `wait` good steps after an overflow.
 return {
   name = "histogram",
   doc  = "Halves or doubles the scale by the share of gradients above an eighth of the range.",
@@ -10,10 +10,10 @@ return {
 
   options = {
     init_scale = 2^12,
-    threshold  = 1e-7,    -- share of gradients that may be large
+    threshold  = 1e-7,    -- largest allowed share of large gradients
     edge       = 13,      -- stored gradients from 2^edge on are large; 2^13 is an eighth of 2^16
-    period     = 10,      -- steps between two decisions
-    wait       = 100,     -- steps without growth after an overflow
+    period     = 10,      -- good steps between two decisions
+    wait       = 100,     -- good steps without growth after an overflow
     min_scale  = 2^-10,
     max_scale  = 2^32,
   },

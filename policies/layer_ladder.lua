@@ -1,8 +1,8 @@
 -- Moves each layer up and down the recipe's `ladder`, for example NVFP4, MXFP8, high precision. A
--- layer goes one rung up if the signal-to-noise ratio of any of its tensors falls below `snr` dB
--- (once the layer is on the ladder, below `snr_high`). After `pause` steps there it tries the rung
--- below; each failure makes its pause `grow` times longer, up to `longest`. Acts only on steps that
--- the recipe samples.
+-- layer goes one rung up, to a higher precision, if the signal-to-noise ratio of any of its tensors
+-- falls below `snr` dB (`snr_high` once the layer is on a rung of the ladder). After `pause` steps
+-- on a rung it tries the rung below; each failure makes its pause `grow` times longer, up to
+-- `longest`. The policy moves layers up only on steps that the recipe samples.
 return {
   name    = "layer_ladder",
   doc     = "Moves each layer between the rungs of an FP8 recipe's ladder by its SNR.",
@@ -28,7 +28,7 @@ return {
         state.pause[site] = math.min(state.pause[site] and state.pause[site] * options.grow
           or options.pause, options.longest)
         state.rung[site], state.down[site] = rung + 1, now + state.pause[site]
-        why = why or string.format("%s goes up to rung %d: %.1f dB", site, rung + 1, snr)
+        why = why or string.format("%s goes up to rung %d: SNR %.1f dB", site, rung + 1, snr)
       end
     end
     for site, rung in pairs(state.rung) do

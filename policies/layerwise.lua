@@ -4,9 +4,10 @@
 -- nothing. Each scale follows the layer's recent peak, which decays slowly, so that rare spikes
 -- keep their headroom.
 --
--- Groups come in the model's order, and an infinity propagates toward the input. So of the groups
--- with an infinity, only the last (nearest to the loss) backs off. If that does not help, the layer
--- after it backs off too, because that layer may have passed on an infinity without showing one.
+-- record.groups is in the model's order, and an inf propagates toward the input. So only the last
+-- group with an inf (the nearest to the loss) backs off. If that group has an inf in more than
+-- three steps in a row, the layer after it backs off too: the inf may begin there, in an activation
+-- gradient, which record.groups does not cover.
 -- Sources: Zhao et al., Adaptive Loss Scaling (2019); fairscale's LayerwiseGradientScaler.
 return {
   name = "layerwise",
@@ -46,7 +47,7 @@ return {
           layer.scale = layer.scale / 4
         end
       elseif layer.peak > 0 then
-        -- All zero: even the largest gradient was lost.
+        -- In an all-zero group even the largest gradient underflowed.
         local amax = group.amax > 0 and group.amax or smallest
         layer.peak = math.max(amax, layer.peak * (amax / layer.peak)^options.forget)
       else layer.peak = group.amax end
@@ -54,7 +55,7 @@ return {
       local wanted = 2^math.floor(math.log(options.target / peak) / math.log(2))
       if wanted < layer.scale then layer.scale = wanted
       elseif not record.overflow and wanted > 2 * layer.scale then
-        -- A layer without gradients searches near its neighbour's scale.
+        -- Without nonzero gradients, a scale grows to at most 2^8 times the next layer's.
         local most = group.amax > 0 and options.max_scale or math.max(layer.scale, above * 2^8)
         layer.scale = math.min(wanted, layer.scale * options.up, most)
       end
@@ -63,7 +64,7 @@ return {
       state.layers[group.name], scales[group.name] = layer, layer.scale
     end
     state.guilty = guilty
-    -- The loss lies outside all layers and has the last layer's scale.
+    -- The loss is outside all layers and gets the last layer's scale.
     state.scale = last or state.scale
     return { scale = state.scale, scales = next(scales) and scales or nil,
       reason = guilty and "overflow: " .. guilty .. " backs off" or nil }

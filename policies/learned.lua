@@ -1,20 +1,19 @@
--- A learned scale: the logarithm of the scale is a parameter that descends, step by step, on the
--- cost (lost share of gradients) + price * overflow. Lost bits push the scale up, an overflow
--- pushes it down by `price`, and momentum smooths both. Nothing else is assumed about the
--- gradients. Source: the "learned scale" of the surveys, here as online gradient descent with one
--- parameter.
+-- A learned scale: log2(scale) is a parameter that online gradient descent trains, one update per
+-- step, on the cost (share of gradients that lost bits) + price * overflow. Lost bits push the
+-- scale up, an overflow pushes it down by `price`, and momentum smooths both. The rule assumes
+-- nothing else about the gradients. Source: the "learned scale" of the surveys.
 return {
   name = "learned",
-  doc  = "Moves log2(scale) by a small online rule from underflow and overflow counts.",
+  doc  = "Learns log2(scale) online from the counts of underflow and overflow.",
   needs = { "underflow", "zeros", "amax" },
 
   options = {
     init_scale = 2^12,
-    rate       = 1,       -- octaves per step at full push
+    rate       = 1,       -- octaves per step at a push of 1
     momentum   = 0.8,
-    share      = 0.01,    -- share of subnormal gradients that pushes with half the force
+    share      = 0.01,    -- share of subnormal gradients at which the push up is half its largest
     price      = 5,       -- cost of an overflow; a step that loses all gradients costs 1
-    edge       = 16384,   -- a larger stored gradient pushes down by its octaves above the edge
+    edge       = 16384,   -- a larger stored gradient pushes down by its octaves above edge, up to 1
     min_scale  = 2^-10,
     max_scale  = 2^32,
   },

@@ -1,8 +1,8 @@
 -- Follows the learning rate's schedule. While the rate is high or rising, weights and gradients
--- change fast, so growth waits. As the rate falls, gradients change slowly and become small, so
--- growth comes sooner, down to every `least` steps. An upward jump of the rate (a restart, a new
--- stage) lowers the scale as a precaution. Source: a suggestion in ms-swift's guides; no known
--- system ships it.
+-- change fast, so the scale grows rarely or not at all. As the rate falls, gradients change slowly
+-- and become small, so the scale grows more often, at most once in `least` good steps. An upward
+-- jump of the rate (a restart, a new stage) halves the scale as a precaution. Source: a suggestion
+-- in ms-swift's guides; no known system ships it.
 return {
   name = "lr_coupled",
   doc  = "A dynamic scale whose growth interval shrinks with the learning rate.",
@@ -11,7 +11,7 @@ return {
     init_scale      = 2^16,
     growth_interval = 2000,   -- good steps in a row until growth, at the highest rate seen
     least           = 50,     -- good steps in a row until growth, at rates near zero
-    jump            = 2,      -- growth of the rate in one step that halves the scale
+    jump            = 2,      -- growth of the rate in one step beyond this factor halves the scale
     min_scale       = 2^-10,
     max_scale       = 2^32,
   },
@@ -25,7 +25,7 @@ return {
   end,
 
   decide = function(state, record, options)
-    -- A rate of nan counts as unknown.
+    -- If the rate is 0, inf or nan, uses the last valid rate.
     local lr = record.lr > 0 and record.lr < math.huge and record.lr or state.lr
     local before, reason = state.scale, nil
     state.peak = math.max(state.peak, lr)

@@ -1,7 +1,7 @@
 -- Dynamic loss scaling of metaseq's DynamicLossScaler (OPT), number for number: fairseq's scaler
 -- with a small first scale and a window that grows and shrinks with the scale. It never stops the
--- run for a small scale: an overflow that would take the scale below min_loss_scale leaves it
--- unchanged (the window shrinks all the same). The scale is a double. Difference: metaseq's scale
+-- run for a small scale: an overflow that would take the scale below min_loss_scale leaves the
+-- scale unchanged, but still shrinks the window. The scale is a double. Difference: metaseq's scale
 -- can reach infinity; here it keeps its last finite value, or with strict=false the run stops at
 -- that step.
 return {
@@ -13,7 +13,7 @@ return {
     scale_factor   = 2,
     scale_window   = 256,     -- good steps between two growths, at first
     tolerance      = 0,       -- share of overflows since the last change of scale, 0 to 1
-    threshold      = 0,       -- the scale never falls below it; 0: none
+    threshold      = 0,       -- the scale never falls below this; 0: none
     min_loss_scale = 2^-5,
     strict         = true,    -- false: accept settings that are probably mistakes
   },

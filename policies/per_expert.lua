@@ -10,7 +10,7 @@ return {
 
   options = {
     init_scale      = 2^14,
-    experts         = "experts%.%d+$",   -- pattern of the groups that are experts
+    experts         = "experts%.%d+$",   -- Lua pattern that matches the names of expert groups
     target          = 2^13,    -- an expert's largest stored gradient lies in target/4 .. target
     forget          = 0.005,   -- share of the octaves from peak to amax that peak falls per step
     growth_interval = 500,               -- good steps in a row until the common scale grows

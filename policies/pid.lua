@@ -1,7 +1,7 @@
--- A PID controller holds the largest stored gradient at its target: the error is log2(target /
--- largest), in octaves, and the controller moves log2(scale). The velocity form keeps limits from
--- winding up the integral. An overflow counts as an error of `shock` octaves and clears the
--- controller's memory. Source: textbook control (Astrom and Murray, Feedback Systems, chapter 11).
+-- A PID controller keeps the largest stored gradient near its target: the error is log2(target /
+-- largest), in octaves, and the controller moves log2(scale). Its velocity form avoids integral
+-- windup at the limits. An overflow lowers the scale by `shock` octaves and clears the controller's
+-- state. Source: textbook control (Astrom and Murray, Feedback Systems, chapter 11).
 return {
   name = "pid",
   doc  = "A PID controller on log2 of the largest stored gradient.",
@@ -13,7 +13,7 @@ return {
     kp         = 0.05,    -- octaves of scale for each octave that the error changes
     ki         = 0.05,    -- octaves of scale per step for each octave of error
     kd         = 0,       -- octaves of scale for each octave of the error's second difference
-    shock      = 1,       -- octaves that an overflow removes
+    shock      = 1,       -- octaves by which an overflow lowers the scale
     most       = 1,       -- largest change in octaves per step
     min_scale  = 2^-10,
     max_scale  = 2^32,

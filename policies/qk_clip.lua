@@ -1,14 +1,15 @@
 -- QK-clip of MuonClip (Kimi K2, 2025, arXiv 2507.20534). It acts after an update on attention heads
 -- whose largest logit of this step was above `threshold`: the query weights and the key weights of
 -- such a head are both multiplied by the root of threshold / logit, so that the same inputs would
--- give the threshold. Source: section 2.1 of the paper and Megatron-LM's qk_clip (qk_clip_alpha =
--- 0.5) for heads with rotary positions applied to the whole head. The loss scale follows
--- dynamic.lua's rule, or is fixed (bf16: qk_clip:loss_scale=1).
+-- give a largest logit equal to the threshold. Source: section 2.1 of the paper and Megatron-LM's
+-- qk_clip (qk_clip_alpha = 0.5) for heads with rotary positions applied to the whole head. The loss
+-- scale follows dynamic.lua's rule, or is fixed (bf16: qk_clip:loss_scale=1).
 --
--- Differences: biases of queries and keys shrink too. Keys that heads share shrink by the root of
--- the smallest factor, and each head's queries by the rest of that head's factor. A logit that is
--- not finite scales nothing; Megatron-LM stops. A head whose largest logit is below 0 stays as it
--- is; Megatron-LM takes the root of a negative number and makes the head's weights NaN.
+-- Differences: biases of queries and keys shrink too. A key head that several query heads share
+-- shrinks by the root of their smallest factor, and each query head by the rest of its own factor.
+-- A logit that is not finite scales nothing; Megatron-LM stops. A head whose largest logit is below
+-- 0 stays as it is; Megatron-LM takes the root of a negative number and makes the head's weights
+-- NaN.
 return {
   name  = "qk_clip",
   doc   = "MuonClip's QK-clip: shrinks query and key weights of heads with large logits.",

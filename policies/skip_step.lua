@@ -12,8 +12,8 @@
 -- window (keep_nan=true does the same). Statistics are in double; in the original, in float32.
 -- Skipping needs mode=sync.
 
--- Whether the step may proceed, judged by `x`. Adds mean, deviation and z-score to the log; then x
--- enters the window.
+-- Returns whether `x`, a loss or a norm, allows the step to proceed. Adds the window's mean and
+-- deviation and the z-score of x to the log, then adds x to the window.
 local function judge(window, name, x, options, log)
   local n, finite = #window, x - x == 0
   local fine = finite or options.keep_nan

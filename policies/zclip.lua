@@ -1,5 +1,5 @@
--- ZClip: clips the gradient norm where its z-score, against moving means of the norm and of its
--- squared deviation, is above z_thresh. The first warmup_steps norms give the first mean and
+-- ZClip: clips the gradient norm if its z-score, from moving means of the norm and of its squared
+-- deviation, is above z_thresh. The first warmup_steps norms give the first mean and
 -- deviation. The statistics follow the clipped norm. Source: Kumar et al., ZClip (2025, arXiv
 -- 2504.02507), and the package zclip 1.0.0.
 --
@@ -12,7 +12,8 @@
 -- permanently, and from then on only max_grad_norm works (keep_nan=true does the same). A mean of 0
 -- clips nothing; the original would clip to 0 forever.
 
--- The limit for `norm` if its z-score is too high, else nil or false; and the values to log.
+-- Returns the limit for `norm` if its z-score is too high, else nil or false; also the values to
+-- log.
 local function judge(state, norm, options)
   local mean, std, far = state.mean, math.sqrt(state.var), options.z_thresh
   local z = (norm - mean) / (std + options.eps)
