@@ -1,8 +1,8 @@
--- Poisoned batches: every so often features are a thousand times too large and labels are wrong, as
--- after a broken shard or a flipped bit. A scaler that watches only for overflow lets through the
--- poisoned batches that do not overflow, and these damage the weights. At each poisoned batch that
--- overflows, it halves the scale. A policy can also look at the norm and skip the batch, as SPIKES
--- below does in about twenty lines.
+-- Poisoned batches: in every 25th batch features are a thousand times too large and labels are
+-- wrong, as after a broken shard or a flipped bit. A scaler that reacts only to overflow halves the
+-- scale at each poisoned batch that overflows. It applies the poisoned batches that do not
+-- overflow, and these damage the weights. A policy can also read the gradient norm and skip the
+-- batch, as SPIKES below does in about twenty lines.
 --
 --   ./engine examples/bad_batch.lua
 --   ./engine examples/bad_batch.lua policy=dynamic
@@ -38,7 +38,7 @@ return {
   init = function(options) return { scale = options.init_scale, good = 0, usual = 0 } end,
   decide = function(state, record, options)
     if record.overflow then
-      -- An overflow after five good steps or more is blamed on the batch, not on the scale.
+      -- Attributes an overflow after five or more good steps to the batch, not to the scale.
       if state.good < 5 then state.scale = state.scale / 2 end
       state.good = 0
       return { scale = state.scale, reason = "overflow" }

@@ -1,6 +1,6 @@
 -- BERT's masked-token pre-training on text: 15 % of the bytes are chosen; of these 80 % become the
--- mask token, 10 % another byte, and 10 % stay. The model sees both sides of a gap and fills it;
--- the loss counts the chosen positions only.
+-- mask token, 10 % another byte, and 10 % stay. The model predicts the chosen bytes from the bytes
+-- on both sides; the loss counts the chosen positions only.
 --
 --   ./engine examples/bert_mlm.lua
 --   ./engine examples/bert_mlm.lua data=book.txt steps=2000 width=256 heads=8 precision=fp16
@@ -12,7 +12,7 @@ local cfg = engine.config({
   lr = 1e-3, warmup = 30, weight_decay = 0.01, clip = 1.0, precision = "fp16", policy = "",
   seed = 1, run = "", resume = "", log = "line", tensorboard = false,
 }, {
-  data = "a text file; empty: this project's own source", mask = "share of the bytes to guess",
+  data = "a text file; empty: this project's own source", mask = "share of bytes to predict",
   steps = "training steps", batch = "rows of a batch", context = "bytes per row", layers = "blocks",
   width = "features per byte", heads = "attention heads",
   dropout = "dropout in embeddings and residuals", lr = "peak learning rate",
@@ -46,8 +46,8 @@ local MASK, IGNORE = 256, -100      -- bytes are 0..255
 local windows = engine.data.text { path = text, batch = cfg.batch, context = cfg.context,
   seed = cfg.seed }
 
--- The batches of `windows`, with gaps. The engine's generator chooses the positions, so a resumed
--- or retried step masks the same ones.
+-- The batches of `windows`, masked. The engine's random generator chooses the positions, so a
+-- resumed or retried step masks the same positions.
 local masked = {}
 function masked.next()
   local batch = windows:next()

@@ -1,7 +1,7 @@
 -- All policies on one task: the same small GPT, text and seed, in fp16; only the loss scale
 -- differs. Shows how many steps each policy skips, which share of the gradients underflows in its
--- other steps, and the loss. Policies that wait for a number of good steps before they grow wait
--- for `window` steps here, so that growth happens within the run.
+-- other steps, and the loss. Policies that grow the scale after a number of good steps do so after
+-- `window` steps here, so that growth happens within the run.
 --
 --   ./engine examples/compare.lua
 --   ./engine examples/compare.lua policies=dynamic,megatron,./mine.lua seeds=5 steps=600
@@ -31,7 +31,7 @@ if cfg.width % cfg.heads ~= 0 then
   engine.config.fail("width: expected a multiple of the heads, %d, got %d", cfg.heads, cfg.width)
 end
 
--- The text of a file, looked up here and then next to the examples.
+-- The text of a file, looked up in the working directory and then beside examples/.
 local function text_of(path)
   local file = io.open(path, "rb")
     or io.open((arg[0]:match("^(.*)/") or ".") .. "/../" .. path, "rb")

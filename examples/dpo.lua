@@ -1,9 +1,9 @@
 -- Direct preference optimization in fp16 on synthetic preferences: of two sequences, the one that
--- counts upward is preferred. The loss is -log sigmoid(beta * (margin of the policy - margin of the
--- frozen reference)); log-probabilities are sums over tokens, so its gradients are violent. The
--- example compares policy=guarded (backs off by x0.3 to a floor, pauses growth, clips at 1) with
--- dynamic. KL, the distance of the trained model pi from the reference, is estimated as
--- |log pi - log pi_ref| of a sequence per token, averaged over preferred and rejected sequences.
+-- counts upward is preferred. The loss is -log sigmoid(beta * (margin of the trained model - margin
+-- of the frozen reference)). Log-probabilities are sums over tokens, so gradients vary strongly.
+-- The example compares policy=guarded (backs off by x0.3 to a floor, pauses growth, clips at 1)
+-- with dynamic. KL, the distance of the trained model pi from the reference, is estimated per token
+-- as |log pi - log pi_ref| / T of a sequence of T tokens, averaged over all sequences.
 --
 --   ./engine examples/dpo.lua
 --   ./engine examples/dpo.lua policy=dynamic
@@ -12,9 +12,9 @@
 -- Measured with seeds=5 (steps skipped of 120, largest jump of the KL in a step, KL at the end,
 -- loss): dynamic 4, 0.041 +- 0.009, 0.408 +- 0.003, 0.0027; guarded 2.2 +- 0.4, 0.066 +- 0.011,
 -- 0.620 +- 0.006, 0.00014; in fp32 0.042 +- 0.007, 0.412, 0.0026. guarded skips half as many steps,
--- but the smoother KL that the recipe promises does not appear: under AdamW, clipping to 1 evens
--- out the sizes of gradients, so late, small gradients count as much as early ones, and the policy
--- moves further from the reference.
+-- but its KL is not smoother, contrary to the recipe's promise. Under AdamW, clipping to 1 makes
+-- gradients nearly equal in size, so late, small gradients count as much as early ones, and the
+-- model moves further from the reference.
 local engine = require "engine"
 
 local cfg = engine.config({ policy = "guarded", seeds = 0, seed = 1, steps = 120, pairs = 16,
@@ -39,7 +39,7 @@ local function model_of(seed)
 end
 
 -- An endless source of pairs: x [2 pairs x T], with the preferred sequences first, and y, which is
--- x shifted by one token. The number of the batch is the seed.
+-- x shifted by one token. The index of the batch seeds its random numbers.
 local function pairs_of(seed)
   local loader = { at = 0 }
   function loader:next()

@@ -1,7 +1,7 @@
--- Fine-tunes a model of Hugging Face with adapters, from its folder, with its tokenizer: on
--- conversations (method=sft) or on preferences (method=dpo), each a file of JSON lines. Writes the
--- adapters as PEFT reads them, and the model with the adapters in its weights as transformers reads
--- it. A second call can go on from the adapters of the first.
+-- Fine-tunes a Hugging Face model with adapters, on conversations (method=sft) or on preferences
+-- (method=dpo). The model and its tokenizer come from a folder, the data from a file of JSON lines.
+-- Writes the adapters in PEFT's format, and the model with merged adapters in transformers' format.
+-- A second call can continue from the adapters of the first.
 --
 --   ./engine examples/finetune.lua model=FOLDER data=chats.jsonl out=tuned
 --   ./engine examples/finetune.lua model=FOLDER data=pairs.jsonl method=dpo from=tuned out=better
@@ -10,8 +10,8 @@
 -- chats.jsonl: {"messages":[{"role":"user","content":".."},{"role":"assistant","content":".."}]}
 -- pairs.jsonl: {"prompt":"..","chosen":"..","rejected":".."}
 --
--- Conversations become text by the chat template in the folder, else by ChatML; prompts and answers
--- of preferences are taken as they are.
+-- The chat template in the folder turns conversations into text; without one, ChatML does. Prompts
+-- and answers of preferences are used unchanged.
 local engine = require "engine"
 local files = require "engine.base.file"
 
@@ -21,7 +21,7 @@ local cfg = engine.config({ model = "", data = "", method = "sft", from = "", ou
   log = "line" },
   { model = "folder of a Hugging Face model with its tokenizer", data = "file of JSON lines",
     method = { "conversations or preferences", choices = { "sft", "dpo" } },
-    from = "folder of an earlier call, or of PEFT adapters, to go on from; empty: new adapters",
+    from = "output folder of an earlier call, or PEFT adapters, to continue; empty: new adapters",
     out = "folder for `adapter` and `merged`", match = "patterns of the layers with adapters",
     rank = "rank of the adapters", alpha = "adapters are scaled by alpha / rank",
     steps = "training steps", batch = "conversations or pairs per step",

@@ -33,7 +33,7 @@ if cfg.width % 32 ~= 0 or cfg.batch * cfg.context % 32 ~= 0 then
 end
 
 -- forward, dgrad, wgrad: products whose factors are quantized; sr: gradients round stochastically;
--- hadamard, signs: the size and the signs of a transform of wgrad's factors.
+-- hadamard, signs: the size and the signs of the Hadamard transform of wgrad's factors.
 local VARIANTS = { { "bf16" }, { "forward", forward = true }, { "dgrad", dgrad = true },
   { "wgrad", wgrad = true }, { "dgrad, stochastic", dgrad = true, sr = true },
   { "wgrad, stochastic", wgrad = true, sr = true },
@@ -45,7 +45,8 @@ local VARIANTS = { { "bf16" }, { "forward", forward = true }, { "dgrad", dgrad =
 
 local draws = 0     -- transforms with random signs so far
 
--- x [M x K] quantized along its rows, or [K x M] along its columns, as bf16.
+-- x [M x K] quantized along its rows, as bf16; if turned, quantized along its columns and
+-- transposed to [K x M].
 local function fp4(x, o, turned, stochastic)
   local q = engine.mx.quantize(x, { format = "e2m1", rule = "rceil", transposed = turned,
     sr_bits = stochastic and 8 or 0, hadamard = turned and o.hadamard or nil,

@@ -1,4 +1,4 @@
--- The effect of outliers on all other elements: one in a thousand activations is 2^s times larger.
+-- The effect of outliers on all other elements. One in a thousand activations is 2^s times larger.
 -- One scale for all elements must cover the largest, which pushes the others toward the subnormals;
 -- with a scale for each 1 x 128 block this happens only to the outlier's neighbours. The
 -- signal-to-noise ratio is that of the other elements.

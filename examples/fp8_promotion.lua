@@ -1,7 +1,7 @@
--- How much a long sum loses in Hopper's FP8 accumulator, and how much is saved by adding the
--- accumulator to an f32 sum at intervals. The tensor cores keep 13 fraction bits and truncate, so a
--- sum of K products of one sign loses a share that grows with K. The error here is that of the
--- accumulator alone, relative to exact sums of the same codes.
+-- How much precision a long sum loses in Hopper's FP8 accumulator, and how much promotion recovers.
+-- Promotion adds the accumulator to an f32 sum at intervals. The tensor cores keep 13 fraction bits
+-- and truncate, so a sum of K products of one sign loses a share that grows with K. The error here
+-- is that of the accumulator alone, relative to exact sums of the same codes.
 --
 --   ./engine examples/fp8_promotion.lua
 --   ./engine examples/fp8_promotion.lua draws=2000 svg=promotion.svg

@@ -3,7 +3,7 @@
 -- numbers and finds large differences: promotion and block scales raise the signal-to-noise ratio
 -- from about 1 dB to 28 dB.
 --
--- Part 1 is the study as printed. Its numerics are not a tensor core's:
+-- Part 1 is the study as published. Its numerics are not those of a tensor core:
 --   - an IEEE-like E4M3 with infinities and a largest number of 240; ties away from zero;
 --     products and running sums rounded to it
 --   - values in (0.013672, 0.015625) round one subnormal step too low, a bug of its simfloat;
@@ -44,8 +44,8 @@ end
 
 local floor, abs, log = math.floor, math.abs, math.log
 
--- x rounded to `fraction` bits with smallest exponent `least`, ties away from zero; infinite from
--- `over` on.
+-- x rounded to `fraction` bits with smallest exponent `least`, ties away from zero. Results whose
+-- magnitude is `over` or more become infinite.
 local function rounded(x, fraction, least, over)
   local size = abs(x)
   if size == 0 or size ~= size or size == math.huge then return x end
@@ -68,8 +68,9 @@ end
 -- the study's context (8, 8), which its block scaling uses: 8 fraction bits
 local function wide(x) return rounded(x, 8, -126, math.huge) end
 
---- The dot product of n elements from `at` on, which are multiplied by `factor` first: products and
---- sums in E4M3; with `chunk`, the sums of `chunk` products each are added in doubles.
+--- The dot product of the n elements of a and b from index `at` (from 0), each multiplied by
+--- `factor` first. Products and sums are in E4M3. With `chunk`, sums of `chunk` products each are
+--- added in doubles.
 local function fixed(a, b, at, n, factor, chunk)
   local total, sum = 0, 0
   for i = 0, n - 1 do
@@ -79,8 +80,9 @@ local function fixed(a, b, at, n, factor, chunk)
   return (total + sum) / factor / factor
 end
 
---- The dot product from `at` on with a factor of 224 / max for each chunk of each operand (nil: one
---- chunk): products and sums in the context (8, 8), sums of chunks added in doubles.
+--- The dot product of the n elements from index `at` (from 0), with a factor of 224 / max for each
+--- chunk of each operand (chunk = nil: one chunk). Products and sums are in the context (8, 8); the
+--- sums of chunks are added in doubles.
 local function blocks(a, b, at, n, chunk)
   local total = 0
   for from = 0, n - 1, chunk or n do
@@ -118,7 +120,7 @@ local HOPPER = {
   { "1x128 pow2, every 128", { block = "1x128", pow2 = true }, 128 },
 }
 
---- Dot products of the rows of a and b [samples x n]: the diagonal of small products.
+--- Dot products of the rows of a and b [samples x n]: the diagonals of products of 16 rows.
 local function hopper(a, b, method, samples)
   local list = {}
   for from = 1, samples, 16 do
@@ -196,7 +198,7 @@ for column, kind in ipairs(COLUMNS) do
     end
   end)
 end
-print("The study as printed: e4m3 with 240, sums rounded to it, correlation r, n numbers")
+print("The study as published: e4m3 up to 240, sums rounded to e4m3, correlation r, n numbers")
 lab.table(heads, first)
 print("\nThe same with Hopper's numbers")
 lab.table(heads, second)

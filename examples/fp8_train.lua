@@ -1,6 +1,6 @@
--- The same model, data and seeds under fp32, bf16, fp16 and every FP8 recipe: losses on held-out
--- text at the end with their spread, and the distance of each from bf16's. The runs differ only in
--- their number formats.
+-- The same model, data and seeds under fp32, bf16, fp16 and every FP8 recipe. Prints the last
+-- losses on held-out text with their spread, and the distance of each from bf16's. The runs differ
+-- only in their number formats.
 --
 --   ./engine examples/fp8_train.lua                                  a GPT, a few minutes
 --   ./engine examples/fp8_train.lua recipes=bf16,fp8_block,fp8_delayed seeds=5 steps=1200
@@ -15,9 +15,9 @@
 --   fp8_block    0.3919 +- 0.0011    +0.029 +- 0.198 %    0.3926 +- 0.0017    +0.185 +- 0.122 %
 --   fp8_delayed  0.3925 +- 0.0013    +0.178 +- 0.285 %    0.3926 +- 0.0018    +0.178 +- 0.209 %
 -- The means are within 0.25 % of bf16's, which is less than the difference between bf16's own seeds
--- (0.4 %). After 300 steps, where the loss still falls fast, runs are further
--- apart: +0.929 +- 1.626 % and +1.738 +- 1.447 %. Measured with model=moe, seeds=2, steps=300, also
--- while the loss falls; two seeds do not establish an order:
+-- (0.4 %). After 300 steps, where the loss still falls fast, the distances are larger: fp8_block
+-- +0.929 +- 1.626 %, fp8_delayed +1.738 +- 1.447 %. Measured with model=moe, seeds=2, steps=300,
+-- also while the loss falls; two seeds do not establish an order:
 --   fp32         0.5970 +- 0.0066    -1.019 +- 0.427 %
 --   bf16         0.6031 +- 0.0041
 --   fp16         0.5985 +- 0.0138    -0.769 +- 1.618 %

@@ -1,6 +1,6 @@
--- A small GPT that learns to write what it reads, byte by byte, in fp16 with dynamic loss scaling.
--- Without text of yours it reads this project's own source. The live line shows the loss, the
--- loss scale and the skipped steps; at the end it writes a sample and plots the run.
+-- A small GPT over bytes, in fp16 with dynamic loss scaling. Without data= it learns this project's
+-- own source. The live line shows the loss, the loss scale and the skipped steps. At the end the
+-- script prints a generated sample and plots the run.
 --
 --   ./engine examples/gpt.lua
 --   ./engine examples/gpt.lua data=book.txt steps=2000 layers=6 width=384 heads=6 context=256
@@ -33,7 +33,7 @@ local cfg = engine.config({
   threads = "threads to use; 0: all",
   mode = { "lagged: the policy decides one step late, and the host never waits for the card",
     choices = { "sync", "lagged" } },
-  graph = "on a card: forward and backward are one launch",
+  graph = "on a card: launch the forward and backward pass as one graph",
   shadow = "policies that run in shadow: a,b",
   trap = "overflow: name the operation in which an overflow began",
   tensorboard = "event files for TensorBoard, in the run's directory",
@@ -44,12 +44,12 @@ local cfg = engine.config({
   log = { "what to show", choices = { "line", "json", "quiet" } },
   sample = "bytes to write at the end; 0: none", top_k = "sample from the k most likely; 0: all",
   temperature = "temperature of the sample; 0: always the most likely byte",
-  zero = "several ranks divide 1: the optimizer's state, 2: also gradients, 3: also weights",
+  zero = "ZeRO: ranks divide 1: the optimizer's state, 2: also gradients, 3: also weights",
   comm_dtype = { "several ranks: the format in which gradients are sent",
     choices = { "own", "fp32", "bf16", "fp16", "fp8" } },
   wire = { "comm_dtype's name in version 0.1", hidden = true,
     choices = { "", "own", "fp32", "bf16", "fp16", "fp8" } },
-  bucket = "several ranks: MiB of gradients sent together",
+  bucket = "several ranks: MiB of gradients in one message",
   agree_every = "several ranks: steps between comparisons of their weights; 0: never",
 }, {
   count = "steps batch context layers width heads accumulate keep",

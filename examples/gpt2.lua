@@ -1,13 +1,13 @@
 -- Fine-tunes a GPT-2 (or a Llama, a Qwen) from Hugging Face's files, or trains a GPT-2 from
--- scratch, on a file of tokens: .npy of `engine data tokenize`, or .bin of nanoGPT and llm.c.
--- save= writes the same files, which transformers can load.
+-- scratch, on a file of tokens: .npy from `engine data tokenize`, or .bin from nanoGPT and llm.c.
+-- save= writes the model in Hugging Face's format, which transformers can load.
 --
 --   ./engine examples/gpt2.lua model=gpt2 data=train.bin steps=100 batch=4 context=64 save=tuned
 --   ./engine examples/gpt2.lua model=gpt2 data=train.bin precision=bf16 accumulate=8 run=tune
 --   ./engine examples/gpt2.lua data=train.bin layers=6 width=384 heads=6 precision=fp16
 --   ./engine examples/gpt2.lua model=gpt2 data=train.bin shuffle=false seed=1 log=json
 --
--- The last line reads the same windows as llm.c's loader. Weight decay acts on matrices and
+-- The last command reads the same windows as llm.c's loader. Weight decay acts on matrices and
 -- embeddings only. The output head is the token embedding, as in GPT-2.
 local engine = require "engine"
 

@@ -6,9 +6,10 @@
 --   ./engine examples/hot_swap.lua
 --   ./engine examples/hot_swap.lua run=swap      then: engine attach swap, and history:events()
 --
--- Measured with the defaults: at scale 16, 3.0 % of the gradients lose bits; aiming at an amax of
--- 8192 (scale 2^15) reduces that to 0.01 % and skips nothing; the bad idea skips 7 of its 11 steps
--- and is undone; the half-written file is rejected with the line of its mistake.
+-- Measured with the defaults: at scale 16, 3.0 % of the gradients lose bits; a target of 8192 for
+-- the largest stored gradient (scale 2^15) reduces that to 0.01 % and skips nothing; the bad idea
+-- skips 7 of its 11 steps and is undone; the half-written file is rejected with the line of its
+-- mistake.
 local engine = require "engine"
 
 local cfg = engine.config({ steps = 240, batch = 8, context = 32, layers = 2, width = 64,

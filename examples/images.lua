@@ -1,6 +1,6 @@
--- Trains nn.resnet18 or nn.vit to name what an image shows: by default eight shapes that the
--- engine draws, or the PNG and JPEG images of a folder that has a folder for each class. Then it
--- classifies images that it has not seen. ResNet names more than 98 of 100 drawn shapes, after
+-- Trains nn.resnet18 or nn.vit to classify images: by default eight kinds of shapes that the engine
+-- draws, or the PNG and JPEG images of a folder that has a folder for each class. Then it measures
+-- the accuracy on other images. ResNet classifies more than 98 % of drawn shapes correctly, after
 -- about half a minute on two cores.
 --
 --   ./engine examples/images.lua
@@ -70,7 +70,7 @@ local summary = engine.trainer {
   policy = cfg.policy ~= "" and cfg.policy or nil, run = cfg.run ~= "" and cfg.run or nil,
 }:run()
 
--- ------------------------------------------------------------------ images it has not seen
+-- ------------------------------------------------------------------ accuracy on other images
 
 net:eval()
 local right, count, batches = 0, 0, test:batches_per_epoch()

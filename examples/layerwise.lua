@@ -1,15 +1,15 @@
 -- A deep network whose early layers underflow under one global scale, in fp16. An encoder of
 -- `depth` layers learns to classify through a loss with a small weight. A tower on top, whose
 -- gradients do not reach the encoder, estimates a quantity in physical units, in the thousands, and
--- its large gradients hold the global scale down. With a scale for each layer (policy=layerwise)
--- every layer uses fp16's whole range. Losses are computed inside their modules, so that they have
--- the layer's scale, too.
+-- its large gradients keep the global scale low. With a scale for each layer (policy=layerwise)
+-- every layer uses fp16's whole range. Each loss is computed inside a module, so that its gradients
+-- carry that module's scale, too.
 --
 --   ./engine examples/layerwise.lua
 --   ./engine examples/layerwise.lua policy=dynamic
 --   ./engine examples/layerwise.lua seeds=5              compares the policies
 --
--- Measured with seeds=5 (loss of the classes at the end, share of the first layer's gradients that
+-- Measured with seeds=5 (classification loss at the end, share of the first layer's gradients that
 -- became zero, steps skipped of 300): dynamic 2.33 +- 0.14, all, 24.8; dynamic with
 -- growth_interval=50 the same, 28.4; max_value the same, 23; layerwise 0.554 +- 0.059, none, 10; in
 -- fp32 0.484 +- 0.037. Under one scale the encoder learns nothing at all.

@@ -1,6 +1,6 @@
--- A Llama-style decoder on text: rotary positions, RMS norm, SwiGLU, grouped queries (8 heads share
--- 2 keys and values), untied head, in bf16. The trainer is the same as in gpt.lua; only the model
--- differs.
+-- A Llama-style decoder on text: rotary positions, RMS norm, SwiGLU, grouped queries (8 query heads
+-- share 2 key and value heads), untied head, in bf16. The trainer is the same as in gpt.lua; only
+-- the model differs.
 --
 --   ./engine examples/llama.lua
 --   ./engine examples/llama.lua data=book.txt steps=1000 width=384 heads=6 kv_heads=2 hidden=1024

@@ -1,8 +1,8 @@
 -- Low-rank adapters on a frozen low-precision base. A small GPT learns one text in f32; nn.lora
 -- then freezes it, stores the matrices of its blocks in bf16, f16 or fp8 (e4m3), and gives each an
 -- adapter that learns another text in fp16. Few parameters train, and their gradients are tiny at
--- first: fine-tuning that overflows should back off at once and recover slowly
--- (policy=fast_backoff, the QLoRA recipe).
+-- first. policy=fast_backoff (the QLoRA recipe) backs off strongly at an overflow and recovers
+-- slowly.
 --
 --   ./engine examples/lora.lua
 --   ./engine examples/lora.lua base=e4m3 rank=8 dora=true policy=dynamic

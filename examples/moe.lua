@@ -1,8 +1,9 @@
--- A mixture of experts in fp16 in which one expert would hold the scale down for all others. Tokens
+-- A mixture of experts in fp16 in which one expert would keep the scale low for all others. Tokens
 -- come from eight domains, each half as frequent as the one before, and the gate sends each domain
--- to its expert. Now and then a token of the most frequent domain is `large` times larger, and its
+-- to its expert. Rarely, a token of the most frequent domain is `large` times larger, and its
 -- expert's weight gradients overflow. Under one scale each such outlier costs a step and halves the
--- range of all experts. With policy=per_expert only that expert backs off, and remembers the peak.
+-- scale of all experts. With policy=per_expert only that expert backs off, and the policy stores
+-- its peak.
 --
 --   ./engine examples/moe.lua
 --   ./engine examples/moe.lua policy=dynamic
@@ -29,8 +30,8 @@ local cfg = engine.config({ policy = "per_expert", seeds = 0, seed = 1, steps = 
   { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
     seed = "seed for weights and data", steps = "training steps", experts = "experts, and domains",
     batch = "tokens per step, of each rank", hidden = "hidden features of an expert",
-    large = "size of an outlier",
-    every = "one token in this many, if of the first domain, is an outlier", lr = "learning rate",
+    large = "factor on the features of an outlier",
+    every = "every N-th token is an outlier if it is of the first domain", lr = "learning rate",
     precision = { "recipe", choices = { "fp32", "bf16", "bf16_stochastic", "bf16_kahan", "fp16",
       "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "mxfp4", "mxfp4_tseng",
       "mxfp4_quartet", "mxfp4_tetrajet", "nvfp4", "nvfp4_four_over_six", "nvfp4_quartet2" } },

@@ -1,7 +1,7 @@
--- QLoRA: adapters on a model of Hugging Face whose frozen matrices are in NF4, 4.13 bits a number,
--- beside plain LoRA on the same matrices in bf16. Both train in bf16 under the policy fast_backoff.
--- Prints the memory of frozen weights, adapters and optimizer states, and the losses on held-out
--- text. PEFT loads the adapters.
+-- QLoRA: adapters on a Hugging Face model whose frozen matrices are in NF4, 4.13 bits per number,
+-- compared with plain LoRA on the same matrices in bf16. Both train in bf16 under the policy
+-- fast_backoff. Prints the memory of frozen weights, adapters and optimizer states, and the losses
+-- on held-out text. PEFT loads the adapters.
 --
 --   ./engine examples/qlora.lua                            a small Llama, trained and saved first
 --   ./engine examples/qlora.lua model=FOLDER text=FILE save=adapter
@@ -42,7 +42,7 @@ local function train(model, text, held_out, seed, steps, lr, policy)
   return trainer:evaluate_on(data(held_out, 1), 20), optimizer
 end
 
--- A Llama that learned one text, as a folder of Hugging Face.
+-- Trains a small Llama on one text, saves it in Hugging Face's format and returns the folder.
 local function small_llama()
   local folder = os.tmpname()
   os.remove(folder)

@@ -1,15 +1,15 @@
 -- REINFORCE in fp16 with heavy-tailed returns. A network learns to walk from one corner of a grid
--- to the opposite one, against a wind that sometimes pushes it back. An episode returns
--- 0.97^steps, and one in `rare` returns `jackpot` times as much, so a few batches have gradients
--- that are hundreds of times larger than the others. A scale that follows the largest gradient
--- leaves the usual ones near the smallest numbers of fp16; a scale for the usual ones overflows now
--- and then.
+-- to the opposite one, against a wind that sometimes pushes it back. An episode that reaches the
+-- corner returns 0.97^steps, and about one in `rare` of them returns `jackpot` times as much. So a
+-- few batches have gradients that are hundreds of times larger than the others. A scale that
+-- follows the largest gradient leaves the usual gradients near the smallest numbers of fp16; a
+-- scale for the usual gradients overflows at the rare ones.
 --
 --   ./engine examples/reinforce.lua
 --   ./engine examples/reinforce.lua policy=zclip run=walk        then: ./engine plot walk
 --   ./engine contest examples/reinforce.lua --policy dynamic --policy guarded --policy zclip
 --
--- The loss is -sum(log pi(action) * (return - baseline)) / batch, which says nothing about how well
+-- The loss is -sum(log pi(action) * (return - baseline)) / batch, which does not measure how well
 -- the network walks. The held-out loss does: it is minus the mean return without jackpots.
 local engine = require "engine"
 local nn = engine.nn
@@ -20,7 +20,7 @@ local cfg = engine.config({ policy = "dynamic", seed = 1, steps = 200, size = 5,
   { policy = "loss-scaling policy", seed = "seed for weights and episodes", steps = "updates",
     size = "rows and columns of the grid", horizon = "moves after which an episode ends",
     batch = "episodes per update", hidden = "hidden features",
-    jackpot = "factor on the return of rare episodes", rare = "one episode in this many is rare",
+    jackpot = "factor on the return of rare episodes", rare = "one episode in N is rare on average",
     lr = "learning rate", precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
     evaluate_every = "updates between evaluations", run = "name of the run; empty: not stored",
     resume = "auto, or the path of a run or checkpoint",
@@ -67,7 +67,8 @@ local function play(model, jackpots)
   return list
 end
 
--- A batch is only a number. It seeds the batch's episodes, so that a resumed run draws the same.
+-- A batch is only its index, which seeds the batch's episodes, so that a resumed run draws the same
+-- episodes.
 local function numbers(first)
   local loader = { at = first }
   function loader:next()
@@ -79,7 +80,7 @@ local function numbers(first)
   return loader
 end
 
--- The middle return: jackpots do not move it.
+-- The median, because jackpots hardly change it.
 local function median(values)
   local sorted = { unpack(values) }
   table.sort(sorted)

@@ -1,9 +1,9 @@
--- Projects round to E2M1 stochastically in different ways: exact, biased low or biased high. This
--- study measures the bias of each, by trying every byte of random bits or by drawing many with
--- several seeds. The rules, where f is the distance from the lower neighbour as a fraction of the
--- grid's step:
+-- Several projects round to E2M1 stochastically; some of their rules are exact, others biased low
+-- or high. This study measures the bias of each rule, over all values of a random byte or over many
+-- random draws with several seeds. The rules, where f is the distance from the lower neighbour as a
+-- fraction of the grid's step:
 --   te      Transformer Engine's software path: P(up) = floor(256 f) / 256
---   te amd  its AMD port, r < f: P(up) = ceil(256 f) / 256
+--   te amd  its AMD port, up if a random byte / 256 < f: P(up) = ceil(256 f) / 256
 --   mslk    adds 22 random bits to the f32, also below 1, where the grid is wider
 --   floats  the bits of random floats as random bytes, one of the four for each element (here the
 --           last two bytes: sign, exponent and the leading fraction bits of a number in [0, 1))
@@ -18,7 +18,7 @@ local engine = require "engine"
 local lab = require "engine.report.lab"
 
 local cfg = engine.config({ draws = 20000, seeds = 5, svg = "" },
-  { draws = "draws of each number and seed, where not every pattern is tried",
+  { draws = "draws of each number and seed, where not all random bytes are tried",
     seeds = "seeds of these draws", svg = "a file for the curves" },
   { count = "draws seeds", output = "svg" })
 
@@ -28,7 +28,7 @@ local function step(x) return x < 2 and 0.5 or x < 4 and 1 or 2 end
 local function up(x, p) return floor(x / step(x)) * step(x) + p * step(x) end
 local function fraction(x) return x / step(x) - floor(x / step(x)) end
 
--- The mean of x rounded with all 256 bytes weighted by `weight`.
+-- The mean of x rounded with each of the 256 random bytes, weighted by weight(byte).
 local function bytes(x, weight)
   local p, f = 0, fraction(x)
   for byte = 0, 255 do

@@ -1,6 +1,6 @@
--- What does the rule of a block's scale cost? OCP's `floor` clips the largest element of 41.5 % of
--- blocks of E2M1 whose maxima are log-uniform. The same small GPT trains in MXFP4 under each rule,
--- beside bf16. The table also shows the share of clipped maxima and the signal-to-noise ratio.
+-- What does the rule for a block's scale cost? OCP's `floor` clips the largest element in 41.5 % of
+-- E2M1 blocks whose maxima are log-uniform. The same small GPT trains in MXFP4 under each rule, and
+-- in bf16. The table also shows the share of clipped maxima and the signal-to-noise ratio.
 --
 --   ./engine examples/scale_rules.lua
 --   ./engine examples/scale_rules.lua format=e4m3 seeds=5 svg=rules.svg
