@@ -1,9 +1,9 @@
 -- Short jobs with random disturbances. Each must report its end correctly and, once resumed, end
 -- bit-identical to an undisturbed job.
 --   ./engine spec/chaos.lua [runs=500] [seed=1] [seconds=1800] [first=1] [only=NUMBER]
--- A run is spec/dist/job.lua on one to four ranks, drawn from the seed and its number: precision,
--- ZeRO, mode, clipping, how often it writes a checkpoint. The job is started once or twice with one
--- or two of the kinds of disturbance in chaos/disturbances.lua, at random moments; after each of
+-- A run trains spec/dist/job.lua on one to four ranks. The seed and the run's number determine its
+-- plan: precision, ZeRO, mode, clipping, checkpoint interval. The run starts the job once or twice,
+-- each time with one or two disturbances (chaos/disturbances.lua) at random moments. After each of
 -- these jobs, its checkpoints may be damaged. Checks after each disturbed job (chaos/truth.lua):
 --   - all its processes have ended in time, and no message is an error of the engine's own code
 --   - the exit status is one that docs/runs.md states for these disturbances
@@ -11,10 +11,10 @@
 --   - recorded steps equal those of an undisturbed job, bit for bit
 -- Then resume=auto continues the run to its end. The weights and all recorded steps must equal
 -- those of the undisturbed job. Policies that are swapped in choose only the loss scale, a power of
--- two, in formats with f32's range; so they change no bit of the weights, and only the columns that
--- depend on the scale are not compared. Prints a table by kind of disturbance and, for a failure,
--- the command that repeats it. The drawn plan is the same each time; the exact moments depend on
--- the machine.
+-- two, in formats with f32's range. So they change no bit of the weights, and the comparison leaves
+-- out only the columns that depend on the scale. Prints a table by kind of disturbance and, for a
+-- failure, the command that repeats it. The drawn plan is the same each time; the exact moments
+-- depend on the machine.
 local engine = require "engine"
 local C = require("engine.base.ffi").C
 local disturbances = require "spec.chaos.disturbances"
@@ -29,8 +29,8 @@ local folder = helper.folder()
 local disk = folder .. "/disk"
 assert(helper.shell("mkdir " .. disk).code == 0)
 local can_mount = helper.shell(("mount -t tmpfs -o size=8m tmpfs %s"):format(disk)).code == 0
-if not can_mount then print "full disks: left out, a tmpfs cannot be mounted here" end
-if not start.there then print "several ranks: left out, there is no mpirun or no MPI here" end
+if not can_mount then print "full disks: left out, because a tmpfs cannot be mounted here" end
+if not start.there then print "several ranks: left out, because mpirun or MPI is missing" end
 
 -- Draws from a seed: random() in [0, 1), random(n) in 1 .. n, random(list) an element of it.
 local function random(of)
@@ -134,8 +134,8 @@ end
 
 -- ------------------------------------------------------------------ damage between two jobs
 
--- Damages the newest checkpoint, or all. Returns nil if there is none, else what was done, and
--- whether no intact checkpoint is left.
+-- Damages the newest checkpoint, or all. Returns nil if there is none; else a description of the
+-- damage, and whether no intact checkpoint is left.
 local function damage(p, d)
   local checkpoints = p.run .. "/checkpoints"
   local steps = engine.checkpoint.steps(checkpoints)
@@ -240,7 +240,7 @@ local function run_one(p)
     end
   end
   local last
-  for i = 1, 2 do                                     -- the second has nothing left to do
+  for i = 1, 2 do                                     -- the second job has no steps left
     last = job_of(p, p.run, "end" .. i, nil, 0):watch {}
     truth.check(last, p, reference)
     if i == 1 and skips then mentioned(last, skips) end

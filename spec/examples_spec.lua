@@ -86,8 +86,9 @@ local function tiny_llama()
     table.concat(pairs_, "\n"))
 end
 
--- By file. arguments: of the run; losses: reads its losses; falls: the minimum fall from the first
--- to the last losses; words: patterns in the text output of a run with the arguments `talk`.
+-- By file. arguments: of the run; losses: returns the losses in its output; falls: the minimum fall
+-- from the first to the last losses; check: further assertions; words: patterns in the text output
+-- of a run with the arguments `talk`.
 local entries = {
   ["xor.lua"] = { arguments = function() return { "steps=200" } end, losses = printed_losses,
     falls = 0,

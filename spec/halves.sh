@@ -7,7 +7,7 @@
 seconds=$1 engine=$2 specs=$3
 shift 3
 
-# KILL, because busted goes on after TERM, and then all remaining specs fail
+# KILL, because busted continues after TERM, and then all remaining specs fail.
 run() {
   timeout -s KILL "$seconds" "$engine" spec/run.lua "$@"
   case $? in

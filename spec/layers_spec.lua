@@ -1,8 +1,9 @@
--- Dependencies between folders go downward only. Only main/ and policy/ use Lua's headers; policies
--- require nothing; only two Lua files load C libraries. Files that comments name exist.
+-- Checks the layers: folders depend only on folders below them. Only main/ and policy/ use Lua's
+-- headers; policies require nothing; only two Lua files load C libraries. Files that comments name
+-- exist.
 local helper = require "spec.helper"
 
--- The files that a shell command lists; it must list some.
+-- Returns the files that a shell command lists. Raises an error if it lists none.
 local function files(command)
   local list = {}
   for path in helper.shell(command).out:gmatch("[^\n]+") do list[#list + 1] = path end
@@ -33,7 +34,7 @@ local LUA = {
   "cli",
 }
 
--- Folders without a cycle between their files.
+-- Folders whose files have no dependency cycle.
 local ACYCLIC = {
   "base", "tokenizer", "tensor", "device", "params", "autograd", "dist", "store", "policy",
 }
