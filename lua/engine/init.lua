@@ -1,5 +1,5 @@
--- The Lua front: `local engine = require "engine"`. Tensors and steps load at once; the larger
--- parts (nn, optim, trainer, data ...) load at first use.
+-- The Lua API: `local engine = require "engine"`. Tensors and steps load with it. The larger parts
+-- (nn, optim, trainer, data ...) load at first use.
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 local autograd = require "engine.tensor.autograd"
@@ -62,7 +62,7 @@ engine.no_grad, engine.scope, engine.custom = autograd.no_grad, autograd.scope, 
 
 -- ------------------------------------------------------------------ steps
 
---- Opens a step: tensors made from now on live until end_step().
+--- Opens a step. Tensors made inside it live until end_step().
 function engine.begin_step() check(C.eng_step_begin()) end
 
 --- Ends the step: its tensors become stale and their memory is reused.
@@ -86,7 +86,7 @@ function engine.steps(n)
   end
 end
 
---- The number of the current step, from 0.
+--- The index of the current step, counted from 0.
 function engine.step_count() return tonumber(C.eng_step_count()) end
 
 -- ------------------------------------------------------------------ machine
@@ -152,8 +152,8 @@ end
 
 -- ------------------------------------------------------------------ parts that load on demand
 
--- name -> { module, a field of the module (none: the module itself), first = a module to load
--- first }
+-- field of `engine` -> { module, a field of that module (absent: the whole module), first = another
+-- module, which must load before it }
 local parts = {
   nn = { "engine.nn" },
   lora = { "engine.nn.lora" },

@@ -1,7 +1,8 @@
 -- Adafactor (Shazeer and Stern 2018, arXiv 1804.04235), without first moment. The rules and
--- defaults are those of torch.optim.Adafactor of PyTorch 2.15: the rate is min(lr, 1/sqrt(t)) times
--- the RMS of the weights, at least eps2, and the second moment of a tensor of two dimensions or
--- more is kept as the means over its rows and columns. Called through engine.optim.adafactor.
+-- defaults are those of torch.optim.Adafactor of PyTorch 2.15. The learning rate of a tensor is
+-- min(lr, 1/sqrt(t)) * max(eps2, RMS of its weights). For tensors with two or more dimensions, the
+-- state holds only the mean of the second moment of each row and of each column. Called through
+-- engine.optim.adafactor.
 local steps = require "engine.optim.steps"
 
 local function with_one(d)
@@ -12,7 +13,8 @@ local function with_one(d)
   end
 end
 
--- The estimate of the second moment, from the means over the last dimension and the one before it.
+-- Estimates the second moment from its means over the last dimension (`row`) and over the second
+-- to last (`column`).
 local function factored(p, ctx, weight)
   local squares = p.grad * p.grad
   p.row = steps.lerp(p.row, squares:mean(-1, true), weight)

@@ -1,11 +1,10 @@
 -- AdamW with moments in FP8 and COAT's dynamic range expansion (Xi et al. 2024, arXiv 2410.19313):
--- a moment takes 1.1 bytes an element. A group of 128 elements with largest magnitude a, smallest
--- nonzero magnitude b and middle c = sqrt(a b) is stored as e4m3 numbers
+-- a moment takes 1.1 bytes an element. Let a group of 128 elements have the largest magnitude a and
+-- the smallest nonzero magnitude b, and let c = sqrt(a b). The group is stored as e4m3 numbers
 --   sign(x) (|x| / c)^k / s,   k = floor(16 log2(448^2 / 2) / log2(a / b)) / 16,
 --                              s = (a / c)^k / 448
--- so that it fills the format's range. COAT does not say what k is for a / b near 1; here k is at
--- most 16.5625.
--- Called through engine.optim.coat.
+-- which fill the format's range. COAT does not define k for a / b near 1; here k is at most
+-- 16.5625. Called through engine.optim.coat.
 local steps = require "engine.optim.steps"
 
 local GROUP, LARGEST = 128, 448
@@ -22,7 +21,7 @@ local function scales(shape) return { (groups_of(shape)), 3 } end
 
 local function sign_of(x) return x:gt(0):to("f32") - x:lt(0):to("f32") end
 
--- The codes, as f32, and scales of a moment.
+-- Encodes a moment. Returns its codes (numbers of e4m3, as f32) and its scales.
 local function encode(x)
   local groups, n = groups_of(x.shape)
   x = x:view(n)
@@ -42,7 +41,7 @@ local function encode(x)
     require("engine.tensor.tensor").concat({ k, middle, s }, 2)
 end
 
--- The moment of these codes, in the shape of `like`.
+-- Decodes a moment into the shape of `like`.
 local function decode(codes, scale, like)
   local k, middle, s = scale:slice(2, 1, 1), scale:slice(2, 2, 2), scale:slice(2, 3, 3)
   local x = sign_of(codes) * (codes:abs() * s):pow(k:maximum(1 / 16):pow(-1)) * middle

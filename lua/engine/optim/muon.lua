@@ -1,7 +1,7 @@
 -- Muon (Keller Jordan et al. 2024, kellerjordan.github.io/posts/muon): momentum, made orthogonal by
--- Newton-Schulz steps. The rules and defaults are those of torch.optim.Muon 2.15. It updates
--- matrices; AdamW updates all other parameters, embeddings, and groups with adamw = true, at the
--- rate lr * adamw_lr_mul. Called through engine.optim.muon.
+-- Newton-Schulz steps. The rules and defaults are those of torch.optim.Muon 2.15. Muon updates
+-- matrices, except embeddings and groups with adamw = true. AdamW updates everything else, at the
+-- learning rate lr * adamw_lr_mul. Called through engine.optim.muon.
 local steps = require "engine.optim.steps"
 
 -- Learning-rate factors of a matrix [rows x columns].

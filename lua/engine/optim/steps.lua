@@ -11,8 +11,8 @@ end
 --- The second moment: beta v + (1 - beta) g^2.
 function M.second(v, g, beta) return v * beta + g * g * (1 - beta) end
 
---- One step of AdamW (Loshchilov and Hutter 2019) on p with the buffers moment1 and moment2, like
---- the core's adamw; `lr`: its learning rate.
+--- One step of AdamW (Loshchilov and Hutter 2019) on p, whose buffers are moment1 and moment2, with
+--- the learning rate `lr`. The same rule as the core's adamw.
 function M.adamw(p, ctx, lr)
   local t = ctx.t
   p.moment1 = M.lerp(p.moment1, p.grad, 1 - ctx.beta1)

@@ -1,7 +1,7 @@
--- backward(); functions run without recording or with other formats; gradients written in Lua.
+-- backward(), calls without recording or in other formats, and gradients written in Lua.
 --
--- C never calls a Lua gradient: the core's backward pass stops at the node, Lua computes the
--- gradient, and the pass resumes.
+-- C never calls a Lua gradient: the core's backward pass stops at the node of a custom operation,
+-- Lua computes the gradient, and the pass resumes.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local tensor = require "engine.tensor.tensor"
@@ -11,8 +11,8 @@ local C, check, expect, raise, Tensor = M_ffi.C, M_ffi.check, M_ffi.expect, M_ff
   M_ffi.Tensor
 
 local M = {}
--- The Lua nodes on the tape: id -> { backward =, saved = }. Stored in the tensor module, which
--- exists once in a process even if a test runner unloads this file.
+-- The custom operations on the tape: id -> { backward, saved, n_in, n_out }. Stored in the tensor
+-- module, which exists once in a process even if a test runner unloads this file.
 tensor.lua_nodes = tensor.lua_nodes or { rules = {}, next_id = 0 }
 local nodes = tensor.lua_nodes
 
@@ -61,8 +61,8 @@ end
 local OPTIONS = "scale retain"
 
 --- Computes the gradients of a one-element loss and adds them to the `grad` of every leaf that
---- requires a gradient. Options: scale (1; the gradient of the loss itself, with which the pass
---- begins), retain (keeps the tape, so that backward can run again).
+--- requires a gradient. Options: scale (1; the gradient of the loss, with which the pass begins),
+--- retain (true: keeps the tape, so that backward can run again).
 local function backward(loss, options)
   expect(tensor.is_tensor(loss), loss, "backward: expected a tensor")
   options = tensor.read_named(options, "backward", OPTIONS)
@@ -96,8 +96,8 @@ end
 
 local Formats = M_ffi.ffi.typeof("eng_precision")
 
---- Runs f(...) with the formats of operations set by `formats` (eng_precision, or nil: operations
---- compute in the formats of their inputs) and returns its results.
+--- Runs f(...) and returns its results. Operations inside compute in `formats`, an eng_precision,
+--- or with nil in the formats of their inputs.
 function M.in_formats(formats, f, ...)
   local before = Formats()
   return within(function() C.eng_autocast(formats, before) end,

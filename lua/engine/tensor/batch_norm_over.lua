@@ -2,12 +2,13 @@
 -- mean and variance of the whole batch. Every rank of the group must make the same calls, in the
 -- forward pass and in the backward pass. Called by images.lua; dist/reducer.lua calls first_bad().
 --
--- Forward, the ranks exchange their number of rows and the mean and variance of each channel in
--- double. Backward, they exchange the sums of dy and of dy * (x - mean) / sqrt(variance + eps), on
--- which every dx depends; the gradients of weight and bias stay those of this rank's rows, since
--- the optimizer's reduction adds them up. Numbers are combined in double and in a fixed order,
--- so all ranks have the same bits. If no rank has rows, the results are those of one rank without
--- rows: mean and variance nan, gradients of weight and bias 0.
+-- In the forward pass, the ranks exchange their number of rows and, in f64, the mean and variance
+-- of each channel. In the backward pass, they exchange the sums of dy and of dy * (x - mean) /
+-- sqrt(variance + eps), on which every dx depends. The gradients of weight and bias remain those of
+-- this rank's rows, because the gradient reduction adds them over the ranks later. All ranks
+-- combine the numbers in f64 and in the same order, so they get the same bits. If no rank has rows,
+-- the results are those of one rank without rows: mean and variance nan, gradients of weight and
+-- bias 0.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"
@@ -22,13 +23,12 @@ local exchanges, bad = 0, math.huge
 --- Counts exchanges from 0 again. Called at the beginning of a step.
 function M.begin() exchanges, bad = 0, math.huge end
 
---- Twice the number of the first exchange since begin() to which this rank itself gave inf or nan,
---- plus 1 in a backward pass; inf if there is none. Inf and nan reach the other ranks through an
---- exchange, so they came from the rank whose first_bad() is lowest.
+--- 2 * i, plus 1 in a backward pass, where i is the index (from 1) of the first exchange since
+--- begin() to which this rank contributed inf or nan; inf if there was none. An exchange spreads
+--- inf and nan to all ranks, so they originate from the rank whose first_bad() is lowest.
 function M.first_bad() return bad end
 
--- Counts an exchange, and notes the first one to which this rank gave inf or nan. own: its n
--- numbers.
+-- Counts an exchange, and updates first_bad(). own: the n numbers that this rank contributes.
 local function count(own, n, backward)
   exchanges = exchanges + 1
   for i = 0, n - 1 do
@@ -36,9 +36,9 @@ local function count(own, n, backward)
   end
 end
 
--- Combines the ranks' statistics of their parts of the batch (Chan, Golub and LeVeque, 1979). mean,
--- variance [channels, f64] and rows: of this rank's part; dtype: of the results. Returns all three
--- for the whole batch.
+-- Combines the ranks' statistics of their parts of the batch (Chan, Golub and LeVeque, 1979). mean
+-- and variance ([channels], f64) and rows describe this rank's part. Returns the mean and variance
+-- of the whole batch, in `dtype`, and its number of rows.
 local function combine(group, mean, variance, rows, dtype)
   local n = mean.count
   local own, all = ffi.new("double[?]", 2 * n + 1), ffi.new("double[?]", (2 * n + 1) * group.size)
@@ -65,7 +65,7 @@ local function combine(group, mean, variance, rows, dtype)
     tensor.tensor(variances, { dtype = dtype, keep = false }), total
 end
 
--- The sums of `dweight` and `dbias` [channels] over the ranks: [2 x channels].
+-- Sums `dweight` and `dbias` ([channels] each) over the ranks -> [2 x channels].
 local function over_ranks(group, dweight, dbias)
   local n = dweight.count
   local sums = ffi.new("double[?]", 2 * n)
@@ -81,7 +81,8 @@ local function over_ranks(group, dweight, dbias)
   return tensor.tensor(rows, { dtype = dweight.dtype, keep = false })
 end
 
--- `call`: { group, eps }. forward adds to it the results without a gradient: mean, variance, rows.
+-- `call`: { group, eps }. forward stores the results that have no gradient in it: mean, variance
+-- and rows.
 local function forward(saved, call, x, weight, bias)
   local rows = x.count / math.max(x:size(-1), 1)
   local own, mean, variance = run("batch_norm", { x, false, false, false, false }, { 1 },

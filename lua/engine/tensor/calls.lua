@@ -1,6 +1,6 @@
 -- Calls of operations from Lua. Every operation is a row of core/ops.def, called through one
--- struct. elementwise.lua, views.lua and products.lua fill the two tables below; tensor.lua gives
--- them to tensors and to `engine`.
+-- struct. elementwise.lua, views.lua and products.lua fill the two tables below. tensor.lua makes
+-- `methods` the methods of tensors and copies `functions` into its module.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 
@@ -8,7 +8,7 @@ local op, call, run_call, Tensor = M_ffi.op, M_ffi.call, M_ffi.run_call, M_ffi.T
 local inputs, want = call["in"], arguments.want
 local NONE = Tensor(0, 0)
 
---- By name: the methods of tensors, and the functions that are not methods.
+--- Functions by name: `methods` are the methods of tensors, `functions` all others.
 local M = { methods = {}, functions = {} }
 
 --- Runs an operation on one tensor; the caller has set its attributes.
@@ -26,7 +26,8 @@ function M.run2(name, a, b)
   return run_call()
 end
 
---- Runs an operation of several inputs. The inputs after the first `required` may be nil.
+--- Runs an operation with several inputs and n_out outputs. Only the first `required` inputs must
+--- be tensors; the others may be nil.
 function M.run_many(name, n_out, required, ...)
   for k = 1, select("#", ...) do
     local x = select(k, ...)

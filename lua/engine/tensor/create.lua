@@ -14,8 +14,8 @@ local M = {}
 
 local shape_buffer = ffi.new("int64_t[?]", C.ENG_MAX_DIMS)
 
--- Reads a shape, as in zeros(2, 3) or zeros { 2, 3 }, into shape_buffer. Returns the number of
--- dimensions and the argument after the shape.
+-- Copies a shape, given as in zeros(2, 3) or zeros { 2, 3 }, into shape_buffer. Returns the number
+-- of dimensions and the argument after the shape.
 local function read_shape(name, ...)
   local list, n = numbers(...)
   local rest
@@ -136,7 +136,7 @@ function M.arange(start, stop, step, options)
 end
 
 local function table_shape(value, shape, depth)
-  -- The depth limit also ends the walk of a table that contains itself.
+  -- The depth limit also ends the recursion into a table that contains itself.
   if type(value) ~= "table" or depth > C.ENG_MAX_DIMS + 1 then return end
   if shape[depth] == nil then shape[depth] = maxn(value) end
   if shape[depth] == 0 then arguments.want_list(value, "tensor", "the table", "{ 1, 2, 3 }") end
@@ -176,9 +176,10 @@ function M.tensor(value, options)
   return x
 end
 
---- A tensor filled from memory: `pointer` is an array of ffi.new, or a cdata pointer to row-major
---- elements of the dtype `from` that fill `shape`. The result has that dtype unless options say
---- otherwise. An array that is too short is an error; the memory behind a pointer is not checked.
+--- A tensor copied from memory. `pointer` is an array from ffi.new or a cdata pointer; it holds the
+--- elements of `shape` in row-major order, in the dtype `from`. The result has that dtype unless
+--- options say otherwise. An array that is too short is an error; the size of the memory behind a
+--- pointer is not checked.
 function M.from_memory(pointer, from, shape, options)
   local kind = type(pointer) == "cdata" and tostring(ffi.typeof(pointer)):match("[*%[]")
   expect(kind, pointer, "from_memory: expected a pointer or an array of ffi.new")

@@ -28,8 +28,8 @@ for _, row in ipairs(INTEGERS) do RANGE[M_ffi.dtype[row[1]]] = { row[2], row[3] 
 -- float dtype, or an integer dtype that can hold the number. Otherwise the smallest integer dtype
 -- that can hold the number, or f32 if none can.
 local function dtype_beside(dtype, value)
-  if FLOAT[dtype] or not RANGE[dtype] then return dtype end   -- FP8 too: the operation refuses it
-  if value % 1 ~= 0 then return M_ffi.dtype.f32 end           -- inf and nan too
+  if FLOAT[dtype] or not RANGE[dtype] then return dtype end   -- FP8: the operation raises an error
+  if value % 1 ~= 0 then return M_ffi.dtype.f32 end           -- also inf and nan
   local range = RANGE[dtype]
   if value >= range[1] and value <= range[2] then return dtype end
   for _, row in ipairs(INTEGERS) do
@@ -56,9 +56,9 @@ local function scalar_beside(x, value)
   return scalar(value, M_ffi.dtype.f32), true
 end
 
--- Runs an operation on two tensors, or a tensor and a number. A number never widens a float result:
--- if the number had to become f32 beside f16 or bf16, the result is rounded back to that dtype,
--- except for comparisons.
+-- Runs an operation on two tensors, or on a tensor and a number. A number never widens a float
+-- result: if it had to become f32 beside an f16 or bf16 tensor, the result is rounded back to the
+-- tensor's dtype. Comparisons keep their dtype, bool.
 local function pair(name, a, b, compares)
   local wide, dtype
   if type(b) == "number" and is_tensor(a) then
@@ -201,10 +201,11 @@ local DEVICES = { cpu = true, cuda = true, reference = true }
 
 local CAST = "saturate stochastic"
 
---- x converted to another dtype (x itself if it has that dtype), or an unrecorded copy of x on
---- another device (cpu, cuda, reference). Numbers that are too large become NaN in e4m3 and Inf in
---- e5m2. Options for these two dtypes: saturate (such numbers become the largest finite one),
---- stochastic (rounds up or down at random; the distances to both neighbours set the probability).
+--- x converted to another dtype (x itself if it has that dtype), or a copy of x on another device
+--- (cpu, cuda, reference), which is not recorded for backward(). Numbers that are too large become
+--- NaN in e4m3 and Inf in e5m2. Options for these two dtypes: saturate (such numbers become the
+--- largest finite one), stochastic (rounds up or down at random; the distances to both neighbours
+--- set the probability).
 function methods.to(x, dtype, options)
   want(x, "to")
   if DEVICES[dtype] then

@@ -32,7 +32,8 @@ local function channels_second(x)
   return x.ndim == 2 and x or x:permute(order)
 end
 
--- Appends the numbers for height and width: v is one number for both, or a list of two.
+-- Appends an option's values for height and width to `ints`. v: one number for both, or a list of
+-- two.
 local function append_pair(ints, v, name, what, least)
   local list = type(v) == "table" and v or { v, v }
   if #list ~= 2 then
@@ -42,8 +43,8 @@ local function append_pair(ints, v, name, what, least)
   return ints
 end
 
--- Runs f, a function of images, on sequences [N x C x L] as images of height 1. The options of a
--- sequence that HEIGHT names apply to the width; HEIGHT has their values for the height.
+-- Runs f, which takes images, on sequences [N x C x L] as images of height 1. Options that HEIGHT
+-- names apply to the width; for the height, HEIGHT gives their values.
 local HEIGHT = { stride = 1, padding = 0, dilation = 1 }
 local function as_images(x, options, name, f)
   want(x, name)
@@ -121,7 +122,8 @@ end
 function methods.max_pool1d(x, kernel, options)
   return pool1d(x, kernel, options, "max_pool1d", "max_pool2d", POOL)
 end
---- The mean of each window, as max_pool2d. With count_include_pad (true), padding counts as zeros.
+--- The mean of each window; arguments as in max_pool2d, and the option count_include_pad (true: the
+--- mean includes padding as zeros).
 function methods.avg_pool2d(x, kernel, options)
   return pool2d(x, kernel, options, "avg_pool2d", "avg_pool2d", AVERAGE)
 end
@@ -147,12 +149,12 @@ end
 
 local BATCH_NORM = "eps mean variance over"
 
---- Batch norm of x [N x C x ..]: each channel less its mean, divided by sqrt(variance + eps), times
---- weight [C], plus bias [C] (either may be nil). Returns the result, this batch's mean and biased
---- variance [C] in f32, and the number of elements of a channel. Options: eps (1e-5); mean and
---- variance [C]: normalise by these instead, and return the result alone; over: a group of ranks
---- (engine.ranks.group()) that each have a part of the batch; all normalise by the mean and the
---- variance of the whole batch. The mean and the variance of a batch without elements are nan.
+--- Batch norm of x [N x C x ..]: each channel minus its mean, divided by sqrt(variance + eps),
+--- times weight [C], plus bias [C] (either may be nil). Returns the result, this batch's mean and
+--- biased variance [C] in f32, and the number of elements of a channel. Options: eps (1e-5); mean
+--- and variance [C]: normalise by these instead, and return the result alone; over: a group of
+--- ranks (engine.ranks.group()) that each have a part of the batch; all normalise by the mean and
+--- the variance of the whole batch. The mean and the variance of a batch without elements are nan.
 function methods.batch_norm(x, weight, bias, options)
   options = read_named(options, "batch_norm", BATCH_NORM)
   local eps = arguments.want_number(options.eps or 1e-5, "batch_norm", "eps")

@@ -18,7 +18,7 @@ local RULES = { floor = C.ENG_MX_FLOOR, ceil = C.ENG_MX_CEIL, even = C.ENG_MX_EV
   rceil = C.ENG_MX_RCEIL, nvfp4 = C.ENG_MX_NVFP4, four_over_six = C.ENG_MX_FOUR_OVER_SIX,
   four_over_six_mse = C.ENG_MX_FOUR_OVER_SIX_MSE, quest = C.ENG_MX_QUEST,
   ms_eden = C.ENG_MX_MS_EDEN }
--- The rules whose scales are ue4m3 and one f32 for the tensor.
+-- The rules with a ue4m3 scale for each block and one f32 scale for the whole tensor.
 local NVFP4 = { nvfp4 = true, four_over_six = true, four_over_six_mse = true, ms_eden = true }
 local NONFINITE = { torchao = 0, te = 32 }     -- 32: the flag MX_FINITE (core/ops.def)
 -- The rules under which some elements have no gradient. They need e2m1.
@@ -55,11 +55,12 @@ function Quantized.__tostring(x)
     arguments.shape_text(x.shape), x.block[1], x.block[2], x.rule, x:bytes())
 end
 
---- x [.. x K] times diag(s) H / sqrt(n), each group of n = 16, 32, 64 or 128 neighbours of a row by
---- itself; the elements after the last whole group stay as they are. H is Sylvester's matrix. Sums
---- are in f64, rounded once. No gradient passes through it. Options: signs (0: s as in Transformer
---- Engine, repeated; "none": all 1; another number: random, drawn from the seed and this number),
---- transposed (x, as rows x K, is transposed first: groups are in columns, the result is [K x
+--- Hadamard transform: multiplies each group of n = 16, 32, 64 or 128 consecutive elements of a row
+--- of x [.. x K] by diag(s) H / sqrt(n), where H is Sylvester's matrix and s is a vector of signs.
+--- Elements after the last whole group are only converted to the dtype. Sums are in f64, rounded
+--- once. No gradient passes through it. Options: signs (0: s as in Transformer Engine, repeated;
+--- "none": all 1; another number: random, drawn from the seed and this number), transposed (true:
+--- x, as [rows x K], is transposed first, so groups run along its columns and the result is [K x
 --- rows]), dtype (of the result; that of x).
 function M.hadamard(x, n, options)
   want(x, "mx.hadamard")
@@ -82,11 +83,11 @@ local QUANTIZE = "format rule block nonfinite sr_bits factor transposed amax had
 ---                NaN
 ---   sr_bits      bits of stochastic rounding, 0 to 24 (0: rounds to nearest even)
 ---   factor       0.5 to 1 (1): multiplies the elements before rounding; dequantize divides by it
----   transposed   true: also quantizes the transposed x, not its codes
+---   transposed   true: also quantizes x transposed (from the elements of x, not from codes)
 ---   amax         for nvfp4 and the rules based on it: f32 [1], used instead of x's own amax
----   hadamard     16, 32, 64 or 128: the size of a transform of x along its first dimension,
----                rounded to bf16, before the transposed copy is quantized (0: none)
----   signs        of this transform, as in mx.hadamard
+---   hadamard     16, 32, 64 or 128: the group size of a Hadamard transform along the columns of x
+---                (0: none). The transposed copy is quantized from its result, in bf16
+---   signs        the signs of this transform, as in mx.hadamard
 --- Rules:
 ---   floor, ceil, even, rceil   scales are powers of two
 ---   nvfp4                      scales are ue4m3, with one f32 for the tensor
@@ -94,12 +95,12 @@ local QUANTIZE = "format rule block nonfinite sr_bits factor transposed amax had
 ---                              has the smaller mean absolute error
 ---   four_over_six_mse          the same by mean squared error
 ---   quest                      e2m1, scales are powers of two from a block's standard deviation
----   ms_eden                    nvfp4 whose scales correct the rounding errors in groups of 128;
----                              sr_bits applies to these scales, not to elements
+---   ms_eden                    nvfp4 whose scales correct the rounding errors, in groups of 128
+---                              elements; sr_bits applies to these scales, not to elements
 --- Fields of the result: q (u8 codes, two to a byte in e2m1, the even element in the low half),
 --- scale (u8 codes, ue8m0 or ue4m3), amax (f32 []), nan (i64 []: how many elements of x are NaN),
---- gate (of "quest": bf16, 1 where the value has x's gradient, 0 where x saturates), shape, block,
---- format, rule, factor, transposed.
+--- gate (only of "quest": bf16, 1 where a gradient would pass to x, 0 where x saturates), shape,
+--- block, format, rule, factor, transposed.
 function M.quantize(x, options)
   want(x, "mx.quantize")
   options = arguments.read_named(options, "mx.quantize", QUANTIZE)
@@ -149,7 +150,7 @@ function M.dequantize(x, dtype)
   return x:dequantize(dtype)
 end
 
--- The scales of x. Those of a block with several rows are repeated for each of its rows.
+-- The scales of x as a matrix with one row of scales for each row of x.
 local function scales_by_row(x, rows)
   local scale, high = x.scale, x.block[1]
   local down, across = scale.shape[1], scale.shape[2]
@@ -158,9 +159,10 @@ local function scales_by_row(x, rows)
     :slice(1, 1, rows)
 end
 
---- a b^T of two quantized matrices [M x K] and [N x K], as Blackwell's block-scaled tensor cores
---- sum it: e4m3 and e5m2 in blocks of 32, 32 products at a time with 25 bits below the largest
---- exponent; or e2m1 in blocks of 32 or 16, 64 at a time with 35 bits. y is f32.
+--- a b^T in f32 for quantized matrices a [M x K] and b [N x K], summed like Blackwell's
+--- block-scaled tensor cores (core/base/mx_blackwell.h). With e4m3 and e5m2 in blocks of 32, they
+--- add 32 products at a time and keep 25 bits below the largest exponent. With e2m1 in blocks of 32
+--- or 16, they add 64 products at a time and keep 35 bits.
 function M.matmul(a, b)
   local inputs = {}
   for k, x in ipairs { a or 0, b or 0 } do

@@ -33,11 +33,12 @@ end
 
 local OPTIONS = { block = true, double = true, offset = true }
 
---- Quantizes x to NF4: 16 quantiles of a normal distribution, and an absmax for each block of
---- elements, row by row. No gradient passes through it. Options: block (64; 32 to 4096, a power of
---- two), double (true: absmaxes are stored in 8 bits), offset (f32 [1]: subtracted from the
---- absmaxes before they are stored in 8 bits; by default their mean). The codes are those of
---- bitsandbytes 0.50 on a CPU for the same offset; bitsandbytes sums the mean in another order.
+--- Quantizes x to NF4: each element becomes one of 16 quantiles of a normal distribution, times the
+--- absmax of its block. A block is a run of consecutive elements in row-major order. No gradient
+--- passes through it. Options: block (64; elements of a block, 32 to 4096, a power of two), double
+--- (true: absmaxes are stored in 8 bits), offset (f32 [1]: subtracted from the absmaxes before they
+--- are stored in 8 bits; by default their mean). The codes are those of bitsandbytes 0.50 on a CPU
+--- for the same offset; bitsandbytes sums the mean in another order.
 --- Fields of the result: q (u8, two codes to a byte, the even element in the high half), absmax
 --- (f32, or u8 codes), group and offset (with double), shape, count, block.
 function M.quantize(x, options)
@@ -52,8 +53,8 @@ function M.quantize(x, options)
     shape = x.shape, count = x.count, block = block }, Quantized)
 end
 
---- The quantized tensor of these parts: the fields of a result of quantize with two dimensions and
---- blocks of 64.
+--- A quantized matrix from the fields of a result of quantize with blocks of 64. shape: { rows,
+--- columns }.
 function M.of(q, absmax, group, offset, shape)
   return setmetatable({ q = q, absmax = absmax, group = group, offset = offset, shape = shape,
     count = shape[1] * shape[2], block = 64 }, Quantized)

@@ -126,12 +126,13 @@ end
 
 local ROPE = "position base interleaved factor low high context"
 
---- Rotary position embedding of x [B x T x H x D]; options: position (of the first row, 0), base
+--- Rotary position embedding of x [B x T x H x D]; options: position (of the first token, 0), base
 --- (10000), interleaved (pairs of neighbours instead of halves). `factor` divides the frequencies
---- (linear scaling). With context, low and high it is Llama 3's scaling: frequencies of up to `low`
---- turns within `context` positions are divided, those of `high` turns or more are not. With low
---- and high alone it is YaRN's: frequencies from number `high` on are divided, those up to number
---- `low` are not.
+--- (linear scaling). With context, low and high it is Llama 3's scaling: frequencies that make at
+--- most `low` turns within `context` positions are divided, those that make `high` turns or more
+--- are not. With low and high alone it is YaRN's: frequencies with an index (from 0) of `high` or
+--- more are divided, those with an index of at most `low` are not. Frequencies between are
+--- interpolated.
 function methods.rope(x, options)
   options = read_named(options, "rope", ROPE)
   floats[0] = want_number(options.base or 10000, "rope", "base")

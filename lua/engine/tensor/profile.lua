@@ -1,7 +1,7 @@
 -- Where a piece of a program spends its time, by operation:
 --   print(engine.profile(function() trainer:step() end))
 -- A row is a kind of call (operation, dtypes, shapes); the most expensive row is the first. The
--- operation "(outside kernels)" has the time that no kernel spent (tape, Lua, data). tostring lists
+-- operation "(outside kernels)" is the time outside all kernels (tape, Lua, data). tostring lists
 -- operations first, then kinds of calls.
 local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"
@@ -28,7 +28,7 @@ local function sum_up(list, of, key, from, detail)
   for _, name in ipairs(SUMMED) do row[name] = row[name] + from[name] end
 end
 
--- Adds the rows measured since eng_profile(true) to a list.
+-- Adds the core's rows since eng_profile(true) to a list.
 local function read_rows(list, of)
   local rows = M_ffi.new("eng_profile_row[?]", MAX_ROWS)
   for i = 0, C.eng_profile_rows(rows, MAX_ROWS) - 1 do
@@ -44,9 +44,9 @@ local function by_seconds(a, b)
   return a.op .. (a.detail or "") < b.op .. (b.detail or "")
 end
 
---- engine.profile(f, ...): runs f(...) and returns { seconds, rows = kinds of calls, operations =
---- the same summed by operation }; each row has op, calls, seconds, bytes and flops. Prints as a
---- table.
+--- engine.profile(f, ...): runs f(...) and returns { seconds, rows = a row for each kind of call,
+--- operations = these rows summed by operation }; each row has op, calls, seconds, bytes and flops.
+--- The result prints as a table.
 function M.run(f, ...)
   if type(f) ~= "function" then error("profile: expected a function, got " .. type(f), 2) end
   local seconds, from, rows, of = 0, nil, {}, {}

@@ -1,5 +1,5 @@
--- What numbers a tensor holds: x:stats(), x:isfinite(), x:isinf(), x:isnan(). Adds these methods to
--- tensors; loaded by init.lua.
+-- Statistics of a tensor's elements: x:stats(), x:isfinite(), x:isinf(), x:isnan(). Adds these
+-- methods to tensors; loaded by init.lua.
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 
@@ -9,10 +9,10 @@ local buffer = M_ffi.new("eng_tensor_stats")
 local NEEDS = bit.bor(C.ENG_NEED_AMAX, C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW,
   C.ENG_NEED_HIST)
 
---- One pass over a float tensor (f64 is read as f32): { count, inf, nan, zeros, underflow, amax,
---- norm, hist }. amax and norm are over the finite elements; underflow counts nonzero elements
---- below the smallest normal number of the dtype; hist[e] counts elements with floor(log2 of the
---- magnitude) = e.
+--- Statistics from one pass over a float tensor (f64 is converted to f32 first): { count, inf, nan,
+--- zeros, underflow, amax, norm, hist }. amax and norm are over the finite elements; underflow
+--- counts nonzero elements below the smallest normal number of the dtype; hist[e] counts elements
+--- with floor(log2 of the magnitude) = e.
 function methods.stats(x)
   local read = x.dtype == "f64" and x:to("f32") or x:is_contiguous() and x or x:contiguous()
   check(C.eng_stats(buffer, read, NEEDS))
@@ -26,8 +26,9 @@ function methods.stats(x)
     norm = math.sqrt(buffer.sum_squares), hist = hist }
 end
 
---- Which weights are not finite: "the weights hold 3 inf and 1 nan, the first in head.weight", or
---- nil if all are finite. list: entries { name, tensor }, as from model:parameters().
+--- The number of weights that are not finite, as a text such as "the weights hold 3 inf and 1 nan,
+--- the first in head.weight", or nil if all are finite. list: entries { name, tensor }, as from
+--- model:parameters().
 local function nonfinite(list)
   local inf, nan, first = 0, 0, nil
   for _, p in ipairs(list) do

@@ -1,6 +1,6 @@
 -- Tensors in Lua. A tensor is a handle, a small cdata {slot, generation}, with the operations as
--- methods. The handle holds no elements. A tensor made inside a step ends with the step; :keep()
--- makes a copy that outlives it.
+-- methods. The handle holds no elements. A tensor made inside a step is freed when the step ends;
+-- :keep() makes a copy that outlives it.
 --
 -- Counting follows Lua: dimensions and positions start at 1, ranges are inclusive, and negative
 -- numbers count from the end (dimension -1 is the last). The numbers inside index tensors (token
@@ -42,7 +42,7 @@ function getters.ndim(x) return info(x).ndim end
 function getters.count(x) return tonumber(info(x).count) end
 --- The dtype's name: f32, f64, f16, bf16, e4m3, e5m2, u8, i8, i16, i32, i64 or bool.
 function getters.dtype(x) return dtype_name[info(x).dtype] end
---- Whether x is a leaf, that is, no recorded operation made it.
+--- Whether x is a leaf: not the result of a recorded operation.
 function getters.is_leaf(x) return info(x).is_leaf ~= 0 end
 --- Where the elements are: cpu, reference or cuda.
 function getters.device(x)
@@ -50,7 +50,7 @@ function getters.device(x)
   local name = M_ffi.string(C.eng_device_name())
   return name == "cuda" and "cpu" or name
 end
---- The gradient after backward(), of x's shape, or nil.
+--- The gradient that backward() computed, in x's shape, or nil.
 function getters.grad(x)
   local g = Tensor()
   check(C.eng_gradient(g, x))

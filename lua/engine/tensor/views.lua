@@ -1,5 +1,5 @@
--- Views of tensors, joins, and picking of elements: reshape, permute, slice, split, concat, gather,
--- topk and so on. Part of tensor.lua.
+-- Views of tensors, joins, and selection of elements: reshape, permute, slice, split, concat,
+-- gather, topk and so on. Part of tensor.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local calls = require "engine.tensor.calls"
@@ -60,9 +60,9 @@ function methods.expand(x, ...)
   return run1("expand", x)
 end
 
---- The positions start to stop of dimension d, or every step-th of them. Positions are as in
---- string.sub: inclusive, counted from 1 or, if negative, from the end, and limited to the
---- dimension. A range that ends before it starts is empty.
+--- The elements at the positions start to stop of dimension d, or at every step-th of them.
+--- Positions are as in string.sub: inclusive, counted from 1 or, if negative, from the end, and
+--- limited to the dimension. A range that ends before it starts is empty.
 function methods.slice(x, d, start, stop, step)
   want(x, "slice")
   local k, what = dimension(x, d, "slice")
@@ -93,7 +93,7 @@ end
 
 local MOST_PARTS = 7000      -- LuaJIT's limit on the results of a function is slightly higher
 
--- Raises an error if a function cannot return so many parts.
+-- Raises an error if n is more parts than a function can return.
 local function want_parts(n, name)
   if n > MOST_PARTS then
     raise("%s: expected up to %d parts, got %.0f; hint: x:slice() in a loop", name, MOST_PARTS, n)
@@ -218,10 +218,10 @@ function functions.stack(list, d)
   return functions.concat(raised, d or 1)
 end
 
--- ------------------------------------------------------------------ picking
+-- ------------------------------------------------------------------ selection
 
 for _, name in ipairs { "gather", "index_select" } do
-  -- x:gather(d, index), x:index_select(d, index): the numbers in index count from 0.
+  -- x:gather(d, index), x:index_select(d, index): the indices in `index` count from 0.
   methods[name] = function(x, d, index)
     want(x, name)
     want(index, name)
@@ -243,7 +243,8 @@ function methods.topk(x, k)
 end
 
 for _, name in ipairs { "argmax", "argmin" } do
-  -- x:argmax([d [, keepdim]]): the index (from 0) of the extreme along d, the last unless given.
+  -- x:argmax([d [, keepdim]]): the index (from 0) of the largest (argmin: smallest) element along
+  -- dimension d, by default the last.
   methods[name] = function(x, d, keepdim)
     want(x, name)
     ints[0], ints[1] = dimension(x, d or -1, name), keepdim and 1 or 0
