@@ -393,7 +393,7 @@ describe("load_model", function()
       rope({ beta_fast = 1, beta_slow = 32 }, "expected beta_fast >= beta_slow, got 1 and 32")
       rope({ original_max_position_embeddings = 2.5 }, "whole number from 1 to 2^31 %- 1, got 2.5")
       rope({ rope_type = "linear", factor = cjson.null }, "number above 0, got nothing")
-      refuses(with("mixtral", { num_experts_per_tok = 9 }), "expected num_experts_per_tok of at")
+      refuses(with("mixtral", { num_experts_per_tok = 9 }), "expected num_experts_per_tok to be at")
       refuses(variant("llama", function() return '{"model_type": "llama\255"}' end),
         "config.json: it is not UTF%-8")
       refuses(variant("llama", function() return "{}" end), "it has no model_type")

@@ -64,7 +64,7 @@ describe("nn.moe", function()
 
   it("states what it expected in its errors", function()
     assert.error_matches(function() nn.moe { width = 4, experts = 2, top_k = 3 } end,
-      "expected top_k of at most the 2 experts, got 3")
+      "expected top_k to be at most 2, the number of experts, got 3")
     assert.error_matches(function() nn.moe { width = 4.5 } end,
       "nn.moe: expected width to be a whole number of 1 or more, got 4.5")
     assert.error_matches(function() nn.moe { width = 4, expert = 2 } end,

@@ -6,16 +6,16 @@
 --   classes    the architectures of config.json that are supported: the default first, the
 --              classifier last
 --   build      the model of models.lua
---   prefix     stands before the names that begin with a dot below; a file may leave it out, as
---              the files of base models do
+--   prefix     precedes the names below that begin with a dot; the files of base models leave it
+--              out
 --   fields     field = { default, option, range }: transformers' default (false: null), the option
 --              of the model (none: only the default is supported) and, for numbers, the range.
 --              Fields that are not listed do not shape the model
 --   rules      functions of hf_config.lua that read several fields together
 --   options    further options of the model
---   names      the engine's module or parameter -> its name in files, with %d for the numbers,
---              which count from 0 in files. Several names: their tensors are joined by rows. T: the
---              weight is transposed
+--   names      the engine's module or parameter -> its name in files; %d stands for an index, which
+--              counts from 0 in files. Several names: their tensors are joined by rows. T: files
+--              store the weight transposed
 --   old        endings of names in old files -> their present form
 --   ignored    patterns of names that a file may have and the model does not need
 local function is_whole(x) return x >= 1 and x % 1 == 0 and x < 2 ^ 31 end
@@ -173,9 +173,9 @@ local function split(names, leaf)
   return list, transposed and leaf == ".weight"
 end
 
--- The names that the parameter `name` of the engine has in files, in the order of their rows, and
--- whether its weight is stored transposed. `prefix`: what a leading dot stands for, such as
--- "model." or "".
+-- The names that the engine's parameter `name` has in files, in the order of their rows, and
+-- whether its weight is stored transposed. `prefix`, such as "model." or "", replaces a leading
+-- dot.
 local function file_names(arch, name, prefix)
   local numbers = {}
   local key = name:gsub("%.(%d+)%f[.]", function(n)
@@ -193,7 +193,7 @@ local function file_names(arch, name, prefix)
   return list, transposed
 end
 
--- The numbers of rows of a parameter's parts: those of q, k and v, or all rows for a single part.
+-- The row counts of a parameter's parts: { q, k, v }, or { rows } for a single part.
 local function rows_of(rows, model, parts)
   if parts == 1 then return { rows } end
   local o = model.config
@@ -202,9 +202,9 @@ local function rows_of(rows, model, parts)
   return { o.heads * D, kv, kv }
 end
 
---- Every parameter of the model as { parameter, transposed, parts = { { name, rows } } }, where
---- `parts` are the tensors of the file that make it up, with the number of their rows. `prefix`
---- begins the names of the file, such as "model.".
+--- Every parameter of the model as { parameter, transposed, parts = { { name, rows } } }. The parts
+--- are the tensors of the file that form the parameter when joined by rows; `rows`: the number of
+--- rows of each. `prefix` begins the names of the file, such as "model.".
 function M.plan(model, arch, prefix)
   local list = {}
   for i, p in ipairs(model:parameters()) do

@@ -2,16 +2,16 @@
 -- in place of the others. Rows are sent to the ranks of their experts and the outputs are sent back
 -- (core/dist/comm_experts.c). Gradients take the same routes in reverse.
 --
--- Rows that travel to experts (tokens, and gradients of outputs) have the format `dispatch`: "own",
--- "fp32", "bf16" or "fp8" (e4m3 in blocks of 128 along a row with power-of-two scales, as in
--- DeepSeek-V3; inf becomes nan). Rows that travel back (outputs, and gradients of tokens) have the
+-- Rows sent to experts (tokens, and gradients of outputs) have the format `dispatch`: "own" (their
+-- dtype), "fp32", "bf16" or "fp8" (e4m3 in blocks of 128 along a row with power-of-two scales, as
+-- in DeepSeek-V3; inf becomes nan). Rows sent back (outputs, and gradients of tokens) have the
 -- format `combine`: "own", "fp32" or "bf16".
 --
--- All ranks of the group run the same passes, with or without rows. If a rank misses one, the core
--- names that rank (core/dist/comm.c). dist/reducer.lua reads a module's `_apart` to learn which
--- ranks hold which parameters. It sums a gradient only over the ranks that hold the parameter; the
--- record, group scales and verdicts cover all ranks. Called by moe.lua. Shapes: n rows, C columns,
--- E experts.
+-- All ranks of the group run the same passes, with or without rows. If a rank misses a pass, the
+-- core's error names that rank (core/dist/comm.c). dist/reducer.lua reads a module's `_apart` to
+-- learn which ranks hold which parameters. It sums a gradient only over the ranks that hold the
+-- parameter; the record, group scales and verdicts cover all ranks. Called by moe.lua. Shapes: n
+-- rows, C columns, E experts.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"
@@ -48,7 +48,7 @@ function M.new(count, options)
     parameters = {}, formats = { out = DISPATCH[dispatch], back = COMBINE[combine] } }, Experts)
 end
 
--- Replaces a parameter that another rank holds by an empty tensor of the same dtype.
+-- Replaces p, a parameter held by another rank, with an empty tensor of the same dtype.
 local function empty(p)
   local x, shape = p.tensor, p.tensor.shape
   shape[1] = 0
@@ -71,8 +71,9 @@ function Experts:made(e, expert)
   end
 end
 
--- Sends rows [n x C] to other ranks and receives rows from them. `way` is "out" or "back";
--- gradients go the other way. `anchor` is an input that puts the node on the tape (see outputs).
+-- Sends rows [n x C] to other ranks and receives rows from them. `way` is "out" (to the experts) or
+-- "back"; gradients go the other way. `anchor`: a further input, which only puts the node on the
+-- tape (see Experts:outputs).
 local function exchange(self, x, send, receive, way, anchor)
   local function run(rows, from, to, direction)
     local n = 0
@@ -88,9 +89,10 @@ local function exchange(self, x, send, receive, way, anchor)
   return moved(x, anchor)
 end
 
--- Adds the other ranks' numbers of rows per expert to `counts`. Returns how many rows go to each
--- rank, how many come from each rank, and, for each of this rank's experts, the positions (from 0)
--- of its rows among the received rows. Received rows are in order of rank and expert.
+-- Adds the other ranks' row counts of each expert to `counts`. Returns the number of rows to send
+-- to each rank, the number to receive from each rank and, for each of this rank's experts, the
+-- indices (from 0) of its rows among the received rows. Received rows are in order of rank, then
+-- expert.
 local function plan(self, counts)
   local E, size, each = self.total, self.group.size, self.each
   local own, all = ffi.new("int64_t[?]", E, counts), ffi.new("int64_t[?]", E * size)
@@ -119,8 +121,8 @@ end
 local function index(list) return tensor.tensor(list, { dtype = "i64", keep = false }) end
 
 --- Applies the experts to rows [n x C], which are in expert order. Each expert runs on the rank
---- that holds it. Returns the outputs [n x C]. counts: how many of this rank's rows each expert
---- has; becomes the counts over all ranks of the group.
+--- that holds it. Returns the outputs [n x C]. counts: the number of this rank's rows for each
+--- expert; the call changes it to the numbers over all ranks of the group.
 function Experts:outputs(rows, counts, experts)
   local send, receive, places = plan(self, counts)
   local received, parts, back, at = exchange(self, rows, send, receive, "out"), {}, {}, 0

@@ -1,8 +1,8 @@
--- Fusion: decides which neighbouring operations of a model run as one operation. Models say what to
--- compute by calling the functions below; no other file of this folder names a fused operation or
--- an FP8 site. A fused form gives the same bits as its parts, with one exception: the backward
--- pass of mlp_gelu in f16 and bf16 rounds once less. Called by layers.lua, transformer.lua,
--- models.lua and lora_layers.lua.
+-- Fusion: decides which neighbouring operations of a model run as one operation. Models call the
+-- functions below; no other file of this folder calls a fused operation or passes an FP8 site. A
+-- fused form gives the same bits as its parts, with one exception: the backward pass of mlp_gelu in
+-- f16 and bf16 rounds once less. Called by layers.lua, transformer.lua, models.lua and
+-- lora_layers.lua.
 --
 -- A module takes part in a fusion if its `forward` is the library's, not an adapter's or an
 -- override, and if it has no relative scale (`_relative_scale`, policy/groups.lua). A fused
@@ -60,7 +60,8 @@ function M.gelu_mlp(x, up, form, down)
 end
 
 --- down(silu(gate) * up): gate, up [.. x K] -> [.. x N]. If `down` is an FP8 site, the product is
---- quantized while it is computed, except under a trap, which has to see the product itself.
+--- quantized while it is computed. That does not happen while module.watch is active, because its
+--- functions have to see the product itself.
 function M.swiglu_mlp(gate, up, down)
   local site = rawget(down, "_fp8")
   local as_codes = site and is_unchanged(down, "linear") and not module.watched()
@@ -127,8 +128,8 @@ function Sum:norm(norm)
 end
 
 --- norm(blocks[n](... blocks[1](x))): x [B x T x C] -> the same shape. If a block and the module
---- after it are unchanged, the block leaves its last sum to that module: block(x, true) returns a
---- Sum.
+--- after it both take part in fusion, block(x, true) returns its last sum as a Sum, which the
+--- module after it computes.
 function M.stack(x, blocks, norm)
   for i, block in ipairs(blocks) do
     local after = blocks[i + 1]

@@ -1,9 +1,9 @@
 -- Sampling from decoders: model:generate. The keys and values of past tokens are kept in caches, so
--- that each new token costs one row instead of a whole sequence. While tokens are generated, each
--- attention module has a list `caches`, with one cache for all sequences or, if their lengths
--- differ, one for each; the model's field `cached` is the number of tokens in the longest sequence
--- so far. transformer.lua and models.lua read them. Called through the models of models.lua.
--- Shapes: R sequences, T tokens, G key/value heads, D their width, V vocabulary.
+-- that the model computes one row for a new token instead of a whole sequence. While tokens are
+-- generated, each attention module has a list `caches`, with one cache for all sequences or, if
+-- their lengths differ, one for each; the model's field `cached` is the number of tokens in the
+-- longest sequence so far. transformer.lua and models.lua read them. Called through the models of
+-- models.lua. Shapes: R sequences, T tokens, G key/value heads, D their width, V vocabulary.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local random = require "engine.base.random"
@@ -23,7 +23,7 @@ local Cache = {}
 Cache.__index = Cache
 
 --- Appends k and v [R x T x G x D]. Returns all keys and values so far. A cache without memory only
---- notes their dtype.
+--- records their dtype.
 function Cache:append(k, v)
   local first, last = self.length + 1, self.length + k:size(2)
   if not self.k then
@@ -66,10 +66,10 @@ end
 
 -- ------------------------------------------------------------------ sampling
 
-local FEW = 1024   -- candidates that usually contain the top_p share
+local FEW = 1024   -- the most likely tokens; they usually contain the top_p share
 
--- Draws an index with the probabilities p, which are in falling order unless `share` is 1. Draws
--- only among the first indices whose probabilities add up to `share`.
+-- Draws an index of p with the probabilities p. Draws only among the first indices, as many as it
+-- takes for their probabilities to add up to `share`. Unless `share` is 1, p is in falling order.
 local function draw(p, share)
   local sum, count, kept = 0, 0, 0
   while count < #p and (kept < share or count == 0) do
@@ -86,8 +86,8 @@ end
 
 local COLDEST = 1e-30   -- below this, logits / temperature would overflow f32
 
--- One id, drawn from logits [1 x V] f32; temperature 0 takes the most likely one. top_p is a share
--- of the total probability of the top_k tokens.
+-- An id, drawn from logits [1 x V] f32; at temperature 0 the most likely id. top_p is a share of
+-- the total probability of the top_k tokens.
 local function sample(logits, o)
   if o.temperature < COLDEST then return logits:argmax(-1):item() end
   local V, top, ids = logits:size(-1), logits / o.temperature, nil
@@ -105,10 +105,10 @@ end
 
 -- ------------------------------------------------------------------ generation
 
--- The next token's logits [R x V] f32 for `rows`, R lists of tokens, the longest of n tokens. With
--- a cache, only the tokens that are not in it are read. If n exceeds the context, the cache is
--- dropped and only the last tokens of each list are read. Lists of unequal length (`apart`) are
--- padded at their beginning.
+-- The next token's logits [R x V] f32 for `rows`, R lists of tokens. The longest list has n tokens.
+-- With a cache, the model reads only the tokens that the cache lacks. If n exceeds the context, the
+-- cache is dropped and the model reads only the last tokens of each list. Lists of unequal length
+-- (`apart`) are padded at their beginning.
 local function next_logits(model, rows, n, apart)
   if n > model.context and rawget(model, "cached") then drop_caches(model) end
   local cached, part, lengths, first = rawget(model, "cached"), {}, {}, {}
@@ -191,7 +191,7 @@ end
 --- batch. temperature 0 takes the most likely token. top_p: draws only from the most likely of the
 --- top_k tokens, as many as it takes to reach this share of the top_k tokens' probability. stop: a
 --- token, or a list of tokens, that ends a sequence; a loaded model stops at its eos_token_id
---- unless `stop` is given. Draws from the engine's generator, or with `seed` from one of its own.
+--- unless `stop` is given. Draws from the engine's generator; `seed` seeds it for this call only.
 local function generate(model, tokens, options, more)
   if type(options) == "number" and more ~= nil then   -- generate(tokens, count, options)
     local count = options

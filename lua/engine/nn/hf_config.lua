@@ -1,5 +1,5 @@
--- Reads config.json of Hugging Face's transformers: from its fields to a model of models.lua. Every
--- error is one line that names the file and the field. Called by hf_load.lua and
+-- Reads config.json of Hugging Face's transformers: translates its fields to options of a model of
+-- models.lua. Every error is one line that names the file and the field. Called by hf_load.lua and
 -- cli/plan_model.lua.
 local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"
@@ -30,7 +30,7 @@ local function value_of(fields, key, default)
   return value
 end
 
--- The field `key`, a number above 0. Without the field: nil, or an error if it is `required`.
+-- The field `key`, a number above 0. If the field is missing: nil, or an error if it is `required`.
 local function number(fields, key, where, required)
   local value = value_of(fields, key)
   if value == nil and not required then return nil end
@@ -40,7 +40,7 @@ local function number(fields, key, where, required)
   return value
 end
 
--- Like number(), but the value must be a whole number, and the field may be missing.
+-- Like number(), but the value must be a whole number below 2^31, and the field may be missing.
 local function whole(fields, key, where)
   local value = number(fields, key, where)
   if value and (value % 1 ~= 0 or value >= 2 ^ 31) then
@@ -60,8 +60,8 @@ end
 -- ------------------------------------------------------------------ scaled rotary positions
 
 -- Each function adds its fields to `rope`, the option of nn.attention, which already has base and
--- factor. p: rope_scaling; o: the model's options; context: the length that the model was first
--- trained on. The formulas are those of transformers' modeling_rope_utils.py.
+-- factor. p: rope_scaling; o: the model's options; context: the context length in tokens before
+-- scaling. The formulas are those of transformers' modeling_rope_utils.py.
 local SCALINGS, ORIGINAL = {}, "original_max_position_embeddings"
 
 function SCALINGS.linear() end
@@ -92,10 +92,11 @@ local function yarn_attention(factor, weight)
 end
 
 -- Pairs of features that turn beta_fast times or more within the context keep their frequency. The
--- frequency of pairs that turn beta_slow times or fewer is divided by factor.
+-- frequency of pairs that turn beta_slow times or fewer is divided by factor. Pairs between are
+-- interpolated.
 function SCALINGS.yarn(rope, p, o, where, context)
   local D = o.head_width or o.width / o.heads
-  local function pair(turns)             -- the number, from 0, of the pair that turns so often
+  local function pair(turns)             -- the index (from 0) of the pair that turns `turns` times
     return D * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
   end
   local fast, slow = number(p, "beta_fast", where) or 32, number(p, "beta_slow", where) or 1
@@ -114,8 +115,9 @@ function SCALINGS.yarn(rope, p, o, where, context)
   if not (above and below) then above, below = 1, 0 end
   rope.attention_factor = number(p, "attention_factor", where)
     or yarn_attention(rope.factor, above) / yarn_attention(rope.factor, below)
-  -- transformers divides no frequency if every pair turns less than beta_slow times, and all if
-  -- every pair turns more than beta_fast times
+  -- In two cases transformers does the opposite of the rule above, and so does this function: it
+  -- divides no frequency if every pair turns less than beta_slow times, and all frequencies if
+  -- every pair turns more than beta_fast times.
   if low <= high then rope.low, rope.high = low, low == high and high + 0.001 or high
   elseif high < 0 then rope.factor = nil end
 end
@@ -221,7 +223,7 @@ local function read_field(fields, key, field, where)
 end
 
 --- Returns the architecture that the fields of a config.json name, and the options of the model
---- that they describe. `where` begins messages.
+--- that they describe. `where` is the prefix of error messages.
 function M.options_of(fields, where)
   local kind = value_of(fields, "model_type")
   local arch = architectures.of[kind]
@@ -264,8 +266,8 @@ function M.options_of(fields, where)
       o.head_width or o.width / o.heads)
   end
   if o.experts and o.top_k > o.experts then
-    fail(where, "expected num_experts_per_tok of at most the %d experts, got %d", o.experts,
-      o.top_k)
+    fail(where, "expected num_experts_per_tok to be at most %d, the number of experts, got %d",
+      o.experts, o.top_k)
   end
   if o.layers * (o.experts or 1) > 2 ^ 17 then
     fail(where, "expected up to 2^17 experts in all layers together, got %d layers of %d experts",
@@ -274,10 +276,10 @@ function M.options_of(fields, where)
   return arch, o
 end
 
-local REPLACED = { num_labels = true, torch_dtype = true }    -- by id2label, and by dtype
+local REPLACED = { num_labels = true, torch_dtype = true }    -- by id2label and by dtype
 
---- The fields of config.json for a classifier with n labels, made from `fields`, those of any class
---- of the same model_type. pad: the id of the padding token, by default that of `fields`.
+--- The fields of config.json for a classifier with n labels, made from `fields`, which may be of
+--- any class of the same model_type. pad: the id of the padding token, by default that of `fields`.
 function M.classifier(fields, n, pad, where)
   want_labels(n, where)
   local arch, all = architectures.of[value_of(fields, "model_type")], { id2label = {},

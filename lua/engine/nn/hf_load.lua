@@ -4,8 +4,9 @@
 --   local model = engine.new_model { model_type = "llama", hidden_size = 64, ... }
 --   model:save("out")                                   hf_save.lua
 -- The model is built with shapes only. All names and shapes of the files are checked before the
--- first weight is read, and weights are converted one at a time, so that the peak of memory is the
--- model and one tensor. Files are read, not mapped: a file that shrinks is an error, not a crash.
+-- first weight is read. Weights are converted one at a time, so that memory peaks at the size of
+-- the model and one tensor. Files are read, not mapped: a file that shrinks is an error, not a
+-- crash.
 local M_ffi = require "engine.base.ffi"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
@@ -45,8 +46,8 @@ local function read_index(path)
   return map
 end
 
--- Opens the files of a folder: { entries = { name = { file, name in it, entry } }, names, where,
--- close }.
+-- Opens the weight files of a folder. Returns { entries = { name = { file, name = the name in the
+-- file, entry } }, names, where = the path for messages, close }.
 local function open_weights(folder)
   local single, index = folder .. "/model.safetensors", folder .. "/model.safetensors.index.json"
   local weights, opened, map = { entries = {}, names = {}, where = single }, {}, nil
@@ -93,7 +94,7 @@ end
 
 -- ------------------------------------------------------------------ names and shapes
 
--- Gives tensors with old names, in old files, their present names.
+-- Renames tensors that have the names of old files to their present names.
 local function rename_old(weights, old)
   for ending, new in pairs(old) do
     for i, name in ipairs(weights.names) do
@@ -114,7 +115,7 @@ local function prefix_of(weights, arch)
   return ""
 end
 
--- Checks an entry of the file `where`.
+-- Checks the shape and the dtype of an entry of the file `where`.
 local function want_shape(found, name, expected, where)
   local got, want = tensor.shape_text(found.shape), tensor.shape_text(expected)
   if got ~= want then
@@ -130,8 +131,8 @@ local function of_classifier(name)
   return name:find "^score%." or name:find "^pooler%." or name:find "^classifier%."
 end
 
--- Checks that the files have every part with its shape, and nothing else. For a new classifier,
--- parameters of its head may be missing; they get `new` in the plan.
+-- Checks that the files have every part with its shape, and no other tensors. For a new classifier,
+-- parameters of its head may be missing; their items of the plan get the field `new`.
 local function check_names(plan, weights, arch, tied, new_classifier)
   local wanted = {}
   for i, item in ipairs(plan) do
@@ -166,7 +167,7 @@ end
 
 -- ------------------------------------------------------------------ values
 
--- The values of a new classifier's parameter, as in transformers: a normal weight, a bias of 0.
+-- A new parameter for a classifier, initialized as in transformers: a normal weight, a bias of 0.
 local function new_values(shape, dtype, std)
   local x = tensor.zeros(shape, { dtype = dtype or "f32", keep = true })
   if #shape == 2 then x:normal(0, std) end
@@ -198,7 +199,7 @@ local function read(item, weights, dtype, std)
   return x
 end
 
--- Gives every parameter its values; frees them all on an error. std: of new weights.
+-- Reads every parameter; frees all of them on an error. std: the standard deviation of new weights.
 local function fill(plan, weights, dtype, std)
   local made = {}
   for _, item in ipairs(plan) do
@@ -267,10 +268,11 @@ end
 
 --- engine.load_model(folder [, { dtype = "f32", dropout, labels, pad }]): a model with the weights
 --- of Hugging Face's files, which may be f32, f16, bf16 or f64. dtype: of the parameters; "auto"
---- keeps those of the files. `dropout` replaces every probability of config.json. labels = n makes
---- any model a classifier with n labels, whose head is new unless the files have it; pad is the id
---- of its padding token. The model is an nn.gpt, nn.llama or nn.bert with a method save. A file,
---- field, name, shape or dtype that does not fit is an error of one line.
+--- keeps those of the files. `dropout` replaces every dropout probability of config.json. labels: a
+--- number n, which makes any model a classifier with n labels; its head is new unless the files
+--- have it. pad: the id of a classifier's padding token. The model is an nn.gpt, nn.llama or
+--- nn.bert with a method save. A file, field, name, shape or dtype that does not fit is an error of
+--- one line.
 function M.load(folder, options)
   if type(folder) ~= "string" then
     error("load_model: expected a folder, got " .. type(folder), 2)
@@ -289,8 +291,8 @@ function M.load(folder, options)
   return result
 end
 
---- The model for the fields of a config.json, with shapes and without values; its parameters live
---- until the scope ends. `where` begins messages.
+--- The model for the fields of a config.json. Its parameters have shapes but no values, and live
+--- until the scope ends. `where` is the prefix of error messages.
 function M.shapes(fields, where)
   local arch, options = config.options_of(fields, where)
   return module.build_shapes(build, arch, options, { fields = fields })

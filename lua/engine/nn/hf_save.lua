@@ -1,6 +1,6 @@
--- Saves models as Hugging Face's transformers loads them: config.json, model.safetensors or shards
--- with an index, and the other files (tokenizer, generation settings) of the folder the model was
--- loaded from. The method `save` of models that hf_load.lua makes.
+-- Saves models in the files that Hugging Face's transformers loads: config.json, model.safetensors
+-- or shards with an index, and copies of the other files (tokenizer, generation settings) of the
+-- folder that the model was loaded from. The method `save` of models that hf_load.lua makes.
 local M_ffi = require "engine.base.ffi"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
@@ -17,7 +17,7 @@ local INDEX = "model.safetensors.index.json"
 
 -- ------------------------------------------------------------------ config.json
 
--- The text of config.json. A loaded model keeps the text it was loaded with, except for the dtype.
+-- The text of config.json. For a loaded model, it is the text of the loaded file with a new dtype.
 local function config_text(source, dtype)
   if not source.text then
     source.fields.dtype = HF_NAMES[dtype]

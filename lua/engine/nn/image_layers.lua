@@ -79,8 +79,8 @@ function BatchNorm:init(channels, options)
   self:buffer("num_batches_tracked", new_parameter {})
 end
 
--- Moves the buffers towards the statistics of a batch of n numbers per channel. running_var follows
--- the variance with the divisor n - 1, as in PyTorch.
+-- Moves the buffers towards the statistics of a batch with n elements in each channel. running_var
+-- follows the variance with the divisor n - 1, as in PyTorch.
 local function follow(self, mean, variance, n)
   if n < 2 then
     raise("nn.batch_norm: expected more than one number for each channel in training mode, got %g",
@@ -92,8 +92,8 @@ local function follow(self, mean, variance, n)
   self.num_batches_tracked:copy(self.num_batches_tracked + 1)
 end
 
--- Batch norm by the given mean and variance. Without them it uses the mean and variance of the
--- batch, and returns these too.
+-- Batch norm by the given mean and variance. Without them, batch norm by the mean and variance of
+-- the batch, which are returned too, with the number of elements of a channel.
 local function normalised(self, x, mean, variance)
   return x:batch_norm(rawget(self, "weight"), rawget(self, "bias"),
     { eps = self.eps, mean = mean, variance = variance, over = rawget(self, "over") })

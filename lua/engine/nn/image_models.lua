@@ -16,7 +16,8 @@ local raise, want_whole = M_ffi.raise, arguments.want_whole
 local class, new_parameter = module.class, module.new_parameter
 local M = {}
 
--- The options with their defaults. All must be whole numbers, except those in `others`.
+-- Fills in missing options from `defaults` and stores them as self.config. All options must be
+-- whole numbers, except those in `others`.
 local function configure(self, name, options, defaults, others)
   local config = arguments.merged(defaults, tensor.read_named(options, name, defaults))
   for key, value in pairs(config) do

@@ -2,11 +2,11 @@
 -- PEFT: adapter_config.json and adapter_model.safetensors. lora_layers.lua has the adapters
 -- themselves.
 --
--- A layer of this engine may be several of Hugging Face's, joined by rows: qkv of nn.llama is
--- q_proj, k_proj and v_proj. The adapter of such a layer is saved as one adapter for each part,
--- with the same A and the part's rows of B. PEFT trains a separate A for each part. Loading stacks
--- these A, and each part's B gets the columns that belong to its A. The layer then computes the
--- same as the parts; its rank is the sum of their ranks.
+-- A layer of this engine may join several of Hugging Face's by rows: qkv of nn.llama is q_proj,
+-- k_proj and v_proj. The adapter of such a layer is saved as one adapter for each part, with the
+-- same A and the part's rows of B. PEFT, however, trains a separate A for each part. Loading stacks
+-- these A, and copies each part's B into the part's rows and into the columns of its A. The layer
+-- then computes the same as the parts; its rank is the sum of their ranks.
 -- Shapes: K inputs, N outputs, R rank; A [R x K], B [N x R].
 local M_ffi = require "engine.base.ffi"
 local adapters = require "engine.nn.lora_layers"
@@ -35,11 +35,11 @@ end
 
 local SAVE, LOAD = { names = true, base_model = true }, { names = true }
 
--- Returns two values. The first is a function: for a layer { path, layer } it gives the tensors of
--- the files that hold the layer's weight, { { name =, first =, last = } .. }. The second is whether
--- the files store weights as [in x out], as GPT-2's Conv1D does. Adapters are always stored
--- [out x in]. Names come from options.names, else from architectures.lua; else the name is the
--- layer's path.
+-- Returns two values. The first is a function that returns, for a layer { path, layer }, the
+-- file's layers that hold its weight: { { name =, first =, last = } .. }, with the rows first to
+-- last (from 1). The second is whether the files store weights as [in x out], as GPT-2's Conv1D
+-- does. Adapters are always stored [out x in]. Names come from options.names, else from
+-- architectures.lua; else the name is the layer's path.
 local function namer(model, options, caller)
   local own, class = options.names, MADE_AS[model._class] or model._class
   expect(own == nil or type(own) == "function", own,
@@ -77,7 +77,7 @@ local function rows_of(x, part)
   return x:slice(1, part.first, part.last)
 end
 
--- The names of the modules that PEFT trains and saves beside the adapters of classifiers.
+-- The modules of a classifier that PEFT trains and saves in full, beside the adapters.
 local HEADS = { "classifier", "score" }
 
 local function save(list, folder, name_of, base_model, conv1d, head, head_name)
@@ -178,7 +178,8 @@ local function read_config(path, head)
   return config
 end
 
--- The alpha of a layer: a key of PEFT's alpha_pattern is a name or the end of one.
+-- The alpha of the layer `name`. A key of PEFT's alpha_pattern is a layer's name or the end of one.
+-- Adds the key that matches to `used`.
 local function alpha_of(config, name, used)
   for key, value in pairs(config.alpha_pattern) do
     if name == key or name:sub(-#key - 1) == "." .. key then
@@ -206,9 +207,10 @@ local function find_head(model, file, fail)
   return list
 end
 
--- The parts of the model's layers that the file has: a list of { path, layer, count = how many
--- parts the layer has in all, { first, last, alpha, entries = { ending = name in the file } } .. }.
--- head: the parameters of find_head.
+-- The model's layers for which the file has an adapter: a list of { path, layer, count, part .. }.
+-- count: the number of parts of the layer, also of those that the file lacks. A part that the file
+-- has: { first, last, alpha, entries = { ending = name in the file } }. head: the result of
+-- find_head.
 local function find(model, file, config, name_of, head, fail)
   local by_name, names, list, used = {}, {}, {}, {}
   for _, l in ipairs(adapters.linears(model)) do
@@ -240,12 +242,12 @@ local function find(model, file, config, name_of, head, fail)
   for key in pairs(config.alpha_pattern) do
     if not used[key] then fail("the alpha_pattern '%s' names no layer", key) end
   end
-  if #list == 0 then fail("it holds no adapter") end
+  if #list == 0 then fail("the file holds no adapter") end
   return list
 end
 
--- Checks the shapes of a layer's parts and sets its `rank` and `alpha`, and `joined`: whether all
--- parts share one A.
+-- Checks the shapes of a layer's parts and reads their tensors. Sets the layer's `rank`, `alpha`
+-- and `joined`: whether the file has all parts and they share one A.
 local function measure(l, file, dora, fail)
   local a = file.entries[l[1].entries[A]]
   local rank = math.max(1, a and #a.shape == 2 and a.shape[1] or 0)
@@ -275,7 +277,8 @@ local function measure(l, file, dora, fail)
   local times, most = l.joined and 1 or #l, math.min(l.layer.inputs, l.layer.outputs)
   l.part_rank, l.rank, l.alpha = rank, rank * times, l[1].alpha * times
   if l.rank > most then
-    fail("the parts of %s have rank %d together, the layer takes up to %d", l.path, l.rank, most)
+    fail("the adapters of %s's parts have a total rank of %d; expected at most %d", l.path, l.rank,
+      most)
   end
 end
 
@@ -341,9 +344,9 @@ local function load(model, file, config, name_of)
 end
 
 --- lora.load(model, folder [, { names = nil }]): reads adapters that PEFT or lora.save wrote; names
---- as in lora.save. A model without adapters gets those of the file, as if by nn.lora; otherwise
---- the file must have the same adapters as the model. A file that does not fit is an error and
---- changes nothing. Returns the model.
+--- as in lora.save. A model without adapters gets those of the file, as nn.lora would add them;
+--- otherwise the file must have the same adapters as the model. A file that does not fit is an
+--- error and changes nothing. Returns the model.
 function M.load(model, folder, options)
   adapters.want_model(model, "lora.load")
   adapters.want_no_tape "lora.load"

@@ -1,7 +1,7 @@
--- Layers with low-rank adapters: adding, switching off and merging them. An adapter belongs to its
--- linear layer, which keeps its place and name, so optimizers, checkpoints and ranks treat adapters
--- like any parameters. All other parameters are frozen, except a classifier's head. A layer
--- computes
+-- Adds low-rank adapters to layers, switches them off and merges them. An adapter is part of its
+-- linear layer, and the layer's place in the model and its name do not change. Optimizers,
+-- checkpoints and ranks therefore treat adapters like any parameters. All other parameters are
+-- frozen, except a classifier's head. A layer computes
 --   LoRA:  y = x W^T + b + s (drop(x) A^T) B^T                          s = alpha / rank
 --   DoRA:  y = m / |V| * (x V^T) + b,  V = W + s B A, |V| the norm of each row, without a gradient
 -- Shapes: K inputs, N outputs, R rank; W [N x K], b and m [N], A [R x K], B [N x R].
@@ -27,8 +27,9 @@ local M = {}
 -- Runs f(...) without autocast: norms and merged weights are computed in f32.
 local function in_f32(f, ...) return autograd.in_formats(nil, f, ...) end
 
--- The frozen weight in `dtype`. A base in e4m3 has a scale for each row; one in NF4
--- (tensor/nf4.lua) has codes of its absmaxes, their groups and an offset.
+-- The frozen weight, dequantized to `dtype`. A weight in e4m3 has a scale for each row. A weight in
+-- NF4 (tensor/nf4.lua) has 8-bit codes of its absmaxes, a scale for each group of them and an
+-- offset.
 local function frozen(layer, dtype)
   local weight, scale = layer.weight, rawget(layer, "weight_scale")
   if rawget(layer, "weight_group") then
@@ -99,7 +100,8 @@ end
 
 -- ------------------------------------------------------------------ adding adapters
 
---- The linear layers of a model that may have an adapter, or have one, in order: { path, layer }.
+--- All linear layers of a model, with or without an adapter, in order: { path, layer }. The layers
+--- A and B of adapters are not listed.
 function M.linears(model)
   local list, seen = {}, {}
   model:apply(function(m, path)
@@ -245,8 +247,8 @@ local function refuse(l, rank)
   end
 end
 
--- Stores the frozen weight in another format, and frees the old one unless something else may hold
--- it.
+-- Stores the frozen weight in another format, and frees the old weight unless another module or an
+-- optimizer may hold it.
 local function convert(layer, format, shared)
   local weight = layer.weight
   if format == weight.dtype then return end
@@ -338,7 +340,8 @@ end
 --- nn.lora(model [, { match, rank = 8, alpha = 16, dropout = 0, dora = false, base }]): gives
 --- each linear layer with a matching path a low-rank adapter, and freezes every other parameter,
 --- except those of a classifier's head (the option labels of nn.gpt); returns the model. match: a
---- Lua pattern or a list of them ("attn%.qkv$"); without it, all linear layers but the head.
+--- Lua pattern of paths ("attn%.qkv$") or a list of patterns; default: all linear layers but the
+--- head.
 --- dropout acts on the adapter's input. dora: a trained magnitude for each output (DoRA). base:
 --- the format that stores the frozen weights of these layers, "bf16", "f16", "e4m3" (with a
 --- power-of-two scale for each row) or "nf4" (engine.nf4, with double quantization: QLoRA); without
@@ -382,7 +385,7 @@ end
 local PARTS = { "weight_scale", "weight_group", "weight_offset", "lora_A", "lora_B",
   "lora_magnitude_vector" }
 
--- Takes the adapter out of the layer's parameters, or puts it back.
+-- Removes the adapter from the layer's parameters, or adds it to them again.
 local function hide(layer, hidden)
   local own = layer._lora
   for _, key in ipairs(PARTS) do
@@ -396,8 +399,8 @@ local function hide(layer, hidden)
   end
 end
 
---- lora.merge(model): adds every adapter to its frozen weight, in f32. The layers are plain linear
---- layers then, as fast and as easily saved as before; the adapters and the frozen weights are kept
+--- lora.merge(model): adds every adapter to its frozen weight, in f32. The layers then are plain
+--- linear layers and are computed and saved as such; the adapters and the frozen weights are kept
 --- for lora.unmerge. Returns the model.
 function M.merge(model)
   local list = M.adapted(model, "lora.merge")
@@ -418,8 +421,8 @@ function M.merge(model)
   return model
 end
 
---- lora.unmerge(model): brings the frozen weights and the adapters back as they were, bit for bit.
---- Returns the model.
+--- lora.unmerge(model): restores the frozen weights and the adapters, bit for bit. Returns the
+--- model.
 function M.unmerge(model)
   local list = M.adapted(model, "lora.unmerge")
   M.want_no_tape "lora.unmerge"

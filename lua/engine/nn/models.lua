@@ -31,8 +31,8 @@ local PROBABILITIES = { "dropout", "embedding_dropout", "attention_dropout", "cl
 -- Defaults of the head's options, the same for every model.
 local HEAD = { z_loss = 0, soft_cap = 0, labels = false }
 
--- Completes the options of the model `name` (such as "nn.gpt") by `defaults`, checks them and
--- stores them as self.config. self.context is stored for generate.
+-- Fills in missing options of the model `name` (such as "nn.gpt") from `defaults`, checks the
+-- options and stores them as self.config. Stores self.context for generate.
 local function configure(self, name, options, defaults)
   local known = arguments.merged(HEAD, defaults)
   local config = arguments.merged(known, tensor.read_named(options, name, known))
@@ -57,7 +57,7 @@ local function configure(self, name, options, defaults)
   return config
 end
 
--- The sizes of a model as text; `more` follows the number of heads.
+-- The sizes of a model as text. `more`: text to insert after the number of heads.
 local function sizes(self, more)
   local c = self.config
   return ("%s, width %d, %s%s, vocab %d"):format(show.counted(c.layers, "layer"), c.width,
@@ -80,7 +80,7 @@ local LOSS = "attention_maps mask label_smoothing ignore_index reduction z_loss 
 
 -- model:loss(x, y [, options]): the mean cross entropy of the model's predictions for ids x [B x T]
 -- against the ids y [B x T], or of a classifier's against the labels y [B]. A target of -100 does
--- not count, nor does a target at padding. The second result is the attention maps, if asked for.
+-- not count, nor does a target at padding. The second result: the attention maps, if requested.
 -- Options: attention_maps, mask, and those of cross_entropy; z_loss and soft_cap are the model's
 -- own by default.
 local function loss(self, x, y, options)
@@ -114,14 +114,14 @@ local function embed(self, ids, types)
   return wtt and x + (types and wtt(types) or wtt.weight:select(1, 1)) or x
 end
 
--- Gives the attention modules the spans (padding.lua) of a padded batch (nil: no padding).
+-- Sets the spans (padding.lua) of a padded batch in the attention modules; nil: no padding.
 local function tell(self, spans)
   for _, block in ipairs(self.blocks) do rawset(block.attn, "spans", spans) end
   rawset(self, "_spans", spans)
 end
 
 -- A model's results: the logits [B x T x V], with the model's soft cap, and the attention maps of
--- its blocks, if asked for.
+-- its blocks, if requested. Ends the call that begin() began.
 local function results(self, y, options)
   local cap, maps = self.config.soft_cap, nil
   if cap > 0 and not options.uncapped then y = ((y / cap):to("f32"):tanh() * cap):to(y.dtype) end
@@ -133,8 +133,8 @@ local function results(self, y, options)
   return y, maps
 end
 
--- x [B x T x C] at the last token of each row of ids that is not the padding token -> [B x C]. In a
--- row of padding tokens alone it is the first token, as in transformers.
+-- Selects from x [B x T x C] the last token of each row whose id is not that of padding -> [B x C].
+-- From a row of only padding tokens it selects the first, as in transformers.
 local function at_last_token(self, x, ids)
   local B, T, C = x:size()
   if not self.config.pad then
@@ -146,7 +146,8 @@ local function at_last_token(self, x, ids)
   return x:view(B * T, C):index_select(1, last + positions(B):to("i64") * T)
 end
 
--- Adds a decoder's head: for labels, or for tokens unless the head is the token embedding.
+-- Adds a decoder's head: for labels, or else for tokens. A tied model has no head for tokens; it
+-- uses the token embedding.
 local function add_head(self, c, std)
   if c.labels then self.score = layers.linear(c.width, c.labels, { bias = false, std = std })
   elseif not c.tied then
@@ -154,8 +155,8 @@ local function add_head(self, c, std)
   end
 end
 
--- A decoder's results for the blocks' output x [B x T x C] of ids, through its head or, if that is
--- tied, its token embedding. With a cache, only the results for the last token.
+-- A decoder's results from the blocks' output x [B x T x C] for ids. The logits come from its head
+-- or, if that is tied, its token embedding. With a cache, they are those of the last token only.
 local function logits(self, x, embedding, ids, options)
   local score, head = rawget(self, "score"), rawget(self, "head")
   if score then return results(self, score(at_last_token(self, x, ids)), options) end
@@ -164,7 +165,7 @@ local function logits(self, x, embedding, ids, options)
 end
 
 -- Reads and returns the options of a call model(ids, options). Switches attention maps on or off in
--- the blocks, and gives them the spans of a padded batch.
+-- the blocks, and sets the spans of a padded batch in them.
 local function begin(self, options, ids)
   options = tensor.read_named(options, self._class, FORWARD)
   if tensor.is_tensor(ids) and ids.ndim ~= 2 then

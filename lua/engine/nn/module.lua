@@ -35,7 +35,7 @@ local function results(scale, ...)
   return ...
 end
 
-local enter, leave_module   -- set by watch
+local enter, leave_module   -- the functions that M.watch has set
 
 --- Calls state = on_enter(module) before each module's forward, and on_leave(state, results...)
 --- afterwards. watch(nil) stops these calls. Used by trap.lua and activations.lua of train/.
@@ -49,8 +49,8 @@ local function left(around, ...)
   return ...
 end
 
--- Ends a checkpointed call with these results. The tape keeps the tensors among them, also those
--- inside tables.
+-- Ends a checkpointed call that returns these results. The tape keeps the tensors among them and
+-- those inside a result that is a table.
 local function end_checkpoint(...)
   local kept = {}
   for i = 1, select("#", ...) do
@@ -210,8 +210,8 @@ function Module:parameter(key, value, role)
   return value
 end
 
---- Registers a buffer under `key`: a tensor that is saved and loaded with the parameters and that
---- the module itself changes. It has no gradient.
+--- Registers a buffer under `key`: a tensor without a gradient, which is saved and loaded with the
+--- parameters. The module itself changes it.
 function Module:buffer(key, value)
   self[key] = value
   self._roles[key] = "buffer"
@@ -230,8 +230,8 @@ function M.new_parameter(shape, set_values)
 end
 
 --- Registers the weight [outputs x inputs ..] of a linear layer or a convolution and, unless
---- options.bias is false, its bias. Initial values: uniform within +-1/sqrt(weights of an output),
---- or with options.std a normal weight and a zero bias.
+--- options.bias is false, its bias. Initial values: uniform within +-1/sqrt(fan-in), or with
+--- options.std a normal weight and a zero bias.
 function M.add_linear(self, shape, options)
   local std, fan_in = options.std, 1
   for d = 2, #shape do fan_in = fan_in * shape[d] end
@@ -243,8 +243,8 @@ function M.add_linear(self, shape, options)
   self:parameter("bias", M.new_parameter({ shape[1] }, not std and uniform), "linear")
 end
 
---- Runs make(...), which builds modules, and returns its results. The parameters have shapes, but
---- no memory of their own and no values; they live until the step or the scope ends.
+--- Runs make(...), which builds modules, and returns its results. Their parameters have shapes, but
+--- no values and almost no memory; they live until the step or the scope ends.
 function M.build_shapes(make, ...)
   return within(function() only_shapes = true end, function() only_shapes = false end, make, ...)
 end

@@ -17,8 +17,8 @@ local KNOWN = "width hidden experts top_k expert std experts_over dispatch combi
 
 --- nn.moe { width, hidden = 4 * width, experts = 8, top_k = 2, expert = function(index) -> module,
 --- std }: x [.. x C] -> [.. x C]. Over several ranks: experts_over = engine.ranks.group() (all
---- ranks) or .group(n), and the formats dispatch ("own" | "fp32" | "bf16" | "fp8") and combine
---- ("own" | "fp32" | "bf16") of what the ranks exchange.
+--- ranks) or .group(n), and the formats of the rows that ranks exchange: dispatch ("own" | "fp32" |
+--- "bf16" | "fp8") of the rows sent to experts, combine ("own" | "fp32" | "bf16") of their outputs.
 --- After a forward pass `counts` holds each expert's number of tokens (over all ranks of its
 --- group), and `balance` is a scalar to add to the loss with a small weight: E * the sum over the
 --- experts of (share of tokens * mean probability), 1 when all experts get equal shares.
@@ -32,7 +32,7 @@ function MoE:init(options)
   expect(options.expert == nil or type(options.expert) == "function", options.expert,
     "nn.moe: expected expert to be a function(index)")
   if k > count then
-    raise("nn.moe: expected top_k of at most the %d experts, got %d", count, k)
+    raise("nn.moe: expected top_k to be at most %d, the number of experts, got %d", count, k)
   end
   local make = options.expert or function()
     return transformer.mlp(width, options.hidden or 4 * width, { std = options.std })
@@ -52,9 +52,9 @@ end
 
 local function index(list) return tensor.tensor(list, { dtype = "i64", keep = false }) end
 
--- `chosen` [N x k] has the experts of each token (from 0). Returns each expert's tokens (from 0)
--- and, for each slot n * k + i of `chosen`, the position of the slot's output among the outputs in
--- expert order.
+-- `chosen` [N x k]: the experts (from 0) of each token. Returns two lists. The first has a list of
+-- tokens (from 0) for each expert. The second has, at n * k + i + 1, the row of the output for
+-- choice i of token n (all from 0), where outputs are in expert order.
 local function route(chosen, experts, k)
   local slots, tokens, back, slot, row = {}, {}, {}, 0, 0
   for e = 1, experts do slots[e], tokens[e] = {}, {} end
@@ -89,8 +89,8 @@ local function outputs(self, rows, tokens, counts)
   return #parts > 1 and tensor.concat(parts, 1) or parts[1]
 end
 
--- The outputs [N x k x C] of the chosen experts for rows [N x C], and [E]: each expert's share of
--- the tokens, times E. Sets `counts`.
+-- Runs the chosen experts on rows [N x C]. Returns their outputs [N x k x C] and a tensor [E]: each
+-- expert's share of all N k choices, times E. Sets self.counts.
 local function run_experts(self, rows, chosen)
   local tokens, back = route(chosen, self.total, self.k)
   local counts, share = {}, {}
@@ -115,9 +115,9 @@ function MoE:forward(x)
   return (y * weight:unsqueeze(3)):sum(2):to(x.dtype):view(x.shape)
 end
 
---- moe:sent(): for experts divided over ranks, what was sent since the last call, { out = { bytes,
---- snr }, back = { bytes, snr } } (see Experts:measure in experts.lua). The first call starts the
---- measurement. Returns nil if the experts are not divided.
+--- moe:sent(): for experts divided over ranks, measures the rows that this rank has sent since the
+--- last call: { out = { bytes, snr }, back = { bytes, snr } } (see Experts:measure in experts.lua).
+--- The first call starts the measurement. Returns nil if the experts are not divided.
 function MoE:sent() return self._apart and self._apart:measure() or nil end
 function MoE:extra() return ("%d experts, %d a token"):format(self.total, self.k) end
 

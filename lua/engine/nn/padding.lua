@@ -11,10 +11,12 @@ local expect, raise = M_ffi.expect, M_ffi.raise
 local M = {}
 
 -- A list with an entry for each row: { first, last, position }. The row's sequence is its tokens
--- first + 1 to last (from 1), and `position` is the position of the first of them. place [B*T]: for
--- each token of the batch, its number (from 0) among the N tokens of all sequences, or N if it is
--- padding; nil if the batch has no padding. positions [B x T]: of every token; nil if they are 0 to
--- T - 1 in each row. reach: one more than the largest position.
+-- first + 1 to last (counted from 1); `position` is the position of the sequence's first token. The
+-- list also has the fields
+--   place      [B*T]: the index (from 0) of each token among the N tokens of all sequences, or N if
+--              it is padding; nil if the batch has no padding
+--   positions  [B x T]: the position of each token; nil if it is 0 to T - 1 in each row
+--   reach      one more than the largest position
 local Spans = {}
 Spans.__index = Spans
 
@@ -51,9 +53,9 @@ local function span_of(row, i, name)
   return { first = first, last = last, position = first }
 end
 
---- The spans for a mask [B x T] of ids [B x T]: 0 at padding, other numbers at tokens. The position
---- of a token is its index in the row (from 0), as in transformers. Spans of an earlier call are
---- returned as they are. Returns nil if there is no mask or no padding.
+--- The spans for a mask [B x T] of ids [B x T]; the mask is 0 at padding and nonzero at tokens. The
+--- position of a token is its index in the row (from 0), as in transformers. A mask that already is
+--- a list of spans is returned as it is. Returns nil if there is no mask or no padding.
 function M.read(mask, ids, name)
   if mask == nil or getmetatable(mask) == Spans then return mask end
   expect(tensor.is_tensor(mask), mask, "%s: expected mask to be a tensor like the ids", name)
@@ -67,8 +69,8 @@ function M.read(mask, ids, name)
   return spans.place and spans or nil
 end
 
---- The spans of rows that end together: row i has lengths[i] tokens, and padding before them. The
---- first of these tokens has the position first[i].
+--- The spans of rows with padding at their beginning: row i ends with lengths[i] tokens, and the
+--- first of these has the position first[i].
 function M.ending_together(lengths, first)
   local T, spans, positions, reach = math.max(unpack(lengths)), {}, {}, 0
   for i, n in ipairs(lengths) do

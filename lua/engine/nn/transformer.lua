@@ -32,8 +32,8 @@ end
 
 -- ------------------------------------------------------------------ attention
 
--- Reads the option `rope` of an attention module of head width D. Sets self.rope, the options of
--- tensor:rope, self.attention_factor and self.dynamic.
+-- Reads the option `rope` of an attention module of head width D. Sets self.rope (the options of
+-- tensor:rope), self.attention_factor and self.dynamic.
 local function read_rope(self, rope, D)
   rope = type(rope) == "number" and { base = rope } or arguments.merged(rope)
   self.attention_factor = rope.attention_factor or 1
@@ -50,15 +50,15 @@ end
 --- causal (true), kv_heads (heads), head_width (width / heads), rope (base of the rotary positions,
 --- or a table of options of tensor:rope with two more: attention_factor, which multiplies the
 --- rotated q and k, and dynamic, a length: for longer sequences the base grows as in dynamic NTK
---- scaling by `factor`), bias (true), out_bias (bias), std and out_std (of the
---- initial weights), qk_norm (eps of an RMS norm of every head's q and k before the rotation; by
---- default none), window (a query sees at most this many keys, itself included; by default all),
---- dropout (of the attention weights in training mode). With dropout, or with more keys than the
---- window, the weights are stored in full instead of computed row by row. If `watch_entropy` is
---- set, each call that does not store the weights keeps the entropy of each row of weights, in
---- nats, in `entropy` [B x H x T]. If `watch_logits` is set instead, each call keeps each row's
---- largest scaled score in `logits` (only on the CPU). In a padded batch both are [1 x H x N], for
---- the N tokens that are no padding.
+--- scaling by `factor`), bias (true), out_bias (bias), std and out_std (of the initial weights),
+--- qk_norm (eps of an RMS norm of every head's q and k before the rotation; by default none),
+--- window (a query sees at most this many keys, itself included; by default all), dropout (of the
+--- attention weights in training mode). With dropout, or with more keys than the window, the
+--- weights are stored in full instead of computed row by row. If `watch_entropy` is set, each call
+--- that does not store the weights records the entropy of each row of weights, in nats, in
+--- `entropy` [B x H x T]. If `watch_logits` is set instead, each call records each row's largest
+--- scaled score in `logits` (only on the CPU). In a padded batch both are [1 x H x N], for the N
+--- tokens that are not padding.
 local Attention = class("attention")
 local ATTENTION = "causal kv_heads head_width rope bias out_bias std out_std qk_norm window dropout"
 function Attention:init(width, heads, options)
@@ -105,9 +105,9 @@ local function dynamic_base(d, reach)
   return d.base * stretch ^ d.power
 end
 
--- Rotates q and k to their positions, which begin at `position` or after those in the cache, and
--- puts k and v after those of the cache (generate.lua). The largest position of the batch is reach
--- - 1, by default the last one of q.
+-- Rotates q and k by their positions, which begin at `position`, or with a cache (generate.lua) at
+-- the number of cached tokens. Appends k and v to the cache and returns q and all keys and values.
+-- reach: one more than the largest position of the batch; by default, than the last position of q.
 local function placed(self, q, k, v, cache, position, reach)
   local rope = self.rope
   if rope then
@@ -121,7 +121,7 @@ local function placed(self, q, k, v, cache, position, reach)
   return q, k, v
 end
 
---- Whether the calls from now on also compute the attention weights, which take_maps() returns.
+--- on: whether later calls also compute the attention weights, which take_maps() returns.
 function Attention:watch_maps(on)
   self.maps_wanted = on or nil
 end
@@ -150,8 +150,9 @@ local function attention_weights(self, q, k, first)
   return scores:softmax(), scores
 end
 
--- Attention with the weights as a tensor, which dropout and a window can act on: q [B x T x H x D],
--- k and v [B x S x G x D] -> [B x T x H x D], and if watched the largest scores [B x H x T].
+-- Attention with the weights stored as a tensor, for dropout and windows: q [B x T x H x D], k and
+-- v [B x S x G x D] -> [B x T x H x D], and with watch_logits the largest scores [B x H x T].
+-- first: as in attention_weights.
 local function explicit_attention(self, q, k, v, first)
   local B, T, H, D = q:size()
   local S, G, weights, scores = k:size(2), self.kv_heads, attention_weights(self, q, k, first)
@@ -161,8 +162,8 @@ local function explicit_attention(self, q, k, v, first)
     self.watch_logits and scores:detach():max(-1):view(B, H, T)
 end
 
--- Explicit attention in blocks of as many queries as the window is long (without a window, in one
--- block). A block reads only the keys that its queries can see.
+-- explicit_attention in blocks of `window` queries (without a window, in one block). A block reads
+-- only the keys that its queries can see.
 local function windowed_attention(self, q, k, v)
   local T, S, parts, logits = q:size(2), k:size(2), {}, {}
   local window = self.window or T
@@ -179,7 +180,7 @@ local function windowed_attention(self, q, k, v)
 end
 
 -- softmax(q k^T / sqrt(D)) v: q [B x T x H x D], k and v [B x S x G x D] -> [B x T x H x D], and
--- what is watched, { entropy, logits } [B x H x T].
+-- the watched statistics, { entropy = [B x H x T] } or { logits = [B x H x T] }.
 local function attend(self, q, k, v)
   if rawget(self, "maps_wanted") then
     local B, T, S = q:size(1), q:size(2), k:size(2)
