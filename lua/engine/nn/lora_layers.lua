@@ -341,9 +341,8 @@ end
 --- each linear layer with a matching path a low-rank adapter, and freezes every other parameter,
 --- except those of a classifier's head (the option labels of nn.gpt); returns the model. match: a
 --- Lua pattern of paths ("attn%.qkv$") or a list of patterns; default: all linear layers but the
---- head.
---- dropout acts on the adapter's input. dora: a trained magnitude for each output (DoRA). base:
---- the format that stores the frozen weights of these layers, "bf16", "f16", "e4m3" (with a
+--- head. dropout acts on the adapter's input. dora: a trained magnitude for each output (DoRA).
+--- base: the format that stores the frozen weights of these layers, "bf16", "f16", "e4m3" (with a
 --- power-of-two scale for each row) or "nf4" (engine.nf4, with double quantization: QLoRA); without
 --- `base` they keep their format. An adapter changes nothing until it is trained.
 function M.new(model, options)

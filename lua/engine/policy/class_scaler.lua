@@ -1,5 +1,5 @@
 -- Loss scalers as classes, in the style of other frameworks. A class runs in the script's own Lua
--- state, without the sandbox, and is chosen by the name it is registered under:
+-- state, without the sandbox. A script registers it under a name, and selects it by that name:
 --
 --   local Careful = {}
 --   Careful.__index = Careful
@@ -17,13 +17,13 @@
 --                                   tensors. With tensors, update's third argument is
 --                                   { name = eng_tensor_stats }, magnitudes as stored (times
 --                                   record.scale); otherwise it is nil
---   scale_loss(loss, ...)           returns the scaled loss; the scale then does not seed the
---                                   backward pass. get_scale() must return the scale it used. The
---                                   further arguments are those of scaler:scale() or
---                                   session:backward(). In a trainer they are the further results
---                                   of the loss function, such as the attention maps of
---                                   model:loss(x, y, { attention_maps = true })
---   unscale_gradients(optimizer)    engine.scaler calls it instead of its own unscaling
+--   scale_loss(loss, ...)           returns the scaled loss; the backward pass then does not apply
+--                                   the scale again. get_scale() must return the scale that
+--                                   scale_loss used. The further arguments are those of
+--                                   scaler:scale() or session:backward(). In a trainer they are the
+--                                   further results of the loss function, such as the attention
+--                                   maps of model:loss(x, y, { attention_maps = true })
+--   unscale_gradients(optimizer)    unscales the gradients, instead of engine.scaler's unscaling
 --   state_dict()                    returns the state for checkpoints, plain data
 --   load_state_dict(state)          restores it; without these two the object's fields are saved
 local M_ffi = require "engine.base.ffi"
@@ -103,7 +103,7 @@ end
 
 function ClassPolicy:scale() return self.last end
 
---- The loss as the class scales it. The call may change the scale. Nil if the class has no
+--- The loss, scaled by the class's scale_loss, which may change the scale. nil if the class has no
 --- scale_loss.
 function ClassPolicy:scale_loss(loss, ...)
   if not self.object.scale_loss then return nil end
@@ -190,8 +190,7 @@ end
 --- Names the tensors, in the order of decide's statistics.
 function ClassPolicy:tensors(names) self.names, self.array = names, nil end
 
--- Statistics per tensor by name, or nil. The same table is returned as long as the array is the
--- same.
+-- Statistics per tensor by name, or nil. Calls with the same array return the same table.
 function ClassPolicy:by_name(stats)
   if not stats or not self.names or bit.band(self.needs, C.ENG_NEED_TENSORS) == 0 then
     return nil
@@ -203,8 +202,9 @@ function ClassPolicy:by_name(stats)
   return self.table
 end
 
--- A class reads the script's variables directly, logs with engine.signal and prints as the script
--- does. It has one scale and no verdict fields for single tensors.
+-- These methods of policies do nothing for a class. It reads the script's variables directly, logs
+-- with engine.signal and prints as the script does. It has one scale and no verdict fields for
+-- single tensors.
 for _, name in ipairs { "signal", "logs", "printed", "each", "logit_muls" } do
   ClassPolicy[name] = function() end
 end
@@ -215,7 +215,7 @@ function ClassPolicy:__tostring()
   return ("loss scaler %s (a class): scale %.10g"):format(self.name, self.last)
 end
 
---- A policy object around a new instance of the class. class.new(options) makes the instance;
+--- A policy object that wraps a new instance of the class. class.new(options) makes the instance;
 --- without `new`, the instance has the options as fields and the class as its prototype.
 function M.new(name, class, options)
   local function make()

@@ -25,14 +25,14 @@ local KEYS = {
 }
 local BOOLEAN = { enabled = true, auto_cast = true, fp16_master_weights_and_grads = true,
   consecutive_hysteresis = true, raise_error_at_min_scale = true }
--- Options of the policies that have no key in the block. Users may give these along with the
+-- Options of the policies for which the block has no key. Users may give them along with the
 -- block's keys.
 local OWN = { init_scale = true, scale_factor = true, strict = true }
 
 local function is_null(v) return v == nil or v == cjson.null end
 
--- The number or boolean of a key; nil when it is absent or "auto". `where(key)` is the prefix of a
--- message.
+-- The value of a key, a number or a boolean; nil when it is absent or "auto". `where(key)` is the
+-- prefix of error messages.
 local function read(block, key, where)
   local value = block[key]
   if is_null(value) or value == "auto" then return nil end
@@ -52,8 +52,8 @@ local function read(block, key, where)
   return number
 end
 
---- The policy and the options that an fp16 block describes. `stage`: ZeRO's stage, nil if unknown;
---- `where(key)`: the prefix of a message about a key.
+--- The name of the policy and the options that an fp16 block describes. `stage`: ZeRO's stage, nil
+--- if unknown; `where(key)`: the prefix of error messages about a key.
 function M.translate(block, stage, where)
   where = where or function() return "" end
   local keys = nearest.keys(block)
@@ -149,12 +149,13 @@ local function changed(block, changes)
   return result
 end
 
---- The policy and the options of a decoded DeepSpeed configuration, whole or only its fp16 block.
---- `changes`: keys that replace the block's own; `where` and `path`: prefixes of messages.
+--- The name of the policy and the options that a decoded DeepSpeed configuration describes. config:
+--- the whole configuration or only its fp16 block. `changes`: keys that replace the block's own;
+--- `where(key)` and `path`: prefixes of error messages.
 function M.from_table(config, changes, where, path)
   local lead = path and path .. ": " or ""
   if type(config) ~= "table" then
-    error(lead .. "expected a DeepSpeed configuration, an object", 0)
+    error(lead .. "expected a DeepSpeed configuration, which is a JSON object", 0)
   end
   if not is_null(config.fp16) and type(config.fp16) ~= "table" then
     error(where "fp16" .. "fp16: expected an object", 0)
@@ -175,7 +176,8 @@ function M.from_table(config, changes, where, path)
   return M.translate(changed(block, changes), stage, where)
 end
 
---- A DeepSpeed JSON, which may have comments and trailing commas, as a table, and its plain text.
+--- Reads a DeepSpeed JSON file, which may have comments and trailing commas. Returns it as a table,
+--- and its text as plain JSON.
 function M.decode(path)
   local text, why = require("engine.base.file").read(path)
   if not text then error(why, 0) end

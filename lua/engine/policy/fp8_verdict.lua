@@ -1,16 +1,17 @@
--- Verdicts of FP8 policies (policies/README.md, section FP8), without the layers themselves. A
--- verdict gives `places` = { rungs, amaxes } for the next step:
+-- Reads the verdicts of FP8 policies (policies/README.md, section FP8); the layers themselves are
+-- in train/fp8_sites.lua. A verdict gives `places` = { rungs, amaxes } for the next step:
 --   rungs    of each layer: 1 is the recipe, 2 and more are its ladder, `most` is high precision
 --   amaxes   of each role of each layer: the amax that sets its scale; nil: its own amax
 -- Called by train/fp8_sites.lua, which applies the places, and by run/shadow.lua and
--- run/replay_fp8.lua, which compare them with the run's.
+-- run/replay_fp8.lua, which compare them with those of the run.
 local M = {}
 
 M.roles = { "x", "w", "dy" }
 
 local LARGEST = (2 - 2 ^ -23) * 2 ^ 127      -- of f32
 
---- Tells a policy the tensors and groups of the layers `paths`. Returns the tensors' names.
+--- Declares the tensors and groups of the layers `paths` to a policy. Returns the tensors' names:
+--- "PATH:ROLE" for each layer and role.
 function M.prepare(policy, paths)
   local names, groups, group_of = {}, {}, {}
   for _, path in ipairs(paths) do
@@ -25,9 +26,9 @@ function M.prepare(policy, paths)
 end
 
 --- Combines the last verdicts of the policies in `list` into places: for each layer the highest
---- rung, up to `most`; for each role the amax of the last policy that names one. names: the layers'
---- tensors, from prepare(). An amax beyond f32's largest number is ignored; the second result is a
---- message about it, else nil.
+--- rung, up to `most`; for each role the amax of the last policy that sets one. names: the layers'
+--- tensors, from prepare(). An amax above the largest f32 number is ignored; then the second result
+--- is a message about it.
 function M.places(list, names, most)
   local n, rungs, amaxes, problem = #names / 3, {}, {}, nil
   for i = 1, n do rungs[i] = 1 end
@@ -49,7 +50,7 @@ end
 
 --- Whether layers would compute differently with `own`, the places of one policy, than with the
 --- places of the run: at another rung, or with another amax for a role that the policy scales.
---- scaled(k): whether the run lets policies scale role k.
+--- scaled(k): whether the run lets policies scale tensor k of prepare().
 function M.differs(own, run, scaled)
   for i, rung in ipairs(own.rungs) do
     if rung ~= run.rungs[i] then return true end
@@ -95,7 +96,8 @@ function M.text(moved, most)
   return table.concat(parts, "; ")
 end
 
---- The layers that are not as in the recipe, as text(), or "all layers as in the recipe".
+--- A text that lists the layers which differ from the recipe, as M.text does, or "all layers as in
+--- the recipe".
 function M.off(paths, rungs, most)
   local ones = {}
   for i = 1, #paths do ones[i] = 1 end

@@ -1,9 +1,9 @@
 -- Groups of parameters, and their separate loss scales. A group is a layer: "blocks.3" for
 -- "blocks.3.attn.qkv.weight". A module can also declare itself a group (nn.moe does so for each
 -- expert). A policy sees the groups as record.groups and may return scales = { ["blocks.3"] = s }.
--- The gradients inside that layer then carry s instead of the global loss scale. The layer's
--- relative scale is s divided by the global scale. Between two layers, the backward pass multiplies
--- the gradient of the activations once by the ratio of their scales (grad_emit in
+-- The gradients inside that layer are then multiplied by s instead of the global loss scale. The
+-- layer's relative scale is s divided by the global scale. Between two layers, the backward pass
+-- multiplies the gradient of the activations once by the ratio of their scales (grad_emit in
 -- core/autograd/gradient.c). Used by trainers and scalers; replays and reports use M.of.
 local M_ffi = require "engine.base.ffi"
 
@@ -33,8 +33,8 @@ local function group_name(name, declared)
   return name:match("^(%d+)%.") or name:match("^(.-%.%d+)%.") or name:match("^([^.]+)") or name
 end
 
---- The names of the parameters, the number of each parameter's group, and the names of the groups.
---- `model`: its modules may declare themselves groups.
+--- The names of the parameters, the index (from 1) of each parameter's group, and the names of the
+--- groups. `model`, if given: its modules may declare themselves groups.
 function M.of(list, model)
   local _, declared = modules_of(model)
   local names, group_of, groups, index = {}, {}, {}, {}
@@ -58,7 +58,7 @@ function M.new(model, list, sets)
   self.names, self.group_of, self.groups = M.of(list, model)
   for i, group in ipairs(self.groups) do
     self.modules[i] = at[group] or false  -- false: a parameter of the model itself
-    if at[group] then rawset(at[group], "_relative_scale", nil) end   -- set by an earlier trainer
+    if at[group] then rawset(at[group], "_relative_scale", nil) end   -- left by an earlier trainer
   end
   for _, set in ipairs(sets) do check(C.eng_params_relative_scale(set.params, nil)) end
   return self

@@ -60,10 +60,10 @@ local function decide(self, record, stats)
   return self.verdict
 end
 
---- Runs the policy on a step: an eng_record and, if the policy needs them, the statistics per
---- tensor (eng_tensor_stats[n]). The verdict belongs to the policy and changes with the next call.
---- If the verdict has caps, cap(...), if given, applies them to the gradients and the record's
---- norms. The policy then decides again.
+--- Runs the policy on a step and returns its verdict. record: an eng_record; stats: the statistics
+--- per tensor (eng_tensor_stats[n]), if the policy needs them. The verdict belongs to the policy
+--- and changes with the next call. If the verdict has caps, calls cap(...), if given, which must
+--- apply them to the gradients and the record's norms. The policy then decides again.
 function Policy:decide(record, stats, cap, ...)
   record.capped = 0
   local verdict = decide(self, record, stats)
@@ -75,7 +75,7 @@ end
 
 local out_text, out_bytes = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
 
---- State and last verdict as text, canonical: equal states give equal bytes.
+--- The state and the last verdict as text. Equal states give equal bytes.
 function Policy:save()
   check(C.eng_policy_save(out_text, out_bytes, self.handle))
   return ffi.string(out_text[0], out_bytes[0])
@@ -93,7 +93,8 @@ end
 --- Returns to the initial state.
 function Policy:reset() check(C.eng_policy_init(self.handle)) end
 
---- Takes over the state of another policy. From a registered class, only the scale is taken over.
+--- Takes over the state of another policy. If that is a registered class, takes over only its
+--- scale.
 function Policy:take_over(old)
   if old.handle then
     check(C.eng_policy_migrate(self.handle, old.handle), true)
@@ -103,9 +104,9 @@ function Policy:take_over(old)
   end
 end
 
---- Names the tensors of decide's `stats`: the tensors' names, the group of each tensor (from 1, or
---- nil), and the groups' names. `scalable`: the caller can scale groups separately, so the policy
---- may give them scales of their own.
+--- Describes the tensors of decide's `stats`: their names, the index of each tensor's group (from
+--- 1, or nil), and the groups' names. `scalable`: whether the caller can scale groups separately,
+--- so that the policy may give them separate scales.
 function Policy:tensors(names, group_of, groups, scalable)
   groups = groups or {}
   local c_names, c_groups = ffi.new("const char *[?]", #names + 1),
@@ -134,8 +135,9 @@ function Policy:signal(name, value)
   check(C.eng_policy_signal(self.handle, name, value))
 end
 
---- Writes what the last verdict sets for each tensor into an array of n numbers; `what` is one of
---- ENG_EACH_*. Returns nil if the verdict sets nothing of that kind.
+--- Copies a field that the last verdict sets for each tensor into the array `into` of n numbers,
+--- and returns the array. `what`: the field, one of ENG_EACH_*. Returns nil if the verdict lacks
+--- it.
 function Policy:each(what, into, n)
   if bit.band(self.verdict.each, bit.lshift(1, what)) == 0 then return nil end
   for i = 0, n - 1 do into[i] = C.eng_policy_each(self.handle, what, i) end
@@ -144,8 +146,8 @@ end
 
 local number = ffi.new("double[1]")
 
--- The entries of the last verdict that `entry`, a function of the core, returns one by one:
--- { name = number }, or nil if there are none.
+-- The entries of the last verdict as { name = number }, or nil if there are none. entry: a function
+-- of the core, which returns entry i (from 0).
 local function entries(self, entry)
   local name, values, i = entry(number, self.handle, 0), nil, 0
   while name ~= nil do
@@ -159,11 +161,11 @@ end
 --- The factors on attention logits of the last verdict: { ["MODULE.HEAD"] = factor }, or nil.
 function Policy:logit_muls() return entries(self, C.eng_policy_logit_mul) end
 
---- What the last verdict logged, { name = number }, or nil.
+--- The numbers that the last verdict logged, { name = number }, or nil.
 function Policy:logs() return entries(self, C.eng_policy_logged) end
 
---- Adds what the last verdict logged to `all` as all[name][i]. Returns `all`, which may be nil as
---- long as the policy has logged nothing.
+--- Stores the numbers that the last verdict logged as all[name][i]. Returns `all`, which may be nil
+--- as long as the policy has logged nothing.
 function Policy:add_logs(all, i)
   for name, value in pairs(self:logs() or {}) do
     all = all or {}
@@ -173,7 +175,7 @@ function Policy:add_logs(all, i)
   return all
 end
 
---- What the policy has printed since the last call, lines "file:line: text", or nil.
+--- The text that the policy has printed since the last call, in lines "file:line: text", or nil.
 function Policy:printed()
   local text = C.eng_policy_printed(self.handle)
   return text[0] ~= 0 and ffi.string(text) or nil
@@ -187,7 +189,7 @@ function Policy:failures()
   return tonumber(info.failures)
 end
 
---- A short name of the policy's source, as in histories: 8 hexadecimal digits.
+--- The CRC-32C of the policy's source as 8 hexadecimal digits, which names the source in histories.
 function Policy:hash() return ("%08x"):format(C.eng_crc32c(0, self.source, #self.source)) end
 
 function Policy:__tostring()
@@ -286,18 +288,18 @@ local function compile(source, file, options, path)
   return setmetatable(self, Policy)
 end
 
---- Whether gradients in f32 can carry a loss scale; M.USABLE gives the range. A scale outside the
---- range of normal f32 numbers would corrupt the weights silently.
+--- Whether a loss scale is in the range of normal f32 numbers; M.USABLE is this range as text. Any
+--- other scale would corrupt the weights silently.
 function M.usable(scale) return scale >= 2 ^ -126 and scale <= (2 - 2 ^ -23) * 2 ^ 127 end
 M.USABLE = "scales from 2^-126 to 3.4e38"
 
---- What is wrong with the next scales of a policy or a class, or nil. groups: how many groups may
---- have separate scales.
+--- A message about a next scale of a policy or a class that is not usable, or nil if all are.
+--- groups: the number of groups that may have separate scales.
 function M.unusable(policy, groups)
   for group = 0, groups or 0 do
     local scale = group == 0 and policy:scale() or policy:group_scale(group)
     if not M.usable(scale) then
-      return ("policy %s asks for a loss scale of %.10g; gradients in float32 carry %s"):format(
+      return ("policy %s chose a loss scale of %.10g; gradients in float32 carry %s"):format(
         policy.name, scale, M.USABLE)
     end
   end
@@ -306,7 +308,7 @@ end
 --- Classes registered by name (engine.register_loss_scaler).
 M.classes = {}
 
---- Registers a loss scaler class under a name; class_scaler.lua describes classes.
+--- Registers a loss scaler class under a name; class_scaler.lua describes such classes.
 function M.register(name, class)
   if type(name) ~= "string" or not name:find("^[%w_%-]+$") then
     error("register_loss_scaler: expected a name of letters, digits, '_' and '-', got " ..
@@ -353,7 +355,7 @@ local function values_of(options)
   return all
 end
 
--- M.load without the check of the kind.
+-- M.load without the check that the policy is of the wanted kind.
 local function loaded(source, options, kind)
   if type(source) == "table" and source.decide and source.scale then return source end
   if type(source) == "table" and type(source.source) == "string" then
@@ -420,8 +422,8 @@ require("engine.base.config").ranges.policy = { problem = function(name)
   return not good and (tostring(message):gsub("^policy: ", "")) or nil
 end }
 
---- Limits of policies loaded from now on: memory (bytes), instructions, seconds. An absent field
---- keeps its limit.
+--- Sets the limits of policies that are loaded later: memory (bytes), instructions, seconds. An
+--- absent field keeps its limit.
 function M.limits(limits)
   C.eng_policy_limits(limits.memory or 0, limits.instructions or 0, limits.seconds or 0)
 end

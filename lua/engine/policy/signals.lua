@@ -1,18 +1,18 @@
--- Signals: numbers that a script publishes for policies, by name (engine.signal). The trainer, the
+-- Signals: named numbers that a script publishes for policies (engine.signal). The trainer, the
 -- reducer and scalers read them at each step.
 local show = require "engine.base.show"
 local value_text = require("engine.base.ffi").value_text
 
 local M = {
   values = {},
-  rules = {},      -- how the values of several ranks become one: "mean" if absent, "max" or "sum"
+  rules = {},      -- by name, how ranks combine their values: "max", "sum" or "mean" (nil: "mean")
 }
 
 local RULES = { mean = true, max = true, sum = true }
 
 --- Publishes a number that policies read as record.signals[name], for example an attention
---- entropy. `rule`: how the numbers of several ranks become one, "mean" (the default), "max" or
---- "sum"; ranks that published none do not count.
+--- entropy. `rule`: how ranks combine their numbers, "mean" (the default), "max" or "sum"; ranks
+--- that published none do not count.
 function M.publish(name, value, rule)
   if type(name) ~= "string" or type(value) ~= "number" then
     error(("signal: expected a name and a number, got %s and %s"):format(type(name),
@@ -30,7 +30,7 @@ function M.publish(name, value, rule)
   M.values[name], M.rules[name] = value, rule or M.rules[name]
 end
 
---- Publishes a number that ranks combine by its maximum. The name must be valid.
+--- Publishes a number with the rule "max", without a check of the name, which must be valid.
 function M.publish_largest(name, value) M.values[name], M.rules[name] = value, "max" end
 
 --- Withdraws the signals whose names match a Lua pattern.
