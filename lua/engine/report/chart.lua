@@ -1,22 +1,22 @@
--- Curves as SVG: panels below each other on one axis of steps. The same panels are in the report,
--- as wide as the page, and in a separate file (`engine plot --svg`) of a fixed width.
+-- Curves as SVG: panels below each other with the same axis of steps. The report has these panels
+-- as wide as the page; a separate file (`engine plot --svg`) has them in a fixed width.
 --   chart.body { title =, c = curves.read(...), span = 1000,
 --     series = { { name = "loss", column = "loss" } },
 --     log = 2, height = 180, limits = { { 65504, "f16 ends" } }, marks = marks.read(h, c) }
 -- A series is a line of means in a band from the smallest to the largest value. The band is drawn
--- where a column holds several steps, or with `band`. `points` instead of a column: { { step, value
--- } ... }, each holding until the next. `join`: the line bridges missing values. Each series has
--- its own colour and dashes; `style` selects those of another series by number.
+-- where a column holds several steps, or with `band`. A series may have `points` instead of a
+-- column: { { step, value } ... }, where a value holds until the next point. `join`: the line
+-- bridges missing values. Series i has the colour and dashes i; `style` selects others by index.
 -- Shapes have x coordinates from 0 to `span`, which a page stretches to its width. Texts are placed
 -- by percentages instead, so that they keep their size. Used by the report's pages, views.lua,
--- gnuplot.lua and lab.lua.
+-- gnuplot.lua, lab.lua and docs/page.lua.
 local show = require "engine.base.show"
 local plot = require "engine.report.plot"
 
 local M = {}
 
--- Margins of a panel in pixels. Above it are the y axis's name and the labels of marks, below it
--- the steps.
+-- Margins of a panel in pixels. The name of the y axis (TOP) and the labels of marks (WORDS) are
+-- above the panel, the steps below it.
 M.left, M.right, M.bottom = 92, 14, 40
 local TOP, WORDS = 28, 16
 M.span = 1000
@@ -67,7 +67,7 @@ end
 -- logarithms.
 local function ticks(low, high, log, n)
   local list = {}
-  if log and high - low < 1.2 then  -- less than one power: ticks at the numbers themselves
+  if log and high - low < 1.2 then  -- hardly more than one power: ticks at round numbers
     for _, t in ipairs(ticks(log ^ low, log ^ high, nil, n)) do
       if t[1] > 0 then list[#list + 1] = { math.log(t[1]) / math.log(log), t[2] } end
     end
@@ -95,8 +95,8 @@ end
 local function f(x) return (("%.1f"):format(x):gsub("%.0$", "")) end
 
 --- The axis of steps of a run, as { first, last, span, place = function(step) -> 0 to span }. A
---- single step is in the middle. Positions may have names (c.places) and a unit other than steps
---- (c.unit).
+--- single step is in the middle. c.places, if given: names of the positions; c.unit: a name of the
+--- axis other than "step".
 function M.axis(c, span)
   local first, last = c.first or 0, c.last or 1
   span = span or M.span
@@ -153,8 +153,8 @@ local function scaled(x, log)
   return x > 0 and math.log(x) / math.log(log) or nil
 end
 
--- Low, mean and high of a series by picture column, in the units of the axis; nil for a column
--- without values.
+-- A list of { low, mean, high } of a series for each column of the picture, in the units of the
+-- axis; nil entries for a column without values.
 local function values_of(c, series, log)
   local v, list = c[series.column], {}
   for i = 1, #c.x do
@@ -267,7 +267,7 @@ local function draw_marks(list, axis, height, paths, texts)
     end
   end
   table.sort(lines, function(a, b) return a[1] < b[1] end)
-  local ends = { 0, 0 }                      -- pixels taken on a narrow and on a wide page
+  local ends = { 0, 0 }                      -- where the last label ends: narrow, wide page
   for _, line in ipairs(lines) do
     local x, size = axis.place(line[1]) / axis.span, #line[2] * GLYPH + 8
     paths[#paths + 1] = ('<path class="event" d="M%s 0V%s"><title>%s</title></path>'):format(

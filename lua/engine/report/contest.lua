@@ -10,7 +10,8 @@ local views = require "engine.report.views"
 
 local M = {}
 
--- Column headings in text and in LaTeX, and the factor that converts to the displayed unit.
+-- For each number: its heading in text, its heading in LaTeX if that differs, and the factor that
+-- converts it to the displayed unit.
 local HEAD = { loss = { "loss" }, held_out = { "held-out loss" }, skipped = { "skipped" },
   overflows = { "overflows" }, underflow = { "underflow %", "underflow \\%", factor = 100 },
   seconds = { "seconds" } }
@@ -38,7 +39,7 @@ local function difference(d, factor)
   if d.n == 1 then return { ("%+.3g"):format(mean), "-", "one pair: no interval" } end
   local low, high = d.low * factor, d.high * factor
   local form = "%+.4g"
-  if high > low then        -- two digits of the half-width
+  if high > low then        -- as many decimals as show two digits of the half-width
     local places = 1 - math.floor(math.log10((high - low) / 2))
     form = "%+." .. math.max(0, math.min(9, places)) .. "f"
   end
@@ -64,7 +65,7 @@ local function differences_table(results)
     show.table(rows, { true, true, false, false, true }) or nil
 end
 
--- Adds a line for each reason why runs of a policy failed.
+-- Appends to `lines` a line for each reason for which runs of a policy failed.
 local function add_failures(lines, row)
   local seeds, first = {}, #lines + 1
   for _, run in ipairs(row.failed) do
@@ -81,7 +82,7 @@ local function add_failures(lines, row)
   end
 end
 
---- The tables, and why runs failed.
+--- The tables, and the reasons of failed runs, as text.
 function M.text(contest, results)
   local heads = { "policy", "finished" }
   for _, name in ipairs(contests.NAMES) do heads[#heads + 1] = HEAD[name][1] end
@@ -97,7 +98,7 @@ function M.text(contest, results)
     show.table(rows, { true })) }
   parts[2] = differences_table(results)
   if #failures > 0 then
-    failures[#failures + 1] = ("what the runs printed: %s/*/output"):format(contest.path)
+    failures[#failures + 1] = ("output of the runs: %s/*/output"):format(contest.path)
     parts[#parts + 1] = table.concat(failures, "\n")
   end
   return show.shown(table.concat(parts, "\n\n"), true)
@@ -121,7 +122,7 @@ function M.csv(contest)
   return table.concat(lines, "\n") .. "\n"
 end
 
--- The named fields of a table; null for a missing one.
+-- The named fields of a table; a missing field is null.
 local function fields_of(from, names)
   local fields = {}
   for _, name in ipairs(names) do fields[name] = from[name] or json.null end
@@ -195,8 +196,8 @@ end
 local POINTS = 150      -- more would show the noise of single batches
 local NAMES, MEANS = { "loss", "scale" }, { "mean and standard deviation", "geometric mean" }
 
--- Panels of loss and loss scale over the steps, a curve for each policy. nil without a run that is
--- done.
+-- Panels of loss and loss scale over the steps, a curve for each policy. nil if no run has
+-- finished.
 local function panels_of(contest)
   local paths, policies = {}, {}
   for _, run in ipairs(contest.runs) do
@@ -220,7 +221,7 @@ end
 function M.draw(contest, options)
   local panels = panels_of(contest)
   if not panels then error("no run has finished, so there is nothing to draw", 0) end
-  local one = #contest.policies == 1 and contest.policies[1] .. ", " or ""   -- no legend names it
+  local one = #contest.policies == 1 and contest.policies[1] .. ", " or ""   -- there is no legend
   local title = show.cut(contest.path:match("([^/]+)/*$") .. ": " .. one .. job_text(contest), 90)
   views.write(title, panels, options)
 end

@@ -36,10 +36,10 @@ local function each_step(h, visit)
 end
 
 -- The meters of an FP8 layer, by their names in a file.
-local METERS = { unpack(history.meters, 1, 8) }             -- without count
+local METERS = { unpack(history.meters, 1, 8) }             -- without count and those of replays
 
--- FP8 meters: the names "layer:role" in the model's order, and a function that returns { [name] =
--- row } for a step, or nil for a step without meters.
+-- Returns the names "layer:role" of FP8 meters in the model's order, and a function(step) that
+-- returns { [name] = row }, or nil for a step without meters.
 local function fp8_of(h)
   if not h:has "fp8" then return {}, function() end end
   local names, looked = {}, {}
@@ -107,8 +107,8 @@ function M.csv(h, path)
 end
 
 --- JSON Lines: an object for each step. Infinities and NaN are strings, as in log=json; a missing
---- value is null. "signals" holds the script's current signals, if any; "log" what the policy
---- logged; "fp8" the meters of a measured step, by "layer:role".
+--- value is null. "signals" holds the script's current signals, if any; "log" the numbers that the
+--- policy has logged; "fp8" the meters of a measured step, by "layer:role".
 function M.jsonl(h, path)
   local _, meters_at = fp8_of(h)
   return files.write(path, function(put)
@@ -140,10 +140,10 @@ function M.jsonl(h, path)
   end)
 end
 
-local HISTOGRAMS = 200           -- a layer has at most four times as many (layers.each)
+local HISTOGRAMS = 200           -- layers.each visits at most four times this many steps
 
---- Event files for TensorBoard: numbers of each step (or of every `every`-th step and all
---- overflows), histograms of the layers' stored gradients for the steps with statistics, and
+--- Event files for TensorBoard: numbers of each step (with options.every = n, of every n-th step
+--- and all overflows), histograms of the layers' stored gradients for steps with statistics, and
 --- policies, settings and events as text. Returns the number of steps and the path.
 function M.tensorboard(h, dir, options)
   local every = options and options.every or 1

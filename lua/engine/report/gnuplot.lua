@@ -8,7 +8,7 @@ local show = require "engine.base.show"
 local M = {}
 local exact = show.exact
 
--- A text in gnuplot's own quotes, where '' is a quote.
+-- A text as a string of gnuplot in single quotes, in which '' stands for one quote.
 local function plain(text)
   return "'" .. show.shown(text):gsub("'", "''"):gsub("[\n\\]", " ") .. "'"
 end
@@ -18,14 +18,15 @@ function M.installed()
   return process.output("command -v gnuplot 2>/dev/null") ~= ""
 end
 
--- The kinds of mark that are drawn as ticks: their style for gnuplot, and their height in the
--- panel, 0 to 1.
+-- The kinds of marks that are drawn as ticks: their style for gnuplot, and their y position in the
+-- panel, 0 (bottom) to 1 (top).
 local TICKS = { overflow = { "points pt 2 ps 0.9 lw 1.5 lc rgb '#c4261a'", 0.03 },
   skip = { "points pt 6 ps 0.9 lw 1.5 lc rgb '#9a6a00'", 0.09 },
   checkpoint = { "points pt 11 ps 0.9 lc rgb '#5c6576'", 0.97 } }
 local LINES = "lines lw 1.5 dt 2 lc rgb '#6d4aed'"
 
--- Writes the data of a panel's marks; returns the plot commands that draw and name them.
+-- Writes the data of a panel's marks; returns the plot commands that draw them and name them in the
+-- legend.
 local function draw_marks(say, marks)
   local drawn = {}
   for i, m in ipairs(marks or {}) do
@@ -97,7 +98,7 @@ end
 function M.need()
   if not M.installed() then
     error("--png draws through gnuplot, which is not installed; hint: apt-get install " ..
-      "gnuplot-nox, or --svg, which needs nothing", 0)
+      "gnuplot-nox, or use --svg, which needs no other program", 0)
   end
 end
 

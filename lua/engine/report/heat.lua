@@ -3,9 +3,9 @@
 --   print(heat.draw { title =, rows = { { label =, cells = { 0.3, nil, "bad", ... }, note = } },
 --     columns = n, wide = 1, axis = { [3] = "2^-14" }, low = "text", high = "text", bad = true,
 --     none = "nothing recorded", width = 80 })
--- A cell is 0 to 1, nil (blank: nothing there), or "bad" (inf or nan). axis: labels below columns.
--- none: what a blank cell means; bad: some cell may be "bad". Used by views.lua; plot.lua uses only
--- style().
+-- A cell is a number from 0 to 1, nil (blank), or "bad" (inf or nan). axis: labels below columns.
+-- low, high: the legend's texts for 0 and 1. none: its text for blank cells. bad: whether it shows
+-- the mark of "bad" cells. Used by views.lua; plot.lua uses only style().
 local machine = require "engine.base.machine"
 local show = require "engine.base.show"
 
@@ -48,7 +48,8 @@ local function ramp_text(style)
   return table.concat(parts)
 end
 
--- A row of ticks, and below it the labels of the columns, as many as fit without touching.
+-- A row of ticks, and below it the labels of the columns. Leaves out labels that would touch the
+-- one before.
 local function axis_lines(options, margin)
   local total = options.columns * options.wide
   local ticks, texts, taken = {}, {}, 0

@@ -2,7 +2,7 @@
 -- SVG file. Used by examples.
 --
 --   lab.table({ "K", "none", "128" }, { { 1024, "1.5 %", "0.05 %" }, ... })
---   lab.svg("error.svg", { title =, x = { "1024", "4096" }, y = "K" (what x is), log = 10 or nil,
+--   lab.svg("error.svg", { title =, x = { "1024", "4096" }, y = "K" (name of x), log = 10 or nil,
 --     series = { { name =, values = { ... } } } })
 local chart = require "engine.report.chart"
 local files = require "engine.base.file"
@@ -50,9 +50,9 @@ local VERBS = { "follows", "carries", "remembers", "divides", "crosses", "measur
   "doubles", "waits for", "looks at" }
 local ENDS = { ".\n", ". ", ". ", ". ", "; ", ", and " }
 
---- A text of about `bytes` bytes, the same on every machine: sentences of a small grammar whose
---- words are not equally common, so that a model has something to learn. For examples whose figures
---- must be reproducible. `seed` chooses other sentences.
+--- A text of about `bytes` bytes, the same on every machine. Its sentences follow a small grammar,
+--- and some words are more common than others, so that a model has something to learn. For examples
+--- whose figures must be reproducible. Another `seed` gives other sentences.
 function M.text(bytes, seed)
   local state = (seed or 1) * 2654435769 % 2 ^ 32
   local function draw(n)
@@ -89,8 +89,8 @@ end
 
 -- ------------------------------------------------------------------ curves
 
---- Writes curves over named x positions into a file; values that are not finite are left out.
---- Returns the path.
+--- Writes curves over named x positions to the file `path`; values that are not finite are left
+--- out. o: see the top of the file. Returns the path.
 function M.svg(path, o)
   local c = { x = {}, places = o.x, unit = o.y, width = 1, first = 1, last = #o.x }
   local series = {}

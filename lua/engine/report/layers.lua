@@ -5,7 +5,7 @@
 --   l.names[k], l.x[i]      layers and columns; column i is the steps x[i] to x[i] + width - 1
 --   l.cells[k][i]           { amax, inf, nan, count, zeros, underflow, overflows, step, room } of
 --                           the gradients as stored (times the scale); nil if the column has no
---                           recorded step. room: bits from the largest to the top of its format
+--                           recorded step. room: bits from the amax to the top of its format
 --   l.rows, l.steps[n]      the number of rows read, and their steps
 --   l.hists[k][exponent]    elements by exponent over all rows
 --   l.format                the gradients' narrowest format (base/formats.lua)
@@ -20,11 +20,11 @@ local C, ffi = M_ffi.C, M_ffi.ffi
 
 local M = {}
 
-local ROWS = 2                -- rows read for a column, and as many again with overflow
+local ROWS = 2                -- rows read for a column, and as many further rows with overflow
 
---- The rows of a picture, by default one for each layer: the row number of each parameter id (from
---- 0), and the rows' names. With `tensors`, every tensor has its own row; with `only`, each tensor
---- whose name contains this text.
+--- The rows of a picture, by default one for each layer. Returns { [id] = row } for each parameter
+--- id (from 0), where rows count from 1, and the rows' names. With options.tensors, every tensor
+--- has its own row; with options.only, every tensor whose name contains this text.
 function M.rows(h, options)
   local list = h:parameters()
   local row_of, names = {}, {}
@@ -52,7 +52,8 @@ function M.rows(h, options)
   return row_of, groups
 end
 
--- Sets the formats of the layers; returns the limit of each parameter's format by id.
+-- Sets result.format, .formats and .formats_text. Returns the largest number of each parameter's
+-- format, by id.
 local function add_formats(h, result, row_of)
   local limits, known, seen, total, main = {}, {}, {}, 0, nil
   for k = 1, #result.names do known[k] = {} end
@@ -78,8 +79,9 @@ local function add_formats(h, result, row_of)
   return limits
 end
 
--- Calls visit(column, step, blob) for the rows of the steps first to last. If there are many, it
--- visits only a few rows in each column of the chart.
+-- Calls visit(column, step, blob) for the rows of the steps first to last. If there are more than
+-- ROWS for each column of the picture, visits only the first ROWS rows of each column and its first
+-- ROWS rows with overflow.
 local function each_row(h, first, last, width, points, visit)
   local most = points * ROWS
   local known = h:query("SELECT count(*) AS n FROM (SELECT 1 FROM tensor_stats WHERE step " ..
@@ -110,8 +112,9 @@ local function each_row(h, first, last, width, points, visit)
   end
 end
 
---- The first and last exponent of a picture of histograms. They span the exponents that occur and
---- reach to the ends of the format if these are near. nil without a nonzero element.
+--- The first and last exponent of a picture of histograms: the range of exponents that occur,
+--- extended to an end of the format's normal range that is less than 24 exponents away. nil without
+--- a nonzero element.
 function M.exponents(hists, format)
   local least, most = math.huge, -math.huge
   for _, hist in ipairs(hists) do

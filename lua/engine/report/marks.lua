@@ -1,16 +1,17 @@
--- What happened at single steps of a run, as marks on its curves: overflows, skipped steps,
--- checkpoints, swaps and so on, each kind with a name for the legend. Used by views.lua, report.lua
--- and report_compare.lua.
+-- Events at single steps of a run, as marks on its curves: overflows, skipped steps, checkpoints,
+-- swaps and so on, each kind with a name for the legend. Used by views.lua, report.lua and
+-- report_compare.lua.
 --   for _, m in ipairs(marks.read(history, c)) do ... end      c: from curves.read
 --   m.kind, m.name, m.symbol, m.count
---   m.at[i]      its steps, or the middles of the columns that hold them; an event after the last
---                step is drawn at the last step
---   m.texts[i]   what the history says about each, for kinds drawn as a line (nil: ticks)
+--   m.at[i]      the steps of the events, or the middles of the columns that hold them; an event
+--                after the last step is drawn at the last step
+--   m.texts[i]   the history's text for each event of a kind drawn as lines; m.texts is nil for
+--                kinds drawn as ticks
 local curves = require "engine.run.curves"
 
 local M = {}
 
--- Events that change how the run goes on: kind, name, symbol in the terminal.
+-- The kinds of events that are drawn as lines: kind, name, symbol in the terminal.
 local LINES = {
   { "swap", "policy swapped", "s" }, { "fp8_swap", "FP8 policy swapped", "f" },
   { "layers", "FP8 layers moved", "^" }, { "products", "products changed", "m" },
@@ -18,7 +19,7 @@ local LINES = {
   { "set", "setting changed", "=" }, { "rollback", "rolled back", "<" }, { "lost", "lost", "!" },
   { "paused", "paused", "p" }, { "resumed", "run resumed", "r" }, { "stuck", "stuck", "!" },
 }
-local MOST = 200            -- lines of one kind
+local MOST = 200            -- the most lines of one kind
 
 local function add(list, mark)
   if #mark.at > 0 then

@@ -7,12 +7,14 @@
 --
 --   x, y     lists of numbers of equal length; x is 1, 2, 3 ... by default
 --   low      a list: each x gets a stroke from low to y, for values that vary within a column
---   curves   several curves instead of y: { { name =, y =, low =, high =, style = 1 } ... }, each
---            with the edges of its band. They differ in colour and dashes; where the terminal has
---            no colour, each is drawn as a letter. Values may be missing. plot.legend names them.
+--   curves   several curves instead of y: { { name =, y =, low =, high =, style = 1 } ... }. low
+--            and high are the edges of a curve's band. Curves differ in colour and dashes; where
+--            the terminal has no colour, each is drawn with its own letter. Values may be missing.
+--            plot.legend names the curves.
 --   sparse   true: values may be missing, and the title does not count those left out
 --   log      10 or 2: a logarithmic y axis; values that are not positive are left out
---   marks    x values to mark below the curve; mark_count: their true number, if some are left out
+--   marks    x values to mark below the curve; mark_count: the number of marks for the legend, if
+--            the list leaves some out
 --   marked   further marks, a row for each: { { name =, symbol = "s", at = { x ... }, count = } }
 --   x_name   the name of the x axis: "step"
 --   width, height   in characters; by default the width of the terminal, and 12
@@ -92,7 +94,7 @@ local function points_of(options, y, lows)
       local ends = { value, low and finite(low) and (not log or low > 0) and low ~= value and low
         or nil }
       up = not up
-      -- alternately up and down, so that strokes join
+      -- strokes go up and down in turn, so that their ends join
       if up and ends[2] then ends[1], ends[2] = ends[2], ends[1] end
       for k = 1, #ends do
         local v = log and math.log(ends[k]) / log or ends[k]
@@ -114,7 +116,7 @@ local function range_of(points, field)
   return low, high
 end
 
--- The dash styles: how many dots are set, then how many are left out.
+-- The dash styles: the number of dots that are set, then the number that are left out.
 local DASHES = { { 1, 0 }, { 6, 3 }, { 2, 2 }, { 10, 3 }, { 4, 4 }, { 1, 2 } }
 local EDGE = { 1, 4 }                -- dashes of a band's edges
 
@@ -178,8 +180,8 @@ local function coloured(i, text)
 end
 
 -- Several curves as one grid of texts. In colour, a cell that several curves share has the dots of
--- all of them and the colour of the last. In letters, such a cell is a *, and the edges of bands
--- are dots.
+-- all these curves and the colour of the last. Without colour, curves are letters, a shared cell is
+-- a *, and the edges of bands are periods.
 local function merged(curves, grids, edges, colour)
   local grid = {}
   for row = 1, #grids[1] do
@@ -288,8 +290,9 @@ end
 
 plot.number_text = number_text
 
--- The points of curves: strokes[k] and edges[k] (the outline of a band) of each curve; all points
--- in one list; and the number of values of the last curve that cannot be drawn.
+-- The points of curves. Returns a list with the strokes of each curve, a list with the outline of
+-- each curve's band, one list of all points, and the number of values of the last curve that cannot
+-- be drawn.
 local function gather(options, curves)
   local strokes, edges, all, left_out = {}, {}, {}, 0
   for k, curve in ipairs(curves) do
@@ -324,7 +327,7 @@ local function ranges_of(options, points)
   return { x_low = x_low, x_high = x_high, y_low = y_low, y_high = y_high, one = one }
 end
 
--- The text below the axis: rows of marks, the axis's labels, and what the marks mean.
+-- The text below the axis: rows of marks, the axis's labels, and the legend of the marks.
 local function below_axis(options, columns, range, ascii)
   local lines, legend = {}, {}
   local function mark(at, symbol, name, count)
@@ -385,8 +388,8 @@ function plot.draw(options)
   return table.concat(lines, "\n")
 end
 
---- Loss and loss scale of a run, as one text. rows: { step, loss, scale, overflow } each;
---- rows.overflows: the number of overflows, if the rows hold only some of the steps.
+--- The curves of loss and loss scale of a run, as one text. rows: a list of { step, loss, scale,
+--- overflow }; rows.overflows: the number of overflows, if the rows hold only some of the steps.
 function plot.run(rows, options)
   if type(rows) ~= "table" then
     error("plot.run: expected a list of rows, as trainer:run().rows, got " .. tostring(rows), 2)

@@ -1,6 +1,6 @@
 -- A run as one self-contained HTML page: curves, heat maps, overflows, shadows, events, settings
--- and policies. Everything is drawn here as SVG, so the page is complete without its script, which
--- only adds values under the pointer (report_page.lua).
+-- and policies. All pictures are SVG in the page, so it is complete without its script
+-- (report_page.lua), which only shows the values under the pointer.
 --   local html = require("engine.report.report").html(history, "runs/a")
 -- Called by `engine report`.
 local show = require "engine.base.show"
@@ -30,8 +30,8 @@ end
 
 local MOST_POINTS = 600          -- points of a shadow's curve
 
--- A shadow's verdicts, { step, scale, action } each: all, or those in force at MOST_POINTS evenly
--- spaced steps.
+-- A shadow's verdicts, { step, scale, action } each: all, or if there are more than MOST_POINTS,
+-- those in force at MOST_POINTS + 1 evenly spaced steps.
 local function points_of(h, name, axis)
   local points = {}
   local n = h:query("SELECT count(*) AS n FROM (SELECT 1 FROM shadows WHERE name = ? LIMIT ?)",
@@ -59,8 +59,8 @@ local function same_points(a, b)
   return true
 end
 
--- The shadows (h:shadows) with `points`, `style`, and `same`: an earlier shadow with the same scale
--- at every step.
+-- The shadows (h:shadows) with `points`, `style`, and `same`: the name of an earlier shadow with
+-- the same scale at every step.
 local function shadows_of(h, axis)
   local list = h:shadows()
   for i, s in ipairs(list) do
@@ -82,9 +82,9 @@ local function duration(seconds)
   return ("%d d %d h"):format(seconds / 86400, seconds / 3600 % 24)
 end
 
--- The layer with the most columns of inf or nan or, if no layer has any, the layer whose gradients
--- came nearest to the top of their format. Returns its name, its distance from the top in bits, the
--- number of its columns with inf or nan (nil for none), and its formats.
+-- The layer with inf or nan at the most recorded steps or, if no layer has any, the layer whose
+-- gradients came nearest to the largest number of their format. Returns its name, its distance from
+-- that number in bits, the number of recorded steps with inf or nan (nil: none), and its formats.
 local function nearest_layer(l)
   local name, room, bad, formats
   for k = 1, #l.names do
@@ -272,12 +272,12 @@ function M.html(h, path)
       ("The share of each layer's nonzero gradients in each binade, as stored in %s."):format(
         formats), maps.shares) or "",
     maps.time and section("All gradients by exponent",
-      ("The share of all gradients in each binade, as stored in %s, over the steps of the " ..
-        "run."):format(formats), maps.time) or "",
+      ("The share of all nonzero gradients in each binade, as stored in %s, over the steps of " ..
+        "the run."):format(formats), maps.time) or "",
     meters and section("FP8 layers",
       ("The signal-to-noise ratio of each layer's quantized input x, weight w and output " ..
-        "gradient dy: bright where most is lost. From %s; a column is %s and shows the first " ..
-        "measurement in it. The table lists the layers that lost most."):format(
+        "gradient dy: bright where the ratio is low. From %s; a column is %s and shows its " ..
+        "first measurement. The table lists the layers with the lowest ratios."):format(
           counted(meters.looks, "measurement"), counted(meters.width, "step")), maps.fp8,
           tables.fp8_table(meters)) or "",
     list.last, tables.overflow_sections(h),

@@ -1,5 +1,5 @@
 -- Several runs as one self-contained HTML page: a table of how they differ and how they ended, and
--- their curves in one picture. It looks and behaves like the page of a run (report.lua).
+-- their curves in one picture. The page looks and works like that of a single run (report.lua).
 --   local html = require("engine.report.report_compare").html(compare.open { "a", "b" }, folder)
 -- folder: where the page will be, for its links. Called by `engine report`.
 local chart = require "engine.report.chart"
@@ -27,7 +27,7 @@ local function names_of(path)
   return names
 end
 
--- The address of `path` in a page in `folder`.
+-- A relative link to `path`, for a page in `folder`.
 local function link(path, folder)
   local to, from, same = names_of(path), names_of(folder), 0
   while from[same + 1] and from[same + 1] == to[same + 1] do same = same + 1 end
@@ -44,13 +44,13 @@ local function evaluations_of(run)
   return good and points or {}
 end
 
--- How a run without steps ended.
+-- A text that says how a run without steps ended.
 local function end_of_empty(run)
   local good, ended = pcall(runs.ending, run.history, run.path, -1)
   return "no steps, " .. (good and ended or "its events cannot be read")
 end
 
--- The row of a run in the table, after its name; `differ`: the settings with a column.
+-- The cells of a run in the table, without its name. differ: the settings that have a column.
 local function cells_of(run, info, differ, evaluated)
   local cells = {}
   local function put(text) cells[#cells + 1] = text or "–" end
@@ -129,7 +129,7 @@ local function curve_sections(list)
     shadows = {} }), c
 end
 
---- See the top of the file. Also returns a list of notes about what was left out.
+--- See the top of the file. Also returns a list of notes about values that were left out.
 function M.html(list, folder)
   local names = {}
   for i, run in ipairs(list) do names[i], run.number = run.name, i end

@@ -1,13 +1,15 @@
--- The report's part on FP8 layers: their meters (fp8_sites.lua) over the measured steps, as a heat
--- map of SNR, and a table of the layers that lost most. report.lua draws them.
+-- The data of the report's section on FP8 layers: their meters (fp8_sites.lua) over the measured
+-- steps, for a heat map of SNR and a table of the layers with the lowest SNR. report.lua draws
+-- both.
 local M = {}
 
 local COLUMNS, WORST = 160, 12
 
 --- Meters of a history along an axis of steps { first, last }: { rows = { name =, cells = {
 --- [column] = row } }, starts = the first step of each column, width = steps per column (at least
---- the steps between two measurements), looks = the number of measured steps, worst = the rows of
---- lowest SNR, low, high = dB }. A cell is the column's first measurement. nil without meters.
+--- the steps between two measurements), looks = the number of measured steps, worst = the rows with
+--- the lowest SNR, low, high = the range of SNR in dB }. A cell is the column's first measurement.
+--- nil without meters.
 function M.read(h, axis)
   if not h:has "fp8" then return nil end
   local first = math.ceil(axis.first)

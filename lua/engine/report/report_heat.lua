@@ -1,6 +1,6 @@
 -- The report's heat maps: layers over the steps, layers by exponent, exponents over the steps, FP8
--- layers over the steps. A column spans exactly the steps that it represents. Cells without a
--- record are left empty, and the background there is hatched. Each function returns HTML and the
+-- layers over the steps. A column spans the steps that it represents. Cells without a record are
+-- left empty, so that the hatched background is visible there. Each function returns HTML and the
 -- data for the script (report_page.lua). Used by report.lua.
 local chart = require "engine.report.chart"
 local html = require "engine.report.report_html"
@@ -23,7 +23,7 @@ M.ramp = RAMP
 
 local function f(x) return (("%.2f"):format(x):gsub("%.?0+$", "")) end
 
--- Pixels of a row.
+-- The height of a row in pixels, in a map of n rows.
 local function row_height(n) return n > 90 and 6 or n > 60 and 9 or n > 24 and 14 or 20 end
 
 -- For each of `starts`, the x coordinates { from, to } of the column of `width` steps that begins
@@ -80,7 +80,8 @@ local function ramp_html(colours)
   return '<span class="ramp">' .. table.concat(parts) .. "</span>"
 end
 
--- The legend of a map: the ends of its ramp, and what its other marks mean.
+-- The legend of a map: its ramp with the texts `low` and `high` at the ends, then the entries of
+-- `list`.
 local function legend(low, colours, high, list)
   table.insert(list, 1, { html = escape(low) .. ramp_html(colours), text = high })
   return html.legend(list)
@@ -92,7 +93,7 @@ local BAD = { shape = '<path class="bad" d="M8 0h8v12h-8z"/><path class="bar" d=
 
 -- Draws a map. o: kind, title, legend; n (the number of rows), row (their height in pixels), names
 -- (of the rows), columns, cells (data for the script), paths, texts, hatched (whether the
--- background is). Returns HTML, and the script's data: `data` with o's cells and sizes.
+-- background is hatched). Returns HTML, and the script's data: `data` with o's cells and sizes.
 local function map(o, data)
   local height = o.n * o.row
   local behind = o.hatched and ('<rect class="none" width="100%%" height="%s"/>'):format(f(height))
@@ -137,9 +138,10 @@ local function bad_path(bad, columns, row)
   return ('<path class="bad" d="%s"/><path class="bar" d="%s"/>'):format(colour, table.concat(bars))
 end
 
--- A map of named rows over the steps, in the colours of the ramp from o.low to o.high. o: kind,
--- title, names, starts and width (of columns, in steps), none (what a gap means), and cell(k, i),
--- which returns data for the script (nil: a gap) and the place on the ramp: 0 to 1, or "bad".
+-- A map of named rows over the steps, in the colours of the ramp. o: kind, title, names (of the
+-- rows), starts and width (of the columns, in steps), low and high (the legend's texts for the ends
+-- of the ramp), none (its text for gaps), and cell(k, i) for row k and column i. cell returns data
+-- for the script (nil: a gap) and the position on the ramp, 0 to 1, or "bad" for inf or nan.
 local function over_steps(o, axis, data)
   local n, row = #o.starts, row_height(#o.names)
   local columns = columns_of(axis, o.starts, o.width)
@@ -238,7 +240,7 @@ function M.layers_by_exponent(l)
   end
   each_limit(l.format, least, most, function(e, text)
     local x, anchor = (e - least) / n, "end"
-    if e == l.format.normal then              -- labels left of their line need room there
+    if e == l.format.normal then              -- a label left of its line needs room there
       anchor = x > 0.4 and "end" or "start"
       text = x > 0.4 and "loses bits ←" or "← loses bits"
     end

@@ -1,5 +1,5 @@
--- The parts that a report's page is made of: the page itself, JSON for its script, sections,
--- tables, panels with legends, a policy's source with colours. Used by report.lua and the other
+-- The parts of a report's page: the frame of the page, JSON for its script, sections, tables,
+-- panels with legends, a policy's source with colours. Used by report.lua and the other
 -- report_*.lua.
 local json = require "engine.base.json"
 local show = require "engine.base.show"
@@ -68,13 +68,14 @@ function M.panel(o)
       ('<line class="cross" y1="0" y2="%d"/>'):format(body.height)))
 end
 
---- What the points and the band of the curves c show; nil if each point is one step.
+--- A text that explains the points and the band of the curves c; nil if each point is one step.
 function M.band_text(c)
   return c.width > 1 and ("Each point is the mean of %s steps; the band spans from the smallest " ..
     "to the largest value in those steps."):format(show.grouped(c.width)) or nil
 end
 
---- The head of the page: its title as HTML, the line below it, the button.
+--- The head of the page: `title` and the line `sub` below it, both HTML, and the button for the
+--- theme.
 function M.header(title, sub)
   return ('<header><div><h1>%s</h1><p class="sub">%s</p></div>' ..
     '<button id="theme" type="button">Dark</button></header>\n'):format(title, sub)
@@ -90,7 +91,8 @@ function M.section(title, about, ...)
     "</p>" or "", body)
 end
 
---- A table: its head, rows of cells, and which columns are aligned to the right.
+--- A table. head: the headings; rows: lists of cells; right: { [column] = true } for the columns
+--- that are aligned to the right.
 function M.table(head, rows, right)
   if #rows == 0 then return "" end
   right = right or {}

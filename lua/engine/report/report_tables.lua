@@ -34,8 +34,8 @@ function M.overflow_sections(h)
     #counts > 12 and ("The most frequent of %d parameters."):format(#counts) or nil,
     html.table({ "first parameter with inf or nan", "steps", "", "last" }, rows,
         { false, true, false, true })) ..
-    section("The last overflows", nil, html.table({ "step", "scale", "then", "inf", "nan" }, last,
-      { true, true, true, true, true })) .. "</div>"
+    section("The last overflows", nil, html.table({ "step", "scale", "next scale", "inf", "nan" },
+      last, { true, true, true, true, true })) .. "</div>"
 end
 
 local MOST_EVENTS = 200
@@ -62,9 +62,9 @@ function M.shadows_section(shadows, info)
       info.rows) or "–", s.scale and chart.scale(s.scale) or "–", grouped(s.failed) }
   end
   local about = ("Policies that saw every step at their own loss scale and decided nothing. " ..
-    "Where not all verdicts are exact, the numbers are estimates, because the gradients that " ..
-    "the policy would have met are not fully known. The run's own policy left %s without an " ..
-    "update; %s overflowed.")
+    "If some verdicts of a policy are not exact, its numbers are estimates: the gradients that " ..
+    "it would have met are not fully known. The run's own policy left %s without an update; " ..
+    "%s overflowed.")
     :format(counted(info.skipped, "step"), counted(info.overflows, "step"))
   return section("Shadows", about,
     html.table({ "policy", "would have skipped", "overflows at its scale", "exact verdicts",
@@ -83,7 +83,7 @@ function M.fp8_table(m)
       number(last.amax or 0 / 0), number(r.scale_min or 0 / 0), number(r.scale_max or 0 / 0) }
   end
   return html.table({ "layer", "role", "lowest SNR", "at step", "last", "underflow up to",
-    "overflow up to", "last amax", "least scale", "largest" }, rows,
+    "overflow up to", "last amax", "smallest scale", "largest scale" }, rows,
     { false, false, true, true, true, true, true, true, true, true })
 end
 

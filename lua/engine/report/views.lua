@@ -41,8 +41,8 @@ local function read_options(options, name, known)
   return check(arguments.read_named(options, name, known), name)
 end
 
---- One curve of curves.read's result. options: log, width, height, ascii, marks (false: no overflow
---- marks), marked (of marks.read).
+--- One curve of curves.read's result, as text. options: log, width, height, ascii, marks (false: no
+--- overflow marks), marked (further marks, from marks.read).
 function M.curve(c, name, options)
   local metric, v = curves.metric(name), c[name]
   local y, low, last = {}, {}, nil
@@ -137,8 +137,8 @@ end
 
 --- history:plot("loss"), history:plot("amax", { log = true }), history:plot { "loss", "scale" },
 --- history:plot("loss", { svg = "loss.svg" }). options: log (true, 2, 10, false), from, to (steps),
---- points, width, height, ascii; svg, png: files to draw into instead. Then width and height are
---- the picture's size in pixels, but for an SVG, height is that of one panel.
+--- points, width, height, ascii; svg, png: names of files to draw into instead. For a file, width
+--- and height are in pixels; the height is that of the picture, but in an SVG that of one panel.
 function M.plot(h, names, options)
   options = read_options(options, "plot", PLOT)
   if names == nil then names = { "loss", "scale" } end
@@ -195,8 +195,9 @@ end
 
 local FEWEST_SHARE = 1e-7        -- the smallest visible share of a layer's elements
 
--- A layer over all columns: largest stored magnitude, `room` (bits from there to the top of its
--- format), columns with inf or nan, numbers of elements, zeros and subnormals.
+-- Summary of layer k over all columns: its largest stored magnitude `amax`; `room`, the bits from
+-- there to the top of its format; `bad`, the number of recorded steps with inf or nan; the numbers
+-- of elements, zeros and subnormals.
 local function summary(l, k)
   local s = { amax = 0, bad = 0, count = 0, zeros = 0, underflow = 0 }
   for i = 1, #l.x do
@@ -230,7 +231,7 @@ local function note(l, k)
   return table.concat(parts, ", ")
 end
 
--- A row's note, cut at the width of the terminal.
+-- A row's note, cut to `room` characters; "" if there is room for less than 8.
 local function fitted(text, room)
   if #text <= room then return text end
   return room < 8 and "" or text:sub(1, room - 2) .. ".."
@@ -251,14 +252,14 @@ end
 
 local function most_label(width) return math.max(8, math.min(40, math.floor(width / 3))) end
 
--- A layer's name, and its formats if they differ from the caption's and there is room.
+-- A layer's name, with its formats if they differ from that in the caption and there is room.
 local function labelled(l, k, width)
   local text = ("%s (%s)"):format(l.names[k], l.formats[k])
   return (l.formats[k] == l.format.name or #text > most_label(width)) and l.names[k] or text
 end
 
--- Merges `per` columns of exponents into one, which shows the largest share; the last column (inf
--- or nan) stays. Returns the axis and the number of columns.
+-- Merges each `per` columns of exponents into one, which shows their largest share. The last column
+-- (inf or nan) remains. Returns the axis and the number of columns.
 local function grouped_columns(rows, axis, columns, per)
   local n, merged = math.ceil((columns - 1) / per) + 1, {}
   for _, row in ipairs(rows) do
@@ -316,8 +317,8 @@ local function by_exponent(l, width)
       l.format.normal, l.format.name, top, steps_text(l.steps)) }
 end
 
---- The exponents that the shades of a heat map over time span: from the smallest seen up to
---- overflow; in wide formats up to the largest seen.
+--- The first and last exponent of the shades of a heat map over time: from the smallest exponent in
+--- the statistics to that of overflow, or in wide formats to the largest in the statistics.
 function M.shade_range(l)
   local low, high = math.huge, -math.huge
   for k = 1, #l.names do
@@ -396,8 +397,8 @@ local function parameter_of(h, name)
     tostring(name), nearest.hint(tostring(name), all), #all), 0)
 end
 
--- The recorded steps to show of a parameter: of more than `points`, for each column the step with
--- the largest value.
+-- The recorded steps of a parameter that are shown: all, or if there are more than `points`, for
+-- each column the step with the largest value (or the last with inf or nan).
 local function steps_of(h, parameter, points, options)
   local l = layers.read(h, { only = parameter.name, from = options.from, to = options.to,
     points = points, hists = false })
@@ -440,9 +441,9 @@ local function bars(hist, most)
   return table.concat(lines, "\n")
 end
 
---- The record of a parameter's gradients: { name, shape, steps = { { step, amax, norm, inf, nan,
---- zeros, underflow, hist, scale, relative_scale } ... } }, at most `points` (200) of the recorded
---- steps. Prints as a curve of the largest stored value, followed by the last histogram.
+--- The recorded statistics of a parameter's gradients: { name, shape, steps = { { step, amax, norm,
+--- inf, nan, zeros, underflow, hist, scale, relative_scale } ... } }, of at most `points` (200)
+--- recorded steps. Prints as a curve of the largest stored value, followed by the last histogram.
 function M.tensor(h, name, options)
   options = read_options(options, "tensor", TENSOR)
   local parameter = parameter_of(h, name)
