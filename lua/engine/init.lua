@@ -68,7 +68,8 @@ function engine.begin_step() check(C.eng_step_begin()) end
 --- Ends the step: its tensors become stale and their memory is reused.
 function engine.end_step() check(C.eng_step_end()) end
 
--- True during an iteration. Stays true if break or an error leaves the loop.
+-- True while the step of an iteration is open. It stays true if break or an error leaves the loop;
+-- the next loop then ends that step.
 local loop_is_open = false
 
 --- for step in engine.steps(100) do ... end: each iteration is one step, counted from 1.

@@ -285,7 +285,8 @@ function M.classifier(fields, n, pad, where)
   local arch, all = architectures.of[value_of(fields, "model_type")], { id2label = {},
     label2id = {} }
   for key, value in pairs(fields) do
-    -- an empty object cannot be told from an empty list; the default of transformers replaces it
+    -- an empty object and an empty list are the same in Lua, so such fields are left out;
+    -- transformers then uses its defaults
     local empty = type(value) == "table" and next(value) == nil
     if all[key] == nil and not REPLACED[key] and not empty then all[key] = value end
   end
@@ -322,8 +323,8 @@ function M.complete(fields)
   return all
 end
 
---- The tokens that end a generated sequence, as generation_config.json or else config.json says: a
---- number, a list or nil.
+--- The ids of the tokens that end a generated sequence, from generation_config.json or else from
+--- config.json: a number, a list or nil.
 function M.eos(folder, fields)
   local text = files.read(folder .. "/generation_config.json")
   local more = text and require("cjson.safe").decode(text)

@@ -67,7 +67,7 @@ local function shards_of(parts, limit)
   return shards
 end
 
--- Writes the shards and removes weights of an earlier save, which transformers would prefer.
+-- Writes the shards and removes files of an earlier save, which transformers would load instead.
 local function save_weights(folder, parts, limit, dtype)
   local shards, total, map, kept = shards_of(parts, limit), 0, {}, {}
   for i, shard in ipairs(shards) do

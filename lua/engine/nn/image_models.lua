@@ -1,7 +1,7 @@
 -- Models that classify images [N x C x H x W]:
 --   nn.resnet18  residual blocks of convolutions and batch norm
 --   nn.vit       a transformer encoder over patches
--- The names of their weights are torchvision's, so load_state takes its state dicts as they are.
+-- The names of their weights are torchvision's, so load_state accepts torchvision's state dicts.
 -- Shapes: N images, C channels or width, T patches + 1, K classes.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"

@@ -86,7 +86,7 @@ local function save(list, folder, name_of, base_model, conv1d, head, head_name)
   for _, l in ipairs(list) do
     local own = l.layer._lora
     if (own.m ~= nil) ~= (first.m ~= nil) or own.dropout ~= first.dropout then
-      raise("lora.save: PEFT's files hold one dropout and either LoRA or DoRA; %s and %s differ",
+      raise("lora.save: a PEFT file has one dropout and one kind, LoRA or DoRA; %s and %s differ",
         list[1].path, l.path)
     end
     for _, part in ipairs(name_of(l)) do

@@ -79,7 +79,7 @@ local function lora_forward(layer, x)
   return base(layer, x) + own.B(own.A(dropped(layer, x))) * own.scale
 end
 
--- With dropout, W sees x in the first term and drop(x) in the others, as in PEFT:
+-- With dropout, the first term uses x and the others use drop(x), as in PEFT:
 --   x W^T + b + (m / |V| - 1) drop(x) W^T + m / |V| s (drop(x) A^T) B^T
 local function dora_forward(layer, x)
   local own, z = layer._lora, dropped(layer, x)

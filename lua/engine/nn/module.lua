@@ -20,8 +20,8 @@ local M = {}
 
 local depth = 0   -- 1 while a module runs; the outermost call adds the module path to errors
 
--- The relative scale of the operations that run now; their gradients carry the loss scale times
--- this scale. The innermost module with a relative scale sets it (`_relative_scale`,
+-- The relative scale of the operations that run now. Their gradients are multiplied by the loss
+-- scale times this scale. The innermost module with a relative scale sets it (`_relative_scale`,
 -- policy/groups.lua); without such a module it is 1.
 local scale_now, scale_before = 1, M_ffi.new("double[1]")
 local function set_relative_scale(scale)
@@ -176,7 +176,7 @@ local function assign(self, key, value)
   end
   if is_module(value) or is_tensor(value) then
     local order, known = self._order, false
-    for _, k in ipairs(order) do known = known or k == key end   -- a removed key keeps its place
+    for _, k in ipairs(order) do known = known or k == key end   -- a removed key stays in the order
     if not known then order[#order + 1] = key end
   elseif type(value) == "table" and is_module(value[1]) then
     raise("%s.%s: a plain table hides its modules; hint: nn.list{ ... } or nn.sequential{ ... }",

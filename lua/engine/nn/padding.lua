@@ -1,8 +1,8 @@
 -- Padding: batches of sequences of unequal length. Each row [T] of a batch holds one sequence,
--- without gaps; the other tokens of the row are padding. Attention runs on each sequence by itself,
--- so that no query sees a key of the padding; all other layers compute padding like any token. A
--- list of spans says where the sequences are. Made by models.lua from a mask, and by generate.lua;
--- read by transformer.lua. Shapes: B rows, T tokens.
+-- without gaps; the other tokens of the row are padding. Attention runs on each sequence
+-- separately, so that no query attends to padding; all other layers compute padding like any token.
+-- A list of spans holds the positions of the sequences. models.lua makes it from a mask,
+-- generate.lua from lengths; transformer.lua reads it. Shapes: B rows, T tokens.
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 

@@ -52,10 +52,10 @@ end
 --- rotated q and k, and dynamic, a length: for longer sequences the base grows as in dynamic NTK
 --- scaling by `factor`), bias (true), out_bias (bias), std and out_std (of the initial weights),
 --- qk_norm (eps of an RMS norm of every head's q and k before the rotation; by default none),
---- window (a query sees at most this many keys, itself included; by default all), dropout (of the
---- attention weights in training mode). With dropout, or with more keys than the window, the
---- weights are stored in full instead of computed row by row. If `watch_entropy` is set, each call
---- that does not store the weights records the entropy of each row of weights, in nats, in
+--- window (a query attends to at most this many keys, its own included; by default to all), dropout
+--- (of the attention weights in training mode). With dropout, or with more keys than the window,
+--- the weights are stored in full instead of computed row by row. If `watch_entropy` is set, each
+--- call that does not store the weights records the entropy of each row of weights, in nats, in
 --- `entropy` [B x H x T]. If `watch_logits` is set instead, each call records each row's largest
 --- scaled score in `logits` (only on the CPU). In a padded batch both are [1 x H x N], for the N
 --- tokens that are not padding.

@@ -1,6 +1,6 @@
 -- Groups of parameters, and their separate loss scales. A group is a layer: "blocks.3" for
 -- "blocks.3.attn.qkv.weight". A module can also declare itself a group (nn.moe does so for each
--- expert). A policy sees the groups as record.groups and may return scales = { ["blocks.3"] = s }.
+-- expert). A policy reads the groups in record.groups and may return scales = { ["blocks.3"] = s }.
 -- The gradients inside that layer are then multiplied by s instead of the global loss scale. The
 -- layer's relative scale is s divided by the global scale. Between two layers, the backward pass
 -- multiplies the gradient of the activations once by the ratio of their scales (grad_emit in

@@ -389,9 +389,9 @@ end
 --- Loads a policy. source: the name of a shipped policy or of a registered class; a path;
 --- { source = text, file = name, path = of the file }; a DeepSpeed configuration, as a .json file
 --- or as { fp16 = { ... } }; or a policy object, which is returned as it is. A name or a path may
---- carry options: "dynamic:growth_interval=500". options: values for the policy's options, also as
---- text; for `deepspeed` they may be keys of DeepSpeed's fp16 block. kind: "fp8" for an FP8 policy
---- (fp8_sites.lua), "any" for either, nil for one that chooses a loss scale.
+--- end with options: "dynamic:growth_interval=500". options: values for the policy's options, also
+--- as text; for `deepspeed` they may be keys of DeepSpeed's fp16 block. kind: "fp8" for an FP8
+--- policy (fp8_sites.lua), "any" for either, nil for one that chooses a loss scale.
 function M.load(source, options, kind)
   options = options or {}
   if type(options) ~= "table" then

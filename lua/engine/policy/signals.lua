@@ -33,7 +33,7 @@ end
 --- Publishes a number with the rule "max", without a check of the name, which must be valid.
 function M.publish_largest(name, value) M.values[name], M.rules[name] = value, "max" end
 
---- Withdraws the signals whose names match a Lua pattern.
+--- Removes the signals whose names match a Lua pattern.
 function M.withdraw(pattern)
   for name in pairs(M.values) do
     if name:find(pattern) then M.values[name] = nil end

@@ -125,7 +125,7 @@ function place(ev){
 }
 function hide(){tip.classList.remove("on");crosses.forEach(function(c){
 c.style.visibility="hidden"})}
-// Where the pointer is in a panel: 0 to 1 across, pixels down from the SVG's top.
+// The pointer's position in a panel: x 0 to 1, y in pixels from the SVG's top. over: 6 px in x.
 function inside(svg,ev){var r=svg.getBoundingClientRect();
 return{x:(ev.clientX-r.left-D.left)/(r.width-D.left-D.right),y:ev.clientY-r.top,
 over:6/(r.width-D.left-D.right)}}
@@ -187,7 +187,7 @@ function layer(h,r,c){
   if(!v)return t+"<div>nothing recorded</div>";
   t+="<table>"+row("step",num(v[0]))+row("largest, as stored",v[1]===0?"0":num(v[1])+
   " = 2^"+Math.log2(v[1]).toFixed(1))+row("format",h.formats[r]);
-  if(v[3]!==null)t+=row("below its top",v[3].toFixed(1)+" bits");
+  if(v[3]!==null)t+=row("below the format's top",v[3].toFixed(1)+" bits");
   t+="</table>";
   return v[2]?t+"<div><em>inf or nan: "+num(v[2])+" elements</em></div>":t
 }

@@ -1,6 +1,5 @@
 -- Pictures of a history: curves, heat maps, one tensor. init.lua makes them methods of histories
--- (h:plot, h:heatmap, h:tensor); each returns text that prints as it is. compare() draws several
--- histories.
+-- (h:plot, h:heatmap, h:tensor); print shows their results. compare() draws several histories.
 local M_ffi = require "engine.base.ffi"
 local compare = require "engine.run.compare"
 local curves = require "engine.run.curves"
@@ -310,10 +309,10 @@ local function by_exponent(l, width)
   return require("engine.report.heat").draw { rows = rows, columns = columns, wide = wide,
     axis = axis, bad = true, low = "0.00001 %", high = "100 %", none = "no gradient",
     label = label, width = width,
-    title = ("%s gradients as stored, by exponent of 2: below %d %s loses bits, past %d it is " ..
-      "inf\n" ..
+    title = ("%s gradients as stored, by exponent of 2: below %d, %s loses bits; above %d, it " ..
+      "overflows\n" ..
       "share of each layer's nonzero gradients in the statistics of %s; on the right, the " ..
-      "largest of each layer"):format(l.formats_text,
+      "largest gradient of each layer"):format(l.formats_text,
       l.format.normal, l.format.name, top, steps_text(l.steps)) }
 end
 
@@ -467,7 +466,7 @@ function M.tensor(h, name, options)
     percent(last.zeros, last.count), percent(last.underflow, last.count), format.normal, last.inf,
     last.nan, #rows, #bad_steps)
   local exponents = bars(last.hist, math.min(50, (options.width or 80) - 20))
-  parts[4] = exponents and "its exponents at that step:\n" .. exponents
+  parts[4] = exponents and "the exponents of its gradients at that step:\n" .. exponents
   return text_of(table.concat(parts, "\n\n"), data)
 end
 

@@ -27,7 +27,7 @@ local M = { Tensor = Tensor, is_tensor = is_tensor, shape_text = arguments.shape
 for name, f in pairs(calls.functions) do M[name] = f end
 for name, f in pairs(create) do M[name] = f end
 
--- ------------------------------------------------------------------ what a tensor is
+-- ------------------------------------------------------------------ properties
 
 local from_one = { __index = function(_, k)
   if type(k) ~= "number" or k > 0 then return nil end
