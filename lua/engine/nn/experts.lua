@@ -28,8 +28,8 @@ local DISPATCH = { own = C.ENG_COMM_OWN, fp32 = C.ENG_COMM_F32, bf16 = C.ENG_COM
   fp8 = C.ENG_COMM_FP8 }
 local COMBINE = { own = C.ENG_COMM_OWN, fp32 = C.ENG_COMM_F32, bf16 = C.ENG_COMM_BF16 }
 
---- The division of `count` experts over the group options.experts_over, with the formats
---- options.dispatch and options.combine. Returns nil if there is no group or it has one rank.
+--- Divides `count` experts over the ranks of the group options.experts_over. options.dispatch and
+--- options.combine: the formats of rows. Returns nil if there is no group or it has one rank.
 function M.new(count, options)
   local group = options.experts_over
   local dispatch, combine = options.dispatch or "own", options.combine or "own"
@@ -152,9 +152,10 @@ function Experts:outputs(rows, counts, experts)
   return exchange(self, output, receive, send, "back", anchor)
 end
 
---- Starts measuring what this rank sends. Returns the measurements since the last call, { out = {
---- bytes, snr }, back = { bytes, snr } }: the bytes sent to other ranks, and the signal-to-noise
---- ratio in dB of rounding to the format (inf: exact). The first call returns an empty table.
+--- Measurements of the rows that this rank has sent since the last call, { out = { bytes, snr },
+--- back = { bytes, snr } }: the bytes sent to other ranks, and the signal-to-noise ratio in dB of
+--- rounding to the format (inf: exact). The first call starts the measurement and returns an empty
+--- table.
 function Experts:measure()
   local result = {}
   for way, facts in pairs(self.facts or {}) do

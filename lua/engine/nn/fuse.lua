@@ -15,8 +15,9 @@ local M = {}
 
 local library = { linear = {}, norm = {}, block = {} }   -- forwards of the library, by kind
 
---- Declares the kind of `class`: a "linear", a "norm" (forward(x, branch) returns the norm of x +
---- branch, and x + branch) or a "block" (forward(x, open), see stack).
+--- Registers the forward of `class` as one of the library's. kind: "linear", "norm" (its forward(x,
+--- branch) returns the norm of x + branch, and x + branch) or "block" (forward(x, open), see
+--- stack).
 function M.register(kind, class) library[kind][class.forward] = true end
 
 local function is_unchanged(m, kind)

@@ -278,8 +278,8 @@ local function convert(layer, format, shared)
   if not shared[tonumber(weight.slot)] and not rawget(layer, "_set") then weight:free() end
 end
 
--- Makes the model's method `save` an error while adapters are not merged, because it saves only the
--- frozen model's parameters.
+-- Makes model:save() raise an error while adapters are not merged, because it saves only the
+-- parameters of the frozen model.
 local function guard_save(model)
   local save = model.save
   if not save or rawget(model, "_guards_save") then return end

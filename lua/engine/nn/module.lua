@@ -357,7 +357,7 @@ function Module:state()
   return state
 end
 
--- Why `value` cannot be copied into the parameter p, or nil.
+-- The reason why `value` cannot be copied into the parameter p, as text, or nil.
 local function misfit(p, value)
   local expected = tensor.shape_text(p.tensor.shape)
   if value == nil then return "missing: " .. p.name end

@@ -1,6 +1,6 @@
 -- The parts of transformers: attention, feed-forward modules and residual blocks. models.lua builds
 -- models from them. fuse.lua decides which operations run as one.
--- Shapes: B batch, T time, C width, H heads, G key/value heads, D = C / H.
+-- Shapes: B batch, T time, C width, H heads, G key/value heads, D head width (by default C / H).
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fuse = require "engine.nn.fuse"
@@ -23,8 +23,8 @@ function M.want_heads(name, width, heads, kv_heads)
   end
 end
 
---- The positions first, first + 1 ... (T of them, from 0 unless given) as i32; they belong to the
---- step.
+--- T consecutive positions from `first` (by default 0), as an i32 tensor that lives until the step
+--- ends.
 function M.positions(T, first)
   first = first or 0
   return tensor.arange(first, first + T - 1, 1, { dtype = "i32", keep = false })

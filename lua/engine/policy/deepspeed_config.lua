@@ -100,7 +100,7 @@ function M.translate(block, stage, where)
 end
 
 -- Converts JSON as DeepSpeed accepts it, with comments (#, //, /* */) and commas before closing
--- brackets, to plain JSON with the same lines.
+-- brackets, to plain JSON with the same line numbers.
 local function plain_json(text)
   local out, code, at = {}, {}, 1
   local function end_code()
@@ -199,8 +199,7 @@ function M.read(path, changes)
   return M.from_table(config, changes, function(key) return place_of(text, path, key) end, path)
 end
 
---- True if one of the options for the policy deepspeed is a key of the fp16 block that is not also
---- an option of the policy.
+--- True if `options` has a key of the fp16 block that is not an option of the policy deepspeed.
 function M.is_block(options)
   for key in pairs(options) do
     if KEYS[key] ~= nil and KEYS[key] ~= key then return true end

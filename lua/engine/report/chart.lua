@@ -124,7 +124,7 @@ function M.x_axis(axis, height)
   for _, t in ipairs(#places == 0 and ticks(axis.first, axis.last, nil, 8) or {}) do
     if t[1] % 1 == 0 then list[#list + 1] = { t[1], M.number(t[1]) } end
   end
-  -- a narrow page shows every second or third number
+  -- a narrow page shows only some of the labels
   local widest = #list > 0 and #list[#list][2] * GLYPH + 12 or 0
   local every = math.ceil(widest * #list / NARROW)
   for i, t in ipairs(list) do
@@ -164,7 +164,8 @@ local function values_of(c, series, log)
   return list
 end
 
--- The line through a column's values, and dots at values without a neighbour.
+-- The SVG path of the line through the values of a series, the path of dots at values without a
+-- neighbour, and whether the series is a single dot.
 local function line_path(c, list, axis, place, hold, join)
   local line, dots, started = {}, {}, false
   local before

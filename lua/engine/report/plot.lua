@@ -27,7 +27,7 @@ local show = require "engine.base.show"
 
 local plot = {}
 
-local MOST = 2000          -- characters in either direction
+local MOST = 2000          -- the largest width or height, in characters
 
 --- Raises unless the sizes in a table of options can be drawn. name: of the function, for the
 --- message; most: the largest size (2000).

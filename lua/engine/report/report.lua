@@ -185,7 +185,8 @@ local function ending(info)
     and section("How it ended", nil, "<p>" .. escape(info.ended) .. "</p>") or ""
 end
 
--- Returns the sections with curves, the script's data, the curves, their axis and the shadows.
+-- Returns the sections with curves ({ first, last }: those before and after the heat maps), the
+-- script's data, the curves, their axis and the shadows.
 local function curve_sections(h, info, l)
   local c = curves.read(h, NAMES, { points = COLUMNS })
   local axis, marked = chart.axis(c), marks.read(h, c)

@@ -112,7 +112,8 @@ function M.table(head, rows, right)
   return table.concat(out)
 end
 
---- The whole page: its title, the path it was made from, a list of HTML, and the script's data.
+--- The whole page. source: the path of the run or runs; body: a list of HTML; data: the script's
+--- data.
 function M.page(title, source, body, data)
   body[#body + 1] = ("<footer>Written by engine %s from %s, %s.</footer>"):format(
     escape(require("engine.base.ffi").version), escape(source), os.date("%Y-%m-%d %H:%M"))

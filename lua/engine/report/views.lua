@@ -52,7 +52,7 @@ function M.curve(c, name, options)
   last = v.at_end or last
   local log = curves.log_of(metric, options.log)
   local least, most = curves.range(c, name)
-  if log and (most or 0) <= 0 then log = nil end  -- no value is above 0
+  if log and (most or 0) <= 0 then log = nil end  -- no value fits a log axis
   local title = metric.title
   local function text(x)
     return metric.log == 2 and x >= 1 and show.scale(x) or plot.number_text(x)
@@ -213,8 +213,8 @@ local function summary(l, k)
 end
 M.layer_summary = summary
 
--- The note at the end of a layer's row: its largest gradient, the distance of that from the top of
--- the format, and the share of subnormal gradients.
+-- The note at the end of a layer's row: its largest gradient, the bits from there to the top of the
+-- format, and the share of subnormal gradients.
 local function note(l, k)
   local s = summary(l, k)
   local parts = {}
@@ -365,8 +365,8 @@ end
 
 --- history:heatmap(): how each layer's gradients are distributed over the exponents of their
 --- format. history:heatmap { by = "time" }: the largest gradient of each layer over the steps.
---- Options: only (a layer, or part of a name), which shows a row for each tensor that matches;
---- tensors = true, a row for each tensor; from, to (steps); width (characters).
+--- Options: only (a text: shows a row for each tensor whose name contains it); tensors (true: shows
+--- a row for each tensor); from, to (steps); width (characters).
 function M.heatmap(h, options)
   options = read_options(options, "heatmap", HEATMAP)
   local by = options.by or "exponent"

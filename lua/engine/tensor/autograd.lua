@@ -96,8 +96,8 @@ end
 
 local Formats = M_ffi.ffi.typeof("eng_precision")
 
---- Runs f(...) and returns its results. Operations inside compute in `formats`, an eng_precision,
---- or with nil in the formats of their inputs.
+--- Runs f(...) and returns its results. Its operations compute in the formats that `formats`, an
+--- eng_precision, sets, or if that is nil in the formats of their inputs.
 function M.in_formats(formats, f, ...)
   local before = Formats()
   return within(function() C.eng_autocast(formats, before) end,

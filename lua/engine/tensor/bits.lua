@@ -105,7 +105,8 @@ end
 
 -- ------------------------------------------------------------------ as text
 
--- x in the fewest digits, from 4 to `most` (9), that read back as the same double.
+-- x in the fewest digits, from 4 to `most` (9), that read back as the same double; if there are
+-- none, in `most` digits.
 local function text(x, most)
   if x == nil then return "-" end
   if x ~= x then return "nan" end

@@ -79,7 +79,7 @@ local QUANTIZE = "format block rule pow2 eps margin stochastic transposed factor
 --- powers of two), eps and margin (of the rule), stochastic (random rounding), transposed (also
 --- quantizes x transposed, in the same blocks and the same pass), factor (a fixed factor per
 --- tensor, as in delayed scaling). Fields of the result: q (codes), scale (dequantization
---- multiplies a code by it), amax (f32 []), shape, block, format, rule, pow2, transposed.
+--- multiplies the codes by it), amax (f32 []), shape, block, format, rule, pow2, transposed.
 function M.quantize(x, options)
   want(x, "fp8.quantize")
   options = read_named(options, "fp8.quantize", QUANTIZE)
@@ -131,7 +131,7 @@ end
 --- transpose_b, accumulator ("fp32", "exact", "hopper", "e4m3"), promotion (the number of products
 --- along K after which the accumulator is added to an f32 sum: a multiple of 32, by default 128; 0:
 --- never), dtype ("f32"), bias [N], into (a tensor for the result), add (true: adds the product to
---- `into`). If the scales' blocks divide K, the accumulator is added to the f32 sum after every
+--- `into`). If the blocks of scales split K, the accumulator is added to the f32 sum after every
 --- block, whatever `promotion` is.
 function M.matmul(a, b, options)
   want_quantized(a, "a")

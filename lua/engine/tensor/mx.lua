@@ -185,8 +185,9 @@ end
 
 --- The scales of a quantized tensor in the order that cuBLASLt's block-scaled products read
 --- (VEC32_UE8M0, VEC16_UE4M3): u8 [tiles down x tiles across x 32 x 4 x 4], in tiles of 128 rows x
---- 4 blocks, padded with zeros. In its tile, the scale of row r and block c is at (r % 32) * 16 +
---- (r % 128 / 32) * 4 + c % 4. Scales of blocks with several rows are repeated for each row.
+--- 4 blocks, padded with zeros. In its tile, the scale of row r and block c has the index (r % 32)
+--- * 16 + floor(r % 128 / 32) * 4 + c % 4 (all from 0). Scales of blocks with several rows are
+--- repeated for each row.
 function M.gemm_scales(x)
   expect(getmetatable(x) == Quantized, x, "mx.gemm_scales: expected a result of mx.quantize")
   local rows = 1

@@ -36,8 +36,8 @@ end
 
 -- ------------------------------------------------------------------ products, norms, losses
 
---- a:matmul(b [, transpose_a, transpose_b]): a [.. x M x K], b [.. x K x N] -> [.. x M x N]. A
---- vector a is one row, a vector b one column.
+--- a:matmul(b [, transpose_a, transpose_b]): a [.. x M x K], b [.. x K x N] -> [.. x M x N]. If a
+--- is a vector, it is one row; if b is a vector, it is one column.
 function methods.matmul(a, b, transpose_a, transpose_b)
   want(a, "matmul")
   want(b, "matmul")
