@@ -27,9 +27,10 @@ local TOP = { nvfp4 = 2688, four_over_six = 1536, four_over_six_mse = 1536,
   ms_eden = M_ffi.new("float[1]", 255.99 * 6 / (17 / 16 * 0.93))[0] }
 local function of_tensor(q) return q.amax * (1 / TOP[q.rule]) end
 
-local function product(a, b, turned_a, turned_b, accumulator)
+-- dtype: of the factors. On some processors the order of the sums depends on it.
+local function product(a, b, turned_a, turned_b, accumulator, dtype)
   if accumulator == "blackwell" then return mx.matmul(a, b) end
-  local y = M_ffi.run("matmul", { values(a), values(b) },
+  local y = M_ffi.run("matmul", { values(a):to(dtype or "bf16"), values(b):to(dtype or "bf16") },
     { turned_a and 1 or 0, turned_b and 1 or 0, M_ffi.dtype.f32 + 1, 0 })
   for _, q in ipairs { a, b } do
     if mx.nvfp4[q.rule] then y = y * of_tensor(q) end
@@ -106,7 +107,9 @@ describe("a linear layer under microscaling", function()
         or C.ENG_ACCUMULATE_FP32, C.eng_fp8_accumulator(sites.list[1].id))
       local xq, wq = operand(flat_x, fp8.x, false, fp8.forward),
         operand(w, fp8.w, false, fp8.forward)
-      local forward = product(xq, wq, false, true, accumulator) + layer.bias:detach():to("bf16")
+      -- autocast with activations in f32 converts the factors of the forward product
+      local forward = product(xq, wq, false, true, accumulator, "f32")
+        + layer.bias:detach():to("bf16")
       if fp8.forward and fp8.forward.high then
         forward = engine.autocast({ base = "bf16", activations = "f32" }, function()
           return flat_x:linear(layer.weight:detach(), layer.bias:detach())
