@@ -50,6 +50,19 @@ VF_INLINE uint16_t largest_of_halves(const uint16_t *x, int64_t n)
   return vh_across(vh_larger(a, b));
 }
 
+// The largest magnitudes of HALVES groups of 16 halves.
+VF_INLINE vh largest_of_sixteens(const uint16_t *x)
+{
+  vh v[16];
+#pragma GCC unroll 16
+  for (int k = 0; k < 16; k++) v[k] = vh_load(x + k * HALVES) & 0x7FFF;
+#pragma GCC unroll 4
+  for (int n = 8; n > 0; n /= 2)
+#pragma GCC unroll 8
+    for (int k = 0; k < n; k++) v[k] = vh_larger_neighbours(v[2 * k], v[2 * k + 1]);
+  return v[0];
+}
+
 // The largest magnitude of n elements from element `first` on, as f32 bits.
 VF_INLINE uint32_t largest_magnitude(const void *x, int dtype, int64_t first, int64_t n)
 {

@@ -115,12 +115,15 @@ VF_INLINE void encode(vf y, vf u, const bool random, bool nan, const mx_format f
   *value = v;
 }
 
-/// Elements that encode_strip turns into codes: a row of x within a tile.
+/// Elements that encode_strip turns into codes: a row of x within a tile or, if each column is a
+/// block, `rows` rows.
 typedef struct strip {
-  const void *x;             // its elements first .. first + columns - 1
+  const void *x;             // element (0, 0) of the strip has the index `first`
   int      dtype;            // of x
-  int64_t  first;
-  int      columns, wide;    // wide: columns of a block; 0: each column is a block
+  int64_t  first, stride;    // stride: elements between rows of x
+  int64_t  line;             // bytes between rows of the result
+  int      rows, columns;
+  int      wide;             // columns of a block; 0: each column is a block
   const float *factor;       // per block: multiplies its elements before rounding
   const float *unit;         // per block: the value of its scale
   const uint32_t *word;      // random words, or NULL
@@ -129,17 +132,18 @@ typedef struct strip {
   bool     exact;            // each code * scale is a bf16 number
 } strip;
 
-/// Encodes n columns of a strip from column c on, n <= VF_LANES: as codes of a byte each or, with
-/// `values`, as code * scale in bf16.
-VF_INLINE void encode_lanes(void *to, const strip *s, int c, const int n, vf by, vf scale,
+/// Encodes n columns of row r of a strip from column c on, n <= VF_LANES: as codes of a byte each
+/// or, with `values`, as code * scale in bf16.
+VF_INLINE void encode_lanes(void *to, const strip *s, int r, int c, const int n, vf by, vf scale,
                             const bool values, const bool random, const mx_format f)
 {
-  vf y = vf_mul(vf_read(s->x, s->dtype, s->first + c, n), by), u = vf_zero(), v;
+  vf y = vf_mul(vf_read(s->x, s->dtype, s->first + r * s->stride + c, n), by), u = vf_zero(), v;
   vi code;
   if (random)   // mx_uniform
     u = vf_mul(vi_to_vf(vi_shr(vi_load((const int32_t *)s->word + c), 32 - s->sr_bits)),
                vf_from_bits(vi_set1((127 - s->sr_bits) << 23)));
   encode(y, u, random, s->nan, f, &code, &v);
+  to = (char *)to + r * s->line;
   if (!values && n == VF_LANES) vf_put_bytes_((uint8_t *)to + c, code);
   else if (!values) vf_put_bytes_n_((uint8_t *)to + c, code, n);
   else if (n == VF_LANES && s->exact) vf_store_bf16_exact((uint16_t *)to + c, vf_mul(v, scale));
@@ -148,13 +152,15 @@ VF_INLINE void encode_lanes(void *to, const strip *s, int c, const int n, vf by,
 }
 
 /// The numbers (factors or units) for the even and the odd elements of HALVES columns from c on.
-/// With `each`, every column has its own number. Otherwise all columns lie in block j, or, if
-/// 2 * wide == HALVES, the first half lies in block j and the second in block j + 1.
-VF_INLINE void pair_of(vf pair[2], const float *number, int j, int c, int wide, const bool each)
+/// With `each`, every column has its own number. Otherwise the columns lie in one block or, if
+/// 2 * wide == HALVES, in two.
+VF_INLINE void pair_of(vf pair[2], const float *number, int c, int wide, const bool each)
 {
   if (each) vf_deinterleave(pair, number + c);
-  else pair[0] = pair[1] = 2 * wide == HALVES ? vf_set2(number[j], number[j + 1])
-                                              : vf_set1(number[j]);
+  else {
+    const float *own = number + (unsigned)c / (unsigned)wide;
+    pair[0] = pair[1] = 2 * wide == HALVES ? vf_set2(own[0], own[1]) : vf_set1(own[0]);
+  }
 }
 
 /// encode_strip for a strip of bf16, HALVES columns at a time. With `values`, the results must be
@@ -163,27 +169,31 @@ VF_INLINE int encode_pairs(void *to, const strip *s, const bool values, const bo
                            const mx_format f)
 {
   const vi high = vi_set1((int32_t)0xFFFF0000);
-  int c = 0, wide = s->wide;
+  const uint16_t *x = (const uint16_t *)s->x + s->first;
+  const float *factor = s->factor, *unit = s->unit;
+  const int64_t stride = s->stride, line = s->line;
+  const int rows = each ? s->rows : 1, columns = s->columns, wide = s->wide;
+  const bool nan = s->nan;
+  int c = 0;
   if (!each && wide % HALVES != 0 && 2 * wide != HALVES) return 0;
-  for (int j = 0; c + HALVES <= s->columns; j += 2 * wide == HALVES ? 2 : 1) {
+  for (; c + HALVES <= columns; c += HALVES) {
     vf by[2], scale[2], v[2];
     vi code[2];
-    pair_of(by, s->factor, j, c, wide, each);
-    if (values) pair_of(scale, s->unit, j, c, wide, each);
-    int end = each || wide < HALVES ? c + HALVES : (int)smaller(c + wide, s->columns);
-    for (; c + HALVES <= end; c += HALVES) {
-      vi both = (vi)vh_load((const uint16_t *)s->x + s->first + c);
-      encode(vf_mul((vf)vi_shl(both, 16), by[0]), vf_zero(), false, s->nan, f, &code[0], &v[0]);
-      encode(vf_mul((vf)vi_and(both, high), by[1]), vf_zero(), false, s->nan, f, &code[1], &v[1]);
+    pair_of(by, factor, c, wide, each);
+    if (values) pair_of(scale, unit, c, wide, each);
+    for (int r = 0; r < rows; r++) {
+      char *row = (char *)to + r * line;
+      vi both = (vi)vh_load(x + r * stride + c);
+      encode(vf_mul((vf)vi_shl(both, 16), by[0]), vf_zero(), false, nan, f, &code[0], &v[0]);
+      encode(vf_mul((vf)vi_and(both, high), by[1]), vf_zero(), false, nan, f, &code[1], &v[1]);
       if (values) {
         v[0] = vf_mul(v[0], scale[0]), v[1] = vf_mul(v[1], scale[1]);
-        vh_store((uint16_t *)to + c, (vh)vi_or(vi_shr((vi)v[0], 16), vi_and((vi)v[1], high)));
+        vh_store((uint16_t *)row + c, (vh)vi_or(vi_shr((vi)v[0], 16), vi_and((vi)v[1], high)));
       } else {
         vi low = vi_and(code[0], vi_set1(0xFF));
-        vh_put_bytes((uint8_t *)to + c, (vh)vi_or(low, vi_shl(code[1], 16)));
+        vh_put_bytes((uint8_t *)row + c, (vh)vi_or(low, vi_shl(code[1], 16)));
       }
     }
-    if (c < end) break;              // an incomplete last block
   }
   return c;
 }
@@ -199,13 +209,14 @@ VF_INLINE void encode_strip(void *to, const strip *s, const bool values, const b
   for (int j = each ? 0 : first / s->wide, c = first; c < s->columns; j++) {
     vf by = vf_set1(factor[j]), scale = vf_set1(unit[j]);
     int end = each ? s->columns : (int)smaller(c + s->wide, s->columns);
-    for (; c + VF_LANES <= end; c += VF_LANES) {
+    for (; c < end; c += VF_LANES) {
+      int n = (int)smaller(VF_LANES, end - c);
       if (each) by = vf_load(factor + c), scale = vf_load(unit + c);
-      encode_lanes(to, s, c, VF_LANES, by, scale, values, random, f);
+      for (int r = 0; n == VF_LANES && r < s->rows; r++)
+        encode_lanes(to, s, r, c, VF_LANES, by, scale, values, random, f);
+      for (int r = 0; n < VF_LANES && r < s->rows; r++)
+        encode_lanes(to, s, r, c, n, by, scale, values, random, f);
     }
-    if (c == end) continue;
-    if (each) by = vf_load(factor + c), scale = vf_load(unit + c);
-    encode_lanes(to, s, c, end - c, by, scale, values, random, f);
     c = end;
   }
 }
@@ -271,6 +282,16 @@ VF_INLINE void measure_typed(float *amax, const void *x, const int dtype, int64_
                              int columns, const int wide)
 {
   int j = 0, c = 0;
+  if (dtype != ENG_f32 && (wide == 16 || wide == 32))
+    for (; c + 16 * HALVES <= columns; c += 16 * HALVES) {
+      uint16_t top[HALVES];
+      int n = 16 * HALVES / wide;
+      vh_store(top, largest_of_sixteens((const uint16_t *)x + first + c));
+      for (int k = 0; wide == 32 && k < n; k++)
+        top[k] = (uint16_t)larger(top[2 * k], top[2 * k + 1]);
+      for (int k = 0; k < n; k += VF_LANES, j += VF_LANES)
+        vf_store(amax + j, vf_read(top, dtype, k, VF_LANES));
+    }
   for (; c + wide <= columns; j++, c += wide)
     amax[j] = f32_from(largest_magnitude(x, dtype, first + c, wide));
   if (c < columns) amax[j] = f32_from(largest_magnitude(x, dtype, first + c, columns - c));
@@ -447,15 +468,17 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   float amax[WIDE], factor[WIDE], unit[WIDE];
   int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide;
-  int nan = 0, inexact = 0;
+  int nan = 0, inexact = 0, size = s->dtype == ENG_f32 ? 4 : 2;
+  // the next tile of a single row; this one's arithmetic hides the latency
+  for (int c = 0; rows == 1 && c < columns; c += 64 / size)
+    __builtin_prefetch((const char *)x + (first + columns + c) * size);
   measure_row(amax, x, s->dtype, first, columns, wide);
   for (int r = 1; r < rows; r++) {
     measure_row(factor, x, s->dtype, first + r * stride, columns, wide);
     for (int j = 0; j < blocks; j++)
       amax[j] = f32_from((uint32_t)larger(f32_bits(amax[j]), f32_bits(factor[j])));
   }
-  uint32_t top = 0;
-  for (int j = 0; j < blocks; j++) top = (uint32_t)larger(top, f32_bits(amax[j]));
+  uint32_t top = largest_of_floats(amax, blocks);
   for (int j = blocks; j % VF_LANES; j++) amax[j] = 1;       // fills the last vector
   if (top > INFINITE) {
     nan = 1;
@@ -479,8 +502,8 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
     for (int i = 0; a->sr_bits && i < columns + lead; i += 4 * VF_LANES)
       philox_vectors(words + i, rng_seed(), s->random + (uint64_t)((element - lead + i) / 4));
     encode_as(to + r * line,
-              &(strip){.x = x, .dtype = s->dtype, .first = first + r * stride, .columns = columns,
-                       .wide = wide, .factor = factor, .unit = unit,
+              &(strip){.x = x, .dtype = s->dtype, .first = first + r * stride, .rows = 1,
+                       .columns = columns, .wide = wide, .factor = factor, .unit = unit,
                        .word = a->sr_bits ? words + lead : NULL, .sr_bits = (int)a->sr_bits,
                        .nan = nan, .exact = !inexact},
               a->flags & MX_VALUES, a->format);
@@ -552,7 +575,10 @@ static bool measure_columns(float *amax, const side *s, int64_t first, int deep,
   for (; !f32 && c + HALVES <= n; c += HALVES) {
     vh top = {0};
     const uint16_t *x = (const uint16_t *)s->x + first + c;
-    for (int k = 0; k < deep; k++) top = vh_larger(top, vh_load(x + k * s->rows) & 0x7FFF);
+    for (int k = 0; k < deep; k++) {
+      __builtin_prefetch(x + k * s->rows + MOST);      // the next tile
+      top = vh_larger(top, vh_load(x + k * s->rows) & 0x7FFF);
+    }
     vh_store(halves + c, top);
   }
   for (int done = 0; done < c; done += VF_LANES)
@@ -564,6 +590,7 @@ static bool measure_columns(float *amax, const side *s, int64_t first, int deep,
                                                 (int)smaller(VF_LANES, n - c))));
     vf_store(amax + c, (vf)top);
   }
+  if (largest_of_floats(amax, n) <= INFINITE) return false;
   for (c = 0; c < n; c++) {
     if (f32_bits(amax[c]) <= INFINITE) continue;
     found none = {0};
@@ -582,7 +609,8 @@ static void quantize_columns(const side *s, int64_t r0, int rows, int64_t c0, in
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide;
-  uint8_t code[MOST][MOST];                             // scales: [blocks][rows]
+  int64_t line = MOST * element_bytes(s);
+  uint8_t code[MOST][MOST], turned[MOST][MOST];         // of each block and row, and transposed
   for (int j = 0; j < blocks; j++) {
     int deep = (int)smaller(wide, columns - j * wide);
     int64_t first = (c0 + j * wide) * s->rows + r0;
@@ -593,15 +621,15 @@ static void quantize_columns(const side *s, int64_t r0, int rows, int64_t c0, in
     else scales_of(s, amax, rows, code[j], factor, unit, 1);
     for (int r = 0; r < rows; r++)
       nan |= factor[r] != factor[r], inexact |= !(unit[r] >= EXACT_UNIT);
-    for (int k = 0; k < deep; k++)
-      encode_as(to + (j * wide + k) * MOST * element_bytes(s),
-                &(strip){.x = s->x, .dtype = s->dtype, .first = first + k * s->rows,
-                         .columns = rows, .factor = factor, .unit = unit, .nan = nan,
-                         .exact = !inexact},
-                a->flags & MX_VALUES, a->format);
+    encode_as(to + j * wide * line,
+              &(strip){.x = s->x, .dtype = s->dtype, .first = first, .stride = s->rows,
+                       .line = line, .rows = deep, .columns = rows, .factor = factor,
+                       .unit = unit, .nan = nan, .exact = !inexact},
+              a->flags & MX_VALUES, a->format);
   }
+  turn_tile(turned, MOST, code, MOST, blocks, rows, 1);
   for (int r = 0; r < rows; r++)
-    for (int j = 0; j < blocks; j++) s->scale[(r0 + r) * s->wide + c0 / wide + j] = code[j][r];
+    memcpy(s->scale + (r0 + r) * s->wide + c0 / wide, turned[r], (size_t)blocks);
 }
 
 // Packs rows 2k and 2k + 1 of a tile of codes into row k.

@@ -31,6 +31,21 @@ VF_INLINE vh vh_larger(vh a, vh b)
   return (m & a) | (~m & b);
 #endif
 }
+/// The larger number of each two neighbours in a, then of those in b.
+VF_INLINE vh vh_larger_neighbours(vh a, vh b)
+{
+  vi x = (vi)vh_larger(a, (vh)vi_shr((vi)a, 16)), y = (vi)vh_larger(b, (vh)vi_shr((vi)b, 16));
+#if defined(ENG_ISA_avx512)
+  return (vh)_mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)x)),
+                                _mm512_cvtepi32_epi16((__m512i)y), 1);
+#elif defined(ENG_ISA_avx2)
+  vi low = vi_set1(0xFFFF);
+  __m256i packed = _mm256_packus_epi32((__m256i)vi_and(x, low), (__m256i)vi_and(y, low));
+  return (vh)_mm256_permute4x64_epi64(packed, 0xD8);
+#else
+  return __builtin_shufflevector((vh)x, (vh)y, 0, 2, 4, 6, 8, 10, 12, 14);
+#endif
+}
 VF_INLINE uint16_t vh_across(vh a)
 {
 #if defined(ENG_ISA_avx512) || defined(ENG_ISA_avx2)

@@ -12,7 +12,7 @@ local TURNED, VALUES, FINITE, GATE = 8, 16, 32, 64
 local BLOCKS = { { 1, 32 }, { 1, 16 }, { 16, 16 }, { 32, 32 }, { 32, 2 }, { 1, 128 }, { 128, 2 },
   { 3, 6 } }
 local SHAPES = { { 2, 2 }, { 4, 34 }, { 34, 70 }, { 2, 3, 64 }, { 64, 130 }, { 1, 300 }, { 0, 4 },
-  { 6, 0 }, { 40, 96 } }
+  { 6, 0 }, { 40, 96 }, { 3, 1100 } }
 local KINDS = { "normal", "rare", "tiny", "large" }
 
 generators.mx_quantize = function(try)
