@@ -120,8 +120,9 @@ static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const ten
   if (r->factor != 0) whole /= (float)r->factor;
   ENG_TRY(fp8_sample_read(&m, x, q, scale));
   mx_format f = mx_format_of(r->format);
-  // half a step above the largest number
+  // half a step above the largest number, or the f32 below it if such a half rounds up
   float limit = 1.5f * f.largest - 0.5f * mx_value((uint8_t)(f.top - 1), f);
+  if (f.top & 1 && !mx_is_gated(r->mx - 1)) limit = f32_from(f32_bits(limit) - 1);
   for (int64_t i = 0; i < m.rows; i++)
     for (int64_t k = 0; k < m.columns; k++) {
       int64_t at = i * m.every / r->block_rows * scale->shape[1] + k / r->block_columns;

@@ -499,8 +499,9 @@ eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor
   ENG_TRY(fp8_sample_read(&m, x, q, scale));
   fp8_scales at = fp8_scales_for(r->block_rows, r->block_columns,
                                  m.columns ? x->count / m.columns : 0, m.columns, NULL);
-  // larger magnitudes overflow: half a step above the largest number (fp8.h)
-  float largest = fp8_largest(r->format), limit = r->format == ENG_e4m3 ? 464.0f : 61440.0f;
+  // larger magnitudes overflow (fp8.h): 464 does not, 61440 does
+  float largest = fp8_largest(r->format),
+        limit = r->format == ENG_e4m3 ? 464.0f : f32_from(f32_bits(61440.0f) - 1);
   for (int64_t i = 0; i < m.rows; i++)
     for (int64_t k = 0; k < m.columns; k++)
       fp8_meter_element(&s->meter[role], m.x[i * m.columns + k], m.q[i * m.columns + k],

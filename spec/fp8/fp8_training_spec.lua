@@ -457,6 +457,34 @@ describe("meters", function()
     M_ffi.check(C.eng_fp8_meters(m, id))
     assert.are.equal(1, tonumber(m[0].overflow))
   end))
+
+  it("count what overflows as an encoding without saturation would", with_gradient(function()
+    for format, case in pairs {
+      e4m3 = { largest = 448, values = { 448, 463, 464, -464, 464 + 2 ^ -15, -465 }, over = 2 },
+      e5m2 = { largest = 57344, values = { 57344, 61440 - 2 ^ -8, 61440, -61440, 65536 },
+        over = 3 } } do
+      local over = 0
+      for _, v in ipairs(case.values) do
+        local code = tonumber(C.eng_small_encode(format, v, 0, 0)) % 128
+        if code > (format == "e4m3" and 0x7E or 0x7B) then over = over + 1 end
+      end
+      assert.are.equal(case.over, over, format)
+      local recipe = { base = "fp8_current", fp8 = { x = { format = format } } }
+      local layer = nn.linear(#case.values, 4, { bias = false })
+      local id = engine.optim.sgd(layer, { lr = 0, precision = recipe }).fp8.list[1].id
+      M_ffi.check(C.eng_fp8_delay(id, 0, case.largest))     -- factor 1
+      C.eng_fp8_measure(true)
+      engine.no_grad(function()
+        engine.autocast("fp8_current", function()
+          return layer(engine.tensor({ case.values }, "f32"))
+        end)
+      end)
+      C.eng_fp8_measure(false)
+      local m = M_ffi.new("eng_fp8_meter[3]")
+      M_ffi.check(C.eng_fp8_meters(m, id))
+      assert.are.equal(over, tonumber(m[0].overflow), format)
+    end
+  end))
 end)
 
 describe("memory", function()

@@ -178,6 +178,30 @@ describe("a linear layer under microscaling", function()
     assert.is_true(y:to("f32"):sum():item() ~= 0 and not (y:to("f32"):sum():item() < math.huge))
   end))
 
+  it("counts halfway past the largest number as an overflow where it rounds up",
+    with_gradient(function()
+    -- For quest, a half of 7 and a half of 1 give a scale of 1.
+    for _, case in ipairs { { "e2m1", "floor", 7, 16 }, { "e2m3", "floor", 7.75, 16 },
+      { "e3m2", "floor", 30, 16 }, { "mxint8", "floor", 127.5 / 64, 16 },
+      { "e5m2", "floor", 61440, 16 }, { "e4m3", "floor", 464, 0 }, { "e4m3", "floor", 466, 16 },
+      { "e2m1", "quest", 7, 0 }, { "e2m1", "quest", 7.03125, 16 } } do
+      local format, rule, past, over = unpack(case)
+      local backward = rule == "quest" and { format = "e2m1", rule = "floor" } or nil
+      local recipe = { name = "mine", base = "mxfp4", fp8 = { sample = 1,
+        x = { format = format, rule = rule, backward = backward },
+        w = { format = "e2m1", rule = "floor", backward = backward } } }
+      local layer = nn.linear(32, 32, { bias = false })
+      local sites = engine.optim.sgd(layer, { lr = 0, precision = recipe }).fp8
+      local row = {}
+      for k = 1, 32 do row[k] = k % 2 == 0 and past or 1 end
+      sites:begin(1)
+      engine.no_grad(function()
+        engine.autocast(recipe, function() return layer(engine.tensor({ row }, "bf16")) end)
+      end)
+      assert.are.equal(over / 32, sites:measure(1, 1)[1].overflow, format .. " " .. rule)
+    end
+  end))
+
   it("leaves the first and last blocks in high precision on request", function()
     local model = nn.gpt { vocab = 32, context = 8, width = 32, heads = 2, layers = 4 }
     local opt = engine.optim.adamw(model, { lr = 1e-3, precision = { name = "mine", base = "nvfp4",
