@@ -149,9 +149,11 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
   if (status == ENG_OK) status = buckets_fill(p, options);
   if (status == ENG_OK) status = take_memory(p, options->bucket);
   if (status == ENG_OK && p->cards) status = cards_new(p);
-  if (status == ENG_OK && options->zero >= 2) status = divide(p);
   if (status == ENG_OK && options->zero == 3) status = weights_part(p, options->units);
+  // last: params_divide cannot be undone
+  if (status == ENG_OK && options->zero >= 2) status = divide(p);
   if (status != ENG_OK) {
+    params_forget_parts(set);
     eng_parallel_free(p);
     return status;
   }

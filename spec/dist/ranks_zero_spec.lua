@@ -137,7 +137,8 @@ describe("ranks with ZeRO-2", function()
     end
   end)
 
-  it("divide moments once, however many trainers the optimizer has", function()
+  it("divide moments once, however many trainers the optimizer has, and nothing after an error",
+    function()
     local result = start.run(2, "spec/dist/shard.lua")
     assert.equal(0, result.code, result.out .. result.err)
   end)

@@ -1,5 +1,6 @@
 -- Two ranks divide an optimizer's moments (eng_optimizer_shard) twice, as the second trainer of an
--- optimizer does. Started by ranks_zero_spec.lua.
+-- optimizer does. Then a reduction that cannot be made leaves the gradients whole. Started by
+-- ranks_zero_spec.lua.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local C, ffi, check = M_ffi.C, M_ffi.ffi, M_ffi.check
@@ -30,4 +31,19 @@ for name, values in pairs(before) do
     assert(after[name][k] == value, ("%s: %g, then %g"):format(name, value, after[name][k]))
   end
 end
+
+-- a failed reduction with zero=2 or 3 leaves the set as it was: zero=0 still reduces it
+local y = engine.arange(1, N, 1, { dtype = "f32", keep = true }):requires_grad(true)
+local other = engine.optim.adam({ y }, { lr = 0 })
+local function reduce(zero)
+  return C.eng_parallel_new(parallel, other.params, world,
+    ffi.new("eng_parallel_options", { bucket = 2 ^ 20, zero = zero }))
+end
+local good, message = pcall(check, reduce(3))
+assert(not good and tostring(message):find("zero=3 needs the unit", 1, true), message)
+check(reduce(0))
+check(C.eng_parallel_begin(parallel[0], C.ENG_PASS_FIRST))
+;(y * y):sum():backward()
+check(C.eng_parallel_finish(parallel[0]))
+assert(y.grad:slice(1, -1):item() == 2 * N, "a gradient")
 engine.ranks.barrier()
