@@ -48,8 +48,10 @@ static eng_status indices_open(indices *all, const op_call *call, const tensor *
   int64_t i = 0;
   while ((uint64_t)all->at[i] < (uint64_t)size) i++;
   eng_status status =
-    error_set(ENG_ERR_VALUE, "%s: expected indices in 0..%lld, got %lld at position %lld of %s",
-              eng_op_name(call->op), (long long)size - 1, (long long)all->at[i], (long long)i,
+    error_set(ENG_ERR_VALUE, "%s: expected %s%lld, got %lld at position %lld of %s",
+              eng_op_name(call->op),
+              size > 0 ? "indices in 0.." : "no indices into a dimension of size ",
+              (long long)(size - (size > 0)), (long long)all->at[i], (long long)i,
               tensor_text(index));
   indices_close(all);
   return status;

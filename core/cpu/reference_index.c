@@ -38,8 +38,10 @@ static eng_status check_indices(const op_call *call, int64_t size)
     int64_t index = load_int_at(indices, k);
     if (index < 0 || index >= size)
       return error_set(ENG_ERR_VALUE,
-                       "%s: expected indices in 0..%lld, got %lld at position %lld of %s",
-                       eng_op_name(call->op), (long long)size - 1, (long long)index, (long long)k,
+                       "%s: expected %s%lld, got %lld at position %lld of %s",
+                       eng_op_name(call->op),
+                       size > 0 ? "indices in 0.." : "no indices into a dimension of size ",
+                       (long long)(size - (size > 0)), (long long)index, (long long)k,
                        tensor_text(indices));
   }
   return ENG_OK;

@@ -150,8 +150,10 @@ eng_status cuda_fault_told(const cuda_fault_record *seen)
   CUDA_TRY(cudaMemsetAsync(card.fault, 0, sizeof *card.fault, card.stream));
   return error_set(
     ENG_ERR_VALUE,
-    "%s: expected indices in 0..%lld, got %lld (found when the host next waited for the device)",
-    eng_op_name(fault.op), (long long)fault.limit - 1, (long long)fault.value);
+    "%s: expected %s%lld, got %lld (found when the host next waited for the device)",
+    eng_op_name(fault.op),
+    fault.limit > 0 ? "indices in 0.." : "no indices into a dimension of size ",
+    (long long)(fault.limit - (fault.limit > 0)), (long long)fault.value);
 }
 
 /// Waits for the compute stream. Returns the error of a kernel's fault, if there is one.

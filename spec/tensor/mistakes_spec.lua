@@ -179,6 +179,8 @@ describe("a mistake with tensors", function()
       "embedding: expected indices in 0..1, got 5 at position 1 of i64 [2]" },
     { "x:embedding(engine.tensor({ -1 }, 'i64'))",
       "embedding: expected indices in 0..1, got -1 at position 0 of i64 [1]" },
+    { "engine.zeros(0, 3):embedding(engine.tensor({ 4 }, 'i64'))",
+      "embedding: expected no indices into a dimension of size 0, got 4 at position 0 of i64 [1]" },
 
     { "x:matmul(x)", "matmul: expected [.. x M x K] times [.. x K x N], got f32 [2 x 3] and f32 "
       .. "[2 x 3]" },
