@@ -239,6 +239,10 @@ describe("the pages", function()
     assert.same({}, warnings)
     assert.matches('id="tensor:matmul"', page, 1, true)
     assert.matches("ref-tensor.html#tensor:gelu", index_page, 1, true)
+    local guides = {}
+    for name in index_page:gmatch('<li><a href="([^"#]*)%.html">') do guides[#guides + 1] = name end
+    assert.are.same({ "guides", "getting-started", "data" }, { unpack(guides, 1, 3) })
+    assert.are.same({ "snippets", "policies", "examples" }, { unpack(guides, #guides - 2) })
     assert.are.equal("", external)
   end)
 end)

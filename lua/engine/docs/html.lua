@@ -123,8 +123,8 @@ function Site:resolve(path, target)
   if not source.path(full) then table.insert(self.pending, { path, target, "" }) end
 end
 
--- Writes a page for each guide. Then sorts the guides for the index by where docs/README.md names
--- their files; a guide that it does not name comes first.
+-- Writes a page for each guide. Then sorts the guides for the index by where docs/README.md links
+-- to their files; a guide without such a link, like docs/README.md itself, comes first.
 function Site:publish_guides()
   for _, entry in ipairs(self.guides) do
     local path = entry.where:match("^(.*):%d+$")
@@ -133,7 +133,8 @@ function Site:publish_guides()
   end
   local contents = file.read(source.path "docs/README.md")
   local function place(entry)
-    return contents:find(entry.where:match("([^/]*/?[^/]*):%d+$"):gsub("^docs/", ""), 1, true) or 0
+    local link = ("(../" .. entry.where:match("^(.*):%d+$")):gsub("^%(%.%./docs/", "(")
+    return contents:find(link, 1, true) or 0
   end
   table.sort(self.guides, function(a, b) return place(a) < place(b) end)
 end
