@@ -32,7 +32,7 @@ enum { APART = 1 };      // gap after each piece, in units of the space's alignm
 enum { APART = 0 };
 #endif
 
-enum { ALIGNMENT = 64, CARD_ALIGNMENT = 256, FREE_LISTS = 1024 /* a power of two */ };
+enum { ALIGNMENT = 64, CARD_ALIGNMENT = 256, FIRST_LISTS = 1024 /* a power of two */ };
 
 typedef struct chunk {
   struct chunk *next;
@@ -56,7 +56,8 @@ typedef struct arena {
   const char *name;
   int64_t chunk_size;      // the minimum taken from the system, in bytes
   chunk  *first, *current;
-  free_list lists[FREE_LISTS];
+  free_list *lists;        // [n_lists] a hash table by size
+  int     n_lists;         // 0 or a power of two
   int     lists_used;      // entries of lists[] in use
   int64_t used, peak, reserved, allocations, pieces;
 } arena;
@@ -132,14 +133,27 @@ static int64_t rounded(int space, int64_t bytes)
 }
 
 /// The list for `size`, or the empty entry for it; NULL when the table is full.
-static free_list *list_for(arena *a, int64_t size)
+static free_list *list_for(const arena *a, int64_t size)
 {
-  uint64_t start = (uint64_t)(size / ALIGNMENT) * 0x9E3779B97F4A7C15ull >> 54;
-  for (int i = 0; i < FREE_LISTS; i++) {
-    free_list *list = &a->lists[(start + (uint64_t)i) & (FREE_LISTS - 1)];
+  uint64_t start = (uint64_t)(size / ALIGNMENT) * 0x9E3779B97F4A7C15ull >> 32;
+  for (int i = 0; i < a->n_lists; i++) {
+    free_list *list = &a->lists[(start + (uint64_t)i) & (uint64_t)(a->n_lists - 1)];
     if (list->size == size || list->size == 0) return list;
   }
   return NULL;
+}
+
+/// Doubles the table of lists; leaves it as it is when out of memory.
+static void lists_grow(arena *a)
+{
+  arena more = {.n_lists = a->n_lists ? 2 * a->n_lists : FIRST_LISTS};
+  more.lists = calloc((size_t)more.n_lists, sizeof *more.lists);
+  if (!more.lists) return;
+  for (int i = 0; i < a->n_lists; i++)
+    if (a->lists[i].size) *list_for(&more, a->lists[i].size) = a->lists[i];
+  free(a->lists);
+  a->lists = more.lists;
+  a->n_lists = more.n_lists;
 }
 
 /// Reads a number of bytes from a file in /sys; returns `otherwise` if the file has no number
@@ -324,7 +338,7 @@ void *arena_alloc_in(int space, arena_id id, int64_t bytes)
 static void rewind_chunks(int space, arena_id id)
 {
   arena *a = &arenas[space][id];
-  for (int i = 0; a->lists_used > 0 && i < FREE_LISTS; i++) {
+  for (int i = 0; a->lists_used > 0 && i < a->n_lists; i++) {
     for (free_piece *node = a->lists[i].first, *next; node; node = next) {
       next = node->next;
       node_give(node);
@@ -358,9 +372,10 @@ void arena_free_in(int space, arena_id id, void *piece, int64_t bytes)
     }
   }
   mark(space, id, piece, size, false);
+  if (2 * a->lists_used >= a->n_lists) lists_grow(a);
   free_list *list = list_for(a, size);
   free_piece *node = list ? node_take() : NULL;
-  // more sizes than lists: the piece stays unused until the reset, which lasting arenas never have
+  // out of memory: the piece stays unused until the reset, which lasting arenas never have
   if (!node) return;
   node->memory = piece;
   node->next = list->first;

@@ -233,6 +233,14 @@ describe("the step", function()
     w:free()
   end)
 
+  it("memory of kept tensors is used again, however many sizes they have", function()
+    local function reserved()
+      for size = 16, 16 * 1500, 16 do engine.zeros(size, { keep = true }):free() end
+      return engine.memory().kept.reserved
+    end
+    assert.are.equal(reserved(), reserved())
+  end)
+
   it("memory does not grow outside of steps either, where only end_step() is called", function()
     local c, x = engine.tensor({ true, false }, "bool"), engine.zeros(2)
     local before
