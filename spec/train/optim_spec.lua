@@ -452,6 +452,11 @@ describe("an optimizer refuses", function()
       "optim.sgd: unknown option 'momentun' in a group; did you mean 'momentum'?" },
     { "optim.sgd(net, { groups = { { match = 'x', lr_mul = -1 } } })",
       "optim.sgd: expected lr_mul to be a number >= 0, got -1" },
+    { "optim.sgd(net, { groups = { { match = 'weigth$', lr_mul = 2 } } })",
+      "optim.sgd: group 1: 'weigth$' matches no parameter; did you mean 'weight'?; " ..
+      "parameters: weight bias" },
+    { "optim.sgd(net, { groups = { { match = 'bias' }, { match = function() end } } })",
+      "optim.sgd: group 2: a function matches no parameter; parameters: weight bias" },
     { "optim.adamv(net)", "engine.optim has no 'adamv'; did you mean 'adam'?" },
     { "opt:load_state(nil, 1)",
       "optimizer state: expected a table { name = tensor }, got nothing" },

@@ -79,6 +79,21 @@ function nearest.hint(name, names, code)
   return found and ("; did you mean '%s'?"):format(tostring(found)) or ""
 end
 
+--- The first eight of a list of names, as text.
+function nearest.few(names)
+  return table.concat(names, " ", 1, math.min(#names, 8)) .. (#names > 8 and " .." or "")
+end
+
+--- The hint for a Lua pattern that matches none of these dotted names: one of them, or a part of one.
+function nearest.part_hint(pattern, names)
+  local parts = {}
+  for _, name in ipairs(names) do
+    for part in name:gmatch("%a[%w_]*") do parts[#parts + 1] = part end
+    for at in ("." .. name):gmatch("%.()") do parts[#parts + 1] = name:sub(at - 1) end
+  end
+  return nearest.hint(pattern:gsub("[%^$%%]", ""), parts)
+end
+
 --- The hint and all the names; `what`: the noun for them, such as "options".
 function nearest.choices(name, names, what)
   local texts = {}

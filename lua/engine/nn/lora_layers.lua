@@ -163,24 +163,14 @@ function M.want_unmerged(model, name)
   end
 end
 
---- The paths of layers as text, the first eight of them.
-function M.text_of_paths(list)
+local function paths_of(list)
   local paths = {}
   for i, l in ipairs(list) do paths[i] = l.path ~= "" and l.path or "linear" end
-  return table.concat(paths, " ", 1, math.min(#paths, 8)) .. (#paths > 8 and " .." or "")
+  return paths
 end
 
--- Refuses a pattern that matches no linear layer. The message suggests the nearest path or part of
--- a path, and lists the layers.
-local function refuse_unmatched(pattern, all)
-  local names = {}
-  for _, l in ipairs(all) do
-    for part in l.path:gmatch("%a[%w_]*") do names[#names + 1] = part end
-    for at in ("." .. l.path):gmatch("%.()") do names[#names + 1] = l.path:sub(at - 1) end
-  end
-  raise("nn.lora: the pattern '%s' matches no linear layer%s; linear layers: %s", pattern,
-    nearest.hint(pattern:gsub("[%^$%%]", ""), names), M.text_of_paths(all))
-end
+--- The paths of layers as text, the first eight of them.
+function M.text_of_paths(list) return nearest.few(paths_of(list)) end
 
 -- The layers that `match` names: a pattern, a list of patterns, or nil for all but the head. A
 -- classifier's head is never among them, because it is trained without an adapter.
@@ -196,7 +186,10 @@ local function chosen(model, match)
     for _, l in ipairs(all) do
       if l.path:find(pattern) then found, taken[l] = true, true end
     end
-    if not found then refuse_unmatched(pattern, all) end
+    if not found then
+      raise("nn.lora: the pattern '%s' matches no linear layer%s; linear layers: %s", pattern,
+        nearest.part_hint(pattern, paths_of(all)), M.text_of_paths(all))
+    end
   end
   local label_head = M.label_head(model)
   for _, l in ipairs(all) do

@@ -98,7 +98,7 @@ local function make_groups(name, list, options, defaults)
   end
   local base = add({}, "all")
   local plain = options.decay == "matrices" and add({ weight_decay = 0 }, "no decay") or nil
-  local user = {}
+  local user, names, used = {}, {}, {}
   arguments.want_list(options.groups or {}, "optim." .. name, "groups",
     '{ { match = "bias", weight_decay = 0 } }')
   for i, group in ipairs(options.groups or {}) do
@@ -113,14 +113,22 @@ local function make_groups(name, list, options, defaults)
     user[i] = add(group, group.label or ("group " .. i))
   end
   for i, p in ipairs(list) do
-    local chosen = plain and p.tensor.ndim < 2 and plain or base
+    local chosen
+    names[i] = p.name
     for k, group in ipairs(options.groups or {}) do
       local hit
       if type(group.match) == "string" then hit = p.name:find(group.match)
       else hit = group.match(p.name, p.tensor) end
-      if hit then chosen = user[k] break end
+      if hit then chosen, used[k] = chosen or user[k], true end
     end
-    group_of[i - 1] = chosen - 1
+    group_of[i - 1] = (chosen or plain and p.tensor.ndim < 2 and plain or base) - 1
+  end
+  for k, group in ipairs(options.groups or {}) do
+    if not used[k] then
+      raise("optim.%s: group %d: %s matches no parameter%s; parameters: %s", name, k,
+        M_ffi.value_text(group.match), type(group.match) == "string"
+        and nearest.part_hint(group.match, names) or "", nearest.few(names))
+    end
   end
   return groups, group_of
 end
