@@ -5,7 +5,7 @@ local curves = require "engine.run.curves"
 local heat = require "engine.report.heat"
 local history = require("engine").history
 local scratch = require "spec.store.scratch"
-require "spec.helper"     -- TERM
+local helper = require "spec.helper"
 
 local ffi, C = M_ffi.ffi, M_ffi.C
 local record, verdict = ffi.new("eng_record"), ffi.new("eng_verdict")
@@ -141,7 +141,8 @@ describe("views of a history", function()
     assert.not_matches("wte", text)
     assert.has_error(function() h:heatmap { by = "steps" } end,
       "heatmap: expected by to be 'exponent' or 'time', got 'steps'")
-    assert.has_error(function() h:heatmap { only = "nothing" } end)
+    assert.error_matches(function() h:heatmap { only = "wt.weight" } end,
+      "no parameter's name contains 'wt.weight'; did you mean 'wte.weight'?", 1, true)
   end)
 
   it("draw a recorded step in its own column and leave the others blank", function()
@@ -219,7 +220,20 @@ describe("views of a history", function()
     local good, message = pcall(h.tensor, h, "blocks.2.mlp.wieght")
     assert.is_false(good)
     assert.matches("no parameter is called 'blocks.2.mlp.wieght'; did you mean " ..
-      "'blocks.2.mlp.weight'?", message, 1, true)
+      "'blocks.2.mlp.weight'?; history:parameters() lists all 4: wte.weight", message, 1, true)
+  end)
+
+  it("report a wrong name in one line, with the script's line and no traceback", function()
+    for call, text in pairs { ['plot "los"'] = "no number of the history is called 'los'",
+      ['tensor "wt"'] = "no parameter is called 'wt'", ['heatmap { only = "zz" }'] =
+        "no parameter's name contains 'zz'", ['plott "loss"'] =
+        "a history has no method 'plott'; did you mean 'plot'?" } do
+      local result = helper.run { "-e",
+        ("require('engine').history.open('%s'):%s"):format(dir, call) }
+      assert.equal(1, result.code)
+      assert.matches("^engine: %(command line%):1: [^\n]*\n$", result.err)
+      assert.matches(text, result.err, 1, true)
+    end
   end)
 
   it("keep totals right through a resume, a retry and steps out of order", function()

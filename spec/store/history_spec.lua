@@ -261,7 +261,7 @@ describe("history", function()
     assert.truthy(h:why(8):find("All 1000 gradients were finite", 1, true))
     assert.are.equal("step 77 is not recorded: the history has steps 0 to 9", tostring(h:why(77)))
     assert.equal(tostring(h:why(77)), require("engine.cli.repl").show(h:why(77)))  -- no quotes
-    assert.has_error(function() h:why() end, "why: expected a step number, got nil")
+    assert.has_error(function() h:why() end, "why: expected a step number, got nothing")
   end)
 
   it("names the format of each gradient, also in histories that do not record it", function()

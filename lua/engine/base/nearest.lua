@@ -84,7 +84,7 @@ function nearest.few(names)
   return table.concat(names, " ", 1, math.min(#names, 8)) .. (#names > 8 and " .." or "")
 end
 
---- The hint for a Lua pattern that matches none of these dotted names: one of them, or a part of one.
+--- The hint for a Lua pattern that matches none of these dotted names: one of them or part of one.
 function nearest.part_hint(pattern, names)
   local parts = {}
   for _, name in ipairs(names) do

@@ -41,8 +41,8 @@ function M.rows(h, options)
     if #names == 0 then
       local known = {}
       for i, p in ipairs(list) do known[i] = p.name end
-      error(("no parameter's name contains '%s'%s"):format(tostring(only),
-        nearest.hint(tostring(only), known)), 0)
+      M_ffi.raise("no parameter's name contains '%s'%s", tostring(only),
+        nearest.part_hint(tostring(only), known))
     end
     return row_of, names
   end

@@ -371,7 +371,7 @@ function M.heatmap(h, options)
   options = read_options(options, "heatmap", HEATMAP)
   local by = options.by or "exponent"
   if by ~= "exponent" and by ~= "time" then
-    error(("heatmap: expected by to be 'exponent' or 'time', got '%s'"):format(tostring(by)), 0)
+    M_ffi.raise("heatmap: expected by to be 'exponent' or 'time', got '%s'", tostring(by))
   end
   local width = options.width or math.min(require("engine.base.machine").terminal(1) or 100, 160)
   local l = layers.read(h, { points = by == "time" and math.max(width - 60,
@@ -391,9 +391,8 @@ local function parameter_of(h, name)
     if p.name == name then return p end
     all[i] = p.name
   end
-  error(#all == 0 and "the history names no parameters"
-    or ("no parameter is called '%s'%s; history:parameters() lists all %d"):format(
-    tostring(name), nearest.hint(tostring(name), all), #all), 0)
+  M_ffi.raise("no parameter is called %s%s; history:parameters() lists all %d: %s",
+    M_ffi.value_text(name), nearest.hint(name, all), #all, nearest.few(all))
 end
 
 -- The recorded steps of a parameter that are shown: all, or if there are more than `points`, for

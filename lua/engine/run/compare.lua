@@ -187,7 +187,7 @@ end
 -- none: nil, the reason, and true if the metric could not be read at all.
 local function read_run(run, name, options, start, n)
   local good, c = pcall(curves.read, run.history, { name }, options)
-  if not good then return nil, tostring(c), true end
+  if not good then return nil, require("engine.base.ffi").without_line(c), true end
   local v, result, any = c[name], { mean = {}, min = {}, max = {} }, false
   for i, step in ipairs(c.first_step) do
     local at = (step - start) / options.width + 1

@@ -7,8 +7,10 @@
 --   c.rows[i], c.overflows[i], c.skipped[i]  rows, overflows, steps without update in column i
 --   c.loss.min[i], .max[i], .mean[i]         nil if no value of the column is finite
 -- Used by history.lua, compare.lua, contest.lua, the pictures and the reports.
-local C = require("engine.base.ffi").C
+local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
+
+local C, raise = M_ffi.C, M_ffi.raise
 
 local M = {}
 
@@ -80,8 +82,8 @@ function M.metric(name, h)
   for i = #names + 1, #known do
     if known[i]:match("%.(.*)") == name then near = known[i] end     -- only its prefix is missing
   end
-  error(("no number of the history is called '%s'%s"):format(tostring(name),
-    nearest.choices(near, known, "numbers")), 0)
+  raise("no number of the history is called '%s'%s", tostring(name),
+    nearest.choices(near, known, "numbers"))
 end
 
 --- The base of a metric's logarithmic axis; nil: the axis is linear. log: a base, true (the
@@ -118,10 +120,10 @@ local function need_signal(h, name)
     known[i] = signal.name
     if signal.name == name then return end
   end
-  error(("the run %s '%s'%s"):format(logged and "logged no" or "published no signal",
+  raise("the run %s '%s'%s", logged and "logged no" or "published no signal",
     name, #known > 0 and nearest.choices(name, known, logged and "logs" or "signals")
     or logged and "; a policy's verdict may contain log = { name = number }"
-    or "; engine.signal(name, value) publishes one"), 0)
+    or "; engine.signal(name, value) publishes one")
 end
 
 -- Adds n values of the metric `name`, given by their sum and range, to a picture column's cell.
@@ -143,8 +145,8 @@ local function fill_layer(h, cells, metric, start, width, n, last)
     end
   end
   if not first then
-    error(("the run has no layer '%s'%s"):format(layer,
-      nearest.choices(layer, layers_of(h), "layers")), 0)
+    raise("the run has no layer '%s'%s", layer,
+      nearest.choices(layer, layers_of(h), "layers"))
   end
   for at = 0, n - 1 do
     local from = start + at * width

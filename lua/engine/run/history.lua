@@ -39,7 +39,16 @@ local function refused(key)
     return nil, ("history %s is open for reading only"):format(h.path)
   end or nil
 end
-setmetatable(History, { __index = function(_, key) return refused(key) end })
+setmetatable(History, { __index = function(_, key)
+  local method = refused(key)
+  if method or key == "handle" then return method end      -- a closed history has no handle
+  local names = {}
+  for _, name in ipairs(nearest.keys(History)) do
+    if not name:find("^__") then names[#names + 1] = name end
+  end
+  M_ffi.raise("a history has no method '%s'%s", tostring(key),
+    nearest.choices(tostring(key), names, "methods"))
+end })
 
 -- ------------------------------------------------------------------ opening
 
@@ -683,7 +692,7 @@ function History:totals() return require("engine.run.curves").totals(self) end
 --- What happened at a step, in words.
 function History:why(step)
   if type(step) ~= "number" then
-    error("why: expected a step number, got " .. tostring(step), 2)
+    error("why: expected a step number, got " .. M_ffi.value_text(step), 2)
   end
   return require("engine.run.history_why")(self, step)
 end
