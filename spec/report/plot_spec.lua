@@ -94,6 +94,30 @@ describe("plot", function()
     assert.matches("2^16", text, 1, true)
   end)
 
+  it("labels both ends of a range in which there is only one round number", function()
+    local function labels(y, log)
+      local text = plot.draw { y = y, log = log, width = 40, height = 8, ascii = true }
+      local list = {}
+      for label in text:gmatch("(%S+) %+[^-]") do list[#list + 1] = label end
+      return table.concat(list, " ")
+    end
+    assert.equal("66000 2^16 65000", labels({ 65000, 66000 }, 2))
+    assert.equal("90000 65000", labels({ 65000, 90000 }, 10))
+    for power = -3, 9 do                                 -- pictures in files
+      for width = 1, 40 do
+        local y, yy = 7 ^ power, 7 ^ power * (1 + width / 7)
+        for _, log in ipairs { false, 2, 10 } do
+          local v = { min = { y, yy }, mean = { y, yy }, max = { y, yy } }
+          local body = require("engine.report.chart").body { log = log or nil, height = 100,
+            series = { { column = "v" } }, c = { x = { 1, 2 }, v = v, width = 1, first = 1,
+            last = 2 } }
+          local count = select(2, body.texts:gsub('text%-anchor="end">[^<]*%d', ""))
+          assert.is_true(count >= 2, ("%g to %g, log %s"):format(y, yy, tostring(log)))
+        end
+      end
+    end
+  end)
+
   it("puts marks under their steps", function()
     local drawn = lines(plot.draw { y = { 1, 2, 3 }, x = { 0, 50, 100 }, marks = { 0, 100, 500 },
       mark_name = "overflow", width = 40, height = 3, ascii = true })

@@ -67,7 +67,8 @@ end
 -- logarithms.
 local function ticks(low, high, log, n)
   local list = {}
-  if log and high - low < 1.2 then  -- hardly more than one power: ticks at round numbers
+  -- ticks at round numbers, where fewer than two powers fit or the range is hardly wider than one
+  if log and (high - low < 1.2 or math.floor(high) <= math.ceil(low)) then
     for _, t in ipairs(ticks(log ^ low, log ^ high, nil, n)) do
       if t[1] > 0 then list[#list + 1] = { math.log(t[1]) / math.log(log), t[2] } end
     end
@@ -89,7 +90,7 @@ local function ticks(low, high, log, n)
     list[#list + 1] = { v, text }
     value = value + step
   end
-  return list
+  return #list < 2 and ticks(low, high, log, 2 * n) or list
 end
 
 local function f(x) return (("%.1f"):format(x):gsub("%.0$", "")) end

@@ -242,7 +242,7 @@ local function y_labels(rows, range, log)
     put(math.max(1, math.min(rows, row)), math.abs(value) < step * 1e-9 and 0 or value)
     value, count = value + step, count + 1
   end
-  if count == 0 then
+  if count < 2 then                  -- one label would not show the range
     put(1, y_high)
     put(rows, y_low)
   end
