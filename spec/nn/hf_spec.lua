@@ -242,7 +242,13 @@ describe("load_model", function()
     local list = model:generate(prompt, { max_tokens = 16, temperature = 0 })
     assert.equal(third, list[#list])
     assert.is_true(#list <= 7)
-    assert.equal(20, #model:generate(prompt, { max_tokens = 16, temperature = 0, stop = {} }))
+    local told = {}
+    local function progress(done, all) told[#told + 1] = done .. "/" .. all end
+    assert.equal(20, #model:generate(prompt, { max_tokens = 16, temperature = 0, stop = {},
+      progress = progress }))
+    assert.same({ 16, "1/16", "16/16" }, { #told, told[1], told[16] })
+    model:generate(prompt, { max_tokens = 16, temperature = 0, progress = progress })
+    assert.equal(("%d/%d"):format(#list - 4, #list - 4), told[#told])        -- the stop token
     helper.write(path .. "/generation_config.json", '{"eos_token_id": [1000, ' .. prompt[4] .. "]}")
     assert.same({ 1000, prompt[4] }, engine.load_model(path).stop)
     local both = model:generate({ prompt, { 1 } }, { max_tokens = 3, stop = {}, seed = 1 })
@@ -512,6 +518,7 @@ describe("engine plan FOLDER and engine generate", function()
     local first = helper.run(words)
     assert.equal(0, first.code, first.err)
     assert.matches("^1,2,%d+,%d+,%d+,%d+\n3,%d+,%d+,%d+,%d+\n$", first.out)
+    assert.equal("", first.err)                                -- no progress outside a terminal
     assert.equal(first.out, helper.run(words).out)
     local vocab = { ["?"] = 0, hello = 1, world = 2 }
     for id = 3, 19 do vocab["w" .. id] = id end

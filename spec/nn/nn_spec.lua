@@ -232,8 +232,10 @@ describe("a module", function()
       { "gpt:generate({ 1 })",
         "generate: expected max_tokens to be a whole number of 0 or more, got nothing" },
       { "gpt:generate({ 1 }, 5, { temp = 0 })",
-        "generate: unknown option 'temp'; options: cache max_tokens seed stop temperature top_k "
-          .. "top_p" },
+        "generate: unknown option 'temp'; options: cache max_tokens progress seed stop "
+          .. "temperature top_k top_p" },
+      { "gpt:generate({ 1 }, 5, { progress = true })",
+        "generate: expected progress to be a function(done, all), got true" },
       { "gpt:generate(nil, 5)",
         "generate: expected a list of at least one token to begin with, got nothing" },
       { "gpt:generate({ 1 }, 5, { temperature = -1 })",

@@ -19,24 +19,6 @@ if the vocabulary has more than 65,536 tokens. engine.data.tokens and numpy.load
 
 next: a trainer with engine.data.tokens { path = FILE }; docs/tokenizers.md, docs/data.md]==]
 
--- Returns a function (done, all) that shows on stderr the bytes done, the speed and the time left.
-local function display()
-  local clock, show = require("engine.base.machine").clock, require "engine.base.show"
-  local bar, began = require("engine.run.progress").on_stderr(), clock()
-  bar.shown_at = began                             -- delays the first line by one interval
-  function bar.line(_, row, now)
-    local took = math.max(now - began, 1e-6)
-    return ("%s of %s bytes  %s bytes/s%s"):format(show.count(row.step), show.count(row.all),
-      show.count(row.step / took), row.step < row.all and row.step > 0
-      and "  ETA " .. show.duration(took / row.step * (row.all - row.step)) or "")
-  end
-  return function(done, all)
-    bar.total = all
-    bar:update { step = done, all = all }
-    if done == all then bar:finish() end
-  end
-end
-
 return options.command {
   name = "data", doc = "convert text files to tokens for training", help = help,
   options = { tokenizer = "text", output = "text", lines = "switch", special = "switch",
@@ -59,7 +41,7 @@ return options.command {
     end
     local result = require("engine.data.tokenize").run(tokenizer, words, given.output, {
       lines = given.lines, special = given.special, ending = ending and tokenizer:id(ending),
-      progress = display() })
+      progress = require("engine.run.progress").amount "bytes" })
     local show = require "engine.base.show"
     print(("%s: %s tokens (%s) of %s bytes in %s text%s"):format(given.output,
       show.grouped(result.tokens), result.dtype, show.grouped(result.bytes),

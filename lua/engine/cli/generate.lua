@@ -90,6 +90,9 @@ local function main(given)
   if not model.generate then
     options.fail("%s cannot generate: it predicts masked tokens only", model._class)
   end
+  if require("engine.base.machine").terminal(2) then
+    settings.progress = require("engine.run.progress").amount "tokens"
+  end
   for i, row in ipairs(model:generate(rows, settings)) do
     if i > #given.tokens then show.print(tokenizer:decode(row))
     else print(table.concat(row, ",")) end

@@ -141,18 +141,20 @@ local function extend(model, rows, o)
         if not ends[r] and o.stop[row[#row]] then ends[r], open = #row, open - 1 end
       end
     end)
-    if open == 0 or C.eng_interrupted() > 0 then break end
+    local over = open == 0 or C.eng_interrupted() > 0
+    if o.progress then o.progress(i - n + 1, over and i - n + 1 or o.max_tokens) end
+    if over then break end
   end
   for r, row in ipairs(rows) do rows[r] = { unpack(row, 1, ends[r] or #row) } end
 end
 
-local OPTIONS = "max_tokens temperature top_k top_p stop seed cache"
+local OPTIONS = "max_tokens temperature top_k top_p stop seed cache progress"
 
 local function read(options, default_stop)
   if type(options) == "number" then options = { max_tokens = options } end
   options = arguments.read_named(options, "generate", OPTIONS)
   local o = { temperature = options.temperature or 1, top_k = options.top_k, stop = {},
-    cache = options.cache ~= false,
+    cache = options.cache ~= false, progress = options.progress,
     top_p = options.top_p or 1, max_tokens = want_whole(options.max_tokens, "generate",
       "max_tokens", 0) }
   expect(type(o.temperature) == "number" and o.temperature >= 0
@@ -161,6 +163,8 @@ local function read(options, default_stop)
   if o.top_k ~= nil then want_whole(o.top_k, "generate", "top_k", 1) end
   expect(type(o.top_p) == "number" and o.top_p > 0 and o.top_p <= 1, o.top_p,
     "generate: expected top_p in (0, 1]")
+  expect(o.progress == nil or type(o.progress) == "function", o.progress,
+    "generate: expected progress to be a function(done, all)")
   local stop = options.stop or default_stop or {}
   if type(stop) ~= "table" then stop = { stop } end
   arguments.want_list(stop, "generate", "stop", "{ 0, 2 }")
@@ -192,6 +196,7 @@ end
 --- top_k tokens, as many as it takes to reach this share of the top_k tokens' probability. stop: a
 --- token, or a list of tokens, that ends a sequence; a loaded model stops at its eos_token_id
 --- unless `stop` is given. Draws from the engine's generator; `seed` seeds it for this call only.
+--- Option progress: a function(done, all), called after each token; at the end done equals all.
 local function generate(model, tokens, options, more)
   if type(options) == "number" and more ~= nil then   -- generate(tokens, count, options)
     local count = options

@@ -78,6 +78,25 @@ function progress.on_stderr()
   return self
 end
 
+--- A function (done, all) that shows on stderr how much of a command's work is done, its speed and
+--- the time left. what: the unit, such as "bytes".
+function progress.amount(what)
+  local bar = progress.on_stderr()
+  local began = bar.clock()
+  bar.shown_at = began                             -- the first line comes after a while
+  function bar.line(_, row, now)
+    local took = math.max(now - began, 1e-6)
+    return ("%s of %s %s  %s %s/s%s"):format(show.count(row.step), show.count(row.all), what,
+      show.count(row.step / took), what, row.step < row.all and row.step > 0
+      and "  ETA " .. show.duration(took / row.step * (row.all - row.step)) or "")
+  end
+  return function(done, all)
+    bar.total = all
+    bar:update { step = done, all = all }
+    if done == all then bar:finish() end
+  end
+end
+
 --- Sets the number of steps of the run.
 function progress:expect(total) self.total = total end
 
