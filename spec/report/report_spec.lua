@@ -7,7 +7,7 @@ local M_ffi = require "engine.base.ffi"
 local script = [[
   local engine = require "engine"
   local cfg = engine.config { run = "", steps = 60, policy = "dynamic:init_scale=2^22",
-    tensorboard = false, shadow = "", factor = 1 }
+    tensorboard = false, shadow = "", factor = 1, log = "quiet" }
   engine.seed(1)
   local model = engine.nn.sequential { engine.nn.linear(8, 16), engine.nn.relu(),
     engine.nn.linear(16, 4) }
@@ -17,7 +17,7 @@ local script = [[
     loss = function(m, b) return engine.cross_entropy(m(b.x), b.y) end,
     optimizer = engine.optim.adamw(model, { lr = 1e-2, precision = "fp16" }), policy = cfg.policy,
     steps = cfg.steps, run = cfg.run, tensorboard = cfg.tensorboard, shadow = cfg.shadow,
-      config = cfg, log = "quiet", stats_every = 10,
+      config = cfg, log = cfg.log, stats_every = 10,
   }:run()
 ]]
 
@@ -135,13 +135,25 @@ describe("a run's commands", function()
   it("runs and report show in how many steps the policy failed", function()
     helper.write(folder .. "/bad.lua", "return { init = function() return { scale = 1 } end,\n" ..
       "decide = function(_, record) if record.step ~= 3 then error('oops') end return 1 end }")
-    inside "train.lua run=bad steps=30 policy=bad.lua"
+    local told = inside("train.lua run=bad steps=30 log=line policy=bad.lua").out
+    assert.equal(1, select(2, told:gsub("the policy failed, the last good verdict holds", "")))
+    assert.matches("step 0: the policy failed, the last good verdict holds: bad.lua:2: oops " ..
+      "(later failures are counted, not shown)\n", told, 1, true)
     assert.matches("\nbad +30 [^\n]* finished, the policy failed in 29 of 30 steps\n",
       inside("runs").out)
     inside "report bad"
     local html = helper.read(folder .. "/runs/bad/report.html")
     assert.matches('<span class="badge bad">finished, the policy failed</span>', html, 1, true)
     assert.matches("The policy failed in 29 of 30 steps", html, 1, true)
+    shell("rm -r " .. folder .. "/runs/bad")
+    told = inside("train.lua run=bad steps=30 log=line shadow=bad.lua").out
+    local line = "shadow bad.lua failed: bad.lua:2: oops (later failures are counted, not shown)"
+    assert.equal(1, select(2, told:gsub("later failures", "")))
+    assert.matches("step 0: " .. line .. "\n", told, 1, true)
+    assert.matches("it failed 29 times: bad.lua:2: oops", told, 1, true)
+    assert.matches("\nbad +30 [^\n]* finished, 1 shadow failed\n", inside("runs").out)
+    local events = require("engine").history.open(folder .. "/runs/bad"):events "shadow_failed"
+    assert.same({ 1, 0, line }, { #events, events[1].step, events[1].text })
     shell("rm -r " .. folder .. "/runs/bad")
   end)
 

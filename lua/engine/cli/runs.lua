@@ -29,6 +29,9 @@ local function ended_text(run)
     text = ("running, %d %% of %s"):format(100 * (run.last + 1) / (run.steps or run.last + 1),
       show.grouped(run.steps or 0))
   end
+  if run.failed_shadows > 0 then
+    text = ("%s, %s failed"):format(text, show.counted(run.failed_shadows, "shadow"))
+  end
   if run.failed == 0 then return text end
   return ("%s, the policy failed in %s of %s steps"):format(text, show.grouped(run.failed),
     show.grouped(run.rows))

@@ -83,7 +83,7 @@ end
 --- A run at `path`: { name, path, created (seconds since 1970), rows, first, last, updates, loss,
 --- scale, overflows, skipped, tokens, seconds, policy, precision, device, ranks, zero, comm_dtype,
 --- steps (requested), ended, how (finished, stopped, error, drift, running, broken), problem (what
---- is wrong with the history; most other fields are then missing) }.
+--- is wrong with the history; most other fields are then missing), failed_shadows (how many) }.
 function M.info(path, history)
   local name = path:gsub("/history%.db$", ""):match("([^/]+)/*$") or path
   local info = { name = name, path = path }
@@ -106,6 +106,7 @@ function M.info(path, history)
         last.loss, last.next_scale
       info.policy = M.policy_of(h)
       info.ended, info.how = M.ending(h, path, info.last)
+      info.failed_shadows = #h:events "shadow_failed"
     end
     if not history then h:close() end
   end)

@@ -5,7 +5,8 @@
 -- skipped, and the ratio of its scale to the run's. Made by the trainer from its option `shadow`.
 --
 -- A shadow of FP8 layers reads the same meters as the run's own FP8 policies. The history has an
--- event `shadow_layers` at each step where the shadow would have moved layers to another rung.
+-- event `shadow_layers` at each step where the shadow would have moved layers to another rung, and
+-- an event `shadow_failed` where a shadow first fails.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local counterfactual = require "engine.run.counterfactual"
@@ -102,6 +103,16 @@ function Shadows:tensors(stats, ratio)
   return self.stats
 end
 
+-- Counts a failure of a shadow; shows and records the first.
+local function count_failure(self, one, step, reason, run)
+  one.failed, one.why = one.failed + 1, reason
+  if one.failed > 1 then return end
+  local text = ("shadow %s failed: %s (later failures are counted, not shown)"):format(one.name,
+    reason)
+  self.trainer:note(("step %d: %s"):format(step, text))
+  run:event(step, "shadow_failed", text)
+end
+
 -- Converts a step's record to the shadow's `scale`, in self.record. Returns the shadow's verdict on
 -- it, and how certain the record is (the first result of counterfactual.move).
 function Shadows:ask(s, scale, record, stats, signals)
@@ -138,7 +149,7 @@ function Shadows:observe(s, record, stats, verdict, updated, run)
     local over = self.record.overflow ~= 0
     local doing = counterfactual.carried_out(own, over, lagged)
     local bound = not counterfactual.judge(one.certainty, step, known, doing, done)
-    if own.failed ~= 0 then one.failed, one.why = one.failed + 1, ffi.string(own.reason) end
+    if own.failed ~= 0 then count_failure(self, one, step, own:why(), run) end
     if doing.action ~= C.ENG_ACTION_STEP then one.skipped = one.skipped + 1 end
     if over then one.overflows = one.overflows + 1 end
     local apart = math.log(own.scale / verdict.scale) / math.log(2)
@@ -171,7 +182,8 @@ function Shadows:observe_layers(step, record, sites, run)
       { action = C.ENG_ACTION_STEP, departs = departs }, STEP)
     local reason = own.failed == 0 and problem or own:why()
     if own.failed ~= 0 or problem then
-      own.failed, one.failed, one.why = 1, one.failed + 1, reason
+      own.failed = 1
+      count_failure(self, one, step, reason, run)
     end
     one.rungs, one.apart = wanted.rungs, one.apart + (departs and 1 or 0)
     if moved then

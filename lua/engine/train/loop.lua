@@ -67,19 +67,14 @@ end
 
 local UNDECIDED_STEPS = 20   -- a policy that fails at each of these first steps ends the run
 
-local SHOWN_FAILURES = 5
-
--- The line that reports a failure of the policy (only the first few) or that the policy stops the
--- run; else nil.
+-- The line that reports the policy's first failure, or that the policy stops the run; else nil.
 local function verdict_note(self, record, verdict)
   local reason = M_ffi.string(verdict.reason)
   self.decided = self.decided or verdict.failed == 0
   if verdict.failed ~= 0 then
     self.policy_errors = self.policy_errors + 1
-    if self.policy_errors > SHOWN_FAILURES then return nil end
-    return ("step %d: the policy failed; the last good verdict holds: %s%s"):format(
-      tonumber(record.step), reason, self.policy_errors == SHOWN_FAILURES
-      and " (later failures are counted, not shown)" or "")
+    return self.policy_errors == 1 and ("step %d: the policy failed; the last good verdict " ..
+      "holds: %s (later failures are counted, not shown)"):format(tonumber(record.step), reason)
   elseif verdict.action == C.ENG_ACTION_STOP then
     return ("step %d: policy %s stops the run%s"):format(tonumber(record.step), self.policy.name,
       reason ~= "" and ": " .. reason or ", and gives no reason")
