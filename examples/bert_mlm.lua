@@ -70,7 +70,8 @@ local trainer = engine.trainer {
   model = model, data = masked,
   optimizer = engine.optim.adamw(model, { lr = cfg.lr, weight_decay = cfg.weight_decay,
     decay = "matrices", precision = cfg.precision }),
-  schedule = engine.schedule.linear { lr = cfg.lr, warmup = cfg.warmup, total = cfg.steps },
+  schedule = engine.schedule.linear { lr = cfg.lr, total = cfg.steps,
+    warmup = math.min(cfg.warmup, cfg.steps) },
   policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip,
   run = cfg.run, resume = cfg.resume, log = cfg.log, tensorboard = cfg.tensorboard, config = cfg,
 }

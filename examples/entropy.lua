@@ -45,7 +45,8 @@ local function train(policy, seed, tell)
       text = cfg.data == "" and lab.text(40000) or nil, batch = cfg.batch,
       context = cfg.context, seed = seed },
     optimizer = engine.optim.adamw(model, { lr = cfg.lr, decay = "matrices", precision = "fp16" }),
-    schedule = engine.schedule.cosine { lr = cfg.lr, warmup = 20, total = cfg.steps },
+    schedule = engine.schedule.cosine { lr = cfg.lr, total = cfg.steps,
+      warmup = math.min(20, cfg.steps) },
     loss = function(m, batch)
       local loss = m:loss(batch.x, batch.y)
       entropy = 0

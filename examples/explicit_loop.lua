@@ -25,7 +25,8 @@ local data = engine.data.text { path = root .. "core/engine.h", batch = cfg.batc
 local model = engine.nn.gpt { context = cfg.context, width = cfg.width, layers = cfg.layers,
   heads = cfg.heads }
 local opt = engine.optim.adamw(model, { lr = cfg.lr, precision = cfg.precision })
-local schedule = engine.schedule.cosine { lr = cfg.lr, warmup = 10, total = cfg.steps }
+local schedule = engine.schedule.cosine { lr = cfg.lr, total = cfg.steps,
+  warmup = math.min(10, cfg.steps) }
 local scaler = engine.scaler { policy = cfg.policy }
 
 for step in engine.steps(cfg.steps) do

@@ -51,8 +51,9 @@ local trainer = engine.trainer {
     seed = cfg.seed },
   optimizer = engine.optim.adamw(model, { lr = cfg.lr, beta2 = 0.95,
     weight_decay = cfg.weight_decay, decay = "matrices", precision = cfg.precision }),
-  schedule = engine.schedule.wsd { lr = cfg.lr, warmup = cfg.warmup, total = cfg.steps,
-    decay = math.floor(cfg.steps / 5), floor = cfg.lr / 20 },
+  schedule = engine.schedule.wsd { lr = cfg.lr, total = cfg.steps,
+    warmup = math.min(cfg.warmup, cfg.steps), decay = math.floor(cfg.steps / 5),
+    floor = cfg.lr / 20 },
   policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip,
   run = cfg.run, resume = cfg.resume, log = cfg.log, tensorboard = cfg.tensorboard, config = cfg,
 }

@@ -76,8 +76,8 @@ local trainer = engine.trainer {
   loss = function(model, batch) return engine.cross_entropy(model(batch.x), batch.y) end,
   optimizer = engine.optim.adamw(net,
     { lr = cfg.lr, precision = cfg.precision, decay = "matrices" }),
-  schedule = engine.schedule.cosine { lr = cfg.lr, warmup = 10, total = cfg.steps,
-    floor = cfg.lr / 10 },
+  schedule = engine.schedule.cosine { lr = cfg.lr, total = cfg.steps,
+    warmup = math.min(10, cfg.steps), floor = cfg.lr / 10 },
   policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = 1.0, log = cfg.log,
 }
 local summary = trainer:run()

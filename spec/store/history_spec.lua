@@ -82,6 +82,10 @@ describe("history", function()
     assert.are.equal(100, #h:steps())
     assert.truthy(tostring(h):find("100 steps (0 to 99), 4 overflows, 4 skipped", 1, true))
     assert.truthy(tostring(h:last(2)):find("next_scale"))
+    for _, n in ipairs { -1, 1.5, "x" } do
+      assert.error_matches(function() h:last(n) end,
+        "expected the number of rows to be a whole number of 0 or more, got ", 1, true)
+    end
   end)
 
   it("counts the attempts at a batch", function()

@@ -146,6 +146,7 @@ describe("a precision recipe", function()
     local cases = {
       { "'fp61'", unknown }, { "{ base = 'fp61' }", unknown },
       { "5", "precision: expected a name or a recipe table, got 5" },
+      { "{}", "precision: expected a name or a recipe table, got an empty table" },
       { "{ name = 'a', weight = 'f16' }",
         "precision 'a': unknown role 'weight'; did you mean 'weights'?; roles: activations " ..
         "masters moments norm norm_gradients residual rounding weight_gradients weights wide" },

@@ -78,7 +78,8 @@ describe("a schedule", function()
   it("stays within the range of the options", function()
     for _, name in ipairs { "linear", "cosine", "wsd" } do
       for _, total in ipairs { 0, 1, 5, 100 } do
-        local s = schedule[name] { lr = 1, warmup = 5, total = total, floor = 0.25 }
+        local s = schedule[name] { lr = 1, warmup = math.min(5, total), total = total,
+          floor = 0.25 }
         for u = 0, 120 do
           assert.is_true(s(u) <= 1 and s(u) >= 0.2, name .. " of " .. total .. " at " .. u)
         end
@@ -104,6 +105,8 @@ describe("a schedule", function()
         "schedule.cosine: expected lr to be a finite number >= 0, got 'a'" },
       { "schedule.linear { total = -1 }",
         "schedule.linear: expected total to be a finite number >= 0, got -1" },
+      { "schedule.cosine { warmup = 20, total = 10 }",
+        "schedule.cosine: expected warmup to be at most total, which is 10, got 20" },
       { "schedule.linear { warmup = 1/0 }",
         "schedule.linear: expected warmup to be a finite number >= 0, got inf" },
       { "schedule.step { every = 0 }",

@@ -13,6 +13,7 @@
 -- A run opens it with { write = true } and appends. Appending a row costs about a microsecond,
 -- because a thread of the core writes the file.
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"
 local formats = require "engine.base.formats"
 local nearest = require "engine.base.nearest"
@@ -391,7 +392,8 @@ end
 
 --- The last n rows (20), oldest first.
 function History:last(n)
-  local rows = select_steps(self, "ORDER BY step DESC, attempt DESC LIMIT ?", n or 20)
+  n = arguments.want_whole(n or 20, "history:last", "the number of rows", 0)
+  local rows = select_steps(self, "ORDER BY step DESC, attempt DESC LIMIT ?", n)
   for i = 1, math.floor(#rows / 2) do
     rows[i], rows[#rows + 1 - i] = rows[#rows + 1 - i], rows[i]
   end

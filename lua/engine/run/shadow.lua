@@ -24,7 +24,10 @@ Shadows.__index = Shadows
 -- `name=value` belongs to the policy before it.
 local function split(text)
   local list = {}
-  for part in text:gmatch("[^,]+") do
+  for part in (text .. ","):gmatch("(.-),") do
+    if part == "" then
+      error(("shadow: expected policies separated by commas, got '%s'"):format(text), 0)
+    end
     if part:find("^[%a_][%w_]*=") and #list > 0 then list[#list] = list[#list] .. "," .. part
     else list[#list + 1] = part end
   end
@@ -46,16 +49,20 @@ end
 --- Loads a trainer's shadows. shadow: "a,b", or a list of policies as engine.policy.load takes
 --- them. Returns nil if there are no shadows.
 function M.new(trainer, shadow)
+  if shadow == nil or shadow == "" then return nil end
   if type(shadow) == "string" then shadow = split(shadow) end
-  if not shadow then return nil end
   arguments.want_list(shadow, "trainer", "shadow", '{ "dynamic", "max_value" }')
   if #shadow == 0 then return nil end
   local sites = trainer.optimizer.fp8
   local self = setmetatable({ trainer = trainer, list = {}, layers = {}, steps = 0, skipped = 0,
     needs = 0, record = ffi.new("eng_record"),
     format = formats.of(trainer.precision.weight_gradients) or formats.of "f16" }, Shadows)
-  local taken = {}
+  local taken, seen = {}, {}
   for _, source in ipairs(shadow) do
+    if seen[source] then
+      error(("shadow: %s is listed twice"):format(M_ffi.value_text(source)), 0)
+    end
+    seen[source] = true
     local loaded, policy = pcall(require("engine.policy.policy").load, source, nil,
       sites and "any" or nil)
     if not loaded then error("shadow: " .. policy, 0) end

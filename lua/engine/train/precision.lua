@@ -227,8 +227,9 @@ function M.resolve(recipe)
   if type(recipe) == "string" then
     find(recipe)
     recipe = { name = recipe, base = recipe }
-  elseif type(recipe) ~= "table" then
-    raise("precision: expected a name or a recipe table, got %s", value_text(recipe))
+  elseif type(recipe) ~= "table" or not next(recipe) then
+    raise("precision: expected a name or a recipe table, got %s", type(recipe) == "table"
+      and "an empty table" or value_text(recipe))
   end
   for _, field in ipairs { "name", "base" } do
     expect(recipe[field] == nil or type(recipe[field]) == "string", recipe[field],

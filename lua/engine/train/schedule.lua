@@ -37,6 +37,8 @@ local function define(name, defaults, after)
         "schedule.%s: expected %s to be a finite number >= %d", name, key, least)
     end
     local o = arguments.merged(defaults, options)
+    expect(not o.total or o.warmup <= o.total, o.warmup,
+      "schedule.%s: expected warmup to be at most total, which is %g", name, o.total)
     local parts = {}
     for key, value in pairs(o) do parts[#parts + 1] = ("%s=%g"):format(key, value) end
     table.sort(parts)
