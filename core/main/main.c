@@ -611,6 +611,14 @@ static int run(lua_State *L, int argc, char **argv)
   return together ? run_status : EXIT_FAILURE;
 }
 
+// Removes the directories of runs that have not begun (lua/engine/run/run.lua).
+static void abandon_runs(lua_State *L)
+{
+  static const char code[] = "local run = package.loaded['engine.run.run'] "
+                             "if run then run.abandon() end";
+  if (luaL_loadbuffer(L, code, sizeof code - 1, "=abandon") == 0) lua_pcall(L, 0, 0, 0);
+}
+
 // Writes the output that is still buffered. If output is lost now or was lost earlier, reports that
 // and turns status 0 into RESULTS_LOST. Runs after os.exit() as well.
 static void check_stdout(int status, void *nothing)
@@ -648,6 +656,7 @@ int main(int argc, char **argv)
   if (rank == 0) check_variables(L);
 
   int code = run(L, argc, argv);
+  abandon_runs(L);
   line_close();
   signals_leave();
   lua_close(L);

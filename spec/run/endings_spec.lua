@@ -303,3 +303,39 @@ describe("the status of a run", function()
     assert.equal(2, result.code, result.err)
   end)
 end)
+
+describe("a run that has not begun", function()
+  local function files_after(code)
+    helper.write(folder .. "/s.lua", [[
+      local engine = require "engine"
+      local net = engine.nn.linear(2, 1)
+      local function made(run, resume)
+        return engine.trainer { model = net, data = { next = function() return {} end }, steps = 1,
+          loss = function() error "no loss" end, optimizer = engine.optim.sgd(net), run = run,
+          resume = resume, log = "quiet" }
+      end ]] .. code)
+    local result = helper.shell(("cd %s && %s s.lua; rm s.lua; find . | sort"):format(quote(folder),
+      quote(helper.engine)))
+    return result.out:gsub("%s+", " "), result.err
+  end
+
+  it("leaves nothing that it created, whatever ends the script", function()
+    assert.equal(". ", (files_after "made 'a' made 'q/r' error 'boom'"))
+    assert.equal(". ", (files_after "made 'a' made 'a'"))
+    local left, err = files_after "made('q/r', 'other')"
+    assert.equal(". ", left)
+    assert.matches("there is no run or checkpoint runs/other", err, 1, true)
+  end)
+
+  it("leaves other files alone, and one that failed in its first step is recorded", function()
+    helper.shell("mkdir -p " .. quote(folder .. "/runs/kept"))
+    assert.equal(". ./runs ./runs/kept ./runs/kept/checkpoints ./runs/kept/history.db " ..
+      "./runs/kept/lock ", (files_after "made 'kept' error 'boom'"))
+    helper.remove(folder .. "/runs/kept")
+    assert.equal(". ./runs ./runs/b ./runs/b/notes ",
+      (files_after "made 'b' io.open('runs/b/notes', 'w'):close()"))
+    helper.remove(folder .. "/runs/b")
+    assert.equal(". ./runs ./runs/c ./runs/c/checkpoints ./runs/c/history.db ./runs/c/lock ",
+      (files_after "made('c'):run()"))
+  end)
+end)

@@ -52,12 +52,18 @@ end
 
 local holders = setmetatable({}, { __mode = "v" })  -- path -> the Run of this process that holds it
 
+local function parent(path) return path:match("^(.*)/[^/]*$") or "" end
+
 --- Makes the run's directory and locks it; returns false and a message when another process has the
 --- lock. If a trainer of this process holds the lock and never ran, that lock is released first.
 function Run:take(path)
   local other = holders[path]
   if other and not other.running then other:close() end
-  local lock = ffi.new("int[1]", -1)
+  local lock, missing = ffi.new("int[1]", -1), path
+  self.made = nil                      -- the outermost folder that this makes, if it makes `path`
+  while missing ~= "" and not files.exists(missing) do
+    self.made, missing = missing, parent(missing)
+  end
   M_ffi.check(C.eng_file_mkdir(path .. "/checkpoints"))
   local status = C.eng_file_lock(lock, path .. "/lock")
   if status == C.ENG_ERR_STATE then return false, M_ffi.message() end
@@ -67,7 +73,20 @@ function Run:take(path)
   return true
 end
 
+-- What is in the directory of a run that has not begun.
+local UNUSED = { "/history.db-wal", "/history.db-shm", "/history.db", "/checkpoints", "/lock", "" }
+
+--- Releases the lock. Removes the directory if this run made it and never began; other files in it
+--- stay.
 function Run:give()
+  if self.lock and self.made and not self.running then
+    for _, name in ipairs(UNUSED) do C.eng_file_remove(self.path .. name) end
+    local path = self.path
+    while #path > #self.made do
+      path = parent(path)
+      C.eng_file_remove(path)
+    end
+  end
   if self.lock then
     C.eng_file_unlock(ffi.gc(self.lock, nil)[0])
     holders[self.path] = nil
@@ -203,7 +222,7 @@ function M.open(trainer, options)
   end
   local good, message = pcall(open, self, resume)
   if not good then
-    self:give()
+    self:close()
     error(message, 0)
   end
   return self
@@ -488,7 +507,7 @@ end
 function Run:close()
   local lost = self.unsaved and "the last checkpoint" or nil
   if self.history then
-    M.latest = self.path                               -- what the REPL offers as `history`
+    if self.running then M.latest = self.path end      -- what the REPL offers as `history`
     local good, message = pcall(self.history.close, self.history)
     self.history = nil
     self:complain(good, message)
@@ -503,6 +522,13 @@ function Run:close()
   self.events = nil
   self:give()
   return lost
+end
+
+--- Closes runs that have not begun. The engine binary calls it when it ends.
+function M.abandon()
+  for _, run in pairs(holders) do
+    if not run.running then run:close() end
+  end
 end
 
 return M
