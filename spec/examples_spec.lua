@@ -167,7 +167,7 @@ local entries = {
   ["hot_swap.lua"] = { arguments = function() return { "steps=80", "log=json" } end,
     losses = json_losses, falls = 1.5,
     talk = function() return { "steps=120" } end,
-    words = { "timid stays, %S+ is not used: %S+:6: 'then' expected",
+    words = { "timid stays, the new policy is not used: %S+:6: 'then' expected",
       "policy timid %x+ %-> aiming %x+ %(its file was saved%)",
       "policy aiming %x+ %-> aiming %x+ %(undone by the script%)", "\naiming +%d+ +0 +2^1" } },
   ["layerwise.lua"] = { arguments = function() return { "steps=220" } end, losses = printed_losses,
@@ -348,5 +348,7 @@ describe("the example", function()
     assert.equal(1, other.code)
     assert.matches("written by another model: blocks.2.norm1.weight, [16] here, is not in "
       .. "the checkpoint; layers was 1, is 2", other.err, 1, true)
+    other = gpt("layers=2", "steps=8", "resume=auto", "policy=static", "run=" .. path)
+    assert.matches("layers was 1, is 2; policy was '', is static", other.err, 1, true)
   end)
 end)

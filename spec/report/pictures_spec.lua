@@ -186,6 +186,7 @@ describe("the pictures of a run", function()
 
   it("tell how a run without steps ended; with few steps, no axis is empty", function()
     assert.matches("no data", inside("train.lua run=none how=broken").err, 1, true)
+    assert.matches("none +0 .* error: no data\n", inside("runs").out)
     local none = report "none"
     assert.matches("The run has no steps.", none, 1, true)
     assert.matches("error: no data", none, 1, true)

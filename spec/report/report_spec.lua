@@ -136,8 +136,8 @@ describe("a run's commands", function()
     helper.write(folder .. "/bad.lua", "return { init = function() return { scale = 1 } end,\n" ..
       "decide = function(_, record) if record.step ~= 3 then error('oops') end return 1 end }")
     local told = inside("train.lua run=bad steps=30 log=line policy=bad.lua").out
-    assert.equal(1, select(2, told:gsub("the policy failed, the last good verdict holds", "")))
-    assert.matches("step 0: the policy failed, the last good verdict holds: bad.lua:2: oops " ..
+    assert.equal(1, select(2, told:gsub("the policy failed; the last good verdict holds", "")))
+    assert.matches("step 0: the policy failed; the last good verdict holds: bad.lua:2: oops " ..
       "(later failures are counted, not shown)\n", told, 1, true)
     assert.matches("\nbad +30 [^\n]* finished, the policy failed in 29 of 30 steps\n",
       inside("runs").out)

@@ -15,8 +15,12 @@ function show.exact(x)
   return ffi.string(buffer)
 end
 
---- A value as text for people: a number with up to ten digits, any other value by tostring().
-function show.value(x) return type(x) == "number" and ("%.10g"):format(x) or tostring(x) end
+--- A value as text for people: a number with up to ten digits, an empty text as '', any other value
+--- by tostring().
+function show.value(x)
+  if x == "" then return "''" end
+  return type(x) == "number" and ("%.10g"):format(x) or tostring(x)
+end
 
 --- A number as JSON that other tools read. JSON has no infinity and no NaN, so these become the
 --- strings "inf", "-inf" and "nan", which Python's float() accepts. nil and false become null.

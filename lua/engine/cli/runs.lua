@@ -42,7 +42,9 @@ local function row_of(run)
   if run.problem then return { run.name, "-", "-", "-", "-", "-", "-", began, "-", run.problem } end
   local precision = run.precision or "-"
   if run.rows == 0 then
-    return { run.name, "0", "-", "-", "-", "-", precision, began, "-", "no steps" }
+    local begun = run.how == "running" or run.how == "broken"
+    return { run.name, "0", "-", "-", "-", "-", precision, began, "-",
+      begun and "no steps" or ended_text(run) }
   end
   return { run.name, show.grouped(run.rows), loss_text(run.loss), show.scale(run.scale),
     ("%s (%s)"):format(show.grouped(run.skipped), show.percent(run.skipped, run.rows)), run.policy

@@ -246,7 +246,6 @@ function M.html(h, path)
   local info = require("engine.run.runs").info(path, h)
   if info.problem then error(info.problem, 0) end
   if not h:range() then
-    info.ended, info.how = require("engine.run.runs").ending(h, path, -1)
     return parts.page(info.name, h.path, { header(info),
       '<p class="lead">The run has no steps.</p>', ending(info),
       tables.events_section(events_of(h)), tables.settings_sections(h, info) }, {})

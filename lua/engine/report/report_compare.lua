@@ -44,12 +44,6 @@ local function evaluations_of(run)
   return good and points or {}
 end
 
--- A text that says how a run without steps ended.
-local function end_of_empty(run)
-  local good, ended = pcall(runs.ending, run.history, run.path, -1)
-  return "no steps, " .. (good and ended or "its events cannot be read")
-end
-
 -- The cells of a run in the table, without its name. differ: the settings that have a column.
 local function cells_of(run, info, differ, evaluated)
   local cells = {}
@@ -71,7 +65,7 @@ local function cells_of(run, info, differ, evaluated)
   put(steps and ("%s (%s)"):format(grouped(info.skipped), show.percent(info.skipped, info.rows)))
   put(grouped(info.overflows or 0))
   put(steps and chart.scale(info.scale))
-  put(escape(steps and info.ended or end_of_empty(run)))
+  put(escape((steps and "" or "no steps, ") .. info.ended))
   return cells
 end
 

@@ -122,13 +122,14 @@ function Contest:look(run)
   local text = files.read(path .. "/exit")
   local info = files.exists(path .. "/history.db") and runs.info(path) or {}
   local steps = (info.rows or 0) > 0
+  local how = steps and info.how
   run.exit, run.why = text and tonumber(text), "not made"
-  if not run.exit and info.how == "finished" then run.exit = 0 end
-  run.done = run.exit == 0 and info.how == "finished"
+  if not run.exit and how == "finished" then run.exit = 0 end
+  run.done = run.exit == 0 and how == "finished"
   run.final = steps and info.ended ~= "stopped: interrupted" and FINAL[run.exit] or false
   if run.exit and not run.done then
     run.why = run.exit == 0 and not steps and "it left no history in " .. path
-      or ("exit status %d: %s"):format(run.exit, (info.how == "stopped" or info.how == "drift")
+      or ("exit status %d: %s"):format(run.exit, (how == "stopped" or how == "drift")
         and info.ended or process.last_words(path .. "/output") or info.problem or "no output")
   end
   run.ended = steps and info.ended or run.why

@@ -177,7 +177,7 @@ local function changed_settings(path, config)
     or {}) do
     local name, was, is = setting[1], before[setting[1]], tostring(setting[2])
     if was ~= nil and tostring(was) ~= is and not NO_PART[name] then
-      changes[#changes + 1] = ("%s was %s, is %s"):format(name, was, is)
+      changes[#changes + 1] = ("%s was %s, is %s"):format(name, show.value(was), show.value(is))
     end
   end
   return #changes > 0 and "; " .. table.concat(changes, "; ", 1, math.min(#changes, 6)) or ""

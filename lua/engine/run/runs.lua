@@ -100,13 +100,13 @@ function M.info(path, history)
     info.parameters, info.steps, info.engine = tonumber(meta.parameters), tonumber(meta.steps),
       meta.engine
     for key, value in pairs(h:totals()) do info[key] = value end
+    info.ended, info.how = M.ending(h, path, info.last or -1)
+    info.failed_shadows = #h:events "shadow_failed"
     local last = h:last(1)[1]      -- nil with rows > 0: the file is damaged
     if info.rows > 0 and last then
       info.updates, info.loss, info.scale = last.updates + (last.action == "step" and 1 or 0),
         last.loss, last.next_scale
       info.policy = M.policy_of(h)
-      info.ended, info.how = M.ending(h, path, info.last)
-      info.failed_shadows = #h:events "shadow_failed"
     end
     if not history then h:close() end
   end)

@@ -93,8 +93,9 @@ end
 local function refuse(self, of, what, by, problem)
   problem = tostring(problem)
   local policy = of and of.seat.policy                     -- nil: the seat is not known
+  local named = problem:find(what, 1, true)                -- the problem names the file itself
   tell(self, "swap_refused", ("%s%s is not used: %s"):format((not policy or policy.idle) and ""
-    or policy.name .. " stays, ", what, problem),
+    or policy.name .. " stays, ", named and "the new policy" or what, problem),
     { by = by, what = what, problem = problem, policy = policy and described(policy) })
   return nil, problem
 end

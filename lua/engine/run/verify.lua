@@ -195,12 +195,13 @@ end
 
 -- The settings in which the live run differs from the recorded one, as lines.
 local function changed_settings(plan, live)
+  local value = require("engine.base.show").value
   local notes, names = {}, require("engine.base.nearest").keys(plan.config)
   local config, meta = live:config(), live:meta()
   for _, name in ipairs(names) do
     local was, is = tostring(plan.config[name]), tostring(config[name])
     if was ~= is and not OWN[name] then
-      notes[#notes + 1] = ("%s was %s, is %s now"):format(name, was, is)
+      notes[#notes + 1] = ("%s was %s, is %s now"):format(name, value(was), value(is))
     end
   end
   for _, name in ipairs { "device", "threads", "precision", "optimizer", "schedule",
