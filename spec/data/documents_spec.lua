@@ -496,12 +496,12 @@ describe("data of documents", function()
       refuses("data.jsonl { path = folder .. '/a.jsonl', " .. text .. " }:next()", "data.jsonl: "
         .. expected)
     end
-    with_options("feild = 'x'", "unknown option 'feild'; did you mean 'field'?; options: bad " ..
-      "batch check context encode end_token field pack path seed shuffle")
+    with_options("feild = 'x'", "unknown option 'feild'; did you mean 'field'?; `engine " ..
+      "help data.jsonl` lists the options")
     for theirs, ours in pairs { tokenizer = "encode", packing = "pack", batch_size = "batch",
       max_length = "context", eos_token_id = "end_token" } do
-      with_options(theirs .. " = 1", ("unknown option '%s'; did you mean '%s'?; options: bad " ..
-        "batch check context encode end_token field pack path seed shuffle"):format(theirs, ours))
+      with_options(theirs .. " = 1", ("unknown option '%s'; did you mean '%s'?; " ..
+        "`engine help data.jsonl` lists the options"):format(theirs, ours))
     end
     with_options("bad = 'ignore'", "expected bad to be stop or skip, got 'ignore'")
     with_options("end_token = -1", "expected end_token to be the id or the text of a token, or " ..

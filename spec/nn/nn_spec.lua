@@ -207,16 +207,15 @@ describe("a module", function()
       { "nn.attention(12, 3, { kv_heads = 2 })",
         "nn.attention: 3 heads are not divisible by 2 kv_heads" },
       { "nn.attention(12, 3, { casual = false })",
-        "nn.attention: unknown option 'casual'; did you mean 'causal'?; options: bias causal "
-          .. "dropout head_width kv_heads out_bias out_std qk_norm rope std window" },
+        "nn.attention: unknown option 'casual'; did you mean 'causal'?; `engine help "
+          .. "nn.attention` lists the options" },
       { "nn.attention(12, 4, { window = 0 })",
         "nn.attention: expected window to be a whole number of 1 or more, got 0" },
       { "nn.attention(8, 2, { window = 2, causal = false })",
         "nn.attention: a window needs causal attention, got causal = false" },
       { "nn.gpt { widht = 4 }",
-        "nn.gpt: unknown option 'widht'; did you mean 'width'?; options: attention_dropout bias "
-          .. "context dropout embedding_dropout eps "
-        .. "gelu heads hidden labels layers pad soft_cap tied vocab width z_loss" },
+        "nn.gpt: unknown option 'widht'; did you mean 'width'?; `engine help nn.gpt` "
+          .. "lists the options" },
       { "nn.gpt { layers = 0 }",
         "nn.gpt: expected layers to be a whole number of 1 or more, got 0" },
       { "nn.gpt { width = 10, heads = 3 }", "nn.gpt: the width 10 is not divisible by 3 heads" },

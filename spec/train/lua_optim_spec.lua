@@ -541,8 +541,8 @@ describe("register refuses", function()
   end
 
   local uses = {
-    { { lrr = 1 }, "unknown option 'lrr'; did you mean 'lr'?; options: how lr warm weight_decay " ..
-      "groups decay precision moments" },
+    { { lrr = 1 }, "unknown option 'lrr'; did you mean 'lr'?; options: decay groups how lr " ..
+      "moments precision warm weight_decay" },
     { { lr = "fast" }, "expected lr to be a number >= 0, got 'fast'" },
     { { lr = 0 / 0 }, "expected lr to be a number >= 0, got " .. nan },
     { { warm = 1 }, "expected warm to be a boolean, got 1" },

@@ -407,11 +407,11 @@ end)
 describe("an optimizer refuses", function()
   local cases = {
     { "optim.adamw(net, { lrr = 1 })",
-      "optim.adamw: unknown option 'lrr'; did you mean 'lr'?; options: beta1 beta2 eps lr " ..
-      "weight_decay groups decay precision moments" },
+      "optim.adamw: unknown option 'lrr'; did you mean 'lr'?; `engine help " ..
+      "optim.adamw` lists the options" },
     { "optim.sgd(net, { beta1 = 0.9 })",
-      "optim.sgd: unknown option 'beta1'; options: dampening lr momentum nesterov weight_decay " ..
-      "groups decay precision moments" },
+      "optim.sgd: unknown option 'beta1'; options: dampening decay groups lr moments " ..
+      "momentum nesterov precision weight_decay" },
     { "optim.adam(net, { lr = -1 })", "optim.adam: expected lr to be a number >= 0, got -1" },
     { "optim.adam(net, { lr = 'fast' })",
       "optim.adam: expected lr to be a number >= 0, got 'fast'" },
@@ -463,9 +463,8 @@ describe("an optimizer refuses", function()
     { "opt:clip_grad_norm(0)", "clip_grad_norm: expected a limit > 0, got 0" },
     { "opt:clip_grad_value('a')", "clip_grad_value: expected a limit > 0, got 'a'" },
     { "opt:step { gradient_fact = 2 }",
-      "step: unknown option 'gradient_fact'; did you mean 'gradient_factor'?; options: " ..
-      "bias_step clip_norm clip_value clips gradient_factor lagged lr_mul lr_muls norm norms " ..
-      "spike_clip update_clip" },
+      "step: unknown option 'gradient_fact'; did you mean 'gradient_factor'?; " ..
+      "`engine help step` lists the options" },
     { "(function() opt.lr = 0/0 opt:step() end)()",
       "optim.sgd: expected lr to be a finite number >= 0, got " .. tostring(0 / 0) },
   }

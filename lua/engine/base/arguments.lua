@@ -200,7 +200,7 @@ function M.read_named(options, name, known)
   for key in pairs(options) do
     if known[key] == nil then
       raise("%s: unknown option %s%s", name, value_text(key),
-        nearest.choices(key, known, "options"))
+        nearest.choices(key, known, "options", "engine help " .. name))
     end
   end
   return options

@@ -124,7 +124,8 @@ local function quoted(value) return "'" .. show.cut(tostring(value), 200) .. "'"
 
 local function unknown(name, fields, rules, where)
   fail("%sno field %s%s", where, quoted(name),
-    nearest.choices(name, shown(fields, rules.docs), "fields"))
+    nearest.choices(name, shown(fields, rules.docs), "fields",
+    ("engine %s help"):format((rawget(_G, "arg") or {})[0] or "SCRIPT")))
 end
 
 local function copy(value)

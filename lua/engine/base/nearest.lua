@@ -2,7 +2,7 @@
 -- the names.
 --   nearest("layer_nrm", { "linear", "layer_norm" })  -> "layer_norm"
 --   nearest.hint("lrr", { "lr", "batch" })       -> "; did you mean 'lr'?", or "" when none is near
---   nearest.choices("lrr", { lr = 1, batch = 2 }, "options")
+--   nearest.choices("lrr", { lr = 1, batch = 2 }, "options", "engine help trainer")
 --                                                -> "; did you mean 'lr'?; options: batch lr"
 local nearest = {}
 
@@ -94,11 +94,16 @@ function nearest.part_hint(pattern, names)
   return nearest.hint(pattern:gsub("[%^$%%]", ""), parts)
 end
 
---- The hint and all the names; `what`: the noun for them, such as "options".
-function nearest.choices(name, names, what)
+--- The hint and all the names; `what`: the noun for them, such as "options". where: a command that
+--- lists them, or nil. With a hint, it stands for the list of more than eight names.
+function nearest.choices(name, names, what, where)
   local texts = {}
   for i, choice in ipairs(list_of(names)) do texts[i] = tostring(choice) end
-  return ("%s; %s: %s"):format(nearest.hint(name, texts), what, table.concat(texts, " "))
+  local hint = nearest.hint(name, texts)
+  if hint ~= "" and where and #texts > 8 then
+    return ("%s; `%s` lists the %s"):format(hint, where, what)
+  end
+  return ("%s; %s: %s"):format(hint, what, table.concat(texts, " "))
 end
 
 --- Makes it an error to read a field of `class` by another framework's name; the error says what to

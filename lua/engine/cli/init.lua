@@ -16,7 +16,8 @@ function cli.run(name, ...)
     end
   end
   io.stderr:write(("engine: no script and no command '%s'%s\n"):format(
-    show.cut(show.shown(name), 100), nearest.choices(name, help.commands, "commands")))
+    show.cut(show.shown(name), 100),
+    nearest.choices(name, help.commands, "commands", "engine help")))
   return 1
 end
 

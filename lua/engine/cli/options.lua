@@ -44,7 +44,7 @@ local function unknown(word, spec)
   for i, name in ipairs(names) do names[i] = dashed(name) end
   table.sort(names)
   fail("no option '%s'%s", word, #names == 0 and "; this command has none" or nearest.choices(word,
-    names, "options"))
+    names, "options", "engine help " .. spec.name))
 end
 
 -- Stores a word that does not begin with a dash: as an option of the policy before it, as a policy

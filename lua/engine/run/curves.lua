@@ -83,7 +83,7 @@ function M.metric(name, h)
     if known[i]:match("%.(.*)") == name then near = known[i] end     -- only its prefix is missing
   end
   raise("no number of the history is called '%s'%s", tostring(name),
-    nearest.choices(near, known, "numbers"))
+    nearest.choices(near, known, "numbers", "engine help plot"))
 end
 
 --- The base of a metric's logarithmic axis; nil: the axis is linear. log: a base, true (the

@@ -48,7 +48,7 @@ setmetatable(History, { __index = function(_, key)
     if not name:find("^__") then names[#names + 1] = name end
   end
   M_ffi.raise("a history has no method '%s'%s", tostring(key),
-    nearest.choices(tostring(key), names, "methods"))
+    nearest.choices(tostring(key), names, "methods", "engine help history"))
 end })
 
 -- ------------------------------------------------------------------ opening

@@ -200,6 +200,9 @@ local function set_formats(self)
   check(C.eng_params_precision(self.params, shadow, gradient))
 end
 
+-- Options of every optimizer, beside its hyperparameters.
+local COMMON = arguments.set_of "groups decay precision moments"
+
 local function new(name, model, options)
   local kind = KINDS[name]
   options = options or {}
@@ -214,10 +217,10 @@ local function new(name, model, options)
       defaults.beta1, defaults.beta2 = value[1], value[2]
     elseif defaults[key] ~= nil then
       defaults[key] = value
-    elseif key ~= "groups" and key ~= "decay" and key ~= "precision" and key ~= "moments" then
-      raise("optim.%s: unknown option '%s'%s; options: %s groups decay precision moments", name,
-        tostring(key),
-        nearest.hint(tostring(key), names_of(defaults)), table.concat(names_of(defaults), " "))
+    elseif not COMMON[key] then
+      raise("optim.%s: unknown option '%s'%s", name, tostring(key), nearest.choices(tostring(key),
+        arguments.merged(defaults, COMMON), "options", rawget(M, name) and
+        "engine help optim." .. name or nil))
     end
   end
   if options.decay ~= nil and options.decay ~= "matrices" and options.decay ~= "all" then
