@@ -384,11 +384,14 @@ describe("data", function()
     file("big.bin", u16 { 5, 9, 10, 3 })
     file("empty", "")
     refuses("data.text { path = folder .. '/short', context = 4 }",
-      "data.text: 4 tokens are too few for a context of 4, which needs 5")
+      "data.text: 4 tokens of FOLDER/short are too few for a context of 4, which needs 5")
+    refuses("data.text { path = folder .. '/short', context = 4, from = 0.5 }",
+      "data.text: 2 tokens of FOLDER/short (its part from 0.5 to 1) are too few for a context " ..
+      "of 4, which needs 5")
     refuses("data.text { path = folder .. '/empty', context = 4 }",
-      "data.text: 0 tokens are too few for a context of 4, which needs 5")
+      "data.text: 0 tokens of FOLDER/empty are too few for a context of 4, which needs 5")
     refuses("data.text { text = '', context = 4 }",
-      "data.text: 0 tokens are too few for a context of 4, which needs 5")
+      "data.text: 0 tokens of the text are too few for a context of 4, which needs 5")
     refuses("data.tokens { path = folder .. '/odd.bin', context = 1 }",
       "data.tokens: FOLDER/odd.bin has an odd number of bytes (3): these are not uint16 tokens; " ..
       "hint: `engine data tokenize` makes tokens of a text")

@@ -149,7 +149,10 @@ local OF_STEP = { keep = false }   -- a batch is freed with its step, even outsi
 local function windows(o, kind, tokens, n, keep)
   local B, T = o.batch, o.context
   if n < T + 1 then
-    raise("data.%s: %d tokens are too few for a context of %d, which needs %d", kind, n, T, T + 1)
+    local part = o.from and (o.from > 0 or o.to < 1)
+      and (" (its part from %g to %g)"):format(o.from, o.to) or ""
+    raise("data.%s: %d tokens of %s%s are too few for a context of %d, which needs %d", kind, n,
+      type(o.path) == "table" and nearest.few(o.path) or o.path or "the text", part, T, T + 1)
   end
   arguments.want_batch(kind, B, T, "tokens")
   local pieces = math.floor((n - 1) / T)
