@@ -246,6 +246,24 @@ describe("the status of a run", function()
     assert.equal(0, status(fails))
   end)
 
+  it("is not 0 when a quiet run fails, and stderr has the reason", function()
+    for code, case in pairs {
+      [1] = { "loss = function() error('no loss') end", "no loss" },
+      [2] = { policy "if true then return { scale = 1, action = 'stop', reason = 'enough' } end",
+        "reason: enough" },
+      [3] = { policy "if true then x.y = 1 end",
+        "the policy failed in each of its first 20 steps" },
+      [4] = { "loss = function(m, b) return m(b.x):sum() * (0 / 0) end",
+        "lost: the loss has been nan" },
+    } do
+      local result = helper.shell(job(folder .. "/quiet" .. code, "30", "0", "log = 'quiet', " ..
+        case[1]))
+      assert.equal(code, result.code)
+      assert.equal("", result.out)
+      assert.matches(case[2], result.err, 1, true)
+    end
+  end)
+
   it("is 4 when the loss is inf or nan at the end", function()
     assert.equal(4, status "loss = function(m, b) return m(b.x):sum() * (0 / 0) end")
   end)
