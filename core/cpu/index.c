@@ -51,7 +51,7 @@ static eng_status indices_open(indices *all, const op_call *call, const tensor *
     error_set(ENG_ERR_VALUE, "%s: expected %s%lld, got %lld at position %lld of %s",
               eng_op_name(call->op),
               size > 0 ? "indices in 0.." : "no indices into a dimension of size ",
-              (long long)(size - (size > 0)), (long long)all->at[i], (long long)i,
+              (long long)(size - (size > 0)), (long long)all->at[i], (long long)i + 1,
               tensor_text(index));
   indices_close(all);
   return status;

@@ -41,7 +41,7 @@ static eng_status check_indices(const op_call *call, int64_t size)
                        "%s: expected %s%lld, got %lld at position %lld of %s",
                        eng_op_name(call->op),
                        size > 0 ? "indices in 0.." : "no indices into a dimension of size ",
-                       (long long)(size - (size > 0)), (long long)index, (long long)k,
+                       (long long)(size - (size > 0)), (long long)index, (long long)k + 1,
                        tensor_text(indices));
   }
   return ENG_OK;

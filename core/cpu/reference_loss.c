@@ -22,8 +22,8 @@ static eng_status count_targets(int64_t *counted, const op_call *call)
         ENG_ERR_VALUE,
         "%s: expected targets in 0..%lld (or %lld, ignored), got %lld at row %lld of %s; "
         "hint: does the vocabulary of the data fit the model?",
-        eng_op_name(call->op), (long long)last, (long long)ignored, (long long)t, (long long)r,
-        tensor_text(targets));
+        eng_op_name(call->op), (long long)last, (long long)ignored, (long long)t,
+        (long long)r + 1, tensor_text(targets));
     ++*counted;
   }
   return ENG_OK;

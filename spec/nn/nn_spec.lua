@@ -244,7 +244,7 @@ describe("a module", function()
       { "gpt(engine.zeros(1, 9, 'i32'))", "In gpt: expected up to 8 tokens of context, got 9" },
       { "bert(engine.zeros(1, 9, 'i32'))", "In bert: expected up to 8 tokens of context, got 9" },
       { "gpt(engine.full({ 1, 2 }, 16, 'i32'))",
-        "In wte: embedding: expected indices in 0..15, got 16 at position 0 of i32 [1 x 2]" },
+        "In wte: embedding: expected indices in 0..15, got 16 at position 1 of i32 [1 x 2]" },
     }
     local small = { vocab = 16, context = 8, width = 8, heads = 2, layers = 1 }
     local place = { nn = nn, engine = engine, x = engine.zeros(1), gpt = nn.gpt(small),

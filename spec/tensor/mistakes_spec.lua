@@ -176,11 +176,11 @@ describe("a mistake with tensors", function()
       "gather: the index i64 [6] must have as many dimensions as f32 [2 x 3] and no larger "
         .. "sizes outside dimension 1" },
     { "x:embedding(engine.tensor({ 1, 5 }, 'i64'))",
-      "embedding: expected indices in 0..1, got 5 at position 1 of i64 [2]" },
+      "embedding: expected indices in 0..1, got 5 at position 2 of i64 [2]" },
     { "x:embedding(engine.tensor({ -1 }, 'i64'))",
-      "embedding: expected indices in 0..1, got -1 at position 0 of i64 [1]" },
+      "embedding: expected indices in 0..1, got -1 at position 1 of i64 [1]" },
     { "engine.zeros(0, 3):embedding(engine.tensor({ 4 }, 'i64'))",
-      "embedding: expected no indices into a dimension of size 0, got 4 at position 0 of i64 [1]" },
+      "embedding: expected no indices into a dimension of size 0, got 4 at position 1 of i64 [1]" },
 
     { "x:matmul(x)", "matmul: expected [.. x M x K] times [.. x K x N], got f32 [2 x 3] and f32 "
       .. "[2 x 3]" },
@@ -208,7 +208,7 @@ describe("a mistake with tensors", function()
       "cross_entropy: expected logits [.. x V] and targets of shape [2], got f32 [2 x 3] and i64 "
         .. "[3]" },
     { "engine.cross_entropy(x, engine.tensor({ 0, 3 }, 'i64'))",
-      "cross_entropy: expected targets in 0..2 (or -100, ignored), got 3 at row 1 of i64 [2]; "
+      "cross_entropy: expected targets in 0..2 (or -100, ignored), got 3 at row 2 of i64 [2]; "
         .. "hint: does the vocabulary of the data fit the model?" },
     { "engine.cross_entropy(x, i, { reduction = 'average' })",
       "cross_entropy: expected reduction mean, sum or none, got 'average'" },
