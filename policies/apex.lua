@@ -1,7 +1,7 @@
--- Dynamic loss scaling of NVIDIA Apex's amp.LossScaler, number for number: doubles after
--- scale_window good steps up to a largest scale, and halves at every overflow. Apex fixes the
--- factor at 2, whatever its scale_factor argument is. The scale is a double. Difference: without
--- min_loss_scale, Apex's scale can fall to 0; here the run stops first.
+-- Dynamic loss scaling of NVIDIA Apex's amp.LossScaler, number for number. After scale_window good
+-- steps in a row, the scale is multiplied by 2, up to a largest scale. Every overflow halves the
+-- scale. Apex fixes the factor at 2, whatever its scale_factor argument is. The scale is a float64.
+-- Difference: without min_loss_scale, Apex's scale can fall to 0; here the run stops first.
 return {
   name = "apex",
   doc  = "Apex's amp.LossScaler: doubles after a window of good steps, up to a largest scale.",

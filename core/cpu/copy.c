@@ -144,8 +144,8 @@ static void copy_block(const relayout *r, int k, int64_t to, int64_t from, int m
   }
 }
 
-// Adds the offsets of position `at` to *from and *to. Positions are counted over the dimensions
-// from 1 on without dimension `skip`, the lowest one varying fastest.
+// Adds the offsets of position `at` to *from and *to. Positions are counted over all dimensions
+// except 0 and `skip`. The lowest of these dimensions varies fastest.
 static void place(const relayout *r, int skip, int64_t at, int64_t *from, int64_t *to)
 {
   for (int d = 1; d < r->ndim; d++) {

@@ -55,8 +55,8 @@ typedef struct gemm_call {
   void        *side;
 } gemm_call;
 
-/// Our own path, one function per instruction set. Called from the main thread (it takes scratch
-/// memory and starts threads). Errors: MEMORY.
+/// The packed path, one function per instruction set. Must be called from the main thread, because
+/// the functions take scratch memory and start threads. Errors: MEMORY.
 eng_status gemm_packed_plain(const gemm_call *call);
 eng_status gemm_packed_avx2(const gemm_call *call);
 eng_status gemm_packed_avx512(const gemm_call *call);

@@ -306,8 +306,9 @@ static eng_status gather(const op_call *call)
   return ENG_OK;
 }
 
-/// Adds column (o, i) of dy into the same column of dx. `sums` [size] holds f32 sums for a narrower
-/// dx and is zero before and after; only selected positions are touched.
+/// Adds the elements of column (o, i) of dy to the elements that the index selects in the same
+/// column of dx. If dx is not f32, the sums are computed in `sums` [size]. `sums` must hold zeros,
+/// and holds zeros again afterwards.
 static void scatter_column(const tensor *dx, const tensor *dy, const picks *p, int64_t o, int64_t i,
                            float *sums)
 {

@@ -281,8 +281,9 @@ static eng_status check_hadamard(const fp8_site *s, const eng_fp8_recipe *recipe
       p->signs > ENG_FP8_SIGNS_BACKWARD || p->high || !a->mx || fp8_is_square(a) ||
       fp8_is_square(b))
     return error_set(ENG_ERR_VALUE,
-                     "%s: %s: a Hadamard transform has 16, 32, 64 or 128 elements, and is for "
-                     "microscaled products whose factors have blocks that are not square, got %d",
+                     "%s: %s: hadamard = %d is not possible here: a Hadamard transform needs 16, "
+                     "32, 64 or 128 elements, and a microscaled product whose factors have no "
+                     "square blocks",
                      s->name, fp8_product_name[product], n);
   return ENG_OK;
 }

@@ -26,7 +26,7 @@ enum {
   THREADS = 256,
   WARPS = THREADS / 32,
   SIDE = 64,               // side of a tile, roughly: see tile_side
-  EACH = 4,                // neighbours of a row that a thread reads or writes at once
+  EACH = 4,                // adjacent elements of a row that a thread reads or writes at once
 };
 
 /// The bits of a matrix's largest magnitude other than NaN, and the number of NaN in it.
@@ -356,7 +356,7 @@ template <int FORMAT> eng_status launch(const job *p, unsigned tiles, int bytes)
                       launch<FORMAT, false>(p, tiles, bytes);
 }
 
-/// Quantizes the sides of a job, whose blocks fit one tile.
+/// Computes the results of a job, one for each side. A tile must hold whole blocks of every side.
 eng_status run(job *p, int64_t format)
 {
   int64_t blocks = 0;

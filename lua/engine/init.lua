@@ -95,7 +95,7 @@ function engine.step_count() return tonumber(C.eng_step_count()) end
 --- Seeds the generator; the same seed gives the same numbers on every device.
 function engine.seed(seed)
   expect(type(seed) == "number" and seed % 1 == 0 and seed >= 0 and seed <= 2 ^ 53, seed,
-    "seed: expected a whole number of 0 to 2^53")
+    "seed: expected a whole number from 0 to 2^53")
   C.eng_seed(seed)
 end
 
@@ -103,7 +103,7 @@ end
 function engine.threads(n)
   local most = tonumber(C.ENG_THREADS_MAX)
   expect(n == nil or type(n) == "number" and n % 1 == 0 and n >= 0 and n <= most, n,
-    "threads: expected a whole number of 0 to %d (0: no change)", most)
+    "threads: expected a whole number from 0 to %d (0: no change)", most)
   return C.eng_threads(n or 0)
 end
 

@@ -256,7 +256,7 @@ describe("history", function()
     h:event(5, "swap", "to max_value")
     local text = h:why(5)
     for _, piece in ipairs { "step 5 (update 5, 0.5 s into the run): skipped",
-      "Of 1000 gradients 3 were inf and 1 nan, first in h.0.w [8] (f16).",
+      "Of 1000 gradients, 3 were inf and 1 nan, first in h.0.w [8] (f16).",
       "from 65536 to 32768 (x 0.5): overflow: halved", "overflow number 2 in a row",
       "The loss was 2, 2 at the step before.", "Event swap: to max_value" } do
       assert.truthy(text:find(piece, 1, true), piece .. " is not in: " .. text)

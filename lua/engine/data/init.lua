@@ -531,10 +531,10 @@ end
 
 --- Conversations from JSON lines: { "messages": [{ "role":, "content": }, ..] }. Only the
 --- assistant's messages count in the loss: the other targets are -100. messages: the field's name.
---- template: a function(role) -> the texts before and after a message of that role (ChatML); or a
---- tokenizer, for the chat template in its folder. The template's text after an assistant's message
---- counts too. Conversations without an assistant's message are left out. The other options are
---- those of engine.data.jsonl.
+--- template: a function(role) that returns the texts before and after a message of that role (by
+--- default those of ChatML), or a tokenizer whose folder has a chat template. The template's text
+--- after an assistant's message counts too. Conversations without an assistant's message are left
+--- out. The other options are those of engine.data.jsonl.
 function M.chat(given)
   local o = options_of("chat", given, document_options { messages = "messages",
     template = documents.chatml })

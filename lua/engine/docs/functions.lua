@@ -100,8 +100,8 @@ end
 local Reader = {}
 Reader.__index = Reader
 
--- Adds an entry for the function f or, if it has one, a name to this entry. skip: how many of the
--- first parameters the signature leaves out.
+-- Adds an entry for the function f. If f already has an entry, adds the name and its signature to
+-- that entry. skip: how many of the first parameters the signature leaves out.
 function Reader:enter(name, f, area, skip)
   local at, entry = definition(f), self.known[f]
   if not at then return end

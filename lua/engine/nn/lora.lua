@@ -208,8 +208,8 @@ local function find_head(model, file, fail)
 end
 
 -- The model's layers for which the file has an adapter: a list of { path, layer, count, part .. }.
--- count: the number of parts of the layer, also of those that the file lacks. A part that the file
--- has: { first, last, alpha, entries = { ending = name in the file } }. head: the result of
+-- count: the number of all parts of the layer, including those that the file lacks. A part that the
+-- file has: { first, last, alpha, entries = { ending = name in the file } }. head: the result of
 -- find_head.
 local function find(model, file, config, name_of, head, fail)
   local by_name, names, list, used = {}, {}, {}, {}

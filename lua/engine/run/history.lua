@@ -635,11 +635,11 @@ function History:fp8(site, step)
   return setmetatable(rows, fp8_meta)
 end
 
---- Statistics per tensor of a step: a list of { name, count, inf, nan, zeros, underflow, amax,
---- norm, hist, relative_scale, norm_ref } of the gradients as the backward pass left them, that is,
---- times the loss scale and times the relative scale of the tensor's layer (1 if layers have no
---- separate scales). norm_ref is nil without a reference backward. nil and a message when the
---- step has no statistics.
+--- The statistics of a step's gradients: a list with { name, count, inf, nan, zeros, underflow,
+--- amax, norm, hist, relative_scale, norm_ref } for each tensor. They describe the gradients as the
+--- backward pass left them: multiplied by the loss scale and by the relative scale of the tensor's
+--- layer (1 if layers have no separate scales). norm_ref is nil without a reference backward.
+--- Returns nil and a message if the step has no statistics.
 function History:tensors(step)
   local row = one(self, "SELECT stats FROM tensor_stats WHERE step = ?", step)
   if not row then

@@ -58,7 +58,7 @@ local MOST_TENSORS = 10   -- tensors listed by name
 local function say_gradients(h, row, say)
   local list, tensors = h:parameters(), h:tensors(row.step)
   if row.overflow then
-    say("Of %d gradients %d were inf and %d nan%s.", row.count, row.inf, row.nan,
+    say("Of %d gradients, %d were inf and %d nan%s.", row.count, row.inf, row.nan,
       row.first_bad >= 0 and ", first in " .. parameter_name(list, row.first_bad) or "")
   else
     say("All %d gradients were finite; %s were zero, %s subnormal.", row.count,

@@ -24,9 +24,9 @@ local INTEGERS = { { "u8", 0, 255 }, { "i16", -2 ^ 15, 2 ^ 15 - 1 },
 local RANGE = { [M_ffi.dtype.i8] = { -128, 127 }, [M_ffi.dtype.bool] = { 0, 1 } }
 for _, row in ipairs(INTEGERS) do RANGE[M_ffi.dtype[row[1]]] = { row[2], row[3] } end
 
--- The dtype for a number that is combined with a tensor of `dtype`: the tensor's dtype if it is a
--- float dtype, or an integer dtype that can hold the number. Otherwise the smallest integer dtype
--- that can hold the number, or f32 if none can.
+-- The dtype for a number that is combined with a tensor of `dtype`. It is `dtype` itself if that is
+-- a float dtype, or if that is an integer dtype that can hold the number. Otherwise it is the
+-- smallest integer dtype that can hold the number, or f32 if none can.
 local function dtype_beside(dtype, value)
   if FLOAT[dtype] or not RANGE[dtype] then return dtype end   -- FP8: the operation raises an error
   if value % 1 ~= 0 then return M_ffi.dtype.f32 end           -- also inf and nan

@@ -161,8 +161,8 @@ end
 local Seat = { kind = "fp8" }
 Seat.__index = Seat
 
--- The policy in the seat of a recipe without an FP8 policy. Its field `idle` is set after loading,
--- and steps do not run it.
+-- A placeholder for the seat of a recipe that has no FP8 policy. Sites:prepare sets its field
+-- `idle`. Steps do not run an idle policy.
 local NONE = { file = "none", source = [[return { name = "none", kind = "fp8",
   init = function() return { scale = 1 } end, decide = function() return 1 end }]] }
 

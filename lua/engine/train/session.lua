@@ -138,7 +138,8 @@ end
 local Holder = module.class("tensors")
 local Models = module.class("models")
 
--- The module that an optimizer trains, or a new module with its tensors.
+-- The module that an optimizer trains. If the optimizer was made without a module, a new module
+-- that holds the optimizer's tensors.
 local function model_of(opt)
   if opt.model then return opt.model end
   local holder = Holder()
