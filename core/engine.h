@@ -518,9 +518,9 @@ int eng_params_stats_pending(const eng_params *set);
 /// Errors: STATE (none is pending).
 void eng_params_stats_forget(eng_params *set);
 eng_status eng_params_stats_withdraw(eng_params *set);
-/// Multiplies every gradient by `factor`. f32 gradients are scaled in place. Others are replaced,
-/// until they are cleared, by results in an f32 buffer, so that unscaling loses no bits.
-/// `found_inf` is 1 if any element is inf or nan.
+/// Multiplies every gradient by `factor`. f32 gradients are scaled in place. For other formats the
+/// results go to an f32 buffer, so that unscaling loses no bits. These results are the gradients
+/// until the gradients are cleared. `found_inf` is 1 if any element is inf or nan.
 eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor);
 /// Writes the true gradient of parameter `index`, times `factor`, to `into`, an f32 tensor of the
 /// parameter's shape. The stored gradient is unchanged. `has` is 0, and nothing is written, if the

@@ -55,8 +55,8 @@ return {
     if huge and not again then
       state.first, state.updates = loss, record.updates
       return { scale = state.scale, action = "retry", log = { limit = limit, loss = loss },
-        reason = ("loss %.6g, %g times the largest of the first %d: run the step again"):format(
-          loss, math.abs(loss) / state.largest, options.samples) }
+        reason = ("loss %.6g, %g times the largest of the first %d: the policy asks for a retry")
+          :format(loss, math.abs(loss) / state.largest, options.samples) }
     end
 
     local verdict = rescale(state, record, options)

@@ -38,7 +38,7 @@ ENG_INLINE float f32_odd_from_f64(double x)
   float nearest = (float)x;
   if (!f64_is_finite(x) || (double)nearest == x) return nearest;
   uint32_t bits = f32_bits(nearest);
-  // `nearest` was rounded away from zero: takes the next number toward zero
+  // takes the next number toward zero if `nearest` was rounded away from zero
   bits -= (nearest < 0 ? -(double)nearest : (double)nearest) > (x < 0 ? -x : x);
   return f32_from(bits | 1u);
 }

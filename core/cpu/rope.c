@@ -10,9 +10,9 @@
 
 enum { RESTART = 64, PAIRS = TILE / 2 };
 
-/// One call. `cosine` and `sine` [T x D/2] are those of all angles; `sine` is negated for the
-/// gradient. `frequency` is the angle per position of each pair of features; step_cosine and
-/// step_sine are its cosine and sine.
+/// What the tasks of a call share. `cosine` and `sine` [T x D/2] hold the cosine and sine of every
+/// angle. For the gradient, `sine` is negated. `frequency` holds the angle per position of each
+/// pair of features. step_cosine and step_sine hold the cosine and sine of `frequency`.
 typedef struct rotation {
   const tensor *x, *y;
   float   *cosine, *sine;

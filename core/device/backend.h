@@ -130,8 +130,8 @@ typedef struct backend {
   /// complete on return. After a copy from the host, `from` may be reused on return.
   eng_status (*move)(void *to, const void *from, int64_t bytes, copy_direction direction);
   eng_status (*clear)(void *memory, int64_t bytes);
-  /// Waits for all work and returns errors that kernels detected after their start had returned (an
-  /// index out of range, a fault).
+  /// Waits for all work. Returns errors (an index out of range, a fault) that kernels detected
+  /// after the call that started them had returned.
   eng_status (*synchronize)(void);
   /// Captured steps: between begin and end the device records work without running it. NULL: not
   /// supported.

@@ -61,9 +61,10 @@ struct eng_parallel {
   uint32_t   *flags, *own_flags;      // [set->n] on the card, and on the host: wire.h's bits
   uint8_t    *pass_flags;     // [ranks][set->n] flags of each rank in this pass
   int64_t     flags_bytes;
-  tensor    **place;  // ZeRO-2: [set->n] each gradient as backward writes it; data NULL: not
-                              // begun, or packed already
-  bool       *had;  // ZeRO-2: [set->n] earlier passes of this step left a sum in the piece
+  tensor    **place;          // ZeRO-2: [set->n] gradients that are not yet packed. data is NULL
+                              // before backward begins the gradient, and after it is packed
+  bool       *had;            // ZeRO-2: [set->n] this rank's piece of the gradient holds a sum of
+                              // earlier passes of this step
   int32_t    *bucket_of;      // [set->n]
   bool       *complete;       // [set->n] backward has completed the gradient
   uint8_t    *rank_flags;     // [ranks][set->n] flags of each rank in the last reduction

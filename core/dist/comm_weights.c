@@ -116,7 +116,7 @@ static eng_status check_units(const eng_parallel *p, const int32_t *units)
   if (!units) return error_set(ENG_ERR_VALUE, "zero=3 needs the unit of each parameter");
   for (int i = 0; i < p->set->n; i++)
     if (units[i] < 0 || units[i] >= p->set->n)
-      return error_set(ENG_ERR_VALUE, "expected a unit of 0 to %d for parameter %s, got %d",
+      return error_set(ENG_ERR_VALUE, "expected a unit from 0 to %d for parameter %s, got %d",
                        p->set->n - 1, p->set->member[i].name, units[i]);
   return ENG_OK;
 }

@@ -209,8 +209,8 @@ static int64_t weight_bytes(const params_derived *copy)
   return bytes;
 }
 
-/// ZeRO-3: quantizes a parameter on the rank that has all of it; the others receive the copy when
-/// they use it.
+/// ZeRO-3: the rank that has all of a parameter quantizes it. The other ranks receive the quantized
+/// copy when they use the parameter.
 static eng_status quantize_own(copies *out, int64_t number, fp8_site *s, parameter *p,
                                const tensor *source, bool transposed, bool coded)
 {

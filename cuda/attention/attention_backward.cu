@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(THREADS)
     largest = __reduce_max_sync(0xFFFFFFFFu, largest);
     if (lane == 0) atomicMax(&r.largest[b * p.groups + h / p.shared], largest);
   }
-  // y was rounded and may have overflowed, so delta of these rows is recomputed from p and dp.
+  // The sums of the rows in `bad` are not finite: y may have overflowed when it was rounded. The
+  // delta of these rows is recomputed from p and dp.
   for (; bad; bad &= bad - 1) {
     const int block = opaque((int)blockIdx.x), pair = block / lines, b = pair / p.heads,
               h = pair % p.heads;

@@ -45,8 +45,8 @@ typedef struct span_result {
 
 // ------------------------------------------------------------------ two accesses
 
-/// A thread's sums over a chunk. The counts are integers for f32. For the 16-bit formats they are
-/// pairs of halves, which are exact up to 2048.
+/// A thread's sums over a chunk. For f32, `zeros` and `tiny` are integers. For the 16-bit formats
+/// they are pairs of halves, which are exact up to 2048.
 template <typename T> struct running {
   double   squares;
   float    amax;            // of elements that went through careful()

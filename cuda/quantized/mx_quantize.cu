@@ -35,7 +35,8 @@ struct survey {
   unsigned long long nan;
 };
 
-/// One of the two results. Blocks are in the coordinates of x: high x wide.
+/// A result: the quantized x or, if `turned`, its transposed copy. `high` and `wide` are the rows
+/// and columns of x that a scale block covers.
 struct side {
   uint8_t *q, *scale;
   int      high, wide;

@@ -348,7 +348,8 @@ describe("policy rerun", function()
       "step" }, field(r, "action"))
     assert.is_nil(r[6].log.limit)
     assert.are.equal(40, r[7].log.limit)
-    assert.are.equal("loss 40, 10 times the largest of the first 3: run the step again", r[8].why)
+    assert.are.equal("loss 40, 10 times the largest of the first 3: the policy asks for a retry",
+      r[8].why)
     assert.matches("the second loss is the same to the bit", r[9].why, 1, true)
   end)
 

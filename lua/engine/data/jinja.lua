@@ -404,7 +404,7 @@ end
 function Parser:method(x, name)
   return applied(function(object, ...)
     local f = type(object) == "string" and METHODS[name] or is_dict(object) and DICT_METHODS[name]
-    if not f then fail("%s has no method '%s' here", kind(object), name) end
+    if not f then fail("%s has no supported method '%s'", kind(object), name) end
     return f(object, ...)
   end, self:arguments(")", x))
 end

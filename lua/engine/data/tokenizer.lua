@@ -109,7 +109,7 @@ local function build_model(model, fail)
   if kind == "Unigram" then
     for i, entry in ipairs(vocab) do
       if type(entry) ~= "table" or type(entry[1]) ~= "string" or type(entry[2]) ~= "number" then
-        fail("vocab: expected token %d as a text and a score", i - 1)
+        fail("vocab: expected token %d to be a text and a score", i - 1)
       end
       core(C.eng_tokenizer_token(handle, i - 1, entry[1], #entry[1], entry[2]))
     end

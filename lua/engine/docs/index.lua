@@ -95,9 +95,9 @@ local function search(list, name)
   return parts, {}
 end
 
---- The entries called `name`: those with this full name; if there are none, those whose name ends
---- in `name` (`gelu` for tensor:gelu); if there are none, those of self.words. The second result
---- lists the other entries whose name ends in `name`.
+--- Returns the entries with the full name `name`; if there are none, the entries whose name ends in
+--- `name` (`gelu` for tensor:gelu). Searches self.words only if self.entries has neither. The
+--- second result lists the other entries whose name ends in `name`.
 function Index:find(name)
   local found, others = search(self.entries, name)
   if #found == 0 then found, others = search(self.words, name) end

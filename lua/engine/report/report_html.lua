@@ -57,8 +57,8 @@ function M.legend(list)
   return '<div class="legend">' .. table.concat(out) .. "</div>"
 end
 
---- The panel of chart.body(o) with its legend; "" if there is nothing to draw. o.data: its name for
---- the script (by default, the column of its first series).
+--- The panel of chart.body(o) with its legend; "" if there is nothing to draw. o.data: the panel's
+--- name in the script of the page (by default, the column of the first series).
 function M.panel(o)
   local body = chart.body(o)
   if not body then return "" end

@@ -169,7 +169,8 @@ function progress:note(text, matters)
     and fitted(self, self.last, self.clock()) or "")
 end
 
---- Prints a warning about lost results on stderr, in every mode but silent.
+--- Prints a warning on stderr, for example that a file cannot be written. Only the mode silent
+--- prints none.
 function progress:warn(text)
   if self.silent then return end
   if self.on_line then put(self, "\r\27[K") end

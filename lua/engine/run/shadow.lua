@@ -226,8 +226,8 @@ function Shadows:text()
   for i = 1, math.min(3, #self.layers) do
     local moved = fp8_verdict.moved(sites.paths, sites:places().rungs, self.layers[i].rungs)
     local n = #require("engine.base.nearest").keys(moved or {})
-    places[i] = ("shadow %s: %d layer%s on another rung"):format(self.layers[i].name, n,
-      n == 1 and "" or "s")
+    places[i] = ("shadow %s: %d layer%s on another rung than in the run"):format(
+      self.layers[i].name, n, n == 1 and "" or "s")
   end
   for i = 1, math.min(3, #self.list) do
     local s = self.list[i]

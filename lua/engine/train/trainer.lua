@@ -456,7 +456,7 @@ function Trainer:note(text)
   if self.progress then self.progress:note(text) else table.insert(self.run_files.notes, text) end
 end
 
---- Prints a warning about something lost.
+--- Prints a warning on stderr, for example that a file cannot be written.
 function Trainer:warn(text)
   require("engine.run.progress").warn(self.progress or { silent = self.reducer.rank > 0 }, text)
 end
