@@ -125,9 +125,10 @@ eng_status eng_parallel_finish(eng_parallel *parallel);
 /// Cancels an unfinished reduction, after the step failed on this rank.
 void eng_parallel_cancel(eng_parallel *parallel);
 /// eng_params_stats over all ranks: each rank reads its own pieces, and one small allreduce gives
-/// every rank the same record. The allreduce also replaces sums [n_sums] by their sums, and maxima
-/// [n_maxima] by their maxima, over the ranks. `stats` has an entry for each parameter; its
-/// histogram covers only this rank's pieces (eng_parallel_histograms).
+/// every rank the same record. The same allreduce adds up each element of sums [n_sums] over the
+/// ranks, and finds the maximum of each element of maxima [n_maxima]. The results replace the
+/// elements. `stats` has an entry for each parameter. The histogram of an entry covers only this
+/// rank's pieces (eng_parallel_histograms).
 eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_parallel *parallel,
                               double scale, unsigned needs, double *sums, int n_sums,
                               double *maxima, int n_maxima);

@@ -346,7 +346,7 @@ describe("the example", function()
     assert.equal(2, select(2, again.out:gsub("\n", "")))
     local other = gpt("layers=2", "steps=8", "resume=auto", "run=" .. path)
     assert.equal(1, other.code)
-    assert.matches("written by another model: blocks.2.norm1.weight, [16] here, is not in "
+    assert.matches("written by another model: blocks.2.norm1.weight [16] is not in "
       .. "the checkpoint; layers was 1, is 2", other.err, 1, true)
     other = gpt("layers=2", "steps=8", "resume=auto", "policy=static", "run=" .. path)
     assert.matches("layers was 1, is 2; policy was '', is static", other.err, 1, true)

@@ -1,5 +1,5 @@
 // Gradient statistics: one read-only pass over every gradient, at memory bandwidth. Fills
-// backend.gradstats; owns nothing. The slow twin is in reference_optimizer.c.
+// backend.gradstats; owns nothing. The reference is in reference_optimizer.c.
 //
 // A block (blocks.h) is read in chunks that fit the first-level cache. A common chunk has no inf or
 // nan, and its squares fit f32; one pass finishes it. The integer maximum of the magnitudes' bits

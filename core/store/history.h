@@ -93,8 +93,8 @@ struct eng_history {
   struct eng_history *next;         // histories open for writing, closed at exit
 };
 
-/// Waits until all appended rows are committed or a round has failed. Returns whether they are
-/// committed, without setting an error.
+/// Waits until all appended rows are committed or the thread fails to commit them. Returns whether
+/// they are committed. Sets no error.
 bool       history_wait(eng_history *history);
 
 /// Opens the file for writing, creates or checks the schema, prepares the statements.

@@ -35,16 +35,17 @@ struct survey {
   unsigned long long nan;
 };
 
-/// A result: the quantized x or, if `turned`, its transposed copy. `high` and `wide` are the rows
-/// and columns of x that a scale block covers.
+/// One of the two results: x quantized, or x transposed and quantized. In x, a block has `high`
+/// rows and `wide` columns.
 struct side {
   uint8_t *q, *scale;
   int      high, wide;
   divider  by_high, by_wide;
-  int64_t  scale_row, scale_column;    // scales from a block to the one below and to the right
+  int64_t  scale_row, scale_column;    // strides of `scale` from a block of x to the next one
+                                       // below, and to the next one on the right
   int64_t  length;                     // of a row of the result
   int64_t  random;                     // Philox block of the first element
-  bool     turned;
+  bool     turned;                     // the result of x transposed
   bool     same;                       // has the codes of the previous side
   bool     aligned;                    // four elements are one access
 };

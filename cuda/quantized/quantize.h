@@ -101,8 +101,8 @@ __device__ static inline float scaled(float x, float factor, int divides)
 template <typename T> __device__ static inline float number(T x) { return widen(x); }
 template <> __device__ inline float number<double>(double x)     { return (float)x; }
 
-/// Like e5m6_from_f32 with saturation, but without arithmetic in double: fp8_code_f32 works for any
-/// number of fraction bits.
+/// Like e5m6_from_f32 with saturation, but without arithmetic in double. fp8_code_f32 rounds to 6
+/// fraction bits as well as to 2 or 3.
 __device__ static inline uint16_t e5m6_of(float x)
 {
   uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7FFFFFFFu;

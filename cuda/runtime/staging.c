@@ -11,8 +11,8 @@ enum { SEGMENTS = 4 };
 static const int64_t LEAST = 1 << 20;   // bytes of the smallest segment
 
 static struct {
-  char       *memory;            // SEGMENTS pieces of `bytes`
-  int64_t     bytes, used;       // used: bytes taken from the current segment
+  char       *memory;            // SEGMENTS segments of `bytes` bytes each
+  int64_t     bytes, used;       // size of a segment, and bytes taken from the current one
   int64_t     most;              // most bytes of a segment; lowered if pinned memory runs out
   int         filling;           // index of the current segment
   cudaEvent_t read[SEGMENTS];    // the card has read the segment

@@ -256,7 +256,7 @@ describe("engine contest", function()
   it("refuses wrong words before anything runs", function()
     local missing = "examples/nope.lua"
     for words, message in pairs {
-      ["job.lua"] = "expected --policy NAME, at least one",
+      ["job.lua"] = "expected at least one --policy NAME",
       ["--policy dynamic"] = "expected a script; see engine help contest",
       [missing .. " --policy dynamic"] = "there is no script " .. missing,
       ["job.lua --policy dynamc"] = "policy: there is no policy 'dynamc'; did you mean 'dynamic'?",

@@ -131,7 +131,7 @@ local function read(given)
   end
   local script = given.words[1]
   if not files.is_file(script) then fail("there is no script %s", script) end
-  if #given.policy == 0 then fail("expected --policy NAME, at least one") end
+  if #given.policy == 0 then fail("expected at least one --policy NAME") end
   local own, settings, seen = {}, {}, {}
   for _, word in ipairs(given.settings or {}) do
     local name = word:match("^[^=]+")

@@ -148,7 +148,7 @@ local function verify_one(path, p, given, folder)
   local plan = verify.plan(path, p.source, p.options, wish, folder .. "/run")
   local function say(line) if not given.json then print(show.shown(line, true)) end end
   local before = given.from or plan.open
-  say(("%s: live from %s, %d steps"):format(plan.result.name, plan.checkpoint or "the start" ..
+  say(("%s: live run from %s, %d steps"):format(plan.result.name, plan.checkpoint or "the start" ..
     (before and before > 0 and (" (no checkpoint up to step %d)"):format(before) or ""),
     #plan.rows))
   io.stdout:flush()

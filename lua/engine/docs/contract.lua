@@ -106,9 +106,9 @@ local function words(add_word)
   end
 end
 
---- Adds the entries. trainer: the entry of engine.trainer. add_word adds an entry that only `engine
---- help` shows, and only if no other entry has the name. Such an entry is not on the pages of the
---- reference, because its text is already there in another entry.
+--- Adds the entries. trainer: the entry of engine.trainer. add_word adds an entry that `engine
+--- help` shows if no entry of `add` has the name. The pages of the reference leave it out, because
+--- another entry already contains its text.
 function M.read(trainer, add, add_word)
   tables(add)
   if trainer then options(trainer, add) end

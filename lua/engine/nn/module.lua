@@ -107,9 +107,9 @@ end
 
 local caller = ""       -- the script's line that called the outermost module, in a coroutine
 
--- "file:line: In blocks.3.mlp: message". If Lua code inside engine/nn raised the error, the
--- position is that of the script, and the message says that a tensor was expected where there was a
--- nil or a number.
+-- Returns "file:line: In blocks.3.mlp: message". If Lua code inside engine/nn raised the error,
+-- file:line is the position in the script. If that code indexed a value that is no tensor, such as
+-- nil, the message says that a tensor was expected.
 local function explain(message)
   if type(message) ~= "string" then return message end
   local path, root = path_on_stack()

@@ -154,14 +154,14 @@ local function difference(trainer, c)
   for _, p in ipairs(trainer.model:parameters()) do
     local now, entry = shape_text(p.tensor.shape), saved[p.name]
     known[p.name] = true
-    if not entry then return ("%s, %s here, is not in the checkpoint"):format(p.name, now) end
+    if not entry then return ("%s %s is not in the checkpoint"):format(p.name, now) end
     if shape_text(entry.shape) ~= now then
       return ("%s is %s in the checkpoint and %s here"):format(p.name, shape_text(entry.shape), now)
     end
   end
   for _, name in ipairs(require("engine.base.nearest").keys(saved)) do
     if not known[name] then
-      return ("%s, %s in the checkpoint, is not here"):format(name, shape_text(saved[name].shape))
+      return ("%s %s is not in this model"):format(name, shape_text(saved[name].shape))
     end
   end
 end

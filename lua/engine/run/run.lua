@@ -156,7 +156,8 @@ function Run:open_history(cut)
   self:describe()
 end
 
--- Waits until all ranks have the tensors of a checkpoint (as in restore.spread), if there is one.
+-- Loads the tensors of the checkpoint `c` (as in restore.spread) on every rank. Without `c`, sends
+-- rank 0's weights to the other ranks. Every rank calls it.
 local function start_ranks(self, c)
   local trainer = self.trainer
   trainer.reducer:start(c and function() restore.spread(trainer, c) end or nil)
@@ -217,8 +218,8 @@ function M.open(trainer, options)
   end
   if options.run and options.run ~= "" then self:find_place(M.directory(options.run), resume) end
   if self.wants_tensorboard == true and not self.path then
-    error("tensorboard: a run without a name has no directory for event files; hint: run=NAME, " ..
-      "or tensorboard as a directory", 0)
+    error("tensorboard: a run without a name has no directory for event files; hint: run=NAME " ..
+      "or tensorboard=DIRECTORY", 0)
   end
   local good, message = pcall(open, self, resume)
   if not good then

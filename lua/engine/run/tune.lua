@@ -107,8 +107,8 @@ local function read(o)
   for i, run in ipairs(o.runs) do
     s.traces[i] = type(run) == "table" and run or replay.trace(run)
     if not s.traces[i].names and s.objective ~= "skipped" then
-      error(("'%s' is a string of verdicts without gradients; its only objective is --objective " ..
-        "skipped"):format(s.traces[i].name), 0)
+      error(("'%s' is a string of verdicts without gradients; the only objective for it is " ..
+        "'skipped'"):format(s.traces[i].name), 0)
     end
   end
   if #s.traces == 0 then error("expected at least one run", 0) end

@@ -34,7 +34,7 @@ local function answer(rule)
   local dx = { rule.backward(rule.saved, unpack(dy, 1, rule.n_out)) }
   if dx[rule.n_in + 1] ~= nil then
     error(("custom: expected at most %d gradients from backward, one for each tensor that forward "
-      .. "got, but it returned more"):format(rule.n_in), 0)
+      .. "got; backward returned more"):format(rule.n_in), 0)
   end
   for k = 1, rule.n_in do
     if dx[k] and not tensor.is_tensor(dx[k]) then
