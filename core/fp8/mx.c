@@ -1,8 +1,8 @@
 // Linear layers under a microscaling recipe. A role's copies hold, in bf16, the numbers that the
 // codes represent. An ordinary matmul multiplies them; the product of two such numbers is exact in
 // f32. NVFP4's scale of the whole tensor (amax / 2688 under the rule nvfp4) is not part of the
-// copies, because bf16 would round the scaled numbers. It multiplies the f32 sums, and so does the
-// inverse of a role's `factor`.
+// copies, because bf16 would round the scaled numbers. One number multiplies the f32 sums: the
+// product of both factors' scales and of the inverses of the roles' `factor`.
 //
 // With the accumulator BLACKWELL the copies hold codes and scales, and mx_matmul multiplies them,
 // on the tensor cores of cards that support it. fp8_mx_coded decides this for a layer's three
@@ -275,21 +275,44 @@ eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int rol
   return status == ENG_OK ? copy_into(&slot, to->amax) : status;
 }
 
-// Multiplies *y by the NVFP4 scale of the whole operand `of`, if its rule has such a scale.
-static eng_status scale_by(tensor **y, const fp8_mx_factor *of)
+// Replaces *y by the result of an operation whose input 0 is *y.
+static eng_status apply(tensor **y, op_call c)
 {
-  tensor *factor, *scaled;
-  int rule = of->role->mx - 1;
-  if (!mx_is_nvfp4(rule)) return ENG_OK;
-  ENG_TRY(op_run1(&factor, (op_call){.op = ENG_OP_affine, .n_out = 1, .in = {of->amax},
-                                     .affine = {.factor = 1.0 / (double)nvfp4_top(rule)}}));
-  eng_status status =
-    op_run1(&scaled, (op_call){.op = ENG_OP_mul, .n_out = 1, .in = {*y, factor}});
-  tensor_drop(factor);
-  if (status != ENG_OK) return status;
+  tensor *next;
+  c.in[0] = *y;
+  c.n_out = 1;
+  ENG_TRY(op_run1(&next, c));
   tensor_drop(*y);
-  *y = scaled;
+  *y = next;
   return ENG_OK;
+}
+
+// Multiplies *y by one number, as mx_alpha does: the product of `factor` and the NVFP4 scales of
+// the whole operands a and b, if they have such scales. b may be NULL.
+static eng_status scale_by(tensor **y, const fp8_mx_factor *a, const fp8_mx_factor *b,
+                           double factor)
+{
+  const fp8_mx_factor *of[] = {a, b};
+  tensor *alpha = NULL;
+  eng_status status = ENG_OK;
+  for (int k = 0; k < 2 && status == ENG_OK; k++) {
+    int rule = of[k] ? of[k]->role->mx - 1 : 0;
+    tensor *scale = NULL;
+    if (!of[k] || !mx_is_nvfp4(rule)) continue;
+    status = op_run1(&scale, (op_call){.op = ENG_OP_affine, .n_out = 1, .in = {of[k]->amax},
+                                       .affine = {.factor = 1.0 / (double)nvfp4_top(rule)}});
+    if (status == ENG_OK && alpha)
+      status = apply(&scale, (op_call){.op = ENG_OP_mul, .in = {NULL, alpha}});
+    if (alpha) tensor_drop(alpha);
+    alpha = scale;
+  }
+  if (status == ENG_OK && factor != 1)
+    status = apply(alpha ? &alpha : y,
+                   (op_call){.op = ENG_OP_affine, .affine = {.factor = factor}});
+  if (status == ENG_OK && alpha)
+    status = apply(y, (op_call){.op = ENG_OP_mul, .in = {NULL, alpha}});
+  if (alpha) tensor_drop(alpha);
+  return status;
 }
 
 eng_status fp8_mx_requantize(fp8_mx_copies *to, const fp8_site *s, int role, tensor *q,
@@ -301,8 +324,8 @@ eng_status fp8_mx_requantize(fp8_mx_copies *to, const fp8_site *s, int role, ten
   int64_t columns = q->shape[q->ndim - 1];
   if (coded) ENG_TRY(decode(&values, q, &s->recipe.role[role]));
   else ENG_TRY(op_reshape(&values, q, 2, (int64_t[]){columns ? q->count / columns : 0, columns}));
-  eng_status status = scale_by(&values, &(fp8_mx_factor){.amax = amax,
-                                                         .role = &s->recipe.role[role]});
+  fp8_mx_factor read = {.amax = amax, .role = &s->recipe.role[role]};
+  eng_status status = scale_by(&values, &read, NULL, 1);
   if (status == ENG_OK) status = encode_turned(to, s, &s->recipe.backward[role], p, values, coded);
   tensor_drop(values);
   return status;
@@ -311,21 +334,11 @@ eng_status fp8_mx_requantize(fp8_mx_copies *to, const fp8_site *s, int role, ten
 eng_status fp8_mx_through(tensor **g, const fp8_site *s, tensor *gate, int dtype)
 {
   const eng_fp8_product *p = &s->recipe.product[ENG_FP8_FORWARD];
-  op_call steps[] = {
-    {.op = ENG_OP_mul, .n_out = 1, .in = {NULL, gate}},
-    {.op = ENG_OP_hadamard, .in = {NULL},
-     .hadamard = {.n = p->hadamard, .signs = ENG_FP8_SIGNS_NONE, .dtype = dtype}},
-  };
-  bool wanted[] = {gate != NULL, p->hadamard != 0};
-  for (int k = 0; k < 2; k++) {
-    tensor *next;
-    if (!wanted[k]) continue;
-    steps[k].in[0] = *g;
-    ENG_TRY(op_run1(&next, steps[k]));
-    tensor_drop(*g);
-    *g = next;
-  }
-  return ENG_OK;
+  if (gate) ENG_TRY(apply(g, (op_call){.op = ENG_OP_mul, .in = {NULL, gate}}));
+  if (!p->hadamard) return ENG_OK;
+  return apply(g, (op_call){.op = ENG_OP_hadamard,
+                            .hadamard = {.n = p->hadamard, .signs = ENG_FP8_SIGNS_NONE,
+                                         .dtype = dtype}});
 }
 
 eng_status fp8_mx_multiply(tensor **y, const fp8_mx_factor *a, const fp8_mx_factor *b, tensor *bias,
@@ -367,22 +380,12 @@ eng_status fp8_mx_multiply(tensor **y, const fp8_mx_factor *a, const fp8_mx_fact
     *y = c.out[0];
     return ENG_OK;
   }
-  tensor *sum = c.out[0], *more;
-  if (!coded) status = scale_by(&sum, a);
-  if (!coded && status == ENG_OK) status = scale_by(&sum, b);
-  if (!coded && status == ENG_OK && factor != 1) {
-    status = op_run1(&more, (op_call){.op = ENG_OP_affine, .in = {sum},
-                                      .affine = {.factor = 1 / factor}});
-    if (status == ENG_OK) tensor_drop(sum), sum = more;
-  }
-  for (int k = 0; k < 2 && status == ENG_OK; k++) {   // the bias, then the old *y
-    tensor *term = k == 0 ? bias : add ? *y : NULL;
-    if (!term) continue;
-    status = op_run1(&more, (op_call){.op = ENG_OP_add, .n_out = 1, .in = {sum, term}});
-    if (status != ENG_OK) break;
-    tensor_drop(sum);
-    sum = more;
-  }
+  tensor *sum = c.out[0];
+  if (!coded) status = scale_by(&sum, a, b, 1 / factor);
+  if (status == ENG_OK && bias)
+    status = apply(&sum, (op_call){.op = ENG_OP_add, .in = {NULL, bias}});
+  if (status == ENG_OK && add)
+    status = apply(&sum, (op_call){.op = ENG_OP_add, .in = {NULL, *y}});
   if (status == ENG_OK) {
     op_call round = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {sum}, .out = {*y},
                      .cast = {.dtype = dtype}};

@@ -32,11 +32,11 @@ local function product(a, b, turned_a, turned_b, accumulator, dtype)
   if accumulator == "blackwell" then return mx.matmul(a, b) end
   local y = M_ffi.run("matmul", { values(a):to(dtype or "bf16"), values(b):to(dtype or "bf16") },
     { turned_a and 1 or 0, turned_b and 1 or 0, M_ffi.dtype.f32 + 1, 0 })
+  local factor = 1 / (a.factor * b.factor)
   for _, q in ipairs { a, b } do
-    if mx.nvfp4[q.rule] then y = y * of_tensor(q) end
+    if mx.nvfp4[q.rule] then factor = of_tensor(q) * factor end
   end
-  local factor = a.factor * b.factor
-  return factor == 1 and y or y * (1 / factor)
+  return factor == 1 and y or y * factor
 end
 
 -- What a product reads of a matrix in a role. Codes are always turned so that rows lie along the
