@@ -8,6 +8,7 @@
 #include "philox.h"
 #include "rows.h"
 #include "simd.h"
+#include "simd_halves.h"
 #include "tasks.h"
 #include "turn.h"
 
@@ -106,6 +107,116 @@ static void load_group(double (*to)[LINE], const rotation *o, int64_t first, int
   }
 }
 
+// ------------------------------------------------------------------ bf16 in f32
+
+// Whether rotate_halves computes this transform: of bf16 to bf16, by a factor that is a power of
+// two.
+static bool halves_fit(const rotation *o)
+{ return o->x->dtype == ENG_bf16 && o->dtype == ENG_bf16 && (o->n == 16 || o->n == 64); }
+
+// x[k][l] = element first + k of line `line` + l, for l < some. Other lines get zeros.
+static void load_halves(uint16_t (*x)[LINE], const rotation *o, int64_t first, int64_t line,
+                        int some)
+{
+  const uint16_t *from = o->x->data;
+  uint16_t rows[LINE * MOST];
+  if (some < LINE) memset(o->turned ? *x : rows, 0, (size_t)(LINE * o->n) * sizeof *from);
+  for (int k = 0; o->turned && k < o->n; k++) {
+    const uint16_t *row = from + (first + k) * o->columns + line;
+    // the next group's rows are too far apart for the hardware prefetcher
+    __builtin_prefetch(row + o->n * o->columns, 0, 2);
+    if (some == LINE) memcpy(x[k], row, sizeof *x);
+    else memcpy(x[k], row, (size_t)some * sizeof *row);
+  }
+  if (o->turned) return;
+  from += line * o->columns + first;
+  for (int l = 0; some < LINE && l < some; l++)
+    memcpy(rows + l * o->n, from + l * o->columns, (size_t)o->n * sizeof *from);
+  if (some < LINE) turn_tile(x, LINE, rows, o->n, LINE, o->n, 2);
+  else turn_tile(x, LINE, from, o->columns, LINE, o->n, 2);
+}
+
+// Transforms one line in f64: rotate_halves for a line whose sums may be inexact in f32.
+static void rotate_line(uint16_t *to, const uint16_t *x, const rotation *o)
+{
+  double v[MOST], root = sqrt(1.0 / o->n);
+  for (int k = 0; k < o->n; k++) v[k] = bf16_to_f32(x[k * LINE]) * o->sign[k];
+  for (int half = 1; half < o->n; half *= 2)
+    for (int k = 0; k < o->n; k++)
+      if (!(k & half)) {
+        double one = v[k], other = v[k + half];
+        v[k] = one + other;
+        v[k + half] = one - other;
+      }
+  for (int k = 0; k < o->n; k++) to[k * MOST] = bf16_from_f64(v[k] * root);
+}
+
+// Transforms groups of 16 rows in f32, in registers. The sums of even lines and of odd lines are
+// the two halves of a row of `sum`.
+VF_INLINE void sum_halves(float (*sum)[HALVES], const uint16_t *x, const float *sign)
+{
+  vi both[16];
+#pragma GCC unroll 16
+  for (int k = 0; k < 16; k++)
+    both[k] = (vi)(vh_load(x + k * LINE) ^ (uint16_t)(sign[k] < 0 ? 0x8000 : 0));
+  for (int odd = 0; odd < 2; odd++) {
+    vf v[16];
+#pragma GCC unroll 16
+    for (int k = 0; k < 16; k++)
+      v[k] = (vf)(odd ? vi_and(both[k], vi_set1((int32_t)0xFFFF0000)) : vi_shl(both[k], 16));
+#pragma GCC unroll 4
+    for (int half = 1; half < 16; half *= 2)
+#pragma GCC unroll 16
+      for (int k = 0; k < 16; k++)
+        if (!(k & half)) {
+          vf one = v[k], other = v[k + half];
+          v[k] = vf_add(one, other);
+          v[k + half] = vf_sub(one, other);
+        }
+#pragma GCC unroll 16
+    for (int k = 0; k < 16; k++) vf_store(sum[k] + odd * VF_LANES, v[k]);
+  }
+}
+
+VF_INLINE vi rounded_to_bf16(vf x)
+{ return vi_add(vi_add((vi)x, vi_set1(0x7FFF)), vi_and(vi_shr((vi)x, 16), vi_set1(1))); }
+
+// Transforms LINE lines of x [n][LINE]; rows of the result are MOST elements apart. The f32 sums of
+// a line are exact if its exponents differ by at most 16 - log2(n): then n times the largest number
+// and the last bit of the smallest lie within 24 bits. Other lines are computed in f64.
+static void rotate_halves(uint16_t *to, const uint16_t (*x)[LINE], const rotation *o)
+{
+  int n = o->n, most_apart = n == 16 ? 12 : 10;
+  vf root = vf_set1(n == 16 ? 0.25f : 0.125f);
+  for (int l = 0; l < LINE; l += HALVES) {
+    vh top = {0}, low = {0};             // low: the smallest nonzero magnitude, negated
+    for (int k = 0; k < n; k++) {
+      vh magnitude = vh_load(x[k] + l) & 0x7FFF;
+      top = vh_larger(top, magnitude);
+      low = vh_larger(low, -magnitude);
+    }
+    float sum[64][HALVES];
+    for (int r = 0; r < n; r += 16) sum_halves(sum + r, x[r] + l, o->sign + r);
+    for (int half = 16; half < n; half *= 2)
+      for (int k = 0; k < n; k++)
+        for (int c = 0; !(k & half) && c < HALVES; c++) {
+          float one = sum[k][c], other = sum[k + half][c];
+          sum[k][c] = one + other;
+          sum[k + half][c] = one - other;
+        }
+    for (int k = 0; k < n; k++) {
+      vi even = rounded_to_bf16(vf_mul(vf_load(sum[k]), root)),
+         odd = rounded_to_bf16(vf_mul(vf_load(sum[k] + VF_LANES), root));
+      vh_store(to + k * MOST + l,
+               (vh)vi_or(vi_shr(even, 16), vi_and(odd, vi_set1((int32_t)0xFFFF0000))));
+    }
+    vh high = top >> 7, apart = high - (-low >> 7);   // of exponents
+    if (vh_across(high) < 248 && vh_across(apart) <= most_apart) continue;
+    for (int c = 0; c < HALVES; c++)
+      if (high[c] >= 248 || apart[c] > most_apart) rotate_line(to + l + c, x[0] + l + c, o);
+  }
+}
+
 static void rotate_task(const void *context, int64_t t)
 {
   const rotation *o = context;
@@ -116,8 +227,16 @@ static void rotate_task(const void *context, int64_t t)
   double wide[MOST][LINE];
   for (int a = 0; a < deep; a += o->n)
     for (int l = 0; l < lines; l += LINE) {
-      int n = (int)smaller(o->n, deep - a);
-      load_group(wide, o, a0 + a, n, l0 + l, (int)smaller(LINE, lines - l), n == o->n);
+      for (int k = 0; k < LINE && l + k < lines; k++)
+        __builtin_prefetch((char *)o->y + size * ((l0 + l + k) * o->along + a0 + a), 1);
+      int n = (int)smaller(o->n, deep - a), some = (int)smaller(LINE, lines - l);
+      if (n == o->n && halves_fit(o)) {
+        uint16_t halves[64][LINE];
+        load_halves(halves, o, a0 + a, l0 + l, some);
+        rotate_halves((uint16_t *)tile + a * MOST + l, halves, o);
+        continue;
+      }
+      load_group(wide, o, a0 + a, n, l0 + l, some, n == o->n);
       double root = n == o->n ? sqrt(1.0 / n) : 1;      // an incomplete last group stays as it is
       if (n == o->n) transform(wide, n);
       for (int k = 0; k < n; k++)

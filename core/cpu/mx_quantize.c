@@ -576,7 +576,7 @@ static bool measure_columns(float *amax, const side *s, int64_t first, int deep,
     vh top = {0};
     const uint16_t *x = (const uint16_t *)s->x + first + c;
     for (int k = 0; k < deep; k++) {
-      __builtin_prefetch(x + k * s->rows + MOST);      // the next tile
+      __builtin_prefetch(x + k * s->rows + MOST);    // the next tile
       top = vh_larger(top, vh_load(x + k * s->rows) & 0x7FFF);
     }
     vh_store(halves + c, top);
@@ -653,6 +653,9 @@ static void turned_task(const void *context, int64_t t)
     int rows = (int)smaller(step, s->rows - r0);
     if (high == 1 && !a->sr_bits) {
       int bits = is_packed(s) ? 4 : 8 * element_bytes(s), bytes = columns * bits / 8;
+      for (int r = 0; r < rows; r++)                   // the result's rows are far apart
+        for (int at = 0; at < bytes; at += 64)
+          __builtin_prefetch(s->q + ((r0 + r) * s->columns + first) * bits / 8 + at, 1);
       quantize_columns(s, r0, rows, first, columns, line);
       if (is_packed(s)) pack_rows(line, columns);
       turn_tile(turn, MOST, line, MOST, is_packed(s) ? columns / 2 : columns, rows,

@@ -75,6 +75,13 @@ local kinds = {
     return u < 0.01 and nan or u < 0.02 and inf or u < 0.03 and -inf or u < 0.1 and 0
       or sign() * 3 * uniform()
   end,
+  -- Mostly zeros. The other numbers add up to ties of bf16 and to numbers slightly beyond a tie,
+  -- which sums in f32 may lose.
+  sparse = function()
+    if uniform() < 0.75 then return 0 end
+    local list = { 1, 1, 1, 2 ^ -8, 2 ^ -8, 2 ^ -9, 2 ^ -20, 2 ^ -30, 2 ^ 126, inf, nan }
+    return sign() * list[uniform() < 0.01 and integer(9, #list) or integer(1, 8)]
+  end,
   -- many ties
   few = function() return integer(-2, 2) end,
   -- exp spans 0 to infinity here
