@@ -1,7 +1,7 @@
 // engine.h: the public interface of the core, and the only header that Lua uses. The build runs it
 // through the preprocessor (with ENG_CDEF defined) and passes the result to LuaJIT's ffi.cdef, so
-// every declaration becomes a Lua binding. `///` comments state the contract: shapes as [rows x
-// columns], dtypes, units, errors.
+// every declaration becomes a Lua binding. The `///` comment above a declaration states its
+// contract: shapes (written [rows x columns]), dtypes, units and errors.
 //
 // A function that can fail returns ENG_OK or an error code, and eng_error_message() returns the
 // error's text. Functions store results through pointers, which are their first parameters. Only
@@ -30,7 +30,8 @@ typedef enum eng_status {
   ENG_OK = 0
 } eng_status;
 
-/// The text of the last error of this thread. Never NULL; valid until the next error.
+/// Returns the text of this thread's last error. It is never NULL, and is valid until the next
+/// error.
 const char *eng_error_message(void);
 
 /// eng_version returns the version of this library as "major.minor.patch". eng_abi_size returns the
@@ -48,12 +49,12 @@ typedef enum eng_dtype {
   ENG_DTYPE_COUNT
 } eng_dtype;
 
-/// The name of a dtype, such as "f16"; "?" for an unknown number.
+/// Returns the name of a dtype, such as "f16", or "?" for an unknown number.
 const char *eng_dtype_name(int dtype);
-/// Bytes per element.
+/// Returns the bytes per element of a dtype, or 0 for an unknown number.
 int eng_dtype_size(int dtype);
 
-/// What a floating-point format can represent. All values are positive.
+/// What a number format can represent. The last four fields are positive numbers.
 typedef struct eng_format {
   int32_t exponent_bits, fraction_bits, bias;
   int32_t max_exponent;       // floor(log2) of the largest finite number
@@ -98,21 +99,25 @@ typedef struct eng_tensor_info {
 /// of operations. AUTO: like STEP inside a step or scope (see eng_step_begin), like KEEP outside.
 enum { ENG_AUTO = 0, ENG_KEEP = 1, ENG_STEP = 2 };
 
-/// A new tensor of `ndim` dimensions (0: a scalar), filled with zeros. `home`: its lifetime.
-/// Errors: VALUE (a negative size, or too many dimensions), MEMORY.
+/// Makes a tensor of `ndim` dimensions (0: a scalar), filled with zeros. `home` is its lifetime,
+/// for example ENG_KEEP. Errors: VALUE (a negative size, or too many dimensions), MEMORY.
 eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, int home);
 
-/// A copy of `x` that lives until eng_free, beyond the step of `x`. Not recorded on the tape.
+/// Copies `x` into a tensor that lives until eng_free, beyond the step of `x`. The copy is not
+/// recorded on the tape.
 eng_status eng_keep(eng_tensor *out, const eng_tensor *x);
 
-/// Frees a kept tensor. A tensor of the step is dropped early; its memory is reused after the step.
+/// Frees a kept tensor. Drops a tensor of the step early, unless the tape has operations; its
+/// memory is reused after the step. Errors: STATE (`x` belongs to a parameter set, or is kept while
+/// the tape has operations).
 eng_status eng_free(const eng_tensor *x);
 
 /// Describes a tensor.
 eng_status eng_info(eng_tensor_info *out, const eng_tensor *x);
 
-/// Copies `count` elements of host memory in format `from` into the tensor, converting
-/// (round to nearest even; to integers: toward zero, saturating, NaN becomes 0).
+/// Copies `count` elements of host memory in format `from` into the tensor and converts them.
+/// Conversions to floating point round to nearest even. Conversions to integers round toward zero
+/// and saturate, and NaN becomes 0.
 eng_status eng_write(const eng_tensor *x, const void *source, int from, int64_t count);
 
 /// Copies all elements in row-major order into host memory in format `to`, with the same
@@ -120,14 +125,14 @@ eng_status eng_write(const eng_tensor *x, const void *source, int from, int64_t 
 /// LuaJIT would take the payload for a type tag.
 eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *x);
 
-/// A 64-bit checksum of the bits of a contiguous tensor in any memory: the XXH64 hash of the XXH64
-/// hashes of its 64 KiB pieces. It depends neither on the device nor on the number of threads.
-/// Waits for the device. Errors: SHAPE.
+/// Computes a 64-bit checksum of the bits of a contiguous tensor in any memory: the XXH64 hash of
+/// the XXH64 hashes of its 64 KiB pieces. It depends neither on the device nor on the number of
+/// threads. Waits for the device. Errors: SHAPE.
 eng_status eng_checksum(uint64_t *out, const eng_tensor *x);
-/// XXH64, seed 0, of host memory.
+/// Returns the XXH64 hash, with seed 0, of `size` bytes of host memory.
 uint64_t eng_hash64(const void *data, int64_t size);
 
-/// The value of a tensor with one element, as double.
+/// Reads the value of a tensor with one element as a double.
 eng_status eng_item(double *out, const eng_tensor *x);
 
 /// Sets every element to `value`.
@@ -138,11 +143,12 @@ eng_status eng_fill(const eng_tensor *x, double value);
 eng_status eng_uniform(const eng_tensor *x, double low, double high);
 eng_status eng_normal(const eng_tensor *x, double mean, double std);
 
-/// A row-major copy of `x` in the memory of device `name`, with the lifetime of ENG_AUTO; not
-/// recorded. Copies even if the memory is the same ("cpu", "reference"). Errors: DEVICE.
+/// Copies `x`, row-major, into the memory of device `name`, even if `x` is in that memory already.
+/// The copy has the lifetime ENG_AUTO and is not recorded on the tape. Errors: DEVICE.
 eng_status eng_to_device(eng_tensor *out, const eng_tensor *x, const char *name);
 
-/// Copies `source` into `target` elementwise with conversion and broadcasting; not recorded.
+/// Copies `source` into `target` elementwise, with conversion and broadcasting. The copy is not
+/// recorded on the tape.
 eng_status eng_copy(const eng_tensor *target, const eng_tensor *source);
 
 // ------------------------------------------------------------------ steps and memory
@@ -154,7 +160,7 @@ eng_status eng_step_begin(void);
 /// reuses the memory. Without an open step it does the same for everything computed so far.
 eng_status eng_step_end(void);
 
-/// The number of the current step, counted from 0.
+/// Returns the number of the current step, counted from 0.
 int64_t eng_step_count(void);
 
 /// A scope, for instance around evaluation or sampling. eng_scope_begin stores the scope's start in
@@ -163,8 +169,8 @@ int64_t eng_step_count(void);
 eng_status eng_scope_begin(int64_t *mark);
 eng_status eng_scope_end(int64_t mark);
 
-/// The memory of one purpose, in bytes: `reserved` is taken from the system, `used` is in use now,
-/// `peak` is the largest `used` so far. `allocations` counts requests to the system.
+/// The memory that serves one purpose, in bytes: `reserved` is taken from the system, `used` is in
+/// use now, `peak` is the largest `used` so far. `allocations` counts requests to the system.
 typedef struct eng_memory_row {
   const char *name;
   int64_t used, peak, reserved, allocations;
@@ -188,8 +194,8 @@ typedef enum eng_op {
 /// The most inputs, outputs and attributes of an operation.
 enum { ENG_OP_INPUTS = 16, ENG_OP_OUTPUTS = 8, ENG_OP_INTS = 14, ENG_OP_FLOATS = 4 };
 
-// The attributes of one operation by name, in the same memory as `ints` and `floats` of a call:
-// call.sum.mask.
+// The attributes of one operation by name, such as call.sum.mask. They share memory with the `ints`
+// and `floats` of the call.
 #define ENG_LIST(...) __VA_ARGS__
 #define ENG_OP_ATTRIBUTES(name, int_names, float_names) \
   struct { \
@@ -221,7 +227,7 @@ eng_status eng_run(eng_op_call *call);
 /// contiguous, and shares no memory with an input.
 eng_status eng_run_into(eng_op_call *call, const eng_tensor *target);
 
-/// A row of ops.def. Bit k of a mask is input or output k.
+/// A row of ops.def. Bit k of a mask stands for input or output k.
 typedef struct eng_op_info {
   const char *name, *layout, *cast, *shape, *gradient;
   const char *ints, *floats;          // "(mask, keep)"; if none, "(no_ints)", "(no_floats)"
@@ -230,9 +236,9 @@ typedef struct eng_op_info {
   int32_t optional, reads, saves;
   int32_t unary;                      // 1: one elementwise input, no attributes
 } eng_op_info;
-/// The row of operation `op`; NULL past the end.
+/// Returns the row of operation `op`, or NULL past the end.
 const eng_op_info *eng_op_describe(int op);
-/// The name of operation `op`, such as "matmul"; NULL past the end.
+/// Returns the name of operation `op`, such as "matmul", or NULL past the end.
 const char *eng_op_name(int op);
 bool eng_op_differentiable(int op);
 /// Whether device `device` ("cpu", "reference") has a kernel for this operation or needs none.
@@ -253,8 +259,8 @@ enum {
   ENG_MX_FOUR_OVER_SIX = 5, ENG_MX_FOUR_OVER_SIX_MSE = 6, ENG_MX_QUEST = 7, ENG_MX_MS_EDEN = 8,
   ENG_MX_RULES = 9
 };
-/// How `quantize` computes a block's scale from its amax. Each rule is that of another project
-/// (core/base/fp8_scale.h).
+/// How `quantize` computes a block's scale from its amax. Each rule is that of the project it is
+/// named after (core/base/fp8_scale.h).
 enum {
   ENG_SCALE_TRANSFORMER_ENGINE = 0, ENG_SCALE_DEEPSEEK = 1, ENG_SCALE_DEEPGEMM = 2,
   ENG_SCALE_TORCHAO = 3, ENG_SCALE_MSAMP = 4, ENG_SCALES = 5
@@ -274,17 +280,18 @@ enum {
 /// TileKernels rounds), "ue8m0", "ue4m3" (of |x|), "e4m3_ieee" (with Inf), "f16", "bf16", "tf32",
 /// or one that always saturates: "e2m1", "e2m3", "e3m2", "int8", "mxint8" (in units of 1/64).
 /// Rounds to nearest even. Bits of mode: 1 saturates; 2 rounds stochastically by the bits of
-/// `random` (e4m3 and e5m2). "ue8m0" instead rounds down to a power of two, with mode 1 up, with
-/// mode 4 to nearest, ties up. Returns -1 for an unknown format.
+/// `random` (e4m3 and e5m2). For "ue8m0" the mode is different: 0 rounds down to a power of two, 1
+/// rounds up, and 4 rounds to the nearest power, ties up. Returns -1 for an unknown format.
 int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random);
-/// The number that a code stands for; NaN for an unknown format.
+/// Returns the number that a code stands for, or NaN for an unknown format.
 double eng_small_decode(const char *format, uint32_t code);
 
 /// A site is one linear layer under an FP8 recipe: it holds the recipe, and the amaxes and meters
 /// of its tensors. The operation fp8_linear names a site and runs in FP8 while eng_precision.fp8 is
-/// 1. fp8_linear quantizes three tensors, the roles of the site.
+/// 1. fp8_linear quantizes three tensors, called the roles of the site: the input x, the weight W
+/// and the output's gradient dy.
 enum { ENG_FP8_X = 0, ENG_FP8_W = 1, ENG_FP8_DY = 2, ENG_FP8_ROLES = 3 };
-/// The products: y = x W^T, dx = dy W, dW = dy^T x.
+/// The three products of a site: y = x W^T, dx = dy W, dW = dy^T x.
 enum { ENG_FP8_FORWARD = 0, ENG_FP8_DGRAD = 1, ENG_FP8_WGRAD = 2, ENG_FP8_PRODUCTS = 3 };
 /// The form in which x is kept for dW. CODES: the codes of the forward product; if dW needs blocks
 /// along the other dimension, the values of these codes are quantized again. TRANSPOSED: codes of
@@ -320,18 +327,18 @@ typedef struct eng_fp8_role {
 /// microscaling, FP32 is an ordinary product of bf16 numbers. BLACKWELL is the operation mx_matmul
 /// if it supports the sizes and formats of all products of the layer, else FP32. DEVICE is
 /// BLACKWELL if the device's own units compute products of these formats, else FP32.
-/// high: 1: the product is computed in high precision; only for the forward product of
-/// microscaling. hadamard: 0: no transform; else both factors are transformed along the summed
+/// If `high` is 1, the product is computed in high precision; only the forward product of
+/// microscaling allows this. If `hadamard` is not 0, both factors are transformed along the summed
 /// dimension before quantization, as by the operation hadamard with n = hadamard and the signs that
-/// `signs` (ENG_FP8_SIGNS_*) selects; only in microscaling.
+/// `signs` (ENG_FP8_SIGNS_*) selects; only microscaling allows this.
 typedef struct eng_fp8_product {
   int32_t accumulator, promotion, high, hadamard, signs;
 } eng_fp8_product;
 /// How a layer computes in FP8: a role for each of its tensors, a product for each of its passes.
-/// backward: only in microscaling; set for both x and w, or for neither (mx = 0). If set, the
-/// backward products read the quantized x and w of the forward product, quantized again as
+/// Only microscaling uses `backward`. It is set for both x and w, or for neither (mx = 0). If it is
+/// set, the backward products read the quantized x and w of the forward product, quantized again as
 /// backward[] says. The gradients then pass through the gates of mx_quantize and through the
-/// forward product's Hadamard transform. If not set, x and w themselves are quantized for the
+/// forward product's Hadamard transform. If it is not set, x and w themselves are quantized for the
 /// backward products.
 typedef struct eng_fp8_recipe {
   eng_fp8_role role[3];               // ENG_FP8_X, W, DY
@@ -343,20 +350,20 @@ typedef struct eng_fp8_recipe {
 /// in messages.
 eng_status eng_fp8_site_new(int64_t *site, const char *name);
 void       eng_fp8_site_free(int64_t site);
-/// Sets the recipe of a site; NULL: high precision. Allowed only between steps. Errors: VALUE,
-/// SHAPE, DTYPE (a format that is not allowed for its role), STATE.
+/// Sets the recipe of a site. NULL makes the site compute in high precision. Allowed only between
+/// steps. Errors: VALUE, SHAPE, DTYPE (a format that is not allowed for its role), STATE.
 eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
-/// Delayed scaling, for a role whose block is the whole tensor: from now on its scale is computed
-/// from `amax` instead of the measured amax. 0: from the measured amax again. Errors: VALUE, STATE
-/// (the site has no recipe).
+/// Delayed scaling: from now on, the role's scale is computed from `amax` instead of the measured
+/// amax. The role's block must be the whole tensor. If `amax` is 0, the scale is computed from the
+/// measured amax again. Errors: VALUE, STATE (the site has no recipe).
 eng_status eng_fp8_delay(int64_t site, int role, double amax);
-/// Returns the largest |x| of each role since the last call (inf or nan if x contained one); -1:
-/// nothing was quantized. Waits for the device. At most 4,096 unread amaxes are kept, so call this
-/// function once before the steps of interest.
+/// Returns the largest magnitude of each role's tensor since the last call: inf or nan if the
+/// tensor contained one, -1 if nothing was quantized. Waits for the device. At most 4,096 unread
+/// amaxes are kept, so call this function once before the steps of interest.
 eng_status eng_fp8_amax(double amax[3], int64_t site);
 
-/// The accumulator that a microscaled layer used in its last pass: ENG_ACCUMULATE_FP32 or
-/// ENG_ACCUMULATE_BLACKWELL. -1: the layer has not run, or is not microscaled.
+/// Returns the accumulator that a microscaled layer used in its last pass, ENG_ACCUMULATE_FP32 or
+/// ENG_ACCUMULATE_BLACKWELL. Returns -1 if the layer has not run or is not microscaled.
 int        eng_fp8_accumulator(int64_t site);
 
 /// Effects of quantization on the measured elements: up to 2^16 of each tensor, in evenly spaced
@@ -374,10 +381,10 @@ typedef struct eng_fp8_meter {
 void       eng_fp8_step(int64_t step);
 /// Turns meters on or off; returns the previous setting. Meters copy the measured rows to the host.
 bool       eng_fp8_measure(bool on);
-/// Returns the measurements since the last call.
+/// Returns the measurements of each role since the last call.
 eng_status eng_fp8_meters(eng_fp8_meter meter[3], int64_t site);
-/// Bytes that the tape keeps for the backward pass: the memory that gradient rules will read,
-/// counted once, without parameters. `fp8`: the part that is codes and scales.
+/// Returns the bytes that the tape keeps for the backward pass: the memory that gradient rules will
+/// read, counted once, without parameters. `fp8` receives the part that is codes and scales.
 int64_t    eng_tape_bytes(int64_t *fp8);
 
 // ------------------------------------------------------------------ autograd
@@ -400,9 +407,10 @@ bool       eng_checkpoint_begin(void);
 eng_status eng_checkpoint_end(const eng_tensor *results, int n);
 
 /// Runs the backward pass from a loss of one element. `seed` (the loss scale) is the gradient of
-/// the loss. Adds to the gradients of leaves. Empties the tape unless `retain`. Returns at each Lua
-/// node on the tape: see eng_backward_resume. Errors: GRADIENT (nothing requires a gradient, or the
-/// tape was emptied), SHAPE (not one element), STATE (a pass is running).
+/// the loss. The pass adds to the gradients of leaves and empties the tape, unless `retain` is
+/// true. It returns early at each Lua node on the tape: see eng_backward_resume. Errors: GRADIENT
+/// (nothing requires a gradient, or the tape was emptied), SHAPE (not one element), STATE (a pass
+/// is running).
 eng_status eng_backward(const eng_tensor *loss, double seed, bool retain);
 
 /// Gradients of the operations recorded from now on carry the relative scale `relative` (1
@@ -427,12 +435,13 @@ void       eng_backward_abort(void);
 eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_tensor *y,
                           int n_out);
 
-/// The gradient of a leaf after backward(), as a tensor of the step (for members of a parameter
-/// set, a view of the set's buffer). Its slot is 0 if the leaf has no gradient.
+/// Returns the gradient of a leaf after backward() as a tensor of the step. For a member of a
+/// parameter set, this tensor is a view of the set's buffer. *out has slot 0 if the leaf has no
+/// gradient.
 eng_status eng_gradient(eng_tensor *out, const eng_tensor *x);
 /// Drops the gradient of one leaf.
 eng_status eng_clear_gradient(const eng_tensor *x);
-/// Number of operations on the tape.
+/// Returns the number of operations on the tape.
 int eng_tape_length(void);
 
 // ------------------------------------------------------------------ precision
@@ -458,8 +467,8 @@ void eng_autocast(const eng_precision *now, eng_precision *previous);
 
 /// The parameters of a model: one flat buffer each for master weights (f32 or bf16), gradients and,
 /// if the precision requires it, low-precision weights. Parameters keep the order of
-/// eng_params_new. Statistics, unscaling and updates need a current device that uses the set's
-/// memory (else DEVICE).
+/// eng_params_new. Statistics, unscaling and updates fail with DEVICE unless the current device
+/// uses the set's memory.
 typedef struct eng_params eng_params;
 
 /// Takes over `n` leaves in f32 or bf16 and moves their values into the flat buffer. Their handles
@@ -488,9 +497,9 @@ eng_status eng_params_accumulate(eng_params *set, bool on);
 /// through eng_tensor_info.data; the next operation notices writes by eng_write, eng_fill,
 /// eng_copy, eng_uniform and eng_normal.
 eng_status eng_params_refresh(eng_params *set);
-/// The low-precision weights of parameter `index`, as a tensor over the set's memory; first rounds
-/// them again if a script has written to the master weights. *out has slot 0 if the parameter has
-/// no low-precision weights.
+/// Returns the low-precision weights of parameter `index` as a tensor over the set's memory. If a
+/// script has written to the master weights, the function rounds them again first. *out has slot 0
+/// if the parameter has no low-precision weights.
 eng_status eng_params_low(eng_tensor *out, eng_params *set, int index);
 /// Drops all gradients without writing memory.
 eng_status eng_params_zero_grad(eng_params *set);
@@ -512,7 +521,7 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
                                   int n_losses, const eng_tensor_stats *known);
 eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, double *loss,
                                   eng_params *set, double scale);
-/// The number of requests not fetched yet.
+/// Returns the number of requests whose results have not been fetched yet.
 int eng_params_stats_pending(const eng_params *set);
 /// `forget` drops all pending requests. `withdraw` drops the newest one, after its step failed.
 /// Errors: STATE (none is pending).
@@ -539,23 +548,25 @@ eng_status eng_params_relative_scale(eng_params *set, const double *relative);
 /// divided by `scale`, the seed of the pass. The calls do not nest. Errors: STATE.
 eng_status eng_params_reference_begin(eng_params *set);
 eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set, double scale);
-/// Bytes of memory, in this order: master weights, low-precision copies, gradients (allocated by
-/// the first backward pass), FP8 copies.
+/// Returns bytes of memory, in this order: master weights, low-precision copies, gradients
+/// (allocated by the first backward pass), FP8 copies.
 void eng_params_bytes(int64_t bytes[4], const eng_params *set);
-/// Number of elements in all parameters.
+/// Returns the number of elements in all parameters.
 int64_t eng_params_count(const eng_params *set);
-/// Checksum of the master weights: the XXH64 hash of the eng_checksum values of all parameters, in
-/// order. 0 if the device fails, or while the weights are divided among the ranks (zero=3).
+/// Returns a checksum of the master weights: the XXH64 hash of the eng_checksum values of all
+/// parameters, in order. Returns 0 if the device fails, or while the weights are divided among the
+/// ranks (zero=3).
 uint64_t eng_params_checksum(const eng_params *set);
-/// eng_params_checksum of the parameters i with which[i] == `value`.
+/// Returns the same checksum over only the parameters i with which[i] == `value`.
 uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value);
 
 /// The kinds of optimizers.
 enum { ENG_SGD = 0, ENG_ADAM = 1, ENG_ADAMW = 2, ENG_LION = 3 };
 
-/// How an update rounds new weights to bf16 masters. nearest: to even. stochastic: by 16 random
-/// bits that are a function of the seed, eng_update.draw, the parameter and the element. kahan: to
-/// nearest; the rounding error is kept in bf16 and added to the weight in the next update.
+/// How an update rounds new weights to bf16 masters. nearest: to nearest, ties to even. stochastic:
+/// up or down by 16 random bits, which are a function of the seed, eng_update.draw, the parameter
+/// and the element. kahan: to nearest; the rounding error is kept in bf16 and added to the weight
+/// in the next update.
 enum { ENG_ROUND_NEAREST = 0, ENG_ROUND_STOCHASTIC = 1, ENG_ROUND_KAHAN = 2 };
 
 /// Hyperparameters of one group of parameters. An optimizer ignores the fields it does not use.
@@ -580,9 +591,9 @@ typedef struct eng_update {
   // update of an unbroken sequence. The device numbers the following updates, because only the
   // device knows which of them it applied.
   int64_t t;
-  // Set by eng_optimizer_step. slot: which of the device's ENG_UPDATE_SLOTS counters numbers these
-  // updates; fresh: 1 if that counter restarts at t; statistics: the ticket of the statistics that
-  // a lagged update uses.
+  // eng_optimizer_step sets these three fields. slot: which of the device's ENG_UPDATE_SLOTS
+  // counters numbers these updates. fresh: 1 if that counter restarts at t. statistics: the ticket
+  // of the statistics that a lagged update uses.
   int32_t slot, fresh;
   int64_t statistics;
   int32_t lagged;               // 1: the device decides by the newest statistics (see backend.h):
@@ -599,12 +610,13 @@ typedef struct eng_update {
   double  update_clip;          // limit on the norm of the change of all weights; 0: none
   double  spike_clip;           // adam, adamw: g becomes sign(g) sqrt(spike_clip v) where g^2 >
                                 // spike_clip v, with v before the update; 0: off
-  // Set by eng_optimizer_step for update_clip. factor: multiplies the change of the weights; dry: 1
-  // for the pass that computes norms and writes nothing.
+  // eng_optimizer_step sets these two fields for update_clip. factor: multiplies the change of the
+  // weights. dry: 1 for the pass that computes norms and writes nothing.
   double  factor;
   int32_t dry;
-  // For bf16 masters. rounding: set by eng_optimizer_step. draw: a number that is different for
-  // each update and determines the random bits. Ignored in lagged updates: the device counts them.
+  // For bf16 masters. rounding: ENG_ROUND_*; eng_optimizer_step sets it. draw: a number that is
+  // different for each update and determines the random bits. Ignored in lagged updates: the device
+  // counts them.
   int32_t rounding;
   int64_t draw;
 } eng_update;
@@ -626,28 +638,29 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update);
 /// Makes the next update use the caller's t, even after lagged updates. Call this after restoring
 /// moments.
 void eng_optimizer_restart(eng_optimizer *state);
-/// A tensor over the optimizer's memory, for checkpoints: moment `which` (1 or 2) of parameter
-/// `index`, or its Kahan compensation (3). *out has slot 0 if this optimizer has no such moment.
+/// Returns a tensor over the optimizer's memory, for checkpoints: moment `which` (1 or 2) of
+/// parameter `index`, or its Kahan compensation (3). *out has slot 0 if this optimizer has no such
+/// moment.
 eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which, int index);
 
 // ------------------------------------------------------------------ captured steps
 
-/// Forward and backward of one batch, captured once and then launched as one unit of work. Useful
-/// for steps whose kernels take less time than their launches. Gradients accumulate in the set as
-/// usual.
+/// The forward and backward pass of one batch, captured once and then launched as one unit of work.
+/// A graph helps steps whose kernels take less time than their launches. Gradients accumulate in
+/// the set as usual.
 typedef struct eng_graph eng_graph;
-/// Between begin and end the script runs one forward and backward pass in an open step; nothing is
-/// computed. `batch`: the tensors that the passes read and whose contents change from step to step.
-/// During the capture, operations that draw random numbers fail, and so does reading a value. After
-/// an error call eng_graph_free. Errors: DEVICE (the device cannot capture), VALUE (`batch`), DTYPE
-/// (the loss is not one f32 element), STATE.
+/// Between these two calls the script runs one forward and backward pass in an open step; nothing
+/// is computed. `batch` lists the tensors that the passes read and whose contents change from step
+/// to step. During the capture, operations that draw random numbers fail, and so does reading a
+/// value. After an error call eng_graph_free. Errors: DEVICE (the device cannot capture), VALUE
+/// (`batch`), DTYPE (the loss is not one f32 element), STATE.
 eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *batch, int n);
 eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss);
 /// Computes the step on the batch; `seed` is the gradient of the loss. Errors: SHAPE (the batch has
 /// other addresses, shapes or dtypes than the captured one: run the step without the graph), STATE
 /// (parameters changed their dtypes).
 eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *batch, int n);
-/// The loss of the last launch: a tensor that is valid until the next launch.
+/// Returns the loss of the last launch, as a tensor that is valid until the next launch.
 eng_status eng_graph_loss(eng_tensor *out, const eng_graph *graph);
 /// NULL is allowed.
 void       eng_graph_free(eng_graph *graph);
@@ -658,18 +671,19 @@ void       eng_graph_free(eng_graph *graph);
 
 // ------------------------------------------------------------------ devices, threads, randomness
 
-/// Chooses the device by name: "cpu"; "reference", the CPU's slow twin; "cuda"; or "auto": "cuda"
-/// if a GPU can be used, else "cpu". Operations run on the current device and take tensors in its
-/// memory only. Errors: DEVICE; the text says what is missing.
+/// Chooses the device by name: "cpu"; "reference", the slow reference kernels on the CPU; "cuda";
+/// or "auto": "cuda" if a GPU can be used, else "cpu". Operations run on the current device and
+/// accept only tensors in its memory. Errors: DEVICE; the text says what is missing.
 eng_status eng_device_set(const char *name);
 const char *eng_device_name(void);
 /// Waits until the device has finished all work; returns the first error that occurred there.
 eng_status eng_synchronize(void);
-/// One line about the current device: the GPU, or the CPU's instruction set.
+/// Returns one line about the current device: the GPU, or the CPU's instruction set.
 const char *eng_device_text(void);
-/// The FP8 products that are fast on the current device: 0 none (a GPU without FP8 tensor cores), 1
-/// operands with one scale each, 2 all. With ENGINE_FP8_FORMULA=1 the value is 2, although a
-/// formula then computes all FP8 products: bit for bit the same numbers, but many times slower.
+/// Returns which FP8 products are fast on the current device. 0: none (a GPU without FP8 tensor
+/// cores). 1: those whose operands have one scale each. 2: all. With ENGINE_FP8_FORMULA=1 the value
+/// is 2, although a formula then computes all FP8 products: bit for bit the same numbers, but many
+/// times slower.
 int eng_device_fp8(void);
 
 /// The most threads that kernels use.
@@ -699,15 +713,16 @@ void eng_trap(bool on);
 /// Operations of the backward pass have the label of the operation whose gradient they compute.
 void eng_trap_module(int module);
 enum { ENG_TRAP_INPUTS = 6, ENG_TRAP_OUTPUTS = 3 };
-/// A tensor at the moment of the finding. `text`: dtype and shape; `name`: the parameter's name, or
-/// "" if the tensor is not a parameter. count 0: the input is absent, or is not floating-point.
+/// A tensor at the moment when inf or nan was found. `text`: dtype and shape; `name`: the
+/// parameter's name, or "" if the tensor is not a parameter. count 0: the input is absent, or is
+/// not floating-point.
 typedef struct eng_trap_tensor {
   char    name[96], text[80];
   int64_t count, inf, nan;
   double  amax;               // largest finite magnitude
 } eng_trap_tensor;
-/// An operation that output inf (or nan). `kernel`: the operation that ran. `op`: in the backward
-/// pass, the operation whose gradient it computed.
+/// An operation that output inf (or nan). `kernel` is the operation that ran. In the backward pass,
+/// `op` is the operation whose gradient it computed.
 typedef struct eng_trap_site {
   const char *kernel, *op;
   int32_t nan, backward, module;
@@ -722,13 +737,14 @@ typedef struct eng_trap_site {
 /// false if the pass had no inf (nan).
 bool eng_trap_found(eng_trap_site *out, bool nan, bool backward);
 
-/// Which instruction set the CPU kernels use: "avx512", "avx2" or "plain"; `force`: the set to use
-/// from now on, NULL: no change. Returns NULL, with an error, if the machine lacks that set.
+/// Returns the instruction set that the CPU kernels use: "avx512", "avx2" or "plain". `force` is
+/// the set to use from now on; NULL changes nothing. Returns NULL, with an error, if the machine
+/// lacks that set.
 const char *eng_cpu_isa(const char *force);
-/// How the CPU computes bf16 products: "AMX" (oneDNN), "pairs" (AVX-512 BF16 instructions, on CPUs
-/// where they are twice as fast as f32) or "f32". The first two treat subnormal bf16 as zero. With
-/// "pairs", attention also uses these instructions and rounds its probabilities to bf16, as a GPU
-/// does.
+/// Returns how the CPU computes bf16 products: "AMX" (oneDNN), "pairs" (AVX-512 BF16 instructions,
+/// on CPUs where they are twice as fast as f32) or "f32". The first two treat subnormal bf16 as
+/// zero. With "pairs", attention also uses these instructions and rounds its probabilities to bf16,
+/// as a GPU does.
 const char *eng_cpu_bf16(void);
 
 /// The random generator's state: a seed, and `counter`, the number of Philox blocks drawn. eng_seed
@@ -742,8 +758,8 @@ void eng_rng_set(uint64_t seed, uint64_t counter);
 /// returns the level.
 void eng_interrupt(int level);
 int  eng_interrupted(void);
-/// Records the number of the signal that interrupts; 0 only queries. Returns the number recorded
-/// last, or 0 if there is none.
+/// Records the number of the signal that caused the interrupt; 0 only queries. Returns the number
+/// recorded last, or 0 if there is none.
 int  eng_interrupt_signal(int number);
 /// Sets what the first Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 or SIGXCPU does. 0, the default: sets
 /// level 2 and stops the script. 1: sets level 1, for a training loop that ends at the end of a
@@ -758,9 +774,10 @@ int  eng_hangups(void);
 
 // ------------------------------------------------------------------ the machine
 
-/// A monotonic clock in seconds; only differences are meaningful.
+/// Returns the time of a monotonic clock in seconds; only differences are meaningful.
 double eng_clock(void);
-/// Columns and rows of the terminal that a file descriptor refers to. False: not a terminal.
+/// Sets the columns and rows of the terminal that file descriptor `fd` refers to. Returns false if
+/// it is not a terminal.
 bool eng_terminal(int *columns, int *rows, int fd);
 /// Waits; a signal ends the wait early.
 void eng_sleep(double seconds);
@@ -768,13 +785,13 @@ void eng_sleep(double seconds);
 /// program has an empty standard input, its output is appended to the file `log`, it has a process
 /// group of its own, and it gets SIGTERM when the calling thread ends. Errors: IO.
 eng_status eng_process_start(int *process, const char *const *words, const char *log);
-/// The exit status of a started program, 128 + N if signal N ended it; -1 while it runs. Do not
-/// call this again after it has returned an exit status.
+/// Returns the exit status of a started program, 128 + N if signal N ended it, or -1 while it runs.
+/// Do not call this again after it has returned an exit status.
 int eng_process_status(int process);
 /// Sends a signal to the process group of a started program.
 void eng_process_signal(int process, int number);
-/// The version of "onednn" (with the instruction set it uses), "sqlite" or "openmp" as text.
-/// Returns NULL if there is no such library.
+/// Returns the version of "onednn" (with the instruction set it uses), "sqlite" or "openmp" as
+/// text, or NULL if there is no such library.
 const char *eng_library_version(const char *name);
 /// Writes x as the shortest decimal text, from 15 digits up, that reads back as the same double, in
 /// any locale: "0.1", "3", "1e-30", "-0.0", "inf", "-inf", "nan". Used for every number in a file.
@@ -786,14 +803,14 @@ void eng_number_text(char out[32], double x);
 /// the length in bytes that the result has without this limit.
 int64_t eng_text_shown(char *out, int64_t room, const char *text, int64_t size, bool lines);
 /// Says what is wrong with the name of a policy, an option, a run or a signal: it is empty, longer
-/// than ENG_NAME_BYTES, or eng_text_shown would change it. NULL: the name is valid.
+/// than ENG_NAME_BYTES, or eng_text_shown would change it. Returns NULL if the name is valid.
 const char *eng_name_problem(const char *name, int64_t size);
 enum { ENG_NAME_BYTES = 100 };
-/// The index in `names` [n] of the name that `name` probably misspells: the name with the smallest
-/// edit distance (insert, delete, replace, swap of neighbours; ASCII case ignored). -1 if every
-/// distance exceeds both 1 and a third of the longer name's bytes. A name whose last dotted part
-/// equals `name` has distance 1 ("width" finds "model.width"). Of equal distances the first wins.
-/// Names longer than 64 bytes never match.
+/// Returns the index in `names` [n] of the name that `name` probably misspells: the name with the
+/// smallest edit distance (insert, delete, replace, or swap two adjacent characters; ASCII case
+/// ignored). Returns -1 if every distance exceeds both 1 and a third of the longer name's bytes. A
+/// name whose last dotted part equals `name` has distance 1 ("width" finds "model.width"). Of equal
+/// distances the first wins. Names longer than 64 bytes never match.
 int eng_nearest(const char *name, const char *const *names, int n);
 /// Queries the CUDA driver, if installed, without linking to it. Returns the number of GPUs, or -1
 /// without a driver. Writes a line about each GPU into `text` [size].

@@ -15,17 +15,17 @@ void       eng_file_unmap(eng_mapping *mapping);
 /// it. A reader of `path` finds the old contents or the new ones, even after a crash. On an error
 /// the old file is unchanged.
 eng_status eng_file_write(const char *path, const void *data, int64_t size);
-/// CRC-32C and size in bytes of a file.
+/// Computes the CRC-32C and the size in bytes of a file.
 eng_status eng_file_checksum(uint32_t *crc, int64_t *size, const char *path);
-/// CRC-32C (Castagnoli, as in iSCSI and ext4) of `size` bytes. To continue a checksum, pass the
-/// checksum of the preceding bytes as `crc`; else 0.
+/// Returns the CRC-32C (Castagnoli, as in iSCSI and ext4) of `size` bytes. To continue a checksum,
+/// pass the checksum of the preceding bytes as `crc`; otherwise pass 0.
 uint32_t   eng_crc32c(uint32_t crc, const void *data, int64_t size);
 
-/// The kind of file that `path` names, ENG_FILE_*; follows symbolic links.
+/// Returns the kind of file that `path` names, ENG_FILE_*. Follows symbolic links.
 enum { ENG_FILE_NONE = 0, ENG_FILE_REGULAR = 1, ENG_FILE_FOLDER = 2, ENG_FILE_OTHER = 3 };
 int        eng_file_kind(const char *path);
-/// A hash of the device, inode, size and times of the file at `path`, which changes when the file
-/// is written or replaced; 0: there is no file.
+/// Returns a hash of the device, inode, size and times of the file at `path`, or 0 if there is no
+/// file. The hash changes when the file is written or replaced.
 uint64_t   eng_file_stamp(const char *path);
 /// Makes a directory and its parents. No error if it exists.
 eng_status eng_file_mkdir(const char *path);
@@ -41,14 +41,14 @@ eng_status eng_file_exchange(const char *a, const char *b);
 eng_status eng_file_remove(const char *path);
 /// Locks the file `path` against other processes until eng_file_unlock or the end of this process.
 /// Creates the file if it is missing and writes this process's id into it. `lock` is -1 if the file
-/// system has no locks. Errors: STATE (this or another process holds the lock; the text gives its
-/// id), IO.
+/// system has no locks. Errors: STATE (this or another process holds the lock; the text gives the
+/// id of that process), IO.
 eng_status eng_file_lock(int *lock, const char *path);
 void       eng_file_unlock(int lock);
-/// The names in a directory, sorted by bytes, without "." and "..".
+/// The names in a directory, sorted bytewise, without "." and "..".
 typedef struct eng_listing eng_listing;
 eng_status  eng_file_list(eng_listing **out, const char *path);
-/// Name i from 0; NULL past the end.
+/// Returns name `i`, counted from 0, or NULL past the end.
 const char *eng_listing_name(const eng_listing *listing, int i);
 void        eng_listing_free(eng_listing *listing);
 
@@ -71,16 +71,17 @@ eng_status  eng_safetensors_open(eng_safetensors **out, const char *path);
 /// NULL is allowed.
 void        eng_safetensors_close(eng_safetensors *file);
 int64_t     eng_safetensors_count(const eng_safetensors *file);
-/// Entry `index` in the order of the data. Errors: VALUE (no such entry).
+/// Returns entry `index`, counted from 0 in the order of the data. Errors: VALUE (no such entry).
 eng_status eng_safetensors_get(eng_safetensors_entry *out, const eng_safetensors *file,
                                int64_t index);
 /// Reads an entry into a new tensor, whose lifetime is set by `keep` (ENG_KEEP or ENG_AUTO, see
 /// eng_new).
 eng_status eng_safetensors_read(eng_tensor *out, const eng_safetensors *file, int64_t index,
                                 bool keep);
-/// The number of metadata pairs.
+/// Returns the number of metadata pairs.
 int64_t     eng_safetensors_metadata_count(const eng_safetensors *file);
-/// Key and value of metadata pair `index`, in file order. Errors: VALUE (no such pair).
+/// Returns the key and value of metadata pair `index`, counted from 0 in file order. Errors: VALUE
+/// (no such pair).
 eng_status eng_safetensors_metadata(const char **key, const char **value,
                                     const eng_safetensors *file, int64_t index);
 
@@ -106,16 +107,17 @@ void       eng_safetensors_abort(eng_safetensors_writer *writer);
 /// a line-based protocol. Other users are rejected, up to 8 clients are served at once, and no
 /// client can make the run wait.
 typedef struct eng_attach eng_attach;
-// limits in bytes, for each client: a line from it; the replies that it has not read yet
+// Limits in bytes for each client: a line that it sends; the replies that it has not read yet.
 enum { ENG_ATTACH_LINE = 65536, ENG_ATTACH_ANSWER = 1 << 20 };
-/// Opens the socket at `path`. The path of its folder may have any length; the file name is limited
-/// (IO). Replaces a socket without a listener. Errors: STATE (another process listens), IO, MEMORY.
+/// Opens the socket at `path`. The path of its folder may have any length. A file name that is too
+/// long is an error (IO). Replaces a socket without a listener. Errors: STATE (another process
+/// listens), IO, MEMORY.
 eng_status eng_attach_open(eng_attach **out, const char *path);
 /// Disconnects all clients and removes the socket. NULL is allowed.
 void       eng_attach_close(eng_attach *server);
 /// Serves the sockets and waits up to `milliseconds` for activity; with 0 and no clients it takes
-/// less than a microsecond. True: *line is a line from client number *client, without its newline;
-/// it is valid until the next call.
+/// less than a microsecond. Returns true if a line arrived: *line is the line without its newline,
+/// valid until the next call, and *client is the number of the client that sent it.
 bool eng_attach_poll(const char **line, int64_t *length, int *client, eng_attach *server,
                      int milliseconds);
 /// Sends a line to a client. Disconnects a client with more than ENG_ATTACH_ANSWER unread bytes.
@@ -130,8 +132,8 @@ eng_status eng_attach_connect(eng_attach_link **out, const char *path);
 /// Sends text; waits while the socket's buffer is full. Errors: IO (the run has ended), INTERRUPTED
 /// (part of the text may have been sent).
 eng_status eng_attach_send(eng_attach_link *link, const char *text, int64_t size);
-/// The next line, valid until the next call. Errors: IO (the run has ended), STATE (no line within
-/// `seconds`), INTERRUPTED.
+/// Waits for the next line, which is valid until the next call. Errors: IO (the run has ended),
+/// STATE (no line within `seconds`), INTERRUPTED.
 eng_status eng_attach_receive(const char **line, int64_t *length, eng_attach_link *link,
                               double seconds);
 void       eng_attach_leave(eng_attach_link *link);
@@ -226,11 +228,12 @@ enum {
 int         eng_query_type(const eng_query *query, int column);
 int64_t     eng_query_int(const eng_query *query, int column);
 double      eng_query_double(const eng_query *query, int column);
-/// The text or blob in a column and its size in bytes, valid until the next row.
+/// Returns the text or blob in a column, valid until the next row, and its size in bytes.
 const void *eng_query_bytes(int64_t *size, const eng_query *query, int column);
 
-/// Unpacks the blob of tensor_stats (or of steps.hist: one tensor, histogram only). *n receives the
-/// number of tensors in the blob. Fills at most `capacity` entries of `stats`. Errors: FORMAT.
+/// Unpacks a blob of the table tensor_stats, or of the column steps.hist, which describes one
+/// tensor and has only its histogram. *n receives the number of tensors in the blob. Fills at most
+/// `capacity` entries of `stats`. Errors: FORMAT.
 eng_status eng_history_unpack(int *n, eng_tensor_stats *stats, int capacity, const void *blob,
                               int64_t size);
 

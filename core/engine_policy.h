@@ -40,7 +40,8 @@ enum {
 };
 
 /// Norms that an optimizer's update computes: of the change of the weights, before update_clip
-/// (UPDATE); of the f32 weights after the update (WEIGHT); of moments 1 and 2 after it (M, V).
+/// (UPDATE); of the f32 weights after the update (WEIGHT); of moments 1 and 2 after the update (M,
+/// V).
 enum { ENG_NORM_UPDATE = 0, ENG_NORM_WEIGHT = 1, ENG_NORM_M = 2, ENG_NORM_V = 3, ENG_NORMS = 4 };
 
 /// Bins of the exponent histogram: bin b, from 0, counts the finite nonzero gradients g, as stored
@@ -58,7 +59,8 @@ typedef struct eng_tensor_stats {
   double  sum_squares;        // over finite elements
   int64_t hist[320];          // filled only with ENG_NEED_HIST
   double  relative_scale;     // of the gradient; 0 (not set) means 1
-  double  norm_ref;           // norm of its gradient in a reference backward; 0: none was run
+  double  norm_ref;           // norm of its gradient in a reference backward pass; 0: there was
+                              // none
   // The remaining fields describe what an FP8 layer quantized; `underflow` then counts numbers that
   // became 0.
   int64_t measured;           // elements measured; 0: none, or this is a gradient
@@ -80,7 +82,7 @@ typedef struct eng_record {
   double  loss, lr;
   int64_t count, inf, nan, zeros, underflow;
   double  amax, norm;
-  double  norm_ref;           // norm of a reference fp32 backward; NaN: none was run
+  double  norm_ref;           // norm of a reference backward pass in fp32; NaN: there was none
   double  elapsed;            // seconds since the run began
   int32_t overflow;           // 1: some gradient is inf or nan
   int32_t first_bad;          // index of the first tensor with inf or nan; -1: none
@@ -98,9 +100,9 @@ enum {
   ENG_ACTION_STEP = 0, ENG_ACTION_SKIP = 1, ENG_ACTION_RETRY = 2, ENG_ACTION_STOP = 3,
   ENG_ACTION_ROLLBACK = 4, ENG_ACTIONS = 5
 };
-/// "step", "skip", "retry", "stop" or "rollback"; "?" for any other number.
+/// Returns "step", "skip", "retry", "stop" or "rollback", or "?" for any other number.
 const char *eng_action_name(int action);
-/// The action with this name, or -1.
+/// Returns the action with this name, or -1 if there is none.
 int eng_action_from_name(const char *name);
 
 /// What a policy decided.
@@ -164,8 +166,8 @@ eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *polic
 
 /// Replaces the policy's state by a fresh one and drops earlier verdicts. Errors: POLICY.
 eng_status eng_policy_init(eng_policy *policy);
-/// The current loss scale, as set by the fresh state, the last good verdict or
-/// eng_policy_set_scale.
+/// Returns the current loss scale. It comes from the fresh state, the last good verdict or
+/// eng_policy_set_scale, whichever set it last.
 double     eng_policy_scale(const eng_policy *policy);
 /// Sets the current scale, and also state.scale if the state has a number of this name. The rest of
 /// the state, including its counters, is unchanged. Errors: VALUE (not a positive finite number),
@@ -176,20 +178,20 @@ eng_status eng_policy_set_scale(eng_policy *policy, double scale);
 /// or -1). `scalable`: this run can scale groups separately, so a verdict may contain `scales`.
 eng_status eng_policy_tensors(eng_policy *policy, const char *const *names, const int32_t *group_of,
                               int n, const char *const *groups, int n_groups, bool scalable);
-/// The loss scale of a group in the last good verdict: its entry in `scales`, else the verdict's
-/// `scale`.
+/// Returns the loss scale of a group in the last good verdict: its entry in `scales` or, if it has
+/// none, the verdict's `scale`.
 double     eng_policy_group_scale(const eng_policy *policy, int group);
 /// Whether the last good verdict gives any group a scale that differs from the verdict's `scale`.
 bool       eng_policy_scales_groups(const eng_policy *policy);
 /// What a verdict sets for single tensors.
 enum { ENG_EACH_CLIP = 0, ENG_EACH_LR = 1, ENG_EACH_RESET = 2, ENG_EACH_CAP = 3, ENG_EACH = 4 };
-/// What the last verdict sets for tensor `index`. `what` is ENG_EACH_CLIP: the factor on its
-/// gradient from `clips` or `grad_norms` (1: none). ENG_EACH_LR: the factor on its learning rate
-/// (1: none). ENG_EACH_RESET: 1 if its moments are reset, else 0. ENG_EACH_CAP: its entry in `caps`
-/// (inf: none). After a failed decision nothing is set.
+/// Returns what the last verdict sets for tensor `index`. `what` is ENG_EACH_CLIP: the factor on
+/// its gradient from `clips` or `grad_norms` (1: none). ENG_EACH_LR: the factor on its learning
+/// rate (1: none). ENG_EACH_RESET: 1 if its moments are reset, else 0. ENG_EACH_CAP: its entry in
+/// `caps` (inf: none). After a failed decision nothing is set.
 double     eng_policy_each(const eng_policy *policy, int what, int index);
-/// Entry `index` of the last verdict's `logit_muls`: sets *factor and returns "MODULE.HEAD", with
-/// heads counted from 1; NULL past the end.
+/// Reads entry `index` of the last verdict's `logit_muls`: sets *factor and returns "MODULE.HEAD",
+/// with heads counted from 1. Returns NULL past the end.
 const char *eng_policy_logit_mul(double *factor, const eng_policy *policy, int index);
 enum { ENG_POLICY_LOGIT_MULS = 4096 };
 /// Publishes record.signals[name]. The value holds until it is set again.
@@ -203,19 +205,19 @@ eng_status eng_policy_signal(eng_policy *policy, const char *name, double value)
 eng_status eng_policy_decide(eng_verdict *out, eng_policy *policy, const eng_record *record,
                              const eng_tensor_stats *stats);
 
-/// Entry `index` of the last verdict's `log`, in arbitrary order: sets *value and returns the
-/// entry's name, which is valid until the next decision; NULL past the end.
+/// Reads entry `index` of the last verdict's `log`, in arbitrary order: sets *value and returns the
+/// entry's name, which is valid until the next decision. Returns NULL past the end.
 const char *eng_policy_logged(double *value, const eng_policy *policy, int index);
-/// What the policy printed since the last call of this function, as lines "file:line: text" without
-/// control characters; "" for nothing. Keeps the first ENG_POLICY_PRINTS bytes. Valid until the
-/// next call that uses the policy.
+/// Returns what the policy printed since the last call of this function, as lines "file:line: text"
+/// without control characters, or "" if it printed nothing. Keeps the first ENG_POLICY_PRINTS
+/// bytes. Valid until the next call that uses the policy.
 const char *eng_policy_printed(eng_policy *policy);
 enum { ENG_POLICY_LOGS = 64, ENG_POLICY_PRINTS = 2048 };   // values in a `log`; bytes printed
 
-/// The policy's state and last good verdict as canonical text: numbers are exact and keys are
-/// sorted, so the same state always gives the same bytes. The policy owns the text, which is valid
-/// until the next save. Signals and tensor names are not saved. Errors: STATE, POLICY (the policy
-/// changed its options).
+/// Writes the policy's state and last good verdict as canonical text: numbers are exact and keys
+/// are sorted, so the same state always gives the same bytes. The policy owns the text, which is
+/// valid until the next save. Signals and tensor names are not saved. Errors: STATE, POLICY (the
+/// policy changed its options).
 eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *policy);
 /// Restores a saved text. On an error the state is unchanged. Errors: FORMAT, POLICY (saved by
 /// another policy).

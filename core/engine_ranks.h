@@ -12,23 +12,24 @@ enum { ENG_SUM = 0, ENG_MAX = 1 };
 /// Whether the environment says that this process was started as one of several. Sets *rank and
 /// *size, the number of processes (0 and 1 if alone). Starts nothing.
 bool eng_comm_launched(int *rank, int *size);
-/// The world. The first call loads the transport if this process was started as one of several: MPI
-/// if mpirun or srun with an MPI plug-in started it, NCCL alone if torchrun did (RANK, WORLD_SIZE,
-/// MASTER_ADDR, MASTER_PORT) or srun without a plug-in (SLURM_PROCID, MASTER_ADDR).
-/// ENGINE_RANKS=off loads no transport; mpi or nccl loads that transport, even for one process. A
-/// process that runs alone is a world of one.
+/// Returns the world, the group of all ranks. The first call loads the transport if this process
+/// was started as one of several: MPI if mpirun or srun with an MPI plug-in started it, NCCL alone
+/// if torchrun did (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or srun without a plug-in
+/// (SLURM_PROCID, MASTER_ADDR). ENGINE_RANKS=off loads no transport; mpi or nccl loads that
+/// transport, even for one process. A process that runs alone is a world of one.
 /// Errors: LIBRARY (this build has no MPI, its MPI does not see the other ranks, or NCCL is
 /// missing), DEVICE (NCCL without a card), VALUE (a malformed environment variable).
 eng_status eng_comm_world(eng_comm **out);
 int eng_comm_rank(const eng_comm *comm);
 int eng_comm_size(const eng_comm *comm);
-/// Threads for each rank of this machine: its cores divided by its ranks.
+/// Returns the number of threads for each rank on this machine: the machine's cores divided by its
+/// ranks.
 int eng_comm_threads(void);
 /// Describes the transport: "Open MPI v4.1.4, 4 ranks, 4 of them here". Once gradients on cards are
 /// to be reduced, the text also says whether messages go from card to card over NCCL or through the
 /// host, and why.
 const char *eng_comm_text(void);
-/// Version and path of the NCCL library that would be used: "2.28.9,
+/// Returns the version and path of the NCCL library that would be used: "2.28.9,
 /// /usr/local/cuda/lib64/libnccl.so.2". Errors: LIBRARY; the text says what is missing.
 eng_status eng_comm_nccl(const char **text);
 /// Splits a group: the ranks that pass the same color form a new group, ordered by key, then rank.
@@ -137,9 +138,9 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
 eng_status eng_parallel_gather_flags(eng_parallel *parallel);
 /// Sums every tensor's histogram over all ranks.
 eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *parallel);
-/// Flags of the gradient that rank `rank` contributed to the last reduction for parameter `index`:
-/// 1: the rank had a gradient; 2: it contained inf; 4: it contained nan; 8: it contained finite
-/// numbers that became inf in the comm dtype.
+/// Returns the flags of the gradient that rank `rank` contributed to the last reduction for
+/// parameter `index`. 1: the rank had a gradient; 2: it contained inf; 4: it contained nan; 8: it
+/// contained finite numbers that became inf in the comm dtype.
 int eng_parallel_flags(const eng_parallel *parallel, int rank, int index);
 /// With `zero`, after an update: distributes every rank's pieces of the weights to all ranks. With
 /// zero = 3 it drops the pieces of other ranks instead.
@@ -153,17 +154,17 @@ eng_status eng_parallel_gather(eng_parallel *parallel);
 /// all ranks. Every rank calls both functions, between two steps.
 eng_status eng_parallel_leave(eng_parallel *parallel);
 eng_status eng_parallel_whole(eng_parallel *parallel);
-/// With zero = 3: a checksum of the order in which this rank received units. It must be the same on
-/// all ranks.
+/// With zero = 3: returns a checksum of the order in which this rank received units. The checksum
+/// must be the same on all ranks.
 uint32_t eng_parallel_order(const eng_parallel *parallel);
-/// With zero = 3: this rank's elements of parameter `index`, as an f32 tensor of one dimension over
-/// the weights' memory. The tensor lives as long as the parameters. After writing to it, call
-/// eng_params_refresh.
+/// With zero = 3: returns this rank's elements of parameter `index` as an f32 tensor of one
+/// dimension over the weights' memory. The tensor lives as long as the parameters. After writing to
+/// it, call eng_params_refresh.
 eng_status eng_parallel_piece(eng_tensor *out, eng_parallel *parallel, int index);
 /// Reduces the f32 gradients of a reference backward pass (eng_params_reference_begin) and waits
 /// for the result.
 eng_status eng_parallel_reference(eng_parallel *parallel);
-/// The elements [from, to) of parameter `index` that this rank updates.
+/// Returns the range of elements [from, to) of parameter `index` that this rank updates.
 void eng_parallel_own(int64_t *from, int64_t *to, const eng_parallel *parallel, int index);
 /// Measurements of the last step's reductions. messages, bytes: sent by this rank. seconds: from
 /// the start of the first bucket to the end of the last one. waited: seconds spent waiting in
@@ -180,15 +181,16 @@ typedef struct eng_parallel_facts {
   int64_t weight_messages, weight_bytes, weights_memory, weight_exchanges, weights_ahead;
 } eng_parallel_facts;
 void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *parallel);
-/// Predicts, without starting ranks, what rank `rank` of `size` (-1: the rank that sums the most)
-/// would store and send: bytes of memory, of messages in a reduction and, with zero, of updated
-/// weights. `rooms` and, with zero = 3, the figures of weights are exact only if the operations on
-/// the tape are those of a step; all other figures are always exact. `apart` must be NULL.
+/// Predicts, without starting ranks, what rank `rank` of `size` would store and send: bytes of
+/// memory, of messages in a reduction and, with zero, of updated weights. `rank` -1 stands for the
+/// rank that sums the most. `rooms` and, with zero = 3, the figures of weights are exact only if
+/// the operations on the tape are those of a step; all other figures are always exact. `apart` must
+/// be NULL.
 typedef struct eng_parallel_sizes {
   int64_t buckets, messages, bytes, weight_messages, weight_bytes;
   int64_t own;                  // elements that this rank sums
-  // bytes. gradients: of the gradients that are stored; rooms: with zero >= 2, of the gradients
-  // that backward writes until they are sent
+  // bytes. gradients: of the gradients that are stored. rooms: with zero >= 2, of the gradients
+  // that backward has written and that are not sent yet
   int64_t gradients, rooms;
   int64_t under_way;            // bytes of messages and sums in flight
   int64_t weights;              // with zero = 3, bytes of weights and low-precision weights

@@ -14,7 +14,7 @@ typedef struct eng_tokenizer eng_tokenizer;
 /// pieces from the left), or whole words.
 enum { ENG_TOKENS_BPE = 0, ENG_TOKENS_UNIGRAM = 1, ENG_TOKENS_WORDPIECE = 2, ENG_TOKENS_WORDS = 3 };
 /// Flags of a model. BYTE_FALLBACK: an unknown character becomes tokens such as <0xE2>. FUSE_UNK:
-/// neighbouring unknown characters become one token. IGNORE_MERGES: a word in the vocabulary is one
+/// adjacent unknown characters become one token. IGNORE_MERGES: a word in the vocabulary is one
 /// token, whatever the merges say.
 enum { ENG_TOKENS_BYTE_FALLBACK = 1, ENG_TOKENS_FUSE_UNK = 2, ENG_TOKENS_IGNORE_MERGES = 4 };
 /// Flags of an added token. LSTRIP, RSTRIP: a match includes the white space before (after) the
@@ -123,11 +123,11 @@ eng_status eng_tokenizer_decode(const char **text, int64_t *size, eng_tokenizer 
 /// text ends with a line feed that is its only trailing white space and the second begins with a
 /// visible ASCII character.
 bool       eng_tokenizer_splits_lines(const eng_tokenizer *tokenizer);
-/// One more than the largest id.
+/// Returns one more than the largest id.
 int64_t    eng_tokenizer_size(const eng_tokenizer *tokenizer);
-/// The text of a token as in the file; NULL if there is no such id.
+/// Returns the text of a token, exactly as the file has it, or NULL if there is no such id.
 const char *eng_tokenizer_text(int64_t *size, const eng_tokenizer *tokenizer, int64_t id);
-/// The id of a token by its text; -1 if there is none.
+/// Returns the id of the token with this text, or -1 if there is none.
 int64_t    eng_tokenizer_find(const eng_tokenizer *tokenizer, const char *text, int64_t size);
 
 #endif

@@ -102,7 +102,7 @@ void eng_backward_abort(void)
   tape_clear();
 }
 
-/// Collects the gradients of a node's outputs; false if there are none.
+/// Collects the gradients of a node's outputs. Returns false if there are none.
 static bool collect(grad_call *g, const tape_node *node)
 {
   bool any = false;
@@ -123,8 +123,8 @@ static void drop_collected(const op_call *call)
     if (call->out[k]) gradient_drop(call->out[k]);
 }
 
-/// Errors: GRADIENT if a tensor that the rule reads was modified after the operation ran, because
-/// the rule would then silently compute a wrong gradient.
+/// Fails with GRADIENT if a tensor that the rule reads was modified after the operation ran,
+/// because the rule would then silently compute a wrong gradient.
 static eng_status check_unwritten(const tape_node *node)
 {
   const eng_op_info *info = &op_table[node->call.op].about;

@@ -17,8 +17,8 @@ typedef struct backward_watch {
 } backward_watch;
 void backward_set_watch(const backward_watch *watch);
 
-/// The node whose gradient is being computed, or -1 outside of backward. *op receives the node's
-/// operation, or -1 for a Lua node; `op` may be NULL.
+/// Returns the node whose gradient is being computed, or -1 outside of backward. *op receives the
+/// node's operation, or -1 for a Lua node; `op` may be NULL.
 int backward_node(int *op);
 
 /// Ends a step: aborts a pass, empties the tape and drops the gradients of leaves.

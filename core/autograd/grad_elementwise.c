@@ -17,7 +17,7 @@ static eng_status wide_affine(tensor **out, tensor *x, double factor, double ter
                                       .affine = {.factor = factor, .term = term}});
 }
 
-/// x where the condition holds, else 0; drops the condition.
+/// Computes x where the condition holds, else 0. Drops the condition.
 static eng_status masked(tensor **out, tensor *condition, tensor *x)
 {
   tensor *zero;

@@ -45,14 +45,15 @@ eng_status grad_matmul(grad_call *g)
   return ENG_OK;
 }
 
-/// x [.. x C] as [rows x C].
+/// Reshapes x [.. x C] to [rows x C].
 static eng_status rows_of(tensor **out, tensor *x)
 {
   int64_t columns = x->shape[x->ndim - 1];
   return op_reshape(out, x, 2, (int64_t[]){columns ? -1 : 0, columns});
 }
 
-/// dx = dy w for input 0, a linear layer's x [.. x K]; dy [rows x N], w [N x K].
+/// Emits dx = dy w, the gradient of input 0, which is a linear layer's x [.. x K]. dy [rows x N], w
+/// [N x K].
 static eng_status input_gradient(grad_call *g, tensor *dy, tensor *w)
 {
   const tensor *x = g->call->in[0];
@@ -66,7 +67,7 @@ static eng_status input_gradient(grad_call *g, tensor *dy, tensor *w)
 }
 
 /// Emits the gradients of a linear layer's weight (input w) and bias (input w + 1) from dy [rows x
-/// N] and x [rows x K]: dy^T x and column sums.
+/// N] and x [rows x K]: dy^T x and the column sums of dy.
 static eng_status weight_gradients(grad_call *g, int w, tensor *dy, tensor *x)
 {
   const int b = w + 1;
@@ -316,7 +317,7 @@ eng_status grad_cross_entropy(grad_call *g)
     c.out[0] = over;
   }
   eng_status status = op_run(&c);
-  if (over && status == ENG_OK) {   // the memory of x becomes that of its gradient
+  if (over && status == ENG_OK) {   // the memory of x becomes the memory of its gradient
     over->done = false;
     *over->store = *x->store;
     over->store->references = 1;

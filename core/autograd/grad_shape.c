@@ -35,8 +35,8 @@ eng_status grad_slice(grad_call *g)
   return grad_emit(g, 0, dx);
 }
 
-/// The gradients of a split's parts as one tensor, without a copy, if they are adjacent in memory;
-/// else NULL.
+/// Joins the gradients of a split's parts into one tensor without a copy, if they are adjacent in
+/// memory. Otherwise *out is NULL.
 static eng_status side_by_side(tensor **out, const grad_call *g)
 {
   const tensor *x = g->call->in[0], *first = g->dy[0];

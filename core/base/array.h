@@ -6,8 +6,10 @@
 #include <stdint.h>
 
 /// Makes room for `needed` elements in `items`, an array from malloc or NULL; `room` (int64_t) is
-/// the number of elements it has room for. False: out of memory, and nothing has changed.
+/// the number of elements it has room for. Returns false if there is no memory; then nothing has
+/// changed.
 #define ARRAY_GROW(items, room, needed) array_grow(&(items), &(room), needed, sizeof *(items))
 
-/// ARRAY_GROW. `items` is the address of the array's pointer, `size` the bytes of an element.
+/// The function behind ARRAY_GROW. `items` is the address of the array's pointer, and `size` is the
+/// bytes of an element.
 bool array_grow(void *items, int64_t *room, int64_t needed, size_t size);

@@ -11,9 +11,9 @@ static inline bool dtype_is_fp8(int d)   { return d == ENG_e4m3 || d == ENG_e5m2
 /// Includes bool.
 static inline bool dtype_is_integer(int d) { return !dtype_is_float(d) && !dtype_is_fp8(d); }
 
-/// Element `index` in host memory as double. A store rounds once, from double.
+/// Read and write element `index` of host memory as a double. A store rounds once, from double.
 double tensor_load(const void *data, int dtype, int64_t index);
 void   tensor_store(void *data, int dtype, int64_t index, double value);
-/// Element `index` of an integer tensor, exact over 64 bits.
+/// Read and write element `index` of an integer tensor, exactly over 64 bits.
 int64_t tensor_load_int(const void *data, int dtype, int64_t index);
 void    tensor_store_int(void *data, int dtype, int64_t index, int64_t value);

@@ -22,7 +22,8 @@ eng_status file_writer_commit(file_writer *writer);
 /// Removes the temporary file. Harmless after an error or a commit.
 void       file_writer_abort(file_writer *writer);
 
-/// The directory part of a path, in new memory; "." if the path has none. NULL: no memory.
+/// Returns the directory part of a path in new memory ("." if the path has none), or NULL if there
+/// is no memory.
 char *file_parent(const char *path);
 
 /// Opens a regular file for reading; `size` receives its bytes. Errors: IO, also for a directory, a

@@ -10,8 +10,8 @@
 // Formats with exponent bits: 2^(1 - bias) is the smallest normal number, and
 // 2^(1 - bias - fraction_bits) the smallest subnormal. `last` is the fraction of the largest finite
 // number in units of 2^-fraction_bits. `above` says what the code after the largest number stands
-// for: INF; NOT, the only NaN of the format; or NONE, no such code, in formats that always
-// saturate. Formats without exponent bits: codes are two's complement in units of
+// for: INF, infinity; NOT, the only NaN of the format; NONE, nothing, because the format always
+// saturates. Formats without exponent bits: codes are two's complement in units of
 // 2^-fraction_bits, from -last to 127.
 enum { INF, NOT, NONE };
 typedef struct format {
@@ -80,8 +80,9 @@ bool eng_format_get(eng_format *out, const char *name)
   return true;
 }
 
-// The code of x in a format of the table, rounded to nearest even. NaN becomes the positive quiet
-// NaN, or in a format without NaN the largest number, as in the cvt instructions of the hardware.
+// Returns the code of x in a format of the table, rounded to nearest even. NaN becomes the positive
+// quiet NaN or, in a format without NaN, the largest number, as in the cvt instructions of the
+// hardware.
 static int64_t encode(const format *f, double x, int mode)
 {
   if (f->exponent_bits == 0) {   // saturates; NaN becomes 0
@@ -110,8 +111,8 @@ static double decode(const format *f, uint32_t code)
   return f->has_sign && code >> (f->exponent_bits + fraction) & 1 ? -value : value;
 }
 
-// The rounding of float8_e8m0fnu in ml_dtypes: nearest, ties up; subnormal f32 above 2^-127 become
-// 2^-126; 0, negative numbers and numbers that round past 2^127 become NaN.
+// Rounds as float8_e8m0fnu in ml_dtypes does: to nearest, ties up. Subnormal f32 above 2^-127
+// become 2^-126. 0, negative numbers and numbers that round past 2^127 become NaN.
 static uint8_t ue8m0_nearest(double x)
 {
   if (!(x > 0) || x >= 0x1.8p127) return 0xFF;
@@ -121,9 +122,10 @@ static uint8_t ue8m0_nearest(double x)
   return (uint8_t)(exponent + 126 + (fraction >= 0.75));
 }
 
-// TileKernels' cast to e5m6 (quant/per_token_cast_to_e5m6_kernel.py): truncates to f16, then
-// rounds up by a rule that equals nearest even only for normal results. Matches TileKernels for |x|
-// <= 65024, the range that its scales guarantee; larger values saturate here.
+// Casts to e5m6 as TileKernels does (quant/per_token_cast_to_e5m6_kernel.py): truncates to f16,
+// then rounds up by a rule that agrees with rounding to nearest even only for normal results.
+// Matches TileKernels for |x| <= 65024, the range that its scales guarantee; larger values saturate
+// here.
 static uint16_t e5m6_tilekernels(float x)
 {
   uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu, half;

@@ -51,10 +51,10 @@ ENG_INLINE uint32_t small_bound(uint32_t code, uint32_t largest, int mode)
   return mode & FP8_SATURATE ? largest : largest + 1;
 }
 
-// ---- the reference, from double: also for f32, f16 and bf16, which double represents exactly
+// ---- the reference: from double, and so from f32, f16 and bf16, which double represents exactly
 
-/// The code of x. fraction: the number of fraction bits; largest: the code of the largest number;
-/// sign: the mask of the sign bit, 0 for none; nan: the result for NaN.
+/// Returns the code of x. fraction: the number of fraction bits; largest: the code of the largest
+/// number; sign: the mask of the sign bit, or 0 if the format has none; nan: the result for NaN.
 ENG_INLINE uint32_t small_from_f64(double x, int fraction, int bias, uint32_t largest,
                                    uint32_t sign, uint32_t nan, int mode)
 {
@@ -73,9 +73,9 @@ ENG_INLINE uint16_t e5m6_from_f64(double x, int mode)
 
 // ---- from float, without doubles: used by kernels
 
-/// Magnitude of a finite float rounded to nearest even in e4m3 (fraction 3) or e5m2 (2). Below the
-/// smallest normal number, adding 2^(23 + exponent of the smallest subnormal) rounds to a multiple
-/// of that subnormal.
+/// Rounds the magnitude of a finite float to nearest even in e4m3 (fraction 3) or e5m2 (fraction 2)
+/// and returns its code. Below the smallest normal number, adding 2^(23 + exponent of the smallest
+/// subnormal) rounds to a multiple of that subnormal.
 ENG_INLINE uint32_t fp8_code_f32(uint32_t magnitude, int fraction)
 {
   int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction;
@@ -87,8 +87,8 @@ ENG_INLINE uint32_t fp8_code_f32(uint32_t magnitude, int fraction)
          ((uint32_t)(127 - bias) << fraction);
 }
 
-/// fp8_code_f32 with stochastic rounding. Magnitudes below the smallest subnormal are first
-/// truncated to a multiple of 2^-20 or 2^-21 of it.
+/// fp8_code_f32 with stochastic rounding. A magnitude below the smallest normal number is first
+/// truncated to a multiple of the smallest subnormal times 2^-20 (e5m2: 2^-21).
 ENG_INLINE uint32_t fp8_code_stochastic(uint32_t magnitude, int fraction, uint32_t random)
 {
   int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction;
@@ -131,7 +131,7 @@ ENG_INLINE float e4m3_to_f32(uint8_t code)
 
 // ---- scales that are powers of two
 
-/// 2^(code - 127); code 0xFF is NaN.
+/// Returns 2^(code - 127), or NaN for code 0xFF.
 ENG_INLINE float ue8m0_to_f32(uint8_t code)
 {
   return code == 0xFF ? f32_from(0x7FC00000u)
@@ -139,8 +139,9 @@ ENG_INLINE float ue8m0_to_f32(uint8_t code)
                       : f32_from((uint32_t)code << 23);
 }
 
-/// The code of the largest power of two that is not above |x|, or if `up` of the smallest that is
-/// not below it. The result is clamped to 2^-127..2^127; Inf and NaN become NaN.
+/// Returns the code of the largest power of two that is not above |x| or, if `up` is set, of the
+/// smallest power of two that is not below |x|. The result is clamped to 2^-127..2^127; Inf and NaN
+/// become NaN.
 ENG_INLINE uint8_t ue8m0_from_f32(float x, int up)
 {
   uint32_t magnitude = f32_bits(x) & 0x7FFFFFFFu;

@@ -21,7 +21,7 @@ enum { HOPPER_GROUP = 32, HOPPER_BITS = 13 };
 /// A decoded number: value = significand * 2^(exponent - fraction), with an integer significand.
 typedef struct fp8_parts { int negative, significand, exponent; } fp8_parts;
 
-/// fraction: 3 for e4m3, 2 for e5m2. The code must be finite.
+/// Decodes a code, which must be finite. fraction: 3 for e4m3, 2 for e5m2.
 ENG_INLINE fp8_parts fp8_parts_of(uint8_t code, int fraction)
 {
   fp8_parts p;
@@ -35,12 +35,13 @@ ENG_INLINE fp8_parts fp8_parts_of(uint8_t code, int fraction)
 ENG_INLINE float fp8_to_f32(uint8_t code, int fraction)
 { return fraction == 3 ? e4m3_to_f32(code) : e5m2_to_f32(code); }
 
-/// The index (0 to n-1) of the product that the accumulator `fp32` adds at this step. It adds
-/// products in pairs, the second of each pair first, as instructions that multiply pairs do.
+/// Returns the index (0 to n-1) of the product that the accumulator `fp32` adds at this step. The
+/// accumulator takes products in pairs and adds the second of each pair first, as instructions that
+/// multiply pairs do.
 ENG_INLINE int64_t fp8_fp32_order(int64_t step, int64_t n)
 { return (step ^ 1) < n ? step ^ 1 : step; }
 
-/// c + a[0] b[0] + .. + a[n-1] b[n-1] for n <= 32; strides in elements.
+/// Returns c + a[0] b[0] + .. + a[n-1] b[n-1] for n <= 32. Strides are in elements.
 ENG_INLINE float hopper_group(const uint8_t *a, int64_t a_stride, int a_fraction, const uint8_t *b,
                               int64_t b_stride, int b_fraction, int n, float c)
 {

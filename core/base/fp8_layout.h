@@ -40,9 +40,10 @@ enum {
 ENG_INLINE int64_t fp8_round_up(int64_t n, int64_t multiple)
 { return (n + multiple - 1) / multiple * multiple; }
 
-/// The size of an operand's dimension, padded for a product on the GPU. The GPU needs `inner` to be
-/// a multiple of 16 bytes, and M and N multiples of 8. A multiple of 16 satisfies both rules, also
-/// for the transposed copy, whose inner dimension is `rows`. The CPU's products need no padding.
+/// Returns the size of an operand's dimension, padded for a product on the GPU. The GPU needs
+/// `inner` to be a multiple of 16 bytes, and M and N multiples of 8. A multiple of 16 satisfies
+/// both rules, also for the transposed copy, whose inner dimension is `rows`. The CPU's products
+/// need no padding.
 ENG_INLINE int64_t fp8_padded(int64_t n) { return fp8_round_up(n, FP8_PAD); }
 
 /// The scales of an operand. Element (r, k) has scale[(r / row_block) * row_stride + (k /
@@ -54,10 +55,11 @@ typedef struct fp8_scales {
   int64_t count;                      // floats in all, padding included
 } fp8_scales;
 
-/// Sizes and strides of the scales of an operand [rows x inner] in blocks of any shape; 0 means the
-/// whole dimension. Blocks of one row have VEC128's layout, all others BLK128's. So the scales of
-/// an operand in 128 x 1 blocks have the same layout as the VEC128 scales of its transpose. `shape`
-/// [2], unless NULL, receives the shape of a row-major array of the scales.
+/// Returns the sizes and strides of the scales of an operand [rows x inner] in blocks of any shape;
+/// a block size of 0 means the whole dimension. The scales of blocks of one row have the layout of
+/// VEC128, and all others that of BLK128. So the scales of an operand in 128 x 1 blocks have the
+/// same layout as the VEC128 scales of its transpose. `shape` [2], unless NULL, receives the shape
+/// of a row-major array of the scales.
 ENG_INLINE fp8_scales fp8_scales_for(int64_t block_rows, int64_t block_inner, int64_t rows,
                                      int64_t inner, int64_t *shape)
 {
@@ -77,9 +79,9 @@ ENG_INLINE fp8_scales fp8_scales_for(int64_t block_rows, int64_t block_inner, in
   return s;
 }
 
-/// fp8_scales_for the blocks of an fp8_scaling; rows and inner are at least 1. For a padded operand
-/// pass the padded sizes, so that every block has a scale; a block that holds only padding gets the
-/// scale 0 or 1, depending on the quantizer.
+/// Calls fp8_scales_for with the blocks of an fp8_scaling. rows and inner are at least 1. For a
+/// padded operand pass the padded sizes, so that every block has a scale; a block that holds only
+/// padding gets the scale 0 or 1, depending on the quantizer.
 ENG_INLINE fp8_scales fp8_scales_of(int scaling, int64_t rows, int64_t inner)
 {
   int64_t block_rows = scaling != FP8_TENSOR, block_inner = 0;
@@ -88,7 +90,7 @@ ENG_INLINE fp8_scales fp8_scales_of(int scaling, int64_t rows, int64_t inner)
   return fp8_scales_for(block_rows, block_inner, rows, inner, NULL);
 }
 
-/// Index of the scale of element (r, k).
+/// Returns the index of the scale of element (r, k).
 ENG_INLINE int64_t fp8_scale_at(const fp8_scales *s, int64_t r, int64_t k)
 {
   return r / s->row_block * s->row_stride + k / s->inner_block * s->inner_stride;

@@ -1,6 +1,6 @@
 // The scale of a block from its largest magnitude: the rules of other projects, bit for bit.
-// Inline, so that gcc and nvcc compile the same code. Divisions are in f32, or where stated in f64,
-// rounded to nearest even.
+// Inline, so that gcc and nvcc compile the same code. Divisions are in f32, or in f64 where the
+// rule says so, and round to nearest even.
 //
 // A value is quantized as q = x * factor (or x / scale in rules that divide); q * scale restores
 // it. fp8.h then rounds q to its format, saturating. `largest` is the largest number of the format:
@@ -36,15 +36,15 @@ typedef struct fp8_scale {
   float scale;    // x = q * scale
 } fp8_scale;
 
-/// Whether the rule divides: q = x / factor.
+/// Whether the rule divides by the factor: q = x / factor.
 ENG_INLINE int fp8_divides(int rule) { return rule == ENG_SCALE_DEEPSEEK; }
 
-/// The largest number of e4m3, e5m2 or ENG_FORMAT_E5M6.
+/// Returns the largest number of e4m3, e5m2 or ENG_FORMAT_E5M6.
 ENG_INLINE float fp8_largest(int64_t format)
 { return format == ENG_e4m3 ? E4M3_MAX : format == ENG_e5m2 ? E5M2_MAX : E5M6_MAX; }
 
-/// The value that replaces an infinite factor, for blocks of this shape (0: the whole dimension) in
-/// a tensor of this dtype.
+/// Returns the value that replaces an infinite factor, for blocks of this shape (0: the whole
+/// dimension) in a tensor of this dtype.
 ENG_INLINE float fp8_limit(int64_t block_rows, int64_t block_columns, int dtype)
 {
   if ((block_rows == 0 && block_columns == 0) || (dtype != ENG_f16 && dtype != ENG_bf16))
@@ -52,7 +52,8 @@ ENG_INLINE float fp8_limit(int64_t block_rows, int64_t block_columns, int dtype)
   return dtype == ENG_f16 ? 65504.0f : bf16_to_f32(0x7F7F);
 }
 
-/// The smallest amax that a rule assumes, unless the caller passes another.
+/// Returns the smallest amax that a rule assumes: `eps`, or the rule's default if `eps` is
+/// negative.
 ENG_INLINE float fp8_eps(int rule, double eps)
 {
   if (eps >= 0) return (float)eps;
@@ -61,7 +62,7 @@ ENG_INLINE float fp8_eps(int rule, double eps)
                                                                   : 0.0f;
 }
 
-/// 2^exponent; exponents outside -149..127 are clamped.
+/// Returns 2^exponent. Exponents outside -149..127 are clamped.
 ENG_INLINE float fp8_power(int exponent)
 {
   if (exponent > 127) exponent = 127;
@@ -70,7 +71,7 @@ ENG_INLINE float fp8_power(int exponent)
                          : f32_from((uint32_t)(exponent + 127) << 23);
 }
 
-/// floor(log2 x), x positive and finite.
+/// Returns floor(log2 x) for a positive finite x.
 ENG_INLINE int fp8_exponent(float x)
 {
   uint32_t bits = f32_bits(x);
@@ -80,15 +81,15 @@ ENG_INLINE int fp8_exponent(float x)
   return exponent;
 }
 
-/// The smallest power of two that is not below x, x positive and finite.
+/// Returns the smallest power of two that is not below x, for a positive finite x.
 ENG_INLINE float fp8_power_above(float x)
 {
   float power = fp8_power(fp8_exponent(x));
   return power < x ? fp8_power(fp8_exponent(x) + 1) : power;
 }
 
-/// amax: the largest magnitude without NaN (torchao: NaN if there is one). margin: an integer; the
-/// scale is multiplied by 2^margin.
+/// Returns the factors of a block. amax: the block's largest magnitude, ignoring NaN (torchao: NaN
+/// if the block contains one). margin: an integer; the scale is multiplied by 2^margin.
 ENG_INLINE fp8_scale fp8_scale_of(float amax, float largest, int rule, int power_of_two, float eps,
                                   int margin, float limit)
 {

@@ -11,7 +11,7 @@ static long long position(const json_reader *reader)
   return (long long)(reader->now - reader->start);
 }
 
-// The character at the read position, for messages.
+// Describes the character at the read position, for messages.
 static const char *found(const json_reader *reader)
 {
   static _Thread_local char text[32];
@@ -52,7 +52,7 @@ eng_status json_expect(json_reader *reader, char c)
                    position(reader), found(reader));
 }
 
-// The value of four hex digits at p; -1 if there are fewer.
+// Returns the value of four hex digits at p, or -1 if there are fewer.
 static int hex4(const char *p, const char *end)
 {
   int value = 0;

@@ -30,6 +30,6 @@ bool json_is_text(const char *text);
 /// Writes UTF-8 `text` as a JSON string.
 void json_put_string(FILE *to, const char *text);
 
-/// `text` for a message: quoted, cut to fewer than 90 bytes, as eng_text_shown writes it. The
-/// result is in one of 4 buffers of this thread, used in turn.
+/// Returns `text` for a message: quoted, cut to fewer than 90 bytes, and made safe by
+/// eng_text_shown. The result is in one of 4 buffers of this thread, which are used in turn.
 const char *json_show(const char *text);

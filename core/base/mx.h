@@ -1,7 +1,7 @@
 // Microscaling of single numbers: the element formats, the rules that compute a block's scale from
 // its largest magnitude, and rounding. Inline, so that gcc and nvcc compile the same code. Called
-// by the kernels of mx_quantize, mx_dequantize, mx_matmul and hadamard, and by fp8/. The slow twin
-// in reference_mx.c computes the same results in f64 by other formulas.
+// by the kernels of mx_quantize, mx_dequantize, mx_matmul and hadamard, and by fp8/. The reference
+// kernels in reference_mx.c compute the same results in f64 by other formulas.
 //
 //   element   bits    bias  largest      emax        scale of a block
 //   e4m3      1-4-3   7     448          8           a power of two, in ue8m0 (fp8.h)
@@ -11,7 +11,8 @@
 //   e2m1      1-2-1   1     6            2           also NVFP4: ue4m3, and one f32 per tensor
 //   mxint8    8       -     127/64       0           two's complement, in units of 1/64
 //
-// Rules of MX, from the amax a of a block in f32 (e: the exponent of the scale):
+// Rules of MX, from the amax a of a block in f32 (e is the exponent of the scale, and emax that of
+// the element's largest number):
 //   floor   e = floor(log2 a) - emax                   OCP MX 1.0, section 6.3
 //   ceil    e = ceil(log2 a) - emax                    torchao
 //   even    a rounded to the fraction bits of an element, ties up; then as floor (torchao)
@@ -74,8 +75,9 @@ ENG_INLINE int mx_packed(int64_t format) { return format == ENG_FORMAT_E2M1; }
 
 // ---- scales
 
-/// The ue8m0 code for a block with this amax. Inf and NaN give 254 if `saturates`. Otherwise they
-/// give 255, and so does a finite amax that the rule `even` rounds up to Inf, as in torchao.
+/// Returns the ue8m0 code for a block with this amax. Inf and NaN give 254 if `saturates`.
+/// Otherwise they give 255, and so does a finite amax that the rule `even` rounds up to Inf, as in
+/// torchao.
 ENG_INLINE uint8_t mx_scale(float amax, mx_format f, int rule, int saturates)
 {
   uint32_t bits = f32_bits(amax);
@@ -88,8 +90,8 @@ ENG_INLINE uint8_t mx_scale(float amax, mx_format f, int rule, int saturates)
   return (uint8_t)(code < 0 ? 0 : code > 254 ? 254 : code);
 }
 
-/// QuEST: the ue8m0 code for a block of n numbers with this sum and sum of squares; 255 if Inf or
-/// NaN is among them.
+/// QuEST: returns the ue8m0 code for a block of n numbers with this sum and sum of squares, or 255
+/// if Inf or NaN is among the numbers.
 ENG_INLINE uint8_t quest_scale(double sum, double squares, int n)
 {
   double mean = sum / n, variance = squares / n - mean * mean;
@@ -103,7 +105,7 @@ ENG_INLINE int mx_is_gated(int64_t rule) { return rule == ENG_MX_QUEST; }
 /// QuEST: whether an element has a gradient. y: the element divided by its scale.
 ENG_INLINE int quest_gate(float y) { return __builtin_fabsf(y) < 6; }
 
-/// 2^-e of a ue8m0 code; NaN for 255.
+/// Returns 2^-e for the ue8m0 code of 2^e, or NaN for code 255.
 ENG_INLINE float mx_inverse(uint8_t code)
 {
   return code == 254 ? f32_from(0x00400000u)
@@ -122,12 +124,12 @@ ENG_INLINE int mx_is_fitted(int64_t rule)
 { return rule == ENG_MX_QUEST || rule == ENG_MX_MS_EDEN; }
 
 enum { MX_EDEN_GROUP = 128 };   // elements that share a correction c
-/// The magnitude to which a block's largest element is scaled before rounding; does not apply to
-/// s4.
+/// Returns the magnitude to which a block's largest element is scaled before rounding. It does not
+/// apply to the scale s4 of four over six.
 ENG_INLINE float nvfp4_largest(int64_t rule)
 { return rule == ENG_MX_MS_EDEN ? (float)(6 / (17.0 / 16 * 0.93)) : 6.0f; }
 
-/// The product of code and block scale to which a tensor's amax is mapped.
+/// Returns the product of code and block scale to which a tensor's amax is mapped.
 ENG_INLINE float nvfp4_top(int64_t rule)
 {
   return rule == ENG_MX_NVFP4     ? 2688.0f
@@ -135,7 +137,7 @@ ENG_INLINE float nvfp4_top(int64_t rule)
                                   : 1536.0f;
 }
 
-/// The factor S of NVFP4 (see above).
+/// Returns the factor S of NVFP4 (defined above) for a tensor with this amax.
 ENG_INLINE float nvfp4_encode_scale(float amax, int64_t rule)
 {
   float s = nvfp4_top(rule) / amax, most = f32_from(0x7F7FFFFFu);
@@ -143,7 +145,8 @@ ENG_INLINE float nvfp4_encode_scale(float amax, int64_t rule)
   return amax == 0 || s == 0 ? 1.0f : s;
 }
 
-/// The ue4m3 code of a block's scale; NaN if its amax or S is NaN. stretch: 1.5 for s4, else 1.
+/// Returns the ue4m3 code of a block's scale, or the code of NaN if `amax` or S (`encode`) is NaN.
+/// stretch: 1.5 for the scale s4 of four over six, else 1.
 ENG_INLINE uint8_t nvfp4_scale(float amax, float encode, int64_t rule, float stretch)
 {
   float scale = rule == ENG_MX_NVFP4 ? amax * (encode * (1.0f / 6.0f))
@@ -151,20 +154,21 @@ ENG_INLINE uint8_t nvfp4_scale(float amax, float encode, int64_t rule, float str
   return e4m3_from_f32(scale * stretch, FP8_SATURATE);
 }
 
-/// The factor by which the elements of a block are multiplied before rounding.
+/// Returns the factor by which the elements of a block are multiplied before rounding.
 ENG_INLINE float nvfp4_factor(uint8_t scale, float encode)
 {
   float factor = 1.0f / (e4m3_to_f32(scale) * (1.0f / encode)), most = f32_from(0x7F7FFFFFu);
   return factor > most ? most : factor;
 }
 
-/// The factor that multiplies code * s of every element of a tensor: g / nvfp4_top, or 1 if g is 0
-/// (S is then 1, too).
+/// Returns the factor that multiplies code * s of every element of a tensor: g / nvfp4_top, or 1 if
+/// g is 0 (S is then 1, too). g is the tensor's amax.
 ENG_INLINE float nvfp4_decode_scale(float amax, int64_t rule)
 { return amax == 0 ? 1.0f : amax / nvfp4_top(rule); }
 
-/// The factor that multiplies the sums of a matrix product: nvfp4_decode_scale of each tensor that
-/// has an amax (NULL: none), times `factor` (0: 1). Each multiplication is rounded to f32.
+/// Returns the factor that multiplies the sums of a matrix product: nvfp4_decode_scale of each
+/// tensor that has an amax (NULL: none), times `factor` (0: 1). Each multiplication is rounded to
+/// f32.
 ENG_INLINE float mx_alpha(const float *amax_a, int64_t rule_a, const float *amax_b, int64_t rule_b,
                           double factor)
 {
@@ -173,8 +177,8 @@ ENG_INLINE float mx_alpha(const float *amax_a, int64_t rule_a, const float *amax
   return factor == 0 ? alpha : alpha * (float)factor;
 }
 
-/// Four over six: the error of an element x in a tensor with this amax. `value` is the element's
-/// code times its block's scale.
+/// Four over six: returns the error of an element x in a tensor with this amax. `value` is the
+/// element's code times its block's scale.
 ENG_INLINE float nvfp4_error(float x, float value, float amax, int64_t rule)
 {
   float off = value * amax / nvfp4_top(rule) - x;
@@ -183,9 +187,9 @@ ENG_INLINE float nvfp4_error(float x, float value, float amax, int64_t rule)
 
 // ---- random Hadamard transform
 
-/// The sign, 1 or -1, of element i of 128. `signs` < 0: always 1. `signs` 0: Transformer Engine's
-/// 16 signs, repeated. `signs` > 0: given by the bits of Philox block `signs`, whose four words are
-/// `word`.
+/// Returns the sign, 1 or -1, of element i of 128. `signs` < 0: always 1. `signs` 0: Transformer
+/// Engine's 16 signs, repeated. `signs` > 0: the bits of Philox block `signs` give the signs;
+/// `word` holds the four words of this block.
 ENG_INLINE float mx_sign(int64_t signs, const uint32_t word[4], int i)
 {
   uint32_t negative = signs < 0 ? 0 : signs == 0 ? 0xD7E8u >> i % 16 : word[i / 32] >> i % 32;
@@ -200,13 +204,14 @@ ENG_INLINE uint8_t mx_signed(uint32_t code, uint32_t x, mx_format f)
   return (uint8_t)(f.sign ? code | (negative ? (uint32_t)f.sign : 0) : negative ? 0 - code : code);
 }
 
-/// The code of x, rounded to nearest even. As fp8_code_f32 (fp8.h), for any format.
+/// Returns the code of x, rounded to nearest even, as fp8_code_f32 (fp8.h) does, but for any
+/// format.
 ENG_INLINE uint8_t mx_code(float x, mx_format f)
 {
   uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu;
   uint32_t unit = (uint32_t)(127 + 24 - f.bias - f.fraction) << 23,
            drop = (uint32_t)(23 - f.fraction);
-  // mxint8 is fixed point: `high` encodes magnitudes from 1 up, and `low` all smaller ones
+  // mxint8 is fixed point: `high` encodes magnitudes from 1 up, and `low` smaller magnitudes
   uint32_t low = f32_bits(f32_from(magnitude) + f32_from(unit)) - unit,
            high = ((magnitude + (1u << (drop - 1)) - 1 + (magnitude >> drop & 1)) >> drop) -
                   ((uint32_t)(127 - f.bias) << f.fraction),
@@ -215,7 +220,7 @@ ENG_INLINE uint8_t mx_code(float x, mx_format f)
   return magnitude > 0x7F800000u ? (uint8_t)f.nan : mx_signed(code, bits, f);
 }
 
-/// The code of x in e2m1, rounded to nearest, ties toward zero (QuEST).
+/// Returns the code of x in e2m1, rounded to nearest, ties toward zero (QuEST).
 ENG_INLINE uint8_t e2m1_code_down(float x)
 {
   float a = __builtin_fabsf(x);
@@ -224,10 +229,10 @@ ENG_INLINE uint8_t e2m1_code_down(float x)
   return (uint8_t)(a != a ? 7 : code | (int)(f32_bits(x) >> 31) << 3);
 }
 
-/// Stochastic rounding as in Transformer Engine's software path: adds u times the distance between
-/// codes in x's binade to |x|, rounded once, then truncates to the codes of the sum's binade. u in
-/// [0, 1) holds `sr_bits` random bits. So P(up), the distance of |x| from the lower code divided by
-/// the distance between codes, is rounded down to a multiple of 2^-sr_bits.
+/// Rounds stochastically, as in Transformer Engine's software path: adds u times the distance
+/// between codes in x's binade to |x|, rounded once, then truncates to the codes of the sum's
+/// binade. u in [0, 1) holds `sr_bits` random bits. So P(up), the distance of |x| from the lower
+/// code divided by the distance between codes, is rounded down to a multiple of 2^-sr_bits.
 ENG_INLINE uint8_t mx_code_stochastic(float x, float u, mx_format f)
 {
   uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu;
@@ -243,7 +248,7 @@ ENG_INLINE uint8_t mx_code_stochastic(float x, float u, mx_format f)
   return mx_signed(code, bits, f);
 }
 
-/// The number that a code stands for.
+/// Returns the number that a code stands for.
 ENG_INLINE float mx_value(uint8_t code, mx_format f)
 {
   if (!f.sign) return (float)(int8_t)code * 0x1p-6f;
@@ -255,7 +260,7 @@ ENG_INLINE float mx_value(uint8_t code, mx_format f)
   return code & f.sign ? -value : value;
 }
 
-/// u for mx_code_stochastic: the top `sr_bits` bits of a random word, as a fraction.
+/// Returns u for mx_code_stochastic: the top `sr_bits` bits of a random word, as a fraction.
 ENG_INLINE float mx_uniform(uint32_t word, int sr_bits)
 {
   return (float)(word >> (32 - sr_bits)) * f32_from((uint32_t)(127 - sr_bits) << 23);

@@ -7,10 +7,10 @@
 //              of both scales; its exponent is the sum of the exponents of the scales alone
 //
 // The accumulator c is one more term. E is the largest exponent; every term is truncated to a
-// multiple of 2^(E - 25), for mxf4nvf4 2^(E - 35); the exact sum is truncated to f32, and -0
-// becomes +0. Subnormal numbers have the smallest normal exponent. A zero term has the exponent
-// -133 in mxf8f6f4 and -139 in mxf4nvf4, and counts for E. A term of mxf4nvf4 is zero if all its
-// products are zero or a scale is zero. A NaN gives 0x7FFFFFFF. ue4m3 scales have no sign.
+// multiple of 2^(E - 25) (mxf4nvf4: 2^(E - 35)). The exact sum is truncated to f32, and -0 becomes
+// +0. Subnormal numbers have the smallest normal exponent. A zero term has the exponent -133 in
+// mxf8f6f4 and -139 in mxf4nvf4, and counts for E. A term of mxf4nvf4 is zero if all its products
+// are zero or a scale is zero. A NaN gives 0x7FFFFFFF. ue4m3 scales have no sign.
 #pragma once
 
 #include "mx.h"
@@ -35,7 +35,7 @@ ENG_INLINE int blackwell_products(int four) { return four ? 64 : 32; }
 ENG_INLINE int blackwell_bits(int four) { return four ? 35 : 25; }
 ENG_INLINE int blackwell_zero(int four) { return four ? -139 : -133; }
 
-/// The accumulator as a term.
+/// Returns the accumulator c as a term.
 ENG_INLINE mx_parts blackwell_accumulator(float c, int four)
 {
   mx_parts x = mx_parts_of(c, -126);
@@ -46,7 +46,7 @@ ENG_INLINE mx_parts blackwell_accumulator(float c, int four)
 ENG_INLINE double blackwell_power(int e)
 { return e < -1022 ? 0 : f64_from((uint64_t)(1023 + e) << 52); }
 
-/// sum * 2^exponent, truncated to f32; no -0.
+/// Returns sum * 2^exponent, truncated to f32; -0 becomes +0.
 ENG_INLINE float blackwell_round(double sum, int exponent)
 {
   double y = sum * blackwell_power(exponent), size = y < 0 ? -y : y;
@@ -61,8 +61,8 @@ ENG_INLINE float blackwell_scale(uint8_t code, int rule)
 { return mx_is_nvfp4(rule) ? e4m3_to_f32(code & 0x7F) : ue8m0_to_f32(code); }
 ENG_INLINE int blackwell_least(int rule) { return mx_is_nvfp4(rule) ? -6 : -127; }
 
-/// c + the sum of 32 products (64 if both formats are e2m1) of the elements of a and b. scale_a[i]
-/// and scale_b[i] are the scales of elements 16 i to 16 i + 15.
+/// Returns c + the sum of 32 products (64 if both formats are e2m1) of the elements of a and b.
+/// scale_a[i] and scale_b[i] are the scales of elements 16 i to 16 i + 15.
 ENG_INLINE float blackwell_group(const float *a, mx_format fa, const float *scale_a, const float *b,
                                  mx_format fb, const float *scale_b, int rule, float c)
 {

@@ -5,7 +5,7 @@
 #include <string.h>
 #include <strings.h>
 
-enum { LONGEST = 64 };   // bytes of a name
+enum { LONGEST = 64 };   // most bytes of a name
 
 static int lower(char c)
 {

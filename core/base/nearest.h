@@ -4,6 +4,6 @@
 
 #include "engine.h"
 
-/// "; did you mean 'x'?" for the entry of `names` [n] closest to `name`, or "" if none is close.
-/// The result is in a buffer of this thread; the next call overwrites it.
+/// Returns "; did you mean 'x'?", where x is the entry of `names` [n] closest to `name`, or "" if
+/// no entry is close. The result is in a buffer of this thread; the next call overwrites it.
 const char *nearest_hint(const char *name, const char *const *names, int n);

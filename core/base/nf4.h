@@ -16,14 +16,15 @@
 
 enum { NF4_GROUP = 256 };
 
-// Quantiles of a normal distribution, divided by the largest (QLoRA, arXiv 2305.14314, appendix E).
+// Quantiles of a normal distribution, divided by the largest quantile (QLoRA, arXiv 2305.14314,
+// appendix E).
 static const float nf4_number[16] = {
   -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
   -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
   0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f,
   0.7229568362236023f, 1.0f};
 
-/// The number by which a block's elements are divided.
+/// Returns the number by which a block's elements are divided.
 ENG_INLINE float nf4_divisor(float absmax) { return absmax < 1e-38f ? 1e-38f : absmax; }
 
 ENG_INLINE float nf4_within_one(float x) { return x < -1.0f ? -1.0f : x > 1.0f ? 1.0f : x; }
@@ -47,7 +48,8 @@ static inline void nf4_map(float map[NF4_GROUP])
   }
 }
 
-/// The index of the number nearest to x among 2^16 evenly spaced numbers from -1 to 1; 0 for NaN.
+/// Returns the index of the number nearest to x among 2^16 evenly spaced numbers from -1 to 1, or 0
+/// for NaN.
 ENG_INLINE int nf4_bin(float x)
 {
   return x == x ? (int)(uint16_t)((nf4_within_one(x) + 1.0f) * 0.5f * 65535.0f + 0.5f) : 0;

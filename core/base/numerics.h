@@ -17,7 +17,8 @@ ENG_INLINE float    f32_from(uint32_t u) { union { float f; uint32_t u; } v; v.u
 ENG_INLINE uint64_t f64_bits(double x)   { union { double f; uint64_t u; } v; v.f = x; return v.u; }
 ENG_INLINE double   f64_from(uint64_t u) { union { double f; uint64_t u; } v; v.u = u; return v.f; }
 
-// Tests exponent bits instead of comparing: the compiler cannot optimize the test away.
+// These functions test exponent bits instead of comparing, so the compiler cannot optimize the test
+// away.
 ENG_INLINE int f32_is_nan(float x)    { return (f32_bits(x) & 0x7FFFFFFFu) > 0x7F800000u; }
 ENG_INLINE int f32_is_finite(float x) { return (f32_bits(x) & 0x7F800000u) != 0x7F800000u; }
 ENG_INLINE int f64_is_nan(double x)
@@ -27,9 +28,9 @@ ENG_INLINE int f64_is_finite(double x)
 
 // ---- formats of few bits
 
-/// The code of |x| in a format with `fraction` fraction bits and this bias, rounded to nearest
-/// even. `magnitude` is |x| as the bits of a double, finite or infinite. Does not handle overflow:
-/// beyond the format's largest number the codes continue.
+/// Returns the code of |x| in a format with `fraction` fraction bits and this bias, rounded to
+/// nearest even. `magnitude` is |x| as the bits of a double, finite or infinite. Does not handle
+/// overflow: beyond the format's largest number the codes continue.
 ENG_INLINE uint32_t small_code(uint64_t magnitude, int fraction, int bias)
 {
   int exponent = (int)(magnitude >> 52) - 1023, least = 1 - bias;
@@ -79,9 +80,9 @@ ENG_INLINE uint16_t bf16_from_f32(float x)
   return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
-/// |x| rounded to one of its two bf16 neighbours by 16 random bits, with the sign of x. P(up) is
-/// exactly the distance of |x| from the lower neighbour, divided by the distance between the two.
-/// Beyond the largest bf16 the upper neighbour is inf.
+/// Rounds |x| to one of the two bf16 numbers next to it, by 16 random bits. The result has the sign
+/// of x. P(up) is exactly the distance of |x| from the lower number, divided by the distance
+/// between the two numbers. Beyond the largest bf16 the upper number is inf.
 ENG_INLINE uint16_t bf16_stochastic(float x, uint32_t random)
 {
   uint32_t bits = f32_bits(x);
@@ -93,8 +94,9 @@ ENG_INLINE uint16_t bf16_stochastic(float x, uint32_t random)
 
 // ---- clipping ----
 
-/// Returns the gradients' `factor`. If `norm`, the norm of the gradients after `factor`, exceeds
-/// `limit` (0: no limit), reduces the factor as PyTorch does, so that the norm is below `limit`.
+/// Returns `factor`, which multiplies the gradients. If `norm`, the norm of the gradients after
+/// this multiplication, exceeds `limit` (0: no limit), returns a smaller factor, as PyTorch does,
+/// so that the norm is below `limit`.
 ENG_INLINE double clip_factor(double factor, double norm, double limit)
 {
   return limit > 0 && norm > limit ? factor * limit / (norm + 1e-6) : factor;

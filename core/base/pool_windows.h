@@ -1,5 +1,5 @@
-// The windows of pooling in one dimension. Compiled by gcc and nvcc: the kernels of every device
-// and their slow twin call it. Owns nothing.
+// The windows of pooling in one dimension. Compiled by gcc and nvcc. Called by the kernels of every
+// device and by the reference kernels. Owns nothing.
 #pragma once
 
 #include <stdbool.h>
@@ -15,8 +15,8 @@ typedef struct pool_range { int64_t first, end; } pool_range;
 ENG_INLINE int64_t pool_least(int64_t a, int64_t b) { return a < b ? a : b; }
 ENG_INLINE int64_t pool_most(int64_t a, int64_t b)  { return a > b ? a : b; }
 
-/// The cells of window i, without padding. *start is the window's first cell including padding; it
-/// can be negative.
+/// Returns the cells of window i, without padding. *start is the window's first cell including
+/// padding; it can be negative.
 ENG_INLINE pool_range pool_cells(const pool_side *s, int64_t i, int64_t *start)
 {
   *start = s->kernel == 0 ? i * s->n / s->m : i * s->stride - s->padding;
@@ -25,7 +25,7 @@ ENG_INLINE pool_range pool_cells(const pool_side *s, int64_t i, int64_t *start)
   return cells;
 }
 
-/// The windows that contain cell i.
+/// Returns the windows that contain cell i.
 ENG_INLINE pool_range pool_windows(const pool_side *s, int64_t i)
 {
   if (s->kernel == 0) {
@@ -38,9 +38,9 @@ ENG_INLINE pool_range pool_windows(const pool_side *s, int64_t i)
   return windows;
 }
 
-/// The number of cells that count in a window's mean, along one dimension. The divisor of the mean
-/// is the product over both dimensions. With `counted`, cells of padding count too, up to the
-/// padded edge.
+/// Returns the number of cells that count in a window's mean, along one dimension. The divisor of
+/// the mean is the product over both dimensions. With `counted`, cells of padding count too, up to
+/// the padded edge.
 ENG_INLINE int64_t pool_divisor(const pool_side *s, pool_range cells, int64_t start, bool counted)
 {
   if (!counted || s->kernel == 0) return cells.end - cells.first;

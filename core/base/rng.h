@@ -8,10 +8,10 @@
 #include "engine.h"
 #include "numerics.h"
 
-/// Reserves `blocks` blocks and returns the number of the first.
+/// Reserves `blocks` blocks and returns the number of the first block.
 uint64_t rng_take(int64_t blocks);
 
-/// The current seed.
+/// Returns the current seed.
 uint64_t rng_seed(void);
 
 /// Philox 4x32-10 with its full counter and key. `word` holds the counter on entry and the output
@@ -31,7 +31,7 @@ ENG_INLINE void philox4x32(uint32_t word[4], uint32_t key0, uint32_t key1)
   }
 }
 
-/// Block `counter` of the stream with this seed.
+/// Computes block `counter` of the stream with this seed.
 ENG_INLINE void philox_of(uint32_t word[4], uint64_t seed, uint64_t counter)
 {
   word[0] = (uint32_t)counter;
@@ -40,15 +40,15 @@ ENG_INLINE void philox_of(uint32_t word[4], uint64_t seed, uint64_t counter)
   philox4x32(word, (uint32_t)seed, (uint32_t)(seed >> 32));
 }
 
-/// Block `counter` of the current stream.
+/// Computes block `counter` of the stream with the current seed.
 static inline void philox_block(uint32_t word[4], uint64_t counter)
 {
   philox_of(word, rng_seed(), counter);
 }
 
-/// The random words for elements 8 * block to 8 * block + 7 of parameter `index` in an optimizer's
-/// update number `update`: 16 bits for each element. Word 3 of the counter is not 0, so the counter
-/// never equals one of philox_of.
+/// Computes the random words for elements 8 * block to 8 * block + 7 of parameter `index` in an
+/// optimizer's update number `update`: 16 bits for each element. Word 3 of the counter is not 0, so
+/// the counter never equals a counter of philox_of.
 ENG_INLINE void rng_of_update(uint32_t word[4], uint64_t seed, int64_t update, int32_t index,
                               int64_t block)
 {
@@ -59,7 +59,7 @@ ENG_INLINE void rng_of_update(uint32_t word[4], uint64_t seed, int64_t update, i
   philox4x32(word, (uint32_t)seed, (uint32_t)(seed >> 32));
 }
 
-/// The 16 bits of element i in its block's words.
+/// Returns the 16 random bits of element i from the words of its block.
 ENG_INLINE uint32_t rng_half(const uint32_t word[4], int64_t i)
 {
   return word[i % 8 / 2] >> 16 * (i % 2) & 0xFFFFu;

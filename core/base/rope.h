@@ -13,12 +13,13 @@ typedef struct rope_scaling {
   int64_t context;
 } rope_scaling;
 
-/// The frequency of pair i, from 0, of `half` pairs: base^(-i / half), scaled as follows. factor 0:
-/// unscaled. context and high both 0: divided by factor (linear scaling). context > 0, as in Llama
-/// 3: pairs that turn `high` times or more within `context` positions are unscaled, pairs that turn
-/// `low` times or fewer are divided by factor, and pairs in between are interpolated linearly in
-/// the number of turns. context 0, as in YaRN (Peng et al. 2023): pairs with i <= low are unscaled,
-/// pairs with i >= high are divided by factor, and pairs in between are interpolated linearly in i.
+/// Returns the frequency of pair i of `half` pairs, counted from 0: base^(-i / half), scaled as
+/// follows. factor 0: unscaled. context and high both 0: divided by factor (linear scaling).
+/// context > 0, as in Llama 3: pairs that turn `high` times or more within `context` positions are
+/// unscaled, pairs that turn `low` times or fewer are divided by factor, and pairs in between are
+/// interpolated linearly in the number of turns. context 0, as in YaRN (Peng et al. 2023): pairs
+/// with i <= low are unscaled, pairs with i >= high are divided by factor, and pairs in between are
+/// interpolated linearly in i.
 ENG_INLINE double rope_frequency(const rope_scaling *s, int64_t i, int64_t half)
 {
   double plain = pow(s->base, -(double)i / (double)half);
