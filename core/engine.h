@@ -127,7 +127,7 @@ eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *x);
 
 /// Computes a 64-bit checksum of the bits of a contiguous tensor in any memory: the XXH64 hash of
 /// the XXH64 hashes of its 64 KiB pieces. It depends neither on the device nor on the number of
-/// threads. Waits for the device. Errors: SHAPE.
+/// threads. Waits for the device. Errors: SHAPE (not contiguous).
 eng_status eng_checksum(uint64_t *out, const eng_tensor *x);
 /// Returns the XXH64 hash, with seed 0, of `size` bytes of host memory.
 uint64_t eng_hash64(const void *data, int64_t size);
@@ -178,8 +178,8 @@ typedef struct eng_memory_row {
 /// Fills up to `capacity` rows and returns their number. After the first step, `allocations` should
 /// not grow.
 int eng_memory(eng_memory_row *rows, int capacity);
-/// Limits all arenas together to `bytes`; 0: no limit. Allocations beyond the limit fail with
-/// MEMORY.
+/// Limits all arenas of a memory space (host, card) together to `bytes`; 0: no limit. Allocations
+/// beyond the limit fail with MEMORY.
 void eng_memory_limit(int64_t bytes);
 
 // ------------------------------------------------------------------ operations

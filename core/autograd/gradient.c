@@ -5,7 +5,7 @@
 //
 // Each node has a relative scale, which multiplies the gradients of the node's outputs and hence
 // the results of its rule. grad_emit then rescales each result from the node's relative scale to
-// that of the input. Rules and kernels therefore ignore per-layer scaling.
+// the relative scale of the input. Rules and kernels therefore ignore per-layer scaling.
 #include "gradient.h"
 
 #include "base/array.h"

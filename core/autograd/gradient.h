@@ -29,14 +29,14 @@ eng_status grad_emit_op(grad_call *g, int k, op_call c);
 /// Emits the gradient of an output unchanged, as a second tensor over its memory.
 eng_status grad_emit_shared(grad_call *g, int k, tensor *dx);
 
-/// The dtype in which a kernel should return the gradient of input k: the input's dtype, or f32 if
-/// the input is f16 or bf16 and grad_emit will still rescale the gradient. So the gradient is
-/// rounded only once.
+/// Returns the dtype in which a kernel should compute the gradient of input k: the input's dtype,
+/// or f32 if the input is f16 or bf16 and grad_emit will still rescale the gradient. So the
+/// gradient is rounded only once.
 int grad_dtype(const grad_call *g, int k);
 
-/// The gradient buffer of input k if that input is a parameter with the node's relative scale; else
-/// NULL. The rule can write the gradient into this buffer instead of emitting it; if *accumulate is
-/// true, the rule must add to the contents.
+/// Returns the gradient buffer of input k if that input is a parameter with the node's relative
+/// scale, or NULL if the rule must emit the gradient. The rule can write the gradient into this
+/// buffer instead of emitting it; if *accumulate is true, the rule must add to the contents.
 tensor *grad_target(grad_call *g, int k, bool *accumulate);
 /// Cancels grad_target after the rule failed to write.
 void grad_target_failed(grad_call *g, int k, bool accumulate);
@@ -45,27 +45,28 @@ void grad_target_failed(grad_call *g, int k, bool accumulate);
 /// makes the kernel add to its output.
 eng_status grad_run_to(grad_call *g, int k, op_call *c, int64_t *add);
 
-/// A tensor of zeros.
+/// Creates a tensor of zeros.
 eng_status grad_zeros(tensor **out, int dtype, int ndim, const int64_t *shape);
 
 /// Runs an operation that has one output, for a rule that uses the result as an intermediate value.
 /// The output is f64 if an input is, else f32: a narrower format could round the value or overflow.
 eng_status grad_run_wide(tensor **out, op_call c);
 
-/// A second tensor over the same memory, for a gradient with two destinations.
+/// Creates a second tensor over x's memory, for a gradient with two destinations.
 eng_status grad_share(tensor **out, tensor *x);
 
-/// Parts of rules that the rules of FP8 layers use, too: the gradients of swiglu for given inputs,
-/// and of attention for a given output y.
+/// Compute and emit the gradients of swiglu for given inputs, and of attention for a given output
+/// y. The rules of FP8 layers call these functions, too.
 eng_status grad_swiglu_of(grad_call *g, tensor *gate, tensor *up);
 eng_status grad_attention_of(grad_call *g, tensor *y);
 
 // ---- for backward.c
 
-/// The relative scale of x's gradient: that of the parameter, if x is a parameter; that of the node
-/// that computed x, if there is one; else 1.
+/// Returns the relative scale of x's gradient: the parameter's, if x is a parameter; the node's, if
+/// a node computed x; else 1.
 double gradient_relative_scale(const tensor *x);
-/// Makes dx the gradient of x and drops the previous one.
+/// gradient_hang makes dx the gradient of x; the caller must have dropped any previous gradient.
+/// gradient_drop drops the gradient of x.
 void gradient_hang(tensor *x, tensor *dx);
 void gradient_drop(tensor *x);
 /// Drops the gradients of leaves outside parameter sets.

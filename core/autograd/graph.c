@@ -34,7 +34,7 @@ struct eng_graph {
   void          *captured;      // the device's graph; NULL until the end of the capture
   bool           pinned;        // holds a pin on step and scratch memory (arena_pin)
   eng_params    *set;
-  bool          *has_gradient;  // [set->n] after the step
+  bool          *has_gradient;  // [set->n] which parameters have a gradient after the step
   graph_places  *places;        // [set->n]
   void          *seed;          // address of the loss's gradient
   int32_t        seed_dtype, n_inputs;

@@ -4,5 +4,5 @@
 #include "tensor/tensor.h"
 
 /// During a capture, stores the address of `seed`, the loss's gradient; each launch first writes
-/// the gradient's value there. False if no capture is running.
+/// the gradient's value there. Returns false if no capture is running.
 bool graph_takes_seed(const tensor *seed);

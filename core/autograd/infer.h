@@ -35,5 +35,5 @@ eng_status want_float_attribute(const op_call *c, int64_t dtype);
 /// 0. Errors: VALUE if x has no such dimension.
 eng_status fix_dim(const op_call *c, int64_t *dim, const tensor *x);
 
-/// f32 for f16 and bf16, else the dtype itself.
+/// Returns f32 for f16 and bf16, and any other dtype unchanged.
 int wide_of(int dtype);

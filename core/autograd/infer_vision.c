@@ -26,7 +26,7 @@ static eng_status want_pair(const op_call *c, const int64_t *pair, const char *w
   return ENG_OK;
 }
 
-/// The number of windows that fit into `size` with padding on both sides.
+/// Computes the number of windows that fit into `size` with this padding on both sides.
 static eng_status windows(const op_call *c, int64_t *out, int64_t size, int64_t kernel,
                           int64_t stride, int64_t padding, int64_t dilation)
 {
@@ -41,7 +41,7 @@ static eng_status windows(const op_call *c, int64_t *out, int64_t size, int64_t 
 
 // ---- convolution
 
-/// The shape of y for x [n x size x channels] and a weight of shape w.
+/// Computes the shape of y for x [n x size x channels] and a weight of shape w.
 static eng_status conv_output(const op_call *c, int64_t *y, int64_t n, const int64_t *size,
                               int64_t channels, const int64_t *w)
 {
@@ -119,8 +119,8 @@ eng_status infer_conv2d_grad_w(op_call *c, op_shape *s)
 
 // ---- pooling
 
-/// The shape of the output for x [n x size x channels]. Max and average pooling have the same first
-/// attributes.
+/// Computes the shape of the output for x [n x size x channels]. Max and average pooling have the
+/// same first attributes.
 static eng_status pool_output(const op_call *c, int64_t *y, int64_t n, const int64_t *size,
                               int64_t channels)
 {

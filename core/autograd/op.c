@@ -37,7 +37,8 @@ static bool has_shadow(const tensor *x, int dtype)
   return x->parameter && x->parameter->shadow && x->parameter->shadow->dtype == dtype;
 }
 
-/// x in `dtype`: a parameter's low-precision copy if it has one, else a recorded cast.
+/// Replaces x by the same numbers in `dtype`: by the parameter's low-precision copy if there is
+/// one, else by a recorded cast.
 static eng_status lowered(tensor **x, int dtype)
 {
   if (has_shadow(*x, dtype)) return params_shadow(x, (*x)->parameter);
@@ -99,7 +100,7 @@ static eng_status check_inputs(op_call *c)
   return ENG_OK;
 }
 
-/// Every input must lie in the memory of the current device.
+/// Checks that every input lies in the memory of the current device.
 static eng_status check_space(const op_call *c)
 {
   int space = arena_space();
@@ -141,7 +142,8 @@ static bool outputs_empty(const op_call *c)
   return true;
 }
 
-/// After a failure, drops the outputs that this call allocated; keeps those the caller passed.
+/// After a failure, drops the outputs that this call allocated, and keeps the outputs that the
+/// caller passed.
 static void drop_outputs(op_call *c, const bool *given)
 {
   for (int k = 0; k < c->n_out; k++)
@@ -151,7 +153,8 @@ static void drop_outputs(op_call *c, const bool *given)
     }
 }
 
-/// Reserves Philox blocks for a call that draws random numbers, unless it replays recorded ones.
+/// Reserves Philox blocks for a call that draws random numbers, unless the call replays recorded
+/// numbers.
 static eng_status take_numbers(op_call *c)
 {
   int blocks;
@@ -304,7 +307,7 @@ eng_status op_expand(tensor **out, tensor *x, int ndim, const int64_t *shape)
 
 // ---- called from Lua
 
-/// Runs a call from Lua. A given `target` becomes output 0.
+/// Runs a call from Lua. `target`, unless NULL, becomes output 0.
 static eng_status run_call(eng_op_call *call, tensor *target)
 {
   op_call c = {.op = call->op, .n_in = call->n_in, .n_out = call->n_out, .out = {target}};

@@ -24,11 +24,11 @@ typedef struct op_info {
 
 extern const op_info op_table[ENG_OP_COUNT];
 
-/// Mask of the outputs that this call does not compute.
+/// Returns the mask of the outputs that this call does not compute.
 int op_absent_outputs(const op_call *call);
 /// For a call that draws random numbers, returns its counter attribute and sets *blocks to the
-/// number of Philox blocks per 4 elements. NULL for other calls. The attribute after the counter is
-/// nonzero if the counter is already set.
+/// number of Philox blocks per 4 elements. Returns NULL for other calls. The attribute after the
+/// counter is nonzero if the counter is already set.
 int64_t *op_random_place(op_call *call, int *blocks);
 /// op_adds_onto: whether the call adds its result to the contents of `output`. op_takes_target:
 /// whether the caller may pass output 0.
@@ -51,7 +51,7 @@ typedef eng_status op_calls(op_call *call);
 void op_infer_register(int op, op_infer_rule *rule);
 void op_register(int op, op_infer_rule *infer, op_calls *calls);
 
-/// The current precision.
+/// Returns the current precision.
 const eng_precision *op_precision(void);
 
 /// Creates the outputs of a VIEW operation. reshape copies x if its strides allow no view.
@@ -65,10 +65,10 @@ eng_status op_run(op_call *call);
 /// Runs an operation with one output and a fixed number of inputs; op_run1 sets n_in.
 eng_status op_run1(tensor **out, op_call call);
 
-/// x in another shape, as a view if its strides allow it; one size may be -1.
+/// Reshapes x, as a view if its strides allow it. One size may be -1.
 eng_status op_reshape(tensor **out, tensor *x, int ndim, const int64_t *shape);
 
-/// x broadcast to a shape, as a view.
+/// Broadcasts x to a shape, as a view.
 eng_status op_expand(tensor **out, tensor *x, int ndim, const int64_t *shape);
 
 static inline eng_status op_affine(tensor **out, tensor *x, double factor, double term)
@@ -77,8 +77,8 @@ static inline eng_status op_affine(tensor **out, tensor *x, double factor, doubl
   return op_run1(out, c);
 }
 
-/// The promoted dtype: floats win over integers; f16 with bf16 gives f32.
+/// Returns the promoted dtype: floats win over integers; f16 with bf16 gives f32.
 int dtype_promote(int a, int b);
 
-/// Broadcasts two shapes; false if they do not broadcast.
+/// Broadcasts two shapes. Returns false if the shapes do not broadcast.
 bool shape_broadcast(int *ndim, int64_t *shape, const tensor *a, const tensor *b);

@@ -57,7 +57,8 @@ static double bytes_of(const tensor *x)
   return x ? (double)x->count * (double)eng_dtype_size(x->dtype) : 0;
 }
 
-/// Multiplications plus additions in a call's matrix products; 0 for operations without products.
+/// Counts the multiplications and additions in a call's matrix products. Returns 0 for operations
+/// without products.
 static double flops_of(const op_call *c)
 {
   const tensor *a = c->in[0], *out = c->out[0];
@@ -121,7 +122,7 @@ static void add_pass(int pass, double seconds, const param_span *spans, int n, b
   double bytes = 0;
   for (int i = 0; i < n; i++) {
     double each = (double)eng_dtype_size(spans[i].gradient_dtype);
-    if (moments) {   // read and written
+    if (moments) {   // masters and moments are read and written
       each += 2.0 * (double)eng_dtype_size(spans[i].master_dtype);
       if (spans[i].compensation) each += 4;
       if (spans[i].moment1) each += 2.0 * (double)eng_dtype_size(spans[i].moment_dtype);

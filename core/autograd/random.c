@@ -10,7 +10,7 @@
 
 #include <math.h>
 
-// Offset, in elements, of element i in row-major order.
+// Returns the offset, in elements, of element i in row-major order.
 static int64_t offset_of(const tensor *x, int64_t i)
 {
   int64_t offset = 0;
@@ -21,8 +21,8 @@ static int64_t offset_of(const tensor *x, int64_t i)
   return offset;
 }
 
-// The largest number below `high` in a float format. It replaces results that would round up to
-// `high`, which is excluded.
+// Returns the largest number below `high` in a float format. This number replaces results that
+// would round up to `high`, which is excluded.
 static double below(int dtype, double high)
 {
   switch (dtype) {

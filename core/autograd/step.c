@@ -46,7 +46,8 @@ eng_status eng_scope_begin(int64_t *mark)
   return ENG_OK;
 }
 
-// Tensors from before the scope keep their gradients, because backward() may have run inside it.
+// Tensors from before the scope keep their gradients, because backward() may have run inside the
+// scope.
 eng_status eng_scope_end(int64_t mark)
 {
   int place = (int)(mark & INT32_MAX);

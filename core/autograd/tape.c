@@ -36,7 +36,7 @@ bool tape_wants(const op_call *call)
   return false;
 }
 
-/// Mask of the outputs after the first that have a gradient.
+/// Returns the mask of the outputs after the first that have a gradient.
 static int later_outputs(const op_call *call)
 {
   const op_info *info = &op_table[call->op];
@@ -79,7 +79,7 @@ static eng_status give_memory(const op_call *call)
 }
 
 /// Marks the memory that a call computed as part of the open segment. Outputs of a Lua gradient are
-/// not part of it.
+/// not part of the segment.
 static void mark_segment(const op_call *call)
 {
   for (int k = 0; k < call->n_out; k++) {

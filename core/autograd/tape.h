@@ -28,7 +28,7 @@ eng_status tape_record(const op_call *call);
 /// Whether a recorded operation computed x.
 bool tape_holds(const tensor *x);
 static inline bool tape_empty(void) { return tensor_tape_length == 0; }
-/// Node i, and its call; call.op is -1 for a Lua gradient.
+/// Return node i, and the call of node i. call.op is -1 for a Lua gradient.
 const tape_node *tape_at(int i);
 const op_call *tape_call(int i);
 /// Stores autocast's settings and the current number of drawn Philox blocks, for the node of the
@@ -36,14 +36,14 @@ const op_call *tape_call(int i);
 void tape_note(const eng_precision *precision);
 /// The open segment, numbered as in tape_node; 0: none. Set by checkpoint.c.
 extern int tape_segment;
-/// With `node` >= 0, the next operations are not recorded; instead the memory of their outputs is
-/// moved to those outputs of `node` that have no memory. -1: operations are recorded as usual.
+/// With `node` >= 0, the next operations are not recorded; instead the memory of their outputs
+/// moves to the outputs of `node` that have no memory. With -1, operations are recorded as usual.
 void tape_again(int node);
 /// Chooses whether a node of a segment runs again.
 void tape_choose(int node, bool on);
 bool tape_runs_again(void);
 /// Finds a tensor that a script has modified since the node was recorded, among the inputs in the
-/// mask `reads` and the outputs in the mask `saves`; NULL: none.
+/// mask `reads` and the outputs in the mask `saves`. Returns NULL if there is none.
 const tensor *tape_modified(const tape_node *node, int reads, int saves);
 /// Whether a node refers to a tensor at index `mark` or later in the step's list of tensors.
 bool tape_reaches(int mark);

@@ -100,8 +100,8 @@ static bool overwritten(const op_call *c, int k)
   return false;
 }
 
-/// The index, from 1, of the first input that contained inf or nan (`kind`) before the call; 0:
-/// none.
+/// Returns the index, from 1, of the first input that contained inf or nan (`kind`) before the
+/// call, or 0 if there is none.
 static int held_by(const eng_trap_site *site, const op_call *c, int kind)
 {
   for (int k = 0; k < site->n_in; k++)
@@ -129,7 +129,7 @@ static void describe(eng_trap_site *site, const op_call *c, const eng_trap_tenso
 static eng_status watched_kernel(const op_call *c)
 {
   ENG_TRY(inner->kernel[c->op](c));
-  if (tape_runs_again()) return ENG_OK;   // its first run was checked
+  if (tape_runs_again()) return ENG_OK;   // the first run was checked
   const int pass = backward_node(NULL) >= 0 ? BACKWARD : FORWARD;
   eng_trap_tensor out[ENG_TRAP_OUTPUTS] = {0};
   const int n_out = c->n_out < ENG_TRAP_OUTPUTS ? c->n_out : ENG_TRAP_OUTPUTS;

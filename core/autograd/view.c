@@ -4,9 +4,9 @@
 
 #include <string.h>
 
-/// Sets `stride` so that x's memory can be read as `shape`; false if a copy is needed. Splits both
-/// shapes, from the left, into groups of dimensions with equal products. Within a group, the
-/// dimensions of x must be mergeable into one with a single stride.
+/// Sets `stride` so that x's memory can be read as `shape`. Returns false if a copy is needed.
+/// Splits both shapes, from the left, into groups of dimensions with equal products. Within a
+/// group, the dimensions of x must be mergeable into one with a single stride.
 static bool reshape_strides(const tensor *x, int ndim, const int64_t *shape, int64_t *stride)
 {
   int64_t size[ENG_MAX_DIMS], step[ENG_MAX_DIMS];   // of x, without its dimensions of size 1

@@ -1,7 +1,7 @@
-// The device interface, implemented by the CPU ("cpu"), its slow twin ("reference") and the CUDA
-// plug-in. A device is a table of functions; op.c checks inputs and allocates outputs, then calls
-// the kernel in the table. Devices depend on nothing above this header: no tape, no Lua, no files,
-// no ranks.
+// The device interface, implemented by the CPU ("cpu"), the slow reference kernels ("reference")
+// and the CUDA plug-in. A device is a table of functions; op.c checks inputs and allocates outputs,
+// then calls the kernel in the table. Devices depend on nothing above this header: no tape, no Lua,
+// no files, no ranks.
 #pragma once
 
 #include "gradstats.h"
@@ -11,7 +11,8 @@
 /// allocated with their final shape and dtype. ops.def gives the order of tensors and the names of
 /// attributes (call->sum.mask). A kernel that serves several operations uses the attribute names of
 /// one of them; kernels_spec.lua checks that all of them have the same attributes in the same
-/// order. `in[k]` is NULL for an absent optional input, `out[k]` for an output that is not needed.
+/// order. `in[k]` is NULL for an absent optional input, and `out[k]` is NULL for an output that is
+/// not needed.
 typedef struct op_call {
   int32_t op, n_in, n_out;
   tensor *in[ENG_OP_INPUTS];
@@ -70,7 +71,7 @@ typedef struct param_span {
   const char *name;
   int64_t  count;       // elements
   void    *master;      // weights in master_dtype: f32, or bf16 without a shadow
-  void    *compensation;   // of bf16 masters: their rounding errors, in bf16; or NULL
+  void    *compensation;   // rounding errors of bf16 masters, in bf16, or NULL
   void    *shadow;      // the same weights in shadow_dtype, or NULL
   void    *gradient;    // in gradient_dtype
   void    *moment1, *moment2;   // in moment_dtype; NULL where the optimizer has none
@@ -79,8 +80,8 @@ typedef struct param_span {
   int32_t  index;       // of the parameter in its set
   int64_t  first;       // index of the first element in the parameter: a multiple of 4096
   // The relative scale of the gradient (a factor in addition to the loss scale), usually 1.
-  // optimize and unscale divide by it. In a call of optimize, the relative scale divided by the
-  // parameter's entry in eng_update.clips.
+  // optimize and unscale divide by it. In a call of optimize, this field is the relative scale
+  // divided by the parameter's entry in eng_update.clips.
   double   scale;
   // 1: moment1 has never been updated; SGD's momentum then starts as the gradient itself
   int32_t  starts;
@@ -93,12 +94,13 @@ typedef struct backend {
   /// Kernel of each operation; NULL: not supported.
   op_kernel *kernel[ENG_OP_COUNT];
 
-  /// One read-only pass over every gradient. `stats` has n entries, in the order of `spans`.
-  /// `needs` (ENG_NEED_*) selects what to compute; the rest stays zero. Sums have a fixed order.
+  /// Computes statistics of every gradient in one read-only pass. `stats` has n entries, in the
+  /// order of `spans`. `needs` (ENG_NEED_*) selects what to compute; the rest stays zero. Sums have
+  /// a fixed order.
   eng_status (*gradstats)(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats);
 
-  /// One pass: multiplies gradients by gradient_factor (unscale and clip), updates the weights, and
-  /// rounds them into the shadow. update->rounding selects how new bf16 masters are rounded. A
+  /// In one pass, multiplies gradients by gradient_factor (unscale and clip), updates the weights,
+  /// and rounds them into the shadow. update->rounding selects how new bf16 masters are rounded. A
   /// compensation is added to the old weight first, and then set to the new weight's rounding error
   /// (0 if the weight is inf or nan).
   eng_status (*optimize)(const param_span *spans, int n, const eng_update *update);
@@ -108,12 +110,12 @@ typedef struct backend {
   eng_status (*unscale)(const param_span *spans, int n, double factor, float *const *target,
                         int *found_inf);
 
-  /// gradstats without waiting. The result stays on the device, where `optimize` with
-  /// update->lagged reads it; *ticket (never 0) identifies it. gradstats_fetch copies the result to
-  /// the host and waits only if it is not ready. A ticket can be fetched once; a fetch with `stats`
-  /// NULL drops the result. At most 64 tickets may be open. `loss`: the loss tensors of the step
-  /// (f32, one element each), whose values are fetched with the statistics. Both functions are NULL
-  /// on devices that compute in host memory.
+  /// gradstats_start starts gradstats and does not wait. The result stays on the device, where
+  /// `optimize` with update->lagged reads it; *ticket (never 0) identifies it. gradstats_fetch
+  /// copies the result to the host and waits only if it is not ready. A ticket can be fetched once;
+  /// a fetch with `stats` NULL drops the result. At most 64 tickets may be open. `loss`: the loss
+  /// tensors of the step (f32, one element each), whose values are fetched with the statistics.
+  /// Both functions are NULL on devices that compute in host memory.
   eng_status (*gradstats_start)(int64_t *ticket, const param_span *spans, int n, unsigned needs,
                                 tensor *const *loss, int n_loss);
   eng_status (*gradstats_fetch)(int64_t ticket, eng_tensor_stats *stats, int n, double *loss,
@@ -143,13 +145,13 @@ typedef struct backend {
   /// CPU. NULL: its name is used.
   const char *(*describe)(void);
   /// Which FP8 products the tensor cores compute: 0 none, 1 those of operands with one scale each,
-  /// 2 also those with scales by row or block. Also 2 if the user selected the slow formula
-  /// (ENGINE_FP8_FORMULA=1). NULL: the device has only one implementation of FP8 products.
+  /// 2 also those with scales by row or block. The result is also 2 if the user selected the slow
+  /// formula (ENGINE_FP8_FORMULA=1). NULL: the device has only one implementation of FP8 products.
   int         (*fp8)(void);
-  /// Whether the device's own units compute mx_matmul for these formats, with scales of NVFP4's
-  /// rules or of MX. NULL: they never do.
+  /// Whether the device's own units compute mx_matmul for these formats, with scales by the rules
+  /// of NVFP4 (`nvfp4`) or of MX. NULL: they never do.
   bool        (*mx)(int64_t format_a, int64_t format_b, bool nvfp4);
-  /// The card's UUID, unique across machines.
+  /// Returns the card's UUID, which is unique across machines.
   const char *(*identity)(void);
 
   /// Creates a stream: a queue whose work runs in order, concurrently with the device's other work
@@ -166,8 +168,8 @@ typedef struct backend {
   eng_status (*stream_mark)(void **mark, void *stream);
   eng_status (*stream_reached)(bool *reached, void *mark);
   void       (*stream_forget)(void *mark);
-  /// `move` on a stream. A copy to the host waits for the stream, so call it when the stream is
-  /// idle.
+  /// Does the same as `move`, on a stream. A copy to the host waits for the stream, so call this
+  /// function when the stream is idle.
   eng_status (*stream_move)(void *stream, void *to, const void *from, int64_t bytes,
                             copy_direction direction);
   /// wire_pack, wire_unpack and wire_sum give the same bits as comm_pack.c; only the payload of a
@@ -203,22 +205,24 @@ enum { BACKEND_ABI = 8 };
 /// The plug-in's only function. Returns NULL, with the error set, if there is no usable device.
 typedef const backend *backend_plugin(const backend_host *host);
 
-/// The current device, and a device by name (NULL with the error set if unknown).
+/// Return the current device, and the device called `name` (NULL, with the error set, if there is
+/// none).
 const backend *backend_current(void);
 const backend *backend_find(const char *name);
-/// The device that owns a memory space, if loaded; the CPU for the host's.
+/// Returns the device that owns a memory space: the CPU for host memory; NULL if the device is not
+/// loaded.
 const backend *backend_of_space(int space);
 /// Makes a device current. profile.c and trap.c pass wrappers, which are not registered.
 void backend_use(const backend *device);
 
 /// Registers a built-in device. Called by a constructor in the device's folder.
 void backend_register(const char *name, const backend *(*get)(void));
-/// The devices "cpu", whose instruction set is selected once, and "reference". Defined and
+/// Return the devices "cpu", whose instruction set is selected once, and "reference". Defined and
 /// registered in cpu/.
 const backend *backend_cpu(void);
 const backend *backend_reference(void);
 
 /// Tells backend_forbids whether a step is being captured. Called by autograd/graph.c.
 void backend_capturing(bool on);
-/// ENG_OK, or during a capture an error: `what` cannot be part of a captured step.
+/// Returns ENG_OK or, during a capture, an error: `what` cannot be part of a captured step.
 eng_status backend_forbids(const char *what);

@@ -1,11 +1,11 @@
 // The step's record: gradient statistics over all tensors, as a policy reads them. The device's
 // gradstats kernel fills the per-tensor statistics, gradstats.c sums them, dist/ reduces them over
-// ranks, policy/ and store/ read them. The structures are in engine_policy.h.
+// ranks, and policy/ and store/ read them. The structures are in engine_policy.h.
 #pragma once
 
 #include "engine.h"
 
-/// The relative scale of a tensor's gradient; 1 where the field is not set.
+/// Returns the relative scale of a tensor's gradient, or 1 if the field is not set.
 static inline double gradstats_relative_scale(const eng_tensor_stats *s)
 {
   return s->relative_scale > 0 ? s->relative_scale : 1;

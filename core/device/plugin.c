@@ -36,7 +36,7 @@ static const backend_host host = {
   .interrupted = eng_interrupted,
 };
 
-/// The folder of this library.
+/// Finds the folder of this library.
 static bool own_folder(char *path, int size)
 {
   Dl_info info;
@@ -71,8 +71,8 @@ void *plugin_library(const char *name, int mode)
   return library;
 }
 
-/// The reason why a file must not be passed to dlopen, or NULL. Opening a pipe would block, and
-/// mapping a library that is truncated would crash the process.
+/// Returns the reason why a file must not be passed to dlopen, or NULL. Opening a pipe would block,
+/// and mapping a library that is truncated would crash the process.
 static const char *unfit(const char *path)
 {
   struct stat about;
@@ -106,7 +106,7 @@ const backend *plugin_cuda(void)
   }
   const char *other = getenv("ENGINE_CUDA_PLUGIN");   // specs select a device that needs no card
   if (other && !*other) other = NULL;
-  // dlopen searches for a name without a slash only in the loader's folders, so adds "./".
+  // dlopen searches for a name without a slash only in the loader's folders, so "./" is added.
   if (other) snprintf(path, sizeof path, "%s%s", strchr(other, '/') ? "" : "./", other);
   else snprintf(path, sizeof path, "%s/libengine_cuda.so", folder);
   if (access(path, R_OK) != 0) {

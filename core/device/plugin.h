@@ -3,10 +3,11 @@
 
 #include "backend.h"
 
-/// The CUDA device, loaded at the first call; NULL with the error set when it is not available.
+/// Returns the CUDA device, which the first call loads, or NULL, with the error set, if the device
+/// is not available.
 const backend *plugin_cuda(void);
 
-/// Loads one of NVIDIA's libraries: from where the system's loader finds it, else from the folders
-/// of the toolkit or of NVIDIA's Python packages. NULL if it is not found. mode: RTLD_GLOBAL or
-/// RTLD_LOCAL.
+/// Loads one of NVIDIA's libraries, from where the system's loader finds it, else from the folders
+/// of the toolkit or of NVIDIA's Python packages. Returns NULL if the library is not found. mode:
+/// RTLD_GLOBAL or RTLD_LOCAL.
 void *plugin_library(const char *name, int mode);

@@ -93,7 +93,8 @@ static void convert(void *buffer, int format, const tensor *x, bool into_tensor)
 
 // ---- elements on a device
 
-/// A row-major tensor of x's shape over the given memory; fills `store`, which must outlive it.
+/// Returns a row-major tensor of x's shape over the given memory. Fills `store`, which must outlive
+/// the tensor.
 static tensor rows_over(const tensor *x, int space, void *memory, storage *store)
 {
   *store = (storage){
@@ -112,7 +113,8 @@ static tensor rows_over(const tensor *x, int space, void *memory, storage *store
   return y;
 }
 
-/// Copies between tensors of one shape in one device's memory; any strides.
+/// Copies between two tensors of the same shape in the same device's memory. They may have any
+/// strides.
 static eng_status copy_strided(const tensor *to, const tensor *from)
 {
   op_call call = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {(tensor *)from},

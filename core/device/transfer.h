@@ -4,8 +4,9 @@
 
 #include "tensor/tensor.h"
 
-/// Reads all elements of x into row-major host memory in dtype `format`, or writes them from it. x
-/// may have any strides. Converts as eng_read and eng_write do. A read waits for the device.
+/// transfer_read copies all elements of x into row-major host memory in dtype `format`, and
+/// transfer_write copies them from there. x may have any strides. Converts as eng_read and
+/// eng_write do. A read waits for the device.
 eng_status transfer_read(void *buffer, int format, const tensor *x);
 eng_status transfer_write(const tensor *x, const void *buffer, int format);
 
@@ -21,7 +22,7 @@ eng_status transfer_inside(int space, void *to, const void *from, int64_t bytes)
 eng_status transfer_to_host(void *to, int space, const void *from, int64_t bytes);
 eng_status transfer_from_host(int space, void *to, const void *from, int64_t bytes);
 
-/// A 64-bit checksum of bytes; waits for the device (checksum.c).
+/// Computes a 64-bit checksum of bytes. Waits for the device (checksum.c).
 eng_status transfer_checksum(uint64_t *out, int space, const void *data, int64_t bytes);
 
 /// Copies x, which may have any strides, in row-major order into memory of the same space.

@@ -22,7 +22,7 @@
 #include <luajit.h>
 #include <lualib.h>
 
-static int rank, ranks;        // of several processes on one job; 0 and 1 for a single process
+static int rank, ranks;        // this process's rank and the number of ranks; 0, 1 if alone
 // root: the folder of Lua modules
 static char executable[PATH_MAX], library[PATH_MAX], root[PATH_MAX + 8];
 
@@ -104,7 +104,7 @@ static void push_trimmed(lua_State *L, const char *text)
   lua_pushlstring(L, text, dropped > 0 ? (size_t)(trace - text) : (size_t)(end - text));
 }
 
-static bool keeps_locals;      // -i: after the script, the REPL sees the locals of its main chunk
+static bool keeps_locals;      // -i: after a script, the REPL sees the locals of its main chunk
 
 // Makes the locals of the main chunk global, except for names already in use.
 static void keep_locals(lua_State *L)
@@ -190,7 +190,8 @@ static bool require(lua_State *L, const char *name)
 
 // ------------------------------------------------------------------ functions for Lua's REPL
 
-// data: the Lua state of l_read, with the completer, a Lua function, at stack index 2.
+// Calls the completer, a Lua function. `data` is the Lua state of l_read, which has the completer
+// at stack index 2.
 static void complete(void *data, const char *before, char *insert, size_t insert_size, char *list,
                      size_t list_size)
 {
@@ -364,7 +365,7 @@ static void usage(void)
         "engine --help prints more.\n", stderr);
 }
 
-// Fills `o`; false for an unknown option.
+// Fills `o`. Returns false for an unknown option.
 static bool parse(options *o, int argc, char **argv)
 {
   int i = 1;
@@ -398,7 +399,8 @@ static int push_words(lua_State *L, const char *text)
   return count;
 }
 
-// -j cmd[=args]: calls jit.cmd(args), or the module jit.cmd.
+// Runs the option -j cmd[=args]: calls jit.cmd(args) or, if there is no such function, `start` of
+// the module jit.cmd.
 static bool jit_command(lua_State *L, const char *text)
 {
   const char *equals = strchr(text, '=');
@@ -450,7 +452,8 @@ static bool run_options(lua_State *L, const options *o, char **argv)
   return true;
 }
 
-// arg[0] is the script; the words before it have negative indices.
+// Sets the global `arg`: arg[0] is the script, and the words before the script have negative
+// indices.
 static void set_arg(lua_State *L, int argc, char **argv, int script)
 {
   if (script >= argc) script = 0;
@@ -505,7 +508,7 @@ static bool run_script(lua_State *L, int argc, char **argv, int script)
   return call(L, argc - script - 1, 0);
 }
 
-// require("engine.cli")(name, arguments ...) -> exit code
+// Calls require("engine.cli")(name, arguments ...) and returns the exit code.
 static int run_command(lua_State *L, const char *name, int argc, char **argv, int first)
 {
   if (!require(L, "engine.cli")) return EXIT_FAILURE;
@@ -544,7 +547,8 @@ static bool run_environment(lua_State *L)
   return call_loaded(L, luaL_loadbuffer(L, init, strlen(init), "=LUA_INIT"));
 }
 
-// Tables and policies keep data for the whole run, so a heap limited to 1 GiB is too small.
+// Checks that LuaJIT has GC64. Tables and policies keep data for the whole run, so the heap of 1
+// GiB without GC64 is too small.
 static bool check_gc64(lua_State *L)
 {
   static const char code[] = "return require('ffi').abi('gc64')";

@@ -12,8 +12,8 @@
 #include <string.h>
 #include <unistd.h>
 
-// The bytes of an OpenMP stack size such as "4M"; a number without a unit is in kilobytes. 0: the
-// text is not a valid size.
+// Returns the bytes of an OpenMP stack size such as "4M", or 0 if the text is not a valid size. A
+// number without a unit is in kilobytes.
 static size_t stack_bytes(const char *text)
 {
   char *end;
@@ -58,7 +58,7 @@ static bool threads_fit(size_t bytes)
 }
 
 // OpenMP ends the process when it cannot start a thread. Removes a stack size that is too large to
-// start threads; returns whether it removed one.
+// start threads. Returns whether it removed one.
 static bool drop_stack_size(void)
 {
   static const char *const names[] = {"OMP_STACKSIZE", "GOMP_STACKSIZE"};

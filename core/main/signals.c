@@ -18,8 +18,8 @@ static int rank;
 static bool has_run;                                    // whether a trainer has begun a run
 static bool (*is_own_place)(const char *place, size_t length);
 
-// The error names a line of the script, even if the signal arrived inside one of the engine's Lua
-// files.
+// Raises the error of an interrupt. The error names a line of the script, even if the signal
+// arrived inside one of the engine's Lua files.
 static void stop_hook(lua_State *L, lua_Debug *record)
 {
   lua_Debug frame;
@@ -92,7 +92,7 @@ static void on_bus(int signal_number)
   _exit(128 + signal_number);
 }
 
-static bool hangup_ignored;                            // by nohup
+static bool hangup_ignored;                            // when the process started, as by nohup
 
 void signals_run_begun(void) { has_run = true; }
 

@@ -41,7 +41,7 @@ typedef struct chunk {
   bool    dedicated;       // holds exactly one piece
 } chunk;
 
-// Freed pieces of one size.
+// A freed piece, in the list of freed pieces of its size.
 typedef struct free_piece {
   struct free_piece *next;
   void *memory;
@@ -132,7 +132,8 @@ static int64_t rounded(int space, int64_t bytes)
   return ((bytes <= 0 ? 1 : (bytes + unit - 1) / unit) + APART) * unit;
 }
 
-/// The list for `size`, or the empty entry for it; NULL when the table is full.
+/// Returns the list for `size` or, if there is none, the empty entry for it. Returns NULL if the
+/// table is full.
 static free_list *list_for(const arena *a, int64_t size)
 {
   uint64_t start = (uint64_t)(size / ALIGNMENT) * 0x9E3779B97F4A7C15ull >> 32;
@@ -143,7 +144,7 @@ static free_list *list_for(const arena *a, int64_t size)
   return NULL;
 }
 
-/// Doubles the table of lists; leaves it as it is when out of memory.
+/// Doubles the table of lists. Leaves the table unchanged if there is no memory.
 static void lists_grow(arena *a)
 {
   arena more = {.n_lists = a->n_lists ? 2 * a->n_lists : FIRST_LISTS};
@@ -168,8 +169,9 @@ static int64_t number_in(const char *path, int64_t otherwise)
   return value;
 }
 
-/// The bytes of memory of the machine, or the limit of the process's container if that is lower. If
-/// a process exceeds this, the system kills the process instead of refusing memory.
+/// Returns the bytes of memory of the machine, or the limit of the process's container if that is
+/// lower. If a process exceeds this number, the system kills the process instead of refusing
+/// memory.
 static int64_t machine_memory(void)
 {
   static int64_t known;
@@ -319,7 +321,7 @@ void *arena_alloc_in(int space, arena_id id, int64_t bytes)
     if (!c) {
       c = chunk_new(space, id, size);
       if (!c) return NULL;
-      // Appended, so that after a reset the chunks are used in the same order.
+      // Appends the chunk, so that after a reset the chunks are used in the same order.
       chunk **end = &a->first;
       while (*end) end = &(*end)->next;
       *end = c;
@@ -375,7 +377,8 @@ void arena_free_in(int space, arena_id id, void *piece, int64_t bytes)
   if (2 * a->lists_used >= a->n_lists) lists_grow(a);
   free_list *list = list_for(a, size);
   free_piece *node = list ? node_take() : NULL;
-  // out of memory: the piece stays unused until the reset, which lasting arenas never have
+  // without memory for the list, the piece stays unused until the arena is reset; lasting arenas
+  // are never reset
   if (!node) return;
   node->memory = piece;
   node->next = list->first;

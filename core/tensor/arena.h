@@ -1,8 +1,8 @@
-// Arenas: the memory of tensors. Each memory space (the host, a card) has one set of them. An arena
-// takes large chunks from the system and hands out 64-byte aligned pieces; the next request of the
-// same size reuses a freed piece. A training step requests the same sizes every time, so after the
-// first step nothing more is taken from the system. Owns all tensor memory. Called by tensor.c,
-// pool.c, params/, autograd/ and dist/, and by kernels (scratch).
+// Arenas: the memory of tensors. Each memory space (the host, a card) has its own set of arenas. An
+// arena takes large chunks from the system and hands out 64-byte aligned pieces; the next request
+// of the same size reuses a freed piece. A training step requests the same sizes every time, so
+// after the first step nothing more is taken from the system. Owns all tensor memory. Called by
+// tensor.c, pool.c, params/, autograd/ and dist/, and by kernels (scratch).
 #pragma once
 
 #include "engine.h"
@@ -19,7 +19,7 @@ typedef enum arena_id {
   ARENA_COUNT
 } arena_id;
 
-/// Memory spaces. A tensor's memory belongs to one, and a device computes in one.
+/// Memory spaces. A tensor's memory belongs to one space, and a device computes in one space.
 enum { SPACE_HOST = 0, SPACE_CUDA = 1, SPACE_COUNT = 2 };
 
 /// The memory functions of a space other than the host's. backend.h describes them.
@@ -36,7 +36,7 @@ typedef struct arena_source {
 void arena_register(int space, const arena_source *source);
 /// Makes a memory space current: arena_alloc allocates there.
 void arena_use(int space);
-/// The current space.
+/// Returns the current memory space.
 int arena_space(void);
 /// Adds `by` to the pin count of a space. While the count is above 0, step and scratch memory stays
 /// allocated, because a captured step refers to it.

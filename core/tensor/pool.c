@@ -76,7 +76,7 @@ void pool_give(pool *p, void *piece, int64_t bytes)
     k++;
   insert(p, k, fresh);
   p->pieces--;
-  // Merges the new gap with its neighbours.
+  // Merges the new gap with adjacent gaps.
   if (k + 1 < p->n_gaps && p->gap[k + 1].block == fresh.block &&
       fresh.at + fresh.bytes == p->gap[k + 1].at) {
     p->gap[k].bytes += p->gap[k + 1].bytes;

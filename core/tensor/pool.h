@@ -13,7 +13,7 @@ typedef struct pool {
   arena_id    arena;
   int64_t     block_bytes;        // smallest size of a block
   int32_t     most_blocks;        // 0: no limit
-  // no memory is allocated; only the positions of pieces are computed
+  // true: no memory is allocated; only the positions of pieces are computed
   bool        imagined;
   int32_t     n_blocks, n_gaps, pieces;
   int64_t     room_blocks, room_gaps;
@@ -23,7 +23,7 @@ typedef struct pool {
 
 enum { POOL_ALIGNMENT = 256 };
 
-/// The number of bytes that a piece of `bytes` bytes takes in a block.
+/// Returns the number of bytes that a piece of `bytes` bytes takes in a block.
 static inline int64_t pool_rounded(int64_t bytes)
 {
   return (bytes > 0 ? bytes + POOL_ALIGNMENT - 1 : POOL_ALIGNMENT) / POOL_ALIGNMENT *

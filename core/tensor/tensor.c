@@ -1,8 +1,8 @@
 // The slot table and the lifetime of tensors. See tensor.h.
 //
-// The tensors of a step are in a list; step.c drops them from there. When the last one is dropped,
-// the step arena is reset. Dropping a tensor increments its slot's generation, so that old handles
-// are recognised.
+// The tensors of a step are in a list; step.c drops them from there. When the last tensor is
+// dropped, the step arena is reset. Dropping a tensor increments its slot's generation, so that old
+// handles are recognised.
 #include "tensor.h"
 
 #include "base/array.h"
@@ -18,11 +18,12 @@ static const int64_t MOST_ELEMENTS = 1ll << 48;
 
 static tensor **blocks;
 static int n_blocks;
-// A queue linked through .gradient. It is first in, first out, so that the data of a dropped tensor
-// stays in its slot for as long as possible; error messages about stale handles use that data.
+// A queue of free slots, linked through tensor.gradient. The queue is first in, first out, so that
+// the data of a dropped tensor stays in its slot for as long as possible; error messages about
+// stale handles use that data.
 static tensor *free_slots;
 static tensor *free_slots_end;
-static storage *free_storages;    // linked through .memory
+static storage *free_storages;    // linked through storage.memory
 
 // tensors of the step, in order of creation; NULL where dropped early
 static tensor **step_list;

@@ -16,9 +16,9 @@ typedef struct storage {
   // counts the writes after creation: by scripts (fill, copy, random numbers), by optimizer
   // updates, by messages from other ranks
   uint32_t writes;
-  int32_t  done;            // how many of the tensors that use it have `done`
+  int32_t  done;            // how many of the tensors that use it are `done`
   int32_t  segment;         // checkpointed part of the tape that computes it (tape.h); 0: none
-  bool     awaited;         // recomputing a segment: a later node reads it (checkpoint.c)
+  bool     awaited;         // while a segment is recomputed: a later node reads it (checkpoint.c)
   // ZeRO-3 (params/params_parted.c). parted: the parameter whose weights these are, or NULL.
   // closed: the weights are not always in memory, so only operations, which fetch them, may read
   // them. absent: the weights are not in memory now.
@@ -39,12 +39,12 @@ typedef struct tensor {
   bool      requires_grad;
   bool      of_step;                 // belongs to the current step
   bool      held;                    // in a flat buffer: only the parameter set may drop it
-  bool      is_gradient;             // of another tensor
+  bool      is_gradient;             // it is the gradient of another tensor
   bool      done;                    // eng_done was called: the user no longer needs it
   int32_t   node;                    // tape node that made it; -1: none
   int32_t   output;                  // which output of that node
   int32_t   step_index;              // index in the step's list
-  int64_t   step;                    // step it was made in
+  int64_t   step;                    // the step in which it was made
   struct tensor *gradient;           // set for a leaf, and during backward
   struct parameter *parameter;       // set for members of a parameter set (params.h)
 } tensor;
@@ -52,7 +52,8 @@ typedef struct tensor {
 /// Resolves a handle. The message of ENG_ERR_STALE gives the tensor's shape, its step and a hint.
 /// Errors: STATE for weights that are in memory only at times (ZeRO-3).
 eng_status tensor_get(tensor **out, const eng_tensor *handle);
-/// Like tensor_get, for callers that do not read the values or that first fetch absent weights.
+/// Resolves a handle like tensor_get, for callers that do not read the values or that first fetch
+/// absent weights.
 eng_status tensor_find(tensor **out, const eng_tensor *handle);
 eng_tensor tensor_handle(const tensor *x);
 
@@ -75,12 +76,12 @@ eng_status tensor_wrap(tensor **out, int space, void *memory, int dtype, int ndi
 /// Moves x to memory in its space that another owner has filled and keeps alive; releases x's old
 /// memory.
 void tensor_rehome(tensor *x, void *memory);
-/// Drops a tensor. Its memory returns to the arena with the last view.
+/// Drops a tensor. Its memory returns to the arena when the last view is dropped.
 void tensor_drop(tensor *x);
 
-/// The list of the step's tensors, in order of creation (step.c). tensor_mark: its current end.
-/// tensor_drop_since: drops the tensors created since a mark, gradients only if `gradients_too`.
-/// tensor_next_step: advances to the next step.
+/// The list of the step's tensors, in order of creation (step.c). tensor_mark returns its current
+/// end. tensor_drop_since drops the tensors created since a mark; it drops gradients only if
+/// `gradients_too`. tensor_next_step advances to the next step.
 int tensor_mark(void);
 void tensor_drop_since(int mark, bool gradients_too);
 void tensor_next_step(void);
@@ -89,9 +90,10 @@ int64_t tensor_step_number(void);
 bool tensor_contiguous(const tensor *x);
 bool tensor_same_shape(const tensor *a, const tensor *b);
 
-/// "[64 x 768]", "[]" for a scalar, in one of 8 buffers of this thread, in turn.
+/// Returns a shape as text, such as "[64 x 768]", or "[]" for a scalar. The text is in one of 8
+/// buffers of this thread, which are used in turn.
 const char *tensor_shape_text(int ndim, const int64_t *shape);
-/// "f16 [64 x 768]", in the same buffers.
+/// Returns the dtype and shape of x as text, such as "f16 [64 x 768]", in the same buffers.
 const char *tensor_text(const tensor *x);
 
 /// Number of operations on the tape, which holds pointers to tensors. Maintained by
