@@ -41,7 +41,7 @@ int eng_abi_size(void);
 
 // ------------------------------------------------------------------ number formats
 
-/// The number formats of tensors: ENG_f32 and the others listed in dtypes.def.
+/// The number formats of tensors: ENG_f32 and the other formats that dtypes.def lists.
 typedef enum eng_dtype {
 #define ENG_DTYPE(name, number, bytes, kind) ENG_##name = number,
 #include "dtypes.def"
@@ -77,10 +77,10 @@ bool eng_format_get(eng_format *out, const char *name);
 enum { ENG_MAX_DIMS = 6 };
 
 /// A tensor as scripts hold it: a slot in the engine's table and the slot's generation. Using a
-/// handle after its step is an ENG_ERR_STALE, never a crash.
+/// handle after its step returns ENG_ERR_STALE and never crashes.
 typedef struct eng_tensor { uint32_t slot, generation; } eng_tensor;
 
-/// Facts about a tensor. Strides are in elements.
+/// The description of a tensor that eng_info returns. Strides are in elements.
 typedef struct eng_tensor_info {
   int64_t shape[6], stride[6];
   int64_t count;              // number of elements
@@ -95,8 +95,9 @@ typedef struct eng_tensor_info {
   void   *data;               // first element; NULL if divided or not in host memory
 } eng_tensor_info;
 
-/// The lifetime of a new tensor. KEEP: until eng_free. STEP: until the step ends, like the results
-/// of operations. AUTO: like STEP inside a step or scope (see eng_step_begin), like KEEP outside.
+/// The lifetime of a new tensor. KEEP: until eng_free. STEP: until the step ends, as for the
+/// results of operations. AUTO: like STEP inside a step or scope (see eng_step_begin), like KEEP
+/// elsewhere.
 enum { ENG_AUTO = 0, ENG_KEEP = 1, ENG_STEP = 2 };
 
 /// Makes a tensor of `ndim` dimensions (0: a scalar), filled with zeros. `home` is its lifetime,
@@ -163,9 +164,10 @@ eng_status eng_step_end(void);
 /// Returns the number of the current step, counted from 0.
 int64_t eng_step_count(void);
 
-/// A scope, for instance around evaluation or sampling. eng_scope_begin stores the scope's start in
-/// `mark`; eng_scope_end drops the tensors created since then, except kept ones. The tape must not
-/// refer to a dropped tensor. Scopes nest; every begin needs an end, even after an error.
+/// Open and close a scope, for instance around evaluation or sampling. eng_scope_begin stores the
+/// scope's start in `mark`; eng_scope_end drops the tensors created since then, except kept ones.
+/// The tape must not refer to a dropped tensor. Scopes nest; every begin needs an end, even after
+/// an error.
 eng_status eng_scope_begin(int64_t *mark);
 eng_status eng_scope_end(int64_t mark);
 
@@ -184,7 +186,7 @@ void eng_memory_limit(int64_t bytes);
 
 // ------------------------------------------------------------------ operations
 
-/// The operations: ENG_OP_matmul and the others listed in ops.def.
+/// The operations: ENG_OP_matmul and the other operations that ops.def lists.
 typedef enum eng_op {
 #define ENG_OP(name, ...) ENG_OP_##name,
 #include "ops.def"
@@ -304,9 +306,9 @@ enum {
   ENG_FP8_KEEP_SWIGLU = 3
 };
 
-/// Signs of a random Hadamard transform. NONE: all positive. FIXED: Transformer Engine's signs.
-/// LAYER: drawn at random for each layer. STEP: for each layer and step. BACKWARD: for each layer
-/// and backward pass.
+/// Signs of a random Hadamard transform. NONE: all positive. FIXED: Transformer Engine's signs. The
+/// other signs are drawn at random. LAYER: for each layer. STEP: for each layer and step. BACKWARD:
+/// for each layer and backward pass.
 enum {
   ENG_FP8_SIGNS_NONE = -1, ENG_FP8_SIGNS_FIXED, ENG_FP8_SIGNS_LAYER, ENG_FP8_SIGNS_STEP,
   ENG_FP8_SIGNS_BACKWARD
@@ -366,10 +368,10 @@ eng_status eng_fp8_amax(double amax[3], int64_t site);
 /// ENG_ACCUMULATE_BLACKWELL. Returns -1 if the layer has not run or is not microscaled.
 int        eng_fp8_accumulator(int64_t site);
 
-/// Effects of quantization on the measured elements: up to 2^16 of each tensor, in evenly spaced
-/// whole rows.
+/// Effects of quantization on the measured elements. Up to 2^16 elements of each tensor are
+/// measured, in evenly spaced whole rows.
 typedef struct eng_fp8_meter {
-  int64_t count, zeros;               // finite elements; zeros among them, of either sign
+  int64_t count, zeros;               // finite elements; zeros (0 or -0) among them
   int64_t underflow;                  // nonzero elements that became 0 or -0
   int64_t overflow;                   // elements too large for the format, which saturated
   int64_t nonfinite;                  // inf and nan; not in count
@@ -399,10 +401,11 @@ eng_status eng_requires_grad(const eng_tensor *x, bool on);
 /// Turns recording on or off; returns the previous setting.
 bool eng_grad_enabled(bool on);
 
-/// Activation checkpointing. Of the tensors that recorded operations compute between these calls,
-/// only `results` [n] keep their memory. The backward pass recomputes the others bit for bit before
-/// it needs them. eng_checkpoint_begin returns false if recording is off or an earlier begin has
-/// not ended; then do not call eng_checkpoint_end. After an error pass n = -1: nothing is freed.
+/// Begin and end an activation checkpoint. Of the tensors that recorded operations compute between
+/// these calls, only `results` [n] keep their memory. The backward pass recomputes the other
+/// tensors bit for bit before it needs them. eng_checkpoint_begin returns false if recording is off
+/// or an earlier begin has not ended; then do not call eng_checkpoint_end. After an error pass n =
+/// -1: nothing is freed.
 bool       eng_checkpoint_begin(void);
 eng_status eng_checkpoint_end(const eng_tensor *results, int n);
 
@@ -446,8 +449,8 @@ int eng_tape_length(void);
 
 // ------------------------------------------------------------------ precision
 
-/// How autocast changes operations, by their class (column `cast` of ops.def). -1 in a field:
-/// unchanged.
+/// How autocast changes operations, by their class (column `cast` of ops.def). A field of -1
+/// changes nothing.
 typedef struct eng_precision {
   int32_t compute;      // dtype that class LOWER runs in: matmul, linear, attention
   int32_t residual;     // dtype of an embedding's output, hence of the residual stream
@@ -503,19 +506,19 @@ eng_status eng_params_refresh(eng_params *set);
 eng_status eng_params_low(eng_tensor *out, eng_params *set, int index);
 /// Drops all gradients without writing memory.
 eng_status eng_params_zero_grad(eng_params *set);
-/// Computes statistics of the gradients in one read-only pass. `scale`: the loss scale in the
-/// gradients. `stats`: NULL, or an entry for each parameter. Fills the gradient fields of `record`;
-/// the caller fills step, loss and the others.
+/// Computes statistics of the gradients in one read-only pass. `scale` is the loss scale in the
+/// gradients. `stats` is NULL or has an entry for each parameter. Fills the gradient fields of
+/// `record`; the caller fills step, loss and the other fields.
 eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set,
                             double scale, unsigned needs);
 /// eng_params_stats without waiting, for lagged mode. `start` requests the statistics and the
 /// values of `losses` (n_losses <= ENG_STATS_LOSSES tensors of one f32 element). `fetch` returns
 /// the results of the oldest request and waits only if they are not ready; `loss` is the sum of the
 /// losses. Up to ENG_STATS_ON_THEIR_WAY requests may be pending. An update with eng_update.lagged
-/// uses the newest request. `known`: NULL, or statistics of all parameters that the ranks have
-/// already computed together; they must include ENG_NEED_NORM. Devices that compute statistics
-/// asynchronously (CUDA) do not accept `known`. Errors: STATE (nothing to fetch, too many pending),
-/// DTYPE, DEVICE.
+/// uses the newest request. `known` is NULL, or it has the statistics of all parameters if the
+/// ranks have already computed them together; these must include ENG_NEED_NORM. Devices that
+/// compute statistics asynchronously (CUDA) do not accept `known`. Errors: STATE (nothing to fetch,
+/// too many pending), DTYPE, DEVICE.
 enum { ENG_STATS_ON_THEIR_WAY = 4, ENG_STATS_LOSSES = 64 };
 eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses,
                                   int n_losses, const eng_tensor_stats *known);
@@ -523,7 +526,7 @@ eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, d
                                   eng_params *set, double scale);
 /// Returns the number of requests whose results have not been fetched yet.
 int eng_params_stats_pending(const eng_params *set);
-/// `forget` drops all pending requests. `withdraw` drops the newest one, after its step failed.
+/// `forget` drops all pending requests. `withdraw` drops the newest request, after its step failed.
 /// Errors: STATE (none is pending).
 void eng_params_stats_forget(eng_params *set);
 eng_status eng_params_stats_withdraw(eng_params *set);
@@ -585,11 +588,12 @@ typedef struct eng_update {
   int32_t n_groups;
   const eng_hyper *groups;
   double  gradient_factor;      // 1 / scale
-  // After gradient_factor, every gradient element is clamped to +-clip_value. 0: off.
+  // Limit on the magnitude of every gradient element after multiplication by gradient_factor. 0:
+  // none.
   double  clip_value;
-  // Number of this update, from 1, for bias correction. For lagged updates: the number of the first
-  // update of an unbroken sequence. The device numbers the following updates, because only the
-  // device knows which of them it applied.
+  // Number of this update, counted from 1, for bias correction. For lagged updates, this is the
+  // number of the first update of an unbroken sequence. The device numbers the following updates,
+  // because only the device knows which of them it applied.
   int64_t t;
   // eng_optimizer_step sets these three fields. slot: which of the device's ENG_UPDATE_SLOTS
   // counters numbers these updates. fresh: 1 if that counter restarts at t. statistics: the ticket
@@ -603,9 +607,9 @@ typedef struct eng_update {
   // computes the norm from its own statistics.
   double  norm;
   const double *clips;          // [n] factor on each parameter's gradient; NULL: 1 each
-  // [n][ENG_NORMS] sums of squares, added up in a fixed order, or NULL. For a parameter without a
-  // gradient, the entry of its update is 0 and the other entries are not written. On a card the
-  // call waits for the sums, and a lagged update cannot compute them.
+  // NULL, or [n][ENG_NORMS]: receives sums of squares, added up in a fixed order. For a parameter
+  // without a gradient, the entry of its update is 0 and the other entries are not written. On a
+  // card the call waits for the sums, and a lagged update cannot compute them.
   double *norms;
   double  update_clip;          // limit on the norm of the change of all weights; 0: none
   double  spike_clip;           // adam, adamw: g becomes sign(g) sqrt(spike_clip v) where g^2 >
@@ -621,10 +625,11 @@ typedef struct eng_update {
   int64_t draw;
 } eng_update;
 
-/// An optimizer's state for a parameter set: a flat buffer for each moment, zero at first.
+/// An optimizer's state for a parameter set: a flat buffer for each moment, filled with zeros at
+/// first.
 typedef struct eng_optimizer eng_optimizer;
-/// `moment_dtype` ENG_f32 or ENG_bf16; `group_of` gives each parameter's index into
-/// eng_update.groups.
+/// Creates the state. `moment_dtype` is ENG_f32 or ENG_bf16. `group_of` gives each parameter's
+/// index into eng_update.groups.
 eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int moment_dtype,
                              const int32_t *group_of);
 void eng_optimizer_free(eng_optimizer *state);
@@ -692,8 +697,8 @@ enum { ENG_THREADS_MAX = 4096 };
 /// Returns the current number.
 int eng_threads(int n);
 
-/// Measures time by operation, dtypes and shapes. `on` clears the rows and begins; off ends the
-/// measurement and keeps the rows. Choosing a device ends it too.
+/// Measures time by operation, dtypes and shapes. `on` = true clears the rows and begins the
+/// measurement; false ends it and keeps the rows. Choosing a device also ends the measurement.
 void eng_profile(bool on);
 /// One kind of call: `seconds` of all its calls together, the bytes of all its inputs and outputs,
 /// and the floating-point operations of its products (0: none). `detail` has the dtypes and shapes.
@@ -706,11 +711,12 @@ typedef struct eng_profile_row {
 /// Fills up to `capacity` rows, in order of first use. Returns the number of rows.
 int eng_profile_rows(eng_profile_row *rows, int capacity);
 
-/// Finds where inf and nan arise. `on` begins to check the outputs of every operation, which is
-/// slow; off ends it and keeps the findings. Choosing a device ends it too.
+/// Finds where inf and nan arise. `on` = true begins to check the outputs of every operation, which
+/// is slow; false ends the checks and keeps the findings. Choosing a device also ends the checks.
 void eng_trap(bool on);
-/// Labels the following operations with a module number, which the caller chooses; 0: none.
-/// Operations of the backward pass have the label of the operation whose gradient they compute.
+/// Labels the following operations with a module number, which the caller chooses; 0 means no
+/// module. Operations of the backward pass have the label of the operation whose gradient they
+/// compute.
 void eng_trap_module(int module);
 enum { ENG_TRAP_INPUTS = 6, ENG_TRAP_OUTPUTS = 3 };
 /// A tensor at the moment when inf or nan was found. `text`: dtype and shape; `name`: the

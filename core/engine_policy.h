@@ -75,9 +75,9 @@ typedef struct eng_tensor_stats {
 eng_status eng_stats(eng_tensor_stats *out, const eng_tensor *x, unsigned needs);
 
 /// What a policy reads about a step. amax and norm are true (unscaled) magnitudes of the finite
-/// values; the fields are those of the policy contract (policies/README.md).
+/// values; policies/README.md, the policy contract, describes the fields.
 typedef struct eng_record {
-  int64_t step, updates;      // steps before this one; updates applied before it
+  int64_t step, updates;      // steps before this step; updates applied before it
   double  scale;              // the loss scale of this backward pass
   double  loss, lr;
   int64_t count, inf, nan, zeros, underflow;
@@ -86,7 +86,7 @@ typedef struct eng_record {
   double  elapsed;            // seconds since the run began
   int32_t overflow;           // 1: some gradient is inf or nan
   int32_t first_bad;          // index of the first tensor with inf or nan; -1: none
-  // 1: the verdict's `caps` were applied, and the norms are those of the capped gradients
+  // 1: the verdict's `caps` were applied, and the norms are of the capped gradients
   int32_t capped;
   double  norms[4];           // ENG_NORM_* of the update before this step; NaN: not known
   int64_t hist[320];
@@ -109,7 +109,7 @@ int eng_action_from_name(const char *name);
 typedef struct eng_verdict {
   double  scale;              // loss scale of the next step
   int32_t action;             // ENG_ACTION_*
-  int32_t failed;             // 1: the policy failed; scale, clip and lr_mul are those of the last
+  int32_t failed;             // 1: the policy failed; scale, clip and lr_mul come from the last
                               // good verdict
   double  clip;               // maximal gradient norm; 0: none
   // factor on the learning rate of this update, or of all updates after a rollback; 1: none
@@ -129,7 +129,7 @@ typedef struct eng_verdict {
 /// contract. Its memory, instructions and time are limited, so it cannot stop the process.
 typedef struct eng_policy eng_policy;
 
-/// The description of a policy. Strings live as long as the policy.
+/// What eng_policy_describe returns. Strings live as long as the policy.
 typedef struct eng_policy_info {
   const char *name, *doc;     // doc: "" when there is none
   const char *file;           // the file name shown in the policy's messages

@@ -88,8 +88,8 @@ typedef struct eng_parallel_options {
   int64_t bucket;             // bytes of gradients in a bucket, approximately
   int32_t comm_dtype;         // ENG_COMM_*
   int32_t zero;               // 1: this rank updates only its own pieces and stores only their
-                              // moments (ZeRO-1); 2: also only their gradients (ZeRO-2);
-                              // 3: also only their weights (ZeRO-3), see `units`
+                              // moments (ZeRO-1). 2: it also stores only their gradients (ZeRO-2).
+                              // 3: it also stores only their weights (ZeRO-3), see `units`
   int32_t whole;              // 1: pieces are whole parameters, for optimizers that need matrices
   /// Experts, which only some ranks hold: apart[i] is 1 if parameter i belongs to an expert; NULL:
   /// there are none. On a rank that does not hold the expert, the parameter has no elements.
@@ -99,8 +99,8 @@ typedef struct eng_parallel_options {
   const uint8_t *apart;
   eng_comm *holders;
   /// With zero = 3: units[i], from 0 to the number of parameters - 1, is the unit of parameter i.
-  /// Parameters with the same unit are used together, such as those of a block. A rank receives
-  /// and drops the weights of a unit together.
+  /// Parameters with the same unit are used together, such as the parameters of a block. A rank
+  /// receives and drops the weights of a unit together.
   const int32_t *units;
 } eng_parallel_options;
 /// A set has at most one eng_parallel. With `zero` the set's optimizers must be divided as well
@@ -115,9 +115,9 @@ void eng_parallel_free(eng_parallel *parallel);
 /// Arms the reduction, which then starts by itself during the backward pass. With zero < 2, call
 /// this only before the last backward pass of a step, with pass = ENG_PASS_FIRST. With zero >= 2,
 /// call this before every pass, with ENG_PASS_FIRST for the first pass of a step and ENG_PASS_MORE
-/// for the others. The sums of later passes are added to this rank's pieces in order, in f32, and
-/// each result is rounded to the gradient's dtype. ENG_PASS_ALONE: nothing is sent, and with zero
-/// >= 2 the gradients of this pass are dropped. Errors: STATE.
+/// for the other passes. The sums of later passes are added to this rank's pieces in order, in f32,
+/// and each result is rounded to the gradient's dtype. ENG_PASS_ALONE: nothing is sent, and with
+/// zero >= 2 the gradients of this pass are dropped. Errors: STATE.
 enum { ENG_PASS_FIRST = 0, ENG_PASS_MORE = 1, ENG_PASS_ALONE = 2 };
 eng_status eng_parallel_begin(eng_parallel *parallel, int pass);
 /// Waits until all gradients are reduced. With `zero` the gradients of other ranks' pieces are
@@ -184,8 +184,8 @@ void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *parallel);
 /// Predicts, without starting ranks, what rank `rank` of `size` would store and send: bytes of
 /// memory, of messages in a reduction and, with zero, of updated weights. `rank` -1 stands for the
 /// rank that sums the most. `rooms` and, with zero = 3, the figures of weights are exact only if
-/// the operations on the tape are those of a step; all other figures are always exact. `apart` must
-/// be NULL.
+/// the operations on the tape are the operations of a step; all other figures are always exact.
+/// options->apart must be NULL.
 typedef struct eng_parallel_sizes {
   int64_t buckets, messages, bytes, weight_messages, weight_bytes;
   int64_t own;                  // elements that this rank sums

@@ -190,7 +190,7 @@ eng_status eng_fill(const eng_tensor *handle, double value)
   ENG_TRY(tensor_make_in(&one, x->store->space, ARENA_STEP, x->dtype, 0, NULL));
   eng_status status = transfer_set(one, value);
   if (status == ENG_OK) {
-    tensor everywhere = *one;   // x's shape with strides of 0
+    tensor everywhere = *one;   // a view of `one` with x's shape
     everywhere.ndim = x->ndim;
     everywhere.count = x->count;
     memcpy(everywhere.shape, x->shape, sizeof everywhere.shape);

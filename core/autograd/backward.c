@@ -28,7 +28,7 @@ void grad_register(int op, grad_rule *rule) { rules[op] = rule; }
 
 static struct {
   bool running, retain;
-  bool was_recording;          // before backward began
+  bool was_recording;          // whether recording was on before backward began
   eng_precision precision;     // autocast's settings before backward
   int cursor;                  // nodes from cursor on are done; the next node is cursor - 1
   grad_call pending;           // the Lua node at which the pass has stopped

@@ -6,7 +6,7 @@
 #include "op.h"
 #include "gradient.h"
 
-// These functions run an operation into a new tensor.
+// These functions run an operation and return its result as a new tensor.
 static eng_status binary(tensor **out, int op, tensor *a, tensor *b)
 { return op_run1(out, (op_call){.op = op, .in = {a, b}}); }
 static eng_status wide_binary(tensor **out, int op, tensor *a, tensor *b)

@@ -118,7 +118,8 @@ eng_status infer_arg(op_call *c, op_shape *s)
 
 // ---- gradients whose shape rules differ from the forward operation's
 
-/// gather_grad, index_select_grad: inputs dy and index; output dx, whose shape is an attribute.
+/// The rule of gather_grad and index_select_grad. Inputs: dy, index. Output: dx, whose shape is an
+/// attribute.
 eng_status infer_pick_grad(op_call *c, op_shape *s)
 {
   const tensor *dy = c->in[0], *index = c->in[1];
@@ -278,7 +279,7 @@ eng_status infer_cast(op_call *c, op_shape *s)
   if (dtype < 0 || dtype >= ENG_DTYPE_COUNT)
     return error_set(ENG_ERR_DTYPE, "cast: unknown dtype number %lld", (long long)dtype);
   if (dtype_is_fp8((int)dtype) && (mode < 0 || mode > 3))
-    return error_set(ENG_ERR_VALUE, "cast: expected a rounding mode of 0 to 3, got %lld",
+    return error_set(ENG_ERR_VALUE, "cast: expected a rounding mode from 0 to 3, got %lld",
                      (long long)mode);
   put_like(s, 0, (int)dtype, c->in[0]);
   return ENG_OK;
@@ -349,7 +350,7 @@ static eng_status check_codes(const op_call *c)
     if (!op_table[c->op].takes_codes)
       return error_set(ENG_ERR_DTYPE,
                        "%s: FP8 tensors have no arithmetic, got %s; hint: x:to(\"f32\"), or "
-                       "dequantize() of its quantizer",
+                       "its quantizer's dequantize()",
                        op_name(c), tensor_text(c->in[k]));
     for (int j = 0; c->op == ENG_OP_concat && j < c->n_in; j++)
       if (c->in[j]->dtype != c->in[k]->dtype)

@@ -21,8 +21,8 @@ static eng_status want_pair(const op_call *c, const int64_t *pair, const char *w
 {
   for (int d = 0; d < 2; d++)
     if (pair[d] < least || pair[d] > LARGEST)
-      return error_set(ENG_ERR_VALUE, "%s: expected %s of %lld to 2^30, got %lld", op_name(c), what,
-                       (long long)least, (long long)pair[d]);
+      return error_set(ENG_ERR_VALUE, "%s: expected %s from %lld to 2^30, got %lld", op_name(c),
+                       what, (long long)least, (long long)pair[d]);
   return ENG_OK;
 }
 

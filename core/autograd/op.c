@@ -46,7 +46,7 @@ static eng_status lowered(tensor **x, int dtype)
   return op_run1(x, (op_call){.op = ENG_OP_cast, .in = {*x}, .cast = {.dtype = dtype}});
 }
 
-/// Converts the inputs of a call to the current precision. *yields: the dtype that autocast
+/// Converts the inputs of a call to the current precision. *yields receives the dtype that autocast
 /// prescribes for out[0], or -1.
 static eng_status apply_precision(op_call *c, int *yields)
 {

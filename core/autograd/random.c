@@ -1,7 +1,7 @@
 // Fills tensors with random numbers. Element i of a tensor, in row-major order, is computed from
 // word i % 4 of block i / 4; a normal number also uses the other word of its pair. Blocks count
-// from the first block reserved for the tensor (rng.h). Strides and device do not matter. Called by
-// Lua.
+// from the first block reserved for the tensor (rng.h). The numbers do not depend on strides or on
+// the device. Called by Lua.
 #include "base/error.h"
 #include "base/numerics.h"
 #include "base/rng.h"

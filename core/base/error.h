@@ -11,7 +11,7 @@
 __attribute__((format(printf, 2, 3)))
 eng_status error_set(eng_status status, const char *format, ...);
 
-/// Puts "context: " before the pending message ("In blocks.3.attn: ..."); keeps the status.
+/// Puts "context: " before the pending message ("In blocks.3.attn: ...") and returns `status`.
 __attribute__((format(printf, 2, 3)))
 eng_status error_prefix(eng_status status, const char *format, ...);
 

@@ -146,7 +146,7 @@ eng_status file_writer_commit(file_writer *writer)
   writer->fd = -1;
   if (status == ENG_OK && closed != 0) status = io_error("close", writer->path);
   if (status == ENG_OK && rename(writer->temporary, writer->path) != 0)
-    status = io_error("rename into place", writer->path);
+    status = io_error("put the new file in place", writer->path);
   if (status == ENG_OK) {
     status = sync_parent(writer->path);
     free(writer->temporary);

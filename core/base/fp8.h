@@ -18,9 +18,9 @@
 // instructions of the hardware (e5m6: +0x7E0).
 //
 // Stochastic rounding returns one of the two neighbours of |x|, with the sign of x. P(up) is the
-// distance of |x| from the lower neighbour, divided by the distance between the two. It uses the
-// top 20 bits of a random word for e4m3, 21 for e5m2, so a probability is exact to 2^-20 or 2^-21.
-// Numbers that the format represents exactly never change.
+// distance of |x| from the lower neighbour, divided by the distance between the two. Rounding uses
+// the top 20 bits of a random word for e4m3 and the top 21 for e5m2, so a probability is exact to
+// 2^-20 or 2^-21. Numbers that the format represents exactly never change.
 #pragma once
 
 /// Rounding modes, as bits.
@@ -87,8 +87,8 @@ ENG_INLINE uint32_t fp8_code_f32(uint32_t magnitude, int fraction)
          ((uint32_t)(127 - bias) << fraction);
 }
 
-/// fp8_code_f32 with stochastic rounding. A magnitude below the smallest normal number is first
-/// truncated to a multiple of the smallest subnormal times 2^-20 (e5m2: 2^-21).
+/// Works as fp8_code_f32 does, but rounds stochastically. A magnitude below the smallest normal
+/// number is first truncated to a multiple of the smallest subnormal times 2^-20 (e5m2: 2^-21).
 ENG_INLINE uint32_t fp8_code_stochastic(uint32_t magnitude, int fraction, uint32_t random)
 {
   int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction;

@@ -1,4 +1,4 @@
-// Doubles as decimal text and back without loss, whatever the host's locale.
+// Converts doubles to decimal text and back without loss, in any locale.
 #define _GNU_SOURCE
 #include "number.h"
 

@@ -11,7 +11,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-// In the child: executes the program. If that fails, writes errno to the pipe `tell` and exits.
+// Runs in the child process: executes the program. If that fails, writes errno to the pipe `tell`
+// and exits.
 static void become(const char *const *words, int output, int tell, pid_t parent)
 {
   prctl(PR_SET_PDEATHSIG, SIGTERM);

@@ -160,7 +160,7 @@ typedef struct backend {
   eng_status (*stream_new)(void **stream);
   /// Makes work issued on the stream after this call wait for the device work issued before it.
   eng_status (*stream_follow)(void *stream);
-  /// Whether the stream is idle. Never waits.
+  /// Sets *done to whether the stream is idle. Never waits.
   eng_status (*stream_done)(bool *done, void *stream);
   /// stream_mark records a mark after the work issued on the stream so far; *mark is an earlier
   /// mark to reuse, or NULL for a new one. stream_reached tests whether the stream has passed a

@@ -111,13 +111,13 @@ const backend *plugin_cuda(void)
   else snprintf(path, sizeof path, "%s/libengine_cuda.so", folder);
   if (access(path, R_OK) != 0) {
     error_set(ENG_ERR_DEVICE,
-              "cuda: cannot find the CUDA plug-in (%s %s); hint: make, with nvcc on the "
-              "PATH; or device=cpu", path, errno == ENOENT ? "is missing" : "cannot be read");
+              "cuda: cannot find the CUDA plug-in (%s %s); hint: run make with nvcc on the "
+              "PATH, or use device=cpu", path, errno == ENOENT ? "is missing" : "cannot be read");
     return NULL;
   }
   const char *wrong = unfit(path);
   if (wrong) {
-    error_set(ENG_ERR_DEVICE, "cuda: %s %s; hint: make, or copy it again", path, wrong);
+    error_set(ENG_ERR_DEVICE, "cuda: %s %s; hint: run make, or copy the file again", path, wrong);
     return NULL;
   }
   char cards[512];
@@ -136,9 +136,10 @@ const backend *plugin_cuda(void)
   }
   union { void *object; backend_plugin *function; } entry = {dlsym(library, "eng_cuda_backend")};
   if (!entry.object)
-    error_set(ENG_ERR_DEVICE, "cuda: %s is not a device plug-in of this engine; hint: make", path);
+    error_set(ENG_ERR_DEVICE, "cuda: %s is not a device plug-in of this engine; hint: run make",
+              path);
   else {
-    error_set(ENG_ERR_DEVICE, "cuda: %s belongs to another version of the engine; hint: make",
+    error_set(ENG_ERR_DEVICE, "cuda: %s belongs to another version of the engine; hint: run make",
               path);
     loaded = entry.function(&host);
   }

@@ -465,7 +465,8 @@ static void set_arg(lua_State *L, int argc, char **argv, int script)
   lua_setglobal(L, "arg");
 }
 
-// Loads a script whose locals the REPL keeps: adds a call at its end, or before its final `return`.
+// Loads a script whose locals the REPL keeps: adds a call of keep() at the script's end, or before
+// its final `return`.
 static bool load_kept(lua_State *L, const char *name)
 {
   static const char keep[] = "\nrequire('engine.host').keep() ";

@@ -244,7 +244,8 @@ describe("a residual and its norm in one operation", function()
     engine.begin_step()
     local x = engine.ones(3, 8)
     assert.error_matches(function() x:add_layer_norm(engine.ones(8)) end,
-      "add_layer_norm: expected two tensors of one shape, got f32 [3 x 8] and f32 [8]", 1, true)
+      "add_layer_norm: expected two tensors of the same shape, got f32 [3 x 8] and f32 [8]", 1,
+      true)
     assert.error_matches(function() x:add_rms_norm(x, engine.ones(4)) end,
       "add_rms_norm: expected a weight of shape [8], got f32 [4]", 1, true)
     assert.error_matches(function() x:add_rms_norm() end, "add_rms_norm", 1, true)

@@ -128,7 +128,7 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0
         helper.write(folder .. "/cut.so", whole:sub(1, math.floor(#whole * part)))
         local ran = with(folder .. "/cut.so")
         assert(ran.code == 1
-          and ran.out:find("/cut.so is truncated; hint: make, or copy it again", 1, true),
+          and ran.out:find("/cut.so is truncated; hint: run make, or copy the file again", 1, true),
           part .. ": " .. ran.out)
       end
       helper.write(folder .. "/text.so", "no library")

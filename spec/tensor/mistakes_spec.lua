@@ -200,7 +200,7 @@ describe("a mistake with tensors", function()
     { "x:layer_norm(engine.zeros(4))", "layer_norm: expected a weight of shape [3], got f32 [4]" },
     { "x:rms_norm(nil, 'a')", "rms_norm: expected eps to be a number, got 'a'" },
     { "engine.mse(x, engine.zeros(3))",
-      "mse: expected two tensors of one shape, got f32 [2 x 3] and f32 [3]" },
+      "mse: expected two tensors of the same shape, got f32 [2 x 3] and f32 [3]" },
     { "engine.cross_entropy(x, engine.zeros(2))",
       "cross_entropy: expected targets of an integer dtype, got f32 [2]; hint: "
         .. "targets:to(\"i64\")" },
