@@ -267,11 +267,11 @@ enum {
   ENG_SCALE_TRANSFORMER_ENGINE = 0, ENG_SCALE_DEEPSEEK = 1, ENG_SCALE_DEEPGEMM = 2,
   ENG_SCALE_TORCHAO = 3, ENG_SCALE_MSAMP = 4, ENG_SCALES = 5
 };
-/// How fp8_matmul sums along K. FP32: in f32, in order. EXACT: in f64. HOPPER: as Hopper's tensor
-/// cores do (13 fraction bits, 32 products at a time, truncated). E4M3: products and running sum
-/// are rounded to e4m3, saturating. DEVICE: the device's own method; allowed only in a recipe.
-/// BLACKWELL: as Blackwell's tensor cores do; allowed only in a microscaling recipe. Such a recipe
-/// allows BLACKWELL, DEVICE and FP32.
+/// How fp8_matmul sums along K. FP32: in f32, in the order that ops.def gives. EXACT: in f64.
+/// HOPPER: as Hopper's tensor cores do (13 fraction bits, 32 products at a time, truncated). E4M3:
+/// products and running sum are rounded to e4m3, saturating. DEVICE: the device's own method;
+/// allowed only in a recipe. BLACKWELL: as Blackwell's tensor cores do; allowed only in a
+/// microscaling recipe. Such a recipe allows BLACKWELL, DEVICE and FP32.
 enum {
   ENG_ACCUMULATE_DEVICE = -1, ENG_ACCUMULATE_FP32 = 0, ENG_ACCUMULATE_EXACT = 1,
   ENG_ACCUMULATE_HOPPER = 2, ENG_ACCUMULATE_E4M3 = 3, ENG_ACCUMULATORS = 4,
@@ -402,10 +402,10 @@ eng_status eng_requires_grad(const eng_tensor *x, bool on);
 bool eng_grad_enabled(bool on);
 
 /// Begin and end an activation checkpoint. Of the tensors that recorded operations compute between
-/// these calls, only `results` [n] keep their memory. The backward pass recomputes the other
-/// tensors bit for bit before it needs them. eng_checkpoint_begin returns false if recording is off
-/// or an earlier begin has not ended; then do not call eng_checkpoint_end. After an error pass n =
-/// -1: nothing is freed.
+/// these calls, only `results` [n] and tensors of up to 256 bytes keep their memory. The backward
+/// pass recomputes the other tensors bit for bit before it needs them. eng_checkpoint_begin returns
+/// false if recording is off or an earlier begin has not ended; then do not call
+/// eng_checkpoint_end. After an error pass n = -1: nothing is freed.
 bool       eng_checkpoint_begin(void);
 eng_status eng_checkpoint_end(const eng_tensor *results, int n);
 
@@ -667,7 +667,7 @@ eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss);
 eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *batch, int n);
 /// Returns the loss of the last launch, as a tensor that is valid until the next launch.
 eng_status eng_graph_loss(eng_tensor *out, const eng_graph *graph);
-/// NULL is allowed.
+/// Frees a captured step. NULL is allowed.
 void       eng_graph_free(eng_graph *graph);
 
 // ------------------------------------------------------------------ ranks
@@ -753,8 +753,8 @@ const char *eng_cpu_isa(const char *force);
 /// as a GPU does.
 const char *eng_cpu_bf16(void);
 
-/// The random generator's state: a seed, and `counter`, the number of Philox blocks drawn. eng_seed
-/// sets the counter to 0. The same state always gives the same numbers.
+/// Read and set the random generator's state: a seed, and `counter`, the number of Philox blocks
+/// drawn. eng_seed sets the counter to 0. The same state always gives the same numbers.
 void eng_seed(uint64_t seed);
 void eng_rng_get(uint64_t *seed, uint64_t *counter);
 void eng_rng_set(uint64_t seed, uint64_t counter);

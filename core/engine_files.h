@@ -68,7 +68,7 @@ typedef struct eng_safetensors_entry {
 /// Opens a file. Errors: IO (missing, unreadable), FORMAT (a header that violates the format),
 /// DTYPE (a dtype that this engine does not support; the text names it).
 eng_status  eng_safetensors_open(eng_safetensors **out, const char *path);
-/// NULL is allowed.
+/// Closes the file. NULL is allowed.
 void        eng_safetensors_close(eng_safetensors *file);
 int64_t     eng_safetensors_count(const eng_safetensors *file);
 /// Returns entry `index`, counted from 0 in the order of the data. Errors: VALUE (no such entry).
@@ -154,8 +154,9 @@ eng_status eng_history_open(eng_history **out, const char *path, bool write);
 /// Commits queued rows and closes the history. Always frees it. NULL is allowed. Errors: IO (rows
 /// of this run were lost, now or earlier).
 eng_status eng_history_close(eng_history *history);
-/// eng_history_close for a garbage collector, which may run between a failed call and the script's
-/// reading of its error: reports no error and leaves the thread's error text unchanged.
+/// Does the same as eng_history_close, for a garbage collector, which may run between a failed call
+/// and the script's reading of its error. So it reports no error and leaves the thread's error text
+/// unchanged.
 void       eng_history_free(eng_history *history);
 
 /// Appends one row to `steps`. `tokens`: the number of tokens that this step trained on. This and

@@ -56,9 +56,9 @@ enum { ENG_HIST_BINS = 320, ENG_HIST_FIRST = -160 };
 typedef struct eng_tensor_stats {
   int64_t count, inf, nan, zeros, underflow;
   double  amax;               // largest finite |g|
-  double  sum_squares;        // over finite elements
+  double  sum_squares;        // sum of g^2 over finite elements
   int64_t hist[320];          // filled only with ENG_NEED_HIST
-  double  relative_scale;     // of the gradient; 0 (not set) means 1
+  double  relative_scale;     // relative scale of the gradient; 0 (not set) means 1
   double  norm_ref;           // norm of its gradient in a reference backward pass; 0: there was
                               // none
   // The remaining fields describe what an FP8 layer quantized; `underflow` then counts numbers that
@@ -118,7 +118,8 @@ typedef struct eng_verdict {
   int64_t back, skip;
   double  update_clip;        // largest norm of the change of all weights; 0: none
   double  spike_clip;         // adam, adamw: largest g^2 / v of an element; 0: none
-  int64_t bias_step;          // number of this update for bias corrections; 0: the optimizer's own
+  int64_t bias_step;          // number of this update for bias correction; 0: as the optimizer
+                              // counts
   uint32_t each;              // bit ENG_EACH_*: the verdict has entries for single tensors
   char    reason[256];
 } eng_verdict;
@@ -158,7 +159,7 @@ void eng_policy_limits(int64_t memory, int64_t instructions, double seconds);
 /// "inf"), "true" or "false", or text. Errors: POLICY, with file and line; MEMORY.
 eng_status eng_policy_load(eng_policy **out, const char *source, int64_t bytes, const char *file,
                            const char *const *names, const char *const *values, int n);
-/// NULL is allowed.
+/// Frees a policy. NULL is allowed.
 void       eng_policy_free(eng_policy *policy);
 void       eng_policy_describe(eng_policy_info *out, const eng_policy *policy);
 /// Describes option `index`, counted from 0. Errors: VALUE (no such option).

@@ -103,12 +103,12 @@ typedef struct eng_parallel_options {
   /// receives and drops the weights of a unit together.
   const int32_t *units;
 } eng_parallel_options;
-/// A set has at most one eng_parallel. With `zero` the set's optimizers must be divided as well
-/// (eng_optimizer_shard). With zero >= 2, gradients can be written only between eng_parallel_begin
-/// and eng_parallel_finish. A gradient's memory is allocated when it is first written and freed
-/// when its bucket is sent. Only this rank's pieces of the sums are stored. eng_parallel_stats and
-/// updates read these pieces. eng_gradient, eng_params_stats and eng_params_unscale fail with
-/// STATE.
+/// Creates an eng_parallel for a set, which can have only one. With `zero` the set's optimizers
+/// must be divided as well (eng_optimizer_shard). With zero >= 2, gradients can be written only
+/// between eng_parallel_begin and eng_parallel_finish. A gradient's memory is allocated when it is
+/// first written and freed when its bucket is sent. Only this rank's pieces of the sums are stored.
+/// eng_parallel_stats and updates read these pieces. eng_gradient, eng_params_stats and
+/// eng_params_unscale fail with STATE.
 eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
                             const eng_parallel_options *options);
 void eng_parallel_free(eng_parallel *parallel);
@@ -125,11 +125,11 @@ eng_status eng_parallel_begin(eng_parallel *parallel, int pass);
 eng_status eng_parallel_finish(eng_parallel *parallel);
 /// Cancels an unfinished reduction, after the step failed on this rank.
 void eng_parallel_cancel(eng_parallel *parallel);
-/// eng_params_stats over all ranks: each rank reads its own pieces, and one small allreduce gives
-/// every rank the same record. The same allreduce adds up each element of sums [n_sums] over the
-/// ranks, and finds the maximum of each element of maxima [n_maxima]. The results replace the
-/// elements. `stats` has an entry for each parameter. The histogram of an entry covers only this
-/// rank's pieces (eng_parallel_histograms).
+/// Computes eng_params_stats over all ranks: each rank reads its own pieces, and one small
+/// allreduce gives every rank the same record. The same allreduce adds up each element of sums
+/// [n_sums] over the ranks, and finds the maximum of each element of maxima [n_maxima]. The results
+/// replace the elements. `stats` has an entry for each parameter. The histogram of an entry covers
+/// only this rank's pieces (eng_parallel_histograms).
 eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_parallel *parallel,
                               double scale, unsigned needs, double *sums, int n_sums,
                               double *maxima, int n_maxima);

@@ -82,7 +82,7 @@ enum {
 /// `longest`: WordPiece treats a word of more characters as unknown. Errors: VALUE, MEMORY.
 eng_status eng_tokenizer_new(eng_tokenizer **out, int model, int flags, int64_t unknown,
                              const char *prefix, const char *suffix, int64_t longest);
-/// NULL is allowed.
+/// Frees a tokenizer. NULL is allowed.
 void       eng_tokenizer_free(eng_tokenizer *tokenizer);
 /// Adds a token of the model. `score`: its log probability (unigram only). Errors: FORMAT (id out
 /// of range or in use; text in use, not UTF-8 or too long; score not finite).

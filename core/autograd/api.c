@@ -144,7 +144,7 @@ eng_status eng_write(const eng_tensor *handle, const void *source, int from, int
 }
 
 // LuaJIT represents values other than numbers as negative NaNs with a payload. Replaces such a NaN
-// with the default one.
+// with the default NaN.
 static double lua_number(double x)
 { return f64_bits(x) > 0xFFF8000000000000ull ? f64_from(0x7FF8000000000000ull) : x; }
 

@@ -35,7 +35,7 @@ struct eng_graph {
   bool           pinned;        // holds a pin on step and scratch memory (arena_pin)
   eng_params    *set;
   bool          *has_gradient;  // [set->n] which parameters have a gradient after the step
-  graph_places  *places;        // [set->n]
+  graph_places  *places;        // [set->n] addresses at the end of the capture
   void          *seed;          // address of the loss's gradient
   int32_t        seed_dtype, n_inputs;
   graph_input    input[MOST_INPUTS];

@@ -144,7 +144,7 @@ static eng_status norm(op_call *c, op_shape *s, bool layer, bool adds)
 static eng_status norm_grad(op_call *c, op_shape *s, bool layer)
 {
   const tensor *x = c->in[0];
-  const int dy = layer ? 4 : 3;   // index of the input dy; dsum may follow
+  const int dy = layer ? 4 : 3;   // index of the input dy; the input dsum may follow
   ENG_TRY(want_ndim(c, 0, 1));
   int64_t n[1] = {x->shape[x->ndim - 1]};
   ENG_TRY(want_vector(c, 1, "a weight", n[0]));

@@ -104,7 +104,7 @@ static eng_status check_inputs(op_call *c)
 static eng_status check_space(const op_call *c)
 {
   int space = arena_space();
-  if (op_table[c->op].layout == LAYOUT_VIEW) return ENG_OK;   // computes nothing
+  if (op_table[c->op].layout == LAYOUT_VIEW) return ENG_OK;   // a view computes nothing
   for (int k = 0; k < c->n_in; k++) {
     if (!c->in[k] || c->in[k]->store->space == space) continue;
     const char *here = backend_current()->name;

@@ -14,7 +14,7 @@ enum { PASS_GRADSTATS = ENG_OP_COUNT, PASS_OPTIMIZE, PASS_UNSCALE, REST };
 // Calls of the same operation, formats and shapes share a row.
 typedef struct call_kind {
   int32_t op;
-  int32_t dtype[3];        // of the first two inputs and the first output; -1: absent
+  int32_t dtype[3];        // dtypes of the first two inputs and the first output; -1: absent
   int32_t transposed;      // transposition flags of a product
   int32_t ndim[2];
   int64_t shape[2][ENG_MAX_DIMS];

@@ -18,7 +18,7 @@ static struct {
   // while frozen, nothing is recorded, even if recording is on: backward has pointers to nodes,
   // which must not move
   bool frozen;
-  double relative_scale;       // of the nodes recorded from now on
+  double relative_scale;       // relative scale of the nodes recorded from now on
   int again;                   // the node that runs again (checkpoint.c); -1: none
   eng_precision precision;     // set by tape_note, like `drawn`
   uint64_t drawn;

@@ -49,7 +49,7 @@ void eng_trap_module(int module)
 
 static int module_of(int node)
 {
-  int low = 0, high = n_starts;            // finds low: starts[low - 1] is the last entry up to node
+  int low = 0, high = n_starts;            // in the end, starts[low - 1] is the entry of `node`
   while (low < high) {
     int middle = (low + high) / 2;
     if (starts[middle].node <= node) low = middle + 1;

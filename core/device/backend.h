@@ -51,7 +51,7 @@ typedef enum copy_direction { COPY_TO_DEVICE, COPY_TO_HOST, COPY_INSIDE } copy_d
 typedef struct wire_run {
   void    *numbers;     // [n] in the tensor's dtype
   void    *packed;      // [n] in the comm dtype: numbers, or e4m3 codes
-  float   *scales;      // [ceil(n / 128)] of e4m3 codes, else NULL
+  float   *scales;      // [ceil(n / 128)] scales of e4m3 codes, else NULL
   int64_t  n;
   int32_t  slot;        // the index of the run in `flags`
   int32_t  how;         // WIRE_RUN_*
@@ -77,7 +77,7 @@ typedef struct param_span {
   void    *moment1, *moment2;   // in moment_dtype; NULL where the optimizer has none
   int32_t  master_dtype, shadow_dtype, gradient_dtype, moment_dtype;
   int32_t  group;       // index of its eng_hyper
-  int32_t  index;       // of the parameter in its set
+  int32_t  index;       // index of the parameter in its set
   int64_t  first;       // index of the first element in the parameter: a multiple of 4096
   // The relative scale of the gradient (a factor in addition to the loss scale), usually 1.
   // optimize and unscale divide by it. In a call of optimize, this field is the relative scale
@@ -181,8 +181,8 @@ typedef struct backend {
                           int comm_dtype, int dtype, uint32_t *flags);
   eng_status (*wire_unpack)(void *stream, const wire_run *runs, int n, int64_t longest,
                             int comm_dtype, int dtype);
-  /// out[i] = the sum over k < n of terms[k][i] / share, for i < count, in the order of sums that
-  /// dist/comm.h defines. count is a multiple of 128.
+  /// Computes out[i] = the sum over k < n of terms[k][i] / share, for i < count, in the order of
+  /// sums that dist/comm.h defines. count is a multiple of 128.
   eng_status (*wire_sum)(void *stream, void *out, const void *const *terms, int n, int64_t count,
                          int comm_dtype, float share);
 } backend;

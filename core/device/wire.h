@@ -10,8 +10,9 @@ enum { WIRE_BLOCK = 128 };                 // elements of an FP8 block
 /// Reports whether n numbers in f32, f16 or bf16 contain inf or nan, as WIRE_INF and WIRE_NAN.
 int wire_flags(const void *x, int dtype, int64_t n);
 
-/// out[i] = the sum over k < n of in[k][i] / share, for i < count, in the order of sums that
-/// dist/comm.h defines. Each term is divided before it is added. `out` may be one of the inputs.
+/// Computes out[i] = the sum over k < n of in[k][i] / share, for i < count, in the order of sums
+/// that dist/comm.h defines. Each term is divided before it is added. `out` may be one of the
+/// inputs.
 void wire_sum(float *out, const float *const *in, int n, int64_t count, float share);
 
 /// Convert n numbers to e4m3 codes, with a power-of-two scale for each block of 128 (the last block

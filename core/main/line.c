@@ -49,7 +49,7 @@ static int read_character(EditLine *el, wchar_t *out)
       return -1;
     }
     size_t used = mbrtowc(out, &byte, 1, &state);
-    if (used == (size_t)-2) continue;                   // within a multibyte character
+    if (used == (size_t)-2) continue;                   // the character is not complete yet
     if (used == (size_t)-1) { memset(&state, 0, sizeof state); *out = L'?'; }
     return 1;
   }

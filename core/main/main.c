@@ -351,7 +351,7 @@ static void set_path(lua_State *L)
 
 typedef struct options {
   bool interactive, version, ignore_environment, executes;
-  int script;               // index in argv, or argc
+  int script;               // index of the script in argv; argc: none
 } options;
 
 static void usage(void)

@@ -45,7 +45,7 @@ static void say(const char *text)
 // and a batch system sends SIGTERM after SIGUSR1.
 static void on_signal(int signal_number)
 {
-  static volatile sig_atomic_t endings;    // SIGINTs and SIGTERMs, from the first signal on
+  static volatile sig_atomic_t endings;    // number of SIGINTs and SIGTERMs so far
   if (!pthread_equal(pthread_self(), main_thread)) {     // an OpenMP thread must not set Lua's hook
     pthread_kill(main_thread, signal_number);
     return;

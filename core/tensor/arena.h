@@ -47,7 +47,7 @@ void arena_pin(int space, int by);
 /// the text).
 void *arena_alloc(arena_id id, int64_t bytes);
 
-/// Allocates in a given space.
+/// Allocate and free in a given memory space.
 void *arena_alloc_in(int space, arena_id id, int64_t bytes);
 void arena_free_in(int space, arena_id id, void *piece, int64_t bytes);
 
