@@ -59,8 +59,7 @@ typedef struct eng_tensor_stats {
   double  sum_squares;        // sum of g^2 over finite elements
   int64_t hist[320];          // filled only with ENG_NEED_HIST
   double  relative_scale;     // relative scale of the gradient; 0 (not set) means 1
-  double  norm_ref;           // norm of its gradient in a reference backward pass; 0: there was
-                              // none
+  double  norm_ref;           // norm in a reference backward pass; 0: there was none
   // The remaining fields describe what an FP8 layer quantized; `underflow` then counts numbers that
   // became 0.
   int64_t measured;           // elements measured; 0: none, or this is a gradient
@@ -86,7 +85,7 @@ typedef struct eng_record {
   double  elapsed;            // seconds since the run began
   int32_t overflow;           // 1: some gradient is inf or nan
   int32_t first_bad;          // index of the first tensor with inf or nan; -1: none
-  // 1: the verdict's `caps` were applied, and the norms are of the capped gradients
+  // 1: the verdict's `caps` were applied, and the norms describe the capped gradients
   int32_t capped;
   double  norms[4];           // ENG_NORM_* of the update before this step; NaN: not known
   int64_t hist[320];

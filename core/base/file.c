@@ -50,7 +50,7 @@ static eng_status sync_parent(const char *path)
 eng_status file_open(int *out, int64_t *size, const char *path)
 {
   struct stat now;
-  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);     // O_NONBLOCK: a pipe does not block
+  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);     // opening a pipe does not block
   *out = -1;
   if (fd < 0) return io_error("open", path);
   eng_status status = ENG_OK;

@@ -11,8 +11,8 @@
 //   e2m1      1-2-1   1     6            2           also NVFP4: ue4m3, and one f32 per tensor
 //   mxint8    8       -     127/64       0           two's complement, in units of 1/64
 //
-// Rules of MX, from the amax a of a block in f32 (e is the exponent of the scale, and emax that of
-// the element's largest number):
+// Rules of MX, from the amax a of a block in f32 (e is the exponent of the scale; emax is the
+// exponent of the element format's largest number):
 //   floor   e = floor(log2 a) - emax                   OCP MX 1.0, section 6.3
 //   ceil    e = ceil(log2 a) - emax                    torchao
 //   even    a rounded to the fraction bits of an element, ties up; then as floor (torchao)
