@@ -26,18 +26,19 @@
 #include "simd.h"
 
 enum {
-  ROWS = 8 * GEMM_MR,     // queries at a time
-  // Keys, or pairs of keys, in one product with V (or K); this part of a panel stays in cache.
+  ROWS = 8 * GEMM_MR,     // queries that a task processes at a time
+  // The most keys, or pairs of keys, that one product with V (or K) takes, so that their part of a
+  // panel stays in cache.
   STEPS = 384,
   FEW_TASKS = 16,         // the backward pass splits the queries until there are this many tasks
 };
 
 typedef struct sizes {
-  int64_t batch, queries, keys, heads, groups, width;   // B T S H G D
+  int64_t batch, queries, keys, heads, groups, width;   // B, T, S, H, G, D: see the top
   int64_t shared;         // heads that share a key head: H / G
   int64_t padded;         // width rounded up to whole vectors
-  // Columns of a panel over the width. All panels have equal widths: for a width of 64, two panels
-  // of 32 run faster than 48 + 16.
+  // Columns of each panel into which a matrix [steps x width] is cut. The panels are equally wide:
+  // for a width of 64, two panels of 32 columns run faster than one of 48 and one of 16.
   int64_t span;
   int64_t key_row;        // row stride of a tile of scores, in floats; more than S
   int64_t tiles;          // tiles of ROWS queries in one head
@@ -72,7 +73,7 @@ static sizes sizes_of(const op_call *call)
   return s;
 }
 
-// The number of keys that query t attends to. These are always the first keys.
+// Returns the number of keys that query t attends to. They are always the first keys.
 static int64_t seen_by(const sizes *s, int64_t t)
 {
   if (!s->causal) return s->keys;
@@ -80,7 +81,7 @@ static int64_t seen_by(const sizes *s, int64_t t)
   return n < 0 ? 0 : n;
 }
 
-// Floats that a matrix [steps x columns] takes as panels of `span` columns each.
+// Returns how many floats a matrix [steps x columns] takes when packed as panels of `span` columns.
 static int64_t panel_floats(int64_t steps, int64_t columns, int64_t span)
 {
   return ceiling(columns, span) * GEMM_NR * steps;
@@ -88,7 +89,8 @@ static int64_t panel_floats(int64_t steps, int64_t columns, int64_t span)
 
 // ------------------------------------------------------------------ packing
 
-// One head of a tensor [B x time x heads x D]; element (t, d) is `first` + t*row + d*column.
+// One head of one sequence in a tensor [B x time x heads x D]. The index of element (t, d) is
+// `first` + t*row + d*column.
 typedef struct slice {
   const void *data;
   int         dtype;
@@ -109,7 +111,8 @@ static void pack_turned(float *to, const sizes *s, slice x, int64_t times)
                   x.first + t * x.row, x.column, x.row, s->width, least(times - t, GEMM_NR));
 }
 
-// Packs time steps [first, first+n) of [times x width] as panels over the width; `first` is even.
+// Packs time steps [first, first+n) of a slice [times x width] as panels of `span` columns of the
+// width. `first` is even.
 static void pack_part(float *to, const sizes *s, slice x, int64_t times, int64_t first, int64_t n)
 {
   to += steps_of(s->pairs, first) * GEMM_NR;
@@ -123,8 +126,8 @@ static void pack(float *to, const sizes *s, slice x, int64_t times)
   pack_part(to, s, x, times, 0, times);
 }
 
-// Copies rows [t0, t0+rows) of a slice to `to`, s->padded floats apart, multiplied by factor, which
-// is 1 for pairs.
+// Copies rows [t0, t0+rows) of a slice to `to`, s->padded floats apart, and multiplies them by
+// `factor`, which is 1 for pairs of bf16.
 static void pack_rows(float *to, const sizes *s, slice x, int64_t t0, int64_t rows, float factor)
 {
   lay_out_rows(s->pairs, to, s->padded, x.data, x.dtype, x.first + t0 * x.row, x.row, x.column,
@@ -143,8 +146,8 @@ static void panels_of_rows(float *to, const sizes *s, const float *rows, int64_t
         vf_store(to + i * GEMM_NR + j - d, vf_load(rows + i * s->padded + j));
 }
 
-// Packs queries [t0, t0+n) of x as panels over the width. `rows` holds the same queries, from
-// pack_rows.
+// Packs queries [t0, t0+n) of x as panels of `span` columns of the width. `rows` holds the same
+// queries as pack_rows copied them.
 static void pack_queries(float *to, const sizes *s, slice x, const float *rows, int64_t t0,
                          int64_t n)
 {
@@ -166,7 +169,7 @@ static bool all_finite(const float *x, int64_t n, bool pairs)
   return !vm_any(vi_eq(most, infinite));
 }
 
-// Whether all panels over the width, of `steps` steps each, hold only finite numbers.
+// Returns whether all panels of a matrix [steps x width] hold only finite numbers.
 static bool panels_finite(const float *panels, const sizes *s, int64_t steps)
 {
   for (int64_t d = 0; d < s->padded; d += s->span, panels += steps * GEMM_NR)
@@ -177,7 +180,8 @@ static bool panels_finite(const float *panels, const sizes *s, int64_t steps)
 
 // ------------------------------------------------------------------ products of tiles
 
-// scores [rows x visible keys] = a [rows x width] times the panels [width x keys] of pack_turned.
+// Computes scores [rows x visible keys] = a [rows x width] times the panels [width x keys] that
+// pack_turned packed.
 static void scores_of(float *scores, const sizes *s, const float *a, const float *panels,
                       int64_t t0, int64_t rows)
 {
@@ -194,10 +198,10 @@ static void scores_of(float *scores, const sizes *s, const float *a, const float
   }
 }
 
-// to [rows x width] = p [rows x visible keys] times panels [keys x width], which were packed from
-// `from`. In the product of a single row, the first hidden key must not count, not even as 0 * NaN.
-// If that key shares a word with a visible one, it is removed from the panel during the product and
-// restored afterwards.
+// Computes to [rows x width] = p [rows x visible keys] times panels [keys x width], which were
+// packed from `from`. In the product of a single row, the first hidden key must not count, not even
+// as 0 * NaN. If that key shares a word with a visible key, it is removed from the panel during the
+// product and restored afterwards.
 static void weighted_sums(float *to, const sizes *s, const float *p, float *panels, slice from,
                           int64_t t0, int64_t rows)
 {
@@ -221,9 +225,9 @@ static void weighted_sums(float *to, const sizes *s, const float *p, float *pane
   if (alone) pack_part(panels, s, from, s->keys, first - 1, 2);
 }
 
-// `to` [keys x width] += p^T times panels [rows x width], for the keys visible to queries [t0, t0 +
-// rows). With `pairs`, each word of p packs the bf16 values of two queries and is stored in the row
-// of the first one.
+// Adds p^T times panels [rows x width] to `to` [keys x width], for the keys that are visible to
+// queries [t0, t0+rows). With `pairs`, each word of p packs the bf16 values of two queries and is
+// stored in the row of the first query.
 static void add_turned(float *to, const sizes *s, const float *p, const float *panels, int64_t t0,
                        int64_t rows)
 {
@@ -254,8 +258,8 @@ static void round_row(float *row, int64_t last)
 #endif
 }
 
-// Rounds p and ds [rows x last] of the backward pass to bf16; `last` is the number of keys. A word
-// of p packs two queries and is stored in the first one's row. A word of ds packs two keys.
+// Rounds p and ds [rows x last] of the backward pass to bf16. `last` is the number of keys. A word
+// of p packs two queries and is stored in the row of the first query. A word of ds packs two keys.
 // ds_turned receives ds packed like p.
 static void round_gradients(const sizes *s, float *p, float *ds, float *ds_turned, int64_t rows,
                             int64_t last)
@@ -276,10 +280,11 @@ static void round_gradients(const sizes *s, float *p, float *ds, float *ds_turne
 
 // ------------------------------------------------------------------ forward
 
-// exp(scale * x - shift) in the first n lanes, 0 in the others. The product is rounded before the
-// subtraction, as it was when the shift was found. If it were fused, a huge score would differ from
-// the shift so much that exp would overflow. The other lanes compute exp(0) instead of exp(-inf): a
-// result that underflows costs a hundred cycles, and every row of a causal mask ends in such lanes.
+// Returns exp(scale * x - shift) in the first n lanes and 0 in the other lanes. The product is
+// rounded before the subtraction, because the shift was found from rounded products. With a fused
+// multiply-subtract, a huge score could differ from the shift so much that exp would overflow. The
+// other lanes compute exp(0) instead of exp(-inf), because a result that underflows costs a hundred
+// cycles and every row of a causal mask ends in such lanes.
 VF_INLINE vf exp_first(vf *difference, const float *x, float scale, float shift, int n)
 {
   vf shifted = vf_sub(vf_mul(vf_load_n(x, n), vf_set1(scale)), vf_set1(shift));
@@ -292,8 +297,8 @@ VF_INLINE vf entropy_part(vf e, vf x)
   return vf_select(vf_eq(e, vf_zero()), vf_zero(), vf_mul(e, x));
 }
 
-// Turns n > 0 scores, not yet multiplied by scale, into exp(score - max), padded with zeros to a
-// whole vector. Returns their sum. Stores the lse in *lse and, as `which` requests, the entropy or
+// Replaces n > 0 unscaled scores by exp(scale * score - max), padded with zeros to a whole vector,
+// and returns the sum of these. Stores the lse in *lse. As `which` requests, stores the entropy or
 // the largest scaled score that is not NaN in *extra.
 VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, float *extra,
                             const int which)
@@ -306,7 +311,7 @@ VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, floa
   });
   float max = vf_maxall(top);
   if (which == ENG_ROW_LOGIT_MAX) *extra = max;
-  if (max == -INFINITY) max = 0;   // makes the sum 0, not exp(inf - inf)
+  if (max == -INFINITY) max = 0;   // so that exp(-inf - max) is 0, not NaN
   vf sum = vf_zero(), weighted = vf_zero();
   FOR_VECTORS(j, n, {
     vf e = exp_first(&x, row + j, scale, max, lanes);
@@ -320,10 +325,11 @@ VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, floa
   return total;
 }
 
-// The buffers of a thread, and their total size in floats.
+// The buffers of one thread in the forward pass, and their total size in floats.
 typedef struct forward_room { float *turned_k, *v, *q, *scores, *y; int64_t floats; } forward_room;
 
-// Takes the next `floats` floats of `room` and adds them to *taken. If `room` is NULL, only counts.
+// Returns the next `floats` floats of `room` and adds `floats` to *taken. If `room` is NULL, only
+// counts and returns NULL.
 static float *take(int64_t *taken, float *room, int64_t floats)
 {
   float *piece = room ? room + *taken : NULL;
@@ -378,7 +384,7 @@ static void forward_tile(const op_call *call, const sizes *s, const forward_room
   }
 }
 
-// If D is 0, lse still has elements; the reference computes them.
+// If D is 0, lse still has elements, which the reference kernel computes.
 static bool fast_call(const op_call *call) { return all_fast(call) && call->in[0]->shape[3] > 0; }
 
 static eng_status attention(const op_call *call)
@@ -421,9 +427,9 @@ typedef struct backward_room {
   float *turned_k, *turned_v, *k;                  // panels of the key head
   float *q, *dy, *q_panels, *dy_panels;           // the current queries; q is multiplied by `early`
   float *p, *ds, *dq;
-  // With pairs: ds in words that pack two queries. The words of `ds` itself pack two keys.
+  // Used with pairs: ds in words that pack two queries. A word of `ds` itself packs two keys.
   float *ds_turned;
-  int64_t floats;                                  // in all
+  int64_t floats;                                  // total size of the buffers
 } backward_room;
 
 static backward_room backward_room_at(const sizes *s, float *room)
@@ -439,14 +445,14 @@ static backward_room backward_room_at(const sizes *s, float *room)
   r.dy_panels = take(&r.floats, room, panel_floats(ROWS, s->width, s->span));
   r.p = take(&r.floats, room, ROWS * s->key_row);
   r.ds = take(&r.floats, room, ROWS * s->key_row);
-  // With pairs, a word of p packs two queries and is in the first one's row, so the second row of
-  // each pair is free for ds_turned.
+  // With pairs, a word of p packs two queries and is stored in the row of the first query, so the
+  // second row of each pair is free for ds_turned.
   r.ds_turned = room ? r.p + s->key_row : NULL;
   return r;
 }
 
-// Given n scores in p, not yet multiplied by scale, and dp in ds: p = exp(score - lse), ds = p *
-// (dp - sum of p * dp), padded with zeros to a whole vector.
+// On entry, p holds n unscaled scores and ds holds dp. Replaces p by exp(scale * score - lse) and
+// ds by p * (dp - sum of p * dp), both padded with zeros to a whole vector.
 static void gradient_row(float *p, float *ds, int64_t n, float scale, float lse)
 {
   vf sum = vf_zero(), x;
@@ -462,7 +468,8 @@ static void gradient_row(float *p, float *ds, int64_t n, float scale, float lse)
   });
 }
 
-// Adds the contribution of queries [t0, t0+rows) to dk and dv [S x padded], and stores their dq.
+// Adds the contribution of queries [t0, t0+rows) to dk and dv [S x padded], and stores the dq of
+// these queries.
 static void backward_tile(const op_call *call, const sizes *s, const backward_room *r, float *dk,
                           float *dv, bool keys_finite, int64_t b, int64_t head, int64_t t0,
                           int64_t rows)
@@ -508,9 +515,10 @@ static void backward_tile(const op_call *call, const sizes *s, const backward_ro
   }
 }
 
-// The queries that read a key head are divided into shares. Adds the sums of all shares in order,
-// multiplies by factor and rounds the result into d [B x S x G x D]. `sums` holds the sums of the
-// first share [S x padded]; those of the next shares follow, `step` floats apart.
+// Adds up the sums of all shares of a key head in order, multiplies the total by `factor` and
+// rounds it into d [B x S x G x D]. A share is a part of the queries that read the key head. `sums`
+// [S x padded] holds the sums of the first share. The sums of the next shares follow it, `step`
+// floats apart.
 static void store_keys(const tensor *d, const sizes *s, float *sums, int64_t shares, int64_t step,
                        float factor, int64_t b, int64_t group)
 {
@@ -533,7 +541,7 @@ static eng_status attention_grad(const op_call *call)
   sizes s = sizes_of(call);
   int64_t pairs = s.batch * s.groups, units = s.shared * s.tiles;
   // The number of shares decides the order of the sums, so it must depend on the shape, not on the
-  // threads.
+  // number of threads.
   int64_t shares = pairs >= FEW_TASKS ? 1 : ceiling(FEW_TASKS, pairs);
   if (shares > units) shares = units > 0 ? units : 1;
   double work =
@@ -541,7 +549,7 @@ static eng_status attention_grad(const op_call *call)
   int threads = work < 1 << 15 ? 1 : omp_get_max_threads();
   if (threads > pairs * shares) threads = (int)(pairs * shares);
   int64_t floats = padded(backward_room_at(&s, NULL).floats), key_floats = s.keys * s.padded;
-  int64_t held = shares > 1 ? pairs * shares : threads;   // sums of dk and dv in memory at a time
+  int64_t held = shares > 1 ? pairs * shares : threads;   // dk and dv sums in memory at a time
   int64_t bytes = (threads * floats + held * 2 * key_floats) * (int64_t)sizeof(float);
   float *scratch = arena_alloc(ARENA_SCRATCH, bytes);
   if (!scratch) return ENG_ERR_MEMORY;

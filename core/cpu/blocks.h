@@ -15,7 +15,7 @@ enum {
 };
 
 typedef struct block {
-  int64_t first;     // index in the span of the block's first element
+  int64_t first;     // index of the block's first element in its span
   int64_t before;    // elements in all earlier blocks
   int32_t span, count;
 } block;
@@ -50,8 +50,8 @@ static inline void blocks_close(block_list *list)
   arena_free(ARENA_SCRATCH, list->at, list->bytes);
 }
 
-/// The index of the first block of part `part` (from 0) out of `parts`, which have nearly equal
-/// numbers of elements; list->n for part == parts.
+/// Returns the index of the first block of part `part` (counted from 0) when the list is cut into
+/// `parts` parts with nearly equal numbers of elements. Returns list->n if part == parts.
 static inline int64_t blocks_part(const block_list *list, int part, int parts)
 {
   int64_t bound = list->elements / parts * part + list->elements % parts * part / parts;

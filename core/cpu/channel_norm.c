@@ -1,6 +1,6 @@
 // Batch norm and group norm of x [N x S x C], channels last, and their gradients. Batch norm is
-// group norm of one sample with all rows and a group for each channel. Registered by cpu.c; owns
-// nothing.
+// computed as the group norm of one sample that has all rows, with one group for each channel.
+// Registered by cpu.c; owns nothing.
 //
 // Rows are cut into blocks that stay in the second-level cache; the blocks depend on the shape
 // alone. For each channel, a block yields in f32 the mean, its rounding error and the sum of
@@ -11,18 +11,18 @@
 #include "simd.h"
 #include "tasks.h"
 
-// A block has about BLOCK_ELEMENTS elements, but ROWS_LEAST to ROWS_MOST rows: few enough for f32
-// sums.
+// A block has about BLOCK_ELEMENTS elements, but at least ROWS_LEAST and at most ROWS_MOST rows,
+// few enough to sum in f32.
 enum { BLOCK_ELEMENTS = 16384, ROWS_LEAST = 16, ROWS_MOST = 128,
-       PARTS = 3 };                            // numbers that a block yields for a channel
+       PARTS = 3 };                            // numbers that a block yields for each channel
 
 typedef struct channel_norm {
   const tensor *x, *dy, *out;
-  int64_t samples, rows, channels, groups;     // rows: of one sample
-  int64_t block_rows, blocks;                  // blocks: of one sample
+  int64_t samples, rows, channels, groups;     // `rows` counts the rows of one sample
+  int64_t block_rows, blocks;                  // `blocks` counts the blocks of one sample
   float  *partial;                             // [samples x blocks x PARTS x channels]
   float  *factor;                              // [samples x 4 x channels]: see apply_rows
-  bool    given;                               // backward: the statistics are constants
+  bool    given;                               // backward pass: the statistics are constants
 } channel_norm;
 
 static channel_norm shape_of(const tensor *x, bool batch, int64_t groups)
@@ -46,7 +46,7 @@ static void add_row(float *restrict a, const float *restrict b, int n)
   for (int i = 0; i < n; i++) a[i] += b[i];
 }
 
-/// Adds the deviations from m to `sum`, their squares to `squares`.
+/// Adds the deviations from m to `sum` and their squares to `squares`.
 static void add_deviations(float *restrict sum, float *restrict squares, const float *restrict x,
                            const float *restrict m, int n)
 {
@@ -63,8 +63,8 @@ static void add_products(float *restrict a, const float *restrict x, const float
   for (int i = 0; i < n; i++) a[i] += dy[i] * (x[i] - m[i]);
 }
 
-/// Forward: for each channel of a block, the mean, the sum of squared deviations and the mean's
-/// rounding error.
+/// Forward pass: computes the mean, the sum of squared deviations and the mean's rounding error of
+/// each channel in a block.
 static void measure(const void *context, int64_t task)
 {
   const channel_norm *s = context;
@@ -93,7 +93,7 @@ static void measure(const void *context, int64_t task)
   }
 }
 
-/// Backward: the sums of dy and of dy * (x - mean) over a block.
+/// Backward pass: computes the sums of dy and of dy * (x - mean) of each channel over a block.
 static void measure_grad(const void *context, int64_t task)
 {
   const channel_norm *s = context;
@@ -113,8 +113,9 @@ static void measure_grad(const void *context, int64_t task)
     }
 }
 
-/// out = (x - f0) * f1 + f2; backward: out = dy * f1 + (x - f0) * f3 + f2, without the terms after
-/// the first if the statistics are constants. f: [4 x channels].
+/// Computes out for the rows of a block. Forward, out = (x - f0) * f1 + f2. Backward, out = dy * f1
+/// + (x - f0) * f3 + f2, or only dy * f1 if the statistics are constants. f0 to f3 [channels] are
+/// the four rows of s->factor for the sample.
 static void apply_rows(const void *context, int64_t task)
 {
   const channel_norm *s = context;
@@ -163,8 +164,8 @@ static void run_blocks(const channel_norm *s, task_body *body)
 
 // ------------------------------------------------------------------ forward
 
-/// Mean and sum of squared deviations of a group, in double, element by element: for groups whose
-/// f32 sums overflow, or that hold Inf or NaN.
+/// Computes the mean and the sum of squared deviations of a group, channels [from, to), element by
+/// element in double. Used for groups whose f32 sums overflow or that hold Inf or NaN.
 static void wide_group(const channel_norm *s, int64_t sample, int64_t from, int64_t to,
                        double *mean, double *squares)
 {
@@ -180,7 +181,7 @@ static void wide_group(const channel_norm *s, int64_t sample, int64_t from, int6
     }
 }
 
-/// Mean and variance of a group, channels [from, to), from the results of its blocks.
+/// Computes the mean and variance of a group, channels [from, to), from the results of its blocks.
 static void combine(const channel_norm *s, int64_t sample, int64_t from, int64_t to, double *mean,
                     double *variance)
 {
@@ -217,7 +218,7 @@ static double number_at(const tensor *x, int64_t i, double absent)
 static eng_status norm(const op_call *call, bool batch)
 {
   op_call y = *call;
-  y.n_out = 1;                                 // statistics may be f64
+  y.n_out = 1;   // all_fast then checks only y: the statistics (outputs 1 and 2) may be f64
   if (!all_fast(&y) || call->in[0]->count == 0) return forward_to_reference(call);
   channel_norm s = shape_of(call->in[0], batch, batch ? 0 : call->group_norm.groups);
   const tensor *weight = call->in[1], *bias = call->in[2], *given = batch ? call->in[3] : NULL;
@@ -247,7 +248,7 @@ static eng_status norm(const op_call *call, bool batch)
 
 // ------------------------------------------------------------------ backward
 
-/// The sums of dy and of dy * (x - mean) in channel c, over all blocks of a sample.
+/// Computes the sums of dy and of dy * (x - mean) in channel c, over all blocks of a sample.
 static void sums_of(const channel_norm *s, int64_t sample, int64_t c, double *sum, double *product)
 {
   const float *block = s->partial + sample * s->blocks * PARTS * s->channels + c;

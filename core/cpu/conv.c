@@ -1,13 +1,13 @@
-// Convolution and its gradients. oneDNN computes them (conv_onednn.c), in the tensors' formats or,
-// where it does not support these, in f32 on converted copies; the result is rounded once. Outputs
+// Convolution and its gradients. oneDNN (conv_onednn.c) computes them in the tensors' formats or,
+// if it does not support these, in f32 on converted copies. The result is rounded once. Outputs
 // that are NaN are computed again here. Calls that oneDNN does not support, f64 and empty tensors
-// go to the reference. Registered by cpu.c; owns nothing.
+// go to the reference kernels. Registered by cpu.c; owns nothing.
 #include "conv.h"
 #include "rows.h"
 #include "simd.h"
 #include "tasks.h"
 
-/// Describes a call: its sizes, and the memory and formats of its parts.
+/// Returns the sizes of a call, and the memory and formats of its parts.
 static conv_call describe(const op_call *call, conv_kind kind, tensor *const *part)
 {
   conv_call g = {.kind = kind, .groups = call->conv2d.groups};
@@ -41,7 +41,7 @@ static void convert_all(void *to, int to_dtype, const void *from, int dtype, int
   run_tasks((count + TILE - 1) / TILE, count > PARALLEL_ELEMENTS, convert, &c);
 }
 
-/// out = out + sum, in f32, rounded once.
+/// Adds `sum` to `out` in double; each result is rounded once.
 static void add_onto(const tensor *out, const float *sum)
 {
   for (int64_t i = 0; i < out->count; i++)
@@ -54,7 +54,8 @@ static void add_onto(const tensor *out, const float *sum)
 // sum by zeros. An infinity or NaN among those values makes the output NaN. So each output that is
 // NaN is computed again from its own terms. The loops may stop once the sum is NaN.
 
-/// Element i of a part, in memory order: x and y are channels last, W is [O x C/groups x KH x KW].
+/// Returns element i of a part in memory order. x and y are channels last; W is
+/// [O x C/groups x KH x KW].
 static double at(const conv_call *g, conv_part part, int64_t i)
 {
   return get(g->data[part], g->dtype[part], i);
@@ -78,8 +79,8 @@ static double y_element(const conv_call *g, int64_t index)
   return sum;
 }
 
-/// The output position along dimension d that reads position `input` through kernel element i; -1
-/// if there is none.
+/// Returns the output position along dimension d that reads position `input` through kernel element
+/// i, or -1 if there is none.
 static int64_t output_of(const conv_call *g, int d, int64_t input, int64_t i, int64_t outputs)
 {
   int64_t from = input + g->padding[d] - i * g->dilation[d];
@@ -187,7 +188,7 @@ static eng_status run(const op_call *call, conv_kind kind, tensor *const *part, 
   if (!all_fast(call) || empty) return forward_to_reference(call);
   conv_call g = describe(call, kind, part);
   const int result = (int)conv_result(kind);
-  bool one_format = true;      // both inputs have one format; oneDNN can write that or f32
+  bool one_format = true;      // both inputs have one format: oneDNN can write it or f32
   for (int i = 0; i < CONV_BIAS; i++)
     one_format &= i == result || g.dtype[i] == g.dtype[result == CONV_X ? CONV_W : CONV_X];
   bool f32 = g.dtype[CONV_X] == ENG_f32 && g.dtype[CONV_W] == ENG_f32;

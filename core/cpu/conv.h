@@ -3,16 +3,16 @@
 
 #include "device/backend.h"
 
-/// What is computed: y, the gradient of x, or the gradient of the weight.
+/// What a call computes: y, the gradient of x, or the gradient of the weight.
 typedef enum conv_kind { CONV_FORWARD, CONV_INPUT, CONV_WEIGHT, CONV_KINDS } conv_kind;
 
-/// The tensors of a convolution. x and y are channels last, W is [O x C/groups x KH x KW]. For
-/// CONV_INPUT, X is dx; for CONV_WEIGHT, W is dW; in both, Y is dy.
+/// The tensors of a convolution. x and y are channels last; W is [O x C/groups x KH x KW]. In a
+/// CONV_INPUT call, X is dx; in a CONV_WEIGHT call, W is dW; in both, Y is dy.
 typedef enum conv_part { CONV_X, CONV_W, CONV_Y, CONV_BIAS, CONV_PARTS } conv_part;
 
 typedef struct conv_call {
   conv_kind kind;
-  int64_t   n, h, w, c;                 // x
+  int64_t   n, h, w, c;                 // x [n x h x w x c]
   int64_t   p, q, o;                    // y [n x p x q x o]
   int64_t   kernel[2], groups;
   int64_t   stride[2], padding[2], dilation[2];
@@ -20,7 +20,7 @@ typedef struct conv_call {
   int32_t   dtype[CONV_PARTS];
 } conv_call;
 
-/// The part that a call writes.
+/// Returns the part that a call writes.
 static inline conv_part conv_result(conv_kind kind)
 {
   return kind == CONV_FORWARD ? CONV_Y : kind == CONV_INPUT ? CONV_X : CONV_W;

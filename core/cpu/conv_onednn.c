@@ -1,13 +1,13 @@
 // Convolutions through oneDNN 2.6 to 3.x. x and y stay channels last in memory unless oneDNN has no
-// fast kernel for that. On every call, weights are reordered into the layout that oneDNN chooses.
-// Called by conv.c.
+// fast kernel for this layout. On every call, weights are reordered into the layout that oneDNN
+// chooses. Called by conv.c.
 //
-// Numerics: products and sums in f32, rounded once. bf16 products take subnormals as zero and
-// flush subnormal sums on processors with AVX512-BF16 or AMX. NaN and infinity propagate; some
-// kernels also spread them to outputs that do not depend on them, which conv.c corrects. oneDNN
-// chooses the order of the sums: fixed for one version of oneDNN, one shape and one thread count.
-// oneDNN returns dnnl_unimplemented for what it does not support. conv.c then converts to f32 or
-// calls the reference.
+// Numerics: products and sums are f32, and the result is rounded once. On processors with
+// AVX512-BF16 or AMX, bf16 products take subnormals as zero and flush subnormal sums. NaN and
+// infinity propagate. Some kernels also spread them to outputs that do not depend on them; conv.c
+// corrects these outputs. oneDNN chooses the order of the sums, which is fixed for one version of
+// oneDNN, one shape and one thread count. oneDNN returns dnnl_unimplemented for what it does not
+// support. conv.c then converts to f32 or calls the reference kernels.
 #include "conv.h"
 
 #include "onednn.h"
@@ -18,9 +18,10 @@
 // The largest size passed to oneDNN, which computes some products of sizes in 32 bits.
 enum { LARGEST = 1 << 24 };
 
-// Memories of an entry: the caller's parts, the parts in oneDNN's layouts, the scratchpad.
+// Indices of an entry's memories: the caller's parts, the parts in oneDNN's layouts, and the
+// scratchpad.
 enum { WANTED = CONV_PARTS, SCRATCH = WANTED + CONV_BIAS, MEMORIES };
-// Primitives of an entry: reorders of the three parts, then the convolution.
+// Indices of an entry's primitives: the reorders of the three parts, then the convolution.
 enum { CONVOLUTION = 3 };
 
 typedef struct key {
@@ -38,7 +39,7 @@ static const dnnl_query_t query[CONV_KINDS][CONV_BIAS] = {
   {dnnl_query_diff_src_md, dnnl_query_weights_md, dnnl_query_diff_dst_md},
   {dnnl_query_src_md, dnnl_query_diff_weights_md, dnnl_query_diff_dst_md}};
 
-// ---- the convolution's primitive descriptor, in both APIs
+// ---- the convolution's primitive descriptor, in the APIs of oneDNN 2 and 3
 
 typedef struct sizes { dnnl_dims_t stride, dilation, padding; } sizes;
 
@@ -94,8 +95,8 @@ static key key_of(const conv_call *g)
   return k;
 }
 
-/// Creates the memory descriptor of a part: its layout in the caller's memory or, with `any`, one
-/// that oneDNN chooses.
+/// Creates the memory descriptor of a part, with the layout of the caller's memory or, with `any`,
+/// a layout that oneDNN chooses.
 static dnnl_status_t describe(dnnl_memory_desc_t *l, const key *k, conv_part part, bool any)
 {
   dnnl_data_type_t format = (dnnl_data_type_t)onednn_format((int)k->dtype[part]);
@@ -141,7 +142,7 @@ static dnnl_status_t describe_conv(dnnl_primitive_desc_t *out, const key *k, con
   return status;
 }
 
-/// Whether oneDNN would compute the convolution with one of its slow kernels.
+/// Returns whether oneDNN would compute the convolution with one of its slow kernels.
 static bool is_slow(const_dnnl_primitive_desc_t conv)
 {
   const char *name = NULL;
@@ -154,7 +155,7 @@ static bool is_slow(const_dnnl_primitive_desc_t conv)
 /// of oneDNN's choice has a fast kernel.
 static dnnl_status_t choose(dnnl_primitive_desc_t *out, const key *k)
 {
-  key plain = *k;              // of the forward hint: every tensor in y's format
+  key plain = *k;              // key of the forward hint, with every tensor in y's format
   plain.dtype[CONV_X] = plain.dtype[CONV_W] = plain.dtype[CONV_Y];
   for (int any = 0; any < 2; any++) {
     dnnl_primitive_desc_t forward = NULL, found = NULL;

@@ -1,10 +1,10 @@
-// Copies with a change of dtype or layout: cast, contiguous, concat. Any strides on both sides (an
-// output of eng_copy may be a view). Called through backend.kernel[]; owns nothing.
+// Copies that change the dtype or layout: cast, contiguous, concat. Source and target may have any
+// strides (an output of eng_copy may be a view). Called through backend.kernel[]; owns nothing.
 //
 // Transposed copies go block by block, so that whole cache lines of source and target are used. If
 // both formats are the same, elements are moved as bits. Between f32, f16, bf16 and FP8, elements
-// are rounded to nearest even; a cast to FP8 may give another rounding mode. Other pairs of formats
-// go to the reference kernels.
+// are rounded to nearest even, but a cast to FP8 may request another rounding mode. Other pairs of
+// formats go to the reference kernels.
 #include "operand.h"
 #include "philox.h"
 #include "base/rng.h"
@@ -24,7 +24,7 @@ typedef struct relayout {
   int     source_dtype, target_dtype, source_size, target_size;        // sizes in bytes
 } relayout;
 
-// x broadcasts to `shape`; to_stride holds the target's strides.
+// Describes a copy of x, broadcast to `shape`, into a target with the strides `to_stride`.
 static relayout relayout_of(const tensor *x, int ndim, const int64_t *shape, void *target,
                             int dtype, const int64_t *to_stride)
 {
@@ -60,7 +60,7 @@ static relayout relayout_of(const tensor *x, int ndim, const int64_t *shape, voi
     else for (int i = 0; i < n; i++) y[i * to_stride] = x[i * from_stride];                 \
   } while (0)
 
-// Moves n elements of `size` bytes.
+// Copies n elements of `size` bytes as bits. Strides are in elements.
 static void move(void *to, int64_t to_stride, const void *from, int64_t from_stride, int n,
                  int size)
 {
@@ -108,7 +108,7 @@ static void copy_run(const relayout *r, int64_t to, int64_t from, int n)
 }
 
 // Copies a block of m x n elements: m along dimension k, in which the source is contiguous, and n
-// along the innermost one.
+// along the innermost dimension.
 static void copy_block(const relayout *r, int k, int64_t to, int64_t from, int m, int n)
 {
   if (r->source_dtype == r->target_dtype) {
@@ -177,8 +177,8 @@ static void block_task(const void *context, int64_t task)
              (int)smaller(SIDE, r->shape[0] - j));
 }
 
-// The dimension in which the source is contiguous, if it is not the target's innermost one and
-// copying in blocks is faster; else 0.
+// Returns the dimension in which the source is contiguous, if that is not the target's innermost
+// dimension and copying in blocks is faster. Otherwise returns 0.
 static int turned_dimension(const relayout *r)
 {
   if (r->from[0] == 1 || r->from[0] == 0 || r->to[0] != 1) return 0;
@@ -205,8 +205,8 @@ static void copy_relayout(relayout *r)
 static bool converts(int dtype) { return dtype_is_fast(dtype) || dtype_is_fp8(dtype); }
 static bool can_copy(int from, int to) { return from == to || (converts(from) && converts(to)); }
 
-// Casts to FP8 with a rounding mode other than the default. Element i takes word i % 4 of the
-// Philox block `counter` + i / 4.
+// Casts to FP8 with a rounding mode other than the default. Stochastic rounding of element i uses
+// word i % 4 of the Philox block `counter` + i / 4.
 static void mode_task(const void *context, int64_t task)
 {
   const op_call *call = context;

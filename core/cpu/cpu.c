@@ -56,7 +56,7 @@ static bool has_avx512(void)
 }
 #endif
 
-// Best first.
+// The instruction sets, best first.
 static const struct isa {
   const char *name;
   bool (*here)(void);

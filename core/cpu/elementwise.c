@@ -78,7 +78,7 @@ static void where_body(const work *w, int64_t first, int n)
               *pb = operand_load(&w->in[2], tb, first, n);
   float *to = tile_target(ty, y->data, y->dtype, first);
   for (int i = 0; i < n; i++) {
-    float yes = pa[i], no = pb[i];   // loads both, so that this compiles to a blend
+    float yes = pa[i], no = pb[i];   // loading both lets this compile to a blend
     to[i] = pc[i] ? yes : no;
   }
   tile_store(y->data, y->dtype, first, to, n);
@@ -94,8 +94,8 @@ static eng_status where(const op_call *call)
 
 // ------------------------------------------------------------------ one input and scalars
 
-// Whether a double is finite and nonzero but outside f32's normal range; the reference kernels
-// handle such numbers.
+// Returns whether a double is finite and nonzero but outside f32's normal range. The reference
+// kernels handle such numbers.
 static inline bool beyond_f32(double x)
 {
   double magnitude = fabs(x);
@@ -128,8 +128,8 @@ static eng_status clamp(const op_call *call)
                      (numbers){.a = (float)call->clamp.low, .b = (float)call->clamp.high});
 }
 
-// The square root as pow(a, 0.5) defines it: +0 for -0, and +inf for -inf. pow_tile uses it to
-// compute common exponents without pow.
+// Returns the square root as pow(a, 0.5) defines it: +0 for -0, and +inf for -inf. pow_tile uses it
+// to compute common exponents without pow.
 static inline vf vf_root_(vf a)
 {
   return vf_select(vf_eq(a, vf_set1(-INFINITY)), vf_set1(INFINITY), vf_add(vf_sqrt(a), vf_zero()));

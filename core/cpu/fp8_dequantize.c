@@ -9,7 +9,7 @@
 
 typedef struct back { const op_call *call; fp8_scales at; int64_t columns; bool packed; } back;
 
-// Unpacks n e5m6 numbers, a multiple of 8. The bits of each are the top 12 bits of an f16.
+// Unpacks n e5m6 numbers; n is a multiple of 8. The bits of a number are the top 12 bits of an f16.
 static void unpack(float *to, const uint32_t *word, int n)
 {
   uint16_t code[TILE];

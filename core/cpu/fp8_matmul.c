@@ -1,6 +1,7 @@
-// The operation fp8_matmul: y [M x N] = a [M x K] b [K x N] of FP8 matrices with block scales, by
-// four models of the accumulator. Bit-equal to reference_fp8.c on every instruction set, whatever
-// the number of threads. Called through backend.kernel[]; owns nothing but scratch during a call.
+// The operation fp8_matmul: multiplies FP8 matrices with block scales, y [M x N] = a [M x K] b
+// [K x N], with one of four models of the accumulator. The results have the same bits as those of
+// reference_fp8.c, on every instruction set and with any number of threads. Called through
+// backend.kernel[]; owns nothing but scratch during a call.
 //
 // K is cut into runs: pieces of at most RUN steps that end where a scale changes or a promotion is
 // due. For every run, panels of columns of b and blocks of rows of a are packed as f32, which is
@@ -9,9 +10,9 @@
 // constant scales, `sum` is scaled and added to `total`. All three are kept in f32 between runs.
 // After the last run, the bias is added and the result is rounded to its dtype.
 //   fp32    chains of multiply-adds, several rows at a time. Products of FP8 numbers are exact in
-//           f32, so fusing changes nothing. Of each pair of steps of K, the later one is added
+//           f32, so fusing changes nothing. Of each pair of steps of K, the later step is added
 //           first. FP8 numbers are exact in bf16, so the instruction that multiplies pairs of bf16
-//           gives the same bits; it is used where it is fast (gemm.h).
+//           gives the same bits. It is used where it is fast (gemm.h).
 //   hopper  the formula of core/base/fp8_hopper.h on vectors of columns. Exponents are bytes, and
 //           converting the terms to integers truncates them.
 //   e4m3    products and sums are rounded to e4m3 by arithmetic on their bits
@@ -27,12 +28,12 @@
 #include "turn.h"
 
 enum {
-  RUN = 128,                     // steps of K at a time, a multiple of HOPPER_GROUP
-  // Rows, and columns, of y processed at a time, so that partial results stay in cache.
+  RUN = 128,                     // the most steps of K in a run, a multiple of HOPPER_GROUP
+  // y is computed in squares of SPAN rows and columns, so that partial results stay in cache.
   SPAN = 512,
   BLOCK = 64,                    // rows of a task
   PANEL = 4 * VF_LANES,          // columns of a panel: their exponents fill a vector of bytes
-  ZERO_EXPONENT = -64,           // of a zero; below the sum of any two other exponents
+  ZERO_EXPONENT = -64,           // exponent of a zero, below the sum of any two other exponents
   LEAST_EXPONENT = -48,
 };
 
@@ -61,15 +62,15 @@ typedef struct product {
   int      model;
   bool     pairs;                    // the fp32 model multiplies pairs of bf16
   bool     b_first;                  // sums are multiplied by scale_b before scale_a
-  float   *scale_a, *scale_b;        // [stretches][m], [stretches][n rounded up to panels]
+  float   *scale_a, *scale_b;        // [stretches][m], [stretches][n rounded up to whole panels]
   int64_t  scale_a_row, scale_b_row;
 } product;
 
 
 // ------------------------------------------------------------------ packing
 
-// Copies the codes in rows [i0, i0+rows) and steps [k0, k0+steps) of a matrix to [steps][to_row]
-// bytes; to_row is a multiple of 16.
+// Copies the codes in rows [i0, i0+rows) and steps [k0, k0+steps) of a matrix to `to`, which is
+// [steps][to_row] bytes. to_row is a multiple of 16.
 static void bytes_by_step(uint8_t *to, int64_t to_row, const matrix *x, int64_t i0, int64_t rows,
                           int64_t k0, int64_t steps)
 {
@@ -104,9 +105,9 @@ static bool exponents_of(int8_t *to, const uint8_t *code, int fraction, int64_t 
   return odd;
 }
 
-/// Columns [j0, j0+columns) of b in one run, as f32 and, for the hopper model, exponents. With
-/// pairs, `value` holds [RUN / 2][PANEL] words of two bf16: the earlier step in the low half, and
-/// zeros past the end.
+/// Columns [j0, j0+columns) of b in one run, as f32 numbers and, for the hopper model, as
+/// exponents. If the product multiplies pairs, `value` holds [RUN / 2][PANEL] words of two bf16,
+/// with the earlier step in the low half and zeros past the last step.
 typedef struct panel {
   float  value[RUN * PANEL] __attribute__((aligned(64)));
   int8_t exponent[RUN * PANEL] __attribute__((aligned(64)));
@@ -181,7 +182,8 @@ static void lay_panel(panel *p, const product *g, int64_t j0, int64_t columns, c
            exponents_of(p->exponent, code, g->b.fraction, r->steps * PANEL);
 }
 
-/// Rows [i0, i0+rows) of a in one run, RUN floats apart; with pairs, as bf16.
+/// Rows [i0, i0+rows) of a in one run, RUN floats apart. The numbers are bf16 if the product
+/// multiplies pairs, else f32.
 typedef struct slab {
   float  value[BLOCK * RUN] __attribute__((aligned(64)));
   int8_t exponent[BLOCK * RUN];
@@ -253,7 +255,7 @@ VF_INLINE void fp32_body(const int rows, const int vectors, const float *a, cons
 }
 
 #if defined(ENG_ISA_avx512)
-// fp32_body over n words of two bf16.
+// Does the work of fp32_body for n words of two bf16 each.
 #define PAIRS_BODY(rows)                                                                \
   __attribute__((target("avx512bf16"))) static void pairs_##rows(                       \
     const float *a, const float *b, int64_t n, float *part, bool resume)                \
@@ -371,7 +373,7 @@ static void hopper_row(const float *a, const int8_t *ea, const float *b, const i
   }
 }
 
-// hopper_row by the scalar formula, for operands with an infinity or a NaN.
+// Does the work of hopper_row with the scalar formula, for operands that hold an infinity or a NaN.
 static void hopper_odd(const product *g, int64_t i, int64_t j0, int64_t columns, const run *r,
                        float *part)
 {
@@ -416,7 +418,7 @@ static void e4m3_row(const float *a, const float *b, int64_t steps, float *part)
 
 // ------------------------------------------------------------------ promotion and scales
 
-// A fused multiply-add on every instruction set.
+// Returns a fused multiply-add on every instruction set.
 VF_INLINE vf fused(vf a, vf b, vf c)
 {
 #if defined(ENG_ISA_avx512) || defined(ENG_ISA_avx2)
@@ -478,8 +480,8 @@ static void finish(const product *g, int64_t i0, int64_t rows, int64_t j0, int64
 
 // ------------------------------------------------------------------ the complete product
 
-// Copies the scales into the order of use: for each stretch, one scale per row of a (column of b).
-// The padding of the last panel gets zeros.
+// Copies the scales into the order of use: for each stretch, one scale per row of a or per column
+// of b. The padding of the last panel gets zeros.
 static void lay_scales(float *to, int64_t to_row, const matrix *x, int64_t k, int64_t stretch)
 {
   for (int64_t s = 0; s * stretch < k; s++)
@@ -504,8 +506,8 @@ static run run_at(const product *g, int64_t k)
   return r;
 }
 
-// Multiplies rows [i0, i0+rows) by a panel, over one run. `carried` [3][BLOCK x PANEL] holds the
-// rectangle's `part`, `sum` and `total`.
+// Multiplies rows [i0, i0+rows) of a by a panel of b, over one run. `carried` [3][BLOCK x PANEL]
+// holds `part`, `sum` and `total` of this rectangle of y.
 static void rectangle(const product *g, const run *r, slab *a, const panel *b, int64_t i0,
                       int64_t rows, int64_t j0, float *carried)
 {
@@ -579,7 +581,7 @@ static eng_status run_product(const product *g)
   return ENG_OK;
 }
 
-// K = 0: the sums are empty.
+// Computes a product with K = 0, whose sums are empty.
 static void run_empty(const product *g)
 {
   const float zero[PANEL] = {0};
@@ -589,8 +591,8 @@ static void run_empty(const product *g)
 
 // ------------------------------------------------------------------ exact
 
-// Computes the columns of one panel in f64, for all rows. Scratch: `values` holds the panel's
-// numbers [k][PANEL], `row` a row of a.
+// Computes the columns of one panel in f64, for all rows. `values` and `row` are scratch: `values`
+// holds the panel's numbers [k][PANEL], and `row` holds a row of a.
 static void exact_panel(const product *g, int64_t j0, float *values, float *row)
 {
   const tensor *y = g->call->out[0], *bias = g->call->in[4];

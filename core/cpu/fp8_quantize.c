@@ -5,13 +5,15 @@
 // its scale from core/base/fp8_scale.h, and is written as codes. Measuring finds the largest
 // magnitude by comparing bits, so a NaN is larger than any number. If a transposed copy is wanted,
 // the same task produces it from the same tile, in blocks that may have another shape. Blocks too
-// tall for a tile take two passes: the first measures them in pieces, the second writes. Blocks of
-// any width use the same loops, with the factors of a row expanded to one per element.
+// tall for a tile take two passes: the first measures them in pieces, the second writes their
+// codes. Blocks of any width use the same loops, with the factors of a row expanded to one per
+// element.
 //
 // These cases go to the reference kernels: f64; e5m6 in blocks of several rows, or of a width that
 // is not a multiple of 8; stochastic rounding of a transposed copy whose blocks are not square; and
-// calls without elements, codes or scales. swiglu_quantize is swiglu followed by quantize: silu
-// takes most of the time, and quantizing each row right after it was computed was no faster.
+// calls without elements, codes or scales. swiglu_quantize runs swiglu and then quantize, because
+// silu takes most of the time, and quantizing each row right after swiglu computed it was no
+// faster.
 #include "base/fp8_layout.h"
 #include "base/fp8_scale.h"
 #include "base/rng.h"
@@ -23,7 +25,7 @@
 #include "turn.h"
 
 enum {
-  STRIP = 1024,        // columns of a tile, at most, except for wider blocks
+  STRIP = 1024,        // the most columns of a tile, unless a block is wider
   TALL = 256,          // the most rows of a block that fits a tile
   CHUNK = 64,          // rows of a piece of a taller block
   LINE = 64,           // bytes in a cache line
@@ -34,8 +36,8 @@ enum {
   VERTICAL = 64,       // in blocks with fewer columns, each column is measured first
 };
 
-/// One of the two results: the codes and scales of x, as stored or transposed. Sizes and directions
-/// are in rows and columns of x.
+/// One of the two results: the codes and scales of x, or the codes and scales of its transpose. In
+/// both, sizes and directions are in rows and columns of x.
 typedef struct side {
   const op_call *call;
   const void *x;
@@ -51,8 +53,8 @@ typedef struct side {
   uint8_t *turn_to;                        // square blocks: the transposed copy of q's bytes
   float   *turn_scale;
   int64_t  turn_down, turn_across;
-  int64_t  pieces;                         // tall blocks: pieces of CHUNK rows each
-  uint32_t *measured;                      // tall blocks: [all pieces][across] magnitudes, as bits
+  int64_t  pieces;                         // tall blocks: pieces of CHUNK rows in one block
+  uint32_t *measured;                      // tall blocks: [all pieces][across] magnitudes, f32 bits
 } side;
 
 // Prefetches bytes that will be needed soon, because the hardware prefetcher stops at page
@@ -136,7 +138,8 @@ static void measure(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t
   }
 }
 
-// The largest magnitude of a block, NaNs ignored. Used for blocks that hold a NaN, which are rare.
+// Returns the largest magnitude of a block, ignoring NaNs. Used only for blocks that hold a NaN,
+// which are rare.
 static float without_nan(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns)
 {
   float top = 0, x;
@@ -151,7 +154,7 @@ static float without_nan(const side *s, int64_t r0, int64_t rows, int64_t c0, in
 
 // ------------------------------------------------------------------ scales and codes
 
-// The scale of the block at (r0, c0) with the largest magnitude `most`.
+// Returns the scale of the block at (r0, c0), whose largest magnitude is `most`.
 static fp8_scale scale_of(const side *s, uint32_t most, int64_t r0, int64_t c0)
 {
   const op_call *call = s->call;
@@ -208,9 +211,9 @@ static bool divides(const side *s)
 { return fp8_divides((int)s->call->quantize.rule) && !s->call->in[1]; }
 static int fraction_of(const side *s) { return s->call->quantize.format == ENG_e4m3 ? 3 : 2; }
 
-// Whether every number of a block rounds to within the format's range, so that codes need no
-// clamping, as in most blocks. `most` is the block's largest magnitude. A negative factor gives
-// false.
+// Returns whether every number of a block, multiplied by `factor` (divided if `by`), rounds to
+// within the format's range. Its codes then need no clamping, as in most blocks. `most` is the
+// block's largest magnitude. Returns false for a negative factor.
 VF_INLINE bool is_within(uint32_t most, float factor, const int fraction, const bool by)
 {
   float y = by ? f32_from(most) / factor : f32_from(most) * factor;
@@ -261,8 +264,8 @@ VF_INLINE void put_codes(uint8_t *to, vf x, vf factor, const int fraction, const
 }
 
 #if defined(ENG_ISA_avx512)
-// Converts 32 bf16 numbers to codes. No number of their blocks rounds past the format's largest
-// (is_within). even_f, odd_f: the factors at even and odd positions, or divisors if `by`.
+// Converts 32 bf16 numbers, for whose blocks is_within holds, to codes. even_f and odd_f are the
+// factors, or divisors if `by`, of the numbers at even and odd positions.
 VF_INLINE void pair_of_bf16(uint8_t *to, const uint16_t *x, vf even_f, vf odd_f, const int fraction,
                             const bool by)
 {
@@ -345,7 +348,7 @@ VF_INLINE void put_line(uint8_t *to, const uint8_t *from, bool far)
 #endif
 }
 
-// Called after stores with `far`: a fence makes them visible to other threads.
+// Called after stores with `far`. A fence makes these stores visible to other threads.
 VF_INLINE void put_lines_end(void)
 {
 #if defined(ENG_ISA_avx512)
@@ -354,8 +357,8 @@ VF_INLINE void put_lines_end(void)
 }
 
 // Transposes the bytes of `from` [rows x columns], whose rows are TILE_ROW apart, into `to`
-// [columns x rows]; rows <= TURN and columns <= TILE_ROW. Writes whole lines of `to` after
-// transposing all of them: they are far apart, and waiting for their memory must not delay the
+// [columns x rows]; rows <= TURN and columns <= TILE_ROW. Transposes all lines before it writes any
+// of them to `to`: lines of `to` are far apart, and waiting for their memory must not delay the
 // transposition.
 static void turn(uint8_t *to, int64_t to_row, const uint8_t *from, int64_t rows, int64_t columns,
                  bool far)
@@ -421,9 +424,9 @@ VF_INLINE void block_typed(uint8_t *to, const void *x, int64_t at, float factor,
     put_codes(to + v, elements(x, dtype, at + v), f, fraction, by, within);
 }
 
-// Quantizes `blocks` whole blocks of row r from column c0 on; returns their largest magnitude, as
+// Quantizes `blocks` whole blocks of row r from column c0 on. Returns their largest magnitude as
 // f32 bits. ROW_BLOCKS blocks at a time are measured, then scaled, then written while they are in
-// the first-level cache; working on several blocks hides the latency of each step. dtype, fraction
+// the first-level cache. Working on several blocks hides the latency of each step. dtype, fraction
 // and by are constants where this is inlined.
 VF_INLINE uint32_t row_typed(const side *s, int64_t r, int64_t c0, int64_t blocks, const int dtype,
                              const int fraction, const bool by, const bool within)
@@ -468,8 +471,8 @@ static uint32_t row_of_blocks(const side *s, int64_t r, int64_t c0, int64_t bloc
 typedef struct work {
   side     sides[2];
   int      n;
-  int64_t  high, wide, across;      // rows and columns of a task; tasks in one row of tasks
-  uint32_t *tops;                   // largest magnitude in each task
+  int64_t  high, wide, across;      // rows and columns per task, and tasks per row of tasks
+  uint32_t *tops;                   // the largest magnitude in each task, as f32 bits
 } work;
 
 static void tile_task(const void *context, int64_t task)
@@ -513,8 +516,8 @@ static void piece_task(const void *context, int64_t task)
             s->measured + task * s->across + c / s->wide);
 }
 
-// Second pass: writes scales and codes. The first piece's entry of each block in s->measured now
-// holds the largest magnitude of the whole block.
+// Tall blocks, second pass: writes scales and codes. In s->measured, the entry of a block's first
+// piece now holds the largest magnitude of the whole block.
 static void write_task(const void *context, int64_t task)
 {
   const side *s = context;
@@ -531,7 +534,7 @@ static void write_task(const void *context, int64_t task)
   }
 }
 
-// Quantizes a side with tall blocks. Raises *top to its largest magnitude, as f32 bits.
+// Quantizes a side with tall blocks. Raises *top to the side's largest magnitude, as f32 bits.
 static eng_status run_tall(side *s, bool together, uint32_t *top)
 {
   s->pieces = (smaller(s->high, s->rows) + CHUNK - 1) / CHUNK;
@@ -553,8 +556,9 @@ static eng_status run_tall(side *s, bool together, uint32_t *top)
   return ENG_OK;
 }
 
-// Quantizes the sides whose blocks fit tiles, in one pass. `body` quantizes one tile and records
-// its largest magnitude. Raises *top to the largest of all, as f32 bits.
+// Quantizes all sides of `w` in one pass; their blocks must fit tiles. `body` quantizes one tile
+// and records its largest magnitude. Raises *top to the largest magnitude of all tiles, as f32
+// bits.
 static eng_status run_tiles(work *w, bool together, task_body *body, uint32_t *top)
 {
   const side *s = &w->sides[0];
@@ -590,8 +594,8 @@ static side side_of(const op_call *call, bool turned)
   return s;
 }
 
-// Chooses the rows and columns of a tile so that whole blocks of all sides fill it; false if there
-// is no such tile.
+// Chooses the rows and columns of a tile so that whole blocks of all sides fill it. Returns false
+// if there is no such tile.
 static bool fit(work *w)
 {
   const side *a = &w->sides[0], *b = &w->sides[w->n - 1];

@@ -1,12 +1,12 @@
-// The CPU kernels of matmul, linear, mlp_gelu, and the products in their gradients. Turns tensors
-// into a gemm_call: transposes become strides, and batch dimensions that B lacks become rows of A.
-// Then `run` picks the path. gemm.h lists the paths and their guarantees. Registered by cpu.c,
-// called through the backend table; owns nothing.
+// The CPU kernels of matmul, linear, mlp_gelu, and the products in their gradients. A kernel turns
+// its tensors into a gemm_call: transposes become strides, and batch dimensions that B lacks become
+// rows of A. Then `run` picks the path. gemm.h lists the paths and their guarantees. Registered by
+// cpu.c, called through the backend table; owns nothing.
 //
 // oneDNN is used only for bf16 on processors with AMX; elsewhere it was no faster. On Intel's
 // AVX-512 processors, the packed path was within a few percent of oneDNN's sgemm in f32. For bf16
 // it was 1.8 times as fast as oneDNN's matmul, which uses VDPBF16PS at half the rate of FMA there.
-// AMD's processors run VDPBF16PS at the full rate; on them, our path `pairs` (gemm.h) was as fast
+// AMD's processors run VDPBF16PS at the full rate; on them, the path `pairs` (gemm.h) was as fast
 // as the bf16 matmul of a newer oneDNN. Also, the packed path's results do not depend on the thread
 // count.
 #include "gemm.h"
@@ -17,8 +17,8 @@
 
 enum { APART_FLOATS = 1 << 20 };   // about the most f32 sums that onednn_and_after keeps at a time
 
-// Applies gemm_after to rows [i0, i0+rows) of C. `sums` [rows x n] holds their f32 sums, bias
-// included.
+// Applies g->after to rows [i0, i0+rows) of C. `sums` [rows x n] holds the f32 sums of these rows,
+// including the bias.
 static void finish_apart(const gemm_call *g, const float *sums, int64_t i0, int64_t rows)
 {
 #pragma omp parallel for schedule(static)
@@ -38,8 +38,8 @@ static void finish_apart(const gemm_call *g, const float *sums, int64_t i0, int6
   }
 }
 
-// Runs the product through oneDNN, some rows at a time, and applies gemm_after to them while their
-// sums are in cache.
+// Runs the product through oneDNN, some rows at a time, and applies g->after to these rows while
+// their sums are in cache.
 static eng_status onednn_and_after(bool *done, const gemm_call *g)
 {
   if (g->after == GEMM_AS_IT_IS) return gemm_onednn(done, g);
@@ -156,7 +156,7 @@ static gemm_operand turned(gemm_operand x)
   return x;
 }
 
-// c [rows x n] = a [rows x k] times b [k x n] + bias
+// Describes the product c [rows x n] = a [rows x k] times b [k x n] + bias.
 static gemm_call product_of_rows(const tensor *c, const gemm_operand *a, const gemm_operand *b,
                                  int64_t rows, int64_t k, const tensor *bias)
 {
@@ -170,7 +170,7 @@ static gemm_call product_of_rows(const tensor *c, const gemm_operand *a, const g
   return g;
 }
 
-// y [.. x N] = x [.. x K] W^T + bias, W [N x K]
+// Describes the product y [.. x N] = x [.. x K] W^T + bias, where W is [N x K].
 static gemm_call product_of_linear(const tensor *y, const tensor *x, const tensor *w,
                                    const tensor *bias)
 {
@@ -184,7 +184,7 @@ static eng_status linear(const op_call *call)
   return run(product_of_linear(call->out[0], call->in[0], call->in[1], call->in[2]));
 }
 
-// y = h W2^T + b2, h = gelu(u), u = x W1^T + b1; the first product writes both u and h.
+// Computes u = x W1^T + b1, h = gelu(u) and y = h W2^T + b2. The first product writes both u and h.
 static eng_status mlp_gelu(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
@@ -196,7 +196,7 @@ static eng_status mlp_gelu(const op_call *call)
   return run(product_of_linear(y, h, call->in[3], call->in[4]));
 }
 
-// du [.. x H] = gelu'(u) * (dy [.. x N] W), W [N x H]
+// Computes du [.. x H] = gelu'(u) * (dy [.. x N] W), where W is [N x H].
 static eng_status matmul_gelu_grad(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
@@ -216,8 +216,8 @@ enum {
   SUM_COLUMNS = SUM_VECTORS * VF_LANES,
 };
 
-// sums [n] = the sum of rows [first, first+rows) of dy [.. x n]; dtype is constant where this is
-// inlined
+// Writes the sum of rows [first, first+rows) of dy [.. x n] to sums [n]. dtype is constant where
+// this is inlined.
 VF_INLINE void sum_rows(float *sums, const void *dy, const int dtype, int64_t first, int64_t rows,
                         int64_t n)
 {
@@ -243,9 +243,9 @@ VF_INLINE void sum_rows(float *sums, const void *dy, const int dtype, int64_t fi
   }
 }
 
-// db [n] = the sum of dy's rows, or += with `add`. Each block of SUM_ROWS rows is summed
-// separately, and then the blocks are added in order. So the bits do not depend on the number of
-// threads.
+// Writes the sum of dy's rows to db [n] or, with `add`, adds it to db. Each block of SUM_ROWS rows
+// is summed separately, and then the blocks are added in order, so the bits do not depend on the
+// number of threads.
 static eng_status bias_grad(const op_call *call)
 {
   const tensor *dy = call->in[0], *db = call->out[0];
@@ -275,7 +275,8 @@ static eng_status bias_grad(const op_call *call)
   return ENG_OK;
 }
 
-// dW [N x K] = dy^T x, or += with `add`; db as in bias_grad. dy [.. x N], x [.. x K]
+// Computes dW [N x K] = dy^T x from dy [.. x N] and x [.. x K] or, with `add`, adds it to dW. Then
+// computes db as bias_grad does.
 static eng_status linear_grad(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);

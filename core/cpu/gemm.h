@@ -1,5 +1,5 @@
-// Matrix products inside the CPU device. gemm.c turns each operation into gemm_calls and chooses
-// one of two paths: our own (gemm_packed.c) or oneDNN (gemm_onednn.c).
+// Matrix products inside the CPU device. gemm.c turns each operation into gemm_calls and chooses a
+// path: packed or pairs (both in gemm_packed.c), or oneDNN (gemm_onednn.c).
 //
 //   packed  any mix of f32, f16 and bf16. Operands become f32 while they are packed. Every element
 //           of the result is a chain of f32 fused multiply-adds over k in rising order, rounded
@@ -7,9 +7,10 @@
 //           384 steps, which are summed separately and then added. The bits of an element depend
 //           only on its row of A, its column of B and K: not on M, N, the batch, strides, alignment
 //           or the number of threads.
-//   pairs   the packed path for bf16 times bf16 with k of 128 or more, on processors that multiply
-//           pairs of bf16 at full speed (gemm_pairs.h). It adds two steps of k at a time, the later
-//           one first, and takes subnormals as zero, as AMX does. The rest is as above.
+//   pairs   a variant of `packed` for bf16 times bf16 with k of 128 or more, on processors that
+//           multiply pairs of bf16 at full speed (gemm_pairs.h). It adds two steps of k at a time,
+//           the later step first, and takes subnormals as zero, as AMX does. In all else it is like
+//           `packed`.
 //   oneDNN  bf16 on processors with AMX, where it is several times faster than anything in f32.
 //           Its order of summation may depend on shapes and thread count, and TDPBF16PS (like
 //           VDPBF16PS) takes subnormal inputs as zero and flushes subnormal sums.
@@ -17,18 +18,18 @@
 
 #include "device/backend.h"
 
-enum { GEMM_BATCH_DIMS = 4 };   // ENG_MAX_DIMS less the two of the matrix
+enum { GEMM_BATCH_DIMS = 4 };   // ENG_MAX_DIMS minus the two dimensions of a matrix
 
 /// A matrix, or a batch of them: element (i, j) of batch (z0, z1, ..) is i*row + j*column +
 /// z0*batch[0] + z1*batch[1] + .. elements after data.
 typedef struct gemm_operand {
   const void *data;
   int32_t     dtype;                    // f32, f16 or bf16
-  int64_t     row, column;              // strides in elements; any
-  int64_t     batch[GEMM_BATCH_DIMS];   // 0 where broadcast
+  int64_t     row, column;              // strides in elements, of any value
+  int64_t     batch[GEMM_BATCH_DIMS];   // strides of the batch; 0 in a dimension that is broadcast
 } gemm_operand;
 
-/// What happens to a finished element of C, x = A B + bias, before it is stored. `side` is a matrix
+/// What is done with a finished element x of A B + bias before it is stored. `side` is a matrix
 /// with the dtype and layout of C.
 typedef enum gemm_after {
   GEMM_AS_IT_IS,
@@ -36,9 +37,9 @@ typedef enum gemm_after {
   GEMM_GELU_GRAD,   // C = gelu_tanh'(side) * x, rounded once
 } gemm_after;
 
-/// C = A B + bias or, with `add`, A B + bias + C, for every batch: A [m x k], B [k x n], C [m x n],
-/// rows of C contiguous. Sums are f32 and are rounded once into C. Without `add`, C is not read, so
-/// a NaN there does not matter. With k = 0, A B is zero.
+/// The product C = A B + bias or, with `add`, C = A B + bias + C, for every matrix of the batch. A
+/// is [m x k], B [k x n], C [m x n] with contiguous rows. Sums are f32 and are rounded once into C.
+/// Without `add`, C is not read, so a NaN in it does not matter. With k = 0, A B is zero.
 typedef struct gemm_call {
   int64_t      m, n, k;
   gemm_operand a, b;
@@ -51,27 +52,28 @@ typedef struct gemm_call {
   const void  *bias;                    // [n] contiguous, or NULL
   int32_t      bias_dtype;
   bool         add;
-  gemm_after   after;                   // GELU needs batch_dims 0 and no `add`
+  gemm_after   after;                   // GELU requires batch_dims = 0 and no `add`
   void        *side;
 } gemm_call;
 
-/// The packed path, one function per instruction set. Must be called from the main thread, because
-/// the functions take scratch memory and start threads. Errors: MEMORY.
+/// These functions compute a product by the packed path, each for one instruction set. They must be
+/// called from the main thread, because they take scratch memory and start threads. Errors: MEMORY.
 eng_status gemm_packed_plain(const gemm_call *call);
 eng_status gemm_packed_avx2(const gemm_call *call);
 eng_status gemm_packed_avx512(const gemm_call *call);
 
-/// Whether this processor multiplies pairs of bf16 (VDPBF16PS) at the rate of f32 multiply-adds.
-/// AMD processors do from Zen 4 on. Intel processors run the instruction at half the rate, but have
-/// AMX. ENGINE_PAIRS=on|off in the environment overrides this where the instruction exists.
+/// Returns whether this processor multiplies pairs of bf16 (VDPBF16PS) at the rate of f32
+/// multiply-adds. AMD processors do from Zen 4 on. Intel processors run the instruction at half the
+/// rate, but have AMX. On processors with the instruction, ENGINE_PAIRS=on|off in the environment
+/// overrides the answer.
 bool gemm_pairs_here(void);
 
-/// gemm_onednn_here: whether this processor has AMX. gemm_onednn_prefers: whether oneDNN is the
-/// faster path for this product on this machine.
+/// gemm_onednn_here returns whether this processor has AMX. gemm_onednn_prefers returns whether
+/// oneDNN is the faster path for this product on this machine.
 bool gemm_onednn_here(void);
 bool gemm_onednn_prefers(const gemm_call *call);
-/// The product through oneDNN. When oneDNN cannot compute it, *done is false and nothing was
-/// written.
+/// Computes the product through oneDNN. If oneDNN cannot compute it, sets *done to false and writes
+/// nothing to C.
 eng_status gemm_onednn(bool *done, const gemm_call *call);
 
 /// Offsets, in elements, of matrix z (from 0) of the batch in A, B and C.

@@ -1,7 +1,7 @@
 // The inner parts of a matrix product that gemm_packed.c and attention.c share: the micro-kernel,
 // and the layout step that converts matrices of any format and stride to the f32 layout that the
-// micro-kernel reads. Also the kernel for few rows, which reads a transposed B in place, without
-// packing. Included by gemm_pairs.h; owns nothing.
+// micro-kernel reads. This file also has the kernel for few rows, which reads a transposed B in
+// place, without packing. Included by gemm_pairs.h; owns nothing.
 //
 // A panel is GEMM_NR columns of a matrix B [k x n], stored [k][GEMM_NR]. Unused columns up to the
 // next whole vector hold zeros; columns beyond it are never read.
@@ -10,8 +10,8 @@
 #include "rows.h"
 #include "simd.h"
 
-// The tile of C held in registers: MR rows of NV vectors, in addition to NV registers for B and one
-// for A.
+// The tile of C that is held in registers has GEMM_MR rows of GEMM_NV vectors. Besides it, GEMM_NV
+// registers hold B and one holds A.
 #if defined(ENG_ISA_avx512)
 enum { GEMM_MR = 8, GEMM_NV = 3 };
 #elif defined(ENG_ISA_avx2)
@@ -23,14 +23,14 @@ enum { GEMM_NR = GEMM_NV * VF_LANES };   // columns of a panel of B
 
 // ------------------------------------------------------------------ micro-kernel
 
-// sum + *a * row: one element of A times a vector of a panel.
+// Returns sum + *a * row, where *a is one element of A and `row` is a vector of a panel.
 typedef vf micro_product(vf sum, const float *a, vf row);
 
 VF_INLINE vf float_product(vf sum, const float *a, vf row) { return vf_fma(vf_set1(*a), row, sum); }
 
-// c[mr x nv*VF_LANES] (rows ldc apart) = a b over k steps; += with `resume`. Element (i, p) of a is
-// at i*a_row + p*a_step. b is a packed panel, GEMM_NR floats per step. mr, nv and product are
-// constant where this is inlined.
+// Computes c [mr x nv*VF_LANES] = a b over k steps or, with `resume`, adds a b to c. Rows of c are
+// ldc floats apart. Element (i, p) of a is at i*a_row + p*a_step. b is a packed panel with GEMM_NR
+// floats per step. mr, nv and product are constant where this is inlined.
 VF_INLINE void micro_body(const int mr, const int nv, micro_product *product, int64_t k,
                           const float *a, int64_t a_row, int64_t a_step, const float *b, float *c,
                           int64_t ldc, bool resume)
@@ -132,7 +132,8 @@ VF_INLINE void turn_square(vf *row)
 
 // ------------------------------------------------------------------ few rows, a transposed matrix
 
-// Reads a vector of steps of k from address `at`. At most `left` numbers may be read.
+// Reads the steps of k that begin at address `at` into a vector, one step per lane. May read at
+// most `left` numbers.
 typedef vf step_reader(const char *at, int64_t left);
 #define STEP_READER(name, dtype)                  \
   VF_INLINE vf name(const char *at, int64_t left) \
@@ -142,7 +143,8 @@ STEP_READER(read_f16, ENG_f16)
 STEP_READER(read_bf16, ENG_bf16)
 
 // Adds A B over `deep` steps of k to sums [rows x VF_LANES]. column[i] is the address of column i
-// of B; the steps begin `at` bytes after it. Prefetches `ahead` bytes beyond that.
+// of B, and the steps begin `at` bytes after it. Prefetches the memory `ahead` bytes after the
+// steps.
 VF_INLINE void thin_square(step_reader *read, micro_product *product, int64_t left, int deep,
                            const float *a, int64_t a_row, int64_t a_step, int64_t rows,
                            const char *const *column, int64_t at, int64_t ahead, float *sums)
@@ -163,10 +165,10 @@ VF_INLINE void thin_square(step_reader *read, micro_product *product, int64_t le
   }
 }
 
-// sums [rows x VF_LANES] = A B over k, where each column of B is contiguous, and columns are
-// b_column bytes apart. B is transposed in registers, a square at a time. A step of the product
-// takes `numbers` numbers of `size` bytes. Only `wide` columns are read; the other sums have no
-// meaning. read, product, size and numbers are constant where this is inlined.
+// Computes sums [rows x VF_LANES] = A B over k, where each column of B is contiguous, and columns
+// are b_column bytes apart. B is transposed in registers, a square at a time. A step of the product
+// takes `numbers` numbers of `size` bytes. Only `wide` columns are read; the sums of the other
+// columns have no meaning. read, product, size and numbers are constant where this is inlined.
 VF_INLINE void thin_body(step_reader *read, micro_product *product, const int size,
                          const int numbers, int64_t k, const float *a, int64_t a_row,
                          int64_t a_step, int64_t rows, const char *b, int64_t b_column, int wide,
@@ -198,8 +200,8 @@ THIN(thin_f32, read_f32, float_product, 4, 1)
 THIN(thin_f16, read_f16, float_product, 2, 1)
 THIN(thin_bf16, read_bf16, float_product, 2, 1)
 
-// to[p*to_row + j] = source[first + p*row + j*column] for p < rows, j < columns. Rows of `to` are
-// padded with zeros to whole vectors. dtype is constant where this is inlined.
+// Sets to[p*to_row + j] = source[first + p*row + j*column] for p < rows, j < columns. Rows of `to`
+// are padded with zeros to whole vectors. dtype is constant where this is inlined.
 VF_INLINE void lay_out_typed(float *to, int64_t to_row, const void *source, const int dtype,
                              int64_t first, int64_t row, int64_t column, int64_t rows,
                              int64_t columns)

@@ -3,7 +3,8 @@
 //
 // Numerics of AMX: TDPBF16PS multiplies bf16 exactly, sums in f32 with round to nearest even, takes
 // subnormal inputs as zero and flushes subnormal sums to zero. NaN and infinity propagate. oneDNN
-// chooses the order of the sums: fixed for one version of oneDNN, one shape and one thread count.
+// chooses the order of the sums, which is fixed for one version of oneDNN, one shape and one thread
+// count.
 #include "gemm.h"
 
 #include "onednn.h"
@@ -28,7 +29,8 @@ static dnnl_status_t matmul_create(dnnl_primitive_desc_t *out, dnnl_engine_t on,
 
 enum { LEAST_WORK = 1 << 18 };   // multiply-adds; below this a call costs more than it saves
 
-// The arguments of a product. SCRATCH is oneDNN's scratchpad; the key describes the other layouts.
+// The arguments of a product. SCRATCH is oneDNN's scratchpad; the key describes the layouts of the
+// other arguments.
 enum { A, B, C, BIAS, SCRATCH, ARGUMENTS };
 static const int argument[ARGUMENTS] = {
   DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST, DNNL_ARG_BIAS, DNNL_ARG_SCRATCHPAD};
@@ -61,8 +63,8 @@ static int format_of(int dtype)
   return dtype == ENG_f16 ? dnnl_data_type_undef : onednn_format(dtype);
 }
 
-// Whether oneDNN accepts the matrix: one dimension has stride 1, and the stride of the other is at
-// least the size of the first.
+// Returns whether oneDNN accepts the matrix: one dimension must have stride 1, and the stride of
+// the other dimension must be at least the size of the first.
 static bool plain(const gemm_operand *o, int64_t rows, int64_t columns)
 {
   return (o->column == 1 && o->row >= columns) || (o->row == 1 && o->column >= rows);
@@ -97,7 +99,8 @@ static key key_of(const gemm_call *g)
   return k;
 }
 
-// The layout of a matrix [batch.. x rows x columns]; a dimension that is broadcast has size 1.
+// Describes the layout of a matrix [batch.. x rows x columns]. A batch dimension that is broadcast
+// gets size 1.
 static dnnl_status_t describe(dnnl_memory_desc_t *l, const key *k, const int64_t *batch_stride,
                               bool broadcast, int64_t rows, int64_t columns, int64_t row,
                               int64_t column, int64_t dtype)
@@ -129,7 +132,7 @@ static eng_status describe_all(dnnl_memory_desc_t *l, const key *k)
   return ENG_OK;
 }
 
-// Creates the primitive descriptor of the product. The caller provides the scratchpad. If key.add,
+// Creates the primitive descriptor of the product. The caller provides the scratchpad. If k->add,
 // the product is added to C.
 static dnnl_status_t describe_product(dnnl_primitive_desc_t *out, const dnnl_memory_desc_t *l,
                                       const key *k)

@@ -1,4 +1,4 @@
-// Our own matrix product: C [m x n] = A [m x k] B [k x n] with f32 sums; operands and result are
+// The packed matrix product: C [m x n] = A [m x k] B [k x n] with f32 sums. Operands and result are
 // any of f32, f16, bf16. Called through gemm_packed by gemm.c; owns nothing but scratch during a
 // call.
 //
@@ -10,11 +10,11 @@
 // f32 until the next piece of k. After the last piece, bias, GELU or the old C is applied, and the
 // results are rounded and stored.
 //
-// If the processor multiplies pairs of bf16 at full speed and both operands are bf16, panels and
-// rows of A hold such pairs instead (gemm_pairs.h). A product with at most GEMM_MR rows, as when
-// generating one token, reads a transposed B in place. Every sum stays within one thread, so
-// results do not depend on the number of threads. avx2 and avx512 agree bit for bit; the plain
-// build rounds products and sums separately.
+// If the processor multiplies pairs of bf16 at full speed, both operands are bf16 and k is at least
+// GEMM_PAIRS_K, panels and rows of A hold pairs of bf16 instead of f32 (gemm_pairs.h). A product
+// with at most GEMM_MR rows, as when generating one token, reads a transposed B in place. Every sum
+// stays within one thread, so results do not depend on the number of threads. avx2 and avx512 agree
+// bit for bit; the plain build rounds products and sums separately.
 #include "gemm.h"
 
 #include <omp.h>
@@ -26,7 +26,7 @@
 
 enum {
   GEMM_KC = 384,               // the longest piece of k
-  // Every piece of k but the last is a multiple of this, the same on every instruction set.
+  // Every piece of k except the last is a multiple of this, on every instruction set.
   GEMM_K_UNIT = 16,
   GEMM_MC = 128,               // the most rows of A in a task, before rounding up to GEMM_MR
   GEMM_SERIAL = 1 << 17,       // multiply-adds below which threads cost more than they save
@@ -44,13 +44,13 @@ typedef struct part {
   int64_t          n0, n, k0, k, panels;
   bool             last;      // k0 + k is the end of K
   bool             pairs;     // operands are laid out as pairs of bf16
-  int64_t          steps;     // of the micro-kernel: k, or the number of pairs in k
+  int64_t          steps;     // steps of the micro-kernel: k, or the number of pairs in k
   const float     *packed;    // [panels][steps][GEMM_NR]
-  // [m][panels * GEMM_NR] sums of earlier pieces of k; NULL if there is only one piece.
+  // Sums over the earlier pieces of k, [m][panels * GEMM_NR]. NULL if there is only one piece.
   float           *carried;
 } part;
 
-// Packs a panel of B, steps x GEMM_NR.
+// Packs one panel of B, [steps][GEMM_NR], into its place in `packed`.
 static void pack_panel(const part *p, int64_t panel, float *packed)
 {
   const gemm_operand *b = &p->call->b;
@@ -60,11 +60,12 @@ static void pack_panel(const part *p, int64_t panel, float *packed)
                 b->row, b->column, p->k, columns);
 }
 
-// Rows of A as the micro-kernel reads them: element (or word) (i, p) is at i*row + p*step.
+// Rows of A as the micro-kernel reads them. Element (i, p), or word (i, p) for pairs, is at[i*row +
+// p*step].
 typedef struct rows_of_a { const float *at; int64_t row, step; } rows_of_a;
 
-// Returns rows [i0, i0+rows) of A: in their tensor if the micro-kernel can read them there, else
-// copied to a_copy, which has room for floats_of_a floats.
+// Returns rows [i0, i0+rows) of A. They stay in their tensor if the micro-kernel can read them
+// there. Otherwise they are copied to a_copy, which has room for floats_of_a floats.
 static rows_of_a read_rows(const part *p, int64_t i0, int64_t rows, float *a_copy)
 {
   const gemm_operand *a = &p->call->a;
@@ -88,15 +89,15 @@ static rows_of_a read_rows(const part *p, int64_t i0, int64_t rows, float *a_cop
   return (rows_of_a){a_copy, straight, 1};
 }
 
-// Stores sums + bias, rounded, in columns [j0, j0 + GEMM_NR) of C: the common case. dtype is
-// constant where this is inlined.
+// Stores sums + bias, rounded, in columns [j0, j0 + GEMM_NR) of C. This is the common case of
+// `finish`. dtype is constant where this is inlined.
 VF_INLINE void finish_plain(const part *p, const int dtype, const float *sums, int64_t ld,
                             int64_t i0, int64_t rows, int64_t j0)
 {
   const gemm_call *g = p->call;
   vf bias[GEMM_NV];
 #pragma GCC unroll 4
-  for (int j = 0; j < GEMM_NV; j++)   // -0: adding it changes nothing
+  for (int j = 0; j < GEMM_NV; j++)   // without a bias, adds -0, which changes nothing
     bias[j] =
       g->bias ? vf_read(g->bias, g->bias_dtype, j0 + j * VF_LANES, VF_LANES) : vf_set1(-0.0f);
   int64_t to = p->at.c + i0 * g->c_row + j0;
@@ -153,7 +154,7 @@ VF_INLINE void finish_gelu(const part *p, const int dtype, const bool slope, con
       }
     }
 #pragma GCC unroll 4
-    for (int v = 0; v < GEMM_NV; v++)   // unrolled: the long dependency chains overlap
+    for (int v = 0; v < GEMM_NV; v++)   // unrolled so that the long dependency chains overlap
       y[v] = slope ? vf_mul(vf_gelu_tanh_derivative(y[v]), x[v]) : vf_gelu_tanh(x[v]);
 #pragma GCC unroll 4
     for (int v = 0; v < GEMM_NV; v++)
@@ -204,8 +205,8 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
 {
   const gemm_call *g = p->call;
   rows_of_a a = read_rows(p, i0, rows, a_copy);
-  // f32 results with nothing to add are stored straight into C, if they fill whole vectors. Others
-  // pass through p->carried or through a tile in the first-level cache.
+  // f32 results with nothing to add are stored straight into C if they fill whole vectors. Other
+  // results pass through p->carried or through a tile in the first-level cache.
   bool plain = g->c_dtype == ENG_f32 && !g->add && !g->bias && g->after == GEMM_AS_IT_IS;
   float tile[GEMM_MR * GEMM_NR] __attribute__((aligned(64)));
   for (int64_t panel = first; panel < end; panel++) {
@@ -246,20 +247,21 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
 
 // How a product is cut. Each thread has a buffer of a_floats floats for its rows of A.
 typedef struct layout {
-  int64_t k_span, n_span;            // numbers of k and columns packed at once
+  int64_t k_span, n_span;            // numbers of steps of k and of columns packed at a time
   int64_t rows, row_blocks;          // rows of a rectangle; number of rectangles along m
   int64_t column_groups;             // number of rectangles along n, in one span
   int64_t a_floats, b_floats, carried_floats;
 } layout;
 
-// Whether to multiply pairs. The choice depends on formats and k alone.
+// Returns whether to multiply pairs of bf16. On one machine, the choice depends on formats and k
+// alone.
 static bool by_pairs(const gemm_call *g)
 {
   return g->k >= GEMM_PAIRS_K && pairs_of(g->a.dtype, g->b.dtype);
 }
 
-// The most bytes of B to pack at a time: half of a core's L2 cache, so that they stay there while A
-// streams past.
+// Returns the most bytes of B to pack at a time: half of a core's L2 cache, so that they stay there
+// while A streams past.
 static int64_t bytes_of_b(void)
 {
   static int64_t known;
@@ -270,7 +272,8 @@ static int64_t bytes_of_b(void)
   return known;
 }
 
-// The number of floats that read_rows may need for its copy of [rows x k] of A.
+// Returns the number of floats that read_rows may need for its copy of `rows` rows and `k` columns
+// of A.
 static int64_t floats_of_a(const gemm_call *g, int64_t rows, int64_t k)
 {
   if (g->a.dtype == ENG_f32 && g->a.column == 1) return 0;
@@ -370,14 +373,14 @@ static void run_batched(const gemm_call *g, const layout *l, int64_t members, in
 
 // ------------------------------------------------------------------ few rows
 
-// Whether to read a transposed B in place. With so few rows, packing it would cost more than
-// multiplying.
+// Returns whether to read a transposed B in place. With at most GEMM_MR rows of A, packing B would
+// cost more than multiplying.
 static bool is_thin(const gemm_call *g, int64_t members)
 {
   return members == 1 && g->m <= GEMM_MR && g->b.row == 1 && g->b.column != 1;
 }
 
-// Computes one panel of columns. `all` covers all of k, which is summed in pieces of k_span.
+// Computes one panel of columns of C. `all` covers all of k, which is summed in pieces of k_span.
 static void multiply_thin(const part *all, rows_of_a a, int64_t panel, int64_t k_span)
 {
   const gemm_call *g = all->call;
@@ -402,7 +405,7 @@ static void multiply_thin(const part *all, rows_of_a a, int64_t panel, int64_t k
   finish(all, sums, GEMM_NR, 0, g->m, j0, columns);
 }
 
-// Threads share the panels.
+// Computes a product with few rows. Threads share the panels.
 static eng_status run_thin(const gemm_call *g, int threads)
 {
   int64_t k_span = plan(g, threads).k_span;
@@ -418,7 +421,7 @@ static eng_status run_thin(const gemm_call *g, int threads)
   return ENG_OK;
 }
 
-// K = 0: the sums are zero; only bias and the old C remain.
+// Computes a product with k = 0. The sums are zero, so only the bias and the old C remain.
 static void run_empty(const gemm_call *g, int64_t members)
 {
   const float zero[GEMM_NR] = {0};

@@ -1,27 +1,28 @@
-// The inner parts of a bf16 product that multiplies pairs of numbers at once: VDPBF16PS adds
-// a[2p+1] b[2p+1] and then a[2p] b[2p] to an f32. Where a processor runs this instruction at the
-// rate of a plain fused multiply-add, a product takes half the time. The last section chooses
-// between pairs and single numbers. Included by gemm_packed.c and attention.c; owns nothing.
+// The inner parts of a bf16 product that takes two steps of k at a time: VDPBF16PS adds a[2p+1]
+// b[2p+1] and then a[2p] b[2p] to an f32. Where a processor runs this instruction at the rate of a
+// plain fused multiply-add, a product takes half the time. The last section chooses between pairs
+// and single numbers. Included by gemm_packed.c and attention.c; owns nothing.
 //
 // Numerics: products of bf16 are exact, and each of the two sums is rounded to nearest even.
 // Subnormal operands count as zero and subnormal sums become zero, as on AMX: inf times a subnormal
 // is nan here, and a huge number times a subnormal is 0. With ENGINE_PAIRS=off, subnormals keep
 // their values. NaN and infinity propagate.
 //
-// A word holds the bf16 numbers of two neighbouring steps of k, the earlier one in its low half. A
-// step past the end is zero. Words are stored as floats, whose values have no meaning. A panel of B
-// is [(k+1)/2][GEMM_NR] words.
+// A word holds the bf16 numbers of two adjacent steps of k, with the earlier step in its low half.
+// A step past the end is zero. Words are stored as floats, whose values have no meaning. A panel of
+// B is [(k+1)/2][GEMM_NR] words.
 #pragma once
 
 #include "device/backend.h"
 #include "gemm.h"
 #include "gemm_micro.h"
 
-#if defined(ENG_ISA_avx512)   // no other set has the instruction
+#if defined(ENG_ISA_avx512)   // no other instruction set has VDPBF16PS
 
 // ------------------------------------------------------------------ micro-kernel
 
-// sum + a[1] row[1] + a[0] row[0], for a word of A and a vector of words.
+// Returns sum + a1 row1 + a0 row0, where a0 and a1 are the low and high half of the word `a` of A,
+// and row0 and row1 are the low and high halves of a vector of words.
 __attribute__((target("avx512bf16"))) VF_INLINE vf pair_product(vf sum, const float *a, vf row)
 {
   int32_t word;
@@ -53,9 +54,9 @@ __attribute__((target("avx512bf16"))) THIN(thin_pairs, read_pairs, pair_product,
 
 enum { PAIRS_AHEAD = 8 };   // rows to prefetch ahead
 
-// to[p*to_row + j] = the word of source[2p*row + j*column] and source[(2p+1)*row + j*column], for
-// 2p < rows, j < columns, padded with zeros to whole vectors. `columns` is at most GEMM_NR when
-// `to` is a panel; otherwise it has no limit.
+// Sets to[p*to_row + j] to the word of source[2p*row + j*column] and source[(2p+1)*row + j*column],
+// for 2p < rows, j < columns. Rows of `to` are padded with zeros to whole vectors. `columns` is at
+// most GEMM_NR if `to` is a panel; otherwise it has no limit.
 static void lay_out_pairs(float *to, int64_t to_row, const uint16_t *source, int64_t row,
                           int64_t column, int64_t rows, int64_t columns)
 {
@@ -116,8 +117,8 @@ static void lay_out_pairs(float *to, int64_t to_row, const uint16_t *source, int
     }
 }
 
-// lay_out_pairs without transposing: to[i*to_row + p] = the word of source[i*row + 2p*column] and
-// source[i*row + (2p+1)*column].
+// Packs pairs like lay_out_pairs, but without transposing: sets to[i*to_row + p] to the word of
+// source[i*row + 2p*column] and source[i*row + (2p+1)*column].
 static void lay_out_row_pairs(float *to, int64_t to_row, const uint16_t *source, int64_t row,
                               int64_t column, int64_t rows, int64_t steps)
 {
@@ -134,8 +135,8 @@ static void lay_out_row_pairs(float *to, int64_t to_row, const uint16_t *source,
 
 // ------------------------------------------------------------------ pairs of f32, rounded
 
-// Rounds n numbers of a row, n rounded up to whole vectors, to bf16 and packs neighbours into
-// words. `to` may be `from`.
+// Rounds n numbers of a row to bf16 and packs each two adjacent numbers into a word. n is rounded
+// up to whole vectors. `to` may be `from`.
 __attribute__((target("avx512bf16"))) static inline void words_along(float *to, const float *from,
                                                                      int64_t n)
 {
@@ -144,8 +145,9 @@ __attribute__((target("avx512bf16"))) static inline void words_along(float *to, 
                         (__m256i)_mm512_cvtneps_pbh(vf_load(from + j)));
 }
 
-// Rounds n columns of two rows, n rounded up to whole vectors, to bf16 and packs each column into a
-// word. `to` may be either row. A `second` of NULL counts as zeros.
+// Rounds n columns of two rows to bf16 and packs the two numbers of each column into a word. n is
+// rounded up to whole vectors. `to` may be either row. If `second` is NULL, the second row is
+// zeros.
 __attribute__((target("avx512bf16"))) static inline void words_across(float *to, const float *first,
                                                                       const float *second,
                                                                       int64_t n)
@@ -164,7 +166,7 @@ __attribute__((target("avx512bf16"))) static inline void words_across(float *to,
 
 // ---------------------------------------------- pairs or single numbers, on any instruction set
 
-// Whether this build and processor multiply operands of these formats as pairs.
+// Returns whether this build and processor multiply operands of these formats as pairs.
 static inline bool pairs_of(int a, int b)
 {
 #if defined(ENG_ISA_avx512)
@@ -175,7 +177,7 @@ static inline bool pairs_of(int a, int b)
 #endif
 }
 
-// The number of steps that the micro-kernel takes over k.
+// Returns the number of steps that the micro-kernel takes over k.
 static inline int64_t steps_of(bool pairs, int64_t k) { return pairs ? (k + 1) / 2 : k; }
 
 static inline micro_kernel *kernel_of(bool pairs, int rows, int vectors)
@@ -197,7 +199,7 @@ static inline thin_kernel *thin_kernel_of(bool pairs, int dtype)
 }
 
 // Lays out columns like lay_out: to[p*to_row + j] is element (p, j) of source or, for pairs, the
-// word of steps 2p and 2p+1.
+// word of elements (2p, j) and (2p+1, j).
 static inline void lay_out_steps(bool pairs, float *to, int64_t to_row, const void *source,
                                  int dtype, int64_t first, int64_t row, int64_t column,
                                  int64_t rows, int64_t columns)
@@ -213,7 +215,7 @@ static inline void lay_out_steps(bool pairs, float *to, int64_t to_row, const vo
 }
 
 // Lays out rows of A without transposing them: to[i*to_row + p] is element (i, p) or, for pairs,
-// the word of steps 2p and 2p+1.
+// the word of elements (i, 2p) and (i, 2p+1).
 static inline void lay_out_rows(bool pairs, float *to, int64_t to_row, const void *source,
                                 int dtype, int64_t first, int64_t row, int64_t column, int64_t rows,
                                 int64_t k)

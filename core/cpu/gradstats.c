@@ -9,17 +9,18 @@
 //              over stripes of STRIPE elements, then over the chunk, so that few roundings add up.
 //              The lanes of a chunk are folded to a double. Chunks with extreme magnitudes are
 //              summed in double.
-//   order      lanes, chunks, blocks; always the same, whatever the number of threads
+//   order      sums run over lanes, then chunks, then blocks, in the same order for any number of
+//              threads
 //   histogram  exponents become bytes. The binades that hold most elements are counted by
-//              comparison, the few elements below them one by one. Counts are integers, so any
-//              order gives the same result.
+//              comparison, and the few elements below them are counted one by one. Counts are
+//              integers, so any order gives the same result.
 #include "simd.h"
 
 #include "blocks.h"
 
-// In elements. CHUNK / 32 stays below 256, the range of a byte.
+// Sizes in elements. CHUNK / 32 stays below 256, so that it fits a byte.
 enum { CHUNK = 4096, STRIPE = 512, LANES = 32 };
-enum { HIST_F32 = 33 };              // bin of an f32 with exponent bits e: e - 127 + 160
+enum { HIST_F32 = 33 };              // an f32 with exponent bits e belongs to bin e - 127 + 160
 
 /// The statistics of a block or chunk.
 typedef struct tally {
@@ -35,8 +36,8 @@ typedef struct tally {
 #define F16_TINY  0x0400
 #define BF16_INF  0x7F80
 #define BF16_TINY 0x0080
-// Magnitudes below 2^-63 have squares below f32's normal range. Where the chunk's amax is at least
-// 2^-50 they do not affect the sum; skipping them avoids slow subnormal arithmetic.
+// Magnitudes below 2^-63 have squares below f32's normal range. If the chunk's amax is at least
+// 2^-50, these squares do not affect the sum, and skipping them avoids slow subnormal arithmetic.
 #define F32_FAINT  0x20000000
 #define BF16_FAINT 0x2000
 // Range of a chunk's amax in which its squares are summed in f32. From 2^60 on, the sum of a lane's
@@ -111,7 +112,8 @@ VF_INLINE vi vh_pairs_max(vh a) { return vi_larger_((vi)a & 0xFFFF, vi_shr((vi)a
 
 // ------------------------------------------------------------------ chunks
 
-/// Sum of 32 f32 lanes in double: the upper half is folded onto the lower until one lane is left.
+/// Returns the sum of 32 f32 lanes in double: adds the upper half to the lower half until one lane
+/// is left.
 VF_INLINE double fold(const float *lane)
 {
   double sum[LANES / 2];
@@ -121,15 +123,16 @@ VF_INLINE double fold(const float *lane)
   return sum[0];
 }
 
-/// Prefetches the cache line two pages ahead; without it, reading and computing hardly overlap. An
-/// address past the end is harmless; the cast through an integer keeps the arithmetic defined.
+/// Prefetches the cache line two pages ahead. Without this, reading and computing hardly overlap.
+/// An address past the end is harmless, and the cast through an integer keeps the arithmetic
+/// defined.
 VF_INLINE void prefetch(const void *p)
 {
   __builtin_prefetch((const void *)((uintptr_t)p + 8192));
 }
 
-// The tally of n f32 numbers; n is a multiple of LANES, at most CHUNK. With `careful`, inf and nan
-// are counted and excluded from the sums; otherwise they show only in amax.
+// Returns the tally of n f32 numbers; n is a multiple of LANES, at most CHUNK. With `careful`, inf
+// and nan are counted and excluded from the sums; otherwise they show only in amax.
 VF_INLINE tally chunk_f32(const float *g, int n, bool careful)
 {
   enum { V = LANES / VF_LANES };
@@ -176,7 +179,7 @@ VF_INLINE tally chunk_f32(const float *g, int n, bool careful)
   return t;
 }
 
-/// chunk_f32 for f16 and bf16; amax is returned as the 16 bits of its format.
+/// Does the work of chunk_f32 for f16 and bf16, but returns amax as the 16 bits of the format.
 VF_INLINE tally chunk_half(const uint16_t *g, int n, bool bf16, bool careful)
 {
   enum { V = LANES / VH_LANES };
@@ -205,7 +208,7 @@ VF_INLINE tally chunk_half(const uint16_t *g, int n, bool bf16, bool careful)
         }
         top[v] = vh_max(top[v], a);
         vf x, y;
-        if (bf16) {   // x: the even elements, y: the odd ones
+        if (bf16) {   // x holds the even elements, y the odd elements
           vh seen = vh_keep(vhm_not(vh_below(a, BF16_FAINT)), a);
           x = (vf)vi_shl((vi)seen, 16);
           y = (vf)((vi)seen & (int32_t)0xFFFF0000);
@@ -245,7 +248,8 @@ VF_INLINE tally chunk_half(const uint16_t *g, int n, bool bf16, bool careful)
   return t;
 }
 
-/// The sum of squares in double, for chunks whose squares do not fit f32; inf and nan are left out.
+/// Returns the sum of squares in double, without inf and nan, for chunks whose squares do not fit
+/// f32.
 static __attribute__((noinline)) double squares_wide(const void *g, int n, bool bf16)
 {
   double lane[LANES] = {0};
@@ -268,7 +272,7 @@ static __attribute__((noinline)) tally careful(const void *g, int dtype, int n)
                             : chunk_half(g, n, true, true);
 }
 
-/// The tally of one chunk of any content; amax in f32 bits.
+/// Returns the tally of one chunk with any content. Its amax is in f32 bits.
 VF_INLINE tally chunk_tally(const void *g, int dtype, int n)
 {
   const bool bf16 = dtype == ENG_bf16;
@@ -289,8 +293,8 @@ VF_INLINE tally chunk_tally(const void *g, int dtype, int n)
 
 typedef uint32_t word __attribute__((may_alias));
 
-/// Counts the subnormals of f32 or bf16. Their exponent bits are zero; the highest bit that is set
-/// gives the binade.
+/// Counts the subnormals of f32 or bf16. Their exponent bits are zero, so the highest bit that is
+/// set gives the binade.
 static __attribute__((noinline)) void count_subnormals(const void *g, int n, bool bf16,
                                                        int64_t *hist)
 {
@@ -302,7 +306,7 @@ static __attribute__((noinline)) void count_subnormals(const void *g, int n, boo
 }
 
 #if defined(ENG_ISA_plain)
-/// The exponent bits of an f16 magnitude `a` converted to f32; 0 for zero.
+/// Returns the exponent bits of an f16 magnitude `a` converted to f32, or 0 for zero.
 VF_INLINE uint32_t exponent_f16(uint32_t a)
 {
   return a >= F16_TINY ? (a >= F16_INF ? 255 : (a >> 10) + 112)
@@ -310,9 +314,9 @@ VF_INLINE uint32_t exponent_f16(uint32_t a)
                        : 0;
 }
 
-/// Adds the exponents of a chunk of n numbers to `hist`. n: at most CHUNK. t: the chunk's tally.
-/// Neighbours often share a bin, so they are counted in four different tables: an increment then
-/// need not wait for the one before.
+/// Adds the exponents of a chunk of n <= CHUNK numbers, whose tally is t, to `hist`. Adjacent
+/// numbers often share a bin, so they are counted in four different tables. An increment then need
+/// not wait for the previous increment.
 static void chunk_histogram(const void *g, int dtype, int n, const tally *t, int64_t *hist)
 {
   uint32_t table[4][256] = {0};
@@ -341,7 +345,7 @@ VF_INLINE vb vb_tick(vb count, vb key, uint8_t x)
   __mmask64 m = _mm512_cmpeq_epi8_mask((__m512i)key, _mm512_set1_epi8((char)x));
   return (vb)_mm512_mask_add_epi8((__m512i)count, m, (__m512i)count, _mm512_set1_epi8(1));
 }
-/// A bit for each lane whose key is in 1..high.
+/// Returns a set bit for each lane whose key is from 1 to `high`.
 VF_INLINE uint64_t vb_find(vb key, uint8_t high)
 {
   return _mm512_cmplt_epu8_mask(_mm512_sub_epi8((__m512i)key, _mm512_set1_epi8(1)),
@@ -370,12 +374,12 @@ VF_INLINE vh vh_narrowed(vi a, vi b) { return (vh)_mm256_packus_epi32((__m256i)a
 VF_INLINE vb vb_narrowed(vh a, vh b) { return (vb)_mm256_packus_epi16((__m256i)a, (__m256i)b); }
 #endif
 
-/// Exponent bits of two vectors of bf16, in any order.
+/// Returns the exponent bits of two vectors of bf16, in any order.
 VF_INLINE vb vb_exponents_bf16(vh a, vh b)
 {
   return vb_narrowed((a >> 7) & 0xFF, (b >> 7) & 0xFF);
 }
-/// Exponent bits of four vectors of f32, in any order.
+/// Returns the exponent bits of four vectors of f32, in any order.
 VF_INLINE vb vb_exponents(vf a, vf b, vf c, vf d)
 {
   return vb_narrowed(vh_narrowed(vi_shr((vi)a, 23), vi_shr((vi)b, 23)) & 0xFF,
@@ -383,8 +387,8 @@ VF_INLINE vb vb_exponents(vf a, vf b, vf c, vf d)
 }
 
 /// Writes to `key` the exponent bits of n numbers converted to f32, in any order, padded with zeros
-/// to whole vectors. Returns the number of keys, padding included. f16 is widened exactly: its
-/// subnormals are normal f32.
+/// to whole vectors. Returns the number of keys, including the padding. f16 is widened exactly: its
+/// subnormals are normal in f32.
 VF_INLINE int exponents(uint8_t *key, const void *g, int dtype, int n)
 {
   const int size = dtype == ENG_f32 ? 4 : 2;
@@ -428,9 +432,9 @@ VF_INLINE int count_top(const uint8_t *key, int n, int high, int bins, int64_t *
   return found;
 }
 
-/// Counts n keys, none of them in high + 1 .. 254, into bin[key]; keys 0 and 255 are left out.
-/// `left` is the number of keys in 1..high. The highest keys are counted by comparison, until few
-/// enough are left that finding them one by one is faster.
+/// Counts n keys into bin[key], except keys 0 and 255. No key is from high + 1 to 254, and `left`
+/// keys are from 1 to high. The highest keys are counted by comparison, until few enough are left
+/// that finding them one by one is faster.
 static void count_keys(const uint8_t *key, int n, int high, int left, int64_t *bin)
 {
   enum { FEW = 24 };
@@ -447,8 +451,8 @@ static void count_keys(const uint8_t *key, int n, int high, int left, int64_t *b
   }
 }
 
-/// Adds the exponents of a chunk of n numbers to `hist`. n: a multiple of LANES, at most CHUNK. t:
-/// the chunk's tally.
+/// Adds the exponents of a chunk of n numbers, whose tally is t, to `hist`. n is a multiple of
+/// LANES, at most CHUNK.
 VF_INLINE void chunk_histogram(const void *g, int dtype, int n, const tally *t, int64_t *hist)
 {
   uint8_t key[CHUNK + VB_LANES] __attribute__((aligned(64)));
@@ -473,7 +477,7 @@ VF_INLINE void tally_add(tally *sum, const tally *t)
   if (t->amax > sum->amax) sum->amax = t->amax;
 }
 
-/// The tally of elements [first, first + count); dtype is constant where this is inlined.
+/// Returns the tally of elements [first, first + count). dtype is constant where this is inlined.
 VF_INLINE tally block_tally(const void *gradient, int dtype, int64_t first, int count,
                             int64_t *hist)
 {
@@ -500,8 +504,8 @@ VF_INLINE tally block_tally(const void *gradient, int dtype, int64_t first, int 
   return sum;
 }
 
-/// Adds a thread's histogram `from` to a tensor's, and clears it. Other threads may do so at the
-/// same time.
+/// Adds a thread's histogram `from` to a tensor's histogram `to`, and clears `from`. Other threads
+/// may add to `to` at the same time.
 static void flush_histogram(int64_t *from, int64_t *to)
 {
   for (int b = 0; b < ENG_HIST_BINS; b++) {

@@ -15,7 +15,8 @@ enum { SUM_RUN = 32 };
 
 // ------------------------------------------------------------------ indices
 
-/// The indices of a call as i64, all in range: the tensor's own memory, or a copy in scratch.
+/// The indices of a call as i64, all in range. `at` is the tensor's own memory or a copy in
+/// scratch.
 typedef struct indices {
   const int64_t *at;
   int64_t n;
@@ -70,7 +71,7 @@ static around around_of(const tensor *x, int dimension)
 
 // ------------------------------------------------------------------ rows by index
 
-/// y[o, k, :] = x[o, ids[k], :] for rows of `bytes` bytes.
+/// Sets y[o, k, :] = x[o, ids[k], :] for rows of `bytes` bytes.
 static void copy_rows(char *y, const char *x, const indices *ids, around a, int64_t bytes)
 {
   int64_t rows = a.outer * ids->n;
@@ -130,8 +131,8 @@ static void set_zero(const tensor *x, int64_t first, int64_t n)
   memset((char *)x->data + first * size, 0, (size_t)(n * size));
 }
 
-/// dx[first, first + length) = or, if `add`, += the sum over k < n of elements [at, at + length)
-/// of row base + order[k] of dy. A row of dy has `inner` elements.
+/// Sums elements [at, at + length) of the rows base + order[k] of dy, over k < n. Stores the sums
+/// in dx[first, first + length) or, if `add`, adds them to it. A row of dy has `inner` elements.
 static void sum_rows(const tensor *dx, int64_t first, const tensor *dy, int64_t base,
                      const int64_t *order, int64_t n, int64_t inner, int64_t at, int length,
                      bool add)
@@ -157,8 +158,8 @@ static void sum_rows(const tensor *dx, int64_t first, const tensor *dy, int64_t 
   tile_store(dx->data, dx->dtype, first, sum, length);
 }
 
-/// dx[o, v, :] = sum of dy[o, k, :] over the k with ids[k] = v, added to dx when `add`. A counting
-/// sort finds the k of each v.
+/// Sets dx[o, v, :] to the sum of dy[o, k, :] over all k with ids[k] = v or, if `add`, adds the sum
+/// to it. A counting sort finds the k of each v.
 static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, const indices *ids,
                                bool add)
 {
@@ -175,8 +176,8 @@ static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, con
   // Fills `order` from the back and so turns the ends into starts.
   for (int64_t k = ids->n - 1; k >= 0; k--) order[--start[ids->at[k]]] = k;
 
-  // With few rows, each row is cut into pieces of 64 elements, so that several threads can share
-  // the sum of a frequent row.
+  // If dx has few rows, each row is cut into pieces of 64 elements, so that several threads can
+  // share a row that many indices select.
   bool few = a.outer * a.size < 1024;
   int64_t step = few ? 1 : 32, width = few ? 64 : a.inner;
   int64_t blocks = (a.size + step - 1) / step, chunks = (a.inner + width - 1) / width;
@@ -189,7 +190,7 @@ static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, con
     while (v < end) {
       int64_t first = (outer * a.size + v) * a.inner, same = v;
       while (same < end && start[same] == start[same + 1]) same++;
-      if (same > v) {   // rows that no index selects; adjacent in dx unless cut into columns
+      if (same > v) {   // no index selects rows [v, same): adjacent in dx unless rows are cut
         if (!add) set_zero(dx, first + left, (same - v - 1) * a.inner + right - left);
         v = same;
         continue;
@@ -227,7 +228,8 @@ static eng_status index_select_grad(const op_call *call)
 
 // ------------------------------------------------------------------ elements by index
 
-/// Offsets of the elements of a smaller shape in a larger one, for the dimensions [from, to).
+/// Writes the offsets that the elements of a smaller shape have in a larger shape, over dimensions
+/// [from, to).
 static void fill_places(int64_t *places, const tensor *small, const tensor *large, int from, int to)
 {
   int64_t n = 1;
@@ -247,7 +249,7 @@ typedef struct picks {
   around  index, x;
   indices ids;
   const int64_t *outer, *inner;   // offsets in x of the index's outer and inner positions
-  void   *tables;                 // outer and inner
+  void   *tables;                 // memory of `outer` and `inner`
   int64_t bytes;
 } picks;
 
@@ -358,8 +360,8 @@ static eng_status gather_grad(const op_call *call)
 
 // ------------------------------------------------------------------ topk
 
-/// A sort key of x, element i of its row: greater for a larger x. NaN is the largest, -0 equals +0,
-/// and among equal elements the earlier one has the greater key.
+/// Returns a sort key for x, which is element i of its row. A larger x has a greater key. NaN is
+/// the largest, -0 equals +0, and among equal elements the earlier element has the greater key.
 static inline uint64_t rank_of(float x, int64_t i)
 {
   uint32_t bits = f32_bits(x), order;
@@ -371,8 +373,8 @@ static inline uint64_t rank_of(float x, int64_t i)
 
 static inline int64_t place_of(uint64_t rank) { return (int64_t)(0xFFFFFFFFu - (uint32_t)rank); }
 
-/// Puts the key `rank` into a heap with the smallest key on top. `hole` is free; everything below
-/// it is in heap order.
+/// Puts the key `rank` into a heap with the smallest key on top. Position `hole` is free, and
+/// everything below it is in heap order.
 static void heap_sink(uint64_t *heap, int64_t n, int64_t hole, uint64_t rank)
 {
   for (;;) {
@@ -398,7 +400,7 @@ static void top_of_row(uint64_t *heap, int64_t k, const void *x, int dtype, int6
     int length = (int)smaller(TILE, n - at);
     const float *tile = tile_load(buffer, x, dtype, first + at, length);
     FOR_VECTORS(i, length, {
-      // Few elements exceed the smallest of the k so far, so a whole vector is compared first.
+      // Few elements exceed the smallest in the heap, so a whole vector is compared first.
       vm worse = vf_le(vf_load_n(tile + i, lanes), vf_set1(least));
       uint32_t better = vm_bits(vm_and(vm_first(lanes), vm_not(worse)));
       for (uint32_t left = better; left; left &= left - 1) {
@@ -409,7 +411,7 @@ static void top_of_row(uint64_t *heap, int64_t k, const void *x, int dtype, int6
       if (better) least = get(x, dtype, first + place_of(heap[0]));
     });
   }
-  for (int64_t m = k - 1; m > 0; m--) {   // moves the smallest to the end, repeatedly
+  for (int64_t m = k - 1; m > 0; m--) {   // moves the smallest key to the end, repeatedly
     uint64_t last = heap[m];
     heap[m] = heap[0];
     heap_sink(heap, m, 0, last);
@@ -444,8 +446,8 @@ static eng_status topk(const op_call *call)
 
 // ------------------------------------------------------------------ argmax, argmin
 
-/// Position of the first NaN of a row, else of its first largest element. `sign` -0.0f reverses the
-/// order; +0.0f keeps it.
+/// Returns the position of the first NaN of a row or, if there is none, of the first largest
+/// element. A `sign` of -0.0f reverses the order; +0.0f keeps it.
 static int64_t extreme_of_row(const void *x, int dtype, int64_t first, int64_t n, float sign)
 {
   float buffer[TILE] __attribute__((aligned(64))), best = -INFINITY;
@@ -479,7 +481,8 @@ static int64_t extreme_of_row(const void *x, int dtype, int64_t first, int64_t n
   return place;
 }
 
-/// extreme_of_row for columns [at, at + length) of [size x inner]: sets place[i] for each column.
+/// Does the work of extreme_of_row for columns [at, at + length) of a matrix [size x inner]: sets
+/// place[i] for each column.
 static void extreme_of_columns(int32_t *place, const void *x, int dtype, int64_t first, around a,
                                int64_t at, int length, float sign)
 {

@@ -1,10 +1,11 @@
 // Losses: cross entropy over the last dimension with its gradient, and mean squared error.
 // Registered by cpu.c, called through the backend table; owns nothing.
 //
-// Cross entropy reads the logits once: maximum and sum of exponentials together, tile by tile; the
-// probabilities are never stored. With a soft cap, each thread keeps a row of capped logits. The
-// gradient reads the logits once and writes dlogits once. Per-row results are summed in double in
-// the order of the rows, so the result does not depend on threads.
+// Cross entropy reads the logits once. It finds the maximum and the sum of exponentials together,
+// tile by tile, and never stores the probabilities. With a soft cap, each thread keeps a row of
+// capped logits. The gradient reads the logits once and writes dlogits once. Per-row results are
+// summed in double in the order of the rows, so the result does not depend on the number of
+// threads.
 #include "simd.h"
 #include "rows.h"
 
@@ -12,8 +13,8 @@ enum { MSE_BLOCK = 32 * TILE };   // elements a thread sums at a time
 
 // ------------------------------------------------------------------ cross entropy
 
-/// Whether every target is a valid class or the ignored value. Sets *counted to the number of rows
-/// not ignored.
+/// Returns whether every target is a valid class or the ignored value. Sets *counted to the number
+/// of rows that are not ignored.
 static bool targets_fit(const op_call *call, int64_t *counted)
 {
   const tensor *targets = call->in[1];
@@ -54,7 +55,7 @@ static void cap_row(float *out, const tensor *x, int64_t first, int64_t classes,
 static eng_status cross_entropy(const op_call *call)
 {
   int64_t counted;
-  // The reference reports a target that does not fit.
+  // The reference kernel reports a target that is not a class.
   if (!all_fast_except(call, 1) || !targets_fit(call, &counted)) return forward_to_reference(call);
   const tensor *x = call->in[0], *targets = call->in[1], *loss = call->out[0], *lse = call->out[1];
   int64_t classes = row_length(x), rows = row_count(x), ignored = call->cross_entropy.ignore,
@@ -119,7 +120,8 @@ VF_INLINE vf slope_of(vf x, const row_slope *r)
   return vf_mul(vf_sub(p, vf_set1(r->floor)), vf_set1(r->factor));
 }
 
-/// slope_of for a logit x that is not yet capped, times the derivative of the cap at x.
+/// Returns slope_of at the capped x, times the derivative of the cap at x. x is a logit that is not
+/// yet capped.
 VF_INLINE vf capped_slope_of(vf x, const row_slope *r, float cap)
 {
   vf u = vf_mul(x, vf_set1(1.0f / cap));

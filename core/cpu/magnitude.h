@@ -6,7 +6,7 @@
 
 VF_INLINE vi magnitudes(vf x) { return vi_and((vi)x, vi_set1(0x7FFFFFFF)); }
 
-// The largest lane.
+// Returns the largest lane.
 VF_INLINE uint32_t across(vi a)
 {
 #if defined(ENG_ISA_avx512)
@@ -50,7 +50,7 @@ VF_INLINE uint16_t largest_of_halves(const uint16_t *x, int64_t n)
   return vh_across(vh_larger(a, b));
 }
 
-// The largest magnitudes of HALVES groups of 16 halves.
+// Returns the largest magnitude of each of HALVES groups of 16 numbers.
 VF_INLINE vh largest_of_sixteens(const uint16_t *x)
 {
   vh v[16];
@@ -63,7 +63,7 @@ VF_INLINE vh largest_of_sixteens(const uint16_t *x)
   return v[0];
 }
 
-// The largest magnitude of n elements from element `first` on, as f32 bits.
+// Returns the largest magnitude of n elements from element `first` on, as f32 bits.
 VF_INLINE uint32_t largest_magnitude(const void *x, int dtype, int64_t first, int64_t n)
 {
   return dtype == ENG_f32 ? largest_of_floats((const float *)x + first, n)

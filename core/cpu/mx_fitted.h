@@ -9,12 +9,12 @@
 #include "rows.h"
 #include "tasks.h"
 
-enum { FITTED_MOST = 128 };   // elements of a block, at most
+enum { FITTED_MOST = 128 };   // the most elements of a block
 
 static const float e2m1_number[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6,
                                       -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
 
-/// The ue4m3 code of the scale of block `block` (counted from 0 over the tensor), rounded
+/// Returns the ue4m3 code of the scale of block `block` (counted from 0 over the tensor), rounded
 /// stochastically if sr_bits is not 0.
 static uint8_t eden_scale(float scale, int sr_bits, uint64_t counter, int64_t block)
 {
@@ -24,7 +24,8 @@ static uint8_t eden_scale(float scale, int sr_bits, uint64_t counter, int64_t bl
   return mx_code_stochastic(scale, mx_uniform(word[block % 4], sr_bits), mx_format_of(ENG_e4m3));
 }
 
-/// Writes n elements from element `at` on, as codes or as code value * unit in bf16.
+/// Writes elements [at, at + n) as codes or, with MX_VALUES, in bf16 as the value of the code times
+/// `unit`.
 static void put_fitted(const op_call *call, int64_t at, const uint8_t *code, int n, float unit)
 {
   void *q = call->out[0]->data;
@@ -62,7 +63,7 @@ static void quest_row(const void *context, int64_t row)
 }
 
 /// Writes a block's codes and returns the value of its scale, which eden_row corrects later. Adds
-/// the block's terms to the sums of its group.
+/// the block's terms to the sums of its group, *squares and *product.
 static float eden_block(const float *x, int n, float encode, uint8_t *code, double *squares,
                         double *product)
 {
@@ -105,7 +106,7 @@ static void eden_row(const void *context, int64_t row)
   }
 }
 
-/// Quantizes all of x. The tensor's amax is known (output 2).
+/// Quantizes all of x. Output 2 already holds the tensor's amax.
 static void quantize_fitted(const op_call *call, bool together)
 {
   run_tasks(row_count(call->in[0]), together,

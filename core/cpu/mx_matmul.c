@@ -1,7 +1,7 @@
-// The operation mx_matmul: Blackwell's accumulators (core/base/mx_blackwell.h) on LANES columns at
-// once. A task takes LANES rows of b, and ROWS rows of a at a time. For each group of products it
-// decodes the rows of both once. If a group or a sum holds NaN or Inf, the scalar formula is used.
-// Called through backend.kernel[]; owns nothing.
+// The operation mx_matmul: models Blackwell's accumulators (core/base/mx_blackwell.h) for LANES
+// columns of the result at a time. A task takes LANES rows of b, and ROWS rows of a at a time. For
+// each group of products, it decodes the rows of a and b once. If a group or a sum holds NaN or
+// Inf, the scalar formula is used. Called through backend.kernel[]; owns nothing.
 #include "base/mx_blackwell.h"
 #include "rows.h"
 #include "simd.h"
@@ -16,8 +16,9 @@ typedef struct product {
   float   alpha;
 } product;
 
-// The numbers of one row that a group of products reads, with a scale for each 16 of them. Both are
-// also split into significands and exponents. odd: whether any of them is Inf or NaN.
+// The numbers of one row that a group of products reads, with a scale for each 16 of them. Numbers
+// and scales are also split into significands and exponents. `odd` tells whether any number or
+// scale is Inf or NaN.
 typedef struct group {
   float  value[BLACKWELL_MOST], scale[BLACKWELL_MOST / 16];
   double significand[BLACKWELL_MOST], scale_significand[BLACKWELL_MOST / 16];
@@ -48,7 +49,7 @@ static void decode(group *g, const product *p, int side, int64_t row, int64_t k)
   }
 }
 
-// The same for LANES rows of b; the last index of an array is the row.
+// A `group` for each of LANES rows of b. The last index of an array is the row.
 typedef struct panel {
   float  value[BLACKWELL_MOST][LANES];
   double significand[BLACKWELL_MOST][LANES], scale_significand[BLACKWELL_MOST / 16][LANES];

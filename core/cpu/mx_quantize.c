@@ -21,9 +21,9 @@
 #include <math.h>
 
 enum {
-  MOST = 128,          // rows and columns of a block, at most; columns of a tile of several rows
-  WIDE = 512,          // columns of a tile of one row
-  BAND = 64,           // rows of a task, at least
+  MOST = 128,          // the most rows or columns of a block, or columns of a tile of several rows
+  WIDE = 512,          // the most columns of a tile of one row
+  BAND = 64,           // about the number of rows of a task; more if a block is taller
   INFINITE = 0x7F800000,
 };
 
@@ -76,10 +76,11 @@ static void survey_task(const void *context, int64_t t)
 
 // ------------------------------------------------------------------ rounding
 
-/// The codes of y and their values, rounded to nearest even; with `random`, stochastically by u in
-/// [0, 1), as mx_code_stochastic does. `nan` says whether y may hold NaN. Let 2^e be the largest
-/// power of two not above |y| or, for subnormals, the smallest normal number. Adding 2^(e + drop)
-/// rounds to the format's step and leaves the significand in the last bits of the sum.
+/// Computes the codes of y and the values of the codes. Rounds to nearest even or, with `random`,
+/// stochastically by u in [0, 1), as mx_code_stochastic does. `nan` says whether y may hold NaN.
+/// Let 2^e be the largest power of two not above |y| or, if |y| is subnormal in the format, the
+/// smallest normal number. Adding 2^(e + drop) rounds to the format's step and leaves the
+/// significand in the last bits of the sum.
 VF_INLINE void encode(vf y, vf u, const bool random, bool nan, const mx_format f, vi *code,
                       vf *value)
 {
@@ -95,7 +96,7 @@ VF_INLINE void encode(vf y, vf u, const bool random, bool nan, const mx_format f
   vf far = (vf)vi_add(binade, vi_set1(least + (drop << 23))), sum = vf_add(a, far),
      v = vf_sub(sum, far);
   vi c = vi_add((vi)sum, vi_shr(binade, drop));
-  if (random) {                                      // undoes rounding up: a is truncated
+  if (random) {                                      // undoes rounding up, to truncate a
     vm above = vf_gt(v, a);
     v = vf_select(above, vf_sub(v, (vf)vi_add(binade, vi_set1(least - step))), v);
     c = vi_select(above, vi_sub(c, vi_set1(1)), c);
@@ -132,14 +133,14 @@ typedef struct strip {
   bool     exact;            // each code * scale is a bf16 number
 } strip;
 
-/// Encodes n columns of row r of a strip from column c on, n <= VF_LANES: as codes of a byte each
-/// or, with `values`, as code * scale in bf16.
+/// Encodes columns [c, c + n) of row r of a strip, n <= VF_LANES, as codes of a byte each or, with
+/// `values`, as code * scale in bf16.
 VF_INLINE void encode_lanes(void *to, const strip *s, int r, int c, const int n, vf by, vf scale,
                             const bool values, const bool random, const mx_format f)
 {
   vf y = vf_mul(vf_read(s->x, s->dtype, s->first + r * s->stride + c, n), by), u = vf_zero(), v;
   vi code;
-  if (random)   // mx_uniform
+  if (random)   // computes mx_uniform of each word
     u = vf_mul(vi_to_vf(vi_shr(vi_load((const int32_t *)s->word + c), 32 - s->sr_bits)),
                vf_from_bits(vi_set1((127 - s->sr_bits) << 23)));
   encode(y, u, random, s->nan, f, &code, &v);
@@ -151,9 +152,9 @@ VF_INLINE void encode_lanes(void *to, const strip *s, int r, int c, const int n,
   else vf_store_bf16_n((uint16_t *)to + c, vf_mul(v, scale), n);
 }
 
-/// The numbers (factors or units) for the even and the odd elements of HALVES columns from c on.
-/// With `each`, every column has its own number. Otherwise the columns lie in one block or, if
-/// 2 * wide == HALVES, in two.
+/// Writes to `pair` the numbers (factors or units) of the even elements and of the odd elements in
+/// HALVES columns from c on. With `each`, every column has its own number. Otherwise the columns
+/// lie in one block or, if 2 * wide == HALVES, in two blocks.
 VF_INLINE void pair_of(vf pair[2], const float *number, int c, int wide, const bool each)
 {
   if (each) vf_deinterleave(pair, number + c);
@@ -163,8 +164,8 @@ VF_INLINE void pair_of(vf pair[2], const float *number, int c, int wide, const b
   }
 }
 
-/// encode_strip for a strip of bf16, HALVES columns at a time. With `values`, the results must be
-/// exact. Returns the number of columns that it has encoded.
+/// Does the work of encode_strip for a strip of bf16, HALVES columns at a time. With `values`, the
+/// results must be exact. Returns the number of columns that it has encoded.
 VF_INLINE int encode_pairs(void *to, const strip *s, const bool values, const bool each,
                            const mx_format f)
 {
@@ -221,7 +222,8 @@ VF_INLINE void encode_strip(void *to, const strip *s, const bool values, const b
   }
 }
 
-// The plain build has no fused multiply-add of vectors.
+// The plain build has no fused multiply-add of vectors, so it rounds stochastically element by
+// element.
 #if !defined(ENG_ISA_avx512) && !defined(ENG_ISA_avx2)
 static void encode_randomly(void *to, const strip *s, bool values, mx_format f)
 {
@@ -251,7 +253,7 @@ static void encode_as(void *to, const strip *s, bool values, int64_t format)
     else if (s->wide) encode_strip(to, s, false, false, false, f);          \
     else encode_strip(to, s, false, true, false, f);                        \
   } while (0)
-  // For the two most used formats, the parameters are constants, which fold into the arithmetic.
+  // The parameters of the two most used formats are constants, which fold into the arithmetic.
   if (format == ENG_e4m3) ENCODE(mx_format_of(ENG_e4m3));
   else if (format == ENG_FORMAT_E2M1) ENCODE(mx_format_of(ENG_FORMAT_E2M1));
   else ENCODE(mx_format_of(format));
@@ -260,7 +262,8 @@ static void encode_as(void *to, const strip *s, bool values, int64_t format)
 
 // ------------------------------------------------------------------ tiles
 
-/// One of the two results: x as stored, or transposed. `rows` and `columns` are the result's.
+/// One of the two results: the quantized x or its quantized transpose. `rows` and `columns` are the
+/// result's.
 typedef struct side {
   const op_call *call;
   const void *x;
@@ -269,7 +272,7 @@ typedef struct side {
   int64_t  down, wide;       // blocks along a column and along a row of the result
   int64_t  band;             // rows of x in a task
   uint8_t *scale, *q;
-  uint8_t *turn_scale, *turn_q;   // square blocks: the transposed copy, of the same elements
+  uint8_t *turn_scale, *turn_q;   // square blocks: the transposed copies of scale and q
   uint64_t random;           // the Philox block of element 0
   mx_format format;
   float    encode, amax;     // NVFP4's S (base/mx.h); the amax of the tensor
@@ -277,7 +280,7 @@ typedef struct side {
   found   *found;            // [tasks], or NULL if x has been surveyed before
 } side;
 
-// Finds the largest magnitude of each block in a row, comparing bits: NaN is the largest.
+// Finds the largest magnitude of each block in a row by comparing bits, so NaN is the largest.
 VF_INLINE void measure_typed(float *amax, const void *x, const int dtype, int64_t first,
                              int columns, const int wide)
 {
@@ -310,8 +313,8 @@ static void measure_row(float *amax, const void *x, int dtype, int64_t first, in
 #undef MEASURE
 }
 
-// The amax of a block in a tile that holds NaN: NaN if the block holds one, unless `finite` ignores
-// NaN. Updates *all with the block's elements.
+// Returns the amax of a block whose tile holds NaN. The amax is NaN if the block itself holds NaN,
+// unless `finite` ignores NaN. Updates *all with the block's elements.
 static float amax_of_block(found *all, const void *x, int dtype, int64_t first, int64_t stride,
                              int rows, int columns, bool finite)
 {
@@ -323,7 +326,8 @@ static float amax_of_block(found *all, const void *x, int dtype, int64_t first, 
   return f32_from(finite || !block.nan ? block.top : 0x7FC00000u);
 }
 
-/// mx_scale for a vector of blocks. Returns false if an amax is NaN or near the limits of f32.
+/// Computes mx_scale for a vector of blocks. Returns false if an amax is NaN or near the limits of
+/// f32.
 VF_INLINE bool mx_scales(vi amax, mx_format f, int64_t rule, vi *code)
 {
   vi bits = amax;
@@ -340,7 +344,7 @@ VF_INLINE bool mx_scales(vi amax, mx_format f, int64_t rule, vi *code)
 
 // Computes the scales of n blocks: their codes, their values (`unit`), and the factors by which the
 // blocks' elements are multiplied before rounding (`factor`). amax, factor and unit have room for
-// whole vectors. stretch: as in nvfp4_scale.
+// whole vectors. nvfp4_scale explains `stretch`.
 static void scales_of(const side *s, const float *amax, int n, uint8_t *code, float *factor,
                       float *unit, float stretch)
 {
@@ -368,7 +372,7 @@ static void scales_of(const side *s, const float *amax, int n, uint8_t *code, fl
   }
   vf by = vf_set1(s->encode * (1.0f / 6.0f)), back = vf_set1(1.0f / s->encode),
      most = vf_from_bits(vi_set1(0x7F7FFFFF));
-  for (int k = 0; k < n; k += VF_LANES) {   // nvfp4_scale, nvfp4_factor
+  for (int k = 0; k < n; k += VF_LANES) {   // computes nvfp4_scale and nvfp4_factor
     uint8_t bytes[16];
     vf top = vf_load(amax + k), wanted = vf_mul(top, by);
     if (mx_is_four_over_six(a->rule))
@@ -382,7 +386,7 @@ static void scales_of(const side *s, const float *amax, int n, uint8_t *code, fl
   }
 }
 
-// nvfp4_error of each element of a vector, rounded to e2m1.
+// Rounds the elements of a vector to e2m1 and returns nvfp4_error of each.
 VF_INLINE vf errors_of(vf x, vf factor, vf unit, vf amax, bool squared)
 {
   vf value;
@@ -393,8 +397,8 @@ VF_INLINE vf errors_of(vf x, vf factor, vf unit, vf amax, bool squared)
   return squared ? vf_mul(off, off) : vf_abs(off);
 }
 
-// scales_of under the rule "four over six", which chooses between two scales for each block. The n
-// blocks lie side by side in `rows` rows of x.
+// Does the work of scales_of under the rule "four over six", which chooses between two scales for
+// each block. The n blocks lie side by side in `rows` rows of x.
 static void choose_scales(const side *s, const void *x, int64_t first, int64_t stride, int rows,
                           int columns, const float *amax, int n, uint8_t *code, float *factor,
                           float *unit)
@@ -431,7 +435,7 @@ static void choose_scales(const side *s, const void *x, int64_t first, int64_t s
       code[j] = four_code[j], factor[j] = four_factor[j], unit[j] = four_unit[j];
 }
 
-// choose_scales for n blocks that are columns of x, of `deep` elements each.
+// Does the work of choose_scales for n blocks, each of which is `deep` elements of a column of x.
 static void choose_columns(const side *s, int64_t first, int deep, const float *amax, int n,
                            uint8_t *code, float *factor, float *unit)
 {
@@ -458,10 +462,11 @@ static void choose_columns(const side *s, int64_t first, int deep, const float *
   }
 }
 
-// Quantizes rows [r0, r0 + rows), which lie in one row of blocks, of columns [c0, c0 + columns),
-// which begin at a block's edge. Either rows = 1 and columns <= WIDE, or both are at most MOST. In
-// x, element (r0, c0) has the index `first`, and rows are `stride` apart. Stores the scales, and
-// writes the elements to `to`, whose rows are `line` bytes apart.
+// Quantizes rows [r0, r0 + rows) and columns [c0, c0 + columns) of the result. The rows lie in one
+// row of blocks, and the columns begin at a block's edge. Either rows = 1 and columns <= WIDE, or
+// both are at most MOST. In x, element (r0, c0) has the index `first`, and rows are `stride`
+// elements apart. Stores the scales, and writes the elements to `to`, whose rows are `line` bytes
+// apart.
 static void quantize_tile(const side *s, found *all, const void *x, int64_t first, int64_t stride,
                           int64_t r0, int rows, int64_t c0, int columns, uint8_t *to, int64_t line)
 {
@@ -469,7 +474,7 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
   float amax[WIDE], factor[WIDE], unit[WIDE];
   int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide;
   int nan = 0, inexact = 0, size = s->dtype == ENG_f32 ? 4 : 2;
-  // the next tile of a single row; this one's arithmetic hides the latency
+  // prefetches the next tile of a single row; the arithmetic of this tile hides the latency
   for (int c = 0; rows == 1 && c < columns; c += 64 / size)
     __builtin_prefetch((const char *)x + (first + columns + c) * size);
   measure_row(amax, x, s->dtype, first, columns, wide);
@@ -510,10 +515,10 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
   }
 }
 
-// Bytes of an element in a tile.
+// Returns the bytes of an element in a tile.
 static int element_bytes(const side *s) { return s->call->mx_quantize.flags & MX_VALUES ? 2 : 1; }
 
-// Whether the result holds two elements to a byte.
+// Returns whether the result holds two elements in each byte.
 static bool is_packed(const side *s)
 { return element_bytes(s) == 1 && mx_packed(s->call->mx_quantize.format); }
 
@@ -529,7 +534,7 @@ static void put_row(const side *s, uint8_t *q, int64_t at, const uint8_t *from, 
   else memcpy(q + element_bytes(s) * at, from, (size_t)(element_bytes(s) * n));
 }
 
-// Columns of a tile: at most `most`, in whole blocks.
+// Returns the number of columns of a tile: the most whole blocks that fit in `most` columns.
 static int64_t tile_columns(int64_t most, int64_t block) { return most / block * block; }
 
 // Quantizes a band of rows of x, which become rows of the result.
@@ -542,7 +547,7 @@ static void band_task(const void *context, int64_t t)
           step = tile_columns(deep == 1 ? WIDE : MOST, a->block_columns);
   uint8_t tile[2 * MOST * MOST], turn[2 * MOST * MOST];
   int size = element_bytes(s), line = MOST * size;
-  bool direct = !s->turn_q && !is_packed(s);       // without the buffer
+  bool direct = !s->turn_q && !is_packed(s);       // writes to the result without the buffer
   found none, *all = s->found ? &s->found[t] : &none;
   for (int64_t top = t * s->band; top < end; top += deep)
     for (int64_t c0 = 0; c0 < s->columns; c0 += step) {
@@ -565,8 +570,8 @@ static void band_task(const void *context, int64_t t)
     }
 }
 
-// Finds the largest magnitudes of n columns of x, of `deep` elements each; MX_FINITE ignores NaN.
-// Fills whole vectors of amax. Returns whether the columns hold NaN.
+// Finds the largest magnitudes of n columns of x, of `deep` elements each. With MX_FINITE, ignores
+// NaN. Fills whole vectors of amax. Returns whether the columns hold NaN.
 static bool measure_columns(float *amax, const side *s, int64_t first, int deep, int n)
 {
   bool finite = s->call->mx_quantize.flags & MX_FINITE, nan = false, f32 = s->dtype == ENG_f32;
@@ -600,17 +605,17 @@ static bool measure_columns(float *amax, const side *s, int64_t first, int deep,
   return nan;
 }
 
-// quantize_tile for blocks of one row of the result, which are parts of columns of x. Measures and
-// rounds them in the layout of x, so that only the codes or values are transposed afterwards. Rows
-// [r0, r0 + rows) and columns [c0, c0 + columns) are the result's. to: [columns x rows], rows MOST
-// elements apart.
+// Does the work of quantize_tile for blocks of one row of the result, which are parts of columns of
+// x. Measures and rounds the blocks in the layout of x, so that only the codes or values are
+// transposed afterwards. Rows [r0, r0 + rows) and columns [c0, c0 + columns) are the result's. `to`
+// is [columns x rows], and its rows are MOST elements apart.
 static void quantize_columns(const side *s, int64_t r0, int rows, int64_t c0, int columns,
                              uint8_t *to)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide;
   int64_t line = MOST * element_bytes(s);
-  uint8_t code[MOST][MOST], turned[MOST][MOST];         // of each block and row, and transposed
+  uint8_t code[MOST][MOST], turned[MOST][MOST];         // [block][row], and its transpose
   for (int j = 0; j < blocks; j++) {
     int deep = (int)smaller(wide, columns - j * wide);
     int64_t first = (c0 + j * wide) * s->rows + r0;
@@ -682,7 +687,7 @@ static void turned_task(const void *context, int64_t t)
 
 // ------------------------------------------------------------------ the operations
 
-// The amax of the tensor: NaN if x holds NaN, unless MX_FINITE leaves NaN out.
+// Returns the amax of the tensor. It is NaN if x holds NaN, unless MX_FINITE leaves NaN out.
 static float amax_of(const op_call *call, found all)
 {
   bool nan = all.nan && !(call->mx_quantize.flags & MX_FINITE);
@@ -698,7 +703,7 @@ static void set_shape(side *s, int64_t rows, int64_t columns)
   s->band = larger(1, BAND / a->block_rows) * a->block_rows;
 }
 
-// Quantizes x transposed, in blocks that are not square.
+// Quantizes the transpose of x, in blocks that are not square.
 static void quantize_turned(side *s, const op_call *call, bool together)
 {
   const typeof(call->mx_quantize) *a = &call->mx_quantize;

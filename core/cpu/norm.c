@@ -14,11 +14,11 @@ enum {
   BLOCK_ROWS = 32,                   // the fewest rows in a block of column sums
   BLOCKS_MOST = 128,                 // the most blocks of a call
   BLOCK_FLOATS = 4 << 20,            // roughly the most floats of partial sums in a call
-  COLUMN_CHUNK = 64                  // columns a thread sums over the blocks at a time
+  COLUMN_CHUNK = 64                  // columns that a thread sums over the blocks at a time
 };
 
-/// A vector of the call as f32 [n]: its own memory, a conversion into `buffer`, or n copies of
-/// `absent` if v is NULL.
+/// Returns the vector v of the call as f32 [n]: its own memory, a conversion in `buffer`, or n
+/// copies of `absent` if v is NULL.
 static const float *vector_f32(float *buffer, const tensor *v, int64_t n, float absent)
 {
   if (v) return tile_load(buffer, v->data, v->dtype, 0, n);
@@ -31,9 +31,9 @@ static const float *vector_f32(float *buffer, const tensor *v, int64_t n, float 
 // Limit of variance / mean^2. Below it, an error in a tile's sum would show in y.
 static const double NARROW = 1e-4;
 
-/// Mean and mean square deviation, in double, of a row whose f32 sums overflow, a row with Inf or
-/// NaN, or a row whose mean is large for its spread. The mean of a constant row is that constant,
-/// so that its deviations are 0.
+/// Computes in double the mean and the mean square deviation of a row. Used for a row whose f32
+/// sums overflow, a row with Inf or NaN, or a row whose mean is large for its spread. The mean of a
+/// constant row is that constant, so its deviations are 0.
 static __attribute__((noinline)) double wide_moments(const float *x, int64_t n, bool centred,
                                                      float *mean)
 {
@@ -48,7 +48,7 @@ static __attribute__((noinline)) double wide_moments(const float *x, int64_t n, 
   return squares / (double)n;
 }
 
-/// y = (x - mean) * rstd * weight + bias for one row.
+/// Writes y = (x - mean) * rstd * weight + bias for one row.
 static void normalise(const float *x, const float *weight, const float *bias, float mean,
                       float rstd, void *y, int dtype, int64_t first, int64_t n)
 {
@@ -66,10 +66,10 @@ static void normalise(const float *x, const float *weight, const float *bias, fl
   }
 }
 
-// The next two functions add n elements from `first` on, in one narrow format (a constant). They
-// round intermediate values to that format by storing and loading them again.
+// The next two functions add n elements from `first` on, all in the narrow format `dtype`, which is
+// a constant. They round intermediate values to that format by storing and loading them again.
 
-/// sum = a + b; `row` [n] receives that sum in f32.
+/// Writes sum = a + b. `row` [n] receives the rounded sum in f32.
 VF_INLINE void sum_narrow(float *row, void *sum, const void *a, const void *b, const int dtype,
                           int64_t first, int64_t n)
 {
@@ -80,7 +80,7 @@ VF_INLINE void sum_narrow(float *row, void *sum, const void *a, const void *b, c
   });
 }
 
-/// y = a + b, with b [n] rounded first.
+/// Writes y = a + b, after rounding b [n].
 VF_INLINE void add_rounded(void *y, const void *a, const float *b, const int dtype, int64_t first,
                            int64_t n)
 {
@@ -91,8 +91,8 @@ VF_INLINE void add_rounded(void *y, const void *a, const float *b, const int dty
   });
 }
 
-/// Writes a row of sum = x + branch. Returns that row, as rounded, in f32: the memory of `sum`, or
-/// `buffer` [n].
+/// Writes a row of sum = x + branch. Returns the rounded row in f32, which is the memory of `sum`
+/// or `buffer` [n].
 static const float *add_row(float *buffer, const tensor *sum, const tensor *x, const tensor *branch,
                             int64_t first, int64_t n)
 {
@@ -114,7 +114,7 @@ static const float *add_row(float *buffer, const tensor *sum, const tensor *x, c
   return row;
 }
 
-/// dx = dsum + `values` [n], which are first rounded to dx's format.
+/// Writes dx = dsum + `values` [n], after rounding `values` to dx's format.
 static void add_gradient(const tensor *dx, const tensor *dsum, float *values, int64_t first, int n)
 {
   if (dx->dtype == dsum->dtype && dx->dtype != ENG_f32) {
@@ -135,7 +135,7 @@ static inline __attribute__((always_inline))
 eng_status norm(const op_call *call, bool centred, bool adds)
 {
   if (!all_fast(call)) return forward_to_reference(call);
-  const int next = adds ? 2 : 1;   // index of the input after x and branch, the output after sum
+  const int next = adds ? 2 : 1;   // the first input after x and branch, and output after y and sum
   const tensor *x = call->in[0], *bias = centred ? call->in[next + 1] : NULL, *y = call->out[0];
   tensor *means = centred ? call->out[next] : NULL, *rstds = call->out[next + centred];
   int64_t n = row_length(x), rows = row_count(x), room = padded(n);
@@ -201,8 +201,8 @@ backward_sums(const float *x, const float *dy, const float *weight, float mean, 
   return (row_means){(float)(sum_g / (double)n), (float)(sum_gx / (double)n)};
 }
 
-/// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), without the term mean(g) when not centred. If
-/// there is a dsum, dx is rounded and dsum is then added.
+/// Writes a row of dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), without the term mean(g) if
+/// not centred. If there is a dsum, dx is rounded and then dsum is added.
 static inline __attribute__((always_inline)) void backward_row(
   const float *x, const float *dy, const float *weight, float mean, float rstd, row_means means,
   bool centred, const tensor *dsum, const tensor *dx, int64_t first, int64_t n)
@@ -224,8 +224,8 @@ static inline __attribute__((always_inline)) void backward_row(
   }
 }
 
-/// Sums the rows of partial [blocks], `stride` floats apart, in order, and rounds once into `total`
-/// [n]. total may be NULL.
+/// Sums the `blocks` rows of `partial`, which are `stride` floats apart, in order, and rounds the
+/// sum once into `total` [n], which may be NULL.
 static void sum_blocks(tensor *total, const float *partial, int64_t blocks, int64_t stride,
                        int64_t n)
 {

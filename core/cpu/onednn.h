@@ -49,18 +49,19 @@ typedef struct onednn_entry {
 extern dnnl_engine_t onednn_engine;
 extern dnnl_stream_t onednn_stream;
 
-/// Sets the error LIBRARY: oneDNN's step `what` failed.
+/// Sets the error LIBRARY, which says that oneDNN failed at step `what`.
 eng_status onednn_failed(const char *what, dnnl_status_t status);
 /// Creates the engine and the stream, once.
 eng_status onednn_open(void);
 
-/// The entry of a key of `bytes` bytes, a multiple of 8 and at most ONEDNN_KEY. Keys are compared
-/// as bytes, so the caller zeroes a key before it fills it. A new entry is not `taken`; onednn_take
-/// makes it so.
+/// Returns the entry of a key. `bytes` is the size of the key, a multiple of 8 and at most
+/// ONEDNN_KEY. Keys are compared as bytes, so the caller zeroes a key before it fills it. A new
+/// entry is not `taken` until onednn_take marks it.
 onednn_entry *onednn_find(const void *key, size_t bytes);
 void          onednn_take(onednn_entry *e, const void *key, size_t bytes);
 
-/// oneDNN's constant for a dtype; dnnl_data_type_undef for dtypes other than f32, f16 and bf16.
+/// Returns oneDNN's constant for a dtype, or dnnl_data_type_undef for a dtype other than f32, f16
+/// and bf16.
 int onednn_format(int dtype);
 
 /// Creates attributes that make the caller provide the scratchpad.

@@ -7,16 +7,18 @@
 #include "rows.h"
 #include "simd.h"
 
-/// A tensor viewed in an output's shape. Dimensions are innermost first; those of size 1 are left
-/// out, and those contiguous with each other are merged. A stride of 0 means broadcast.
+/// A tensor viewed in an output's shape. Dimensions are innermost first. Dimensions of size 1 are
+/// left out, and dimensions that are contiguous with each other are merged. A stride of 0 means
+/// broadcast.
 typedef struct operand {
   const void *data;
   int     dtype, ndim;
   bool    dense;                                        // element i of the output is data[i]
-  int64_t shape[ENG_MAX_DIMS], stride[ENG_MAX_DIMS];    // elements
+  int64_t shape[ENG_MAX_DIMS], stride[ENG_MAX_DIMS];    // strides in elements
 } operand;
 
-/// Appends an outer dimension, merged with the outermost one so far if the two are contiguous.
+/// Appends an outer dimension, or merges it with the outermost dimension so far if the two are
+/// contiguous.
 static inline __attribute__((unused)) void operand_append(operand *o, int64_t size, int64_t stride)
 {
   int k = o->ndim - 1;
@@ -29,7 +31,7 @@ static inline __attribute__((unused)) void operand_append(operand *o, int64_t si
   }
 }
 
-/// Called after the last operand_append.
+/// Completes an operand after the last operand_append.
 static inline __attribute__((unused)) void operand_finish(operand *o)
 {
   if (o->ndim == 0) {
@@ -40,7 +42,7 @@ static inline __attribute__((unused)) void operand_finish(operand *o)
   o->dense = o->ndim == 1 && o->stride[0] == 1;
 }
 
-/// x broadcast to the shape of y; dimensions align from the last one.
+/// Returns x broadcast to the shape of y. Dimensions align from the last one.
 static inline __attribute__((unused)) operand operand_of(const tensor *x, const tensor *y)
 {
   operand o = {.data = x->data, .dtype = x->dtype};
@@ -80,7 +82,7 @@ static inline __attribute__((unused)) void cursor_advance(cursor *c, const opera
   }
 }
 
-/// Elements [first, first + n), in the output's order, as floats; n <= TILE.
+/// Returns elements [first, first + n), in the output's order, as floats; n <= TILE.
 static inline __attribute__((unused)) const float *operand_load(const operand *o, float *buffer,
                                                                 int64_t first, int n)
 {
@@ -98,7 +100,8 @@ static inline __attribute__((unused)) const float *operand_load(const operand *o
   return buffer;
 }
 
-/// operand_load for an operand of one byte per element (bool, u8), without conversion.
+/// Does the work of operand_load for an operand of one byte per element (bool, u8), without
+/// conversion.
 static inline __attribute__((unused)) const uint8_t *operand_load_bytes(const operand *o,
                                                                         uint8_t *buffer,
                                                                         int64_t first, int n)
@@ -148,7 +151,8 @@ typedef struct tile {
 /// Computes output elements [first, first + n), n <= TILE.
 typedef void tile_body(const work *w, int64_t first, int n);
 
-/// The call's inputs, viewed in the shape of the outputs. `shape` is a tensor of that shape.
+/// Returns the call's inputs as operands in the shape of the outputs. `shape` is a tensor of that
+/// shape.
 static inline __attribute__((unused)) work work_of(const op_call *call, const tensor *shape)
 {
   work w = {.inputs = call->n_in, .out = {call->out[0], call->out[1]}};

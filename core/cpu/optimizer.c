@@ -1,6 +1,6 @@
 // The fused optimizer update, one pass over memory: gradient * factor, clamp, moments, f32 master
 // weights, low-precision weights. Also unscales gradients into f32. Fills backend.optimize and
-// backend.unscale; owns nothing. The slow twins are in reference_optimizer.c.
+// backend.unscale; owns nothing. The reference kernels are in reference_optimizer.c.
 //
 // Formulas and the order of operations are those of PyTorch's single-tensor optimizers. No product
 // is fused with a sum, so that every instruction set gives the same bits. Moments in bf16 are
@@ -21,8 +21,8 @@
 
 // ------------------------------------------------------------------ the factor on gradients
 
-/// Multiplication by a double factor in f32. A factor of 2^127 or more, or below 2^-126, is applied
-/// in two steps; the first one multiplies by a power of two.
+/// A multiplication in f32 by a factor given in double. A factor of 2^127 or more, or below 2^-126,
+/// is applied in two steps, of which the first multiplies by a power of two.
 typedef struct scaling { float first, second; } scaling;
 
 static scaling scaling_of(double factor)
@@ -43,17 +43,17 @@ VF_INLINE vf scaled(const scaling *s, vf g)
 /// The hyperparameters of a group in the form that the loops use.
 typedef struct rule {
   scaling scale;
-  float   limit;             // clamp gradients to +-limit; inf: no clamp
-  float   coupled_decay;     // times the weight, added to the gradient (sgd, adam)
-  float   keep;              // 1 - lr * weight_decay, multiplies the weight (adamw, lion)
+  float   limit;             // gradients are clamped to +-limit; inf means no clamp
+  float   coupled_decay;     // its product with the weight is added to the gradient (sgd, adam)
+  float   keep;              // 1 - lr * weight_decay, which multiplies the weight (adamw, lion)
   float   lr;                // adam: lr / (1 - beta1^t)
   float   beta1, gain1;      // gain: 1 - beta
   float   beta2, gain2;
   float   root, eps;         // root: sqrt(1 - beta2^t)
   float   momentum, gain;    // sgd; gain: 1 - dampening
   bool    nesterov;
-  float   spike;             // adam: limit on g^2 / v; 0: off
-  float   factor;            // on the change of the weights
+  float   spike;             // adam: limit on g^2 / v; 0 means no limit
+  float   factor;            // multiplies the change of the weights
   bool    dry;               // only the norms are wanted
 } rule;
 
@@ -76,12 +76,13 @@ static rule rule_of(const eng_update *u, const eng_hyper *h)
   return r;
 }
 
-// Kinds of loop. Adam and AdamW share one: they differ only in their constants. SGD has three:
-// without a momentum buffer, with one, and for the first update of that buffer.
+// The kinds of loop. Adam and AdamW share a loop, because they differ only in their constants. SGD
+// has three loops: without a momentum buffer, with a momentum buffer, and for the first update of
+// that buffer.
 enum { LOOP_SGD, LOOP_MOMENTUM, LOOP_MOMENTUM_STARTS, LOOP_ADAM, LOOP_LION };
 
-// What a loop does besides the update. PLAIN: nothing. WITH_NORMS: norms. LIMITED: norms,
-// spike_clip and update_clip.
+// What a loop does besides the update. PLAIN does nothing else, WITH_NORMS computes norms, and
+// LIMITED computes norms and applies spike_clip and update_clip.
 enum { PLAIN, WITH_NORMS, LIMITED };
 
 /// Updates one vector of elements: weight p, gradient g, moments m and v.
@@ -112,7 +113,7 @@ VF_INLINE void advance(int loop, int extra, const rule *r, vf *p, vf g, vf *m, v
   } else if (loop == LOOP_LION) {
     *p = vf_mul(*p, vf_set1(r->keep));
     vf direction = vf_add(vf_mul(vf_set1(r->beta1), *m), vf_mul(vf_set1(r->gain1), g));
-    // The sign of 0 is 0, that of NaN is NaN.
+    // The sign of 0 is 0, and the sign of NaN is NaN.
     vm sided = vf_gt(vf_abs(direction), vf_zero());
     vf sign = vf_select(sided, vf_copysign(vf_set1(1.0f), direction), direction);
     *p = vf_sub(*p, vf_mul(vf_set1(r->lr), sign));
@@ -171,8 +172,8 @@ VF_INLINE void step_at(int loop, int extra, const rule *r, float *p, const float
   if (has_v) vf_store_n(v, second, count);
 }
 
-/// Updates n <= TILE elements, all in f32. m and v may be NULL where the loop does not use them.
-/// `sums`: the sums of squares, unless extra is PLAIN.
+/// Updates n <= TILE elements, all in f32. m and v may be NULL if the loop does not use them.
+/// Unless extra is PLAIN, adds the squares to `sums`.
 VF_INLINE void run(int loop, int extra, const rule *given, float *restrict p,
                    const float *restrict g, float *restrict m, float *restrict v, int n,
                    squares *sums)
@@ -199,7 +200,7 @@ VF_INLINE void run(int loop, int extra, const rule *given, float *restrict p,
   *sums = sum;
 }
 
-// One function for each loop and extra.
+// Defines one function for each combination of loop and extra.
 #define RUN(name, loop, extra)                                                                     \
   static void name(const rule *r, float *p, const float *g, float *m, float *v, int n,             \
                    squares *sums)                                                                 \
@@ -236,8 +237,8 @@ static int loop_of(const param_span *s, const rule *r, int kind)
 
 // ------------------------------------------------------------------ norms
 
-/// Whether an f32 sum of squares is accurate: it did not overflow, and squares that underflowed do
-/// not matter.
+/// Returns whether an f32 sum of squares is accurate: it did not overflow, and squares that
+/// underflowed do not matter.
 static bool is_sound(double sum) { return sum >= 0x1p-90 && sum <= 0x1p120; }
 
 static double sum_exactly(const void *values, int dtype, int64_t first, int n)
@@ -252,7 +253,7 @@ static double sum_exactly(const void *values, int dtype, int64_t first, int n)
   return sum;
 }
 
-/// Adds the f32 sums to the f64 ones and clears them.
+/// Adds the f32 sums `of` to the f64 sums and clears `of`.
 static void spill(squares *of, double (*sums)[LANES])
 {
   for (int k = 0; k < ENG_NORMS; k++) {
@@ -281,8 +282,8 @@ static void total(double (*sums)[LANES], const param_span *s, int64_t first, int
 
 // ------------------------------------------------------------------ masters in bf16
 
-/// Weights [at, at + n) for the loops: f32 masters in place, or in `buffer` the bf16 masters plus
-/// their compensation (rounding errors).
+/// Returns weights [at, at + n) in f32 for the loops. f32 masters stay in place; bf16 masters plus
+/// their compensation (rounding errors) go to `buffer`.
 static float *load_masters(float *buffer, const param_span *s, int64_t at, int n)
 {
   float lost[TILE] __attribute__((aligned(64)));
@@ -296,7 +297,7 @@ static float *load_masters(float *buffer, const param_span *s, int64_t at, int n
 /// Rounds weights [at, at + n) of a span to bf16 stochastically, in place.
 static void round_randomly(float *p, const param_span *s, const eng_update *u, int64_t at, int n)
 {
-  enum { EACH = 8 * VF_LANES };   // random numbers of a call of philox_vectors_at
+  enum { EACH = 8 * VF_LANES };   // 16-bit random numbers from one call of philox_vectors_at
   uint16_t random[TILE + EACH] __attribute__((aligned(64)));
   for (int i = 0; i < n; i += EACH)
     philox_vectors_at((uint32_t *)(void *)(random + i), rng_seed(),
@@ -323,7 +324,8 @@ static void store_masters(const param_span *s, const eng_update *u, int64_t at, 
 
 // ------------------------------------------------------------------ blocks
 
-/// Updates elements [first, first + count); norms [ENG_NORMS]: their sums of squares, or NULL.
+/// Updates elements [first, first + count). norms [ENG_NORMS] receives their sums of squares unless
+/// it is NULL.
 static void update_block(const param_span *s, const rule *given, const eng_update *u, int64_t first,
                          int count, double *norms)
 {
@@ -403,7 +405,7 @@ static eng_status optimize(const param_span *spans, int n, const eng_update *upd
 
 // ------------------------------------------------------------------ unscaling
 
-/// target = gradient * scale; returns whether some product is inf or nan.
+/// Writes target = gradient * scale. Returns whether some product is inf or nan.
 static bool unscale_block(const param_span *s, const scaling *scale, float *target, int64_t first,
                           int count)
 {

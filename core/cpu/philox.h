@@ -72,7 +72,8 @@ VF_INLINE void philox_vectors_at(uint32_t *word, uint64_t seed, uint64_t counter
   memcpy(word, out, sizeof out);
 }
 
-/// philox_vectors_at in the stream of philox_of: words 2 and 3 of the counter are 0.
+/// Does the work of philox_vectors_at for the stream of philox_of, where words 2 and 3 of the
+/// counter are 0.
 VF_INLINE void philox_vectors(uint32_t *word, uint64_t seed, uint64_t counter)
 {
   philox_vectors_at(word, seed, counter, 0, 0);

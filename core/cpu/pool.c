@@ -1,7 +1,7 @@
 // Max and average pooling of images [N x H x W x C], and their gradients. A task is one row of the
-// output; the innermost loops run over channels. Gradients gather: an element of dx is the sum over
-// the windows that contain it, in rising order, so no two tasks write the same element. Sums are
-// f32, rounded once. Registered by cpu.c; owns nothing.
+// result; the innermost loops run over channels. Gradients are gathered: an element of dx is the
+// sum over the windows that contain it, in rising order, so no two tasks write the same element.
+// Sums are f32, rounded once. Registered by cpu.c; owns nothing.
 #include "base/pool_windows.h"
 #include "rows.h"
 #include "simd.h"
@@ -11,7 +11,7 @@ typedef struct pooling {
   bool      max, counted;
   pool_side side[2];                  // H, W
   int64_t   channels;
-  const tensor *large, *small;        // the images [N x H x W x C] and the pooled ones
+  const tensor *large, *small;        // images [N x H x W x C], pooled images
   int32_t  *cell;                     // max pooling: each maximum's position in its window
 } pooling;
 

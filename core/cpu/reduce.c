@@ -3,7 +3,8 @@
 //
 // A sum is taken in a fixed order: in f32 lanes within a tile (or FLUSH rows), then over the tiles
 // of a piece and over the pieces, both in double. The cut into pieces depends only on the shape,
-// never on the threads. Max and min: a NaN gives NaN; the choice between -0 and +0 is unspecified.
+// never on the number of threads. In max and min, a NaN gives NaN, and the choice between -0 and +0
+// is unspecified.
 #include "operand.h"
 #include "simd.h"
 #include "tasks.h"
@@ -16,12 +17,13 @@ enum {
 
 typedef enum rule { SUM, MAX, MIN } rule;
 
-/// A reduction. `kept` covers the dimensions of x that are kept, `gone` those that are reduced.
+/// A reduction. `kept` covers the dimensions of x that are kept, `gone` the dimensions that are
+/// reduced.
 typedef struct reduction {
   operand kept, gone;            // both point into the data of x
-  int64_t results, each;         // number of results, elements in each
+  int64_t results, each;         // number of results, number of elements in each result
   rule    rule;
-  double  divisor;               // for a mean, else 1
+  double  divisor;               // of each total: `each` for a mean, else 1
   const tensor *y;
   int64_t rows, pieces;          // elements or rows per piece; pieces per result
   double *part;                  // [pieces x results], if there are several pieces
@@ -47,7 +49,8 @@ static reduction reduction_of(const op_call *call)
 
 // ------------------------------------------------------------------ tiles
 
-// b if b is NaN or larger (smaller) than a, else a. So a NaN on either side gives NaN.
+// Returns b if b is NaN or larger than a (for MIN, smaller), else a. So a NaN on either side gives
+// NaN.
 VF_INLINE vf vf_extreme(vf a, vf b, rule rule)
 {
   return vf_select(vm_or(rule == MAX ? vf_gt(b, a) : vf_lt(b, a), vf_ne(b, b)), b, a);
@@ -169,7 +172,7 @@ static eng_status reduce_by(reduction *r, bool columns)
   int64_t groups =
     columns ? r->results / r->kept.shape[0] * ((r->kept.shape[0] + TILE - 1) / TILE) : r->results;
   bool together = r->results * r->each >= PARALLEL_ELEMENTS;
-  // 64 groups give enough tasks; then the rows are not cut into pieces.
+  // If there are 64 groups or more, they give enough tasks, and rows are not cut into pieces.
   r->rows = !columns ? PIECE : groups >= 64 ? r->each : PIECE_ROWS;
   r->pieces = (r->each + r->rows - 1) / r->rows;
   int64_t bytes = r->pieces * r->results * (int64_t)sizeof(double);
@@ -186,7 +189,7 @@ static eng_status reduce(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   reduction r = reduction_of(call);
-  if (r.each == 0) {   // sum or mean: max and min have at least one element
+  if (r.each == 0) {   // only for sum and mean: max and min reduce at least one element
     for (int64_t i = 0; i < r.results; i++)
       put(r.y->data, r.y->dtype, i, call->op == ENG_OP_mean ? NAN : 0.0);
     return ENG_OK;
@@ -200,8 +203,8 @@ static eng_status reduce(const op_call *call)
 
 // ------------------------------------------------------------------ gradient of max and min
 
-// Offset of a result in y, a tensor of the results' shape, in which reduced dimensions have size 1
-// or are absent.
+// Returns the offset of a result in y, a tensor of the results' shape, in which reduced dimensions
+// have size 1 or are absent.
 static int64_t result_offset(const tensor *y, const tensor *x, uint64_t mask, int64_t result)
 {
   int64_t offset = 0;

@@ -1,8 +1,8 @@
 // Helpers shared by the reference kernels: iteration over strided tensors (walk), dense copies in
 // double, and the scratch memory for them. Included only by reference*.c.
 //
-// The pattern of most kernels: read every input into a dense array of doubles, compute with plain
-// loops, write the result back with one rounding. Integers go through int64 and wrap.
+// Most kernels read every input into a dense array of doubles, compute with plain loops, and write
+// the result back with one rounding. Integers go through int64 and wrap.
 #pragma once
 
 #include "device/backend.h"
@@ -18,19 +18,20 @@ typedef struct walk {
   int     ndim;
   int     n;                                      // number of tensors
   int64_t shape[ENG_MAX_DIMS], index[ENG_MAX_DIMS];
-  int64_t stride[WALK_TENSORS][ENG_MAX_DIMS];     // elements
+  int64_t stride[WALK_TENSORS][ENG_MAX_DIMS];     // in elements
   int64_t at[WALK_TENSORS];                       // offset of the current element of each tensor
-  int64_t position, count;                        // steps taken, steps in all
+  int64_t position, count;                        // steps taken, steps in the whole walk
 } walk;
 
 walk walk_over(int ndim, const int64_t *shape);
 /// Adds `x` to the walk. Its dimensions align with the last dimensions of the shape; a dimension of
 /// size 1 is broadcast.
 void walk_add(walk *w, const tensor *x);
-/// Adds an array with these strides, in elements, to the walk: one per dimension of the shape.
+/// Adds an array to the walk. `stride` holds its strides in elements, one for each dimension of the
+/// shape.
 void walk_add_strides(walk *w, const int64_t *stride);
-/// A walk over the shape of output 0 of an elementwise call. Its tensors are the inputs, then the
-/// output; none may be absent.
+/// Returns a walk over the shape of output 0 of an elementwise call. Its tensors are the inputs,
+/// then the output; none may be absent.
 walk walk_call(const op_call *call);
 static inline bool walk_ended(const walk *w) { return w->position >= w->count; }
 void walk_next(walk *w);
@@ -46,10 +47,10 @@ typedef struct workspace {
   eng_status failed;
 } workspace;
 
-/// `count` doubles (or int64s), all zero.
+/// Return room for `count` doubles or int64s, all zero.
 double  *workspace_doubles(workspace *w, int64_t count);
 int64_t *workspace_ints(workspace *w, int64_t count);
-/// The elements of x in row-major order. NULL for an absent x.
+/// Return the elements of x in row-major order, or NULL if x is absent.
 double  *workspace_load(workspace *w, const tensor *x);
 int64_t *workspace_load_ints(workspace *w, const tensor *x);
 /// Rounds dense values into x or, if `add`, adds them to x's values. x may be absent.
@@ -59,7 +60,7 @@ eng_status workspace_close(workspace *w);
 
 // ------------------------------------------------------------------ elements
 
-/// The element of x at offset `at`, in elements from x->data.
+/// These functions load or store the element of x that is `at` elements after x->data.
 static inline double load_at(const tensor *x, int64_t at)
 {
   return tensor_load(x->data, x->dtype, at);
@@ -78,18 +79,19 @@ static inline void store_int_at(const tensor *x, int64_t at, int64_t value)
 }
 /// Copies one element: bit for bit when the formats agree, else rounded once.
 void element_copy(const tensor *to, int64_t to_at, const tensor *from, int64_t from_at);
-/// Whether the element of x at offset a is greater (sign 1) or less (sign -1) than the one at
-/// offset b. With either sign, a NaN beats every number; -0 equals +0.
+/// Returns whether the element of x at offset a is greater (sign 1) or less (sign -1) than the
+/// element at offset b. With either sign, a NaN beats every number; -0 equals +0.
 bool element_beats(const tensor *x, int64_t a, int64_t b, int sign);
-/// A double that rounds to every float format as the integer itself would.
+/// Returns a double that rounds to the float format target_dtype as the integer itself would.
 double double_from_int(int64_t value, int target_dtype);
 
-/// Size of the last dimension (1 for a scalar), and the number of rows: the product of the others.
+/// columns_of returns the size of the last dimension (1 for a scalar), rows_of the product of the
+/// other dimensions.
 static inline int64_t columns_of(const tensor *x) { return x->ndim ? x->shape[x->ndim - 1] : 1; }
 int64_t rows_of(const tensor *x);
 
-/// log(sum(exp(x[0..n)))), with the largest value subtracted first. -inf for n = 0; NaN if the
-/// largest value is infinite (inf - inf).
+/// Returns log(sum(exp(x[0..n)))), computed with the largest value subtracted first. Returns -inf
+/// for n = 0, and NaN if the largest value is infinite (inf - inf).
 double row_logsumexp(const double *x, int64_t n);
 
 static inline double sigmoid_of(double x)  { return 1.0 / (1.0 + __builtin_exp(-x)); }

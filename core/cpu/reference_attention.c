@@ -27,7 +27,7 @@ static sizes sizes_of(const op_call *call)
   return s;
 }
 
-// The index of the first element of head h at time t in a dense [B x times x heads x D].
+// Returns the index of the first element of head h at time t in a dense [B x times x heads x D].
 static int64_t vector_at(const sizes *s, int64_t times, int64_t heads, int64_t b, int64_t t,
                          int64_t h)
 {
@@ -48,7 +48,7 @@ static double dot(const double *a, const double *b, int64_t n)
   return sum;
 }
 
-// Scaled scores of one query against the first `seen` keys.
+// Computes the scaled scores of one query against the first `seen` keys.
 static void scores_of(double *scores, const sizes *s, const double *query, const double *k,
                       int64_t b, int64_t group, int64_t seen)
 {

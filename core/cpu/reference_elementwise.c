@@ -1,11 +1,11 @@
 // Reference kernels that work element by element: arithmetic, comparisons, activations and their
-// gradients, dropout, casts. Any strides, any broadcasting. See reference.h.
+// gradients, dropout, casts. They take any strides and any broadcasting. See reference.h.
 //
 // Edge cases:
 //   maximum, minimum   a NaN on either side gives NaN; of -0 and +0 the first is taken
 //   relu               NaN stays NaN; its slope is 0 at 0 and below, and 1 at NaN
-//   gelu, silu         the formulas as written: at -inf they are -inf * 0 = NaN, as in PyTorch
-//   their slopes       at -inf and +inf are the limits 0 and 1, and finite wherever x is
+//   gelu, silu         no special cases: at -inf they are -inf * 0 = NaN, as in PyTorch
+//   their slopes       0 at -inf and 1 at +inf, which are the limits; finite wherever x is finite
 //   integers           wrap; affine with integral factors is exact, else it goes through double
 #include "reference.h"
 
@@ -18,8 +18,8 @@
 typedef double  binary_float(double a, double b);
 typedef int64_t binary_int(int64_t a, int64_t b);
 
-// y = float_rule(a, b). If there is an int_rule, it is used instead in arithmetic with an integer
-// result, and in comparisons of two integers.
+// Computes y = float_rule(a, b). If there is an int_rule, it is used instead in arithmetic with an
+// integer result, and in comparisons of two integers.
 static eng_status map_two(const op_call *call, binary_float *float_rule, binary_int *int_rule,
                           bool compares)
 {
@@ -82,7 +82,7 @@ eng_status reference_where(const op_call *call)
 
 typedef double unary_rule(double x);
 
-// y = rule(x); int_rule(x) instead if there is an int_rule and both x and y are integers.
+// Computes y = rule(x), or y = int_rule(x) if there is an int_rule and both x and y are integers.
 static eng_status map_one(const op_call *call, unary_rule *rule, int64_t (*int_rule)(int64_t))
 {
   const tensor *x = call->in[0], *y = call->out[0];
@@ -241,7 +241,7 @@ eng_status reference_swiglu_grad(const op_call *call)
 // ------------------------------------------------------------------ dropout, copies
 
 // Element i, counted in row-major order, takes word i % 4 of the Philox block counter + i / 4. A
-// dropped element is 0, whatever its value was; a kept one is divided by 1 - p.
+// dropped element becomes 0, whatever its value was. A kept element is divided by 1 - p.
 eng_status reference_dropout(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
@@ -265,7 +265,7 @@ static eng_status copy_elements(const op_call *call)
   return ENG_OK;
 }
 
-// Casts floating point or integers to FP8 by a rounding mode other than the default.
+// Casts floats or integers to FP8 with a rounding mode other than the default.
 static eng_status cast_by_mode(const op_call *call, int mode)
 {
   const tensor *x = call->in[0], *y = call->out[0];
