@@ -3,11 +3,11 @@
 //
 // A task takes a band of rows and quantizes it tile by tile. A tile lies within one row of blocks:
 // its blocks are measured, get scales as in core/base/mx.h, and are written to a buffer as codes or
-// as bf16 values. The buffer is copied to the result. If blocks are square, its transpose is the
-// transposed copy. Otherwise the transposed copy is quantized from transposed tiles of x, or by
-// quantize_columns. NVFP4 needs the tensor's amax first: unless the caller gives it, another pass
-// over x finds it. mx_fitted.h has the rules whose scales depend on more than the largest element
-// of a block. f64 goes to the reference.
+// as bf16 values. The buffer is copied to the result. If blocks are square, the buffer's transpose
+// is the transposed copy. Otherwise the transposed copy is quantized from transposed tiles of x, or
+// by quantize_columns. NVFP4 needs the tensor's amax first: unless the caller gives it, another
+// pass over x finds it. mx_fitted.h has the rules whose scales depend on more than the largest
+// element of a block. f64 goes to the reference kernels.
 #include "base/mx.h"
 #include "base/rng.h"
 #include "magnitude.h"

@@ -1,6 +1,6 @@
 // The operations nf4_quantize and nf4_dequantize. Called through backend.kernel[]; owns nothing but
 // scratch during a call. A task takes CHUNK blocks. With double quantization, a single thread then
-// quantizes the absmaxes of all blocks. f64 goes to the reference.
+// quantizes the absmaxes of all blocks. f64 goes to the reference kernels.
 #include "base/nf4.h"
 #include "rows.h"
 #include "simd.h"

@@ -1,6 +1,6 @@
-// Reference kernels for FP8: quantize, dequantize, fp8_matmul, element by element with the scalar
-// formulas of core/base/fp8*.h. The fast kernels must agree with them bit for bit, except for NaN
-// payloads of wider formats. See reference.h, ops.def.
+// Reference kernels for FP8: quantize, swiglu_quantize, dequantize and fp8_matmul. They work
+// element by element with the scalar formulas of core/base/fp8*.h. The fast kernels must agree with
+// them bit for bit, except for NaN payloads of wider formats. See reference.h, ops.def.
 #include "reference_side.h"
 
 #include "base/fp8_hopper.h"
@@ -57,8 +57,8 @@ static void quantize_side(const side *s)
         for (int64_t c = c0; c < c0 + columns; c++) {
           float x = x_at(s, r, c), y = divides ? x / scale.factor : x * scale.factor;
           int64_t element = r * s->columns + c;
-          // Eight codes share three words. Each code is added to the codes already there; the words
-          // are complete after the eighth.
+          // Eight codes share three words. Each code is added to the codes already there, and the
+          // words are complete after the eighth code.
           if (packed) {
             uint32_t *word = (uint32_t *)s->q->data + element / 8 * 3;
             uint16_t code[8] = {0};
@@ -170,7 +170,7 @@ static float value_at(const matrix *m, int64_t i, int64_t k)
   return fp8_to_f32(m->data[i * m->i_stride + k * m->k_stride], m->fraction);
 }
 
-// The sum of the products of steps [k, k + n), by the given model of the accumulator.
+// Returns the sum of the products of steps [k, k + n) in the given model of the accumulator.
 static double accumulate(const matrix *a, const matrix *b, int model, int64_t i, int64_t j,
                          int64_t k, int64_t n)
 {

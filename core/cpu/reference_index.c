@@ -10,7 +10,7 @@
 eng_status reference_concat(const op_call *call)
 {
   const tensor *y = call->out[0];
-  int64_t offset = 0;   // of the current part, along the dimension
+  int64_t offset = 0;   // where the current part begins along the dimension
   for (int k = 0; k < call->n_in; k++) {
     const tensor *x = call->in[k];
     walk w = walk_over(x->ndim, x->shape);
@@ -26,9 +26,9 @@ eng_status reference_concat(const op_call *call)
 // ------------------------------------------------------------------ selection by index
 
 // `small` is y and `large` is x, or dy and dx in a gradient. Each element of `small` corresponds to
-// one of `large`. Along one dimension, its position in `large` is given by an index; along the
-// others, it is the same in both. gather has an index for each element of `small`; the other
-// operations have one for each position along the dimension.
+// one element of `large`. Along one dimension, an index gives the position in `large`; along the
+// other dimensions, the two elements have the same position. gather has an index for each element
+// of `small`; the other operations have an index for each position along the dimension.
 
 // Checks all indices against the size of the dimension from which they select.
 static eng_status check_indices(const op_call *call, int64_t size)
@@ -83,7 +83,7 @@ static eng_status select_grad(const op_call *call, const tensor *dy, int64_t dim
   return workspace_close(&space);
 }
 
-// A tensor [.. x C] as a matrix [rows x C].
+// Returns a tensor [.. x C] as a matrix [rows x C].
 static tensor matrix_of(const tensor *x)
 {
   tensor matrix = *x;
@@ -132,7 +132,7 @@ eng_status reference_topk(const op_call *call)
   const tensor *x = call->in[0], *values = call->out[0], *places = call->out[1];
   int64_t n = columns_of(x), rows = rows_of(x), k = call->topk.k;
   workspace space = {0};
-  int64_t *taken = workspace_ints(&space, n);   // 1 + the last row in which an element was taken
+  int64_t *taken = workspace_ints(&space, n);   // 1 + the last row in which element i was taken
   if (space.failed) return workspace_close(&space);
   for (int64_t r = 0; r < rows; r++)
     for (int64_t rank = 0; rank < k; rank++) {
@@ -147,7 +147,8 @@ eng_status reference_topk(const op_call *call)
   return workspace_close(&space);
 }
 
-// Stores in y the index of each largest element (sign 1: argmax) or smallest one (sign -1: argmin).
+// Stores in y the index of each largest element (sign 1, argmax) or smallest element (sign -1,
+// argmin).
 static eng_status find_extreme(const op_call *call, int sign)
 {
   const tensor *x = call->in[0], *y = call->out[0];

@@ -29,8 +29,8 @@ static eng_status count_targets(int64_t *counted, const op_call *call)
   return ENG_OK;
 }
 
-// Replaces n logits x by cap * tanh(x / cap), and sets slopes (or NULL) to the derivatives; a cap
-// of 0 changes nothing.
+// Replaces n logits x by cap * tanh(x / cap), and stores the derivatives in `slopes` unless that is
+// NULL. A cap of 0 leaves x unchanged.
 static void apply_cap(double *x, double *slopes, int64_t n, double cap)
 {
   for (int64_t i = 0; i < n; i++) {
@@ -40,8 +40,8 @@ static void apply_cap(double *x, double *slopes, int64_t n, double cap)
   }
 }
 
-// A row's loss, of capped logits: (1 - smoothing) * (lse - x[target]) + smoothing * mean over v of
-// (lse - x[v]), plus z_loss * lse^2.
+// Computes a row's loss from its capped logits: (1 - smoothing) * (lse - x[target]) + smoothing *
+// mean over v of (lse - x[v]), plus z_loss * lse^2.
 eng_status reference_cross_entropy(const op_call *call)
 {
   const tensor *logits = call->in[0];
@@ -72,8 +72,8 @@ eng_status reference_cross_entropy(const op_call *call)
   return workspace_close(&space);
 }
 
-// dlogits = ((1 + 2 z_loss lse) softmax - (1 - smoothing) * onehot - smoothing / V) * dloss,
-// divided by the number of counted rows for the mean, times the slope of the cap.
+// Computes dlogits = ((1 + 2 z_loss lse) softmax - (1 - smoothing) * onehot - smoothing / V) *
+// dloss, divided by the number of counted rows for the mean, times the slope of the cap.
 eng_status reference_cross_entropy_grad(const op_call *call)
 {
   const tensor *logits = call->in[0];

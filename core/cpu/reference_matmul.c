@@ -2,8 +2,8 @@
 // double, in the order of k, and are rounded once. See reference.h.
 #include "reference.h"
 
-// acc[m][n] += sum over k of a[m][k] * b[k][n]. A matrix is given by its first element and two
-// strides (elements between rows, between columns); acc is dense.
+// Adds the sum over k of a[m][k] * b[k][n] to acc[m][n]. a and b are given by their first element
+// and two strides: the elements between rows and between columns. acc is dense.
 static void multiply(double *acc, int64_t rows, int64_t columns, int64_t inner, const double *a,
                      int64_t a_row, int64_t a_column, const double *b, int64_t b_row,
                      int64_t b_column)
@@ -18,7 +18,8 @@ static void multiply(double *acc, int64_t rows, int64_t columns, int64_t inner, 
   }
 }
 
-// Strides, in dense elements, between the matrices of x along y's batch dimensions.
+// Writes the strides between the matrices of a dense copy of x along y's batch dimensions, in
+// elements.
 static void batch_strides(int64_t *stride, const tensor *x, const tensor *y)
 {
   int64_t step = x->shape[x->ndim - 1] * x->shape[x->ndim - 2];

@@ -1,6 +1,6 @@
-// Reference kernels for mx_quantize, hadamard, mx_dequantize and mx_matmul: element by element,
-// exponents by frexp, rounding in f64. The fast kernels must agree with them bit for bit. See
-// reference.h, ops.def.
+// Reference kernels for mx_quantize, hadamard, mx_dequantize and mx_matmul. They work element by
+// element, find exponents with frexp, and round in f64. The fast kernels must agree with them bit
+// for bit. See reference.h, ops.def.
 #include "reference_side.h"
 
 #include "base/mx_blackwell.h"
@@ -9,7 +9,7 @@
 #include <math.h>
 #include <string.h>
 
-// The exponent of a block's scale, computed from a finite amax.
+// Returns the exponent of a block's scale, computed from a finite amax.
 static int exponent_of(float amax, const mx_format *f, int rule)
 {
   int e, emax = f->emax;
@@ -35,7 +35,7 @@ static int exponent_of(float amax, const mx_format *f, int rule)
   return e < -127 ? -127 : e > 127 ? 127 : e;
 }
 
-// The code of an element. x: the element divided by its scale, in f64.
+// Returns the code of an element. x is the element divided by its scale, in f64.
 static uint8_t code_of(double x, const mx_format *f, int sr_bits, uint32_t random)
 {
   if (x != x) return (uint8_t)f->nan;
@@ -59,7 +59,8 @@ static uint8_t code_of(double x, const mx_format *f, int sr_bits, uint32_t rando
   return (uint8_t)(f->sign ? code | (negative ? f->sign : 0) : negative ? -code : code);
 }
 
-// QuEST: sets the exponent of a block's scale, or returns false if the block holds Inf or NaN.
+// Under QuEST, sets the exponent of a block's scale, or returns false if the block holds Inf or
+// NaN.
 static bool quest_exponent(int *e, const side *s, int64_t r, int64_t c0, int64_t columns)
 {
   double sum = 0, squares = 0;
@@ -74,7 +75,7 @@ static bool quest_exponent(int *e, const side *s, int64_t r, int64_t c0, int64_t
   return true;
 }
 
-// The e2m1 code nearest to x; of two equally near, the one closer to zero.
+// Returns the e2m1 code nearest to x. Of two equally near codes, returns the code closer to zero.
 static uint8_t nearest_of(double x)
 {
   mx_format f = mx_format_of(ENG_FORMAT_E2M1);
@@ -86,8 +87,8 @@ static uint8_t nearest_of(double x)
   return (uint8_t)(best | (signbit(x) ? 8 : 0));
 }
 
-// The factor on a block's scale under "four over six": 1.5 if mapping the block's amax to 4 gives a
-// smaller error than mapping it to 6, else 1. Other rules: 1.
+// Returns the factor on a block's scale. Under "four over six", it is 1.5 if mapping the block's
+// amax to 4 gives a smaller error than mapping it to 6, else 1. Under other rules, it is 1.
 static float stretch_of(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns,
                         float amax)
 {
@@ -207,7 +208,8 @@ static void quantize_side(const side *s)
     }
 }
 
-// Multiplies x[0 .. n) by H, without the factor sqrt(1/n): H of size 2n is [[H, H], [H, -H]].
+// Multiplies x[0 .. n) by the Hadamard matrix H, without its factor sqrt(1/n). The H of size 2n is
+// [[H, H], [H, -H]], made of the H of size n.
 static void hadamard(double *x, int n)
 {
   if (n == 1) return;
@@ -303,7 +305,8 @@ eng_status reference_mx_dequantize(const op_call *call)
   return ENG_OK;
 }
 
-// Decodes n numbers of a row from column k on into x, and the scale of each 16 into scale16.
+// Decodes n numbers of a row from column k on into x, and the scale of each 16 numbers into
+// scale16.
 static void decode(float *x, float *scale16, const tensor *q, const tensor *scale, int64_t row,
                    int64_t k, int n, int64_t format, int64_t rule)
 {

@@ -1,14 +1,14 @@
-// Reference kernels for nf4_quantize and nf4_dequantize: element by element, with a linear search
-// for the nearest number. The fast kernels must agree with them bit for bit. See reference.h,
-// core/base/nf4.h.
+// Reference kernels for nf4_quantize and nf4_dequantize. They work element by element, with a
+// linear search for the nearest number. The fast kernels must agree with them bit for bit. See
+// reference.h, core/base/nf4.h.
 #include "reference.h"
 
 #include "base/nf4.h"
 
 #include <math.h>
 
-// The index of the number nearest to x among n ascending numbers; of two equally near, the first.
-// The midpoint between two numbers is computed in f32.
+// Returns the index of the number nearest to x among n ascending numbers. Of two equally near
+// numbers, takes the first. The midpoint between two numbers is computed in f32.
 static uint8_t nearest(float x, const float *number, int n)
 {
   int k = 0;

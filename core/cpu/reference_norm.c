@@ -1,12 +1,14 @@
 // Reference kernels for layer_norm and rms_norm over the last dimension, and their gradients.
-// Statistics: mean and 1 / sqrt(variance + eps), with the variance of the whole row (divided by C);
-// for rms_norm 1 / sqrt(mean square + eps). The gradients read the saved statistics. With a
-// residual, the kernels normalise x + branch and also return that sum. See reference.h.
+// The statistics are the mean and 1 / sqrt(variance + eps), with the variance of the whole row
+// (divided by C). For rms_norm, the statistic is 1 / sqrt(mean square + eps). The gradients read
+// the saved statistics. With a residual, the kernels normalise x + branch and also return that sum.
+// See reference.h.
 #include "reference.h"
 
 #include <math.h>
 
-// y = (x - mean) * rstd * weight + bias, one row at a time; rms_norm has mean 0 and no bias.
+// Computes y = (x - mean) * rstd * weight + bias one row at a time. rms_norm has mean 0 and no
+// bias.
 static eng_status normalise(const op_call *call, bool layer)
 {
   const tensor *y = call->out[0];
@@ -73,7 +75,7 @@ static eng_status normalise_grad(const op_call *call, bool layer)
 eng_status reference_layer_norm_grad(const op_call *call) { return normalise_grad(call, true); }
 eng_status reference_rms_norm_grad(const op_call *call)   { return normalise_grad(call, false); }
 
-// With a residual: runs the addition, then the norm.
+// Computes a norm with a residual: runs the addition, then the norm.
 static eng_status add_normalise(const op_call *call, bool layer)
 {
   op_call add = {.op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {call->in[0], call->in[1]},

@@ -22,7 +22,7 @@ static double smallest_normal(int dtype)
   }
 }
 
-// The sum of squares is one sum in double in element order.
+// The sum of squares is taken in double, in the order of the elements.
 eng_status reference_gradstats(const param_span *spans, int n, unsigned needs,
                                eng_tensor_stats *stats)
 {
@@ -54,8 +54,8 @@ eng_status reference_gradstats(const param_span *spans, int n, unsigned needs,
 
 // ------------------------------------------------------------------ unscaling
 
-// g * factor, with the factor rounded to f32 first. A factor of 2^127 or more, or below 2^-126,
-// stays a double, since its product with a gradient may still be in range.
+// Returns g * factor, with the factor rounded to f32 first. A factor of 2^127 or more, or below
+// 2^-126, stays a double, because its product with a gradient may still be in range.
 static float times_factor(float g, double factor)
 {
   double size = fabs(factor);
@@ -78,11 +78,12 @@ eng_status reference_unscale(const param_span *spans, int n, double factor, floa
 
 // ------------------------------------------------------------------ optimizers
 
-// The two moments of one element; an optimizer leaves those it does not use unchanged.
+// The two moments of one element. An optimizer leaves a moment that it does not use unchanged.
 typedef struct moments { float first, second; } moments;
 
-// g += decay * w; the momentum buffer starts as g and then becomes momentum * buffer + (1 -
-// dampening) * g; w -= lr * (nesterov ? g + momentum * buffer : buffer).
+// Adds decay * w to g. The momentum buffer starts as g and in later updates becomes momentum *
+// buffer + (1 - dampening) * g. Then w -= lr * (nesterov ? g + momentum * buffer : buffer) or,
+// without momentum, w -= lr * g.
 static float sgd(float w, float g, moments *m, const eng_hyper *h, bool starts)
 {
   float momentum = (float)h->momentum;
@@ -112,8 +113,8 @@ static float adam(float w, float g, moments *m, const eng_hyper *h, int64_t t, b
   return w + -step * m->first / (sqrtf(m->second) / root + (float)h->eps);
 }
 
-// w is multiplied by 1 - lr * decay, then w -= lr * sign(beta1 m + (1 - beta1) g); m = beta2 m + (1
-// - beta2) g. The sign of 0 is 0, that of NaN is NaN.
+// Multiplies w by 1 - lr * decay. Then w -= lr * sign(beta1 m + (1 - beta1) g) and m = beta2 m + (1
+// - beta2) g. The sign of 0 is 0, and the sign of NaN is NaN.
 static float lion(float w, float g, moments *m, const eng_hyper *h)
 {
   float direction = (float)h->beta1 * m->first + (float)(1.0 - h->beta1) * g;

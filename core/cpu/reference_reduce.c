@@ -1,16 +1,16 @@
-// Reference kernels that reduce: sum, mean, max, min, and operations along the last dimension:
-// softmax, log_softmax, logsumexp. Sums are in row-major order. See reference.h.
+// Reference kernels for sum, mean, max and min, and for the operations along the last dimension:
+// softmax, log_softmax and logsumexp. Sums are in row-major order. See reference.h.
 //
 // Edge cases:
 //   max, min          a NaN gives NaN; the gradient then goes to the NaNs
-//   softmax           an infinite maximum makes the row NaN (inf - inf), as does a row of -inf
+//   softmax           a row whose maximum is +inf or -inf becomes NaN (inf - inf)
 //   logsumexp         +inf in the row gives +inf, a row of -inf gives -inf; a NaN always gives NaN
 #include "reference.h"
 
 #include <math.h>
 
-// Sets `stride` to the stride of each dimension of x in the dense result of a reduction: 0 along
-// the reduced dimensions. Returns the number of results.
+// Sets `stride` to the stride of each dimension of x in the dense result of a reduction, which is 0
+// along the reduced dimensions. Returns the number of results.
 static int64_t reduced_strides(int64_t *stride, const tensor *x, uint64_t mask)
 {
   int64_t n = 1;
@@ -71,14 +71,14 @@ eng_status reference_mean(const op_call *call)
 
 // ------------------------------------------------------------------ extremes
 
-// Max (sign 1) or min (sign -1). Finds the offset in x of each result's element, so that elements
-// of any dtype are compared and copied exactly.
+// Computes max (sign 1) or min (sign -1). Finds the offset in x of each result's element, so that
+// elements of any dtype are compared and copied exactly.
 static eng_status extreme(const op_call *call, int sign)
 {
   const tensor *x = call->in[0], *y = call->out[0];
   int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, (uint64_t)call->sum.mask);
   workspace space = {0};
-  int64_t *best = workspace_ints(&space, n);   // 1 + offset; 0: not found yet
+  int64_t *best = workspace_ints(&space, n);   // 1 + offset, or 0 if not found yet
   if (space.failed) return workspace_close(&space);
   walk w = walk_over(x->ndim, x->shape);
   walk_add(&w, x);

@@ -1,5 +1,5 @@
-// One of the two results of a call that quantizes: x as stored, or transposed. Included by
-// reference_fp8.c and reference_mx.c.
+// One of the two results of a call that quantizes: the quantized x or its quantized transpose.
+// Included by reference_fp8.c and reference_mx.c.
 #pragma once
 
 #include "reference.h"
@@ -20,7 +20,7 @@ static inline float x_at(const side *s, int64_t r, int64_t c)
   return (float)load_at(s->call->in[0], r * s->row + c * s->column);
 }
 
-// The largest magnitude of a block. With `nans`, the result is NaN when the block holds one.
+// Returns the largest magnitude of a block. With `nans`, returns NaN if the block holds a NaN.
 static inline float block_amax(const side *s, int64_t r0, int64_t rows, int64_t c0,
                                int64_t columns, bool nans)
 {

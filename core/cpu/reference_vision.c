@@ -1,5 +1,5 @@
-// Reference kernels for convolution, pooling, batch norm and group norm, with their gradients:
-// loops over every element, in double. Images are [N x H x W x C]. See reference.h.
+// Reference kernels for convolution, pooling, batch norm and group norm, with their gradients. They
+// loop over every element and compute in double. Images are [N x H x W x C]. See reference.h.
 #include "base/pool_windows.h"
 #include "reference.h"
 
@@ -8,8 +8,8 @@
 
 // ------------------------------------------------------------------ convolution
 
-// every_product calls `visit` for each product x * w that y sums. The arguments are indices into
-// dense arrays.
+// every_product calls a function of this type for each product x * w in the sum of an element of y.
+// x, w and y are indices into dense arrays.
 typedef void product(void *context, int64_t x, int64_t w, int64_t y);
 
 static void every_product(const op_call *c, const int64_t *x, const int64_t *w, const int64_t *y,
@@ -95,8 +95,8 @@ static int64_t place(const tensor *x, int64_t n, int64_t i, int64_t j)
   return ((n * x->shape[1] + i) * x->shape[2] + j) * x->shape[3];
 }
 
-// Pools `large` into `small`, dense arrays in the shapes of tl and ts. With `back`, adds each
-// window's gradient, in `small`, to the window's cells in `large`.
+// Pools `large` into `small`, which are dense arrays in the shapes of tl and ts. With `back`, adds
+// the gradient of each window, in `small`, to the window's cells in `large`.
 static void pool(const op_call *c, const tensor *tl, double *large, const tensor *ts, double *small,
                  int64_t *cell, bool back)
 {
@@ -159,8 +159,8 @@ eng_status reference_avg_pool2d_grad(const op_call *call) { return pool_backward
 
 // ------------------------------------------------------------------ norms
 
-// x [N x rows x C], its channels divided into groups. Batch norm: one sample with all rows, and one
-// channel per group.
+// Describes x [N x rows x C] with its channels divided into groups. Batch norm has one sample with
+// all rows, and one channel per group.
 typedef struct grouped { int64_t rows, channels, groups, width, statistics; } grouped;
 
 static grouped groups_of(const tensor *x, bool batch, int64_t groups)
@@ -171,7 +171,7 @@ static grouped groups_of(const tensor *x, bool batch, int64_t groups)
                    groups ? channels / groups : 0, samples * groups};
 }
 
-/// The index of the statistic to which element i belongs.
+/// Returns the index of the statistic to which element i belongs.
 static int64_t group_of(const grouped *g, int64_t i)
 {
   return i / (g->rows * g->channels) * g->groups + i % g->channels / g->width;
@@ -212,13 +212,13 @@ static eng_status norm(const op_call *call, bool batch)
 
 // With h = (x - mean) * rstd and g = dy * weight:
 //   dx = rstd * (g - mean(g) - h * mean(g * h)), dweight = sum of dy * h, dbias = sum of dy;
-// dx = rstd * g if mean and variance do not depend on x.
+// If mean and variance do not depend on x, dx = rstd * g.
 static eng_status norm_grad(const op_call *call, bool batch)
 {
   const tensor *tx = call->in[0];
   grouped g = groups_of(tx, batch, batch ? 0 : call->group_norm_grad.groups);
   bool given = batch && call->batch_norm_grad.given;
-  const tensor *part = batch ? call->in[5] : NULL;   // sums over all ranks' rows, if ranks share
+  const tensor *part = batch ? call->in[5] : NULL;   // sums over the rows of all ranks, or NULL
   double count = (double)(part ? call->batch_norm_grad.rows : g.rows * g.width);
   double eps = batch ? call->batch_norm_grad.eps : call->group_norm_grad.eps;
   workspace space = {0};

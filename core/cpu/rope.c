@@ -17,7 +17,7 @@ typedef struct rotation {
   const tensor *x, *y;
   float   *cosine, *sine;
   double  *frequency, *step_cosine, *step_sine;   // [D/2]
-  int64_t  first, positions, half;                // position of row 0; T; D/2
+  int64_t  first, positions, half;                // position of time step 0; T; D/2
   double   direction;
   bool     interleaved;
 } rotation;
@@ -31,7 +31,7 @@ static void fill_frequencies(const rotation *r, const rope_scaling *scaling)
   }
 }
 
-// Computes the angles of RESTART positions.
+// Computes the cosines and sines of the angles at RESTART positions.
 static void angle_task(const void *context, int64_t task)
 {
   const rotation *r = context;

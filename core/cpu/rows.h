@@ -3,7 +3,7 @@
 //
 // A sum is taken in a fixed order: per lane within a tile of TILE elements, then over the lanes by
 // a fixed tree, then over the tiles in order, in double. The order depends on the length of the row
-// and the lanes of the instruction set, never on threads.
+// and the lanes of the instruction set, never on the number of threads.
 #pragma once
 
 #include "device/backend.h"
@@ -15,7 +15,8 @@
 // With fewer elements, waking the other threads costs more than it saves.
 enum { PARALLEL_ELEMENTS = 16384 };
 
-/// The last dimension (1 for a scalar) and the number of rows of that length.
+/// row_length returns the size of the last dimension (1 for a scalar), row_count the number of rows
+/// of that length.
 static inline int64_t row_length(const tensor *x) { return x->ndim ? x->shape[x->ndim - 1] : 1; }
 static inline int64_t row_count(const tensor *x)
 {
@@ -24,7 +25,7 @@ static inline int64_t row_count(const tensor *x)
   return n;
 }
 
-/// Whether every tensor of the call is f32, f16 or bf16; absent tensors do not count.
+/// Returns whether every tensor of the call is f32, f16 or bf16. Absent tensors do not count.
 static inline bool all_fast(const op_call *call)
 {
   for (int k = 0; k < call->n_in; k++)
@@ -34,7 +35,8 @@ static inline bool all_fast(const op_call *call)
   return true;
 }
 
-/// all_fast without input `input` (from 0), which is not a float tensor.
+/// Returns all_fast for the call without input `input` (counted from 0), which is not a float
+/// tensor.
 static inline bool all_fast_except(const op_call *call, int input)
 {
   op_call floats = *call;
@@ -49,11 +51,11 @@ static inline eng_status forward_to_reference(const op_call *call)
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b)  { return a > b ? a : b; }
-/// a / b, rounded up.
+/// Returns a / b, rounded up.
 static inline int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// `count` rounded up to whole cache lines of floats, so that the buffers of two threads share no
-/// line.
+/// Returns `count` rounded up to whole cache lines of floats, so that the buffers of two threads
+/// share no line.
 static inline int64_t padded(int64_t count) { return (count + 15) / 16 * 16; }
 
 static inline float get(const void *data, int dtype, int64_t i)
@@ -70,14 +72,14 @@ static inline void put(void *data, int dtype, int64_t i, double value)
   else ((uint16_t *)data)[i] = dtype == ENG_f16 ? f16_from_f64(value) : bf16_from_f64(value);
 }
 
-/// The first n lanes from `source`, and `fill` in the others.
+/// Loads the first n lanes from `source` and puts `fill` in the other lanes.
 VF_INLINE vf load_padded(const float *source, int n, float fill)
 {
   return vf_padded(vf_load_n(source, n), n, vf_set1(fill));
 }
 
-/// The sum of one tile in double, element by element: for a tile whose f32 sum overflows, or that
-/// holds Inf or NaN.
+/// Returns the sum of one tile in double, element by element. Used for a tile whose f32 sum
+/// overflows or that holds Inf or NaN.
 static __attribute__((noinline, unused)) double wide_sum(const float *x, int n)
 {
   double sum = 0.0;
@@ -101,7 +103,7 @@ VF_INLINE vf tile_fold(const float *x, int n, float fill, vf (*fold)(vf, vf))
   return fold(fold(a, b), fold(c, d));
 }
 
-/// Sum of one tile.
+/// Returns the sum of one tile.
 static inline double tile_sum(const float *x, int n)
 {
   float sum = vf_sum(tile_fold(x, n, 0.0f, vf_add));
@@ -115,7 +117,7 @@ static inline double row_sum(const float *x, int64_t n)
   return sum;
 }
 
-/// Sum of (x - centre)^2 over a row.
+/// Returns the sum of (x - centre)^2 over a row.
 static inline double row_squares(const float *x, int64_t n, float centre)
 {
   vf m = vf_set1(centre);
@@ -145,14 +147,14 @@ static inline double row_squares(const float *x, int64_t n, float centre)
   return sum;
 }
 
-/// The largest element of a tile. When the tile holds a NaN, the result is arbitrary.
+/// Returns the largest element of a tile. If the tile holds a NaN, the result is arbitrary.
 static inline float tile_max(const float *x, int n)
 {
   return vf_maxall(tile_fold(x, n, -INFINITY, vf_max));
 }
 
-/// Sum of exp(x - shift) over a tile; the exp of each element goes to `keep` [n] unless that is
-/// NULL.
+/// Returns the sum of exp(x - shift) over a tile. Stores the exp of each element in `keep` [n]
+/// unless that is NULL.
 VF_INLINE double tile_exp_sum(const float *x, int n, float shift, float *keep)
 {
   vf m = vf_set1(shift), a = vf_set1(0.0f), b = a;
@@ -183,8 +185,8 @@ typedef struct row_exponents {
   double sum;
 } row_exponents;
 
-/// The row is elements [first, first + n) of x. A tile with a larger maximum rescales the sum so
-/// far.
+/// Computes row_exponents for the row in elements [first, first + n) of x. A tile with a larger
+/// maximum rescales the sum so far.
 static inline row_exponents row_exponents_of(const void *x, int dtype, int64_t first, int64_t n)
 {
   float buffer[TILE] __attribute__((aligned(64)));

@@ -9,10 +9,10 @@
 //
 // Rules that hold on every instruction set:
 //   vf_min(a, b), vf_max(a, b)   give b where either is NaN, and where both are zero; to keep the
-//                                NaN of a value, pass it as b
+//                                NaN of a value, pass the value as b
 //   vf_fma(a, b, c)              a*b + c; rounded once on avx2 and avx512, twice in the plain build
 //                                (which is therefore not bit-equal to the others)
-//   comparisons                  false where either side is NaN, except vf_ne: true
+//   comparisons                  false where either side is NaN, except vf_ne, which is true there
 //   *_n(pointer, n)              touches the first n lanes only, 0 <= n <= VF_LANES; a load fills
 //                                the other lanes with 0; n = VF_LANES costs no more than a plain
 //                                load or store
@@ -53,7 +53,7 @@ typedef vi vm;
 #endif
 typedef uint32_t vu __attribute__((vector_size(4 * VF_LANES), may_alias));
 
-// ------------------------------------------------------------------ the same on every set
+// ------------------------------------------------------------------ same on every instruction set
 
 VF_INLINE vf vf_zero(void)       { return (vf){0}; }
 VF_INLINE vf vf_set1(float x)    { return x - (vf){0}; }      // x - 0 keeps -0 and NaN
@@ -67,7 +67,7 @@ VF_INLINE vf vf_mul(vf a, vf b)  { return a * b; }
 VF_INLINE vf vf_div(vf a, vf b)  { return a / b; }
 VF_INLINE vf vf_neg(vf a)        { return (vf)((vi)a ^ (int32_t)0x80000000); }
 VF_INLINE vf vf_abs(vf a)        { return (vf)((vi)a & 0x7FFFFFFF); }
-/// Magnitude of a, sign of b.
+/// Returns the magnitude of a with the sign of b.
 VF_INLINE vf vf_copysign(vf a, vf b)
 {
   return (vf)(((vi)a & 0x7FFFFFFF) | ((vi)b & (int32_t)0x80000000));
@@ -109,7 +109,7 @@ VF_INLINE vi vi_larger_(vi a, vi b)
 #endif
 
 #if !defined(ENG_ISA_plain)
-// Fold the upper half of the lanes onto the lower half until one lane is left.
+// sum8_ and max8_ fold the upper half of the lanes onto the lower half until one lane is left.
 VF_INLINE float sum8_(__m256 a)
 {
   __m128 y = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -129,7 +129,7 @@ VF_INLINE float max8_(__m256 a)
 // ------------------------------------------------------------------ AVX-512
 
 VF_INLINE vm vm_first(int n)               { return (vm)((1u << n) - 1u); }
-/// One bit per lane, lane 0 lowest.
+/// Returns one bit per lane. The bit of lane 0 is the lowest.
 VF_INLINE uint32_t vm_bits(vm a)           { return a; }
 
 VF_INLINE vf vf_load(const float *p)       { return _mm512_loadu_ps(p); }
@@ -141,7 +141,7 @@ VF_INLINE vf vf_fma(vf a, vf b, vf c)      { return _mm512_fmadd_ps(a, b, c); }
 VF_INLINE vf vf_max(vf a, vf b)            { return _mm512_max_ps(a, b); }
 VF_INLINE vf vf_min(vf a, vf b)            { return _mm512_min_ps(a, b); }
 VF_INLINE vf vf_sqrt(vf a)                 { return _mm512_sqrt_ps(a); }
-/// To the nearest integer, ties to even.
+/// Rounds to the nearest integer, ties to even.
 VF_INLINE vf vf_rint(vf a)                 { return _mm512_roundscale_ps(a, 8); }
 VF_INLINE vi vf_to_vi(vf a)                { return (vi)_mm512_cvttps_epi32(a); }   // toward zero
 VF_INLINE vf vi_to_vf(vi a)                { return _mm512_cvtepi32_ps((__m512i)a); }
@@ -154,13 +154,13 @@ VF_INLINE vm vf_eq(vf a, vf b)             { return _mm512_cmp_ps_mask(a, b, _CM
 VF_INLINE vm vf_ne(vf a, vf b)             { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }
 VF_INLINE vm vi_gt(vi a, vi b) { return _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b); }
 VF_INLINE vm vi_eq(vi a, vi b) { return _mm512_cmpeq_epi32_mask((__m512i)a, (__m512i)b); }
-/// a where the mask is set, b elsewhere.
+/// Returns a where the mask is set and b elsewhere.
 VF_INLINE vf vf_select(vm m, vf a, vf b)   { return _mm512_mask_blend_ps(m, b, a); }
 VF_INLINE vi vi_select(vm m, vi a, vi b)
 {
   return (vi)_mm512_mask_blend_epi32(m, (__m512i)b, (__m512i)a);
 }
-/// The larger of each pair of lanes.
+/// Returns the larger of each pair of lanes.
 VF_INLINE vi vi_larger_(vi a, vi b) { return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 
 VF_INLINE __m256 low_(vf a)                { return _mm512_castps512_ps256(a); }
@@ -234,7 +234,7 @@ typedef __m128i vf16;
 // Narrows words below 2^16 to 16 bits.
 VF_INLINE vf16 vf16_of_words_(vi a)
 {
-  // lanes 0123 0123 | 4567 4567
+  // `packed` holds lanes 0123 0123 | 4567 4567.
   __m256i packed = _mm256_packus_epi32((__m256i)a, (__m256i)a);
   return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
 }
@@ -405,7 +405,7 @@ VF_INLINE void vf_write(void *data, const int dtype, int64_t at, vf x, int n)
   else vf_store_bf16_n((uint16_t *)data + at, x, n);
 }
 
-/// x with `fill` in the lanes from n on.
+/// Returns x with `fill` in the lanes from n on.
 VF_INLINE vf vf_padded(vf x, int n, vf fill)
 {
   return n == VF_LANES ? x : vf_select(vm_first(n), x, fill);
@@ -438,7 +438,7 @@ VF_INLINE vm vf_isinf(vf a)
     }                                                                                       \
   } while (0)
 
-/// y[0..n) = expression, in which a (and b) stand for the vectors of pa (and pb).
+/// Sets y[0..n) to `expression`, in which a (and in MAP2 also b) stands for a vector of pa (of pb).
 #define MAP1(y, pa, n, expression)                                                          \
   do {                                                                                      \
     float *y_ = (y);                                                                        \
@@ -465,7 +465,7 @@ enum { TILE = 512 };   // floats in a tile buffer: 2 KiB, so that several fit in
 
 VF_INLINE bool dtype_is_fast(int d) { return d == ENG_f32 || d == ENG_f16 || d == ENG_bf16; }
 
-/// Converts n contiguous elements of `src` (fast dtype, or FP8) to floats.
+/// Converts n contiguous elements of `src`, in a fast dtype or FP8, to floats.
 VF_INLINE void floats_from(float *restrict to, const void *restrict src, int dtype, int64_t first,
                            int64_t n)
 {
@@ -479,8 +479,8 @@ VF_INLINE void floats_from(float *restrict to, const void *restrict src, int dty
     fp8_decode(to, (const uint8_t *)src + first, dtype, n);
 }
 
-/// Converts n floats to contiguous elements of `dst` (fast dtype, or FP8: not saturating), rounded
-/// to nearest even.
+/// Converts n floats to contiguous elements of `dst`, in a fast dtype or FP8, rounded to nearest
+/// even. FP8 does not saturate.
 VF_INLINE void floats_to(void *restrict dst, int dtype, int64_t first, const float *restrict from,
                          int64_t n)
 {
@@ -494,8 +494,8 @@ VF_INLINE void floats_to(void *restrict dst, int dtype, int64_t first, const flo
     fp8_encode((uint8_t *)dst + first, dtype, from, n, false, NULL);
 }
 
-/// n contiguous elements of `src` as floats, beginning with element `first`: the source itself when
-/// it is f32, else converted into `buffer` [n].
+/// Returns n contiguous elements of `src` as floats, beginning with element `first`. They are in
+/// the source itself if it is f32, else in `buffer` [n], to which they are converted.
 static inline __attribute__((unused))
 const float *tile_load(float *buffer, const void *src, int dtype, int64_t first, int64_t n)
 {
@@ -504,7 +504,8 @@ const float *tile_load(float *buffer, const void *src, int dtype, int64_t first,
   return buffer;
 }
 
-/// tile_load for elements `stride` apart; `first` is in elements.
+/// Does the work of tile_load for elements that are `stride` apart. `first` and `stride` are in
+/// elements.
 static inline __attribute__((unused)) const float *tile_gather(float *buffer, const void *src,
                                                                int dtype, int64_t first,
                                                                int64_t stride, int n)
@@ -531,8 +532,8 @@ static inline __attribute__((unused)) const float *tile_gather(float *buffer, co
   return buffer;
 }
 
-/// The memory in which to compute the elements of `dst` from `first` on: `dst` itself when it is
-/// f32, else `buffer`, which tile_store then rounds into `dst`.
+/// Returns the memory in which to compute the elements of `dst` from `first` on: `dst` itself if it
+/// is f32, else `buffer`, which tile_store then rounds into `dst`.
 static inline __attribute__((unused))
 float *tile_target(float *buffer, void *dst, int dtype, int64_t first)
 {

@@ -13,7 +13,8 @@ VF_INLINE vi vi_least_(vi a, int32_t b)
 }
 
 /// Finishes codes: restores signs, sets the code of NaN, and replaces codes past the largest number
-/// by that of the largest number or, without `saturate`, by that of NaN (e4m3) or Inf (e5m2).
+/// by the code of the largest number or, without `saturate`, by the code of NaN (e4m3) or Inf
+/// (e5m2).
 VF_INLINE vi vf_fp8_finish_(vi code, vi bits, vi magnitude, const int fraction, const bool saturate)
 {
   code = vi_least_(code, fraction == 3 ? (saturate ? 0x7E : 0x7F) : (saturate ? 0x7B : 0x7C));
@@ -21,7 +22,7 @@ VF_INLINE vi vf_fp8_finish_(vi code, vi bits, vi magnitude, const int fraction, 
   return vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7F), code);
 }
 
-/// a - b if that is positive, else 0. The low 16 bits of a and b must be 0.
+/// Returns a - b if that is positive, else 0. The low 16 bits of a and b must be 0.
 VF_INLINE vi vi_above_(vi a, int32_t b)
 {
 #if defined(ENG_ISA_avx512)
@@ -33,11 +34,11 @@ VF_INLINE vi vi_above_(vi a, int32_t b)
 #endif
 }
 
-/// The codes of magnitudes that do not round past the format's largest number, in the low bits of
-/// the lanes; the higher bits are undefined. `fraction` is 6 for e5m6. Let 2^e be the largest power
-/// of two not above the magnitude or, for subnormals, the smallest normal number. Adding
-/// 2^(e + drop) rounds to the format's step, to nearest even, and leaves the significand in the
-/// last bits of the sum.
+/// Returns the codes of magnitudes that do not round past the format's largest number, in the low
+/// bits of the lanes. The higher bits are undefined. `fraction` is 6 for e5m6. Let 2^e be the
+/// largest power of two not above the magnitude or, if the magnitude is subnormal in the format,
+/// the smallest normal number. Adding 2^(e + drop) rounds to the format's step, to nearest even,
+/// and leaves the significand in the last bits of the sum.
 VF_INLINE vi vf_fp8_magnitude_(vi magnitude, const int fraction)
 {
   const int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction, least = (128 - bias) << 23;
@@ -53,8 +54,8 @@ VF_INLINE vi vf_fp8_code_(vi bits, vi magnitude, const int fraction)
 
 VF_INLINE vi vf_to_fp8(vf x, const int fraction, const bool saturate)
 {
-  // The magnitude that replaces all larger ones: the format's largest number, or the next number on
-  // its grid, whose code is e4m3's NaN or e5m2's Inf.
+  // The magnitude that replaces all larger magnitudes. With `saturate`, it is the format's largest
+  // number, else the next number on the format's grid, whose code is e4m3's NaN or e5m2's Inf.
   const float bound =
     fraction == 3 ? (saturate ? 448.0f : 480.0f) : (saturate ? 57344.0f : 65536.0f);
   vi bits = (vi)x, magnitude = vi_and(bits, vi_set1(0x7FFFFFFF));
@@ -62,18 +63,18 @@ VF_INLINE vi vf_to_fp8(vf x, const int fraction, const bool saturate)
   return vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7F), code);
 }
 
-/// vf_to_fp8 for numbers that are known to round to within the format's range.
+/// Does the work of vf_to_fp8 for numbers that are known to round to within the format's range.
 VF_INLINE vi vf_to_fp8_within(vf x, const int fraction)
 {
   return vf_fp8_code_((vi)x, vi_and((vi)x, vi_set1(0x7FFFFFFF)), fraction);
 }
-/// Whether a magnitude rounds to within the format's range; false for NaN.
+/// Returns whether a magnitude rounds to within the format's range. Returns false for NaN.
 VF_INLINE bool fp8_is_within(float magnitude, const int fraction)
 {
   return fraction == 3 ? magnitude <= 464.0f : magnitude < 61440.0f;
 }
 
-/// Codes of e5m6, saturating.
+/// Returns the codes of numbers in e5m6, saturating.
 VF_INLINE vi vf_to_e5m6(vf x)
 {
   vi bits = (vi)x, magnitude = vi_and(bits, vi_set1(0x7FFFFFFF));
@@ -82,7 +83,7 @@ VF_INLINE vi vf_to_e5m6(vf x)
   return vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7E0), code);
 }
 
-/// Stochastic rounding; takes one random word per lane.
+/// Rounds stochastically, with one random word per lane.
 VF_INLINE vi vf_to_fp8_random(vf x, vi random, const int fraction, const bool saturate)
 {
   const int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction;
@@ -110,8 +111,8 @@ VF_INLINE __m128i vf_bytes_n_(const uint8_t *p, int n)
 {
   return _mm_maskz_loadu_epi8(vm_first(n), p);
 }
-// The magnitude bits of e4m3, shifted left by 7, are those of an f16 256 times smaller, subnormals
-// included.
+// The magnitude bits of an e4m3 number, shifted left by 7, are the magnitude bits of an f16 number
+// that is 256 times smaller. This holds for subnormals, too.
 VF_INLINE vf vf_of_e4m3_(__m128i bytes)
 {
   __m256i wide = _mm256_cvtepu8_epi16(bytes),
@@ -132,7 +133,7 @@ VF_INLINE vf vf_of_e5m2_(__m128i bytes)
 VF_INLINE __m128i vf_narrow_bytes_(vi code)
 {
   code = vi_and(code, vi_set1(0xFF));
-  // lanes 0123 0123 | 4567 4567
+  // `packed` holds lanes 0123 0123 | 4567 4567.
   __m256i packed = _mm256_packus_epi32((__m256i)code, (__m256i)code);
   __m128i halves = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
   return _mm_packus_epi16(halves, halves);
@@ -217,8 +218,9 @@ VF_INLINE void vf_store_fp8_within(uint8_t *p, vf x, const int fraction)
 }
 
 #if defined(ENG_ISA_avx512)
-// These functions convert 32 bf16 numbers at a time. The even and the odd ones become two vectors
-// of floats; the signs are restored in the finished codes.
+// These functions convert 32 bf16 numbers at a time. The numbers at even positions become one
+// vector of floats, and the numbers at odd positions become another. The signs are restored in the
+// finished codes.
 VF_INLINE vf vf_even_bf16_(__m512i w) { return (vf)_mm512_slli_epi32(w, 16); }
 VF_INLINE vf vf_odd_bf16_(__m512i w)
 {
@@ -229,7 +231,7 @@ VF_INLINE __m512i vf_pair_codes_(vf even, vf odd, __m512i w, const int fraction)
   __m512i high = _mm512_slli_epi32((__m512i)vf_fp8_magnitude_((vi)odd, fraction), 16);
   __m512i code =
     _mm512_mask_blend_epi16(0xAAAAAAAAu, (__m512i)vf_fp8_magnitude_((vi)even, fraction), high);
-  // Bit by bit: the code where the mask 0x7F is set, else the sign.
+  // Takes each bit from the code where the mask 0x7F is set, and from w (the sign) elsewhere.
   return _mm512_ternarylogic_epi32(_mm512_srli_epi16(w, 8), code, _mm512_set1_epi16(0x7F), 0xD8);
 }
 
@@ -237,7 +239,7 @@ VF_INLINE __m512i vf_pair_codes_(vf even, vf odd, __m512i w, const int fraction)
 VF_INLINE void vf_store_fp8_of_bf16_(uint8_t *p, const uint16_t *x, const int fraction)
 {
   __m512i w = _mm512_loadu_si512(x), magnitude = _mm512_and_si512(w, _mm512_set1_epi16(0x7FFF));
-  // 480 and 65536, the bounds of vf_to_fp8
+  // 480 and 65536 as bf16, the bounds of vf_to_fp8
   __m512i bounded = _mm512_min_epu16(magnitude, _mm512_set1_epi16(fraction == 3 ? 0x43F0 : 0x4780));
   __m512i code = vf_pair_codes_(vf_even_bf16_(bounded), vf_odd_bf16_(bounded), w, fraction);
   code = _mm512_mask_mov_epi16(code, _mm512_cmpgt_epu16_mask(magnitude, _mm512_set1_epi16(0x7F80)),
@@ -317,7 +319,8 @@ VF_INLINE void fp8_encode_typed_(uint8_t *restrict to, const float *restrict fro
     vf_store_fp8_n(to + i, vf_load_n(from + i, (int)(n - i)), fraction, saturate, (int)(n - i));
 }
 
-/// Converts n floats to codes. `random`: one word per float for stochastic rounding, else NULL.
+/// Converts n floats to codes. `random` holds one word per float for stochastic rounding; NULL
+/// means rounding to nearest even.
 static inline __attribute__((unused)) void fp8_encode(uint8_t *restrict to, int dtype,
                                                       const float *restrict from, int64_t n,
                                                       bool saturate, const uint32_t *random)

@@ -31,7 +31,8 @@ VF_INLINE vh vh_larger(vh a, vh b)
   return (m & a) | (~m & b);
 #endif
 }
-/// The larger number of each two neighbours in a, then of those in b.
+/// Returns the larger of each two adjacent numbers in a, then the larger of each two adjacent
+/// numbers in b.
 VF_INLINE vh vh_larger_neighbours(vh a, vh b)
 {
   vi x = (vi)vh_larger(a, (vh)vi_shr((vi)a, 16)), y = (vi)vh_larger(b, (vh)vi_shr((vi)b, 16));
@@ -74,12 +75,13 @@ VF_INLINE void vh_put_bytes(uint8_t *p, vh code)
 #endif
 }
 
-/// a in the lower half of the lanes, b in the upper half.
+/// Returns a in the lower half of the lanes and b in the upper half.
 VF_INLINE vf vf_set2(float a, float b)
 {
   return vf_select(vm_first(VF_LANES / 2), vf_set1(a), vf_set1(b));
 }
-/// Splits 2 * VF_LANES floats into those at even and those at odd positions.
+/// Splits 2 * VF_LANES floats: to[0] gets the floats at even positions, to[1] the floats at odd
+/// positions.
 VF_INLINE void vf_deinterleave(vf to[2], const float *p)
 {
   vf a = vf_load(p), b = vf_load(p + VF_LANES);

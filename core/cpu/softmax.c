@@ -2,10 +2,10 @@
 // cpu.c, called through the backend table; owns nothing.
 //
 // The largest element of a row is subtracted first, so that exp of a finite element does not
-// overflow. As in PyTorch, a row with NaN or +inf yields NaN, and so does a row of -inf only.
-// logsumexp gives +inf for a row with +inf and no NaN, and -inf for a row of -inf only. In softmax,
+// overflow. As in PyTorch, a row with NaN or +inf yields NaN, and so does a row of only -inf.
+// logsumexp gives +inf for a row with +inf and no NaN, and -inf for a row of only -inf. In softmax,
 // a row of up to SHORT elements takes one exp per element and one read of memory. A longer row
-// takes two of each; its second read comes from the caches.
+// takes two exps per element and two reads, and its second read comes from the caches.
 #include "simd.h"
 #include "rows.h"
 
@@ -13,9 +13,9 @@ enum { SHORT = 4096 };   // floats, 16 KiB of stack
 
 // ------------------------------------------------------------------ softmax
 
-/// y = exp(x - max) * second or, for the logarithm, (x - max) - second, for a row. `second` is
-/// 1 / sum or, for the logarithm, log(sum). The logarithm subtracts twice, because max may be large
-/// and log(sum) small.
+/// Computes a row of y = exp(x - max) * second or, for the logarithm, y = (x - max) - second.
+/// `second` is 1 / sum or, for the logarithm, log(sum). The logarithm subtracts twice, because max
+/// may be large and log(sum) small.
 static void map_row(const tensor *x, const tensor *y, int64_t first, int64_t n, float max,
                     float second, bool logarithm)
 {
@@ -96,8 +96,8 @@ static double tile_dot(const float *a, const float *b, int n)
   return vf_sum(vf_add(p, q));
 }
 
-/// dx = y * (dy - sum) with sum = sum(y * dy) or, for the logarithm, dx = dy - exp(y) * sum with
-/// sum = sum(dy).
+/// Computes dx = y * (dy - sum) with sum = sum(y * dy) or, for the logarithm, dx = dy - exp(y) *
+/// sum with sum = sum(dy).
 static void grad_tile(const float *y, const float *dy, double sum, bool logarithm, void *dx,
                       int dtype, int64_t first, int n)
 {

@@ -1,16 +1,16 @@
 // Shares a kernel's work among threads. Small work runs on the calling thread, outside any parallel
-// region. Opening a region costs some 300 ns even when its `if` clause is false: half the time of a
-// small operation. Included by kernel files. Owns nothing.
+// region. Opening a region costs some 300 ns even if its `if` clause is false, which is half the
+// time of a small operation. Included by kernel files. Owns nothing.
 #pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
 
-/// One piece of the work. No two pieces write the same results.
+/// Does one piece of the work, piece `index`. No two pieces write the same results.
 typedef void task_body(const void *context, int64_t index);
 
-/// Runs body(context, k) for k in 0 .. tasks - 1. With `together`, all threads share the work, each
-/// taking a consecutive range of k.
+/// Runs body(context, k) for k from 0 to tasks - 1. With `together`, all threads share the work,
+/// and each takes a consecutive range of k.
 static inline __attribute__((unused)) void run_tasks(int64_t tasks, bool together, task_body *body,
                                                      const void *context)
 {

@@ -1,12 +1,13 @@
-// Elementwise functions of one input, their derivatives, and swiglu. Any strides; f64 and integers
-// go to the reference kernels. Accuracy and edge cases of the functions: vmath.h. Called through
-// backend.kernel[]; owns nothing.
+// Elementwise functions of one input, their derivatives, and swiglu. They take any strides. f64 and
+// integers go to the reference kernels. vmath.h gives the accuracy and the edge cases of the
+// functions. Called through backend.kernel[]; owns nothing.
 //
-//   relu        keeps NaN; its gradient is 0 for x <= 0, even if dy is not finite, and dy at NaN
-//   gelu, silu  as the formula says: NaN at -inf (-inf * 0), as in PyTorch; the slopes at infinite
-//               x are the limits 0 and 1
-//   hardswish   NaN at -inf; as in PyTorch, the gradient is 0 at -3 and below, and dy itself at 3
-//               and above and at NaN. x * (relu6(x + 3) / 6) cannot overflow; PyTorch's
+//   relu        keeps NaN; its gradient is 0 if x <= 0, even if dy is not finite, and dy if x is
+//               NaN
+//   gelu, silu  NaN at -inf, where the formula gives -inf * 0, as in PyTorch; the slope is 0 at
+//               -inf and 1 at +inf, which are its limits
+//   hardswish   NaN at -inf; as in PyTorch, the gradient is 0 if x <= -3, and dy itself if x >= 3
+//               or x is NaN. x * (relu6(x + 3) / 6) cannot overflow; PyTorch's
 //               (x * relu6(x + 3)) / 6 can
 #include "operand.h"
 #include "simd.h"
@@ -53,7 +54,7 @@ static void unary_tile(const tile *t)
   }
 }
 
-// y = slope * dy. Inside MAP2, a is x and b is dy.
+// Computes y = slope * dy. Inside MAP2, a is x and b is dy.
 static void slope_tile(const tile *t)
 {
   float *y = t->y;

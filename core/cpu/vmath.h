@@ -10,16 +10,17 @@
 // error of its argument; there, 0.5 (1 + tanh) in f32 would have no correct digit at all. The
 // derivatives of silu, gelu and gelu_tanh cross zero; their absolute error is at most 2e-7.
 //
-// Included by simd.h at its end; not to be included alone. Owns nothing.
+// simd.h includes this file at its end; do not include it alone. Owns nothing.
 #pragma once
 
 #define VF_C(x) vf_set1(x)
 
-/// exp(hi + lo) for |lo| far below 1, so that the argument has more than 24 bits of precision.
+/// Returns exp(hi + lo) for |lo| far below 1. Two parts give the argument more than 24 bits of
+/// precision.
 VF_INLINE vf vf_exp_split(vf hi, vf lo)
 {
   vm gone = vf_lt(hi, VF_C(-104.0f));
-  hi = vf_min(VF_C(89.0f), vf_max(VF_C(-106.0f), hi));       // beyond the bounds: infinity, zero
+  hi = vf_min(VF_C(89.0f), vf_max(VF_C(-106.0f), hi));       // infinity or 0 beyond the bounds
   vf n = vf_rint(vf_mul(hi, VF_C(1.44269504f)));
   // ln 2 in two parts. The first has 9 bits, so that n times it is exact even without fma.
   vf r = vf_fma(n, VF_C(-0.693359375f), hi);
@@ -30,7 +31,8 @@ VF_INLINE vf vf_exp_split(vf hi, vf lo)
   q = vf_fma(q, r, VF_C(0.1666649686f));
   q = vf_fma(q, r, VF_C(0.4999999179f));
   vf p = vf_add(vf_fma(vf_mul(r, r), q, r), VF_C(1.0f));
-  // Set to 0 before the last step, because a result that underflows there costs 30 times as much.
+  // p becomes 0 before the last step, because a result that underflows there costs 30 times as
+  // much.
   p = vf_select(gone, vf_zero(), p);
 #if defined(ENG_ISA_avx512)
   return _mm512_scalef_ps(p, n);
@@ -45,9 +47,9 @@ VF_INLINE vf vf_exp_split(vf hi, vf lo)
 
 VF_INLINE vf vf_exp(vf x) { return vf_exp_split(x, vf_zero()); }
 
-/// exp(x) for x that is not far above 0 and never +inf: a negated magnitude, or a difference to a
-/// maximum or to a log sum. For such x it is cheaper than vf_exp, as accurate, and underflows as
-/// gradually.
+/// Returns exp(x) for an x that is not far above 0 and never +inf, such as a negated magnitude, or
+/// a difference to a maximum or to a log sum. For such x, this function is cheaper than vf_exp, as
+/// accurate, and underflows as gradually.
 VF_INLINE vf vf_exp_low(vf x)
 {
 #if defined(ENG_ISA_avx512)
@@ -67,7 +69,7 @@ VF_INLINE vf vf_exp_low(vf x)
 #endif
 }
 
-/// log: -inf at 0, NaN for negative x.
+/// Returns log(x), which is -inf at 0 and NaN for negative x.
 VF_INLINE vf vf_log(vf x)
 {
   vm tiny = vf_lt(x, VF_C(1.17549435e-38f));
@@ -95,7 +97,7 @@ VF_INLINE vf vf_log(vf x)
   return vf_select(vf_ge(x, vf_zero()), y, vf_select(vf_lt(x, vf_zero()), VF_C(NAN), x));
 }
 
-/// log(1 + z) for 0 <= z <= 1.
+/// Returns log(1 + z) for 0 <= z <= 1.
 VF_INLINE vf vf_log1p_unit(vf z)
 {
   vf u = vf_add(z, VF_C(1.0f));
@@ -122,15 +124,15 @@ VF_INLINE vf vf_sigmoid(vf x)
   return vf_div(vf_select(vf_ge(x, vf_zero()), VF_C(1.0f), z), vf_add(z, VF_C(1.0f)));
 }
 
-/// exp(-a^2 / 2) for 0 <= a <= 15. a^2 is computed to twice the precision, because exp magnifies
-/// its error.
+/// Returns exp(-a^2 / 2) for 0 <= a <= 15. a^2 is computed to twice the precision of f32, because
+/// exp magnifies the error of a^2.
 VF_INLINE vf vf_bell_(vf a)
 {
   vf square = vf_mul(a, a);
 #if defined(ENG_ISA_avx512) || defined(ENG_ISA_avx2)
   vf rest = vf_fma(a, a, vf_neg(square));
 #else
-  // 12 significant bits: the square of `top` is exact.
+  // `top` has 12 significant bits, so its square is exact.
   vf top = vf_from_bits(vi_and(vf_bits(a), vi_set1((int32_t)0xFFFFF000)));
   square = vf_mul(top, top);
   vf rest = vf_mul(vf_sub(a, top), vf_add(a, top));
@@ -138,7 +140,7 @@ VF_INLINE vf vf_bell_(vf a)
   return vf_exp_split(vf_mul(square, VF_C(-0.5f)), vf_mul(rest, VF_C(-0.5f)));
 }
 
-/// exp(a^2 / 2) times the normal distribution's tail beyond a, 0 <= a <= 15.
+/// Returns exp(a^2 / 2) times the normal distribution's tail beyond a, for 0 <= a <= 15.
 VF_INLINE vf vf_tail_factor_(vf a)
 {
   vf t = vf_div(vf_sub(a, VF_C(3.0f)), vf_add(a, VF_C(3.0f)));
@@ -154,8 +156,8 @@ VF_INLINE vf vf_tail_factor_(vf a)
   return vf_fma(q, t, VF_C(0.1215139475f));
 }
 
-/// The normal distribution function at x and, through `bell`, exp(-x^2 / 2). It keeps its relative
-/// accuracy in the lower tail, unlike 0.5 (1 + erf).
+/// Returns the normal distribution function at x, and sets *bell to exp(-x^2 / 2). The function
+/// keeps its relative accuracy in the lower tail, unlike 0.5 (1 + erf).
 VF_INLINE vf vf_normal_cdf(vf x, vf *bell)
 {
   vf a = vf_min(VF_C(15.0f), vf_abs(x));
@@ -166,8 +168,9 @@ VF_INLINE vf vf_normal_cdf(vf x, vf *bell)
 
 // ----------------------------------------------------------- activations and their derivatives
 
-// A gated activation is x times its gate: NaN at -inf (-inf * 0), as in PyTorch. Its derivative is
-// constant beyond a bound, so x is clamped to the bound; infinite x then yields the limits 0 and 1.
+// A gated activation is x times its gate, so it is NaN at -inf (-inf * 0), as in PyTorch. Its
+// derivative is constant beyond a bound, so x is clamped to the bound. At -inf and +inf, the
+// derivative is then 0 and 1, its limits.
 
 VF_INLINE vf vf_gelu(vf x)
 {
@@ -192,7 +195,7 @@ VF_INLINE vf vf_gelu_tanh(vf x)
 
 VF_INLINE vf vf_gelu_tanh_derivative(vf x)
 {
-  x = vf_min(VF_C(15.0f), vf_max(VF_C(-15.0f), x));  // constant slope beyond; x^3 stays finite
+  x = vf_min(VF_C(15.0f), vf_max(VF_C(-15.0f), x));  // slope is constant beyond; x^3 is finite
   vf square = vf_mul(x, x);
   vf v = vf_mul(x, vf_fma(square, VF_C(0.0713548163f), VF_C(1.59576912f)));
   vf slope = vf_fma(square, VF_C(0.214064449f), VF_C(1.59576912f));
@@ -220,7 +223,7 @@ VF_INLINE vf vf_sigmoid_derivative(vf x)
   return vf_mul(vf_mul(z, r), r);
 }
 
-/// 1 - tanh^2 without cancellation: 4 z / (1 + z)^2 with z = exp(-2|x|).
+/// Returns 1 - tanh^2 without cancellation: 4 z / (1 + z)^2 with z = exp(-2|x|).
 VF_INLINE vf vf_tanh_derivative(vf x)
 {
   vf a = vf_abs(x), z = vf_exp_low(vf_neg(vf_add(a, a))),
@@ -228,7 +231,7 @@ VF_INLINE vf vf_tanh_derivative(vf x)
   return vf_mul(vf_mul(z, r), r);
 }
 
-/// log(1 + exp(x))
+/// Returns log(1 + exp(x)).
 VF_INLINE vf vf_softplus(vf x)
 {
   return vf_add(vf_max(vf_zero(), x), vf_log1p_unit(vf_exp_low(vf_neg(vf_abs(x)))));

@@ -1,5 +1,5 @@
-// The arithmetic of gradient messages between ranks, in host memory: search for inf and nan, sums
-// over ranks, e4m3 encoding. device/wire.h declares the functions. Owns nothing.
+// The arithmetic of gradient messages between ranks, in host memory: a search for inf and nan, sums
+// over ranks, and e4m3 encoding. device/wire.h declares the functions. Owns nothing.
 #include "device/wire.h"
 
 #include "base/fp8_scale.h"
@@ -8,7 +8,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-enum { PIECE = 1024, LEVELS = 24 };        // elements summed at a time; for fewer than 2^24 ranks
+enum { PIECE = 1024, LEVELS = 24 };   // elements summed at a time; enough for fewer than 2^24 ranks
 
 int wire_flags(const void *x, int dtype, int64_t n)
 {
