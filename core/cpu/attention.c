@@ -111,8 +111,8 @@ static void pack_turned(float *to, const sizes *s, slice x, int64_t times)
                   x.first + t * x.row, x.column, x.row, s->width, least(times - t, GEMM_NR));
 }
 
-// Packs time steps [first, first+n) of a slice [times x width] as panels of `span` columns of the
-// width. `first` is even.
+// Packs time steps [first, first+n) of a slice [times x width] as panels, each of `span` columns.
+// `first` is even.
 static void pack_part(float *to, const sizes *s, slice x, int64_t times, int64_t first, int64_t n)
 {
   to += steps_of(s->pairs, first) * GEMM_NR;
@@ -137,7 +137,7 @@ static void pack_rows(float *to, const sizes *s, slice x, int64_t t0, int64_t ro
     vf_store(to + i, vf_mul(vf_load(to + i), vf_set1(factor)));
 }
 
-// Packs the output of pack_rows as panels.
+// Packs the output of pack_rows as panels, each of `span` columns.
 static void panels_of_rows(float *to, const sizes *s, const float *rows, int64_t n)
 {
   for (int64_t d = 0; d < s->padded; d += s->span, to += n * GEMM_NR)
@@ -146,8 +146,8 @@ static void panels_of_rows(float *to, const sizes *s, const float *rows, int64_t
         vf_store(to + i * GEMM_NR + j - d, vf_load(rows + i * s->padded + j));
 }
 
-// Packs queries [t0, t0+n) of x as panels of `span` columns of the width. `rows` holds the same
-// queries as pack_rows copied them.
+// Packs queries [t0, t0+n) of x as panels, each of `span` columns. `rows` holds the copy of the
+// same queries that pack_rows made.
 static void pack_queries(float *to, const sizes *s, slice x, const float *rows, int64_t t0,
                          int64_t n)
 {
@@ -298,8 +298,8 @@ VF_INLINE vf entropy_part(vf e, vf x)
 }
 
 // Replaces n > 0 unscaled scores by exp(scale * score - max), padded with zeros to a whole vector,
-// and returns the sum of these. Stores the lse in *lse. As `which` requests, stores the entropy or
-// the largest scaled score that is not NaN in *extra.
+// and returns the sum of the results. Stores the lse in *lse. As `which` requests, stores the
+// entropy or the largest scaled score that is not NaN in *extra.
 VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, float *extra,
                             const int which)
 {
@@ -464,7 +464,7 @@ static void gradient_row(float *p, float *ds, int64_t n, float scale, float lse)
   vf total = vf_set1(vf_sum(sum));
   FOR_VECTORS(j, n, {
     x = vf_mul(vf_load_n(p + j, lanes), vf_sub(vf_load_n(ds + j, lanes), total));
-    vf_store(ds + j, vf_padded(x, lanes, vf_zero()));   // other lanes may hold 0 * NaN
+    vf_store(ds + j, vf_padded(x, lanes, vf_zero()));   // lanes past n may hold 0 * NaN
   });
 }
 

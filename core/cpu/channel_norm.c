@@ -4,9 +4,9 @@
 //
 // Rows are cut into blocks that stay in the second-level cache; the blocks depend on the shape
 // alone. For each channel, a block yields in f32 the mean, its rounding error and the sum of
-// squared deviations (backward: the sums of dy and of dy * (x - mean)). Blocks and the channels of
-// a group are combined in double, in a fixed order. Where f32 overflows, a group is computed
-// entirely in double.
+// squared deviations. In the backward pass, it yields the sums of dy and of dy * (x - mean). Blocks
+// and the channels of a group are combined in double, in a fixed order. In the forward pass, a
+// group whose f32 sums overflow is computed entirely in double.
 #include "rows.h"
 #include "simd.h"
 #include "tasks.h"

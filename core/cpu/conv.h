@@ -26,6 +26,6 @@ static inline conv_part conv_result(conv_kind kind)
   return kind == CONV_FORWARD ? CONV_Y : kind == CONV_INPUT ? CONV_X : CONV_W;
 }
 
-/// Computes the call through oneDNN. *done is false if oneDNN does not support it. Called from the
-/// main thread. Errors: MEMORY, LIBRARY.
+/// Computes the call through oneDNN. *done is false if oneDNN does not support it. Must be called
+/// from the main thread. Errors: MEMORY, LIBRARY.
 eng_status conv_onednn(bool *done, const conv_call *call);

@@ -14,8 +14,8 @@
 
 enum { SIDE = 32 };   // block of a transposed copy: SIDE x SIDE elements
 
-/// A copy: the shape that source and target share, and their strides. Dimension 0 is the target's
-/// innermost one.
+/// A copy: the shape that source and target share, and their strides. Dimension 0 is the innermost
+/// dimension of the target.
 typedef struct relayout {
   int     ndim, turned;          // turned: see turned_dimension
   int64_t shape[ENG_MAX_DIMS], from[ENG_MAX_DIMS], to[ENG_MAX_DIMS];   // strides in elements
@@ -128,7 +128,7 @@ static void copy_block(const relayout *r, int k, int64_t to, int64_t from, int m
           turn_halves((uint16_t *)target + i * r->to[k] + j, r->to[k],
                       (const uint16_t *)source + j * r->from[0] + i, r->from[0]);
       }
-    for (i = 0; i < m; i++) {   // the elements outside whole squares
+    for (i = 0; i < m; i++) {   // copies the elements outside whole squares
       int done = i < whole_m ? whole_n : 0;
       move(target + (i * r->to[k] + done) * r->target_size, r->to[0],
            source + (i + done * r->from[0]) * r->source_size, r->from[0], n - done, r->source_size);

@@ -1,7 +1,7 @@
-// Arithmetic, comparisons, where, affine, powers, clamp, dropout: element by element, any strides
-// and broadcasting. Memory bandwidth bounds these operations, so each is one pass over tiles that
-// stay in a thread's cache. f64 and integer tensors go to the reference kernels. Called through
-// backend.kernel[]; owns nothing.
+// Arithmetic, comparisons, where, affine, powers, clamp, dropout. They work element by element and
+// take any strides and broadcasting. Memory bandwidth bounds these operations, so each is one pass
+// over tiles that stay in a thread's cache. f64 and integer tensors go to the reference kernels.
+// Called through backend.kernel[]; owns nothing.
 //
 //   maximum, minimum   a NaN on either side gives NaN; of equal values (-0, +0) the first is taken
 //   clamp              NaN stays

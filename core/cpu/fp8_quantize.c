@@ -45,7 +45,7 @@ typedef struct side {
   int64_t  rows, columns;                  // of x
   int64_t  high, wide;                     // rows and columns of a block; never 0
   int64_t  across;                         // blocks in one row of blocks
-  // Floats between the scales of vertically and of horizontally adjacent blocks.
+  // Floats from a block's scale to the scale of the block below it, and of the block to its right.
   int64_t  scale_down, scale_across;
   uint8_t *q;
   float   *scale;
@@ -73,7 +73,7 @@ static void fetch_row(const side *s, int64_t r, int64_t c, int64_t columns)
 
 // ------------------------------------------------------------------ measuring
 
-// top[c] = the larger of top[c] and the magnitude bits of x[c], for c < columns.
+// Sets top[c] to the larger of top[c] and the magnitude bits of x[c], for c < columns.
 static void compare_floats(int32_t *top, const float *x, int64_t columns)
 {
   int64_t c = 0;

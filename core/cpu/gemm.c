@@ -212,7 +212,7 @@ static eng_status matmul_gelu_grad(const op_call *call)
 
 enum {
   SUM_ROWS = 128,               // rows summed at a time; fixes the order of the sum
-  SUM_VECTORS = 4,              // vectors of columns at a time
+  SUM_VECTORS = 4,              // vectors of columns summed at a time
   SUM_COLUMNS = SUM_VECTORS * VF_LANES,
 };
 

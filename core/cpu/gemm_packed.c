@@ -7,8 +7,8 @@
 // widening f16 or transposing a matrix costs one pass over B, not one per use. Each thread computes
 // rectangles of C. It copies its rows of A as f32, unless the micro-kernel can read them in place.
 // Then it runs the micro-kernel, which holds GEMM_MR x GEMM_NR results in registers. Sums stay in
-// f32 until the next piece of k. After the last piece, bias, GELU or the old C is applied, and the
-// results are rounded and stored.
+// f32 from one piece of k to the next. After the last piece, bias, GELU or the old C is applied,
+// and the results are rounded and stored.
 //
 // If the processor multiplies pairs of bf16 at full speed, both operands are bf16 and k is at least
 // GEMM_PAIRS_K, panels and rows of A hold pairs of bf16 instead of f32 (gemm_pairs.h). A product
@@ -26,12 +26,13 @@
 
 enum {
   GEMM_KC = 384,               // the longest piece of k
-  // Every piece of k except the last is a multiple of this, on every instruction set.
+  // Every piece of k except the last is a multiple of this number, which is the same on every
+  // instruction set.
   GEMM_K_UNIT = 16,
   GEMM_MC = 128,               // the most rows of A in a task, before rounding up to GEMM_MR
   GEMM_SERIAL = 1 << 17,       // multiply-adds below which threads cost more than they save
-  // With a smaller k, bf16 is multiplied as f32, not as pairs. The choice depends on k alone, and
-  // so does the order of the sums.
+  // With a smaller k, bf16 is multiplied as f32, not as pairs. The choice depends on k alone, so
+  // the order of the sums does, too.
   GEMM_PAIRS_K = 128,
 };
 

@@ -1,5 +1,5 @@
 // Gradient statistics: one read-only pass over every gradient, at memory bandwidth. Fills
-// backend.gradstats; owns nothing. The reference is in reference_optimizer.c.
+// backend.gradstats; owns nothing. The reference kernel is in reference_optimizer.c.
 //
 // A block (blocks.h) is read in chunks that fit the first-level cache. A common chunk has no inf or
 // nan, and its squares fit f32; one pass finishes it. The integer maximum of the magnitudes' bits
@@ -18,7 +18,7 @@
 
 #include "blocks.h"
 
-// Sizes in elements. CHUNK / 32 stays below 256, so that it fits a byte.
+// Sizes in elements. CHUNK / 32 stays below 256, so that the counts of a lane fit a byte.
 enum { CHUNK = 4096, STRIPE = 512, LANES = 32 };
 enum { HIST_F32 = 33 };              // an f32 with exponent bits e belongs to bin e - 127 + 160
 

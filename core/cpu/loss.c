@@ -9,7 +9,7 @@
 #include "simd.h"
 #include "rows.h"
 
-enum { MSE_BLOCK = 32 * TILE };   // elements a thread sums at a time
+enum { MSE_BLOCK = 32 * TILE };   // elements that a thread sums at a time
 
 // ------------------------------------------------------------------ cross entropy
 

@@ -1,5 +1,5 @@
-// Shared by gemm_onednn.c and conv_onednn.c, which use oneDNN 2.6 to 3.x: its two APIs under one
-// set of names, and the table of built primitives.
+// What gemm_onednn.c and conv_onednn.c share. Both use oneDNN 2.6 to 3.x. This file gives one set
+// of names to the APIs of oneDNN 2 and 3, and declares the table of built primitives.
 #pragma once
 
 #include <oneapi/dnnl/dnnl.h>

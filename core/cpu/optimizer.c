@@ -102,8 +102,8 @@ VF_INLINE void advance(int loop, int extra, const rule *r, vf *p, vf g, vf *m, v
 
   if (loop == LOOP_ADAM) {
     *p = vf_mul(*p, vf_set1(r->keep));
-    // Moves m toward g by gain1 of their distance, computed from whichever of m and g is nearer to
-    // the result, as PyTorch's lerp does.
+    // Moves m toward g by the fraction gain1 of their distance, computed from whichever of m and g
+    // is nearer to the result, as PyTorch's lerp does.
     vf way = vf_sub(g, *m);
     *m = r->gain1 < 0.5f ? vf_add(*m, vf_mul(vf_set1(r->gain1), way))
                          : vf_add(g, vf_mul(vf_set1(r->gain1 - 1.0f), way));

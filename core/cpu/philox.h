@@ -26,7 +26,7 @@ VF_INLINE void multiply_(vu a, uint32_t factor, vu *low, vu *high)
 #endif
 }
 
-// Interleave words of 32 or 64 bits within each 128-bit part.
+// These functions interleave words of 32 or 64 bits within each 128-bit part.
 #if defined(ENG_ISA_avx512)
 VF_INLINE vu low32_(vu a, vu b)  { return (vu)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b); }
 VF_INLINE vu high32_(vu a, vu b) { return (vu)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b); }

@@ -42,7 +42,7 @@ static void add_where(float *restrict sum, const float *restrict x, const int32_
 }
 
 /// Computes channels [c, c + length) of output (n, i, j). In `cell`, a maximum's position in its
-/// window is row * kernel width + column, both from 0 and with padding counted.
+/// window is row * kernel width + column. Rows and columns count from 0 and include the padding.
 static void pool_window(const pooling *p, int64_t n, int64_t i, int64_t j, int64_t c, int length)
 {
   float buffer[TILE] __attribute__((aligned(64))), out[TILE] __attribute__((aligned(64)));

@@ -1,5 +1,5 @@
-// Sum, mean, max and min over any dimensions of any strides, and the gradient of max and min. f64
-// and integers go to the reference kernels. Called through backend.kernel[]; owns nothing.
+// Sum, mean, max and min over any dimensions, with any strides, and the gradient of max and min.
+// f64 and integers go to the reference kernels. Called through backend.kernel[]; owns nothing.
 //
 // A sum is taken in a fixed order: in f32 lanes within a tile (or FLUSH rows), then over the tiles
 // of a piece and over the pieces, both in double. The cut into pieces depends only on the shape,
@@ -21,7 +21,7 @@ typedef enum rule { SUM, MAX, MIN } rule;
 /// reduced.
 typedef struct reduction {
   operand kept, gone;            // both point into the data of x
-  int64_t results, each;         // number of results, number of elements in each result
+  int64_t results, each;         // number of results, and of elements reduced to each
   rule    rule;
   double  divisor;               // of each total: `each` for a mean, else 1
   const tensor *y;

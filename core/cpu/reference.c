@@ -119,8 +119,8 @@ double double_from_int(int64_t value, int target_dtype)
 {
   double nearest = (double)value;
   if (target_dtype == ENG_f64 || (value > -(1ll << 53) && value < (1ll << 53))) return nearest;
-  // Round to odd: truncate toward zero and set the last bit if bits were lost. The later rounding
-  // to a narrower format then does not take a number near a tie for a tie.
+  // Rounds to odd: truncates toward zero and sets the last bit if bits were lost. The later
+  // rounding to a narrower format then does not mistake a number near a tie for a tie.
   uint64_t magnitude = value < 0 ? 0 - (uint64_t)value : (uint64_t)value;
   int drop = 11 - __builtin_clzll(magnitude);
   uint64_t kept = magnitude >> drop;

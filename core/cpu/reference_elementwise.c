@@ -204,7 +204,7 @@ eng_status reference_clamp(const op_call *call)
     double bounded = value < low ? low : value;
     bounded = bounded > high ? high : bounded;
     if (bounded != value && !f64_is_nan(value)) store_at(y, w.at[1], bounded);
-    else element_copy(y, w.at[1], x, w.at[0]);   // keeps every bit, also of 64-bit integers
+    else element_copy(y, w.at[1], x, w.at[0]);   // keeps every bit, even of 64-bit integers
   }
   return ENG_OK;
 }

@@ -2,7 +2,7 @@
 // gradients, top-k, argmax. Elements that are only moved keep every bit. See reference.h.
 //
 // Edge cases: NaN counts as the largest element in topk and argmax, and as the smallest in argmin
-// (a NaN is always found); among equal elements the first one is taken.
+// (a NaN is always found). Among equal elements, the first is taken.
 #include "reference.h"
 
 // ------------------------------------------------------------------ joining
@@ -47,8 +47,8 @@ static eng_status check_indices(const op_call *call, int64_t size)
   return ENG_OK;
 }
 
-// Copies the elements of `small` from `large` or, given `sums` in the shape of `large`, adds them
-// to those sums.
+// Copies the elements of `small` from `large` or, given `sums` in the shape of `large`, adds the
+// elements of `small` to `sums`.
 static void pick(const op_call *call, const tensor *small, const tensor *large, int64_t dimension,
                  double *sums)
 {

@@ -180,7 +180,7 @@ static void quantize_side(const side *s)
         scale = e4m3_to_f32(code);
         factor = nvfp4_factor(code, s->encode);
       } else {
-        // inf: the amax is large enough for the rule `even` to round it to Inf
+        // `inf` tells whether the rule `even` rounds the amax to Inf.
         bool inf = a->rule == ENG_MX_EVEN && amax >= 0x1p128 - ldexp(1, 126 - f.fraction);
         bool number = isfinite(amax) && (finite || !inf);
         int e = 127;

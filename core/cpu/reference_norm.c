@@ -37,7 +37,7 @@ eng_status reference_layer_norm(const op_call *call) { return normalise(call, tr
 eng_status reference_rms_norm(const op_call *call)   { return normalise(call, false); }
 
 // With h = (x - mean) * rstd and g = dy * weight:
-//   dx = rstd * (g - mean(g) - h * mean(g * h)), dweight = sum of dy * h, dbias = sum of dy;
+//   dx = rstd * (g - mean(g) - h * mean(g * h)), dweight = sum of dy * h, dbias = sum of dy.
 // rms_norm has no term mean(g), because it subtracts no mean.
 static eng_status normalise_grad(const op_call *call, bool layer)
 {

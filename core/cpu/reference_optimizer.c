@@ -95,9 +95,9 @@ static float sgd(float w, float g, moments *m, const eng_hyper *h, bool starts)
   return w - (float)h->lr * g;
 }
 
-// m = beta1 m + (1 - beta1) g, computed as a step from m toward g; v = beta2 v + (1 - beta2) g^2;
-// w -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps).
-// Weight decay: Adam adds decay * w to the gradient; AdamW first multiplies w by 1 - lr * decay.
+// Sets m = beta1 m + (1 - beta1) g, computed as a step from m toward g, and v = beta2 v + (1 -
+// beta2) g^2. Then w -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps). For weight
+// decay, Adam adds decay * w to the gradient, and AdamW first multiplies w by 1 - lr * decay.
 static float adam(float w, float g, moments *m, const eng_hyper *h, int64_t t, bool decoupled,
                   float spike)
 {

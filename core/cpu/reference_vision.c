@@ -211,7 +211,7 @@ static eng_status norm(const op_call *call, bool batch)
 }
 
 // With h = (x - mean) * rstd and g = dy * weight:
-//   dx = rstd * (g - mean(g) - h * mean(g * h)), dweight = sum of dy * h, dbias = sum of dy;
+//   dx = rstd * (g - mean(g) - h * mean(g * h)), dweight = sum of dy * h, dbias = sum of dy.
 // If mean and variance do not depend on x, dx = rstd * g.
 static eng_status norm_grad(const op_call *call, bool batch)
 {

@@ -11,7 +11,7 @@
 //   vf_min(a, b), vf_max(a, b)   give b where either is NaN, and where both are zero; to keep the
 //                                NaN of a value, pass the value as b
 //   vf_fma(a, b, c)              a*b + c; rounded once on avx2 and avx512, twice in the plain build
-//                                (which is therefore not bit-equal to the others)
+//                                (which is therefore not bit-equal to the other builds)
 //   comparisons                  false where either side is NaN, except vf_ne, which is true there
 //   *_n(pointer, n)              touches the first n lanes only, 0 <= n <= VF_LANES; a load fills
 //                                the other lanes with 0; n = VF_LANES costs no more than a plain

@@ -22,7 +22,8 @@ VF_INLINE vf vf_exp_split(vf hi, vf lo)
   vm gone = vf_lt(hi, VF_C(-104.0f));
   hi = vf_min(VF_C(89.0f), vf_max(VF_C(-106.0f), hi));       // infinity or 0 beyond the bounds
   vf n = vf_rint(vf_mul(hi, VF_C(1.44269504f)));
-  // ln 2 in two parts. The first has 9 bits, so that n times it is exact even without fma.
+  // Subtracts n ln 2 in two parts. The first part of ln 2 has 9 bits, so its product with n is
+  // exact even without fma.
   vf r = vf_fma(n, VF_C(-0.693359375f), hi);
   r = vf_add(vf_fma(n, VF_C(2.12194440e-4f), r), lo);
   vf q = VF_C(0.001380887215f);
@@ -37,7 +38,8 @@ VF_INLINE vf vf_exp_split(vf hi, vf lo)
 #if defined(ENG_ISA_avx512)
   return _mm512_scalef_ps(p, n);
 #else
-  // 2^n in two factors, each a normal number; only the second product can round (to a subnormal).
+  // Multiplies by 2^n in two factors that are normal numbers. Only the second product can round (to
+  // a subnormal).
   vi k = vf_to_vi(n), half = vi_sar(k, 1);
   vf first = vf_from_bits(vi_shl(vi_add(half, vi_set1(127)), 23));
   vf second = vf_from_bits(vi_shl(vi_add(vi_sub(k, half), vi_set1(127)), 23));
@@ -55,7 +57,7 @@ VF_INLINE vf vf_exp_low(vf x)
 #if defined(ENG_ISA_avx512)
   vm gone = vf_lt(x, VF_C(-104.0f));
   x = vf_max(VF_C(-106.0f), x);
-  // Adding 1.5 * 2^23 leaves no bits for a fraction: it rounds x / ln 2 to the nearest integer.
+  // Adding 1.5 * 2^23 leaves no bits for a fraction, so it rounds x / ln 2 to the nearest integer.
   vf n = vf_sub(vf_fma(x, VF_C(1.44269504f), VF_C(12582912.0f)), VF_C(12582912.0f));
   vf r = vf_fma(n, VF_C(2.12194440e-4f), vf_fma(n, VF_C(-0.693359375f), x));
   vf p = vf_fma(VF_C(0.001380887215f), r, VF_C(0.008371494614f));   // coefficients of vf_exp
