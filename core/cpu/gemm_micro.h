@@ -143,8 +143,8 @@ STEP_READER(read_f16, ENG_f16)
 STEP_READER(read_bf16, ENG_bf16)
 
 // Adds A B over `deep` steps of k to sums [rows x VF_LANES]. column[i] is the address of column i
-// of B, and the steps begin `at` bytes after it. Prefetches the memory `ahead` bytes after the
-// steps.
+// of B, and the steps begin `at` bytes after it. Prefetches the memory `ahead` bytes after their
+// beginning.
 VF_INLINE void thin_square(step_reader *read, micro_product *product, int64_t left, int deep,
                            const float *a, int64_t a_row, int64_t a_step, int64_t rows,
                            const char *const *column, int64_t at, int64_t ahead, float *sums)
