@@ -2,8 +2,9 @@
 // order of sums.
 //
 // Small reductions use recursive doubling: log2(n) exchanges, after each of which both partners
-// hold the same sum. Large ones take two exchanges: every rank receives one piece from all others
-// and sums it, then sends that sum to the others. Both methods add in the same order.
+// hold the same sum. Large reductions take two exchanges. In the first, every rank receives its
+// piece from all other ranks and sums it. In the second, it sends this sum to all other ranks. Both
+// methods add in the same order.
 // Owns groups; reaches other ranks only through a group's transport and comm_wait.c.
 #include "comm.h"
 
@@ -24,8 +25,8 @@ enum { SMALL = 1 << 15,              // up to this many bytes, a reduction uses 
 int eng_comm_rank(const eng_comm *comm) { return comm->rank; }
 int eng_comm_size(const eng_comm *comm) { return comm->size; }
 
-/// Makes a group for a transport without groups: a list of the world numbers of the ranks in
-/// `parent` that gave the same color, ordered by key and rank.
+/// Makes a group if the transport has no groups: the list of the world numbers of those ranks in
+/// `parent` that passed the same color, ordered by key and rank.
 static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, int key)
 {
   typedef struct wish { int32_t color, key; } wish;
@@ -39,7 +40,7 @@ static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, 
   part->size = 0;
   for (int r = 0; status == ENG_OK && r < parent->size; r++) {
     if (all[r].color != color) continue;
-    int place = 0;                                // index of rank r in its part
+    int place = 0;                                // index of rank r in the new group
     for (int q = 0; q < parent->size; q++)
       if (all[q].color == color && (all[q].key < all[r].key || (all[q].key == all[r].key && q < r)))
         place++;
@@ -132,8 +133,8 @@ static eng_status check_type(int dtype, int op)
                      "expected 0 (sum) or 1 (maximum)", op);
 }
 
-/// out[i] = the reduction of in[k][i] over k, in the order of comm.h. `out` may be one of the
-/// inputs.
+/// Writes to out[i] the reduction of in[k][i] over k, in the order that comm.h defines. `out` may
+/// be one of the inputs.
 static void combine_all(void *out, const void *const *in, int n, int64_t count, int dtype, int op)
 {
   int size = eng_dtype_size(dtype), p = largest_power(n);
@@ -141,7 +142,8 @@ static void combine_all(void *out, const void *const *in, int n, int64_t count, 
   for (int64_t from = 0; from < count; from += PIECE) {
     int64_t m = count - from < PIECE ? count - from : PIECE, at = from * size;
     int level[LEVELS], depth = 0;
-    // like a binary counter: two partial sums are added when they cover equally many ranks
+    // Works like a binary counter: adds the last two partial sums when they cover equally many
+    // ranks.
     for (int k = 0; k < p; k++) {
       const char *low = (const char *)in[k] + at;
       if (k + p < n) combine(room[depth], low, (const char *)in[k + p] + at, m, dtype, op);
@@ -163,8 +165,8 @@ typedef struct reduction {
   char     *data;
   int64_t   count;
   int32_t   dtype, op;
-  int32_t   n_sums;           // f64: sums of the first n_sums values, maxima of the rest; -1: all
-                              // values are reduced by `op`
+  int32_t   n_sums;           // -1: `op` reduces all values. 0 or more: `data` is f64; the first
+                              // n_sums values are summed, and of the rest the maxima are taken
   const char *what;
 } reduction;
 
@@ -180,9 +182,10 @@ static void combine_own(const reduction *r, const void *low, const void *high)
           ENG_MAX);
 }
 
-/// Recursive doubling among the first p ranks, where p is the largest power of two. Each remaining
-/// rank first sends its data to one of these p ranks, which adds it to its own and sends the result
-/// back at the end. `room` is for incoming data.
+/// Recursive doubling among the first p ranks, where p is the largest power of two that is at most
+/// the number of ranks. Each remaining rank first sends its data to one of the p ranks, which
+/// combines the data with its own, and sends the result back at the end. `room` holds incoming
+/// data.
 static eng_status reduce_small(const reduction *r, char *room, int tag)
 {
   eng_comm *c = r->comm;
@@ -296,7 +299,7 @@ eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int roo
     int reach = 1;
     while (reach < n) reach *= 2;
     // `place` is the rank, counted from the root. When a round with distance d begins, the ranks at
-    // places 0 .. d - 1 have the data; each sends it to the rank at its place + d.
+    // places 0 .. d - 1 have the data. Each of them sends it to the rank at its place + d.
     for (int d = 1; d < reach; d *= 2) {
       comm_message m = {(char *)data + at, part, 0, place < d};
       if (place < d ? place + d >= n : place >= 2 * d) continue;

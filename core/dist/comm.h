@@ -6,7 +6,7 @@
 // where possible, else through the host.
 //
 // The order of a sum over ranks 0..n-1: let p be the largest power of two <= n. First x[i + p] is
-// added to x[i] for i < n - p. Then a balanced binary tree adds x[0..p-1], neighbours first:
+// added to x[i] for i < n - p. Then a balanced binary tree adds x[0..p-1], adjacent elements first:
 // ((x0 + x1) + (x2 + x3)) for four ranks.
 //
 // README.md lists the files. Called by Lua through engine.h. Devices (cpu/, ../cuda/) never call
@@ -35,22 +35,22 @@ typedef struct comm_transport {
   /// Starts n messages. Messages between two ranks with the same tag arrive in the order in which
   /// they were started.
   eng_status (*start)(void **exchange, void *group, const comm_message *messages, int n, int tag);
-  /// Whether all messages are done; if so, the exchange has been freed. Never waits.
+  /// Sets *done to whether all messages are done. If they are, frees the exchange. Never waits.
   eng_status (*test)(bool *done, void *exchange);
-  /// Ends an exchange after an error; afterwards nothing can arrive in the memory of that exchange.
-  /// Its sends stay in flight. NULL: messages arrive only during `test`.
+  /// Ends an exchange after an error. Afterwards no message can arrive in the exchange's memory,
+  /// but its sends stay in flight. NULL: not necessary, because messages arrive only during `test`.
   void (*cancel)(void *exchange);
-  /// Whether a message with this tag has arrived that no started receive matches. Never waits.
-  /// NULL: the transport cannot test for unexpected messages.
+  /// Returns whether a message with this tag has arrived and no started receive matches it. Never
+  /// waits. NULL: the transport cannot test for unexpected messages.
   bool (*probe)(void *group, int tag);
-  /// Makes the group of the ranks that give the same color, ordered by key and rank. Every rank of
-  /// the parent calls it. NULL: the transport has no groups; `group` is then the array
+  /// Makes the group of the ranks that pass the same color, ordered by key and rank. Every rank of
+  /// the parent calls this function. NULL: the transport has no groups; `group` is then the array
   /// eng_comm.of_world.
   eng_status (*split)(void **group, int32_t *rank, int32_t *size, void *parent, int color, int key);
   void (*free)(void *group);
   /// Ends every process of the job; does not return.
   void (*abort)(int code);
-  /// The last call, when all ranks have finished.
+  /// The engine's last call to the transport, when all ranks have finished.
   void (*finish)(void);
   const char *(*describe)(void);
 } comm_transport;
@@ -73,7 +73,7 @@ struct eng_comm {
   int32_t *of_world;  // [size] the ranks' world numbers; NULL: the group is the world
 };
 
-/// The world number of a group's rank.
+/// Returns the world number of a group's rank.
 static inline int comm_of_world(const eng_comm *comm, int rank)
 {
   return comm->of_world ? comm->of_world[rank] : rank;
@@ -81,24 +81,24 @@ static inline int comm_of_world(const eng_comm *comm, int rank)
 
 // ---- comm_wait.c: waiting
 
-/// The world: one rank without a transport until world.c fills it.
+/// The group of all ranks. It has one rank and no transport until world.c fills it.
 extern eng_comm comm_world;
 
-/// Tags: a group numbers its operations in the order in which they start. Alarms and gradient
-/// buckets have tags of their own.
+/// Tags of messages. A group numbers its operations in the order in which they start; comm_tag
+/// returns the tag of the next operation. Alarms and gradient buckets have separate tags.
 enum { COMM_TAG_OPERATION = 0, COMM_TAGS = 4096, COMM_TAG_ALARM = 8191, COMM_TAG_BUCKET = 8192 };
 int comm_tag(eng_comm *comm);
 
 /// Starts an exchange. Errors: STATE if comm_broken.
 eng_status comm_start(void **exchange, const eng_comm *comm, const comm_message *messages, int n,
                       int tag);
-/// Sets *done if the exchange has finished, and frees it then. NULL counts as done. Never waits.
-/// After an error the exchange is abandoned, see comm_broken. `what` names the operation in error
-/// texts.
+/// Sets *done to whether the exchange has finished. If it has, frees it. An exchange of NULL counts
+/// as finished. Never waits. After an error, abandons the exchange (comm_broken). `what` names the
+/// operation in error messages.
 eng_status comm_test(bool *done, const eng_comm *comm, void *exchange, const char *what);
-/// Waits for an exchange, as comm_exchange does.
+/// Waits until an exchange has finished, with the timeout of comm_exchange.
 eng_status comm_await(const eng_comm *comm, void *exchange, const char *what);
-/// Starts an exchange and waits for it. After the timeout (eng_comm_timeout) ends the job with a
+/// Starts an exchange and waits for it. After the timeout (eng_comm_timeout), ends the job with a
 /// message that names the ranks that did not reach `what`.
 eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, int tag,
                          const char *what);
@@ -110,9 +110,10 @@ enum { COMM_LOST_CODE = 70 };          // exit code of a job that lost a rank
 /// before they can reach the exchange that this rank waits for. An example is the work on gradient
 /// buckets while backward exchanges tokens. NULL: no work.
 void comm_meanwhile(eng_status (*work)(void *data), void *data);
-/// One iteration of a caller's own wait loop, which began at `since` (eng_clock): yields the core,
-/// and ends the job after the timeout, as comm_exchange does. If this process was stopped, advances
-/// `since` by the time it was stopped. Errors: INTERRUPTED, at level 2 of eng_interrupt.
+/// A loop that waits for other ranks calls this in each iteration. `since` (eng_clock) is the time
+/// at which the loop began. Yields the core, and ends the job after the timeout, as comm_exchange
+/// does. If this process was stopped, advances `since` by the time it was stopped. Errors:
+/// INTERRUPTED at level 2 of eng_interrupt.
 eng_status comm_pause(double *since, const char *what);
 /// Callers put comm_watch and comm_watched around a library call that has no timeout of its own. If
 /// the call exceeds eng_comm_timeout, a thread ends the job and prints that this rank waits at
@@ -123,8 +124,8 @@ void comm_watched(comm_watch_mark before);
 
 // ---- comm.c: collectives in addition to those of engine.h
 
-/// Reduces over the ranks, in place: sums of values[0..n_sums), maxima (NaN wins) of the next
-/// n_maxima values. Takes log2(n) messages over n ranks.
+/// Reduces `values` over the ranks, in place: sums values[0..n_sums), and takes the maxima of the
+/// next n_maxima values, where NaN exceeds every number. Takes about log2(n) exchanges for n ranks.
 eng_status comm_reduce_both(eng_comm *comm, double *values, int n_sums, int n_maxima,
                             const char *what);
 
@@ -139,11 +140,11 @@ int64_t comm_padded(int64_t count);
 int64_t comm_packed_bytes(int comm_dtype, int64_t count);
 /// Converts n numbers in host memory from one dtype to another with the CPU's kernel.
 eng_status comm_cast(void *to, int to_dtype, const void *from, int from_dtype, int64_t n);
-/// Adds n numbers in `dtype` to those at `to` in f32 and rounds the sums to `dtype`.
+/// Adds n numbers in `dtype` to the n numbers at `to`. Adds in f32 and rounds the sums to `dtype`.
 eng_status comm_add(void *to, const void *numbers, int dtype, int64_t n);
 /// comm_pack converts n numbers from `dtype` into elements [at, at + n) of a packed piece of
 /// `count` elements; comm_unpack converts these elements back. `at` is a multiple of WIRE_BLOCK.
-/// `room`: work space of n floats, used for FP8 if `dtype` is not f32.
+/// `room`: work space of n floats, needed only for FP8 with a `dtype` other than f32.
 eng_status comm_pack(char *piece, int comm_dtype, int64_t count, int64_t at, const void *from,
                      int dtype, int64_t n, float *room);
 eng_status comm_unpack(void *to, int dtype, int64_t n, const char *piece, int comm_dtype,
@@ -159,20 +160,21 @@ typedef enum comm_stream { STREAM_HOST, STREAM_GRADIENTS, STREAM_ROWS, COMM_STRE
 /// card, each rank has its own card, and NCCL is available. With ENGINE_NCCL=off `cards` is always
 /// false; with ENGINE_NCCL=on a false result is an error that gives the reason.
 eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted);
-/// The result of the last comm_cards_decide, without communication.
+/// Returns the decision of the last comm_cards_decide, without communication.
 bool comm_cards(void);
-/// "from card to card over NCCL 2.28.9", or "through the host: ..." with the reason; NULL before
-/// comm_cards_decide.
+/// Returns how data on cards travels: "from card to card over NCCL 2.28.9", or "through the host:
+/// ..." with the reason. Returns NULL before comm_cards_decide, for a process that runs alone, and
+/// if all data is in host memory.
 const char *comm_cards_text(void);
-/// The device's stream for a comm_stream.
+/// Returns the device's stream for a comm_stream.
 void *comm_stream_of(comm_stream stream);
 /// Enqueues messages between cards' memory on a stream and returns. A rank must not send to itself.
 eng_status comm_stream_exchange(comm_stream stream, const eng_comm *comm,
                                 const comm_message *messages, int n, const char *what);
 /// Waits until a stream is idle, with comm_exchange's timeout.
 eng_status comm_stream_wait(comm_stream stream, const char *what);
-/// At the end of the job: closes the communicators, or aborts them when `well` is false.
+/// Closes the communicators at the end of the job, or aborts them if `well` is false.
 void comm_streams_end(bool well);
-/// A world without MPI: host messages go through the cards. `where`: the address for NCCL's
-/// rendezvous, "address:port"; NULL for a world of one.
+/// Connects a world without MPI: host messages go through the cards. `where`: the address of NCCL's
+/// rendezvous, "address:port". NULL for a world of one rank, or if NCCL_COMM_ID has the address.
 eng_status comm_nccl_world(const comm_transport **out, int rank, int size, const char *where);

@@ -1,8 +1,9 @@
 // The layout of gradients in buckets: which gradients travel together, how each bucket is cut into
 // the ranks' pieces, and in which order buckets are sent. engine.h (eng_parallel) has the contract.
 //
-// Members go into buckets from the last to the first, as backward completes them. Each rank sums
-// one piece of a bucket, computes its statistics and, with ZeRO, updates it.
+// The members (parameters) of the set go into buckets from the last to the first, which is the
+// order in which backward completes them. Each rank sums one piece of a bucket, computes its
+// statistics and, with ZeRO, updates it.
 //
 // All ranks send their buckets in the same order. Otherwise two ranks could deadlock: the buckets
 // that fill one rank's message memory would wait for buckets that the other rank has no memory to
@@ -37,8 +38,9 @@ void member_owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, 
 }
 
 /// Assigns members to buckets of one dtype each, in the order in which backward completes them.
-/// `apart`: true for the members that only some ranks hold, false for those that all ranks hold.
-/// The two kinds never share a bucket, so a bucket has the same index on all ranks of its group.
+/// `apart` selects members: true the members that only some ranks hold, false the members that all
+/// ranks hold. The two kinds never share a bucket, so a bucket has the same index on all ranks of
+/// its group.
 static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, bool apart)
 {
   eng_params *set = p->set;
@@ -126,8 +128,8 @@ eng_status bucket_cut(bucket *b, int number, bool whole)
 
 // The memory for messages holds the largest bucket and, in addition, the larger of two things: the
 // second largest bucket, or three ordinary buckets. It never exceeds the size of all buckets. A
-// bucket is ordinary unless it is a single member beyond `limit`. A block of `rooms` holds the
-// gradients of any ordinary bucket.
+// bucket is ordinary unless it has a single member, of more than `limit` bytes. A block of `rooms`
+// holds the gradients of any ordinary bucket.
 void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *p, int64_t limit)
 {
   int64_t all = 0, largest = 0, second = 0, ordinary = 0, room = 0;
@@ -148,9 +150,10 @@ void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *
   *room_block = room;
 }
 
-/// Sets the order in which buckets are sent: descending by the lowest index of a member, which is
-/// the order in which backward completes them. Ranks that hold the same parameters have the same
-/// members in a bucket, so any two ranks send the buckets they share in the same order.
+/// Sets the order in which buckets are sent: descending by the lowest index among a bucket's
+/// members, which is the order in which backward completes the buckets. Ranks that hold the same
+/// parameters have the same members in a bucket, so any two ranks send the buckets they share in
+/// the same order.
 static eng_status set_order(eng_parallel *p)
 {
   p->order = calloc((size_t)p->n_buckets + 1, sizeof *p->order);
@@ -185,7 +188,7 @@ eng_status buckets_check(const eng_parallel_options *options)
 {
   if (options->comm_dtype < 0 || options->comm_dtype >= ENG_COMM_DTYPES)
     return error_set(ENG_ERR_VALUE,
-                     "expected a comm dtype of 0 to 4 (ENG_COMM_*), got %d",
+                     "expected a comm dtype from 0 to 4 (ENG_COMM_*), got %d",
                      options->comm_dtype);
   if (options->zero < 0 || options->zero > 3)
     return error_set(ENG_ERR_VALUE, "zero: expected 0, 1, 2 or 3, got %d", options->zero);

@@ -1,11 +1,11 @@
 // Reduces a bucket whose gradients are on cards that exchange messages directly (comm_nccl.c).
-// Pieces, comm dtypes and the order of sums are as in comm_gradients.c, which calls this file; the
-// device computes (backend.h: wire_pack, wire_sum, wire_unpack). cards_send enqueues the packing
-// behind backward's kernels, and the messages, sums and unpacking on the gradients' stream. The
-// host waits only at the end of the pass.
+// Pieces, comm dtypes and the order of sums are the same as in comm_gradients.c, which calls this
+// file. The device packs, sums and unpacks (backend.h: wire_pack, wire_sum, wire_unpack).
+// cards_send enqueues the packing behind backward's kernels. It enqueues the messages, sums and
+// unpacking on the gradients' stream. The host waits only at the end of the pass.
 //
-// At the end of a pass the ranks exchange their flags in a host message. The device reads a table
-// for each bucket; in memory, the table follows the bucket's messages. Owns the flags on the card
+// At the end of a pass the ranks exchange their flags in a host message. For each bucket, the
+// device reads a table, which follows the bucket's messages in memory. Owns the flags on the card
 // and the host's copies of the tables.
 #include "comm_gradients.h"
 
@@ -17,11 +17,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-/// The table of one bucket, in this order: the pieces to sum, the runs to pack, the runs to unpack.
+/// Sizes of one bucket's table. The table lists, in this order, the pieces to sum, the runs to pack
+/// and the runs to unpack.
 typedef struct table_size { int64_t terms, runs, bytes; } table_size;
 
-/// Sizes of a bucket's table. A run is the part of one member in one piece, so n members in r
-/// pieces have at most n + r runs.
+/// Computes the sizes of a bucket's table. A run is the part of one member that lies in one piece,
+/// so n members in r pieces have at most n + r runs.
 static table_size table_of(const bucket *b)
 {
   table_size t = {.terms = (b->comm->size + 1) / 2 * 2, .runs = b->n + b->comm->size};
@@ -70,7 +71,7 @@ eng_status cards_begin(eng_parallel *p)
 
 // ------------------------------------------------------------------ tables
 
-/// A run that begins at element `at` of a packed piece of `count` elements.
+/// Returns a run that begins at element `at` of a packed piece of `count` elements.
 static wire_run run_at(const bucket *b, char *piece, int64_t count, int64_t at)
 {
   return (wire_run){.packed = piece + at * eng_dtype_size(b->comm_dtype),
@@ -194,7 +195,8 @@ eng_status cards_exchange_flags(eng_parallel *p)
             ->stream_move(stream, p->own_flags, p->flags, p->flags_bytes, COPY_TO_HOST));
   for (int i = 0; i < n; i++) {
     uint32_t flags = p->own_flags[i];
-    // as in comm_gradients.c: WIRE_OVERFLOW is set only if the gradient itself has no inf
+    // comm_gradients.c has the same rule: WIRE_OVERFLOW is set only if the gradient itself has no
+    // inf.
     own[i] |= (uint8_t)(flags & WIRE_INF ? flags & ~(uint32_t)WIRE_OVERFLOW : flags);
   }
   return eng_comm_all_gather(p->comm, p->pass_flags, own, n);

@@ -2,10 +2,11 @@
 // holds its expert (lua/engine/nn/moe.lua). engine.h has the contract.
 //
 // Rows travel in a comm dtype. A block of FP8 lies within one row, so that a row's result does not
-// depend on its neighbours. Rows that stay on their own rank are rounded in the same way, so that
-// results do not depend on which rank holds which expert. If tensors have the comm dtype and are in
-// host memory, messages use the tensors' memory directly. If messages go from card to card, the
-// card packs the rows. Owns the buffers of messages on the host and on the card; they only grow.
+// depend on other rows. Rows that stay on their own rank are rounded in the same way, so that
+// results do not depend on which rank holds which expert. If the tensors already have the comm
+// dtype and are in host memory, messages use the tensors' memory directly. If messages go from card
+// to card, the card packs the rows. Owns the buffers of messages on the host and on the card; they
+// only grow.
 #include "comm.h"
 
 #include "device/backend.h"
@@ -18,7 +19,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Buffers: outgoing and incoming messages, a tensor copied to the host, rows as f32.
+// OUT and IN: outgoing and incoming messages. HOST: a tensor copied to the host. ROOM: rows as f32,
+// or the table of runs for the card.
 enum { OUT, IN, HOST, ROOM, BUFFERS };
 
 static struct { void *memory; int64_t bytes; } buffer[BUFFERS];
@@ -39,7 +41,8 @@ static eng_status reserve(int which, int64_t bytes)
 // ------------------------------------------------------------------ formats
 
 static int64_t blocks_of(int64_t columns) { return (columns + WIRE_BLOCK - 1) / WIRE_BLOCK; }
-// rounded up to a multiple of 4, so that the f32 scales behind the codes are aligned
+// The bytes of the codes, rounded up to a multiple of 4 so that the f32 scales behind the codes are
+// aligned.
 static int64_t codes_bytes(int64_t rows, int64_t columns) { return (rows * columns + 3) / 4 * 4; }
 
 static int64_t rows_bytes(int comm_dtype, int64_t rows, int64_t columns)
@@ -82,8 +85,8 @@ static eng_status unpack_rows(void *to, int dtype, const char *message, int comm
   return comm_cast(to, dtype, buffer[ROOM].memory, ENG_f32, rows * columns);
 }
 
-/// Adds to `facts` the squares of the numbers in ROOM (f32) and of their rounding errors, except
-/// where a number is inf or nan before or after packing.
+/// Adds to `facts` the squares of the numbers in ROOM (f32) and the squares of their rounding
+/// errors. Skips numbers that are inf or nan before or after packing.
 static eng_status measure(eng_exchange_facts *facts, const char *message, int comm_dtype,
                           int64_t rows, int64_t columns)
 {
@@ -116,7 +119,7 @@ typedef struct exchange {
   eng_comm *comm;
   tensor   *to, *from;
   const int64_t *send, *receive;
-  int64_t  columns, largest;         // largest: the most rows to or from one rank
+  int64_t  columns, largest;         // largest: the largest number of rows to or from one rank
   int      comm_dtype;
 } exchange;
 
@@ -140,8 +143,8 @@ static eng_status check_rows(exchange *e, const tensor *x, const int64_t *rows, 
                    (long long)sum, what, tensor_text(x));
 }
 
-/// Sends to and receives from every other rank. `out` and `in` hold the messages in order of ranks,
-/// in host memory or, with `cards`, in the memory of this rank's card.
+/// Sends messages to every other rank and receives theirs. `out` and `in` hold the messages in
+/// order of ranks, in host memory or, with `cards`, in the memory of this rank's card.
 static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts *facts, bool cards)
 {
   static const char what[] = "the exchange of rows among experts";
@@ -184,7 +187,7 @@ static int64_t all_bytes(const exchange *e, const int64_t *rows)
 
 // ------------------------------------------------------------------ between cards
 
-/// On the card: outgoing messages, incoming messages, and the device's table of runs.
+/// The buffers on the card: outgoing messages, incoming messages, and the device's table of runs.
 enum { THERE_OUT, THERE_IN, THERE_TABLE, THERE_BUFFERS };
 static struct { char *memory; int64_t bytes; } there[THERE_BUFFERS];
 
@@ -199,8 +202,8 @@ static eng_status reserve_there(int which, int64_t bytes)
 }
 
 /// Lists the runs that the device copies between a tensor's rows and their messages. All rows of a
-/// peer form one run; but in FP8, if a row does not consist of whole blocks, each row is a run.
-/// Returns the number of runs; with runs == NULL only counts them.
+/// peer form one run. In FP8, however, each row is a run unless a row consists of whole blocks.
+/// Returns the number of runs. If `runs` is NULL, only counts the runs.
 static int64_t list_runs(wire_run *runs, int64_t *longest, const exchange *e, const tensor *x,
                          const int64_t *rows, char *message)
 {
@@ -241,7 +244,8 @@ static eng_status run_between_cards(exchange *e, eng_exchange_facts *facts)
   list_runs(runs, &longest, e, e->from, e->send, there[THERE_OUT].memory);
   list_runs(runs + n_out, &longest_in, e, e->to, e->receive, there[THERE_IN].memory);
   const wire_run *runs_there = (const wire_run *)there[THERE_TABLE].memory;
-  // wire_pack needs memory for flags; nothing reads them, because inf and nan show in the results
+  // wire_pack needs memory for flags. Nothing reads the flags, because inf and nan show in the
+  // results.
   uint32_t *flags_there = (uint32_t *)(there[THERE_TABLE].memory + bytes);
   if (bytes > 0) ENG_TRY(card->move(there[THERE_TABLE].memory, runs, bytes, COPY_TO_DEVICE));
   if (n_out > 0)
@@ -317,7 +321,7 @@ eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, 
   ENG_TRY(tensor_get(&e.from, from));
   if (comm_dtype < 0 || comm_dtype >= ENG_COMM_DTYPES)
     return error_set(ENG_ERR_VALUE,
-                     "expected a comm dtype of 0 to 4 (ENG_COMM_*), got %d", comm_dtype);
+                     "expected a comm dtype from 0 to 4 (ENG_COMM_*), got %d", comm_dtype);
   ENG_TRY(check_rows(&e, e.from, send, "sent"));
   ENG_TRY(check_rows(&e, e.to, receive, "received"));
   if (e.to->dtype != e.from->dtype || e.to->shape[1] != e.from->shape[1] ||

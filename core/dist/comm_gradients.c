@@ -2,15 +2,16 @@
 // engine.h (eng_parallel) has the contract; comm_buckets.c defines the buckets.
 //
 // A bucket whose members are complete is sent when its turn comes: each rank receives the piece
-// that it sums. One byte per member says whether the sender had a gradient and whether it was inf
-// or nan, so that every rank knows which rank's gradient overflowed. Without ZeRO the sums return
-// in the same comm dtype. Both exchanges advance after every operation of backward, and while
-// backward waits for memory.
+// that it sums. One byte per member says whether the sender had a gradient for it, and whether this
+// gradient had inf or nan, so that every rank knows which rank's gradient overflowed. Without ZeRO,
+// each rank then sends its sums to the others in the same comm dtype. Both exchanges advance after
+// every operation of backward, and while backward waits for memory.
 //
 // With ZeRO-2 and ZeRO-3, the backward pass writes each gradient into temporary memory (`rooms`),
-// which is released once the gradient is packed. The sums are added to this rank's pieces.
+// which is released once the gradient is packed. The sums are added to this rank's pieces of the
+// gradients.
 //
-// Gradients on cards that exchange messages directly take comm_cards.c's path; other gradients on a
+// comm_cards.c reduces gradients on cards that exchange messages directly. Other gradients on a
 // device pass through a host buffer.
 #include "comm_gradients.h"
 
@@ -24,7 +25,8 @@
 
 // ------------------------------------------------------------------ sending and summing
 
-/// Copies the member's gradient to host memory if it is elsewhere.
+/// Sets *values to the gradient's numbers in host memory, where it copies them if they are
+/// elsewhere.
 static eng_status on_host(const void **values, eng_parallel *p, const tensor *gradient)
 {
   *values = gradient->data;
@@ -80,8 +82,8 @@ static int tag_of(const eng_parallel *p, const bucket *b)
 
 static eng_status advance(eng_parallel *p, double *since);
 
-/// Takes memory for a bucket to send. If other buckets occupy all memory, backward waits for their
-/// messages.
+/// Takes memory for a bucket to send. While other buckets occupy all memory, backward waits for
+/// their messages.
 static eng_status take_memory(eng_parallel *p, bucket *b)
 {
   double began = 0, since = 0;
@@ -129,7 +131,7 @@ static eng_status send_out(eng_parallel *p, bucket *b)
     for (int k = 0; p->zero == 2 && k < b->n; k++) leave_room(p, b->member[k]);
     return ENG_OK;
   }
-  for (int rank = 0; rank < b->comm->size; rank++) {      // zeroes the flags and the padding
+  for (int rank = 0; rank < b->comm->size; rank++) {      // sets the flags and the padding to 0
     int64_t packed = comm_packed_bytes(b->comm_dtype, bucket_piece(b, rank));
     memset(b->out + b->begin[rank] + packed, 0,
            (size_t)(b->begin[rank + 1] - b->begin[rank] - packed));
@@ -155,12 +157,12 @@ static eng_status send_out(eng_parallel *p, bucket *b)
            : ENG_OK;
 }
 
-/// The rank, among all ranks, of a rank in the bucket's group.
+/// Returns the rank in p->comm that has number `rank` in the bucket's group.
 static int among_all(const eng_parallel *p, const bucket *b, int rank)
 { return b->comm == p->comm ? rank : p->holder[rank]; }
 
-/// Sums this rank's piece over all ranks and rounds the sum to the comm dtype, in which the other
-/// ranks receive it.
+/// Sums this rank's piece over all ranks. Rounds the sum to the comm dtype, in which this rank
+/// sends it to the others.
 static eng_status sum_piece(eng_parallel *p, bucket *b)
 {
   int ranks = b->comm->size;
@@ -195,8 +197,9 @@ static eng_status write_gradient(eng_parallel *p, const bucket *b, int k, int ra
   return here ? ENG_OK : transfer_from_host(gradient->store->space, to, p->raw, n * size);
 }
 
-/// ZeRO-2: writes this rank's part of member k's sum into its piece. If the piece has a sum of
-/// earlier passes of this step, adds to it in f32 and rounds the result to the gradient's dtype.
+/// ZeRO-2: writes this rank's part of member k's sum into the rank's piece of the gradient. If the
+/// piece holds a sum of earlier passes of this step, adds to it in f32 and rounds the result to the
+/// gradient's dtype.
 static eng_status write_piece(eng_parallel *p, bucket *b, int k)
 {
   int i = b->member[k];
@@ -205,7 +208,8 @@ static eng_status write_piece(eng_parallel *p, bucket *b, int k)
                     size = eng_dtype_size(b->dtype);
   if (n == 0) return ENG_OK;
   bool here = p->set->space == SPACE_HOST, adds = p->had[i];
-  // numbers to add go behind the first n floats of p->values, which has room for all ranks' pieces
+  // The numbers to add go behind the first n floats of p->values, which has room for all ranks'
+  // pieces.
   char *to = here ? piece->data : p->raw, *values = adds ? (char *)(p->values + n) : to;
   ENG_TRY(comm_unpack(values, b->dtype, n, b->sum, b->comm_dtype, bucket_piece(b, b->comm->rank),
                       at, p->values));
@@ -214,7 +218,7 @@ static eng_status write_piece(eng_parallel *p, bucket *b, int k)
   return here ? ENG_OK : transfer_from_host(p->set->space, piece->data, to, n * size);
 }
 
-/// Writes the sums into the gradients: with ZeRO this rank's piece, otherwise all pieces.
+/// Writes the sums into the gradients: only this rank's piece with ZeRO, otherwise all pieces.
 static eng_status take_sums(eng_parallel *p, bucket *b)
 {
   for (int k = 0; k < b->n; k++) {
@@ -237,7 +241,8 @@ static eng_status take_sums(eng_parallel *p, bucket *b)
   return ENG_OK;
 }
 
-/// Cards: reads each rank's flags of a pass, once all buckets are done.
+/// With gradients on cards: exchanges the ranks' flags of a pass, once all buckets are done, and
+/// sets has_gradient of the members.
 static eng_status read_flags(eng_parallel *p)
 {
   int64_t n = p->set->n;
@@ -308,8 +313,8 @@ static eng_status progress(void *parallel)
   return ENG_OK;
 }
 
-/// The body of a loop that waits for buckets: advances them, or pauses if nothing has arrived.
-/// *since: when the loop began or an exchange last completed.
+/// The body of a loop that waits for buckets: advances the buckets, or pauses if no message has
+/// arrived. *since: the time at which the loop began or an exchange last completed.
 static eng_status advance(eng_parallel *p, double *since)
 {
   int64_t before = p->arrived;
@@ -319,7 +324,7 @@ static eng_status advance(eng_parallel *p, double *since)
   return ENG_OK;
 }
 
-/// Sends complete buckets in order, up to the first one that is not complete.
+/// Sends complete buckets in order, up to the first bucket that is not complete.
 static eng_status send_complete(eng_parallel *p)
 {
   while (p->next < p->n_buckets && p->buckets[p->order[p->next]].left == 0)
@@ -335,7 +340,7 @@ static void note_complete(eng_parallel *p, int index)
   if (p->alone && p->zero == 2) leave_room(p, index);
 }
 
-/// Members that this pass does not reach are complete from the start.
+/// Begins a pass. Members that the pass does not reach are complete from the start.
 static eng_status pass_begins(void *data)
 {
   eng_parallel *p = data;
@@ -406,7 +411,7 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
   return ENG_OK;
 }
 
-/// ZeRO-2: drops gradients that were written and not sent.
+/// ZeRO-2: drops the gradients that backward has written and no bucket has sent.
 static void leave_rooms(eng_parallel *p)
 {
   // the members of a freed set have no tensors, and so no sizes
@@ -476,7 +481,7 @@ eng_status eng_parallel_reference(eng_parallel *p)
     ENG_TRY(comm_reduce_both(p->comm, &has, 0, 1, "the reference gradients"));
     if (has == 0 || count == 0) continue;
     const void *values;
-    float *sum = p->values;        // has the length of the largest member
+    float *sum = p->values;        // long enough for the largest member
     if (member->has_gradient) {
       ENG_TRY(on_host(&values, p, member->gradient));
       memcpy(sum, values, (size_t)count * sizeof *sum);

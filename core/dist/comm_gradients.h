@@ -1,4 +1,4 @@
-// eng_parallel, a parameter set whose gradients are reduced over ranks: its structures, and the
+// The structures of eng_parallel, a parameter set whose gradients are reduced over ranks, and the
 // functions that the files on gradients and weights share (README.md).
 #pragma once
 
@@ -6,7 +6,7 @@
 #include "params/params.h"
 #include "tensor/pool.h"
 
-enum { HAS_GRADIENT = 1 };    // a bit of eng_parallel.rank_flags, in addition to those of wire.h
+enum { HAS_GRADIENT = 1 };    // a bit of eng_parallel.rank_flags, besides the bits of wire.h
 
 typedef enum bucket_state { BUCKET_FILLS, BUCKET_OUT, BUCKET_BACK, BUCKET_DONE } bucket_state;
 
@@ -22,15 +22,16 @@ typedef struct bucket {
   int32_t *member;            // [n]
   int64_t *at;                // [n + 1] first element of each member
   int64_t *cut;               // [ranks + 1] elements
-  int64_t *begin;             // [ranks + 1] bytes: offset in `out` of the message to each rank, and
-                              // in `in` of each rank's sum. A message is a packed piece and n flag
-                              // bytes
+  int64_t *begin;             // [ranks + 1] byte offsets: in `out`, of the message to each rank; in
+                              // `in`, of the sum from each rank. A message is a packed piece and n
+                              // flag bytes
   int64_t  packed;            // bytes of this rank's piece in the comm dtype
   int64_t  bytes;             // `packed` plus n flag bytes, rounded up to COMM_ALIGN
   int64_t  in_bytes;          // size of `in`
   int64_t  need;              // total size of `out`, `in` and `sum`
-  char    *out, *in;          // while in flight, else NULL. out: messages to each rank; in:
-                              // messages from each rank, `bytes` apart, and later the sums
+  char    *out, *in;          // NULL unless the bucket is in flight. out: the messages to all
+                              // ranks; in: the messages from all ranks, `bytes` apart, and later
+                              // the sums
   char    *sum;               // [packed] sum of this rank's piece
   uint8_t *anyone;            // [n] whether any rank had a gradient for the member
   bucket_state state;
@@ -41,7 +42,8 @@ typedef struct bucket {
 
 struct eng_parallel {
   eng_params *set;
-  eng_comm   *comm, *holders; // all ranks; the ranks that hold the same `apart` parameters, or NULL
+  eng_comm   *comm, *holders; // all ranks; the ranks that hold the same `apart` parameters as this
+                              // rank, or NULL
   uint8_t    *apart;          // [set->n] 1: not all ranks hold this parameter
   int32_t    *holder;         // [size of holders] the holders' ranks in `comm`
   // 0: nothing is divided among ranks; 1: updates are divided; 2: gradients too. With ZeRO-3 it is
@@ -56,9 +58,9 @@ struct eng_parallel {
   int32_t     next;           // index into `order` of the next bucket to send
   pool        messages_pool;  // buckets in flight, bounded
   pool        rooms;          // ZeRO-2 and ZeRO-3: gradients that are not yet packed
-  bool        cards;          // gradients go from card to card; comm_cards.c then uses:
-  void       *table;          //   the device's table of a bucket
-  uint32_t   *flags, *own_flags;      // [set->n] on the card, and on the host: wire.h's bits
+  bool        cards;          // gradients go from card to card. comm_cards.c then uses:
+  void       *table;          //   a bucket's table, before it goes to the card
+  uint32_t   *flags, *own_flags;      // [set->n] wire.h's bits: on the card; the host's copy
   uint8_t    *pass_flags;     // [ranks][set->n] flags of each rank in this pass
   int64_t     flags_bytes;
   tensor    **place;          // ZeRO-2: [set->n] gradients that are not yet packed. data is NULL
@@ -69,8 +71,8 @@ struct eng_parallel {
   bool       *complete;       // [set->n] backward has completed the gradient
   uint8_t    *rank_flags;     // [ranks][set->n] flags of each rank in the last reduction
   int64_t     n_values;
-  float      *values;         // [n_values] holds all ranks' pieces of a bucket (not with `cards`),
-                              // or a member, as f32; large enough for any bucket and member
+  float      *values;         // [n_values] f32 numbers of one member or, without `cards`, of all
+                              // ranks' pieces of one bucket; large enough for any bucket and member
   char       *raw;            // host copy of a member's gradient that is on a device
   comm_message *messages;     // [2 * ranks]
   const float **terms;        // [ranks]
@@ -105,14 +107,15 @@ void buckets_free(eng_parallel *p);
 /// `from` in the member and `at` in the piece.
 int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, int64_t *from,
                        int64_t *at);
-/// The elements [from, to) of a member that rank `rank` owns; set->own has those of this rank.
+/// Computes the elements [from, to) of member `index` that rank `rank` owns. set->own has this
+/// rank's elements of all members.
 void member_owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, int rank);
-/// Elements of piece `rank`.
+/// Returns the number of elements in the piece of `rank`.
 static inline int64_t bucket_piece(const bucket *b, int rank)
 {
   return b->cut[rank + 1] - b->cut[rank];
 }
-/// Bytes of a member's gradient as backward writes it.
+/// Returns the bytes of member i's whole gradient in the dtype in which backward writes it.
 static inline int64_t member_room(const eng_params *set, int i)
 {
   return set->member[i].value->count * eng_dtype_size(set->gradient_dtype[i]);
@@ -123,14 +126,14 @@ static inline int64_t member_room(const eng_params *set, int i)
 /// ZeRO-3: from now on this rank keeps only its own pieces of the weights and fetches the other
 /// pieces when it uses them. units [set->n]: the unit of each member.
 eng_status weights_part(eng_parallel *p, const int32_t *units);
-/// Predicts memory and messages of a step whose operations are those on the tape.
+/// Predicts the memory and messages of a step from the operations on the tape.
 eng_status weights_predict(eng_parallel_sizes *out, eng_parallel *p, const int64_t *own,
                            const int32_t *units);
 
 // ---- comm_cards.c
 
 enum { COMM_ALIGN = 16 };
-/// Bytes of a bucket in flight.
+/// Returns the bytes of memory that a bucket takes while it is in flight.
 int64_t cards_bytes(const bucket *b);
 eng_status cards_new(eng_parallel *p);
 void cards_free(eng_parallel *p);
@@ -138,7 +141,7 @@ void cards_free(eng_parallel *p);
 eng_status cards_begin(eng_parallel *p);
 /// Enqueues all work on a complete bucket whose `out` and `in` are set.
 eng_status cards_send(eng_parallel *p, bucket *b);
-/// Whether the work of cards_send is done. Never waits.
+/// Sets *done to whether the work of cards_send is done. Never waits.
 eng_status cards_done(bool *done, eng_parallel *p, bucket *b);
-/// After all buckets are done: exchanges the ranks' flags (p->pass_flags).
+/// Exchanges the ranks' flags (p->pass_flags) after all buckets are done.
 eng_status cards_exchange_flags(eng_parallel *p);

@@ -9,8 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/// Messages in flight. A finished exchange goes to a free list, so that steps after the first
-/// allocate nothing.
+/// Messages in flight. A finished exchange goes to a free list and is reused, so that steps after
+/// the first allocate nothing.
 typedef struct exchange {
   struct exchange *next;
   MPI_Comm     comm;
@@ -34,7 +34,7 @@ static eng_status failed(const char *what, int code)
 
 static MPI_Comm everybody;
 
-/// The world number of a group's rank; -1 if MPI fails to translate it.
+/// Returns the world number of a group's rank, or -1 if MPI fails to translate it.
 static int world_number(MPI_Comm comm, int rank)
 {
   MPI_Group part = MPI_GROUP_NULL, world = MPI_GROUP_NULL;
@@ -47,8 +47,8 @@ static int world_number(MPI_Comm comm, int rank)
   return number;
 }
 
-/// The error for a message that does not have the expected length. `got`: bytes that arrived; -1:
-/// more than expected.
+/// Sets the error for a message that does not have the expected length. `got`: the bytes that
+/// arrived, or -1 if more than the expected bytes arrived.
 static eng_status wrong_length(const exchange *e, const comm_message *m, int got)
 {
   char text[512], number[32] = "more";

@@ -1,6 +1,6 @@
 // NCCL: messages from card to card and, if the processes have no MPI, host messages through the
-// cards. The library is loaded when it is first needed. Only its messages between two ranks are
-// used; sums are computed in the order of comm.h.
+// cards. The library is loaded when it is first needed. The engine uses only NCCL's messages
+// between two ranks, and computes sums itself in the order of comm.h.
 //
 // NCCL's communicators have no tags: both sides must issue the same messages in the same order. So
 // each kind of work with its own order (comm_stream) has a communicator over all ranks and a stream
@@ -57,7 +57,8 @@ static eng_status load(void)
     entry.object = dlsym(library, names[i]);
     if (!entry.object) {
       dlclose(library);
-      return error_set(ENG_ERR_LIBRARY, "%s has no %s; hint: NCCL %d.%d or later", name, names[i],
+      return error_set(ENG_ERR_LIBRARY, 
+                       "%s has no %s; hint: install NCCL %d.%d or later", name, names[i],
                        NCCL_OLDEST / 10000, NCCL_OLDEST / 100 % 100);
     }
     slot[i] = entry.function;
@@ -137,8 +138,8 @@ void comm_streams_end(bool well)
 
 void *comm_stream_of(comm_stream stream) { return nccl.stream[stream]; }
 
-/// Enqueues messages of a group. of_world: the world ranks of the group's ranks; NULL: the group is
-/// the world.
+/// Enqueues messages of a group. of_world: the world rank of each of the group's ranks, or NULL if
+/// the group is the world.
 static eng_status exchange(comm_stream stream, const int32_t *of_world,
                            const comm_message *messages, int n, const char *what)
 {
@@ -166,7 +167,7 @@ eng_status comm_stream_exchange(comm_stream stream, const eng_comm *comm,
   return exchange(stream, comm->of_world, messages, n, what);
 }
 
-/// Whether a stream is idle. Returns the error if NCCL has detected one. Never waits.
+/// Sets *done to whether a stream is idle. Returns an error if NCCL has detected one. Never waits.
 static eng_status stream_done(bool *done, comm_stream stream, const char *what)
 {
   nccl_result noticed = NCCL_SUCCESS;
@@ -175,7 +176,7 @@ static eng_status stream_done(bool *done, comm_stream stream, const char *what)
   nccl_result result = nccl.call.async_error(nccl.comm[stream], &noticed);
   if (result == NCCL_SUCCESS) result = noticed;
   if (result == NCCL_SUCCESS || result == NCCL_IN_PROGRESS) return ENG_OK;
-  // not an error if the other rank ended after it had sent everything
+  // It is no error if the other rank ended after it had sent everything.
   ENG_TRY(nccl.card->stream_done(done, nccl.stream[stream]));
   return *done ? ENG_OK : failed(result, what, nccl.comm[stream]);
 }
@@ -218,9 +219,9 @@ static void write_note(card_note *note, bool wanted)
   else snprintf(note->why, sizeof note->why, "%s", eng_error_message());
 }
 
-/// Decides, with the same result on every rank, whether NCCL can be used; if not, `why` receives
-/// the reason. `any`: some rank's data is on a card. `must`: some rank requires NCCL, or its
-/// ENGINE_NCCL is invalid.
+/// Decides, with the same result on every rank, whether NCCL can be used. If it cannot, `why`
+/// receives the reason. `any`: some rank's data is on a card. `must`: some rank requires NCCL, or
+/// its ENGINE_NCCL is invalid.
 static bool decide(char *why, size_t size, bool *any, bool *must, const card_note *notes, int n)
 {
   const card_note *first = NULL;
@@ -307,12 +308,12 @@ const char *comm_cards_text(void) { return nccl.how[0] ? nccl.how : NULL; }
 
 // ------------------------------------------------------------------ host messages over the cards
 
-/// Messages in flight with a staging buffer on the card. Finished ones are reused, so that steps
-/// after the first allocate nothing.
+/// Messages in flight with a staging buffer on the card. A finished exchange is reused, so that
+/// steps after the first allocate nothing.
 typedef struct staged {
   struct staged *next;
   int           n, capacity;
-  comm_message *host, *there;        // [n] in host memory; on the card
+  comm_message *host, *there;        // [n] the messages in host memory, and on the card
   char         *memory;              // on the card
   int64_t       bytes;
 } staged;
@@ -423,7 +424,7 @@ static eng_status count_local(void)
     m[n++] = (comm_message){names + (size_t)peer * NAME, NAME, peer, false};
   }
   if (status == ENG_OK) status = start(&names_exchange, NULL, m, n, 0);
-  // no timeout here: world.c has set the watchdog (comm_watch)
+  // The loop needs no timeout, because world.c has set the watchdog (comm_watch).
   while (status == ENG_OK && !done) status = test(&done, names_exchange);
   nccl.local_size = 1;
   for (int peer = 0; status == ENG_OK && peer < nccl.size; peer++)

@@ -9,8 +9,8 @@
 typedef struct ncclComm *nccl_comm;
 typedef struct nccl_id { char bytes[128]; } nccl_id;
 
-enum { NCCL_SUCCESS = 0, NCCL_REMOTE_ERROR = 6, NCCL_IN_PROGRESS = 7 };    // of ncclResult_t
-enum { NCCL_BYTES = 1 };  // of ncclDataType_t: ncclUint8
+enum { NCCL_SUCCESS = 0, NCCL_REMOTE_ERROR = 6, NCCL_IN_PROGRESS = 7 };    // values of ncclResult_t
+enum { NCCL_BYTES = 1 };  // ncclUint8, a value of ncclDataType_t
 enum { NCCL_OLDEST = 21800 };  // the version that introduced ncclCommSplit
 
 typedef unsigned nccl_result;

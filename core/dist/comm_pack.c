@@ -1,6 +1,6 @@
-// Numbers in a comm dtype, the format of messages between ranks: f32, bf16, f16, or e4m3 in blocks
-// with one power of two each. See comm.h. Called by the other files of this folder and by the fake
-// card of the specs.
+// Numbers in a comm dtype, the format of messages between ranks: f32, bf16, f16, or e4m3 in blocks,
+// each with a power of two as its scale. See comm.h. Called by the other files of this folder and
+// by the fake card of the specs.
 #include "comm.h"
 
 #include "device/backend.h"
@@ -88,7 +88,7 @@ eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype)
 {
   if (comm_dtype <= ENG_COMM_OWN || comm_dtype >= ENG_COMM_DTYPES)
     return error_set(ENG_ERR_VALUE,
-                     "expected a comm dtype of 1 to 4 (ENG_COMM_*), got %d", comm_dtype);
+                     "expected a comm dtype from 1 to 4 (ENG_COMM_*), got %d", comm_dtype);
   int dtype = comm_dtype_of(comm_dtype, ENG_f32);
   int64_t count = comm_padded(n);
   char *piece = malloc((size_t)comm_packed_bytes(dtype, count) + 1);

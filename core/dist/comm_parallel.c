@@ -1,9 +1,9 @@
-// A parameter set whose gradients are reduced over ranks: creating it, its memory, freeing it.
-// engine.h (eng_parallel) has the contract; comm_gradients.c reduces the buckets in a step.
+// A parameter set whose gradients are reduced over ranks: how it is created, gets memory and is
+// freed. engine.h (eng_parallel) has the contract; comm_gradients.c reduces the buckets in a step.
 //
 // Messages and sums of the buckets in flight share one block with space for a few buckets
-// (`messages_pool`). When it is full, further buckets wait until messages have arrived. With ZeRO-2
-// and ZeRO-3, the backward pass writes gradients into a second pool (`rooms`).
+// (`messages_pool`). When the block is full, further buckets wait until messages have arrived. With
+// ZeRO-2 and ZeRO-3, the backward pass writes gradients into a second pool (`rooms`).
 //
 // Owns eng_parallel and the set's `own`. Called by Lua, and by comm_predict.c, which measures a
 // reduction without sending anything (eng_parallel_rehearse).
@@ -150,7 +150,7 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
   if (status == ENG_OK) status = take_memory(p, options->bucket);
   if (status == ENG_OK && p->cards) status = cards_new(p);
   if (status == ENG_OK && options->zero == 3) status = weights_part(p, options->units);
-  // last: params_divide cannot be undone
+  // This comes last, because params_divide cannot be undone.
   if (status == ENG_OK && options->zero >= 2) status = divide(p);
   if (status != ENG_OK) {
     params_forget_parts(set);

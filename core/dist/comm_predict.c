@@ -34,8 +34,8 @@ static void count_bucket(eng_parallel_sizes *out, int64_t *longest, const eng_pa
   }
 }
 
-/// The parameter of the set that an operation reads as input k, or whose low-precision copy it
-/// reads; NULL: none.
+/// Returns the set's parameter that an operation reads as input k, itself or its low-precision
+/// copy. Returns NULL if there is none.
 static parameter *read_here(const eng_parallel *p, const op_call *call, int k)
 {
   parameter *member = k < call->n_in && call->in[k] ? call->in[k]->parameter : NULL;
@@ -43,7 +43,7 @@ static parameter *read_here(const eng_parallel *p, const op_call *call, int k)
 }
 
 /// Computes the bytes of the blocks that `rooms` needs. Iterates over the tape in the order of
-/// backward: a gradient takes memory when it is first written, and releases it when its bucket is
+/// backward. A gradient takes memory when it is first written, and releases it when its bucket is
 /// complete and all earlier buckets have been sent.
 static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_bytes)
 {

@@ -3,7 +3,7 @@
 // Each rank has the statistics of its own pieces. One message reduces them to the same record on
 // every rank. It carries numbers to sum: each tensor's counts and squares, the histogram if it is
 // needed, and the caller's `sums`. It also carries numbers whose maximum is taken: each tensor's
-// amax and the caller's `maxima`. The message is sent at every step, also after an overflow.
+// amax and the caller's `maxima`. The message is sent in every step, even after an overflow.
 // Called by Lua.
 #include "comm_gradients.h"
 
@@ -52,7 +52,7 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
   memcpy(at, maxima, (size_t)n_maxima * sizeof *maxima);
   at += n_maxima;
   // Only the ranks that hold a parameter with `apart` know whether it has a gradient. The maximum
-  // over all ranks tells the others.
+  // over all ranks tells the other ranks.
   for (int i = 0; i < n; i++)
     if (p->apart[i]) *at++ = set->member[i].has_gradient;
   double began = eng_clock();
@@ -99,7 +99,7 @@ eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *p)
 
 /// Sends this rank's piece of member `index` to every other rank that holds the member, and
 /// receives the pieces of these ranks. `value`: all elements of the member, in host memory or, with
-/// `cards`, in device memory, where the messages are only enqueued.
+/// `cards`, in device memory. Messages from device memory are only enqueued.
 static eng_status exchange_pieces(eng_parallel *p, int index, char *value, const char *what)
 {
   int64_t size = eng_dtype_size(p->set->member[index].value->dtype);

@@ -1,6 +1,6 @@
-// The reduction of gradients within one process: packs, sums and unpacks the numbers of several
-// imaginary ranks with the functions and kernels of a real reduction, in host memory or on a card.
-// Specs compare the card's kernels with the host's this way. See engine.h (eng_comm_dtype_reduce).
+// Reduces gradients within one process: packs, sums and unpacks the numbers of several imaginary
+// ranks with the functions and kernels of a real reduction, in host memory or on a card. Specs
+// compare the card's kernels with the host's this way. See engine.h (eng_comm_dtype_reduce).
 #include "comm.h"
 
 #include "device/backend.h"
@@ -13,8 +13,8 @@
 typedef struct reduction {
   const tensor *out, *x;
   int      ranks, comm_dtype;
-  int64_t  n, count, bytes;          // n: numbers of a rank; count: n with padding; bytes: of a
-                                     // packed piece
+  int64_t  n, count, bytes;          // n: numbers of each rank; count: n with padding; bytes: size
+                                     // of a packed piece
   bool     add;
   int     *flags;
 } reduction;
@@ -119,7 +119,7 @@ eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *flags, const eng_te
   ENG_TRY(tensor_get(&x, handle));
   if (comm_dtype < 0 || comm_dtype >= ENG_COMM_DTYPES)
     return error_set(ENG_ERR_VALUE,
-                     "expected a comm dtype of 0 to 4 (ENG_COMM_*), got %d", comm_dtype);
+                     "expected a comm dtype from 0 to 4 (ENG_COMM_*), got %d", comm_dtype);
   if (x->dtype != ENG_f32 && !dtype_is_low(x->dtype))
     return error_set(ENG_ERR_DTYPE, "numbers between ranks: expected f32, f16 or bf16, got %s",
                      tensor_text(x));

@@ -15,7 +15,8 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { SPINS = 2000 };               // tests before yielding the core: ranks can outnumber cores
+enum { SPINS = 2000 };               // polls before a wait yields the core; there may be more ranks
+                                     // than cores
 static const double STOPPED = 1;     // seconds; see look_at_clock
 
 eng_comm comm_world = { .size = 1 };
@@ -94,8 +95,9 @@ void comm_watched(comm_watch_mark before)
 
 enum { NOTE = 96 };                  // bytes of an alarm message: the name of the collective
 
-/// Sends this rank's alarm, `what`, to every other rank and collects theirs, for up to 2 s. A rank
-/// that sent none has an empty entry in `notes` [world size x NOTE].
+/// Sends this rank's alarm, `what`, to every other rank and collects the alarms of the other ranks,
+/// for up to 2 s. The entry of a rank in `notes` [world size x NOTE] stays empty if the rank sends
+/// no alarm.
 static void exchange_alarms(char *notes, const char *what)
 {
   enum { GRACE_MS = 2000 };
@@ -126,7 +128,7 @@ static void exchange_alarms(char *notes, const char *what)
   }
 }
 
-/// Prints which ranks sent no alarm; if all did, prints where each one waits.
+/// Prints which ranks sent no alarm. If all ranks sent one, prints where each rank waits.
 static void report_missing(const char *notes, const char *what)
 {
   int missing = 0;
@@ -157,9 +159,10 @@ static void report_missing(const char *notes, const char *what)
   fflush(stderr);
 }
 
-/// A rank missed a collective. Waiting ranks exchange alarm messages; a rank that sends none is
-/// missing. A waiting rank that receives an alarm sends its own at once, however short its wait has
-/// been. The lowest waiting rank prints the message and ends the job. Does not return.
+/// Ends the job because a rank missed a collective. Waiting ranks exchange alarm messages; a rank
+/// that sends none is missing. A waiting rank that receives an alarm sends its own immediately,
+/// however short its wait has been. The lowest waiting rank prints the message and ends the job.
+/// Does not return.
 static void lost(const char *what)
 {
   const comm_transport *t = comm_world.transport;
@@ -184,8 +187,8 @@ static void lost(const char *what)
 
 // ------------------------------------------------------------------ waiting
 
-/// comm_pause for a loop that polls often: acts in every SPINS-th call only. `spins` and `since`
-/// start at 0.
+/// Does the work of comm_pause in every SPINS-th call only, for a loop that polls often. `spins`
+/// and `since` start at 0.
 static eng_status idle(int *spins, double *since, const char *what)
 {
   if (++*spins % SPINS) return ENG_OK;
@@ -221,7 +224,7 @@ eng_status comm_start(void **exchange, const eng_comm *comm, const comm_message 
 {
   if (comm_broken)
     return error_set(ENG_ERR_STATE, "an exchange between ranks was cut short: this process can "
-                                    "no longer reach the others; hint: start the job again");
+                                    "no longer reach the other ranks; hint: start the job again");
   return comm->transport->start(exchange, comm->group, messages, n, tag);
 }
 

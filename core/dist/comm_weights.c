@@ -1,8 +1,8 @@
 // ZeRO-3: sends the weights of a unit, such as a transformer block, to the ranks that are about to
 // use it. params/params_parted.c decides when: an operation reads a weight of which this rank has
-// only a part, or will probably read one soon. Every rank owns the same pieces as in ZeRO-1 and 2.
-// Messages go directly from the owner's weight buffer into those of the other ranks, in the dtype
-// that the operation reads.
+// only a part, or will probably read one soon. Every rank owns the same pieces as with ZeRO-1 and
+// ZeRO-2. Messages go directly from the owner's weight buffer into the weight buffers of the other
+// ranks, in the dtype that the operation reads.
 //
 // All ranks run the same operations, so they fetch the same units in the same order. Each unit's
 // messages have their own tag, so ranks that fetch different units wait for each other until the
@@ -27,7 +27,8 @@ static void first_name(char *text, size_t size, const eng_params *set, int unit)
   snprintf(text, size, "the unit of %s", set->member[i].name);
 }
 
-/// The piece of a weight that a rank owns. The rank that owns a whole member owns its derived copy.
+/// Returns the piece of a weight that a rank owns. A derived copy belongs as a whole to the rank
+/// that owns the whole member.
 static comm_message piece_of(const eng_parallel *p, const tensor *x, int index, int form, int rank)
 {
   int64_t size = eng_dtype_size(x->dtype), from, to;
@@ -40,7 +41,8 @@ static comm_message piece_of(const eng_parallel *p, const tensor *x, int index, 
 }
 
 /// Lists the messages of a unit in one form (PARTED_*) and returns their number. Adds the number of
-/// messages that this rank sends to `sent` and their bytes to `bytes`. messages NULL: only counts.
+/// messages that this rank sends to `sent` and their bytes to `bytes`. If `messages` is NULL, only
+/// counts.
 static int list_messages(comm_message *messages, int64_t *sent, int64_t *bytes,
                          const eng_parallel *p, const params_parted *q, int unit, int form)
 {
@@ -160,7 +162,7 @@ eng_status eng_parallel_piece(eng_tensor *out, eng_parallel *p, int index)
   *out = (eng_tensor){0, 0};
   ENG_TRY(check_parted(p));
   ENG_TRY(params_index(p->set, index));
-  ENG_TRY(params_settle());       // the caller may write to it
+  ENG_TRY(params_settle());       // the caller may write to the piece
   *out = tensor_handle(p->set->parted->piece[index]);
   return ENG_OK;
 }
@@ -231,7 +233,8 @@ eng_status weights_predict(eng_parallel_sizes *out, eng_parallel *p, const int64
                            const int32_t *units)
 {
   static const parted_link link = {count_messages, do_nothing, do_nothing};
-  eng_parallel_sizes first = {0};        // of the first step, which has no order to predict from
+  eng_parallel_sizes first = {0};        // of the first step, which has no earlier order to predict
+                                         // from
   prediction a = {.p = p, .out = &first};
   ENG_TRY(check_units(p, units));
   ENG_TRY(parted_new(&a.q, p->set, own, units, p->apart));

@@ -1,7 +1,7 @@
 // The world: how this process was started, its transport, and the end of the job.
 //
-// Two transports exist. MPI is a plug-in, libengine_mpi.so beside this library, loaded only where
-// mpirun or srun started several processes, so that a machine without MPI runs everything else.
+// Two transports exist. MPI is a plug-in, libengine_mpi.so beside this library. It is loaded only
+// if mpirun or srun started several processes, so that a machine without MPI runs everything else.
 // NCCL alone (comm_nccl.c) is the transport if torchrun started the job, or srun without an MPI
 // plug-in.
 //
@@ -41,7 +41,7 @@ static const struct { const char *rank, *size, *name, *also; start_kind kind; } 
 
 typedef struct launch {
   int         rank, size;
-  const char *name;             // the launcher's; NULL: none
+  const char *name;             // name of the launcher; NULL: none
   start_kind  kind;
   char        wrong[320];       // START_WRONG: which variables are invalid
 } launch;
@@ -53,7 +53,7 @@ static bool is_set(const char *name, bool nccl)
   return getenv(name) != NULL;
 }
 
-/// Reads a whole number in least..most that fills all of `text`.
+/// Reads a whole number from `least` to `most`. Returns false if `text` is anything else.
 static bool read_number(int *number, const char *text, long least, long most)
 {
   char *end;
@@ -62,8 +62,8 @@ static bool read_number(int *number, const char *text, long least, long most)
   return *text >= '0' && *text <= '9' && !*end && value >= least && value <= most;
 }
 
-/// Finds the first launcher with several processes, else one with a single process. A launcher with
-/// invalid numbers is skipped if another has valid ones.
+/// Finds the first launcher with several processes, else the first one with a single process. A
+/// launcher with invalid numbers is skipped if another has valid ones.
 static void find_launcher(launch *found, bool nccl)
 {
   enum { MOST = 1 << 24 };
@@ -103,7 +103,8 @@ static launch launched(void)
     snprintf(found.wrong, sizeof found.wrong, "ENGINE_RANKS=%.60s: expected off, mpi or nccl",
              asked);
   else if (found.name) found.wrong[0] = 0;
-  if (found.wrong[0]) {         // an error, because training in one process would be another job
+  if (found.wrong[0]) {         // an error, because training in one process would be a different
+                                // job
     found.kind = START_WRONG;
     if (found.size == 1) found.size = 2;
   } else if (mpi || nccl) {
@@ -123,8 +124,9 @@ bool eng_comm_launched(int *rank, int *size)
 
 // ------------------------------------------------------------------ NCCL alone
 
-/// The address at which rank 0 listens for NCCL's rendezvous: MASTER_ADDR and port MASTER_PORT + 1,
-/// because torchrun itself may listen on MASTER_PORT. NULL: no address is given.
+/// Sets *out to the address at which rank 0 listens for NCCL's rendezvous: MASTER_ADDR and port
+/// MASTER_PORT + 1, because torchrun itself may listen on MASTER_PORT. *out is NULL if MASTER_ADDR
+/// is not set, or if NCCL_COMM_ID gives the address.
 static eng_status meeting_place(const char **out)
 {
   enum { USUAL_PORT = 29500 };
@@ -310,7 +312,8 @@ void eng_comm_end(int code)
     transport->finish();
     comm_watched(before);
   } else {
-    // Rank 0 usually has the same error to print and a checkpoint to write, so the others wait.
+    // Rank 0 usually has the same error to print and a checkpoint to write, so the other ranks
+    // wait.
     if (comm_world.rank > 0) usleep(500000);
     fflush(NULL);
     comm_streams_end(false);

@@ -18,7 +18,8 @@ struct eng_optimizer {
   // the device's counter of lagged updates that belongs to this optimizer; -1: none yet
   int32_t      slot;
   bool         in_a_row;     // the previous update was a lagged one
-  int64_t      lagged_t;     // number of the next lagged update, on devices that compute at once
+  int64_t      lagged_t;     // number of the next lagged update, on devices that compute statistics
+                             // immediately
   // [set->n] storage.writes of moment 1 when it was last found to be nonzero; -1: never
   int64_t     *begun;
   // NULL until an update (SGD: with momentum) or eng_optimizer_moment creates them.
@@ -60,7 +61,7 @@ static eng_status take_slot(eng_optimizer *state)
   return ENG_OK;
 }
 
-/// The dtype of each part of a buffer; -1: no part.
+/// Returns the dtype of each part of a buffer; -1 for a parameter without a part.
 static int32_t *dtypes_of(const eng_optimizer *state, int which)
 {
   int32_t *dtype = state->set->which;   // unused between passes
@@ -149,7 +150,7 @@ void eng_optimizer_free(eng_optimizer *state)
 
 void eng_optimizer_restart(eng_optimizer *state) { state->in_a_row = false; }
 
-/// Whether a moment has this rank's elements only.
+/// Returns whether a moment has only this rank's elements.
 static bool is_divided(const flat_buffer *moment, const eng_params *set)
 {
   for (int i = 0; i < set->n; i++)
@@ -198,9 +199,9 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
 {
   const char *name = kinds[state->kind].name;
   if (update->kind != state->kind)
-    return error_set(ENG_ERR_VALUE, "expected an update of %s, got one of %s", name,
+    return error_set(ENG_ERR_VALUE, "expected an update of %s, got an update of %s", name,
                      update->kind >= 0 && update->kind < KINDS ? kinds[update->kind].name
-                                                               : "no known optimizer");
+                                                               : "an unknown optimizer");
   if (update->t < 1)
     return error_set(ENG_ERR_VALUE, "%s: expected an update number of 1 or more, got %lld", name,
                      (long long)update->t);
@@ -230,8 +231,8 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
   return ENG_OK;
 }
 
-/// Whether this moment was never updated, which means that all its bits are 0. This test gives the
-/// same result for a state loaded from a checkpoint as for the saved state.
+/// Returns whether this moment was never updated, which means that all its bits are 0. This test
+/// gives the same result for a state loaded from a checkpoint as for the saved state.
 static bool untouched(const tensor *moment)
 {
   const char *at = moment->data;
@@ -248,8 +249,8 @@ static bool untouched(const tensor *moment)
   return true;
 }
 
-/// Whether parameter i's moment was ever updated. Once the moment was found to be nonzero, it is
-/// not read again until a script writes to it, because a read may have to wait for a GPU.
+/// Returns whether parameter i's moment was ever updated. Once the moment was found to be nonzero,
+/// it is not read again until a script writes to it, because a read may have to wait for a GPU.
 static bool has_begun(eng_optimizer *state, int i)
 {
   const tensor *moment = state->moment[0]->part[i];
@@ -275,8 +276,8 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   eng_params *set = state->set;
   eng_update here = *update;
   const bool lagged = update->lagged != 0;
-  // on a device that computes statistics at once, the host decides here whether to skip the update;
-  // a GPU decides this itself
+  // On a device that computes statistics immediately, the host decides here whether to skip the
+  // update. A GPU decides this itself.
   if (update->lagged && !device->gradstats_start) {
     here.t = here.draw = state->in_a_row ? state->lagged_t : update->t;
     here.lagged = 0;

@@ -1,6 +1,6 @@
 // Parameter sets: the weights of a model in one flat buffer, their gradients and low-precision
-// copies in others, and the formats of all three. A set owns its flat buffers and the tensors over
-// them. engine.h has the contracts.
+// copies in other flat buffers, and the formats of all three. A set owns its flat buffers and the
+// tensors over them. engine.h has the contracts.
 #include "params_parted.h"
 
 #include "base/error.h"
@@ -168,7 +168,8 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
                     "parameters %s and %s are the same tensor %s; hint: list a shared weight once",
                     set->member[k].name, p->name, tensor_text(p->value));
   }
-  // Allocates before it changes any tensor, so that a failure leaves the tensors unchanged.
+  // The allocation comes before any change of a tensor, so that a failure leaves the tensors
+  // unchanged.
   if (status == ENG_OK) status = flat_memory(&set->masters, set->space, ARENA_PARAMETER, n, bytes);
   if (status == ENG_OK) status = copy_values(set);
   if (status != ENG_OK) {
@@ -225,7 +226,8 @@ static eng_status check_format(const eng_params *set, int i, const char *what, i
                    set->member[i].name, what, eng_dtype_name(dtype));
 }
 
-/// The stored format of gradient i. gradient[i] is the format of its terms (NULL: f32).
+/// Returns the stored format of gradient i. gradient[i] is the format of its terms; `gradient`
+/// NULL: f32.
 static int stored_dtype(const int32_t *gradient, bool accumulates, int i)
 { return !gradient || accumulates ? ENG_f32 : gradient[i]; }
 
@@ -236,7 +238,7 @@ static bool other_gradients(const eng_params *set, const int32_t *gradient, bool
   return false;
 }
 
-/// The error for `what` (gradients or weights) divided among the ranks.
+/// Sets the error for a change of format of `what` (gradients or weights), divided among the ranks.
 static eng_status fixed_format(const char *what, const char *zero)
 {
   return error_set(ENG_ERR_STATE, "these %s are divided among ranks (zero=%s) and cannot change "
@@ -253,8 +255,8 @@ static eng_status gradients_can_change(const eng_params *set, const int32_t *gra
            ? fixed_format("gradients", "2 or 3") : ENG_OK;
 }
 
-/// Sets the formats of gradients. If one changes, drops their memory; the next backward pass
-/// allocates it again.
+/// Sets the formats of gradients. If a format changes, drops the gradients' memory; the next
+/// backward pass allocates it again.
 static void renew_gradients(eng_params *set, const int32_t *gradient, bool accumulates)
 {
   if (other_gradients(set, gradient, accumulates)) {
@@ -340,7 +342,7 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
     if (gradient) ENG_TRY(check_format(set, i, "gradients", gradient[i]));
   }
   ENG_TRY(gradients_can_change(set, gradient, set->accumulates));
-  // Allocates the new buffer first, so that a failure leaves the set unchanged.
+  // The allocation comes first, so that a failure leaves the set unchanged.
   flat_buffer *fresh_shadows = NULL;
   int32_t *wanted = set->which;   // unused between passes
   for (int i = 0; i < set->n; i++) {

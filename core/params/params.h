@@ -21,7 +21,7 @@ typedef struct params_derived {
   // marks the copy for a rebuild at its next use, in the same memory
   void         (*outdate)(struct params_derived *copy);
   params_stamp (*stamp)(const struct params_derived *copy);
-  // lists its tensors, at most PARAMS_DERIVED; returns their number
+  // lists the copy's tensors, at most PARAMS_DERIVED; returns their number
   int          (*tensors)(tensor **out, const struct params_derived *copy);
 } params_derived;
 enum { PARAMS_DERIVED = 5 };
@@ -34,8 +34,8 @@ typedef struct parameter {
   tensor     *value;          // the master in f32 or bf16, the leaf that scripts hold
   // low-precision weights, a leaf whose gradient goes to this parameter; or NULL
   tensor     *shadow;
-  // the gradient in the flat buffer, in the gradient dtype (f32 once unscaled). NULL: no memory yet
-  // or, with divided gradients, backward is not computing it
+  // the gradient in the flat buffer, in the gradient dtype (f32 once unscaled). NULL: it has no
+  // memory yet or, with divided gradients, backward is not computing it now
   tensor     *gradient;
   bool        has_gradient;   // a gradient was added since the last zero_grad
   bool        expected;       // a temporary mark of backward.c
@@ -61,19 +61,20 @@ typedef struct flat_buffer {
 typedef struct pending_stats {
   unsigned needs;
   int32_t  m, n_losses;       // m: entries in use in the arrays, whose size is the set's n
-  int32_t *which;             // [n] entry k is of member which[k]
-  double  *relative_scale;    // [n] of entry k
-  int64_t  ticket;            // the device's ticket, if it computes asynchronously
-  eng_tensor_stats *stats;    // [n], if it computes at once; NULL on a card
+  int32_t *which;             // [n] entry k belongs to member which[k]
+  double  *relative_scale;    // [n] the relative scale of each entry
+  int64_t  ticket;            // the device's ticket, if the device computes asynchronously
+  eng_tensor_stats *stats;    // [n] the results, if the device computes immediately; NULL on a card
   double   loss;              // sum of the losses, once computed
-  // if it computes at once: the sum of squares of all gradients, each divided by its relative scale
+  // if it computes immediately: the sum of squares of all gradients, each divided by its relative
+  // scale
   double   sum_squares;
-  bool     overflow;          // if it computes at once: a gradient holds inf or nan
+  bool     overflow;          // if it computes immediately: a gradient holds inf or nan
 } pending_stats;
 
 struct eng_params {
   int32_t      n;
-  int32_t      references;    // the owner's, and one of each optimizer and each eng_parallel
+  int32_t      references;    // one of the owner, of each optimizer and of each eng_parallel
   bool         freed;         // freed by its owner
   int64_t      count;         // elements of all members
   int32_t      space;         // memory space of all buffers
@@ -83,14 +84,15 @@ struct eng_params {
   flat_buffer *gradients;
   // ZeRO-2: backward writes gradients into temporary memory of dist/ until they are reduced
   bool         divided;
-  int32_t     *gradient_dtype;// [n] of the stored gradients
-  int32_t     *term_dtype;    // [n] of the terms that backward adds, as the recipe says
+  int32_t     *gradient_dtype;// [n] dtypes of the stored gradients
+  int32_t     *term_dtype;    // [n] dtypes of the terms that backward adds, from the recipe
   bool         accumulates;   // the gradients of several passes are summed, in f32
   flat_buffer *unscaled;      // f32 gradients of the members with f16 or bf16 gradients
   flat_buffer *reference;     // f32 gradients of a reference backward
-  bool        *kept;          // [n] has_gradient from before a reference backward; NULL: none runs
+  bool        *kept;          // [n] has_gradient from before the reference backward; NULL: no such
+                              // pass is running
   param_span  *span;          // [n] work space of a pass over all parameters
-  int32_t     *which;         // [n] span k is of member which[k]
+  int32_t     *which;         // [n] span k belongs to member which[k]
   eng_tensor_stats *stats;    // [n]
   float      **target;        // [n]
   // [n][2] elements [from, to) of each member that this rank owns; NULL: all (comm_parallel.c)
@@ -103,14 +105,15 @@ struct eng_params {
   pending_stats *newest;
 };
 
-/// A buffer of `bytes` for `n` parameters; the caller fills in the parts. Contents undefined.
+/// Allocates a buffer of `bytes` for `n` parameters; the caller fills in the parts. Contents
+/// undefined.
 eng_status flat_memory(flat_buffer **out, int space, arena_id arena, int n, int64_t bytes);
-/// A buffer with a part of dtype[i] for each member i; a negative dtype: no part. `own`: a part
-/// holds only the elements that this rank owns, in one dimension. Contents undefined. *out is NULL
-/// if the buffer would have no parts.
+/// Allocates a buffer with a part of dtype[i] for each member i, but no part if the dtype is
+/// negative. `own`: a part holds only the elements that this rank owns, in one dimension. Contents
+/// undefined. *out is NULL if the buffer would have no parts.
 eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype,
                     bool own);
-/// The size of a part with `count` elements.
+/// Returns the bytes of a part with `count` elements; 0 if the dtype is negative.
 int64_t params_part_bytes(int64_t count, int dtype);
 /// Frees a buffer and sets the pointer to NULL. While the tape or a view still uses the buffer, its
 /// memory waits for flat_reclaim. *flat may be NULL.
@@ -121,50 +124,53 @@ void flat_reclaim(void);
 /// Copies the numbers of a contiguous tensor into another of the same space and count, rounded to
 /// its dtype, on the device that owns the memory.
 eng_status params_cast(tensor *to, tensor *from);
-/// Rounds the low-precision weights of a member that has some; with ZeRO-3, this rank's elements.
+/// Rounds the master of a member to its low-precision weights, which must exist. With ZeRO-3,
+/// rounds only this rank's elements.
 eng_status params_round(parameter *p);
-/// The low-precision weights of a member that has some. Rounds them again if a script has written
-/// to the master since the last rounding.
+/// Sets *out to the low-precision weights of a member, which must exist. Rounds them again if a
+/// script has written to the master since the last rounding.
 eng_status params_shadow(tensor **out, parameter *p);
 /// Rounds the low-precision weights of all members whose master a script has written to.
 eng_status params_round_written(eng_params *set);
 
-/// The tensor of a member's gradient between passes; NULL if there is none.
+/// Returns the tensor of a member's gradient between passes, or NULL if there is none.
 static inline tensor *params_resting_place(const eng_params *set, int i)
 {
   return set->gradients && !set->divided ? set->gradients->part[i] : NULL;
 }
 
-/// Allocates the gradients of a set that has none yet. Errors: MEMORY; STATE if they are divided.
+/// Allocates the gradients of a set that has none yet. Errors: MEMORY; STATE if the gradients are
+/// divided.
 eng_status params_gradients(eng_params *set);
-/// From now on the set keeps only this rank's elements of gradients, in the given buffer.
+/// Makes the set keep only this rank's elements of the gradients, in the buffer `own`.
 void params_divide(eng_params *set, flat_buffer *own);
 
-/// Whether each term of this gradient is rounded to the term dtype before it is added in f32.
+/// Returns whether each term of this gradient is rounded to the term dtype before it is added in
+/// f32.
 static inline bool params_sums_terms(const parameter *p)
 {
   const eng_params *set = p->set;
   return !set->kept && set->term_dtype[p->index] != set->gradient_dtype[p->index];
 }
 
-/// Fetches the absent weights among the inputs x[n] of an operation (entries may be NULL). All
+/// Fetches the absent weights among the inputs x[n] of an operation. Entries of x may be NULL. All
 /// ranks call this for the same operations. Errors: STATE.
 eng_status params_bring(tensor *const *x, int n);
 /// The table of the set that is exchanging weights with other ranks; NULL: none. params_advance
-/// advances the messages and never waits; params_settle waits until all have arrived. Until then no
-/// weights may be written, because this rank is sending its own.
+/// advances the messages and never waits. params_settle waits until all messages have arrived.
+/// Until then nothing may write to weights, because this rank is sending its own.
 extern struct params_parted *params_under_way;
 eng_status params_advance(void);
 eng_status params_settle(void);
-/// Whether ZeRO-3 divides p among the ranks now. If so, the rank that owns all of p (option
-/// `whole`) makes its derived copy and sends it to the others.
+/// Returns whether ZeRO-3 divides p among the ranks now. If so, the rank that owns all of p (option
+/// `whole`) makes p's derived copy and sends it to the other ranks.
 bool params_comes_and_goes(const parameter *p);
-/// Whether this rank has the whole parameter.
+/// Returns whether this rank owns the whole parameter.
 bool params_owns(const parameter *p);
 /// Records that a member's derived copy is new or out of date. Ranks that do not own the member
-/// drop theirs until they fetch it. Errors: VALUE.
+/// drop their copy; they fetch it when they next need it. Errors: VALUE.
 eng_status params_derived_outdated(parameter *p);
-/// Call this before freeing a member's derived copy.
+/// Must be called before a member's derived copy is freed.
 void params_derived_freed(parameter *p);
 /// Ends the exchange of weights. This rank keeps its own elements; the values of the other elements
 /// become undefined.
@@ -186,29 +192,31 @@ eng_status params_alive(const eng_params *set);
 /// Checks that the set has a member `index`. Errors: VALUE.
 eng_status params_index(const eng_params *set, int index);
 
-/// The checks of every pass over parameters: the parameters are in the memory of the current device
-/// (else DEVICE), and no capture is running, because `pass` cannot be part of a captured step (else
-/// STATE).
+/// Makes the checks of every pass over parameters: the parameters are in the memory of the current
+/// device (otherwise DEVICE), and no capture is running, because `pass` cannot be part of a
+/// captured step (otherwise STATE).
 eng_status params_here(const eng_params *set, const char *pass);
-/// An error if this rank has only its own elements of the gradients (ZeRO-2).
+/// Returns an error if this rank has only its own elements of the gradients (ZeRO-2).
 eng_status params_whole(const eng_params *set);
 /// Fills set->span and set->which with the members that have a gradient; returns their number.
 int params_spans(eng_params *set);
-/// The same for this rank's elements; a member without any has no span.
+/// Does the same for the elements that this rank owns. A member of which it owns none has no span.
 int params_own_spans(eng_params *set);
-/// Statistics of this rank's elements of each member [n]; zeros if it has none.
+/// Computes the statistics of this rank's elements of each member [n]; zeros if it owns none of
+/// them.
 eng_status params_own_stats(eng_tensor_stats *stats, eng_params *set, unsigned needs);
-/// Sums the statistics of all members [n] into a record; members without a gradient are left out.
+/// Sums the statistics of all members [n] into a record. Leaves out members without a gradient.
 void params_total(eng_record *record, eng_params *set, const eng_tensor_stats *stats, double scale,
                   unsigned needs);
 /// Sums the statistics of m spans into a record; span k belongs to member which[k]. Also stores
-/// each member's own statistics in of_member, unless that is NULL.
+/// each member's own statistics in of_member unless it is NULL.
 void params_record(eng_record *record, eng_tensor_stats *of_member, const eng_params *set,
                    const eng_tensor_stats *of_span, const int32_t *which, int m, double scale,
                    unsigned needs);
 
-/// For devices that compute lagged statistics at once (params_lagged.c): the factor of a lagged
-/// update, which also clips to `clip_norm` (0: none). False: the update must be skipped.
+/// Computes the factor of a lagged update, which also clips to `clip_norm` (0: no clipping).
+/// Returns false if the update must be skipped. For devices that compute lagged statistics
+/// immediately (params_lagged.c).
 bool params_lagged_factor(double *factor, const eng_params *set, double gradient_factor,
                           double clip_norm);
 /// Frees the memory of lagged statistics.

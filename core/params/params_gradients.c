@@ -1,9 +1,9 @@
 // The gradients of a parameter set: spans, statistics, unscaling, a reference backward. engine.h
 // has the contracts.
 //
-// The tape writes a parameter's gradient into parameter.gradient and sets has_gradient; a parameter
-// without gradient is absent from statistics and updates. A span holds the gradient's relative
-// scale, and passes over spans divide by it.
+// The backward pass writes a parameter's gradient into parameter.gradient and sets has_gradient. A
+// parameter without a gradient is absent from statistics and updates. A span holds the gradient's
+// relative scale, and passes over spans divide by it.
 #include "params.h"
 
 #include "base/error.h"
@@ -155,7 +155,7 @@ void params_total(eng_record *record, eng_params *set, const eng_tensor_stats *s
   params_record(record, NULL, set, set->stats, set->which, m, scale, needs);
 }
 
-/// Allocates the f32 buffer for the unscaled values of low-precision gradients, once.
+/// Allocates the f32 buffer for the unscaled values of low-precision gradients unless it exists.
 static eng_status unscaled_buffer(eng_params *set)
 {
   int32_t *dtype = set->which;   // unused between passes
@@ -186,7 +186,7 @@ eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor)
   return ENG_OK;
 }
 
-/// The span of member `index` that this rank updates; NULL: none.
+/// Returns the span of member `index` that this rank updates, or NULL if there is none.
 static const param_span *span_of(eng_params *set, int index)
 {
   int m = set->sharded ? params_own_spans(set) : params_spans(set);
@@ -206,7 +206,7 @@ eng_status eng_params_true_gradient(int *has, const eng_tensor *into, eng_params
   tensor *target;
   ENG_TRY(tensor_get(&target, into));
   if (target->dtype != ENG_f32 || target->store->space != set->space)
-    return error_set(ENG_ERR_DTYPE, "parameter %s: expected f32 memory of its device, got %s",
+    return error_set(ENG_ERR_DTYPE, "parameter %s: expected an f32 tensor on its device, got %s",
                      p->name, tensor_text(target));
   if (!tensor_same_shape(target, p->value) || !tensor_contiguous(target))
     return error_set(ENG_ERR_SHAPE, "parameter %s: expected a tensor of its shape %s, got %s",
@@ -253,7 +253,7 @@ eng_status eng_params_reference_begin(eng_params *set)
     if (set->member[i].unscaled)
       return error_set(ENG_ERR_STATE,
                        "a reference backward must run before the gradients are unscaled");
-    set->which[i] = ENG_f32;         // the dtypes of the buffer
+    set->which[i] = ENG_f32;         // the dtypes of the reference buffer
   }
   if (!set->reference)
     ENG_TRY(flat_new(&set->reference, ARENA_GRADIENT, set, set->which, false));

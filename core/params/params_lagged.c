@@ -1,6 +1,6 @@
 // Gradient statistics of lagged mode: requested in one step and read in a later one, without
-// waiting. A GPU keeps the results until they are fetched. For a device that computes statistics at
-// once, this file keeps the results, so that scripts see the same behaviour on both. Owns
+// waiting. A GPU keeps the results until they are fetched. For a device that computes statistics
+// immediately, this file keeps the results, so that scripts see the same behaviour on both. Owns
 // eng_params.pending. Called by Lua and, for the update, by optimizer.c.
 #include "params.h"
 
@@ -85,7 +85,7 @@ static void take_known(pending_stats *p, const eng_params *set, const eng_tensor
   }
 }
 
-/// Computes the statistics at once.
+/// Computes the statistics immediately.
 static eng_status compute(pending_stats *p, eng_params *set)
 {
   ENG_TRY(params_whole(set));

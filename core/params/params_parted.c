@@ -1,7 +1,7 @@
 // Divided weights (ZeRO-3). The flat buffers of weights keep their addresses, so that tensors,
 // views and the tape stay valid; pages that hold none of this rank's own elements are returned to
 // the system. Weights that are used together form a unit. Before an operation that reads an absent
-// weight, the weight's whole unit is fetched (`link`, in dist/), and the units that the operation
+// weight, dist/ fetches the weight's whole unit (parted_link), and the units that the operation
 // does not read are dropped. So a forward pass has one unit after the other in memory, and the
 // backward pass has them in reverse order.
 //
@@ -68,8 +68,8 @@ static eng_status add_pages(params_parted *q, int unit, int form, char *from, ch
   return ENG_OK;
 }
 
-/// Finds the pages of a flat buffer that hold no elements of this rank. Adjacent runs of bytes of
-/// one unit and form are merged, because a page may span several of them.
+/// Finds the pages of a flat buffer that hold no elements of this rank. Merges adjacent runs of
+/// bytes of one unit and form, because a page may span several of them.
 static eng_status find_pages(params_parted *q, const eng_params *set, const int64_t *own,
                              const flat_buffer *flat)
 {
@@ -99,8 +99,8 @@ static eng_status find_pages(params_parted *q, const eng_params *set, const int6
   return to ? add_pages(q, unit, form, from, to) : ENG_OK;
 }
 
-/// The same for a derived copy, which has its own memory. The rank that owns the parameter keeps
-/// its copy.
+/// Finds the pages of a derived copy, which has its own memory. The rank that owns the parameter
+/// keeps its copy, so it has no such pages.
 static eng_status find_derived_pages(params_parted *q, const eng_params *set, const int64_t *own,
                                      int i)
 {
@@ -175,7 +175,8 @@ static void set_coming(params_parted *q, int32_t number)
   if (!q->imagined) params_under_way = number >= 0 ? q : NULL;
 }
 
-/// Waits for the unit that is being filled, if there is one. After an error its pages are dropped.
+/// Waits for the unit that is being filled, if there is one. After an error, drops the unit's
+/// pages.
 static eng_status arrive(params_parted *q)
 {
   if (q->coming < 0) return ENG_OK;
@@ -257,7 +258,8 @@ eng_status parted_drop(params_parted *q)
   return status;
 }
 
-/// Marks the storages of divided members, and among them those whose weights are absent now.
+/// Marks the storages of divided members, and marks which of them are closed to scripts or absent
+/// now.
 static void mark(eng_params *set)
 {
   const params_parted *q = set->parted;
@@ -404,7 +406,7 @@ eng_status params_derived_outdated(parameter *p)
     q->unit[unit].here[PARTED_DERIVED] = true;
   }
   ENG_TRY(arrive(q));
-  // the copy that was fetched early is out of date
+  // If the copy was fetched early, it is out of date.
   if (q->ahead == unit * PARTED_FORMS + PARTED_DERIVED) q->ahead = -1;
   move_pages(q, unit, PARTED_DERIVED, false);
   mark(p->set);

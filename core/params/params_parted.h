@@ -15,7 +15,7 @@ typedef enum parted_form {
 
 typedef struct parted_pages { char *at; int64_t bytes; } parted_pages;
 
-/// Parameters that are used together, such as those of a block.
+/// Parameters that are used together, such as the parameters of a transformer block.
 typedef struct parted_unit {
   bool    here[PARTED_FORMS];          // its pages are in memory
   bool    made;                        // its derived copy was made since parted_drop
@@ -34,7 +34,8 @@ typedef struct parted_link {
 
 typedef struct params_parted {
   int32_t       n_units;
-  int32_t      *unit_of;               // [n members]; -1: this member stays
+  int32_t      *unit_of;               // [n members] the unit of each member; -1: the member stays
+                                       // in memory
   parted_unit  *unit;                  // [n_units]
   int64_t       clock;
   bool          whole;                 // all weights are in memory, until params_leave
@@ -42,40 +43,42 @@ typedef struct params_parted {
   const parted_link *link;             // NULL: the trainer was freed
   void         *data;
   // The number unit * PARTED_FORMS + form identifies a unit in one form; -1: none.
-  int32_t       coming;                // the one that is being filled
-  int32_t       ahead;                 // the one that was started before an operation needed it
-  int64_t       used_ahead;            // how many of these were then used; dist/ clears the count
+  int32_t       coming;                // the unit that is being filled
+  int32_t       ahead;                 // the unit that was started before an operation needed it
+  int64_t       used_ahead;            // how many units that were started ahead were then used;
+                                       // dist/ clears it
   parted_order  order;                 // the order in which units were used
   tensor      **piece;                 // [n members] this rank's elements of the masters
   int64_t       away;                  // bytes of all pages that can be dropped
-  int64_t       here, most;            // bytes of these that are in memory: now, and at most
+  int64_t       here, most;            // bytes of these pages that are in memory: now, and the
+                                       // maximum
 } params_parted;
 
 /// Makes the table of a set. This rank owns the elements [own[2 * i], own[2 * i + 1]) of member i;
 /// all weights are still in memory. units [n]: the unit of each member. apart [n]: 1 for a member
-/// that stays in memory, such as an expert: the ranks have divided the experts already.
+/// that stays in memory, such as an expert, because the ranks have already divided the experts.
 eng_status parted_new(params_parted **out, const eng_params *set, const int64_t *own,
                       const int32_t *units, const uint8_t *apart);
 void parted_free(params_parted *q);
-/// Fetches the form form[k] of each unit unit[k], k < n. Drops all other units, and begins to fill
+/// Fetches each unit unit[k] in the form form[k], k < n. Drops all other units, and begins to fill
 /// the unit that is probably used next.
 eng_status parted_need(params_parted *q, const int *unit, const int *form, int n);
-/// Drops all units; a pass has ended.
+/// Drops all units at the end of a pass.
 eng_status parted_drop(params_parted *q);
-/// Whether operations can use a unit without a call of parted_need.
+/// Returns whether operations can use a unit without a call of parted_need.
 static inline bool parted_here(const params_parted *q, int unit, int form)
 {
   return q->unit[unit].here[form] && q->ahead != unit * PARTED_FORMS + form;
 }
-/// The tensors of member i in this form; returns their number.
+/// Lists the tensors of member i in this form; returns their number.
 int parted_tensors(tensor *out[PARAMS_DERIVED], const eng_params *set, int i, int form);
-/// Whether `store` is memory of member p, and in which form.
+/// Returns whether `store` is memory of member p. If it is, sets *form to the form.
 bool parted_holds(int *form, const parameter *p, const storage *store);
-/// Bytes of weights that stay on this rank.
+/// Returns the bytes of weights that stay on this rank.
 int64_t parted_kept(const eng_params *set, const params_parted *q);
 
-/// Divides the weights of a set. The set takes ownership of the table, also after an error. Drops
-/// nothing yet.
+/// Divides the weights of a set. The set takes ownership of the table, also after an error. Does
+/// not drop any weights yet.
 eng_status params_part(eng_params *set, params_parted *q);
 /// Drops the weights that this rank does not own.
 eng_status params_leave(eng_params *set);

@@ -19,7 +19,7 @@ eng_status params_alive(const eng_params *set)
 eng_status params_index(const eng_params *set, int index)
 {
   if (index >= 0 && index < set->n) return ENG_OK;
-  return error_set(ENG_ERR_VALUE, "expected a parameter index of 0 to %d, got %d", set->n - 1,
+  return error_set(ENG_ERR_VALUE, "expected a parameter index from 0 to %d, got %d", set->n - 1,
                    index);
 }
 
@@ -47,7 +47,7 @@ eng_status params_cast(tensor *to, tensor *from)
   return from->count > 0 ? device->kernel[c.op](&c) : ENG_OK;
 }
 
-/// Elements [from, to) of a contiguous tensor, as one dimension.
+/// Returns the elements [from, to) of a contiguous tensor as a tensor of one dimension.
 static tensor narrowed(const tensor *x, int64_t from, int64_t to)
 {
   tensor part = *x;

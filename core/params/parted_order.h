@@ -12,7 +12,7 @@ enum { ORDER_KEPT = 4096, ORDER_UNKNOWN = -1, ORDER_END = -2 };
 typedef struct parted_order {
   int32_t came[ORDER_KEPT];
   int64_t n;                  // entries so far; entry i is came[i % ORDER_KEPT]
-  int64_t at;                 // index of the entry that predicts the next one; n: no prediction
+  int64_t at;                 // index of the entry that predicts entry n; equal to n: no prediction
 } parted_order;
 
 /// Appends the number of the weights that were used, or ORDER_END at the end of a pass.

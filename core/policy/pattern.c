@@ -1,8 +1,8 @@
-// string.find, match, gmatch and gsub for policies: LuaJIT's semantics (a pattern ends at a zero
-// byte, character classes are those of ASCII) with bounded work, because LuaJIT's functions may
-// backtrack for hours inside one call. Every loop here charges one instruction per iteration to the
-// policy's budget. Charging also reads the clock at intervals, so a match ends within the policy's
-// limits.
+// string.find, match, gmatch and gsub for policies. They have LuaJIT's semantics (a pattern ends at
+// a zero byte, and character classes are those of ASCII), but bounded work, because LuaJIT's
+// functions may backtrack for hours inside one call. Every loop here charges one instruction per
+// iteration to the policy's budget. Charging also reads the clock at intervals, so a match ends
+// within the policy's limits.
 // Called by policy_box.c, and by policy_verdict.c for patterns in a verdict.
 // spec/fuzz/pattern.c compares it with LuaJIT and checks the charges.
 #include "policy_vm.h"
@@ -12,7 +12,8 @@
 #include <string.h>
 
 enum { CAPTURES = 32, DEEPEST = 200 };      // LuaJIT's limits; DEEPEST: nested match_here calls
-enum { OPEN = -1, POSITION = -2 };          // capture lengths: not yet closed; a position, "()"
+enum { OPEN = -1, POSITION = -2 };          // special lengths: a capture not yet closed; a
+                                            // position, "()"
 
 typedef struct match {
   lua_State  *L;
@@ -63,7 +64,7 @@ static bool in_class(int c, int class)
   return is_upper(class) ? !yes : yes;
 }
 
-// The end of the item (character, %class or [set]) at p.
+// Returns the end of the item (character, %class or [set]) at p.
 static const char *item_end(const match *m, const char *p)
 {
   char c = *p++;
@@ -79,7 +80,7 @@ static const char *item_end(const match *m, const char *p)
   }
 }
 
-// Whether c is a member of the set between '[' at `first` and ']' at `last`.
+// Returns whether c is a member of the set between '[' at `first` and ']' at `last`.
 static bool in_set(const match *m, int c, const char *first, const char *last)
 {
   const unsigned char *p = (const unsigned char *)first + 1, *end = (const unsigned char *)last;
@@ -101,7 +102,7 @@ static bool in_set(const match *m, int c, const char *first, const char *last)
   return !member;
 }
 
-// Whether the subject's character at s matches the item [p, end).
+// Returns whether the subject's character at s matches the item [p, end).
 static bool fits(const match *m, const char *s, const char *p, const char *end)
 {
   if (s == m->end) return false;
@@ -116,7 +117,7 @@ static bool fits(const match *m, const char *s, const char *p, const char *end)
 
 // ------------------------------------------------------------------ special items
 
-// The item %bxy: the end of its match at s, or NULL. p points at x.
+// Matches an item %bxy at s, where p points at x. Returns the end of the match, or NULL.
 static const char *balanced(const match *m, const char *s, const char *p)
 {
   if (!p[0] || !p[1]) return refuse(m, "unbalanced pattern");
@@ -131,8 +132,8 @@ static const char *balanced(const match *m, const char *s, const char *p)
   return NULL;
 }
 
-// An item such as %1: if the text of capture `index` (from 0) occurs again at s, returns its end,
-// else NULL.
+// Matches an item such as %1: if the text of capture `index` (from 0) occurs again at s, returns
+// its end, otherwise NULL.
 static const char *same_again(const match *m, const char *s, int index)
 {
   if (index < 0 || index >= m->captures || m->capture[index].length == OPEN)
@@ -245,7 +246,7 @@ static const char *match_here(match *m, const char *s, const char *p)
   return end;
 }
 
-// The end of a match that begins at s, or NULL.
+// Returns the end of a match that begins at s, or NULL.
 static const char *match_at(match *m, const char *s, const char *p)
 {
   m->depth = m->captures = 0;
@@ -339,7 +340,7 @@ static int box_match(lua_State *L)
   return find_or_match(L, false);
 }
 
-// Upvalues: subject, pattern, offset to continue from.
+// The iterator of gmatch. Upvalues: subject, pattern, the offset at which the search continues.
 static int gmatch_step(lua_State *L)
 {
   match m;

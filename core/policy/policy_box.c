@@ -1,9 +1,9 @@
 // The library that a policy sees, all of it constant: base, math, table, string and bit. It
 // excludes functions that could leave the sandbox, keep hidden state, run long inside one C call,
-// or differ between replays of the same record. Our own functions replace LuaJIT's for pairs and
-// next (fixed order), tostring and string.format (no addresses), math.random (seeded by the step),
-// table.sort and the pattern functions (bounded work and C stack). Called by policy_vm.c when a
-// policy is loaded.
+// or differ between replays of the same record. The engine's own functions replace LuaJIT's for
+// pairs and next (fixed order), tostring and string.format (no addresses), math.random (seeded by
+// the step), table.sort and the pattern functions (bounded work and C stack). Called by policy_vm.c
+// when a policy is loaded.
 #define _GNU_SOURCE
 #include "policy_vm.h"
 
@@ -17,8 +17,8 @@
 
 // ------------------------------------------------------------------ base
 
-// Raises for an undefined global. A name that was removed on purpose gets a different message from
-// a misspelt one.
+// Raises an error for an undefined global. The message for a name that was removed on purpose
+// differs from the message for a misspelt name.
 static int unknown_global(lua_State *L)
 {
   static const char *const names[] = {
@@ -118,7 +118,7 @@ const char *eng_policy_printed(eng_policy *p)
 // Calls the library function that the running function wraps, with the same arguments. If LuaJIT
 // raises an error in a function called from C, the message has neither a position nor the name of
 // the function. Both are added here.
-static int call_wrapped(lua_State *L)                  // upvalues: see wrap
+static int call_wrapped(lua_State *L)                  // upvalues: see box_function
 {
   lua_pushvalue(L, lua_upvalueindex(1));
   lua_insert(L, 1);
@@ -135,7 +135,7 @@ static int call_wrapped(lua_State *L)                  // upvalues: see wrap
 // table.insert and table.move ignore metatables. So this function refuses a constant as their
 // target: argument 1 of insert, argument 1 or 5 of move. An insert moves all later elements and is
 // charged for their number.
-static int box_writing(lua_State *L)                   // upvalues: see wrap
+static int box_writing(lua_State *L)                   // upvalues: see box_function
 {
   if (lua_gettop(L) == 3 && lua_istable(L, 1) && lua_isnumber(L, 2)) {
     lua_Number n = (lua_Number)lua_objlen(L, 1), at = lua_tonumber(L, 2);
@@ -149,8 +149,8 @@ static int box_writing(lua_State *L)                   // upvalues: see wrap
   return call_wrapped(L);
 }
 
-// pairs and next in a fixed order: numbers, then strings by bytes, then booleans. Lua's own order
-// of string keys changes from process to process.
+// pairs and next visit keys in a fixed order: numbers, then strings by bytes, then booleans. Lua's
+// own order of string keys changes from process to process.
 
 // Charges for a traversal of a table with n entries. A traversal also visits empty slots. Lua does
 // not report their number, but the policy's largest allocation bounds it.
@@ -185,7 +185,7 @@ static void push_key(lua_State *L, const data_item *key)
   else lua_pushboolean(L, key->tag == 't');
 }
 
-// Upvalues: the table, its sorted keys, the index of the current key.
+// The iterator of pairs. Upvalues: the table, its sorted keys, the index of the current key.
 static int pairs_step(lua_State *L)
 {
   lua_Integer i = lua_tointeger(L, lua_upvalueindex(3));
@@ -202,7 +202,7 @@ static int pairs_step(lua_State *L)
   return 2;
 }
 
-static int box_ipairs(lua_State *L)                    // upvalues: see wrap
+static int box_ipairs(lua_State *L)                    // upvalues: see box_function
 {
   return policy_record_ipairs(L, 1) ? 3 : call_wrapped(L);
 }
@@ -296,8 +296,8 @@ static int box_random(lua_State *L)
 
 enum { BYTES_PER_INSTRUCTION = 64 };
 
-// The cost of reading or creating a value, in instructions. A string costs by its length, even if
-// Lua shares one copy of it.
+// Returns the cost of reading or creating a value, in instructions. A string's cost depends on its
+// length, even if Lua shares one copy of the string.
 static int64_t price(lua_State *L, int index)
 {
   return 1 + (lua_type(L, index) == LUA_TSTRING
@@ -313,7 +313,7 @@ static void charge_values(lua_State *L)                // charges for all values
 
 // Calls a library function whose work is proportional to the number of its arguments and the size
 // of its results. Charges for both.
-static int box_charged(lua_State *L)                   // upvalues: see wrap
+static int box_charged(lua_State *L)                   // upvalues: see box_function
 {
   policy_charge(policy_of(L), lua_gettop(L));
   int n = call_wrapped(L);
@@ -321,17 +321,17 @@ static int box_charged(lua_State *L)                   // upvalues: see wrap
   return n;
 }
 
-// Calls a library function that reads its arguments to the end, and charges for their length.
-static int box_reading(lua_State *L)                   // upvalues: see wrap
+// Calls a library function that reads its arguments completely, and charges for their length.
+static int box_reading(lua_State *L)                   // upvalues: see box_function
 {
   charge_values(L);
   return box_charged(L);
 }
 
-// table.concat: charges for the elements as well, before the call, because the call raises an error
-// at an element that is not a string. The number of elements is at most the policy's memory divided
-// by 8 bytes.
-static int box_concat(lua_State *L)                    // upvalues: see wrap
+// Wraps table.concat. Charges for the table's elements too, and does so before the call, because
+// the call raises an error at an element that is not a string. The number of elements is at most
+// the policy's memory divided by 8 bytes.
+static int box_concat(lua_State *L)                    // upvalues: see box_function
 {
   eng_policy *p = policy_of(L);
   luaL_checktype(L, 1, LUA_TTABLE);
@@ -349,7 +349,7 @@ static int charged_less(lua_State *L)
 
 // LuaJIT's sort is quadratic for some orders, so each comparison is charged. A comparison written
 // in Lua is charged by its instructions.
-static int box_sort(lua_State *L)                      // upvalues: see wrap
+static int box_sort(lua_State *L)                      // upvalues: see box_function
 {
   luaL_checktype(L, 1, LUA_TTABLE);
   lua_settop(L, 2);
@@ -364,7 +364,7 @@ static int box_sort(lua_State *L)                      // upvalues: see wrap
   return 0;
 }
 
-static int box_format(lua_State *L)                    // upvalues: see wrap
+static int box_format(lua_State *L)                    // upvalues: see box_function
 {
   int n = lua_gettop(L);
   size_t length;

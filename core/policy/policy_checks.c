@@ -6,7 +6,7 @@
 
 #include <math.h>
 
-// Whether the options at `index` have strict=false.
+// Returns whether the options at `index` have strict=false.
 static bool is_lenient(lua_State *L, int index)
 {
   lua_pushvalue(L, index);
@@ -65,8 +65,8 @@ static bool within(range r, double x)
   return false;
 }
 
-// check.RANGE(options, name, ...): checks these options and returns their numbers; check.float32
-// rounds them to float32.
+// check.RANGE(options, name, ...): checks that the options with these names are in the range, and
+// returns their numbers. check.float32 rounds the numbers to float32.
 static int check_range(lua_State *L)                       // upvalue: the range
 {
   range r = (range)lua_tointeger(L, lua_upvalueindex(1));
@@ -84,7 +84,8 @@ static int check_range(lua_State *L)                       // upvalue: the range
 
 // ------------------------------------------------------------------ traps: likely mistakes
 
-// check.trap(options, condition, text): refuses the options, unless they have strict=false.
+// check.trap(options, condition, text): if `condition` is true, refuses the options, unless they
+// have strict=false.
 static int check_trap(lua_State *L)
 {
   luaL_checktype(L, 1, LUA_TTABLE);
@@ -93,8 +94,8 @@ static int check_trap(lua_State *L)
   return lua_toboolean(L, 2) ? refuse_strictly(L) : 0;
 }
 
-// check.count(options, name [, consequence]): a trap if the option is not a whole number of at
-// least 1. Infinity is allowed and means never.
+// check.count(options, name [, consequence]): refuses an option that is not a whole number of at
+// least 1, unless the options have strict=false. Infinity is allowed and means never.
 static int check_count(lua_State *L)
 {
   double x = option(L, 2);
@@ -105,8 +106,8 @@ static int check_count(lua_State *L)
   return refuse_strictly(L);
 }
 
-// check.floor(options, least, first): a trap if the option named `least`, the smallest scale, is
-// above the option named `first`, the initial scale.
+// check.floor(options, least, first): refuses the options if the option named `least`, the smallest
+// scale, is above the option named `first`, the initial scale, unless they have strict=false.
 static int check_floor(lua_State *L)
 {
   double least = option(L, 2), first = option(L, 3);

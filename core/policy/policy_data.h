@@ -1,6 +1,6 @@
 // Plain data outside of Lua: numbers, strings, booleans and trees of tables as a sequence of bytes
 // (a blob), and blobs as canonical text. A policy's state is copied into a blob after every
-// decision; checkpoints hold the text. Independent of Lua states.
+// decision; checkpoints hold the text. These functions need no Lua state.
 // Called by policy_state.c and, for the order of keys, by policy_box.c.
 #pragma once
 
@@ -9,10 +9,10 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { DATA_DEPTH = 32 };       // tables inside tables
+enum { DATA_DEPTH = 32 };       // the deepest nesting of tables
 
-// Tags: 'n', then a double; 's', then a uint32 length and the bytes; 't' true; 'f' false; a table
-// is '{' (key value)* '}'.
+// A value begins with its tag: 'n', then a double; 's', then a uint32 length and the bytes; 't' for
+// true; 'f' for false. A table is '{' (key value)* '}'.
 typedef struct data_blob {
   char  *bytes;
   size_t size, capacity;
@@ -24,7 +24,7 @@ static inline void data_clear(data_blob *b) { b->size = 0; b->failed = false; }
 bool data_grow(data_blob *b, size_t room);
 void data_append(data_blob *b, const char *bytes, size_t size);
 
-// Inline, because they run at every decision of every policy.
+// These functions are inline, because they run at every decision of every policy.
 static inline char *data_reserve(data_blob *b, size_t room)
 {
   if (b->capacity - b->size < room && !data_grow(b, room)) return NULL;
@@ -66,18 +66,18 @@ typedef struct data_item {
 } data_item;
 /// Reads the item at `at`; returns the position after it.
 const char *data_read(data_item *out, const char *at);
-/// The position after the value at `at`, including a table's contents.
+/// Returns the position after the value at `at`. If the value is a table, skips its contents too.
 const char *data_skip(const char *at);
-/// The value of the string key `key` in the table at `at`, or NULL.
+/// Returns the position of the value of the string key `key` in the table at `at`, or NULL.
 const char *data_find(const char *at, const char *key);
 
 /// Compares two keys for qsort: numbers, then strings by bytes, then booleans.
 int data_by_key(const void *left, const void *right);
 
-/// Appends the canonical text of the value at `at`: the keys 1..n first, then others in the
-/// order of data_by_key. Doubles have the fewest digits that restore them; inf, nan and -0 are
-/// written as such.
+/// Appends the canonical text of the value at `at`: the keys 1..n first, then the other keys in the
+/// order of data_by_key. Doubles have the fewest digits that restore them; inf, nan and -0 keep
+/// their names.
 void data_text(data_blob *text, const char *at);
-/// Parses text in the form that data_text writes (spaces are allowed). False with a message in
-/// `error`.
+/// Parses text in the form that data_text writes; spaces are allowed. Returns false, with a message
+/// in `error`, if it cannot.
 bool data_parse(data_blob *out, const char *text, size_t size, char *error, size_t error_size);

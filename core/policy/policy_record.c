@@ -267,7 +267,7 @@ static int stats_index(lua_State *L)
   return push_stats_field(L, p, v, f);
 }
 
-// The element of a list by name, or by index from 1; nil if there is none.
+// Pushes the element of a list by name, or by index from 1; nil if there is none.
 static int list_index(lua_State *L)
 {
   const view *v = lua_touserdata(L, 1);
@@ -401,8 +401,8 @@ const char *policy_record_name(lua_State *L, int index)
            : NULL;
 }
 
-// The next name and value of a record or of statistics. Skips fields that are nil or not computed.
-// Upvalues: view, index.
+// Pushes the next name and value of a record or of statistics. Skips fields that are nil or not
+// computed. Upvalues: view, index.
 static int fields_step(lua_State *L)
 {
   eng_policy *p = policy_of(L);
@@ -423,8 +423,8 @@ static int fields_step(lua_State *L)
   return 0;
 }
 
-// The next name and view of a list, the next exponent and nonzero count of a histogram, or the next
-// name and value of a signal.
+// Pushes the next name and view of a list, the next exponent and nonzero count of a histogram, or
+// the next name and value of a signal.
 static int items_step(lua_State *L)
 {
   eng_policy *p = policy_of(L);
@@ -637,7 +637,7 @@ eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int
     size_t before = p->used;
     ENG_TRY(policy_protected(p, name_task, &naming));
     lua_settop(p->L, SLOT_COUNT);
-    if (p->used > before) p->limit += p->used - before;      // views do not count
+    if (p->used > before) p->limit += p->used - before;      // the limit does not count views
   }
   eng_policy made = *p;
   made.n_tensors = n;

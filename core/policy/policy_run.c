@@ -77,8 +77,8 @@ static const char out_of_budget[] = "the policy exceeded its instruction budget;
 static const char out_of_time[] =
   "the policy exceeded its time limit; a decision must take microseconds";
 
-// Why the call must end now, or NULL. Called only after some work, so that short decisions do not
-// pay for reading the clock.
+// Returns why the call must end now, or NULL. Called only after some work, so that short decisions
+// do not pay for reading the clock.
 static const char *overrun(eng_policy *p)
 {
   p->unclocked = 0;
@@ -230,7 +230,7 @@ const char *policy_intern(lua_State *L, const char *name)
 
 static int open_state(lua_State *L)
 {
-  // hooks do not fire in compiled traces
+  // The JIT compiler is off, because hooks do not fire in compiled traces.
   luaJIT_setmode(L, 0, LUAJIT_MODE_ENGINE | LUAJIT_MODE_OFF);
   lua_gc(L, LUA_GCSETPAUSE, 150);
   lua_sethook(L, budget_hook, LUA_MASKCOUNT, HOOK_INTERVAL);

@@ -1,6 +1,7 @@
 // A policy's state as plain data. It is copied out after every decision, so that a failed decision
-// can be undone and a state that cannot be saved is detected at once. It is saved as text,
-// restored, and handed to another policy. Called by policy_vm.c, and by hosts through engine.h.
+// can be undone and a state that cannot be saved is detected immediately. The state is also saved
+// as text, restored, and handed to another policy. Called by policy_vm.c, and by hosts through
+// engine.h.
 #include "policy_vm.h"
 
 #include "base/error.h"
@@ -67,7 +68,7 @@ static void room_task(eng_policy *p, void *argument)
   luaL_checkstack(p->L, 4 * DATA_DEPTH, "state");
 }
 
-// Writes the number, string or boolean at `index`; false for a value of another type.
+// Writes the number, string or boolean at `index`. Returns false for a value of another type.
 static bool put_scalar(data_blob *out, lua_State *L, int index)
 {
   size_t length;
@@ -135,8 +136,9 @@ static void refuse_path(eng_policy *p, int base, const char *why)
                            : "%s: %s", path, why);
 }
 
-// Copies the state at `index` into `next`. False, with the reason and the path of the offending
-// field in p->why, if the state is not a tree of plain data or nests deeper than STATE_DEPTH.
+// Copies the state at `index` into `next`. Returns false, with the reason and the path of the
+// offending field in p->why, if the state is not a tree of plain data or nests deeper than
+// STATE_DEPTH.
 static bool copy_state(eng_policy *p, int index)
 {
   walk w;                                 // seen.few stays uninitialized, because this runs often
@@ -166,8 +168,8 @@ static void swap_blobs(eng_policy *p)
   p->next = swap;
 }
 
-// Records the addresses of the keys in `good`, and references the keys in Lua's registry. So they
-// stay alive, and an address always identifies the same string.
+// Records the addresses of the keys in `good`, and references the keys in Lua's registry. So the
+// keys stay alive, and an address always identifies the same string.
 static void keep_keys_task(eng_policy *p, void *argument)
 {
   (void)argument;
@@ -205,7 +207,8 @@ static void learn_layout(eng_policy *p)
   if (!p->next.failed) p->n_flat = n;
 }
 
-// Writes the values of a flat state to `next`. False if the state's fields or their types changed.
+// Writes the values of a flat state to `next`. Returns false if the state's fields or their types
+// changed.
 static bool snapshot_flat(eng_policy *p)
 {
   lua_State *L = p->L;
@@ -274,7 +277,7 @@ static const char *decode(lua_State *L, const char *at)
 
 static void state_task(eng_policy *p, void *at)
 {
-  // Collects the garbage of a failed call first, because it may occupy all the memory.
+  // The garbage of a failed call is collected first, because it may occupy all the memory.
   if (p->used > p->limit / 2) lua_gc(p->L, LUA_GCCOLLECT, 0);
   decode(p->L, at);
 }
@@ -296,7 +299,7 @@ eng_status policy_roll_back(eng_policy *p)
 
 // ------------------------------------------------------------------ init
 
-// The number under `key` in the table at `at`.
+// Reads the number under `key` in the table at `at`. Returns false if there is none.
 static bool find_number(double *out, const char *at, const char *key)
 {
   data_item item;
@@ -343,7 +346,7 @@ static eng_status call_maker(eng_policy *p, const char *maker, int n)
   return ENG_ERR_POLICY;
 }
 
-// Leaves init's state on top of the stack.
+// Makes the initial state, with init if the policy has it, and leaves it on top of the stack.
 static eng_status fresh_state(eng_policy *p)
 {
   p->random_key = ~0ull;
@@ -563,7 +566,7 @@ static void arguments_task(eng_policy *p, void *old)        // returns { old sta
 }
 
 // Returns the fresh state (in `next`). If both policies have the same name, all fields of the old
-// state overwrite it; else only the old scale does, if the fresh state has a scale.
+// state overwrite it. Otherwise only the old scale does, if the fresh state has a scale.
 static void merge_task(eng_policy *p, void *argument)
 {
   const eng_policy *old = argument;

@@ -22,7 +22,8 @@ struct verdict_field {
   bool      (*read)(eng_policy *p, eng_verdict *out, const verdict_field *field);
   const char *expected;   // for messages: the expected value
   const char *entry;      // for messages: an entry of the required table; NULL: none required
-  size_t      at;         // a number: offset in eng_verdict; a number per tensor: ENG_EACH_*
+  size_t      at;         // the offset in eng_verdict of a single number; ENG_EACH_* for a number
+                          // per tensor
 };
 
 bool policy_refuse(eng_policy *p, const char *format, ...)
@@ -67,7 +68,7 @@ static bool bad_key(eng_policy *p, const char *field, const char *expected)
                        expected);
 }
 
-// The number on top of the stack; NaN for another value.
+// Returns the number on top of the stack; NaN for another value.
 static double number(lua_State *L)
 {
   return lua_type(L, -1) == LUA_TNUMBER ? lua_tonumber(L, -1) : f64_from(0x7FF8000000000000ull);
@@ -100,7 +101,7 @@ static bool find_named(eng_policy *p, const char *field, int *named)
                        name, hint, example);
 }
 
-// Whether find_named found tensor i, its group, or a pattern that matches its name.
+// Returns whether find_named found tensor i, its group, or a pattern that matches its name.
 static bool names_tensor(const eng_policy *p, int named, int i)
 {
   if (named < 0) return p->matched[i];
@@ -120,7 +121,7 @@ static bool read_scale(eng_policy *p, eng_verdict *out, const verdict_field *f)
   return policy_is_scale(out->scale) || bad_value(p, f->name, f->expected);
 }
 
-// A limit; infinity means none.
+// Reads a limit; infinity means no limit.
 static bool read_limit(eng_policy *p, eng_verdict *out, const verdict_field *f)
 {
   double limit = number(p->L);
@@ -296,8 +297,8 @@ static bool read_reset(eng_policy *p, eng_verdict *out, const verdict_field *f)
   return true;
 }
 
-// The list for up to `most` values of `field`, allocated at its first use. If out of memory,
-// refuses the verdict and returns NULL.
+// Returns the list for up to `most` values of `field`, which is allocated at its first use. If
+// memory runs out, refuses the verdict and returns NULL.
 static policy_logged *list_of(eng_policy *p, policy_logged **list, int most, const char *field)
 {
   if (!*list) *list = calloc((size_t)most, sizeof **list);

@@ -208,7 +208,7 @@ static bool read_number(double *out, const char *text)
   return true;
 }
 
-// "; did you mean ..." for a misspelt name of an option.
+// Returns "; did you mean ..." for a misspelt name of an option.
 static const char *option_hint(const eng_policy *p, const char *name)
 {
   const char *names[64];
@@ -414,8 +414,9 @@ bool eng_policy_scales_groups(const eng_policy *p)
 
 // ------------------------------------------------------------------ verdicts
 
-// After a failed decision: returns the last good verdict and restores the state from before it. The
-// verdict's reason is `reason`, after the position of decide and `what` unless `what` is NULL.
+// Handles a failed decision: *out receives the last good verdict, and the policy gets back the
+// state from before the decision. The verdict's reason is `reason`. Unless `what` is NULL, the
+// position of decide and `what` precede `reason`.
 static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record, const char *what,
                       const char *reason)
 {
@@ -443,7 +444,8 @@ static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record,
   }
 }
 
-// Reads what decide returned: one scale or one table. False with the reason in p->why.
+// Reads what decide returned: one scale or one table. Returns false, with the reason in p->why, if
+// it is invalid.
 static bool read_result(eng_policy *p, eng_verdict *out)
 {
   lua_State *L = p->L;

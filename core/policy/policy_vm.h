@@ -84,7 +84,7 @@ struct eng_policy {
   bool     ready;                // init or restore has set a state
   data_blob good;                // the state after the last good call
   data_blob next;                // buffer for the state after the next call
-  flat_field flat[FLAT_FIELDS];  // the layout of a flat state, in the order of lua_next
+  flat_field flat[FLAT_FIELDS];  // the layout of a flat state: its fields in the order of lua_next
   int      n_flat;               // 0: unknown, or not flat
   data_blob text;                // the result of save
   data_blob envelope;            // the blob that `text` was written from
@@ -99,7 +99,7 @@ struct eng_policy {
   policy_logged *logit_muls;     // [ENG_POLICY_LOGIT_MULS], allocated at first use
   int      n_logit_muls;
   policy_logged *logs;           // [ENG_POLICY_LOGS], allocated at first use
-  int      n_logs;               // of the last decision
+  int      n_logs;               // number of values that the last decision logged
   char     printed[ENG_POLICY_PRINTS];
   size_t   printed_bytes;
   bool     printed_read;         // the text was read, so the next print starts a new one
@@ -112,29 +112,29 @@ struct eng_policy {
 
 // ---- policy_run.c
 
-/// Creates the Lua state with its limits and its stack slots. False: out of memory.
+/// Creates the Lua state with its limits and its stack slots. Returns false if memory runs out.
 bool policy_open(eng_policy *policy);
 /// Runs `task` in protected mode, without limits. The task may raise Lua errors and leave one
 /// result on the stack. Errors: POLICY with the Lua message; MEMORY.
 eng_status policy_protected(eng_policy *policy, void (*task)(eng_policy *, void *), void *argument);
-/// Called before and after the policy's own code runs (init, decide, migrate, the file itself).
+/// Must be called before and after the policy's own code (init, decide, migrate, the file itself).
 void policy_enter(eng_policy *policy);
 void policy_leave(eng_policy *policy);
-/// Subtracts `work` Lua instructions from the budget; raises an error when it is exhausted.
+/// Subtracts `work` Lua instructions from the budget. Raises an error when the budget is exhausted.
 void policy_charge(eng_policy *policy, int64_t work);
 /// Raises an error if C calls and Lua calls nest too deeply.
 void policy_check_stack(eng_policy *policy);
-/// The policy that a Lua state belongs to.
+/// Returns the policy that a Lua state belongs to.
 eng_policy *policy_of(lua_State *L);
 /// Interns a name in the Lua state. The returned address is valid until the state is closed.
 const char *policy_intern(lua_State *L, const char *name);
 /// Calls the policy's function, which is on the stack below its `n` arguments, under the policy's
 /// limits. Leaves one result. Errors: POLICY; the stack then has only the fixed slots.
 eng_status policy_call(eng_policy *policy, int n);
-/// The text of the error value on top of the stack, without running the policy's code.
+/// Returns the text of the error value on top of the stack, without running the policy's code.
 const char *policy_error_text(eng_policy *policy);
-/// The first line of the source with `word =`, outside comments; for "return", the last line with
-/// that word. 1 if there is no such line.
+/// Returns the first line of the source with `word =`, outside comments; for "return", the last
+/// line with that word. Returns 1 if there is no such line.
 int policy_line_of(const eng_policy *policy, const char *word);
 
 // ---- policy_constant.c
@@ -164,7 +164,8 @@ void policy_checks_open(lua_State *L);
 // ---- policy_verdict.c
 /// Interns the names of a verdict's fields.
 void policy_verdict_open(eng_policy *policy);
-/// Reads the table on top of the stack. False with the reason in policy->why.
+/// Reads the table on top of the stack. Returns false, with the reason in policy->why, if it is
+/// invalid.
 bool policy_read_verdict(eng_policy *policy, eng_verdict *out);
 /// Writes policy->why. Returns false.
 __attribute__((format(printf, 2, 3)))
@@ -175,18 +176,18 @@ static inline bool policy_is_scale(double x) { return f64_is_finite(x) && x > 0;
 /// Creates the record's views and pushes `record`.
 void policy_record_open(eng_policy *policy);
 void policy_record_free(eng_policy *policy);
-/// The index, from 0, of the tensor or group whose name is on the stack at `index`; -1: none.
+/// Returns the index, from 0, of the tensor or group whose name is on the stack at `index`, or -1.
 int policy_named(const eng_policy *policy, bool group, int index);
-/// Pushes iterator, view and nil for a view at `index`; false if the value is not a view.
+/// Pushes iterator, view and nil for a view at `index`. Returns false if the value is not a view.
 bool policy_record_pairs(lua_State *L, int index);
-/// Like policy_record_pairs, for ipairs over record.tensors and record.groups.
+/// Does the same as policy_record_pairs, for ipairs over record.tensors and record.groups.
 bool policy_record_ipairs(lua_State *L, int index);
-/// "record.hist" and the like for a view at `index`; NULL if the value is not a view.
+/// Returns a name such as "record.hist" for a view at `index`, or NULL if the value is not a view.
 const char *policy_record_name(lua_State *L, int index);
 
 // ---- policy_state.c
-/// Copies the state after a good call into `good`. False, with `good` unchanged and the reason in
-/// policy->why, if the state is not plain data.
+/// Copies the state after a good call into `good`. If the state is not plain data, returns false
+/// with the reason in policy->why and leaves `good` unchanged.
 bool policy_snapshot(eng_policy *policy);
 /// Restores the state from after the last good call.
 eng_status policy_roll_back(eng_policy *policy);

@@ -427,11 +427,11 @@ describe("optimizer state", function()
     assert.error_matches(function() set:update { hyper = { ADAMW } } end,
       "p2 is in group 1, but the update has 1")
     assert.error_matches(function() set:update { hyper = { ADAMW, ADAMW }, kind = 2 } end,
-      "expected an update of adam, got one of adamw")
+      "expected an update of adam, got an update of adamw")
     assert.error_matches(function() set:update { hyper = { ADAMW, ADAMW }, t = 0 } end,
       "expected an update number of 1 or more")
     assert.error_matches(function() set:moment(4, 1) end, "moment 1 or 2, or 3")
-    assert.error_matches(function() set:moment(1, 3) end, "index of 0 to 1")
+    assert.error_matches(function() set:moment(1, 3) end, "index from 0 to 1")
     engine.C.eng_params_free(set.params)
     assert.error_matches(function() set:update { hyper = { ADAMW, ADAMW } } end, "were freed")
     engine.C.eng_optimizer_free(set.state)

@@ -65,7 +65,7 @@ describe("rows between ranks", function()
       ["expected contiguous rows"] = function()
         return try(x:transpose(), engine.zeros(4, 3), 4, 4)
       end,
-      ["expected a comm dtype of 0 to 4 (ENG_COMM_*), got 9"] = function()
+      ["expected a comm dtype from 0 to 4 (ENG_COMM_*), got 9"] = function()
         return try(engine.zeros(3, 4), x, 3, 3, 9)
       end,
     } do

@@ -481,7 +481,7 @@ describe("ranks", function()
     for _, what in ipairs { "gather", "reduction" } do
       local result = start.run(2, script, { folder, what }, { limit = LIMIT })
       assert.equal(what .. "\tnothing landed\tan exchange between ranks was cut short: this " ..
-        "process can no longer reach the others; hint: start the job again\n",
+        "process can no longer reach the other ranks; hint: start the job again\n",
         result.out:match("%S.*"))             -- mpirun of Open MPI 5 once printed a space first
       assert.equal(70, result.code)
       helper.shell(("rm %s/[bil]*ed %s/begun"):format(folder, folder))

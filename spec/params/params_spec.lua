@@ -156,10 +156,10 @@ describe("a parameter set", function()
         assert.is_true(C.eng_params_true_gradient(has, x, set.params, index, 1) ~= 0)
         assert.matches(text, engine.message(), 1, true)
       end
-      fails("expected a parameter index of 0 to 1, got 2", into, 2)
-      fails("expected a parameter index of 0 to 1, got -1", into, -1)
+      fails("expected a parameter index from 0 to 1, got 2", into, 2)
+      fails("expected a parameter index from 0 to 1, got -1", into, -1)
       fails("expected a tensor of its shape f32 [2], got f32 [3 x 3]", into, 1)
-      fails("expected f32 memory of its device, got f16 [3 x 3]", half, 0)
+      fails("expected an f32 tensor on its device, got f16 [3 x 3]", half, 0)
       set:free()
     end
   end))
