@@ -20,11 +20,12 @@ static eng_status want_blocks(const op_call *c, int64_t rows, int64_t columns)
 static eng_status want_between(const op_call *c, const char *what, int64_t value, int low, int high)
 {
   if (value >= low && value <= high) return ENG_OK;
-  return error_set(ENG_ERR_VALUE, "%s: expected %s of %d to %d, got %lld", op_name(c), what, low,
+  return error_set(ENG_ERR_VALUE, "%s: expected %s from %d to %d, got %lld", op_name(c), what, low,
                    high, (long long)value);
 }
 
-/// The size of x as a matrix. columns: the last dimension; rows: the product of all others.
+/// Computes the size of x as a matrix: `columns` is the last dimension, `rows` the product of all
+/// others.
 static void matrix_of(const tensor *x, int64_t *rows, int64_t *columns)
 {
   *columns = x->shape[x->ndim - 1];
@@ -280,13 +281,14 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
                (a->format_b == ENG_e4m3 || a->format_b == ENG_e5m2);
   if (!four && !eight)
     return error_set(ENG_ERR_DTYPE,
-                     "mx_matmul: expected e4m3 or e5m2 each, or e2m1 twice, got formats %lld, %lld",
+                     "mx_matmul: expected both operands in e4m3 or e5m2, or both in e2m1, got "
+                     "formats %lld, %lld",
                      (long long)a->format_a, (long long)a->format_b);
   int nvfp4 = mx_is_nvfp4(a->rule_a);
   if (a->rule_a < 0 || a->rule_a >= ENG_MX_RULES || a->rule_b < 0 || a->rule_b >= ENG_MX_RULES ||
       nvfp4 != mx_is_nvfp4(a->rule_b) || (nvfp4 && !four))
-    return error_set(ENG_ERR_VALUE, "mx_matmul: expected scale rules 0 to %d, both with NVFP4's "
-                     "scales (only for e2m1) or neither, got %lld and %lld",
+    return error_set(ENG_ERR_VALUE, "mx_matmul: expected scale rules from 0 to %d, both with "
+                     "NVFP4's scales (only for e2m1) or neither, got %lld and %lld",
                      ENG_MX_RULES - 1, (long long)a->rule_a, (long long)a->rule_b);
   if (a->yields && (a->yields < 1 || a->yields > ENG_DTYPE_COUNT ||
                     !dtype_is_float((int)a->yields - 1)))

@@ -55,8 +55,8 @@ static int64_t flags_of(const eng_fp8_role *r, bool transposed)
          (transposed ? QUANTIZE_TRANSPOSED : 0);
 }
 
-/// quantize() for a microscaling recipe: out->q holds the values in bf16 or, if `coded`, codes;
-/// out->scale holds their amax.
+/// Does the work of quantize() for a microscaling recipe: out->q holds the values in bf16 or, if
+/// `coded`, codes; out->scale holds their amax.
 static eng_status quantize_mx(copies *out, int64_t number, fp8_site *s, int role, tensor *x,
                               bool transposed, bool coded)
 {
@@ -73,7 +73,8 @@ static eng_status quantize_mx(copies *out, int64_t number, fp8_site *s, int role
 
 /// Quantizes x in a role's format and blocks, into the tensors in `out` that are not NULL; creates
 /// the others. `transposed`: also quantizes the transpose of x. `swiglu`, unless NULL: the call
-/// that computes x. Then x has no memory, and its codes are computed from that call's inputs.
+/// that computes x. In this case x has no memory, and its codes are computed from that call's
+/// inputs.
 static eng_status quantize(copies *out, int64_t number, fp8_site *s, int role, tensor *x,
                            const op_call *swiglu, bool transposed, bool coded)
 {
@@ -100,8 +101,8 @@ static eng_status flat(tensor **out, tensor *x)
   return op_reshape(out, x, 2, (int64_t[]){columns ? x->count / columns : 0, columns});
 }
 
-/// y = a b. The codes of a and b may have any number of dimensions. *y is passed in or, if NULL,
-/// created in `dtype`.
+/// Computes y = a b. The codes of a and b may have any number of dimensions. If *y is NULL, creates
+/// it in `dtype`.
 static eng_status multiply(tensor **y, const fp8_site *s, int product, const factor *a,
                            const factor *b, tensor *bias, int dtype, bool add)
 {
@@ -151,12 +152,14 @@ static eng_status multiply(tensor **y, const fp8_site *s, int product, const fac
 
 // ---- weights
 
-/// A parameter's FP8 copy. Rebuilt after its source, its site, the recipe or the factor changed.
+/// A parameter's FP8 copy. It is rebuilt after its source, its site, the recipe or the factor has
+/// changed.
 typedef struct fp8_weight {
   params_derived derived;
   int64_t  site;
   uint32_t recipe, seen;       // version of the site's recipe; storage.writes of the source
-  int64_t  step;               // fp8_mx_step: the step that drew its Hadamard signs; 0: fixed
+  int64_t  step;               // the step that drew its Hadamard signs (fp8_mx_step); 0: the signs
+                               // are fixed
   const tensor *source;        // the master, or its low-precision copy
   double   factor;
   // q_t: the transposed copy for dx, NULL if dx reads q; gate: NULL unless the scale rule has gates
@@ -253,8 +256,8 @@ static eng_status make_weight(fp8_weight *to, const eng_fp8_role *r, const tenso
   return tensor_make(&to->scale_t, ARENA_PARAMETER, ENG_f32, n, shape);
 }
 
-/// The copies of w: those of its parameter if they are current, else new copies. *kept: the
-/// parameter owns them, so the caller does not drop them.
+/// Provides the FP8 copies of w. If w is a parameter, these are the parameter's own copies, which
+/// are rebuilt unless they are current; *kept is then true, and the caller does not drop them.
 static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_site *s, tensor *w,
                                 bool coded)
 {
@@ -315,7 +318,7 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
 enum { IN_X, IN_W, IN_BIAS };
 enum { OUT_Y, OUT_XQ, OUT_X_SCALE, OUT_WQ, OUT_W_SCALE, OUT_X_GATE, OUT_W_GATE, OUT_COUNT };
 
-/// The tape node of the fp8_swiglu whose output is x, or -1.
+/// Returns the tape node of the fp8_swiglu whose output is x, or -1.
 static int swiglu_of(const tensor *x)
 {
   return tape_holds(x) && tape_call(x->node)->op == ENG_OP_fp8_swiglu ? x->node : -1;
@@ -345,8 +348,8 @@ static eng_status check_shapes(const fp8_site *s, const op_call *c)
   return ENG_OK;
 }
 
-/// The fp8_attention call whose unmodified output is x, reshaped from [B x T x H x D] to rows of HD
-/// elements; NULL if there is none.
+/// Returns the fp8_attention call whose unmodified output is x, reshaped from [B x T x H x D] to
+/// rows of HD elements, or NULL if there is none.
 static const op_call *attention_of(const tensor *x)
 {
   int64_t columns = x->shape[x->ndim - 1];
@@ -389,9 +392,9 @@ static bool same_role(const eng_fp8_role *a, const eng_fp8_role *b)
          !a->stochastic && !b->stochastic && a->margin == b->margin && a->eps == b->eps;
 }
 
-/// A recent linear layer whose codes of x this layer can share (gate and up of a SwiGLU). Both
-/// layers read the same x with the same role settings, and neither delays the scaling of x. NULL:
-/// there is none.
+/// Returns a recent linear layer whose codes of x this layer can share (gate and up of a SwiGLU),
+/// or NULL. Both layers must read the same x with the same role settings, and neither may delay the
+/// scaling of x.
 static const op_call *same_codes(const fp8_site *s, const tensor *x)
 {
   enum { BACK = 8 };
@@ -495,7 +498,7 @@ eng_status fp8_linear_in_force(op_call *c, fp8_site *s, const op_call *swiglu)
   return status;
 }
 
-/// Runs in high precision if the site is not active.
+/// Runs the layer in FP8, or in high precision if the site is not active.
 static eng_status run_linear(op_call *c)
 {
   fp8_site *s = fp8_site_in_force(c->fp8_linear.site);
@@ -511,8 +514,8 @@ static eng_status run_linear(op_call *c)
 
 // ---- backward
 
-/// Quantizes x or w for the backward product, which sums over the other dimension, from the values
-/// that the forward product read.
+/// Quantizes x or w again for the backward product, which sums over the other dimension. Reads the
+/// values that the forward product read.
 static eng_status quantize_again(factor *out, copies *made, fp8_site *s, int role,
                                  const op_call *node)
 {
@@ -551,8 +554,8 @@ static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
                                            .block_rows = packed ? 1 : r->block_rows,
                                            .block_columns = packed ? FP8_BLOCK : r->block_columns,
                                            .format = packed ? ENG_FORMAT_E5M6 : 0}}));
-  // quantizes x again, now in blocks along the other dimension, without recording an amax or a
-  // measurement
+  // Quantizes x again, now in blocks along the other dimension, without recording an amax or a
+  // measurement.
   bool turn = !fp8_is_square(r);
   tensor *factor = s->factor[ENG_FP8_X] != 0 ? s->factor_of[ENG_FP8_X] : NULL;
   op_call c = fp8_quantize_call(r, x, factor, flags_of(r, turn));

@@ -222,7 +222,7 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
   for (int k = 0; k < ENG_FP8_ROLES; k++)
     if (!recipe->role[k].mx)
       return error_set(ENG_ERR_VALUE,
-                       "%s: %s is FP8, but %s is microscaled; expected one kind for all three",
+                       "%s: %s is FP8, but %s is microscaled; expected one kind for x, w and dy",
                        s->name, fp8_role_name[k], fp8_role_name[role]);
   return ENG_OK;
 }
@@ -299,8 +299,8 @@ static eng_status check_accumulator(const fp8_site *s, const eng_fp8_recipe *rec
                            fp8_product_name[product], n);
 }
 
-/// Along the dimension that a product sums over, the block size of one operand must be a multiple
-/// of the other's.
+/// Checks that, along the dimension that a product sums over, the block size of one operand is a
+/// multiple of the other operand's.
 static eng_status check_nesting(const fp8_site *s, int product, const char *a_name, int64_t a,
                                 const char *b_name, int64_t b)
 {
@@ -500,7 +500,7 @@ eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor
   ENG_TRY(fp8_sample_read(&m, x, q, scale));
   fp8_scales at = fp8_scales_for(r->block_rows, r->block_columns,
                                  m.columns ? x->count / m.columns : 0, m.columns, NULL);
-  // larger magnitudes overflow (fp8.h): 464 does not, 61440 does
+  // magnitudes beyond `limit` overflow (fp8.h): in e4m3 464 does not, in e5m2 61440 does
   float largest = fp8_largest(r->format),
         limit = r->format == ENG_e4m3 ? 464.0f : f32_from(f32_bits(61440.0f) - 1);
   for (int64_t i = 0; i < m.rows; i++)

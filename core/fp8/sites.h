@@ -21,26 +21,26 @@ typedef struct fp8_site {
 extern const char *const fp8_role_name[], *const fp8_product_name[];
 
 eng_status fp8_site_get(fp8_site **out, int64_t site);
-/// fp8_site_on: whether the site exists and has a recipe. fp8_site_in_force: the site if it is on
-/// and autocast requests FP8, else NULL.
+/// fp8_site_on returns whether the site exists and has a recipe. fp8_site_in_force returns the site
+/// if it is on and autocast requests FP8, otherwise NULL.
 bool fp8_site_on(int64_t site);
 fp8_site *fp8_site_in_force(int64_t site);
 
-/// fp8_amax_slot: reserves a slot for the next amax of a role, f32 []. fp8_amax_last: the slot that
-/// was reserved last.
+/// fp8_amax_slot reserves a slot for the next amax of a role, f32 []. fp8_amax_last returns the
+/// slot that was reserved last.
 typedef struct fp8_amax_place { int64_t slot, round; } fp8_amax_place;
 eng_status fp8_amax_slot(tensor **out, int64_t site, int role);
 fp8_amax_place fp8_amax_last(void);
 /// fp8_amax_share records that another site quantizes the same x and shares the amax in a slot.
-/// fp8_amax_can_share: whether the slots of `round` have not been reused yet and there is room for
-/// another such record.
+/// fp8_amax_can_share returns whether the slots of `round` have not been reused yet and there is
+/// room for another such record.
 bool fp8_amax_can_share(int64_t round);
 void fp8_amax_share(int64_t site, int64_t slot);
 
-/// fp8_measuring: whether meters are on. fp8_measure: compares x with its codes for the meters of a
-/// role.
+/// fp8_measuring returns whether meters are on. fp8_measure compares x with its codes for the
+/// meters of a role.
 bool fp8_measuring(void);
-/// The step number that eng_fp8_step set.
+/// Returns the step number that eng_fp8_step set.
 int64_t fp8_step(void);
 eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale);
 
@@ -50,21 +50,21 @@ eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor
 typedef struct fp8_sample { float *x, *q, *scale; int64_t rows, every, columns; } fp8_sample;
 /// Reads a sample, whose x the caller frees.
 eng_status fp8_sample_read(fp8_sample *to, tensor *x, tensor *q, const tensor *scale);
-/// Adds an element x to a meter. code: the value of its code, unscaled; scale: its scale. largest:
-/// the format's largest number; limit: |x| > limit * scale overflows.
+/// Adds an element x to a meter. code: the value of its code, unscaled. scale: the scale of this
+/// code. largest: the format's largest number. limit: x overflows if |x| > limit * scale.
 void fp8_meter_element(eng_fp8_meter *m, float x, float code, float scale, float largest,
                        float limit);
 
-/// fp8_drop_later drops a tensor at once if the tape is empty, else leaves it to a later call of
-/// fp8_release_orphans, which drops all such tensors if the tape is empty.
+/// fp8_drop_later drops a tensor immediately if the tape is empty. Otherwise it leaves the tensor
+/// to a later call of fp8_release_orphans, which drops all such tensors if the tape is empty.
 void fp8_drop_later(tensor *x);
 void fp8_release_orphans(void);
 
 static inline bool fp8_is_square(const eng_fp8_role *r)
 { return r->block_rows == r->block_columns; }
 
-/// A call that quantizes x in a role's format and blocks. `factor`: f32 [1], the factor of delayed
-/// scaling, or NULL.
+/// Returns a call that quantizes x in a role's format and blocks. `factor`: f32 [1], the factor of
+/// delayed scaling, or NULL.
 static inline op_call fp8_quantize_call(const eng_fp8_role *r, tensor *x, tensor *factor,
                                         int64_t flags)
 {
@@ -74,51 +74,53 @@ static inline op_call fp8_quantize_call(const eng_fp8_role *r, tensor *x, tensor
                                 .flags = flags, .eps = r->eps, .margin = r->margin}};
 }
 
-/// Microscaling (mx.c). Copies of a tensor [rows x K]: q in bf16, scale u8 and amax f32 []; the
-/// transposed q_t [K x rows] and its amax_t, NULL unless requested; the gate, NULL if the rule has
-/// none. A member other than scale that is not NULL before the call receives the result. If
-/// `coded`, q and q_t hold codes in u8 instead (fp8_mx_make).
+/// Microscaled copies of a tensor [rows x K] (mx.c): q in bf16, scale u8 and amax f32 []; the
+/// transposed q_t [K x rows] with its amax_t, NULL unless requested; the gate, NULL if the rule has
+/// none. If a member other than scale is not NULL before the call, the call writes its result
+/// there. If `coded`, q and q_t hold codes in u8 instead (fp8_mx_make).
 typedef struct fp8_mx_copies { tensor *q, *scale, *amax, *q_t, *amax_t, *gate; } fp8_mx_copies;
-/// Whether the backward product that reads x or w quantizes it again, in a separate format
+/// Returns whether the backward product that reads x or w quantizes it again, in a separate format
 /// (eng_fp8_recipe.backward).
 static inline bool fp8_mx_again(const fp8_site *s, int role)
 { return role != ENG_FP8_DY && s->recipe.backward[role].mx; }
-/// The format and blocks in which a product reads x, w or dy.
+/// Returns the format and blocks in which a product reads x, w or dy.
 static inline const eng_fp8_role *fp8_role_in(const fp8_site *s, int product, int role)
 {
   return product != ENG_FP8_FORWARD && fp8_mx_again(s, role) ? &s->recipe.backward[role]
                                                              : &s->recipe.role[role];
 }
 extern const int fp8_factors[ENG_FP8_PRODUCTS][2];   // the roles that a product multiplies
-/// Whether mx_matmul computes the products of a layer with x [rows x columns] and W [outputs x
-/// columns]. Then the copies hold codes.
+/// Returns whether mx_matmul computes the products of a layer with x [rows x columns] and W
+/// [outputs x columns]. If so, the copies hold codes.
 bool fp8_mx_coded(const fp8_site *s, int64_t rows, int64_t columns, int64_t outputs);
 /// Creates a tensor for a coded copy of a matrix [rows x columns]: u8 [rows x bytes], first all
-/// codes, then the scales of the blocks. With blocks of several rows, its end is unused.
+/// codes, then the scales of the blocks. If blocks have several rows, the end of the tensor is
+/// unused.
 eng_status fp8_mx_make(tensor **out, arena_id arena, const eng_fp8_role *r, int64_t rows,
                        int64_t columns);
-/// Quantizes x as a role says, and measures it if meters are on. slot: receives the amax.
+/// Quantizes x as a role says, and measures it if meters are on. The amax goes to `slot`.
 eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int role, tensor *x,
                            bool transposed, bool coded);
 /// Quantizes x or w again for its backward product, from q [rows x K], the values or codes that the
-/// forward product read. Results: to->q_t, to->amax_t.
+/// forward product read. Writes to->q_t and to->amax_t.
 eng_status fp8_mx_requantize(fp8_mx_copies *to, const fp8_site *s, int role, tensor *q,
                              tensor *amax);
 /// Turns *g, the gradient of the values that the forward product read, into the gradient of x or w,
-/// in `dtype`: applies the gate (or NULL) and the forward product's Hadamard transform.
+/// in `dtype`: applies the gate, unless it is NULL, and the forward product's Hadamard transform.
 eng_status fp8_mx_through(tensor **g, const fp8_site *s, tensor *gate, int dtype);
 /// Draws the random number for the signs of a site's backward pass, if its recipe needs one.
 void fp8_mx_begin_backward(fp8_site *s);
-/// The step number if the signs of w's Hadamard transforms change from step to step, else 0.
+/// Returns the step number if the signs of w's Hadamard transforms change from step to step,
+/// otherwise 0.
 int64_t fp8_mx_step(const fp8_site *s);
 /// An operand of a product, quantized as its role says: values in bf16, or codes, whose rows lie
-/// along the summed dimension. turned: the product reads the transpose; codes ignore it.
+/// along the summed dimension. turned: the product reads the transpose; ignored for codes.
 typedef struct fp8_mx_factor {
   tensor *q, *amax;
   const eng_fp8_role *role;
   bool turned;
 } fp8_mx_factor;
-/// y = a b + bias in `dtype`, or added onto *y.
+/// Computes y = a b + bias in `dtype`. With `add`, adds the result onto *y.
 eng_status fp8_mx_multiply(tensor **y, const fp8_mx_factor *a, const fp8_mx_factor *b, tensor *bias,
                            int dtype, bool add);
 

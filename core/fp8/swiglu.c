@@ -96,8 +96,8 @@ static eng_status swiglu_grad(grad_call *g)
 
 // ---- fused swiglu and linear
 
-/// Whether a swiglu and its linear layer can run fused, so that the tensor between them exists only
-/// as codes.
+/// Returns whether a swiglu and its linear layer can run fused, so that the tensor between them
+/// exists only as codes.
 static bool fits(const fp8_site *s, const tensor *gate, const tensor *up)
 {
   const eng_fp8_role *x = s ? &s->recipe.role[ENG_FP8_X] : NULL;

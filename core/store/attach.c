@@ -25,7 +25,7 @@ enum { CLIENTS = 8, CHUNK = 4096 };
 typedef struct bytes { char *data; int64_t from, size, room; } bytes;
 
 typedef struct client {
-  int   fd;                  // -1: free
+  int   fd;                  // -1: this slot is free
   int   number;              // identifies the client; never reused
   bytes in, out;
 } client;
@@ -54,14 +54,14 @@ static bool bytes_add(bytes *b, const char *data, int64_t size, int64_t limit)
   return true;
 }
 
-/// The end of the first complete line, NULL if there is none.
+/// Returns the end of the first complete line, or NULL if there is none.
 static char *line_end(const bytes *b)
 {
   return b->size > b->from ? memchr(b->data + b->from, '\n', (size_t)(b->size - b->from)) : NULL;
 }
 
-/// Consumes the first complete line and returns it, without its newline and valid until more bytes
-/// are added; NULL if there is none.
+/// Consumes the first complete line and returns it without its newline, or returns NULL if there is
+/// none. The line is valid until more bytes are added.
 static const char *bytes_line(bytes *b, int64_t *length)
 {
   char *end = line_end(b), *line = b->data + b->from;
@@ -80,8 +80,8 @@ static void bytes_free(bytes *b)
 
 // ---- addresses
 
-/// The address of `name` in an open folder. A socket address has room for 107 bytes, so a longer
-/// path goes through the folder's descriptor.
+/// Builds the address of `name` in an open folder. A socket address has room for 107 bytes, so a
+/// longer path goes through the folder's descriptor.
 static eng_status address_of(struct sockaddr_un *out, const char *path, int folder,
                              const char *name)
 {
@@ -96,7 +96,7 @@ static eng_status address_of(struct sockaddr_un *out, const char *path, int fold
                    (int)sizeof out->sun_path - 24);
 }
 
-/// Opens the directory of `path`; `name` is the part after the last slash.
+/// Opens the directory of `path`. Sets *name to the part after the last slash.
 static eng_status open_folder(int *folder, const char **name, const char *path)
 {
   const char *slash = strrchr(path, '/');
@@ -223,7 +223,7 @@ static void accept_clients(eng_attach *server)
   }
 }
 
-/// Sends as much as the socket accepts. False when the client has disconnected.
+/// Sends as much as the socket accepts. Returns false when the client has disconnected.
 static bool push_out(client *c)
 {
   while (c->out.from < c->out.size) {
@@ -235,7 +235,8 @@ static bool push_out(client *c)
   return true;
 }
 
-/// Reads available bytes. False when the client has disconnected or sent a line that is too long.
+/// Reads available bytes. Returns false when the client has disconnected or sent a line that is too
+/// long.
 static bool pull_in(client *c)
 {
   char chunk[CHUNK];
@@ -248,8 +249,8 @@ static bool pull_in(client *c)
   return false;
 }
 
-/// Whether to read more bytes from a client. False if its buffer has a complete line and is at
-/// least half full.
+/// Returns whether to read more bytes from a client. The answer is false if the client's buffer has
+/// a complete line and is at least half full.
 static bool has_room(const client *c)
 {
   return c->in.size - c->in.from < ENG_ATTACH_LINE / 2 || !line_end(&c->in);
@@ -296,7 +297,7 @@ bool eng_attach_poll(const char **line, int64_t *length, int *number, eng_attach
     if (here) here = push_out(c);
     if (!here) disconnect(server, c);
   }
-  // after the loop, because a client that it disconnected has freed a slot
+  // This comes after the loop, because a client that the loop disconnected has freed a slot.
   if (wanted[0].revents) accept_clients(server);
   return server->count > 0 && next_line(line, length, number, server);
 }

@@ -108,8 +108,8 @@ static void stop_writer(eng_history *history)
   pthread_mutex_destroy(&history->lock);
 }
 
-/// The result of closing a history: an error if rows never reached the file, or if the file was
-/// removed or replaced.
+/// Returns the result of closing a history: an error if rows never reached the file, or if the file
+/// was removed or replaced.
 static eng_status outcome(const eng_history *history)
 {
   const int64_t lost = (int64_t)(history->appended - history->committed) + history->dropped +
@@ -163,8 +163,8 @@ static cell of_text(const char *x)
   return x ? (cell){FIELD_TEXT, (int64_t)strlen(x), .memory = x} : (cell){.type = FIELD_NULL};
 }
 
-// Appends a row: the parameters of an SQL statement. Waits while the queue is full, unless the last
-// commit failed. Then drops the row.
+// Appends a row, which consists of the parameters of an SQL statement. If the queue is full, waits
+// for room; but if the last commit failed, drops the row instead.
 static eng_status append(eng_history *history, history_statement statement, const cell *row, int n)
 {
   if (!history->writing)
@@ -217,7 +217,8 @@ static eng_status append(eng_history *history, history_statement statement, cons
 
 // ---- rows
 
-/// The verdict's reason as zero-terminated text in `room`; NULL if it is empty.
+/// Copies the verdict's reason to `room` as zero-terminated text. Returns the text, or NULL if it
+/// is empty.
 static const char *reason_of(char *room, const eng_verdict *verdict)
 {
   if (verdict->reason[0] == 0) return NULL;
@@ -226,7 +227,7 @@ static const char *reason_of(char *room, const eng_verdict *verdict)
   return room;
 }
 
-// Whether a histogram was computed. If not, it is zero throughout.
+// Returns whether a histogram was computed. All counts of one that was not computed are 0.
 static bool is_counted(const int64_t hist[ENG_HIST_BINS])
 {
   return hist[0] != 0 || memcmp(hist, hist + 1, (ENG_HIST_BINS - 1) * sizeof hist[0]) != 0;

@@ -13,7 +13,7 @@
 #include <sys/types.h>
 
 enum {
-  HISTORY_SCHEMA = 2,               // PRAGMA user_version; a higher one is refused
+  HISTORY_SCHEMA = 2,               // PRAGMA user_version; a file with a higher one is refused
   HISTORY_APPLICATION = 0x454E4748, // PRAGMA application_id, "ENGH"
   HISTORY_QUEUE = 8 << 20,          // bytes
   HISTORY_PERIOD_MS = 250           // milliseconds between two commits
@@ -71,9 +71,10 @@ struct eng_history {
   pthread_cond_t  wake;             // the thread has work
   pthread_cond_t  done;             // the thread has finished a round
   uint8_t  *queue;                  // a ring of messages, none of which wraps around
-  uint64_t  head, tail;             // bytes written and consumed; modulo HISTORY_QUEUE, offsets
-                                    // in `queue`. Both restart at 0 when the queue is empty.
-  uint64_t  appended, committed;    // in messages
+  uint64_t  head, tail;             // bytes written and consumed. Modulo HISTORY_QUEUE they are
+                                    // offsets in `queue`. Both restart at 0 when the queue is
+                                    // empty.
+  uint64_t  appended, committed;    // numbers of messages
   uint64_t  rounds;                 // rounds of the thread, whether or not the commit succeeded
   bool      stop, hurry;
   bool      failing;                // the last round failed
@@ -84,33 +85,35 @@ struct eng_history {
                                     // file
   char      trouble[400];           // text of the last error
 
-  pthread_t     thread;  // only the thread uses the following, except `reader` and `next`
+  pthread_t     thread;  // only the thread uses the following fields, except `reader` and `next`
   sqlite3      *db;
   sqlite3_stmt *statements[HISTORY_STATEMENTS];
   history_position last;
 
   sqlite3            *reader;       // opened by the first query
-  struct eng_history *next;         // histories open for writing, closed at exit
+  struct eng_history *next;         // in the list of histories open for writing, which are closed
+                                    // at exit
 };
 
 /// Waits until all appended rows are committed or the thread fails to commit them. Returns whether
 /// they are committed. Sets no error.
 bool       history_wait(eng_history *history);
 
-/// Opens the file for writing, creates or checks the schema, prepares the statements.
+/// Opens the file for writing, creates or checks the schema, and prepares the statements.
 eng_status history_writer_open(eng_history *history);
 void       history_writer_close(eng_history *history);
-/// The thread's function.
+/// The function that the thread runs.
 void      *history_writer_run(void *history);
 
 /// Opens a read-only connection and checks that the file is a history of a known schema.
 eng_status history_reader_open(sqlite3 **out, const char *path);
-/// Checks application and schema version; `fresh` (may be NULL) is set for an empty database.
+/// Checks the application id and the schema version. Sets *fresh, unless it is NULL, to whether the
+/// database is empty.
 eng_status history_check(sqlite3 *db, const char *path, bool *fresh);
 
-/// The largest number of bytes that the packed statistics of n tensors can take.
+/// Returns the largest number of bytes that the packed statistics of n tensors can take.
 int64_t history_pack_bound(int n);
 /// Packs statistics; returns the bytes used.
 int64_t history_pack(uint8_t *blob, const eng_tensor_stats *stats, int n);
-/// The current time as events store it: seconds since 1970.
+/// Returns the current time as events store it, in seconds since 1970.
 double  history_time(void);

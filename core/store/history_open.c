@@ -61,7 +61,8 @@ eng_status history_check(sqlite3 *db, const char *path, bool *fresh)
   return ENG_OK;
 }
 
-// A URI for a file that no process writes, with special characters escaped. The caller frees it.
+// Returns a URI for a file that no process writes, with special characters escaped. The caller
+// frees it.
 static char *immutable_uri(const char *path)
 {
   static const char tail[] = "?immutable=1";

@@ -1,7 +1,8 @@
-// Gradient statistics as compact blobs: a version byte and the number of tensors; for each tensor
-// five counts as variable-length numbers (7 bits per byte, low bits first), amax and sum of squares
-// as doubles, the histogram as first bin, number of bins and their counts, and (since version 2)
-// relative scale and reference norm as doubles. A tensor takes about 45 bytes without a histogram.
+// Gradient statistics as compact blobs. A blob begins with a version byte and the number of
+// tensors. For each tensor it has five counts as variable-length numbers (7 bits per byte, low bits
+// first), amax and sum of squares as doubles, and the histogram: the first bin, the number of bins,
+// and their counts. Since version 2, relative scale and reference norm follow as doubles. A tensor
+// takes about 45 bytes without a histogram.
 // Called by history.c, and by Lua to unpack.
 #include "base/error.h"
 #include "history.h"

@@ -8,7 +8,8 @@
 #include <sys/stat.h>
 
 enum {
-  OPERATIONS = 10000,            // of SQLite's virtual machine between two calls of progress
+  OPERATIONS = 10000,            // the steps of SQLite's virtual machine between two calls of
+                                 // progress
   // A query may take LEAST_OPERATIONS, plus OPERATIONS_PER_BYTE for each byte of the file. Without
   // a limit, a damaged file could make a query loop for ever.
   LEAST_OPERATIONS = 100000000,
@@ -22,9 +23,9 @@ struct eng_query {
   int64_t       left;           // operations that remain
 };
 
-// Whether a statement of this connection is unfinished. A connection reads the state that the file
-// had when its oldest unfinished statement started. So an abandoned iterator would hide new rows
-// from later queries on the same connection.
+// Returns whether a statement of this connection is unfinished. A connection reads the state that
+// the file had when its oldest unfinished statement started. So an abandoned iterator would hide
+// new rows from later queries on the same connection.
 static bool busy(sqlite3 *db)
 {
   sqlite3_stmt *statement = NULL;
@@ -33,7 +34,7 @@ static bool busy(sqlite3 *db)
   return false;
 }
 
-// The length of a statement's first line, for one-line messages.
+// Returns the length of a statement's first line, for one-line messages.
 static int first_line(const char *sql)
 {
   return (int)strcspn(sql, "\n");
@@ -45,7 +46,7 @@ static int64_t most_operations(const char *path)
   return LEAST_OPERATIONS + (stat(path, &file) == 0 ? file.st_size : 0) * OPERATIONS_PER_BYTE;
 }
 
-// SQLite's progress handler; nonzero ends the query.
+// SQLite's progress handler. A nonzero result ends the query.
 static int progress(void *argument)
 {
   eng_query *query = argument;

@@ -148,10 +148,10 @@ static eng_status make_schema(eng_history *history)
   return ENG_OK;
 }
 
-// Columns that older histories lack. parameters: the format of each parameter's gradient. shadows:
-// whether gradients overflow at the shadow's scale, and whether the shadow's verdict is a bound.
-// fp8: statistics that replays of FP8 policies read. The columns are NULL in the rows that an older
-// engine wrote.
+// Adds the columns that older histories lack. parameters: the format of each parameter's gradient.
+// shadows: whether gradients overflow at the shadow's scale, and whether the shadow's verdict is a
+// bound. fp8: statistics that replays of FP8 policies read. The columns are NULL in the rows that
+// an older engine wrote.
 static eng_status add_columns(eng_history *history)
 {
   static const char *const added[][3] = {
@@ -179,8 +179,8 @@ eng_status history_writer_open(eng_history *history)
     return sqlite_error(history->db, history->path, "open");
   sqlite3_busy_timeout(history->db, 2000);
   ENG_TRY(history_check(history->db, history->path, &fresh));
-  // With NORMAL a commit reaches the operating system, not the disk: it survives a crash of the
-  // process, but may be lost in a crash of the machine.
+  // With NORMAL a commit reaches the operating system, not the disk. The commit survives a crash of
+  // the process, but may be lost in a crash of the machine.
   if (!exec(history, "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL"))
     return sqlite_error(history->db, history->path, "write");
   if (fresh) ENG_TRY(make_schema(history));
@@ -317,8 +317,8 @@ static int do_message(eng_history *history, const history_message *message)
   return code == SQLITE_OK ? sum_up(history, step) : code;
 }
 
-// Commits the messages in [tail, head). A row that SQLite refuses because of its contents is left
-// out and reported; any other error rolls the round back.
+// Commits the messages in [tail, head). Leaves out and reports a row that SQLite refuses because of
+// the row's contents. Any other error rolls the round back.
 static bool commit_round(eng_history *history, uint64_t tail, uint64_t head, int64_t dropped,
                          char *trouble, size_t room)
 {
@@ -354,8 +354,8 @@ static bool commit_round(eng_history *history, uint64_t tail, uint64_t head, int
   return false;
 }
 
-/// Whether the file was removed or replaced. SQLite would write to the removed file without an
-/// error.
+/// Returns whether the file was removed or replaced. SQLite would write to the removed file without
+/// an error.
 static bool has_moved(sqlite3 *db)
 {
   int moved = 0;
@@ -404,7 +404,7 @@ void *history_writer_run(void *argument)
       history->news = history->news || !history->failing;
     }
     if (committed) {
-      // not `tail = head`, because append may have restarted an empty queue at 0 meanwhile
+      // `tail = head` would be wrong: append may have restarted an empty queue at 0 meanwhile
       history->tail += head - tail;
       history->committed = appended;
       history->dropped -= dropped;

@@ -66,7 +66,7 @@ static eng_status read_shape(json_reader *json, eng_safetensors_entry *entry)
 }
 
 // Computes the bytes of a shape and dtype. The product of the non-zero dimensions must fit in 63
-// bits even if one dimension is 0, because strides are computed from it.
+// bits even if one dimension is 0, because strides are computed from this product.
 static eng_status size_of(int64_t *bytes, const eng_safetensors_entry *entry)
 {
   int64_t product = eng_dtype_size(entry->dtype);
@@ -184,8 +184,8 @@ static eng_status find_repeated(const char **out, const void *items, int64_t cou
   return ENG_OK;
 }
 
-// Names and keys must be unique. The tensors' byte ranges must cover the data without gaps or
-// overlaps.
+// Checks that names and keys are unique, and that the tensors' byte ranges cover the data without
+// gaps or overlaps.
 static eng_status check_together(eng_safetensors *file, int64_t data_size)
 {
   eng_safetensors_entry *e = file->entries;
@@ -538,8 +538,8 @@ static eng_status make_header(char **header, size_t *size, const eng_safetensors
   return status;
 }
 
-// Writes the elements in row-major order: directly, or through a copy if they have gaps or are in a
-// card's memory.
+// Writes the elements of a tensor in row-major order. If the elements have gaps or are in a card's
+// memory, writes them through a copy.
 static eng_status put_tensor(file_writer *out, const eng_tensor *handle)
 {
   tensor *x;

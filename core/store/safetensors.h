@@ -7,7 +7,7 @@
 #include "engine.h"
 
 /// Checks a header of `size` bytes, followed by `data_size` bytes of data, and builds the file's
-/// index. `header` is malloc'ed, modified and owned by the result, also on errors. `path` is for
-/// messages.
+/// index. `header` comes from malloc. The function modifies it, and the result owns it; after an
+/// error it is freed. `path` is for messages.
 eng_status safetensors_parse(eng_safetensors **out, const char *path, char *header, int64_t size,
                              int64_t data_size);

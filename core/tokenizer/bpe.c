@@ -13,7 +13,7 @@ enum { SHORT_WORD = 40 };      // the most symbols of a word that merge_short ha
 
 // ---- tables for encoding
 
-// Records each pair of neighbouring characters in a merge's result.
+// Records each pair of adjacent characters in a merge's result.
 static bool join_pairs(eng_tokenizer *t, const char *text, int64_t size)
 {
   uint64_t before = 0;
@@ -28,8 +28,8 @@ static bool join_pairs(eng_tokenizer *t, const char *text, int64_t size)
 }
 
 // Converts a token's text to the form of the words that it is compared with: in byte mode, to the
-// bytes that its characters represent. False: a character represents no byte, so the token never
-// matches.
+// bytes that its characters represent. Returns false if a character represents no byte; such a
+// token never matches.
 static bool as_encoded(eng_tokenizer *t, const char **text, int64_t *size)
 {
   if (!t->byte_mode) return true;
@@ -71,7 +71,7 @@ eng_status bpe_ready(eng_tokenizer *t)
 
 // ---- merging
 
-typedef struct symbol { uint32_t id; int32_t prev, next; } symbol;      // prev, next: -1 none
+typedef struct symbol { uint32_t id; int32_t prev, next; } symbol;      // prev, next: -1 if none
 typedef struct merge { uint32_t rank, id; int32_t at; } merge;
 
 static inline const pair *merge_of(const eng_tokenizer *t, uint32_t a, uint32_t b)
@@ -87,8 +87,8 @@ static inline ranked rank_of(const eng_tokenizer *t, uint32_t a, uint32_t b)
   return p ? (ranked){ p->rank, p->id } : (ranked){ UINT32_MAX, 0 };
 }
 
-// Applies the merge of the lowest rank, the leftmost among equals, until none applies. Returns the
-// number of ids.
+// Applies the merge of the lowest rank, the leftmost among equals, until no merge applies. Returns
+// the number of ids that remain.
 static int merge_short(const eng_tokenizer *t, uint32_t *id, int n)
 {
   ranked next[SHORT_WORD];                             // next[i]: merge of the pair (i, i + 1)
@@ -131,9 +131,9 @@ static void heap_add(merge *heap, int64_t n, merge item)
   heap[at] = item;
 }
 
-// Like merge_short, for longer words: keeps the candidate merges in a heap. The heap starts with
-// fewer than n candidates. Each merge removes one candidate and one symbol and adds at most two
-// candidates, so the heap never holds more than 2n.
+// Does the same as merge_short, for longer words: keeps the candidate merges in a heap. The heap
+// starts with fewer than n candidates. Each merge removes one candidate and one symbol and adds at
+// most two candidates, so the heap never holds more than 2n.
 static eng_status merge_long(eng_tokenizer *t, uint32_t *id, int64_t *count)
 {
   int64_t n = *count, heap_n = 0;
@@ -176,8 +176,8 @@ static eng_status merge_long(eng_tokenizer *t, uint32_t *id, int64_t *count)
 
 // ---- a word
 
-// The token of one character: with the model's prefix unless the character is the word's first, and
-// with the model's suffix if it is the last. -1: none.
+// Returns the token of one character, with the model's prefix unless the character is the word's
+// first, and with the model's suffix if it is the last. Returns -1 if there is no such token.
 static int64_t affixed(eng_tokenizer *t, const char *at, int n, bool first, bool last)
 {
   buffer *b = &t->text_out;
@@ -205,7 +205,7 @@ eng_status bpe_word(eng_tokenizer *t, const char *word, int64_t size)
       ids_add(&t->out, (uint32_t)id);
       fuse = false;
     } else if (fall_back(t, word + at, n)) {
-      // the tokens of its bytes are appended
+      // fall_back has appended the tokens of the character's bytes
     } else if (t->unknown < -1) {
       return unknown_missing(word + at, n);
     } else if (t->unknown >= 0) {

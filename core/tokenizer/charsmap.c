@@ -52,7 +52,7 @@ eng_status charsmap_new(struct charsmap **out, const char *data, int64_t size)
 
 static int64_t offset_of(uint32_t unit) { return (int64_t)(unit >> 10) << ((unit & 0x200) >> 6); }
 
-// The replacement of the shortest prefix of `key` that is in the map; NULL if no prefix is.
+// Returns the replacement of the shortest prefix of `key` that is in the map, or NULL.
 static const char *lookup(const struct charsmap *map, const char *key, int64_t size)
 {
   int64_t node = offset_of(map->units[0]);
@@ -72,8 +72,8 @@ static const char *lookup(const struct charsmap *map, const char *key, int64_t s
   return NULL;
 }
 
-// A grapheme of up to 5 bytes is looked up as a whole. If it is longer or not in the map, its
-// characters are looked up one by one.
+// Replaces the characters of a text. Looks up a grapheme of up to 5 bytes as a whole. If the
+// grapheme is longer or not in the map, looks up its characters one by one.
 void charsmap_run(const struct charsmap *map, buffer *out, const char *text, int64_t size)
 {
   for (int64_t at = 0; at < size;) {

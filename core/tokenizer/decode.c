@@ -1,5 +1,5 @@
-// Decoding: the texts of tokens as a list, changed by the decoder's steps, then joined. See
-// tokenizer.h.
+// Decoding: lists the texts of the tokens, runs the decoder's steps on the list, and joins the
+// texts. See tokenizer.h.
 #include "tokenizer.h"
 
 // A list of texts: their concatenated bytes, and the end offset of each text as int64.
@@ -29,7 +29,7 @@ static void add_replaced(buffer *out, const char *text, int64_t size, const step
     buffer_add(out, text, size);
 }
 
-// BERT's clean-up: no space before punctuation and contractions.
+// Does BERT's clean-up: removes the space before punctuation and contractions.
 static void clean_up(eng_tokenizer *t, buffer *out, int64_t from)
 {
   static const struct { const char *what, *with; } rules[] = {
@@ -48,7 +48,7 @@ static void clean_up(eng_tokenizer *t, buffer *out, int64_t from)
   }
 }
 
-// The byte of a token such as <0xE2>; -1 for any other token.
+// Returns the byte of a token such as <0xE2>, or -1 for any other token.
 static int fallback_byte(const char *text, int64_t size)
 {
   if (size != 6 || memcmp(text, "<0x", 3) != 0 || text[5] != '>') return -1;
@@ -56,8 +56,8 @@ static int fallback_byte(const char *text, int64_t size)
   return high < 0 || low < 0 ? -1 : high * 16 + low;
 }
 
-// Ends a text of the list, which consists of the bytes from offset `from` on. If they are not
-// UTF-8, each byte becomes a U+FFFD.
+// Ends a text of the list, which consists of the bytes from offset `from` on. If these bytes are
+// not UTF-8, each of them becomes a U+FFFD.
 static void end_bytes(eng_tokenizer *t, list *to, int64_t from)
 {
   int64_t n = to->bytes->size - from;
@@ -103,7 +103,7 @@ static void cut(const step *s, const char **text, int64_t *size)
   }
 }
 
-// Runs a step on one text of the list. For steps that change each text separately.
+// Runs a step on one text of the list, if the step changes each text separately.
 static eng_status each(eng_tokenizer *t, step *s, const char *text, int64_t size, bool first,
                        bool last, buffer *out)
 {

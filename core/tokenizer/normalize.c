@@ -92,7 +92,7 @@ static eng_status compose(step *s, buffer *out, const char *text, int64_t size, 
 
 // ---- steps on single characters
 
-// The replacement of a character; 0: it is dropped.
+// Returns the replacement of a character, or 0 if the character is dropped.
 static uint32_t nmt(uint32_t c)
 {
   if ((c >= 1 && c <= 8) || c == 0xB || (c >= 0xE && c <= 0x1F) || c == 0x7F || c == 0x8F ||
@@ -112,8 +112,8 @@ static bool chinese(uint32_t c)
          (c >= 0xF900 && c <= 0xFAFF) || (c >= 0x2F800 && c <= 0x2FA1F);
 }
 
-// The lower case of a character. The cases above 0x80 are letters added after Unicode 15, which
-// libutf8proc does not know.
+// Returns the lower case of a character. The cases above 0x80 are letters added after Unicode 15,
+// which libutf8proc does not know.
 static uint32_t lower_case(uint32_t c)
 {
   if (c < 0x80) return c + (c >= 'A' && c <= 'Z' ? 32 : 0);

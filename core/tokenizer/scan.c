@@ -7,14 +7,16 @@
 
 typedef struct text { const char *data; int64_t size; } text;
 
-// The class of the character at `at`, and its length in *n. At the end of the text both are 0.
+// Returns the class of the character at `at`, and its length in *n. At the end of the text both are
+// 0.
 static inline uint16_t class_at(text t, int64_t at, int *n)
 {
   if (at >= t.size) { *n = 0; return 0; }
   return unicode_class[code_at(t.data + at, n)];
 }
 
-// The end of the run of characters from `at` that have a class in `some` and no class in `none`.
+// Returns the end of the run of characters from `at` that have a class in `some` and no class in
+// `none`.
 static inline int64_t run_of(text t, int64_t at, int some, int none)
 {
   for (int n;; at += n) {
@@ -23,7 +25,7 @@ static inline int64_t run_of(text t, int64_t at, int some, int none)
   }
 }
 
-// The end of the run of characters from `at` that have no class in `none`.
+// Returns the end of the run of characters from `at` that have no class in `none`.
 static inline int64_t run_without(text t, int64_t at, int none)
 {
   for (int n;; at += n) {
@@ -43,8 +45,8 @@ static inline int64_t line_ends(text t, int64_t at)
   return at;
 }
 
-// The end of the contraction ('s 't 're 've 'm 'll 'd) that begins at the apostrophe `at`; `at` if
-// there is none. `fold`: ignores case; U+017F folds to s.
+// Returns the end of the contraction ('s 't 're 've 'm 'll 'd) that begins at the apostrophe `at`,
+// or `at` if there is none. `fold`: ignores case; U+017F folds to s.
 static int64_t contraction(text t, int64_t at, bool fold)
 {
   int64_t left = t.size - at - 1;
@@ -61,8 +63,8 @@ static int64_t contraction(text t, int64_t at, bool fold)
   return at;
 }
 
-// The end of the match of \s+(?!\S)|\s+ at white space. The match is the whole run of white space
-// if the run ends the text or is one character, else the run without its last character.
+// Returns the end of the match of \s+(?!\S)|\s+ at white space. The match is the whole run of white
+// space if the run ends the text or is one character, otherwise the run without its last character.
 static int64_t white(text t, int64_t at)
 {
   int64_t end = run_of(t, at, UC_SPACE, 0);
@@ -71,8 +73,8 @@ static int64_t white(text t, int64_t at)
   return last > at ? last : end;
 }
 
-// The end of the match of \s*[\r\n]+ at white space: after the last line break of the run; `at` if
-// the run has no line break.
+// Returns the end of the match of \s*[\r\n]+ at white space, which is after the last line break of
+// the run. Returns `at` if the run has no line break.
 static int64_t white_lines(text t, int64_t at)
 {
   int64_t end = run_of(t, at, UC_SPACE, 0);
@@ -153,7 +155,7 @@ static bool cjk(uint32_t c)
   return (c >= 0x4E00 && c <= 0x9FA5) || (c >= 0x3040 && c <= 0x30FF);
 }
 
-// The end of the match that begins at `at`; `at` if there is none.
+// Returns the end of the match that begins at `at`, or `at` if there is none.
 static int64_t match_at(int scan, text t, int64_t at)
 {
   int n;

@@ -19,8 +19,8 @@ static void cursor_find(cursor *c)
                           &c->end);
 }
 
-// The next stretch, matched or between two matches; false at the end. There is no empty stretch
-// between adjacent matches.
+// Sets *out to the next stretch, which is a match or lies between two matches. Returns false at the
+// end of the text. There is no empty stretch between adjacent matches.
 static bool cursor_next(cursor *c, stretch *out)
 {
   if (c->at >= c->size) return false;

@@ -5,7 +5,7 @@
 
 // ---- texts
 
-// The index of a text, or -1.
+// Returns the index of a text, or -1.
 static int64_t number_of(const texts *table, const char *text, int64_t size)
 {
   if (table->room == 0) return -1;
@@ -130,7 +130,7 @@ void pairs_free(pairs *table)
 
 // ---- trie
 
-// Adds a node and returns its index; -1: no memory.
+// Adds a node and returns its index, or -1 if memory runs out.
 static int64_t trie_node(trie *t)
 {
   if (!ARRAY_GROW(t->value, t->room, t->nodes + 1)) return -1;

@@ -8,12 +8,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-// The number of bytes of a text that a message shows.
+// Returns the number of bytes of a text that a message shows.
 static int shown(int64_t size) { return (int)(size < 60 ? size : 60); }
 
 // ---- building
 
-// A copy with a final 0; NULL: no memory.
+// Returns a copy with a final 0, or NULL if memory runs out.
 static char *copied(const char *text, int64_t size)
 {
   char *copy = malloc((size_t)size + 1);
@@ -260,7 +260,8 @@ eng_status eng_tokenizer_step(eng_tokenizer *t, int stage, int kind, int64_t fla
                 : stage == ENG_STAGE_SPLIT   ? &t->split
                                              : &t->decode;
   if (list->n == ENG_TOKENS_MAX_STEPS)
-    return error_set(ENG_ERR_VALUE, "tokenizer: more than %d steps", (int)ENG_TOKENS_MAX_STEPS);
+    return error_set(ENG_ERR_VALUE, "tokenizer: expected at most %d steps",
+                     (int)ENG_TOKENS_MAX_STEPS);
   bool needs_text = ((kind == ENG_STEP_REPLACE || kind == ENG_STEP_SPLIT) &&
                      (kind == ENG_STEP_SPLIT ? flags >> 4 : flags) == 0) ||
                     kind == ENG_STEP_CUT;

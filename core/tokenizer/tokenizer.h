@@ -20,13 +20,14 @@ enum {
   UC_INERT = 2048
 };
 extern uint16_t unicode_class[0x110000];
-/// Code points whose class libutf8proc does not know: `first` and the `more` code points after it.
+/// A range of code points whose class differs from libutf8proc's (unicode_versions.c): `first` and
+/// the `more` code points after it.
 typedef struct unicode_range { uint32_t first; uint16_t more, bits; } unicode_range;
 extern const unicode_range unicode_ranges[];
 extern const int unicode_ranges_count;
 /// Fills unicode_class.
 void unicode_start(void);
-/// The code point at `at`, which is valid UTF-8, and the number of its bytes in *n.
+/// Returns the code point at `at`, which is valid UTF-8, and its number of bytes in *n.
 static inline uint32_t code_at(const char *at, int *n)
 {
   const unsigned char *s = (const unsigned char *)at;
@@ -39,7 +40,7 @@ static inline uint32_t code_at(const char *at, int *n)
   *n = 4;
   return (s[0] & 0x07u) << 18 | (s[1] & 0x3Fu) << 12 | (s[2] & 0x3Fu) << 6 | (s[3] & 0x3Fu);
 }
-/// The start of the character that ends before `at`; `at` > `from`.
+/// Returns the start of the character that ends before `at`, where `at` > `from`.
 static inline const char *char_before(const char *from, const char *at)
 {
   do at--; while (at > from && (*at & 0xC0) == 0x80);
@@ -52,7 +53,7 @@ static inline const char *char_before(const char *from, const char *at)
 /// Sets the error MEMORY and returns it.
 eng_status no_memory(void);
 typedef struct buffer { char *data; int64_t size, room; bool failed; } buffer;
-char *buffer_more(buffer *b, int64_t bytes);      // the end, with room for `bytes` more; or NULL
+char *buffer_more(buffer *b, int64_t bytes);      // returns the end, with room for `bytes`; or NULL
 void  buffer_add(buffer *b, const char *data, int64_t size);
 void  buffer_free(buffer *b);
 
@@ -80,9 +81,9 @@ typedef struct texts {
   uint32_t *value;             // [index] value
   int64_t   numbers;           // capacity of the three lists
 } texts;
-/// The value of a text, or -1.
+/// Returns the value of a text, or -1.
 int64_t texts_find(const texts *table, const char *text, int64_t size);
-/// Sets the value of a text and adds the text if it is new. False: no memory.
+/// Sets the value of a text and adds the text if it is new. Returns false if memory runs out.
 bool    texts_set(texts *table, const char *text, int64_t size, uint32_t value);
 void    texts_free(texts *table);
 
@@ -95,7 +96,7 @@ static inline uint64_t mix(uint64_t key)
   key *= 0x9E3779B97F4A7C15ull;
   return key ^ key >> 32;
 }
-/// The entry of a key, NULL if there is none. ~0 is not a key: it marks an empty slot.
+/// Returns the entry of a key, or NULL. ~0 is not a key: it marks an empty slot.
 static inline const pair *pairs_find(const pairs *table, uint64_t key)
 {
   if (table->room == 0) return NULL;
@@ -105,7 +106,7 @@ static inline const pair *pairs_find(const pairs *table, uint64_t key)
     if (p->key == ~0ull) return NULL;
   }
 }
-/// Adds or replaces an entry. False: no memory.
+/// Adds or replaces an entry. Returns false if memory runs out.
 bool pairs_set(pairs *table, uint64_t key, uint32_t rank, uint32_t id);
 void pairs_free(pairs *table);
 
@@ -118,8 +119,8 @@ static inline int64_t trie_step(const trie *t, int64_t node, unsigned char byte)
   return p ? (int64_t)p->id : -1;
 }
 bool trie_add(trie *t, const char *text, int64_t size, int32_t value);
-/// The value of the longest text that begins at `at` and continues from `node`; *end is where it
-/// ends. -1, and *end unchanged: there is none.
+/// Returns the value of the longest text that begins at `at` and continues from `node`, and its end
+/// in *end. If there is none, returns -1 and leaves *end unchanged.
 int32_t trie_longest(const trie *t, int64_t node, const char *text, int64_t size, int64_t at,
                      int64_t *end);
 void trie_free(trie *t);
@@ -165,12 +166,13 @@ struct eng_tokenizer {
   buffer    names;             // texts by id, for decoding and eng_tokenizer_text
   decoded  *by_id;             // [room_ids]; at < 0: no such token
   int64_t   room_ids, size;
-  double   *score;             // [room_ids], unigram
+  double   *score;             // [room_ids] only for unigram
   double    least;             // the lowest score
-  pairs     merges;            // ids of two neighbours -> rank and id of the result
+  pairs     merges;            // from the ids of two adjacent tokens to the rank and the id of
+                               // their merge
   uint32_t  n_merges;
   uint32_t *char_id;           // [0x110000] 1 + id of a character's token (byte mode: a byte's)
-  pairs     bigrams;           // pairs of characters side by side in a merge result
+  pairs     bigrams;           // pairs of adjacent characters in a merge's result
   bool      byte_mode, cuts;   // see bpe.c, words.c
   texts     raw;               // byte mode: tokens as bytes
   texts     special;           // texts of special tokens
@@ -191,7 +193,8 @@ struct eng_tokenizer {
   bool      ready;
 };
 
-/// The character of a word at `at`, and the number of its bytes in *n: in byte mode, a byte.
+/// Returns the character of a word at `at`, and its number of bytes in *n. In byte mode, a
+/// character is a byte.
 static inline uint32_t char_at(const eng_tokenizer *t, const char *at, int *n)
 {
   if (!t->byte_mode) return code_at(at, n);
@@ -199,21 +202,23 @@ static inline uint32_t char_at(const eng_tokenizer *t, const char *at, int *n)
   return (unsigned char)*at;
 }
 
-/// Returns scratch memory of at least `bytes`; NULL: no memory. The next call may free it.
+/// Returns scratch memory of at least `bytes`, or NULL if memory runs out. The next call may free
+/// it.
 void *scratch_of(eng_tokenizer *t, int64_t bytes);
 
 // ---- normalize.c, charsmap.c
 
 /// Runs one step on a text; *text and *size become the result, which is valid until the step's next
-/// run. Handles every kind that needs no context.
+/// run. Handles every kind of step that needs no context.
 eng_status step_run(step *s, const char **text, int64_t *size);
 eng_status charsmap_new(struct charsmap **out, const char *data, int64_t size);
 void       charsmap_free(struct charsmap *map);
 void       charsmap_run(const struct charsmap *map, buffer *out, const char *text, int64_t size);
-/// Whether a text begins with s->a.
+/// Returns whether a text begins with s->a.
 bool       step_begins(const step *s, const char *text, int64_t size);
-/// Appends a text in which every match of a pattern is replaced by `with`. The pattern: scanner
-/// `scan` - 1, or with scan = 0 the text `what`. Without a match, appends nothing; returns false.
+/// Appends a text in which every match of a pattern is replaced by `with`. The pattern is scanner
+/// `scan` - 1 or, if `scan` is 0, the text `what`. Without a match, appends nothing and returns
+/// false.
 bool       pattern_replace(buffer *out, const char *text, int64_t size, int scan, const char *what,
                            int64_t length, const char *with, int64_t with_size);
 /// Appends the bytes that GPT-2's characters in a text represent. If the text has other characters,
@@ -222,15 +227,15 @@ bool       bytes_of(buffer *out, const char *text, int64_t size);
 
 // ---- scan.c
 
-/// Finds the next match of a pattern at or after `at`; false: there is none. The pattern: scanner
-/// `scan` - 1 (ENG_SCAN_*), or with scan = 0 the text `what` of `length` bytes.
+/// Finds the next match of a pattern at or after `at`. Returns false if there is none. The pattern
+/// is scanner `scan` - 1 (ENG_SCAN_*) or, if `scan` is 0, the text `what` of `length` bytes.
 bool pattern_next(int scan, const char *what, int64_t length, const char *text, int64_t size,
                   int64_t at, int64_t *start, int64_t *end);
 
 // ---- split.c
 
-/// Splits a text into words from step `from` on, and encodes each. `first`: the text is the start
-/// of the whole input.
+/// Splits a text into words with the splitter's steps from step `from` on, and encodes each word.
+/// `first`: the text is the start of the whole input.
 eng_status split_run(eng_tokenizer *t, int from, const char *text, int64_t size, bool first);
 
 // ---- words.c, bpe.c, unigram.c: append the ids of one word to t->out

@@ -2,7 +2,8 @@
 // WordPiece (from the left, always the longest piece). See tokenizer.h.
 #include "tokenizer.h"
 
-static const double UNKNOWN_PENALTY = 10;    // an unknown character has the lowest score - 10
+static const double UNKNOWN_PENALTY = 10;    // the score of an unknown character is the lowest
+                                             // score less this
 
 eng_status pieces_ready(eng_tokenizer *t)
 {

@@ -1,6 +1,7 @@
-// Encodes words: a cache of words seen before, and cuts. A byte-pair word is cut between two
-// characters that no merge joins (bpe.c). Its parts are encoded and cached separately; the ids are
-// those of the whole word. This speeds up tokenizers that treat a whole text as one word (Llama 2).
+// Encodes words, with a cache of words seen before. A byte-pair word is cut between two characters
+// that no merge joins (bpe.c). Its parts are encoded and cached separately; their ids are the same
+// as those of the whole word. This speeds up tokenizers that treat a whole text as one word (Llama
+// 2).
 // Called by split.c.
 #include "tokenizer.h"
 
@@ -28,7 +29,7 @@ eng_status words_ready(eng_tokenizer *t)
 static eng_status word_model(eng_tokenizer *t, const char *word, int64_t size)
 {
   if (size > ENG_TOKENS_MAX_WORD)
-    return error_set(ENG_ERR_VALUE, "tokenizer: a word of %lld bytes, expected at most %d; hint: "
+    return error_set(ENG_ERR_VALUE, "tokenizer: a word has %lld bytes, expected at most %d; hint: "
                      "encode the text in parts", (long long)size, (int)ENG_TOKENS_MAX_WORD);
   switch (t->model) {
   case ENG_TOKENS_BPE: return bpe_word(t, word, size);

@@ -280,7 +280,7 @@ describe("a malformed tokenizer.json", function()
       .. '[["a","a"]]}', added_tokens = "[]", post_processor = "null" }))
     local good, message = pcall(t.encode_memory, t, ("a"):rep(2 ^ 24 + 1))
     assert.is_false(good)
-    assert.is_truthy(message:find("a word of 16777217 bytes, expected at most 16777216", 1, true),
+    assert.is_truthy(message:find("a word has 16777217 bytes, expected at most 16777216", 1, true),
       message)
   end)
 end)

@@ -320,7 +320,7 @@ describe("microscaling", function()
         format = "e4m3" }, ["nonfinite te"] = { nonfinite = "nan" },
       ["hadamard to be 0, 16"] = { hadamard = 8 },
       ["without transposed = true"] = { hadamard = 16 },
-      ["sr_bits of 0 to 24"] = { sr_bits = 30 } } do
+      ["sr_bits from 0 to 24"] = { sr_bits = 30 } } do
       local good, text = pcall(engine.mx.quantize, x, options)
       assert.is_false(good)
       assert.matches(message, tostring(text), 1, true)
