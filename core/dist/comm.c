@@ -25,8 +25,8 @@ enum { SMALL = 1 << 15,              // up to this many bytes, a reduction uses 
 int eng_comm_rank(const eng_comm *comm) { return comm->rank; }
 int eng_comm_size(const eng_comm *comm) { return comm->size; }
 
-/// Makes a group if the transport has no groups: the list of the world numbers of those ranks in
-/// `parent` that passed the same color, ordered by key and rank.
+/// Makes a group for a transport that has no groups: the list of the world numbers of those ranks
+/// in `parent` that passed the same color, ordered by key and rank.
 static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, int key)
 {
   typedef struct wish { int32_t color, key; } wish;
@@ -71,7 +71,7 @@ eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key)
   *out = NULL;
   if (color < -1)
     return error_set(ENG_ERR_VALUE,
-                     "split of a group: expected a color of 0 or more, or -1 for none, got %d",
+                     "split of a group: expected a color of 0 or more, or -1 for no group, got %d",
                      color);
   eng_comm *part = calloc(1, sizeof *part);
   if (!part) return error_set(ENG_ERR_MEMORY, "out of memory for a group of ranks");

@@ -38,7 +38,8 @@ typedef struct comm_transport {
   /// Sets *done to whether all messages are done. If they are, frees the exchange. Never waits.
   eng_status (*test)(bool *done, void *exchange);
   /// Ends an exchange after an error. Afterwards no message can arrive in the exchange's memory,
-  /// but its sends stay in flight. NULL: not necessary, because messages arrive only during `test`.
+  /// but its sends stay in flight. NULL: there is nothing to end, because messages arrive only
+  /// during `test`.
   void (*cancel)(void *exchange);
   /// Returns whether a message with this tag has arrived and no started receive matches it. Never
   /// waits. NULL: the transport cannot test for unexpected messages.
@@ -131,11 +132,11 @@ eng_status comm_reduce_both(eng_comm *comm, double *values, int n_sums, int n_ma
 
 // ---- comm_pack.c: numbers in a comm dtype
 
-/// The dtype that `option` (ENG_COMM_*) selects for numbers in dtype `own`. The result ENG_e4m3
-/// stands for FP8 with one scale for each block of WIRE_BLOCK elements.
+/// Returns the dtype that `option` (ENG_COMM_*) selects for numbers in dtype `own`. The result
+/// ENG_e4m3 stands for FP8 with one scale for each block of WIRE_BLOCK elements.
 int comm_dtype_of(int option, int own);
-/// comm_padded: `count` rounded up to a multiple of WIRE_BLOCK. comm_packed_bytes: the bytes of
-/// `count` packed numbers; FP8 has the codes first, then the scales.
+/// comm_padded returns `count` rounded up to a multiple of WIRE_BLOCK. comm_packed_bytes returns
+/// the bytes of `count` packed numbers; in FP8 the codes come first, then the scales.
 int64_t comm_padded(int64_t count);
 int64_t comm_packed_bytes(int comm_dtype, int64_t count);
 /// Converts n numbers in host memory from one dtype to another with the CPU's kernel.

@@ -38,9 +38,9 @@ void member_owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, 
 }
 
 /// Assigns members to buckets of one dtype each, in the order in which backward completes them.
-/// `apart` selects members: true the members that only some ranks hold, false the members that all
-/// ranks hold. The two kinds never share a bucket, so a bucket has the same index on all ranks of
-/// its group.
+/// If `apart` is true, assigns the members that only some ranks hold, otherwise the members that
+/// all ranks hold. The two kinds never share a bucket, so a bucket has the same index on all ranks
+/// of its group.
 static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, bool apart)
 {
   eng_params *set = p->set;
@@ -117,7 +117,7 @@ eng_status bucket_cut(bucket *b, int number, bool whole)
     if (bytes > COMM_LARGEST)
       return error_set(ENG_ERR_VALUE,
                        "a gradient bucket needs a message of %lld bytes, above the limit of 1 GiB; "
-                       "hint: a smaller bucket", (long long)bytes);
+                       "hint: use smaller buckets", (long long)bytes);
   }
   b->packed = comm_packed_bytes(b->comm_dtype, bucket_piece(b, b->comm->rank));
   b->bytes = message_bytes(b, b->comm->rank);

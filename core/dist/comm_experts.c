@@ -341,7 +341,7 @@ eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, 
   if (rows_bytes(e.comm_dtype, e.largest, e.columns) > COMM_LARGEST)
     return error_set(ENG_ERR_VALUE,
                      "rows between ranks: %lld rows for one rank exceed the largest message "
-                     "(1 GiB); hint: smaller batches",
+                     "(1 GiB); hint: use smaller batches",
                      (long long)e.largest);
   e.to->store->writes++;
   return run(&e, facts);

@@ -25,8 +25,8 @@
 
 // ------------------------------------------------------------------ sending and summing
 
-/// Sets *values to the gradient's numbers in host memory, where it copies them if they are
-/// elsewhere.
+/// Sets *values to the gradient's numbers in host memory. If the gradient is elsewhere, copies it
+/// to p->raw first.
 static eng_status on_host(const void **values, eng_parallel *p, const tensor *gradient)
 {
   *values = gradient->data;

@@ -12,16 +12,16 @@ typedef enum bucket_state { BUCKET_FILLS, BUCKET_OUT, BUCKET_BACK, BUCKET_DONE }
 
 /// Gradients of one dtype that are sent together. A bucket is the concatenation of its members,
 /// each padded to a multiple of 128 elements; rank r sums the piece [cut[r], cut[r+1]). Cuts are at
-/// members' ends or at multiples of 4096 inside a member, so that statistics of the pieces add up
-/// exactly to those of the whole.
+/// members' ends or at multiples of 4096 inside a member, so that the statistics of the pieces add
+/// up exactly to the statistics of the whole member.
 typedef struct bucket {
   eng_comm *comm;             // the group that sums the gradients: all ranks, or the holders
   int32_t  n;                 // members
   int32_t  dtype;             // of the gradients
   int32_t  comm_dtype;        // of the messages (ENG_e4m3: with scales)
   int32_t *member;            // [n]
-  int64_t *at;                // [n + 1] first element of each member
-  int64_t *cut;               // [ranks + 1] elements
+  int64_t *at;                // [n + 1] the bucket's element at which each member begins
+  int64_t *cut;               // [ranks + 1] the bucket's element at which each rank's piece begins
   int64_t *begin;             // [ranks + 1] byte offsets: in `out`, of the message to each rank; in
                               // `in`, of the sum from each rank. A message is a packed piece and n
                               // flag bytes
@@ -67,15 +67,15 @@ struct eng_parallel {
                               // before backward begins the gradient, and after it is packed
   bool       *had;            // ZeRO-2: [set->n] this rank's piece of the gradient holds a sum of
                               // earlier passes of this step
-  int32_t    *bucket_of;      // [set->n]
+  int32_t    *bucket_of;      // [set->n] the index of each member's bucket
   bool       *complete;       // [set->n] backward has completed the gradient
   uint8_t    *rank_flags;     // [ranks][set->n] flags of each rank in the last reduction
   int64_t     n_values;
   float      *values;         // [n_values] f32 numbers of one member or, without `cards`, of all
                               // ranks' pieces of one bucket; large enough for any bucket and member
   char       *raw;            // host copy of a member's gradient that is on a device
-  comm_message *messages;     // [2 * ranks]
-  const float **terms;        // [ranks]
+  comm_message *messages;     // [2 * ranks] the messages of one exchange
+  const float **terms;        // [ranks] the pieces that sum_piece sums
   double     *numbers;        // comm_record.c's message
   int64_t     n_numbers;
   bool        armed;

@@ -57,7 +57,7 @@ static eng_status load(void)
     entry.object = dlsym(library, names[i]);
     if (!entry.object) {
       dlclose(library);
-      return error_set(ENG_ERR_LIBRARY, 
+      return error_set(ENG_ERR_LIBRARY,
                        "%s has no %s; hint: install NCCL %d.%d or later", name, names[i],
                        NCCL_OLDEST / 10000, NCCL_OLDEST / 100 % 100);
     }
@@ -286,7 +286,7 @@ eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted)
     return error_set(
       ENG_ERR_LIBRARY,
       "these processes are connected by NCCL alone, which cannot carry this data: %s; "
-      "hint: device=cuda on every rank; or start them with mpirun, or srun "
+      "hint: use device=cuda on every rank, or start them with mpirun or srun "
       "--mpi=pmix",
       why);
   if (!can) {
@@ -441,7 +441,7 @@ eng_status comm_nccl_world(const comm_transport **out, int rank, int size, const
   *out = NULL;
   if (wish_of_process() == WISH_OFF)
     return error_set(ENG_ERR_LIBRARY, "ENGINE_NCCL=off, but these processes have no other "
-                                      "connection; hint: mpirun, or srun --mpi=pmix");
+                                      "connection; hint: use mpirun, or srun --mpi=pmix");
   ENG_TRY(load());
   ENG_TRY(card_of_process());
   nccl.rank = rank;

@@ -49,7 +49,7 @@ static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_byt
 {
   int length = eng_tape_length();
   pool rooms = {.block_bytes = block_bytes, .imagined = true};
-  // the first operation on the tape that reads a member
+  // the first operation on the tape that reads each member; -1: no operation
   int32_t *first = malloc(((size_t)p->set->n + 1) * sizeof *first);
   void **room = calloc((size_t)p->set->n + 1, sizeof *room);
   eng_status status =

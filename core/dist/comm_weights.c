@@ -233,8 +233,8 @@ eng_status weights_predict(eng_parallel_sizes *out, eng_parallel *p, const int64
                            const int32_t *units)
 {
   static const parted_link link = {count_messages, do_nothing, do_nothing};
-  eng_parallel_sizes first = {0};        // of the first step, which has no earlier order to predict
-                                         // from
+  eng_parallel_sizes first = {0};        // the sizes for the first step, which has no earlier order
+                                         // to predict from
   prediction a = {.p = p, .out = &first};
   ENG_TRY(check_units(p, units));
   ENG_TRY(parted_new(&a.q, p->set, own, units, p->apart));

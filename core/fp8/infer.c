@@ -355,8 +355,9 @@ static eng_status infer_nf4_dequantize(op_call *c, op_shape *s)
   if (q->dtype != ENG_u8 || q->count != blocks_in(n, 2) || absmax->count != blocks ||
       absmax->dtype != (group ? ENG_u8 : ENG_f32))
     return error_set(ENG_ERR_SHAPE,
-                     "nf4_dequantize: %lld x %lld elements in blocks of %lld need u8 [%lld] and %s "
-                     "[%lld], got %s and %s", (long long)a->rows, (long long)a->columns,
+                     "nf4_dequantize: %lld x %lld elements in blocks of %lld need codes u8 "
+                     "[%lld] and absmax %s [%lld], got %s and %s", (long long)a->rows,
+                     (long long)a->columns,
                      (long long)a->block, (long long)blocks_in(n, 2), group ? "u8" : "f32",
                      (long long)blocks, tensor_text(q), tensor_text(absmax));
   if (!group != !offset || (group && (group->dtype != ENG_f32 || offset->dtype != ENG_f32 ||

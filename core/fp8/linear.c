@@ -256,8 +256,9 @@ static eng_status make_weight(fp8_weight *to, const eng_fp8_role *r, const tenso
   return tensor_make(&to->scale_t, ARENA_PARAMETER, ENG_f32, n, shape);
 }
 
-/// Provides the FP8 copies of w. If w is a parameter, these are the parameter's own copies, which
-/// are rebuilt unless they are current; *kept is then true, and the caller does not drop them.
+/// Provides the FP8 copies of w. If w belongs to a parameter, these are the parameter's own copies,
+/// which are rebuilt unless they are current; *kept is then true, and the caller does not drop
+/// them.
 static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_site *s, tensor *w,
                                 bool coded)
 {

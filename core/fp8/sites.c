@@ -500,7 +500,7 @@ eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor
   ENG_TRY(fp8_sample_read(&m, x, q, scale));
   fp8_scales at = fp8_scales_for(r->block_rows, r->block_columns,
                                  m.columns ? x->count / m.columns : 0, m.columns, NULL);
-  // magnitudes beyond `limit` overflow (fp8.h): in e4m3 464 does not, in e5m2 61440 does
+  // magnitudes beyond `limit` overflow (fp8.h): 464 does not overflow in e4m3, 61440 does in e5m2
   float largest = fp8_largest(r->format),
         limit = r->format == ENG_e4m3 ? 464.0f : f32_from(f32_bits(61440.0f) - 1);
   for (int64_t i = 0; i < m.rows; i++)

@@ -17,7 +17,7 @@ struct eng_optimizer {
   int32_t     *group;        // [set->n]
   // the device's counter of lagged updates that belongs to this optimizer; -1: none yet
   int32_t      slot;
-  bool         in_a_row;     // the previous update was a lagged one
+  bool         in_a_row;     // the previous update was lagged
   int64_t      lagged_t;     // number of the next lagged update, on devices that compute statistics
                              // immediately
   // [set->n] storage.writes of moment 1 when it was last found to be nonzero; -1: never

@@ -238,7 +238,8 @@ static bool other_gradients(const eng_params *set, const int32_t *gradient, bool
   return false;
 }
 
-/// Sets the error for a change of format of `what` (gradients or weights), divided among the ranks.
+/// Sets the error for `what` (gradients or weights) that are divided among the ranks, and so cannot
+/// change their format.
 static eng_status fixed_format(const char *what, const char *zero)
 {
   return error_set(ENG_ERR_STATE, "these %s are divided among ranks (zero=%s) and cannot change "

@@ -93,8 +93,8 @@ struct eng_params {
                               // pass is running
   param_span  *span;          // [n] work space of a pass over all parameters
   int32_t     *which;         // [n] span k belongs to member which[k]
-  eng_tensor_stats *stats;    // [n]
-  float      **target;        // [n]
+  eng_tensor_stats *stats;    // [n] statistics of the spans
+  float      **target;        // [n] where to write the unscaled gradient of each span
   // [n][2] elements [from, to) of each member that this rank owns; NULL: all (comm_parallel.c)
   int64_t     *own;
   bool         sharded;       // this rank updates only its own elements (ZeRO-1 to 3)
@@ -124,7 +124,7 @@ void flat_reclaim(void);
 /// Copies the numbers of a contiguous tensor into another of the same space and count, rounded to
 /// its dtype, on the device that owns the memory.
 eng_status params_cast(tensor *to, tensor *from);
-/// Rounds the master of a member to its low-precision weights, which must exist. With ZeRO-3,
+/// Rounds the master of a member into its low-precision weights, which must exist. With ZeRO-3,
 /// rounds only this rank's elements.
 eng_status params_round(parameter *p);
 /// Sets *out to the low-precision weights of a member, which must exist. Rounds them again if a

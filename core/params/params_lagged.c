@@ -131,7 +131,8 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
   ENG_TRY(params_here(set, "gradient statistics"));
   bool later = backend_current()->gradstats_start != NULL;
   if (later && known)
-    return error_set(ENG_ERR_DEVICE, "lagged statistics: the device %s computes them itself",
+    return error_set(ENG_ERR_DEVICE, "lagged statistics: expected no `known` statistics, because "
+                     "the device %s computes them itself",
                      backend_current()->name);
   tensor *loss[ENG_STATS_LOSSES];
   ENG_TRY(check_losses(loss, losses, n_losses));

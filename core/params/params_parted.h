@@ -46,7 +46,7 @@ typedef struct params_parted {
   int32_t       coming;                // the unit that is being filled
   int32_t       ahead;                 // the unit that was started before an operation needed it
   int64_t       used_ahead;            // how many units that were started ahead were then used;
-                                       // dist/ clears it
+                                       // dist/ clears the count
   parted_order  order;                 // the order in which units were used
   tensor      **piece;                 // [n members] this rank's elements of the masters
   int64_t       away;                  // bytes of all pages that can be dropped

@@ -177,10 +177,10 @@ static int grow(lua_State *L)
   if (to == INFINITY) {
     bool lenient = lua_istable(L, 4) && is_lenient(L, 4);
     lua_pushstring(L, lenient ? "the loss scale would grow to infinity and stay there"
-                              : "growth would reach infinity: the scale stays");
+                              : "growth would reach infinity: the scale stays unchanged");
     return verdict(L, scale, lenient);
   }
-  if (to == scale) lua_pushfstring(L, "the largest scale, %f", scale);
+  if (to == scale) lua_pushfstring(L, "already at the largest scale, %f", scale);
   else lua_pushfstring(L, "%s: scale %f -> %f", why, scale, to);
   return verdict(L, to, false);
 }

@@ -90,7 +90,8 @@ static eng_status moved_error(const eng_history *history)
 {
   return error_set(
     ENG_ERR_IO,
-    "history %s: removed or replaced while this run wrote to it; the rows since then are lost",
+    "history %s: the file was removed or replaced while this run wrote to it; the rows since "
+    "then are lost",
     history->path);
 }
 

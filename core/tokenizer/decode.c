@@ -103,7 +103,7 @@ static void cut(const step *s, const char **text, int64_t *size)
   }
 }
 
-// Runs a step on one text of the list, if the step changes each text separately.
+// Runs a step that changes each text separately, on one text of the list.
 static eng_status each(eng_tokenizer *t, step *s, const char *text, int64_t size, bool first,
                        bool last, buffer *out)
 {
@@ -176,7 +176,7 @@ eng_status decode_run(eng_tokenizer *t, const uint32_t *ids, int64_t count, bool
   t->text_out.failed = false;
   for (int64_t i = 0; i < count; i++) {
     if (ids[i] >= t->size || t->by_id[ids[i]].at < 0)
-      return error_set(ENG_ERR_VALUE, "tokenizer: no token has the id %u; there are ids 0 to %lld",
+      return error_set(ENG_ERR_VALUE, "tokenizer: no token has the id %u; ids go from 0 to %lld",
                        ids[i], (long long)t->size - 1);
     const decoded *d = &t->by_id[ids[i]];
     if (skip && d->special) continue;

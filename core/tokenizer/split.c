@@ -47,7 +47,7 @@ static eng_status split(eng_tokenizer *t, int from, const char *text, int64_t si
   cursor c = { .s = &t->split.list[from - 1], .text = text, .size = size };
   cursor_find(&c);
   int behavior = (int)c.s->flags & 7;
-  stretch now, held = { 0, 0, false };       // held: not yet emitted, [start, end)
+  stretch now, held = { 0, 0, false };       // held: the stretch that is not yet emitted
   bool before = false;                       // whether the previous stretch matched
   while (cursor_next(&c, &now)) {
     bool join = false;                       // `now` extends `held`

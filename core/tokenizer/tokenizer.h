@@ -119,8 +119,8 @@ static inline int64_t trie_step(const trie *t, int64_t node, unsigned char byte)
   return p ? (int64_t)p->id : -1;
 }
 bool trie_add(trie *t, const char *text, int64_t size, int32_t value);
-/// Returns the value of the longest text that begins at `at` and continues from `node`, and its end
-/// in *end. If there is none, returns -1 and leaves *end unchanged.
+/// Returns the value of the longest text that begins at `at` and continues from `node`, and sets
+/// *end to where that text ends. If there is none, returns -1 and leaves *end unchanged.
 int32_t trie_longest(const trie *t, int64_t node, const char *text, int64_t size, int64_t at,
                      int64_t *end);
 void trie_free(trie *t);
@@ -176,7 +176,7 @@ struct eng_tokenizer {
   bool      byte_mode, cuts;   // see bpe.c, words.c
   texts     raw;               // byte mode: tokens as bytes
   texts     special;           // texts of special tokens
-  int64_t   byte_id[256];      // <0x00> to <0xFF>, -1: none
+  int64_t   byte_id[256];      // ids of the tokens <0x00> to <0xFF>; -1: no such token
   trie      pieces;            // unigram and WordPiece
   int64_t   continuing;        // WordPiece: the trie node of `prefix`; -1: none
   added    *added;

@@ -558,8 +558,9 @@ describe("helpers shared by scalers", function()
     assert.matches("^4 stop the loss scale fell to 4 and gradients still overflow: .* / 4$",
       moves("back_off(state, 0)"))
     assert.are.equal("8 step 3 good: scale 4 -> 8 / 8", moves("grow(state, 8, '3 good')"))
-    assert.are.equal("4 step the largest scale, 4 / 4", moves("grow(state, 4, '3 good')"))
-    assert.are.equal("4 step growth would reach infinity: the scale stays / 4",
+    assert.are.equal("4 step already at the largest scale, 4 / 4",
+      moves("grow(state, 4, '3 good')"))
+    assert.are.equal("4 step growth would reach infinity: the scale stays unchanged / 4",
       moves("grow(state, math.huge, '3 good', options)"))
     assert.are.equal("4 stop the loss scale would grow to infinity and stay there / 4",
       moves("grow(state, math.huge, '3 good', options)", false))

@@ -261,9 +261,9 @@ generators.nf4_dequantize = function(try)
       try { inputs = { q, code, group, offset }, ints = ints }
       if shape[1] == 20 then
         try { inputs = { q, code, group, false }, ints = ints, fails = "or neither" }
-        try { inputs = { q, code, false, false }, ints = ints, fails = "need u8" }
+        try { inputs = { q, code, false, false }, ints = ints, fails = "need codes u8" }
         try { inputs = { q, absmax, false, false }, ints = { ints[1], 32, 20, 333 },
-          fails = "need u8" }
+          fails = "need codes u8" }
         try { inputs = { q, absmax, false, false }, ints = { ints[1], 64, -1, 333 },
           fails = "rows and columns" }
       end
