@@ -123,7 +123,7 @@ typedef struct comm_watch_mark { const char *what; double since; } comm_watch_ma
 comm_watch_mark comm_watch(const char *what);
 void comm_watched(comm_watch_mark before);
 
-// ---- comm.c: collectives in addition to those of engine.h
+// ---- comm.c: collectives that engine.h does not declare
 
 /// Reduces `values` over the ranks, in place: sums values[0..n_sums), and takes the maxima of the
 /// next n_maxima values, where NaN exceeds every number. Takes about log2(n) exchanges for n ranks.

@@ -143,8 +143,8 @@ static eng_status check_rows(exchange *e, const tensor *x, const int64_t *rows, 
                    (long long)sum, what, tensor_text(x));
 }
 
-/// Sends messages to every other rank and receives theirs. `out` and `in` hold the messages in
-/// order of ranks, in host memory or, with `cards`, in the memory of this rank's card.
+/// Exchanges messages with every other rank. `out` and `in` hold the messages in order of ranks, in
+/// host memory or, with `cards`, in the memory of this rank's card.
 static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts *facts, bool cards)
 {
   static const char what[] = "the exchange of rows among experts";

@@ -4,8 +4,8 @@
 // A bucket whose members are complete is sent when its turn comes: each rank receives the piece
 // that it sums. One byte per member says whether the sender had a gradient for it, and whether this
 // gradient had inf or nan, so that every rank knows which rank's gradient overflowed. Without ZeRO,
-// each rank then sends its sums to the others in the same comm dtype. Both exchanges advance after
-// every operation of backward, and while backward waits for memory.
+// each rank then sends its sums to the other ranks in the same comm dtype. Both exchanges advance
+// after every operation of backward, and while backward waits for memory.
 //
 // With ZeRO-2 and ZeRO-3, the backward pass writes each gradient into temporary memory (`rooms`),
 // which is released once the gradient is packed. The sums are added to this rank's pieces of the
@@ -162,7 +162,7 @@ static int among_all(const eng_parallel *p, const bucket *b, int rank)
 { return b->comm == p->comm ? rank : p->holder[rank]; }
 
 /// Sums this rank's piece over all ranks. Rounds the sum to the comm dtype, in which this rank
-/// sends it to the others.
+/// sends it to the other ranks.
 static eng_status sum_piece(eng_parallel *p, bucket *b)
 {
   int ranks = b->comm->size;
@@ -258,8 +258,8 @@ static eng_status read_flags(eng_parallel *p)
   return ENG_OK;
 }
 
-/// Sends this rank's sums to the other ranks and receives theirs. Reuses the buffers of received
-/// gradients, which have already been summed.
+/// Sends this rank's sums to the other ranks and receives the sums of the other ranks. Reuses the
+/// buffers of received gradients, which have already been summed.
 static eng_status send_back(eng_parallel *p, bucket *b)
 {
   int n = 0;

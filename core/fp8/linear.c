@@ -7,9 +7,10 @@
 //
 // The forward product sums over the columns of x and W, dgrad over the rows of W, and wgrad over
 // the rows of x and dy. Square blocks, or one block for the whole matrix, serve both directions.
-// Otherwise a transposed copy is quantized too. For dy and W, the same pass makes it. For x, the
-// role's `keep` decides when it is made, and from which form of x. The tape does not keep x itself
-// but one quantized copy, shared by all layers that quantize x in the same way.
+// Otherwise a transposed copy is quantized too. For dy and W, the pass that quantizes the matrix
+// also makes the transposed copy. For x, the role's `keep` decides when the copy is made, and from
+// which form of x. The tape does not keep x itself but one quantized copy, shared by all layers
+// that quantize x in the same way.
 //
 // If x is the output of a swiglu that only this layer reads, the swiglu computes the codes of x and
 // never writes x (swiglu.c). W is quantized from the weights of the forward pass (the low-precision

@@ -66,7 +66,7 @@ static struct {
   bool    asked;
   struct { int64_t site; int role; } of[AMAX_SLOTS];
   int64_t round;                         // number of times the slots were reused
-  struct { int64_t site; int slot; } x_too[AMAX_SLOTS];   // other sites with the same x
+  struct { int64_t site; int slot; } x_too[AMAX_SLOTS];   // other sites that quantize the same x
   int     too;
 } amaxes;
 

@@ -121,8 +121,8 @@ void flat_release(flat_buffer **flat);
 /// Frees the released buffers that are no longer in use.
 void flat_reclaim(void);
 
-/// Copies the numbers of a contiguous tensor into another of the same space and count, rounded to
-/// its dtype, on the device that owns the memory.
+/// Copies the numbers of a contiguous tensor into another contiguous tensor with the same memory
+/// space and count. Rounds them to the dtype of `to`, on the device that owns the memory.
 eng_status params_cast(tensor *to, tensor *from);
 /// Rounds the master of a member into its low-precision weights, which must exist. With ZeRO-3,
 /// rounds only this rank's elements.
@@ -187,7 +187,7 @@ static inline void params_drop_gradient(parameter *p)
 /// has read them is then out of date.
 void params_written(parameter *p);
 
-/// Checks that there is a set whose parameters were not freed. Errors: STATE.
+/// Checks that `set` is not NULL and that its parameters were not freed. Errors: STATE.
 eng_status params_alive(const eng_params *set);
 /// Checks that the set has a member `index`. Errors: VALUE.
 eng_status params_index(const eng_params *set, int index);
@@ -200,7 +200,8 @@ eng_status params_here(const eng_params *set, const char *pass);
 eng_status params_whole(const eng_params *set);
 /// Fills set->span and set->which with the members that have a gradient; returns their number.
 int params_spans(eng_params *set);
-/// Does the same for the elements that this rank owns. A member of which it owns none has no span.
+/// Does the same as params_spans for the elements that this rank owns. A member of which it owns
+/// none has no span.
 int params_own_spans(eng_params *set);
 /// Computes the statistics of this rank's elements of each member [n]; zeros if it owns none of
 /// them.

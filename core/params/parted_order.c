@@ -4,7 +4,7 @@
 // follows the last pass of that kind. Without such an occurrence there is no prediction.
 //
 // Ranks that use the same weights in the same order make the same predictions, because a prediction
-// depends on nothing else. Owns nothing. Called by params_parted.c.
+// depends only on this order. Owns nothing. Called by params_parted.c.
 #include "parted_order.h"
 
 static int32_t number_at(const parted_order *o, int64_t i) { return o->came[i % ORDER_KEPT]; }

@@ -149,8 +149,8 @@ void policy_open_constant(lua_State *L, int index);
 /// Adds find, match, gmatch and gsub to the library on top of the stack.
 void policy_patterns_open(lua_State *L);
 /// Pops a Lua pattern from the stack. Sets policy->matched[i] to whether the pattern matches the
-/// whole of name i, first of the tensors, then of the groups. Errors: POLICY; the stack then has
-/// only the fixed slots.
+/// whole of name i. The names of the tensors come first, then the names of the groups. Errors:
+/// POLICY; the stack then has only the fixed slots.
 eng_status policy_match_names(eng_policy *policy);
 
 // ---- policy_box.c

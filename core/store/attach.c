@@ -263,7 +263,8 @@ static bool next_line(const char **line, int64_t *length, int *number, eng_attac
     client *c = &server->clients[place];
     const char *text = c->fd >= 0 ? bytes_line(&c->in, length) : NULL;
     if (!text) continue;
-    server->turn = place + 1;    // so that a client that keeps sending does not block the others
+    server->turn = place + 1;    // so that a client that keeps sending does not block the other
+                                 // clients
     *line = text;
     *number = c->number;
     return true;

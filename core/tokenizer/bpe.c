@@ -52,7 +52,7 @@ eng_status bpe_ready(eng_tokenizer *t)
   for (int64_t i = 0; ok && i < v->count; i++) {
     const char *text = v->pool.data + v->at[i];
     int64_t size = v->size[i];
-    // skips tokens that never match: empty tokens, and those that as_encoded refuses
+    // skips tokens that never match: empty tokens, and tokens that as_encoded refuses
     if (size == 0 || !as_encoded(t, &text, &size)) continue;
     if (t->byte_mode) ok = texts_set(&t->raw, text, size, v->value[i]);
     int n;

@@ -1,7 +1,7 @@
 // A tokenizer: building it from its parts, and encoding a text. Encoding has the order of Hugging
 // Face's tokenizers: find added tokens in the text, normalize the text between them, find added
-// tokens in the normalized text, split the text between those into words, and encode each word with
-// the model. Called by lua/engine/data/tokenizer.lua.
+// tokens in the normalized text, split the remaining text into words, and encode each word with the
+// model. Called by lua/engine/data/tokenizer.lua.
 #include "tokenizer.h"
 
 #include <math.h>
