@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <utf8proc.h>
 
-// ---- GPT-2's characters for bytes: printable bytes map to themselves, other bytes to U+0100 and up
+// ---- GPT-2's characters for bytes: printable bytes map to themselves, others to U+0100 and up
 
 static bool printable(unsigned b)
 {
