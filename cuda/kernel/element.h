@@ -1,6 +1,6 @@
 // Loads, stores and converts single elements whose format is known only at run time. Kernels use
-// this for f64, integers and unusual combinations of formats, for which a branch per element costs
-// less than a kernel per combination. The rules are those of core/base/dtype.c and
+// these functions for f64, integers and unusual combinations of formats, where a branch per element
+// costs less than compiling a kernel per combination. Conversions follow core/base/dtype.c and
 // core/cpu/reference.c: floats round once, integers wrap, and floats truncate and saturate when
 // they become integers. Included by kernel files. Owns nothing.
 #pragma once
@@ -82,8 +82,8 @@ ELEMENT void store_int(void *data, int dtype, int64_t i, int64_t value)
   }
 }
 
-/// Loads element i of a float format as T, float or double: exactly, or rounded once from f64 to
-/// float.
+/// Loads element i of a tensor in a float format as T (float or double). The value is exact, except
+/// that an f64 element is rounded once if T is float.
 template <class T> ELEMENT T load_as(const void *data, int dtype, int64_t i)
 {
   switch (dtype) {
@@ -94,7 +94,7 @@ template <class T> ELEMENT T load_as(const void *data, int dtype, int64_t i)
   }
 }
 
-/// Stores x as element i of a float format, rounded once.
+/// Rounds x once and stores it as element i of a tensor in a float format.
 ELEMENT void store_as(void *data, int dtype, int64_t i, float x)
 {
   switch (dtype) {
@@ -114,7 +114,7 @@ ELEMENT void store_as(void *data, int dtype, int64_t i, double x)
   }
 }
 
-/// A double that rounds to every float format exactly as the integer itself would.
+/// Returns a double that rounds to the target format exactly as the integer itself would.
 ELEMENT double double_from_int(int64_t value, int target_dtype)
 {
   double nearest = (double)value;
@@ -129,8 +129,8 @@ ELEMENT double double_from_int(int64_t value, int target_dtype)
   return value < 0 ? -odd : odd;
 }
 
-/// Copies one element between tensors: bit for bit when the formats agree, otherwise rounded once.
-/// Does not convert FP8 to other formats; copy.cu does.
+/// Copies one element between tensors. If the formats agree, copies it bit for bit; otherwise
+/// rounds it once. Does not convert FP8 to other formats; copy.cu does.
 ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype,
                           int64_t from_at)
 {
@@ -155,22 +155,22 @@ ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *fro
   }
 }
 
-/// The random word of element i. A Philox block has four words, one for each of four elements. (A
-/// variable index would move the array from registers to local memory.)
+/// Returns the random word of element i. A Philox block has four words, one for each of four
+/// elements. (Indexing with a variable would move the array from registers to local memory.)
 ELEMENT uint32_t word_of_element(const uint32_t (&word)[4], uint64_t i)
 { return i & 2 ? (i & 1 ? word[3] : word[2]) : (i & 1 ? word[1] : word[0]); }
 
-/// V elements in one access of up to 16 bytes.
+/// V elements that one access of up to 16 bytes loads or stores.
 template <typename T, int V> struct alignas(sizeof(T) * V) pack { T v[V]; };
 
-/// f32, f16 and bf16: the fast kernels compute these in f32.
+/// Whether d is f32, f16 or bf16, the formats that the fast kernels compute in f32.
 static inline bool is_fast(int d) { return d == ENG_f32 || d == ENG_f16 || d == ENG_bf16; }
 
 /// Returns f(T{}) for the storage type T of a fast format.
 template <class F> static auto with_fast_format(int dtype, const F &f)
 { return dtype == ENG_f32 ? f(float{}) : dtype == ENG_f16 ? f(f16_t{}) : f(bf16_t{}); }
 
-/// The same for a fast format or f64.
+/// Returns f(T{}) for the storage type T of a fast format or f64.
 template <class F> static auto with_format(int dtype, const F &f)
 { return dtype == ENG_f64 ? f(double{}) : with_fast_format(dtype, f); }
 

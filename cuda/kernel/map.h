@@ -1,24 +1,25 @@
 // Elementwise kernels over f32, f16 and bf16: y = rule(x...) in f32, rounded once, for tensors of
-// any strides and broadcasting. A thread processes groups of V neighbours: 16 bytes of each tensor
-// if all have one format and a suitable layout (dense, rows of a view, a bias repeated over rows, a
-// column repeated along its row), else 4 elements, else single ones. A rule is a struct with
+// any strides and broadcasting. A thread processes groups of V adjacent elements. A group is 16
+// bytes of each tensor if all tensors have one format and suitable layouts (dense, rows of a view,
+// a bias repeated over rows, a column repeated along its row). Otherwise it is 4 elements or, if
+// the layouts do not allow this, a single element. A rule is a struct with
 //   template <int V>
 //   __device__ void operator()(float (&y)[M][V], const float (&x)[N][V]) const
-// and optionally a template `low` with the same parameters, which need only be accurate enough for
-// 16-bit results. Other formats use each(), in f64 or i64, with one element per thread. Included by
-// kernel files. Owns nothing.
+// and, optionally, a template `low` with the same parameters, whose results need only be accurate
+// enough for 16-bit formats. Other formats use each(), in f64 or i64, with one element per thread.
+// Included by kernel files. Owns nothing.
 #pragma once
 
 #include "element.h"
 #include "vector.h"
 #include "walk.h"
 
-/// Groups of 16 bytes in one format, known at compile time.
+/// Loads, converts and stores groups of 16 bytes in one format, which is known at compile time.
 template <typename T> struct uniform {
   enum { V = 16 / sizeof(T) };
   typedef words<T, V> raw;
-  // If one element repeats (inner == 0), this loads only r.w[0]. floats() fills in the other words
-  // later, so that nothing here waits for the load.
+  // If one element repeats (inner == 0), fetch() loads only r.w[0]. floats() fills in the other
+  // words later, so that fetch() does not wait for the load.
   __device__ static void fetch(raw &r, const void *data, int, int64_t at, int64_t inner)
   {
     const T *from = (const T *)data + at;
@@ -43,12 +44,12 @@ template <typename T> struct uniform {
   }
 };
 
-/// Groups of V elements of formats that are known only at run time. Stores may also go to a bool
-/// tensor.
+/// Loads, converts and stores groups of V elements in formats that are known only at run time. The
+/// target of store() may also be a bool tensor.
 template <int V_> struct mixed {
   enum { V = V_, HALF = V_ > 1 ? V_ / 2 : 1 };
-  // The words as loaded; 16-bit formats use only the first half of the array. Nothing waits for the
-  // loads until floats() uses the words.
+  // The words as they are in memory; 16-bit formats use only the first half of the array. Nothing
+  // waits for the loads until floats() uses the words.
   struct raw { uint32_t word[V_]; };
   __device__ static void fetch(raw &r, const void *data, int dtype, int64_t at, int64_t inner)
   {
@@ -122,9 +123,9 @@ template <int V_> struct mixed {
   }
 };
 
-/// Applies a rule. Uses its `low` form if it has one and no tensor of the call is f32.
-/// The choice depends on formats alone, so an element's result does not depend on the layout of the
-/// tensors.
+/// has_low tells whether a rule has a `low` form. apply() uses that form if no tensor of the call
+/// is f32. The choice depends on formats alone, so an element's result does not depend on the
+/// layout of the tensors.
 template <class Rule, int V, class = void> struct has_low { enum { value = 0 }; };
 template <class Rule, int V>
 struct has_low<Rule, V, decltype((void)&Rule::template low<V>)> {
@@ -271,7 +272,8 @@ template <int M, int N, class Rule> static bool map_dense(const walk<M + N> &w, 
   return true;
 }
 
-/// The tensors of a call as a walk. An absent tensor gets the layout of the others.
+/// Returns a walk over the tensors of a call, outputs first. An absent tensor gets the strides of
+/// an output.
 template <int M, int N> static walk<M + N> walk_of_call(const op_call *call)
 {
   const tensor *over = call->out[0] ? call->out[0] : call->out[M - 1], *list[M + N];
@@ -324,7 +326,8 @@ template <int K, class Body> static void each_of(const walk<K> &w, const Body &b
   });
 }
 
-/// The slow path, for any formats. The walk holds outputs, then inputs, as in map.
+/// Runs body(w, at) for every element of a call, in any formats: the slow path. The walk holds
+/// outputs, then inputs, as in map.
 template <int M, int N, class Body> static eng_status each(const op_call *call, const Body &body)
 {
   each_of(walk_of_call<M, N>(call), body);

@@ -3,11 +3,11 @@
 // registers (ldmatrix), and the product m16n8k16 of f16 or bf16 with f32 sums. Included by the
 // attention kernels.
 //
-// How a warp holds matrices; lane = 4 * g + t:
-//   A [16 x 16]  a[0]: row g, columns 2t, 2t+1; a[1]: row g + 8;
-//                a[2], a[3]: the same rows, columns 8 further
-//   B [16 x 8]   b0: rows 2t, 2t+1 of column g; b1: rows 8 further
-//   C [16 x 8]   c[0], c[1]: row g, columns 2t, 2t+1; c[2], c[3]: row g + 8
+// The registers of lane 4 * g + t hold these elements of a matrix:
+//   A [16 x 16]  a[0]: columns 2t, 2t+1 of row g; a[1]: the same columns of row g + 8;
+//                a[2], a[3]: as a[0], a[1], but columns 2t+8, 2t+9
+//   B [16 x 8]   b0: rows 2t, 2t+1 of column g; b1: rows 2t+8, 2t+9 of column g
+//   C [16 x 8]   c[0], c[1]: columns 2t, 2t+1 of row g; c[2], c[3]: the same columns of row g + 8
 #pragma once
 
 #include "ptx.h"
@@ -34,7 +34,7 @@ __device__ static inline void copy_wait()
 { asm volatile("cp.async.wait_group %0;\n" ::"n"(LEFT) : "memory"); }
 
 /// Loads four 8 x 8 matrices of 16-bit numbers. Lane l passes the address (16-byte aligned) of row
-/// l % 8 of matrix l / 8. The lane gets columns 2t and 2t+1 of row g of each matrix.
+/// l % 8 of matrix l / 8. Lane 4 * g + t gets columns 2t and 2t+1 of row g of each matrix.
 /// load_matrices_turned transposes each matrix first.
 __device__ static inline void load_matrices(uint32_t (&r)[4], uint32_t address)
 {

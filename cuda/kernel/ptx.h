@@ -1,20 +1,20 @@
 // Single-thread instructions that have no intrinsic, one function each. mma.h has the instructions
-// of a warp, wgmma.h those of a warpgroup. These three files hold all assembly instructions of
-// the device code. Included by kernel files. Owns nothing.
+// of a warp, wgmma.h the instructions of a warpgroup. These three files hold all assembly
+// instructions of the device code. Included by kernel files. Owns nothing.
 #pragma once
 
 #include "runtime/device.h"
 
 #ifdef __CUDACC__
 
-/// 2^x within 2 units in the last place; results below 2^-126 become 0.
+/// Returns 2^x within 2 units in the last place. Results below 2^-126 become 0.
 __device__ static inline float exp2_fast(float x)
 {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
-/// 1/x within 1 unit in the last place for normal x. 1/inf is 0; 1/NaN is NaN.
+/// Returns 1/x, within 1 unit in the last place for normal x. 1/inf is 0; 1/NaN is NaN.
 __device__ static inline float reciprocal_fast(float x)
 {
   float y;

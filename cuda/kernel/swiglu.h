@@ -11,7 +11,7 @@ __device__ static inline float sigmoid(float x)
 
 __device__ static inline float swiglu_of(float gate, float up) { return gate * sigmoid(gate) * up; }
 
-/// SwiGLU of V neighbours, as words in memory, rounded to T.
+/// Computes SwiGLU of V adjacent elements, held as words in memory order, and rounds it to T.
 template <typename T, int V>
 __device__ static inline void swiglu_words(words<T, V> &h, const words<T, V> &gate,
                                            const words<T, V> &up)

@@ -1,11 +1,11 @@
-// The threads that share a row: a team is a warp, or a block of TEAM threads. Sums and maxima over
-// a team are returned to all of its threads; their order depends on TEAM alone. Included by kernel
-// files. Owns nothing.
+// A team is the threads that share a row: a warp, or a block of TEAM threads. Sums and maxima over
+// a team are returned to all of its threads. The order of a sum depends on TEAM alone. Included by
+// kernel files. Owns nothing.
 #pragma once
 
 #include "runtime/device.h"
 
-/// The larger of two numbers; a NaN is ignored.
+/// Returns the larger of two numbers. If one is NaN, returns the other.
 __device__ static inline float  larger(float a, float b)   { return fmaxf(a, b); }
 __device__ static inline double larger(double a, double b) { return fmax(a, b); }
 

@@ -1,7 +1,7 @@
-// Neighbouring elements of a float format as words in memory, and their values in f32. Loaded words
-// are not used until their values are needed, so that several loads are in flight at once. (With
-// arrays of 16-bit members the compiler shuffles halves as soon as each load arrives, and the next
-// load waits.) Included by kernel files. Owns nothing.
+// Loads and stores adjacent elements of a float format as words, and converts them to and from f32.
+// Loaded words are not used until their values are needed, so that several loads are in flight at
+// the same time. (With arrays of 16-bit members the compiler shuffles halves as soon as a load
+// arrives, and the next load waits.) Included by kernel files. Owns nothing.
 #pragma once
 
 #include "runtime/device.h"
@@ -10,8 +10,8 @@
 template <int SIZE> struct word_of { typedef uint32_t type; };
 template <> struct word_of<2> { typedef uint16_t type; };
 
-/// V elements of T, together 4, 8, or a multiple of 16 bytes. In memory they are aligned to their
-/// total size, but to no more than 16 bytes.
+/// V elements of T, which together take 4, 8 or a multiple of 16 bytes. In memory they are aligned
+/// to their total size, but to at most 16 bytes.
 template <typename T, int V> struct words { uint32_t w[V * sizeof(T) / 4]; };
 
 template <typename T, int V>
@@ -76,8 +76,8 @@ __device__ static inline void widen_words(float (&to)[V], const words<f16_t, V> 
   }
 }
 
-// Rounds like narrow(), two elements at a time. The paired conversion makes every NaN canonical, so
-// a group that contains a NaN is rounded again, element by element.
+// Rounds two elements like narrow(), except that every NaN becomes canonical. So narrow_words()
+// rounds a group that contains a NaN again, element by element.
 __device__ static inline uint32_t rounded_pair(bf16_t, float low, float high)
 {
   __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);

@@ -1,8 +1,8 @@
 // A walk visits the elements of several strided, broadcast tensors of one shape. It is prepared for
 // kernels: dimensions that are contiguous in every tensor are merged, and multiplications replace
-// divisions. Host code builds a walk and bundles its elements into groups of V neighbours if all
-// tensors allow it. Device code computes offsets from a group's index. Included by kernel files.
-// Owns nothing.
+// divisions. Host code builds a walk and bundles its elements into groups of V adjacent elements if
+// all tensors allow it. Device code computes offsets from a group's index. Included by kernel
+// files. Owns nothing.
 #pragma once
 
 #include "runtime/device.h"
@@ -24,8 +24,8 @@ __host__ __device__ static inline uint32_t divide(uint32_t n, divider d)
   return ((uint32_t)((uint64_t)n * d.factor >> 32) + n) >> d.shift;
 }
 
-/// N tensors over one shape, dimensions innermost first. A walk has `groups` groups of V elements;
-/// V is 1 unless walk_bundle() changes it.
+/// N tensors of one shape. Dimensions are innermost first. A walk has `groups` groups of V
+/// elements; V is 1 unless walk_bundle() changes it.
 template <int N> struct walk {
   int32_t ndim;
   int32_t dtype[N], width[N];           // format; bytes of one unit of offset
@@ -50,15 +50,16 @@ static inline __attribute__((unused)) walk_shape shape_of(const tensor *x)
   return s;
 }
 
-/// Stride of x along dimension `d` of a broadcast shape with `ndim` dimensions; 0 where x is
-/// broadcast. The last dimensions of x and of the shape are aligned.
+/// Returns the stride of x along dimension `d` of a broadcast shape with `ndim` dimensions, or 0 if
+/// x is broadcast along it. The last dimensions of x and of the shape are aligned.
 static inline int64_t stride_in(const tensor *x, int ndim, int d)
 {
   int own = d - (ndim - x->ndim);
   return own >= 0 && x->shape[own] != 1 ? x->stride[own] : 0;
 }
 
-/// A walk over `shape`. stride[k][d] belongs to tensor k and dimension d, outermost first.
+/// Returns a walk over `shape`. stride[k][d] is the stride of tensor k along dimension d of
+/// `shape`, whose dimensions are outermost first.
 template <int N>
 static walk<N> walk_of(walk_shape shape, const int64_t (&stride)[N][ENG_MAX_DIMS],
                        void *const (&data)[N], const int (&dtype)[N])
@@ -96,7 +97,8 @@ static walk<N> walk_of(walk_shape shape, const int64_t (&stride)[N][ENG_MAX_DIMS
   return w;
 }
 
-/// Tensors broadcast to the shape of `over`. An absent tensor (NULL) is never read.
+/// Returns a walk over the tensors x, broadcast to the shape of `over`. Kernels do not access an
+/// absent tensor (NULL).
 template <int N> static walk<N> walk_over(const tensor *over, const tensor *const (&x)[N])
 {
   int64_t stride[N][ENG_MAX_DIMS] = {};
@@ -111,9 +113,10 @@ template <int N> static walk<N> walk_over(const tensor *over, const tensor *cons
   return walk_of<N>(shape_of(over), stride, data, dtype);
 }
 
-/// Bundles the elements into groups of V neighbours along the innermost dimension. Each tensor must
-/// hold a group in contiguous, aligned memory, or repeat one element. In a walk of one dimension
-/// the last group may be short. If a tensor does not qualify, returns false and changes nothing.
+/// Bundles the elements into groups of V adjacent elements along the innermost dimension. Each
+/// tensor must hold a group in contiguous, aligned memory, or repeat one element. In a walk of one
+/// dimension the last group may be short. If bundling is impossible, returns false and changes
+/// nothing.
 template <int N> static bool walk_bundle(walk<N> &w, int V)
 {
   if (w.ndim > 1 && w.shape[0] % V) return false;
@@ -134,8 +137,8 @@ template <int N> static bool walk_bundle(walk<N> &w, int V)
 
 enum { WALK_THREADS = 256 };
 
-/// Calls launch(part, blocks) once for the whole walk. If the walk is too large for 32-bit counts,
-/// calls it for each of several smaller parts. `unroll` is the number of groups per thread.
+/// Calls launch(part, blocks) once, for the whole walk. If the walk is too large for 32-bit counts,
+/// calls it once for each of several smaller parts. `unroll` is the number of groups per thread.
 template <int N, class Launch> static void walk_parts(walk<N> w, int unroll, const Launch &launch)
 {
   const int64_t most = 1ll << 31;

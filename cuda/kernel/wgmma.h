@@ -27,7 +27,7 @@ __device__ static inline uint64_t tile_descriptor(uint32_t address, uint32_t bes
 __device__ static inline void publish_shared()
 { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
-/// Orders earlier writes to registers before a product reads or adds to them.
+/// Makes a product see earlier writes to the registers that it reads or adds to.
 __device__ static inline void group_begin()
 { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ static inline void group_commit()
@@ -74,8 +74,8 @@ template <int M, int N> __device__ static inline void settle(uint32_t (&a)[M][N]
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \
   "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%"  \
   "49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-/// d [64 x N] = a [64 x 16] times the transpose of b [N x 16]; += if `add`. a and b are the
-/// descriptors of 16 columns of a tile.
+/// Starts d [64 x N] = a [64 x 16] times the transpose of b [N x 16] or, with `add`, d += that
+/// product. a and b are the descriptors of 16 columns of a tile.
 #define WGMMA_ROWS(TYPE, NAME, N, REGISTERS, NUMBERS, A, B, ADD)                              \
   __device__ static inline void rows_times_rows(float (&d)[N / 2], uint64_t a, uint64_t b,    \
                                                 bool add, TYPE)                               \
@@ -86,8 +86,8 @@ template <int M, int N> __device__ static inline void settle(uint32_t (&a)[M][N]
                  : REGISTERS                                                                  \
                  : "l"(a), "l"(b), "r"((int)add));                                            \
   }
-/// d [64 x N] += a [64 x 16] times b [16 x N]. a is in registers; b is the descriptor of 16 rows of
-/// tiles.
+/// Starts d [64 x N] += a [64 x 16] times b [16 x N]. a is in registers; b is the descriptor of 16
+/// rows of tiles.
 #define WGMMA_WEIGHTS(TYPE, NAME, N, REGISTERS, NUMBERS, A0, A1, A2, A3, B)                   \
   __device__ static inline void weights_times_rows(float (&d)[N / 2], const uint32_t (&a)[4], \
                                                    uint64_t b, TYPE)                          \

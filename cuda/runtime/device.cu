@@ -11,7 +11,7 @@
 static struct {
   int ordinal;
   cudaStream_t stream;
-  // recorded on the compute stream for another stream to wait for (cuda_stream_follow)
+  // an event of the compute stream, for another stream to wait for (cuda_stream_follow)
   cudaEvent_t reached;
   cudaDeviceProp properties;
   cuda_fault_record *fault;      // device memory
@@ -30,7 +30,7 @@ eng_status cuda_status(cudaError_t result, const char *what)
   if (result == cudaErrorMemoryAllocation)
     return error_set(
       ENG_ERR_MEMORY,
-      "cuda: out of device memory in %s; hint: a smaller batch or context, accumulate=N", what);
+      "cuda: out of device memory in %s; hint: a smaller batch or context, or accumulate=N", what);
   return error_set(ENG_ERR_DEVICE, "cuda: %s (%s) in %s%s", cudaGetErrorString(result),
                    cudaGetErrorName(result), what,
                    result == cudaErrorIllegalAddress || result == cudaErrorLaunchFailure ?
@@ -38,8 +38,9 @@ eng_status cuda_status(cudaError_t result, const char *what)
                      "");
 }
 
-/// The ordinal of this process's card: its local rank modulo `count`, or 0 if no launcher set a
-/// local rank. Returns -1 with the error set if a launcher's variable is not a number.
+/// Returns the ordinal of this process's card: the process's local rank modulo `count`, or 0 if no
+/// launcher set a local rank. Returns -1, with the error set, if a launcher's variable is not a
+/// number.
 static int wanted_ordinal(int count)
 {
   static const char *const names[] = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"};
@@ -48,7 +49,7 @@ static int wanted_ordinal(int count)
     if (!text || !*text) continue;
     if (strlen(text) < 10 && strspn(text, "0123456789") == strlen(text)) return atoi(text) % count;
     error_set(ENG_ERR_DEVICE,
-              "cuda: %s: expected the local rank of this process, an integer from 0, got %.40s",
+              "cuda: %s: expected the local rank of this process, an integer >= 0, got %.40s",
               names[i], text);
     return -1;
   }
@@ -66,15 +67,15 @@ eng_status cuda_open(void)
                      "cuda: this machine has no NVIDIA driver; hint: device=cpu");
   if (driver < runtime / 1000 * 1000)
     return error_set(ENG_ERR_DEVICE,
-                     "cuda: the driver supports CUDA %d.%d, this build needs %d.0 or later; "
+                     "cuda: the driver supports CUDA %d.%d, but this build needs %d.0 or later; "
                      "hint: a newer driver, or device=cpu",
                      driver / 1000, driver % 1000 / 10, runtime / 1000);
   cudaError_t result = cudaGetDeviceCount(&count);
   if (result != cudaSuccess || count == 0) {
     cudaGetLastError();
     return error_set(ENG_ERR_DEVICE,
-                     "cuda: no device (%s); hint: check nvidia-smi; CUDA_VISIBLE_DEVICES may hide "
-                     "devices; or device=cpu",
+                     "cuda: no device (%s); hint: run nvidia-smi to see the cards, check whether "
+                     "CUDA_VISIBLE_DEVICES hides them, or use device=cpu",
                      result == cudaSuccess ? "the driver finds none" : cudaGetErrorString(result));
   }
   card.ordinal = wanted_ordinal(count);
@@ -84,7 +85,7 @@ eng_status cuda_open(void)
   if (card.properties.major < 8)
     return error_set(
       ENG_ERR_DEVICE,
-      "cuda: %s has compute capability %d.%d, the kernels need 8.0 or later; hint: device=cpu",
+      "cuda: %s has compute capability %d.%d, but the kernels need 8.0 or later; hint: device=cpu",
       card.properties.name, card.properties.major, card.properties.minor);
   CUDA_TRY(cudaStreamCreateWithFlags(&card.stream, cudaStreamNonBlocking));
   CUDA_TRY(cudaMalloc((void **)&card.fault, sizeof *card.fault));
@@ -182,7 +183,7 @@ eng_status cuda_move(void *to, const void *from, int64_t bytes, copy_direction d
     CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToDevice, card.stream));
     return ENG_OK;
   }
-  // every launch of the graph repeats this copy, so it must read memory that the graph keeps
+  // every launch of the graph repeats this copy, so the copy must read memory that the graph keeps
   if (direction == COPY_TO_DEVICE && cuda_capturing()) {
     void *kept = cuda_capture_keep(from, bytes);
     if (!kept) return ENG_ERR_MEMORY;
@@ -192,7 +193,8 @@ eng_status cuda_move(void *to, const void *from, int64_t bytes, copy_direction d
   if (direction == COPY_TO_DEVICE) return cuda_stage(to, from, bytes);
   if (cuda_capturing())
     return error_set(ENG_ERR_STATE,
-                     "graph: a captured step reads a value back; hint: graph=false");
+                     "graph: the step reads a value back from the device, which a captured step "
+                     "cannot do; hint: graph=false");
   CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToHost, card.stream));
   return look_for_faults();
 }
@@ -211,7 +213,7 @@ eng_status cuda_stream_new(void **out)
   cudaStream_t stream = NULL;
   *out = NULL;
   CUDA_TRY(cudaDeviceGetStreamPriorityRange(&low, &high));
-  // highest priority, because other ranks wait for this stream's work
+  // the highest priority, because other ranks wait for the work of this stream
   CUDA_TRY(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, high));
   *out = stream;
   return ENG_OK;
@@ -221,7 +223,7 @@ eng_status cuda_stream_follow(void *stream)
 {
   if (!card.reached) CUDA_TRY(cudaEventCreateWithFlags(&card.reached, cudaEventDisableTiming));
   CUDA_TRY(cudaEventRecord(card.reached, card.stream));
-  // waits for the event as recorded now; recording it again later does not affect this wait
+  // waits for what the event has recorded now; recording the event again does not affect this wait
   CUDA_TRY(cudaStreamWaitEvent((cudaStream_t)stream, card.reached, 0));
   return ENG_OK;
 }

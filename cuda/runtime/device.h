@@ -1,7 +1,8 @@
-// Included by every file of the CUDA device: the stream, checked calls, scratch memory and number
-// formats. The device itself (memory, copies, faults) is device.cu; the table of its functions is
-// table.c. Functions of the core come through host.c, so that kernel files use the core's own
-// headers and names (error_set, arena_alloc, tensor_text).
+// What every file of the CUDA device uses: the compute stream, checked calls, scratch memory,
+// faults and number formats. device.cu implements memory, copies and faults; table.c lists all
+// functions of the device. host.c defines the core's functions under their own names (error_set,
+// arena_alloc, tensor_text), so kernel files include the core's headers and call them as the core
+// does.
 #pragma once
 
 #ifdef __cplusplus
@@ -22,17 +23,17 @@ extern "C" {
 
 /// The compute stream: all kernels, copies and products go to it, in order.
 cudaStream_t cuda_stream(void);
-/// The card's number of multiprocessors (132 on an H200), and its compute capability times ten
-/// (90).
+/// The card's number of multiprocessors, and its compute capability times ten: 132 and 90 on an
+/// H200.
 int cuda_multiprocessors(void);
 int cuda_capability(void);
 
 /// Returns ENG_OK, or an error that contains `what` and CUDA's own message.
 eng_status cuda_status(cudaError_t result, const char *what);
 
-/// A kernel's workspace. Free it before the host function that launches the kernel returns: the
-/// compute stream orders later uses of the memory after this one. Pieces are 256-byte aligned on
-/// this device.
+/// Takes and frees memory for a kernel's intermediate results. Free it before the host function
+/// that launches the kernel returns. This is safe, because later kernels that get the same memory
+/// run after this kernel, on the same stream. Pieces are 256-byte aligned on this device.
 static inline void *scratch_take(int64_t bytes) { return arena_alloc(ARENA_SCRATCH, bytes); }
 static inline void scratch_give(void *piece, int64_t bytes)
 { arena_free(ARENA_SCRATCH, piece, bytes); }
@@ -45,7 +46,8 @@ typedef struct scratch {
   int64_t bytes[SCRATCH_PIECES];
 } scratch;
 
-/// Takes a piece; NULL, with the error set, if out of memory.
+/// Takes a piece of scratch memory. Returns NULL, with the error set, if there is not enough
+/// memory.
 static inline void *scratch_keep(scratch *s, int64_t bytes)
 {
   void *piece = scratch_take(bytes);
@@ -72,7 +74,7 @@ static inline int64_t rows_of(const tensor *x)
 
 /// A fault reported by a kernel: the first index out of range since the last check. The record is
 /// in device memory. The host checks it whenever it waits for the device for another reason (to
-/// read a value or a step's statistics); that call then fails with ENG_ERR_VALUE.
+/// read a value or a step's statistics). The call that waits then fails with ENG_ERR_VALUE.
 typedef struct cuda_fault_record {
   // 1 if the other fields are valid. atomicCAS sets it, so that the first fault is kept.
   int32_t raised;
@@ -80,8 +82,8 @@ typedef struct cuda_fault_record {
   int64_t value, limit;  // the bad index; the smallest index that is too large
 } cuda_fault_record;
 cuda_fault_record *cuda_fault(void);
-/// Clears the fault and returns its error. For functions that copy the fault record themselves:
-/// `seen` is their copy, with `raised` set.
+/// Clears the fault and returns its error. Called by functions that copy the fault record to the
+/// host themselves. `seen` is that copy, in which `raised` is set.
 eng_status cuda_fault_told(const cuda_fault_record *seen);
 
 #ifdef __cplusplus
@@ -93,8 +95,8 @@ eng_status cuda_fault_told(const cuda_fault_record *seen);
     cudaError_t cuda_try_ = (call);                                     \
     if (cuda_try_ != cudaSuccess) return cuda_status(cuda_try_, #call); \
   } while (0)
-/// Use after a launch: catches an invalid launch configuration. An error inside the kernel appears
-/// at the next wait.
+/// Use after a launch: returns an error if the launch configuration is invalid. An error inside the
+/// kernel appears at the next wait.
 #define CUDA_LAUNCHED(name)                        \
   do {                                             \
     cudaError_t cuda_try_ = cudaPeekAtLastError(); \
@@ -119,20 +121,20 @@ __device__ static inline void raise_fault(cuda_fault_record *fault, int op, int6
   }
 }
 
-// Storage types of f16 and bf16. A template over storage types converts once on each read and once
-// on each write.
+// Storage types of f16 and bf16. A kernel template over storage types calls widen() after each read
+// and narrow() before each write.
 struct f16_t  { uint16_t bits; };
 struct bf16_t { uint16_t bits; };
 
-/// Converts any float format to f32 (f64 to f64), exactly. A signaling NaN in f16 becomes quiet, as
-/// in numerics.h.
+/// Converts a number to f32, exactly; f64 stays f64. A signaling NaN in f16 becomes quiet, as in
+/// numerics.h.
 __device__ static inline float  widen(float x)  { return x; }
 __device__ static inline double widen(double x) { return x; }
 __device__ static inline float  widen(f16_t x)  { return __half2float(__ushort_as_half(x.bits)); }
 __device__ static inline float  widen(bf16_t x) { return __uint_as_float((uint32_t)x.bits << 16); }
 
-// Rounds once, to nearest even, bit-equal to numerics.h. The hardware's conversions return one
-// canonical NaN (0x7FFF). These functions keep a NaN's sign and payload, hence the branch.
+// Rounds x once, to nearest even, with the same bits as numerics.h. The hardware's conversions turn
+// every NaN into 0x7FFF, so NaN takes a branch of its own that keeps its sign and payload.
 __device__ static inline void narrow(float &y, float x)  { y = x; }
 __device__ static inline void narrow(double &y, double x) { y = x; }
 __device__ static inline void narrow(f16_t &y, float x)

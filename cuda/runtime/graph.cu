@@ -1,8 +1,8 @@
 // Captured steps as CUDA graphs: the work issued to the stream between begin and end becomes one
 // graph. Owns the host memory that the graph's copies to the card read. A script's garbage
-// collector may free memory during a capture. Freeing waits for the stream, which a capture
-// forbids, so such memory is freed when the capture ends. Called through the table
-// (core/autograd/graph.c).
+// collector may free device memory during a capture. To free it, the host must wait for the stream,
+// which a capture forbids. So this file frees that memory when the capture ends. Called through the
+// table (core/autograd/graph.c).
 #include "device.h"
 #include "runtime.h"
 
@@ -11,7 +11,7 @@
 
 struct kept_piece {
   kept_piece *next;
-  void *memory;      // `kept`: pinned memory; `later`: device memory
+  void *memory;      // pinned memory in the list `kept`, device memory in the list `later`
 };
 
 struct step_graph {
@@ -22,7 +22,7 @@ struct step_graph {
 
 static bool capturing;
 static kept_piece *kept;
-// to free when the capture ends
+// device memory and graphs to free when the capture ends
 static struct { kept_piece *memory; step_graph *graphs; } later;
 
 bool cuda_capturing(void) { return capturing; }

@@ -1,5 +1,5 @@
-// The core's functions that the CUDA device calls, through the table that the core passes when it
-// loads the plug-in (backend_host). Owns that table.
+// Defines the core's functions that the CUDA device calls. They call the core through the table
+// that the core passes when it loads the plug-in (backend_host). Keeps a pointer to that table.
 #include "host.h"
 
 #include "base/error.h"

@@ -1,4 +1,4 @@
-// Checks core/dist/comm_nccl.h against this machine's nccl.h, if installed. Generates no code.
+// Checks core/dist/comm_nccl.h against nccl.h, if this machine has it. Generates no code.
 #if __has_include(<nccl.h>)
 #include "dist/comm_nccl.h"
 

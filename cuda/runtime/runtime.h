@@ -44,11 +44,11 @@ eng_status  cuda_graph_launch(void *graph);
 void        cuda_graph_free(void *graph);
 /// Whether a step is being captured.
 bool        cuda_capturing(void);
-/// Copies `bytes` to pinned host memory that is freed with the captured graph. Each launch of the
-/// graph copies it to the card.
+/// Copies `size` bytes to pinned host memory, which is freed with the captured graph. Each launch
+/// of the graph copies that memory to the card.
 void       *cuda_capture_keep(const void *bytes, int64_t size);
-/// A capture forbids waiting for the stream. During one, this queues device memory to be freed when
-/// the capture ends and returns true; otherwise it returns false.
+/// During a capture, which forbids waiting for the stream, queues device memory to be freed when
+/// the capture ends, and returns true. Without a capture, returns false.
 bool        cuda_give_later(void *memory);
 
 #ifdef __cplusplus

@@ -13,9 +13,9 @@ static const int64_t LEAST = 1 << 20;   // bytes of the smallest segment
 static struct {
   char       *memory;            // SEGMENTS segments of `bytes` bytes each
   int64_t     bytes, used;       // size of a segment, and bytes taken from the current one
-  int64_t     most;              // most bytes of a segment; lowered if pinned memory runs out
+  int64_t     most;              // largest size of a segment; lowered if pinned memory is short
   int         filling;           // index of the current segment
-  cudaEvent_t read[SEGMENTS];    // the card has read the segment
+  cudaEvent_t read[SEGMENTS];    // reached when the card has read the segment
 } ring = {.most = 16 << 20};
 
 /// Makes segments of at least `wanted` bytes, or smaller ones if pinned memory is short or

@@ -1,7 +1,7 @@
 // Messages between ranks: conversion of numbers to and from the comm dtype, and the sum over ranks.
-// Bit-equal to core/dist/comm_pack.c and core/cpu/wire.c, except for the bits of a NaN. All kernels
-// are bound by memory bandwidth. A warp processes a block of 128 elements, each thread four
-// neighbours.
+// The results have the same bits as those of core/dist/comm_pack.c and core/cpu/wire.c, except for
+// the bits of a NaN. All kernels are bound by memory bandwidth. A warp processes a block of 128
+// elements; each thread processes four adjacent elements.
 #include "device.h"
 #include "runtime.h"
 
@@ -12,10 +12,10 @@ extern "C" {
 }
 
 enum {
-  EACH = 4 /* neighbouring elements per thread */,
+  EACH = 4 /* adjacent elements per thread */,
   THREADS = 256,
   WARPS = THREADS / 32,
-  LEVELS = 24 /* partial sums in flight: enough for 2^24 ranks */,
+  LEVELS = 24 /* partial sums that a thread keeps: enough for 2^24 ranks */,
   MOST_ACROSS = 2048,
   MOST_RUNS = 32768
 };
@@ -24,7 +24,7 @@ struct e4m3_t { uint8_t bits; };
 
 template <class T> struct alignas(EACH * sizeof(T)) quad { T at[EACH]; };
 
-/// Loads four neighbours from p on; elements at index `left` and beyond become zeros.
+/// Loads four adjacent elements from p on. Elements at index `left` and beyond become zeros.
 template <class T> __device__ static inline quad<T> load(const T *p, int64_t left)
 {
   quad<T> q = {};
@@ -89,7 +89,8 @@ __device__ static inline quad<float> get(const e4m3_t *packed, const float *scal
   return v;
 }
 
-/// The scales of a message piece in E4M3, which follow its `count` one-byte codes.
+/// Returns the scales of `piece`, a part of a message in E4M3. They follow its `count` codes of one
+/// byte.
 template <class W>
 __device__ static inline float *scales_of(W *piece, int64_t count)
 { return (float *)((char *)piece + count); }
@@ -160,9 +161,9 @@ __global__ void __launch_bounds__(THREADS) unpack(const wire_run *runs, int n)
   }
 }
 
-/// Sums the terms of n ranks, each divided by `share`. As in a binary counter, partial sums
-/// over equally many ranks are merged; comm.h defines this order. p is the largest power of two not
-/// above n.
+/// Sums the terms of n ranks, each divided by `share`. As in a binary counter, two partial sums are
+/// merged as soon as they cover equally many ranks; comm.h defines this order. p is the largest
+/// power of two that does not exceed n.
 template <class W>
 __global__ void __launch_bounds__(THREADS)
   sum(W *out, const void *const *terms, int n, int p, int64_t count, float share)

@@ -41,10 +41,11 @@ describe("a machine or card with limits", function()
     refused(engine("sm=90", JOB, "ENGINE_EMULATED_DRIVER=0"),
       "this machine has no NVIDIA driver; hint: device=cpu")
     refused(engine("sm=90", JOB, "ENGINE_EMULATED_DRIVER=12040"),
-      "the driver supports CUDA 12.4, this build needs 1", "hint: a newer driver, or device=cpu")
+      "the driver supports CUDA 12.4, but this build needs 1",
+      "hint: a newer driver, or device=cpu")
     refused(engine("sm=90", JOB, "ENGINE_EMULATED_DEVICES=0"),
-      "no device", "CUDA_VISIBLE_DEVICES may hide devices")
-    refused(engine("sm=75", JOB), "has compute capability 7.5, the kernels need 8.0 or later")
+      "no device", "CUDA_VISIBLE_DEVICES hides them, or use device=cpu")
+    refused(engine("sm=75", JOB), "has compute capability 7.5, but the kernels need 8.0 or later")
   end)
 
   it("with too little memory makes the job print its arenas and what to change", function()
@@ -77,7 +78,7 @@ describe("a machine or card with limits", function()
   it("with an invalid local rank is refused", function()
     for _, rank in ipairs { "-1", "one" } do
       refused(engine("sm=90", JOB, "LOCAL_RANK=" .. rank),
-        "LOCAL_RANK: expected the local rank of this process, an integer from 0, got " .. rank)
+        "LOCAL_RANK: expected the local rank of this process, an integer >= 0, got " .. rank)
     end
   end)
 
