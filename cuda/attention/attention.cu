@@ -1,7 +1,8 @@
-// cuda_attention and cuda_attention_grad, two operations of ops.def. Each call is prepared for one
-// of the two implementations (attention.h). An input is copied to scratch if its width is strided
-// or its format differs from that of the computation. For tensor cores it is also copied if its
-// rows are not 16-byte aligned, or if its width must be padded to 32, 64, 96 or 128.
+// The operations attention and attention_grad of ops.def. Each call is prepared for one of the two
+// implementations (attention.h). An input is copied to scratch memory if the elements of a row are
+// not adjacent, or if its format differs from the format of the computation. For tensor cores it is
+// also copied if its rows are not 16-byte aligned, or if its width must be padded to 32, 64, 96 or
+// 128.
 #include "attention.h"
 
 #include <math.h>
@@ -34,8 +35,8 @@ static eng_status lay(void *to, int dtype, const tensor *x, int64_t padded)
   return (dtype == x->dtype ? cuda_contiguous : cuda_cast)(&copy);
 }
 
-/// Makes a view of x as `dtype`, `padded` wide, with a contiguous width and, if `aligned`, 16-byte
-/// aligned rows. Copies x to scratch where needed.
+/// Makes a view of x in `dtype`, with rows of `padded` adjacent elements that, if `aligned`, are
+/// 16-byte aligned. If x is not like this, copies it to scratch memory.
 static eng_status input_view(attention_view *view, scratch *all, const tensor *x, int dtype,
                              int64_t padded, bool aligned)
 {
@@ -61,8 +62,9 @@ static attention_view output_view(const tensor *x)
   return x ? (attention_view){x->data, x->stride[0], x->stride[1], x->stride[2]} : none;
 }
 
-/// Chooses the format of the computation: a 16-bit one if the tensor cores support the call, else
-/// f32 or f64. Sets `padded` to the width that the kernels see.
+/// Fills *p with the sizes of a call. Sets `dtype` to the format of the computation: f16 or bf16 if
+/// the tensor cores support the call, else f32 or f64. Sets `padded` to the width that the kernels
+/// see.
 static eng_status problem_of(attention_problem *p, int *dtype, int64_t *padded, const op_call *call)
 {
   const tensor *q = call->in[0], *k = call->in[1];
@@ -86,7 +88,7 @@ static eng_status problem_of(attention_problem *p, int *dtype, int64_t *padded, 
     alike = alike && call->in[i]->dtype == q->dtype;
     wide = wide || call->in[i]->dtype == ENG_f64;
   }
-  for (int i = 0; i < call->n_out; i++)   // outputs that the caller wants; lse is f32
+  for (int i = 0; i < call->n_out; i++)   // wanted outputs, except lse and entropy, which are f32
     alike = alike && (!call->out[i] || call->out[i]->dtype == q->dtype ||
                       (call->op == ENG_OP_attention && i > 0));
   bool tiles = alike && p->width > 0 && p->width <= 128 && p->factor >= 1e-30 && p->factor <= 1e30;
@@ -134,8 +136,8 @@ extern "C" eng_status cuda_attention(const op_call *call)
   return status;
 }
 
-/// Sets p->lse to lse in the format that the kernels read. If the inputs have several formats, the
-/// forward pass may have stored lse in a different format.
+/// Sets p->lse to lse, converted if necessary to the format that the kernels read. If the inputs
+/// have several formats, the forward pass may have stored lse in a different format.
 static eng_status lse_view(attention_problem *p, scratch *all, const tensor *lse, int dtype)
 {
   int wanted = dtype == ENG_f64 ? ENG_f64 : ENG_f32;

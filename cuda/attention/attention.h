@@ -1,12 +1,13 @@
 // Shared by the attention kernels: the description of a call, and functions in which one warp
 // computes one row in plain arithmetic.
 //
-// There are two implementations. The tensor-core one (attention_forward.cu, attention_backward.cu,
-// attention_hopper*.cu) computes f16 and bf16 up to 128 wide; the plain one (attention_plain.cu)
-// computes everything else. Edge
-// cases are as on the CPU. A row that sees no key has y = 0, lse = -inf and entropy 0, and gives no
-// gradient to k and v. A row with a NaN, or whose largest score is infinite, becomes NaN. A key
-// that the causal mask hides never affects a query, not even as 0 * NaN. A product of tiles
+// There are two implementations. The tensor-core implementation (attention_forward.cu,
+// attention_backward.cu, attention_hopper*.cu) computes f16 and bf16 up to 128 wide. The plain
+// implementation (attention_plain.cu) computes everything else.
+//
+// Edge cases are as on the CPU. A row that sees no key has y = 0, lse = -inf and entropy 0, and
+// gives no gradient to k and v. A row with a NaN, or whose largest score is infinite, becomes NaN.
+// A key that the causal mask hides never affects a query, not even as 0 * NaN. A product of tiles
 // breaks this last rule, and it yields NaN where a probability that was rounded to 0 meets an
 // infinite value. So rows that the tensor cores return as Inf or NaN are recomputed one by one, in
 // f32, by the functions below. Rows of finite inputs are recomputed only if a sum leaves the range
@@ -18,7 +19,8 @@
 #include "kernel/element.h"
 #include "kernel/mma.h"
 
-/// A tensor [B x time x heads x width]; the width is contiguous. Strides in elements.
+/// A tensor [B x time x heads x width]. The elements of a row (along the width) are adjacent. The
+/// other three strides are below, in elements.
 typedef struct attention_view {
   void   *data;
   int64_t batch, time, head;
@@ -26,35 +28,36 @@ typedef struct attention_view {
 
 typedef struct attention_problem {
   int32_t batch, queries, keys, heads, groups, width;   // B T S H G D
-  int32_t shared;                                       // heads that share a key head: H / G
+  int32_t shared;                                       // heads per key head: H / G
   int32_t causal;
   double  factor;
   attention_view q, k, v;
-  // Forward: y [B x T x H x D] has y_dtype; `lse` and `entropy` [B x H x T] have lse_dtype and are
-  // NULL if not wanted.
+  // Forward pass: y [B x T x H x D] has y_dtype. `lse` and `entropy` [B x H x T] have lse_dtype and
+  // are NULL if they are not wanted.
   attention_view y;
   int32_t y_dtype, lse_dtype;
   void   *lse, *entropy;
-  // Backward: lse is f32 (f64 for f64 inputs), and dy has the shape and format of q. The scratch
-  // `delta` [B x H x delta_line], in the format of lse, holds the sum of p * dp for each of the T
-  // queries. Gradients that are not wanted are NULL.
+  // Backward pass: lse is f32 (f64 for f64 inputs), and dy has the shape and format of q. Scratch
+  // memory `delta` [B x H x delta_line], in the format of lse, holds for each of the T queries the
+  // sum of p * dp over its keys. Gradients that are not wanted are NULL.
   attention_view dy, dq, dk, dv;
   int32_t dq_dtype, dk_dtype, dv_dtype;
   void   *delta;
   int64_t delta_line;
 } attention_problem;
 
-/// Computes y on tensor cores. `dtype` is f16 or bf16. D is 32, 64, 96 or 128, with zeros beyond
-/// the true width; input rows are 16-byte aligned; factor > 0. `stored` is the number of columns of
-/// y, dq, dk and dv (the true width). These outputs also have `dtype`.
+/// Computes y on tensor cores. Inputs and y have `dtype`, f16 or bf16. D is 32, 64, 96 or 128, with
+/// zeros beyond the true width; input rows are 16-byte aligned; factor > 0. `stored`, the true
+/// width, is the number of columns of y.
 eng_status attention_forward(const attention_problem *p, int dtype, int stored);
-/// attention_forward on Hopper, for D 64 and 128.
+/// Does the same on Hopper, for D = 64 and D = 128.
 eng_status attention_forward_hopper(const attention_problem *p, int dtype, int stored);
-/// Computes the gradients. y is the forward pass's result in rows as wide as q's.
+/// Computes the gradients, which have `dtype` and `stored` columns. Rows of y, the result of the
+/// forward pass, are as wide as rows of q. All else is as for attention_forward.
 eng_status attention_backward(const attention_problem *p, int dtype, int stored);
 
-/// Forward and backward in plain arithmetic. Inputs have `dtype`, f32 or f64, and any width;
-/// outputs have any float dtype. In the backward pass y, if given, also has `dtype`.
+/// The forward and the backward pass in plain arithmetic. Inputs have `dtype` (f32 or f64) and any
+/// width; outputs have any float dtype. In the backward pass y, if given, also has `dtype`.
 eng_status attention_plain_forward(const attention_problem *p, int dtype);
 eng_status attention_plain_backward(const attention_problem *p, int dtype);
 
@@ -69,14 +72,14 @@ static inline eng_status check_blocks(int64_t n, const char *operation)
 
 #ifdef __CUDACC__
 
-/// The number of keys that query t sees, counted from the first.
+/// Returns the number of keys that query t sees: keys 0 to that number - 1.
 __device__ static inline int keys_seen(const attention_problem &p, int t)
 {
   if (!p.causal) return p.keys;
   int64_t n = (int64_t)t + p.keys - p.queries + 1;
   return n < 0 ? 0 : n > p.keys ? p.keys : (int)n;
 }
-/// The first query that sees key j; p.queries or more if no query sees it.
+/// Returns the first query that sees key j, or p.queries or more if no query sees the key.
 __device__ static inline int first_query(const attention_problem &p, int j)
 {
   int64_t t = p.causal ? (int64_t)j - p.keys + p.queries : 0;
@@ -96,8 +99,8 @@ __device__ static inline int64_t delta_at(const attention_problem &p, int64_t b,
                                           int64_t t)
 { return (b * p.heads + h) * p.delta_line + t; }
 
-// ---- one row by one warp. T: the tensors' type; A: the type of the arithmetic, float or double.
-// All 32 lanes must call these functions together.
+// ---- functions in which one warp computes one row. T is the type of the tensors, A the type of
+// the arithmetic (float or double). All 32 lanes must call these functions together.
 
 // columns that a lane sums at a time (128 per warp); wider rows take more rounds
 enum { ROW_COLUMNS = 4 };
@@ -107,7 +110,7 @@ template <class A> __device__ static inline A warp_sum(A x)
   for (int k = 16; k; k >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, k);
   return x;
 }
-/// The largest x of the warp, ignoring NaN.
+/// Returns the largest x of the warp's lanes, ignoring NaN.
 template <class A> __device__ static inline A warp_max(A x)
 {
   for (int k = 16; k; k >>= 1) {
@@ -127,8 +130,8 @@ template <class A>
 __device__ static inline A not_a_number()
 { return (A)__int_as_float(0x7FC00000); }
 
-/// The dot product of a and b over the width. `a` is the same in every lane; each lane has its own
-/// `b`.
+/// Returns the dot product of a and b over the width. `a` is the same in every lane; each lane has
+/// its own `b`.
 template <class T, class A> __device__ static inline A dot_with(const T *a, const T *b, int width)
 {
   int lane = threadIdx.x & 31;
@@ -142,7 +145,7 @@ template <class T, class A> __device__ static inline A dot_with(const T *a, cons
   return sum;
 }
 
-/// Computes query t's y and, if wanted, its lse and entropy. `columns` is the number of columns of
+/// Computes y of query t and, if wanted, its lse and entropy. `columns` is the number of columns of
 /// y.
 template <class T, class A>
 __device__ __noinline__ void forward_row(const attention_problem &p, int b, int h, int t,
@@ -160,7 +163,7 @@ __device__ __noinline__ void forward_row(const attention_problem &p, int b, int 
         factor * dot_with<T, A>(q, row_of<T>(p.k, b, min(j0 + lane, n - 1), group), p.width);
       A largest = warp_max(seen ? score : -inf), before = top;
       if (largest > top) top = largest;
-      // avoids exp(inf - inf), which is NaN: a row of only -inf must sum to 0
+      // a row of only -inf must sum to 0; a shift of -inf would give exp(-inf + inf), which is NaN
       A shift = top == -inf ? (A)0 : top;
       A keep = power_of_e(before - shift), x = score - shift, e = seen ? power_of_e(x) : (A)0;
       weighted = keep == 0 ? (A)0 : keep * (weighted + (before - shift) * sum);
@@ -202,8 +205,9 @@ __device__ __noinline__ void forward_row(const attention_problem &p, int b, int 
   }
 }
 
-/// The probability p of one query and key, and its gradient dp. `q` and `dy` are the same in every
-/// lane; each lane has its own `k` and `v`. A caller may swap the pairs (q, dy) and (k, v).
+/// The probability p of one query and key, and the gradient dp of p. In slope_of, which computes
+/// both, `q` and `dy` are the same in every lane; each lane has its own `k` and `v`. A caller may
+/// swap the pairs (q, dy) and (k, v).
 template <class A> struct slope { A p, dp; };
 template <class T, class A>
 __device__ static inline slope<A> slope_of(const T *q, const T *dy, const T *k, const T *v,
@@ -229,7 +233,7 @@ __device__ __noinline__ A delta_of_row(const attention_problem &p, int b, int h,
   return sum;
 }
 
-/// Computes dq of query t from lse and delta.
+/// Computes dq of query t, using lse and delta.
 template <class T, class A>
 __device__ __noinline__ void dq_row(const attention_problem &p, int b, int h, int t, int columns)
 {
@@ -262,7 +266,7 @@ __device__ __noinline__ void dq_row(const attention_problem &p, int b, int h, in
   }
 }
 
-/// Computes dk and dv of key j, if wanted, from lse and delta. The sums run over the heads that
+/// Computes dk and dv of key j, if wanted, using lse and delta. The sums run over the heads that
 /// share the key and, within a head, over the queries.
 template <class T, class A>
 __device__ __noinline__ void dkdv_row(const attention_problem &p, int b, int group, int j,

@@ -6,23 +6,24 @@
 // There are three kernels. The first computes delta of each row. The second computes dk and dv: a
 // block owns some keys and iterates over the queries. The third computes dq: a block owns some
 // queries and iterates over the keys. The second and third recompute the probabilities from lse.
-// Each result has one writer, so the shapes determine the order of sums.
+// Each result is written by one block, so the shapes alone determine the order of sums.
 //
 // Probabilities and dscores stay in registers, because the result of one product has the register
 // layout of the next product's operand.
 //
 // In f16 a dscore could overflow if dy carries a large loss scale, or vanish if dy is small. So
-// dscores are multiplied by a power of two that brings the largest |dy| to between 16 and 32; the
-// largest is taken over the heads that share a key head. Probabilities are multiplied by 2^15.
+// dscores are multiplied by a power of two that brings the largest |dy| of the heads that share a
+// key head to between 16 and 32. Probabilities are multiplied by 2^15.
 #include "attention_tiles.h"
 
-// In blocks of keys: 16-row tiles of keys per warp
+// In blocks that own keys: number of tiles of 16 keys per warp
 template <int D> constexpr int KEY_MT = D <= 64 ? 2 : 1;
-// In blocks of keys: queries whose scores are in registers at a time
+// In blocks that own keys: number of queries whose scores are in registers at a time
 template <int D> constexpr int KEY_STEP = D <= 64 ? 32 : 64;
-// In blocks of queries: keys in shared memory at a time
+// In blocks that own queries: number of keys in shared memory at a time
 template <int D> constexpr int KEYS_STAGED = D <= 64 ? 64 : 32;
-// In blocks of queries: 16-row tiles of queries per warp, and keys whose scores are in registers
+// In blocks that own queries: number of tiles of 16 queries per warp, and number of keys whose
+// scores are in registers at a time
 enum { QUERY_MT = 2, QUERY_STEP = 32 };
 
 // ---- delta
@@ -31,12 +32,12 @@ template <class T, int D>
 __global__ void __launch_bounds__(THREADS)
   attention_delta(const __grid_constant__ attention_problem p, const backward_room r)
 {
-  // lanes per row, with 16 bytes each; rows that a warp processes at once
+  // lanes per row, each of which reads 16 bytes; rows that a warp processes at a time
   constexpr int LANES = D == 96 ? 16 : D / 8, AT_ONCE = 32 / LANES;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, piece = lane % LANES;
   const int lines = (int)(r.line / QUERIES), tile = blockIdx.x % lines, pair = blockIdx.x / lines,
             b = pair / p.heads, h = pair % p.heads;
-  uint32_t largest = 0, bad = 0;   // bad: bit mask of the warp's rows to recompute
+  uint32_t largest = 0, bad = 0;   // bad: bit mask of the rows that the warp must recompute
   for (int i = 0; i < QUERIES / (WARPS * AT_ONCE); i++) {
     const int first = tile * QUERIES + (i * WARPS + warp) * AT_ONCE, t = first + lane / LANES;
     float sum = 0;
@@ -67,8 +68,8 @@ __global__ void __launch_bounds__(THREADS)
     largest = __reduce_max_sync(0xFFFFFFFFu, largest);
     if (lane == 0) atomicMax(&r.largest[b * p.groups + h / p.shared], largest);
   }
-  // The sums of the rows in `bad` are not finite: y may have overflowed when it was rounded. The
-  // delta of these rows is recomputed from p and dp.
+  // The sums of the rows in `bad` are not finite, maybe because y overflowed when it was rounded.
+  // So the delta of these rows is recomputed from p and dp.
   for (; bad; bad &= bad - 1) {
     const int block = opaque((int)blockIdx.x), pair = block / lines, b = pair / p.heads,
               h = pair % p.heads;
@@ -106,11 +107,11 @@ __global__ void __launch_bounds__(THREADS, 2)
   const keys_place of = keys_of<D>(p, blockIdx.x);
   const uint32_t shared = shared_address(room);
   constexpr uint32_t TILE = QUERIES * D * 2, KEEP = ROWS * D * 2;
-  const uint32_t staged = shared + 2 * KEEP;                                  // two stages of q, dy
-  // two stages of shift, delta
+  const uint32_t staged = shared + 2 * KEEP;                               // two stages of q and dy
+  // two stages of shift and delta
   float *const lines = (float *)(room + 2 * KEEP + 4 * TILE);
 
-  // `left` counts the heads of the group that are not finished, including the one to load here
+  // `left` counts the heads of the group that are not finished, including the head to load here
   auto load_queries = [&](int stage, int left, int from) {
     const int thread = opaque((int)threadIdx.x), b = opaque(of.b),
               h = (of.group + 1) * p.shared - left;
@@ -272,7 +273,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   const int group = of.h / p.shared;
   const uint32_t shared = shared_address(room);
   constexpr uint32_t TILE = KEYS * D * 2, KEEP = ROWS * D * 2;
-  const uint32_t staged = shared + 2 * KEEP;   // two stages, each k and v
+  const uint32_t staged = shared + 2 * KEEP;   // two stages of k and v
   const T *k = row_of<T>(p.k, of.b, 0, group), *v = row_of<T>(p.v, of.b, 0, group);
 
   load_tile<D, ROWS>(shared, row_of<T>(p.q, of.b, 0, of.h), p.q.time, of.first, p.queries);

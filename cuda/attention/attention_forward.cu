@@ -8,11 +8,11 @@
 // the unrounded probabilities.
 #include "attention_tiles.h"
 
-// 16-row tiles per warp
+// tiles of 16 queries per warp
 template <int D, bool ENTROPY> constexpr int TALL = ENTROPY && D > 96 ? 1 : 2;
 // queries of a block
 template <int D, bool ENTROPY> constexpr int ROWS_OF = 16 * WARPS * TALL<D, ENTROPY>;
-// keys at a time, as many as registers can hold
+// keys that a block processes at a time: as many as registers can hold
 template <int D> constexpr int KEYS_OF = D <= 64 ? 64 : 32;
 
 /// Batch, head and first query of a block.
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr int KEYS = KEYS_OF<D>, MT = TALL<D, ENTROPY>, OWN = 16 * MT /* queries of a warp */,
                 ROWS = ROWS_OF<D, ENTROPY>;
-  // keep q in registers; with entropies D = 64 does not fit
+  // whether q stays in registers; with entropies, 64 columns of q do not fit
   constexpr bool HOLD_Q = D <= (ENTROPY ? 32 : 64);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(THREADS, 2)
           *v = row_of<T>(p.v, at.b, 0, group);
   const uint32_t shared = shared_address(room);
   constexpr uint32_t TILE = KEYS * D * 2;
-  const uint32_t tiles = shared + ROWS * D * 2;   // two stages of k, v
+  const uint32_t tiles = shared + ROWS * D * 2;   // two stages of k and v
   unsigned char *own_rows = room + warp * OWN * (D * 2);
 
   load_tile<D, ROWS>(shared, q, p.q.time, at.first, p.queries);
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
         for (int i = 0; i < D / 16; i++) load_matrices(held[m][i], q_place.at(16 * m, 2 * i));
     }
-    // hidden from all queries of the warp
+    // these keys are hidden from all queries of the warp
     if (n * KEYS >= keys_seen(p, min(own + OWN, p.queries) - 1)) continue;
 
     float s[MT][KEYS / 8][4];
@@ -124,7 +124,8 @@ __global__ void __launch_bounds__(THREADS, 2)
         largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
         top[m][half] = largest;
-        // Avoids exp(inf - inf), which is NaN: a row of only -inf so far must sum to 0.
+        // A row of only -inf so far must sum to 0. A shift of inf would give exp(-inf + inf), a
+        // NaN.
         float shift = largest == -INFINITY ? 0.0f : -largest * scale,
               raised = shift + (float)RAISE<T>;
         float keep = exp2_fast(fmaf(before, scale, shift)), part = 0, part_weighted = 0;

@@ -14,11 +14,12 @@ template <int D, bool ENTROPY> constexpr int BLOCKS_OF = D == 64 && !ENTROPY ? 2
 template <int D> constexpr int HOPPER_BYTES = (ROWS + 4 * KEYS_OF<D>) * D * 2 + 1024;
 
 #if HOPPER_BODY
-/// Running softmax state of a thread's two rows: the largest score, the sum of the exponentials e
-/// and, for entropies, the sum of e * log2(e).
+/// Running softmax state of a thread's two rows: the largest score, the sum of e (exponentials
+/// times 2^RAISE) and, for entropies, the sum of e * log2(e / 2^RAISE).
 typedef struct running { float top[2], sum[2], weighted[2]; } running;
 
-/// Turns scores into probabilities times 2^RAISE. Sets `keep` to the factor that rescales y.
+/// Turns scores into unnormalized probabilities times 2^RAISE and updates *r. Sets `keep` to the
+/// factor that rescales y.
 template <class T, bool ENTROPY, int N>
 __device__ static inline void weigh(float (&s)[N], running *r, float (&keep)[2], float scale)
 {
@@ -80,8 +81,8 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
 
   const T *k = row_of<T>(p.k, b, 0, group), *v = row_of<T>(p.v, b, 0, group);
   const int last = keys_seen(p, min(t0 + ROWS, p.queries) - 1), all_see = keys_seen(p, first);
-  // Tiles of keys that the block and the warpgroup process: at least one, even if all keys are
-  // hidden.
+  // `tiles` and `own_tiles` are the numbers of tiles of keys that the block and the warpgroup
+  // process: at least one, even if all keys are hidden.
   const int tiles = max(1, (last + KEYS - 1) / KEYS),
             own_last = first < p.queries ? keys_seen(p, min(first + 64, p.queries) - 1) : 0;
   const int own_tiles = max(1, (own_last + KEYS - 1) / KEYS);
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
   auto next_tiles = [&] {
     copy_wait<0>();
     publish_shared();
-    // keys n + 1 and values n are loaded, and all warps have finished with keys n and values n - 1
+    // key tile n + 1 and value tile n are loaded; all warps are done with keys n and values n - 1
     __syncthreads();
     if (n + 2 < tiles)
       load_rows<D, KEYS>(k_tiles + (n & 1) * TILE, k, p.k.time, (n + 2) * KEYS, p.keys);
@@ -130,8 +131,8 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
       load_rows<D, KEYS>(v_tiles + ((n + 1) & 1) * TILE, v, p.v.time, (n + 1) * KEYS, p.keys);
     copy_commit();
   };
-  // Ends the previous round's product with values. Each round begins with this wait, because the
-  // compiler moves a wait up as far as the loop allows.
+  // Waits for the previous round's product with values, then rescales y. Each round begins with
+  // this wait, because the compiler moves a wait up as far as the loop allows.
   auto end_values = [&] {
     group_wait<0>();
     settle(y);
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
   group_wait<0>();
   settle(y);
   settle(weights);
-  // these tiles are hidden from this warpgroup's queries, but not from the other warpgroup's
+  // these tiles are hidden from the queries of this warpgroup, but not of the other warpgroup
   for (n++; n < tiles; n++) next_tiles();
   copy_wait<0>();
   __syncthreads();   // all reads of q are done, so y can take its place
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
     if (row < p.queries) forward_row<T, float>(p, b, h, row, stored);
   }
 #else
-  __trap();   // a build for sm_90 instead of sm_90a
+  __trap();   // reached only in a build for sm_90 instead of sm_90a
 #endif
 }
 

@@ -21,8 +21,8 @@ template <int D, int N, class T>
 __device__ static inline void load_rows(uint32_t tile, const T *head, int64_t stride, int first,
                                         int limit, int thread = threadIdx.x)
 {
-  // A thread's pieces are all in one column of pieces and have the same swizzled offset in their
-  // rows.
+  // All 16-byte pieces that a thread loads are in one column of pieces, and the swizzle puts them
+  // at the same offset in their rows.
   constexpr int PIECES = D / 8, STEP = BLOCK / PIECES;
   static_assert(STEP % 8 == 0, "the swizzle depends on the row's lowest bits");
   const int row = thread / PIECES, piece = thread % PIECES, there = limit - first - row;
@@ -34,8 +34,8 @@ __device__ static inline void load_rows(uint32_t tile, const T *head, int64_t st
     copy16(tile + i * (STEP * 128), column + (i * STEP < there ? at : 0), i * STEP < there);
 }
 
-/// Starts c [64 x N] = a b^T. `a` points to 64 rows of tiles with ROWS rows each, `b` to tiles of N
-/// rows.
+/// Starts c [64 x N] = a b^T. `a` is the address of 64 rows in tiles of ROWS rows, `b` the address
+/// of tiles of N rows.
 template <class T, int D, int N>
 __device__ static inline void start_rows_times_rows(float (&c)[N / 2], uint32_t a, uint32_t b)
 {
@@ -45,7 +45,7 @@ __device__ static inline void start_rows_times_rows(float (&c)[N / 2], uint32_t 
                     tile_descriptor(b + i / 4 * (N * 128) + i % 4 * 32, 16), i > 0, T());
 }
 
-/// Starts c [64 x D] += weights [64 x N] times `rows`, N rows of tiles.
+/// Starts c [64 x D] += weights [64 x N] times `rows`, the address of tiles of N rows.
 template <class T, int D, int N>
 __device__ static inline void start_weights_times_rows(float (&c)[D / 2],
                                                        const uint32_t (&weights)[N / 16][4],

@@ -1,16 +1,17 @@
 // Attention backward on Hopper (sm_90a): dk and dv in blocks of 128 keys, dq in blocks of 128
-// queries, 64 rows per warpgroup. The method and the numbers are those of attention_backward.cu,
-// which also computes delta. The products use wgmma.
+// queries, 64 rows per warpgroup. The method and the results are those of attention_backward.cu,
+// whose first kernel also computes delta for this file. The products use wgmma.
 #include "attention_hopper.h"
 
-enum { KEYS = 64 };   // keys at a time, in blocks of queries
-/// Shared memory: two resident sets of rows, two pairs of tiles that alternate, and two pairs of
-/// lines of shift and delta.
+enum { KEYS = 64 };   // keys at a time, in blocks that own queries
+/// Bytes of shared memory: two resident sets of rows, two pairs of tiles that alternate, and two
+/// pairs of lines of shift and delta.
 template <int D>
 constexpr int BACKWARD_BYTES = (2 * ROWS + 4 * 64) * D * 2 + 4 * QUERIES * 4 + 1024;
 
 #if HOPPER_BODY
-/// Stores a warp's 16 rows of c times factor; returns the rows to recompute, like store_rows.
+/// Multiplies a warp's 16 rows of c by `factor` and stores them. Returns the rows to recompute, as
+/// store_rows does.
 template <class T, int D>
 __device__ static inline uint32_t store_scaled(const float (&c)[D / 2], float factor,
                                                unsigned char *tile, T *head, int64_t stride,
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int pairs = p.batch * p.groups, pair = blockIdx.x % pairs, b = pair / p.groups,
             group = pair % p.groups;
-  // blocks with the most queries go first
+  // blocks whose keys are seen by the most queries go first
   const int key0 = blockIdx.x / pairs * ROWS, own = key0 + warp * 16;
 
   const int first_tile = first_query(p, key0) / QUERIES,
@@ -47,11 +48,11 @@ __global__ void __launch_bounds__(BLOCK, 1)
   const int all_see = first_query(p, key0 + part * 64 + 63),
             own_first = first_query(p, key0 + part * 64), total = tiles * p.shared;
   const int row_first[2] = {first_query(p, own + g), first_query(p, own + g + 8)};
-  // staged: two stages of q, dy
+  // staged: two stages of q and dy
   const uint32_t base = shared_address(room), shared = (base + 1023) & ~1023u,
                  staged = shared + 2 * KEEP;
   unsigned char *const place = room + (shared - base);
-  float *const lines = (float *)(place + 2 * KEEP + 4 * TILE);   // two stages of shift, delta
+  float *const lines = (float *)(place + 2 * KEEP + 4 * TILE);   // two stages of shift and delta
 
   auto load_queries = [&](int n) {
     int h = group * p.shared + n / tiles, first = (first_tile + n % tiles) * QUERIES, stage = n & 1;
@@ -198,7 +199,7 @@ __global__ void __launch_bounds__(BLOCK, D == 64 ? 2 : 1)
   const int own_last = first < p.queries ? keys_seen(p, min(first + 64, p.queries) - 1) : 0;
   const int tiles = (last + KEYS - 1) / KEYS,
             row_seen[2] = {keys_seen(p, own + g), keys_seen(p, own + g + 8)};
-  // staged: two stages of k, v
+  // staged: two stages of k and v
   const uint32_t base = shared_address(room), shared = (base + 1023) & ~1023u,
                  staged = shared + 2 * KEEP;
   const T *k = row_of<T>(p.k, b, 0, group), *v = row_of<T>(p.v, b, 0, group);
@@ -242,7 +243,7 @@ __global__ void __launch_bounds__(BLOCK, D == 64 ? 2 : 1)
     __syncthreads();
     if (n + 1 < tiles) load_keys(n + 1);
     const int key = n * KEYS;
-    if (key >= own_last) continue;   // hidden from all queries of the warpgroup
+    if (key >= own_last) continue;   // the tile is hidden from the warpgroup
     const uint32_t k_tile = staged + (n & 1) * 2 * TILE, v_tile = k_tile + TILE;
     group_begin();
     start_rows_times_rows<T, D, KEYS>(s, own_q, k_tile);

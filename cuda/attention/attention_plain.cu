@@ -9,7 +9,7 @@
 
 enum { ROW_WARPS = 4 };   // warps of a block
 
-/// The row of this warp among `rows`, or -1.
+/// Returns the index of the row that this warp computes, or -1 if there are fewer rows.
 __device__ static inline int64_t own_row(int64_t rows)
 {
   int64_t row = (int64_t)blockIdx.x * ROW_WARPS + (threadIdx.x >> 5);
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
     dkdv_row<A, A>(p, (int)(pair / p.groups), (int)(pair % p.groups), (int)(row % p.keys), p.width);
 }
 
-// ---- f32 by tiles. C: columns that a lane sums; the width is at most 32 C.
+// ---- f32 by tiles. C is the number of columns that a lane sums; the width is at most 32 C.
 
 template <int C> constexpr int TILE_WARPS = C == 8 ? 4 : 8;
 template <int C> constexpr int FORWARD_ROWS = C == 8 ? 4 : 8;                      // rows of a warp
@@ -88,7 +88,8 @@ __device__ static inline void load_floats(float *to, int line, const float *head
   }
 }
 
-/// For each r, sums[r] = row r of `rows` [R x 32 C] times the lane's row of `tile` (dot product).
+/// Sets sums[r], for each r, to the dot product of row r of `rows` [R x 32 C] and `tile`, the
+/// lane's row of a tile.
 template <int C, int R>
 __device__ static inline void dots(float (&sums)[R], const float *rows, const float *tile)
 {
@@ -104,8 +105,8 @@ __device__ static inline void dots(float (&sums)[R], const float *rows, const fl
   }
 }
 
-/// sums [R x 32 C] += weights [R x 32] times 32 rows of `tile`, which are `line` floats apart. Lane
-/// l has column l + 32 c in sums[r][c].
+/// Adds weights [R x 32] times 32 rows of `tile`, which are `line` floats apart, to sums [R x 32
+/// C]. Lane l has column l + 32 c in sums[r][c].
 template <int C, int R>
 __device__ static inline void add_rows(float (&sums)[R][C], const float *weights, const float *tile,
                                        int line)
@@ -127,7 +128,8 @@ __device__ static inline void add_rows(float (&sums)[R][C], const float *weights
   }
 }
 
-/// Stores the lane's columns of a row. Returns true if any column, in any lane, is Inf or NaN.
+/// Multiplies the lane's columns of a row by `factor` and stores them. Returns true if any column,
+/// in any lane, is Inf or NaN.
 template <int C>
 __device__ static inline bool store_row(const float (&x)[C], float factor, void *data, int dtype,
                                         int64_t first, int width)
@@ -202,7 +204,7 @@ __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1)
     if (t >= p.queries) break;
     float total = 0, entropy = 0, largest = 0, row[C];
 #pragma unroll
-    for (int i = 0; i < R; i++)   // arrays in registers take constant indices only
+    for (int i = 0; i < R; i++)   // arrays in registers need constant indices
       if (i == r) {
         total = warp_sum(sum[i]);
         entropy = warp_sum(weighted[i]);
@@ -227,19 +229,19 @@ __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1)
   }
 }
 
-/// The resident rows are queries (for dq) or keys (for dk and dv). The opposite rows are loaded
-/// tile by tile.
+/// Computes dq or, with KEYS_STAY, dk and dv. The rows that stay in shared memory are queries (for
+/// dq) or keys (for dk and dv). The opposite rows are loaded tile by tile.
 template <int C, bool KEYS_STAY>
 __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1)
   tiles_backward(const __grid_constant__ attention_problem p)
 {
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr int R = BACKWARD_ROWS<C>, BLOCK_ROWS = TILE_WARPS<C> * R, LINE = 32 * C + 1;
-  // q and dy, or k and v
+  // the rows that stay: q and dy, or k and v
   float *const stay = (float *)room, *const stay_slopes = stay + BLOCK_ROWS * 32 * C;
-  // for each warp: dscores, p
+  // for each warp: dscores, and p with KEYS_STAY
   float *const weights = stay_slopes + BLOCK_ROWS * 32 * C;
-  // k and v, or q and dy
+  // the current tile of the opposite rows: k and v, or q and dy
   float *const tile = weights + 2 * BLOCK_ROWS * 32, *const slopes = tile + 32 * LINE;
   const int heads = KEYS_STAY ? p.groups : p.heads, pairs = p.batch * heads,
             pair = blockIdx.x % pairs, b = pair / heads, head = pair % heads;

@@ -7,19 +7,19 @@
 #include "attention.h"
 #include "kernel/vector.h"
 
-enum { QUERIES = 64 };   // queries at a time, in blocks of keys
+enum { QUERIES = 64 };   // queries at a time, in blocks that own keys
 
 /// Scratch that the kernels of the backward pass share. shift [B x H x line] is RAISE - lse *
 /// log2(e), so that 2^(scaled score + shift) is a probability times 2^RAISE. For rows that see no
-/// key or do not exist, shift is -inf, which makes the probability 0. largest [B x G] is the
-/// largest finite |dy|, as bits.
+/// key or do not exist, shift is -inf, which makes the probability 0. largest [B x G] holds the
+/// bits of the largest finite |dy| of the heads that share a key head (NULL for bf16).
 typedef struct backward_room {
   float    *shift;
   uint32_t *largest;
   int64_t   line;      // T rounded up to a multiple of QUERIES
 } backward_room;
 
-/// Computes dk, dv and dq on Hopper for D 64 and 128. delta and shift must be ready.
+/// Computes dk, dv and dq on Hopper for D = 64 and D = 128. delta and shift must be ready.
 eng_status attention_hopper_backward(const attention_problem *p, const backward_room *r, int dtype,
                                      int stored);
 
@@ -30,8 +30,8 @@ enum { WARPS = 4, THREADS = 32 * WARPS };
 constexpr double LOG2_E = 1.44269504088896340736;   // 1 / ln 2
 constexpr float LN_2 = 0.693147180559945309f;
 
-/// True on Hopper for the widths that attention_hopper*.cu computes. In code for Hopper, the bodies
-/// of the common kernels for these widths are empty.
+/// True in code for Hopper, for the widths that attention_hopper*.cu computes. The kernels that
+/// compute y, dk, dv and dq on other cards are then empty.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int D> constexpr bool NOT_HERE = D % 64 == 0;
 #else
@@ -43,12 +43,13 @@ template <int D> constexpr bool NOT_HERE = false;
 template <class T> constexpr int RAISE = 0;
 template <> constexpr int RAISE<f16_t> = 15;
 
-/// In f16, dscores are multiplied by this power of two, computed from the largest finite |dy|.
+/// Returns the factor on dscores: in f16, a power of two computed from the largest finite |dy|; in
+/// bf16, 1.
 template <class T> __device__ static inline float lift_of(const backward_room &r, int64_t pair)
 {
   if (RAISE<T> == 0) return 1.0f;
-  // The exponent bits are 0 only if the largest |dy| is 0, because f16 values are normal in f32.
-  // They are at most 127 + 15.
+  // The exponent field is 0 only if the largest |dy| is 0, because f16 values are normal in f32. It
+  // is at most 127 + 15.
   uint32_t exponent = r.largest[pair] >> 23;
   return exponent ? __uint_as_float((254 + 4 - exponent) << 23) : 1.0f;
 }
@@ -57,7 +58,8 @@ template <class T> __device__ static inline float lift_of(const backward_room &r
 /// keys and values fit in half the L2 cache. Within a set, blocks with the most keys go first.
 typedef struct schedule { int32_t tiles, heads, together; } schedule;
 
-/// The schedule for blocks of `rows` queries of heads of `width` columns. Errors: SHAPE.
+/// Computes the schedule for blocks of `rows` queries, with `width` columns per head. Errors:
+/// SHAPE.
 static inline eng_status schedule_of(schedule *plan, const attention_problem *p, int rows,
                                      int width)
 {
@@ -70,7 +72,7 @@ static inline eng_status schedule_of(schedule *plan, const attention_problem *p,
   return ENG_OK;
 }
 
-/// Position of piece `piece` of row `row` among the pieces of that row.
+/// Returns the position at which a tile stores 16-byte piece `piece` of row `row` within the row.
 template <int D>
 __host__ __device__ static inline int piece_place(int row, int piece)
 { return D % 64 == 0 ? piece ^ (row & 7) : piece ^ (row >> 1 & 3); }
@@ -81,8 +83,8 @@ __device__ static inline void load_tile(uint32_t tile, const T *head, int64_t st
                                         int limit, int thread = threadIdx.x)
 {
   constexpr int PIECES = D / 8, STEP = THREADS / PIECES;
-  // A thread's pieces are all in one column of pieces and have the same swizzled offset in their
-  // rows.
+  // All 16-byte pieces that a thread loads are in one column of pieces, and the swizzle puts them
+  // at the same offset in their rows.
   if constexpr (THREADS % PIECES == 0) {
     const int row = thread / PIECES, piece = thread % PIECES, there = limit - first - row;
     const T *column = head + piece * 8;
@@ -117,26 +119,26 @@ template <int D> struct lane_place {
   __device__ uint32_t at(int rows, int pieces) const
   { return rows * (D * 2) + (WHOLE ? row ^ (pieces * 16) : row + (turn ^ (pieces * 16))); }
 };
-/// This lane's addresses for loading A [16 x 16] from a tile: at(rows, pieces) is the address for
-/// the rows from `rows` on and the columns from 8 * `pieces` on.
+/// Returns this lane's addresses for loading A [16 x 16] from a tile. at(rows, pieces) is the
+/// address for the A that begins at row `rows` and column 8 * `pieces`.
 template <int D>
 __device__ static inline lane_place<D> place_a(uint32_t tile)
 {
   int l = threadIdx.x & 31;
   return {tile, l & 15, l >> 4};
 }
-/// This lane's addresses for loading two B [16 x 8] from 16 rows and 16 columns of a tile. Each row
-/// becomes a column of B. Registers 0 and 1 get the B of the first 8 rows, 2 and 3 that of the next
-/// 8.
+/// Returns this lane's addresses for loading two B [16 x 8] from 16 rows and 16 columns of a tile.
+/// Each row becomes a column of B. Registers 0 and 1 get the B of the first 8 rows, registers 2 and
+/// 3 the B of the next 8 rows.
 template <int D>
 __device__ static inline lane_place<D> place_b(uint32_t tile)
 {
   int l = threadIdx.x & 31;
   return {tile, (l & 7) + (l >> 4) * 8, l >> 3 & 1};
 }
-/// This lane's addresses for loading two B [16 x 8] from 16 rows and 16 columns of a tile with
-/// load_matrices_turned. Each row becomes a row of B. Registers 0 and 1 get the B of the first 8
-/// columns, 2 and 3 that of the next 8.
+/// Returns this lane's addresses for loading two B [16 x 8] from 16 rows and 16 columns of a tile
+/// with load_matrices_turned. Each row becomes a row of B. Registers 0 and 1 get the B of the first
+/// 8 columns, registers 2 and 3 the B of the next 8 columns.
 template <int D>
 __device__ static inline lane_place<D> place_turned(uint32_t tile)
 {
@@ -144,8 +146,8 @@ __device__ static inline lane_place<D> place_turned(uint32_t tile)
   return {tile, l & 15, l >> 4};
 }
 
-/// c [16 MT x 16 N] += a [16 MT x D] times the transpose of `rows` [16 N x D]. Both factors are
-/// tiles in shared memory. c[m][n] is a block of 16 x 8.
+/// Adds a [16 MT x D] times the transpose of `rows` [16 N x D] to c [16 MT x 16 N]. Both factors
+/// are tiles in shared memory. c[m][n] is a block of 16 x 8.
 template <class T, int D, int MT, int N>
 __device__ static inline void product_of_rows(float (&c)[MT][2 * N][4], const lane_place<D> &a,
                                               const lane_place<D> &rows)
@@ -167,7 +169,7 @@ __device__ static inline void product_of_rows(float (&c)[MT][2 * N][4], const la
   }
 }
 
-/// product_of_rows with `a` in registers.
+/// Does the same as the product_of_rows above, but `a` is in registers.
 template <class T, int D, int MT, int N>
 __device__ static inline void product_of_rows(float (&c)[MT][2 * N][4],
                                               const uint32_t (&a)[MT][D / 16][4],
@@ -187,8 +189,8 @@ __device__ static inline void product_of_rows(float (&c)[MT][2 * N][4],
     }
 }
 
-/// c [16 MT x D] += weights [16 MT x 16 N] times rows [16 N x D] of a tile. The weights have the
-/// register layout of a product's result and are rounded to T.
+/// Adds weights [16 MT x 16 N] times rows [16 N x D] of a tile to c [16 MT x D]. The weights have
+/// the register layout of a product's result and are rounded to T.
 template <class T, int D, int MT, int N>
 __device__ static inline void product_with_rows(float (&c)[MT][D / 8][4],
                                                 const uint32_t (&weights)[MT][2 * N][2],
@@ -225,9 +227,10 @@ template <int MT, int N> __device__ static inline void clear(float (&c)[MT][N][4
     for (int n = 0; n < N; n++) c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0;
 }
 
-/// Rounds a warp's rows c [16 MT x D] to T. Stores columns [0, stored) in `head`, in rows from
-/// `first` on and below `limit`. Uses `tile`, shared memory that no other warp uses, as a buffer.
-/// Returns a bit for each row of c (bit m * 16 + row) that contains Inf or NaN before rounding.
+/// Rounds a warp's rows c [16 MT x D] to T and stores their columns [0, stored) in `head`, from row
+/// `first` on and below row `limit`. Uses `tile`, shared memory that no other warp uses, as a
+/// buffer. Returns a bit for each row of c (bit m * 16 + row) that contains Inf or NaN before
+/// rounding.
 template <class T, int D, int MT>
 __device__ static inline uint32_t store_rows(const float (&c)[MT][D / 8][4], unsigned char *tile,
                                              T *head, int64_t stride, int first, int limit,
