@@ -1,13 +1,13 @@
 // The operation bias_grad on the card: column sums of dy [rows x n], in an order that depends only
 // on the shape.
 //
-// There are two passes. The first cuts dy into tiles, about as many as the blocks that an H200
-// holds at once. A tile is up to 32 x 16 bytes of columns by a chunk of rows. A block of 8 warps
+// There are two passes. The first cuts dy into tiles, about as many as the blocks that an H200 runs
+// at the same time. A tile is a chunk of rows by up to 32 x 16 bytes of columns. A block of 8 warps
 // sums one tile: each thread reads 16 bytes of columns, with 8 rows in flight. Then the sums of the
-// lanes that share columns are added, and then those of the warps, in a fixed order. This gives one
-// row of partial sums. The second pass adds the rows of all chunks, and the previous contents of
-// the output if it accumulates. Sums are in f32, or in f64 for f64 inputs. The time to read dy once
-// is a lower bound.
+// lanes that share columns are added, and then the sums of the warps, in a fixed order. The result
+// of a tile is one row of partial sums. The second pass adds the partial sums of all chunks and, if
+// the call accumulates, the previous contents of the output. Sums are in f32, or in f64 for f64
+// inputs. The time limit is one read of dy.
 #include "kernel/element.h"
 #include "kernel/vector.h"
 
@@ -18,16 +18,16 @@ enum {
   IN_FLIGHT = 8,          // rows that a thread loads before it adds them
   RESIDENT = 4,           // blocks per multiprocessor; an H200 has 132
   MOST_BLOCKS = 132 * RESIDENT,
-  SUM_COLUMNS = 32, SUM_ROWS = 32,   // a block of the second pass
+  SUM_COLUMNS = 32, SUM_ROWS = 32,   // threads of a block in the second pass
 };
 
 template <typename T> struct sum_type { typedef float type; };
 template <> struct sum_type<double> { typedef double type; };
 
-// V neighbours, which are loaded first and added to sums later.
+// V adjacent elements, which are loaded first and added to sums later.
 template <typename T, int V> struct piece {
   words<T, V> raw;
-  // loads zeros, which change no sum, if `there` is false
+  // if `there` is false, loads zeros, which change no sum
   __device__ void load(const T *from, bool there)
   {
     raw = {};
@@ -53,8 +53,9 @@ template <> struct piece<double, 2> {
   __device__ void add_to(double (&sum)[2]) const { sum[0] += raw.x; sum[1] += raw.y; }
 };
 
-// partial[chunk][n] = sums of dy's rows [chunk * chunk_rows, (chunk + 1) * chunk_rows).
-// 2^lanes_log2 lanes of a warp take neighbouring columns; the remaining lanes take the next rows.
+// Sets row `chunk` of partial [chunks x n] to the sum of rows [chunk * chunk_rows, (chunk + 1) *
+// chunk_rows) of dy. 2^lanes_log2 lanes of a warp take adjacent columns of a row; the remaining
+// lanes take the next rows.
 template <typename T, int V>
 __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
   sum_tiles(typename sum_type<T>::type *__restrict__ partial, const T *__restrict__ dy,
@@ -98,8 +99,8 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
   }
 }
 
-// out[j] = (with `add`, +=) the sum of partial[chunk][j] over the chunks. A thread sums every 32nd
-// chunk; then the threads of a column are added in order.
+// Sets out[j] to the sum of partial[chunk][j] over the chunks or, with `add`, adds the sum to
+// out[j]. A thread sums every 32nd chunk; then the sums of a column's threads are added in order.
 template <typename SUM>
 __global__ void __launch_bounds__(SUM_COLUMNS *SUM_ROWS)
   sum_chunks(void *out, int dtype, const SUM *__restrict__ partial, int64_t n, int chunks, bool add)
@@ -134,8 +135,9 @@ eng_status run(const op_call *call, int64_t rows, int64_t n)
   while (lanes_log2 < 5 && ((int64_t)V << lanes_log2) < n) lanes_log2++;
   const int64_t width = (int64_t)V << lanes_log2, tiles = (n + width - 1) / width,
                 step = WARPS * (32 >> lanes_log2);
-  // Where possible, the number of chunks is such that all blocks fit on an H200 at once. A chunk is
-  // a multiple of `round`, the rows that a block loads at once, and has fewer than 2^31 rows.
+  // The number of chunks is such that, where possible, an H200 runs all blocks at the same time. A
+  // chunk is a multiple of `round`, the number of rows that a block loads at a time, and has fewer
+  // than 2^31 rows.
   const int64_t round = IN_FLIGHT * step,
                 most = (MOST_BLOCKS / tiles > 1 ? MOST_BLOCKS / tiles : 1) + (rows >> 30),
                 rounds = (rows + round - 1) / round;

@@ -1,7 +1,8 @@
 // The operations matmul and linear on the card. A call is described as a product of strided
 // matrices (gemm_layout.h) and goes to cuBLASLt (gemm_lt.c). An operand that cuBLASLt cannot read
-// is copied first; an output that it cannot write is computed in scratch memory in f32 and rounded
-// from there. gemm_plain.cu computes products that cuBLASLt does not support.
+// is copied first. If cuBLASLt cannot write the output, it writes the sums to scratch memory in f32
+// (f64 for f64), and a second pass rounds them into the output. gemm_plain.cu computes products
+// that cuBLASLt does not support.
 #include "runtime/device.h"
 #include "gemm.h"
 #include "gemm_lt.h"
@@ -11,8 +12,8 @@
 
 op_kernel cuda_matmul, cuda_linear, cuda_contiguous, cuda_cast;
 
-// A batch that cuBLASLt cannot stride through takes several launches. If they would exceed
-// MOST_LAUNCHES, the operand is copied, which is cheaper.
+// A batch that cuBLASLt cannot stride through takes several launches. If there would be more than
+// MOST_LAUNCHES of them, the operand is copied instead, which is cheaper.
 enum { MOST_LAUNCHES = 32 };
 
 /// Replaces x [batch.. x rows x columns] by a copy in `dtype` without gaps. Broadcast batch
@@ -58,16 +59,16 @@ static eng_status copy_operand(gemm_matrix *x, const gemm_product *p, int64_t ro
   return ENG_OK;
 }
 
-/// The format in which the operands are multiplied: their own format if they share one, else a
-/// format that represents both exactly.
+/// Returns the format in which the operands are multiplied: f64 if A, B or C is f64, else the
+/// format that A and B share, else f32.
 static int factor_dtype(const gemm_product *p)
 {
   if (p->a.dtype == ENG_f64 || p->b.dtype == ENG_f64 || p->c.dtype == ENG_f64) return ENG_f64;
   return p->a.dtype == p->b.dtype ? p->a.dtype : ENG_f32;
 }
 
-/// Whether cuBLASLt can write C (and add the bias) with one rounding. With unaligned rows, its
-/// kernels were seen to round the sum to f16 or bf16 before adding the bias.
+/// Whether cuBLASLt can write C (and add the bias) with one rounding. If rows are unaligned, some
+/// of its kernels round the sum to f16 or bf16 before they add the bias.
 static bool can_write(const gemm_product *p, int factors)
 {
   gemm_leading leading;
@@ -79,7 +80,8 @@ static bool can_write(const gemm_product *p, int factors)
   return format && bias && gemm_leading_of(&leading, &p->c, p->m, p->n) && !leading.transposed;
 }
 
-/// Replaces C by dense scratch memory in the format of the sums, because cuBLASLt cannot write C.
+/// Replaces C by dense scratch memory in the format of the sums, for a C that cuBLASLt cannot
+/// write.
 static eng_status make_sum(gemm_product *q, int factors, scratch *s)
 {
   int dtype = factors == ENG_f64 ? ENG_f64 : ENG_f32;
@@ -103,7 +105,8 @@ static int64_t launches_of(const gemm_product *p, int walked)
   return launches;
 }
 
-/// Uses gemm_plain for the matrices of q at index `at` of all batch dimensions except `walked`.
+/// Computes with gemm_plain the matrices of q at index `at`, which covers all batch dimensions
+/// except `walked`.
 static eng_status one_plainly(const gemm_product *q, int walked, const int64_t *at)
 {
   gemm_product one = *q;
@@ -117,7 +120,7 @@ static eng_status one_plainly(const gemm_product *q, int walked, const int64_t *
 
 /// Computes every matrix of q with cuBLASLt. If cuBLASLt has no algorithm for such a product, *done
 /// is false and nothing is written. If cuBLASLt refuses only a later matrix, gemm_plain computes
-/// the rest: starting over could accumulate twice into C.
+/// the remaining matrices, because starting over could accumulate twice into C.
 static eng_status launch_all(bool *done, const gemm_product *q)
 {
   int walked = gemm_walked_dim(q);
@@ -168,7 +171,7 @@ eng_status gemm_run(const gemm_product *given)
 {
   gemm_product p = *given;
   gemm_simplify(&p);
-  if (p.k == 0) return gemm_plain(&p);   // C becomes zeros or the bias, or stays as it is
+  if (p.k == 0) return gemm_plain(&p);   // C becomes zeros or the bias; unchanged if it accumulates
   bool done = false;
   scratch s = {0};
   eng_status status = by_library(&done, &p, &s);

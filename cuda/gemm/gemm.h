@@ -1,5 +1,5 @@
-// A product on the card, by the fastest path that supports it; see gemm.c. Called by gemm_fused.c
-// and images/conv.c.
+// Computes a product on the card, by the fastest path that supports it; see gemm.c. Called by
+// gemm_fused.c and images/conv.c.
 #pragma once
 
 #include "gemm_layout.h"

@@ -15,7 +15,8 @@ enum {
 };
 
 static struct {
-  // open addressing, a power of two of slots; entries are allocated separately, so they never move
+  // A hash table with open addressing; `size` is a power of two. Entries are allocated separately,
+  // so they never move.
   gemm_entry **slot;
   int64_t size, used;
   char path[PATH];
@@ -28,7 +29,7 @@ static char *put_number(char *at, const char *name, int64_t value)
   return at + sprintf(at, " %s=%lld", name, (long long)value);
 }
 
-/// Parses " name=number" and returns its end; NULL if the text differs.
+/// Parses " name=number" at `at`. Returns the end of this text, or NULL if the text is different.
 static const char *take_number(const char *at, const char *name, int64_t *value)
 {
   size_t length = strlen(name);
@@ -90,7 +91,7 @@ bool gemm_same_algorithm(const gemm_choice *a, const gemm_choice *b)
 {
   gemm_choice x = *a, y = *b;
   x.rank = y.rank = x.ns = y.ns = 0;
-  return memcmp(&x, &y, sizeof x) == 0;   // all fields are int64_t: no padding
+  return memcmp(&x, &y, sizeof x) == 0;   // no padding, because all fields are int64_t
 }
 
 // ---- the table
@@ -150,7 +151,7 @@ void gemm_cache_clear(void)
 
 // ---- the file
 
-/// Creates the parent folders of `path`. A failure is detected when the file is opened.
+/// Creates the parent folders of `path`. If this fails, opening the file fails later.
 static void make_folders(char *path)
 {
   for (char *at = path + 1; *at; at++) {
@@ -161,7 +162,7 @@ static void make_folders(char *path)
   }
 }
 
-/// "NVIDIA H200" -> "nvidia-h200"
+/// Converts the name of a card to the form used in file names: "NVIDIA H200" to "nvidia-h200".
 static void plain_name(char *name, size_t size, const char *card)
 {
   size_t n = 0;
@@ -194,7 +195,7 @@ static void read_file(void)
 {
   struct stat about;
   int fd = open(cache.path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-  // O_NONBLOCK, because opening a pipe would block
+  // O_NONBLOCK, because without it, opening a pipe would block
   FILE *file =
     fd >= 0 && fstat(fd, &about) == 0 && S_ISREG(about.st_mode) ? fdopen(fd, "rb") : NULL;
   if (!file) {

@@ -1,20 +1,20 @@
 // The algorithms chosen for matrix products: a table in memory, and a text file that keeps the
-// choices between runs, one line per problem. Host logic without CUDA, so spec/cuda/gemm_host.c
+// choices from run to run, one line per problem. Host logic without CUDA, so spec/cuda/gemm_host.c
 // tests it on any machine. Owns the table. Called by gemm_lt.c.
 //
-// The file is <folder>/cublaslt-<card>-<version>.txt, <folder> being $ENGINE_CACHE or
-// ~/.cache/engine. A line is
+// The file is <folder>/cublaslt-<card>-<version>.txt, where <folder> is $ENGINE_CACHE or, if that
+// is not set, ~/.cache/engine. A line is
 //  choice m=768 n=4096 k=768 .. : rank=1 id=66 tile=20 .. ns=12345
 // The file is read once. Every new choice is appended with a single write, so that concurrent
-// processes do not corrupt the file. If a problem has two lines, the later one counts. Damaged,
+// processes do not corrupt the file. If a problem has two lines, the later line counts. Damaged,
 // truncated and unknown lines are skipped. No text of the file reaches cuBLASLt: a choice only
 // names one of the algorithms that cuBLASLt's heuristic offers.
 #pragma once
 
 #include "gemm_layout.h"
 
-/// An algorithm, identified by its rank in the heuristic's list and by cuBLASLt's description. `ns`
-/// is the time measured when the algorithm was chosen.
+/// A chosen algorithm: its rank in the heuristic's list, cuBLASLt's description of it, and `ns`,
+/// the time measured when it was chosen.
 #define GEMM_CHOICE_FIELDS(F) \
   F(rank)                     \
   F(id) F(tile) F(stages) F(split_k) F(reduction) F(swizzle) F(custom) F(inner) F(cluster) F(ns)
@@ -34,16 +34,17 @@ typedef struct gemm_entry {
   void        *plan;       // owned by gemm_lt.c; NULL until the first call with this problem
 } gemm_entry;
 
-/// Returns the entry of a problem, creating an empty one for a new problem; NULL if out of memory.
-/// Entries never move.
+/// Returns the entry of a problem. Creates an empty entry for a new problem. Returns NULL if out of
+/// memory. Entries never move.
 gemm_entry *gemm_cache_entry(const gemm_problem *problem);
 
 /// Sets the file's path from the environment and reads its choices. A missing or unreadable file is
 /// not an error.
 void gemm_cache_open(const char *card, int64_t version);
-/// Stores an entry's choice in the table and in the file. False if the file could not be written.
+/// Stores an entry's choice in the table and in the file. Returns false if the file could not be
+/// written.
 bool gemm_cache_keep(gemm_entry *entry, const gemm_choice *choice);
-/// The file's path, or "" if there is no folder for it.
+/// Returns the file's path, or "" if there is no folder for it.
 const char *gemm_cache_path(void);
 /// Clears the table (the caller frees the plans).
 void gemm_cache_clear(void);
@@ -51,7 +52,7 @@ void gemm_cache_clear(void);
 enum { GEMM_LINE = 2048 };   // bytes, enough for any line
 /// Writes "choice m=.. : rank=.. ns=..\n" and returns its length.
 int gemm_line_write(char line[GEMM_LINE], const gemm_problem *problem, const gemm_choice *choice);
-/// Reads a line; false unless it has exactly the form that gemm_line_write writes.
+/// Reads a line. Returns false unless it has exactly the form that gemm_line_write writes.
 bool gemm_line_read(const char *line, gemm_problem *problem, gemm_choice *choice);
-/// "m=768 n=4096 ..", for messages.
+/// Returns the text "m=768 n=4096 .." of a problem, for messages.
 const char *gemm_problem_text(const gemm_problem *problem);

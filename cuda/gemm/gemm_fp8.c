@@ -1,6 +1,6 @@
-// FP8 products through cuBLASLt; contracts in gemm_fp8.h. The row-major product y = x W^T is the
-// column-major product D [n x m] = op(A) op(B) with A = W (op T) and B = x (op N). Both operands
-// are K-major as stored, the only arrangement that cuBLASLt accepts for FP8.
+// FP8 products through cuBLASLt; gemm_fp8.h has the contracts. The row-major product y = x W^T is
+// the column-major product D [n x m] = op(A) op(B) with A = W (op T) and B = x (op N). Both
+// operands are K-major as stored, the only arrangement that cuBLASLt accepts for FP8.
 #include "gemm_fp8.h"
 
 #include "runtime/device.h"
@@ -67,8 +67,8 @@ eng_status fp8_product_supported(int scaling_x, int scaling_w)
   if (scaling_x < FP8_TENSOR || scaling_x > FP8_BLK128 || scaling_w < FP8_TENSOR ||
       scaling_w > FP8_BLK128 || !pair)
     return error_set(ENG_ERR_VALUE,
-                     "fp8: scales by %s times scales by %s: expected tensor with tensor, row with "
-                     "row, 1x128 with 1x128 or 128x128",
+                     "fp8: got scales by %s times scales by %s, expected tensor with tensor, row "
+                     "with row, or 1x128 with 1x128 or 128x128",
                      scaling_name(scaling_x), scaling_name(scaling_w));
   int capability = cuda_capability();
   if (capability < 89)
@@ -79,7 +79,7 @@ eng_status fp8_product_supported(int scaling_x, int scaling_w)
   if (scaling_x == FP8_TENSOR) return ENG_OK;
   if (capability != 90)
     return error_set(ENG_ERR_DEVICE,
-                     "fp8: cuBLASLt supports scales by %s only on sm_90, this card is "
+                     "fp8: cuBLASLt supports scales by %s only on sm_90, but this card is "
                      "sm_%d; hint: scales by tensor",
                      scaling_name(scaling_x), capability);
   if (cublasLtGetVersion() < BLOCKS_SINCE)
@@ -117,7 +117,7 @@ static eng_status check(const fp8_result *y, const fp8_operand *x, const fp8_ope
   return wrong ? error_set(ENG_ERR_VALUE, "%s: %s", product_text(y, x, w, fast), wrong) : ENG_OK;
 }
 
-/// Whether cuBLASLt can write y and add its bias. (For an f32 output, it accepts only a bf16 bias.)
+/// Whether cuBLASLt can write y and add its bias. (cuBLASLt accepts only a bf16 bias if y is f32.)
 static bool can_write(const fp8_result *y, const fp8_operand *x, const fp8_operand *w)
 {
   bool bias =

@@ -1,7 +1,6 @@
 // FP8 products through cuBLASLt: y [M x N] = x [M x K] W^T with x and W in FP8, sums and scales in
-// f32. Layouts of operands and scales: core/base/fp8_layout.h. Needs a card with FP8 units: sm_89
-// for FP8_TENSOR; sm_90 exactly (Hopper, not its successors) for FP8_ROW, FP8_VEC128 and
-// FP8_BLK128.
+// f32. core/base/fp8_layout.h defines the layouts of operands and scales. FP8_TENSOR needs sm_89 or
+// later. FP8_ROW, FP8_VEC128 and FP8_BLK128 need sm_90 (Hopper, not its successors).
 #pragma once
 
 #ifdef __cplusplus
@@ -21,26 +20,26 @@ typedef struct fp8_operand {
   int32_t      scaling;    // fp8_scaling
 } fp8_operand;
 
-/// y [m x n] = x W^T + bias, or y += x W^T. x has at least m rows, and W at least n; further rows
-/// are padding. If there is padding, the product goes through scratch memory, because y has no room
-/// for padding.
+/// y [m x n] = x W^T + bias, or y += x W^T. x has at least m rows and W at least n rows; further
+/// rows are padding. If there is padding, the product goes through scratch memory, because y has no
+/// room for padding.
 typedef struct fp8_result {
   void       *data;         // device memory
   int32_t     dtype;        // f32, bf16 or f16; usually f32 when accumulating
   int64_t     m, n, stride; // elements between rows
-  int32_t     accumulate;   // y += ..; without bias
+  int32_t     accumulate;   // 1: y += x W^T, without a bias
   const void *bias;         // [n], contiguous, or NULL
   int32_t     bias_dtype;   // f32, bf16 or f16
 } fp8_result;
 
-/// ENG_OK if the card and cuBLASLt support these scalings; otherwise an error that says what they
-/// require.
+/// Returns ENG_OK if the card and cuBLASLt support these scalings, otherwise an error that says
+/// what the scalings require.
 eng_status fp8_product_supported(int scaling_x, int scaling_w);
 
 /// Queues the product. With `fast` (FP8_TENSOR and FP8_ROW only), sums stay in the tensor cores' 14
-/// bits over all of K; otherwise they are promoted to f32 every 128 steps. The scalings are both
-/// FP8_TENSOR, both FP8_ROW, or by block with at least one FP8_VEC128. At most one operand may be
-/// E5M2.
+/// bits over all of K; otherwise they are promoted to f32 every 128 steps. The two scalings are
+/// FP8_TENSOR and FP8_TENSOR, FP8_ROW and FP8_ROW, or FP8_VEC128 and FP8_VEC128 or FP8_BLK128, in
+/// either order. At most one operand may be E5M2.
 eng_status fp8_product(const fp8_result *y, const fp8_operand *x, const fp8_operand *w, bool fast);
 
 #ifdef __cplusplus

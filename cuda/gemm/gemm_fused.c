@@ -1,10 +1,11 @@
 // The operations mlp_gelu, matmul_gelu_grad and linear_grad on the card: products with an operation
 // before or after them. One cuBLASLt kernel with an epilogue can compute product and operation,
-// which saves writing and reading a matrix. If no kernel does so, or if it is slower, they run
-// separately: gemm.c, then the kernels of unary.cu and bias_grad.cu.
+// which saves writing and reading a matrix. If there is no such kernel, or if it is slower, product
+// and operation run separately: first gemm.c, then the kernels of unary.cu and bias_grad.cu.
 //
 // GELU and its slope are fused only for f16 and bf16, for which cuBLASLt's tanh is accurate enough.
-// Column sums are fused only into f32, so that they are not rounded earlier than by bias_grad.cu.
+// Column sums are fused only if they are f32, so that they are not rounded earlier than in
+// bias_grad.cu.
 // Fusion is enabled only by ENGINE_CUBLASLT_FUSE=1, because these kernels have not run on a card
 // yet.
 #include "runtime/device.h"
@@ -16,10 +17,11 @@
 op_kernel cuda_linear, cuda_gelu_tanh, cuda_unary_grad, cuda_bias_grad, cuda_mlp_gelu,
   cuda_matmul_gelu_grad, cuda_linear_grad;
 
-// The estimated cost of a separate pass: bytes per nanosecond, and a fixed cost in nanoseconds.
+// The estimated cost of a separate pass: the bytes that it moves per nanosecond, and a fixed cost
+// in nanoseconds.
 enum { PASS_BYTES = 3000, PASS_START = 3000 };
 
-/// A tensor [.. x columns] without gaps as a matrix.
+/// Returns a matrix that describes a tensor [.. x columns] without gaps.
 static gemm_matrix matrix_of_rows(const tensor *x)
 {
   return (gemm_matrix){
@@ -39,14 +41,14 @@ static bool can_fuse(const gemm_product *p)
       gemm_alignment(p->side) != 16)
     return false;
   if (p->bias && (p->bias_dtype != dtype || gemm_alignment(p->bias) != 16)) return false;
-  // With unaligned rows, cuBLASLt was seen to round the sum before the epilogue (gemm.c). It also
-  // requires aligned rows of u.
+  // If rows are unaligned, some kernels of cuBLASLt round the sum before the epilogue (gemm.c).
+  // cuBLASLt also requires aligned rows of u.
   return sums || (gemm_rows_aligned(&p->a, p->m, p->k) && gemm_rows_aligned(&p->b, p->k, p->n) &&
                   gemm_rows_aligned(&p->c, p->m, p->n));
 }
 
-/// Runs the product and p->after in one kernel. If they must run separately, or are faster as
-/// separate passes that move `bytes` more, *done is false and the output is unspecified.
+/// Runs the product and p->after in one kernel. *done is false, and the output unspecified, if they
+/// must run separately, or if separate passes are faster although they move `bytes` more.
 static eng_status fused(bool *done, const gemm_product *p, int64_t bytes)
 {
   *done = false;
@@ -124,7 +126,7 @@ eng_status cuda_matmul_gelu_grad(const op_call *call)
   return status;
 }
 
-/// db = or += column sums of x, for any formats.
+/// Sets db to the column sums of x or, with `add`, adds the sums to db. The formats may differ.
 static eng_status column_sums(tensor *db, tensor *x, bool add)
 {
   op_call call = {.op = ENG_OP_bias_grad, .n_in = 1, .n_out = 1, .in = {x}, .out = {db},
@@ -132,7 +134,8 @@ static eng_status column_sums(tensor *db, tensor *x, bool add)
   return cuda_bias_grad(&call);
 }
 
-// dW = or += dy^T x and db = or += column sums of dy
+// Computes dW = dy^T x and db = the column sums of dy. Each is added to the output if the call says
+// so.
 eng_status cuda_linear_grad(const op_call *call)
 {
   tensor *dy = call->in[0], *x = call->in[1], *dw = call->out[0], *db = call->out[1];
@@ -149,8 +152,8 @@ eng_status cuda_linear_grad(const op_call *call)
   p.a.row = 1;
   p.a.column = rows.row;
   if (dw->count == 0) return db->count > 0 ? column_sums(db, dy, add) : ENG_OK;
-  // cuBLASLt does not accumulate these sums. So they go into a matrix of one row, whose column sums
-  // are then added to db.
+  // cuBLASLt cannot add the sums to db. So they go into a matrix of one row, whose column sums are
+  // then added to db.
   tensor sums = {.dtype = ENG_f32, .ndim = 2, .count = p.m, .shape = {1, p.m}, .stride = {p.m, 1}};
   bool direct = db->dtype == ENG_f32 && !add && gemm_alignment(db->data) == 16, done;
   int64_t bytes = p.m * (int64_t)sizeof(float);

@@ -27,7 +27,7 @@ gemm_product gemm_of_matmul(const op_call *call)
   return p;
 }
 
-// y [rows x N] = x [rows x K] W^T + bias, all contiguous, W [N x K]
+// y [rows x N] = x [rows x K] W^T + bias, where W is [N x K] and all tensors are contiguous
 gemm_product gemm_of_linear(const op_call *call)
 {
   const tensor *x = call->in[0], *w = call->in[1], *bias = call->in[2], *y = call->out[0];
@@ -74,7 +74,7 @@ void gemm_simplify(gemm_product *p)
   }
   while (p->batch_dims > 0) {
     int d = p->batch_dims - 1;
-    bool one = p->m == 1;   // then the matrices of the batch become the rows, at any stride
+    bool one = p->m == 1;   // if so, the batch becomes the rows, at any stride
     if (p->b.batch[d] != 0 ||
         (!one && (p->c.batch[d] != p->m * p->c.row || p->a.batch[d] != p->m * p->a.row)))
       break;
@@ -125,7 +125,7 @@ bool gemm_rows_aligned(const gemm_matrix *x, int64_t rows, int64_t columns)
          leading.ld * eng_dtype_size(x->dtype) % 16 == 0;
 }
 
-/// The alignment of every matrix of a batch.
+/// Returns the alignment in bytes that every matrix of a batch has.
 static int64_t batch_alignment(const gemm_product *p, const gemm_matrix *x)
 {
   uintptr_t address = (uintptr_t)x->data;

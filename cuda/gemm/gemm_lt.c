@@ -2,11 +2,11 @@
 // is prepared once: its descriptors are created and an algorithm is chosen. After that a call costs
 // a table look-up and the launch.
 //
-// Choosing an algorithm: when a problem first occurs, the heuristic's first CANDIDATES that keep
-// our guarantees are timed on the current operands. The fastest is stored in memory and in a file
-// (gemm_cache.h), so that later runs use the same one. The first candidate is taken untimed with
-// ENGINE_CUBLASLT_SEARCH=0, for products too small to matter, and while the stream is being
-// captured into a graph.
+// Choosing an algorithm: when a problem first occurs, cuBLASLt's heuristic suggests up to
+// CANDIDATES algorithms. Those that keep the guarantees below are timed on the current operands.
+// The fastest is stored in memory and in a file (gemm_cache.h), so that later runs use the same
+// algorithm. With ENGINE_CUBLASLT_SEARCH=0, for products too small to matter, and while the stream
+// is being captured into a graph, the first candidate is used without timing.
 //
 // Guarantees: sums in f32 (f64 for f64) to the end; one rounding into C; f32 operands unrounded
 // unless ENGINE_TF32=1; and the same bits whenever the same algorithm runs. Of the ways to split a
@@ -14,8 +14,8 @@
 // a separate step adds them. Another algorithm may give other bits, so the file (or
 // ENGINE_CUBLASLT_SEARCH=0) fixes the choice.
 //
-// An algorithm's workspace is scratch memory for the duration of the launch. If memory is short, an
-// algorithm that needs less is taken.
+// An algorithm's workspace is scratch memory that is taken for the launch only. If memory is short,
+// an algorithm with a smaller workspace is used.
 //
 // Owns the handle and every problem's plan. Called by gemm.c, gemm_fused.c, gemm_fp8.c and
 // gemm_mx.c.
@@ -32,9 +32,9 @@
 #include <string.h>
 
 enum { CANDIDATES = 24 };
-// the most workspace bytes of an algorithm; the smaller limits apply when memory is short
+// limits on the workspace of an algorithm, in bytes; the smaller limits apply if memory is short
 static const int64_t WORKSPACE[] = {64 << 20, 1 << 20, 0};
-// multiply-adds below which a launch takes longer than the computation
+// number of multiply-adds below which a launch takes longer than the computation
 static const double LEAST_WORK = 67108864;
 
 static struct {
@@ -53,7 +53,7 @@ typedef struct plan {
 
 static eng_status lt_status(cublasStatus_t status, const char *what, const gemm_problem *problem)
 {
-  return error_set(ENG_ERR_LIBRARY, "cuBLASLt: %s (%s) in %s of the product %s",
+  return error_set(ENG_ERR_LIBRARY, "cuBLASLt: %s (%s) in %s, for the product %s",
                    cublasLtGetStatusString(status), cublasLtGetStatusName(status), what,
                    problem ? gemm_problem_text(problem) : "(none yet)");
 }
@@ -64,7 +64,8 @@ static eng_status lt_status(cublasStatus_t status, const char *what, const gemm_
     if (lt_try_ != CUBLAS_STATUS_SUCCESS) return lt_status(lt_try_, #call, problem); \
   } while (0)
 
-// Accepts only 0 and 1; the engine reports other values at start (lua/engine/cli/environment.lua).
+// Reads a variable that may be 0 or 1. For other values returns `otherwise`; the engine reports
+// them at start (lua/engine/cli/environment.lua).
 static bool is_on(const char *name, bool otherwise)
 {
   const char *text = getenv(name);
@@ -135,8 +136,8 @@ static eng_status layout_make(cublasLtMatrixLayout_t *layout, const gemm_problem
   return ENG_OK;
 }
 
-/// The epilogue in cuBLASLt's terms. cuBLASLt's D is our C transposed, so a bias applies to D's
-/// rows, and the sums of our A's rows are the sums of its B's columns.
+/// Returns the epilogue in cuBLASLt's terms. cuBLASLt's D is the transpose of our C, so a bias
+/// applies to D's rows, and the sums of our A's rows are the sums of cuBLASLt's B's columns.
 static uint32_t epilogue_of(const gemm_problem *p)
 {
   switch (p->after) {
@@ -194,7 +195,7 @@ static eng_status describe(plan *x, const gemm_problem *p)
   return layout_make(&x->c, p, p->type_c, p->m, p->n, p->ldc, p->stride_c);
 }
 
-/// Sets the pointers, which change from call to call.
+/// Sets the pointers in the descriptor, which change from call to call.
 static eng_status point(const plan *x, const gemm_problem *p, const gemm_operands *on)
 {
   if (p->bias >= 0) SET(x->product, BIAS_POINTER, on->bias, p);
@@ -248,7 +249,7 @@ typedef struct candidate {
 static int64_t config(const cublasLtMatmulAlgo_t *algorithm,
                       cublasLtMatmulAlgoConfigAttributes_t attribute)
 {
-  uint8_t bytes[8] = {0};   // for attributes of 2 and 4 bytes, little endian
+  uint8_t bytes[8] = {0};   // zeros for the high bytes of shorter attributes (little endian)
   size_t size = 0;
   if (cublasLtMatmulAlgoConfigGetAttribute(algorithm, attribute, bytes, 0, &size) !=
         CUBLAS_STATUS_SUCCESS ||
@@ -299,8 +300,9 @@ static eng_status preference_make(cublasLtMatmulPreference_t *preference, const 
   return ENG_OK;
 }
 
-/// The heuristic's algorithms that keep the guarantees above and need at most `most` bytes, best
-/// guess first. The list is empty if cuBLASLt does not support the problem.
+/// Lists the heuristic's algorithms that keep the guarantees at the top of this file and need at
+/// most `most` bytes of workspace, best guess first. The list is empty if cuBLASLt does not support
+/// the problem.
 static eng_status candidates_of(candidate *list, int *n, const plan *x, const gemm_problem *p,
                                 int64_t most)
 {
@@ -328,8 +330,8 @@ static eng_status candidates_of(candidate *list, int *n, const plan *x, const ge
   return ENG_OK;
 }
 
-/// The index of the candidate that a choice from the file names, or -1. If several match, the one
-/// at the choice's old rank is preferred, else the first.
+/// Returns the index of the candidate that a choice from the file describes, or -1. If several
+/// candidates match, prefers the candidate that has the choice's rank, else the first match.
 static int named_candidate(const candidate *list, int n, const gemm_choice *choice)
 {
   int found = -1;
@@ -340,8 +342,8 @@ static int named_candidate(const candidate *list, int n, const gemm_choice *choi
   return found;
 }
 
-/// The time of one launch on the device, in milliseconds; infinity if the algorithm fails or its
-/// workspace does not fit.
+/// Measures the time of one launch on the device, in milliseconds. The time is infinite if the
+/// algorithm fails or its workspace does not fit into memory.
 static eng_status time_candidate(float *milliseconds, const plan *x, const gemm_problem *p,
                                  const gemm_operands *on, void *c, const candidate *which,
                                  cudaEvent_t before, cudaEvent_t after)
@@ -349,7 +351,7 @@ static eng_status time_candidate(float *milliseconds, const plan *x, const gemm_
   *milliseconds = INFINITY;
   float best = INFINITY;
   int launches = 1;
-  // round 0 loads the kernel; round 1 measures how many launches fill 0.2 ms
+  // round 0 loads the kernel; round 1 finds out how many launches take 0.2 ms
   for (int round = 0; round < 4; round++) {
     CUDA_TRY(cudaEventRecord(before, cuda_stream()));
     for (int i = 0; i < launches; i++) {
@@ -370,7 +372,7 @@ static eng_status time_candidate(float *milliseconds, const plan *x, const gemm_
   return ENG_OK;
 }
 
-/// Bytes from the first element of C to the end of its last element.
+/// Returns the number of bytes from the first element of C to the end of its last element.
 static int64_t extent(const gemm_problem *p)
 {
   return ((p->batch - 1) * p->stride_c + (p->n - 1) * p->ldc + p->m) *
@@ -473,8 +475,8 @@ static eng_status choose(plan *x, gemm_entry *entry, const gemm_operands *on)
       lt.told = true;
       fprintf(stderr,
               "engine: cannot save the algorithms of matrix products to '%s'; the next run may "
-              "choose others and differ in the last bits; hint: ENGINE_CACHE=folder, or "
-              "ENGINE_CUBLASLT_SEARCH=0\n",
+              "choose other algorithms and differ in the last bits; hint: set ENGINE_CACHE to a "
+              "folder that can be written, or ENGINE_CUBLASLT_SEARCH=0\n",
               gemm_cache_path());
     }
   }
@@ -504,7 +506,7 @@ static eng_status prepared(gemm_entry **found, const gemm_problem *problem, cons
 {
   if (!lt.handle) ENG_TRY(open_library());
   *found = gemm_cache_entry(problem);
-  if (!*found) return error_set(ENG_ERR_MEMORY, "cuBLASLt: out of memory for a product table");
+  if (!*found) return error_set(ENG_ERR_MEMORY, "cuBLASLt: out of memory for the product table");
   return (*found)->plan ? ENG_OK : prepare(*found, on);
 }
 

@@ -1,10 +1,10 @@
-// Products through cuBLASLt: descriptors and algorithms by problem, see gemm_lt.c. Called by
-// gemm.c, gemm_fused.c, gemm_fp8.c and gemm_mx.c.
+// Products through cuBLASLt. gemm_lt.c keeps descriptors and an algorithm for each problem. Called
+// by gemm.c, gemm_fused.c, gemm_fp8.c and gemm_mx.c.
 #pragma once
 
 #include "gemm_layout.h"
 
-/// The operands of a problem, in device memory and in cuBLASLt's order (A is our B). Scales are
+/// The operands of a problem, in device memory and in cuBLASLt's order (its A is our B). Scales are
 /// NULL except for FP8 and microscaled operands. alpha, the factors on the product and on C, is
 /// NULL except for microscaled operands; for NVFP4 it is in device memory, for MX in host memory.
 /// The operation problem->after reads or writes `side`.
@@ -20,12 +20,13 @@ typedef struct gemm_operands {
 /// Queues the product. *done is false, with nothing written, if cuBLASLt has no algorithm for it.
 eng_status gemm_lt_run(bool *done, const gemm_problem *problem, const gemm_operands *on);
 
-/// Returns the time in ns that the search measured for the problem's algorithm; 0 if it was not
-/// timed, -1 if there is no algorithm. Runs the search now if needed; the search writes into C.
+/// Sets *ns to the time in ns that the search measured for the problem's algorithm: 0 if the
+/// algorithm was not timed, -1 if there is no algorithm. Runs the search first if necessary; the
+/// search writes into C.
 eng_status gemm_lt_time(int64_t *ns, const gemm_problem *problem, const gemm_operands *on);
 
 /// Whether products may be fused with the operation after them (ENGINE_CUBLASLT_FUSE=1).
 bool gemm_fuses(void);
 
-/// Whether f32 products may round their operands to TF32: ENGINE_TF32=1.
+/// Whether f32 products may round their operands to TF32 (ENGINE_TF32=1).
 bool gemm_tf32(void);

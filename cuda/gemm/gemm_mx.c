@@ -1,5 +1,5 @@
-// Microscaled products through cuBLASLt; contracts in gemm_mx.h. As in gemm_fp8.c, the row-major
-// y = x W^T is the column-major D = op(A) op(B) with A = W (op T) and B = x (op N).
+// Microscaled products through cuBLASLt; gemm_mx.h has the contracts. As in gemm_fp8.c, the
+// row-major y = x W^T is the column-major D = op(A) op(B) with A = W (op T) and B = x (op N).
 #include "gemm_mx.h"
 
 #include "runtime/device.h"
@@ -53,8 +53,8 @@ eng_status mx_product(void *y, int dtype, const mx_operand *x, const mx_operand 
   return done ? ENG_OK :
                 error_set(ENG_ERR_LIBRARY,
                           "%s product of [%lld x %lld] by [%lld x %lld] transposed: not supported "
-                          "by cuBLASLt %zu on sm_%d; hint: accumulator = \"fp32\" in the recipe's "
-                          "forward, dgrad and wgrad",
+                          "by cuBLASLt %zu on sm_%d; hint: set accumulator = \"fp32\" in forward, "
+                          "dgrad and wgrad of the recipe",
                           nvfp4 ? "NVFP4" : "MXFP8", (long long)x->rows, (long long)inner,
                           (long long)w->rows, (long long)inner, cublasLtGetVersion(),
                           cuda_capability());

@@ -25,7 +25,7 @@ bool mx_product_supported(int64_t format_x, int64_t format_w, bool nvfp4);
 /// Queues y = alpha[0] x W^T + alpha[1] y, rounded once. y [x.rows x w.rows] is contiguous, in f32,
 /// bf16 or f16, 16-byte aligned. The numbers of rows are multiples of 16; `inner` is a multiple of
 /// 32, or of 64 for e2m1. alpha is in device memory for NVFP4, whose tensor scales are computed
-/// there, and in host memory otherwise. `add`: whether alpha[1] is not 0.
+/// there, and in host memory otherwise. `add` says whether alpha[1] is not 0.
 eng_status mx_product(void *y, int dtype, const mx_operand *x, const mx_operand *w, int64_t inner,
                       bool nvfp4, const float *alpha, bool add);
 

@@ -1,17 +1,18 @@
-// Our own product, slower than cuBLASLt, for cases that cuBLASLt does not support; and the step
-// that rounds a product into an output that cuBLASLt cannot write. Called by gemm.c and gemm_fp8.c.
+// A kernel for products that cuBLASLt does not support, slower than cuBLASLt, and a kernel that
+// rounds a finished product into an output that cuBLASLt cannot write. Called by gemm.c and
+// gemm_fp8.c.
 #include "kernel/element.h"
 #include "gemm_plain.h"
 
 namespace {
 
-// a block of 32 x 8 threads computes 32 x 32 elements of C, each thread four of a column
+// a block of 32 x 8 threads computes 32 x 32 elements of C; a thread computes four of a column
 enum { TILE = 32, ROWS = 8 };
 
 __device__ inline float  fused(float a, float b, float c)    { return fmaf(a, b, c); }
 __device__ inline double fused(double a, double b, double c) { return fma(a, b, c); }
 
-/// The offset of batch z, a flat index over all batch dimensions, in a matrix.
+/// Returns the offset in x of the matrix at z, a flat index over all batch dimensions.
 __device__ inline int64_t batch_offset(const gemm_product &p, const gemm_matrix &x, int64_t z)
 {
   int64_t offset = 0;
