@@ -1,14 +1,14 @@
 // Batch norm and group norm of x [N x S x C], channels last, and their gradients. Batch norm is
-// group norm of one sample with all rows and a group for each channel.
+// computed as group norm of a single sample that holds all rows, with one channel per group.
 //
-// There are three passes. The first cuts a sample into tiles, a piece of its rows by up to 32
-// vectors of channels, and sums each channel of a tile: x and x^2, or in the backward pass dy and
-// dy * (x - mean). The second adds the pieces of a channel and the channels of a group, and derives
-// up to four factors for each channel. The third applies the factors to the elements.
+// There are three passes. The first cuts a sample into tiles: a piece of its rows by up to 32
+// vectors of channels. For each channel of a tile it sums x and x^2 or, in the backward pass, dy
+// and dy * (x - mean). The second adds the pieces of a channel and the channels of a group, and
+// derives up to four factors for each channel. The third applies the factors to the elements.
 //
 // A thread sums runs of RUN rows in f32 (in f64 if f32 would overflow), and the runs in f64. In a
 // run, x is split into the run's mean and the deviations from it, so that only the deviations are
-// rounded to f32. The shape alone determines the order of every sum. f64 is computed in f64
+// rounded to f32. The shape alone determines the order of every sum. f64 inputs are computed in f64
 // throughout. Called through the device's table.
 #include "kernel/lanes.h"
 #include "kernel/team.h"
@@ -29,7 +29,7 @@ struct channel_norm {
   int32_t x_dtype, dy_dtype, out_dtype;
   int64_t samples, rows;                   // rows of one sample
   int64_t channels, groups;
-  int     lanes_log2;                      // 2^lanes_log2 lanes of a warp take neighbouring vectors
+  int     lanes_log2;                      // 2^lanes_log2 lanes of a warp take adjacent vectors
   int64_t tiles, pieces, piece_rows;       // tiles of channels; pieces of a sample's rows
   double *partial;                         // [samples x pieces x 2 x channels]
   void   *factor;                          // [samples x 4 x channels], f32 or f64: see apply
@@ -37,8 +37,8 @@ struct channel_norm {
   bool    given;                           // backward: the statistics do not depend on x
 };
 
-/// The vector of channels and the rows of a thread: first, first + step .. below end. A thread
-/// without channels has no rows.
+/// What a thread processes: a vector of channels, from `channel` on, in the rows first, first +
+/// step and so on, below end. A thread without channels has no rows.
 struct thread_place {
   int64_t sample, piece, channel, first, end;
   int     step, beside, below;             // beside: the thread's vector in its tile
@@ -65,7 +65,7 @@ template <int V> __device__ inline thread_place place_of(const channel_norm &s)
 __device__ inline int64_t offset_of(const channel_norm &s, const thread_place &at, int64_t row)
 { return (at.sample * s.rows + row) * s.channels + at.channel; }
 
-/// V factors of the thread's channels.
+/// Loads factor `which` (0 to 3) of each of the thread's V channels.
 template <class L>
 __device__ inline void load_factors(typename L::number (&f)[L::V], const channel_norm &s,
                                     const thread_place &at, int which)
@@ -78,8 +78,8 @@ __device__ inline void load_factors(typename L::number (&f)[L::V], const channel
 
 // ------------------------------------------------------------------ sums
 
-/// Converts `raw`, V channels of one row, to numbers. Zeros if the thread has no such row (`there`
-/// is false).
+/// Converts `raw`, V channels of one row, to numbers. The numbers are zeros if the thread has no
+/// such row (`there` is false).
 template <class L>
 __device__ inline void values_of(typename L::number (&x)[L::V], const typename L::raw &raw,
                                  int dtype, bool there)
@@ -89,8 +89,9 @@ __device__ inline void values_of(typename L::number (&x)[L::V], const typename L
   for (int v = 0; v < L::V; v++) x[v] = there ? x[v] : 0;
 }
 
-/// Adds x and x^2 of n rows to the sums of V channels. x is split into m, a value near the mean,
-/// and deviations: the sum of x^2 is n m^2 + 2 m * (sum of deviations) + (sum of their squares).
+/// Adds x and x^2 of n rows to the sums of V channels. x is split into m, the rounded mean of the
+/// rows, and deviations from m. The sum of x^2 is then n m^2 + 2 m * (sum of the deviations) + (sum
+/// of the squared deviations).
 template <class L>
 __device__ inline void add_moments(double (&sum)[2][L::V], const typename L::raw (&raw)[RUN],
                                    const channel_norm &s, int n)
@@ -218,7 +219,7 @@ __global__ void __launch_bounds__(THREADS) sum_rows(const __grid_constant__ chan
 
 // ------------------------------------------------------------------ factors
 
-/// Small tensors, read and written element by element in any float format.
+/// A small tensor, which kernels read and write element by element in any float format.
 struct vector { void *data; int32_t dtype; };
 
 vector vector_of(const tensor *x)
@@ -239,12 +240,13 @@ __device__ inline void put_factor(const channel_norm &s, int64_t sample, int whi
   else ((float *)s.factor)[at] = (float)value;
 }
 
-/// Sum `which` of channel c in one piece of a sample.
+/// Returns sum `which` (0 or 1) of channel c in one piece of a sample.
 __device__ inline double part_of(const channel_norm &s, int64_t sample, int64_t piece, int which,
                                  int64_t c)
 { return s.partial[((sample * s.pieces + piece) * 2 + which) * s.channels + c]; }
 
-/// A group of a sample, the work of a warp: statistic k, `width` channels from `from` on.
+/// The group of a sample that a warp processes: `width` channels from `from` on. k is the index of
+/// the group's statistics. `there` is false if no group is left for the warp.
 struct warp_group { int64_t k, sample, from, width; bool there; };
 
 __device__ inline warp_group group_of_warp(const channel_norm &s)
@@ -253,11 +255,12 @@ __device__ inline warp_group group_of_warp(const channel_norm &s)
   return {k, k / s.groups, k % s.groups * width, width, k < s.samples * s.groups};
 }
 
-/// The statistics of a norm: given (`mean`, `variance`), or computed and stored in `out_*` (NULL:
-/// not stored).
+/// The statistics of a norm. If `mean` and `variance` are given, they are used. Otherwise they are
+/// computed and stored in `out_mean` and `out_variance`, except where these are NULL.
 struct statistics { vector mean, variance, weight, bias, out_mean, out_variance; double eps; };
 
-/// Forward: a warp for each group of a sample. y = (x - f0) * f1 + f2.
+/// Finds the factors of the forward pass, y = (x - f0) * f1 + f2. A warp processes a group of a
+/// sample.
 __global__ void __launch_bounds__(THREADS)
   find_factors(const __grid_constant__ channel_norm s, const __grid_constant__ statistics t)
 {
@@ -291,7 +294,7 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-/// Backward: puts the means into factor 0.
+/// Puts the means into factor 0, for the backward pass.
 __global__ void __launch_bounds__(THREADS)
   put_means(const __grid_constant__ channel_norm s, const vector mean)
 {
@@ -300,11 +303,13 @@ __global__ void __launch_bounds__(THREADS)
   put_factor(s, i / s.channels, 0, i % s.channels, number_at(mean, i / width, 0));
 }
 
-/// Further inputs of the gradient. sums [2 x C] (batch norm whose batch several ranks share):
-/// dweight and dbias summed over all `count` rows, of which x holds a part. NULL: x holds all rows.
+/// Further inputs of the gradient. If several ranks share the batch of a batch norm, sums [2 x C]
+/// holds dweight and dbias summed over the `count` rows of all ranks, of which x holds a part.
+/// Otherwise `sums` is NULL, and x holds all rows.
 struct gradient { vector variance, weight, sums; double count, eps; };
 
-/// Backward: a warp for each group of a sample. With h = (x - mean) * rstd and g = dy * weight:
+/// Finds the factors of the backward pass. A warp processes a group of a sample. With
+/// h = (x - mean) * rstd and g = dy * weight,
 ///   dx = rstd * (g - mean(g) - h * mean(g * h)) = dy * f1 + (x - f0) * f3 + f2
 __global__ void __launch_bounds__(THREADS)
   find_grad_factors(const __grid_constant__ channel_norm s, const __grid_constant__ gradient t)
@@ -332,7 +337,7 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-/// dweight and dbias: a warp for each channel.
+/// Computes dweight and dbias. A warp processes a channel.
 __global__ void __launch_bounds__(THREADS)
   sum_samples(const __grid_constant__ channel_norm s, const __grid_constant__ gradient t,
               const vector dweight, const vector dbias)
@@ -358,8 +363,8 @@ __global__ void __launch_bounds__(THREADS)
 __device__ inline float  fused(float a, float b, float c)    { return fmaf(a, b, c); }
 __device__ inline double fused(double a, double b, double c) { return fma(a, b, c); }
 
-/// Forward: y = (x - f0) * f1 + f2. Backward: dx = dy * f1 + (x - f0) * f3 + f2, or only the first
-/// term if the statistics do not depend on x.
+/// Computes y = (x - f0) * f1 + f2 or, with BACK, dx = dy * f1 + (x - f0) * f3 + f2. If the
+/// statistics do not depend on x, dx = dy * f1.
 template <class L, bool BACK>
 __global__ void __launch_bounds__(THREADS) apply(const __grid_constant__ channel_norm s)
 {
@@ -397,7 +402,8 @@ __global__ void __launch_bounds__(THREADS) apply(const __grid_constant__ channel
 
 int64_t parts(int64_t n, int64_t each) { return (n + each - 1) / each; }
 
-/// The widest vectors that x, dy and the output allow: 4, 1, or 0 for f64.
+/// Returns the width of the widest vectors that x, dy and the output allow: 4 or 1, or 0 if one of
+/// them is f64.
 int vector_width(const channel_norm &s)
 {
   if (!is_fast(s.x_dtype) || !is_fast(s.out_dtype) || (s.dy && !is_fast(s.dy_dtype))) return 0;

@@ -14,8 +14,8 @@ op_kernel cuda_conv2d, cuda_conv2d_grad_x, cuda_conv2d_grad_w, cuda_contiguous;
 
 static const int64_t TILE_BYTES = 64 << 20;
 
-/// Fills `g`: the pixels of `from` that each pixel of `over` meets. kernel: { KH, KW }. turned: for
-/// the gradient of x.
+/// Fills `g`, which tells the pixels of `from` that each pixel of `over` meets. `kernel` is { KH,
+/// KW }. `turned` is true for the gradient of x.
 static eng_status describe(conv_gather *g, const op_call *call, const tensor *from,
                            const tensor *over, const int64_t *kernel, bool turned)
 {
@@ -55,12 +55,12 @@ static bool is_direct(const conv_gather *g)
   return true;
 }
 
-/// A gather's rows [groups x taps x channels], tile by tile.
+/// Iterates over the rows [groups x taps x channels] of a gather, tile by tile.
 typedef struct tiles {
   const conv_gather *g;
   bool    direct;
   int64_t k, row;               // columns of one group and of all groups
-  int64_t first, count, most;   // places of the current tile; most: of any tile
+  int64_t first, count, most;   // first place and number of places of a tile; their maximum
   void   *memory;
 } tiles;
 
@@ -75,7 +75,8 @@ static eng_status tiles_open(tiles *t, const conv_gather *g, scratch *s)
   return t->memory ? ENG_OK : ENG_ERR_MEMORY;
 }
 
-/// Advances to the next tile; its matrix is *rows [count x k], one for each group.
+/// Advances to the next tile and sets *rows to its matrices [count x k], one for each group. *more
+/// is false after the last tile.
 static eng_status tiles_next(bool *more, gemm_matrix *rows, tiles *t)
 {
   const conv_gather *g = t->g;
@@ -107,7 +108,8 @@ static eng_status permute(const void **to, const tensor *w, const int64_t *shape
   return cuda_contiguous(&call);
 }
 
-/// The matrices of w [O x C/groups x KH x KW] for y or, with `turned`, for the gradient of x.
+/// Describes w [O x C/groups x KH x KW] as the matrices that yield y or, with `turned`, the
+/// gradient of x.
 static eng_status weights_of(conv_weights *m, const tensor *w, int64_t groups, bool turned,
                              scratch *s)
 {
@@ -141,7 +143,7 @@ static eng_status for_groups(gemm_product *p, int64_t groups)
   return ENG_OK;
 }
 
-/// out [places x O] = the pixels that the places meet, times the weights, plus the bias.
+/// Computes out [places x O]: the pixels that the places meet, times the weights, plus the bias.
 static eng_status multiply(const conv_gather *g, const tensor *w, const tensor *bias,
                            const tensor *out, scratch *s)
 {
@@ -188,7 +190,7 @@ eng_status cuda_conv2d_grad_x(const op_call *call)
   return status;
 }
 
-/// sum [O x taps x C/groups] in `dtype` = the products of dy and the pixels, over all places.
+/// Sets sum [O x taps x C/groups], in `dtype`, to the sum over all places of dy times the pixels.
 static eng_status sum_places(void *sum, int dtype, const conv_gather *g, const tensor *dy,
                              int64_t bytes, scratch *s)
 {

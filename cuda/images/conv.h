@@ -7,23 +7,23 @@ extern "C" {
 #endif
 #include "device/backend.h"
 
-/// Which pixels a convolution multiplies. Under each tap (an element of the kernel), a place meets
-/// one pixel of `from`, or none (in the padding or, for the gradient of x, between strides). Places
-/// are the pixels of y, which meet pixels of x. For the gradient of x (`turned`), places are the
-/// pixels of x, which meet pixels of dy.
+/// Tells which pixels a convolution multiplies. Places are the pixels of y; they meet pixels of x,
+/// which is then `from`. For the gradient of x (`turned`), places are the pixels of x; they meet
+/// pixels of dy. Under each tap (an element of the kernel), a place meets one pixel of `from`, or
+/// none (in the padding or, for the gradient of x, between strides).
 typedef struct conv_gather {
   const void *from;                  // [N x high x wide x groups x channels]
   int32_t     dtype;
   bool        turned;
   int64_t     places;                // N x rows x columns, below 2^31
-  int64_t     rows, columns;         // of places in an image
+  int64_t     rows, columns;         // of the places of an image
   int64_t     high, wide;
   int64_t     groups, channels;      // channels of one group
   int64_t     kernel[2], stride[2], padding[2], dilation[2];
 } conv_gather;
 
-/// to [count x groups x taps x channels] = the pixels that places first .. first + count - 1 meet;
-/// zeros where a tap meets none.
+/// Sets to [count x groups x taps x channels] to the pixels that places `first` to first + count -
+/// 1 meet. Elements become zeros where a tap meets no pixel.
 eng_status conv_collect(void *to, const conv_gather *g, int64_t first, int64_t count);
 
 /// The weights as matrices, one for each group. Element (tap * channels + c, o) is at offset
@@ -31,19 +31,20 @@ eng_status conv_collect(void *to, const conv_gather *g, int64_t first, int64_t c
 typedef struct conv_weights {
   const void *data;
   int32_t     dtype;
-  int64_t     count, width;          // all elements; o < width
+  int64_t     count, width;          // number of all elements; o < width
   int64_t     row, column, batch;
 } conv_weights;
 
 /// Recomputes the elements of out [places x groups x width] that are NaN, from the pixels that
 /// their places meet. (In the product, a tap that meets no pixel contributes a weight times 0,
-/// which is NaN if the weight is Inf or NaN.) Does nothing if all weights are finite. `bias`
+/// which is NaN if the weight is Inf or NaN.) Does nothing if all weights are finite. `bias` is
 /// [groups x width] or NULL.
 eng_status conv_repair(const tensor *out, const conv_gather *g, const conv_weights *w,
                        const tensor *bias);
 
-/// dw [O x channels x taps] = or += sum [O x taps x channels] (f32, or f64 by `dtype`), rounded
-/// once. Elements that are NaN are recomputed, as in conv_repair, from x (g->from) and dy.
+/// Stores sum [O x taps x channels], which is f32 or f64 (`dtype`), in dw [O x channels x taps] or,
+/// with `add`, adds it to dw. Rounds once. Elements that are NaN are recomputed, as in conv_repair,
+/// from x (g->from) and dy.
 eng_status conv_finish_weights(const tensor *dw, const void *sum, int dtype, const conv_gather *g,
                                const tensor *dy, bool add);
 

@@ -8,17 +8,17 @@ namespace {
 
 enum { THREADS = 256 };
 
-/// A conv_gather as the kernel `collect` sees it. A group's channels of a pixel are `units`
-/// accesses.
+/// A conv_gather as the kernel `collect` sees it. The channels of one group in one pixel take
+/// `units` accesses.
 struct collection {
   conv_gather g;
   void    *to;
-  uint32_t first, total;                  // the tile's first place; units in the tile
+  uint32_t first, total;                  // first place of the tile; number of units in the tile
   divider  units, columns_of_kernel, rows_of_kernel, groups, columns, rows;
 };
 
-/// The index, along dimension d, of the pixel that a place with index i meets under element k of
-/// the kernel; -1 if none. `size`: pixels along d.
+/// Returns the index, along dimension d, of the pixel that a place with index i meets under element
+/// k of the kernel, or -1 if there is no such pixel. `size` is the number of pixels along d.
 __device__ inline int64_t met(const conv_gather &g, int d, int64_t i, int64_t k, int64_t size)
 {
   int64_t at;
@@ -31,8 +31,8 @@ __device__ inline int64_t met(const conv_gather &g, int d, int64_t i, int64_t k,
   return at >= 0 && at < size ? at : -1;
 }
 
-/// The pixel of `from` that place (n, i, j) meets under element (row, column) of the kernel; -1 if
-/// none.
+/// Returns the index of the pixel of `from` that place (n, i, j) meets under element (row, column)
+/// of the kernel, or -1 if there is no such pixel.
 __device__ inline int64_t pixel_met(const conv_gather &g, int64_t n, int64_t i, int64_t j,
                                     int64_t row, int64_t column)
 {
@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(THREADS)
   if (__syncthreads_or(bad) && threadIdx.x == 0) *found = 1;
 }
 
-/// conv_repair, one thread per element of out. Sums are in double; a sum that is NaN stays NaN.
+/// The kernel of conv_repair, with one thread per element of out. Sums are in double; a sum that is
+/// NaN stays NaN.
 __global__ void __launch_bounds__(THREADS)
   repair(void *out, int dtype, int64_t count, const __grid_constant__ conv_gather g,
          const __grid_constant__ conv_weights w, const void *bias, int bias_dtype,
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(THREADS)
   store_as(out, dtype, at, sum);
 }
 
-/// Element (o, c, row, column) of a weight's gradient, from x and dy [places x outputs].
+/// Computes element (o, c, row, column) of a weight's gradient from x and dy [places x outputs].
 __device__ double weight_slope(const conv_gather &g, const void *dy, int dtype, int64_t outputs,
                                int64_t o, int64_t c, int64_t row, int64_t column)
 {
@@ -109,8 +110,8 @@ __device__ double weight_slope(const conv_gather &g, const void *dy, int dtype, 
   return sum;
 }
 
-/// conv_finish_weights, one thread per element of dw [outputs x channels x taps]. T: the format of
-/// `sum`.
+/// The kernel of conv_finish_weights, with one thread per element of dw [outputs x channels x
+/// taps]. T is the format of `sum`.
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
   finish_weights(void *dw, int dtype, int64_t count, const T *sum,

@@ -1,25 +1,25 @@
 // Max and average pooling of images [N x H x W x C], and their gradients. A thread computes V
-// channels of one pixel of y or, in a gradient, of dx. Gradients gather: an element of dx adds up
-// the gradients of the windows that contain it, in order, so each element is written once. f32, f16
-// and bf16 sum in f32 and round once; f64 sums in f64. Called through the device's table.
+// channels of one pixel of y or, in a gradient, of dx. The thread of an element of dx adds up the
+// gradients of the windows that contain the element, in order, so each element is written once.
+// f32, f16 and bf16 sum in f32 and round once; f64 sums in f64. Called through the device's table.
 #include "kernel/lanes.h"
 
 #include "base/pool_windows.h"
 
-/// A call as kernels see it: `large` are the images, `small` the pooled ones.
+/// A call as kernels see it. `large` holds the images, `small` the pooled images.
 struct pooling {
   pool_side   side[2];                // H, W
   void       *large, *small;
-  // max pooling, in small's shape: the index in its window of each maximum, row * kernel width +
-  // column
+  // for max pooling, in the shape of `small`: the index of each maximum in its window, row * kernel
+  // width + column
   int32_t    *cell;
   int32_t     large_dtype, small_dtype;
   bool        counted;
   int64_t     threads;
-  divider     vectors, columns, rows; // of the output: groups of V channels, W, H
+  divider     vectors, columns, rows; // of the output: groups of V channels, columns, rows
 };
 
-/// The output of a thread: image n, row i, column j, channels from c on.
+/// What a thread computes: channels from c on, in row i and column j of image n.
 struct pool_place { int64_t n, i, j, c; };
 
 __device__ static inline pool_place place_of(const pooling &p, uint32_t thread, int V)
@@ -30,7 +30,8 @@ __device__ static inline pool_place place_of(const pooling &p, uint32_t thread, 
           (int64_t)(thread - pixel * p.vectors.size) * V};
 }
 
-/// The offset of a pixel's first of V channels, in the images or, with SMALL, in the pooled ones.
+/// Returns the offset of the thread's channels in pixel (i, j) of the images or, with SMALL, of the
+/// pooled images.
 template <bool SMALL>
 __device__ static inline int64_t offset_of(const pooling &p, const pool_place &at, int64_t i,
                                            int64_t j, int V)

@@ -2,7 +2,7 @@
 // results.
 //
 //   chunk    SPAN_CHUNK elements (spans.h). As many blocks as fit on the card iterate over all
-//            chunks, 16 bytes per load. A thread has four loads in flight, also across chunk ends.
+//            chunks, 16 bytes per load. A thread has four loads in flight, even across chunk ends.
 //   squares  are summed in f32 over the 4 or 8 elements of one access (at most three roundings),
 //            then in double. Accesses are checked in pairs: if a pair's sum is not finite, or so
 //            small that squares may have been lost, its elements go through careful(). Only
@@ -11,7 +11,7 @@
 //   counts   are integers, which may be added in any order. Histograms are in shared memory, with
 //            one bank per lane.
 //
-// Owns the buffers that carry the results to the host. The slow twin is
+// Owns the buffers that carry the results to the host. The reference kernel is in
 // core/cpu/reference_optimizer.c.
 #include "passes.h"
 #include "runtime/runtime.h"
@@ -23,10 +23,10 @@
 enum {
   WARPS = SPAN_THREADS / 32,
   BATCH = 4,                         // accesses that a thread has in flight
-  // blocks per multiprocessor: 4 * 256 threads * 4 * 16 bytes are 64 KiB in flight
+  // blocks per multiprocessor: 4 blocks have 4 * 256 threads * 4 * 16 bytes = 64 KiB in flight
   RESIDENT = 4, RESIDENT_HIST = 3,
-  SLAB = 2048,                       // chunks that one block of sum_up adds; counts stay below 2^25
-  RUN = 4,                           // neighbouring chunks per turn of a block, for histograms
+  SLAB = 2048,                       // chunks that a block of sum_up adds; counts are at most 2^25
+  RUN = 4,                           // consecutive chunks that a block takes, with histograms
 };
 
 /// The statistics of a chunk, or of a slab of chunks.
@@ -116,12 +116,13 @@ struct histogram {
   alignas(1024) char fields[0x8000];
   uint32_t subnormal[32];
 };
-/// The histogram in shared memory; 4 bytes without one. (An array of bytes would lack its
-/// alignment.)
+/// Shared memory for the histogram, or 4 bytes if there is none. (An array of bytes would not have
+/// the histogram's alignment.)
 template <bool HIST> struct histogram_room { histogram bins; };
 template <> struct histogram_room<false> { uint32_t nothing; };
 
-/// Counts one number. `bits`: the upper 16 bits of its encoding, with all but the exponent cleared.
+/// Counts one number. `bits` is the upper 16 bits of its encoding, with all but the exponent
+/// cleared.
 __device__ static inline void count_field(histogram *h, uint32_t bits)
 {
   atomicAdd((uint32_t *)(h->fields + (bits | threadIdx.x % 32 * 4)), 1u);
@@ -129,7 +130,7 @@ __device__ static inline void count_field(histogram *h, uint32_t bits)
 __device__ static inline void count_subnormal(histogram *h, uint32_t fraction)
 { atomicAdd(&h->subnormal[__clz(fraction)], 1u); }
 
-#define SQUARES_FROM 0x1p-80f   // below this sum, squares too small for f32 may matter
+#define SQUARES_FROM 0x1p-80f   // in a sum below this, squares too small for f32 may matter
 #define SQUARES_TO   0x1.FFFFFEp127f
 
 __device__ static inline float squares_of(const float x[4])
@@ -169,9 +170,9 @@ template <bool HIST, typename T>
 __device__ static inline float look_at(uint4 raw, __half2 &top, __half2 &zeros, __half2 &tiny,
                                        histogram *bins)
 {
-  // Read as f16, the magnitudes of either format keep their order. A number that reads as NaN is
-  // neither zero nor tiny. If `top` misses such a number, its square is out of range, so careful()
-  // runs.
+  // Magnitudes are compared as f16, even if they are bf16: the bits have the same order. A number
+  // that reads as NaN is neither zero nor tiny. If `top` misses such a number, its square is out of
+  // range, so careful() runs.
   const __half2 normal = as_halves((uint32_t)layout<T>::normal * 0x00010001u), zero = as_halves(0);
   const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
   float part[4];
@@ -225,7 +226,8 @@ __device__ static inline void look(running<T> &r, uint4 a, uint4 b, histogram *b
 __device__ static inline int halves_total(__half2 h)
 { return (int)(__low2float(h) + __high2float(h)); }
 
-/// Converts a thread's sums to a tally. `padding` is the number of zeros that are not elements.
+/// Converts a thread's sums to a tally. `padding` is the number of zeros that padded its accesses
+/// and are not elements.
 __device__ static inline tally finish(const running<float> &r, int padding)
 {
   tally t = {r.squares,         __float_as_uint(r.amax), r.inf, r.nan,
@@ -245,7 +247,7 @@ template <typename T> __device__ static inline tally finish(const running<T> &r,
 /// A chunk as a block sees it.
 struct piece {
   const uint4 *at;
-  // number of 16-byte accesses (0 if the array is unaligned); number of elements
+  // number of whole 16-byte accesses (0 if the array is unaligned); number of elements
   int whole, n;
   int span, dtype;
 };
@@ -266,15 +268,15 @@ __device__ static inline piece piece_of(const device_span *spans, const int32_t 
   return p;
 }
 
-/// The k-th access of this thread; zeros past the end.
+/// Loads the k-th access of this thread, or zeros past the end.
 __device__ static inline uint4 access_of(const uint4 *at, int whole, int k)
 {
   const int i = threadIdx.x + k * SPAN_THREADS;
   return i < whole ? __ldg(at + i) : make_uint4(0, 0, 0, 0);
 }
 
-/// Reads the thread's share of a chunk. On entry `ahead` holds its first accesses of this chunk,
-/// and on return those of the next chunk.
+/// Reads the thread's share of a chunk. On entry `ahead` holds the thread's first accesses of this
+/// chunk, and on return its first accesses of the next chunk.
 template <bool HIST, typename T>
 __device__ static inline tally read_chunk(uint4 (&ahead)[BATCH], const piece &now,
                                           const piece &next, histogram *bins)
@@ -299,7 +301,7 @@ __device__ static inline tally read_chunk(uint4 (&ahead)[BATCH], const piece &no
     if (last) break;
   } while (true);
   const T *g = (const T *)now.at;
-  // the rest, padded with zeros
+  // the elements beyond whole accesses, padded with zeros
 #pragma unroll 1
   for (int i = now.whole * V + threadIdx.x * V; i < now.n; i += SPAN_THREADS * V) {
     union { uint4 raw; T x[V]; } u;
@@ -340,12 +342,12 @@ __device__ static inline void block_tally(tally t, tally *warps, tally *to)
   if (threadIdx.x == 0) *to = t;
 }
 
-/// Adds the block's histogram to the tensor's and clears it. All threads must call it after a
-/// barrier.
+/// Adds the block's histogram to the tensor's histogram, then clears the block's. All threads must
+/// call this function, after a barrier.
 __device__ static inline void flush_bins(histogram *h, int dtype, unsigned long long *hist)
 {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // first: the bin of exponent field 0
+  // `first` is the bin of exponent field 0
   const int fraction = dtype == ENG_f16 ? 10 : 7, fields = 0x8000 >> fraction,
             first = dtype == ENG_f16 ? 145 : 33;
   for (int f = warp; f < fields; f += WARPS) {
@@ -368,7 +370,7 @@ __device__ static inline void flush_bins(histogram *h, int dtype, unsigned long 
 }
 
 /// Fills the tallies of all chunks and, with HIST, the histograms of the tensors. A block takes
-/// `run` neighbouring chunks at a time.
+/// `run` consecutive chunks at a time.
 template <bool HIST>
 __global__ static void __launch_bounds__(SPAN_THREADS, HIST ? RESIDENT_HIST : RESIDENT)
   read_gradients(const device_span *spans, const int32_t *chunk, int chunks, int run,
@@ -394,7 +396,7 @@ __global__ static void __launch_bounds__(SPAN_THREADS, HIST ? RESIDENT_HIST : RE
     if (now.dtype == ENG_f16) t = read_chunk<HIST, f16_t>(ahead, now, next, bins);
     else if (now.dtype == ENG_bf16) t = read_chunk<HIST, bf16_t>(ahead, now, next, bins);
     else t = read_chunk<HIST, float>(ahead, now, next, bins);
-    block_tally(t, warps[half], tallies + c);   // also a barrier for the bins
+    block_tally(t, warps[half], tallies + c);   // has a barrier, which flush_bins needs
     if (HIST && now.span != next.span)
       flush_bins(bins, now.dtype, hist + (int64_t)now.span * ENG_HIST_BINS);
     now = next;
@@ -498,7 +500,7 @@ enum { REPORTS = 64 };
 /// are contiguous in device memory and in host memory.
 typedef struct report {
   int64_t     ticket;            // of the last pass that used this report
-  // busy: not fetched yet; dropped: not to be fetched, though its copy may still be in flight
+  // busy: not fetched yet; dropped: will not be fetched, but its copy may still be in flight
   bool        busy, dropped;
   char       *memory;            // pinned
   int64_t     bytes;
@@ -515,7 +517,7 @@ static struct {
   int64_t    tallies_bytes, device_bytes;
   cuda_step_total *total;        // device memory [REPORTS], followed by sum_up's counter
   report     reports[REPORTS];
-  int64_t    tickets;            // given out so far
+  int64_t    tickets;            // number of tickets given out so far
 } pass;
 
 const cuda_step_total *cuda_total_of(int64_t ticket)
@@ -592,7 +594,8 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
   report *r = report_free();
   if (!r)
     return error_set(ENG_ERR_STATE,
-                     "gradient statistics: %d passes are in flight; hint: fetch them", REPORTS);
+                     "gradient statistics: %d passes are in flight; hint: fetch their results",
+                     REPORTS);
   ENG_TRY(check_pass(spans, n, loss, n_loss));
   bool hist = needs & ENG_NEED_HIST;
   int64_t bytes = hist_at(n, n_loss) + (hist ? hist_bytes(n) : 0), longest = 1;
@@ -666,7 +669,7 @@ static eng_status arrive(report *r, eng_tensor_stats *stats)
   if (result != cudaSuccess) return cuda_status(result, "waiting for gradient statistics");
   const cuda_fault_record *fault = (const cuda_fault_record *)r->memory;
   if (!fault->raised || r->told) return ENG_OK;
-  // other reports in flight may carry the same fault, which is reported once
+  // other reports in flight may carry the same fault, which is to be reported only once
   for (int k = 0; k < REPORTS; k++) pass.reports[k].told = true;
   return cuda_fault_told(fault);
 }

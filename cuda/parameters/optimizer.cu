@@ -1,15 +1,15 @@
-// The fused optimizer update, one launch over all parameters: gradient * factor, clamp, moments,
-// master weights, low-precision weights. Also unscaling gradients into f32. Updates of bf16 masters
-// have kernels of their own.
+// The fused optimizer update. One launch over all parameters multiplies gradients by a factor,
+// clamps them, and updates moments, master weights and low-precision weights. Updates of bf16
+// masters have kernels of their own. This file also unscales gradients into f32.
 //
 // Results are bit-equal to core/cpu/reference_optimizer.c, with the same order of operations: f32
 // with one rounding per operation, no fused multiply-adds (see the build flags), IEEE division and
 // square root.
 //
 // The values that change between updates (learning rate, factor, t) are in one piece of device
-// memory, `numbers`, which is written from a pinned ring before the launch. A lagged update is
-// decided on the card: `decide` reads the totals of its gradient statistics, counts t, and sets the
-// factor.
+// memory, `numbers`, which is written from a pinned ring before the launch. The card itself decides
+// on a lagged update: the kernel `decide` reads the totals of the gradient statistics, counts t,
+// and sets the factor.
 //
 // Norms of the change, the weights and the moments are sums of squares in f64. The order is the
 // same on every card: a thread's elements, then lanes, warps and a tensor's chunks. The host waits
@@ -50,14 +50,14 @@ typedef struct numbers {
   float   limit;             // clamp gradients to +-limit; inf: no clamp
   int32_t go;                // 0: skip this update
   int32_t adam, n_groups;
-  // of updates with norms or limits: the limit on g^2 / v (0: none), the factor on the change of
+  // for updates with norms or limits: the limit on g^2 / v (0: none), the factor on the change of
   // the weights, and whether only norms are wanted
   float   spike, shrink;
   int32_t dry;
   // for lagged updates: the index of the update counter, and whether the counter restarts at t
   int32_t counter, fresh;
-  // for bf16 masters: ENG_ROUND_*; the seed, and `draw`, a number that no other update has, which
-  // together select the random numbers
+  // for bf16 masters: ENG_ROUND_*. `seed` and `draw`, a number that no other update has, select the
+  // random numbers.
   int32_t rounding;
   uint64_t seed;
   int64_t draw;
@@ -72,9 +72,9 @@ __device__ static inline const rule *rules_of(const numbers *u)
 
 // ------------------------------------------------------------------ elements
 
-/// Multiplication by a double factor in f32. A factor that is subnormal or out of range in f32 is
-/// applied in two steps, the first an exact power of two, because the product may still be in
-/// range.
+/// A double factor as two f32 factors, which are applied one after the other. `first` is 1 unless
+/// the double is subnormal or out of range in f32. Then `first` is a power of two, because the
+/// product may still be in range.
 struct scaling { float first, second; };
 
 __device__ static inline scaling scaling_of(double factor)
@@ -94,8 +94,8 @@ __device__ static inline float scaled(const scaling &s, float g) { return g * s.
 
 enum { LOOP_SGD, LOOP_ADAM, LOOP_LION };
 
-/// Updates one element: weight w, gradient g, moments m and v. `momentum`: SGD uses momentum.
-/// `starts`: m starts as this gradient. `spike`: Adam's limit on g^2 / v, 0: none.
+/// Updates one element: weight w, gradient g, moments m and v. `momentum` says whether SGD uses
+/// momentum, `starts` whether m starts as this gradient. `spike` is Adam's limit on g^2 / v, or 0.
 template <int LOOP>
 __device__ static inline void advance(const rule &r, float limit, float spike, bool momentum,
                                       bool starts, float &w, float g, float &m, float &v)
@@ -128,15 +128,15 @@ __device__ static inline void advance(const rule &r, float limit, float spike, b
   }
 }
 
-/// Four elements at a time. Loading and widening are separate, so all loads are in flight before
-/// the first wait.
+/// Loads and stores four elements at a time. Loading and widening are separate, so all loads are in
+/// flight before the first wait.
 typedef float_lanes<4> quads;
 
 // ------------------------------------------------------------------ chunks
 
 enum { BATCH = 2 };   // groups of four elements that a thread has in flight
 
-/// The block's piece of a tensor, with arrays offset to the piece.
+/// The piece of a tensor that a block updates. Pointers are to the piece's first element.
 struct piece {
   char   *master, *compensation, *shadow, *gradient, *moment1, *moment2;
   int     master_dtype, shadow_dtype, gradient_dtype, moment_dtype, n, quads, index;
@@ -184,8 +184,8 @@ __device__ static inline void advance_one(const rule &r, const numbers *u, bool 
   for (int k = 0; k < ENG_NORMS; k++) sum[k] += (double)of[k] * of[k];
 }
 
-/// Rounds the N new weights, which begin at element i of the piece, to the master's format. lost:
-/// their rounding errors (unchanged for f32 masters).
+/// Rounds the N new weights, which begin at element i of the piece, to the master's format. Sets
+/// `lost` to their rounding errors; leaves it unchanged for f32 masters.
 template <int N> __device__ static inline void
 round_masters(const piece &p, const numbers *u, int i, float *w, float *lost)
 {
@@ -203,7 +203,7 @@ round_masters(const piece &p, const numbers *u, int i, float *w, float *lost)
   }
 }
 
-/// Adds up the sums of a block's threads; thread k < ENG_NORMS gets sum k.
+/// Adds up the sums of a block's threads. Returns sum k to thread k, for k < ENG_NORMS.
 __device__ static inline double block_sums(const double (&sum)[ENG_NORMS])
 {
   __shared__ double warps[ENG_NORMS][SPAN_THREADS / 32];
@@ -219,8 +219,9 @@ __device__ static inline double block_sums(const double (&sum)[ENG_NORMS])
   return total;
 }
 
-/// MORE: with norms or limits. LOW: some masters are bf16. `partial` [chunks][ENG_NORMS]: each
-/// chunk's sums of squares; NULL: not wanted.
+/// Updates all parameters, with one block per chunk. MORE is true for updates with norms or limits,
+/// LOW if some masters are bf16. `partial` [chunks][ENG_NORMS] receives the sums of squares of each
+/// chunk; it is NULL if they are not wanted.
 template <int LOOP, bool MORE, bool LOW> __global__ static void
 __launch_bounds__(SPAN_THREADS, MORE || LOW ? 2 : 3)
 advance_all(const device_span *spans, const int32_t *chunk, const numbers *u, double *partial)
@@ -305,7 +306,7 @@ add_chunks(const device_span *spans, const double *partial, double *norms)
   if (threadIdx.x % 32 == 0) norms[blockIdx.x * (int64_t)ENG_NORMS + k] = sum;
 }
 
-/// Decides whether a lagged update is applied, and with which factor and t. One block.
+/// Decides whether a lagged update is applied, and with which factor and t. Runs in one block.
 __global__ static void decide(numbers *u, const cuda_step_total *total, int64_t *counters)
 {
   __shared__ int64_t t;
@@ -362,7 +363,7 @@ scale_gradients(const device_span *spans, const int32_t *chunk, double factor, i
 // ------------------------------------------------------------------ the host's side
 
 static struct {
-  span_table  table, targets;        // for updates, for unscaling
+  span_table  table, targets;        // of updates; of unscaling
   void       *numbers;               // device memory
   int64_t     numbers_bytes;
   // sums of squares in device memory: [n][ENG_NORMS] of tensors, then of chunks
@@ -432,8 +433,8 @@ static eng_status check_spans(const param_span *spans, int n, const eng_update *
         !dtype_fits(s->gradient_dtype) || (s->shadow && !dtype_fits(s->shadow_dtype)) ||
         (s->moment1 && !dtype_fits(s->moment_dtype)))
       return error_set(ENG_ERR_DTYPE,
-                       "optimize: parameter %s: expected a master in f32 or bf16, all else in "
-                       "f32, f16 or bf16; got a master in %s, gradients in %s, moments in %s "
+                       "optimize: parameter %s: expected a master in f32 or bf16, and all else "
+                       "in f32, f16 or bf16; got a master in %s, gradients in %s, moments in %s "
                        "and low-precision weights in %s", s->name,
                        eng_dtype_name(s->master_dtype), eng_dtype_name(s->gradient_dtype),
                        eng_dtype_name(s->moment_dtype), eng_dtype_name(s->shadow_dtype));

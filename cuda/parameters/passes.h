@@ -1,5 +1,5 @@
 // The passes over all parameters: gradient statistics (gradstats.cu), updates and unscaling
-// (optimizer.cu). Contracts: backend.h. Called through the device's table.
+// (optimizer.cu). backend.h has the contracts. Called through the device's table.
 #pragma once
 
 #ifdef __cplusplus
@@ -14,13 +14,13 @@ eng_status cuda_gradstats_start(int64_t *ticket, const param_span *spans, int n,
 eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, double *loss,
                                 int n_loss);
 
-/// Totals of a gradstats pass, in device memory. For lagged updates.
+/// Totals of a gradstats pass, in device memory. Lagged updates read them.
 typedef struct cuda_step_total {
   int64_t bad;            // number of inf and nan in all spans
   double  sum_squares;    // of the finite gradients, divided by their span's `scale`
 } cuda_step_total;
-/// The totals of the pass with this ticket, fetched or not; NULL once a later pass has overwritten
-/// them.
+/// Returns the totals of the pass with this ticket, whether it is fetched or not, or NULL once a
+/// later pass has overwritten them.
 const cuda_step_total *cuda_total_of(int64_t ticket);
 
 // optimizer.cu

@@ -20,12 +20,12 @@ typedef struct device_span {
   int64_t  count, first;
   double   scale;
   int32_t  master_dtype, shadow_dtype, gradient_dtype, moment_dtype, group, starts, index;
-  int32_t  aligned;              // every array is 16-byte aligned
+  int32_t  aligned;              // 1: every array is 16-byte aligned
   int32_t  first_chunk, chunks;
 } device_span;
 
 /// Pinned memory that the host writes and the card reads later. A slot is reused once its last copy
-/// is done.
+/// to the card is done.
 typedef struct pinned_ring {
   void       *slot[RING_SLOTS];
   cudaEvent_t sent[RING_SLOTS];
@@ -33,7 +33,8 @@ typedef struct pinned_ring {
   int         next;
 } pinned_ring;
 
-/// The next slot, with room for `bytes`. Waits only if the card is RING_SLOTS copies behind.
+/// Takes the next slot and makes room for `bytes` in it. Waits only if the card is RING_SLOTS
+/// copies behind.
 eng_status ring_take(void **slot, pinned_ring *ring, int64_t bytes);
 /// Copies the most recently taken slot into `to`, in stream order.
 eng_status ring_send(pinned_ring *ring, void *to, int64_t bytes);
@@ -50,8 +51,8 @@ typedef struct span_table {
   pinned_ring  ring;
 } span_table;
 
-/// Brings the table up to date, and sends it to the card if something changed. `target`:
-/// destinations of unscaled gradients, or NULL.
+/// Brings the table up to date, and sends it to the card if something changed. `target` holds the
+/// destinations of unscaled gradients, or is NULL.
 eng_status spans_ready(span_table *table, const param_span *spans, int n, float *const *target);
 
 /// Grows an allocation of device memory to `bytes` (and a quarter more). Growing it discards its

@@ -38,7 +38,8 @@ template <typename Unit> static void move_launch(const walk<2> &w)
   });
 }
 
-// Copies rows in the largest units that divide them. The walk's elements then are units.
+// Copies rows in the largest units that divide them. The walk is changed to count units instead of
+// elements.
 static eng_status move(walk<2> w)
 {
   int size = eng_dtype_size(w.dtype[0]), unit = size;
@@ -66,10 +67,11 @@ static eng_status move(walk<2> w)
 
 // ------------------------------------------------------------------ tiles
 
-/// The source is contiguous along dimension `down` of the walk, the target along dimension 0.
+/// A transposition. The source is contiguous along dimension `down` of the walk, the target along
+/// dimension 0. The rest is the number of tiles along both.
 struct turn { int down; uint32_t across_tiles, down_tiles; };
 
-/// The start of a block's tile: its indices along both dimensions, its offsets in both tensors.
+/// The start of a block's tile: its indices along both dimensions, and its offsets in both tensors.
 struct turn_place { int64_t across, down, to, from; };
 
 __device__ static inline turn_place place_of_tile(const walk<2> &w, const turn &t, int side)
@@ -107,7 +109,7 @@ static __global__ void __launch_bounds__(256) turn_kernel(const walk<2> w, const
   constexpr int PAD = sizeof(To) >= 4 ? 1 : 4 / sizeof(To);   // avoids bank conflicts in columns
   __shared__ To tile[SIDE][SIDE + PAD];
   const turn_place p = place_of_tile(w, t, SIDE);
-  // elements from the tile's start to the ends of both dimensions
+  // number of elements from the tile's start to the end of each dimension
   int64_t wide = w.shape[0] - p.across, high = w.shape[t.down] - p.down;
   int x = threadIdx.x % 32, y = threadIdx.x / 32;
 #pragma unroll
@@ -128,7 +130,7 @@ static __global__ void __launch_bounds__(256) turn_kernel(const walk<2> w, const
 
 // Transposes 2-byte elements in pairs. A thread transposes squares of 2 x 2, so that memory is
 // accessed in words of 4 bytes. A tile has 32 x 32 squares: tile[0] has the words of the target's
-// even rows, tile[1] those of its odd rows.
+// even rows, tile[1] the words of its odd rows.
 static __global__ void __launch_bounds__(256) turn_pairs_kernel(const walk<2> w, const turn t)
 {
   __shared__ uint32_t tile[2][32][33];
@@ -160,7 +162,7 @@ static __global__ void __launch_bounds__(256) turn_pairs_kernel(const walk<2> w,
   }
 }
 
-// Whether all pairs along both dimensions are aligned words.
+// Whether the elements form pairs along both dimensions, and all pairs are aligned words.
 static bool turns_in_pairs(const walk<2> &w, int down)
 {
   if (w.shape[0] % 2 || w.shape[down] % 2) return false;
@@ -177,7 +179,7 @@ template <typename To, typename From> static void turn_launch(const walk<2> &w, 
   constexpr int SIDE = sizeof(To) == 8 ? 32 : 64;
   turn t = {down, (uint32_t)((w.shape[0] + SIDE - 1) / SIDE),
             (uint32_t)((w.shape[down] + SIDE - 1) / SIDE)};
-  // below 2^31 for anything that fits on a card
+  // below 2^31 for any tensor that fits on a card
   int64_t blocks = w.count / (w.shape[0] * w.shape[down]) * t.across_tiles * t.down_tiles;
   if constexpr (SIDE == 64 && sizeof(To) == 2 && sizeof(From) == 2) {
     if (w.dtype[0] == w.dtype[1] && turns_in_pairs(w, down)) {
@@ -205,7 +207,7 @@ static void turn_over(const walk<2> &w, int down)
   }
 }
 
-// The dimension along which the source is contiguous, if tiles are faster; else 0.
+// Returns the dimension along which the source is contiguous if copying by tiles is faster, else 0.
 static int turned_dimension(const walk<2> &w)
 {
   if (w.stride[0][0] != 1 || w.stride[1][0] == 1 || w.stride[1][0] == 0 || w.shape[0] < 8) return 0;
@@ -234,7 +236,7 @@ ELEMENT double load_fp8(const void *data, int dtype, int64_t i)
   return dtype == ENG_e4m3 ? e4m3_to_f32(code) : e5m2_to_f32(code);
 }
 
-/// A number of any format as a double, for conversion to FP8.
+/// Loads element i, in any format, as a double for conversion to FP8.
 ELEMENT double load_for_fp8(const void *data, int dtype, int64_t i)
 {
   if (is_fp8(dtype)) return load_fp8(data, dtype, i);

@@ -4,7 +4,7 @@
 //
 //   maximum, minimum   NaN if either input is NaN; of equal inputs (-0, +0) the first is returned
 //   clamp              NaN stays NaN
-//   integers           wrap; affine is exact if factor and term are integral, else it is in double
+//   integers           wrap; affine is exact if factor and term are integers, else it is in double
 #include "kernel/map.h"
 
 // ------------------------------------------------------------------ two inputs
@@ -31,7 +31,7 @@ struct binary_rule {
   { binary_floats(op, y[0], x[0], x[1]); }
 };
 
-struct quotient_rule {   // a separate kernel, because a division takes many registers
+struct quotient_rule {   // has a kernel of its own, because a division takes many registers
   template <int V> __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const
   {
 #pragma unroll
@@ -96,7 +96,8 @@ extern "C" eng_status cuda_div(const op_call *call)
   return map<1, 2>(call, quotient_rule{});
 }
 
-// A power computed in f32 alone would be off by several units in the last place.
+// Computes in double, because a power computed in f32 would be off by several units in the last
+// place.
 extern "C" eng_status cuda_pow(const op_call *call)
 { return each<1, 2>(call, binary_body{ENG_OP_pow}); }
 
@@ -166,7 +167,7 @@ __device__ static pack<T, V> bits_at(const void *data, int64_t at, int64_t inner
   return p;
 }
 
-// Walk: y, condition, a, b. Moves bits, whatever the format.
+// The walk holds y, condition, a and b. The kernel copies bits, so a and b may have any format.
 template <typename T, int V>
 static __global__ void __launch_bounds__(WALK_THREADS) where_kernel(const walk<4> w)
 {
@@ -228,7 +229,7 @@ extern "C" eng_status cuda_where(const op_call *call)
 
 // ------------------------------------------------------------------ one input and scalars
 
-// Whether x is finite and outside the normal range of f32.
+// Whether x is finite, not 0, and outside the normal range of f32.
 static bool beyond_f32(double x)
 {
   double magnitude = x < 0 ? -x : x;

@@ -1,11 +1,11 @@
 // Rotary position embedding: rotates pairs of features of x [B x T x H x D] by an angle that grows
 // with the position. Angles, cosines and sines are computed in double, once per position and pair,
-// into a table of f32; rotations are in f32. For f64 everything is in double, pair by pair. Called
-// through the device's table.
+// into a table of f32; rotations are in f32. For f64 tensors everything is in double, pair by pair.
+// Called through the device's table.
 #include "kernel/map.h"
 #include "base/rope.h"
 
-/// Angle of pair i at row t.
+/// The angles of a call. at() computes the cosine and the sine for pair i at row t.
 struct rope_angle {
   rope_scaling scaling;
   double       direction;
@@ -18,7 +18,7 @@ struct rope_angle {
   }
 };
 
-/// table [2 x T x D/2]: cosines, then sines with the sign of the direction.
+/// Fills table [2 x T x D/2] with cosines, then with sines that have the sign of the direction.
 static __global__ void __launch_bounds__(128)
   table_kernel(float *table, rope_angle angle, int64_t count)
 {
@@ -30,9 +30,9 @@ static __global__ void __launch_bounds__(128)
   table[count + at] = (float)sine;
 }
 
-/// Walk: y, x, cosines. A thread rotates V pairs (a, b), which it reads in two runs of V elements
-/// of x. Either the first run holds every a and the second every b, or pairs are interleaved
-/// (`neighbours`).
+/// Rotates V pairs (a, b) per thread. The walk holds y, x and the cosines. A thread reads two runs
+/// of V elements of x. Either the first run holds every a and the second every b, or pairs are
+/// interleaved (`neighbours`).
 template <int V> struct rotate_body {
   // distances in elements: from the first run to the second in y (apart) and in x (x_apart); from
   // cosine to sine in the table (sines)
@@ -72,7 +72,7 @@ template <int V> struct rotate_body {
   }
 };
 
-struct rotate_double {   // walk: y, x, index in the table
+struct rotate_double {   // the walk holds y, x, and the index in the table
   rope_angle angle;
   int64_t    apart, x_apart;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
@@ -85,7 +85,7 @@ struct rotate_double {   // walk: y, x, index in the table
   }
 };
 
-/// A walk over groups of V pairs in y, x and the table.
+/// Returns a walk over groups of V pairs in y, x and the table.
 static walk<3> pairs_of(const tensor *y, const tensor *x, float *table, int64_t pair, int V)
 {
   int64_t half = x->shape[3] / 2, stride[3][ENG_MAX_DIMS] = {};
@@ -101,7 +101,7 @@ static walk<3> pairs_of(const tensor *y, const tensor *x, float *table, int64_t 
   return walk_of<3>(shape, stride, {y->data, x->data, table}, {y->dtype, x->dtype, ENG_f32});
 }
 
-// Whether V pairs can be read and written at once.
+// Whether runs of V elements can be read and written in one access.
 static bool vectors_fit(const tensor *y, const tensor *x, int V)
 {
   bool fit = x->shape[3] / 2 % V == 0 && x->stride[3] == 1 && y->stride[3] == 1 &&

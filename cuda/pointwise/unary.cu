@@ -1,11 +1,11 @@
 // Elementwise functions of one input, their derivatives, swiglu and dropout. f32, f16 and bf16
-// compute in f32 (map.h); f64, integers, sin and cos in double and int64, one thread per element.
-// Called through the device's table.
+// compute in f32 (map.h). f64, integers, sin and cos compute in double or int64, with one thread
+// per element. Called through the device's table.
 //
-//   relu        relu(NaN) is NaN; the gradient is 0 for x <= 0, even if dy is not finite, and dy at
-//               NaN
-//   gelu, silu  NaN at -inf (-inf * 0 in the formula), as in PyTorch; the slope is 0 at -inf and 1
-//               at +inf
+//   relu        relu(NaN) is NaN; the gradient is 0 for x <= 0, even if dy is not finite, and dy
+//               for x = NaN
+//   gelu, silu  NaN for x = -inf (-inf * 0 in the formula), as in PyTorch; the slope is 0 at -inf
+//               and 1 at +inf
 //   hardswish   the gradient is 0 for x <= -3, and dy for x >= 3 and for NaN, as in PyTorch
 //   sigmoids    in f32 from z = exp(-|x|): no overflow, no cancellation, gradual underflow
 //   dropout     a dropped element is 0, even if it was NaN or Inf
@@ -22,7 +22,7 @@ extern "C" {
 __device__ static inline float softplus(float x)
 { return (x > 0.0f ? x : 0.0f) + log1pf(expf(-fabsf(x))); }
 
-/// x clamped to +-bound; NaN stays.
+/// Returns x clamped to [-bound, bound]; NaN stays NaN.
 __device__ static inline float held(float x, float bound)
 { return x > bound ? bound : x < -bound ? -bound : x; }
 
@@ -37,7 +37,7 @@ __device__ static inline float gelu_tanh(float x)
 // to the format adds about 2e-3 (bf16) or 2e-4 (f16). Results below 2^-126 |x| (x below -10)
 // become 0.
 
-/// The sigmoid of sqrt(8/pi) (x + 0.044715 x^3); `square` is x^2.
+/// Returns the sigmoid of sqrt(8/pi) (x + 0.044715 x^3). `square` is x^2.
 __device__ static inline float gelu_tanh_gate_low(float x, float square)
 {
   return reciprocal_fast(1.0f + exp2_fast(x * fmaf(square, -0.102943240f, -2.30220820f)));
@@ -45,7 +45,7 @@ __device__ static inline float gelu_tanh_gate_low(float x, float square)
 
 __device__ static inline float gelu_tanh_low(float x) { return x * gelu_tanh_gate_low(x, x * x); }
 
-/// x * relu6(x + 3) / 6; NaN stays.
+/// Returns x * relu6(x + 3) / 6; NaN stays NaN.
 template <class T> __device__ static inline T hardswish(T x)
 {
   T t = x + T(3);
@@ -93,9 +93,9 @@ template <int V> __device__ static inline void unary_low(int op, float (&y)[V], 
   }
 }
 
-/// OP >= 0: a kernel for this operation alone. OP = -1: `op` selects the formula. Operations that
-/// take much of a model's time have their own kernel, because a kernel of many formulas needs as
-/// many registers as the longest formula.
+/// The rule of operation OP alone or, with OP = -1, a rule in which `op` selects the formula.
+/// Operations that take much of a model's time have their own kernel, because a kernel of many
+/// formulas needs as many registers as the longest formula.
 template <int OP = -1> struct unary_rule {
   int op;
   template <int V>
@@ -108,14 +108,14 @@ template <int OP = -1> struct unary_rule {
 
 // ------------------------------------------------------------------ derivatives in f32
 
-/// s(x) (1 - s(x)) for the sigmoid s.
+/// Returns s(x) (1 - s(x)), where s is the sigmoid.
 __device__ static inline float sigmoid_slope(float x)
 {
   float z = expf(-fabsf(x)), r = 1.0f / (1.0f + z);
   return z * r * r;
 }
 
-/// 1 - tanh^2, without the cancellation: 4 z / (1 + z)^2 with z = exp(-2|x|).
+/// Returns 1 - tanh(x)^2 without cancellation, as 4 z / (1 + z)^2 with z = exp(-2|x|).
 __device__ static inline float tanh_slope(float x)
 {
   float a = fabsf(x), z = expf(-(a + a)), r = 2.0f / (1.0f + z);
@@ -152,7 +152,7 @@ __device__ static inline float gelu_tanh_slope_low(float x)
   return fmaf(x * slope, fmaf(-s, s, s), s);
 }
 
-// slope(x) * dy. In the formulas a is x and b is dy.
+// Computes y = slope(x) * dy. In the formulas a is x and b is dy.
 template <int V>
 __device__ static inline void slope_floats(int op, float (&y)[V], const float (&x)[V],
                                            const float (&dy)[V])
@@ -197,7 +197,7 @@ __device__ static inline void slope_low(int op, float (&y)[V], const float (&x)[
   }
 }
 
-template <int OP = -1> struct slope_rule {   // as unary_rule
+template <int OP = -1> struct slope_rule {   // OP as in unary_rule
   int op;
   template <int V>
   __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const
@@ -377,7 +377,7 @@ extern "C" eng_status cuda_swiglu(const op_call *call)
   return map<1, 2>(call, swiglu_rule{});
 }
 
-// gate, up, dy -> dgate, dup
+// inputs gate, up and dy; outputs dgate and dup
 struct swiglu_grad_rule {
   template <int V> __device__ void operator()(float (&y)[2][V], const float (&x)[3][V]) const
   {
@@ -408,14 +408,14 @@ extern "C" eng_status cuda_swiglu_grad(const op_call *call)
 
 // ------------------------------------------------------------------ dropout
 
-/// Element i in row-major order takes word i % 4 of Philox block counter + i / 4; words below
-/// `least` << 8 drop the element.
+/// Selects the elements to drop. Element i in row-major order takes word i % 4 of Philox block
+/// counter + i / 4. The element is dropped if the word is below `least` << 8.
 struct dropout_mask {
   uint64_t seed, counter;
   uint32_t least;    // in units of 2^-24
 };
 
-// V elements a thread; the tensors are dense and of one format.
+// Each thread processes V elements. The tensors are dense and have one format.
 template <typename T, int V> static __global__ void __launch_bounds__(WALK_THREADS)
 dropout_kernel(T *y, const T *x, int64_t count, dropout_mask mask, float factor)
 {
