@@ -72,9 +72,9 @@ __device__ static inline const rule *rules_of(const numbers *u)
 
 // ------------------------------------------------------------------ elements
 
-/// A double factor as two f32 factors, which are applied one after the other. `first` is 1 unless
-/// the double is subnormal or out of range in f32. Then `first` is a power of two, because the
-/// product may still be in range.
+/// A double factor as two f32 factors, which are applied one after the other. `first` is 1 if the
+/// double is between 2^-126 and 2^127. Otherwise `first` is another power of two, because the
+/// product may be in the range of f32 although the double is not.
 struct scaling { float first, second; };
 
 __device__ static inline scaling scaling_of(double factor)

@@ -7,9 +7,9 @@
 // of 128 or more gives the same result as no promotion. With scales by tensor or by row, promotion
 // every 128 steps is cuBLASLt's ordinary mode, and no promotion is its fast mode.
 //
-// Tensor cores need both operands with K contiguous, sizes in multiples of 16, and matching scale
-// layouts. Other operands (transposed, ragged edges) are first copied into scratch memory, padded
-// with zeros.
+// Tensor cores need operands that are contiguous along K, with sizes that are multiples of 16, and
+// scales in cuBLASLt's layout. Other operands (transposed, ragged edges) are first copied into
+// scratch memory, padded with zeros.
 #include "runtime/device.h"
 #include "fp8_plain.h"
 #include "gemm/gemm_fp8.h"
@@ -21,7 +21,7 @@ op_kernel cuda_contiguous, cuda_fp8_matmul;
 
 enum { EVERY = 128 /* steps between promotions */ };
 
-/// The fp8_scaling for an operand's blocks [outer x K], or -1 if there is none.
+/// Returns the fp8_scaling that has these blocks of an operand [outer x K], or -1 if none has.
 static int scaling_of(int64_t outer_block, int64_t k_block)
 {
   if (outer_block == 0 && k_block == 0) return FP8_TENSOR;
@@ -58,7 +58,8 @@ static eng_status take_zeros(void **piece, int64_t bytes, scratch *s)
 
 static bool aligned(const void *data) { return (uintptr_t)data % 16 == 0; }
 
-/// Prepares an operand, stored as [outer x K] (along_k) or [K x outer], for the tensor cores.
+/// Prepares an operand, stored as [outer x K] with `along_k` and as [K x outer] without, for the
+/// tensor cores.
 static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, bool along_k,
                           int64_t block_rows, int64_t block_columns, int scaling, scratch *s)
 {

@@ -1,6 +1,6 @@
-// fp8_matmul by the scalar formulas of core/base/fp8*.h: any blocks, layouts and accumulators, on
-// any card, with the same bits as the reference. Much slower than tensor cores. Used for
-// experiments and to check the tensor cores. Called by fp8_matmul.c.
+// Computes fp8_matmul by the scalar formulas of core/base/fp8*.h, for any blocks, layouts and
+// accumulators, on any card, with the same bits as the reference. This is much slower than tensor
+// cores. It serves for experiments and to check the tensor cores. Called by fp8_matmul.c.
 #include "runtime/device.h"
 #include "kernel/element.h"
 #include "fp8_plain.h"
@@ -22,13 +22,13 @@ struct operand {
   const float   *scale;
   int            fraction;                // fraction bits: 3 for e4m3, 2 for e5m2
   int64_t        i_stride, k_stride;
-  int64_t        i_block, k_block;        // elements that share a scale
-  int64_t        i_scale, k_scale;        // floats from block to block
+  int64_t        i_block, k_block;        // elements along i and k that share a scale
+  int64_t        i_scale, k_scale;        // floats from one block's scale to the next
 };
 
 struct product {
   operand a, b;
-  int64_t m, n, k, stretch, promotion;    // stretch: steps of K with constant scales
+  int64_t m, n, k, stretch, promotion;    // stretch: steps of K with the same scales
   bool    b_first, adds;
   void   *y;
   int     y_dtype, bias_dtype;
@@ -47,7 +47,7 @@ __device__ inline void fetch(uint8_t (*tile)[STEP + 4], const operand &x, int64_
                              int64_t first, int64_t k, int steps)
 {
   for (int t = threadIdx.y * SIDE + threadIdx.x; t < SIDE * STEP; t += SIDE * SIDE) {
-    const bool along_k = x.k_stride == 1;   // so that neighbouring threads read adjacent bytes
+    const bool along_k = x.k_stride == 1;   // lets consecutive threads read adjacent bytes
     const int i = along_k ? t / STEP : t % SIDE, j = along_k ? t % STEP : t / SIDE;
     tile[i][j] =
       first + i < rows && j < steps ? x.data[(first + i) * x.i_stride + (k + j) * x.k_stride] : 0;
@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(SIDE *SIDE) multiply(const __grid_constant__ p
   }
 }
 
-/// q as an operand. along_k: the product sums over the second stored dimension, else over the
-/// first.
+/// Describes q as an operand. With `along_k`, the product sums over q's second stored dimension,
+/// otherwise over its first.
 operand operand_of(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows,
                    int64_t block_columns)
 {

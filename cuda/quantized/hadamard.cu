@@ -1,6 +1,6 @@
 // The operation hadamard, bit-equal to core/cpu/reference_mx.c: sums are in f64 and in the CPU's
-// order. A block of threads transforms one group of n neighbours in each of WIDE lines. Lines are
-// rows of x, or its columns if `turned`.
+// order. A block of threads transforms one group of n adjacent elements in each of WIDE lines.
+// Lines are the rows of x or, if `turned`, its columns.
 #include "kernel/element.h"
 #include "kernel/walk.h"
 
@@ -20,7 +20,7 @@ struct rotation {
   void    *y;
   int      dtype, yields, n;
   bool     turned;
-  int64_t  along, lines, columns, signs;   // y is [lines x along]; columns: of x
+  int64_t  along, lines, columns, signs;   // y is [lines x along]; x has `columns` columns
   uint64_t seed;
   double   root;
 };

@@ -1,6 +1,6 @@
-// mx_dequantize and mx_matmul, bit-equal to core/cpu/reference_mx.c. The product evaluates the
-// formula of core/base/mx_blackwell.h, which is slow. mx_product.cu calls it if tensor cores do not
-// support the call.
+// mx_dequantize and the formula of mx_matmul, both bit-equal to core/cpu/reference_mx.c. The
+// formula is that of core/base/mx_blackwell.h, and slow. mx_product.cu uses it for calls that
+// tensor cores do not support.
 #include "kernel/element.h"
 #include "fp8_plain.h"
 
@@ -14,13 +14,13 @@ enum { THREADS = 256, EIGHT = 8, TILE = 16 };
 
 struct unscaling {
   const uint8_t *q, *scale;
-  const float   *amax;                 // of the tensor; NULL: the tensor has no scale of its own
+  const float   *amax;                 // of the tensor; NULL if the tensor has no scale of its own
   void          *y;
   int64_t        rows, columns, block_rows, block_columns;
   int            format, rule;
 };
 
-/// Each thread decodes eight neighbours of a row with a table of the format's numbers.
+/// Each thread decodes eight adjacent codes of a row with a table of the format's numbers.
 template <typename T> __global__ void __launch_bounds__(THREADS) multiply_codes(const unscaling p)
 {
   __shared__ float number[256];
@@ -59,8 +59,8 @@ struct operand {
   int            format, rule;
 };
 
-/// Decodes n codes of each of 16 rows of an operand, from step k of the product's K on, and their
-/// scales.
+/// Decodes n codes of each of 16 rows of an operand, from step k of K on, and the scales of these
+/// codes.
 __device__ inline void fetch(float (*number)[BLACKWELL_MOST + 1],
                              float (*scale)[BLACKWELL_MOST / 16 + 1], const operand &x,
                              int64_t first, int64_t k, int64_t K, int n)

@@ -14,16 +14,16 @@ namespace {
 
 enum { THREADS = 256, TILE_ROWS = 128, TILE_COLUMNS = 4, TILE_WORDS = TILE_ROWS };
 
-/// The scales of an operand, row-major, `across` to a row, each for `high` rows. `to` receives them
-/// in cuBLASLt's tiles, as `words` words of four scales.
+/// The scales of an operand, row-major, with `across` scales to a row. Each covers `high` rows of
+/// the operand. `to` receives the scales in cuBLASLt's tiles, as `words` words of four scales.
 struct tiling {
   const uint8_t *scale;
   uint32_t      *to;
   int64_t        rows, across, high, tiles_across, words;
 };
 
-/// A thread writes four neighbouring scales of a row, or padding. The first thread also writes
-/// alpha (the factors on the product and on y), unless it is NULL.
+/// A thread writes four adjacent scales of a row, or padding. The first thread also writes alpha
+/// (the factors on the product and on y), unless alpha is NULL.
 __global__ void __launch_bounds__(THREADS)
 tile_scales(const tiling a, const tiling b, const float *amax_a, int rule_a, const float *amax_b,
             int rule_b, double factor, bool add, float *alpha)

@@ -5,7 +5,7 @@
 // each way. It reads the tile as f32 into shared memory, finds the largest magnitude of each scale
 // block (a warp each), and writes the codes, or the values in bf16, of one result or of both. Rows
 // of the transposed copy are columns of the tile. With square blocks the transposed copy has the
-// same codes as the other result, so the tile keeps them.
+// same codes as the other result, so the tile keeps these codes.
 //
 // The amax of the tensor and the number of NaN are integer maxima and sums, which do not depend on
 // order. NVFP4 needs the amax first, so a separate pass finds it. For other rules, the kernel over
@@ -26,7 +26,7 @@ enum {
   THREADS = 256,
   WARPS = THREADS / 32,
   SIDE = 64,               // side of a tile, roughly: see tile_side
-  EACH = 4,                // adjacent elements of a row that a thread reads or writes at once
+  EACH = 4,                // adjacent elements of a row that a thread reads or writes at a time
 };
 
 /// The bits of a matrix's largest magnitude other than NaN, and the number of NaN in it.
@@ -46,7 +46,7 @@ struct side {
   int64_t  length;                     // of a row of the result
   int64_t  random;                     // Philox block of the first element
   bool     turned;                     // the result of x transposed
-  bool     same;                       // has the codes of the previous side
+  bool     same;                       // has the same codes as the other side
   bool     aligned;                    // four elements are one access
 };
 
@@ -63,12 +63,12 @@ struct job {
   const float *amax;                   // of the tensor, for NVFP4
   survey  *seen;                       // NULL: not wanted
   uint64_t seed;
-  float    factor;                     // on elements
+  float    factor;                     // multiplies the elements
 };
 
 // ------------------------------------------------------------------ numbers of x
 
-/// The first `there` of four neighbours; the rest become zeros.
+/// Loads the first `there` of four adjacent numbers from element i on. The rest become zeros.
 __device__ inline void load_four(float (&v)[EACH], const void *x, int dtype, int64_t i, int there,
                                  bool aligned)
 {
@@ -90,7 +90,7 @@ __device__ inline void load_four(float (&v)[EACH], const void *x, int dtype, int
   }
 }
 
-/// The bits of |x|, 0 for a NaN, which is counted.
+/// Returns the bits of |x|. If x is NaN, returns 0 and increments `nan`.
 __device__ inline uint32_t magnitude_of(float x, int &nan)
 {
   const uint32_t bits = __float_as_uint(x) & 0x7FFFFFFFu;
@@ -123,7 +123,7 @@ survey_all(const void *x, int dtype, int64_t count, bool aligned, survey *seen)
   report(seen, top, nan);
 }
 
-/// Writes the tensor's amax and the number of NaN in it. One thread.
+/// Writes the tensor's amax and the number of NaN in it. Runs in one thread.
 __global__ void finish(const survey *seen, const float *given, bool finite, float *amax,
                        float *again, int64_t *nan)
 {
@@ -136,9 +136,9 @@ __global__ void finish(const survey *seen, const float *given, bool finite, floa
 
 // ------------------------------------------------------------------ tiles
 
-/// The four-over-six rule: 1.5 if the block at (r0, c0) has a smaller error when its amax is scaled
-/// to 4 than when it is scaled to 6, else 1. A lane takes every 32nd row of the block or, if the
-/// side is turned, every 32nd column. All lanes of a warp must call it.
+/// Applies the four-over-six rule. Returns 1.5 if the block at (r0, c0) has a smaller error when
+/// its amax is scaled to 4 than when it is scaled to 6, else 1. A lane takes every 32nd row of the
+/// block or, if the side is turned, every 32nd column. All lanes of a warp must call it.
 __device__ inline float stretch_of(const float *tile, int pitch, const job &p, const side &s,
                                    int r0, int c0, int rows, int columns, float amax)
 {
@@ -167,7 +167,7 @@ __device__ inline float stretch_of(const float *tile, int pitch, const job &p, c
 }
 
 /// Finds the scales of a tile's blocks. Sets block[b] to the factor on the elements of block b and
-/// the value of its scale. `again`: another side that gets the same scales, or NULL.
+/// the value of its scale. `again` is another side that gets the same scales, or NULL.
 template <int FORMAT>
 __device__ inline void find_scales(float2 *block, const float *tile, int pitch, const job &p,
                                    const side &s, const side *again, int64_t r0, int64_t c0,
@@ -232,8 +232,8 @@ __device__ inline void store_four(const job &p, const side &s, int64_t at,
   }
 }
 
-/// Writes one result of a tile, four elements of a row per thread. `keep`: replaces the tile's
-/// numbers by their codes.
+/// Writes one result of a tile, four elements of a row per thread. With `keep`, also replaces the
+/// tile's numbers by their codes.
 template <int FORMAT, bool RANDOM>
 __device__ inline void write_elements(float *tile, const float2 *block, const float *number,
                                       int pitch, const job &p, const side &s, bool keep,
@@ -316,13 +316,13 @@ __global__ void __launch_bounds__(THREADS, 4) quantize_tile(const __grid_constan
 
 int64_t parts(int64_t n, int64_t each) { return (n + each - 1) / each; }
 
-/// The side of a tile that holds whole blocks of this size.
+/// Returns the side of a tile that holds whole blocks of this size.
 int tile_side(int block)
 { return block > SIDE ? block : SIDE / block * block; }
 
 bool is_aligned(const void *p, int bytes) { return (uintptr_t)p % (uintptr_t)bytes == 0; }
 
-/// Describes a result of the call. `turned`: it is the result of p->x transposed.
+/// Describes a result of the call. `turned` is true for the result of p->x transposed.
 side side_of(const op_call *call, tensor *q, tensor *scale, const job *p, bool turned,
              int64_t random)
 {

@@ -1,6 +1,7 @@
 // NF4: nf4_quantize and nf4_dequantize, bit-equal to core/cpu/reference_nf4.c, with the tables of
-// core/base/nf4.h. A warp quantizes a block. One thread computes the mean of the absmaxes, a sum in
-// f64 in the CPU's order. This is slow, but weights are quantized only once.
+// core/base/nf4.h. A warp quantizes a block. One thread computes the mean of the absmaxes (largest
+// magnitudes of the blocks), by a sum in f64 in the CPU's order. This is slow, but weights are
+// quantized only once.
 #include "kernel/element.h"
 
 extern "C" {
@@ -40,7 +41,7 @@ quantize_blocks(const void *x, int dtype, int64_t count, int64_t size,
                 lane = threadIdx.x % 32;
   if (from >= count) return;
   const int64_t n = min(size, count - from);
-  uint32_t top = 0;   // the bits of the largest magnitude; those of a NaN are larger than any other
+  uint32_t top = 0;   // the bits of the largest magnitude; the bits of a NaN are larger
   for (int64_t i = lane; i < n; i += 32)
     top = max(top, __float_as_uint((float)load_double(x, dtype, from + i)) & 0x7FFFFFFFu);
   const float largest = __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, top)),
@@ -56,7 +57,8 @@ quantize_blocks(const void *x, int dtype, int64_t count, int64_t size,
   if (lane == 0) absmax[block] = n < size ? divisor : largest;
 }
 
-/// The mean of all absmaxes, or the given offset. One block, in which one thread adds.
+/// Sets *offset to the mean of all absmaxes or, if `given` is not NULL, to *given. Runs in one
+/// block, in which one thread adds.
 __global__ void __launch_bounds__(THREADS)
 find_offset(const float *absmax, int64_t n, const float *given, float *offset)
 {
@@ -72,7 +74,7 @@ find_offset(const float *absmax, int64_t n, const float *given, float *offset)
   if (threadIdx.x == 0) *offset = given ? *given : n ? (float)(sum / (double)n) : 0.0f;
 }
 
-/// The codes of a group of absmaxes, one per thread, and the group's largest magnitude.
+/// Computes the codes of a group of absmaxes, one per thread, and the group's largest magnitude.
 __global__ void __launch_bounds__(NF4_GROUP)
 quantize_absmaxes(const float *absmax, int64_t n, const float *offset,
                   const __grid_constant__ eight_bits t, uint8_t *code, float *group)
@@ -90,7 +92,7 @@ quantize_absmaxes(const float *absmax, int64_t n, const float *offset,
   const float largest = __uint_as_float(top);
   if (threadIdx.x == 0) group[blockIdx.x] = largest;
   if (at >= n) return;
-  // finds the nearest number of the map by bisection; of two equally near, the first
+  // finds the nearest number of the map by bisection; of two that are equally near, the first
   const float v = nf4_bin_number(nf4_bin(x * (1.0f / largest)));
   int low = 0, high = NF4_GROUP - 1;
   while (low < high) {
@@ -103,12 +105,12 @@ quantize_absmaxes(const float *absmax, int64_t n, const float *offset,
 
 struct unscaling {
   const uint8_t *q, *code;
-  const float   *absmax, *group, *offset;   // if `group` is not NULL, `code` holds the absmaxes
+  const float   *absmax, *group, *offset;   // if `group` is not NULL, absmaxes are in `code`
   void          *y;
   int64_t        count, size;
 };
 
-/// Each thread takes eight neighbours, which are in one block.
+/// Each thread decodes eight adjacent codes, which are in one block.
 template <typename T> __global__ void __launch_bounds__(THREADS)
 multiply_codes(const unscaling p, const __grid_constant__ four_bits four,
                const __grid_constant__ eight_bits eight)

@@ -4,17 +4,17 @@
 // A block of threads processes tiles of 128 x 128 numbers, 8 x 8 per thread, and writes codes in
 // both directions. The codes of the transposed copy go through shared memory. Meanwhile the next
 // tile loads (cp.async; 96 KiB in flight per multiprocessor in 16-bit formats). Where the rule
-// divides, two products bound each quotient, and the thread divides only if their codes differ. If
-// scale blocks fit a tile (1 x 128, 128 x 1 or 128 x 128), their largest magnitudes are found
-// within the tile, so x is read once. For other blocks, a first pass finds the largest magnitudes
-// as integer maxima, which do not depend on order. With a given factor (delayed scaling) no such
-// pass is needed. Numbers are processed one by one for stochastic rounding, for rows whose length
-// is not a multiple of 8, for x not 16-byte aligned, for f64, and for blocks that neither fit a
-// tile nor span whole sides of x. All coordinates are those of x. Blocks of the transposed copy
-// have rows and columns exchanged.
+// divides, two products bound each quotient, and the thread divides only if the codes of the two
+// products differ. If scale blocks fit a tile (1 x 128, 128 x 1 or 128 x 128), their largest
+// magnitudes are found within the tile, so x is read once. For other blocks, a first pass finds the
+// largest magnitudes as integer maxima, which do not depend on order. With a given factor (delayed
+// scaling) no such pass is needed. Numbers are processed one by one for stochastic rounding, for
+// rows whose length is not a multiple of 8, for x that is not 16-byte aligned, for f64, and for
+// blocks that neither fit a tile nor span whole sides of x. All coordinates are those of x: blocks
+// of the transposed copy are described with rows and columns exchanged.
 //
-// In bf16 and f16, if the inputs need to be read only once, swiglu_quantize loads tiles of gate and
-// up and computes silu(gate) * up in registers. Otherwise silu(gate) * up goes to scratch memory
+// In bf16 and f16, if the inputs must be read only once, swiglu_quantize loads tiles of gate and up
+// and computes silu(gate) * up in registers. Otherwise silu(gate) * up goes to scratch memory
 // first.
 #include "quantize_tiles.h"
 
@@ -135,8 +135,8 @@ __global__ static void make_scales(const uint32_t *maxima, side s, side other, b
 
 // ------------------------------------------------------------------ number by number
 
-/// Each thread writes four codes (e5m6: eight) of one output, in that output's order. `turned`
-/// selects the transposed copy.
+/// Each thread writes four codes (eight in e5m6) of one output, in the order of that output.
+/// `turned` selects the transposed copy.
 template <typename T, int E, bool RANDOM> __global__ static void __launch_bounds__(THREADS)
 quantize_numbers(const T *x, const job p, bool turned)
 {
@@ -168,7 +168,7 @@ quantize_numbers(const T *x, const job p, bool turned)
   if (E == 6 && first < count) put_e5m6((uint32_t *)s.q + first / 8 * 3, y);
 }
 
-/// The largest magnitude of all numbers; NaN if x contains one.
+/// Finds the bits of the largest magnitude of all numbers, or those of a NaN if x contains one.
 template <typename T> __global__ static void __launch_bounds__(THREADS)
 whole_amax(const T *x, int64_t count, uint32_t *amax)
 {
@@ -333,7 +333,7 @@ static job job_of(const op_call *call)
   return p;
 }
 
-/// Whether the tiles find all factors.
+/// Whether all factors can be found within the tiles.
 static bool finds_factors(const op_call *call, const job *p)
 {
   return p->tiles && fits_tile(p->own.row_block, p->own.column_block) &&
@@ -342,14 +342,14 @@ static bool finds_factors(const op_call *call, const job *p)
 
 static eng_status run(const op_call *call, job p)
 {
-  for (int k = 1; k <= 4; k += 3)   // clears the padding of the scales
+  for (int k = 1; k <= 4; k += 3)   // clears both outputs' scales, if they are padded
     if (call->out[k] && call->out[k]->count >
                           (k == 1 ? p.own.down * p.own.across : p.turned.down * p.turned.across))
       CUDA_TRY(cudaMemsetAsync(call->out[k]->data, 0, (size_t)call->out[k]->count * sizeof(float),
                                cuda_stream()));
   if (p.amax) CUDA_TRY(cudaMemsetAsync(p.amax, 0, sizeof *p.amax, cuda_stream()));
 
-  // The factors of both sides are in memory, unless the tiles find them.
+  // The factors of both sides are in memory, unless they are found within the tiles.
   bool in_tiles = finds_factors(call, &p);
   int64_t own_blocks = p.own.down * p.own.across, turned_blocks = p.turned.down * p.turned.across;
   int64_t bytes =
@@ -415,7 +415,7 @@ struct unscaling {
   int          format, dtype, wide;
 };
 
-/// Each thread processes eight neighbours of a row.
+/// Each thread processes eight adjacent codes of a row.
 template <typename T> __global__ static void __launch_bounds__(THREADS)
 multiply_codes(const unscaling p)
 {

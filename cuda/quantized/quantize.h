@@ -16,11 +16,11 @@ extern "C" {
 enum {
   TILE = 128,
   DOWN = 8,
-  EIGHT = 8 /* rows and columns of a thread */,
+  EIGHT = 8 /* a thread has DOWN rows and EIGHT columns */,
   TILE_THREADS = TILE / DOWN * (TILE / EIGHT),
   TILE_WARPS = TILE_THREADS / 32
 };
-enum { LANES = TILE / EIGHT /* threads per row */, THREADS = 256 /* of a block elsewhere */ };
+enum { LANES = TILE / EIGHT /* threads per row */, THREADS = 256 /* of other blocks */ };
 
 /// How scale factors vary within a tile.
 enum { BY_TILE, BY_ROW, BY_COLUMN, BY_BLOCK };
@@ -29,8 +29,8 @@ enum { BY_TILE, BY_ROW, BY_COLUMN, BY_BLOCK };
 /// numbers of x.
 struct side {
   void    *q;                          // NULL: not wanted
-  float   *scale;                      // of block (i, j): scale[i * row_stride + j * column_stride]
-  // of block (i, j): factor[i * across + j]; if NULL, factors are found within the tile
+  float   *scale;                      // block (i, j): scale[i * row_stride + j * column_stride]
+  // block (i, j) has factor[i * across + j]; if NULL, factors are found within the tile
   float   *factor;
   // block sizes, and the number of blocks each way
   int64_t  row_block, column_block, down, across;
@@ -48,12 +48,12 @@ struct scaling_rule {
 
 struct job {
   side    own, turned;
-  // swiglu_quantize in tiles: x is the gate, and silu(x) * up is rounded to x's format, then
-  // quantized
+  // not NULL for swiglu_quantize in tiles: x is the gate, and silu(x) * up is rounded to x's
+  // format, then quantized
   const void *up;
   scaling_rule rule;
   int64_t rows, columns;
-  // bits of the largest magnitude, NaN when the input contains one; NULL: not wanted
+  // bits of the largest magnitude, or of a NaN if the input contains one; NULL if not wanted
   uint32_t *amax;
   uint64_t seed;
   int     wide;                        // 1: groups of eight numbers of x are 16-byte aligned
@@ -73,7 +73,7 @@ __device__ static inline fp8_scale scale_of(const scaling_rule &r, float amax)
   return fp8_scale_of(amax, r.largest, r.rule, r.power_of_two, r.eps, r.margin, r.limit);
 }
 
-/// The bits of |x|, for maxima. A NaN becomes `nan`.
+/// Returns the bits of |x|, for maxima, or `nan` if x is NaN.
 __device__ static inline uint32_t magnitude_of(float x, uint32_t nan)
 {
   uint32_t a = __float_as_uint(x) & 0x7FFFFFFFu;
@@ -82,7 +82,8 @@ __device__ static inline uint32_t magnitude_of(float x, uint32_t nan)
 
 // ------------------------------------------------------------------ codes
 
-/// Codes of four numbers, the first in the lowest byte. E is the number of fraction bits, 3 or 2.
+/// Returns the codes of four numbers, the first in the lowest byte. E is the number of fraction
+/// bits, 3 or 2.
 template <int E> __device__ static inline uint32_t codes(float a, float b, float c, float d)
 {
 #ifdef PTX_FP8
@@ -101,8 +102,8 @@ __device__ static inline float scaled(float x, float factor, int divides)
 template <typename T> __device__ static inline float number(T x) { return widen(x); }
 template <> __device__ inline float number<double>(double x)     { return (float)x; }
 
-/// Like e5m6_from_f32 with saturation, but without arithmetic in double. fp8_code_f32 rounds to 6
-/// fraction bits as well as to 2 or 3.
+/// Does the same as e5m6_from_f32 with saturation, but without arithmetic in double. (fp8_code_f32
+/// can round to 6 fraction bits, not only to 2 or 3.)
 __device__ static inline uint16_t e5m6_of(float x)
 {
   uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7FFFFFFFu;
@@ -122,7 +123,7 @@ __device__ static inline void put_e5m6(uint32_t *to, const float y[EIGHT])
   for (int k = 0; k < 3; k++) to[k] = word[k];
 }
 
-/// The factor of element (r, c) of x.
+/// Returns the factor of element (r, c) of x.
 __device__ static inline float factor_at(const side &s, int64_t r, int64_t c)
 {
   return s.factor[r / s.row_block * s.across + c / s.column_block];
@@ -130,7 +131,8 @@ __device__ static inline float factor_at(const side &s, int64_t r, int64_t c)
 
 // ------------------------------------------------------------------ eight numbers
 
-/// Eight neighbours of a row as words in memory: pairs of 16 bits, or f32 (f64 is rounded to f32).
+/// Eight adjacent numbers of a row as 32-bit words. A word holds two 16-bit numbers or one f32 (f64
+/// is rounded to f32).
 template <typename T> struct eight {
   enum { WORDS = sizeof(T) == 2 ? 4 : 8, EACH = EIGHT / WORDS };
   uint32_t w[WORDS];
@@ -151,7 +153,7 @@ struct magnitudes<f16_t> {
   enum : uint32_t { bits = 0x7FFF7FFFu, signs = 0x80008000u, beyond = 0x03FF03FFu };
 };
 
-/// Reads from a 16-byte aligned address (f32: two accesses).
+/// Reads eight numbers from a 16-byte aligned address, in one access (two for f32).
 template <typename T> __device__ static inline void load_wide(eight<T> &v, const T *x)
 {
 #pragma unroll
@@ -182,7 +184,7 @@ template <typename T> __device__ static inline void load_some(eight<T> &v, const
   }
 }
 
-/// Number h of a word.
+/// Returns number h of a word: 0 or 1 in 16-bit formats, 0 in f32.
 template <typename T> __device__ static inline float number_of(uint32_t word, int h)
 {
   if constexpr (sizeof(T) == 2) {
@@ -210,14 +212,14 @@ template <typename T> __device__ static inline uint32_t larger(uint32_t a, uint3
 template <typename T>
 __device__ static inline bool some_nan(uint32_t magnitude)
 { return ((magnitude + magnitudes<T>::beyond) & magnitudes<T>::signs) != 0; }
-/// Replaces NaNs by 0.
+/// Returns the word with NaNs replaced by 0.
 template <typename T> __device__ static inline uint32_t but_nan(uint32_t magnitude)
 {
   const uint32_t found = (magnitude + magnitudes<T>::beyond) & magnitudes<T>::signs;
   return magnitude & ~(sizeof(T) == 2 ? (found >> 15) * 0xFFFFu : (uint32_t)((int32_t)found >> 31));
 }
 
-/// Magnitude h of a word as the bits of an f32; every NaN becomes the same one.
+/// Returns magnitude h of a word as the bits of an f32. Every NaN becomes 0x7FC00000.
 template <typename T> __device__ static inline uint32_t magnitude_bits(uint32_t word, int h)
 {
   const uint32_t a = __float_as_uint(number_of<T>(word, h)) & 0x7FFFFFFFu;

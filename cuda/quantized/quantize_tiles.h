@@ -1,5 +1,5 @@
-// quantize by tiles of 128 x 128: codes in both directions from one read. Included only by
-// quantize.cu, which describes the method.
+// The kernel of quantize for tiles of 128 x 128, which computes the codes of both directions from
+// one read. Included only by quantize.cu, which describes the method.
 #pragma once
 
 #include "quantize.h"
@@ -11,22 +11,22 @@
 struct shared_tile {
   uint32_t row_top[TILE], warp_top[TILE_WARPS];           // bits of f32
   alignas(16) uint32_t column_top[TILE_WARPS][TILE];      // words of magnitudes
-  // [0]: of q, [1]: of its transposed copy; one per row or per column
+  // factor[0] belongs to q, factor[1] to its transposed copy; one per row or per column
   alignas(16) float factor[2][TILE];
-  // the factor's inverse, rounded down and up
+  // the inverse of each factor, rounded down and up
   alignas(16) float low[2][TILE], high[2][TILE];
-  // codes [column of x][rows of x]; word w of column c is at w ^ (c / 8 * 2)
+  // turned[c] holds the transposed copy's codes of column c of x; word w is at w ^ (c / 8 * 2)
   alignas(16) uint32_t turned[TILE][TILE / 4];
 };
 
 /// The position of a tile, and of a thread in it.
 struct tile_place {
   int down, across;                // the tile's indices
-  int first_row, first_column;     // the thread's, in the tile
-  // rows of x from the thread's first row on; 0 if the thread's columns are outside x
+  int first_row, first_column;     // of the thread, within the tile
+  // number of rows of x from the thread's first row on; 0 if its columns are outside x
   int rows_there;
 };
-// Tiles are used only for sides below 2^31 - TILE.
+// Indices fit in an int, because tiles are used only if both sides of x are below 2^31 - TILE.
 __device__ static inline int row_of(const tile_place &at) { return at.down * TILE + at.first_row; }
 __device__ static inline int column_of(const tile_place &at)
 { return at.across * TILE + at.first_column; }
@@ -35,7 +35,7 @@ __device__ static inline int64_t offset_of(const tile_place &at, const job &p)
 
 /// Puts the factors of one side into shared memory. Reads them from memory or, if they are not
 /// there, computes them from the maxima and writes the scales. Threads 128 to 255 do this for
-/// factors by column, threads 0 to 127 for all others.
+/// factors by column, threads 0 to 127 for all other factors.
 template <typename T>
 __device__ static inline void share_factors(shared_tile &t, const side &s, int which, const job &p,
                                             const tile_place &at)
@@ -82,8 +82,8 @@ __device__ static inline void share_factors(shared_tile &t, const side &s, int w
   t.high[which][i] = ordinary ? __uint_as_float(__float_as_uint(inverse) + !exact) : 1.0f;
 }
 
-/// Codes of four numbers. Sets bits of `doubt` where the two bounds of a quotient give different
-/// codes.
+/// Returns the codes of four numbers, computed with `low`. With DIVIDES, sets bits of `doubt` where
+/// the two bounds of a quotient give different codes.
 template <int E, bool DIVIDES>
 __device__ static inline uint32_t four_codes(const float x[4], const float low[4],
                                              const float high[4], uint32_t &doubt)
@@ -104,7 +104,8 @@ template <bool ALL> __device__ static inline void load_factors(float f[4], const
   f[3] = four.w;
 }
 
-/// Writes the codes of the thread's rows to memory. COLUMNS: factors are per column.
+/// Writes the codes of the thread's rows to memory. With COLUMNS, factors are per column. Returns
+/// nonzero if a quotient is uncertain.
 template <typename T, int E, bool DIVIDES, bool COLUMNS>
 __device__ static inline uint32_t write_own(const shared_tile &t, const eight<T> (&v)[DOWN],
                                             const job &p, const tile_place &at)
@@ -129,13 +130,15 @@ __device__ static inline uint32_t write_own(const shared_tile &t, const eight<T>
   return doubt;
 }
 
-/// The two words of the transposed tile that hold the thread's rows of column k.
+/// Returns the address of the two words of the transposed tile that hold the thread's rows of the
+/// thread's column k.
 __device__ static inline uint32_t *turned_word(shared_tile &t, const tile_place &at, int k)
 {
   return &t.turned[at.first_column + k][at.first_row / 4 ^ at.first_column / EIGHT * 2];
 }
 
-/// Puts the thread's codes of the transposed copy into shared memory.
+/// Puts the thread's codes of the transposed copy into shared memory. Returns nonzero if a quotient
+/// is uncertain.
 template <typename T, int E, bool DIVIDES, bool COLUMNS>
 __device__ static inline uint32_t turn_codes(shared_tile &t, const eight<T> (&v)[DOWN],
                                              const tile_place &at)
@@ -192,7 +195,7 @@ __device__ static inline void divide_all(shared_tile &t, const eight<T> (&of)[DO
   }
 }
 
-/// Writes the tile's part of the transposed copy: 16 bytes (rows of x) at a time.
+/// Writes the tile's part of the transposed copy, 16 codes (rows of x) at a time.
 __device__ static inline void write_turned(const shared_tile &t, const job &p, const tile_place &at)
 {
   const int r0 = at.down * TILE, c0 = at.across * TILE;
@@ -217,8 +220,8 @@ __device__ static inline void write_turned(const shared_tile &t, const job &p, c
 }
 
 /// Tracks the largest magnitudes of the words added so far. NaN counts as the largest or, with
-/// BUT_NAN, is ignored. A comparison of floats can drop the sign in the same instruction; integers
-/// would need registers for all magnitudes in addition to the numbers.
+/// BUT_NAN, is ignored. A comparison of floats can drop the sign in the same instruction. A
+/// comparison of integers would need registers for all magnitudes in addition to the numbers.
 template <typename T, bool BUT_NAN> struct largest_of {
   float high = 0;
   __device__ void add(uint32_t word)
@@ -253,7 +256,7 @@ template <bool BUT_NAN> struct largest_of<bf16_t, BUT_NAN> {
   }
 };
 
-/// Largest magnitudes of the thread's rows and columns; BUT_NAN: ignoring NaN.
+/// Finds the largest magnitudes of the thread's rows and columns. With BUT_NAN, ignores NaN.
 template <typename T, bool BUT_NAN>
 __device__ static inline void find_tops(uint32_t (&row)[DOWN], uint32_t (&column)[eight<T>::WORDS],
                                         const eight<T> (&v)[DOWN])
@@ -273,8 +276,8 @@ __device__ static inline void find_tops(uint32_t (&row)[DOWN], uint32_t (&column
   for (int i = 0; i < eight<T>::WORDS; i++) column[i] = down[i].found();
 }
 
-/// Puts maxima of the tile's rows, columns and warps into shared memory, and the largest of all
-/// into p.amax.
+/// Puts the maxima of the tile's rows, columns and warps into shared memory, and merges the largest
+/// of all into p.amax.
 template <typename T>
 __device__ static inline void share_tops(shared_tile &t, const eight<T> (&v)[DOWN], const job &p,
                                          const tile_place &at)
@@ -324,7 +327,7 @@ __device__ static inline void share_tops(shared_tile &t, const eight<T> (&v)[DOW
   const bool some = __any_sync(0xFFFFFFFFu, nan);
   if (lane != 0) return;
   if (some) all = 0x7FC00000u;
-  // skips the atomic operation if the maximum is already as large, as in most warps
+  // most warps can skip the atomic operation, because *p.amax is already as large
   if (all > *(volatile uint32_t *)p.amax) atomicMax(p.amax, all);
 }
 
@@ -340,7 +343,7 @@ __device__ static inline tile_place place_of(unsigned tile, const job &p)
   return at;
 }
 
-/// Starts loading the thread's numbers into its own slots.
+/// Starts loading the thread's numbers into its own slots of `stage`.
 template <typename T>
 __device__ static inline void send_for(uint4 *stage, const T *x, const job &p, const tile_place &at)
 {
@@ -356,7 +359,7 @@ __device__ static inline void send_for(uint4 *stage, const T *x, const job &p, c
   __pipeline_commit();
 }
 
-/// Reads the numbers that send_for loads; zeros outside x.
+/// Waits for the numbers that send_for loads, and reads them. Numbers outside x are zeros.
 template <typename T>
 __device__ static inline void receive(eight<T> (&v)[DOWN], const uint4 *stage, const tile_place &at)
 {
@@ -376,10 +379,10 @@ __device__ static inline void receive(eight<T> (&v)[DOWN], const uint4 *stage, c
     }
 }
 
-/// The number of 16-byte quads in a tile that is being loaded.
+/// The number of 16-byte quads of a tile in `stage`.
 template <typename T> struct stage_of { enum { QUADS = TILE * TILE * sizeof(T) / sizeof(uint4) }; };
 
-/// Starts loading a tile of x and, with SWIGLU, a tile of up behind it.
+/// Starts loading a tile of x and, with SWIGLU, a tile of `up` into the memory behind it.
 template <typename T, bool SWIGLU>
 __device__ static inline void send_tile(uint4 *stage, const T *x, const job &p,
                                         const tile_place &at)
@@ -388,8 +391,8 @@ __device__ static inline void send_tile(uint4 *stage, const T *x, const job &p,
   if constexpr (SWIGLU) send_for(stage + stage_of<T>::QUADS, (const T *)p.up, p, at);
 }
 
-/// Reads the numbers to quantize. With SWIGLU a thread reads the rows of up one at a time, so gate
-/// and up are never both completely in registers.
+/// Reads the numbers to quantize. With SWIGLU a thread reads the rows of `up` one at a time, so
+/// that gate and up are never both completely in registers.
 template <typename T, bool SWIGLU>
 __device__ static inline void receive_tile(eight<T> (&v)[DOWN], const uint4 *stage,
                                            const tile_place &at)
@@ -411,9 +414,9 @@ __device__ static inline void receive_tile(eight<T> (&v)[DOWN], const uint4 *sta
   }
 }
 
-/// Blocks per multiprocessor, as many as fit in its shared memory. With SWIGLU, two fit from sm_90
-/// to below sm_120. Elsewhere only one fits, which may then use more registers. The host still
-/// launches enough blocks for two, and the second one waits.
+/// The number of blocks per multiprocessor: as many as fit in its shared memory. With SWIGLU, two
+/// blocks fit from sm_90 to below sm_120. Elsewhere only one block fits, which may then use more
+/// registers. The host still launches enough blocks for two, and the second block waits.
 template <typename T, bool SWIGLU> constexpr int tiles_resident(void)
 {
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)

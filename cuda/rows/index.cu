@@ -5,9 +5,9 @@
 // sum all picks of a place in a fixed order and without float atomics. The picks are sorted by
 // place (a stable radix sort of packed words, by CUB) and cut into chunks of equal length. One
 // thread per column sums a chunk, so that a place picked thousands of times costs no more per pick
-// than others. If the picks of a place continue across the end of a chunk, their partial sums are
-// stored separately and combined afterwards, chunk by chunk. Sums are f32 (f64 for f64), rounded
-// once. Called through the device's table.
+// than other places. If the picks of a place continue across the end of a chunk, their partial sums
+// are stored separately and combined afterwards, chunk by chunk. Sums are f32 (f64 for f64),
+// rounded once. Called through the device's table.
 #include "kernel/lanes.h"
 
 #include <cub/device/device_radix_sort.cuh>
@@ -114,7 +114,7 @@ static eng_status copy_rows(const op_call *call, around a)
   r.fault = cuda_fault();
   bool same = x->dtype == y->dtype, fast = is_fast(x->dtype) && is_fast(y->dtype);
   uintptr_t together = (uintptr_t)x->data | (uintptr_t)y->data;
-  // bytes of a unit; elements of a unit
+  // bytes of an element and of a unit; elements of a unit
   int64_t size = eng_dtype_size(y->dtype), unit = 16, members = 1;
   if (same) {
     for (together |= (uintptr_t)(a.inner * size); together % (uintptr_t)unit; unit /= 2) {}
@@ -152,7 +152,7 @@ extern "C" eng_status cuda_index_select(const op_call *call)
 
 // ------------------------------------------------------------------ elements by index
 
-/// Walk: y, index, and x without its indexed dimension.
+/// Gathers an element. The walk holds y, the index, and x without its indexed dimension.
 struct gather_body {
   int64_t size, step;    // size and stride of the indexed dimension of x
   cuda_fault_record *fault;
@@ -189,8 +189,9 @@ extern "C" eng_status cuda_gather(const op_call *call)
 
 enum { RUN = 64 };   // picks in a chunk
 
-/// dx[o, place, i] = sum of dy[o, k, i] over the picks k of a place, added to dx's old value when
-/// `add`. A column is (o, i). A word holds place << shift | k; out-of-range places become `a.size`.
+/// A gradient. dx[o, place, i] is the sum of dy[o, k, i] over the picks k of the place, plus the
+/// old value of dx if `add`. A column is a pair (o, i). A word holds place << shift | k. The place
+/// of an index out of range is a.size.
 struct scatter {
   void       *dx;
   const void *dy;
@@ -227,7 +228,8 @@ __device__ static void finish(const scatter &s, int64_t to, typename Lanes::numb
   Lanes::store(s.dx, s.dx_dtype, to, sum);
 }
 
-// A thread takes V columns of one chunk; neighbouring threads take neighbouring columns.
+// Sums the picks of a chunk. A thread takes V columns of one chunk; consecutive threads take
+// adjacent columns.
 template <class Lanes>
 static __global__ void __launch_bounds__(WALK_THREADS)
   chunk_kernel(const scatter s, int64_t threads, int64_t vectors)
@@ -329,7 +331,7 @@ struct pick_source {
   uint8_t    *picked;                        // [places], or NULL
 };
 
-struct word_body {   // walk: word, index, and the element's place for index 0
+struct word_body {   // the walk holds words, indices, and the place of each element at index 0
   pick_source p;
   int64_t     step;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
@@ -372,7 +374,8 @@ template <class Lanes> static void sum_chunks(const scatter &s)
     combine_kernel<Lanes><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(s, threads, vectors);
 }
 
-/// `w`: words, index, places (see word_body); `step`: number of places from one index to the next.
+/// Sorts the picks and sums them into dx. `w` holds words, indices and places (see word_body).
+/// `step` is the number of places from one index to the next.
 static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_t index_size,
                                int64_t step)
 {
@@ -400,7 +403,7 @@ static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_
   s.columns = s.a.outer * s.a.inner;
   int bits = bits_of(s.a.size);
   bool wide = !is_fast(s.dy_dtype) || !is_fast(s.dx_dtype);
-  // Rows of whole 16-byte units are cleared only if not picked; otherwise all of dx is cleared.
+  // If rows consist of 16-byte units, only rows that no index picks are cleared; else all of dx is.
   bool apart = !s.add && row_bytes % 16 == 0 && (uintptr_t)dx->data % 16 == 0 &&
                s.a.outer * s.a.size < 1ll << 31;
 

@@ -1,9 +1,9 @@
 // Losses: cross entropy over the last dimension with its gradient, and the mean squared error.
 //
-// Cross entropy reads the logits once: each thread keeps a maximum and the sum of exponentials
-// relative to it, rescaled when the maximum grows; probabilities are never stored. The gradient
-// reads logits once and writes once. A warp processes a row or, if it is long, a block does. The
-// results of rows are summed in double in a fixed order.
+// Cross entropy reads the logits once. Each thread keeps a maximum and the sum of exponentials
+// relative to it, which is rescaled when the maximum grows. Probabilities are never stored. The
+// gradient reads the logits once and writes each result once. A warp processes a short row, a block
+// a long row. The results of rows are summed in double in a fixed order.
 //
 // NaN and Inf are handled as in core/cpu/reference_loss.c: an infinite largest logit makes its row
 // NaN. A target out of range raises the fault.
@@ -27,8 +27,8 @@ enum {
 template <typename T> struct wide_of { typedef float type; };
 template <> struct wide_of<double>   { typedef double type; };
 
-/// exp(d) for d <= 0. In f32 its error grows with |d|, but its contribution to a sum shrinks
-/// accordingly.
+/// Returns exp(d) for d <= 0. In f32 the relative error grows with |d|, but the result's
+/// contribution to a sum shrinks accordingly.
 __device__ static inline float  below_one(float d)  { return exp2_fast(d * 1.4426950408889634f); }
 __device__ static inline double below_one(double d) { return exp(d); }
 
@@ -37,13 +37,14 @@ __device__ static inline double exponent(double x) { return exp(x); }
 __device__ static inline float  tangent(float x)   { return tanhf(x); }
 __device__ static inline double tangent(double x)  { return tanh(x); }
 
-/// A soft cap of logits, cap * tanh(x / cap); CAPPED = false: none.
+/// A soft cap of logits, cap * tanh(x / cap). If CAPPED is false, there is no cap.
 template <typename A> struct soft_cap { A cap, inverse; };
 
 template <bool CAPPED, typename A> __device__ static inline A capped(A x, soft_cap<A> c)
 { return CAPPED ? c.cap * tangent(x * c.inverse) : x; }
 
-/// The cap's derivative, 1 - tanh^2 without cancellation: 4 z / (1 + z)^2, z = exp(-2|x / cap|).
+/// Returns the cap's derivative, 1 - tanh(x / cap)^2, without cancellation: 4 z / (1 + z)^2 with
+/// z = exp(-2|x / cap|).
 template <bool CAPPED, typename A> __device__ static inline A cap_slope(A x, soft_cap<A> c)
 {
   if (!CAPPED) return (A)1;
@@ -51,7 +52,8 @@ template <bool CAPPED, typename A> __device__ static inline A cap_slope(A x, sof
   return 4 * z / ((1 + z) * (1 + z));
 }
 
-/// A row of n elements: `head` elements, `whole` aligned 16-byte accesses, and the rest.
+/// A row of n elements: `head` elements before the first aligned address, `whole` aligned 16-byte
+/// accesses, and the rest.
 struct cut { int head, whole, n; };
 
 template <typename T> __device__ static inline cut cut_of(const T *row, int n)
@@ -209,7 +211,7 @@ count_rows(const void *targets, int target_dtype, int64_t rows, int64_t ignored,
   if (threadIdx.x == 0) *counted = sum;
 }
 
-/// Rows and classes of the logits.
+/// Finds the numbers of rows and classes of the logits.
 static eng_status shape_of(int64_t *rows, int *classes, const op_call *call)
 {
   const tensor *x = call->in[0];
@@ -277,7 +279,7 @@ extern "C" eng_status cuda_cross_entropy(const op_call *call)
 
 // ------------------------------------------------------------------ gradient of cross entropy
 
-/// narrow_words of vector.h, for two doubles.
+/// Like narrow_words of vector.h, for two doubles.
 __device__ static inline void narrow_words(words<double, 2> &to, const double (&from)[2])
 {
   memcpy(to.w, from, sizeof to.w);
@@ -302,8 +304,8 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : CAPPED ? 
   if (target != ignored && !counts && lane == 0)
     raise_fault(fault, ENG_OP_cross_entropy_grad, target, classes);
 
-  // In double, so that a loss scale beyond f32 does not overflow if the mean brings it back into
-  // range.
+  // The slope is in double, so that a loss scale beyond f32 does not overflow if the division by
+  // the count brings it back into range.
   double slope = load_double(dloss, dloss_dtype, per_row ? r : 0);
   if (counted) slope /= *counted;
   const double row_lse = load_double(lse, lse_dtype, r);

@@ -6,12 +6,13 @@
 // compute one. Arithmetic is f32, with the variance about the computed mean. Statistics are
 // recomputed in f64 if the variance is out of f32's range, or if it is so small relative to the
 // mean that rounding of the mean would show in y (as in a constant row). All other calls (f64, x
-// and dy of two formats, longer rows) go through plain loops in f64, in the last part of this file.
+// and dy of two formats, longer rows) go through plain loops in f64, at the end of this file.
 //
 // With a residual (ADDS) a row is x + branch, which is rounded and saved as `sum`. In the backward
 // pass, dsum is added to the gradient after the gradient is rounded. Sums over rows and columns
-// have the same order as without a residual, so the bits are those of add followed by the norm. If
-// the fast kernels do not support a call, these two operations run instead.
+// have the same order as without a residual, so the results have the same bits as those of an add
+// followed by the norm. If the fast kernels do not support a call, add and norm run one after the
+// other.
 //
 // Column sums (dweight, dbias) take two stages: each group of threads adds its rows, blocks add
 // their groups, and a second kernel adds the blocks. The assignment of rows to groups depends only
@@ -30,7 +31,7 @@ typedef struct norm_call {
   int64_t rows;
   int32_t n;
   bool centred;    // layer norm
-  bool whole;      // n is a multiple of 8 and every pointer aligned to 16 bytes
+  bool whole;      // n is a multiple of 8, and every pointer is aligned to 16 bytes
   double eps;
   // [blocks x 2 x n] f32: sums of dy * h (h: normalized x) and of dy; NULL if not wanted
   float *partial;
@@ -46,7 +47,8 @@ template <int ROW>
 __device__ static inline int column_of(int piece)
 { return (piece * ROW + (int)threadIdx.x % ROW) * 8; }
 
-/// A thread's pieces of a row of n columns, the first at `column`; zeros beyond the row.
+/// Loads a thread's pieces of a row of n columns. The first piece begins at `column`. Columns
+/// beyond the row become zeros.
 template <typename T, int V, int ROW>
 __device__ static inline void load_pieces(words<T, 8> (&to)[V], const T *row, int column, int n,
                                           bool whole)
@@ -107,10 +109,11 @@ template <typename T> __device__ static inline words<T, 8> rounded(float (&x)[8]
 // two halves; each half is adjacent to the same half of the next thread. Loads from global memory
 // inside the loop would have to wait together with the loads of the next row.
 
-/// Shared memory of a weight or bias, in units of float4.
+/// The size of a weight or bias in shared memory, in units of float4.
 template <int V, int ROW> constexpr int KEPT = V * ROW * 2;
 
-/// Loads n columns; `absent` replaces a missing tensor. A barrier must follow.
+/// Loads n columns of a weight or bias into shared memory. If there is no such tensor, every column
+/// is `absent`. A barrier must follow.
 template <int V, int ROW>
 __device__ static inline void keep(float4 *kept, const void *data, int dtype, int n, float absent)
 {
@@ -149,8 +152,8 @@ template <int ROW, class A> __device__ static inline A row_sum(A x, A *room)
   return x;
 }
 
-/// Two sums at once, with one barrier: between two calls with the same `room` there must be a call
-/// with another room.
+/// Computes two sums like row_sum, with one barrier for both. Between two calls with the same
+/// `room` there must be a call with another room.
 template <int ROW> __device__ static inline void row_sums(float &a, float &b, float2 *room)
 {
 #pragma unroll
@@ -171,7 +174,7 @@ template <int ROW> __device__ static inline void row_sums(float &a, float &b, fl
 
 // ---- forward
 
-// variance / mean^2 of a row below which a mean in f32 is too inexact
+// if variance / mean^2 of a row is below this, a mean in f32 is not exact enough
 static constexpr float NARROW = 1e-4f;
 
 /// How many blocks of 128 threads fit on a multiprocessor at once. Registers limit this number: a
@@ -197,7 +200,7 @@ __device__ static inline void load_row(forward_row<T, V, ADDS> &to, const norm_c
                            p.whole);
 }
 
-/// One number of a row, read from memory again.
+/// Reads one number of a row from memory again: x or, with ADDS, the rounded sum x + branch.
 template <typename T, bool ADDS>
 __device__ static inline double number_of(const norm_call &p, int64_t at)
 {
@@ -249,7 +252,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
       mean = row_sum<ROW>(sum, room[turn][0]) / count;
 #pragma unroll
       for (int v = 0; v < V; v++)
-        if (column_of<ROW>(v) + 8 > p.n)   // columns beyond the row get the mean: no deviation
+        if (column_of<ROW>(v) + 8 > p.n)   // columns beyond the row get the mean, a deviation of 0
 #pragma unroll
           for (int i = 0; i < 8; i++) x[v][i] = column_of<ROW>(v) + i < p.n ? x[v][i] : mean;
     }
@@ -264,9 +267,9 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
     float spread = row_sum<ROW>(squares, room[turn][1]) / count, variance = spread + eps,
           rstd = 1.0f / sqrtf(variance);
     // Recomputes in f64 if the spread is too large or too small for f32 or not finite, or if the
-    // mean's error would show. The condition is the same for the whole row.
+    // mean's error would show. The condition is the same for all threads of the row.
     if (!(variance > 1e-30f && variance < 1e37f) || spread < NARROW * mean * mean) {
-      double sum = 0, wide = 0;   // reread from memory: too rare to spend registers on
+      double sum = 0, wide = 0;   // the row is read again: too rare a case to keep it in registers
 #pragma unroll 1
       for (int c = threadIdx.x % ROW; c < p.n; c += ROW)
         sum += number_of<T, ADDS>(p, row * p.n + c);
@@ -298,15 +301,15 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
 
 // ---- backward
 
-/// Blocks that fit on a multiprocessor at once: GRAD_RESIDENT counts blocks of 128 threads,
-/// GRAD_BLOCKS those of the kernel's size. MULTIPROCESSORS is the H200's number. A group has at
-/// least BLOCK_LEAST rows, if there are enough.
+/// How many blocks fit on a multiprocessor at once: GRAD_RESIDENT blocks of 128 threads, or
+/// GRAD_BLOCKS blocks of the kernel's size. An H200 has MULTIPROCESSORS multiprocessors. A group
+/// has at least BLOCK_LEAST rows, if there are enough.
 constexpr int GRAD_RESIDENT[5] = {0, 6, 4, 3, 2};   // [V]
 template <int V, int ROW>
 constexpr int GRAD_BLOCKS = GRAD_RESIDENT[V] * 128 / BLOCK_THREADS<ROW>;
 enum { MULTIPROCESSORS = 132, BLOCK_LEAST = 4 };
 
-/// Rows [first, end) of a group of threads, in order.
+/// Computes the rows [first, end) that a group of threads processes, in order.
 __device__ static inline void rows_of_group(int64_t *first, int64_t *end, int64_t rows,
                                             int64_t group, int64_t groups)
 {
@@ -326,7 +329,7 @@ __device__ static inline void load_row(norm_row<T, V> &to, const norm_call &p, i
   to.rstd = ((const float *)p.rstds)[row];
 }
 
-/// Rows that are read element by element: whether the next row is loaded only after the current row
+/// Whether, if rows are read element by element, the next row is loaded only after the current row
 /// is finished. Its many loads in flight would take more registers than the f16 kernels have left.
 template <typename T> constexpr bool PARTS_LATE = false;
 template <> constexpr bool PARTS_LATE<f16_t> = true;
@@ -438,8 +441,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>))
 
 enum { SUM_COLUMNS = 16, SUM_SLICES = 32 };
 
-/// Sums partial [blocks x 2 x n]: columns [0, n) into dweight, [n, 2n) into dbias; either may be
-/// NULL.
+/// Sums partial [blocks x 2 x n] over the blocks: columns [0, n) into dweight, columns [n, 2n) into
+/// dbias. Either may be NULL.
 __global__ void __launch_bounds__(SUM_COLUMNS * SUM_SLICES)
   norm_sum_blocks(void *dweight, int dweight_dtype, void *dbias, int dbias_dtype,
                   const float *partial, int blocks, int n)
@@ -536,7 +539,8 @@ __global__ void __launch_bounds__(PLAIN_THREADS)
   }
 }
 
-/// dweight and dbias: 32 columns per block; each slice of threads takes every eighth row.
+/// Computes dweight and dbias. A block sums 32 columns; each of its eight slices of threads takes
+/// every eighth row.
 __global__ void __launch_bounds__(PLAIN_THREADS)
   norm_grad_plain_columns(const __grid_constant__ norm_call p, void *dweight, int dweight_dtype,
                           void *dbias, int dbias_dtype)
@@ -620,8 +624,8 @@ template <bool ADDS> static norm_choice backward_kernel(int dtype, int64_t n)
   return with_fast_format(dtype, [=](auto t) { return backward_kernel_of<decltype(t), ADDS>(n); });
 }
 
-/// Checks a tensor, if present: clears `fast` unless it is f32, f16 or bf16, and p->whole unless it
-/// is aligned.
+/// Sets *data and *dtype to those of x, which may be NULL. Clears `fast` if x is not f32, f16 or
+/// bf16, and p->whole if x is not 16-byte aligned.
 static void look_at(norm_call *p, bool *fast, const tensor *x, const void **data, int32_t *dtype)
 {
   *data = x ? x->data : NULL;
@@ -655,7 +659,7 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 extern "C" op_kernel cuda_add;
 
-/// sum = x + branch, in a separate pass.
+/// Computes sum = x + branch in a separate pass.
 static eng_status add_to(const tensor *x, const tensor *branch, const tensor *sum)
 {
   if (sum->count == 0) return ENG_OK;

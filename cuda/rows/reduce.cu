@@ -12,21 +12,21 @@ enum { SUM, MAX, MIN };
 // blocks that fit on a multiprocessor of an H200, and the number of its multiprocessors
 enum { COLUMN_BLOCKS = 3, PIECE_BLOCKS = 3, MULTIPROCESSORS = 132 };
 
-/// A reduction as two walks over x: `kept` over the dimensions that remain, `gone` over those
-/// reduced.
+/// A reduction as two walks over x: `kept` over the dimensions that remain, `gone` over the
+/// dimensions that are reduced.
 struct reduction {
   walk<1> kept, gone;            // both read x
-  int64_t results, each;         // number of results; elements reduced to each
+  int64_t results, each;         // number of results; number of elements per result
   double  divisor;               // of a mean, else 1
   void   *y;                     // dense
   int32_t y_dtype;
-  int32_t lanes;                 // threads that share a result, when fewer than a block
+  int32_t lanes;                 // threads that share a result, if fewer than a block
   int64_t pieces, length;        // pieces of a result; groups in a piece (columns_kernel: rows)
 };
 
 // ------------------------------------------------------------------ combining elements
 
-// b if it is better or NaN, else a
+// Returns b if b is better (larger for MAX, smaller for MIN) or NaN, else a.
 __device__ static inline double better(double a, double b, int rule)
 {
   return (rule == MAX ? b > a : b < a) || b != b ? b : a;
@@ -72,7 +72,8 @@ template <int RULE, int V_> struct floats {
   { store_double(y, dtype, at, total / divisor); }
 };
 
-/// 16 bytes of one format at a time. Sums down columns use this only if rows are equally spaced.
+/// Like `floats`, for 16 bytes of one format at a time. Reductions down columns use it only if rows
+/// are equally spaced.
 template <int RULE, class T> struct packed : floats<RULE, 16 / sizeof(T)> {
   enum { V = 16 / sizeof(T), EVEN_ROWS = 1 };
   typedef words<T, V> raw;
@@ -167,7 +168,7 @@ __device__ static typename P::total sum_groups(const walk<1> &gone, int64_t base
   return total;
 }
 
-/// r.lanes threads per result, at most a warp.
+/// Reduces with r.lanes threads per result, at most a warp.
 template <class P> static __global__ void __launch_bounds__(256) lanes_kernel(const reduction r)
 {
   int64_t thread = (int64_t)blockIdx.x * 256 + threadIdx.x, result = thread / r.lanes;
@@ -183,7 +184,7 @@ template <class P> static __global__ void __launch_bounds__(256) lanes_kernel(co
   if (result < r.results && lane == 0) P::store(r.y, r.y_dtype, result, total, r.divisor);
 }
 
-/// One block per piece.
+/// Reduces with one block per piece of a result.
 template <class P>
 static __global__ void __launch_bounds__(256, PIECE_BLOCKS) pieces_kernel(const reduction r)
 {
@@ -204,8 +205,8 @@ static __global__ void __launch_bounds__(256, PIECE_BLOCKS) pieces_kernel(const 
 
 // ------------------------------------------------------------------ results contiguous in x
 
-/// Each lane of a warp takes V neighbouring results; each of the block's eight warps takes every
-/// eighth row of a piece.
+/// Reduces down columns. Each lane of a warp takes V adjacent results; each of the block's eight
+/// warps takes every eighth row of a piece.
 template <class P>
 static __global__ void __launch_bounds__(256, COLUMN_BLOCKS) columns_kernel(const reduction r)
 {
@@ -254,7 +255,8 @@ static __global__ void __launch_bounds__(256, COLUMN_BLOCKS) columns_kernel(cons
 
 // ------------------------------------------------------------------ launching
 
-/// A walk over the dimensions of x in the mask or, if `gone` is false, over the others.
+/// Returns a walk over the dimensions of x that are in the mask or, if `gone` is false, that are
+/// not.
 static walk<1> part_of(const tensor *x, uint64_t mask, bool gone)
 {
   walk_shape shape = {};
@@ -272,7 +274,8 @@ static void set_dividers(walk<1> &w)
   for (int d = 0; d < w.ndim && w.ndim > 1; d++) w.size[d] = divider_of(w.shape[d]);
 }
 
-/// Bundles V elements of `inner` if every element of `other` begins at a multiple of V.
+/// Bundles `inner` into groups of V elements if all offsets of `other` are multiples of V. Returns
+/// whether it did.
 static bool bundle_inside(walk<1> &inner, const walk<1> &other, int V)
 {
   for (int d = 0; d < other.ndim; d++)
@@ -344,7 +347,7 @@ template <int RULE> static eng_status reduce(const op_call *call)
     cut(r, r.gone.groups, r.results, whole_pieces || vectors ? 2048 : 8192,
         PIECE_BLOCKS * MULTIPROCESSORS);
 
-  // The pieces' results go into scratch [results x pieces]; a second launch reduces them.
+  // The results of pieces go into scratch memory [results x pieces]; a second launch reduces them.
   int64_t bytes = r.pieces > 1 ? r.results * r.pieces * 8 : 0;
   void *part = NULL;
   reduction again = r;
@@ -390,10 +393,10 @@ extern "C" eng_status cuda_min(const op_call *call)  { return reduce<MIN>(call);
 
 // ------------------------------------------------------------------ gradient of max and min
 
-// NaN equals NaN here.
+// Whether a equals b. NaN equals NaN here.
 __device__ static inline bool equals(double a, double b) { return a == b || (a != a && b != b); }
 
-struct count_body {   // x, y, counts
+struct count_body {   // the walk holds x, y, counts
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
   {
     if (equals(load_double(w.data[0], w.dtype[0], at[0]),
@@ -403,7 +406,7 @@ struct count_body {   // x, y, counts
   }
 };
 
-struct share_body {   // dx, x, y, dy, counts
+struct share_body {   // the walk holds dx, x, y, dy, counts
   __device__ void operator()(const walk<5> &w, const int64_t (&at)[5]) const
   {
     bool equal =
@@ -420,7 +423,7 @@ extern "C" eng_status cuda_extreme_grad(const op_call *call)
   const tensor *x = call->in[0], *y = call->in[1], *dy = call->in[2], *dx = call->out[0];
   uint64_t mask = (uint64_t)call->extreme_grad.mask;
   int64_t counts = 1, stride[5][ENG_MAX_DIMS] = {};   // dx, x, y, dy, counts
-  // e: the dimension of y that corresponds to d of x
+  // e is the dimension of y that corresponds to dimension d of x
   for (int d = x->ndim - 1, e = y->ndim - 1; d >= 0; d--) {
     bool gone = mask >> d & 1;
     stride[0][d] = dx->stride[d];

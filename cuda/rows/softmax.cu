@@ -6,12 +6,12 @@
 // A warp processes a row of up to 1024 elements, a block a row of up to 8192 (256 and 2048 if rows
 // cannot be read four elements at a time). Such rows stay in registers, so that each element takes
 // one read of memory and one exp. Longer rows, and other formats than f32, f16 and bf16, are read
-// twice. A thread adds the elements that it reads at once in f32, and these sums in double. Called
+// twice. A thread adds the elements of one access in f32, and these sums in double. Called
 // through the device's table.
 #include "kernel/lanes.h"
 #include "kernel/team.h"
 
-enum { HELD = 8 };   // groups of a row that a thread keeps
+enum { HELD = 8 };   // groups of a row that a thread keeps in registers
 
 __device__ static inline float  exp_of(float x)  { return expf(x); }
 __device__ static inline double exp_of(double x) { return exp(x); }
@@ -21,21 +21,21 @@ __device__ static inline double log_of(double x) { return log(x); }
 // ------------------------------------------------------------------ forward
 
 struct rows_call {
-  const void *x, *dy;     // dy: for gradients; x is then the forward's y
+  const void *x, *dy;     // dy: NULL except in gradients, where x is y of the forward pass
   void   *y;
   int64_t rows, n;
   int32_t x_dtype, dy_dtype, y_dtype, op;
 };
 
 /// The values of a row from which every element's result follows. `sum` is the sum of
-/// exp(x - largest), later its inverse; `log_sum` is the sum's logarithm; `nan`: the row contains a
-/// NaN.
+/// exp(x - largest), later its inverse. `log_sum` is the sum's logarithm. `nan` is true if the row
+/// contains a NaN.
 template <typename T> struct row_result {
   T    largest, sum, log_sum;
   bool nan;
 };
 
-/// Stores V results. x: for softmax the elements' exps, for log softmax the elements.
+/// Stores V results. For softmax, x holds exp(element - largest); for log softmax, the elements.
 template <class L>
 __device__ static inline void finish(const rows_call &c, int64_t at,
                                      const typename L::number (&x)[L::V],
@@ -43,7 +43,7 @@ __device__ static inline void finish(const rows_call &c, int64_t at,
 {
   typename L::number y[L::V];
 #pragma unroll
-  for (int v = 0; v < L::V; v++)   // two steps, because largest may be large and log_sum small
+  for (int v = 0; v < L::V; v++)   // two subtractions: largest may be large, log_sum small
     y[v] = c.op == ENG_OP_softmax ? x[v] * r.sum : x[v] - r.largest - r.log_sum;
   L::store(c.y, c.y_dtype, at, y);
 }
@@ -55,7 +55,7 @@ __device__ static inline void finish_row(const rows_call &c, int64_t row, const 
   store_double(c.y, c.y_dtype, row, r.nan ? (double)NAN : (double)value);
 }
 
-/// Keeps the row in registers: n <= TEAM * HELD * V, a multiple of V.
+/// Processes rows that fit in registers: n is a multiple of V and at most TEAM * HELD * V.
 template <class L, int TEAM>
 static __global__ void __launch_bounds__(256) held_kernel(const rows_call c)
 {
@@ -63,7 +63,7 @@ static __global__ void __launch_bounds__(256) held_kernel(const rows_call c)
   typedef typename L::number T;
   typedef team<TEAM> t;
   int64_t row = (int64_t)blockIdx.x * (256 / TEAM) + threadIdx.x / TEAM, base = row * c.n;
-  bool here = row < c.rows;   // other warps of the last block only take part in shuffles
+  bool here = row < c.rows;   // spare warps of the last block only take part in shuffles
   typename L::raw raw[HELD];
   T x[HELD][V];
 #pragma unroll
@@ -176,7 +176,7 @@ template <class L> static __global__ void __launch_bounds__(256) long_kernel(con
 
 // ------------------------------------------------------------------ gradients
 
-// softmax: dx = y (dy - sum(y dy)). log_softmax: dx = dy - exp(y) sum(dy).
+// For softmax, dx = y (dy - sum(y dy)). For log_softmax, dx = dy - exp(y) sum(dy).
 template <typename T>
 __device__ static inline T slope_part(int op, T y, T dy)
 { return op == ENG_OP_softmax_grad ? y * dy : dy; }

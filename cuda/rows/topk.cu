@@ -2,9 +2,9 @@
 // and argmax and the smallest for argmin; among equals (-0 equals +0) the first wins. Elements are
 // mapped to integers of the same order, so that every format takes the same path.
 //
-// topk: rows of up to 1024 elements stay in the registers of a warp; for a longer row, a block
-// finds one element after the other. To find many elements in few rows, the rows are sorted. Called
-// through the device's table.
+// In topk, a row of up to 1024 elements stays in the registers of a warp. In a longer row, a block
+// finds one element after the other. If there are few rows with many elements to find, the rows are
+// sorted instead. Called through the device's table.
 #include "kernel/element.h"
 
 #include <cub/device/device_radix_sort.cuh>
@@ -13,7 +13,8 @@ enum { WARP_ROW = 1024, BLOCK = 512, SORTED_ROWS = 16, SORTED_K = 64 };
 
 // ------------------------------------------------------------------ order
 
-/// A sort key: these integers compare as the elements do. Every NaN gets the same key, the largest.
+/// Returns the sort key of element i. Keys compare as the elements do. Every NaN gets the same key,
+/// the largest.
 __device__ static inline uint64_t order_of(const void *x, int dtype, int64_t i)
 {
   if (!is_float(dtype)) return (uint64_t)load_whole(x, dtype, i) ^ 1ull << 63;
@@ -32,7 +33,7 @@ __device__ static inline uint64_t order_of(const void *x, int dtype, int64_t i)
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-/// The value of order_of for NaN; 0 for formats without NaN.
+/// Returns the sort key of a NaN, or 0 for formats without NaN.
 __device__ static inline uint64_t nan_order(int dtype)
 { return dtype == ENG_f64 ? ~0ull : is_float(dtype) ? 0xFFFFFFFFull : 0; }
 
@@ -56,7 +57,7 @@ __device__ static inline found across_warp(found best, int lanes)
   return best;
 }
 
-/// The best of a block of BLOCK threads; every thread gets it.
+/// Returns the best element of a block of BLOCK threads, to every thread.
 __device__ static found across_block(found best)
 {
   __shared__ found warps[BLOCK / 32];
@@ -69,12 +70,12 @@ __device__ static found across_block(found best)
 
 // ------------------------------------------------------------------ argmax, argmin
 
-/// x as [outer x size x inner], y dense [outer x inner].
+/// A call of argmax or argmin. x is [outer x size x inner]; y is [outer x inner], dense.
 struct extreme_call {
   const void *x;
   void   *y;
   int64_t size, inner, results;
-  int32_t x_dtype, y_dtype, lanes, least;   // lanes: threads per result; least: argmin
+  int32_t x_dtype, y_dtype, lanes, least;   // lanes: threads per result; least: 1 for argmin
 };
 
 __device__ static found best_of(const extreme_call &c, int64_t result, int64_t first, int64_t step)
@@ -155,7 +156,8 @@ __device__ static inline void put(const top_call &c, int64_t row, int64_t rank, 
   if (c.places) store_int(c.places, c.place_dtype, row * c.k + rank, place);
 }
 
-/// A warp per row of at most 32 * HELD elements; lane l holds elements l, l + 32, ...
+/// Finds the top k of a row of at most 32 * HELD elements with a warp. Lane l holds elements l, l +
+/// 32 and so on.
 template <int HELD> static __global__ void __launch_bounds__(128) warp_row_kernel(const top_call c)
 {
   int64_t row = (int64_t)blockIdx.x * 4 + threadIdx.x / 32;
@@ -188,7 +190,8 @@ template <int HELD> static __global__ void __launch_bounds__(128) warp_row_kerne
   }
 }
 
-/// One block per row. Each round finds the best element that comes after the previous round's.
+/// Finds the top k of a row with a block. Each round finds the best of the elements that rank after
+/// the element of the previous round.
 static __global__ void __launch_bounds__(BLOCK) block_row_kernel(const top_call c)
 {
   int64_t row = blockIdx.x;
@@ -205,7 +208,8 @@ static __global__ void __launch_bounds__(BLOCK) block_row_kernel(const top_call 
   }
 }
 
-// Sort keys for descending order: the larger element first; of equal elements, the earlier one.
+// Writes the words that are sorted in descending order: the larger element comes first and, of
+// equal elements, the earlier one.
 static __global__ void __launch_bounds__(256)
   rank_kernel(const top_call c, int64_t row, uint64_t *word)
 {
