@@ -35,8 +35,8 @@ static eng_status lay(void *to, int dtype, const tensor *x, int64_t padded)
   return (dtype == x->dtype ? cuda_contiguous : cuda_cast)(&copy);
 }
 
-/// Makes a view of x in `dtype`, with rows of `padded` adjacent elements that, if `aligned`, are
-/// 16-byte aligned. If x is not like this, copies it to scratch memory.
+/// Makes a view of x in `dtype`, whose rows have `padded` adjacent elements and, if `aligned`, are
+/// 16-byte aligned. If x itself does not have this layout, copies it to scratch memory.
 static eng_status input_view(attention_view *view, scratch *all, const tensor *x, int dtype,
                              int64_t padded, bool aligned)
 {

@@ -19,15 +19,15 @@
 #include "kernel/element.h"
 #include "kernel/mma.h"
 
-/// A tensor [B x time x heads x width]. The elements of a row (along the width) are adjacent. The
-/// other three strides are below, in elements.
+/// A tensor [B x time x heads x width]. The elements of a row (along the width) are adjacent.
+/// `batch`, `time` and `head` are the other three strides, in elements.
 typedef struct attention_view {
   void   *data;
   int64_t batch, time, head;
 } attention_view;
 
 typedef struct attention_problem {
-  int32_t batch, queries, keys, heads, groups, width;   // B T S H G D
+  int32_t batch, queries, keys, heads, groups, width;   // B, T, S, H, G, D
   int32_t shared;                                       // heads per key head: H / G
   int32_t causal;
   double  factor;
@@ -72,7 +72,7 @@ static inline eng_status check_blocks(int64_t n, const char *operation)
 
 #ifdef __CUDACC__
 
-/// Returns the number of keys that query t sees: keys 0 to that number - 1.
+/// Returns the number n of keys that query t sees. They are keys 0 to n - 1.
 __device__ static inline int keys_seen(const attention_problem &p, int t)
 {
   if (!p.causal) return p.keys;

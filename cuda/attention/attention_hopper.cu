@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
   group_wait<0>();
   settle(y);
   settle(weights);
-  // these tiles are hidden from the queries of this warpgroup, but not of the other warpgroup
+  // these tiles are hidden from the queries of this warpgroup, but the other warpgroup sees them
   for (n++; n < tiles; n++) next_tiles();
   copy_wait<0>();
   __syncthreads();   // all reads of q are done, so y can take its place

@@ -7,7 +7,7 @@
 // lanes that share columns are added, and then the sums of the warps, in a fixed order. The result
 // of a tile is one row of partial sums. The second pass adds the partial sums of all chunks and, if
 // the call accumulates, the previous contents of the output. Sums are in f32, or in f64 for f64
-// inputs. The time limit is one read of dy.
+// inputs. The operation cannot be faster than one read of dy.
 #include "kernel/element.h"
 #include "kernel/vector.h"
 

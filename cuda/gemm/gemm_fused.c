@@ -4,8 +4,8 @@
 // and operation run separately: first gemm.c, then the kernels of unary.cu and bias_grad.cu.
 //
 // GELU and its slope are fused only for f16 and bf16, for which cuBLASLt's tanh is accurate enough.
-// Column sums are fused only if they are f32, so that they are not rounded earlier than in
-// bias_grad.cu.
+// Fused column sums have the format of the product. They are fused only if this is f32, because
+// otherwise they would be rounded earlier than in bias_grad.cu.
 // Fusion is enabled only by ENGINE_CUBLASLT_FUSE=1, because these kernels have not run on a card
 // yet.
 #include "runtime/device.h"

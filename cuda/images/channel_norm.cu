@@ -19,7 +19,7 @@ enum {
   WARPS = 8,
   THREADS = 32 * WARPS,
   RUN = 8,                   // rows that a thread loads before it adds them
-  MOST_BLOCKS = 132 * 4,     // blocks that an H200 holds at once; pieces are cut for this number
+  MOST_BLOCKS = 132 * 4,     // blocks that an H200 runs at a time; determines the pieces
 };
 
 /// A call as kernels see it. Absent tensors are NULL.

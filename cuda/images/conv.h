@@ -22,8 +22,8 @@ typedef struct conv_gather {
   int64_t     kernel[2], stride[2], padding[2], dilation[2];
 } conv_gather;
 
-/// Sets to [count x groups x taps x channels] to the pixels that places `first` to first + count -
-/// 1 meet. Elements become zeros where a tap meets no pixel.
+/// Fills `to` [count x groups x taps x channels] with the pixels that `count` places meet, from
+/// place `first` on. Elements become zeros where a tap meets no pixel.
 eng_status conv_collect(void *to, const conv_gather *g, int64_t first, int64_t count);
 
 /// The weights as matrices, one for each group. Element (tap * channels + c, o) is at offset

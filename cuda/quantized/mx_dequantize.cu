@@ -1,5 +1,5 @@
-// mx_dequantize and the formula of mx_matmul, both bit-equal to core/cpu/reference_mx.c. The
-// formula is that of core/base/mx_blackwell.h, and slow. mx_product.cu uses it for calls that
+// mx_dequantize, and mx_matmul by the scalar formula of core/base/mx_blackwell.h, which is slow.
+// Both are bit-equal to core/cpu/reference_mx.c. mx_product.cu uses the formula for calls that
 // tensor cores do not support.
 #include "kernel/element.h"
 #include "fp8_plain.h"

@@ -61,7 +61,7 @@ struct job {
   int      rule, sr_bits;
   bool     finite, values;
   const float *amax;                   // of the tensor, for NVFP4
-  survey  *seen;                       // NULL: not wanted
+  survey  *seen;                       // NULL if not wanted
   uint64_t seed;
   float    factor;                     // multiplies the elements
 };

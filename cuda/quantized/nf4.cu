@@ -105,7 +105,7 @@ quantize_absmaxes(const float *absmax, int64_t n, const float *offset,
 
 struct unscaling {
   const uint8_t *q, *code;
-  const float   *absmax, *group, *offset;   // if `group` is not NULL, absmaxes are in `code`
+  const float   *absmax, *group, *offset;   // if `group` is not NULL, `code` replaces `absmax`
   void          *y;
   int64_t        count, size;
 };

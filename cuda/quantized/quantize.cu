@@ -13,7 +13,7 @@
 // blocks that neither fit a tile nor span whole sides of x. All coordinates are those of x: blocks
 // of the transposed copy are described with rows and columns exchanged.
 //
-// In bf16 and f16, if the inputs must be read only once, swiglu_quantize loads tiles of gate and up
+// In bf16 and f16, if one read of the inputs is enough, swiglu_quantize loads tiles of gate and up
 // and computes silu(gate) * up in registers. Otherwise silu(gate) * up goes to scratch memory
 // first.
 #include "quantize_tiles.h"
@@ -200,8 +200,8 @@ static int how_of(const side *s, int64_t rows, int64_t columns)
   return BY_BLOCK;
 }
 
-/// Describes one output in the coordinates of x [rows x columns]. The call gives block sizes for
-/// the output as stored.
+/// Describes one output in the coordinates of x [rows x columns]. The call gives
+/// block sizes in the coordinates of the output itself.
 static side side_of(const op_call *call, bool turned, int64_t rows, int64_t columns)
 {
   fp8_scales at = fp8_scales_for(call->quantize.block_rows, call->quantize.block_columns,

@@ -16,11 +16,11 @@ extern "C" {
 enum {
   TILE = 128,
   DOWN = 8,
-  EIGHT = 8 /* a thread has DOWN rows and EIGHT columns */,
+  EIGHT = 8 /* a thread holds DOWN rows of EIGHT numbers */,
   TILE_THREADS = TILE / DOWN * (TILE / EIGHT),
   TILE_WARPS = TILE_THREADS / 32
 };
-enum { LANES = TILE / EIGHT /* threads per row */, THREADS = 256 /* of other blocks */ };
+enum { LANES = TILE / EIGHT /* threads per row */, THREADS = 256 /* without tiles */ };
 
 /// How scale factors vary within a tile.
 enum { BY_TILE, BY_ROW, BY_COLUMN, BY_BLOCK };
@@ -28,7 +28,7 @@ enum { BY_TILE, BY_ROW, BY_COLUMN, BY_BLOCK };
 /// One of the two outputs. Blocks are in the coordinates of x: each covers row_block x column_block
 /// numbers of x.
 struct side {
-  void    *q;                          // NULL: not wanted
+  void    *q;                          // NULL if not wanted
   float   *scale;                      // block (i, j): scale[i * row_stride + j * column_stride]
   // block (i, j) has factor[i * across + j]; if NULL, factors are found within the tile
   float   *factor;
@@ -139,7 +139,7 @@ template <typename T> struct eight {
 };
 
 /// Masks for the numbers in a word: the bits of their magnitudes, their signs, and an addend that
-/// carries into the sign only if the magnitude is a NaN's.
+/// carries into the sign bit only for the magnitude of a NaN.
 template <typename T>
 struct magnitudes {
   enum : uint32_t { bits = 0x7FFFFFFFu, signs = 0x80000000u, beyond = 0x007FFFFFu };

@@ -17,7 +17,7 @@ enum { COLUMN_BLOCKS = 3, PIECE_BLOCKS = 3, MULTIPROCESSORS = 132 };
 struct reduction {
   walk<1> kept, gone;            // both read x
   int64_t results, each;         // number of results; number of elements per result
-  double  divisor;               // of a mean, else 1
+  double  divisor;               // `each` for a mean, else 1
   void   *y;                     // dense
   int32_t y_dtype;
   int32_t lanes;                 // threads that share a result, if fewer than a block
