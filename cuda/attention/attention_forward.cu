@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 
     const uint32_t stage = tiles + (n & 1) * 2 * TILE;
     copy_wait<0>();
-    __syncthreads();   // this tile is loaded, and all warps have finished the previous one
+    __syncthreads();   // this tile is loaded, and all warps have finished the previous tile
     if ((n + 1) * KEYS < last) {
       uint32_t next = tiles + ((n + 1) & 1) * 2 * TILE;
       load_tile<D, KEYS>(next, k, p.k.time, (n + 1) * KEYS, p.keys);

@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     end_products();
     copy_wait<0>();
     publish_shared();
-    __syncthreads();   // this tile is loaded, and all warps have finished the previous one
+    __syncthreads();   // this tile is loaded, and all warps have finished the previous tile
     if (n + 1 < total) load_queries(n + 1);
     const int stage = n & 1, first = (first_tile + n % tiles) * QUERIES;
     // these queries see none of the warpgroup's keys

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
   int b = (int)(pair / p.heads), h = (int)(pair % p.heads), t = (int)(row % p.queries),
       lane = threadIdx.x & 31;
   A sum = not_a_number<A>();
-  if (p.y.data) {   // delta equals y . dy, unless that is Inf or NaN
+  if (p.y.data) {   // delta equals y . dy, unless y . dy is Inf or NaN
     sum = 0;
     for (int d = lane; d < p.width; d += 32)
       sum = fused(row_of<A>(p.y, b, t, h)[d], row_of<A>(p.dy, b, t, h)[d], sum);

@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(THREADS)
     }
     mean = team<32>::sum(sum) / count;
     variance = team<32>::sum(squares) / count - mean * mean;
-    if (variance < 0) variance = 0;   // from rounding; NaN stays
+    if (variance < 0) variance = 0;   // negative only by rounding; NaN stays NaN
     if (threadIdx.x % 32 == 0) {
       if (t.out_mean.data) store_double(t.out_mean.data, t.out_mean.dtype, g.k, mean);
       if (t.out_variance.data)

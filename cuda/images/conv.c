@@ -90,7 +90,7 @@ static eng_status tiles_next(bool *more, gemm_matrix *rows, tiles *t)
   return t->direct ? ENG_OK : conv_collect(t->memory, g, t->first, t->count);
 }
 
-/// Copies w, seen through these sizes and strides, to scratch memory without gaps.
+/// Copies w, viewed with these sizes and strides, to scratch memory without gaps.
 static eng_status permute(const void **to, const tensor *w, const int64_t *shape,
                           const int64_t *stride, scratch *s)
 {

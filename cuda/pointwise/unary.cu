@@ -412,7 +412,7 @@ extern "C" eng_status cuda_swiglu_grad(const op_call *call)
 /// counter + i / 4. The element is dropped if the word is below `least` << 8.
 struct dropout_mask {
   uint64_t seed, counter;
-  uint32_t least;    // in units of 2^-24
+  uint32_t least;    // the probability of a drop, in units of 2^-24
 };
 
 // Each thread processes V elements. The tensors are dense and have one format.

@@ -42,7 +42,7 @@ __device__ inline float scale_of(const operand &x, int64_t i, int64_t k)
 }
 
 /// Loads the codes of 16 rows of an operand from step k on. Elements outside the operand become
-/// zeros, which no accumulator reads.
+/// zeros, which affect no result.
 __device__ inline void fetch(uint8_t (*tile)[STEP + 4], const operand &x, int64_t rows,
                              int64_t first, int64_t k, int steps)
 {

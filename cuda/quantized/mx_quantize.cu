@@ -41,8 +41,8 @@ struct side {
   uint8_t *q, *scale;
   int      high, wide;
   divider  by_high, by_wide;
-  int64_t  scale_row, scale_column;    // strides of `scale` from a block of x to the next one
-                                       // below, and to the next one on the right
+  int64_t  scale_row, scale_column;    // strides of `scale` from a block of x to the next
+                                       // block below, and to the next block on the right
   int64_t  length;                     // of a row of the result
   int64_t  random;                     // Philox block of the first element
   bool     turned;                     // the result of x transposed

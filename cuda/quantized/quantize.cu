@@ -200,8 +200,8 @@ static int how_of(const side *s, int64_t rows, int64_t columns)
   return BY_BLOCK;
 }
 
-/// Describes one output in the coordinates of x [rows x columns]. The call gives
-/// block sizes in the coordinates of the output itself.
+/// Describes one output in the coordinates of x [rows x columns]. The call gives block sizes in the
+/// coordinates of the output itself.
 static side side_of(const op_call *call, bool turned, int64_t rows, int64_t columns)
 {
   fp8_scales at = fp8_scales_for(call->quantize.block_rows, call->quantize.block_columns,

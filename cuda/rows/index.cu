@@ -201,7 +201,7 @@ struct scatter {
   int64_t     columns;      // a.outer * a.inner
   const uint64_t *word;     // [n], sorted
   // [2 * chunks x columns]: for each chunk, its sum for the place that began in an earlier chunk,
-  // and its sum for the place that begins in it and continues after it
+  // and its sum for the place that begins in the chunk and continues after it
   void       *part;
 };
 

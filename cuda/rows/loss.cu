@@ -190,8 +190,8 @@ __device__ static inline double counted_targets(const void *targets, int dtype, 
   return block_sum((double)counted);   // exact
 }
 
-/// Computes the mean (mode 1; NaN if no row counts) or the sum (mode 2) of the rows' losses. One
-/// block.
+/// Computes the mean (mode 1; NaN if no row counts) or the sum (mode 2) of the rows' losses. Runs
+/// in one block.
 __global__ static void __launch_bounds__(SUM_THREADS)
   reduce_losses(const double *losses, const void *targets, int target_dtype, int64_t rows,
                 int64_t ignored, int mode, void *loss, int loss_dtype)
@@ -421,7 +421,7 @@ square_distances(const void *a, int a_dtype, const void *b, int b_dtype, int64_t
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-/// Computes the mean of n numbers from partial sums; NaN if n is 0. One block.
+/// Computes the mean of n numbers from partial sums; NaN if n is 0. Runs in one block.
 __global__ static void __launch_bounds__(SUM_THREADS)
 mean_of_partials(const double *partial, int64_t blocks, int64_t n, void *out, int dtype)
 {

@@ -112,7 +112,8 @@ static __global__ void __launch_bounds__(256) held_kernel(const rows_call c)
   }
 }
 
-/// One block per row of any length. When a larger element appears, the sum so far is rescaled.
+/// Processes rows of any length, with one block per row. When a larger element appears, the sum so
+/// far is rescaled.
 template <class L> static __global__ void __launch_bounds__(256) long_kernel(const rows_call c)
 {
   constexpr int V = L::V, U = 4, STEP = 256 * V;

@@ -64,7 +64,7 @@ static inline void scratch_give_all(scratch *s)
   }
 }
 
-/// The number of rows of x [.. x columns]: the product of all sizes but the last.
+/// Returns the number of rows of x [.. x columns]: the product of all sizes but the last.
 static inline int64_t rows_of(const tensor *x)
 {
   int64_t rows = 1;

@@ -1,6 +1,6 @@
 // This folder's functions, as table.c lists them: memory and streams (device.cu), copies from
 // pageable memory (staging.c), messages between ranks (wire.cu), captured steps (graph.cu).
-// Contracts: backend.h.
+// backend.h has the contracts.
 #pragma once
 
 #ifdef __cplusplus
