@@ -1,5 +1,5 @@
--- Checks of the arguments of tensor functions. Each raises a one-line error. Called by tensor/
--- and by every function that takes a table of options.
+-- Checks the arguments of tensor functions. A check that fails raises a one-line error. Called by
+-- tensor/ and by every function that takes a table of options.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local pattern = require "engine.base.pattern"
@@ -12,27 +12,28 @@ local M = {}
 
 local info_buffer = ffi.new("eng_tensor_info")
 
---- True for a tensor handle.
+--- Returns whether x is a tensor handle.
 function M.is_tensor(x)
   return ffi.istype(Tensor, x)
 end
 local is_tensor = M.is_tensor
 
---- The eng_tensor_info of x; valid until the next call.
+--- Returns the eng_tensor_info of x, which is valid until the next call.
 function M.info(x)
   check(C.eng_info(info_buffer, x))
   return info_buffer
 end
 
---- The shape in `what`, an eng_tensor_info, as a table.
+--- Returns the shape in `what`, an eng_tensor_info, as a table.
 function M.shape_table(what)
   local shape = {}
   for d = 0, what.ndim - 1 do shape[d + 1] = tonumber(what.shape[d]) end
   return shape
 end
 
---- The number of the dtype called `name`. An unknown name raises an error that lists the dtypes.
---- devices: the device names that the caller also accepts, separated by spaces, for the error.
+--- Returns the number of the dtype `name`. An unknown name raises an error that lists the dtypes.
+--- devices: the device names that the caller also accepts, separated by spaces; the error lists
+--- them too.
 function M.dtype_number(name, devices)
   local number = M_ffi.dtype[name]
   if number then return number end
@@ -44,7 +45,7 @@ function M.dtype_number(name, devices)
     tostring(name), nearest.hint(name, names), listed, devices and "; devices: " .. devices or "")
 end
 
---- A shape as text: "[64 x 768]".
+--- Returns a shape as text: "[64 x 768]".
 function M.shape_text(shape)
   return "[" .. table.concat(shape, " x ") .. "]"
 end
@@ -62,7 +63,7 @@ function M.want_function(f, name, example)
   raise("%s: expected a function, got %s; hint: %s", name, value_text(f), example)
 end
 
---- Whether v is a group of ranks, engine.ranks.group().
+--- Returns whether v is a group of ranks that engine.ranks.group() returned.
 function M.is_group(v)
   return type(v) == "table" and ffi.istype("eng_comm *", v.comm) and type(v.size) == "number"
 end
@@ -115,14 +116,15 @@ function M.want_batch(kind, rows, width, unit)
   end
 end
 
---- The arguments of f(1, 2, 3) or of f { 1, 2, 3 } as a list, and their count. Entries may be nil.
+--- Returns the arguments of f(1, 2, 3) or of f { 1, 2, 3 } as a list, and their count. Arguments
+--- may be nil.
 function M.numbers(...)
   local first = ...
   if type(first) == "table" then return first, table.maxn(first) end
   return { ... }, select("#", ...)
 end
 
---- An array on Lua's heap with room for `count` numbers.
+--- Makes an array on Lua's heap with room for `count` numbers.
 function M.host_array(ctype, count, name)
   local good, values = pcall(ffi.new, ctype, math.max(count, 1))
   if not good then
@@ -131,8 +133,8 @@ function M.host_array(ctype, count, name)
   return values
 end
 
---- The index of dimension d of x, counted from 0, and the info of x. d counts from 1, or from -1
---- backward.
+--- Returns the index of dimension d of x, counted from 0, and the info of x. d counts from 1, or
+--- from -1 backward.
 function M.dimension(x, d, name)
   local what = M.info(x)
   M.want_whole(d, name, "a dimension")
@@ -155,8 +157,8 @@ end
 
 local BLOCKS = { tensor = { 0, 0 }, row = { 1, 0 }, column = { 0, 1 } }
 
---- The rows and columns of a block given as "tensor", "row", "column", "1x128" or { 1, 128 }; 0
---- stands for all rows or all columns. `where`: the function, for the message.
+--- Returns the rows and columns of a block given as "tensor", "row", "column", "1x128" or
+--- { 1, 128 }; 0 stands for all rows or all columns. `where`: the function, for the message.
 function M.read_block(block, where)
   if type(block) == "table" and #block == 2 then
     return M.want_whole(block[1], where, "the rows of a block", 0),
@@ -170,7 +172,8 @@ function M.read_block(block, where)
   return named[1], named[2]
 end
 
---- A new table with the fields of all given tables; a later table wins over an earlier one.
+--- Returns a new table with the fields of all given tables. If several tables have a field, the
+--- last of them wins.
 function M.merged(...)
   local all = {}
   for i = 1, select("#", ...) do
@@ -185,8 +188,8 @@ local sets = setmetatable({}, { __index = function(all, words)
   return all[words]
 end })
 
---- The words of a string as a set: "a b" -> { a = true, b = true }. Do not change the set: later
---- calls return the same table.
+--- Returns the words of a string as a set: "a b" -> { a = true, b = true }. Do not change the set:
+--- later calls return the same table.
 function M.set_of(words) return sets[words] end
 
 local NO_OPTIONS = {}

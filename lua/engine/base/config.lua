@@ -6,9 +6,9 @@
 --       precision = { "recipe", choices = { "fp32", "bf16", "fp16" } } },
 --     { count = "steps model.width", positive = "lr" })
 --
---   engine train.lua lr=1e-3 steps=2^12 model.width=512   fields; nested ones with dots
---   engine train.lua config=small.lua lr=1e-3             a file, then a field; the later one wins
---   engine train.lua help                                 every field, its default and its text
+--   engine train.lua lr=1e-3 steps=2^12 model.width=512   sets fields; a dot leads into a table
+--   engine train.lua config=small.lua lr=1e-3             reads a file; the later lr wins
+--   engine train.lua help                                 prints each field, its default and text
 --
 -- Every script also takes device=NAME, on the command line or in a config file, unless it declares
 -- a field `device` itself. A field has the type of its default: number (an expression like 3e-4 or
@@ -36,14 +36,16 @@ local show = require "engine.base.show"
 
 local config = {}
 
--- A mistake of the user. The engine binary shows such an error without a traceback.
+-- The metatable of an error that the user made. The engine binary shows such an error without a
+-- traceback.
 local usage_error = { __tostring = function(e) return e.message end }
 usage_error.__index = usage_error
 usage_error.traceback = false
 
 local optional = {}          -- marks a field without a default
 
---- A field that is nil unless given: config.optional "number", "boolean", "string" or "list".
+--- Declares a field that is nil unless the user gives it: config.optional "number", "boolean",
+--- "string" or "list".
 function config.optional(type_name)
   assert(({ number = 1, boolean = 1, string = 1, list = 1 })[type_name],
     "config.optional: expected number, boolean, string or list")
@@ -67,8 +69,8 @@ local function is_list(value)
   return getmetatable(value) == nil and (#value > 0 or next(value) == nil)
 end
 
--- Kind of a default: number, boolean, string, list, table (nested fields), or nil for a value that
--- cannot be set.
+-- Returns the kind of a default: number, boolean, string, list, table (nested fields), or nil for a
+-- value that cannot be set.
 local function kind_of(default)
   local t = type(default)
   if t == "number" or t == "boolean" or t == "string" then return t end
@@ -78,8 +80,8 @@ local function kind_of(default)
   return is_list(default) and "list" or "table"
 end
 
--- Adds the fields of `defaults`, with dotted names: fields[name] = { kind =, default =, element =
--- the kind of a list's elements }.
+-- Adds the fields of `defaults` to `fields`, under dotted names: fields[name] = { kind =, default
+-- =, element = the kind of a list's elements }.
 local function collect(defaults, prefix, fields)
   for key, default in pairs(defaults) do
     local kind = kind_of(default)
@@ -109,7 +111,7 @@ local function names_of(fields)
   return names
 end
 
--- The names of the fields that are not hidden, for help and messages.
+-- Returns the names of the fields that are not hidden, for the help and for messages.
 local function shown(fields, docs)
   local names = {}
   for _, name in ipairs(names_of(fields)) do
@@ -119,7 +121,7 @@ local function shown(fields, docs)
   return names
 end
 
--- A value as part of a message.
+-- Returns a value in quotes for a message, cut to 200 characters.
 local function quoted(value) return "'" .. show.cut(tostring(value), 200) .. "'" end
 
 local function unknown(name, fields, rules, where)
@@ -167,7 +169,7 @@ local function to_number(name, text)
   return value
 end
 
--- The value of a field from the text on the command line.
+-- Converts the text of a field on the command line to the field's value.
 local function from_text(name, field, text)
   if field.kind == "number" then return to_number(name, text) end
   if field.kind == "boolean" then
@@ -183,7 +185,8 @@ local function from_text(name, field, text)
   return list
 end
 
--- The value of a field from a config file. This value already has a type.
+-- Returns the value of a field from a config file, where it already has a type. Raises an error if
+-- this is not the field's type.
 local function from_file(name, field, value, where)
   local got, list = type(value), field.kind == "list"
   if got ~= (list and "table" or field.kind) then
@@ -210,8 +213,8 @@ end
 local function finite(x) return x > -math.huge and x < math.huge end
 local function whole(x) return x % 1 == 0 and x < 2 ^ 53 end
 
--- kind of range -> for numbers, its description and its test; for strings, a function `problem`
--- that returns what is wrong with the string.
+-- The ranges by name. A range of numbers has a description and a test. A range of strings has a
+-- function `problem`, which returns what is wrong with a string, or nil.
 local RANGES = {
   count = { "a whole number of 1 or more", function(x) return x >= 1 and whole(x) end },
   natural = { "a whole number of 0 or more", function(x) return x >= 0 and whole(x) end },
@@ -240,10 +243,10 @@ local RANGES = {
   end },
 }
 
---- The ranges by name. Modules of later folders add more: policy/policy.lua adds `policy`.
+--- The ranges by name. Modules of other folders add more: policy/policy.lua adds `policy`.
 config.ranges = RANGES
 
--- Converts { count = "steps width", ... } into { field name = its range }.
+-- Converts { count = "steps width", ... } to a table from each field's name to its range.
 local function ranges_of(kinds, fields)
   local ranges = {}
   for kind, names in pairs(kinds or {}) do
@@ -273,7 +276,8 @@ local function check_choice(name, value, choices)
     nearest.hint(tostring(value), texts))
 end
 
--- Checks a value, or each item of a list. rules: { docs =, ranges = }
+-- Checks a field's value, or each item of a list, against the field's range and choices. Returns
+-- the value. rules: { docs =, ranges = }
 local function check(name, value, field, rules)
   local range, doc, single = rules.ranges[name], rules.docs[name], field.kind ~= "list"
   local choices = type(doc) == "table" and doc.choices
@@ -330,7 +334,7 @@ local function apply_file(result, fields, rules, path)
       local nested = false
       for other in pairs(fields) do nested = nested or other:sub(1, #name + 1) == name .. "." end
       if field then
-        if type(value) ~= "userdata" then            -- JSON's null: as if the field were absent
+        if type(value) ~= "userdata" then            -- null in JSON: the field is absent
           assign(result, name, check(name, from_file(name, field, value, where), field, rules))
         end
       elseif nested and type(value) == "table" then
@@ -345,9 +349,9 @@ local function apply_file(result, fields, rules, path)
   walk(read_file(path), "", 1)
 end
 
---- Parses the arguments `args` (a list of name=value) and returns the value of every field of
---- `defaults`, checked against the ranges `kinds`. A bad argument raises an object that tostring()
---- turns into the message.
+--- Parses the arguments `args`, a list of name=value. Returns a table with the value of every field
+--- of `defaults`. Checks the arguments against the ranges `kinds`. A bad argument raises an object
+--- that tostring() converts to the message.
 function config.parse(defaults, args, docs, kinds)
   local fields, result = collect(defaults, "", {}), copy(defaults)
   local rules = { docs = docs or {}, ranges = ranges_of(kinds, fields) }
@@ -370,7 +374,7 @@ function config.parse(defaults, args, docs, kinds)
   return result
 end
 
---- A list of { name, value } for every field, with dotted names, in the order of `help`.
+--- Returns a list with { name, value } for every field, under dotted names, in the order of `help`.
 function config.flatten(values)
   local fields = collect(values, "", {})
   local list = {}
@@ -378,7 +382,7 @@ function config.flatten(values)
   return list
 end
 
---- The fields as lines of name=value, in the form the command line takes.
+--- Returns the fields as lines of name=value, in the form that the command line takes.
 function config.format(values)
   local lines = {}
   for i, pair in ipairs(config.flatten(values)) do
@@ -387,7 +391,7 @@ function config.format(values)
   return table.concat(lines, "\n")
 end
 
---- The text of `engine script.lua help`.
+--- Returns the text that `engine script.lua help` prints.
 function config.help(defaults, docs, script)
   local fields = collect(defaults, "", {})
   local rows, width, default_width = {}, 6, 4

@@ -1,14 +1,14 @@
--- Numbers as people write them on a command line: 3e-4, 2^15, 1/3, -(2+3)*4, 0x10, inf, pi.
+-- Evaluates a number that is typed on a command line: 3e-4, 2^15, 1/3, -(2+3)*4, 0x10, inf, pi.
 --   expression("2^15") -> 32768;  expression("2^") -> nil, "unexpected symbol near the end"
--- The text is split into numbers, operators, brackets and the two constants, so that nothing else
--- can run. LuaJIT then evaluates it, with the precedence of Lua.
+-- The text may contain only numbers, operators, brackets, inf and pi, so that no other code can
+-- run. LuaJIT evaluates it, with the precedence of Lua.
 local show = require "engine.base.show"
 
 local NUMBERS = { "^0[xX]%x+", "^%d+%.?%d*[eE][+-]?%d+", "^%.%d+[eE][+-]?%d+", "^%d+%.?%d*",
   "^%.%d+" }
 local CONSTANTS = { inf = true, pi = true }
 
--- The number, constant, operator or bracket at a position; nil if there is none.
+-- Returns the number, constant, operator or bracket at a position; nil if there is none.
 local function token_at(text, at)
   for _, pattern in ipairs(NUMBERS) do
     local number = text:match(pattern, at)

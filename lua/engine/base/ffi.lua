@@ -17,18 +17,20 @@ optimizer.start = function(...)
 end
 start("-fuse")
 
--- lua/engine, the folder of all modules; this file is in its base/.
+-- The folder lua/engine, which holds all modules. This file is in its subfolder base/.
 local home = debug.getinfo(1, "S").source:match("^@(.*)/base/[^/]*$")
 M.home = home
 
--- `make install` writes the module engine.base.place: { library = folder, share = folder }.
+-- `make install` writes the module engine.base.place, which returns { library = folder, share =
+-- folder }.
 local installed, place = pcall(require, "engine.base.place")
---- Folders that may hold policies/ and examples/: the source tree, share/engine beside
+--- The folders that may hold policies/ and examples/: the source tree, share/engine beside
 --- share/lua/5.1, and the folder that `make install` chose.
 M.shares = { home .. "/../..", home .. "/../../../engine", installed and place.share or nil }
 
---- Folders that may hold libengine.so and cdef.h: the folder of the running binary's library,
---- ENGINE_LIBRARY_DIR, the source tree, and the folders of an installation.
+--- Returns the folders that may hold libengine.so and cdef.h, in the order of the search: the
+--- folder of the running binary's library, ENGINE_LIBRARY_DIR, the source tree, and the folders of
+--- an installation.
 local function places()
   local list = {}
   local host = package.preload["engine.host"] and require "engine.host"
@@ -81,12 +83,12 @@ M.version = ffi.string(C.eng_version())
 M.new = ffi.new
 M.string = ffi.string
 
---- The text of the last error in the core.
+--- Returns the text of the last error in the core.
 function M.message()
   return ffi.string(C.eng_error_message())
 end
 
---- "file:line: " of the script's line that called into the engine, "" if there is none.
+--- Returns "file:line: " for the script's line that called into the engine, or "" if there is none.
 function M.script_line()
   for level = 2, 200 do
     local frame = debug.getinfo(level, "Sl")
@@ -105,17 +107,19 @@ function M.raise(message, ...)
   error(M.script_line() .. message, 0)
 end
 
---- A message without the script's line that raise() puts in front.
+--- Removes from a message the "file:line: " that raise() puts in front.
 function M.without_line(message) return (tostring(message):gsub("^[^:\n]+:%d+: ", "")) end
 
---- Raises the core's error text unless status is 0; `bare` leaves out the script's line.
+--- Raises an error with the core's error text unless `status` is 0. `bare` leaves out the script's
+--- line.
 function M.check(status, bare)
   if status == 0 then return end
   if bare then error(M.message(), 0) end
   M.raise(M.message())
 end
 
---- A value as text, for messages: "'text'" (up to 200 bytes of it), "5", "a table", "nothing".
+--- Returns a value as text for messages: "'text'" (up to 200 bytes of it), "5", "a table",
+--- "nothing".
 function M.value_text(v)
   if v == nil then return "nothing" end
   if type(v) == "string" then      -- cuts between two UTF-8 characters
@@ -144,7 +148,7 @@ for number = 0, C.ENG_DTYPE_COUNT - 1 do
 end
 
 M.op = {}          -- "matmul" -> number
-M.op_names = {}    -- in the order of ops.def
+M.op_names = {}    -- the names in the order of ops.def
 for number = 0, C.ENG_OP_COUNT - 1 do
   local name = ffi.string(C.eng_op_name(number))
   M.op[name], M.op_names[number + 1] = number, name

@@ -6,13 +6,13 @@ local C = M_ffi.C
 
 local file = {}
 
---- These three functions follow links. A pipe or a device exists, but is neither a file nor a
---- folder.
+--- Whether a path exists, is a regular file, or is a folder. These three functions follow links. A
+--- pipe or a device exists, but is neither a file nor a folder.
 function file.exists(path) return C.eng_file_kind(path) ~= C.ENG_FILE_NONE end
 function file.is_file(path) return C.eng_file_kind(path) == C.ENG_FILE_REGULAR end
 function file.is_folder(path) return C.eng_file_kind(path) == C.ENG_FILE_FOLDER end
 
---- A path made absolute.
+--- Returns the absolute path of `path`.
 function file.absolute(path)
   return path:sub(1, 1) == "/" and path or (os.getenv("PWD") or ".") .. "/" .. path
 end
@@ -20,8 +20,8 @@ end
 local LARGEST = 2 ^ 20
 local REFUSED = { [C.ENG_FILE_FOLDER] = "a folder", [C.ENG_FILE_OTHER] = "not a regular file" }
 
---- The text of a file of up to 1 MiB, or nil and the reason. Refuses pipes and devices, because
---- reading one could block or never end.
+--- Returns the text of a file of up to 1 MiB, or nil and the reason. Refuses pipes and devices,
+--- because reading one could block or never end.
 function file.read(path)
   local kind = REFUSED[C.eng_file_kind(path)]
   if kind then return nil, path .. ": is " .. kind end
@@ -63,7 +63,7 @@ function file.write(path, text)
   return result
 end
 
---- Removes a file, or a folder with all that it holds; links in it are removed, not followed.
+--- Removes a file, or a folder with all that it holds. Removes links instead of following them.
 function file.remove(path)
   if C.eng_file_remove(path) == 0 then return end          -- removes a link, not its target
   for _, name in ipairs(file.is_folder(path) and file.names(path) or {}) do
@@ -72,7 +72,7 @@ function file.remove(path)
   M_ffi.check(C.eng_file_remove(path))
 end
 
---- The names in a folder, sorted by bytes; or nil and the reason.
+--- Returns the names in a folder, sorted by bytes; or nil and the reason.
 function file.names(path)
   local listing = M_ffi.new("eng_listing *[1]")
   if C.eng_file_list(listing, path) ~= 0 then return nil, M_ffi.message() end

@@ -4,15 +4,15 @@ local M_ffi = require "engine.base.ffi"
 local C = M_ffi.C
 local FIRST, BINS = C.ENG_HIST_FIRST, C.ENG_HIST_BINS
 
--- exponents of the histogram's first and last bin
+-- first, last: the exponents of a histogram's first and last bin
 local formats = { first = FIRST, last = FIRST + BINS - 1 }
 
 local made = {}
 
---- The properties of a number format, or nil for an unknown name: largest (the largest finite
---- number), limit (the smallest magnitude that rounds to inf, in e4m3 to nan; inf if no finite
---- magnitude does), top (the exponent of the largest finite number), normal (the exponent of the
---- smallest normal number), zero (the exponent of the largest magnitude that rounds to zero),
+--- Returns the properties of a number format, or nil for an unknown name: largest (the largest
+--- finite number), limit (the smallest magnitude that rounds to inf, in e4m3 to nan; inf if no
+--- finite magnitude does), top (the exponent of the largest finite number), normal (the exponent of
+--- the smallest normal number), zero (the exponent of the largest magnitude that rounds to zero),
 --- exponent_bits, fraction_bits, bias, signed.
 function formats.of(name)
   if made[name] then return made[name] end

@@ -21,7 +21,7 @@ local escapes = { ['"'] = '\\"', ["\\"] = "\\\\", ["\b"] = "\\b", ["\f"] = "\\f"
   ["\r"] = "\\r", ["\t"] = "\\t" }
 
 -- The characters beyond ASCII that eng_text_shown escapes. Each entry has a pattern that captures
--- the last byte of a character, and the number to add to that byte for the code point.
+-- the last byte of a character, and the code point minus that byte.
 local unshown = { { "\194([\128-\159])", 0 }, { "\216(\156)", 0x580 },
   { "\226\128([\142\143\168-\174])", 0x1F80 }, { "\226\129([\166-\169])", 0x1FC0 } }
 
@@ -31,7 +31,7 @@ local CHARACTERS = { "[\194-\223]%", "\224[\160-\191]%", "[\225-\236\238\239]%%"
   "\237[\128-\159]%", "\240[\144-\191]%%", "[\241-\243]%%%", "\244[\128-\143]%%" }
 for i, pattern in ipairs(CHARACTERS) do CHARACTERS[i] = pattern:gsub("%%", "[\128-\191]") end
 
---- Whether a string is UTF-8.
+--- Returns whether a string is valid UTF-8.
 function M.is_utf8(s)
   if not s:find("[\128-\255]") then return true end
   for _, pattern in ipairs(CHARACTERS) do s = s:gsub(pattern, " ") end
@@ -127,10 +127,10 @@ end
 --- The values that `plain` writes as null and as an empty object, {}.
 M.null, M.no_fields = cjson.null, {}
 
---- Data as JSON for other programs: keys are sorted, inf and nan are strings (show.json_number),
---- and unsafe characters are written as \xNN. A table without string keys is a list; if its
---- elements may be nil, its field n is its length. number_of(x): the text of a number (by
---- default show.json_number).
+--- Returns data as JSON for other programs. Sorts the keys, writes inf and nan as strings
+--- (show.json_number), and writes unsafe characters as \xNN. A table without string keys becomes a
+--- list. If elements of the list may be nil, the table's field n must give its length.
+--- number_of(x): the text of a number (by default show.json_number).
 function M.plain(value, number_of)
   if value == nil or value == cjson.null then return "null" end
   if value == M.no_fields then return "{}" end
@@ -150,12 +150,13 @@ function M.plain(value, number_of)
   return "{" .. table.concat(parts, ",") .. "}"
 end
 
---- Plain data as JSON text. `name` names the value in messages: "state.policy: ... got a function".
+--- Returns plain data as JSON text. `name` is what messages call the value: "state.policy: ... got
+--- a function".
 function M.encode(value, name)
   return encode_value(value, name or "value", {})
 end
 
--- A 64-bit number from its digits; the sign is applied last, because -2^63 has no positive
+-- Returns the 64-bit number with these digits. Applies the sign last, because -2^63 has no positive
 -- counterpart.
 local function integer(text, kind)
   local negative, digits = text:match("^(%-?)(%d+)$")
@@ -198,10 +199,11 @@ end
 local strict = cjson.new()
 strict.decode_invalid_numbers(false)
 
---- The data of another program's JSON text, in which nan and inf are errors. null is json.null.
+--- Decodes the JSON text of another program. nan and inf in the text are errors; null becomes
+--- json.null.
 M.strict = strict.decode
 
---- The data that a JSON text encodes. Raises an error that says what is wrong with the text.
+--- Returns the data from which encode() made `text`. Raises an error if the text is malformed.
 function M.decode(text)
   return restore(strict.decode(text))
 end

@@ -4,25 +4,25 @@ local C = require("engine.base.ffi").C
 
 local machine = {}
 
--- Seconds on a monotonic clock.
+-- Returns the seconds on a monotonic clock.
 function machine.clock()
   return C.eng_clock()
 end
 
---- Waits; a signal ends the wait early.
+--- Waits `seconds`; a signal ends the wait early.
 function machine.sleep(seconds) C.eng_sleep(seconds) end
 
 local columns, rows = ffi.new("int[1]"), ffi.new("int[1]")
 
--- Columns and rows of the terminal behind a file descriptor (1: stdout); nil if it is not a
--- terminal.
+-- Returns the columns and rows of the terminal behind a file descriptor (1: stdout); nil if the
+-- descriptor is not a terminal.
 function machine.terminal(fd)
   if not C.eng_terminal(columns, rows, fd) then return nil end
   return columns[0], rows[0]
 end
 
--- True if output to the terminal must be ASCII: TERM is "dumb" or "linux", or the locale does not
--- name UTF-8. The locale is the first of LC_ALL, LC_CTYPE and LANG that is set.
+-- Returns whether output to the terminal must be ASCII: TERM is "dumb" or "linux", or the locale
+-- does not name UTF-8. The locale is the first of LC_ALL, LC_CTYPE and LANG that is set.
 function machine.ascii()
   local term = os.getenv "TERM"
   if term == "dumb" or term == "linux" then return true end
@@ -37,12 +37,12 @@ local function text(pointer)
   return pointer ~= nil and ffi.string(pointer) or nil
 end
 
--- The version of "onednn", "sqlite" or "openmp".
+-- Returns the version of the library "onednn", "sqlite" or "openmp".
 function machine.library_version(name)
   return text(C.eng_library_version(name))
 end
 
--- The number of GPUs (-1: no driver), and a text with a line about each.
+-- Returns the number of GPUs (-1 without a driver), and a text with a line about each GPU.
 function machine.gpus()
   local buffer = ffi.new("char[4096]")
   return C.eng_gpu_probe(buffer, 4096), ffi.string(buffer)
@@ -55,18 +55,18 @@ function machine.try_device(name)
   return false, text(C.eng_error_message())
 end
 
--- The version and file of the NCCL library that ranks with GPUs would use, as one text; or nil and
--- the reason why there is none.
+-- Returns the version and file of the NCCL library that ranks with GPUs would use, as one text; or
+-- nil and the reason why there is none.
 function machine.nccl()
   local found = ffi.new("const char *[1]")
   if C.eng_comm_nccl(found) == 0 then return text(found[0]) end
   return nil, text(C.eng_error_message())
 end
 
--- One line about the current device.
+-- Returns a line of text about the current device.
 function machine.device_text() return text(C.eng_device_text()) end
 function machine.isa() return text(C.eng_cpu_isa(nil)) end
---- How bf16 products are computed: "AMX", "pairs" or "f32" (core/engine.h).
+--- Returns how the CPU computes bf16 products: "AMX", "pairs" or "f32" (core/engine.h).
 function machine.bf16() return text(C.eng_cpu_bf16()) end
 function machine.threads() return C.eng_threads(0) end
 

@@ -7,7 +7,7 @@
 local nearest = {}
 
 -- Names from other frameworks and from other parts of the engine. Each has a list of the engine's
--- names that the user may mean; the first of these that is a candidate is suggested.
+-- names that the user may mean. nearest.elsewhere suggests the first of them that is valid.
 local ELSEWHERE = {
   fp16 = "f16", f16 = "fp16", float16 = "f16 fp16", half = "f16 fp16 to", fp32 = "f32",
   f32 = "fp32", float32 = "f32 fp32", float = "f32 fp32 to", bfloat16 = "bf16 to", fp64 = "f64",
@@ -37,7 +37,7 @@ local INSTEAD = {
   cuda = 'x:to("cuda") or engine.device("cuda")', cpu = 'x:to("cpu")',
 }
 
---- The keys of a table as a sorted list of strings.
+--- Returns the keys of a table as a sorted list of strings.
 function nearest.keys(t)
   local keys = {}
   for key in pairs(t) do keys[#keys + 1] = tostring(key) end
@@ -49,7 +49,7 @@ local function list_of(names)
   return (names[1] ~= nil or next(names) == nil) and names or nearest.keys(names)
 end
 
---- The entry of `names` that corresponds to `name` of another framework, or nil.
+--- Returns the entry of `names` that corresponds to `name`, a name in another framework; or nil.
 function nearest.elsewhere(name, names)
   for ours in (ELSEWHERE[tostring(name):lower()] or ""):gmatch("%S+") do
     for _, candidate in ipairs(list_of(names)) do
@@ -58,7 +58,8 @@ function nearest.elsewhere(name, names)
   end
 end
 
---- The nearest name, or nil when none is near (see eng_nearest in core/engine.h).
+--- Returns the entry of `names` nearest to `name`, or nil if none is near (see eng_nearest in
+--- core/engine.h).
 function nearest.find(name, names)
   if type(name) ~= "string" then return nil end
   local ours = nearest.elsewhere(name, names)
@@ -71,20 +72,21 @@ function nearest.find(name, names)
   return list[C.eng_nearest(tostring(name), array, #texts) + 1]
 end
 
---- "; did you mean 'NAME'?" or "". code: true if the name stands for a function or a method; the
---- hint may then be "; write ... instead".
+--- Returns "; did you mean 'NAME'?", or "" if no name is near. code: true if `name` stands for a
+--- function or a method; the hint may then be "; write ... instead".
 function nearest.hint(name, names, code)
   local found, instead = nearest.find(name, names), code and INSTEAD[tostring(name):lower()]
   if instead and (not found or found == "to") then return "; write " .. instead .. " instead" end
   return found and ("; did you mean '%s'?"):format(tostring(found)) or ""
 end
 
---- The first eight of a list of names, as text.
+--- Returns the first eight of a list of names as text.
 function nearest.few(names)
   return table.concat(names, " ", 1, math.min(#names, 8)) .. (#names > 8 and " .." or "")
 end
 
---- The hint for a Lua pattern that matches none of these dotted names: one of them or part of one.
+--- Returns the hint for a Lua pattern that matches none of the dotted names `names`. The hint
+--- suggests one of these names or a part of one.
 function nearest.part_hint(pattern, names)
   local parts = {}
   for _, name in ipairs(names) do
@@ -94,8 +96,9 @@ function nearest.part_hint(pattern, names)
   return nearest.hint(pattern:gsub("[%^$%%]", ""), parts)
 end
 
---- The hint and all the names; `what`: the noun for them, such as "options". where: a command that
---- lists them, or nil. With a hint, it stands for the list of more than eight names.
+--- Returns the hint and the list of all names. `what`: the noun for the names, such as "options".
+--- where: a command that lists the names, or nil. After a hint, the text names this command instead
+--- of listing more than eight names.
 function nearest.choices(name, names, what, where)
   local texts = {}
   for i, choice in ipairs(list_of(names)) do texts[i] = tostring(choice) end
@@ -121,7 +124,8 @@ function nearest.guard_elsewhere(class, what)
   end })
 end
 
---- A module in which a missing name is an error that suggests the nearest one.
+--- Makes reading a missing name of `module` an error that suggests the nearest name. Returns
+--- `module`.
 function nearest.guard(module, what)
   return setmetatable(module, { __index = function(t, key)
     error(("%s has no '%s'%s"):format(what, tostring(key),

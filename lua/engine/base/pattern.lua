@@ -1,13 +1,13 @@
--- The syntax of Lua patterns that users give, such as those for the modules of a recipe.
+-- Checks the syntax of Lua patterns that users give, such as patterns for the modules of a recipe.
 -- string.find raises an error only when a match reaches the mistake, so a trial match on an empty
 -- string would accept "blocks(". Called by arguments.lua, for functions that take a pattern, by
 -- config.lua and by train/options.lua.
 local M = {}
 
-local CAPTURES, DEEPEST = 32, 199   -- LuaJIT's limits; DEEPEST: nesting in a match
+local CAPTURES, DEEPEST = 32, 199   -- LuaJIT's limits on captures and on the depth of a match
 
---- What is wrong with a Lua pattern, or nil. Without a problem, string.find raises no error for
---- any subject.
+--- Returns what is wrong with a Lua pattern, or nil. If the result is nil, string.find raises no
+--- error for this pattern and any subject.
 function M.problem(text)
   text = text:match("^%Z*")                            -- a zero byte ends a pattern
   local open, closed, captures, at = {}, {}, 0, 1      -- closed[n]: capture n has its ")"

@@ -16,8 +16,8 @@ function M.start(words, log)
   return process[0]
 end
 
---- The exit status, 128 + N after signal N; nil while the program runs. After it has returned a
---- status, do not call it again for the same program.
+--- Returns the exit status of a program (128 + N after signal N), or nil while the program runs.
+--- After this function has returned a status, do not call it again for the same program.
 function M.status(process)
   local status = C.eng_process_status(process)
   return status >= 0 and status or nil
@@ -26,10 +26,10 @@ end
 --- Sends SIGTERM to the process group of a program.
 function M.stop(process) C.eng_process_signal(process, 15) end
 
---- A word quoted for the shell, whatever characters it has.
+--- Quotes a word for the shell. The word may contain any characters.
 function M.quoted(word) return "'" .. tostring(word):gsub("'", "'\\''") .. "'" end
 
---- The standard output of a shell command, as text.
+--- Returns the standard output of a shell command as text.
 function M.output(command)
   local pipe = io.popen(command)
   local text = pipe and pipe:read("*a") or ""
@@ -37,8 +37,8 @@ function M.output(command)
   return text
 end
 
---- The last line in an output file that reports an error ("engine: ..."), without this prefix. If
---- there is no such line, the file's last line; nil without output.
+--- Returns the last line of an output file that reports an error ("engine: ..."), without this
+--- prefix. If there is no such line, returns the file's last line, or nil if there is no output.
 function M.last_words(log)
   local file = io.open(log, "rb")
   if not file then return nil end

@@ -1,6 +1,6 @@
--- The position in the stream of random numbers. Checkpoints store this position. A pass that must
--- not advance the stream, such as a reference backward, restores the position afterwards. Called by
--- the trainer and its parts, and by nn/generate.lua.
+-- Reads and sets the position in the stream of random numbers. Checkpoints store this position. A
+-- pass that must not advance the stream, such as a reference backward, restores the position
+-- afterwards. Called by the trainer and its parts, and by nn/generate.lua.
 local M_ffi = require "engine.base.ffi"
 
 local C = M_ffi.C
@@ -9,7 +9,7 @@ local random = {}
 
 local seed, counter = M_ffi.new("uint64_t[1]"), M_ffi.new("uint64_t[1]")
 
---- The position, { seed =, counter = } (uint64_t).
+--- Returns the position, { seed =, counter = } (uint64_t).
 function random.place()
   C.eng_rng_get(seed, counter)
   return { seed = seed[0], counter = counter[0] }

@@ -1,4 +1,4 @@
--- Numbers and tables as text: exact for files and messages that are read back, rounded for people.
+-- Writes numbers and tables as text: exact text that programs read back, rounded text for people.
 -- Text of unknown origin (policies, scripts, files, other ranks) must go through show.shown, which
 -- makes it safe to display, before it reaches a terminal or a page.
 local ffi = require "engine.base.ffi"
@@ -9,27 +9,28 @@ local show = {}
 
 local buffer = ffi.new "char[32]"
 
---- A number in as many digits as it takes to read the same double back; "inf", "-inf", "nan".
+--- Returns a number with as many digits as it takes to read the same double back; or "inf", "-inf",
+--- "nan".
 function show.exact(x)
   C.eng_number_text(buffer, x)
   return ffi.string(buffer)
 end
 
---- A value as text for people: a number with up to ten digits, an empty text as '', any other value
---- by tostring().
+--- Returns a value as text for people: a number with up to ten digits, an empty text as '', any
+--- other value by tostring().
 function show.value(x)
   if x == "" then return "''" end
   return type(x) == "number" and ("%.10g"):format(x) or tostring(x)
 end
 
---- A number as JSON that other tools read. JSON has no infinity and no NaN, so these become the
---- strings "inf", "-inf" and "nan", which Python's float() accepts. nil and false become null.
+--- Returns a number as JSON that other tools read. JSON has no infinity and no NaN, so these become
+--- the strings "inf", "-inf" and "nan", which Python's float() accepts. nil and false become null.
 function show.json_number(x)
   if not x then return "null" end
   return x - x ~= 0 and '"' .. show.exact(x) .. '"' or show.exact(x)
 end
 
---- 16384000000 -> "16,384,000,000"
+--- Groups the digits of a number: 16384000000 -> "16,384,000,000"
 function show.grouped(n)
   local plain = ("%.0f"):format(n)
   local sign, digits = plain:match("^(%-?)(%d+)$")
@@ -37,18 +38,18 @@ function show.grouped(n)
     or plain
 end
 
---- "1 step", "2,000 steps"
+--- Returns a count with its noun: "1 step", "2,000 steps"
 function show.counted(n, what)
   return ("%s %s%s"):format(show.grouped(n), what, n == 1 and "" or "s")
 end
 
---- part / whole as "0 %", "<0.01 %" or "12.3 %".
+--- Returns part / whole in percent: "0 %", "<0.01 %" or "12.3 %".
 function show.percent(part, whole)
   local p = whole > 0 and 100 * part / whole or 0
   return p == 0 and "0 %" or p < 0.01 and "<0.01 %" or ("%.3g %%"):format(p)
 end
 
---- 1234567 -> "1.23M"
+--- Shortens a count: 1234567 -> "1.23M"
 function show.count(x)
   if not x or x ~= x then return "-" end
   if x == math.huge then return "inf" end
@@ -58,13 +59,13 @@ function show.count(x)
   return ("%.0f"):format(x)
 end
 
---- Bytes as "1.5 KiB", "1.5 MiB" or "1.50 GiB".
+--- Returns a number of bytes as "1.5 KiB", "1.5 MiB" or "1.50 GiB".
 function show.bytes(n)
   if n < 2 ^ 20 then return ("%.1f KiB"):format(n / 1024) end
   return n < 2 ^ 30 and ("%.1f MiB"):format(n / 2 ^ 20) or ("%.2f GiB"):format(n / 2 ^ 30)
 end
 
---- A loss scale: 65536 -> "65536", 2^24 -> "2^24", 3.7 -> "3.7"
+--- Returns a loss scale as text: 65536 -> "65536", 2^24 -> "2^24", 3.7 -> "3.7"
 function show.scale(x)
   if not x then return "-" end
   local mantissa, exponent = math.frexp(x)
@@ -72,7 +73,7 @@ function show.scale(x)
   return ("%.6g"):format(x)
 end
 
---- Seconds as 0:42, 12:05 or 3:20:00.
+--- Returns a number of seconds as 0:42, 12:05 or 3:20:00.
 function show.duration(seconds)
   if seconds ~= seconds or seconds == math.huge or seconds < 0 then return "-" end
   local s = math.floor(seconds + 0.5)
@@ -80,8 +81,8 @@ function show.duration(seconds)
   return ("%d:%02d"):format(s / 60, s % 60)
 end
 
---- Makes text of unknown origin safe to print: control and bidirectional characters, and bytes that
---- are not UTF-8, are written as \xNN. Line ends and tabs become spaces unless `lines`. See
+--- Makes text of unknown origin safe to print: writes control and bidirectional characters, and
+--- bytes that are not UTF-8, as \xNN. Line ends and tabs become spaces unless `lines` is true. See
 --- eng_text_shown.
 function show.shown(text, lines)
   text = tostring(text)
@@ -92,8 +93,8 @@ function show.shown(text, lines)
   return ffi.string(out, size)
 end
 
---- Why `name` is not valid as the name of a policy, an option, a run or a signal; nil if it is
---- valid. See eng_name_problem.
+--- Returns why `name` is not valid as the name of a policy, an option, a run or a signal; nil if it
+--- is valid. See eng_name_problem.
 function show.name_problem(name)
   local problem = C.eng_name_problem(name, #name)
   return problem ~= nil and ffi.string(problem) or nil
@@ -114,11 +115,11 @@ function show.cut(text, most, mark)
   return text
 end
 
---- The number of characters in a UTF-8 text.
+--- Returns the number of characters in a UTF-8 text.
 function show.width(text) return select(2, text:gsub("[^\128-\191]", "")) end
 
---- A text in lines of at most `width` characters, broken at spaces. The rest of a broken line keeps
---- its indentation.
+--- Breaks a text at spaces into lines of at most `width` characters. The rest of a broken line
+--- keeps the line's indentation.
 function show.wrap(text, width)
   local lines = {}
   for line in (text .. "\n"):gmatch("(.-)\n") do
@@ -136,10 +137,11 @@ function show.wrap(text, width)
   return table.concat(lines, "\n")
 end
 
-local MOST = 60       -- characters of a cell
+local MOST = 60       -- characters of the longest cell
 
---- Rows of strings as lines with aligned columns. left[c]: column c is aligned to the left; left =
---- true: every column is. Long cells are cut, except in the last column.
+--- Returns rows of strings as lines with aligned columns. If left[c] is true, column c is aligned
+--- to the left; if `left` itself is true, every column is. Long cells are cut, except in the last
+--- column.
 function show.table(rows, left)
   local lines, cells, width = {}, {}, {}
   for i, row in ipairs(rows) do

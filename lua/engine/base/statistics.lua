@@ -2,7 +2,7 @@
 -- intervals. Used by engine.contest, `engine contest` and report/lab.lua.
 local M = {}
 
---- Mean and standard deviation of a list; the deviation of a single number is 0.
+--- Returns the mean and the standard deviation of a list; the deviation of a single number is 0.
 function M.mean_and_spread(list)
   local sum, squares = 0, 0
   for _, x in ipairs(list) do sum = sum + x end
@@ -11,8 +11,8 @@ function M.mean_and_spread(list)
   return mean, math.sqrt(squares / math.max(1, #list - 1))
 end
 
---- "0.3918 +- 0.0012": the spread with two significant digits, and the mean to the same decimal
---- place. Only the mean if n, the number of values, is 1.
+--- Returns "0.3918 +- 0.0012": the spread with two significant digits, and the mean to the same
+--- decimal place. Returns only the mean if n, the number of values, is 1.
 function M.text(mean, spread, n)
   if n < 2 or mean - mean ~= 0 then return ("%.4g"):format(mean) end
   if spread == 0 then return ("%.4g +- 0"):format(mean) end
@@ -28,17 +28,17 @@ local T = { 12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2
   2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423 }
 local Z = 1.959963984540054     -- the same quantile of the normal distribution
 
---- The half width of a mean's 95 % confidence interval, in standard errors of the mean. It comes
---- from the table up to 30 degrees of freedom, and beyond that from the expansion about the normal
---- distribution (Abramowitz and Stegun 26.7.5).
+--- Returns the half width of a mean's 95 % confidence interval, in standard errors of the mean. Up
+--- to 30 degrees of freedom it comes from the table T, beyond that from the expansion about the
+--- normal distribution (Abramowitz and Stegun 26.7.5).
 function M.t95(degrees)
   return T[degrees] or Z + (Z ^ 3 + Z) / (4 * degrees)
     + (5 * Z ^ 5 + 16 * Z ^ 3 + 3 * Z) / (96 * degrees ^ 2)
 end
 
---- Statistics of the differences b[i] - a[i] that are finite: { n, mean, spread, low, high }. The
---- 95 % confidence interval of the mean is low to high; both are false if n is 1. Returns nil
---- if no difference is finite.
+--- Returns statistics of those differences b[i] - a[i] that are finite: { n, mean, spread, low,
+--- high }. The 95 % confidence interval of the mean is from `low` to `high`; both are false if n is
+--- 1. Returns nil if no difference is finite.
 function M.paired(a, b, count)
   local list = {}
   for i = 1, count do

@@ -23,7 +23,7 @@ the user who started the run. With -e it runs CODE and ends. While the run is al
   run:set("lr", 1e-4)           lr clip clip_value scale steps checkpoint_every stats_every;
                                 run:set("lr", "schedule") returns to the schedule
   run:checkpoint()  run:stop()
-  policy:swap("mine.lua")       another policy, checked first on the run's last records; or
+  policy:swap("mine.lua")       swaps the policy, after a check on the run's last records; also
                                 "dynamic:growth_interval=500". A policy for FP8 layers, such as
                                 "layer_ladder", replaces the FP8 policy
   policy:undo()                 reverts the last swap
@@ -49,7 +49,7 @@ local function connect(path)
 end
 
 local line, length = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
-local PATIENCE = 5          -- seconds without a reply before a message says why
+local PATIENCE = 5          -- seconds without a reply until a message says why
 
 local function waiting_text(path)
   local pid, state = require("engine.run.runs").holder(path)
@@ -89,7 +89,7 @@ function Link:ask(request)
   if #text > C.ENG_ATTACH_LINE then return nil, "this request is too long to send" end
   local status = patiently(C.eng_attach_send, self.handle, text, #text)
   if status == C.ENG_ERR_INTERRUPTED then
-    self.gone = "stopped waiting: the run reads no requests; leave, and attach again"
+    self.gone = "stopped waiting: the run does not read requests; leave this REPL and attach again"
     return nil, self.gone
   end
   while status == 0 do
@@ -220,7 +220,7 @@ local function main(given)
   if opened.live then
     print(tostring(opened.run))
   elseif opened.history then print(tostring(opened.history)) end
-  -- a Ctrl-C that ended the wait for this line must not also end the REPL
+  -- a Ctrl-C that ended the wait for the run's status must not also end the REPL
   require("engine.host").settle()
   require("engine.cli.repl")()
   return 0

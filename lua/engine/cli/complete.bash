@@ -1,5 +1,5 @@
-# Completion of engine's command line for bash. Commands, their options and policies come from engine
-# itself, runs from runs/.
+# Completes engine's command line in bash. The names of commands, options and policies come from
+# engine itself, the names of runs from the folder runs/.
 _engine()
 {
   local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD - 1]}

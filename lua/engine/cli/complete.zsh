@@ -1,6 +1,6 @@
 #compdef engine
-# Completion of engine's command line for zsh. Commands, their options and policies come from engine
-# itself, runs from runs/.
+# Completes engine's command line in zsh. The names of commands, options and policies come from
+# engine itself, the names of runs from the folder runs/.
 local -a commands policies options runs
 if (( CURRENT == 2 )); then
   commands=(${(f)"$(engine help 2>/dev/null | sed -n 's/^  engine \([a-z]*\)   *\(.*\)/\1:\2/p')"})

@@ -1,5 +1,5 @@
--- engine contest: reads the command line, checks the script, executes the runs, at most `jobs` at a
--- time (run/contest.lua), and prints the results (report/contest.lua).
+-- engine contest: reads the command line, checks the script, executes at most `jobs` runs at a time
+-- (run/contest.lua), and prints the results (report/contest.lua).
 local config = require "engine.base.config"
 local files = require "engine.base.file"
 local options = require "engine.cli.options"
@@ -22,8 +22,8 @@ standard deviation over the seeds, and differences from the first policy with th
   engine contest train.lua --policy dynamic --policy pid name=first lr=1e-3 --svg first.svg
   engine runs runs/contest             # its runs, with `engine plot`, `report` and so on
 
-Each run is a process, in runs/NAME/POLICY-SEED/. Ctrl-C ends them with a checkpoint; the same
-command continues, and repeats no run that has ended. More seeds or policies may be added to a
+Each run is a process, in runs/NAME/POLICY-SEED/. Ctrl-C ends the runs with a checkpoint; the same
+command continues them, and repeats no run that has ended. More seeds or policies may be added to a
 contest; other settings need another name. A run that fails does not end the contest. If its error
 may be temporary (exit status 1, or a signal), the next start tries it again.
 
@@ -50,7 +50,7 @@ FILE may be - for stdout, except with --png.
 
 The exit status is 0 if every run finished, 1 if one failed.]==]
 
--- The contest's own settings; the others go to the script.
+-- The settings of the contest itself. All other settings go to the script.
 local OWN = { seeds = 5, jobs = config.optional "number", threads = config.optional "number",
   name = "contest" }
 local RANGES = { count = "seeds jobs threads" }
@@ -106,7 +106,7 @@ local function check_script(contest)
   contest.sources = {}
   for _, policy in ipairs(contest.policies) do
     parse(defaults, { "policy=" .. policy, unpack(words) }, docs, kinds)
-    -- a script may register policies under its own names
+    -- fails for the name of a policy that the script registers
     local good, loaded = pcall(load, policy)
     contest.sources[policy] = good and loaded.source or nil
   end
@@ -162,7 +162,7 @@ local function read(given)
   local cores = C.eng_comm_threads()
   contest.default_threads = math.max(1, math.floor(cores / (#contest.policies * own.seeds)))
   contest = require("engine.run.contest").open(contest)
-  local card = table.concat(settings, " "):find("device=[ac]u")        -- auto, cuda
+  local card = table.concat(settings, " "):find("device=[ac]u")        -- device=auto or cuda
   contest.jobs = contest.jobs or card and 1 or math.max(1, math.floor(cores / contest.threads))
   return contest
 end
@@ -187,7 +187,7 @@ local function progress_of(contest, waiting)
   local machine = require "engine.base.machine"
   local bar = require("engine.run.progress").on_stderr()
   local began, ended, total = machine.clock(), 0, #waiting
-  local before = {}                    -- the share of a run that was done before this start
+  local before = {}                    -- run -> its share that was done before this start
   local progress = require("engine.run.contest").progress
   for _, run in ipairs(waiting) do before[run] = progress(run) end
   local function left(running)

@@ -1,9 +1,9 @@
--- engine doctor: what this machine offers and what is missing. Each line begins with ok, missing or
--- note; a line about something missing says what it is for or how to install it. The exit code is 1
--- if something is missing that the engine needs.
+-- engine doctor: prints what this machine offers and what is missing. Each line begins with ok,
+-- missing or note. A line about something missing says what it is for or how to install it. The
+-- exit code is 1 if something is missing that the engine needs.
 local host = require "engine.host"
 
--- The first line a command prints, or nil.
+-- Returns the first line that a command prints, or nil.
 local function output(command)
   local pipe = io.popen(command .. " 2>/dev/null")
   local line = pipe and pipe:read("*l")
@@ -11,8 +11,8 @@ local function output(command)
   return line ~= "" and line or nil
 end
 
--- The contents of a file of /proc, "" if it cannot be opened. doctor must work without the engine's
--- library, so it cannot use base/file.lua.
+-- Returns the contents of a file of /proc, or "" if it cannot be opened. doctor must work without
+-- the engine's library, so it cannot use base/file.lua.
 local function contents(path)
   local file = io.open(path)
   local text = file and file:read("*a") or ""
@@ -62,11 +62,11 @@ local function memory()
   end
 end
 
-local BF16 = { AMX = "on AMX, through oneDNN: several times faster than f32; subnormal bf16 " ..
-  "are flushed to zero",
-  pairs = "on pairs of elements, with AVX-512 BF16: twice as fast as f32; subnormal bf16 are " ..
-  "flushed to zero",
-  f32 = "in f32: as fast as f32, and subnormals are kept" }
+local BF16 = { AMX = "on AMX, through oneDNN: several times faster than f32; subnormal " ..
+  "bf16 numbers are flushed to zero",
+  pairs = "on pairs of elements, with AVX-512 BF16: twice as fast as f32; subnormal bf16 " ..
+  "numbers are flushed to zero",
+  f32 = "in f32: as fast as f32, and subnormal numbers are kept" }
 
 local function library()
   local ok, result = pcall(require, "engine.base.ffi")
@@ -104,7 +104,7 @@ local function lua()
   need(pcall(require, "cjson"), "lua-cjson", "installed", "apt install lua-cjson")
 end
 
--- Programs that are needed only to build and test.
+-- Programs that are needed only to build and test: the program, its package, what it is for.
 local optional = {
   { "gcc", "gcc", "to build" }, { "make", "make", "to build" },
   { "busted", "lua-busted", "for make test" }, { "luacheck", "lua-check", "for make check" },

@@ -9,7 +9,8 @@ local source = require "engine.docs.source"
 -- machine.
 local CHECKED = { ENGINE_ISA = true, ENGINE_NCCL = true, ENGINE_RANKS = true, ENGINE_PAIRS = true }
 
--- The values that a table cell such as "**`0`**, `1`" lists; nil if the cell allows other values.
+-- Returns the values that a table cell such as "**`0`**, `1`" lists; nil if the cell allows other
+-- values.
 local function choices_of(cell)
   local values, rest = {}, cell:gsub("%*%*", ""):gsub(";.*$", "")
   rest = rest:gsub("`([^`]*)`", function(value) values[#values + 1] = value return "" end)

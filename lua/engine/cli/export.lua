@@ -1,4 +1,4 @@
--- engine export: a recorded run in the formats of other tools (report/export.lua).
+-- engine export: writes a recorded run in the formats of other tools (report/export.lua).
 local options = require "engine.cli.options"
 
 local help = [==[

@@ -1,4 +1,4 @@
--- engine generate: continues texts or token ids with a model in Hugging Face's files.
+-- engine generate: continues texts or lists of token ids with a model in Hugging Face's files.
 local files = require "engine.base.file"
 local options = require "engine.cli.options"
 local nearest = require "engine.base.nearest"
@@ -10,8 +10,8 @@ usage: engine generate FOLDER --prompt TEXT [--prompt TEXT ...] [--tokens 1,2,3 
                        [--stop TOKEN,TOKEN] [--seed N] [--dtype f32|bf16|f16|auto]
 
 Loads the model of a folder with config.json and model.safetensors (or shards) and continues each
-prompt and each list of token ids. For a prompt it prints the text with its continuation, for a list
-one line with the given and the new ids.
+prompt and each list of token ids. For a prompt it prints the text with its continuation. For a list
+it prints one line with the given and the new ids.
 
   engine generate Qwen3-0.6B --prompt "The loss scale" --temperature 0
   engine generate Qwen3-0.6B --tokens 9707,11 --temperature 0          # the most likely tokens
@@ -20,8 +20,8 @@ one line with the given and the new ids.
 
 prompt       a text, which the folder's tokenizer.json turns into token ids
 tokens       a list of token ids
-max_tokens   tokens to add to each (64)
-temperature  1 by default; below 1 likely tokens gain, 0 takes the most likely one
+max_tokens   tokens to add to each prompt or list (64)
+temperature  1 by default; a value below 1 favours likely tokens, 0 takes the most likely token
 top_k top_p  draw from the K most likely tokens, or from those that add up to probability P
 stop         ids, or texts of tokens such as '<|im_end|>', that end a continuation; by default the
              model's eos_token_id; --stop= for none
@@ -32,7 +32,8 @@ next: engine plan FOLDER shows the memory that a model takes; docs/hugging-face.
 
 local NUMBERS = { "temperature", "top_k", "top_p", "seed" }
 
--- The token ids of a list of words. Each word is an id or, with a tokenizer, the text of a token.
+-- Converts a list of words to token ids. Each word is an id or, with a tokenizer, the text of a
+-- token.
 local function ids_of(list, what, tokenizer)
   local ids = {}
   for i, text in ipairs(list) do

@@ -1,8 +1,8 @@
--- engine help [NAME], engine --help; engine help --html FOLDER, engine help --types FILE
+-- engine help [NAME], engine --help, engine help --html FOLDER and engine help --types FILE.
 
 local texts = require "engine.base.show"
 
--- The subcommands in the order of this help.
+-- The subcommands, in the order in which the help lists them.
 local names = { "attach", "contest", "data", "doctor", "export", "generate", "help", "plan", "plot",
   "policies", "replay", "report", "runs", "tune", "version", "watch" }
 
@@ -58,9 +58,9 @@ local function overview()
   return text:format(table.concat(lines, "\n"))
 end
 
-local MOST_SHOWN, MOST_LISTED = 3, 12   -- most entries printed in full, most entries listed
+local MOST_SHOWN, MOST_LISTED = 3, 12   -- limits on the entries printed in full, and listed
 
--- The title, then one line per entry: its name and summary.
+-- Returns the title and one line per entry, with the entry's name and summary.
 local function listing(title, entries)
   local lines = { title }
   for i = 1, math.min(#entries, MOST_LISTED) do

@@ -1,7 +1,7 @@
--- Subcommands of the binary: `engine NAME ...` where no file NAME exists. Each is a module
--- engine.cli.NAME that returns { doc = "one line", help = text or nil, main = function(...) return
--- exit_code end }; options.lua makes most of these tables. To add a subcommand, write the module
--- and add its name in help.lua. Called by main.c.
+-- Runs the subcommands of the binary: `engine NAME ...` where no file NAME exists. A subcommand is
+-- a module engine.cli.NAME that returns { doc = "one line", help = text or nil, main =
+-- function(...) return exit_code end }; options.lua makes most of these tables. To add a
+-- subcommand, write the module and add its name in help.lua. Called by main.c.
 local help = require "engine.cli.help"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"

@@ -1,15 +1,15 @@
 -- The process in which `engine replay --verify` runs a recorded job again under another policy:
 --   engine -e 'require("engine.cli.live")("JOB.json")'
--- The script runs as before, but its trainer or session of the recorded name gets the policy, the
--- checkpoint and the number of steps of the job (run/verify.lua), and writes to the job's folder.
--- Other trainers and sessions write no run. The process ends after the job's run.
+-- The script runs as before, but the trainer or session with the name of the recorded run gets the
+-- policy, the checkpoint and the number of steps of the job (run/verify.lua), and writes to the
+-- job's folder. Other trainers and sessions write no run. The process ends after the job's run.
 local engine = require "engine"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
 local merged = require("engine.base.arguments").merged
 
--- The options of the job's trainer or session: those of the script (`given`), with the job's
--- changes.
+-- Returns the options of the job's trainer or session: the options from the script (`given`), with
+-- the job's changes.
 local function options_of(given, job, kind)
   local o = merged(given)
   o.run, o.resume, o.log = job.run, job.resume or false, "quiet"

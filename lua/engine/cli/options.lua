@@ -1,15 +1,15 @@
--- The command line of the subcommands: words, --name value or --name=value, switches, and policies
--- with their options.
+-- Parses the command lines of the subcommands: words, --name value or --name=value, switches, and
+-- policies with their options.
 --   return options.command {
 --     name = "plot", doc = "one line for `engine help`", help = [==[usage: engine plot RUN ...]==],
 --     options = { columns = "list", svg = "text", log = "switch" }, short = { o = "svg" },
 --     most = 1,                        -- the most words it takes (0 or 1); without it, any number
 --     main = function(given) return exit_code end,     -- given.words, given.columns, given.log ...
 --   }
--- Kinds: "text", "number" (an expression such as 2^12), "list" (a,b,c), "texts" (may be repeated),
--- "switch". With policies = true the command takes --policy FILE name=value ... into given.policies
--- = { { source, options } ... }. Settings of training scripts (name=value) are read by
--- base/config.lua.
+-- The kinds of options are "text", "number" (an expression such as 2^12), "list" (a,b,c), "texts"
+-- (may be repeated) and "switch". With policies = true the command takes --policy FILE name=value
+-- ... into given.policies = { { source, options } ... }. base/config.lua reads the settings of
+-- training scripts (name=value).
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"
 
@@ -35,7 +35,7 @@ local VALUE = {
   end,
 }
 
--- An option's name with its dashes: -e, --json.
+-- Returns an option's name with its dashes: -e, --json.
 local function dashed(name) return (#name == 1 and "-" or "--") .. name end
 
 local function unknown(word, spec)
@@ -101,8 +101,8 @@ function M.parse(words, spec)
   return given
 end
 
---- A command that cli.run can start: { doc, help, main }. With --help anywhere on the command line,
---- main prints the help. After an error, main prints one line and returns exit code 1.
+--- Makes a command that cli.run can start: { doc, help, main }. With --help anywhere on the command
+--- line, main prints the help. After an error, main prints one line and returns exit code 1.
 function M.command(spec)
   return { doc = spec.doc, help = spec.help, main = function(...)
     local words = { ... }
@@ -118,7 +118,7 @@ function M.command(spec)
     end)
     if good then return result or 0 end
     local line = tostring(result):match("^[^\n]*")
-    local found, show = pcall(require, "engine.base.show")      -- absent without the library
+    local found, show = pcall(require, "engine.base.show")      -- fails without the library
     io.stderr:write(("engine %s: %s\n"):format(spec.name, found and show.shown(line) or line))
     return 1
   end }
@@ -131,9 +131,9 @@ function M.note(command, notes)
   end
 end
 
---- A command on one run. It calls spec.main(given, history, path). spec.empty: the command also
---- takes a run without steps. spec.several: the command also takes several runs, and then calls
---- spec.several(given, list) with the list of compare.open.
+--- Makes a command on one run, which calls spec.main(given, history, path). With spec.empty, the
+--- command also takes a run without steps. With spec.several, it also takes several runs, and then
+--- calls spec.several(given, list) with the list that compare.open returns.
 function M.run_command(spec)
   local main = spec.main
   spec.main = function(given)

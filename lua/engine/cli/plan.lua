@@ -1,6 +1,6 @@
--- engine plan SCRIPT [name=value ...]: what a script's training would cost on many ranks. This file
--- has the command line and the tables, dist/plan.lua the cost model, and plan_measure.lua the
--- measurements. engine plan FOLDER: the memory of a model (plan_model.lua).
+-- engine plan SCRIPT [name=value ...] predicts what a script's training would cost on many ranks.
+-- This file reads the command line and prints the tables, dist/plan.lua has the cost model, and
+-- plan_measure.lua measures. engine plan FOLDER prints the memory of a model (plan_model.lua).
 local config = require "engine.base.config"
 local nearest = require "engine.base.nearest"
 local reduction = require "engine.dist.reduction"
@@ -19,7 +19,7 @@ its trainer exists, and a few steps of the trainer are timed. Other settings go 
 
   engine plan examples/gpt.lua ranks=1024 alpha=2e-6 beta=1/25e9   # messages of 2 us, 25 GB/s
   engine plan examples/gpt.lua zero=2 measure=1,2,4                # beside jobs measured here
-  engine plan examples/gpt.lua checkpoint=block                    # memory for time
+  engine plan examples/gpt.lua checkpoint=block                    # less memory, more time
   engine plan Llama-3-8B                                           # a folder with a config.json
 
 For a FOLDER with Hugging Face's config.json it prints the parameters of the model and the memory
@@ -41,7 +41,7 @@ times, except the last:
                updated weights, with zero=3 the weights that blocks wait for
   record       the message that makes the record the same on all ranks
   step         the whole step
-  efficiency   the time of a step on one rank without messages, divided by that of the whole step
+  efficiency   a step's time on one rank without messages, divided by the time of the whole step
 
 measure      also runs the job with these numbers of ranks on this machine, one thread for each
              rank, and prints the prediction for this machine beside the measurement. Ranks on one
@@ -93,7 +93,7 @@ local function smaller_bucket(job, params, options, ranks)
     best.sent.messages / now.sent.messages)
 end
 
--- The job for plan.predict, from this process's trainer.
+-- Describes the job of this process's trainer, for plan.predict.
 local function job_of(trainer, options, records, wanted, measured, step)
   local M_ffi, plan = require "engine.base.ffi", require "engine.dist.plan"
   local C, list, optimizer = M_ffi.C, trainer.optimizer.list, trainer.optimizer

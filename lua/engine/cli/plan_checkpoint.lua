@@ -1,6 +1,6 @@
--- engine plan SCRIPT checkpoint=block: the memory that activation checkpointing saves and the time
--- that it costs, predicted from a trainer without it and measured in separate processes. Called by
--- plan.lua.
+-- engine plan SCRIPT checkpoint=block: predicts and measures the memory that activation
+-- checkpointing saves and the time that it costs. The prediction comes from a trainer without
+-- checkpointing, the measurement from separate processes. Called by plan.lua.
 local M_ffi = require "engine.base.ffi"
 local measure = require "engine.cli.plan_measure"
 local module = require "engine.nn.module"
@@ -31,9 +31,9 @@ local function forward(trainer, watched)
   return bytes, most, seconds
 end
 
---- Predicts the effect of checkpoint=`which`, from a trainer without it. Returns { plain = the peak
---- bytes of activations and their gradients without checkpointing, block = the same peak with
---- checkpointing, time = the factor on the time of a step }.
+--- Predicts the effect of checkpoint=`which` from a trainer without checkpointing. Returns { plain
+--- = the peak bytes of activations and their gradients without checkpointing, block = the same peak
+--- with checkpointing, time = the factor on the time of a step }.
 function M.predict(trainer, which)
   local step, model, watched = measure.step(trainer), trainer.model, {}
   local peak = require("engine").memory().step.peak
@@ -43,12 +43,12 @@ function M.predict(trainer, which)
   model:checkpoint(false)
   local all, most, seconds = forward(trainer, watched)
   -- Without checkpointing, memory peaks at the loss. The loss and its gradient take (peak - all)
-  -- bytes, and just as many with checkpointing.
+  -- bytes, with and without checkpointing.
   return { plain = peak, block = left + math.max(peak - all, most),
     time = 1 + trainer.accumulate * seconds / step }
 end
 
---- Prints the prediction beside the measurement. `given`: the settings of engine plan.
+--- Prints the prediction beside the measurement. `given`: the settings of `engine plan`.
 function M.print(script, settings, given)
   local which = given.checkpoint
   local function with(value) return setmetatable({ checkpoint = value }, { __index = given }) end

@@ -1,11 +1,11 @@
--- The measurements of `engine plan` on this machine: what a message and a byte cost between two
--- processes, and the time of a step of the script's trainer. With measure=, it also measures whole
+-- Measures for `engine plan` on this machine: what a message and a byte cost between two processes,
+-- and the time of a step of the script's trainer. With measure=, this module also measures whole
 -- jobs of 1, 2, 4 ... ranks with one thread each, to compare them with the predictions.
 --
 -- A job runs this program under mpirun (`engine plan SCRIPT ... role=rank`). Each rank runs the
 -- script up to its trainer, makes steps with that trainer and prints a line of measurements. Before
--- the jobs, a single process is timed alone, and then one process on every core at once, all
--- without mpirun. These times give the step that predictions start from, and the slowdown from
+-- the jobs, and without mpirun, it times first a single process, and then one process on every core
+-- at the same time. These times give the step that predictions start from, and the slowdown from
 -- shared caches and memory.
 local M_ffi = require "engine.base.ffi"
 local process = require "engine.base.process"
@@ -19,9 +19,9 @@ local STEPS, FIRST = 14, 4         -- a job makes 14 steps; timing starts at the
 
 -- ------------------------------------------------------------------ the script's trainer
 
---- Runs a script up to its trainer, and makes this trainer with the given zero, comm_dtype, bucket
---- and checkpoint in place of the script's. The trainer writes no files. Returns the trainer, its
---- options, and whether the script's trainer would write a run.
+--- Runs a script up to its trainer, and makes this trainer with the zero, comm_dtype, bucket and
+--- checkpoint in `given` instead of the script's values. The trainer writes no files. Returns the
+--- trainer, its options, and whether the script's trainer would write a run.
 function M.trainer(script, settings, given)
   local engine = require "engine"
   local chunk, problem = loadfile(script)
@@ -80,7 +80,8 @@ local a = time(function() C.eng_comm_all_reduce(w, v, 1, f.dtype.f32, C.ENG_SUM)
 local b = time(function() C.eng_comm_all_reduce(w, v, 2^20, f.dtype.f32, C.ENG_SUM) end, 20)
 print(("measured %.9g %.9g"):format(a, b / 2^22))]]
 
---- The seconds that a message and a byte take between two processes here; nil without mpirun.
+--- Returns the seconds that a message and a byte take between two processes of this machine; nil
+--- without mpirun.
 function M.messages()
   local text = output(("%s %s -e %s 2>/dev/null"):format(mpirun(2),
     quote(require("engine.host").executable), quote(MESSAGES)))
@@ -88,7 +89,7 @@ function M.messages()
   return tonumber(alpha), tonumber(beta)
 end
 
---- Seconds of one step of the trainer in this process: the fastest of several.
+--- Returns the seconds of one step of the trainer in this process: the fastest of several steps.
 function M.step(trainer)
   local clock, best, until_ = C.eng_clock, math.huge, C.eng_clock() + 3
   for turn = 1, 40 do
@@ -178,8 +179,8 @@ local function read_ranks(text, n, size)
   return list
 end
 
---- The measurements of n processes without messages, run at once: a list of { step =, handling =,
---- memory_gradients = ... }.
+--- Runs n processes at the same time, without messages between them. Returns a list of their
+--- measurements: { step =, handling =, memory_gradients = ... }.
 function M.alone(n, script, settings, given)
   local command = "ENGINE_RANKS=off OMP_NUM_THREADS=1 timeout 600 " ..
     rank_command(script, settings, given)
@@ -188,7 +189,7 @@ function M.alone(n, script, settings, given)
   return read_ranks(output(table.concat(all, " ") .. " wait"), n, 1)
 end
 
---- The measurements of each rank in a job of n ranks.
+--- Runs a job of n ranks. Returns the list of the ranks' measurements.
 function M.job(n, script, settings, given)
   return read_ranks(output(("%s %s 2>&1"):format(mpirun(n), rank_command(script, settings, given))),
     n, n)

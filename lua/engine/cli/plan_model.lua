@@ -1,14 +1,15 @@
--- engine plan FOLDER: parameters and memory of a model in Hugging Face's files, from its
--- config.json alone. Called by plan.lua.
+-- engine plan FOLDER: prints the parameters and the memory of a model in Hugging Face's files, from
+-- the model's config.json alone. Called by plan.lua.
 local show = require "engine.base.show"
 local config = require "engine.nn.hf_config"
 local hf = require "engine.nn.hf_load"
 
 local M = {}
 
--- Bytes per parameter: weights, with the low-precision copies that matrix products read; gradients;
--- AdamW's moments, with Kahan's compensation; then the precision recipe. Norms and biases have no
--- low-precision copies, so the totals of eng_params_bytes differ slightly.
+-- The uses of a model. Each has three numbers of bytes per parameter, and a precision recipe: the
+-- bytes of the weights, with the low-precision copies that matrix products read; of the gradients;
+-- and of AdamW's moments, with Kahan's compensation. Norms and biases have no low-precision copies,
+-- so the totals of eng_params_bytes differ slightly.
 M.USES = {
   { "evaluate, f32", 4, 0, 0 }, { "evaluate, bf16 or f16", 2, 0, 0 },
   { "train, precision fp32", 4, 4, 8, "fp32" }, { "train, precision bf16", 6, 4, 8, "bf16" },
@@ -17,9 +18,9 @@ M.USES = {
   { "train, bf16_kahan", 2, 4, 10, "bf16_kahan" },
 }
 
---- The facts about the model that the fields of a config.json describe: { class, parameters,
---- tensors, extra, context, token = elements of the cache for one token }. `where` begins error
---- messages.
+--- Returns facts about the model that the fields of a config.json describe: { class, parameters,
+--- tensors, extra, context, token = the number of cached elements for one token }. Error messages
+--- begin with `where`.
 function M.facts(fields, where)
   return require("engine").scope(function()
     local model = hf.shapes(fields, where)
@@ -34,7 +35,7 @@ function M.facts(fields, where)
   end)
 end
 
---- Prints the plan of a folder.
+--- Prints the parameters and the memory of the model in a folder.
 function M.print(folder)
   local fields, _, path = config.read(folder)
   local facts = M.facts(fields, path)

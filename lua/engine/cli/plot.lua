@@ -1,4 +1,4 @@
--- engine plot: curves and heat maps of recorded runs (report/views.lua).
+-- engine plot: draws curves and heat maps of recorded runs (report/views.lua).
 local options = require "engine.cli.options"
 
 local help = [==[
@@ -28,8 +28,8 @@ and deviation are those of the logarithms.
 columns: loss scale lr amax stored norm underflow zeros next_scale norm_ref inf nan clip lr_mul
 tokens elapsed. amax is the largest true gradient; stored is amax times the loss scale, as the
 format holds it; underflow and zeros are shares of all gradients. signals.NAME is what the script
-published with engine.signal("NAME", ...), log.NAME what the policy logged, scales.LAYER a layer's
-own loss scale (scales.blocks.1) at the steps with statistics per tensor.]==]
+published with engine.signal("NAME", ...), log.NAME is what the policy logged, and scales.LAYER is a
+layer's own loss scale (scales.blocks.1) at the steps with statistics per tensor.]==]
 
 local function sizes_of(given)
   local sizes = { from = given.from, to = given.to, width = given.width, height = given.height,

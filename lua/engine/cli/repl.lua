@@ -1,7 +1,7 @@
 -- The REPL: `engine` on a terminal, and `engine -i script.lua`. An expression prints its value, `_`
 -- is the last result, an unfinished entry continues on the next line, Tab completes globals and
 -- fields, Ctrl-C drops the line or stops the running entry, Ctrl-D leaves. A `local` at the start
--- of an entry becomes global, so that lines pasted from a script keep working on the next line.
+-- of an entry becomes global, so that the next entry can use it too.
 -- `bits` shows a number in every format. `runs` lists the runs, and open "NAME" opens the history
 -- of one. After a run, `history` is the history of that run. Lines are saved in ~/.engine_history.
 -- Called by main.c and attach.lua; reads lines through engine.host.
@@ -31,11 +31,12 @@ local function sorted_keys(t, length)
   return keys
 end
 
--- A value for people: strings quoted, plain tables by their contents, other values by tostring().
+-- Returns a value as text for people: a string in quotes, a plain table by its contents, any other
+-- value by tostring().
 local function show(value, indent, depth, seen)
   if type(value) == "string" then return ("%q"):format(value):gsub("\\\n", "\\n") end
   local meta = debug.getmetatable(value)
-  -- a tensor inside a table: its first line
+  -- shows only the first line of a tensor inside a table
   if type(value) == "cdata" and depth > 1 then return (tostring(value):gsub("\n.*", "")) end
   if type(value) ~= "table" or (type(meta) == "table" and meta.__tostring) or seen[value]
     or depth > MOST_DEPTH then
@@ -75,15 +76,15 @@ local function coloured(text)
   end))
 end
 
--- A value as the REPL shows it. A text of several lines, such as h:why() returns, is unquoted.
+-- Returns a value as the REPL shows it. A text of several lines, as h:why() returns, has no quotes.
 function repl.show(value)
   if type(value) == "string" and value:find("\n", 1, true) then return coloured(value) end
   local ok, text = pcall(show, value, "", 1, {})
   return coloured(ok and text or tostring(value))
 end
 
---- All results of an entry as text. If they are nil and a message, which is how functions report
---- failure, shows only the message.
+--- Returns all results of an entry as text. If the results are nil and a message, which is how
+--- functions report failure, returns only the message.
 function repl.show_all(...)
   local n, nothing, message = select("#", ...), ...
   if n == 2 and nothing == nil and type(message) == "string" then return shown(message) end
@@ -136,7 +137,7 @@ end
 
 local function index(value, name) return value[name] end
 
--- The value of `a.b.c`; nil when any part is missing.
+-- Returns the value of a path such as `a.b.c`; nil if any part is missing.
 local function resolve(path)
   local value = _G
   for name in path:gmatch("[%a_][%w_]*") do
@@ -168,7 +169,7 @@ local function columns_text(names)
   return require("engine.base.show").table(rows, true)
 end
 
--- The names in a folder that begin with `start`; folders end with a slash.
+-- Returns the names in a folder that begin with `start`. The names of folders end with a slash.
 local function paths(folder, start)
   local files, list = require "engine.base.file", {}
   for _, name in ipairs(files.names(folder == "" and "." or folder) or {}) do
@@ -179,7 +180,7 @@ local function paths(folder, start)
   return list
 end
 
--- For names that all begin with `start`: the text to insert, and the candidates to list.
+-- Takes names that all begin with `start`. Returns the text to insert, and the candidates to list.
 local function offered(names, start)
   if #names == 0 then return nil end
   table.sort(names)
@@ -189,8 +190,8 @@ local function offered(names, start)
   return nil, columns_text(names)
 end
 
--- If a line ends inside a string literal: the part of the literal so far, and the code before it.
--- Otherwise nil.
+-- If a line ends inside a string literal, returns the part of the literal so far, and the code
+-- before the literal. Otherwise returns nil.
 local function open_text(line)
   local blank = line:gsub("\\.", "\1\1")                -- escaped characters, then whole literals
     :gsub("([\"'])(.-)%1", function(_, inside) return ("\1"):rep(#inside + 2) end)
@@ -198,8 +199,8 @@ local function open_text(line)
   if quote then return line:sub(quote + 1), line:sub(1, quote - 1) end
 end
 
--- The names to complete in a string literal after `code`: columns after h:plot(, runs after open;
--- nil after other code.
+-- Returns the names that may complete a string literal after `code`: columns after h:plot(, runs
+-- after open. Returns nil after other code.
 local function names_after(code)
   if code:find("^%s*open[%s%(]*$") or code:find("[^%w_.:]open[%s%(]*$") then
     return require("engine.base.file").names "runs" or {}
@@ -211,8 +212,8 @@ local function names_after(code)
   return good and columns or nil
 end
 
--- The text that Tab inserts after `before`, and the candidates to list. The candidates are names;
--- inside quotes they are columns, runs or files.
+-- Returns the text that Tab inserts after `before`, and the candidates to list. The candidates are
+-- names of Lua values; inside quotes they are columns, runs or files.
 function repl.complete(before)
   local inside, code = open_text(before)
   if inside then
@@ -250,7 +251,8 @@ end
 
 -- ------------------------------------------------------------------ reading and running
 
--- The chunk of an entry; nil and "more" when it is unfinished; nil and a message when it is wrong.
+-- Compiles an entry. Returns its chunk; or nil and "more" if the entry is unfinished; or nil and a
+-- message if the entry is wrong.
 function repl.compile(text)
   local chunk = loadstring("return " .. text:gsub("^%s*=", "", 1), "=stdin")
   if chunk then return chunk end
@@ -289,7 +291,7 @@ local function finish(ok, ...)
   print(repl.show_all(...))
 end
 
--- Reads one whole entry. nil: end of input. "": nothing to run.
+-- Reads one whole entry. Returns nil at the end of the input, and "" if there is nothing to run.
 local function read_entry()
   local text
   while true do
@@ -302,8 +304,8 @@ local function read_entry()
   end
 end
 
--- Words that the REPL handles itself, unless a global has the same name: it prints the text, or
--- leaves if the value is false.
+-- Words that the REPL handles itself, unless a global has the same name. The REPL prints the word's
+-- text, or ends if the word has the value false.
 local words = {
   help = "Any Lua runs here. An expression prints its value; `_` holds the last value printed.\n" ..
   "Tab completes: engine. <Tab>, tensor: <Tab>.\n" ..
@@ -375,7 +377,8 @@ local function run()
       if history_file then host.history_add((text:gsub("\n", " ")), history_file) end
       local chunk, problem = repl.compile(text)
       if chunk then
-        -- Ctrl-C cannot stop a compiled loop; functions that the entry calls are compiled as usual
+        -- Ctrl-C cannot stop a compiled loop, so the entry runs uncompiled. Functions that the
+        -- entry calls are compiled as usual.
         jit.off(chunk)
         finish(xpcall(chunk, traceback))
         provide()

@@ -20,8 +20,8 @@ FILE is a policy file, the name of a policy that comes with the engine (engine p
 or a DeepSpeed JSON. name=value sets an option of the policy before it.
 
 On a run, the replay computes which steps overflow at a policy's own scale, from the step's largest
-fp16 gradient and its exponent histogram. A verdict is exact as long as these two determine all
-verdicts so far, and all those verdicts led to the run's own updates. Later verdicts are bounds,
+fp16 gradient and its exponent histogram. A verdict is exact if these statistics determine it and
+all earlier verdicts, and if all of them led to the run's own updates. Later verdicts are bounds,
 because under the policy the gradients might differ from the recorded ones. "At least 1, about 3"
 skipped steps means that 1 is certain and 3 is the estimate (lua/engine/run/counterfactual.lua has
 the rules).

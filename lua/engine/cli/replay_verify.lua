@@ -21,7 +21,7 @@ local POLL, LIVE, PATIENCE = 0.05, 1, 10
 
 -- ------------------------------------------------------------------ the live run
 
--- The index (from 0) of the last step that the live run has recorded, or nil.
+-- Returns the index (from 0) of the last step that the live run has recorded, or nil.
 local function last_step(run)
   return (history.with(run, function(h) return (select(2, h:range())) end))
 end
@@ -59,7 +59,7 @@ local function run_live(plan, folder)
       if machine.clock() - shown > LIVE then
         bar.live()
         shown = machine.clock()
-        -- a script that calls trainer:step() itself does not end at step plan.to, so it is stopped
+        -- stops a script that calls trainer:step() itself, which does not end at step plan.to
         local over = (last_step(job.run) or -1) >= plan.to
         if not stopped and (over or interrupted) then
           stopped = shown
@@ -82,7 +82,7 @@ end
 
 local MOST_LINES = 20
 
--- The report of a comparison, as a list of lines.
+-- Returns the report of a comparison as a list of lines.
 local function lines_of(plan, c, interrupted)
   local lines = {}
   local function say(format, ...) lines[#lines + 1] = format:format(...) end
@@ -126,7 +126,7 @@ end
 
 local function or_null(value) return value == nil and json.null or value end
 
--- A comparison as an object for --json.
+-- Returns a comparison as an object for --json.
 local function object_of(plan, c, interrupted, why)
   local list, notes = {}, {}
   for i, d in ipairs(c.list) do
@@ -178,7 +178,8 @@ local function verify_one(path, p, given, folder)
     object_of(plan, c, interrupted, why)
 end
 
--- An empty folder for a live run: --keep, or a temporary one.
+-- Makes an empty folder for a live run, at the path --keep or as a temporary folder. Returns its
+-- path.
 local function folder_for(keep, i, many)
   if not keep then
     local name = os.tmpname()
@@ -196,8 +197,8 @@ local function folder_for(keep, i, many)
 end
 
 --- Verifies given.policies on the run given.words[1]; the other fields are the command's options.
---- Returns the exit status: 0, replay and live runs agree; 1, a live run made no step; 2, they
---- differ; 130, interrupted.
+--- Returns the exit status: 0 if the replay and the live runs agree, 1 if a live run made no step,
+--- 2 if a live run differs from the replay, 130 after an interrupt.
 function M.main(given)
   local worst, objects = AGREE, {}
   for i, p in ipairs(given.policies) do

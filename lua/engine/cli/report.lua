@@ -1,4 +1,5 @@
--- engine report: the HTML page of a run, or of several (report/report.lua, report_compare.lua).
+-- engine report: writes an HTML page about one run (report/report.lua) or about several runs
+-- (report/report_compare.lua).
 local options = require "engine.cli.options"
 
 local help = [==[

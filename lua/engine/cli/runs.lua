@@ -1,4 +1,4 @@
--- engine runs: the runs of a folder as a table (run/runs.lua).
+-- engine runs: prints the runs of a folder as a table (run/runs.lua).
 local options = require "engine.cli.options"
 local show = require "engine.base.show"
 
@@ -51,7 +51,7 @@ local function row_of(run)
     or "-", precision, began, show.duration(run.seconds), ended_text(run) }
 end
 
--- The runs of a folder (from runs.list) as a table in text form.
+-- Returns the text of a table of the runs of a folder, which runs.list returned as `list`.
 local function table_of(list, dir)
   if #list == 0 then
     return show.shown(("no runs in %s/; a script makes one with run=NAME"):format(dir))
@@ -87,8 +87,8 @@ local command = options.command {
   help = help, options = { json = "switch" }, most = 1, main = main,
 }
 
---- The runs of a folder (default "runs"), newest last, as runs.list returns them. The list prints
---- as the table of `engine runs`.
+--- Returns the runs of a folder (default "runs"), newest last, as runs.list returns them. print()
+--- shows the list as the table of `engine runs`.
 function command.list(folder)
   local list, dir = require("engine.run.runs").list(folder)
   return setmetatable(list, { __tostring = function() return table_of(list, dir) end })

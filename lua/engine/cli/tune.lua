@@ -91,8 +91,8 @@ return options.command {
   name = "tune", doc = "search the options of a policy on recorded runs",
   help = help,
   options = { json = "switch", over = "texts", objective = "text" }, policies = true, main = main,
-  -- Words of "--over a=1..2 b=3,4": name=from..to always belongs to --over, name=a,b,c only after
-  -- the first range.
+  -- Takes words such as those of "--over a=1..2 b=3,4". A word name=from..to always belongs to
+  -- --over, a word name=a,b,c only after the first range.
   word = function(word, given)
     local is_range = word:find("^[%a_][%w_]*=.*%.%.") or #given.over > 0
       and word:find("^[%a_][%w_]*=[^=]*,")

@@ -1,4 +1,4 @@
--- engine version
+-- engine version: prints the versions of the engine and of LuaJIT.
 local host = require "engine.host"
 
 return require("engine.cli.options").command {

@@ -14,7 +14,7 @@ step; it changes nothing in the run. In a pipe or a file, each refresh is one li
   engine watch a | tee progress.txt]==]
 
 local EVENTS = 5              -- lines of events
-local WINDOW = 100            -- steps that the speed is measured over
+local WINDOW = 100            -- steps over which the speed is measured
 local PATIENCE = 5            -- seconds until an error of a run in progress ends the view
 
 -- Returns the progress line of a run, as the run itself shows it, and the percentage of its steps
@@ -32,7 +32,7 @@ local function progress_of(h, last)
   return text, line.total and math.floor(100 * (last.step + 1) / line.total)
 end
 
--- The view of a run, as lines for a terminal of `columns` x `rows` characters.
+-- Returns the view of a run as lines for a terminal of `columns` x `rows` characters.
 local function frame(h, names, first_line, columns, rows)
   local height = math.floor((rows - EVENTS - 3) / #names) - 5
   local text = tostring(require("engine.report.views").plot(h, names, {
@@ -49,7 +49,7 @@ local function frame(h, names, first_line, columns, rows)
   return lines
 end
 
--- Draws the lines over those of the last refresh.
+-- Draws the lines over the lines of the last refresh.
 local function draw(lines, columns, rows, first)
   local show, out = require "engine.base.show", { first and "\27[2J\27[H" or "\27[H" }
   for i = 1, math.min(#lines, rows - 1) do
@@ -88,7 +88,8 @@ local function refresh(path, names, state)
   return how ~= "running" and ended or nil
 end
 
--- The run's path; nil while it does not exist, which is reported once.
+-- Returns the run's path, or nil while the run does not exist. The first nil prints a line on
+-- stderr.
 local function find(word, state)
   local good, path = pcall(require("engine.run.runs").find, word)
   if good then return path end
