@@ -4,9 +4,9 @@
 --
 -- A job runs this program under mpirun (`engine plan SCRIPT ... role=rank`). Each rank runs the
 -- script up to its trainer, makes steps with that trainer and prints a line of measurements. Before
--- the jobs, and without mpirun, it times first a single process, and then one process on every core
--- at the same time. These times give the step that predictions start from, and the slowdown from
--- shared caches and memory.
+-- the jobs, this module times a single process, and then one process on every core at the same
+-- time, all without mpirun. These times give the step that predictions start from, and the slowdown
+-- from shared caches and memory.
 local M_ffi = require "engine.base.ffi"
 local process = require "engine.base.process"
 

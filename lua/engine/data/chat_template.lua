@@ -9,11 +9,11 @@ local jinja = require "engine.data.jinja"
 local raise, value_text = M_ffi.raise, M_ffi.value_text
 
 local M = {}
-local MOST_BYTES = 2 ^ 20      -- largest template
+local MOST_BYTES = 2 ^ 20      -- of a template
 local TOKENS = { "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
   "mask_token" }
 
--- Converts a value of Lua or JSON into one of the template language (jinja.lua).
+-- Converts a value of Lua or JSON into a value of the template language (jinja.lua).
 local function value_of(x, depth)
   if x == cjson.null then return jinja.NONE end
   if type(x) ~= "table" or x == jinja.NONE then return x end
@@ -23,7 +23,7 @@ local function value_of(x, depth)
   return (x[1] ~= nil or next(x) == nil) and jinja.list(out) or out
 end
 
--- The template's text, and the special tokens by their names.
+-- Returns the text of the folder's template, and the special tokens by their names.
 local function read(folder)
   local path = folder .. "/tokenizer_config.json"
   local text, config = file.read(path), {}

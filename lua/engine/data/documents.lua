@@ -1,4 +1,4 @@
--- Documents: turns each record of a file into token ids, and marks those that count in the loss.
+-- Documents: turns each record of a file into token ids, and marks the ids that count in the loss.
 -- A format (M.lines, M.csv_text, M.jsonl, M.chat, M.preferences) makes the parts of a document from
 -- a record's text: { { text, counts }, .. }, or nil and what is wrong with the record. Called by
 -- init.lua; packed.lua puts the documents into rows.
@@ -21,7 +21,7 @@ local function kind_of(value)
     or value_text(type(value) == "string" and show.cut(value, 60) or value)
 end
 
--- The text in a field of an object, or nil and what is wrong.
+-- Returns the text in a field of an object, or nil and what is wrong.
 local function text_of(object, name)
   local value = object[name]
   if type(value) == "string" then return value end
@@ -40,10 +40,10 @@ local function object_of(line)
   return object
 end
 
---- The format of plain text: the record's text is the document.
+--- Returns the format of plain text: the record's text is the document.
 function M.lines() return function(text) return { { text, true } } end end
 
---- The format of JSON lines: the document is one field of an object.
+--- Returns the format of JSON lines: the document is one field of an object.
 function M.jsonl(field)
   return function(line)
     local object, problem = object_of(line)
@@ -54,9 +54,10 @@ function M.jsonl(field)
   end
 end
 
--- The parts of a conversation by a tokenizer's chat template. An assistant's message begins after
--- the text of the earlier messages and, if the template adds one, the generation prompt. It ends
--- where the text of the messages up to this one first differs from that of the whole conversation.
+-- Divides a conversation into parts, with a tokenizer's chat template. An assistant's message
+-- begins after the text of the earlier messages and, if the template adds one, the generation
+-- prompt. It ends where the text of the messages up to this one first differs from the whole
+-- conversation's text.
 local function by_template(tokenizer, messages)
   local parts, done = {}, 0
   local function text(n, prompt)
@@ -94,9 +95,9 @@ local function by_template(tokenizer, messages)
   return nil, (tostring(problem):gsub("^[^\n:]+:%d+: ", ""))
 end
 
---- The format of conversations: a list of messages { role =, content = } in a JSON object.
---- template(role) -> the text before and after a message of that role; or a tokenizer with a chat
---- template. The assistant's messages count, with the text after them.
+--- Returns the format of conversations: a list of messages { role =, content = } in a JSON object.
+--- template: a function(role) that returns the texts before and after a message of that role, or a
+--- tokenizer with a chat template. The assistant's messages and the texts after them count.
 function M.chat(field, template)
   return function(line)
     local object, problem = object_of(line)
@@ -130,12 +131,12 @@ function M.chat(field, template)
   end
 end
 
---- The default template, ChatML.
+--- The default template, ChatML: returns the texts before and after a message.
 function M.chatml(role) return "<|im_start|>" .. role .. "\n", "<|im_end|>\n" end
 
---- The format of preferences: a prompt, and the preferred and the rejected answer to it, in the
---- fields of a JSON object. Only the answers count. The parts are those of the preferred sequence;
---- their field `rejected` has those of the rejected one.
+--- Returns the format of preferences: a prompt, and the preferred and the rejected answer to it, in
+--- the fields of a JSON object. Only the answers count. The parts are the parts of the preferred
+--- sequence; their field `rejected` has the parts of the rejected sequence.
 function M.preferences(fields)
   return function(line)
     local object, problem = object_of(line)
@@ -150,7 +151,7 @@ function M.preferences(fields)
   end
 end
 
--- The cells of a row of CSV (RFC 4180), or nil and what is wrong.
+-- Returns the cells of a row of CSV (RFC 4180), or nil and what is wrong.
 local function cells_of(text, separator)
   local cells, at = {}, 1
   repeat
@@ -181,9 +182,10 @@ local function cells_of(text, separator)
   return cells
 end
 
---- The format of CSV: the document is one column, found by its name in the header of each file.
+--- Returns the format of CSV: the document is the cell in one column, which is found by its name in
+--- the header of each file.
 function M.csv_text(column, separator, records)
-  local columns, places = {}, {}  -- for each file: the number of columns, the column's index
+  local columns, places = {}, {}  -- file -> the number of its columns; the column's index
   for _, f in ipairs(records.files) do
     local names, problem = cells_of(records:header(f), separator)
     if not names then raise("data.csv_text: the header of %s %s", f.path, problem) end
@@ -208,7 +210,7 @@ end
 
 -- ------------------------------------------------------------------ tokens
 
--- Returns a function from a text to its ids. encode: such a function; an object with a method
+-- Returns a function from a text to its ids. encode: such a function; or an object with a method
 -- encode; or false, in which case the text's bytes are the ids.
 local function encoder(name, encode)
   if not encode then return function(text) return text end end
@@ -220,8 +222,8 @@ local function encoder(name, encode)
   return function(text) return method(encode, text, { special = false }) end
 end
 
--- The id of end_token. If `encode` has a method id, as a tokenizer has, end_token may be a token's
--- text.
+-- Returns the id of end_token, or false if there is none. If `encode` has a method `id`, as a
+-- tokenizer has, end_token may be a token's text.
 local function end_id(name, encode, end_token)
   if type(end_token) ~= "string" then return end_token or end_token == nil and 0 end
   local good, method = pcall(function() return encode.id end)
@@ -281,8 +283,8 @@ local function tokens_of(self, parts)
   return { ids = ids, counts = counts, n = n }
 end
 
--- Cuts a sequence to `most` tokens. It cuts the end; with `answers`, it first cuts the start of the
--- prompt, of which at least one token stays.
+-- Cuts a sequence to `most` tokens. Cuts the end; with `answers`, first cuts the start of the
+-- prompt, but leaves at least one token of the prompt.
 local function cut(sequence, most, answers)
   if sequence.n <= most then return sequence end
   local from = 0
@@ -294,8 +296,8 @@ local function cut(sequence, most, answers)
   return { ids = sequence.ids + from, counts = sequence.counts + from, n = most, whole = sequence }
 end
 
--- Whether any target of a sequence counts in the loss. Its targets are the tokens from index
--- `first` on.
+-- Returns whether any target of a sequence counts in the loss. The targets are the tokens from
+-- index `first` on.
 local function learns(sequence, first)
   for i = first, sequence.n - 1 do
     if sequence.counts[i] ~= 0 then return true end
@@ -306,8 +308,8 @@ end
 local Documents = {}
 Documents.__index = Documents
 
--- The sequences of a document; false if none of its tokens counts; nil and the problem, as
--- tokens_of returns it, if the record is invalid.
+-- Returns the sequences of document i, or false if none of its tokens counts. If the record is
+-- invalid, returns nil and the problem, as tokens_of does.
 local function try(self, i)
   local text, f = self.records:read(i)
   if not text then return nil, f end
@@ -327,8 +329,8 @@ local function try(self, i)
   return rows
 end
 
---- The sequences of document i (from 0): { { ids =, counts =, n = }, .. }, two for preferences.
---- False if none of its tokens counts, or if it is invalid and bad is "skip".
+--- Returns the sequences of document i (from 0): { { ids =, counts =, n = }, .. }, two for
+--- preferences. Returns false if none of its tokens counts, or if it is invalid and bad is "skip".
 function Documents:get(i)
   local rows, problem, fatal = try(self, i)
   if rows ~= nil then return rows end
@@ -342,8 +344,8 @@ function Documents:get(i)
   raise("data.%s: %s: %s", self.name, self.records:where(i), show.shown(problem))
 end
 
---- A checksum of the tokens of one document, to detect a changed encode, template or field. It
---- takes the first of the first 16 documents that has a token that counts.
+--- Returns a checksum of the tokens of one document, to detect a changed encode, template or field.
+--- Among the first 16 documents, it takes the first one with a token that counts.
 function Documents:checksum()
   local crc, rows = 0, false
   for i = 0, math.min(self.records.n, 16) - 1 do
@@ -356,13 +358,14 @@ function Documents:checksum()
   return ("%08x"):format(crc)
 end
 
---- A text about the invalid documents that were left out; "" if there are none.
+--- Returns a text about the invalid documents that were left out; "" if there are none.
 function Documents:left_out()
   if self.skipped == 0 then return "" end
   return (", %d invalid ones left out (the first: %s)"):format(self.skipped, self.first)
 end
 
---- The documents of records. o: the loader's options encode, end_token, pack, bad, check, context.
+--- Makes the documents of records. o: the loader's options encode, end_token, pack, bad, check,
+--- context.
 function M.new(name, records, format, o)
   local encode = encoder(name, o.encode)
   if o.encode and o.end_token == nil then

@@ -74,13 +74,13 @@ local function read_jpeg(bytes, size, channels)
   return pixels, width, height
 end
 
--- The function that reads files which begin with these bytes; false if there is none.
+-- Returns the function that reads files which begin with these bytes; false if there is none.
 local function reader_of(bytes, size)
   local start = ffi.string(bytes, math.min(size, 8))
   return start == "\137PNG\r\n\26\n" and read_png or start:sub(1, 3) == "\255\216\255" and read_jpeg
 end
 
---- Whether a file begins like a PNG or JPEG image.
+--- Returns whether a file begins like a PNG or JPEG image.
 function M.is_image(path)
   local file = io.open(path, "rb")
   local start = file and file:read(8) or ""
@@ -88,8 +88,8 @@ function M.is_image(path)
   return reader_of(start, #start) and true or false
 end
 
---- The pixels of an image, row by row: uint8_t [height x width x channels], width, height; or nil
---- and what is wrong. channels: 3 (RGB) or 1 (gray).
+--- Returns the pixels of an image, uint8_t [height x width x channels] with row after row, its
+--- width and its height; or nil and what is wrong. channels: 3 (RGB) or 1 (gray).
 function M.read(path, channels)
   local mapping = ffi.new("eng_mapping")
   if C.eng_file_map(mapping, path) ~= 0 then return nil, M_ffi.message() end

@@ -1,5 +1,5 @@
--- engine.data.images: folders of PNG and JPEG images, a folder for each class; engine.data.shapes:
--- images that are drawn. Called by init.lua, which documents both.
+-- engine.data.images reads folders of PNG and JPEG images, with a subfolder for each class.
+-- engine.data.shapes draws its images. Called by init.lua, which documents both.
 local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
 local image_files = require "engine.data.image_files"
@@ -9,8 +9,8 @@ local tensor = require "engine.tensor.tensor"
 local ffi, raise, value_text = M_ffi.ffi, M_ffi.raise, M_ffi.value_text
 local M = {}
 
--- A tensor [1 x channels x 1 x 1] with a value for each channel. v: a number for all channels, or a
--- list.
+-- Returns a tensor [1 x channels x 1 x 1] with a value for each channel. v: a number for all
+-- channels, or a list.
 local function per_channel(v, channels, what)
   local list = {}
   for c = 1, channels do
@@ -23,8 +23,8 @@ local function per_channel(v, channels, what)
   return tensor.tensor(list, { keep = true }):view(1, channels, 1, 1)
 end
 
--- The classes of a folder, { "cat", "dog" }; their images, { { path, class from 0 } ... }; and the
--- files that are not images, as a list of the same form.
+-- Returns the classes of a folder, { "cat", "dog" }; their images, { { path, class from 0 } ... };
+-- and the files that are not images, as a list of the same form.
 local function scan(path)
   local classes, list, others = {}, {}, {}
   for _, class in ipairs(file.names(path) or raise("data.images: %s", M_ffi.message())) do
@@ -41,7 +41,8 @@ local function scan(path)
   return classes, list, others
 end
 
--- The central square of an image as f32 [1 x channels x size x size], resized by averaging pixels.
+-- Returns the central square of an image as f32 [1 x channels x size x size], resized by averaging
+-- pixels.
 local function square(path, o)
   local pixels, width, height = image_files.read(path, o.channels)
   if not pixels then raise("data.images: %s", width) end
@@ -57,8 +58,8 @@ local function mirrored(x)
   return x:contiguous():index_select(4, columns)
 end
 
---- The fields of the loader data.images. example(self, at, b): the index of example b of batch
---- `at`, all from 0.
+--- Returns the fields of a loader of data.images. example(self, at, b) returns the index of example
+--- b of batch `at`; all count from 0.
 function M.open(o, example)
   local classes, list, others = scan(o.path)
   if #others > 0 and o.bad == "stop" then
@@ -117,8 +118,8 @@ local SHAPES = { { "disc", function(u, v) return u * u + v * v < 1 end },
   end },
   { "half", function(u, v) return u * u + v * v < 1 and u + v < 0 end } }
 
---- Draws o.count images: x [count x 3 x size x size] in about -1..1, y [count] i64, and the names
---- of the classes. Each image has a random position, size, colour, background and noise.
+--- Draws o.count images. Returns x [count x 3 x size x size] f32 in about -1..1, y [count] i64, and
+--- the names of the classes. Each image has a random position, size, colour, background and noise.
 function M.draw(o)
   local size, n, key = o.size, o.count, 0
   local function random()                      -- in [0, 1)

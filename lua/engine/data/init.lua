@@ -23,7 +23,7 @@ local ffi, expect, raise, value_text = M_ffi.ffi, M_ffi.expect, M_ffi.raise, M_f
 local read_named = arguments.read_named
 
 local M = {}
-local NEEDED = {}   -- an option without a default
+local NEEDED = {}   -- marks an option without a default
 
 -- ------------------------------------------------------------------ options and files
 
@@ -58,7 +58,7 @@ local CHECKS = { batch = at_least(1), context = at_least(1), seed = at_least(0),
     return v == false or type(v) == "number" and v >= 1
   end } }
 
--- The options with their defaults. known: option -> default, or NEEDED.
+-- Returns the given options, with defaults for the other ones. known: option -> default, or NEEDED.
 local function options_of(name, given, known)
   local o = arguments.merged(known, read_named(given
     or raise("data.%s: expected a table of options, got nothing", name), "data." .. name, known))
@@ -88,7 +88,7 @@ end
 local Loader = {}
 Loader.__index = Loader
 
---- The next batch, as tensors of the current step.
+--- Returns the next batch, as tensors of the current step.
 function Loader:next()
   local batch = self.read(self, self.at)
   self.at = self.at + 1
@@ -98,23 +98,24 @@ end
 --- Skips n batches.
 function Loader:skip(n) self.at = self.at + n end
 
--- Fields of a saved position that must equal the loader's; otherwise the position would refer to
--- other batches.
+-- Fields that a saved position and the loader must have in common; otherwise the position would
+-- refer to other batches.
 local IDENTITY = { "kind", "seed", "batch", "context", "shuffle", "examples" }
 
---- The loader's position, as plain data. `order` is the version of the shuffled order.
+--- Returns the loader's position as plain data. `order` is the version of the shuffled order.
 function Loader:state()
   local state = { at = self.at, order = self.order }
   for _, key in ipairs(IDENTITY) do state[key] = self[key] end
   return state
 end
 
---- Moves to a saved position and its version of the shuffled order. Refuses a position saved with
---- other data, another batch size or another order.
+--- Moves to a saved position, and continues with the version of the shuffled order that it was
+--- saved with. Refuses the position of a loader of another kind, or one with another number of
+--- examples, batch, context, shuffle or seed.
 function Loader:restore(state) self.at, self.order = position.check(state, self, IDENTITY) end
 
---- The number of batches in an epoch. Leftover examples that do not fill a batch are not used in
---- that epoch.
+--- Returns the number of batches in an epoch. Leftover examples that do not fill a batch are not
+--- used in that epoch.
 function Loader:batches_per_epoch() return math.max(1, math.floor(self.examples / self.batch)) end
 
 function Loader:__tostring()
@@ -128,8 +129,8 @@ local function loader(fields)
   return setmetatable(fields, Loader)
 end
 
---- The index of example b of batch `at`, and the epoch; all count from 0. The order is that of the
---- data or, with shuffling, the epoch's permutation.
+--- Returns the index of example b of batch `at`, and the epoch; all count from 0. Examples come in
+--- the order of the data or, with shuffling, of the epoch's permutation.
 local function example(self, at, b)
   local per_epoch = self:batches_per_epoch()
   local epoch = math.floor(at / per_epoch)
@@ -142,10 +143,10 @@ end
 
 local OF_STEP = { keep = false }   -- a batch is freed with its step, even outside engine.steps
 
--- Windows of T+1 tokens from `tokens` (a pointer to n tokens). With shuffling, each epoch cuts the
--- file at another offset and visits the pieces in another order. Without shuffling, row b of batch
--- i (both from 0) starts at token (i*B + b)*T. When too few tokens are left for a batch, reading
--- starts again from the beginning, as in llm.c's loader.
+-- Makes a loader of windows of T+1 tokens from `tokens` (a pointer to n tokens). With shuffling,
+-- each epoch cuts the file at another offset and visits the pieces in another order. Without
+-- shuffling, row b of batch i (both from 0) starts at token (i*B + b)*T. When too few tokens are
+-- left for a batch, reading starts again from the beginning, as in llm.c's loader.
 local function windows(o, kind, tokens, n, keep)
   local B, T = o.batch, o.context
   if n < T + 1 then
@@ -156,7 +157,7 @@ local function windows(o, kind, tokens, n, keep)
   end
   arguments.want_batch(kind, B, T, "tokens")
   local pieces = math.floor((n - 1) / T)
-  local slack = n - 1 - pieces * T  -- spare tokens: an epoch skips 0 to slack of them first
+  local slack = n - 1 - pieces * T  -- spare tokens; an epoch first skips 0 to `slack` tokens
   local x, y = ffi.new("int32_t[?]", B * T), ffi.new("int32_t[?]", B * T)
   return loader {
     kind = kind, batch = B, context = T, seed = o.seed, shuffle = o.shuffle, examples = pieces,
@@ -182,9 +183,9 @@ local function want_share(kind, o)
   end
 end
 
---- Text as bytes: tokens 0..255. path: a file, or a list of files, joined with a newline between
---- them; or text = a string. from, to: the share of the text to use (0 to 1), e.g. to = 0.9 for
---- training and from = 0.9 for evaluation.
+--- Reads text whose bytes are the tokens, 0 to 255. path: a file, or a list of files, which are
+--- joined with a newline between them; or text = a string. from, to: the share of the text to use
+--- (0 to 1), such as to = 0.9 for training and from = 0.9 for evaluation.
 function M.text(given)
   local o = options_of("text", given, { path = false, text = false, batch = 8, context = 128,
     shuffle = true, seed = 1234, from = 0, to = 1 })
@@ -215,7 +216,7 @@ local WIDTHS, LONG = { u16 = 2, u32 = 4 }, { u16 = "uint16", u32 = "uint32" }
 local POINTERS = { u16 = ffi.typeof "const uint16_t *", u32 = ffi.typeof "const uint32_t *" }
 
 -- Reads the header of a file of tokens. Returns the dtype, the size of the header in bytes, and the
--- number of tokens. Without a header these are nil, 0 and nil. base: the mapped file, which has
+-- number of tokens. Returns nil, 0 and nil if there is no header. base: the mapped file, which has
 -- `bytes` bytes.
 local function header_of(path, base, bytes)
   local header = ffi.cast("const int32_t *", base)
@@ -243,9 +244,10 @@ local function header_of(path, base, bytes)
   return nil, 0, nil
 end
 
---- A file of tokens in one of three formats: bare uint16 as nanoGPT writes it (or uint32 with dtype
---- = "u32"); llm.c's, with a header of 256 int32; or .npy of u16 or u32, as `engine data tokenize`
---- writes it. vocab: the size of the vocabulary; a token of vocab or above is an error.
+--- Reads a file of tokens in one of three formats: uint16 without a header, as nanoGPT writes it
+--- (or uint32 with dtype = "u32"); the format of llm.c, with a header of 256 int32; or .npy of u16
+--- or u32, as `engine data tokenize` writes it. vocab: the size of the vocabulary; a token id of
+--- `vocab` or more is an error.
 function M.tokens(given)
   local o = options_of("tokens", given, { path = NEEDED, batch = 8, context = 128, shuffle = true,
     seed = 1234, vocab = false, dtype = "u16" })
@@ -279,8 +281,8 @@ end
 
 -- ------------------------------------------------------------------ rows of features
 
---- A loader over n rows, o.batch of them in each batch. x and y: { get = function(i) -> element i
---- of all rows laid end to end, shape = the shape of a row, dtype = }.
+--- Makes a loader of n rows, with o.batch rows in a batch. x and y are { get = function(i) ->
+--- element i of all rows laid end to end, shape = the shape of a row, dtype = }.
 local function rows(o, kind, x, y, n)
   local B, width, y_width = o.batch, 1, 1
   for _, size in ipairs(x.shape) do width = width * size end
@@ -305,8 +307,8 @@ local function rows(o, kind, x, y, n)
   }
 end
 
---- Tensors in memory: data.tensors{ x = [N x ..], y = [N x ..], batch = }. A batch has their dtypes
---- and row shapes.
+--- Takes examples from tensors in memory: data.tensors{ x = [N x ..], y = [N x ..], batch = }. A
+--- batch has the dtypes and the row shapes of x and y.
 function M.tensors(given)
   local o = options_of("tensors", given, { x = NEEDED, y = NEEDED, batch = 32, shuffle = true,
     seed = 1234 })
@@ -329,8 +331,9 @@ function M.tensors(given)
   return rows(o, "tensors", sides.x, sides.y, n)
 end
 
---- A CSV file of numbers. target: the column (its name, or its index from 1) that becomes y, by
---- default the last; classes = true makes y i64. A first line with non-numbers names the columns.
+--- Reads a CSV file of numbers. target: the column (its name, or its index from 1) that becomes y,
+--- by default the last; classes = true makes y i64. If a cell of the first line is not a number,
+--- this line names the columns.
 function M.csv(given)
   local o = options_of("csv", given, { path = NEEDED, target = false, classes = false,
     separator = ",", batch = 32, shuffle = true, seed = 1234 })
@@ -423,7 +426,8 @@ local function idx(path, what, ndim)
   return bytes + 4 + 4 * ndim, shape, keep
 end
 
---- Images and labels in idx files: x [B x rows*columns] f32 in 0..1, y [B] i64.
+--- Reads images and labels from idx files. A batch has x [B x rows*columns] f32 in 0..1, and y [B]
+--- i64.
 function M.idx(given)
   local o = options_of("idx", given, { images = NEEDED, labels = NEEDED, batch = 32, shuffle = true,
     seed = 1234 })
@@ -442,15 +446,15 @@ end
 
 -- ------------------------------------------------------------------ images
 
---- A folder of PNG and JPEG images with a folder for each class. x [B x channels x size x size]
---- f32: the central square of each image, resized to size x size by averaging pixels, then
---- normalized with `mean` and `std`. y [B] i64: the index of the class, from 0, in the order of the
---- folders' names (loader.classes). Options:
+--- Reads a folder of PNG and JPEG images that has a subfolder for each class. A batch has two
+--- tensors. x [B x channels x size x size] f32 holds the central square of each image, resized by
+--- averaging pixels, then normalized with `mean` and `std`. y [B] i64 holds the index of each
+--- image's class, from 0, in the order of the subfolders' names (loader.classes). Options:
 ---   path              the folder
 ---   size, channels    width and height in pixels (32); 3 for RGB, 1 for gray (3)
 ---   mean, std         of pixels in 0..1: a number or one for each channel (0.5, 0.25)
 ---   flip              true: mirrors each image with probability 1/2
----   from, to          the share of the images to use (0, 1), a random choice that stays the same
+---   from, to          the share of the images to use (0, 1), chosen at random, the same every time
 ---   bad               "stop": files that are not images are an error; "skip": they are left out
 ---   batch, shuffle, seed   (32, true, 1234)
 function M.images(given)
@@ -466,9 +470,10 @@ function M.images(given)
   return loader(images.open(o, example))
 end
 
---- Images of eight shapes in random places, sizes and colours, drawn when the loader is made: x
---- [B x 3 x size x size] f32 in about -1..1, y [B] i64. Options: count (1024), size (32), noise
---- (0.1; a value changes by at most three times this), batch, shuffle, seed (also of the images).
+--- Draws images of eight shapes in random places, sizes and colours when the loader is made. A
+--- batch has x [B x 3 x size x size] f32 in about -1..1, and y [B] i64, the shapes. Options: count
+--- (1024), size (32), noise (0.1; it changes a value by at most three times this), batch, shuffle,
+--- seed (of the order and of the images).
 function M.shapes(given)
   local o = options_of("shapes", given or {}, { count = 1024, size = 32, noise = 0.1, batch = 32,
     shuffle = true, seed = 1234 })
@@ -482,7 +487,7 @@ end
 
 -- ------------------------------------------------------------------ documents
 
--- The options that every loader of documents has, with their defaults, merged with `own`, the
+-- Returns the options that every loader of documents has, with their defaults, and `own`, the
 -- options of one format.
 local function document_options(own)
   return arguments.merged({ path = NEEDED, encode = false, end_token = NEEDED, pack = true,
@@ -493,16 +498,16 @@ local function of_documents(name, o, read, format, sequences)
   return packed.new(name, documents.new(name, read, format, o), o, sequences or 1)
 end
 
---- Documents from JSON lines: a text field of the object on each line. Options of every loader of
---- documents, whose batches are x and y [batch x context] i32:
+--- Reads documents from JSON lines. A document is a text field of the object on a line. A batch has
+--- x and y [batch x context] i32. Every loader of documents has these options:
 ---   path              a file, or a list of files
 ---   encode            a function from a text to a list of token ids, or an object such as an
 ---                     engine.tokenizer, whose method encode(text, { special = false }) returns
 ---                     the ids; by default bytes are the tokens
 ---   end_token         the id of the token that ends a document (0 for bytes); false: none. If
----                     encode is an engine.tokenizer, also its text, such as "<|endoftext|>"
----   pack              true: documents follow each other in the rows; false: a row holds one, and
----                     targets after its end are -100, which the loss ignores
+---                     encode is an engine.tokenizer, also the text of the token ("<|endoftext|>")
+---   pack              true: documents follow each other in the rows; false: a row holds one
+---                     document, and targets after its end are -100, which the loss ignores
 ---   batch, context    rows, and tokens in a row (8, 128)
 ---   shuffle, seed     another order of the documents in each epoch (true, 1234)
 ---   bad               "stop": an invalid record is an error that names its line; "skip": it is
@@ -514,27 +519,27 @@ function M.jsonl(given)
   return of_documents("jsonl", o, records.open("jsonl", o.path, "lines"), documents.jsonl(o.field))
 end
 
---- Documents from plain text. by = "line": every line is a document; "paragraph": blank lines
---- separate them. The other options are those of engine.data.jsonl.
+--- Reads documents from plain text. With by = "line", every line is a document; with "paragraph",
+--- blank lines separate the documents. The other options are the options of engine.data.jsonl.
 function M.lines(given)
   local o = options_of("lines", given, document_options { by = "line" })
   return of_documents("lines", o, records.open("lines", o.path, o.by .. "s"), documents.lines())
 end
 
---- Documents from a column of CSV files (RFC 4180), whose first line names the columns. column:
---- the column's name ("text"). The other options are those of engine.data.jsonl.
+--- Reads documents from a column of CSV files (RFC 4180), whose first line names the columns.
+--- column: the column's name ("text"). The other options are the options of engine.data.jsonl.
 function M.csv_text(given)
   local o = options_of("csv_text", given, document_options { column = "text", separator = "," })
   local read = records.open("csv_text", o.path, "csv")
   return of_documents("csv_text", o, read, documents.csv_text(o.column, o.separator, read))
 end
 
---- Conversations from JSON lines: { "messages": [{ "role":, "content": }, ..] }. Only the
---- assistant's messages count in the loss: the other targets are -100. messages: the field's name.
---- template: a function(role) that returns the texts before and after a message of that role (by
---- default those of ChatML), or a tokenizer whose folder has a chat template. The template's text
---- after an assistant's message counts too. Conversations without an assistant's message are left
---- out. The other options are those of engine.data.jsonl.
+--- Reads conversations from JSON lines: { "messages": [{ "role":, "content": }, ..] }. Only the
+--- assistant's messages count in the loss: all other targets are -100. messages: the name of the
+--- field with the messages. template: a function(role) that returns the texts before and after a
+--- message of that role (by default the texts of ChatML), or a tokenizer whose folder has a chat
+--- template. The template's text after an assistant's message counts too. Conversations without an
+--- assistant's message are left out. The other options are the options of engine.data.jsonl.
 function M.chat(given)
   local o = options_of("chat", given, document_options { messages = "messages",
     template = documents.chatml })
@@ -542,10 +547,11 @@ function M.chat(given)
     documents.chat(o.messages, o.template))
 end
 
---- Preferences from JSON lines: { "prompt":, "chosen":, "rejected": }, all strings. x and y are
---- [2 batch x context]: the preferred sequences, then the rejected ones. Only the answers count. A
---- sequence that is too long loses the start of its prompt, then its end. prompt, chosen, rejected:
---- the fields' names. The other options are those of engine.data.jsonl, without pack.
+--- Reads preferences from JSON lines: { "prompt":, "chosen":, "rejected": }, all strings. x and y
+--- are [2 batch x context]: first the preferred sequences, then the rejected ones. Only the answers
+--- count in the loss. A sequence that is too long loses the start of its prompt, then its end.
+--- prompt, chosen, rejected: the names of the fields. The other options are the options of
+--- engine.data.jsonl, without pack.
 function M.preferences(given)
   local known = document_options { prompt = "prompt", chosen = "chosen", rejected = "rejected" }
   known.pack = nil
@@ -557,9 +563,10 @@ end
 
 -- ------------------------------------------------------------------ mixtures
 
---- A mixture: each draw takes the next batch of one loader, chosen at random by weight. The choice
---- depends only on the seed and the index of the draw. loaders: a list; weights: a number for each,
---- by default equal; batch: how many draws are joined along the first dimension (1).
+--- Mixes loaders: each draw takes the next batch of one loader, which is chosen at random by
+--- weight. The choice depends only on the weights, the seed and the index of the draw. loaders: a
+--- list; weights: a number for each loader, by default equal; batch: how many draws are joined
+--- along the first dimension (1).
 function M.mix(given)
   return mix.new(options_of("mix", given, { loaders = NEEDED, weights = false, batch = 1,
     seed = 1234 }))

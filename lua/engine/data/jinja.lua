@@ -1,15 +1,16 @@
 -- The part of the template language Jinja that chat templates use, with the settings of
 -- transformers (trim_blocks and lstrip_blocks). A template becomes a function from variables to a
--- text. Statements: for (with if, else, loop, break, continue), if, set (of a name, a namespace's
--- field, a block), generation. Expressions: those of Jinja except ** and /. Methods, filters and
--- tests: those in the tables below. Anything else is an error that names the template's line.
--- Values are Lua's; a list is a table with the metatable List, None is the value NONE, and
--- undefined is nil. Called by chat_template.lua.
+-- text. The supported statements are for (with if, else, loop, break, continue), if, set (of a
+-- name, a namespace's field or a block) and generation. The supported expressions are all of
+-- Jinja's except ** and /. The tables below have the supported methods, filters and tests. Anything
+-- else is an error that names the template's line. Values are Lua values; a list is a table with
+-- the metatable List, None is the value NONE, and undefined is nil. Called by chat_template.lua.
 local M = {}
 
 local List, NONE = {}, {}
 M.NONE = NONE
--- Limits, so that a file cannot hang the process or fill its memory: operations; bytes of a text.
+-- The most operations, and the most bytes of a text. These limits keep a file from hanging the
+-- process or filling its memory.
 local OPERATIONS, BYTES = 1e6, 2 ^ 24
 local operations, printed
 
@@ -249,7 +250,8 @@ local WORDS = { ["and"] = true, ["or"] = true, ["not"] = true, ["in"] = true, ["
 local CONSTANTS = { ["true"] = true, ["True"] = true, ["false"] = false, ["False"] = false,
   none = NONE, None = NONE }
 
--- The tokens inside a tag, as a list of { kind, value }; the kinds are name, op, text and number.
+-- Returns the tokens inside a tag as a list of { kind, value }; the kinds are name, op, text and
+-- number.
 local function tokens_of(source)
   local all, at = {}, 1
   while true do
@@ -310,7 +312,7 @@ function Parser:name()
 end
 
 -- An expression is a function from the scope to a value. applied() returns the expression that
--- applies f to the values of n expressions. A hole in `args` gives nil.
+-- applies f to the values of the n expressions in `args`. A hole in `args` gives nil.
 local function applied(f, args, n)
   return function(scope)
     local values = {}
@@ -358,7 +360,7 @@ function Parser:dict()
   end
 end
 
--- A call of a function in the scope, or of namespace().
+-- Parses a call of a function in the scope, or of namespace().
 function Parser:call(name)
   local args, n, named = self:arguments ")"
   return function(scope)
@@ -515,7 +517,7 @@ end
 local function parts_of(source)
   local parts, at, line, trim = {}, 1, 1, false
   source = source:gsub("\r\n", "\n"):gsub("\n$", "")
-  -- Whether only blanks precede position i in its line.
+  -- Returns whether only blanks precede position i in its line.
   local function begins_line(i)
     repeat i = i - 1 until not source:find("^[ \t]", i) or i < 1
     return i < 1 or source:sub(i, i) == "\n"

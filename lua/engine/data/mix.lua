@@ -1,6 +1,6 @@
 -- Mixtures of loaders: `engine.data.mix`. The choice of the loader for draw n depends only on the
--- seed and n. So a mixture can skip draws, and it resumes from the positions of its loaders. Called
--- by init.lua.
+-- weights, the seed and n. So a mixture can skip draws, and it resumes from the positions of its
+-- loaders. Called by init.lua.
 local M_ffi = require "engine.base.ffi"
 local order = require "engine.data.order"
 local position = require "engine.data.position"
@@ -14,7 +14,7 @@ local M = {}
 local Mix = {}
 Mix.__index = Mix
 
--- The index (from 1) of the loader for draw n (from 0).
+-- Returns the index (from 1) of the loader for draw n (from 0).
 local function chosen(self, n)
   local u = order.draw(self.seed, n, 2 ^ 32) / 2 ^ 32
   for k, limit in ipairs(self.limits) do
@@ -33,7 +33,7 @@ local function want_fields(part, other, k, l)
   end
 end
 
--- Joins batches: tensors along the first dimension, `tokens` as a sum.
+-- Joins batches: joins their tensors along the first dimension, and adds up `tokens`.
 local function join(self, parts, from)
   local joined = {}
   for i, part in ipairs(parts) do
@@ -64,7 +64,7 @@ local function join(self, parts, from)
   return joined
 end
 
---- The next batch: `batch` draws, joined.
+--- Returns the next batch: `batch` draws, joined.
 function Mix:next()
   local parts, from = {}, {}
   for i = 1, self.batch do
@@ -95,7 +95,7 @@ end
 
 local IDENTITY = { "kind", "seed", "batch", "weights" }
 
---- The positions of the mixture and of its loaders, as plain data.
+--- Returns the positions of the mixture and of its loaders as plain data.
 function Mix:state()
   local state = { at = self.at, loaders = {} }
   for _, key in ipairs(IDENTITY) do state[key] = self[key] end
@@ -121,7 +121,7 @@ function Mix:__tostring()
   return table.concat(lines, "\n")
 end
 
---- A mixture; o: options that init.lua has read.
+--- Makes a mixture. o: the options, as init.lua has read them.
 function M.new(o)
   local loaders = o.loaders
   expect(type(loaders) == "table" and #loaders ~= 0, loaders,

@@ -1,8 +1,9 @@
--- The order in which examples are visited: a permutation of 0..n-1 for each epoch. It needs no
--- memory, so training can resume anywhere in any epoch. Version 2 is a swap-or-not shuffle (Hoang,
--- Morris and Rogaway 2012): each round pairs x with (K - x) mod n, and a hash of the pair decides
--- whether the two are swapped. It works for any n. Two examples become independent of each other in
--- a round that moves only one of them, which happens with probability 1/2.
+-- Computes the order in which examples are visited: a permutation of 0..n-1 for each epoch. The
+-- permutation needs no memory, so training can resume anywhere in any epoch. Version 2 is a
+-- swap-or-not shuffle (Hoang, Morris and Rogaway 2012): each round pairs x with (K - x) mod n, and
+-- a hash of the pair decides whether the two are swapped. It works for any n. Two examples become
+-- independent of each other in a round that moves only one of them, which happens with probability
+-- 1/2.
 local band, bxor, rshift, lshift, tobit = bit.band, bit.bxor, bit.rshift, bit.lshift, bit.tobit
 
 local M = { newest = 2 }
@@ -21,7 +22,7 @@ local function mix(x)
   return bxor(x, rshift(x, 16))
 end
 
---- A whole number in 0..n-1 that depends only on seed and key.
+--- Returns a whole number from 0 to n-1 that depends only on seed, key and n.
 function M.draw(seed, key, n)
   local high = mix(tobit(bxor(mix(tobit(seed)), mix(tobit(key + 0x9E3779B9)))))
   return math.floor(high % 2 ^ 32 / 2 ^ 32 * n)
@@ -91,8 +92,8 @@ local function feistel(i, n, seed, epoch)
   return x
 end
 
---- The item (0..n-1) at position i (from 0) of epoch `epoch`, in the given version of the shuffled
---- order (by default the newest).
+--- Returns the item (0 to n-1) at position i (from 0) of epoch `epoch`, in the given version of the
+--- shuffled order (by default the newest).
 function M.permute(i, n, seed, epoch, version)
   if n <= 1 then return 0 end
   return (version == 1 and feistel or swap_or_not)(i, n, seed, epoch)

@@ -1,9 +1,10 @@
--- Rows of a fixed length from documents. Packed: the documents of an epoch follow each other, each
--- with its end token, and are cut into rows; the last token of a row is the first of the next, so
--- every token is a target once. Not packed: a row holds one document, cut or padded.
+-- Makes rows of a fixed length from documents. With `pack`, the documents of an epoch follow each
+-- other, each with its end token, and are cut into rows. The last token of a row is also the first
+-- of the next row, so every token is a target once. Without `pack`, a row holds one document, which
+-- is cut or padded.
 --
--- The position is an epoch, an index into that epoch's order of the documents, and the index of a
--- token in that document. Called by init.lua.
+-- The position is an epoch, an index into the order of the documents in this epoch, and the index
+-- of a token in the document. Called by init.lua.
 local arguments = require "engine.base.arguments"
 local M_ffi = require "engine.base.ffi"
 local order = require "engine.data.order"
@@ -20,8 +21,8 @@ local OF_STEP = { keep = false }     -- a batch is freed with its step, even out
 local Packed = {}
 Packed.__index = Packed
 
--- The document at the loader's position. If none of its tokens counts in the loss, moves to the
--- next document that has one.
+-- Returns the document at the loader's position. If none of its tokens counts in the loss, moves to
+-- the next document with a token that counts.
 local function current(self)
   local tried = 0
   while not self.document do
@@ -105,7 +106,7 @@ local function fill(self)
   self.at = self.at + 1
 end
 
---- The next batch, as tensors of the current step.
+--- Returns the next batch, as tensors of the current step.
 function Packed:next()
   fill(self)
   local rows = self.batch * self.sequences
@@ -123,7 +124,7 @@ end
 local IDENTITY = { "kind", "seed", "batch", "context", "shuffle", "examples", "pack", "end_token",
   "encoding" }
 
---- The loader's position, as plain data.
+--- Returns the loader's position as plain data.
 function Packed:state()
   local state = { at = self.at, epoch = self.epoch, place = self.place, token = self.token,
     order = self.order, files = self.files }
@@ -131,7 +132,8 @@ function Packed:state()
   return state
 end
 
---- Moves to a saved position. Refuses one that was saved with other files, options or tokens.
+--- Moves to a saved position. Refuses a position that was saved with other files, options or
+--- tokens.
 function Packed:restore(state)
   local at, version = position.check(state, self, IDENTITY, { "epoch", "place", "token" })
   if state.files ~= self.files then self.documents.records:check(state.files) end
@@ -149,8 +151,8 @@ function Packed:__tostring()
     self.documents:left_out())
 end
 
---- A loader of documents (documents.lua). sequences: the number of rows for each document, 2 for
---- preferences, else 1.
+--- Makes a loader of documents (documents.lua). sequences: the number of rows for each document: 2
+--- for preferences, else 1.
 function M.new(kind, documents, o, sequences)
   local records = documents.records
   local size = o.batch * sequences * o.context

@@ -22,7 +22,7 @@ function M.check(state, self, identity, counts)
         .. "differ", key, tostring(state[key]), tostring(self[key]))
     end
   end
-  local version = state.order or 1     -- positions had no version before version 2
+  local version = state.order or 1     -- positions saved before version 2 have no version
   if version ~= 1 and version ~= order.newest then
     raise("data: this position has version %s of the shuffled order, but this engine "
       .. "supports only up to %d; hint: resume with the engine that saved it", tostring(version),

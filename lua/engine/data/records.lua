@@ -1,6 +1,6 @@
--- The records of text files: lines, paragraphs or rows of CSV. Every file is read once, from start
--- to end, for its checksum and for the offsets of its records (8 bytes each). Later a record is
--- read when a batch needs it. Files are read, not mapped, because reading a mapped file that has
+-- The records of text files: lines, paragraphs or rows of CSV. M.open reads every file once, from
+-- start to end, for its checksum and for the offsets of its records (8 bytes each). Later it reads
+-- a record when a batch needs it. Files are not mapped, because reading a mapped file that has
 -- shrunk would end the process. Opened by init.lua, read by documents.lua.
 local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
@@ -9,8 +9,8 @@ local ffi, C, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise
 
 local M = {}
 
-local CHUNK = 2 ^ 18       -- bytes read at once
-local LONGEST = 2 ^ 24     -- bytes of a record
+local CHUNK = 2 ^ 18       -- bytes read at a time
+local LONGEST = 2 ^ 24     -- bytes of the longest record
 local NEWLINE, QUOTE, SPACE, TAB, RETURN = 10, 34, 32, 9, 13
 
 local Records = {}
@@ -36,7 +36,7 @@ local function open(name, path)
   return handle or raise("data.%s: %s", name, why)
 end
 
--- Iterates over the first `size` bytes of a file (nil: all) in chunks, each with its offset.
+-- Iterates over the first `size` bytes of a file (all if nil) in chunks, each with its offset.
 local function chunks(handle, size)
   local at = 0
   return function()
@@ -102,8 +102,8 @@ function M.open(name, paths, kind)
   return self
 end
 
--- The file of record i (from 0), and the file's index: the last file whose first record is at or
--- before i.
+-- Returns the file of record i (from 0), and the file's index. This is the last file whose first
+-- record is not after record i.
 local function file_of(self, i)
   local low, high = 1, #self.files
   while low < high do
@@ -113,7 +113,8 @@ local function file_of(self, i)
   return self.files[low], low
 end
 
--- The bytes from..to-1 of a file, without the blank lines at their end. The latest file stays open.
+-- Returns bytes `from` to `to`-1 of a file. Leaves out white space at the end; in CSV, only the
+-- blank lines there. Leaves the file open for the next read.
 local function read(self, f, from, to)
   if self.latest ~= f then
     if self.handle then self.handle:close() end
@@ -136,7 +137,7 @@ local function read(self, f, from, to)
   return from == 0 and text:gsub("^\239\187\191", "") or text     -- a byte order mark
 end
 
---- The text of record i (from 0) and its file; or nil and what is wrong with it.
+--- Returns the text of record i (from 0) and its file; or nil and what is wrong with the record.
 function Records:read(i)
   local f, k = file_of(self, i)
   local after = self.files[k + 1] and self.files[k + 1].first or self.n
@@ -147,12 +148,12 @@ function Records:read(i)
   return read(self, f, from, to), f
 end
 
---- The header of a CSV file.
+--- Returns the header of a CSV file.
 function Records:header(f)
   return read(self, f, f.header, math.min(f.second or f.size, f.header + LONGEST))
 end
 
---- Where record i begins, as "file:line".
+--- Returns where record i begins, as "file:line".
 function Records:where(i)
   local f = file_of(self, i)
   local handle, line = open(self.name, f.path), 1
@@ -163,7 +164,7 @@ function Records:where(i)
   return ("%s:%d"):format(f.path, line)
 end
 
---- Size and checksum of each file, for a position.
+--- Returns the size and the checksum of each file, for a saved position.
 function Records:identity()
   local list = {}
   for k, f in ipairs(self.files) do list[k] = { size = f.size, crc = ("%08x"):format(f.crc) } end

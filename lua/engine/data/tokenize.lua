@@ -6,7 +6,7 @@ local M_ffi = require "engine.base.ffi"
 local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
 
 local M = {}
-local CHUNK = 2 ^ 20      -- bytes of text encoded at once, if the text may be cut at lines
+local CHUNK = 2 ^ 20      -- bytes of text encoded at a time, if the text may be cut at lines
 local HEADER = 128
 
 local function header(dtype, count)
@@ -15,9 +15,10 @@ local function header(dtype, count)
     .. (" "):rep(HEADER - 10 - #text - 1) .. "\n"
 end
 
--- The end of the piece of text that begins at `at`. With `apart`, this is a line end after at least
--- CHUNK bytes at which the text may be cut (eng_tokenizer_splits_lines). Otherwise, and if there is
--- none, it is the end of the text.
+-- Returns the end of the piece of text that begins at `at`. With `apart`, the piece ends at the
+-- first line end after at least CHUNK bytes at which the text may be cut
+-- (eng_tokenizer_splits_lines). If there is no such line end, and without `apart`, the piece ends
+-- with the text.
 local function piece_end(bytes, at, size, apart)
   if not apart then return size end
   for i = at + CHUNK, size - 2 do
@@ -35,7 +36,7 @@ local function line_end(bytes, at, size)
 end
 
 --- Writes the ids of the files' texts to `output`. options: lines (each line is a text of its own,
---- without its line end; empty lines are left out), special (with the ids that the tokenizer puts
+--- without its line end; empty lines are left out), special (adds the ids that the tokenizer puts
 --- around a text), ending (an id to add after each text), progress (a function, called with the
 --- bytes done and the total). Returns { texts =, bytes =, tokens =, dtype = }.
 function M.run(tokenizer, paths, output, options)
@@ -83,7 +84,7 @@ function M.run(tokenizer, paths, output, options)
         if options.lines then
           to = line_end(bytes, at, size)
           after = to + 1
-          local cr = to > at and bytes[to - 1] == 13 and 1 or 0     -- of a CRLF
+          local cr = to > at and bytes[to - 1] == 13 and 1 or 0     -- the CR of a CRLF
           if to - cr > at then encode(bytes, at, to - cr, true, true) end
         else
           to = piece_end(bytes, at, size, apart)

@@ -16,13 +16,13 @@ local ffi, C, check, expect, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check
   M_ffi.raise, M_ffi.value_text
 
 local M = {}
-local FILE_BYTES = 2 ^ 26      -- largest tokenizer.json
+local FILE_BYTES = 2 ^ 26      -- of the largest tokenizer.json
 
 -- ------------------------------------------------------------------ reading the file
 
 local function given(value) return value ~= nil and value ~= cjson.null end
 
--- The object in a JSON file, and the file's path.
+-- Returns the object in a JSON file, and the file's path.
 local function read_json(path)
   expect(type(path) == "string", path, "tokenizer: expected a folder or a tokenizer.json")
   if C.eng_file_kind(path) == C.ENG_FILE_FOLDER then path = path .. "/tokenizer.json" end
@@ -45,7 +45,8 @@ end
 local MODELS = { BPE = C.ENG_TOKENS_BPE, Unigram = C.ENG_TOKENS_UNIGRAM,
   WordPiece = C.ENG_TOKENS_WORDPIECE, WordLevel = C.ENG_TOKENS_WORDS }
 
--- The type of the file's model. Old files leave it out, so it follows from other fields.
+-- Returns the type of the file's model. Old files leave the type out; then it follows from other
+-- fields.
 local function model_type(model)
   if given(model.type) then return model.type end
   if given(model.merges) then return "BPE" end
@@ -53,7 +54,7 @@ local function model_type(model)
   return given(model.continuing_subword_prefix) and "WordPiece" or "WordLevel"
 end
 
--- Returns fail(format, ...), which raises an error that names the file and the part.
+-- Returns fail(format, ...), which raises an error that names the file and `part`, a part of it.
 local function failing(path, part)
   return function(message, ...)
     raise("tokenizer: %s: %s: %s", path, part, (message):format(...))
@@ -201,8 +202,9 @@ end
 local out_ids, out_text = ffi.new("const uint32_t *[1]"), ffi.new("const char *[1]")
 local out_size = ffi.new("int64_t[1]")
 
---- The ids of a text as a pointer to uint32, and their number. The pointer is valid until the next
---- call. special: with the special tokens that the file puts around a text (default true).
+--- Returns the ids of a text as a pointer to uint32, and their number. The pointer is valid until
+--- the next call. special: whether to add the special tokens that the file puts around a text
+--- (default true).
 function Tokenizer:encode_memory(text, special)
   expect(type(text) == "string", text, "tokenizer: expected a text")
   check(C.eng_tokenizer_encode(out_ids, out_size, self.handle, text, #text, special ~= false))
@@ -211,8 +213,9 @@ end
 
 local ENCODE = "special"
 
---- The ids of a text: a list. special = false: without the special tokens that the file puts around
---- a text. Bytes that are not UTF-8 count as U+FFFD, as in Python's decode("utf-8", "replace").
+--- Returns the ids of a text as a list. special = false leaves out the special tokens that the file
+--- puts around a text. Bytes that are not UTF-8 count as U+FFFD, as in Python's decode("utf-8",
+--- "replace").
 function Tokenizer:encode(text, options)
   local special = read_named(options, "encode", ENCODE).special
   local ids, n = self:encode_memory(text, special)
@@ -223,7 +226,8 @@ end
 
 local DECODE = "special"
 
---- The text of a list of ids. special = true: special tokens are shown (default: left out).
+--- Returns the text of a list of ids. special = true includes special tokens, which are left out by
+--- default.
 function Tokenizer:decode(ids, options)
   expect(type(ids) == "table", ids, "tokenizer: expected a list of ids")
   local special, n = read_named(options, "decode", DECODE).special, #ids
@@ -240,43 +244,43 @@ function Tokenizer:decode(ids, options)
   return ffi.string(out_text[0], out_size[0])
 end
 
---- The text of a conversation, a list of messages { role =, content = }. Applies the chat template
---- in the tokenizer's folder, with the same result as transformers' method of this name. Options:
---- add_generation_prompt (false; true: the text ends with the beginning of the assistant's answer),
---- and any other variable that the template reads. A template that uses a part of Jinja that the
---- engine does not support raises a one-line error. The text already has its special tokens, so
---- encode it with encode(text, { special = false }).
+--- Returns the text of a conversation, a list of messages { role =, content = }. Applies the chat
+--- template in the tokenizer's folder, with the same result as transformers' method of this name.
+--- Options: add_generation_prompt (false; true: the text ends with the beginning of the assistant's
+--- answer), and any other variable that the template reads. A template that uses a part of Jinja
+--- that the engine does not support raises a one-line error. The text already has its special
+--- tokens, so encode it with encode(text, { special = false }).
 function Tokenizer:apply_chat_template(messages, options)
   self.chat = self.chat
     or require("engine.data.chat_template").of(self.path:match("^(.*)/[^/]*$") or ".")
   return self.chat(messages, options)
 end
 
---- One more than the largest id: the number of rows that a model's embedding needs.
+--- Returns one more than the largest id: the number of rows that a model's embedding needs.
 function Tokenizer:vocab_size() return tonumber(C.eng_tokenizer_size(self.handle)) end
 
---- The id of the token with this text in the file; nil if there is none.
+--- Returns the id of the token with this text in the file; nil if there is none.
 function Tokenizer:id(text)
   expect(type(text) == "string", text, "tokenizer: expected a text")
   local id = tonumber(C.eng_tokenizer_find(self.handle, text, #text))
   return id >= 0 and id or nil
 end
 
---- The text of the token with this id in the file; nil if there is none.
+--- Returns the text of the token with this id in the file; nil if there is none.
 function Tokenizer:token(id)
   expect(type(id) == "number" and id % 1 == 0, id, "tokenizer: expected an id")
   local text = C.eng_tokenizer_text(out_size, self.handle, id)
   return text ~= nil and ffi.string(text, out_size[0]) or nil
 end
 
---- The special tokens: text -> id.
+--- Returns the special tokens as a table: text -> id.
 function Tokenizer:special_tokens()
   local list = {}
   for _, token in ipairs(self.special) do list[token.text] = token.id end
   return list
 end
 
---- Whether a text may be cut at lines: see eng_tokenizer_splits_lines.
+--- Returns whether a text may be cut at lines: see eng_tokenizer_splits_lines.
 function Tokenizer:splits_lines() return C.eng_tokenizer_splits_lines(self.handle) end
 
 function Tokenizer:__tostring()

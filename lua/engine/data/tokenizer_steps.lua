@@ -1,7 +1,8 @@
--- The steps of a tokenizer.json as the core's steps: normalizers, pre-tokenizers, decoders and
--- post-processors. Each function takes { stage(kind, flags, a, b), frame(id, after), fail(format,
--- ...) } and a component of the file. A component that is not in these tables raises a one-line
--- error. Called by tokenizer.lua.
+-- Converts the steps of a tokenizer.json into the core's steps: normalizers, pre-tokenizers,
+-- decoders and post-processors. A table for each of these four has a function for each type of
+-- component. The function takes `to` = { stage(kind, flags, a, b), frame(id, after), fail(format,
+-- ...) } and a component of the file. A type that is not in the table raises a one-line error.
+-- Called by tokenizer.lua.
 local C = require("engine.base.ffi").C
 local cjson = require "cjson"
 local nearest = require "engine.base.nearest"
@@ -12,8 +13,8 @@ local M = {}
 
 local function given(value) return value ~= nil and value ~= cjson.null end
 
--- A field of a component, checked to have the type `kind`. default: the value if the field is
--- missing; without a default, a missing field is an error.
+-- Returns a field of a component, and checks that the field has the type `kind`. default: the value
+-- if the field is missing; without a default, a missing field is an error.
 local function field(to, part, name, kind, default)
   local value = part[name]
   if not given(value) then
@@ -29,7 +30,7 @@ end
 local function number(to, part, name, default)
   local value = field(to, part, name, "number", default)
   if value % 1 ~= 0 or value < 0 or value > 255 then
-    to.fail("%s.%s: expected a whole number of 0 to 255, got %g", part.type, name, value)
+    to.fail("%s.%s: expected a whole number from 0 to 255, got %g", part.type, name, value)
   end
   return value
 end
@@ -169,7 +170,7 @@ M.normalizers = {
 
 local SCHEMES = { always = 1, first = 2 }     -- flags of ENG_STEP_PREPEND
 
--- Metaspace's character, and the flag of ENG_STEP_PREPEND that says where it is prepended: 1
+-- Returns Metaspace's character, and the flag of ENG_STEP_PREPEND that says where to prepend it: 1
 -- (always), 2 (only at the start of the text) or nil (never).
 local function metaspace(to, part)
   local scheme = field(to, part, "prepend_scheme", "string", "always")
@@ -246,7 +247,7 @@ M.decoders = {
 
 -- ------------------------------------------------------------------ post-processors
 
--- The special tokens that TemplateProcessing puts around a text.
+-- Adds the special tokens that TemplateProcessing puts around a text.
 local function template(to, part)
   local tokens, after = field(to, part, "special_tokens", "table", {}), false
   for _, piece in ipairs(field(to, part, "single", "table")) do
@@ -277,7 +278,7 @@ end
 
 M.processors = {
   Sequence = function(to, part) list_of(to, part, "processors", M.processors) end,
-  ByteLevel = function() end,        -- changes offsets only
+  ByteLevel = function() end,        -- changes only offsets, not ids
   TemplateProcessing = template, BertProcessing = around, RobertaProcessing = around,
 }
 

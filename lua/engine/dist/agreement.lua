@@ -5,10 +5,11 @@
 -- run, the ranks compare
 --   scalars   steps, updates, the optimizer's updates and lr, the loss scale, the policy's state,
 --             the seed and counter of random numbers
---   tensors   master weights, low-precision weights, and moments where ZeRO does not divide them
---             (ZeRO-3 divides all). Only ranks that hold the same experts compare experts
+--   tensors   master weights, low-precision weights, and moments, unless ZeRO divides them (ZeRO-3
+--             divides all three). Only ranks that hold the same experts compare experts
 -- Each rank sends one message of three numbers. If these numbers differ, the ranks exchange the
--- checksum of each value, so that the error names the first value that differs and the ranks.
+-- checksum of each value, so that the error can name the first value that differs, and the ranks
+-- that differ.
 --
 -- Called by the loop (train/loop.lua) and by Run:save (run/run.lua), on all ranks between two
 -- steps. Owned by the trainer.
@@ -25,8 +26,9 @@ M.EVERY = 1000          -- steps between comparisons, by default
 local Agreement = {}
 Agreement.__index = Agreement
 
---- The comparisons of a trainer; made when the ranks have loaded the same state (Reducer:start). A
---- single process compares nothing, and neither does a job with agree_every=0.
+--- Makes the object that compares the ranks of a trainer. Called when the ranks have loaded the
+--- same state (Reducer:start). A single process compares nothing, and neither does a job with
+--- agree_every=0.
 function M.new(trainer, o)
   local every = o.agree_every or M.EVERY
   return setmetatable({ trainer = trainer, every = every, agreed_at = trainer.steps_done,
@@ -35,9 +37,9 @@ end
 
 -- ------------------------------------------------------------------ what is compared
 
--- The values that must be equal on all ranks, as a list in the same order on each rank. A scalar is
--- { name =, value = text }, a tensor { name =, x = tensor, apart = whether only some ranks hold it,
--- held = whether this rank is one of them }.
+-- Returns the values that must be equal on all ranks, as a list in the same order on each rank. A
+-- scalar is { name =, value = text }. A tensor is { name =, x = tensor, apart = whether only some
+-- ranks hold it, held = whether this rank is one of them }.
 local function items(trainer)
   local optimizer, reducer, list = trainer.optimizer, trainer.reducer, {}
   local function scalar(name, value) list[#list + 1] = { name = name, value = tostring(value) } end
@@ -78,7 +80,7 @@ local function items(trainer)
   return list
 end
 
--- The checksum of each item: an array.
+-- Returns an array with the checksum of each item. Sets the `value` of items that are tensors.
 local function checksums(list)
   local sums = ffi.new("uint64_t[?]", #list)
   for i, item in ipairs(list) do
@@ -92,8 +94,9 @@ end
 
 -- ------------------------------------------------------------------ comparing
 
--- This rank's message: [0] the hash of the checksums of the items that all ranks hold, [1] the hash
--- of the checksums of this rank's other items (experts), [2] the number of items.
+-- Returns this rank's message. [0] is the hash of the checksums of the items that all ranks hold,
+-- [1] is the hash of the checksums of this rank's other items (experts), [2] is the number of
+-- items.
 local function summary(list, sums)
   local parts, n = { ffi.new("uint64_t[?]", #list), ffi.new("uint64_t[?]", #list) }, { 0, 0 }
   for i, item in ipairs(list) do
@@ -113,9 +116,10 @@ local function gathered(own, n)
   return all
 end
 
--- Groups the ranks by their checksum of an item: lists of ranks, the largest first, one list for
--- each checksum. For an expert, only the ranks that hold it count: those whose Reducer:holder() is
--- `held` (nil: all ranks). Returns the lists, and whether the first list is larger than any other.
+-- Groups the ranks by the checksum that they have of an item. Returns a list of ranks for each
+-- checksum, the largest list first, and whether the first list is larger than any other. at(r): the
+-- checksum on rank r. held: the Reducer:holder() of the ranks to group, for an expert; nil for all
+-- ranks.
 local function grouped(reducer, at, held)
   local of, lists = {}, {}
   for r = 0, reducer.size - 1 do
@@ -162,7 +166,8 @@ end
 
 -- ------------------------------------------------------------------ the report
 
--- The command of this process, changed to resume the run at `path` (nil: no run) from a checkpoint.
+-- Returns the command of this process, changed so that it resumes the run at `path` (nil: no run)
+-- from a checkpoint.
 local function command(path, checkpoint)
   local words = { "engine" }
   local function add(word)
@@ -179,7 +184,8 @@ end
 
 local SHOWN = 300       -- bytes of a value in the message
 
--- The description of ranks that differ, for the error and the history; the same on all ranks.
+-- Describes how the ranks differ, for the error and the history. The result is the same on all
+-- ranks.
 local function describe(self, list, sums, n)
   local trainer = self.trainer
   local found = differences(trainer.reducer, list, sums, n)
@@ -210,8 +216,8 @@ end
 
 -- ------------------------------------------------------------------ when to compare
 
---- Compares the ranks now; every rank calls it. If the ranks differ, raises an error, the same on
---- all ranks, and stores what differs in `drift`.
+--- Compares the ranks now; every rank must call this function. If the ranks differ, raises the same
+--- error on all ranks, and stores what differs in `drift`.
 function Agreement:check()
   if not self.on then return end
   if not self.drift then
@@ -232,8 +238,8 @@ function Agreement:check()
 end
 
 --- Called between two steps and, with `ended`, after the last step. Compares the ranks when a
---- comparison is due. Raises an error if they differ. Also raises it if the comparison before an
---- earlier checkpoint found that they differed.
+--- comparison is due. Raises an error if they differ, or if the comparison before an earlier
+--- checkpoint found a difference.
 function Agreement:between(ended)
   local trainer = self.trainer
   if not (self.drift or ended or self.on and trainer.steps_done % self.every == 0) then return end

@@ -1,6 +1,6 @@
--- Lines of text that must be the same on all ranks when a job starts: the script's modules,
--- settings, policies, model, optimizer, data and options. ranks.lua compares the engine and the
--- script. Called by reducer.lua, which compares these lines before a run opens its files.
+-- Makes the lines of text that must be the same on all ranks when a job starts: the script's
+-- modules, settings, policies, model, optimizer, data and options. Called by reducer.lua, which
+-- compares these lines before a run opens its files. ranks.lua compares the engine and the script.
 local C = require("engine.base.ffi").C
 local config = require "engine.base.config"
 local json = require "engine.base.json"
@@ -10,7 +10,7 @@ local ranks = require "engine.dist.ranks"
 local OPTIONS = { "comm_dtype", "zero", "bucket", "checkpoint_every", "agree_every", "stats_every",
   "ref_every", "ref_layers" }
 
--- A line for each module that the script required, except the engine's.
+-- Returns a line for each module that the script required, except the engine's modules.
 local function module_lines()
   local lines = {}
   for name in pairs(package.loaded) do
@@ -22,8 +22,8 @@ local function module_lines()
   return lines
 end
 
--- The position in the data, as text. It is the same text on all ranks if each rank has its own
--- data.
+-- Returns the position in the data as text. If each rank has its own data, the text says so
+-- instead.
 local function data_text(data)
   if data.sharded then return "separate on each rank" end
   local good, state = pcall(function() return json.encode(data:state()) end)
@@ -47,8 +47,8 @@ local function model_text(model, list, shape_of)
     C.eng_crc32c(0, text, #text))
 end
 
---- The lines of a trainer with the options `o`. shape_of(p): the whole shape of a parameter. apart:
---- whether ranks hold different parameters (experts).
+--- Returns the lines of a trainer with the options `o`. shape_of(p): the whole shape of a
+--- parameter. apart: whether ranks hold different parameters (experts).
 return function(trainer, o, shape_of, apart)
   local lines, opt, schedule = module_lines(), trainer.optimizer, trainer.schedule
   local function add(what, ...)

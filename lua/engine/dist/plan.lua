@@ -3,14 +3,14 @@
 -- step. The core counts messages and bytes, because it knows the buckets (eng_parallel_predict).
 -- For each bucket, every rank sends a piece to every other rank, sums the pieces that it receives,
 -- and sends the sum back (with ZeRO: the updated weights). ZeRO-2 does this in every micro-batch.
--- ZeRO-3 sends no updated weights, but each block's weights before its forward and its backward
--- pass. The record takes log2(ranks) messages.
+-- ZeRO-3 sends no updated weights; it sends a block's weights before the forward and before the
+-- backward pass of the block. The record takes log2(ranks) messages.
 --
--- On separate machines, messages overlap the rest of the backward pass, except those of the last
--- bucket. ZeRO-3's weights overlap both passes, except those that come first. Ranks that share a
--- machine (cost.cores) copy messages with the cores that compute, so nothing overlaps. Each step
--- then waits for the slowest rank, and ranks beyond the number of cores take turns. Used by
--- `engine plan`; cli/plan_measure.lua measures.
+-- On separate machines, the messages of all buckets but the last overlap the rest of the backward
+-- pass. With ZeRO-3, the messages with weights overlap both passes, except for the first weights.
+-- Ranks that share a machine (cost.cores) copy messages with the cores that compute, so nothing
+-- overlaps. Each step then waits for the slowest rank, and ranks beyond the number of cores take
+-- turns. Used by `engine plan`; cli/plan_measure.lua measures the inputs.
 local M_ffi = require "engine.base.ffi"
 local reduction = require "engine.dist.reduction"
 
@@ -21,10 +21,10 @@ local M = {}
 -- the backward pass's share of the computing in a step; messages can overlap this share
 local BACKWARD = 2 / 3
 
---- The data that one of `ranks` ranks would send and keep: the fields of eng_parallel_sizes as a
---- table. rank: its index, or -1 for the rank that sums the most. options: a trainer's { bucket
---- (MiB), comm_dtype (name), zero, whole, units }. For ZeRO-2 and 3, the operations on the tape
---- must be those of a step.
+--- Returns how much data one of `ranks` ranks would send and keep: the fields of eng_parallel_sizes
+--- as a table. rank: the index of this rank, or -1 for the rank that sums the most. options: a
+--- trainer's { bucket (MiB), comm_dtype (name), zero, whole, units }. For ZeRO-2 and 3, the tape
+--- must hold the operations of a step.
 function M.sizes(params, options, rank, ranks)
   local out = M_ffi.new("eng_parallel_sizes")
   check(C.eng_parallel_predict(out, params, rank, ranks, reduction.options(options)))
@@ -36,6 +36,7 @@ function M.sizes(params, options, rank, ranks)
   return sizes
 end
 
+--- Predicts a step of a job on `ranks` ranks.
 --- job: { parameters, tensors, weight_bytes, moment_bytes (undivided), step (seconds), handling
 --- (seconds of packing and summing gradients, or nil), zero, accumulate, histogram,
 --- sizes = function(ranks) -> the result of M.sizes }. cost: { alpha, beta }; for ranks on one
@@ -58,7 +59,7 @@ function M.predict(job, cost, ranks)
   local rounds = math.ceil(math.log(ranks) / math.log(2))
   local numbers = job.tensors * 7 + 10 + (job.histogram and C.ENG_HIST_BINS or 0)
   local record = rounds * (cost.alpha + numbers * 8 * cost.beta) * turns
-  -- Weights are sent tensor by tensor: after an update, or by ZeRO-3 in every pass.
+  -- Weights are sent tensor by tensor: after an update, or with ZeRO-3 in every pass.
   local parted = job.zero == 3 and not alone
   local weights = job.zero > 0 and not alone
     and ((sizes.weight_messages + job.tensors) * cost.alpha + sizes.weight_bytes * cost.beta) *
@@ -86,8 +87,8 @@ function M.predict(job, cost, ranks)
     record = record, weights = weights, step = step, efficiency = job.step / step }
 end
 
---- Expected extra time of the slowest of n ranks over an average one, estimated from a list of
---- times; every step waits for the slowest.
+--- Returns the time by which the slowest of n ranks is expected to exceed the mean, estimated from
+--- a list of times. Every step waits for the slowest rank.
 function M.skew(times, n)
   local sorted, mean, longest = { unpack(times) }, 0, 0
   table.sort(sorted)
@@ -98,7 +99,7 @@ function M.skew(times, n)
   return longest - mean
 end
 
---- 1, 2, 4, 8, 16, 64, 256 ... up to `most`, which is the last.
+--- Returns the list 1, 2, 4, 8, 16, 64, 256 ... up to `most`, which is the last number.
 function M.counts(most)
   local counts, n = {}, 1
   while n < most do

@@ -3,11 +3,11 @@
 -- A trainer uses all ranks by itself. For scripts:
 --   local ranks = require("engine").ranks
 --   ranks.rank(), ranks.size()   this process's rank, from 0, and the number of ranks
---   ranks.reduce(x, "sum")       a number over all ranks: "sum", "mean" or "max"; equal bits on all
+--   ranks.reduce(x, "sum")       the "sum", "mean" or "max" over all ranks, with equal bits on all
 --   ranks.from_first(text)       rank 0's text on every rank
---   ranks.say("...")             a line from any rank; print() works only on rank 0
+--   ranks.say("...")             prints a line on any rank; print() works only on rank 0
 --   ranks.text()                 "Open MPI v4.1.4, 4 ranks, 4 of them here", and the cards' link
---   ranks.group(4)               this rank's group of four neighbours (for nn.moe's experts)
+--   ranks.group(4)               this rank's group of four adjacent ranks (for nn.moe's experts)
 -- Every rank runs the same script and must make the same calls. If a rank misses a call, the job
 -- ends with an error that names the rank (core/dist/comm.c).
 local M_ffi = require "engine.base.ffi"
@@ -23,8 +23,8 @@ local launched = C.eng_comm_launched(launched_rank, launched_size)
 local world
 local code          -- returns the lines about the code that world() compares on all ranks
 
---- The group of all ranks. The first call starts the transport and stops ranks whose code differs
---- from rank 0's.
+--- Returns the group of all ranks. The first call starts the transport, and raises an error on all
+--- ranks if the code of a rank differs from rank 0's.
 function M.world()
   if world then return world end
   local out = ffi.new("eng_comm *[1]")
@@ -38,12 +38,13 @@ function M.world()
   return world
 end
 
---- This process's rank, from 0, from the launcher's environment. Starts no transport.
+--- Returns this process's rank, counted from 0, as the launcher's environment gives it. Starts no
+--- transport.
 function M.rank() return launched and launched_rank[0] or 0 end
---- The number of ranks, from the launcher's environment; 1 without a launcher.
+--- Returns the number of ranks, as the launcher's environment gives it; 1 without a launcher.
 function M.size() return launched and launched_size[0] or 1 end
 
---- The transport and the ranks in words: "Open MPI v4.1.4, 4 ranks, 4 of them here".
+--- Returns the transport and the ranks in words: "Open MPI v4.1.4, 4 ranks, 4 of them here".
 function M.text() return M_ffi.ffi.string(C.eng_comm_text()) end
 
 --- Prints a line on stderr that names the rank, in one write, because other ranks write there too.
@@ -64,10 +65,10 @@ function M.reduce(x, rule)
   return rule == "mean" and value[0] / M.size() or value[0]
 end
 
---- Waits until every rank has called it.
+--- Waits until every rank has called this function.
 function M.barrier() check(C.eng_comm_barrier(M.world())) end
 
---- Rank 0's text (or nil) on every rank.
+--- Returns rank 0's text (or nil) on every rank.
 function M.from_first(text)
   expect(text == nil or type(text) == "string", text, "ranks.from_first: expected a string or nil")
   local comm, length = M.world(), ffi.new("int64_t[1]", text and #text or -1)
@@ -80,7 +81,7 @@ function M.from_first(text)
   return ffi.string(bytes, n)
 end
 
---- Every rank's text, in rank order.
+--- Returns the list of every rank's text, in rank order.
 function M.from_all(text)
   expect(type(text) == "string", text, "ranks.from_all: expected a string")
   local comm, size, most = M.world(), M.size(), 0
@@ -94,7 +95,7 @@ function M.from_all(text)
   return texts
 end
 
---- "4 ranks, ZeRO-1, comm dtype bf16": a job in words; defaults are left out.
+--- Returns a job in words: "4 ranks, ZeRO-1, comm dtype bf16". Leaves out defaults.
 function M.job_text(size, zero, comm_dtype)
   return ("%d rank%s%s%s"):format(size, size == 1 and "" or "s",
     zero > 0 and ", ZeRO-" .. zero or "",
@@ -121,7 +122,7 @@ local function add_modules(lines, folder, below)
   end
 end
 
---- A line for a file of code that must be the same on all ranks.
+--- Returns a line about a file of code that must be the same on all ranks.
 function M.file_line(what, path) return ("%s %s %s"):format(what, path, crc_of(path)) end
 
 function code()
@@ -147,8 +148,8 @@ end
 
 local MOST = 20     -- ranks listed in a message
 
---- Compares the list of lines `own` on all ranks. If any rank's lines differ from rank 0's, raises
---- an error on all ranks. The message has the first difference of each such rank.
+--- Compares the list of lines `own` over all ranks. If the lines of any rank differ from rank 0's,
+--- raises an error on all ranks. The message has the first difference of each rank that differs.
 function M.compare(own)
   local first = {}
   for line in (M.from_first(table.concat(own, "\0")) .. "\0"):gmatch("(%Z*)%z") do
@@ -168,9 +169,10 @@ end
 
 local groups = {}
 
---- This rank's group of `size` neighbours (all ranks by default): { comm =, rank =, size = }, and
---- `across`, the ranks with the same position in the other groups: { comm =, rank =, size = }.
---- Every rank calls it; the same size returns the same group.
+--- Returns this rank's group of `size` adjacent ranks (by default all ranks): { comm =, rank =,
+--- size =, across = }. `across` is the group of the ranks that have this rank's position in their
+--- own groups: { comm =, rank =, size = }. Every rank must call this function. Calls with the same
+--- size return the same group.
 function M.group(size)
   size = size or M.size()
   expect(type(size) == "number" and size % 1 == 0 and size >= 1 and M.size() % size == 0, size,
@@ -188,7 +190,7 @@ function M.group(size)
   return group
 end
 
---- A list of ranks in words: "ranks 0, 2 and 3".
+--- Returns a list of ranks in words: "ranks 0, 2 and 3".
 function M.names(list)
   if #list == 1 then return "rank " .. list[1] end
   return "ranks " .. table.concat(list, ", ", 1, #list - 1) .. " and " .. list[#list]

@@ -3,8 +3,8 @@
 -- summed over ranks as backward completes them. One message per step makes the record, and so the
 -- verdict, the same on every rank. The message of the next record carries a hash of the verdict; if
 -- the hashes differ, the run stops. Only rank 0 prints, writes the run's files (except the other
--- ranks' checkpoint shards) and listens to clients. It passes the clients' requests to the other
--- ranks between two steps.
+-- ranks' checkpoint shards) and listens to clients. Rank 0 passes the clients' requests to the
+-- other ranks between two steps.
 --
 -- The batches of a step are numbered from 0 over all ranks; a rank's first batch has the number
 -- rank * accumulate. Jobs with the same product of ranks and accumulate therefore see the same
@@ -61,13 +61,13 @@ local function find_apart(model, list)
   return apart, marks, group.across
 end
 
---- The whole shape of a parameter, whichever rank holds it.
+--- Returns the whole shape of a parameter, whichever rank holds it.
 function Reducer:shape(p)
   local apart = self.apart and self.apart[p.name]
   return apart and apart.shape or p.tensor.shape
 end
 
---- A number that is equal for all ranks that hold the same parameters as rank r.
+--- Returns a number that is the same for all ranks that hold the same parameters as rank r.
 function Reducer:holder(r) return self.apart and r % (self.size / self.holders.size) or 0 end
 
 --- Connects the ranks and compares how they were started. Called before files are opened.
@@ -98,7 +98,7 @@ function M.new(trainer, o)
   return self
 end
 
---- The link between ranks that train on cards, as text; nil on the CPU.
+--- Returns the link between ranks that train on cards, as text; nil on the CPU.
 function Reducer:text()
   return self.many and machine.device() == "cuda" and "ranks: " .. ranks.text() or nil
 end
@@ -107,7 +107,7 @@ function Reducer:level_of_zero()
   return self.parted and 3 or self.divided and 2 or self.zero and 1 or 0
 end
 
---- The job in words, "4 ranks, ZeRO-1, comm dtype bf16"; nil for one process.
+--- Returns the job in words, "4 ranks, ZeRO-1, comm dtype bf16"; nil for one process.
 function Reducer:described()
   return self.many and ranks.job_text(self.size, self:level_of_zero(), self.comm_dtype) or nil
 end
@@ -117,12 +117,12 @@ function Reducer:make_room()
   self.maxima = ffi.new("double[?]", N_MAXIMA + #self.names)
 end
 
---- The group of all ranks, or nil for one process.
+--- Returns the group of all ranks, or nil for one process.
 function Reducer:comm() return self.many and ranks.world() or nil end
 
 --- Tells the optimizer whether gradients of several micro-batches add up (Optimizer:accumulates).
 --- Called when the number of micro-batches has changed since the reducer was made. With ZeRO the
---- gradients keep their format, because each rank's part of the gradients depends on it.
+--- gradients keep their format, because each rank's part of the gradients depends on the format.
 function Reducer:accumulates(on)
   if not self.zero then self.trainer.optimizer:accumulates(on) end
 end
@@ -182,7 +182,8 @@ function Reducer:leave()
   check(C.eng_parallel_leave(self.reduction))
 end
 
---- Runs f with all weights on this rank and returns its results. Every rank calls it.
+--- Runs f with all weights on this rank and returns its results. Every rank must call this
+--- function.
 function Reducer:whole(f)
   if not self.parted then return f() end
   check(C.eng_parallel_whole(self.reduction))
@@ -194,14 +195,16 @@ end
 
 local own_from, own_to = ffi.new("int64_t[1]"), ffi.new("int64_t[1]")
 
---- The elements [from, to) of the optimizer's parameter i that this rank updates.
+--- Returns the range [from, to) of the elements that this rank updates in the optimizer's parameter
+--- i (from 1).
 function Reducer:own_part(i)
   C.eng_parallel_own(own_from, own_to, self.reduction, i - 1)
   return tonumber(own_from[0]), tonumber(own_to[0])
 end
 
---- The optimizer's parameters as this rank holds them, in order: { { name =, tensor =, from = } }.
---- With ZeRO-3 a tensor has this rank's elements, from the element `from` on.
+--- Returns the optimizer's parameters in order, as this rank holds them: { { name =, tensor =, from
+--- = } }. With ZeRO-3, a tensor has this rank's elements of the parameter, from the element `from`
+--- on.
 function Reducer:weights()
   local list = {}
   for i, p in ipairs(self.trainer.optimizer.list) do
@@ -291,7 +294,7 @@ function Reducer:share_norms(norm, norms, n)
   norm[0] = math.sqrt(squares)
 end
 
--- Moves the random numbers past those of the micro-batch that drew the most.
+-- Moves the random numbers on by `drawn`, the most numbers that a micro-batch has drawn.
 local function continue_numbers(s, drawn)
   random.go { seed = s.place.seed, counter = s.place.counter + drawn }
 end
@@ -309,10 +312,10 @@ function Reducer:finish(s)
   continue_numbers(s, self.drawn)
 end
 
---- For lagged mode on the CPU, whose operations complete at once. Makes the pass over the
---- gradients, each rank over its own part. Returns the same statistics on every rank, for the
---- update and the record. Returns nil on cards, where each card computes the statistics of all
---- gradients.
+--- Computes the statistics of the gradients for the update and the record, in lagged mode on the
+--- CPU. Each rank makes the pass over its own part of the gradients, and every rank gets the same
+--- statistics. Returns nil in sync mode, and on cards, where each card computes the statistics of
+--- all gradients.
 function Reducer:known_statistics(s)
   if not self.many or self.own_pass or machine.device() ~= "cpu" then return nil end
   local record, none, needs = ffi.new("eng_record"), ffi.new("double[1]"), self.trainer.needs
@@ -391,7 +394,7 @@ end
 
 local SIGTERM = 15
 
--- The number of the POSIX signal that interrupted this process, or nil.
+-- Returns the number of the POSIX signal that interrupted this process, or nil.
 local function interrupted_here()
   if C.eng_interrupted() == 0 then return nil end
   local signal = C.eng_interrupt_signal(0)
@@ -400,7 +403,8 @@ end
 
 --- Makes a step's record the same on every rank. In sync mode this function makes the pass over the
 --- gradients, each rank over its own part of them. In lagged mode every rank already has the
---- statistics of the summed gradients (known_statistics), and only the host's numbers are reduced.
+--- statistics of the summed gradients (known_statistics), and this function reduces only the host's
+--- numbers.
 function Reducer:record(record, stats, s)
   if not self.many then return end
   local trainer, needs, sums, maxima = self.trainer, self.trainer.needs, self.sums, self.maxima
@@ -446,7 +450,7 @@ function Reducer:record(record, stats, s)
 end
 
 --- Stores a verdict. record() of the next step compares it with the other ranks' verdicts. With
---- ZeRO this function compares them at once, because the update needs all ranks.
+--- ZeRO this function already compares them, because the update needs all ranks.
 function Reducer:decide(record, verdict)
   if not self.many then return end
   local policy, parts = self.trainer.policy, {}
@@ -476,7 +480,7 @@ function Reducer:decide(record, verdict)
   if self.zero then self:agree() end
 end
 
---- Compares the ranks' last verdicts at once. Also called at the end of a run.
+--- Compares the ranks' last verdicts now. Also called at the end of a run.
 function Reducer:agree()
   if not self.many then return end
   local hash = C.eng_crc32c(0, self.decided, #self.decided)
@@ -510,8 +514,8 @@ function Reducer:updated()
   if self.zero then check(C.eng_parallel_gather(self.reduction)) end
 end
 
---- The number of the POSIX signal that ends the run, or nil. With several ranks, this is the
---- highest number on any rank, as reduced with this step's record.
+--- Returns the number of the POSIX signal that ends the run, or nil. With several ranks, this is
+--- the highest number on any rank, as reduced with this step's record.
 function Reducer:interrupted()
   if not self.many then return interrupted_here() end
   return self.ended_by > 0 and self.ended_by or nil
@@ -541,7 +545,8 @@ end
 
 --- Puts the cause first among the culprits. Inf and nan spread to other ranks through synchronized
 --- batch norms. The ranks that were the first to give inf or nan to a batch norm (first_bad of
---- batch_norm_over.lua) come first, and `origin` names them. Otherwise inf comes before nan.
+--- batch_norm_over.lua) come first, and `origin` names them. Among these ranks, and among the other
+--- ranks, inf comes before nan.
 function Reducer:find_origin(first_bad)
   local of, first, ranks_of, key = ffi.new("double[?]", self.size), math.huge, {}, {}
   check(C.eng_comm_all_gather(ranks.world(), of, ffi.new("double[1]", first_bad), 8))
@@ -559,8 +564,8 @@ function Reducer:find_origin(first_bad)
   table.sort(self.found, function(a, b) return key[a] < key[b] end)
 end
 
---- The result of find_culprits() for the step of the last record; empty without an overflow and on
---- a single rank.
+--- Returns the result of find_culprits() for the step of the last record; an empty list without an
+--- overflow and on a single rank.
 function Reducer:culprits() return self.found or {} end
 
 return M

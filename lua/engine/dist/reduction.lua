@@ -1,6 +1,6 @@
--- The core's reduction (core/dist/) behind a reducer: its options, the units of ZeRO-3, and which
--- trainers share one. Called by reducer.lua, and by train/options.lua to check options; plan.lua
--- and `engine plan` predict with the same options.
+-- The core's reduction (core/dist/), which a reducer uses: its options, the units of ZeRO-3, and
+-- which trainers share a reduction. Called by reducer.lua, and by train/options.lua to check
+-- options; plan.lua and `engine plan` predict with the same options.
 local M_ffi = require "engine.base.ffi"
 local ranks = require "engine.dist.ranks"
 
@@ -11,7 +11,8 @@ local M = {}
 local COMM_DTYPES = { own = 0, fp32 = 1, bf16 = 2, fp16 = 3, fp8 = 4 }
 M.BUCKET = 2            -- MiB of gradients sent together, by default
 
---- The name of the first invalid option that concerns ranks, and what the option must be; or nil.
+--- Returns the name of the first invalid option that concerns ranks, and what the option must be;
+--- or nil.
 function M.wrong(o)
   if o.comm_dtype ~= nil and not COMM_DTYPES[o.comm_dtype] then
     return "comm_dtype", "own, fp32, bf16, fp16 or fp8"
@@ -27,9 +28,9 @@ function M.wrong(o)
   end
 end
 
---- The units of ZeRO-3 for the parameters of an optimizer, as the core's option. A unit is a block
---- of the model, all experts of a layer together, any other module that has parameters, or a single
---- weight in FP8.
+--- Returns the unit of ZeRO-3 of each parameter of an optimizer, as the core's option. A unit is a
+--- block of the model, all experts of a layer together, any other module that has parameters, or a
+--- single weight in FP8.
 function M.units(optimizer)
   local list, quantized = optimizer.list, {}
   local units, numbers, n = ffi.new("int32_t[?]", #list), {}, 0
@@ -47,11 +48,11 @@ function M.units(optimizer)
   return units
 end
 
---- Whether each parameter is updated by one rank as a whole: for optimizers that need whole
---- parameters, and for ZeRO-3 in FP8, where one rank quantizes a weight for all.
+--- Returns whether one rank updates all of a parameter. This is true for optimizers that need whole
+--- parameters, and for ZeRO-3 in FP8, where one rank quantizes a weight for all ranks.
 function M.whole(optimizer, zero) return optimizer.whole or zero == 3 and optimizer.fp8 ~= nil end
 
---- The core's options for a reduction, made from those of a trainer. o.whole: the result of
+--- Makes the core's options for a reduction from a trainer's options. o.whole: the result of
 --- M.whole. o.units: the result of M.units. apart and holders: as in eng_parallel_options. The
 --- caller must keep the arrays and the group alive.
 function M.options(o, apart, holders)
@@ -61,11 +62,12 @@ function M.options(o, apart, holders)
     apart = apart, holders = holders })
 end
 
--- parameter set -> { key =, handle =, zero = }: the reduction, which all trainers of the set share
+-- parameter set -> { key =, handle =, zero = }, the reduction that all trainers of the set share
 local of_set = setmetatable({}, { __mode = "k" })
 
---- The parameter set's reduction with these options. Frees a reduction with other options. If
---- another trainer of the set used the freed one, that trainer's next step makes a new one.
+--- Returns the parameter set's reduction with these options. Frees the set's reduction with other
+--- options. If another trainer of the set used the freed reduction, that trainer's next step makes
+--- a new one.
 function M.of(optimizer, options)
   local params = optimizer.params
   local key = ("%d %d %d %d %s %s"):format(tonumber(options.bucket), options.comm_dtype,
