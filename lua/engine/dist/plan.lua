@@ -36,10 +36,10 @@ function M.sizes(params, options, rank, ranks)
   return sizes
 end
 
---- Predicts a step of a job on `ranks` ranks.
---- job: { parameters, tensors, weight_bytes, moment_bytes (undivided), step (seconds), handling
---- (seconds of packing and summing gradients, or nil), zero, accumulate, histogram,
---- sizes = function(ranks) -> the result of M.sizes }. cost: { alpha, beta }; for ranks on one
+--- Predicts the memory and the step of a job on `ranks` ranks. job: { parameters, tensors,
+--- weight_bytes, moment_bytes (undivided), step (seconds), handling (seconds of packing and summing
+--- gradients, or nil), zero, accumulate, histogram, sizes = function(ranks) -> the result of
+--- M.sizes }. cost: { alpha, beta }; for ranks on one
 --- machine also cores = n, slowed = the time of a step with a process on every core, divided by its
 --- time alone, times = measured seconds of steps on every core.
 --- Returns { ranks, memory = { weights, gradients, moments, messages, all } (bytes),

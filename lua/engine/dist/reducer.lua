@@ -314,8 +314,8 @@ end
 
 --- Computes the statistics of the gradients for the update and the record, in lagged mode on the
 --- CPU. Each rank makes the pass over its own part of the gradients, and every rank gets the same
---- statistics. Returns nil in sync mode, and on cards, where each card computes the statistics of
---- all gradients.
+--- statistics. Returns nil on a single rank, in sync mode, and on cards, where each card computes
+--- the statistics of all gradients.
 function Reducer:known_statistics(s)
   if not self.many or self.own_pass or machine.device() ~= "cpu" then return nil end
   local record, none, needs = ffi.new("eng_record"), ffi.new("double[1]"), self.trainer.needs

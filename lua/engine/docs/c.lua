@@ -1,4 +1,4 @@
--- The C interface and the operations: reads the contracts above the declarations in core/engine*.h
+-- The C interface and the operations: reads the comments above the declarations in core/engine*.h,
 -- and the table core/ops.def. Used by index.lua.
 local source = require "engine.docs.source"
 
@@ -41,7 +41,7 @@ local function header(path, add)
   end
 end
 
--- "2, (a, b), c" -> { "2", "(a, b)", "c" }
+-- Splits the text of a call's arguments: "2, (a, b), c" -> { "2", "(a, b)", "c" }
 local function arguments(text)
   local list, depth, current = {}, 0, ""
   for c in (text .. ","):gmatch(".") do
@@ -52,7 +52,8 @@ local function arguments(text)
   return list
 end
 
--- The macro call that begins in lines[i], joined into one line, and the index of its last line.
+-- Returns the macro call that begins in lines[i], joined into one line, and the index of its last
+-- line.
 local function call_at(lines, i)
   local call = lines[i]
   while not call:find("%)%s*$") and not call:find("%)%s*//") and lines[i + 1] do
@@ -62,8 +63,8 @@ local function call_at(lines, i)
   return call, i
 end
 
--- The arguments of a macro call, without the first (the operation's name), as a text such as
--- "inputs 2, layout ANY". columns: the names of these arguments.
+-- Returns the arguments of a macro call, without the first (the operation's name), as a text such
+-- as "inputs 2, layout ANY". columns: the names of these arguments.
 local function facts_of(values, columns)
   local facts = {}
   for k = 2, #values do
@@ -75,8 +76,8 @@ local function facts_of(values, columns)
 end
 
 -- Adds the operations of core/ops.def. Its first comment names the arguments of each macro,
--- ENG_OP(name, inputs, ...). ENG_OP and ENG_UNARY make an operation, the other macros add facts to
--- it. The text of an operation is the comment above its group.
+-- ENG_OP(name, inputs, ...). ENG_OP and ENG_UNARY make an entry for an operation; the other macros
+-- add facts to this entry. The text of an operation is the comment above its group.
 local function operations(add)
   local path = "core/ops.def"
   local lines, columns, made = source.lines(path), {}, {}

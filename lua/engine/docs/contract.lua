@@ -1,13 +1,13 @@
--- The entries of the reference other than functions, operations and commands: policies with their
--- options, the fields of policies, records and verdicts, the trainer's options, environment
--- variables, the guides. Used by index.lua.
+-- Makes the entries of the reference other than functions, operations and commands: policies with
+-- their options; the fields of policies, records and verdicts; the trainer's options; environment
+-- variables; the guides. Used by index.lua.
 local nearest = require "engine.base.nearest"
 local source = require "engine.docs.source"
 
 local M = {}
 
--- Markdown tables whose rows are entries. The first cell has the names; several names in it share
--- the row's text.
+-- Markdown tables whose rows become entries. The first cell has the names; if it has several, they
+-- share the row's text.
 local TABLES = {
   { path = "policies/README.md", heading = "## The file", prefix = "policy.", kind = "policy field",
     area = "contract" },
@@ -107,8 +107,8 @@ local function words(add_word)
 end
 
 --- Adds the entries. trainer: the entry of engine.trainer. add_word adds an entry that `engine
---- help` shows if no entry of `add` has the name. The pages of the reference leave it out, because
---- another entry already contains its text.
+--- help` shows if no entry of `add` has the name. The pages of the reference leave out the entries
+--- of add_word, because other entries already contain their texts.
 function M.read(trainer, add, add_word)
   tables(add)
   if trainer then options(trainer, add) end

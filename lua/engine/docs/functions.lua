@@ -14,7 +14,7 @@ local function upvalue(f, wanted)
   end
 end
 
--- The definition of a function, { path =, line = }; nil if it is not in lua/engine.
+-- Returns where a function is defined, { path =, line = }; nil if this is not in lua/engine.
 local function definition(f)
   local info = debug.getinfo(f, "S")
   local path = info.source:match("^@(.*)$")
@@ -27,11 +27,11 @@ local function comment_above(lines, line, mark)
   return lines[first] and lines[first]:find("^%s*" .. mark) and text or ""
 end
 
--- The doc comment of the function `name`. It is above the line that creates the function's class
--- (class("linear")), registers the function (define("cosine", ...)) or exports it (M.backward =
--- backward). Without such a line, it is above the definition, or above the loop that defines
--- several functions. If the comment lists functions in two columns, the text is the function's row
--- and the paragraph above the list.
+-- Returns the doc comment of the function `name`. It is above the line that creates the function's
+-- class (class("linear")), registers the function (define("cosine", ...)) or exports it (M.backward
+-- = backward). Without such a line, it is above the definition, or above the loop that defines
+-- several functions. If the comment lists functions in two columns, returns the function's row and
+-- the paragraph above the list.
 local function text_of(at, name)
   local lines, line, options = source.lines(at.path), at.line, nil
   for i, candidate in ipairs(lines) do
@@ -59,7 +59,7 @@ local function text_of(at, name)
   return options and text .. "\n\nOptions and defaults: " .. options or text
 end
 
--- "(a, b, ...)" without the first `skip` parameters.
+-- Returns the parameters of f as "(a, b, ...)", without the first `skip` ones.
 local function parameters(f, skip)
   local info, names = debug.getinfo(f, "u"), {}
   for i = skip + 1, info.nparams do names[#names + 1] = debug.getlocal(f, i) end
@@ -67,8 +67,8 @@ local function parameters(f, skip)
   return "(" .. table.concat(names, ", ") .. ")"
 end
 
--- The classes of the objects that `functions` create, as a list of { name =, methods = }. A class
--- is an upvalue of one of these functions, or of a function in the same file that they call.
+-- Returns the classes of the objects that `functions` create, as a list of { name =, methods = }. A
+-- class is an upvalue of one of these functions, or of a function in the same file that they call.
 local function classes_of(functions)
   local found, seen = {}, {}
   local function look(f, path, depth)

@@ -1,6 +1,6 @@
--- The reference and the guides as a folder of HTML pages: an index with a search, a page for each
--- area, a page for each guide. The pages need no other files. Called by `engine help --html
--- FOLDER`.
+-- Writes the reference and the guides as a folder of HTML pages: an index with a search, a page for
+-- each area, and a page for each guide. The pages need no other files. Called by `engine help
+-- --html FOLDER`.
 local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
 local page = require "engine.docs.page"
@@ -10,8 +10,8 @@ local C = M_ffi.C
 
 local M = {}
 
--- The first areas of the index with their titles, in order. The other areas follow them; each of
--- those has the name of a module.
+-- The first areas of the index with their titles, in order. All other areas follow; each of them is
+-- named after a module.
 local AREAS = {
   { "commands", "Commands" },
   { "engine", "engine: steps, scopes, machine" },
@@ -69,7 +69,7 @@ local function entry_html(entry, links)
   return table.concat(html, "\n")
 end
 
--- Areas in order with their entries: { name, title, entries }.
+-- Returns the areas in order, with their entries: { name, title, entries }.
 local function areas_of(index)
   local list, by_name = {}, {}
   local function area(name, title)
@@ -91,9 +91,9 @@ end
 
 -- ------------------------------------------------------------------ the folder
 
--- The state while the pages are written: { index, folder, guides, warnings, links = { [name] =
--- address }, anchors = the set of pages and anchors so far, pending = links to check: { path,
--- target, address } }.
+-- The state while the pages are written: { index, folder, guides, warnings, links, anchors, pending
+-- }. links: name -> address. anchors: the set of the pages and anchors that are written so far.
+-- pending: the links to check, a list of { path, target, address }.
 local Site = {}
 Site.__index = Site
 
@@ -107,8 +107,8 @@ end
 
 function Site:warn(format, ...) self.warnings[#self.warnings + 1] = format:format(...) end
 
--- The address of the link `target` in the guide at `path`; nil if no page has it. Queues links
--- between pages, and links to missing files, for the check in M.write.
+-- Returns the address of the page to which the guide at `path` links by `target`; nil if there is
+-- no such page. Queues links between pages, and links to missing files, for the check in M.write.
 function Site:resolve(path, target)
   if target:find("^%a+:") then return target end
   local name, anchor = target:match("^([^#]*)(#?.*)$")
@@ -123,8 +123,9 @@ function Site:resolve(path, target)
   if not source.path(full) then table.insert(self.pending, { path, target, "" }) end
 end
 
--- Writes a page for each guide. Then sorts the guides for the index by where docs/README.md links
--- to their files; a guide without such a link, like docs/README.md itself, comes first.
+-- Writes a page for each guide. Then sorts the guides for the index in the order in which
+-- docs/README.md links to their files. A guide without such a link, like docs/README.md itself,
+-- comes first.
 function Site:publish_guides()
   for _, entry in ipairs(self.guides) do
     local path = entry.where:match("^(.*):%d+$")

@@ -69,7 +69,7 @@ end
 
 local function last_part(name) return name:match("([^.:]+)$") or name end
 
--- A name in lower case, with '-' for each space and '_'.
+-- Returns a name in lower case, with '-' for each space and '_'.
 local function plain(name) return (name:lower():gsub("[ _]", "-")) end
 
 -- Returns two lists: the entries whose full name is `name`, and the entries whose name ends in
@@ -77,7 +77,7 @@ local function plain(name) return (name:lower():gsub("[ _]", "-")) end
 -- the second is empty.
 local function search(list, name)
   local full, parts = {}, {}
-  for _, form in ipairs { tostring, plain } do         -- the names as written, then plain names
+  for _, form in ipairs { tostring, plain } do         -- first exact names, then plain names
     local asked = form((name:gsub("%(.*$", "")))
     for _, entry in ipairs(list) do
       local is_full, is_part
@@ -104,8 +104,9 @@ function Index:find(name)
   return found, others
 end
 
---- The entries whose text contains the word `name`, without C functions and with guides last. For a
---- name that has no entry, such as the option end_token, this list says where it is explained.
+--- Returns the entries whose text contains the word `name`, without C functions and with guides
+--- last. For a name that has no entry, such as the option end_token, this list says where it is
+--- explained.
 function Index:mentions(name)
   local list, guides = {}, {}
   local word = "%f[%w_]" .. name:gsub("%W", "%%%0") .. "%f[^%w_]"
@@ -120,7 +121,7 @@ function Index:mentions(name)
   return list
 end
 
---- "; did you mean 'x'?", or "".
+--- Returns "; did you mean 'x'?", or "" if no name is near.
 function Index:hint(name)
   local names, seen = {}, {}
   local function offer(text)
@@ -137,7 +138,7 @@ function Index:hint(name)
   return nearest.hint(name, names, true)
 end
 
---- An entry as text for the terminal.
+--- Returns an entry as text for the terminal.
 function M.text(entry)
   local lines = { ("%s  (%s)"):format(entry.signature, entry.kind), "" }
   if entry.kind == "command" or entry.kind == "guide" then lines = {} end
@@ -155,7 +156,7 @@ function M.text(entry)
   return table.concat(lines, "\n")
 end
 
---- Entries without documentation.
+--- Returns the entries without documentation.
 function Index:gaps()
   local gaps = {}
   for _, entry in ipairs(self.entries) do

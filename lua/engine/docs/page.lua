@@ -1,5 +1,5 @@
--- One HTML page of the reference: its frame and style, text with links to entries, and Markdown
--- through cmark-gfm. Used by html.lua.
+-- Makes an HTML page of the reference: its frame and style, text with links to entries, and
+-- Markdown through cmark-gfm. Used by html.lua.
 local process = require "engine.base.process"
 local source = require "engine.docs.source"
 
@@ -39,7 +39,7 @@ function M.slug(heading)
   return (text:gsub("[^%w%s_-]", ""):gsub("%s", "-"))
 end
 
---- A whole page.
+--- Returns a whole page.
 function M.frame(title, body)
   return ([[<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -65,7 +65,7 @@ local function inline(text, links)
   return linked(html, links)
 end
 
---- The text of a comment as HTML: paragraphs, and indented lines verbatim.
+--- Returns the text of a comment as HTML: paragraphs, and indented lines verbatim.
 function M.prose(text, links)
   local html = {}
   for _, block in ipairs(source.blocks(text)) do
@@ -81,8 +81,9 @@ function M.prose(text, links)
   return table.concat(html, "\n")
 end
 
---- A Markdown file as HTML. Every heading has an anchor. resolve(address) converts the address of a
---- link in the file to that in the page, or returns nil to make the link plain text.
+--- Returns a Markdown file as HTML. Every heading has an anchor. resolve(address) converts the
+--- address of a link in the file to the address in the page, or returns nil to make the link plain
+--- text.
 function M.markdown(path, links, resolve)
   local html = process.output(("cmark-gfm -e table %s 2>&1"):format(
     process.quoted(source.path(path))))

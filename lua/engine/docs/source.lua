@@ -1,12 +1,13 @@
--- The sources of the reference: files of the tree by name, the comment above a line, the tables of
--- a Markdown page. Used by the files of this folder, and by help.lua and environment.lua of cli/.
+-- Reads the sources of the reference: files of the tree by name, the comment above a line, the
+-- tables of a Markdown page. Used by the files of this folder, and by cli/help.lua and
+-- cli/environment.lua.
 local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
 
 local M = {}
 
---- The path of a file or folder, in the source tree or installed, from its name in the tree, such
---- as "core/ops.def". nil if it does not exist.
+--- Returns the path of a file or folder, in the source tree or in an installation, from its name in
+--- the tree, such as "core/ops.def". Returns nil if it does not exist, except below lua/engine/.
 function M.path(name)
   local module = name:match("^lua/engine/(.*)$")
   if module then return M_ffi.home .. "/" .. module end
@@ -18,7 +19,7 @@ end
 
 local files = {}
 
---- The lines of a file of the tree, or nil.
+--- Returns the lines of a file of the tree, or nil.
 function M.lines(path)
   if files[path] == nil then
     local handle = io.open(M.path(path) or "", "rb")
@@ -32,13 +33,13 @@ function M.lines(path)
   return files[path] or nil
 end
 
---- The whole text of a file, or nil.
+--- Returns the whole text of a file of the tree, or nil.
 function M.text(path)
   local lines = M.lines(path)
   return lines and table.concat(lines, "\n") .. "\n"
 end
 
---- Paths of the files in a folder whose names end in `ending`, sorted.
+--- Returns the sorted paths of the files in a folder whose names end in `ending`.
 function M.list(folder, ending)
   local paths = {}
   for _, name in ipairs(file.names(M.path(folder) or "") or {}) do
@@ -47,9 +48,9 @@ function M.list(folder, ending)
   return paths
 end
 
---- The comment that ends in the line above lines[at], without its marks, and the index of its first
---- line; "" and `at` if the line above is not a comment. mark: the pattern of the marks, "///?" for
---- C, "%-%-%-?" for Lua.
+--- Returns the comment that ends in the line above lines[at], without its marks, and the index of
+--- its first line. Returns "" and `at` if the line above is not a comment. mark: the pattern of the
+--- marks, "///?" for C, "%-%-%-?" for Lua.
 function M.comment(lines, at, mark)
   local first = at
   while first > 1 and lines[first - 1]:find("^%s*" .. mark) do first = first - 1 end
@@ -58,14 +59,15 @@ function M.comment(lines, at, mark)
   return table.concat(text, "\n"), first
 end
 
---- The comment at the head of a file.
+--- Returns the comment at the head of a file.
 function M.header(path, mark)
   local lines, last = M.lines(path) or {}, 1
   while lines[last] and lines[last]:find("^" .. mark) do last = last + 1 end
   return (M.comment(lines, last, mark))
 end
 
---- The rows of the tables below the heading `heading` ("## The record"), each a list of cells.
+--- Returns the rows of the tables below the heading `heading` ("## The record"), each as a list of
+--- cells.
 function M.table_rows(path, heading)
   local rows, inside = {}, false
   local level = #heading:match("^#+")
@@ -84,12 +86,12 @@ function M.table_rows(path, heading)
   return rows
 end
 
---- The prefix "`a`, `b`: " of a text that several names share.
+--- Returns the prefix "`a`, `b`: " for a text that several names share; "" for a single name.
 function M.shared(names)
   return #names > 1 and "`" .. table.concat(names, "`, `") .. "`: " or ""
 end
 
---- The options that a doc comment lists in two columns, as a list of { names =, text = }.
+--- Returns the options that a doc comment lists in two columns, as a list of { names =, text = }.
 function M.option_list(text)
   local list, column = {}, nil
   for line in (text .. "\n"):gmatch("(.-)\n") do
@@ -108,7 +110,7 @@ function M.option_list(text)
 end
 
 --- Splits a text into a list of { kind =, lines = }. The kinds are "text", the lines of one
---- paragraph, and "code", indented lines, which stay as they are.
+--- paragraph, and "code", indented lines, which keep their indentation.
 function M.blocks(text)
   local blocks, last = {}, nil
   for line in (text .. "\n"):gmatch("(.-)\n") do
@@ -123,7 +125,7 @@ function M.blocks(text)
   return blocks
 end
 
---- The first sentence of `text`, in one line.
+--- Returns the first sentence of `text` in one line.
 function M.summary(text)
   local first = M.blocks(text)[1]
   local line = first and table.concat(first.lines, " "):gsub("%s+", " ") or ""

@@ -1,5 +1,5 @@
--- engine.d.lua: the types of the API of scripts and policies, for editors with LuaLS. Generated
--- from the same entries as the pages. Called by `engine help --types FILE`.
+-- Writes engine.d.lua, the types of the API of scripts and policies, for editors with LuaLS. The
+-- types come from the same entries as the pages. Called by `engine help --types FILE`.
 local file = require "engine.base.file"
 local source = require "engine.docs.source"
 
@@ -64,7 +64,7 @@ engine.attention engine.cross_entropy engine.mse: engine.Tensor
 ]]
 
 -- LuaLS accepts unknown fields in a table constructor, even of an exact class. This entry gives
--- every other field a type without values, so that LuaLS marks it.
+-- every unknown field a type without values, so that LuaLS reports the field.
 local NO_OTHER = "---@field [string] engine.NoSuchField\n"
 
 local PREAMBLE = [[
@@ -114,7 +114,8 @@ local function field(entry)
     (entry.text:gsub("%s+", " ")))
 end
 
--- "engine.nn.gpt(options)" as a declaration; nil when the name is a keyword.
+-- Returns a signature such as "engine.nn.gpt(options)" as a declaration; nil if its name is a
+-- keyword of Lua.
 local function declaration(signature)
   local code = ("function %s end"):format(signature)
   return loadstring(code) and code or nil
@@ -131,7 +132,7 @@ local function classes(index, put)
     end
     put(rest or "\n")
   end
-  local shared = {}                                      -- fields of records, tensors and groups
+  local shared = {}                                      -- fields that tensors and groups have too
   for name in ([[overflow inf nan count zeros underflow amax norm norm_ref hist
     update_norm weight_norm m_norm v_norm scale]]):gmatch("%S+") do
     shared["record." .. name] = true
@@ -161,7 +162,7 @@ local function functions(index, put)
       put(comment(source.summary(entry.text)) .. "\n" .. entry.name .. " = {}\n")
     end
   end
-  local made = { tensor = true }                         -- the objects that are declared
+  local made = { tensor = true }                         -- the objects that are declared so far
   for _, entry in ipairs(index.entries) do
     for signature in (entry.kind == "Lua function" and entry.signature or ""):gmatch("[^\n]+") do
       local name = signature:match("^[^(]*")
