@@ -55,8 +55,8 @@ function M.want(x, name)
   expect(is_tensor(x), x, "%s: expected a tensor", name)
 end
 
---- Raises an error unless f can be called. `name`: the function that calls it; `example`: a call of
---- that function, for the message.
+--- Raises an error unless f can be called. For the message: `name`, the function that calls f;
+--- `example`, a call of that function.
 function M.want_function(f, name, example)
   local meta = type(f) ~= "cdata" and getmetatable(f)
   if type(f) == "function" or type(meta) == "table" and meta.__call then return end
@@ -105,7 +105,7 @@ function M.want_list(v, name, what, example)
   end
 end
 
-local MOST_IN_BATCH = 2 ^ 28         -- elements
+local MOST_IN_BATCH = 2 ^ 28         -- elements of a batch
 
 --- Raises an error if a batch of `rows` rows of `width` elements is too large. For the message:
 --- kind, the loader in engine.data; unit, the noun for the elements.

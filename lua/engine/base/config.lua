@@ -17,11 +17,11 @@
 -- messages. Fields that hold functions or other values cannot be set. A config file is a Lua file
 -- that returns a table, or a JSON object.
 --
--- The third table gives fields a range. A value out of range is an error before the script computes
--- anything:
+-- The third table gives ranges to fields. A value out of range is an error before the script
+-- computes anything:
 --   count       a whole number of 1 or more         natural       a whole number of 0 or more
 --   positive    above 0                             not_negative  0 or more
---   share       0 to 1                              part          above 0, up to 1
+--   share       from 0 to 1                         part          above 0, up to 1
 --   file        an existing file                    output        a file in an existing folder
 --   folder      an existing or a new folder         policy        a policy that loads
 --   pattern     a well-formed Lua pattern
@@ -61,8 +61,8 @@ local function fail(format, ...)
   error(setmetatable({ message = "config: " .. format:format(unpack(parts)) }, usage_error), 0)
 end
 
---- Ends the script with a one-line message about its arguments, without a traceback. For a script's
---- own checks.
+--- Ends the script with a one-line message about its arguments, without a traceback. Scripts call
+--- it in their own checks.
 config.fail = fail
 
 local function is_list(value)

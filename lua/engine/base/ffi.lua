@@ -1,4 +1,4 @@
--- The boundary to the core: the only file that loads it. It finds the library and the
+-- The boundary to the core. Only this file loads the core. It finds the library and the
 -- declarations that the build made from core/engine.h, checks that both come from one build, and
 -- turns status codes into Lua errors.
 local ffi = require "ffi"
@@ -196,8 +196,8 @@ function M.prepare(name, inputs, ints, floats, n_out)
   for k, v in ipairs(floats) do call.floats[k - 1] = v end
 end
 
---- Runs an operation; the arguments are those of M.prepare. Returns the outputs; an absent output
---- is nil.
+--- Runs an operation. Takes the same arguments as M.prepare. Returns the outputs, with nil for an
+--- absent output.
 function M.run(name, inputs, ints, floats, n_out)
   M.prepare(name, inputs, ints, floats, n_out)
   M.check(C.eng_run(call))

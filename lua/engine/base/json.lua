@@ -1,6 +1,6 @@
--- Plain Lua data as JSON. encode and decode are lossless: decode returns the data that encode was
--- given, with every bit of its numbers. Checkpoints and histories use them. `plain` writes JSON for
--- other programs; lua-cjson reads JSON from other programs.
+-- Converts plain Lua data to JSON and back. encode and decode are lossless: decode returns the data
+-- that encode was given, with every bit of its numbers. Checkpoints and histories use them. `plain`
+-- writes JSON for other programs; lua-cjson reads JSON from other programs.
 --
 -- A value that JSON lacks becomes an object with one key: { "$number": "inf" } (also "-inf",
 -- "nan"), { "$int64": "..." } and { "$uint64": "..." } for 64-bit numbers, { "$bytes": hex } for

@@ -173,7 +173,7 @@ local function quoted(word)
   return word:find("[^%w_./=:,+-]") and process.quoted(word) or word
 end
 
--- The command that continues the contest.
+-- Returns the command line that continues the contest.
 local function again(words)
   local first = 0
   while arg and arg[first - 1] do first = first - 1 end

@@ -1,4 +1,5 @@
--- engine help [NAME], engine --help, engine help --html FOLDER and engine help --types FILE.
+-- The commands engine help [NAME], engine help --html FOLDER, engine help --types FILE, and engine
+-- --help.
 
 local texts = require "engine.base.show"
 

@@ -15,7 +15,7 @@ function cli.run(name, ...)
       return require("engine.cli." .. name).main(...) or 0
     end
   end
-  io.stderr:write(("engine: no script and no command '%s'%s\n"):format(
+  io.stderr:write(("engine: there is no script and no command '%s'%s\n"):format(
     show.cut(show.shown(name), 100),
     nearest.choices(name, help.commands, "commands", "engine help")))
   return 1

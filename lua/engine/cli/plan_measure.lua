@@ -132,7 +132,7 @@ function M.rank(script, settings, given)
   end
   local memory = require("engine").memory()
   memory.optimizer.peak = memory.optimizer.peak + trainer.optimizer.state.kept
-  if trainer.reducer.parted then   -- the arena's peak includes the weights before their division
+  if trainer.reducer.parted then   -- the arena's peak includes the weights before they are divided
     memory.parameters.peak = tonumber(facts.weights_memory)
   end
   for _, name in ipairs(ARENAS) do

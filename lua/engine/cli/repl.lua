@@ -193,7 +193,7 @@ end
 -- If a line ends inside a string literal, returns the part of the literal so far, and the code
 -- before the literal. Otherwise returns nil.
 local function open_text(line)
-  local blank = line:gsub("\\.", "\1\1")                -- escaped characters, then whole literals
+  local blank = line:gsub("\\.", "\1\1")                -- blanks escapes, then whole literals
     :gsub("([\"'])(.-)%1", function(_, inside) return ("\1"):rep(#inside + 2) end)
   local quote = blank:find("[\"']")
   if quote then return line:sub(quote + 1), line:sub(1, quote - 1) end

@@ -53,8 +53,8 @@ local function read(folder)
   return template, tokens
 end
 
---- Returns a function(messages, options) -> text for the chat template of a folder; see
---- apply_chat_template in tokenizer.lua.
+--- Returns a function(messages, options) that applies the chat template of a folder and returns the
+--- text; see apply_chat_template in tokenizer.lua.
 function M.of(folder)
   local source, tokens = read(folder)
   local render, problem = jinja.read(source)

@@ -1,7 +1,7 @@
 -- Documents: turns each record of a file into token ids, and marks the ids that count in the loss.
 -- A format (M.lines, M.csv_text, M.jsonl, M.chat, M.preferences) makes the parts of a document from
--- a record's text: { { text, counts }, .. }, or nil and what is wrong with the record. Called by
--- init.lua; packed.lua puts the documents into rows.
+-- a record's text: { { text, counts = whether it counts in the loss }, .. }, or nil and what is
+-- wrong with the record. Called by init.lua; packed.lua puts the documents into rows.
 local cjson = require "cjson"
 local json = require "engine.base.json"
 local M_ffi = require "engine.base.ffi"
@@ -97,7 +97,8 @@ end
 
 --- Returns the format of conversations: a list of messages { role =, content = } in a JSON object.
 --- template: a function(role) that returns the texts before and after a message of that role, or a
---- tokenizer with a chat template. The assistant's messages and the texts after them count.
+--- tokenizer with a chat template. Only the assistant's messages and the texts after them count
+--- in the loss.
 function M.chat(field, template)
   return function(line)
     local object, problem = object_of(line)
@@ -135,8 +136,8 @@ end
 function M.chatml(role) return "<|im_start|>" .. role .. "\n", "<|im_end|>\n" end
 
 --- Returns the format of preferences: a prompt, and the preferred and the rejected answer to it, in
---- the fields of a JSON object. Only the answers count. The parts are the parts of the preferred
---- sequence; their field `rejected` has the parts of the rejected sequence.
+--- the fields of a JSON object. Only the answers count in the loss. The parts are the parts of the
+--- preferred sequence; their field `rejected` has the parts of the rejected sequence.
 function M.preferences(fields)
   return function(line)
     local object, problem = object_of(line)
@@ -222,7 +223,7 @@ local function encoder(name, encode)
   return function(text) return method(encode, text, { special = false }) end
 end
 
--- Returns the id of end_token, or false if there is none. If `encode` has a method `id`, as a
+-- Returns the id of end_token: 0 for nil, and false for false. If `encode` has a method `id`, as a
 -- tokenizer has, end_token may be a token's text.
 local function end_id(name, encode, end_token)
   if type(end_token) ~= "string" then return end_token or end_token == nil and 0 end
@@ -308,8 +309,8 @@ end
 local Documents = {}
 Documents.__index = Documents
 
--- Returns the sequences of document i, or false if none of its tokens counts. If the record is
--- invalid, returns nil and the problem, as tokens_of does.
+-- Returns the sequences of document i, or false if none of its tokens counts in the loss. If the
+-- record is invalid, returns nil and the problem, as tokens_of does.
 local function try(self, i)
   local text, f = self.records:read(i)
   if not text then return nil, f end
@@ -330,7 +331,8 @@ local function try(self, i)
 end
 
 --- Returns the sequences of document i (from 0): { { ids =, counts =, n = }, .. }, two for
---- preferences. Returns false if none of its tokens counts, or if it is invalid and bad is "skip".
+--- preferences. Returns false if none of its tokens counts in the loss, or if the record is invalid
+--- and bad is "skip".
 function Documents:get(i)
   local rows, problem, fatal = try(self, i)
   if rows ~= nil then return rows end

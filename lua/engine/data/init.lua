@@ -58,7 +58,8 @@ local CHECKS = { batch = at_least(1), context = at_least(1), seed = at_least(0),
     return v == false or type(v) == "number" and v >= 1
   end } }
 
--- Returns the given options, with defaults for the other ones. known: option -> default, or NEEDED.
+-- Returns the given options, and defaults for the options that are not given. known: option ->
+-- default, or NEEDED.
 local function options_of(name, given, known)
   local o = arguments.merged(known, read_named(given
     or raise("data.%s: expected a table of options, got nothing", name), "data." .. name, known))
@@ -110,8 +111,8 @@ function Loader:state()
 end
 
 --- Moves to a saved position, and continues with the version of the shuffled order that it was
---- saved with. Refuses the position of a loader of another kind, or one with another number of
---- examples, batch, context, shuffle or seed.
+--- saved with. Refuses a position that was saved by another kind of loader, or with another seed,
+--- batch, context, shuffle or number of examples.
 function Loader:restore(state) self.at, self.order = position.check(state, self, IDENTITY) end
 
 --- Returns the number of batches in an epoch. Leftover examples that do not fill a batch are not
@@ -452,7 +453,7 @@ end
 --- image's class, from 0, in the order of the subfolders' names (loader.classes). Options:
 ---   path              the folder
 ---   size, channels    width and height in pixels (32); 3 for RGB, 1 for gray (3)
----   mean, std         of pixels in 0..1: a number or one for each channel (0.5, 0.25)
+---   mean, std         of pixel values in 0..1: a number, or one for each channel (0.5, 0.25)
 ---   flip              true: mirrors each image with probability 1/2
 ---   from, to          the share of the images to use (0, 1), chosen at random, the same every time
 ---   bad               "stop": files that are not images are an error; "skip": they are left out
@@ -471,9 +472,9 @@ function M.images(given)
 end
 
 --- Draws images of eight shapes in random places, sizes and colours when the loader is made. A
---- batch has x [B x 3 x size x size] f32 in about -1..1, and y [B] i64, the shapes. Options: count
---- (1024), size (32), noise (0.1; it changes a value by at most three times this), batch, shuffle,
---- seed (of the order and of the images).
+--- batch has x [B x 3 x size x size] f32 in about -1..1, and y [B] i64, the index of the shape.
+--- Options: count (1024), size (32), noise (0.1; it changes a value by at most three times this),
+--- batch, shuffle, seed (of the order and of the images).
 function M.shapes(given)
   local o = options_of("shapes", given or {}, { count = 1024, size = 32, noise = 0.1, batch = 32,
     shuffle = true, seed = 1234 })

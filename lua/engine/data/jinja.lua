@@ -323,8 +323,8 @@ end
 
 local function constant(value) return function() return value end end
 
--- Parses arguments up to `close`. Returns a list of the positional ones, which begins with `first`
--- if that is given; its length; and a table of the named ones.
+-- Parses arguments up to `close`. Returns a list of the positional arguments, which begins with
+-- `first` if `first` is given; the length of this list; and a table of the named arguments.
 function Parser:arguments(close, first)
   local args, n, named = { first }, first and 1 or 0, {}
   while not self:accept(close) do
@@ -477,7 +477,7 @@ function Parser:binary(level)
       op = "not in"
     end
     local f, x, y = BINARY[op], a, self:binary(level + 1)
-    a = f and applied(f, { x, y }, 2) or function(scope)     -- short-circuit
+    a = f and applied(f, { x, y }, 2) or function(scope)     -- `and` and `or` short-circuit
       local value = x(scope)
       if truth(value) == (op == "or") then return value end
       return y(scope)

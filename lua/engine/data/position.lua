@@ -10,8 +10,8 @@ local M = {}
 local function whole(v) return type(v) == "number" and v >= 0 and v % 1 == 0 end
 
 --- Raises an error unless `state` is a position of a loader like `self`. The fields listed in
---- `identity` must be equal in both, and those listed in `counts` must be whole numbers. Returns
---- the number of batches read, and the version of the shuffled order.
+--- `identity` must be equal in both, and the fields listed in `counts` must be whole numbers.
+--- Returns the number of batches read, and the version of the shuffled order.
 function M.check(state, self, identity, counts)
   local good = type(state) == "table" and whole(state.at)
   for _, key in ipairs(good and counts or {}) do good = good and whole(state[key]) end

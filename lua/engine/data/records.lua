@@ -48,8 +48,8 @@ local function chunks(handle, size)
 end
 
 -- Adds the records of a file. A record begins at a line that is not blank: at every such line
--- (lines), at the first one after a blank line (paragraphs), or at every one that does not start
--- inside quotes (csv).
+-- (lines), at the first such line after a blank line (paragraphs), or at every such line that does
+-- not start inside quotes (csv).
 local function scan(self, handle, f)
   local every, quote = self.kind ~= "paragraphs", self.kind == "csv" and QUOTE or -1
   local matters = self.kind == "csv" and '["\n]' or "\n"
@@ -102,8 +102,8 @@ function M.open(name, paths, kind)
   return self
 end
 
--- Returns the file of record i (from 0), and the file's index. This is the last file whose first
--- record is not after record i.
+-- Returns the file of record i (from 0), and the file's index. It is the last file whose first
+-- record is at or before i.
 local function file_of(self, i)
   local low, high = 1, #self.files
   while low < high do

@@ -140,7 +140,7 @@ local ADDED = { lstrip = C.ENG_ADDED_LSTRIP, rstrip = C.ENG_ADDED_RSTRIP,
   single_word = C.ENG_ADDED_SINGLE_WORD, normalized = C.ENG_ADDED_NORMALIZED,
   special = C.ENG_ADDED_SPECIAL }
 
--- Adds the file's added tokens. Returns the special ones: { { text =, id = } ... }.
+-- Adds the file's added tokens. Returns the special tokens among them: { { text =, id = } ... }.
 local function build_added(data, handle, fail, core)
   local special = {}
   for i, token in ipairs(given(data.added_tokens)

@@ -1,9 +1,10 @@
 -- Ranks: several processes on one job, started by `mpirun -np 4 engine train.lua`, `srun engine
--- train.lua` or, with a card for each, `torchrun --no-python --nproc-per-node 4 engine train.lua`.
+-- train.lua` or, with a card for each rank, `torchrun --no-python --nproc-per-node 4 engine
+-- train.lua`.
 -- A trainer uses all ranks by itself. For scripts:
 --   local ranks = require("engine").ranks
 --   ranks.rank(), ranks.size()   this process's rank, from 0, and the number of ranks
---   ranks.reduce(x, "sum")       the "sum", "mean" or "max" over all ranks, with equal bits on all
+--   ranks.reduce(x, "sum")       the "sum", "mean" or "max" of x over all ranks, equal on all ranks
 --   ranks.from_first(text)       rank 0's text on every rank
 --   ranks.say("...")             prints a line on any rank; print() works only on rank 0
 --   ranks.text()                 "Open MPI v4.1.4, 4 ranks, 4 of them here", and the cards' link

@@ -27,11 +27,11 @@ local function comment_above(lines, line, mark)
   return lines[first] and lines[first]:find("^%s*" .. mark) and text or ""
 end
 
--- Returns the doc comment of the function `name`. It is above the line that creates the function's
--- class (class("linear")), registers the function (define("cosine", ...)) or exports it (M.backward
--- = backward). Without such a line, it is above the definition, or above the loop that defines
--- several functions. If the comment lists functions in two columns, returns the function's row and
--- the paragraph above the list.
+-- Returns the doc comment of the function `name`. The comment is above the line that creates the
+-- function's class (class("linear")), registers the function (define("cosine", ...)) or exports it
+-- (M.backward = backward). Without such a line, the comment is above the definition, or above the
+-- loop that defines several functions. If the comment lists functions in two columns, returns the
+-- function's row and the paragraph above the list.
 local function text_of(at, name)
   local lines, line, options = source.lines(at.path), at.line, nil
   for i, candidate in ipairs(lines) do
