@@ -44,7 +44,7 @@ local function print_result(result, source)
   if not has_default then shown[#shown + 1] = result.default end
   local lines = {}
   for i, row in ipairs(shown) do
-    lines[i] = { "", row.text == "" and "the policy's own" or row.text, "refused", "", "" }
+    lines[i] = { "", row.text == "" and "the policy's own options" or row.text, "refused", "", "" }
     if row.cost < math.huge then
       lines[i][3], lines[i][4] = "lost " .. percent(row.cost),
         ("skipped %d of %d"):format(row.skipped, row.steps)
@@ -56,7 +56,7 @@ local function print_result(result, source)
   print(("%d settings tried"):format(result.evaluations))
   for _, row in ipairs(result.rows) do ties = ties + (row.cost == best.cost and 1 or 0) end
   if best == result.default then
-    print("no setting is better than the policy's own" ..
+    print("no setting is better than the policy's own options" ..
       (ties > 1 and ("; %d cost the same"):format(ties - 1) or ""))
   else
     if ties > 1 then
