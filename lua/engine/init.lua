@@ -27,8 +27,8 @@ else
   end
 end
 
--- All modules of version 0.1 were in one folder. `require "engine.history"` therefore still finds
--- engine.run.history, and prints a warning once.
+-- Version 0.1 had all modules in one folder. Its names still work: `require "engine.history"` loads
+-- engine.run.history and prints a warning once.
 local FOLDERS = { "base", "tensor", "policy", "dist", "run", "train", "report", "cli" }
 table.insert(package.loaders, function(name)
   local module = name:match("^engine%.([%w_]+)$")
@@ -68,8 +68,8 @@ function engine.begin_step() check(C.eng_step_begin()) end
 --- Ends the step: its tensors become stale and their memory is reused.
 function engine.end_step() check(C.eng_step_end()) end
 
--- True while the step of an iteration is open. It stays true if break or an error leaves the loop;
--- the next loop then ends that step.
+-- True while a step that engine.steps opened is open. If break or an error leaves the loop, the
+-- step stays open until the next loop ends it.
 local loop_is_open = false
 
 --- for step in engine.steps(100) do ... end: each iteration is one step, counted from 1.
@@ -92,7 +92,7 @@ function engine.step_count() return tonumber(C.eng_step_count()) end
 
 -- ------------------------------------------------------------------ machine
 
---- Seeds the generator; the same seed gives the same numbers on every device.
+--- Seeds the random number generator. The same seed gives the same numbers on every device.
 function engine.seed(seed)
   expect(type(seed) == "number" and seed % 1 == 0 and seed >= 0 and seed <= 2 ^ 53, seed,
     "seed: expected a whole number from 0 to 2^53")
@@ -131,8 +131,9 @@ local memory_meta = {
   end,
 }
 
---- Memory by purpose, in bytes: a list of { name, used, peak, reserved, allocations }, also indexed
---- by name. memory{ limit = bytes } sets a limit.
+--- Returns the memory in use by purpose, in bytes: a list of { name, used, peak, reserved,
+--- allocations }, also indexed by name. memory{ limit = bytes } limits the memory for all purposes
+--- together (0: no limit).
 function engine.memory(options)
   local limit = tensor.read_named(options, "memory", MEMORY).limit
   if limit ~= nil then
@@ -153,8 +154,8 @@ end
 
 -- ------------------------------------------------------------------ parts that load on demand
 
--- field of `engine` -> { module, a field of that module (absent: the whole module), first = another
--- module, which must load before it }
+-- Field of `engine` -> { the module that provides it, the name of a field of that module (nil: the
+-- field is the whole module), first = a module that must load before }.
 local parts = {
   nn = { "engine.nn" },
   lora = { "engine.nn.lora" },

@@ -596,7 +596,8 @@ describe("register refuses", function()
     end
     fails("spec_plain", { decay = "matrices" }, "optim.spec_plain: decay needs an optimizer " ..
       "with weight_decay, and this one has none")
-    fails("muon", { ns_steps = 1.5 }, "expected ns_steps to be a whole number of 0 to 99, got 1.5")
+    fails("muon", { ns_steps = 1.5 },
+      "expected ns_steps to be a whole number from 0 to 99, got 1.5")
     fails("muon", { ns_dtype = "f16" }, "expected ns_dtype to be f32 or bf16, got 'f16'")
     fails("muon", { adjust_lr = "spectral" }, "expected adjust_lr to be original, " ..
       "match_rms_adamw, spectral_unclamped or none, got 'spectral'")

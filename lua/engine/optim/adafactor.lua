@@ -1,4 +1,4 @@
--- Adafactor (Shazeer and Stern 2018, arXiv 1804.04235), without first moment. The rules and
+-- Adafactor (Shazeer and Stern 2018, arXiv 1804.04235), without a first moment. The rules and
 -- defaults are those of torch.optim.Adafactor of PyTorch 2.15. The learning rate of a tensor is
 -- min(lr, 1/sqrt(t)) * max(eps2, RMS of its weights). For tensors with two or more dimensions, the
 -- state holds only the mean of the second moment of each row and of each column. Called through
@@ -13,8 +13,8 @@ local function with_one(d)
   end
 end
 
--- Estimates the second moment from its means over the last dimension (`row`) and over the second
--- to last (`column`).
+-- Updates the means of the second moment over the last dimension (`row`) and over the second to
+-- last (`column`). Returns the second moment that they give.
 local function factored(p, ctx, weight)
   local squares = p.grad * p.grad
   p.row = steps.lerp(p.row, squares:mean(-1, true), weight)

@@ -16,12 +16,12 @@ local function groups_of(shape)
   return math.ceil(n / GROUP), n
 end
 local CODES = { dtype = "e4m3", shape = function(shape) return { groups_of(shape), GROUP } end }
--- the shape of a moment's scales: k, c and s of each group
+-- The shape of a moment's scales, [groups x 3]: k, c and s of each group.
 local function scales(shape) return { (groups_of(shape)), 3 } end
 
 local function sign_of(x) return x:gt(0):to("f32") - x:lt(0):to("f32") end
 
--- Encodes a moment. Returns its codes (numbers of e4m3, as f32) and its scales.
+-- Encodes a moment. Returns its codes (e4m3 numbers in an f32 tensor) and its scales.
 local function encode(x)
   local groups, n = groups_of(x.shape)
   x = x:view(n)

@@ -1,7 +1,7 @@
 -- Muon (Keller Jordan et al. 2024, kellerjordan.github.io/posts/muon): momentum, made orthogonal by
--- Newton-Schulz steps. The rules and defaults are those of torch.optim.Muon 2.15. Muon updates
--- matrices, except embeddings and groups with adamw = true. AdamW updates everything else, at the
--- learning rate lr * adamw_lr_mul. Called through engine.optim.muon.
+-- Newton-Schulz steps. The rules and defaults are those of torch.optim.Muon of PyTorch 2.15. Muon
+-- updates matrices, except embeddings and groups with adamw = true. AdamW updates everything else,
+-- at the learning rate lr * adamw_lr_mul. Called through engine.optim.muon.
 local steps = require "engine.optim.steps"
 
 -- Learning-rate factors of a matrix [rows x columns].
@@ -53,7 +53,7 @@ return {
   check = function(o)
     local n = o.ns_steps
     if n % 1 ~= 0 or n < 0 or n > 99 then
-      return "expected ns_steps to be a whole number of 0 to 99, got " .. n
+      return "expected ns_steps to be a whole number from 0 to 99, got " .. n
     elseif o.ns_dtype ~= "f32" and o.ns_dtype ~= "bf16" then
       return ("expected ns_dtype to be f32 or bf16, got '%s'"):format(o.ns_dtype)
     elseif not ADJUST[o.adjust_lr] then

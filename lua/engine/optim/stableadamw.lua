@@ -3,7 +3,8 @@
 -- 0.3.3, which puts the bias correction into the betas. Called through engine.optim.stableadamw.
 local steps = require "engine.optim.steps"
 
--- beta with the bias correction of update t, so that the moment is an average of the values so far.
+-- Returns beta with the bias correction of update t. With this beta, the moment is a weighted
+-- average of the values so far.
 local function debiased(beta, t) return (beta ^ t - beta) / (beta ^ t - 1) end
 
 return {

@@ -1,18 +1,18 @@
--- Steps that optimizers share. The order of operations is PyTorch's, so that results agree up to
--- rounding. Called by the files of this folder.
+-- Formulas that several optimizers use. The order of operations is PyTorch's, so that results agree
+-- up to rounding. Called by the files of this folder.
 local M = {}
 
---- a + w (b - a), computed from the nearer end, as torch.lerp does.
+--- Returns a + w (b - a), computed from the nearer end, as torch.lerp does.
 function M.lerp(a, b, w)
   if w < 0.5 then return a + (b - a) * w end
   return b - (b - a) * (1 - w)
 end
 
---- The second moment: beta v + (1 - beta) g^2.
+--- Returns the next second moment, beta v + (1 - beta) g^2.
 function M.second(v, g, beta) return v * beta + g * g * (1 - beta) end
 
---- One step of AdamW (Loshchilov and Hutter 2019) on p, whose buffers are moment1 and moment2, with
---- the learning rate `lr`. The same rule as the core's adamw.
+--- Makes one AdamW step (Loshchilov and Hutter 2019) with the learning rate `lr` on the parameter
+--- p, whose buffers are moment1 and moment2. The formula is that of the core's adamw.
 function M.adamw(p, ctx, lr)
   local t = ctx.t
   p.moment1 = M.lerp(p.moment1, p.grad, 1 - ctx.beta1)
@@ -21,7 +21,7 @@ function M.adamw(p, ctx, lr)
   p.weight = p.weight * (1 - lr * ctx.weight_decay) - p.moment1 * (lr / (1 - ctx.beta1 ^ t)) / size
 end
 
---- The root mean square of x, as a tensor of one element.
+--- Returns the root mean square of x as a tensor of one element.
 function M.rms(x) return (x * x):mean():sqrt() end
 
 return M

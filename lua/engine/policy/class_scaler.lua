@@ -13,10 +13,10 @@
 --
 -- get_scale() and update(overflow, record, tensors) are required; record is the step's eng_record.
 -- Optional:
---   needs = { "hist", "tensors" }   statistics besides amax and norm: zeros underflow hist norm_ref
---                                   tensors. With tensors, update's third argument is
---                                   { name = eng_tensor_stats }, magnitudes as stored (times
---                                   record.scale); otherwise it is nil
+--   needs = { "hist", "tensors" }   statistics that the class needs besides amax and norm: any of
+--                                   zeros underflow hist norm_ref tensors. With tensors, update's
+--                                   third argument is { name = eng_tensor_stats }, of the gradients
+--                                   as stored (times record.scale); without, it is nil
 --   scale_loss(loss, ...)           returns the scaled loss; the backward pass then does not apply
 --                                   the scale again. get_scale() must return the scale that
 --                                   scale_loss used. The further arguments are those of
@@ -24,8 +24,9 @@
 --                                   further results of the loss function, such as the attention
 --                                   maps of model:loss(x, y, { attention_maps = true })
 --   unscale_gradients(optimizer)    unscales the gradients, instead of engine.scaler's unscaling
---   state_dict()                    returns the state for checkpoints, plain data
---   load_state_dict(state)          restores it; without these two the object's fields are saved
+--   state_dict()                    returns the state for checkpoints, as plain data
+--   load_state_dict(state)          restores such a state. Without these two methods, checkpoints
+--                                   save the object's fields
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local json = require "engine.base.json"
@@ -44,7 +45,8 @@ local METHODS = { "get_scale", "update", "new", "scale_loss", "unscale_gradients
   "load_state_dict" }
 local REQUIRED = { get_scale = true, update = true }
 
--- The statistics that a class needs, as bits; or nil and a message about an unknown statistic.
+-- Returns the statistics that a class needs, as ENG_NEED_* bits. If class.needs is invalid, returns
+-- nil and a message.
 local function needs_of(class)
   local bits = C.ENG_NEED_AMAX + C.ENG_NEED_NORM
   if class.needs ~= nil and type(class.needs) ~= "table" then
@@ -60,7 +62,7 @@ local function needs_of(class)
   return bits
 end
 
---- Raises unless `class` can serve as a loss scaler.
+--- Raises an error unless `class` can serve as a loss scaler.
 function M.check(name, class, level)
   level = (level or 1) + 1
   local problem = show.name_problem(name)
@@ -103,8 +105,8 @@ end
 
 function ClassPolicy:scale() return self.last end
 
---- The loss, scaled by the class's scale_loss, which may change the scale. nil if the class has no
---- scale_loss.
+--- Returns the loss, scaled by the class's scale_loss, or nil if the class has no scale_loss.
+--- scale_loss may change the scale.
 function ClassPolicy:scale_loss(loss, ...)
   if not self.object.scale_loss then return nil end
   local scaled = self.object:scale_loss(loss, ...)
@@ -117,8 +119,8 @@ function ClassPolicy:scale_loss(loss, ...)
 end
 
 --- Like a policy's decide. If the class raises an error or gives an invalid scale, the verdict is
---- marked as failed and the last good scale holds. Changes that the class made before the error
---- remain.
+--- marked as failed and the last valid scale stays in force. Changes that the class made to its
+--- fields before the error remain.
 function ClassPolicy:decide(record, stats)
   local v = self.verdict
   local overflow = record.overflow ~= 0
@@ -187,10 +189,11 @@ function ClassPolicy:take_over(old)
   end
 end
 
---- Names the tensors, in the order of decide's statistics.
+--- Sets the names of the tensors, in the order of the statistics that decide() gets.
 function ClassPolicy:tensors(names) self.names, self.array = names, nil end
 
--- Statistics per tensor by name, or nil. Calls with the same array return the same table.
+-- Returns decide()'s statistics as { name = eng_tensor_stats }, or nil if the class does not need
+-- them. Calls with the same array return the same table.
 function ClassPolicy:by_name(stats)
   if not stats or not self.names or bit.band(self.needs, C.ENG_NEED_TENSORS) == 0 then
     return nil
@@ -202,9 +205,9 @@ function ClassPolicy:by_name(stats)
   return self.table
 end
 
--- These methods of policies do nothing for a class. It reads the script's variables directly, logs
--- with engine.signal and prints as the script does. It has one scale and no verdict fields for
--- single tensors.
+-- Policies have these methods; a class needs none of them. A class reads the script's variables
+-- directly, logs with engine.signal and prints with print. Its verdict has one scale and no fields
+-- for single tensors.
 for _, name in ipairs { "signal", "logs", "printed", "each", "logit_muls" } do
   ClassPolicy[name] = function() end
 end
@@ -215,8 +218,8 @@ function ClassPolicy:__tostring()
   return ("loss scaler %s (a class): scale %.10g"):format(self.name, self.last)
 end
 
---- A policy object that wraps a new instance of the class. class.new(options) makes the instance;
---- without `new`, the instance has the options as fields and the class as its prototype.
+--- Returns a policy object that wraps a new instance of the class. class.new(options) makes the
+--- instance; without `new`, the instance has the options as fields and the class as its prototype.
 function M.new(name, class, options)
   local function make()
     local copy = arguments.merged(options)

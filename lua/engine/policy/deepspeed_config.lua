@@ -1,20 +1,22 @@
--- A DeepSpeed configuration as a policy: `policy=ds_config.json`, or `policy = "deepspeed"` with
--- the keys of its fp16 block as options. Called by policy.lua and train/deepspeed.lua.
+-- Translates a DeepSpeed configuration to a policy and its options. A user gives
+-- `policy=ds_config.json`, or `policy = "deepspeed"` with the keys of the fp16 block as options.
+-- Called by policy.lua and train/deepspeed.lua.
 --
 -- The policy is the first of these that applies:
 --   static with scale 1          if fp16 is disabled, or if bf16 is enabled and fp16 is not
 --   static with loss_scale       if loss_scale is not 0
 --   deepspeed_fused              if zero_optimization.stage is 0: DeepSpeed then ignores hysteresis
 --   deepspeed                    otherwise, also for a bare fp16 block
--- The value "auto", which transformers replaces at run time, counts as absent. Without bf16, a
--- block without `enabled` counts as enabled, since the user chose it as the policy.
+-- The value "auto", which transformers replaces at run time, counts as absent. If bf16 is not
+-- enabled, an fp16 block without the key `enabled` counts as enabled, because the user chose it as
+-- the policy.
 local cjson = require "cjson.safe"
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"
 
 local M = {}
 
--- key of the block -> option of the policy deepspeed; false: the key does not affect the scale.
+-- Key of the fp16 block -> option of the policy `deepspeed` that it sets; false: it sets no option.
 local KEYS = {
   enabled = false, auto_cast = false, fp16_master_weights_and_grads = false, loss_scale = false,
   initial_scale_power = "init_scale", loss_scale_window = "scale_window",
@@ -25,14 +27,14 @@ local KEYS = {
 }
 local BOOLEAN = { enabled = true, auto_cast = true, fp16_master_weights_and_grads = true,
   consecutive_hysteresis = true, raise_error_at_min_scale = true }
--- Options of the policies for which the block has no key. Users may give them along with the
--- block's keys.
+-- Options of the policies that no key of the fp16 block sets. Users may give them together with
+-- keys of the block.
 local OWN = { init_scale = true, scale_factor = true, strict = true }
 
 local function is_null(v) return v == nil or v == cjson.null end
 
--- The value of a key, a number or a boolean; nil when it is absent or "auto". `where(key)` is the
--- prefix of error messages.
+-- Returns the value of a key, a number or a boolean, or nil if the key is absent or "auto".
+-- `where(key)` is the prefix of error messages.
 local function read(block, key, where)
   local value = block[key]
   if is_null(value) or value == "auto" then return nil end
@@ -52,8 +54,8 @@ local function read(block, key, where)
   return number
 end
 
---- The name of the policy and the options that an fp16 block describes. `stage`: ZeRO's stage, nil
---- if unknown; `where(key)`: the prefix of error messages about a key.
+--- Returns the name and the options of the policy that an fp16 block describes. `stage` is the ZeRO
+--- stage, nil if it is unknown. `where(key)` is the prefix of error messages about a key.
 function M.translate(block, stage, where)
   where = where or function() return "" end
   local keys = nearest.keys(block)
@@ -128,7 +130,8 @@ local function plain_json(text)
   return table.concat(out)
 end
 
--- "file:line: " of the first mention of a key in a JSON text.
+-- Returns "file:line: " for the first mention of a key in a JSON text, or "file: " if there is
+-- none.
 local function place_of(text, path, key)
   local at = text:find('"' .. key:gsub("%p", "%%%0") .. '"%s*:')
   if not at then return path .. ": " end
@@ -136,7 +139,8 @@ local function place_of(text, path, key)
   return ("%s:%d: "):format(path, lines + 1)
 end
 
--- The block with `changes` applied.
+-- Returns a copy of the block with `changes` applied. A changed key also replaces other keys that
+-- set the same option.
 local function changed(block, changes)
   local result = {}
   for key, value in pairs(block) do result[key] = value end
@@ -149,9 +153,9 @@ local function changed(block, changes)
   return result
 end
 
---- The name of the policy and the options that a decoded DeepSpeed configuration describes. config:
---- the whole configuration or only its fp16 block. `changes`: keys that replace the block's own;
---- `where(key)` and `path`: prefixes of error messages.
+--- Returns the name and the options of the policy that a decoded DeepSpeed configuration describes.
+--- config: the whole configuration or only its fp16 block. `changes`: keys that replace those of
+--- the block. `where(key)` is the prefix of error messages about a key, `path` that of the others.
 function M.from_table(config, changes, where, path)
   local lead = path and path .. ": " or ""
   if type(config) ~= "table" then
@@ -192,7 +196,7 @@ function M.decode(path)
   return config, text
 end
 
---- Reads a DeepSpeed JSON; returns the name of the policy and its options.
+--- Reads a DeepSpeed JSON file. Returns the name and the options of the policy that it describes.
 function M.read(path, changes)
   local good, config, text = pcall(M.decode, path)
   if not good then error((config:find("^[^:]+:%d+: ") and "" or "policy: ") .. config, 0) end

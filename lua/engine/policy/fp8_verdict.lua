@@ -1,14 +1,17 @@
 -- Reads the verdicts of FP8 policies (policies/README.md, section FP8); the layers themselves are
--- in train/fp8_sites.lua. A verdict gives `places` = { rungs, amaxes } for the next step:
---   rungs    of each layer: 1 is the recipe, 2 and more are its ladder, `most` is high precision
---   amaxes   of each role of each layer: the amax that sets its scale; nil: its own amax
+-- in train/fp8_sites.lua. The verdicts of a step give `places` = { rungs, amaxes } for the next
+-- step:
+--   rungs    a number for each layer: 1 is the recipe, 2 and up are the rungs of its ladder, and
+--            `most` is high precision
+--   amaxes   for each tensor (x, w and dy of each layer) the amax that sets its scale; nil: the
+--            tensor's own amax
 -- Called by train/fp8_sites.lua, which applies the places, and by run/shadow.lua and
--- run/replay_fp8.lua, which compare them with those of the run.
+-- run/replay_fp8.lua, which compare them with the places of the run.
 local M = {}
 
 M.roles = { "x", "w", "dy" }
 
-local LARGEST = (2 - 2 ^ -23) * 2 ^ 127      -- of f32
+local LARGEST = (2 - 2 ^ -23) * 2 ^ 127      -- the largest f32 number
 
 --- Declares the tensors and groups of the layers `paths` to a policy. Returns the tensors' names:
 --- "PATH:ROLE" for each layer and role.
@@ -25,10 +28,10 @@ function M.prepare(policy, paths)
   return names
 end
 
---- Combines the last verdicts of the policies in `list` into places: for each layer the highest
---- rung, up to `most`; for each role the amax of the last policy that sets one. names: the layers'
---- tensors, from prepare(). An amax above the largest f32 number is ignored; then the second result
---- is a message about it.
+--- Combines the last verdicts of the policies in `list` into places. Each layer gets the highest
+--- rung that a policy chose, up to `most`. Each tensor gets the amax of the last policy that sets
+--- one. names: the names of the tensors, from prepare(). An amax above the largest f32 number is
+--- ignored, and the second result is a message about it.
 function M.places(list, names, most)
   local n, rungs, amaxes, problem = #names / 3, {}, {}, nil
   for i = 1, n do rungs[i] = 1 end
@@ -48,9 +51,10 @@ function M.places(list, names, most)
   return { rungs = rungs, amaxes = amaxes }, problem
 end
 
---- Whether layers would compute differently with `own`, the places of one policy, than with the
---- places of the run: at another rung, or with another amax for a role that the policy scales.
---- scaled(k): whether the run lets policies scale tensor k of prepare().
+--- Whether layers would compute differently with `own`, the places of one policy, than with those
+--- of the run. They would if a layer had another rung, or if a tensor that policies may scale had
+--- another amax. scaled(k): whether the run lets policies scale tensor k (from 1, in the order of
+--- prepare()).
 function M.differs(own, run, scaled)
   for i, rung in ipairs(own.rungs) do
     if rung ~= run.rungs[i] then return true end
@@ -76,7 +80,8 @@ end
 
 local MOST_LAYERS = 4
 
---- "high precision: a, b; rung 1 of the ladder: c; the recipe: d, e and 5 more": layers by rung.
+--- Returns the layers in `moved` by rung, as text: "high precision: a, b; rung 1 of the ladder: c;
+--- the recipe: d, e and 5 more".
 function M.text(moved, most)
   local by, parts = {}, {}
   for path, rung in pairs(moved) do
@@ -96,8 +101,8 @@ function M.text(moved, most)
   return table.concat(parts, "; ")
 end
 
---- A text that lists the layers which differ from the recipe, as M.text does, or "all layers as in
---- the recipe".
+--- Returns the layers that differ from the recipe as text, in the form of M.text, or "all layers as
+--- in the recipe".
 function M.off(paths, rungs, most)
   local ones = {}
   for i = 1, #paths do ones[i] = 1 end

@@ -14,7 +14,7 @@ local M = {}
 local Groups = {}
 Groups.__index = Groups
 
---- Modules by path, and the paths of the modules that declare themselves groups.
+--- Returns the modules by path, and the paths of the modules that declare themselves groups.
 local function modules_of(model)
   local at, declared = {}, {}
   if not (model and model.apply) then return at, declared end
@@ -33,8 +33,8 @@ local function group_name(name, declared)
   return name:match("^(%d+)%.") or name:match("^(.-%.%d+)%.") or name:match("^([^.]+)") or name
 end
 
---- The names of the parameters, the index (from 1) of each parameter's group, and the names of the
---- groups. `model`, if given: its modules may declare themselves groups.
+--- Returns three lists: the names of the parameters, the index (from 1) of each parameter's group,
+--- and the names of the groups. If `model` is given, its modules may declare themselves groups.
 function M.of(list, model)
   local _, declared = modules_of(model)
   local names, group_of, groups, index = {}, {}, {}, {}
@@ -49,15 +49,16 @@ function M.of(list, model)
   return names, group_of, groups
 end
 
---- The groups of a list of parameters { name = }, with the groups' modules in `model` (nil: none).
---- `sets`: the parameter sets that make up the list, in order, as { params =, n = }.
+--- Returns the groups of `list`, a list of parameters { name = }. The modules of the groups are
+--- looked up in `model` (nil: there are none). `sets`: the parameter sets that make up the list, in
+--- order, as { params =, n = }.
 function M.new(model, list, sets)
   local at = modules_of(model)
   local self = setmetatable({ modules = {}, sets = sets, apart = false,
     relative = M_ffi.new("double[?]", math.max(1, #list)) }, Groups)
   self.names, self.group_of, self.groups = M.of(list, model)
   for i, group in ipairs(self.groups) do
-    self.modules[i] = at[group] or false  -- false: a parameter of the model itself
+    self.modules[i] = at[group] or false  -- false: the model's own parameter
     if at[group] then rawset(at[group], "_relative_scale", nil) end   -- left by an earlier trainer
   end
   for _, set in ipairs(sets) do check(C.eng_params_relative_scale(set.params, nil)) end

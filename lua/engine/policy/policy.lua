@@ -50,7 +50,7 @@ Policy.__index = Policy
 --- The loss scale of the next step.
 function Policy:scale() return C.eng_policy_scale(self.handle) end
 
---- Sets the scale; counters keep their values.
+--- Sets the scale. The policy's counters keep their values.
 function Policy:set_scale(scale) check(C.eng_policy_set_scale(self.handle, scale)) end
 
 local function decide(self, record, stats)
@@ -62,8 +62,9 @@ end
 
 --- Runs the policy on a step and returns its verdict. record: an eng_record; stats: the statistics
 --- per tensor (eng_tensor_stats[n]), if the policy needs them. The verdict belongs to the policy
---- and changes with the next call. If the verdict has caps, calls cap(...), if given, which must
---- apply them to the gradients and the record's norms. The policy then decides again.
+--- and changes with the next call. If the verdict has caps, decide calls cap(...), if `cap` is
+--- given; it must apply the caps to the gradients and to the norms of the record. The policy then
+--- decides again.
 function Policy:decide(record, stats, cap, ...)
   record.capped = 0
   local verdict = decide(self, record, stats)
@@ -75,7 +76,7 @@ end
 
 local out_text, out_bytes = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
 
---- The state and the last verdict as text. Equal states give equal bytes.
+--- Returns the state and the last verdict as text. Equal states give equal bytes.
 function Policy:save()
   check(C.eng_policy_save(out_text, out_bytes, self.handle))
   return ffi.string(out_text[0], out_bytes[0])
@@ -93,7 +94,7 @@ end
 --- Returns to the initial state.
 function Policy:reset() check(C.eng_policy_init(self.handle)) end
 
---- Takes over the state of another policy. If that is a registered class, takes over only its
+--- Takes over the state of the policy `old`. If `old` is a registered class, takes over only its
 --- scale.
 function Policy:take_over(old)
   if old.handle then
@@ -104,9 +105,9 @@ function Policy:take_over(old)
   end
 end
 
---- Describes the tensors of decide's `stats`: their names, the index of each tensor's group (from
---- 1, or nil), and the groups' names. `scalable`: whether the caller can scale groups separately,
---- so that the policy may give them separate scales.
+--- Tells the policy which tensors decide()'s `stats` describe: their names, the index of each
+--- tensor's group (from 1, or nil), and the groups' names. `scalable`: whether the caller can scale
+--- groups separately, so that the policy may give them separate scales.
 function Policy:tensors(names, group_of, groups, scalable)
   groups = groups or {}
   local c_names, c_groups = ffi.new("const char *[?]", #names + 1),
@@ -127,7 +128,7 @@ function Policy:group_scale(i) return C.eng_policy_group_scale(self.handle, i - 
 --- Whether the last verdict gives some group a separate scale.
 function Policy:scales_groups() return C.eng_policy_scales_groups(self.handle) end
 
---- Publishes record.signals[name]; the value holds until it is set again.
+--- Sets record.signals[name]. The value holds until it is set again.
 function Policy:signal(name, value)
   if type(value) ~= "number" then
     error(("signal '%s': expected a number, got a %s"):format(tostring(name), type(value)), 2)
@@ -136,8 +137,8 @@ function Policy:signal(name, value)
 end
 
 --- Copies a field that the last verdict sets for each tensor into the array `into` of n numbers,
---- and returns the array. `what`: the field, one of ENG_EACH_*. Returns nil if the verdict lacks
---- it.
+--- and returns the array. `what`: the field, one of ENG_EACH_*. Returns nil if the verdict does not
+--- set the field.
 function Policy:each(what, into, n)
   if bit.band(self.verdict.each, bit.lshift(1, what)) == 0 then return nil end
   for i = 0, n - 1 do into[i] = C.eng_policy_each(self.handle, what, i) end
@@ -146,8 +147,9 @@ end
 
 local number = ffi.new("double[1]")
 
--- The entries of the last verdict as { name = number }, or nil if there are none. entry: a function
--- of the core, which returns entry i (from 0).
+-- Reads named numbers of the last verdict as { name = number }, or nil if there are none.
+-- entry(number, handle, i) of the core stores the number with the index i (from 0) and returns its
+-- name.
 local function entries(self, entry)
   local name, values, i = entry(number, self.handle, 0), nil, 0
   while name ~= nil do
@@ -158,10 +160,11 @@ local function entries(self, entry)
   return values
 end
 
---- The factors on attention logits of the last verdict: { ["MODULE.HEAD"] = factor }, or nil.
+--- Returns the factors on attention logits that the last verdict sets, { ["MODULE.HEAD"] =
+--- factor }, or nil.
 function Policy:logit_muls() return entries(self, C.eng_policy_logit_mul) end
 
---- The numbers that the last verdict logged, { name = number }, or nil.
+--- Returns the numbers that the last verdict logged, { name = number }, or nil.
 function Policy:logs() return entries(self, C.eng_policy_logged) end
 
 --- Stores the numbers that the last verdict logged as all[name][i]. Returns `all`, which may be nil
@@ -189,7 +192,8 @@ function Policy:failures()
   return tonumber(info.failures)
 end
 
---- The CRC-32C of the policy's source as 8 hexadecimal digits, which names the source in histories.
+--- The CRC-32C of the policy's source as 8 hexadecimal digits, by which histories identify the
+--- source.
 function Policy:hash() return ("%08x"):format(C.eng_crc32c(0, self.source, #self.source)) end
 
 function Policy:__tostring()
@@ -207,8 +211,9 @@ end
 local folders = {}
 for i, share in ipairs(M_ffi.shares) do folders[i] = share .. "/policies" end
 
---- Names of the policies that come with the engine, sorted. kind: "fp8" for FP8 policies (whose
---- text has kind = "fp8"), "any" for all, otherwise those that choose a loss scale.
+--- Returns the sorted names of the policies that come with the engine. kind: "fp8" for FP8 policies
+--- (their source has kind = "fp8"), "any" for all policies, otherwise only policies that choose a
+--- loss scale.
 function M.names(kind)
   local names = {}
   for _, folder in ipairs(folders) do
@@ -223,7 +228,7 @@ function M.names(kind)
   return names
 end
 
--- The source, the display name and the path of a policy. `name`: a policy's name or a path.
+-- Finds a policy by `name`, its name or path. Returns its source, its display name and its path.
 local function find(name, kind)
   if name:find("[/\\]") or name:find("%.lua$") then
     local text, why = files.read(name)
@@ -293,7 +298,7 @@ end
 function M.usable(scale) return scale >= 2 ^ -126 and scale <= (2 - 2 ^ -23) * 2 ^ 127 end
 M.USABLE = "scales from 2^-126 to 3.4e38"
 
---- A message about a next scale of a policy or a class that is not usable, or nil if all are.
+--- Returns a message if a policy or a class has chosen a next scale that is not usable, else nil.
 --- groups: the number of groups that may have separate scales.
 function M.unusable(policy, groups)
   for group = 0, groups or 0 do
@@ -305,7 +310,7 @@ function M.unusable(policy, groups)
   end
 end
 
---- Classes registered by name (engine.register_loss_scaler).
+--- The loss scaler classes that scripts have registered, by name (engine.register_loss_scaler).
 M.classes = {}
 
 --- Registers a loss scaler class under a name; class_scaler.lua describes such classes.
@@ -324,8 +329,8 @@ function M.register(name, class)
   M.classes[name] = class
 end
 
---- "dynamic:growth_interval=500,init_scale=2^10" -> "dynamic", and the options with these settings
---- added as text.
+--- Splits "dynamic:growth_interval=500,init_scale=2^10" into the name "dynamic" and its settings.
+--- Returns the name, and the options with the settings added as text.
 local function with_settings(source, options)
   local name, settings = source:match("^(.-):([%a_][%w_]*=.*)$")
   if not name then return source, options end
@@ -341,8 +346,8 @@ local function with_settings(source, options)
   return name, all
 end
 
--- The options of a class. A class declares no types, so strings that look like numbers or booleans
--- are converted.
+-- Returns the options for a class. A class declares no types, so strings that look like numbers or
+-- booleans are converted.
 local function values_of(options)
   local all = {}
   for key, value in pairs(options) do
@@ -355,7 +360,7 @@ local function values_of(options)
   return all
 end
 
--- M.load without the check that the policy is of the wanted kind.
+-- Does the work of M.load, except the check that the policy is of the wanted kind.
 local function loaded(source, options, kind)
   if type(source) == "table" and source.decide and source.scale then return source end
   if type(source) == "table" and type(source.source) == "string" then
@@ -386,12 +391,12 @@ local function loaded(source, options, kind)
   return self
 end
 
---- Loads a policy. source: the name of a shipped policy or of a registered class; a path;
---- { source = text, file = name, path = of the file }; a DeepSpeed configuration, as a .json file
---- or as { fp16 = { ... } }; or a policy object, which is returned as it is. A name or a path may
---- end with options: "dynamic:growth_interval=500". options: values for the policy's options, also
---- as text; for `deepspeed` they may be keys of DeepSpeed's fp16 block. kind: "fp8" for an FP8
---- policy (fp8_sites.lua), "any" for either, nil for one that chooses a loss scale.
+--- Loads a policy. source: the name of a shipped policy or of a registered class; a path; { source
+--- = text, file = name, path = of the file }; a DeepSpeed configuration, as a .json file or as
+--- { fp16 = { ... } }; or a policy object, which is returned unchanged. A name or a path may end
+--- with options: "dynamic:growth_interval=500". options: values for the policy's options; a value
+--- may be text. For the policy `deepspeed`, options may also be keys of DeepSpeed's fp16 block.
+--- kind: "fp8" for an FP8 policy, nil for a policy that chooses a loss scale, "any" for either.
 function M.load(source, options, kind)
   options = options or {}
   if type(options) ~= "table" then
@@ -416,7 +421,7 @@ function M.load(source, options, kind)
   return result
 end
 
--- The range `policy` of engine.config: a policy that can be loaded.
+-- Adds the range `policy` to engine.config. It accepts a policy that can be loaded.
 require("engine.base.config").ranges.policy = { problem = function(name)
   local good, message = pcall(M.load, name)     -- FILE:LINE in the message is a line of the policy
   return not good and (tostring(message):gsub("^policy: ", "")) or nil

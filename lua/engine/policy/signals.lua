@@ -10,9 +10,9 @@ local M = {
 
 local RULES = { mean = true, max = true, sum = true }
 
---- Publishes a number that policies read as record.signals[name], for example an attention
---- entropy. `rule`: how ranks combine their numbers, "mean" (the default), "max" or "sum"; ranks
---- that published none do not count.
+--- Publishes a number that policies read as record.signals[name], for example an attention entropy.
+--- `rule`: how ranks combine their numbers, "mean" (the default), "max" or "sum"; a rank that has
+--- not published the signal does not count.
 function M.publish(name, value, rule)
   if type(name) ~= "string" or type(value) ~= "number" then
     error(("signal: expected a name and a number, got %s and %s"):format(type(name),
