@@ -3,14 +3,14 @@
 -- Read by hf_config.lua, hf_load.lua, hf_save.lua and lora.lua; nothing else depends on an
 -- architecture.
 --
---   classes    the architectures of config.json that are supported: the default first, the
+--   classes    the supported entries of config.json's list `architectures`: the default first, the
 --              classifier last
---   build      the model of models.lua
---   prefix     precedes the names below that begin with a dot; the files of base models leave it
---              out
+--   build      the name of the model in models.lua
+--   prefix     the text in front of the names below that begin with a dot; the files of base models
+--              leave it out
 --   fields     field = { default, option, range }: transformers' default (false: null), the option
---              of the model (none: only the default is supported) and, for numbers, the range.
---              Fields that are not listed do not shape the model
+--              of the model that the field sets (nil: only the default is supported) and, for
+--              numbers, the range. Fields that are not listed do not shape the model
 --   rules      functions of hf_config.lua that read several fields together
 --   options    further options of the model
 --   names      the engine's module or parameter -> its name in files; %d stands for an index, which
@@ -165,17 +165,17 @@ local BERT = {
 M.of = { gpt2 = GPT2, llama = LLAMA, smollm = LLAMA, mistral = MISTRAL, mixtral = MIXTRAL,
   qwen2 = QWEN2, qwen3 = QWEN3, bert = BERT }
 
--- The list of names in an entry of `names`, each with the ending `leaf`, and whether the weight is
--- stored transposed.
+-- Returns the list of names in an entry of `names`, each with the ending `leaf`, and whether files
+-- store the weight transposed.
 local function split(names, leaf)
   local list, transposed = {}, names:find(" T$") ~= nil
   for word in names:gsub(" T$", ""):gmatch("%S+") do list[#list + 1] = word .. leaf end
   return list, transposed and leaf == ".weight"
 end
 
--- The names that the engine's parameter `name` has in files, in the order of their rows, and
--- whether its weight is stored transposed. `prefix`, such as "model." or "", replaces a leading
--- dot.
+-- Returns the names that the engine's parameter `name` has in files, in the order of their rows,
+-- and whether files store its weight transposed. `prefix`, such as "model." or "", replaces a
+-- leading dot.
 local function file_names(arch, name, prefix)
   local numbers = {}
   local key = name:gsub("%.(%d+)%f[.]", function(n)
@@ -193,7 +193,8 @@ local function file_names(arch, name, prefix)
   return list, transposed
 end
 
--- The row counts of a parameter's parts: { q, k, v }, or { rows } for a single part.
+-- Returns the number of rows of each part of a parameter: { q, k, v }, or { rows } for a single
+-- part.
 local function rows_of(rows, model, parts)
   if parts == 1 then return { rows } end
   local o = model.config
@@ -202,9 +203,10 @@ local function rows_of(rows, model, parts)
   return { o.heads * D, kv, kv }
 end
 
---- Every parameter of the model as { parameter, transposed, parts = { { name, rows } } }. The parts
---- are the tensors of the file that form the parameter when joined by rows; `rows`: the number of
---- rows of each. `prefix` begins the names of the file, such as "model.".
+--- Returns every parameter of the model as { parameter, transposed, parts = { { name, rows } } }.
+--- The parts are the tensors of the file that form the parameter when they are joined by rows;
+--- `rows` is the number of rows of a part. `prefix`, such as "model.", begins the names in the
+--- file.
 function M.plan(model, arch, prefix)
   local list = {}
   for i, p in ipairs(model:parameters()) do
@@ -216,9 +218,9 @@ function M.plan(model, arch, prefix)
   return list
 end
 
---- The linear layers in Hugging Face's files that together form the model's layer at `path`: a list
---- of { full name, its number of rows }; nil if the files have no name for the layer. `rows`: the
---- number of outputs of the whole layer.
+--- Returns the linear layers in Hugging Face's files that together form the model's layer at
+--- `path`, as a list of { full name, number of rows }. Returns nil if the files have no name for
+--- the layer. `rows`: the number of outputs of the whole layer.
 function M.layer_names(model, arch, path, rows)
   local good, names = pcall(file_names, arch, path .. ".weight", arch.prefix .. ".")
   if not good then return nil end

@@ -1,6 +1,6 @@
--- Experts divided over the ranks of a group: each rank holds E / ranks of them, and empty tensors
--- in place of the others. Rows are sent to the ranks of their experts and the outputs are sent back
--- (core/dist/comm_experts.c). Gradients take the same routes in reverse.
+-- Experts divided over the ranks of a group: each rank holds the weights of E / ranks experts, and
+-- empty tensors in place of the other weights. Rows are sent to the ranks of their experts and the
+-- outputs are sent back (core/dist/comm_experts.c). Gradients take the same routes in reverse.
 --
 -- Rows sent to experts (tokens, and gradients of outputs) have the format `dispatch`: "own" (their
 -- dtype), "fp32", "bf16" or "fp8" (e4m3 in blocks of 128 along a row with power-of-two scales, as
@@ -9,9 +9,9 @@
 --
 -- All ranks of the group run the same passes, with or without rows. If a rank misses a pass, the
 -- core's error names that rank (core/dist/comm.c). dist/reducer.lua reads a module's `_apart` to
--- learn which ranks hold which parameters. It sums a gradient only over the ranks that hold the
--- parameter; the record, group scales and verdicts cover all ranks. Called by moe.lua. Shapes: n
--- rows, C columns, E experts.
+-- learn which ranks hold which parameters. The reducer sums a gradient only over the ranks that
+-- hold the parameter; the record, group scales and verdicts cover all ranks. Called by moe.lua.
+-- Shapes: n rows, C columns, E experts.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"
@@ -152,10 +152,10 @@ function Experts:outputs(rows, counts, experts)
   return exchange(self, output, receive, send, "back", anchor)
 end
 
---- Measurements of the rows that this rank has sent since the last call, { out = { bytes, snr },
---- back = { bytes, snr } }: the bytes sent to other ranks, and the signal-to-noise ratio in dB of
---- rounding to the format (inf: exact). The first call starts the measurement and returns an empty
---- table.
+--- Returns measurements of the rows that this rank has sent since the last call, { out = { bytes,
+--- snr }, back = { bytes, snr } }: the bytes sent to other ranks, and the signal-to-noise ratio in
+--- dB of rounding to the format (inf: exact). The first call starts the measurement and returns an
+--- empty table.
 function Experts:measure()
   local result = {}
   for way, facts in pairs(self.facts or {}) do

@@ -1,7 +1,7 @@
--- Fusion: decides which neighbouring operations of a model run as one operation. Models call the
+-- Fusion: decides which consecutive operations of a model run as one operation. Models call the
 -- functions below; no other file of this folder calls a fused operation or passes an FP8 site. A
 -- fused form gives the same bits as its parts, with one exception: the backward pass of mlp_gelu in
--- f16 and bf16 rounds once less. Called by layers.lua, transformer.lua, models.lua and
+-- f16 and bf16 rounds one time fewer. Called by layers.lua, transformer.lua, models.lua and
 -- lora_layers.lua.
 --
 -- A module takes part in a fusion if its `forward` is the library's, not an adapter's or an
@@ -13,7 +13,7 @@ local tensor = require "engine.tensor.tensor"
 
 local M = {}
 
-local library = { linear = {}, norm = {}, block = {} }   -- forwards of the library, by kind
+local library = { linear = {}, norm = {}, block = {} }   -- the library's forward functions
 
 --- Registers the forward of `class` as one of the library's. kind: "linear", "norm" (its forward(x,
 --- branch) returns the norm of x + branch, and x + branch) or "block" (forward(x, open), see
@@ -26,7 +26,7 @@ end
 
 -- ------------------------------------------------------------------ linear layers
 
---- layer(x) = x W^T + b for a linear layer: x [.. x K] -> [.. x N], through its FP8 site if a
+--- Computes x W^T + b for a linear layer: x [.. x K] -> [.. x N]. Uses the layer's FP8 site if a
 --- recipe gave it one. `bias` = false leaves out b.
 function M.linear(layer, x, bias)
   return x:linear(layer.weight, bias ~= false and rawget(layer, "bias") or nil,
@@ -60,9 +60,9 @@ function M.gelu_mlp(x, up, form, down)
   return M.last_use(down, up(x):gelu(form))
 end
 
---- down(silu(gate) * up): gate, up [.. x K] -> [.. x N]. If `down` is an FP8 site, the product is
---- quantized while it is computed. That does not happen while module.watch is active, because its
---- functions have to see the product itself.
+--- down(silu(gate) * up): gate, up [.. x K] -> [.. x N]. If `down` has an FP8 site, the product
+--- silu(gate) * up is quantized while it is computed. While module.watch is active, it is not,
+--- because the watching functions have to see the product itself.
 function M.swiglu_mlp(gate, up, down)
   local site = rawget(down, "_fp8")
   local as_codes = site and is_unchanged(down, "linear") and not module.watched()
@@ -73,8 +73,8 @@ function M.swiglu_mlp(gate, up, down)
   return y
 end
 
---- tensor.attention(q, k, v, options), whose result the layer `out` reads. Attention keeps the
---- result in e5m6 if `out` is an FP8 site that stores its input in that format.
+--- Computes tensor.attention(q, k, v, options) for the layer `out`, which reads the result. The
+--- result is kept in e5m6 if `out` has an FP8 site that stores its input in that format.
 function M.attention(q, k, v, out, options)
   options.site = rawget(out, "_fp8")
   return tensor.attention(q, k, v, options)
@@ -82,13 +82,15 @@ end
 
 -- ------------------------------------------------------------------ residuals and norms
 
---- x:layer_norm(...). With a branch: the norm of x + branch, and x + branch.
+--- Returns x:layer_norm(...). With a branch, returns two tensors: the norm of x + branch, and x +
+--- branch.
 function M.layer_norm(x, branch, ...)
   if branch then return x:add_layer_norm(branch, ...) end
   return x:layer_norm(...)
 end
 
---- x:rms_norm(...). With a branch: the norm of x + branch, and x + branch.
+--- Returns x:rms_norm(...). With a branch, returns two tensors: the norm of x + branch, and x +
+--- branch.
 function M.rms_norm(x, branch, ...)
   if branch then return x:add_rms_norm(branch, ...) end
   return x:rms_norm(...)

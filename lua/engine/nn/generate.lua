@@ -1,9 +1,10 @@
 -- Sampling from decoders: model:generate. The keys and values of past tokens are kept in caches, so
 -- that the model computes one row for a new token instead of a whole sequence. While tokens are
--- generated, each attention module has a list `caches`, with one cache for all sequences or, if
--- their lengths differ, one for each; the model's field `cached` is the number of tokens in the
--- longest sequence so far. transformer.lua and models.lua read them. Called through the models of
--- models.lua. Shapes: R sequences, T tokens, G key/value heads, D their width, V vocabulary.
+-- generated, each attention module has a list `caches`. It holds one cache for all sequences or, if
+-- their lengths differ, one for each sequence. The model's field `cached` is the number of tokens
+-- in the longest sequence so far. transformer.lua and models.lua read these fields. Called through
+-- the models of models.lua. Shapes: R sequences, T tokens, G key/value heads, D their width, V
+-- vocabulary.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local random = require "engine.base.random"
@@ -23,7 +24,7 @@ local Cache = {}
 Cache.__index = Cache
 
 --- Appends k and v [R x T x G x D]. Returns all keys and values so far. A cache without memory only
---- records their dtype.
+--- records the dtype of k, and returns k and v.
 function Cache:append(k, v)
   local first, last = self.length + 1, self.length + k:size(2)
   if not self.k then
@@ -42,8 +43,8 @@ local function drop_caches(model)
   model:apply(function(m) rawset(m, "caches", nil) end)
 end
 
--- Makes caches for R sequences of up to `room` tokens; `apart`: one cache for each sequence. Runs
--- one token first, to learn the dtypes.
+-- Makes caches for R sequences of up to `room` tokens. If `apart` is true, each sequence gets its
+-- own cache. Runs the model on one token first, to learn the dtypes.
 local function make_caches(model, R, room, token, apart)
   local attentions = {}
   model:apply(function(m)
@@ -66,10 +67,11 @@ end
 
 -- ------------------------------------------------------------------ sampling
 
-local FEW = 1024   -- the most likely tokens; they usually contain the top_p share
+local FEW = 1024   -- number of the most likely tokens, which usually contain the top_p share
 
--- Draws an index of p with the probabilities p. Draws only among the first indices, as many as it
--- takes for their probabilities to add up to `share`. Unless `share` is 1, p is in falling order.
+-- Draws an index of the list p, which holds the probabilities. Draws only among the first indices:
+-- as many as it takes for their probabilities to add up to `share`. Unless `share` is 1, p must be
+-- in falling order.
 local function draw(p, share)
   local sum, count, kept = 0, 0, 0
   while count < #p and (kept < share or count == 0) do
@@ -84,10 +86,10 @@ local function draw(p, share)
   return count
 end
 
-local COLDEST = 1e-30   -- below this, logits / temperature would overflow f32
+local COLDEST = 1e-30   -- below this temperature, logits / temperature would overflow f32
 
--- An id, drawn from logits [1 x V] f32; at temperature 0 the most likely id. top_p is a share of
--- the total probability of the top_k tokens.
+-- Draws an id from logits [1 x V] f32. At temperature 0, returns the most likely id. top_p is a
+-- share of the total probability of the top_k tokens.
 local function sample(logits, o)
   if o.temperature < COLDEST then return logits:argmax(-1):item() end
   local V, top, ids = logits:size(-1), logits / o.temperature, nil
@@ -105,10 +107,10 @@ end
 
 -- ------------------------------------------------------------------ generation
 
--- The next token's logits [R x V] f32 for `rows`, R lists of tokens. The longest list has n tokens.
--- With a cache, the model reads only the tokens that the cache lacks. If n exceeds the context, the
--- cache is dropped and the model reads only the last tokens of each list. Lists of unequal length
--- (`apart`) are padded at their beginning.
+-- Returns the logits [R x V] f32 of the token that follows each of `rows`, R lists of tokens. The
+-- longest list has n tokens. With a cache, the model reads only the tokens that the cache lacks. If
+-- n exceeds the context, the cache is dropped and the model reads only the last tokens of each
+-- list. Lists of unequal length (`apart`) are padded at their beginning.
 local function next_logits(model, rows, n, apart)
   if n > model.context and rawget(model, "cached") then drop_caches(model) end
   local cached, part, lengths, first = rawget(model, "cached"), {}, {}, {}
@@ -175,7 +177,8 @@ local function read(options, default_stop)
   return o, options.seed
 end
 
--- The rows of `tokens`, a list of tokens or a list of such lists.
+-- Returns the rows of `tokens`, which is one list of tokens or a list of such lists. Raises an
+-- error if it is neither.
 local function rows_of(tokens)
   local many = type(tokens) == "table" and type(tokens[1]) == "table"
   local list = many and tokens or { tokens }

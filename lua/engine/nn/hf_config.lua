@@ -30,7 +30,8 @@ local function value_of(fields, key, default)
   return value
 end
 
--- The field `key`, a number above 0. If the field is missing: nil, or an error if it is `required`.
+-- Returns the field `key`, which must be a number above 0. If the field is missing, returns nil or,
+-- if it is `required`, raises an error.
 local function number(fields, key, where, required)
   local value = value_of(fields, key)
   if value == nil and not required then return nil end
@@ -75,8 +76,8 @@ function SCALINGS.llama3(rope, p, _, where, context)
   end
 end
 
--- For sequences longer than max_position_embeddings, the base grows with their length. They may be
--- up to `factor` times max_position_embeddings long.
+-- For sequences longer than max_position_embeddings, the base grows with their length. A sequence
+-- may be up to `factor` times max_position_embeddings long.
 function SCALINGS.dynamic(rope, _, o, where)
   if (o.head_width or o.width / o.heads) == 2 then
     fail(where, "rope type 'dynamic' is not supported with a head width of 2")
@@ -85,15 +86,16 @@ function SCALINGS.dynamic(rope, _, o, where)
   o.context = math.floor(o.context * math.max(rope.factor, 1))
 end
 
--- 1 + 0.1 weight log(factor), the attention factor of YaRN. With mscale and mscale_all_dim,
--- transformers uses the ratio of two such factors with these weights.
+-- Returns the attention factor of YaRN, 1 + 0.1 weight log(factor). If config.json has mscale and
+-- mscale_all_dim, transformers uses the ratio of two such factors, with these two numbers as
+-- weights.
 local function yarn_attention(factor, weight)
   return factor > 1 and 0.1 * weight * math.log(factor) + 1 or 1
 end
 
 -- Pairs of features that turn beta_fast times or more within the context keep their frequency. The
--- frequency of pairs that turn beta_slow times or fewer is divided by factor. Pairs between are
--- interpolated.
+-- frequency of pairs that turn beta_slow times or fewer is divided by factor. The frequencies of
+-- pairs in between are interpolated.
 function SCALINGS.yarn(rope, p, o, where, context)
   local D = o.head_width or o.width / o.heads
   local function pair(turns)             -- the index (from 0) of the pair that turns `turns` times
@@ -115,9 +117,9 @@ function SCALINGS.yarn(rope, p, o, where, context)
   if not (above and below) then above, below = 1, 0 end
   rope.attention_factor = number(p, "attention_factor", where)
     or yarn_attention(rope.factor, above) / yarn_attention(rope.factor, below)
-  -- In two cases transformers does the opposite of the rule above, and so does this function: it
-  -- divides no frequency if every pair turns less than beta_slow times, and all frequencies if
-  -- every pair turns more than beta_fast times.
+  -- In two cases transformers does the opposite of the rule above this function, and so does this
+  -- code: it divides no frequency if every pair turns less than beta_slow times, and all
+  -- frequencies if every pair turns more than beta_fast times.
   if low <= high then rope.low, rope.high = low, low == high and high + 0.001 or high
   elseif high < 0 then rope.factor = nil end
 end
@@ -126,7 +128,8 @@ end
 
 local rules = {}
 
--- The fields of rope_scaling and rope_parameters. `finetuned` of old YaRN models has no effect.
+-- The known fields of rope_scaling and rope_parameters. `finetuned`, in old YaRN models, has no
+-- effect.
 local ROPE = { rope_type = true, type = true, rope_theta = true, factor = true, [ORIGINAL] = true,
   low_freq_factor = true, high_freq_factor = true, attention_factor = true, beta_fast = true,
   beta_slow = true, mscale = true, mscale_all_dim = true, truncate = true,
@@ -276,10 +279,11 @@ function M.options_of(fields, where)
   return arch, o
 end
 
-local REPLACED = { num_labels = true, torch_dtype = true }    -- by id2label and by dtype
+local REPLACED = { num_labels = true, torch_dtype = true }    -- by id2label and dtype
 
---- The fields of config.json for a classifier with n labels, made from `fields`, which may be of
---- any class of the same model_type. pad: the id of the padding token, by default that of `fields`.
+--- Returns the fields of a config.json for a classifier with n labels. They are made from `fields`,
+--- which may describe any class of the same model_type. pad: the id of the padding token, by
+--- default the one in `fields`.
 function M.classifier(fields, n, pad, where)
   want_labels(n, where)
   local arch, all = architectures.of[value_of(fields, "model_type")], { id2label = {},
@@ -298,7 +302,8 @@ function M.classifier(fields, n, pad, where)
   return all
 end
 
---- The fields of a new config.json: the given ones, and transformers' defaults for the others.
+--- Returns the fields of a new config.json: `fields`, and transformers' defaults for the fields
+--- that it lacks.
 function M.complete(fields)
   local where = "engine.new_model"
   local arch, options = M.options_of(fields, where)
@@ -323,8 +328,8 @@ function M.complete(fields)
   return all
 end
 
---- The ids of the tokens that end a generated sequence, from generation_config.json or else from
---- config.json: a number, a list or nil.
+--- Returns the ids of the tokens that end a generated sequence, from generation_config.json or else
+--- from config.json: a number, a list or nil.
 function M.eos(folder, fields)
   local text = files.read(folder .. "/generation_config.json")
   local more = text and require("cjson.safe").decode(text)
@@ -332,7 +337,7 @@ function M.eos(folder, fields)
   return eos or value_of(fields, "eos_token_id")
 end
 
---- The fields of folder/config.json, its text and its path.
+--- Reads folder/config.json. Returns its fields, its text and its path.
 function M.read(folder)
   local path = folder .. "/config.json"
   local text, problem = files.read(path)

@@ -28,7 +28,7 @@ local function fail(...) error(string.format(...), 0) end
 
 -- ------------------------------------------------------------------ the files of a folder
 
--- The weight_map of an index: name -> file.
+-- Reads the weight_map of an index: tensor name -> file.
 local function read_index(path)
   local text, problem = files.read(path)
   if not text then fail("cannot read %s", problem) end
@@ -94,7 +94,7 @@ end
 
 -- ------------------------------------------------------------------ names and shapes
 
--- Renames tensors that have the names of old files to their present names.
+-- Gives tensors of old files their present names.
 local function rename_old(weights, old)
   for ending, new in pairs(old) do
     for i, name in ipairs(weights.names) do
@@ -106,7 +106,7 @@ local function rename_old(weights, old)
   end
 end
 
--- The prefix of the file's names: arch.prefix and a dot, or nothing in files of base models.
+-- Returns the prefix of the tensors' names: arch.prefix and a dot, or "" in files of base models.
 local function prefix_of(weights, arch)
   local prefix = arch.prefix .. "."
   for _, name in ipairs(weights.names) do
@@ -131,8 +131,9 @@ local function of_classifier(name)
   return name:find "^score%." or name:find "^pooler%." or name:find "^classifier%."
 end
 
--- Checks that the files have every part with its shape, and no other tensors. For a new classifier,
--- parameters of its head may be missing; their items of the plan get the field `new`.
+-- Checks that the files have every tensor of the plan with its shape, and no other tensors. For a
+-- new classifier, parameters of its head may be missing; the items of such parameters get the field
+-- `new`.
 local function check_names(plan, weights, arch, tied, new_classifier)
   local wanted = {}
   for i, item in ipairs(plan) do
@@ -216,8 +217,8 @@ end
 
 -- ------------------------------------------------------------------ the model
 
--- The model for the options. Its field `source`, { arch, prefix, fields, text, folder, eos }, is
--- read by hf_save.lua; its field `stop` has the tokens at which generate stops.
+-- Builds the model for the options. hf_save.lua reads the model's field `source`, { arch, prefix,
+-- fields, text, folder, eos }. The field `stop` holds the tokens at which generate stops.
 local function build(arch, options, source)
   local model = models[arch.build](options)
   source.arch = arch
@@ -266,13 +267,13 @@ local function load(folder, options)
   end)
 end
 
---- engine.load_model(folder [, { dtype = "f32", dropout, labels, pad }]): a model with the weights
---- of Hugging Face's files, which may be f32, f16, bf16 or f64. dtype: of the parameters; "auto"
---- keeps those of the files. `dropout` replaces every dropout probability of config.json. labels: a
---- number n, which makes any model a classifier with n labels; its head is new unless the files
---- have it. pad: the id of a classifier's padding token. The model is an nn.gpt, nn.llama or
---- nn.bert with a method save. A file, field, name, shape or dtype that does not fit is an error of
---- one line.
+--- engine.load_model(folder [, { dtype = "f32", dropout, labels, pad }]): loads a model from
+--- Hugging Face's files, whose weights may be f32, f16, bf16 or f64. dtype: the dtype of the
+--- parameters; "auto" keeps the dtypes of the files. `dropout` replaces every dropout probability
+--- of config.json. labels: a number n, which makes any model a classifier with n labels; its head
+--- is new unless the files have it. pad: the id of a classifier's padding token. The model is an
+--- nn.gpt, nn.llama or nn.bert with a method save. A file, field, name, shape or dtype that does
+--- not fit raises an error of one line.
 function M.load(folder, options)
   if type(folder) ~= "string" then
     error("load_model: expected a folder, got " .. type(folder), 2)
@@ -291,15 +292,15 @@ function M.load(folder, options)
   return result
 end
 
---- The model for the fields of a config.json. Its parameters have shapes but no values, and live
---- until the scope ends. `where` is the prefix of error messages.
+--- Builds the model for the fields of a config.json. The parameters have shapes but no values, and
+--- live until the scope ends. `where` is the prefix of error messages.
 function M.shapes(fields, where)
   local arch, options = config.options_of(fields, where)
   return module.build_shapes(build, arch, options, { fields = fields })
 end
 
---- engine.new_model { model_type = "llama", hidden_size = 64, ... }: a new model with random
---- weights from the fields of a config.json; other fields have transformers' defaults.
+--- engine.new_model { model_type = "llama", hidden_size = 64, ... }: makes a model with random
+--- weights from fields of a config.json. Fields that are not given have transformers' defaults.
 --- model:save(folder) writes what transformers loads.
 function M.new(fields)
   if type(fields) ~= "table" then

@@ -1,6 +1,7 @@
 -- Saves models in the files that Hugging Face's transformers loads: config.json, model.safetensors
 -- or shards with an index, and copies of the other files (tokenizer, generation settings) of the
--- folder that the model was loaded from. The method `save` of models that hf_load.lua makes.
+-- folder that the model was loaded from. The file returns the method `save` of the models that
+-- hf_load.lua makes.
 local M_ffi = require "engine.base.ffi"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
@@ -34,7 +35,7 @@ local function write(path, text) check(C.eng_file_write(path, text, #text), true
 
 -- ------------------------------------------------------------------ weights
 
--- The tensors of the files in order: { { name, tensor, bytes } }.
+-- Returns the tensors of the files in order, as a list of { name, tensor, bytes }.
 local function parts_of(model, source, dtype)
   local list = {}
   local function add(name, x)

@@ -92,8 +92,8 @@ local function follow(self, mean, variance, n)
   self.num_batches_tracked:copy(self.num_batches_tracked + 1)
 end
 
--- Batch norm by the given mean and variance. Without them, batch norm by the mean and variance of
--- the batch, which are returned too, with the number of elements of a channel.
+-- Normalises x by the given mean and variance. Without them, normalises x by the mean and variance
+-- of the batch, and also returns these two and the number of elements of a channel.
 local function normalised(self, x, mean, variance)
   return x:batch_norm(rawget(self, "weight"), rawget(self, "bias"),
     { eps = self.eps, mean = mean, variance = variance, over = rawget(self, "over") })
@@ -125,7 +125,7 @@ end
 local GROUP_NORM = "eps affine"
 
 --- nn.group_norm(groups, channels [, { eps = 1e-5, affine = true }]): x [N x C x ..] -> the same
---- shape; normalises each group of neighbouring channels of each sample.
+--- shape; normalises each group of adjacent channels of each sample.
 local GroupNorm = class("group_norm")
 function GroupNorm:init(groups, channels, options)
   want_whole(groups, "nn.group_norm", "groups", 1)
@@ -147,8 +147,9 @@ M.group_norm = GroupNorm
 
 -- ------------------------------------------------------------------ pooling
 
---- nn.max_pool2d(kernel [, options]), nn.avg_pool1d(3) ...: a pooling method of tensors as a
---- module, with its arguments. nn.adaptive_avg_pool2d(1) is the mean of each channel.
+--- nn.max_pool2d(kernel [, options]), nn.avg_pool1d(3) ...: a module that applies the pooling
+--- method of the same name, with the same arguments. nn.adaptive_avg_pool2d(1) is the mean of each
+--- channel.
 for _, name in ipairs { "max_pool2d", "max_pool1d", "avg_pool2d", "avg_pool1d",
   "adaptive_avg_pool2d", "adaptive_avg_pool1d" } do
   local Pool = class(name)

@@ -119,7 +119,8 @@ function Attention:forward(x)
   return self.out_proj(tensor.attention(q:squeeze(3), k:squeeze(3), v:squeeze(3)):view(N, T, C))
 end
 
--- The feed-forward part. torchvision also numbers its GELU and dropouts, hence 0 and 3.
+-- The feed-forward part. torchvision numbers the GELU and the dropouts too, so the linear layers
+-- are 0 and 3.
 local MLP = class("mlp")
 function MLP:init(width, hidden, dropout)
   local std = math.sqrt(2 / (width + hidden))

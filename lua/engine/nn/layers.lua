@@ -58,7 +58,7 @@ local LAYER_NORM, RMS_NORM = "eps bias", "eps"
 local function ones(x) x:fill(1) end
 
 --- nn.layer_norm(width [, { eps = 1e-5, bias = true }]): x [.. x C] -> [.. x C]. norm(x, branch)
---- returns the norm of x + branch, and x + branch.
+--- returns two tensors: the norm of x + branch, and x + branch.
 local LayerNorm = class("layer_norm")
 function LayerNorm:init(width, options)
   want_whole(width, "nn.layer_norm", "the width", 1)
@@ -74,8 +74,8 @@ function LayerNorm:extra() return ("%d"):format(self.weight.count) end
 fuse.register("norm", LayerNorm)
 M.layer_norm = LayerNorm
 
---- nn.rms_norm(width [, { eps = 1e-6 }]): x [.. x C] -> [.. x C]. norm(x, branch) returns the norm
---- of x + branch, and x + branch.
+--- nn.rms_norm(width [, { eps = 1e-6 }]): x [.. x C] -> [.. x C]. norm(x, branch) returns two
+--- tensors: the norm of x + branch, and x + branch.
 local RMSNorm = class("rms_norm")
 function RMSNorm:init(width, options)
   want_whole(width, "nn.rms_norm", "the width", 1)

@@ -2,12 +2,12 @@
 -- PEFT: adapter_config.json and adapter_model.safetensors. lora_layers.lua has the adapters
 -- themselves.
 --
--- A layer of this engine may join several of Hugging Face's by rows: qkv of nn.llama is q_proj,
--- k_proj and v_proj. The adapter of such a layer is saved as one adapter for each part, with the
--- same A and the part's rows of B. PEFT, however, trains a separate A for each part. Loading stacks
--- these A, and copies each part's B into the part's rows and into the columns of its A. The layer
--- then computes the same as the parts; its rank is the sum of their ranks.
--- Shapes: K inputs, N outputs, R rank; A [R x K], B [N x R].
+-- A layer of this engine may join several layers of Hugging Face's models by rows: qkv of nn.llama
+-- joins q_proj, k_proj and v_proj. The adapter of such a layer is saved as one adapter for each
+-- part. Every part gets the same A, and its own rows of B. PEFT, however, trains a separate A for
+-- each part. Loading stacks the A of the parts, and copies the B of each part into the rows of the
+-- part and the columns that belong to its A. The loaded layer computes the same as the parts; its
+-- rank is the sum of their ranks. Shapes: K inputs, N outputs, R rank; A [R x K], B [N x R].
 local M_ffi = require "engine.base.ffi"
 local adapters = require "engine.nn.lora_layers"
 local architectures = require "engine.nn.architectures"
@@ -25,7 +25,7 @@ local M = { new = adapters.new, disabled = adapters.disabled, merge = adapters.m
 
 -- ------------------------------------------------------------------ names
 
--- A model's class -> its name in architectures.lua, where the two differ.
+-- Class of a model -> its name in architectures.lua, where the two differ.
 local MADE_AS = { gpt = "gpt2" }
 
 local function known_names(path, layer, model)
@@ -35,11 +35,11 @@ end
 
 local SAVE, LOAD = { names = true, base_model = true }, { names = true }
 
--- Returns two values. The first is a function that returns, for a layer { path, layer }, the
--- file's layers that hold its weight: { { name =, first =, last = } .. }, with the rows first to
--- last (from 1). The second is whether the files store weights as [in x out], as GPT-2's Conv1D
--- does. Adapters are always stored [out x in]. Names come from options.names, else from
--- architectures.lua; else the name is the layer's path.
+-- Returns two values. The first is a function that returns, for a layer { path, layer }, the file's
+-- layers that hold its weight: { { name =, first =, last = } .. }, with the rows first to last
+-- (from 1). The second is whether the files store weights as [in x out], as GPT-2's Conv1D does.
+-- Adapters are always stored [out x in]. The names come from options.names or, without it, from
+-- architectures.lua. A layer that architectures.lua does not list has its path as its name.
 local function namer(model, options, caller)
   local own, class = options.names, MADE_AS[model._class] or model._class
   expect(own == nil or type(own) == "function", own,
@@ -71,7 +71,8 @@ end
 local PREFIX, A, B, MAGNITUDE = "base_model.model.", "lora_A.weight", "lora_B.weight",
   "lora_magnitude_vector"
 
--- The rows of a tensor that belong to a part; the tensor itself if they are all.
+-- Returns the rows of a tensor that belong to a part, or the tensor itself if the part has all
+-- rows.
 local function rows_of(x, part)
   if part.first == 1 and part.last == x:size(1) then return x end
   return x:slice(1, part.first, part.last)
@@ -117,7 +118,8 @@ end
 --- does, adapter_config.json and adapter_model.safetensors, in f32. names(path, layer) returns
 --- Hugging Face's name of a layer, or a list of { name, rows } if the layer joins several of
 --- Hugging Face's by rows; the names for nn.gpt, nn.llama and engine.load_model are known.
---- base_model: the field base_model_name_or_path. The file of a classifier also has its head.
+--- base_model: the text of the field base_model_name_or_path. The file of a classifier also holds
+--- its head.
 function M.save(model, folder, options)
   local list = adapters.adapted(model, "lora.save")
   folder = want_folder(folder, "lora.save")
@@ -178,8 +180,8 @@ local function read_config(path, head)
   return config
 end
 
--- The alpha of the layer `name`. A key of PEFT's alpha_pattern is a layer's name or the end of one.
--- Adds the key that matches to `used`.
+-- Returns the alpha of the layer `name`, from PEFT's alpha_pattern or else from lora_alpha. A key
+-- of alpha_pattern is a layer's name or the end of one. Adds the key that matches to `used`.
 local function alpha_of(config, name, used)
   for key, value in pairs(config.alpha_pattern) do
     if name == key or name:sub(-#key - 1) == "." .. key then
@@ -190,8 +192,8 @@ local function alpha_of(config, name, used)
   return config.lora_alpha
 end
 
--- The parameters of a classifier's head that the file has: a list of { parameter, name in the
--- file }.
+-- Returns the parameters of a classifier's head that the file has, as a list of { parameter, name
+-- in the file }. The list also has each of these names as a key.
 local function find_head(model, file, fail)
   local head, head_name = adapters.label_head(model)
   local list = {}
@@ -207,10 +209,10 @@ local function find_head(model, file, fail)
   return list
 end
 
--- The model's layers for which the file has an adapter: a list of { path, layer, count, part .. }.
--- count: the number of all parts of the layer, including those that the file lacks. A part that the
--- file has: { first, last, alpha, entries = { ending = name in the file } }. head: the result of
--- find_head.
+-- Returns the layers of the model for which the file has an adapter, as a list of { path, layer,
+-- count, part .. }. It lists the parts that the file has, each as { first, last, alpha, entries =
+-- { ending = name in the file } }. `count` is the number of all parts of the layer, including those
+-- that the file lacks. head: the result of find_head.
 local function find(model, file, config, name_of, head, fail)
   local by_name, names, list, used = {}, {}, {}, {}
   for _, l in ipairs(adapters.linears(model)) do
@@ -343,9 +345,9 @@ local function load(model, file, config, name_of)
   end)
 end
 
---- lora.load(model, folder [, { names = nil }]): reads adapters that PEFT or lora.save wrote; names
---- as in lora.save. A model without adapters gets those of the file, as nn.lora would add them;
---- otherwise the file must have the same adapters as the model. A file that does not fit is an
+--- lora.load(model, folder [, { names = nil }]): reads adapters that PEFT or lora.save wrote. names
+--- is as in lora.save. A model without adapters gets the adapters of the file, as nn.lora would add
+--- them. A model with adapters needs a file with the same ones. A file that does not fit raises an
 --- error and changes nothing. Returns the model.
 function M.load(model, folder, options)
   adapters.want_model(model, "lora.load")

@@ -4,9 +4,10 @@
 -- frozen, except a classifier's head. A layer computes
 --   LoRA:  y = x W^T + b + s (drop(x) A^T) B^T                          s = alpha / rank
 --   DoRA:  y = m / |V| * (x V^T) + b,  V = W + s B A, |V| the norm of each row, without a gradient
--- Shapes: K inputs, N outputs, R rank; W [N x K], b and m [N], A [R x K], B [N x R].
--- The layer's field `_lora` is the adapter's state: { rank, alpha, scale, dropout, A, B, m (DoRA),
--- weight (the frozen one, while merged) }. Called by lora.lua, nn/init.lua and train/optim.lua.
+-- Shapes: K inputs, N outputs, R rank; W [N x K], b and m [N], A [R x K], B [N x R]. The layer's
+-- field `_lora` is the adapter's state: { rank, alpha, scale, dropout, A, B, m (DoRA), weight (the
+-- frozen weight, while the adapter is merged) }. Called by lora.lua, nn/init.lua and
+-- train/optim.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"
@@ -27,9 +28,9 @@ local M = {}
 -- Runs f(...) without autocast: norms and merged weights are computed in f32.
 local function in_f32(f, ...) return autograd.in_formats(nil, f, ...) end
 
--- The frozen weight, dequantized to `dtype`. A weight in e4m3 has a scale for each row. A weight in
--- NF4 (tensor/nf4.lua) has 8-bit codes of its absmaxes, a scale for each group of them and an
--- offset.
+-- Returns the frozen weight of a layer, dequantized to `dtype`. A weight in e4m3 has a scale for
+-- each row. A weight in NF4 (tensor/nf4.lua) has 8-bit codes of its absmaxes, a scale for each
+-- group of them and an offset.
 local function frozen(layer, dtype)
   local weight, scale = layer.weight, rawget(layer, "weight_scale")
   if rawget(layer, "weight_group") then
@@ -52,7 +53,7 @@ local nf4_product = autograd.custom {
   end,
 }
 
--- x W^T + b; without a bias if `bias` is false.
+-- Computes x W^T + b with the frozen weight W. Leaves out b if `bias` is false.
 local function base(layer, x, bias)
   if not rawget(layer, "weight_scale") then return fuse.linear(layer, x, bias) end
   bias = bias ~= false and rawget(layer, "bias") or nil
@@ -100,8 +101,8 @@ end
 
 -- ------------------------------------------------------------------ adding adapters
 
---- All linear layers of a model, with or without an adapter, in order: { path, layer }. The layers
---- A and B of adapters are not listed.
+--- Returns all linear layers of a model, with or without an adapter, in order, as a list of { path,
+--- layer }. The layers A and B of adapters are not listed.
 function M.linears(model)
   local list, seen = {}, {}
   model:apply(function(m, path)
@@ -112,8 +113,8 @@ function M.linears(model)
   return list
 end
 
---- The last layer of a classifier, which is trained beside the adapters, and its name; nil for
---- other models.
+--- Returns the last layer of a classifier and its name, or nil for other models. This layer is
+--- trained along with the adapters.
 function M.label_head(model)
   local config = rawget(model, "config")
   if type(config) ~= "table" or not config.labels then return nil end
@@ -134,7 +135,8 @@ function M.want_no_tape(name)
   end
 end
 
---- The layers with an adapter: { path, layer }. Raises an error if there are none.
+--- Returns the layers with an adapter as a list of { path, layer }. Raises an error if there are
+--- none.
 function M.adapted(model, name, hint)
   M.want_model(model, name)
   local list = {}
@@ -172,8 +174,9 @@ end
 --- The paths of layers as text, the first eight of them.
 function M.text_of_paths(list) return nearest.few(paths_of(list)) end
 
--- The layers that `match` names: a pattern, a list of patterns, or nil for all but the head. A
--- classifier's head is never among them, because it is trained without an adapter.
+-- Returns the linear layers that `match` names. match: a Lua pattern, a list of patterns, or nil
+-- for all layers except the head. The head of a classifier is never included, because it is trained
+-- without an adapter.
 local function chosen(model, match)
   local all, list, taken = M.linears(model), {}, {}
   if #all == 0 then raise("nn.lora: the model has no linear layer") end
@@ -315,7 +318,7 @@ local function attach(layer, o)
   switch(layer, true)
 end
 
--- The tensors that several modules share, by slot.
+-- Returns the tensors that several modules share, as { [slot] = true }.
 local function shared_tensors(model)
   local seen, shared = {}, {}
   model:apply(function(m)
@@ -364,8 +367,9 @@ end
 
 -- ------------------------------------------------------------------ off, merged
 
---- lora.disabled(model, f, ...): runs f(...) with all adapters off and returns its results. The
---- model is then the frozen one, for example as the reference of engine.losses.dpo.
+--- lora.disabled(model, f, ...): runs f(...) with all adapters off and returns its results. Inside
+--- f, the model computes what the frozen model computes, for example as the reference of
+--- engine.losses.dpo.
 function M.disabled(model, f, ...)
   local list = M.adapted(model, "lora.disabled", ", or give losses.dpo a reference")
   M.want_unmerged(model, "lora.disabled")
@@ -392,7 +396,7 @@ local function hide(layer, hidden)
 end
 
 --- lora.merge(model): adds every adapter to its frozen weight, in f32. The layers then are plain
---- linear layers and are computed and saved as such; the adapters and the frozen weights are kept
+--- linear layers, and are computed and saved as such. The adapters and the frozen weights are kept
 --- for lora.unmerge. Returns the model.
 function M.merge(model)
   local list = M.adapted(model, "lora.merge")

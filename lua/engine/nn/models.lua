@@ -79,10 +79,10 @@ local FORWARD = { attention_maps = true, mask = true, uncapped = true }
 local LOSS = "attention_maps mask label_smoothing ignore_index reduction z_loss soft_cap"
 
 -- model:loss(x, y [, options]): the mean cross entropy of the model's predictions for ids x [B x T]
--- against the ids y [B x T], or of a classifier's against the labels y [B]. A target of -100 does
--- not count, nor does a target at padding. The second result: the attention maps, if requested.
--- Options: attention_maps, mask, and those of cross_entropy; z_loss and soft_cap are the model's
--- own by default.
+-- against the ids y [B x T], or of a classifier's predictions against the labels y [B]. A target of
+-- -100 does not count, nor does a target at padding. The second result is the attention maps, if
+-- they are requested. Options: attention_maps, mask, and those of cross_entropy. z_loss and
+-- soft_cap are by default those of the model.
 local function loss(self, x, y, options)
   local own, forward = { z_loss = self.config.z_loss, soft_cap = self.config.soft_cap }, {}
   expect(tensor.is_tensor(y), y, "%s: expected targets, a tensor of ids", self._class)
@@ -101,9 +101,9 @@ local function loss(self, x, y, options)
   return fuse.last_use(tensor.cross_entropy, predicted, nil, y, own), maps
 end
 
--- The sum of the embeddings of ids [B x T], of their positions and, if the model has types, of
--- `types` (0 unless given) -> [B x T x C]. Positions begin at 0, or after the tokens in the cache;
--- spans (padding.lua) may give others.
+-- Returns the sum of the embeddings of ids [B x T], of their positions and, if the model has types,
+-- of `types` (0 unless given) -> [B x T x C]. Positions begin at 0, or after the tokens in the
+-- cache; spans (padding.lua) may give other positions.
 local function embed(self, ids, types)
   local T, first, spans = ids:size(-1), rawget(self, "cached") or 0, rawget(self, "_spans")
   if first + T > self.context then
@@ -120,8 +120,8 @@ local function tell(self, spans)
   rawset(self, "_spans", spans)
 end
 
--- A model's results: the logits [B x T x V], with the model's soft cap, and the attention maps of
--- its blocks, if requested. Ends the call that begin() began.
+-- Returns a model's results: the logits y [B x T x V], with the model's soft cap, and the attention
+-- maps of its blocks, if they are requested. Ends the call that begin() began.
 local function results(self, y, options)
   local cap, maps = self.config.soft_cap, nil
   if cap > 0 and not options.uncapped then y = ((y / cap):to("f32"):tanh() * cap):to(y.dtype) end
@@ -146,8 +146,8 @@ local function at_last_token(self, x, ids)
   return x:view(B * T, C):index_select(1, last + positions(B):to("i64") * T)
 end
 
--- Adds a decoder's head: for labels, or else for tokens. A tied model has no head for tokens; it
--- uses the token embedding.
+-- Adds a decoder's head, for labels if the model is a classifier, otherwise for tokens. A tied
+-- model has no head for tokens; it uses the token embedding.
 local function add_head(self, c, std)
   if c.labels then self.score = layers.linear(c.width, c.labels, { bias = false, std = std })
   elseif not c.tied then
@@ -155,8 +155,9 @@ local function add_head(self, c, std)
   end
 end
 
--- A decoder's results from the blocks' output x [B x T x C] for ids. The logits come from its head
--- or, if that is tied, its token embedding. With a cache, they are those of the last token only.
+-- Returns a decoder's results from the output x [B x T x C] of its blocks for ids. The logits come
+-- from the head or, if the head is tied, from the token embedding. With a cache, they are the
+-- logits of the last token only.
 local function logits(self, x, embedding, ids, options)
   local score, head = rawget(self, "score"), rawget(self, "head")
   if score then return results(self, score(at_last_token(self, x, ids)), options) end

@@ -49,8 +49,8 @@ local function left(around, ...)
   return ...
 end
 
--- Ends a checkpointed call that returns these results. The tape keeps the tensors among them and
--- those inside a result that is a table.
+-- Ends a checkpointed call and returns its results, which are the arguments. The tape keeps the
+-- results that are tensors, and the tensors inside results that are tables.
 local function end_checkpoint(...)
   local kept = {}
   for i = 1, select("#", ...) do
@@ -105,7 +105,7 @@ local function path_on_stack()
   return outermost and path_to(outermost, innermost) or "", outermost
 end
 
-local caller = ""       -- the script's line that called the outermost module, in a coroutine
+local caller = ""       -- in a coroutine: the script's line that called the outermost module
 
 -- Returns "file:line: In blocks.3.mlp: message". If Lua code inside engine/nn raised the error,
 -- file:line is the position in the script. If that code indexed a value that is no tensor, such as
@@ -211,7 +211,7 @@ function Module:parameter(key, value, role)
 end
 
 --- Registers a buffer under `key`: a tensor without a gradient, which is saved and loaded with the
---- parameters. The module itself changes it.
+--- parameters. The module itself updates it.
 function Module:buffer(key, value)
   self[key] = value
   self._roles[key] = "buffer"
@@ -219,7 +219,7 @@ end
 
 local only_shapes = false
 
---- A new f32 tensor of zeros for a parameter; set_values(x), if given, then sets its values.
+--- Makes an f32 tensor of zeros for a parameter. set_values(x), if given, then sets its values.
 function M.new_parameter(shape, set_values)
   if only_shapes then
     return tensor.zeros(#shape > 0 and 1 or {}, { keep = false }):expand(shape)
@@ -319,9 +319,9 @@ end
 
 --- Activation checkpointing: less memory for more time, with the same losses and gradients, bit for
 --- bit. The modules that `which` names keep only their results for the backward pass, which runs
---- their operations again, one module at a time. "block": the blocks of a model, which are the
---- modules in each list `blocks`; another string: the modules whose path matches this Lua pattern;
---- false: none. Returns the module.
+--- their operations again, one module at a time. which: "block" for the blocks of a model, which
+--- are the modules in each list `blocks`; a Lua pattern for the modules whose path matches it;
+--- false for none. Returns the module.
 function Module:checkpoint(which)
   if which ~= false and type(which) ~= "string" then
     raise("checkpoint: expected \"block\", a pattern of module paths or false, got %s",
@@ -357,7 +357,7 @@ function Module:state()
   return state
 end
 
--- The reason why `value` cannot be copied into the parameter p, as text, or nil.
+-- Returns the reason why `value` cannot be copied into the parameter p, as text, or nil if it can.
 local function misfit(p, value)
   local expected = tensor.shape_text(p.tensor.shape)
   if value == nil then return "missing: " .. p.name end
@@ -440,7 +440,7 @@ function Module:describe()
   return table.concat(lines, "\n")
 end
 
---- Computes the module's result; a class defines it.
+--- Computes the module's result. Every class defines its own forward.
 function Module.forward(self)
   raise("%s has no forward method", self._class)
 end

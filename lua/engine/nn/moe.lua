@@ -73,7 +73,7 @@ local function route(chosen, experts, k)
   return tokens, back
 end
 
--- Runs the experts on rows [N x C]: the outputs [N k x C] in expert order.
+-- Runs the experts on rows [N x C]. Returns the outputs [N k x C] in expert order.
 local function outputs(self, rows, tokens, counts)
   if self._apart then
     local all = {}
@@ -100,7 +100,8 @@ local function run_experts(self, rows, chosen)
   return y:view(rows:size(1), self.k, self.width), tensor.tensor(share, { keep = false })
 end
 
--- The k largest of each row of chance [N x E], scaled to add up to 1, and their experts from 0.
+-- Returns the k largest probabilities in each row of chance [N x E], scaled to add up to 1, and the
+-- indices (from 0) of their experts.
 local function choose(chance, k)
   local weight, chosen = chance:topk(k)
   return weight / weight:sum(-1, true), chosen

@@ -1,8 +1,8 @@
--- Padding: batches of sequences of unequal length. Each row [T] of a batch holds one sequence,
+-- Padding, for batches of sequences of unequal length. Each row [T] of a batch holds one sequence,
 -- without gaps; the other tokens of the row are padding. Attention runs on each sequence
 -- separately, so that no query attends to padding; all other layers compute padding like any token.
--- A list of spans holds the positions of the sequences. models.lua makes it from a mask,
--- generate.lua from lengths; transformer.lua reads it. Shapes: B rows, T tokens.
+-- A list of spans says where in its row each sequence is. models.lua makes the list from a mask,
+-- generate.lua makes it from lengths, and transformer.lua reads it. Shapes: B rows, T tokens.
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 
@@ -37,7 +37,7 @@ local function new(spans, T)
   return setmetatable(spans, Spans)
 end
 
--- The span of row i of a mask; `row` is its list of numbers.
+-- Returns the span of row i of a mask. `row` is the list of the numbers in this row.
 local function span_of(row, i, name)
   local first, last, count = nil, 0, 0
   for t, value in ipairs(row) do
@@ -53,9 +53,9 @@ local function span_of(row, i, name)
   return { first = first, last = last, position = first }
 end
 
---- The spans for a mask [B x T] of ids [B x T]; the mask is 0 at padding and nonzero at tokens. The
---- position of a token is its index in the row (from 0), as in transformers. A mask that already is
---- a list of spans is returned as it is. Returns nil if there is no mask or no padding.
+--- Returns the spans for a mask [B x T] of the ids [B x T]. The mask is 0 at padding and nonzero at
+--- tokens. The position of a token is its index in the row (from 0), as in transformers. If `mask`
+--- is a list of spans already, returns it unchanged. Returns nil if there is no mask or no padding.
 function M.read(mask, ids, name)
   if mask == nil or getmetatable(mask) == Spans then return mask end
   expect(tensor.is_tensor(mask), mask, "%s: expected mask to be a tensor like the ids", name)
@@ -69,8 +69,8 @@ function M.read(mask, ids, name)
   return spans.place and spans or nil
 end
 
---- The spans of rows with padding at their beginning: row i ends with lengths[i] tokens, and the
---- first of these has the position first[i].
+--- Returns the spans of rows that begin with padding. Row i ends with a sequence of lengths[i]
+--- tokens, whose first token has the position first[i].
 function M.ending_together(lengths, first)
   local T, spans, positions, reach = math.max(unpack(lengths)), {}, {}, 0
   for i, n in ipairs(lengths) do

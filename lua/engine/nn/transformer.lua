@@ -23,8 +23,8 @@ function M.want_heads(name, width, heads, kv_heads)
   end
 end
 
---- T consecutive positions from `first` (by default 0), as an i32 tensor that lives until the step
---- ends.
+--- Returns T consecutive positions from `first` (by default 0), as an i32 tensor that lives until
+--- the step ends.
 function M.positions(T, first)
   first = first or 0
   return tensor.arange(first, first + T - 1, 1, { dtype = "i32", keep = false })
@@ -89,7 +89,8 @@ function Attention:init(width, heads, options)
   self.k_norm = layers.rms_norm(D, { eps = options.qk_norm })
 end
 
--- qkv [B x T x (HD + 2GD)] -> q [B x T x H x D], k and v [B x T x G x D].
+-- Splits qkv [B x T x (HD + 2GD)] into q [B x T x H x D], k and v [B x T x G x D]. Normalizes q and
+-- k if the module has q_norm.
 local function split_heads(self, qkv)
   local B, T = qkv:size()
   local H, G, D = self.heads, self.kv_heads, self.head_width
@@ -99,15 +100,16 @@ local function split_heads(self, qkv)
   return self.q_norm(q), self.k_norm(k), v
 end
 
--- The base of the rotary positions in a batch with positions up to reach - 1.
+-- Returns the base of the rotary positions in a batch with positions up to reach - 1.
 local function dynamic_base(d, reach)
   local stretch = d.factor * math.max(reach, d.length) / d.length - (d.factor - 1)
   return d.base * stretch ^ d.power
 end
 
--- Rotates q and k by their positions, which begin at `position`, or with a cache (generate.lua) at
--- the number of cached tokens. Appends k and v to the cache and returns q and all keys and values.
--- reach: one more than the largest position of the batch; by default, than the last position of q.
+-- Rotates q and k by their positions. Positions begin at `position` or, with a cache
+-- (generate.lua), at the number of cached tokens. Appends k and v to the cache, and returns q and
+-- all keys and values. reach: one more than the largest position of the batch; by default, one more
+-- than the last position of q.
 local function placed(self, q, k, v, cache, position, reach)
   local rope = self.rope
   if rope then
@@ -121,22 +123,22 @@ local function placed(self, q, k, v, cache, position, reach)
   return q, k, v
 end
 
---- on: whether later calls also compute the attention weights, which take_maps() returns.
+--- If `on` is true, later calls also compute the attention weights, which take_maps() returns.
 function Attention:watch_maps(on)
   self.maps_wanted = on or nil
 end
 
---- The attention weights of the last call, [B x H x T x T] in f32, before dropout. A second
---- call returns nil.
+--- Returns the attention weights of the module's last call, [B x H x T x T] in f32, before dropout,
+--- and drops them: a second take_maps() returns nil.
 function Attention:take_maps()
   local maps = rawget(self, "maps")
   rawset(self, "maps", nil)
   return maps
 end
 
--- softmax(q k^T / sqrt(D)) in f32: q [B x T x H x D], k [B x S x G x D] -> [B x G x H/G x T x S],
--- and the scores before the softmax. Query t is at position first + t of the keys. The attention
--- factor multiplies both q and k.
+-- Returns softmax(q k^T / sqrt(D)) in f32: q [B x T x H x D], k [B x S x G x D] -> [B x G x H/G x T
+-- x S], and the scores before the softmax. Query t is at position first + t of the keys (both from
+-- 0). The attention factor multiplies both q and k.
 local function attention_weights(self, q, k, first)
   local B, T, H, D = q:size()
   local S, G, window = k:size(2), self.kv_heads, self.window
@@ -150,9 +152,9 @@ local function attention_weights(self, q, k, first)
   return scores:softmax(), scores
 end
 
--- Attention with the weights stored as a tensor, for dropout and windows: q [B x T x H x D], k and
--- v [B x S x G x D] -> [B x T x H x D], and with watch_logits the largest scores [B x H x T].
--- first: as in attention_weights.
+-- Computes attention with the weights stored as a tensor, for dropout and windows: q [B x T x H x
+-- D], k and v [B x S x G x D] -> [B x T x H x D]. With watch_logits, also returns the largest score
+-- of each row, [B x H x T]. first: as in attention_weights.
 local function explicit_attention(self, q, k, v, first)
   local B, T, H, D = q:size()
   local S, G, weights, scores = k:size(2), self.kv_heads, attention_weights(self, q, k, first)
@@ -162,8 +164,8 @@ local function explicit_attention(self, q, k, v, first)
     self.watch_logits and scores:detach():max(-1):view(B, H, T)
 end
 
--- explicit_attention in blocks of `window` queries (without a window, in one block). A block reads
--- only the keys that its queries can see.
+-- Runs explicit_attention in blocks of `window` queries (without a window, in one block). A block
+-- reads only the keys that its queries can see.
 local function windowed_attention(self, q, k, v)
   local T, S, parts, logits = q:size(2), k:size(2), {}, {}
   local window = self.window or T
@@ -179,8 +181,8 @@ local function windowed_attention(self, q, k, v)
     self.watch_logits and { logits = tensor.concat(logits, 3) } or {}
 end
 
--- softmax(q k^T / sqrt(D)) v: q [B x T x H x D], k and v [B x S x G x D] -> [B x T x H x D], and
--- the watched statistics, { entropy = [B x H x T] } or { logits = [B x H x T] }.
+-- Returns softmax(q k^T / sqrt(D)) v: q [B x T x H x D], k and v [B x S x G x D] -> [B x T x H x
+-- D], and the watched statistics, { entropy = [B x H x T] } or { logits = [B x H x T] }.
 local function attend(self, q, k, v)
   if rawget(self, "maps_wanted") then
     local B, T, S = q:size(1), q:size(2), k:size(2)
@@ -196,7 +198,8 @@ local function attend(self, q, k, v)
   return y, { [self.watch_entropy and "entropy" or "logits"] = row }
 end
 
--- Attention for all rows of a batch, or with spans (padding.lua) for each sequence by itself.
+-- Computes attention for all rows of a batch together or, with spans (padding.lua), for each
+-- sequence by itself.
 local function attend_rows(self, q, k, v)
   local spans, caches = rawget(self, "spans"), rawget(self, "caches") or {}
   if not spans then
@@ -244,8 +247,8 @@ end
 function MLP:forward(x) return fuse.gelu_mlp(x, self.up, self.form, self.down) end
 M.mlp = MLP
 
---- Feed-forward with SwiGLU, silu(gate(x)) * up(x) and then down: nn.swiglu(width, hidden
---- [, { bias = false, std, out_std }]), x [.. x C] -> [.. x C].
+--- Feed-forward with SwiGLU, down(silu(gate(x)) * up(x)): nn.swiglu(width, hidden [, { bias =
+--- false, std, out_std }]), x [.. x C] -> [.. x C].
 local SwiGLU = class("swiglu")
 function SwiGLU:init(width, hidden, options)
   options = tensor.read_named(options, "nn.swiglu", FEED_FORWARD)
