@@ -23,13 +23,13 @@ M.span = 1000
 local NARROW = 230              -- width of a panel on a phone, pixels
 local GLYPH = 6.6               -- width of a character, pixels
 
--- Replaces the characters that HTML reserves by entities.
+-- Replaces the characters that HTML reserves with entities.
 function M.entities(text)
   return (text:gsub("[&<>\"']", { ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;",
     ['"'] = "&quot;", ["'"] = "&#39;" }))
 end
 
--- Text of unknown origin, made safe for a page.
+-- Makes text of unknown origin safe for a page.
 local function escape(text) return M.entities(show.shown(text, true)) end
 M.escape = escape
 
@@ -63,11 +63,12 @@ function M.scale(x)
   return M.number(x)
 end
 
--- Ticks { value, text } of an axis from low to high. With `log` (a base), low and high are
--- logarithms.
+-- Returns the ticks { value, text } of an axis from low to high. With `log` (a base), low and high
+-- are logarithms.
 local function ticks(low, high, log, n)
   local list = {}
-  -- ticks at round numbers, where fewer than two powers fit or the range is hardly wider than one
+  -- if fewer than two powers fit, or the range is hardly wider than one power, ticks are at round
+  -- numbers
   if log and (high - low < 1.2 or math.floor(high) <= math.ceil(low)) then
     for _, t in ipairs(ticks(log ^ low, log ^ high, nil, n)) do
       if t[1] > 0 then list[#list + 1] = { math.log(t[1]) / math.log(log), t[2] } end
@@ -95,9 +96,9 @@ end
 
 local function f(x) return (("%.1f"):format(x):gsub("%.0$", "")) end
 
---- The axis of steps of a run, as { first, last, span, place = function(step) -> 0 to span }. A
---- single step is in the middle. c.places, if given: names of the positions; c.unit: a name of the
---- axis other than "step".
+--- Returns the axis of steps of a run, as { first, last, span, place = function(step) -> 0 to
+--- span }. A single step is in the middle. c.places: names of the positions, or nil; c.unit: the
+--- name of the axis, or nil for "step".
 function M.axis(c, span)
   local first, last = c.first or 0, c.last or 1
   span = span or M.span
@@ -109,13 +110,14 @@ function M.axis(c, span)
   return axis
 end
 
---- A text at x (0 to 1) and y (pixels) in a panel, moved by dx, dy pixels.
+--- Returns the SVG of a text at x (0 to 1) and y (pixels) in a panel, moved by dx, dy pixels.
 function M.text(class, x, y, dx, dy, anchor, text)
   return ('<text class="%s" x="%s%%" y="%s" dx="%s" dy="%s" text-anchor="%s">%s</text>'):format(
     class, f(100 * x), f(y), f(dx), f(dy), anchor, text)
 end
 
---- Grid lines of the x axis and their labels (steps or names), for a panel of `height` pixels.
+--- Returns the SVG of the x axis's grid lines and of their labels (steps or names), for a panel of
+--- `height` pixels.
 function M.x_axis(axis, height)
   local paths, texts, list = {}, {}, {}
   local places = axis.places or {}
@@ -139,8 +141,8 @@ function M.x_axis(axis, height)
   return table.concat(paths), table.concat(texts)
 end
 
---- The shapes and texts of a panel as one SVG; `place`: its attributes x, y, width in a file, ""
---- in a page.
+--- Returns the shapes and texts of a panel as one SVG. `place`: the attributes x, y and width of
+--- this SVG in a file, "" in a page.
 function M.area(span, height, paths, texts, place, behind)
   return ('<svg class="area" %s height="%s" overflow="visible">%s<svg class="shapes" ' ..
     'viewBox="0 0 %s %s" width="100%%" height="%s" preserveAspectRatio="none" ' ..
@@ -154,8 +156,8 @@ local function scaled(x, log)
   return x > 0 and math.log(x) / math.log(log) or nil
 end
 
--- A list of { low, mean, high } of a series for each column of the picture, in the units of the
--- axis; nil entries for a column without values.
+-- Returns a list with the { low, mean, high } of a series for each column of the picture, in the
+-- units of the axis. The numbers of a column without values are nil.
 local function values_of(c, series, log)
   local v, list = c[series.column], {}
   for i = 1, #c.x do
@@ -165,8 +167,8 @@ local function values_of(c, series, log)
   return list
 end
 
--- The SVG path of the line through the values of a series, the path of dots at values without a
--- neighbour, and whether the series is a single dot.
+-- Returns the SVG path of the line through the values of a series, the path of dots at values with
+-- no value on either side, and whether the series is a single dot.
 local function line_path(c, list, axis, place, hold, join)
   local line, dots, started = {}, {}, false
   local before
@@ -269,7 +271,7 @@ local function draw_marks(list, axis, height, paths, texts)
     end
   end
   table.sort(lines, function(a, b) return a[1] < b[1] end)
-  local ends = { 0, 0 }                      -- where the last label ends: narrow, wide page
+  local ends = { 0, 0 }                      -- the last label's end: narrow page, wide page
   for _, line in ipairs(lines) do
     local x, size = axis.place(line[1]) / axis.span, #line[2] * GLYPH + 8
     paths[#paths + 1] = ('<path class="event" d="M%s 0V%s"><title>%s</title></path>'):format(
@@ -290,7 +292,7 @@ local function draw_marks(list, axis, height, paths, texts)
   return #lines > 0
 end
 
---- A panel: { paths, texts, top, height }; nil when there is nothing to draw.
+--- Draws a panel. Returns { paths, texts, top, height }, or nil if there is nothing to draw.
 function M.body(o)
   local c, axis = o.c, o.axis or M.axis(o.c)
   local lists = {}
@@ -351,7 +353,8 @@ function M.style_of(i)
   return "s" .. colour .. (dash ~= colour and " d" .. dash or "")
 end
 
---- The legend of a panel: { { shape =, text = } ... }, where shape is SVG of 24 x 12 pixels.
+--- Returns the legend of a panel, { { shape =, text = } ... }, where shape is SVG of 24 x 12
+--- pixels.
 function M.legend(o)
   local list = {}
   for i, s in ipairs(#o.series > 1 and o.series or {}) do
@@ -369,7 +372,7 @@ end
 
 local DASHES = { "none", "9 5", "3 4", "12 4 3 4", "6 6", "2 6" }
 
-M.series = #DASHES              -- line styles
+M.series = #DASHES              -- number of line styles
 
 local function lines_style()
   local lines = {}
@@ -381,7 +384,7 @@ local function lines_style()
   return ".line.s1{stroke-linecap:round}" .. table.concat(lines, "\n")
 end
 
---- CSS for what body() draws; the page defines the variables.
+--- The CSS for what body() draws. The page defines its variables, the colours and fonts.
 M.style = [[
 .grid{stroke:var(--grid);fill:none}.frame{stroke:var(--axis);fill:none}
 svg.shapes path,path.line,path.mark,path.event{vector-effect:non-scaling-stroke}
@@ -400,8 +403,8 @@ text.limit,text.event{paint-order:stroke;stroke:var(--card,var(--back));stroke-w
 stroke-dasharray:none;stroke-linejoin:round}
 @media(max-width:600px){text.wide{display:none}}]]
 
--- The colours of Okabe and Ito, which remain distinguishable with red-green colour blindness;
--- darker on light pages, so that lines have a contrast of 3:1 and texts one of 4.5:1.
+-- The colours of Okabe and Ito, which remain distinguishable with red-green colour blindness. They
+-- are darker on light pages, so that lines have a contrast of 3:1 and texts one of 4.5:1.
 M.light = [[--back:#fff;--text:#1d2433;--muted:#5c6576;--grid:#eceff4;--axis:#8a93a3;--bad:#c4261a;
 --event:#6d4aed;
 --c1:#0072b2;--c2:#d55e00;--c3:#008a64;--c4:#b3578c;--c5:#9a6a00;--c6:#3d4654]]
@@ -417,7 +420,7 @@ function M.plain_style(i)
   return M.light:match("--c" .. colour .. ":(#%x+)"), lengths
 end
 
--- Panels below each other, `width` pixels wide; returns SVG and its height.
+-- Draws panels below each other, `width` pixels wide. Returns the SVG and its height.
 local function layout(title, panels, width)
   local span = width - M.left - M.right
   local out, y = { ('<text class="head" x="12" y="28">%s</text>'):format(escape(show.cut(title,
@@ -452,8 +455,8 @@ end
 
 local WIDE, SLIM = 1000, 390
 
---- A whole SVG file of several panels, with a title. Without `width` (pixels) it is 1000 wide, and
---- has a second layout, which a browser shows when it opens the file in a narrow window.
+--- Returns the text of an SVG file with a title and several panels. Without `width` (pixels), the
+--- picture is 1000 wide and has a second layout, which a browser shows in a narrow window.
 function M.file(title, panels, width)
   local function drawn(class, pixels)
     local body, height = layout(title, panels, pixels)

@@ -32,14 +32,14 @@ end
 
 -- ------------------------------------------------------------------ in the terminal
 
--- A paired difference as { mean, interval, words }.
+-- Describes a paired difference in three texts, { mean, interval, words }.
 local function difference(d, factor)
   local mean = d.mean * factor
   if mean == 0 and d.spread == 0 then return { "0", "-", "equal in every pair" } end
   if d.n == 1 then return { ("%+.3g"):format(mean), "-", "one pair: no interval" } end
   local low, high = d.low * factor, d.high * factor
   local form = "%+.4g"
-  if high > low then        -- as many decimals as show two digits of the half-width
+  if high > low then        -- enough decimals for two digits of the half-width
     local places = 1 - math.floor(math.log10((high - low) / 2))
     form = "%+." .. math.max(0, math.min(9, places)) .. "f"
   end
@@ -82,7 +82,7 @@ local function add_failures(lines, row)
   end
 end
 
---- The tables, and the reasons of failed runs, as text.
+--- Returns the tables, and the reasons why runs failed, as text.
 function M.text(contest, results)
   local heads = { "policy", "finished" }
   for _, name in ipairs(contests.NAMES) do heads[#heads + 1] = HEAD[name][1] end
@@ -108,7 +108,7 @@ end
 
 local COLUMNS = { "policy", "seed", "run", "exit", "ended", "steps", unpack(contests.NAMES) }
 
---- CSV: a line for each run. A missing number is empty.
+--- Returns CSV with a line for each run. The cell of a missing number is empty.
 function M.csv(contest)
   local lines = { table.concat(COLUMNS, ",") }
   for _, run in ipairs(contest.runs) do
@@ -122,15 +122,15 @@ function M.csv(contest)
   return table.concat(lines, "\n") .. "\n"
 end
 
--- The named fields of a table; a missing field is null.
+-- Returns the named fields of a table; a missing field is null.
 local function fields_of(from, names)
   local fields = {}
   for _, name in ipairs(names) do fields[name] = from[name] or json.null end
   return fields
 end
 
---- One JSON object: { script, settings, seeds, policies = [{ policy, runs, NAME = { n, mean,
---- spread, difference = { n, mean, spread, low, high } or null } }] }.
+--- Returns one JSON object: { script, settings, seeds, policies = [{ policy, runs, NAME = { n,
+--- mean, spread, difference = { n, mean, spread, low, high } or null } }] }.
 function M.json(contest, results)
   local policies = {}
   for i, row in ipairs(results) do
@@ -164,8 +164,8 @@ local function tex(text)
   return (show.shown(text):gsub("[\\~^#$%%&_{}]", function(c) return TEX[c] or "\\" .. c end))
 end
 
---- A LaTeX table for the package booktabs: the numbers of each policy, and the difference of its
---- loss from the first policy's.
+--- Returns a LaTeX table for the package booktabs. It has the numbers of each policy, and the
+--- difference of its loss from the loss of the first policy.
 function M.latex(contest, results)
   local lines = { ("%% engine contest %s seeds=%d; \\usepackage{booktabs}"):format(
     show.shown(job_text(contest)), contest.seeds),
@@ -196,8 +196,8 @@ end
 local POINTS = 150      -- more would show the noise of single batches
 local NAMES, MEANS = { "loss", "scale" }, { "mean and standard deviation", "geometric mean" }
 
--- Panels of loss and loss scale over the steps, a curve for each policy. nil if no run has
--- finished.
+-- Returns panels of loss and loss scale over the steps, with a curve for each policy, or nil if no
+-- run has finished.
 local function panels_of(contest)
   local paths, policies = {}, {}
   for _, run in ipairs(contest.runs) do
@@ -217,16 +217,16 @@ local function panels_of(contest)
   return panels
 end
 
---- Writes the figure to options.svg and options.png; raises if nothing can be drawn.
+--- Writes the figure to options.svg and options.png. Raises an error if no run has finished.
 function M.draw(contest, options)
   local panels = panels_of(contest)
   if not panels then error("no run has finished, so there is nothing to draw", 0) end
-  local one = #contest.policies == 1 and contest.policies[1] .. ", " or ""   -- there is no legend
+  local one = #contest.policies == 1 and contest.policies[1] .. ", " or ""   -- one curve: no legend
   local title = show.cut(contest.path:match("([^/]+)/*$") .. ": " .. one .. job_text(contest), 90)
   views.write(title, panels, options)
 end
 
---- The figure for the terminal, or nil.
+--- Returns the figure as text for the terminal, or nil if no run has finished.
 function M.figure(contest)
   local panels = panels_of(contest)
   local width = math.min(require("engine.base.machine").terminal(1) or 80, 120)

@@ -7,8 +7,8 @@ local history = require "engine.run.history"
 
 local M = {}
 
--- Columns in the order of the file. Kinds: r real (NULL stands for NaN), o real or NULL, i whole, b
--- boolean, t text.
+-- The columns { name, kind } in the order of the file. Kinds: r real (NULL stands for NaN), o real
+-- or missing (NULL), i whole, b boolean, t text.
 local COLUMNS = {
   { "step", "i" }, { "attempt", "i" }, { "updates", "i" }, { "loss", "r" }, { "lr", "r" },
   { "scale", "r" }, { "next_scale", "r" }, { "action", "t" },
@@ -36,7 +36,7 @@ local function each_step(h, visit)
 end
 
 -- The meters of an FP8 layer, by their names in a file.
-local METERS = { unpack(history.meters, 1, 8) }             -- without count and those of replays
+local METERS = { unpack(history.meters, 1, 8) }             -- leaves out count and replays' meters
 
 -- Returns the names "layer:role" of FP8 meters in the model's order, and a function(step) that
 -- returns { [name] = row }, or nil for a step without meters.
@@ -63,10 +63,10 @@ local function csv_text(text)
 end
 M.csv_text = csv_text
 
---- CSV (RFC 4180): a header and a line for each step. nan, inf and -inf are spelled as Python and
---- pandas read them; a missing value is empty. A signal has the column signals.NAME, a log the
---- column log.NAME, and a meter of an FP8 layer the column fp8.LAYER:ROLE.NAME, filled at measured
---- steps.
+--- Writes CSV (RFC 4180): a header and a line for each step. nan, inf and -inf are spelled as
+--- Python and pandas read them; a missing value is empty. A signal has the column signals.NAME, a
+--- log the column log.NAME, and a meter of an FP8 layer the column fp8.LAYER:ROLE.NAME, filled at
+--- measured steps.
 function M.csv(h, path)
   return files.write(path, function(put)
     local names = {}
@@ -106,9 +106,9 @@ function M.csv(h, path)
   end)
 end
 
---- JSON Lines: an object for each step. Infinities and NaN are strings, as in log=json; a missing
---- value is null. "signals" holds the script's current signals, if any; "log" the numbers that the
---- policy has logged; "fp8" the meters of a measured step, by "layer:role".
+--- Writes JSON Lines: an object for each step. Infinities and NaN are strings, as in log=json; a
+--- missing value is null. "signals" holds the script's current signals, if any; "log" the numbers
+--- that the policy has logged; "fp8" the meters of a measured step, by "layer:role".
 function M.jsonl(h, path)
   local _, meters_at = fp8_of(h)
   return files.write(path, function(put)
@@ -142,9 +142,10 @@ end
 
 local HISTOGRAMS = 200           -- layers.each visits at most four times this many steps
 
---- Event files for TensorBoard: numbers of each step (with options.every = n, of every n-th step
---- and all overflows), histograms of the layers' stored gradients for steps with statistics, and
---- policies, settings and events as text. Returns the number of steps and the path.
+--- Writes event files for TensorBoard. They hold the numbers of each step (with options.every = n,
+--- of every n-th step and of all overflows), histograms of the layers' stored gradients for steps
+--- with statistics, and policies, settings and events as text. Returns the number of steps and the
+--- path.
 function M.tensorboard(h, dir, options)
   local every = options and options.every or 1
   local tensorboard, layers = require "engine.run.tensorboard", require "engine.report.layers"

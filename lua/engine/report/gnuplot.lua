@@ -1,5 +1,5 @@
--- Curves as PNG through gnuplot, a program that may not be installed. Called by views.lua;
--- cli/contest.lua checks beforehand that it is installed.
+-- Draws curves as PNG with gnuplot, a program that may not be installed. Called by views.lua;
+-- cli/contest.lua checks beforehand that gnuplot is installed.
 local chart = require "engine.report.chart"
 local files = require "engine.base.file"
 local process = require "engine.base.process"
@@ -8,7 +8,7 @@ local show = require "engine.base.show"
 local M = {}
 local exact = show.exact
 
--- A text as a string of gnuplot in single quotes, in which '' stands for one quote.
+-- Quotes a text for gnuplot in single quotes, in which '' stands for one quote.
 local function plain(text)
   return "'" .. show.shown(text):gsub("'", "''"):gsub("[\n\\]", " ") .. "'"
 end
@@ -47,7 +47,8 @@ local function draw_marks(say, marks)
   return drawn
 end
 
--- Writes the data of a series; returns the plot commands of its band and line (none if empty).
+-- Writes the data of a series; returns the plot commands of its band and line (an empty list if
+-- there is nothing to draw).
 local function draw_series(say, panel, i)
   local c, s = panel.c, panel.series[i]
   local v, any = c[s.column], false
@@ -94,7 +95,7 @@ local function draw(say, panel)
   say("unset arrow")
 end
 
---- Raises if gnuplot is not installed.
+--- Raises an error if gnuplot is not installed.
 function M.need()
   if not M.installed() then
     error("--png draws through gnuplot, which is not installed; hint: apt-get install " ..
@@ -102,8 +103,8 @@ function M.need()
   end
 end
 
---- Writes a PNG of the panels that chart.file draws. options: width, height (dots). Raises if
---- gnuplot is missing or fails.
+--- Writes a PNG of the panels that chart.file draws. options: width, height (pixels). Raises an
+--- error if gnuplot is missing or fails.
 function M.png(path, title, panels, options)
   M.need()
   local width, height = options.width or 1200, options.height or 120 + 260 * #panels

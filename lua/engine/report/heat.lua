@@ -1,11 +1,11 @@
--- A table of numbers as shades in the terminal, in colour where the terminal has it, otherwise as
--- characters.
+-- Draws a table of numbers as shades in the terminal: as colours if the terminal has them,
+-- otherwise as characters.
 --   print(heat.draw { title =, rows = { { label =, cells = { 0.3, nil, "bad", ... }, note = } },
 --     columns = n, wide = 1, axis = { [3] = "2^-14" }, low = "text", high = "text", bad = true,
 --     none = "nothing recorded", width = 80 })
 -- A cell is a number from 0 to 1, nil (blank), or "bad" (inf or nan). axis: labels below columns.
--- low, high: the legend's texts for 0 and 1. none: its text for blank cells. bad: whether it shows
--- the mark of "bad" cells. Used by views.lua; plot.lua uses only style().
+-- low, high: the legend's texts for 0 and 1. none: the legend's text for blank cells. bad: whether
+-- the legend shows the mark of "bad" cells. Used by views.lua; plot.lua uses only style().
 local machine = require "engine.base.machine"
 local show = require "engine.base.show"
 
@@ -20,7 +20,7 @@ local BAD = 160
 
 local function clamp(v) return math.max(0, math.min(1, v)) end
 
---- "colour", "shades" or "ascii": the best this terminal can show.
+--- Returns the best style that this terminal can show: "colour", "shades" or "ascii".
 function M.style()
   if machine.ascii() then return "ascii" end
   return machine.terminal(1) and not os.getenv("NO_COLOR")
@@ -48,8 +48,8 @@ local function ramp_text(style)
   return table.concat(parts)
 end
 
--- A row of ticks, and below it the labels of the columns. Leaves out labels that would touch the
--- one before.
+-- Returns a row of ticks and, below it, the labels of the columns. Leaves out a label that would
+-- touch the label before it.
 local function axis_lines(options, margin)
   local total = options.columns * options.wide
   local ticks, texts, taken = {}, {}, 0

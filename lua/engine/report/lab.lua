@@ -31,8 +31,8 @@ end
 --- Mean and standard deviation of a list; the deviation of a single number is 0.
 M.mean = require("engine.base.statistics").mean_and_spread
 
---- "0.3918 +- 0.0012" from a list of numbers, each printed by `format`; for a single number, only
---- that number.
+--- Returns the mean and the standard deviation of a list as text, such as "0.3918 +- 0.0012", both
+--- printed with `format`. For a single number, returns only that number.
 function M.mean_text(list, format)
   local mean, spread = M.mean(list)
   if #list < 2 then return format:format(mean) end
@@ -50,9 +50,9 @@ local VERBS = { "follows", "carries", "remembers", "divides", "crosses", "measur
   "doubles", "waits for", "looks at" }
 local ENDS = { ".\n", ". ", ". ", ". ", "; ", ", and " }
 
---- A text of about `bytes` bytes, the same on every machine. Its sentences follow a small grammar,
---- and some words are more common than others, so that a model has something to learn. For examples
---- whose figures must be reproducible. Another `seed` gives other sentences.
+--- Returns a text of about `bytes` bytes, the same on every machine. Its sentences follow a small
+--- grammar, and some words are more common than others, so that a model has something to learn. For
+--- examples whose figures must be reproducible. Another `seed` gives other sentences.
 function M.text(bytes, seed)
   local state = (seed or 1) * 2654435769 % 2 ^ 32
   local function draw(n)
@@ -76,8 +76,8 @@ function M.text(bytes, seed)
   return table.concat(parts)
 end
 
---- The text to train on: the file at `path` or, if that is empty, generated text of about `bytes`
---- bytes.
+--- Returns the text to train on: the content of the file `path` or, if `path` is "", generated text
+--- of about `bytes` bytes.
 function M.corpus(path, bytes)
   if path == "" then return M.text(bytes) end
   local file, why = io.open(path, "rb")

@@ -20,11 +20,11 @@ local C, ffi = M_ffi.C, M_ffi.ffi
 
 local M = {}
 
-local ROWS = 2                -- rows read for a column, and as many further rows with overflow
+local ROWS = 2                -- rows read for a column; up to as many more are read at overflows
 
---- The rows of a picture, by default one for each layer. Returns { [id] = row } for each parameter
---- id (from 0), where rows count from 1, and the rows' names. With options.tensors, every tensor
---- has its own row; with options.only, every tensor whose name contains this text.
+--- Chooses the rows of a picture, by default one for each layer. Returns { [id] = row }, the row
+--- (from 1) of each parameter by its id (from 0), and the names of the rows. With options.tensors,
+--- every tensor has its own row; with options.only, every tensor whose name contains this text.
 function M.rows(h, options)
   local list = h:parameters()
   local row_of, names = {}, {}
@@ -52,8 +52,8 @@ function M.rows(h, options)
   return row_of, groups
 end
 
--- Sets result.format, .formats and .formats_text. Returns the largest number of each parameter's
--- format, by id.
+-- Sets result.format, .formats and .formats_text. Returns { [id] = the largest number of the
+-- parameter's format }.
 local function add_formats(h, result, row_of)
   local limits, known, seen, total, main = {}, {}, {}, 0, nil
   for k = 1, #result.names do known[k] = {} end
@@ -112,9 +112,9 @@ local function each_row(h, first, last, width, points, visit)
   end
 end
 
---- The first and last exponent of a picture of histograms: the range of exponents that occur,
---- extended to an end of the format's normal range that is less than 24 exponents away. nil without
---- a nonzero element.
+--- Returns the first and last exponent of a picture of histograms: the range of exponents that
+--- occur, extended to each end of the format's normal range that is less than 24 exponents away.
+--- Returns nil if there is no nonzero element.
 function M.exponents(hists, format)
   local least, most = math.huge, -math.huge
   for _, hist in ipairs(hists) do
@@ -152,8 +152,9 @@ function M.each(h, points, visit)
     function(_, ...) visit(...) end)
 end
 
---- See the top of the file. options: points (120), only and tensors (as in M.rows), from and to
---- (steps), hists (false: no exponents).
+--- Reads the statistics of each layer. The top of the file describes the result. options: points
+--- (120), only and tensors (as in M.rows), from and to (steps), hists (false: leaves out the
+--- histograms).
 function M.read(h, options)
   local row_of, names = M.rows(h, options)
   local result = { names = names, x = {}, cells = {}, hists = {}, rows = 0, steps = {},

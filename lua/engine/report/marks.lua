@@ -29,14 +29,15 @@ local function add(list, mark)
   return list
 end
 
---- The overflows of curves.read's or compare.read's result as a list of one mark, or an empty list.
+--- Returns the overflows in c, a result of curves.read or compare.read, as a list of one mark, or
+--- an empty list if there are none.
 function M.overflows(c, name)
   local at, count = curves.marks(c)
   return add({}, { kind = "overflow", name = name or "overflow", symbol = "x", at = at,
     count = count })
 end
 
---- See the top of the file.
+--- Returns the marks of a run; the top of the file describes them.
 function M.read(h, c)
   if not c.first then return {} end
   local list = M.overflows(c)

@@ -11,7 +11,7 @@
 --            and high are the edges of a curve's band. Curves differ in colour and dashes; where
 --            the terminal has no colour, each is drawn with its own letter. Values may be missing.
 --            plot.legend names the curves.
---   sparse   true: values may be missing, and the title does not count those left out
+--   sparse   true: values may be missing, and the title does not count the missing ones
 --   log      10 or 2: a logarithmic y axis; values that are not positive are left out
 --   marks    x values to mark below the curve; mark_count: the number of marks for the legend, if
 --            the list leaves some out
@@ -29,8 +29,8 @@ local plot = {}
 
 local MOST = 2000          -- the largest width or height, in characters
 
---- Raises unless the sizes in a table of options can be drawn. name: of the function, for the
---- message; most: the largest size (2000).
+--- Raises an error unless the sizes in a table of options can be drawn. name: the name of the
+--- function, for the message; most: the largest size (2000).
 function plot.check_sizes(options, name, most)
   M_ffi.expect(type(options) == "table", options, "%s: expected a table of options", name)
   for _, size in ipairs { "width", "height", "points" } do
@@ -42,7 +42,7 @@ function plot.check_sizes(options, name, most)
 end
 
 local FIRST_BRAILLE = 0x2800
--- Bit of the dot in column 0..1, row 0..3 of a character.
+-- dots[column][row]: the bit of the dot in column 0 or 1 and row 0 to 3 of a braille character.
 local dots = { [0] = { [0] = 0x01, 0x02, 0x04, 0x40 }, { [0] = 0x08, 0x10, 0x20, 0x80 } }
 
 local function braille(bits)
@@ -55,7 +55,7 @@ local function finite(x)
   return type(x) == "number" and x == x and x ~= math.huge and x ~= -math.huge
 end
 
---- A number in a few digits, as the axes show it.
+--- Returns a number as text in a few digits, as the axes show it.
 local function number_text(x)
   if x == 0 then return "0" end
   local size = math.abs(x)
@@ -72,7 +72,7 @@ local function label(value, log)
   return number_text(log ^ value)
 end
 
---- A round step (1, 2 or 5 times a power of ten) that divides `span` into about `n` parts.
+--- Returns a round step (1, 2 or 5 times a power of ten) that divides `span` into about `n` parts.
 function plot.round_step(span, n)
   local raw = span / n
   local power = 10 ^ math.floor(math.log10(raw))
@@ -121,7 +121,7 @@ local DASHES = { { 1, 0 }, { 6, 3 }, { 2, 2 }, { 10, 3 }, { 4, 4 }, { 1, 2 } }
 local EDGE = { 1, 4 }                -- dashes of a band's edges
 
 -- Sets the dots of a curve in a grid of `columns` x `rows` characters: grid[row][column] = bits.
--- range: of the axes (ranges_of).
+-- range: the ranges of the axes, from ranges_of.
 local function rasterise(points, columns, rows, range, dash)
   local grid, count = {}, -1
   for row = 1, rows do grid[row] = {} end
@@ -154,7 +154,7 @@ local function rasterise(points, columns, rows, range, dash)
   return grid
 end
 
--- A row of the grid as text. A cell is a bit mask of Braille dots, a string, or nil.
+-- Returns a row of the grid as text. A cell is a bit mask of Braille dots, a string, or nil.
 local function row_text(row, columns, ascii)
   local parts = {}
   for column = 1, columns do
@@ -168,7 +168,8 @@ end
 -- Colours of the 256-colour palette: near those of chart.lua, readable on light and dark terminals.
 local COLOURS = { 32, 172, 36, 169, 136, 245 }
 
---- The colour and the dashes, 1 to 6 each, of curve i. 36 combinations.
+--- Returns the colour and the dashes of curve i, each a number from 1 to 6. There are 36
+--- combinations.
 function plot.style(i)
   local turn = math.floor((i - 1) / 6)
   return (i - 1) % 6 + 1, (i - 1 + turn) % 6 + 1
@@ -179,9 +180,9 @@ local function coloured(i, text)
   return ("\27[38;5;%dm%s\27[0m"):format(COLOURS[plot.style(i)], text)
 end
 
--- Several curves as one grid of texts. In colour, a cell that several curves share has the dots of
--- all these curves and the colour of the last. Without colour, curves are letters, a shared cell is
--- a *, and the edges of bands are periods.
+-- Merges several curves into one grid of texts. In colour, a cell that several curves share has the
+-- dots of all these curves and the colour of the last. Without colour, curves are letters, a shared
+-- cell is a *, and the edges of bands are periods.
 local function merged(curves, grids, edges, colour)
   local grid = {}
   for row = 1, #grids[1] do
@@ -209,7 +210,7 @@ end
 -- Whether curves are drawn in colour; otherwise as letters.
 local function in_colour() return require("engine.report.heat").style() == "colour" end
 
---- The legend of `curves`: a line for each, with its sample and its name.
+--- Returns the legend of `curves`: for each curve a line with a sample and its name.
 function plot.legend(curves, width)
   local lines, colour = {}, in_colour()
   for i, curve in ipairs(curves) do
@@ -226,7 +227,7 @@ function plot.legend(curves, width)
   return table.concat(lines, "\n")
 end
 
--- Labels of the y axis by row, and their width.
+-- Returns the labels of the y axis by row, and their width.
 local function y_labels(rows, range, log)
   local y_low, y_high, labels, width = range.y_low, range.y_high, {}, 0
   local function put(row, value)
@@ -249,14 +250,14 @@ local function y_labels(rows, range, log)
   return labels, width
 end
 
--- An x as a label. Steps are written in full: 1000000, not 1e6.
+-- Returns an x as a label. Steps are written in full: 1000000, not 1e6.
 local function x_text(x, span)
   if span >= 10 and math.abs(x) < 1e10 then return ("%.0f"):format(x) end
   return number_text(x)
 end
 
--- Labels of the first, middle and last x. The middle is left out if it is between two steps. A
--- single x has its label in the middle.
+-- Returns a row of labels for the first, middle and last x. The middle is left out if it is between
+-- two steps. The label of a single x is in the middle.
 local function x_axis(columns, range, name)
   local x_low, x_high, span = range.x_low, range.x_high, range.x_high - range.x_low
   local prefix = name and name .. " " or ""
@@ -275,7 +276,7 @@ local function x_axis(columns, range, name)
   return left .. (" "):rep(before) .. middle .. (" "):rep(math.max(1, gap - before)) .. right
 end
 
--- A row with a symbol in every column that holds a marked x, or nil.
+-- Returns a row with a symbol in every column that holds a marked x, or nil if there is none.
 local function mark_row(marks, columns, range, symbol)
   local cells, any, low, high = {}, false, range.x_low, range.x_high
   for column = 1, columns do cells[column] = " " end
@@ -290,9 +291,9 @@ end
 
 plot.number_text = number_text
 
--- The points of curves. Returns a list with the strokes of each curve, a list with the outline of
--- each curve's band, one list of all points, and the number of values of the last curve that cannot
--- be drawn.
+-- Collects the points of curves. Returns a list with the strokes of each curve, a list with the
+-- outline of each curve's band, one list of all points, and the number of values of the last curve
+-- that cannot be drawn.
 local function gather(options, curves)
   local strokes, edges, all, left_out = {}, {}, {}, 0
   for k, curve in ipairs(curves) do
@@ -307,12 +308,12 @@ local function gather(options, curves)
   return strokes, edges, all, left_out
 end
 
--- The ranges of the axes: { x_low, x_high, y_low, y_high, one = the only x, or nil }.
+-- Returns the ranges of the axes: { x_low, x_high, y_low, y_high, one = the only x, or nil }.
 local function ranges_of(options, points)
   local x_low, x_high = range_of(points, 1)
   x_low, x_high = math.min(options.x_low or x_low, x_low),
     math.max(options.x_high or x_high, x_high)
-  -- the axis also spans the points left out
+  -- the axis also spans the points that cannot be drawn
   for _, x in ipairs(options.x or {}) do
     if x - x == 0 then x_low, x_high = math.min(x_low, x), math.max(x_high, x) end
   end
@@ -327,7 +328,7 @@ local function ranges_of(options, points)
   return { x_low = x_low, x_high = x_high, y_low = y_low, y_high = y_high, one = one }
 end
 
--- The text below the axis: rows of marks, the axis's labels, and the legend of the marks.
+-- Returns the text below the axis: rows of marks, the axis's labels, and the legend of the marks.
 local function below_axis(options, columns, range, ascii)
   local lines, legend = {}, {}
   local function mark(at, symbol, name, count)
@@ -392,7 +393,8 @@ end
 --- overflow }; rows.overflows: the number of overflows, if the rows hold only some of the steps.
 function plot.run(rows, options)
   if type(rows) ~= "table" then
-    error("plot.run: expected a list of rows, as trainer:run().rows, got " .. tostring(rows), 2)
+    error("plot.run: expected a list of rows, such as trainer:run().rows, got " ..
+      tostring(rows), 2)
   end
   options = options or {}
   local x, loss, scale, marks = {}, {}, {}, {}

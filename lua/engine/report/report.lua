@@ -30,8 +30,8 @@ end
 
 local MOST_POINTS = 600          -- points of a shadow's curve
 
--- A shadow's verdicts, { step, scale, action } each: all, or if there are more than MOST_POINTS,
--- those in force at MOST_POINTS + 1 evenly spaced steps.
+-- Returns a shadow's verdicts as a list of { step, scale, action }. If there are more than
+-- MOST_POINTS, returns only the verdicts in force at MOST_POINTS + 1 evenly spaced steps.
 local function points_of(h, name, axis)
   local points = {}
   local n = h:query("SELECT count(*) AS n FROM (SELECT 1 FROM shadows WHERE name = ? LIMIT ?)",
@@ -59,8 +59,8 @@ local function same_points(a, b)
   return true
 end
 
--- The shadows (h:shadows) with `points`, `style`, and `same`: the name of an earlier shadow with
--- the same scale at every step.
+-- Returns the shadows (h:shadows) with three more fields: `points`, `style`, and `same`, the name
+-- of an earlier shadow with the same scale at every step.
 local function shadows_of(h, axis)
   local list = h:shadows()
   for i, s in ipairs(list) do
@@ -185,8 +185,8 @@ local function ending(info)
     and section("How it ended", nil, "<p>" .. escape(info.ended) .. "</p>") or ""
 end
 
--- Returns the sections with curves ({ first, last }: those before and after the heat maps), the
--- script's data, the curves, their axis and the shadows.
+-- Returns the sections with curves, { first = those before the heat maps, last = those after
+-- them }, the script's data, the curves, their axis and the shadows.
 local function curve_sections(h, info, l)
   local c = curves.read(h, NAMES, { points = COLUMNS })
   local axis, marked = chart.axis(c), marks.read(h, c)
@@ -223,7 +223,8 @@ local function curve_sections(h, info, l)
       { log = 2, height = 150, name = "magnitude", limits = l.format.top < 64
         and { { l.format.limit, l.format.name .. " ends" } } or nil }),
     last = curve("Gradients that lose bits",
-      "The share below the smallest normal number of their format. Gaps are steps without any.",
+      "The share below the smallest normal number of their format. Gaps are steps without such " ..
+      "gradients.",
       "underflow", { log = 10, height = 110, name = "share of all gradients" }) ..
       curve("Gradient norm", "Of the true gradients, without the loss scale.", "norm",
       { log = 10, height = 130 }) .. curve("Learning rate", nil, "lr", { height = 80 }),
@@ -241,7 +242,8 @@ local function curve_sections(h, info, l)
     events = lines, shadows = shadow_data }), c, axis, shadows
 end
 
---- The page as text. For a run without steps, it has only the ending, events and settings.
+--- Returns the page as text. The page of a run without steps has only the ending, events and
+--- settings.
 function M.html(h, path)
   local info = require("engine.run.runs").info(path, h)
   if info.problem then error(info.problem, 0) end

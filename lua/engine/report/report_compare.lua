@@ -27,7 +27,7 @@ local function names_of(path)
   return names
 end
 
--- A relative link to `path`, for a page in `folder`.
+-- Returns a relative link to `path`, for a page in `folder`.
 local function link(path, folder)
   local to, from, same = names_of(path), names_of(folder), 0
   while from[same + 1] and from[same + 1] == to[same + 1] do same = same + 1 end
@@ -38,13 +38,14 @@ end
 
 local function loss_text(x) return x and (x - x == 0 and ("%.4f"):format(x) or chart.number(x)) end
 
--- The evaluations of a run; none if its history is damaged.
+-- Returns the evaluations of a run, or none if its history is damaged.
 local function evaluations_of(run)
   local good, points = pcall(run.history.evaluations, run.history)
   return good and points or {}
 end
 
--- The cells of a run in the table, without its name. differ: the settings that have a column.
+-- Returns the cells of a run in the table, without its name. differ: the settings that have a
+-- column.
 local function cells_of(run, info, differ, evaluated)
   local cells = {}
   local function put(text) cells[#cells + 1] = text or "–" end
@@ -98,7 +99,7 @@ local function runs_table(list, folder)
     parts.table(head, rows, right))
 end
 
--- The sections with curves, and the data for the script.
+-- Returns the sections with curves, and the data for the script.
 local function curve_sections(list)
   local c = compare.read(list, NAMES, { points = POINTS })
   if not c.first then return { "<p>No run has steps.</p>" }, {}, c end
@@ -123,7 +124,7 @@ local function curve_sections(list)
     shadows = {} }), c
 end
 
---- See the top of the file. Also returns a list of notes about values that were left out.
+--- Returns the page as text, and a list of notes about values that were left out.
 function M.html(list, folder)
   local names = {}
   for i, run in ipairs(list) do names[i], run.number = run.name, i end

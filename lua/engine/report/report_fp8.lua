@@ -5,11 +5,11 @@ local M = {}
 
 local COLUMNS, WORST = 160, 12
 
---- Meters of a history along an axis of steps { first, last }: { rows = { name =, cells = {
---- [column] = row } }, starts = the first step of each column, width = steps per column (at least
---- the steps between two measurements), looks = the number of measured steps, worst = the rows with
---- the lowest SNR, low, high = the range of SNR in dB }. A cell is the column's first measurement.
---- nil without meters.
+--- Reads the meters of a history along an axis of steps { first, last }. Returns { rows = { name =,
+--- cells = { [column] = row } }, starts = the first step of each column, width = steps per column
+--- (at least the steps between two measurements), looks = the number of measured steps, worst = the
+--- rows with the lowest SNR, low, high = the range of SNR in dB }. A cell is the column's first
+--- measurement. Returns nil if the history has no meters.
 function M.read(h, axis)
   if not h:has "fp8" then return nil end
   local first = math.ceil(axis.first)

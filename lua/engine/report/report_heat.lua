@@ -23,11 +23,11 @@ M.ramp = RAMP
 
 local function f(x) return (("%.2f"):format(x):gsub("%.?0+$", "")) end
 
--- The height of a row in pixels, in a map of n rows.
+-- Returns the height of a row in pixels, in a map of n rows.
 local function row_height(n) return n > 90 and 6 or n > 60 and 9 or n > 24 and 14 or 20 end
 
--- For each of `starts`, the x coordinates { from, to } of the column of `width` steps that begins
--- there.
+-- Returns the x coordinates { from, to } of the columns. `starts` has the first step of each
+-- column; `width` is the number of steps in a column.
 local function columns_of(axis, starts, width)
   local list = {}
   for i, start in ipairs(starts) do
@@ -37,7 +37,7 @@ local function columns_of(axis, starts, width)
   return list
 end
 
--- The cells { row, column } as a path; neighbours in a row are merged.
+-- Returns the cells { row, column } as an SVG path. Adjacent cells of a row are merged.
 local function cells_path(list, columns, row)
   table.sort(list, function(a, b)
     if a[1] ~= b[1] then return a[1] < b[1] end
@@ -80,8 +80,8 @@ local function ramp_html(colours)
   return '<span class="ramp">' .. table.concat(parts) .. "</span>"
 end
 
--- The legend of a map: its ramp with the texts `low` and `high` at the ends, then the entries of
--- `list`.
+-- Returns the legend of a map: its ramp with the texts `low` and `high` at the ends, then the
+-- entries of `list`.
 local function legend(low, colours, high, list)
   table.insert(list, 1, { html = escape(low) .. ramp_html(colours), text = high })
   return html.legend(list)
@@ -93,7 +93,8 @@ local BAD = { shape = '<path class="bad" d="M8 0h8v12h-8z"/><path class="bar" d=
 
 -- Draws a map. o: kind, title, legend; n (the number of rows), row (their height in pixels), names
 -- (of the rows), columns, cells (data for the script), paths, texts, hatched (whether the
--- background is hatched). Returns HTML, and the script's data: `data` with o's cells and sizes.
+-- background is hatched). Returns the HTML and `data`, the script's data, to which it adds the
+-- cells and sizes of o.
 local function map(o, data)
   local height = o.n * o.row
   local behind = o.hatched and ('<rect class="none" width="100%%" height="%s"/>'):format(f(height))
@@ -106,8 +107,8 @@ local function map(o, data)
       behind)), data
 end
 
--- The HTML of lists[1..n], each a list of cells or nil. form(key, path) makes the element of one
--- list.
+-- Returns the HTML of lists[1..n], each a list of cells or nil. form(key, path) makes the element
+-- of one list.
 local function paths_of(lists, n, form, columns, row)
   local out = {}
   for key = 1, n do
@@ -138,10 +139,10 @@ local function bad_path(bad, columns, row)
   return ('<path class="bad" d="%s"/><path class="bar" d="%s"/>'):format(colour, table.concat(bars))
 end
 
--- A map of named rows over the steps, in the colours of the ramp. o: kind, title, names (of the
--- rows), starts and width (of the columns, in steps), low and high (the legend's texts for the ends
--- of the ramp), none (its text for gaps), and cell(k, i) for row k and column i. cell returns data
--- for the script (nil: a gap) and the position on the ramp, 0 to 1, or "bad" for inf or nan.
+-- Draws a map of named rows over the steps, in the colours of the ramp. o: kind, title, names (of
+-- the rows), starts and width (of the columns, in steps), low and high (the legend's texts for the
+-- ends of the ramp), none (its text for gaps), and cell(k, i) for row k and column i. cell returns
+-- data for the script (nil: a gap) and the position on the ramp, 0 to 1, or "bad" for inf or nan.
 local function over_steps(o, axis, data)
   local n, row = #o.starts, row_height(#o.names)
   local columns = columns_of(axis, o.starts, o.width)
@@ -164,7 +165,7 @@ local function over_steps(o, axis, data)
     texts = { steps } }, data)
 end
 
---- Layers over the steps, by the largest stored gradient. l: from layers.read.
+--- Draws the layers over the steps, by the largest stored gradient. l: from layers.read.
 function M.layers_over_time(l, axis)
   local low, high = views.shade_range(l)
   return over_steps({ kind = "layers", title = "Largest gradient of each layer by step",
@@ -200,8 +201,8 @@ local function levels_legend(list)
   return legend("0.00001 %", parts, "100 %", list)
 end
 
--- Calls visit(e, text) for each limit of a format within the exponents least..most; its line is
--- drawn below the exponent e.
+-- Calls visit(e, text) for each limit of a format within the exponents least..most. The line of the
+-- limit is drawn below the exponent e.
 local function each_limit(format, least, most, visit)
   for _, limit in ipairs { { format.normal, format.name .. "'s smallest normal number" },
     { format.top + 1, format.name .. " ends" } } do
@@ -209,7 +210,7 @@ local function each_limit(format, least, most, visit)
   end
 end
 
--- The shares of a histogram's elements, by exponent from least to most.
+-- Returns a list with the share of a histogram's elements at each exponent from least to most.
 local function shares_of(hist, least, most)
   local total, list = 0, {}
   for _, count in pairs(hist) do total = total + count end
@@ -217,7 +218,7 @@ local function shares_of(hist, least, most)
   return list
 end
 
---- Layers by exponent, over the whole record; nil without nonzero gradients.
+--- Draws the layers by exponent, over all recorded steps. Returns nil if no gradient is nonzero.
 function M.layers_by_exponent(l)
   local least, most = layers.exponents(l.hists, l.format)
   if not least then return nil end
@@ -254,8 +255,8 @@ function M.layers_by_exponent(l)
     cells = cells, paths = paths, texts = texts }, { least = least, normal = l.format.normal })
 end
 
---- All gradients by exponent over the steps: each column shows the histogram of its first step
---- that has one. nil without histograms.
+--- Draws all gradients by exponent over the steps. Each column shows the histogram of its first
+--- step that has one. Returns nil if there are no histograms.
 function M.exponents_over_time(h, l, axis)
   local hists, starts, steps = {}, {}, {}
   local first, last = math.ceil(axis.first), math.floor(axis.last)
@@ -302,7 +303,7 @@ function M.exponents_over_time(h, l, axis)
     { steps = steps, least = least, most = most })
 end
 
---- FP8 layers over the measured steps, by SNR. m: from report_fp8.read.
+--- Draws the FP8 layers over the measured steps, by SNR. m: from report_fp8.read.
 function M.fp8_over_time(m, axis)
   local names = {}
   for k, r in ipairs(m.rows) do names[k] = r.name end

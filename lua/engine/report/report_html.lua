@@ -10,14 +10,14 @@ local M = {}
 
 local escape = chart.escape
 
--- A number in the script's data, to five digits.
+-- Returns a number as text for the script's data. A fraction has five digits.
 local function number_text(x)
   if x - x ~= 0 then return '"' .. chart.number(x) .. '"' end
   if x % 1 == 0 and math.abs(x) < 1e15 then return ("%.0f"):format(x) end
   return (("%.5g"):format(x):gsub("e%+?(-?)0*", "e%1"))
 end
 
---- A list whose elements may be nil, with its length for json.plain.
+--- Stores the length n of a list whose elements may be nil, for json.plain. Returns the list.
 function M.with_length(list, n)
   list.n = n
   return list
@@ -39,14 +39,16 @@ function M.curve_data(c, axis, names, data)
   return data
 end
 
---- The SVG of a panel or a heat map as wide as the page: `height` pixels between its margins.
+--- Returns the SVG of a panel or a heat map as wide as the page. `height`: pixels between its upper
+--- margin `top` and its lower margin `bottom`.
 function M.svg(class, data, label, top, height, bottom, content)
   return ('<svg class="%s" %s role="img" aria-label="%s" style="height:%dpx;padding:%dpx %dpx ' ..
     '%dpx %dpx">%s</svg>'):format(class, data, escape(label), top + height + bottom, top,
     chart.right, bottom, chart.left, content)
 end
 
---- A legend: { { shape = SVG of 24 x 12 pixels, or html =, text = } ... }.
+--- Returns the HTML of a legend. list: { { shape = SVG of 24 x 12 pixels, or html =, text = }
+--- ... }.
 function M.legend(list)
   if #list == 0 then return "" end
   local out = {}
@@ -57,8 +59,8 @@ function M.legend(list)
   return '<div class="legend">' .. table.concat(out) .. "</div>"
 end
 
---- The panel of chart.body(o) with its legend; "" if there is nothing to draw. o.data: the panel's
---- name in the script of the page (by default, the column of the first series).
+--- Returns the panel of chart.body(o) with its legend, or "" if there is nothing to draw. o.data:
+--- the panel's name in the script of the page (by default, the column of the first series).
 function M.panel(o)
   local body = chart.body(o)
   if not body then return "" end
@@ -68,20 +70,21 @@ function M.panel(o)
       ('<line class="cross" y1="0" y2="%d"/>'):format(body.height)))
 end
 
---- A text that explains the points and the band of the curves c; nil if each point is one step.
+--- Returns a text that explains the points and the band of the curves c, or nil if each point is
+--- one step.
 function M.band_text(c)
   return c.width > 1 and ("Each point is the mean of %s steps; the band spans from the smallest " ..
     "to the largest value in those steps."):format(show.grouped(c.width)) or nil
 end
 
---- The head of the page: `title` and the line `sub` below it, both HTML, and the button for the
---- theme.
+--- Returns the head of the page: `title` and the line `sub` below it, both HTML, and the button for
+--- the theme.
 function M.header(title, sub)
   return ('<header><div><h1>%s</h1><p class="sub">%s</p></div>' ..
     '<button id="theme" type="button">Dark</button></header>\n'):format(title, sub)
 end
 
---- A section of the page; "" without content.
+--- Returns a section of the page, or "" if it has no content.
 function M.section(title, about, ...)
   local parts = {}
   for i = 1, select("#", ...) do parts[#parts + 1] = (select(i, ...)) end
@@ -91,8 +94,8 @@ function M.section(title, about, ...)
     "</p>" or "", body)
 end
 
---- A table. head: the headings; rows: lists of cells; right: { [column] = true } for the columns
---- that are aligned to the right.
+--- Returns a table as HTML. head: the headings; rows: lists of cells; right: { [column] = true }
+--- for the columns that are aligned to the right.
 function M.table(head, rows, right)
   if #rows == 0 then return "" end
   right = right or {}
@@ -112,8 +115,8 @@ function M.table(head, rows, right)
   return table.concat(out)
 end
 
---- The whole page. source: the path of the run or runs; body: a list of HTML; data: the script's
---- data.
+--- Returns the whole page. source: the path of the run, or the paths of the runs; body: a list of
+--- HTML; data: the script's data.
 function M.page(title, source, body, data)
   body[#body + 1] = ("<footer>Written by engine %s from %s, %s.</footer>"):format(
     escape(require("engine.base.ffi").version), escape(source), os.date("%Y-%m-%d %H:%M"))
@@ -146,7 +149,7 @@ local TOKENS = { { "c", "^%-%-%[(=*)%[.-%]%1%]" }, { "c", "^%-%-[^\n]*" },
   { "s", "^([\"'])[^\n]-%1" }, { "s", "^[\"'][^\n]*" }, { "k", "^[%a_][%w_]*" },
   { "u", "^%d[%w.]*" } }
 
---- Lua as HTML with comments, strings, keywords and numbers marked.
+--- Returns Lua source as HTML, with its comments, strings, keywords and numbers marked.
 function M.highlighted(source)
   source = show.shown(source, true)
   local plain, out, at = source:gsub("\\[^\n]", "\1\1"), {}, 1

@@ -23,7 +23,7 @@ local TENSOR = "points from to width"
 
 local MOST_PIXELS = 20000
 
--- Raises unless the options are valid for a picture.
+-- Raises an error unless the options are valid for a picture. Returns them.
 local function check(options, name)
   plot.check_sizes(options, name, (options.svg or options.png) and MOST_PIXELS)
   for _, bound in ipairs { "from", "to" } do
@@ -35,13 +35,13 @@ local function check(options, name)
   return options
 end
 
--- The options of a method of histories, checked.
+-- Reads and checks the options of a method of histories.
 local function read_options(options, name, known)
   return check(arguments.read_named(options, name, known), name)
 end
 
---- One curve of curves.read's result, as text. options: log, width, height, ascii, marks (false: no
---- overflow marks), marked (further marks, from marks.read).
+--- Draws one curve of c, a result of curves.read, as text. options: log, width, height, ascii,
+--- marks (false: no overflow marks), marked (further marks, from marks.read).
 function M.curve(c, name, options)
   local metric, v = curves.metric(name), c[name]
   local y, low, last = {}, {}, nil
@@ -52,7 +52,7 @@ function M.curve(c, name, options)
   last = v.at_end or last
   local log = curves.log_of(metric, options.log)
   local least, most = curves.range(c, name)
-  if log and (most or 0) <= 0 then log = nil end  -- no value fits a log axis
+  if log and (most or 0) <= 0 then log = nil end  -- a log axis can show no value
   local title = metric.title
   local function text(x)
     return metric.log == 2 and x >= 1 and show.scale(x) or plot.number_text(x)
@@ -69,8 +69,8 @@ end
 
 local FILE_POINTS = 600          -- columns of a picture in a file
 
---- The panels of c, a result of curves.read or compare.read, for `write`. `drawn` needs panels of
---- compare.read. options: log, height.
+--- Makes the panels of c, a result of curves.read or compare.read, for M.write. M.drawn needs the
+--- panels of a result of compare.read. options: log, height.
 function M.panels(c, names, options, marked)
   local panels = {}
   for i, name in ipairs(names) do
@@ -108,7 +108,8 @@ function M.write(title, panels, options)
   return text_of(table.concat(written, "\n"), { files = written })
 end
 
---- The panels of several curves in the terminal, with one legend; marks are below the last panel.
+--- Draws panels of several curves as text for the terminal, with one legend. Marks are below the
+--- last panel.
 function M.drawn(panels, width, height)
   local parts, legend = {}, {}
   for i, panel in ipairs(panels) do
@@ -134,10 +135,11 @@ local function span_note(c, text, width)
   return c.width > 1 and show.wrap(text:format(grouped(c.width)), width) or nil
 end
 
---- history:plot("loss"), history:plot("amax", { log = true }), history:plot { "loss", "scale" },
---- history:plot("loss", { svg = "loss.svg" }). options: log (true, 2, 10, false), from, to (steps),
---- points, width, height, ascii; svg, png: names of files to draw into instead. For a file, width
---- and height are in pixels; the height is that of the picture, but in an SVG that of one panel.
+--- Draws curves of a run: history:plot("loss"), history:plot("amax", { log = true }), history:plot
+--- { "loss", "scale" }, history:plot("loss", { svg = "loss.svg" }). options: log (true, 2, 10,
+--- false), from, to (steps), points, width, height, ascii; svg, png: names of files to draw into
+--- instead. For a file, width and height are in pixels; `height` is the height of the whole PNG,
+--- but of one panel of an SVG.
 function M.plot(h, names, options)
   options = read_options(options, "plot", PLOT)
   if names == nil then names = { "loss", "scale" } end
@@ -168,9 +170,9 @@ function M.plot(h, names, options)
   return text_of(table.concat(parts, "\n\n"), { curves = c })
 end
 
---- Several runs (compare.open's list) in one picture, a curve for each, or with options.group for
---- each value of that setting. Other options: as in history:plot. Returns a text, and the notes of
---- compare.read.
+--- Draws several runs (a list from compare.open) in one picture, with a curve for each run or, with
+--- options.group, for each value of that setting. The other options are those of history:plot.
+--- Returns a text, and the notes of compare.read.
 function M.compare(list, names, options)
   check(options, "plot")
   local width, to_file = width_of(options), options.svg or options.png
@@ -194,9 +196,9 @@ end
 
 local FEWEST_SHARE = 1e-7        -- the smallest visible share of a layer's elements
 
--- Summary of layer k over all columns: its largest stored magnitude `amax`; `room`, the bits from
--- there to the top of its format; `bad`, the number of recorded steps with inf or nan; the numbers
--- of elements, zeros and subnormals.
+-- Returns a summary of layer k over all columns: its largest stored magnitude `amax`; `room`, the
+-- bits from there to the top of its format; `bad`, the number of recorded steps with inf or nan;
+-- the numbers of elements, zeros and subnormals.
 local function summary(l, k)
   local s = { amax = 0, bad = 0, count = 0, zeros = 0, underflow = 0 }
   for i = 1, #l.x do
@@ -213,8 +215,8 @@ local function summary(l, k)
 end
 M.layer_summary = summary
 
--- The note at the end of a layer's row: its largest gradient, the bits from there to the top of the
--- format, and the share of subnormal gradients.
+-- Returns the note at the end of a layer's row: its largest gradient, the bits from there to the
+-- top of the format, and the share of subnormal gradients.
 local function note(l, k)
   local s = summary(l, k)
   local parts = {}
@@ -230,7 +232,8 @@ local function note(l, k)
   return table.concat(parts, ", ")
 end
 
--- A row's note, cut to `room` characters; "" if there is room for less than 8.
+-- Returns a row's note, cut to `room` characters if it is longer, or "" if `room` is then less than
+-- 8.
 local function fitted(text, room)
   if #text <= room then return text end
   return room < 8 and "" or text:sub(1, room - 2) .. ".."
@@ -251,14 +254,15 @@ end
 
 local function most_label(width) return math.max(8, math.min(40, math.floor(width / 3))) end
 
--- A layer's name, with its formats if they differ from that in the caption and there is room.
+-- Returns a layer's name, with its formats if they differ from the format in the caption and there
+-- is room.
 local function labelled(l, k, width)
   local text = ("%s (%s)"):format(l.names[k], l.formats[k])
   return (l.formats[k] == l.format.name or #text > most_label(width)) and l.names[k] or text
 end
 
--- Merges each `per` columns of exponents into one, which shows their largest share. The last column
--- (inf or nan) remains. Returns the axis and the number of columns.
+-- Merges every `per` columns of exponents into one, which shows their largest share. The last
+-- column (inf or nan) remains. Returns the axis and the number of columns.
 local function grouped_columns(rows, axis, columns, per)
   local n, merged = math.ceil((columns - 1) / per) + 1, {}
   for _, row in ipairs(rows) do
@@ -316,8 +320,9 @@ local function by_exponent(l, width)
       l.format.normal, l.format.name, top, steps_text(l.steps)) }
 end
 
---- The first and last exponent of the shades of a heat map over time: from the smallest exponent in
---- the statistics to that of overflow, or in wide formats to the largest in the statistics.
+--- Returns the first and last exponent of the shades of a heat map over time. They reach from the
+--- smallest exponent in the statistics to the exponent of overflow or, in wide formats, to the
+--- largest exponent in the statistics.
 function M.shade_range(l)
   local low, high = math.huge, -math.huge
   for k = 1, #l.names do
@@ -363,8 +368,8 @@ local function by_time(l, width)
       l.width == 1 and "a step" or grouped(l.width) .. " steps") }
 end
 
---- history:heatmap(): how each layer's gradients are distributed over the exponents of their
---- format. history:heatmap { by = "time" }: the largest gradient of each layer over the steps.
+--- history:heatmap() shows how each layer's gradients are distributed over the exponents of their
+--- format. history:heatmap { by = "time" } shows the largest gradient of each layer over the steps.
 --- Options: only (a text: shows a row for each tensor whose name contains it); tensors (true: shows
 --- a row for each tensor); from, to (steps); width (characters).
 function M.heatmap(h, options)
@@ -384,7 +389,7 @@ end
 
 -- ------------------------------------------------------------------ one tensor
 
--- The parameter of that name; raises if there is none.
+-- Returns the parameter called `name`. Raises an error if there is none.
 local function parameter_of(h, name)
   local all = {}
   for i, p in ipairs(h:parameters()) do
@@ -395,8 +400,8 @@ local function parameter_of(h, name)
     M_ffi.value_text(name), nearest.hint(name, all), #all, nearest.few(all))
 end
 
--- The recorded steps of a parameter that are shown: all, or if there are more than `points`, for
--- each column the step with the largest value (or the last with inf or nan).
+-- Returns the recorded steps of a parameter that are shown. If there are more than `points`, these
+-- are, for each column, the step with the largest value or the last step with inf or nan.
 local function steps_of(h, parameter, points, options)
   local l = layers.read(h, { only = parameter.name, from = options.from, to = options.to,
     points = points, hists = false })
@@ -411,7 +416,7 @@ local function steps_of(h, parameter, points, options)
   return steps
 end
 
--- A parameter's statistics at a step (as in h:tensors), with the step and the loss scale.
+-- Returns a parameter's statistics at a step (as in h:tensors), with the step and the loss scale.
 local function tensor_at(h, parameter, step)
   local t = (h:tensors(step) or {})[parameter.id + 1]
   if not t then
@@ -424,7 +429,8 @@ local function tensor_at(h, parameter, step)
   return t
 end
 
--- A histogram of exponents as bars of at most `most` characters; nil without elements.
+-- Draws a histogram of exponents as bars of at most `most` characters. Returns nil if it has no
+-- elements.
 local function bars(hist, most)
   local exponents, total, lines = {}, 0, {}
   for e, n in pairs(hist) do exponents[#exponents + 1], total = e, total + n end
@@ -439,9 +445,10 @@ local function bars(hist, most)
   return table.concat(lines, "\n")
 end
 
---- The recorded statistics of a parameter's gradients: { name, shape, steps = { { step, amax, norm,
---- inf, nan, zeros, underflow, hist, scale, relative_scale } ... } }, of at most `points` (200)
---- recorded steps. Prints as a curve of the largest stored value, followed by the last histogram.
+--- Returns the recorded statistics of a parameter's gradients: { name, shape, steps = { { step,
+--- amax, norm, inf, nan, zeros, underflow, hist, scale, relative_scale } ... } }, of at most
+--- `points` (200) recorded steps. Prints as a curve of the largest stored value, followed by the
+--- last histogram.
 function M.tensor(h, name, options)
   options = read_options(options, "tensor", TENSOR)
   local parameter = parameter_of(h, name)
