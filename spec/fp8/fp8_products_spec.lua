@@ -291,7 +291,7 @@ describe("FP8 products (" .. table.concat(SETS, ", ") .. ")", function()
         "a multiple of 32" },
       { function() fp8.matmul(a, b, { transpose_b = true, promotion = -1 }) end, "promotion" },
       { function() fp8.matmul(a, engine.ones(3)) end,
-        "expected b from fp8.quantize, got a tensor" },
+        "expected b to be a result of fp8.quantize, got a tensor" },
       { function() fp8.matmul(packed, b) end, "a is e5m6" },
       { function() fp8.matmul(wrong, b, { transpose_b = true }) end,
         "the scales of a 4 x 256 matrix in blocks of 1 x 128 must be f32 %[2 x 4%], " ..

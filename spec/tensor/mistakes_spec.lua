@@ -153,7 +153,7 @@ describe("a mistake with tensors", function()
     { "x:chunk(2)", "chunk: dimension 2 of [2 x 3] does not divide into 2 equal parts" },
     { "x:squeeze(3)", "squeeze: there is no dimension 3 in [2 x 3]; dimensions count from 1, or "
       .. "from -1 backward" },
-    { "x:unsqueeze(4)", "unsqueeze: expected a dimension of 1 to 3 for [2 x 3], got 4" },
+    { "x:unsqueeze(4)", "unsqueeze: expected a dimension from 1 to 3 for [2 x 3], got 4" },
     { "engine.concat {}", "concat: expected a list of tensors, got an empty one" },
     { "engine.concat(x)", "concat: expected a list of tensors, got a tensor" },
     { "engine.concat { 1, 2 }", "concat: expected a tensor, got 1" },

@@ -96,8 +96,8 @@ end
 
 local Formats = M_ffi.ffi.typeof("eng_precision")
 
---- Runs f(...) and returns its results. Its operations compute in the formats that `formats`, an
---- eng_precision, sets, or if that is nil in the formats of their inputs.
+--- Runs f(...) and returns its results. The operations of f compute in the formats that `formats`,
+--- an eng_precision, sets. If `formats` is nil, they compute in the formats of their inputs.
 function M.in_formats(formats, f, ...)
   local before = Formats()
   return within(function() C.eng_autocast(formats, before) end,
@@ -106,7 +106,7 @@ end
 
 local mark = M_ffi.new("int64_t[1]")
 
---- Runs f(...) without recording, frees the tensors that f made except kept ones, and returns f's
+--- Runs f(...) without recording, frees the tensors that f made (except kept ones), and returns f's
 --- results. For evaluation and sampling.
 function M.scope(f, ...)
   arguments.want_function(f, "scope", "engine.scope(function() ... end)")
@@ -121,7 +121,8 @@ function M.scope(f, ...)
   return close(pcall(M.no_grad, f, ...))
 end
 
--- Puts a custom operation on the tape: inputs is a list, ... are the results of forward.
+-- Puts a custom operation on the tape. inputs: the list of its input tensors; ...: the results of
+-- forward, which record returns.
 local function record(rule, saved, inputs, ...)
   local n_in, n_out = #inputs, select("#", ...)
   if n_out == 0 then raise("custom: forward must return a tensor, got nothing") end

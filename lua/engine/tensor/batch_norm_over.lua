@@ -1,6 +1,7 @@
--- Batch norm over several ranks: each rank has a part of the batch's rows, and all normalise by the
--- mean and variance of the whole batch. Every rank of the group must make the same calls, in the
--- forward pass and in the backward pass. Called by images.lua; dist/reducer.lua calls first_bad().
+-- Batch norm over several ranks. Each rank has a part of the batch's rows, and all ranks normalise
+-- by the mean and variance of the whole batch. Every rank of the group must make the same calls, in
+-- the forward pass and in the backward pass. Called by images.lua; dist/reducer.lua calls
+-- first_bad().
 --
 -- In the forward pass, the ranks exchange their number of rows and, in f64, the mean and variance
 -- of each channel. In the backward pass, they exchange the sums of dy and of dy * (x - mean) /
@@ -23,9 +24,10 @@ local exchanges, bad = 0, math.huge
 --- Counts exchanges from 0 again. Called at the beginning of a step.
 function M.begin() exchanges, bad = 0, math.huge end
 
---- 2 * i, plus 1 in a backward pass, where i is the index (from 1) of the first exchange since
---- begin() to which this rank contributed inf or nan; inf if there was none. An exchange spreads
---- inf and nan to all ranks, so they originate from the rank whose first_bad() is lowest.
+--- Returns 2 * i, plus 1 in a backward pass, where i is the index (from 1) of the first exchange
+--- since begin() to which this rank contributed inf or nan. Returns inf if there was none. An
+--- exchange spreads inf and nan to all ranks, so they originate from the rank whose first_bad() is
+--- lowest.
 function M.first_bad() return bad end
 
 -- Counts an exchange, and updates first_bad(). own: the n numbers that this rank contributes.
@@ -111,8 +113,9 @@ end
 
 local normalise = autograd.custom { forward = forward, backward = backward }
 
---- Batch norm of x [.. x C] over the ranks of `group` (engine.ranks.group()); weight and bias: [C]
---- or nil. Returns the result, and the mean, the variance [C] and the number of rows of the batch.
+--- Computes the batch norm of x [.. x C] over the ranks of `group` (engine.ranks.group()). weight
+--- and bias: [C] or nil. Returns the result, and the mean [C], the variance [C] and the number of
+--- rows of the whole batch.
 function M.batch_norm(group, x, weight, bias, eps)
   local call = { group = group, eps = eps }
   return normalise(call, x, weight, bias), call.mean, call.variance, call.rows

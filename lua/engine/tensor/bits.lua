@@ -1,4 +1,5 @@
--- A number in every format: the rounded value, the error, the neighbours and the bits.
+-- A number in every format: the rounded value, the error, the next numbers below and above, and the
+-- bits.
 --   print(engine.bits(15213.0))
 --   engine.bits(0.1).f16.value, .error, .below, .above, .code
 -- The REPL has this function as `bits`. Each format rounds the double once, to nearest even, as
@@ -52,7 +53,8 @@ end
 -- 2^n as uint64.
 local function power(n) return bit.lshift(1ULL, n) end
 
--- The format's next number above (or below) a finite one, or nil at the end of the format's range.
+-- Returns the format's next number above (`up`) or below the finite number with the code `code`, or
+-- nil at the end of the format's range.
 local function neighbour(format, code, up)
   local width = format.exponent_bits + format.fraction_bits
   if not format.signed then
@@ -95,7 +97,7 @@ local function describe(format, x)
   if value - value == 0 then
     r.below, r.above = neighbour(format, code, false), neighbour(format, code, true)
     local field = tonumber(bit.band(bit.rshift(code, m), power(e) - 1))
-    local gradual = m > 0 and e > 0                         -- has subnormals
+    local gradual = m > 0 and e > 0                         -- the format has subnormals
     r.subnormal = gradual and field == 0 and value ~= 0
     r.power = math.max(field, gradual and 1 or 0) - format.bias
     if e == 0 then r.power = format.top - 6 end             -- the power of the lowest bit
@@ -105,8 +107,8 @@ end
 
 -- ------------------------------------------------------------------ as text
 
--- x in the fewest digits, from 4 to `most` (9), that read back as the same double; if there are
--- none, in `most` digits.
+-- Returns x as text in the fewest digits, from 4 to `most` (9), that read back as the same double.
+-- If even `most` digits do not, uses `most` digits.
 local function text(x, most)
   if x == nil then return "-" end
   if x ~= x then return "nan" end

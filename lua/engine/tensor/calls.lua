@@ -11,7 +11,7 @@ local NONE = Tensor(0, 0)
 --- Functions by name: `methods` are the methods of tensors, `functions` all others.
 local M = { methods = {}, functions = {} }
 
---- Runs an operation on one tensor; the caller has set its attributes.
+--- Runs an operation on one tensor. The caller has already set the attributes of the operation.
 function M.run1(name, a)
   want(a, name)
   call.op, call.n_in, call.n_out, inputs[0] = op[name], 1, 1, a

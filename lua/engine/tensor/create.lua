@@ -36,8 +36,8 @@ end
 
 local OPTIONS = "dtype keep requires_grad"
 
--- A tensor of the shape in shape_buffer. options: a dtype name, or { dtype, keep, requires_grad }.
--- `keep` is explained at zeros.
+-- Makes a tensor of the shape in shape_buffer. options: a dtype name, or { dtype, keep,
+-- requires_grad }. `keep` is explained at zeros.
 local function make(name, ndim, options, preset)
   local dtype, home, requires_grad = preset or "f32", AUTO, false
   if type(options) == "string" then dtype = options
@@ -61,11 +61,11 @@ function M.fill_with(x, value, name)
   return x
 end
 
---- engine.zeros(2, 3 [, options]) or engine.zeros({ 2, 3 } [, options]): a tensor of zeros.
---- Options of all these functions: a dtype name, or { dtype = "f32", keep, requires_grad }.
---- keep = true: the tensor lives until it is freed. keep = false: it lives as long as the result of
---- an operation, until the step ends. By default it belongs to the open step, if there is one, and
---- otherwise lives until it is freed.
+--- engine.zeros(2, 3 [, options]) or engine.zeros({ 2, 3 } [, options]): a tensor of zeros. All
+--- functions that make tensors take these options: a dtype name, or { dtype = "f32", keep,
+--- requires_grad }. keep = true: the tensor lives until it is freed. keep = false: like the result
+--- of an operation, it lives until the step ends. By default it belongs to the open step, if there
+--- is one, and otherwise lives until it is freed.
 function M.zeros(...)
   return (make("zeros", read_shape("zeros", ...)))
 end
@@ -80,14 +80,14 @@ function M.full(shape, value, options)
   return (M.fill_with(make("full", read_shape("full", shape), options), value, "full"))
 end
 
---- engine.rand(2, 3 [, options]): uniform in [0, 1), from the engine's generator.
+--- engine.rand(2, 3 [, options]): random numbers, uniform in [0, 1), from the engine's generator.
 function M.rand(...)
   local x = make("rand", read_shape("rand", ...))
   check(C.eng_uniform(x, 0, 1))
   return x
 end
 
---- engine.randn(2, 3 [, options]): normal with mean 0 and standard deviation 1.
+--- engine.randn(2, 3 [, options]): random numbers, normal with mean 0 and standard deviation 1.
 function M.randn(...)
   local x = make("randn", read_shape("randn", ...))
   check(C.eng_normal(x, 0, 1))
@@ -160,8 +160,8 @@ local function flatten(value, shape, depth, out, at)
   return at
 end
 
---- engine.tensor({ { 1, 2 }, { 3, 4 } } [, options]) or engine.tensor(5): the numbers and booleans
---- of a nested table, whose rows must have equal lengths.
+--- engine.tensor({ { 1, 2 }, { 3, 4 } } [, options]) or engine.tensor(5): a tensor of the numbers
+--- and booleans in a nested table, whose rows must have equal lengths.
 function M.tensor(value, options)
   local shape, count = {}, 1
   table_shape(value, shape, 1)

@@ -18,7 +18,8 @@ local function number_text(v, dtype)
   return ("%.4g"):format(v)
 end
 
---- The text: dtype, shape, device, range, counts of inf and nan, and the first rows and columns.
+--- Returns the text: dtype, shape, device, range, counts of inf and nan, and the first rows and
+--- columns.
 return function(x)
   local status = C.eng_info(info_buffer, x)
   if status ~= 0 then return "tensor (" .. M_ffi.message() .. ")" end

@@ -18,15 +18,16 @@ local item_buffer = M_ffi.new("double[1]")
 local FLOAT = { [M_ffi.dtype.f32] = true, [M_ffi.dtype.f64] = true, [M_ffi.dtype.f16] = true,
   [M_ffi.dtype.bf16] = true }
 local LOW = { [M_ffi.dtype.f16] = true, [M_ffi.dtype.bf16] = true }
--- The integer dtypes that a number may get, smallest first: name, lowest and highest number.
+-- The integer dtypes that a number may get, smallest first, as { name, lowest number, highest
+-- number }.
 local INTEGERS = { { "u8", 0, 255 }, { "i16", -2 ^ 15, 2 ^ 15 - 1 },
   { "i32", -2 ^ 31, 2 ^ 31 - 1 }, { "i64", -2 ^ 63, 2 ^ 63 - 1024 } }
 local RANGE = { [M_ffi.dtype.i8] = { -128, 127 }, [M_ffi.dtype.bool] = { 0, 1 } }
 for _, row in ipairs(INTEGERS) do RANGE[M_ffi.dtype[row[1]]] = { row[2], row[3] } end
 
--- The dtype for a number that is combined with a tensor of `dtype`. It is `dtype` itself if that is
--- a float dtype, or if that is an integer dtype that can hold the number. Otherwise it is the
--- smallest integer dtype that can hold the number, or f32 if none can.
+-- Returns the dtype for a number that is combined with a tensor of `dtype`. It is `dtype` itself if
+-- that is a float dtype, or if that is an integer dtype that can hold the number. Otherwise it is
+-- the smallest integer dtype that can hold the number, or f32 if none can.
 local function dtype_beside(dtype, value)
   if FLOAT[dtype] or not RANGE[dtype] then return dtype end   -- FP8: the operation raises an error
   if value % 1 ~= 0 then return M_ffi.dtype.f32 end           -- also inf and nan
@@ -45,7 +46,7 @@ local function scalar(value, dtype)
   return y
 end
 
--- A number as a tensor to combine with x. If x is f16 or bf16 and this dtype would round the
+-- Makes a tensor of a number, to combine with x. If x is f16 or bf16 and this dtype would round the
 -- number, the tensor is f32 and the second result is true.
 local function scalar_beside(x, value)
   local dtype = info(x).dtype
@@ -78,7 +79,8 @@ local function is_float(x)
   return is_tensor(x) and FLOAT[info(x).dtype]
 end
 
--- y = x * factor + term in one pass, rounded once: arithmetic of a float tensor with a number.
+-- Computes x * factor + term in one pass, rounded once. Serves arithmetic of a float tensor with a
+-- number.
 local function affine(x, factor, term)
   floats[0], floats[1] = factor, term
   return run1("affine", x)
@@ -117,7 +119,7 @@ methods.add, methods.sub, methods.mul, methods.div, methods.pow = add, sub, mul,
 
 --- Elementwise, with broadcasting; b may be a number. A NaN on either side of maximum and minimum
 --- gives NaN; comparisons give bool.
----   maximum, minimum   the larger, the smaller of a and b
+---   maximum, minimum   the larger (maximum) or smaller (minimum) of a and b
 ---   eq, ne             a == b, a ~= b
 ---   lt, le, gt, ge     a < b, a <= b, a > b, a >= b
 for _, name in ipairs { "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge" } do
@@ -170,8 +172,8 @@ function methods.swiglu(gate, up, site)
   return (run2("fp8_swiglu", gate, up))
 end
 
---- Elements below low become low, elements above high become high; nil: no limit. If low > high,
---- all become high.
+--- Elements below low become low, and elements above high become high. low or high may be nil: no
+--- limit. If low > high, all elements become high.
 function methods.clamp(x, low, high)
   want(x, "clamp")
   floats[0], floats[1] = want_number(low or -huge, "clamp", "the lower limit"),

@@ -40,13 +40,13 @@ end
 
 local function quantized(fields) return setmetatable(fields, Quantized) end
 
---- code * scale as a tensor of x's shape, f32 unless another float dtype is named.
+--- Returns code * scale as a tensor of x's shape, f32 unless another float dtype is named.
 function methods.dequantize(x, dtype)
   return run("dequantize", { x.q, x.scale }, { want_float(dtype or "f32", "dequantize"),
     x.block[1], x.block[2], x.format == "e5m6" and FORMATS.e5m6 or 0 })
 end
 
---- The bytes of codes and scales.
+--- Returns the size of the codes and scales in bytes.
 function methods.bytes(x) return x.q.count * (x.format == "e5m6" and 4 or 1) + x.scale.count * 4 end
 
 --- A copy that lives until :free(), beyond the end of the step.
@@ -121,7 +121,8 @@ end
 local MATMUL = "transpose_a transpose_b accumulator promotion dtype bias into add"
 
 local function want_quantized(x, name)
-  expect(getmetatable(x) == Quantized, x, "fp8.matmul: expected %s from fp8.quantize", name)
+  expect(getmetatable(x) == Quantized, x, "fp8.matmul: expected %s to be a result of fp8.quantize",
+    name)
   if x.format == "e5m6" then
     raise("fp8.matmul: %s is e5m6, a storage format; hint: :dequantize()", name)
   end
@@ -170,10 +171,10 @@ local function width_of(format)
   return format.exponent_bits + format.fraction_bits + (format.signed and 1 or 0)
 end
 
---- The code of a number in a small format: e4m3, e5m2, e5m6, e5m6_tilekernels, ue8m0, ue4m3, f16,
---- bf16, tf32, e4m3_ieee, e3m2, e2m3, e2m1, int8, mxint8. Options: saturate (numbers that are too
---- large become the largest one), up (ue8m0: rounds away from zero), nearest (ue8m0: to nearest,
---- ties up; 0 and negative numbers become nan).
+--- Returns the code of a number in a small format: e4m3, e5m2, e5m6, e5m6_tilekernels, ue8m0,
+--- ue4m3, f16, bf16, tf32, e4m3_ieee, e3m2, e2m3, e2m1, int8, mxint8. Options: saturate (numbers
+--- that are too large become the largest one), up (only ue8m0: rounds away from zero), nearest
+--- (only ue8m0: rounds to nearest, ties up; 0 and negative numbers become nan).
 function M.encode(value, format, options)
   options = read_named(options, "fp8.encode", ENCODE)
   choose(SMALL, format, "fp8.encode", "format")
@@ -191,7 +192,7 @@ function M.decode(code, format)
   return value == value and value or 0 / 0   -- LuaJIT's own NaN
 end
 
---- A number in a format as text: "e4m3 0 0011 101  0x1d  0.1015625".
+--- Returns a number in a format as text: "e4m3 0 0011 101 0x1d 0.1015625".
 function M.bits(value, format)
   format = format or "e4m3"
   local parts, code, text = choose(SMALL, format, "fp8.bits", "format"), M.encode(value, format), {}

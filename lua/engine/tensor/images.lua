@@ -13,7 +13,7 @@ local expect, raise, run, value_text = M_ffi.expect, M_ffi.raise, M_ffi.run, M_f
 local want, want_whole, read_named = arguments.want, arguments.want_whole, arguments.read_named
 local methods = tensor.methods
 
--- x [N x C x ..] as [N x .. x C], and back.
+-- channels_last views x [N x C x ..] as [N x .. x C]; channels_second views it back.
 local function channels_last(x, name, least, most)
   want(x, name)
   local n = x.ndim
@@ -43,8 +43,8 @@ local function append_pair(ints, v, name, what, least)
   return ints
 end
 
--- Runs f, which takes images, on sequences [N x C x L] as images of height 1. Options that HEIGHT
--- names apply to the width; for the height, HEIGHT gives their values.
+-- Runs f, which takes images, on sequences [N x C x L] as images of height 1. The options in HEIGHT
+-- apply to the width; HEIGHT has their values for the height.
 local HEIGHT = { stride = 1, padding = 0, dilation = 1 }
 local function as_images(x, options, name, f)
   want(x, name)
@@ -81,7 +81,7 @@ function methods.conv2d(x, weight, bias, options)
 end
 
 --- Convolution of sequences: x [N x C x L], weight [O x C/groups x K], bias [O] or nil -> [N x O x
---- P]. Options as in conv2d, numbers only.
+--- P]. The options are those of conv2d, each a single number.
 function methods.conv1d(x, weight, bias, options)
   want(weight, "conv1d")
   return as_images(x, read_named(options, "conv1d", CONV), "conv1d", function(image, o)
@@ -132,8 +132,9 @@ function methods.avg_pool1d(x, kernel, options)
   return pool1d(x, kernel, options, "avg_pool1d", "avg_pool2d", AVERAGE)
 end
 
---- Divides x [N x C x H x W] into size windows (a number or { height, width }) and takes the mean
---- of each -> [N x C x size]. With size 1 that is the mean of each channel.
+--- Divides each image of x [N x C x H x W] into windows, and takes the mean of each window -> [N x
+--- C x P x Q]. size: { P, Q }, or one number for both. With size 1, the result is the mean of each
+--- channel.
 function methods.adaptive_avg_pool2d(x, size)
   local ints = append_pair({ 0, 0, 1, 1, 0, 0, 0 }, size, "adaptive_avg_pool2d", "the size", 1)
   return channels_second(run("avg_pool2d", { channels_last(x, "adaptive_avg_pool2d", 4, 4) }, ints))
@@ -152,9 +153,10 @@ local BATCH_NORM = "eps mean variance over"
 --- Batch norm of x [N x C x ..]: each channel minus its mean, divided by sqrt(variance + eps),
 --- times weight [C], plus bias [C] (either may be nil). Returns the result, this batch's mean and
 --- biased variance [C] in f32, and the number of elements of a channel. Options: eps (1e-5); mean
---- and variance [C]: normalise by these instead, and return the result alone; over: a group of
---- ranks (engine.ranks.group()) that each have a part of the batch; all normalise by the mean and
---- the variance of the whole batch. The mean and the variance of a batch without elements are nan.
+--- and variance [C]: normalises by these instead, and returns only the result; over: a group of
+--- ranks (engine.ranks.group()), each with a part of the batch. All ranks then normalise by the
+--- mean and the variance of the whole batch. The mean and the variance of a batch without elements
+--- are nan.
 function methods.batch_norm(x, weight, bias, options)
   options = read_named(options, "batch_norm", BATCH_NORM)
   local eps = arguments.want_number(options.eps or 1e-5, "batch_norm", "eps")
@@ -173,7 +175,7 @@ function methods.batch_norm(x, weight, bias, options)
   return channels_second(y), mean, variance, x.count / mean.count
 end
 
---- Group norm of x [N x C x ..]: in each sample, every group of C / groups neighbouring channels is
+--- Group norm of x [N x C x ..]: in each sample, every group of C / groups adjacent channels is
 --- normalised by its mean and variance; weight and bias [C] or nil; eps 1e-5.
 function methods.group_norm(x, groups, weight, bias, eps)
   return channels_second((run("group_norm", { channels_last(x, "group_norm", 2), weight or false,

@@ -1,5 +1,6 @@
--- Microscaling by hand: blocks of small numbers with a scale of one byte each (OCP MX, NVFP4). The
--- bits are those of torchao and Transformer Engine. core/base/mx.h defines formats and rules.
+-- Microscaling by hand: blocks of small numbers with a scale of one byte each (OCP MX, NVFP4).
+-- Codes and scales have the same bits as those of torchao and Transformer Engine. core/base/mx.h
+-- defines formats and rules.
 --
 --   local q = engine.mx.quantize(x, { format = "e4m3", rule = "rceil" })       -- x [.. x K]
 --   local w = engine.mx.quantize(weight, { rule = "nvfp4", block = "16x16", transposed = true })
@@ -27,7 +28,7 @@ local TRANSPOSED, GATE = 8, 64                 -- flags (core/ops.def)
 local HADAMARDS = { [0] = 0, [16] = 16, [32] = 32, [64] = 64, [128] = 128 }
 M.formats, M.rules, M.nvfp4, M.gated, M.hadamards = FORMATS, RULES, NVFP4, GATED, HADAMARDS
 
---- The default format and the default block of a rule.
+--- Returns the default format and the default block of a rule.
 function M.usual(rule)
   return (NVFP4[rule] or GATED[rule]) and "e2m1" or "e4m3", NVFP4[rule] and "1x16" or "1x32"
 end
@@ -37,8 +38,9 @@ end
 local methods = {}
 local Quantized = { __index = methods }
 
---- code * scale as a tensor of x's shape, f32 unless another float dtype is named. For NVFP4
---- also multiplied by the tensor's amax / 2688 (four over six: 1536, ms_eden: 1554.4).
+--- Returns code * scale as a tensor of x's shape, f32 unless another float dtype is named. For
+--- NVFP4, the product is also multiplied by the tensor's amax / 2688 (in four over six, amax /
+--- 1536; in ms_eden, amax / 1554.4).
 function methods.dequantize(x, dtype)
   local scaled = x.factor ~= 1
   local y = run("mx_dequantize", { x.q, x.scale, NVFP4[x.rule] and x.amax or false },
@@ -47,7 +49,7 @@ function methods.dequantize(x, dtype)
   return scaled and (y / x.factor):to(dtype or "f32") or y
 end
 
---- The bytes of codes and scales.
+--- Returns the size of the codes and scales in bytes.
 function methods.bytes(x) return x.q.count + x.scale.count + (NVFP4[x.rule] and 4 or 0) end
 
 function Quantized.__tostring(x)
@@ -93,7 +95,7 @@ local QUANTIZE = "format rule block nonfinite sr_bits factor transposed amax had
 ---   nvfp4                      scales are ue4m3, with one f32 for the tensor
 ---   four_over_six              nvfp4, but each block's largest element becomes 6 or 4, whichever
 ---                              has the smaller mean absolute error
----   four_over_six_mse          the same by mean squared error
+---   four_over_six_mse          four_over_six by mean squared error
 ---   quest                      e2m1, scales are powers of two from a block's standard deviation
 ---   ms_eden                    nvfp4 whose scales correct the rounding errors, in groups of 128
 ---                              elements; sr_bits applies to these scales, not to elements
@@ -144,13 +146,13 @@ function M.quantize(x, options)
   return y
 end
 
---- The values of a quantized tensor; the same as x:dequantize(dtype).
+--- Returns the values of a quantized tensor, as x:dequantize(dtype) does.
 function M.dequantize(x, dtype)
   expect(getmetatable(x) == Quantized, x, "mx.dequantize: expected a result of mx.quantize")
   return x:dequantize(dtype)
 end
 
--- The scales of x as a matrix with one row of scales for each row of x.
+-- Returns the scales of x as a matrix with one row of scales for each row of x.
 local function scales_by_row(x, rows)
   local scale, high = x.scale, x.block[1]
   local down, across = scale.shape[1], scale.shape[2]
@@ -159,10 +161,10 @@ local function scales_by_row(x, rows)
     :slice(1, 1, rows)
 end
 
---- a b^T in f32 for quantized matrices a [M x K] and b [N x K], summed like Blackwell's
---- block-scaled tensor cores (core/base/mx_blackwell.h). With e4m3 and e5m2 in blocks of 32, they
---- add 32 products at a time and keep 25 bits below the largest exponent. With e2m1 in blocks of 32
---- or 16, they add 64 products at a time and keep 35 bits.
+--- Computes a b^T in f32 for quantized matrices a [M x K] and b [N x K], with the sums of
+--- Blackwell's block-scaled tensor cores (core/base/mx_blackwell.h). With e4m3 and e5m2 in blocks
+--- of 32, these cores add 32 products at a time and keep 25 bits below the largest exponent. With
+--- e2m1 in blocks of 32 or 16, they add 64 products at a time and keep 35 bits.
 function M.matmul(a, b)
   local inputs = {}
   for k, x in ipairs { a or 0, b or 0 } do
@@ -183,10 +185,10 @@ local function padded(x, d, size)
     require("engine.tensor.create").zeros(shape, { dtype = "u8", keep = false }) }, d)
 end
 
---- The scales of a quantized tensor in the order that cuBLASLt's block-scaled products read
+--- Returns the scales of a quantized tensor in the order that cuBLASLt's block-scaled products read
 --- (VEC32_UE8M0, VEC16_UE4M3): u8 [tiles down x tiles across x 32 x 4 x 4], in tiles of 128 rows x
---- 4 blocks, padded with zeros. In its tile, the scale of row r and block c has the index (r % 32)
---- * 16 + floor(r % 128 / 32) * 4 + c % 4 (all from 0). Scales of blocks with several rows are
+--- 4 blocks, padded with zeros. In its tile, the scale of row r and block c has the index (r %
+--- 32) * 16 + floor(r % 128 / 32) * 4 + c % 4 (all from 0). Scales of blocks with several rows are
 --- repeated for each row.
 function M.gemm_scales(x)
   expect(getmetatable(x) == Quantized, x, "mx.gemm_scales: expected a result of mx.quantize")

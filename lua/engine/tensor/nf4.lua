@@ -13,7 +13,7 @@ local M = {}
 local methods = {}
 local Quantized = { __index = methods }
 
---- The values as a tensor of x's shape, f32 unless another float dtype is named.
+--- Returns the values as a tensor of x's shape, f32 unless another float dtype is named.
 function methods.dequantize(x, dtype)
   local columns = x.shape[#x.shape] or 1
   return run("nf4_dequantize", { x.q, x.absmax, x.group or false, x.offset or false },
@@ -21,7 +21,7 @@ function methods.dequantize(x, dtype)
       columns }):view(unpack(x.shape))
 end
 
---- The bytes of codes and scales.
+--- Returns the size of the codes and scales in bytes.
 function methods.bytes(x)
   return x.q.count + (x.group and x.absmax.count + 4 * x.group.count + 4 or 4 * x.absmax.count)
 end
@@ -53,8 +53,8 @@ function M.quantize(x, options)
     shape = x.shape, count = x.count, block = block }, Quantized)
 end
 
---- A quantized matrix from the fields of a result of quantize with blocks of 64. shape: { rows,
---- columns }.
+--- Makes a quantized matrix from the fields of a result of quantize() with blocks of 64. shape:
+--- { rows, columns }.
 function M.of(q, absmax, group, offset, shape)
   return setmetatable({ q = q, absmax = absmax, group = group, offset = offset, shape = shape,
     count = shape[1] * shape[2], block = 64 }, Quantized)

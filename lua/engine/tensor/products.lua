@@ -69,7 +69,8 @@ function methods.swiglu_linear(gate, up, weight, bias, site)
 end
 
 --- gelu(x W1^T + b1, "tanh") W2^T + b2: x [.. x C], up W1 [H x C], down W2 [N x H], biases [H] and
---- [N] or nil -> [.. x N]. The same as linear, gelu and linear, in fewer passes over memory.
+--- [N] or nil -> [.. x N]. The result is that of linear, gelu and linear, computed in fewer passes
+--- over memory.
 function methods.mlp_gelu(x, up, up_bias, down, down_bias)
   want(down, "mlp_gelu")
   return (run_many("mlp_gelu", 3, 2, x, up, up_bias, down, down_bias))
@@ -127,12 +128,12 @@ end
 local ROPE = "position base interleaved factor low high context"
 
 --- Rotary position embedding of x [B x T x H x D]; options: position (of the first token, 0), base
---- (10000), interleaved (pairs of neighbours instead of halves). `factor` divides the frequencies
---- (linear scaling). With context, low and high it is Llama 3's scaling: frequencies that make at
---- most `low` turns within `context` positions are divided, those that make `high` turns or more
---- are not. With low and high alone it is YaRN's: frequencies with an index (from 0) of `high` or
---- more are divided, those with an index of at most `low` are not. Frequencies between are
---- interpolated.
+--- (10000), interleaved (pairs adjacent features, instead of feature d with feature d + D / 2).
+--- `factor` divides the frequencies (linear scaling). With context, low and high, the scaling is
+--- that of Llama 3: frequencies that make at most `low` turns within `context` positions are
+--- divided, and frequencies that make `high` turns or more are not. With low and high alone, the
+--- scaling is that of YaRN: frequencies with an index (from 0) of `high` or more are divided, and
+--- frequencies with an index of at most `low` are not. Frequencies in between are interpolated.
 function methods.rope(x, options)
   options = read_named(options, "rope", ROPE)
   floats[0] = want_number(options.base or 10000, "rope", "base")

@@ -1,4 +1,4 @@
--- Where a piece of a program spends its time, by operation:
+-- Measures where a piece of a program spends its time, by operation:
 --   print(engine.profile(function() trainer:step() end))
 -- A row is a kind of call (operation, dtypes, shapes); the most expensive row is the first. The
 -- operation "(outside kernels)" is the time outside all kernels (tape, Lua, data). tostring lists

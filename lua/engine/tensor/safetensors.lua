@@ -53,8 +53,8 @@ function M.open(path)
   return file
 end
 
---- Reads one tensor by name; it lives until freed, or with keep = false until the scope or the step
---- ends.
+--- Reads one tensor by name. The tensor lives until it is freed or, with keep = false, until the
+--- scope or the step ends.
 function File:read(name, keep)
   if not self.handle then error(("%s is closed"):format(self.path), 2) end
   local entry = self.entries[name]
@@ -82,7 +82,7 @@ function File:__tostring()
   return table.concat(lines, "\n")
 end
 
---- All tensors of a file as { name = tensor }, and its metadata as { key = text }.
+--- Reads a file. Returns all its tensors as { name = tensor }, and its metadata as { key = text }.
 function M.load(path)
   local file = open(path)
   local tensors = {}
@@ -99,8 +99,8 @@ function M.load(path)
   return tensors, file.metadata
 end
 
--- The tensors' names, ordered by element size, the largest first. Each tensor then begins at a
--- multiple of its element size.
+-- Returns the tensors' names in the order of element size, the largest first. In this order, each
+-- tensor begins at a multiple of its element size.
 local function ordered(path, tensors)
   local names, width = {}, {}
   local info = ffi.new("eng_tensor_info")
@@ -145,7 +145,7 @@ local function fill(writer, path, names, tensors, metadata)
 end
 
 --- Writes { name = tensor } and metadata { key = text } to a temporary file and renames it, so that
---- a failure leaves the old file as it was. Returns the CRC-32C of the file.
+--- a failure leaves the old file unchanged. Returns the CRC-32C of the file.
 function M.save(path, tensors, metadata)
   if type(path) ~= "string" then error("save: expected a path, got " .. type(path), 2) end
   if type(tensors) ~= "table" then

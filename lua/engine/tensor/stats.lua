@@ -26,9 +26,9 @@ function methods.stats(x)
     norm = math.sqrt(buffer.sum_squares), hist = hist }
 end
 
---- The number of weights that are not finite, as a text such as "the weights hold 3 inf and 1 nan,
---- the first in head.weight", or nil if all are finite. list: entries { name, tensor }, as from
---- model:parameters().
+--- Counts the weights that are not finite. Returns a text such as "the weights hold 3 inf and 1
+--- nan, the first in head.weight", or nil if all are finite. list: entries { name, tensor }, as
+--- from model:parameters().
 local function nonfinite(list)
   local inf, nan, first = 0, 0, nil
   for _, p in ipairs(list) do

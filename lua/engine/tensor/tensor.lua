@@ -57,7 +57,7 @@ function getters.grad(x)
   if g.slot ~= 0 then return g end
 end
 
---- The size of dimension d; without d all sizes, as several results.
+--- The size of dimension d; without d, the sizes of all dimensions, as several results.
 function methods.size(x, d)
   if d == nil then
     local sizes = shape_table(info(x))
@@ -96,8 +96,9 @@ end
 local CTYPE = { f32 = "float", f64 = "double", f16 = "uint16_t", bf16 = "uint16_t", u8 = "uint8_t",
   i8 = "int8_t", i16 = "int16_t", i32 = "int32_t", i64 = "int64_t", bool = "uint8_t",
   e4m3 = "uint8_t", e5m2 = "uint8_t" }
---- A copy of the elements, row-major, as a C array of `dtype` (the tensor's own unless given), and
---- their count. f16 and bf16 come as uint16_t codes, e4m3 and e5m2 as uint8_t codes.
+--- Returns a copy of the elements, row-major, as a C array of `dtype` (by default the tensor's
+--- dtype), and the number of elements. f16 and bf16 come as uint16_t codes, e4m3 and e5m2 as
+--- uint8_t codes.
 function methods.read(x, dtype)
   local what = info(x)
   local count, number = tonumber(what.count), dtype and arguments.dtype_number(dtype) or what.dtype
@@ -150,13 +151,13 @@ function methods.copy(x, source)
   check(C.eng_copy(x, source))
   return x
 end
---- Draws the elements uniformly from [low, high), [0, 1) unless given; returns x.
+--- Draws the elements uniformly from [low, high), by default [0, 1); returns x.
 function methods.uniform(x, low, high)
   check(C.eng_uniform(x, want_number(low or 0, "uniform", "the lower bound"),
     want_number(high or 1, "uniform", "the upper bound")))
   return x
 end
---- Draws the elements from a normal distribution, mean 0 and std 1 unless given; returns x.
+--- Draws the elements from a normal distribution, by default with mean 0 and std 1; returns x.
 function methods.normal(x, mean, std)
   check(C.eng_normal(x, want_number(mean or 0, "normal", "the mean"),
     want_number(std or 1, "normal", "the standard deviation")))

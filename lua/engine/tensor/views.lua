@@ -30,7 +30,7 @@ function methods.view(x, ...)
 end
 methods.reshape = methods.view
 
---- x:permute(3, 1, 2): dimensions in a new order.
+--- x:permute(3, 1, 2): x with its dimensions in a new order.
 function methods.permute(x, ...)
   want(x, "permute")
   local n = info(x).ndim
@@ -53,7 +53,7 @@ function methods.transpose(x, a, b)
   return run1("permute", x)
 end
 
---- x:expand(2, 3): dimensions of size 1 repeated to the given sizes, without a copy.
+--- x:expand(2, 3): x with its dimensions of size 1 repeated to the given sizes, without a copy.
 function methods.expand(x, ...)
   want(x, "expand")
   shape_ints("expand", ...)
@@ -77,7 +77,7 @@ function methods.slice(x, d, start, stop, step)
   return run1("slice", x)
 end
 
---- Position i of dimension d; the result does not have that dimension.
+--- Selects position i of dimension d. The result does not have that dimension.
 function methods.select(x, d, i)
   want(x, "select")
   local k, what = dimension(x, d, "select")
@@ -134,7 +134,8 @@ function methods.split(x, sizes, d)
   return unpack(parts)
 end
 
---- n equal parts along dimension d (the last unless given), as several results.
+--- Splits x into n equal parts along dimension d (the last unless given), returned as several
+--- results.
 function methods.chunk(x, n, d)
   want(x, "chunk")
   want_parts(want_whole(n, "chunk", "the number of parts", 1), "chunk")
@@ -170,7 +171,7 @@ function methods.unsqueeze(x, d)
   local n = what.ndim
   local k = want_whole(d, "unsqueeze", "a dimension") < 0 and d + n + 2 or d
   if k < 1 or k > n + 1 then
-    raise("unsqueeze: expected a dimension of 1 to %d for %s, got %d", n + 1,
+    raise("unsqueeze: expected a dimension from 1 to %d for %s, got %d", n + 1,
       shape_text(shape_table(what)), d)
   end
   if n == C.ENG_MAX_DIMS then
@@ -230,11 +231,11 @@ for _, name in ipairs { "gather", "index_select" } do
   end
 end
 
---- weight:embedding(ids): weight [V x C], ids [..] from 0 -> rows [.. x C]. An id outside 0..V-1 is
---- an error.
+--- weight:embedding(ids): the rows [.. x C] of the weight [V x C] with the indices ids [..],
+--- counted from 0. An id outside 0..V-1 is an error.
 function methods.embedding(weight, ids) return run2("embedding", weight, ids) end
 
---- The k largest elements of the last dimension, [.. x k], and their indices from 0.
+--- Returns the k largest elements along the last dimension, [.. x k], and their indices (from 0).
 function methods.topk(x, k)
   want(x, "topk")
   call.op, call.n_in, call.n_out, inputs[0], ints[0] = op.topk, 1, 2, x,
