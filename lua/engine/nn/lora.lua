@@ -7,7 +7,8 @@
 -- part. Every part gets the same A, and its own rows of B. PEFT, however, trains a separate A for
 -- each part. Loading stacks the A of the parts, and copies the B of each part into the rows of the
 -- part and the columns that belong to its A. The loaded layer computes the same as the parts; its
--- rank is the sum of their ranks. Shapes: K inputs, N outputs, R rank; A [R x K], B [N x R].
+-- rank is the sum of their ranks.
+-- Shapes: K inputs, N outputs, R rank; A [R x K], B [N x R].
 local M_ffi = require "engine.base.ffi"
 local adapters = require "engine.nn.lora_layers"
 local architectures = require "engine.nn.architectures"
@@ -78,7 +79,8 @@ local function rows_of(x, part)
   return x:slice(1, part.first, part.last)
 end
 
--- The modules of a classifier that PEFT trains and saves in full, beside the adapters.
+-- The names of classifier heads. PEFT trains and saves these modules in full, along with the
+-- adapters.
 local HEADS = { "classifier", "score" }
 
 local function save(list, folder, name_of, base_model, conv1d, head, head_name)

@@ -4,9 +4,9 @@
 -- frozen, except a classifier's head. A layer computes
 --   LoRA:  y = x W^T + b + s (drop(x) A^T) B^T                          s = alpha / rank
 --   DoRA:  y = m / |V| * (x V^T) + b,  V = W + s B A, |V| the norm of each row, without a gradient
--- Shapes: K inputs, N outputs, R rank; W [N x K], b and m [N], A [R x K], B [N x R]. The layer's
--- field `_lora` is the adapter's state: { rank, alpha, scale, dropout, A, B, m (DoRA), weight (the
--- frozen weight, while the adapter is merged) }. Called by lora.lua, nn/init.lua and
+-- Shapes: K inputs, N outputs, R rank; W [N x K], b and m [N], A [R x K], B [N x R].
+-- The layer's field `_lora` is the adapter's state: { rank, alpha, scale, dropout, A, B, m (DoRA),
+-- weight (the frozen weight, while the adapter is merged) }. Called by lora.lua, nn/init.lua and
 -- train/optim.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"

@@ -299,7 +299,7 @@ end
 function Module:train(on)
   return self:apply(function(module) rawset(module, "_training", on ~= false) end)
 end
---- Evaluation mode: dropout is off. Returns the module.
+--- Sets evaluation mode, in which dropout is off. Returns the module.
 function Module:eval() return self:train(false) end
 --- Whether the module is in training mode.
 function Module:is_training() return self._training end
@@ -350,7 +350,7 @@ function Module:freeze(on)
   return self
 end
 
---- The parameters and buffers as { name = tensor }, for engine.save and checkpoints.
+--- Returns the parameters and buffers as { name = tensor }, for engine.save and checkpoints.
 function Module:state()
   local state = {}
   for _, p in ipairs(self:parameters()) do state[p.name] = p.tensor end

@@ -178,7 +178,7 @@ function Policy:add_logs(all, i)
   return all
 end
 
---- The text that the policy has printed since the last call, in lines "file:line: text", or nil.
+--- Returns what the policy has printed since the last call, in lines "file:line: text", or nil.
 function Policy:printed()
   local text = C.eng_policy_printed(self.handle)
   return text[0] ~= 0 and ffi.string(text) or nil

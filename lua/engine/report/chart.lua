@@ -412,7 +412,8 @@ M.dark = [[--back:#11151c;--text:#e6e9ef;--muted:#98a2b3;--grid:#232a36;--axis:#
 --bad:#ff7a6e;--event:#b0a1ff;
 --c1:#56b4e9;--c2:#e69f00;--c3:#2bb98d;--c4:#d98fb7;--c5:#f0e442;--c6:#c9ced8]]
 
---- The colour of series i on white as #rrggbb, and its dashes as a list of lengths (none: solid).
+--- Returns the colour of series i on white as #rrggbb, and its dashes as a list of lengths (empty:
+--- solid).
 function M.plain_style(i)
   local colour, dash = plot.style(i)
   local lengths = {}

@@ -347,7 +347,7 @@ local function below_axis(options, columns, range, ascii)
   return table.concat(lines, "\n")
 end
 
---- The plot as text, without a final newline.
+--- Returns the plot as text, without a final newline.
 function plot.draw(options)
   plot.check_sizes(options, "plot.draw")
   local ascii = options.ascii
@@ -389,8 +389,9 @@ function plot.draw(options)
   return table.concat(lines, "\n")
 end
 
---- The curves of loss and loss scale of a run, as one text. rows: a list of { step, loss, scale,
---- overflow }; rows.overflows: the number of overflows, if the rows hold only some of the steps.
+--- Returns the curves of loss and loss scale of a run as one text. rows: a list of { step, loss,
+--- scale, overflow }; rows.overflows: the number of overflows, if the rows hold only some of the
+--- steps.
 function plot.run(rows, options)
   if type(rows) ~= "table" then
     error("plot.run: expected a list of rows, such as trainer:run().rows, got " ..

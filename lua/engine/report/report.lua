@@ -22,7 +22,7 @@ local counted, section = show.counted, parts.section
 
 -- ------------------------------------------------------------------ curves
 
--- The events in the table: all but the kinds that other sections show.
+-- Returns the events for the table: all except the kinds that other sections show.
 local function events_of(h)
   return h:query("SELECT step, kind, text FROM events WHERE kind NOT IN ('overflow', " ..
     "'checkpoint', 'evaluation') ORDER BY id")

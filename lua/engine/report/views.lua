@@ -239,7 +239,7 @@ local function fitted(text, room)
   return room < 8 and "" or text:sub(1, room - 2) .. ".."
 end
 
--- "step 0", "steps 0, 100 and 200", "33 steps, 0 to 3,200".
+-- Returns a list of steps as text: "step 0", "steps 0, 100 and 200", "33 steps, 0 to 3,200".
 local function steps_text(list)
   local steps, texts = { unpack(list) }, {}
   table.sort(steps)

@@ -5,7 +5,7 @@
 -- The REPL has this function as `bits`. Each format rounds the double once, to nearest even, as
 -- core/base/numerics.h does. Numbers that are too large become inf, or nan in e4m3, which has no
 -- inf, or the largest number in formats that have neither. ue4m3 and ue8m0, formats for scales,
--- take |x|; ue8m0 rounds it down to a power of two. int8 and mxint8 (units of 1/64) are two's
+-- encode |x|; ue8m0 rounds it down to a power of two. int8 and mxint8 (units of 1/64) are two's
 -- complement.
 local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"

@@ -29,7 +29,7 @@ for _, row in ipairs(INTEGERS) do RANGE[M_ffi.dtype[row[1]]] = { row[2], row[3] 
 -- that is a float dtype, or if that is an integer dtype that can hold the number. Otherwise it is
 -- the smallest integer dtype that can hold the number, or f32 if none can.
 local function dtype_beside(dtype, value)
-  if FLOAT[dtype] or not RANGE[dtype] then return dtype end   -- FP8: the operation raises an error
+  if FLOAT[dtype] or not RANGE[dtype] then return dtype end   -- in FP8 the operation fails
   if value % 1 ~= 0 then return M_ffi.dtype.f32 end           -- also inf and nan
   local range = RANGE[dtype]
   if value >= range[1] and value <= range[2] then return dtype end

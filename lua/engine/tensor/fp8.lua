@@ -192,7 +192,7 @@ function M.decode(code, format)
   return value == value and value or 0 / 0   -- LuaJIT's own NaN
 end
 
---- Returns a number in a format as text: "e4m3 0 0011 101 0x1d 0.1015625".
+--- Returns a number in a format as text: "e4m3 0 0011 101  0x1d  0.1015625".
 function M.bits(value, format)
   format = format or "e4m3"
   local parts, code, text = choose(SMALL, format, "fp8.bits", "format"), M.encode(value, format), {}

@@ -161,10 +161,10 @@ local function scales_by_row(x, rows)
     :slice(1, 1, rows)
 end
 
---- Computes a b^T in f32 for quantized matrices a [M x K] and b [N x K], with the sums of
---- Blackwell's block-scaled tensor cores (core/base/mx_blackwell.h). With e4m3 and e5m2 in blocks
---- of 32, these cores add 32 products at a time and keep 25 bits below the largest exponent. With
---- e2m1 in blocks of 32 or 16, they add 64 products at a time and keep 35 bits.
+--- Computes a b^T in f32 for quantized matrices a [M x K] and b [N x K], summed as in Blackwell's
+--- block-scaled tensor cores (core/base/mx_blackwell.h). With e4m3 and e5m2 in blocks of 32, these
+--- cores add 32 products at a time and keep 25 bits below the largest exponent. With e2m1 in blocks
+--- of 32 or 16, they add 64 products at a time and keep 35 bits.
 function M.matmul(a, b)
   local inputs = {}
   for k, x in ipairs { a or 0, b or 0 } do
