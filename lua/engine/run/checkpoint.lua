@@ -4,13 +4,14 @@
 --     model.safetensors  optimizer.safetensors     tensors by name; one file per part
 --     state.json              all other state as plain data; the sizes and CRC-32C of the files
 --
--- written to a temporary directory, synced and renamed, so that it is complete or absent. Checksums
--- detect later damage (a truncated file, a bad disk); the previous checkpoint is then used.
+-- The files are written to a temporary directory, which is then synced and renamed, so a checkpoint
+-- is complete or absent. Checksums detect later damage (a truncated file, a bad disk). The previous
+-- checkpoint is then used.
 --
 --   checkpoint.save(dir, step, { model = { name = tensor }, optimizer = { ... }, state = { ... } },
 --     { keep = 3 })
---   local c, message = checkpoint.load(dir)   -- the newest intact one: c.step, c.model,
---                                             -- c.optimizer, c.state, c.skipped
+--   local c, message = checkpoint.load(dir)   -- the newest intact checkpoint: c.step,
+--                                             -- c.model, c.optimizer, c.state, c.skipped
 --   local c, message = checkpoint.open(dir)   -- the same; c:read("model", name) reads a tensor
 --
 -- With several ranks, each rank writes a shard (shards.lua), and state.json lists all shards. The
@@ -28,7 +29,7 @@ local C, check, ffi, plain = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.without_line
 
 local M = {}
 
-local WHOLE, SHARDS = 1, 2   -- formats: a file for each part; a file for each rank
+local WHOLE, SHARDS = 1, 2   -- formats: one file for each part, or one for each rank
 
 local function names_in(directory)
   return disk.names(directory) or M_ffi.raise(M_ffi.message())
@@ -47,7 +48,7 @@ local function directory_name(step) return ("step-%08d"):format(step) end
 
 local function crc_text(crc) return ("%08x"):format(tonumber(crc)) end
 
--- Checkpoint directories by step, oldest first: { { step, path } ... }.
+-- Returns the checkpoint directories in `dir`, oldest first: { { step, path } ... }.
 local function list(dir)
   M_ffi.expect(type(dir) == "string", dir, "checkpoint: expected a directory")
   local found = {}
@@ -62,7 +63,8 @@ local function list(dir)
   return found
 end
 
---- Steps of the checkpoints in dir, oldest first, including damaged ones.
+--- Returns the steps of the checkpoints in dir, oldest first, including those of damaged
+--- checkpoints.
 function M.steps(dir)
   local steps = {}
   for i, entry in ipairs(list(dir)) do steps[i] = entry.step end
@@ -78,7 +80,7 @@ local function prune(dir, keep)
 end
 M.prune = prune
 
--- The text of state.json: `body`, followed by the checksum of `body`.
+-- Returns the text of state.json: `body`, followed by the checksum of `body`.
 local function seal(body)
   local crc = C.eng_crc32c(0, body, #body)
   return body .. ',"crc32c":"' .. crc_text(crc) .. '"}\n'
@@ -118,11 +120,12 @@ local function put_in_place(temporary, final)
   end
 end
 
--- Makes a temporary directory beside the checkpoint's final path: { temporary =, final =, dir = }.
+-- Makes a temporary directory beside the checkpoint's final path. Returns { temporary =, final =,
+-- dir = }.
 local function begin(dir, step)
   check(C.eng_file_mkdir(dir))
   for _, name in ipairs(names_in(dir)) do
-    -- left by a killed run
+    -- a killed run left this directory
     if name:match("^step%-%d+%.tmp$") then pcall(remove, dir .. "/" .. name) end
   end
   local final = dir .. "/" .. directory_name(step)
@@ -151,10 +154,10 @@ end
 
 local function abandon(place) pcall(remove, place.temporary) end
 
---- Writes a checkpoint of `step` into dir and returns its path. `parts.state` is plain data, every
---- other part a table of tensors. options.keep: how many checkpoints to keep (nil: all). On an
---- error nothing in dir has changed. The second result is a message when an old checkpoint could
---- not be removed.
+--- Writes a checkpoint of `step` into dir and returns its path. `parts.state` is plain data, and
+--- every other part is a table of tensors. options.keep: how many checkpoints to keep (nil: all).
+--- After an error, dir is unchanged. The second result is a message if an old checkpoint could not
+--- be removed.
 function M.save(dir, step, parts, options)
   if type(step) ~= "number" or step < 0 or step % 1 ~= 0 then
     error("checkpoint.save: expected a step of 0 or more, got " .. tostring(step), 2)
@@ -187,7 +190,7 @@ local function shard_name(rank, size)
   return ("shard-%05d-of-%05d.safetensors"):format(rank + 1, size)
 end
 
--- Writes this rank's file; returns its checksum and size in bytes as text.
+-- Writes this rank's file. Returns the file's checksum and its size in bytes as text.
 local function write_own(place, pieces, step)
   if not disk.is_folder(place.temporary) then
     error(("this rank sees no directory %s; hint: the ranks need a shared disk"):format(
@@ -202,8 +205,8 @@ local function write_own(place, pieces, step)
   return ("%s %d"):format(file.crc32c, file.bytes)
 end
 
--- The table `files` of state.json, from the results that the ranks sent. Raises an error if a rank
--- failed.
+-- Builds the table `files` of state.json from the results that the ranks sent. Raises an error if a
+-- rank failed.
 local function files_of(answers)
   local files, failed = {}, {}
   for i, answer in ipairs(answers) do
@@ -218,8 +221,8 @@ end
 --- Writes the checkpoint of `step` into dir, one shard per rank; every rank calls it. pieces()
 --- returns what this rank writes (shards.lua). state() returns plain data and is called on rank 0.
 --- options.keep as in M.save. Returns the path on every rank. If a rank fails, returns nil and the
---- failed ranks' messages, and nothing in dir has changed. The checkpoint gets its final name when
---- every rank is done: if a rank dies before that, the previous checkpoint stays the newest.
+--- failed ranks' messages, and dir is unchanged. The checkpoint gets its final name when every rank
+--- is done. If a rank dies before that, the previous checkpoint stays the newest.
 function M.save_shards(dir, step, pieces, state, options)
   local first = ranks.rank() == 0
   local place, began, problem
@@ -285,8 +288,8 @@ local function read_state(directory)
   return header
 end
 
--- The contents of a checkpoint: { part = { name = { dtype =, shape =, count =, pieces = } } };
--- `pieces` only for shards.
+-- Returns the contents of a checkpoint: { part = { name = { dtype =, shape =, count =, pieces = } }
+-- }. Only a checkpoint of shards has `pieces`.
 local function contents(path, header)
   local names, parts = nearest.keys(header.files), {}
   if header.format == SHARDS then return shards.index(path, names) end
@@ -303,7 +306,8 @@ local function contents(path, header)
   return parts
 end
 
--- The contents of state.json, with `parts`, if every file is intact; else nil and what is wrong.
+-- Returns the contents of state.json, with `parts` added, if every file is intact. Otherwise
+-- returns nil and what is wrong.
 local function verify(directory)
   local header, problem = read_state(directory)
   if not header then return nil, problem end
@@ -326,8 +330,9 @@ local function verify(directory)
   return header
 end
 
--- The path and header of the newest intact checkpoint, of step `last` or before, or nil; and
--- messages about skipped ones.
+-- Returns the path and the header of the newest intact checkpoint, up to step `last` if given, and
+-- a list of messages about the damaged checkpoints that were skipped. The path and the header are
+-- nil if there is no intact checkpoint.
 local function newest(dir, last)
   local all, skipped = list(dir), {}
   for i = #all, 1, -1 do
@@ -340,8 +345,8 @@ local function newest(dir, last)
   return nil, nil, skipped
 end
 
---- The path of the newest intact checkpoint in dir, or nil, and messages about damaged ones that
---- were skipped.
+--- Returns the path of the newest intact checkpoint in dir, or nil, and a list of messages about
+--- the damaged checkpoints that were skipped.
 function M.latest(dir)
   local path, _, skipped = newest(dir)
   return path, skipped
@@ -355,8 +360,8 @@ local function file_of(self, name)
   return self.files[name]
 end
 
---- Reads a whole tensor, which the caller must free. entry: read in place of parts[part][name], if
---- given.
+--- Reads a whole tensor, which the caller must free. If `entry` is given, it takes the place of
+--- parts[part][name].
 function Checkpoint:read(part, name, entry)
   entry = entry or self.parts[part] and self.parts[part][name]
     or error(("%s has no %s '%s'"):format(self.path, part, name), 2)
@@ -370,11 +375,12 @@ function Checkpoint:close()
   self.files = {}
 end
 
---- Opens a checkpoint: `dir` itself if it is one, else the newest intact one in `dir` (with `last`:
---- of step `last` or before). Returns { step, path, state, skipped = { messages }, parts = {
---- model = { name = { dtype =, shape =, count = } } ... }, read(part, name), close() }, or nil, the
---- reason, and whether there are damaged checkpoints. Callers may change `parts`: for an entry with
---- `make`, a function that returns the tensor, read() calls it and reads no file (masters.lua).
+--- Opens a checkpoint: `dir` itself if it is a checkpoint, else the newest intact checkpoint in
+--- `dir` (up to step `last`, if given). Returns { step, path, state, skipped = { messages }, parts
+--- = { model = { name = { dtype =, shape =, count = } } ... }, read(part, name), close() }, or nil,
+--- the reason, and whether there are damaged checkpoints. Callers may change `parts`. If an entry
+--- has a function `make`, read() returns the tensor that `make` returns, and reads no file
+--- (masters.lua).
 function M.open(dir, last)
   M_ffi.expect(type(dir) == "string", dir, "checkpoint: expected a directory")
   local path, header, skipped

@@ -1,14 +1,14 @@
--- Several runs in one view: how they differ, and their curves on one grid of steps, run by run or
--- as the mean and spread of groups.
+-- Compares several runs: the settings in which they differ, and their curves on one grid of steps.
+-- There is a curve for each run, or the mean and spread of each group of runs.
 --   local list = compare.open { "runs/a", "runs/b" }     list.notes: what is left out and why
 --   list[i].name, .path, .history, .settings     settings: { [name] = text }
---   list[i].label                                "a: seed=1": its name and how it differs
+--   list[i].label                                "a: seed=1": the run's name and how it differs
 --   list.differ                                  the names of the settings that differ
 --   local c = compare.read(list, { "loss", "scale" }, { points = 240, group = "policy" })
 --   c.x, c.width, c.first, c.last, c.first_step, c.overflows     as in curves.read, over all runs
---   c.curves[k].label, .group                    a run, or a group (group: its list of runs)
---   c.curves[k].column.loss                      the key of its loss in c; nil: it has no loss
---   c[key].mean[i], .min[i], .max[i]             a run: as in curves.read; a group: as in band
+--   c.curves[k].label, .group                    group: the group's runs; nil: the curve of one run
+--   c.curves[k].column.loss                      the curve's loss is c[this key]; nil: it has none
+--   c[key].mean[i], .min[i], .max[i]             a run's as in curves.read, a group's as in M.band
 --   c.notes                                      what is left out and why, a line each
 -- Used by cli/options.lua, report/views.lua, report/report_compare.lua and report/contest.lua.
 local curves = require "engine.run.curves"
@@ -19,7 +19,7 @@ local M = {}
 
 -- ------------------------------------------------------------------ settings
 
--- Settings that name a run or its output: they do not count as differences.
+-- Settings that name a run or its output. They do not count as differences.
 local PLACES = { run = true, resume = true, log = true, tensorboard = true }
 -- Facts of a run that count as settings even if the script has no setting of that name.
 local FACTS = { "policy", "precision", "optimizer", "device", "ranks" }
@@ -43,14 +43,14 @@ local function distinct(list, text_of)
   return n
 end
 
--- A run's value of a setting; "-" without one.
+-- Returns a run's value of a setting as text, or "-" if the run has no value.
 local function value_of(run, key)
   local value = run.settings[key]
   return value ~= nil and value ~= "" and tostring(value) or "-"
 end
 M.value_of = value_of
 
--- All settings of the runs in the order of labels.
+-- Returns the names of all settings of the runs, in the order in which labels show them.
 local function keys_of(list)
   local known, rank = {}, {}
   for _, run in ipairs(list) do
@@ -66,7 +66,7 @@ local function keys_of(list)
   return keys
 end
 
-local MOST = 40            -- characters of a value in a label
+local MOST = 40            -- the most characters of a value in a label
 
 -- Sets the labels: each run's name, and a few settings that tell the runs apart. A setting is added
 -- only if it separates more runs.
@@ -132,11 +132,11 @@ end
 
 -- ------------------------------------------------------------------ curves
 
---- The mean of several curves { mean = { ... } } on one grid of n columns, and one standard
---- deviation on either side as min and max; with `log` the geometric mean and deviation. A column
---- has a mean only if every curve has a value there (with `log`: a positive one). Thus a run that
---- ends early or diverges ends the mean instead of shifting it. A single curve is its own mean,
---- without spread.
+--- Returns the mean of several curves { mean = { ... } } on one grid of n columns. min and max are
+--- one standard deviation below and above the mean. With `log`, the mean and the deviation are
+--- geometric. A column has a mean only if every curve has a value there (with `log`, a positive
+--- value). Thus a run that ends early or diverges ends the mean instead of shifting it. The band of
+--- a single curve is the curve itself, without spread.
 function M.band(list, n, log)
   local put, back = function(x) return x end, function(x) return x end
   if log then
@@ -160,7 +160,8 @@ function M.band(list, n, log)
   return result
 end
 
--- The groups of runs by a setting, in the order of their first runs.
+-- Groups the runs by their values of the setting `key`. The groups have the order of their first
+-- runs.
 local function groups_of(list, key)
   local known, groups, by_value = false, {}, {}
   for _, run in ipairs(list) do known = known or run.settings[key] ~= nil end
@@ -183,8 +184,8 @@ local function groups_of(list, key)
   return groups
 end
 
--- A run's curve of the metric `name` on the grid of n columns from the step `start`. If there is
--- none: nil, the reason, and true if the metric could not be read at all.
+-- Returns a run's curve of the metric `name` on the grid of n columns from the step `start`.
+-- Without a curve, returns nil, the reason, and true if the metric could not be read at all.
 local function read_run(run, name, options, start, n)
   local good, c = pcall(curves.read, run.history, { name }, options)
   if not good then return nil, require("engine.base.ffi").without_line(c), true end
@@ -199,7 +200,7 @@ local function read_run(run, name, options, start, n)
   return result
 end
 
--- The first and the last column in which any curve has a value.
+-- Returns the first and the last column in which any curve has a value.
 local function extent(list, n)
   local first, last
   for i = 1, n do
@@ -222,7 +223,7 @@ local function note(c, who, what, name)
   end
 end
 
--- Adds the curves of the metric `name`. Raises an error if it can be read from no run.
+-- Adds the curves of the metric `name`. Raises an error if the metric can be read from no run.
 local function add(c, list, name, options, start, log)
   local found, why, possible, n = {}, nil, false, #c.x
   for _, run in ipairs(list) do
@@ -253,8 +254,9 @@ local function add(c, list, name, options, start, log)
   end
 end
 
---- See the top of the file. options: from, to (steps), points (240: most columns), group (a
---- setting), log (as in history:plot; with a logarithmic axis a group's mean is the geometric one).
+--- Reads the curves of the metrics `names`; the top of the file describes the result. options:
+--- from, to (steps), points (the most columns; 240), group (a setting), log (as in history:plot;
+--- with a logarithmic axis, a group's mean is geometric).
 function M.read(list, names, options)
   local c = { x = {}, first_step = {}, overflows = {}, width = 1, curves = {},
     notes = { unpack(list.notes) } }

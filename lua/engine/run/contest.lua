@@ -21,14 +21,14 @@ Contest.__index = Contest
 
 -- ------------------------------------------------------------------ the folder
 
--- The script, its settings and its number of threads, as text. They must not change between two
--- starts of a contest.
+-- Returns the script, its settings and its number of threads as text. They must not change between
+-- two starts of a contest.
 local function job_text(job)
   local parts = { job.script, unpack(job.settings) }
   return table.concat(parts, " ") .. " threads=" .. job.threads
 end
 
--- The job of an earlier start, from contest.json.
+-- Reads the job of an earlier start of the contest from contest.json.
 local function read_job(path)
   local good, job = pcall(json.decode, (files.read(path)))
   if good and type(job) == "table" and type(job.script) == "string"
@@ -91,9 +91,9 @@ end
 
 --- Opens a contest's folder; creates it if it is missing. job: { path, script, source (its text),
 --- settings = { "name=value" ... }, policies = { ... }, sources = { [policy] = its source }, seeds,
---- threads (nil: as in contest.json, else default_threads), resumes (the script accepts resume=),
---- quiet (it accepts log=) }. Raises an error if the folder holds another contest, or if a contest
---- is running in it.
+--- threads (nil: those in contest.json or, without this file, default_threads), resumes (the script
+--- accepts resume=), quiet (the script accepts log=) }. Raises an error if the folder holds another
+--- contest, or if a contest is running in it.
 function M.open(job)
   local self = setmetatable(job, Contest)
   if files.exists(self.path .. "/history.db") then
@@ -164,7 +164,7 @@ function M.numbers(run, h)
   run.held_out = #evaluations > 0 and evaluations[#evaluations][2] or nil
 end
 
---- The fraction of its steps that a run has done.
+--- Returns the fraction of its steps that a run has done (0 if it is not known).
 function M.progress(run)
   return history.with(run.path, function(h)
     local _, last = h:range()
@@ -173,8 +173,8 @@ function M.progress(run)
   end) or 0
 end
 
---- Starts or resumes a run. Returns false while another process still holds it: after a contest is
---- killed, its runs take a moment to end.
+--- Starts or resumes a run. Returns false while another process still holds the run, because the
+--- runs of a killed contest take a moment to end.
 function Contest:start(run)
   if runs.holder(run.path) then return false end
   if self:look(run).final then return true end
@@ -190,7 +190,8 @@ function Contest:start(run)
   return true
 end
 
---- Whether a run started by start() has ended. If so, records its exit status and calls look().
+--- Returns whether a run started by start() has ended. If so, records its exit status and calls
+--- look().
 function Contest:ended(run)
   if not run.process then return true end
   local status = process.status(run.process)
@@ -204,9 +205,10 @@ end
 
 -- ------------------------------------------------------------------ results
 
---- A list in the order of the policies: { policy, runs, failed = the runs whose numbers do not
---- count, NAME = { mean, spread, values = by seed, n } ..., against = { NAME = paired difference
---- from the first policy (statistics.paired) } }.
+--- Returns a list in the order of the policies: { policy, runs, failed = the runs whose numbers do
+--- not count, against, and for each name in M.NAMES: NAME = { mean, spread, values = { [seed] =
+--- number }, n = how many numbers } }. against[NAME] is the paired difference from the first policy
+--- (statistics.paired).
 function Contest:results()
   local list, row_of = {}, {}
   for i, policy in ipairs(self.policies) do

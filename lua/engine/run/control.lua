@@ -1,6 +1,7 @@
--- Requests to a run between two steps: swaps of its policy and, from attached clients (`engine
--- attach RUN`), pausing, changing settings, stopping. Without requests a step pays only for one
--- check of the socket and the policy files. A client that reads no replies is disconnected.
+-- Handles requests to a run between two steps. A request swaps the policy or comes from an attached
+-- client (`engine attach RUN`), which can also pause the run, change its settings or stop it.
+-- Without requests, a step pays only for one check of the socket and the policy files. A client
+-- that reads no replies is disconnected.
 --
 -- The socket is RUN/attach.sock, mode 0600. A request is a line of JSON, { "do": NAME, "id": any,
 -- ... }. The reply is a line of JSON, { "ok": true, "id":, "text":, "status": } or { "ok": false,
@@ -23,7 +24,7 @@ local Control = {}
 Control.__index = Control
 
 local MOST_LINES = 8       -- the most requests that are handled between two steps
-local PAUSE_MS = 100       -- between two checks of signals and files during a pause
+local PAUSE_MS = 100       -- time between two checks of signals and files during a pause
 
 function M.new(trainer, options)
   return setmetatable({ trainer = trainer, wanted = options.attach ~= false, set = {}, waiting = {},
@@ -57,13 +58,13 @@ local function positive(x) return type(x) == "number" and x > 0 and x < math.hug
 local function not_negative(x) return type(x) == "number" and x >= 0 and x < math.huge end
 local function count(x) return type(x) == "number" and x >= 0 and x % 1 == 0 and x < 2 ^ 53 end
 
--- A setting for one of the trainer's limits, such as clip; 0: no limit.
+-- Returns the setting for one of the trainer's limits, such as clip. The value 0 means no limit.
 local function limit(field)
   return { "a number, 0 for none", not_negative, function(t) return t[field] or 0 end,
     function(t, x) t[field] = x > 0 and x or nil end, kept = true }
 end
 
--- The setting of a field of the run's files (run.lua).
+-- Returns the setting for a field of the Run (run.lua). what: the expected value in words.
 local function of_files(field, what, test)
   return { what, test, function(t) return t.run_files[field] end,
     function(t, x) t.run_files[field] = x end }
@@ -120,7 +121,8 @@ local function tell(self, kind, text)
   return text
 end
 
--- "the policy is static now, loss scale 1; for FP8 layers: sqrt3"
+-- Returns text such as "the policy is static now, loss scale 1; for FP8 layers: sqrt3". is: "is %s
+-- now", where %s stands for the policy's name.
 local function policies_text(t, is)
   local sites = t.optimizer.fp8
   local names = {}
@@ -188,7 +190,7 @@ function commands.resume(self)
   return tell(self, "resumed by attach", "resumed by an attached client")
 end
 
--- Runs n steps, pauses, then replies.
+-- Runs request.n steps (default 1), pauses the run, and then replies.
 function commands.step(self, request, number)
   local n = request.n == nil and 1 or request.n
   if not (count(n) and n >= 1) then
@@ -265,7 +267,7 @@ end
 
 local line, length, number = ffi.new("const char *[1]"), ffi.new("int64_t[1]"), ffi.new("int[1]")
 
--- Handles requests; waits up to `milliseconds` for the first.
+-- Handles requests. Waits up to `milliseconds` for the first request.
 local function listen(self, milliseconds)
   for i = 1, MOST_LINES do
     if not C.eng_attach_poll(line, length, number, self.socket, i == 1 and milliseconds or 0) then
@@ -275,13 +277,13 @@ local function listen(self, milliseconds)
   end
 end
 
---- Whether rank 0 has a request for the other ranks.
+--- Returns whether rank 0 has a request for the other ranks.
 function Control:wishes()
   self.wish = self.wish or self.trainer.swaps:wish()
   return #self.heard > 0 or self.wish ~= nil
 end
 
--- Whether the client that paused the run has disconnected.
+-- Returns whether the client that paused the run has disconnected.
 local function is_abandoned(self)
   return self.paused and self.paused.by and self.socket ~= nil
     and not C.eng_attach_here(self.socket, self.paused.by)
@@ -349,7 +351,7 @@ end
 
 -- ------------------------------------------------------------------ checkpoints
 
---- The settings changed by clients, which a resumed run keeps.
+--- Returns the settings that clients changed, or nil. A resumed run keeps them.
 function Control:state() return next(self.set) and self.set or nil end
 
 function Control:restore(saved)

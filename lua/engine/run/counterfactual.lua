@@ -1,32 +1,35 @@
--- The record that a step would have had at another loss scale. Shadows and replayed policies read
--- it. Called by shadow.lua (live records), trace.lua (recorded ones) and the replays.
+-- Computes the record that a step would have had at another loss scale. Shadows and replayed
+-- policies read this record. Called by shadow.lua (live records), trace.lua (recorded ones) and the
+-- replays.
 --
 -- A record has the largest fp16 gradient as it was stored, the exponent histogram, and whether any
 -- gradient was inf or nan. It says nothing about the intermediate results of the backward pass,
--- except that inf and nan spread to the parameters. So this is known of a step at `ratio` times its
--- scale:
---   the step did not overflow
---     ratio <= 1   No overflow: exact. Every magnitude of the backward pass is smaller.
---     ratio > 1    An overflow, exact, if the largest fp16 gradient then rounds past the largest
---                  fp16 number (from 65520 on). With accumulate > 1 the record describes the f32
---                  sum of the micro-batches' gradients; one of these is sure to overflow only if
---                  the sum passes accumulate * 65520. Otherwise no overflow is assumed ("hidden":
---                  an intermediate result may overflow where no parameter's gradient does).
---   the step overflowed
---     ratio >= 1, or a loss of inf or nan: an overflow, exact.
---     ratio < 1    A bound: the true magnitude behind an inf is unknown. The largest gradients of
---                  the good steps nearby decide, if they explain the recorded overflow; otherwise
---                  the histogram's tail, extrapolated. If the finite gradients end six binades or
---                  more below the largest fp16 number, the scale was not the cause, and the
---                  overflow remains.
+-- except that inf and nan spread to the parameters. So what is known of a step at `ratio` times its
+-- scale is either exact or a bound (a guess):
+--   If the step did not overflow:
+--     ratio <= 1   No overflow; exact, because no magnitude of the backward pass is larger.
+--     ratio > 1    An overflow, if the largest fp16 gradient then rounds past the largest fp16
+--                  number (from 65520 on). It is exact unless accumulate > 1. The record then
+--                  describes the f32 sum of the micro-batches' gradients, and a micro-batch is sure
+--                  to overflow only if the sum passes accumulate * 65520. A smaller sum from 65520
+--                  on is a bound. Below 65520, no overflow is assumed. This result is called
+--                  "hidden", because an intermediate result may overflow where no parameter's
+--                  gradient does.
+--   If the step overflowed:
+--     ratio >= 1   An overflow; exact. A loss of inf or nan gives the same result at any ratio.
+--     ratio < 1    A bound, because the true magnitude behind an inf is unknown. If the finite
+--                  gradients end six binades or more below the largest fp16 number, the scale was
+--                  not the cause, and the overflow remains. Otherwise the largest gradients of the
+--                  good steps nearby decide, if they explain the recorded overflow. If they do not,
+--                  the extrapolated tail of the histogram decides.
 -- A result may be only a bound in three more cases:
 --   - the ratio is no power of two, so that the two scales round differently, and either a
 --     magnitude is within 1/64 of the limit or the ratio is within 1/64 of 1;
 --   - layers have separate scales, whose ratios to the run's scales differ;
 --   - the history is too old to tell fp16 gradients from others.
 --
--- For a policy that reads more than the overflow: amax is exact if the ratio is a power of two.
--- norm and counts are exact if, in addition, no gradient is subnormal or lost at either scale. The
+-- A policy may read more than the overflow. amax is exact if the ratio is a power of two. norm and
+-- counts are exact if, in addition, no gradient is subnormal or lost at either scale. The
 -- statistics of single tensors are estimates.
 --
 -- M.judge decides whether the policy's verdicts are exact. A verdict is exact only as long as the
@@ -48,11 +51,11 @@ local BINS, FIRST = C.ENG_HIST_BINS, C.ENG_HIST_FIRST
 
 local shifted = ffi.new("int64_t[?]", BINS)
 
--- Converts the statistics of gradients stored at one scale to `ratio` times that scale; `over`:
+-- Converts the statistics of gradients stored at one scale to `ratio` times that scale. over:
 -- whether gradients overflow at the new scale. Returns the share of nonzero elements that underflow
--- (below the smallest normal number), and the share of the sum of magnitudes that is lost. An
--- element that becomes zero loses its whole magnitude; one that becomes subnormal loses the mean
--- rounding error, a quarter of the spacing.
+-- (fall below the smallest normal number), and the share of the sum of magnitudes that is lost. An
+-- element that becomes zero loses its whole magnitude. An element that becomes subnormal loses the
+-- mean rounding error, a quarter of the spacing.
 local function restate(s, ratio, over, format)
   local shift = log2(ratio)
   local whole = math.floor(shift + 1e-9)
@@ -129,7 +132,8 @@ local function still_overflows(s, amax, ratio, format, around)
   if around and around >= format.limit / 2 then return around * ratio >= format.limit end
   local bad = tonumber(s.inf)
   if bad == 0 then return false end
-  -- log2 of the number of elements above 2^k for the last three known k, extrapolated as a parabola
+  -- extrapolates log2 of the number of elements above 2^k as a parabola through the last three
+  -- known k
   local above0 = log2(bad)
   local above1 = log2(bad + tonumber(s.hist[format.top - FIRST]))
   local above2 = log2(2 ^ above1 + tonumber(s.hist[format.top - 1 - FIRST]))
@@ -143,13 +147,13 @@ end
 
 local function is_power_of_two(x) return (math.frexp(x)) == 0.5 end
 
--- Whether gradients overflow at `ratio` times the record's scale, and what is known of that:
+-- Returns whether gradients overflow at `ratio` times the record's scale, and how certain that is:
 -- "exact", "hidden" (no overflow, unless in an intermediate result) or "bound". s: the statistics
--- as stored; o: as in M.move.
+-- as stored. o: as in M.move.
 local function overflows(record, ratio, o, s)
   local format, amax, known = o.format, record.amax_f16, not o.reach
   if amax <= 0 then
-    -- amax_f16 < 0: no gradient is fp16; 0: not recorded
+    -- amax_f16 is negative if no gradient is fp16, and 0 if it was not recorded
     amax, known = record.amax * record.scale, known and amax < 0
   end
   if o.reach then ratio = amax > 0 and o.reach / amax or ratio end
@@ -173,13 +177,14 @@ end
 local cell = ffi.new("eng_tensor_stats[1]")
 
 --- Converts `record`, the record of a step at the scale record.scale, to the record of the same
---- step at `scale`. Its field amax_f16 must be set. o: { format = that of the gradients
---- (formats.of), accumulate = micro-batches, needs = what the policy reads (ENG_NEED_*), hist =
---- whether record.hist is filled, around = a function that returns the largest true gradient of
---- good steps nearby, or nil (optional), reach = the largest fp16 gradient at the other scale,
---- where layers have scales of their own (optional) }. Returns what is known of the overflow and of
---- everything in `needs`, "exact", "hidden" or "bound" (above); and, with a histogram, the share of
---- nonzero elements that underflow and the share of gradient mass that is lost.
+--- step at `scale`. Its field amax_f16 must be set. o: { format = the format of the gradients
+--- (formats.of), accumulate = the number of micro-batches, needs = what the policy reads
+--- (ENG_NEED_*), hist = whether record.hist is filled, around = a function that returns the largest
+--- true gradient of good steps nearby, or nil (optional), reach = the largest fp16 gradient at the
+--- other scale, if layers have scales of their own (optional) }. Returns how certain the overflow
+--- and everything in `needs` are: "exact", "hidden" or "bound" (see the top of the file). With a
+--- histogram, also returns the share of nonzero elements that underflow and the share of gradient
+--- mass that is lost.
 function M.move(record, scale, o)
   local ratio, s, format = scale / record.scale, cell[0], o.format
   local same = ratio == 1 and not o.reach
@@ -212,8 +217,8 @@ function M.move(record, scale, o)
   return known, elements, mass
 end
 
---- Converts the statistics of n tensors to `ratio` times their scale. format_of(i), with i from 1:
---- the format of tensor i's gradient.
+--- Converts the statistics of n tensors to `ratio` times their scale. format_of(i) returns the
+--- format of the gradient of tensor i, counted from 1.
 function M.move_tensors(stats, n, ratio, format_of)
   for k = 0, n - 1 do
     local s, format = stats[k], format_of(k + 1)
@@ -225,16 +230,16 @@ end
 
 -- ------------------------------------------------------------------ a run at other scales
 
---- What happens to a step after a verdict: { action, clip, lr_mul }. In lagged mode the device
---- skips an overflowed step whatever the verdict says.
+--- Returns what happens to a step after a verdict: { action, clip, lr_mul }. In lagged mode the
+--- device skips an overflowed step whatever the verdict says.
 function M.carried_out(verdict, overflow, lagged)
   local skip = lagged and overflow and verdict.action == C.ENG_ACTION_STEP
   return { action = skip and C.ENG_ACTION_SKIP or verdict.action, clip = verdict.clip,
     lr_mul = verdict.lr_mul }
 end
 
--- Whether a policy's action changes the weights, or the position in the data, differently from the
--- run's action.
+-- Returns whether a policy's action changes the weights, or the position in the data, differently
+-- from the run's action.
 local function departs(own, run)
   if own.action ~= run.action or own.departs then return true end
   return (own.action == C.ENG_ACTION_STEP or own.action == C.ENG_ACTION_ROLLBACK)
@@ -250,18 +255,19 @@ local WHY = {
   unmeasured = "the history lacks amaxes that it reads",
 }
 
---- A policy's certainty before its first step, as plain data. exact, bounds: the numbers of exact
---- verdicts and of bounds. least: a lower bound on the steps it skips. from, why: the first step
---- whose verdict is a bound, and the reason, or nil. closed: later steps can no longer raise
---- `least`. late: the first step at which the policy is judged, if earlier steps exist.
+--- Returns the certainty of a policy before its first step, as plain data. exact, bounds: the
+--- numbers of exact verdicts and of bounds. least: a lower bound on the steps it skips. from, why:
+--- the first step whose verdict is a bound, and the reason, or nil. closed: whether `least` is
+--- final, because later steps can no longer raise it. late: the first step at which the policy is
+--- judged, if earlier steps exist.
 function M.certainty(late)
   return { exact = 0, bounds = 0, least = 0, closed = late ~= nil, from = late,
     why = late and WHY.late }
 end
 
 --- Adds a step to a policy's certainty. known: the first result of M.move, or "unmeasured". own,
---- run: what the policy and the run did with the step (M.carried_out). own.departs: true if the
---- policy departs from the run in another way. Returns whether the policy's verdict is exact.
+--- run: what the policy and what the run did with the step (M.carried_out). own.departs: true if
+--- the policy departs from the run in another way. Returns whether the policy's verdict is exact.
 ---
 --- `least` counts the skips among the exact verdicts, and the first known skip after an overflow
 --- that may be hidden: the policy skips either there or at the hidden overflow. Later skips do not
@@ -280,16 +286,16 @@ function M.judge(certainty, step, known, own, run)
   return exact
 end
 
---- The number of skipped steps as text: "3" or, if some verdicts are bounds, "at least 1" or "at
---- least 1, about 3".
+--- Returns the number of skipped steps as text: "3" or, if some verdicts are bounds, "at least 1"
+--- or "at least 1, about 3".
 function M.count_text(certainty, skipped)
   if certainty.bounds == 0 then return tostring(skipped) end
   local least = ("at least %d"):format(certainty.least)
   return skipped == certainty.least and least or ("%s, about %d"):format(least, skipped)
 end
 
---- Why verdicts are bounds, "its verdicts are bounds from step 12 on: ...", or nil if all are
---- exact.
+--- Returns why verdicts are bounds, such as "its verdicts are bounds from step 12 on: ...", or nil
+--- if all verdicts are exact.
 function M.why_text(certainty)
   if certainty.bounds == 0 then return nil end
   return ("its verdicts are bounds from step %d on: %s"):format(certainty.from, certainty.why)

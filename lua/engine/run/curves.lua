@@ -1,5 +1,5 @@
--- Metrics of a run over its steps, at the resolution of a picture: the least, largest and mean
--- value in each column of the picture. Long runs are read from their blocks, which is fast:
+-- Reads the metrics of a run at the resolution of a picture: the least, largest and mean value in
+-- each column of the picture. Long runs are read from their blocks, which is fast, because
 -- core/store/history_writer.c sums 256 consecutive steps into a row of `blocks`. Only the newest
 -- steps, and metrics that blocks lack, are read from `steps`, with a query for each column.
 --   local c = curves.read(history, { "loss", "scale" }, { points = 120, from = 0, to = 9999 })
@@ -46,16 +46,16 @@ for i, metric in ipairs(METRICS) do
 end
 M.names = names
 
--- A signal's value at each step: a row of `signals` holds until the next.
+-- SQL for a signal's value at a step. A row of `signals` holds until the signal's next row.
 local SIGNAL = "(SELECT value FROM signals g WHERE g.name = '%s' AND g.step <= steps.step ORDER " ..
   "BY g.step DESC LIMIT 1)"
 
--- The layers of a history: the groups of its parameters.
+-- Returns the layers of a history, which are the groups of its parameters.
 local function layers_of(h)
   return (select(3, require("engine.policy.groups").of(h:parameters())))
 end
 
---- The names of all metrics of a history, including those of its script, policy and layers.
+--- Returns the names of all metrics of a history, including its signals, logs and layers' scales.
 function M.columns(h)
   local known = { unpack(names) }
   for _, published in ipairs(h:signals()) do known[#known + 1] = "signals." .. published.name end
@@ -64,10 +64,10 @@ function M.columns(h)
   return known
 end
 
---- The metric called `name`: { sql, title, log }. An unknown name raises an error that suggests the
---- nearest one. "signals.NAME" is the script's signal NAME, "log.NAME" a number that the policy
---- logged, "scales.LAYER" a layer's own loss scale. h: a history whose signals, logs and layers the
---- error also suggests, or nil.
+--- Returns the metric called `name`: { sql, title, log }. An unknown name raises an error that
+--- suggests the nearest one. "signals.NAME" is the script's signal NAME, "log.NAME" a number that
+--- the policy logged, "scales.LAYER" a layer's own loss scale. h: a history whose signals, logs and
+--- layers the error also suggests, or nil.
 function M.metric(name, h)
   if by_name[name] then return by_name[name] end
   local prefix, rest = tostring(name):match("^(%a+)%.(.+)$")
@@ -86,15 +86,15 @@ function M.metric(name, h)
     nearest.choices(near, known, "numbers", "engine help plot"))
 end
 
---- The base of a metric's logarithmic axis; nil: the axis is linear. log: a base, true (the
---- metric's own base, else 10), false, or nil (the metric's default).
+--- Returns the base of a metric's logarithmic axis, or nil if the axis is linear. log: a base, true
+--- (the metric's own base, else 10), false (linear), or nil (the metric's default).
 function M.log_of(metric, log)
   if log == nil then return metric.log end
   if log == true then return metric.log or 10 end
   return log or nil
 end
 
---- The least and the largest value of c[name]; nil if it has none.
+--- Returns the least and the largest value of the curve c[name], or nil if it has no value.
 function M.range(c, name)
   local low, high
   for i = 1, #c.x do
@@ -104,7 +104,8 @@ function M.range(c, name)
   return low, high
 end
 
---- The columns of a picture that hold overflows: their x, and the total number of overflows.
+--- Returns the x of each column of a picture that holds overflows, and the total number of
+--- overflows.
 function M.marks(c)
   local marks, count = {}, 0
   for i, n in ipairs(c.overflows) do
@@ -113,7 +114,7 @@ function M.marks(c)
   return marks, count
 end
 
--- Raises an error unless the run has such a signal.
+-- Raises an error unless the run has the signal or the log `name`.
 local function need_signal(h, name)
   local known, logged = {}, name:find("^log%.")
   for i, signal in ipairs(logged and h:logs() or h:signals()) do
@@ -157,15 +158,15 @@ local function fill_layer(h, cells, metric, start, width, n, last)
   end
 end
 
--- The first step without a block.
+-- Returns the first step that is not in a block.
 local function blocks_end(h)
   if not h:has "blocks" then return 0 end
   local last = h:query("SELECT block FROM blocks ORDER BY block DESC LIMIT 1")[1]
   return ((last and last.block or -1) + 1) * BLOCK
 end
 
--- The row of a query that has one row. Reads the query to its end, because an unfinished query
--- holds its connection.
+-- Returns the row of a query that has one row. Reads the query to its end, because an unfinished
+-- query holds its connection.
 local function only(following)
   local row = following()
   following()
@@ -177,8 +178,8 @@ local COUNTS = { "rows", "overflows", "skipped" }
 local STEP_COUNTS = "count(*) AS rows, sum(overflow) AS overflows, sum(action <> 'step') AS skipped"
 local BLOCK_COUNTS = "sum(rows) AS rows, sum(overflows) AS overflows, sum(skipped) AS skipped"
 
---- Totals of the run: { rows, first, last, overflows, skipped, failed, tokens, seconds }; rows is 0
---- without steps.
+--- Returns totals of the run: { rows, first, last, overflows, skipped, failed, tokens, seconds }.
+--- Without steps, rows is 0.
 function M.totals(h)
   local done = blocks_end(h)
   local a = done > 0 and only(h:numbers({}, "SELECT " .. BLOCK_COUNTS .. [[, min(first) AS first,
@@ -198,14 +199,14 @@ function M.totals(h)
   return sum
 end
 
--- SQL that gives a metric where it is finite, and NULL elsewhere. A metric marked `finite` needs no
--- test, which is faster.
+-- Returns SQL that gives a metric where it is finite, and NULL elsewhere. A metric marked `finite`
+-- needs no test, which is faster.
 local function finite(metric)
   return metric.finite and metric.sql or ("nullif(nullif(%s, 9e999), -9e999)"):format(metric.sql)
 end
 
--- SQL that sums up one picture column of steps, with the result names of blocks_sql. `counts`: also
--- counts overflows and skipped steps.
+-- Returns SQL that sums up one picture column of steps, with the result names of blocks_sql. With
+-- `counts`, the SQL also counts overflows and skipped steps.
 local function direct_sql(wanted, counts)
   local parts = { "SELECT " .. (counts and STEP_COUNTS or "count(*) AS rows") }
   for i, metric in ipairs(wanted) do
@@ -217,7 +218,7 @@ local function direct_sql(wanted, counts)
   return table.concat(parts)
 end
 
--- SQL that sums up many blocks at once, with a row for each picture column.
+-- Returns SQL that sums up many blocks in one query, with a row for each picture column.
 local function blocks_sql(wanted)
   local parts = { "SELECT (block - ?) / ? AS at, " .. BLOCK_COUNTS }
   for i, metric in ipairs(wanted) do
@@ -262,17 +263,17 @@ local function fill(h, cells, wanted, start, width, n, last, done, counts)
   end
 end
 
---- The number of steps in a column of a picture with at most `points` (240) columns of the steps
---- first..last; for M.read's `width`.
+--- Returns the number of steps in each column, if a picture of the steps first..last has at most
+--- `points` (240) columns. Use it as the option `width` of M.read.
 function M.width(first, last, points)
   local width = math.max(1, math.ceil((last - first + 1) / (points or 240)))
   return width > BLOCK and math.ceil(width / BLOCK) * BLOCK or width
 end
 
 --- Reads the columns of metrics; the top of the file describes the result. options: from, to
---- (steps; default: the whole run), points (240: most columns), or width (of M.width: columns begin
---- at multiples of it, so that those of several runs agree). If a column is wider than a block,
---- columns begin at multiples of 256 steps, so the first may begin a little before `from`.
+--- (steps; default: the whole run), points (the most columns; 240), or width (from M.width; columns
+--- begin at multiples of it, so that the columns of several runs agree). If a column is wider than
+--- a block, columns begin at multiples of 256 steps, so the first may begin a little before `from`.
 function M.read(h, wanted_names, options)
   options = options or {}
   local summed, other, of_layers = {}, {}, {}

@@ -32,9 +32,9 @@ local Writing = setmetatable({}, { __index = History })
 Writing.__index = Writing
 function Writing:__tostring() return History.__tostring(self) end
 
--- The value of History[key] for a method that only `Writing` has: a function that returns nil and a
--- message, because the history is read-only. Tab completion does not list these methods. For any
--- other key, nil.
+-- Returns the value of History[key]. If only `Writing` has the method `key`, the value is a
+-- function that returns nil and a message, because the history is read-only. For any other key, the
+-- value is nil. Tab completion does not list these methods.
 local function refused(key)
   return rawget(Writing, key) and function(h)
     return nil, ("history %s is open for reading only"):format(h.path)
@@ -53,8 +53,8 @@ end })
 
 -- ------------------------------------------------------------------ opening
 
---- Opens the history of a run's directory, or a database file. options.write: open for appending;
---- created when missing.
+--- Opens the history in a run's directory, or a database file. options.write: opens it for
+--- appending, and creates it if it is missing.
 function M.open(path, options)
   M_ffi.expect(type(path) == "string", path, "history.open: expected the directory of a run")
   local write = options and options.write or false
@@ -92,15 +92,15 @@ end
 
 -- ------------------------------------------------------------------ appending
 
--- The result of every method that appends. Appending never stops a run: the first failure (disk
--- full) is returned as nil and a message, and later rows then wait in memory until there is space.
+-- Returns the result of a method that appends: true, or nil and a message. Appending never stops a
+-- run. After the first failure (such as a full disk), rows wait in memory until there is space.
 local function told(status)
   if status == 0 then return true end
   return nil, M_ffi.message()
 end
 
--- Raises an error unless all these arguments of a method are given. The core would read a null
--- pointer.
+-- Raises an error unless all these arguments of a method are given. Without an argument, the core
+-- would read a null pointer.
 local function need(method, ...)
   for i = 1, select("#", ...) do
     if (select(i, ...)) == nil then M_ffi.raise("history:%s: expected more arguments", method) end
@@ -184,7 +184,8 @@ function Writing:set_parameters(list)
   return true
 end
 
---- The run continues at `step`: drops the recorded rows from there on, and adds an event 'resumed'.
+--- Prepares for a run that continues at `step`: drops the rows from `step` on, and adds an event
+--- 'resumed'.
 function Writing:resume(step) return told(C.eng_history_resume(handle(self), step)) end
 
 --- Waits until all rows are committed.
@@ -223,7 +224,8 @@ local function bind(q, index, value, level)
   end
 end
 
--- An iterator over rows, each a new table passed through `make`, and the names of the columns.
+-- Returns an iterator over the rows of a query, and the names of the columns. Each row is a new
+-- table, passed through `make`.
 local function each(h, level, make, sql, ...)
   if type(sql) ~= "string" then
     error("query: expected SQL as a string, got " .. M_ffi.value_text(sql), level + 1)
@@ -255,7 +257,7 @@ local function each(h, level, make, sql, ...)
   return following, names
 end
 
--- The first row of a query, or nil.
+-- Returns the first row of a query, or nil.
 local function one(h, sql, ...)
   local following = each(h, 4, nil, sql, ...)
   local row = following()
@@ -293,7 +295,7 @@ local function short(value)
   return value == nil and "-" or (tostring(value):gsub("%s+", " "))
 end
 
--- Rows as a table in text: strings are aligned left, numbers right.
+-- Formats rows as a table in text. Strings are aligned left, numbers right.
 local function table_text(rows, columns)
   local list, left = { columns }, {}
   for i, row in ipairs(rows) do
@@ -314,24 +316,25 @@ local function collect(iterator, columns)
   return setmetatable(rows, { __tostring = function(list) return table_text(list, columns) end })
 end
 
--- An empty list that prints as `text`.
+-- Returns an empty list that prints as `text`.
 local function nothing(text)
   return setmetatable({}, { __tostring = function() return text end })
 end
 
---- Rows of any SELECT as tables by column name; values for `?` follow. NULL is nil.
+--- Returns the rows of any SELECT as tables by column name. The values for `?` follow the SQL. NULL
+--- becomes nil.
 function History:query(sql, ...) return collect(each(self, 2, nil, sql, ...)) end
 
 --- Like query, but returns an iterator over the rows, for large results.
 function History:each(sql, ...) return (each(self, 2, nil, sql, ...)) end
 
---- True if the file has this table: old histories lack shadows, signals, fp8 and blocks.
+--- True if the file has this table. Old histories lack the tables shadows, signals, fp8 and blocks.
 function History:has(name)
   return one(self, "SELECT count(*) AS n FROM sqlite_master WHERE name = ?", name).n > 0
 end
 
---- The first and the last recorded step, within from..to if given; nil without steps. If no step is
---- within from..to, the first result is larger than the last.
+--- Returns the first and the last recorded step, within from..to if given, or nil without steps. If
+--- no step is within from..to, the first result is larger than the last.
 function History:range(from, to)
   local first = one(self, "SELECT step FROM steps ORDER BY step LIMIT 1")
   local last = one(self, "SELECT step FROM steps ORDER BY step DESC LIMIT 1")
@@ -384,13 +387,13 @@ local function select_steps(h, rest, ...)
     SHOWN)
 end
 
---- The rows of steps from..to (both included; nil: no limit).
+--- Returns the rows of the steps from..to (both included; nil: no limit).
 function History:steps(from, to)
   return select_steps(self, "WHERE step BETWEEN ? AND ? ORDER BY step, attempt", from or 0,
     to or 2 ^ 53 - 1)
 end
 
---- The last n rows (20), oldest first.
+--- Returns the rows of the last n steps (20), oldest first.
 function History:last(n)
   n = arguments.want_whole(n or 20, "history:last", "the number of rows", 0)
   local rows = select_steps(self, "ORDER BY step DESC, attempt DESC LIMIT ?", n)
@@ -400,18 +403,18 @@ function History:last(n)
   return rows
 end
 
---- The steps with inf or nan in the gradients.
+--- Returns the rows of the steps with inf or nan in the gradients.
 function History:overflows() return select_steps(self, "WHERE overflow ORDER BY step, attempt") end
 
---- Events, oldest first, of one kind or of all kinds: { step, time, kind, text, data }.
+--- Returns the events of one kind or of all kinds, oldest first: { step, time, kind, text, data }.
 function History:events(kind)
   return collect(each(self, 2, nil,
     "SELECT step, time, kind, text, data FROM events WHERE ? IS NULL OR kind = ? ORDER BY id", kind,
     kind), { "step", "kind", "text" })
 end
 
---- The held-out losses that the run measured (the trainer's `evaluate`): { { step, loss } ... },
---- oldest first.
+--- Returns the held-out losses that the run measured (the trainer's `evaluate`): { { step, loss }
+--- ... }, oldest first.
 function History:evaluations()
   local list = {}
   for event in each(self, 2, nil, "SELECT step, text FROM events WHERE kind = 'evaluation' " ..
@@ -422,7 +425,7 @@ function History:evaluations()
   return list
 end
 
--- A table of key and value columns as a Lua table.
+-- Reads a database table with the columns key and value into a Lua table.
 local function pairs_of(h, name)
   local t = {}
   for row in each(h, 3, nil, "SELECT key, value FROM " .. name) do t[row.key] = row.value end
@@ -438,22 +441,22 @@ function History:policies()
   return collect(each(self, 2, nil, "SELECT hash, name, source FROM policies"), { "hash", "name" })
 end
 
--- Whether the shadows' rows record overflows and bounds; those of an older engine do not.
+-- Returns whether the rows of shadows record overflows and bounds. Rows of an older engine do not.
 local function knows_bounds(h)
   return one(h, "SELECT count(*) AS n FROM sqlite_master WHERE name = 'shadows' AND sql LIKE " ..
     "'%bound INTEGER%'").n > 0
 end
 
--- The shadows' names, with one index lookup for each.
+-- SQL for the names of the shadows, which needs one index lookup for each name.
 local NAMES = [[WITH RECURSIVE names(name) AS (SELECT min(name) FROM shadows
   UNION ALL SELECT (SELECT min(name) FROM shadows WHERE name > names.name) FROM names
       WHERE names.name IS NOT NULL)]]
 
---- The shadows of the run: { name, skipped, overflows, bounds, failed, scale, action }. Four fields
---- are numbers of steps: skipped (that the shadow would have skipped), overflows (that overflow at
---- its own scale), bounds (whose verdict is a bound, counterfactual.lua) and failed (at which it
---- failed). scale and action are those of its last verdict. overflows and bounds are nil in a
---- history of an older engine, whose shadows read the run's own overflows.
+--- Returns the shadows of the run: { name, skipped, overflows, bounds, failed, scale, action }.
+--- Four fields count steps: skipped (the shadow would have skipped the step), overflows (the step
+--- overflows at the shadow's own scale), bounds (the verdict is a bound, counterfactual.lua) and
+--- failed (the shadow failed). scale and action come from the shadow's last verdict. overflows and
+--- bounds are nil in a history of an older engine, whose shadows read the run's own overflows.
 function History:shadows()
   if not self:has "shadows" then return nothing "(no shadows)" end
   -- Reads only verdicts other than `step` and the last verdict of each shadow, because a shadow
@@ -480,8 +483,9 @@ function History:shadows()
         "failed", "scale", "action" })
 end
 
---- Where a shadow's verdict changed: { step, scale, action, failed, reason, overflow, bound }, each
---- holding until the next. overflow and bound are nil in a history of an older engine.
+--- Returns a row for each step at which a shadow's verdict changed: { step, scale, action, failed,
+--- reason, overflow, bound }. A row holds until the next row. overflow and bound are nil in a
+--- history of an older engine.
 function History:shadow(name)
   if not self:has "shadows" then return {} end
   return collect(each(self, 2, nil,
@@ -489,7 +493,8 @@ function History:shadow(name)
     { "step", "scale", "action", "failed", "reason", "overflow", "bound" })
 end
 
---- The shadows' verdicts in force at a step: rows as shadow() returns them, with `name`.
+--- Returns the verdict of each shadow that is in force at a step: rows as shadow() returns them,
+--- with `name`.
 function History:shadows_at(step)
   local list = {}
   if not self:has "shadows" then return list end
@@ -511,14 +516,16 @@ local function published(self, condition, none)
     { "name", "changes", "least", "most", "last" })
 end
 
---- The numbers the script published (engine.signal): { name, changes, least, most, last }.
+--- Returns the numbers that the script published (engine.signal): { name, changes, least, most,
+--- last }.
 function History:signals() return published(self, "NOT GLOB 'log.*'", "(no signals)") end
 
---- The numbers the policy logged (`log` in its verdict), as in signals(). Names begin with "log.".
+--- Returns the numbers that the policy logged (`log` in its verdict), as signals() does. Their
+--- names begin with "log.".
 function History:logs() return published(self, "GLOB 'log.*'", "(no logs)") end
 
---- Returns a function from a step to { name = value }, the signals and logs current then. Call it
---- with steps that never decrease.
+--- Returns a function from a step to { name = value }, the signals and logs in force at that step.
+--- Call it with steps that never decrease.
 function History:signals_at()
   local held = {}
   if not self:has "signals" then return function() return held end end
@@ -534,9 +541,9 @@ function History:signals_at()
   end
 end
 
---- The parameters in order: { id, name, shape, gradient }; id counts from 0, as first_bad does.
---- gradient: the format of the parameter's gradient. An older history does not record this format;
---- `gradient` is then the format of the run's weight gradients.
+--- Returns the parameters in order: { id, name, shape, gradient }; id counts from 0, as first_bad
+--- does. gradient: the format of the parameter's gradient. An older history does not record this
+--- format; `gradient` is then the format of the run's weight gradients.
 function History:parameters()
   local default = formats.of(self:meta().gradients) or formats.of "f16"
   local function whole(row)
@@ -562,8 +569,8 @@ local function unpack_stats(blob)
   return stats, n[0]
 end
 
--- The message when no meters are found: the run has none, no layer with meters has this name, or
--- this step was not measured.
+-- Returns the reason why no meters are found: the run has no meters, no layer with meters has this
+-- name, or this step was not measured.
 local function no_fp8(h, site, step)
   local sites, steps = {}, {}
   for row in site and h:each("SELECT DISTINCT site FROM fp8 ORDER BY site") or function() end do
@@ -608,12 +615,12 @@ local fp8_meta = { __tostring = function(rows)
   return show.shown(table.concat(lines, "\n"), true)
 end }
 
---- Meters of the FP8 layers whose path begins with `site` (default: all), of all measured steps or
---- of `step`: rows { step, site, role, snr, underflow, overflow, zeros, amax, least, scale_min,
---- scale_max, count }, which print as a table; and for replays peak (the largest magnitude of all
---- elements), power (the sum of squares), asked (the amax with which policies scale the role in the
---- next step; 0: the role's own amax; nil: policies cannot choose its scale). Without rows,
---- `problem` gives the reason.
+--- Returns the meters of the FP8 layers whose path begins with `site` (default: all), of all
+--- measured steps or of `step`. The rows { step, site, role, snr, underflow, overflow, zeros, amax,
+--- least, scale_min, scale_max, count } print as a table. For replays, a row also has peak (the
+--- largest magnitude of all elements), power (the sum of squares) and asked (the amax with which
+--- policies scale the role in the next step; 0: the role's own amax; nil: policies cannot choose
+--- its scale). If there are no rows, the field `problem` of the list gives the reason.
 function History:fp8(site, step)
   if type(site or "") ~= "string" then
     error("fp8: expected the beginning of a layer's name, got " .. M_ffi.value_text(site), 2)
@@ -635,11 +642,11 @@ function History:fp8(site, step)
   return setmetatable(rows, fp8_meta)
 end
 
---- The statistics of a step's gradients: a list with { name, count, inf, nan, zeros, underflow,
---- amax, norm, hist, relative_scale, norm_ref } for each tensor. They describe the gradients as the
---- backward pass left them: multiplied by the loss scale and by the relative scale of the tensor's
---- layer (1 if layers have no separate scales). norm_ref is nil without a reference backward.
---- Returns nil and a message if the step has no statistics.
+--- Returns the statistics of a step's gradients: a list with { name, count, inf, nan, zeros,
+--- underflow, amax, norm, hist, relative_scale, norm_ref } for each tensor. They describe the
+--- gradients as the backward pass left them: multiplied by the loss scale and by the relative scale
+--- of the tensor's layer (1 if layers have no separate scales). norm_ref is nil without a reference
+--- backward. Returns nil and a message if the step has no statistics.
 function History:tensors(step)
   local row = one(self, "SELECT stats FROM tensor_stats WHERE step = ?", step)
   if not row then
@@ -658,7 +665,7 @@ function History:tensors(step)
       norm = math.sqrt(s.sum_squares), hist = formats.add_histogram({}, s.hist),
       relative_scale = s.relative_scale > 0 and s.relative_scale or 1,
       norm_ref = s.norm_ref > 0 and s.norm_ref or nil }
-    rows[i + 1].carry = rows[i + 1].relative_scale   -- its name in 0.1
+    rows[i + 1].carry = rows[i + 1].relative_scale   -- the name of relative_scale in 0.1
   end
   local columns = { "name", "count", "inf", "nan", "zeros", "underflow", "amax", "norm" }
   return setmetatable(rows, { __tostring = function(list) return table_text(list, columns) end })
@@ -681,17 +688,18 @@ function History:layer_scales(id, from, to, most)
   end
 end
 
---- The exponent histogram of a step as { [exponent] = count }, nil when none was recorded.
+--- Returns the exponent histogram of a step as { [exponent] = count }, or nil if none was recorded.
 function History:hist(step)
   local row = one(self, "SELECT hist FROM steps WHERE step = ? ORDER BY attempt DESC LIMIT 1", step)
   if not row or not row.hist then return nil end
   return formats.add_histogram({}, (unpack_stats(row.hist))[0].hist)
 end
 
---- Totals of the whole run: { rows, first, last, overflows, skipped, failed, tokens, seconds }.
+--- Returns totals of the whole run: { rows, first, last, overflows, skipped, failed, tokens,
+--- seconds }.
 function History:totals() return require("engine.run.curves").totals(self) end
 
---- What happened at a step, in words.
+--- Describes in words what happened at a step.
 function History:why(step)
   if type(step) ~= "number" then
     error("why: expected a step number, got " .. M_ffi.value_text(step), 2)

@@ -1,9 +1,9 @@
--- What happened at a step of a run, in words: h:why(step). Called by history.lua.
+-- Describes in words what happened at a step of a run: h:why(step). Called by history.lua.
 local formats = require "engine.base.formats"
 local json = require "engine.base.json"
 local show = require "engine.base.show"
 
--- The first row of a query, or nil.
+-- Returns the first row of a query, or nil.
 local function one(h, sql, ...) return h:query(sql, ...)[1] end
 
 local outcomes = {
@@ -14,7 +14,7 @@ local outcomes = {
   rollback = "the policy asked for a rollback; the weights of this step were dropped",
 }
 
--- A magnitude in plain digits.
+-- Formats a magnitude in plain digits.
 local function plain(x) return (x >= 1e4 and x < 1e9 and "%.0f" or "%.4g"):format(x) end
 local function percent(part, whole)
   return whole > 0 and ("%.3g %%"):format(100 * part / whole) or "none"
@@ -25,9 +25,10 @@ local function parameter_name(list, id)
   return p and ("%s %s (%s)"):format(p.name, p.shape, p.gradient) or "parameter " .. id
 end
 
--- Where a step's largest finite gradient is, as text. With statistics per tensor: the tensor and
--- its gradient's format; otherwise the formats of all gradients, if they differ. If there is one
--- format and its range is smaller than f32's, also its largest number.
+-- Returns text about where a step's largest finite gradient is. With statistics per tensor, it
+-- names the tensor and the format of its gradient. Without them, it names the formats of all
+-- gradients, if they differ. If there is one format and its range is smaller than that of f32, the
+-- text also gives its largest number.
 local function format_text(list, tensors)
   local most, at
   for i = 1, tensors and #tensors or 0 do
@@ -103,7 +104,8 @@ local function say_context(h, row, say)
     last and last.loss and (", %.6g at the step before"):format(last.loss) or "")
 end
 
--- The policy at a step, from the events; nil in histories too old to have them.
+-- Returns the policy at a step as text, from the events, or nil if the history is too old to have
+-- them.
 local function policy_at(h, step)
   local event = one(h, "SELECT data FROM events WHERE kind IN ('policy', 'swap') AND step <= ? " ..
     "ORDER BY id DESC LIMIT 1", step)

@@ -3,15 +3,15 @@
 -- restore.lua.
 local M = {}
 
--- A tensor computed in place of a stored one, as an entry of a checkpoint's `parts`.
+-- Returns an entry for a checkpoint's `parts`, whose tensor `make` computes instead of reading it.
 local function derived(dtype, like, make)
   return { dtype = dtype, shape = like.shape, count = like.count, make = make }
 end
 
 --- Fits the open checkpoint c to an optimizer's masters. A compensation that c lacks is computed as
 --- the difference between the weight and its bf16 value. A compensation that this run does not use
---- is added to its weight if that is f32 now, and is otherwise dropped. Returns a line about a
---- change of the masters' format, or nil.
+--- is added to its weight if the weight is f32 now, and is otherwise dropped. Returns a line about
+--- a change of the masters' format, or nil.
 function M.fit(optimizer, c)
   local model, buffers, note = c.parts.model, c.parts.optimizer, nil
   local function f32(part, name, entry)

@@ -1,6 +1,6 @@
--- The display of a running job. On a terminal, one line that is rewritten at most ten times a
--- second; in a file or a pipe, a plain line every few seconds; with json, one object for each step
--- on stdout.
+-- Displays a running job. A terminal shows one line, which is rewritten at most ten times a second.
+-- A file or a pipe gets a plain line every few seconds. With json, stdout gets one object for each
+-- step.
 --
 --   local progress = require("engine.run.progress").new { total = 1000, json = cfg.log == "json" }
 --   progress:update { step = 12, updates = 11, loss = 3.2, lr = 3e-4, scale = 65536, skipped = 1,
@@ -23,7 +23,7 @@ local json_fields = { "step", "updates", "loss", "lr", "scale", "skipped", "over
 local REWRITE_SECONDS = 0.1       -- between two rewrites on a terminal
 local PLAIN_SECONDS = 5           -- between two plain lines
 
---- One step as a JSON object, without a newline.
+--- Returns one step as a JSON object, without a newline.
 function progress.json(row)
   local parts = {}
   for i, field in ipairs(json_fields) do
@@ -41,8 +41,8 @@ end
 progress.count_text, progress.scale_text, progress.duration_text = show.count, show.scale,
   show.duration
 
--- Writes to stdout. The first failure (a full disk, a pipe without a reader) is reported on stderr;
--- the run goes on without this output.
+-- Writes to stdout. The first failure (a full disk, a pipe without a reader) is reported on stderr,
+-- and the run goes on without this output.
 local function put(self, ...)
   if self.broken then return end
   local _, why = self.stream:write(...)
@@ -52,9 +52,10 @@ local function put(self, ...)
   self:warn(("stdout cannot be written (%s): the run goes on without it"):format(why))
 end
 
---- A new display. Options: total (steps of the run; 0 or nil: unknown), unscaled (no loss scale in
---- the line), json (objects on stdout and nothing else there), quiet (only warnings and notes that
---- matter), silent (no output). Specs set stream, columns (false: no terminal) and clock.
+--- Returns a new display. Options: total (steps of the run; 0 or nil: unknown), unscaled (the line
+--- shows no loss scale), json (stdout gets objects and nothing else), quiet (shows only warnings
+--- and notes that matter), silent (shows nothing). Specs set stream, columns (false: no terminal)
+--- and clock.
 function progress.new(options)
   local self = setmetatable({}, progress)
   self.total = options.total and options.total > 0 and options.total < math.huge and options.total
@@ -69,8 +70,8 @@ function progress.new(options)
   return self
 end
 
---- A display on stderr for a command that waits, for example for runs that it started:
---- update { step =, text = } shows `text`.
+--- Returns a display on stderr for a command that waits, for example for runs that it started. Its
+--- method update { step =, text = } shows `text`.
 function progress.on_stderr()
   local self = progress.new { stream = io.stderr,
     columns = require("engine.base.machine").terminal(2) or false }
@@ -78,8 +79,8 @@ function progress.on_stderr()
   return self
 end
 
---- A function (done, all) that shows on stderr how much of a command's work is done, its speed and
---- the time left. what: the unit, such as "bytes".
+--- Returns a function (done, all) that shows on stderr how much of a command's work is done, its
+--- speed and the time left. what: the unit, such as "bytes".
 function progress.amount(what)
   local bar = progress.on_stderr()
   local began = bar.clock()
@@ -100,7 +101,7 @@ end
 --- Sets the number of steps of the run.
 function progress:expect(total) self.total = total end
 
---- Columns of the terminal, or false.
+--- Returns the number of columns of the terminal, or false if stdout is not a terminal.
 function progress:columns()
   if self.fixed_columns ~= nil then return self.fixed_columns end
   -- mpirun gives ranks a terminal even if its own output is a file
@@ -108,7 +109,7 @@ function progress:columns()
   return require("engine.base.machine").terminal(1) or false
 end
 
---- The live line for one step, without a line end.
+--- Returns the live line for one step, without a line end.
 function progress:line(row, now)
   local parts = {}
   parts[1] = self.total and ("step %d/%d"):format(row.step, self.total)
@@ -128,7 +129,7 @@ function progress:line(row, now)
   return table.concat(parts, "  ")
 end
 
--- The live line, cut at the width of the terminal, which may have changed.
+-- Returns the live line, cut at the width of the terminal, which may have changed.
 local function fitted(self, row, now)
   return show.cut(self:line(row, now), (self:columns() or 80) - 1, "")
 end
@@ -169,8 +170,8 @@ function progress:note(text, matters)
     and fitted(self, self.last, self.clock()) or "")
 end
 
---- Prints a warning on stderr, for example that a file cannot be written. Only the mode silent
---- prints none.
+--- Prints a warning on stderr, for example that a file cannot be written. Only silent mode prints
+--- no warning.
 function progress:warn(text)
   if self.silent then return end
   if self.on_line then put(self, "\r\27[K") end

@@ -16,8 +16,8 @@ local ffi = M_ffi.ffi
 
 local M = { trace = trace_of.open }
 
--- The mean number of steps from a backoff until the scale is back at its value before the backoff,
--- and the number of backoffs from which the scale never recovered.
+-- Returns the mean number of steps from a backoff until the scale is back at its value before the
+-- backoff, and the number of backoffs from which the scale never recovered.
 local function recovery(scales, initial)
   local sum, times, open, from = 0, 0, nil, nil
   local before = initial
@@ -58,7 +58,8 @@ end
 ---   fp8                    true
 ---   moves                  { step, layers = { [path] = rung }, reason, text } for each verdict
 ---                          that moves layers; rung 1 is the recipe, the last one high precision
----   layers, of             the number of layers that it moves in the run, and of all FP8 layers
+---   layers, of             the number of layers that the policy moves in the run; the number of all
+---                          FP8 layers
 ---   high                   mean share of the layers that are not on rung 1
 ---   apart                  number of verdicts with which some layer computes differently than in
 ---                          the run
@@ -132,7 +133,7 @@ end
 
 -- ------------------------------------------------------------------ as text
 
---- A list as text, with repeated values counted: "256x3 512" for { 256, 256, 256, 512 }.
+--- Returns a list as text, with repeated values counted: "256x3 512" for { 256, 256, 256, 512 }.
 function M.runs_of(list)
   local words, i = {}, 1
   while i <= #list do
@@ -144,7 +145,7 @@ function M.runs_of(list)
   return table.concat(words, " ")
 end
 
---- The options that differ from the policy file's defaults: "growth_interval=500".
+--- Returns the options that differ from the policy file's defaults, such as "growth_interval=500".
 local function changed(r)
   local words = {}
   for _, name in ipairs(r.option_names or {}) do
@@ -159,7 +160,8 @@ M.changed = changed
 
 local function percent(x) return x and (x == 0 and "0 %" or ("%.3g %%"):format(100 * x)) or "-" end
 
--- The columns of a table: the heading, and a result's cell; `run`: only for a run.
+-- The columns of a table: { heading, function from a result to its cell, run = true if only replays
+-- of a run have the column }.
 local COLUMNS = {
   { "policy", function(r) return r.name end },
   { "options", changed },
@@ -205,8 +207,8 @@ local function table_of(results, columns)
   return show.table(rows, { true, true })
 end
 
---- Results as text: a table of the policies that choose a loss scale and, below it, one of the
---- policies of FP8 layers, if there are any.
+--- Returns results as text: a table of the policies that choose a loss scale and, below it, a table
+--- of the policies of FP8 layers, if there are any.
 function M.table(results)
   local layers, rest, texts = {}, {}, {}
   for _, r in ipairs(results) do table.insert(r.fp8 and layers or rest, r) end
@@ -238,8 +240,8 @@ local function fp8_parts(r)
   return ('"steps":%d,"moves":[%s]'):format(r.steps, table.concat(moves, ","))
 end
 
---- Results as JSON, in the form that `engine help replay` describes under --json. A policy that
---- logs also has "log":{name:[a number or null for each step]}. A policy that failed also has
+--- Returns results as JSON, in the form that `engine help replay` describes under --json. A policy
+--- that logs also has "log":{name:[a number or null for each step]}. A policy that failed also has
 --- "failures", the number of failures, and "failure", the first reason. "bound_why" is null if all
 --- verdicts are exact.
 function M.json(results)

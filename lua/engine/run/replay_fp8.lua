@@ -14,7 +14,8 @@ local C, ffi = M_ffi.C, M_ffi.ffi
 
 local M = {}
 
--- What the history says about the run's FP8 layers: { layers = { path ... }, sample, rungs }.
+-- Returns what the history says about the run's FP8 layers: { layers = { path ... }, sample, rungs
+-- }.
 local function facts_of(h, policy)
   local meta = h:meta()
   local good, facts = pcall(json.decode, meta.fp8 or "")
@@ -44,7 +45,7 @@ local function fill(s, row)
   s.sum_squares, s.snr = row.power or 0, row.snr or 0 / 0
 end
 
--- Columns declared as numbers: h:each raises an error for any other value in them.
+-- Columns that are declared as numbers. h:each raises an error if one holds any other value.
 local COLUMNS = { "count", "zeros", "underflow", "overflow", "snr", "peak", "power", "asked" }
 local METERS = "SELECT CAST(step AS INTEGER) AS step, site, role, " ..
   table.concat(COLUMNS, ", ") .. " FROM fp8 ORDER BY step, site, role"

@@ -1,5 +1,5 @@
 -- Collects a trainer's state for a checkpoint, except tensors, and restores a trainer from a
--- checkpoint: all of its state at a resume, at a rollback only the state that training changes.
+-- checkpoint. A resume restores all of its state, a rollback only the state that training changes.
 -- Owns the order in which the parts are restored. Called by run.lua, which opens and writes the
 -- files.
 local M_ffi = require "engine.base.ffi"
@@ -25,14 +25,14 @@ local function uint64_of(text)
   return x
 end
 
--- Settings whose change makes the losses of a resumed run differ.
+-- Returns the settings whose change makes the losses of a resumed run differ.
 local function numerics_of(trainer)
   return { precision = trainer.precision.name, threads = tonumber(C.eng_threads(0)),
     schedule = trainer.schedule and tostring(trainer.schedule) or nil }
 end
 
---- The trainer's state for a checkpoint, without tensors. `user`: the plain part of trainer.state
---- (user_state.lua).
+--- Returns the trainer's state for a checkpoint, without tensors. `user`: the plain part of
+--- trainer.state (user_state.lua).
 function M.state_of(trainer, user)
   local place, policy, optimizer = random.place(), trainer.policy, trainer.optimizer
   local last, evaluated = trainer.last_verdict, published.evaluation_loss
@@ -86,7 +86,7 @@ local function regain(seat, saved)
     took and "takes over the saved state" or "cannot take over the saved state: " .. tostring(why))
 end
 
--- The saved state of the policy in seat i, if a checkpoint's state has one.
+-- Returns what a checkpoint's state holds of the policy in seat i, or nil.
 local function saved_policy(state, i)
   local fp8 = type(state.fp8) == "table" and state.fp8.policies
   local saved = i == 1 and state.policy or type(fp8) == "table" and fp8[i - 1]
@@ -120,7 +120,7 @@ local function take_policies(trainer, state, notes)
   end
 end
 
--- What a checkpoint's state lacks, or nil.
+-- Returns what a checkpoint's state lacks as text, or nil if it is complete.
 local function state_problem(state)
   if type(state) ~= "table" then return "it has no state" end
   for _, key in ipairs { "steps", "updates", "skipped", "retries", "tokens", "elapsed" } do
@@ -148,7 +148,8 @@ local function take_tensors(c, part, f)
   if not good then error(message, 0) end
 end
 
--- The first parameter that differs between the trainer's model and a checkpoint, or nil.
+-- Describes the first parameter that differs between the trainer's model and a checkpoint. Returns
+-- nil if none differs.
 local function difference(trainer, c)
   local saved, known = c.parts.model, {}
   for _, p in ipairs(trainer.model:parameters()) do
@@ -166,8 +167,8 @@ local function difference(trainer, c)
   end
 end
 
--- "; layers was 1, is 2": the settings that differ from those of the checkpoint's run, if its
--- history has them.
+-- Returns the settings that differ from those of the checkpoint's run as text, such as "; layers
+-- was 1, is 2". Returns "" if none differs or the run has no readable history.
 local NO_PART = { resume = true, run = true, steps = true, log = true }   -- these may differ
 local function changed_settings(path, config)
   local before = require("engine.run.history").with((path:match("^(.*)/checkpoints/") or path) ..
@@ -222,9 +223,9 @@ local function take_training(trainer, c)
   return note
 end
 
--- Raises if the data of a resumed run would silently begin again. Returns a line if the script
--- accepts this (restart_data); otherwise nil and the position to continue from. The loop of a
--- session without `data` keeps its own position.
+-- Returns nil and the position from which the data of a resumed run continue. If the script lets
+-- the data begin again (restart_data), returns a line that says so. Raises an error if they would
+-- begin again silently. A session without `data` keeps the position in its own loop.
 local function place_of_data(trainer, path, place)
   if trainer.own_data == false then return nil, nil end
   if trainer.restart_data then return "the data begin at their first batch (restart_data)", nil end
@@ -242,7 +243,8 @@ local function place_of_data(trainer, path, place)
     path, problem, hint), 0)
 end
 
--- Moves the evaluation's data to the position `place`. Returns a line if that raises an error.
+-- Moves the evaluation's data to the position `place`. If that fails, returns a line with the
+-- reason.
 local function restore_evaluation(trainer, place)
   local data = trainer.evaluate and trainer.evaluate.data
   if not (place and data and data.restore) then return nil end

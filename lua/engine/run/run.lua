@@ -2,8 +2,8 @@
 --   runs/<name>/history.db       every step (history.lua)
 --   runs/<name>/tensorboard/     event files, if requested (tensorboard.lua)
 --   runs/<name>/checkpoints/     states to resume from (checkpoint.lua)
--- Opens them in order, finds the checkpoint from which restore.lua resumes, and writes them during
--- the run. Only trainers and sessions open a Run; commands use M.directory.
+-- This module opens the files in order, finds the checkpoint from which restore.lua resumes, and
+-- writes the files during the run. Only trainers and sessions open a Run; commands use M.directory.
 local M_ffi = require "engine.base.ffi"
 local checkpoint = require "engine.run.checkpoint"
 local files = require "engine.base.file"
@@ -20,16 +20,16 @@ local M = {}
 local Run = {}
 Run.__index = Run
 
---- The directory of a run: runs/<name> for a name; anything with a slash is a path already.
+--- Returns the directory of a run: runs/<name> for a name. A name with a slash is a path already.
 function M.directory(name)
   return name:find("/", 1, true) and name or "runs/" .. name
 end
 
 -- ------------------------------------------------------------------ opening
 
--- Whether the option `resume` continues the run in the directory `path`, that is, whether it is
--- "auto", or the path of that run or of one of its checkpoints. With a checkpoint of another run, a
--- new run starts.
+-- Returns whether the option `resume` continues the run in the directory `path`. This is so if
+-- `resume` is "auto", the path of that run, or the path of one of its checkpoints. With a
+-- checkpoint of another run, a new run starts.
 local function continues(path, resume)
   if resume == "auto" then return true end
   local from, own = M.directory(resume), C.eng_file_stamp(path .. "/checkpoints")
@@ -39,7 +39,8 @@ local function continues(path, resume)
   return false
 end
 
--- Whether the directory holds a run. A run that failed before its first step does not count.
+-- Returns whether the directory holds a run. A run that failed before its first step does not
+-- count.
 local function exists(path)
   local file = path .. "/history.db"
   if #checkpoint.steps(path .. "/checkpoints") > 0 then return true end
@@ -54,13 +55,13 @@ local holders = setmetatable({}, { __mode = "v" })  -- path -> the Run of this p
 
 local function parent(path) return path:match("^(.*)/[^/]*$") or "" end
 
---- Makes the run's directory and locks it; returns false and a message when another process has the
+--- Makes the run's directory and locks it. Returns false and a message if another process has the
 --- lock. If a trainer of this process holds the lock and never ran, that lock is released first.
 function Run:take(path)
   local other = holders[path]
   if other and not other.running then other:close() end
   local lock, missing = ffi.new("int[1]", -1), path
-  self.made = nil                      -- the outermost folder that this makes, if it makes `path`
+  self.made = nil                      -- the outermost folder that this call makes, or nil
   while missing ~= "" and not files.exists(missing) do
     self.made, missing = missing, parent(missing)
   end
@@ -73,7 +74,7 @@ function Run:take(path)
   return true
 end
 
--- What is in the directory of a run that has not begun.
+-- What the directory of a run that has not begun may contain.
 local UNUSED = { "/history.db-wal", "/history.db-shm", "/history.db", "/checkpoints", "/lock", "" }
 
 --- Releases the lock. Removes the directory if this run made it and never began; other files in it
@@ -122,7 +123,8 @@ function Run:find_place(path, resume)
     "one)"):format(path, self.path)
 end
 
--- The checkpoint to resume from, or nil; raises an error when a named one does not exist.
+-- Returns the checkpoint to resume from, or nil. Raises an error if the script names one that does
+-- not exist.
 local function find_checkpoint(self, resume)
   local dir, auto = self.path and self.path .. "/checkpoints", resume == "auto"
   if not auto then
@@ -146,7 +148,7 @@ local function find_checkpoint(self, resume)
   return c
 end
 
---- Opens the history. cut: first removes the rows from the trainer's current step on.
+--- Opens the history. With `cut`, removes the rows from the trainer's current step on.
 function Run:open_history(cut)
   if not self.wants_history then return end
   local path = self.path .. "/history.db"
@@ -163,7 +165,7 @@ local function start_ranks(self, c)
   trainer.reducer:start(c and function() restore.spread(trainer, c) end or nil)
 end
 
--- On ranks above 0: receives the run's path and the checkpoint's state, which rank 0 sends (tell).
+-- Receives, on ranks above 0, the run's path and the checkpoint's state, which rank 0 sends (tell).
 -- These ranks write only shards of checkpoints.
 local function told(self)
   local news = json.decode(require("engine.dist.ranks").from_first())
@@ -202,7 +204,8 @@ local function open(self, resume)
   self:open_history(self.continues)
 end
 
---- Opens a trainer's run: with a name, in a new directory or in the one to resume.
+--- Opens a trainer's run. A run with a name gets a new directory, or the directory of the run that
+--- it resumes.
 function M.open(trainer, options)
   local self = setmetatable({ trainer = trainer, notes = {}, warnings = {}, complained = {},
     checkpoint_every = options.checkpoint_every or 0, keep = options.keep or 3,
@@ -229,7 +232,7 @@ function M.open(trainer, options)
   return self
 end
 
---- Whether rank 0 records exponent histograms.
+--- Returns whether rank 0 records exponent histograms.
 function Run:wants_hist()
   return self.recorded or self.history ~= nil or (self.wants_tensorboard or "") ~= ""
 end
@@ -255,8 +258,9 @@ function Run:reopen()
   self:open_history(true)
 end
 
--- How this process was started, as JSON, for `engine replay --verify`: the script, its checksum and
--- its arguments, the working folder, and the run's name in the script. Nil without a script.
+-- Returns as JSON how this process was started, for `engine replay --verify`: the script, its
+-- checksum and its arguments, the working folder, and the run's name in the script. Returns nil
+-- without a script.
 local function command_text(self)
   local script = type(arg) == "table" and arg[-1] and arg[0]
   local source = type(script) == "string" and files.read(script)
@@ -323,8 +327,8 @@ function Run:complain(good, message)
   self.trainer:warn(line)
 end
 
--- A step's signals and, as "log.NAME", what its verdict logged. A value that is no longer logged
--- becomes nan.
+-- Returns a step's signals and, as "log.NAME", what its verdict logged. A value that is no longer
+-- logged becomes nan.
 local function with_logs(self, signals, logs)
   if not logs and not self.logged then return signals end
   self.logged = self.logged or {}                          -- every name so far
@@ -338,7 +342,7 @@ local function with_logs(self, signals, logs)
   return all
 end
 
--- Records published signals where they changed.
+-- Records the published signals whose values have changed.
 function Run:append_signals(step, signals)
   local told_before = self.signals
   for name, value in pairs(signals) do
@@ -402,13 +406,13 @@ function Run:event(step, kind, text, data)
     data and json.encode(data) or nil))
 end
 
--- Raises an error if weights are inf or nan: such a checkpoint must not become the newest.
+-- Raises an error if weights are inf or nan, because such a checkpoint must not become the newest.
 local function check_weights(self)
   local problem = require("engine.tensor.stats").nonfinite(self.trainer.reducer:weights())
   if problem then error(problem, 0) end
 end
 
--- Writes a checkpoint; returns its path, or nil and what went wrong.
+-- Writes a checkpoint. Returns its path, or nil and what went wrong.
 local function write(self, alone)
   local trainer, dir, options = self.trainer, self.path .. "/checkpoints", { keep = self.keep }
   local saved, tensors
@@ -432,8 +436,8 @@ local function write(self, alone)
   return nil, M_ffi.without_line(path)
 end
 
---- Writes a checkpoint; returns its path, or nil and a message. Every rank calls it and writes a
---- shard, after a comparison of the ranks, which raises an error if they have drifted apart. With
+--- Writes a checkpoint. Returns its path, or nil and a message. Every rank calls it and writes a
+--- shard. First the ranks are compared, and an error is raised if they have drifted apart. With
 --- `alone`, rank 0 writes the whole state by itself, because other ranks may have died.
 function Run:save(alone)
   local trainer = self.trainer
@@ -485,7 +489,7 @@ function Run:go_back(step)
   return c.step, c.path
 end
 
---- Whether a checkpoint is due after this step.
+--- Returns whether a checkpoint is due after this step.
 function Run:due()
   local every = self.checkpoint_every
   local done = self.trainer.steps_done

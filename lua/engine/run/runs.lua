@@ -1,14 +1,14 @@
--- The runs of a folder: their settings, their progress and how they ended. Used by the commands,
--- the reports, contest.lua, compare.lua and trace.lua.
+-- Finds and lists the runs of a folder: their settings, their progress and how they ended. Used by
+-- the commands, the reports, contest.lua, compare.lua and trace.lua.
 local M_ffi = require "engine.base.ffi"
 local files = require "engine.base.file"
 
 local M = {}
 
--- The paths that a name may stand for: itself, and a folder under runs/.
+-- Returns the paths that a name may stand for: the name itself, and a folder under runs/.
 local function places(text) return { text, "runs/" .. text } end
 
--- The names of the folders in `dir` that hold a run.
+-- Returns the names of the folders in `dir` that hold a run.
 local function names_in(dir)
   local names = {}
   for _, name in ipairs(files.names(dir) or {}) do
@@ -17,8 +17,8 @@ local function names_in(dir)
   return names
 end
 
---- A hint for a run that does not exist: the nearest name under runs/, or, if `text` names a folder
---- of runs (a contest), how to list them.
+--- Returns a hint for a run that does not exist: the nearest name under runs/ or, if `text` names a
+--- folder of runs (a contest), how to list them.
 function M.hint(text)
   for _, dir in ipairs(places(text)) do
     local name = names_in(dir)[1]
@@ -31,8 +31,8 @@ function M.hint(text)
     "; hint: `engine runs` lists them"
 end
 
---- The directory (or history file) of a run, from its path or its name under runs/. If there is no
---- such run, raises an error that suggests the nearest name.
+--- Finds the directory (or history file) of a run from its path or its name under runs/. If there
+--- is no such run, raises an error that suggests the nearest name.
 function M.find(text)
   M_ffi.expect(type(text) == "string", text, "expected the name or the directory of a run")
   if files.is_file(text) then return text end
@@ -42,8 +42,8 @@ function M.find(text)
   error(("there is no run '%s'%s"):format(text, M.hint(text)), 0)
 end
 
---- The process that holds a run's directory, and its state from /proc ("T": stopped by a signal);
---- nil if there is no such process, or if it is a zombie.
+--- Returns the id of the process that holds a run's directory, and its state from /proc ("T":
+--- stopped by a signal). Returns nil if there is no such process, or if it is a zombie.
 function M.holder(path)
   local file = io.open(path .. "/lock")
   local pid = file and file:read("*n")
@@ -55,8 +55,8 @@ function M.holder(path)
   return pid, state
 end
 
---- How a run ended: "finished", "stopped: why", "error: why", "drift: which ranks", "running", or
---- "broken off". Returns this text, and `how` of M.info. last: the last recorded step.
+--- Returns how a run ended as text ("finished", "stopped: why", "error: why", "drift: which ranks",
+--- "running" or "broken off"), and the field `how` of M.info. last: the last recorded step.
 function M.ending(h, path, last)
   local event = h:query("SELECT kind, text, step FROM events WHERE kind IN ('finished', " ..
     "'stopped', 'error', 'drift', 'resumed') ORDER BY id DESC LIMIT 1")[1]
@@ -69,7 +69,7 @@ function M.ending(h, path, last)
   return "broken off", "broken"
 end
 
---- The name of the last policy in a history, or nil.
+--- Returns the name of the last policy in a history, or nil.
 function M.policy_of(h)
   local swap = h:query("SELECT data FROM events WHERE kind = 'swap' AND id > coalesce((SELECT " ..
     "max(id) FROM events WHERE kind = 'resumed'), 0) " ..
@@ -80,10 +80,11 @@ function M.policy_of(h)
   return h:meta().policy or policies[1] and policies[1].name
 end
 
---- A run at `path`: { name, path, created (seconds since 1970), rows, first, last, updates, loss,
---- scale, overflows, skipped, tokens, seconds, policy, precision, device, ranks, zero, comm_dtype,
---- steps (requested), ended, how (finished, stopped, error, drift, running, broken), problem (what
---- is wrong with the history; most other fields are then missing), failed_shadows (how many) }.
+--- Describes the run at `path`: { name, path, created (seconds since 1970), rows, first, last,
+--- updates, loss, scale, overflows, skipped, tokens, seconds, policy, precision, device, ranks,
+--- zero, comm_dtype, steps (requested), ended, how (finished, stopped, error, drift, running,
+--- broken), problem (what is wrong with the history; most other fields are then missing),
+--- failed_shadows (how many) }.
 function M.info(path, history)
   local name = path:gsub("/history%.db$", ""):match("([^/]+)/*$") or path
   local info = { name = name, path = path }
@@ -96,7 +97,7 @@ function M.info(path, history)
     info.precision, info.device, info.optimizer, info.schedule = meta.precision, meta.device,
       meta.optimizer, meta.schedule
     info.ranks, info.zero = tonumber(meta.ranks) or 1, tonumber(meta.zero) or 0
-    info.comm_dtype = meta.comm_dtype or meta.wire or "own"   -- wire: version 0.1
+    info.comm_dtype = meta.comm_dtype or meta.wire or "own"   -- `wire` is its name in version 0.1
     info.parameters, info.steps, info.engine = tonumber(meta.parameters), tonumber(meta.steps),
       meta.engine
     for key, value in pairs(h:totals()) do info[key] = value end
@@ -114,8 +115,9 @@ function M.info(path, history)
   return info
 end
 
---- The runs of a folder (default "runs"), newest last, and the folder: `text` or runs/`text`. If
---- the folder is itself a run, the list contains it. Raises if there is no such folder.
+--- Lists the runs of a folder (default "runs"), newest last. Returns the list and the folder, which
+--- is `text` or runs/`text`. If the folder is itself a run, the list contains it. Raises an error
+--- if there is no such folder.
 function M.list(text)
   local dir = text or "runs"
   if text and not files.is_folder(text) then

@@ -1,8 +1,9 @@
--- Shadows: policies that see every record of a run and decide nothing. A shadow has its own scale.
--- It reads the run's record converted to that scale, with the overflows that this scale would cause
--- (counterfactual.lua, which also decides whether a verdict is exact or a bound). The history
--- records a verdict when it changes. The summary gives the number of steps that a shadow would have
--- skipped, and the ratio of its scale to the run's. Made by the trainer from its option `shadow`.
+-- Runs shadows: policies that see every record of a run and decide nothing. A shadow has its own
+-- scale. It reads the run's record converted to that scale, with the overflows that this scale
+-- would cause. counterfactual.lua converts the record and decides whether a verdict is exact or a
+-- bound. The history records a verdict when it changes. The summary gives the number of steps that
+-- a shadow would have skipped, and the ratio of its scale to the run's scale. The trainer makes the
+-- shadows from its option `shadow`.
 --
 -- A shadow of FP8 layers reads the same meters as the run's own FP8 policies. The history has an
 -- event `shadow_layers` at each step where the shadow would have moved layers to another rung, and
@@ -20,8 +21,8 @@ local M = {}
 local Shadows = {}
 Shadows.__index = Shadows
 
--- "a,b:growth_interval=500,init_scale=8" -> { "a", "b:growth_interval=500,init_scale=8" }: a
--- `name=value` belongs to the policy before it.
+-- Splits "a,b:growth_interval=500,init_scale=8" into { "a", "b:growth_interval=500,init_scale=8" }.
+-- A `name=value` belongs to the policy before it.
 local function split(text)
   local list = {}
   for part in (text .. ","):gmatch("(.-),") do
@@ -34,7 +35,7 @@ local function split(text)
   return list
 end
 
--- A shadow's name: its text in the option `shadow`, with a number if the name is taken.
+-- Returns a shadow's name: its text in the option `shadow`, with a number if the name is taken.
 local function name_of(source, policy, taken)
   local name = type(source) == "string" and source or policy.name
   local base, n = name, 1
@@ -85,8 +86,8 @@ function M.new(trainer, shadow)
   return self
 end
 
--- The largest fp16 gradient, as stored under a shadow's scales, if layers have separate scales that
--- differ from the run's by different factors; else nil.
+-- Returns the largest fp16 gradient, as stored under a shadow's scales, if layers have separate
+-- scales that differ from the run's by different factors. Otherwise returns nil.
 function Shadows:reach(policy, stats, ratio)
   local groups, largest, apart = self.trainer.groups, -1, false
   if not groups.apart and not policy:scales_groups() then return nil end
@@ -99,7 +100,7 @@ function Shadows:reach(policy, stats, ratio)
   return apart and largest or nil
 end
 
--- The statistics of all tensors at a shadow's scale, for policies that read them.
+-- Returns the statistics of all tensors at a shadow's scale, for policies that read them.
 function Shadows:tensors(stats, ratio)
   local n = #self.trainer.optimizer.list
   self.stats = self.stats or ffi.new("eng_tensor_stats[?]", n)
@@ -110,7 +111,7 @@ function Shadows:tensors(stats, ratio)
   return self.stats
 end
 
--- Counts a failure of a shadow; shows and records the first.
+-- Counts a failure of a shadow. Shows and records only the shadow's first failure.
 local function count_failure(self, one, step, reason, run)
   one.failed, one.why = one.failed + 1, reason
   if one.failed > 1 then return end
@@ -136,7 +137,7 @@ function Shadows:ask(s, scale, record, stats, signals)
   return policy:decide(own, stats), known
 end
 
---- The scales that the shadows would use for a step that begins now.
+--- Returns the scales that the shadows would use for a step that begins now.
 function Shadows:scales()
   local list = {}
   for i, s in ipairs(self.list) do list[i] = s.policy:scale() end
@@ -217,9 +218,10 @@ local function factor_text(x)
   return x == 1 and "equal" or ("x%.4g"):format(x)
 end
 
---- A text for the progress line. For the first three shadows: their scales as multiples of the
---- run's, and how many more steps than the run they would have skipped. For the first three shadows
---- of FP8 layers: the number of layers that are on another rung than in the run.
+--- Returns a text for the progress line. For the first three shadows, the text gives their scales
+--- as multiples of the run's scale, and how many more steps than the run they would have skipped.
+--- For the first three shadows of FP8 layers, it gives the number of layers that are on another
+--- rung than in the run.
 function Shadows:text()
   local parts, places = {}, {}
   local sites = self.trainer.optimizer.fp8
@@ -242,14 +244,14 @@ function Shadows:text()
   return table.concat(places, ", ")
 end
 
--- The end of a shadow's line: why its verdicts are bounds, and why it failed.
+-- Returns the end of a shadow's line: why its verdicts are bounds, and why it failed.
 local function doubts(s)
   local bounds = counterfactual.why_text(s.certainty)
   return (bounds and "; " .. bounds or "") ..
     (s.failed > 0 and ("; it failed %d times: %s"):format(s.failed, s.why) or "")
 end
 
---- A line for each shadow, for the end of a run.
+--- Returns a line about each shadow, for the end of a run.
 function Shadows:lines()
   local lines = {}
   if self.steps == 0 then return lines end
@@ -284,7 +286,7 @@ local function all(self)
   return list
 end
 
---- The state for checkpoints.
+--- Returns the state of the shadows for a checkpoint.
 function Shadows:state()
   local state = { steps = self.steps, skipped = self.skipped, largest = self.largest, list = {} }
   for i, s in ipairs(all(self)) do
@@ -295,7 +297,7 @@ function Shadows:state()
   return state
 end
 
---- Restores the shadows that a checkpoint knows; others start fresh.
+--- Restores the shadows that a checkpoint contains. All other shadows start fresh.
 function Shadows:restore(saved)
   if type(saved) ~= "table" or type(saved.list) ~= "table" then return end
   local complete = true
@@ -310,7 +312,7 @@ function Shadows:restore(saved)
     for _, key in ipairs(KEPT) do              -- a checkpoint of an older engine lacks some
       if found and found[key] ~= nil then s[key] = found[key] end
     end
-    -- an older engine wrote it, whose shadows read the run's own overflows
+    -- an older engine wrote the checkpoint; its shadows read the run's own overflows
     if found and not found.certainty then
       s.certainty = counterfactual.certainty(saved.steps)
     end

@@ -1,11 +1,11 @@
--- Shards: the parts of a checkpoint that the ranks of a job write at the same time, so that no rank
--- holds or writes the whole state.
+-- Writes and reads shards: the parts of a checkpoint that the ranks of a job write at the same
+-- time, so that no rank holds or writes the whole state.
 --
 --   shard-00001-of-00004.safetensors     the pieces of rank 0, and so on
 --
 -- "model/wte.weight@4096" holds consecutive elements of the model's wte.weight, from element 4096
 -- on (row-major, counted from 0). The metadata has the whole shape, "model/wte.weight" = "256 32".
--- Readers join the pieces of all ranks, so any number of ranks can resume from them.
+-- Readers join the pieces of all ranks, so any number of ranks can resume from the shards.
 -- Called by checkpoint.lua, which writes and reads the files, run.lua and restore.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
@@ -15,11 +15,11 @@ local safetensors = require "engine.tensor.safetensors"
 local tensor = require "engine.tensor.tensor"
 
 local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
-local sorted = require("engine.base.nearest").keys      -- one order on all ranks
+local sorted = require("engine.base.nearest").keys      -- the same order on all ranks
 
 local M = {}
 
---- The number of elements of a shape.
+--- Returns the number of elements of a shape.
 function M.elements(shape)
   local count = 1
   for _, n in ipairs(shape) do count = count * n end
@@ -28,8 +28,8 @@ end
 
 -- ------------------------------------------------------------------ cutting
 
---- Cuts tensors { { name =, x = } ... }, laid end to end, into `size` equal parts. Calls f(name, x,
---- from, to) for each tensor with elements [from, to) in part `part` (from 0).
+--- Cuts tensors { { name =, x = } ... }, laid end to end, into `size` equal parts. Parts count from
+--- 0. Calls f(name, x, from, to) for each tensor whose elements [from, to) are in the part `part`.
 function M.cut(list, part, size, f)
   local total, at = 0, 0
   for _, item in ipairs(list) do total = total + item.x.count end
@@ -74,7 +74,8 @@ local function each_buffer(reducer, f)
   end
 end
 
--- With ZeRO-3 this rank's part of each trained weight, by its name in the model; else empty.
+-- Returns, with ZeRO-3, this rank's part of each trained weight, by the weight's name in the model.
+-- Without ZeRO-3, the table is empty.
 local function own_weights(reducer)
   local own, slots = {}, {}
   for _, p in ipairs(reducer.parted and reducer.trainer.model:parameters() or {}) do
@@ -87,9 +88,9 @@ local function own_weights(reducer)
   return own
 end
 
---- The pieces that this rank writes: its share of the tensors that all ranks hold, its share of
---- those that only some ranks hold (experts), and with ZeRO the moments and weights it keeps.
---- `user`: the tensors of trainer.state, or nil; this rank writes them all.
+--- Returns the pieces that this rank writes: its share of the tensors that all ranks hold, its
+--- share of the tensors that only some ranks hold (experts) and, with ZeRO, the moments and weights
+--- that it keeps. `user`: the tensors of trainer.state, which this rank writes whole, or nil.
 function M.of_rank(reducer, user)
   local pieces, parameter_of = M.pieces(), {}
   local function share(part, tensors)
@@ -124,7 +125,7 @@ function M.of_rank(reducer, user)
   return pieces
 end
 
--- Raises an error unless a part of a checkpoint has exactly the tensors { name = shape } wanted.
+-- Raises an error unless a part of a checkpoint has exactly the tensors `wanted`, { name = shape }.
 local function want_tensors(c, part, wanted)
   local problems, text = {}, tensor.shape_text
   for name, shape in pairs(wanted) do
@@ -199,9 +200,9 @@ end
 
 -- ------------------------------------------------------------------ reading
 
---- The contents of the shards in `path`: { model = { name = { dtype =, shape =, count =,
---- pieces = { { file =, name =, from =, count = } ... } } } }, the pieces in order. Raises an error
---- if the pieces do not make up whole tensors.
+--- Returns the contents of the shards in `path`: { model = { name = { dtype =, shape =, count =,
+--- pieces = { { file =, name =, from =, count = } ... } } } }. The pieces are in order. Raises an
+--- error if the pieces do not make up whole tensors.
 function M.index(path, names)
   local parts = { model = {}, optimizer = {} }
   for _, name in ipairs(names) do
@@ -248,8 +249,8 @@ function M.index(path, names)
   return parts
 end
 
---- Reads a tensor of M.index's result: joins its pieces into one tensor, which the caller must
---- free. open(file): returns the open file of that name.
+--- Joins the pieces of `whole`, an entry of M.index's result, into one tensor, which the caller
+--- must free. open(name) returns the open file with this name.
 function M.read(whole, open)
   local x = M_ffi.Tensor()
   local shape = ffi.new("int64_t[?]", C.ENG_MAX_DIMS, whole.shape)

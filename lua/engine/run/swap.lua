@@ -1,20 +1,20 @@
--- Swaps of policies during a run. A swap is requested by saving the policy's file, by SIGHUP, by
--- the script (policy:swap(file)) or by `engine attach`. Between two steps the new policy is
--- compiled, tried on the records of the last steps, and takes over the old policy's state (its
--- function `migrate`). If anything fails, the old policy stays, and the history has the reason. A
--- policy that fails its first decision is replaced at once, and the old policy decides that step.
--- All ranks swap at the same step to the policy text of rank 0, or none does: each rank compiles
--- and tries this text, and if one rank refuses it, all do.
+-- Swaps policies during a run. A swap is requested by saving the policy's file, by SIGHUP, by the
+-- script (policy:swap(file)) or by `engine attach`. Between two steps the new policy is compiled
+-- and tried on the records of the last steps, and its function `migrate` takes over the old
+-- policy's state. If anything fails, the old policy stays, and the history has the reason. A new
+-- policy that fails its first decision is replaced immediately, and the old policy decides that
+-- step. All ranks swap at the same step to the policy text of rank 0, or none does: each rank
+-- compiles and tries this text, and if one rank refuses it, all do.
 --
--- A seat holds a policy. The first seat is the trainer, whose policy chooses the loss scale; the
--- others are those of FP8 layers (train/fp8_sites.lua). A new policy goes to the seat of its kind.
--- A seat has
+-- A seat holds a policy. The first seat is the trainer, whose policy chooses the loss scale. The
+-- other seats hold policies of FP8 layers (train/fp8_sites.lua). A new policy goes to a seat of its
+-- kind. A seat has
 --   policy, kind                  the current policy; "fp8" or nil
 --   prepare(policy)               gives a policy the names of its tensors
 --   use_policy(policy, trainer)   makes a prepared policy the current one
---   ask(policy, record)           the verdict of a policy on a record, with the last statistics per
---                                 tensor
---   refuses(policy, trainer)      why this run cannot use a policy, or nil
+--   ask(policy, record)           returns the verdict of a policy on a record, with the last
+--                                 statistics per tensor
+--   refuses(policy, trainer)      returns why this run cannot use a policy, or nil
 -- Owned by the trainer, which calls observe() after every decision and between() between steps.
 local M_ffi = require "engine.base.ffi"
 local read = require("engine.base.file").read
@@ -27,7 +27,7 @@ local Swap = {}
 Swap.__index = Swap
 
 local RING = 64        -- the number of recent records on which a candidate is tried
-local PATIENCE = 2     -- limit in seconds of a candidate's trial, for which the run waits
+local PATIENCE = 2     -- the run waits for a candidate's trial for at most this many seconds
 local MOST_UNDO = 20
 
 function M.new(trainer, options)
@@ -47,8 +47,9 @@ function M.new(trainer, options)
   return self
 end
 
--- Gives the policy of a seat its methods swap and undo, and begins to watch its file. as_it_is:
--- does not compare the file with the policy's text; only a later save of the file counts.
+-- Gives the policy of a seat its methods swap and undo, and begins to watch its file. With
+-- `as_it_is`, does not compare the file with the policy's text, so only a later save of the file
+-- counts.
 function Swap:hold(of, as_it_is)
   local policy = of.seat.policy
   local own = of.seat.kind and of or nil
@@ -58,7 +59,7 @@ function Swap:hold(of, as_it_is)
   policy.undo = function() return self:undo("the script", own) end
   of.stamp = policy.path and C.eng_file_stamp(policy.path) or nil
   of.pending_stamp = nil
-  -- a file that was saved after the policy was read: stamp 0 makes the next check read it again
+  -- the file was saved after the policy was read: stamp 0 makes the next check read the file again
   if of.stamp and not as_it_is and of.stamp ~= 0 and read(policy.path) ~= policy.source then
     of.stamp = 0
   end
@@ -66,8 +67,8 @@ end
 
 -- ------------------------------------------------------------------ events
 
---- A policy as data for the history: its name, file, hash of its source, and the options that are
---- not its defaults.
+--- Returns a policy as data for the history: its name, its file, the hash of its source, and the
+--- options that differ from its defaults.
 function M.described(policy)
   if policy.idle then return { name = policy.name } end
   local options = require("engine.run.replay").changed(policy)
@@ -75,7 +76,7 @@ function M.described(policy)
     options = options ~= "" and options or nil }
 end
 
---- A policy in words: "careful d322f655 (growth=2 every=7)".
+--- Returns a policy in words, such as "careful d322f655 (growth=2 every=7)".
 function M.label(policy)
   local d = M.described(policy)
   return d.name .. (d.hash and " " .. d.hash or "") ..
@@ -104,7 +105,8 @@ end
 
 local WHOLE, WITHOUT_HIST = ffi.sizeof("eng_record"), ffi.offsetof("eng_record", "hist")
 
---- Keeps a step's record, and its histogram if one was computed, to try candidates on.
+--- Keeps a step's record, and its histogram if one was computed. Candidates are tried on these
+--- records.
 function Swap:remember(record)
   local at, needs = self.seen % RING, self.trainer.needs
   local bytes = bit.band(needs, C.ENG_NEED_HIST) ~= 0 and WHOLE or WITHOUT_HIST
@@ -188,7 +190,7 @@ local function load_together(source, options, kind)
   return good, fresh
 end
 
--- The reason of the first rank that refuses, or nil; the same on all ranks.
+-- Returns the reason of the first rank that refuses, or nil. All ranks get the same result.
 local function objection(self, problem)
   if not self.trainer.reducer.many then return problem end
   for rank, text in ipairs(require("engine.dist.ranks").from_all(problem and tostring(problem)
@@ -197,8 +199,8 @@ local function objection(self, problem)
   end
 end
 
--- The entry of `seats` for a new policy: the only seat of its kind, or the seat whose policy has
--- the same name; else nil and a message.
+-- Returns the entry of `seats` for a new policy: the only seat of its kind, or the seat whose
+-- policy has the same name. If there is neither, returns nil and a message.
 local function seat_for(self, fresh)
   local names = {}
   for _, of in ipairs(self.seats) do
@@ -213,7 +215,7 @@ local function seat_for(self, fresh)
     :format(#names, table.concat(names, ", "))
 end
 
--- Makes a swap, as Swap:swap does. of: an entry of `seats`, or nil: seat_for chooses one.
+-- Makes a swap, as Swap:swap does. of: an entry of `seats`; if it is nil, seat_for chooses one.
 local function attempt(self, source, options, by, of)
   local load = require("engine.policy.policy").load
   local what = type(source) ~= "table" and tostring(source) or source.file or source.name
@@ -250,10 +252,10 @@ local function attempt(self, source, options, by, of)
   return true
 end
 
---- Swaps in another policy: a name, a path or { source =, file = }, as engine.policy.load takes
---- them, with its options. A policy of FP8 layers goes to their seat. Returns true, or nil and why
---- the policy is refused. Inside a step, returns true, and the swap is tried after the step. of: an
---- entry of `seats`, or nil.
+--- Swaps in another policy, with its options. source: a name, a path or { source =, file = }, as
+--- engine.policy.load accepts them. A policy of FP8 layers goes to a seat of FP8 layers. Returns
+--- true, or nil and why the policy is refused. Inside a step, returns true, and the swap is tried
+--- after the step. of: an entry of `seats`, or nil.
 function Swap:swap(source, options, by, of)
   if source == nil then error("swap: expected the name or the file of a policy, got nothing", 3) end
   by = by or "the script"
@@ -286,14 +288,15 @@ function Swap:undo(by, of)
   return true, last.of.seat
 end
 
---- After a decision: remembers the record, then judge().
+--- Called after a decision: remembers the record, then calls judge().
 function Swap:observe(record, verdict)
   self:remember(record)
   return self:judge(self.trainer, record, verdict)
 end
 
---- The first decision after a swap is the new policy's probation: if it fails, the old policy of
---- the seat becomes current again and decides this step. Returns the verdict that counts.
+--- Judges the first decision after a swap, the new policy's probation. If this decision fails, the
+--- old policy of the seat becomes current again and decides this step. Returns the verdict that
+--- counts.
 function Swap:judge(seat, record, verdict)
   local of
   for _, own in ipairs(self.seats) do of = own.seat == seat and own or of end
@@ -333,8 +336,8 @@ local function reread(self, of, by)
     of_the_file = true }, policy.given, by, of)
 end
 
--- Whether the file of a seat's policy was saved. A new time stamp must be seen twice, because the
--- writer may not have finished at the first.
+-- Returns whether the file of a seat's policy was saved. A new time stamp must be seen twice,
+-- because the writer may not have finished when it is first seen.
 local function was_saved(self, of)
   local policy = of.seat.policy
   if not self.watching or not policy.path then return false end
@@ -355,7 +358,7 @@ local function was_saved(self, of)
   return false
 end
 
---- The index (from 1) of a seat whose policy file was saved and must be read again, or nil.
+--- Returns the index (from 1) of a seat whose policy file was saved and must be read again, or nil.
 function Swap:wish()
   for i, of in ipairs(self.seats) do
     if was_saved(self, of) then return i end
@@ -396,7 +399,8 @@ end
 
 -- ------------------------------------------------------------------ checkpoints
 
---- For checkpoints: the current policy of seat i, or nil if the script itself requested it.
+--- Returns, for a checkpoint, the current policy of seat i, or nil if the script itself requested
+--- it.
 function Swap:state(i)
   local of = self.seats[i]
   local policy, asked = of.seat.policy, of.asked

@@ -1,5 +1,5 @@
--- TensorBoard event files: TFRecord frames (length, payload, masked CRC-32C of each) around
--- protobuf messages Event and Summary, as tensorflow/core/util/event.proto and
+-- Writes TensorBoard event files: TFRecord frames (length, payload, masked CRC-32C of each) around
+-- the protobuf messages Event and Summary, as tensorflow/core/util/event.proto and
 -- framework/summary.proto define them.
 --   local w = tensorboard.open("runs/a/tensorboard")
 --   w:scalars(step, { { "train/loss", 2.5 }, ... }, wall_time)
@@ -32,7 +32,7 @@ end
 local double_bytes, float_bytes = bytes_of("d", 8), bytes_of("f", 4)
 local u32_bytes, u64_bytes = bytes_of("u", 4), bytes_of("q", 8)
 
--- A whole number from 0 to 2^53 as a protobuf varint.
+-- Encodes a whole number from 0 to 2^53 as a protobuf varint.
 local function varint(x)
   local parts = {}
   while x >= 128 do
@@ -52,12 +52,12 @@ local function int_field(field, x) return key(field, VARINT) .. varint(x) end
 
 local function masked_crc(text)
   local crc = C.eng_crc32c(0, text, #text)
-  -- rotated right by 15 bits plus a constant, because a CRC of data that contains CRCs is weak
+  -- TFRecord rotates the CRC and adds a constant, because a CRC of data that contains CRCs is weak
   local rotated = bit.bor(bit.rshift(crc, 15), bit.lshift(crc, 17))
   return u32_bytes((rotated + 0xa282ead8) % 2 ^ 32)
 end
 
---- A TFRecord frame around a payload.
+--- Puts a TFRecord frame around a payload.
 function M.frame(payload)
   local length = u64_bytes(#payload)
   return length .. masked_crc(length) .. payload .. masked_crc(payload)
@@ -73,13 +73,13 @@ end
 local FILE_VERSION, SUMMARY, SESSION_LOG = 3, 5, 7             -- fields of Event
 local SESSION_START = 1
 
--- Summary.Value of one number.
+-- Encodes one number as a Summary.Value.
 local function scalar_value(tag, x)
   return bytes_field(1, bytes_field(1, show.shown(tag)) .. float_field(2, x))
 end
 
---- HistogramProto of magnitudes, from exponents: a bucket for zero, and one for each binade.
---- s: { count, zeros, amax, norm } as stored.
+--- Encodes magnitudes as a HistogramProto, from exponents: a bucket for zero, and one for each
+--- binade. s: { count, zeros, amax, norm } as stored.
 function M.histogram_proto(hist, s)
   local least, most = math.huge, -math.huge
   for e, n in pairs(hist) do
@@ -134,8 +134,7 @@ end
 
 function Writer:put(bytes) return noted(self, self.file:write(bytes)) end
 
---- Writes a step's numbers, a list of { tag, number }. nil is left out; NaN and infinities are
---- written.
+--- Writes a step's numbers, a list of { tag, number }. Leaves out nil, but not NaN and infinities.
 function Writer:scalars(step, values, wall_time)
   local parts = {}
   for _, pair in ipairs(values) do
@@ -146,13 +145,14 @@ function Writer:scalars(step, values, wall_time)
   end
 end
 
---- Writes a histogram from exponent counts; s: { count, zeros, amax, norm }.
+--- Writes a histogram from exponent counts. s: { count, zeros, amax, norm }.
 function Writer:histogram(step, tag, hist, s, wall_time)
   return self:put(event(wall_time or os.time(), step, SUMMARY,
     bytes_field(1, bytes_field(1, show.shown(tag)) .. bytes_field(5, M.histogram_proto(hist, s)))))
 end
 
---- Writes a histogram for each layer. sums: the result of M.layer_sums; names: of the layers.
+--- Writes a histogram for each layer. sums: the result of M.layer_sums; names: the names of the
+--- layers.
 function Writer:layers(step, sums, names, wall_time)
   for layer, sum in pairs(sums) do
     self:histogram(step, "stored_gradients/" .. names[layer], sum.hist, sum, wall_time)
@@ -177,9 +177,9 @@ function Writer:close()
   self.file = nil
 end
 
---- The scalars of a step as { tag, number } pairs. s: { loss, lr, scale, overflow (0 or 1),
---- skipped, norm, amax, norm_ref, underflow, count, tokens, seconds (of the step) }; signals by
---- name. A nil loss, lr, scale, norm or amax was NaN.
+--- Returns the scalars of a step as { tag, number } pairs. s: { loss, lr, scale, overflow (0 or 1),
+--- skipped, norm, amax, norm_ref, underflow, count, tokens, seconds (of the step) }; signals: {
+--- name = number }. A nil loss, lr, scale, norm or amax was NaN.
 function M.step_values(s, signals)
   local nan, tokens = 0 / 0, s.tokens or 0
   local values = {
@@ -201,7 +201,7 @@ function M.step_values(s, signals)
 end
 
 --- Sums the statistics of n tensors over layers: { [layer] = { hist, zeros, amax, norm } }.
---- layer_of: a tensor's layer by its id, from 0; nil leaves the tensor out.
+--- layer_of: the layer of each tensor by its id (from 0). A tensor without a layer is left out.
 function M.layer_sums(stats, n, layer_of)
   local sums = {}
   for id = 0, n - 1 do
@@ -225,9 +225,9 @@ Live.__index = Live
 
 local FLUSH_SECONDS = 2
 
---- Writes the steps of a run as they are made; called by run.lua. list: the parameters, in order.
---- first: the first step; a reader discards the steps from `first` on in the directory's earlier
---- files.
+--- Opens the files of a live run, whose steps run.lua writes as they are made. list: the
+--- parameters, in order. first: the first step. If earlier files in the directory have steps from
+--- `first` on, a reader discards these steps.
 function M.live(dir, list, first)
   local _, group_of, groups = require("engine.policy.groups").of(list)
   local self = setmetatable({ writer = M.open(dir), n = #list, layer_of = {}, layers = groups,

@@ -1,4 +1,4 @@
--- The input of a replay: a string of verdicts such as "4. x 2. 3x" (. is a good step, x an
+-- Reads the input of a replay: a string of verdicts such as "4. x 2. 3x" (. is a good step, x an
 -- overflow, a number repeats the symbol after it), or the recorded history of a run. A trace gives
 -- the record that a step would have had at any loss scale. Called by replay.lua.
 --
@@ -26,7 +26,7 @@ Verdicts.__index = Verdicts
 --- True if `text` looks like a string of verdicts.
 function M.is_verdicts(text) return text:find("[.xX]") ~= nil and not text:find("[^%d%s.xX]") end
 
---- A trace from "4. x 2. 3x".
+--- Returns the trace of a string of verdicts such as "4. x 2. 3x".
 function M.verdicts(text)
   local steps, at = {}, 1
   local function fail(what, place)
@@ -51,7 +51,7 @@ function M.verdicts(text)
   return setmetatable({ n = #steps, overflow = steps, first = 0, name = text }, Verdicts)
 end
 
--- Sets the norms of an update to NaN, because a trace has none.
+-- Sets the norms of a record's update to NaN, because a trace has no such norms.
 local function without_update(record)
   for k = 0, C.ENG_NORMS - 1 do record.norms[k] = 0 / 0 end
 end
@@ -84,12 +84,12 @@ local Row = ffi.typeof [[struct {
   int32_t overflow, first_bad, action; }]]
 local Rows = ffi.typeof("$ [?]", Row)
 
--- FIELDS: the columns that are fields of a record; COLUMNS: all columns of numbers
+-- FIELDS are the columns that are fields of a record. COLUMNS are all columns of numbers.
 local FIELDS = { "step", "scale", "loss", "lr", "amax", "norm", "norm_ref", "elapsed", "count",
   "inf", "nan", "zeros", "underflow", "updates", "overflow", "first_bad" }
 local COLUMNS = { "clip", "lr_mul", unpack(FIELDS) }
 
---- The trace of a run: its directory, or its history.db.
+--- Returns the trace of a run. path: the run's directory, or its history.db.
 function M.run(path)
   local result, why = require("engine.run.history").with(path, function(history)
     local n = history:query("SELECT count(*) AS n FROM steps")[1].n
@@ -111,7 +111,7 @@ function M.run(path)
     end
     self.n, self.first = i, tonumber(self.rows[0].step)
     self.names, self.tensors = history:parameters(), {}
-    self.signals = {}  -- by row: the signals that changed there; they hold until they change again
+    self.signals = {}  -- by row, the signals that changed there; a value holds until its next change
     local held, at = {}, history:signals_at()
     for k = 1, i do
       for name, value in pairs(at(tonumber(self.rows[k - 1].step))) do
@@ -138,8 +138,8 @@ local cell, room = ffi.new("eng_tensor_stats[1]"), ffi.new("int[1]")
 local other = ffi.new("eng_tensor_stats[1]")
 local AROUND = 64  -- steps on each side that are searched for a good step
 
--- An estimate of the largest true gradient of step i, or nil: the geometric mean of the largest
--- gradients of the nearest good steps before and after it.
+-- Estimates the largest true gradient of step i: the geometric mean of the largest gradients of the
+-- nearest good steps before and after it. Returns nil if there is no good step nearby.
 function Run:expected(i)
   local function look(to, by)
     for j = i + by, to, by do
@@ -155,7 +155,7 @@ function Run:expected(i)
   return before and after and math.sqrt(before * after) or before or after
 end
 
--- Statistics per tensor of a recorded step at `ratio` times its scale, or nil.
+-- Returns the statistics per tensor of a recorded step at `ratio` times its scale, or nil.
 function Run:tensors_at(step, ratio)
   local blob, n = self.tensors[step], #self.names
   if not blob or n == 0 then return nil end
@@ -168,7 +168,7 @@ function Run:tensors_at(step, ratio)
   return self.stats
 end
 
--- Whether layers had separate scales at the last step with statistics per tensor.
+-- Returns whether layers had separate scales at the last step with statistics per tensor.
 local function has_own_scales(self)
   local last = -1
   for step in pairs(self.tensors) do last = math.max(last, tonumber(step) or -1) end
@@ -179,9 +179,9 @@ local function has_own_scales(self)
   return false
 end
 
---- Fills `record` with step i (from 1) at the loss scale `scale`. Returns what is known of it (as
---- counterfactual.move); the shares of elements and of gradient mass lost to underflow, nil without
---- a histogram; and the statistics per tensor, or nil.
+--- Fills `record` with step i (from 1) at the loss scale `scale`. Returns how certain the record is
+--- (as counterfactual.move does), the shares of elements and of gradient mass lost to underflow
+--- (nil without a histogram), and the statistics per tensor, or nil.
 function Run:at(record, i, scale, needs)
   local row, hist = self.rows[i - 1], self.hists[i]
   for _, name in ipairs(FIELDS) do record[name] = row[name] end
@@ -204,10 +204,10 @@ function Run:at(record, i, scale, needs)
   return known, elements, mass, stats
 end
 
---- Whether step i began before the verdict on the step before it.
+--- Returns whether step i began before the verdict on the step before it.
 function Run:early(i) return self.lagged and not self.settled[tonumber(self.rows[i - 1].step)] end
 
---- What the run did with step i, as counterfactual.carried_out returns it.
+--- Returns what the run did with step i, as counterfactual.carried_out does.
 function Run:did(i)
   local row = self.rows[i - 1]
   return counterfactual.carried_out(row, row.overflow ~= 0, self.lagged)
@@ -215,7 +215,7 @@ end
 
 -- ------------------------------------------------------------------ opening
 
---- A trace from text: a run's directory or history, the name of a run, or a string of verdicts.
+--- Opens a trace. text: a run's directory or history, the name of a run, or a string of verdicts.
 function M.open(text)
   M_ffi.expect(type(text) == "string", text, "trace: expected a run or a string of verdicts")
   if files.exists(text .. "/history.db") then return M.run(text) end

@@ -1,6 +1,6 @@
 -- Searches the options of a policy on recorded runs: replays the runs with each setting and keeps
--- the setting that loses least. First a grid over the ranges, then three times a finer grid around
--- the best. Deterministic; trains nothing.
+-- the setting that loses least. Tries a grid over the ranges, and then, three times, a finer grid
+-- around the best setting. The search is deterministic and trains nothing.
 --   local best = engine.tune { runs = { "runs/a" }, policy = "dynamic",
 --     over = { "growth_interval=100..5000" } }
 -- The subcommand is cli/tune.lua.
@@ -25,11 +25,13 @@ M.objectives = {
 local GRID = { 17, 7, 5, 4, 3 }   -- grid points for each range, by the number of ranges
 local REFINEMENTS, FINER = 3, 5
 
--- Loss scales are usually powers of two, so a range between two powers of two has only such points.
+-- Loss scales are usually powers of two, so a range between two powers of two has only powers of
+-- two.
 local function is_power(x) return x > 0 and math.frexp(x) == 0.5 end
 
--- The range { name, from, to, log, whole, powers } of `text`, such as "growth_interval=100..5000".
--- from_text and to_text are expressions; `preset` is the option's default.
+-- Returns the range { name, from, to, log, whole, powers } of a text such as
+-- "growth_interval=100..5000". from_text and to_text are expressions. `preset` is the option's
+-- default.
 local function span_of(text, name, preset, from_text, to_text)
   if type(preset) ~= "number" then
     error(("over '%s': %s is a %s; expected values, such as %s=a,b"):format(text, name,
@@ -46,7 +48,8 @@ local function span_of(text, name, preset, from_text, to_text)
   return { name = name, from = from, to = to, log = from > 0, whole = whole, powers = powers }
 end
 
--- The range of `text`, "name=from..to" or "name=a,b,c" ({ name, values }), for a policy's option.
+-- Reads the range of a policy's option from `text`, "name=from..to" or "name=a,b,c". For the second
+-- form, returns { name, values }.
 local function read_range(text, policy)
   local function malformed()
     error(("over '%s': expected name=from..to or name=a,b,c"):format(text), 0)
@@ -70,7 +73,8 @@ local function read_range(text, policy)
   return { name = name, values = values }
 end
 
--- Up to n points from a to b, without repetitions, in the linear or logarithmic spacing of `range`.
+-- Returns up to n points from a to b, without repetitions, in the linear or logarithmic spacing of
+-- `range`.
 local function points(range, a, b, n)
   if range.values then return range.values end
   local list = {}
@@ -121,8 +125,8 @@ local function read(o)
   return s
 end
 
--- Replays a run under the policy with `options`. Returns the result. Returns nil and the reason if
--- the policy refuses these options or fails at every step.
+-- Replays a run under the policy with `options`. Returns the result, or nil and the reason if the
+-- policy refuses these options or fails at every step.
 local function replayed(s, trace, options)
   local good, r = pcall(replay.run, trace, s.source, options)
   if not good and C.eng_interrupted() ~= 0 then error(r, 0) end
@@ -132,8 +136,8 @@ local function replayed(s, trace, options)
   return good and r or nil, r
 end
 
--- The row of a setting { name = value }, whose cost is infinite if the policy refuses the setting.
--- A setting that was tried before is not replayed again.
+-- Returns the row of a setting { name = value }. Its cost is infinite if the policy refuses the
+-- setting. A setting that was tried before is not replayed again.
 local function evaluate(s, setting)
   local options, words = arguments.merged(s.fixed, setting), {}
   for _, range in ipairs(s.ranges) do
@@ -176,7 +180,7 @@ local function try_all(s, lists)
   go(1)
 end
 
--- The row of the least cost; among equal costs, the one that was tried first.
+-- Returns the row with the least cost. Among equal costs, returns the row that was tried first.
 local function best_of(rows)
   local best = rows[1]
   for _, row in ipairs(rows) do
@@ -185,7 +189,7 @@ local function best_of(rows)
   return best
 end
 
--- Points of a range around `value`, from its predecessor to its successor in `list`.
+-- Returns points of a range around `value`, from its predecessor to its successor in `list`.
 local function around(range, list, value)
   if range.values then return { value } end
   local at = 1
@@ -195,15 +199,15 @@ local function around(range, list, value)
   return points(range, list[math.max(1, at - 1)], list[math.min(#list, at + 1)], FINER)
 end
 
---- Searches. Options:
+--- Searches for the best options of a policy. Options:
 ---   runs        traces, or strings for engine.replay.trace
 ---   policy      name or path; options: fixed settings
 ---   over        list of "name=from..to" and "name=a,b,c"
 ---   objective   "elements" (the default), "mass" or "skipped", as in engine.tune.objectives
---- Returns { best = row, default = row, rows = all, best first, objective =, evaluations =,
---- policy = }. A row has `options` (the searched ones), `text` ("name=value,..." of these), `cost`,
---- `skipped`, `steps`, `underflow`, `mass_lost`, `stopped`. Among equal costs the first one tried
---- wins.
+--- Returns { best = row, default = row, rows = all rows, best first, objective =, evaluations =,
+--- policy = }. A row has `options` (the searched options), `text` (these options as
+--- "name=value,..."), `cost`, `skipped`, `steps`, `underflow`, `mass_lost`, `stopped`. Among equal
+--- costs, the setting that was tried first wins.
 local function search(_, o)
   local s, lists = read(o), {}
   local default = evaluate(s, {})

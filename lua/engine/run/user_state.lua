@@ -1,8 +1,8 @@
--- trainer.state: the user's own table, which is part of every checkpoint. pack() splits it into
--- plain data, for state.json, and tensors; restore() puts them back into the same table, so that
--- references of the script (to a table in it, to a tensor of unchanged shape) stay valid. With
--- several ranks, rank 0's table is written and every rank gets it. Called by run.lua, restore.lua
--- and assemble.lua.
+-- Saves and restores trainer.state, the user's own table, which is part of every checkpoint. pack()
+-- splits the table into plain data, for state.json, and tensors. restore() puts both back into the
+-- same table, so that the script's references (to a table in it, to a tensor of unchanged shape)
+-- stay valid. With several ranks, rank 0's table is written and every rank gets it. Called by
+-- run.lua, restore.lua and assemble.lua.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local tensor = require "engine.tensor.tensor"
@@ -11,7 +11,7 @@ local M = {}
 
 local ORDER = { number = 1, string = 2, boolean = 3 }
 
--- The keys of a table in a fixed order; an error for keys that JSON cannot hold.
+-- Returns the keys of a table in a fixed order. Raises an error for keys that JSON cannot hold.
 local function sorted_keys(t, path)
   local keys = {}
   for key in pairs(t) do
@@ -34,7 +34,7 @@ local function what_of(value)
   return rawget(value, "_order") and "a module" or "an object with a metatable"
 end
 
--- A copy of t without its tensors, which go to `found`.
+-- Returns a copy of t without its tensors, and adds the tensors to `found`.
 local function split(t, path, trail, above, found)
   if above[t] then error(path .. ": the table contains itself", 0) end
   above[t] = true
@@ -60,8 +60,8 @@ local function split(t, path, trail, above, found)
   return plain
 end
 
---- What a checkpoint holds of trainer.state: plain data for state.json, and { name = tensor }.
---- Raises an error of one line for a value that cannot be written.
+--- Returns what a checkpoint holds of trainer.state: plain data for state.json, and { name = tensor
+--- }. Raises an error of one line for a value that cannot be written.
 function M.pack(state)
   if type(state) ~= "table" or getmetatable(state) ~= nil then
     error(("trainer.state: expected a plain table, got %s"):format(what_of(state)), 0)
@@ -81,7 +81,7 @@ function M.pack(state)
   return saved, tensors
 end
 
--- Copies the data of `source` into t. Tables and tensors that both have stay the same objects in t.
+-- Copies the data of `source` into t. A table or tensor that both have stays the same object in t.
 local function fill(t, source)
   for key in pairs(t) do
     if source[key] == nil then t[key] = nil end

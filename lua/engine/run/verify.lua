@@ -21,15 +21,16 @@ local M = {}
 
 local STEPS = 100            -- the number of steps to verify, by default
 
---- The columns that are compared at each step, in this order. Decisions must be equal. `loose`
---- numbers depend on the weights and may differ by the tolerance, because another scale rounds
---- differently.
+--- The columns that are compared at each step, in this order. Decisions must be equal. Numbers
+--- marked `loose` depend on the weights and may differ by the tolerance, because another scale
+--- rounds differently.
 M.COLUMNS = { { "scale" }, { "overflow" }, { "action" }, { "next_scale" }, { "lr" },
   { "loss", loose = true }, { "amax", loose = true }, { "norm", loose = true } }
 
 -- ------------------------------------------------------------------ planning
 
--- How the run was started, from its history; raises an error if that is not known.
+-- Returns how the run was started, from its history. Raises an error if the history does not say
+-- it.
 local function command_of(path, meta, config, script)
   local known, command = pcall(json.decode, meta.command or "")
   if not known or type(command) ~= "table" or type(command.arguments) ~= "table" then
@@ -61,8 +62,8 @@ local function command_of(path, meta, config, script)
   return command
 end
 
--- The run's arguments without those in OWN, which the live run sets itself. run: the folder of the
--- live run.
+-- Returns the run's arguments without those in OWN, which the live run sets itself. run: the folder
+-- of the live run.
 local OWN = { run = true, resume = true, tensorboard = true, log = true }
 local function arguments_of(command, run)
   local words, named = {}, false
@@ -75,7 +76,7 @@ local function arguments_of(command, run)
   return words
 end
 
--- The number of threads of the recorded run, or nil if the history has no valid number.
+-- Returns the number of threads of the recorded run, or nil if the history has no valid number.
 local function threads_of(meta)
   local n = tonumber(meta.threads)
   return n and n % 1 == 0 and n >= 1 and n <= tonumber(C.ENG_THREADS_MAX) and n or nil
@@ -95,7 +96,7 @@ local function replayed(trace, source, options, at)
   return result, rows, state
 end
 
--- The index of the first open row (see the top), or nil.
+-- Returns the index of the first open row (see the top of the file), or nil.
 local function first_open(trace, rows)
   for i, row in ipairs(rows) do
     local run = trace.rows[i - 1]
@@ -106,8 +107,8 @@ local function first_open(trace, rows)
   end
 end
 
--- The index of the last row at or before a step; raises an error if the replay does not reach the
--- step.
+-- Returns the index of the last row at or before a step. Raises an error if the replay does not
+-- reach the step.
 local function row_at(path, rows, step)
   local at
   for i, row in ipairs(rows) do
@@ -118,8 +119,8 @@ local function row_at(path, rows, step)
     rows[#rows].step), 0)
 end
 
--- The index of the row from which the live run starts, and the path of the checkpoint there; 1 and
--- nil without a checkpoint.
+-- Returns the index of the row from which the live run starts, and the path of the checkpoint
+-- there. Without a checkpoint, returns 1 and nil.
 local function start_of(path, trace, target)
   local row_of = {}
   for i = trace.n, 1, -1 do row_of[tonumber(trace.rows[i - 1].step)] = i end
@@ -193,7 +194,7 @@ local function close(a, b, tolerance)
   return difference <= tolerance * math.max(math.abs(a), math.abs(b)) and difference < math.huge
 end
 
--- The settings in which the live run differs from the recorded one, as lines.
+-- Returns the settings in which the live run differs from the recorded run, as lines.
 local function changed_settings(plan, live)
   local value = require("engine.base.show").value
   local notes, names = {}, require("engine.base.nearest").keys(plan.config)
@@ -235,7 +236,7 @@ function M.compare(plan, live, tolerance)
     for _, column in ipairs(M.COLUMNS) do
       local name, sum = column[1], result.columns[column[1]]
       local a, b = row[name], real[name]
-      -- not compared at an overflow, where they cover only the finite gradients
+      -- at an overflow, amax and norm cover only the finite gradients and are not compared
       if overflow and (name == "amax" or name == "norm") then a, b = 0, 0 end
       if column.loose and a - b == a - b then
         local most = math.max(math.abs(a), math.abs(b))
