@@ -58,8 +58,8 @@ end
 ---   fp8                    true
 ---   moves                  { step, layers = { [path] = rung }, reason, text } for each verdict
 ---                          that moves layers; rung 1 is the recipe, the last one high precision
----   layers, of             the number of layers that the policy moves in the run; the number of all
----                          FP8 layers
+---   layers, of             the number of layers that the policy moves in the run, and the number
+---                          of all FP8 layers
 ---   high                   mean share of the layers that are not on rung 1
 ---   apart                  number of verdicts with which some layer computes differently than in
 ---                          the run

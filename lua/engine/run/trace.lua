@@ -111,7 +111,7 @@ function M.run(path)
     end
     self.n, self.first = i, tonumber(self.rows[0].step)
     self.names, self.tensors = history:parameters(), {}
-    self.signals = {}  -- by row, the signals that changed there; a value holds until its next change
+    self.signals = {}  -- by row: the signals that changed there; a value holds until it changes
     local held, at = {}, history:signals_at()
     for k = 1, i do
       for name, value in pairs(at(tonumber(self.rows[k - 1].step))) do

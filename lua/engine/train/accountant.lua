@@ -1,12 +1,12 @@
--- Memory by role, predicted and measured. The prediction for a precision recipe needs only shapes
--- and formats.
+-- Predicts and measures memory by role. The prediction for a precision recipe needs only shapes and
+-- formats.
 --
 --   print(opt:memory(function() return model:loss(x, y) end))   -- one forward pass, measured
 --
--- Roles: masters, low-precision copies, FP8 copies of weights, gradients, moments; and, with a
--- loss, what the tape keeps for the backward pass, and how much of that is FP8 codes and scales.
--- The FP8 part is predicted from the shape of each layer and the rows that went through it. Called
--- by Optimizer:memory.
+-- The roles are masters, low-precision copies, FP8 copies of weights, gradients and moments. With a
+-- loss, there are two more: what the tape keeps for the backward pass, and how much of that is FP8
+-- codes and scales. The FP8 part is predicted from the shape of each layer and the number of rows
+-- that went through it. Called by Optimizer:memory.
 local M_ffi = require "engine.base.ffi"
 local precision = require "engine.train.precision"
 
@@ -17,7 +17,7 @@ local M = {}
 local SIZE = { f32 = 4, bf16 = 2, f16 = 2 }
 local function padded(n, to) return math.ceil(n / to) * to end
 
--- The number of f32 scales of a matrix, in the layout of core/base/fp8_layout.h.
+-- Returns the number of f32 scales of a matrix, in the layout of core/base/fp8_layout.h.
 local function scales(role, rows, columns)
   local r, c = role.block_rows, role.block_columns
   local down, across = r > 0 and math.ceil(rows / r) or 1, c > 0 and math.ceil(columns / c) or 1
@@ -26,10 +26,10 @@ local function scales(role, rows, columns)
   return down * padded(across, 4)
 end
 
--- Whether a layer, in its last forward pass, multiplied codes with Blackwell's accumulator.
+-- Returns whether a layer, in its last forward pass, multiplied codes with Blackwell's accumulator.
 local function coded(site) return C.eng_fp8_accumulator(site.id) == C.ENG_ACCUMULATE_BLACKWELL end
 
--- The bytes of a quantized matrix: codes and scales, or microscaling's values in bf16.
+-- Returns the bytes of a quantized matrix: codes and scales, or the values of microscaling in bf16.
 local function matrix(role, rows, columns, in_codes)
   if in_codes then
     local bits = role.format == C.ENG_FORMAT_E2M1 and 4 or 8
@@ -38,7 +38,8 @@ local function matrix(role, rows, columns, in_codes)
   return role.mx > 0 and 2 * rows * columns or rows * columns + 4 * scales(role, rows, columns)
 end
 
--- The bytes of a role's gradient mask (the gate of mx_quantize, bf16). Only the rule quest has one.
+-- Returns the bytes of a role's gradient mask (the gate of mx_quantize, bf16). Only the rule quest
+-- has a mask.
 local function gate(role, count) return role.mx - 1 == C.ENG_MX_QUEST and 2 * count or 0 end
 
 local function sites_of(opt) return opt.fp8 and opt.fp8.list or {} end
@@ -68,7 +69,8 @@ local function predicted(opt)
   return sums
 end
 
--- Bytes that FP8 layers keep of their inputs, from the number of rows that went through each layer.
+-- Returns the bytes that FP8 layers keep of their inputs. rows_of: the number of rows that went
+-- through each layer, by path.
 local function kept(opt, rows_of)
   local bytes = 0
   for _, site in ipairs(sites_of(opt)) do
@@ -135,15 +137,15 @@ local function measured(opt, loss)
     all = tonumber(C.eng_tape_bytes(fp8_bytes))
   end)
   end_counting()
-  -- this fails while operations are on the tape; the end of the step empties the tape
+  -- eng_scope_end fails while operations are on the tape; the end of the step empties the tape
   C.eng_scope_end(mark[0])
   check(C.eng_step_end())
   if not good then error(message, 0) end
   return all, tonumber(fp8_bytes[0]), rows_of
 end
 
---- Rows { role, predicted, measured } in bytes. loss: a function that returns a loss, or nil. With
---- a loss, the call ends the step.
+--- Returns rows { role, predicted, measured } in bytes. loss: a function that returns a loss, or
+--- nil. With a loss, the call ends the step.
 function M.new(opt, loss)
   local kept_all, kept_fp8, rows_of
   if loss then kept_all, kept_fp8, rows_of = measured(opt, loss) end

@@ -1,8 +1,8 @@
--- Statistics of the outputs of watched modules, as signals that policies read:
+-- Publishes statistics of the outputs of watched modules as signals that policies read:
 -- activation_amax.MODULE, the largest magnitude, and activation_kurtosis.MODULE, the fourth central
 -- moment over the squared variance (3 for a normal distribution). Each signal is the largest value
--- over a step's micro-batches and ranks. Measured only while a policy needs `activations` or the
--- trainer's option names modules. Called by trainer.lua.
+-- over a step's micro-batches and ranks. Outputs are measured only while a policy needs
+-- `activations` or the trainer's option `activations` names modules. Called by trainer.lua.
 local autograd = require "engine.tensor.autograd"
 local module = require "engine.nn.module"
 local precision = require "engine.train.precision"
@@ -15,8 +15,9 @@ local M = {}
 local Activations = {}
 Activations.__index = Activations
 
---- The modules of a model whose path matches the pattern, { module = path }, or nil. Without a
---- pattern: the numbered entries of its top-level lists, such as blocks.3.
+--- Returns the modules of a model whose path matches the pattern, { module = path }, or nil.
+--- Without a pattern, returns the numbered entries of the model's top-level lists, such as
+--- blocks.3.
 function M.modules(model, pattern)
   local found, some = {}, false
   if model.apply then
@@ -29,7 +30,7 @@ function M.modules(model, pattern)
   return some and found or nil
 end
 
---- An object that measures the outputs of a model's modules (those of M.modules). Withdraws the
+--- Returns an object that measures the outputs of the modules that M.modules returns. Withdraws the
 --- signals of other models.
 function M.new(model, pattern)
   M.clear()
@@ -39,7 +40,8 @@ end
 --- Withdraws the signals of all models.
 function M.clear() signals.withdraw "^activation_" end
 
--- amax and kurtosis of an output. The kurtosis is NaN if the output is constant or has inf or NaN.
+-- Returns the amax and the kurtosis of an output. The kurtosis is NaN if the output is constant or
+-- has inf or NaN.
 local function measure(x)
   x = x:detach():to "f32"
   local amax = x:abs():max():item()

@@ -1,9 +1,10 @@
--- Functions with a precision of their own inside engine.autocast, with the interface of apex's amp:
+-- Gives functions a precision of their own inside engine.autocast, with the interface of apex's
+-- amp:
 --   engine.amp.register_float_function(mylib, "energy")     runs in f32
 --   engine.amp.register_half_function(mylib, "score")       runs in the scope's low format
 --   engine.amp.register_promote_function(mylib, "blend")    casts floats to one format
--- The function is replaced in its table. Outside of autocast it runs as before. Which format each
--- built-in operation has is part of the precision recipe (precision.lua).
+-- A call replaces the function in its table. Outside of autocast, the function runs as before. The
+-- precision recipe (precision.lua) defines the format of each built-in operation.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"
@@ -12,9 +13,9 @@ local C, raise = M_ffi.C, M_ffi.raise
 
 local M = {}
 
-local FLOAT = { f16 = 1, bf16 = 1, f32 = 2 }   -- f64 and integers stay as they are
+local FLOAT = { f16 = 1, bf16 = 1, f32 = 2 }   -- f64 and integers are not cast
 
--- The precision of the current scope.
+-- Returns the precision of the current scope.
 local function current()
   local now = M_ffi.new("eng_precision")
   C.eng_autocast(nil, now)
@@ -26,7 +27,7 @@ local function is_low(now)
   return now.compute == M_ffi.dtype.f16 or now.compute == M_ffi.dtype.bf16
 end
 
--- The arguments, with every tensor whose dtype is in FLOAT cast to a format.
+-- Returns the arguments, with every tensor whose dtype is in FLOAT cast to `format`.
 local function cast(format, n, ...)
   local list = { ... }
   for i = 1, n do
@@ -36,8 +37,8 @@ local function cast(format, n, ...)
   return unpack(list, 1, n)
 end
 
--- Wraps f: inside autocast to f16 or bf16, it runs without autocast, with f16 and bf16 arguments
--- cast to f32.
+-- Wraps f. Inside autocast to f16 or bf16, the wrapped f runs without autocast, with its f16 and
+-- bf16 arguments cast to f32.
 local function as_float(f)
   return function(...)
     local now, n = current(), select("#", ...)
@@ -69,7 +70,7 @@ local function as_widest(f)
 end
 
 --- engine.amp.NAME(place, name): replaces the function place[name]. Inside autocast to f16 or bf16,
---- its f16, bf16 and f32 arguments are cast; f64 and integers stay.
+--- the f16, bf16 and f32 arguments of the function are cast. Arguments in f64 and integers are not.
 ---   register_float_function     to f32; the function runs without autocast
 ---   register_half_function      to the low format of the scope
 ---   register_promote_function   to their common format if they have one, else to f32

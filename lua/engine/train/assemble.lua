@@ -1,5 +1,5 @@
--- engine.trainer { ... }: its options, and the parts that a trainer or a session is put together
--- from. Called by scripts and by session.lua; trainer.lua has the training step.
+-- Implements engine.trainer { ... }: documents its options, and puts a trainer or a session
+-- together from its parts. Called by scripts and by session.lua; trainer.lua has the training step.
 local M_ffi = require "engine.base.ffi"
 local agreement = require "engine.dist.agreement"
 local control = require "engine.run.control"
@@ -22,15 +22,15 @@ local Trainer = trainer.Trainer
 
 local M = {}
 
--- Calls f; an error keeps its message without this file's line.
+-- Calls f. An error keeps its message and does not name this file's line.
 local function plainly(f, ...)
   local good, result = pcall(f, ...)
   if not good then error(result, 0) end
   return result
 end
 
---- An object of a class (Trainer of trainer.lua, or Session of session.lua) from checked options.
---- fields: further fields of the object, or nil.
+--- Makes an object of a class (Trainer of trainer.lua, or Session of session.lua) from checked
+--- options. fields: further fields of the object, or nil.
 function M.object(o, class, fields)
   local full = precision.resolve(o.precision or o.optimizer.precision)
   local self = setmetatable({
@@ -50,7 +50,7 @@ function M.object(o, class, fields)
     began = machine.clock(), rows = {},
     batches = {}, drawn_from = {},   -- the step's micro-batches, which overflow.lua may run again
     current = nil,                   -- the step that has begun and not ended
-    pending = nil,                   -- with a delay: the step before `current`; its record is due
+    pending = nil,                   -- with a delay: the step before `current`, whose record is due
     last_verdict = nil,
     progress = nil,                  -- the live line, once run() has begun
     state = o.state or {},           -- the user's own table, which every checkpoint holds
@@ -82,13 +82,13 @@ function M.object(o, class, fields)
 end
 
 --- engine.trainer{ ... }. Options:
----   model, data, optimizer       the module to train, the loader, the optimizer (required)
+---   model, data, optimizer       the module to train, the data loader, the optimizer (required)
 ---   steps                        attempts to make (required)
 ---   loss                         function(model, batch) -> loss; model:loss(batch.x, batch.y)
 ---                                by default. Further results go to the scale_loss of a
 ---                                registered loss scaler
 ---   schedule                     function(updates) -> learning rate
----   precision                    recipe name or table; the optimizer's by default
+---   precision                    recipe name or table; by default the optimizer's recipe
 ---   policy, policy_options       name, file or loaded policy; "dynamic" for fp16, else "static"
 ---   clip, clip_value             limit on the norm of all gradients; limit on each element
 ---   accumulate                   micro-batches a step; from 2 on, gradients in fp16 or bf16 are
@@ -145,7 +145,7 @@ end
 ---   tensorboard                  true: event files for TensorBoard in the run's directory; or a
 ---                                directory for them
 ---   attach                       false: `engine attach` cannot reach this run (run/control.lua)
---- And where several ranks train together (dist/ranks.lua, dist/reducer.lua):
+--- Options for several ranks that train together (dist/ranks.lua, dist/reducer.lua):
 ---   comm_dtype                   format in which gradients are sent: "own" (the gradient's own),
 ---                                "fp32", "bf16", "fp16" or "fp8"; sums are f32
 ---   bucket                       MiB of gradients sent together (2)
@@ -153,7 +153,7 @@ end
 ---                                only that part's moments; 2 (ZeRO-2): also keeps only that
 ---                                part's gradients, which are sent at every micro-batch; x.grad
 ---                                cannot be read; 3 (ZeRO-3): also keeps only that part's weights,
----                                and gets the others while a block uses them (trainer:whole)
+---                                and gets all others while a block uses them (trainer:whole)
 ---   rank_timeout                 seconds a rank waits for another before it ends the job (300)
 ---   agree_every                  steps between comparisons of the ranks' weights, moments and
 ---                                optimizer scalars (1000; 0: no comparisons). Checkpoints and the

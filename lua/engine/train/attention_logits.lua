@@ -1,6 +1,7 @@
--- The largest attention logit of each head, as signals logit_max.MODULE.HEAD (heads from 1) that
--- policies read; and the factors on logits that a verdict may contain (`logit_muls`). Reads a
--- model's nn.attention modules, only while a policy needs their logits. Called by trainer.lua.
+-- Publishes the largest attention logit of each head as a signal logit_max.MODULE.HEAD (heads count
+-- from 1) that policies read, and applies the factors on logits that a verdict may contain
+-- (`logit_muls`). Reads a model's nn.attention modules only while a policy needs their logits.
+-- Called by trainer.lua.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local precision = require "engine.train.precision"
@@ -14,7 +15,7 @@ local M = {}
 local Logits = {}
 Logits.__index = Logits
 
---- The modules nn.attention of a model: { path = module }; nil if there are none.
+--- Returns the nn.attention modules of a model, { path = module }, or nil if there are none.
 function M.modules(model)
   local found
   if model.apply then
@@ -27,7 +28,8 @@ function M.modules(model)
   return found
 end
 
---- Why factors on the query and key weights of a model do not scale its logits, or nil.
+--- Returns why factors on the query and key weights of a model do not scale its logits, or nil if
+--- they do.
 function M.fixed(model)
   for path, module in pairs(M.modules(model) or {}) do
     if rawget(module, "q_norm") then
@@ -39,7 +41,7 @@ function M.fixed(model)
   end
 end
 
---- An object that measures the attention logits of a model.
+--- Returns an object that measures the attention logits of a model.
 function M.new(model)
   return setmetatable({ modules = M.modules(model) or {}, most = {} }, Logits)
 end
@@ -53,7 +55,8 @@ function Logits:watch(on)
   for _, module in pairs(self.modules) do rawset(module, "watch_logits", on) end
 end
 
---- Reads the largest logits of micro-batch i's forward pass. Each signal is the step's largest.
+--- Reads the largest logits of micro-batch i's forward pass. Each signal is the largest logit of
+--- the step so far.
 function Logits:read(i)
   for path, module in pairs(self.modules) do
     local rows = rawget(module, "logits")                    -- [B x H x T]
@@ -66,9 +69,9 @@ function Logits:read(i)
   end
 end
 
--- The factors on the rows of qkv [(H + 2G) D x C] that multiply head h's logits by factor[h]: H
--- query heads, G key heads, D elements a head. Keys get the square root of the smallest factor of
--- the heads that share them; queries get the rest.
+-- Returns the factors on the rows of qkv [(H + 2G) D x C] that multiply the logits of head h by
+-- factor[h]. There are H query heads and G key heads, with D elements a head. Keys get the square
+-- root of the smallest factor of the heads that share them. Queries get the rest of the factor.
 local function rows_of(module, factor)
   local H, G, D = module.heads, module.kv_heads, module.head_width
   local rows, keys = {}, {}
@@ -94,8 +97,8 @@ local function scale_rows(module, rows)
   if bias then bias:copy(bias * factors) end
 end
 
---- Scales the query and key weights, and biases, so that the logits of heads change by `muls`,
---- { ["MODULE.HEAD"] = factor } or nil.
+--- Scales the query and key weights, and biases, so that the logits of each head are multiplied by
+--- the head's factor in `muls`, { ["MODULE.HEAD"] = factor } or nil.
 function Logits:scale(muls, params)
   if not muls then return end
   for path, module in pairs(self.modules) do

@@ -1,8 +1,8 @@
--- Captured steps, graph = true: the device records the kernels of one forward and backward pass and
--- from then on launches them as one graph. Host code in the model (branches, signals) runs once,
--- during the capture. The core therefore refuses operations of a captured step that draw random
--- numbers or read values back. A batch of another shape runs operation by operation, and so does a
--- step whose FP8 layers are measured. Called by the trainer's forward_backward; owns
+-- Captures steps (graph = true): the device records the kernels of one forward and backward pass
+-- and from then on launches them as one graph. Host code in the model (branches, signals) runs
+-- once, during the capture. The core therefore refuses operations of a captured step that draw
+-- random numbers or read values back. A batch of another shape runs operation by operation, and so
+-- does a step whose FP8 layers are measured. Called by the trainer's forward_backward; owns
 -- trainer.captured.
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
@@ -13,7 +13,7 @@ local M = {}
 
 local WARM_UP = 3   -- steps before the capture, in which GEMMs choose algorithms and arenas grow
 
--- Whether a table, or a table inside it, holds a tensor.
+-- Returns whether a table, or a table inside it, holds a tensor.
 local function has_tensor(value, seen)
   if tensor.is_tensor(value) then return true end
   if type(value) ~= "table" or seen[value] then return false end
@@ -23,8 +23,8 @@ local function has_tensor(value, seen)
   end
 end
 
---- The tensors of a batch in the order of their names: an array of handles, and how many. The core
---- compares their addresses before a launch and refuses a batch with other addresses.
+--- Returns the tensors of a batch in the order of their names: an array of handles, and its length.
+--- The core compares their addresses before a launch and refuses a batch with other addresses.
 local function tensors_of(batch)
   local list, seen, found = {}, {}, "a batch without tensors"
   for key, value in pairs(batch) do
@@ -45,7 +45,7 @@ local function tensors_of(batch)
   return handles, #list
 end
 
---- Captures the step on `batch`; returns the graph.
+--- Captures the step on `batch` and returns the graph.
 local function capture(trainer, batch, handles, n)
   local out = M_ffi.new("eng_graph *[1]")
   check(C.eng_graph_begin(out, trainer.optimizer.params, handles, n))
@@ -60,7 +60,7 @@ local function capture(trainer, batch, handles, n)
   error(result, 0)
 end
 
---- Forward and backward of a batch through the captured step. Returns the loss. Returns nil if the
+--- Runs forward and backward of a batch through the captured step. Returns the loss, or nil if the
 --- step must run operation by operation: before the capture, for a batch that does not fit the
 --- captured graph, and in a step whose FP8 layers are measured.
 function M.launch(trainer, batch, scale)

@@ -1,4 +1,5 @@
--- Contests: the same job under several policies and several seeds, compared by mean and spread.
+-- Runs a contest: the same job under several policies and several seeds, compared by mean and
+-- spread.
 --   print(engine.contest { policies = { "dynamic", "layerwise" }, seeds = 5,
 --     run = function(policy, seed) ... return { loss = 0.31, skipped = 4 } end })
 local M_ffi = require "engine.base.ffi"
@@ -24,8 +25,8 @@ end
 
 local KNOWN = "policies also seeds run"
 
--- The list of policies, with `also` appended unless the list has this policy, with or without
--- options.
+-- Returns the list of policies, with `also` appended unless the list has this policy, with or
+-- without options.
 local function with(policies, also)
   local list = { unpack(policies) }
   for _, policy in ipairs(policies) do
@@ -38,9 +39,9 @@ local function with(policies, also)
 end
 
 --- Calls run(policy, seed) for the seeds 1 to `seeds` (5), under every policy of `policies`, and
---- under `also` unless it is one of them. run returns a table of numbers. Returns a list of {
---- policy =, NAME = { mean =, spread = standard deviation, values } ... }, which prints as a table.
---- The mean leaves out calls that do not return the number.
+--- under the policy `also` unless `policies` has it. run returns a table of numbers. Returns a list
+--- of { policy =, NAME = { mean =, spread = standard deviation, values } ... }, which prints as a
+--- table. The mean leaves out calls that do not return the number.
 function M.new(options)
   options = tensor.read_named(options, "contest", KNOWN)
   if type(options.policies) ~= "table" or #options.policies == 0

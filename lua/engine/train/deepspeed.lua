@@ -1,4 +1,5 @@
--- engine.deepspeed.initialize: a training loop with DeepSpeed's interface, over engine.session.
+-- Implements engine.deepspeed.initialize: a training loop with DeepSpeed's interface, over
+-- engine.session.
 --   local model_engine = engine.deepspeed.initialize { model = model, config = "ds_config.json" }
 --   for step = 1, 100 do
 --     local loss = engine.mse(model_engine(x), y)
@@ -30,7 +31,7 @@ local PARAMS = { lr = true, betas = true, eps = true, weight_decay = true, momen
   nesterov = true, dampening = true }
 local SWITCHES = { adam_w_mode = true, torch_adam = true }   -- adam_w_mode: Adam or AdamW
 
--- The optimizer of the block { type =, params = }.
+-- Makes the optimizer that the configuration's block { type =, params = } describes.
 local function optimizer_of(block, model, precision)
   if type(block) ~= "table" or type(block.type) ~= "string" then
     raise("deepspeed: expected optimizer = { type =, params = } in the configuration, or " ..
@@ -56,13 +57,13 @@ end
 
 local function enabled(block) return type(block) == "table" and block.enabled ~= false end
 
--- Keys that are used. The keys of the batch size are accepted without effect, because the loop
--- decides the batch size.
+-- The keys of a configuration that are accepted. The keys of the batch size have no effect, because
+-- the loop decides the batch size.
 local USED = { optimizer = true, scheduler = true, fp16 = true, bf16 = true, bfloat16 = true,
   gradient_clipping = true, gradient_accumulation_steps = true, train_batch_size = true,
   train_micro_batch_size_per_gpu = true }
 
--- The other keys of a configuration, sorted.
+-- Returns the keys of a configuration that are not in USED, sorted, as text.
 local function unused(config)
   local keys = {}
   for _, key in ipairs(nearest.keys(config)) do
@@ -81,8 +82,8 @@ local PASSED = { "run", "resume", "checkpoint_every", "log", "data", "state" }
 --- checkpoint_every log data state. Returns an engine and its optimizer. engine(...) calls the
 --- model in the configured precision. engine:backward(loss) runs the backward pass. engine:step()
 --- returns what session:step returns, with action "accumulate" between updates. engine:close() ends
---- the run. The engine runs on one rank only. A `scheduler` is refused, since the loop assigns
---- optimizer.lr. A line of output names the keys of the configuration that have no effect.
+--- the run. The engine runs on one rank only. A `scheduler` is refused, because the loop assigns
+--- optimizer.lr. A line of output names the keys of the configuration that are not used.
 function M.initialize(given)
   local o = tensor.read_named(given, "deepspeed.initialize", OPTIONS)
   expect(type(o.model) == "table" and o.model.parameters, o.model,
@@ -128,7 +129,7 @@ function M.initialize(given)
   return self, opt
 end
 
---- The model's results for these inputs, in the configured precision.
+--- Returns the model's results for these inputs, in the configured precision.
 function Engine:__call(...)
   if not self.session.current then
     local stopped = self.session:close().stopped
@@ -137,13 +138,13 @@ function Engine:__call(...)
   return self.session:autocast(self.model, ...)
 end
 
---- The backward pass of loss / gradient_accumulation_steps, with the loss scale.
+--- Runs the backward pass of loss / gradient_accumulation_steps, with the loss scale.
 function Engine:backward(loss)
   self.session:backward(self.every > 1 and tensor.is_tensor(loss) and loss / self.every or loss)
 end
 
---- Ends a micro-batch; after the last one of a step, makes the update and frees the step's tensors.
---- The result then has the loss.
+--- Ends a micro-batch. After the last micro-batch of a step, makes the update and frees the step's
+--- tensors. The result then has the loss.
 function Engine:step()
   self.micro = self.micro + 1
   if self.micro < self.every then return { skipped = false, action = "accumulate" } end
@@ -153,7 +154,7 @@ function Engine:step()
   return result
 end
 
---- The loss scale.
+--- Returns the loss scale.
 function Engine:get_scale() return self.session:get_scale() end
 
 --- Ends the run and returns its summary.

@@ -18,7 +18,7 @@ M.roles, M.products = { "x", "w", "dy" }, { "forward", "dgrad", "wgrad" }
 M.factors = { forward = { "x", "w" }, dgrad = { "dy", "w" }, wgrad = { "dy", "x" } }
 --- ENG_ACCUMULATE_* by name; `device` (-1): the accumulator of the current device.
 M.accumulators = arguments.merged(fp8_codes.accumulators, { device = -1 })
---- The roles and the products: the fields of a layer.
+--- The fields of a layer: its roles and its products.
 M.fields = { "x", "w", "dy", "forward", "dgrad", "wgrad" }
 
 local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2 }
@@ -116,8 +116,8 @@ local function read_product(to, product, where, scaled)
   end
   local number = choose(scaled and SCALED_ACCUMULATORS or M.accumulators,
     product.accumulator or "device", where, "accumulator")
-  -- `device`: the accumulator of the tensor cores on a card, f32 sums elsewhere. For microscaling,
-  -- the core decides by formats and sizes.
+  -- `device` is the accumulator of the tensor cores on a card, and f32 sums elsewhere. For
+  -- microscaling, the core chooses the accumulator by formats and sizes.
   if number < 0 and not scaled then
     number = M_ffi.string(C.eng_device_name()) == "cuda" and M.accumulators.hopper
       or M.accumulators.fp32
@@ -130,9 +130,9 @@ local LAYER = arguments.merged(FIELDS, { match = true, high = true })
 local FP8 = arguments.merged(FIELDS, { high = true, high_first = true, high_last = true,
   layers = true, policy = true, sample = true, ladder = true })
 
---- The fields of each role and product of the layer at `path`: those of the table `fp8`, overridden
---- by every matching entry of `layers`. Returns false if the layer stays in high precision. blocks:
---- the number of blocks of the model.
+--- Returns the fields of each role and product of the layer at `path`: the fields of the table
+--- `fp8`, overridden by every matching entry of `layers`. Returns false if the layer stays in high
+--- precision. blocks: the number of blocks of the model.
 function M.layer(fp8, path, blocks)
   local block = tonumber(path:match("^blocks%.(%d+)%."))
   if block and (block <= (fp8.high_first or 0) or block > blocks - (fp8.high_last or 0)) then
@@ -154,8 +154,8 @@ function M.layer(fp8, path, blocks)
   return not layer.high and layer
 end
 
--- Reads the field `backward` of x or w: how the values that the forward product read are quantized
--- for the backward product.
+-- Reads the field `backward` of x or w. It says how the values that the forward product read are
+-- quantized for the backward product.
 local function read_backward(recipe, i, role, where, name)
   local own, back = recipe.role[i], role.backward
   if back == nil and not mx.gated[role.rule] then return end
@@ -168,7 +168,8 @@ local function read_backward(recipe, i, role, where, name)
     where .. ": backward", name)
 end
 
---- The core's eng_fp8_recipe for the fields of a layer (M.layer). `where` begins error messages.
+--- Returns the core's eng_fp8_recipe for the fields of a layer (M.layer). `where` begins error
+--- messages.
 function M.structure(layer, where)
   local recipe = ffi.new("eng_fp8_recipe")
   for i, name in ipairs(M.roles) do
@@ -206,7 +207,7 @@ function M.structure(layer, where)
   return recipe
 end
 
--- The fields of `layer` with the changes of the table `over`.
+-- Returns the fields of `layer` with the changes of the table `over`.
 local function changed(layer, over, where)
   local own = {}
   for _, name in ipairs(M.fields) do
@@ -217,8 +218,9 @@ local function changed(layer, over, where)
   return own
 end
 
---- The core's recipes of a layer: its own, and one for each rung of `ladder`. A rung is the name of
---- a recipe or changes to the layer's fields. named: the `fp8` tables of recipes by name.
+--- Returns the core's recipes of a layer: the layer's own recipe, and one for each rung of
+--- `ladder`. A rung is the name of a recipe, or a table of changes to the layer's fields. named:
+--- the `fp8` tables of recipes by name.
 function M.rungs(fp8, layer, named, where)
   local list = { M.structure(layer, where) }
   for i, rung in ipairs(fp8.ladder or {}) do
@@ -230,7 +232,7 @@ function M.rungs(fp8, layer, named, where)
   return list
 end
 
--- A role in words: format, blocks, rule, rounding.
+-- Describes a role in words: format, blocks, rule, rounding.
 local function role_text(role)
   local rule = role.rule or "transformer_engine"
   local scaled = mx.rules[rule] ~= nil
@@ -248,7 +250,7 @@ local function role_text(role)
   return text .. (role.keep and ", kept as " .. role.keep or "")
 end
 
--- A product in words.
+-- Describes a product in words.
 local FORMULAS = { forward = "y = x W^T", dgrad = "dx = dy W", wgrad = "dW = dy^T x" }
 local function product_text(name, product)
   local list = { FORMULAS[name], product.high and "in high precision" or "of quantized factors" }
@@ -260,7 +262,7 @@ local function product_text(name, product)
   return table.concat(list, ", ")
 end
 
---- A valid table in words, as a list of { name, text }.
+--- Describes a valid `fp8` table in words, as a list of { name, text }.
 function M.describe(fp8)
   local scaled = mx.rules[(fp8.x or {}).rule]
   local rows = {}

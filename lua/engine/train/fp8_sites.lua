@@ -1,18 +1,19 @@
--- FP8 recipes on a model: which linear layers run in FP8 and how (fp8_recipe.lua), their scales and
--- meters from step to step, and the policies that choose scales.
+-- Applies FP8 recipes to a model: decides which linear layers run in FP8 and how (fp8_recipe.lua),
+-- keeps their scales and meters from step to step, and runs the policies that choose scales.
 --
 --   local opt = engine.optim.adamw(model, { precision = "fp8_block" })   -- makes opt.fp8
 --   engine.autocast("fp8_block", f)      -- an explicit loop: forward passes in FP8 ...
 --   opt.fp8:observe(record)              -- ... and this once a step, before it ends
 --   print(opt.fp8)                       -- layers, formats, the last meters
 --
--- Every layer is a site of the core (core/fp8/linear.c) with three roles: x, w, dy. FP8 policies
--- are files as in policies/README.md. They see a role as record.tensors["blocks.1.mlp.up:x"]. They
--- may return scales["blocks.1.mlp.up:x"] = the amax by which to scale the role (delayed scaling).
--- They may also return scales["blocks.1.mlp.up:high"] = 2; the layer then computes in high
--- precision in the next step. With a ladder, 2 chooses its first recipe, 3 the second and so on,
--- then high precision. The core gives the verdict's `scale` to names without an entry, so an entry
--- of this value has no effect.
+-- Every FP8 layer is a site of the core (core/fp8/linear.c) with three roles: x, w, dy. FP8
+-- policies are files as in policies/README.md. They see a role as
+-- record.tensors["blocks.1.mlp.up:x"]. They may return scales["blocks.1.mlp.up:x"] = the amax by
+-- which to scale the role (delayed scaling). They may also return scales["blocks.1.mlp.up:high"] =
+-- 2; the layer then computes in high precision in the next step. With a ladder, 2 chooses the first
+-- recipe of the ladder, 3 the second and so on; the number after the last recipe chooses high
+-- precision. The core gives the verdict's `scale` to names without an entry, so an entry of this
+-- value has no effect.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fp8_recipe = require "engine.train.fp8_recipe"
@@ -60,12 +61,12 @@ end
 local Sites = {}
 Sites.__index = Sites
 
-local SUMS, MAXIMA = 7, 5      -- the number of sums and of maxima over ranks of a role; see read()
+local SUMS, MAXIMA = 7, 5      -- how many sums and maxima over ranks each role has; see read()
 
 local role_number = {}
 for i, role in ipairs(roles) do role_number[role] = i end
 
--- Whether a role has one scale for the tensor, which a policy may choose.
+-- Returns whether a role has one scale for the whole tensor, which a policy may choose.
 local function whole(site, r)
   return site.on and site.recipe.role[r].block_rows == 0 and site.recipe.role[r].block_columns == 0
 end
@@ -82,7 +83,8 @@ local function load_policies(names, where)
 end
 
 -- Refuses a user's pattern that matches no module, because a typo in a pattern would go unnoticed.
--- The shipped recipes' patterns for heads may match nothing: a tied head is no module.
+-- The patterns for heads in the shipped recipes may match nothing, because a tied head is no
+-- module.
 local function refuse_unmet(model, full, linears)
   local own, where = full.own_fp8 or {}, ("precision '%s': fp8"):format(full.name)
   local function met(pattern, of)
@@ -125,7 +127,7 @@ function M.attach(model, full)
     check(C.eng_fp8_site_new(number, path ~= "" and path or "linear"))
     local id = number[0]
     local holder = ffi.gc(ffi.new("int64_t[1]", id), function(x) C.eng_fp8_site_free(x[0]) end)
-    for i = #rungs, 1, -1 do     -- a bad rung is refused now and not when a policy chooses it
+    for i = #rungs, 1, -1 do     -- refuses a bad rung now and not when a policy chooses it
       local status = C.eng_fp8_site_set(id, rungs[i])
       if status ~= 0 and i > 1 then
         raise("%s: ladder[%d]: %s", where, i - 1, M_ffi.message())
@@ -184,7 +186,7 @@ function Seat:ask(policy, record)
   return policy:decide(own, self.sites.stats)
 end
 
---- Why a policy cannot be used, or nil.
+--- Returns why a policy cannot be used, or nil.
 function Seat:refuses(policy, trainer)
   local _, problem = fp8_verdict.places({ policy }, self.sites.names, self.sites.rungs)
   return not policy.idle and trainer:refuses_fp8()
@@ -212,7 +214,7 @@ function Sites:prepare(policies)
 end
 
 --- Collects the seats' policies that are not idle, for the steps to run. watched: true if shadows
---- read the layers at every step, too.
+--- also read the layers at every step.
 function Sites:use(watched)
   self.policies, self.watched = {}, watched or self.watched
   for _, seat in ipairs(self.seats) do
@@ -226,7 +228,7 @@ function Sites:forget()
   for _, site in ipairs(self.list) do check(C.eng_fp8_amax(self.amax, site.id)) end
 end
 
---- Before a step's forward passes: decides whether this step is measured.
+--- Called before a step's forward passes: decides whether this step is measured.
 function Sites:begin(step)
   C.eng_fp8_step(step)
   self.looking = self.sample > 0 and step % self.sample == 0
@@ -239,8 +241,8 @@ local function decibel(signal, noise)
   return noise == 0 and math.huge or 10 * math.log(signal / noise) / math.log(10)
 end
 
--- Reads what the core gathered for a site since the last read. Each role has SUMS numbers, which
--- the ranks add up, and MAXIMA numbers, of which the ranks take the largest.
+-- Reads what the core gathered for a site since the last read. Each role has SUMS numbers that are
+-- added up over the ranks, and MAXIMA numbers whose largest value over the ranks counts.
 local function read(self, site, first)
   check(C.eng_fp8_amax(self.amax, site.id))
   if self.looking then check(C.eng_fp8_meters(self.meter, site.id)) end
@@ -287,7 +289,7 @@ local function tell(self, site, gradient, first)
   end
 end
 
---- After a step's backward passes and before the step ends: reads the meters of the layers.
+--- Reads the meters of the layers. Called after a step's backward passes and before the step ends.
 --- `gradient`: the factor on the gradients, that is, the seed of the backward pass (in a trainer,
 --- loss scale / accumulate). `world`: the group of ranks whose meters are combined, or nil. Returns
 --- the meters as rows if the step is measured.
@@ -311,8 +313,8 @@ end
 
 --- Runs the policies on the measured step and applies their decisions. `gradient`: the factor on
 --- the gradients of the next step. `logs`: what the loss-scaling policy logged, { name = number },
---- or nil. Returns `logs` with what these policies logged added; a name that is taken becomes
---- POLICY.NAME. verdict: the step's verdict or nil; a policy that fails here marks it as failed.
+--- or nil. Returns `logs` with what the FP8 policies logged added. If a name is taken, it becomes
+--- POLICY.NAME. verdict: the step's verdict, which a failing FP8 policy marks as failed, or nil.
 --- swaps: the Swap of run/swap.lua, which undoes a swap whose new policy fails, or nil.
 function Sites:decide(record, gradient, logs, verdict, swaps)
   if #self.policies == 0 then return logs end
@@ -342,9 +344,9 @@ function Sites:decide(record, gradient, logs, verdict, swaps)
   return logs
 end
 
---- measure() and decide() in one call, for explicit loops. record: the step's eng_record. gradient:
---- the factor on the step's gradients (record.scale by default). next_gradient: the factor on the
---- next step's gradients (`gradient` by default). Returns what the policies logged, or nil.
+--- Calls measure() and decide(), for explicit loops. record: the step's eng_record. gradient: the
+--- factor on the step's gradients (record.scale by default). next_gradient: the factor on the next
+--- step's gradients (`gradient` by default). Returns what the policies logged, or nil.
 function Sites:observe(record, gradient, next_gradient)
   gradient = gradient or record.scale
   self:measure(tonumber(record.step), gradient)
@@ -352,7 +354,7 @@ function Sites:observe(record, gradient, next_gradient)
 end
 
 --- Applies the policies' last decisions. gradient: the factor on the next step's gradients. Returns
---- what is wrong with them, or nil.
+--- what is wrong with the decisions, or nil.
 function Sites:apply(gradient)
   if #self.policies == 0 and not self.placed then return end
   self.placed = #self.policies > 0
@@ -379,7 +381,8 @@ function Sites:apply(gradient)
   return problem
 end
 
---- The layers' settings for the next step: { rungs, amaxes }, in the form of fp8_verdict.places.
+--- Returns the layers' settings for the next step: { rungs, amaxes }, in the form of
+--- fp8_verdict.places.
 function Sites:places()
   local places = { rungs = {}, amaxes = {} }
   for i, site in ipairs(self.list) do
@@ -391,14 +394,14 @@ function Sites:places()
   return places
 end
 
---- Whether a policy may choose the scale of tensor k (from 1) in the next step.
+--- Returns whether a policy may choose the scale of tensor k (from 1) in the next step.
 function Sites:scaled(k)
   local asked = self.list[math.floor((k - 1) / 3) + 1].asked[(k - 1) % 3 + 1]
   return asked == asked
 end
 
---- The layers whose rung has changed since the last call, { [path] = rung }, and a line about them;
---- nil if none has. all: every layer.
+--- Returns the layers whose rung has changed since the last call, { [path] = rung }, and a line
+--- about them. Returns nil if none has changed. With `all`, returns every layer.
 function Sites:moves(all)
   if not self.moved and not all then return nil end
   local now = self:places().rungs
@@ -409,8 +412,9 @@ function Sites:moves(all)
     .. (reasons ~= "" and " (" .. reasons .. ")" or "")
 end
 
---- A line about the accumulators that microscaled layers used in the last forward pass, if the
---- number of layers with Blackwell's accumulator has changed since the last call; else nil.
+--- Returns a line about the accumulators that microscaled layers used in the last forward pass.
+--- Returns nil if the number of layers with Blackwell's accumulator has not changed since the last
+--- call.
 function Sites:products()
   local n = 0
   for _, site in ipairs(self.list) do
@@ -422,7 +426,7 @@ function Sites:products()
     #self.list)
 end
 
---- The policies' state for a checkpoint; run/restore.lua restores it.
+--- Returns the policies' state for a checkpoint. run/restore.lua restores it.
 function Sites:state()
   local list = {}
   for i, seat in ipairs(self.seats) do
@@ -435,9 +439,9 @@ end
 
 -- ------------------------------------------------------------------ meters
 
---- The last meters: a list of { site, role, step, snr (dB), underflow, overflow, zeros (fractions),
---- amax, least (without the loss scale), range (binades), scale_min, scale_max }. match: a pattern
---- of module paths. step: only the meters of this step.
+--- Returns the last meters: a list of { site, role, step, snr (dB), underflow, overflow, zeros
+--- (fractions), amax, least (without the loss scale), range (binades), scale_min, scale_max }.
+--- match: a pattern of module paths. step: only the meters of this step.
 function Sites:meters(match, step)
   if match ~= nil then
     arguments.want_pattern(match, "meters", "match to be a Lua pattern of module paths")

@@ -1,6 +1,6 @@
--- The state of the optimizers whose update is one fused kernel of the core (core/params/
--- optimizer.c): sgd, adam, adamw, lion. Owns the moments and compensations. Called by optim.lua;
--- lua_state.lua has the same methods for optimizers written in Lua.
+-- Keeps the state of the optimizers whose update is one fused kernel of the core
+-- (core/params/optimizer.c): sgd, adam, adamw, lion. Owns the moments and compensations. Called by
+-- optim.lua; lua_state.lua has the same methods for optimizers written in Lua.
 local M_ffi = require "engine.base.ffi"
 local show = require "engine.base.show"
 
@@ -11,8 +11,8 @@ local M = {}
 local State = {}
 State.__index = State
 
---- The state of an optimizer, which must already have its parameters, groups and the dtype of its
---- moments. `kind`: ENG_SGD and so on.
+--- Makes the state of an optimizer, which must already have its parameters, its groups and the
+--- dtype of its moments. `kind`: ENG_SGD and so on.
 function M.new(optimizer, kind)
   local handle = ffi.new("eng_optimizer *[1]")
   check(C.eng_optimizer_new(handle, optimizer.params, kind, M_ffi.dtype[optimizer.moments],
@@ -30,8 +30,9 @@ local function fill(h, group, lr)
   h.dampening, h.nesterov = group.dampening or 0, group.nesterov and 1 or 0
 end
 
--- Adds groups for the parameters whose factor in lr_muls [n] is not 1: one for each pair of an
--- optimizer's group and a factor. Returns the group of each parameter and the number of groups.
+-- Adds groups for the parameters whose factor in lr_muls [n] is not 1: one group for each pair of a
+-- group of the optimizer and a factor. Returns the group of each parameter and the number of
+-- groups.
 local function split_groups(self, lr, lr_muls)
   local groups, of, count = self.optimizer.groups, self.optimizer._group_of, #self.optimizer.list
   local own, total, known = ffi.new("int32_t[?]", count), #groups, {}
@@ -70,12 +71,12 @@ end
 local ROUNDING = { nearest = C.ENG_ROUND_NEAREST, stochastic = C.ENG_ROUND_STOCHASTIC,
   kahan = C.ENG_ROUND_KAHAN }
 
---- Sets the rounding that the optimizer's precision recipe names; drops Kahan's compensation.
+--- Sets the rounding that the optimizer's precision recipe names, and drops Kahan's compensation.
 function State:set_rounding()
   check(C.eng_optimizer_rounding(self.handle, ROUNDING[self.optimizer.precision.rounding]))
 end
 
---- One update. `lr`: the rate before a group's lr_mul. `options`: as for Optimizer:step, with
+--- Makes one update. `lr`: the rate before a group's lr_mul. `options`: as for Optimizer:step, with
 --- gradient_factor, clip_value, clip_norm and norm set.
 function State:update(lr, options)
   local update = self.call
@@ -91,7 +92,7 @@ function State:update(lr, options)
   check(C.eng_optimizer_step(self.handle, update))
 end
 
---- How many moments the update keeps. SGD without momentum keeps none.
+--- Returns how many moments the update keeps. SGD without momentum keeps none.
 function State:moments()
   if self.kind ~= C.ENG_SGD then return self.kind == C.ENG_LION and 1 or 2 end
   for _, group in ipairs(self.optimizer.groups) do
@@ -102,13 +103,13 @@ end
 
 local function same(shape) return shape end
 
--- Whether parameter i has a Kahan compensation.
+-- Returns whether parameter i has a Kahan compensation.
 local function compensates(self, i)
   local optimizer = self.optimizer
   return optimizer.precision.rounding == "kahan" and optimizer.list[i].tensor.dtype == "bf16"
 end
 
---- The buffers of parameter i: a list of { name = "w.moment1", x = tensor, dtype, shape =
+--- Returns the buffers of parameter i: a list of { name = "w.moment1", x = tensor, dtype, shape =
 --- function(parameter's shape) -> the buffer's shape }. With ZeRO, x has only the elements that
 --- this rank updates.
 function State:of(i)
@@ -124,7 +125,7 @@ function State:of(i)
   return list
 end
 
---- The bytes of the buffers of parameter i, which has `count` elements.
+--- Returns the bytes of the buffers of parameter i, which has `count` elements.
 function State:bytes(i, count)
   local each = self.optimizer.moments == "bf16" and 2 or 4
   return self:moments() * math.ceil(count * each / 64) * 64
@@ -134,7 +135,7 @@ end
 --- Keeps only this rank's elements of the moments (ZeRO).
 function State:shard() check(C.eng_optimizer_shard(self.handle)) end
 
---- Called after loading a state: the next update continues from the loaded number of updates.
+--- Called after a state is loaded. The next update continues from the loaded number of updates.
 function State:restart() C.eng_optimizer_restart(self.handle) end
 
 return M

@@ -1,5 +1,5 @@
--- The loop around training steps: Trainer:run. Progress lines, evaluation, checkpoints, signals,
--- what to do after an error, and the summary at the end.
+-- Runs the loop around training steps (Trainer:run): progress lines, evaluation, checkpoints,
+-- signals, what to do after an error, and the summary at the end.
 -- Called by trainer.lua, which has the step itself, and by session.lua, where the user's loop
 -- replaces steps() below.
 local M_ffi = require "engine.base.ffi"
@@ -44,8 +44,8 @@ end
 
 local LOST_STEPS = 10   -- steps in a row with a loss of inf or nan before a line reports it
 
--- The line that reports that the loss itself has been inf or nan for LOST_STEPS steps, which no
--- loss scale can fix; else nil.
+-- Returns the line that reports that the loss itself has been inf or nan for LOST_STEPS steps,
+-- which no loss scale can fix. Otherwise returns nil.
 function M.loss_note(self, record)
   self.lost = record.loss - record.loss ~= 0 and (self.lost or 0) + 1 or 0
   if self.lost ~= LOST_STEPS then return nil end
@@ -67,7 +67,8 @@ end
 
 local UNDECIDED_STEPS = 20   -- a policy that fails at each of these first steps ends the run
 
--- The line that reports the policy's first failure, or that the policy stops the run; else nil.
+-- Returns the line that reports the policy's first failure, or that the policy stops the run.
+-- Otherwise returns nil.
 local function verdict_note(self, record, verdict)
   local reason = M_ffi.string(verdict.reason)
   self.decided = self.decided or verdict.failed == 0
@@ -81,12 +82,12 @@ local function verdict_note(self, record, verdict)
   end
 end
 
--- How many lines of one kind a run shows: BURST at once, and one more every BURST_STEPS steps.
+-- A run shows at most BURST lines of one kind in a row, and one more every BURST_STEPS steps.
 -- Further lines are only counted.
 local BURST, BURST_STEPS = 8, 10
 
 -- Shows a line of a kind, unless there were too many. Returns the line, with the number of earlier
--- lines that were not shown; or nil.
+-- lines that were not shown, or nil.
 local function limited(self, kind, step, line)
   local most = BURST * BURST_STEPS        -- credit: a line costs BURST_STEPS, a step adds 1
   local of = self.shown[kind] or { credit = most, step = step, hidden = 0 }
@@ -117,7 +118,8 @@ local function show_news(self, record, verdict)
   end
 end
 
--- Why the verdict ends the run, and the run's status; or nil.
+-- Returns why the verdict ends the run, and the run's exit status. Returns nil if the run
+-- continues.
 local function end_of(self, verdict)
   local reason = M_ffi.string(verdict.reason)
   if verdict.action == C.ENG_ACTION_STOP then
@@ -130,7 +132,7 @@ local function end_of(self, verdict)
   end
 end
 
---- Shows a step's record and verdict and calls on_step. last: what the summary needs.
+--- Shows a step's record and verdict, and calls on_step. last: collects what the summary needs.
 function M.show(self, last, record, verdict, rate)
   local bar = self.progress
   last.speed = last.speed ~= last.speed and rate or 0.9 * last.speed + 0.1 * rate
@@ -155,7 +157,7 @@ function M.show(self, last, record, verdict, rate)
 end
 
 -- Carries out a verdict of `rollback`: goes back to the weights of an earlier checkpoint, keeps the
--- policy's state, and leaves out the next steps of data.
+-- policy's state, and leaves out the data of the next steps.
 local function roll_back(self, last)
   local wish, files, step = last.rollback, self.run_files, last.rollback.step
   last.rollback = nil
@@ -196,8 +198,8 @@ local function drain(self, last)
   if record then M.show(self, last, record, verdict, last.speed) end
 end
 
---- What follows a step: rollbacks, evaluation, requests, checkpoints. Returns whether the run is
---- over.
+--- Does what follows a step: rollbacks, evaluation, requests, checkpoints. Returns whether the run
+--- is over.
 function M.between(self, last)
   local files, done = self.run_files, self.steps_done >= self.steps
   if done or files:due() or last.stopped or self.reducer:interrupted() then drain(self, last) end
@@ -233,9 +235,9 @@ local function steps(self, last)
   self.reducer:agree()
 end
 
---- After an error: moves the data and random numbers back to the start of the unfinished step, and
---- writes a checkpoint of the steps before it, unless the ranks have drifted apart or a checkpoint
---- needs all of them (ZeRO, divided experts).
+--- Saves a run after an error: moves the data and random numbers back to the start of the
+--- unfinished step, and writes a checkpoint of the steps before it. Writes none if the ranks have
+--- drifted apart, or if a checkpoint needs all ranks (ZeRO, divided experts).
 local function rescue(self, problem)
   local files, failed, drift = self.run_files, self.current, self.agreement.drift
   C.eng_step_end()
@@ -256,14 +258,14 @@ local function rescue(self, problem)
   files:close()
 end
 
--- Whether the run diverged: the losses of the last steps, or some weights, were not finite.
+-- Returns whether the run diverged: the losses of the last steps, or some weights, were not finite.
 local function diverged(self, made)
   return made > 0 and (self.lost or 0) >= math.min(LOST_STEPS, made) or self.run_files.nonfinite
 end
 
 local function counted(n, what) return ("%d %s%s"):format(n, what, n == 1 and "" or "s") end
 
--- Why a run has made no update, or nil.
+-- Returns why a run has made no update, or nil.
 local function no_update(self, s)
   if s.made == 0 or s.updates > 0 then return nil end
   local overflows, of = self.rows.overflows or 0, "%d of " .. counted(s.made, "step") .. " %s"
@@ -275,7 +277,7 @@ local function no_update(self, s)
     or ("policy %s skipped every step"):format(self.policy.name))
 end
 
---- The summary of a run in lines.
+--- Returns the summary of a run in lines.
 function M.summary_text(self, s)
   local parts = { ("%s after %s: %s, %d skipped"):format(s.stopped and "stopped" or "done",
     counted(s.steps, "step"), counted(s.updates, "update"), s.skipped) }
@@ -307,7 +309,8 @@ function M.summary_text(self, s)
   return table.concat(lines, "\n")
 end
 
---- Opens the files, the socket and the progress line. Returns `last`, what the summary needs.
+--- Opens the files, the socket and the progress line. Returns the table `last`, which collects what
+--- the summary needs.
 function M.start(self)
   local files, policy = self.run_files, self.policy
   self.progress = progress.new { total = self.steps, json = self.log == "json",
@@ -341,7 +344,7 @@ function M.finish(self, last, good, message)
     files:event(self.steps_done, last.stopped and "stopped" or "finished", last.stopped)
     lost = files:close() or self.progress.broken and "output on stdout"
   end
-  -- restored only now: a signal must not stop the script before the files are closed
+  -- restored only now, because a signal must not stop the script before the files are closed
   C.eng_interrupt_policy(last.interrupts)
   if C.eng_interrupted() == 1 then C.eng_interrupt(0) end
   if not good then error(message, 0) end

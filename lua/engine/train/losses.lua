@@ -1,13 +1,14 @@
--- `engine.losses`: the losses of fine-tuning, for a trainer's `loss` or a loop written by hand.
+-- Implements `engine.losses`, the losses of fine-tuning, for a trainer's `loss` or a loop written
+-- by hand.
 --   engine.trainer { loss = engine.losses.sft, ... }
 --   loss = function(model, batch)
 --     local loss, rewards = engine.losses.dpo(model, batch, { beta = 0.1 })
 --     ...
 --     return loss
 --   end
--- A batch holds ids x [R x T], the next tokens y [R x T] and perhaps `mask` [R x T]. A token counts
--- if its y is not -100 and its mask, if there is one, is not 0. The losses ignore other tokens.
--- Shapes: R rows of a batch, T tokens of a row, P pairs.
+-- A batch holds token ids x [R x T], the next tokens y [R x T] and perhaps `mask` [R x T]. A token
+-- counts if its y is not -100 and its mask, if there is one, is not 0. The losses ignore other
+-- tokens. Shapes: R rows of a batch, T tokens of a row, P pairs.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local lora = require "engine.nn.lora"
@@ -31,7 +32,7 @@ local function want_batch(batch, name)
   end
 end
 
--- The targets, with IGNORED for tokens that do not count.
+-- Returns the targets, with IGNORED for tokens that do not count.
 local function targets_of(batch, name)
   local mask = batch.mask
   if mask == nil then return batch.y end
@@ -63,13 +64,13 @@ function M.sft(model, batch, options)
   return sum / targets:ne(IGNORED):to("f32"):sum():clamp(1)
 end
 
--- The log-probability of each row: the sum over its tokens that count, [R].
+-- Returns the log-probability [R] of each row: the sum over its tokens that count.
 local function log_probability(model, x, targets)
   return -tensor.cross_entropy(model(x), targets, { reduction = "none" }):sum(-1)
 end
 
--- The log-probability of each row under the reference model, without a gradient or dropout. Without
--- a reference, the model itself with its adapters off.
+-- Returns the log-probability of each row under the reference model, without a gradient or dropout.
+-- Without a reference, uses the model itself with its adapters off.
 local function reference_log_probability(model, reference, x, targets)
   local function of(m)
     return autograd.no_grad(m.evaluating, m, log_probability, m, x, targets)
@@ -82,13 +83,13 @@ local DPO = "beta label_smoothing reference reduction"
 
 --- engine.losses.dpo(model, batch [, { beta = 0.1, label_smoothing = 0, reference, reduction =
 --- "mean" }]): direct preference optimization. The first half of the batch's 2P rows are the chosen
---- answers, the second half the rejected ones in the same order. With the margin h = beta * (log
---- p/p_ref of the chosen - log p/p_ref of the rejected), the loss of a pair is -(1 -
+--- answers, and the second half are the rejected answers in the same order. With the margin h =
+--- beta * (log p/p_ref of the chosen - log p/p_ref of the rejected), the loss of a pair is -(1 -
 --- label_smoothing) log_sigmoid(h) - label_smoothing log_sigmoid(-h); reduction is "mean" or "sum"
 --- over pairs. reference: a frozen model; without it, the model with its adapters off. The second
---- result is a table of tensors for logs, without gradients: chosen and rejected, the rewards
---- beta * log p/p_ref [P]; margin [P]; accuracy, the share of pairs with a margin above 0;
---- log_ratio, log p/p_ref [2P].
+--- result is a table of tensors for logs, without gradients: chosen and rejected, the rewards beta
+--- * log p/p_ref [P]; margin [P]; accuracy, the share of pairs with a margin above 0; log_ratio,
+--- log p/p_ref [2P].
 function M.dpo(model, batch, options)
   options = tensor.read_named(options, "losses.dpo", DPO)
   want_batch(batch, "losses.dpo")

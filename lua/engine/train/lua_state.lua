@@ -1,11 +1,11 @@
--- The state of optimizers written in Lua (engine.optim.register): their buffers, and the loop that
--- calls the specification's update for each parameter. Owns the buffers, f32, bf16 or FP8 tensors
+-- Keeps the state of optimizers written in Lua (engine.optim.register), and runs the loop that
+-- calls the specification's update for each parameter. Owns the buffers: f32, bf16 or FP8 tensors
 -- that begin as zeros. Called by optim.lua; fused_state.lua has the same methods for the core's
 -- optimizers.
 --
--- Everything inside update runs in f32, unrecorded, and in a scope of its own, so temporary tensors
--- are freed after each parameter. With ZeRO a rank updates whole parameters and has the buffers of
--- those parameters only.
+-- Everything inside update runs in f32 and in a scope of its own, and the tape does not record it.
+-- Temporary tensors are therefore freed after each parameter. With ZeRO, a rank updates whole
+-- parameters and has the buffers of only these parameters.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"
@@ -26,7 +26,7 @@ local function count_of(shape)
   return n
 end
 
--- Buffers to free once the tape is empty; until then the core keeps every tensor.
+-- Buffers that wait to be freed until the tape is empty. Until then the core keeps every tensor.
 local waiting = {}
 
 local function release(x)
@@ -40,8 +40,8 @@ local function reclaim()
   for _, x in ipairs(list) do release(x) end
 end
 
---- The state of an optimizer, which must already have its parameters, groups and the dtype of its
---- moments. `spec`: a checked specification (optim_register.lua).
+--- Makes the state of an optimizer, which must already have its parameters, its groups and the
+--- dtype of its moments. `spec`: a checked specification (optim_register.lua).
 function M.new(optimizer, spec)
   local self = setmetatable({ optimizer = optimizer, spec = spec, kept = 0, buffers = {},
     known = {} }, State)
@@ -56,14 +56,14 @@ function M.new(optimizer, spec)
   return self
 end
 
--- The options of parameter i's group.
+-- Returns the options of parameter i's group.
 local function group_of(self, i)
   return self.optimizer.groups[self.optimizer._group_of[i - 1] + 1]
 end
 
--- The buffers of parameter i if its shape were `shape`: a list of { key =, name =, dtype =, size =
--- the buffer's shape, shape = function(parameter's shape) -> the buffer's shape }, ordered by key.
--- A parameter without elements has none.
+-- Returns the buffers that parameter i has if its shape is `shape`: a list of { key =, name =,
+-- dtype =, size = the buffer's shape, shape = function(parameter's shape) -> the buffer's shape },
+-- ordered by key. A parameter without elements has no buffers.
 function State:layout(i, shape)
   local p, list, group = self.optimizer.list[i], {}, group_of(self, i)
   if count_of(shape) == 0 then return list end
@@ -95,7 +95,7 @@ function State:layout(i, shape)
   return list
 end
 
--- A buffer for parameter p, in the memory (CPU or card) that holds p.
+-- Makes a buffer for parameter p, in the memory (CPU or card) that holds p.
 local function zeros(p, size, dtype)
   local x = M_ffi.Tensor()
   check(C.eng_new(x, M_ffi.dtype[dtype], #size, ffi.new("int64_t[?]", #size + 1, size), C.ENG_KEEP))
@@ -106,7 +106,8 @@ local function zeros(p, size, dtype)
     p.name, home, here, home)
 end
 
--- The buffers of parameter i by key, made at the first call; {} if another rank has them.
+-- Returns the buffers of parameter i by key, and makes them at the first call. Returns {} if
+-- another rank has them.
 local function buffers_of(self, i)
   local own = self.buffers[i]
   if own then return own end
@@ -123,8 +124,8 @@ end
 
 -- ------------------------------------------------------------------ one update
 
--- Makes it an error to read or assign an unknown name. Reading a buffer that this parameter lacks
--- gives nil.
+-- Makes it an error to read or assign an unknown name in t. Reading a name in `known` that t lacks,
+-- such as a buffer that this parameter does not have, gives nil.
 local function guarded(t, what, known)
   local function missing(key)
     local names = nearest.keys(known)
@@ -140,7 +141,8 @@ end
 
 local function same(a, b) return a.slot == b.slot and a.generation == b.generation end
 
--- The tensor that update assigned to fields[key], which held x before; nil if it still holds x.
+-- Returns the tensor that update assigned to fields[key], which held x before, or nil if it still
+-- holds x.
 local function assigned(self, fields, key, x)
   local value, shape = rawget(fields, key), arguments.shape_text(x.shape)
   local function bad(expected, got)
@@ -155,8 +157,8 @@ local function assigned(self, fields, key, x)
   return value
 end
 
--- Stores what update assigned. into[key] is the tensor that fields[key] was before the update, or,
--- if that was a buffer widened to f32, the buffer itself.
+-- Stores what update assigned. into[key] is the tensor that fields[key] held before the update. If
+-- fields[key] held a buffer widened to f32, into[key] is the buffer itself.
 local function store(self, fields, before, into)
   local new = {}
   for key, x in pairs(before) do
@@ -166,7 +168,7 @@ local function store(self, fields, before, into)
     end
     if not new[key] and not same(x, into[key]) then new[key] = x end
   end
-  -- the weight last, because a buffer may be a view of it
+  -- stores the weight last, because a buffer may be a view of it
   for _, buffer in ipairs(self.spec.buffers) do
     if new[buffer.name] then into[buffer.name]:copy(new[buffer.name]) end
   end
@@ -175,7 +177,7 @@ end
 
 local has = ffi.new("int[1]")
 
--- Updates parameter i; returns whether it had a gradient.
+-- Updates parameter i. Returns whether it had a gradient.
 local function update_one(self, i, factor, limit, ctx)
   local p, grad = self.optimizer.list[i], M_ffi.Tensor()
   local shape = p.tensor.shape
@@ -217,7 +219,7 @@ local function update_all(self, factor, options, contexts)
   end
 end
 
---- One update. `lr`: the rate before a group's lr_mul. `options`: as for Optimizer:step, with
+--- Makes one update. `lr`: the rate before a group's lr_mul. `options`: as for Optimizer:step, with
 --- gradient_factor, clip_value, clip_norm and norm set.
 function State:update(lr, options)
   local name, factor = self.spec.name, options.gradient_factor
@@ -247,7 +249,7 @@ function State:update(lr, options)
   check(C.eng_params_refresh(self.optimizer.params))
 end
 
---- Raises an error after an update that failed halfway.
+--- Raises an error if an update failed halfway.
 function State:refuse_torn()
   if self.torn then
     raise("optim.%s: an update failed halfway, so weights and buffers belong to different " ..
@@ -257,10 +259,10 @@ end
 
 -- ------------------------------------------------------------------ methods as in fused_state.lua
 
---- The buffers of parameter i: a list of { name = "w.momentum", x = tensor or nil where another
---- rank has it, dtype, shape = function(parameter's shape) -> the buffer's shape, whole = true }.
---- `shape`: the whole parameter's shape, if ranks hold parts of it. `torn`: allowed even after an
---- update that failed halfway.
+--- Returns the buffers of parameter i: a list of { name = "w.momentum", x = tensor or nil where
+--- another rank has it, dtype, shape = function(parameter's shape) -> the buffer's shape, whole =
+--- true }. `shape`: the whole parameter's shape, if ranks hold parts of it. With `torn`, raises no
+--- error after an update that failed halfway.
 function State:of(i, shape, torn)
   if not torn then self:refuse_torn() end
   local own, list = buffers_of(self, i), {}
@@ -270,7 +272,7 @@ function State:of(i, shape, torn)
   return list
 end
 
---- The bytes of the buffers of parameter i.
+--- Returns the bytes of the buffers of parameter i.
 function State:bytes(i)
   local sum = 0
   for _, b in ipairs(self:layout(i, self.optimizer.list[i].tensor.shape)) do
@@ -279,8 +281,8 @@ function State:bytes(i)
   return sum
 end
 
---- Keeps only the buffers of the parameters that this rank updates (ZeRO). `parted`: the rank holds
---- only these parameters' weights, too (ZeRO-3).
+--- Keeps only the buffers of the parameters that this rank updates (ZeRO). `parted`: the rank also
+--- holds only the weights of these parameters (ZeRO-3).
 function State:shard(reduction, parted)
   local from, to = ffi.new("int64_t[1]"), ffi.new("int64_t[1]")
   self.owns, self.parted = {}, parted and reduction or nil
@@ -295,7 +297,7 @@ function State:shard(reduction, parted)
   end
 end
 
---- Called after loading a state: forgets an update that failed halfway.
+--- Called after a state is loaded: forgets an update that failed halfway.
 function State:restart() self.torn = nil end
 
 return M

@@ -1,16 +1,16 @@
 -- Refuses policies and modes that a run cannot use: policies whose needs the run cannot meet, and
--- what mode = "lagged" and graph = true rule out. In a lagged run the device decides whether an
--- update is made, and the policy reads the record one step later. Nothing can therefore depend on
--- the policy's verdict within the same step:
+-- everything that does not work with mode = "lagged" or graph = true. In a lagged run the device
+-- decides whether an update is made, and the policy reads the record one step later. Nothing can
+-- therefore depend on the policy's verdict within the same step:
 --   - a new scale takes effect two steps, not one, after the step whose record the policy read; the
---     device still skips an overflowed update at once;
+--     device still skips an overflowed update immediately;
 --   - a verdict of `skip` without an overflow, or of `retry`, comes too late and changes nothing;
 --   - clip and lr_mul come from the last verdict, one step old; policies that set a verdict's
 --     fields for single tensors, updates or moments are refused;
 --   - the schedule counts the update in flight as applied.
 -- A captured graph repeats the kernels of one step, so no per-layer scale or FP8 scale may change.
--- Called by assemble.lua at the start; by trainer.lua when a resumed run has more micro-batches,
--- after each decision, and for every policy that run/swap.lua swaps in; by scaler.lua.
+-- Called by assemble.lua at the start, by trainer.lua when a resumed run has more micro-batches,
+-- after each decision, and for every policy that run/swap.lua swaps in, and by scaler.lua.
 local M_ffi = require "engine.base.ffi"
 local activations = require "engine.train.activations"
 local attention_logits = require "engine.train.attention_logits"
@@ -21,8 +21,8 @@ local C = M_ffi.C
 
 local M = {}
 
--- Why a run cannot meet a need of a policy: name = function(trainer) that returns the reason, if
--- there is one.
+-- The reasons why a run cannot meet a need of a policy: name = function(trainer) that returns the
+-- reason, or a false value if it does not apply.
 local LACKS = {
   lagged = function(t)
     return t.delay == 1 and "mode=lagged updates before the policy decides; hint: mode=sync"
@@ -72,7 +72,8 @@ local NEEDS = {
   { "logit_muls", C.ENG_NEED_LOGIT_MULS, { "heads", "scalable", "lagged", "card", "whole" } },
 }
 
---- Why a scaler of an explicit loop, which makes no updates itself, cannot use a policy; or nil.
+--- Returns why a scaler of an explicit loop, which makes no updates itself, cannot use a policy, or
+--- nil.
 function M.scaler_refusal(policy)
   for _, need in ipairs(NEEDS) do
     if bit.band(policy.needs, need[2]) ~= 0 then
@@ -82,7 +83,7 @@ function M.scaler_refusal(policy)
   end
 end
 
--- Why a policy cannot be used in a session (session.lua), or nil.
+-- Returns why a policy cannot be used in a session (session.lua), or nil.
 local function session_refusal(policy)
   local what = bit.band(policy.needs, C.ENG_NEED_NORM_REF) ~= 0
     and "needs reference backward passes, which run the loss function again"
@@ -96,7 +97,8 @@ local function session_refusal(policy)
   return what and ("session: policy %s %s; hint: engine.trainer"):format(policy.name, what) or nil
 end
 
--- The first need of a policy, among those in `mask`, that this run cannot meet, and why; or nil.
+-- Returns a line about the first need of a policy, among the needs in `mask`, that this run cannot
+-- meet, or nil.
 local function unfulfilled(trainer, policy, mask)
   for _, need in ipairs(policy.needs >= C.ENG_NEED_UPDATE_NORM and NEEDS or {}) do
     for _, lack in ipairs(bit.band(policy.needs, need[2], mask) ~= 0 and need[3] or {}) do
@@ -106,8 +108,9 @@ local function unfulfilled(trainer, policy, mask)
   end
 end
 
---- Why a policy cannot be used in this run, or nil: scales outside f32's range, statistics or
---- verdict fields that this run lacks, what lagged mode or graph = true rules out.
+--- Returns why a policy cannot be used in this run, or nil. The reasons are scales outside f32's
+--- range, statistics or verdict fields that this run lacks, and what does not work with lagged mode
+--- or graph = true.
 function M.policy_refusal(trainer, policy)
   local unusable = policies.unusable(policy, #trainer.groups.groups)
   if unusable then return unusable end
@@ -129,7 +132,7 @@ function M.policy_refusal(trainer, policy)
     :format(option, policy.name, trainer.delay == 1 and "mode=sync" or "graph=false")
 end
 
---- Why a run cannot use policies of FP8 layers, or nil.
+--- Returns why a run cannot use policies of FP8 layers, or nil.
 function M.fp8_refusal(trainer)
   local lagged = trainer.delay == 1
   if not lagged and not trainer.graph then return nil end
@@ -138,7 +141,7 @@ function M.fp8_refusal(trainer)
     lagged and "mode=sync" or "graph=false")
 end
 
--- Why this run cannot use ZeRO-3, or nil.
+-- Returns why this run cannot use ZeRO-3, or nil.
 local function parted_refusal(trainer)
   local reducer, fp8 = trainer.reducer, trainer.optimizer.fp8
   if not reducer.parted then return nil end
@@ -154,7 +157,7 @@ local function parted_refusal(trainer)
   end
 end
 
---- Why a trainer cannot work in its mode, or nil.
+--- Returns why a trainer cannot work in its mode, or nil.
 function M.refusal(trainer)
   local problem = M.policy_refusal(trainer, trainer.policy)
   for _, shadow in ipairs(trainer.shadows and trainer.shadows.list or {}) do

@@ -1,8 +1,9 @@
--- Optimizers over a module's parameters: their options, groups, step and state. An optimizer owns
--- the parameter set (flat weights and gradients) and the state that its update keeps. For sgd,
--- adam, adamw and lion, one fused kernel unscales, clips, updates and refreshes the low-precision
--- weights in a single pass (fused_state.lua). The others are written in Lua: those in
--- lua/engine/optim, and those that scripts register (optim_register.lua, lua_state.lua).
+-- Makes optimizers over a module's parameters: their options, groups, step and state. An optimizer
+-- owns the parameter set (flat weights and gradients) and the state that its update keeps. For sgd,
+-- adam, adamw and lion, one fused kernel unscales and clips the gradients, updates the weights and
+-- refreshes their low-precision copies in a single pass (fused_state.lua). All other optimizers are
+-- written in Lua: those in lua/engine/optim, and those that scripts register (optim_register.lua,
+-- lua_state.lua).
 --   local opt = engine.optim.adamw(model, { lr = 3e-4, weight_decay = 0.1, decay = "matrices" })
 --   opt:step()
 local M_ffi = require "engine.base.ffi"
@@ -73,8 +74,8 @@ end
 local Optimizer = {}
 Optimizer.__index = nearest.guard_elsewhere(Optimizer, "an optimizer")
 
--- Splits parameters into groups: options.groups is a list of { match = pattern or function(name,
--- tensor), lr_mul =, overrides ... }, and the first match wins; decay = "matrices" applies no
+-- Splits parameters into groups. options.groups is a list of { match = pattern or function(name,
+-- tensor), lr_mul =, overrides ... }, and the first match wins. decay = "matrices" applies no
 -- weight decay to parameters of fewer than two dimensions.
 local function make_groups(name, list, options, defaults)
   local groups, group_of = {}, M_ffi.new("int32_t[?]", math.max(#list, 1))
@@ -160,9 +161,9 @@ local function set_of(p)
   return loose[tonumber(p.tensor.slot)]
 end
 
--- Returns the set of these parameters, which an earlier optimizer made, or a new set. The modules
--- hold the set, so the weights outlive the optimizer and a later optimizer can use the same set.
--- `loose` holds the sets of tensors without a module.
+-- Returns the set of these parameters: the set that an earlier optimizer made for them, or a new
+-- one. The modules hold the set, so the weights outlive the optimizer, and a later optimizer can
+-- use the same set. `loose` holds the sets of tensors without a module.
 local function parameter_set(list)
   local n, found = #list, set_of(list[1])
   for i = 1, n do
@@ -185,7 +186,7 @@ local function parameter_set(list)
   return set
 end
 
---- Whether backward() computes the gradient of x.
+--- Returns whether backward() computes the gradient of x.
 function M.requires_grad(x) return arguments.info(x).requires_grad ~= 0 end
 
 -- Gives the parameters the formats of the optimizer's recipe.
@@ -256,13 +257,14 @@ local function new(name, model, options)
   return self
 end
 
---- engine.optim.adamw(model [, options]): an optimizer over the parameters of a module, or of a
---- list of tensors. Options of every optimizer: lr, weight_decay, precision (a recipe), moments
---- ("f32", "bf16"), groups, decay ("matrices": no weight decay on vectors). One update unscales,
---- clips, moves the weights and rounds them. With precision "bf16_stochastic" or "bf16_kahan" (sgd,
---- adam, adamw, lion) the weights are bf16 themselves, without f32 masters (docs/numerics.md).
+--- engine.optim.adamw(model [, options]): makes an optimizer over the parameters of a module, or
+--- over a list of tensors. Options of every optimizer: lr, weight_decay, precision (a recipe),
+--- moments ("f32", "bf16"), groups, decay ("matrices": no weight decay on vectors). One update
+--- unscales, clips, moves the weights and rounds them. With precision "bf16_stochastic" or
+--- "bf16_kahan" (sgd, adam, adamw, lion) the weights are bf16 themselves, without f32 masters
+--- (docs/numerics.md).
 ---   sgd      more options: momentum (0), dampening (0), nesterov (false); lr 1e-2
----   adam     more options: beta1 (0.9), beta2 (0.999), eps (1e-8); weight decay adds to the
+---   adam     more options: beta1 (0.9), beta2 (0.999), eps (1e-8); weight decay is added to the
 ---            gradient; lr 1e-3
 ---   adamw    as adam, with decoupled weight decay (1e-2); lr 1e-3
 ---   lion     more options: beta1 (0.9), beta2 (0.99); the weights move by the sign of a mean of
@@ -277,7 +279,7 @@ end
 ---   coat     as adamw, with moments in FP8, whose range is expanded separately in each group of
 ---            128 elements (COAT): 2.2 bytes of state an element
 ---   stableadamw  as adamw, with beta2 0.99 and eps 1e-6; divides a tensor's rate by the RMS of
----            gradient / sqrt(second moment) where that is above 1; lr 1e-3
+---            gradient / sqrt(second moment) if that RMS is above 1; lr 1e-3
 ---   lamb     Adam's step without bias correction, times norm(weights) / norm(step) of the tensor;
 ---            eps 1e-6; more options: limit (10), the largest weight norm in that ratio; lr 1e-3
 for name in pairs(KINDS) do
@@ -289,11 +291,11 @@ local registered = {}   -- optimizers that scripts registered: name -> construct
 --- engine.optim.register(name, spec): registers an optimizer written in Lua, which scripts then
 --- call as engine.optim.NAME(model, options). docs/write-an-optimizer.md has examples. Fields of
 --- spec:
----   doc         one line about it, which tostring shows
+---   doc         one line about the optimizer, which tostring shows
 ---   defaults    hyperparameters with their defaults: numbers, booleans or strings; lr is one of
 ---               them. Groups, decay = "matrices" (where there is a weight_decay), precision and
 ---               moments are options of every optimizer
----   buffers     what it keeps for each parameter: a list of names, for f32 tensors of the
+---   buffers     what update keeps for each parameter: a list of names, for f32 tensors of the
 ---               parameter's shape (bf16 with moments = "bf16"); or name = function(shape, p,
 ---               options), which returns `shape` itself, another shape (always f32), or nil where
 ---               p, with p.name and p.role, needs no such buffer; or name = { shape = function,
@@ -301,10 +303,10 @@ local registered = {}   -- optimizers that scripts registered: name -> construct
 ---   update      function(p, ctx): one update of one parameter. p.weight (the f32 master) and
 ---               p.grad (f32, unscaled and clipped) are tensors, and so is every buffer, as
 ---               p.NAME. Assign new values to p.weight and the buffers, or write in place. ctx.t is
----               the number of the update, from 1; ctx.lr the rate with schedule and lr_mul; ctx
+---               the number of the update, from 1; ctx.lr is the rate with schedule and lr_mul; ctx
 ---               has every other hyperparameter by its name
----   check       function(values): what is wrong with these hyperparameters, as text, or nil
---- A parameter without gradient is not updated. A skipped step calls no update. Checkpoints hold
+---   check       function(values): returns what is wrong with these hyperparameters as text, or nil
+--- A parameter without a gradient is not updated. A skipped step calls no update. Checkpoints hold
 --- the buffers. With ZeRO each rank updates whole parameters.
 function M.register(name, spec)
   local read = optim_register.read(name, spec)
@@ -315,7 +317,7 @@ function M.register(name, spec)
   registered[name] = function(model, options) return new(name, model, options) end
 end
 
---- Gives the parameters the formats of a precision recipe; gradients are cleared.
+--- Gives the parameters the formats of a precision recipe. Clears the gradients.
 function Optimizer:set_precision(recipe)
   local full = precision.resolve(recipe)
   if full.moments ~= self.precision.moments then
@@ -356,7 +358,7 @@ end
 --- Sets whether the gradients of several backward passes add up before a step (as in a trainer with
 --- accumulate > 1). If so, fp16 and bf16 gradients are rounded to their format in every pass, where
 --- they can overflow, and summed in f32, as PyTorch's autocast does. Each element of a gradient
---- then takes 4 bytes instead of 2. Gradients are cleared.
+--- then takes 4 bytes instead of 2. The call clears the gradients.
 function Optimizer:accumulates(on)
   check(C.eng_params_accumulate(self.params, on))
   self._accumulates = on
@@ -368,7 +370,7 @@ function Optimizer:zero_grad()
   check(C.eng_params_zero_grad(self.params))
 end
 
---- The global norm of the gradients, divided by `scale` (1), over finite values.
+--- Returns the global norm of the finite gradients, divided by `scale` (1).
 function Optimizer:grad_norm(scale)
   check(C.eng_params_stats(self._record, nil, self.params, scale or 1, C.ENG_NEED_NORM))
   return self._record.norm
@@ -378,7 +380,7 @@ local function want_limit(name, limit)
   expect(type(limit) == "number" and limit > 0, limit, "%s: expected a limit > 0", name)
 end
 
---- Limits the global norm of the gradients at the next step(); returns the norm. The clipping
+--- Limits the global norm of the gradients at the next step(), and returns the norm. The clipping
 --- happens inside the update.
 function Optimizer:clip_grad_norm(limit)
   want_limit("clip_grad_norm", limit)
@@ -399,13 +401,13 @@ local STEP = { gradient_factor = "number", clip_value = "number", lr_mul = "numb
 local EXPECTED = { number = "a number", boolean = "true or false",
   cdata = "an array of doubles, one for each parameter" }
 
---- One update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul, clip_norm (the
---- limit for `norm`), norm (the norm of the gradients times gradient_factor), lagged (the device
---- takes the norm from the statistics that were requested last, and makes no update if a gradient
---- is inf or nan). A limit set by clip_grad_norm replaces clip_norm. The trainer also gives clips
---- and lr_muls (arrays with a factor for each parameter, on its gradient and on its rate),
---- bias_step (the number of the update for bias corrections) and, for fused optimizers, norms,
---- update_clip and spike_clip (eng_update).
+--- Makes one update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul,
+--- clip_norm (the limit for `norm`), norm (the norm of the gradients times gradient_factor), lagged
+--- (the device takes the norm from the statistics that were requested last, and makes no update if
+--- a gradient is inf or nan). A limit set by clip_grad_norm replaces clip_norm. The trainer also
+--- gives clips and lr_muls (arrays with a factor for each parameter, on its gradient and on its
+--- rate), bias_step (the number of the update for bias corrections) and, for fused optimizers,
+--- norms, update_clip and spike_clip (eng_update).
 function Optimizer:step(options)
   options = tensor.read_named(options, "step", STEP)
   for name, value in pairs(options) do
@@ -426,7 +428,8 @@ function Optimizer:step(options)
   self._clip, self._clip_value = nil, nil
 end
 
--- All moments or buffers by name. `torn`: allowed even after an update that failed halfway.
+-- Returns all moments or buffers by name. With `torn`, raises no error after an update that failed
+-- halfway.
 local function tensors_of(self, torn)
   local tensors = {}
   for i in ipairs(self.list) do
@@ -435,12 +438,13 @@ local function tensors_of(self, torn)
   return tensors
 end
 
---- The moments or buffers, for checkpoints: { ["name.moment1"] = tensor }. The tensors share the
---- optimizer's memory.
+--- Returns the moments or buffers, for checkpoints: { ["name.moment1"] = tensor }. The tensors
+--- share the optimizer's memory.
 function Optimizer:state_tensors() return tensors_of(self) end
 
---- Sets the moments or buffers of a parameter (its index in the list, from 1), or of all, to 0. The
---- number of updates, which bias corrections read, does not change.
+--- Sets the moments or buffers of one parameter, or of all parameters, to 0. index: the parameter's
+--- position in the list, from 1, or nil for all. The number of updates, which bias corrections
+--- read, does not change.
 function Optimizer:reset_moments(index)
   for i = index or 1, index or #self.list do
     for _, buffer in ipairs(self.state:of(i)) do
@@ -449,8 +453,8 @@ function Optimizer:reset_moments(index)
   end
 end
 
---- Restores moments and the number of updates. If these do not fit, raises an error before anything
---- changes.
+--- Restores the moments or buffers and the number of updates. If they do not fit, raises an error
+--- before anything changes.
 function Optimizer:load_state(tensors, updates)
   expect(type(tensors) == "table", tensors, "optimizer state: expected a table { name = tensor }")
   expect(type(updates) == "number" and updates >= 0 and updates % 1 == 0, updates,
@@ -476,7 +480,7 @@ function Optimizer:load_state(tensors, updates)
   self.updates = updates
 end
 
---- The memory that training takes, by role (accountant.lua).
+--- Returns the memory that training takes, by role (accountant.lua).
 function Optimizer:memory(loss) return require("engine.train.accountant").new(self, loss) end
 
 function Optimizer:__tostring()

@@ -1,4 +1,4 @@
--- What engine.optim.register accepts: checks a specification and returns it in one form. Called by
+-- Checks a specification that engine.optim.register gets, and returns it in one form. Called by
 -- optim.lua; lua_state.lua runs the specification's update.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
@@ -10,9 +10,9 @@ local M = {}
 
 local FIELDS = { doc = "string", defaults = "table", buffers = "table", update = "function",
   check = "function" }
--- TAKEN: names that a hyperparameter cannot have: they are options of every optimizer, fields of a
--- group, or the context's field `t`. OF_PARAMETER: names that a buffer cannot have: they are fields
--- of every parameter.
+-- TAKEN: names that a hyperparameter cannot have, because they are options of every optimizer,
+-- fields of a group, or the context's field `t`. OF_PARAMETER: names that a buffer cannot have,
+-- because they are fields of every parameter.
 local TAKEN = { betas = true, groups = true, decay = true, precision = true, moments = true,
   match = true, label = true, lr_mul = true, t = true }
 local OF_PARAMETER = { name = true, role = true, weight = true, grad = true }
@@ -36,8 +36,8 @@ local function check_defaults(name, defaults)
   end
 end
 
--- Buffers as a list of { name =, shape = function or nil, dtype = or nil }, in the order of their
--- names.
+-- Returns the buffers as a list of { name =, shape = function or nil, dtype = or nil }, in the
+-- order of their names.
 local function buffers_in_order(name, given)
   local list, seen = {}, {}
   for key, value in pairs(given) do
@@ -63,8 +63,8 @@ local function buffers_in_order(name, given)
   return list
 end
 
---- A checked copy of the specification `given`: { name, doc, defaults, buffers = { { name, shape,
---- dtype } ... }, update, check }.
+--- Returns a checked copy of the specification `given`: { name, doc, defaults, buffers = { { name,
+--- shape, dtype } ... }, update, check }.
 function M.read(name, given)
   expect(is_name(name), name, "optim.register: expected a name of letters, digits and _")
   expect(type(given) == "table", given, "optim.register: expected a table for '%s'", name)
