@@ -1,5 +1,5 @@
--- The options of engine.trainer{ ... } and engine.session{ ... }: their names, what each must be,
--- and messages for what is wrong. assemble.lua and session.lua document them for users.
+-- Checks the options of engine.trainer{ ... } and engine.session{ ... }: their names and values,
+-- with messages for what is wrong. assemble.lua and session.lua document the options for users.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local nearest = require "engine.base.nearest"
@@ -21,7 +21,7 @@ local SESSION = set_of [[optimizer optimizers data precision policy policy_optio
   run resume checkpoint_every keep log state on_policy_error on_lost rollbacks stats_every history
   config shadow watch attach tensorboard]]
 
-local who = "trainer"   -- whose options are checked
+local who = "trainer"   -- the function whose options are checked; begins messages
 local function want(condition, key, expected, got)
   if condition then return end
   error(("%s: expected %s to be %s, got %s"):format(who, key, expected, M_ffi.value_text(got)), 0)
@@ -99,7 +99,7 @@ local OPTIONAL = {
   { "restart_data", "true or false", is "boolean" },
 }
 
---- A copy of the options with the names of version 0.1 replaced.
+--- Returns a copy of the options with the names of version 0.1 replaced.
 function M.current(given)
   local o = arguments.merged(given)
   if o.wire ~= nil then

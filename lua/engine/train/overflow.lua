@@ -1,6 +1,6 @@
--- Overflows of a run: the text of their events, running a step again (trap.lua), and advice when no
--- loss scale helps. Owned by the trainer, which calls look() for every step that overflowed and
--- left the weights unchanged.
+-- Handles the overflows of a run: writes the text of their events, runs a step again (trap.lua),
+-- and gives advice when no loss scale helps. Owned by the trainer, which calls look() for every
+-- step that overflowed and left the weights unchanged.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local show = require "engine.base.show"
@@ -22,15 +22,16 @@ function M.new(trainer, every_time)
     told = {} }, Overflows)
 end
 
--- The name of the first parameter, in the model's order, whose gradient holds inf or nan (`field`);
--- or nil.
+-- Returns the name of the first parameter, in the model's order, whose gradient holds inf or nan,
+-- or nil. field: "inf" or "nan".
 local function first_with(self, stats, field)
   for i, p in ipairs(self.trainer.optimizer.list) do
     if stats[i - 1][field] > 0 then return p.name end
   end
 end
 
--- The text of an overflow that occurs only in the sum over ranks; nil for any other overflow.
+-- Returns the text of an overflow that occurs only in the sum over ranks. Returns nil for any other
+-- overflow.
 local function of_sum(trainer)
   local reducer = trainer.reducer
   if not reducer.many or reducer:culprits()[1] then return nil end
@@ -38,7 +39,7 @@ local function of_sum(trainer)
     reducer.comm_dtype)
 end
 
---- The text and JSON of an overflow's event.
+--- Returns the text and the JSON of an overflow's event.
 function Overflows:text(record, stats, reason)
   local first = { inf = first_with(self, stats, "inf"), nan = first_with(self, stats, "nan") }
   local parts = {}
@@ -59,8 +60,8 @@ function Overflows:text(record, stats, reason)
     scale = record.scale, ranks = #culprits > 0 and culprits or nil }
 end
 
---- An overflow in one line: "overflow: 3 inf, first in head.weight (rank 1); step skipped, loss
---- scale 2^16 -> 2^15".
+--- Describes an overflow in one line: "overflow: 3 inf, first in head.weight (rank 1); step
+--- skipped, loss scale 2^16 -> 2^15".
 function Overflows:line(record, verdict)
   local counts, culprit = {}, self.trainer.reducer:culprits()[1]
   for _, kind in ipairs { "inf", "nan" } do
@@ -92,14 +93,14 @@ local function run_again(trainer, scale)
     end)
   end)
   C.eng_backward_abort()
-  -- this fails if the pass ended early; its tensors are then freed at the end of the step
+  -- eng_scope_end fails if the pass ended early; its tensors are then freed at the end of the step
   C.eng_scope_end(mark[0])
   random.go(place)
   return finding, message
 end
 
--- How to change this policy so that it can go below `scale`: by the option that sets the scale
--- (static's loss_scale), or by a lower floor.
+-- Returns how to change this policy so that it can go below `scale`: by the option that sets the
+-- scale (loss_scale of `static`), or by a lower floor.
 local function lower_scale(policy, scale)
   for _, name in ipairs(policy.option_names or {}) do
     if name:find("scale") and name ~= "min_scale" and policy.options[name] == scale then
@@ -109,7 +110,7 @@ local function lower_scale(policy, scale)
   return "a policy with a lower floor (min_scale=)"
 end
 
--- Lines of advice.
+-- Returns lines of advice.
 local function advice(self, record, finding)
   local trainer, lines = self.trainer, {}
   local function say(format, ...) lines[#lines + 1] = "  " .. format:format(...) end
@@ -157,7 +158,7 @@ end
 --- Handles a step that overflowed. Runs the step again if every overflow is to be trapped, or if
 --- the run is stuck: the policy stops it, or keeps the scale through repeated overflows. A stuck
 --- run gets advice. The advice has no finding if the step cannot run again (with a delay of 1, or
---- in a session), or if only the sum over ranks overflowed. Every rank runs the step again; the
+--- in a session), or if only the sum over ranks overflowed. Every rank runs the step again, and the
 --- rank whose batches overflowed reports.
 function Overflows:look(record, verdict)
   local trainer = self.trainer
@@ -188,7 +189,7 @@ function Overflows:look(record, verdict)
     if self.every_time and not self.told[place] then
       say(("step %d: overflow: %s"):format(step, (text:gsub("\n", "\n  "))))
     end
-    self.told[place] = true                        -- shown once; the history has all
+    self.told[place] = true                        -- each place is shown once; the history has all findings
   end
   if stuck then
     local what = stops and ("the policy ends the run at an overflow, with the loss scale at " ..

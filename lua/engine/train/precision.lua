@@ -1,4 +1,5 @@
--- Precision recipes: which number format each role has. A recipe is a table; users write their own:
+-- Precision recipes say which number format each role has. A recipe is a table. Users can write
+-- their own:
 --   engine.trainer{ precision = { name = "mine", base = "fp16", residual = "f32" }, ... }
 --   engine.trainer{ precision = { name = "mine", base = "fp8_current",
 --     fp8 = { dy = { format = "e4m3" }, high = { "^blocks%.1%." } } }, ... }
@@ -13,33 +14,34 @@ local dtype, expect, raise, value_text = M_ffi.dtype, M_ffi.expect, M_ffi.raise,
 
 local M = {}
 
--- weights            format the forward pass reads parameters in; norms keep f32
+-- weights            format in which the forward pass reads parameters; norms keep f32
 -- masters            the weights that the optimizer updates. bf16 (for sgd, adam, adamw, lion): the
 --                    forward pass reads them too, and no f32 copy exists; norms keep f32
--- rounding           of new weights to bf16 masters. stochastic: up or down at random, unbiased;
---                    kahan: to nearest, and a bf16 buffer keeps the rounding error for the next
---                    update; nearest: small updates are lost, and training stalls
+-- rounding           how new weights are rounded to bf16 masters. stochastic: up or down at random,
+--                    unbiased; kahan: to nearest, and a bf16 buffer keeps the rounding error for
+--                    the next update; nearest: small updates are lost, and training stalls
 -- activations        inputs and outputs of matrix products and attention
 -- residual           the residual stream: the output of an embedding
 -- norm               the output of layer and RMS norm (their statistics are always f32)
 -- wide               softmax, exponentials, losses and sums
 -- weight_gradients   the format of a parameter's gradient
--- norm_gradients     the same for norm parameters
--- moments            the optimizer's state
+-- norm_gradients     the format of a norm parameter's gradient
+-- moments            the format of the optimizer's state
 M.recipes = {
   fp32 = { weights = "f32", activations = "f32", residual = "f32", norm = "f32", wide = "f32",
     weight_gradients = "f32", norm_gradients = "f32", moments = "f32", scaled = false },
-  -- bf16 has f32's range and needs no loss scale. Products are rounded once, gradients summed in
-  -- f32.
+  -- bf16 has f32's range and needs no loss scale. Products are rounded once, and gradients are
+  -- summed in f32.
   bf16 = { weights = "bf16", activations = "bf16", residual = "bf16", norm = "bf16", wide = "f32",
     weight_gradients = "f32", norm_gradients = "f32", moments = "f32", scaled = false },
-  -- fp16 with real fp16 gradients: past 65504 they become inf, below 2^-24 zero. Needs a loss
-  -- scale.
+  -- Gradients are really in fp16: past 65504 they become inf, and below 2^-24 zero. The recipe
+  -- needs a loss scale.
   fp16 = { weights = "f16", activations = "f16", residual = "f16", norm = "f16", wide = "f32",
     weight_gradients = "f16", norm_gradients = "f32", moments = "f32", scaled = true },
 }
 
--- Weights in bf16 alone: 2 bytes a weight instead of 6, or 4 with Kahan's compensation.
+-- Recipes whose weights are in bf16 alone: 2 bytes a weight instead of 6, or 4 with Kahan's
+-- compensation.
 for _, rounding in ipairs { "stochastic", "kahan" } do
   M.recipes["bf16_" .. rounding] = arguments.merged(M.recipes.bf16, { masters = "bf16",
     rounding = rounding })
@@ -51,7 +53,7 @@ end
 --               block       tensor, row, 1x128, 128x128, { rows, columns }
 --               rule        transformer_engine, deepseek, deepgemm, torchao, msamp
 --               pow2, eps, margin, stochastic
---               keep        of x only: what the tape keeps for dW. codes (the backward pass
+--               keep        for x only: what the tape keeps for dW. codes (the backward pass
 --                           quantizes them again along the other dimension if blocks are not
 --                           square), transposed (codes quantized along the other dimension in the
 --                           forward pass), e5m6, swiglu (no copy of x: the tape keeps the FP8
@@ -59,35 +61,36 @@ end
 --   forward, dgrad, wgrad   the products:
 --               accumulator device (hopper on a card, fp32 elsewhere), fp32, exact, hopper, e4m3
 --               promotion   steps of K between promotions to f32; 0: none
---             for microscaling (docs/microscaling.md), x, w and dy all have one of the rules floor,
---             ceil, even, rceil, quest (blocks of 1x32), nvfp4, four_over_six, four_over_six_mse
---             (1x16, 16x16), ms_eden (1x16). Formats may also be e2m1, e2m3, e3m2, mxint8.
---             stochastic may be a number of random bits (true: 8). Products have the accumulators
---             fp32 (of exact bf16 products), blackwell (of codes) and device (blackwell where a
---             card's tensor cores compute it, else fp32), the same for all three. Roles also have
+--             With microscaling (docs/microscaling.md), x, w and dy all have one of the rules
+--             floor, ceil, even, rceil, quest (blocks of 1x32), nvfp4, four_over_six,
+--             four_over_six_mse (1x16, 16x16), ms_eden (1x16). Formats may also be e2m1, e2m3,
+--             e3m2, mxint8. stochastic may be a number of random bits (true: 8). All three products
+--             have the same accumulator: fp32 (sums exact bf16 products), blackwell (sums products
+--             of codes) or device (blackwell where a card's tensor cores compute it, else fp32).
+--             Roles also have
 --               factor      multiplies elements before rounding; the product is divided by it
---               backward    of x and w: a role, with which the backward product quantizes the
+--               backward    for x and w: a role, with which the backward product quantizes the
 --                           values that the forward product read (not the original values)
---             and products
+--             Products also have
 --               hadamard    16, 32, 64, 128: transforms both factors along the summed dimension (0)
---               signs       fixed (Transformer Engine's), layer, step (drawn for each), backward
---                           (drawn in each backward pass), none
---   high_first, high_last   blocks of the model that stay in high precision (0)
+--               signs       fixed (Transformer Engine's), layer (drawn for each layer), step (drawn
+--                           in each step), backward (drawn in each backward pass), none
+--   high_first, high_last   how many first and last blocks of the model stay in high precision (0)
 --   high      patterns of modules that stay in high precision. Tied heads, the gates of nn.moe,
 --             norms, embeddings and attention itself always do
 --   layers    { { match = pattern, high =, x =, w =, .. } .. }: changes for some layers; the last
 --             match wins
 --   forward   with microscaling: high = true multiplies in high precision; the backward pass is
 --             quantized as before
---   ladder    recipes between a layer's own and high precision, lowest first, for policies: names
---             ("mxfp8"), or changes such as { forward = { high = true } }
+--   ladder    for policies: recipes between a layer's own recipe and high precision, lowest first.
+--             Each is a name ("mxfp8"), or changes such as { forward = { high = true } }
 --   policy    an FP8 policy or a list of them (fp8_sites.lua): fp8_delayed, fp8_fallback,
 --             fp8_lm, layer_ladder, forward_high_before_decay, sqrt3
 --   sample    steps between measurements of SNR, underflow and the like (100; 0: none)
 local HYBRID = { x = { format = "e4m3" }, w = { format = "e4m3" }, dy = { format = "e5m2" },
   high = { "^head", "^lm_head" } }
 local function hybrid(more) return arguments.merged(HYBRID, more) end
--- source: whose recipe it is, and the paper
+-- source: whose recipe it is, or the paper
 local function like_bf16(source, fp8, moments)
   return { weights = "bf16", activations = "bf16", residual = "bf16", norm = "bf16", wide = "f32",
     weight_gradients = "f32", norm_gradients = "f32",
@@ -100,17 +103,17 @@ local FAST = { forward = { promotion = 0 }, dgrad = { promotion = 128 },
 M.recipes.fp8_delayed = like_bf16("Transformer Engine's DelayedScaling",
   hybrid(arguments.merged(FAST, { policy = "fp8_delayed" })))
 M.recipes.fp8_current = like_bf16("Transformer Engine's Float8CurrentScaling", hybrid(FAST))
--- torchao's rowwise scaling: e4m3 throughout, with a scale for each row of x, W and dy. Where a
--- product reads one of them transposed, the transpose is quantized by itself, with a scale for each
--- of its rows.
+-- torchao's rowwise scaling: e4m3 throughout, with a scale for each row of x, W and dy. If a
+-- product reads one of these transposed, the transpose is quantized separately, with a scale for
+-- each of its own rows.
 local ROW = { format = "e4m3", block = "row", rule = "torchao" }
 M.recipes.fp8_rowwise = like_bf16("torchao's rowwise scaling", { x = { format = "e4m3",
   block = "row", rule = "torchao", keep = "transposed" }, w = ROW, dy = ROW, high = HYBRID.high })
--- DeepSeek-V3: e4m3 throughout, blocks of 1x128 for activations and gradients and 128x128 for
--- weights, scaled by their current amaxes; promotion after every 128 products along K; bf16
--- moments; FP8 copies of the weights in addition to the f32 masters. The input of the linear after
--- attention is kept in e5m6 with power-of-two scales. SwiGLU's inputs are kept in FP8, and its
--- output is recomputed from them.
+-- DeepSeek-V3: e4m3 throughout, with blocks of 1x128 for activations and gradients and of 128x128
+-- for weights, scaled by their current amaxes. Sums are promoted after every 128 products along K.
+-- Moments are bf16. FP8 copies of the weights exist in addition to the f32 masters. The input of
+-- the linear layer after attention is kept in e5m6 with power-of-two scales. SwiGLU's inputs are
+-- kept in FP8, and its output is recomputed from them.
 local PROMOTED = { promotion = 128 }
 M.recipes.fp8_block = like_bf16("DeepSeek-V3, arXiv 2412.19437", {
   x = { format = "e4m3", block = "1x128", rule = "deepgemm" },
@@ -141,8 +144,8 @@ M.recipes.nvfp4 = microscaled("Transformer Engine's NVFP4BlockScaling, arXiv 250
 -- the Hadamard transform.
 M.recipes.nvfp4_four_over_six = microscaled("Transformer Engine's NVFP4BlockScaling, 4over6",
   e2m1("four_over_six", "1x16"), e2m1("four_over_six", "16x16"), NVFP4_DY)
--- Tseng et al. (arXiv 2502.20586): the forward product in bf16, the others in MXFP4 with stochastic
--- rounding that cannot saturate, under a random Hadamard transform.
+-- Tseng et al. (arXiv 2502.20586): the forward product is in bf16. The backward products are in
+-- MXFP4, with stochastic rounding that cannot saturate, under a random Hadamard transform.
 local UNCLIPPED = e2m1("floor", "1x32", { stochastic = 24, factor = 0.75 })
 local RANDOM = { hadamard = 64, signs = "step" }
 M.recipes.mxfp4_tseng = microscaled("Tseng et al., arXiv 2502.20586", UNCLIPPED, UNCLIPPED,
@@ -181,16 +184,16 @@ local function find(name)
     nearest.choices(name, M.recipes, "precisions"))
 end
 
---- The `fp8` tables of the recipes that have one, by name.
+--- Returns the `fp8` tables of the recipes that have one, by name.
 function M.fp8_tables()
   local tables = {}
   for name, recipe in pairs(M.recipes) do tables[name] = recipe.fp8 end
   return tables
 end
 
--- A copy of a value with the plain tables in it, so that a change does not reach the original. An
--- object (a table with a metatable) is not copied. seen: the copies made so far; a table may hold
--- itself.
+-- Copies a value and the plain tables in it, so that a change does not reach the original. An
+-- object (a table with a metatable) is not copied. seen: the copies made so far, because a table
+-- may hold itself.
 local function copy(value, seen)
   if type(value) ~= "table" or getmetatable(value) then return value end
   if not seen[value] then
@@ -208,11 +211,11 @@ local function equal(a, b)
   return true
 end
 
--- The formats of operations (eng_precision) under each recipe made by resolve; false: a recipe that
--- changes no operation.
+-- recipe made by resolve -> the formats of operations under it (eng_precision), or false if the
+-- recipe changes no operation.
 local formats_of = setmetatable({}, { __mode = "k" })
 
--- The entry of formats_of for one full recipe.
+-- Returns the entry of formats_of for one full recipe.
 local function operation_formats(full)
   if not full.fp8 and full.activations == "f32" and full.residual == "f32" and full.norm == "f32"
     and full.wide == "f32" then return false end
@@ -220,7 +223,8 @@ local function operation_formats(full)
     dtype[full.norm], dtype[full.wide], full.fp8 and 1 or 0 })
 end
 
---- The full recipe for a name or a table (missing fields come from its `base`, fp32 by default).
+--- Returns the full recipe for a name or a table. Missing fields of a table come from its `base`
+--- (fp32 by default).
 function M.resolve(recipe)
   if formats_of[recipe] ~= nil then return recipe end
   if recipe == nil then recipe = "fp32" end
@@ -278,7 +282,7 @@ function M.resolve(recipe)
   return full
 end
 
---- Whether two full recipes give every role the same format.
+--- Returns whether two full recipes give every role the same format.
 function M.same(a, b)
   for role in pairs(FORMATS) do
     if a[role] ~= b[role] then return false end
@@ -302,9 +306,9 @@ function M.in_f32(full, f, ...)
     and M_ffi.new("eng_precision", { f32, f32, f32, f32, 0 }) or nil, f, ...)
 end
 
---- Three int32_t arrays with an element for each parameter of `list` ({ role = } ...): the formats
---- of its low-precision copy and of its gradient, for eng_params_precision, and the format of its
---- master, for eng_params_masters.
+--- Returns three int32_t arrays with an element for each parameter of `list` ({ role = } ...): the
+--- format of the parameter's low-precision copy and the format of its gradient, for
+--- eng_params_precision, and the format of its master, for eng_params_masters.
 function M.parameter_formats(full, list)
   local function array() return M_ffi.new("int32_t[?]", #list) end
   local shadow, gradient, masters = array(), array(), array()

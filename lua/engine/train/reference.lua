@@ -1,6 +1,6 @@
--- Reference backwards: at intervals the step's own batches also go through the model in f32, with
--- the same dropout, so that a policy can compare the norm of its low-precision gradients with the
--- true one (record.norm_ref). The step then uses the same batches. Its gradients, the model's
+-- Runs reference backwards: at intervals, the step's own batches also go through the model in f32,
+-- with the same dropout. A policy can then compare the norm of its low-precision gradients with the
+-- true norm (record.norm_ref). The step then uses the same batches. Its gradients, the model's
 -- buffers and the random numbers do not change. A reference backward costs time, and memory for a
 -- second set of f32 gradients. Called by the trainer for policies that need "norm_ref".
 local M_ffi = require "engine.base.ffi"
@@ -17,8 +17,8 @@ local M = {}
 local Reference = {}
 Reference.__index = Reference
 
---- The reference backwards of a trainer. every: steps between two of them. layers: a Lua pattern
---- for the names of the parameters to cover ("": all); other parameters take no part in the
+--- Makes the reference backwards of a trainer. every: the steps from one to the next. layers: a Lua
+--- pattern for the names of the parameters to cover ("": all). Other parameters take no part in the
 --- backward pass.
 function M.new(trainer, every, layers)
   local list, spared = trainer.optimizer.list, {}
@@ -49,8 +49,8 @@ local function backward(self, s, batches)
   end
 end
 
---- In every `every`-th step, draws the step's batches, runs them in f32 and returns them, for the
---- step itself to use. In other steps returns nil.
+--- Draws the step's batches in every `every`-th step, runs them in f32 and returns them, so that
+--- the step itself uses them. Returns nil in all other steps.
 function Reference:batches(s)
   local trainer = self.trainer
   self.norm = 0 / 0

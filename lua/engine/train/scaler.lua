@@ -1,6 +1,6 @@
--- Loss scaling for an explicit loop, with the state machine of PyTorch's GradScaler:
+-- Scales the loss in an explicit loop, with the state machine of PyTorch's GradScaler:
 --   local scaler = engine.scaler{ policy = "dynamic", init_scale = 2^16 }
---   scaler:scale(loss):backward()   -- the scale seeds the backward pass: no extra pass
+--   scaler:scale(loss):backward()   -- the scale seeds the backward pass, without an extra pass
 --   scaler:unscale(opt)             -- only if the loop reads gradients or clips them
 --   opt:clip_grad_norm(1)
 --   local result = scaler:step(opt)    -- { skipped = true, reason = ... } on inf or nan
@@ -33,12 +33,12 @@ local function f32(x) return tonumber(ffi.cast("float", x)) end
 local Scaled = {}
 Scaled.__index = Scaled
 
---- Gradients of the loss times the scale. options: retain.
+--- Computes the gradients of the loss times the scale. options: retain.
 function Scaled:backward(options)
   autograd.backward(self.loss, { scale = self.seed, retain = options and options.retain })
 end
 
---- The loss times the scale, as a number.
+--- Returns the loss times the scale, as a number.
 function Scaled:item() return self.loss:item() * self.seed end
 
 function Scaled:__tostring()
@@ -52,7 +52,7 @@ Scaler.__index = Scaler
 
 local READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"
 
---- engine.scaler { ... }: a scaler for an explicit loop. Options: policy (name, path, Policy;
+--- engine.scaler { ... }: makes a scaler for an explicit loop. Options: policy (name, path, Policy;
 --- "dynamic"), enabled (true), model (for scales per layer), and the policy's own options.
 function M.new(options)
   options = options or {}
@@ -72,13 +72,13 @@ function M.new(options)
     started = C.eng_clock(), total = ffi.new("eng_record") }, Scaler)
 end
 
---- The current loss scale; 1 when disabled.
+--- Returns the current loss scale, or 1 if the scaler is disabled.
 function Scaler:get_scale() return self.enabled and self.policy:scale() or 1 end
 
 function Scaler:is_enabled() return self.enabled end
 
---- The loss, ready for :backward() with the scale; a list of losses returns a list. Further
---- arguments go to the scale_loss of a class (class_scaler.lua).
+--- Returns the loss, ready for :backward() with the scale. For a list of losses, returns a list.
+--- Further arguments go to the scale_loss of a class (class_scaler.lua).
 function Scaler:scale(loss, ...)
   if type(loss) == "table" and not getmetatable(loss) then
     local list = {}
@@ -166,8 +166,8 @@ local function tell_bad(entry)
     first and ", the first in " .. first.name or "")
 end
 
---- The optimizer's update, unscaling in the same pass, unless its gradients hold inf or nan.
---- options go to opt:step. Returns { skipped = boolean, reason = text or nil }.
+--- Makes the optimizer's update, which unscales in the same pass, unless the gradients hold inf or
+--- nan. options go to opt:step. Returns { skipped = boolean, reason = text or nil }.
 function Scaler:step(opt, options)
   local entry = entry_of(self, opt, "step")
   if type(options) == "function" then
@@ -275,7 +275,7 @@ end
 local LATE = { [C.ENG_ACTION_RETRY] = "retry", [C.ENG_ACTION_STOP] = "stop",
   [C.ENG_ACTION_ROLLBACK] = "rollback" }
 
--- The part of a verdict that comes too late for a scaler, as text; or nil.
+-- Returns the part of a verdict that comes too late for a scaler as text, or nil.
 local function too_late(verdict, stepped, overflow)
   local action = LATE[verdict.action]
   if action then return "action = '" .. action .. "'" end
@@ -289,8 +289,9 @@ end
 
 --- Ends the step: the policy reads the statistics of the optimizers' gradients and decides on the
 --- next scale. Returns the policy's verdict. If `new_scale` is a number, it becomes the scale, the
---- policy's counters stay, and nil is returned. A verdict of retry, stop or rollback raises an
---- error. Once an optimizer has stepped, a clip, an lr_mul or a skip without an overflow also does.
+--- policy does not decide, and the result is nil. A verdict of retry, stop or rollback raises an
+--- error. Once an optimizer has stepped, a clip, an lr_mul or a skip without an overflow also
+--- raises an error.
 function Scaler:update(new_scale)
   if not self.enabled then return nil end
   need_scale(self, "update")
@@ -333,7 +334,7 @@ function Scaler:update(new_scale)
   return verdict
 end
 
---- The state that a resumed run needs; {} when disabled.
+--- Returns the state that a resumed run needs, or {} if the scaler is disabled.
 function Scaler:state_dict()
   if not self.enabled then return {} end
   return { policy = self.policy.name, state = self.policy:save(), scale = self:get_scale(),

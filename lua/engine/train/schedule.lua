@@ -1,4 +1,4 @@
--- Learning-rate schedules: pure functions of the number of applied updates (from 0). Calling a
+-- Learning-rate schedules are pure functions of the number of applied updates (from 0). Calling a
 -- schedule returns the rate; engine.plot draws s:values(n), the rates of n updates.
 --   local s = engine.schedule.cosine{ lr = 3e-4, warmup = 100, total = 2000, floor = 3e-5 }
 --   s(0), s(2000)
@@ -14,15 +14,15 @@ local Schedule = {}
 Schedule.__index = Schedule
 function Schedule:__call(updates) return self.rate(updates) end
 function Schedule:__tostring() return self.text end
---- The rates of the first n updates, as a list.
+--- Returns the rates of the first n updates, as a list.
 function Schedule:values(n)
   local list = {}
   for i = 1, n do list[i] = self.rate(i - 1) end
   return list
 end
 
--- Defines M[name]: the rate rises linearly to o.lr over o.warmup updates; from then on it is
--- after(u, o) in update u. While it rises, the factor is (u + 1) / warmup, so that the first update
+-- Defines M[name]: the rate rises linearly to o.lr over o.warmup updates. From then on, the rate of
+-- update u is after(u, o). While it rises, the factor is (u + 1) / warmup, so that the first update
 -- already moves the weights.
 local function define(name, defaults, after)
   M[name] = function(options)
@@ -58,12 +58,13 @@ end
 --- lr after the warm-up.
 define("constant", { lr = 1e-3, warmup = 0 }, function(_, o) return o.lr end)
 
---- Linear from lr down to floor at `total`.
+--- The rate falls linearly from lr to floor at update `total`.
 define("linear", { lr = 1e-3, warmup = 0, total = 1000, floor = 0 }, function(u, o)
   return o.lr + (o.floor - o.lr) * progress(u, o)
 end)
 
---- Half a cosine from lr to floor at `total` (Loshchilov and Hutter 2017, without restarts).
+--- The rate falls as half a cosine from lr to floor at update `total` (Loshchilov and Hutter 2017,
+--- without restarts).
 define("cosine", { lr = 1e-3, warmup = 0, total = 1000, floor = 0 }, function(u, o)
   return o.floor + (o.lr - o.floor) * 0.5 * (1 + math.cos(math.pi * progress(u, o)))
 end)
@@ -84,8 +85,8 @@ define("inverse_sqrt", { lr = 1e-3, warmup = 100 }, function(u, o)
   return o.lr * math.sqrt(math.max(1, o.warmup) / math.max(1, u + 1))
 end)
 
---- Warm-up, stable, decay: lr until `decay` updates before `total`, then linear down to floor (Hu
---- et al. 2024, MiniCPM).
+--- Warm-up, stable, decay: the rate is lr until `decay` updates before `total`, and then falls
+--- linearly to floor (Hu et al. 2024, MiniCPM).
 define("wsd", { lr = 1e-3, warmup = 0, total = 1000, decay = 200, floor = 0 }, function(u, o)
   local left = o.total - u
   if left >= o.decay then return o.lr end

@@ -1,5 +1,5 @@
--- The session: a trainer's history, policies and checkpoints for training loops written by hand,
--- also with several models or optimizers. The script writes the loop:
+-- A session gives training loops written by hand a trainer's history, policies and checkpoints. It
+-- may have several models or optimizers. The script writes the loop:
 --
 --   local s = engine.session { optimizers = { d = opt_d, g = opt_g }, policy = "dynamic",
 --     run = "gan" }
@@ -11,9 +11,9 @@
 --   end
 --
 -- A Session is a Trainer (trainer.lua) whose forward and backward passes are called by the script.
--- One update, applied or skipped, is one step of the run: one record and one verdict. A turn of the
--- loop may have several steps; its tensors are freed when the turn ends. Between two turns,
--- loop.lua handles swaps, requests of attached clients, and checkpoints.
+-- One update, applied or skipped, is one step of the run, with one record and one verdict. A turn
+-- of the loop may have several steps. The tensors of a turn are freed when it ends. Between two
+-- turns, loop.lua handles swaps, requests of attached clients, and checkpoints.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local assemble = require "engine.train.assemble"
@@ -39,7 +39,7 @@ Session.by_hand = true
 
 -- ------------------------------------------------------------------ several optimizers as one
 
--- Several optimizers with the interface of one, for the trainer's code. The parameters of the
+-- Gives several optimizers the interface of one, for the trainer's code. The parameters of the
 -- optimizer `d` are called "d.NAME". `active`: the entry of the optimizer that takes the current
 -- step.
 local Several = {}
@@ -99,7 +99,7 @@ end
 
 -- ------------------------------------------------------------------ making one
 
--- The session's optimizers, sorted by name: { name, number, opt, first_lr }.
+-- Returns the session's optimizers, sorted by name: { name, number, opt, first_lr }.
 local function entries_of(o)
   local given = o.optimizers
   if given == nil and o.optimizer ~= nil then given = { optimizer = o.optimizer } end
@@ -138,8 +138,8 @@ end
 local Holder = module.class("tensors")
 local Models = module.class("models")
 
--- The module that an optimizer trains. If the optimizer was made without a module, a new module
--- that holds the optimizer's tensors.
+-- Returns the module that an optimizer trains. If the optimizer was made without a module, returns
+-- a new module that holds the optimizer's tensors.
 local function model_of(opt)
   if opt.model then return opt.model end
   local holder = Holder()
@@ -167,7 +167,7 @@ local function new(given)
   o.data = o.data or { next = function()
     raise("session: skipping data needs a loader; hint: data = the loop's loader") end }
   return assemble.object(o, Session, { entries = entries, own_data = given.data ~= nil, turn = 0,
-    retain = #entries > 1 })                -- losses of one turn may share parts of the tape
+    retain = #entries > 1 })                -- the losses of a turn may share parts of the tape
 end
 
 --- engine.session{ ... }: history, policies with shadows and hot swaps, attached clients, progress
@@ -176,14 +176,14 @@ end
 ---   optimizer                    one of engine.optim; or
 ---   optimizers                   { name = optimizer } for several, which share the loss scale.
 ---                                Parameters are then called "name.PARAMETER" in the history
----   data                         the loop's loader, if it has state() and restore(): checkpoints
+---   data                         the loop's loader, if it has state() and restore(). Checkpoints
 ---                                store its position. The loop itself calls data:next()
 ---   state                        session.state at the start ({}): the loop's own numbers, strings,
 ---                                booleans, kept tensors and tables of these, in every checkpoint
---- and, as in engine.trainer: precision policy policy_options clip clip_value run resume
---- checkpoint_every keep log on_policy_error on_lost rollbacks stats_every history config shadow
---- watch attach tensorboard. Several optimizers are numbered from 1 in the order of their names.
---- record.signals.optimizer is the number of the optimizer that takes the step. An lr set in
+--- Further options are those of engine.trainer: precision policy policy_options clip clip_value run
+--- resume checkpoint_every keep log on_policy_error on_lost rollbacks stats_every history config
+--- shadow watch attach tensorboard. Several optimizers are numbered from 1 in the order of their
+--- names. record.signals.optimizer is the number of the optimizer that takes the step. An lr set in
 --- `engine attach` applies to all optimizers.
 function M.new(given)
   if type(given) ~= "table" then
@@ -244,9 +244,10 @@ local function next_turn(self)
   return self.turn
 end
 
---- for turn in s:turns(n) do ... end: up to n turns, counted from 1; a resumed run goes on after
---- the turns of its checkpoint. Each turn begins with empty gradients. The loop ends early when the
---- policy, an attached client or s:stop() ends it, or on Ctrl-C. After `break`, call s:close().
+--- for turn in s:turns(n) do ... end: makes up to n turns, counted from 1. A resumed run goes on
+--- after the turns of its checkpoint. Each turn begins with empty gradients. The loop ends early
+--- when the policy, an attached client or s:stop() ends it, or on Ctrl-C. After `break`, call
+--- s:close().
 function Session:turns(n)
   arguments.want_whole(n, "session:turns", "the number of turns", 0)
   self.most, self.summary = n, nil
@@ -254,7 +255,7 @@ function Session:turns(n)
 end
 
 --- Ends the run: writes the last checkpoint and closes the files. Returns the summary, as
---- trainer:run() does. A loop that ends by itself calls it; after `break` the script must.
+--- trainer:run() does. A loop that ends by itself calls it. After `break`, the script must call it.
 function Session:close()
   if not self.last then return self.summary end
   local last = self.last
@@ -275,13 +276,13 @@ function Session.run()
   raise("session:run: a session has no loop of its own; hint: for turn in s:turns(n) do ... end")
 end
 
---- Ends the loop after this turn; the reason goes into the history and the summary.
+--- Ends the loop after this turn. The reason goes into the history and the summary.
 function Session:stop(reason)
   if not self.last then raise("session:stop: no loop is running") end
   self.last.stopped = self.last.stopped or tostring(reason or "requested by the script")
 end
 
--- The open step; an error outside of a turn.
+-- Returns the open step. Raises an error outside of a turn.
 local function inside(self, what)
   if self.current then return self.current end
   raise("session:%s: expected to be called inside `for turn in s:turns(n) do ... end`", what)
@@ -290,12 +291,12 @@ end
 --- Runs f(...) in the session's precision and returns its results.
 function Session:autocast(f, ...) return precision.autocast(self.precision, f, ...) end
 
---- The loss scale of the next backward pass.
+--- Returns the loss scale of the next backward pass.
 function Session:get_scale() return self.current and self.current.scale or self.policy:scale() end
 
---- The backward pass of a loss, seeded with the loss scale. With several optimizers, the tape is
---- kept until the turn ends, so that a later loss may share a part of it. Gradients of several
---- passes add up until the optimizer's step; with fp16 or bf16 gradients, call
+--- Runs the backward pass of a loss, seeded with the loss scale. With several optimizers, the tape
+--- is kept until the turn ends, so that a later loss may share a part of it. Gradients of several
+--- passes add up until the optimizer's step. If they are in fp16 or bf16, call
 --- optimizer:accumulates(true) before the loop, so that they add up in f32. Further arguments go to
 --- the scale_loss of a loss scaler class.
 function Session:backward(loss, ...)
@@ -322,8 +323,8 @@ end
 
 local probe = M_ffi.new("eng_record")
 
--- The scale of the next backward pass: the policy's scale, or the scale of step s as long as some
--- optimizer still has gradients of that scale.
+-- Returns the scale of the next backward pass: the policy's scale, or the scale of step s as long
+-- as some optimizer still has gradients of that scale.
 local function next_scale(self, s)
   if self.policy:scale() == s.scale then return s.scale end
   for _, e in ipairs(self.entries) do
@@ -335,12 +336,12 @@ end
 
 local STEP = "clip tokens"
 
---- One step of an optimizer with its gradients: statistics, the policy's verdict, then the update,
---- which unscales and clips in the same pass, or no update. opt: the optimizer or its name; may be
---- nil if there is only one. The optimizer's gradients are empty afterwards. options: clip (of this
---- step), tokens (trained on in this step). Returns { skipped = boolean, action = "step", "skip",
---- "retry", "stop" or "rollback", reason = text or nil, step = number, loss = the sum over the
---- backward passes, scale = the scale of these gradients }.
+--- Makes one step of an optimizer with its gradients: statistics, the policy's verdict, and then
+--- the update, which unscales and clips in the same pass, or no update. opt: the optimizer or its
+--- name; may be nil if there is only one. The optimizer's gradients are empty afterwards. options:
+--- clip (the limit of this step), tokens (the number of tokens trained on in this step). Returns {
+--- skipped = boolean, action = "step", "skip", "retry", "stop" or "rollback", reason = text or nil,
+--- step = number, loss = the sum over the backward passes, scale = the scale of these gradients }.
 function Session:step(opt, o)
   local s, entry = inside(self, "step"), entry_of(self, opt)
   o = tensor.read_named(o, "session:step", STEP)
@@ -382,7 +383,7 @@ end
 
 -- ------------------------------------------------------------------ what differs from a trainer
 
---- As Trainer:fetch, over the parameters of the optimizer that steps.
+--- Does what Trainer:fetch does, over the parameters of the optimizer that steps.
 function Session:fetch(s)
   local stats, n = self.stats, #s.entry.opt.list
   M_ffi.ffi.fill(stats, M_ffi.ffi.sizeof("eng_tensor_stats") * #self.optimizer.list)
@@ -401,8 +402,9 @@ end
 -- The actions that go back to an earlier place in the data.
 local BACK = { [C.ENG_ACTION_RETRY] = "retry", [C.ENG_ACTION_ROLLBACK] = "rollback" }
 
---- As Trainer:decide. A retry or rollback needs the session's own loader (`data`) and a single
---- optimizer; without them, such a verdict is refused and becomes a skip or a step.
+--- Does what Trainer:decide does. A retry or a rollback needs a single optimizer and the option
+--- `data` (the loop's loader). Without them, such a verdict is refused and becomes a skip or a
+--- step.
 function Session:decide(s, record)
   local verdict = Trainer.decide(self, s, record)
   local action = BACK[verdict.action]
@@ -415,7 +417,7 @@ function Session:decide(s, record)
   return verdict
 end
 
---- What a checkpoint holds of the loop.
+--- Returns what a checkpoint holds of the loop.
 function Session:loop_state()
   local state = { turn = self.turn, optimizers = {} }
   for _, e in ipairs(self.entries) do

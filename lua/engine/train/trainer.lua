@@ -1,4 +1,5 @@
--- The trainer: one training step, in order, and what it is made of. Start reading at Trainer:step.
+-- The trainer makes one training step, whose parts stand here in order. Start reading at
+-- Trainer:step.
 --
 --   local trainer = engine.trainer {
 --     model = model, data = data, optimizer = opt, schedule = engine.schedule.cosine { ... },
@@ -6,9 +7,10 @@
 --   }
 --   trainer:run()
 --
--- assemble.lua puts a trainer together and documents its options; loop.lua runs the steps;
--- modes.lua says what a mode rules out; session.lua gives the step's parts to loops written by
--- hand; run/run.lua writes history and checkpoints; run/swap.lua changes the policy between steps.
+-- assemble.lua puts a trainer together and documents its options. loop.lua runs the steps.
+-- modes.lua refuses what does not work in a mode. session.lua gives the step's parts to loops
+-- written by hand. run/run.lua writes history and checkpoints. run/swap.lua changes the policy
+-- between steps.
 local M_ffi = require "engine.base.ffi"
 local activations = require "engine.train.activations"
 local attention_logits = require "engine.train.attention_logits"
@@ -35,13 +37,13 @@ Trainer.run, Trainer.loss_note, Trainer.summary_text = loop.run, loop.loss_note,
 
 -- =================================================================== THE TRAINING STEP
 
---- One step. Returns a record and the verdict on it, which are valid until the next step. With a
---- delay of 0 (mode = "sync") both are this step's, and the policy decides before the update. With
---- a delay of 1 ("lagged") both are those of the step before (nil at the first step), so that the
---- host never waits for work that was queued in this step; the device itself skips an update that
---- overflowed.
---- * On several ranks in sync mode, (4) is part of (5): in reducer:record, each rank makes the pass
---- over its part of the gradients.
+--- Makes one step. Returns a record and the verdict on it, which are valid until the next step.
+--- With a delay of 0 (mode = "sync"), both belong to this step, and the policy decides before the
+--- update. With a delay of 1 ("lagged"), both belong to the step before (nil at the first step), so
+--- the host never waits for work that was queued in this step. The device itself skips an update
+--- that overflowed.
+--- * On several ranks in sync mode, (4) is part of (5): each rank makes the pass over its part of
+--- the gradients in reducer:record.
 function Trainer:step()
   local s = self:begin()                                   -- scale, lr, arena, groups, FP8, place
   for i = 1, self.accumulate do
@@ -72,16 +74,16 @@ end
 
 -- =================================================================== its parts
 
---- Opens the step and returns it: the table s, to which the step's parts add their results. Each
---- field below is followed by the function that sets it.
+--- Opens the step and returns it: the table s, to which the step's parts add their results. The
+--- list gives the fields of s and the function that sets each of them.
 ---   step, updates, scale, lr   begin: as in the record
 ---   place                      begin: the position in data and random numbers, for a retry
 ---   shadow_scales              begin: the scales that the shadows would use, or nil
 ---   batches                    begin: the batches that a reference backward has drawn, or nil
----   tokens                     forward_backward: of this rank; reducer:record: of all ranks
+---   tokens                     forward_backward: tokens of this rank; reducer:record: of all ranks
 ---   elapsed, together, asked   ask_statistics: seconds; whether the losses come with the
 ---                              statistics; whether the statistics were requested
----   meters                     ask_statistics: of FP8 layers, or nil
+---   meters                     ask_statistics: the meters of FP8 layers, or nil
 ---   signals, culprits          reducer:remember: { name = value }; with a delay, the tensors that
 ---                              overflowed on each rank
 ---   logs                       decide: what the policies logged, or nil
@@ -94,7 +96,7 @@ function Trainer:begin()
   return self:attempt()
 end
 
---- The part of begin that a session repeats after each step of the same turn.
+--- Does the part of begin() that a session repeats after each step of the same turn.
 function Trainer:attempt()
   local opt, policy = self.optimizer, self.policy
   local lr = self.fixed_lr or not self.schedule and opt.lr or self.schedule(self.updates)
@@ -121,7 +123,7 @@ function Trainer:drop_record()
   self.current = nil
 end
 
---- The next batch of the trainer's data, or of other data.
+--- Returns the next batch of the trainer's data, or of other data.
 function Trainer:next_batch(data)
   local batch = (data or self.data):next()
   if type(batch) == "table" then return batch end
@@ -129,7 +131,7 @@ function Trainer:next_batch(data)
     "data's next()", M_ffi.value_text(batch))
 end
 
---- Micro-batch i: records its loss on the tape and adds its gradients to the flat buffer.
+--- Runs micro-batch i: records its loss on the tape and adds its gradients to the flat buffer.
 function Trainer:forward_backward(s, i)
   local batch = s.batches and s.batches[i] or self:next_batch()
   self.reducer:draw(s, i)
@@ -149,7 +151,7 @@ function Trainer:forward_backward(s, i)
 end
 
 --- Runs the backward pass of a micro-batch's loss and returns the loss. The scale seeds the
---- gradient, unless a class scales the loss itself.
+--- gradient, unless a loss scaler class scales the loss itself.
 function Trainer:backward(s, i, loss, ...)
   local policy = self.policy
   local scaled = policy.scale_loss and policy:scale_loss(loss, ...)
@@ -165,7 +167,7 @@ function Trainer:backward(s, i, loss, ...)
   return loss
 end
 
---- The loss of a trainer without the option `loss`.
+--- Computes the loss of a trainer without the option `loss`.
 function M.default_loss(model, batch) return model:loss(batch.x, batch.y) end
 
 -- Checks and returns what the loss function returned.
@@ -175,14 +177,16 @@ local function checked(self, batch, good, loss, ...)
   return loss, ...
 end
 
---- The loss of a batch, computed in the run's precision, and the loss function's other results.
+--- Returns the loss of a batch, computed in the run's precision, and the loss function's other
+--- results.
 function Trainer:forward(batch)
   return checked(self, batch, pcall(precision.autocast, self.precision, self.loss, self.model,
     batch))
 end
 
--- Whether the device reads the losses together with the statistics. Otherwise they are read one by
--- one, and each read waits for the device; a lagged run never does that.
+-- Returns whether the device reads the losses together with the statistics. Otherwise the losses
+-- are read one by one, and each read waits for the device. A lagged run never reads them one by
+-- one.
 local function together(self)
   local fits = self.accumulate <= C.ENG_STATS_LOSSES
   for i = 0, self.accumulate - 1 do fits = fits and self.losses[i].dtype == "f32" end
@@ -207,7 +211,7 @@ end
 
 local loss_sum = M_ffi.new("double[1]")
 
---- The record of a step.
+--- Fills the record of a step and returns it.
 function Trainer:fetch(s)
   local record, stats = self.record, self.stats
   loss_sum[0] = 0
@@ -249,18 +253,18 @@ function Trainer:decide(s, record)
   return verdict
 end
 
---- Why a policy cannot be used in this run (modes.lua), or nil.
+--- Returns why a policy cannot be used in this run (modes.lua), or nil.
 function Trainer:refuses(policy) return modes.policy_refusal(self, policy) end
 
---- Why no policy of FP8 layers can be used in this run, or nil.
+--- Returns why no policy of FP8 layers can be used in this run, or nil.
 function Trainer:refuses_fp8() return modes.fp8_refusal(self) end
 
---- A policy's verdict on a record, with the last statistics per tensor.
+--- Returns a policy's verdict on a record, with the last statistics per tensor.
 function Trainer:ask(policy, record) return policy:decide(record, self.stats) end
 
 --- Unscales, clips and updates in one pass if the verdict's action is `step`. With a delay of 1
---- there is no record: the device decides by its own statistics, and `verdict` (of the step before,
---- or nil) gives only clip and lr_mul.
+--- there is no record. The device then decides by its own statistics, and `verdict` (the verdict on
+--- the step before, or nil) gives only clip and lr_mul.
 function Trainer:update(s, verdict, record)
   local opt = self.optimizer
   self.norms.known = false
@@ -314,7 +318,7 @@ end
 
 -- ------------------------------------------------------------------ going back
 
---- The position in the data and in the random numbers, so that a retry sees the same batch.
+--- Returns the position in the data and in the random numbers, so that a retry sees the same batch.
 function Trainer:remember_place()
   local place = random.place()
   place.data = self.data.state and self.data:state()
@@ -351,9 +355,10 @@ function Trainer:keeping_buffers(f)
   return restored(f())
 end
 
---- Called when a run resumes. `ranks` and `accumulate` are the run's earlier values. If the script
---- has the same `accumulate` but the number of ranks differs, changes `accumulate` so that a step
---- keeps its number of batches, if the ranks divide it. Returns a line about the change, or nil.
+--- Called when a run resumes. `ranks` and `accumulate` are the run's earlier values. The script may
+--- have the same `accumulate` but another number of ranks. Then `accumulate` changes so that a step
+--- keeps its number of batches, if the number of ranks divides it. Returns a line about the change,
+--- or nil.
 function Trainer:share_as_before(ranks, accumulate)
   local before, size = ranks * accumulate, self.reducer.size
   local same = "with the same steps except for rounding"       -- the ranks sum in another order
@@ -384,8 +389,8 @@ function Trainer:prepare(policy)
   policy:tensors(self.groups.names, self.groups.group_of, self.groups.groups, true)
 end
 
---- The statistics to compute: those of every record, those that the policy and its shadows need,
---- and the histogram, from which engine replay computes a recorded step at another scale.
+--- Returns the statistics to compute: those of every record, those that the policy and its shadows
+--- need, and the histogram, from which engine replay computes a recorded step at another scale.
 function Trainer:all_needs()
   return bit.bor(self.policy.needs, self.shadows and self.shadows.needs or 0, C.ENG_NEED_AMAX,
     C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW,
@@ -413,7 +418,8 @@ function Trainer:use_policy(policy)
     or activations.new(self.model, self.activation_pattern)) or nil
 end
 
---- The names of the gradients' formats, such as "f32", as a list in the order of the parameters.
+--- Returns the names of the gradients' formats, such as "f32", as a list in the order of the
+--- parameters.
 function Trainer:gradient_formats()
   local list = {}
   local _, formats = precision.parameter_formats(self.precision, self.optimizer.list)
@@ -421,7 +427,7 @@ function Trainer:gradient_formats()
   return list
 end
 
---- The indices of the fp16 gradients in `stats`, from 0.
+--- Returns the indices of the fp16 gradients in `stats`, from 0.
 function Trainer:fp16_gradients()
   if not self.fp16 then
     self.fp16 = {}
@@ -434,7 +440,7 @@ end
 
 -- ------------------------------------------------------------------ evaluating, describing
 
---- The mean loss over `batches` batches of other data, without recording and with dropout off.
+--- Returns the mean loss over `batches` batches of other data, with the tape and dropout off.
 function Trainer:evaluate_on(data, batches)
   local sum = 0
   self.model:evaluating(function()
@@ -461,7 +467,7 @@ function Trainer:warn(text)
   require("engine.run.progress").warn(self.progress or { silent = self.reducer.rank > 0 }, text)
 end
 
---- The resources of this run: "2 threads", or "4 ranks, ZeRO-1, 1 thread each".
+--- Returns the resources of this run as text: "2 threads", or "4 ranks, ZeRO-1, 1 thread each".
 function Trainer:resources()
   local threads, ranks = tonumber(C.eng_threads(0)), self.reducer:described()
   return ("%s%d thread%s%s"):format(ranks and ranks .. ", " or "", threads,

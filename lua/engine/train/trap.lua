@@ -2,7 +2,7 @@
 -- (same batch, random numbers and scale) and checks the result of every operation
 -- (core/autograd/trap.c). It names the first operation that made an inf and the first that made a
 -- nan, with module, shapes and magnitudes. It costs the time of a few steps.
--- Called by overflow.lua: with trap = "overflow" at every overflow, else when a run is stuck.
+-- Called by overflow.lua at every overflow (with trap = "overflow") or when a run is stuck.
 local M_ffi = require "engine.base.ffi"
 local module = require "engine.nn.module"
 
@@ -79,7 +79,8 @@ function M.watch(model, f)
   return finding
 end
 
--- "blocks.3.mlp.up.weight f16 [512 x 128] amax 0.31"; amax over the finite elements
+-- Returns text such as "blocks.3.mlp.up.weight f16 [512 x 128] amax 0.31". The amax is over the
+-- finite elements.
 local function tensor_text(t)
   if t.text == "" then return nil end
   local text = (t.name and t.name .. " " or "") .. t.text
@@ -95,7 +96,7 @@ end
 local EXCHANGED = { batch_norm = { [4] = "the mean", [5] = "the variance" },
   batch_norm_grad = { [6] = "the sums over all ranks" } }
 
--- What input `t` of a site is, if no operation made it.
+-- Describes the input `t` of a site, if no operation made it.
 local function given_text(s, t)
   if t.name then return "parameter " .. t.name end
   local what = EXCHANGED[s.kernel] and EXCHANGED[s.kernel][s.held_by]
@@ -107,7 +108,7 @@ local function given_text(s, t)
     and "the loss scale, the seed of the backward pass?" or "data, a mask, a constant")
 end
 
---- Where an inf or nan began, or entered from outside, in words. s: a site of a finding.
+--- Returns in words where an inf or nan began, or entered from outside. s: a site of a finding.
 function M.site_text(s)
   local where = s.module ~= "" and "in " .. s.module or "outside of every module"
   local what = s.backward and (s.kernel == s.op and "backward of " ..
@@ -126,7 +127,7 @@ function M.site_text(s)
     table.concat(outputs, "; "), from)
 end
 
---- A line for each kind and pass with a finding.
+--- Returns a line for each kind (inf, nan) and pass (forward, backward) with a finding.
 function Finding:lines()
   local lines = {}
   for _, kind in ipairs { "inf", "nan" } do
@@ -147,7 +148,8 @@ function Finding:__tostring()
   return table.concat(lines, "\n")
 end
 
---- The origin without magnitudes. Findings with the same cause have the same place.
+--- Returns where the inf and the nan began, without magnitudes. Findings with the same cause have
+--- the same place.
 function Finding:place()
   local parts = {}
   for _, kind in ipairs { "inf", "nan" } do
@@ -158,7 +160,7 @@ function Finding:place()
   return table.concat(parts, "; ")
 end
 
---- The finding as plain data, for the history.
+--- Returns the finding as plain data, for the history.
 function Finding:data()
   return { inf = self.inf, nan = self.nan }
 end

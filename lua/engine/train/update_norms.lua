@@ -1,6 +1,6 @@
--- What a policy and the optimizer's update exchange besides scale, clip and lr_mul: the norms that
--- an update computes for the next step's record, and the verdict's entries for single tensors.
--- Owns the norms' sums of squares, which checkpoints hold. Called by trainer.lua and
+-- Passes between a policy and the optimizer's update what goes beyond scale, clip and lr_mul: the
+-- norms that an update computes for the next step's record, and the verdict's entries for single
+-- tensors. Owns the sums of squares of the norms, which checkpoints hold. Called by trainer.lua and
 -- run/restore.lua.
 local autograd = require "engine.tensor.autograd"
 local M_ffi = require "engine.base.ffi"
@@ -13,8 +13,8 @@ local M = {}
 local Norms = {}
 Norms.__index = Norms
 
---- The norms of n parameters. The field `known` says whether the last step made an update that
---- computed norms.
+--- Makes the norms of n parameters. The field `known` says whether the last step made an update
+--- that computed norms.
 function M.new(n)
   return setmetatable({ n = n, known = false }, Norms)
 end
@@ -38,7 +38,7 @@ function Norms:tell(record, stats)
   end
 end
 
---- Plain data for a checkpoint, or nil if nothing is known.
+--- Returns the norms as plain data for a checkpoint, or nil if they are not known.
 function Norms:state()
   if not self.known then return nil end
   local list = {}
@@ -60,7 +60,7 @@ function Norms:restore(state)
   self.known = i == self.n * C.ENG_NORMS and self.moments ~= nil
 end
 
--- What the policies set for each parameter, such as ENG_EACH_LR: double [n], or nil.
+-- Returns what the policy set for each parameter, double [n], or nil. what: ENG_EACH_LR and so on.
 local function each(trainer, what)
   local n = trainer.norms.n
   return trainer.policy:each(what, M_ffi.new("double[?]", n), n)
