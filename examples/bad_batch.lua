@@ -1,7 +1,7 @@
--- Poisoned batches: in every 25th batch features are a thousand times too large and labels are
--- wrong, as after a broken shard or a flipped bit. A scaler that reacts only to overflow halves the
--- scale at each poisoned batch that overflows. It applies the poisoned batches that do not
--- overflow, and these damage the weights. A policy can also read the gradient norm and skip the
+-- Trains on poisoned batches: in every 25th batch, features are a thousand times too large and
+-- labels are wrong, as after a broken shard or a flipped bit. A scaler that reacts only to overflow
+-- halves the scale at each poisoned batch that overflows. It applies the poisoned batches that do
+-- not overflow, and these damage the weights. A policy can also read the gradient norm and skip the
 -- batch, as SPIKES below does in about twenty lines.
 --
 --   ./engine examples/bad_batch.lua
@@ -13,7 +13,7 @@
 -- poisoned batches, last scale): dynamic 0.0047 +- 0.0088, 10.8, 2^5; dynamic with the trainer's
 -- clip=1 0.00092 +- 0.00023, 10.8, 2^5; guarded 0.00084 +- 0.00009, 12, 2^12; spikes 0.00084 +-
 -- 0.00009, 12, 2^16. dynamic lets one or two poisoned batches reach the weights and halves its
--- scale at each of the others.
+-- scale at each of the other poisoned batches.
 local engine = require "engine"
 local nn = engine.nn
 
@@ -54,7 +54,8 @@ return {
   end,
 }]] }
 
--- Two rings of points in the first two of eight dimensions; every `every`-th batch is poisoned.
+-- Returns a loader of points on two rings in the first two of eight dimensions. Every `every`-th
+-- batch is poisoned.
 local function rows(seed, every)
   local loader = { at = 0 }
   function loader:next()

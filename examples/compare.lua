@@ -1,5 +1,5 @@
--- All policies on one task: the same small GPT, text and seed, in fp16; only the loss scale
--- differs. Shows how many steps each policy skips, which share of the gradients underflows in its
+-- Runs all policies on one task: the same small GPT, text and seed, in fp16. Only the loss scale
+-- differs. Shows how many steps each policy skips, which share of the gradients underflows in all
 -- other steps, and the loss. Policies that grow the scale after a number of good steps do so after
 -- `window` steps here, so that growth happens within the run.
 --
@@ -31,18 +31,18 @@ if cfg.width % cfg.heads ~= 0 then
   engine.config.fail("width: expected a multiple of the heads, %d, got %d", cfg.heads, cfg.width)
 end
 
--- The text of a file, looked up in the working directory and then beside examples/.
+-- Reads the text of a file, which is looked up in the working directory and then beside examples/.
 local function text_of(path)
   local file = io.open(path, "rb")
     or io.open((arg[0]:match("^(.*)/") or ".") .. "/../" .. path, "rb")
-  if not file then engine.config.fail("data: no file '%s'", path) end
+  if not file then engine.config.fail("data: there is no file '%s'", path) end
   local text = file:read("*a")
   file:close()
   return text
 end
 local text = cfg.data ~= "" and text_of(cfg.data) or lab.text(40000)
 
--- The names of the option for the number of good steps before a growth.
+-- The names that policies give to the option for the number of good steps before a growth.
 local WINDOWS = { "growth_interval", "scale_window", "increment_period", "dynamic_growth_steps",
   "period", "incr_every_n_steps", "step_window", "loss_scale_steps", "scale_seq_len" }
 
@@ -54,8 +54,8 @@ local function options_of(name)
   return {}
 end
 
--- One run: first and last losses, steps skipped, share of nonzero gradients below fp16's normal
--- numbers, mean log2 scale.
+-- Makes one run. Returns its first and last losses, the steps skipped, the share of nonzero
+-- gradients below fp16's normal numbers, and the mean log2 scale.
 local function run(name, options, seed)
   engine.seed(seed)
   local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width,
@@ -84,7 +84,7 @@ local function run(name, options, seed)
   return r
 end
 
--- The mean and the standard deviation of a field of the runs.
+-- Returns the mean and the standard deviation of a field of the runs.
 local function mean(runs, field)
   local values = {}
   for i, r in ipairs(runs) do values[i] = r[field] end

@@ -38,8 +38,8 @@ local function model_of(seed)
     layers = cfg.layers }
 end
 
--- An endless source of pairs: x [2 pairs x T], with the preferred sequences first, and y, which is
--- x shifted by one token. The index of the batch seeds its random numbers.
+-- Returns an endless source of pairs: x [2 pairs x T], with the preferred sequences first, and y,
+-- which is x shifted by one token. The index of the batch seeds its random numbers.
 local function pairs_of(seed)
   local loader = { at = 0 }
   function loader:next()
@@ -66,7 +66,7 @@ end
 local function train(policy, precision, seed, tell)
   local reference, model = model_of(seed), model_of(seed)
   reference:freeze()
-  -- a sum over pairs, as in many trainers
+  -- the loss is a sum over pairs, as in many trainers
   local dpo = { beta = cfg.beta, reference = reference, reduction = "sum" }
   local kl, accuracy, norm, result = 0, 0, 0,
     { loss = 0, accuracy = 0, kl = 0, skipped = 0, kl_jump = 0 }

@@ -7,7 +7,8 @@
 --   ./engine examples/entropy.lua policy=dynamic
 --   ./engine examples/entropy.lua seeds=5                compares the policies
 --
--- Measured with seeds=5. dynamic and entropy start at 2^13 and may grow after 50 good steps.
+-- Measured with seeds=5. The scales of dynamic and entropy start at 2^13 and may grow after 50 good
+-- steps.
 --
 --              steps skipped of 200   gradients that lost bits   loss
 --   dynamic    0.4                    0.25 % +- 0.20 %           1.841 +- 0.050
@@ -15,8 +16,8 @@
 --   max_value  2.4                    0.096 % +- 0.11 %          1.848 +- 0.059
 --
 -- policy=entropy does not beat dynamic here: the entropy stays above 2 nats, so the policy's factor
--- stays at its minimum and the scale below what the gradients allow. max_value, which looks at the
--- gradients, loses the fewest bits.
+-- stays at its minimum, and the scale stays below what the gradients allow. max_value, which looks
+-- at the gradients, loses the fewest bits.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 
@@ -79,8 +80,8 @@ if cfg.seeds == 0 then
   print(("%d steps skipped; %.2g %% of the gradients lost bits to underflow"):format(
     result.skipped, 100 * result.lost))
 else
-  -- dynamic and entropy begin at 2^13 and may grow after 50 good steps, so that they differ only in
-  -- the use of the entropy.
+  -- The scales of dynamic and entropy begin at 2^13 and may grow after 50 good steps, so that the
+  -- policies differ only in the use of the entropy.
   print(engine.contest { policies = { "dynamic:init_scale=2^13,growth_interval=50",
     "entropy:init_scale=2^13,growth_interval=50", "max_value" },
     also = cfg.policy, seeds = cfg.seeds, run = train })

@@ -40,7 +40,7 @@ for step in engine.steps(cfg.steps) do
   scaler:unscale(opt)                                  -- true gradients from here to step()
   local norm = opt:clip_grad_norm(cfg.clip)
   opt.lr = schedule(opt.updates)
-  local result = scaler:step(opt)                      -- skips when a gradient was inf or nan
+  local result = scaler:step(opt)                      -- skips if a gradient is inf or nan
   scaler:update()                                      -- the policy moves the scale
   if step % 10 == 0 or result.skipped then
     print(("step %3d  loss %.4f  norm %.3f  scale %g%s"):format(step, loss:item(), norm,

@@ -13,8 +13,8 @@
 --   dgrad   +0.83 +- 0.80 %        wgrad, fixed Hadamard      +0.03 +- 0.48 %
 --   wgrad   +0.25 +- 0.56 %        wgrad, random Hadamard     +0.63 +- 0.76 %
 --   all     +2.30 +- 0.46 %        wgrad, stochastic, random  +0.57 +- 0.61 %
--- In 120 steps the forward product harms most, not wgrad; with every seed, stochastic rounding is
--- better than nearest on wgrad, and random signs are worse than fixed ones. Nothing diverges at
+-- In 120 steps the forward product harms most, not wgrad. With every seed, stochastic rounding is
+-- better than nearest on wgrad, and random signs are worse than fixed signs. Nothing diverges at
 -- this size, so this does not settle what makes large runs diverge.
 local engine = require "engine"
 local lab = require "engine.report.lab"
@@ -43,10 +43,10 @@ local VARIANTS = { { "bf16" }, { "forward", forward = true }, { "dgrad", dgrad =
   { "all", forward = true, dgrad = true, wgrad = true },
   { "all, stochastic", forward = true, dgrad = true, wgrad = true, sr = true } }
 
-local draws = 0     -- transforms with random signs so far
+local draws = 0     -- number of transforms with random signs so far
 
--- x [M x K] quantized along its rows, as bf16; if turned, quantized along its columns and
--- transposed to [K x M].
+-- Returns x [M x K], quantized along its rows, as bf16. With `turned`, quantizes x along its
+-- columns and transposes it to [K x M].
 local function fp4(x, o, turned, stochastic)
   local q = engine.mx.quantize(x, { format = "e2m1", rule = "rceil", transposed = turned,
     sr_bits = stochastic and 8 or 0, hadamard = turned and o.hadamard or nil,
@@ -54,7 +54,7 @@ local function fp4(x, o, turned, stochastic)
   return (turned and q.transposed or q):dequantize("bf16")
 end
 
--- y = x W^T + b with the products of variant `o` in MXFP4.
+-- Returns the function y = x W^T + b with the products of variant `o` in MXFP4.
 local function product(o)
   return engine.custom {
     forward = function(saved, x, w, bias)

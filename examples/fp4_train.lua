@@ -1,7 +1,7 @@
--- The same small GPT, data and seeds under bf16, MXFP8, MXFP4 and NVFP4, and with parts of the FP4
--- recipes changed: the scale rule, stochastic rounding of gradients, blocks in high precision.
--- Prints losses on held-out text and their distance from bf16's. The CPU computes the formats bit
--- for bit (docs/microscaling.md).
+-- Trains the same small GPT on the same data and seeds under bf16, MXFP8, MXFP4 and NVFP4, and with
+-- parts of the FP4 recipes changed: the scale rule, stochastic rounding of gradients, blocks in
+-- high precision. Prints losses on held-out text and their distance from bf16's. The CPU computes
+-- the formats bit for bit (docs/microscaling.md).
 --
 --   ./engine examples/fp4_train.lua                       two seeds, minutes
 --   ./engine examples/fp4_train.lua seeds=5 steps=1000 data=lua.txt svg=fp4.svg

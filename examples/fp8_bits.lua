@@ -1,5 +1,5 @@
--- The FP8 formats as tables: their ranges and special codes, every number of e4m3 or e5m2, and the
--- spacing of neighbours. See core/base/fp8.h.
+-- Prints the FP8 formats as tables: their ranges and special codes, every number of e4m3 or e5m2,
+-- and the spacing of adjacent numbers. See core/base/fp8.h.
 --
 --   ./engine examples/fp8_bits.lua
 --   ./engine examples/fp8_bits.lua format=e5m2 numbers=true      every code
@@ -18,7 +18,7 @@ local FORMATS = { { "e4m3", "1-4-3", 7, 3, 0x7E, 0x08 }, { "e5m2", "1-5-2", 15, 
   { "e5m6", "1-5-6", 15, 6, 0x7BF, 0x40 },
   { "f16", "1-5-10", 15, 10, 0x7BFF, 0x400 }, { "bf16", "1-8-7", 127, 7, 0x7F7F, 0x80 } }
 
--- A power of two as text.
+-- Returns a power of two as text.
 local function power(x) return ("2^%d"):format(math.floor(math.log(x) / math.log(2) + 0.5)) end
 
 local rows = {}
@@ -34,7 +34,7 @@ end
 lab.table({ "format", "bits", "bias", "largest", "normal", "subnormal", "binades", "error <=",
   "inf", "nan", "saturated" }, rows)
 
-print(("\n%g in each:"):format(cfg.value))
+print(("\n%g in each format:"):format(cfg.value))
 for _, f in ipairs(FORMATS) do print("  " .. fp8.bits(cfg.value, f[1])) end
 print("  ue8m0, down and up: " .. ("0x%02x 0x%02x"):format(fp8.encode(cfg.value, "ue8m0"),
   fp8.encode(cfg.value, "ue8m0", { up = true })))

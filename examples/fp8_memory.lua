@@ -15,7 +15,8 @@
 --   all                    148.70      102.49
 -- fp8_block stores each layer's input once, as codes, and quantizes it along the other dimension in
 -- the backward pass; gate and up of a SwiGLU share one copy. The output of attention is stored only
--- as e5m6, 12 bits per number. The two inputs of SwiGLU are stored as codes, its output not at all.
+-- as e5m6, 12 bits per number. The two inputs of SwiGLU are stored as codes; its output is not
+-- stored.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 
@@ -36,19 +37,20 @@ end
 
 cfg.hidden = cfg.model == "llama" and math.ceil(8 * cfg.width / 3 / 128) * 128 or 4 * cfg.width
 
--- Bytes kept for the backward pass besides FP8 codes: bf16 tensors, and statistics in f32.
+-- Returns the bytes kept for the backward pass besides FP8 codes: bf16 tensors, and statistics in
+-- f32.
 local function rest(fp8, e5m6)
   local rows, C, F = cfg.batch * cfg.context, cfg.width, cfg.hidden
   local llama = cfg.model == "llama"
-  -- Input; 1 / std, and for layer norm the mean.
+  -- The input, 1 / std and, for layer norm, the mean.
   local norm = rows * C * 2 + rows * (llama and 4 or 8)
-  -- q, k, v; log-sum-exp; rotated q and k; y.
+  -- q, k and v; the log-sum-exp; the rotated q and k; the output.
   local attention = rows * 3 * C * 2 + rows * cfg.heads * 4 + (llama and rows * 2 * C * 2
     or 0) + (e5m6 and 0 or rows * C * 2)
-  -- Llama: gate, up and their product; GPT: before and after GELU.
+  -- Llama: gate, up and their product. GPT: the features before and after GELU.
   local feed_forward = llama and (fp8 and 0 or 3) * rows * F * 2 or (fp8 and 1 or 2) * rows * F * 2
   local block = 2 * norm + (fp8 and 0 or 2 * rows * C * 2) + attention + feed_forward
-  -- The head is in bf16: its input, the logits, the loss's log-sum-exp.
+  -- The head is in bf16. It keeps its input, the logits and the log-sum-exp of the loss.
   return cfg.layers * block + norm + rows * C * 2 + rows * cfg.vocab * 2 + rows * 4
 end
 

@@ -1,7 +1,7 @@
 -- The effect of outliers on all other elements. One in a thousand activations is 2^s times larger.
--- One scale for all elements must cover the largest, which pushes the others toward the subnormals;
--- with a scale for each 1 x 128 block this happens only to the outlier's neighbours. The
--- signal-to-noise ratio is that of the other elements.
+-- One scale for all elements must cover the largest, which pushes all others toward the subnormals.
+-- With a scale for each 1 x 128 block, this happens only to the elements in the outlier's block.
+-- The signal-to-noise ratio covers only elements that are not outliers.
 --
 --   ./engine examples/fp8_outliers.lua
 --   ./engine examples/fp8_outliers.lua rows=512 svg=outliers.svg
@@ -47,7 +47,7 @@ for column, s in ipairs(SIZES) do
       local off = (fp8.quantize(x, kind[2]):dequantize() - x) * others
       local signal, noise = plain * others, off
       local power, lost = (signal * signal):sum():item(), (noise * noise):sum():item()
-      -- false: all numbers are outliers
+      -- false if all numbers are outliers
       local db = power > 0 and 10 * math.log10(power / lost)
       rows[i][column + 1], series[i].values[column] = db and ("%.1f"):format(db) or "-", db or 0 / 0
     end

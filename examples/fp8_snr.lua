@@ -12,8 +12,8 @@
 --   - its "chunk none" of block scaling means chunks of 128
 --   - its data sets called 2048 and 4096 have length 1024
 --   - in its figure of correlations, "none" has the fixed factor 64
--- Part 2 repeats it with Hopper's numerics: E4M3 up to 448, ties to even, saturating, scales of 448
--- / amax, products summed as wgmma does, with 13 fraction bits, truncated.
+-- Part 2 repeats the study with Hopper's numerics: E4M3 up to 448, ties to even, saturation, scales
+-- of 448 / amax, and products summed as wgmma does, with 13 fraction bits, truncated.
 --
 --   ./engine examples/fp8_snr.lua
 --   ./engine examples/fp8_snr.lua samples=2000 svg=snr.svg
@@ -44,7 +44,7 @@ end
 
 local floor, abs, log = math.floor, math.abs, math.log
 
--- x rounded to `fraction` bits with smallest exponent `least`, ties away from zero. Results whose
+-- Rounds x to `fraction` bits with smallest exponent `least`, ties away from zero. Results whose
 -- magnitude is `over` or more become infinite.
 local function rounded(x, fraction, least, over)
   local size = abs(x)
@@ -65,12 +65,12 @@ local function study(x)
   end
   return y
 end
--- the study's context (8, 8), which its block scaling uses: 8 fraction bits
+-- Rounds as the study's context (8, 8), which its block scaling uses: to 8 fraction bits.
 local function wide(x) return rounded(x, 8, -126, math.huge) end
 
---- The dot product of the n elements of a and b from index `at` (from 0), each multiplied by
---- `factor` first. Products and sums are in E4M3. With `chunk`, sums of `chunk` products each are
---- added in doubles.
+--- Returns the dot product of the n elements of a and b from index `at` (from 0), each multiplied
+--- by `factor` first. Products and sums are in E4M3. With `chunk`, sums of `chunk` products each
+--- are added in doubles.
 local function fixed(a, b, at, n, factor, chunk)
   local total, sum = 0, 0
   for i = 0, n - 1 do
@@ -80,9 +80,9 @@ local function fixed(a, b, at, n, factor, chunk)
   return (total + sum) / factor / factor
 end
 
---- The dot product of the n elements from index `at` (from 0), with a factor of 224 / max for each
---- chunk of each operand (chunk = nil: one chunk). Products and sums are in the context (8, 8); the
---- sums of chunks are added in doubles.
+--- Returns the dot product of the n elements from index `at` (from 0), with a factor of 224 / max
+--- for each chunk of each operand (chunk = nil: one chunk). Products and sums are in the context
+--- (8, 8). The sums of chunks are added in doubles.
 local function blocks(a, b, at, n, chunk)
   local total = 0
   for from = 0, n - 1, chunk or n do
@@ -120,7 +120,8 @@ local HOPPER = {
   { "1x128 pow2, every 128", { block = "1x128", pow2 = true }, 128 },
 }
 
---- Dot products of the rows of a and b [samples x n]: the diagonals of products of 16 rows.
+--- Returns the dot products of the rows of a and b [samples x n], which are the diagonals of matrix
+--- products of 16 rows at a time.
 local function hopper(a, b, method, samples)
   local list = {}
   for from = 1, samples, 16 do
@@ -142,8 +143,8 @@ local function text(db)
   return db == math.huge and "exact" or db == -math.huge and "inf" or ("%.2f"):format(db)
 end
 
--- For each method: the share of products below 0 dB in each column, and a histogram for the longest
--- products of independent numbers.
+-- count() collects, for each method, the share of products below 0 dB in each column, and a
+-- histogram for the longest products of independent numbers.
 local EDGES = { 0, 10, 20, 30, 40, 50, math.huge }
 local below, histograms = {}, {}
 local function count(name, column, db, at)

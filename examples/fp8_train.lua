@@ -1,6 +1,6 @@
--- The same model, data and seeds under fp32, bf16, fp16 and every FP8 recipe. Prints the last
--- losses on held-out text with their spread, and the distance of each from bf16's. The runs differ
--- only in their number formats.
+-- Trains the same model on the same data and seeds under fp32, bf16, fp16 and every FP8 recipe. The
+-- runs differ only in their number formats. Prints the last losses on held-out text with their
+-- spread, and the distance of each loss from bf16's.
 --
 --   ./engine examples/fp8_train.lua                                  a GPT, a few minutes
 --   ./engine examples/fp8_train.lua recipes=bf16,fp8_block,fp8_delayed seeds=5 steps=1200
@@ -8,8 +8,8 @@
 --   ./engine examples/fp8_train.lua data=book.txt width=256 layers=4 steps=3000 svg=train.svg
 --
 -- Measured with the second command. Its loss begins at 5.5 and is flat long before the end. The
--- columns: the held-out loss and its distance from bf16's, seed by seed, as mean +- standard
--- deviation. On the left the CPU multiplied bf16 in pairs, on the right in f32 (`engine doctor`
+-- columns are the held-out loss and its distance from bf16's, seed by seed, as mean +- standard
+-- deviation. On the left, the CPU multiplied bf16 in pairs; on the right, in f32 (`engine doctor`
 -- shows which):
 --   bf16         0.3918 +- 0.0012                         0.3919 +- 0.0015
 --   fp8_block    0.3919 +- 0.0011    +0.029 +- 0.198 %    0.3926 +- 0.0017    +0.185 +- 0.122 %
@@ -59,7 +59,7 @@ for at = 1, #text, 1024 do
 end
 train_text, test_text = table.concat(train_text), table.concat(test_text)
 
---- A GPT; with model=moe its feed-forward modules are mixtures of experts.
+--- Returns a GPT. With model=moe, its feed-forward modules are mixtures of experts.
 local function model_of()
   local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width,
     heads = cfg.heads, layers = cfg.layers }

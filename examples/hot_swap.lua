@@ -1,14 +1,14 @@
--- A policy that is rewritten during a run, as in an editor: the file is saved half-written, saved
--- complete, then saved with a bad idea, and the bad idea is undone. The run never stops. A table
--- shows the effect of each version of the file on the skipped steps and on the share of gradients
--- that lost bits below fp16's smallest normal number; weights and data are not affected by a swap.
+-- Rewrites a policy during a run, as in an editor: the file is saved half-written, saved complete,
+-- then saved with a bad idea, and the bad idea is undone. The run never stops. A table shows the
+-- effect of each version of the file on the skipped steps and on the share of gradients that lost
+-- bits below fp16's smallest normal number. A swap does not affect weights and data.
 --
 --   ./engine examples/hot_swap.lua
 --   ./engine examples/hot_swap.lua run=swap      then: engine attach swap, and history:events()
 --
--- Measured with the defaults: at scale 16, 3.0 % of the gradients lose bits; a target of 8192 for
--- the largest stored gradient (scale 2^15) reduces that to 0.01 % and skips nothing; the bad idea
--- skips 7 of its 11 steps and is undone; the half-written file is rejected with the line of its
+-- Measured with the defaults: at scale 16, 3.0 % of the gradients lose bits. A target of 8192 for
+-- the largest stored gradient (scale 2^15) reduces that to 0.01 % and skips nothing. The bad idea
+-- skips 7 of its 11 steps and is undone. The half-written file is rejected with the line of its
 -- mistake.
 local engine = require "engine"
 

@@ -1,7 +1,7 @@
--- A deep network whose early layers underflow under one global scale, in fp16. An encoder of
--- `depth` layers learns to classify through a loss with a small weight. A tower on top, whose
--- gradients do not reach the encoder, estimates a quantity in physical units, in the thousands, and
--- its large gradients keep the global scale low. With a scale for each layer (policy=layerwise)
+-- Trains, in fp16, a deep network whose early layers underflow under one global scale. An encoder
+-- of `depth` layers learns to classify through a loss with a small weight. A tower on top estimates
+-- a quantity in physical units, in the thousands. The tower's gradients do not reach the encoder,
+-- but they are large and keep the global scale low. With a scale for each layer (policy=layerwise)
 -- every layer uses fp16's whole range. Each loss is computed inside a module, so that its gradients
 -- carry that module's scale, too.
 --
@@ -49,7 +49,7 @@ function Net:init()
   self.encoder = nn.list(layers)
   self.classes, self.quantity = Classes(cfg.width, 8), Quantity(cfg.width)
 end
--- The two losses of a batch: classes, quantity.
+-- Returns the two losses of a batch: classes, quantity.
 function Net:forward(x, y)
   local class, quantity = y:select(2, 1):to("i64"), y:slice(2, 2, 2)
   x = self.input(x)
@@ -57,8 +57,8 @@ function Net:forward(x, y)
   return self.classes(x, class), self.quantity(x:detach(), quantity)
 end
 
--- Points in 16 dimensions. The class is the octant of three sums of products; the quantity is a sum
--- of squares.
+-- Draws points in 16 dimensions. The class is the octant of three sums of products. The quantity is
+-- a sum of squares.
 local function drawn(seed)
   engine.seed(seed)
   local x = engine.randn(2048, 16):keep()

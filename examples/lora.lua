@@ -1,8 +1,8 @@
--- Low-rank adapters on a frozen low-precision base. A small GPT learns one text in f32; nn.lora
--- then freezes it, stores the matrices of its blocks in bf16, f16 or fp8 (e4m3), and gives each an
--- adapter that learns another text in fp16. Few parameters train, and their gradients are tiny at
--- first. policy=fast_backoff (the QLoRA recipe) backs off strongly at an overflow and recovers
--- slowly.
+-- Trains low-rank adapters on a frozen low-precision base. A small GPT learns one text in f32. Then
+-- nn.lora freezes it, stores the matrices of its blocks in bf16, f16 or fp8 (e4m3), and gives each
+-- matrix an adapter that learns another text in fp16. Few parameters train, and their gradients are
+-- tiny at first. policy=fast_backoff (the QLoRA recipe) backs off strongly at an overflow and
+-- recovers slowly.
 --
 --   ./engine examples/lora.lua
 --   ./engine examples/lora.lua base=e4m3 rank=8 dora=true policy=dynamic
@@ -32,8 +32,8 @@ if cfg.width % 4 ~= 0 then
   engine.config.fail("width: expected a multiple of 4, the heads, got %d", cfg.width)
 end
 
--- Two pieces of text from one grammar: the first for pretraining, the second, with reversed words,
--- for the adapters.
+-- Texts from one grammar: the first is for pretraining. The second and the held-out text, with
+-- reversed words, are for the adapters.
 local FIRST = lab.text(40000, 1)
 local SECOND = lab.text(40000, 2):gsub("%a+", string.reverse)
 local HELD_OUT = lab.text(8000, 3):gsub("%a+", string.reverse)
@@ -41,7 +41,8 @@ local function text(which, seed)
   return engine.data.text { text = which, batch = cfg.batch, context = cfg.context, seed = seed }
 end
 
--- A GPT trained on the first text, with adapters for its block matrices and all else frozen.
+-- Returns a GPT trained on the first text, with adapters for its block matrices and all else
+-- frozen.
 local function adapted(seed)
   engine.seed(seed)
   local model = nn.gpt { vocab = 256, context = cfg.context, width = cfg.width, heads = 4,

@@ -1,9 +1,9 @@
--- A mixture of experts in fp16 in which one expert would keep the scale low for all others. Tokens
--- come from eight domains, each half as frequent as the one before, and the gate sends each domain
--- to its expert. Rarely, a token of the most frequent domain is `large` times larger, and its
--- expert's weight gradients overflow. Under one scale each such outlier costs a step and halves the
--- scale of all experts. With policy=per_expert only that expert backs off, and the policy stores
--- its peak.
+-- Trains, in fp16, a mixture of experts in which one expert would keep the scale low for all
+-- others. Tokens come from eight domains, each half as frequent as the one before, and the gate
+-- sends each domain to its expert. Rarely, a token of the most frequent domain is `large` times
+-- larger, and its expert's weight gradients overflow. Under one scale each such outlier costs a
+-- step and halves the scale of all experts. With policy=per_expert only that expert backs off, and
+-- the policy stores the expert's peak.
 --
 --   ./engine examples/moe.lua
 --   ./engine examples/moe.lua policy=dynamic
@@ -17,10 +17,10 @@
 -- losses, 0.24 +- 0.05, do not differ from fp32's, 0.25 +- 0.02: subnormals still hold some bits.
 --
 -- Measured over ranks (last loss; batch=256 / ranks): precision=fp32 policy=static gives 0.2799 on
--- one, two and four ranks; with dispatch=fp8 combine=bf16, 0.2826 on two and four (SNR 31 dB to the
--- experts, 56 dB back). fp16 gives 0.30, 0.29 and 0.29; with these two options, 0.30 and 0.29. On
--- two ranks, rank 0 sends 1.4 KB per step to experts and 11.3 KB back in fp32, with these options
--- 0.4 and 5.7 KB.
+-- one, two and four ranks; with dispatch=fp8 combine=bf16, it gives 0.2826 on two and four (SNR 31
+-- dB to the experts, 56 dB back). fp16 gives 0.30, 0.29 and 0.29; with these two options, 0.30 and
+-- 0.29. On two ranks, rank 0 sends 1.4 KB per step to experts and 11.3 KB back in fp32, with these
+-- options 0.4 and 5.7 KB.
 local engine = require "engine"
 local nn, ranks = engine.nn, engine.ranks
 
@@ -66,11 +66,11 @@ function Net:init()
   local domains = engine.arange(1, cfg.experts):view(-1, 1) + FEATURES
   self.moe.gate.weight:copy(engine.arange(1, WIDTH):eq(domains))
 end
--- The loss of each token.
+-- Returns the loss of each token.
 function Net:forward(x, y) return self.classes(x + self.moe(x), y) end
 
--- Tokens: features and the domain, one-hot times 16. Signs of features determine the class, in a
--- different way for each domain.
+-- Draws n tokens: features, and the domain as one-hot times 16. Signs of features determine the
+-- class, in a different way for each domain.
 local function drawn(n)
   local features, uniform = engine.randn(n, FEATURES):totable(), engine.rand(n):totable()
   local x, y = {}, {}
@@ -89,8 +89,9 @@ local function drawn(n)
   return engine.tensor(x, { keep = true }), engine.tensor(y, { dtype = "i64", keep = true })
 end
 
--- Trains once. Returns the mean loss of all domains but the first over the last steps, the steps
--- skipped, and the share of the third expert's gradients that lost bits; and the network.
+-- Trains once. Returns a table with the mean loss of all domains but the first over the last steps,
+-- the steps skipped, and the share of the third expert's gradients that lost bits. Also returns the
+-- network.
 local function train(policy, precision, seed, tell)
   engine.seed(seed)
   local x, y = drawn(TOKENS)

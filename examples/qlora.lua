@@ -1,5 +1,5 @@
--- QLoRA: adapters on a Hugging Face model whose frozen matrices are in NF4, 4.13 bits per number,
--- compared with plain LoRA on the same matrices in bf16. Both train in bf16 under the policy
+-- Compares QLoRA (adapters on a Hugging Face model whose frozen matrices are in NF4, 4.13 bits per
+-- number) with plain LoRA on the same matrices in bf16. Both train in bf16 under the policy
 -- fast_backoff. Prints the memory of frozen weights, adapters and optimizer states, and the losses
 -- on held-out text. PEFT loads the adapters.
 --
@@ -69,7 +69,7 @@ end
 local cut = math.floor(0.9 * #text)
 local learned, held_out = text:sub(1, cut), text:sub(cut + 1)
 
--- Bytes of the frozen parameters and of the adapters.
+-- Returns the bytes of the frozen parameters and of the adapters.
 local function bytes_of(model, optimizer)
   local trained, all, adapters = {}, 0, 0
   for _, p in ipairs(optimizer.list) do trained[p.name] = true end

@@ -1,9 +1,9 @@
 -- REINFORCE in fp16 with heavy-tailed returns. A network learns to walk from one corner of a grid
 -- to the opposite one, against a wind that sometimes pushes it back. An episode that reaches the
 -- corner returns 0.97^steps, and about one in `rare` of them returns `jackpot` times as much. So a
--- few batches have gradients that are hundreds of times larger than the others. A scale that
--- follows the largest gradient leaves the usual gradients near the smallest numbers of fp16; a
--- scale for the usual gradients overflows at the rare ones.
+-- few batches have gradients that are hundreds of times larger than usual. A scale that follows the
+-- largest gradient leaves the usual gradients near the smallest numbers of fp16. A scale for the
+-- usual gradients overflows at the rare, large gradients.
 --
 --   ./engine examples/reinforce.lua
 --   ./engine examples/reinforce.lua policy=zclip run=walk        then: ./engine plot walk
@@ -31,7 +31,7 @@ local cfg = engine.config({ policy = "dynamic", seed = 1, steps = 200, size = 5,
 local N, MOVES = cfg.size, { { 1, 0 }, { 0, 1 }, { -1, 0 }, { 0, -1 } }
 local CELLS, GOAL, WIND, DISCOUNT = N * N, N * N - 1, 0.15, 0.97
 
--- The cell after a move; walls stop it.
+-- Returns the cell after a move. A wall stops the move.
 local function moved(cell, move)
   local x, y = cell % N + move[1], math.floor(cell / N) + move[2]
   return math.min(math.max(x, 0), N - 1) + N * math.min(math.max(y, 0), N - 1)
@@ -80,7 +80,7 @@ local function numbers(first)
   return loader
 end
 
--- The median, because jackpots hardly change it.
+-- Returns the median, which jackpots hardly change.
 local function median(values)
   local sorted = { unpack(values) }
   table.sort(sorted)

@@ -1,7 +1,7 @@
--- Several projects round to E2M1 stochastically; some of their rules are exact, others biased low
--- or high. This study measures the bias of each rule, over all values of a random byte or over many
--- random draws with several seeds. The rules, where f is the distance from the lower neighbour as a
--- fraction of the grid's step:
+-- Several projects round to E2M1 stochastically. Some of their rules are exact, others are biased
+-- low or high. This study measures the bias of each rule, over all values of a random byte or over
+-- many random draws with several seeds. In the list of rules, f is the distance of a number from
+-- the next lower number of the grid, as a fraction of the grid's step:
 --   te      Transformer Engine's software path: P(up) = floor(256 f) / 256
 --   te amd  its AMD port, up if a random byte / 256 < f: P(up) = ceil(256 f) / 256
 --   mslk    adds 22 random bits to the f32, also below 1, where the grid is wider
@@ -24,11 +24,11 @@ local cfg = engine.config({ draws = 20000, seeds = 5, svg = "" },
 
 local floor = math.floor
 local function step(x) return x < 2 and 0.5 or x < 4 and 1 or 2 end
--- The mean of x rounded, if it rounds up with probability p.
+-- Returns the mean of x after rounding, if x rounds up with probability p.
 local function up(x, p) return floor(x / step(x)) * step(x) + p * step(x) end
 local function fraction(x) return x / step(x) - floor(x / step(x)) end
 
--- The mean of x rounded with each of the 256 random bytes, weighted by weight(byte).
+-- Returns the mean of x rounded with each of the 256 random bytes, weighted by weight(byte).
 local function bytes(x, weight)
   local p, f = 0, fraction(x)
   for byte = 0, 255 do
@@ -37,8 +37,8 @@ local function bytes(x, weight)
   return up(x, p)
 end
 
--- One byte of an f32 number u in [0, 1): byte 3 has the sign and the first seven bits of the
--- exponent, byte 2 its last bit and the leading fraction bits.
+-- Returns one byte of an f32 number u in [0, 1). Byte 3 has the sign and the first seven bits of
+-- the exponent, byte 2 the last bit of the exponent and the leading fraction bits.
 local function byte_of(u, which)
   if u == 0 then return 0 end
   local m, e = math.frexp(u)
@@ -75,7 +75,8 @@ local RULES = {
 }
 for _, rule in ipairs(RULES) do rule.draws = rule[1]:find("^floats") ~= nil end
 
--- The mean of x under the engine's rounding with `bits` random bits; 8 bits round as te does.
+-- Returns the mean of x under the engine's rounding with `bits` random bits. 8 bits round as te
+-- does.
 local function engine_mean(x, bits, seed)
   engine.seed(seed)
   return engine.scope(function()

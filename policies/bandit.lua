@@ -30,7 +30,7 @@ return {
   options = {
     init_scale = 2^14,
     period     = 25,      -- steps that a rule stays in charge
-    discount   = 0.95,    -- weight of earlier periods, per period
+    discount   = 0.95,    -- factor on earlier costs after each period
     curiosity  = 0.02,    -- weight of the exploration bonus
     min_scale  = 2^-10,
     max_scale  = 2^32,
@@ -51,7 +51,7 @@ return {
     arm.cost = arm.cost + (record.overflow and 1 or kept > 0 and record.underflow / kept or 0)
     arm.steps = arm.steps + 1
     for i, a in ipairs(state.arms) do
-      -- At its smaller scale a rule might not have overflowed, so its scale does not change.
+      -- A rule with a smaller scale might not have overflowed, so its scale does not change.
       if not record.overflow or i == state.arm or a.scale >= record.scale then
         local wanted = rules[i].next(a, record)
         if i ~= 1 and not record.overflow then              -- 1/5 of the way, at most 1/5 octave

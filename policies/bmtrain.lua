@@ -7,7 +7,7 @@ return {
   doc  = "BMTrain's OptimManager: overflows at the smallest scale do not reset the window.",
 
   options = {
-    loss_scale        = 2^20,   -- the first scale; no default in BMTrain, whose examples use this
+    loss_scale        = 2^20,   -- the first scale; BMTrain has no default, its examples use this
     loss_scale_factor = 2,      -- growth multiplies, overflow divides
     loss_scale_steps  = 1024,   -- good steps in a row until the scale grows
     min_loss_scale    = 1,

@@ -7,8 +7,8 @@
 -- Transformer Engine such an amax enters the history, so an inf from a skipped step keeps the scale
 -- constant for the length of the history. Amaxes of gradients are stored without the loss scale and
 -- multiplied by the next loss scale, so a change of the loss scale does not look like a change of
--- the gradients. Before its first amax is known, a tensor is scaled by its own current amax; in
--- Transformer Engine, by 1.
+-- the gradients. Before its first amax is known, a tensor is scaled by its own current amax. In
+-- Transformer Engine it is scaled by 1.
 return {
   name    = "fp8_delayed",
   doc     = "Scales FP8 tensors by the amaxes of the last steps (delayed scaling).",
@@ -29,8 +29,8 @@ return {
     state.step = now
     local scales = {}
     for name, t in pairs(record.tensors) do
-      -- peaks: { step, amax, step, amax, ... }, in decreasing order of amax: the amaxes that can
-      -- still become the largest of a window.
+      -- peaks: { step, amax, step, amax, ... }, in decreasing order of amax. These are the amaxes
+      -- that can still become the largest of a window.
       local peaks, amax = state.peaks[name], t.amax
       if amax > 0 and not t.overflow then
         if not peaks or options.algorithm == "most_recent" then

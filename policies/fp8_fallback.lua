@@ -1,6 +1,6 @@
 -- Takes a layer out of FP8 when quantization loses too much. The layer computes in high precision
 -- for `pause` steps if its signal-to-noise ratio, its share of numbers lost to 0 or its share of
--- clipped numbers passes a limit; then FP8 is tried again. Each further failure makes the pause
+-- clipped numbers passes a limit. Then FP8 is tried again. Each further failure makes the pause
 -- `grow` times longer, up to `longest`. The policy reads the meters of all three roles of a layer,
 -- so it acts only on steps that the recipe samples (its `sample`).
 return {

@@ -1,19 +1,19 @@
 -- FP8-LM's automatic scaling of gradients: a tensor is multiplied by a factor mu, then stored in
--- FP8. mu halves as soon as more than `threshold` of the elements are saturated; otherwise it
--- doubles over growth_interval steps. Source: Peng et al., FP8-LM (2023, arXiv 2310.18313); the
+-- FP8. mu halves as soon as more than the share `threshold` of the elements is saturated. Otherwise
+-- it doubles over growth_interval steps. Source: Peng et al., FP8-LM (2023, arXiv 2310.18313); the
 -- authors' code (MS-AMP) does not contain the rule.
 --
 -- This is an FP8 policy because the rule needs counts of saturated elements, which only an FP8
 -- layer has. A loss scale would also act on gradients that are never cast to FP8. The policy
 -- therefore differs from the paper:
---   - mu is per layer and acts on the gradient of a layer's output (`:dy`); in the paper there is
---     one mu, on the weight gradients that ranks reduce in FP8.
+--   - mu is per layer and acts on the gradient of a layer's output (`:dy`); the paper has one
+--     mu for the weight gradients that ranks reduce in FP8.
 --   - The first mu scales the first measured amax to FP8's largest number.
 --   - Elements are counted only at the steps that the recipe samples. At such a step mu grows for
 --     all steps since the last count. sample=1 is the paper's rule; with sample=0 gradients are
 --     scaled by their own amax, as if there were no policy.
---   - An element counts as saturated if it is beyond the largest number; in the paper also if it is
---     equal to that number.
+--   - An element counts as saturated if it is beyond the largest number. In the paper, an element
+--     that is equal to the largest number also counts.
 -- If a tensor has an inf or nan, or only zeros, the step does not change the tensor's mu.
 return {
   name    = "fp8_lm",
@@ -21,7 +21,7 @@ return {
   kind    = "fp8",
   needs   = { "amax", "tensors" },
   options = {
-    threshold       = 1e-5,   -- share of saturated elements
+    threshold       = 1e-5,   -- share of saturated elements above which mu halves
     growth_interval = 1000,   -- steps that mu takes to double
   },
   init = function(options)

@@ -1,5 +1,5 @@
--- For losses with violent gradients, such as DPO's log-sigmoid. An overflow multiplies the scale by
--- 0.3, but never takes it below 2^12. After five overflows in a row, growth pauses. The gradient
+-- Guards losses with violent gradients, such as DPO's log-sigmoid. An overflow multiplies the scale
+-- by 0.3, but never takes it below 2^12. After five overflows in a row, growth pauses. The gradient
 -- norm is clipped at 1. When stored gradients grow beyond twice `ahead`, the scale falls before
 -- they overflow. Source: the DPO recipe for custom scalers in ms-swift's guides.
 return {
@@ -17,8 +17,8 @@ return {
     bad_row         = 5,      -- overflows in a row after which growth pauses
     pause           = 2000,   -- steps without growth
     clip            = 1,      -- largest gradient norm of an update; inf: none
-    -- The scale grows only if the largest stored gradient then stays at or below this, and halves
-    -- if that gradient exceeds twice this; inf: no limit.
+    -- The scale grows only if the largest stored gradient then stays at or below this value, and
+    -- halves if that gradient exceeds twice this value; inf: no limit.
     ahead           = 2^14,
     patience        = 50,     -- overflows in a row that stop the run if the scale is at the floor
   },
@@ -50,7 +50,7 @@ return {
       local largest = record.amax * before
       if largest > 2 * options.ahead then
         state.scale, state.good, reason = math.max(before / 2, options.floor), 0,
-          "gradients grow: back off before they overflow"
+          "gradients grow: the scale backs off before they overflow"
       elseif state.good % options.growth_interval == 0 and state.pause == 0
         and largest * options.growth_factor <= options.ahead then
         state.scale = math.min(before * options.growth_factor, options.max_scale)

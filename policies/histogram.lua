@@ -1,4 +1,4 @@
--- A histogram with two bins: gradients whose stored magnitude is above an eighth of fp16's range,
+-- Counts gradients in a histogram with two bins: stored magnitudes above an eighth of fp16's range,
 -- and all others. Every `period` steps the scale halves if the share of gradients in the upper bin
 -- is above `threshold`; otherwise it doubles. Source: Graphcore PopART's automatic loss scaling.
 -- Differences: PopART has no limits on the scale and skips no steps, and here the scale does not

@@ -7,7 +7,7 @@ return {
   doc  = "jmp.DynamicLossScale: grows after `period` good steps in a row; has a smallest scale.",
 
   options = {
-    loss_scale     = 2^15,   -- the first scale; no default in jmp, whose examples use this
+    loss_scale     = 2^15,   -- the first scale; jmp has no default, its examples use this
     period         = 2000,   -- good steps in a row until the scale grows
     factor         = 2,      -- growth multiplies, overflow divides
     min_loss_scale = 1,

@@ -1,8 +1,8 @@
--- A scale for each layer, applied to the gradient as it runs backward from layer to layer, so that
--- every layer's gradients use the whole range of fp16. Layers near the input, where gradients have
--- become small, get larger scales. Scales are powers of two, so passing from layer to layer rounds
--- nothing. Each scale follows the layer's recent peak, which decays slowly, so that rare spikes
--- keep their headroom.
+-- Gives each layer a scale, which is applied to the gradient as it runs backward from layer to
+-- layer, so that every layer's gradients use the whole range of fp16. Layers near the input, where
+-- gradients have become small, get larger scales. Scales are powers of two, so passing from layer
+-- to layer rounds nothing. Each scale follows the layer's recent peak, which decays slowly, so that
+-- rare spikes keep their headroom.
 --
 -- record.groups is in the model's order, and an inf propagates toward the input. So only the last
 -- group with an inf (the nearest to the loss) backs off. If that group has an inf in more than
@@ -55,7 +55,7 @@ return {
       local wanted = 2^math.floor(math.log(options.target / peak) / math.log(2))
       if wanted < layer.scale then layer.scale = wanted
       elseif not record.overflow and wanted > 2 * layer.scale then
-        -- Without nonzero gradients, a scale grows to at most 2^8 times the next layer's.
+        -- Without nonzero gradients, a scale grows to at most 2^8 times the next layer's scale.
         local most = group.amax > 0 and options.max_scale or math.max(layer.scale, above * 2^8)
         layer.scale = math.min(wanted, layer.scale * options.up, most)
       end

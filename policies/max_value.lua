@@ -2,13 +2,14 @@
 -- below the format's largest number. Source: Micikevicius et al., Mixed Precision Training (2018),
 -- section 3.2, made online: a moving mean of target / amax, then limits on the change per step.
 --
--- The mean looks back over some 1 / (1 - decay) steps and begins at the first target / amax. A step
--- moves the scale by `growth` or `backoff` at most. A single large gradient hardly moves the mean.
--- A single tiny gradient raises the mean, and the scale grows until an overflow, which cuts the
--- mean to the scale. With limit=before, the limits apply to each target / amax, and the mean is the
--- scale itself. Then no step grows the scale by more than 1 %: a tiny gradient does no harm, but a
--- scale far from its target takes hundreds of steps. An overflow lowers the target for a while,
--- because amax does not cover activation gradients, which can overflow while amax is on target.
+-- The mean looks back over some 1 / (1 - decay) steps and begins at the first target / amax. In one
+-- step, the scale changes by the factor `growth` or `backoff` at most. A single large gradient
+-- hardly moves the mean. A single tiny gradient raises the mean, and the scale grows until an
+-- overflow, which cuts the mean to the scale. With limit=before, the limits apply to each target /
+-- amax, and the mean is the scale itself. Then no step grows the scale by more than 1 %: a tiny
+-- gradient does no harm, but a scale far from its target takes hundreds of steps. An overflow
+-- lowers the target for a while, because amax does not cover activation gradients, which can
+-- overflow while amax is on target.
 return {
   name = "max_value",
   doc  = "Keeps the largest stored gradient near target by a moving mean of target / amax.",
@@ -41,7 +42,7 @@ return {
     local scale, reason = state.scale, nil
     if record.overflow then
       state.room, state.good = math.max(state.room * options.backoff, 2^-10), 0
-      scale, reason = scale * options.backoff, "overflow: back off, aim lower"
+      scale, reason = scale * options.backoff, "overflow: the scale backs off, and its target falls"
       state.mean = state.mean and math.min(state.mean, scale)
     else
       state.good = state.good + 1

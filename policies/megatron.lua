@@ -1,5 +1,5 @@
--- Dynamic loss scaling of Megatron-LM's DynamicGradScaler, number for number: the scale is a
--- float32; hysteresis counts overflows, and only a growth refills it, not a good step. Difference:
+-- Dynamic loss scaling of Megatron-LM's DynamicGradScaler, number for number. The scale is a
+-- float32. Hysteresis counts overflows. Only a growth refills it; a good step does not. Difference:
 -- Megatron's scale reaches infinity if it grows for long enough; here it keeps its last finite
 -- value, or with strict=false the run stops at that step.
 return {
@@ -12,7 +12,7 @@ return {
     growth_factor   = 2,
     backoff_factor  = 0.5,
     growth_interval = 1000,   -- good steps in a row until the scale grows
-    hysteresis      = 2,      -- the first overflow that backs off, counted since the last growth
+    hysteresis      = 2,      -- overflows since the last growth until the scale backs off
     strict          = true,   -- false: accept settings that are probably mistakes
   },
 

@@ -12,7 +12,7 @@ return {
     growth_factor   = 2,
     backoff_factor  = 0.5,
     growth_interval = 2000,   -- good steps in a row until the scale grows
-    hysteresis      = 1,      -- overflows in a row until one backs off
+    hysteresis      = 1,      -- overflows in a row until the scale backs off
     strict          = true,   -- false: accept settings that are probably mistakes
   },
 

@@ -1,8 +1,8 @@
 -- Norm-ratio scaling: every `ref_every` steps the same batch also runs backward in f32. If the f32
 -- norm is far above the low-precision norm, gradients were lost to underflow, and the scale grows.
--- If it is far below, gradients saturated, and the scale shrinks. Source: common practice, without
--- a reference implementation. `ref_layers`, a pattern of parameter names, limits the reference to
--- some layers.
+-- If the f32 norm is far below, gradients saturated, and the scale shrinks. Source: common
+-- practice, without a reference implementation. `ref_layers`, a pattern of parameter names, limits
+-- the reference to some layers.
 return {
   name = "norm_ratio",
   doc  = "Compares the gradient norm of an f32 backward on sampled steps with the stored one.",
@@ -36,7 +36,7 @@ return {
     elseif record.norm_ref and record.norm_ref > 0 then
       local norm = record.norm
       if options.ref_layers ~= "" and record.groups then
-        -- The norms of the tensors that the reference pass covered.
+        -- Adds up the norms of only those tensors that the reference pass covered.
         local squares = 0
         for _, tensor in pairs(record.tensors) do
           squares = squares + (tensor.norm_ref and tensor.norm^2 or 0)

@@ -2,10 +2,10 @@
 -- above a fixed threshold. As in Megatron-LM, the default is infinity, which skips nothing. Choose
 -- a threshold well above the norms of a healthy run (`engine plot RUN --columns norm`); a threshold
 -- below them skips every step. Source: megatron/core/optimizer/optimizer.py, ChainedOptimizer.step
--- (read, not run).
+-- (the code was read, not run).
 --
 -- A skipped step counts as a good one for the loss scale, as in Megatron-LM. The scale follows
--- dynamic.lua's rule (Megatron-LM's own is megatron.lua), or is fixed (bf16:
+-- dynamic.lua's rule (Megatron-LM's own rule is megatron.lua), or is fixed (for bf16:
 -- norm_skip:loss_scale=1). Skipping needs mode=sync.
 return {
   name  = "norm_skip",
@@ -14,7 +14,7 @@ return {
 
   options = {
     grad_norm_skip_threshold = math.huge,
-    loss_scale               = 0,      -- a fixed loss scale; 0: a dynamic one
+    loss_scale               = 0,      -- a fixed loss scale; 0: the scale is dynamic
     init_scale               = 2^16,
     growth_interval          = 2000,   -- good steps in a row until the scale doubles
   },

@@ -1,5 +1,5 @@
--- Dynamic loss scaling of Paddle's GradScaler, number for number. It counts overflows in a row: a
--- good step resets the count. Paddle has two versions. The version for dynamic graphs has no
+-- Dynamic loss scaling of Paddle's GradScaler, number for number. It counts overflows in a row, so
+-- a good step resets the count. Paddle has two versions. The version for dynamic graphs has no
 -- limits. The version for static graphs (static_graph=true) never goes below 1 and does not grow to
 -- infinity. The scale is a float32. Differences: where the scale of dynamic graphs would become 0,
 -- the run stops. Where it would become infinite, it keeps its last finite value, or with

@@ -1,8 +1,8 @@
--- For mixtures of experts: each expert has a scale that follows its recent peak, and everything
--- else has the common scale. A rarely chosen expert has small gradients, a popular one large
--- gradients, and an expert that overflows lowers only its own scale. An expert without tokens keeps
--- its scale. Source: layer-wise scaling (Zhao et al., 2019; fairscale), applied to the groups that
--- nn.moe declares.
+-- Gives each expert of a mixture a scale that follows the expert's recent peak. Everything else has
+-- the common scale. A rarely chosen expert has small gradients, a popular one large gradients, and
+-- an expert that overflows lowers only its own scale. An expert without tokens keeps its scale.
+-- Source: layer-wise scaling (Zhao et al., 2019; fairscale), applied to the groups that nn.moe
+-- declares.
 return {
   name = "per_expert",
   doc  = "One scale per expert of a mixture; everything else follows a dynamic scale.",

@@ -3,12 +3,12 @@
 -- such a head are both multiplied by the root of threshold / logit, so that the same inputs would
 -- give a largest logit equal to the threshold. Source: section 2.1 of the paper and Megatron-LM's
 -- qk_clip (qk_clip_alpha = 0.5) for heads with rotary positions applied to the whole head. The loss
--- scale follows dynamic.lua's rule, or is fixed (bf16: qk_clip:loss_scale=1).
+-- scale follows dynamic.lua's rule, or is fixed (for bf16: qk_clip:loss_scale=1).
 --
 -- Differences: biases of queries and keys shrink too. A key head that several query heads share
 -- shrinks by the root of their smallest factor, and each query head by the rest of its own factor.
 -- A logit that is not finite scales nothing; Megatron-LM stops. A head whose largest logit is below
--- 0 stays as it is; Megatron-LM takes the root of a negative number and makes the head's weights
+-- 0 does not change; Megatron-LM takes the root of a negative number and makes the head's weights
 -- NaN.
 return {
   name  = "qk_clip",
@@ -17,7 +17,7 @@ return {
 
   options = {
     threshold       = 100,     -- largest attention logit, scaled by 1 / sqrt(D)
-    loss_scale      = 0,       -- a fixed loss scale; 0: a dynamic one
+    loss_scale      = 0,       -- a fixed loss scale; 0: the scale is dynamic
     init_scale      = 2^16,
     growth_interval = 2000,    -- good steps in a row until the scale doubles
   },

@@ -3,17 +3,18 @@
 -- numbers and scale. If the two losses differ in any bit, the hardware computed one of them
 -- wrongly. This is a transient fault, and the run stops (on_fault=stop). If the losses are equal,
 -- the spike comes from the data or the model, and the step is accepted. Source:
--- megatron/core/rerun_state_machine.py and its use in pretrain_gpt.py (read, not run).
+-- megatron/core/rerun_state_machine.py and its use in pretrain_gpt.py (the code was read, not run).
 --
 -- As in Megatron-LM, the first step is not a sample, losses that are inf or nan are ignored, and
 -- the limit never changes once it is known. Differences: here a loss is the mean of the step over
--- all ranks, in Megatron-LM the loss of one micro-batch on one rank. Here a reproducible loss is
--- accepted at once; Megatron-LM first repeats it on another GPU, to detect a persistent fault.
+-- all ranks; in Megatron-LM it is the loss of one micro-batch on one rank. Here a reproducible loss
+-- is accepted immediately; Megatron-LM first repeats the step on another GPU, to detect a
+-- persistent fault.
 --
 -- The rerun needs mode=sync, data that can go back (every engine.data) and a deterministic forward
 -- pass. With FP8 scales that depend on earlier steps the losses differ, because the scales change
 -- between the two passes. A replay of a recorded run cannot compute a step again; it uses the next
--- recorded step as the rerun. The scale follows dynamic.lua's rule, or is fixed (bf16:
+-- recorded step as the rerun. The scale follows dynamic.lua's rule, or is fixed (for bf16:
 -- rerun:loss_scale=1).
 return {
   name = "rerun",
@@ -22,10 +23,10 @@ return {
   options = {
     factor          = 10,
     samples         = 100,      -- losses that determine the limit
-    -- after a transient fault: stop, or step (takes the second result; skips it if huge or not
-    -- finite)
+    -- what follows a transient fault: stop, or step (takes the second result, and skips it if its
+    -- loss is huge or not finite)
     on_fault        = "stop",
-    loss_scale      = 0,        -- a fixed loss scale; 0: a dynamic one
+    loss_scale      = 0,        -- a fixed loss scale; 0: the scale is dynamic
     init_scale      = 2^16,
     growth_interval = 2000,     -- good steps in a row until the scale doubles
   },
@@ -48,7 +49,7 @@ return {
     local known, limit = state.seen >= options.samples, options.factor * state.largest
     local finite = loss - loss == 0
     local huge = known and finite and math.abs(loss) >= limit
-    -- A step whose update was applied all the same (mode=lagged, a shadow) was not run again.
+    -- If the update was applied in spite of the retry (mode=lagged, a shadow), this is a new step.
     local again = first and record.updates == state.updates
     state.first, state.updates = nil, nil
 

@@ -1,9 +1,9 @@
 -- SPAM: sets the moments of Adam to 0 every `interval` updates, and limits each element of the
--- gradient to sqrt(threshold * v), v being its second moment. After a reset, elements are not
--- limited for grad_accu_steps - 1 updates, and the learning rate rises along a cosine over
+-- gradient to sqrt(threshold * v), where v is the element's second moment. After a reset, elements
+-- are not limited for grad_accu_steps - 1 updates, and the learning rate rises along a cosine over
 -- warmup_epoch updates. Source: Huang et al., SPAM (2025, arXiv 2501.06842), and its code
 -- (galore_torch/SPAM.py) without the sparse momentum. Needs optimizer adam or adamw. The loss scale
--- follows dynamic.lua's rule, or is fixed (bf16: spam:loss_scale=1).
+-- follows dynamic.lua's rule, or is fixed (for bf16: spam:loss_scale=1).
 --
 -- As in the original, the count that bias corrections read goes on after a reset, and in the first
 -- updates of a run the rate does not rise. Difference: the factor on the learning rate also acts on
@@ -19,7 +19,7 @@ return {
     grad_accu_steps = 20,      -- updates after the start or a reset until elements are limited
     warmup_epoch    = 150,     -- updates after a reset over which the rate rises
     death_rate      = 0.99,    -- share by which a reset lowers the rate at first
-    loss_scale      = 0,       -- a fixed loss scale; 0: a dynamic one
+    loss_scale      = 0,       -- a fixed loss scale; 0: the scale is dynamic
     init_scale      = 2^16,
     growth_interval = 2000,    -- good steps in a row until the scale doubles
   },

@@ -1,10 +1,10 @@
--- For losses that jump. A bad step has a loss that is inf or nan, or more than `sigmas` standard
--- deviations above its moving mean, which bad steps do not enter. Of bad steps in a row, the first
--- are skipped, and the next are taken with a smaller learning rate. Then the run returns to a
--- checkpoint and leaves out data. The loss scale follows dynamic.lua's rule. Sources: the restarts
--- of PaLM (Chowdhery et al., 2022, section 5.1: go back about 100 steps, skip 200 to 500 batches);
--- the escalation is common practice. Needs checkpoints: run=, checkpoint_every= and keep= must
--- reach `back` steps into the past.
+-- Handles losses that jump. A bad step has a loss that is inf or nan, or more than `sigmas`
+-- standard deviations above its moving mean, which bad steps do not enter. Of bad steps in a row,
+-- the first are skipped, and the next are taken with a smaller learning rate. Then the run returns
+-- to a checkpoint and leaves out data. The loss scale follows dynamic.lua's rule. Sources: the
+-- restarts of PaLM (Chowdhery et al., 2022, section 5.1: go back about 100 steps, skip 200 to 500
+-- batches); the escalation is common practice. Needs checkpoints: run=, checkpoint_every= and keep=
+-- must reach `back` steps into the past.
 return {
   name = "spike",
   doc  = "Skips steps of a loss spike, lowers the rate, then goes back to a checkpoint.",
@@ -14,7 +14,7 @@ return {
     growth_interval = 2000,   -- good steps in a row after which the loss scale doubles
     sigmas          = 6,
     decay           = 0.98,   -- decay of the moving mean and variance of the loss
-    warmup          = 50,     -- first steps, of which only those with loss inf or nan are bad
+    warmup          = 50,     -- first steps, which are bad only if their loss is inf or nan
     skips           = 3,      -- bad steps in a row that are skipped
     patience        = 10,     -- bad steps in a row before the rollback
     slow            = 0.5,    -- factor on the learning rate after the skips, until the rollback

@@ -3,7 +3,7 @@
 -- mean of its norms and v a moving mean of their squares. Every `interval` updates the moments of
 -- Adam become 0, and all bias corrections count from 1. Source: Huang et al., Stable-SPAM (2025,
 -- arXiv 2502.17055), and its code without total_T. Needs optimizer adam or adamw. The loss scale
--- follows dynamic.lua's rule, or is fixed (bf16: stable_spam:loss_scale=1).
+-- follows dynamic.lua's rule, or is fixed (for bf16: stable_spam:loss_scale=1).
 --
 -- As in the original, a reset keeps the moving means. Difference: steps that overflow are not
 -- counted.
@@ -18,7 +18,7 @@ return {
     theta           = 0.999,   -- decay of the moving mean of the largest magnitudes
     interval        = 1000,    -- updates between resets; 0: none
     eps             = 1e-8,
-    loss_scale      = 0,       -- a fixed loss scale; 0: a dynamic one
+    loss_scale      = 0,       -- a fixed loss scale; 0: the scale is dynamic
     init_scale      = 2^16,
     growth_interval = 2000,    -- good steps in a row until the scale doubles
   },

@@ -13,8 +13,8 @@ return {
     init_scale = 2^10,
     limit      = 0.001,   -- share of gradients that may be lost
     last       = -24,     -- exponent of the format's smallest number: 2^-24 in fp16
-    target     = 32768,   -- the largest stored gradient must stay below
-    patience   = 20,      -- steps between two growths; 20 times as many before a decrease
+    target     = 32768,   -- the largest stored gradient must stay below this
+    patience   = 20,      -- steps between two growths; a decrease takes 20 times as many
     min_scale  = 2^-10,
     max_scale  = 2^32,
   },

@@ -2,9 +2,9 @@
 -- plus sigma_factor standard deviations (population deviation, at least 1e-6). The window stores
 -- the norms before clipping. Clipping begins once half of the window is full. Source: levanter's
 -- clip_update_by_historical_norm, which marin added after loss spikes at 32B parameters. The loss
--- scale follows dynamic.lua's rule, or is fixed (bf16: update_clip:loss_scale=1).
+-- scale follows dynamic.lua's rule, or is fixed (for bf16: update_clip:loss_scale=1).
 --
--- Difference: the statistics are in double; in levanter in float32.
+-- Difference: here the statistics are in double, in levanter in float32.
 return {
   name  = "update_clip",
   doc   = "levanter's update clipping: limits the update's norm by those of the last updates.",
@@ -12,8 +12,8 @@ return {
 
   options = {
     rolling_interval_length = 128,     -- updates in the window
-    sigma_factor            = 3,       -- deviations above the mean to which updates are clipped
-    loss_scale              = 0,       -- a fixed loss scale; 0: a dynamic one
+    sigma_factor            = 3,       -- updates are clipped to this many deviations above the mean
+    loss_scale              = 0,       -- a fixed loss scale; 0: the scale is dynamic
     init_scale              = 2^16,
     growth_interval         = 2000,    -- good steps in a row until the scale doubles
   },

@@ -6,14 +6,14 @@
 -- clip_option chooses the norm to clip to: adaptive_scaling (the higher the z-score, the nearer to
 -- the mean), mean, or percentile (mean + z_thresh * deviation; the original's mode "percentile").
 -- max_grad_norm limits every norm; the statistics ignore this limit. The loss scale follows
--- dynamic.lua's rule, or is fixed (bf16: zclip:loss_scale=1).
+-- dynamic.lua's rule, or is fixed (for bf16: zclip:loss_scale=1).
 --
 -- Differences: steps that overflow stay out of the statistics. In the original a NaN stays in them
 -- permanently, and from then on only max_grad_norm works (keep_nan=true does the same). A mean of 0
 -- clips nothing; the original would clip to 0 forever.
 
--- Returns the limit for `norm` if its z-score is too high, else nil or false; also the values to
--- log.
+-- Returns the limit for `norm` if its z-score is too high, else nil or false. Also returns the
+-- values to log.
 local function judge(state, norm, options)
   local mean, std, far = state.mean, math.sqrt(state.var), options.z_thresh
   local z = (norm - mean) / (std + options.eps)
@@ -39,7 +39,7 @@ return {
     clip_factor          = 1,       -- factor on the norm that adaptive_scaling clips to
     skip_update_on_spike = false,   -- true: a clipped step leaves the statistics alone
     keep_nan             = false,   -- true: norms of steps that overflow enter the statistics
-    loss_scale           = 0,       -- a fixed loss scale; 0: a dynamic one
+    loss_scale           = 0,       -- a fixed loss scale; 0: the scale is dynamic
     init_scale           = 2^16,
     growth_interval      = 2000,    -- good steps in a row until the scale doubles
   },

@@ -289,7 +289,7 @@ describe("engine contest", function()
     local result = contest((words:gsub("steps=4", "steps=5")))
     assert.equal(1, result.code)
     assert.equal("engine contest: runs/o is a contest of 'job.lua evaluate=false steps=4 " ..
-      "threads=1', this one is of 'job.lua evaluate=false steps=5 threads=1'; hint: " ..
+      "threads=1', but this contest is of 'job.lua evaluate=false steps=5 threads=1'; hint: " ..
       "name=ANOTHER starts a new contest\n", result.err)
     helper.write(folder .. "/job.lua", JOB .. "-- edited\n")
     result = contest(words)

@@ -403,7 +403,7 @@ describe("training in FP8", function()
     assert.is_truthy(tostring(rows):find("blocks.2.attn.out"))
     assert.are.equal(3, #h:fp8("blocks.1.mlp.up", 3))
     assert.are.equal(0, #h:fp8("nothing"))
-    assert.matches("^no FP8 layer's name begins with 'blocks.9'.*; there are blocks.1.",
+    assert.matches("^no FP8 layer's name begins with 'blocks.9'.*; FP8 layers are blocks.1.",
       tostring(h:fp8("blocks.9")))
     assert.matches("^FP8 layers were not measured at step 999; measured steps: %d",
       tostring(h:fp8("blocks.1", 999)))

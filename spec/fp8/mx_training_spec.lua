@@ -255,7 +255,8 @@ describe("a linear layer under microscaling", function()
       assert.same(weights(whole), weights(trained(base, 6, folder .. "/run", nil, fp8)))
       assert.same(weights(whole), weights(trained(base, 6, nil, nil, fp8, "block")))
       local text = engine.history.open(folder .. "/run"):events("products")[1].text
-      assert.equal("8 of 8 layers multiply codes with Blackwell's sums, the others bf16", text)
+      assert.equal("8 of 8 layers multiply codes with Blackwell's sums, the others multiply bf16",
+        text)
       assert.matches("w e2m1 [%dx]+ %d+%.%d dB, .*, sums of Blackwell",
         tostring(whole.optimizer.fp8))
       helper.remove(folder)
@@ -369,8 +370,8 @@ describe("a linear layer under microscaling", function()
         { factor = factor })), 1, true)
     end
     for _, role in ipairs { { factor = 0.75 }, { stochastic = 16 } } do
-      assert.matches("microscaling; a role's table replaces the base's, so give rule = ... as well",
-        message { dy = role }, 1, true)
+      assert.matches("microscaling; a role's table replaces the base's table, so give rule = ... " ..
+        "as well", message { dy = role }, 1, true)
     end
     assert.matches("true (8 bits) or 1 to 24", message { dy = { rule = "floor", stochastic = 30 } },
       1, true)

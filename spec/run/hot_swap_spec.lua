@@ -252,7 +252,7 @@ describe("a bad policy", function()
     end)
     assert.equal(plain, traced)
     assert.equal(1, #notes)
-    assert.matches("/p.lua is gone; the policy stays as it was read", notes[1], 1, true)
+    assert.matches("/p.lua is gone; the policy that was read from it stays", notes[1], 1, true)
   end)
 end)
 

@@ -274,7 +274,7 @@ local function read_state(directory)
   local good, header = pcall(json.decode, text)
   if not good then return nil, "state.json is damaged: " .. tostring(header) end
   if type(header.format) ~= "number" or header.format > SHARDS then
-    return nil, ("was written by a newer engine (format %s, this one knows %d)"):format(
+    return nil, ("was written by a newer engine (in format %s; this engine reads up to %d)"):format(
       tostring(header.format), SHARDS)
   end
   if type(header.files) ~= "table" or type(header.step) ~= "number" then
@@ -364,7 +364,7 @@ end
 --- parts[part][name].
 function Checkpoint:read(part, name, entry)
   entry = entry or self.parts[part] and self.parts[part][name]
-    or error(("%s has no %s '%s'"):format(self.path, part, name), 2)
+    or error(("%s has no %s tensor '%s'"):format(self.path, part, name), 2)
   if entry.make then return autograd.scope(function() return entry.make():keep() end) end
   if entry.pieces then return shards.read(entry, function(file) return file_of(self, file) end) end
   return file_of(self, part .. ".safetensors"):read(name)

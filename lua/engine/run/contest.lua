@@ -47,7 +47,7 @@ local function agree(self)
     local before, hint = read_job(path), "hint: name=ANOTHER starts a new contest"
     self.threads = self.threads or before.threads
     if job_text(before) ~= job_text(self) then
-      error(("%s is a contest of '%s', this one is of '%s'; %s"):format(self.path,
+      error(("%s is a contest of '%s', but this contest is of '%s'; %s"):format(self.path,
         job_text(before), job_text(self), hint), 0)
     end
     local changed = before.source ~= self.source and self.script

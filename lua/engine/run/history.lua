@@ -585,7 +585,7 @@ local function no_fp8(h, site, step)
   local known = false
   for _, name in ipairs(sites) do known = known or name:sub(1, #site) == site end
   if not known then
-    return ("no FP8 layer's name begins with '%s'%s; there are %s%s"):format(site,
+    return ("no FP8 layer's name begins with '%s'%s; FP8 layers are %s%s"):format(site,
       nearest.hint(site, sites),
       table.concat(sites, ", ", 1, math.min(#sites, 12)), #sites > 12
       and (" and %d more"):format(#sites - 12) or "")

@@ -344,8 +344,8 @@ local function was_saved(self, of)
   local stamp = C.eng_file_stamp(policy.path)
   if stamp == 0 and of.pending_stamp == 0 and of.gone ~= policy then
     of.gone = policy
-    self.trainer:note(("step %d: the policy's file %s is gone; the policy stays as it was " ..
-      "read"):format(self.trainer.steps_done, policy.path))
+    self.trainer:note(("step %d: the policy's file %s is gone; the policy that was read " ..
+      "from it stays"):format(self.trainer.steps_done, policy.path))
   end
   if stamp == of.stamp then
     of.pending_stamp = nil

@@ -51,7 +51,7 @@ end
 
 local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = true, eps = true,
   stochastic = true, keep = true, factor = true, backward = true }
-local REPLACES = "; a role's table replaces the base's, so give rule = ... as well"
+local REPLACES = "; a role's table replaces the base's table, so give rule = ... as well"
 local function read_role(to, role, where, name)
   known(role, ROLE, where)
   expect(role.keep == nil or name == "x", role.keep,
@@ -105,7 +105,8 @@ local function read_product(to, product, where, scaled)
   end
   to.high = boolean(product.high, where, "high")
   if not scaled and (product.hadamard or product.signs) then
-    raise("%s: products of FP8 have no Hadamard transform; only microscaling's have one", where)
+    raise("%s: products of FP8 have no Hadamard transform; only products of microscaling have one",
+      where)
   end
   expect(mx.hadamards[product.hadamard or 0], product.hadamard,
     "%s: expected hadamard to be 0, 16, 32, 64 or 128", where)

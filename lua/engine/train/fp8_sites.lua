@@ -11,9 +11,8 @@
 -- record.tensors["blocks.1.mlp.up:x"]. They may return scales["blocks.1.mlp.up:x"] = the amax by
 -- which to scale the role (delayed scaling). They may also return scales["blocks.1.mlp.up:high"] =
 -- 2; the layer then computes in high precision in the next step. With a ladder, 2 chooses the first
--- recipe of the ladder, 3 the second and so on; the number after the last recipe chooses high
--- precision. The core gives the verdict's `scale` to names without an entry, so an entry of this
--- value has no effect.
+-- recipe of the ladder, 3 the second and so on; larger numbers choose high precision. The core
+-- gives the verdict's `scale` to names without an entry, so an entry of this value has no effect.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fp8_recipe = require "engine.train.fp8_recipe"
@@ -422,8 +421,8 @@ function Sites:products()
   end
   if n == (self.blackwell or 0) then return nil end
   self.blackwell = n
-  return ("%d of %d layers multiply codes with Blackwell's sums, the others bf16"):format(n,
-    #self.list)
+  return ("%d of %d layers multiply codes with Blackwell's sums, the others multiply bf16"):format(
+    n, #self.list)
 end
 
 --- Returns the policies' state for a checkpoint. run/restore.lua restores it.

@@ -189,7 +189,7 @@ function Overflows:look(record, verdict)
     if self.every_time and not self.told[place] then
       say(("step %d: overflow: %s"):format(step, (text:gsub("\n", "\n  "))))
     end
-    self.told[place] = true                        -- each place is shown once; the history has all findings
+    self.told[place] = true                        -- each place is shown once; the history has all
   end
   if stuck then
     local what = stops and ("the policy ends the run at an overflow, with the loss scale at " ..

@@ -288,10 +288,10 @@ local function too_late(verdict, stepped, overflow)
 end
 
 --- Ends the step: the policy reads the statistics of the optimizers' gradients and decides on the
---- next scale. Returns the policy's verdict. If `new_scale` is a number, it becomes the scale, the
---- policy does not decide, and the result is nil. A verdict of retry, stop or rollback raises an
---- error. Once an optimizer has stepped, a clip, an lr_mul or a skip without an overflow also
---- raises an error.
+--- next scale. Returns the policy's verdict. If `new_scale` is a number, it becomes the scale
+--- instead, the policy's counters do not change, and the result is nil. A verdict of retry, stop or
+--- rollback raises an error. Once an optimizer has stepped, a clip, an lr_mul or a skip without an
+--- overflow also raises an error.
 function Scaler:update(new_scale)
   if not self.enabled then return nil end
   need_scale(self, "update")
