@@ -370,8 +370,8 @@ describe("a linear layer under microscaling", function()
         { factor = factor })), 1, true)
     end
     for _, role in ipairs { { factor = 0.75 }, { stochastic = 16 } } do
-      assert.matches("microscaling; a role's table replaces the base's table, so give rule = ... " ..
-        "as well", message { dy = role }, 1, true)
+      assert.matches("microscaling; a role's table replaces the base's table, so give rule = " ..
+        "... as well", message { dy = role }, 1, true)
     end
     assert.matches("true (8 bits) or 1 to 24", message { dy = { rule = "floor", stochastic = 30 } },
       1, true)
