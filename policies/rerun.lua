@@ -49,7 +49,8 @@ return {
     local known, limit = state.seen >= options.samples, options.factor * state.largest
     local finite = loss - loss == 0
     local huge = known and finite and math.abs(loss) >= limit
-    -- If the update was applied in spite of the retry (mode=lagged, a shadow), this is a new step.
+    -- If the update was applied in spite of the retry (mode=lagged, a shadow), the current step is
+    -- new and not a rerun.
     local again = first and record.updates == state.updates
     state.first, state.updates = nil, nil
 

@@ -288,8 +288,8 @@ local function read_state(directory)
   return header
 end
 
--- Returns the contents of a checkpoint: { part = { name = { dtype =, shape =, count =, pieces = } }
--- }. Only a checkpoint of shards has `pieces`.
+-- Returns the contents of a checkpoint: { PART = { NAME = { dtype =, shape =, count =, pieces = },
+-- ... }, ... }. Only a checkpoint of shards has `pieces`.
 local function contents(path, header)
   local names, parts = nearest.keys(header.files), {}
   if header.format == SHARDS then return shards.index(path, names) end

@@ -7,7 +7,7 @@
 --   local c = compare.read(list, { "loss", "scale" }, { points = 240, group = "policy" })
 --   c.x, c.width, c.first, c.last, c.first_step, c.overflows     as in curves.read, over all runs
 --   c.curves[k].label, .group                    group: the group's runs; nil: the curve of one run
---   c.curves[k].column.loss                      the curve's loss is c[this key]; nil: it has none
+--   c.curves[k].column.loss                      the key of the curve's loss in c; nil: no loss
 --   c[key].mean[i], .min[i], .max[i]             a run's as in curves.read, a group's as in M.band
 --   c.notes                                      what is left out and why, a line each
 -- Used by cli/options.lua, report/views.lua, report/report_compare.lua and report/contest.lua.

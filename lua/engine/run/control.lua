@@ -1,5 +1,5 @@
--- Handles requests to a run between two steps. A request swaps the policy or comes from an attached
--- client (`engine attach RUN`), which can also pause the run, change its settings or stop it.
+-- Handles requests to a run between two steps: swaps of its policy, and the requests of attached
+-- clients (`engine attach RUN`), which can also pause the run, change its settings or stop it.
 -- Without requests, a step pays only for one check of the socket and the policy files. A client
 -- that reads no replies is disconnected.
 --

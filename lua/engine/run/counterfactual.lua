@@ -5,16 +5,16 @@
 -- A record has the largest fp16 gradient as it was stored, the exponent histogram, and whether any
 -- gradient was inf or nan. It says nothing about the intermediate results of the backward pass,
 -- except that inf and nan spread to the parameters. So what is known of a step at `ratio` times its
--- scale is either exact or a bound (a guess):
+-- scale is exact, "hidden" or a bound (an estimate):
 --   If the step did not overflow:
 --     ratio <= 1   No overflow; exact, because no magnitude of the backward pass is larger.
 --     ratio > 1    An overflow, if the largest fp16 gradient then rounds past the largest fp16
---                  number (from 65520 on). It is exact unless accumulate > 1. The record then
---                  describes the f32 sum of the micro-batches' gradients, and a micro-batch is sure
---                  to overflow only if the sum passes accumulate * 65520. A smaller sum from 65520
---                  on is a bound. Below 65520, no overflow is assumed. This result is called
---                  "hidden", because an intermediate result may overflow where no parameter's
---                  gradient does.
+--                  number (from 65520 on). This is exact if accumulate = 1. With accumulate > 1,
+--                  the record describes the f32 sum of the micro-batches' gradients, and a
+--                  micro-batch is sure to overflow only if the sum passes accumulate * 65520. If
+--                  the sum is smaller, the overflow is a bound. Below 65520, no overflow is
+--                  assumed. This result is called "hidden", because an intermediate result may
+--                  overflow where no parameter's gradient does.
 --   If the step overflowed:
 --     ratio >= 1   An overflow; exact. A loss of inf or nan gives the same result at any ratio.
 --     ratio < 1    A bound, because the true magnitude behind an inf is unknown. If the finite

@@ -14,8 +14,8 @@ local C, ffi = M_ffi.C, M_ffi.ffi
 
 local M = {}
 
--- Returns what the history says about the run's FP8 layers: { layers = { path ... }, sample, rungs
--- }.
+-- Returns what the history says about the run's FP8 layers:
+-- { layers = { path ... }, sample, rungs }.
 local function facts_of(h, policy)
   local meta = h:meta()
   local good, facts = pcall(json.decode, meta.fp8 or "")

@@ -178,8 +178,8 @@ function Writer:close()
 end
 
 --- Returns the scalars of a step as { tag, number } pairs. s: { loss, lr, scale, overflow (0 or 1),
---- skipped, norm, amax, norm_ref, underflow, count, tokens, seconds (of the step) }; signals: {
---- name = number }. A nil loss, lr, scale, norm or amax was NaN.
+--- skipped, norm, amax, norm_ref, underflow, count, tokens, seconds (of the step) }. signals: the
+--- signals by name. A nil loss, lr, scale, norm or amax was NaN.
 function M.step_values(s, signals)
   local nan, tokens = 0 / 0, s.tokens or 0
   local values = {

@@ -60,8 +60,8 @@ local function split(t, path, trail, above, found)
   return plain
 end
 
---- Returns what a checkpoint holds of trainer.state: plain data for state.json, and { name = tensor
---- }. Raises an error of one line for a value that cannot be written.
+--- Returns what a checkpoint holds of trainer.state: plain data for state.json, and a table { name
+--- = tensor }. Raises an error of one line for a value that cannot be written.
 function M.pack(state)
   if type(state) ~= "table" or getmetatable(state) ~= nil then
     error(("trainer.state: expected a plain table, got %s"):format(what_of(state)), 0)

@@ -29,8 +29,7 @@ M.COLUMNS = { { "scale" }, { "overflow" }, { "action" }, { "next_scale" }, { "lr
 
 -- ------------------------------------------------------------------ planning
 
--- Returns how the run was started, from its history. Raises an error if the history does not say
--- it.
+-- Returns how the run was started, from its history. Raises an error if the history lacks this.
 local function command_of(path, meta, config, script)
   local known, command = pcall(json.decode, meta.command or "")
   if not known or type(command) ~= "table" or type(command.arguments) ~= "table" then

@@ -87,9 +87,9 @@ local DPO = "beta label_smoothing reference reduction"
 --- beta * (log p/p_ref of the chosen - log p/p_ref of the rejected), the loss of a pair is -(1 -
 --- label_smoothing) log_sigmoid(h) - label_smoothing log_sigmoid(-h); reduction is "mean" or "sum"
 --- over pairs. reference: a frozen model; without it, the model with its adapters off. The second
---- result is a table of tensors for logs, without gradients: chosen and rejected, the rewards beta
---- * log p/p_ref [P]; margin [P]; accuracy, the share of pairs with a margin above 0; log_ratio,
---- log p/p_ref [2P].
+--- result is a table of tensors for logs, without gradients: chosen and rejected, the rewards
+--- beta * log p/p_ref [P]; margin [P]; accuracy, the share of pairs with a margin above 0;
+--- log_ratio, log p/p_ref [2P].
 function M.dpo(model, batch, options)
   options = tensor.read_named(options, "losses.dpo", DPO)
   want_batch(batch, "losses.dpo")

@@ -22,7 +22,7 @@ local C = M_ffi.C
 local M = {}
 
 -- The reasons why a run cannot meet a need of a policy: name = function(trainer) that returns the
--- reason, or a false value if it does not apply.
+-- reason, or nil or false if the run can meet the need.
 local LACKS = {
   lagged = function(t)
     return t.delay == 1 and "mode=lagged updates before the policy decides; hint: mode=sync"

@@ -90,7 +90,7 @@ end
 local HYBRID = { x = { format = "e4m3" }, w = { format = "e4m3" }, dy = { format = "e5m2" },
   high = { "^head", "^lm_head" } }
 local function hybrid(more) return arguments.merged(HYBRID, more) end
--- source: whose recipe it is, or the paper
+-- source: whose recipe it is, and the paper, if there is one
 local function like_bf16(source, fp8, moments)
   return { weights = "bf16", activations = "bf16", residual = "bf16", norm = "bf16", wide = "f32",
     weight_gradients = "f32", norm_gradients = "f32",

@@ -55,7 +55,7 @@ local function progress(u, o)
   return math.min(1, math.max(0, (u - o.warmup) / math.max(1, o.total - o.warmup)))
 end
 
---- lr after the warm-up.
+--- The rate is lr after the warm-up.
 define("constant", { lr = 1e-3, warmup = 0 }, function(_, o) return o.lr end)
 
 --- The rate falls linearly from lr to floor at update `total`.
