@@ -436,7 +436,7 @@ end
 function History:meta() return pairs_of(self, "meta") end
 function History:config() return pairs_of(self, "config") end
 
---- The policies the run has used: { hash, name, source }.
+--- Returns the policies that the run has used: { hash, name, source }.
 function History:policies()
   return collect(each(self, 2, nil, "SELECT hash, name, source FROM policies"), { "hash", "name" })
 end

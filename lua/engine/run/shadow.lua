@@ -209,7 +209,7 @@ function Shadows:observe_layers(step, record, sites, run)
   end
 end
 
--- 1 -> "equal", 2 -> "x2", 0.25 -> "x0.25", 2^20 -> "x2^20"
+-- Returns a factor as text: 1 -> "equal", 2 -> "x2", 0.25 -> "x0.25", 2^20 -> "x2^20".
 local function factor_text(x)
   local _, exponent = math.frexp(x)
   if math.abs(exponent) > 10 and x < math.huge then

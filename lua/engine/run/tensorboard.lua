@@ -266,7 +266,7 @@ end
 
 function Live:close() self.writer:close() end
 
---- The message about the first failed write, or nil.
+--- Returns the message about the first failed write, or nil.
 function Live:trouble() return self.writer.trouble end
 
 return M

@@ -81,7 +81,7 @@ function M.object(o, class, fields)
   return self
 end
 
---- engine.trainer{ ... }. Options:
+--- engine.trainer{ ... }: makes a trainer. Options:
 ---   model, data, optimizer       the module to train, the data loader, the optimizer (required)
 ---   steps                        attempts to make (required)
 ---   loss                         function(model, batch) -> loss; model:loss(batch.x, batch.y)

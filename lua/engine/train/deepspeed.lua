@@ -75,7 +75,7 @@ end
 local OPTIONS = "model config optimizer run resume checkpoint_every steps log policy data state"
 local PASSED = { "run", "resume", "checkpoint_every", "log", "data", "state" }
 
---- engine.deepspeed.initialize { model =, config = }: config is the path of DeepSpeed's JSON file,
+--- engine.deepspeed.initialize { model =, config = }. config is the path of DeepSpeed's JSON file,
 --- in which comments and trailing commas are allowed, or a table with its contents. More options:
 --- optimizer (instead of the configuration's), policy (instead of its fp16 block), steps (updates
 --- to make, for the progress line and for `engine attach`), and those of engine.session: run resume

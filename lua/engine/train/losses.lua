@@ -53,8 +53,9 @@ end
 
 local SFT = "label_smoothing"
 
---- engine.losses.sft(model, batch [, { label_smoothing = 0 }]): supervised fine-tuning, the mean
---- cross entropy of the tokens that count (for example the tokens of answers); 0 if none counts.
+--- engine.losses.sft(model, batch [, { label_smoothing = 0 }]): supervised fine-tuning. Returns the
+--- mean cross entropy of the tokens that count (for example the tokens of answers), or 0 if none
+--- counts.
 function M.sft(model, batch, options)
   options = tensor.read_named(options, "losses.sft", SFT)
   want_batch(batch, "losses.sft")

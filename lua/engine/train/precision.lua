@@ -124,8 +124,8 @@ M.recipes.fp8_block = like_bf16("DeepSeek-V3, arXiv 2412.19437", {
     { match = "%.down$", x = { keep = "swiglu" } } },
 }, "bf16")
 
--- OCP's MX formats under the rule of cuBLAS and Transformer Engine, and NVFP4 as in Transformer
--- Engine, with its Hadamard transform. Gradients in FP4 round stochastically.
+-- These recipes have OCP's MX formats under the rule of cuBLAS and Transformer Engine, and NVFP4 as
+-- in Transformer Engine, with its Hadamard transform. Gradients in FP4 round stochastically.
 local function microscaled(source, x, w, dy, more)
   return like_bf16(source, arguments.merged({ x = x, w = w, dy = dy, high = HYBRID.high }, more))
 end

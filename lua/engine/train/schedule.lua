@@ -69,18 +69,18 @@ define("cosine", { lr = 1e-3, warmup = 0, total = 1000, floor = 0 }, function(u,
   return o.floor + (o.lr - o.floor) * 0.5 * (1 + math.cos(math.pi * progress(u, o)))
 end)
 
---- lr * gamma ^ floor(u / every), where u counts updates since the warm-up.
+--- The rate is lr * gamma ^ floor(u / every), where u counts updates since the warm-up.
 define("step", { lr = 1e-3, warmup = 0, every = 1000, gamma = 0.1 }, function(u, o)
   return o.lr * o.gamma ^ math.floor((u - o.warmup) / o.every)
 end)
 
---- lr * gamma ^ u, where u counts updates since the warm-up.
+--- The rate is lr * gamma ^ u, where u counts updates since the warm-up.
 define("exponential", { lr = 1e-3, warmup = 0, gamma = 0.999 }, function(u, o)
   return o.lr * o.gamma ^ (u - o.warmup)
 end)
 
---- lr * sqrt(warmup / u), where u counts updates from 1 and lr is the peak: "Attention is all you
---- need" (Vaswani et al. 2017).
+--- The rate is lr * sqrt(warmup / u), where u counts updates from 1 and lr is the peak: "Attention
+--- is all you need" (Vaswani et al. 2017).
 define("inverse_sqrt", { lr = 1e-3, warmup = 100 }, function(u, o)
   return o.lr * math.sqrt(math.max(1, o.warmup) / math.max(1, u + 1))
 end)

@@ -170,9 +170,9 @@ local function new(given)
     retain = #entries > 1 })                -- the losses of a turn may share parts of the tape
 end
 
---- engine.session{ ... }: history, policies with shadows and hot swaps, attached clients, progress
---- and checkpoints for a training loop written by hand. docs/hand-written-loops.md has examples.
---- Options:
+--- engine.session{ ... }: gives a training loop written by hand a history, policies with shadows
+--- and hot swaps, attached clients, progress and checkpoints. docs/hand-written-loops.md has
+--- examples. Options:
 ---   optimizer                    one of engine.optim; or
 ---   optimizers                   { name = optimizer } for several, which share the loss scale.
 ---                                Parameters are then called "name.PARAMETER" in the history
@@ -180,11 +180,11 @@ end
 ---                                store its position. The loop itself calls data:next()
 ---   state                        session.state at the start ({}): the loop's own numbers, strings,
 ---                                booleans, kept tensors and tables of these, in every checkpoint
---- Further options are those of engine.trainer: precision policy policy_options clip clip_value run
---- resume checkpoint_every keep log on_policy_error on_lost rollbacks stats_every history config
---- shadow watch attach tensorboard. Several optimizers are numbered from 1 in the order of their
---- names. record.signals.optimizer is the number of the optimizer that takes the step. An lr set in
---- `engine attach` applies to all optimizers.
+--- The options that follow are as in engine.trainer: precision policy policy_options clip
+--- clip_value run resume checkpoint_every keep log on_policy_error on_lost rollbacks stats_every
+--- history config shadow watch attach tensorboard. Several optimizers are numbered from 1 in the
+--- order of their names. record.signals.optimizer is the number of the optimizer that takes the
+--- step. An lr set in `engine attach` applies to all optimizers.
 function M.new(given)
   if type(given) ~= "table" then
     error("session: expected a table of options, got " .. type(given), 2)
