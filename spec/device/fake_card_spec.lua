@@ -27,7 +27,7 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0
     it("runs a job with checkpoints, lagged or not, and resumes from them", function()
       local folder = helper.folder()
       local job = "examples/gpt.lua device=cuda layers=2 width=32 heads=2 batch=2 context=16 " ..
-        "sample=0 log=json checkpoint_every=4 resume=auto run=" .. folder
+        "warmup=4 sample=0 log=json checkpoint_every=4 resume=auto run=" .. folder
       assert.equal(0, on_card(job .. "/a steps=4").code)
       local ran = on_card(job .. "/a steps=8")
       assert(ran.code == 0, ran.out)

@@ -105,7 +105,7 @@ generators.mx_quantize = function(try)
     end
   end
   local x = float("f32", { 3, 3 }, "normal")
-  for _, bad in ipairs { { { 0, 1, 32, 0 }, "the format" }, { { 10, 1, 32, 9 }, "rule of" },
+  for _, bad in ipairs { { { 0, 1, 32, 0 }, "the format" }, { { 10, 1, 32, 9 }, "scale rule from" },
     { { 10, 1, 16, 4 }, "need the format e2m1" }, { { 10, 0, 32, 0 }, "blocks of 1 to 128" },
     { { 13, 1, 5, 0 }, "even number of columns" }, { { 13, 1, 4, 0 }, "even length" },
     { { 10, 1, 32, 7 }, "need the format e2m1" }, { { 13, 1, 4, 7, FINITE }, "quest and" },
@@ -143,8 +143,8 @@ generators.hadamard = function(try)
       end
     end
   end
-  -- The exact sum lies above a tie of bf16, by a bit that a sum in f32 loses. The exponents differ by
-  -- one more than those of a group whose f32 sums are certainly exact.
+  -- The exact sum lies above a tie of bf16, by a bit that a sum in f32 loses. The exponents differ
+  -- by one more than those of a group whose f32 sums are certainly exact.
   for _, case in ipairs { { 16, 13, 2 ^ -4, 2 ^ -13 }, { 64, 60, 0.25, 2 ^ -11 } } do
     local size, ones, half, small = unpack(case)
     local list = { small * (1 + 2 ^ -7) }
