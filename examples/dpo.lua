@@ -38,8 +38,8 @@ local function model_of(seed)
     layers = cfg.layers }
 end
 
--- Returns an endless source of pairs: x [2 pairs x T], with the preferred sequences first, and y,
--- which is x shifted by one token. The index of the batch seeds its random numbers.
+-- Returns an endless source of batches. x [2 * pairs x T] has the preferred sequences in its first
+-- half. y is x shifted by one token. A batch depends only on `seed` and on the batch's index.
 local function pairs_of(seed)
   local loader = { at = 0 }
   function loader:next()

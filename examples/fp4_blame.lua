@@ -8,7 +8,7 @@
 --   ./engine examples/fp4_blame.lua
 --   ./engine examples/fp4_blame.lua seeds=5 steps=400 svg=blame.svg
 --
--- Measured with the first command, loss beyond bf16's, mean +- standard deviation of three seeds:
+-- Excess loss over bf16, measured with the first command, mean +- standard deviation of 3 seeds:
 --   forward +2.07 +- 0.97 %        wgrad, stochastic          +0.15 +- 0.54 %
 --   dgrad   +0.83 +- 0.80 %        wgrad, fixed Hadamard      +0.03 +- 0.48 %
 --   wgrad   +0.25 +- 0.56 %        wgrad, random Hadamard     +0.63 +- 0.76 %
@@ -147,6 +147,6 @@ for _, pair in ipairs { { "wgrad", "dgrad" }, { "wgrad", "forward" },
 end
 print("Conclusion, from orders that hold with every seed: " .. table.concat(findings, "; ") .. ".")
 if cfg.svg ~= "" then
-  print(lab.svg(cfg.svg, { title = "Loss beyond bf16's, %", x = names, y = "in MXFP4",
+  print(lab.svg(cfg.svg, { title = "Excess loss over bf16, %", x = names, y = "in MXFP4",
     series = series }))
 end

@@ -8,11 +8,11 @@
 -- Measured with the first command, as mean +- standard deviation over three seeds. The first two
 -- columns are the shares of blocks whose largest element is clipped: of blocks with log-uniform
 -- maxima, and of blocks of normally distributed numbers. The SNR is measured on the latter blocks:
---   e2m1   maxima clipped  of normal blocks  SNR, dB  loss beyond bf16's
---   floor          41.1 %            29.1 %    18.80     +1.22 +- 0.74 %
---   even           22.0 %            12.7 %    19.03     +0.72 +- 1.16 %
---   ceil            0.0 %             0.0 %    16.83     +2.16 +- 0.62 %
---   rceil           0.0 %             0.0 %    18.76     +1.29 +- 1.88 %
+--   e2m1   maxima clipped  of normal blocks  SNR, dB  excess loss over bf16
+--   floor          41.1 %            29.1 %    18.80        +1.22 +- 0.74 %
+--   even           22.0 %            12.7 %    19.03        +0.72 +- 1.16 %
+--   ceil            0.0 %             0.0 %    16.83        +2.16 +- 0.62 %
+--   rceil           0.0 %             0.0 %    18.76        +1.29 +- 1.88 %
 -- After 120 steps, clipping costs no more than it saves: a rule that clips has smaller scales, so
 -- its grid is finer. ceil, which never clips but has the lowest SNR, has the largest mean loss.
 -- With format=e4m3 all four means are between +0.68 and +1.01 %, with spreads of 0.91 to 1.57 %: no
@@ -95,7 +95,7 @@ for i, rule in ipairs(RULES) do
   end
   rows[i][5] = lab.mean_text(apart[i], "%+.2f") .. " %"
 end
-lab.table({ cfg.format, "maxima clipped", "of normal blocks", "SNR, dB", "loss beyond bf16's" },
+lab.table({ cfg.format, "maxima clipped", "of normal blocks", "SNR, dB", "excess loss over bf16" },
   rows)
 local worse = {}
 for i = 2, #RULES do
@@ -103,9 +103,9 @@ for i = 2, #RULES do
   for seed = 1, cfg.seeds do each = each and apart[1][seed] > apart[i][seed] end
   if each then worse[#worse + 1] = RULES[i] end
 end
-print(("Conclusion: floor costs %s %% of bf16's loss; with every seed it is worse than %s."):format(
-  lab.mean_text(apart[1], "%+.2f"), #worse > 0 and table.concat(worse, ", ") or "no other rule"))
+print(("Conclusion: floor's excess loss is %s %%; rules better with every seed: %s."):format(
+  lab.mean_text(apart[1], "%+.2f"), #worse > 0 and table.concat(worse, ", ") or "none"))
 if cfg.svg ~= "" then
-  print(lab.svg(cfg.svg, { title = cfg.format .. ": loss beyond bf16's, %", x = RULES, y = "rule",
-    series = series }))
+  print(lab.svg(cfg.svg, { title = cfg.format .. ": excess loss over bf16, %", x = RULES,
+    y = "rule", series = series }))
 end

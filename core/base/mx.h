@@ -53,7 +53,7 @@
 typedef struct mx_format {
   int   fraction, bias, emax;
   int   top;          // code of the largest number
-  int   nan;          // the code for NaN: that of NaN or, in a format without NaN, `top` or 0
+  int   nan;          // the code that a NaN becomes; in a format without NaN, `top` or 0
   int   sign;         // mask of the sign bit; 0: two's complement
   float largest;
 } mx_format;

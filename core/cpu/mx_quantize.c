@@ -21,9 +21,9 @@
 #include <math.h>
 
 enum {
-  MOST = 128,          // the most rows or columns of a block, or columns of a tile of several rows
+  MOST = 128,          // the longest side of a block; the most columns of a tile of several rows
   WIDE = 512,          // the most columns of a tile of one row
-  BAND = 64,           // about the number of rows of a task; more if a block is taller
+  BAND = 64,           // rows of a task, rounded down to whole blocks; at least one block
   INFINITE = 0x7F800000,
 };
 

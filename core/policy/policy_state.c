@@ -117,7 +117,8 @@ static bool encode(walk *w, int table, int depth)
   return true;
 }
 
-// Refuses with a path such as state.groups["a b"][3], from the keys on the stack above `base`.
+// Refuses the state. The message has the path of the offending field, such as state.groups.a[3].
+// The path consists of the keys on the stack, from index `base` on.
 static void refuse_path(eng_policy *p, int base, const char *why)
 {
   lua_State *L = p->L;

@@ -22,8 +22,8 @@ struct verdict_field {
   bool      (*read)(eng_policy *p, eng_verdict *out, const verdict_field *field);
   const char *expected;   // for messages: the expected value
   const char *entry;      // for messages: an entry of the required table; NULL: none required
-  size_t      at;         // the offset in eng_verdict of a single number; ENG_EACH_* for a number
-                          // per tensor
+  size_t      at;         // of a single number: its offset in eng_verdict
+                          // of a number per tensor: its ENG_EACH_*
 };
 
 bool policy_refuse(eng_policy *p, const char *format, ...)

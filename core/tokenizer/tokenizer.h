@@ -234,8 +234,8 @@ bool pattern_next(int scan, const char *what, int64_t length, const char *text, 
 
 // ---- split.c
 
-/// Splits a text into words with the splitter's steps from step `from` on, and encodes each word.
-/// `first`: the text is the start of the whole input.
+/// Splits a text into words and encodes each word. Runs the splitter's steps, beginning with step
+/// `from`. `first`: the text is the start of the whole input.
 eng_status split_run(eng_tokenizer *t, int from, const char *text, int64_t size, bool first);
 
 // ---- words.c, bpe.c, unigram.c: append the ids of one word to t->out

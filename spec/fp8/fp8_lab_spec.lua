@@ -162,7 +162,7 @@ describe("the FP8 laboratory", function()
     assert.equal(0, result.code, result.err)
     assert.near(41.5, row(result, "floor")[1], 1)               -- derived: 1 - log2(1.5)
     assert.near(0, row(result, "rceil")[1], 1e-9)
-    assert.matches("\nConclusion: floor costs [+-]%d", result.out)
+    assert.matches("\nConclusion: floor's excess loss is [+-]%d", result.out)
   end)
 
   it("rounding_bias: the biases that the rules imply", function()

@@ -183,10 +183,10 @@ local function cells_of(text, separator)
   return cells
 end
 
---- Returns the format of CSV: the document is the cell in one column, which is found by its name in
---- the header of each file.
+--- Returns the format of CSV: the document is the cell in one column. The header of each file says
+--- where this column is.
 function M.csv_text(column, separator, records)
-  local columns, places = {}, {}  -- file -> the number of its columns; the column's index
+  local columns, places = {}, {}  -- by file: the number of columns; the index of `column`
   for _, f in ipairs(records.files) do
     local names, problem = cells_of(records:header(f), separator)
     if not names then raise("data.csv_text: the header of %s %s", f.path, problem) end

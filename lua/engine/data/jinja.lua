@@ -9,8 +9,8 @@ local M = {}
 
 local List, NONE = {}, {}
 M.NONE = NONE
--- The most operations, and the most bytes of a text. These limits keep a file from hanging the
--- process or filling its memory.
+-- The largest number of operations of a rendering, and the largest number of bytes of a text. With
+-- these limits, a template cannot hang the process or fill its memory.
 local OPERATIONS, BYTES = 1e6, 2 ^ 24
 local operations, printed
 

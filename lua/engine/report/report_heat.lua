@@ -1,7 +1,7 @@
 -- The report's heat maps: layers over the steps, layers by exponent, exponents over the steps, FP8
--- layers over the steps. A column spans the steps that it represents. Cells without a record are
--- left empty, so that the hatched background is visible there. Each function returns HTML and the
--- data for the script (report_page.lua). Used by report.lua.
+-- layers over the steps. In a map over the steps, a column covers its steps on the x axis. Cells
+-- without a record are left empty, so that the hatched background is visible there. Each function
+-- returns HTML and the data for the script (report_page.lua). Used by report.lua.
 local chart = require "engine.report.chart"
 local html = require "engine.report.report_html"
 local layers = require "engine.report.layers"

@@ -292,14 +292,15 @@ local registered = {}   -- optimizers that scripts registered: name -> construct
 --- call as engine.optim.NAME(model, options). docs/write-an-optimizer.md has examples. Fields of
 --- spec:
 ---   doc         one line about the optimizer, which tostring shows
----   defaults    hyperparameters with their defaults: numbers, booleans or strings; lr is one of
----               them. Groups, decay = "matrices" (where there is a weight_decay), precision and
----               moments are options of every optimizer
----   buffers     what update keeps for each parameter: a list of names, for f32 tensors of the
----               parameter's shape (bf16 with moments = "bf16"); or name = function(shape, p,
----               options), which returns `shape` itself, another shape (always f32), or nil where
----               p, with p.name and p.role, needs no such buffer; or name = { shape = function,
----               dtype = "e4m3" } (f32, bf16, e5m2). Buffers begin as zeros
+---   defaults    hyperparameters with their defaults: numbers, booleans or strings. lr is
+---               required. Groups, decay = "matrices" (where there is a weight_decay), precision
+---               and moments are options of every optimizer
+---   buffers     the tensors that update keeps for each parameter. They begin as zeros. A plain
+---               name in the list makes an f32 tensor of the parameter's shape (bf16 with moments =
+---               "bf16"). name = function(shape, p, options) chooses the shape: the function
+---               returns `shape` itself, another shape (then always f32), or nil if p needs no such
+---               buffer. p has the fields p.name and p.role. name = { shape = function, dtype =
+---               "e4m3" } also chooses the format: f32, bf16, e4m3 or e5m2
 ---   update      function(p, ctx): one update of one parameter. p.weight (the f32 master) and
 ---               p.grad (f32, unscaled and clipped) are tensors, and so is every buffer, as
 ---               p.NAME. Assign new values to p.weight and the buffers, or write in place. ctx.t is
