@@ -12,7 +12,7 @@ local cfg = engine.config({ model = "resnet18", data = "", size = 24, width = 16
   batch = 32, lr = 3e-3, flip = false, precision = "fp32", policy = "", seed = 1, run = "",
   log = "line" },
   { model = { "resnet18 or vit", choices = { "resnet18", "vit" } },
-    data = "folder with a folder of images for each class; empty: drawn shapes",
+    data = "path of a folder that has a subfolder for each class; empty: drawn shapes",
     size = "pixels of an image's side; for vit a multiple of 4",
     width = "channels of ResNet's first stage; ViT's width is 4 times this",
     steps = "training steps", batch = "images per step", lr = "peak learning rate",

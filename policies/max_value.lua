@@ -42,7 +42,7 @@ return {
     local scale, reason = state.scale, nil
     if record.overflow then
       state.room, state.good = math.max(state.room * options.backoff, 2^-10), 0
-      scale, reason = scale * options.backoff, "overflow: the scale backs off, and its target falls"
+      scale, reason = scale * options.backoff, "overflow: the scale and the target of amax fall"
       state.mean = state.mean and math.min(state.mean, scale)
     else
       state.good = state.good + 1

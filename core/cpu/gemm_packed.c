@@ -381,7 +381,8 @@ static bool is_thin(const gemm_call *g, int64_t members)
   return members == 1 && g->m <= GEMM_MR && g->b.row == 1 && g->b.column != 1;
 }
 
-// Computes one panel of columns of C. `all` covers all of k, which is summed in pieces of k_span.
+// Computes one panel of columns of C. `all` is the part that spans all of k. The sums over k are
+// computed in pieces of k_span.
 static void multiply_thin(const part *all, rows_of_a a, int64_t panel, int64_t k_span)
 {
   const gemm_call *g = all->call;

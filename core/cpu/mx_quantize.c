@@ -570,8 +570,9 @@ static void band_task(const void *context, int64_t t)
     }
 }
 
-// Finds the largest magnitudes of n columns of x, of `deep` elements each. With MX_FINITE, ignores
-// NaN. Fills whole vectors of amax. Returns whether the columns hold NaN.
+// Finds the largest magnitude in each of n columns of x. A column has `deep` elements. With
+// MX_FINITE, ignores NaN. Writes whole vectors, so amax needs room for n rounded up to whole
+// vectors. Returns whether the columns hold NaN.
 static bool measure_columns(float *amax, const side *s, int64_t first, int deep, int n)
 {
   bool finite = s->call->mx_quantize.flags & MX_FINITE, nan = false, f32 = s->dtype == ENG_f32;

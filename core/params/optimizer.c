@@ -226,7 +226,8 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
   for (int i = 0; i < state->set->n; i++)
     if (state->group[i] >= update->n_groups)
       return error_set(ENG_ERR_VALUE,
-                       "%s: parameter %s is in group %d, but the update has %d groups",
+                       "%s: parameter %s is in group %d (counted from 0), but the number of groups "
+                       "is %d",
                        name, state->set->member[i].name, state->group[i], update->n_groups);
   return ENG_OK;
 }

@@ -197,7 +197,7 @@ eng_status params_advance(void)
   return params_under_way->link->advance(params_under_way->data);
 }
 
-/// Begins to fill a unit, once the unit in flight, perhaps of another set, has arrived.
+/// Begins to fill a unit. First waits for the unit in flight, which may belong to another set.
 static eng_status start(params_parted *q, int unit, int form)
 {
   if (!q->imagined) ENG_TRY(params_settle());

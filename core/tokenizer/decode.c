@@ -72,7 +72,7 @@ static void end_bytes(eng_tokenizer *t, list *to, int64_t from)
 
 static void from_fallback(eng_tokenizer *t, const list *from, list *to)
 {
-  int64_t pending = 0, size;                 // pending: offset of the bytes after the last text
+  int64_t pending = 0, size;                 // pending: offset of the unfinished text
   for (int64_t i = 0; i < list_count(from); i++) {
     const char *text = list_at(from, i, &size);
     int byte = fallback_byte(text, size);

@@ -3,7 +3,7 @@
 // whose first kernel also computes delta for this file. The products use wgmma.
 #include "attention_hopper.h"
 
-enum { KEYS = 64 };   // keys at a time, in blocks that own queries
+enum { KEYS = 64 };   // keys in a tile of the kernel that computes dq
 /// Bytes of shared memory: two resident sets of rows, two pairs of tiles that alternate, and two
 /// pairs of lines of shift and delta.
 template <int D>

@@ -154,7 +154,7 @@ describe("engine replay --verify", function()
     helper.write(folder .. "/job.lua", "print 'nothing'")
     told("job.lua ended without a run named 'gone'", "gone --policy static --verify")
     helper.write(folder .. "/job.lua", JOB)
-    told("--verify needs a run, not a string of verdicts", "'4. x' --policy static --verify")
+    told("--verify needs a run, not a string of outcomes", "'4. x' --policy static --verify")
     told("--steps: expected a whole number of 1 or more, got 0", "gone --policy static --verify " ..
       "--steps 0")
     told("--from: expected a whole number of 0 or more, got 1.5", "gone --policy static " ..

@@ -425,7 +425,7 @@ describe("optimizer state", function()
       "expected a group >= 0 for parameter p2, got %-1")
     set:optimizer("adam", "f32", { 0, 1 })
     assert.error_matches(function() set:update { hyper = { ADAMW } } end,
-      "p2 is in group 1, but the update has 1")
+      "p2 is in group 1 %(counted from 0%), but the number of groups is 1")
     assert.error_matches(function() set:update { hyper = { ADAMW, ADAMW }, kind = 2 } end,
       "expected an update of adam, got an update of adamw")
     assert.error_matches(function() set:update { hyper = { ADAMW, ADAMW }, t = 0 } end,

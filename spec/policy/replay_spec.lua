@@ -47,7 +47,7 @@ local folder
 setup(function() folder = helper.folder() end)
 teardown(function() helper.remove(folder) end)
 
-describe("a string of verdicts", function()
+describe("a string of outcomes", function()
   it("is parsed with any spacing", function()
     for _, form in ipairs { "4. x 2. 3x", "4.x2.3x", "....x..xxx", " 4 . x\n2.\t3X " } do
       assert.are.same({ false, false, false, false, true, false, false, true, true, true },
@@ -377,7 +377,7 @@ describe("engine tune", function()
     assert.are.equal(least, found.best.cost)
   end)
 
-  it("accepts lists of values and verdict strings, and drops refused options", function()
+  it("accepts lists of values and strings of outcomes, and drops refused options", function()
     local found = engine.tune { runs = { "20. 4x 20." }, policy = "deepspeed",
       over = { "hysteresis=0,1,2", "min_scale=1,1024" },
       options = { init_scale = 4 }, objective = "skipped" }
@@ -388,7 +388,7 @@ describe("engine tune", function()
     local broken = helper.write(folder .. "/broken.lua",
       "return { options = { init_scale = 4 }, decide = function() return 'x' end }")
     assert.matches("tune: expected runs to be a list", fails(engine.tune, {}))
-    assert.matches("trace: expected a run or a string of verdicts", fails(replay.trace))
+    assert.matches("trace: expected a run or a string of outcomes", fails(replay.trace))
     assert.matches("replay.run: expected a trace", fails(replay.run, "9.", "dynamic"))
     assert.matches("broken failed at every step",
       fails(engine.tune, { runs = { "9." }, policy = broken, over = { "init_scale=1,2" },
@@ -418,7 +418,7 @@ describe("engine tune", function()
     told("expected one %-%-policy FILE, got 0", path, "--over", "growth_interval=1..5")
     told("expected runs", "--policy", "dynamic", "--over", "growth_interval=1..5")
     told("expected %-%-over", path, "--policy", "dynamic")
-    told("'4. x' is a string of verdicts without gradients", "4. x", "--policy", "dynamic",
+    told("'4. x' is a string of outcomes without gradients", "4. x", "--policy", "dynamic",
       "--over", "growth_interval=1..5")
     told("policies/dynamic.lua: growth_interval = 0 ", path, "--policy", "dynamic",
       "growth_interval=0", "--over", "init_scale=1..5")

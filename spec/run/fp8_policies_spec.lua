@@ -452,7 +452,7 @@ describe("a replay of a policy of FP8 layers", function()
       assert.matches(text, out.err, 1, true)
       assert.equal(1, select(2, out.err:gsub("\n", "")))
     end
-    refused("expected a run, because a string of verdicts has no layers", "4. x", "--policy",
+    refused("expected a run, because a string of outcomes has no layers", "4. x", "--policy",
       "sqrt3")
     refused("--verify compares loss scales", folder .. "/run", "--policy", "sqrt3", "--verify")
     engine.seed(1)

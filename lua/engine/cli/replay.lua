@@ -1,4 +1,4 @@
--- engine replay: replays policies on a recorded run or a string of verdicts (run/replay.lua).
+-- engine replay: replays policies on a recorded run or a string of outcomes (run/replay.lua).
 local counterfactual = require "engine.run.counterfactual"
 local options = require "engine.cli.options"
 local show = require "engine.base.show"
@@ -9,7 +9,7 @@ usage: engine replay TRACE --policy FILE [name=value ...] [--policy FILE ...] [-
                      [--tolerance X] [--script FILE] [--keep FOLDER] [--json]
 
 Shows what these policies would have done. TRACE is a run, by its name or directory, or a string of
-verdicts: . is a good step, x an overflow, and a number repeats the mark after it: "4. x 2. 3x".
+outcomes: . is a good step, x an overflow, and a number repeats the mark after it: "4. x 2. 3x".
 
   engine replay "4. x 2. 3x" --policy dynamic init_scale=256 growth_interval=2
   engine replay runs/a --policy dynamic --policy deepspeed hysteresis=1 --policy ds_config.json
@@ -75,7 +75,7 @@ end
 local function main(given)
   local traces = given.words
   if #traces == 0 then
-    options.fail("expected a trace: a run or a string of verdicts; see engine help replay")
+    options.fail("expected a trace: a run or a string of outcomes; see engine help replay")
   end
   if #traces > 1 then
     options.fail("expected one trace, got '%s' and '%s'", traces[1], traces[2])
@@ -109,7 +109,7 @@ local function main(given)
 end
 
 return options.command {
-  name = "replay", doc = "what policies would have done on a recorded run or a string of verdicts",
+  name = "replay", doc = "what policies would have done on a recorded run or a string of outcomes",
   help = help,
   options = { json = "switch", verify = "switch", from = "number", steps = "number",
     tolerance = "number", script = "text", keep = "text" }, policies = true, main = main,

@@ -19,7 +19,7 @@ if both ends are powers of two. The search is deterministic.
 --objective elements  gradient elements that lose bits or vanish; a step without an update loses all
                       of them (the default)
             mass      the same for the gradients' sum of magnitudes
-            skipped   steps without an update; the only objective for strings of verdicts
+            skipped   steps without an update; the only objective for strings of outcomes
 
 The gradients are those of the recorded runs. The effect of a setting on the training itself needs a
 new run to measure.]==]

@@ -39,11 +39,14 @@ end
 --- Predicts the memory and the step of a job on `ranks` ranks. job: { parameters, tensors,
 --- weight_bytes, moment_bytes (undivided), step (seconds), handling (seconds of packing and summing
 --- gradients, or nil), zero, accumulate, histogram, sizes = function(ranks) -> the result of
---- M.sizes }. cost: { alpha, beta }; for ranks on one machine also cores = n, slowed = the time of
---- a step with a process on every core, divided by its time alone, times = measured seconds of
---- steps with a process on every core. Returns { ranks, memory = { weights, gradients, moments,
---- messages, all } (bytes), sent = { messages, bytes }, compute, messages, exposed, waited, record,
---- weights, step (seconds), efficiency }.
+--- M.sizes }. cost: { alpha, beta }. For ranks on one machine, cost also has
+---   cores    the number of cores
+---   slowed   the time of a step while every core runs a process, divided by the time of a step
+---            while only one process runs
+---   times    a list of measured times of steps while every core runs a process, in seconds
+--- Returns { ranks, memory = { weights, gradients, moments, messages, all } (bytes), sent =
+--- { messages, bytes }, compute, messages, exposed, waited, record, weights, step (seconds),
+--- efficiency }.
 function M.predict(job, cost, ranks)
   local sizes, alone = job.sizes(ranks), ranks == 1
   local passes = job.zero >= 2 and job.accumulate or 1

@@ -1,4 +1,4 @@
--- Replays a policy on a string of verdicts, or on a recorded run.
+-- Replays a policy on a string of outcomes, or on a recorded run.
 --   local trace = engine.replay.trace("4. x 2. 3x")             -- or "runs/a"
 --   local r = engine.replay.run(trace, "dynamic", { init_scale = 256 })
 --   r.scales, r.actions, r.skipped, r.stopped_at ...            -- print(engine.replay.table { r })

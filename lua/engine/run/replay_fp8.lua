@@ -158,7 +158,7 @@ end
 --- Replays a policy of FP8 layers on a trace; see replay.lua.
 function M.run(trace, policy)
   if not trace.names then
-    error(("policy %s works on FP8 layers; expected a run, because a string of verdicts has no " ..
+    error(("policy %s works on FP8 layers; expected a run, because a string of outcomes has no " ..
       "layers"):format(policy.name), 0)
   end
   local result, why = require("engine.run.history").with(trace.name,

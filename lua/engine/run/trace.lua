@@ -1,8 +1,8 @@
--- Reads the input of a replay: a string of verdicts such as "4. x 2. 3x" (. is a good step, x an
+-- Reads the input of a replay: a string of outcomes such as "4. x 2. 3x" (. is a good step, x an
 -- overflow, a number repeats the symbol after it), or the recorded history of a run. A trace gives
 -- the record that a step would have had at any loss scale. Called by replay.lua.
 --
--- In a string of verdicts, an overflow happens at every scale, and gradients all have magnitude 1.
+-- In a string of outcomes, an overflow happens at every scale, and gradients all have magnitude 1.
 --
 -- For a run, counterfactual.lua converts each recorded step to the policy's scale and says whether
 -- the result is exact or a bound. The gradients are those of the recorded run.
@@ -18,15 +18,15 @@ local M = {}
 
 local MOST_STEPS = 5e6
 
--- ------------------------------------------------------------------ strings of verdicts
+-- ------------------------------------------------------------------ strings of outcomes
 
 local Verdicts = {}
 Verdicts.__index = Verdicts
 
---- True if `text` looks like a string of verdicts.
+--- True if `text` looks like a string of outcomes.
 function M.is_verdicts(text) return text:find("[.xX]") ~= nil and not text:find("[^%d%s.xX]") end
 
---- Returns the trace of a string of verdicts such as "4. x 2. 3x".
+--- Returns the trace of a string of outcomes such as "4. x 2. 3x".
 function M.verdicts(text)
   local steps, at = {}, 1
   local function fail(what, place)
@@ -215,19 +215,19 @@ end
 
 -- ------------------------------------------------------------------ opening
 
---- Opens a trace. text: a run's directory or history, the name of a run, or a string of verdicts.
+--- Opens a trace. text: a run's directory or history, the name of a run, or a string of outcomes.
 function M.open(text)
-  M_ffi.expect(type(text) == "string", text, "trace: expected a run or a string of verdicts")
+  M_ffi.expect(type(text) == "string", text, "trace: expected a run or a string of outcomes")
   if files.exists(text .. "/history.db") then return M.run(text) end
   if M.is_verdicts(text) then return M.verdicts(text) end
   if files.is_folder(text) then
-    error(("%s holds no history.db; expected a run's directory or a string of verdicts such as " ..
+    error(("%s holds no history.db; expected a run's directory or a string of outcomes such as " ..
       "'4. x 2. 3x'"):format(text), 0)
   end
   if files.exists(text) then return M.run(text) end
   if files.exists("runs/" .. text .. "/history.db") then return M.run("runs/" .. text) end
   if text:find("^[%d%s.xX]") and not text:find("/", 1, true) then return M.verdicts(text) end
-  error(("there is no run '%s'; expected a run's directory or a string of verdicts such as '4. " ..
+  error(("there is no run '%s'; expected a run's directory or a string of outcomes such as '4. " ..
     "x 2. 3x'%s"):format(text, require("engine.run.runs").hint(text)), 0)
 end
 

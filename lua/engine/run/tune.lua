@@ -111,7 +111,7 @@ local function read(o)
   for i, run in ipairs(o.runs) do
     s.traces[i] = type(run) == "table" and run or replay.trace(run)
     if not s.traces[i].names and s.objective ~= "skipped" then
-      error(("'%s' is a string of verdicts without gradients; the only objective for it is " ..
+      error(("'%s' is a string of outcomes without gradients; the only objective for it is " ..
         "'skipped'"):format(s.traces[i].name), 0)
     end
   end

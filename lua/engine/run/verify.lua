@@ -142,7 +142,7 @@ end
 --- nil), notes, meta, config }. Raises an error if the job cannot be run again.
 function M.plan(path, source, options, wish, run)
   local trace = replay.trace(path)
-  if not trace.rows then error("--verify needs a run, not a string of verdicts", 0) end
+  if not trace.rows then error("--verify needs a run, not a string of outcomes", 0) end
   path = files.exists(trace.name .. "/history.db") and trace.name
     or trace.name:match("^(.*)/[^/]*$") or "."
   local history = require("engine.run.history").open(trace.name)

@@ -124,8 +124,8 @@ function M.arange(start, stop, step, options)
   if step == 0 then raise("arange: expected a step other than 0, got 0") end
   local count = math.max(0, math.floor((stop - start) / step + 1e-9) + 1)
   if not (count <= 2 ^ 53) then
-    raise("arange: expected finite numbers, got %s to %s by %s", value_text(start),
-      value_text(stop), value_text(step))
+    raise("arange: expected finite numbers and at most 2^53 elements, got %s to %s by %s",
+      value_text(start), value_text(stop), value_text(step))
   end
   shape_buffer[0] = count
   local x = make("arange", 1, options, "i64")

@@ -55,7 +55,7 @@ local REPLACES = "; a role's table replaces the base's table, so give rule = ...
 local function read_role(to, role, where, name)
   known(role, ROLE, where)
   expect(role.keep == nil or name == "x", role.keep,
-    "%s: keep is only for x (what the tape keeps for dW)", where)
+    "%s: keep sets how the tape stores x for dW; expected keep only in x", where)
   expect(role.eps == nil or type(role.eps) == "number", role.eps,
     "%s: expected eps to be a number", where)
   local rule = role.rule or "transformer_engine"

@@ -125,7 +125,7 @@ function State:of(i)
   return list
 end
 
---- Returns the bytes of the buffers of parameter i, which has `count` elements.
+--- Returns the size in bytes of the buffers of parameter i, which has `count` elements.
 function State:bytes(i, count)
   local each = self.optimizer.moments == "bf16" and 2 or 4
   return self:moments() * math.ceil(count * each / 64) * 64

@@ -272,7 +272,7 @@ function State:of(i, shape, torn)
   return list
 end
 
---- Returns the bytes of the buffers of parameter i.
+--- Returns the size in bytes of the buffers of parameter i.
 function State:bytes(i)
   local sum = 0
   for _, b in ipairs(self:layout(i, self.optimizer.list[i].tensor.shape)) do
