@@ -88,8 +88,8 @@ static eng_status emit_where_nonzero(grad_call *g, int k, tensor *p, tensor *q, 
   return grad_emit_op(g, k, (op_call){.op = ENG_OP_mul, .in = {kept, g->dy[0]}});
 }
 
-// y = a^b: da = dy b a^(b-1), or 0 where b is 0; db = dy y log a, or 0 where y is 0. Computes a^b
-// again, because y may have been rounded.
+// y = a^b: da = dy b a^(b-1), or 0 where b is 0; db = dy y log a, or 0 where a is 0 and b >= 0.
+// Computes a^b again, because y may have been rounded.
 eng_status grad_pow(grad_call *g)
 {
   tensor *a = g->call->in[0], *b = g->call->in[1], *zero;
@@ -101,10 +101,12 @@ eng_status grad_pow(grad_call *g)
     ENG_TRY(emit_where_nonzero(g, 0, power, b, b, zero));
   }
   if (grad_wants(g, 1)) {
-    tensor *y, *logarithm;
+    tensor *y, *logarithm, *plus, *test;
     ENG_TRY(wide_binary(&y, ENG_OP_pow, a, b));
     ENG_TRY(grad_run_wide(&logarithm, (op_call){.op = ENG_OP_log, .in = {a}}));
-    ENG_TRY(emit_where_nonzero(g, 1, y, logarithm, y, zero));
+    ENG_TRY(binary(&plus, ENG_OP_ge, b, zero));
+    ENG_TRY(op_run1(&test, (op_call){.op = ENG_OP_where, .in = {plus, a, b}}));
+    ENG_TRY(emit_where_nonzero(g, 1, y, logarithm, test, zero));
   }
   return ENG_OK;
 }

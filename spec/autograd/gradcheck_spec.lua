@@ -29,6 +29,25 @@ describe("the gradient of", function()
     assert.equal("f32", x.grad.dtype)
   end)
 
+  it("a power follows PyTorch at its poles and for negative bases", function()
+    local nan, inf = 0 / 0, math.huge
+    for dtype, tiny in pairs { f32 = 1e-42, f64 = 1e-310 } do
+      for _, case in ipairs {
+        -- a, b, and PyTorch's gradient of b: y log a, or 0 where a is 0 and b >= 0
+        { 0, 0, 0 }, { -0.0, 0, 0 }, { 0, 2, 0 }, { 0, -1, -inf }, { 0, nan, nan }, { -2, 2, nan },
+        { 2, 3, 8 * math.log(2) }, { tiny, 2, 0 }, { inf, -1, nan } } do
+        local a = engine.tensor({ case[1] }, { dtype = dtype, requires_grad = true })
+        local b = engine.tensor({ case[2] }, { dtype = dtype, requires_grad = true })
+        a:pow(b):sum():backward()
+        local got, text = b.grad:item(), ("%s %g ^ %g"):format(dtype, case[1], case[2])
+        if case[3] ~= case[3] then assert.is_true(got ~= got, text)
+        elseif case[3] == -inf then assert.equal(-inf, got, text)
+        else assert.near(case[3], got, 1e-5, text) end
+        engine.end_step()
+      end
+    end
+  end)
+
   it("a tensor used twice is the sum over both uses", function()
     engine.gradcheck(function(x) return x * x + x:exp() end, { random(3, 3) })
   end)
