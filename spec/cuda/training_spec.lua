@@ -389,6 +389,26 @@ describe("a captured step", function()
     end
   end)
 
+  it("is captured again after the weights have changed their format", function()
+    local calls
+    local function options()
+      calls = 0
+      return { mode = "sync", steps = 16, precision = "bf16", policy = "static",
+        loss = function(model, batch)
+          calls = calls + 1
+          return model:loss(batch.x, batch.y)
+        end,
+        on_step = function(t, step)
+          if step == 6 then t.optimizer:set_precision "fp16" end
+        end }
+    end
+    local plain = losses(false, options())
+    local graph, captured = losses(true, options())
+    assert.is_true(captured)
+    assert.same(plain, graph)
+    assert.equal(8, calls)   -- three steps before each capture, and two captures
+  end)
+
   -- Makes something large on the card that only `held` refers to. A function of its own, because a
   -- stack slot would keep its old value alive.
   local function garbage(held, what)

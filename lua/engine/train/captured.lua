@@ -62,7 +62,8 @@ end
 
 --- Runs forward and backward of a batch through the captured step. Returns the loss, or nil if the
 --- step must run operation by operation: before the capture, for a batch that does not fit the
---- captured graph, and in a step whose FP8 layers are measured.
+--- captured graph, in a step whose FP8 layers are measured, and when the parameters have changed
+--- their formats or copies, after which the step is captured again.
 function M.launch(trainer, batch, scale)
   local sites = trainer.optimizer.fp8
   if sites and sites.looking then return nil end
@@ -73,6 +74,10 @@ function M.launch(trainer, batch, scale)
     trainer.captured = capture(trainer, batch, handles, n)
   end
   local status = C.eng_graph_launch(trainer.captured, scale, handles, n)
+  if status == C.ENG_ERR_STATE then     -- the graph is outdated: another warm-up begins here
+    C.eng_graph_free(M_ffi.ffi.gc(trainer.captured, nil))
+    trainer.captured, trainer.warm = nil, 1
+  end
   if status == C.ENG_ERR_SHAPE or status == C.ENG_ERR_STATE then return nil end
   check(status)
   local loss = M_ffi.ffi.new("eng_tensor")
