@@ -234,6 +234,11 @@ describe("the pictures of a run", function()
       " plot a --png p.png")
     assert.equal("p.png\n", made.out)
     local commands = helper.read(folder .. "/commands")
+    inside "train.lua run=blank steps=3 how=nan policy=static"
+    shell("cd " .. quote(folder) .. " && PATH=$PWD/bin:$PATH " .. engine ..
+      " plot blank --columns loss --log --png p.png")
+    assert.matches("'nothing to draw: no value is finite and positive' at graph",
+      helper.read(folder .. "/commands"), 1, true)
     for _, piece in ipairs { "set xlabel 'step'", "set title 'loss scale, log axis'",
       "title 'policy swapped (1)'", "title 'checkpoint (2)'", "set arrow from 50, graph 0" } do
       assert.matches(piece, commands, 1, true)

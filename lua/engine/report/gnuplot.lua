@@ -89,8 +89,9 @@ local function draw(say, panel)
     for _, mark in ipairs(marks) do plots[#plots + 1] = mark end
     say("plot %s", table.concat(plots, ", "))
   else
-    say("set label 1 'nothing to draw: no value is finite' at graph 0.5,0.5 center; " ..
-      "unset ytics; plot [][0:1] -1 notitle; unset label 1; set ytics nomirror")
+    say("set label 1 'nothing to draw: no value is finite%s' at graph 0.5,0.5 center; unset " ..
+      "ytics; plot [][0:1] -1 notitle; unset label 1; set ytics nomirror",
+      panel.log and " and positive" or "")
   end
   say("unset arrow")
 end
