@@ -63,7 +63,8 @@ local function train(policy, seed, tell)
       result.log2_scale = result.log2_scale + math.log(record.scale) / math.log(2) / cfg.steps
       if record.overflow == 0 then
         made, result.lost = made + 1,
-          result.lost + tonumber(record.underflow) / tonumber(record.count - record.zeros)
+          result.lost + tonumber(record.underflow) / math.max(1,
+            tonumber(record.count - record.zeros))
       end
       if tell and (t.steps_done % math.ceil(cfg.steps / 12) == 0 or t.steps_done == cfg.steps) then
         print(("step %d  loss %.4f  entropy %.3f nats  scale %.6g"):format(t.steps_done,

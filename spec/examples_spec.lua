@@ -320,6 +320,13 @@ describe("the example", function()
     assert.matches("expected a folder with config.json and model.safetensors", result.err, 1, true)
   end)
 
+  it("entropy.lua counts no lost bits if no gradient is above zero", function()
+    local result = helper.run { "examples/entropy.lua", "steps=2",
+      "policy=static:loss_scale=1e-30" }
+    assert.equal(0, result.code, result.err)
+    assert.matches("; 0 %% of the gradients lost bits", result.out)
+  end)
+
   it("data files are found beside the script, in any working directory", function()
     local engine = helper.engine:sub(1, 1) == "/" and helper.engine or root .. "/" .. helper.engine
     local result = helper.shell(
