@@ -102,6 +102,8 @@ describe("ranks that drift apart", function()
       for word in ("drift=" .. what):gmatch("%S+") do settings[#settings + 1] = word end
       drifted(job(2, settings), "ranks 0 and 1 differ from each other, first in " .. expected)
     end
+    drifted(job(2, { "drift=state" }), "first in the state of policy static; 1 of 92 values",
+      "\n  rank 1: " .. ("long "):rep(60) .. "\nall ranks")     -- cut to 300 bytes
   end)
 
   it("are compared every agree_every steps; with 0 never", function()

@@ -18,7 +18,7 @@ local cfg = engine.config({
   agree_every = 1, mode = "sync",
   noise = false,          -- data that draws random numbers for each batch
   -- what drift_rank changes after drift_step: a bit of drift_tensor (flip), of its second moment
-  -- (moment) or of its low-precision copy (low); or lr, scale, random, updates
+  -- (moment) or of its low-precision copy (low); or lr, scale, state, random, updates
   drift = "", drift_rank = 1, drift_step = 2, drift_tensor = "blocks.2.mlp.up.weight",
   device = "cpu",
   -- for spec/chaos.lua: the minimum seconds of a step, and a file into which rank 0 writes the step
@@ -100,6 +100,7 @@ local drift = {
   end,
   lr = function(t) t.optimizer.lr = 2e-3 end,
   scale = function(t) t.policy:set_scale(3) end,
+  state = function(t) t.policy.save = function() return ("long "):rep(400) end end,
   random = function() engine.randn(1) end,
   updates = function(t) t.optimizer.updates = t.optimizer.updates + 1 end,
 }

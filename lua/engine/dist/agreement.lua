@@ -190,7 +190,7 @@ local function describe(self, list, sums, n)
   local trainer = self.trainer
   local found = differences(trainer.reducer, list, sums, n)
   local first, checkpoint = list[found.first], trainer.run_files.last_checkpoint
-  local values, path = ranks.from_all(first.value, SHOWN), trainer.run_files.path
+  local values, path = ranks.from_all(first.value:sub(1, SHOWN)), trainer.run_files.path
   local drift = { step = trainer.steps_done, first = first.name, ranks = found.ranks, values = {},
     agreed = self.agreed_at, checkpoint = checkpoint,
     resume = checkpoint and command(path, checkpoint) or nil }
