@@ -172,6 +172,9 @@ describe("subcommands", function()
     for text in (result.out:match("^(.-)\n\n") or result.out):gmatch("[^\n]+") do
       assert.is_truthy(text:match("^ok ") or text:match("^note ") or text:match("^missing "), text)
     end
+    result = helper.shell("LUA_CPATH=/nowhere/?.so " .. helper.quote(helper.engine) .. " doctor")
+    assert.equal(1, result.code, result.out .. result.err)
+    assert.matches("\nmissing +lua%-cjson +apt install lua%-cjson\n", result.out)
   end)
 end)
 

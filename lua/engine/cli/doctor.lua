@@ -29,7 +29,7 @@ end
 local function need(found, what, text, advice)
   if found then return line("ok", what, text) end
   needed_missing = true
-  line("MISSING", what, advice)
+  line("missing", what, advice)
 end
 
 local function thread_text(n) return ("%d thread%s"):format(n, n == 1 and "" or "s") end
