@@ -162,7 +162,7 @@ local function read(given)
   local cores = C.eng_comm_threads()
   contest.default_threads = math.max(1, math.floor(cores / (#contest.policies * own.seeds)))
   contest = require("engine.run.contest").open(contest)
-  local card = table.concat(settings, " "):find("device=[ac]u")        -- device=auto or cuda
+  local card = ("\0" .. table.concat(settings, "\0")):find("%zdevice=[ac]u")   -- auto or cuda
   contest.jobs = contest.jobs or card and 1 or math.max(1, math.floor(cores / contest.threads))
   return contest
 end
