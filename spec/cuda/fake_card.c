@@ -158,7 +158,8 @@ static eng_status move(void *to, const void *from, int64_t bytes, copy_direction
 {
   if (capturing && direction == COPY_TO_HOST)
     return error_set(ENG_ERR_STATE,
-                     "graph: a captured step reads a value back; hint: graph=false");
+                     "graph: the step reads a value back from the device, which a captured step "
+                     "cannot do; hint: graph=false");
   bool fits =
     on_card(to) == (direction != COPY_TO_HOST) && on_card(from) == (direction != COPY_TO_DEVICE);
   if (!fits)
