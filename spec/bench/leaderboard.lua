@@ -198,13 +198,14 @@ Every policy that chooses a loss scale, with its default options, in fp16 on a C
 for each task. `make leaderboard` repeats it. The same machine gives the same numbers; another one,
 or another number of threads, gives other last digits.
 
-Read it with care. The tasks are small, so that anybody can repeat them, and a policy made for one
+Read it with care. The tasks are small so that anyone can repeat them, and a policy made for one
 kind of trouble gains nothing where that trouble is absent. The summary counts only differences from
 `dynamic` with the same seeds that are beyond noise: their interval excludes 0 at a level of 95 %%
 over all %d policies of the task together. An empty field "beside dynamic" means that these seeds
 show no difference, whatever the means look like. `+-` is the standard deviation over the seeds. A
-scaler cannot train better than a run without overflow and underflow; where a policy has a lower
-loss, look at what else it does: clip, skip, lower the rate.
+scaler cannot train better than a run without overflow and underflow. If a policy has a lower loss,
+look for the cause in what it does besides: it may clip gradients, skip steps or lower the learning
+rate.
 
 ## Summary
 
