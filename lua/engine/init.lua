@@ -14,8 +14,10 @@ local C, check, expect = M_ffi.C, M_ffi.check, M_ffi.expect
 local HISTORY = "engine.run.history"
 local function add_pictures(history)
   for _, picture in ipairs { "plot", "heatmap", "tensor" } do
-    history.methods[picture] = function(...)
-      return require("engine.report.views")[picture](...)
+    history.methods[picture] = function(h, ...)
+      expect(type(h) == "table" and h.path, h, "history:%s: expected a history before the colon " ..
+        "(h:%s, not h.%s)", picture, picture, picture)
+      return require("engine.report.views")[picture](h, ...)
     end
   end
   return history

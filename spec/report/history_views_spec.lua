@@ -227,9 +227,11 @@ describe("views of a history", function()
     for call, text in pairs { ['plot "los"'] = "no number of the history is called 'los'",
       ['tensor "wt"'] = "no parameter is called 'wt'", ['heatmap { only = "zz" }'] =
         "no parameter's name contains 'zz'", ['plott "loss"'] =
-        "a history has no method 'plott'; did you mean 'plot'?" } do
-      local result = helper.run { "-e",
-        ("require('engine').history.open('%s'):%s"):format(dir, call) }
+        "a history has no method 'plott'; did you mean 'plot'?", [".plot 'loss'"] =
+        "expected a history before the colon (h:plot, not h.plot), got 'loss'",
+      [".heatmap { by = 'time' }"] = "(h:heatmap, not h.heatmap), got a table" } do
+      local result = helper.run { "-e", ("require('engine').history.open('%s')%s"):format(dir,
+        (call:gsub("^%w", ":%0"))) }
       assert.equal(1, result.code)
       assert.matches("^engine: %(command line%):1: [^\n]*\n$", result.err)
       assert.matches(text, result.err, 1, true)
