@@ -31,11 +31,11 @@ uint64_t   eng_file_stamp(const char *path);
 eng_status eng_file_mkdir(const char *path);
 /// Syncs a directory's entries to the disk.
 eng_status eng_file_sync(const char *path);
-/// Renames within a file system and syncs the new name. Replaces an existing file, but not a device
+/// Renames within a directory and syncs that directory. Replaces an existing file, but not a device
 /// or pipe. Errors: IO.
 eng_status eng_file_rename(const char *from, const char *to);
-/// Exchanges two names of one file system atomically, so that both names always exist. Errors: IO,
-/// also if the file system does not support this.
+/// Exchanges two names of one directory atomically, so that both names always exist, and syncs the
+/// directory. Errors: IO, also if the file system does not support this.
 eng_status eng_file_exchange(const char *a, const char *b);
 /// Removes a file or an empty directory. No error if it does not exist.
 eng_status eng_file_remove(const char *path);
