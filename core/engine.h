@@ -386,7 +386,8 @@ bool       eng_fp8_measure(bool on);
 /// Returns the measurements of each role since the last call.
 eng_status eng_fp8_meters(eng_fp8_meter meter[3], int64_t site);
 /// Returns the bytes that the tape keeps for the backward pass: the memory that gradient rules will
-/// read, counted once, without parameters. `fp8` receives the part that is codes and scales.
+/// read, counted once, without parameters. `fp8` receives the part that is codes and scales. Returns
+/// -1 if the host is out of memory.
 int64_t    eng_tape_bytes(int64_t *fp8);
 
 // ------------------------------------------------------------------ autograd
@@ -791,8 +792,9 @@ void eng_sleep(double seconds);
 /// program has an empty standard input, its output is appended to the file `log`, it has a process
 /// group of its own, and it gets SIGTERM when the calling thread ends. Errors: IO.
 eng_status eng_process_start(int *process, const char *const *words, const char *log);
-/// Returns the exit status of a started program, 128 + N if signal N ended it, or -1 while it runs.
-/// Do not call this again after it has returned an exit status.
+/// Returns the exit status of a started program, 128 + N if signal N ended it, -1 while it runs, or
+/// 255 if `process` is not a child of this process. Do not call this again after it has returned an
+/// exit status.
 int eng_process_status(int process);
 /// Sends a signal to the process group of a started program.
 void eng_process_signal(int process, int number);

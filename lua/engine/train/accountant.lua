@@ -135,6 +135,7 @@ local function measured(opt, loss)
   local good, message = pcall(function()
     precision.autocast(opt.precision, loss)
     all = tonumber(C.eng_tape_bytes(fp8_bytes))
+    if all < 0 then error("memory: out of memory", 0) end
   end)
   end_counting()
   -- eng_scope_end fails while operations are on the tape; the end of the step empties the tape
