@@ -13,13 +13,27 @@ local C, check, expect = M_ffi.C, M_ffi.check, M_ffi.expect
 -- engine.run.history each load at their first use.
 local HISTORY = "engine.run.history"
 local function add_pictures(history)
-  for _, picture in ipairs { "plot", "heatmap", "tensor" } do
-    history.methods[picture] = function(h, ...)
-      expect(type(h) == "table" and h.path, h, "history:%s: expected a history before the colon " ..
-        "(h:%s, not h.%s)", picture, picture, picture)
-      return require("engine.report.views")[picture](h, ...)
-    end
+  local methods = history.methods
+  local function view(picture, h, ...)
+    expect(type(h) == "table" and h.why == methods.why, h,
+      "history:%s: expected a history before the colon (h:%s, not h.%s)", picture, picture, picture)
+    return require("engine.report.views")[picture](h, ...)
   end
+
+  --- Draws curves: h:plot("loss"), h:plot { "loss", "scale" }, h:plot("amax", { log = true }).
+  --- `engine help plot` lists the names. Options: log (true, 2, 10, false), from, to (steps),
+  --- width, height, ascii; svg, png: names of files to draw into instead.
+  function methods:plot(names, options) return view("plot", self, names, options) end
+
+  --- Draws each layer's gradients by exponent or, with { by = "time" }, the largest gradient of
+  --- each layer over the steps. Options: only (a text: a row for each tensor whose name contains
+  --- it), tensors (true: a row for each tensor), from, to (steps), width.
+  function methods:heatmap(options) return view("heatmap", self, options) end
+
+  --- Returns the recorded statistics of a parameter's gradients, at most `points` (200) steps,
+  --- which print as a curve of the largest stored value and the last histogram.
+  function methods:tensor(name, options) return view("tensor", self, name, options) end
+
   return history
 end
 if package.loaded[HISTORY] then add_pictures(package.loaded[HISTORY])
