@@ -9,7 +9,7 @@ local quote, shell = helper.quote, helper.shell
 local SCRIPT = [[
   local engine = require "engine"
   local cfg = engine.config { run = "", steps = 30, policy = "dynamic:init_scale=2^20", seed = 1,
-    lr = 1e-2, signal = false, evaluate = false, broken = false }
+    lr = 1e-2, precision = "fp16", signal = false, evaluate = false, broken = false }
   engine.seed(cfg.seed)
   local model = engine.nn.sequential { engine.nn.linear(8, 16), engine.nn.layer_norm(16),
     engine.nn.linear(16, 4) }
@@ -24,7 +24,7 @@ local SCRIPT = [[
       if cfg.signal then engine.signal("entropy", 0.5) end
       return engine.cross_entropy(m(b.x), b.y)
     end,
-    optimizer = engine.optim.adamw(model, { lr = cfg.lr, precision = "fp16" }),
+    optimizer = engine.optim.adamw(model, { lr = cfg.lr, precision = cfg.precision }),
     policy = cfg.policy, steps = cfg.steps, run = cfg.run, config = cfg, log = "quiet",
     stats_every = 10,
     evaluate = cfg.evaluate and { data = data, every = 10, batches = 1 } or nil,
@@ -34,7 +34,7 @@ local SCRIPT = [[
 local RUNS = {
   "run=a1 signal=true", "run=a2 seed=2 steps=40", "run=s1 policy=static:loss_scale=64",
   "run=s2 policy=static:loss_scale=256 seed=2 steps=40", "run=layers policy=layerwise steps=60",
-  "run=long policy=static steps=700",
+  "run=long policy=static steps=700", "run=b1 precision=bf16 seed=2",
 }
 
 describe("several runs", function()
@@ -56,7 +56,7 @@ describe("several runs", function()
   end)
   teardown(function() helper.remove(folder) end)
 
-  it("are named with the fewest settings that tell them apart", function()
+  it("are named with their precision and the fewest settings that tell them apart", function()
     local function labels(names)
       local list = {}
       for i, run in ipairs(opened(names)) do list[i] = run.label end
@@ -68,6 +68,7 @@ describe("several runs", function()
     assert.same({ "a1: policy=dynamic:init_scale=2^20 seed=1",
       "a2: policy=dynamic:init_scale=2^20 seed=2", "s1: policy=static:loss_scale=64 seed=1" },
       labels { "a1", "a2", "s1" })
+    assert.same({ "a1: seed=1 precision=fp16", "b1: seed=2 precision=bf16" }, labels { "a1", "b1" })
     local differ = {}
     for _, key in ipairs(opened({ "a1", "a2" }).differ) do differ[key] = true end
     assert.same({ seed = true, steps = true, signal = true }, differ)   -- not `run`

@@ -19,11 +19,11 @@ curve are named under it. --width counts characters, or pixels with --svg or --p
   engine plot a b c --columns loss                a curve for each run
   engine plot runs/*-seed? --group policy         the mean and spread of the runs of each policy
 
-Several runs are labelled with the settings that tell them apart. A run that lacks a number is left
-out of that picture, and a line on stderr names it. --group takes any setting (policy, lr, seed
-...): a line is the mean of the runs with the same value, its band is one standard deviation on
-either side, and both are drawn where all of these runs have a value. On a logarithmic axis, mean
-and deviation are those of the logarithms.
+Several runs are labelled with the settings that tell them apart, and with their precisions if these
+differ. A run that lacks a number is left out of that picture, and a line on stderr names it.
+--group takes any setting (policy, lr, seed ...): a line is the mean of the runs with the same
+value, its band is one standard deviation on either side, and both are drawn where all of these runs
+have a value. On a logarithmic axis, mean and deviation are those of the logarithms.
 
 columns: loss scale lr amax stored norm underflow zeros next_scale norm_ref inf nan clip lr_mul
 tokens elapsed. amax is the largest true gradient; stored is amax times the loss scale, as the

@@ -68,8 +68,8 @@ end
 
 local MOST = 40            -- the most characters of a value in a label
 
--- Sets the labels: each run's name, and a few settings that tell the runs apart. A setting is added
--- only if it separates more runs.
+-- Sets the labels: each run's name, its precision if that differs, and a few settings that tell the
+-- runs apart. Any other setting is added only if it separates more runs.
 local function add_labels(list)
   list.differ = {}
   for _, key in ipairs(keys_of(list)) do
@@ -89,6 +89,7 @@ local function add_labels(list)
       for _, run in ipairs(list) do apart[run] = apart[run] .. "\0" .. value_of(run, best) end
     end
   until not best
+  chosen.precision = true
   for _, run in ipairs(list) do
     local parts = {}
     for _, key in ipairs(list.differ) do
