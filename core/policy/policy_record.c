@@ -133,7 +133,9 @@ static int unknown_field(lua_State *L, const char *what, const field *fields, in
     return luaL_error(L, "%s: expected the name of a field, got a %s", what, luaL_typename(L, 2));
   const char *name = lua_tostring(L, 2), *names[COUNT(record_fields)];
   for (int i = 0; i < n; ++i) names[i] = fields[i].name;
-  return luaL_error(L, "%s has no field '%s'%s", what, name, nearest_hint(name, names, n));
+  const char *hint = nearest_hint(name, names, n);
+  if (!*hint && strcmp(what, "record") == 0) hint = "; `engine help record` lists its fields";
+  return luaL_error(L, "%s has no field '%s'%s", what, name, hint);
 }
 
 static int not_needed(lua_State *L, const char *what, const char *field)

@@ -217,20 +217,27 @@ static const char *option_hint(const eng_policy *p, const char *name)
   return nearest_hint(name, names, n);
 }
 
+// Returns option_hint() or, for a name that is near none, a list of all options, in `all`.
+static const char *option_choices(const eng_policy *p, const char *name, char all[static 256])
+{
+  const char *hint = option_hint(p, name);
+  if (*hint) return hint;
+  snprintf(all, 256, "%s", p->n_options ? "" : "; it has none");
+  for (int i = 0; i < p->n_options; ++i) {
+    size_t used = strlen(all);
+    snprintf(all + used, 256 - used, "%s%s", i ? ", " : "; it has ", p->options[i].name);
+  }
+  return all;
+}
+
 static void set_option(eng_policy *p, const char *name, const char *value)
 {
   policy_option *option = NULL;
   for (int i = 0; i < p->n_options && !option; ++i)
     if (strcmp(p->options[i].name, name) == 0) option = &p->options[i];
   if (!option) {
-    char all[256] = "";
-    for (int i = 0; i < p->n_options; ++i) {
-      size_t used = strlen(all);
-      snprintf(all + used, sizeof all - used, "%s%s", i ? ", " : "; it has ", p->options[i].name);
-    }
-    const char *hint = option_hint(p, name);
-    fail(p, NULL, "policy '%s' has no option '%s'%s", p->name, name,
-         *hint ? hint : p->n_options ? all : "; it has none");
+    char all[256];
+    fail(p, NULL, "policy '%s' has no option '%s'%s", p->name, name, option_choices(p, name, all));
   }
   double number;
   if (option->type == ENG_OPTION_NUMBER && !read_number(&number, value))
@@ -249,7 +256,8 @@ static int unknown_option(lua_State *L)
 {
   const eng_policy *p = policy_of(L);
   const char *name = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2);
-  return luaL_error(L, "unknown option '%s'%s", name, option_hint(p, name));
+  char all[256];
+  return luaL_error(L, "the policy has no option '%s'%s", name, option_choices(p, name, all));
 }
 
 static void push_options(eng_policy *p)

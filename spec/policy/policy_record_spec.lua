@@ -53,7 +53,7 @@ describe("the record", function()
     fails(with("record.scale = 5 return 1"), "record is read-only")
     fails(with("record.signals.x = 5 return 1"), "record.signals is read-only")
     fails(with("return record.amx"), "record has no field 'amx'; did you mean 'amax'?")
-    fails(with("return record[1]"), "record has no field '1'")
+    fails(with("return record[1]"), "record has no field '1'; `engine help record` lists")
     fails(with("return record[record]"), "record: expected the name of a field, got a userdata")
     fails(with("return record.amax"),
       "record.amax is not computed for this policy: add \"amax\" to its 'needs'")

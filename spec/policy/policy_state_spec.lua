@@ -84,7 +84,8 @@ describe("a saved state", function()
       ["table.insert(math, 1, 5)"] = "this table is constant",
       ["table.move({ 7 }, 1, 1, 1, options)"] = "this table is constant",
       ["('x').y = 1"] = "p.lua:1",
-      ["return options.c"] = "unknown option 'c'" } do
+      ["return options.growth"] = "the policy has no option 'growth'; it has a",
+      ["return options.c"] = "the policy has no option 'c'; did you mean 'a'?" } do
       local p = load(("return { options = { a = 1 }, init = function() return { scale = 1 } " ..
         "end, decide = function(s, r, options) %s end }"):format(line))
       for step = 1, 4 do

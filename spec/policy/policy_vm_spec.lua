@@ -519,7 +519,7 @@ describe("helpers shared by scalers", function()
       "check.float32(o, 'a', 'b') return { scale = a * 2^27 + b } end, "
       .. "decide = function(state) return state.scale end }")
     assert.are.equal(13421773 + 7, p:scale())              -- 0.1 as a float32 is 13421773 / 2^27
-    for line, text in pairs { ["check.positive(options, 'scal')"] = "unknown option 'scal'; " ..
+    for line, text in pairs { ["check.positive(options, 'scal')"] = "has no option 'scal'; " ..
       "did you mean 'scale'?", ["check.positive(options, nil)"] = "string expected",
       ["check.positive(options, 'strict')"] = "expected the name of a numeric option, got 'strict'",
       ["check.positive(1, 'scale')"] = "table expected" } do

@@ -242,9 +242,10 @@ local function find(name, kind)
   local names = M.names(kind)
   for class in pairs(kind == "fp8" and {} or M.classes) do names[#names + 1] = class end
   table.sort(names)
-  error(("there is no %spolicy '%s'%s; hint: `engine policies` lists them; to use your own " ..
-    "file, give its path, such as ./mine.lua"):format(kind == "fp8" and "FP8 " or "", name,
-    nearest.hint(name, names)), 0)
+  local own = name .. ".lua"
+  error(("there is no %spolicy '%s'%s; hint: %s"):format(kind == "fp8" and "FP8 " or "", name,
+    nearest.hint(name, names), files.exists(own) and ("for the file here, write ./%s"):format(own)
+    or "`engine policies` lists them; to use your own file, give its path, such as ./mine.lua"), 0)
 end
 
 local function option_text(name, value)
