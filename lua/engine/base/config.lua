@@ -358,8 +358,11 @@ function config.parse(defaults, args, docs, kinds)
   for _, argument in ipairs(args) do
     local name, text = argument:match("^%-*([%w_.%-]+)=(.*)$")
     if not name then
-      fail("expected name=value, got %s; fields: %s", quoted(argument),
-        table.concat(shown(fields, rules.docs), ", "))
+      local known = argument:match("^%-*([%w_.%-]+)$")
+      known = known and (fields[known] and known or fields[known:gsub("-", "_")] and known)
+      fail("expected name=value, got %s; %s", quoted(argument), known and "write " ..
+        known:gsub("-", "_") .. "=VALUE"
+        or "fields: " .. table.concat(shown(fields, rules.docs), ", "))
     end
     if not fields[name] and fields[(name:gsub("-", "_"))] then name = name:gsub("-", "_") end
     local field = fields[name]

@@ -15,8 +15,11 @@ run (engine help attach), run as its shadows (shadow=NAME) and replayed.
   engine replay runs/a --policy dynamic                   what it would have done on a recorded run
 
 policies/README.md explains how to write one. Name your own file by its path: policy=./mine.lua]==],
-  most = 0,
-  main = function()
+  main = function(given)
+    if given.words[1] then
+      options.fail("expected no arguments, got '%s'; `engine help %s` explains a policy",
+        given.words[1], given.words[1])
+    end
     local policy = require "engine.policy.policy"
     for _, kind in ipairs { "scale", "fp8" } do
       local rows = {}

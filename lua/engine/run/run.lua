@@ -131,7 +131,8 @@ local function find_checkpoint(self, resume)
     dir = M.directory(resume)
     if files.is_folder(dir .. "/checkpoints") then dir = dir .. "/checkpoints" end
     if not files.is_folder(dir) then
-      error(("resume: there is no run or checkpoint %s"):format(dir), 0)
+      error(("resume: there is no run or checkpoint %s; hint: resume=auto continues the run " ..
+        "that run=NAME names"):format(dir), 0)
     end
   elseif not dir then
     error("resume: a run without a name has nothing to resume; hint: run=NAME", 0)
