@@ -409,6 +409,8 @@ describe("engine tune", function()
       "--policy", "dynamic", "--over", "growth_intervall=1..5")
     told("over 'growth_interval=5..1': expected two numbers", path, "--policy", "dynamic", "--over",
       "growth_interval=5..1")
+    told("over 'growth_interval=5%-15': expected name=from", path, "--policy", "dynamic", "--over",
+      "growth_interval=5-15")
     told("over 'growth_interval=abc': expected numbers", path, "--policy", "dynamic", "--over",
       "growth_interval=abc")
     told("over 'strict=1..2': strict is a boolean", path, "--policy", "dynamic", "--over",

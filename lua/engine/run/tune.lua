@@ -63,6 +63,7 @@ local function read_range(text, policy)
   end
   local from, to = range:match("^(.-)%.%.(.+)$")
   if from then return span_of(text, name, preset, from, to) end
+  if range:find("^[%d.]+%-[%d.]+$") then malformed() end           -- 5-15 means 5..15, not -10
   local values, numeric = {}, type(preset) == "number"
   for word in range:gmatch("[^,]+") do
     values[#values + 1] = not numeric and word or expression(word)
