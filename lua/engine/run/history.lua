@@ -612,6 +612,9 @@ local fp8_meta = { __tostring = function(rows)
     "amax: before scaling; the amax of dy is divided by the loss scale\n" ..
     "scale: value divided by code, in the block with the largest scale\n" ..
     "binades: powers of two from the smallest nonzero value to amax"
+  if rows.every then
+    lines[#lines + 1] = ("steps: 1 of %d is measured (the recipe's `sample`)"):format(rows.every)
+  end
   return show.shown(table.concat(lines, "\n"), true)
 end }
 
@@ -639,6 +642,7 @@ function History:fp8(site, step)
     end
   end
   if #rows == 0 then rows.problem = no_fp8(self, site, step) end
+  rows.every = not step and tonumber((self:meta().fp8 or ""):match('"sample":(%d+)')) or nil
   return setmetatable(rows, fp8_meta)
 end
 
