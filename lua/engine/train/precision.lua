@@ -1,5 +1,6 @@
--- Precision recipes say which number format each role has. A recipe is a table. Users can write
--- their own:
+-- Precision recipes say which number format each role has: fp32, bf16, bf16_stochastic, bf16_kahan,
+-- fp16, those of docs/fp8.md and of docs/microscaling.md; `engine help nvfp4` describes that one. A
+-- recipe is a table. Users can write their own:
 --   engine.trainer{ precision = { name = "mine", base = "fp16", residual = "f32" }, ... }
 --   engine.trainer{ precision = { name = "mine", base = "fp8_current",
 --     fp8 = { dy = { format = "e4m3" }, high = { "^blocks%.1%." } } }, ... }
