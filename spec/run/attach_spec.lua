@@ -216,6 +216,7 @@ describe("engine attach", function()
     refused('run:set("lr", -1)', "lr: expected a positive number, or 'schedule', got -1")
     refused('run:set("lr", 0/0)', "lr: expected a positive number")
     refused('run:step(0)', "step: expected a whole number of steps, 1 or more, got 0")
+    refused('policy.swap("dynamic")', "expected a colon: policy:swap(...)")
     refused('policy:swap("dynamc")', "there is no policy 'dynamc'; did you mean 'dynamic'?")
     refused('policy:undo()', "no swap to undo")
     helper.write(folder .. "/bad.lua",

@@ -134,12 +134,20 @@ local function objects(link, why)
     show.print(reply.text ~= "" and reply.text or status_text(reply.status))
   end
   local function object(name, methods, text)
-    local known = nearest.keys(methods)
+    local known, made = nearest.keys(methods), {}
+    for key, method in pairs(methods) do
+      methods[key] = function(self, ...)
+        if self ~= made and self ~= nil then
+          error(("expected a colon: %s:%s(...)"):format(name, key), 0)
+        end
+        return method(self, ...)
+      end
+    end
     setmetatable(methods, { __index = function(_, key)
       error(("%s has no '%s'%s"):format(name, tostring(key),
         nearest.choices(key, known, "methods")), 0)
     end })
-    return setmetatable({}, { __index = methods, __tostring = function()
+    return setmetatable(made, { __index = methods, __tostring = function()
       if not link then return why end
       return show.shown(select(2, pcall(text)), true)
     end })
@@ -189,7 +197,8 @@ local function open(name)
       path, tostring(problem))
   local run, policy = objects(link, why)
   return { run = run, policy = policy, history = good and history or nil, live = link ~= nil },
-    link and "attached to " .. path or why
+    link and "attached to " .. path .. "; help 'attach' lists what run, policy and history can do"
+      or why
 end
 
 -- Runs a -e argument and prints its results.
