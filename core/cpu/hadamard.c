@@ -1,4 +1,5 @@
-// The operation hadamard. Called through backend.kernel[]; owns nothing.
+// The operation hadamard. Called through backend.kernel[]; owns nothing. Sums are in f64 or,
+// where rotate_halves shows that sums in f32 are exact, in f32.
 //
 // The result is [lines x along]: a line is a row of x, or a column if `turned`. A task transforms
 // one tile of MOST x MOST numbers, LINE lines at a time, with the lines in the lanes of vectors;
@@ -50,22 +51,32 @@ static void round_line(uint16_t *to, const double *x, double root)
   for (int c = 0; odd && c < LINE; c++) to[c] = bf16_from_f64(x[c] * root);
 }
 
-// Transforms one group of 16 rows of x, in registers.
+// Replaces two numbers, or two vectors, by their sum and their difference.
+#define BUTTERFLY(a, b)                 \
+  do {                                  \
+    typeof(a) one = (a), other = (b);   \
+    (a) = one + other;                  \
+    (b) = one - other;                  \
+  } while (0)
+
+// Transforms 16 vectors v. Unrolled, they stay in registers.
+#define TRANSFORM_16(v)                                     \
+  do {                                                      \
+    _Pragma("GCC unroll 4")                                 \
+    for (int half = 1; half < 16; half *= 2)                \
+      _Pragma("GCC unroll 16")                              \
+      for (int k = 0; k < 16; k++)                          \
+        if (!(k & half)) BUTTERFLY((v)[k], (v)[k + half]);  \
+  } while (0)
+
+// Transforms one group of 16 rows of x.
 static void transform_16(double (*x)[LINE])
 {
   for (int c = 0; c < LINE; c += DOUBLES) {
     doubles v[16];
 #pragma GCC unroll 16
     for (int k = 0; k < 16; k++) v[k] = *(const doubles *)&x[k][c];
-#pragma GCC unroll 4
-    for (int half = 1; half < 16; half *= 2)
-#pragma GCC unroll 16
-      for (int k = 0; k < 16; k++)
-        if (!(k & half)) {
-          doubles one = v[k], other = v[k + half];
-          v[k] = one + other;
-          v[k + half] = one - other;
-        }
+    TRANSFORM_16(v);
 #pragma GCC unroll 16
     for (int k = 0; k < 16; k++) *(doubles *)&x[k][c] = v[k];
   }
@@ -78,11 +89,7 @@ static void transform(double (*x)[LINE], int n)
   for (int half = 16; half < n; half *= 2)
     for (int r = 0; r < n; r += 2 * half)
       for (int k = r; k < r + half; k++)
-        for (int c = 0; c < LINE; c++) {
-          double one = x[k][c], other = x[k + half][c];
-          x[k][c] = one + other;
-          x[k + half][c] = one - other;
-        }
+        for (int c = 0; c < LINE; c++) BUTTERFLY(x[k][c], x[k + half][c]);
 }
 
 // to[k][l] = element first + k of line `line` + l, for k < deep and l < some. In a whole group, it
@@ -143,16 +150,12 @@ static void rotate_line(uint16_t *to, const uint16_t *x, const rotation *o)
   for (int k = 0; k < o->n; k++) v[k] = bf16_to_f32(x[k * LINE]) * o->sign[k];
   for (int half = 1; half < o->n; half *= 2)
     for (int k = 0; k < o->n; k++)
-      if (!(k & half)) {
-        double one = v[k], other = v[k + half];
-        v[k] = one + other;
-        v[k + half] = one - other;
-      }
+      if (!(k & half)) BUTTERFLY(v[k], v[k + half]);
   for (int k = 0; k < o->n; k++) to[k * MOST] = bf16_from_f64(v[k] * root);
 }
 
-// Transforms groups of 16 rows in f32, in registers. The sums of even lines and of odd lines are
-// the two halves of a row of `sum`.
+// Transforms one group of 16 rows of x in f32. The first half of a row of `sum` holds the results
+// of the even lines, the second half those of the odd lines.
 VF_INLINE void sum_halves(float (*sum)[HALVES], const uint16_t *x, const float *sign)
 {
   vi both[16];
@@ -164,15 +167,7 @@ VF_INLINE void sum_halves(float (*sum)[HALVES], const uint16_t *x, const float *
 #pragma GCC unroll 16
     for (int k = 0; k < 16; k++)
       v[k] = (vf)(odd ? vi_and(both[k], vi_set1((int32_t)0xFFFF0000)) : vi_shl(both[k], 16));
-#pragma GCC unroll 4
-    for (int half = 1; half < 16; half *= 2)
-#pragma GCC unroll 16
-      for (int k = 0; k < 16; k++)
-        if (!(k & half)) {
-          vf one = v[k], other = v[k + half];
-          v[k] = vf_add(one, other);
-          v[k + half] = vf_sub(one, other);
-        }
+    TRANSFORM_16(v);
 #pragma GCC unroll 16
     for (int k = 0; k < 16; k++) vf_store(sum[k] + odd * VF_LANES, v[k]);
   }
@@ -199,11 +194,7 @@ static void rotate_halves(uint16_t *to, const uint16_t (*x)[LINE], const rotatio
     for (int r = 0; r < n; r += 16) sum_halves(sum + r, x[r] + l, o->sign + r);
     for (int half = 16; half < n; half *= 2)
       for (int k = 0; k < n; k++)
-        for (int c = 0; !(k & half) && c < HALVES; c++) {
-          float one = sum[k][c], other = sum[k + half][c];
-          sum[k][c] = one + other;
-          sum[k + half][c] = one - other;
-        }
+        for (int c = 0; !(k & half) && c < HALVES; c++) BUTTERFLY(sum[k][c], sum[k + half][c]);
     for (int k = 0; k < n; k++) {
       vi even = rounded_to_bf16(vf_mul(vf_load(sum[k]), root)),
          odd = rounded_to_bf16(vf_mul(vf_load(sum[k] + VF_LANES), root));
