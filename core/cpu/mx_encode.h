@@ -1,0 +1,195 @@
+// Rounds the elements of scaled blocks to the codes of a microscaling format, or to the values of
+// these codes in bf16. Included by mx_quantize.c, once per instruction set. Owns nothing.
+#pragma once
+
+#include "base/mx.h"
+#include "base/rng.h"
+#include "magnitude.h"
+#include "rows.h"
+#include "simd.h"
+
+enum { INFINITE = 0x7F800000 };   // the bits of infinity in f32
+
+/// Computes the codes of y and the values of the codes. Rounds to nearest even or, with `random`,
+/// stochastically by u in [0, 1), as mx_code_stochastic does. `nan` says whether y may hold NaN.
+/// Let 2^e be the largest power of two not above |y| or, if |y| is subnormal in the format, the
+/// smallest normal number. Adding 2^(e + drop) rounds to the format's step and leaves the
+/// significand in the last bits of the sum.
+VF_INLINE void encode(vf y, vf u, const bool random, bool nan, const mx_format f, vi *code,
+                      vf *value)
+{
+  const int drop = 23 - f.fraction, least = (128 - f.bias) << 23, step = f.fraction << 23;
+  vi magnitude = magnitudes(y);
+  vf a = (vf)magnitude;
+  if (random) {
+    vi binade = vi_larger_(vi_and(magnitude, vi_set1(INFINITE)), vi_set1(least));
+    a = vf_fma(u, (vf)vi_sub(binade, vi_set1(step)), a);
+  }
+  a = (vf)vi_least_((vi)a, (int32_t)f32_bits(f.largest));
+  vi binade = vi_above_(vi_and((vi)a, vi_set1(INFINITE)), least);
+  vf far = (vf)vi_add(binade, vi_set1(least + (drop << 23))), sum = vf_add(a, far),
+     v = vf_sub(sum, far);
+  vi c = vi_add((vi)sum, vi_shr(binade, drop));
+  if (random) {                                      // undoes rounding up, to truncate a
+    vm above = vf_gt(v, a);
+    v = vf_select(above, vf_sub(v, (vf)vi_add(binade, vi_set1(least - step))), v);
+    c = vi_select(above, vi_sub(c, vi_set1(1)), c);
+  }
+  c = vi_and(c, vi_set1(f.sign ? f.sign - 1 : 127));
+  if (f.sign) c = vi_or(c, vi_and(vi_shr((vi)y, 31 - __builtin_ctz((unsigned)f.sign)),
+                                  vi_set1(f.sign)));
+  else c = vi_select(vi_gt(vi_set1(0), (vi)y), vi_sub(vi_set1(0), c), c);
+  v = vf_copysign(v, y);
+  if (!f.sign) v = vf_add(v, vf_zero());             // two's complement has no -0
+  if (nan) {
+    vm is_nan = vi_gt(magnitude, vi_set1(INFINITE));
+    c = vi_select(is_nan, vi_set1(f.nan), c);
+    v = vf_select(is_nan, vf_set1(mx_value((uint8_t)f.nan, f)), v);
+  }
+  *code = c;
+  *value = v;
+}
+
+/// Elements that encode_strip turns into codes: a row of x within a tile or, if each column is a
+/// block, `rows` rows.
+typedef struct strip {
+  const void *x;             // element (0, 0) of the strip has the index `first`
+  int      dtype;            // of x
+  int64_t  first, stride;    // stride: elements between rows of x
+  int64_t  line;             // bytes between rows of the result
+  int      rows, columns;
+  int      wide;             // columns of a block; 0: each column is a block
+  const float *factor;       // per block: multiplies its elements before rounding
+  const float *unit;         // per block: the value of its scale
+  const uint32_t *word;      // random words, or NULL
+  int      sr_bits;
+  bool     nan;              // an element or a factor is NaN
+  bool     exact;            // each code * scale is a bf16 number
+} strip;
+
+/// Encodes columns [c, c + n) of row r of a strip, n <= VF_LANES, as codes of a byte each or, with
+/// `values`, as code * scale in bf16.
+VF_INLINE void encode_lanes(void *to, const strip *s, int r, int c, const int n, vf by, vf scale,
+                            const bool values, const bool random, const mx_format f)
+{
+  vf y = vf_mul(vf_read(s->x, s->dtype, s->first + r * s->stride + c, n), by), u = vf_zero(), v;
+  vi code;
+  if (random)   // computes mx_uniform of each word
+    u = vf_mul(vi_to_vf(vi_shr(vi_load((const int32_t *)s->word + c), 32 - s->sr_bits)),
+               vf_from_bits(vi_set1((127 - s->sr_bits) << 23)));
+  encode(y, u, random, s->nan, f, &code, &v);
+  to = (char *)to + r * s->line;
+  if (!values && n == VF_LANES) vf_put_bytes_((uint8_t *)to + c, code);
+  else if (!values) vf_put_bytes_n_((uint8_t *)to + c, code, n);
+  else if (n == VF_LANES && s->exact) vf_store_bf16_exact((uint16_t *)to + c, vf_mul(v, scale));
+  else if (n == VF_LANES) vf_store_bf16((uint16_t *)to + c, vf_mul(v, scale));
+  else vf_store_bf16_n((uint16_t *)to + c, vf_mul(v, scale), n);
+}
+
+/// Writes to `pair` the numbers (factors or units) of the even elements and of the odd elements in
+/// HALVES columns from c on. With `each`, every column has its own number. Otherwise the columns
+/// lie in one block or, if 2 * wide == HALVES, in two blocks.
+VF_INLINE void pair_of(vf pair[2], const float *number, int c, int wide, const bool each)
+{
+  if (each) vf_deinterleave(pair, number + c);
+  else {
+    const float *own = number + (unsigned)c / (unsigned)wide;
+    pair[0] = pair[1] = 2 * wide == HALVES ? vf_set2(own[0], own[1]) : vf_set1(own[0]);
+  }
+}
+
+/// Does the work of encode_strip for a strip of bf16, HALVES columns at a time. With `values`, the
+/// results must be exact. Returns the number of columns that it has encoded.
+VF_INLINE int encode_pairs(void *to, const strip *s, const bool values, const bool each,
+                           const mx_format f)
+{
+  const vi high = vi_set1((int32_t)0xFFFF0000);
+  const uint16_t *x = (const uint16_t *)s->x + s->first;
+  const float *factor = s->factor, *unit = s->unit;
+  const int64_t stride = s->stride, line = s->line;
+  const int rows = each ? s->rows : 1, columns = s->columns, wide = s->wide;
+  const bool nan = s->nan;
+  int c = 0;
+  if (!each && wide % HALVES != 0 && 2 * wide != HALVES) return 0;
+  for (; c + HALVES <= columns; c += HALVES) {
+    vf by[2], scale[2], v[2];
+    vi code[2];
+    pair_of(by, factor, c, wide, each);
+    if (values) pair_of(scale, unit, c, wide, each);
+    for (int r = 0; r < rows; r++) {
+      char *row = (char *)to + r * line;
+      vi both = (vi)vh_load(x + r * stride + c);
+      encode(vf_mul((vf)vi_shl(both, 16), by[0]), vf_zero(), false, nan, f, &code[0], &v[0]);
+      encode(vf_mul((vf)vi_and(both, high), by[1]), vf_zero(), false, nan, f, &code[1], &v[1]);
+      if (values) {
+        v[0] = vf_mul(v[0], scale[0]), v[1] = vf_mul(v[1], scale[1]);
+        vh_store((uint16_t *)row + c, (vh)vi_or(vi_shr((vi)v[0], 16), vi_and((vi)v[1], high)));
+      } else {
+        vi low = vi_and(code[0], vi_set1(0xFF));
+        vh_put_bytes((uint8_t *)row + c, (vh)vi_or(low, vi_shl(code[1], 16)));
+      }
+    }
+  }
+  return c;
+}
+
+/// Encodes a strip, rounding to nearest even or, with `random`, stochastically. With `each`, every
+/// column is a block.
+VF_INLINE void encode_strip(void *to, const strip *s, const bool values, const bool each,
+                            const bool random, const mx_format f)
+{
+  const float *factor = s->factor, *unit = s->unit;
+  bool pairs = s->dtype == ENG_bf16 && !random && (!values || s->exact);
+  int first = pairs ? encode_pairs(to, s, values, each, f) : 0;
+  for (int j = each ? 0 : first / s->wide, c = first; c < s->columns; j++) {
+    vf by = vf_set1(factor[j]), scale = vf_set1(unit[j]);
+    int end = each ? s->columns : (int)smaller(c + s->wide, s->columns);
+    for (; c < end; c += VF_LANES) {
+      int n = (int)smaller(VF_LANES, end - c);
+      if (each) by = vf_load(factor + c), scale = vf_load(unit + c);
+      for (int r = 0; n == VF_LANES && r < s->rows; r++)
+        encode_lanes(to, s, r, c, VF_LANES, by, scale, values, random, f);
+      for (int r = 0; n < VF_LANES && r < s->rows; r++)
+        encode_lanes(to, s, r, c, n, by, scale, values, random, f);
+    }
+    c = end;
+  }
+}
+
+// The plain build has no fused multiply-add of vectors, so it rounds stochastically element by
+// element.
+#if !defined(ENG_ISA_avx512) && !defined(ENG_ISA_avx2)
+static void encode_randomly(void *to, const strip *s, bool values, mx_format f)
+{
+  for (int c = 0; c < s->columns; c++) {
+    float y = get(s->x, s->dtype, s->first + c) * s->factor[c / s->wide];
+    uint8_t code = mx_code_stochastic(y, mx_uniform(s->word[c], s->sr_bits), f);
+    if (values) ((uint16_t *)to)[c] = bf16_from_f32(mx_value(code, f) * s->unit[c / s->wide]);
+    else ((uint8_t *)to)[c] = code;
+  }
+}
+#endif
+
+static void encode_as(void *to, const strip *s, bool values, int64_t format)
+{
+#if !defined(ENG_ISA_avx512) && !defined(ENG_ISA_avx2)
+  if (s->word) {
+    encode_randomly(to, s, values, mx_format_of(format));
+    return;
+  }
+#endif
+#define ENCODE(f)                                                           \
+  do {                                                                      \
+    if (values && s->word) encode_strip(to, s, true, false, true, f);       \
+    else if (values && s->wide) encode_strip(to, s, true, false, false, f); \
+    else if (values) encode_strip(to, s, true, true, false, f);             \
+    else if (s->word) encode_strip(to, s, false, false, true, f);           \
+    else if (s->wide) encode_strip(to, s, false, false, false, f);          \
+    else encode_strip(to, s, false, true, false, f);                        \
+  } while (0)
+  // The parameters of the two most used formats are constants, which fold into the arithmetic.
+  if (format == ENG_e4m3) ENCODE(mx_format_of(ENG_e4m3));
+  else if (format == ENG_FORMAT_E2M1) ENCODE(mx_format_of(ENG_FORMAT_E2M1));
+  else ENCODE(mx_format_of(format));
+#undef ENCODE
+}
