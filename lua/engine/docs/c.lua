@@ -4,8 +4,8 @@ local source = require "engine.docs.source"
 
 local M = {}
 
-local HEADERS = { "core/engine.h", "core/engine_policy.h", "core/engine_ranks.h",
-  "core/engine_files.h", "core/engine_tokenizer.h" }
+local HEADERS = { "core/engine.h", "core/engine_fp8.h", "core/engine_policy.h",
+  "core/engine_ranks.h", "core/engine_files.h", "core/engine_tokenizer.h" }
 
 -- Adds the declarations of a header. A comment applies to the declarations below it, up to an empty
 -- line.

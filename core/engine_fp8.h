@@ -1,0 +1,148 @@
+// Part of engine.h; only engine.h includes this file. FP8 and microscaling: rules and accumulators,
+// single numbers, and the sites, recipes and meters of linear layers.
+#ifndef ENGINE_FP8_H
+#define ENGINE_FP8_H
+
+/// A format of the operations quantize and dequantize (ops.def), in addition to the dtypes e4m3 and
+/// e5m2.
+enum { ENG_FORMAT_E5M6 = 12 };
+/// Formats of the elements of mx_quantize, in addition to e4m3 and e5m2 (core/base/mx.h).
+enum {
+  ENG_FORMAT_E2M1 = 13, ENG_FORMAT_E2M3 = 14, ENG_FORMAT_E3M2 = 15, ENG_FORMAT_MXINT8 = 16
+};
+/// How mx_quantize scales a block (core/base/mx.h).
+enum {
+  ENG_MX_FLOOR = 0, ENG_MX_CEIL = 1, ENG_MX_EVEN = 2, ENG_MX_RCEIL = 3, ENG_MX_NVFP4 = 4,
+  ENG_MX_FOUR_OVER_SIX = 5, ENG_MX_FOUR_OVER_SIX_MSE = 6, ENG_MX_QUEST = 7, ENG_MX_MS_EDEN = 8,
+  ENG_MX_RULES = 9
+};
+/// How `quantize` computes a block's scale from its amax. Each rule is that of the project it is
+/// named after (core/base/fp8_scale.h).
+enum {
+  ENG_SCALE_TRANSFORMER_ENGINE = 0, ENG_SCALE_DEEPSEEK = 1, ENG_SCALE_DEEPGEMM = 2,
+  ENG_SCALE_TORCHAO = 3, ENG_SCALE_MSAMP = 4, ENG_SCALES = 5
+};
+/// How fp8_matmul sums along K. FP32: in f32, in the order that ops.def gives. EXACT: in f64.
+/// HOPPER: as Hopper's tensor cores do (13 fraction bits, 32 products at a time, truncated). E4M3:
+/// products and running sum are rounded to e4m3, saturating. DEVICE: the device's own method;
+/// allowed only in a recipe. BLACKWELL: as Blackwell's tensor cores do; allowed only in a
+/// microscaling recipe. Such a recipe allows BLACKWELL, DEVICE and FP32.
+enum {
+  ENG_ACCUMULATE_DEVICE = -1, ENG_ACCUMULATE_FP32 = 0, ENG_ACCUMULATE_EXACT = 1,
+  ENG_ACCUMULATE_HOPPER = 2, ENG_ACCUMULATE_E4M3 = 3, ENG_ACCUMULATORS = 4,
+  ENG_ACCUMULATE_BLACKWELL = 4
+};
+
+/// Returns the code of x in a small format: "e4m3", "e5m2", "e5m6", "e5m6_tilekernels" (as
+/// TileKernels rounds), "ue8m0", "ue4m3" (of |x|), "e4m3_ieee" (with Inf), "f16", "bf16", "tf32",
+/// or one that always saturates: "e2m1", "e2m3", "e3m2", "int8", "mxint8" (in units of 1/64).
+/// Rounds to nearest even. Bits of mode: 1 saturates; 2 rounds stochastically by the bits of
+/// `random` (e4m3 and e5m2). For "ue8m0" the mode is different: 0 rounds down to a power of two, 1
+/// rounds up, and 4 rounds to the nearest power, ties up. Returns -1 for an unknown format.
+int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random);
+/// Returns the number that a code stands for, or NaN for an unknown format.
+double eng_small_decode(const char *format, uint32_t code);
+
+/// A site is one linear layer under an FP8 recipe: it holds the recipe, and the amaxes and meters
+/// of its tensors. The operation fp8_linear names a site and runs in FP8 while eng_precision.fp8 is
+/// 1. fp8_linear quantizes three tensors, called the roles of the site: the input x, the weight W
+/// and the output's gradient dy.
+enum { ENG_FP8_X = 0, ENG_FP8_W = 1, ENG_FP8_DY = 2, ENG_FP8_ROLES = 3 };
+/// The three products of a site: y = x W^T, dx = dy W, dW = dy^T x.
+enum { ENG_FP8_FORWARD = 0, ENG_FP8_DGRAD = 1, ENG_FP8_WGRAD = 2, ENG_FP8_PRODUCTS = 3 };
+/// The form in which x is kept for dW. CODES: the codes of the forward product; if dW needs blocks
+/// along the other dimension, the values of these codes are quantized again. TRANSPOSED: codes of
+/// the transposed x, which the forward pass computes from x. E5M6: x in e5m6, in blocks of 1 x 128
+/// with power-of-two scales. SWIGLU: if x is the output of an fp8_swiglu of this site, x is not
+/// kept; fp8_swiglu keeps its inputs as codes in x's format, and x is recomputed from these codes.
+/// Any other x is kept as with CODES.
+enum {
+  ENG_FP8_KEEP_CODES = 0, ENG_FP8_KEEP_TRANSPOSED = 1, ENG_FP8_KEEP_E5M6 = 2,
+  ENG_FP8_KEEP_SWIGLU = 3
+};
+
+/// Signs of a random Hadamard transform. NONE: all positive. FIXED: Transformer Engine's signs. The
+/// other signs are drawn at random. LAYER: for each layer. STEP: for each layer and step. BACKWARD:
+/// for each layer and backward pass.
+enum {
+  ENG_FP8_SIGNS_NONE = -1, ENG_FP8_SIGNS_FIXED, ENG_FP8_SIGNS_LAYER, ENG_FP8_SIGNS_STEP,
+  ENG_FP8_SIGNS_BACKWARD
+};
+
+/// How one role of a layer (its input, weight or output gradient) becomes FP8.
+typedef struct eng_fp8_role {
+  int32_t format;                     // ENG_e4m3, ENG_e5m2; microscaling: also ENG_FORMAT_*
+  int32_t block_rows, block_columns;  // 0: the whole dimension
+  int32_t rule, pow2, margin;         // as in quantize
+  int32_t stochastic;                 // as in quantize; microscaling: sr_bits of mx_quantize
+  int32_t keep;                       // only for x: ENG_FP8_KEEP_*
+  int32_t mx;                         // microscaling: ENG_MX_* + 1, instead of `rule`; else 0
+  double  eps;                        // negative: the rule's default
+  double  factor;                     // microscaling: as in mx_quantize; products are divided by it
+} eng_fp8_role;
+/// How a product of a layer sums along K: `accumulator` and `promotion` as in fp8_matmul. In
+/// microscaling, FP32 is an ordinary product of bf16 numbers. BLACKWELL is the operation mx_matmul
+/// if it supports the sizes and formats of all products of the layer, else FP32. DEVICE is
+/// BLACKWELL if the device's own units compute products of these formats, else FP32.
+/// If `high` is 1, the product is computed in high precision; only the forward product of
+/// microscaling allows this. If `hadamard` is not 0, both factors are transformed along the summed
+/// dimension before quantization, as by the operation hadamard with n = hadamard and the signs that
+/// `signs` (ENG_FP8_SIGNS_*) selects; only microscaling allows this.
+typedef struct eng_fp8_product {
+  int32_t accumulator, promotion, high, hadamard, signs;
+} eng_fp8_product;
+/// How a layer computes in FP8: a role for each of its tensors, a product for each of its passes.
+/// Only microscaling uses `backward`. It is set for both x and w, or for neither (mx = 0). If it is
+/// set, the backward products read the quantized x and w of the forward product, quantized again as
+/// backward[] says. The gradients then pass through the gates of mx_quantize and through the
+/// forward product's Hadamard transform. If it is not set, x and w themselves are quantized for the
+/// backward products.
+typedef struct eng_fp8_recipe {
+  eng_fp8_role role[3];               // ENG_FP8_X, W, DY
+  eng_fp8_role backward[2];           // ENG_FP8_X, W
+  eng_fp8_product product[3];         // ENG_FP8_FORWARD, DGRAD, WGRAD
+} eng_fp8_recipe;
+
+/// Creates a site and sets *site to its number, which is 1 or more and never reused. `name` is used
+/// in messages.
+eng_status eng_fp8_site_new(int64_t *site, const char *name);
+void       eng_fp8_site_free(int64_t site);
+/// Sets the recipe of a site. NULL makes the site compute in high precision. Allowed only between
+/// steps. Errors: VALUE, SHAPE, DTYPE (a format that is not allowed for its role), STATE.
+eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
+/// Delayed scaling: from now on, the role's scale is computed from `amax` instead of the measured
+/// amax. The role's block must be the whole tensor. If `amax` is 0, the scale is computed from the
+/// measured amax again. Errors: VALUE, STATE (the site has no recipe).
+eng_status eng_fp8_delay(int64_t site, int role, double amax);
+/// Returns the largest magnitude of each role's tensor since the last call: inf or nan if the
+/// tensor contained one, -1 if nothing was quantized. Waits for the device. At most 4,096 unread
+/// amaxes are kept, so call this function once before the steps of interest.
+eng_status eng_fp8_amax(double amax[3], int64_t site);
+
+/// Returns the accumulator that a microscaled layer used in its last pass, ENG_ACCUMULATE_FP32 or
+/// ENG_ACCUMULATE_BLACKWELL. Returns -1 if the layer has not run or is not microscaled.
+int        eng_fp8_accumulator(int64_t site);
+
+/// Effects of quantization on the measured elements. Up to 2^16 elements of each tensor are
+/// measured, in evenly spaced whole rows.
+typedef struct eng_fp8_meter {
+  int64_t count, zeros;               // finite elements; zeros (0 or -0) among them
+  int64_t underflow;                  // nonzero elements that became 0 or -0
+  int64_t overflow;                   // elements too large for the format, which saturated
+  int64_t nonfinite;                  // inf and nan; not in count
+  double  signal, error;              // sums of x^2 and of (x - dequantized x)^2
+  double  amax, least;                // largest |x|; smallest nonzero |x|; 0: none
+  double  scale_min, scale_max;
+} eng_fp8_meter;
+/// Sets the number of the next step. The signs of ENG_FP8_SIGNS_STEP are a function of this number.
+void       eng_fp8_step(int64_t step);
+/// Turns meters on or off; returns the previous setting. Meters copy the measured rows to the host.
+bool       eng_fp8_measure(bool on);
+/// Returns the measurements of each role since the last call.
+eng_status eng_fp8_meters(eng_fp8_meter meter[3], int64_t site);
+/// Returns the bytes that the tape keeps for the backward pass: the memory that gradient rules will
+/// read, counted once, without parameters. `fp8` receives the part that is codes and scales.
+/// Returns -1 if the host is out of memory.
+int64_t    eng_tape_bytes(int64_t *fp8);
+
+#endif
