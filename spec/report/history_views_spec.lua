@@ -112,8 +112,6 @@ describe("views of a history", function()
       assert.is_false(good)
       assert.matches(what, message, 1, true)
     end
-    assert.error_matches(function() h.plot("loss") end,
-      "history:plot: expected a history before the colon", 1, true)
     fails("no number of the history is called 'los'; did you mean 'loss'?", "los")
     fails("plot: unknown option 'logg'; did you mean 'log'?", "loss", { logg = true })
     for problem, options in pairs { ["a whole number of 1 or more, got 0"] = { height = 0 },
