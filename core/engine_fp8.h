@@ -16,6 +16,9 @@ enum {
   ENG_MX_FOUR_OVER_SIX = 5, ENG_MX_FOUR_OVER_SIX_MSE = 6, ENG_MX_QUEST = 7, ENG_MX_MS_EDEN = 8,
   ENG_MX_RULES = 9
 };
+/// A rule of recipes in addition to those of mx_quantize: the operation msamp_fp4.
+enum { ENG_MX_MSAMP_FP4 = 9 };
+
 /// How `quantize` computes a block's scale from its amax. Each rule is that of the project it is
 /// named after (core/base/fp8_scale.h).
 enum {
@@ -77,6 +80,8 @@ typedef struct eng_fp8_role {
   int32_t stochastic;                 // as in quantize; microscaling: sr_bits of mx_quantize
   int32_t keep;                       // only for x: ENG_FP8_KEEP_*
   int32_t mx;                         // microscaling: ENG_MX_* + 1, instead of `rule`; else 0
+  int32_t dge, drops;                 // as `gate` and `drops` in msamp_fp4; dge: only for w
+  double  clamp;                      // as in msamp_fp4
   double  eps;                        // negative: the rule's default
   double  factor;                     // microscaling: as in mx_quantize; products are divided by it
 } eng_fp8_role;
@@ -92,11 +97,14 @@ typedef struct eng_fp8_product {
   int32_t accumulator, promotion, high, hadamard, signs;
 } eng_fp8_product;
 /// How a layer computes in FP8: a role for each of its tensors, a product for each of its passes.
-/// Only microscaling uses `backward`. It is set for both x and w, or for neither (mx = 0). If it is
-/// set, the backward products read the quantized x and w of the forward product, quantized again as
-/// backward[] says. The gradients then pass through the gates of mx_quantize and through the
-/// forward product's Hadamard transform. If it is not set, x and w themselves are quantized for the
-/// backward products.
+/// In microscaling, x and w have a rule of microscaling. dy may instead be in FP8, in square blocks
+/// with power-of-two scales. Only microscaling uses `backward`. It is set for both x and w, or for
+/// neither (mx = 0). If it is set, the backward products read the quantized x and w of the forward
+/// product: unchanged if mx is ENG_FP8_SAME, else quantized again as backward[] says. The gradients
+/// then pass through the gates of mx_quantize or msamp_fp4 and through the forward product's
+/// Hadamard transform. If `backward` is not set, x and w themselves are quantized for the backward
+/// products.
+enum { ENG_FP8_SAME = -1 };
 typedef struct eng_fp8_recipe {
   eng_fp8_role role[3];               // ENG_FP8_X, W, DY
   eng_fp8_role backward[2];           // ENG_FP8_X, W

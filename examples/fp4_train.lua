@@ -51,6 +51,7 @@ local function fp4(name, base, fp8) return { name = name, base = base, fp8 = fp8
 local FLOOR = { format = "e2m1", rule = "floor" }
 local RECIPES = { "bf16", "mxfp8", "mxfp4", "mxfp4_tseng", "mxfp4_quartet",
   "mxfp4_tetrajet", "nvfp4", "nvfp4_four_over_six", "nvfp4_quartet2",
+  "fp4_microsoft",
   fp4("mxfp4, floor", "mxfp4", { x = FLOOR, w = FLOOR,
     dy = { format = "e2m1", rule = "floor", stochastic = true } }),
   fp4("mxfp4, nearest", "mxfp4", { dy = { format = "e2m1", rule = "rceil" } }),

@@ -25,7 +25,8 @@
   FILE(norm, isa) FILE(softmax, isa) FILE(loss, isa) FILE(index, isa) FILE(gemm, isa)        \
   FILE(attention, isa) FILE(optimizer, isa) FILE(gradstats, isa) FILE(fp8_quantize, isa)     \
   FILE(fp8_dequantize, isa) FILE(fp8_matmul, isa) FILE(mx_quantize, isa) FILE(hadamard, isa) \
-  FILE(mx_matmul, isa) FILE(nf4, isa) FILE(conv, isa) FILE(pool, isa) FILE(channel_norm, isa)
+  FILE(mx_matmul, isa) FILE(msamp_fp4, isa) FILE(nf4, isa) FILE(conv, isa) FILE(pool, isa)   \
+  FILE(channel_norm, isa)
 
 #define REGISTER_DECLARE(file, isa) void cpu_register_##file##_##isa(backend *b);
 #define REGISTER_CALL(file, isa)    cpu_register_##file##_##isa(b);

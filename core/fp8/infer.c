@@ -247,6 +247,25 @@ static eng_status infer_hadamard(op_call *c, op_shape *s)
   return ENG_OK;
 }
 
+static eng_status infer_msamp_fp4(op_call *c, op_shape *s)
+{
+  const typeof(c->msamp_fp4) *a = &c->msamp_fp4;
+  const tensor *x = c->in[0];
+  ENG_TRY(want_float(c, 0));
+  ENG_TRY(want_ndim(c, 0, 1));
+  if (a->clamp != 0 && !(a->clamp >= 0.5 && a->clamp <= 0.9999))
+    return error_set(ENG_ERR_VALUE,
+                     "msamp_fp4: expected clamp to be a quantile from 0.5 to 0.9999, or 0 for "
+                     "none, got %g", a->clamp);
+  int64_t rows, columns;
+  matrix_of(x, &rows, &columns);
+  put_out(s, 0, ENG_bf16, x->ndim, x->shape);
+  put_out(s, 1, ENG_u8, 2, (int64_t[]){rows, 1});
+  put_out(s, 2, ENG_f32, 0, NULL);
+  put_out(s, 3, ENG_bf16, x->ndim, x->shape);
+  return ENG_OK;
+}
+
 static eng_status infer_mx_dequantize(op_call *c, op_shape *s)
 {
   const typeof(c->mx_dequantize) *a = &c->mx_dequantize;
@@ -428,6 +447,7 @@ static void __attribute__((constructor)) register_rules(void)
   op_register(ENG_OP_dequantize, infer_dequantize, NULL);
   op_register(ENG_OP_mx_quantize, infer_mx_quantize, NULL);
   op_register(ENG_OP_hadamard, infer_hadamard, NULL);
+  op_register(ENG_OP_msamp_fp4, infer_msamp_fp4, NULL);
   op_register(ENG_OP_mx_dequantize, infer_mx_dequantize, NULL);
   op_register(ENG_OP_mx_matmul, infer_mx_matmul, NULL);
   op_register(ENG_OP_nf4_quantize, infer_nf4_quantize, NULL);

@@ -50,12 +50,6 @@ static void drop_copies(copies *c)
   *c = (copies){0};
 }
 
-static int64_t flags_of(const eng_fp8_role *r, bool transposed)
-{
-  return (r->stochastic ? QUANTIZE_STOCHASTIC : 0) | (r->pow2 ? QUANTIZE_POW2 : 0) |
-         (transposed ? QUANTIZE_TRANSPOSED : 0);
-}
-
 /// Does the work of quantize() for a microscaling recipe: out->q holds the values in bf16 or, if
 /// `coded`, codes; out->scale holds their amax.
 static eng_status quantize_mx(copies *out, int64_t number, fp8_site *s, int role, tensor *x,
@@ -80,9 +74,9 @@ static eng_status quantize(copies *out, int64_t number, fp8_site *s, int role, t
                            const op_call *swiglu, bool transposed, bool coded)
 {
   const eng_fp8_role *r = &s->recipe.role[role];
-  if (r->mx) return quantize_mx(out, number, s, role, x, transposed, coded);
+  if (s->recipe.role[0].mx) return quantize_mx(out, number, s, role, x, transposed, coded);
   tensor *factor = s->factor[role] != 0 ? s->factor_of[role] : NULL;
-  op_call c = fp8_quantize_call(r, x, factor, flags_of(r, transposed));
+  op_call c = fp8_quantize_call(r, x, factor, fp8_flags(r, transposed));
   c.out[0] = out->q, c.out[1] = out->scale, c.out[3] = out->q_t, c.out[4] = out->scale_t;
   if (swiglu)
     c.op = ENG_OP_swiglu_quantize, c.n_in = 3, c.in[0] = swiglu->in[0], c.in[1] = swiglu->in[1],
@@ -238,7 +232,7 @@ static eng_status make_weight(fp8_weight *to, const eng_fp8_role *r, const tenso
                               bool transposed, bool coded)
 {
   int64_t shape[2], rows = w->shape[0], columns = w->shape[1];
-  if (mx_is_gated(r->mx - 1))
+  if (fp8_is_gated(r))
     ENG_TRY(tensor_make(&to->gate, ARENA_PARAMETER, ENG_bf16, 2, w->shape));
   if (coded) {
     ENG_TRY(fp8_mx_make(&to->q, ARENA_PARAMETER, r, rows, columns));
@@ -516,15 +510,17 @@ static eng_status run_linear(op_call *c)
 
 // ---- backward
 
-/// Quantizes x or w again for the backward product, which sums over the other dimension. Reads the
-/// values that the forward product read.
+/// Provides x or w for a backward product, which sums over the other dimension, from the values
+/// that the forward product read: quantized again, unless the recipe says that they stay the same.
 static eng_status quantize_again(factor *out, copies *made, fp8_site *s, int role,
                                  const op_call *node)
 {
   bool x = role == ENG_FP8_X;
+  tensor *q = node->out[x ? OUT_XQ : OUT_WQ], *amax = node->out[x ? OUT_X_SCALE : OUT_W_SCALE];
   fp8_mx_copies all = {0};
-  eng_status status = fp8_mx_requantize(&all, s, role, node->out[x ? OUT_XQ : OUT_WQ],
-                                        node->out[x ? OUT_X_SCALE : OUT_W_SCALE]);
+  *out = (factor){.q = q, .scale = amax};
+  if (fp8_mx_same(s, role)) return ENG_OK;
+  eng_status status = fp8_mx_requantize(&all, s, role, q, amax);
   if (status != ENG_OK)
     return error_prefix(status, "%s: FP8 of %s for its backward product", s->name,
                         fp8_role_name[role]);
@@ -560,7 +556,7 @@ static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
   // measurement.
   bool turn = !fp8_is_square(r);
   tensor *factor = s->factor[ENG_FP8_X] != 0 ? s->factor_of[ENG_FP8_X] : NULL;
-  op_call c = fp8_quantize_call(r, x, factor, flags_of(r, turn));
+  op_call c = fp8_quantize_call(r, x, factor, fp8_flags(r, turn));
   eng_status status = op_run(&c);
   tensor_drop(x);
   if (status != ENG_OK)

@@ -9,9 +9,10 @@
 // products together, at each call.
 //
 // A recipe may give x and W separate formats for the backward products (eng_fp8_recipe.backward).
-// These products then read the forward product's numbers, quantized again. Their results are the
-// gradients of these numbers; fp8_mx_through turns them into the gradients of x and W. Called by
-// linear.c; see its head.
+// These products then read the forward product's numbers, the same or quantized again. Their
+// results are the gradients of these numbers; fp8_mx_through turns them into the gradients of x and
+// W. dy may be in FP8 with power-of-two scales; its copy holds the values of the codes, which are
+// exact in bf16. Called by linear.c; see its head.
 #include "sites.h"
 
 #include "base/error.h"
@@ -125,7 +126,8 @@ static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const ten
   if (f.top & 1 && !mx_is_gated(r->mx - 1)) limit = f32_from(f32_bits(limit) - 1);
   for (int64_t i = 0; i < m.rows; i++)
     for (int64_t k = 0; k < m.columns; k++) {
-      int64_t at = i * m.every / r->block_rows * scale->shape[1] + k / r->block_columns;
+      int64_t at = i * m.every / r->block_rows * scale->shape[1] +
+                   (r->block_columns ? k / r->block_columns : 0);
       uint8_t code = (uint8_t)m.scale[at];
       float unit = mx_is_nvfp4(r->mx - 1) ? e4m3_to_f32(code) : ue8m0_to_f32(code),
             number = m.q[i * m.columns + k];
@@ -179,9 +181,39 @@ static eng_status rotate(tensor **y, const fp8_site *s, const eng_fp8_product *p
                                            .turned = turned, .dtype = ENG_bf16}});
 }
 
+static eng_status encode_msamp(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x)
+{
+  op_call c = {.op = ENG_OP_msamp_fp4, .n_in = 1, .n_out = 4,
+               .in = {x},
+               .out = {to->q, NULL, to->amax, to->gate},
+               .msamp_fp4 = {.gate = r->dge, .drops = r->drops, .clamp = r->clamp}};
+  ENG_TRY(op_run(&c));
+  *to = (fp8_mx_copies){.q = c.out[0], .scale = c.out[1], .amax = c.out[2], .gate = c.out[3]};
+  return ENG_OK;
+}
+
+/// Quantizes dy in FP8 and converts the codes to bf16.
+static eng_status quantize_fp8(fp8_mx_copies *to, fp8_site *s, int role, tensor *x)
+{
+  const eng_fp8_role *r = &s->recipe.role[role];
+  op_call c = fp8_quantize_call(r, x, s->factor[role] != 0 ? s->factor_of[role] : NULL,
+                                fp8_flags(r, false));
+  ENG_TRY(op_run(&c));
+  eng_status status = fp8_measuring() ? fp8_measure(s, role, x, c.out[0], c.out[1]) : ENG_OK;
+  if (status == ENG_OK)
+    status = op_run1(&to->q, (op_call){.op = ENG_OP_dequantize, .in = {c.out[0], c.out[1]},
+                                       .dequantize = {.dtype = ENG_bf16,
+                                                      .block_rows = r->block_rows,
+                                                      .block_columns = r->block_columns}});
+  tensor_drop(c.out[0]);
+  to->scale = c.out[1], to->amax = c.out[2];
+  return status;
+}
+
 static eng_status encode(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x, bool transposed,
                          bool coded)
 {
+  if (r->mx - 1 == ENG_MX_MSAMP_FP4) return encode_msamp(to, r, x);
   int gate = mx_is_gated(r->mx - 1) ? MX_GATE : 0;
   tensor *view[5] = {0};   // if coded: x as a matrix; codes and scales of q; of q_t
   op_call c = {.op = ENG_OP_mx_quantize, .n_in = 2, .n_out = 8,
@@ -258,6 +290,10 @@ eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int rol
   bool apart = transposed && (along->hadamard || across->hadamard);
   tensor *y = NULL, *values = NULL;
   fp8_mx_copies made = *to;
+  if (!r->mx) {
+    ENG_TRY(quantize_fp8(to, s, role, x));
+    return copy_into(&slot, to->amax);
+  }
   if (apart) made.q_t = made.amax_t = NULL;
   if (along->hadamard) ENG_TRY(rotate(&y, s, along, x, false));
   eng_status status = encode(&made, r, y ? y : x, transposed && !apart, coded);

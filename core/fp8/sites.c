@@ -174,9 +174,26 @@ void eng_fp8_site_free(int64_t site)
   fp8_release_orphans();
 }
 
+static eng_status check_msamp_role(const fp8_site *s, const eng_fp8_recipe *recipe, int role,
+                                   const eng_fp8_role *r)
+{
+  bool fits = role != ENG_FP8_DY && r == &recipe->role[role] && recipe->backward[role].mx &&
+              r->format == ENG_FORMAT_E2M1 && r->block_rows == 1 && r->block_columns == 0 &&
+              r->keep == ENG_FP8_KEEP_CODES && !r->stochastic && r->factor == 0 &&
+              (!r->dge || role == ENG_FP8_W),
+       clamp = r->clamp == 0 || (r->clamp >= 0.5 && r->clamp <= 0.9999);
+  if (fits && clamp) return ENG_OK;
+  return error_set(ENG_ERR_VALUE,
+                   "%s: %s: the rule msamp_fp4 is for the forward product's x and w, in e2m1 with "
+                   "a scale for each row; it needs `backward`, allows no stochastic rounding and "
+                   "no factor, only w may have dge, and clamp is 0 or from 0.5 to 0.9999",
+                   s->name, fp8_role_name[role]);
+}
+
 static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe, int role,
                                 const eng_fp8_role *r)
 {
+  if (r->mx - 1 == ENG_MX_MSAMP_FP4) return check_msamp_role(s, recipe, role, r);
   bool again = role != ENG_FP8_DY && recipe->backward[role].mx,
        backward = r != &recipe->role[role];
   bool fits = r->block_rows >= 1 && r->block_rows <= 128 && r->block_columns >= 1 &&
@@ -219,19 +236,30 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
   if (role == ENG_FP8_X && !backward && r->keep != keep)
     return error_set(ENG_ERR_VALUE, "%s: x: microscaling in these blocks needs keep = '%s'",
                      s->name, keep == ENG_FP8_KEEP_CODES ? "codes" : "transposed");
-  for (int k = 0; k < ENG_FP8_ROLES; k++)
-    if (!recipe->role[k].mx)
-      return error_set(ENG_ERR_VALUE,
-                       "%s: %s is FP8, but %s is microscaled; expected one kind for x, w and dy",
-                       s->name, fp8_role_name[k], fp8_role_name[role]);
   return ENG_OK;
+}
+
+/// Checks that all roles have rules of FP8, or all have rules of microscaling. Microscaling also
+/// allows dy in FP8 if its values are exact in bf16 and it has no transposed copy.
+static eng_status check_kinds(const fp8_site *s, const eng_fp8_recipe *recipe)
+{
+  const eng_fp8_role *r = recipe->role, *dy = &r[ENG_FP8_DY];
+  bool exact = fp8_is_square(dy) && (dy->pow2 || dy->rule == ENG_SCALE_MSAMP);
+  if (!r[ENG_FP8_X].mx == !r[ENG_FP8_W].mx &&
+      (!dy->mx == !r[ENG_FP8_X].mx || (r[ENG_FP8_X].mx && exact)))
+    return ENG_OK;
+  return error_set(ENG_ERR_VALUE,
+                   "%s: expected the rules of x, w and dy to be all FP8 or all microscaling; with "
+                   "microscaling, dy may be FP8 in square blocks or one block, with power-of-two "
+                   "scales", s->name);
 }
 
 static eng_status check_role(const fp8_site *s, const eng_fp8_recipe *recipe, int role)
 {
   const eng_fp8_role *r = &recipe->role[role];
   const eng_fp8_role *backward = role == ENG_FP8_DY ? NULL : &recipe->backward[role];
-  if (backward && backward->mx) ENG_TRY(check_mx_role(s, recipe, role, backward));
+  if (backward && backward->mx && backward->mx != ENG_FP8_SAME)
+    ENG_TRY(check_mx_role(s, recipe, role, backward));
   if (r->mx) return check_mx_role(s, recipe, role, r);
   if (r->format != ENG_e4m3 && r->format != ENG_e5m2)
     return error_set(ENG_ERR_DTYPE, "%s: FP8 format of %s: expected e4m3 or e5m2, got number %d",
@@ -323,6 +351,7 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
                      s->name);
   if (recipe) {
     for (int r = 0; r < ENG_FP8_ROLES; r++) ENG_TRY(check_role(s, recipe, r));
+    ENG_TRY(check_kinds(s, recipe));
     if (!recipe->backward[ENG_FP8_X].mx != !recipe->backward[ENG_FP8_W].mx)
       return error_set(ENG_ERR_VALUE, "%s: expected `backward` in both x and w, or in neither",
                        s->name);

@@ -3,6 +3,7 @@
 
 #include "autograd/gradient.h"
 #include "autograd/op.h"
+#include "base/mx.h"
 
 typedef struct fp8_site {
   char    *name;
@@ -63,6 +64,17 @@ void fp8_release_orphans(void);
 static inline bool fp8_is_square(const eng_fp8_role *r)
 { return r->block_rows == r->block_columns; }
 
+/// Returns whether a gate multiplies the gradient of a role's values.
+static inline bool fp8_is_gated(const eng_fp8_role *r)
+{ return mx_is_gated(r->mx - 1) || r->dge; }
+
+/// Returns the flags of `quantize` for a role.
+static inline int64_t fp8_flags(const eng_fp8_role *r, bool transposed)
+{
+  return (r->stochastic ? QUANTIZE_STOCHASTIC : 0) | (r->pow2 ? QUANTIZE_POW2 : 0) |
+         (transposed ? QUANTIZE_TRANSPOSED : 0);
+}
+
 /// Returns a call that quantizes x in a role's format and blocks. `factor`: f32 [1], the factor of
 /// delayed scaling, or NULL.
 static inline op_call fp8_quantize_call(const eng_fp8_role *r, tensor *x, tensor *factor,
@@ -79,15 +91,17 @@ static inline op_call fp8_quantize_call(const eng_fp8_role *r, tensor *x, tensor
 /// none. If a member other than scale is not NULL before the call, the call writes its result
 /// there. If `coded`, q and q_t hold codes in u8 instead (fp8_mx_make).
 typedef struct fp8_mx_copies { tensor *q, *scale, *amax, *q_t, *amax_t, *gate; } fp8_mx_copies;
-/// Returns whether the backward product that reads x or w quantizes it again, in a separate format
-/// (eng_fp8_recipe.backward).
+/// Returns whether the backward product of x or w reads what the forward product read
+/// (eng_fp8_recipe.backward). fp8_mx_same: unchanged; otherwise quantized again.
 static inline bool fp8_mx_again(const fp8_site *s, int role)
 { return role != ENG_FP8_DY && s->recipe.backward[role].mx; }
+static inline bool fp8_mx_same(const fp8_site *s, int role)
+{ return fp8_mx_again(s, role) && s->recipe.backward[role].mx == ENG_FP8_SAME; }
 /// Returns the format and blocks in which a product reads x, w or dy.
 static inline const eng_fp8_role *fp8_role_in(const fp8_site *s, int product, int role)
 {
-  return product != ENG_FP8_FORWARD && fp8_mx_again(s, role) ? &s->recipe.backward[role]
-                                                             : &s->recipe.role[role];
+  bool again = product != ENG_FP8_FORWARD && fp8_mx_again(s, role) && !fp8_mx_same(s, role);
+  return again ? &s->recipe.backward[role] : &s->recipe.role[role];
 }
 extern const int fp8_factors[ENG_FP8_PRODUCTS][2];   // the roles that a product multiplies
 /// Returns whether mx_matmul computes the products of a layer with x [rows x columns] and W
@@ -98,7 +112,8 @@ bool fp8_mx_coded(const fp8_site *s, int64_t rows, int64_t columns, int64_t outp
 /// unused.
 eng_status fp8_mx_make(tensor **out, arena_id arena, const eng_fp8_role *r, int64_t rows,
                        int64_t columns);
-/// Quantizes x as a role says, and measures it if meters are on. The amax goes to `slot`.
+/// Quantizes x as a role says, and measures it if meters are on. The amax goes to `slot`. If the
+/// role is in FP8 (only dy), to->q holds the values of its codes in bf16.
 eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int role, tensor *x,
                            bool transposed, bool coded);
 /// Quantizes x or w again for its backward product, from q [rows x K], the values or codes that the

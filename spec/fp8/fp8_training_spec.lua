@@ -229,7 +229,7 @@ describe("an FP8 recipe", function()
       ["unknown field 'match'; fields: dgrad dy forward w wgrad x"] = { match = "mlp" },
       ["unknown field 'high'"] = { high = true }, ["unknown field 'base'"] = { base = "mxfp8" },
       ["nvfp4, nvfp4_four_over_six, nvfp4_quartet2, got 'mxfp9'; did you mean 'mxfp"] = "mxfp9",
-      ["a table of changes or the name fp8_block, fp8_current"] = "bf16",
+      ["a table of changes or the name fp4_microsoft, fp8_block"] = "bf16",
       ["nvfp4_quartet2, got 3"] = 3,
     } do
       local why = message { name = "mine", base = "fp8_current", fp8 = { ladder = { rung } } }

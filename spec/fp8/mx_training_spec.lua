@@ -131,6 +131,9 @@ describe("a linear layer under microscaling", function()
     it(name .. " with Blackwell's accumulator is what mx.matmul gives, to the bit",
       by_hand(name, "blackwell"))
 
+  end
+
+  for _, name in ipairs { "fp4_microsoft", unpack(RECIPES) } do
     it(name .. " adds up micro-batches in the parameter's gradient", with_gradient(function()
       engine.seed(3)
       local layer = nn.linear(64, 32, { bias = false })
@@ -152,6 +155,58 @@ describe("a linear layer under microscaling", function()
       assert.is_true(error <= 1e-6 * parts[1]:norm():item())
     end))
   end
+
+  it("under fp4_microsoft is what msamp_fp4 and matmul give by hand, to the bit",
+    with_gradient(function()
+      local BF16 = M_ffi.dtype.bf16
+      local function rows_of(x, gate, clamp)
+        return M_ffi.run("msamp_fp4", { x }, { gate, 0 }, { clamp }, 4)
+      end
+      local function matmul(a, b, turned_a, turned_b)
+        return M_ffi.run("matmul", { a, b }, { turned_a, turned_b, M_ffi.dtype.f32 + 1, 0 })
+      end
+      local width, rows, out = 150, 80, 64
+      engine.seed(5)
+      local layer = nn.linear(width, out)
+      local recipe = { base = "fp4_microsoft", activations = "f32" }
+      engine.optim.sgd(layer, { lr = 0.1, precision = recipe })
+      local x = engine.randn(rows, width):requires_grad(true)
+      local dy = engine.randn(rows, out)
+      local y = engine.autocast(recipe, function() return layer(x) end)
+      ;(y * dy):sum():backward()
+      local xq = rows_of(x:detach(), 0, 0.99)
+      local w = layer.weight:detach()
+      local wq, _, _, gate = rows_of(w, 1, 0)
+      -- autocast with activations in f32 converts the factors of the forward product
+      local forward = matmul(xq:to("f32"), wq:to("f32"), 0, 1)
+      assert.equal(bytes(forward + layer.bias:detach():to("bf16")), bytes(y))
+      local codes, scale = M_ffi.run("quantize", { dy, false }, { M_ffi.dtype.e5m2, 0, 0, 4 },
+        { -1, 0 }, 5)
+      local dyq = M_ffi.run("dequantize", { codes, scale }, { BF16, 0, 0, 0 })
+      assert.equal(bytes(matmul(dyq, wq, 0, 0)), bytes(x.grad))
+      assert.equal(bytes(matmul(dyq, xq, 1, 0) * gate), bytes(layer.weight.grad))
+      -- 2 of 150 elements are clamped at each end: rank int(0.01 * 150) is the smallest that stays
+      local kept = rows_of(x:detach(), 0, 0)
+      assert.is_true(bytes(kept) ~= bytes(xq))
+    end))
+
+  it("takes dy in FP8 beside x and w in microscaling", with_gradient(function()
+    engine.seed(6)
+    local layer = nn.linear(64, 32, { bias = false })
+    local recipe = { name = "mixed", base = "nvfp4", activations = "f32", fp8 = { wgrad = {},
+      dy = { format = "e5m2", pow2 = true } } }
+    engine.optim.sgd(layer, { lr = 0.1, precision = recipe })
+    local x, dy = engine.randn(48, 64):requires_grad(true), engine.randn(48, 32)
+    local y = engine.autocast(recipe, function() return layer(x) end)
+    ;(y * dy):sum():backward()
+    local d = engine.fp8.quantize(dy, { format = "e5m2", pow2 = true }):dequantize("bf16")
+    local xt = mx.quantize(x:detach(), { rule = "nvfp4", transposed = true }).transposed
+    local dw = M_ffi.run("matmul", { d, values(xt) }, { 1, 1, M_ffi.dtype.f32 + 1, 0 })
+    assert.equal(bytes(dw * of_tensor(xt)), bytes(layer.weight.grad))
+    local wrong = { wgrad = {}, dy = { format = "e5m2" } }
+    assert.matches("dy may have the rule msamp, or pow2 = true, in square blocks", select(2,
+      pcall(engine.precision.resolve, { base = "nvfp4", fp8 = wrong })), 1, true)
+  end))
 
   it("measures the SNR, counts saturated elements, and propagates NaN", with_gradient(function()
     engine.seed(3)
@@ -346,13 +401,31 @@ describe("a linear layer under microscaling", function()
     for _, wrong in ipairs { { x = { rule = "quest" } }, { dy = quest },
       { x = { rule = "rceil", block = "32x32", backward = back } },
       { x = { rule = "rceil", backward = 3 } }, { x = { rule = "quest", backward = quest } } } do
-      assert.matches("expected backward to be a table with a rule of microscaling", message(wrong),
-        1, true)
+      assert.matches("expected backward to be \"same\", or a table with a rule of microscaling",
+        message(wrong), 1, true)
     end
     assert.matches("in both x and w", message { x = quest, w = { rule = "nvfp4" } }, 1, true)
     assert.matches("no options stochastic and factor",
       message { x = arguments.merged(quest, { stochastic = true }), w = quest }, 1, true)
+    local row = { rule = "msamp_fp4", backward = "same" }
+    for text, fp8 in pairs {
+      ["expected backward to be \"same\""] = { x = { rule = "msamp_fp4" } },
+      ["only the rule msamp_fp4 has the option clamp"] = { x = { rule = "rceil", clamp = 0.9 } },
+      ["clamp to be a quantile from 0.5 to 0.9999, or 0 for none, got 1"] = {
+        x = arguments.merged(row, { clamp = 1 }) },
+      ["residual to be true or false"] = { x = arguments.merged(row, { residual = 1 }) },
+      ["estimator to be 'straight' or, only in w, 'dge', got 'dge'"] = {
+        x = arguments.merged(row, { estimator = "dge" }) },
+      ["no options stochastic and factor"] = { x = arguments.merged(row, { factor = 0.75 }) } } do
+      assert.matches(text, message(fp8), 1, true)
+    end
     local layer = nn.linear(64, 32)
+    for text, fp8 in pairs { ["dy: the rule msamp_fp4 is for x and w"] = {
+      dy = { rule = "msamp_fp4" } }, ["in e2m1 with a scale for each row"] = {
+      x = arguments.merged(row, { block = "1x32" }), w = row, dy = back } } do
+      assert.matches(text, select(2, pcall(engine.optim.sgd, layer, { lr = 1,
+        precision = { name = "a", base = "mxfp8", fp8 = fp8 } })), 1, true)
+    end
     for text, fp8 in pairs { ["needs signs = \"none\""] = { x = quest, w = quest, dy = back,
       forward = { hadamard = 32 }, wgrad = {} }, ["is for the backward products"] = { x = back,
       w = back, dy = back, wgrad = { hadamard = 32, signs = "backward" } },

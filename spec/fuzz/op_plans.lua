@@ -366,6 +366,10 @@ function plans.hadamard()
   return { float(shape_of(1, 4)) }, { one_of { 16, 32, 64, 128, 8 }, draw(5) - 1, draw(2),
     float_number() }
 end
+function plans.msamp_fp4()
+  return { float(shape_of(1, 4)) }, { draw(2) - 1, draw(2) - 1 },
+    { one_of { 0, 0.99, 0.5, 0.3 } }, 4
+end
 function plans.mx_dequantize()
   local format, high, wide, rule = mx_ints()
   local shape = shape_of(1, 4)

@@ -2,11 +2,13 @@
 -- "encode FORMAT MODE" encodes the f32 numbers in FOLDER/a.in and writes their codes (i32) to
 -- FOLDER/a.out; "decode FORMAT" decodes codes (i32) in a.in and writes the values (f64) to a.out.
 -- "quantize FORMAT RULE BLOCK NONFINITE [SR_BITS FACTOR]" quantizes x of FOLDER/x.in (safetensors)
--- and its transpose to FOLDER/x.out. Prints "done" after each request.
+-- and its transpose to FOLDER/x.out. "msamp_fp4 CLAMP DROPS" runs the operation msamp_fp4 on x.
+-- Prints "done" after each request.
 local engine = require "engine"
 local ffi = require "ffi"
 local folder = assert(arg[1], "usage: engine spec/parity/mx.lua FOLDER")
-local C = require("engine.base.ffi").C
+local M_ffi = require "engine.base.ffi"
+local C = M_ffi.C
 
 local function read()
   local file = assert(io.open(folder .. "/a.in", "rb"))
@@ -50,6 +52,16 @@ local function quantize(format, rule, block, nonfinite, sr_bits, factor)
   x:free()
 end
 
+local function msamp_fp4(clamp, drops)
+  engine.begin_step()
+  local x = engine.load(folder .. "/x.in").x
+  local y, scale, amax, gate = M_ffi.run("msamp_fp4", { x }, { 1, tonumber(drops) },
+    { tonumber(clamp) }, 4)
+  engine.save(folder .. "/x.out", { y = y, scale = scale, amax = amax, gate = gate })
+  engine.end_step()
+  x:free()
+end
+
 for line in io.lines() do
   local words = {}
   for word in line:gmatch("%S+") do words[#words + 1] = word end
@@ -57,6 +69,8 @@ for line in io.lines() do
     encode(words[2], tonumber(words[3]))
   elseif words[1] == "decode" then
     decode(words[2])
+  elseif words[1] == "msamp_fp4" then
+    msamp_fp4(words[2], words[3])
   else
     quantize(unpack(words, 2))
   end

@@ -83,8 +83,14 @@ class Engine:
             sys.exit("parity: the engine ended without an answer")
 
     def quantize(self, x, *words):
+        return self.run(x, "quantize", *words)
+
+    def msamp_fp4(self, x, clamp, drops):
+        return self.run(x, "msamp_fp4", str(clamp), str(drops))
+
+    def run(self, x, *words):
         save_file({"x": x}, os.path.join(self.folder, "x.in"))
-        self.process.stdin.write(" ".join(["quantize", *words]) + "\n")
+        self.process.stdin.write(" ".join(words) + "\n")
         self.process.stdin.flush()
         self.wait()
         return load_file(os.path.join(self.folder, "x.out"))
@@ -350,6 +356,50 @@ def unclipped(engine):
     return bad + (abs(off) > 3e-4)
 
 
+def msamp_formula(x, clamp, drops):
+    """MS-AMP's quantize_simulate_fp4_in_bf16 for rows, and its gradient estimator, in PyTorch. The
+    factor's logarithm is taken in f32; MS-AMP takes it in bf16, which rounds some factors up to the
+    next power of two."""
+    c = x
+    if clamp:
+        order, k = torch.sort(x, dim=1).values, x.shape[1]
+        low, high = int((1 - clamp) * k), int(clamp * k)
+        c = torch.clamp(x, order[:, low:low + 1], order[:, high:high + 1])
+    amax = c.float().abs().amax(1, keepdim=True)
+    factor = torch.exp2(torch.floor(torch.log2(6 / amax)))
+    factor = torch.where(amax > 0, factor, 1).bfloat16()
+    t = (c * factor).float()
+    bounds = [-5, -3.5, -2.5, -1.75, -1.25, -.75, -.25, .25, .75, 1.25, 1.75, 2.5, 3.5, 5]
+    grid = torch.tensor([-6, -4, -3, -2, -1.5, -1, -.5, 0, .5, 1, 1.5, 2, 3, 4, 6])
+    y = grid[torch.bucketize(t, torch.tensor(bounds), right=True)].bfloat16() / factor
+    below = torch.bucketize(t, grid[1:-1], right=True)
+    step = grid[below + 1] - grid[below]
+    slope = torch.pow((2 * (t - grid[below]) / step - 1).abs(), -0.8) / 5
+    return (y if drops else y + (x - c)), torch.clamp(slope, max=3).bfloat16(), factor
+
+
+def msamp(engine):
+    bad, rng = 0, torch.Generator().manual_seed(5)
+    # MS-AMP's own test of the estimator: 20 points between the largest numbers
+    x = torch.linspace(-6, 6, 20).bfloat16()[None]
+    known = [0.2002, 0.4375, 0.6055, 0.2168, 1.8359, 0.2695, 0.3027, 0.2695, 0.2402, 0.5781]
+    got = engine.msamp_fp4(x, 0, 0)["gate"][0].float()
+    bad += int((~torch.isclose(got, torch.tensor(known + known[::-1]), rtol=1e-3)).sum())
+    for size in (4096, 1000, 100, 7):
+        for clamp in (0, 0.99, 0.95):
+            wrong, x = 0, torch.randn(2000000 // size, size, generator=rng)
+            x *= torch.exp2(torch.randint(-20, 20, (x.shape[0], 1), generator=rng))
+            x = (x * (torch.rand(x.shape, generator=rng) < 0.999).float()).bfloat16()
+            for drops in (0, 1):
+                got = engine.msamp_fp4(x, clamp, drops)
+                y, slope, factor = msamp_formula(x, clamp, drops)
+                wrong += int((got["y"] != y).sum()) + int((got["gate"] != slope).sum())
+                wrong += int((got["scale"].float() != 127 - torch.log2(factor.float())).sum())
+            print(f"  rows of {size:4}, clamp {clamp:4}: {x.numel()} numbers: {wrong} differ")
+            bad += wrong
+    return bad
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", default="./engine")
@@ -363,6 +413,8 @@ def main():
         print("NVFP4 quantizer against Transformer Engine's formulas"
               + (" and torchao's reference" if nvfp4_reference_quantize else ""))
         bad += nvfp4(engine)
+        print("Microsoft's FP4 against MS-AMP's formulas")
+        bad += msamp(engine)
         print("stochastic rounding without clipping")
         bad += unclipped(engine)
     sys.exit(1 if bad else 0)

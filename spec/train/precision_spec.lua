@@ -141,8 +141,9 @@ describe("a precision recipe", function()
 
   it("reports mistakes in one line at the script's position", function()
     local unknown = "there is no precision 'fp61'; did you mean 'fp16'?; precisions: bf16 " ..
-      "bf16_kahan bf16_stochastic fp16 fp32 fp8_block fp8_current fp8_delayed fp8_rowwise mxfp4 " ..
-      "mxfp4_quartet mxfp4_tetrajet mxfp4_tseng mxfp8 nvfp4 nvfp4_four_over_six nvfp4_quartet2"
+      "bf16_kahan bf16_stochastic fp16 fp32 fp4_microsoft fp8_block fp8_current fp8_delayed " ..
+      "fp8_rowwise mxfp4 mxfp4_quartet mxfp4_tetrajet mxfp4_tseng mxfp8 nvfp4 " ..
+      "nvfp4_four_over_six nvfp4_quartet2"
     local cases = {
       { "'fp61'", unknown }, { "{ base = 'fp61' }", unknown },
       { "5", "precision: expected a name or a recipe table, got 5" },
@@ -189,8 +190,9 @@ describe("a precision recipe", function()
       for _, part in ipairs { "x", "w", "dy", "forward", "dgrad", "wgrad" } do
         local line = text:match("\n  fp8 " .. part .. " [^\n]*") or ""
         for field, value in pairs(recipe.fp8 and recipe.fp8[part] or {}) do
-          value = field == "backward" and value.rule or value == true and (field == "high"
-            and "in high precision" or "stochastic") or tostring(value)
+          value = field == "backward" and (value.rule or value)
+            or value == true and (field == "high" and "in high precision" or "stochastic")
+            or tostring(value)
           local place = field == "backward" and text or line
           assert(place:find(value, 1, true), ("%s: no %s of %s in %s"):format(name, field, part,
             text))

@@ -38,9 +38,11 @@ local function matrix(role, rows, columns, in_codes)
   return role.mx > 0 and 2 * rows * columns or rows * columns + 4 * scales(role, rows, columns)
 end
 
--- Returns the bytes of a role's gradient mask (the gate of mx_quantize, bf16). Only the rule quest
--- has a mask.
-local function gate(role, count) return role.mx - 1 == C.ENG_MX_QUEST and 2 * count or 0 end
+-- Returns the bytes of a role's gate, which multiplies gradients (bf16). Only the rule quest and
+-- the estimator dge have one.
+local function gate(role, count)
+  return (role.mx - 1 == C.ENG_MX_QUEST or role.dge > 0) and 2 * count or 0
+end
 
 local function sites_of(opt) return opt.fp8 and opt.fp8.list or {} end
 
@@ -60,7 +62,7 @@ local function predicted(opt)
       local role, N, K = site.recipe.role[1], p.tensor:size(1), p.tensor:size(2)
       local codes = coded(site)
       local one = not codes and role.block_rows == role.block_columns
-        or site.recipe.backward[1].mx > 0
+        or site.recipe.backward[1].mx ~= 0
       sums.fp8 = sums.fp8 + matrix(role, N, K, codes) + gate(role, N * K)
         + (one and 0 or matrix(role, K, N, codes))
     end

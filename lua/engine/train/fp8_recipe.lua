@@ -25,7 +25,7 @@ local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2 }
 local SIGNS = { none = C.ENG_FP8_SIGNS_NONE, fixed = C.ENG_FP8_SIGNS_FIXED,
   layer = C.ENG_FP8_SIGNS_LAYER, step = C.ENG_FP8_SIGNS_STEP,
   backward = C.ENG_FP8_SIGNS_BACKWARD }
-local RULES = arguments.merged(fp8_codes.rules, mx.rules)
+local RULES = arguments.merged(fp8_codes.rules, mx.rules, { msamp_fp4 = C.ENG_MX_MSAMP_FP4 })
 local KEEPS = { codes = 0, transposed = 1, e5m6 = 2, swiglu = 3 }
 
 local function known(t, fields, where)
@@ -50,7 +50,18 @@ local function boolean(v, where, what)
 end
 
 local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = true, eps = true,
-  stochastic = true, keep = true, factor = true, backward = true }
+  stochastic = true, keep = true, factor = true, backward = true, clamp = true, residual = true,
+  estimator = true }
+-- A rule of microscaling that mx.quantize does not have, and the options that only it has.
+local ROWS = "msamp_fp4"
+local ROW_OPTIONS = { "clamp", "residual", "estimator" }
+
+-- Returns the default format and the default block of a rule of microscaling.
+local function usual(rule)
+  if rule == ROWS then return "e2m1", "row" end
+  return mx.usual(rule)
+end
+
 local REPLACES = "; a role's table replaces the base's table, so give rule = ... as well"
 local function read_role(to, role, where, name)
   known(role, ROLE, where)
@@ -59,9 +70,10 @@ local function read_role(to, role, where, name)
   expect(role.eps == nil or type(role.eps) == "number", role.eps,
     "%s: expected eps to be a number", where)
   local rule = role.rule or "transformer_engine"
-  local scaled = mx.rules[rule]                     -- microscaling
+  local rowwise = rule == ROWS
+  local scaled = rowwise and C.ENG_MX_MSAMP_FP4 or mx.rules[rule]       -- microscaling
   to.mx = scaled and tonumber(scaled) + 1 or 0
-  local usual_format, usual_block = mx.usual(rule)
+  local usual_format, usual_block = usual(rule)
   to.format = choose(scaled and mx.formats or FORMATS, role.format or usual_format, where, "format")
   local rows, columns = arguments.read_block(role.block or scaled and usual_block or "tensor",
     where)
@@ -75,6 +87,21 @@ local function read_role(to, role, where, name)
     raise("%s: stochastic = a number of random bits needs a rule of microscaling%s", where,
       REPLACES)
   end
+  for _, field in ipairs(rowwise and {} or ROW_OPTIONS) do
+    if role[field] ~= nil then
+      raise("%s: only the rule %s has the option %s", where, ROWS, field)
+    end
+  end
+  expect(role.clamp == nil or type(role.clamp) == "number"
+    and (role.clamp == 0 or role.clamp >= 0.5 and role.clamp <= 0.9999), role.clamp,
+    "%s: expected clamp to be a quantile from 0.5 to 0.9999, or 0 for none", where)
+  to.clamp = role.clamp or 0
+  boolean(role.residual, where, "residual")
+  to.drops = role.residual == false and 1 or 0
+  expect(role.estimator == nil or role.estimator == "dge" and name == "w"
+    or role.estimator == "straight", role.estimator,
+    "%s: expected estimator to be 'straight' or, only in w, 'dge'", where)
+  to.dge = role.estimator == "dge" and 1 or 0
   to.pow2 = boolean(role.pow2, where, "pow2")
   if scaled and type(role.stochastic) == "number" then
     expect(role.stochastic >= 1 and role.stochastic <= 24, role.stochastic,
@@ -86,7 +113,8 @@ local function read_role(to, role, where, name)
     "%s: expected factor to be a number from 0.5 to 1, with a rule of microscaling%s", where,
     role.rule and "" or REPLACES)
   to.factor = role.factor or 0
-  if (mx.gated[rule] or rule:find("^four_over_six")) and (to.stochastic > 0 or role.factor) then
+  local nearest_only = mx.gated[rule] or rowwise or rule:find("^four_over_six")
+  if nearest_only and (to.stochastic > 0 or role.factor) then
     raise("%s: the rule %s rounds to nearest and has no options stochastic and factor", where, rule)
   end
   local turned = scaled and name == "x" and rows ~= columns and not role.backward
@@ -159,12 +187,17 @@ end
 -- quantized for the backward product.
 local function read_backward(recipe, i, role, where, name)
   local own, back = recipe.role[i], role.backward
-  if back == nil and not mx.gated[role.rule] then return end
+  if i == 2 and role.rule == ROWS then raise("%s: the rule %s is for x and w", where, ROWS) end
+  if back == nil and not mx.gated[role.rule] and role.rule ~= ROWS then return end
   local turns = own.mx > 0 and own.block_rows ~= own.block_columns
+  if i < 2 and turns and back == "same" then
+    recipe.backward[i].mx = C.ENG_FP8_SAME
+    return
+  end
   expect(i < 2 and turns and type(back) == "table" and mx.rules[back.rule] ~= nil
     and not back.backward and not mx.gated[back.rule], back,
-    "%s: expected backward to be a table with a rule of microscaling other than quest, for x " ..
-    "and w in blocks that are not square", where)
+    "%s: expected backward to be \"same\", or a table with a rule of microscaling other than " ..
+    "quest and %s, for x and w in blocks that are not square", where, ROWS)
   read_role(recipe.backward[i], arguments.merged({ keep = name == "x" and "codes" or nil }, back),
     where .. ": backward", name)
 end
@@ -178,7 +211,7 @@ function M.structure(layer, where)
     read_role(recipe.role[i - 1], layer[name], at, name)
     read_backward(recipe, i - 1, layer[name], at, name)
   end
-  if (recipe.backward[0].mx > 0) ~= (recipe.backward[1].mx > 0) then
+  if (recipe.backward[0].mx ~= 0) ~= (recipe.backward[1].mx ~= 0) then
     raise("%s: expected backward in both x and w, or in neither", where)
   end
   for i, name in ipairs(M.products) do
@@ -200,10 +233,12 @@ function M.structure(layer, where)
       end
     end
   end
-  for r = 1, 2 do
-    if (recipe.role[r].mx > 0) ~= (recipe.role[0].mx > 0) then
-      raise("%s: expected the rules of x, w and dy to be all microscaling or all FP8", where)
-    end
+  local function scaled(r) return recipe.role[r].mx > 0 end
+  local dy = recipe.role[2]
+  local exact = dy.block_rows == dy.block_columns and (dy.pow2 > 0 or layer.dy.rule == "msamp")
+  if scaled(0) ~= scaled(1) or scaled(0) ~= scaled(2) and not (scaled(0) and exact) then
+    raise("%s: expected the rules of x, w and dy to be all microscaling or all FP8; with " ..
+      "microscaling, dy may have the rule msamp, or pow2 = true, in square blocks", where)
   end
   return recipe
 end
@@ -235,10 +270,11 @@ end
 
 -- Describes a role in words: format, blocks, rule, rounding.
 local function role_text(role)
+  if role == "same" then return "the same values as the forward product" end
   local rule = role.rule or "transformer_engine"
-  local scaled = mx.rules[rule] ~= nil
+  local scaled = mx.rules[rule] ~= nil or rule == ROWS
   local format, block = "e4m3", "tensor"
-  if scaled then format, block = mx.usual(rule) end
+  if scaled then format, block = usual(rule) end
   block = role.block or block
   if type(block) == "table" then block = table.concat(block, "x") end
   local text = ("%s, a scale for each %s (%s), "):format(role.format or format, block, rule)
@@ -248,6 +284,11 @@ local function role_text(role)
   text = text .. (rule == "ms_eden" and "to nearest, scales " .. random or random)
   if role.pow2 then text = text .. ", scales are powers of two" end
   if role.factor then text = text .. (", factor %g"):format(role.factor) end
+  if (role.clamp or 0) > 0 then
+    text = text .. (", clamp %g, residual %s"):format(role.clamp,
+      role.residual == false and "dropped" or "added")
+  end
+  if role.estimator then text = text .. ", estimator " .. role.estimator end
   return text .. (role.keep and ", kept as " .. role.keep or "")
 end
 
@@ -265,7 +306,8 @@ end
 
 --- Describes a valid `fp8` table in words, as a list of { name, text }.
 function M.describe(fp8)
-  local scaled = mx.rules[(fp8.x or {}).rule]
+  local rule = (fp8.x or {}).rule
+  local scaled = mx.rules[rule] or rule == ROWS
   local rows = {}
   local function add(name, text) rows[#rows + 1] = { name, text } end
   for _, name in ipairs(M.roles) do

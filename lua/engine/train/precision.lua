@@ -64,14 +64,21 @@ end
 --               promotion   steps of K between promotions to f32; 0: none
 --             With microscaling (docs/microscaling.md), x, w and dy all have one of the rules
 --             floor, ceil, even, rceil, quest (blocks of 1x32), nvfp4, four_over_six,
---             four_over_six_mse (1x16, 16x16), ms_eden (1x16). Formats may also be e2m1, e2m3,
---             e3m2, mxint8. stochastic may be a number of random bits (true: 8). All three products
+--             four_over_six_mse (1x16, 16x16), ms_eden (1x16), msamp_fp4 (row). dy may instead have
+--             the rule msamp, or pow2, in square blocks. Formats may also be e2m1, e2m3, e3m2,
+--             mxint8. stochastic may be a number of random bits (true: 8). All three products
 --             have the same accumulator: fp32 (sums exact bf16 products), blackwell (sums products
 --             of codes) or device (blackwell where a card's tensor cores compute it, else fp32).
 --             Roles also have
 --               factor      multiplies elements before rounding; the product is divided by it
 --               backward    for x and w: a role, with which the backward product quantizes the
---                           values that the forward product read (not the original values)
+--                           values that the forward product read (not the original values), or
+--                           "same": the backward product reads these values
+--             With the rule msamp_fp4, roles also have
+--               clamp       a quantile such as 0.99: limits each row to it and to its mirror (0.01)
+--               residual    false: what clamping cuts off is lost, not added in bf16
+--               estimator   for w: "dge" multiplies the weight's gradient by the slope of a smooth
+--                           step function ("straight": 1)
 --             Products also have
 --               hadamard    16, 32, 64, 128: transforms both factors along the summed dimension (0)
 --               signs       fixed (Transformer Engine's), layer (drawn for each layer), step (drawn
@@ -171,6 +178,14 @@ local TETRAJET = e2m1("rceil", "1x32", { backward = e2m1("rceil", "1x32", { stoc
 M.recipes.mxfp4_tetrajet = microscaled("TetraJet, arXiv 2502.20853, without Q-EMA and Q-Ramping",
   TETRAJET, TETRAJET, TETRAJET.backward)
 
+-- Microsoft's FP4 (arXiv 2501.17116), with the rules of MS-AMP. Each row of x and W is in e2m1 with
+-- a power-of-two scale; dy is in e5m2 with one scale. The largest and smallest 1 % of each row of x
+-- are clamped, and what this cuts off is added in bf16. All three products read these values. DGE
+-- multiplies the gradient of W.
+M.recipes.fp4_microsoft = microscaled("Microsoft's FP4, arXiv 2501.17116",
+  { rule = "msamp_fp4", clamp = 0.99, backward = "same" },
+  { rule = "msamp_fp4", estimator = "dge", backward = "same" }, { format = "e5m2", rule = "msamp" })
+
 local FORMATS = {
   weights = "f32 f16 bf16", activations = "f32 f16 bf16", residual = "f32 f16 bf16",
     norm = "f32 f16 bf16", wide = "f32 f16 bf16",
@@ -183,6 +198,14 @@ local function find(name)
   if found then return found end
   raise("there is no precision %s%s", value_text(name),
     nearest.choices(name, M.recipes, "precisions"))
+end
+
+--- Returns the names of the recipes in alphabetical order.
+function M.names()
+  local names = {}
+  for name in pairs(M.recipes) do names[#names + 1] = name end
+  table.sort(names)
+  return names
 end
 
 --- Returns the `fp8` tables of the recipes that have one, by name.

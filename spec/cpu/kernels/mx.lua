@@ -161,6 +161,43 @@ generators.hadamard = function(try)
   try { inputs = { x }, ints = { 16, 0, 0, engine.dtype.i32 }, fails = "floating" }
 end
 
+generators.msamp_fp4 = function(try)
+  local n = 0
+  for _, dtype in ipairs { "f32", "bf16", "f16", "f64" } do
+    for _, shape in ipairs { { 1 }, { 1, 2 }, { 3, 100 }, { 2, 5, 64 }, { 0, 4 }, { 6, 0 },
+      { 130, 300 } } do
+      for _, kind in ipairs { "normal", "rare", "tiny", "large", "sparse" } do
+        for _, clamp in ipairs { 0, 0.99, 0.5, 0.9999 } do
+          n = n + 1
+          try { inputs = { float(dtype, shape, kind, n % 4 == 0 and "transposed" or "plain") },
+            ints = { n % 2, n % 3 == 0 and 1 or 0 }, floats = { clamp }, outputs = 4,
+            zeros = true, note = kind }
+        end
+      end
+    end
+    for _, list in ipairs { { 0, -0.0, 0, 0 }, { 1, 1 / 0, -2, 0 }, { 1, 0 / 0, -2, 4 },
+      { -1 / 0, 1 / 0, 1, 2 }, { 6, .25, .75, 1.25, 1.75, 2.5, 3.5, 5, 4.5, 1e-3 },
+      { -6, -.25, -.75, -1.25, -1.75, -2.5, -3.5, -5, -4.5, -1e-3 }, { 3.3e38, -3.3e38, 0, 1 },
+      { 1e-40, 0, 9.2e-41, -1e-40 }, { 2 ^ -126, 2 ^ -127, 2 ^ -133, 0 }, { 1.5, 3, 6, 12 },
+      { 1.5078125, -1.4921875, 0, 1 }, { 3.3e38, 3.2e38, -3.3e38, 100, 1, 0, -1, 2 } } do
+      for gate = 0, 1 do
+        for drops = 0, 1 do
+          for _, clamp in ipairs { 0, 0.75 } do
+            try { inputs = { tensors.listed(dtype, { 1, #list }, list) }, ints = { gate, drops },
+              floats = { clamp }, outputs = 4, zeros = true }
+          end
+        end
+      end
+    end
+  end
+  for _, clamp in ipairs { 0.4, 1, -1, 0 / 0 } do
+    try { inputs = { float("f32", { 3, 4 }, "normal") }, ints = { 0, 0 }, floats = { clamp },
+      outputs = 4, fails = "a quantile from 0.5 to 0.9999" }
+  end
+  try { inputs = { tensors.listed("i32", { 1 }, { 1 }) }, ints = { 0, 0 }, outputs = 4,
+    fails = "floating" }
+end
+
 generators.mx_dequantize = function(try)
   local n = 0
   for _, shape in ipairs(SHAPES) do

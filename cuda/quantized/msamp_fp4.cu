@@ -1,0 +1,126 @@
+// Microsoft's FP4: msamp_fp4, bit-equal to core/cpu/reference_msamp.c, with the formulas of
+// core/base/msamp_fp4.h. A block of threads takes one row. To clamp, it finds the bounds bit by
+// bit, by counting the elements below a candidate.
+#include "kernel/element.h"
+
+extern "C" {
+#include "base/msamp_fp4.h"
+#include "base/mx.h"
+}
+
+namespace {
+
+enum { THREADS = 256, WARPS = THREADS / 32 };
+
+struct job {
+  const void *x;
+  int       dtype;
+  int64_t   columns;
+  uint16_t *y, *gate;        // gate: NULL if not wanted
+  uint8_t  *scale;
+  uint32_t *top;             // the bits of x's largest magnitude so far
+  double    clamp;
+  bool      drops;
+};
+
+/// Returns the bits of the largest of the block's numbers, to all of its threads. `room` is shared.
+__device__ inline uint32_t largest_of(uint32_t value, uint32_t (&room)[WARPS])
+{
+  value = __reduce_max_sync(0xFFFFFFFFu, value);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = value;
+  __syncthreads();
+  for (int w = 0; w < WARPS; w++) value = max(value, room[w]);
+  return value;
+}
+
+__device__ inline uint32_t sum_of(uint32_t value, uint32_t (&room)[WARPS])
+{
+  value = __reduce_add_sync(0xFFFFFFFFu, value);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = value;
+  __syncthreads();
+  uint32_t sum = 0;
+  for (int w = 0; w < WARPS; w++) sum += room[w];
+  return sum;
+}
+
+/// Returns number `rank` of n numbers in ascending order.
+__device__ inline uint16_t ranked(const uint16_t *order, int64_t n, int64_t rank,
+                                  uint32_t (&room)[WARPS])
+{
+  uint32_t found = 0;        // the largest number so far that at most `rank` numbers are below
+  for (int bit = 15; bit >= 0; bit--) {
+    const uint32_t next = found | 1u << bit;
+    uint32_t below = 0;
+    for (int64_t i = threadIdx.x; i < n; i += THREADS) below += order[i] < next;
+    if (sum_of(below, room) <= rank) found = next;
+  }
+  return (uint16_t)found;
+}
+
+__global__ void __launch_bounds__(THREADS) quantize_row(const __grid_constant__ job p)
+{
+  __shared__ uint32_t room[WARPS];
+  const int64_t n = p.columns, at = (int64_t)blockIdx.x * n;
+  uint16_t *y = p.y + at;    // holds msamp_order(x) at first
+  uint32_t top = 0, least = 0, most = 0;   // least: inverted, so that the largest is wanted
+  for (int64_t i = threadIdx.x; i < n; i += THREADS) {
+    const float v = (float)load_double(p.x, p.dtype, at + i);
+    top = max(top, __float_as_uint(v) & 0x7FFFFFFFu);
+    y[i] = msamp_order(bf16_from_f32(v));
+    least = max(least, 0xFFFFu - y[i]);
+    most = max(most, (uint32_t)y[i]);
+  }
+  top = largest_of(top, room);
+  if (threadIdx.x == 0) atomicMax(p.top, top);
+  least = 0xFFFFu - largest_of(least, room);
+  most = largest_of(most, room);
+  if (p.clamp != 0) {
+    least = ranked(y, n, msamp_rank(p.clamp, n, 0), room);
+    most = ranked(y, n, msamp_rank(p.clamp, n, 1), room);
+  }
+  const float low = msamp_ordered((uint16_t)least), high = msamp_ordered((uint16_t)most),
+              under = fabsf(low), amax = under > fabsf(high) ? under : fabsf(high);
+  const uint8_t scale = msamp_scale(amax);
+  const float factor = mx_inverse(scale), unit = ue8m0_to_f32(scale);
+  if (threadIdx.x == 0) p.scale[blockIdx.x] = scale;
+  for (int64_t i = threadIdx.x; i < n; i += THREADS) {
+    const float v = msamp_ordered(y[i]), c = msamp_within(v, low, high), t = c * factor;
+    y[i] = bf16_from_f32(msamp_round(t) * unit + (p.drops ? 0.0f : msamp_cut(v, c)));
+    if (p.gate) p.gate[at + i] = bf16_from_f32(msamp_slope(bf16_to_f32(bf16_from_f32(t))));
+  }
+}
+
+/// Turns the bits of the largest magnitude into the amax. Runs in one thread.
+__global__ void finish(uint32_t *top)
+{
+  if (*top > 0x7F800000u) *top = 0x7FC00000u;
+}
+
+}  // namespace
+
+extern "C" eng_status cuda_msamp_fp4(const op_call *call)
+{
+  const auto &a = call->msamp_fp4;
+  const tensor *x = call->in[0];
+  job p = {};
+  p.x = x->data;
+  p.dtype = x->dtype;
+  p.columns = x->shape[x->ndim - 1];
+  p.y = (uint16_t *)call->out[0]->data;
+  p.gate = a.gate ? (uint16_t *)call->out[3]->data : NULL;
+  p.scale = (uint8_t *)call->out[1]->data;
+  p.top = (uint32_t *)call->out[2]->data;
+  p.clamp = a.clamp;
+  p.drops = a.drops;
+  const int64_t rows = call->out[1]->count;
+  if (rows > INT32_MAX)
+    return error_set(ENG_ERR_VALUE, "msamp_fp4: %lld rows are too many for one call; hint: a "
+                     "smaller batch", (long long)rows);
+  CUDA_TRY(cudaMemsetAsync(p.top, 0, sizeof *p.top, cuda_stream()));
+  if (rows > 0) quantize_row<<<(unsigned)rows, THREADS, 0, cuda_stream()>>>(p);
+  finish<<<1, 1, 0, cuda_stream()>>>(p.top);
+  CUDA_LAUNCHED("msamp_fp4");
+  return ENG_OK;
+}
