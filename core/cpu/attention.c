@@ -2,11 +2,11 @@
 // f16 or bf16 with any strides. Arithmetic is f32, except where pairs of bf16 are multiplied.
 // Called through the kernel table; owns nothing but scratch during a call.
 //
-// A task is a range of the queries of one (batch, key head). It packs K and V once as f32 panels,
-// then processes ROWS queries at a time. Scores, softmax and the product with V cover whole rows of
-// keys, so partial sums need no rescaling. Scores take ROWS x S floats per thread, never T x S.
-// Tiles of the micro-kernel that the causal mask hides completely are skipped. The backward pass
-// recomputes the probabilities from the saved lse. It also computes the sum of p * dp itself
+// A task is a range of the queries that read one (batch, key head). It packs K and V once as
+// panels, then processes ROWS queries at a time. Scores, softmax and the product with V cover whole
+// rows of keys, so partial sums need no rescaling. Scores take ROWS x S floats per thread, never
+// T x S. Tiles of the micro-kernel that the causal mask hides completely are skipped. The backward
+// pass recomputes the probabilities from the saved lse. It also computes the sum of p * dp itself
 // instead of deriving it from y, which may have been rounded to 16 bits.
 //
 // If the processor multiplies pairs of bf16 at full speed (gemm_pairs.h) and all operands are bf16,
@@ -198,10 +198,10 @@ static void scores_of(float *scores, const sizes *s, const float *a, const float
   }
 }
 
-// Computes to [rows x width] = p [rows x visible keys] times panels [keys x width], which were
+// Computes `to` [rows x width] = p [rows x visible keys] times `panels` [keys x width], which were
 // packed from `from`. In the product of a single row, the first hidden key must not count, not even
-// as 0 * NaN. If that key shares a word with a visible key, it is removed from the panel during the
-// product and restored afterwards.
+// as 0 * NaN. If `pairs` puts that key into one word with the last visible key, the key is removed
+// from the panel during the product and restored afterwards.
 static void weighted_sums(float *to, const sizes *s, const float *p, float *panels, slice from,
                           int64_t t0, int64_t rows)
 {
@@ -549,7 +549,7 @@ static eng_status attention_grad(const op_call *call)
   int threads = work < 1 << 15 ? 1 : omp_get_max_threads();
   if (threads > pairs * shares) threads = (int)(pairs * shares);
   int64_t floats = padded(backward_room_at(&s, NULL).floats), key_floats = s.keys * s.padded;
-  int64_t held = shares > 1 ? pairs * shares : threads;   // dk and dv sums in memory at a time
+  int64_t held = shares > 1 ? pairs * shares : threads;   // dk (and dv) sums that exist at once
   int64_t bytes = (threads * floats + held * 2 * key_floats) * (int64_t)sizeof(float);
   float *scratch = arena_alloc(ARENA_SCRATCH, bytes);
   if (!scratch) return ENG_ERR_MEMORY;

@@ -1,7 +1,7 @@
 // Convolution and its gradients. oneDNN (conv_onednn.c) computes them in the tensors' formats or,
 // if it does not support these, in f32 on converted copies. The result is rounded once. Outputs
-// that are NaN are computed again here. Calls that oneDNN does not support, f64 and empty tensors
-// go to the reference kernels. Registered by cpu.c; owns nothing.
+// that are NaN are computed again here. The reference kernels take f64, empty tensors, and calls
+// that oneDNN does not support. Registered by cpu.c; owns nothing.
 #include "conv.h"
 #include "rows.h"
 #include "simd.h"
@@ -188,7 +188,7 @@ static eng_status run(const op_call *call, conv_kind kind, tensor *const *part, 
   if (!all_fast(call) || empty) return forward_to_reference(call);
   conv_call g = describe(call, kind, part);
   const int result = (int)conv_result(kind);
-  bool one_format = true;      // both inputs have one format: oneDNN can write it or f32
+  bool one_format = true;      // both inputs share a format: oneDNN can write that or f32
   for (int i = 0; i < CONV_BIAS; i++)
     one_format &= i == result || g.dtype[i] == g.dtype[result == CONV_X ? CONV_W : CONV_X];
   bool f32 = g.dtype[CONV_X] == ENG_f32 && g.dtype[CONV_W] == ENG_f32;

@@ -18,10 +18,10 @@
 // The largest size passed to oneDNN, which computes some products of sizes in 32 bits.
 enum { LARGEST = 1 << 24 };
 
-// Indices of an entry's memories: the caller's parts, the parts in oneDNN's layouts, and the
-// scratchpad.
+// Indices of the memories of a onednn_entry: the caller's parts, the parts in oneDNN's layouts, and
+// the scratchpad.
 enum { WANTED = CONV_PARTS, SCRATCH = WANTED + CONV_BIAS, MEMORIES };
-// Indices of an entry's primitives: the reorders of the three parts, then the convolution.
+// Indices of the primitives of a onednn_entry: the reorders of X, W and Y, then the convolution.
 enum { CONVOLUTION = 3 };
 
 typedef struct key {

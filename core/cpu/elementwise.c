@@ -129,7 +129,7 @@ static eng_status clamp(const op_call *call)
 }
 
 // Returns the square root as pow(a, 0.5) defines it: +0 for -0, and +inf for -inf. pow_tile uses it
-// to compute common exponents without pow.
+// for the exponents 0.5 and -0.5, which are common, in place of pow.
 static inline vf vf_root_(vf a)
 {
   return vf_select(vf_eq(a, vf_set1(-INFINITY)), vf_set1(INFINITY), vf_add(vf_sqrt(a), vf_zero()));

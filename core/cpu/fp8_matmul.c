@@ -16,7 +16,7 @@
 //   hopper  the formula of core/base/fp8_hopper.h on vectors of columns. Exponents are bytes, and
 //           converting the terms to integers truncates them.
 //   e4m3    products and sums are rounded to e4m3 by arithmetic on their bits
-//   exact   in f64, one panel and row at a time (the last part of this file)
+//   exact   in f64, one panel and row at a time (exact_panel)
 #include <omp.h>
 
 #include "base/error.h"

@@ -10,10 +10,10 @@
 // element.
 //
 // These cases go to the reference kernels: f64; e5m6 in blocks of several rows, or of a width that
-// is not a multiple of 8; stochastic rounding of a transposed copy whose blocks are not square; and
-// calls without elements, codes or scales. swiglu_quantize runs swiglu and then quantize, because
-// silu takes most of the time, and quantizing each row right after swiglu computed it was no
-// faster.
+// is not a multiple of 8; stochastic rounding of a transposed copy whose blocks are not square; an
+// empty x; and calls that want no codes or no scales. swiglu_quantize runs swiglu and then
+// quantize, because silu takes most of the time, and quantizing each row right after swiglu
+// computed it was no faster.
 #include "base/fp8_layout.h"
 #include "base/fp8_scale.h"
 #include "base/rng.h"
@@ -211,9 +211,9 @@ static bool divides(const side *s)
 { return fp8_divides((int)s->call->quantize.rule) && !s->call->in[1]; }
 static int fraction_of(const side *s) { return s->call->quantize.format == ENG_e4m3 ? 3 : 2; }
 
-// Returns whether every number of a block, multiplied by `factor` (divided if `by`), rounds to
-// within the format's range. Its codes then need no clamping, as in most blocks. `most` is the
-// block's largest magnitude. Returns false for a negative factor.
+// Returns whether every number of a block, multiplied by `factor` (divided if `by`), rounds to a
+// number in the format's range. The codes of such a block, as most blocks are, need no clamping.
+// `most` is the block's largest magnitude. Returns false for a negative factor.
 VF_INLINE bool is_within(uint32_t most, float factor, const int fraction, const bool by)
 {
   float y = by ? f32_from(most) / factor : f32_from(most) * factor;
@@ -433,8 +433,7 @@ VF_INLINE uint32_t row_typed(const side *s, int64_t r, int64_t c0, int64_t block
 {
   (void)within;
   const int size = dtype == ENG_f32 ? 4 : 2;
-  // Distance to the elements that are measured next: in the same row if it is long, else in the
-  // next row.
+  // How many elements ahead to prefetch: to the next blocks of a long row, else to the next row.
   int64_t next = blocks > ROW_BLOCKS ? ROW_BLOCKS * FP8_BLOCK : s->columns;
   uint32_t top = 0, most[ROW_BLOCKS];
   float scales[ROW_BLOCKS], factors[ROW_BLOCKS];

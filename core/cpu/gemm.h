@@ -5,15 +5,15 @@
 //           of the result is a chain of f32 fused multiply-adds over k in rising order, rounded
 //           once into its dtype. If k exceeds 384, it is cut into nearly equal pieces of at most
 //           384 steps, which are summed separately and then added. The bits of an element depend
-//           only on its row of A, its column of B and K: not on M, N, the batch, strides, alignment
-//           or the number of threads.
+//           only on K, its row of A and its column of B. They do not depend on M, N, the batch,
+//           strides, alignment or the number of threads.
 //   pairs   a variant of `packed` for bf16 times bf16 with k of 128 or more, on processors that
 //           multiply pairs of bf16 at full speed (gemm_pairs.h). It adds two steps of k at a time,
 //           the later step first, and takes subnormals as zero, as AMX does. In all else it is like
 //           `packed`.
 //   oneDNN  bf16 on processors with AMX, where it is several times faster than anything in f32.
-//           Its order of summation may depend on shapes and thread count, and TDPBF16PS (like
-//           VDPBF16PS) takes subnormal inputs as zero and flushes subnormal sums.
+//           Its order of summation may depend on shapes and thread count. AMX's instruction
+//           TDPBF16PS, like VDPBF16PS, takes subnormal inputs as zero and flushes subnormal sums.
 #pragma once
 
 #include "device/backend.h"

@@ -99,8 +99,8 @@ VF_INLINE int least(int64_t a, int64_t b) { return (int)(a < b ? a : b); }
 
 // Transposes a square of VF_LANES vectors in log2(VF_LANES) rounds. In each round, two rows `step`
 // apart exchange their odd and even groups of `step` lanes. The patterns are literals, so that the
-// compiler finds shuffle instructions for them. Numbers from VF_LANES on stand for lanes of the
-// second row.
+// compiler finds shuffle instructions for them. In a pattern, numbers from VF_LANES on stand for
+// lanes of the second row.
 #define LANES(...) __VA_ARGS__
 #define EXCHANGE(step, low, high)                       \
   for (int i = 0; i < VF_LANES; i++) {                  \
@@ -142,9 +142,9 @@ STEP_READER(read_f32, ENG_f32)
 STEP_READER(read_f16, ENG_f16)
 STEP_READER(read_bf16, ENG_bf16)
 
-// Adds A B over `deep` steps of k to sums [rows x VF_LANES]. column[i] is the address of column i
-// of B, and the steps begin `at` bytes after it. Prefetches the memory `ahead` bytes after their
-// beginning.
+// Adds A B over `deep` steps of k to sums [rows x VF_LANES]. The steps begin at column[i] + at in
+// column i of B, and `left` numbers may be read from there. Prefetches the memory `ahead` bytes
+// after that address.
 VF_INLINE void thin_square(step_reader *read, micro_product *product, int64_t left, int deep,
                            const float *a, int64_t a_row, int64_t a_step, int64_t rows,
                            const char *const *column, int64_t at, int64_t ahead, float *sums)

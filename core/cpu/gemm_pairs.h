@@ -117,8 +117,8 @@ static void lay_out_pairs(float *to, int64_t to_row, const uint16_t *source, int
     }
 }
 
-// Packs pairs like lay_out_pairs, but without transposing: sets to[i*to_row + p] to the word of
-// source[i*row + 2p*column] and source[i*row + (2p+1)*column].
+// Does the work of lay_out_pairs with words along the rows of the source, not across two rows: sets
+// to[i*to_row + p] to the word of source[i*row + 2p*column] and source[i*row + (2p+1)*column].
 static void lay_out_row_pairs(float *to, int64_t to_row, const uint16_t *source, int64_t row,
                               int64_t column, int64_t rows, int64_t steps)
 {

@@ -66,8 +66,9 @@ static void normalise(const float *x, const float *weight, const float *bias, fl
   }
 }
 
-// The next two functions add n elements from `first` on, all in the narrow format `dtype`, which is
-// a constant. They round intermediate values to that format by storing and loading them again.
+// The next two functions add n elements. `void *` tensors are in the narrow format `dtype`, a
+// constant, and are read and written from element `first` on. Values are rounded to that format by
+// storing and loading them again.
 
 /// Writes sum = a + b. `row` [n] receives the rounded sum in f32.
 VF_INLINE void sum_narrow(float *row, void *sum, const void *a, const void *b, const int dtype,

@@ -43,7 +43,8 @@ typedef struct onednn_entry {
   unsigned char    key[ONEDNN_KEY];
   dnnl_primitive_t primitive[ONEDNN_PRIMITIVES];
   dnnl_memory_t    memory[ONEDNN_MEMORIES];
-  int64_t          bytes[ONEDNN_MEMORIES];   // size of each memory that a call allocates, else 0
+  // Sizes of the memories that each call allocates in scratch memory; 0 for the other memories.
+  int64_t          bytes[ONEDNN_MEMORIES];
 } onednn_entry;
 
 extern dnnl_engine_t onednn_engine;

@@ -331,7 +331,7 @@ static void update_block(const param_span *s, const rule *given, const eng_updat
 {
   rule own = *given;
   const rule *r = &own;
-  // s->scale is not 1 if the layer has a relative scale, or its gradient is clipped.
+  // s->scale is not 1 if the gradient has a relative scale or a factor in eng_update.clips.
   if (s->scale != 1) own.scale = scaling_of(u->gradient_factor / s->scale);
   const int extra = u->spike_clip > 0 || u->update_clip > 0 ? LIMITED : norms ? WITH_NORMS : PLAIN;
   run_function *run = runs[loop_of(s, r, u->kind)][extra];

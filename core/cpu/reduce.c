@@ -12,7 +12,7 @@
 enum {
   PIECE = 64 * TILE,   // elements of one result that one task reduces
   PIECE_ROWS = 256,    // rows that one task reduces, if results are adjacent
-  FLUSH = 32,          // rows added in f32 before their sum is added to the double
+  FLUSH = 32,          // rows added in f32 before their sum is added to a total in double
 };
 
 typedef enum rule { SUM, MAX, MIN } rule;
@@ -172,7 +172,7 @@ static eng_status reduce_by(reduction *r, bool columns)
   int64_t groups =
     columns ? r->results / r->kept.shape[0] * ((r->kept.shape[0] + TILE - 1) / TILE) : r->results;
   bool together = r->results * r->each >= PARALLEL_ELEMENTS;
-  // If there are 64 groups or more, they give enough tasks, and rows are not cut into pieces.
+  // 64 groups of columns or more give enough tasks, so rows are then not cut into pieces.
   r->rows = !columns ? PIECE : groups >= 64 ? r->each : PIECE_ROWS;
   r->pieces = (r->each + r->rows - 1) / r->rows;
   int64_t bytes = r->pieces * r->results * (int64_t)sizeof(double);

@@ -91,8 +91,8 @@ eng_status reference_attention(const op_call *call)
   return workspace_close(&space);
 }
 
-// With p = softmax(scores), dp = dy . v and D = sum of p * dp: dscore = p * (dp - D),
-//   dq = factor * sum of dscore * k, dk = factor * sum of dscore * q, dv = sum of p * dy.
+// p = softmax(scores), dp = dy . v, dscore = factor * p * (dp - sum of p * dp)
+// dq = sum of dscore * k, dk = sum of dscore * q, dv = sum of p * dy
 eng_status reference_attention_grad(const op_call *call)
 {
   sizes s = sizes_of(call);

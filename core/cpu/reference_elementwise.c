@@ -6,7 +6,7 @@
 //   relu               NaN stays NaN; its slope is 0 at 0 and below, and 1 at NaN
 //   gelu, silu         no special cases: at -inf they are -inf * 0 = NaN, as in PyTorch
 //   their slopes       0 at -inf and 1 at +inf, which are the limits; finite wherever x is finite
-//   integers           wrap; affine with integral factors is exact, else it goes through double
+//   integers           wrap; affine computes in double if its factor or term is not an integer
 #include "reference.h"
 
 #include "base/rng.h"

@@ -1,6 +1,6 @@
 // Reference kernels for FP8: quantize, swiglu_quantize, dequantize and fp8_matmul. They work
 // element by element with the scalar formulas of core/base/fp8*.h. The fast kernels must agree with
-// them bit for bit, except for NaN payloads of wider formats. See reference.h, ops.def.
+// them bit for bit, except for the payloads of NaNs in f32, f16 and bf16. See reference.h, ops.def.
 #include "reference_side.h"
 
 #include "base/fp8_hopper.h"
@@ -44,7 +44,7 @@ static void quantize_side(const side *s)
        packed = call->quantize.format == ENG_FORMAT_E5M6;
   int mode = FP8_SATURATE | (call->quantize.flags & QUANTIZE_STOCHASTIC ? FP8_STOCHASTIC : 0),
       fraction = call->quantize.format == ENG_e4m3 ? 3 : 2;
-  memset(s->scale->data, 0, (size_t)s->scale->count * sizeof(float));   // the padding
+  memset(s->scale->data, 0, (size_t)s->scale->count * sizeof(float));   // for the padding
   for (int64_t i = 0; i < at.row_count; i++)
     for (int64_t j = 0; j < at.inner_count; j++) {
       int64_t r0 = i * at.row_block, c0 = j * at.inner_block;

@@ -72,8 +72,9 @@ eng_status reference_cross_entropy(const op_call *call)
   return workspace_close(&space);
 }
 
-// Computes dlogits = ((1 + 2 z_loss lse) softmax - (1 - smoothing) * onehot - smoothing / V) *
-// dloss, divided by the number of counted rows for the mean, times the slope of the cap.
+// Computes dlogits = ((1 + 2 z_loss lse) softmax - (1 - smoothing) onehot - smoothing / classes) *
+// slope * slopes. `slope` is dloss, divided by the number of counted rows for the mean. `slopes`
+// holds the derivatives of the cap.
 eng_status reference_cross_entropy_grad(const op_call *call)
 {
   const tensor *logits = call->in[0];

@@ -18,8 +18,8 @@ static void multiply(double *acc, int64_t rows, int64_t columns, int64_t inner, 
   }
 }
 
-// Writes the strides between the matrices of a dense copy of x along y's batch dimensions, in
-// elements.
+// Writes, for each batch dimension of y, the elements between two matrices of a dense copy of x: 0
+// where x is broadcast.
 static void batch_strides(int64_t *stride, const tensor *x, const tensor *y)
 {
   int64_t step = x->shape[x->ndim - 1] * x->shape[x->ndim - 2];

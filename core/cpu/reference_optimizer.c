@@ -95,9 +95,11 @@ static float sgd(float w, float g, moments *m, const eng_hyper *h, bool starts)
   return w - (float)h->lr * g;
 }
 
-// Sets m = beta1 m + (1 - beta1) g, computed as a step from m toward g, and v = beta2 v + (1 -
-// beta2) g^2. Then w -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps). For weight
-// decay, Adam adds decay * w to the gradient, and AdamW first multiplies w by 1 - lr * decay.
+// With spike > 0, limits |g| to sqrt(spike * v). For weight decay, Adam then adds decay * w to g,
+// and AdamW multiplies w by 1 - lr * decay. Then:
+//   m = beta1 m + (1 - beta1) g, computed as a step from m toward g
+//   v = beta2 v + (1 - beta2) g^2
+//   w -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 static float adam(float w, float g, moments *m, const eng_hyper *h, int64_t t, bool decoupled,
                   float spike)
 {

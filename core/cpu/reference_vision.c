@@ -95,8 +95,9 @@ static int64_t place(const tensor *x, int64_t n, int64_t i, int64_t j)
   return ((n * x->shape[1] + i) * x->shape[2] + j) * x->shape[3];
 }
 
-// Pools `large` into `small`, which are dense arrays in the shapes of tl and ts. With `back`, adds
-// the gradient of each window, in `small`, to the window's cells in `large`.
+// Pools `large` into `small`, which are dense arrays in the shapes of tl and ts. With `back`, reads
+// the gradient of each window's result from `small`. Max pooling adds it to the maximum's cell in
+// `large`; average pooling adds an equal share to each cell of the window.
 static void pool(const op_call *c, const tensor *tl, double *large, const tensor *ts, double *small,
                  int64_t *cell, bool back)
 {

@@ -438,7 +438,8 @@ VF_INLINE vm vf_isinf(vf a)
     }                                                                                       \
   } while (0)
 
-/// Sets y[0..n) to `expression`, in which a (and in MAP2 also b) stands for a vector of pa (of pb).
+/// MAP1 and MAP2 set y[0..n) to `expression`. In it, `a` stands for a vector of pa and, for MAP2,
+/// `b` for a vector of pb.
 #define MAP1(y, pa, n, expression)                                                          \
   do {                                                                                      \
     float *y_ = (y);                                                                        \

@@ -1,6 +1,6 @@
 // Vectors of HALVES 16-bit lanes: loads, stores, and maxima of f16 and bf16 bits compared as
 // unsigned integers. Also two helpers for float vectors that the quantizers use with them. Included
-// by magnitude.h, once per instruction set. Owns nothing.
+// by magnitude.h and hadamard.c, once per instruction set. Owns nothing.
 #pragma once
 
 #include "simd.h"

@@ -55,9 +55,8 @@ static inline void turn_bytes(uint8_t *y, int64_t y_stride, const uint8_t *x, in
 }
 
 /// Writes the transpose of x [rows x columns] to y [columns x rows]. An element has `size` bytes:
-/// 1, 2 or 4.
-/// Works in whole blocks of 16 / size rows and columns, so x and y need room for `rows` and
-/// `columns` rounded up to multiples of 16 / size.
+/// 1, 2 or 4. Works in whole blocks of 16 / size rows and columns, so x and y need room for `rows`
+/// and `columns` rounded up to multiples of 16 / size.
 static inline void turn_tile(void *y, int64_t y_stride, const void *x, int64_t x_stride, int rows,
                              int columns, int size)
 {

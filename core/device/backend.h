@@ -76,7 +76,7 @@ typedef struct param_span {
   void    *gradient;    // in gradient_dtype
   void    *moment1, *moment2;   // in moment_dtype; NULL where the optimizer has none
   int32_t  master_dtype, shadow_dtype, gradient_dtype, moment_dtype;
-  int32_t  group;       // index of its eng_hyper
+  int32_t  group;       // index of its eng_hyper in eng_update.groups
   int32_t  index;       // index of the parameter in its set
   int64_t  first;       // index of the first element in the parameter: a multiple of 4096
   // The relative scale of the gradient (a factor in addition to the loss scale), usually 1.
@@ -142,14 +142,14 @@ typedef struct backend {
   eng_status (*graph_launch)(void *graph);
   void       (*graph_free)(void *graph);
   /// Describes the device in messages: "NVIDIA H200, sm_90, driver 580.82, ...". Also set on the
-  /// CPU. NULL: its name is used.
+  /// CPU. NULL: messages give the device's name.
   const char *(*describe)(void);
   /// Which FP8 products the tensor cores compute: 0 none, 1 those of operands with one scale each,
   /// 2 also those with scales by row or block. The result is also 2 if the user selected the slow
   /// formula (ENGINE_FP8_FORMULA=1). NULL: the device has only one implementation of FP8 products.
   int         (*fp8)(void);
-  /// Whether the device's own units compute mx_matmul for these formats, with scales by the rules
-  /// of NVFP4 (`nvfp4`) or of MX. NULL: they never do.
+  /// Whether the tensor cores compute mx_matmul for these formats, with scales by the rules of
+  /// NVFP4 (`nvfp4`) or of MX. NULL: they never do.
   bool        (*mx)(int64_t format_a, int64_t format_b, bool nvfp4);
   /// Returns the card's UUID, which is unique across machines.
   const char *(*identity)(void);

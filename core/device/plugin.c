@@ -104,14 +104,14 @@ const backend *plugin_cuda(void)
     error_set(ENG_ERR_DEVICE, "cuda: cannot find the folder of libengine.so");
     return NULL;
   }
-  const char *other = getenv("ENGINE_CUDA_PLUGIN");   // specs select a device that needs no card
+  const char *other = getenv("ENGINE_CUDA_PLUGIN");   // specs set it to a device that needs no card
   if (other && !*other) other = NULL;
   // dlopen searches for a name without a slash only in the loader's folders, so "./" is added.
   if (other) snprintf(path, sizeof path, "%s%s", strchr(other, '/') ? "" : "./", other);
   else snprintf(path, sizeof path, "%s/libengine_cuda.so", folder);
   if (access(path, R_OK) != 0) {
     error_set(ENG_ERR_DEVICE,
-              "cuda: cannot find the CUDA plug-in (%s %s); hint: run make with nvcc on the "
+              "cuda: cannot use the CUDA plug-in (%s %s); hint: run make with nvcc on the "
               "PATH, or use device=cpu", path, errno == ENOENT ? "is missing" : "cannot be read");
     return NULL;
   }

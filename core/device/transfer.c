@@ -135,8 +135,8 @@ eng_status transfer_rows(void *to, const tensor *x)
   return copy_strided(&y, x);
 }
 
-/// Reads or writes a tensor in a device's memory. Rows are copied in x's dtype and converted on the
-/// host.
+/// Reads or writes a tensor in a device's memory. The elements pass between device and host in x's
+/// dtype and in row-major order, and are converted on the host.
 static eng_status through_host(void *buffer, int format, const tensor *x, bool into_tensor)
 {
   int space = x->store->space;
