@@ -27,8 +27,8 @@
 
 enum {
   ROWS = 8 * GEMM_MR,     // queries that a task processes at a time
-  // The most keys, or pairs of keys, that one product with V (or K) takes, so that their part of a
-  // panel stays in cache.
+  // The most keys, or pairs of keys, over which one call of the micro-kernel sums in a product with
+  // V (or K). Their part of a panel then stays in cache.
   STEPS = 384,
   FEW_TASKS = 16,         // the backward pass splits the queries until there are this many tasks
 };

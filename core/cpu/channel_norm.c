@@ -113,9 +113,10 @@ static void measure_grad(const void *context, int64_t task)
     }
 }
 
-/// Computes out for the rows of a block. Forward, out = (x - f0) * f1 + f2. Backward, out = dy * f1
-/// + (x - f0) * f3 + f2, or only dy * f1 if the statistics are constants. f0 to f3 [channels] are
-/// the four rows of s->factor for the sample.
+/// Computes out for the rows of a block. f0 to f3 [channels] are the four rows of s->factor for the
+/// sample. Backward, out is only dy * f1 if the statistics are constants.
+///   forward    out = (x - f0) * f1 + f2
+///   backward   out = dy * f1 + (x - f0) * f3 + f2
 static void apply_rows(const void *context, int64_t task)
 {
   const channel_norm *s = context;

@@ -116,7 +116,7 @@ static void copy_block(const relayout *r, int k, int64_t to, int64_t from, int m
     const char *source = r->source + from * r->source_size;
     int side = 16 / r->source_size, i = 0, j = 0;
     int whole_m = r->source_size <= 4 ? m / side * side : 0, whole_n = n / side * side;
-    for (i = 0; i < whole_m; i += side)   // about 1.4 times as fast as turn_tile here
+    for (i = 0; i < whole_m; i += side)   // these loops are about 1.4 times as fast as turn_tile
       for (j = 0; j < whole_n; j += side) {
         if (side == 4)
           turn_words((uint32_t *)target + i * r->to[k] + j, r->to[k],
@@ -135,7 +135,7 @@ static void copy_block(const relayout *r, int k, int64_t to, int64_t from, int m
     }
     return;
   }
-  float rows[SIDE][SIDE + 1], line[SIDE];   // SIDE + 1 keeps columns out of the same cache set
+  float rows[SIDE][SIDE + 1], line[SIDE];   // SIDE + 1 spreads a column over the cache sets
   for (int j = 0; j < n; j++)
     floats_from(rows[j], r->source, r->source_dtype, from + j * r->from[0], m);
   for (int i = 0; i < m; i++) {

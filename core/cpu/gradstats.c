@@ -355,7 +355,7 @@ VF_INLINE int32_t vb_total(vb a)
 {
   return (int32_t)_mm512_reduce_add_epi64(_mm512_sad_epu8((__m512i)a, _mm512_setzero_si512()));
 }
-/// Narrows the lanes of a and b to half their width, in any order. The values must fit.
+/// Narrows the lanes of a and b to half their width, in an unspecified order. The values must fit.
 VF_INLINE vh vh_narrowed(vi a, vi b) { return (vh)_mm512_packus_epi32((__m512i)a, (__m512i)b); }
 VF_INLINE vb vb_narrowed(vh a, vh b) { return (vb)_mm512_packus_epi16((__m512i)a, (__m512i)b); }
 #elif defined(ENG_ISA_avx2)
@@ -374,21 +374,21 @@ VF_INLINE vh vh_narrowed(vi a, vi b) { return (vh)_mm256_packus_epi32((__m256i)a
 VF_INLINE vb vb_narrowed(vh a, vh b) { return (vb)_mm256_packus_epi16((__m256i)a, (__m256i)b); }
 #endif
 
-/// Returns the exponent bits of two vectors of bf16, in any order.
+/// Returns the exponent bits of two vectors of bf16, in an unspecified order.
 VF_INLINE vb vb_exponents_bf16(vh a, vh b)
 {
   return vb_narrowed((a >> 7) & 0xFF, (b >> 7) & 0xFF);
 }
-/// Returns the exponent bits of four vectors of f32, in any order.
+/// Returns the exponent bits of four vectors of f32, in an unspecified order.
 VF_INLINE vb vb_exponents(vf a, vf b, vf c, vf d)
 {
   return vb_narrowed(vh_narrowed(vi_shr((vi)a, 23), vi_shr((vi)b, 23)) & 0xFF,
                      vh_narrowed(vi_shr((vi)c, 23), vi_shr((vi)d, 23)) & 0xFF);
 }
 
-/// Writes to `key` the exponent bits of n numbers converted to f32, in any order, padded with zeros
-/// to whole vectors. Returns the number of keys, including the padding. f16 is widened exactly: its
-/// subnormals are normal in f32.
+/// Writes to `key` the exponent bits of n numbers converted to f32, in an unspecified order, padded
+/// with zeros to whole vectors. Returns the number of keys, including the padding. f16 is widened
+/// exactly: its subnormals are normal in f32.
 VF_INLINE int exponents(uint8_t *key, const void *g, int dtype, int n)
 {
   const int size = dtype == ENG_f32 ? 4 : 2;

@@ -4,9 +4,9 @@
 //
 // Rows stay in the first-level cache: memory is read once forward (x) and once backward (x and dy).
 // With a residual (`adds`, also a compile-time constant), the row is x + branch, rounded as the
-// stored sum is, and dsum is added to the gradient. Sums are in f32 within a tile and in double
-// across tiles; the variance is taken about the computed mean. Where f32 is not enough, mean and
-// variance are computed entirely in double (wide_moments).
+// stored sum is. dx then includes dsum, the gradient that arrives at that sum. Sums are in f32
+// within a tile and in double across tiles; the variance is taken about the computed mean. Where
+// f32 is not enough, mean and variance are computed entirely in double (wide_moments).
 #include "simd.h"
 #include "rows.h"
 

@@ -10,7 +10,7 @@
 eng_status reference_concat(const op_call *call)
 {
   const tensor *y = call->out[0];
-  int64_t offset = 0;   // where the current part begins along the dimension
+  int64_t offset = 0;   // where the current input begins in y along the dimension
   for (int k = 0; k < call->n_in; k++) {
     const tensor *x = call->in[k];
     walk w = walk_over(x->ndim, x->shape);

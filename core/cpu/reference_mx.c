@@ -59,7 +59,7 @@ static uint8_t code_of(double x, const mx_format *f, int sr_bits, uint32_t rando
   return (uint8_t)(f->sign ? code | (negative ? f->sign : 0) : negative ? -code : code);
 }
 
-// Under QuEST, sets the exponent of a block's scale, or returns false if the block holds Inf or
+// Sets *e to the exponent of a block's scale under QuEST. Returns false if the block holds Inf or
 // NaN.
 static bool quest_exponent(int *e, const side *s, int64_t r, int64_t c0, int64_t columns)
 {

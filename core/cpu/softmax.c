@@ -96,8 +96,9 @@ static double tile_dot(const float *a, const float *b, int n)
   return vf_sum(vf_add(p, q));
 }
 
-/// Computes dx = y * (dy - sum), where `sum` is the row's sum of y * dy. For the logarithm, dx = dy
-/// - exp(y) * sum, where `sum` is the row's sum of dy.
+/// Computes a tile of dx.
+///   softmax       dx = y * (dy - sum), where `sum` is the row's sum of y * dy
+///   log softmax   dx = dy - exp(y) * sum, where `sum` is the row's sum of dy
 static void grad_tile(const float *y, const float *dy, double sum, bool logarithm, void *dx,
                       int dtype, int64_t first, int n)
 {

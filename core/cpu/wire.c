@@ -8,7 +8,8 @@
 #include <stdbool.h>
 #include <string.h>
 
-enum { PIECE = 1024, LEVELS = 24 };   // elements summed at a time; enough for fewer than 2^24 ranks
+// PIECE: elements summed at a time. LEVELS: enough for fewer than 2^24 ranks.
+enum { PIECE = 1024, LEVELS = 24 };
 
 int wire_flags(const void *x, int dtype, int64_t n)
 {

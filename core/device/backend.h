@@ -78,7 +78,7 @@ typedef struct param_span {
   int32_t  master_dtype, shadow_dtype, gradient_dtype, moment_dtype;
   int32_t  group;       // index of its eng_hyper in eng_update.groups
   int32_t  index;       // index of the parameter in its set
-  int64_t  first;       // index of the first element in the parameter: a multiple of 4096
+  int64_t  first;       // index in the parameter of the span's first element; a multiple of 4096
   // The relative scale of the gradient (a factor in addition to the loss scale), usually 1.
   // optimize and unscale divide by it. In a call of optimize, this field is the relative scale
   // divided by the parameter's entry in eng_update.clips.

@@ -1,5 +1,6 @@
 // Host kernels for messages between ranks: checks for inf and nan, sums, and conversion to FP8 in
-// blocks. cpu/wire.c has them; it is compiled like the CPU's vector kernels. Called by dist/.
+// blocks. They are in cpu/wire.c, because files in cpu/ are compiled with the flags for kernels.
+// Called by dist/.
 #pragma once
 
 #include "engine.h"
