@@ -35,7 +35,7 @@ typedef enum eng_status {
 const char *eng_error_message(void);
 
 /// eng_version returns the version of this library as "major.minor.patch". eng_abi_size returns the
-/// size of eng_op_call in bytes, so that the Lua code can check its own declaration.
+/// size of eng_op_call in bytes; the Lua code compares it with the size of its own declaration.
 const char *eng_version(void);
 int eng_abi_size(void);
 
@@ -54,7 +54,7 @@ const char *eng_dtype_name(int dtype);
 /// Returns the bytes per element of a dtype, or 0 for an unknown number.
 int eng_dtype_size(int dtype);
 
-/// What a number format can represent. The last four fields are positive numbers.
+/// What a number format can represent. The last four fields are magnitudes.
 typedef struct eng_format {
   int32_t exponent_bits, fraction_bits, bias;
   int32_t max_exponent;       // floor(log2) of the largest finite number
@@ -108,9 +108,9 @@ eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, i
 /// recorded on the tape.
 eng_status eng_keep(eng_tensor *out, const eng_tensor *x);
 
-/// Frees a kept tensor. Drops a tensor of the step early, unless the tape has operations; its
-/// memory is reused after the step. Errors: STATE (`x` belongs to a parameter set, or is kept while
-/// the tape has operations).
+/// Frees a kept tensor. Errors: STATE (`x` belongs to a parameter set, or the tape has operations).
+/// A tensor of the step is dropped before the end of the step if the tape is empty; otherwise the
+/// call has no effect.
 eng_status eng_free(const eng_tensor *x);
 
 /// Describes a tensor.
@@ -256,7 +256,7 @@ bool eng_op_supported(const char *device, int op);
 /// unless another view or a gradient rule on the tape reads it. A later use is an error (STALE).
 eng_status eng_done(const eng_tensor *x);
 
-/// Marks a leaf; backward() then accumulates into its gradient.
+/// Sets whether backward() computes the gradient of the leaf `x`.
 eng_status eng_requires_grad(const eng_tensor *x, bool on);
 
 /// Turns recording on or off; returns the previous setting.
@@ -265,8 +265,8 @@ bool eng_grad_enabled(bool on);
 /// Begin and end an activation checkpoint. Of the tensors that recorded operations compute between
 /// these calls, only `results` [n] and tensors of up to 256 bytes keep their memory. The backward
 /// pass recomputes the other tensors bit for bit before it needs them. eng_checkpoint_begin returns
-/// false if recording is off or an earlier begin has not ended; then do not call
-/// eng_checkpoint_end. After an error pass n = -1: nothing is freed.
+/// false if recording is off or a checkpoint is open already; then do not call eng_checkpoint_end.
+/// After an error pass n = -1: nothing is freed.
 bool       eng_checkpoint_begin(void);
 eng_status eng_checkpoint_end(const eng_tensor *results, int n);
 
@@ -392,8 +392,8 @@ int eng_params_stats_pending(const eng_params *set);
 void eng_params_stats_forget(eng_params *set);
 eng_status eng_params_stats_withdraw(eng_params *set);
 /// Multiplies every gradient by `factor`. f32 gradients are scaled in place. For other formats the
-/// results go to an f32 buffer, so that unscaling loses no bits. These results are the gradients
-/// until the gradients are cleared. `found_inf` is 1 if any element is inf or nan.
+/// results go to an f32 buffer, so that unscaling loses no bits; this buffer holds the set's
+/// gradients until they are cleared. `found_inf` is 1 if any element is inf or nan.
 eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor);
 /// Writes the true gradient of parameter `index`, times `factor`, to `into`, an f32 tensor of the
 /// parameter's shape. The stored gradient is unchanged. `has` is 0, and nothing is written, if the
@@ -428,9 +428,9 @@ uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int
 enum { ENG_SGD = 0, ENG_ADAM = 1, ENG_ADAMW = 2, ENG_LION = 3 };
 
 /// How an update rounds new weights to bf16 masters. nearest: to nearest, ties to even. stochastic:
-/// up or down by 16 random bits, which are a function of the seed, eng_update.draw, the parameter
-/// and the element. kahan: to nearest; the rounding error is kept in bf16 and added to the weight
-/// in the next update.
+/// up or down, as 16 random bits decide. The bits are a function of the seed, eng_update.draw, the
+/// parameter and the element. kahan: to nearest; the rounding error is kept in bf16 and added to
+/// the weight in the next update.
 enum { ENG_ROUND_NEAREST = 0, ENG_ROUND_STOCHASTIC = 1, ENG_ROUND_KAHAN = 2 };
 
 /// Hyperparameters of one group of parameters. An optimizer ignores the fields it does not use.
@@ -469,8 +469,8 @@ typedef struct eng_update {
   double  norm;
   const double *clips;          // [n] factor on each parameter's gradient; NULL: 1 each
   // NULL, or [n][ENG_NORMS]: receives sums of squares, added up in a fixed order. For a parameter
-  // without a gradient, the entry of its update is 0 and the other entries are not written. On a
-  // card the call waits for the sums, and a lagged update cannot compute them.
+  // without a gradient, entry ENG_NORM_UPDATE is 0 and the other entries are not written. On a card
+  // the call waits for the sums, and a lagged update cannot compute them.
   double *norms;
   double  update_clip;          // limit on the norm of the change of all weights; 0: none
   double  spike_clip;           // adam, adamw: g becomes sign(g) sqrt(spike_clip v) where g^2 >
@@ -480,8 +480,8 @@ typedef struct eng_update {
   double  factor;
   int32_t dry;
   // For bf16 masters. rounding: ENG_ROUND_*; eng_optimizer_step sets it. draw: a number that is
-  // different for each update and determines the random bits. Ignored in lagged updates: the device
-  // counts them.
+  // different for each update and determines the random bits. Ignored in lagged updates, which the
+  // device counts itself.
   int32_t rounding;
   int64_t draw;
 } eng_update;
@@ -561,8 +561,9 @@ int eng_threads(int n);
 /// Measures time by operation, dtypes and shapes. `on` = true clears the rows and begins the
 /// measurement; false ends it and keeps the rows. Choosing a device also ends the measurement.
 void eng_profile(bool on);
-/// One kind of call: `seconds` of all its calls together, the bytes of all its inputs and outputs,
-/// and the floating-point operations of its products (0: none). `detail` has the dtypes and shapes.
+/// All calls of one operation with the dtypes and shapes in `detail`: their number and seconds, the
+/// bytes of their inputs and outputs, and the floating-point operations of their matrix products
+/// (0: none).
 typedef struct eng_profile_row {
   const char *op;
   char    detail[104];
@@ -643,8 +644,8 @@ int  eng_hangups(void);
 
 /// Returns the time of a monotonic clock in seconds; only differences are meaningful.
 double eng_clock(void);
-/// Sets the columns and rows of the terminal that file descriptor `fd` refers to. Returns false if
-/// it is not a terminal.
+/// Stores the size of the terminal that file descriptor `fd` refers to in *columns and *rows.
+/// Returns false if `fd` is not a terminal.
 bool eng_terminal(int *columns, int *rows, int fd);
 /// Waits; a signal ends the wait early.
 void eng_sleep(double seconds);

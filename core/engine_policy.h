@@ -9,8 +9,8 @@
 /// addition to lse.
 enum { ENG_ROW_ENTROPY = 1, ENG_ROW_LOGIT_MAX = 2 };
 
-/// What a policy's `needs` can contain: statistics that a pass computes, and fields of a verdict.
-/// Inf and nan are always counted.
+/// What a policy's `needs` can contain: statistics that a pass over the gradients computes, and
+/// fields of a verdict. Inf and nan are always counted.
 enum {
   ENG_NEED_AMAX = 1,
   ENG_NEED_NORM = 2,
@@ -18,7 +18,7 @@ enum {
   ENG_NEED_UNDERFLOW = 8,
   ENG_NEED_HIST = 16,
   ENG_NEED_TENSORS = 32,  // the record also has the statistics per tensor and per group
-  ENG_NEED_NORM_REF = 64, // the trainer sometimes runs a reference backward; passes ignore this
+  ENG_NEED_NORM_REF = 64, // the trainer sometimes runs a reference backward
   // The optimizer's update computes these four together (eng_update.norms).
   ENG_NEED_UPDATE_NORM = 128,
   ENG_NEED_WEIGHT_NORM = 256,
@@ -49,10 +49,10 @@ enum { ENG_NORM_UPDATE = 0, ENG_NORM_WEIGHT = 1, ENG_NORM_M = 2, ENG_NORM_V = 3,
 /// values, and the last bin all larger ones.
 enum { ENG_HIST_BINS = 320, ENG_HIST_FIRST = -160 };
 
-/// Statistics of one tensor's gradient as stored, that is, multiplied by the loss scale, over its
-/// finite elements; inf and nan are counted separately. `underflow` counts nonzero elements below
-/// the smallest normal number of the dtype (subnormal: they have lost bits); `zeros` counts exact
-/// zeros, -0 included.
+/// Statistics of one tensor's gradient as stored, that is, multiplied by the loss scale. They cover
+/// its finite elements; inf and nan are counted separately. `underflow` counts nonzero elements
+/// below the smallest normal number of the dtype (subnormal: they have lost bits); `zeros` counts
+/// exact zeros, -0 included.
 typedef struct eng_tensor_stats {
   int64_t count, inf, nan, zeros, underflow;
   double  amax;               // largest finite |g|

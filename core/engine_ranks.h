@@ -170,9 +170,9 @@ void eng_parallel_own(int64_t *from, int64_t *to, const eng_parallel *parallel, 
 /// the start of the first bucket to the end of the last one. waited: seconds spent waiting in
 /// eng_parallel_finish. held: seconds for which backward waited for memory that other buckets used.
 /// record: seconds of the record's message. weights: seconds of distributing updated weights (zero
-/// = 3: of starting to receive weights and of waiting for them). weight_messages, weight_bytes: of
-/// weights, sent by this rank. With zero = 3: weights_memory: the most bytes of weights and
-/// low-precision weights that this rank had at one time since eng_parallel_leave.
+/// = 3: of starting to receive weights and of waiting for them). weight_messages, weight_bytes: the
+/// messages and bytes of weights that this rank sent. With zero = 3: weights_memory: the most bytes
+/// of weights and low-precision weights that this rank had at one time since eng_parallel_leave.
 /// weight_exchanges: the number of times that a unit was received. weights_ahead: the number of
 /// these units whose transfer began before the operation that used them.
 typedef struct eng_parallel_facts {
@@ -189,8 +189,8 @@ void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *parallel);
 typedef struct eng_parallel_sizes {
   int64_t buckets, messages, bytes, weight_messages, weight_bytes;
   int64_t own;                  // elements that this rank sums
-  // bytes. gradients: of the gradients that are stored. rooms: with zero >= 2, of the gradients
-  // that backward has written and that are not sent yet
+  // gradients: bytes of the stored gradients. rooms: with zero >= 2, bytes of the blocks for
+  // gradients that backward has written and that are not sent yet
   int64_t gradients, rooms;
   int64_t under_way;            // bytes of messages and sums in flight
   int64_t weights;              // with zero = 3, bytes of weights and low-precision weights

@@ -47,7 +47,8 @@ enum {
   ENG_STEP_FROM_FALLBACK = 33,  // <0xE2> to bytes
   ENG_STEP_FROM_METASPACE = 34, // a: the character that stands for a space; flags: 1 the first
                                 //    token loses this character
-  ENG_STEP_FROM_WORDPIECE = 35, // a: prefix of continuing pieces; flags: 1 clean up
+  ENG_STEP_FROM_WORDPIECE = 35, // a: prefix of continuing pieces; flags: 1 removes the
+                                //    space before punctuation and contractions
   ENG_STEP_FROM_SUFFIX = 36,    // a: suffix of a word's last piece
   ENG_STEP_FUSE = 37,
   ENG_STEP_CUT = 38             // removes character a from each token, up to flags & 255 times at

@@ -35,8 +35,8 @@ static struct {
   int64_t pending_id;          // -1: none
 } pass = {.pending_id = -1};
 
-// Parameters, each with the index of the first node that reads it, in ascending order. Once the
-// pass has processed that node, the parameter's gradient is complete.
+// Parameters, each with the index of the first node that reads it, in ascending order of this
+// index. Once the pass has processed that node, the parameter's gradient is complete.
 typedef struct due { parameter *p; int node; } due;
 static struct { backward_watch on; due *items; int length; int64_t room; } watch;
 

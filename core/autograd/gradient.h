@@ -17,7 +17,7 @@ typedef eng_status grad_rule(grad_call *g);
 /// Registers the rule of an operation marked `registered` in ops.def. Defined in backward.c.
 void grad_register(int op, grad_rule *rule);
 
-/// True when input k exists and requires a gradient.
+/// Whether input k exists and requires a gradient.
 bool grad_wants(const grad_call *g, int k);
 
 /// Emits `dx` as the gradient of input k and takes ownership of it; drops it if input k requires
@@ -26,7 +26,7 @@ bool grad_wants(const grad_call *g, int k);
 eng_status grad_emit(grad_call *g, int k, tensor *dx);
 /// Runs an operation that has one output and emits the result as the gradient of input k.
 eng_status grad_emit_op(grad_call *g, int k, op_call c);
-/// Emits the gradient of an output unchanged, as a second tensor over its memory.
+/// Emits a second tensor over dx's memory as the gradient of input k. The caller keeps `dx`.
 eng_status grad_emit_shared(grad_call *g, int k, tensor *dx);
 
 /// Returns the dtype in which a kernel should compute the gradient of input k: the input's dtype,

@@ -37,8 +37,8 @@ static bool has_shadow(const tensor *x, int dtype)
   return x->parameter && x->parameter->shadow && x->parameter->shadow->dtype == dtype;
 }
 
-/// Replaces x by the same numbers in `dtype`: by the parameter's low-precision copy if there is
-/// one, else by a recorded cast.
+/// Replaces x by its values in `dtype`: by its low-precision copy if x is a parameter that has one,
+/// else by the result of a recorded cast.
 static eng_status lowered(tensor **x, int dtype)
 {
   if (has_shadow(*x, dtype)) return params_shadow(x, (*x)->parameter);

@@ -31,7 +31,7 @@ int op_absent_outputs(const op_call *call);
 /// counter is nonzero if the counter is already set.
 int64_t *op_random_place(op_call *call, int *blocks);
 /// op_adds_onto: whether the call adds its result to the contents of `output`. op_takes_target:
-/// whether the caller may pass output 0.
+/// whether the caller of operation `op` may pass its own tensor as output 0.
 bool op_adds_onto(const op_call *call, int output);
 bool op_takes_target(int op);
 

@@ -5,9 +5,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/// Makes room for `needed` elements in `items`, an array from malloc or NULL; `room` (int64_t) is
-/// the number of elements it has room for. Returns false if there is no memory; then nothing has
-/// changed.
+/// Makes room for `needed` elements in the array `items`, which comes from malloc or is NULL.
+/// `room` (int64_t) is the array's capacity in elements. Returns false, and changes nothing, if
+/// there is no memory.
 #define ARRAY_GROW(items, room, needed) array_grow(&(items), &(room), needed, sizeof *(items))
 
 /// The function behind ARRAY_GROW. `items` is the address of the array's pointer, and `size` is the

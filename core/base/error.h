@@ -1,5 +1,6 @@
-// Errors: every fallible function of the core returns an eng_status and leaves its text in a
-// thread-local buffer. The text says what was expected, what was given, where, and what to do:
+// Errors: every function of the core that can fail returns an eng_status. On an error it leaves a
+// text in a buffer of the thread. The text says what was expected, what was given, where, and what
+// to do:
 //   "matmul: expected [.. x K] times [K x ..], got [4 x 3] and [5 x 3]; hint: transpose b"
 // Used by every folder; depends on none.
 #pragma once

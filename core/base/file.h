@@ -13,8 +13,8 @@ typedef struct file_writer {
   int64_t  size;         // bytes written
 } file_writer;
 
-/// Begins a file. If any of these functions fails, it removes the temporary file and leaves `path`
-/// untouched.
+/// Begins a file. If this function, file_writer_put or file_writer_commit fails, it removes the
+/// temporary file. `path` is then unchanged, unless only the final sync of the directory failed.
 eng_status file_writer_open(file_writer *writer, const char *path);
 eng_status file_writer_put(file_writer *writer, const void *data, int64_t size);
 /// Syncs the file, renames it and syncs the directory.

@@ -9,8 +9,8 @@
 //   rule, source and formula
 //   transformer_engine   TransformerEngine common/recipe/recipe_common.cuh
 //     factor = largest / max(amax, eps), eps 0; 1 where amax is 0, Inf or NaN; an infinite factor
-//     becomes `limit` (FLT_MAX per tensor, the input format's largest number per block); powers of
-//     two: clears the fraction of the factor; scale = 1 / factor
+//     becomes `limit` (FLT_MAX if the block is the whole tensor, else the largest number of the
+//     input's format); powers of two: clears the fraction of the factor; scale = 1 / factor
 //   deepseek   DeepSeek-V3 inference/kernel.py
 //     scale = max(amax, 1e-4) / largest; powers of two: rounds the scale up; q = x / scale
 //   deepgemm   DeepGEMM utils/math.py; TileKernels agrees

@@ -32,19 +32,19 @@
 // block's elements, computed from their sum and the sum of their squares, in f64, in order. Ties
 // round toward zero. An element of magnitude 6 * 2^e or more has no gradient.
 //
-// MS-EDEN, the backward pass of Quartet II (arXiv 2601.22813): as four over six (below) with s6
-// alone, but with 255.99 in place of 256 and 6 / (17/16 * 0.93) in place of 6, so that the largest
-// elements saturate, and with a scale of 1 where s6 is 0. Then each group of 128 elements of a row
-// gets a correction c = f32(sum of y^2 / sum of y * code), over its elements y before rounding, in
-// f64, in order (1 if the divisor is 0). The final scale of a block is f32(s * c), rounded to e4m3
-// stochastically or to nearest even.
-//
 // Four over six (Transformer Engine's 4over6): NVFP4 with 1536 = 256 * 6 in place of 2688. Each
-// block chooses between two scales, s6 = e4m3((a / 6) * S) and s4 = e4m3((a / 6) * S * 1.5): the
-// scale with the smaller error, or s6 if the errors are equal. The error of a row of a block is the
-// sum of |code * s * g / 1536 - x| or, under the rule four_over_six_mse, of its square, in f32, in
-// order. The errors of rows are summed in pairs, the most distant rows first: of 16 rows, r and
-// r + 8.
+// block chooses between two scales, s6 = e4m3((a / 6) * S) and s4 = e4m3((a / 6) * S * 1.5). It
+// takes the scale with the smaller error, or s6 if the errors are equal. For an element x, let
+// d = code * s * g / 1536 - x. The error of a row of a block is the sum of |d| or, under the rule
+// four_over_six_mse, of d^2, in f32, in order. The errors of rows are summed in pairs, the most
+// distant rows first: of 16 rows, r and r + 8.
+//
+// MS-EDEN, the backward pass of Quartet II (arXiv 2601.22813): as four over six with s6 alone, but
+// with 255.99 in place of 256 and 6 / (17/16 * 0.93) in place of 6, so that the largest elements
+// saturate, and with a scale of 1 where s6 is 0. Then each group of 128 elements of a row gets a
+// correction c = f32(sum of y^2 / sum of y * code), where y is an element times the factor of its
+// block, before rounding. The sums are in f64, in order; c is 1 if the divisor is 0. The final
+// scale of a block is f32(s * c), rounded to e4m3 stochastically or to nearest even.
 #pragma once
 
 #include "engine.h"

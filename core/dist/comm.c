@@ -165,8 +165,8 @@ typedef struct reduction {
   char     *data;
   int64_t   count;
   int32_t   dtype, op;
-  int32_t   n_sums;           // -1: `op` reduces all values. 0 or more: `data` is f64; the first
-                              // n_sums values are summed, and of the rest the maxima are taken
+  int32_t   n_sums;           // -1: `op` reduces all values. 0 or more: the values are f64; the
+                              // first n_sums are summed, the others are reduced to their maxima
   const char *what;
 } reduction;
 

@@ -60,7 +60,8 @@ struct eng_parallel {
   pool        rooms;          // ZeRO-2 and ZeRO-3: gradients that are not yet packed
   bool        cards;          // gradients go from card to card. comm_cards.c then uses:
   void       *table;          //   a bucket's table, before it goes to the card
-  uint32_t   *flags, *own_flags;      // [set->n] wire.h's bits: on the card; the host's copy
+  uint32_t   *flags, *own_flags;      // [set->n] bits of wire.h. flags: on the card; own_flags:
+                              //   their copy on the host
   uint8_t    *pass_flags;     // [ranks][set->n] flags of each rank in this pass
   int64_t     flags_bytes;
   tensor    **place;          // ZeRO-2: [set->n] gradients that are not yet packed. data is NULL
@@ -71,8 +72,9 @@ struct eng_parallel {
   bool       *complete;       // [set->n] backward has completed the gradient
   uint8_t    *rank_flags;     // [ranks][set->n] flags of each rank in the last reduction
   int64_t     n_values;
-  float      *values;         // [n_values] f32 numbers of one member or, without `cards`, of all
-                              // ranks' pieces of one bucket; large enough for any bucket and member
+  float      *values;         // [n_values] work space: f32 numbers of one member. Without `cards`,
+                              // also the terms of a sum: this rank's piece of a bucket, once from
+                              // each rank. Large enough for any member and bucket
   char       *raw;            // host copy of a member's gradient that is on a device
   comm_message *messages;     // [2 * ranks] the messages of one exchange
   const float **terms;        // [ranks] the pieces that sum_piece sums
@@ -94,7 +96,7 @@ struct eng_parallel {
 
 /// Checks the options. Errors: VALUE.
 eng_status buckets_check(const eng_parallel_options *options);
-/// Puts the set's members into buckets and sets the order in which they are sent.
+/// Puts the set's members into buckets and sets the order in which the buckets are sent.
 eng_status buckets_fill(eng_parallel *p, const eng_parallel_options *options);
 /// Cuts a bucket, whose index is `number`, into the ranks' pieces and computes the sizes of its
 /// messages.

@@ -34,8 +34,8 @@ static void count_bucket(eng_parallel_sizes *out, int64_t *longest, const eng_pa
   }
 }
 
-/// Returns the set's parameter that an operation reads as input k, itself or its low-precision
-/// copy. Returns NULL if there is none.
+/// Returns the parameter of the set that is input k of an operation, directly or as its
+/// low-precision copy. Returns NULL if input k is neither.
 static parameter *read_here(const eng_parallel *p, const op_call *call, int k)
 {
   parameter *member = k < call->n_in && call->in[k] ? call->in[k]->parameter : NULL;

@@ -48,7 +48,7 @@ typedef struct launch {
 
 static bool is_set(const char *name, bool nccl)
 {
-  // NCCL_COMM_ID replaces the address. With ENGINE_RANKS=nccl, load_nccl reports a missing address.
+  // NCCL_COMM_ID replaces MASTER_ADDR. With ENGINE_RANKS=nccl, load_nccl reports a missing address.
   if (strcmp(name, MEETING_ADDRESS) == 0 && (nccl || getenv("NCCL_COMM_ID"))) return true;
   return getenv(name) != NULL;
 }

@@ -44,7 +44,7 @@ static bool threads_fit(size_t bytes)
   long cores = sysconf(_SC_NPROCESSORS_ONLN);
   int made = 0, wanted = cores < 1 ? 1 : cores < MOST ? (int)cores : MOST;
   pthread_attr_init(&attributes);
-  // if pthread_attr_setstacksize refuses the size, OpenMP itself reports and ignores it
+  // if pthread_attr_setstacksize refuses the size, OpenMP itself reports the size and ignores it
   bool fit = true, set = pthread_attr_setstacksize(&attributes, bytes) == 0;
   pthread_mutex_lock(&lock);
   while (set && fit && made < wanted) {
@@ -57,8 +57,8 @@ static bool threads_fit(size_t bytes)
   return fit;
 }
 
-// OpenMP ends the process when it cannot start a thread. Removes a stack size that is too large to
-// start threads. Returns whether it removed one.
+// Unsets OMP_STACKSIZE and GOMP_STACKSIZE if threads cannot start with stacks of that size, because
+// OpenMP would then end the process. Returns whether it unset one of them.
 static bool drop_stack_size(void)
 {
   static const char *const names[] = {"OMP_STACKSIZE", "GOMP_STACKSIZE"};

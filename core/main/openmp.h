@@ -1,9 +1,9 @@
 // Settings of OpenMP for the binary. Called by main.c.
 #pragma once
 
-/// If OpenMP needs other settings, sets them and executes the binary again, which takes one
-/// millisecond. By default OpenMP's threads spin for milliseconds while they wait for each other,
-/// which makes a busy machine ten times slower; spinning for about 50 us keeps the hand-over
-/// between kernels quick. A stack size that is too large to start threads would end the process, so
-/// it is reported and removed.
+/// Changes the environment variables of OpenMP if necessary and then executes the binary again,
+/// which takes one millisecond. By default OpenMP's threads spin for milliseconds while they wait
+/// for each other, which makes a busy machine ten times slower. GOMP_SPINCOUNT is set so that they
+/// spin for about 50 us, long enough for the next kernel to start quickly. If threads cannot start
+/// with the stack size in OMP_STACKSIZE or GOMP_STACKSIZE, reports and unsets that variable.
 void openmp_configure(char **argv);

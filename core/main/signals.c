@@ -92,7 +92,7 @@ static void on_bus(int signal_number)
   _exit(128 + signal_number);
 }
 
-static bool hangup_ignored;                            // when the process started, as by nohup
+static bool hangup_ignored;    // SIGHUP was ignored when the process started, as under nohup
 
 void signals_run_begun(void) { has_run = true; }
 

@@ -66,15 +66,15 @@ typedef struct pending_stats {
   int64_t  ticket;            // the device's ticket, if the device computes asynchronously
   eng_tensor_stats *stats;    // [n] the results, if the device computes immediately; NULL on a card
   double   loss;              // sum of the losses, once computed
-  // if it computes immediately: the sum of squares of all gradients, each divided by its relative
-  // scale
+  // if the device computes immediately: the sum of squares of all gradients, each divided by its
+  // relative scale
   double   sum_squares;
-  bool     overflow;          // if it computes immediately: a gradient holds inf or nan
+  bool     overflow;          // if the device computes immediately: a gradient holds inf or nan
 } pending_stats;
 
 struct eng_params {
   int32_t      n;
-  int32_t      references;    // one of the owner, of each optimizer and of each eng_parallel
+  int32_t      references;    // one of the owner, and of each optimizer, eng_parallel and eng_graph
   bool         freed;         // freed by its owner
   int64_t      count;         // elements of all members
   int32_t      space;         // memory space of all buffers
@@ -200,8 +200,8 @@ eng_status params_here(const eng_params *set, const char *pass);
 eng_status params_whole(const eng_params *set);
 /// Fills set->span and set->which with the members that have a gradient; returns their number.
 int params_spans(eng_params *set);
-/// Does the same as params_spans for the elements that this rank owns. A member of which it owns
-/// none has no span.
+/// Does the same as params_spans for the elements that this rank owns. A member of which this rank
+/// owns no element has no span.
 int params_own_spans(eng_params *set);
 /// Computes the statistics of this rank's elements of each member [n]; zeros if it owns none of
 /// them.

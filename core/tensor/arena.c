@@ -1,7 +1,7 @@
 // Arenas: bump allocation in chunks, with free lists by exact size. See arena.h. The host's chunks
-// come from mmap. Another memory space gets its chunks from its device (arena_source), which can
-// also register a function that receives every allocation and release. Nothing here reads a piece,
-// because the host may have no access to it.
+// come from mmap. Another memory space gets its chunks from its device through arena_source, whose
+// function `mark`, unless NULL, is told of every allocation and release. This file never reads a
+// piece, because the host may have no access to it.
 //
 //   chunk 0 [#### used ####|      free      ]   chunk 1 [...]
 //                          ^ bump
@@ -77,7 +77,7 @@ static arena_source sources[SPACE_COUNT];
 static int in_force = SPACE_HOST;
 static int pinned[SPACE_COUNT];
 static free_piece *spare_nodes;
-static int64_t limit;      // bytes over all arenas of a space; 0: none
+static int64_t limit;      // the most bytes of all arenas of a space together; 0: no limit
 
 void arena_register(int space, const arena_source *source)
 {

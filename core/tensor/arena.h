@@ -27,8 +27,9 @@ typedef struct arena_source {
   void   *(*take)(int64_t bytes);
   void    (*give)(void *memory, int64_t bytes);
   int64_t (*capacity)(void);
-  /// Reports, in order with the device's work, that bytes are allocated (contents undefined) or
-  /// freed. NULL: no reports. The emulated card checks its kernels with this.
+  /// Reports, in order with the device's work, that memory was allocated (`out`; contents
+  /// undefined) or freed. NULL: nothing is reported. The emulated card checks its kernels with
+  /// these reports.
   void    (*mark)(void *memory, int64_t bytes, bool out);
 } arena_source;
 
@@ -56,6 +57,6 @@ void arena_free(arena_id id, void *piece, int64_t bytes);
 
 /// arena_pages_give returns whole pages inside a lasting piece of host memory to the system; the
 /// piece stays allocated. arena_pages_take makes these pages usable again, contents undefined. Both
-/// adjust the arena's use.
+/// adjust the arena's count of bytes in use.
 void arena_pages_give(arena_id id, void *pages, int64_t bytes);
 void arena_pages_take(arena_id id, void *pages, int64_t bytes);
