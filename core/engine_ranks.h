@@ -192,7 +192,7 @@ typedef struct eng_parallel_sizes {
   // gradients: bytes of the stored gradients. rooms: with zero >= 2, bytes of the blocks for
   // gradients that backward has written and that are not sent yet
   int64_t gradients, rooms;
-  int64_t under_way;            // bytes of messages and sums in flight
+  int64_t under_way;            // bytes of the memory for messages in flight and their sums
   int64_t weights;              // with zero = 3, bytes of weights and low-precision weights
   int64_t weight_exchanges;     // with zero = 3, the units received in a step
 } eng_parallel_sizes;

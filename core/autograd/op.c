@@ -202,8 +202,8 @@ static bool in_one_order(op_call *c, int *order)
   return true;
 }
 
-/// Computes an elementwise call on permuted views of the inputs, which are row-major. The output
-/// gets the inputs' strides.
+/// Computes an elementwise call on views of the inputs whose dimensions are permuted so that they
+/// are row-major. The output gets the inputs' strides.
 static eng_status run_in_order(op_call *c, const op_shape *shape, const int *order)
 {
   const int n = c->in[0]->ndim;

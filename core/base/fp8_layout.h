@@ -56,10 +56,11 @@ typedef struct fp8_scales {
 } fp8_scales;
 
 /// Returns the sizes and strides of the scales of an operand [rows x inner] in blocks of any shape;
-/// a block size of 0 means the whole dimension. Scales of blocks of one row have the layout of
-/// VEC128; all other scales have the layout of BLK128. So the scales of an operand in 128 x 1
-/// blocks have the same layout as the VEC128 scales of its transpose. `shape` [2], unless NULL,
-/// receives the shape of a row-major array of the scales.
+/// a block size of 0 means the whole dimension. Scales of whole rows, and the scale of the whole
+/// operand, have no padding (ROW, TENSOR). Scales of other blocks of one row have the layout of
+/// VEC128, and all other scales that of BLK128. So the scales of an operand in 128 x 1 blocks have
+/// the same layout as the VEC128 scales of its transpose. `shape` [2], unless NULL, receives the
+/// shape of a row-major array of the scales.
 ENG_INLINE fp8_scales fp8_scales_for(int64_t block_rows, int64_t block_inner, int64_t rows,
                                      int64_t inner, int64_t *shape)
 {

@@ -385,8 +385,8 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
     bucket *b = &p->buckets[k];
     if (set->gradient_dtype[b->member[0]] != b->dtype)
       return error_set(ENG_ERR_STATE,
-                       "the dtypes of gradients changed after the gradients were divided among "
-                       "ranks");
+                       "the dtypes of gradients have changed since their reduction over ranks was "
+                       "set up; hint: create a new optimizer");
     b->state = BUCKET_FILLS;
     b->left = b->n;
   }

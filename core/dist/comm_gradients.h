@@ -22,9 +22,9 @@ typedef struct bucket {
   int32_t *member;            // [n]
   int64_t *at;                // [n + 1] the bucket's element at which each member begins
   int64_t *cut;               // [ranks + 1] the bucket's element at which each rank's piece begins
-  int64_t *begin;             // [ranks + 1] byte offsets: in `out`, of the message to each rank; in
-                              // `in`, of the sum from each rank. A message is a packed piece and n
-                              // flag bytes
+  int64_t *begin;             // [ranks + 1] byte offset in `out` of the message to each rank, and
+                              // later in `in` of the sum from each rank. A message is a packed
+                              // piece and n flag bytes
   int64_t  packed;            // bytes of this rank's piece in the comm dtype
   int64_t  bytes;             // `packed` plus n flag bytes, rounded up to COMM_ALIGN
   int64_t  in_bytes;          // size of `in`

@@ -209,7 +209,8 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
     if (update->groups[g].dampening != 0)
       return error_set(ENG_ERR_VALUE,
                        "%s: dampening treats a tensor's first update differently, and a rank that "
-                       "holds only a part of the tensor cannot detect it; hint: zero=0",
+                       "holds only a part of the tensor cannot tell which update is the first; "
+                       "hint: zero=0",
                        name);
   const bool adam = state->kind == ENG_ADAM || state->kind == ENG_ADAMW;
   if (!(update->spike_clip >= 0 && update->update_clip >= 0) || (update->spike_clip > 0 && !adam))
