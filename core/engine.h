@@ -515,11 +515,11 @@ eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which
 /// A graph helps steps whose kernels take less time than their launches. Gradients accumulate in
 /// the set as usual.
 typedef struct eng_graph eng_graph;
-/// Between these two calls the script runs one forward and backward pass in an open step; nothing
-/// is computed. `batch` lists the tensors that the passes read and whose contents change from step
-/// to step. During the capture, operations that draw random numbers fail, and so does reading a
-/// value. After an error call eng_graph_free. Errors: DEVICE (the device cannot capture), VALUE
-/// (`batch`), DTYPE (the loss is not one f32 element), STATE.
+/// Between these two calls the script runs one forward and backward pass in an open step, which the
+/// device records without computing it. `batch` lists the tensors that the passes read and whose
+/// contents change from step to step. During the capture, operations that draw random numbers fail,
+/// and so does reading a value. After an error call eng_graph_free. Errors: DEVICE (the device
+/// cannot capture), VALUE (`batch`), DTYPE (the loss is not one f32 element), STATE.
 eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *batch, int n);
 eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss);
 /// Computes the step on the batch; `seed` is the gradient of the loss. Errors: SHAPE (the batch has

@@ -1,5 +1,5 @@
-// Gradient rules of products, norms, attention and losses. If a kernel can accumulate, it writes a
-// parameter's gradient directly into the flat buffer (grad_target).
+// Gradient rules of products, norms, attention and losses. A kernel that can add to its output
+// writes a parameter's gradient directly into the flat buffer (grad_target).
 #include "base/error.h"
 #include "op.h"
 #include "gradient.h"
@@ -295,7 +295,8 @@ eng_status grad_logsumexp(grad_call *g)
 }
 
 /// Whether dx may be written over x: the script has released every tensor in x's memory (eng_done),
-/// and no gradient rule that has yet to run reads this memory. Only the CPU's kernels support this.
+/// and no gradient rule that still has to run reads this memory. Only the CPU's kernels support
+/// this.
 static bool can_overwrite(const grad_call *g, const tensor *x)
 {
   const storage *s = x->store;

@@ -202,7 +202,7 @@ eng_status infer_avg_pool2d_grad(op_call *c, op_shape *s)
 
 // ---- norms
 
-/// Checks x [.. x C], the inputs 1 .. last, which are absent or vectors [C], and eps.
+/// Checks x [.. x C] and eps, and that each of the inputs 1 .. last is absent or a vector [C].
 static eng_status want_channels(const op_call *c, int last, double eps)
 {
   static const char *const name[] = {"", "a weight", "a bias", "a mean", "a variance"};

@@ -12,11 +12,11 @@
 __attribute__((format(printf, 2, 3)))
 eng_status error_set(eng_status status, const char *format, ...);
 
-/// Puts "context: " before the pending message ("In blocks.3.attn: ...") and returns `status`.
+/// Puts "context: " before this thread's message ("In blocks.3.attn: ...") and returns `status`.
 __attribute__((format(printf, 2, 3)))
 eng_status error_prefix(eng_status status, const char *format, ...);
 
-/// Returns the status of `call` from the function unless it is ENG_OK.
+/// Returns from the enclosing function with the status of `call`, unless this status is ENG_OK.
 #define ENG_TRY(call) \
   do { \
     eng_status try_status_ = (call); \

@@ -15,7 +15,7 @@
 // exponent of the element format's largest number):
 //   floor   e = floor(log2 a) - emax                   OCP MX 1.0, section 6.3
 //   ceil    e = ceil(log2 a) - emax                    torchao
-//   even    a rounded to the fraction bits of an element, ties up; then as floor (torchao)
+//   even    as floor, after rounding a to the fraction bits of an element, ties up (torchao)
 //   rceil   e = ceil(log2(a * f32(1 / largest)))       Transformer Engine, cuBLAS, torchao
 // The code of a scale is 127 + e, clamped to 0..254; a zero block has code 0. The code of an
 // element x is round(x * 2^-e), saturating.

@@ -12,7 +12,7 @@
 
 static double to_number(const char *text, char **end)
 {
-  static locale_t plain;     // so that a host's setlocale cannot turn 0.5 into 0,5
+  static locale_t plain;     // the C locale: a host program's setlocale must not affect the reading
   if (!plain) plain = newlocale(LC_ALL_MASK, "C", (locale_t)0);
   return plain ? strtod_l(text, end, plain) : strtod(text, end);
 }

@@ -80,9 +80,9 @@ ENG_INLINE uint16_t bf16_from_f32(float x)
   return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
-/// Rounds |x| to one of the two bf16 numbers next to it, by 16 random bits. The result has the sign
-/// of x. P(up) is exactly the distance of |x| from the lower number, divided by the distance
-/// between the two numbers. Beyond the largest bf16 the upper number is inf.
+/// Rounds |x| to one of the two bf16 numbers next to it, as the 16 bits of `random` decide. The
+/// result has the sign of x. P(up) is exactly the distance of |x| from the lower number, divided by
+/// the distance between the two numbers. Beyond the largest bf16 the upper number is inf.
 ENG_INLINE uint16_t bf16_stochastic(float x, uint32_t random)
 {
   uint32_t bits = f32_bits(x);

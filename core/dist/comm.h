@@ -103,8 +103,9 @@ eng_status comm_await(const eng_comm *comm, void *exchange, const char *what);
 /// message that names the ranks that did not reach `what`.
 eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, int tag,
                          const char *what);
-/// True after an exchange was abandoned because of an error. Other ranks may wait forever for its
-/// messages, so this process starts no other exchange and ends the job when it exits.
+/// True after an exchange was abandoned because of an error. Other ranks may wait forever for the
+/// messages of that exchange, so this process starts no other exchange and ends the job when it
+/// exits.
 extern bool comm_broken;
 enum { COMM_LOST_CODE = 70 };          // exit code of a job that lost a rank
 /// Sets work that comm_exchange repeats while it waits. Other ranks may need this work to progress

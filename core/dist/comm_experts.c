@@ -257,7 +257,8 @@ static eng_status run_between_cards(exchange *e, eng_exchange_facts *facts)
                            e->to->dtype);
 }
 
-/// Packs all rows to send into OUT. Adds packing errors to `facts` unless it is NULL.
+/// Packs all rows to send into OUT. Unless `facts` is NULL, adds the rounding errors to it
+/// (measure).
 static eng_status pack_all(exchange *e, eng_exchange_facts *facts)
 {
   const tensor *x = e->from;

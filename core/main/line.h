@@ -16,7 +16,7 @@ typedef void line_completer(void *data, const char *before, char *insert, size_t
 /// terminal it reads plain stdin.
 line_result line_read(const char **text, const char *prompt, line_completer *complete, void *data);
 
-/// Adds an entry to the history; `file` (may be NULL) is the file that line_history_load read.
+/// Adds an entry to the history and, unless `file` is NULL, saves the history to this file.
 void line_history_add(const char *entry, const char *file);
 void line_history_load(const char *file);
 

@@ -54,7 +54,7 @@ static void complain(const char *message)
   fflush(stdout);
   if (rank > 0) {
     int before = eng_interrupted();
-    if (before == 2 || run_status == DRIFTED) return;   // 2: the signal ended this rank
+    if (before == 2 || run_status == DRIFTED) return;   // 2: a signal stopped this rank
     for (int i = 0; i < 50; i++) usleep(10000);
     if (eng_interrupted() > before) return;
     fprintf(stderr, "engine: rank %d: %s\n", rank, text);
@@ -610,7 +610,7 @@ static int run(lua_State *L, int argc, char **argv)
   }
   bool together = ok || run_status == DRIFTED;    // ranks that drifted all have the same error
   if (together && run_status) { // every rank gets here, so the job ends without an abort
-    fflush(stdout);             // mpirun ends the other ranks when the first has exited
+    fflush(stdout);             // now, because mpirun may end this rank once another has exited
     eng_comm_end(0);
   }
   return together ? run_status : EXIT_FAILURE;

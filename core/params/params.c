@@ -226,8 +226,8 @@ static eng_status check_format(const eng_params *set, int i, const char *what, i
                    set->member[i].name, what, eng_dtype_name(dtype));
 }
 
-/// Returns the stored format of gradient i. gradient[i] is the format of its terms; `gradient`
-/// NULL: f32.
+/// Returns the stored format of gradient i: f32 if the set `accumulates`, else gradient[i], the
+/// format of the gradient's terms. `gradient` NULL: f32.
 static int stored_dtype(const int32_t *gradient, bool accumulates, int i)
 { return !gradient || accumulates ? ENG_f32 : gradient[i]; }
 

@@ -192,9 +192,9 @@ eng_status params_alive(const eng_params *set);
 /// Checks that the set has a member `index`. Errors: VALUE.
 eng_status params_index(const eng_params *set, int index);
 
-/// Makes the checks of every pass over parameters: the parameters are in the memory of the current
-/// device (otherwise DEVICE), and no capture is running, because `pass` cannot be part of a
-/// captured step (otherwise STATE).
+/// Checks what every pass over parameters needs. `pass` names the pass in the message. Errors:
+/// DEVICE (the parameters are not in the memory of the current device), STATE (a capture is
+/// running).
 eng_status params_here(const eng_params *set, const char *pass);
 /// Returns an error if this rank has only its own elements of the gradients (ZeRO-2).
 eng_status params_whole(const eng_params *set);
@@ -203,8 +203,8 @@ int params_spans(eng_params *set);
 /// Does the same as params_spans for the elements that this rank owns. A member of which this rank
 /// owns no element has no span.
 int params_own_spans(eng_params *set);
-/// Computes the statistics of this rank's elements of each member [n]; zeros if it owns none of
-/// them.
+/// Computes the statistics of this rank's elements of each member [n]. All counts and sums are 0
+/// for a member of which this rank owns no element.
 eng_status params_own_stats(eng_tensor_stats *stats, eng_params *set, unsigned needs);
 /// Sums the statistics of all members [n] into a record. Leaves out members without a gradient.
 void params_total(eng_record *record, eng_params *set, const eng_tensor_stats *stats, double scale,

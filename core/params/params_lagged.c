@@ -1,7 +1,7 @@
 // Gradient statistics of lagged mode: requested in one step and read in a later one, without
 // waiting. A GPU keeps the results until they are fetched. For a device that computes statistics
-// immediately, this file keeps the results, so that scripts see the same behaviour on both. Owns
-// eng_params.pending. Called by Lua and, for the update, by optimizer.c.
+// immediately, this file keeps the results, so that scripts see the same behaviour on both kinds of
+// devices. Owns eng_params.pending. Called by Lua and, for the update, by optimizer.c.
 #include "params.h"
 
 #include "base/error.h"

@@ -18,7 +18,7 @@ typedef struct storage {
   uint32_t writes;
   int32_t  done;            // how many of the tensors that use it are `done`
   int32_t  segment;         // checkpointed part of the tape that computes it (tape.h); 0: none
-  bool     awaited;         // while a segment is recomputed: a later node reads it (checkpoint.c)
+  bool     awaited;         // a later node of a segment to recompute reads it (checkpoint.c)
   // ZeRO-3 (params/params_parted.c). parted: the parameter whose weights these are, or NULL.
   // closed: the weights are not always in memory, so only operations, which fetch them, may read
   // them. absent: the weights are not in memory now.
