@@ -154,9 +154,9 @@ eng_status eng_history_open(eng_history **out, const char *path, bool write);
 /// Commits queued rows and closes the history. Always frees it. NULL is allowed. Errors: IO (rows
 /// of this run were lost, now or earlier).
 eng_status eng_history_close(eng_history *history);
-/// eng_history_close for a garbage collector. It reports no error and leaves the thread's error
-/// text unchanged, because the collector may run after a failed call and before the script reads
-/// the error of that call.
+/// Does the same as eng_history_close, but reports no error and leaves the thread's error text
+/// unchanged. It is for a garbage collector, which may run after a failed call and before the
+/// script reads the error of that call.
 void       eng_history_free(eng_history *history);
 
 /// Appends one row to `steps`. `tokens`: the number of tokens that this step trained on. This and

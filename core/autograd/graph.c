@@ -202,7 +202,7 @@ eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *bat
   if (n != graph->n_inputs || memcmp(input, graph->input, (size_t)n * sizeof *input) != 0)
     return error_set(ENG_ERR_SHAPE,
                      "graph: the batch has other shapes, dtypes or addresses than the captured "
-                     "batch");
+                     "batch; hint: run this step without the graph");
   if (!same_places(graph->places, graph->set))
     return error_set(ENG_ERR_STATE,
                      "graph: the parameters' gradients or low-precision copies have changed since "
