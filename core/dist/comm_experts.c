@@ -257,8 +257,7 @@ static eng_status run_between_cards(exchange *e, eng_exchange_facts *facts)
                            e->to->dtype);
 }
 
-/// Packs all rows to send into OUT. Unless `facts` is NULL, adds the rounding errors to it
-/// (measure).
+/// Packs all rows to send into OUT. Unless `facts` is NULL, adds to it what `measure` computes.
 static eng_status pack_all(exchange *e, eng_exchange_facts *facts)
 {
   const tensor *x = e->from;
