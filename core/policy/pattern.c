@@ -4,7 +4,7 @@
 // the policy's budget. Charging also reads the clock at intervals, so a match ends within the
 // policy's limits.
 // Called by policy_box.c, and by policy_verdict.c for patterns in a verdict.
-// spec/fuzz/pattern.c compares it with LuaJIT and checks the charges.
+// spec/fuzz/pattern.c compares these functions with LuaJIT's and checks the charges.
 #include "policy_vm.h"
 
 #include "base/error.h"
@@ -12,8 +12,8 @@
 #include <string.h>
 
 enum { CAPTURES = 32, DEEPEST = 200 };      // LuaJIT's limits; DEEPEST: nested match_here calls
-enum { OPEN = -1, POSITION = -2 };          // special lengths: a capture not yet closed; a
-                                            // position, "()"
+enum { OPEN = -1, POSITION = -2 };          // lengths of captures that have no text: one that is
+                                            // not yet closed; a position, "()"
 
 typedef struct match {
   lua_State  *L;
@@ -265,7 +265,8 @@ static void begin_match(match *m, lua_State *L)
   m->pattern = luaL_checklstring(L, 2, &m->pattern_length);
 }
 
-// Pushes capture i of the match [s, end); the whole match if the pattern has no captures.
+// Pushes capture i, from 0, of the match [s, end). If the pattern has no captures, capture 0 is the
+// whole match.
 static void push_capture(const match *m, int i, const char *s, const char *end)
 {
   ptrdiff_t length = i < m->captures ? m->capture[i].length : end - s;
@@ -275,7 +276,8 @@ static void push_capture(const match *m, int i, const char *s, const char *end)
   else lua_pushlstring(m->L, i < m->captures ? m->capture[i].begin : s, (size_t)length);
 }
 
-// Pushes all captures, at least `least` (0 or 1).
+// Pushes all captures and returns their number. If there are none and `least` is 1, pushes the
+// whole match and returns 1.
 static int push_captures(const match *m, int least, const char *s, const char *end)
 {
   int n = m->captures > least ? m->captures : least;

@@ -1,9 +1,9 @@
-// The library that a policy sees, all of it constant: base, math, table, string and bit. It
-// excludes functions that could leave the sandbox, keep hidden state, run long inside one C call,
-// or differ between replays of the same record. The engine's own functions replace LuaJIT's for
-// pairs and next (fixed order), tostring and string.format (no addresses), math.random (seeded by
-// the step), table.sort and the pattern functions (bounded work and C stack). Called by policy_vm.c
-// when a policy is loaded.
+// The library that a policy sees: the base functions, and the constant tables math, table, string,
+// bit and check. It excludes functions that could leave the sandbox, keep hidden state, run long
+// inside one C call, or differ between replays of the same record. The engine's own functions
+// replace LuaJIT's for pairs and next (fixed order), tostring and string.format (no addresses),
+// math.random (seeded by the step), table.sort and the pattern functions (bounded work and C
+// stack). Called by policy_vm.c when a policy is loaded.
 #define _GNU_SOURCE
 #include "policy_vm.h"
 
@@ -49,8 +49,8 @@ static int global_assigned(lua_State *L)
     lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : "?");
 }
 
-// An exhausted budget ends the policy even inside a pcall. Each pcall costs some budget, because
-// LuaJIT with a nearly full stack raises before it counts an instruction.
+// An exhausted budget ends the policy even inside a pcall. Each pcall is charged, because with a
+// nearly full stack LuaJIT raises an error before it counts an instruction of the called function.
 static int box_pcall(lua_State *L)
 {
   eng_policy *p = policy_of(L);
@@ -329,8 +329,8 @@ static int box_reading(lua_State *L)                   // upvalues: see box_func
 }
 
 // Wraps table.concat. Charges for the table's elements too, and does so before the call, because
-// the call raises an error at an element that is not a string. The number of elements is at most
-// the policy's memory divided by 8 bytes.
+// the call raises an error at an element that is not a string. An element takes at least 8 bytes,
+// so the charge is at most the policy's memory divided by 8.
 static int box_concat(lua_State *L)                    // upvalues: see box_function
 {
   eng_policy *p = policy_of(L);

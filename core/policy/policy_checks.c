@@ -1,6 +1,6 @@
 // Functions that most scalers need: checks of options in `init` (check.positive, check.floor ...),
 // and changes of the scale in `decide` (back_off, grow, rescale) with their reasons.
-// policies/README.md lists them. They keep no state; a policy could contain the same lines of Lua.
+// policies/README.md lists them. They keep no state; a policy could define them itself in Lua.
 // Called by policy_box.c when a policy is loaded.
 #include "policy_vm.h"
 
@@ -18,7 +18,8 @@ static bool is_lenient(lua_State *L, int index)
   return lenient;
 }
 
-// Raises the text on top of the stack unless the options, argument 1, have strict=false.
+// Raises an error with the text on top of the stack, unless the options, argument 1, have
+// strict=false.
 static int refuse_strictly(lua_State *L)
 {
   if (is_lenient(L, 1)) return 0;
@@ -106,8 +107,8 @@ static int check_count(lua_State *L)
   return refuse_strictly(L);
 }
 
-// check.floor(options, least, first): refuses the options if the option named `least`, the smallest
-// scale, is above the option named `first`, the initial scale, unless they have strict=false.
+// check.floor(options, least, first): refuses options whose smallest scale (the option named
+// `least`) is above the initial scale (the option named `first`), unless they have strict=false.
 static int check_floor(lua_State *L)
 {
   double least = option(L, 2), first = option(L, 3);

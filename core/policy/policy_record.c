@@ -291,7 +291,7 @@ int policy_named(const eng_policy *p, bool group, int index)
 {
   lua_State *L = p->L;
   int n = group ? p->n_groups : p->n_tensors, found = -1;
-  if (p->needs & ENG_NEED_TENSORS) {                         // the lists exist
+  if (p->needs & ENG_NEED_TENSORS) {                         // lists of views by name exist
     lua_pushvalue(L, index);
     lua_rawgeti(L, LUA_REGISTRYINDEX, group ? KEEP_GROUPS : KEEP_TENSORS);
     lua_insert(L, -2);
@@ -483,15 +483,15 @@ bool policy_record_ipairs(lua_State *L, int index)
   if (lua_type(L, index) != LUA_TUSERDATA) return false;
   int kind = ((const view *)lua_touserdata(L, index))->kind;
   if (kind != VIEW_TENSORS && kind != VIEW_GROUPS)
-    luaL_error(L, "ipairs: expected a list, got %s; hint: pairs", view_names[kind]);
+    luaL_error(L, "ipairs: expected a list, got %s; hint: use pairs", view_names[kind]);
   lua_pushcfunction(L, list_step);
   lua_pushvalue(L, index);
   lua_pushinteger(L, 0);
   return true;
 }
 
-// Pushes a view whose metatable has `index` and, unless NULL, `length`. Pops the upvalue of `index`
-// from the stack.
+// Pops a value and pushes a view. The view's metatable has the functions `index`, with the popped
+// value as its upvalue, and, unless it is NULL, `length`.
 static void push_view(lua_State *L, view_kind kind, int place, lua_CFunction index,
                       lua_CFunction length)
 {

@@ -52,7 +52,7 @@ static void *allocate(void *owner, void *piece, size_t old, size_t size)
     if (size > p->largest) p->largest = size;
   }
   void *moved = realloc(piece, size);
-  if (!moved) return size <= old ? piece : NULL;      // Lua relies on shrinking to succeed
+  if (!moved) return size <= old ? piece : NULL;      // Lua assumes that shrinking succeeds
   p->used += size - old;
   return moved;
 }

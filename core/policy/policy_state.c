@@ -566,8 +566,9 @@ static void arguments_task(eng_policy *p, void *old)        // returns { old sta
   lua_rawseti(p->L, -2, 2);
 }
 
-// Returns the fresh state (in `next`). If both policies have the same name, all fields of the old
-// state overwrite it. Otherwise only the old scale does, if the fresh state has a scale.
+// Returns the fresh state, which is read from `next`, with values of the old policy. If both
+// policies have the same name, it takes over all fields of the old state. Otherwise it takes over
+// only the scale, if the fresh state has one.
 static void merge_task(eng_policy *p, void *argument)
 {
   const eng_policy *old = argument;

@@ -21,7 +21,7 @@ struct verdict_field {
   unsigned    need;       // the ENG_NEED_* that `needs` must list for the field; 0: none
   bool      (*read)(eng_policy *p, eng_verdict *out, const verdict_field *field);
   const char *expected;   // for messages: the expected value
-  const char *entry;      // for messages: an entry of the required table; NULL: none required
+  const char *entry;      // for messages: an expected entry; NULL: the field need not be a table
   size_t      at;         // of a single number: its offset in eng_verdict
                           // of a number per tensor: its ENG_EACH_*
 };
@@ -297,7 +297,7 @@ static bool read_reset(eng_policy *p, eng_verdict *out, const verdict_field *f)
   return true;
 }
 
-// Returns the list for up to `most` values of `field`, which is allocated at its first use. If
+// Returns the list for up to `most` values of `field`. Allocates the list at its first use. If
 // memory runs out, refuses the verdict and returns NULL.
 static policy_logged *list_of(eng_policy *p, policy_logged **list, int most, const char *field)
 {
@@ -306,8 +306,8 @@ static policy_logged *list_of(eng_policy *p, policy_logged **list, int most, con
   return *list;
 }
 
-// Reads `logit_muls`. A key names a head as MODULE.HEAD; it must have a signal
-// logit_max.MODULE.HEAD.
+// Reads `logit_muls`. A key names a head as MODULE.HEAD; the signal logit_max.MODULE.HEAD must
+// exist.
 static bool read_logit_muls(eng_policy *p, eng_verdict *out, const verdict_field *f)
 {
   static const char prefix[] = "logit_max.";

@@ -444,8 +444,8 @@ static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record,
   out->action = record->overflow ? ENG_ACTION_SKIP : ENG_ACTION_STEP;
   eng_text_shown(out->reason, sizeof out->reason, text, (int64_t)strlen(text), false);
   if (policy_roll_back(p) != ENG_OK) {
-    // Without enough memory to rebuild the old state, decide is an error until init or restore sets
-    // a state.
+    // Memory ran out while the old state was rebuilt. So eng_policy_decide returns an error until
+    // init or restore sets a state.
     p->ready = false;
     snprintf(out->reason, sizeof out->reason, "%.120s: its state was lost: %.100s", p->file,
              eng_error_message());

@@ -57,7 +57,7 @@ struct eng_policy {
   size_t   largest;              // the largest allocation by the policy's code
 
   // The budget of the current call.
-  bool     running;              // false: the host's code, without limits, uses the Lua state
+  bool     running;              // false: the host's code uses the Lua state, without limits
   const char *killed;            // why the current call must end, even inside pcall; else NULL
   int64_t  budget;               // instructions left
   int64_t  instructions;         // the budget at the start of the call
@@ -90,7 +90,8 @@ struct eng_policy {
   data_blob envelope;            // the blob that `text` was written from
   const char *verdict_key[VERDICT_FIELDS];
   eng_verdict last;              // the last good verdict
-  double  *group_scale, *group_next;     // [n_groups]; 0: uses the verdict's `scale`
+  double  *group_scale, *group_next;     // [n_groups] of the last good verdict, and of the one that
+                                         // is being read; 0: the group has the verdict's `scale`
   double  *each[ENG_EACH];       // [n_tensors] the last verdict's values per tensor
   uint32_t each_set;             // bit ENG_EACH_*: the last verdict set these values
   bool    *matched;              // [n_tensors + n_groups] which names the last pattern matched
@@ -134,8 +135,8 @@ const char *policy_intern(lua_State *L, const char *name);
 eng_status policy_call(eng_policy *policy, int n);
 /// Returns the text of the error value on top of the stack, without running the policy's code.
 const char *policy_error_text(eng_policy *policy);
-/// Returns the first line of the source with `word =`, outside comments; for "return", the last
-/// line with that word. Returns 1 if there is no such line.
+/// Returns the number of the first source line with `word =` outside a comment. For "return",
+/// returns the number of the last line with that word. Returns 1 if there is no such line.
 int policy_line_of(const eng_policy *policy, const char *word);
 
 // ---- policy_constant.c
@@ -165,8 +166,8 @@ void policy_checks_open(lua_State *L);
 // ---- policy_verdict.c
 /// Interns the names of a verdict's fields.
 void policy_verdict_open(eng_policy *policy);
-/// Reads the table on top of the stack. Returns false, with the reason in policy->why, if it is
-/// invalid.
+/// Reads a verdict from the table on top of the stack. Returns false, with the reason in
+/// policy->why, if the verdict is invalid.
 bool policy_read_verdict(eng_policy *policy, eng_verdict *out);
 /// Writes policy->why. Returns false.
 __attribute__((format(printf, 2, 3)))
@@ -190,5 +191,5 @@ const char *policy_record_name(lua_State *L, int index);
 /// Copies the state after a good call into `good`. If the state is not plain data, returns false
 /// with the reason in policy->why and leaves `good` unchanged.
 bool policy_snapshot(eng_policy *policy);
-/// Restores the state from after the last good call.
+/// Restores the state as it was after the last good call.
 eng_status policy_roll_back(eng_policy *policy);

@@ -45,7 +45,7 @@ describe("the record", function()
     for i = 0, 2 do stats[i].count = 1 end
     assert.equal("1 a.w, 2 a.b, 3 c.w, 1 a, 2 c, 1 5, 2 6", decide(p, false, stats):why())
     fails(with "for _ in ipairs(record) do end return 1",
-      "ipairs: expected a list, got record; hint: pairs")
+      "ipairs: expected a list, got record; hint: use pairs")
     fails(with "for _ in ipairs(3) do end return 1", "table expected, got number")
   end)
 
