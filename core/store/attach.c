@@ -32,7 +32,8 @@ typedef struct client {
 
 struct eng_attach {
   int    fd, folder;         // descriptors of the socket and of its directory
-  dev_t  device;             // device and inode of the socket's file, the only file to remove
+  dev_t  device;             // device and inode of the socket's file, so that closing removes no
+                             // other file
   ino_t  inode;
   int    count, last_number, turn;   // turn: index of the client to check first
   char  *name;               // the name of the socket in the folder
@@ -80,8 +81,8 @@ static void bytes_free(bytes *b)
 
 // ---- addresses
 
-/// Builds the address of `name` in an open folder. A socket address has room for 107 bytes, so a
-/// longer path goes through the folder's descriptor.
+/// Builds the address of the socket `path`, which is `name` in the open directory `folder`. An
+/// address has room for 107 bytes. For a longer path it goes through the directory's descriptor.
 static eng_status address_of(struct sockaddr_un *out, const char *path, int folder,
                              const char *name)
 {
@@ -145,7 +146,8 @@ static eng_status listen_at(eng_attach *server, const char *path)
   ENG_TRY(address_of(&address, path, server->folder, server->name));
   ENG_TRY(remove_stale(&address, path, server->folder, server->name));
   ENG_TRY(make_socket(&server->fd, path));
-  // The file gets the mode that is set on the socket, so that other users can never connect.
+  // bind gives the file the mode of the socket. So the mode is set before bind, and other users can
+  // never connect.
   if (fchmod(server->fd, 0600) != 0 ||
       bind(server->fd, (const struct sockaddr *)&address, sizeof address) != 0)
     return error_set(ENG_ERR_IO, "%s: cannot make a socket: %s", path, strerror(errno));

@@ -228,7 +228,7 @@ static const char *reason_of(char *room, const eng_verdict *verdict)
   return room;
 }
 
-// Returns whether a histogram was computed. All counts of one that was not computed are 0.
+// Returns whether a histogram was computed. If it was not, all its counts are 0.
 static bool is_counted(const int64_t hist[ENG_HIST_BINS])
 {
   return hist[0] != 0 || memcmp(hist, hist + 1, (ENG_HIST_BINS - 1) * sizeof hist[0]) != 0;

@@ -78,7 +78,7 @@ struct eng_history {
   uint64_t  rounds;                 // rounds of the thread, whether or not the commit succeeded
   bool      stop, hurry;
   bool      failing;                // the last round failed
-  bool      news;                   // the error has not been reported yet
+  bool      news;                   // the last error has not been reported yet
   bool      moved;                  // the file was removed or replaced
   int64_t   dropped;                // rows lost to a full queue, not yet recorded in the file
   int64_t   lost;                   // rows that SQLite refused, and dropped rows recorded in the
@@ -90,7 +90,7 @@ struct eng_history {
   sqlite3_stmt *statements[HISTORY_STATEMENTS];
   history_position last;
 
-  sqlite3            *reader;       // opened by the first query
+  sqlite3            *reader;       // if `writing`, opened by the first query
   struct eng_history *next;         // in the list of histories open for writing, which are closed
                                     // at exit
 };

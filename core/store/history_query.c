@@ -1,4 +1,4 @@
-// SQL queries on a history, from the run itself or from any other process. engine.h has the
+// SQL queries on a history, from the run itself or from any other process. engine_files.h has the
 // contract. Owns queries. Called by Lua.
 #include "base/error.h"
 #include "history.h"

@@ -10,9 +10,9 @@
 #include <string.h>
 #include <time.h>
 
-// Counts are of the scaled gradients; amax and norm are unscaled. NaN is stored as NULL, infinities
-// as themselves. `scale` is the scale of the step's backward pass, next_scale the policy's
-// decision.
+// Counts are those of the scaled gradients; amax and norm are unscaled. NaN is stored as NULL,
+// infinities as themselves. `scale` is the loss scale of the step's backward pass, `next_scale` the
+// loss scale that the policy chose for the next step.
 static const char schema[] =
   "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;"
   "CREATE TABLE config(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;"
@@ -30,9 +30,9 @@ static const char schema[] =
   " data TEXT);"
   "CREATE INDEX events_step ON events(step);";
 
-// Since schema 2: summaries for plotting and counting long runs. Block b summarizes steps b * 256
-// to b * 256 + 255. It is written with the first step of a later block. For each quantity it has
-// the count, minimum, maximum and sum of the finite values.
+// Since schema 2: summaries for plotting and counting long runs. Row b of `blocks` summarizes steps
+// b * 256 to b * 256 + 255. The first step of a later block writes it. For each quantity it has the
+// count, minimum, maximum and sum of the finite values.
 #define EACH_SUMMED(X) X(loss, "loss") X(lr, "lr") X(scale, "scale") X(amax, "amax") \
   X(norm, "norm") X(stored, "amax * scale") X(zeros, "1.0 * zeros / count") \
   X(underflow, "1.0 * underflow / count")
@@ -276,8 +276,8 @@ static int resume_at(eng_history *history, int64_t step)
   return code;
 }
 
-// Summarizes the blocks before the block of `step`. If that block has a summary already, deletes
-// this summary and all later ones instead.
+// Summarizes the blocks before the block of `step` that have no summary yet. If the block of `step`
+// already has a summary, deletes it and all later summaries instead.
 static int sum_up(eng_history *history, int64_t step)
 {
   const int64_t block = block_of(step);

@@ -65,8 +65,8 @@ static eng_status read_shape(json_reader *json, eng_safetensors_entry *entry)
   return json_expect(json, ']');
 }
 
-// Computes the bytes of a shape and dtype. The product of the non-zero dimensions must fit in 63
-// bits even if one dimension is 0, because strides are computed from this product.
+// Computes the size of an entry's data in bytes. The product of the element size and the non-zero
+// dimensions must fit in 63 bits even if one dimension is 0, because strides are computed from it.
 static eng_status size_of(int64_t *bytes, const eng_safetensors_entry *entry)
 {
   int64_t product = eng_dtype_size(entry->dtype);
@@ -538,8 +538,8 @@ static eng_status make_header(char **header, size_t *size, const eng_safetensors
   return status;
 }
 
-// Writes the elements of a tensor in row-major order. If the elements have gaps or are in a card's
-// memory, writes them through a copy.
+// Writes the elements of a tensor in row-major order. If they are not contiguous in this order, or
+// are in a card's memory, writes them through a copy.
 static eng_status put_tensor(file_writer *out, const eng_tensor *handle)
 {
   tensor *x;

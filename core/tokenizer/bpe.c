@@ -3,7 +3,7 @@
 // Byte mode: if the splitter's last step turns bytes into GPT-2's characters, encoding skips that
 // step and uses tables that are indexed by bytes.
 //
-// Cuts: if no merge result contains two characters side by side, no merge ever joins these two. So
+// Cuts: if two characters are side by side in no merge's result, no merge ever joins them. So
 // words.c may cut a word between them.
 #include "tokenizer.h"
 
@@ -87,8 +87,8 @@ static inline ranked rank_of(const eng_tokenizer *t, uint32_t a, uint32_t b)
   return p ? (ranked){ p->rank, p->id } : (ranked){ UINT32_MAX, 0 };
 }
 
-// Applies the merge of the lowest rank, the leftmost among equals, until no merge applies. Returns
-// the number of ids that remain.
+// Repeatedly applies the merge of the lowest rank, the leftmost among equals, until no merge
+// applies. Returns the number of ids that remain.
 static int merge_short(const eng_tokenizer *t, uint32_t *id, int n)
 {
   ranked next[SHORT_WORD];                             // next[i]: merge of the pair (i, i + 1)

@@ -29,7 +29,8 @@ static void add_replaced(buffer *out, const char *text, int64_t size, const step
     buffer_add(out, text, size);
 }
 
-// Does BERT's clean-up: removes the space before punctuation and contractions.
+// Does BERT's clean-up: removes the space before punctuation and contractions, and contracts "do
+// not".
 static void clean_up(eng_tokenizer *t, buffer *out, int64_t from)
 {
   static const struct { const char *what, *with; } rules[] = {
@@ -56,8 +57,8 @@ static int fallback_byte(const char *text, int64_t size)
   return high < 0 || low < 0 ? -1 : high * 16 + low;
 }
 
-// Ends a text of the list, which consists of the bytes from offset `from` on. If these bytes are
-// not UTF-8, each of them becomes a U+FFFD.
+// Ends the last text of the list. Its bytes are those from offset `from` on. If they are not UTF-8,
+// each of them becomes a U+FFFD.
 static void end_bytes(eng_tokenizer *t, list *to, int64_t from)
 {
   int64_t n = to->bytes->size - from;

@@ -64,7 +64,8 @@ static int64_t contraction(text t, int64_t at, bool fold)
 }
 
 // Returns the end of the match of \s+(?!\S)|\s+ at white space. The match is the whole run of white
-// space if the run ends the text or is one character, otherwise the run without its last character.
+// space if the run reaches the end of the text or is one character long. Otherwise it is the run
+// without its last character.
 static int64_t white(text t, int64_t at)
 {
   int64_t end = run_of(t, at, UC_SPACE, 0);

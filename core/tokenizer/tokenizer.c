@@ -266,7 +266,8 @@ eng_status eng_tokenizer_step(eng_tokenizer *t, int stage, int kind, int64_t fla
                      (kind == ENG_STEP_SPLIT ? flags >> 4 : flags) == 0) ||
                     kind == ENG_STEP_CUT;
   if (needs_text && a_size == 0)
-    return error_set(ENG_ERR_FORMAT, "tokenizer: a step needs a text of at least one byte to find");
+    return error_set(ENG_ERR_FORMAT,
+                     "tokenizer: the text that a step searches for must not be empty");
   step *s = &list->list[list->n++];
   *s = (step){ .kind = kind, .flags = flags, .a_size = a_size, .b_size = b_size };
   s->a = copied(a, a_size);
@@ -324,7 +325,7 @@ static eng_status added_ready(eng_tokenizer *t)
     first[(unsigned char)*text] = true;
     if (!trie_add(tokens, text, size, (int32_t)i)) return no_memory();
   }
-  for (int64_t i = 0; i < t->size; i++) {   // by text: several ids may have the same text
+  for (int64_t i = 0; i < t->size; i++) {   // by text, because several ids may have the same text
     decoded *d = &t->by_id[i];
     d->special = d->at >= 0 &&
                  texts_find(&t->special, t->names.data + d->shown, d->shown_size) >= 0;

@@ -78,7 +78,7 @@ typedef struct texts {
   int64_t   room, count;
   int64_t  *at;                // [index] offset in the pool
   int32_t  *size;              // [index] bytes
-  uint32_t *value;             // [index] value
+  uint32_t *value;             // [index]
   int64_t   numbers;           // capacity of the three lists
 } texts;
 /// Returns the value of a text, or -1.
@@ -171,7 +171,8 @@ struct eng_tokenizer {
   pairs     merges;            // from the ids of two adjacent tokens to the rank and the id of
                                // their merge
   uint32_t  n_merges;
-  uint32_t *char_id;           // [0x110000] 1 + id of a character's token (byte mode: a byte's)
+  uint32_t *char_id;           // [0x110000] 1 + id of the token of a character (in byte mode, of a
+                               // byte); 0: no such token
   pairs     bigrams;           // pairs of adjacent characters in a merge's result
   bool      byte_mode, cuts;   // see bpe.c, words.c
   texts     raw;               // byte mode: tokens as bytes
@@ -216,9 +217,8 @@ void       charsmap_free(struct charsmap *map);
 void       charsmap_run(const struct charsmap *map, buffer *out, const char *text, int64_t size);
 /// Returns whether a text begins with s->a.
 bool       step_begins(const step *s, const char *text, int64_t size);
-/// Appends a text in which every match of a pattern is replaced by `with`. The pattern is scanner
-/// `scan` - 1 or, if `scan` is 0, the text `what`. Without a match, appends nothing and returns
-/// false.
+/// Appends `text` with every match of a pattern replaced by `with`. The pattern is scanner `scan` -
+/// 1 or, if `scan` is 0, the text `what`. If nothing matches, appends nothing and returns false.
 bool       pattern_replace(buffer *out, const char *text, int64_t size, int scan, const char *what,
                            int64_t length, const char *with, int64_t with_size);
 /// Appends the bytes that GPT-2's characters in a text represent. If the text has other characters,
