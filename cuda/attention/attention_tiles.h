@@ -7,11 +7,11 @@
 #include "attention.h"
 #include "kernel/vector.h"
 
-enum { QUERIES = 64 };   // queries at a time, in blocks that own keys
+enum { QUERIES = 64 };   // queries at a time, in kernels whose blocks own keys
 
 /// Scratch that the kernels of the backward pass share. shift [B x H x line] is RAISE - lse *
-/// log2(e), so that 2^(scaled score + shift) is a probability times 2^RAISE. For rows that see no
-/// key or do not exist, shift is -inf, which makes the probability 0. largest [B x G] holds the
+/// log2(e), so that 2^(score * log2(e) + shift) is a probability times 2^RAISE. For rows that see
+/// no key or do not exist, shift is -inf, which makes the probability 0. largest [B x G] holds the
 /// bits of the largest finite |dy| of the heads that share a key head (NULL for bf16).
 typedef struct backward_room {
   float    *shift;
@@ -72,7 +72,7 @@ static inline eng_status schedule_of(schedule *plan, const attention_problem *p,
   return ENG_OK;
 }
 
-/// Returns the position at which a tile stores 16-byte piece `piece` of row `row` within the row.
+/// Returns the position within row `row` at which a tile stores the row's 16-byte piece `piece`.
 template <int D>
 __host__ __device__ static inline int piece_place(int row, int piece)
 { return D % 64 == 0 ? piece ^ (row & 7) : piece ^ (row >> 1 & 3); }

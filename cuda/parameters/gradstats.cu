@@ -171,8 +171,8 @@ __device__ static inline float look_at(uint4 raw, __half2 &top, __half2 &zeros, 
                                        histogram *bins)
 {
   // Magnitudes are compared as f16, even if they are bf16: the bits have the same order. A number
-  // that reads as NaN is neither zero nor tiny. If `top` misses such a number, its square is out of
-  // range, so careful() runs.
+  // whose bits are a NaN in f16 is neither zero nor tiny. `top` may miss it, but its square is out
+  // of range, so careful() runs.
   const __half2 normal = as_halves((uint32_t)layout<T>::normal * 0x00010001u), zero = as_halves(0);
   const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
   float part[4];

@@ -17,7 +17,7 @@ eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, 
 /// Totals of a gradstats pass, in device memory. Lagged updates read them.
 typedef struct cuda_step_total {
   int64_t bad;            // number of inf and nan in all spans
-  double  sum_squares;    // of the finite gradients, divided by their span's `scale`
+  double  sum_squares;    // of the finite gradients, each divided by its span's `scale`
 } cuda_step_total;
 /// Returns the totals of the pass with this ticket, whether it is fetched or not, or NULL once a
 /// later pass has overwritten them.

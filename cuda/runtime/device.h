@@ -82,8 +82,8 @@ typedef struct cuda_fault_record {
   int64_t value, limit;  // the bad index; the smallest index that is too large
 } cuda_fault_record;
 cuda_fault_record *cuda_fault(void);
-/// Clears the fault and returns its error. Called by functions that copy the fault record to the
-/// host themselves. `seen` is that copy, in which `raised` is set.
+/// Clears the fault record and returns the error for the fault in `seen`, a copy of the record in
+/// which `raised` is set. Called by functions that copy the record to the host themselves.
 eng_status cuda_fault_told(const cuda_fault_record *seen);
 
 #ifdef __cplusplus
