@@ -169,8 +169,8 @@ __device__ static inline piece piece_of(const device_span &s)
   return p;
 }
 
-/// Calls `advance`. If MORE is true, also multiplies the change of the weight by u->shrink, and adds
-/// to `sum` the squares of the change before that, of the new weight and of the moments.
+/// Calls `advance`. If MORE is true, also multiplies the change of the weight by u->shrink, and
+/// adds to `sum` the squares of the change before that, of the new weight and of the moments.
 template <int LOOP, bool MORE>
 __device__ static inline void advance_one(const rule &r, const numbers *u, bool momentum,
                                           bool starts, float &w, float g, float &m, float &v,
