@@ -260,7 +260,7 @@ static int box_next(lua_State *L)
 
 // ------------------------------------------------------------------ math
 
-// Rounds to float, like a scaler that keeps its scale in a float32 tensor.
+// Rounds to float32, as a scaler does that keeps its scale in a float32 tensor.
 static int box_f32(lua_State *L)
 {
   lua_pushnumber(L, (double)(float)luaL_checknumber(L, 1));

@@ -16,8 +16,8 @@ enum { TEXT_VERSION = 1, STATE_DEPTH = DATA_DEPTH - 2 };   // save wraps the sta
 
 // ------------------------------------------------------------------ Lua tables to blobs
 
-// The tables seen so far: a state must be a tree, because a copy would duplicate a shared table.
-// Only few[0..n) is initialized.
+// The tables seen so far: up to 16 in few[0..n), more in the hash table `table`. The rest of `few`
+// is uninitialized. A state must be a tree, because a copy would duplicate a shared table.
 typedef struct visited { size_t n, capacity; const void **table, *few[16]; } visited;
 
 static bool visit(visited *v, const void *table)

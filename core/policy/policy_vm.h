@@ -103,7 +103,7 @@ struct eng_policy {
   int      n_logs;               // number of values that the last decision logged
   char     printed[ENG_POLICY_PRINTS];
   size_t   printed_bytes;
-  bool     printed_read;         // the text was read, so the next print starts a new one
+  bool     printed_read;         // `printed` was read, so the next print overwrites it
   int64_t  failures;
 
   // The host's protected task, run by the function in SLOT_TASK.

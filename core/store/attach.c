@@ -1,6 +1,6 @@
 // The attach socket of a run: a Unix socket in the run's directory, over which other processes of
-// the same user exchange lines with the run. The run never waits for a client: unread replies are
-// kept up to a limit, and then the client is disconnected. Lua defines the protocol
+// the same user exchange lines with the run. The run never waits for a client: it keeps unread
+// replies up to a limit, and then disconnects the client. Lua defines the protocol
 // (lua/engine/run/control.lua, lua/engine/cli/attach.lua). This file has both the server and the
 // client side. Called by Lua: the trainer between steps, and `engine attach`.
 #define _GNU_SOURCE   // accept4, struct ucred

@@ -76,7 +76,7 @@ struct eng_history {
                                     // empty.
   uint64_t  appended, committed;    // numbers of messages
   uint64_t  rounds;                 // rounds of the thread, whether or not the commit succeeded
-  bool      stop, hurry;
+  bool      stop, hurry;            // hurry: start a round now, not at the end of the period
   bool      failing;                // the last round failed
   bool      news;                   // the last error has not been reported yet
   bool      moved;                  // the file was removed or replaced

@@ -130,7 +130,7 @@ void trie_free(trie *t);
 typedef struct step {
   int     kind;
   int64_t flags;
-  char   *a, *b;
+  char   *a, *b;               // the step's texts; in normal forms, b is a buffer of code points
   int64_t a_size, b_size;
   struct charsmap *map;        // only ENG_STEP_CHARSMAP
   buffer  work;                // the result of the step's last run
@@ -158,7 +158,7 @@ typedef struct decoded { int64_t at, shown; int32_t size, shown_size; bool speci
 
 struct eng_tokenizer {
   int       model, flags;
-  int64_t   unknown, longest;
+  int64_t   unknown, longest;  // see eng_tokenizer_new
   char     *prefix, *suffix;
   int64_t   prefix_size, suffix_size;
   texts     vocab;             // the model's tokens by their text
@@ -183,8 +183,9 @@ struct eng_tokenizer {
   added    *added;
   int64_t   n_added, room_added;
   int32_t  *added_of;          // [room_ids] 1 + index in `added`; 0: not an added token
-  trie      raw_added, normalized_added;
-  bool      raw_first[256], normalized_first[256];
+  trie      raw_added, normalized_added;   // of the added tokens that are searched in the raw text,
+                                           // and of those that are searched in normalized text
+  bool      raw_first[256], normalized_first[256];   // whether such a token begins with this byte
   steps     normalize, split, decode;
   ids       before, after, out;
   word_cache cache;

@@ -1,7 +1,7 @@
 // Encodes words, with a cache of words seen before. A byte-pair word is cut between two characters
 // that no merge joins (bpe.c). Its parts are encoded and cached separately; their ids are the same
-// as those of the whole word. This speeds up tokenizers that treat a whole text as one word (Llama
-// 2).
+// as those of the whole word. Cutting speeds up tokenizers that treat a whole text as one word
+// (Llama 2).
 // Called by split.c.
 #include "tokenizer.h"
 
