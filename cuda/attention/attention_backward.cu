@@ -1,8 +1,11 @@
 // Attention backward with tensor cores: f16 and bf16, at most 128 wide. See attention.h.
 //
-// With p = softmax(scores), dp = dy . v and delta = sum of p * dp = dy . y:
-//   dscore = p * (dp - delta), dq = factor * sum of dscore * k, dk = factor * sum of dscore * q,
-//   dv = sum of p * dy.
+// A query and a key have a probability p (the softmax of their score) and dp = dy . v.
+// A query has delta = sum of p * dp = dy . y. The gradients are
+//   dscore = p * (dp - delta)
+//   dq = factor * sum of dscore * k
+//   dk = factor * sum of dscore * q
+//   dv = sum of p * dy
 // There are three kernels. The first computes delta of each row. The second computes dk and dv: a
 // block owns some keys and iterates over the queries. The third computes dq: a block owns some
 // queries and iterates over the keys. The second and third recompute the probabilities from lse.

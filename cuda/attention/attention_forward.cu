@@ -2,10 +2,10 @@
 //
 // A block processes 128 queries of one head, 32 per warp, and iterates over the keys, 64 or 32 at a
 // time, while the next keys load. With entropies and more than 96 columns, registers suffice for
-// only half the queries. Softmax is computed online: each row keeps its largest score so far, the
-// sum of its exponentials, and y, and rescales the sum and y when the largest score grows.
-// Probabilities are rounded to the inputs' format for the product with v. The sums are in f32, over
-// the unrounded probabilities.
+// only 64 queries per block. Softmax is computed online: for each row a block keeps the largest
+// score so far, the sum of the exponentials, and y. When the largest score grows, the block
+// rescales the sum and y. Probabilities are rounded to the inputs' format for the product with v.
+// The sums are in f32, over the unrounded probabilities.
 #include "attention_tiles.h"
 
 // tiles of 16 queries per warp

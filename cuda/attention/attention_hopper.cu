@@ -1,6 +1,6 @@
-// Attention forward on Hopper (sm_90a): f16 and bf16, 64 or 128 wide. See attention.h. It computes
-// the same numbers as attention_forward.cu, in the same order of keys, with the same rules for
-// infinities and masks.
+// Attention forward on Hopper (sm_90a): f16 and bf16, 64 or 128 wide. See attention.h. This file
+// computes the same numbers as attention_forward.cu, in the same order of keys, with the same rules
+// for infinities and masks.
 //
 // A block processes 128 queries of one head, 64 in each of its two warpgroups, and iterates over
 // the keys while the next keys load. wgmma is asynchronous: while the warps turn the scores of one

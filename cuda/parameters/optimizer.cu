@@ -11,9 +11,9 @@
 // on a lagged update: the kernel `decide` reads the totals of the gradient statistics, counts t,
 // and sets the factor.
 //
-// Norms of the change, the weights and the moments are sums of squares in f64. The order is the
-// same on every card: a thread's elements, then lanes, warps and a tensor's chunks. The host waits
-// for the norms. Updates without norms and limits have their own kernels, without this code.
+// For the norms of the change, the weights and the moments, squares are summed in f64. The order is
+// the same on every card: a thread's elements, then lanes, warps and a tensor's chunks. The host
+// waits for the sums. Updates without norms and limits use kernels that lack this code.
 #include "passes.h"
 #include "kernel/lanes.h"
 #include "runtime/runtime.h"
@@ -50,14 +50,14 @@ typedef struct numbers {
   float   limit;             // clamp gradients to +-limit; inf: no clamp
   int32_t go;                // 0: skip this update
   int32_t adam, n_groups;
-  // for updates with norms or limits: the limit on g^2 / v (0: none), the factor on the change of
-  // the weights, and whether only norms are wanted
+  // for updates with norms or limits. spike: the limit on g^2 / v; 0: none. shrink: the factor on
+  // the change of the weights. dry: 1 if only norms are wanted.
   float   spike, shrink;
   int32_t dry;
-  // for lagged updates: the index of the update counter, and whether the counter restarts at t
+  // for lagged updates. counter: the index of the update counter. fresh: 1 if it restarts at t.
   int32_t counter, fresh;
-  // for bf16 masters: ENG_ROUND_*. `seed` and `draw`, a number that no other update has, select the
-  // random numbers.
+  // for bf16 masters. rounding: ENG_ROUND_*. seed, draw: select the random numbers; no two updates
+  // have the same draw.
   int32_t rounding;
   uint64_t seed;
   int64_t draw;

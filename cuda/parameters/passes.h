@@ -19,8 +19,8 @@ typedef struct cuda_step_total {
   int64_t bad;            // number of inf and nan in all spans
   double  sum_squares;    // of the finite gradients, each divided by its span's `scale`
 } cuda_step_total;
-/// Returns the totals of the pass with this ticket, whether it is fetched or not, or NULL once a
-/// later pass has overwritten them.
+/// Returns the totals of the pass with this ticket, whether or not its results have been fetched.
+/// Returns NULL once a later pass has overwritten the totals.
 const cuda_step_total *cuda_total_of(int64_t ticket);
 
 // optimizer.cu

@@ -44,8 +44,9 @@ eng_status  cuda_graph_launch(void *graph);
 void        cuda_graph_free(void *graph);
 /// Whether a step is being captured.
 bool        cuda_capturing(void);
-/// Copies `size` bytes to pinned host memory, which is freed with the captured graph. Each launch
-/// of the graph copies that memory to the card.
+/// Copies `size` bytes to pinned host memory and returns that memory, which the graph that is being
+/// captured can read at each launch. It is freed with the graph. Returns NULL, with the error set,
+/// if memory runs out.
 void       *cuda_capture_keep(const void *bytes, int64_t size);
 /// During a capture, which forbids waiting for the stream, queues device memory to be freed when
 /// the capture ends, and returns true. Without a capture, returns false.
