@@ -3,11 +3,11 @@
 //
 // There are two passes. The first cuts dy into tiles, about as many as the blocks that an H200 runs
 // at the same time. A tile is a chunk of rows by up to 32 x 16 bytes of columns. A block of 8 warps
-// sums one tile: each thread reads 16 bytes of columns, with 8 rows in flight. Then the sums of the
-// lanes that share columns are added, and then the sums of the warps, in a fixed order. The result
-// of a tile is one row of partial sums. The second pass adds the partial sums of all chunks and, if
-// the call accumulates, the previous contents of the output. Sums are in f32, or in f64 for f64
-// inputs. The operation cannot be faster than one read of dy.
+// sums one tile: a thread reads 16 bytes of a row at a time and has 8 rows in flight. Then the sums
+// of the lanes that share columns are added, and then the sums of the warps, in a fixed order. The
+// result of a tile is one row of partial sums. The second pass adds the partial sums of all chunks
+// and, if the call accumulates, the previous contents of the output. Sums are in f32, or in f64 for
+// f64 inputs. The operation cannot be faster than one read of dy.
 #include "kernel/element.h"
 #include "kernel/vector.h"
 
@@ -16,7 +16,7 @@ namespace {
 enum {
   WARPS = 8,
   IN_FLIGHT = 8,          // rows that a thread loads before it adds them
-  RESIDENT = 4,           // blocks per multiprocessor; an H200 has 132
+  RESIDENT = 4,           // blocks per multiprocessor; an H200 has 132 multiprocessors
   MOST_BLOCKS = 132 * RESIDENT,
   SUM_COLUMNS = 32, SUM_ROWS = 32,   // threads of a block in the second pass
 };

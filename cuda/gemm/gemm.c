@@ -12,8 +12,9 @@
 
 op_kernel cuda_matmul, cuda_linear, cuda_contiguous, cuda_cast;
 
-// A batch that cuBLASLt cannot stride through takes several launches. If there would be more than
-// MOST_LAUNCHES of them, the operand is copied instead, which is cheaper.
+// A batch that cuBLASLt cannot stride through takes several launches. Instead of more than
+// MOST_LAUNCHES launches, the operands whose strides prevent a single one are copied, which is
+// cheaper.
 enum { MOST_LAUNCHES = 32 };
 
 /// Replaces x [batch.. x rows x columns] by a copy in `dtype` without gaps. Broadcast batch

@@ -44,7 +44,7 @@ void gemm_cache_open(const char *card, int64_t version);
 /// Stores an entry's choice in the table and in the file. Returns false if the file could not be
 /// written.
 bool gemm_cache_keep(gemm_entry *entry, const gemm_choice *choice);
-/// Returns the file's path, or "" if there is no folder for it.
+/// Returns the file's path, or "" if no file is used (no search, or no folder in the environment).
 const char *gemm_cache_path(void);
 /// Clears the table (the caller frees the plans).
 void gemm_cache_clear(void);

@@ -109,8 +109,8 @@ static eng_status check(const fp8_result *y, const fp8_operand *x, const fp8_ope
   else if (x->format == ENG_e5m2 && w->format == ENG_e5m2)
     wrong = "expected at least one operand in E4M3";
   else if (y->m > x->rows || y->n > w->rows || y->m < 1 || y->n < 1 || y->stride < y->n)
-    wrong = "expected y of at least 1 x 1, no larger than the operands' rows, with a row stride of "
-            "at least its width";
+    wrong = "expected y from 1 x 1 to (rows of x) x (rows of W), with a row stride of at least its "
+            "width";
   else if (y->dtype != ENG_f32 && y->dtype != ENG_f16 && y->dtype != ENG_bf16)
     wrong = "expected y in f32, f16 or bf16";
   else if (fast && by_block(x->scaling)) wrong = "expected scales by tensor or row with fast sums";

@@ -37,9 +37,9 @@ typedef struct fp8_result {
 eng_status fp8_product_supported(int scaling_x, int scaling_w);
 
 /// Queues the product. With `fast` (FP8_TENSOR and FP8_ROW only), sums stay in the tensor cores' 14
-/// bits over all of K; otherwise they are promoted to f32 every 128 steps. The two scalings are
-/// FP8_TENSOR and FP8_TENSOR, FP8_ROW and FP8_ROW, or FP8_VEC128 and FP8_VEC128 or FP8_BLK128, in
-/// either order. At most one operand may be E5M2.
+/// bits over all of K; otherwise they are promoted to f32 every 128 products along K. The scalings
+/// must be equal and not FP8_BLK128, or one FP8_VEC128 and the other FP8_BLK128. At most one
+/// operand may be E5M2.
 eng_status fp8_product(const fp8_result *y, const fp8_operand *x, const fp8_operand *w, bool fast);
 
 #ifdef __cplusplus

@@ -134,8 +134,8 @@ static eng_status column_sums(tensor *db, tensor *x, bool add)
   return cuda_bias_grad(&call);
 }
 
-// Computes dW = dy^T x and db = the column sums of dy. Each is added to the output if the call says
-// so.
+// Computes dW = dy^T x and db = the column sums of dy. If the call says so, dW or db is added to
+// the previous contents of its output.
 eng_status cuda_linear_grad(const op_call *call)
 {
   tensor *dy = call->in[0], *x = call->in[1], *dw = call->out[0], *db = call->out[1];
@@ -152,8 +152,8 @@ eng_status cuda_linear_grad(const op_call *call)
   p.a.row = 1;
   p.a.column = rows.row;
   if (dw->count == 0) return db->count > 0 ? column_sums(db, dy, add) : ENG_OK;
-  // cuBLASLt cannot add the sums to db. So they go into a matrix of one row, whose column sums are
-  // then added to db.
+  // cuBLASLt can store the sums only in aligned f32 memory, and cannot add them to db. If that is
+  // not enough, they go into a matrix of one row, which column_sums stores in db or adds to it.
   tensor sums = {.dtype = ENG_f32, .ndim = 2, .count = p.m, .shape = {1, p.m}, .stride = {p.m, 1}};
   bool direct = db->dtype == ENG_f32 && !add && gemm_alignment(db->data) == 16, done;
   int64_t bytes = p.m * (int64_t)sizeof(float);

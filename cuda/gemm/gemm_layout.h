@@ -69,7 +69,7 @@ bool gemm_rows_aligned(const gemm_matrix *x, int64_t rows, int64_t columns);
 /// the table of choices. cuBLASLt computes the column-major product D [m x n] = op(A) op(B). Its D
 /// is the transpose of our C, so its A is our B and its m is our n. Strides are in elements. type_*
 /// are dtypes; `bias` is a dtype, or -1 for none; align_* are in bytes, up to 16; scaling_* are
-/// cuBLASLt's modes + 1, or 0 for none; `after` is a gemm_after.
+/// cuBLASLt's scale modes + 1, or 0 for none; `after` is a gemm_after.
 #define GEMM_PROBLEM_FIELDS(F)                                                               \
   F(m)                                                                                       \
   F(n) F(k) F(type_a) F(type_b) F(type_c) F(transpose_a) F(transpose_b) F(lda) F(ldb) F(ldc) \

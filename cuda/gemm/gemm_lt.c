@@ -47,7 +47,7 @@ typedef struct plan {
   cublasLtMatmulDesc_t   product;
   cublasLtMatrixLayout_t a, b, c;
   cublasLtMatmulAlgo_t   algorithm;
-  int64_t workspace;      // bytes of workspace
+  int64_t workspace;      // bytes
   bool refused;           // no algorithm exists
 } plan;
 
@@ -195,7 +195,7 @@ static eng_status describe(plan *x, const gemm_problem *p)
   return layout_make(&x->c, p, p->type_c, p->m, p->n, p->ldc, p->stride_c);
 }
 
-/// Sets the pointers in the descriptor, which change from call to call.
+/// Sets the descriptor's pointers, which change from call to call.
 static eng_status point(const plan *x, const gemm_problem *p, const gemm_operands *on)
 {
   if (p->bias >= 0) SET(x->product, BIAS_POINTER, on->bias, p);
@@ -242,7 +242,7 @@ static void plan_drop(plan *x)
 
 typedef struct candidate {
   cublasLtMatmulAlgo_t algorithm;
-  int64_t workspace;      // bytes of workspace
+  int64_t workspace;      // bytes
   gemm_choice choice;
 } candidate;
 
@@ -424,8 +424,9 @@ static bool worth_searching(const gemm_problem *p)
          capture == cudaStreamCaptureStatusNone;
 }
 
-/// Prints a warning if cuBLASLt refuses a large product, which is slow without it. Prints nothing
-/// for FP8 products, which fail with an error, or for epilogues, which then run as separate passes.
+/// Prints a warning if cuBLASLt refuses a large product, which is slow without cuBLASLt. Prints
+/// nothing for FP8 and microscaled products, which fail with an error, or for products with an
+/// epilogue, which then runs as a separate pass.
 static void report_refusal(const gemm_problem *p)
 {
   if ((double)p->m * (double)p->n * (double)p->k * (double)p->batch < 64 * LEAST_WORK ||
@@ -451,7 +452,7 @@ static eng_status first_with_room(int *found, candidate *list, int n, const plan
   for (size_t k = 1;; k++) {
     for (*found = 0; *found < n; (*found)++)
       if (has_room(&list[*found])) return ENG_OK;
-    // the arena has set the error message
+    // scratch_take has set the error message
     if (k == sizeof WORKSPACE / sizeof *WORKSPACE) return ENG_ERR_MEMORY;
     ENG_TRY(candidates_of(list, &n, x, p, WORKSPACE[k]));
   }

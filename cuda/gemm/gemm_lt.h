@@ -5,9 +5,9 @@
 #include "gemm_layout.h"
 
 /// The operands of a problem, in device memory and in cuBLASLt's order (its A is our B). Scales are
-/// NULL except for FP8 and microscaled operands. alpha, the factors on the product and on C, is
-/// NULL except for microscaled operands; for NVFP4 it is in device memory, for MX in host memory.
-/// The operation problem->after reads or writes `side`.
+/// NULL except for FP8 and microscaled operands. `alpha` holds two factors, on the product and on
+/// C. It is NULL except for microscaled operands, and in device memory for NVFP4, in host memory
+/// for MX. The operation problem->after reads or writes `side`.
 typedef struct gemm_operands {
   const void  *a, *b;
   void        *c;

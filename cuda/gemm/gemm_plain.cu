@@ -1,12 +1,13 @@
-// A kernel for products that cuBLASLt does not support, slower than cuBLASLt, and a kernel that
-// rounds a finished product into an output that cuBLASLt cannot write. Called by gemm.c and
-// gemm_fp8.c.
+// Two kernels. One computes products that cuBLASLt does not support; it is slower than cuBLASLt.
+// The other rounds a finished product into an output that cuBLASLt cannot write. Called by gemm.c
+// and gemm_fp8.c.
 #include "kernel/element.h"
 #include "gemm_plain.h"
 
 namespace {
 
-// a block of 32 x 8 threads computes 32 x 32 elements of C; a thread computes four of a column
+// A block of 32 x 8 threads computes 32 x 32 elements of C. A thread computes four elements of one
+// column.
 enum { TILE = 32, ROWS = 8 };
 
 __device__ inline float  fused(float a, float b, float c)    { return fmaf(a, b, c); }
