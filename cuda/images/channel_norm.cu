@@ -3,13 +3,13 @@
 //
 // There are three passes. The first cuts a sample into tiles: a piece of its rows by up to 32
 // vectors of channels. For each channel of a tile it sums x and x^2 or, in the backward pass, dy
-// and dy * (x - mean). The second adds the pieces of a channel and the channels of a group, and
-// derives up to four factors for each channel. The third applies the factors to the elements.
+// and dy * (x - mean). The second adds the sums of a channel's pieces and of a group's channels,
+// and derives up to four factors for each channel. The third applies the factors to the elements.
 //
-// A thread sums runs of RUN rows in f32 (in f64 if f32 would overflow), and the runs in f64. In a
-// run, x is split into the run's mean and the deviations from it, so that only the deviations are
-// rounded to f32. The shape alone determines the order of every sum. f64 inputs are computed in f64
-// throughout. Called through the device's table.
+// A thread sums a run of RUN rows in f32 (in f64 if f32 would overflow), and adds the sums of its
+// runs in f64. In a run, x is split into the run's mean and the deviations from it, so that only
+// the deviations are rounded to f32. The shape alone determines the order of every sum. f64 inputs
+// are computed in f64 throughout. Called through the device's table.
 #include "kernel/lanes.h"
 #include "kernel/team.h"
 
@@ -19,7 +19,7 @@ enum {
   WARPS = 8,
   THREADS = 32 * WARPS,
   RUN = 8,                   // rows that a thread loads before it adds them
-  MOST_BLOCKS = 132 * 4,     // blocks that an H200 runs at a time; determines the pieces
+  MOST_BLOCKS = 132 * 4,     // blocks that an H200 runs at a time; limits the pieces
 };
 
 /// A call as kernels see it. Absent tensors are NULL.
@@ -30,7 +30,7 @@ struct channel_norm {
   int64_t samples, rows;                   // rows of one sample
   int64_t channels, groups;
   int     lanes_log2;                      // 2^lanes_log2 lanes of a warp take adjacent vectors
-  int64_t tiles, pieces, piece_rows;       // tiles of channels; pieces of a sample's rows
+  int64_t tiles, pieces, piece_rows;       // tiles along the channels, pieces along the rows
   double *partial;                         // [samples x pieces x 2 x channels]
   void   *factor;                          // [samples x 4 x channels], f32 or f64: see apply
   bool    wide;                            // factors are f64
@@ -303,9 +303,9 @@ __global__ void __launch_bounds__(THREADS)
   put_factor(s, i / s.channels, 0, i % s.channels, number_at(mean, i / width, 0));
 }
 
-/// Further inputs of the gradient. If several ranks share the batch of a batch norm, sums [2 x C]
-/// holds dweight and dbias summed over the `count` rows of all ranks, of which x holds a part.
-/// Otherwise `sums` is NULL, and x holds all rows.
+/// Further inputs of the gradient. `count` is the number of elements that share a mean. If several
+/// ranks share the batch of a batch norm, sums [2 x C] holds dweight and dbias summed over the rows
+/// of all ranks. Otherwise `sums` is NULL.
 struct gradient { vector variance, weight, sums; double count, eps; };
 
 /// Finds the factors of the backward pass. A warp processes a group of a sample. With

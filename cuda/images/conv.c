@@ -60,7 +60,7 @@ typedef struct tiles {
   const conv_gather *g;
   bool    direct;
   int64_t k, row;               // columns of one group and of all groups
-  int64_t first, count, most;   // first place and number of places of a tile; their maximum
+  int64_t first, count, most;   // of a tile: first place, number of places, most places
   void   *memory;
 } tiles;
 
