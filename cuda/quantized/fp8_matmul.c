@@ -3,9 +3,9 @@
 // on sm_90. All other calls use the formula (fp8_plain.cu), which is slow and gives the same
 // numbers as Hopper's tensor cores. ENGINE_FP8_FORMULA=1 always uses the formula, for comparison.
 //
-// With scales by block, the tensor cores start a new sum every 128 steps, so a promotion interval
-// of 128 or more gives the same result as no promotion. With scales by tensor or by row, promotion
-// every 128 steps is cuBLASLt's ordinary mode, and no promotion is its fast mode.
+// With scales by block, the tensor cores start a new sum every 128 products along K, so a promotion
+// interval of 128 or more gives the same result as no promotion. With scales by tensor or by row,
+// promotion every 128 products is cuBLASLt's ordinary mode, and no promotion is its fast mode.
 //
 // Tensor cores need operands that are contiguous along K, with sizes that are multiples of 16, and
 // scales in cuBLASLt's layout. Other operands (transposed, ragged edges) are first copied into
@@ -19,7 +19,7 @@
 
 op_kernel cuda_contiguous, cuda_fp8_matmul;
 
-enum { EVERY = 128 /* steps between promotions */ };
+enum { EVERY = 128 /* products along K between promotions */ };
 
 /// Returns the fp8_scaling that has these blocks of an operand [outer x K], or -1 if none has.
 static int scaling_of(int64_t outer_block, int64_t k_block)

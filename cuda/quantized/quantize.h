@@ -20,13 +20,13 @@ enum {
   TILE_THREADS = TILE / DOWN * (TILE / EIGHT),
   TILE_WARPS = TILE_THREADS / 32
 };
-enum { LANES = TILE / EIGHT /* threads per row */, THREADS = 256 /* without tiles */ };
+enum { LANES = TILE / EIGHT /* threads per row */, THREADS = 256 /* of a block without tiles */ };
 
 /// How scale factors vary within a tile.
 enum { BY_TILE, BY_ROW, BY_COLUMN, BY_BLOCK };
 
-/// One of the two outputs. Blocks are in the coordinates of x: each covers row_block x column_block
-/// numbers of x.
+/// One of the two outputs: the codes of x, or their transposed copy. Blocks are in the coordinates
+/// of x: each covers row_block x column_block numbers of x.
 struct side {
   void    *q;                          // NULL if not wanted
   float   *scale;                      // block (i, j): scale[i * row_stride + j * column_stride]
@@ -36,7 +36,7 @@ struct side {
   int64_t  row_block, column_block, down, across;
   int64_t  row_stride, column_stride;
   int64_t  random;                     // Philox block of the first element
-  int      how;
+  int      how;                        // BY_TILE, BY_ROW, BY_COLUMN or BY_BLOCK
 };
 
 /// How a largest magnitude becomes a scale.
@@ -108,7 +108,7 @@ __device__ static inline uint16_t e5m6_of(float x)
 {
   uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7FFFFFFFu;
   if (magnitude > 0x7F800000u) return 0x7E0;
-  // 65536 and above
+  // the code of 65536 and more is too large; min() below limits it
   uint32_t code = magnitude >= 0x47800000u ? 0xFFFu : fp8_code_f32(magnitude, 6);
   return (uint16_t)((bits >> 20 & 0x800u) | min(code, (uint32_t)E5M6_MAX_CODE));
 }

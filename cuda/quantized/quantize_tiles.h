@@ -9,8 +9,10 @@
 
 /// Shared memory of a tile.
 struct shared_tile {
-  uint32_t row_top[TILE], warp_top[TILE_WARPS];           // bits of f32
-  alignas(16) uint32_t column_top[TILE_WARPS][TILE];      // words of magnitudes
+  // largest magnitudes: of each row and of each warp's numbers, as bits of f32; of each column of a
+  // warp's numbers, as words of magnitudes
+  uint32_t row_top[TILE], warp_top[TILE_WARPS];
+  alignas(16) uint32_t column_top[TILE_WARPS][TILE];
   // factor[0] belongs to q, factor[1] to its transposed copy; one per row or per column
   alignas(16) float factor[2][TILE];
   // the inverse of each factor, rounded down and up
@@ -33,8 +35,8 @@ __device__ static inline int column_of(const tile_place &at)
 __device__ static inline int64_t offset_of(const tile_place &at, const job &p)
 { return row_of(at) * (int64_t)p.width + column_of(at); }
 
-/// Puts the factors of one side into shared memory. Reads them from memory or, if they are not
-/// there, computes them from the maxima and writes the scales. Threads 128 to 255 do this for
+/// Puts the factors of one side into shared memory. Reads them from s.factor or, if that is NULL,
+/// computes them from the tile's maxima and writes the scales. Threads 128 to 255 do this for
 /// factors by column, threads 0 to 127 for all other factors.
 template <typename T>
 __device__ static inline void share_factors(shared_tile &t, const side &s, int which, const job &p,
@@ -130,8 +132,8 @@ __device__ static inline uint32_t write_own(const shared_tile &t, const eight<T>
   return doubt;
 }
 
-/// Returns the address of the two words of the transposed tile that hold the thread's rows of the
-/// thread's column k.
+/// Returns the address of the two words of the transposed tile that hold the codes of the thread's
+/// column k.
 __device__ static inline uint32_t *turned_word(shared_tile &t, const tile_place &at, int k)
 {
   return &t.turned[at.first_column + k][at.first_row / 4 ^ at.first_column / EIGHT * 2];
@@ -220,8 +222,8 @@ __device__ static inline void write_turned(const shared_tile &t, const job &p, c
 }
 
 /// Tracks the largest magnitudes of the words added so far. NaN counts as the largest or, with
-/// BUT_NAN, is ignored. A comparison of floats can drop the sign in the same instruction. A
-/// comparison of integers would need registers for all magnitudes in addition to the numbers.
+/// BUT_NAN, is ignored. Compares floats, because one instruction drops the sign and compares. To
+/// compare integers, a thread would need registers for all magnitudes in addition to the numbers.
 template <typename T, bool BUT_NAN> struct largest_of {
   float high = 0;
   __device__ void add(uint32_t word)
@@ -382,7 +384,7 @@ __device__ static inline void receive(eight<T> (&v)[DOWN], const uint4 *stage, c
 /// The number of 16-byte quads of a tile in `stage`.
 template <typename T> struct stage_of { enum { QUADS = TILE * TILE * sizeof(T) / sizeof(uint4) }; };
 
-/// Starts loading a tile of x and, with SWIGLU, a tile of `up` into the memory behind it.
+/// Starts loading a tile of x into `stage` and, with SWIGLU, a tile of `up` behind the tile of x.
 template <typename T, bool SWIGLU>
 __device__ static inline void send_tile(uint4 *stage, const T *x, const job &p,
                                         const tile_place &at)
