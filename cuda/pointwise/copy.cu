@@ -68,7 +68,7 @@ static eng_status move(walk<2> w)
 // ------------------------------------------------------------------ tiles
 
 /// A transposition. The source is contiguous along dimension `down` of the walk, the target along
-/// dimension 0. The rest is the number of tiles along both.
+/// dimension 0. across_tiles is the number of tiles along dimension 0, down_tiles along `down`.
 struct turn { int down; uint32_t across_tiles, down_tiles; };
 
 /// The start of a block's tile: its indices along both dimensions, and its offsets in both tensors.
@@ -280,7 +280,7 @@ static eng_status copy(const tensor *y, const tensor *x)
   return ENG_OK;
 }
 
-/// Converts to FP8 with saturation or with stochastic rounding.
+/// Converts to FP8 with saturation, stochastic rounding or both, as `mode` says.
 struct mode_body {
   int mode;
   uint64_t seed, counter;
