@@ -331,7 +331,7 @@ struct pick_source {
   uint8_t    *picked;                        // [places], or NULL
 };
 
-struct word_body {   // the walk holds words, indices, and the place of each element at index 0
+struct word_body {   // the walk holds words, indices, and the places that index 0 would select
   pick_source p;
   int64_t     step;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const

@@ -106,8 +106,8 @@ template <typename T> __device__ static inline words<T, 8> rounded(float (&x)[8]
 }
 
 // A block keeps weight and bias in shared memory, in f32. The 8 columns of a piece are stored as
-// two halves; each half is adjacent to the same half of the next thread. Loads from global memory
-// inside the loop would have to wait together with the loads of the next row.
+// two halves; each half is adjacent to the same half of the next thread. If the loop loaded weight
+// and bias from global memory, it would have to wait for them and the next row together.
 
 /// The size of a weight or bias in shared memory, in units of float4.
 template <int V, int ROW> constexpr int KEPT = V * ROW * 2;

@@ -1,6 +1,7 @@
-// The largest elements: topk, argmax, argmin. The rules are the CPU's: NaN is the largest for topk
-// and argmax and the smallest for argmin; among equals (-0 equals +0) the first wins. Elements are
-// mapped to integers of the same order, so that every format takes the same path.
+// The largest or smallest elements: topk, argmax, argmin. The rules are the CPU's: NaN is the
+// largest for topk and argmax and the smallest for argmin; among equals (-0 equals +0) the first
+// wins. Elements are mapped to integers of the same order, so that every format takes the same
+// path.
 //
 // In topk, a row of up to 1024 elements stays in the registers of a warp. In a longer row, a block
 // finds one element after the other. If there are few rows with many elements to find, the rows are
@@ -208,7 +209,7 @@ static __global__ void __launch_bounds__(BLOCK) block_row_kernel(const top_call 
   }
 }
 
-// Writes the words that are sorted in descending order: the larger element comes first and, of
+// Writes the words that sort_rows sorts. Their descending order puts larger elements first and, of
 // equal elements, the earlier one.
 static __global__ void __launch_bounds__(256)
   rank_kernel(const top_call c, int64_t row, uint64_t *word)
