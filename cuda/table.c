@@ -9,7 +9,7 @@
 #include "runtime/host.h"
 #include "runtime/runtime.h"
 
-// Linking fails if one of these operations has no kernel.
+// Declares the kernels. Linking fails if an operation has none.
 #define KERNEL_ANY(name)  op_kernel cuda_##name;
 #define KERNEL_ROWS(name) op_kernel cuda_##name;
 #define KERNEL_VIEW(name)
