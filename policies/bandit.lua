@@ -1,8 +1,8 @@
 -- Chooses among four scaling rules. A rule's cost, while it is in charge, is the share of gradients
--- that lost bits; a skipped step costs as much as losing all of them. All rules see every step. One
--- rule decides for `period` steps; then the rule with the lowest cost minus an exploration bonus
--- takes over. Old costs are discounted, because training changes. Source: discounted UCB1 (Auer et
--- al., 2002).
+-- that lost bits; a step that overflows costs as much as losing all of them. All rules see every
+-- step. One rule decides for `period` steps; then the rule with the lowest cost minus an
+-- exploration bonus takes over. Old costs are discounted, because training changes. Source:
+-- discounted UCB1 (Auer et al., 2002).
 
 -- Each rule moves its own scale. `dynamic` reacts to overflows only; each other rule has a target
 -- for the largest stored gradient.

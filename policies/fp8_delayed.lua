@@ -53,7 +53,8 @@ return {
         scales[name] = peaks[2]
       end
     end
-    -- The default amax, 2^-126, marks tensors without a history. No tensor has this amax.
+    -- 2^-126 is the value of tensors without a history, which `scales` leaves out. No amax may be
+    -- equal to it.
     return { scale = 2^-126, scales = scales }
   end,
 }

@@ -1,7 +1,7 @@
--- Guards losses with violent gradients, such as DPO's log-sigmoid. An overflow multiplies the scale
--- by 0.3, but never takes it below 2^12. After five overflows in a row, growth pauses. The gradient
--- norm is clipped at 1. When stored gradients grow beyond twice `ahead`, the scale falls before
--- they overflow. Source: the DPO recipe for custom scalers in ms-swift's guides.
+-- For losses with large, sudden gradients, such as DPO's log-sigmoid. An overflow multiplies the
+-- scale by 0.3, but never takes it below 2^12. After five overflows in a row, growth pauses. The
+-- gradient norm is clipped at 1. When stored gradients grow beyond twice `ahead`, the scale falls
+-- before they overflow. Source: the DPO recipe for custom scalers in ms-swift's guides.
 return {
   name = "guarded",
   doc  = "Backs off by 0.3 to a floor, pauses growth after repeated overflows, clips; for DPO.",

@@ -11,7 +11,7 @@ return {
     init_scale      = 2^16,
     growth_interval = 2000,   -- good steps in a row until growth, at the highest rate seen
     least           = 50,     -- good steps in a row until growth, at rates near zero
-    jump            = 2,      -- if the rate grows by more than this in a step, the scale halves
+    jump            = 2,      -- the scale halves if the rate grows by more than this factor
     min_scale       = 2^-10,
     max_scale       = 2^32,
   },

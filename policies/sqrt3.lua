@@ -1,8 +1,8 @@
 -- Takes all layers out of FP4, permanently, once their gradients are hardly larger than the noise
--- of quantization. The ratio is the norm of the output gradients of all layers, divided by the norm
--- of their quantization error. FP4 ends when the moving mean of this ratio over measured steps
--- falls below sqrt(3). Source: "FP4 All the Way" (arXiv 2505.19115), whose rule uses weight
--- gradients instead. Logs the moving mean. Acts only on steps that the recipe samples.
+-- of quantization. The policy divides the norm of the output gradients of all layers by the norm of
+-- their quantization error. FP4 ends when the moving mean of this ratio over measured steps falls
+-- below sqrt(3). Source: "FP4 All the Way" (arXiv 2505.19115), whose rule uses weight gradients
+-- instead. Logs the moving mean. Acts only on steps that the recipe samples.
 return {
   name    = "sqrt3",
   doc     = "Stops FP4 when gradients are less than sqrt(3) times their quantization noise.",
