@@ -9,11 +9,15 @@
 --   ./engine examples/bad_batch.lua seeds=5                  compares the policies
 --   ./engine examples/bad_batch.lua seeds=5 policy=./mine.lua       ... and yours
 --
--- Measured with seeds=5 (loss of the clean batches in the second half, steps skipped of 300 with 12
--- poisoned batches, last scale): dynamic 0.0047 +- 0.0088, 10.8, 2^5; dynamic with the trainer's
--- clip=1 0.00092 +- 0.00023, 10.8, 2^5; guarded 0.00084 +- 0.00009, 12, 2^12; spikes 0.00084 +-
--- 0.00009, 12, 2^16. dynamic lets one or two poisoned batches reach the weights and halves its
--- scale at each of the other poisoned batches.
+-- Measured with seeds=5, 300 steps, 12 of them poisoned. The loss is that of the clean batches in
+-- the second half:
+--                                 loss                   steps skipped   last scale
+--   dynamic                       0.0047 +- 0.0088       10.8            2^5
+--   dynamic, trainer's clip=1     0.00092 +- 0.00023     10.8            2^5
+--   guarded                       0.00084 +- 0.00009     12              2^12
+--   spikes                        0.00084 +- 0.00009     12              2^16
+-- dynamic lets one or two poisoned batches reach the weights and halves its scale at each of the
+-- other poisoned batches.
 local engine = require "engine"
 local nn = engine.nn
 

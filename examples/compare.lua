@@ -6,12 +6,17 @@
 --   ./engine examples/compare.lua
 --   ./engine examples/compare.lua policies=dynamic,megatron,./mine.lua seeds=5 steps=600
 --
--- Measured with seeds=5 (skipped of 300, underflow, loss of the last 15 steps): dynamic 4.2, 0.023
--- %, 0.955 +- 0.029; deepspeed 5.6, 0.026 %, 0.973 +- 0.045; megatron, which begins at 2^32, 22.0,
--- 0.014 %, 1.000 +- 0.048; guarded 2.2, 0.026 %, 0.965 +- 0.033; max_value 3.4, 0.025 %, 0.967 +-
--- 0.041; metaseq, which begins at 4, 0, 2.3 %, 0.975 +- 0.061; static at 1: 0, 16 %, 0.971 +-
--- 0.056. On a task as small as this one the losses hardly differ, because underflowed gradients
--- still hold some bits. The skipped steps differ.
+-- Measured with seeds=5:
+--               skipped of 300   underflow   loss of the last 15 steps
+--   dynamic     4.2              0.023 %     0.955 +- 0.029
+--   deepspeed   5.6              0.026 %     0.973 +- 0.045
+--   megatron    22.0             0.014 %     1.000 +- 0.048               scale begins at 2^32
+--   guarded     2.2              0.026 %     0.965 +- 0.033
+--   max_value   3.4              0.025 %     0.967 +- 0.041
+--   metaseq     0                2.3 %       0.975 +- 0.061               scale begins at 4
+--   static      0                16 %        0.971 +- 0.056               scale 1
+-- On a task as small as this one the losses hardly differ, because underflowed gradients still hold
+-- some bits. The skipped steps differ.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 
@@ -28,7 +33,7 @@ local cfg = engine.config({ policies = { "all" }, steps = 300, window = 50, seed
   { count = "steps window seeds batch context width layers heads", positive = "lr",
     policy = "policies" })
 if cfg.width % cfg.heads ~= 0 then
-  engine.config.fail("width: expected a multiple of the heads, %d, got %d", cfg.heads, cfg.width)
+  engine.config.fail("width: expected a multiple of heads = %d, got %d", cfg.heads, cfg.width)
 end
 
 -- Reads the text of a file, which is looked up in the working directory and then beside examples/.

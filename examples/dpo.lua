@@ -1,20 +1,24 @@
 -- Direct preference optimization in fp16 on synthetic preferences: of two sequences, the one that
 -- counts upward is preferred. The loss is -log sigmoid(beta * (margin of the trained model - margin
--- of the frozen reference)). Log-probabilities are sums over tokens, so gradients vary strongly.
--- The example compares policy=guarded (backs off by x0.3 to a floor, pauses growth, clips at 1)
--- with dynamic. KL, the distance of the trained model pi from the reference, is estimated per token
--- as |log pi - log pi_ref| / T of a sequence of T tokens, averaged over all sequences.
+-- of the frozen reference)); a margin is log p(preferred) - log p(other). Log-probabilities are
+-- sums over tokens, so gradients vary strongly. The example compares policy=guarded (backs off by
+-- x0.3 to a floor, pauses growth, clips at 1) with dynamic. KL, the distance of the trained model
+-- pi from the reference, is estimated per token as |log pi - log pi_ref| / T of a sequence of T
+-- tokens, averaged over all sequences.
 --
 --   ./engine examples/dpo.lua
 --   ./engine examples/dpo.lua policy=dynamic
 --   ./engine examples/dpo.lua seeds=5                    compares the policies
 --
--- Measured with seeds=5 (steps skipped of 120, largest jump of the KL in a step, KL at the end,
--- loss): dynamic 4, 0.041 +- 0.009, 0.408 +- 0.003, 0.0027; guarded 2.2 +- 0.4, 0.066 +- 0.011,
--- 0.620 +- 0.006, 0.00014; in fp32 0.042 +- 0.007, 0.412, 0.0026. guarded skips half as many steps,
--- but its KL is not smoother, contrary to the recipe's promise. Under AdamW, clipping to 1 makes
--- gradients nearly equal in size, so late, small gradients count as much as early ones, and the
--- model moves further from the reference.
+-- Measured with seeds=5:
+--             skipped of 120   largest jump of the KL in a step   KL at the end     loss
+--   dynamic   4                0.041 +- 0.009                     0.408 +- 0.003    0.0027
+--   guarded   2.2 +- 0.4       0.066 +- 0.011                     0.620 +- 0.006    0.00014
+--   fp32                       0.042 +- 0.007                     0.412             0.0026
+-- guarded skips half as many steps, but its KL is not smoother, contrary to what the source of the
+-- recipe (policies/guarded.lua) promises. Under AdamW, clipping to 1 makes gradients nearly equal
+-- in size, so late, small gradients count as much as early ones, and the model moves further from
+-- the reference.
 local engine = require "engine"
 
 local cfg = engine.config({ policy = "guarded", seeds = 0, seed = 1, steps = 120, pairs = 16,
@@ -27,7 +31,7 @@ local cfg = engine.config({ policy = "guarded", seeds = 0, seed = 1, steps = 120
   { count = "steps pairs context width layers vocab", natural = "seeds seed", positive = "lr",
     not_negative = "beta", policy = "policy" })
 if cfg.width % 4 ~= 0 then
-  engine.config.fail("width: expected a multiple of 4, the heads, got %d", cfg.width)
+  engine.config.fail("width: expected a multiple of the 4 heads, got %d", cfg.width)
 end
 
 local T = cfg.context

@@ -31,7 +31,7 @@ local cfg = engine.config({ policy = "entropy", seeds = 0, seed = 1, steps = 200
   { count = "steps layers width heads context batch", natural = "seeds seed", positive = "lr",
     policy = "policy", file = "data" })
 if cfg.width % cfg.heads ~= 0 then
-  engine.config.fail("width: expected a multiple of the heads, %d, got %d", cfg.heads, cfg.width)
+  engine.config.fail("width: expected a multiple of heads = %d, got %d", cfg.heads, cfg.width)
 end
 
 local function train(policy, seed, tell)

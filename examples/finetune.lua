@@ -37,7 +37,7 @@ for _, name in ipairs { "model", "data" } do
   if cfg[name] == "" then engine.config.fail("%s: expected a path; see help", name) end
 end
 engine.seed(cfg.seed)
-local model = engine.load_model(cfg.model)   -- loaded first: its errors explain a bad folder
+local model = engine.load_model(cfg.model)   -- first, because its errors explain a bad folder
 local tokenizer = engine.tokenizer(cfg.model)
 local has_template = pcall(tokenizer.apply_chat_template, tokenizer,
   { { role = "user", content = "?" } })

@@ -1,9 +1,9 @@
--- Which product makes FP4 training worse? Linear layers written by hand quantize the factors of the
--- forward product, of dgrad (dx) or of wgrad (dW) to MXFP4, one at a time, and multiply in bf16.
--- Stochastic against nearest rounding, and random against fixed Hadamard transforms, are compared
--- on wgrad, where Transformer Engine rounds stochastically and uses random transforms. arXiv
--- 2605.09825 found that neither stochastic rounding nor random transforms help there, but
--- deterministic transforms do.
+-- Which product makes FP4 training worse? Linear layers written by hand quantize to MXFP4 the
+-- factors of only one product, the forward product, dgrad (dx) or wgrad (dW), or of all three, and
+-- multiply in bf16. On wgrad, the study also compares stochastic with nearest rounding and random
+-- with fixed Hadamard transforms, because Transformer Engine rounds stochastically and uses random
+-- transforms there. arXiv 2605.09825 found that neither stochastic rounding nor random transforms
+-- help there, but deterministic transforms do.
 --
 --   ./engine examples/fp4_blame.lua
 --   ./engine examples/fp4_blame.lua seeds=5 steps=400 svg=blame.svg

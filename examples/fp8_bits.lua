@@ -1,8 +1,8 @@
--- Prints the FP8 formats as tables: their ranges and special codes, every number of e4m3 or e5m2,
--- and the spacing of adjacent numbers. See core/base/fp8.h.
+-- Prints the FP8 formats as tables: their ranges and special codes, every positive number of e4m3
+-- or e5m2, and the spacing of adjacent numbers. See core/base/fp8.h.
 --
 --   ./engine examples/fp8_bits.lua
---   ./engine examples/fp8_bits.lua format=e5m2 numbers=true      every code
+--   ./engine examples/fp8_bits.lua format=e5m2 numbers=true      every positive number
 --   ./engine examples/fp8_bits.lua value=0.1 svg=spacing.svg     a number in each format; spacing
 local engine = require "engine"
 local lab = require "engine.report.lab"

@@ -31,7 +31,7 @@ local cfg = engine.config({ model = "llama", recipe = "fp8_block", beside = "bf1
     vocab = "tokens in the vocabulary" },
   { count = "width layers heads context batch vocab" })
 if cfg.width % (2 * cfg.heads) ~= 0 then
-  engine.config.fail("width: expected a multiple of twice the heads, %d, got %d", 2 * cfg.heads,
+  engine.config.fail("width: expected a multiple of 2 * heads = %d, got %d", 2 * cfg.heads,
     cfg.width)
 end
 

@@ -44,7 +44,7 @@ local cfg = engine.config({ model = "gpt", recipes = RECIPES, seeds = 3, steps =
   { count = "seeds steps batch context width layers heads experts", natural = "threads",
     positive = "lr", file = "data", output = "svg" })
 if cfg.width % cfg.heads ~= 0 then
-  engine.config.fail("width: expected a multiple of the heads, %d, got %d", cfg.heads, cfg.width)
+  engine.config.fail("width: expected a multiple of heads = %d, got %d", cfg.heads, cfg.width)
 end
 
 if cfg.threads > 0 then engine.threads(cfg.threads) end

@@ -8,9 +8,9 @@
 --   ./engine examples/lora.lua base=e4m3 rank=8 dora=true policy=dynamic
 --   ./engine examples/lora.lua seeds=5                   compares the policies
 --
--- Measured with seeds=5, all from a scale of 2^24 (steps skipped of 200, loss): dynamic 7.2, 1.74
--- +- 0.10; fast_backoff 4, 1.754 +- 0.095; max_value 5.8, 1.741 +- 0.096. The losses are equal
--- within their spread; fast_backoff skips the fewest steps.
+-- Measured with seeds=5, all from a scale of 2^24. dynamic skips 7.2 of 200 steps (loss 1.74 +-
+-- 0.10), fast_backoff 4 (loss 1.754 +- 0.095), max_value 5.8 (loss 1.741 +- 0.096). The losses are
+-- equal within their spread; fast_backoff skips the fewest steps.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 local nn = engine.nn
@@ -29,7 +29,7 @@ local cfg = engine.config({ policy = "fast_backoff", seeds = 0, seed = 1, steps 
   { count = "steps pretrain rank width layers context batch", natural = "seeds seed",
     positive = "lr", not_negative = "alpha", policy = "policy" })
 if cfg.width % 4 ~= 0 then
-  engine.config.fail("width: expected a multiple of 4, the heads, got %d", cfg.width)
+  engine.config.fail("width: expected a multiple of the 4 heads, got %d", cfg.width)
 end
 
 -- Texts from one grammar: the first is for pretraining. The second and the held-out text, with

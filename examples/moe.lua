@@ -11,16 +11,20 @@
 --   mpirun -np 2 ./engine examples/moe.lua batch=128 experts_over=2 dispatch=fp8 combine=bf16
 --                                                        half of the experts on each rank
 --
--- Measured with seeds=5 (steps skipped of 300, share of the third expert's gradients that lost
--- bits): dynamic 6.6 +- 0.6, 3.1e-4 +- 1.8e-4; dynamic with growth_interval=50 8.8 +- 2.3, 1.9e-4
--- +- 1.0e-4; max_value 6.2 +- 0.8, 3.6e-4 +- 4.9e-4; per_expert 5.0 +- 1.2, 1.2e-5 +- 1.3e-5. The
--- losses, 0.24 +- 0.05, do not differ from fp32's, 0.25 +- 0.02: subnormals still hold some bits.
+-- Measured with seeds=5. The share is that of the third expert's gradients that lost bits:
+--                                 skipped of 300   share
+--   dynamic                       6.6 +- 0.6       3.1e-4 +- 1.8e-4
+--   dynamic, growth_interval=50   8.8 +- 2.3       1.9e-4 +- 1.0e-4
+--   max_value                     6.2 +- 0.8       3.6e-4 +- 4.9e-4
+--   per_expert                    5.0 +- 1.2       1.2e-5 +- 1.3e-5
+-- The losses, 0.24 +- 0.05, do not differ from fp32's, 0.25 +- 0.02: subnormals still hold some
+-- bits.
 --
 -- Measured over ranks (last loss; batch=256 / ranks): precision=fp32 policy=static gives 0.2799 on
 -- one, two and four ranks; with dispatch=fp8 combine=bf16, it gives 0.2826 on two and four (SNR 31
--- dB to the experts, 56 dB back). fp16 gives 0.30, 0.29 and 0.29; with these two options, 0.30 and
--- 0.29. On two ranks, rank 0 sends 1.4 KB per step to experts and 11.3 KB back in fp32, with these
--- options 0.4 and 5.7 KB.
+-- dB to the experts, 56 dB back). fp16 gives 0.30, 0.29 and 0.29 on one, two and four ranks; with
+-- the same two options, 0.30 and 0.29 on two and four. On two ranks in fp32, rank 0 sends 1.4 KB
+-- per step to experts and 11.3 KB back; with the two options, 0.4 KB and 5.7 KB.
 local engine = require "engine"
 local nn, ranks = engine.nn, engine.ranks
 
@@ -67,8 +71,8 @@ end
 -- Returns the loss of each token.
 function Net:forward(x, y) return self.classes(x + self.moe(x), y) end
 
--- Draws n tokens: features, and the domain as one-hot times 16. Signs of features determine the
--- class, in a different way for each domain.
+-- Draws n tokens: features, and the domain as one-hot times 16. The signs of three sums of two
+-- features, different ones for each domain, determine the class.
 local function drawn(n)
   local features, uniform = engine.randn(n, FEATURES):totable(), engine.rand(n):totable()
   local x, y = {}, {}

@@ -20,7 +20,8 @@ local cfg = engine.config({ policy = "dynamic", seed = 1, steps = 200, size = 5,
   { policy = "loss-scaling policy", seed = "seed for weights and episodes", steps = "updates",
     size = "rows and columns of the grid", horizon = "moves after which an episode ends",
     batch = "episodes per update", hidden = "hidden features",
-    jackpot = "factor on the return of rare episodes", rare = "one episode in N is rare on average",
+    jackpot = "factor on the return of rare episodes",
+    rare = "on average, one in N episodes that reach the corner is rare",
     lr = "learning rate", precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
     evaluate_every = "updates between evaluations", run = "name of the run; empty: not stored",
     resume = "auto, or the path of a run or checkpoint",
@@ -37,8 +38,8 @@ local function moved(cell, move)
   return math.min(math.max(x, 0), N - 1) + N * math.min(math.max(y, 0), N - 1)
 end
 
--- Plays a batch of episodes. Returns the cells visited and the actions taken, as lists over all
--- episodes, the episode of each, and the episodes' returns.
+-- Plays a batch of episodes. Returns four lists: the cells visited, the actions taken there, the
+-- episodes that these moves belong to, and the episodes' returns.
 local function play(model, jackpots)
   local where, list = {}, { cells = {}, actions = {}, episode = {}, returns = {} }
   for e = 1, cfg.batch do where[e], list.returns[e] = 0, 0 end
