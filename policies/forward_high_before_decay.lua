@@ -4,7 +4,7 @@
 -- comes after `at` updates or, with at = 0, once the learning rate is below `below` times its peak.
 return {
   name    = "forward_high_before_decay",
-  doc     = "Moves layers to a higher precision before the learning rate decays.",
+  doc     = "Moves layers to a higher precision before or when the learning rate decays.",
   kind    = "fp8",
   needs   = { "tensors" },
   options = { at = 0, below = 0.999 },

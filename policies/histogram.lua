@@ -1,8 +1,8 @@
 -- Counts gradients in a histogram with two bins: stored magnitudes above an eighth of fp16's range,
 -- and all others. Every `period` steps the scale halves if the share of gradients in the upper bin
 -- is above `threshold`; otherwise it doubles. Source: Graphcore PopART's automatic loss scaling.
--- Differences: PopART has no limits on the scale and skips no steps, and here the scale does not
--- double for `wait` good steps after an overflow.
+-- Differences: here the scale has limits, steps that overflow are skipped, and the scale does not
+-- double for `wait` good steps after an overflow. PopART does none of this.
 return {
   name = "histogram",
   doc  = "Halves or doubles the scale by the share of gradients above an eighth of the range.",

@@ -17,7 +17,7 @@ return {
 
   options = {
     init_scale = 2^15,
-    target     = 32768,   -- 49152 is bold; fp16 ends at 65504
+    target     = 32768,   -- 49152 leaves less room; fp16 ends at 65504
     decay      = 0.99,    -- decay of the moving mean of target / amax
     limit      = "after", -- after: growth and backoff limit the mean; before: each target / amax
     growth     = 2,       -- largest growth in one step

@@ -12,7 +12,7 @@ return {
     init_scale = 2^12,
     ref_every  = 50,      -- steps between two reference passes
     ref_layers = "",      -- "": all layers
-    high       = 8,       -- a larger ratio means underflow; 1.05 reacts to the smallest loss
+    high       = 8,       -- a larger ratio means underflow; 1.05 reacts to a few lost gradients
     low        = 0.125,   -- a smaller ratio means saturation
     decay      = 0.5,     -- decay of the moving mean of log2(ratio)
     growth     = 2,
