@@ -1,7 +1,7 @@
 -- Trains the same small GPT on the same data and seeds under bf16, MXFP8, MXFP4 and NVFP4, and with
--- parts of the FP4 recipes changed: the scale rule, stochastic rounding of gradients, blocks in
--- high precision. Prints losses on held-out text and their distance from bf16's. The CPU computes
--- the formats bit for bit (docs/microscaling.md).
+-- parts of the FP4 recipes changed: the scale rule, stochastic rounding of gradients, some
+-- transformer blocks in high precision. Prints losses on held-out text and their distance from
+-- bf16's. The CPU computes the formats bit for bit (docs/microscaling.md).
 --
 --   ./engine examples/fp4_train.lua                       two seeds, minutes
 --   ./engine examples/fp4_train.lua seeds=5 steps=1000 data=lua.txt svg=fp4.svg
@@ -20,10 +20,10 @@
 --   nvfp4, ends bf16          2.0701 +- 0.0225            +0.02 +- 0.93 %
 --   nvfp4, forward bf16 late  2.0827 +- 0.0160            +0.63 +- 0.79 %
 -- A forward pass in bf16 while the learning rate decays leaves a quarter of nvfp4's gap, and bf16
--- in the first and the last block closes the gap. mxfp4_tseng, whose whole forward pass is in bf16,
--- has no gap. Stochastic rounding of gradients gains nothing here. On generated sentences (no
--- data=, 600 steps, loss 0.45) the gaps are 6.7 % for nvfp4, 0.9 % for nvfp4 with forward bf16 late
--- and 2.1 % for nvfp4 with ends bf16.
+-- in the first and the last transformer block closes the gap. mxfp4_tseng, whose whole forward pass
+-- is in bf16, has no gap. Stochastic rounding of gradients gains nothing here. On generated
+-- sentences (no data=, 600 steps, loss 0.45) the gaps are 6.7 % for nvfp4, 0.9 % for nvfp4 with
+-- forward bf16 late and 2.1 % for nvfp4 with ends bf16.
 --
 -- Measured with the first command (generated sentences; bf16 1.6335, its seeds 1.33 % apart):
 --   mxfp4 +2.05 +- 2.15 %, mxfp4_tseng +1.72 +- 0.41 %, mxfp4_quartet +3.24 +- 1.88 %,

@@ -41,7 +41,7 @@ local cfg = engine.config({
   log = { "what to show", choices = { "line", "json", "quiet" } },
   sample = "bytes to write at the end; 0: none", top_k = "sample from the k most likely; 0: all",
   temperature = "temperature of the sample; 0: always the most likely byte",
-  zero = "ZeRO: ranks divide 1: the optimizer's state, 2: also gradients, 3: also weights",
+  zero = "ZeRO: what the ranks divide; 1: optimizer's state, 2: also gradients, 3: also weights",
   comm_dtype = { "several ranks: the format in which gradients are sent",
     choices = { "own", "fp32", "bf16", "fp16", "fp8" } },
   wire = { "comm_dtype's name in version 0.1", hidden = true,

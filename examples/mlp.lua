@@ -23,8 +23,8 @@ math.randomseed(cfg.seed)
 -- ------------------------------------------------------------------ drawing digits
 
 local SIDE = 12
--- Segments as lines between corners of a 4 x 7 box: top, upper left, upper right, middle, lower
--- left, lower right, bottom.
+-- Segments as lines { x1, y1, x2, y2 } in a box of 4 x 7 pixels: top, upper left, upper right,
+-- middle, lower left, lower right, bottom.
 local SEGMENTS = { { 0, 0, 3, 0 }, { 0, 0, 0, 3 }, { 3, 0, 3, 3 }, { 0, 3, 3, 3 }, { 0, 3, 0, 6 },
   { 3, 3, 3, 6 }, { 0, 6, 3, 6 } }
 local LIT = { [0] = "1110111", "0010010", "1011101", "1011011", "0111010", "1101011", "1101111",

@@ -18,7 +18,7 @@ local engine = require "engine"
 local lab = require "engine.report.lab"
 
 local cfg = engine.config({ draws = 20000, seeds = 5, svg = "" },
-  { draws = "draws of each number and seed, where not all random bytes are tried",
+  { draws = "draws per number and seed, for rules that do not try all random bytes",
     seeds = "seeds of these draws", svg = "a file for the curves" },
   { count = "draws seeds", output = "svg" })
 
