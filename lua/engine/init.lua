@@ -9,8 +9,8 @@ local nearest = require "engine.base.nearest"
 
 local C, check, expect = M_ffi.C, M_ffi.check, M_ffi.expect
 
--- A history's methods plot, heatmap and tensor are in report/views.lua. That module and
--- engine.run.history each load at their first use.
+-- Gives histories (engine.run.history) the methods plot, heatmap and tensor of report/views.lua.
+-- Both modules load at their first use.
 local HISTORY = "engine.run.history"
 local function add_pictures(history)
   local methods = history.methods
@@ -30,8 +30,8 @@ local function add_pictures(history)
   --- it), tensors (true: a row for each tensor), from, to (steps), width.
   function methods:heatmap(options) return view("heatmap", self, options) end
 
-  --- Returns the recorded statistics of a parameter's gradients, at most `points` (200) steps,
-  --- which print as a curve of the largest stored value and the last histogram.
+  --- Returns the recorded statistics of a parameter's gradients at up to `points` (200) steps.
+  --- print() shows the result as a curve of the largest stored value and the last histogram.
   function methods:tensor(name, options) return view("tensor", self, name, options) end
 
   return history

@@ -146,8 +146,8 @@ function M.dimension(x, d, name)
   return k, what
 end
 
---- Returns list[name], as a Lua number if tonumber() converts it. An unknown name raises an error
---- that lists the names. For the message: where, the function; what, the option.
+--- Returns the value list[name], as a Lua number if tonumber() converts the value. An unknown name
+--- raises an error that lists the names. For the message: where, the function; what, the option.
 function M.choose(list, name, where, what)
   if list[name] ~= nil then return tonumber(list[name]) or list[name] end
   local names = nearest.keys(list)
@@ -194,8 +194,9 @@ function M.set_of(words) return sets[words] end
 
 local NO_OPTIONS = {}
 
---- Checks that every key of a table of options is a key of `known`, a table or a string of names,
---- and returns the options ({} for nil).
+--- Raises an error unless every key of a table of options is known. Returns the options ({} for
+--- nil). known: a table whose keys are the valid names, or a string of these names. name: the
+--- function, for the message and for `engine help`.
 function M.read_named(options, name, known)
   if options == nil then return NO_OPTIONS end
   if type(known) == "string" then known = M.set_of(known) end

@@ -52,7 +52,6 @@ function config.optional(type_name)
   return setmetatable({ type = type_name }, optional)
 end
 
--- Ends the script with a formatted message about its arguments, without a traceback.
 local function fail(format, ...)
   local parts = { ... }
   for i, part in ipairs(parts) do              -- arguments may hold line ends
@@ -61,8 +60,8 @@ local function fail(format, ...)
   error(setmetatable({ message = "config: " .. format:format(unpack(parts)) }, usage_error), 0)
 end
 
---- Ends the script with a one-line message about its arguments, without a traceback. Scripts call
---- it in their own checks.
+--- Ends the script with a message about its arguments (a format and its values), without a
+--- traceback. Scripts call it in their own checks.
 config.fail = fail
 
 local function is_list(value)
@@ -185,8 +184,8 @@ local function from_text(name, field, text)
   return list
 end
 
--- Returns the value of a field from a config file, where it already has a type. Raises an error if
--- this is not the field's type.
+-- Raises an error unless `value`, a field's value in a config file, has the type of the field.
+-- Returns the value; for a list, a copy.
 local function from_file(name, field, value, where)
   local got, list = type(value), field.kind == "list"
   if got ~= (list and "table" or field.kind) then
@@ -349,9 +348,9 @@ local function apply_file(result, fields, rules, path)
   walk(read_file(path), "", 1)
 end
 
---- Parses the arguments `args`, a list of name=value. Returns a table with the value of every field
---- of `defaults`. Checks the arguments against the ranges `kinds`. A bad argument raises an object
---- that tostring() converts to the message.
+--- Parses `args`, a list of texts name=value. Returns a table with the value of every field of
+--- `defaults`. kinds: the ranges, such as { count = "steps" }. For a bad argument it raises an
+--- object that tostring() converts to the message.
 function config.parse(defaults, args, docs, kinds)
   local fields, result = collect(defaults, "", {}), copy(defaults)
   local rules = { docs = docs or {}, ranges = ranges_of(kinds, fields) }

@@ -110,8 +110,8 @@ end
 --- Removes from a message the "file:line: " that raise() puts in front.
 function M.without_line(message) return (tostring(message):gsub("^[^:\n]+:%d+: ", "")) end
 
---- Raises an error with the core's error text unless `status` is 0. `bare` leaves out the script's
---- line.
+--- Unless `status` is 0, raises an error with the core's error text. If `bare` is true, the message
+--- does not name the script's line.
 function M.check(status, bare)
   if status == 0 then return end
   if bare then error(M.message(), 0) end
@@ -130,7 +130,8 @@ function M.value_text(v)
   return type(v) == "cdata" and ffi.istype(M.Tensor, v) and "a tensor" or "a " .. type(v)
 end
 
---- Raises `message` (a format, if more arguments follow) and ", got VALUE" unless `good`.
+--- Unless `good`, raises an error with `message` (a format, if more arguments follow) and ", got
+--- VALUE".
 ---   expect(type(rate) == "number", rate, "%s: expected a rate", name)
 function M.expect(good, value, message, ...)
   if good then return end
@@ -156,8 +157,7 @@ end
 
 M.Tensor = ffi.typeof("eng_tensor")
 
--- All operations share this call structure. The core copies the values that it needs after the
--- call.
+-- All operations share this call structure. eng_run copies the values that the core needs later.
 local call = ffi.new("eng_op_call")
 M.call = call
 

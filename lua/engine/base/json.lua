@@ -4,8 +4,8 @@
 --
 -- A value that JSON lacks becomes an object with one key: { "$number": "inf" } (also "-inf",
 -- "nan"), { "$int64": "..." } and { "$uint64": "..." } for 64-bit numbers, { "$bytes": hex } for
--- strings that are not UTF-8, { "$pairs": [[key, value], ...] } for tables with keys other than
--- strings.
+-- strings that are not UTF-8, { "$pairs": [[key, value], ...] } for tables in which a key is not a
+-- string, is not UTF-8 or begins with "$".
 local ffi = require "ffi"
 local cjson = require "cjson"
 local nearest = require "engine.base.nearest"
@@ -150,8 +150,8 @@ function M.plain(value, number_of)
   return "{" .. table.concat(parts, ",") .. "}"
 end
 
---- Returns plain data as JSON text. `name` is what messages call the value: "state.policy: ... got
---- a function".
+--- Returns plain data as JSON text. name: the value's name at the start of error messages, as in
+--- "state.policy: ... got a function".
 function M.encode(value, name)
   return encode_value(value, name or "value", {})
 end

@@ -72,8 +72,8 @@ function nearest.find(name, names)
   return list[C.eng_nearest(tostring(name), array, #texts) + 1]
 end
 
---- Returns "; did you mean 'NAME'?", or "" if no name is near. code: true if `name` stands for a
---- function or a method; the hint may then be "; write ... instead".
+--- Returns "; did you mean 'NAME'?", or "" if no name is near. With `code`, which means that `name`
+--- stands for a function or a method, the hint may also be "; write ... instead".
 function nearest.hint(name, names, code)
   local found, instead = nearest.find(name, names), code and INSTEAD[tostring(name):lower()]
   if instead and (not found or found == "to") then return "; write " .. instead .. " instead" end
@@ -96,9 +96,9 @@ function nearest.part_hint(pattern, names)
   return nearest.hint(pattern:gsub("[%^$%%]", ""), parts)
 end
 
---- Returns the hint and the list of all names. `what`: the noun for the names, such as "options".
---- where: a command that lists the names, or nil. After a hint, the text names this command instead
---- of listing more than eight names.
+--- Returns the hint and the list of all names as text. what: the noun for the names, such as
+--- "options". where: a command that lists the names, or nil. If there is a hint and a list of more
+--- than eight names, the text has this command instead of the list.
 function nearest.choices(name, names, what, where)
   local texts = {}
   for i, choice in ipairs(list_of(names)) do texts[i] = tostring(choice) end
@@ -110,7 +110,8 @@ function nearest.choices(name, names, what, where)
 end
 
 --- Makes it an error to read a field of `class` by another framework's name; the error says what to
---- write instead. Any other missing field is nil; its name is cached, so that later reads are fast.
+--- write instead. Any other missing field is nil; the field's name is cached, so that reading it
+--- again is fast.
 function nearest.guard_elsewhere(class, what)
   local absent = {}
   return setmetatable(class, { __index = function(t, key)

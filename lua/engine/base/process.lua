@@ -37,8 +37,8 @@ function M.output(command)
   return text
 end
 
---- Returns the last line of an output file that reports an error ("engine: ..."), without this
---- prefix. If there is no such line, returns the file's last line, or nil if there is no output.
+--- Returns MESSAGE of the last line "engine: MESSAGE" in a file of output. Without such a line,
+--- returns the last line that is not blank, or nil if there is none. Reads the last 8 KiB.
 function M.last_words(log)
   local file = io.open(log, "rb")
   if not file then return nil end

@@ -9,7 +9,7 @@ local show = {}
 
 local buffer = ffi.new "char[32]"
 
---- Returns a number with as many digits as it takes to read the same double back; or "inf", "-inf",
+--- Returns a number as text with enough digits to read the same double back; or "inf", "-inf",
 --- "nan".
 function show.exact(x)
   C.eng_number_text(buffer, x)

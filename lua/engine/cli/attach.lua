@@ -49,7 +49,7 @@ local function connect(path)
 end
 
 local line, length = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
-local PATIENCE = 5          -- seconds without a reply until a message says why
+local PATIENCE = 5          -- seconds without a reply after which a message says why
 
 local function waiting_text(path)
   local pid, state = require("engine.run.runs").holder(path)
@@ -93,7 +93,7 @@ function Link:ask(request)
     return nil, self.gone
   end
   while status == 0 do
-    -- run:step(n) can take long
+    -- the reply to run:step(n) comes after n steps, so its wait prints no message
     status = receive(self, request["do"] == "step" and 1e9 or PATIENCE)
     local reply = status == 0 and json.decode(ffi.string(line[0], length[0]))
     -- Replies with an older id belong to requests that Ctrl-C cancelled.

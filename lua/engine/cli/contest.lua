@@ -31,7 +31,7 @@ The script needs the settings policy, seed and run (engine.config). If it has th
 interrupted runs continue instead of starting over. If it has the setting log, runs print less.
 
 seeds     runs of each policy (5)
-jobs      runs at a time; by default the usable cores / threads, on a GPU 1
+jobs      runs at a time; by default the usable cores divided by `threads`, or 1 on a GPU
 threads   OpenMP threads of a run; by default the cores divided by the number of runs. All runs of a
           contest use the same number, because it changes the last digits of the results
 name      the contest's folder under runs/
@@ -187,7 +187,7 @@ local function progress_of(contest, waiting)
   local machine = require "engine.base.machine"
   local bar = require("engine.run.progress").on_stderr()
   local began, ended, total = machine.clock(), 0, #waiting
-  local before = {}                    -- run -> its share that was done before this start
+  local before = {}                    -- run -> the share of its steps done before this start
   local progress = require("engine.run.contest").progress
   for _, run in ipairs(waiting) do before[run] = progress(run) end
   local function left(running)

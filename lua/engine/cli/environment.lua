@@ -1,12 +1,12 @@
 -- Warns on stderr about each environment variable ENGINE_* that the engine does not know, and about
--- each switch with an invalid value. docs/environment.md lists the variables. Called by main.c with
--- the names that are set.
+-- each value that is not among the values of its variable. docs/environment.md lists the variables
+-- and their values. Called by main.c with the names of the variables that are set.
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local source = require "engine.docs.source"
 
--- The values of these variables are checked where they are read, because some depend on the
--- machine.
+-- These variables are not checked here but where they are read, because some of their valid values
+-- depend on the machine.
 local CHECKED = { ENGINE_ISA = true, ENGINE_NCCL = true, ENGINE_RANKS = true, ENGINE_PAIRS = true }
 
 -- Returns the values that a table cell such as "**`0`**, `1`" lists; nil if the cell allows other

@@ -3,7 +3,7 @@
 --   return options.command {
 --     name = "plot", doc = "one line for `engine help`", help = [==[usage: engine plot RUN ...]==],
 --     options = { columns = "list", svg = "text", log = "switch" }, short = { o = "svg" },
---     most = 1,                        -- the most words it takes (0 or 1); without it, any number
+--     most = 1,                        -- the most words it takes, 0 or 1 (nil: any number)
 --     main = function(given) return exit_code end,     -- given.words, given.columns, given.log ...
 --   }
 -- The kinds of options are "text", "number" (an expression such as 2^12), "list" (a,b,c), "texts"
@@ -124,7 +124,7 @@ function M.command(spec)
   end }
 end
 
---- Writes notes to stderr, one per line, such as which runs the command leaves out.
+--- Writes a command's notes to stderr, one per line, such as the runs that it leaves out.
 function M.note(command, notes)
   for _, note in ipairs(notes) do
     io.stderr:write(("engine %s: %s\n"):format(command, require("engine.base.show").shown(note)))

@@ -33,12 +33,12 @@ comm_dtype zero bucket   as in engine.trainer; by default the script's values
 checkpoint   what activation checkpointing (the trainer's option) saves and costs on one rank:
              predicted, and measured in two processes
 
-The first columns are the memory of one rank: the total, gradients (from zero=2 on: its own part and
-the buffers that backward writes), moments, and messages in flight. The other columns are
+The first columns are the memory of one rank: the total, gradients (from zero=2 on: the rank's own
+part and the buffers that backward writes), moments, and messages in flight. The other columns are
 times, except the last:
   messages     all gradient messages
-  not hidden   the messages that do not overlap the backward pass. With zero=1 or 2 they include the
-               updated weights, with zero=3 the weights that blocks wait for
+  not hidden   the messages that do not overlap the backward pass. This includes the messages with
+               updated weights (zero=1 or 2), or with weights that a block waits for (zero=3)
   record       the message that makes the record the same on all ranks
   step         the whole step
   efficiency   a step's time on one rank without messages, divided by the time of the whole step
@@ -64,8 +64,8 @@ local function time_text(s)
     or ("%.2f s"):format(s)
 end
 
--- Returns one line of advice if a smaller bucket saves at least 1 MiB and at least a tenth of a
--- rank's memory on `ranks` ranks, else nil. Halves the bucket while that saves at least 5 %.
+-- Returns one line of advice if, on `ranks` ranks, a smaller bucket saves at least 1 MiB and a
+-- tenth of each rank's memory; else nil. Halves the bucket as long as each halving saves at least 5 %.
 local function smaller_bucket(job, params, options, ranks)
   local plan = require "engine.dist.plan"
   local function with(bucket, zero)
@@ -86,8 +86,8 @@ local function smaller_bucket(job, params, options, ranks)
     found, best = found / 2, half
   end
   if best.memory.all > math.min(0.9 * now.memory.all, now.memory.all - MIB) then return nil end
-  return ("bucket=%g would take %s of memory a rank instead of %s%s on %d ranks, with %.1f " ..
-    "times the messages"):format(found, show.bytes(best.memory.all),
+  return ("bucket=%g would take %s of memory on each rank instead of %s%s on %d ranks, and send " ..
+    "%.1f times as many messages"):format(found, show.bytes(best.memory.all),
     show.bytes(now.memory.all), job.zero >= 2
     and (" (zero=1: %s)"):format(show.bytes(with(bucket, 1).memory.all)) or "", ranks,
     best.sent.messages / now.sent.messages)

@@ -13,7 +13,8 @@ local M = {}
 local function used() return require("engine").memory().step.used end
 
 -- Returns the bytes in use after a forward pass. With `watched`, a set of modules, also returns the
--- largest number of bytes that one of these modules added, and the seconds that all of them took.
+-- most bytes that the forward pass of one of these modules allocated, and the seconds that the
+-- forward passes of all of them took.
 local function forward(trainer, watched)
   local most, seconds = 0, 0
   if watched then
@@ -66,8 +67,8 @@ function M.print(script, settings, given)
       share(plain.memory_step, block.memory_step) },
     { "time of a step", times(p.time), times(block.step / plain.step) },
   }, { true }))
-  print("\npeaks of one step of one rank, with one thread; losses and gradients are the same, " ..
-    "bit for bit")
+  print("\npeaks of one step of one rank, with one thread; losses and gradients are the same " ..
+    "bit for bit\nwith and without checkpointing")
 end
 
 return M

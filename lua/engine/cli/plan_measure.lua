@@ -5,8 +5,8 @@
 -- A job runs this program under mpirun (`engine plan SCRIPT ... role=rank`). Each rank runs the
 -- script up to its trainer, makes steps with that trainer and prints a line of measurements. Before
 -- the jobs, this module times a single process, and then one process on every core at the same
--- time, all without mpirun. These times give the step that predictions start from, and the slowdown
--- from shared caches and memory.
+-- time, all without mpirun. The first time is the time of a step in the predictions; the ratio of
+-- the second to the first is the slowdown from shared caches and memory.
 local M_ffi = require "engine.base.ffi"
 local process = require "engine.base.process"
 
@@ -66,8 +66,8 @@ local function mpirun(n)
     .. "mpirun --oversubscribe --bind-to none -np %d"):format(n)
 end
 
--- Two processes of this machine run this script. Summing 2^20 floats sends each of their 2^22 bytes
--- once, so the time of a byte is b / 2^22.
+-- Two processes on this machine run this code. The sum of 2^20 floats over the processes sends 2^22
+-- bytes, each of them once, so the time of a byte is b / 2^22.
 local MESSAGES = [[local e, f = require("engine"), require("engine.base.ffi")
 local C, w, v = f.C, e.ranks.world(), f.new("float[?]", 2^20)
 local function time(g, n)
@@ -80,8 +80,8 @@ local a = time(function() C.eng_comm_all_reduce(w, v, 1, f.dtype.f32, C.ENG_SUM)
 local b = time(function() C.eng_comm_all_reduce(w, v, 2^20, f.dtype.f32, C.ENG_SUM) end, 20)
 print(("measured %.9g %.9g"):format(a, b / 2^22))]]
 
---- Returns the seconds that a message and a byte take between two processes of this machine; nil
---- without mpirun.
+--- Returns the seconds that a message takes between two processes on this machine, and the seconds
+--- that a byte takes; nil without mpirun.
 function M.messages()
   local text = output(("%s %s -e %s 2>/dev/null"):format(mpirun(2),
     quote(require("engine.host").executable), quote(MESSAGES)))
@@ -132,7 +132,7 @@ function M.rank(script, settings, given)
   end
   local memory = require("engine").memory()
   memory.optimizer.peak = memory.optimizer.peak + trainer.optimizer.state.kept
-  if trainer.reducer.parted then   -- the arena's peak includes the weights before they are divided
+  if trainer.reducer.parted then   -- the arena's peak is from before the weights were divided
     memory.parameters.peak = tonumber(facts.weights_memory)
   end
   for _, name in ipairs(ARENAS) do
@@ -156,8 +156,8 @@ local function rank_command(script, settings, given)
   return table.concat(words, " ")
 end
 
--- Parses `text`, the output of n processes, each a rank of a job of `size` ranks. Returns their
--- measurements in rank order. Raises an error if a rank is missing.
+-- Parses `text`, the output of n processes, each of which is a rank of a job of `size` ranks.
+-- Returns their measurements in rank order. Raises an error unless the text has all n.
 local function read_ranks(text, n, size)
   local list, seen = {}, {}
   for line in text:gmatch("planned (rank=%d+ of=%d+ step=[^\n]+)") do

@@ -6,10 +6,10 @@ local hf = require "engine.nn.hf_load"
 
 local M = {}
 
--- The uses of a model. Each has three numbers of bytes per parameter, and a precision recipe: the
--- bytes of the weights, with the low-precision copies that matrix products read; of the gradients;
--- and of AdamW's moments, with Kahan's compensation. Norms and biases have no low-precision copies,
--- so the totals of eng_params_bytes differ slightly.
+-- The uses of a model: { name, weights, gradients, moments, precision recipe (for training) }. The
+-- three numbers are bytes per parameter. Weights include the low-precision copies that matrix
+-- products read. Moments are AdamW's, and with bf16_kahan include Kahan's compensation. Norms and
+-- biases have no low-precision copies, so the totals of eng_params_bytes differ slightly.
 M.USES = {
   { "evaluate, f32", 4, 0, 0 }, { "evaluate, bf16 or f16", 2, 0, 0 },
   { "train, precision fp32", 4, 4, 8, "fp32" }, { "train, precision bf16", 6, 4, 8, "bf16" },
@@ -19,8 +19,8 @@ M.USES = {
 }
 
 --- Returns facts about the model that the fields of a config.json describe: { class, parameters,
---- tensors, extra, context, token = the number of cached elements for one token }. Error messages
---- begin with `where`.
+--- tensors, extra, context, token = the number of elements that generation caches for one token
+--- (nil for a model that does not generate) }. Error messages begin with `where`.
 function M.facts(fields, where)
   return require("engine").scope(function()
     local model = hf.shapes(fields, where)

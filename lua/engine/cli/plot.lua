@@ -7,8 +7,9 @@ usage: engine plot RUN... [--columns NAME,NAME...] [--group SETTING] [--from STE
                    [--width N] [--height N]
 
 Draws runs in the terminal or into a file; a million steps take no longer than a thousand. RUN is
-a name under runs/ or a directory. Each column of dots spans the values of its steps; marks below a
-curve are named under it. --width counts characters, or pixels with --svg or --png.
+a name under runs/ or a directory. A column of dots stands for several steps and reaches from their
+smallest value to the largest. A legend explains the marks below a curve. --width counts characters,
+or pixels with --svg or --png.
 
   engine plot a                                   loss and loss scale
   engine plot a --columns amax,stored,underflow   other numbers, named below
@@ -20,10 +21,10 @@ curve are named under it. --width counts characters, or pixels with --svg or --p
   engine plot runs/*-seed? --group policy         the mean and spread of the runs of each policy
 
 Several runs are labelled with the settings that tell them apart, and with their precisions if these
-differ. A run that lacks a number is left out of that picture, and a line on stderr names it.
---group takes any setting (policy, lr, seed ...): a line is the mean of the runs with the same
-value, its band is one standard deviation on either side, and both are drawn where all of these runs
-have a value. On a logarithmic axis, mean and deviation are those of the logarithms.
+differ. A run that lacks a column is left out of that column's plot, and a line on stderr names it.
+--group takes any setting (policy, lr, seed ...) and draws one line for each of its values: the mean
+of the runs with this value, in a band of one standard deviation on either side, at the steps that
+all of these runs have. On a logarithmic axis, mean and deviation are those of the logarithms.
 
 columns: loss scale lr amax stored norm underflow zeros next_scale norm_ref inf nan clip lr_mul
 tokens elapsed. amax is the largest true gradient; stored is amax times the loss scale, as the

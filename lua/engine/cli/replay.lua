@@ -19,10 +19,11 @@ outcomes: . is a good step, x an overflow, and a number repeats the mark after i
 FILE is a policy file, the name of a policy that comes with the engine (engine policies lists them),
 or a DeepSpeed JSON. name=value sets an option of the policy before it.
 
-On a run, the replay computes which steps overflow at a policy's own scale, from the step's largest
-fp16 gradient and its exponent histogram. A verdict is exact if these statistics determine it and
-all earlier verdicts, and if all of them led to the run's own updates. Later verdicts are bounds,
-because under the policy the gradients might differ from the recorded ones. "At least 1, about 3"
+On a run, the replay computes which steps overflow at a policy's own scale, from each step's largest
+fp16 gradient and exponent histogram. A verdict is exact if these statistics determine it and all
+earlier verdicts, and if all of these verdicts lead to the same updates as in the run. From the
+first verdict that is not exact, all are bounds, because a run with the policy might have had other
+gradients. "At least 1, about 3"
 skipped steps means that 1 is certain and 3 is the estimate (lua/engine/run/counterfactual.lua has
 the rules).
 
@@ -30,13 +31,13 @@ the rules).
   underflow    share of the nonzero gradients that lose bits or vanish
   mass lost    share of the gradients' sum of magnitudes lost to underflow
   log2 scale   mean over the steps
-  recovers in  mean steps from a backoff until the scale is back
+  recovers in  mean number of steps from a backoff until the scale is back
   exact        share of the verdicts that are exact
 
 A policy of FP8 layers (engine policies lists them) reads the meters that the run recorded, and has
-a table of its own: the number of steps at which it moves layers, how many of the layers it ever
-moves, the mean share of layers that differ from the recipe, and the number of steps at which its
-decisions differ from the run's.
+a table of its own: the number of steps at which it moves layers to other formats, how many of the
+layers it ever moves, the mean share of layers that differ from the recipe, and the number of steps
+at which its decisions differ from the run's.
 
 --json prints {"policies":[{"name","file","options","scales","actions","skipped","stopped_at",
 "reason"}]}: scales and actions after each step; stopped_at counts steps from 1, as log=json does.
@@ -46,7 +47,7 @@ On a run it adds "verdicts" (exact or bound), "skipped_at_least", "bound_from" (
 
 --verify runs the script live under the policy, and shows step by step where the replay and the live
 run differ. The live run begins at the newest checkpoint before the first verdict that is a bound or
-differs from the run's, with the policy's state from the replay. If there is no such checkpoint, it
+differs from the run's, with the policy's state from the replay; without such a checkpoint, it
 begins at the start. It writes to a folder of its own; the recorded run is not touched.
 
 --steps N      steps to run, at most the recorded ones (100)
@@ -55,8 +56,8 @@ begins at the start. It writes to a folder of its own; the recorded run is not t
 --script FILE  the script, if it has moved or the history does not name it
 --keep FOLDER  keep the live run, in FOLDER/run
 
-The exit status is 0 if the replay and the live run agree, 2 if they differ, 130 after Ctrl-C (which
-compares the steps made so far), and 1 after an error.]==]
+With --verify, the exit status is 0 if the replay and the live run agree, 2 if they differ, 130
+after Ctrl-C (the steps made so far are still compared), and 1 after an error.]==]
 
 -- Raises an error unless the options of --verify are valid.
 local function check_verify(given)

@@ -16,7 +16,7 @@ local M = {}
 -- Exit statuses.
 local AGREE, FAILED, DIFFER, INTERRUPTED = 0, 1, 2, 130
 
--- Seconds between polls, between live lines, and from the first signal until it is repeated.
+-- Seconds between polls, between live lines, and from one SIGTERM to the process until the next.
 local POLL, LIVE, PATIENCE = 0.05, 1, 10
 
 -- ------------------------------------------------------------------ the live run
@@ -59,7 +59,7 @@ local function run_live(plan, folder)
       if machine.clock() - shown > LIVE then
         bar.live()
         shown = machine.clock()
-        -- stops a script that calls trainer:step() itself, which does not end at step plan.to
+        -- a script that calls trainer:step() itself does not end at step plan.to
         local over = (last_step(job.run) or -1) >= plan.to
         if not stopped and (over or interrupted) then
           stopped = shown
@@ -95,8 +95,8 @@ local function lines_of(plan, c, interrupted)
     if c.steps > 0 then say("replay and live run agree in all of them") end
     return lines
   end
-  say("they first differ at step %d: %s is %s in the replay and %s live; the replay calls its " ..
-    "verdict %s", first.step, first.column, show.value(first.replay), show.value(first.live),
+  say("the first difference is at step %d: %s is %s in the replay and %s live; the replay calls " ..
+    "its verdict %s", first.step, first.column, show.value(first.replay), show.value(first.live),
     first.mark == "exact" and "exact" or "a bound")
   local rows = { { "column", "differs in", "first at", "replay", "live", "largest difference" } }
   for _, column in ipairs(verify.COLUMNS) do

@@ -13,8 +13,8 @@ the page fits a telephone. For a run in progress, the page shows the steps so fa
 steps, how it ended and its settings.
 
 For several runs it writes a page that compares them: the settings that differ, steps, losses,
-skipped steps, overflows, how each ended, and the curves of loss and loss scale over each other. It
-links to the runs' own pages that exist.
+skipped steps, overflows, how each run ended, and the curves of all runs in one plot of the loss and
+one of the loss scale. The page links to each run's own page, if that exists.
 
   engine report a                 writes runs/a/report.html
   engine report a -o a.html

@@ -5,9 +5,9 @@ local show = require "engine.base.show"
 local help = [==[
 usage: engine runs [FOLDER] [--json]
 
-Lists the runs under runs/ (or FOLDER, also a contest's name), oldest first: steps, the last loss
-and loss scale, steps without an update, the policy, when the run began, how long it took and how it
-ended.
+Lists the runs in a folder, oldest first: steps, the last loss and loss scale, steps without an
+update, the policy, when the run began, how long it took and how it ended. FOLDER is a path or, for
+the runs of a contest, the contest's name; by default runs/.
 
   engine runs
   engine runs /scratch/me/runs
@@ -51,7 +51,7 @@ local function row_of(run)
     or "-", precision, began, show.duration(run.seconds), ended_text(run) }
 end
 
--- Returns the text of a table of the runs of a folder, which runs.list returned as `list`.
+-- Returns a table of the runs in `list`, a result of runs.list, as text. dir: their folder.
 local function table_of(list, dir)
   if #list == 0 then
     return show.shown(("no runs in %s/; a script makes one with run=NAME"):format(dir))
@@ -61,7 +61,7 @@ local function table_of(list, dir)
     rows[i + 1] = row_of(run)
     several = several or (run.ranks or 1) > 1
   end
-  if several then  -- adds a column before the last
+  if several then  -- adds a column before the last one
     table.insert(rows[1], #HEAD, "ranks")
     for i, run in ipairs(list) do
       local job = run.ranks and run.ranks > 1 and require("engine.dist.ranks").job_text(run.ranks,

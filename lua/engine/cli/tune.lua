@@ -21,8 +21,8 @@ if both ends are powers of two. The search is deterministic.
             mass      the same for the gradients' sum of magnitudes
             skipped   steps without an update; the only objective for strings of outcomes
 
-The gradients are those of the recorded runs. The effect of a setting on the training itself needs a
-new run to measure.]==]
+The search uses the gradients of the recorded runs. To measure how a setting changes the training
+itself, make a new run.]==]
 
 local function percent(x)
   return x == 0 and "0 %" or ("%.3g %%"):format(100 * x)
@@ -91,8 +91,8 @@ return options.command {
   name = "tune", doc = "search the options of a policy on recorded runs",
   help = help,
   options = { json = "switch", over = "texts", objective = "text" }, policies = true, main = main,
-  -- Takes words such as those of "--over a=1..2 b=3,4". A word name=from..to always belongs to
-  -- --over, a word name=a,b,c only after the first range.
+  -- Takes the words of --over, such as "a=1..2 b=3,4". A word name=from..to always belongs to
+  -- --over, a word name=a,b,c only if there is a range before it.
   word = function(word, given)
     local is_range = word:find("^[%a_][%w_]*=.*%.%.") or #given.over > 0
       and word:find("^[%a_][%w_]*=[^=]*,")

@@ -15,7 +15,7 @@ step; it changes nothing in the run. In a pipe or a file, each refresh is one li
 
 local EVENTS = 5              -- lines of events
 local WINDOW = 100            -- steps over which the speed is measured
-local PATIENCE = 5            -- seconds until an error of a run in progress ends the view
+local PATIENCE = 5            -- seconds of errors after which the view of a live run ends
 
 -- Returns the progress line of a run, as the run itself shows it, and the percentage of its steps
 -- that are done. The percentage is nil if the number of steps is unknown.
@@ -88,8 +88,8 @@ local function refresh(path, names, state)
   return how ~= "running" and ended or nil
 end
 
--- Returns the run's path, or nil while the run does not exist. The first nil prints a line on
--- stderr.
+-- Returns the run's path, or nil while the run does not exist. The first call that finds no run
+-- prints a line on stderr.
 local function find(word, state)
   local good, path = pcall(require("engine.run.runs").find, word)
   if good then return path end
