@@ -56,8 +56,8 @@ end
 
 -- Divides a conversation into parts, with a tokenizer's chat template. An assistant's message
 -- begins after the text of the earlier messages and, if the template adds one, the generation
--- prompt. It ends where the text of the messages up to this one first differs from the whole
--- conversation's text.
+-- prompt. To find its end, compares the text of the messages up to and including this one with the
+-- text of the whole conversation: the message ends where the two first differ.
 local function by_template(tokenizer, messages)
   local parts, done = {}, 0
   local function text(n, prompt)
@@ -186,7 +186,7 @@ end
 --- Returns the format of CSV: the document is the cell in one column. The header of each file says
 --- where this column is.
 function M.csv_text(column, separator, records)
-  local columns, places = {}, {}  -- by file: the number of columns; the index of `column`
+  local columns, places = {}, {}  -- file -> its number of columns; file -> the index of `column`
   for _, f in ipairs(records.files) do
     local names, problem = cells_of(records:header(f), separator)
     if not names then raise("data.csv_text: the header of %s %s", f.path, problem) end
@@ -211,8 +211,8 @@ end
 
 -- ------------------------------------------------------------------ tokens
 
--- Returns a function from a text to its ids. encode: such a function; or an object with a method
--- encode; or false, in which case the text's bytes are the ids.
+-- Returns a function from a text to its ids. encode: such a function; an object with a method
+-- `encode`; or false, which makes the text's bytes the ids.
 local function encoder(name, encode)
   if not encode then return function(text) return text end end
   if type(encode) == "function" then return encode end
@@ -223,8 +223,8 @@ local function encoder(name, encode)
   return function(text) return method(encode, text, { special = false }) end
 end
 
--- Returns the id of end_token: 0 for nil, and false for false. If `encode` has a method `id`, as a
--- tokenizer has, end_token may be a token's text.
+-- Returns the id of the end token: end_token itself, or 0 if it is nil, or false if it is false
+-- (none). If `encode` has a method `id`, as a tokenizer has, end_token may be a token's text.
 local function end_id(name, encode, end_token)
   if type(end_token) ~= "string" then return end_token or end_token == nil and 0 end
   local good, method = pcall(function() return encode.id end)
@@ -257,9 +257,9 @@ local function put(self, ids, list)
   end
 end
 
--- Returns the tokens of all parts as one sequence: { ids = int32_t[n], counts = uint8_t[n], n = };
--- counts[i] is 1 if ids[i] counts in the loss as a target. Or returns nil, what is wrong, and true
--- if the error is in the script rather than the file.
+-- Returns the tokens of all parts as one sequence: { ids = int32_t[n], counts = uint8_t[n], n = }.
+-- counts[i] is 1 if ids[i] counts in the loss as a target. For an invalid part, returns nil, what
+-- is wrong, and true if the error is in the script and not in the file.
 local function tokens_of(self, parts)
   local lists, n = {}, 0
   for k, part in ipairs(parts) do
@@ -284,8 +284,8 @@ local function tokens_of(self, parts)
   return { ids = ids, counts = counts, n = n }
 end
 
--- Cuts a sequence to `most` tokens. Cuts the end; with `answers`, first cuts the start of the
--- prompt, but leaves at least one token of the prompt.
+-- Cuts a sequence to `most` tokens: without `answers` at its end; with `answers` first at the start
+-- of the prompt, down to one token of the prompt, and then at the end.
 local function cut(sequence, most, answers)
   if sequence.n <= most then return sequence end
   local from = 0

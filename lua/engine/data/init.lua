@@ -99,8 +99,8 @@ end
 --- Skips n batches.
 function Loader:skip(n) self.at = self.at + n end
 
--- Fields that a saved position and the loader must have in common; otherwise the position would
--- refer to other batches.
+-- Fields that must be equal in a saved position and in the loader that continues from it; otherwise
+-- the position would refer to other batches.
 local IDENTITY = { "kind", "seed", "batch", "context", "shuffle", "examples" }
 
 --- Returns the loader's position as plain data. `order` is the version of the shuffled order.
@@ -144,10 +144,11 @@ end
 
 local OF_STEP = { keep = false }   -- a batch is freed with its step, even outside engine.steps
 
--- Makes a loader of windows of T+1 tokens from `tokens` (a pointer to n tokens). With shuffling,
--- each epoch cuts the file at another offset and visits the pieces in another order. Without
--- shuffling, row b of batch i (both from 0) starts at token (i*B + b)*T. When too few tokens are
--- left for a batch, reading starts again from the beginning, as in llm.c's loader.
+-- Makes a loader of windows of T+1 tokens from `tokens`, a pointer to n tokens. keep: the memory
+-- behind the pointer. With shuffling, each epoch cuts the tokens at another offset and visits the
+-- pieces in another order. Without shuffling, row b of batch i (both from 0) starts at token
+-- (i*B + b)*T. When too few tokens are left for a batch, reading starts again from the beginning,
+-- as in llm.c's loader.
 local function windows(o, kind, tokens, n, keep)
   local B, T = o.batch, o.context
   if n < T + 1 then
@@ -260,7 +261,7 @@ function M.tokens(given)
   local held = (bytes - offset) / width
   if n and n ~= held then
     raise("data.tokens: the header of %s gives %d tokens, but the file holds %s%s", o.path, n,
-      tostring(held), n > held and "; hint: it is truncated" or "")
+      tostring(held), n > held and "; hint: the file is truncated" or "")
   elseif held % 1 ~= 0 then
     raise("data.tokens: %s has %s (%d): these are not %s tokens; hint: `engine data "
       .. "tokenize` makes tokens of a text", o.path, width == 2
@@ -308,8 +309,8 @@ local function rows(o, kind, x, y, n)
   }
 end
 
---- Takes examples from tensors in memory: data.tensors{ x = [N x ..], y = [N x ..], batch = }. A
---- batch has the dtypes and the row shapes of x and y.
+--- Takes examples from tensors in memory: data.tensors{ x = [N x ..], y = [N x ..], batch = }. Row
+--- i of x and of y is an example. A batch has the dtypes and the row shapes of x and y.
 function M.tensors(given)
   local o = options_of("tensors", given, { x = NEEDED, y = NEEDED, batch = 32, shuffle = true,
     seed = 1234 })
@@ -333,8 +334,8 @@ function M.tensors(given)
 end
 
 --- Reads a CSV file of numbers. target: the column (its name, or its index from 1) that becomes y,
---- by default the last; classes = true makes y i64. If a cell of the first line is not a number,
---- this line names the columns.
+--- by default the last; classes = true makes y i64. separator: the character between cells (",").
+--- If a cell of the first line is not a number, this line names the columns.
 function M.csv(given)
   local o = options_of("csv", given, { path = NEEDED, target = false, classes = false,
     separator = ",", batch = 32, shuffle = true, seed = 1234 })
@@ -528,7 +529,8 @@ function M.lines(given)
 end
 
 --- Reads documents from a column of CSV files (RFC 4180), whose first line names the columns.
---- column: the column's name ("text"). The other options are the options of engine.data.jsonl.
+--- column: the column's name ("text"). separator: the character between cells (","). The other
+--- options are the options of engine.data.jsonl.
 function M.csv_text(given)
   local o = options_of("csv_text", given, document_options { column = "text", separator = "," })
   local read = records.open("csv_text", o.path, "csv")

@@ -9,8 +9,8 @@ local M = {}
 
 local List, NONE = {}, {}
 M.NONE = NONE
--- The largest number of operations of a rendering, and the largest number of bytes of a text. With
--- these limits, a template cannot hang the process or fill its memory.
+-- The most operations of a rendering, and the most bytes of a text in it. With these limits, a
+-- template cannot hang the process or fill its memory.
 local OPERATIONS, BYTES = 1e6, 2 ^ 24
 local operations, printed
 
@@ -312,7 +312,7 @@ function Parser:name()
 end
 
 -- An expression is a function from the scope to a value. applied() returns the expression that
--- applies f to the values of the n expressions in `args`. A hole in `args` gives nil.
+-- calls f with the values of the n expressions in `args`. A missing expression stands for nil.
 local function applied(f, args, n)
   return function(scope)
     local values = {}
@@ -690,8 +690,8 @@ local function guarded(state, f, ...)
   return nil, ("line %d: %s"):format(state.running or 1, tostring(result):gsub("^[^:]+:%d+: ", ""))
 end
 
---- Parses a template. Returns a function(variables) that renders it and returns the text, or nil
---- and what went wrong. If the template cannot be parsed, returns nil and the reason.
+--- Parses a template. Returns a function(variables) that returns the rendered text or, if rendering
+--- fails, nil and the reason. If the template cannot be parsed, M.read returns nil and the reason.
 function M.read(source)
   local state = { at = 0 }
   local body, problem = guarded(state, function()

@@ -51,8 +51,8 @@ end
 
 local function advance(self) self.place, self.token, self.document = self.place + 1, 0, nil end
 
--- Writes n tokens of a sequence, from token `from` on, to a row that already has its first t
--- tokens. Returns how many of the written targets count.
+-- Writes n tokens of a sequence, from token `from` on, to a row that already has t tokens. Returns
+-- how many of the written targets count in the loss.
 local function put(self, row, t, sequence, from, n)
   local x, y, T, learnt = self.x, self.y, self.context, 0
   local ids, counts, first = sequence.ids, sequence.counts, row * self.context + t
@@ -96,8 +96,8 @@ local function fill_padded(self, row)
   return learnt
 end
 
--- Reads the next batch into memory. Leaves out batches in which no target counts, because the mean
--- over no target is NaN.
+-- Reads the next batch into self.x and self.y. Leaves out batches in which no target counts,
+-- because their loss, a mean over the targets that count, is NaN.
 local function fill(self)
   local put_row, learnt = self.pack and fill_packed or fill_padded, 0
   repeat

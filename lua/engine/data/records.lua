@@ -113,8 +113,8 @@ local function file_of(self, i)
   return self.files[low], low
 end
 
--- Returns bytes `from` to `to`-1 of a file. Leaves out white space at the end; in CSV, only the
--- blank lines there. Leaves the file open for the next read.
+-- Returns bytes `from` to `to`-1 of a file, without the white space at their end; for CSV, without
+-- the blank lines at their end. Leaves the file open for the next read.
 local function read(self, f, from, to)
   if self.latest ~= f then
     if self.handle then self.handle:close() end

@@ -15,10 +15,9 @@ local function header(dtype, count)
     .. (" "):rep(HEADER - 10 - #text - 1) .. "\n"
 end
 
--- Returns the end of the piece of text that begins at `at`. With `apart`, the piece ends at the
--- first line end after at least CHUNK bytes at which the text may be cut
--- (eng_tokenizer_splits_lines). If there is no such line end, and without `apart`, the piece ends
--- with the text.
+-- Returns the end of the piece of text that begins at `at`. With `apart`, the piece has at least
+-- CHUNK bytes and ends at the next line end where the text may be cut (eng_tokenizer_splits_lines).
+-- Without `apart`, or if there is no such line end, the piece is the rest of the text.
 local function piece_end(bytes, at, size, apart)
   if not apart then return size end
   for i = at + CHUNK, size - 2 do
@@ -35,10 +34,11 @@ local function line_end(bytes, at, size)
   return at
 end
 
---- Writes the ids of the files' texts to `output`. options: lines (each line is a text of its own,
---- without its line end; empty lines are left out), special (adds the ids that the tokenizer puts
---- around a text), ending (an id to add after each text), progress (a function, called with the
---- bytes done and the total). Returns { texts =, bytes =, tokens =, dtype = }.
+--- Writes the ids of the files' texts to the file `output`. options: lines (each line is a text of
+--- its own, without its line end; empty lines are left out), special (adds the ids that the
+--- tokenizer puts around a text), ending (an id to add after each text), progress (a function,
+--- called with the bytes encoded so far and the bytes of all files). Returns { texts =, bytes =,
+--- tokens =, dtype = }.
 function M.run(tokenizer, paths, output, options)
   local maps, all = {}, 0
   for i, path in ipairs(paths) do

@@ -45,8 +45,8 @@ end
 local MODELS = { BPE = C.ENG_TOKENS_BPE, Unigram = C.ENG_TOKENS_UNIGRAM,
   WordPiece = C.ENG_TOKENS_WORDPIECE, WordLevel = C.ENG_TOKENS_WORDS }
 
--- Returns the type of the file's model. Old files leave the type out; then it follows from other
--- fields.
+-- Returns the type of the file's model. Old files do not give the type; for them it follows from
+-- other fields.
 local function model_type(model)
   if given(model.type) then return model.type end
   if given(model.merges) then return "BPE" end

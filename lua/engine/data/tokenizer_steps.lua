@@ -1,8 +1,8 @@
--- Converts the steps of a tokenizer.json into the core's steps: normalizers, pre-tokenizers,
--- decoders and post-processors. A table for each of these four has a function for each type of
+-- Converts the normalizers, pre-tokenizers, decoders and post-processors of a tokenizer.json into
+-- the core's steps. There is a table for each of these four, with a function for each type of
 -- component. The function takes `to` = { stage(kind, flags, a, b), frame(id, after), fail(format,
--- ...) } and a component of the file. A type that is not in the table raises a one-line error.
--- Called by tokenizer.lua.
+-- ...) }, to which it adds steps, and a component of the file. A type that is not in the table
+-- raises a one-line error. Called by tokenizer.lua.
 local C = require("engine.base.ffi").C
 local cjson = require "cjson"
 local nearest = require "engine.base.nearest"
@@ -170,8 +170,8 @@ M.normalizers = {
 
 local SCHEMES = { always = 1, first = 2 }     -- flags of ENG_STEP_PREPEND
 
--- Returns Metaspace's character, and the flag of ENG_STEP_PREPEND that says where to prepend it: 1
--- (always), 2 (only at the start of the text) or nil (never).
+-- Returns Metaspace's character, and the flag of ENG_STEP_PREPEND that says where to prepend it
+-- unless it is there already: 1 (to every piece), 2 (only at the start of the text) or nil (never).
 local function metaspace(to, part)
   local scheme = field(to, part, "prepend_scheme", "string", "always")
   if part.add_prefix_space == false then scheme = "never" end
