@@ -534,7 +534,7 @@ describe("engine plan FOLDER and engine generate", function()
       { { "generate", path, "--tokens", "1", "--stop", "wrld" }, "no token 'wrld'" },
       { { "generate", folder, "--prompt", "a" }, "tokenizer.json: .*; hint: %-%-prompt and texts" },
       { { "generate", path, "a" }, "expected one folder, got 2 words; a text follows %-%-prompt" },
-      { { "generate", path }, "expected %-%-prompt, a text, or %-%-tokens, a list of ids such" },
+      { { "generate", path }, "expected %-%-prompt TEXT, or %-%-tokens with a list of ids such" },
       { { "generate", path, "--prompt", "" }, "%-%-prompt: expected a text, got an empty one" },
       { { "generate", path, "--tokens", "1,x" }, "expected token ids such as 1,2,3, got 'x'" },
       { { "generate", path, "--tokens", "99" }, "embedding: expected indices in 0..19, got 99" },

@@ -54,7 +54,7 @@ end
 
 local function fail(format, ...)
   local parts = { ... }
-  for i, part in ipairs(parts) do              -- arguments may hold line ends
+  for i, part in ipairs(parts) do              -- keeps the message on one line
     parts[i] = type(part) == "string" and show.shown(part) or part
   end
   error(setmetatable({ message = "config: " .. format:format(unpack(parts)) }, usage_error), 0)

@@ -55,7 +55,7 @@ local function main(given)
       #given.words)
   end
   if #given.tokens + #given.prompt == 0 then
-    options.fail("expected --prompt, a text, or --tokens, a list of ids such as 1,2,3")
+    options.fail("expected --prompt TEXT, or --tokens with a list of ids such as 1,2,3")
   end
   if not files.is_folder(given.words[1]) then
     options.fail("%s: expected the folder of a model, with config.json and its weights",

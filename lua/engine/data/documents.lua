@@ -136,8 +136,9 @@ end
 function M.chatml(role) return "<|im_start|>" .. role .. "\n", "<|im_end|>\n" end
 
 --- Returns the format of preferences: a prompt, and the preferred and the rejected answer to it, in
---- the fields of a JSON object. Only the answers count in the loss. The parts are the parts of the
---- preferred sequence; their field `rejected` has the parts of the rejected sequence.
+--- the fields of a JSON object. Only the answers count in the loss. The format returns the list of
+--- the parts of the preferred sequence; its field `rejected` is the list of the parts of the
+--- rejected sequence.
 function M.preferences(fields)
   return function(line)
     local object, problem = object_of(line)

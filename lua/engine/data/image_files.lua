@@ -1,6 +1,6 @@
--- Reads PNG and JPEG files into bytes, through libpng and libjpeg-turbo (TurboJPEG). A library is
--- loaded when the first image of its kind is read, so the engine builds and runs without them.
--- Called by images.lua.
+-- Reads PNG and JPEG files into bytes, through libpng and libjpeg-turbo (TurboJPEG). Each library
+-- is loaded when the first image of its kind is read, so the engine builds and runs without
+-- libraries for images. Called by images.lua.
 local M_ffi = require "engine.base.ffi"
 
 local ffi, C = M_ffi.ffi, M_ffi.C

@@ -456,7 +456,7 @@ end
 ---   size, channels    width and height in pixels (32); 3 for RGB, 1 for gray (3)
 ---   mean, std         of pixel values in 0..1: a number, or one for each channel (0.5, 0.25)
 ---   flip              true: mirrors each image with probability 1/2
----   from, to          the share of the images to use (0, 1), chosen at random, the same every time
+---   from, to          the share to use (0, 1) of the images in a random order that never changes
 ---   bad               "stop": files that are not images are an error; "skip": they are left out
 ---   batch, shuffle, seed   (32, true, 1234)
 function M.images(given)
@@ -474,8 +474,8 @@ end
 
 --- Draws images of eight shapes in random places, sizes and colours when the loader is made. A
 --- batch has x [B x 3 x size x size] f32 in about -1..1, and y [B] i64, the index of the shape.
---- Options: count (1024), size (32), noise (0.1; it changes a value by at most three times this),
---- batch, shuffle, seed (of the order and of the images).
+--- Options: count (1024), size (32), noise (0.1; noise changes a value by at most three times this
+--- number), batch, shuffle, seed (of the order and of the images).
 function M.shapes(given)
   local o = options_of("shapes", given or {}, { count = 1024, size = 32, noise = 0.1, batch = 32,
     shuffle = true, seed = 1234 })
@@ -514,7 +514,8 @@ end
 ---   shuffle, seed     another order of the documents in each epoch (true, 1234)
 ---   bad               "stop": an invalid record is an error that names its line; "skip": it is
 ---                     left out
----   check             true: reads and encodes every document now, not when it is used
+---   check             true: reads and encodes every document when the loader is made, which finds
+---                     all invalid records
 --- This loader also has the option `field`, the name of the field that holds the text ("text").
 function M.jsonl(given)
   local o = options_of("jsonl", given, document_options { field = "text" })

@@ -132,8 +132,8 @@ function Packed:state()
   return state
 end
 
---- Moves to a saved position. Refuses a position that was saved with other files, options or
---- tokens.
+--- Moves to a saved position. Refuses a position that was saved with other files or options, or
+--- with an encode that gave other tokens.
 function Packed:restore(state)
   local at, version = position.check(state, self, IDENTITY, { "epoch", "place", "token" })
   if state.files ~= self.files then self.documents.records:check(state.files) end

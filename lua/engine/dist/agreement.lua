@@ -5,8 +5,9 @@
 -- run, the ranks compare
 --   scalars   steps, updates, the optimizer's updates and lr, the loss scale, the policy's state,
 --             the seed and counter of random numbers
---   tensors   master weights, low-precision weights, and moments, unless ZeRO divides them (ZeRO-3
---             divides all three). Only ranks that hold the same experts compare experts
+--   tensors   master weights, low-precision weights and moments. Tensors that ZeRO divides are not
+--             compared: the moments, and with ZeRO-3 all three. Experts are compared only among the
+--             ranks that hold them
 -- Each rank sends one message of three numbers. If these numbers differ, the ranks exchange the
 -- checksum of each value, so that the error can name the first value that differs, and the ranks
 -- that differ.
@@ -116,10 +117,10 @@ local function gathered(own, n)
   return all
 end
 
--- Groups the ranks by the checksum that they have of an item. Returns a list of ranks for each
--- checksum, the largest list first, and whether the first list is larger than any other. at(r): the
--- checksum on rank r. held: the Reducer:holder() of the ranks to group, for an expert; nil for all
--- ranks.
+-- Groups the ranks by their checksum of an item. Returns a list of ranks for each checksum, the
+-- largest list first, and whether there is a majority, that is, several lists of which the first is
+-- larger than any other. at(r): the checksum on rank r. held: for an expert, the Reducer:holder()
+-- of the ranks to group; nil groups all ranks.
 local function grouped(reducer, at, held)
   local of, lists = {}, {}
   for r = 0, reducer.size - 1 do
@@ -137,9 +138,10 @@ local function grouped(reducer, at, held)
 end
 
 -- Exchanges the checksums of the first n items. Returns the differences, which are the same on all
--- ranks: { first = the index (from 1) of the first item that differs, groups = its lists of ranks,
--- ranks = the ranks outside the majority for any item, majority = whether every item that differs
--- has a majority, count = the number of items that differ }.
+-- ranks: { first = the index (from 1) of the first item that differs, groups = the lists of ranks
+-- for this item, ranks = the ranks outside the majority of at least one item (all ranks of an item
+-- without a majority), majority = whether every item that differs has a majority, count = the
+-- number of items that differ }.
 local function differences(reducer, list, sums, n)
   local all, odd = gathered(sums, n), {}
   local found = { ranks = {}, majority = true, count = 0 }

@@ -2,9 +2,9 @@
 -- messages. Its inputs are the seconds of a message (alpha), of a byte (beta) and of one rank's own
 -- step. The core counts messages and bytes, because it knows the buckets (eng_parallel_predict).
 -- For each bucket, every rank sends a piece to every other rank, sums the pieces that it receives,
--- and sends the sum back (with ZeRO: the updated weights). ZeRO-2 does this in every micro-batch.
--- ZeRO-3 sends no updated weights; it sends a block's weights before the forward and before the
--- backward pass of the block. The record takes log2(ranks) messages.
+-- and sends the sum back (with ZeRO: the updated weights). From ZeRO-2 on, the gradients are sent
+-- in every micro-batch. ZeRO-3 sends no updated weights; it sends a block's weights before the
+-- forward and before the backward pass of the block. The record takes log2(ranks) messages.
 --
 -- On separate machines, the messages of all buckets but the last overlap the rest of the backward
 -- pass. With ZeRO-3, the messages with weights overlap both passes, except for the first weights.
@@ -38,15 +38,16 @@ end
 
 --- Predicts the memory and the step of a job on `ranks` ranks. job: { parameters, tensors,
 --- weight_bytes, moment_bytes (undivided), step (seconds), handling (seconds of packing and summing
---- gradients, or nil), zero, accumulate, histogram, sizes = function(ranks) -> the result of
---- M.sizes }. cost: { alpha, beta }. For ranks on one machine, cost also has
+--- gradients, or nil), zero, accumulate, histogram (whether the record has one), sizes =
+--- function(ranks) -> the result of M.sizes }. cost: { alpha, beta }. For ranks on one machine,
+--- cost also has
 ---   cores    the number of cores
 ---   slowed   the time of a step while every core runs a process, divided by the time of a step
 ---            while only one process runs
 ---   times    a list of measured times of steps while every core runs a process, in seconds
 --- Returns { ranks, memory = { weights, gradients, moments, messages, all } (bytes), sent =
---- { messages, bytes }, compute, messages, exposed, waited, record, weights, step (seconds),
---- efficiency }.
+--- { messages, bytes }, compute, messages, exposed (the part of `messages` that overlaps nothing),
+--- waited (after the backward pass), record, weights, step (seconds), efficiency }.
 function M.predict(job, cost, ranks)
   local sizes, alone = job.sizes(ranks), ranks == 1
   local passes = job.zero >= 2 and job.accumulate or 1

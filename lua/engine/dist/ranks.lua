@@ -57,7 +57,8 @@ end
 
 local RULES = { sum = "ENG_SUM", mean = "ENG_SUM", max = "ENG_MAX" }
 
---- Reduces a number over all ranks; rule: "sum", "mean" or "max".
+--- Returns the sum, mean or maximum of a number over all ranks. rule: "sum" (default), "mean" or
+--- "max".
 function M.reduce(x, rule)
   expect(type(x) == "number", x, "ranks.reduce: expected a number")
   expect(RULES[rule or "sum"], rule, "ranks.reduce: expected 'sum', 'mean' or 'max'")

@@ -98,7 +98,8 @@ function M.new(trainer, o)
   return self
 end
 
---- Returns the link between ranks that train on cards, as text; nil on the CPU.
+--- Returns a text about the link between ranks that train on cards; nil on the CPU and for one
+--- process.
 function Reducer:text()
   return self.many and machine.device() == "cuda" and "ranks: " .. ranks.text() or nil
 end
@@ -241,8 +242,8 @@ function Reducer:begin()
   skip(self.trainer.data, self.rank * self.trainer.accumulate)
 end
 
--- Updates self.drawn, the most random numbers that one micro-batch has drawn. Called before each
--- micro-batch and after the last one.
+-- Updates self.drawn, the most random numbers that one micro-batch of this rank has drawn in this
+-- step. Called before each micro-batch (`first`: the first one) and after the last one.
 local function note_drawn(self, s, first)
   self.drawn = first and 0
     or math.max(self.drawn, tonumber(random.place().counter - s.place.counter))
@@ -294,7 +295,8 @@ function Reducer:share_norms(norm, norms, n)
   norm[0] = math.sqrt(squares)
 end
 
--- Moves the random numbers on by `drawn`, the most numbers that a micro-batch has drawn.
+-- Continues the stream of random numbers `drawn` numbers after its position at the start of the
+-- step. drawn: the most numbers that a micro-batch has drawn.
 local function continue_numbers(s, drawn)
   random.go { seed = s.place.seed, counter = s.place.counter + drawn }
 end
@@ -525,9 +527,9 @@ end
 
 local BITS = { { 2, "inf" }, { 4, "nan" }, { 8, "inf only in the comm dtype" } }
 
--- Returns { { rank =, tensor =, what = "inf" } ... }: for each rank and each kind in BITS, the
--- first tensor, in the optimizer's order, to which that rank contributed a gradient of this kind in
--- the last reduction.
+-- Returns what overflowed in the last reduction, { { rank =, tensor =, what = "inf" } ... }. The
+-- list has, for each rank and each kind in BITS, the first tensor in the optimizer's order for
+-- which that rank sent a gradient of this kind.
 function Reducer:find_culprits()
   local found = {}
   for rank = 0, self.size - 1 do

@@ -28,9 +28,9 @@ function M.wrong(o)
   end
 end
 
---- Returns the unit of ZeRO-3 of each parameter of an optimizer, as the core's option. A unit is a
---- block of the model, all experts of a layer together, any other module that has parameters, or a
---- single weight in FP8.
+--- Returns an array with the unit of each parameter of an optimizer, for the core's option `units`.
+--- ZeRO-3 receives and drops the weights of a unit together. A unit is a block of the model, all
+--- experts of a layer, any other module that has parameters, or a single weight in FP8.
 function M.units(optimizer)
   local list, quantized = optimizer.list, {}
   local units, numbers, n = ffi.new("int32_t[?]", #list), {}, 0
@@ -48,8 +48,9 @@ function M.units(optimizer)
   return units
 end
 
---- Returns whether one rank updates all of a parameter. This is true for optimizers that need whole
---- parameters, and for ZeRO-3 in FP8, where one rank quantizes a weight for all ranks.
+--- Returns whether ZeRO must give each parameter to one rank as a whole. This is true for
+--- optimizers that need whole parameters, and for ZeRO-3 in FP8, where one rank quantizes a weight
+--- for all.
 function M.whole(optimizer, zero) return optimizer.whole or zero == 3 and optimizer.fp8 ~= nil end
 
 --- Makes the core's options for a reduction from a trainer's options. o.whole: the result of
@@ -62,12 +63,13 @@ function M.options(o, apart, holders)
     apart = apart, holders = holders })
 end
 
--- parameter set -> { key =, handle =, zero = }, the reduction that all trainers of the set share
+-- parameter set -> the reduction that all trainers of the set share: { key = its options as text,
+-- handle =, zero = whether it uses ZeRO }
 local of_set = setmetatable({}, { __mode = "k" })
 
---- Returns the parameter set's reduction with these options. Frees the set's reduction with other
---- options. If another trainer of the set used the freed reduction, that trainer's next step makes
---- a new one.
+--- Returns the reduction of the optimizer's parameter set with these options. A set has only one
+--- reduction: an earlier one with other options is freed. If another trainer of the set used the
+--- freed reduction, that trainer's next step makes a new one.
 function M.of(optimizer, options)
   local params = optimizer.params
   local key = ("%d %d %d %d %s %s"):format(tonumber(options.bucket), options.comm_dtype,
@@ -76,7 +78,7 @@ function M.of(optimizer, options)
   if had and had.key == key then return had.handle end
   if had and had.zero then
     error("a trainer with ZeRO has divided this optimizer's state among the ranks; hint: " ..
-      "give its trainers the same bucket, comm_dtype, zero and accumulate", 0)
+      "give all trainers of this optimizer the same bucket, comm_dtype, zero and accumulate", 0)
   end
   of_set[params] = nil
   if had then C.eng_parallel_free(ffi.gc(had.handle, nil)) end

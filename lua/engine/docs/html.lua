@@ -92,8 +92,9 @@ end
 -- ------------------------------------------------------------------ the folder
 
 -- The state while the pages are written: { index, folder, guides, warnings, links, anchors, pending
--- }. links: name -> address. anchors: the set of the pages and anchors that are written so far.
--- pending: the links to check, a list of { path, target, address }.
+-- }. links: the name of an entry -> its address. anchors: the set of the addresses written so far,
+-- PAGE and PAGE#ANCHOR. pending: the links in guides to check, a list of { path of the guide,
+-- target in the guide, address in the pages }.
 local Site = {}
 Site.__index = Site
 
@@ -107,8 +108,9 @@ end
 
 function Site:warn(format, ...) self.warnings[#self.warnings + 1] = format:format(...) end
 
--- Returns the address of the page to which the guide at `path` links by `target`; nil if there is
--- no such page. Queues links between pages, and links to missing files, for the check in M.write.
+-- Converts `target`, a link in the guide at `path`, to an address in the pages or on the web.
+-- Returns nil if there is no page for it. Queues links between guides, and links to missing files,
+-- for the check in M.write.
 function Site:resolve(path, target)
   if target:find("^%a+:") then return target end
   local name, anchor = target:match("^([^#]*)(#?.*)$")
