@@ -23,9 +23,8 @@ On a run, the replay computes which steps overflow at a policy's own scale, from
 fp16 gradient and exponent histogram. A verdict is exact if these statistics determine it and all
 earlier verdicts, and if all of these verdicts lead to the same updates as in the run. From the
 first verdict that is not exact, all are bounds, because a run with the policy might have had other
-gradients. "At least 1, about 3"
-skipped steps means that 1 is certain and 3 is the estimate (lua/engine/run/counterfactual.lua has
-the rules).
+gradients. "At least 1, about 3" skipped steps means that 1 is certain and 3 is the estimate
+(lua/engine/run/counterfactual.lua has the rules).
 
   skipped      steps without an update, and their share
   underflow    share of the nonzero gradients that lose bits or vanish

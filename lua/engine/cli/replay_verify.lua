@@ -16,7 +16,8 @@ local M = {}
 -- Exit statuses.
 local AGREE, FAILED, DIFFER, INTERRUPTED = 0, 1, 2, 130
 
--- Seconds between polls, between live lines, and from one SIGTERM to the process until the next.
+-- Seconds between polls, between live lines, and from the first SIGTERM to the process until it is
+-- repeated.
 local POLL, LIVE, PATIENCE = 0.05, 1, 10
 
 -- ------------------------------------------------------------------ the live run
@@ -59,7 +60,7 @@ local function run_live(plan, folder)
       if machine.clock() - shown > LIVE then
         bar.live()
         shown = machine.clock()
-        -- a script that calls trainer:step() itself does not end at step plan.to
+        -- stops a script that calls trainer:step() itself and so does not end at step plan.to
         local over = (last_step(job.run) or -1) >= plan.to
         if not stopped and (over or interrupted) then
           stopped = shown
