@@ -11,7 +11,8 @@
 --   fields     field = { default, option, range }: transformers' default (false: null), the option
 --              of the model that the field sets (nil: only the default is supported) and, for
 --              numbers, the range. Fields that are not listed do not shape the model
---   rules      functions of hf_config.lua that read several fields together
+--   rules      names of functions of hf_config.lua that read several fields together
+--   theta      transformers' default of rope_theta, if it is not 10000
 --   options    further options of the model
 --   names      the engine's module or parameter -> its name in files; %d stands for an index, which
 --              counts from 0 in files. Several names: their tensors are joined by rows. T: files
@@ -173,9 +174,9 @@ local function split(names, leaf)
   return list, transposed and leaf == ".weight"
 end
 
--- Returns the names that the engine's parameter `name` has in files, in the order of their rows,
--- and whether files store its weight transposed. `prefix`, such as "model." or "", replaces a
--- leading dot.
+-- Returns the names in files of the tensors that form the engine's parameter `name`, in the order
+-- of their rows in it, and whether files store them transposed. `prefix`, such as "model." or "",
+-- replaces a leading dot.
 local function file_names(arch, name, prefix)
   local numbers = {}
   local key = name:gsub("%.(%d+)%f[.]", function(n)
@@ -193,8 +194,8 @@ local function file_names(arch, name, prefix)
   return list, transposed
 end
 
--- Returns the number of rows of each part of a parameter: { q, k, v }, or { rows } for a single
--- part.
+-- Returns the number of rows of each part of a parameter with `rows` rows: a list of three for q, k
+-- and v, or { rows } for a single part.
 local function rows_of(rows, model, parts)
   if parts == 1 then return { rows } end
   local o = model.config

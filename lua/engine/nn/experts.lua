@@ -29,7 +29,7 @@ local DISPATCH = { own = C.ENG_COMM_OWN, fp32 = C.ENG_COMM_F32, bf16 = C.ENG_COM
 local COMBINE = { own = C.ENG_COMM_OWN, fp32 = C.ENG_COMM_F32, bf16 = C.ENG_COMM_BF16 }
 
 --- Divides `count` experts over the ranks of the group options.experts_over. options.dispatch and
---- options.combine: the formats of rows. Returns nil if there is no group or it has one rank.
+--- options.combine: the formats of rows. Returns nil if there is no group or only one rank in it.
 function M.new(count, options)
   local group = options.experts_over
   local dispatch, combine = options.dispatch or "own", options.combine or "own"
@@ -62,7 +62,7 @@ local function empty(p)
 end
 
 --- Registers expert e. Every rank makes every expert, so that one seed gives the same weights
---- everywhere. The rank then frees the weights of an expert that it does not hold.
+--- everywhere. Each rank then frees the weights of the experts that it does not hold.
 function Experts:made(e, expert)
   local held = e >= self.first and e < self.first + self.each
   for _, p in ipairs(expert:parameters()) do
@@ -90,9 +90,9 @@ local function exchange(self, x, send, receive, way, anchor)
 end
 
 -- Adds the other ranks' row counts of each expert to `counts`. Returns the number of rows to send
--- to each rank, the number to receive from each rank and, for each of this rank's experts, the
--- indices (from 0) of its rows among the received rows. Received rows are in order of rank, then
--- expert.
+-- to each rank, the number of rows to receive from each rank and, for each expert of this rank, the
+-- indices (from 0) of the expert's rows among the received rows. Received rows are in the order of
+-- ranks and, from one rank, of experts.
 local function plan(self, counts)
   local E, size, each = self.total, self.group.size, self.each
   local own, all = ffi.new("int64_t[?]", E, counts), ffi.new("int64_t[?]", E * size)

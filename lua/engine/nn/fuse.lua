@@ -5,8 +5,8 @@
 -- lora_layers.lua.
 --
 -- A module takes part in a fusion if its `forward` is the library's, not an adapter's or an
--- override, and if it has no relative scale (`_relative_scale`, policy/groups.lua). A fused
--- operation would run partly outside the module to which the scale applies.
+-- override, and if it has no relative scale (`_relative_scale`, policy/groups.lua). Part of a fused
+-- operation would run outside the module, where its relative scale does not apply.
 -- Shapes: B batch, T time, C width.
 local module = require "engine.nn.module"
 local tensor = require "engine.tensor.tensor"
@@ -33,8 +33,8 @@ function M.linear(layer, x, bias)
     rawget(layer, "_fp8"))
 end
 
---- Returns f(x, ...) and then frees the memory of x, unless the backward pass needs it. Nothing but
---- f may read x. `of`: the tensor that x is a view of, or nil.
+--- Computes y = f(x, ...), frees the memory of x unless the backward pass needs it, and returns y.
+--- Nothing but f may read x. `of`: the tensor that x is a view of, or nil.
 function M.last_use(f, x, of, ...)
   local y = f(x, ...)
   x:done()
@@ -60,9 +60,9 @@ function M.gelu_mlp(x, up, form, down)
   return M.last_use(down, up(x):gelu(form))
 end
 
---- down(silu(gate) * up): gate, up [.. x K] -> [.. x N]. If `down` has an FP8 site, the product
---- silu(gate) * up is quantized while it is computed. While module.watch is active, it is not,
---- because the watching functions have to see the product itself.
+--- down(silu(gate) * up): gate, up [.. x K] -> [.. x N]. If `down` has an FP8 site and takes part
+--- in fusion, the product silu(gate) * up is quantized while it is computed. But while module.watch
+--- is active, the product is stored first, because the watching functions have to see it.
 function M.swiglu_mlp(gate, up, down)
   local site = rawget(down, "_fp8")
   local as_codes = site and is_unchanged(down, "linear") and not module.watched()

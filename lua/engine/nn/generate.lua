@@ -18,8 +18,8 @@ local want_whole = arguments.want_whole
 
 -- ------------------------------------------------------------------ the cache
 
--- Keys and values of one attention module, each [R x room x G x D] or [1 x room x G x D]; the first
--- `length` of the `room` positions are set.
+-- Keys and values of one attention module, each [R x room x G x D] or [1 x room x G x D]. Only the
+-- first `length` of the `room` positions are filled.
 local Cache = {}
 Cache.__index = Cache
 
@@ -67,11 +67,11 @@ end
 
 -- ------------------------------------------------------------------ sampling
 
-local FEW = 1024   -- number of the most likely tokens, which usually contain the top_p share
+local FEW = 1024   -- this many of the most likely tokens usually reach the probability top_p
 
--- Draws an index of the list p, which holds the probabilities. Draws only among the first indices:
--- as many as it takes for their probabilities to add up to `share`. Unless `share` is 1, p must be
--- in falling order.
+-- Draws an index of p, a list of probabilities. Draws only among the first indices: as many as it
+-- takes for their probabilities to add up to `share`. Unless `share` is 1, p must be in falling
+-- order.
 local function draw(p, share)
   local sum, count, kept = 0, 0, 0
   while count < #p and (kept < share or count == 0) do
@@ -94,7 +94,7 @@ local function sample(logits, o)
   if o.temperature < COLDEST then return logits:argmax(-1):item() end
   local V, top, ids = logits:size(-1), logits / o.temperature, nil
   local k = math.min(o.top_k or V, V)
-  if o.top_p < 1 and k == V and V > FEW then   -- finds the top_p share without a full sort
+  if o.top_p < 1 and k == V and V > FEW then   -- finds the tokens without a full sort
     local chance, some = top:softmax():topk(FEW)
     if chance:sum():item() >= o.top_p then
       return some:view(-1):totable()[draw(chance:view(-1):totable(), o.top_p)]
@@ -195,11 +195,12 @@ end
 --- model:generate(tokens, { max_tokens, temperature = 1, top_k = nil, top_p = 1, stop = nil, seed =
 --- nil, cache = true }): the list `tokens` followed by up to max_tokens sampled tokens, in
 --- evaluation mode. Given a list of lists, of equal length or not, it continues all of them as one
---- batch. temperature 0 takes the most likely token. top_p: draws only from the most likely of the
---- top_k tokens, as many as it takes to reach this share of the top_k tokens' probability. stop: a
---- token, or a list of tokens, that ends a sequence; a loaded model stops at its eos_token_id
---- unless `stop` is given. Draws from the engine's generator; `seed` seeds it for this call only.
---- Option progress: a function(done, all), called after each token; at the end done equals all.
+--- batch. temperature 0 takes the most likely token. top_k: draws only from this many of the most
+--- likely tokens. top_p: of these, draws only from as many of the most likely as it takes to reach
+--- this share of their total probability. stop: a token, or a list of tokens, that ends a sequence;
+--- a loaded model stops at its eos_token_id unless `stop` is given. Draws from the engine's
+--- generator; `seed` seeds it for this call only. progress: a function(done, all) that is called
+--- after each token; in the last call, done equals all.
 local function generate(model, tokens, options, more)
   if type(options) == "number" and more ~= nil then   -- generate(tokens, count, options)
     local count = options

@@ -5,8 +5,8 @@
 --   model:save("out")                                   hf_save.lua
 -- The model is built with shapes only. All names and shapes of the files are checked before the
 -- first weight is read. Weights are converted one at a time, so that memory peaks at the size of
--- the model and one tensor. Files are read, not mapped: a file that shrinks is an error, not a
--- crash.
+-- the model and one tensor. Files are read, not mapped, so that a file that shrinks meanwhile
+-- raises an error and does not crash the process.
 local M_ffi = require "engine.base.ffi"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
@@ -46,8 +46,11 @@ local function read_index(path)
   return map
 end
 
--- Opens the weight files of a folder. Returns { entries = { name = { file, name = the name in the
--- file, entry } }, names, where = the path for messages, close }.
+-- Opens the weight files of a folder. Returns a table with the fields
+--   entries  tensor name -> { file, name = its name in the file, entry = the file's entry for it }
+--   names    the list of the tensor names
+--   where    the path for messages
+--   close    a function that closes the files
 local function open_weights(folder)
   local single, index = folder .. "/model.safetensors", folder .. "/model.safetensors.index.json"
   local weights, opened, map = { entries = {}, names = {}, where = single }, {}, nil
@@ -132,8 +135,8 @@ local function of_classifier(name)
 end
 
 -- Checks that the files have every tensor of the plan with its shape, and no other tensors. For a
--- new classifier, parameters of its head may be missing; the items of such parameters get the field
--- `new`.
+-- new classifier, parameters of its head may be missing; the plan's items for missing parameters
+-- get the field `new`.
 local function check_names(plan, weights, arch, tied, new_classifier)
   local wanted = {}
   for i, item in ipairs(plan) do
@@ -217,8 +220,8 @@ end
 
 -- ------------------------------------------------------------------ the model
 
--- Builds the model for the options. hf_save.lua reads the model's field `source`, { arch, prefix,
--- fields, text, folder, eos }. The field `stop` holds the tokens at which generate stops.
+-- Builds the model for the options. Its field `source`, { arch, prefix, fields, text, folder, eos,
+-- tied_head }, is read by hf_save.lua. Its field `stop` has the tokens at which generate stops.
 local function build(arch, options, source)
   local model = models[arch.build](options)
   source.arch = arch
@@ -301,7 +304,7 @@ end
 
 --- engine.new_model { model_type = "llama", hidden_size = 64, ... }: makes a model with random
 --- weights from fields of a config.json. Fields that are not given have transformers' defaults.
---- model:save(folder) writes what transformers loads.
+--- model:save(folder) writes files that transformers loads.
 function M.new(fields)
   if type(fields) ~= "table" then
     error("new_model: expected the fields of a config.json, got " .. type(fields), 2)

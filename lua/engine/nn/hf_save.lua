@@ -1,6 +1,6 @@
 -- Saves models in the files that Hugging Face's transformers loads: config.json, model.safetensors
 -- or shards with an index, and copies of the other files (tokenizer, generation settings) of the
--- folder that the model was loaded from. The file returns the method `save` of the models that
+-- folder that the model was loaded from. This module is the method `save` of the models that
 -- hf_load.lua makes.
 local M_ffi = require "engine.base.ffi"
 local files = require "engine.base.file"
@@ -18,7 +18,8 @@ local INDEX = "model.safetensors.index.json"
 
 -- ------------------------------------------------------------------ config.json
 
--- The text of config.json. For a loaded model, it is the text of the loaded file with a new dtype.
+-- Returns the text of config.json with the given dtype: the text of the loaded file (source.text)
+-- with its dtype replaced or, if there is none, source.fields as JSON.
 local function config_text(source, dtype)
   if not source.text then
     source.fields.dtype = HF_NAMES[dtype]
@@ -133,12 +134,12 @@ end
 
 local OPTIONS = "dtype shard_bytes"
 
---- model:save(folder [, { dtype = nil, shard_bytes = 5e9 }]): writes config.json and
---- model.safetensors for this engine and for Hugging Face's transformers, or shards of up to
---- shard_bytes bytes with an index. dtype converts the weights; without it they keep the dtypes of
---- the parameters. Copies the tokenizer and the other files of the folder the model was loaded
---- from. Models of engine.load_model and engine.new_model have this method; for others there is
---- engine.save.
+--- model:save(folder [, { dtype = nil, shard_bytes = 5e9 }]): writes config.json and the weights,
+--- for this engine and for Hugging Face's transformers. The weights are in model.safetensors or, if
+--- they exceed shard_bytes bytes, in shards of up to that size with an index. dtype converts the
+--- weights; without it they keep the dtypes of the parameters. Copies the tokenizer and the other
+--- files of the folder the model was loaded from. Models of engine.load_model and engine.new_model
+--- have this method; for others there is engine.save.
 return function(model, folder, options)
   if type(folder) ~= "string" or folder == "" then
     error("save: expected a folder, got " .. tostring(folder), 2)

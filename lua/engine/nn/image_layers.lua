@@ -62,8 +62,8 @@ local BATCH_NORM = "eps momentum affine"
 --- nn.batch_norm(channels [, { eps = 1e-5, momentum = 0.1, affine = true }]): x [N x C x ..] -> the
 --- same shape. In training mode it normalises by the batch's mean and variance, and moves its
 --- buffers running_mean and running_var towards them by `momentum`; in evaluation mode it
---- normalises by the buffers. Checkpoints hold the buffers. Every rank uses its own part of the
---- batch; see nn.sync_batch_norm.
+--- normalises by the buffers. Checkpoints hold the buffers. With several ranks, each normalises by
+--- its own part of the batch unless nn.sync_batch_norm is called.
 local BatchNorm = class("batch_norm")
 function BatchNorm:init(channels, options)
   want_whole(channels, "nn.batch_norm", "channels", 1)

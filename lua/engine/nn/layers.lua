@@ -147,7 +147,7 @@ function Sequential:forward(x)
 end
 M.sequential = Sequential
 
---- nn.list { a, b, c }: registers its modules; the model calls them itself.
+--- nn.list { a, b, c }: registers modules that the model calls one by one. A list has no forward.
 local List = class("list")
 List.init = Sequential.init
 M.list = List

@@ -5,9 +5,9 @@
 -- A layer of this engine may join several layers of Hugging Face's models by rows: qkv of nn.llama
 -- joins q_proj, k_proj and v_proj. The adapter of such a layer is saved as one adapter for each
 -- part. Every part gets the same A, and its own rows of B. PEFT, however, trains a separate A for
--- each part. Loading stacks the A of the parts, and copies the B of each part into the rows of the
--- part and the columns that belong to its A. The loaded layer computes the same as the parts; its
--- rank is the sum of their ranks.
+-- each part. Loading stacks the As of the parts as rows of one A. It copies the B of a part to the
+-- rows of that part in B, into the columns that multiply the part's A, and leaves the other columns
+-- 0. The loaded layer computes the same as the parts; its rank is the sum of their ranks.
 -- Shapes: K inputs, N outputs, R rank; A [R x K], B [N x R].
 local M_ffi = require "engine.base.ffi"
 local adapters = require "engine.nn.lora_layers"
@@ -36,11 +36,12 @@ end
 
 local SAVE, LOAD = { names = true, base_model = true }, { names = true }
 
--- Returns two values. The first is a function that returns, for a layer { path, layer }, the file's
--- layers that hold its weight: { { name =, first =, last = } .. }, with the rows first to last
--- (from 1). The second is whether the files store weights as [in x out], as GPT-2's Conv1D does.
--- Adapters are always stored [out x in]. The names come from options.names or, without it, from
--- architectures.lua. A layer that architectures.lua does not list has its path as its name.
+-- Returns two values. The first is a function(l) for a layer l = { path, layer }. It returns the
+-- layers in the file that together form l's weight: { { name =, first =, last = } .. }, each with
+-- its rows first to last (from 1) of that weight. The second value is whether the files store
+-- weights as [in x out], as GPT-2's Conv1D does. Adapters are always stored [out x in]. The names
+-- come from options.names or, without it, from architectures.lua. A layer that architectures.lua
+-- does not list has its path as its name.
 local function namer(model, options, caller)
   local own, class = options.names, MADE_AS[model._class] or model._class
   expect(own == nil or type(own) == "function", own,
@@ -120,8 +121,8 @@ end
 --- does, adapter_config.json and adapter_model.safetensors, in f32. names(path, layer) returns
 --- Hugging Face's name of a layer, or a list of { name, rows } if the layer joins several of
 --- Hugging Face's by rows; the names for nn.gpt, nn.llama and engine.load_model are known.
---- base_model: the text of the field base_model_name_or_path. The file of a classifier also holds
---- its head.
+--- base_model: the text of the field base_model_name_or_path. For a classifier, the file also holds
+--- the model's head.
 function M.save(model, folder, options)
   local list = adapters.adapted(model, "lora.save")
   folder = want_folder(folder, "lora.save")
@@ -212,9 +213,9 @@ local function find_head(model, file, fail)
 end
 
 -- Returns the layers of the model for which the file has an adapter, as a list of { path, layer,
--- count, part .. }. It lists the parts that the file has, each as { first, last, alpha, entries =
--- { ending = name in the file } }. `count` is the number of all parts of the layer, including those
--- that the file lacks. head: the result of find_head.
+-- count, part .. }. Each part that the file has is { first, last, alpha, entries = { ending = name
+-- in the file } }. `count` is the number of all parts of the layer, including those that the file
+-- lacks. head: the result of find_head.
 local function find(model, file, config, name_of, head, fail)
   local by_name, names, list, used = {}, {}, {}, {}
   for _, l in ipairs(adapters.linears(model)) do
@@ -250,8 +251,9 @@ local function find(model, file, config, name_of, head, fail)
   return list
 end
 
--- Checks the shapes of a layer's parts and reads their tensors. Sets the layer's `rank`, `alpha`
--- and `joined`: whether the file has all parts and they share one A.
+-- Checks the shapes of a layer's parts and reads their tensors. Sets l.part_rank (the rank of each
+-- part), l.rank and l.alpha (of the whole layer), and l.joined: whether the file has all parts and
+-- they share one A.
 local function measure(l, file, dora, fail)
   local a = file.entries[l[1].entries[A]]
   local rank = math.max(1, a and #a.shape == 2 and a.shape[1] or 0)
@@ -263,8 +265,8 @@ local function measure(l, file, dora, fail)
       local found, text = file.entries[part.entries[ending]], tensor.shape_text(shape)
       local got = found and tensor.shape_text(found.shape) or "nothing"
       if got ~= text then
-        fail("%s of %s: expected %s, got %s; hint: an adapter of another model?", ending, l.path,
-          text, got)
+        fail("%s of %s: expected %s, got %s; hint: the adapter may be of another model", ending,
+          l.path, text, got)
       end
     end
     if type(part.alpha) ~= "number" then
@@ -286,7 +288,7 @@ local function measure(l, file, dora, fail)
   end
 end
 
--- Refuses a file whose adapters differ from the model's. Returns whether the model has adapters.
+-- Returns whether the model has adapters. If it has, raises an error unless the file has the same.
 local function compare(model, list, dora, fail)
   local of_file, count = {}, 0
   for _, l in ipairs(list) do of_file[l.layer] = l end
@@ -349,8 +351,9 @@ end
 
 --- lora.load(model, folder [, { names = nil }]): reads adapters that PEFT or lora.save wrote. names
 --- is as in lora.save. A model without adapters gets the adapters of the file, as nn.lora would add
---- them. A model with adapters needs a file with the same ones. A file that does not fit raises an
---- error and changes nothing. Returns the model.
+--- them. If the model has adapters already, the file must have adapters of the same kind, rank and
+--- alpha for the same layers. A file that does not fit raises an error and changes nothing. Returns
+--- the model.
 function M.load(model, folder, options)
   adapters.want_model(model, "lora.load")
   adapters.want_no_tape "lora.load"

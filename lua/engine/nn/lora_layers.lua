@@ -171,7 +171,7 @@ local function paths_of(list)
   return paths
 end
 
---- The paths of layers as text, the first eight of them.
+--- The paths of the first eight layers of a list, as text.
 function M.text_of_paths(list) return nearest.few(paths_of(list)) end
 
 -- Returns the linear layers that `match` names. match: a Lua pattern, a list of patterns, or nil
@@ -274,8 +274,8 @@ local function convert(layer, format, shared)
   if not shared[tonumber(weight.slot)] and not rawget(layer, "_set") then weight:free() end
 end
 
--- Makes model:save() raise an error while adapters are not merged, because it saves only the
--- parameters of the frozen model.
+-- Makes model:save() raise an error while adapters are not merged, because model:save() writes only
+-- the parameters of the frozen model.
 local function guard_save(model)
   local save = model.save
   if not save or rawget(model, "_guards_save") then return end
@@ -368,8 +368,8 @@ end
 -- ------------------------------------------------------------------ off, merged
 
 --- lora.disabled(model, f, ...): runs f(...) with all adapters off and returns its results. Inside
---- f, the model computes what the frozen model computes, for example as the reference of
---- engine.losses.dpo.
+--- f, the model computes the same as the frozen model. It can serve as the reference of
+--- engine.losses.dpo, for example.
 function M.disabled(model, f, ...)
   local list = M.adapted(model, "lora.disabled", ", or give losses.dpo a reference")
   M.want_unmerged(model, "lora.disabled")

@@ -133,7 +133,7 @@ local function results(self, y, options)
   return y, maps
 end
 
--- Selects from x [B x T x C] the last token of each row whose id is not that of padding -> [B x C].
+-- Selects from each row of x [B x T x C] the last token that is not padding, by its id -> [B x C].
 -- From a row of only padding tokens it selects the first, as in transformers.
 local function at_last_token(self, x, ids)
   local B, T, C = x:size()
@@ -195,8 +195,8 @@ local function deviations(depth) return 0.02, 0.02 / math.sqrt(2 * depth) end
 --- gelu = "tanh", dropout = 0, embedding_dropout = dropout, attention_dropout = 0, bias = true,
 --- tied = true, eps = 1e-5 }: ids [B x T] -> logits [B x T x V]. `dropout` acts on the residual
 --- branches; a tied head shares the token embedding. With `labels`, a number, the model classifies
---- sequences: its logits are [B x labels], from the last token of each row that is not `pad`, the
---- id of the padding token. Methods: loss, generate.
+--- sequences: it computes logits [B x labels] from the last token of each row that is not padding.
+--- pad: the id of the padding token. Methods: loss, generate.
 local GPT = class("gpt")
 function GPT:init(options)
   local c = configure(self, "nn.gpt", options, { vocab = 256, context = 256, width = 384, heads = 6,
@@ -230,10 +230,10 @@ M.gpt = GPT
 --- nn.llama { vocab = 256, context = 256, width = 256, heads = 8, kv_heads = 2, layers = 4, hidden
 --- = 688, rope = 10000, eps = 1e-6, tied = false, dropout = 0 }: ids [B x T] -> logits [B x T x V].
 --- `rope`, head_width, bias (false), out_bias, qk_norm (an eps), window and attention_dropout are
---- options of nn.attention; a list of windows has one for each layer (false: none). mlp_bias adds
---- biases to the feed-forward modules. With `experts`, each of these modules is a mixture of that
---- many experts, and each token uses top_k (2) of them. labels and pad are those of nn.gpt.
---- Methods: loss, generate.
+--- options of nn.attention; `window` may also be a list with an entry for each layer (false: no
+--- window). mlp_bias adds biases to the feed-forward modules. With `experts`, each of these modules
+--- is a mixture of that many experts, and each token uses top_k (2) of them. labels and pad are
+--- those of nn.gpt. Methods: loss, generate.
 local Llama = class("llama")
 function Llama:init(options)
   local c = configure(self, "nn.llama", options, { vocab = 256, context = 256, width = 256,
@@ -274,8 +274,8 @@ M.llama = Llama
 --- logits [B x T x V] that predict the masked tokens. Post-norm blocks as in BERT. With `types` > 0
 --- there are embeddings of token types, and a call takes the types [B x T] as its second argument
 --- (by default all 0) and options as its third. The targets of loss are -100 at every token that is
---- not masked. With `labels`, the model classifies sequences, as nn.gpt does; it reads the first
---- token of each row, and classifier_dropout (dropout) acts before the last layer.
+--- not masked. With `labels`, the model classifies sequences by the first token of each row: its
+--- logits are [B x labels]. classifier_dropout (by default `dropout`) acts before the last layer.
 local Bert = class("bert")
 function Bert:init(options)
   local c = configure(self, "nn.bert", options, { vocab = 257, context = 128, width = 128,
@@ -306,8 +306,8 @@ local function bert_head(self, x)
   end
   for i, span in ipairs(rawget(self, "_spans") or {}) do
     if span.first > 0 then
-      raise("%s: expected the first token of each row in the mask, which the classifier reads; row "
-        .. "%d begins with padding", self._class, i)
+      raise("%s: expected a token at the beginning of each row, because the classifier reads it; "
+        .. "row %d begins with padding", self._class, i)
     end
   end
   return self.classifier(self.classifier_drop(self.pooler(x:select(2, 1)):tanh()))

@@ -49,8 +49,8 @@ local function left(around, ...)
   return ...
 end
 
--- Ends a checkpointed call and returns its results, which are the arguments. The tape keeps the
--- results that are tensors, and the tensors inside results that are tables.
+-- Ends a checkpointed call. The arguments are the results of the call, and are returned. The tape
+-- keeps the results that are tensors, and the tensors inside results that are tables.
 local function end_checkpoint(...)
   local kept = {}
   for i = 1, select("#", ...) do
@@ -72,7 +72,7 @@ local function forward_of(self, ...)
   return self:forward(...)
 end
 
--- Calls self:forward, but not as a tail call: path_on_stack looks for this frame on the stack.
+-- Calls self:forward. Must not be a tail call, because path_on_stack looks for this frame.
 local function forward(self, ...)
   local outside = scale_now
   set_relative_scale(rawget(self, "_relative_scale") or outside)
@@ -210,8 +210,8 @@ function Module:parameter(key, value, role)
   return value
 end
 
---- Registers a buffer under `key`: a tensor without a gradient, which is saved and loaded with the
---- parameters. The module itself updates it.
+--- Registers a buffer under `key`: a tensor without a gradient that is saved and loaded with the
+--- parameters. No optimizer updates a buffer; the module does so itself.
 function Module:buffer(key, value)
   self[key] = value
   self._roles[key] = "buffer"

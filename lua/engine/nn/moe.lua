@@ -53,8 +53,8 @@ end
 local function index(list) return tensor.tensor(list, { dtype = "i64", keep = false }) end
 
 -- `chosen` [N x k]: the experts (from 0) of each token. Returns two lists. The first has a list of
--- tokens (from 0) for each expert. The second has, at n * k + i + 1, the row of the output for
--- choice i of token n (all from 0), where outputs are in expert order.
+-- tokens (from 0) for each expert. The second gives the row of each choice's output when outputs
+-- are in expert order: entry n * k + i + 1 is the row for choice i of token n (all from 0).
 local function route(chosen, experts, k)
   local slots, tokens, back, slot, row = {}, {}, {}, 0, 0
   for e = 1, experts do slots[e], tokens[e] = {}, {} end

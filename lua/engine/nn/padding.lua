@@ -10,12 +10,12 @@ local expect, raise = M_ffi.expect, M_ffi.raise
 
 local M = {}
 
--- A list with an entry for each row: { first, last, position }. The row's sequence is its tokens
--- first + 1 to last (counted from 1); `position` is the position of the sequence's first token. The
+-- A list with an entry for each row: { first, last, position }. The sequence consists of the tokens
+-- first + 1 to last of the row (counted from 1); `position` is the position of its first token. The
 -- list also has the fields
---   place      [B*T]: the index (from 0) of each token among the N tokens of all sequences, or N if
---              it is padding; nil if the batch has no padding
---   positions  [B x T]: the position of each token; nil if it is 0 to T - 1 in each row
+--   place      [B*T]: the index (from 0) of each token among the N tokens of all sequences; N for
+--              padding; nil if the batch has no padding
+--   positions  [B x T]: the position of each token; nil if each row has the positions 0 to T - 1
 --   reach      one more than the largest position
 local Spans = {}
 Spans.__index = Spans
@@ -83,8 +83,8 @@ function M.ending_together(lengths, first)
   return spans
 end
 
---- Joins the sequences' results, each [1 x L x ..], into the batch's result [B x T x ..], which is
---- 0 at padding.
+--- Joins the sequences' results, each [1 x L x ..], into the batch's result [B x T x ..] with 0 at
+--- padding.
 function Spans:join(parts)
   if not self.place then return tensor.concat(parts, 1) end
   local shape = parts[1].shape

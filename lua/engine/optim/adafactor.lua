@@ -14,7 +14,7 @@ local function with_one(d)
 end
 
 -- Updates the means of the second moment over the last dimension (`row`) and over the second to
--- last (`column`). Returns the second moment that they give.
+-- last (`column`). Returns the second moment as estimated from these means.
 local function factored(p, ctx, weight)
   local squares = p.grad * p.grad
   p.row = steps.lerp(p.row, squares:mean(-1, true), weight)

@@ -1,10 +1,12 @@
 -- AdamW with moments in FP8 and COAT's dynamic range expansion (Xi et al. 2024, arXiv 2410.19313):
 -- a moment takes 1.1 bytes an element. Let a group of 128 elements have the largest magnitude a and
--- the smallest nonzero magnitude b, and let c = sqrt(a b). The group is stored as e4m3 numbers
---   sign(x) (|x| / c)^k / s,   k = floor(16 log2(448^2 / 2) / log2(a / b)) / 16,
---                              s = (a / c)^k / 448
--- which fill the format's range. COAT does not define k for a / b near 1; here k is at most
--- 16.5625. Called through engine.optim.coat.
+-- the smallest nonzero magnitude b, and let
+--   c = sqrt(a b)
+--   k = floor(16 log2(448^2 / 2) / log2(a / b)) / 16
+--   s = (a / c)^k / 448
+-- An element x is stored as the e4m3 number sign(x) (|x| / c)^k / s. These numbers fill the
+-- format's range. COAT does not define k for a / b near 1; here k is at most 16.5625. Called
+-- through engine.optim.coat.
 local steps = require "engine.optim.steps"
 
 local GROUP, LARGEST = 128, 448
