@@ -375,7 +375,7 @@ describe("the trainer", function()
       local trainer = job { steps = 5, policy = asks(verdict), run = folder .. "/tiny",
         resume = false }
       local summary = trainer:run()
-      assert.matches("gradients in float32 carry scales from", summary.stopped, 1, true)
+      assert.matches("gradients in float32 allow scales from", summary.stopped, 1, true)
       assert.equal(1, summary.updates)
     end
     assert.has_error(function() job({ steps = 5, policy = "static",
@@ -389,7 +389,7 @@ describe("the trainer", function()
     local resumed = job { run = run, steps = 4, resume = "auto", policy = shrinks }
     local good, message = pcall(resumed.run, resumed)
     if good then message = message.stopped end
-    assert.matches("loss scale of 1e%-60; gradients in float32 carry scales from", message)
+    assert.matches("loss scale of 1e%-60; gradients in float32 allow scales from", message)
     assert.equal(2, resumed.updates)
   end)
 

@@ -27,7 +27,7 @@ local KEYS = {
 }
 local BOOLEAN = { enabled = true, auto_cast = true, fp16_master_weights_and_grads = true,
   consecutive_hysteresis = true, raise_error_at_min_scale = true }
--- Options of the policies that no key of the fp16 block sets. Users may give them together with
+-- Options of the policies that are not keys of the fp16 block. Users may give them together with
 -- keys of the block.
 local OWN = { init_scale = true, scale_factor = true, strict = true }
 
@@ -155,7 +155,7 @@ end
 
 --- Returns the name and the options of the policy that a decoded DeepSpeed configuration describes.
 --- config: the whole configuration or only its fp16 block. `changes`: keys that replace those of
---- the block. `where(key)` is the prefix of error messages about a key, `path` that of the others.
+--- the block. Error messages about a key begin with `where(key)`; others name the file `path`.
 function M.from_table(config, changes, where, path)
   local lead = path and path .. ": " or ""
   if type(config) ~= "table" then

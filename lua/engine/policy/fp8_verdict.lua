@@ -1,8 +1,8 @@
 -- Reads the verdicts of FP8 policies (policies/README.md, section FP8); the layers themselves are
 -- in train/fp8_sites.lua. The verdicts of a step give `places` = { rungs, amaxes } for the next
 -- step:
---   rungs    a number for each layer: 1 is the recipe, 2 and up are the rungs of its ladder, and
---            `most` is high precision
+--   rungs    a number for each layer: 1 for the recipe, k + 1 for rung k of the recipe's ladder,
+--            and `most`, the largest, for high precision
 --   amaxes   for each tensor (x, w and dy of each layer) the amax that sets its scale; nil: the
 --            tensor's own amax
 -- Called by train/fp8_sites.lua, which applies the places, and by run/shadow.lua and
@@ -51,10 +51,10 @@ function M.places(list, names, most)
   return { rungs = rungs, amaxes = amaxes }, problem
 end
 
---- Whether layers would compute differently with `own`, the places of one policy, than with those
---- of the run. They would if a layer had another rung, or if a tensor that policies may scale had
---- another amax. scaled(k): whether the run lets policies scale tensor k (from 1, in the order of
---- prepare()).
+--- Whether layers would compute differently with `own`, the places of one policy, than with `run`,
+--- those of the run: whether a layer has another rung, or `own` gives another amax to a tensor that
+--- policies may scale. scaled(k): whether the run lets policies scale tensor k (from 1, in the
+--- order of prepare()).
 function M.differs(own, run, scaled)
   for i, rung in ipairs(own.rungs) do
     if rung ~= run.rungs[i] then return true end

@@ -3,8 +3,8 @@
 -- expert). A policy reads the groups in record.groups and may return scales = { ["blocks.3"] = s }.
 -- The gradients inside that layer are then multiplied by s instead of the global loss scale. The
 -- layer's relative scale is s divided by the global scale. Between two layers, the backward pass
--- multiplies the gradient of the activations once by the ratio of their scales (grad_emit in
--- core/autograd/gradient.c). Used by trainers and scalers; replays and reports use M.of.
+-- multiplies the gradient of the activations once by the ratio of the two layers' scales (grad_emit
+-- in core/autograd/gradient.c). Used by trainers and scalers; replays and reports use M.of.
 local M_ffi = require "engine.base.ffi"
 
 local C, check = M_ffi.C, M_ffi.check
@@ -58,7 +58,7 @@ function M.new(model, list, sets)
     relative = M_ffi.new("double[?]", math.max(1, #list)) }, Groups)
   self.names, self.group_of, self.groups = M.of(list, model)
   for i, group in ipairs(self.groups) do
-    self.modules[i] = at[group] or false  -- false: the model's own parameter
+    self.modules[i] = at[group] or false  -- false: the group is not a module
     if at[group] then rawset(at[group], "_relative_scale", nil) end   -- left by an earlier trainer
   end
   for _, set in ipairs(sets) do check(C.eng_params_relative_scale(set.params, nil)) end

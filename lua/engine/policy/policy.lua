@@ -63,7 +63,7 @@ end
 --- Runs the policy on a step and returns its verdict. record: an eng_record; stats: the statistics
 --- per tensor (eng_tensor_stats[n]), if the policy needs them. The verdict belongs to the policy
 --- and changes with the next call. If the verdict has caps, decide calls cap(...), if `cap` is
---- given; it must apply the caps to the gradients and to the norms of the record. The policy then
+--- given. cap must apply the caps to the gradients and to the norms of the record. The policy then
 --- decides again.
 function Policy:decide(record, stats, cap, ...)
   record.capped = 0
@@ -167,8 +167,8 @@ function Policy:logit_muls() return entries(self, C.eng_policy_logit_mul) end
 --- Returns the numbers that the last verdict logged, { name = number }, or nil.
 function Policy:logs() return entries(self, C.eng_policy_logged) end
 
---- Stores the numbers that the last verdict logged as all[name][i]. Returns `all`, which may be nil
---- as long as the policy has logged nothing.
+--- Stores the numbers that the last verdict logged as all[name][i]. Returns `all`. As long as the
+--- policy has logged nothing, `all` may be nil.
 function Policy:add_logs(all, i)
   for name, value in pairs(self:logs() or {}) do
     all = all or {}
@@ -305,7 +305,7 @@ function M.unusable(policy, groups)
   for group = 0, groups or 0 do
     local scale = group == 0 and policy:scale() or policy:group_scale(group)
     if not M.usable(scale) then
-      return ("policy %s chose a loss scale of %.10g; gradients in float32 carry %s"):format(
+      return ("policy %s chose a loss scale of %.10g; gradients in float32 allow %s"):format(
         policy.name, scale, M.USABLE)
     end
   end
@@ -361,7 +361,7 @@ local function values_of(options)
   return all
 end
 
--- Does the work of M.load, except the check that the policy is of the wanted kind.
+-- Does the work of M.load, but does not check that the policy is of the wanted kind.
 local function loaded(source, options, kind)
   if type(source) == "table" and source.decide and source.scale then return source end
   if type(source) == "table" and type(source.source) == "string" then
@@ -422,7 +422,7 @@ function M.load(source, options, kind)
   return result
 end
 
--- Adds the range `policy` to engine.config. It accepts a policy that can be loaded.
+-- Adds the range `policy` to engine.config: the names and paths of policies that can be loaded.
 require("engine.base.config").ranges.policy = { problem = function(name)
   local good, message = pcall(M.load, name)     -- FILE:LINE in the message is a line of the policy
   return not good and (tostring(message):gsub("^policy: ", "")) or nil

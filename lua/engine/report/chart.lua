@@ -142,7 +142,7 @@ function M.x_axis(axis, height)
 end
 
 --- Returns the shapes and texts of a panel as one SVG. `place`: the attributes x, y and width of
---- this SVG in a file, "" in a page.
+--- this SVG in a file, "" in a page. `behind`: SVG to draw behind the shapes, or nil.
 function M.area(span, height, paths, texts, place, behind)
   return ('<svg class="area" %s height="%s" overflow="visible">%s<svg class="shapes" ' ..
     'viewBox="0 0 %s %s" width="100%%" height="%s" preserveAspectRatio="none" ' ..
@@ -167,8 +167,8 @@ local function values_of(c, series, log)
   return list
 end
 
--- Returns the SVG path of the line through the values of a series, the path of dots at values with
--- no value on either side, and whether the series is a single dot.
+-- Returns the SVG path of the line through the values of a series, the SVG path of dots at values
+-- that have no neighbours, and whether the series is a single dot.
 local function line_path(c, list, axis, place, hold, join)
   local line, dots, started = {}, {}, false
   local before

@@ -19,8 +19,8 @@ local COLUMNS = {
 }
 
 -- Calls visit(row, signals) for each step, oldest first. first_bad is a parameter's name, its id if
--- the history lacks the name, or nil. signals: current values by name, including logs as
--- "log.NAME".
+-- the history lacks the name, or nil. signals: the values in force at this step by name, including
+-- logs as "log.NAME".
 local function each_step(h, visit)
   local parts = {}
   for i, column in ipairs(COLUMNS) do parts[i] = "s." .. column[1] end
@@ -35,8 +35,8 @@ local function each_step(h, visit)
   return n
 end
 
--- The meters of an FP8 layer, by their names in a file.
-local METERS = { unpack(history.meters, 1, 8) }             -- leaves out count and replays' meters
+-- The meters of an FP8 layer that a file has. It leaves out `count` and the meters for replays.
+local METERS = { unpack(history.meters, 1, 8) }
 
 -- Returns the names "layer:role" of FP8 meters in the model's order, and a function(step) that
 -- returns { [name] = row }, or nil for a step without meters.

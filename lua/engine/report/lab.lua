@@ -2,8 +2,8 @@
 -- SVG file. Used by examples.
 --
 --   lab.table({ "K", "none", "128" }, { { 1024, "1.5 %", "0.05 %" }, ... })
---   lab.svg("error.svg", { title =, x = { "1024", "4096" }, y = "K" (name of x), log = 10 or nil,
---     series = { { name =, values = { ... } } } })
+--   lab.svg("error.svg", { title =, x = { "1024", "4096" }, y = "K" (the name of the x axis),
+--     log = 10 or nil, series = { { name =, values = { ... } } } })
 local chart = require "engine.report.chart"
 local files = require "engine.base.file"
 local show = require "engine.base.show"

@@ -1,11 +1,13 @@
--- The statistics of each layer in a history, from the rows per tensor that a run records at
--- intervals and at every overflow. A long run has too many rows to read, so only a few are read for
--- each column of a picture.
+-- The statistics of each layer in a history. At intervals and at every overflow, a run records a
+-- row with the statistics of all tensors at that step. A long run has too many rows to read, so
+-- only a few are read for each column of a picture.
 --   local l = layers.read(history, { points = 120, only = "blocks.3" })
 --   l.names[k], l.x[i]      layers and columns; column i is the steps x[i] to x[i] + width - 1
 --   l.cells[k][i]           { amax, inf, nan, count, zeros, underflow, overflows, step, room } of
 --                           the gradients as stored (times the scale); nil if the column has no
---                           recorded step. room: bits from the amax to the top of its format
+--                           recorded step. overflows: the number of recorded steps with inf or nan;
+--                           step: the step of the amax or, if later, the last step with inf or nan;
+--                           room: bits from the amax to the top of its format
 --   l.rows, l.steps[n]      the number of rows read, and their steps
 --   l.hists[k][exponent]    elements by exponent over all rows
 --   l.format                the gradients' narrowest format (base/formats.lua)
@@ -128,8 +130,8 @@ end
 
 local room = ffi.new("int[1]")
 
--- Calls visit(column, step, stats, n) for the rows that each_row visits, except damaged ones, with
--- the statistics of their n tensors.
+-- Like each_row, but calls visit(column, step, stats, n) with the statistics of a row's n tensors.
+-- Leaves out damaged rows.
 local function each_stats(h, first, last, width, points, visit)
   local stats, capacity = nil, 0
   each_row(h, first, last, width, points, function(column, step, blob)

@@ -11,7 +11,7 @@
 --            and high are the edges of a curve's band. Curves differ in colour and dashes; where
 --            the terminal has no colour, each is drawn with its own letter. Values may be missing.
 --            plot.legend names the curves.
---   sparse   true: values may be missing, and the title does not count the missing ones
+--   sparse   true: values of y may be missing; the title does not count the values left out
 --   log      10 or 2: a logarithmic y axis; values that are not positive are left out
 --   marks    x values to mark below the curve; mark_count: the number of marks for the legend, if
 --            the list leaves some out
@@ -19,7 +19,8 @@
 --   x_name   the name of the x axis: "step"
 --   width, height   in characters; by default the width of the terminal, and 12
 --   ascii    true: * instead of braille (by default where the terminal shows only ASCII)
--- Inf and NaN do not fit on an axis: they are left out and counted in the title.
+-- Inf and NaN do not fit on an axis: they are left out and, except with `curves` or `sparse`,
+-- counted in the title.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local machine = require "engine.base.machine"

@@ -28,7 +28,7 @@ local function events_of(h)
     "'checkpoint', 'evaluation') ORDER BY id")
 end
 
-local MOST_POINTS = 600          -- points of a shadow's curve
+local MOST_POINTS = 600          -- the most verdicts of a shadow that are all drawn
 
 -- Returns a shadow's verdicts as a list of { step, scale, action }. If there are more than
 -- MOST_POINTS, returns only the verdicts in force at MOST_POINTS + 1 evenly spaced steps.
@@ -267,7 +267,7 @@ function M.html(h, path)
     header(info), lead(info, l, c), tiles(h, info, c), ending(info), list.first,
     maps.layers and section("Layers over the run",
       ("The largest gradient of each layer, as stored, in %s: bright is %s. From %s of " ..
-        "statistics, recorded at intervals and at overflows; a column is %s."):format(
+        "statistics, recorded at intervals and at overflows; a column covers %s."):format(
         formats, l.format.top < 64 and "near the top of " .. l.format.name or "large",
         counted(l.rows, "row"), counted(l.width, "step")), maps.layers) or "",
     maps.shares and section("Layers by exponent",
@@ -278,7 +278,7 @@ function M.html(h, path)
         "the run."):format(formats), maps.time) or "",
     meters and section("FP8 layers",
       ("The signal-to-noise ratio of each layer's quantized input x, weight w and output " ..
-        "gradient dy: bright where the ratio is low. From %s; a column is %s and shows its " ..
+        "gradient dy: bright where the ratio is low. From %s; a column covers %s and shows its " ..
         "first measurement. The table lists the layers with the lowest ratios."):format(
           counted(meters.looks, "measurement"), counted(meters.width, "step")), maps.fp8,
           tables.fp8_table(meters)) or "",

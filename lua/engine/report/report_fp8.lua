@@ -5,11 +5,15 @@ local M = {}
 
 local COLUMNS, WORST = 160, 12
 
---- Reads the meters of a history along an axis of steps { first, last }. Returns { rows = { name =,
---- cells = { [column] = row } }, starts = the first step of each column, width = steps per column
---- (at least the steps between two measurements), looks = the number of measured steps, worst = the
---- rows with the lowest SNR, low, high = the range of SNR in dB }. A cell is the column's first
---- measurement. Returns nil if the history has no meters.
+--- Reads the meters of a history along an axis of steps { first, last }. Returns nil if the history
+--- has no meters, else a table with the fields
+---   rows       { name =, cells = { [column] = row of the history } } for each role of each layer;
+---              a cell is the column's first measurement
+---   starts     the first step of each column
+---   width      steps in a column (at least the steps between two measurements)
+---   looks      the number of measured steps
+---   worst      the rows with the lowest SNR
+---   low, high  the range of SNR in dB
 function M.read(h, axis)
   if not h:has "fp8" then return nil end
   local first = math.ceil(axis.first)

@@ -1,7 +1,8 @@
 -- The report's heat maps: layers over the steps, layers by exponent, exponents over the steps, FP8
--- layers over the steps. In a map over the steps, a column covers its steps on the x axis. Cells
--- without a record are left empty, so that the hatched background is visible there. Each function
--- returns HTML and the data for the script (report_page.lua). Used by report.lua.
+-- layers over the steps. In a map over the steps, a column extends from its first step to its last
+-- on the x axis. Cells without a record are left empty, so that the hatched background is visible
+-- there. Each function returns HTML and the data for the script (report_page.lua). Used by
+-- report.lua.
 local chart = require "engine.report.chart"
 local html = require "engine.report.report_html"
 local layers = require "engine.report.layers"
@@ -107,8 +108,8 @@ local function map(o, data)
       behind)), data
 end
 
--- Returns the HTML of lists[1..n], each a list of cells or nil. form(key, path) makes the element
--- of one list.
+-- Returns the SVG elements of lists[1..n], each a list of cells or nil. form(key, path) makes the
+-- element of lists[key] from the SVG path of its cells.
 local function paths_of(lists, n, form, columns, row)
   local out = {}
   for key = 1, n do

@@ -39,8 +39,8 @@ function M.curve_data(c, axis, names, data)
   return data
 end
 
---- Returns the SVG of a panel or a heat map as wide as the page. `height`: pixels between its upper
---- margin `top` and its lower margin `bottom`.
+--- Returns the SVG of a panel or a heat map as wide as the page. `height`: its height in pixels
+--- without the upper margin `top` and the lower margin `bottom`. data: further attributes, as text.
 function M.svg(class, data, label, top, height, bottom, content)
   return ('<svg class="%s" %s role="img" aria-label="%s" style="height:%dpx;padding:%dpx %dpx ' ..
     '%dpx %dpx">%s</svg>'):format(class, data, escape(label), top + height + bottom, top,

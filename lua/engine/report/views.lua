@@ -69,8 +69,8 @@ end
 
 local FILE_POINTS = 600          -- columns of a picture in a file
 
---- Makes the panels of c, a result of curves.read or compare.read, for M.write. M.drawn needs the
---- panels of a result of compare.read. options: log, height.
+--- Makes the panels of c for M.write (c from curves.read or compare.read) or for M.drawn (c from
+--- compare.read). options: log, height. marked: the marks on every panel, from marks.lua.
 function M.panels(c, names, options, marked)
   local panels = {}
   for i, name in ipairs(names) do
@@ -108,8 +108,8 @@ function M.write(title, panels, options)
   return text_of(table.concat(written, "\n"), { files = written })
 end
 
---- Draws panels of several curves as text for the terminal, with one legend. Marks are below the
---- last panel.
+--- Draws panels of several curves as text for the terminal, with one legend for all panels. Marks
+--- are below the last panel.
 function M.drawn(panels, width, height)
   local parts, legend = {}, {}
   for i, panel in ipairs(panels) do
@@ -232,8 +232,8 @@ local function note(l, k)
   return table.concat(parts, ", ")
 end
 
--- Returns a row's note, cut to `room` characters if it is longer, or "" if `room` is then less than
--- 8.
+-- Returns a row's note for `room` characters. A note that is too long is cut or, if `room` is less
+-- than 8, left out.
 local function fitted(text, room)
   if #text <= room then return text end
   return room < 8 and "" or text:sub(1, room - 2) .. ".."
@@ -262,7 +262,7 @@ local function labelled(l, k, width)
 end
 
 -- Merges every `per` columns of exponents into one, which shows their largest share. The last
--- column (inf or nan) remains. Returns the axis and the number of columns.
+-- column (inf or nan) remains. Returns the new labels of the axis and the new number of columns.
 local function grouped_columns(rows, axis, columns, per)
   local n, merged = math.ceil((columns - 1) / per) + 1, {}
   for _, row in ipairs(rows) do
@@ -400,8 +400,8 @@ local function parameter_of(h, name)
     M_ffi.value_text(name), nearest.hint(name, all), #all, nearest.few(all))
 end
 
--- Returns the recorded steps of a parameter that are shown. If there are more than `points`, these
--- are, for each column, the step with the largest value or the last step with inf or nan.
+-- Returns the recorded steps of a parameter to show. If there are more than `points`, returns one
+-- for each column: the step with the largest value or, if later, the last step with inf or nan.
 local function steps_of(h, parameter, points, options)
   local l = layers.read(h, { only = parameter.name, from = options.from, to = options.to,
     points = points, hists = false })

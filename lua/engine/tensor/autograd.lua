@@ -11,8 +11,8 @@ local C, check, expect, raise, Tensor = M_ffi.C, M_ffi.check, M_ffi.expect, M_ff
   M_ffi.Tensor
 
 local M = {}
--- The custom operations on the tape: id -> { backward, saved, n_in, n_out }. Stored in the tensor
--- module, which exists once in a process even if a test runner unloads this file.
+-- The custom operations on the tape: rules[id] = { backward, saved, n_in, n_out }. Stored in the
+-- tensor module, which exists once in a process even if a test runner unloads this file.
 tensor.lua_nodes = tensor.lua_nodes or { rules = {}, next_id = 0 }
 local nodes = tensor.lua_nodes
 
@@ -45,8 +45,8 @@ local function answer(rule)
   end
 end
 
--- Calls a rule's backward function, which must not yield: that would leave the pass open, and no
--- other pass could begin.
+-- Calls a rule's backward function. It must not yield, because a yield would leave the backward
+-- pass open, and no other pass could begin.
 local function answer_at_once(rule)
   local thread, is_main = coroutine.running()
   if not thread or is_main then return finish(pcall(answer, rule)) end

@@ -40,7 +40,7 @@ end
 
 -- Combines the ranks' statistics of their parts of the batch (Chan, Golub and LeVeque, 1979). mean
 -- and variance ([channels], f64) and rows describe this rank's part. Returns the mean and variance
--- of the whole batch, in `dtype`, and its number of rows.
+-- of the whole batch in `dtype`, and the number of rows of the whole batch.
 local function combine(group, mean, variance, rows, dtype)
   local n = mean.count
   local own, all = ffi.new("double[?]", 2 * n + 1), ffi.new("double[?]", (2 * n + 1) * group.size)
@@ -83,8 +83,8 @@ local function over_ranks(group, dweight, dbias)
   return tensor.tensor(rows, { dtype = dweight.dtype, keep = false })
 end
 
--- `call`: { group, eps }. forward adds the fields mean, variance and rows to it: the results that
--- have no gradient.
+-- `call`: { group, eps }. forward stores the results that have no gradient in its fields mean,
+-- variance and rows.
 local function forward(saved, call, x, weight, bias)
   local rows = x.count / math.max(x:size(-1), 1)
   local own, mean, variance = run("batch_norm", { x, false, false, false, false }, { 1 },

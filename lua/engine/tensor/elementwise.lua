@@ -25,11 +25,11 @@ local INTEGERS = { { "u8", 0, 255 }, { "i16", -2 ^ 15, 2 ^ 15 - 1 },
 local RANGE = { [M_ffi.dtype.i8] = { -128, 127 }, [M_ffi.dtype.bool] = { 0, 1 } }
 for _, row in ipairs(INTEGERS) do RANGE[M_ffi.dtype[row[1]]] = { row[2], row[3] } end
 
--- Returns the dtype for a number that is combined with a tensor of `dtype`. It is `dtype` itself if
--- that is a float dtype, or if that is an integer dtype that can hold the number. Otherwise it is
--- the smallest integer dtype that can hold the number, or f32 if none can.
+-- Returns the dtype for a number that is combined with a tensor of `dtype`: `dtype` itself if it is
+-- a float dtype, or an integer dtype that can hold the number; otherwise the smallest integer dtype
+-- that can hold the number, or f32 if none can.
 local function dtype_beside(dtype, value)
-  if FLOAT[dtype] or not RANGE[dtype] then return dtype end   -- in FP8 the operation fails
+  if FLOAT[dtype] or not RANGE[dtype] then return dtype end   -- FP8: the operation raises an error
   if value % 1 ~= 0 then return M_ffi.dtype.f32 end           -- also inf and nan
   local range = RANGE[dtype]
   if value >= range[1] and value <= range[2] then return dtype end
@@ -46,8 +46,8 @@ local function scalar(value, dtype)
   return y
 end
 
--- Makes a tensor of a number, to combine with x. If x is f16 or bf16 and this dtype would round the
--- number, the tensor is f32 and the second result is true.
+-- Makes a tensor of a number, to combine with x. If x is f16 or bf16 and x's dtype would round the
+-- number, the new tensor is f32 and the second result is true.
 local function scalar_beside(x, value)
   local dtype = info(x).dtype
   local y = scalar(value, dtype_beside(dtype, value))

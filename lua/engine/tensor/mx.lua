@@ -62,8 +62,8 @@ end
 --- Elements after the last whole group are only converted to the dtype. Sums are in f64, rounded
 --- once. No gradient passes through it. Options: signs (0: s as in Transformer Engine, repeated;
 --- "none": all 1; another number: random, drawn from the seed and this number), transposed (true:
---- x, as [rows x K], is transposed first, so groups run along its columns and the result is [K x
---- rows]), dtype (of the result; that of x).
+--- transposes x, as [rows x K], first; groups then run along the columns of x, and the result is [K
+--- x rows]), dtype (of the result; by default that of x).
 function M.hadamard(x, n, options)
   want(x, "mx.hadamard")
   options = arguments.read_named(options, "mx.hadamard", "signs transposed dtype")
@@ -88,7 +88,7 @@ local QUANTIZE = "format rule block nonfinite sr_bits factor transposed amax had
 ---   transposed   true: also quantizes x transposed (from the elements of x, not from codes)
 ---   amax         for nvfp4 and the rules based on it: f32 [1], used instead of x's own amax
 ---   hadamard     16, 32, 64 or 128: the group size of a Hadamard transform along the columns of x
----                (0: none). The transposed copy is quantized from its result, in bf16
+---                (0: none). The transposed copy is quantized from the transform's result in bf16
 ---   signs        the signs of this transform, as in mx.hadamard
 --- Rules:
 ---   floor, ceil, even, rceil   scales are powers of two
@@ -120,7 +120,7 @@ function M.quantize(x, options)
   expect(HADAMARDS[hadamard], hadamard,
     "mx.quantize: expected hadamard to be 0, 16, 32, 64 or 128")
   expect(hadamard == 0 or options.transposed and rows ~= columns, hadamard, "mx.quantize: " ..
-    "expected hadamard to be 0 without transposed = true, and also 0 with square blocks")
+    "expected hadamard to be 0, because transposed is not true or the blocks are square")
   local bits = want_whole(options.sr_bits or 0, "mx.quantize", "sr_bits", 0)
   local factor = options.factor or 1
   expect(type(factor) == "number" and factor >= 0.5 and factor <= 1, factor,

@@ -1,5 +1,5 @@
--- NF4, the format of QLoRA's frozen weights, bit-identical to bitsandbytes. core/base/nf4.h defines
--- the format.
+-- NF4, the format of QLoRA's frozen weights, with the codes of bitsandbytes. core/base/nf4.h
+-- defines the format.
 --
 --   local q = engine.nf4.quantize(weight)                  -- 4.13 bits a number
 --   print(q, q:dequantize("bf16"))
@@ -37,8 +37,9 @@ local OPTIONS = { block = true, double = true, offset = true }
 --- absmax of its block. A block is a run of consecutive elements in row-major order. No gradient
 --- passes through it. Options: block (64; elements of a block, 32 to 4096, a power of two), double
 --- (true: absmaxes are stored in 8 bits), offset (f32 [1]: subtracted from the absmaxes before they
---- are stored in 8 bits; by default their mean). The codes are those of bitsandbytes 0.50 on a CPU
---- for the same offset; bitsandbytes sums the mean in another order.
+--- are stored in 8 bits; by default their mean). With the same offset, the codes are those of
+--- bitsandbytes 0.50 on a CPU. The default offset may differ from bitsandbytes's, which sums the
+--- mean in another order.
 --- Fields of the result: q (u8, two codes to a byte, the even element in the high half), absmax
 --- (f32, or u8 codes), group and offset (with double), shape, count, block.
 function M.quantize(x, options)

@@ -18,7 +18,8 @@ local MAX_ROWS = 512
 
 local SUMMED = { "calls", "seconds", "bytes", "flops" }
 
--- Adds the numbers of `from` to the row of `key`. A new row is appended to the list.
+-- Adds the numbers of `from` to the row of[key]. Makes this row, and appends it to the list, if it
+-- does not exist.
 local function sum_up(list, of, key, from, detail)
   local row = of[key]
   if not row then
@@ -28,7 +29,7 @@ local function sum_up(list, of, key, from, detail)
   for _, name in ipairs(SUMMED) do row[name] = row[name] + from[name] end
 end
 
--- Adds the core's rows since eng_profile(true) to a list.
+-- Adds the rows that the core has measured since eng_profile(true) to a list.
 local function read_rows(list, of)
   local rows = M_ffi.new("eng_profile_row[?]", MAX_ROWS)
   for i = 0, C.eng_profile_rows(rows, MAX_ROWS) - 1 do

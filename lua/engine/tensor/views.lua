@@ -60,9 +60,9 @@ function methods.expand(x, ...)
   return run1("expand", x)
 end
 
---- The elements at the positions start to stop of dimension d, or at every step-th of them.
---- Positions are as in string.sub: inclusive, counted from 1 or, if negative, from the end, and
---- limited to the dimension. A range that ends before it starts is empty.
+--- The elements at the positions start to stop of dimension d, or at every step-th of these
+--- positions. As in string.sub, both positions are included, count from 1 or, if negative, from the
+--- end, and are limited to the dimension. A range that ends before it starts is empty.
 function methods.slice(x, d, start, stop, step)
   want(x, "slice")
   local k, what = dimension(x, d, "slice")
