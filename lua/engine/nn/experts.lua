@@ -1,6 +1,7 @@
 -- Experts divided over the ranks of a group: each rank holds the weights of E / ranks experts, and
--- empty tensors in place of the other weights. Rows are sent to the ranks of their experts and the
--- outputs are sent back (core/dist/comm_experts.c). Gradients take the same routes in reverse.
+-- empty tensors in place of the other weights. Rows are sent to the ranks that hold their experts,
+-- and the outputs are sent back (core/dist/comm_experts.c). Gradients take the same routes in
+-- reverse.
 --
 -- Rows sent to experts (tokens, and gradients of outputs) have the format `dispatch`: "own" (their
 -- dtype), "fp32", "bf16" or "fp8" (e4m3 in blocks of 128 along a row with power-of-two scales, as
@@ -71,9 +72,9 @@ function Experts:made(e, expert)
   end
 end
 
--- Sends rows [n x C] to other ranks and receives rows from them. `way` is "out" (to the experts) or
--- "back"; gradients go the other way. `anchor`: a further input, which only puts the node on the
--- tape (see Experts:outputs).
+-- Sends rows [n x C] to other ranks and receives rows from them. send, receive: the number of rows
+-- for and from each rank. `way` is "out" (to the experts) or "back"; gradients go the other way.
+-- `anchor`: a further input, which only puts the operation on the tape (see Experts:outputs).
 local function exchange(self, x, send, receive, way, anchor)
   local function run(rows, from, to, direction)
     local n = 0

@@ -15,9 +15,9 @@ local M = {}
 
 local library = { linear = {}, norm = {}, block = {} }   -- the library's forward functions
 
---- Registers the forward of `class` as one of the library's. kind: "linear", "norm" (its forward(x,
---- branch) returns the norm of x + branch, and x + branch) or "block" (forward(x, open), see
---- stack).
+--- Registers the forward of `class` as one of the library's. kind: "linear"; "norm", with a
+--- forward(x, branch) that returns the norm of x + branch, and x + branch; or "block", with a
+--- forward(x, open) as in M.stack.
 function M.register(kind, class) library[kind][class.forward] = true end
 
 local function is_unchanged(m, kind)
@@ -42,8 +42,8 @@ function M.last_use(f, x, of, ...)
   return y
 end
 
--- The GPU epilogues of mlp_gelu have not run on hardware yet. On GPUs mlp_gelu is used only if
--- ENGINE_MLP_IN_ONE is 1.
+-- The kernels of mlp_gelu for cards have not run on hardware yet. On a card, mlp_gelu is used only
+-- if ENGINE_MLP_IN_ONE is 1.
 local MLP_GELU_ON_CUDA = os.getenv("ENGINE_MLP_IN_ONE") == "1"
 
 local function can_fuse_gelu(x, up, form, down)
@@ -131,8 +131,8 @@ function Sum:norm(norm)
 end
 
 --- norm(blocks[n](... blocks[1](x))): x [B x T x C] -> the same shape. If a block and the module
---- after it both take part in fusion, block(x, true) returns its last sum as a Sum, which the
---- module after it computes.
+--- after it (a block or the norm) both take part in fusion, block(x, true) returns a Sum in place
+--- of its last sum, and the module after it computes the sum.
 function M.stack(x, blocks, norm)
   for i, block in ipairs(blocks) do
     local after = blocks[i + 1]

@@ -279,7 +279,7 @@ function M.options_of(fields, where)
   return arch, o
 end
 
-local REPLACED = { num_labels = true, torch_dtype = true }    -- by id2label and dtype
+local REPLACED = { num_labels = true, torch_dtype = true }    -- replaced by id2label and dtype
 
 --- Returns the fields of a config.json for a classifier with n labels. They are made from `fields`,
 --- which may describe any class of the same model_type. pad: the id of the padding token, by

@@ -120,7 +120,7 @@ end
 --- lora.save(model, folder [, { names = nil, base_model = nil }]): writes the adapters as PEFT
 --- does, adapter_config.json and adapter_model.safetensors, in f32. names(path, layer) returns
 --- Hugging Face's name of a layer, or a list of { name, rows } if the layer joins several of
---- Hugging Face's by rows; the names for nn.gpt, nn.llama and engine.load_model are known.
+--- Hugging Face's by rows; models of nn.gpt, nn.llama and engine.load_model need no `names`.
 --- base_model: the text of the field base_model_name_or_path. For a classifier, the file also holds
 --- the model's head.
 function M.save(model, folder, options)

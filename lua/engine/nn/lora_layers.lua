@@ -1,9 +1,11 @@
 -- Adds low-rank adapters to layers, switches them off and merges them. An adapter is part of its
--- linear layer, and the layer's place in the model and its name do not change. Optimizers,
--- checkpoints and ranks therefore treat adapters like any parameters. All other parameters are
--- frozen, except a classifier's head. A layer computes
---   LoRA:  y = x W^T + b + s (drop(x) A^T) B^T                          s = alpha / rank
---   DoRA:  y = m / |V| * (x V^T) + b,  V = W + s B A, |V| the norm of each row, without a gradient
+-- linear layer, which keeps its place in the model and its name. Optimizers, checkpoints and ranks
+-- therefore treat adapters like any parameters. All other parameters are frozen, except a
+-- classifier's head. A layer computes
+--   LoRA:  y = x W^T + b + s (drop(x) A^T) B^T
+--   DoRA:  y = m / |V| * (x V^T) + b
+-- where s = alpha / rank and V = W + s B A. |V| is the norm of each row of V; it is treated as a
+-- constant in the backward pass.
 -- Shapes: K inputs, N outputs, R rank; W [N x K], b and m [N], A [R x K], B [N x R].
 -- The layer's field `_lora` is the adapter's state: { rank, alpha, scale, dropout, A, B, m (DoRA),
 -- weight (the frozen weight, while the adapter is merged) }. Called by lora.lua, nn/init.lua and

@@ -155,8 +155,8 @@ local function add_head(self, c, std)
   end
 end
 
--- Returns a decoder's results from the output x [B x T x C] of its blocks for ids. The logits come
--- from the head or, if the head is tied, from the token embedding. With a cache, they are the
+-- Returns a decoder's results for ids from x [B x T x C], the output of its last norm. The logits
+-- come from the head or, if the head is tied, from the token embedding. With a cache, they are the
 -- logits of the last token only.
 local function logits(self, x, embedding, ids, options)
   local score, head = rawget(self, "score"), rawget(self, "head")

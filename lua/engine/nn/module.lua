@@ -318,10 +318,10 @@ function Module:evaluating(f, ...)
 end
 
 --- Activation checkpointing: less memory for more time, with the same losses and gradients, bit for
---- bit. The modules that `which` names keep only their results for the backward pass, which runs
---- their operations again, one module at a time. which: "block" for the blocks of a model, which
---- are the modules in each list `blocks`; a Lua pattern for the modules whose path matches it;
---- false for none. Returns the module.
+--- bit. The modules that `which` names keep only their results; the backward pass runs their
+--- operations again, one module at a time. which: "block" for the blocks of a model (the modules in
+--- each list `blocks`); a Lua pattern for the modules whose path matches it; false for none.
+--- Returns the module.
 function Module:checkpoint(which)
   if which ~= false and type(which) ~= "string" then
     raise("checkpoint: expected \"block\", a pattern of module paths or false, got %s",

@@ -19,9 +19,9 @@ local KNOWN = "width hidden experts top_k expert std experts_over dispatch combi
 --- std }: x [.. x C] -> [.. x C]. Over several ranks: experts_over = engine.ranks.group() (all
 --- ranks) or .group(n), and the formats of the rows that ranks exchange: dispatch ("own" | "fp32" |
 --- "bf16" | "fp8") of the rows sent to experts, combine ("own" | "fp32" | "bf16") of their outputs.
---- After a forward pass `counts` holds each expert's number of tokens (over all ranks of its
---- group), and `balance` is a scalar to add to the loss with a small weight: E * the sum over the
---- experts of (share of tokens * mean probability), 1 when all experts get equal shares.
+--- After a forward pass, `counts` has the number of tokens of each expert (over all ranks of the
+--- group). `balance` is a scalar to add to the loss with a small weight: E * the sum over the
+--- experts of (share of tokens * mean probability). It is 1 when all experts get equal shares.
 local MoE = module.class("moe")
 function MoE:init(options)
   options = tensor.read_named(options, "nn.moe", KNOWN)

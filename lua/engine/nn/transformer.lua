@@ -46,19 +46,25 @@ local function read_rope(self, rope, D)
   self.rope = rope
 end
 
---- Self-attention: nn.attention(width, heads [, options]), x [B x T x C] -> [B x T x C]. Options:
---- causal (true), kv_heads (heads), head_width (width / heads), rope (the base of the rotary
---- positions, or a table with the options of tensor:rope and two more: attention_factor multiplies
---- the rotated q and k; dynamic is a length, and for longer sequences the base grows as in dynamic
---- NTK scaling by `factor`), bias (true), out_bias (bias), std and out_std (of the initial
---- weights), qk_norm (eps of an RMS norm of every head's q and k before the rotation; by default
---- none), window (a query attends to at most this many keys, its own included; by default to all),
---- dropout (of the attention weights in training mode). With dropout, or with more keys than the
---- window, the weights are stored in full instead of computed row by row. If `watch_entropy` is
---- set, each call that does not store the weights records the entropy of each row of weights, in
---- nats, in `entropy` [B x H x T]. If `watch_logits` is set instead, each call records each row's
---- largest scaled score in `logits` (only on the CPU). In a padded batch both are [1 x H x N], for
---- the N tokens that are not padding.
+--- Self-attention: nn.attention(width, heads [, options]), x [B x T x C] -> [B x T x C]. Options,
+--- with their defaults in parentheses:
+---   causal      a query attends to no later key (true)
+---   kv_heads    the number of key/value heads (heads)
+---   head_width  the width of a head (width / heads)
+---   rope        the base of the rotary positions, or a table with the options of tensor:rope and
+---               two more: attention_factor multiplies the rotated q and k; dynamic is a length,
+---               and for longer sequences the base grows as in dynamic NTK scaling by `factor`
+---   bias        of the projections to q, k and v (true)
+---   out_bias    of the output projection (bias)
+---   std         of the initial weights; out_std: of those of the output projection (std)
+---   qk_norm     eps of an RMS norm of every head's q and k before the rotation (no norm)
+---   window      a query attends to at most this many keys, its own included (to all)
+---   dropout     of the attention weights in training mode (0)
+--- With dropout, or with more keys than the window, the weights are stored in full instead of
+--- computed row by row. If `watch_entropy` is set, each call that does not store the weights
+--- records the entropy of each row of weights, in nats, in `entropy` [B x H x T]. If `watch_logits`
+--- is set instead, each call records each row's largest scaled score in `logits` (only on the CPU).
+--- In a padded batch both are [1 x H x N], for the N tokens that are not padding.
 local Attention = class("attention")
 local ATTENTION = "causal kv_heads head_width rope bias out_bias std out_std qk_norm window dropout"
 function Attention:init(width, heads, options)

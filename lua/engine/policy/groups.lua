@@ -65,8 +65,8 @@ function M.new(model, list, sets)
   return self
 end
 
---- Applies the policy's scales from the next forward pass on. Costs almost nothing while all scales
---- are equal.
+--- Applies the policy's scales to the modules and parameters of the groups, from the next forward
+--- pass on. Costs almost nothing while no group has a separate scale.
 function Groups:apply(policy)
   local scale, apart = policy:scale(), policy:scales_groups()
   if not apart and not self.apart then return end

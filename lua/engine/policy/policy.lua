@@ -147,8 +147,8 @@ end
 
 local number = ffi.new("double[1]")
 
--- Reads named numbers of the last verdict as { name = number }, or nil if there are none.
--- entry(number, handle, i) of the core stores the number with the index i (from 0) and returns its
+-- Returns named numbers of the last verdict as { name = number }, or nil if there are none. entry
+-- is a function of the core: entry(number, handle, i) stores number i (from 0) and returns its
 -- name.
 local function entries(self, entry)
   local name, values, i = entry(number, self.handle, 0), nil, 0

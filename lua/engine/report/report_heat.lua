@@ -93,9 +93,9 @@ local BAD = { shape = '<path class="bad" d="M8 0h8v12h-8z"/><path class="bar" d=
   text = "inf or nan" }
 
 -- Draws a map. o: kind, title, legend; n (the number of rows), row (their height in pixels), names
--- (of the rows), columns, cells (data for the script), paths, texts, hatched (whether the
--- background is hatched). Returns the HTML and `data`, the script's data, to which it adds the
--- cells and sizes of o.
+-- (of the rows), columns (from columns_of), cells (data for the script), paths and texts (lists of
+-- SVG), hatched (whether the background is hatched). Adds the cells and sizes of o to `data`, the
+-- script's data. Returns the HTML and `data`.
 local function map(o, data)
   local height = o.n * o.row
   local behind = o.hatched and ('<rect class="none" width="100%%" height="%s"/>'):format(f(height))
@@ -142,8 +142,9 @@ end
 
 -- Draws a map of named rows over the steps, in the colours of the ramp. o: kind, title, names (of
 -- the rows), starts and width (of the columns, in steps), low and high (the legend's texts for the
--- ends of the ramp), none (its text for gaps), and cell(k, i) for row k and column i. cell returns
--- data for the script (nil: a gap) and the position on the ramp, 0 to 1, or "bad" for inf or nan.
+-- ends of the ramp), none (the legend's text for gaps), and cell. cell(k, i) returns two values for
+-- row k and column i: data for the script (nil: a gap), and the position on the ramp, 0 to 1, or
+-- "bad" for inf or nan.
 local function over_steps(o, axis, data)
   local n, row = #o.starts, row_height(#o.names)
   local columns = columns_of(axis, o.starts, o.width)

@@ -24,10 +24,10 @@ local exchanges, bad = 0, math.huge
 --- Counts exchanges from 0 again. Called at the beginning of a step.
 function M.begin() exchanges, bad = 0, math.huge end
 
---- Returns 2 * i, plus 1 in a backward pass, where i is the index (from 1) of the first exchange
---- since begin() to which this rank contributed inf or nan. Returns inf if there was none. An
---- exchange spreads inf and nan to all ranks, so they originate from the rank whose first_bad() is
---- lowest.
+--- Returns a number for the first exchange since begin() to which this rank contributed inf or nan:
+--- for exchange i (from 1), 2 * i in a forward pass and 2 * i + 1 in a backward pass. Returns inf
+--- if there was none. An exchange spreads inf and nan to all ranks, so they originate from the rank
+--- whose first_bad() is lowest.
 function M.first_bad() return bad end
 
 -- Counts an exchange, and updates first_bad(). own: the n numbers that this rank contributes.
