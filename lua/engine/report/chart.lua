@@ -271,7 +271,7 @@ local function draw_marks(list, axis, height, paths, texts)
     end
   end
   table.sort(lines, function(a, b) return a[1] < b[1] end)
-  local ends = { 0, 0 }                      -- the last label's end: narrow page, wide page
+  local ends = { 0, 0 }                -- where the last label ends, on a narrow and a wide page
   for _, line in ipairs(lines) do
     local x, size = axis.place(line[1]) / axis.span, #line[2] * GLYPH + 8
     paths[#paths + 1] = ('<path class="event" d="M%s 0V%s"><title>%s</title></path>'):format(

@@ -2,7 +2,7 @@
 -- row with the statistics of all tensors at that step. A long run has too many rows to read, so
 -- only a few are read for each column of a picture.
 --   local l = layers.read(history, { points = 120, only = "blocks.3" })
---   l.names[k], l.x[i]      layers and columns; column i is the steps x[i] to x[i] + width - 1
+--   l.names[k], l.x[i]      layers and columns; column i has the steps x[i] to x[i] + width - 1
 --   l.cells[k][i]           { amax, inf, nan, count, zeros, underflow, overflows, step, room } of
 --                           the gradients as stored (times the scale); nil if the column has no
 --                           recorded step. overflows: the number of recorded steps with inf or nan;

@@ -1,7 +1,7 @@
 -- Several runs as one self-contained HTML page: a table of how they differ and how they ended, and
 -- their curves in one picture. The page looks and works like that of a single run (report.lua).
 --   local html = require("engine.report.report_compare").html(compare.open { "a", "b" }, folder)
--- folder: where the page will be, for its links. Called by `engine report`.
+-- folder: where the page will be; links in the page are relative to it. Called by `engine report`.
 local chart = require "engine.report.chart"
 local compare = require "engine.run.compare"
 local curves = require "engine.run.curves"
