@@ -5,8 +5,8 @@
 --     state.json              all other state as plain data; the sizes and CRC-32C of the files
 --
 -- The files are written to a temporary directory, which is then synced and renamed, so a checkpoint
--- is complete or absent. Checksums detect later damage (a truncated file, a bad disk). The previous
--- checkpoint is then used.
+-- is complete or absent. If checksums show later damage (a truncated file, a bad disk), loading uses
+-- the previous checkpoint.
 --
 --   checkpoint.save(dir, step, { model = { name = tensor }, optimizer = { ... }, state = { ... } },
 --     { keep = 3 })
@@ -35,7 +35,8 @@ local function names_in(directory)
   return disk.names(directory) or M_ffi.raise(M_ffi.message())
 end
 
--- Removes the directory of a checkpoint, which holds only files. Raises an error at a folder in it.
+-- Removes the directory of a checkpoint and its files. Raises an error if it holds a folder that is
+-- not empty.
 local function remove(directory)
   if not disk.is_folder(directory) then return end
   for _, name in ipairs(names_in(directory)) do
@@ -107,8 +108,7 @@ local function write_state(directory, step, format, files, state)
   check(C.eng_file_write(directory .. "/state.json", text, #text))
 end
 
--- Renames a complete checkpoint to its final name. Replaces a checkpoint of the same step, which
--- exists if the run was resumed from an earlier step.
+-- Renames a complete checkpoint to its final name. Replaces a checkpoint of the same step.
 local function put_in_place(temporary, final)
   if not disk.exists(final) then
     check(C.eng_file_rename(temporary, final))
@@ -133,9 +133,9 @@ local function begin(dir, step)
   return { dir = dir, final = final, temporary = final .. ".tmp" }
 end
 
--- Called when all tensor files are written. Writes state.json, renames the checkpoint, and removes
--- the oldest ones if there are more than options.keep. Returns the checkpoint's path, and a message
--- when an old one could not be removed.
+-- Called when all tensor files are written. Writes state.json, renames the checkpoint, and keeps
+-- only the newest options.keep checkpoints. Returns the checkpoint's path, and a message if an old
+-- checkpoint could not be removed.
 local function finish(place, step, format, files, state, options)
   for name in pairs(files) do
     if not disk.is_file(place.temporary .. "/" .. name) then
@@ -219,10 +219,11 @@ local function files_of(answers)
 end
 
 --- Writes the checkpoint of `step` into dir, one shard per rank; every rank calls it. pieces()
---- returns what this rank writes (shards.lua). state() returns plain data and is called on rank 0.
---- options.keep as in M.save. Returns the path on every rank. If a rank fails, returns nil and the
---- failed ranks' messages, and dir is unchanged. The checkpoint gets its final name when every rank
---- is done. If a rank dies before that, the previous checkpoint stays the newest.
+--- returns what this rank writes (shards.lua). state() returns the part `state` of M.save and is
+--- called on rank 0. options.keep: as in M.save. Returns the path on every rank. If a rank fails,
+--- returns nil and the failed ranks' messages, and dir is unchanged. The checkpoint gets its final
+--- name when every rank is done. If a rank dies before that, the previous checkpoint stays the
+--- newest.
 function M.save_shards(dir, step, pieces, state, options)
   local first = ranks.rank() == 0
   local place, began, problem
@@ -252,7 +253,7 @@ function M.save_shards(dir, step, pieces, state, options)
   return told:sub(2), note
 end
 
---- Removes the checkpoints after `step`. A run that resumes there writes new ones.
+--- Removes the checkpoints after `step`, for a run that continues from `step` and writes new ones.
 function M.forget_after(dir, step)
   for _, entry in ipairs(list(dir)) do
     if entry.step > step then remove(entry.path) end
@@ -377,10 +378,10 @@ end
 
 --- Opens a checkpoint: `dir` itself if it is a checkpoint, else the newest intact checkpoint in
 --- `dir` (up to step `last`, if given). Returns { step, path, state, skipped = { messages }, parts
---- = { model = { name = { dtype =, shape =, count = } } ... }, read(part, name), close() }, or nil,
---- the reason, and whether there are damaged checkpoints. Callers may change `parts`. If an entry
---- has a function `make`, read() returns the tensor that `make` returns, and reads no file
---- (masters.lua).
+--- = { model = { name = { dtype =, shape =, count = } } ... }, read(part, name), close() }, or nil
+--- and the reason. A third result is true if all checkpoints in `dir` are damaged. Callers may
+--- change `parts`. If the entry of a tensor has a function `make`, read() returns the tensor that
+--- `make` returns, and reads no file (masters.lua).
 function M.open(dir, last)
   M_ffi.expect(type(dir) == "string", dir, "checkpoint: expected a directory")
   local path, header, skipped

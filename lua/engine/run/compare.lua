@@ -68,8 +68,9 @@ end
 
 local MOST = 40            -- the most characters of a value in a label
 
--- Sets the labels: each run's name, its precision if that differs, and a few settings that tell the
--- runs apart. Any other setting is added only if it separates more runs.
+-- Sets the labels: each run's name, its precision if the runs differ in it, and settings that tell
+-- the runs apart. Chooses the setting that separates the most runs, and repeats this until no
+-- further setting separates more.
 local function add_labels(list)
   list.differ = {}
   for _, key in ipairs(keys_of(list)) do
@@ -106,9 +107,9 @@ local function open_run(path)
     history = history, settings = settings_of(history) }
 end
 
---- Opens runs by their names under runs/, directories or history files. A run whose history cannot
---- be read is left out, with a note. Raises an error if a run does not exist or is named twice, or
---- if no history can be read.
+--- Opens runs. words: for each run, its name under runs/, its directory or its history file. A run
+--- whose history cannot be read is left out, with a note. Raises an error if a run does not exist
+--- or is named twice, or if no history can be read.
 function M.open(words)
   local list, names, paths, problem = { notes = {} }, {}, {}, nil
   for _, word in ipairs(words) do

@@ -1,6 +1,7 @@
 -- A contest: one script under several policies and seeds, each run in its own process.
 --   runs/NAME/contest.json         the script, its settings, the policies' sources
---   runs/NAME/POLICY-SEED/         a run; `output` is what it printed, `exit` its exit status
+--   runs/NAME/POLICY-SEED/         a run; its file `output` has what it printed, `exit` its exit
+--                                  status
 -- This file starts the runs, finds which are done, and reads their results. `engine contest` is the
 -- command; report/contest.lua prints the results.
 local M_ffi = require "engine.base.ffi"
@@ -40,7 +41,7 @@ local function read_job(path)
 end
 
 -- Writes contest.json. Raises an error if the file exists with another script, other settings or
--- threads, or another source of a policy, because the runs would not be comparable.
+-- threads, or another source of the script or a policy, because the runs would not be comparable.
 local function agree(self)
   local path, sources = self.path .. "/contest.json", self.sources
   if files.exists(path) then
@@ -91,9 +92,9 @@ end
 
 --- Opens a contest's folder; creates it if it is missing. job: { path, script, source (its text),
 --- settings = { "name=value" ... }, policies = { ... }, sources = { [policy] = its source }, seeds,
---- threads (nil: those in contest.json or, without this file, default_threads), resumes (the script
---- accepts resume=), quiet (the script accepts log=) }. Raises an error if the folder holds another
---- contest, or if a contest is running in it.
+--- threads (nil: those in contest.json or, without this file, default_threads), default_threads,
+--- resumes (whether the script accepts resume=), quiet (whether it accepts log=) }. Raises an error
+--- if the folder holds another contest, or if a contest is running in it.
 function M.open(job)
   local self = setmetatable(job, Contest)
   if files.exists(self.path .. "/history.db") then
@@ -164,7 +165,7 @@ function M.numbers(run, h)
   run.held_out = #evaluations > 0 and evaluations[#evaluations][2] or nil
 end
 
---- Returns the fraction of its steps that a run has done (0 if it is not known).
+--- Returns what fraction of a run's steps is done, or 0 if this is not known.
 function M.progress(run)
   return history.with(run.path, function(h)
     local _, last = h:range()

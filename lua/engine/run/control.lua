@@ -31,7 +31,7 @@ function M.new(trainer, options)
     heard = {}, many = trainer.reducer.many, follows = trainer.reducer.rank > 0 }, Control)
 end
 
---- Opens the socket of a run that has a directory. If that fails the run continues without it.
+--- Opens the socket of a run that has a directory. If this fails, the run continues without it.
 function Control:open()
   local path = self.trainer.run_files.path
   if not path or not self.wanted or self.socket or self.follows then return end

@@ -177,7 +177,7 @@ end
 local cell = ffi.new("eng_tensor_stats[1]")
 
 --- Converts `record`, the record of a step at the scale record.scale, to the record of the same
---- step at `scale`. Its field amax_f16 must be set. o: { format = the format of the gradients
+--- step at `scale`. record.amax_f16 must be set. o: { format = the format of the gradients
 --- (formats.of), accumulate = the number of micro-batches, needs = what the policy reads
 --- (ENG_NEED_*), hist = whether record.hist is filled, around = a function that returns the largest
 --- true gradient of good steps nearby, or nil (optional), reach = the largest fp16 gradient at the
@@ -255,11 +255,11 @@ local WHY = {
   unmeasured = "the history lacks amaxes that it reads",
 }
 
---- Returns the certainty of a policy before its first step, as plain data. exact, bounds: the
---- numbers of exact verdicts and of bounds. least: a lower bound on the steps it skips. from, why:
---- the first step whose verdict is a bound, and the reason, or nil. closed: whether `least` is
---- final, because later steps can no longer raise it. late: the first step at which the policy is
---- judged, if earlier steps exist.
+--- Returns the certainty of a policy before its first step, as plain data. exact, bounds: how many
+--- verdicts are exact and how many are bounds. least: the policy skips at least this many steps.
+--- from, why: the first step whose verdict is a bound, and the reason, or nil. closed: whether
+--- `least` is final, because later steps can no longer raise it. late: nil, or the step from which
+--- on records are converted to the policy's scale, if an older engine recorded the steps before.
 function M.certainty(late)
   return { exact = 0, bounds = 0, least = 0, closed = late ~= nil, from = late,
     why = late and WHY.late }

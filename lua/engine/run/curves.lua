@@ -1,7 +1,7 @@
 -- Reads the metrics of a run at the resolution of a picture: the least, largest and mean value in
--- each column of the picture. Long runs are read from their blocks, which is fast, because
--- core/store/history_writer.c sums 256 consecutive steps into a row of `blocks`. Only the newest
--- steps, and metrics that blocks lack, are read from `steps`, with a query for each column.
+-- each column of the picture. Reading a long run is fast, because core/store/history_writer.c sums
+-- 256 consecutive steps into a block, a row of the table `blocks`. Only the newest steps, and
+-- metrics that blocks lack, are read from the table `steps`, with a query for each column.
 --   local c = curves.read(history, { "loss", "scale" }, { points = 120, from = 0, to = 9999 })
 --   c.x[i], c.width                          the middle of column i, and steps in a column
 --   c.rows[i], c.overflows[i], c.skipped[i]  rows, overflows, steps without update in column i
@@ -104,8 +104,7 @@ function M.range(c, name)
   return low, high
 end
 
---- Returns the x of each column of a picture that holds overflows, and the total number of
---- overflows.
+--- Returns the x of each column that has overflows, and the total number of overflows.
 function M.marks(c)
   local marks, count = {}, 0
   for i, n in ipairs(c.overflows) do
@@ -205,8 +204,8 @@ local function finite(metric)
   return metric.finite and metric.sql or ("nullif(nullif(%s, 9e999), -9e999)"):format(metric.sql)
 end
 
--- Returns SQL that sums up one picture column of steps, with the result names of blocks_sql. With
--- `counts`, the SQL also counts overflows and skipped steps.
+-- Returns SQL that sums up the steps of one picture column. Its results have the names that
+-- blocks_sql gives them. With `counts`, the SQL also counts overflows and skipped steps.
 local function direct_sql(wanted, counts)
   local parts = { "SELECT " .. (counts and STEP_COUNTS or "count(*) AS rows") }
   for i, metric in ipairs(wanted) do
@@ -263,8 +262,8 @@ local function fill(h, cells, wanted, start, width, n, last, done, counts)
   end
 end
 
---- Returns the number of steps in each column, if a picture of the steps first..last has at most
---- `points` (240) columns. Use it as the option `width` of M.read.
+--- Returns the number of steps in each column of a picture of the steps first..last with at most
+--- `points` (240) columns. It is the option `width` of M.read.
 function M.width(first, last, points)
   local width = math.max(1, math.ceil((last - first + 1) / (points or 240)))
   return width > BLOCK and math.ceil(width / BLOCK) * BLOCK or width

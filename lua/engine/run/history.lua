@@ -32,9 +32,9 @@ local Writing = setmetatable({}, { __index = History })
 Writing.__index = Writing
 function Writing:__tostring() return History.__tostring(self) end
 
--- Returns the value of History[key]. If only `Writing` has the method `key`, the value is a
--- function that returns nil and a message, because the history is read-only. For any other key, the
--- value is nil. Tab completion does not list these methods.
+-- For a method that only `Writing` has, returns a function that returns nil and a message, because
+-- the history is read-only. For any other key, returns nil. The methods are not fields of History,
+-- so tab completion does not list them.
 local function refused(key)
   return rawget(Writing, key) and function(h)
     return nil, ("history %s is open for reading only"):format(h.path)
@@ -459,8 +459,8 @@ local NAMES = [[WITH RECURSIVE names(name) AS (SELECT min(name) FROM shadows
 --- bounds are nil in a history of an older engine, whose shadows read the run's own overflows.
 function History:shadows()
   if not self:has "shadows" then return nothing "(no shadows)" end
-  -- Reads only verdicts other than `step` and the last verdict of each shadow, because a shadow
-  -- whose scale moves has a row for every step.
+  -- Sums only over rows that count in one of the four fields, because a shadow whose scale moves
+  -- has a row for every step.
   local function whole(row) return expect(self, row, "number", { "skipped", "failed" }) end
   local own = knows_bounds(self)
   local function sum(name, condition)
@@ -676,8 +676,8 @@ function History:tensors(step)
 end
 
 --- Iterates over pairs of a step and the loss scale of a parameter's layer (the run's scale times
---- the layer's relative scale). id: the parameter's id in h:parameters(). Returns the first `most`
---- steps of from..to that have statistics per tensor.
+--- the layer's relative scale). id: the parameter's id in h:parameters(). The steps are the first
+--- `most` steps of from..to that have statistics per tensor.
 function History:layer_scales(id, from, to, most)
   local following = each(self, 2, nil, "SELECT t.step AS step, t.stats AS stats, s.scale AS " ..
     "scale, max(s.attempt) FROM tensor_stats t JOIN steps s ON s.step = t.step WHERE t.step " ..

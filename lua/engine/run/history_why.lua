@@ -25,10 +25,10 @@ local function parameter_name(list, id)
   return p and ("%s %s (%s)"):format(p.name, p.shape, p.gradient) or "parameter " .. id
 end
 
--- Returns text about where a step's largest finite gradient is. With statistics per tensor, it
--- names the tensor and the format of its gradient. Without them, it names the formats of all
--- gradients, if they differ. If there is one format and its range is smaller than that of f32, the
--- text also gives its largest number.
+-- Returns text about the place and the format of a step's largest finite gradient. With statistics
+-- per tensor, the text names the tensor and the format of its gradient. Without them, it names the
+-- formats of all gradients, if these differ. If the gradient's format is known and has a smaller
+-- range than f32, the text gives the format's largest number.
 local function format_text(list, tensors)
   local most, at
   for i = 1, tensors and #tensors or 0 do

@@ -3,15 +3,15 @@
 -- restore.lua.
 local M = {}
 
--- Returns an entry for a checkpoint's `parts`, whose tensor `make` computes instead of reading it.
+-- Returns an entry for a checkpoint's `parts`. No file has the entry's tensor; `make` computes it.
 local function derived(dtype, like, make)
   return { dtype = dtype, shape = like.shape, count = like.count, make = make }
 end
 
---- Fits the open checkpoint c to an optimizer's masters. A compensation that c lacks is computed as
---- the difference between the weight and its bf16 value. A compensation that this run does not use
---- is added to its weight if the weight is f32 now, and is otherwise dropped. Returns a line about
---- a change of the masters' format, or nil.
+--- Fits the open checkpoint c to an optimizer's masters. A compensation that this run uses and c
+--- lacks is computed as the difference between the weight and its bf16 value. A compensation that
+--- this run does not use is added to its weight if the weight is f32 now, and is otherwise dropped.
+--- Returns a line about a change of the masters' format, or nil.
 function M.fit(optimizer, c)
   local model, buffers, note = c.parts.model, c.parts.optimizer, nil
   local function f32(part, name, entry)

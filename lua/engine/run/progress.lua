@@ -84,7 +84,7 @@ end
 function progress.amount(what)
   local bar = progress.on_stderr()
   local began = bar.clock()
-  bar.shown_at = began                             -- the first line comes after a while
+  bar.shown_at = began                             -- delays the first line by an interval
   function bar.line(_, row, now)
     local took = math.max(now - began, 1e-6)
     return ("%s of %s %s  %s %s/s%s"):format(show.count(row.step), show.count(row.all), what,

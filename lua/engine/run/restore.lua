@@ -1,7 +1,7 @@
 -- Collects a trainer's state for a checkpoint, except tensors, and restores a trainer from a
--- checkpoint. A resume restores all of its state, a rollback only the state that training changes.
--- Owns the order in which the parts are restored. Called by run.lua, which opens and writes the
--- files.
+-- checkpoint. A resume restores all of the trainer's state, a rollback only the state that training
+-- changes. Owns the order in which the parts are restored. Called by run.lua, which opens and
+-- writes the files.
 local M_ffi = require "engine.base.ffi"
 local masters = require "engine.run.masters"
 local merged = require("engine.base.arguments").merged

@@ -77,8 +77,8 @@ end
 -- What the directory of a run that has not begun may contain.
 local UNUSED = { "/history.db-wal", "/history.db-shm", "/history.db", "/checkpoints", "/lock", "" }
 
---- Releases the lock. Removes the directory if this run made it and never began; other files in it
---- stay.
+--- Releases the lock. If this run made the directory and never began, also removes the directory,
+--- unless other files are in it.
 function Run:give()
   if self.lock and self.made and not self.running then
     for _, name in ipairs(UNUSED) do C.eng_file_remove(self.path .. name) end
@@ -104,8 +104,8 @@ local function check_name(path)
   if problem then error(("run: the name %s: '%s'"):format(problem, show.cut(path, 200)), 0) end
 end
 
---- Takes the run's directory. If it holds a run that is not to be continued, takes the next free
---- name.
+--- Takes the run's directory. A run that does not continue an earlier one takes the next free name
+--- if the directory holds a run or is locked by another process.
 function Run:find_place(path, resume)
   check_name(path)
   self.continues = resume and continues(path, resume)
@@ -332,7 +332,7 @@ end
 -- logged becomes nan.
 local function with_logs(self, signals, logs)
   if not logs and not self.logged then return signals end
-  self.logged = self.logged or {}                          -- every name so far
+  self.logged = self.logged or {}                          -- every name that was logged so far
   local all = {}
   for name in pairs(self.logged) do all[name] = 0 / 0 end
   for name, value in pairs(signals) do all[name] = value end

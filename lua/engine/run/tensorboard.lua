@@ -78,8 +78,8 @@ local function scalar_value(tag, x)
   return bytes_field(1, bytes_field(1, show.shown(tag)) .. float_field(2, x))
 end
 
---- Encodes magnitudes as a HistogramProto, from exponents: a bucket for zero, and one for each
---- binade. s: { count, zeros, amax, norm } as stored.
+--- Encodes exponent counts, hist[exponent] = elements, as a HistogramProto of magnitudes: a bucket
+--- for zero, and one for each binade. s: { zeros, amax, norm } as stored.
 function M.histogram_proto(hist, s)
   local least, most = math.huge, -math.huge
   for e, n in pairs(hist) do
@@ -145,7 +145,7 @@ function Writer:scalars(step, values, wall_time)
   end
 end
 
---- Writes a histogram from exponent counts. s: { count, zeros, amax, norm }.
+--- Writes a histogram. hist, s: as in M.histogram_proto.
 function Writer:histogram(step, tag, hist, s, wall_time)
   return self:put(event(wall_time or os.time(), step, SUMMARY,
     bytes_field(1, bytes_field(1, show.shown(tag)) .. bytes_field(5, M.histogram_proto(hist, s)))))
@@ -179,7 +179,7 @@ end
 
 --- Returns the scalars of a step as { tag, number } pairs. s: { loss, lr, scale, overflow (0 or 1),
 --- skipped, norm, amax, norm_ref, underflow, count, tokens, seconds (of the step) }. signals: the
---- signals by name. A nil loss, lr, scale, norm or amax was NaN.
+--- signals by name. A loss, lr, scale, norm or amax of nil stands for NaN.
 function M.step_values(s, signals)
   local nan, tokens = 0 / 0, s.tokens or 0
   local values = {
@@ -225,9 +225,8 @@ Live.__index = Live
 
 local FLUSH_SECONDS = 2
 
---- Opens the files of a live run, whose steps run.lua writes as they are made. list: the
---- parameters, in order. first: the first step. If earlier files in the directory have steps from
---- `first` on, a reader discards these steps.
+--- Opens an event file for a live run. list: the parameters, in order. first: the first step. If
+--- earlier files in the directory have steps from `first` on, a reader discards these steps.
 function M.live(dir, list, first)
   local _, group_of, groups = require("engine.policy.groups").of(list)
   local self = setmetatable({ writer = M.open(dir), n = #list, layer_of = {}, layers = groups,

@@ -2,7 +2,8 @@
 -- overflow, a number repeats the symbol after it), or the recorded history of a run. A trace gives
 -- the record that a step would have had at any loss scale. Called by replay.lua.
 --
--- In a string of outcomes, an overflow happens at every scale, and gradients all have magnitude 1.
+-- A string of outcomes stands for one gradient. An x overflows at every scale. In a good step the
+-- gradient has magnitude 1.
 --
 -- For a run, counterfactual.lua converts each recorded step to the policy's scale and says whether
 -- the result is exact or a bound. The gradients are those of the recorded run.

@@ -25,8 +25,8 @@ M.objectives = {
 local GRID = { 17, 7, 5, 4, 3 }   -- grid points for each range, by the number of ranges
 local REFINEMENTS, FINER = 3, 5
 
--- Loss scales are usually powers of two, so a range between two powers of two has only powers of
--- two.
+-- Loss scales are usually powers of two. If an option's name contains "scal", and its default and
+-- both ends of its range are powers of two, the search tries only powers of two.
 local function is_power(x) return x > 0 and math.frexp(x) == 0.5 end
 
 -- Returns the range { name, from, to, log, whole, powers } of a text such as

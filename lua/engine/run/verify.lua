@@ -6,10 +6,10 @@
 --   ... a run of plan.job ...
 --   verify.compare(plan, history_of_the_live_run)
 --
--- A step is open if its replayed verdict is a bound, or if its decision differs from the recorded
--- run's. The live run begins at the newest checkpoint at or before the first open step, with the
--- policy in the state that the replay has there. Without such a checkpoint the live run begins
--- where the recorded run did.
+-- A step is open if its replayed verdict is a bound, or if its loss scale or action differs from
+-- the recorded run's. The live run begins at the newest checkpoint at or before the first open
+-- step, with the policy in the state that the replay has there. Without such a checkpoint the live
+-- run begins where the recorded run did.
 local checkpoint = require "engine.run.checkpoint"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
@@ -137,9 +137,11 @@ end
 --- Prepares a verification of a policy (source, options: as in replay.run) on the run at `path`.
 --- wish: { from, steps, script }; with `from`, a step, the live run starts at the newest checkpoint
 --- of that step or before. run: the folder of the live run. Returns { job = the input of
---- cli/live.lua, rows = the replay's steps to compare, result, from (the first of them), to (the
---- step after the last), open (the first open step of the replay, or nil), checkpoint (its path, or
---- nil), notes, meta, config }. Raises an error if the job cannot be run again.
+--- cli/live.lua, rows = the replay's steps to compare, from (their first step), to (the step after
+--- their last), result (of replay.run), open (the first open step of the replay, or nil),
+--- checkpoint (the path of the checkpoint that the live run begins at, or nil), notes (lines for
+--- the user), meta and config (of the recorded run) }. Raises an error if the job cannot be run
+--- again.
 function M.plan(path, source, options, wish, run)
   local trace = replay.trace(path)
   if not trace.rows then error("--verify needs a run, not a string of outcomes", 0) end
