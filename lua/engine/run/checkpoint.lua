@@ -5,7 +5,7 @@
 --     state.json              all other state as plain data; the sizes and CRC-32C of the files
 --
 -- The files are written to a temporary directory, which is then synced and renamed, so a checkpoint
--- is complete or absent. If checksums show later damage (a truncated file, a bad disk), loading uses
+-- is complete or absent. If checksums show later damage (a truncated file, a bad disk), readers use
 -- the previous checkpoint.
 --
 --   checkpoint.save(dir, step, { model = { name = tensor }, optimizer = { ... }, state = { ... } },

@@ -8,13 +8,13 @@
 -- scale is exact, "hidden" or a bound (an estimate):
 --   If the step did not overflow:
 --     ratio <= 1   No overflow; exact, because no magnitude of the backward pass is larger.
---     ratio > 1    An overflow, if the largest fp16 gradient then rounds past the largest fp16
---                  number (from 65520 on). This is exact if accumulate = 1. With accumulate > 1,
---                  the record describes the f32 sum of the micro-batches' gradients, and a
---                  micro-batch is sure to overflow only if the sum passes accumulate * 65520. If
---                  the sum is smaller, the overflow is a bound. Below 65520, no overflow is
---                  assumed. This result is called "hidden", because an intermediate result may
---                  overflow where no parameter's gradient does.
+--     ratio > 1    An overflow, if the largest fp16 gradient times `ratio` is 65520 or more, which
+--                  rounds past the largest fp16 number. This is exact if accumulate = 1. With
+--                  accumulate > 1, the record describes the f32 sum of the micro-batches'
+--                  gradients. The overflow is exact only from accumulate * 65520 on, where some
+--                  micro-batch must overflow, and is a bound below. If the product is smaller than
+--                  65520, no overflow is assumed. This result is called "hidden", because an
+--                  intermediate result may overflow where no parameter's gradient does.
 --   If the step overflowed:
 --     ratio >= 1   An overflow; exact. A loss of inf or nan gives the same result at any ratio.
 --     ratio < 1    A bound, because the true magnitude behind an inf is unknown. If the finite
@@ -25,7 +25,7 @@
 -- A result may be only a bound in three more cases:
 --   - the ratio is no power of two, so that the two scales round differently, and either a
 --     magnitude is within 1/64 of the limit or the ratio is within 1/64 of 1;
---   - layers have separate scales, whose ratios to the run's scales differ;
+--   - layers have separate scales that differ from the run's by different factors;
 --   - the history is too old to tell fp16 gradients from others.
 --
 -- A policy may read more than the overflow. amax is exact if the ratio is a power of two. norm and

@@ -29,7 +29,8 @@ end
 -- Returns whether a layer, in its last forward pass, multiplied codes with Blackwell's accumulator.
 local function coded(site) return C.eng_fp8_accumulator(site.id) == C.ENG_ACCUMULATE_BLACKWELL end
 
--- Returns the bytes of a quantized matrix: codes and scales, or the values of microscaling in bf16.
+-- Returns the bytes of a quantized matrix. FP8 keeps codes and scales. Microscaling keeps codes and
+-- scales with `in_codes`, and otherwise the dequantized values in bf16.
 local function matrix(role, rows, columns, in_codes)
   if in_codes then
     local bits = role.format == C.ENG_FORMAT_E2M1 and 4 or 8

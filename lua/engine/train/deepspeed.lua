@@ -77,13 +77,14 @@ local PASSED = { "run", "resume", "checkpoint_every", "log", "data", "state" }
 
 --- engine.deepspeed.initialize { model =, config = }. config is the path of DeepSpeed's JSON file,
 --- in which comments and trailing commas are allowed, or a table with its contents. More options:
---- optimizer (instead of the configuration's), policy (instead of its fp16 block), steps (updates
---- to make, for the progress line and for `engine attach`), and those of engine.session: run resume
---- checkpoint_every log data state. Returns an engine and its optimizer. engine(...) calls the
---- model in the configured precision. engine:backward(loss) runs the backward pass. engine:step()
---- returns what session:step returns, with action "accumulate" between updates. engine:close() ends
---- the run. The engine runs on one rank only. A `scheduler` is refused, because the loop assigns
---- optimizer.lr. A line of output names the keys of the configuration that are not used.
+--- optimizer (instead of the configuration's), policy (instead of its fp16 block), steps (how many
+--- updates to make, skipped ones included; the run then ends), and those of engine.session: run
+--- resume checkpoint_every log data state. Returns an engine and its optimizer. engine(...) calls
+--- the model in the configured precision. engine:backward(loss) runs the backward pass.
+--- engine:step() returns what session:step returns, with action "accumulate" between updates.
+--- engine:close() ends the run. The engine runs on one rank only. A `scheduler` is refused, because
+--- the loop assigns optimizer.lr. A line of output names the keys of the configuration that are not
+--- used.
 function M.initialize(given)
   local o = tensor.read_named(given, "deepspeed.initialize", OPTIONS)
   expect(type(o.model) == "table" and o.model.parameters, o.model,

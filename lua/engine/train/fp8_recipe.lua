@@ -183,8 +183,8 @@ function M.layer(fp8, path, blocks)
   return not layer.high and layer
 end
 
--- Reads the field `backward` of x or w. It says how the values that the forward product read are
--- quantized for the backward product.
+-- Reads the field `backward` of x or w. This field says how the backward product quantizes the
+-- values that the forward product read.
 local function read_backward(recipe, i, role, where, name)
   local own, back = recipe.role[i], role.backward
   if i == 2 and role.rule == ROWS then raise("%s: the rule %s is for x and w", where, ROWS) end

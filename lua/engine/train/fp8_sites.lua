@@ -12,7 +12,8 @@
 -- which to scale the role (delayed scaling). They may also return scales["blocks.1.mlp.up:high"] =
 -- 2; the layer then computes in high precision in the next step. With a ladder, 2 chooses the first
 -- recipe of the ladder, 3 the second and so on; larger numbers choose high precision. The core
--- gives the verdict's `scale` to names without an entry, so an entry of this value has no effect.
+-- gives the verdict's `scale` to names without an entry, so an entry of the same value as `scale`
+-- has no effect.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fp8_recipe = require "engine.train.fp8_recipe"
@@ -212,8 +213,8 @@ function Sites:prepare(policies)
   self:use()
 end
 
---- Collects the seats' policies that are not idle, for the steps to run. watched: true if shadows
---- also read the layers at every step.
+--- Collects the policies that steps run: those of the seats, except idle ones. watched: true if
+--- shadows also read the layers at every step.
 function Sites:use(watched)
   self.policies, self.watched = {}, watched or self.watched
   for _, seat in ipairs(self.seats) do
@@ -310,11 +311,12 @@ function Sites:measure(step, gradient, world)
   return self.rows
 end
 
---- Runs the policies on the measured step and applies their decisions. `gradient`: the factor on
---- the gradients of the next step. `logs`: what the loss-scaling policy logged, { name = number },
---- or nil. Returns `logs` with what the FP8 policies logged added. If a name is taken, it becomes
---- POLICY.NAME. verdict: the step's verdict, which a failing FP8 policy marks as failed, or nil.
---- swaps: the Swap of run/swap.lua, which undoes a swap whose new policy fails, or nil.
+--- Runs the policies on the step that measure() read and applies their decisions. `gradient`: the
+--- factor on the gradients of the next step. `logs`: what the loss-scaling policy logged, { name =
+--- number }, or nil. Returns `logs` and what the FP8 policies logged in one table; a name that is
+--- taken becomes POLICY.NAME. verdict: the step's verdict, which a failing FP8 policy marks as
+--- failed, or nil. swaps: the Swap of run/swap.lua, which undoes a swap whose new policy fails, or
+--- nil.
 function Sites:decide(record, gradient, logs, verdict, swaps)
   if #self.policies == 0 then return logs end
   local function fail(text)

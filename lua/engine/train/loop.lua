@@ -13,12 +13,12 @@ local C, check = M_ffi.C, M_ffi.check
 
 local M = {}
 
--- How a run ended. If the script then reaches its end, this is its exit status (docs/runs.md). For
--- an interrupted run the status is INTERRUPTED plus the signal's number.
+-- How a run ended. If the script reaches its end, its exit status is the most serious status of its
+-- runs (docs/runs.md). For an interrupted run the status is INTERRUPTED plus the signal's number.
 local FINISHED, STOPPED, POLICY_FAILED, DIVERGED, RESULTS_LOST, DRIFTED, INTERRUPTED = 0, 2, 3, 4,
   5, 6, 128
 
--- tell() sets the exit status of the engine binary. In another Lua (require "engine") it sets none.
+-- tell() reports a status to the engine binary. In another Lua (require "engine") nothing reads it.
 local hosted, host = pcall(require, "engine.host")
 local function tell(status)
   if hosted then host.run_status(status) end
@@ -316,12 +316,12 @@ function M.start(self)
   self.progress = progress.new { total = self.steps, json = self.log == "json",
     quiet = self.log == "quiet", silent = self.reducer.rank > 0,
     unscaled = not self.precision.scaled and policy.name == "static" and policy:scale() == 1 }
-  local problem = policies.unusable(policy, #self.groups.groups)   -- also after a resume
+  local problem = policies.unusable(policy, #self.groups.groups)   -- a resume may change the scale
   if problem then M_ffi.raise("trainer: %s", problem) end
   files:reopen()
   self.control:open()
   local before = C.eng_interrupt_policy(1)
-  tell(FINISHED)                       -- a run begins
+  tell(FINISHED)                       -- tells the engine binary that a run begins
   for _, line in ipairs(files.warnings) do self.progress:note(line, true) end
   for _, line in ipairs(files.notes) do self.progress:note(line) end
   files.warnings, files.notes = {}, {}

@@ -5,12 +5,12 @@
 --   - a new scale takes effect two steps, not one, after the step whose record the policy read; the
 --     device still skips an overflowed update immediately;
 --   - a verdict of `skip` without an overflow, or of `retry`, comes too late and changes nothing;
---   - clip and lr_mul come from the last verdict, one step old; policies that set a verdict's
---     fields for single tensors, updates or moments are refused;
+--   - clip and lr_mul come from the last verdict, which was on the step two steps before; policies
+--     that set a verdict's fields for single tensors, updates or moments are refused;
 --   - the schedule counts the update in flight as applied.
 -- A captured graph repeats the kernels of one step, so no per-layer scale or FP8 scale may change.
--- Called by assemble.lua at the start, by trainer.lua when a resumed run has more micro-batches,
--- after each decision, and for every policy that run/swap.lua swaps in, and by scaler.lua.
+-- Called by assemble.lua at the start, by scaler.lua, and by trainer.lua: after each decision, for
+-- every policy that run/swap.lua swaps in, and when a resumed run changes `accumulate`.
 local M_ffi = require "engine.base.ffi"
 local activations = require "engine.train.activations"
 local attention_logits = require "engine.train.attention_logits"

@@ -403,7 +403,7 @@ local EXPECTED = { number = "a number", boolean = "true or false",
   cdata = "an array of doubles, one for each parameter" }
 
 --- Makes one update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul,
---- clip_norm (the limit for `norm`), norm (the norm of the gradients times gradient_factor), lagged
+--- clip_norm (the limit for `norm`), norm (the gradients' norm after gradient_factor), lagged
 --- (the device takes the norm from the statistics that were requested last, and makes no update if
 --- a gradient is inf or nan). A limit set by clip_grad_norm replaces clip_norm. The trainer also
 --- gives clips and lr_muls (arrays with a factor for each parameter, on its gradient and on its

@@ -1,5 +1,5 @@
 -- Precision recipes say which number format each role has: fp32, bf16, bf16_stochastic, bf16_kahan,
--- fp16, those of docs/fp8.md and of docs/microscaling.md; `engine help nvfp4` describes that one. A
+-- fp16, and those of docs/fp8.md and docs/microscaling.md. `engine help NAME` describes a recipe. A
 -- recipe is a table. Users can write their own:
 --   engine.trainer{ precision = { name = "mine", base = "fp16", residual = "f32" }, ... }
 --   engine.trainer{ precision = { name = "mine", base = "fp8_current",

@@ -1,8 +1,8 @@
--- Runs reference backwards: at intervals, the step's own batches also go through the model in f32,
--- with the same dropout. A policy can then compare the norm of its low-precision gradients with the
--- true norm (record.norm_ref). The step then uses the same batches. Its gradients, the model's
--- buffers and the random numbers do not change. A reference backward costs time, and memory for a
--- second set of f32 gradients. Called by the trainer for policies that need "norm_ref".
+-- Runs reference backwards: at intervals, a step's own batches first go through the model in f32,
+-- with the same dropout. A policy can then compare the norm of the step's low-precision gradients
+-- with the true norm (record.norm_ref). A reference backward changes neither the step's gradients
+-- nor the model's buffers nor the random numbers. It costs time, and memory for a second set of f32
+-- gradients. Called by the trainer for policies that need "norm_ref".
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local machine = require "engine.base.machine"
@@ -17,9 +17,9 @@ local M = {}
 local Reference = {}
 Reference.__index = Reference
 
---- Makes the reference backwards of a trainer. every: the steps from one to the next. layers: a Lua
---- pattern for the names of the parameters to cover ("": all). Other parameters take no part in the
---- backward pass.
+--- Returns an object that runs a trainer's reference backwards, one every `every` steps. layers: a
+--- Lua pattern for the names of the parameters to cover ("": all). Other parameters take no part in
+--- the backward pass.
 function M.new(trainer, every, layers)
   local list, spared = trainer.optimizer.list, {}
   arguments.want_pattern(layers, "ref_layers", "a Lua pattern of parameter names")

@@ -33,7 +33,7 @@ local function f32(x) return tonumber(ffi.cast("float", x)) end
 local Scaled = {}
 Scaled.__index = Scaled
 
---- Computes the gradients of the loss times the scale. options: retain.
+--- Computes the gradients of the loss times the scale. options: retain (as for loss:backward).
 function Scaled:backward(options)
   autograd.backward(self.loss, { scale = self.seed, retain = options and options.retain })
 end
@@ -52,8 +52,9 @@ Scaler.__index = Scaler
 
 local READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"
 
---- engine.scaler { ... }: makes a scaler for an explicit loop. Options: policy (name, path, Policy;
---- "dynamic"), enabled (true), model (for scales per layer), and the policy's own options.
+--- engine.scaler { ... }: makes a scaler for an explicit loop. Options: policy (a name, a path or a
+--- loaded policy; "dynamic"), enabled (true), model (the trained module, for scales per layer), and
+--- the policy's own options.
 function M.new(options)
   options = options or {}
   if type(options) ~= "table" then

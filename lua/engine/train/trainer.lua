@@ -84,8 +84,8 @@ end
 ---   elapsed, together, asked   ask_statistics: seconds; whether the losses come with the
 ---                              statistics; whether the statistics were requested
 ---   meters                     ask_statistics: the meters of FP8 layers, or nil
----   signals, culprits          reducer:remember: { name = value }; with a delay, the tensors that
----                              overflowed on each rank
+---   signals, culprits          reducer:remember: the signals, { name = number }; the tensors that
+---                              overflowed on each rank, or nil without a delay
 ---   logs                       decide: what the policies logged, or nil
 ---   updated, counted           update: whether weights changed; whether steps_done counts this
 ---                              step already
@@ -263,8 +263,8 @@ function Trainer:refuses_fp8() return modes.fp8_refusal(self) end
 function Trainer:ask(policy, record) return policy:decide(record, self.stats) end
 
 --- Unscales, clips and updates in one pass if the verdict's action is `step`. With a delay of 1
---- there is no record. The device then decides by its own statistics, and `verdict` (the verdict on
---- the step before, or nil) gives only clip and lr_mul.
+--- there is no record. The device then decides by its own statistics. Only clip and lr_mul come from
+--- `verdict`, the verdict on the step two steps before, or nil.
 function Trainer:update(s, verdict, record)
   local opt = self.optimizer
   self.norms.known = false
@@ -355,10 +355,10 @@ function Trainer:keeping_buffers(f)
   return restored(f())
 end
 
---- Called when a run resumes. `ranks` and `accumulate` are the run's earlier values. The script may
---- have the same `accumulate` but another number of ranks. Then `accumulate` changes so that a step
---- keeps its number of batches, if the number of ranks divides it. Returns a line about the change,
---- or nil.
+--- Called when a run resumes. `ranks` and `accumulate` are the run's earlier values. If the script
+--- has the same `accumulate` but another number of ranks, changes `accumulate` so that a step keeps
+--- its number of batches, if the number of ranks divides that number. Returns a line about the
+--- change, or nil.
 function Trainer:share_as_before(ranks, accumulate)
   local before, size = ranks * accumulate, self.reducer.size
   local same = "with the same steps except for rounding"       -- the ranks sum in another order

@@ -1,6 +1,6 @@
 -- Passes between a policy and the optimizer's update what goes beyond scale, clip and lr_mul: the
 -- norms that an update computes for the next step's record, and the verdict's entries for single
--- tensors. Owns the sums of squares of the norms, which checkpoints hold. Called by trainer.lua and
+-- tensors. Owns the squares of these norms, which checkpoints store. Called by trainer.lua and
 -- run/restore.lua.
 local autograd = require "engine.tensor.autograd"
 local M_ffi = require "engine.base.ffi"
