@@ -294,7 +294,7 @@ function M.summary_text(self, s)
   for _, line in ipairs(self.shadows and self.shadows:lines() or {}) do lines[#lines + 1] = line end
   lines[#lines + 1] = no_update(self, s)
   if self.rollbacks_made > 0 then
-    lines[#lines + 1] = "went back " .. counted(self.rollbacks_made, "time")
+    lines[#lines + 1] = "the run went back to a checkpoint " .. counted(self.rollbacks_made, "time")
   end
   if s.stopped then lines[#lines + 1] = "reason: " .. s.stopped end
   if s.lost then lines[#lines + 1] = "lost: " .. s.lost end

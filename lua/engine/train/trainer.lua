@@ -263,8 +263,8 @@ function Trainer:refuses_fp8() return modes.fp8_refusal(self) end
 function Trainer:ask(policy, record) return policy:decide(record, self.stats) end
 
 --- Unscales, clips and updates in one pass if the verdict's action is `step`. With a delay of 1
---- there is no record. The device then decides by its own statistics. Only clip and lr_mul come from
---- `verdict`, the verdict on the step two steps before, or nil.
+--- there is no record. The device then decides by its own statistics, and `verdict` gives only clip
+--- and lr_mul. It is then the last verdict, usually on the step two steps before, or nil.
 function Trainer:update(s, verdict, record)
   local opt = self.optimizer
   self.norms.known = false
