@@ -272,7 +272,7 @@ end
 --- Reads the columns of metrics; the top of the file describes the result. options: from, to
 --- (steps; default: the whole run), points (the most columns; 240), or width (from M.width; columns
 --- begin at multiples of it, so that the columns of several runs agree). If a column is wider than
---- a block, columns begin at multiples of 256 steps, so the first may begin a little before `from`.
+--- a block, columns begin at multiples of 256 steps, so the first may begin before `from`.
 function M.read(h, wanted_names, options)
   options = options or {}
   local summed, other, of_layers = {}, {}, {}

@@ -65,8 +65,8 @@ function M.open(path, options)
     and Writing or History)
 end
 
---- Calls f(h) with the history at `path` open, and closes it. Returns f's result, or nil and the
---- reason if the history cannot be read.
+--- Opens the history at `path`, calls f(h) and closes the history. Returns f's result, or nil and
+--- the reason if the history cannot be read or f raises an error.
 function M.with(path, f)
   M_ffi.expect(type(f) == "function", f, "history.with: expected a function of a history")
   local h

@@ -1,10 +1,10 @@
 -- Swaps policies during a run. A swap is requested by saving the policy's file, by SIGHUP, by the
 -- script (policy:swap(file)) or by `engine attach`. Between two steps the new policy is compiled,
--- is tried on the records of the last steps, and takes over the old policy's state (with its
--- function `migrate`, if it has one). If anything fails, the old policy stays, and the history has
--- the reason. If a new policy fails at its first decision, the old policy returns immediately and
--- decides that step. All ranks swap at the same step to the policy text of rank 0, or none does:
--- each rank compiles and tries this text, and if one rank refuses it, all do.
+-- is tried on the records of the last steps, and takes over from the old policy
+-- (eng_policy_migrate). If anything fails, the old policy stays, and the history has the reason. If
+-- a new policy fails at its first decision, the old policy returns immediately and decides that
+-- step. All ranks swap at the same step to the policy text of rank 0, or none does: each rank
+-- compiles and tries this text, and if one rank refuses it, all do.
 --
 -- A seat holds a policy. The first seat is the trainer, whose policy chooses the loss scale. The
 -- other seats hold policies of FP8 layers (train/fp8_sites.lua). A new policy goes to a seat of its

@@ -61,7 +61,7 @@ end
 --                           inputs of the SwiGLU that made x, and x is recomputed)
 --   forward, dgrad, wgrad   the products:
 --               accumulator device (hopper on a card, fp32 elsewhere), fp32, exact, hopper, e4m3
---               promotion   steps of K between promotions to f32; 0: none
+--               promotion   products along K between promotions to f32; 0: none
 --             With microscaling (docs/microscaling.md), x, w and dy all have one of the rules
 --             floor, ceil, even, rceil, quest (blocks of 1x32), nvfp4, four_over_six,
 --             four_over_six_mse (1x16, 16x16), ms_eden (1x16), msamp_fp4 (row). dy may instead have
@@ -86,8 +86,8 @@ end
 --   high_first, high_last   how many first and last blocks of the model stay in high precision (0)
 --   high      patterns of modules that stay in high precision. Tied heads, the gates of nn.moe,
 --             norms, embeddings and attention itself always do
---   layers    { { match = pattern, high =, x =, w =, .. } .. }: changes for some layers; the last
---             match wins
+--   layers    { { match = pattern, high =, x =, w =, .. } .. }: changes for some layers; a later
+--             match overrides the fields of an earlier one
 --   forward   with microscaling: high = true multiplies in high precision; the backward pass is
 --             quantized as before
 --   ladder    for policies: recipes between a layer's own recipe and high precision, lowest first.
