@@ -1,6 +1,6 @@
 -- Compares several runs: the settings in which they differ, and their curves on one grid of steps.
 -- There is a curve for each run, or the mean and spread of each group of runs.
---   local list = compare.open { "runs/a", "runs/b" }     list.notes: what is left out and why
+--   local list = compare.open { "runs/a", "runs/b" }     list.notes: runs left out, and why
 --   list[i].name, .path, .history, .settings     settings: { [name] = text }
 --   list[i].label                                "a: seed=1": the run's name and how it differs
 --   list.differ                                  the names of the settings that differ
@@ -9,7 +9,7 @@
 --   c.curves[k].label, .group                    group: the group's runs; nil: the curve of one run
 --   c.curves[k].column.loss                      the key of the curve's loss in c; nil: no loss
 --   c[key].mean[i], .min[i], .max[i]             a run's as in curves.read, a group's as in M.band
---   c.notes                                      what is left out and why, a line each
+--   c.notes                                      lines that say what is left out, and why
 -- Used by cli/options.lua, report/views.lua, report/report_compare.lua and report/contest.lua.
 local curves = require "engine.run.curves"
 local nearest = require "engine.base.nearest"

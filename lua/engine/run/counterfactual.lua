@@ -4,8 +4,8 @@
 --
 -- A record has the largest fp16 gradient as it was stored, the exponent histogram, and whether any
 -- gradient was inf or nan. It says nothing about the intermediate results of the backward pass,
--- except that inf and nan spread to the parameters. So what is known of a step at `ratio` times its
--- scale is exact, "hidden" or a bound (an estimate):
+-- except that their inf and nan spread to the gradients of parameters. So what is known of a step
+-- at `ratio` times its scale is exact, "hidden" or a bound (an estimate):
 --   If the step did not overflow:
 --     ratio <= 1   No overflow; exact, because no magnitude of the backward pass is larger.
 --     ratio > 1    An overflow, if the largest fp16 gradient times `ratio` is 65520 or more, which
@@ -51,7 +51,7 @@ local BINS, FIRST = C.ENG_HIST_BINS, C.ENG_HIST_FIRST
 
 local shifted = ffi.new("int64_t[?]", BINS)
 
--- Converts the statistics of gradients stored at one scale to `ratio` times that scale. over:
+-- Converts s, the statistics of gradients as stored at a scale, to `ratio` times that scale. over:
 -- whether gradients overflow at the new scale. Returns the share of nonzero elements that underflow
 -- (fall below the smallest normal number), and the share of the sum of magnitudes that is lost. An
 -- element that becomes zero loses its whole magnitude. An element that becomes subnormal loses the

@@ -238,7 +238,7 @@ local function merge(cell, row, wanted)
 end
 
 -- Fills the cells of picture columns 0 .. n - 1, of `width` steps each, from the step `start` on.
--- Steps before `done` have blocks.
+-- Steps before `done` are in blocks.
 local function fill(h, cells, wanted, start, width, n, last, done, counts)
   local by_blocks = width % BLOCK == 0 and start % BLOCK == 0 and math.min(done, last + 1) or start
   if by_blocks > start then

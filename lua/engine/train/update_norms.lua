@@ -90,7 +90,7 @@ function M.cap(trainer, s, record)
   for i = 0, n - 1 do stats[i].sum_squares = own[i].sum_squares end
 end
 
---- Adds to the options of an update the entries of the verdict on its step and the norms that
+--- Adds to the options of an update the verdict's entries for it, and a buffer for the norms that
 --- policies need. Resets the moments of the tensors that the verdict names.
 function M.add(trainer, options, verdict)
   local norms, opt = trainer.norms, trainer.optimizer
