@@ -55,9 +55,9 @@ function M.holder(path)
   return pid, state
 end
 
---- Returns how a run ended as text ("finished", "stopped: why", "error: why", "drift: which ranks",
---- "running" or "broken off") and as the word in the field `how` of M.info. last: the last recorded
---- step.
+--- Returns how a run ended, first as text ("finished", "stopped: why", "error: why", "drift: which
+--- ranks", "running" or "broken off"), then as in the field `how` of M.info. last: the last
+--- recorded step.
 function M.ending(h, path, last)
   local event = h:query("SELECT kind, text, step FROM events WHERE kind IN ('finished', " ..
     "'stopped', 'error', 'drift', 'resumed') ORDER BY id DESC LIMIT 1")[1]

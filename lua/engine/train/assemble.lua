@@ -116,7 +116,7 @@ end
 ---                                if each of the first 20 steps failed; "stop": end the run
 ---   on_lost                      what happens when the loss has been inf or nan for 10 steps, or
 ---                                when a checkpoint is due and weights are inf or nan: "stop" ends
----                                the run, "continue" does not. The checkpoint is not written
+---                                the run, "continue" does not. Such a checkpoint is never written
 ---   rollbacks                    how many times a policy may return the run to a checkpoint (3)
 ---   history                      false: a run with `run` writes no history.db
 ---   stats_every                  steps between rows of per-tensor statistics (100; also at every

@@ -85,11 +85,11 @@ local DPO = "beta label_smoothing reference reduction"
 --- engine.losses.dpo(model, batch [, { beta = 0.1, label_smoothing = 0, reference, reduction =
 --- "mean" }]): direct preference optimization. The first half of the batch's 2P rows are the chosen
 --- answers, and the second half are the rejected answers in the same order. p and p_ref are a row's
---- probabilities under the model and under the reference model. The margin of a pair is h = beta *
---- (log p/p_ref of the chosen - log p/p_ref of the rejected). The loss of a pair is
---- -(1 - label_smoothing) log_sigmoid(h) - label_smoothing log_sigmoid(-h). reduction is "mean" or
---- "sum" over pairs. reference: a frozen model; without it, the model with its adapters off. The
---- second result is a table of tensors for logs, without gradients:
+--- probabilities under the model and the reference model. The margin of a pair is h = beta * (log
+--- p/p_ref of the chosen - log p/p_ref of the rejected). The loss of a pair is -(1 -
+--- label_smoothing) log_sigmoid(h) - label_smoothing log_sigmoid(-h). reduction: "mean" or "sum"
+--- over pairs. reference: a frozen model; without it, the model with its adapters off. The second
+--- result is a table of tensors for logs, without gradients:
 ---   chosen, rejected   beta * log p/p_ref of the chosen and of the rejected rows (rewards) [P]
 ---   margin             h [P]
 ---   accuracy           the share of pairs with a margin above 0
