@@ -150,7 +150,8 @@ M.NAMES = { "loss", "held_out", "skipped", "overflows", "underflow", "seconds" }
 --- Fills in the numbers of a run from its history:
 ---   loss       mean loss of the last tenth of the steps (at least one step), without inf and nan
 ---   held_out   the loss of the last evaluation, or nil
----   skipped    steps without an update; overflows: steps with inf or nan in the gradients
+---   skipped    steps without an update
+---   overflows  steps with inf or nan in the gradients
 ---   underflow  share of all gradients below the smallest normal number
 ---   seconds    training time, without pauses between resumes
 function M.numbers(run, h)

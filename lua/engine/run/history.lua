@@ -162,7 +162,7 @@ local function set(self, what, key, value)
   return told(C.eng_history_text(handle(self, 2), what, key, tostring(value)))
 end
 
---- Stores a fact of the run, or a setting.
+--- Stores a fact of the run (set_meta) or a setting (set_config).
 function Writing:set_meta(key, value) return set(self, "meta", key, value) end
 function Writing:set_config(key, value) return set(self, "config", key, value) end
 
@@ -432,7 +432,7 @@ local function pairs_of(h, name)
   return t
 end
 
---- Facts of the run, and its settings, as strings by name.
+--- Returns the facts of the run (meta) or its settings (config), as strings by name.
 function History:meta() return pairs_of(self, "meta") end
 function History:config() return pairs_of(self, "config") end
 

@@ -276,7 +276,7 @@ end
 function Run:describe()
   local history, trainer, list = self.history, self.trainer, {}
   local formats = trainer:gradient_formats()
-  self.signals = {}                   -- the values written last
+  self.signals = {}                   -- the last value written of each signal, by name
   for i, p in ipairs(trainer.optimizer.list) do
     list[i] = { name = p.name, shape = trainer.reducer:shape(p), gradient = formats[i] }
   end
@@ -407,7 +407,7 @@ function Run:event(step, kind, text, data)
     data and json.encode(data) or nil))
 end
 
--- Raises an error if weights are inf or nan, because such a checkpoint must not become the newest.
+-- Raises an error if weights are inf or nan, because their checkpoint must not become the newest.
 local function check_weights(self)
   local problem = require("engine.tensor.stats").nonfinite(self.trainer.reducer:weights())
   if problem then error(problem, 0) end

@@ -1,12 +1,12 @@
--- Writes and reads shards: the parts of a checkpoint that the ranks of a job write at the same
--- time, so that no rank holds or writes the whole state.
+-- Cuts a checkpoint's tensors into pieces and joins them again. The ranks of a job write their
+-- pieces at the same time, each rank into a shard, so that no rank holds or writes the whole state.
 --
 --   shard-00001-of-00004.safetensors     the pieces of rank 0, and so on
 --
--- A piece is a tensor in such a file. The piece "model/wte.weight@4096" holds consecutive elements
--- of the model's wte.weight, from element 4096 on (row-major, counted from 0). The file's metadata
--- has the whole shape, "model/wte.weight" = "256 32". Readers join the pieces of all ranks, so any
--- number of ranks can resume from the shards.
+-- The piece "model/wte.weight@4096" holds consecutive elements of the model's wte.weight, from
+-- element 4096 on (row-major, counted from 0). The file's metadata has the whole shape,
+-- "model/wte.weight" = "256 32". Readers join the pieces of all ranks, so any number of ranks can
+-- resume from the shards.
 -- Called by checkpoint.lua, which writes and reads the files, run.lua and restore.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"

@@ -180,9 +180,9 @@ local function has_own_scales(self)
   return false
 end
 
---- Fills `record` with step i (from 1) at the loss scale `scale`. Returns how certain the record is
---- (as counterfactual.move does), the shares of elements and of gradient mass lost to underflow
---- (nil without a histogram), and the statistics per tensor, or nil.
+--- Fills `record` with step i (from 1) at the loss scale `scale`. Returns what counterfactual.move
+--- returns (how certain the record is, and two shares, nil without a histogram) and the statistics
+--- per tensor, or nil.
 function Run:at(record, i, scale, needs)
   local row, hist = self.rows[i - 1], self.hists[i]
   for _, name in ipairs(FIELDS) do record[name] = row[name] end

@@ -48,8 +48,8 @@ local function span_of(text, name, preset, from_text, to_text)
   return { name = name, from = from, to = to, log = from > 0, whole = whole, powers = powers }
 end
 
--- Reads the range of a policy's option from `text`, "name=from..to" or "name=a,b,c". For the second
--- form, returns { name, values }.
+-- Reads the range of a policy's option from `text`. For "name=from..to", returns what span_of
+-- returns; for "name=a,b,c", { name, values }.
 local function read_range(text, policy)
   local function malformed()
     error(("over '%s': expected name=from..to or name=a,b,c"):format(text), 0)
@@ -205,10 +205,10 @@ end
 ---   policy      name or path; options: fixed settings
 ---   over        list of "name=from..to" and "name=a,b,c"
 ---   objective   "elements" (the default), "mass" or "skipped", as in engine.tune.objectives
---- Returns { best = row, default = row, rows = all rows, best first, objective =, evaluations =,
---- policy = }. A row has `options` (the searched options), `text` (these options as
---- "name=value,..."), `cost`, `skipped`, `steps`, `underflow`, `mass_lost`, `stopped`. Among equal
---- costs, the setting that was tried first wins.
+--- Returns { best = row, default = the row of the policy without searched options, rows = all rows,
+--- best first, objective =, evaluations =, policy = }. A row has `options` (the searched options),
+--- `text` (these options as "name=value,..."), `cost`, `skipped`, `steps`, `underflow`, `mass_lost`,
+--- `stopped`. Among equal costs, the setting that was tried first wins.
 local function search(_, o)
   local s, lists = read(o), {}
   local default = evaluate(s, {})

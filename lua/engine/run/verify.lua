@@ -1,6 +1,6 @@
 -- Verifies a replay: compares it, step by step, with a live run of the recorded job under the same
--- policy. cli/replay_verify.lua starts the live run (in a process, cli/live.lua) and prints; this
--- file decides where the live run starts, and compares.
+-- policy. cli/replay_verify.lua starts the live run (cli/live.lua, in a process of its own) and
+-- prints the result. This file decides where the live run starts, and compares.
 --
 --   local plan = verify.plan("runs/a", "dynamic", { init_scale = 256 }, { steps = 100 })
 --   ... a run of plan.job ...
@@ -82,7 +82,7 @@ local function threads_of(meta)
 end
 
 -- Replays the policy on the trace. Returns the result, { step, scale, overflow ... } for each row,
--- and the policy's state before the row `at` (nil: none).
+-- and the policy's state before the row `at` (nil without `at`).
 local function replayed(trace, source, options, at)
   local rows, state = {}, nil
   local result = replay.run(trace, source, options, {
