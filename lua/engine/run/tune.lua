@@ -207,8 +207,8 @@ end
 ---   objective   "elements" (the default), "mass" or "skipped", as in engine.tune.objectives
 --- Returns { best = row, default = the row of the policy without searched options, rows = all rows,
 --- best first, objective =, evaluations =, policy = }. A row has `options` (the searched options),
---- `text` (these options as "name=value,..."), `cost`, `skipped`, `steps`, `underflow`, `mass_lost`,
---- `stopped`. Among equal costs, the setting that was tried first wins.
+--- `text` (these options as "name=value,..."), `cost`, `skipped`, `steps`, `underflow`,
+--- `mass_lost`, `stopped`. Among equal costs, the setting that was tried first wins.
 local function search(_, o)
   local s, lists = read(o), {}
   local default = evaluate(s, {})

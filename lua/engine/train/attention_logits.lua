@@ -56,7 +56,7 @@ function Logits:watch(on)
 end
 
 --- Reads the largest logits of micro-batch i's forward pass. Each signal is the largest logit of
---- the step so far.
+--- its head in the step so far.
 function Logits:read(i)
   for path, module in pairs(self.modules) do
     local rows = rawget(module, "logits")                    -- [B x H x T]

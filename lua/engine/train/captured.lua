@@ -23,8 +23,9 @@ local function has_tensor(value, seen)
   end
 end
 
---- Returns the tensors of a batch in the order of their names: an array of handles, and its length.
---- The core compares their addresses before a launch and refuses a batch with other addresses.
+--- Returns the tensors of a batch in the order of their field names: an array of handles, and its
+--- length. Before a launch, the core compares the tensors' addresses with those of the captured
+--- batch, and refuses a batch with other addresses.
 local function tensors_of(batch)
   local list, seen, found = {}, {}, "a batch without tensors"
   for key, value in pairs(batch) do

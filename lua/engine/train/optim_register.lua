@@ -1,4 +1,4 @@
--- Checks a specification that engine.optim.register gets, and returns it in one form. Called by
+-- Checks the specification of an optimizer written in Lua (engine.optim.register). Called by
 -- optim.lua; lua_state.lua runs the specification's update.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"

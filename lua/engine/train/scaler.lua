@@ -79,7 +79,7 @@ function Scaler:get_scale() return self.enabled and self.policy:scale() or 1 end
 function Scaler:is_enabled() return self.enabled end
 
 --- Returns the loss, ready for :backward() with the scale. For a list of losses, returns a list.
---- Further arguments go to the scale_loss of a class (class_scaler.lua).
+--- Further arguments go to the scale_loss of a loss scaler class (policy/class_scaler.lua).
 function Scaler:scale(loss, ...)
   if type(loss) == "table" and not getmetatable(loss) then
     local list = {}
