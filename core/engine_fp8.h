@@ -16,7 +16,8 @@ enum {
   ENG_MX_FOUR_OVER_SIX = 5, ENG_MX_FOUR_OVER_SIX_MSE = 6, ENG_MX_QUEST = 7, ENG_MX_MS_EDEN = 8,
   ENG_MX_RULES = 9
 };
-/// A rule of recipes in addition to those of mx_quantize: the operation msamp_fp4.
+/// One more rule, which only a recipe can name. It runs the operation msamp_fp4 instead of
+/// mx_quantize.
 enum { ENG_MX_MSAMP_FP4 = 9 };
 
 /// How `quantize` computes a block's scale from its amax. Each rule is that of the project it is

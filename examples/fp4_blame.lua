@@ -147,6 +147,6 @@ for _, pair in ipairs { { "wgrad", "dgrad" }, { "wgrad", "forward" },
 end
 print("Conclusion, from orders that hold with every seed: " .. table.concat(findings, "; ") .. ".")
 if cfg.svg ~= "" then
-  print(lab.svg(cfg.svg, { title = "Excess loss over bf16, %", x = names, y = "in MXFP4",
+  print(lab.svg(cfg.svg, { title = "Excess loss over bf16, %", x = names, y = "product in MXFP4",
     series = series }))
 end

@@ -42,8 +42,8 @@ static parameter *read_here(const eng_parallel *p, const op_call *call, int k)
   return member && member->set == p->set ? member : NULL;
 }
 
-/// Computes the bytes of the blocks that `rooms` needs. Iterates over the tape in the order of
-/// backward. A gradient takes memory when it is first written, and releases it when its bucket is
+/// Computes how many bytes of memory the gradients will need during backward, with an imagined pool
+/// (`rooms`). Iterates over the tape in the order of backward. A gradient takes memory when it is first written, and releases it when its bucket is
 /// complete and all earlier buckets have been sent.
 static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_bytes)
 {

@@ -74,7 +74,7 @@ typedef struct pending_stats {
 
 struct eng_params {
   int32_t      n;
-  int32_t      references;    // one of the owner, and of each optimizer, eng_parallel and eng_graph
+  int32_t      references;    // the owner and each optimizer, eng_parallel and eng_graph hold one
   bool         freed;         // freed by its owner
   int64_t      count;         // elements of all members
   int32_t      space;         // memory space of all buffers

@@ -462,8 +462,6 @@ void policy_box_open(eng_policy *p)
     {"format", box_format, true}, {"byte", box_charged, true},  {"char", box_charged, true},
     {"rep", box_charged, true},   {"sub", box_charged, true},   {"lower", box_charged, true},
     {"upper", box_charged, true}, {"reverse", box_charged, true}};
-  static const box_function undefined[] = {{"__index", unknown_global, false},
-                                           {"__newindex", global_assigned, false}};
   lua_State *L = p->L;
   open_library(L, luaopen_base, "");
   open_library(L, luaopen_math, LUA_MATHLIBNAME);
@@ -496,7 +494,17 @@ void policy_box_open(eng_policy *p)
   set_library(L, "string");
   policy_checks_open(L);
   set_library(L, "check");
-  lua_newtable(L);
-  ADD(L, undefined);
+  lua_createtable(L, 0, 1);
+  lua_pushcfunction(L, unknown_global);
+  lua_setfield(L, -2, "__index");
   lua_setmetatable(L, -2);
+  // The environment itself stays empty, so every assignment is refused, also to an existing name.
+  lua_newtable(L);
+  lua_createtable(L, 0, 2);
+  lua_pushvalue(L, -3);
+  lua_setfield(L, -2, "__index");
+  lua_pushcfunction(L, global_assigned);
+  lua_setfield(L, -2, "__newindex");
+  lua_setmetatable(L, -2);
+  lua_remove(L, -2);
 }

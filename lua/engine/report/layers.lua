@@ -24,9 +24,9 @@ local M = {}
 
 local ROWS = 2                -- rows read for a column; up to as many more are read at overflows
 
---- Chooses the rows of a picture, by default one for each layer. Returns { [id] = row }, the row
---- (from 1) of each parameter by its id (from 0), and the names of the rows. With options.tensors,
---- every tensor has its own row; with options.only, every tensor whose name contains this text.
+--- Chooses the rows of a picture, by default one for each layer. Returns two tables: the row (from
+--- 1) of each parameter by its id (from 0), and the names of the rows. With options.tensors, every
+--- tensor has its own row. With options.only, only tensors whose name contains this text have one.
 function M.rows(h, options)
   local list = h:parameters()
   local row_of, names = {}, {}
