@@ -43,8 +43,9 @@ static parameter *read_here(const eng_parallel *p, const op_call *call, int k)
 }
 
 /// Computes how many bytes of memory the gradients will need during backward, with an imagined pool
-/// (`rooms`). Iterates over the tape in the order of backward. A gradient takes memory when it is first written, and releases it when its bucket is
-/// complete and all earlier buckets have been sent.
+/// (`rooms`). Iterates over the tape in the order of backward. A gradient takes memory when it is
+/// first written, and releases it when its bucket is complete and all earlier buckets have been
+/// sent.
 static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_bytes)
 {
   int length = eng_tape_length();
