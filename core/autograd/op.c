@@ -87,6 +87,8 @@ static eng_status check_inputs(op_call *c)
   if (info->n_in < 0 && (c->n_in < 1 || c->n_in > ENG_OP_INPUTS))
     return error_set(ENG_ERR_VALUE, "%s: expected 1 to %d inputs, got %d", info->name,
                      ENG_OP_INPUTS, c->n_in);
+  while (c->n_in >= 0 && c->n_in < info->n_in && info->optional >> c->n_in & 1)
+    c->in[c->n_in++] = NULL;
   if (info->n_in >= 0 && c->n_in != info->n_in)
     return error_set(ENG_ERR_VALUE, "%s: expected %d inputs, got %d", info->name, info->n_in,
                      c->n_in);

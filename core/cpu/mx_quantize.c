@@ -537,7 +537,8 @@ static eng_status mx_quantize(const op_call *call)
   const typeof(call->mx_quantize) *a = &call->mx_quantize;
   bool turned = call->out[3] != NULL, square = a->block_rows == a->block_columns,
        together = x->count >= PARALLEL_ELEMENTS;
-  if (!dtype_is_fast(x->dtype) || x->count == 0) return forward_to_reference(call);
+  bool rare = call->in[2] || a->ties || a->sr_rule;
+  if (!dtype_is_fast(x->dtype) || x->count == 0 || rare) return forward_to_reference(call);
   side s = {.call = call, .x = x->data, .dtype = x->dtype, .scale = call->out[1]->data,
             .q = call->out[0]->data, .format = mx_format_of(a->format),
             .random = (uint64_t)a->counter, .factor = a->factor != 0 ? (float)a->factor : 1};

@@ -59,6 +59,41 @@ static uint8_t code_of(double x, const mx_format *f, int sr_bits, uint32_t rando
   return (uint8_t)(f->sign ? code | (negative ? f->sign : 0) : negative ? -code : code);
 }
 
+// Returns the distance between codes in the binade of a >= 0.
+static double step_at(double a, const mx_format *f)
+{
+  int e;
+  frexp(a, &e);
+  if (a == 0 || --e < 1 - f->bias) e = 1 - f->bias;
+  return ldexp(1, e - f->fraction);
+}
+
+static double truncated(double a, const mx_format *f)
+{ return step_at(a, f) * floor(a / step_at(a, f)); }
+
+// Does the work of code_of for the attributes ties and sr_rule, or for an average. toward: the
+// average, scaled as x is.
+static uint8_t studied_code_of(const op_call *call, double x, double toward, const mx_format *f,
+                               uint32_t random)
+{
+  const typeof(call->mx_quantize) *q = &call->mx_quantize;
+  double a = fabs(x), step = step_at(a, f), below = truncated(a, f), over = a - below, u = 0;
+  bool away = q->ties == MX_TIES_AWAY || (q->ties == MX_TIES_UP && !signbit(x)), up;
+  if (!(a < f->largest)) return code_of(x, f, 0, 0);
+  if (q->sr_bits) u = ldexp((double)(random >> (32 - q->sr_bits)), (int)-q->sr_bits);
+  if (call->in[2]) up = (signbit(x) ? -toward : toward) >= below + step / 2;
+  else if (q->sr_bits) up = over > u * step;
+  else up = over > step / 2 || (over == step / 2 && away);
+  a = up ? below + step : below;
+  if (q->sr_rule == MX_SR_MSLK) {
+    int e;
+    frexp(x, &e);
+    a = fmaf((float)u, (float)ldexp(x != 0, e - 1 - f->fraction), fabsf((float)x));
+    a = truncated(fmin(a, f->largest), f);
+  }
+  return code_of(copysign(a, x), f, 0, 0);
+}
+
 // Sets *e to the exponent of a block's scale under QuEST. Returns false if the block holds Inf or
 // NaN.
 static bool quest_exponent(int *e, const side *s, int64_t r, int64_t c0, int64_t columns)
@@ -165,7 +200,7 @@ static void quantize_groups(const side *s)
 static void quantize_side(const side *s)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
-  bool finite = a->flags & MX_FINITE;
+  bool finite = a->flags & MX_FINITE, studied = s->call->in[2] || a->ties || a->sr_rule;
   mx_format f = mx_format_of(a->format);
   uint8_t *scales = s->scale->data;
   for (int64_t r0 = 0; r0 < s->rows; r0 += a->block_rows)
@@ -199,8 +234,12 @@ static void quantize_side(const side *s)
           if (a->sr_bits) philox_block(word, s->random + (uint64_t)(element / 4));
           double x = x_at(s, r, c) * factor;
           if (mx_is_nvfp4(a->rule) || a->factor != 0) x = (double)(float)x;
+          double toward = 0;
+          if (s->call->in[2])
+            toward = load_at(s->call->in[2], r * s->row + c * s->column) * factor;
           uint8_t q = a->rule == ENG_MX_QUEST ? nearest_of(x)
-                                              : code_of(x, &f, (int)a->sr_bits, word[element % 4]);
+                      : studied ? studied_code_of(s->call, x, toward, &f, word[element % 4])
+                                : code_of(x, &f, (int)a->sr_bits, word[element % 4]);
           if (s->call->out[7])
             ((uint16_t *)s->call->out[7]->data)[element] = bf16_from_f64(fabs(x) < f.largest);
           store(s, element, q, (double)(float)(mx_value(q, f) * scale));

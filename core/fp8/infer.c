@@ -202,6 +202,19 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
                      "allow no transposed copy, factor or flag 32; quest also allows no sr_bits; "
                      "ms_eden also needs a block length that divides %d", MX_EDEN_GROUP);
   ENG_TRY(want_between(c, "sr_bits", a->sr_bits, 0, 24));
+  ENG_TRY(want_between(c, "ties", a->ties, 0, MX_TIES - 1));
+  ENG_TRY(want_between(c, "sr_rule", a->sr_rule, 0, MX_SR_RULES - 1));
+  const tensor *average = c->in[2];
+  if (average && (average->dtype != ENG_f32 || average->ndim != x->ndim ||
+                  memcmp(average->shape, x->shape, (size_t)x->ndim * sizeof *x->shape) != 0))
+    return error_set(ENG_ERR_SHAPE, "mx_quantize: expected an average in f32 in the shape of x, "
+                     "%s, got %s", tensor_shape_text(x->ndim, x->shape), tensor_text(average));
+  if ((average != NULL) + (a->ties != 0) + (a->sr_bits != 0) > 1 || (a->sr_rule && !a->sr_bits) ||
+      (mx_is_fitted(a->rule) && (average || a->ties || a->sr_rule)) ||
+      (mx_is_four_over_six(a->rule) && (average || a->ties)))
+    return error_set(ENG_ERR_VALUE, "mx_quantize: average, ties and sr_bits exclude each other; "
+                     "sr_rule needs sr_bits; quest and ms_eden allow no average, ties and sr_rule, "
+                     "and four_over_six no average and ties");
   if (a->sr_bits && mx_is_four_over_six(a->rule))
     return error_set(ENG_ERR_VALUE, "mx_quantize: four_over_six compares errors of rounding to "
                      "nearest, so expected sr_bits = 0, got %lld", (long long)a->sr_bits);

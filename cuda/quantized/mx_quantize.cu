@@ -445,6 +445,9 @@ extern "C" eng_status cuda_mx_quantize(const op_call *call)
   if (mx_is_fitted(a.rule))
     return error_set(ENG_ERR_VALUE, "mx_quantize: the rule %s has no CUDA kernel; hint: device=cpu",
                      a.rule == ENG_MX_QUEST ? "quest" : "ms_eden");
+  if (call->in[2] || a.ties || a.sr_rule)
+    return error_set(ENG_ERR_VALUE, "mx_quantize: %s has no CUDA kernel; hint: device=cpu",
+                     call->in[2] ? "an average" : a.ties ? "ties" : "sr_rule");
   job p = {};
   p.x = x->data;
   p.dtype = x->dtype;

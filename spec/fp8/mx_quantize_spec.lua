@@ -267,6 +267,42 @@ describe("microscaling", function()
     assert.equal(6, q:dequantize():min():item())
   end)
 
+  it("rounds halves and random numbers by other projects' rules, and toward an average", function()
+    local function rounded(list, more)
+      local options = { format = "e2m1", rule = "rceil", block = { 1, #list } }
+      for key, value in pairs(more) do options[key] = value end
+      return engine.mx.quantize(engine.tensor { list }, options):dequantize():totable()[1]
+    end
+    local halves = { 6, .25, .75, 1.25, -1.25, 2.5, -2.5, -5 }
+    for ties, want in pairs { even = { 6, 0, 1, 1, -1, 2, -2, -4 },
+      away = { 6, .5, 1, 1.5, -1.5, 3, -3, -6 }, zero = { 6, 0, .5, 1, -1, 2, -2, -4 },
+      up = { 6, .5, 1, 1.5, -1, 3, -2, -4 } } do
+      assert.same(want, rounded(halves, { ties = ties }))
+    end
+    -- 1 is a number of the grid, but its average lies halfway to the next
+    local x, average = { 6, .25, .75, 1.25, -1.25, -2.5, -5, 1 },
+      engine.tensor { { 0, 0, .75, 1.2, -1.3, 2.6, -9, 1.25 } }
+    assert.same({ 6, 0, 1, 1, -1.5, -2, -6, 1.5 }, rounded(x, { average = average }))
+    -- One random bit, so u is 0 or 1/2. f is 1/4 at 1.125 and 1/2 at 0.25. MSLK adds at most 1/16
+    -- to 0.25.
+    local list = {}
+    for i = 1, 128 do list[i] = i == 1 and 6 or i <= 64 and 1.125 or 0.25 end
+    local function share(rule)
+      local up, y = { 0, 0 }, rounded(list, { sr_bits = 1, sr_rule = rule })
+      for i = 2, 128 do
+        if y[i] > list[i] then up[i <= 64 and 1 or 2] = up[i <= 64 and 1 or 2] + 1 end
+      end
+      return up[1], up[2]
+    end
+    for rule, some in pairs { te = { false, true }, amd = { true, true },
+      mslk = { false, false } } do
+      for k, count in ipairs { share(rule) } do
+        assert(some[k] and count > 16 and count < 48 or not some[k] and count == 0,
+          rule .. " " .. count)
+      end
+    end
+  end)
+
   it("lays out scales for a product", function()
     local x = engine.randn(130, 160)
     local q = engine.mx.quantize(x, {})
@@ -319,7 +355,7 @@ describe("microscaling", function()
       ["did you mean 'e2m1'"] = { format = "e2m" }, ["need the format e2m1"] = { rule = "nvfp4",
         format = "e4m3" }, ["nonfinite te"] = { nonfinite = "nan" },
       ["hadamard to be 0, 16"] = { hadamard = 8 },
-      ["without transposed = true"] = { hadamard = 16 },
+      ["because transposed is not true"] = { hadamard = 16 },
       ["sr_bits from 0 to 24"] = { sr_bits = 30 } } do
       local good, text = pcall(engine.mx.quantize, x, options)
       assert.is_false(good)

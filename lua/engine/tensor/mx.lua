@@ -25,8 +25,11 @@ local NONFINITE = { torchao = 0, te = 32 }     -- 32: the flag MX_FINITE (core/o
 -- The rules under which some elements have no gradient. They need e2m1.
 local GATED = { quest = true }
 local TRANSPOSED, GATE = 8, 64                 -- flags (core/ops.def)
+local TIES = { even = 0, away = 1, zero = 2, up = 3 }
+local SR_RULES = { te = 0, amd = 1, mslk = 2 }
 local HADAMARDS = { [0] = 0, [16] = 16, [32] = 32, [64] = 64, [128] = 128 }
 M.formats, M.rules, M.nvfp4, M.gated, M.hadamards = FORMATS, RULES, NVFP4, GATED, HADAMARDS
+M.ties, M.sr_rules = TIES, SR_RULES
 
 --- Returns the default format and the default block of a rule.
 function M.usual(rule)
@@ -73,7 +76,8 @@ function M.hadamard(x, n, options)
     options.transposed and 1 or 0, arguments.dtype_number(options.dtype or x.dtype) })
 end
 
-local QUANTIZE = "format rule block nonfinite sr_bits factor transposed amax hadamard signs"
+local QUANTIZE = "format rule block nonfinite sr_bits sr_rule ties average factor transposed " ..
+  "amax hadamard signs"
 
 --- Quantizes x [.. x K] to codes and scales. No gradient passes through it. Options:
 ---   format       "e4m3", "e5m2", "e2m1", "e2m3", "e3m2" or "mxint8"; by default "e4m3", but "e2m1"
@@ -83,7 +87,12 @@ local QUANTIZE = "format rule block nonfinite sr_bits factor transposed amax had
 ---                nvfp4 and the rules based on it
 ---   nonfinite    "torchao" (the default): Inf or NaN makes its block NaN; "te": the scale ignores
 ---                NaN
----   sr_bits      bits of stochastic rounding, 0 to 24 (0: rounds to nearest even)
+---   sr_bits      bits of stochastic rounding, 0 to 24 (0: rounds to nearest)
+---   sr_rule      whose stochastic rounding: "te" (the default), "amd" or "mslk"; slow but for "te"
+---   ties         without sr_bits, where halves between two codes go: "even" (the default), "away"
+---                from zero, toward "zero", or "up"; slow but for "even"
+---   average      f32 in the shape of x: rounds to the code next to x on the side of the average
+---                (Q-EMA of TetraJet); slow
 ---   factor       0.5 to 1 (1): multiplies the elements before rounding; dequantize divides by it
 ---   transposed   true: also quantizes x transposed (from the elements of x, not from codes)
 ---   amax         for nvfp4 and the rules based on it: f32 [1], used instead of x's own amax
@@ -116,6 +125,9 @@ function M.quantize(x, options)
   local flags = arguments.choose(NONFINITE, options.nonfinite or "torchao", "mx.quantize",
     "nonfinite")
   if options.amax ~= nil then want(options.amax, "mx.quantize") end
+  if options.average ~= nil then want(options.average, "mx.quantize") end
+  local ties = arguments.choose(TIES, options.ties or "even", "mx.quantize", "ties")
+  local sr_rule = arguments.choose(SR_RULES, options.sr_rule or "te", "mx.quantize", "sr_rule")
   local hadamard = options.hadamard or 0
   expect(HADAMARDS[hadamard], hadamard,
     "mx.quantize: expected hadamard to be 0, 16, 32, 64 or 128")
@@ -126,8 +138,8 @@ function M.quantize(x, options)
   expect(type(factor) == "number" and factor >= 0.5 and factor <= 1, factor,
     "mx.quantize: expected factor to be a number from 0.5 to 1")
   local function quantized(of, amax, more)
-    return run("mx_quantize", { of, amax or false }, { number, rows, columns, rule_number,
-      flags + more, bits, 0, 0 }, { factor }, 8)
+    return run("mx_quantize", { of, amax or false, options.average or false }, { number, rows,
+      columns, rule_number, flags + more, bits, 0, 0, ties, sr_rule }, { factor }, 8)
   end
   local q, scale, amax, q_t, scale_t, nan, amax_t, gate = quantized(x, options.amax,
     (options.transposed and hadamard == 0 and TRANSPOSED or 0) + (GATED[rule] and GATE or 0))

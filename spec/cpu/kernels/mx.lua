@@ -114,10 +114,17 @@ generators.mx_quantize = function(try)
     { { 13, 1, 16, 8, GATE }, "flags" },
     { { 10, 1, 32, 0, GATE }, "flags" },
     { { 10, 1, 32, 0, 1 }, "flags" }, { { 10, 1, 32, 0, 0, 25 }, "sr_bits" },
-    { { 13, 1, 16, 5, 0, 8 }, "compares errors" } } do
+    { { 13, 1, 16, 5, 0, 8 }, "compares errors" }, { { 10, 1, 32, 0, 0, 0, 0, 0, 4 }, "ties from" },
+    { { 10, 1, 32, 0, 0, 8, 0, 0, 0, 3 }, "sr_rule from" },
+    { { 10, 1, 32, 0, 0, 0, 0, 0, 0, 1 }, "sr_rule needs sr_bits" },
+    { { 10, 1, 32, 0, 0, 8, 0, 0, 1 }, "exclude each other" },
+    { { 13, 1, 2, 8, 0, 0, 0, 0, 1 }, "quest and ms_eden allow no" },
+    { { 13, 1, 2, 6, 0, 0, 0, 0, 1 }, "four_over_six no average" } } do
     try { inputs = { x, false }, ints = bad[1], outputs = 8, fails = bad[2] }
   end
   try { inputs = { x, x }, ints = { 10, 1, 32, 0 }, outputs = 8, fails = "one f32 amax" }
+  try { inputs = { x, false, float("f32", { 3 }, "normal") }, ints = { 10, 1, 32, 0 }, outputs = 8,
+    fails = "expected an average in f32" }
   for _, factor in ipairs { -1, 1.5, 0 / 0 } do
     try { inputs = { x, false }, ints = { 10, 1, 32, 0 }, floats = { factor }, outputs = 8,
       fails = "expected a factor" }
