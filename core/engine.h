@@ -109,15 +109,15 @@ eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, i
 eng_status eng_keep(eng_tensor *out, const eng_tensor *x);
 
 /// Frees a kept tensor. Errors: STATE (`x` belongs to a parameter set, or the tape has operations).
-/// A tensor of the step is dropped before the end of the step if the tape is empty; otherwise the
-/// call has no effect.
+/// A tensor of the step is freed at once if the tape is empty; otherwise it lives until the end of
+/// the step as usual.
 eng_status eng_free(const eng_tensor *x);
 
 /// Describes a tensor.
 eng_status eng_info(eng_tensor_info *out, const eng_tensor *x);
 
-/// Copies `count` elements of host memory in format `from` into the tensor and converts them.
-/// Conversions to floating point round to nearest even. Conversions to integers round toward zero
+/// Converts `count` elements in host memory from format `from` to the dtype of `x` and stores them
+/// in `x`. Conversions to floating point round to nearest even. Conversions to integers round toward zero
 /// and saturate, and NaN becomes 0.
 eng_status eng_write(const eng_tensor *x, const void *source, int from, int64_t count);
 
@@ -171,7 +171,7 @@ int64_t eng_step_count(void);
 eng_status eng_scope_begin(int64_t *mark);
 eng_status eng_scope_end(int64_t mark);
 
-/// The memory that serves one purpose, in bytes: `reserved` is taken from the system, `used` is in
+/// Bytes of memory for one purpose: `reserved` bytes are taken from the system, `used` bytes are in
 /// use now, `peak` is the largest `used` so far. `allocations` counts requests to the system.
 typedef struct eng_memory_row {
   const char *name;
@@ -180,8 +180,8 @@ typedef struct eng_memory_row {
 /// Fills up to `capacity` rows and returns their number. After the first step, `allocations` should
 /// not grow.
 int eng_memory(eng_memory_row *rows, int capacity);
-/// Limits all arenas of a memory space (host, card) together to `bytes`; 0: no limit. Allocations
-/// beyond the limit fail with MEMORY.
+/// Limits the total size of all arenas of each memory space (host, card) to `bytes`; 0: no limit.
+/// Allocations beyond the limit fail with MEMORY.
 void eng_memory_limit(int64_t bytes);
 
 // ------------------------------------------------------------------ operations
@@ -234,7 +234,8 @@ typedef struct eng_op_info {
   const char *name, *layout, *cast, *shape, *gradient;
   const char *ints, *floats;          // "(mask, keep)"; if none, "(no_ints)", "(no_floats)"
   int32_t n_in, n_out;                // -1: any number
-  // masks: inputs that may be absent; inputs and outputs whose values the gradient rule reads
+  // masks. optional: the inputs that may be absent. reads: the inputs whose values the gradient
+  // rule reads. saves: the outputs whose values it reads
   int32_t optional, reads, saves;
   int32_t unary;                      // 1: one elementwise input, no attributes
 } eng_op_info;
@@ -277,8 +278,8 @@ eng_status eng_checkpoint_end(const eng_tensor *results, int n);
 /// is running).
 eng_status eng_backward(const eng_tensor *loss, double seed, bool retain);
 
-/// Gradients of the operations recorded from now on carry the relative scale `relative` (1
-/// by default) in addition to the seed, for layers with their own scale. `before` receives the
+/// Sets the relative scale (1 by default) that gradients of the operations recorded from now on
+/// carry in addition to the seed. Layers with their own scale use this. `before` receives the
 /// previous relative scale. A gradient that passes from one relative scale to another is multiplied
 /// by their ratio once. In the end the gradients of parameters carry the scale set by
 /// eng_params_relative_scale, and gradients of other leaves carry 1. Errors: VALUE.
@@ -376,9 +377,9 @@ eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_par
 /// values of `losses` (n_losses <= ENG_STATS_LOSSES tensors of one f32 element). `fetch` returns
 /// the results of the oldest request and waits only if they are not ready; `loss` is the sum of the
 /// losses. Up to ENG_STATS_ON_THEIR_WAY requests may be pending. An update with eng_update.lagged
-/// uses the newest request. `known` is NULL, or it has the statistics of all parameters if the
-/// ranks have already computed them together; these must include ENG_NEED_NORM. Devices that
-/// compute statistics asynchronously (CUDA) do not accept `known`. Errors: STATE (nothing to fetch,
+/// uses the newest request. If the ranks have already computed the statistics together, `known` has
+/// them for all parameters, with at least ENG_NEED_NORM; else `known` is NULL. Devices that compute
+/// statistics asynchronously (CUDA) do not accept `known`. Errors: STATE (nothing to fetch,
 /// too many pending), DTYPE, DEVICE.
 enum { ENG_STATS_ON_THEIR_WAY = 4, ENG_STATS_LOSSES = 64 };
 eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses,
@@ -412,8 +413,8 @@ eng_status eng_params_relative_scale(eng_params *set, const double *relative);
 /// divided by `scale`, the seed of the pass. The calls do not nest. Errors: STATE.
 eng_status eng_params_reference_begin(eng_params *set);
 eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set, double scale);
-/// Returns bytes of memory, in this order: master weights, low-precision copies, gradients
-/// (allocated by the first backward pass), FP8 copies.
+/// Returns sizes in bytes, in this order: master weights, low-precision copies, gradients (even
+/// before the first backward pass allocates them), FP8 copies.
 void eng_params_bytes(int64_t bytes[4], const eng_params *set);
 /// Returns the number of elements in all parameters.
 int64_t eng_params_count(const eng_params *set);
@@ -480,8 +481,8 @@ typedef struct eng_update {
   double  factor;
   int32_t dry;
   // For bf16 masters. rounding: ENG_ROUND_*; eng_optimizer_step sets it. draw: a number that is
-  // different for each update and determines the random bits. Ignored in lagged updates, which the
-  // device counts itself.
+  // different for each update and determines the random bits. In lagged updates the device replaces
+  // it by its own count of updates.
   int32_t rounding;
   int64_t draw;
 } eng_update;
@@ -518,7 +519,7 @@ typedef struct eng_graph eng_graph;
 /// Between these two calls the script runs one forward and backward pass in an open step, which the
 /// device records without computing it. `batch` lists the tensors that the passes read and whose
 /// contents change from step to step. During the capture, operations that draw random numbers fail,
-/// and so does reading a value. After an error call eng_graph_free. Errors: DEVICE (the device
+/// and so does reading a value. If a call fails, call eng_graph_free. Errors: DEVICE (the device
 /// cannot capture), VALUE (`batch`), DTYPE (the loss is not one f32 element), STATE.
 eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *batch, int n);
 eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss);
@@ -589,8 +590,8 @@ typedef struct eng_trap_tensor {
   int64_t count, inf, nan;
   double  amax;               // largest finite magnitude
 } eng_trap_tensor;
-/// An operation that output inf (or nan). `kernel` is the operation that ran. In the backward pass,
-/// `op` is the operation whose gradient it computed.
+/// An operation that produced inf (or nan). `kernel` is the operation that ran. In the backward
+/// pass, `op` is the operation whose gradient it computed.
 typedef struct eng_trap_site {
   const char *kernel, *op;
   int32_t nan, backward, module;
@@ -600,8 +601,8 @@ typedef struct eng_trap_site {
   int32_t n_in, n_out;
   eng_trap_tensor in[6], out[3];
 } eng_trap_site;
-/// Finds the first operation of a pass that output inf although no input contained inf; if there is
-/// none, the first operation with inf in an input. `nan`: looks for nan instead of inf. Returns
+/// Finds the first operation of a pass that produced inf from inputs without inf; if there is none,
+/// the first operation with inf in an input. `nan`: looks for nan instead of inf. Returns
 /// false if the pass had no inf (nan).
 bool eng_trap_found(eng_trap_site *out, bool nan, bool backward);
 
@@ -630,8 +631,8 @@ int  eng_interrupted(void);
 /// recorded last, or 0 if there is none.
 int  eng_interrupt_signal(int number);
 /// Sets what the first Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 or SIGXCPU does. 0, the default: sets
-/// level 2 and stops the script. 1: sets level 1, for a training loop that ends at the end of a
-/// step and then sets 0 again. 2: sets level 2 without stopping the script, for a caller that waits
+/// level 2 and stops the script. 1: sets level 1, for a training loop, which then ends at the end
+/// of its step and sets policy 0 again. 2: sets level 2 without stopping the script, for a caller that waits
 /// inside a call; the call then returns, and the caller prints its own message. -1 only queries.
 /// Returns the previous value.
 int  eng_interrupt_policy(int policy);
@@ -662,8 +663,9 @@ void eng_process_signal(int process, int number);
 /// Returns the version of "onednn" (with the instruction set it uses), "sqlite" or "openmp" as
 /// text, or NULL if there is no such library.
 const char *eng_library_version(const char *name);
-/// Writes x as the shortest decimal text, from 15 digits up, that reads back as the same double, in
-/// any locale: "0.1", "3", "1e-30", "-0.0", "inf", "-inf", "nan". Used for every number in a file.
+/// Writes x as decimal text that reads back as the same double: up to 15 digits, or 16 or 17 if it
+/// needs them. The text is the same in any locale: "0.1", "3", "1e-30", "-0.0", "inf", "-inf",
+/// "nan". Used for every number in a file.
 void eng_number_text(char out[32], double x);
 /// Makes text of unknown origin safe to print: valid UTF-8 without characters that a terminal
 /// executes (C0, C1) or that reorder the text after them (bidirectional marks). The bytes of such

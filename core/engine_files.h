@@ -74,8 +74,7 @@ int64_t     eng_safetensors_count(const eng_safetensors *file);
 /// Returns entry `index`, counted from 0 in the order of the data. Errors: VALUE (no such entry).
 eng_status eng_safetensors_get(eng_safetensors_entry *out, const eng_safetensors *file,
                                int64_t index);
-/// Reads an entry into a new tensor, whose lifetime is set by `keep` (ENG_KEEP or ENG_AUTO, see
-/// eng_new).
+/// Reads an entry into a new tensor. Its lifetime is ENG_KEEP if `keep`, else ENG_AUTO (eng_new).
 eng_status eng_safetensors_read(eng_tensor *out, const eng_safetensors *file, int64_t index,
                                 bool keep);
 /// Returns the number of metadata pairs.
@@ -232,9 +231,9 @@ double      eng_query_double(const eng_query *query, int column);
 /// Returns the text or blob in a column, valid until the next row, and its size in bytes.
 const void *eng_query_bytes(int64_t *size, const eng_query *query, int column);
 
-/// Unpacks a blob of the table tensor_stats, or of the column steps.hist, which describes one
-/// tensor and has only its histogram. *n receives the number of tensors in the blob. Fills at most
-/// `capacity` entries of `stats`. Errors: FORMAT.
+/// Unpacks a blob of the table tensor_stats or of the column steps.hist. *n receives the number of
+/// tensors in the blob. A blob of steps.hist describes one tensor, by its histogram alone. Fills at
+/// most `capacity` entries of `stats`. Errors: FORMAT.
 eng_status eng_history_unpack(int *n, eng_tensor_stats *stats, int capacity, const void *blob,
                               int64_t size);
 

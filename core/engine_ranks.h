@@ -9,8 +9,8 @@
 typedef struct eng_comm eng_comm;
 enum { ENG_SUM = 0, ENG_MAX = 1 };
 
-/// Whether the environment says that this process was started as one of several. Sets *rank and
-/// *size, the number of processes (0 and 1 if alone). Starts nothing.
+/// Whether the environment says that this process was started as one of several. Sets *rank, and
+/// sets *size to the number of processes (0 and 1 if alone). Starts nothing.
 bool eng_comm_launched(int *rank, int *size);
 /// Returns the world, the group of all ranks. The first call loads the transport if this process
 /// was started as one of several: MPI if mpirun or srun with an MPI plug-in started it, NCCL alone
@@ -129,7 +129,7 @@ void eng_parallel_cancel(eng_parallel *parallel);
 /// allreduce gives every rank the same record. The same allreduce adds up each element of sums
 /// [n_sums] over the ranks, and finds the maximum of each element of maxima [n_maxima]. The results
 /// replace the elements. `stats` has an entry for each parameter. The histogram of an entry covers
-/// only this rank's pieces (eng_parallel_histograms).
+/// only this rank's pieces until eng_parallel_histograms sums it.
 eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_parallel *parallel,
                               double scale, unsigned needs, double *sums, int n_sums,
                               double *maxima, int n_maxima);
@@ -157,9 +157,9 @@ eng_status eng_parallel_whole(eng_parallel *parallel);
 /// With zero = 3: returns a checksum of the order in which this rank received units. The checksum
 /// must be the same on all ranks.
 uint32_t eng_parallel_order(const eng_parallel *parallel);
-/// With zero = 3: returns this rank's elements of parameter `index` as an f32 tensor of one
-/// dimension over the weights' memory. The tensor lives as long as the parameters. After writing to
-/// it, call eng_params_refresh.
+/// With zero = 3: returns a one-dimensional f32 tensor of this rank's elements of parameter
+/// `index`. The tensor uses the weights' own memory and lives as long as the parameters. After
+/// writing to it, call eng_params_refresh.
 eng_status eng_parallel_piece(eng_tensor *out, eng_parallel *parallel, int index);
 /// Reduces the f32 gradients of a reference backward pass (eng_params_reference_begin) and waits
 /// for the result.
@@ -181,20 +181,20 @@ typedef struct eng_parallel_facts {
   int64_t weight_messages, weight_bytes, weights_memory, weight_exchanges, weights_ahead;
 } eng_parallel_facts;
 void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *parallel);
-/// Predicts, without starting ranks, what rank `rank` of `size` would store and send: bytes of
-/// memory, of messages in a reduction and, with zero, of updated weights. `rank` -1 stands for the
-/// rank that sums the most. `rooms` and, with zero = 3, the figures of weights are exact only if
+/// Predicts, without starting ranks, how many bytes rank `rank` of `size` would store, send in a
+/// reduction and, with zero, send as updated weights. `rank` -1 stands for the rank that sums the
+/// most. `rooms` and, with zero = 3, the figures of weights are exact only if
 /// the operations on the tape are the operations of a step; all other figures are always exact.
 /// options->apart must be NULL.
 typedef struct eng_parallel_sizes {
   int64_t buckets, messages, bytes, weight_messages, weight_bytes;
   int64_t own;                  // elements that this rank sums
-  // gradients: bytes of the stored gradients. rooms: with zero >= 2, bytes of the blocks for
-  // gradients that backward has written and that are not sent yet
+  // gradients: bytes of the stored gradients. rooms: with zero >= 2, bytes of memory to allocate
+  // for the gradients that backward has written and not sent yet
   int64_t gradients, rooms;
-  int64_t under_way;            // bytes of the memory for messages in flight and their sums
+  int64_t under_way;            // bytes of memory for messages in flight and their sums
   int64_t weights;              // with zero = 3, bytes of weights and low-precision weights
-  int64_t weight_exchanges;     // with zero = 3, the units received in a step
+  int64_t weight_exchanges;     // with zero = 3, how many times a step receives a unit
 } eng_parallel_sizes;
 eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int rank, int size,
                                 const eng_parallel_options *options);

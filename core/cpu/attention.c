@@ -27,8 +27,8 @@
 
 enum {
   ROWS = 8 * GEMM_MR,     // queries that a task processes at a time
-  // The most keys, or pairs of keys, over which one call of the micro-kernel sums in a product with
-  // V (or K). Their part of a panel then stays in cache.
+  // In a product with V (or K), one call of the micro-kernel sums over at most STEPS keys or pairs
+  // of keys, so that the part of a panel that it reads stays in cache.
   STEPS = 384,
   FEW_TASKS = 16,         // the backward pass splits the queries until there are this many tasks
 };
@@ -37,7 +37,7 @@ typedef struct sizes {
   int64_t batch, queries, keys, heads, groups, width;   // B, T, S, H, G, D: see the top
   int64_t shared;         // heads that share a key head: H / G
   int64_t padded;         // width rounded up to whole vectors
-  // Columns of each panel into which a matrix [steps x width] is cut. The panels are equally wide:
+  // A matrix [steps x width] is cut into panels of `span` columns. They are equally wide, because
   // for a width of 64, two panels of 32 columns run faster than one of 48 and one of 16.
   int64_t span;
   int64_t key_row;        // row stride of a tile of scores, in floats; more than S
@@ -215,7 +215,7 @@ static void weighted_sums(float *to, const sizes *s, const float *p, float *pane
       for (int64_t i = 0; i < rows; i += GEMM_MR) {
         int n = least(rows - i, GEMM_MR);
         int64_t steps = steps_of(s->pairs, seen_by(s, t0 + i + n - 1)) - k;
-        if (steps <= 0 && k > 0) continue;   // the first iteration clears `to`
+        if (steps <= 0 && k > 0) continue;   // at k = 0 the kernel must at least clear `to`
         kernel_of(s->pairs, n, vectors)(least(steps, STEPS), p + i * s->key_row + k, s->key_row, 1,
                                         panel + k * GEMM_NR, to + i * s->padded + d, s->padded,
                                         k > 0);
@@ -298,8 +298,8 @@ VF_INLINE vf entropy_part(vf e, vf x)
 }
 
 // Replaces n > 0 unscaled scores by exp(scale * score - max), padded with zeros to a whole vector,
-// and returns the sum of the results. Stores the lse in *lse. As `which` requests, stores the
-// entropy or the largest scaled score that is not NaN in *extra.
+// and returns the sum of the results. Stores the lse in *lse. Stores in *extra what `which`
+// requests: the entropy, or the largest scaled score, ignoring NaN.
 VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, float *extra,
                             const int which)
 {

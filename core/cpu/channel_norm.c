@@ -114,9 +114,9 @@ static void measure_grad(const void *context, int64_t task)
 }
 
 /// Computes out for the rows of a block. f0 to f3 [channels] are the four rows of s->factor for the
-/// sample. Backward, out is only dy * f1 if the statistics are constants.
+/// sample.
 ///   forward    out = (x - f0) * f1 + f2
-///   backward   out = dy * f1 + (x - f0) * f3 + f2
+///   backward   out = dy * f1 + (x - f0) * f3 + f2; with constant statistics, out = dy * f1
 static void apply_rows(const void *context, int64_t task)
 {
   const channel_norm *s = context;
@@ -165,7 +165,7 @@ static void run_blocks(const channel_norm *s, task_body *body)
 
 // ------------------------------------------------------------------ forward
 
-/// Computes the mean and the sum of squared deviations of a group, channels [from, to), element by
+/// Computes the mean and the sum of squared deviations of a group (channels [from, to)), element by
 /// element in double. Used for groups whose f32 sums overflow or that hold Inf or NaN.
 static void wide_group(const channel_norm *s, int64_t sample, int64_t from, int64_t to,
                        double *mean, double *squares)
@@ -182,7 +182,7 @@ static void wide_group(const channel_norm *s, int64_t sample, int64_t from, int6
     }
 }
 
-/// Computes the mean and variance of a group, channels [from, to), from the results of its blocks.
+/// Computes the mean and variance of a group (channels [from, to)) from the results of its blocks.
 static void combine(const channel_norm *s, int64_t sample, int64_t from, int64_t to, double *mean,
                     double *variance)
 {

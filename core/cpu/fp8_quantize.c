@@ -33,7 +33,7 @@ enum {
   TILE_ROW = 256,       // columns transposed at a time
   FAR = 1 << 21,       // a transposed copy of FAR bytes or more bypasses the caches
   ROW_BLOCKS = 16,     // blocks of 1 x 128 measured and written at a time
-  VERTICAL = 64,       // in blocks with fewer columns, each column is measured first
+  VERTICAL = 64,       // in narrower blocks, the maximum of each column is found first
 };
 
 /// One of the two results: the codes and scales of x, or the codes and scales of its transpose. In
@@ -212,7 +212,7 @@ static bool divides(const side *s)
 static int fraction_of(const side *s) { return s->call->quantize.format == ENG_e4m3 ? 3 : 2; }
 
 // Returns whether every number of a block, multiplied by `factor` (divided if `by`), rounds to a
-// number in the format's range. The codes of such a block, as most blocks are, need no clamping.
+// number in the format's range. The codes of such blocks need no clamping. Most blocks are such.
 // `most` is the block's largest magnitude. Returns false for a negative factor.
 VF_INLINE bool is_within(uint32_t most, float factor, const int fraction, const bool by)
 {

@@ -272,7 +272,7 @@ static __attribute__((noinline)) tally careful(const void *g, int dtype, int n)
                             : chunk_half(g, n, true, true);
 }
 
-/// Returns the tally of one chunk with any content. Its amax is in f32 bits.
+/// Returns the tally of one chunk, whatever it contains. The tally's amax is in f32 bits.
 VF_INLINE tally chunk_tally(const void *g, int dtype, int n)
 {
   const bool bf16 = dtype == ENG_bf16;

@@ -1,5 +1,5 @@
-// Selection by index and its gradients: embedding, gather, index_select; the largest elements:
-// topk, argmax, argmin. Registered by cpu.c, called through the backend table; owns nothing.
+// Selection by index, with gradients: embedding, gather, index_select. Selection by size: topk,
+// argmax, argmin. Registered by cpu.c, called through the backend table; owns nothing.
 //
 // Elements that are only copied keep every bit, whatever their dtype. Indices are checked before
 // anything is written. A gradient sums in f32 all elements of dy that belong to one element of dx,

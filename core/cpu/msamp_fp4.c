@@ -9,7 +9,7 @@
 
 #include <pthread.h>
 
-enum { SLOPES = 0x40C0 + 1 };         // as many bf16 numbers lie between 0 and 6
+enum { SLOPES = 0x40C0 + 1 };         // one for each bf16 number from 0 to 6
 static uint16_t slope[SLOPES];        // msamp_slope of each, in bf16
 static pthread_once_t slopes_once = PTHREAD_ONCE_INIT;
 
@@ -24,10 +24,10 @@ typedef struct job {
   uint32_t *top;             // [rows]: the bits of the largest magnitude in each row of x
 } job;
 
-/// Returns number `rank` of n numbers in ascending order.
+/// Returns the number that would have index `rank` (from 0) if the n numbers of `order` were sorted.
 static uint16_t ranked(const uint16_t *order, int64_t n, int64_t rank)
 {
-  uint32_t found = 0;        // the largest number so far that at most `rank` numbers are below
+  uint32_t found = 0;        // the largest value tried so far with at most `rank` numbers below it
   for (int bit = 15; bit >= 0; bit--) {
     uint32_t next = found | 1u << bit, below = 0;
     for (int64_t i = 0; i < n; i++) below += order[i] < next;

@@ -10,8 +10,8 @@
 #include "tasks.h"
 
 enum {
-  PIECE = 64 * TILE,   // elements of one result that one task reduces
-  PIECE_ROWS = 256,    // rows that one task reduces, if results are adjacent
+  PIECE = 64 * TILE,   // elements in a piece of a result, if results are not adjacent in x
+  PIECE_ROWS = 256,    // rows in a piece of adjacent results, if these are cut into pieces
   FLUSH = 32,          // rows added in f32 before their sum is added to a total in double
 };
 

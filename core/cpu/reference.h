@@ -100,7 +100,8 @@ double silu_slope(double x);
 
 // ------------------------------------------------------------------ kernels
 
-// Declares reference_<name> for every operation with a kernel; a missing one fails at link time.
+// Declares reference_<name> for every operation that needs a kernel. If one is missing, linking
+// fails.
 #define REFERENCE_ANY(name)  op_kernel reference_##name;
 #define REFERENCE_ROWS(name) op_kernel reference_##name;
 #define REFERENCE_VIEW(name)

@@ -1,5 +1,5 @@
-// Reference kernels for losses: cross entropy with label smoothing, an ignored target, a soft cap
-// of the logits and a z-loss, its gradient, and the mean squared error. See reference.h.
+// Reference kernels for losses: cross entropy (with label smoothing, an ignored target, a soft cap
+// of the logits and a z-loss) and its gradient; the mean squared error. See reference.h.
 //
 // Edge cases: an infinite largest logit makes its row NaN (inf - inf). Rows whose target is ignored
 // have loss 0 and gradient 0 whatever their logits are; their lse is still computed.

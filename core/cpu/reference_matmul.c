@@ -3,7 +3,7 @@
 #include "reference.h"
 
 // Adds the sum over k of a[m][k] * b[k][n] to acc[m][n]. a and b are given by their first element
-// and two strides: the elements between rows and between columns. acc is dense.
+// and two strides in elements, from row to row and from column to column. acc is dense.
 static void multiply(double *acc, int64_t rows, int64_t columns, int64_t inner, const double *a,
                      int64_t a_row, int64_t a_column, const double *b, int64_t b_row,
                      int64_t b_column)
@@ -18,8 +18,8 @@ static void multiply(double *acc, int64_t rows, int64_t columns, int64_t inner, 
   }
 }
 
-// Writes, for each batch dimension of y, the elements between two matrices of a dense copy of x: 0
-// where x is broadcast.
+// Writes a dense copy of x's stride in elements along each batch dimension of y: 0 where x is
+// broadcast.
 static void batch_strides(int64_t *stride, const tensor *x, const tensor *y)
 {
   int64_t step = x->shape[x->ndim - 1] * x->shape[x->ndim - 2];

@@ -78,7 +78,7 @@ eng_status reference_unscale(const param_span *spans, int n, double factor, floa
 
 // ------------------------------------------------------------------ optimizers
 
-// The two moments of one element. An optimizer leaves a moment that it does not use unchanged.
+// The two moments of one element. An optimizer does not change a moment that it does not use.
 typedef struct moments { float first, second; } moments;
 
 // Adds decay * w to g. The momentum buffer starts as g and in later updates becomes momentum *

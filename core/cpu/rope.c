@@ -31,7 +31,7 @@ static void fill_frequencies(const rotation *r, const rope_scaling *scaling)
   }
 }
 
-// Computes the cosines and sines of the angles at RESTART positions.
+// Computes the cosines and sines of the angles at RESTART consecutive positions.
 static void angle_task(const void *context, int64_t task)
 {
   const rotation *r = context;

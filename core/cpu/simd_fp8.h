@@ -63,12 +63,12 @@ VF_INLINE vi vf_to_fp8(vf x, const int fraction, const bool saturate)
   return vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7F), code);
 }
 
-/// Does the work of vf_to_fp8 for numbers that are known to round to within the format's range.
+/// Does the work of vf_to_fp8 for numbers that are known to be in the format's range when rounded.
 VF_INLINE vi vf_to_fp8_within(vf x, const int fraction)
 {
   return vf_fp8_code_((vi)x, vi_and((vi)x, vi_set1(0x7FFFFFFF)), fraction);
 }
-/// Returns whether a magnitude rounds to within the format's range. Returns false for NaN.
+/// Returns whether a magnitude is in the format's range when rounded. Returns false for NaN.
 VF_INLINE bool fp8_is_within(float magnitude, const int fraction)
 {
   return fraction == 3 ? magnitude <= 464.0f : magnitude < 61440.0f;

@@ -1,12 +1,12 @@
 // Shares a kernel's work among threads. Small work runs on the calling thread, outside any parallel
-// region. Opening a region costs some 300 ns even if its `if` clause is false, which is half the
-// time of a small operation. Included by kernel files. Owns nothing.
+// region: opening a region takes some 300 ns even if its `if` clause is false, half as long as a
+// small operation. Included by kernel files. Owns nothing.
 #pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
 
-/// Does one piece of the work, piece `index`. No two pieces write the same results.
+/// Does piece `index` of the work. No two pieces write the same results.
 typedef void task_body(const void *context, int64_t index);
 
 /// Runs body(context, k) for k from 0 to tasks - 1. With `together`, all threads share the work,

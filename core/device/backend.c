@@ -27,7 +27,7 @@ const backend *backend_find(const char *name)
     if (strcmp(name, built_in[i].name) == 0) return built_in[i].get();
   if (strcmp(name, "cuda") == 0) {
     const backend *cuda = plugin_cuda();
-    if (cuda && !of_space[cuda->space]) {   // also if the caller does not make it current
+    if (cuda && !of_space[cuda->space]) {   // noted even if the caller never makes it current
       of_space[cuda->space] = cuda;
       arena_register(cuda->space, &cuda->memory);
     }

@@ -81,7 +81,7 @@ typedef struct param_span {
   int32_t  master_dtype, shadow_dtype, gradient_dtype, moment_dtype;
   int32_t  group;       // index of its eng_hyper in eng_update.groups
   int32_t  index;       // index of the parameter in its set
-  int64_t  first;       // index in the parameter of the span's first element; a multiple of 4096
+  int64_t  first;       // element of the parameter at which the span begins; a multiple of 4096
   // The relative scale of the gradient (a factor in addition to the loss scale), usually 1.
   // optimize and unscale divide by it. In a call of optimize, this field is the relative scale
   // divided by the parameter's entry in eng_update.clips.
@@ -144,8 +144,8 @@ typedef struct backend {
   eng_status (*capture_end)(void **graph);
   eng_status (*graph_launch)(void *graph);
   void       (*graph_free)(void *graph);
-  /// Describes the device in messages: "NVIDIA H200, sm_90, driver 580.82, ...". Also set on the
-  /// CPU. NULL: messages give the device's name.
+  /// Returns the device's description for messages: "NVIDIA H200, sm_90, driver 580.82, ...". The
+  /// CPU has this function, too. NULL: messages give only the device's name.
   const char *(*describe)(void);
   /// Which FP8 products the tensor cores compute: 0 none, 1 those of operands with one scale each,
   /// 2 also those with scales by row or block. The result is also 2 if the user selected the slow
@@ -178,8 +178,8 @@ typedef struct backend {
   /// wire_pack, wire_unpack and wire_sum give the same bits as comm_pack.c; only the payload of a
   /// nan may differ. The work runs on the stream, or in order with all other work if `stream` is
   /// NULL. `runs` [n] and `flags` are in the device's memory, and the longest run has `longest`
-  /// elements. dtype is f32, f16 or bf16; comm_dtype is one of these or e4m3. wire_pack sets bits
-  /// of wire.h in flags[slot] (WIRE_OVERFLOW: finite numbers that became inf).
+  /// elements. dtype is f32, f16 or bf16; comm_dtype is one of these or e4m3. wire_pack sets
+  /// WIRE_INF, WIRE_NAN and WIRE_OVERFLOW (finite numbers became inf) in flags[slot].
   eng_status (*wire_pack)(void *stream, const wire_run *runs, int n, int64_t longest,
                           int comm_dtype, int dtype, uint32_t *flags);
   eng_status (*wire_unpack)(void *stream, const wire_run *runs, int n, int64_t longest,

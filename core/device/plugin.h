@@ -3,8 +3,8 @@
 
 #include "backend.h"
 
-/// Returns the CUDA device, which the first call loads, or NULL, with the error set, if the device
-/// is not available.
+/// Returns the CUDA device; the first call loads it. If it is not available, returns NULL with the
+/// error set.
 const backend *plugin_cuda(void);
 
 /// Loads one of NVIDIA's libraries, from where the system's loader finds it, else from the folders

@@ -15,7 +15,7 @@ struct eng_optimizer {
   eng_params  *set;
   int32_t      kind, moment_dtype, rounding;
   int32_t     *group;        // [set->n]
-  // the device's counter of lagged updates that belongs to this optimizer; -1: none yet
+  // which of the device's counters counts this optimizer's lagged updates; -1: none yet
   int32_t      slot;
   bool         in_a_row;     // the previous update was lagged
   int64_t      lagged_t;     // number of the next lagged update, on devices that compute statistics

@@ -113,7 +113,7 @@ eng_status flat_memory(flat_buffer **out, int space, arena_id arena, int n, int6
 /// undefined. *out is NULL if the buffer would have no parts.
 eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype,
                     bool own);
-/// Returns the bytes of a part with `count` elements; 0 if the dtype is negative.
+/// Returns the size in bytes of a part with `count` elements; 0 if the dtype is negative.
 int64_t params_part_bytes(int64_t count, int dtype);
 /// Frees a buffer and sets the pointer to NULL. While the tape or a view still uses the buffer, its
 /// memory waits for flat_reclaim. *flat may be NULL.

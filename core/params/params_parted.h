@@ -44,9 +44,9 @@ typedef struct params_parted {
   void         *data;
   // The number unit * PARTED_FORMS + form identifies a unit in one form; -1: none.
   int32_t       coming;                // the unit that is being filled
-  int32_t       ahead;                 // the unit that was started before an operation needed it
-  int64_t       used_ahead;            // how many units that were started ahead were then used;
-                                       // dist/ clears the count
+  int32_t       ahead;                 // the unit whose fetch began before an operation needed it
+  int64_t       used_ahead;            // how many units fetched ahead were then used; dist/ clears
+                                       // the count
   parted_order  order;                 // the order in which units were used
   tensor      **piece;                 // [n members] this rank's elements of the masters
   int64_t       away;                  // bytes of all pages that can be dropped
@@ -74,7 +74,7 @@ static inline bool parted_here(const params_parted *q, int unit, int form)
 int parted_tensors(tensor *out[PARAMS_DERIVED], const eng_params *set, int i, int form);
 /// Returns whether `store` is memory of member p. If it is, sets *form to the form.
 bool parted_holds(int *form, const parameter *p, const storage *store);
-/// Returns the bytes of weights that stay on this rank.
+/// Returns how many bytes of weights always stay on this rank.
 int64_t parted_kept(const eng_params *set, const params_parted *q);
 
 /// Divides the weights of a set. The set takes ownership of the table, also after an error. Does

@@ -43,9 +43,9 @@ int arena_space(void);
 /// allocated, because a captured step refers to it.
 void arena_pin(int space, int by);
 
-/// Allocates at least `bytes` bytes, 64-byte aligned (256 on a card), contents undefined. Never
-/// NULL for 0 bytes. On failure returns NULL with the error set (MEMORY, with the arena table in
-/// the text).
+/// Allocates at least `bytes` bytes, 64-byte aligned (256 on a card), contents undefined. A request
+/// of 0 bytes gets a piece, too. On failure returns NULL with the error set (MEMORY, with the arena
+/// table in the text).
 void *arena_alloc(arena_id id, int64_t bytes);
 
 /// Allocate and free in a given memory space.

@@ -18,7 +18,7 @@ typedef struct storage {
   uint32_t writes;
   int32_t  done;            // how many of the tensors that use it are `done`
   int32_t  segment;         // checkpointed part of the tape that computes it (tape.h); 0: none
-  bool     awaited;         // a later node of a segment to recompute reads it (checkpoint.c)
+  bool     awaited;         // used in checkpoint.c: a later node of the segment reads it
   // ZeRO-3 (params/params_parted.c). parted: the parameter whose weights these are, or NULL.
   // closed: the weights are not always in memory, so only operations, which fetch them, may read
   // them. absent: the weights are not in memory now.
@@ -63,8 +63,8 @@ eng_status tensor_make(tensor **out, arena_id arena, int dtype, int ndim, const 
 /// Creates a tensor in a given memory space.
 eng_status tensor_make_in(tensor **out, int space, arena_id arena, int dtype, int ndim,
                           const int64_t *shape);
-/// Creates a tensor of the step without memory, done (eng_done) from the start, for tape entries
-/// that need only its shape.
+/// Creates a tensor of the step that has no memory and counts as `done`. Used in tape entries that
+/// need only its shape.
 eng_status tensor_make_done(tensor **out, int dtype, int ndim, const int64_t *shape);
 /// Creates a view of x's memory: same dtype, new shape and strides, starting at element `offset`.
 eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const int64_t *shape,
@@ -73,8 +73,8 @@ eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const 
 /// buffers).
 eng_status tensor_wrap(tensor **out, int space, void *memory, int dtype, int ndim,
                        const int64_t *shape);
-/// Moves x to memory in its space that another owner has filled and keeps alive; releases x's old
-/// memory.
+/// Points x to other memory of the same space, which another owner has filled and keeps alive.
+/// Releases x's old memory.
 void tensor_rehome(tensor *x, void *memory);
 /// Drops a tensor. Its memory returns to the arena when the last view is dropped.
 void tensor_drop(tensor *x);
