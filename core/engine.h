@@ -117,8 +117,8 @@ eng_status eng_free(const eng_tensor *x);
 eng_status eng_info(eng_tensor_info *out, const eng_tensor *x);
 
 /// Converts `count` elements in host memory from format `from` to the dtype of `x` and stores them
-/// in `x`. Conversions to floating point round to nearest even. Conversions to integers round toward zero
-/// and saturate, and NaN becomes 0.
+/// in `x`. Conversions to floating point round to nearest even. Conversions to integers round
+/// toward zero and saturate, and NaN becomes 0.
 eng_status eng_write(const eng_tensor *x, const void *source, int from, int64_t count);
 
 /// Copies all elements in row-major order into host memory in format `to`, with the same
@@ -267,15 +267,15 @@ bool eng_grad_enabled(bool on);
 /// these calls, only `results` [n] and tensors of up to 256 bytes keep their memory. The backward
 /// pass recomputes the other tensors bit for bit before it needs them. eng_checkpoint_begin returns
 /// false if recording is off or a checkpoint is open already; then do not call eng_checkpoint_end.
-/// After an error pass n = -1: nothing is freed.
+/// After an error, pass n = -1; then nothing is freed.
 bool       eng_checkpoint_begin(void);
 eng_status eng_checkpoint_end(const eng_tensor *results, int n);
 
 /// Runs the backward pass from a loss of one element. `seed` (the loss scale) is the gradient of
-/// the loss. The pass adds to the gradients of leaves and empties the tape, unless `retain` is
-/// true. It returns early at each Lua node on the tape: see eng_backward_resume. Errors: GRADIENT
-/// (nothing requires a gradient, or the tape was emptied), SHAPE (not one element), STATE (a pass
-/// is running).
+/// the loss. The pass adds to the gradients of leaves, and then empties the tape unless `retain` is
+/// true. The call returns early at each Lua node on the tape: see eng_backward_resume. Errors:
+/// GRADIENT (nothing requires a gradient, or the tape was emptied), SHAPE (not one element), STATE
+/// (a pass is running).
 eng_status eng_backward(const eng_tensor *loss, double seed, bool retain);
 
 /// Sets the relative scale (1 by default) that gradients of the operations recorded from now on
@@ -341,11 +341,11 @@ typedef struct eng_params eng_params;
 /// twice), DEVICE (tensors of different devices).
 eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const char *const *names,
                           int n);
-/// Frees buffers and tensors. NULL is allowed.
+/// Frees a set with its tensors. NULL is allowed.
 void eng_params_free(eng_params *set);
 
 /// Changes the master weights of each parameter i to dtype[i], f32 or bf16, rounded to nearest.
-/// Their handles stay valid. If a dtype changes, all low-precision weights and gradients are
+/// Their handles stay valid. If a dtype changes, all gradients and low-precision weights are
 /// dropped, so call eng_params_precision afterwards. bf16 masters have no low-precision weights.
 /// Errors: DTYPE; STATE (the tape has operations, a view of the weights exists, zero=3).
 eng_status eng_params_masters(eng_params *set, const int32_t *dtype);
@@ -465,8 +465,8 @@ typedef struct eng_update {
   int32_t lagged;               // 1: the device decides by the newest statistics (see backend.h):
                                 // no update when a gradient is inf or nan
   double  clip_norm;            // limit on `norm` (clip_factor in base/numerics.h); 0: none
-  // The gradients' norm after gradient_factor, for clip_norm. Ignored in lagged updates: the device
-  // computes the norm from its own statistics.
+  // The norm of the gradients times gradient_factor, for clip_norm. Ignored in lagged updates: the
+  // device computes the norm from its own statistics.
   double  norm;
   const double *clips;          // [n] factor on each parameter's gradient; NULL: 1 each
   // NULL, or [n][ENG_NORMS]: receives sums of squares, added up in a fixed order. For a parameter
@@ -499,8 +499,8 @@ void eng_optimizer_free(eng_optimizer *state);
 eng_status eng_optimizer_groups(eng_optimizer *state, const int32_t *group_of);
 /// Sets how updates round bf16 masters (ENG_ROUND_*); nearest at first. Errors: VALUE.
 eng_status eng_optimizer_rounding(eng_optimizer *state, int rounding);
-/// Updates every parameter that has a gradient. Errors: VALUE; DEVICE (norms of a lagged update on
-/// a card).
+/// Updates every parameter that has a gradient. Errors: VALUE; DEVICE (`norms` in a lagged update
+/// on a card).
 eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update);
 /// Makes the next update use the caller's t, even after lagged updates. Call this after restoring
 /// moments.
@@ -632,9 +632,9 @@ int  eng_interrupted(void);
 int  eng_interrupt_signal(int number);
 /// Sets what the first Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 or SIGXCPU does. 0, the default: sets
 /// level 2 and stops the script. 1: sets level 1, for a training loop, which then ends at the end
-/// of its step and sets policy 0 again. 2: sets level 2 without stopping the script, for a caller that waits
-/// inside a call; the call then returns, and the caller prints its own message. -1 only queries.
-/// Returns the previous value.
+/// of its step and sets policy 0 again. 2: sets level 2 without stopping the script, for a caller
+/// that waits inside a call; the call then returns, and the caller prints its own message. -1 only
+/// queries. Returns the previous value.
 int  eng_interrupt_policy(int policy);
 /// SIGHUP makes a run reload its policy's file. The signal handler calls eng_hangup. eng_hangups
 /// returns the number of signals since its last call.
@@ -645,8 +645,8 @@ int  eng_hangups(void);
 
 /// Returns the time of a monotonic clock in seconds; only differences are meaningful.
 double eng_clock(void);
-/// Stores the size of the terminal that file descriptor `fd` refers to in *columns and *rows.
-/// Returns false if `fd` is not a terminal.
+/// Sets *columns and *rows to the size of the terminal on file descriptor `fd`. Returns false if
+/// `fd` is not a terminal.
 bool eng_terminal(int *columns, int *rows, int fd);
 /// Waits; a signal ends the wait early.
 void eng_sleep(double seconds);

@@ -56,8 +56,8 @@ void        eng_listing_free(eng_listing *listing);
 /// inside the file and has the size of its shape and dtype.
 typedef struct eng_safetensors eng_safetensors;
 
-/// One tensor in the file. `name` lives as long as the file is open; begin and end are bytes from
-/// the file's start.
+/// One tensor in the file. `name` lives as long as the file is open; its data are the bytes [begin,
+/// end) of the file.
 typedef struct eng_safetensors_entry {
   const char *name;
   int32_t dtype, ndim;
@@ -109,8 +109,8 @@ typedef struct eng_attach eng_attach;
 // Limits in bytes for each client: a line that it sends; the replies that it has not read yet.
 enum { ENG_ATTACH_LINE = 65536, ENG_ATTACH_ANSWER = 1 << 20 };
 /// Opens the socket at `path`. The path of its folder may have any length. A file name that is too
-/// long is an error (IO). Replaces a socket without a listener. Errors: STATE (another process
-/// listens), IO, MEMORY.
+/// long is an error (IO). Replaces a socket on which no process listens. Errors: STATE (another
+/// process listens), IO, MEMORY.
 eng_status eng_attach_open(eng_attach **out, const char *path);
 /// Disconnects all clients and removes the socket. NULL is allowed.
 void       eng_attach_close(eng_attach *server);

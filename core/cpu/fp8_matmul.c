@@ -6,8 +6,8 @@
 // K is cut into runs: pieces of at most RUN steps that end where a scale changes or a promotion is
 // due. For every run, panels of columns of b and blocks of rows of a are packed as f32, which is
 // exact. For each row and panel, the model updates its accumulator, `part`. At the end of a
-// promotion interval, `part` is added to `sum`. At the end of a stretch, an interval of K with
-// constant scales, `sum` is scaled and added to `total`. `part`, `sum` and `total` are kept in f32
+// promotion interval, `part` is added to `sum`. At the end of a stretch (an interval of K with
+// constant scales), `sum` is scaled and added to `total`. `part`, `sum` and `total` are kept in f32
 // between runs. After the last run, the bias is added and the result is rounded to its dtype.
 //   fp32    chains of multiply-adds, several rows at a time. Products of FP8 numbers are exact in
 //           f32, so fusing changes nothing. Of each pair of steps of K, the later step is added

@@ -1,5 +1,5 @@
 // Helpers shared by the reference kernels: iteration over strided tensors (walk), dense copies in
-// double, and the scratch memory for them. Included only by reference*.c.
+// double, and the scratch memory for them. Included only by reference*.c and reference_side.h.
 //
 // Most kernels read every input into a dense array of doubles, compute with plain loops, and write
 // the result back with one rounding. Integers go through int64 and wrap.

@@ -1,5 +1,5 @@
 // One of the two results of a call that quantizes: the quantized x or its quantized transpose.
-// Included by reference_fp8.c and reference_mx.c.
+// Included by reference_fp8.c, reference_mx.c and reference_msamp.c.
 #pragma once
 
 #include "reference.h"

@@ -1,5 +1,6 @@
 // Helpers shared by the row kernels: the rows of a tensor, rows of any fast dtype as f32, sums in a
-// fixed order. Included by kernel files and gemm_micro.h, once per instruction set. Owns nothing.
+// fixed order. Included by kernel files and other headers of this folder, once per instruction set.
+// Owns nothing.
 //
 // A sum is taken in a fixed order: per lane within a tile of TILE elements, then over the lanes by
 // a fixed tree, then over the tiles in order, in double. The order depends on the length of the row

@@ -10,9 +10,9 @@
 /// A call of an operation. When a kernel runs, the inputs have been checked and the outputs
 /// allocated with their final shape and dtype. ops.def gives the order of tensors and the names of
 /// attributes (call->sum.mask). A kernel that serves several operations uses the attribute names of
-/// one of them; kernels_spec.lua checks that all of them have the same attributes in the same
-/// order. `in[k]` is NULL for an absent optional input, and `out[k]` is NULL for an output that is
-/// not needed.
+/// one of them; kernels_spec.lua checks that all of them list the same attributes in the same order
+/// (some lack the last ones). `in[k]` is NULL for an absent optional input, and `out[k]` is NULL
+/// for an output that is not needed.
 typedef struct op_call {
   int32_t op, n_in, n_out;
   tensor *in[ENG_OP_INPUTS];
@@ -56,7 +56,7 @@ typedef struct wire_run {
   void    *packed;      // [n] in the comm dtype: numbers, or e4m3 codes
   float   *scales;      // [ceil(n / 128)] scales of e4m3 codes, else NULL
   int64_t  n;
-  int32_t  slot;        // the index of the run in `flags`
+  int32_t  slot;        // wire_pack reports about this run in flags[slot]
   int32_t  how;         // WIRE_RUN_*
 } wire_run;
 

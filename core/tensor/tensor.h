@@ -17,7 +17,7 @@ typedef struct storage {
   // updates, by messages from other ranks
   uint32_t writes;
   int32_t  done;            // how many of the tensors that use it are `done`
-  int32_t  segment;         // checkpointed part of the tape that computes it (tape.h); 0: none
+  int32_t  segment;         // which checkpointed part of the tape computes it (tape.h); 0: none
   bool     awaited;         // used in checkpoint.c: a later node of the segment reads it
   // ZeRO-3 (params/params_parted.c). parted: the parameter whose weights these are, or NULL.
   // closed: the weights are not always in memory, so only operations, which fetch them, may read
