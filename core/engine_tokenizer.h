@@ -5,10 +5,10 @@
 // ------------------------------------------------------------------ tokenizers
 
 /// A tokenizer, as Hugging Face's tokenizer.json describes it. lua/engine/data/tokenizer.lua reads
-/// that file and builds the tokenizer with eng_tokenizer_new and then, in any order,
-/// eng_tokenizer_token to eng_tokenizer_frame. eng_tokenizer_ready completes it. Encoding and
-/// decoding before that call, and building calls after it, are errors (STATE). One thread at a time
-/// may use a tokenizer.
+/// that file and builds the tokenizer. It calls the functions from eng_tokenizer_new to
+/// eng_tokenizer_ready in the order in which they are declared here. Encoding and decoding before
+/// eng_tokenizer_ready, and building calls after it, are errors (STATE). One thread at a time may
+/// use a tokenizer.
 typedef struct eng_tokenizer eng_tokenizer;
 /// The model: byte-pair encoding, unigram (the most probable pieces), WordPiece (the longest
 /// pieces from the left), or whole words.
@@ -37,8 +37,8 @@ enum {
   ENG_STEP_CHINESE = 10,        // BERT: puts spaces around Chinese characters
   ENG_STEP_REPLACE = 11,        // a: text to find; b: its replacement; flags: 0 finds a,
                                 //    1 + ENG_SCAN_* finds matches of that scan instead
-  ENG_STEP_PREPEND = 12,        // a: text to prepend; flags: 0 always, 1 unless present, 2 unless
-                                //    present and only at the start of the text
+  ENG_STEP_PREPEND = 12,        // a: text to prepend; flags: 0 always, 1 unless it is there,
+                                //    2 unless it is there, and only at the start of the text
   ENG_STEP_BYTES = 13,          // each byte becomes the character that GPT-2 uses for it
   ENG_STEP_CHARSMAP = 14,       // a: SentencePiece's compiled character map
   ENG_STEP_SPLIT = 15,          // a: text to find; flags: ENG_SPLIT_* + 8 if inverted
@@ -86,7 +86,7 @@ eng_status eng_tokenizer_new(eng_tokenizer **out, int model, int flags, int64_t 
 /// Frees a tokenizer. NULL is allowed.
 void       eng_tokenizer_free(eng_tokenizer *tokenizer);
 /// Adds a token of the model. `score`: its log probability (unigram only). Errors: FORMAT (id out
-/// of range or in use; text in use, not UTF-8 or too long; score not finite).
+/// of range or in use; text not UTF-8, too long or, except for unigram, in use; |score| >= 1e300).
 eng_status eng_tokenizer_token(eng_tokenizer *tokenizer, int64_t id, const char *text, int64_t size,
                                double score);
 /// Adds a merge of two tokens. Both must exist, and so must their concatenation, without the prefix

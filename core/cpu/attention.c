@@ -146,8 +146,8 @@ static void panels_of_rows(float *to, const sizes *s, const float *rows, int64_t
         vf_store(to + i * GEMM_NR + j - d, vf_load(rows + i * s->padded + j));
 }
 
-// Packs queries [t0, t0+n) of x as panels, each of `span` columns. `rows` holds the copy of the
-// same queries that pack_rows made.
+// Packs queries [t0, t0+n) of x as panels, each of `span` columns. `rows` holds the same queries as
+// pack_rows copied them.
 static void pack_queries(float *to, const sizes *s, slice x, const float *rows, int64_t t0,
                          int64_t n)
 {

@@ -3,10 +3,10 @@
 // Registered by cpu.c; owns nothing.
 //
 // Rows are cut into blocks that stay in the second-level cache; the blocks depend on the shape
-// alone. For each channel, a block yields in f32 the mean, its rounding error and the sum of
-// squared deviations. In the backward pass, it yields the sums of dy and of dy * (x - mean). Blocks
-// and the channels of a group are combined in double, in a fixed order. In the forward pass, a
-// group whose f32 sums overflow is computed entirely in double.
+// alone. In the forward pass, a block yields in f32 for each channel the mean, its rounding error
+// and the sum of squared deviations; in the backward pass, the sums of dy and of dy * (x - mean).
+// The results of blocks and of a group's channels are combined in double, in a fixed order. In the
+// forward pass, a group whose f32 sums overflow is computed entirely in double.
 #include "rows.h"
 #include "simd.h"
 #include "tasks.h"

@@ -217,7 +217,7 @@ static void lay_slab(slab *s, const product *g, int64_t i0, int64_t rows, const 
   }
 }
 
-// -------------------------------------------------- the models: a run updates part [rows x PANEL]
+// ------------------------------------------------- the models: a run updates `part` [rows x PANEL]
 
 // A panel is four vectors wide. Its vectors are processed two at a time, which leaves registers for
 // more rows.
@@ -329,7 +329,7 @@ VF_INLINE vi vb_quarter_(const int8_t *p)
 #endif
 }
 
-// Updates part for one row and one panel of finite numbers. The accumulator takes HOPPER_GROUP
+// Updates `part` for one row and one panel of finite numbers. The accumulator takes HOPPER_GROUP
 // products at a time.
 static void hopper_row(const float *a, const int8_t *ea, const float *b, const int8_t *eb,
                        int64_t steps, float *part)

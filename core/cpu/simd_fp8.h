@@ -34,8 +34,8 @@ VF_INLINE vi vi_above_(vi a, int32_t b)
 #endif
 }
 
-/// Returns the codes of magnitudes that do not round past the format's largest number, in the low
-/// bits of the lanes. The higher bits are undefined. `fraction` is 6 for e5m6. Let 2^e be the
+/// Returns, in the low bits of the lanes, the codes of magnitudes that do not round past the
+/// format's largest number. The higher bits are undefined. `fraction` is 6 for e5m6. Let 2^e be the
 /// largest power of two not above the magnitude or, if the magnitude is subnormal in the format,
 /// the smallest normal number. Adding 2^(e + drop) rounds to the format's step, to nearest even,
 /// and leaves the significand in the last bits of the sum.
