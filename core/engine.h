@@ -419,8 +419,8 @@ void eng_params_bytes(int64_t bytes[4], const eng_params *set);
 /// Returns the number of elements in all parameters.
 int64_t eng_params_count(const eng_params *set);
 /// Returns a checksum of the master weights: the XXH64 hash of the eng_checksum values of all
-/// parameters, in order. Returns 0 if the device fails, or while the weights are divided among the
-/// ranks (zero=3).
+/// parameters, in order. Returns 0 if it cannot be computed: the device fails, memory is short, or
+/// the weights are divided among the ranks now (zero=3).
 uint64_t eng_params_checksum(const eng_params *set);
 /// Returns the same checksum over only the parameters i with which[i] == `value`.
 uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value);

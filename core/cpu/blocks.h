@@ -16,7 +16,7 @@ enum {
 
 typedef struct block {
   int64_t first;     // index of the block's first element in its span
-  int64_t before;    // elements in all earlier blocks
+  int64_t before;    // number of elements in all earlier blocks
   int32_t span, count;
 } block;
 

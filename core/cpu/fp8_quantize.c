@@ -32,7 +32,7 @@ enum {
   TURN = LINE,         // rows transposed at a time
   TILE_ROW = 256,       // columns transposed at a time
   FAR = 1 << 21,       // a transposed copy of FAR bytes or more bypasses the caches
-  ROW_BLOCKS = 16,     // blocks of 1 x 128 measured and written at a time
+  ROW_BLOCKS = 16,     // how many blocks of 1 x 128 are measured and written at a time
   VERTICAL = 64,       // in narrower blocks, the maximum of each column is found first
 };
 
@@ -45,7 +45,7 @@ typedef struct side {
   int64_t  rows, columns;                  // of x
   int64_t  high, wide;                     // rows and columns of a block; never 0
   int64_t  across;                         // blocks in one row of blocks
-  // Floats from a block's scale to the scale of the block below it, and of the block to its right.
+  // How many floats after a block's scale the scale of the next block is, below and to the right.
   int64_t  scale_down, scale_across;
   uint8_t *q;
   float   *scale;
@@ -212,7 +212,7 @@ static bool divides(const side *s)
 static int fraction_of(const side *s) { return s->call->quantize.format == ENG_e4m3 ? 3 : 2; }
 
 // Returns whether every number of a block, multiplied by `factor` (divided if `by`), rounds to a
-// number in the format's range. The codes of such blocks need no clamping. Most blocks are such.
+// number in the format's range, as in most blocks. The codes of such a block need no clamping.
 // `most` is the block's largest magnitude. Returns false for a negative factor.
 VF_INLINE bool is_within(uint32_t most, float factor, const int fraction, const bool by)
 {

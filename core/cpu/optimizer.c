@@ -1,4 +1,4 @@
-// The fused optimizer update, one pass over memory: gradient * factor, clamp, moments, f32 master
+// The fused optimizer update, one pass over memory: gradient * factor, clamp, moments, master
 // weights, low-precision weights. Also unscales gradients into f32. Fills backend.optimize and
 // backend.unscale; owns nothing. The reference kernels are in reference_optimizer.c.
 //

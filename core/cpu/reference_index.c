@@ -152,7 +152,7 @@ eng_status reference_topk(const op_call *call)
 static eng_status find_extreme(const op_call *call, int sign)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  int64_t n = x->shape[call->argmax.dim], step = 1;   // step: elements between candidates
+  int64_t n = x->shape[call->argmax.dim], step = 1;   // step: distance from candidate to candidate
   for (int d = x->ndim - 1; d > call->argmax.dim; d--) step *= x->shape[d];
   for (int64_t i = 0; i < y->count; i++) {
     int64_t first = i / step * n * step + i % step, best = 0;

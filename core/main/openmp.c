@@ -12,8 +12,8 @@
 #include <string.h>
 #include <unistd.h>
 
-// Returns the bytes of an OpenMP stack size such as "4M", or 0 if the text is not a valid size. A
-// number without a unit is in kilobytes.
+// Converts the text of an OpenMP stack size, such as "4M", to bytes. Returns 0 if the text is not a
+// valid size. A number without a unit is in kilobytes.
 static size_t stack_bytes(const char *text)
 {
   char *end;

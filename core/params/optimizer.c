@@ -150,7 +150,7 @@ void eng_optimizer_free(eng_optimizer *state)
 
 void eng_optimizer_restart(eng_optimizer *state) { state->in_a_row = false; }
 
-/// Returns whether a moment has only this rank's elements.
+/// Returns whether the parts of a moment hold only this rank's elements.
 static bool is_divided(const flat_buffer *moment, const eng_params *set)
 {
   for (int i = 0; i < set->n; i++)

@@ -54,7 +54,7 @@ typedef struct free_list {
 
 typedef struct arena {
   const char *name;
-  int64_t chunk_size;      // the minimum taken from the system, in bytes
+  int64_t chunk_size;      // usual size of a new chunk, in bytes
   chunk  *first, *current;
   free_list *lists;        // [n_lists] a hash table by size
   int     n_lists;         // 0 or a power of two
@@ -169,9 +169,9 @@ static int64_t number_in(const char *path, int64_t otherwise)
   return value;
 }
 
-/// Returns the bytes of memory of the machine, or the limit of the process's container if that is
-/// lower. If a process exceeds this number, the system kills the process instead of refusing
-/// memory.
+/// Returns how many bytes of memory the machine has, or the limit of the process's container if
+/// that is lower. If a process exceeds this number, the system kills the process instead of
+/// refusing memory.
 static int64_t machine_memory(void)
 {
   static int64_t known;
