@@ -102,9 +102,9 @@ void       eng_safetensors_abort(eng_safetensors_writer *writer);
 
 // ------------------------------------------------------------------ attach
 
-/// The attach socket of a run, for other processes of the same user: a Unix socket, mode 0600, with
-/// a line-based protocol. Other users are rejected, up to 8 clients are served at a time, and no
-/// client can make the run wait.
+/// The attach socket of a run, for other processes of the same user and of root: a Unix socket,
+/// mode 0600, with a line-based protocol. Other users are rejected, up to 8 clients are served at a
+/// time, and no client can make the run wait.
 typedef struct eng_attach eng_attach;
 // Limits in bytes for each client: a line that it sends; the replies that it has not read yet.
 enum { ENG_ATTACH_LINE = 65536, ENG_ATTACH_ANSWER = 1 << 20 };

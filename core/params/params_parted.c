@@ -150,7 +150,7 @@ void parted_free(params_parted *q)
   free(q);
 }
 
-// ---- coming and going
+// ---- fetching and dropping units
 
 static void move_pages(params_parted *q, int unit, int form, bool here)
 {

@@ -45,7 +45,8 @@ typedef struct tensor {
   int32_t   output;                  // which output of that node
   int32_t   step_index;              // index in the step's list
   int64_t   step;                    // the step in which it was made
-  struct tensor *gradient;           // set for a leaf, and during backward
+  // the gradient of a leaf outside parameter sets or, during backward, of an operation's result
+  struct tensor *gradient;
   struct parameter *parameter;       // set for members of a parameter set (params.h)
 } tensor;
 
