@@ -149,9 +149,9 @@ void       eng_fp8_step(int64_t step);
 bool       eng_fp8_measure(bool on);
 /// Returns the measurements of each role since the last call.
 eng_status eng_fp8_meters(eng_fp8_meter meter[3], int64_t site);
-/// Returns how many bytes of memory gradient rules on the tape will read. Parameters do not count,
-/// and memory that several rules read counts once. `fp8` receives how many of these bytes are FP8
-/// codes and scales. Returns -1 if the host is out of memory.
+/// Returns how many bytes of memory the backward pass of the tape will read. Parameters do not
+/// count, and memory that several gradient rules read counts once. `fp8` receives how many of these
+/// bytes are FP8 codes and scales. Returns -1 if the host is out of memory.
 int64_t    eng_tape_bytes(int64_t *fp8);
 
 #endif

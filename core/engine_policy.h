@@ -119,7 +119,7 @@ typedef struct eng_verdict {
   double  spike_clip;         // adam, adamw: largest g^2 / v of an element; 0: none
   int64_t bias_step;          // number of this update for bias correction; 0: as the optimizer
                               // counts
-  uint32_t each;              // bit ENG_EACH_* is set: the verdict has such entries for tensors
+  uint32_t each;              // bit ENG_EACH_* is 1 if the verdict has such entries for tensors
   char    reason[256];
 } eng_verdict;
 

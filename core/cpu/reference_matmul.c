@@ -18,8 +18,8 @@ static void multiply(double *acc, int64_t rows, int64_t columns, int64_t inner, 
   }
 }
 
-// Writes a dense copy of x's stride in elements along each batch dimension of y: 0 where x is
-// broadcast.
+// Sets `stride` to the strides, in elements, that a dense copy of x has along the batch dimensions
+// of y: 0 where x is broadcast.
 static void batch_strides(int64_t *stride, const tensor *x, const tensor *y)
 {
   int64_t step = x->shape[x->ndim - 1] * x->shape[x->ndim - 2];
