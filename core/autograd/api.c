@@ -26,7 +26,7 @@ eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, i
   return hand_over(out, x, transfer_clear(x));
 }
 
-/// Copies x into y, broadcasting, without recording.
+/// Copies x into y, with broadcasting. The tape does not record the copy.
 static eng_status copy(tensor *y, tensor *x)
 {
   op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {x}, .out = {y},

@@ -1,7 +1,7 @@
 // The backward pass: runs the gradient rule of each node of the tape, from the last node to the
 // first. At a node with a Lua gradient the pass returns to Lua, which computes the gradient and
-// resumes the pass. Owns the pass and the table of rules. Called by Lua, dist/ (the watch), fp8/
-// (registers rules), step.c and trap.c.
+// resumes the pass. Owns the pass and the table of rules. Called by Lua, step.c and trap.c. dist/
+// sets the watch, and fp8/ registers rules.
 #include "backward.h"
 
 #include "base/array.h"
@@ -49,7 +49,7 @@ void backward_set_watch(const backward_watch *on)
   gradient_set_place(watch.on.place, watch.on.data);
 }
 
-/// Lists the parameters that nodes before the cursor read.
+/// Lists the parameters that are inputs of nodes before the cursor.
 static eng_status expect_gradients(void)
 {
   watch.length = 0;

@@ -91,7 +91,8 @@ static eng_status run_node(int i)
                                          eng_op_name(node->call.op));
 }
 
-/// Whether bit k of `mask` is set. Always true if `all`, because a Lua gradient may read anything.
+/// Returns whether bit k of `mask` is set, or true if `all`: the segment then has a Lua gradient,
+/// which may read anything.
 static bool listed(int32_t mask, int k, bool all) { return all || (mask >> k & 1); }
 
 /// Recomputes the freed tensors of nodes first .. last that gradient rules read.

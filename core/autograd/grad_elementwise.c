@@ -77,7 +77,8 @@ eng_status grad_div(grad_call *g)
   return grad_emit(g, 0, da);
 }
 
-/// Emits p * q * dy where `test` is not 0, else 0, as the gradient of input k. zero: a tensor of 0.
+/// Emits the gradient of input k: p * q * dy where `test` is not 0, else 0. `zero` is a scalar
+/// tensor with the value 0.
 static eng_status emit_where_nonzero(grad_call *g, int k, tensor *p, tensor *q, tensor *test,
                                      tensor *zero)
 {
@@ -111,7 +112,7 @@ eng_status grad_pow(grad_call *g)
   return ENG_OK;
 }
 
-// The gradient goes to the larger (smaller) input; equal inputs get half each.
+// The gradient of maximum (minimum) goes to the larger (smaller) input; equal inputs get half each.
 static eng_status extreme(grad_call *g, int wins)
 {
   tensor *a = g->call->in[0], *b = g->call->in[1], *tie, *half, *shared_half;

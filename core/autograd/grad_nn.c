@@ -106,7 +106,8 @@ eng_status grad_linear(grad_call *g)
   return ENG_OK;
 }
 
-// y = gelu(u) W2^T + b2, u = x W1^T + b1: two linear layers, du = gelu'(u) (dy W2) between them
+// y = gelu(u) W2^T + b2, u = x W1^T + b1. Both linear layers have the rule of linear. Between them,
+// du = gelu'(u) (dy W2).
 eng_status grad_mlp_gelu(grad_call *g)
 {
   const op_call *y = g->call;

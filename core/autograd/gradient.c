@@ -16,8 +16,8 @@
 
 #include <string.h>
 
-// Leaves outside parameter sets that have received a gradient in this step. A scope may have
-// dropped some of them since.
+// Leaves that belong to no parameter set and have received a gradient in this step. A scope may
+// have dropped some of them since.
 typedef struct leaf { tensor *x; uint32_t generation; } leaf;
 static struct { leaf *items; int length; int64_t room; } leaves;
 

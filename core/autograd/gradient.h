@@ -1,5 +1,5 @@
-// Gradients: the input and output of gradient rules. See gradient.c. Called by the rules (grad_*.c,
-// fp8/) and by backward.c.
+// Gradient rules: their arguments, and the functions with which they emit gradients. See
+// gradient.c. Called by the rules (grad_*.c, fp8/) and by backward.c.
 #pragma once
 
 #include "tape.h"
@@ -8,7 +8,7 @@
 typedef struct grad_call {
   const op_call *call;
   tensor *dy[ENG_OP_OUTPUTS];
-  double  relative_scale;   // scale of the node, and so of dy and of the rule's results
+  double  relative_scale;   // the node's; dy and the rule's results have the same
   bool    last;             // the tape is dropped after this pass
 } grad_call;
 
@@ -55,8 +55,9 @@ eng_status grad_run_wide(tensor **out, op_call c);
 /// Creates a second tensor over x's memory, for a gradient with two destinations.
 eng_status grad_share(tensor **out, tensor *x);
 
-/// Compute and emit the gradients of swiglu for given inputs, and of attention for a given output
-/// y. The rules of FP8 layers call these functions, too.
+/// grad_swiglu_of computes and emits the gradients of swiglu for given inputs, and
+/// grad_attention_of those of attention for a given output y. The rules of FP8 layers call both,
+/// too.
 eng_status grad_swiglu_of(grad_call *g, tensor *gate, tensor *up);
 eng_status grad_attention_of(grad_call *g, tensor *y);
 

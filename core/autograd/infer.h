@@ -4,7 +4,7 @@
 
 #include "op.h"
 
-/// The rules infer_<shape> of ops.def.
+/// Declares the rule infer_<shape> for each name in the column `shape` of ops.def.
 #define ENG_OP(name, inputs, outputs, layout, cast, shape, ...) op_infer_rule infer_##shape;
 #include "ops.def"
 

@@ -11,7 +11,7 @@ enum { ROWS = 512 };
 // values of call_kind.op that are not operations
 enum { PASS_GRADSTATS = ENG_OP_COUNT, PASS_OPTIMIZE, PASS_UNSCALE, REST };
 
-// Calls of the same operation, formats and shapes share a row.
+// Calls with the same operation, dtypes and shapes share a row.
 typedef struct call_kind {
   int32_t op;
   int32_t dtype[3];        // dtypes of the first two inputs and the first output; -1: absent

@@ -78,8 +78,8 @@ static eng_status give_memory(const op_call *call)
   return ENG_OK;
 }
 
-/// Marks the memory that a call computed as part of the open segment. Outputs of a Lua gradient are
-/// not part of the segment.
+/// Assigns to the open segment the memory that a call allocated for its outputs. Outputs of a Lua
+/// gradient belong to no segment.
 static void mark_segment(const op_call *call)
 {
   for (int k = 0; k < call->n_out; k++) {

@@ -11,5 +11,5 @@
 #define ARRAY_GROW(items, room, needed) array_grow(&(items), &(room), needed, sizeof *(items))
 
 /// The function behind ARRAY_GROW. `items` is the address of the array's pointer, and `size` is the
-/// bytes of an element.
+/// number of bytes in an element.
 bool array_grow(void *items, int64_t *room, int64_t needed, size_t size);

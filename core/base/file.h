@@ -26,8 +26,8 @@ void       file_writer_abort(file_writer *writer);
 /// is no memory.
 char *file_parent(const char *path);
 
-/// Opens a regular file for reading; `size` receives its bytes. Errors: IO, also for a directory, a
-/// device or a pipe. The caller closes *fd.
+/// Opens a regular file for reading; `size` receives its length in bytes. Errors: IO, also for a
+/// directory, a device or a pipe. The caller closes *fd.
 eng_status file_open(int *fd, int64_t *size, const char *path);
 
 /// Reads exactly `size` bytes at `offset`. A shorter file is an IO error that names `path`.

@@ -29,7 +29,7 @@ static const format formats[] = {
   { "f16", 5, 10, 15, 1023, INF, true },
   { "e5m6", 5, 6, 15, 63, INF, true },
   { "e5m2", 5, 2, 15, 3, INF, true },
-  // codes with the top exponent: the last fraction, 7, is NaN; the others are numbers
+  // with the top exponent, the fraction 7 means NaN, and the other fractions mean numbers
   { "e4m3", 4, 3, 7, 6, NOT, true },
   { "ue4m3", 4, 3, 7, 6, NOT, false },
   { "e4m3_ieee", 4, 3, 7, 7, INF, true },

@@ -1,10 +1,11 @@
-// The scale of a block from its largest magnitude: the rules of other projects, bit for bit.
-// Inline, so that gcc and nvcc compile the same code. Divisions are in f32, or in f64 where the
-// rule says so, and round to nearest even.
+// Computes the scale of a block from its largest magnitude by the rules of other projects, bit for
+// bit. Inline, so that gcc and nvcc compile the same code. Divisions are in f32, or in f64 where
+// the rule says so, and round to nearest even.
 //
-// A value is quantized as q = x * factor (or x / scale in rules that divide); q * scale restores
-// it. fp8.h then rounds q to its format, saturating. `largest` is the largest number of the format:
-// 448, 57344 or 65024. "Powers of two" says how a rule rounds if scales must be powers of two.
+// A value is quantized as q = x * factor (or x / scale in rules that divide), and fp8.h rounds q to
+// its format, saturating. q * scale restores the value. `largest` is the largest number of the
+// format: 448, 57344 or 65024. "Powers of two" says how a rule rounds if scales must be powers of
+// two.
 //
 //   rule, source and formula
 //   transformer_engine   TransformerEngine common/recipe/recipe_common.cuh

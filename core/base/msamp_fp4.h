@@ -6,8 +6,9 @@
 //   factor of a row   S = 2^floor(log2(6 / a)); 1 if a is 0, Inf or NaN
 //   code of v         the e2m1 number nearest to v S, ties toward +Inf; Inf and NaN stay
 //   value of a code   code / S
-// Clamping limits each row to its elements number int((1 - clamp) K) and int(clamp K), counted from
-// 0 in ascending order, with NaN last. The product of the scales and codes is exact in bf16.
+// Clamping limits a row to the range between two of its elements. In ascending order, with NaN
+// last, they have the indices int((1 - clamp) K) and int(clamp K). Each value, a code divided by S,
+// is exact in bf16.
 #pragma once
 
 #include "engine.h"

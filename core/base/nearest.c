@@ -5,7 +5,7 @@
 #include <string.h>
 #include <strings.h>
 
-enum { LONGEST = 64 };   // most bytes of a name
+enum { LONGEST = 64 };   // bytes; a longer name matches nothing
 
 static int lower(char c)
 {
@@ -17,7 +17,8 @@ static int smaller(int a, int b)
   return a < b ? a : b;
 }
 
-// Edits from a to b. Three rows of the edit-distance table are enough: a swap reads two rows back.
+// Returns the number of edits from a to b. A swap of neighbours counts as one edit. It reads two
+// rows back, so three rows of the edit-distance table are enough.
 static int distance(const char *a, int length_a, const char *b, int length_b)
 {
   int rows[3][LONGEST + 1];

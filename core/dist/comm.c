@@ -25,8 +25,8 @@ enum { SMALL = 1 << 15,              // up to this many bytes, a reduction uses 
 int eng_comm_rank(const eng_comm *comm) { return comm->rank; }
 int eng_comm_size(const eng_comm *comm) { return comm->size; }
 
-/// Makes a group for a transport that has no groups. The group is a list of world numbers: of the
-/// ranks in `parent` that passed the same color, ordered by key and rank.
+/// Makes a group for a transport that has no groups: lists the world numbers of the ranks in
+/// `parent` that passed the same color, ordered by key and rank.
 static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, int key)
 {
   typedef struct wish { int32_t color, key; } wish;

@@ -1,9 +1,9 @@
-// Ranks: groups of processes that work on one job, behind one interface. A transport moves bytes.
-// The MPI transport is a plug-in library (comm_mpi.c); the NCCL transport (comm_nccl.c) is used
-// where there is no MPI; a process that runs alone has no transport. All collective operations
-// (comm.c) are made of messages between two ranks, so that a sum has one order whatever the
-// transport, message size or algorithm. Data on the ranks' cards goes from card to card over NCCL
-// where possible, else through the host.
+// Ranks are processes that work on one job. A transport moves bytes between them; all transports
+// have one interface. The MPI transport is a plug-in library (comm_mpi.c); the NCCL transport
+// (comm_nccl.c) is used where there is no MPI; a process that runs alone has no transport. All
+// collective operations (comm.c) are made of messages between two ranks, so that a sum has one
+// order whatever the transport, message size or algorithm. Data on the ranks' cards goes from card
+// to card over NCCL where possible, else through the host.
 //
 // The order of a sum over ranks 0..n-1: let p be the largest power of two <= n. First x[i + p] is
 // added to x[i] for i < n - p. Then a balanced binary tree adds x[0..p-1], adjacent elements first:
@@ -51,7 +51,7 @@ typedef struct comm_transport {
   void (*free)(void *group);
   /// Ends every process of the job; does not return.
   void (*abort)(int code);
-  /// The engine's last call to the transport, when all ranks have finished.
+  /// The engine calls this last, when all ranks have finished.
   void (*finish)(void);
   const char *(*describe)(void);
 } comm_transport;
@@ -137,7 +137,7 @@ eng_status comm_reduce_both(eng_comm *comm, double *values, int n_sums, int n_ma
 /// ENG_e4m3 stands for FP8 with one scale for each block of WIRE_BLOCK elements.
 int comm_dtype_of(int option, int own);
 /// comm_padded returns `count` rounded up to a multiple of WIRE_BLOCK. comm_packed_bytes returns
-/// the bytes of `count` packed numbers; in FP8 the codes come first, then the scales.
+/// the size in bytes of `count` packed numbers; in FP8 the codes come first, then the scales.
 int64_t comm_padded(int64_t count);
 int64_t comm_packed_bytes(int comm_dtype, int64_t count);
 /// Converts n numbers in host memory from one dtype to another with the CPU's kernel.

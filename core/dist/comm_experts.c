@@ -41,8 +41,8 @@ static eng_status reserve(int which, int64_t bytes)
 // ------------------------------------------------------------------ formats
 
 static int64_t blocks_of(int64_t columns) { return (columns + WIRE_BLOCK - 1) / WIRE_BLOCK; }
-// The bytes of the codes, rounded up to a multiple of 4 so that the f32 scales behind the codes are
-// aligned.
+// Returns the size of the codes in bytes, rounded up to a multiple of 4, so that the f32 scales
+// after the codes are aligned.
 static int64_t codes_bytes(int64_t rows, int64_t columns) { return (rows * columns + 3) / 4 * 4; }
 
 static int64_t rows_bytes(int comm_dtype, int64_t rows, int64_t columns)
@@ -52,7 +52,7 @@ static int64_t rows_bytes(int comm_dtype, int64_t rows, int64_t columns)
 }
 
 /// encode converts rows to codes and scales; decode converts them back. If a row consists of whole
-/// blocks, one call converts all rows.
+/// blocks, one call of wire_e4m3_* converts all rows.
 static void encode(char *message, const float *x, int64_t rows, int64_t columns)
 {
   float *scales = (float *)(message + codes_bytes(rows, columns));

@@ -25,7 +25,7 @@ typedef struct bucket {
   int64_t *begin;             // [ranks + 1] byte offset in `out` of the message to each rank, and
                               // later in `in` of the sum from each rank. A message is a packed
                               // piece and n flag bytes
-  int64_t  packed;            // bytes of this rank's piece in the comm dtype
+  int64_t  packed;            // size in bytes of this rank's packed piece
   int64_t  bytes;             // `packed` plus n flag bytes, rounded up to COMM_ALIGN
   int64_t  in_bytes;          // size of `in`
   int64_t  need;              // total size of `out`, `in` and `sum`
@@ -101,23 +101,24 @@ eng_status buckets_fill(eng_parallel *p, const eng_parallel_options *options);
 /// Cuts a bucket, whose index is `number`, into the ranks' pieces and computes the sizes of its
 /// messages.
 eng_status bucket_cut(bucket *b, int number, bool whole);
-/// Computes the bytes of the single block for messages in flight, and of each block of `rooms`.
-/// `limit`: eng_parallel_options.bucket.
+/// Computes two sizes in bytes: of the single block for messages in flight, and of each block of
+/// `rooms`. `limit`: eng_parallel_options.bucket.
 void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *p, int64_t limit);
 void buckets_free(eng_parallel *p);
 /// Returns how many elements of member k are in the piece of `rank`. The first of them has index
 /// `from` in the member and `at` in the piece.
 int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, int64_t *from,
                        int64_t *at);
-/// Computes the elements [from, to) of member `index` that rank `rank` owns. set->own has this
-/// rank's elements of all members.
+/// Computes the range [from, to) of elements of member `index` that rank `rank` owns. set->own has
+/// this rank's ranges for all members.
 void member_owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, int rank);
 /// Returns the number of elements in the piece of `rank`.
 static inline int64_t bucket_piece(const bucket *b, int rank)
 {
   return b->cut[rank + 1] - b->cut[rank];
 }
-/// Returns the bytes of member i's whole gradient in the dtype in which backward writes it.
+/// Returns the size in bytes of member i's whole gradient, in the dtype in which backward writes
+/// it.
 static inline int64_t member_room(const eng_params *set, int i)
 {
   return set->member[i].value->count * eng_dtype_size(set->gradient_dtype[i]);
@@ -128,14 +129,15 @@ static inline int64_t member_room(const eng_params *set, int i)
 /// ZeRO-3: from now on this rank keeps only its own pieces of the weights and fetches the other
 /// pieces when it uses them. units [set->n]: the unit of each member.
 eng_status weights_part(eng_parallel *p, const int32_t *units);
-/// Predicts the memory and messages of a step from the operations on the tape.
+/// ZeRO-3: predicts the memory for weights, and the messages that carry weights in a step, from the
+/// operations on the tape.
 eng_status weights_predict(eng_parallel_sizes *out, eng_parallel *p, const int64_t *own,
                            const int32_t *units);
 
 // ---- comm_cards.c
 
 enum { COMM_ALIGN = 16 };
-/// Returns the bytes of memory that a bucket takes while it is in flight.
+/// Returns how many bytes of memory a bucket takes while it is in flight.
 int64_t cards_bytes(const bucket *b);
 eng_status cards_new(eng_parallel *p);
 void cards_free(eng_parallel *p);

@@ -1,7 +1,7 @@
 // The MPI transport: a plug-in, libengine_mpi.so, built where there is an mpicc. It provides
-// messages between two ranks, groups, and the end of a job; comm.c builds the collectives on these.
-// It uses only a few MPI functions, so that any implementation works.
-// Called by world.c, which loads it.
+// groups, messages between two ranks, and the end of a job; comm.c builds the collectives on these.
+// It uses only a few MPI functions, so that any implementation works. Called by world.c, which
+// loads it.
 #include "comm.h"
 
 #include <mpi.h>
@@ -47,8 +47,8 @@ static int world_number(MPI_Comm comm, int rank)
   return number;
 }
 
-/// Sets the error for a message that does not have the expected length. `got`: the bytes that
-/// arrived, or -1 if more than the expected bytes arrived.
+/// Sets the error for a message that does not have the expected length. `got`: the number of bytes
+/// that arrived, or -1 if the message is longer than expected.
 static eng_status wrong_length(const exchange *e, const comm_message *m, int got)
 {
   char text[512], number[32] = "more";

@@ -308,7 +308,7 @@ const char *comm_cards_text(void) { return nccl.how[0] ? nccl.how : NULL; }
 
 // ------------------------------------------------------------------ host messages over the cards
 
-/// Messages in flight with a staging buffer on the card. A finished exchange is reused, so that
+/// Messages in flight, and their staging buffer on the card. A finished exchange is reused, so that
 /// steps after the first allocate nothing.
 typedef struct staged {
   struct staged *next;

@@ -111,7 +111,7 @@ static eng_status divide(eng_parallel *p)
   return ENG_OK;
 }
 
-/// Records which parameters only some ranks hold, and gathers the ranks of `holders`.
+/// Records which parameters only some ranks hold, and collects the holders' ranks in p->comm.
 static eng_status find_holders(eng_parallel *p, const eng_parallel_options *options)
 {
   if (!options->apart || !options->holders) return ENG_OK;

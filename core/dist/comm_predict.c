@@ -9,7 +9,7 @@
 
 #include <stdlib.h>
 
-/// Counts what bucket b sends and keeps on this rank.
+/// Adds this rank's messages and memory for bucket b to `out`.
 static void count_bucket(eng_parallel_sizes *out, int64_t *longest, const eng_parallel *p,
                          const bucket *b, int zero)
 {
@@ -43,7 +43,7 @@ static parameter *read_here(const eng_parallel *p, const op_call *call, int k)
 }
 
 /// Computes how many bytes of memory the gradients will need during backward, with an imagined pool
-/// (`rooms`). Iterates over the tape in the order of backward. A gradient takes memory when it is
+/// (`rooms`). Walks over the tape in the order of backward. A gradient takes memory when it is
 /// first written, and releases it when its bucket is complete and all earlier buckets have been
 /// sent.
 static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_bytes)

@@ -93,7 +93,7 @@ void comm_watched(comm_watch_mark before)
 
 // ------------------------------------------------------------------ a rank is missing
 
-enum { NOTE = 96 };                  // bytes of an alarm message: the name of the collective
+enum { NOTE = 96 };                  // bytes of an alarm, which names the collective
 
 /// Sends this rank's alarm, `what`, to every other rank and collects the alarms of the other ranks,
 /// for up to 2 s. The entry of a rank in `notes` [world size x NOTE] stays empty if the rank sends

@@ -51,8 +51,8 @@ static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64
                    tensor_text(s));
 }
 
-/// Infers the codes, scales and amax of the quantized tensor: x, input 0, or for swiglu_quantize a
-/// tensor with the shape of x.
+/// Infers the codes, scales and amax of a quantized tensor. For quantize it is x, input 0. For
+/// swiglu_quantize it is the result of the swiglu, which has the shape of input 0.
 static eng_status infer_codes(const op_call *c, const tensor *factor, op_shape *s)
 {
   const char *name = op_name(c);

@@ -389,8 +389,8 @@ static bool same_role(const eng_fp8_role *a, const eng_fp8_role *b)
 }
 
 /// Returns a recent linear layer whose codes of x this layer can share (gate and up of a SwiGLU),
-/// or NULL. Both layers must read the same x with the same role settings, and neither may delay the
-/// scaling of x.
+/// or NULL. Both layers must read the same x with the same role settings, and neither may use
+/// delayed scaling for x.
 static const op_call *same_codes(const fp8_site *s, const tensor *x)
 {
   enum { BACK = 8 };
@@ -510,8 +510,8 @@ static eng_status run_linear(op_call *c)
 
 // ---- backward
 
-/// Provides x or w for a backward product, which sums over the other dimension, from the values
-/// that the forward product read: quantized again, unless the recipe says that they stay the same.
+/// Provides x or w for a backward product, which sums over the other dimension. Quantizes again
+/// what the forward product read, unless the recipe says that it stays the same.
 static eng_status quantize_again(factor *out, copies *made, fp8_site *s, int role,
                                  const op_call *node)
 {

@@ -1,18 +1,18 @@
 // Linear layers under a microscaling recipe. A role's copies hold, in bf16, the numbers that the
 // codes represent. An ordinary matmul multiplies them; the product of two such numbers is exact in
 // f32. NVFP4's scale of the whole tensor (amax / 2688 under the rule nvfp4) is not part of the
-// copies, because bf16 would round the scaled numbers. One number multiplies the f32 sums: the
-// product of both factors' scales and of the inverses of the roles' `factor`.
+// copies, because bf16 would round the scaled numbers. Instead, one number multiplies the f32 sums:
+// the product of both operands' scales of this kind, divided by both roles' `factor`.
 //
 // With the accumulator BLACKWELL the copies hold codes and scales, and mx_matmul multiplies them,
 // on the tensor cores of cards that support it. fp8_mx_coded decides this for a layer's three
 // products together, at each call.
 //
 // A recipe may give x and W separate formats for the backward products (eng_fp8_recipe.backward).
-// These products then read the forward product's numbers, the same or quantized again. Their
-// results are the gradients of these numbers; fp8_mx_through turns them into the gradients of x and
-// W. dy may be in FP8 with power-of-two scales; its copy holds the values of the codes, which are
-// exact in bf16. Called by linear.c; see its head.
+// These products then read the numbers that the forward product read, unchanged or quantized again.
+// Their results are the gradients of these numbers; fp8_mx_through turns them into the gradients of
+// x and W. dy may be in FP8 with power-of-two scales; its copy holds the values of the codes, which
+// are exact in bf16. Called by linear.c; see its head.
 #include "sites.h"
 
 #include "base/error.h"
@@ -62,7 +62,7 @@ bool fp8_mx_coded(const fp8_site *s, int64_t rows, int64_t columns, int64_t outp
   return coded;
 }
 
-// The bytes of one block in a row: its codes and its scale.
+// Returns how many bytes one block takes in a row: its codes and its scale.
 static int64_t block_bytes(const eng_fp8_role *r)
 { return r->block_columns / (mx_packed(r->format) ? 2 : 1) + 1; }
 
@@ -73,7 +73,7 @@ eng_status fp8_mx_make(tensor **out, arena_id arena, const eng_fp8_role *r, int6
                      (int64_t[]){rows, columns / r->block_columns * block_bytes(r)});
 }
 
-// Views of the codes and the scales of a coded copy.
+// Creates views of the codes and of the scales of a coded copy.
 static eng_status open_codes(tensor **codes, tensor **scales, tensor *copy, const eng_fp8_role *r)
 {
   int64_t rows = copy->shape[0], blocks = copy->shape[1] / block_bytes(r),
@@ -89,7 +89,7 @@ static void drop_all(tensor **x, int n)
     if (x[k]) tensor_drop(x[k]);
 }
 
-// The values of a coded copy in bf16.
+// Computes the values of a coded copy, in bf16.
 static eng_status decode(tensor **values, tensor *copy, const eng_fp8_role *r)
 {
   tensor *part[2] = {0};
@@ -107,7 +107,8 @@ static eng_status decode(tensor **values, tensor *copy, const eng_fp8_role *r)
 
 // ---- quantizing
 
-// fp8_measure for microscaling. x: the tensor before quantization; q: its quantized values.
+// Does the work of fp8_measure for microscaling. x: the tensor before quantization; q: its
+// quantized values.
 static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale,
                           const tensor *amax)
 {
@@ -121,7 +122,7 @@ static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const ten
   if (r->factor != 0) whole /= (float)r->factor;
   ENG_TRY(fp8_sample_read(&m, x, q, scale));
   mx_format f = mx_format_of(r->format);
-  // half a step above the largest number, or the f32 below it if such a half rounds up
+  // half a step above the largest number or, if a tie there rounds up, the f32 below this limit
   float limit = 1.5f * f.largest - 0.5f * mx_value((uint8_t)(f.top - 1), f);
   if (f.top & 1 && !mx_is_gated(r->mx - 1)) limit = f32_from(f32_bits(limit) - 1);
   for (int64_t i = 0; i < m.rows; i++)
@@ -138,8 +139,8 @@ static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const ten
   return ENG_OK;
 }
 
-// The attribute `signs` of the operation hadamard for a product. Each product of a layer draws its
-// own signs.
+// Returns the attribute `signs` that the operation hadamard gets for a product. Each product of a
+// layer draws its own signs.
 static int64_t signs_of(const fp8_site *s, const eng_fp8_product *p)
 {
   if (p->signs <= ENG_FP8_SIGNS_FIXED) return p->signs;
@@ -215,7 +216,7 @@ static eng_status encode(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x, bo
 {
   if (r->mx - 1 == ENG_MX_MSAMP_FP4) return encode_msamp(to, r, x);
   int gate = mx_is_gated(r->mx - 1) ? MX_GATE : 0;
-  tensor *view[5] = {0};   // if coded: x as a matrix; codes and scales of q; of q_t
+  tensor *view[5] = {0};   // if coded: x as a matrix; codes and scales of q, then of q_t
   op_call c = {.op = ENG_OP_mx_quantize, .n_in = 2, .n_out = 8,
                .in = {x},
                .out = {to->q, NULL, to->amax, to->q_t, NULL, NULL, to->amax_t, to->gate},
@@ -246,7 +247,7 @@ static eng_status encode(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x, bo
   }
   *to = (fp8_mx_copies){coded ? to->q : c.out[0], c.out[1], c.out[2], coded ? to->q_t : c.out[3],
                         c.out[6], c.out[7]};
-  view[2] = NULL;          // to->scale holds it
+  view[2] = NULL;          // to->scale owns it now
   tensor_drop(c.out[5]);
   if (coded) drop_all(view, 5);
   else if (c.out[4]) tensor_drop(c.out[4]);

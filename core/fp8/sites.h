@@ -49,7 +49,7 @@ eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor
 /// codes or values q, and all scales. `x` owns the memory of all three arrays. `rows` is 0 if the
 /// tensor x is empty.
 typedef struct fp8_sample { float *x, *q, *scale; int64_t rows, every, columns; } fp8_sample;
-/// Reads a sample, whose x the caller frees.
+/// Reads a sample. The caller frees to->x.
 eng_status fp8_sample_read(fp8_sample *to, tensor *x, tensor *q, const tensor *scale);
 /// Adds an element x to a meter. code: the value of its code, unscaled. scale: the scale of this
 /// code. largest: the format's largest number. limit: x overflows if |x| > limit * scale.
@@ -91,8 +91,9 @@ static inline op_call fp8_quantize_call(const eng_fp8_role *r, tensor *x, tensor
 /// none. If a member other than scale is not NULL before the call, the call writes its result
 /// there. If `coded`, q and q_t hold codes in u8 instead (fp8_mx_make).
 typedef struct fp8_mx_copies { tensor *q, *scale, *amax, *q_t, *amax_t, *gate; } fp8_mx_copies;
-/// Returns whether the backward product of x or w reads what the forward product read
-/// (eng_fp8_recipe.backward). fp8_mx_same: unchanged; otherwise quantized again.
+/// fp8_mx_again returns whether the backward product of x or w reads what the forward product read
+/// (eng_fp8_recipe.backward). fp8_mx_same returns whether it reads this unchanged, not quantized
+/// again.
 static inline bool fp8_mx_again(const fp8_site *s, int role)
 { return role != ENG_FP8_DY && s->recipe.backward[role].mx; }
 static inline bool fp8_mx_same(const fp8_site *s, int role)

@@ -12,8 +12,8 @@
 #include <string.h>
 
 enum { CAPTURES = 32, DEEPEST = 200 };      // LuaJIT's limits; DEEPEST: nested match_here calls
-enum { OPEN = -1, POSITION = -2 };          // lengths of captures that have no text: one that is
-                                            // not yet closed; a position, "()"
+enum { OPEN = -1, POSITION = -2 };          // lengths of captures without text. OPEN: not yet
+                                            // closed. POSITION: the capture is "()"
 
 typedef struct match {
   lua_State  *L;
@@ -265,8 +265,8 @@ static void begin_match(match *m, lua_State *L)
   m->pattern = luaL_checklstring(L, 2, &m->pattern_length);
 }
 
-// Pushes capture i, from 0, of the match [s, end). If the pattern has no captures, capture 0 is the
-// whole match.
+// Pushes capture i (counted from 0) of the match [s, end). If the pattern has no captures, capture
+// 0 is the whole match.
 static void push_capture(const match *m, int i, const char *s, const char *end)
 {
   ptrdiff_t length = i < m->captures ? m->capture[i].length : end - s;

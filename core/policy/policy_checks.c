@@ -18,7 +18,7 @@ static bool is_lenient(lua_State *L, int index)
   return lenient;
 }
 
-// Raises an error with the text on top of the stack, unless the options, argument 1, have
+// Raises an error with the text on top of the stack, unless the options (argument 1) have
 // strict=false.
 static int refuse_strictly(lua_State *L)
 {

@@ -490,8 +490,8 @@ bool policy_record_ipairs(lua_State *L, int index)
   return true;
 }
 
-// Pops a value and pushes a view. The view's metatable has the functions `index`, with the popped
-// value as its upvalue, and, unless it is NULL, `length`.
+// Pops a value and pushes a view. The view's metatable has the functions `index`, whose upvalue is
+// the popped value, and `length` (NULL: none).
 static void push_view(lua_State *L, view_kind kind, int place, lua_CFunction index,
                       lua_CFunction length)
 {

@@ -16,8 +16,9 @@ enum { TEXT_VERSION = 1, STATE_DEPTH = DATA_DEPTH - 2 };   // save wraps the sta
 
 // ------------------------------------------------------------------ Lua tables to blobs
 
-// The tables seen so far: up to 16 in few[0..n), more in the hash table `table`. The rest of `few`
-// is uninitialized. A state must be a tree, because a copy would duplicate a shared table.
+// The tables seen so far: up to 16 in few[0..n); if there are more, all of them in the hash table
+// `table`. The rest of `few` is uninitialized. A state must be a tree, because a copy would
+// duplicate a shared table.
 typedef struct visited { size_t n, capacity; const void **table, *few[16]; } visited;
 
 static bool visit(visited *v, const void *table)
@@ -169,8 +170,8 @@ static void swap_blobs(eng_policy *p)
   p->next = swap;
 }
 
-// Records the addresses of the keys in `good`, and references the keys in Lua's registry. So the
-// keys stay alive, and an address always identifies the same string.
+// Writes the addresses of the state's keys to `flat`, and references the keys in Lua's registry. So
+// the keys stay alive, and an address always identifies the same string.
 static void keep_keys_task(eng_policy *p, void *argument)
 {
   (void)argument;
@@ -347,7 +348,8 @@ static eng_status call_maker(eng_policy *p, const char *maker, int n)
   return ENG_ERR_POLICY;
 }
 
-// Makes the initial state, with init if the policy has it, and leaves it on top of the stack.
+// Makes the initial state, by calling init if the policy has one. Leaves the state on top of the
+// stack.
 static eng_status fresh_state(eng_policy *p)
 {
   p->random_key = ~0ull;
@@ -367,7 +369,7 @@ static eng_status copy_out(eng_policy *p, const char *maker)
                    policy_line_of(p, maker), maker, p->why);
 }
 
-// Makes the state on top of the stack, whose copy is in `next`, the policy's current state.
+// Replaces the policy's current state by the state on top of the stack, whose copy is in `next`.
 static void take_state(eng_policy *p)
 {
   swap_blobs(p);
@@ -375,8 +377,8 @@ static void take_state(eng_policy *p)
   lua_settop(p->L, SLOT_COUNT);
 }
 
-// Makes the state on top of the stack current: copies it, checks its scale and resets the last
-// verdict. Uses `scale` if the state has no scale.
+// Adopts the state on top of the stack: copies it, checks its scale, makes it current and resets
+// the last verdict. Uses `scale` if the state has no scale.
 static eng_status adopt(eng_policy *p, const char *maker, double scale)
 {
   ENG_TRY(copy_out(p, maker));
@@ -566,9 +568,9 @@ static void arguments_task(eng_policy *p, void *old)        // returns { old sta
   lua_rawseti(p->L, -2, 2);
 }
 
-// Returns the fresh state, which is read from `next`, with values of the old policy. If both
-// policies have the same name, it takes over all fields of the old state. Otherwise it takes over
-// only the scale, if the fresh state has one.
+// Reads the fresh state from `next`, copies values of the old policy into it, and returns it.
+// Copies all fields of the old state if both policies have the same name. Otherwise copies only the
+// scale, if the fresh state has one.
 static void merge_task(eng_policy *p, void *argument)
 {
   const eng_policy *old = argument;

@@ -14,16 +14,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-/// A field of a verdict, and how its value, on top of the stack, is read.
+/// A field of a verdict, and the function that reads its value from the top of the stack.
 typedef struct verdict_field verdict_field;
 struct verdict_field {
   const char *name;
   unsigned    need;       // the ENG_NEED_* that `needs` must list for the field; 0: none
   bool      (*read)(eng_policy *p, eng_verdict *out, const verdict_field *field);
   const char *expected;   // for messages: the expected value
-  const char *entry;      // for messages: an expected entry; NULL: the field need not be a table
-  size_t      at;         // of a single number: its offset in eng_verdict
-                          // of a number per tensor: its ENG_EACH_*
+  const char *entry;      // for messages: an expected entry of a table; NULL: need not be a table
+  size_t      at;         // a single number's offset in eng_verdict, or the ENG_EACH_* of numbers
+                          // per tensor
 };
 
 bool policy_refuse(eng_policy *p, const char *format, ...)
@@ -201,8 +201,8 @@ static double true_norm(const eng_policy *p, const eng_tensor_stats *s)
   return sqrt(s->sum_squares) / (p->judged->scale * gradstats_relative_scale(s));
 }
 
-// Limits the norm of all tensors of `group` together, or of tensor `only` if group is -1, to
-// `limit`. With `exactly`, sets the norm to `limit`, whether it was larger or smaller.
+// Limits a norm to `limit`: the joint norm of the tensors of `group` or, if group is -1, the norm
+// of tensor `only`. With `exactly`, sets the norm to `limit`, whether it was larger or smaller.
 static void limit_norm(eng_policy *p, int only, int group, double limit, bool exactly)
 {
   if (!p->judged_stats) return;                              // no statistics per tensor (replay)
@@ -244,7 +244,7 @@ static bool read_norms(eng_policy *p, eng_verdict *out, const verdict_field *f)
   return true;
 }
 
-// Reads `lr_muls` or `caps`: a number for each tensor.
+// Reads `lr_muls` or `caps`, which give a number to each tensor.
 static bool read_numbers(eng_policy *p, eng_verdict *out, const verdict_field *f)
 {
   lua_State *L = p->L;
@@ -269,8 +269,8 @@ static bool read_numbers(eng_policy *p, eng_verdict *out, const verdict_field *f
   return true;
 }
 
-// Marks the tensors that the string on top of the stack selects: the name of a tensor or group, or
-// a pattern.
+// Marks the tensors that the string on top of the stack selects. The string is the name of a tensor
+// or group, or a pattern.
 static bool mark_reset(eng_policy *p, const verdict_field *f)
 {
   int named;

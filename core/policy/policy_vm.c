@@ -217,7 +217,8 @@ static const char *option_hint(const eng_policy *p, const char *name)
   return nearest_hint(name, names, n);
 }
 
-// Returns option_hint() or, for a name that is near none, a list of all options, in `all`.
+// Returns option_hint() or, if no option has a similar name, a list of all options, which it writes
+// to `all`.
 static const char *option_choices(const eng_policy *p, const char *name, char all[static 256])
 {
   const char *hint = option_hint(p, name);

@@ -123,7 +123,7 @@ static eng_status outcome(const eng_history *history)
 
 eng_status eng_history_close(eng_history *history)
 {
-  if (!history || history->process != getpid()) return ENG_OK;  // a forked child has no thread
+  if (!history || history->process != getpid()) return ENG_OK;  // a forked child has no writer
   if (history->writing) stop_writer(history);
   eng_status status = history->writing ? outcome(history) : ENG_OK;
   destroy(history);

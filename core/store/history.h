@@ -3,7 +3,8 @@
 // engine_files.h.
 //
 // A message in the queue is one statement with its parameters in order. So the thread does not
-// interpret rows, except to number the attempts of a step (HISTORY_STEP) and for HISTORY_RESUME.
+// interpret rows, with two exceptions: it numbers the attempts of a step (HISTORY_STEP), and it
+// runs HISTORY_RESUME itself.
 #pragma once
 
 #include "engine.h"
@@ -74,15 +75,15 @@ struct eng_history {
   uint64_t  head, tail;             // bytes written and consumed. Modulo HISTORY_QUEUE they are
                                     // offsets in `queue`. Both restart at 0 when the queue is
                                     // empty.
-  uint64_t  appended, committed;    // numbers of messages
+  uint64_t  appended, committed;    // how many messages were appended and committed
   uint64_t  rounds;                 // rounds of the thread, whether or not the commit succeeded
   bool      stop, hurry;            // hurry: start a round now, not at the end of the period
   bool      failing;                // the last round failed
   bool      news;                   // the last error has not been reported yet
   bool      moved;                  // the file was removed or replaced
-  int64_t   dropped;                // rows lost to a full queue, not yet recorded in the file
-  int64_t   lost;                   // rows that SQLite refused, and dropped rows recorded in the
-                                    // file
+  int64_t   dropped;                // rows lost to a full queue, not yet reported in the file
+  int64_t   lost;                   // rows that SQLite refused, and dropped rows that were
+                                    // reported in the file
   char      trouble[400];           // text of the last error
 
   pthread_t     thread;  // only the thread uses the following fields, except `reader` and `next`
@@ -113,7 +114,7 @@ eng_status history_check(sqlite3 *db, const char *path, bool *fresh);
 
 /// Returns the largest number of bytes that the packed statistics of n tensors can take.
 int64_t history_pack_bound(int n);
-/// Packs statistics; returns the bytes used.
+/// Packs statistics; returns the number of bytes written.
 int64_t history_pack(uint8_t *blob, const eng_tensor_stats *stats, int n);
 /// Returns the current time as events store it, in seconds since 1970.
 double  history_time(void);

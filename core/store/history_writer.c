@@ -31,8 +31,8 @@ static const char schema[] =
   "CREATE INDEX events_step ON events(step);";
 
 // Since schema 2: summaries for plotting and counting long runs. Row b of `blocks` summarizes steps
-// b * 256 to b * 256 + 255. The first step of a later block writes it. For each quantity it has the
-// count, minimum, maximum and sum of the finite values.
+// b * 256 to b * 256 + 255. The first step of a later block writes this row. For each quantity the
+// row has the count, minimum, maximum and sum of the finite values.
 #define EACH_SUMMED(X) X(loss, "loss") X(lr, "lr") X(scale, "scale") X(amax, "amax") \
   X(norm, "norm") X(stored, "amax * scale") X(zeros, "1.0 * zeros / count") \
   X(underflow, "1.0 * underflow / count")
@@ -276,8 +276,8 @@ static int resume_at(eng_history *history, int64_t step)
   return code;
 }
 
-// Summarizes the blocks before the block of `step` that have no summary yet. If the block of `step`
-// already has a summary, deletes it and all later summaries instead.
+// Summarizes all blocks without a summary that come before the block of `step`. If the block of
+// `step` already has a summary, deletes it and all later summaries instead.
 static int sum_up(eng_history *history, int64_t step)
 {
   const int64_t block = block_of(step);

@@ -9,7 +9,7 @@
 
 #include <stdlib.h>
 
-enum { SHORT_WORD = 40 };      // the most symbols of a word that merge_short handles
+enum { SHORT_WORD = 40 };      // merge_short handles words of up to this many symbols
 
 // ---- tables for encoding
 
@@ -176,8 +176,9 @@ static eng_status merge_long(eng_tokenizer *t, uint32_t *id, int64_t *count)
 
 // ---- a word
 
-// Returns the token of one character, with the model's prefix unless the character is the word's
-// first, and with the model's suffix if it is the last. Returns -1 if there is no such token.
+// Returns the token of one character of a word. The token's text begins with the model's prefix
+// unless the character is the word's first, and ends with the model's suffix if it is the last.
+// Returns -1 if there is no such token.
 static int64_t affixed(eng_tokenizer *t, const char *at, int n, bool first, bool last)
 {
   buffer *b = &t->text_out;

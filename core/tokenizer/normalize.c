@@ -113,8 +113,8 @@ static bool chinese(uint32_t c)
          (c >= 0xF900 && c <= 0xFAFF) || (c >= 0x2F800 && c <= 0x2FA1F);
 }
 
-// Returns the lower case of a character. The cases above 0x80 are letters added after Unicode 15,
-// which libutf8proc does not know.
+// Returns the lower case of a character. The constants below are letters that libutf8proc does not
+// know, because Unicode added them after version 15.
 static uint32_t lower_case(uint32_t c)
 {
   if (c < 0x80) return c + (c >= 'A' && c <= 'Z' ? 32 : 0);

@@ -77,7 +77,7 @@ typedef struct texts {
   uint64_t *slots;             // hash in the upper half, 1 + index in the lower; 0: empty
   int64_t   room, count;
   int64_t  *at;                // [index] offset in the pool
-  int32_t  *size;              // [index] bytes
+  int32_t  *size;              // [index] size in bytes
   uint32_t *value;             // [index]
   int64_t   numbers;           // capacity of the three lists
 } texts;
@@ -145,7 +145,8 @@ typedef struct added {
   int     flags;
 } added;
 
-/// A cache from words to their ids. at: offset of a word in `keys`; first, n: its ids in `values`.
+/// A cache from words to their ids. at: offset of a word in `keys`; first, n: index of its first id
+/// in `values`, and number of its ids.
 typedef struct word_cache {
   struct cached { uint64_t hash; int64_t at; int32_t size, first, n; } *slots;
   buffer  keys;
@@ -183,9 +184,9 @@ struct eng_tokenizer {
   added    *added;
   int64_t   n_added, room_added;
   int32_t  *added_of;          // [room_ids] 1 + index in `added`; 0: not an added token
-  trie      raw_added, normalized_added;   // of the added tokens that are searched in the raw text,
-                                           // and of those that are searched in normalized text
-  bool      raw_first[256], normalized_first[256];   // whether such a token begins with this byte
+  trie      raw_added, normalized_added;   // tries of added tokens: those searched in the raw text,
+                                           // and those searched in normalized text
+  bool      raw_first[256], normalized_first[256];   // [byte] whether such a token begins with it
   steps     normalize, split, decode;
   ids       before, after, out;
   word_cache cache;

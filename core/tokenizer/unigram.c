@@ -81,7 +81,7 @@ eng_status unigram_word(eng_tokenizer *t, const char *word, int64_t size)
     at += n;
   }
   int32_t *ends = (int32_t *)(end_at + size + 1);        // ends of the pieces, last piece first
-  int64_t n = 0, at = 0, start = -1;         // start: of a run of unknown characters; -1: none
+  int64_t n = 0, at = 0, start = -1;         // start of a run of unknown characters; -1: none
   for (int64_t end = size; end > 0; end = end_at[end].from) ends[n++] = (int32_t)end;
   for (; n-- > 0; at = ends[n]) {
     int32_t id = end_at[ends[n]].id;
