@@ -178,7 +178,7 @@ eng_status eng_backward(const eng_tensor *handle, double seed, bool retain)
                        ? "backward: an earlier backward emptied the tape of this loss; "
                          "hint: backward{retain=true} in the earlier call"
                        : "backward: nothing in this loss requires a gradient; hint: "
-                         "x:requires_grad(true), and no engine.no_grad() around it");
+                         "x:requires_grad(true), and no engine.no_grad() around the forward pass");
   tensor *dy;
   ENG_TRY(tensor_make(&dy, ARENA_STEP, loss->dtype, loss->ndim, loss->shape));
   if (!graph_takes_seed(dy)) ENG_TRY(transfer_set(dy, seed * gradient_relative_scale(loss)));

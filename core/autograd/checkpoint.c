@@ -95,13 +95,13 @@ static eng_status run_node(int i)
 /// which may read anything.
 static bool listed(int32_t mask, int k, bool all) { return all || (mask >> k & 1); }
 
-/// Recomputes the freed tensors of nodes first .. last that gradient rules read.
+/// Recomputes those freed outputs of nodes first .. last that gradient rules read.
 static eng_status run_again(int first, int last)
 {
   bool all = false;
   for (int i = first; i <= last; i++) all |= tape_call(i)->op < 0;
-  // from the last node to the first: `awaited` marks memory that the rule or the recomputation of a
-  // later node reads
+  // goes from the last node to the first; `awaited` marks memory that a later node reads, in its
+  // rule or when it runs again
   for (int i = last; i >= first; i--) {
     const op_call *call = tape_call(i);
     if (call->op < 0) continue;

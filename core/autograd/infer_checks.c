@@ -102,7 +102,7 @@ eng_status want_shape(const op_call *c, int k, int ndim, const int64_t *shape,
 {
   const tensor *x = c->in[k];
   if (x->ndim == ndim && memcmp(x->shape, shape, (size_t)ndim * sizeof *shape) == 0) return ENG_OK;
-  return error_set(ENG_ERR_SHAPE, "%s: expected input %d to have the shape of %s, %s, got %s",
+  return error_set(ENG_ERR_SHAPE, "%s: expected input %d to have the shape of %s (%s), got %s",
                    op_name(c), k + 1, what, tensor_shape_text(ndim, shape), tensor_text(x));
 }
 

@@ -112,7 +112,7 @@ static eng_status check_space(const op_call *c)
     const char *here = backend_current()->name;
     return error_set(
       ENG_ERR_DEVICE,
-      "%s: input %d, %s, is not in the memory of the current device, %s; hint: x:to('%s')",
+      "%s: input %d (%s) is not in the memory of the current device, %s; hint: x:to('%s')",
       name_of(c), k + 1, tensor_text(c->in[k]), here, here);
   }
   return ENG_OK;
@@ -170,7 +170,8 @@ static eng_status take_numbers(op_call *c)
 
 // ---- elements in another order
 
-/// Whether output element i depends only on element i of each input, in any order of the elements.
+/// Whether output element i depends only on element i of each input, so that elements can be
+/// computed in any order.
 static bool is_elementwise(op_call *c)
 {
   switch (c->op) {

@@ -47,7 +47,7 @@ static double below(int dtype, double high)
 typedef struct distribution {
   bool   normal;
   double a, b;      // low and high, or mean and standard deviation
-  double last;      // uniform: the largest result
+  double last;      // of a uniform distribution: the largest result
 } distribution;
 
 // Draws four numbers from one block.

@@ -36,7 +36,7 @@ bool tape_wants(const op_call *call)
   return false;
 }
 
-/// Returns the mask of the outputs after the first that have a gradient.
+/// Returns the mask of the outputs that have a gradient, without output 0.
 static int later_outputs(const op_call *call)
 {
   const op_info *info = &op_table[call->op];

@@ -28,7 +28,7 @@ eng_status tape_record(const op_call *call);
 /// Whether a recorded operation computed x.
 bool tape_holds(const tensor *x);
 static inline bool tape_empty(void) { return tensor_tape_length == 0; }
-/// Return node i, and the call of node i. call.op is -1 for a Lua gradient.
+/// tape_at returns node i, and tape_call its call. call.op is -1 for a Lua gradient.
 const tape_node *tape_at(int i);
 const op_call *tape_call(int i);
 /// Stores autocast's settings and the current number of drawn Philox blocks, for the node of the

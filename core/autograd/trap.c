@@ -101,7 +101,7 @@ static bool overwritten(const op_call *c, int k)
   return false;
 }
 
-/// Returns the index, from 1, of the first input that contained inf or nan (`kind`) before the
+/// Returns the index (from 1) of the first input that contained inf or nan (`kind`) before the
 /// call, or 0 if there is none.
 static int held_by(const eng_trap_site *site, const op_call *c, int kind)
 {

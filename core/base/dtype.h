@@ -11,7 +11,7 @@ static inline bool dtype_is_fp8(int d)   { return d == ENG_e4m3 || d == ENG_e5m2
 /// Includes bool.
 static inline bool dtype_is_integer(int d) { return !dtype_is_float(d) && !dtype_is_fp8(d); }
 
-/// Read and write element `index` of host memory as a double. A store rounds once, from double.
+/// Read and write element `index` in host memory as a double. A store rounds once, from double.
 double tensor_load(const void *data, int dtype, int64_t index);
 void   tensor_store(void *data, int dtype, int64_t index, double value);
 /// Read and write element `index` of an integer tensor. All 64-bit values are exact.

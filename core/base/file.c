@@ -233,7 +233,7 @@ eng_status eng_file_lock(int *lock, const char *path)
     long process = strtol(holder, NULL, 10);
     if (process == (long)getpid())
       return error_set(ENG_ERR_STATE, "%s is already locked by this process", path);
-    if (process <= 0)              // the other process has not written its id, or failed to
+    if (process <= 0)              // the other process has not written its id yet, or could not
       return error_set(ENG_ERR_STATE, "%s is locked by an unknown process", path);
     return error_set(ENG_ERR_STATE, "%s is locked by process %ld", path, process);
   }

@@ -43,7 +43,7 @@ ENG_INLINE float f32_odd_from_f64(double x)
   return f32_from(bits | 1u);
 }
 
-/// Handles overflow of a rounded magnitude. Returns `code` up to `largest`. For a larger code
+/// Handles overflow of a rounded magnitude. Returns `code` if it is at most `largest`. Otherwise
 /// returns `largest` when saturating, else `largest` + 1: Inf, or NaN in formats without Inf.
 ENG_INLINE uint32_t small_bound(uint32_t code, uint32_t largest, int mode)
 {

@@ -1,6 +1,6 @@
-// Text of unknown origin (policies, scripts, files, other ranks) for terminals, logs and pages, and
-// the rule for names. Called by the core's messages (error.c, json.c, policy/, dist/) and, through
-// lua/engine/base/show.lua, by everything that prints.
+// Makes text of unknown origin (policies, scripts, files, other ranks) safe for terminals, logs and
+// pages, and checks names. Called by the core's messages (error.c, json.c, policy/, dist/) and,
+// through lua/engine/base/show.lua, by everything that prints.
 #include "text.h"
 
 #include "engine.h"

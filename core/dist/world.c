@@ -3,7 +3,7 @@
 // Two transports exist. MPI is a plug-in, libengine_mpi.so beside this library. It is loaded only
 // if mpirun or srun started several processes, so that a machine without MPI runs everything else.
 // NCCL alone (comm_nccl.c) is the transport if torchrun started the job, or srun without an MPI
-// plug-in.
+// plug-in. ENGINE_RANKS overrides this choice.
 //
 // Fills comm_world (comm_wait.c). Called by Lua through engine.h; no file of this folder calls it.
 #define _GNU_SOURCE
@@ -86,10 +86,12 @@ static void find_launcher(launch *found, bool nccl)
   const char *several = getenv("WORLD_SIZE");
   if (found->name || !several || strcmp(several, "1") == 0) return;
   if (!getenv("RANK"))
-    snprintf(found->wrong, sizeof found->wrong, "WORLD_SIZE=%.60s without RANK", several);
+    snprintf(found->wrong, sizeof found->wrong, "WORLD_SIZE=%.60s is set, but RANK is not",
+             several);
   else if (!is_set(MEETING_ADDRESS, nccl))
     snprintf(found->wrong, sizeof found->wrong,
-             "WORLD_SIZE=%.60s and RANK without MASTER_ADDR, the machine of rank 0", several);
+             "WORLD_SIZE=%.60s and RANK are set, but not MASTER_ADDR (the host of rank 0)",
+             several);
 }
 
 static launch launched(void)

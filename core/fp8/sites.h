@@ -38,8 +38,8 @@ fp8_amax_place fp8_amax_last(void);
 bool fp8_amax_can_share(int64_t round);
 void fp8_amax_share(int64_t site, int64_t slot);
 
-/// fp8_measuring returns whether meters are on. fp8_measure compares x with its codes for the
-/// meters of a role.
+/// fp8_measuring returns whether meters are on; they are off while a checkpointed operation runs
+/// again. fp8_measure compares x with its codes for the meters of a role.
 bool fp8_measuring(void);
 /// Returns the step number that eng_fp8_step set.
 int64_t fp8_step(void);

@@ -405,7 +405,7 @@ static void open_library(lua_State *L, lua_CFunction open, const char *name)
   lua_call(L, 1, 0);
 }
 
-// Adds the library on top of the stack to the environment below it.
+// Makes the library on top of the stack constant, and adds it to the environment below it.
 static void set_library(lua_State *L, const char *name)
 {
   char what[32];

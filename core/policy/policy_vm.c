@@ -195,7 +195,7 @@ static void read_options(eng_policy *p)
   lua_settop(L, 1);
 }
 
-// Reads "0.5", "1e-4", "inf", and "2^16", as people write scales.
+// Reads a number written as people write scales: "0.5", "1e-4", "inf" or "2^16".
 static bool read_number(double *out, const char *text)
 {
   const char *power = strchr(text, '^');
@@ -423,9 +423,9 @@ bool eng_policy_scales_groups(const eng_policy *p)
 
 // ------------------------------------------------------------------ verdicts
 
-// Handles a failed decision: *out receives the last good verdict, and the policy gets back the
-// state from before the decision. The verdict's reason is `reason`. Unless `what` is NULL, the
-// position of decide and `what` precede `reason`.
+// Handles a failed decision: *out receives scale, clip and lr_mul of the last good verdict, and the
+// policy gets back the state from before the decision. The verdict's reason is `reason`. Unless
+// `what` is NULL, the position of decide and `what` precede `reason`.
 static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record, const char *what,
                       const char *reason)
 {

@@ -179,7 +179,7 @@ static inline bool policy_is_scale(double x) { return f64_is_finite(x) && x > 0;
 /// Creates the record's views and pushes `record`.
 void policy_record_open(eng_policy *policy);
 void policy_record_free(eng_policy *policy);
-/// Returns the index, from 0, of the tensor or group whose name is on the stack at `index`, or -1.
+/// Returns the index (from 0) of the tensor or group whose name is on the stack at `index`, or -1.
 int policy_named(const eng_policy *policy, bool group, int index);
 /// Pushes iterator, view and nil for a view at `index`. Returns false if the value is not a view.
 bool policy_record_pairs(lua_State *L, int index);

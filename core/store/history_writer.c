@@ -187,7 +187,8 @@ eng_status history_writer_open(eng_history *history)
   if (!exec(history, later_tables))
     return sqlite_error(history->db, history->path, "create the tables");
   ENG_TRY(add_columns(history));
-  // A history of schema 1 is a history of schema 2 without blocks. The next row creates the blocks.
+  // A history of schema 1 is a history of schema 2 without blocks. The next step that is written
+  // creates the blocks.
   char version[64];
   snprintf(version, sizeof version, "PRAGMA user_version = %d", HISTORY_SCHEMA);
   if (!exec(history, version)) return sqlite_error(history->db, history->path, "write");

@@ -219,8 +219,9 @@ void       charsmap_free(struct charsmap *map);
 void       charsmap_run(const struct charsmap *map, buffer *out, const char *text, int64_t size);
 /// Returns whether a text begins with s->a.
 bool       step_begins(const step *s, const char *text, int64_t size);
-/// Appends `text` with every match of a pattern replaced by `with`. The pattern is scanner `scan` -
-/// 1 or, if `scan` is 0, the text `what`. If nothing matches, appends nothing and returns false.
+/// Appends `text` to `out`, with every match of a pattern replaced by `with`. The pattern is
+/// scanner `scan` - 1 or, if `scan` is 0, the text `what`. If nothing matches, appends nothing and
+/// returns false.
 bool       pattern_replace(buffer *out, const char *text, int64_t size, int scan, const char *what,
                            int64_t length, const char *with, int64_t with_size);
 /// Appends the bytes that GPT-2's characters in a text represent. If the text has other characters,

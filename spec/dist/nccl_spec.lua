@@ -199,8 +199,8 @@ describe("NCCL", function()
     for environment, expected in pairs {
       ["RANK=0 WORLD_SIZE=2 ENGINE_RANKS=nccl"] =
         "2 processes, which need a rendezvous address to connect over NCCL; hint: set MASTER_ADDR",
-      ["RANK=0 WORLD_SIZE=2"] = "WORLD_SIZE=2 and RANK without MASTER_ADDR",
-      ["WORLD_SIZE=2 MASTER_ADDR=x"] = "WORLD_SIZE=2 without RANK",
+      ["RANK=0 WORLD_SIZE=2"] = "WORLD_SIZE=2 and RANK are set, but not MASTER_ADDR",
+      ["WORLD_SIZE=2 MASTER_ADDR=x"] = "WORLD_SIZE=2 is set, but RANK is not",
       ["RANK=2 WORLD_SIZE=2 MASTER_ADDR=x"] =
         "WORLD_SIZE=2 RANK=2: expected the number of processes, and a rank from 0 to that number",
       ["RANK=0 WORLD_SIZE=2x MASTER_ADDR=x"] = "WORLD_SIZE=2x RANK=0: expected",

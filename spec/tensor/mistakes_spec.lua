@@ -232,7 +232,7 @@ describe("a mistake with tensors", function()
       .. "loss:sum() or loss:mean()" },
     { "x:sum():backward()",
       "backward: nothing in this loss requires a gradient; hint: x:requires_grad(true), and no "
-        .. "engine.no_grad() around it" },
+        .. "engine.no_grad() around the forward pass" },
     { "(w * w):backward { retian = true }",
       "backward: unknown option 'retian'; did you mean 'retain'?; options: retain scale" },
     { "(w * w):requires_grad()", "requires_grad: expected a leaf, got f32 [1] from an operation" },
