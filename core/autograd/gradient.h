@@ -8,7 +8,7 @@
 typedef struct grad_call {
   const op_call *call;
   tensor *dy[ENG_OP_OUTPUTS];
-  double  relative_scale;   // the node's; dy and the rule's results have the same
+  double  relative_scale;   // the node's, which dy and the rule's results also have
   bool    last;             // the tape is dropped after this pass
 } grad_call;
 

@@ -1,6 +1,6 @@
-// Times of operations. While profiling is on, the current device is a wrapper that measures the
-// time of each call. When profiling is off, it costs nothing. No other file depends on this one.
-// Owns the table of rows. Called from Lua (engine.profile).
+// Measures the times of operations. While profiling is on, the current device is a wrapper that
+// measures the time of each call. When profiling is off, it costs nothing. No other file depends on
+// this one. Owns the table of rows. Called from Lua (engine.profile).
 #include "device/backend.h"
 #include "op.h"
 

@@ -94,9 +94,9 @@ ENG_INLINE uint16_t bf16_stochastic(float x, uint32_t random)
 
 // ---- clipping ----
 
-/// Returns `factor`, which multiplies the gradients. If `norm`, the norm of the gradients after
-/// this multiplication, exceeds `limit` (0: no limit), returns a smaller factor, as PyTorch does,
-/// so that the norm is below `limit`.
+/// Returns the number by which to multiply the gradients. `norm` is their norm after multiplication
+/// by `factor`. If this norm does not exceed `limit` (0: no limit), returns `factor`. Otherwise
+/// returns a smaller number, as PyTorch does, so that the norm is below `limit`.
 ENG_INLINE double clip_factor(double factor, double norm, double limit)
 {
   return limit > 0 && norm > limit ? factor * limit / (norm + 1e-6) : factor;

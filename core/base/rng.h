@@ -46,8 +46,8 @@ static inline void philox_block(uint32_t word[4], uint64_t counter)
   philox_of(word, rng_seed(), counter);
 }
 
-/// Computes the random words for elements 8 * block to 8 * block + 7 of parameter `index` in an
-/// optimizer's update number `update`: 16 bits for each element. Word 3 of the counter is not 0, so
+/// Computes the random words for elements 8 * block to 8 * block + 7 of parameter `index` in update
+/// number `update` of an optimizer: 16 bits for each element. Word 3 of the counter is not 0, so
 /// the counter never equals a counter of philox_of.
 ENG_INLINE void rng_of_update(uint32_t word[4], uint64_t seed, int64_t update, int32_t index,
                               int64_t block)

@@ -5,10 +5,9 @@
 // order in which backward completes them. Each rank sums one piece of a bucket, computes its
 // statistics and, with ZeRO, updates it.
 //
-// All ranks send their buckets in the same order. Otherwise two ranks could deadlock: the buckets
-// that fill one rank's message memory would wait for buckets that the other rank has no memory to
-// send.
-// Owns the buckets' arrays. Called by the other files that include comm_gradients.h.
+// All ranks send their buckets in the same order. Otherwise two ranks could deadlock, each with its
+// message memory full of buckets that wait for buckets of the other rank. Owns the buckets' arrays.
+// Called by the other files that include comm_gradients.h.
 #include "comm_gradients.h"
 
 #include "base/error.h"

@@ -82,8 +82,8 @@ static int tag_of(const eng_parallel *p, const bucket *b)
 
 static eng_status advance(eng_parallel *p, double *since);
 
-/// Takes memory for a bucket to send. While other buckets occupy all memory, backward waits for
-/// their messages.
+/// Takes the memory that a bucket needs for sending. While other buckets occupy all memory,
+/// backward waits for their messages.
 static eng_status take_memory(eng_parallel *p, bucket *b)
 {
   double began = 0, since = 0;

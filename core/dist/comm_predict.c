@@ -34,8 +34,8 @@ static void count_bucket(eng_parallel_sizes *out, int64_t *longest, const eng_pa
   }
 }
 
-/// Returns the parameter of the set that is input k of an operation, directly or as its
-/// low-precision copy. Returns NULL if input k is neither.
+/// If input k of an operation is a parameter of the set, or a parameter's low-precision copy,
+/// returns the parameter. Otherwise returns NULL.
 static parameter *read_here(const eng_parallel *p, const op_call *call, int k)
 {
   parameter *member = k < call->n_in && call->in[k] ? call->in[k]->parameter : NULL;

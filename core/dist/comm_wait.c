@@ -15,8 +15,8 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { SPINS = 2000 };               // polls before a wait yields the core, because there may be
-                                     // more ranks than cores
+enum { SPINS = 2000 };               // a wait yields the core after this many polls, because
+                                     // there may be more ranks than cores
 static const double STOPPED = 1;     // seconds; see look_at_clock
 
 eng_comm comm_world = { .size = 1 };

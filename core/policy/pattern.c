@@ -133,7 +133,7 @@ static const char *balanced(const match *m, const char *s, const char *p)
 }
 
 // Matches an item such as %1: if the text of capture `index` (from 0) occurs again at s, returns
-// its end, otherwise NULL.
+// the end of this occurrence, otherwise NULL.
 static const char *same_again(const match *m, const char *s, int index)
 {
   if (index < 0 || index >= m->captures || m->capture[index].length == OPEN)

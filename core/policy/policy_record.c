@@ -269,7 +269,7 @@ static int stats_index(lua_State *L)
   return push_stats_field(L, p, v, f);
 }
 
-// Pushes the element of a list by name, or by index from 1; nil if there is none.
+// Pushes the element of a list that has the given name or index (from 1), or nil if there is none.
 static int list_index(lua_State *L)
 {
   const view *v = lua_touserdata(L, 1);

@@ -21,7 +21,7 @@ struct verdict_field {
   unsigned    need;       // the ENG_NEED_* that `needs` must list for the field; 0: none
   bool      (*read)(eng_policy *p, eng_verdict *out, const verdict_field *field);
   const char *expected;   // for messages: the expected value
-  const char *entry;      // for messages: an expected entry of a table; NULL: need not be a table
+  const char *entry;      // for messages: an expected entry; NULL: the value need not be a table
   size_t      at;         // a single number's offset in eng_verdict, or the ENG_EACH_* of numbers
                           // per tensor
 };

@@ -63,9 +63,9 @@ static int64_t contraction(text t, int64_t at, bool fold)
   return at;
 }
 
-// Returns the end of the match of \s+(?!\S)|\s+ at white space. The match is the whole run of white
-// space if the run reaches the end of the text or is one character long. Otherwise it is the run
-// without its last character.
+// Returns the end of the match of \s+(?!\S)|\s+ at `at`, which is white space. The match is the
+// whole run of white space if the run reaches the end of the text or is one character long.
+// Otherwise it is the run without its last character.
 static int64_t white(text t, int64_t at)
 {
   int64_t end = run_of(t, at, UC_SPACE, 0);
@@ -74,8 +74,8 @@ static int64_t white(text t, int64_t at)
   return last > at ? last : end;
 }
 
-// Returns the end of the match of \s*[\r\n]+ at white space, which is after the last line break of
-// the run. Returns `at` if the run has no line break.
+// Returns the end of the match of \s*[\r\n]+ at `at`, which is white space: the position after the
+// last line break of the run. Returns `at` if the run has no line break.
 static int64_t white_lines(text t, int64_t at)
 {
   int64_t end = run_of(t, at, UC_SPACE, 0);
