@@ -12,8 +12,8 @@ extern "C" op_kernel cuda_cast;
 
 // ---- inputs as the kernels need them
 
-/// Copies x [.. x width] to `to` [.. x padded], which is contiguous, in `dtype`. Columns beyond the
-/// width become zeros.
+/// Converts x [.. x width] to `dtype` and copies it to `to` [.. x padded], which is contiguous.
+/// Columns beyond the width become zeros.
 static eng_status lay(void *to, int dtype, const tensor *x, int64_t padded)
 {
   tensor y = *x;

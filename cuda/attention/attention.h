@@ -28,7 +28,7 @@ typedef struct attention_view {
 
 typedef struct attention_problem {
   int32_t batch, queries, keys, heads, groups, width;   // B, T, S, H, G, D
-  int32_t shared;                                       // heads per key head: H / G
+  int32_t shared;                                       // heads that share a key head: H / G
   int32_t causal;
   double  factor;
   attention_view q, k, v;

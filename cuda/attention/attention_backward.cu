@@ -19,14 +19,14 @@
 // key head to between 16 and 32. Probabilities are multiplied by 2^15.
 #include "attention_tiles.h"
 
-// In blocks that own keys: number of tiles of 16 keys per warp
+// In blocks that own keys: number of 16-key tiles per warp
 template <int D> constexpr int KEY_MT = D <= 64 ? 2 : 1;
 // In blocks that own keys: number of queries whose scores are in registers at a time
 template <int D> constexpr int KEY_STEP = D <= 64 ? 32 : 64;
 // In blocks that own queries: number of keys in shared memory at a time
 template <int D> constexpr int KEYS_STAGED = D <= 64 ? 64 : 32;
-// In blocks that own queries: number of tiles of 16 queries per warp, and number of keys whose
-// scores are in registers at a time
+// In blocks that own queries: number of 16-query tiles per warp, and number of keys whose scores
+// are in registers at a time
 enum { QUERY_MT = 2, QUERY_STEP = 32 };
 
 // ---- delta
@@ -35,7 +35,7 @@ template <class T, int D>
 __global__ void __launch_bounds__(THREADS)
   attention_delta(const __grid_constant__ attention_problem p, const backward_room r)
 {
-  // lanes per row, each of which reads 16 bytes; rows that a warp processes at a time
+  // LANES lanes share a row and read at most 16 bytes each. A warp processes AT_ONCE rows at once.
   constexpr int LANES = D == 96 ? 16 : D / 8, AT_ONCE = 32 / LANES;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, piece = lane % LANES;
   const int lines = (int)(r.line / QUERIES), tile = blockIdx.x % lines, pair = blockIdx.x / lines,

@@ -8,11 +8,11 @@
 // The sums are in f32, over the unrounded probabilities.
 #include "attention_tiles.h"
 
-// tiles of 16 queries per warp
+// 16-query tiles per warp
 template <int D, bool ENTROPY> constexpr int TALL = ENTROPY && D > 96 ? 1 : 2;
 // queries of a block
 template <int D, bool ENTROPY> constexpr int ROWS_OF = 16 * WARPS * TALL<D, ENTROPY>;
-// keys that a block processes at a time: as many as registers can hold
+// keys that a block processes at a time, limited by the registers that hold their scores
 template <int D> constexpr int KEYS_OF = D <= 64 ? 64 : 32;
 
 /// Batch, head and first query of a block.
@@ -124,8 +124,8 @@ __global__ void __launch_bounds__(THREADS, 2)
         largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
         top[m][half] = largest;
-        // A row of only -inf so far must sum to 0. A shift of inf would give exp(-inf + inf), a
-        // NaN.
+        // While all scores of a row are -inf, their sum must stay 0. With a shift of inf, each term
+        // would be exp(-inf + inf), which is NaN.
         float shift = largest == -INFINITY ? 0.0f : -largest * scale,
               raised = shift + (float)RAISE<T>;
         float keep = exp2_fast(fmaf(before, scale, shift)), part = 0, part_weighted = 0;

@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
 
   const T *k = row_of<T>(p.k, b, 0, group), *v = row_of<T>(p.v, b, 0, group);
   const int last = keys_seen(p, min(t0 + ROWS, p.queries) - 1), all_see = keys_seen(p, first);
-  // `tiles` and `own_tiles` are the numbers of tiles of keys that the block and the warpgroup
-  // process: at least one, even if all keys are hidden.
+  // The block processes `tiles` tiles of keys, the warpgroup `own_tiles` of them: at least one each,
+  // even if all keys are hidden.
   const int tiles = max(1, (last + KEYS - 1) / KEYS),
             own_last = first < p.queries ? keys_seen(p, min(first + 64, p.queries) - 1) : 0;
   const int own_tiles = max(1, (own_last + KEYS - 1) / KEYS);

@@ -4,8 +4,8 @@
 #include "attention_hopper.h"
 
 enum { KEYS = 64 };   // keys in a tile of the kernel that computes dq
-/// Bytes of shared memory: two resident sets of rows, two pairs of tiles that alternate, and two
-/// pairs of lines of shift and delta.
+/// Size of shared memory in bytes. It holds two resident sets of rows, two pairs of tiles that
+/// alternate, and two pairs of lines of shift and delta.
 template <int D>
 constexpr int BACKWARD_BYTES = (2 * ROWS + 4 * 64) * D * 2 + 4 * QUERIES * 4 + 1024;
 

@@ -9,7 +9,7 @@
 
 enum { ROW_WARPS = 4 };   // warps of a block
 
-/// Returns the index of the row that this warp computes, or -1 if there are fewer rows.
+/// Returns the index of the row that this warp computes, or -1 if no row is left for it.
 __device__ static inline int64_t own_row(int64_t rows)
 {
   int64_t row = (int64_t)blockIdx.x * ROW_WARPS + (threadIdx.x >> 5);
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1)
   constexpr int R = BACKWARD_ROWS<C>, BLOCK_ROWS = TILE_WARPS<C> * R, LINE = 32 * C + 1;
   // the rows that stay: q and dy, or k and v
   float *const stay = (float *)room, *const stay_slopes = stay + BLOCK_ROWS * 32 * C;
-  // for each warp: dscores, and p with KEYS_STAY
+  // for each warp: dscores and, with KEYS_STAY, probabilities
   float *const weights = stay_slopes + BLOCK_ROWS * 32 * C;
   // the current tile of the opposite rows: k and v, or q and dy
   float *const tile = weights + 2 * BLOCK_ROWS * 32, *const slopes = tile + 32 * LINE;

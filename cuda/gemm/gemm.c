@@ -12,9 +12,8 @@
 
 op_kernel cuda_matmul, cuda_linear, cuda_contiguous, cuda_cast;
 
-// A batch that cuBLASLt cannot stride through takes several launches. Instead of more than
-// MOST_LAUNCHES launches, the operands whose strides prevent a single one are copied, which is
-// cheaper.
+// A batch that cuBLASLt cannot stride through takes several launches. If there would be more than
+// MOST_LAUNCHES, the operands whose strides prevent a single launch are copied, which is cheaper.
 enum { MOST_LAUNCHES = 32 };
 
 /// Replaces x [batch.. x rows x columns] by a copy in `dtype` without gaps. Broadcast batch
@@ -172,7 +171,7 @@ eng_status gemm_run(const gemm_product *given)
 {
   gemm_product p = *given;
   gemm_simplify(&p);
-  if (p.k == 0) return gemm_plain(&p);   // C becomes zeros or the bias; unchanged if it accumulates
+  if (p.k == 0) return gemm_plain(&p);   // sets C to 0 or the bias, or keeps C if p accumulates
   bool done = false;
   scratch s = {0};
   eng_status status = by_library(&done, &p, &s);

@@ -26,7 +26,7 @@ typedef struct fp8_operand {
 typedef struct fp8_result {
   void       *data;         // device memory
   int32_t     dtype;        // f32, bf16 or f16; usually f32 when accumulating
-  int64_t     m, n, stride; // elements between rows
+  int64_t     m, n, stride; // stride: elements between rows
   int32_t     accumulate;   // 1: y += x W^T, without a bias
   const void *bias;         // [n], contiguous, or NULL
   int32_t     bias_dtype;   // f32, bf16 or f16

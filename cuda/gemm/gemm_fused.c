@@ -4,8 +4,8 @@
 // and operation run separately: first gemm.c, then the kernels of unary.cu and bias_grad.cu.
 //
 // GELU and its slope are fused only for f16 and bf16, for which cuBLASLt's tanh is accurate enough.
-// Fused column sums have the format of the product. They are fused only if this is f32, because
-// otherwise they would be rounded earlier than in bias_grad.cu.
+// Column sums are fused only for f16 and bf16 inputs and an f32 product. Fused sums have the
+// product's format, and in a narrower one they would be rounded earlier than in bias_grad.cu.
 // Fusion is enabled only by ENGINE_CUBLASLT_FUSE=1, because these kernels have not run on a card
 // yet.
 #include "runtime/device.h"
@@ -152,8 +152,8 @@ eng_status cuda_linear_grad(const op_call *call)
   p.a.row = 1;
   p.a.column = rows.row;
   if (dw->count == 0) return db->count > 0 ? column_sums(db, dy, add) : ENG_OK;
-  // cuBLASLt can store the sums only in aligned f32 memory, and cannot add them to db. If that is
-  // not enough, they go into a matrix of one row, which column_sums stores in db or adds to it.
+  // cuBLASLt can store the sums only in aligned f32 memory, and cannot add them to db. If db needs
+  // more, the sums go into a matrix of one row, which column_sums stores in db or adds to it.
   tensor sums = {.dtype = ENG_f32, .ndim = 2, .count = p.m, .shape = {1, p.m}, .stride = {p.m, 1}};
   bool direct = db->dtype == ENG_f32 && !add && gemm_alignment(db->data) == 16, done;
   int64_t bytes = p.m * (int64_t)sizeof(float);

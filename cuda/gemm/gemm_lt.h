@@ -6,8 +6,8 @@
 
 /// The operands of a problem, in device memory and in cuBLASLt's order (its A is our B). Scales are
 /// NULL except for FP8 and microscaled operands. `alpha` holds two factors, on the product and on
-/// C. It is NULL except for microscaled operands, and in device memory for NVFP4, in host memory
-/// for MX. The operation problem->after reads or writes `side`.
+/// C. It is in device memory for NVFP4, in host memory for MX, and NULL for all other operands. The
+/// operation problem->after reads or writes `side`.
 typedef struct gemm_operands {
   const void  *a, *b;
   void        *c;
@@ -20,9 +20,9 @@ typedef struct gemm_operands {
 /// Queues the product. *done is false, with nothing written, if cuBLASLt has no algorithm for it.
 eng_status gemm_lt_run(bool *done, const gemm_problem *problem, const gemm_operands *on);
 
-/// Sets *ns to the time in ns that the search measured for the problem's algorithm: 0 if the
-/// algorithm was not timed, -1 if there is no algorithm. Runs the search first if necessary; the
-/// search writes into C.
+/// Sets *ns to the time in ns that the search measured for the problem's algorithm, or to 0 if the
+/// algorithm was not timed, or to -1 if there is no algorithm. Runs the search first if necessary;
+/// the search writes into C.
 eng_status gemm_lt_time(int64_t *ns, const gemm_problem *problem, const gemm_operands *on);
 
 /// Whether products may be fused with the operation after them (ENGINE_CUBLASLT_FUSE=1).

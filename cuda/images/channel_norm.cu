@@ -1,8 +1,8 @@
 // Batch norm and group norm of x [N x S x C], channels last, and their gradients. Batch norm is
 // computed as group norm of a single sample that holds all rows, with one channel per group.
 //
-// There are three passes. The first cuts a sample into tiles: a piece of its rows by up to 32
-// vectors of channels. For each channel of a tile it sums x and x^2 or, in the backward pass, dy
+// There are three passes. The first cuts a sample into tiles. A tile is a piece of the rows by up
+// to 32 vectors of channels. For each channel of a tile it sums x and x^2 or, for the gradients, dy
 // and dy * (x - mean). The second adds the sums of a channel's pieces and of a group's channels,
 // and derives up to four factors for each channel. The third applies the factors to the elements.
 //

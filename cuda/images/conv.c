@@ -41,8 +41,8 @@ static eng_status describe(conv_gather *g, const op_call *call, const tensor *fr
       row < INT32_MAX)
     return ENG_OK;
   return error_set(ENG_ERR_SHAPE,
-                   "%s: expected fewer than 2^31 pixels, each with fewer than 2^31 products on "
-                   "cuda, got %s and a kernel of %lld x %lld",
+                   "%s: expected fewer than 2^31 pixels on cuda, and fewer than 2^31 products for "
+                   "each, got %s and a kernel of %lld x %lld",
                    eng_op_name(call->op), tensor_text(over), (long long)kernel[0],
                    (long long)kernel[1]);
 }
@@ -59,8 +59,8 @@ static bool is_direct(const conv_gather *g)
 typedef struct tiles {
   const conv_gather *g;
   bool    direct;
-  int64_t k, row;               // columns of one group and of all groups
-  int64_t first, count, most;   // of a tile: first place, number of places, most places
+  int64_t k, row;               // number of columns of one group; of all groups
+  int64_t first, count, most;   // first place and number of places of the tile; limit on `count`
   void   *memory;
 } tiles;
 

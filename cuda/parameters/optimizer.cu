@@ -13,7 +13,7 @@
 //
 // For the norms of the change, the weights and the moments, squares are summed in f64. The order is
 // the same on every card: a thread's elements, then lanes, warps and a tensor's chunks. The host
-// waits for the sums. Updates without norms and limits use kernels that lack this code.
+// waits for the sums. Updates that need neither norms nor limits use kernels that lack this code.
 #include "passes.h"
 #include "kernel/lanes.h"
 #include "runtime/runtime.h"
@@ -73,8 +73,8 @@ __device__ static inline const rule *rules_of(const numbers *u)
 // ------------------------------------------------------------------ elements
 
 /// A double factor as two f32 factors, which are applied one after the other. `first` is 1 if the
-/// double is between 2^-126 and 2^127. Otherwise `first` is another power of two, because the
-/// product may be in the range of f32 although the double is not.
+/// double is between 2^-126 and 2^127. Otherwise `first` is another power of two, because a scaled
+/// gradient may be in the range of f32 although the double is not.
 struct scaling { float first, second; };
 
 __device__ static inline scaling scaling_of(double factor)
@@ -169,8 +169,8 @@ __device__ static inline piece piece_of(const device_span &s)
   return p;
 }
 
-/// Calls `advance`. If MORE is true, also multiplies the change of the weight by u->shrink, and
-/// adds to `sum` the squares of the change before that, of the new weight and of the moments.
+/// Calls `advance`. If MORE is true, also multiplies the change of the weight by u->shrink. Adds to
+/// `sum` the squares of the unshrunk change, the new weight and the moments.
 template <int LOOP, bool MORE>
 __device__ static inline void advance_one(const rule &r, const numbers *u, bool momentum,
                                           bool starts, float &w, float g, float &m, float &v,
@@ -185,8 +185,8 @@ __device__ static inline void advance_one(const rule &r, const numbers *u, bool 
   for (int k = 0; k < ENG_NORMS; k++) sum[k] += (double)of[k] * of[k];
 }
 
-/// Rounds the N new weights, which begin at element i of the piece, to the master's format. Sets
-/// `lost` to their rounding errors; leaves it unchanged for f32 masters.
+/// Rounds the N new weights, which begin at element i of the piece, to bf16, and sets `lost` to
+/// their rounding errors. Does nothing for f32 masters.
 template <int N> __device__ static inline void
 round_masters(const piece &p, const numbers *u, int i, float *w, float *lost)
 {
@@ -364,7 +364,7 @@ scale_gradients(const device_span *spans, const int32_t *chunk, double factor, i
 // ------------------------------------------------------------------ the host's side
 
 static struct {
-  span_table  table, targets;        // of updates; of unscaling
+  span_table  table, targets;        // for updates; for unscaling
   void       *numbers;               // device memory
   int64_t     numbers_bytes;
   // sums of squares in device memory: [n][ENG_NORMS] of tensors, then of chunks

@@ -18,7 +18,7 @@ struct rope_angle {
   }
 };
 
-/// Fills table [2 x T x D/2] with cosines, then with sines that have the sign of the direction.
+/// Fills table [2 x T x D/2] with the cosines, then with the sines times `direction`.
 static __global__ void __launch_bounds__(128)
   table_kernel(float *table, rope_angle angle, int64_t count)
 {

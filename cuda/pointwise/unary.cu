@@ -2,12 +2,13 @@
 // compute in f32 (map.h). f64, integers, sin and cos compute in double or int64, with one thread
 // per element. Called through the device's table.
 //
-//   relu        relu(NaN) is NaN; the gradient is 0 for x <= 0, even if dy is not finite, and dy
-//               for x = NaN
+//   relu        relu(NaN) is NaN; the gradient is 0 for x <= 0, even if dy is not finite; for
+//               x = NaN it is dy
 //   gelu, silu  NaN for x = -inf (-inf * 0 in the formula), as in PyTorch; the slope is 0 at -inf
 //               and 1 at +inf
-//   hardswish   the gradient is 0 for x <= -3, and dy for x >= 3 and for NaN, as in PyTorch
-//   sigmoids    in f32 from z = exp(-|x|): no overflow, no cancellation, gradual underflow
+//   hardswish   the gradient is 0 for x <= -3; for x >= 3 and x = NaN it is dy, as in PyTorch
+//   sigmoids    f32 computes them from z = exp(-|x|): no overflow, no cancellation, gradual
+//               underflow
 //   dropout     a dropped element is 0, even if it was NaN or Inf
 #include "kernel/map.h"
 #include "kernel/ptx.h"

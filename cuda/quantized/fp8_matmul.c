@@ -1,7 +1,8 @@
 // The operation fp8_matmul on the card. The accumulator `hopper` runs on the tensor cores if
 // cuBLASLt supports the call (gemm_fp8.h): with scales by tensor from sm_89 on, with other scales
-// on sm_90. All other calls use the formula (fp8_plain.cu), which is slow and gives the same
-// numbers as Hopper's tensor cores. ENGINE_FP8_FORMULA=1 always uses the formula, for comparison.
+// on sm_90. All other calls use the formula (fp8_plain.cu), which is slow. For the accumulator
+// `hopper` it gives the same numbers as Hopper's tensor cores. ENGINE_FP8_FORMULA=1 always uses the
+// formula, for comparison.
 //
 // With scales by block, the tensor cores start a new sum every 128 products along K, so a promotion
 // interval of 128 or more gives the same result as no promotion. With scales by tensor or by row,
@@ -58,8 +59,7 @@ static eng_status take_zeros(void **piece, int64_t bytes, scratch *s)
 
 static bool aligned(const void *data) { return (uintptr_t)data % 16 == 0; }
 
-/// Prepares an operand, stored as [outer x K] with `along_k` and as [K x outer] without, for the
-/// tensor cores.
+/// Prepares an operand for the tensor cores. q is [outer x K] if `along_k`, else [K x outer].
 static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, bool along_k,
                           int64_t block_rows, int64_t block_columns, int scaling, scratch *s)
 {

@@ -23,7 +23,7 @@ struct job {
   bool      drops;
 };
 
-/// Returns the bits of the largest of the block's numbers, to all of its threads. `room` is shared.
+/// Returns the largest `value` of the block's threads, to every thread. `room` is shared memory.
 __device__ inline uint32_t largest_of(uint32_t value, uint32_t (&room)[WARPS])
 {
   value = __reduce_max_sync(0xFFFFFFFFu, value);
@@ -45,11 +45,11 @@ __device__ inline uint32_t sum_of(uint32_t value, uint32_t (&room)[WARPS])
   return sum;
 }
 
-/// Returns number `rank` of n numbers in ascending order.
+/// Returns the number at index `rank` (from 0) of the n numbers in ascending order.
 __device__ inline uint16_t ranked(const uint16_t *order, int64_t n, int64_t rank,
                                   uint32_t (&room)[WARPS])
 {
-  uint32_t found = 0;        // the largest number so far that at most `rank` numbers are below
+  uint32_t found = 0;        // the largest candidate so far with at most `rank` numbers below it
   for (int bit = 15; bit >= 0; bit--) {
     const uint32_t next = found | 1u << bit;
     uint32_t below = 0;
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(THREADS) quantize_row(const __grid_constant__ 
   __shared__ uint32_t room[WARPS];
   const int64_t n = p.columns, at = (int64_t)blockIdx.x * n;
   uint16_t *y = p.y + at;    // holds msamp_order(x) at first
-  uint32_t top = 0, least = 0, most = 0;   // least: inverted, so that the largest is wanted
+  uint32_t top = 0, least = 0, most = 0;   // least: inverted, so that largest_of finds it
   for (int64_t i = threadIdx.x; i < n; i += THREADS) {
     const float v = (float)load_double(p.x, p.dtype, at + i);
     top = max(top, __float_as_uint(v) & 0x7FFFFFFFu);

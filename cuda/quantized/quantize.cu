@@ -1,5 +1,5 @@
-// FP8: quantize (with the transposed copy from the same read), swiglu_quantize and dequantize;
-// bit-equal to core/cpu/reference_fp8.c.
+// FP8: quantize (which writes a transposed copy from the same read), swiglu_quantize and
+// dequantize; bit-equal to core/cpu/reference_fp8.c.
 //
 // A block of threads processes tiles of 128 x 128 numbers, 8 x 8 per thread, and writes codes in
 // both directions. The codes of the transposed copy go through shared memory. Meanwhile the next
@@ -55,7 +55,7 @@ __device__ static inline void flush_maxima(eight<T> &top, uint32_t *of_row, int6
   for (int i = 0; i < eight<T>::WORDS; i++) top.w[i] = 0;
 }
 
-/// Finds the largest magnitude of each scale block. `maxima` holds their bits and must start as
+/// Finds the largest magnitudes of the scale blocks. `maxima` receives their bits and must start as
 /// zeros. NaN is ignored unless `nans`. A warp processes STRIP rows of 256 columns, from the top
 /// down.
 template <typename T>

@@ -73,7 +73,7 @@ __device__ static inline fp8_scale scale_of(const scaling_rule &r, float amax)
   return fp8_scale_of(amax, r.largest, r.rule, r.power_of_two, r.eps, r.margin, r.limit);
 }
 
-/// Returns the bits of |x|, for maxima, or `nan` if x is NaN.
+/// Returns the bits of |x|, or `nan` if x is NaN.
 __device__ static inline uint32_t magnitude_of(float x, uint32_t nan)
 {
   uint32_t a = __float_as_uint(x) & 0x7FFFFFFFu;
@@ -184,7 +184,7 @@ template <typename T> __device__ static inline void load_some(eight<T> &v, const
   }
 }
 
-/// Returns number h of a word: 0 or 1 in 16-bit formats, 0 in f32.
+/// Returns the number at index h of a word. In f32 a word has only index 0.
 template <typename T> __device__ static inline float number_of(uint32_t word, int h)
 {
   if constexpr (sizeof(T) == 2) {
@@ -219,7 +219,7 @@ template <typename T> __device__ static inline uint32_t but_nan(uint32_t magnitu
   return magnitude & ~(sizeof(T) == 2 ? (found >> 15) * 0xFFFFu : (uint32_t)((int32_t)found >> 31));
 }
 
-/// Returns magnitude h of a word as the bits of an f32. Every NaN becomes 0x7FC00000.
+/// Returns the magnitude at index h of a word as the bits of an f32. Every NaN becomes 0x7FC00000.
 template <typename T> __device__ static inline uint32_t magnitude_bits(uint32_t word, int h)
 {
   const uint32_t a = __float_as_uint(number_of<T>(word, h)) & 0x7FFFFFFFu;

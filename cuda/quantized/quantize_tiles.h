@@ -9,8 +9,8 @@
 
 /// Shared memory of a tile.
 struct shared_tile {
-  // largest magnitudes: of each row and of each warp's numbers, as bits of f32; of each column of a
-  // warp's numbers, as words of magnitudes
+  // row_top, warp_top: the largest magnitude of each row and of each warp's numbers, as bits of
+  // f32; column_top: that of each column of a warp's numbers, in words of magnitudes
   uint32_t row_top[TILE], warp_top[TILE_WARPS];
   alignas(16) uint32_t column_top[TILE_WARPS][TILE];
   // factor[0] belongs to q, factor[1] to its transposed copy; one per row or per column

@@ -1,5 +1,5 @@
-// Embedding, index_select, gather, and their gradients. Moved elements keep every bit, whatever
-// their format. An index out of range raises the fault, and its elements become zeros.
+// Embedding, index_select, gather, and their gradients. Elements keep every bit unless the output
+// has another format than x. An index out of range raises the fault, and its elements become zeros.
 //
 // A pick is one index of the call. Its place is the row or element of dx that it selects. Gradients
 // sum all picks of a place in a fixed order and without float atomics. The picks are sorted by

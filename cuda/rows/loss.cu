@@ -211,7 +211,7 @@ count_rows(const void *targets, int target_dtype, int64_t rows, int64_t ignored,
   if (threadIdx.x == 0) *counted = sum;
 }
 
-/// Finds the numbers of rows and classes of the logits.
+/// Finds how many rows and classes the logits have.
 static eng_status shape_of(int64_t *rows, int *classes, const op_call *call)
 {
   const tensor *x = call->in[0];

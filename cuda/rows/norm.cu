@@ -15,9 +15,9 @@
 // followed by the norm. If the fast kernels do not support a call, add and norm run one after the
 // other.
 //
-// Column sums (dweight, dbias) take two stages: each group of threads adds its rows, blocks add
-// their groups, and a second kernel adds the blocks. The assignment of rows to groups depends only
-// on the shape.
+// Column sums (dweight, dbias) take two kernels. In the first, each group of threads adds its rows,
+// and each block adds its groups. The second adds the blocks. The assignment of rows to groups
+// depends only on the shape.
 #include "runtime/device.h"
 #include "kernel/element.h"
 #include "kernel/vector.h"
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
       mean = row_sum<ROW>(sum, room[turn][0]) / count;
 #pragma unroll
       for (int v = 0; v < V; v++)
-        if (column_of<ROW>(v) + 8 > p.n)   // columns beyond the row get the mean, a deviation of 0
+        if (column_of<ROW>(v) + 8 > p.n)   // columns beyond the row get the mean, so they add 0
 #pragma unroll
           for (int i = 0; i < 8; i++) x[v][i] = column_of<ROW>(v) + i < p.n ? x[v][i] : mean;
     }
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
     // Recomputes in f64 if the spread is too large or too small for f32 or not finite, or if the
     // mean's error would show. The condition is the same for all threads of the row.
     if (!(variance > 1e-30f && variance < 1e37f) || spread < NARROW * mean * mean) {
-      double sum = 0, wide = 0;   // the row is read again: too rare a case to keep it in registers
+      double sum = 0, wide = 0;   // rare, so the row is read again rather than kept in registers
 #pragma unroll 1
       for (int c = threadIdx.x % ROW; c < p.n; c += ROW)
         sum += number_of<T, ADDS>(p, row * p.n + c);
@@ -330,8 +330,8 @@ __device__ static inline void load_row(norm_row<T, V> &to, const norm_call &p, i
   to.rstd = ((const float *)p.rstds)[row];
 }
 
-/// Whether, if rows are read element by element, the next row is loaded only after the current row
-/// is finished. Its many loads in flight would take more registers than the f16 kernels have left.
+/// Whether rows that are read element by element are loaded only after the previous row is
+/// finished. Their many loads in flight would take more registers than the f16 kernels have left.
 template <typename T> constexpr bool PARTS_LATE = false;
 template <> constexpr bool PARTS_LATE<f16_t> = true;
 

@@ -3,9 +3,9 @@
 //
 // The order of a sum depends only on the shape. For f32, f16 and bf16, a thread sums a few elements
 // at a time in f32 (in double if f32 would overflow) and adds these sums in double. Then the sums
-// of threads are added as a tree, and the sums of a long reduction's pieces in order. f64 is summed
-// in double; integers wrap in i64. max and min return NaN if any element is NaN; their choice
-// between -0 and +0 is unspecified.
+// of threads are added as a tree. A long reduction is cut into pieces, and a second launch adds
+// their sums in the same way. f64 is summed in double; integers wrap in i64. max and min return NaN
+// if any element is NaN; their choice between -0 and +0 is unspecified.
 #include "kernel/map.h"
 
 enum { SUM, MAX, MIN };

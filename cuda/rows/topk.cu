@@ -157,8 +157,8 @@ __device__ static inline void put(const top_call &c, int64_t row, int64_t rank, 
   if (c.places) store_int(c.places, c.place_dtype, row * c.k + rank, place);
 }
 
-/// Finds the top k of a row of at most 32 * HELD elements with a warp. Lane l holds elements l, l +
-/// 32 and so on.
+/// Finds the top k of rows of at most 32 * HELD elements. A warp takes one row. Its lane l holds
+/// elements l, l + 32 and so on.
 template <int HELD> static __global__ void __launch_bounds__(128) warp_row_kernel(const top_call c)
 {
   int64_t row = (int64_t)blockIdx.x * 4 + threadIdx.x / 32;
@@ -191,8 +191,8 @@ template <int HELD> static __global__ void __launch_bounds__(128) warp_row_kerne
   }
 }
 
-/// Finds the top k of a row with a block. Each round finds the best of the elements that rank after
-/// the element of the previous round.
+/// Finds the top k of long rows. A block takes one row. Each round finds the best of the elements
+/// that rank after the element of the previous round.
 static __global__ void __launch_bounds__(BLOCK) block_row_kernel(const top_call c)
 {
   int64_t row = blockIdx.x;

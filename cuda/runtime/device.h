@@ -1,8 +1,8 @@
 // What every file of the CUDA device uses: the compute stream, checked calls, scratch memory,
 // faults and number formats. device.cu implements memory, copies and faults; table.c lists all
-// functions of the device. host.c defines the core's functions under their own names (error_set,
-// arena_alloc, tensor_text), so kernel files include the core's headers and call them as the core
-// does.
+// functions of the device. host.c defines some functions of the core under the same names
+// (error_set, arena_alloc, tensor_text), so kernel files include the core's headers and call these
+// functions as the core does.
 #pragma once
 
 #ifdef __cplusplus

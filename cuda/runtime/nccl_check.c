@@ -4,14 +4,14 @@
 
 #include <nccl.h>
 
-_Static_assert(sizeof(ncclUniqueId) == sizeof(nccl_id), "the size of NCCL's id");
+_Static_assert(sizeof(ncclUniqueId) == sizeof(nccl_id), "nccl_id must be as large as NCCL's id");
 _Static_assert(sizeof(ncclResult_t) == sizeof(nccl_result) &&
                  sizeof(ncclDataType_t) == sizeof(unsigned),
-               "the size of NCCL's enumerations");
+               "NCCL's enumerations must have the sizes in comm_nccl.h");
 _Static_assert((int)ncclSuccess == NCCL_SUCCESS && (int)ncclRemoteError == NCCL_REMOTE_ERROR &&
                  (int)ncclInProgress == NCCL_IN_PROGRESS,
-               "NCCL's results");
-_Static_assert((int)ncclUint8 == NCCL_BYTES, "NCCL's type of a byte");
+               "NCCL's results must have the values in comm_nccl.h");
+_Static_assert((int)ncclUint8 == NCCL_BYTES, "NCCL_BYTES must be NCCL's type of a byte");
 
 /// Type-checks a call of each function with the parameters that comm_nccl.h declares. The compiler
 /// rejects a mismatch.

@@ -48,8 +48,8 @@ bool        cuda_capturing(void);
 /// captured can read at each launch. It is freed with the graph. Returns NULL, with the error set,
 /// if memory runs out.
 void       *cuda_capture_keep(const void *bytes, int64_t size);
-/// During a capture, which forbids waiting for the stream, queues device memory to be freed when
-/// the capture ends, and returns true. Without a capture, returns false.
+/// During a capture, queues device memory to be freed when the capture ends, and returns true. (To
+/// free it now, the host would have to wait for the stream.) Without a capture, returns false.
 bool        cuda_give_later(void *memory);
 
 #ifdef __cplusplus
