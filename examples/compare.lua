@@ -24,7 +24,7 @@ local cfg = engine.config({ policies = { "all" }, steps = 300, window = 50, seed
   batch = 8, context = 32, width = 64, layers = 2, heads = 4, lr = 3e-3 },
   { policies = "names and files, separated by commas; all: the policies of the engine",
     steps = "training steps per run",
-    window = "good steps until a policy grows its scale, where it has such an option",
+    window = "good steps until the scale grows, for policies that have such an option",
     seeds = "runs of each policy, with seeds from 1",
     data = "a text file; empty: sentences of a small grammar", batch = "sequences per step",
     context = "bytes per sequence",

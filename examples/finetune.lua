@@ -27,7 +27,7 @@ local cfg = engine.config({ model = "", data = "", method = "sft", from = "", ou
     steps = "training steps", batch = "conversations or pairs per step",
     context = "tokens per row", lr = "learning rate of the adapters",
     beta = "dpo: weight of the reference", precision = "precision recipe",
-    policy = "loss-scaling policy", checkpoint = "block: recompute; less memory, more time",
+    policy = "loss-scaling policy", checkpoint = "block: recompute blocks to save memory",
     seed = "seed for adapters and data", run = "name of the run; empty: not stored",
     log = { "how progress is shown", choices = { "line", "json", "quiet" } } },
   { count = "rank steps batch context", positive = "lr beta", natural = "seed",

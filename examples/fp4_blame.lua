@@ -1,9 +1,9 @@
--- Which product makes FP4 training worse? Linear layers written by hand quantize to MXFP4 the
--- factors of only one product, the forward product, dgrad (dx) or wgrad (dW), or of all three, and
--- multiply in bf16. On wgrad, the study also compares stochastic with nearest rounding and random
--- with fixed Hadamard transforms, because Transformer Engine rounds stochastically and uses random
--- transforms there. arXiv 2605.09825 found that neither stochastic rounding nor random transforms
--- help there, but deterministic transforms do.
+-- Which product makes FP4 training worse: forward, dgrad (dx) or wgrad (dW)? Linear layers written
+-- by hand quantize the factors of one product, or of all three, to MXFP4 and multiply in bf16. On
+-- wgrad, the study also compares stochastic with nearest rounding and random with fixed Hadamard
+-- transforms, because Transformer Engine rounds stochastically and uses random transforms there.
+-- arXiv 2605.09825 found that neither stochastic rounding nor random transforms help there, but
+-- deterministic transforms do.
 --
 --   ./engine examples/fp4_blame.lua
 --   ./engine examples/fp4_blame.lua seeds=5 steps=400 svg=blame.svg
@@ -32,8 +32,9 @@ if cfg.width % 32 ~= 0 or cfg.batch * cfg.context % 32 ~= 0 then
     .. "and %d", cfg.width, cfg.batch * cfg.context)
 end
 
--- forward, dgrad, wgrad: products whose factors are quantized; sr: gradients round stochastically;
--- hadamard, signs: the size and the signs of the Hadamard transform of wgrad's factors.
+-- forward, dgrad, wgrad: products whose factors are quantized; sr: gradients are rounded
+-- stochastically; hadamard, signs: the size and the signs of the Hadamard transform of wgrad's
+-- factors.
 local VARIANTS = { { "bf16" }, { "forward", forward = true }, { "dgrad", dgrad = true },
   { "wgrad", wgrad = true }, { "dgrad, stochastic", dgrad = true, sr = true },
   { "wgrad, stochastic", wgrad = true, sr = true },
@@ -126,7 +127,7 @@ for _, o in ipairs(VARIANTS) do
       lab.mean_text(by_seed, "%+.2f") .. " %" }
   end
 end
-lab.table({ "in MXFP4", "held-out loss", "relative to bf16, by seed" }, rows)
+lab.table({ "product in MXFP4", "held-out loss", "relative to bf16, by seed" }, rows)
 
 -- One variant counts as better than another only if it is better with every seed.
 local function verdict(a, b)
@@ -136,7 +137,7 @@ local function verdict(a, b)
     less, more = less and d and d < 0, more and d and d > 0
   end
   return cfg.seeds > 1 and (less and a .. " is better than " .. b
-    or more and a .. " is worse than " .. b) or "no order of " .. a .. " and " .. b
+    or more and a .. " is worse than " .. b) or "the seeds do not order " .. a .. " and " .. b
 end
 local findings = {}
 for _, pair in ipairs { { "wgrad", "dgrad" }, { "wgrad", "forward" },

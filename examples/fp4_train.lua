@@ -38,7 +38,7 @@ local cfg = engine.config({ seeds = 2, steps = 150, batch = 8, context = 64, wid
   steps = "steps of each run", batch = "sequences per step", context = "bytes per sequence",
   width = "features per byte, a multiple of 32", layers = "blocks, 3 or more",
   lr = "peak learning rate", recipes = "a Lua pattern of recipes to run beside bf16; empty: all",
-  data = "a text file; empty: generated sentences (engine.lab)",
+  data = "a text file; empty: generated sentences (engine.report.lab)",
   svg = "a file for the curves of training" },
   { count = "seeds steps batch context width layers", positive = "lr", pattern = "recipes",
     file = "data", output = "svg" })

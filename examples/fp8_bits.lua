@@ -36,7 +36,7 @@ lab.table({ "format", "bits", "bias", "largest", "normal", "subnormal", "binades
 
 print(("\n%g in each format:"):format(cfg.value))
 for _, f in ipairs(FORMATS) do print("  " .. fp8.bits(cfg.value, f[1])) end
-print("  ue8m0, down and up: " .. ("0x%02x 0x%02x"):format(fp8.encode(cfg.value, "ue8m0"),
+print("  ue8m0, rounded down and up: " .. ("0x%02x 0x%02x"):format(fp8.encode(cfg.value, "ue8m0"),
   fp8.encode(cfg.value, "ue8m0", { up = true })))
 
 local last = cfg.format == "e4m3" and 0x7E or 0x7B

@@ -4,10 +4,10 @@
 -- from about 1 dB to 28 dB.
 --
 -- Part 1 is the study as published. Its numerics are not those of a tensor core:
---   - an IEEE-like E4M3 with infinities and a largest number of 240; ties away from zero;
---     products and running sums rounded to it
---   - values in (0.013672, 0.015625) round one subnormal step too low, a bug of its simfloat;
---     slips=false corrects this
+--   - products and running sums are rounded, ties away from zero, to an IEEE-like E4M3 that has
+--     infinities and a largest number of 240
+--   - values in (0.013672, 0.015625) round one subnormal step too low, a bug of the study's
+--     simfloat; slips=false corrects this
 -- Some of the study's labels are wrong, and part 1 does not repeat these errors:
 --   - its "chunk none" of block scaling means chunks of 128
 --   - its data sets called 2048 and 4096 have length 1024
@@ -27,7 +27,7 @@
 --   Hopper, tensor scale, none       28.61 28.33 27.94       46.48 47.93 40.84
 --     promoted every 128             28.61 28.28 27.93       48.58 48.58 53.79
 --   Hopper, 1x128, every 128         28.61 28.69 28.64       49.03 49.09 54.78
--- Share below 0 dB at r 0: factor 64 14.7, 39.3 and 50.0 %; with Hopper's numerics 2.0 to 3.0 %.
+-- Share below 0 dB at r 0: 14.7, 39.3 and 50.0 % with factor 64; 2.0 to 3.0 % with Hopper's numbers.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 local fp8 = engine.fp8
@@ -66,7 +66,7 @@ local function study(x)
   end
   return y
 end
--- Rounds as the study's context (8, 8), which its block scaling uses: to 8 fraction bits.
+-- Rounds to 8 fraction bits, like the context (8, 8) that the study's block scaling uses.
 local function wide(x) return rounded(x, 8, -126, math.huge) end
 
 --- Returns the dot product of the n elements of a and b from index `at` (from 0), each multiplied

@@ -72,8 +72,8 @@ end
 -- Returns the loss of each token.
 function Net:forward(x, y) return self.classes(x + self.moe(x), y) end
 
--- Draws n tokens: features, and the domain as one-hot times 16. The signs of three sums of two
--- features, different ones for each domain, determine the class.
+-- Draws n tokens. x holds 16 features and the domain, one-hot times 16. The class y depends on the
+-- signs of three sums of two features, which are different features in each domain.
 local function drawn(n)
   local features, uniform = engine.randn(n, FEATURES):totable(), engine.rand(n):totable()
   local x, y = {}, {}

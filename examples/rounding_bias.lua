@@ -5,9 +5,9 @@
 --   te      Transformer Engine's software path: P(up) = floor(256 f) / 256
 --   te amd  its AMD port, up if a random byte / 256 < f: P(up) = ceil(256 f) / 256
 --   mslk    adds 22 random bits to the f32, also below 1, where the grid is wider
---   floats  the bits of random floats as random bytes, one of the four for each element (here the
---           last two bytes: sign, exponent and the leading fraction bits of a number in [0, 1))
---   exact   24 random bits: P(up) = f up to 2^-24
+--   floats  uses the four bytes of a random float in [0, 1) as random bytes for four elements
+--           (measured for bytes 2 and 3: sign, exponent and leading fraction bits)
+--   exact   uses 24 random bits: P(up) = f with an error of at most 2^-24
 --
 --   ./engine examples/rounding_bias.lua
 --   ./engine examples/rounding_bias.lua draws=100000 svg=bias.svg
@@ -95,7 +95,7 @@ RULES[#RULES + 1] = { "engine, 24 bits", draws = true,
 local NUMBERS = { 0.1, 0.3, 0.7, 0.9, 1.2, 1.7, 2.3, 3.1, 4.4, 5.5 }
 local heads, rows, series, verdicts = { "mean - x" }, {}, {}, {}
 for k, x in ipairs(NUMBERS) do heads[k + 1] = ("%g"):format(x) end
-heads[#heads + 1] = "largest, of a step"
+heads[#heads + 1] = "largest, in steps"
 for _, rule in ipairs(RULES) do
   local row, curve, most = { rule[1] }, { name = rule[1], values = {} }, {}
   for k, x in ipairs(NUMBERS) do

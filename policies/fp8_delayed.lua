@@ -1,7 +1,7 @@
 -- Delayed scaling for FP8, as in Transformer Engine's DelayedScaling recipe
 -- (common/recipe/delayed_scaling.cu): a tensor is scaled by amaxes of earlier steps, which saves a
--- pass over the tensor. The scale is computed, by the recipe's margin, format and rule, from the
--- largest of the last `history` amaxes (algorithm=max) or from the last amax (most_recent).
+-- pass over the tensor. The scale follows from the largest of the last `history` amaxes
+-- (algorithm=max) or from the last amax (most_recent), by the recipe's margin, format and rule.
 --
 -- An amax that is 0, inf or nan leaves the scale unchanged and does not enter the history. In
 -- Transformer Engine such an amax enters the history, so an inf from a skipped step keeps the scale

@@ -11,7 +11,7 @@ return {
     init_scale = 2^12,
     rate       = 1,       -- octaves per step at a push of 1
     momentum   = 0.8,
-    share      = 0.01,    -- share of subnormal gradients at which the push up is half its largest
+    share      = 0.01,    -- share of subnormal gradients that pushes up half as strongly as all do
     price      = 5,       -- cost of an overflow; a step that loses all gradients costs 1
     edge       = 16384,   -- a larger stored gradient pushes down by its octaves above edge, up to 1
     min_scale  = 2^-10,

@@ -1,7 +1,7 @@
 -- ZClip: clips the gradient norm if its z-score, from moving means of the norm and of its squared
--- deviation, is above z_thresh. The first warmup_steps norms give the first mean and
--- deviation. The statistics follow the clipped norm. Source: Kumar et al., ZClip (2025, arXiv
--- 2504.02507), and the package zclip 1.0.0.
+-- deviation, is above z_thresh. The first warmup_steps norms give the first mean and deviation. The
+-- statistics follow the clipped norm. Source: Kumar et al., ZClip (2025, arXiv 2504.02507), and the
+-- package zclip 1.0.0.
 --
 -- clip_option chooses the norm to clip to: adaptive_scaling (the higher the z-score, the nearer to
 -- the mean), mean, or percentile (mean + z_thresh * deviation; the original's mode "percentile").

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
 
   const T *k = row_of<T>(p.k, b, 0, group), *v = row_of<T>(p.v, b, 0, group);
   const int last = keys_seen(p, min(t0 + ROWS, p.queries) - 1), all_see = keys_seen(p, first);
-  // The block processes `tiles` tiles of keys, the warpgroup `own_tiles` of them: at least one each,
+  // The block processes `tiles` tiles of keys and the warpgroup `own_tiles`, at least one each,
   // even if all keys are hidden.
   const int tiles = max(1, (last + KEYS - 1) / KEYS),
             own_last = first < p.queries ? keys_seen(p, min(first + 64, p.queries) - 1) : 0;
