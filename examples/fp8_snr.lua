@@ -4,8 +4,8 @@
 -- from about 1 dB to 28 dB.
 --
 -- Part 1 is the study as published. Its numerics are not those of a tensor core:
---   - products and running sums are rounded, ties away from zero, to an IEEE-like E4M3 that has
---     infinities and a largest number of 240
+--   - E4M3 is IEEE-like, with infinities and a largest number of 240. Ties round away from zero.
+--     Products and running sums are rounded to E4M3 (with block scales, to 8 fraction bits)
 --   - values in (0.013672, 0.015625) round one subnormal step too low, a bug of the study's
 --     simfloat; slips=false corrects this
 -- Some of the study's labels are wrong, and part 1 does not repeat these errors:
@@ -27,7 +27,8 @@
 --   Hopper, tensor scale, none       28.61 28.33 27.94       46.48 47.93 40.84
 --     promoted every 128             28.61 28.28 27.93       48.58 48.58 53.79
 --   Hopper, 1x128, every 128         28.61 28.69 28.64       49.03 49.09 54.78
--- Share below 0 dB at r 0: 14.7, 39.3 and 50.0 % with factor 64; 2.0 to 3.0 % with Hopper's numbers.
+-- Share below 0 dB at r 0: with factor 64 it is 14.7, 39.3 and 50.0 %, with Hopper's numerics 2.0
+-- to 3.0 %.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 local fp8 = engine.fp8

@@ -6,9 +6,9 @@
 --   ./engine examples/qlora.lua                            a small Llama, trained and saved first
 --   ./engine examples/qlora.lua model=FOLDER text=FILE save=adapter
 --
--- Measured with the first command: QLoRA's frozen weights take 31.3 % of the memory of LoRA's (561.8
--- of 1796.5 KiB). Its loss is 0.7300 +- 0.0124, LoRA's 0.7303 +- 0.0142; by seed the two differ by
--- +0.01 +- 3.30 %.
+-- Measured with the first command: QLoRA's frozen weights take 31.3 % of the memory of LoRA's
+-- (561.8 of 1796.5 KiB). Its loss is 0.7300 +- 0.0124, LoRA's 0.7303 +- 0.0142; by seed the two
+-- differ by +0.01 +- 3.30 %.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 
