@@ -35,7 +35,7 @@ template <class T, int D>
 __global__ void __launch_bounds__(THREADS)
   attention_delta(const __grid_constant__ attention_problem p, const backward_room r)
 {
-  // LANES lanes share a row and read at most 16 bytes each. A warp processes AT_ONCE rows at once.
+  // LANES lanes share a row and read at most 16 bytes each. A warp processes AT_ONCE rows together.
   constexpr int LANES = D == 96 ? 16 : D / 8, AT_ONCE = 32 / LANES;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, piece = lane % LANES;
   const int lines = (int)(r.line / QUERIES), tile = blockIdx.x % lines, pair = blockIdx.x / lines,

@@ -105,8 +105,8 @@ static int64_t launches_of(const gemm_product *p, int walked)
   return launches;
 }
 
-/// Computes with gemm_plain the matrices of q at index `at`, which covers all batch dimensions
-/// except `walked`.
+/// Computes, with gemm_plain, the matrices of q whose index is `at` in all batch dimensions except
+/// `walked`.
 static eng_status one_plainly(const gemm_product *q, int walked, const int64_t *at)
 {
   gemm_product one = *q;
@@ -118,9 +118,9 @@ static eng_status one_plainly(const gemm_product *q, int walked, const int64_t *
   return gemm_plain(&one);
 }
 
-/// Computes every matrix of q with cuBLASLt. If cuBLASLt has no algorithm for such a product, *done
-/// is false and nothing is written. If cuBLASLt refuses only a later matrix, gemm_plain computes
-/// the remaining matrices, because starting over could accumulate twice into C.
+/// Computes every matrix of q with cuBLASLt. If cuBLASLt has no algorithm for the product, *done is
+/// false and nothing is written. If cuBLASLt refuses only a later launch, gemm_plain computes the
+/// matrices that are left, because starting over could accumulate twice into C.
 static eng_status launch_all(bool *done, const gemm_product *q)
 {
   int walked = gemm_walked_dim(q);

@@ -1,6 +1,6 @@
 // The tensor-core instructions of a warp on compute capability 8.0 and later, one function each:
-// asynchronous copies from device to shared memory (cp.async), matrices from shared memory into
-// registers (ldmatrix), and the product m16n8k16 of f16 or bf16 with f32 sums. Included by the
+// asynchronous copies from device to shared memory (cp.async), loads of matrices from shared memory
+// into registers (ldmatrix), and the product m16n8k16 of f16 or bf16 with f32 sums. Included by the
 // attention kernels.
 //
 // The registers of lane 4 * g + t hold these elements of a matrix:

@@ -25,7 +25,7 @@ enum {
   BATCH = 4,                         // accesses that a thread has in flight
   // blocks per multiprocessor: 4 blocks have 4 * 256 threads * 4 * 16 bytes = 64 KiB in flight
   RESIDENT = 4, RESIDENT_HIST = 3,
-  SLAB = 2048,                       // chunks that a block of sum_up adds; counts are at most 2^25
+  SLAB = 2048,                       // chunks that a block of sum_up adds: 2^25 elements at most
   RUN = 4,                           // consecutive chunks that a block takes if it has a histogram
 };
 

@@ -30,7 +30,7 @@ extern "C" {
 /// A group's hyperparameters as the loops use them.
 typedef struct rule {
   float   coupled_decay;     // coupled_decay * weight is added to the gradient (sgd, adam)
-  float   keep;              // 1 - lr * weight_decay, multiplies the weight (adamw, lion)
+  float   keep;              // factor on the weight: 1 - lr * weight_decay (adamw, lion)
   float   lr;                // adam: lr / (1 - beta1^t)
   float   beta1, gain1;      // gain: 1 - beta
   float   beta2, gain2;
@@ -169,8 +169,8 @@ __device__ static inline piece piece_of(const device_span &s)
   return p;
 }
 
-/// Calls `advance`. If MORE is true, also multiplies the change of the weight by u->shrink. Adds to
-/// `sum` the squares of the unshrunk change, the new weight and the moments.
+/// Calls `advance`. If MORE is true, also multiplies the change of the weight by u->shrink, and
+/// adds the squares of the unshrunk change, of the new weight and of the moments to `sum`.
 template <int LOOP, bool MORE>
 __device__ static inline void advance_one(const rule &r, const numbers *u, bool momentum,
                                           bool starts, float &w, float g, float &m, float &v,
@@ -367,7 +367,7 @@ static struct {
   span_table  table, targets;        // for updates; for unscaling
   void       *numbers;               // device memory
   int64_t     numbers_bytes;
-  // sums of squares in device memory: [n][ENG_NORMS] of tensors, then of chunks
+  // sums of squares in device memory: [n][ENG_NORMS] for tensors, then [chunks][ENG_NORMS]
   void       *norms;
   int64_t     norms_bytes;
   pinned_ring ring;

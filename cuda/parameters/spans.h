@@ -1,12 +1,12 @@
-// Shared by the passes over all parameters: a table of the parameters in device memory, cut into
-// chunks, and rings of pinned memory for sending numbers to the card without waiting. Used by
-// gradstats.cu and optimizer.cu.
+// Shared by the passes over all parameters: a table in device memory, which lists the parameters
+// and the chunks that they are cut into, and rings of pinned memory, through which numbers are sent
+// to the card without waiting. Used by gradstats.cu and optimizer.cu.
 #pragma once
 
 #include "runtime/device.h"
 
 enum {
-  // elements of a chunk. Where chunks end depends only on the tensors, so that sums have the same
+  // elements of a chunk. The tensors alone determine where chunks end, so that sums have the same
   // order on every card
   SPAN_CHUNK = 16384,
   SPAN_THREADS = 256,
@@ -39,7 +39,7 @@ eng_status ring_take(void **slot, pinned_ring *ring, int64_t bytes);
 /// Copies the most recently taken slot into `to`, in stream order.
 eng_status ring_send(pinned_ring *ring, void *to, int64_t bytes);
 
-/// A pass's table in device memory: span[n], then chunk[chunks], the span index of each chunk.
+/// A pass's table. In device memory it is span[n], then chunk[chunks] with each chunk's span index.
 typedef struct span_table {
   device_span *span;             // device memory
   int32_t     *chunk;

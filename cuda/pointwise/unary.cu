@@ -7,7 +7,7 @@
 //   gelu, silu  NaN for x = -inf (-inf * 0 in the formula), as in PyTorch; the slope is 0 at -inf
 //               and 1 at +inf
 //   hardswish   the gradient is 0 for x <= -3; for x >= 3 and x = NaN it is dy, as in PyTorch
-//   sigmoids    f32 computes them from z = exp(-|x|): no overflow, no cancellation, gradual
+//   sigmoids    in f32 are computed from z = exp(-|x|): no overflow, no cancellation, gradual
 //               underflow
 //   dropout     a dropped element is 0, even if it was NaN or Inf
 #include "kernel/map.h"

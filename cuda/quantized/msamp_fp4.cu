@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(THREADS) quantize_row(const __grid_constant__ 
   }
 }
 
-/// Turns the bits of the largest magnitude into the amax. Runs in one thread.
+/// Turns *top, the bits of the largest magnitude, into the amax: any NaN becomes the canonical NaN.
+/// Runs in one thread.
 __global__ void finish(uint32_t *top)
 {
   if (*top > 0x7F800000u) *top = 0x7FC00000u;

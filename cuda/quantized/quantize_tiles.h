@@ -426,7 +426,7 @@ template <typename T, bool SWIGLU> constexpr int tiles_resident(void)
 #endif
   return sizeof(T) == 2 && !SWIGLU ? 3 : 2;
 }
-/// Bytes of shared memory: shared_tile, then the numbers being loaded.
+/// Size of shared memory in bytes. It holds a shared_tile, then the numbers being loaded.
 template <typename T, bool SWIGLU>
 static int tile_bytes(void)
 { return (int)(sizeof(shared_tile) + (SWIGLU ? 2 : 1) * TILE * TILE * sizeof(T)); }

@@ -114,7 +114,7 @@ static eng_status copy_rows(const op_call *call, around a)
   r.fault = cuda_fault();
   bool same = x->dtype == y->dtype, fast = is_fast(x->dtype) && is_fast(y->dtype);
   uintptr_t together = (uintptr_t)x->data | (uintptr_t)y->data;
-  // bytes of an element and of a unit; elements of a unit
+  // bytes of an element; bytes of a unit; elements of a unit
   int64_t size = eng_dtype_size(y->dtype), unit = 16, members = 1;
   if (same) {
     for (together |= (uintptr_t)(a.inner * size); together % (uintptr_t)unit; unit /= 2) {}

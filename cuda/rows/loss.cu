@@ -1,4 +1,4 @@
-// Losses: cross entropy over the last dimension with its gradient, and the mean squared error.
+// Losses: cross entropy over the last dimension, its gradient, and the mean squared error.
 //
 // Cross entropy reads the logits once. Each thread keeps a maximum and the sum of exponentials
 // relative to it, which is rescaled when the maximum grows. Probabilities are never stored. The
