@@ -118,8 +118,8 @@ end
 
 if cfg.seeds == 0 then
   local result = train(cfg.policy == "spikes" and SPIKES or cfg.policy, nil, cfg.seed, true)
-  print(("loss of the clean batches in the second half %.4f, %d steps skipped"):format(result.loss,
-    result.skipped))
+  print(("loss on the clean batches of the second half: %.4f; %d steps skipped"):format(
+    result.loss, result.skipped))
   if result.path then print("run: " .. result.path) end
 else
   print(engine.contest { policies = { "dynamic", "dynamic, clip 1", "guarded", "spikes" },

@@ -1,10 +1,10 @@
 -- Direct preference optimization in fp16 on synthetic preferences: of two sequences, the one that
 -- counts upward is preferred. The loss is -log sigmoid(beta * (margin of the trained model - margin
 -- of the frozen reference)); a margin is log p(preferred) - log p(other). Log-probabilities are
--- sums over tokens, so gradients vary strongly. The example compares policy=guarded (backs off by
--- x0.3 to a floor, pauses growth, clips at 1) with dynamic. KL, the distance of the trained model
--- pi from the reference, is estimated per token as |log pi - log pi_ref| / T of a sequence of T
--- tokens, averaged over all sequences.
+-- sums over tokens, so gradients vary strongly. The example compares policy=dynamic with guarded,
+-- which multiplies the scale by 0.3 at an overflow, down to a floor, pauses growth and clips at 1.
+-- KL, the distance of the trained model pi from the reference, is estimated per token as
+-- |log pi - log pi_ref| / T of a sequence of T tokens, averaged over all sequences.
 --
 --   ./engine examples/dpo.lua
 --   ./engine examples/dpo.lua policy=dynamic

@@ -44,7 +44,7 @@ local VARIANTS = { { "bf16" }, { "forward", forward = true }, { "dgrad", dgrad =
   { "all", forward = true, dgrad = true, wgrad = true },
   { "all, stochastic", forward = true, dgrad = true, wgrad = true, sr = true } }
 
-local draws = 0     -- number of transforms with random signs so far
+local draws = 0     -- selects the random signs; grows by 1 in every backward pass
 
 -- Returns x [M x K], quantized along its rows, as bf16. With `turned`, quantizes x along its
 -- columns and transposes it to [K x M].

@@ -37,8 +37,8 @@ end
 
 cfg.hidden = cfg.model == "llama" and math.ceil(8 * cfg.width / 3 / 128) * 128 or 4 * cfg.width
 
--- Returns how many bytes the bf16 tensors and f32 statistics take that are kept for the backward
--- pass, besides FP8 codes.
+-- Returns how many bytes of bf16 tensors and f32 statistics are kept for the backward pass. FP8
+-- codes are not included.
 local function rest(fp8, e5m6)
   local rows, C, F = cfg.batch * cfg.context, cfg.width, cfg.hidden
   local llama = cfg.model == "llama"

@@ -104,7 +104,7 @@ lab.table({ "", "frozen weights", "adapters", "moments", "held-out loss" }, rows
 local plain, q = found.bf16, found.nf4
 local worse = {}
 for seed = 1, cfg.seeds do worse[seed] = 100 * (q.losses[seed] / plain.losses[seed] - 1) end
-print(("QLoRA: frozen weights take %.1f %% of LoRA's; its loss differs by %s %%"):format(
+print(("QLoRA's frozen weights take %.1f %% of LoRA's memory; the losses differ by %s %%"):format(
   100 * q.frozen / plain.frozen, lab.mean_text(worse, "%+.2f")))
 if cfg.model == "" then
   require("engine.base.file").remove(folder)

@@ -1,9 +1,9 @@
--- Dynamic loss scaling of fairseq's DynamicLossScaler, number for number: an overflow backs off if
--- the share of overflows since the last change of scale has reached `tolerance`; growth comes at
--- every scale_window-th step after an overflow. The scale is a double. Differences: where fairseq
--- raises "Minimum loss scale reached", the run stops, with the scale unchanged. Where fairseq's
--- scale would reach infinity, the scale keeps its last finite value, or with strict=false the run
--- stops at that step.
+-- Dynamic loss scaling of fairseq's DynamicLossScaler, number for number. An overflow lowers the
+-- scale if the overflows since the last backoff, divided by the steps since the last change of
+-- scale, have reached `tolerance`. Growth comes at every scale_window-th step after an overflow.
+-- The scale is a double. Differences: where fairseq raises "Minimum loss scale reached", the run
+-- stops, with the scale unchanged. Where fairseq's scale would reach infinity, the scale keeps its
+-- last finite value, or with strict=false the run stops at that step.
 return {
   name = "fairseq",
   doc  = "fairseq's DynamicLossScaler: tolerates a share of overflows, stops at a smallest scale.",
@@ -12,7 +12,7 @@ return {
     init_scale     = 2^15,
     scale_factor   = 2,
     scale_window   = 2000,    -- good steps between growths; in fairseq 2^14 / ranks / update_freq
-    tolerance      = 0,       -- share of overflows since the last change of scale, 0 to 1
+    tolerance      = 0,       -- share of overflows from which on the scale backs off, 0 to 1
     threshold      = 0,       -- the scale never falls below this; 0: none
     min_loss_scale = 1e-4,    -- a scale that would fall to this stops the run
     strict         = true,    -- false: accept settings that are probably mistakes

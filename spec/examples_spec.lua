@@ -194,7 +194,7 @@ local entries = {
     falls = 0.01,
     check = function(result) assert.matches("8 steps skipped", result.out) end,
     talk = function() return { "steps=60", "policy=guarded" } end,
-    words = { "loss of the clean batches in the second half 0%.%d+, %d steps skipped" } },
+    words = { "loss on the clean batches of the second half: 0%.%d+; %d steps skipped" } },
   ["dpo.lua"] = { arguments = function() return { "steps=40", "width=16" } end,
     losses = printed_losses, falls = 0.1,
     talk = function() return { "steps=4", "width=16", "policy=dynamic" } end,
@@ -211,7 +211,7 @@ local entries = {
       return { math.log(256), plain, q }
     end,
     talk = function() return { "steps=3", "pretrain=3", "width=32", "layers=1", "seeds=1" } end,
-    words = { "QLoRA: frozen weights take %d+%.%d %% of LoRA's; its loss differs by [+-]%d" } },
+    words = { "QLoRA's frozen weights take %d+%.%d %% of LoRA's memory; the losses differ by [+-]%d" } },
   ["finetune.lua"] = { arguments = function()
       local words = tiny_llama()
       words[#words + 1] = "log=json"
