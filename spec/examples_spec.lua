@@ -211,7 +211,7 @@ local entries = {
       return { math.log(256), plain, q }
     end,
     talk = function() return { "steps=3", "pretrain=3", "width=32", "layers=1", "seeds=1" } end,
-    words = { "QLoRA's frozen weights take %d+%.%d %% of LoRA's memory; the losses differ by [+-]%d" } },
+    words = { "QLoRA's frozen weights take %d+%.%d %% of .-; the losses differ by [+-]%d" } },
   ["finetune.lua"] = { arguments = function()
       local words = tiny_llama()
       words[#words + 1] = "log=json"
