@@ -31,7 +31,7 @@ local cfg = engine.config({
   lr = "peak learning rate", beta1 = "Adam's beta1", beta2 = "Adam's beta2", eps = "Adam's eps",
   schedule = { "after the warm-up", choices = { "constant", "linear", "cosine" } },
   warmup = "updates until the peak learning rate",
-  floor = "last learning rate of linear and cosine",
+  floor = "last learning rate, for schedule=linear and schedule=cosine",
   weight_decay = "decay of matrices and embeddings", clip = "largest norm of the gradient; 0: none",
   precision = { "recipe", choices = engine.precision.names() },
   policy = "loss-scaling policy, a name or a file; empty: the precision's default",

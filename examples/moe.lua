@@ -34,7 +34,7 @@ local cfg = engine.config({ policy = "per_expert", seeds = 0, seed = 1, steps = 
   { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
     seed = "seed for weights and data", steps = "training steps",
     experts = "number of experts and of domains",
-    batch = "tokens per step, of each rank", hidden = "hidden features of an expert",
+    batch = "tokens per step on each rank", hidden = "hidden features of an expert",
     large = "factor on the features of an outlier",
     every = "every N-th token is an outlier if it is of the first domain", lr = "learning rate",
     precision = { "recipe", choices = engine.precision.names() },

@@ -560,7 +560,7 @@ static eng_status check_pass(const param_span *spans, int n, tensor *const *loss
   for (int k = 0; k < n_loss; k++)
     if (loss[k]->dtype != ENG_f32 || loss[k]->count != 1)
       return error_set(ENG_ERR_VALUE,
-                       "gradient statistics: expected losses of one f32 element, got %s",
+                       "gradient statistics: expected each loss to be one f32 element, got %s",
                        tensor_text(loss[k]));
   return ENG_OK;
 }
