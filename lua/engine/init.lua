@@ -9,8 +9,8 @@ local nearest = require "engine.base.nearest"
 
 local C, check, expect = M_ffi.C, M_ffi.check, M_ffi.expect
 
--- Gives histories (engine.run.history) the methods plot, heatmap and tensor of report/views.lua.
--- Both modules load at their first use.
+-- Adds the methods plot, heatmap and tensor to histories (engine.run.history). report/views.lua
+-- implements these methods. Both modules load at their first use.
 local HISTORY = "engine.run.history"
 local function add_pictures(history)
   local methods = history.methods
@@ -25,13 +25,14 @@ local function add_pictures(history)
   --- width, height, ascii; svg, png: names of files to draw into instead.
   function methods:plot(names, options) return view("plot", self, names, options) end
 
-  --- Draws each layer's gradients by exponent or, with { by = "time" }, the largest gradient of
-  --- each layer over the steps. Options: only (a text: a row for each tensor whose name contains
-  --- it), tensors (true: a row for each tensor), from, to (steps), width.
+  --- Draws how each layer's gradients are spread over the exponents. { by = "time" } draws instead
+  --- how each layer's largest gradient changes from step to step. Options: only (a text; draws a
+  --- row for each tensor whose name contains it), tensors (true: draws a row for each tensor),
+  --- from, to (steps), width.
   function methods:heatmap(options) return view("heatmap", self, options) end
 
-  --- Returns the recorded statistics of a parameter's gradients at up to `points` (200) steps.
-  --- print() shows the result as a curve of the largest stored value and the last histogram.
+  --- Returns the recorded statistics of a parameter's gradients at up to `points` steps (default
+  --- 200). print() draws a curve of the largest stored value and, below it, the last histogram.
   function methods:tensor(name, options) return view("tensor", self, name, options) end
 
   return history
@@ -147,9 +148,9 @@ local memory_meta = {
   end,
 }
 
---- Returns the memory in use by purpose, in bytes: a list of { name, used, peak, reserved,
---- allocations }, also indexed by name. memory{ limit = bytes } limits the memory for all purposes
---- together (0: no limit).
+--- Returns how many bytes of memory each purpose uses, as a list of { name, used, peak, reserved,
+--- allocations }. The names are also keys of the list. memory{ limit = bytes } limits the memory of
+--- all purposes together (0: no limit).
 function engine.memory(options)
   local limit = tensor.read_named(options, "memory", MEMORY).limit
   if limit ~= nil then
@@ -170,8 +171,8 @@ end
 
 -- ------------------------------------------------------------------ parts that load on demand
 
--- Field of `engine` -> { the module that provides it, the name of a field of that module (nil: the
--- field is the whole module), first = a module that must load before }.
+-- Field of `engine` -> { the module that provides it, the field's name in that module (nil: the
+-- module itself becomes the field), first = a module that must load before }.
 local parts = {
   nn = { "engine.nn" },
   lora = { "engine.nn.lora" },

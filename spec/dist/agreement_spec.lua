@@ -50,7 +50,8 @@ describe("ranks that drift apart", function()
     assert.equal(4, #lines)
     local newest = run .. "/checkpoints/step-00000002"
     drifted(result, "step 4: the ranks have drifted apart: rank 1 differs from the others, " ..
-      "first in " .. UP .. "; 1 of 92 values", "ranks 0, 2 and 3: checksum ", "rank 1: checksum ",
+      "first in " .. UP .. "; 1 of 92 values differ", "ranks 0, 2 and 3: checksum ",
+      "rank 1: checksum ",
       "all ranks agreed at step 2\nthe last checkpoint at which all agreed: " .. newest)
     assert.equal(newest, require("engine.run.checkpoint").latest(run .. "/checkpoints"))
     assert.equal("step-00000002\n", helper.shell("ls " .. run .. "/checkpoints").out)
@@ -77,7 +78,8 @@ describe("ranks that drift apart", function()
       "('drift', 'error', 'checkpoint', 'finished')")
     history:close()
     assert.equal(1, #events)
-    assert.same({ 3, "drift", "ranks 0 and 1 differ from each other, first in lr; 1 of 92 values" },
+    assert.same({ 3, "drift",
+      "ranks 0 and 1 differ from each other, first in lr; 1 of 92 values differ" },
       { events[1].step, events[1].kind, events[1].text })
     local data = json.decode(events[1].data)
     assert.same({ { ranks = { 0 }, value = "0.001" }, { ranks = { 1 }, value = "0.002" } },
@@ -91,18 +93,18 @@ describe("ranks that drift apart", function()
 
   it("are found whatever differs", function()
     for what, expected in pairs {
-      moment = UP .. ".moment2; 1 of 92 values\n  rank 0: checksum ",
-      ["low precision=bf16"] = UP .. " (low-precision weights); 1 of 110 values",
-      ["scale"] = "the loss scale; 2 of 92 values\n  rank 0: 1\n  rank 1: 3\n",
-      ["random"] = "the random numbers; 1 of 92 values\n  rank 0: seed 5, counter ",
-      ["updates"] = "the optimizer's updates; 1 of 92 values\n  rank 0: 3\n  rank 1: 4\n",
+      moment = UP .. ".moment2; 1 of 92 values differ\n  rank 0: checksum ",
+      ["low precision=bf16"] = UP .. " (low-precision weights); 1 of 110 values differ",
+      ["scale"] = "the loss scale; 2 of 92 values differ\n  rank 0: 1\n  rank 1: 3\n",
+      ["random"] = "the random numbers; 1 of 92 values differ\n  rank 0: seed 5, counter ",
+      ["updates"] = "the optimizer's updates; 1 of 92 values differ\n  rank 0: 3\n  rank 1: 4\n",
       ["flip mode=lagged precision=fp16"] = UP .. "; ",
     } do
       local settings = {}
       for word in ("drift=" .. what):gmatch("%S+") do settings[#settings + 1] = word end
       drifted(job(2, settings), "ranks 0 and 1 differ from each other, first in " .. expected)
     end
-    drifted(job(2, { "drift=state" }), "first in the state of policy static; 1 of 92 values",
+    drifted(job(2, { "drift=state" }), "first in the state of policy static; 1 of 92 values differ",
       "\n  rank 1: " .. ("long "):rep(60) .. "\nall ranks")     -- cut to 300 bytes
   end)
 
@@ -122,7 +124,7 @@ describe("ranks that drift apart", function()
     local function experts(...) return (job(4, { "steps=3", ... }, "spec/dist/experts.lua")) end
     local weight = "first in second.experts.2.up.weight; "
     drifted(experts("over=2", "drift_rank=2"), "ranks 0 and 2 differ from each other, " .. weight ..
-      "1 of 122 values")
+      "1 of 122 values differ")
     drifted(experts("over=1", "drift_rank=3", "zero=1"), "rank 3 differs from the others, " ..
       weight)
   end)

@@ -137,8 +137,8 @@ describe("a plan", function()
   it("predicts activation checkpointing, beside the measurement", function()
     local out = helper.run { "plan", "examples/gpt.lua", "checkpoint=block", "layers=4",
       "width=64", "context=64" }.out
-    local with = { out:match("gradients, with +([%d.]+) MiB +([%d.]+) MiB") }
-    local without = { out:match("gradients, without +([%d.]+) MiB +([%d.]+) MiB") }
+    local with = { out:match("with checkpointing +([%d.]+) MiB +([%d.]+) MiB") }
+    local without = { out:match("without checkpointing +([%d.]+) MiB +([%d.]+) MiB") }
     assert(with[2] and without[2], out)
     assert.equal(without[1], without[2])
     assert.near(tonumber(with[2]), tonumber(with[1]), 0.25 * with[2])

@@ -162,7 +162,7 @@ describe("a run's commands", function()
       " train.lua run=c steps=100000000 & p=$!; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.2; " ..
       engine .. " runs | grep '^c .*running' && break; done; kill -9 $p; wait $p 2>/dev/null; " ..
         engine .. " runs | grep '^c '")
-    assert.matches("^c +.*running, 0 %% of 100,000,000\nc +.*broken off\n", result.out)
+    assert.matches("^c +.*running, 0 %% of 100,000,000 steps\nc +.*broken off\n", result.out)
   end)
 
   it("plot draws in the terminal and as SVG, and names unknown curves", function()

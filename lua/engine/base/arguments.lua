@@ -18,7 +18,7 @@ function M.is_tensor(x)
 end
 local is_tensor = M.is_tensor
 
---- Returns the eng_tensor_info of x, which is valid until the next call.
+--- Returns the eng_tensor_info of x. The next call of this function overwrites it.
 function M.info(x)
   check(C.eng_info(info_buffer, x))
   return info_buffer
@@ -82,8 +82,8 @@ function M.want_whole(v, name, what, least)
   return v
 end
 
---- Raises an error unless v is a Lua pattern. name: the function; what: the pattern, in words for
---- the message.
+--- Raises an error unless v is a Lua pattern. For the message: name, the function; what, a phrase
+--- for the pattern.
 function M.want_pattern(v, name, what)
   expect(type(v) == "string", v, "%s: expected %s", name, what)
   local problem = pattern.problem(v)
@@ -172,8 +172,8 @@ function M.read_block(block, where)
   return named[1], named[2]
 end
 
---- Returns a new table with the fields of all given tables. If several tables have a field, the
---- last of them wins.
+--- Returns a new table with the fields of all given tables. If several tables have the same field,
+--- the last table wins.
 function M.merged(...)
   local all = {}
   for i = 1, select("#", ...) do
@@ -196,7 +196,7 @@ local NO_OPTIONS = {}
 
 --- Raises an error unless every key of a table of options is known. Returns the options ({} for
 --- nil). known: a table whose keys are the valid names, or a string of these names. name: the
---- function, for the message and for `engine help`.
+--- function; the message names it and may refer the user to `engine help NAME`.
 function M.read_named(options, name, known)
   if options == nil then return NO_OPTIONS end
   if type(known) == "string" then known = M.set_of(known) end

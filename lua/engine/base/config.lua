@@ -333,7 +333,7 @@ local function apply_file(result, fields, rules, path)
       local nested = false
       for other in pairs(fields) do nested = nested or other:sub(1, #name + 1) == name .. "." end
       if field then
-        if type(value) ~= "userdata" then            -- null in JSON: the field is absent
+        if type(value) ~= "userdata" then            -- skips JSON's null, as if it were absent
           assign(result, name, check(name, from_file(name, field, value, where), field, rules))
         end
       elseif nested and type(value) == "table" then
@@ -348,8 +348,8 @@ local function apply_file(result, fields, rules, path)
   walk(read_file(path), "", 1)
 end
 
---- Parses `args`, a list of texts name=value. Returns a table with the value of every field of
---- `defaults`. kinds: the ranges, such as { count = "steps" }. For a bad argument it raises an
+--- Parses `args`, a list of strings "name=value". Returns a table with the value of every field of
+--- `defaults`. kinds: the ranges, such as { count = "steps" }. A bad argument raises an error
 --- object that tostring() converts to the message.
 function config.parse(defaults, args, docs, kinds)
   local fields, result = collect(defaults, "", {}), copy(defaults)
@@ -376,7 +376,7 @@ function config.parse(defaults, args, docs, kinds)
   return result
 end
 
---- Returns a list with { name, value } for every field, under dotted names, in the order of `help`.
+--- Returns a list of { dotted name, value } with an entry for every field, in the order of `help`.
 function config.flatten(values)
   local fields = collect(values, "", {})
   local list = {}

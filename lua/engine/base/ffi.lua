@@ -6,9 +6,10 @@ local ffi = require "ffi"
 local M = { ffi = ffi }
 
 -- LuaJIT's compiler for x86 (2.1, at least until August 2026) can fuse the load of a C field with
--- the instruction that uses the value, and so move the load past a call that changes the field:
--- after `n = a.ndim; m = b.ndim`, n held b's number of dimensions. So fusing is switched off, and
--- stays off when a script sets other optimizations.
+-- the instruction that uses the value, and so move the load past a call that changes the field.
+-- After `n = a.ndim; m = b.ndim` for two tensors, n held b's number of dimensions, because both
+-- reads go through one eng_tensor_info. So fusing is switched off, and stays off when a script sets
+-- other optimizations.
 local optimizer = require "jit.opt"
 local start = optimizer.start
 optimizer.start = function(...)
@@ -130,8 +131,8 @@ function M.value_text(v)
   return type(v) == "cdata" and ffi.istype(M.Tensor, v) and "a tensor" or "a " .. type(v)
 end
 
---- Unless `good`, raises an error with `message` (a format, if more arguments follow) and ", got
---- VALUE".
+--- If `good` is false or nil, raises an error whose text is `message` (a format, if more arguments
+--- follow) and ", got VALUE".
 ---   expect(type(rate) == "number", rate, "%s: expected a rate", name)
 function M.expect(good, value, message, ...)
   if good then return end

@@ -20,8 +20,8 @@ end
 local escapes = { ['"'] = '\\"', ["\\"] = "\\\\", ["\b"] = "\\b", ["\f"] = "\\f", ["\n"] = "\\n",
   ["\r"] = "\\r", ["\t"] = "\\t" }
 
--- The characters beyond ASCII that eng_text_shown escapes. Each entry has a pattern that captures
--- the last byte of a character, and the code point minus that byte.
+-- The characters beyond ASCII that eng_text_shown escapes. Each entry is { a pattern that captures
+-- the last byte of a character, the number to add to this byte to get the code point }.
 local unshown = { { "\194([\128-\159])", 0 }, { "\216(\156)", 0x580 },
   { "\226\128([\142\143\168-\174])", 0x1F80 }, { "\226\129([\166-\169])", 0x1FC0 } }
 
@@ -129,8 +129,8 @@ M.null, M.no_fields = cjson.null, {}
 
 --- Returns data as JSON for other programs. Sorts the keys, writes inf and nan as strings
 --- (show.json_number), and writes unsafe characters as \xNN. A table without string keys becomes a
---- list. If elements of the list may be nil, the table's field n must give its length.
---- number_of(x): the text of a number (by default show.json_number).
+--- list. If elements of such a table may be nil, its field n must give the length of the list.
+--- number_of(x) returns the text of a number (by default show.json_number).
 function M.plain(value, number_of)
   if value == nil or value == cjson.null then return "null" end
   if value == M.no_fields then return "{}" end

@@ -26,8 +26,8 @@ local ELSEWHERE = {
   attention_mask = "mask",
 }
 
--- What to write instead of a name from another framework, where one name of the engine is not
--- enough.
+-- Another framework's name -> what to write instead. For these names, a single name of the engine
+-- would not be enough.
 local INSTEAD = {
   cross_entropy = "engine.cross_entropy(x, targets)", mse = "engine.mse(x, y)",
   mse_loss = "engine.mse(x, y)", param_groups = "opt.lr, and the list opt.groups",
@@ -72,8 +72,8 @@ function nearest.find(name, names)
   return list[C.eng_nearest(tostring(name), array, #texts) + 1]
 end
 
---- Returns "; did you mean 'NAME'?", or "" if no name is near. With `code`, which means that `name`
---- stands for a function or a method, the hint may also be "; write ... instead".
+--- Returns "; did you mean 'NAME'?", or "" if no name is near. code: true if the user wrote `name`
+--- as a function or a method; the hint may then also be "; write ... instead".
 function nearest.hint(name, names, code)
   local found, instead = nearest.find(name, names), code and INSTEAD[tostring(name):lower()]
   if instead and (not found or found == "to") then return "; write " .. instead .. " instead" end
@@ -97,8 +97,8 @@ function nearest.part_hint(pattern, names)
 end
 
 --- Returns the hint and the list of all names as text. what: the noun for the names, such as
---- "options". where: a command that lists the names, or nil. If there is a hint and a list of more
---- than eight names, the text has this command instead of the list.
+--- "options". where: a command that lists the names, or nil. If there is a hint and there are more
+--- than eight names, the text gives this command instead of the list.
 function nearest.choices(name, names, what, where)
   local texts = {}
   for i, choice in ipairs(list_of(names)) do texts[i] = tostring(choice) end

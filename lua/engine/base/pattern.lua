@@ -1,7 +1,7 @@
 -- Checks the syntax of Lua patterns that users give, such as patterns for the modules of a recipe.
 -- string.find raises an error only when a match reaches the mistake, so a trial match on an empty
--- string would accept "blocks(". Called by arguments.lua, for functions that take a pattern, by
--- config.lua and by train/options.lua.
+-- string would accept "blocks(". Called by arguments.lua (for functions that take a pattern),
+-- config.lua and train/options.lua.
 local M = {}
 
 local CAPTURES, DEEPEST = 32, 199   -- LuaJIT's limits on captures and on the depth of a match

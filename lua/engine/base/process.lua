@@ -38,7 +38,7 @@ function M.output(command)
 end
 
 --- Returns MESSAGE of the last line "engine: MESSAGE" in a file of output. Without such a line,
---- returns the last line that is not blank, or nil if there is none. Reads the last 8 KiB.
+--- returns the last line that is not blank, or nil if there is none. Reads only the last 8 KiB.
 function M.last_words(log)
   local file = io.open(log, "rb")
   if not file then return nil end

@@ -103,7 +103,8 @@ end
 --- Prints text of unknown origin.
 function show.print(text) print(show.shown(text, true)) end
 
---- Cuts a string to at most `most` characters. A string that was cut ends with `mark` ("...").
+--- Cuts a string to at most `most` characters. A string that was cut ends with `mark` (by default
+--- "...").
 function show.cut(text, most, mark)
   mark = mark or "..."
   local count, cut = 0, 1
@@ -137,7 +138,7 @@ function show.wrap(text, width)
   return table.concat(lines, "\n")
 end
 
-local MOST = 60       -- characters of the longest cell
+local MOST = 60       -- a longer cell is cut to this number of characters
 
 --- Returns rows of strings as lines with aligned columns. If left[c] is true, column c is aligned
 --- to the left; if `left` itself is true, every column is. Long cells are cut, except in the last

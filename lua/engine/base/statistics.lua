@@ -36,9 +36,10 @@ function M.t95(degrees)
     + (5 * Z ^ 5 + 16 * Z ^ 3 + 3 * Z) / (96 * degrees ^ 2)
 end
 
---- Returns statistics of the finite differences b[i] - a[i] for i from 1 to `count`: { n, mean,
---- spread, low, high }. n is the number of these differences. The 95 % confidence interval of their
---- mean is from `low` to `high`; both are false if n is 1. Returns nil if no difference is finite.
+--- Returns statistics of the differences b[i] - a[i] for i from 1 to `count`: { n, mean, spread,
+--- low, high }. Leaves out differences that are inf or nan or lack a value; n is the number of the
+--- others. The 95 % confidence interval of the mean is from `low` to `high`; both are false if n is
+--- 1. Returns nil if n would be 0.
 function M.paired(a, b, count)
   local list = {}
   for i = 1, count do

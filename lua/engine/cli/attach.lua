@@ -120,8 +120,8 @@ end
 
 -- ------------------------------------------------------------------ the REPL's objects
 
--- The objects `run` and `policy`, whose methods send requests to the run. Without a link every
--- method raises `why`.
+-- Returns the objects `run` and `policy`, whose methods send requests to the run. If `link` is nil,
+-- every method raises the error `why`.
 local function objects(link, why)
   local function ask(request)
     if not link then error(why, 0) end

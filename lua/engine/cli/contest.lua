@@ -106,7 +106,7 @@ local function check_script(contest)
   contest.sources = {}
   for _, policy in ipairs(contest.policies) do
     parse(defaults, { "policy=" .. policy, unpack(words) }, docs, kinds)
-    -- fails for the name of a policy that the script registers
+    -- load() fails for a policy that only the script registers
     local good, loaded = pcall(load, policy)
     contest.sources[policy] = good and loaded.source or nil
   end
@@ -182,7 +182,8 @@ local function again(words)
   return table.concat(parts, " ")
 end
 
--- Shows the progress of the runs: lines on stderr and, on a terminal, a live line.
+-- Makes the object that shows the progress of the runs: lines on stderr and, on a terminal, a live
+-- line.
 local function progress_of(contest, waiting)
   local machine = require "engine.base.machine"
   local bar = require("engine.run.progress").on_stderr()

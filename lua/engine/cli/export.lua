@@ -8,8 +8,8 @@ Writes a recorded run in the formats of other tools. FILE may be - for standard 
 
   engine export a --csv a.csv                 a line for each step, for pandas.read_csv
   engine export a --jsonl - | head            an object for each step; "inf" and "nan" are strings
-  engine export a --tensorboard tb/a          event files: numbers, histograms of the layers'
-                                              gradients, policies, settings and events as text
+  engine export a --tensorboard tb/a          event files: numbers; histograms of the layers'
+                                              gradients; policies, settings and events as text
   engine export a --tensorboard tb/a --every 10   every tenth step, and all overflows
 
 Meters of FP8 layers are columns such as fp8.LAYER:ROLE.snr, filled at the steps that measured them.

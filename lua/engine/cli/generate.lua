@@ -22,7 +22,8 @@ prompt       a text, which the folder's tokenizer.json turns into token ids
 tokens       a list of token ids
 max_tokens   tokens to add to each prompt or list (64)
 temperature  1 by default; a value below 1 favours likely tokens, 0 takes the most likely token
-top_k top_p  draw from the K most likely tokens, or from those that add up to probability P
+top_k top_p  draw from the K most likely tokens, or from the most likely ones that together have
+             probability P
 stop         ids, or texts of tokens such as '<|im_end|>', that end a continuation; by default the
              model's eos_token_id; --stop= for none
 seed         the same seed gives the same tokens

@@ -1,5 +1,5 @@
--- The commands engine help [NAME], engine help --html FOLDER, engine help --types FILE, and engine
--- --help.
+-- Runs `engine help [NAME]`, `engine help --html FOLDER`, `engine help --types FILE` and
+-- `engine --help`.
 
 local texts = require "engine.base.show"
 
@@ -59,7 +59,7 @@ local function overview()
   return text:format(table.concat(lines, "\n"))
 end
 
-local MOST_SHOWN, MOST_LISTED = 3, 12   -- limits on the entries printed in full, and listed
+local MOST_SHOWN, MOST_LISTED = 3, 12   -- entries printed in full; lines of a list of entries
 
 -- Returns the title and one line per entry, with the entry's name and summary.
 local function listing(title, entries)

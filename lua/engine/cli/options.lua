@@ -15,7 +15,7 @@ local nearest = require "engine.base.nearest"
 
 local M = {}
 
---- Ends a command with one line about its arguments.
+--- Ends a command with a one-line message about its arguments.
 function M.fail(format, ...) error(format:format(...), 0) end
 local fail = M.fail
 
@@ -124,16 +124,17 @@ function M.command(spec)
   end }
 end
 
---- Writes a command's notes to stderr, one per line, such as the runs that it leaves out.
+--- Writes a command's notes to stderr, one per line. A note may say that a run is left out, and
+--- why.
 function M.note(command, notes)
   for _, note in ipairs(notes) do
     io.stderr:write(("engine %s: %s\n"):format(command, require("engine.base.show").shown(note)))
   end
 end
 
---- Makes a command on one run, which calls spec.main(given, history, path). With spec.empty, the
---- command also takes a run without steps. With spec.several, it also takes several runs, and then
---- calls spec.several(given, list) with the list that compare.open returns.
+--- Makes a command that reads one run and calls spec.main(given, history, path). With spec.empty,
+--- the command also takes a run without steps. With spec.several, it also takes several runs; for
+--- these it calls spec.several(given, list), where `list` is the result of compare.open.
 function M.run_command(spec)
   local main = spec.main
   spec.main = function(given)

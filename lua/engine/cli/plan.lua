@@ -25,9 +25,9 @@ its trainer exists, and a few steps of the trainer are timed. Other settings go 
 For a FOLDER with Hugging Face's config.json it prints the parameters of the model and the memory
 that generating and training take. No weights are needed.
 
-alpha, beta  seconds of a message and of a byte between two ranks; by default measured between two
-             processes on this machine, if mpirun is installed
-step         seconds of a step on one rank without messages; measured by default
+alpha, beta  seconds that a message and a byte take between two ranks; by default measured between
+             two processes on this machine, if mpirun is installed
+step         seconds that a step takes on one rank without messages; measured by default
 comm_dtype zero bucket   as in engine.trainer; by default the script's values
 
 checkpoint   what activation checkpointing (the trainer's option) saves and costs on one rank:
@@ -79,7 +79,7 @@ local function smaller_bucket(job, params, options, ranks)
   if ranks == 1 then return nil end
   local bucket = options.bucket or reduction.BUCKET
   local now, best, found = with(bucket), with(bucket), bucket
-  -- all buckets of at least gradient_bytes hold every gradient, so they cost the same
+  -- any bucket of gradient_bytes or more holds every gradient, so all such sizes cost the same
   while found / 2 * MIB >= job.gradient_bytes do found = found / 2 end
   while found > 1 / 64 do
     local half = with(found / 2)
@@ -254,7 +254,7 @@ local function table_of(job, cost, source, given)
   if job.advice then print((job.zero > 0 and "" or "\n") .. job.advice) end
   if #x > 2 then
     print("\n" .. require("engine.report.plot").draw {
-      title = "efficiency in %, over log2 of the ranks", x = x, y = y, height = 8 })
+      title = "efficiency in %, against log2 of the number of ranks", x = x, y = y, height = 8 })
   end
 end
 

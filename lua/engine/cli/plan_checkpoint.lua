@@ -61,14 +61,14 @@ function M.print(script, settings, given)
   local function times(x) return ("%.2f x"):format(x) end
   print(show.table({
     { "checkpoint=" .. which, "predicted", "measured" },
-    { "activations and their gradients, without", mib(p.plain), mib(plain.memory_step) },
-    { "activations and their gradients, with", mib(p.block), mib(block.memory_step) },
-    { "memory, with / without", share(p.plain, p.block),
+    { "peak without checkpointing", mib(p.plain), mib(plain.memory_step) },
+    { "peak with checkpointing", mib(p.block), mib(block.memory_step) },
+    { "peak with / peak without", share(p.plain, p.block),
       share(plain.memory_step, block.memory_step) },
     { "time of a step", times(p.time), times(block.step / plain.step) },
   }, { true }))
-  print("\npeaks of one step of one rank, with one thread; losses and gradients are the same " ..
-    "bit for bit\nwith and without checkpointing")
+  print("\nA peak is the most memory that activations and their gradients take during a step of " ..
+    "one rank\nwith one thread. Losses and gradients are the same bit for bit in both cases.")
 end
 
 return M

@@ -7,9 +7,9 @@ return options.command {
   help = [==[
 usage: engine policies
 
-Lists the policies that come with the engine, with what each does: those that choose the loss scale
-of each step, and those that choose the scales and formats of FP8 layers. Both can be swapped into a
-run (engine help attach), run as its shadows (shadow=NAME) and replayed.
+Lists the policies that come with the engine and says what each does. Some choose the loss scale of
+each step, others choose the scales and formats of FP8 layers. Both kinds can be swapped into a run
+(engine help attach), run as its shadows (shadow=NAME) and replayed.
 
   engine train.lua policy=dynamic:growth_interval=500     train with one
   engine replay runs/a --policy dynamic                   what it would have done on a recorded run

@@ -49,7 +49,7 @@ run differ. The live run begins at the newest checkpoint before the first verdic
 differs from the run's, with the policy's state from the replay; without such a checkpoint, it
 begins at the start. It writes to a folder of its own; the recorded run is not touched.
 
---steps N      steps to run, at most the recorded ones (100)
+--steps N      how many steps to run (100); never more than were recorded
 --from STEP    begin at the newest checkpoint up to this step
 --tolerance X  relative difference of loss, amax and norm to ignore (0.01)
 --script FILE  the script, if it has moved or the history does not name it

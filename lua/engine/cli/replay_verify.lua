@@ -16,8 +16,8 @@ local M = {}
 -- Exit statuses.
 local AGREE, FAILED, DIFFER, INTERRUPTED = 0, 1, 2, 130
 
--- Seconds between polls, between live lines, and from the first SIGTERM to the process until it is
--- repeated.
+-- Seconds between polls, and between live lines. A process that is still alive PATIENCE seconds
+-- after its first SIGTERM gets another with each live line.
 local POLL, LIVE, PATIENCE = 0.05, 1, 10
 
 -- ------------------------------------------------------------------ the live run
@@ -179,8 +179,8 @@ local function verify_one(path, p, given, folder)
     object_of(plan, c, interrupted, why)
 end
 
--- Makes an empty folder for a live run, at the path --keep or as a temporary folder. Returns its
--- path.
+-- Makes an empty folder for a live run, at the path that --keep gives or else a temporary one.
+-- Returns its path.
 local function folder_for(keep, i, many)
   if not keep then
     local name = os.tmpname()

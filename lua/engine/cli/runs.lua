@@ -26,7 +26,7 @@ end
 local function ended_text(run)
   local text = show.cut(show.shown(run.ended), 60)
   if run.how == "running" then
-    text = ("running, %d %% of %s"):format(100 * (run.last + 1) / (run.steps or run.last + 1),
+    text = ("running, %d %% of %s steps"):format(100 * (run.last + 1) / (run.steps or run.last + 1),
       show.grouped(run.steps or 0))
   end
   if run.failed_shadows > 0 then

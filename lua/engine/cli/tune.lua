@@ -16,9 +16,9 @@ if both ends are powers of two. The search is deterministic.
   engine tune runs/a --policy deepspeed --over scale_window=50..2000 hysteresis=1,2,4
 
 --over      name=from..to, or name=a,b,c for single values; more ranges may follow it
---objective elements  gradient elements that lose bits or vanish; a step without an update loses all
-                      of them (the default)
-            mass      the same for the gradients' sum of magnitudes
+--objective elements  (default) share of the gradient elements that lose bits or vanish; a step
+                      without an update loses all of them
+            mass      share of the gradients' sum of magnitudes that is lost in this way
             skipped   steps without an update; the only objective for strings of outcomes
 
 The search uses the gradients of the recorded runs. To measure how a setting changes the training

@@ -1,7 +1,8 @@
 -- Documents: turns each record of a file into token ids, and marks the ids that count in the loss.
--- A format (M.lines, M.csv_text, M.jsonl, M.chat, M.preferences) makes the parts of a document from
--- a record's text: { { text, counts = whether it counts in the loss }, .. }, or nil and what is
--- wrong with the record. Called by init.lua; packed.lua puts the documents into rows.
+-- A format (M.lines, M.csv_text, M.jsonl, M.chat, M.preferences) is a function that divides a
+-- record's text into the parts of a document. It returns { { text, whether it counts in the loss },
+-- .. }, or nil and what is wrong with the record. Called by init.lua; packed.lua puts the documents
+-- into rows.
 local cjson = require "cjson"
 local json = require "engine.base.json"
 local M_ffi = require "engine.base.ffi"
@@ -55,9 +56,9 @@ function M.jsonl(field)
 end
 
 -- Divides a conversation into parts, with a tokenizer's chat template. An assistant's message
--- begins after the text of the earlier messages and, if the template adds one, the generation
--- prompt. To find its end, compares the text of the messages up to and including this one with the
--- text of the whole conversation: the message ends where the two first differ.
+-- begins where the text of the earlier messages ends, including the generation prompt if the
+-- template adds one. To find the message's end, compares the text of the messages up to and
+-- including this one with the text of the whole conversation: it is where the two first differ.
 local function by_template(tokenizer, messages)
   local parts, done = {}, 0
   local function text(n, prompt)
@@ -95,10 +96,10 @@ local function by_template(tokenizer, messages)
   return nil, (tostring(problem):gsub("^[^\n:]+:%d+: ", ""))
 end
 
---- Returns the format of conversations: a list of messages { role =, content = } in a JSON object.
---- template: a function(role) that returns the texts before and after a message of that role, or a
---- tokenizer with a chat template. Only the assistant's messages and the texts after them count
---- in the loss.
+--- Returns the format of conversations. The record is a JSON object whose field `field` is a list
+--- of messages { role =, content = }. template: a function(role) that returns the texts before and
+--- after a message of that role, or a tokenizer with a chat template. Only the assistant's messages
+--- and the texts after them count in the loss.
 function M.chat(field, template)
   return function(line)
     local object, problem = object_of(line)
@@ -135,10 +136,10 @@ end
 --- The default template, ChatML: returns the texts before and after a message.
 function M.chatml(role) return "<|im_start|>" .. role .. "\n", "<|im_end|>\n" end
 
---- Returns the format of preferences: a prompt, and the preferred and the rejected answer to it, in
---- the fields of a JSON object. Only the answers count in the loss. The format returns the list of
---- the parts of the preferred sequence; its field `rejected` is the list of the parts of the
---- rejected sequence.
+--- Returns the format of preferences. The record is a JSON object; `fields` names its fields with
+--- the prompt, the preferred answer and the rejected answer. Only the answers count in the loss.
+--- The format returns a list with the parts of the preferred sequence. This list has a field
+--- `rejected`, the list with the parts of the rejected sequence.
 function M.preferences(fields)
   return function(line)
     local object, problem = object_of(line)
@@ -212,8 +213,8 @@ end
 
 -- ------------------------------------------------------------------ tokens
 
--- Returns a function from a text to its ids. encode: such a function; an object with a method
--- `encode`; or false, which makes the text's bytes the ids.
+-- Returns a function that converts a text to its ids. encode: such a function; an object with a
+-- method `encode`; or false, which makes the text's bytes the ids.
 local function encoder(name, encode)
   if not encode then return function(text) return text end end
   if type(encode) == "function" then return encode end
@@ -224,8 +225,8 @@ local function encoder(name, encode)
   return function(text) return method(encode, text, { special = false }) end
 end
 
--- Returns the id of the end token: end_token itself, or 0 if it is nil, or false if it is false
--- (none). If `encode` has a method `id`, as a tokenizer has, end_token may be a token's text.
+-- Returns the id of the end token, or false if end_token is false (no end token). end_token: an id,
+-- or nil for 0. If `encode` has a method `id`, as a tokenizer has, end_token may be a token's text.
 local function end_id(name, encode, end_token)
   if type(end_token) ~= "string" then return end_token or end_token == nil and 0 end
   local good, method = pcall(function() return encode.id end)
@@ -285,8 +286,9 @@ local function tokens_of(self, parts)
   return { ids = ids, counts = counts, n = n }
 end
 
--- Cuts a sequence to `most` tokens: without `answers` at its end; with `answers` first at the start
--- of the prompt, down to one token of the prompt, and then at the end.
+-- Cuts a sequence to `most` tokens. Without `answers`, drops tokens at its end. With `answers`,
+-- first drops tokens at the start of the prompt, up to the prompt's last token, and then at the
+-- end.
 local function cut(sequence, most, answers)
   if sequence.n <= most then return sequence end
   local from = 0

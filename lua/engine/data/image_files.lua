@@ -88,8 +88,9 @@ function M.is_image(path)
   return reader_of(start, #start) and true or false
 end
 
---- Returns the pixels of an image, uint8_t [height x width x channels] with row after row, its
---- width and its height; or nil and what is wrong. channels: 3 (RGB) or 1 (gray).
+--- Returns three values: the pixels of an image as uint8_t [height x width x channels], its width
+--- and its height. Returns nil and what is wrong if it cannot be read. channels: 3 (RGB) or 1
+--- (gray).
 function M.read(path, channels)
   local mapping = ffi.new("eng_mapping")
   if C.eng_file_map(mapping, path) ~= 0 then return nil, M_ffi.message() end

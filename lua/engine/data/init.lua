@@ -144,11 +144,11 @@ end
 
 local OF_STEP = { keep = false }   -- a batch is freed with its step, even outside engine.steps
 
--- Makes a loader of windows of T+1 tokens from `tokens`, a pointer to n tokens. keep: the memory
--- behind the pointer. With shuffling, each epoch cuts the tokens at another offset and visits the
--- pieces in another order. Without shuffling, row b of batch i (both from 0) starts at token
--- (i*B + b)*T. When too few tokens are left for a batch, reading starts again from the beginning,
--- as in llm.c's loader.
+-- Makes a loader of windows of T+1 tokens from `tokens`, a pointer to n tokens. keep: the object
+-- that owns the pointer's memory; the loader keeps it alive. With shuffling, each epoch cuts the
+-- tokens at another offset and visits the pieces in another order. Without shuffling, row b of
+-- batch i (both from 0) starts at token (i*B + b)*T. When too few tokens are left for a batch,
+-- reading starts again from the beginning, as in llm.c's loader.
 local function windows(o, kind, tokens, n, keep)
   local B, T = o.batch, o.context
   if n < T + 1 then
@@ -456,7 +456,8 @@ end
 ---   size, channels    width and height in pixels (32); 3 for RGB, 1 for gray (3)
 ---   mean, std         of pixel values in 0..1: a number, or one for each channel (0.5, 0.25)
 ---   flip              true: mirrors each image with probability 1/2
----   from, to          the share to use (0, 1) of the images in a random order that never changes
+---   from, to          the share of the images to use (0, 1), after a random shuffle that is always
+---                     the same
 ---   bad               "stop": files that are not images are an error; "skip": they are left out
 ---   batch, shuffle, seed   (32, true, 1234)
 function M.images(given)

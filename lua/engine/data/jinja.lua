@@ -1,16 +1,17 @@
 -- The part of the template language Jinja that chat templates use, with the settings of
--- transformers (trim_blocks and lstrip_blocks). A template becomes a function from variables to a
--- text. The supported statements are for (with if, else, loop, break, continue), if, set (of a
--- name, a namespace's field or a block) and generation. The supported expressions are all of
--- Jinja's except ** and /. The tables below have the supported methods, filters and tests. Anything
--- else is an error that names the template's line. Values are Lua values; a list is a table with
--- the metatable List, None is the value NONE, and undefined is nil. Called by chat_template.lua.
+-- transformers (trim_blocks and lstrip_blocks). A template becomes a function that converts
+-- variables to a text. The supported statements are `for` (with `if`, `else`, `loop`, `break`,
+-- `continue`), `if`, `set` (of a name, a namespace's field or a block) and `generation`. All of
+-- Jinja's expressions are supported except ** and /. The tables below have the supported methods,
+-- filters and tests. Anything else is an error that names the template's line. Values are Lua
+-- values; a list is a table with the metatable List, None is the value NONE, and undefined is nil.
+-- Called by chat_template.lua.
 local M = {}
 
 local List, NONE = {}, {}
 M.NONE = NONE
--- The most operations of a rendering, and the most bytes of a text in it. With these limits, a
--- template cannot hang the process or fill its memory.
+-- A rendering may run at most this many operations, and make texts of at most this many bytes. With
+-- these limits, a template cannot hang the process or fill its memory.
 local OPERATIONS, BYTES = 1e6, 2 ^ 24
 local operations, printed
 
@@ -311,7 +312,7 @@ function Parser:name()
   return token[2]
 end
 
--- An expression is a function from the scope to a value. applied() returns the expression that
+-- An expression is a function that takes the scope and returns a value. applied() returns one that
 -- calls f with the values of the n expressions in `args`. A missing expression stands for nil.
 local function applied(f, args, n)
   return function(scope)
@@ -360,7 +361,7 @@ function Parser:dict()
   end
 end
 
--- Parses a call of a function in the scope, or of namespace().
+-- Parses a call of namespace() or of a function in the scope.
 function Parser:call(name)
   local args, n, named = self:arguments ")"
   return function(scope)

@@ -30,8 +30,8 @@ end
 
 -- ------------------------------------------------------------------ version 2
 
--- The constants of each round for the latest n, seed and epoch: K (`sum`), and two keys of the
--- hash.
+-- The constants of each round for the latest n, seed and epoch. `sum` has the K of each round;
+-- `first` and `second` have the two keys of the round's hash.
 local latest = { sum = {}, first = {}, second = {} }
 
 -- Mixes a whole number of up to 53 bits into a key, in two halves.

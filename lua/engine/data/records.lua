@@ -36,7 +36,8 @@ local function open(name, path)
   return handle or raise("data.%s: %s", name, why)
 end
 
--- Iterates over the first `size` bytes of a file (all if nil) in chunks, each with its offset.
+-- Returns an iterator over the first `size` bytes of a file (nil: all bytes). It gives one chunk at
+-- a time, with the chunk's offset.
 local function chunks(handle, size)
   local at = 0
   return function()

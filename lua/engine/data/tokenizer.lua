@@ -259,14 +259,14 @@ end
 --- Returns one more than the largest id: the number of rows that a model's embedding needs.
 function Tokenizer:vocab_size() return tonumber(C.eng_tokenizer_size(self.handle)) end
 
---- Returns the id of the token with this text in the file; nil if there is none.
+--- Returns the id of the token whose text in tokenizer.json is `text`; nil if there is none.
 function Tokenizer:id(text)
   expect(type(text) == "string", text, "tokenizer: expected a text")
   local id = tonumber(C.eng_tokenizer_find(self.handle, text, #text))
   return id >= 0 and id or nil
 end
 
---- Returns the text of the token with this id in the file; nil if there is none.
+--- Returns the text that tokenizer.json gives to the token `id`; nil if there is no such token.
 function Tokenizer:token(id)
   expect(type(id) == "number" and id % 1 == 0, id, "tokenizer: expected an id")
   local text = C.eng_tokenizer_text(out_size, self.handle, id)

@@ -1,8 +1,8 @@
 -- Converts the normalizers, pre-tokenizers, decoders and post-processors of a tokenizer.json into
 -- the core's steps. There is a table for each of these four, with a function for each type of
--- component. The function takes `to` = { stage(kind, flags, a, b), frame(id, after), fail(format,
--- ...) }, to which it adds steps, and a component of the file. A type that is not in the table
--- raises a one-line error. Called by tokenizer.lua.
+-- component. The function takes two arguments: `to` = { stage(kind, flags, a, b), frame(id, after),
+-- fail(format, ...) }, and a component of the file. It adds the component's steps to `to`. A type
+-- that is not in the table raises a one-line error. Called by tokenizer.lua.
 local C = require("engine.base.ffi").C
 local cjson = require "cjson"
 local nearest = require "engine.base.nearest"
@@ -13,8 +13,8 @@ local M = {}
 
 local function given(value) return value ~= nil and value ~= cjson.null end
 
--- Returns a field of a component, and checks that the field has the type `kind`. default: the value
--- if the field is missing; without a default, a missing field is an error.
+-- Returns a field of a component, after a check that its type is `kind`. default: what to return if
+-- the field is missing; without a default, a missing field is an error.
 local function field(to, part, name, kind, default)
   local value = part[name]
   if not given(value) then

@@ -117,10 +117,10 @@ local function gathered(own, n)
   return all
 end
 
--- Groups the ranks by their checksum of an item. Returns a list of ranks for each checksum, the
--- largest list first, and whether there is a majority, that is, several lists of which the first is
--- larger than any other. at(r): the checksum on rank r. held: for an expert, the Reducer:holder()
--- of the ranks to group; nil groups all ranks.
+-- Groups the ranks by their checksum of an item. Returns two values: a list that holds, for each
+-- checksum, the list of its ranks, the longest list first; and whether there is a majority, that
+-- is, several checksums of which the first has more ranks than any other. at(r): the checksum on
+-- rank r. held: for an expert, the Reducer:holder() of the ranks to group; nil groups all ranks.
 local function grouped(reducer, at, held)
   local of, lists = {}, {}
   for r = 0, reducer.size - 1 do
@@ -196,7 +196,7 @@ local function describe(self, list, sums, n)
   local drift = { step = trainer.steps_done, first = first.name, ranks = found.ranks, values = {},
     agreed = self.agreed_at, checkpoint = checkpoint,
     resume = checkpoint and command(path, checkpoint) or nil }
-  drift.summary = ("%s %s, first in %s; %d of %d values"):format(ranks.names(found.ranks),
+  drift.summary = ("%s %s, first in %s; %d of %d values differ"):format(ranks.names(found.ranks),
     not found.majority and "differ from each other" or #found.ranks == 1
     and "differs from the others" or "differ from the others", first.name, found.count, n)
   local lines = { ("step %d: the ranks have drifted apart: %s"):format(drift.step, drift.summary) }

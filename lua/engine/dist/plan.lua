@@ -1,10 +1,11 @@
 -- The cost model of a job on many ranks: the memory of each rank, and the share of a step spent on
--- messages. Its inputs are the seconds of a message (alpha), of a byte (beta) and of one rank's own
--- step. The core counts messages and bytes, because it knows the buckets (eng_parallel_predict).
--- For each bucket, every rank sends a piece to every other rank, sums the pieces that it receives,
--- and sends the sum back (with ZeRO: the updated weights). From ZeRO-2 on, the gradients are sent
--- in every micro-batch. ZeRO-3 sends no updated weights; it sends a block's weights before the
--- forward and before the backward pass of the block. The record takes log2(ranks) messages.
+-- messages. Its inputs are the seconds that a message (alpha), a byte (beta) and one rank's own
+-- step take. The core counts messages and bytes, because it knows the buckets
+-- (eng_parallel_predict). For each bucket, every rank sends a piece to every other rank, sums the
+-- pieces that it receives, and sends the sum back (with ZeRO: the updated weights). From ZeRO-2 on,
+-- the gradients are sent in every micro-batch. ZeRO-3 sends no updated weights; it sends a block's
+-- weights before the forward and before the backward pass of the block. The record takes
+-- log2(ranks) messages.
 --
 -- On separate machines, the messages of all buckets but the last overlap the rest of the backward
 -- pass. With ZeRO-3, the messages with weights overlap both passes, except for the first weights.

@@ -7,7 +7,8 @@
 --   ranks.reduce(x, "sum")       the "sum", "mean" or "max" of x over all ranks, equal on all ranks
 --   ranks.from_first(text)       rank 0's text on every rank
 --   ranks.say("...")             prints a line on any rank; print() works only on rank 0
---   ranks.text()                 "Open MPI v4.1.4, 4 ranks, 4 of them here", and the cards' link
+--   ranks.text()                 "Open MPI v4.1.4, 4 ranks, 4 of them here"; with cards also how
+--                                messages go from card to card
 --   ranks.group(4)               this rank's group of four adjacent ranks (for nn.moe's experts)
 -- Every rank runs the same script and must make the same calls. If a rank misses a call, the job
 -- ends with an error that names the rank (core/dist/comm.c).
@@ -22,7 +23,7 @@ local M = {}
 local launched_rank, launched_size = ffi.new("int[1]"), ffi.new("int[1]")
 local launched = C.eng_comm_launched(launched_rank, launched_size)
 local world
-local code          -- returns the lines about the code that world() compares on all ranks
+local code          -- code() returns lines about this rank's code; world() compares them
 
 --- Returns the group of all ranks. The first call starts the transport, and raises an error on all
 --- ranks if the code of a rank differs from rank 0's.
@@ -48,7 +49,8 @@ function M.size() return launched and launched_size[0] or 1 end
 --- Returns the transport and the ranks in words: "Open MPI v4.1.4, 4 ranks, 4 of them here".
 function M.text() return M_ffi.ffi.string(C.eng_comm_text()) end
 
---- Prints a line on stderr that names the rank, in one write, because other ranks write there too.
+--- Prints a line that names the rank on stderr. Uses a single write, because other ranks write to
+--- stderr too.
 function M.say(format, ...)
   local text = select("#", ...) > 0 and format:format(...) or tostring(format)
   io.stderr:write((M.size() > 1 and ("rank %d: "):format(M.rank()) or "") ..

@@ -38,9 +38,9 @@ local N_SUMS, N_MAXIMA = 2, 10
 local RULES = signals.rules          -- how ranks combine a signal
 
 -- Finds the parameters that only some ranks hold. Modules such as nn.moe declare them in `_apart`.
--- Returns { [name] = { held =, shape = } }, an array that marks these parameters in the optimizer's
--- list with 1 (the others with 0), and the group of ranks that hold the same experts. Returns nil
--- if all ranks hold everything.
+-- Returns three values: { [name] = { held =, shape = } } for these parameters; an array with 1 for
+-- each of them and 0 for every other parameter of the optimizer's list; the group of ranks that
+-- hold the same experts. Returns nil if all ranks hold everything.
 local function find_apart(model, list)
   local apart, group = {}, nil
   if not model.apply then return nil end
@@ -76,7 +76,7 @@ function M.new(trainer, o)
     signals = signals.values,
     ended_by = 0, decided = "", names = {} }, Reducer)
   self.many = self.size > 1
-  self.own_pass = self.many and o.mode ~= "lagged"   -- record() makes the pass over the gradients
+  self.own_pass = self.many and o.mode ~= "lagged"   -- whether record() itself reads the gradients
   self.comm_dtype = self.many and o.comm_dtype or "own"
   -- zero: each rank updates only its part of the weights; divided: it also keeps only that part's
   -- gradients; parted: it also keeps only that part of the weights
@@ -138,8 +138,9 @@ function Reducer:share_buffers()
   end
 end
 
---- Broadcasts rank 0's weights, or calls `spread`, which loads a checkpoint's weights on every
---- rank. Then compares the checksums of the ranks' weights, except after `spread` with ZeRO-3.
+--- Gives all ranks the same weights: calls `spread`, which loads a checkpoint's weights on every
+--- rank, or without `spread` broadcasts rank 0's weights. Then compares the checksums of the ranks'
+--- weights, except after `spread` with ZeRO-3.
 function Reducer:start(spread)
   local trainer = self.trainer
   if spread and self.parted then     -- no two ranks hold the same weights to compare
@@ -295,8 +296,8 @@ function Reducer:share_norms(norm, norms, n)
   norm[0] = math.sqrt(squares)
 end
 
--- Continues the stream of random numbers `drawn` numbers after its position at the start of the
--- step. drawn: the most numbers that a micro-batch has drawn.
+-- Sets the position in the stream of random numbers to the position at the start of the step plus
+-- `drawn`, the most numbers that a micro-batch has drawn.
 local function continue_numbers(s, drawn)
   random.go { seed = s.place.seed, counter = s.place.counter + drawn }
 end
@@ -527,9 +528,9 @@ end
 
 local BITS = { { 2, "inf" }, { 4, "nan" }, { 8, "inf only in the comm dtype" } }
 
--- Returns what overflowed in the last reduction, { { rank =, tensor =, what = "inf" } ... }. The
--- list has, for each rank and each kind in BITS, the first tensor in the optimizer's order for
--- which that rank sent a gradient of this kind.
+-- Returns what overflowed in the last reduction, { { rank =, tensor =, what = "inf" } ... }. For
+-- each rank and each kind in BITS, the list names one tensor: the first in the optimizer's order
+-- whose gradient from that rank is of this kind.
 function Reducer:find_culprits()
   local found = {}
   for rank = 0, self.size - 1 do
@@ -566,8 +567,8 @@ function Reducer:find_origin(first_bad)
   table.sort(self.found, function(a, b) return key[a] < key[b] end)
 end
 
---- Returns the result of find_culprits() for the step of the last record; an empty list without an
---- overflow and on a single rank.
+--- Returns the result of find_culprits() for the step of the last record. Returns an empty list if
+--- that step did not overflow or there is only one rank.
 function Reducer:culprits() return self.found or {} end
 
 return M

@@ -28,7 +28,7 @@ function M.wrong(o)
   end
 end
 
---- Returns an array with the unit of each parameter of an optimizer, for the core's option `units`.
+--- Returns an array with the number of each parameter's unit, for the core's option `units`.
 --- ZeRO-3 receives and drops the weights of a unit together. A unit is a block of the model, all
 --- experts of a layer, any other module that has parameters, or a single weight in FP8.
 function M.units(optimizer)

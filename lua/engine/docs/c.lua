@@ -52,8 +52,8 @@ local function arguments(text)
   return list
 end
 
--- Returns the macro call that begins in lines[i], joined into one line, and the index of its last
--- line.
+-- Returns two values: the macro call that begins in lines[i], joined into one line; and the index
+-- of the call's last line.
 local function call_at(lines, i)
   local call = lines[i]
   while not call:find("%)%s*$") and not call:find("%)%s*//") and lines[i + 1] do
@@ -75,9 +75,10 @@ local function facts_of(values, columns)
   return table.concat(facts, ", ")
 end
 
--- Adds the operations of core/ops.def. Its first comment names the arguments of each macro,
--- ENG_OP(name, inputs, ...). ENG_OP and ENG_UNARY make an entry for an operation; the other macros
--- add facts to this entry. The text of an operation is the comment above its group.
+-- Adds the operations of core/ops.def. The comment at the top of that file names the arguments of
+-- each macro, as in "ENG_OP(name, inputs, ...)". ENG_OP and ENG_UNARY make an entry for an
+-- operation; the other macros add facts to this entry. The text of an operation is the comment
+-- above its group.
 local function operations(add)
   local path = "core/ops.def"
   local lines, columns, made = source.lines(path), {}, {}

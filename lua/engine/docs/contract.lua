@@ -106,9 +106,10 @@ local function words(add_word)
   end
 end
 
---- Adds the entries. trainer: the entry of engine.trainer. add_word adds an entry that `engine
---- help` shows if no entry of `add` has the name. The pages of the reference leave out the entries
---- of add_word, because other entries already contain their texts.
+--- Adds the entries. trainer: the entry of engine.trainer. An entry that is added with add_word is
+--- secondary: `engine help` shows it only if no entry that is added with `add` has the name. The
+--- pages of the reference leave these entries out, because other entries already contain their
+--- texts.
 function M.read(trainer, add, add_word)
   tables(add)
   if trainer then options(trainer, add) end

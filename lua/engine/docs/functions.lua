@@ -95,8 +95,8 @@ local function classes_of(functions)
   return found
 end
 
--- Makes entries from functions. Fields: add, known = { [function] = its entry }. A function with
--- two names, such as engine.matmul and tensor:matmul, has one entry.
+-- Makes entries from functions. Fields: add(entry); known = { [function] = its entry }. A function
+-- with two names, such as engine.matmul and tensor:matmul, has one entry.
 local Reader = {}
 Reader.__index = Reader
 

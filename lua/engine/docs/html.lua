@@ -109,8 +109,8 @@ end
 function Site:warn(format, ...) self.warnings[#self.warnings + 1] = format:format(...) end
 
 -- Converts `target`, a link in the guide at `path`, to an address in the pages or on the web.
--- Returns nil if there is no page for it. Queues links between guides, and links to missing files,
--- for the check in M.write.
+-- Returns nil if there is no page for it. A link between guides, or to a missing file, is also
+-- queued for the check in M.write.
 function Site:resolve(path, target)
   if target:find("^%a+:") then return target end
   local name, anchor = target:match("^([^#]*)(#?.*)$")
@@ -125,9 +125,8 @@ function Site:resolve(path, target)
   if not source.path(full) then table.insert(self.pending, { path, target, "" }) end
 end
 
--- Writes a page for each guide. Then sorts the guides for the index in the order in which
--- docs/README.md links to their files. A guide without such a link, like docs/README.md itself,
--- comes first.
+-- Writes a page for each guide. Then sorts the guides for the index: they come in the order of the
+-- links in docs/README.md. A guide without such a link, like docs/README.md itself, comes first.
 function Site:publish_guides()
   for _, entry in ipairs(self.guides) do
     local path = entry.where:match("^(.*):%d+$")

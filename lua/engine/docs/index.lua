@@ -72,9 +72,8 @@ local function last_part(name) return name:match("([^.:]+)$") or name end
 -- Returns a name in lower case, with '-' for each space and '_'.
 local function plain(name) return (name:lower():gsub("[ _]", "-")) end
 
--- Returns two lists: the entries whose full name is `name`, and the entries whose name ends in
--- `name`. If no entry has this full name, the first list has the entries whose name ends in it, and
--- the second is empty.
+-- Returns two lists: the entries whose full name is `name`, and the entries whose name only ends in
+-- `name`. If the first list would be empty, returns the second in its place, and an empty list.
 local function search(list, name)
   local full, parts = {}, {}
   for _, form in ipairs { tostring, plain } do         -- first exact names, then plain names
@@ -95,17 +94,16 @@ local function search(list, name)
   return parts, {}
 end
 
---- Returns the entries with the full name `name`; if there are none, the entries whose name ends in
---- `name` (`gelu` for tensor:gelu). Searches self.words only if self.entries has neither. The
---- second result lists the other entries whose name ends in `name`.
+--- Returns the two lists of search() for `name` (`gelu` finds tensor:gelu by the end of its name).
+--- Searches self.words only if self.entries has no such entry.
 function Index:find(name)
   local found, others = search(self.entries, name)
   if #found == 0 then found, others = search(self.words, name) end
   return found, others
 end
 
---- Returns the entries whose text contains the word `name`, without C functions and with guides
---- last. For a name that has no entry, such as the option end_token, this list says where it is
+--- Returns the entries whose text contains the word `name`, guides last. Leaves out C functions.
+--- For a name that has no entry, such as the option end_token, this list says where it is
 --- explained.
 function Index:mentions(name)
   local list, guides = {}, {}

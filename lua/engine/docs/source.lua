@@ -6,8 +6,9 @@ local file = require "engine.base.file"
 
 local M = {}
 
---- Returns the path of a file or folder, in the source tree or in an installation, from its name in
---- the tree, such as "core/ops.def". Returns nil if it does not exist, except below lua/engine/.
+--- Returns where a file or folder is, in the source tree or in an installation. name: its name in
+--- the tree, such as "core/ops.def". Returns nil if it does not exist; for a name below
+--- lua/engine/, does not check whether it exists.
 function M.path(name)
   local module = name:match("^lua/engine/(.*)$")
   if module then return M_ffi.home .. "/" .. module end

@@ -132,7 +132,7 @@ local function classes(index, put)
     end
     put(rest or "\n")
   end
-  local shared = {}                                      -- also fields of a tensor or a group
+  local shared = {}                        -- fields of the record that tensors and groups also have
   for name in ([[overflow inf nan count zeros underflow amax norm norm_ref hist
     update_norm weight_norm m_norm v_norm scale]]):gmatch("%S+") do
     shared["record." .. name] = true
