@@ -59,7 +59,7 @@ local function overview()
   return text:format(table.concat(lines, "\n"))
 end
 
-local MOST_SHOWN, MOST_LISTED = 3, 12   -- entries printed in full; lines of a list of entries
+local MOST_SHOWN, MOST_LISTED = 3, 12   -- the most entries to print in full, and to list
 
 -- Returns the title and one line per entry, with the entry's name and summary.
 local function listing(title, entries)

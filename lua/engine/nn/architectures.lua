@@ -166,17 +166,17 @@ local BERT = {
 M.of = { gpt2 = GPT2, llama = LLAMA, smollm = LLAMA, mistral = MISTRAL, mixtral = MIXTRAL,
   qwen2 = QWEN2, qwen3 = QWEN3, bert = BERT }
 
--- Returns the list of names in an entry of `names`, each with the ending `leaf`, and whether files
--- store the weight transposed.
+-- Splits `names`, an entry of an architecture's table `names`. Returns the list of its names, each
+-- with the ending `leaf`, and whether files store the weight transposed.
 local function split(names, leaf)
   local list, transposed = {}, names:find(" T$") ~= nil
   for word in names:gsub(" T$", ""):gmatch("%S+") do list[#list + 1] = word .. leaf end
   return list, transposed and leaf == ".weight"
 end
 
--- Returns the names in files of the tensors that form the engine's parameter `name`, in the order
--- of their rows in it, and whether files store them transposed. `prefix`, such as "model." or "",
--- replaces a leading dot.
+-- The engine's parameter `name` is formed by one or more tensors of a file. Returns the list of
+-- these tensors' names, in the order of their rows in the parameter, and whether files store them
+-- transposed. `prefix`, such as "model." or "", replaces a leading dot.
 local function file_names(arch, name, prefix)
   local numbers = {}
   local key = name:gsub("%.(%d+)%f[.]", function(n)
@@ -194,8 +194,8 @@ local function file_names(arch, name, prefix)
   return list, transposed
 end
 
--- Returns the number of rows of each part of a parameter with `rows` rows: a list of three for q, k
--- and v, or { rows } for a single part.
+-- Divides the rows of a parameter among its parts. Returns a list with the number of rows of each
+-- part: three numbers for q, k and v, or { rows } for a single part.
 local function rows_of(rows, model, parts)
   if parts == 1 then return { rows } end
   local o = model.config
@@ -204,10 +204,10 @@ local function rows_of(rows, model, parts)
   return { o.heads * D, kv, kv }
 end
 
---- Returns every parameter of the model as { parameter, transposed, parts = { { name, rows } } }.
---- The parts are the tensors of the file that form the parameter when they are joined by rows;
---- `rows` is the number of rows of a part. `prefix`, such as "model.", begins the names in the
---- file.
+--- Returns a list with an entry { parameter, transposed, parts = { { name, rows } } } for every
+--- parameter of the model. The parts are the tensors of the file that form the parameter when they
+--- are joined by rows; `rows` is the number of rows of a part. All names in the file begin with
+--- `prefix`, such as "model.".
 function M.plan(model, arch, prefix)
   local list = {}
   for i, p in ipairs(model:parameters()) do

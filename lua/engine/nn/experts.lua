@@ -92,8 +92,8 @@ end
 
 -- Adds the other ranks' row counts of each expert to `counts`. Returns the number of rows to send
 -- to each rank, the number of rows to receive from each rank and, for each expert of this rank, the
--- indices (from 0) of the expert's rows among the received rows. Received rows are in the order of
--- ranks and, from one rank, of experts.
+-- indices (from 0) of the expert's rows among the received rows. Received rows are sorted by the
+-- rank that sent them, and the rows from one rank by expert.
 local function plan(self, counts)
   local E, size, each = self.total, self.group.size, self.each
   local own, all = ffi.new("int64_t[?]", E, counts), ffi.new("int64_t[?]", E * size)
@@ -153,10 +153,10 @@ function Experts:outputs(rows, counts, experts)
   return exchange(self, output, receive, send, "back", anchor)
 end
 
---- Returns measurements of the rows that this rank has sent since the last call, { out = { bytes,
---- snr }, back = { bytes, snr } }: the bytes sent to other ranks, and the signal-to-noise ratio in
---- dB of rounding to the format (inf: exact). The first call starts the measurement and returns an
---- empty table.
+--- Returns measurements of the rows that this rank has sent since the last call: { out = { bytes,
+--- snr }, back = { bytes, snr } }. `bytes` is how many bytes went to other ranks. `snr` is the
+--- signal-to-noise ratio, in dB, of rounding the rows to their format (inf: the rounding was
+--- exact). The first call starts the measurement and returns an empty table.
 function Experts:measure()
   local result = {}
   for way, facts in pairs(self.facts or {}) do

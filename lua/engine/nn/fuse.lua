@@ -15,9 +15,9 @@ local M = {}
 
 local library = { linear = {}, norm = {}, block = {} }   -- the library's forward functions
 
---- Registers the forward of `class` as one of the library's. kind: "linear"; "norm", with a
---- forward(x, branch) that returns the norm of x + branch, and x + branch; or "block", with a
---- forward(x, open) as in M.stack.
+--- Registers the forward of `class` as one of the library's. kind: "linear"; "norm", whose
+--- forward(x, branch) returns two tensors, first the norm of x + branch, then x + branch itself; or
+--- "block", whose forward(x, open) works as M.stack describes.
 function M.register(kind, class) library[kind][class.forward] = true end
 
 local function is_unchanged(m, kind)
@@ -52,7 +52,7 @@ local function can_fuse_gelu(x, up, form, down)
     and up.outputs == down.inputs and (MLP_GELU_ON_CUDA or x.device ~= "cuda")
 end
 
---- down(gelu(up(x))), form "tanh" or "erf": x [.. x C] -> [.. x N].
+--- Computes down(gelu(up(x))): x [.. x C] -> [.. x N]. form: the form of GELU, "tanh" or "erf".
 function M.gelu_mlp(x, up, form, down)
   if can_fuse_gelu(x, up, form, down) then
     return x:mlp_gelu(up.weight, rawget(up, "bias"), down.weight, rawget(down, "bias"))
@@ -60,9 +60,10 @@ function M.gelu_mlp(x, up, form, down)
   return M.last_use(down, up(x):gelu(form))
 end
 
---- down(silu(gate) * up): gate, up [.. x K] -> [.. x N]. If `down` has an FP8 site and takes part
---- in fusion, the product silu(gate) * up is quantized while it is computed. But while module.watch
---- is active, the product is stored first, because the watching functions have to see it.
+--- Computes down(silu(gate) * up): gate, up [.. x K] -> [.. x N]. If `down` has an FP8 site and
+--- takes part in fusion, the product silu(gate) * up is quantized while it is computed. But while
+--- module.watch is active, the product is stored first, because the watching functions have to see
+--- it.
 function M.swiglu_mlp(gate, up, down)
   local site = rawget(down, "_fp8")
   local as_codes = site and is_unchanged(down, "linear") and not module.watched()
@@ -107,8 +108,8 @@ function M.sum(x)
   return setmetatable({ x = x }, Sum)
 end
 
--- Defers the sum only if the branch has x's shape. A number or a tensor that broadcasts is added
--- now.
+-- Defers the sum only if the branch has x's shape. A number, or a tensor that broadcasts, is added
+-- at once.
 function Sum:__add(branch)
   local x = self:value()
   if tensor.is_tensor(branch) and branch.ndim == x.ndim and branch.count == x.count then
@@ -130,9 +131,9 @@ function Sum:norm(norm)
   return y
 end
 
---- norm(blocks[n](... blocks[1](x))): x [B x T x C] -> the same shape. If a block and the module
---- after it (a block or the norm) both take part in fusion, block(x, true) returns a Sum in place
---- of its last sum, and the module after it computes the sum.
+--- Computes norm(blocks[n](... blocks[1](x))): x [B x T x C] -> the same shape. If a block and the
+--- module after it (a block or the norm) both take part in fusion, block(x, true) does not compute
+--- its last sum but returns a Sum, which the module after it computes.
 function M.stack(x, blocks, norm)
   for i, block in ipairs(blocks) do
     local after = blocks[i + 1]

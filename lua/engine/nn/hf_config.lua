@@ -1,6 +1,6 @@
--- Reads config.json of Hugging Face's transformers: translates its fields to options of a model of
--- models.lua. Every error is one line that names the file and the field. Called by hf_load.lua and
--- cli/plan_model.lua.
+-- Reads config.json of Hugging Face's transformers: translates its fields to the options of a model
+-- in models.lua. Every error is one line that names the file and the field. Called by hf_load.lua
+-- and cli/plan_model.lua.
 local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
@@ -60,9 +60,10 @@ end
 
 -- ------------------------------------------------------------------ scaled rotary positions
 
--- Each function adds its fields to `rope`, the option of nn.attention, which already has base and
--- factor. p: rope_scaling; o: the model's options; context: the context length in tokens before
--- scaling. The formulas are those of transformers' modeling_rope_utils.py.
+-- There is a function for each type of scaling. It adds fields to `rope`, the value of
+-- nn.attention's option `rope`, which already has base and factor. p: rope_scaling; o: the model's
+-- options; context: the context length in tokens before scaling. The formulas are those of
+-- transformers' modeling_rope_utils.py.
 local SCALINGS, ORIGINAL = {}, "original_max_position_embeddings"
 
 function SCALINGS.linear() end
@@ -225,8 +226,8 @@ local function read_field(fields, key, field, where)
   return value, option
 end
 
---- Returns the architecture that the fields of a config.json name, and the options of the model
---- that they describe. `where` is the prefix of error messages.
+--- Returns two values: the architecture that a config.json with these fields describes, and the
+--- model's options. `where` is the prefix of error messages.
 function M.options_of(fields, where)
   local kind = value_of(fields, "model_type")
   local arch = architectures.of[kind]
@@ -282,8 +283,8 @@ end
 local REPLACED = { num_labels = true, torch_dtype = true }    -- replaced by id2label and dtype
 
 --- Returns the fields of a config.json for a classifier with n labels. They are made from `fields`,
---- which may describe any class of the same model_type. pad: the id of the padding token, by
---- default the one in `fields`.
+--- which may describe any class of the same model_type. pad: the id of the padding token; by
+--- default the id in `fields`.
 function M.classifier(fields, n, pad, where)
   want_labels(n, where)
   local arch, all = architectures.of[value_of(fields, "model_type")], { id2label = {},

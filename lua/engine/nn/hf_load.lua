@@ -118,7 +118,7 @@ local function prefix_of(weights, arch)
   return ""
 end
 
--- Checks the shape and the dtype of an entry of the file `where`.
+-- Checks the shape and the dtype of `found`, an entry of the file `where`.
 local function want_shape(found, name, expected, where)
   local got, want = tensor.shape_text(found.shape), tensor.shape_text(expected)
   if got ~= want then
@@ -171,7 +171,8 @@ end
 
 -- ------------------------------------------------------------------ values
 
--- A new parameter for a classifier, initialized as in transformers: a normal weight, a bias of 0.
+-- Makes a new parameter for a classifier, with transformers' initial values: a matrix is normal
+-- with the standard deviation `std`, a bias is 0.
 local function new_values(shape, dtype, std)
   local x = tensor.zeros(shape, { dtype = dtype or "f32", keep = true })
   if #shape == 2 then x:normal(0, std) end
@@ -220,8 +221,8 @@ end
 
 -- ------------------------------------------------------------------ the model
 
--- Builds the model for the options. Its field `source`, { arch, prefix, fields, text, folder, eos,
--- tied_head }, is read by hf_save.lua. Its field `stop` has the tokens at which generate stops.
+-- Builds the model for the options. hf_save.lua reads the model's field `source`, { arch, prefix,
+-- fields, text, folder, eos, tied_head }. The field `stop` has the tokens at which generate stops.
 local function build(arch, options, source)
   local model = models[arch.build](options)
   source.arch = arch

@@ -18,8 +18,8 @@ local INDEX = "model.safetensors.index.json"
 
 -- ------------------------------------------------------------------ config.json
 
--- Returns the text of config.json with the given dtype: the text of the loaded file (source.text)
--- with its dtype replaced or, if there is none, source.fields as JSON.
+-- Returns the text of a config.json with the given dtype. It is the text of the loaded file
+-- (source.text) with the dtype replaced. If source.text is nil, it is source.fields as JSON.
 local function config_text(source, dtype)
   if not source.text then
     source.fields.dtype = HF_NAMES[dtype]
@@ -55,7 +55,7 @@ local function parts_of(model, source, dtype)
   return list
 end
 
--- Divides the parts into shards of at most `limit` bytes, but of at least one tensor each.
+-- Divides the parts into shards of at most `limit` bytes. A part that is larger gets its own shard.
 local function shards_of(parts, limit)
   local shards, room = {}, -1
   for _, part in ipairs(parts) do

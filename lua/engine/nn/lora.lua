@@ -195,8 +195,8 @@ local function alpha_of(config, name, used)
   return config.lora_alpha
 end
 
--- Returns the parameters of a classifier's head that the file has, as a list of { parameter, name
--- in the file }. The list also has each of these names as a key.
+-- Returns a list of { parameter, name in the file } with those parameters of a classifier's head
+-- that the file has. Each of these names is also a key of the list.
 local function find_head(model, file, fail)
   local head, head_name = adapters.label_head(model)
   local list = {}
@@ -213,9 +213,9 @@ local function find_head(model, file, fail)
 end
 
 -- Returns the layers of the model for which the file has an adapter, as a list of { path, layer,
--- count, part .. }. Each part that the file has is { first, last, alpha, entries = { ending = name
--- in the file } }. `count` is the number of all parts of the layer, including those that the file
--- lacks. head: the result of find_head.
+-- count, part .. }. The parts are only those that the file has: { first, last, alpha, entries =
+-- { ending = name in the file } }. `count` also counts the parts of the layer that the file lacks.
+-- head: the result of find_head.
 local function find(model, file, config, name_of, head, fail)
   local by_name, names, list, used = {}, {}, {}, {}
   for _, l in ipairs(adapters.linears(model)) do

@@ -43,7 +43,8 @@ local function frozen(layer, dtype)
   return weight:to(dtype)
 end
 
--- x W^T for a frozen weight in NF4. The tape keeps neither x nor W: backward dequantizes W again.
+-- Computes x W^T for a frozen weight W in NF4. The tape keeps neither x nor W; the backward pass
+-- dequantizes W again.
 local nf4_product = autograd.custom {
   forward = function(saved, x, layer)
     saved.layer, saved.dtype = layer, x.dtype
@@ -64,7 +65,7 @@ local function base(layer, x, bias)
   return bias and y + bias:to(y.dtype) or y
 end
 
--- V = W + s B A in f32 [N x K].
+-- Returns V = W + s B A in f32 [N x K].
 local function adapted_weight(layer)
   local own = layer._lora
   return frozen(layer, "f32") + own.B.weight:detach():matmul(own.A.weight:detach()) * own.scale
@@ -383,7 +384,7 @@ end
 local PARTS = { "weight_scale", "weight_group", "weight_offset", "lora_A", "lora_B",
   "lora_magnitude_vector" }
 
--- Removes the adapter from the layer's parameters, or adds it to them again.
+-- Removes the adapter's tensors from the layer's parameters (`hidden`) or adds them again.
 local function hide(layer, hidden)
   local own = layer._lora
   for _, key in ipairs(PARTS) do

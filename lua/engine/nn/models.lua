@@ -133,8 +133,8 @@ local function results(self, y, options)
   return y, maps
 end
 
--- Selects from each row of x [B x T x C] the last token that is not padding, by its id -> [B x C].
--- From a row of only padding tokens it selects the first, as in transformers.
+-- Selects from each row of x [B x T x C] the last token whose id is not the padding token's -> [B x
+-- C]. From a row of only padding tokens it selects the first, as in transformers.
 local function at_last_token(self, x, ids)
   local B, T, C = x:size()
   if not self.config.pad then
@@ -155,9 +155,9 @@ local function add_head(self, c, std)
   end
 end
 
--- Returns a decoder's results for ids from x [B x T x C], the output of its last norm. The logits
--- come from the head or, if the head is tied, from the token embedding. With a cache, they are the
--- logits of the last token only.
+-- Returns a decoder's results. x [B x T x C] is the output of its last norm for `ids`. The head
+-- computes the logits or, if the head is tied, the token embedding does. With a cache, there are
+-- logits for the last token only.
 local function logits(self, x, embedding, ids, options)
   local score, head = rawget(self, "score"), rawget(self, "head")
   if score then return results(self, score(at_last_token(self, x, ids)), options) end
@@ -298,7 +298,8 @@ function Bert:init(options)
   self:parameter("head_bias", module.new_parameter { c.vocab }, "linear")
 end
 
--- The logits of tokens [B x T x V], or of labels [B x K] from the first token of each row.
+-- Returns logits for tokens [B x T x V] or, in a classifier, logits for labels [B x K], which come
+-- from the first token of each row.
 local function bert_head(self, x)
   if not self.config.labels then
     x = self.transform_norm(self.transform(x):gelu(self.config.gelu))

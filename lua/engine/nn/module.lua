@@ -37,8 +37,9 @@ end
 
 local enter, leave_module   -- the functions that M.watch has set
 
---- Calls state = on_enter(module) before each module's forward, and on_leave(state, results...)
---- afterwards. watch(nil) stops these calls. Used by trap.lua and activations.lua of train/.
+--- From now on, every module calls state = on_enter(module) before its forward, and
+--- on_leave(state, results...) afterwards. watch(nil) stops this. Used by trap.lua and
+--- activations.lua of train/.
 function M.watch(on_enter, on_leave) enter, leave_module = on_enter, on_leave end
 
 --- Whether watch is active.
@@ -220,6 +221,7 @@ end
 local only_shapes = false
 
 --- Makes an f32 tensor of zeros for a parameter. set_values(x), if given, then sets its values.
+--- Inside M.build_shapes, the tensor has only its shape.
 function M.new_parameter(shape, set_values)
   if only_shapes then
     return tensor.zeros(#shape > 0 and 1 or {}, { keep = false }):expand(shape)

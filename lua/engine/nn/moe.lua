@@ -16,12 +16,13 @@ local expect, raise, want_whole = M_ffi.expect, M_ffi.raise, arguments.want_whol
 local KNOWN = "width hidden experts top_k expert std experts_over dispatch combine"
 
 --- nn.moe { width, hidden = 4 * width, experts = 8, top_k = 2, expert = function(index) -> module,
---- std }: x [.. x C] -> [.. x C]. Over several ranks: experts_over = engine.ranks.group() (all
---- ranks) or .group(n), and the formats of the rows that ranks exchange: dispatch ("own" | "fp32" |
---- "bf16" | "fp8") of the rows sent to experts, combine ("own" | "fp32" | "bf16") of their outputs.
---- After a forward pass, `counts` has the number of tokens of each expert (over all ranks of the
---- group). `balance` is a scalar to add to the loss with a small weight: E * the sum over the
---- experts of (share of tokens * mean probability). It is 1 when all experts get equal shares.
+--- std }: x [.. x C] -> [.. x C]. To divide the experts over ranks: experts_over =
+--- engine.ranks.group() (all ranks) or .group(n). dispatch ("own" | "fp32" | "bf16" | "fp8") is
+--- then the format of the rows that ranks send to experts, and combine ("own" | "fp32" | "bf16")
+--- the format of the outputs that they send back. After a forward pass, the field `counts` has the
+--- number of tokens of each expert (over all ranks of the group). The field `balance` is a scalar
+--- to add to the loss with a small weight: E * the sum over the experts of (share of tokens * mean
+--- probability). It is 1 when all experts get equal shares.
 local MoE = module.class("moe")
 function MoE:init(options)
   options = tensor.read_named(options, "nn.moe", KNOWN)
@@ -89,8 +90,8 @@ local function outputs(self, rows, tokens, counts)
   return #parts > 1 and tensor.concat(parts, 1) or parts[1]
 end
 
--- Runs the chosen experts on rows [N x C]. Returns their outputs [N x k x C] and a tensor [E]: each
--- expert's share of all N k choices, times E. Sets self.counts.
+-- Runs the chosen experts on rows [N x C]. Returns two tensors: their outputs [N x k x C]; and [E],
+-- each expert's share of all N k choices, times E. Sets self.counts.
 local function run_experts(self, rows, chosen)
   local tokens, back = route(chosen, self.total, self.k)
   local counts, share = {}, {}

@@ -54,12 +54,14 @@ end
 ---   rope        the base of the rotary positions, or a table with the options of tensor:rope and
 ---               two more: attention_factor multiplies the rotated q and k; dynamic is a length,
 ---               and for longer sequences the base grows as in dynamic NTK scaling by `factor`
----   bias        of the projections to q, k and v (true)
----   out_bias    of the output projection (bias)
----   std         of the initial weights; out_std: of those of the output projection (std)
----   qk_norm     eps of an RMS norm of every head's q and k before the rotation (no norm)
+---   bias        the projections to q, k and v have biases (true)
+---   out_bias    the output projection has a bias (bias)
+---   std         the standard deviation of the initial weights; out_std is the same for the output
+---               projection (std)
+---   qk_norm     puts an RMS norm with this eps on every head's q and k, before the rotation (no
+---               norm)
 ---   window      a query attends to at most this many keys, its own included (to all)
----   dropout     of the attention weights in training mode (0)
+---   dropout     the probability of dropping an attention weight in training mode (0)
 --- With dropout, or with more keys than the window, the weights are stored in full instead of
 --- computed row by row. If `watch_entropy` is set, each call that does not store the weights
 --- records the entropy of each row of weights, in nats, in `entropy` [B x H x T]. If `watch_logits`
@@ -269,7 +271,7 @@ M.swiglu = SwiGLU
 -- ------------------------------------------------------------------ blocks
 
 --- A pre-norm residual block: nn.block(norm1, attention, norm2, feed_forward [, dropout]), x [B x T
---- x C] -> the same shape. x may be a Sum of fuse.lua; with `open` the result is a Sum.
+--- x C] -> the same shape. x may be a Sum (see fuse.lua); with `open`, the result is one.
 local Block = class("block")
 function Block:init(norm1, attention, norm2, feed_forward, dropout)
   self.norm1 = norm1

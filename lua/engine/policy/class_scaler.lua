@@ -15,8 +15,9 @@
 -- Optional:
 --   needs = { "hist", "tensors" }   statistics that the class needs besides amax and norm: any of
 --                                   zeros underflow hist norm_ref tensors. With "tensors", update's
---                                   third argument is { name = eng_tensor_stats }, of the gradients
---                                   as stored (times record.scale); otherwise it is nil
+--                                   third argument is { name = eng_tensor_stats }, which describes
+--                                   the gradients as stored (times record.scale); otherwise it is
+--                                   nil
 --   scale_loss(loss, ...)           returns the scaled loss; the backward pass then does not apply
 --                                   the scale again. get_scale() must return the scale that
 --                                   scale_loss used. The further arguments are those of
@@ -206,9 +207,9 @@ function ClassPolicy:by_name(stats)
   return self.table
 end
 
--- Policies have these methods; a class needs none of them. A class reads the script's variables
--- directly, logs with engine.signal and prints with print. Its verdict has one scale and no fields
--- for single tensors.
+-- Callers use these methods of every policy. For a class they do nothing, because a class reads the
+-- script's variables directly, logs with engine.signal and prints with print, and its verdict has
+-- one scale and no fields for single tensors.
 for _, name in ipairs { "signal", "logs", "printed", "each", "logit_muls" } do
   ClassPolicy[name] = function() end
 end

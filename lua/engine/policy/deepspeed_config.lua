@@ -33,8 +33,8 @@ local OWN = { init_scale = true, scale_factor = true, strict = true }
 
 local function is_null(v) return v == nil or v == cjson.null end
 
--- Returns the value of a key, a number or a boolean, or nil if the key is absent or "auto".
--- `where(key)` is the prefix of error messages.
+-- Returns the value of a key as a number or a boolean. Returns nil if the key is absent or its
+-- value is "auto". `where(key)` is the prefix of error messages.
 local function read(block, key, where)
   local value = block[key]
   if is_null(value) or value == "auto" then return nil end

@@ -51,10 +51,10 @@ function M.places(list, names, most)
   return { rungs = rungs, amaxes = amaxes }, problem
 end
 
---- Whether layers would compute differently with `own`, the places of one policy, than with `run`,
---- those of the run: whether a layer has another rung, or `own` gives another amax to a tensor that
---- policies may scale. scaled(k): whether the run lets policies scale tensor k (from 1, in the
---- order of prepare()).
+--- Returns whether layers would compute differently with the places `own` of one policy than with
+--- the places `run` of the run. They would if a layer has another rung, or if `own` gives another
+--- amax to a tensor that policies may scale. scaled(k): whether the run lets policies scale tensor
+--- k (from 1, in the order of prepare()).
 function M.differs(own, run, scaled)
   for i, rung in ipairs(own.rungs) do
     if rung ~= run.rungs[i] then return true end
@@ -65,8 +65,8 @@ function M.differs(own, run, scaled)
   return false
 end
 
---- The layers whose rung differs between two lists of rungs, as { [path] = rung in `after` }, or
---- nil.
+--- Returns the layers whose rung differs between two lists of rungs, as { [path] = rung in `after`
+--- }. Returns nil if there are none.
 function M.moved(paths, before, after)
   local moved
   for i, path in ipairs(paths) do

@@ -148,8 +148,8 @@ end
 local number = ffi.new("double[1]")
 
 -- Returns named numbers of the last verdict as { name = number }, or nil if there are none. entry
--- is a function of the core: entry(number, handle, i) stores number i (from 0) and returns its
--- name.
+-- is a function of the core: entry(number, handle, i) stores the i-th number (from 0) in number[0]
+-- and returns its name.
 local function entries(self, entry)
   local name, values, i = entry(number, self.handle, 0), nil, 0
   while name ~= nil do
