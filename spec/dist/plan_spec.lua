@@ -108,8 +108,8 @@ describe("a plan", function()
     local result = helper.run { "plan", "examples/gpt.lua", "ranks=64", "alpha=2e-6", "beta=1e-10",
       "step=0.05", "layers=1", "width=32" }
     assert.equal("", result.err)
-    assert.matches("a step without messages 50.00 ms, a message 2.0 us, 10.00 GB/s", result.out, 1,
-      true)
+    assert.matches("a step without messages takes 50.00 ms, a message 2.0 us, at 10.00 GB/s",
+      result.out, 1, true)
     assert.matches("\n     64 ", result.out)
     assert.is_nil(result.out:find("step 1", 1, true))
   end)

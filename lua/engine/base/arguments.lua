@@ -31,7 +31,8 @@ function M.shape_table(what)
   return shape
 end
 
---- Returns the number of the dtype `name`. An unknown name raises an error that lists the dtypes.
+--- Returns the core's number for the dtype `name`. An unknown name raises an error that lists the
+--- dtypes.
 --- devices: the device names that the caller also accepts, separated by spaces; the error lists
 --- them too.
 function M.dtype_number(name, devices)
@@ -157,8 +158,9 @@ end
 
 local BLOCKS = { tensor = { 0, 0 }, row = { 1, 0 }, column = { 0, 1 } }
 
---- Returns the rows and columns of a block given as "tensor", "row", "column", "1x128" or
---- { 1, 128 }; 0 stands for all rows or all columns. `where`: the function, for the message.
+--- Returns the number of rows and the number of columns of a block; 0 stands for all. block:
+--- "tensor", "row", "column", a text such as "1x128" or a table such as { 1, 128 }. `where`: the
+--- function, for the message.
 function M.read_block(block, where)
   if type(block) == "table" and #block == 2 then
     return M.want_whole(block[1], where, "the rows of a block", 0),

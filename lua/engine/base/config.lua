@@ -36,7 +36,7 @@ local show = require "engine.base.show"
 
 local config = {}
 
--- The metatable of an error that the user made. The engine binary shows such an error without a
+-- The metatable of errors that a user's mistake causes. The engine binary shows them without a
 -- traceback.
 local usage_error = { __tostring = function(e) return e.message end }
 usage_error.__index = usage_error
@@ -79,8 +79,8 @@ local function kind_of(default)
   return is_list(default) and "list" or "table"
 end
 
--- Adds the fields of `defaults` to `fields`, under dotted names: fields[name] = { kind =, default
--- =, element = the kind of a list's elements }.
+-- Adds the fields of `defaults` to `fields`, under dotted names. An entry of `fields` is
+-- { kind =, default =, element = the kind of a list's elements }.
 local function collect(defaults, prefix, fields)
   for key, default in pairs(defaults) do
     local kind = kind_of(default)

@@ -6,8 +6,8 @@ local C = M_ffi.C
 
 local file = {}
 
---- Whether a path exists, is a regular file, or is a folder. These three functions follow links. A
---- pipe or a device exists, but is neither a file nor a folder.
+--- These three functions return whether a path exists, whether it is a regular file, and whether it
+--- is a folder. They follow links. A pipe or a device exists, but is neither a file nor a folder.
 function file.exists(path) return C.eng_file_kind(path) ~= C.ENG_FILE_NONE end
 function file.is_file(path) return C.eng_file_kind(path) == C.ENG_FILE_REGULAR end
 function file.is_folder(path) return C.eng_file_kind(path) == C.ENG_FILE_FOLDER end

@@ -124,7 +124,7 @@ function encode_value(value, path, above)
   error(("%s: expected a number, string, boolean or table, got a %s"):format(path, kind), 0)
 end
 
---- The values that `plain` writes as null and as an empty object, {}.
+--- `plain` writes json.null as null, and json.no_fields as an empty object {}.
 M.null, M.no_fields = cjson.null, {}
 
 --- Returns data as JSON for other programs. Sorts the keys, writes inf and nan as strings

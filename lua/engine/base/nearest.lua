@@ -125,8 +125,8 @@ function nearest.guard_elsewhere(class, what)
   end })
 end
 
---- Makes reading a missing name of `module` an error that suggests the nearest name. Returns
---- `module`.
+--- Makes it an error to read a name that `module` lacks; the error suggests the nearest name.
+--- Returns `module`.
 function nearest.guard(module, what)
   return setmetatable(module, { __index = function(t, key)
     error(("%s has no '%s'%s"):format(what, tostring(key),

@@ -69,7 +69,8 @@ local function patiently(f, ...)
 end
 
 -- Waits without a limit for the next line, and returns the status of eng_attach_receive. If no line
--- comes within `patience` seconds, prints the likely reason on stderr and goes on waiting.
+-- comes within `patience` seconds, prints the likely reason for the delay on stderr and goes on
+-- waiting.
 local function receive(self, patience)
   local status = patiently(C.eng_attach_receive, line, length, self.handle, patience)
   if status ~= C.ENG_ERR_STATE then return status end
@@ -201,7 +202,7 @@ local function open(name)
       or why
 end
 
--- Runs a -e argument and prints its results.
+-- Runs the CODE of an option -e and prints its results.
 local function execute(code)
   local repl = require "engine.cli.repl"
   local chunk, problem = repl.compile(code)

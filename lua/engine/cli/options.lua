@@ -7,9 +7,9 @@
 --     main = function(given) return exit_code end,     -- given.words, given.columns, given.log ...
 --   }
 -- The kinds of options are "text", "number" (an expression such as 2^12), "list" (a,b,c), "texts"
--- (may be repeated) and "switch". With policies = true the command takes --policy FILE name=value
--- ... into given.policies = { { source, options } ... }. base/config.lua reads the settings of
--- training scripts (name=value).
+-- (may be repeated) and "switch". With policies = true, the command accepts --policy FILE
+-- name=value ... and stores the policies in given.policies = { { source, options } ... }.
+-- base/config.lua reads the settings of training scripts (name=value).
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"
 

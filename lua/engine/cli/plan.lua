@@ -232,10 +232,10 @@ local function table_of(job, cost, source, given)
   print(("%s: %d parameters in %d tensors, gradients %s, comm dtype %s%s"):format(job.model,
     job.parameters, job.tensors,
     show.bytes(job.gradient_bytes), job.comm_dtype, job.zero > 0 and ", ZeRO-" .. job.zero or ""))
-  print(("a step without messages %s, a message %s, %.2f GB/s (%s)\n"):format(time_text(job.step),
-    time_text(cost.alpha), 1e-9 / cost.beta, source))
+  print(("a step without messages takes %s, a message %s, at %.2f GB/s (%s)\n"):format(
+    time_text(job.step), time_text(cost.alpha), 1e-9 / cost.beta, source))
   local form = "%7s  %11s  %11s  %11s  %11s  %9s  %10s  %9s  %9s  %10s"
-  print(form:format("ranks", "memory", "gradients", "moments", "of messages", "messages",
+  print(form:format("ranks", "memory", "gradients", "moments", "in flight", "messages",
     "not hidden", "record", "step", "efficiency"))
   local x, y = {}, {}
   for i, ranks in ipairs(plan.counts(given.ranks)) do

@@ -109,7 +109,7 @@ local function lines_of(plan, c, interrupted)
       sum.largest and ("%.2g %%"):format(100 * sum.largest) or "-" }
   end
   lines[#lines + 1] = show.table(rows, { true })
-  say("step by step, replay and live run:")
+  say("step by step, the values in the replay and in the live run:")
   local steps, parts = 0, {}
   for i, d in ipairs(c.list) do
     parts[#parts + 1] = ("%s %s and %s"):format(d.column, show.value(d.replay), show.value(d.live))

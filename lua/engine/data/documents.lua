@@ -136,10 +136,10 @@ end
 --- The default template, ChatML: returns the texts before and after a message.
 function M.chatml(role) return "<|im_start|>" .. role .. "\n", "<|im_end|>\n" end
 
---- Returns the format of preferences. The record is a JSON object; `fields` names its fields with
---- the prompt, the preferred answer and the rejected answer. Only the answers count in the loss.
---- The format returns a list with the parts of the preferred sequence. This list has a field
---- `rejected`, the list with the parts of the rejected sequence.
+--- Returns the format of preferences. The record is a JSON object with a prompt, a preferred answer
+--- and a rejected answer; `fields` lists the names of these three fields. Only the answers count in
+--- the loss. The format returns a list with the parts of the preferred sequence. This list has a
+--- field `rejected`, the list with the parts of the rejected sequence.
 function M.preferences(fields)
   return function(line)
     local object, problem = object_of(line)

@@ -501,8 +501,9 @@ local function of_documents(name, o, read, format, sequences)
   return packed.new(name, documents.new(name, read, format, o), o, sequences or 1)
 end
 
---- Reads documents from JSON lines. A document is a text field of the object on a line. A batch has
---- x and y [batch x context] i32. Every loader of documents has these options:
+--- Reads documents from JSON lines. Each line holds a JSON object; one of its fields is the text of
+--- a document. A batch has x and y [batch x context] i32. Every loader of documents has these
+--- options:
 ---   path              a file, or a list of files
 ---   encode            a function from a text to a list of token ids, or an object such as an
 ---                     engine.tokenizer, whose method encode(text, { special = false }) returns
@@ -511,7 +512,7 @@ end
 ---                     encode is an engine.tokenizer, also the text of the token ("<|endoftext|>")
 ---   pack              true: documents follow each other in the rows; false: a row holds one
 ---                     document, and targets after its end are -100, which the loss ignores
----   batch, context    rows, and tokens in a row (8, 128)
+---   batch, context    rows in a batch, and tokens in a row (8, 128)
 ---   shuffle, seed     another order of the documents in each epoch (true, 1234)
 ---   bad               "stop": an invalid record is an error that names its line; "skip": it is
 ---                     left out

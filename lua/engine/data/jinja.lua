@@ -1,5 +1,5 @@
--- The part of the template language Jinja that chat templates use, with the settings of
--- transformers (trim_blocks and lstrip_blocks). A template becomes a function that converts
+-- Implements the part of the template language Jinja that chat templates use, with transformers'
+-- settings (trim_blocks and lstrip_blocks are on). A template becomes a function that converts
 -- variables to a text. The supported statements are `for` (with `if`, `else`, `loop`, `break`,
 -- `continue`), `if`, `set` (of a name, a namespace's field or a block) and `generation`. All of
 -- Jinja's expressions are supported except ** and /. The tables below have the supported methods,

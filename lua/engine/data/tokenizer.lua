@@ -16,7 +16,7 @@ local ffi, C, check, expect, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check
   M_ffi.raise, M_ffi.value_text
 
 local M = {}
-local FILE_BYTES = 2 ^ 26      -- of the largest tokenizer.json
+local FILE_BYTES = 2 ^ 26      -- a larger tokenizer.json is refused
 
 -- ------------------------------------------------------------------ reading the file
 

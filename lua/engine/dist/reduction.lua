@@ -50,7 +50,7 @@ end
 
 --- Returns whether ZeRO must give each parameter to one rank as a whole. This is true for
 --- optimizers that need whole parameters, and for ZeRO-3 in FP8, where one rank quantizes a weight
---- for all.
+--- for all ranks.
 function M.whole(optimizer, zero) return optimizer.whole or zero == 3 and optimizer.fp8 ~= nil end
 
 --- Makes the core's options for a reduction from a trainer's options. o.whole: the result of

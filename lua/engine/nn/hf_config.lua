@@ -20,10 +20,10 @@ local function text_of(value)
   return type(value) == "table" and "a table" or show.shown(tostring(value))
 end
 
--- A value as text, for the "got ..." of a message.
+-- Returns a value as text, for the "got ..." of a message.
 local function got(value) return show.shown(value_text(value)) end
 
--- A field's value, or its default if it is absent or null.
+-- Returns a field's value, or `default` if the field is absent or null.
 local function value_of(fields, key, default)
   local value = fields[key]
   if value == nil or value == NULL then return default end

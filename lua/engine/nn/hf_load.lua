@@ -134,9 +134,9 @@ local function of_classifier(name)
   return name:find "^score%." or name:find "^pooler%." or name:find "^classifier%."
 end
 
--- Checks that the files have every tensor of the plan with its shape, and no other tensors. For a
--- new classifier, parameters of its head may be missing; the plan's items for missing parameters
--- get the field `new`.
+-- Checks that the files have every tensor of the plan with its shape, and no tensor of another
+-- model. For a new classifier, parameters of its head may be missing; the plan's items for missing
+-- parameters get the field `new`.
 local function check_names(plan, weights, arch, tied, new_classifier)
   local wanted = {}
   for i, item in ipairs(plan) do

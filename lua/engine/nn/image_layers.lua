@@ -16,7 +16,7 @@ local function ones(x) x:fill(1) end
 
 local CONV = "stride padding dilation groups bias std"
 
--- The class of nn.conv1d or nn.conv2d, whose kernels have 1 or 2 dimensions.
+-- Makes the class of nn.conv1d (dimensions = 1) or of nn.conv2d (dimensions = 2).
 local function convolution(name, dimensions)
   local Conv, title = class(name), "nn." .. name
   function Conv:init(inputs, outputs, kernel, options)

@@ -187,8 +187,8 @@ end
 
 -- ------------------------------------------------------------------ decoders
 
--- GPT-2's initialization: the standard deviations of the weights and of the residual projections.
--- The second shrinks with depth.
+-- Returns the standard deviations of GPT-2's initial weights: first of all weights but the residual
+-- projections, then of the residual projections. The second shrinks with depth.
 local function deviations(depth) return 0.02, 0.02 / math.sqrt(2 * depth) end
 
 --- nn.gpt { vocab = 256, context = 256, width = 384, heads = 6, layers = 6, hidden = 4 * width,

@@ -65,8 +65,8 @@ function M.differs(own, run, scaled)
   return false
 end
 
---- Returns the layers whose rung differs between two lists of rungs, as { [path] = rung in `after`
---- }. Returns nil if there are none.
+--- Returns { [path] = rung in `after` } for the layers whose rung differs between the two lists of
+--- rungs; nil if there are none.
 function M.moved(paths, before, after)
   local moved
   for i, path in ipairs(paths) do
