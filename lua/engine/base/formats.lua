@@ -9,11 +9,13 @@ local formats = { first = FIRST, last = FIRST + BINS - 1 }
 
 local made = {}
 
---- Returns the properties of a number format, or nil for an unknown name: largest (the largest
---- finite number), limit (the smallest magnitude that rounds to inf, or in e4m3 to nan; inf if no
---- finite magnitude does so), top (the exponent of the largest finite number), normal (the exponent
---- of the smallest normal number), zero (the exponent of the largest magnitude that rounds to
---- zero), exponent_bits, fraction_bits, bias, signed.
+--- Returns the properties of a number format; nil if there is no format of this name. Fields:
+---   largest   the largest finite number
+---   limit     the smallest magnitude that rounds to inf (in e4m3: to nan); inf if there is none
+---   top       the exponent of the largest finite number
+---   normal    the exponent of the smallest normal number
+---   zero      the exponent of the largest magnitude that rounds to zero
+--- and name, exponent_bits, fraction_bits, bias, signed.
 function formats.of(name)
   if made[name] then return made[name] end
   local f = M_ffi.new "eng_format"

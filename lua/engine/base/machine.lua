@@ -42,7 +42,7 @@ function machine.library_version(name)
   return text(C.eng_library_version(name))
 end
 
--- Returns the number of GPUs (-1 without a driver), and a text with a line about each GPU.
+-- Returns the number of GPUs (-1 if there is no driver), and a text with a line about each GPU.
 function machine.gpus()
   local buffer = ffi.new("char[4096]")
   return C.eng_gpu_probe(buffer, 4096), ffi.string(buffer)

@@ -65,8 +65,8 @@ end
 
 -- ------------------------------------------------------------------ the script
 
--- Runs the script up to its call of engine.config. Returns the arguments of that call: defaults,
--- texts, ranges.
+-- Runs the script up to its call of engine.config. Returns the three arguments of that call:
+-- defaults, texts, ranges.
 local function settings_of(script, settings)
   local engine = require "engine"
   local chunk, problem = loadfile(script)

@@ -18,9 +18,9 @@ M.USES = {
   { "train, bf16_kahan", 2, 4, 10, "bf16_kahan" },
 }
 
---- Returns facts about the model that the fields of a config.json describe: { class, parameters,
---- tensors, extra, context, token = the number of elements that generation caches for one token
---- (nil for a model that does not generate) }. Error messages begin with `where`.
+--- Returns facts about the model that the fields of a config.json describe: { class, parameters and
+--- tensors (their numbers), extra, context, token (the number of elements that generation caches
+--- for one token; nil for a model that does not generate) }. Error messages begin with `where`.
 function M.facts(fields, where)
   return require("engine").scope(function()
     local model = hf.shapes(fields, where)

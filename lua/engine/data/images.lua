@@ -58,8 +58,8 @@ local function mirrored(x)
   return x:contiguous():index_select(4, columns)
 end
 
---- Returns the fields of a loader of data.images. example(self, at, b) returns the index of example
---- b of batch `at`; all count from 0.
+--- Returns the fields of a loader for data.images. example(self, at, b) must return the index of
+--- example b of batch `at`; all count from 0.
 function M.open(o, example)
   local classes, list, others = scan(o.path)
   if #others > 0 and o.bad == "stop" then

@@ -39,7 +39,7 @@ local is_id = { "the id or the text of a token, or false", function(v)
   return not v or type(v) == "string"
 end }
 
--- option -> a description of its valid values, for messages, and the test for them.
+-- Option -> { a description of its valid values, for messages; a function that tests a value }.
 local CHECKS = { batch = at_least(1), context = at_least(1), seed = at_least(0),
   size = at_least(1), count = at_least(1), shuffle = is_boolean, flip = is_boolean,
   noise = { "a number of 0 or more", function(v) return type(v) == "number" and v >= 0 end },
@@ -283,8 +283,8 @@ end
 
 -- ------------------------------------------------------------------ rows of features
 
---- Makes a loader of n rows, with o.batch rows in a batch. x and y are { get = function(i) ->
---- element i of all rows laid end to end, shape = the shape of a row, dtype = }.
+--- Makes a loader of n rows, with o.batch rows in a batch. x and y are { get, shape = the shape of
+--- a row, dtype }. get(i) returns element i of all rows laid end to end (from 0).
 local function rows(o, kind, x, y, n)
   local B, width, y_width = o.batch, 1, 1
   for _, size in ipairs(x.shape) do width = width * size end

@@ -168,8 +168,8 @@ end
 
 -- ------------------------------------------------------------------ the report
 
--- Returns the command of this process, changed so that it resumes the run at `path` (nil: no run)
--- from a checkpoint.
+-- Returns this process's command line, changed so that it resumes from `checkpoint` and continues
+-- the run at `path` (nil: no run).
 local function command(path, checkpoint)
   local words = { "engine" }
   local function add(word)

@@ -67,8 +67,9 @@ local function parameters(f, skip)
   return "(" .. table.concat(names, ", ") .. ")"
 end
 
--- Returns the classes of the objects that `functions` create, as a list of { name =, methods = }. A
--- class is an upvalue of one of these functions, or of a function in the same file that they call.
+-- Returns the classes of the objects that `functions` create, as a list of { name =, methods = }.
+-- Looks for classes among the upvalues of these functions, and of the functions in the same file
+-- that they use.
 local function classes_of(functions)
   local found, seen = {}, {}
   local function look(f, path, depth)

@@ -93,8 +93,8 @@ end
 
 -- The state while the pages are written: { index, folder, guides, warnings, links, anchors, pending
 -- }. links: the name of an entry -> its address. anchors: the set of the addresses written so far,
--- PAGE and PAGE#ANCHOR. pending: the links in guides to check, a list of { path of the guide,
--- target in the guide, address in the pages }.
+-- PAGE and PAGE#ANCHOR. pending: the links in guides that M.write will check, a list of { path of
+-- the guide, target in the guide, address in the pages }.
 local Site = {}
 Site.__index = Site
 

@@ -15,8 +15,8 @@
 --   theta      transformers' default of rope_theta, if it is not 10000
 --   options    further options of the model
 --   names      the engine's module or parameter -> its name in files; %d stands for an index, which
---              counts from 0 in files. Several names: their tensors are joined by rows. T: files
---              store the weight transposed
+--              counts from 0 in files. If there are several names, their tensors are joined by
+--              rows. A final T means that files store the weight transposed
 --   old        endings of names in old files -> their present form
 --   ignored    patterns of names that a file may have and the model does not need
 local function is_whole(x) return x >= 1 and x % 1 == 0 and x < 2 ^ 31 end

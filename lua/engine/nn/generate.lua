@@ -69,8 +69,8 @@ end
 
 local FEW = 1024   -- this many of the most likely tokens usually reach the probability top_p
 
--- Draws an index of p, a list of probabilities. Draws only among the first indices: as many as it
--- takes for their probabilities to add up to `share`. Unless `share` is 1, p must be in falling
+-- Draws an index of p, a list of probabilities. Draws only among the first indices, as many as are
+-- needed for their probabilities to add up to `share`. Unless `share` is 1, p must be in falling
 -- order.
 local function draw(p, share)
   local sum, count, kept = 0, 0, 0
@@ -196,8 +196,8 @@ end
 --- nil, cache = true }): the list `tokens` followed by up to max_tokens sampled tokens, in
 --- evaluation mode. Given a list of lists, of equal length or not, it continues all of them as one
 --- batch. temperature 0 takes the most likely token. top_k: draws only from this many of the most
---- likely tokens. top_p: of these, draws only from as many of the most likely as it takes to reach
---- this share of their total probability. stop: a token, or a list of tokens, that ends a sequence;
+--- likely tokens. top_p: of these tokens, draws only from the most likely ones that together reach
+--- this share of the total probability. stop: a token, or a list of tokens, that ends a sequence;
 --- a loaded model stops at its eos_token_id unless `stop` is given. Draws from the engine's
 --- generator; `seed` seeds it for this call only. progress: a function(done, all) that is called
 --- after each token; in the last call, done equals all.

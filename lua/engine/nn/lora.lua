@@ -37,11 +37,11 @@ end
 local SAVE, LOAD = { names = true, base_model = true }, { names = true }
 
 -- Returns two values. The first is a function(l) for a layer l = { path, layer }. It returns the
--- layers in the file that together form l's weight: { { name =, first =, last = } .. }, each with
--- its rows first to last (from 1) of that weight. The second value is whether the files store
--- weights as [in x out], as GPT-2's Conv1D does. Adapters are always stored [out x in]. The names
--- come from options.names or, without it, from architectures.lua. A layer that architectures.lua
--- does not list has its path as its name.
+-- layers in the file that together form l's weight: { { name =, first =, last = } .. }; a layer in
+-- the file has the rows first to last (from 1) of that weight. The second value is whether the
+-- files store weights as [in x out], as GPT-2's Conv1D does. Adapters are always stored [out x in].
+-- The names come from options.names or, without it, from architectures.lua. A layer that
+-- architectures.lua does not list has its path as its name.
 local function namer(model, options, caller)
   local own, class = options.names, MADE_AS[model._class] or model._class
   expect(own == nil or type(own) == "function", own,
@@ -251,9 +251,9 @@ local function find(model, file, config, name_of, head, fail)
   return list
 end
 
--- Checks the shapes of a layer's parts and reads their tensors. Sets l.part_rank (the rank of each
--- part), l.rank and l.alpha (of the whole layer), and l.joined: whether the file has all parts and
--- they share one A.
+-- Checks the shapes of a layer's parts and reads their tensors. Sets l.part_rank (the rank of a
+-- part), l.rank and l.alpha (for the whole layer) and l.joined (whether the file has all parts,
+-- with the same A in each).
 local function measure(l, file, dora, fail)
   local a = file.entries[l[1].entries[A]]
   local rank = math.max(1, a and #a.shape == 2 and a.shape[1] or 0)

@@ -30,9 +30,9 @@ local M = {}
 -- Runs f(...) without autocast: norms and merged weights are computed in f32.
 local function in_f32(f, ...) return autograd.in_formats(nil, f, ...) end
 
--- Returns the frozen weight of a layer, dequantized to `dtype`. A weight in e4m3 has a scale for
--- each row. A weight in NF4 (tensor/nf4.lua) has 8-bit codes of its absmaxes, a scale for each
--- group of them and an offset.
+-- Returns the frozen weight of a layer, dequantized to `dtype`. With a weight in e4m3, the layer
+-- has a scale for each row. With a weight in NF4 (tensor/nf4.lua), it has 8-bit codes of the
+-- blocks' absmaxes, a scale for each group of these codes, and an offset.
 local function frozen(layer, dtype)
   local weight, scale = layer.weight, rawget(layer, "weight_scale")
   if rawget(layer, "weight_group") then

@@ -195,8 +195,8 @@ local function deviations(depth) return 0.02, 0.02 / math.sqrt(2 * depth) end
 --- gelu = "tanh", dropout = 0, embedding_dropout = dropout, attention_dropout = 0, bias = true,
 --- tied = true, eps = 1e-5 }: ids [B x T] -> logits [B x T x V]. `dropout` acts on the residual
 --- branches; a tied head shares the token embedding. With `labels`, a number, the model classifies
---- sequences: it computes logits [B x labels] from the last token of each row that is not padding.
---- pad: the id of the padding token. Methods: loss, generate.
+--- sequences: from each row's last token that is not padding, it computes logits [B x labels]. pad:
+--- the id of the padding token. Methods: loss, generate.
 local GPT = class("gpt")
 function GPT:init(options)
   local c = configure(self, "nn.gpt", options, { vocab = 256, context = 256, width = 384, heads = 6,

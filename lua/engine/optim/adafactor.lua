@@ -1,7 +1,7 @@
 -- Adafactor (Shazeer and Stern 2018, arXiv 1804.04235), without a first moment. The rules and
 -- defaults are those of torch.optim.Adafactor of PyTorch 2.15. The learning rate of a tensor is
 -- min(lr, 1/sqrt(t)) * max(eps2, RMS of its weights). For tensors with two or more dimensions, the
--- state holds only the mean of the second moment of each row and of each column. Called through
+-- state holds only a mean of the second moment for each row and one for each column. Called through
 -- engine.optim.adafactor.
 local steps = require "engine.optim.steps"
 

@@ -1,6 +1,6 @@
--- LAMB (You et al. 2020, arXiv 1904.00962, version 3). The update of a tensor is Adam's without
--- bias correction, plus weight decay, rescaled to the norm of the tensor's weights (at most
--- `limit`), times the learning rate. Called through engine.optim.lamb.
+-- LAMB (You et al. 2020, arXiv 1904.00962, version 3). The update of a tensor is Adam's, without
+-- bias correction, plus weight decay. This sum is rescaled to the norm of the tensor's weights (at
+-- most `limit`) and multiplied by the learning rate. Called through engine.optim.lamb.
 local steps = require "engine.optim.steps"
 
 return {

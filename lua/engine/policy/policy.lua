@@ -105,9 +105,9 @@ function Policy:take_over(old)
   end
 end
 
---- Tells the policy which tensors decide()'s `stats` describe: their names, the index of each
---- tensor's group (from 1, or nil), and the groups' names. `scalable`: whether the caller can scale
---- groups separately, so that the policy may give them separate scales.
+--- Tells the policy which tensors the `stats` of decide() describe. group_of: the index of each
+--- tensor's group (from 1, or nil). groups: the groups' names. scalable: whether the caller can
+--- scale groups separately, so that the policy may give them separate scales.
 function Policy:tensors(names, group_of, groups, scalable)
   groups = groups or {}
   local c_names, c_groups = ffi.new("const char *[?]", #names + 1),
