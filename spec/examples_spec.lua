@@ -139,7 +139,7 @@ local entries = {
     "lr=4e-3", "log=json") end, losses = json_losses, falls = 1.5,
     talk = function() return small("kv_heads=2", "hidden=96", "steps=3", "sample=10",
       "precision=fp16") end,
-    words = { "llama%(2 layers, width 48, 4 heads over 2", "1: block", "done after 3 steps",
+    words = { "llama%(2 layers, width 48, 4 heads, 2 kv_heads", "1: block", "done after 3 steps",
       "a sample:\nlocal function " } },
   ["bert_mlm.lua"] = { arguments = function() return small("steps=80", "lr=4e-3", "log=json") end,
     losses = json_losses, falls = 1,

@@ -30,7 +30,7 @@ end
 
 local function spend(n)
   operations = operations + n
-  if operations > OPERATIONS then fail("more than %d operations", OPERATIONS) end
+  if operations > OPERATIONS then fail("the template runs more than %d operations", OPERATIONS) end
 end
 
 local function bounded(text)

@@ -264,7 +264,7 @@ function Llama:forward(ids, options)
   return logits(self, x, self.embed, ids, options)
 end
 Llama.loss, Llama.generate = loss, generate
-function Llama:extra() return sizes(self, (" over %d"):format(self.config.kv_heads)) end
+function Llama:extra() return sizes(self, (", %d kv_heads"):format(self.config.kv_heads)) end
 M.llama = Llama
 
 -- ------------------------------------------------------------------ encoder
