@@ -15,15 +15,15 @@ local plot = require "engine.report.plot"
 
 local M = {}
 
--- Margins of a panel in pixels. The name of the y axis (TOP) and the labels of marks (WORDS) are
--- above the panel, the steps below it.
+-- Margins of a panel in pixels. Above a panel there is room for the name of its y axis (TOP) and
+-- for the labels of marks (WORDS), below it for the steps.
 M.left, M.right, M.bottom = 92, 14, 40
 local TOP, WORDS = 28, 16
 M.span = 1000
 local NARROW = 230              -- width of a panel on a phone, pixels
 local GLYPH = 6.6               -- width of a character, pixels
 
--- Replaces the characters that HTML reserves with entities.
+-- Writes the characters that HTML reserves as entities.
 function M.entities(text)
   return (text:gsub("[&<>\"']", { ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;",
     ['"'] = "&quot;", ["'"] = "&#39;" }))
@@ -116,8 +116,8 @@ function M.text(class, x, y, dx, dy, anchor, text)
     class, f(100 * x), f(y), f(dx), f(dy), anchor, text)
 end
 
---- Returns the SVG of the x axis's grid lines and of their labels (steps or names), for a panel of
---- `height` pixels.
+--- Returns two SVG texts for a panel of `height` pixels: the grid lines of the x axis, and the
+--- labels of these lines (steps or names).
 function M.x_axis(axis, height)
   local paths, texts, list = {}, {}, {}
   local places = axis.places or {}
@@ -384,7 +384,7 @@ local function lines_style()
   return ".line.s1{stroke-linecap:round}" .. table.concat(lines, "\n")
 end
 
---- The CSS for what body() draws. The page defines its variables, the colours and fonts.
+--- The CSS for what body() draws. The page defines its variables (colours and fonts).
 M.style = [[
 .grid{stroke:var(--grid);fill:none}.frame{stroke:var(--axis);fill:none}
 svg.shapes path,path.line,path.mark,path.event{vector-effect:non-scaling-stroke}

@@ -208,7 +208,7 @@ local function merged(curves, grids, edges, colour)
   return grid
 end
 
--- Whether curves are drawn in colour; otherwise as letters.
+-- Returns whether curves are drawn in colour. Otherwise they are drawn as letters.
 local function in_colour() return require("engine.report.heat").style() == "colour" end
 
 --- Returns the legend of `curves`: for each curve a line with a sample and its name.

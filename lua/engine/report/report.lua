@@ -82,9 +82,10 @@ local function duration(seconds)
   return ("%d d %d h"):format(seconds / 86400, seconds / 3600 % 24)
 end
 
--- The layer with inf or nan at the most recorded steps or, if no layer has any, the layer whose
--- gradients came nearest to the largest number of their format. Returns its name, its distance from
--- that number in bits, the number of recorded steps with inf or nan (nil: none), and its formats.
+-- Finds the layer that has inf or nan at the largest number of recorded steps or, if no layer has
+-- any, the layer whose gradients came nearest to the largest number of their format. Returns the
+-- layer's name, its distance from that number in bits, how many recorded steps have inf or nan (nil:
+-- none), and the layer's formats.
 local function nearest_layer(l)
   local name, room, bad, formats
   for k = 1, #l.names do
@@ -185,8 +186,8 @@ local function ending(info)
     and section("How it ended", nil, "<p>" .. escape(info.ended) .. "</p>") or ""
 end
 
--- Returns the sections with curves, { first = those before the heat maps, last = those after
--- them }, the script's data, the curves, their axis and the shadows.
+-- Returns five values: the sections with curves (`first` before the heat maps, `last` after them),
+-- the data for the page's script, the curves, their axis, and the shadows.
 local function curve_sections(h, info, l)
   local c = curves.read(h, NAMES, { points = COLUMNS })
   local axis, marked = chart.axis(c), marks.read(h, c)

@@ -23,8 +23,8 @@ function M.with_length(list, n)
   return list
 end
 
---- Adds the curves `names` of c (from curves.read or compare.read), along an axis of chart.lua, to
---- the script's `data`.
+--- Adds the curves `names` of c (from curves.read or compare.read) and their axis (chart.axis) to
+--- `data`, the data for the page's script. Returns `data`.
 function M.curve_data(c, axis, names, data)
   data.first, data.last, data.end_step = axis.first, axis.last, c.last
   data.left, data.right = chart.left, chart.right

@@ -52,7 +52,7 @@ function M.curve(c, name, options)
   last = v.at_end or last
   local log = curves.log_of(metric, options.log)
   local least, most = curves.range(c, name)
-  if log and (most or 0) <= 0 then log = nil end  -- a log axis can show no value
+  if log and (most or 0) <= 0 then log = nil end  -- a log axis cannot show any of the values
   local title = metric.title
   local function text(x)
     return metric.log == 2 and x >= 1 and show.scale(x) or plot.number_text(x)

@@ -331,9 +331,9 @@ local function verify(directory)
   return header
 end
 
--- Returns the path and the header of the newest intact checkpoint, up to step `last` if given, and
--- a list of messages about the damaged checkpoints that were skipped. The path and the header are
--- nil if there is no intact checkpoint.
+-- Returns the path and the header of the newest intact checkpoint (nil and nil if there is none),
+-- and a list of messages about the damaged checkpoints that were skipped. With `last`, ignores the
+-- checkpoints after that step.
 local function newest(dir, last)
   local all, skipped = list(dir), {}
   for i = #all, 1, -1 do
@@ -346,8 +346,8 @@ local function newest(dir, last)
   return nil, nil, skipped
 end
 
---- Returns the path of the newest intact checkpoint in dir, or nil, and a list of messages about
---- the damaged checkpoints that were skipped.
+--- Returns the path of the newest intact checkpoint in dir (nil if there is none), and a list of
+--- messages about the damaged checkpoints that were skipped.
 function M.latest(dir)
   local path, _, skipped = newest(dir)
   return path, skipped

@@ -8,7 +8,7 @@
 --   c.x, c.width, c.first, c.last, c.first_step, c.overflows     as in curves.read, over all runs
 --   c.curves[k].label, .group                    group: the group's runs; nil: the curve of one run
 --   c.curves[k].column.loss                      the key of the curve's loss in c; nil: no loss
---   c[key].mean[i], .min[i], .max[i]             a run's as in curves.read, a group's as in M.band
+--   c[key].mean[i], .min[i], .max[i]             of a run: as in curves.read; of a group: M.band
 --   c.notes                                      lines that say what is left out, and why
 -- Used by cli/options.lua, report/views.lua, report/report_compare.lua and report/contest.lua.
 local curves = require "engine.run.curves"

@@ -121,8 +121,8 @@ local function tell(self, kind, text)
   return text
 end
 
--- Returns text such as "the policy is static now, loss scale 1; for FP8 layers: sqrt3". is: "is %s
--- now", where %s stands for the policy's name.
+-- Returns text such as "the policy is static now, loss scale 1; for FP8 layers: sqrt3". is: the
+-- verb, such as "is %s now", where %s stands for the policy's name.
 local function policies_text(t, is)
   local sites = t.optimizer.fp8
   local names = {}

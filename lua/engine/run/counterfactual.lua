@@ -11,10 +11,11 @@
 --     ratio > 1    An overflow, if the largest fp16 gradient times `ratio` is 65520 or more, which
 --                  rounds past the largest fp16 number. This is exact if accumulate = 1. With
 --                  accumulate > 1, the record describes the f32 sum of the micro-batches'
---                  gradients. The overflow is exact only from accumulate * 65520 on, where some
---                  micro-batch must overflow, and is a bound below. If the product is smaller than
---                  65520, no overflow is assumed. This result is called "hidden", because an
---                  intermediate result may overflow where no parameter's gradient does.
+--                  gradients. The overflow is then exact only if the product is accumulate * 65520
+--                  or more, so that some micro-batch must overflow; otherwise it is a bound. If the
+--                  product is smaller than 65520, no overflow is assumed. This result is called
+--                  "hidden", because an intermediate result may overflow where no parameter's
+--                  gradient does.
 --   If the step overflowed:
 --     ratio >= 1   An overflow; exact. A loss of inf or nan gives the same result at any ratio.
 --     ratio < 1    A bound, because the true magnitude behind an inf is unknown. If the finite
@@ -117,7 +118,7 @@ local function restate(s, ratio, over, format)
   return nonzero > 0 and (tiny + zeros) / nonzero or 0, mass > 0 and lost / mass or 0
 end
 
--- True if there are nonzero elements below the smallest normal number, at the recorded scale.
+-- True if s.hist has nonzero elements below the format's smallest normal number.
 local function has_tiny(s, format)
   for b = 0, math.min(BINS, format.normal - FIRST) - 1 do
     if s.hist[b] ~= 0 then return true end

@@ -3,7 +3,7 @@
 -- 256 consecutive steps into a block, a row of the table `blocks`. Only the newest steps, and
 -- metrics that blocks lack, are read from the table `steps`, with a query for each column.
 --   local c = curves.read(history, { "loss", "scale" }, { points = 120, from = 0, to = 9999 })
---   c.x[i], c.width                          the middle of column i, and steps in a column
+--   c.x[i], c.width                          the middle of column i; how many steps a column has
 --   c.rows[i], c.overflows[i], c.skipped[i]  rows, overflows, steps without update in column i
 --   c.loss.min[i], .max[i], .mean[i]         nil if no value of the column is finite
 -- Used by history.lua, compare.lua, contest.lua, the pictures and the reports.
@@ -14,7 +14,7 @@ local C, raise = M_ffi.C, M_ffi.raise
 
 local M = {}
 
-local BLOCK = C.ENG_HISTORY_BLOCK   -- steps of a block
+local BLOCK = C.ENG_HISTORY_BLOCK   -- how many steps a block has
 
 -- The metrics that can be drawn: name, SQL, whether blocks hold the metric (`summed`), whether only
 -- some steps have it (`sparse`), whether it is always finite (`finite`), the base of its
@@ -133,7 +133,7 @@ local function gather(cell, name, n, sum, low, high)
   cell[name] = v
 end
 
-local PER_COLUMN = 2                 -- rows of statistics read for a picture column
+local PER_COLUMN = 2                 -- how many rows of statistics are read for a picture column
 
 -- Fills the cells with a layer's own loss scale, from the steps with statistics per tensor. A layer
 -- has the scale of its first tensor.

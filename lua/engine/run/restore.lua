@@ -120,7 +120,7 @@ local function take_policies(trainer, state, notes)
   end
 end
 
--- Returns what a checkpoint's state lacks as text, or nil if it is complete.
+-- Returns, as text, what a checkpoint's state lacks, or nil if it is complete.
 local function state_problem(state)
   if type(state) ~= "table" then return "it has no state" end
   for _, key in ipairs { "steps", "updates", "skipped", "retries", "tokens", "elapsed" } do
@@ -167,8 +167,8 @@ local function difference(trainer, c)
   end
 end
 
--- Returns the settings that differ from those of the checkpoint's run as text, such as "; layers
--- was 1, is 2". Returns "" if none differs or the run has no readable history.
+-- Returns text such as "; layers was 1, is 2" about the settings that differ from those of the
+-- checkpoint's run. Returns "" if none differs or the run has no readable history.
 local NO_PART = { resume = true, run = true, steps = true, log = true }   -- these may differ
 local function changed_settings(path, config)
   local before = require("engine.run.history").with((path:match("^(.*)/checkpoints/") or path) ..

@@ -2,8 +2,8 @@
 --   runs/<name>/history.db       every step (history.lua)
 --   runs/<name>/tensorboard/     event files, if requested (tensorboard.lua)
 --   runs/<name>/checkpoints/     states to resume from (checkpoint.lua)
--- This module opens the files in order, finds the checkpoint from which restore.lua resumes, and
--- writes the files during the run. Only trainers and sessions open a Run; commands use M.directory.
+-- This module opens these files, finds the checkpoint from which restore.lua resumes, and writes
+-- the files during the run. Only trainers and sessions open a Run; commands use M.directory.
 local M_ffi = require "engine.base.ffi"
 local checkpoint = require "engine.run.checkpoint"
 local files = require "engine.base.file"
@@ -149,7 +149,7 @@ local function find_checkpoint(self, resume)
   return c
 end
 
---- Opens the history. With `cut`, removes the rows from the trainer's current step on.
+--- Opens the history. With `cut`, removes the rows of the trainer's current step and of later steps.
 function Run:open_history(cut)
   if not self.wants_history then return end
   local path = self.path .. "/history.db"
@@ -461,9 +461,9 @@ function Run:save(alone)
   return path, note
 end
 
---- Returns to the newest intact checkpoint of `step` or before, and drops later ones. Every rank
---- calls it between two steps. The loss-scaling policy, the counters of steps and the history do
---- not change. Returns the checkpoint's step and path, or nil and the reason.
+--- Rolls the trainer back to the newest intact checkpoint of `step` or before, and removes later
+--- ones. Every rank calls it between two steps. The loss-scaling policy, the counters of steps and
+--- the history do not change. Returns the checkpoint's step and path, or nil and the reason.
 function Run:go_back(step)
   local trainer, reducer = self.trainer, self.trainer.reducer
   local dir = self.path and self.path .. "/checkpoints"

@@ -266,9 +266,9 @@ function Swap:swap(source, options, by, of)
   return attempt(self, source, options, by, of)
 end
 
---- Returns to the policy before the last swap, with the state that it had then. With `of`, an entry
---- of `seats`, undoes the last swap of that seat. Returns true and the seat, or nil and a message.
---- Inside a step, returns true alone, and the undo follows after the step.
+--- Undoes the last swap: the policy before it becomes current again, with the state that it had
+--- then. With `of`, an entry of `seats`, undoes the last swap of that seat. Returns true and the
+--- seat, or nil and a message. Inside a step, returns only true, and the undo follows the step.
 function Swap:undo(by, of)
   local at = #self.former
   while at > 0 and of and self.former[at].of ~= of do at = at - 1 end

@@ -3,7 +3,7 @@
 -- framework/summary.proto define them.
 --   local w = tensorboard.open("runs/a/tensorboard")
 --   w:scalars(step, { { "train/loss", 2.5 }, ... }, wall_time)
---   w:histogram(step, "gradients/blocks.3", hist, stats)      hist[exponent] = elements
+--   w:histogram(step, "gradients/blocks.3", hist, stats)      hist[exponent] = how many elements
 --   w:text(0, "policy", source)
 --   w:close()
 -- Used by run.lua (live) and `engine export`. A reader sees the flushed data, and reads a truncated
@@ -78,8 +78,8 @@ local function scalar_value(tag, x)
   return bytes_field(1, bytes_field(1, show.shown(tag)) .. float_field(2, x))
 end
 
---- Encodes exponent counts, hist[exponent] = elements, as a HistogramProto of magnitudes: a bucket
---- for zero, and one for each binade. s: { zeros, amax, norm } as stored.
+--- Encodes hist[exponent] = how many elements as a HistogramProto of magnitudes, which has a bucket
+--- for zero and one for each binade. s: { zeros, amax, norm } as stored.
 function M.histogram_proto(hist, s)
   local least, most = math.huge, -math.huge
   for e, n in pairs(hist) do
@@ -134,7 +134,8 @@ end
 
 function Writer:put(bytes) return noted(self, self.file:write(bytes)) end
 
---- Writes a step's numbers, a list of { tag, number }. Leaves out nil, but not NaN and infinities.
+--- Writes a step's numbers, a list of { tag, number }. A number of nil is left out; NaN and
+--- infinities are written.
 function Writer:scalars(step, values, wall_time)
   local parts = {}
   for _, pair in ipairs(values) do

@@ -1,4 +1,5 @@
--- backward(), calls without recording or in other formats, and gradients written in Lua.
+-- backward(), functions that run code without recording or in other formats, and gradients written
+-- in Lua.
 --
 -- C never calls a Lua gradient: the core's backward pass stops at the node of a custom operation,
 -- Lua computes the gradient, and the pass resumes.

@@ -3,10 +3,10 @@
 --   print(engine.bits(15213.0))
 --   engine.bits(0.1).f16.value, .error, .below, .above, .code
 -- The REPL has this function as `bits`. Each format rounds the double once, to nearest even, as
--- core/base/numerics.h does. Numbers that are too large become inf, or nan in e4m3, which has no
--- inf, or the largest number in formats that have neither. ue4m3 and ue8m0, formats for scales,
--- encode |x|; ue8m0 rounds it down to a power of two. int8 and mxint8 (units of 1/64) are two's
--- complement.
+-- core/base/numerics.h does. Numbers that are too large become inf. In e4m3, which has no inf, they
+-- become nan; in formats without inf and nan, the largest number. ue4m3 and ue8m0, formats for
+-- scales, encode |x|; ue8m0 rounds it down to a power of two. int8 and mxint8 (units of 1/64) are
+-- two's complement.
 local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"
 local show = require "engine.base.show"
@@ -53,8 +53,8 @@ end
 -- 2^n as uint64.
 local function power(n) return bit.lshift(1ULL, n) end
 
--- Returns the format's next number above (`up`) or below the finite number with the code `code`, or
--- nil at the end of the format's range.
+-- Returns the number of the format that follows (`up`) or precedes the finite number with the code
+-- `code`, or nil at the end of the format's range.
 local function neighbour(format, code, up)
   local width = format.exponent_bits + format.fraction_bits
   if not format.signed then
@@ -107,8 +107,8 @@ end
 
 -- ------------------------------------------------------------------ as text
 
--- Returns x as text in the fewest digits, from 4 to `most` (9), that read back as the same double.
--- If even `most` digits do not, uses `most` digits.
+-- Returns x as text with 4 to `most` (9) digits: the fewest that read back as the same double, or
+-- `most` if none of these do.
 local function text(x, most)
   if x == nil then return "-" end
   if x ~= x then return "nan" end
@@ -165,9 +165,9 @@ end
 local meta = { __tostring = table_text }
 
 --- engine.bits(x): a number in every format. x is a number or its text ("0x1p-24", "inf"). Returns
---- a list of formats, also by name, each { name, code, value, error (value - x), below, above,
---- sign, exponent, fraction (texts of bits), power (of two), subnormal, largest }; it prints as a
---- table.
+--- a list with an entry for each format, which result[NAME] also gives: { name, code, value, error
+--- (value - x; value - |x| in formats without a sign), below, above, sign, exponent, fraction (bits
+--- as text), power (the exponent of 2), subnormal, largest }. The list prints as a table.
 function M.of(x)
   local number = tonumber(x)
   M_ffi.expect(number, x, "bits: expected a number")

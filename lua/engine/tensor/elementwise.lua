@@ -25,9 +25,9 @@ local INTEGERS = { { "u8", 0, 255 }, { "i16", -2 ^ 15, 2 ^ 15 - 1 },
 local RANGE = { [M_ffi.dtype.i8] = { -128, 127 }, [M_ffi.dtype.bool] = { 0, 1 } }
 for _, row in ipairs(INTEGERS) do RANGE[M_ffi.dtype[row[1]]] = { row[2], row[3] } end
 
--- Returns the dtype for a number that is combined with a tensor of `dtype`: `dtype` itself if it is
--- a float dtype, or an integer dtype that can hold the number; otherwise the smallest integer dtype
--- that can hold the number, or f32 if none can.
+-- Returns the dtype for a number that is combined with a tensor of `dtype`. This is `dtype` itself
+-- if it is a float dtype or can hold the number; otherwise the smallest integer dtype that can hold
+-- the number, or f32 if none can.
 local function dtype_beside(dtype, value)
   if FLOAT[dtype] or not RANGE[dtype] then return dtype end   -- FP8: the operation raises an error
   if value % 1 ~= 0 then return M_ffi.dtype.f32 end           -- also inf and nan
@@ -46,8 +46,8 @@ local function scalar(value, dtype)
   return y
 end
 
--- Makes a tensor of a number, to combine with x. If x is f16 or bf16 and x's dtype would round the
--- number, the new tensor is f32 and the second result is true.
+-- Makes a tensor that holds a number, to combine it with x. If x is f16 or bf16 and x's dtype would
+-- round the number, the new tensor is f32 and the second result is true.
 local function scalar_beside(x, value)
   local dtype = info(x).dtype
   local y = scalar(value, dtype_beside(dtype, value))
@@ -117,8 +117,8 @@ end
 
 methods.add, methods.sub, methods.mul, methods.div, methods.pow = add, sub, mul, div, pow
 
---- Elementwise, with broadcasting; b may be a number. A NaN on either side of maximum and minimum
---- gives NaN; comparisons give bool.
+--- Elementwise, with broadcasting; b may be a number. If a or b is NaN, maximum and minimum give
+--- NaN. Comparisons give bool.
 ---   maximum, minimum   the larger (maximum) or smaller (minimum) of a and b
 ---   eq, ne             a == b, a ~= b
 ---   lt, le, gt, ge     a < b, a <= b, a > b, a >= b

@@ -46,7 +46,7 @@ function methods.dequantize(x, dtype)
     x.block[1], x.block[2], x.format == "e5m6" and FORMATS.e5m6 or 0 })
 end
 
---- Returns the size of the codes and scales in bytes.
+--- Returns how many bytes the codes and scales take.
 function methods.bytes(x) return x.q.count * (x.format == "e5m6" and 4 or 1) + x.scale.count * 4 end
 
 --- A copy that lives until :free(), beyond the end of the step.

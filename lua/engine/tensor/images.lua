@@ -43,9 +43,8 @@ local function append_pair(ints, v, name, what, least)
   return ints
 end
 
--- Runs f, which takes images, on sequences [N x C x L], viewed as images of height 1. Of the
--- options that have a value for height and width, the caller gives the width's; HEIGHT has the
--- height's.
+-- Runs f, which takes images, on sequences [N x C x L], viewed as images of height 1. The caller's
+-- options give the values for the width; HEIGHT has the values for the height.
 local HEIGHT = { stride = 1, padding = 0, dilation = 1 }
 local function as_images(x, options, name, f)
   want(x, name)
@@ -154,10 +153,10 @@ local BATCH_NORM = "eps mean variance over"
 --- Batch norm of x [N x C x ..]: each channel minus its mean, divided by sqrt(variance + eps),
 --- times weight [C], plus bias [C] (either may be nil). Returns the result, this batch's mean and
 --- biased variance [C] (f64 if x is f64, else f32), and the number of elements of a channel.
---- Options: eps (1e-5); mean and variance [C]: normalises by these instead, and returns only the
---- result; over: a group of ranks (engine.ranks.group()), each with a part of the batch. All ranks
---- then normalise by the mean and the variance of the whole batch, and return these. The mean and
---- the variance of a batch without elements are nan.
+--- Options: eps (1e-5), mean and variance ([C]; x is normalised by these instead, and only the
+--- result is returned), over (a group of ranks, engine.ranks.group(), each with a part of the
+--- batch; all ranks normalise by the mean and the variance of the whole batch, and return these).
+--- The mean and the variance of a batch without elements are nan.
 function methods.batch_norm(x, weight, bias, options)
   options = read_named(options, "batch_norm", BATCH_NORM)
   local eps = arguments.want_number(options.eps or 1e-5, "batch_norm", "eps")

@@ -22,7 +22,7 @@ local RULES = { floor = C.ENG_MX_FLOOR, ceil = C.ENG_MX_CEIL, even = C.ENG_MX_EV
 -- The rules with a ue4m3 scale for each block and one f32 scale for the whole tensor.
 local NVFP4 = { nvfp4 = true, four_over_six = true, four_over_six_mse = true, ms_eden = true }
 local NONFINITE = { torchao = 0, te = 32 }     -- 32: the flag MX_FINITE (core/ops.def)
--- The rules under which some elements have no gradient. They need e2m1.
+-- The rules that give some elements no gradient. These rules need e2m1.
 local GATED = { quest = true }
 local TRANSPOSED, GATE = 8, 64                 -- flags (core/ops.def)
 local TIES = { even = 0, away = 1, zero = 2, up = 3 }
@@ -52,7 +52,7 @@ function methods.dequantize(x, dtype)
   return scaled and (y / x.factor):to(dtype or "f32") or y
 end
 
---- Returns the size of the codes and scales in bytes.
+--- Returns how many bytes the codes and scales take.
 function methods.bytes(x) return x.q.count + x.scale.count + (NVFP4[x.rule] and 4 or 0) end
 
 function Quantized.__tostring(x)
@@ -105,8 +105,9 @@ local QUANTIZE = "format rule block nonfinite sr_bits sr_rule ties average facto
 ---   four_over_six              nvfp4, but each block's largest element becomes 6 or 4, whichever
 ---                              has the smaller mean absolute error
 ---   four_over_six_mse          four_over_six by mean squared error
----   quest                      e2m1, scales are powers of two from a block's standard deviation
----   ms_eden                    nvfp4 whose scales correct the rounding errors, in groups of 128
+---   quest                      e2m1; each scale is a power of two, computed from the standard
+---                              deviation of its block
+---   ms_eden                    nvfp4, but the scales correct the rounding errors, in groups of 128
 ---                              elements; sr_bits applies to these scales, not to elements
 --- Fields of the result: q (u8 codes, two to a byte in e2m1, the even element in the low half),
 --- scale (u8 codes, ue8m0 or ue4m3), amax (f32 []), nan (i64 []: how many elements of x are NaN),
@@ -173,10 +174,10 @@ local function scales_by_row(x, rows)
     :slice(1, 1, rows)
 end
 
---- Computes a b^T in f32 for quantized matrices a [M x K] and b [N x K], summed as in Blackwell's
---- block-scaled tensor cores (core/base/mx_blackwell.h). With e4m3 and e5m2 in blocks of 32, these
---- cores add 32 products at a time and keep 25 bits below the largest exponent. With e2m1 in blocks
---- of 32 or 16, they add 64 products at a time and keep 35 bits.
+--- Computes a b^T in f32 for quantized matrices a [M x K] and b [N x K]. Sums as Blackwell's
+--- block-scaled tensor cores do (core/base/mx_blackwell.h). With e4m3 and e5m2 in blocks of 32,
+--- these cores add 32 products at a time and keep 25 bits below the largest exponent. With e2m1 in
+--- blocks of 32 or 16, they add 64 products at a time and keep 35 bits.
 function M.matmul(a, b)
   local inputs = {}
   for k, x in ipairs { a or 0, b or 0 } do

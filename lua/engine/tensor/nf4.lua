@@ -21,7 +21,7 @@ function methods.dequantize(x, dtype)
       columns }):view(unpack(x.shape))
 end
 
---- Returns the size of the codes and scales in bytes.
+--- Returns how many bytes the codes and scales take.
 function methods.bytes(x)
   return x.q.count + (x.group and x.absmax.count + 4 * x.group.count + 4 or 4 * x.absmax.count)
 end
@@ -35,11 +35,11 @@ local OPTIONS = { block = true, double = true, offset = true }
 
 --- Quantizes x to NF4: each element becomes one of 16 quantiles of a normal distribution, times the
 --- absmax of its block. A block is a run of consecutive elements in row-major order. No gradient
---- passes through it. Options: block (64; elements of a block, 32 to 4096, a power of two), double
---- (true: absmaxes are stored in 8 bits), offset (f32 [1]: subtracted from the absmaxes before they
---- are stored in 8 bits; by default their mean). With the same offset, the codes are those of
---- bitsandbytes 0.50 on a CPU. The default offset may differ from bitsandbytes's, which sums the
---- mean in another order.
+--- passes through quantize. Options: block (64; the number of elements in a block, a power of two
+--- from 32 to 4096), double (true: absmaxes are stored in 8 bits), offset (f32 [1]: subtracted from
+--- the absmaxes before they are stored in 8 bits; by default their mean). With the same offset, the
+--- codes are those of bitsandbytes 0.50 on a CPU. The default offset may differ from the one of
+--- bitsandbytes, which sums the mean in another order.
 --- Fields of the result: q (u8, two codes to a byte, the even element in the high half), absmax
 --- (f32, or u8 codes), group and offset (with double), shape, count, block.
 function M.quantize(x, options)

@@ -13,7 +13,7 @@ local methods, functions, run1, run2, run_many = calls.methods, calls.functions,
 -- ------------------------------------------------------------------ reductions
 
 for _, name in ipairs { "sum", "mean", "max", "min" } do
-  -- x:sum(), x:sum(d), x:sum({ d, e }), each with keepdim as the second argument.
+  -- x:sum([d [, keepdim]]): d is a dimension or a list of dimensions; by default all dimensions.
   methods[name] = function(x, d, keepdim)
     want(x, name)
     local mask = 0
@@ -61,16 +61,16 @@ function methods.linear(x, weight, bias, site)
 end
 
 --- (silu(gate) * up) W^T + bias: gate and up [.. x K], weight W [N x K], bias [N] or nil -> [.. x
---- N]. The result is that of gate:swiglu(up, site) followed by linear at the same FP8 site, but the
---- product is stored only as FP8 codes.
+--- N]. The result is that of gate:swiglu(up, site) followed by linear at the same FP8 site, but
+--- silu(gate) * up is stored only as FP8 codes.
 function methods.swiglu_linear(gate, up, weight, bias, site)
   call.fp8_swiglu_linear.site = site or 0
   return run_many("fp8_swiglu_linear", 1, 3, gate, up, weight, bias)
 end
 
---- gelu(x W1^T + b1, "tanh") W2^T + b2: x [.. x C], up W1 [H x C], down W2 [N x H], biases [H] and
---- [N] or nil -> [.. x N]. The result is that of linear, gelu and linear, computed in fewer passes
---- over memory.
+--- gelu(x W1^T + b1, "tanh") W2^T + b2: x [.. x C], up (W1) [H x C], down (W2) [N x H], biases [H]
+--- and [N], or nil -> [.. x N]. The result is that of linear, gelu and linear, computed in fewer
+--- passes over memory.
 function methods.mlp_gelu(x, up, up_bias, down, down_bias)
   want(down, "mlp_gelu")
   return (run_many("mlp_gelu", 3, 2, x, up, up_bias, down, down_bias))
@@ -131,9 +131,10 @@ local ROPE = "position base interleaved factor low high context"
 --- (10000), interleaved (pairs adjacent features, instead of feature d with feature d + D / 2).
 --- `factor` divides the frequencies (linear scaling). With context, low and high, the scaling is
 --- that of Llama 3: frequencies that make at most `low` turns within `context` positions are
---- divided, and frequencies that make `high` turns or more are not. With low and high alone, the
---- scaling is that of YaRN: frequencies with an index (from 0) of `high` or more are divided, and
---- frequencies with an index of at most `low` are not. Frequencies in between are interpolated.
+--- divided, and frequencies that make `high` turns or more are not. With low and high but without
+--- context, the scaling is that of YaRN: frequencies with an index (from 0) of `high` or more are
+--- divided, and frequencies with an index of at most `low` are not. Frequencies in between are
+--- interpolated.
 function methods.rope(x, options)
   options = read_named(options, "rope", ROPE)
   floats[0] = want_number(options.base or 10000, "rope", "base")

@@ -1,8 +1,8 @@
 -- Measures where a piece of a program spends its time, by operation:
 --   print(engine.profile(function() trainer:step() end))
--- A row is a kind of call (operation, dtypes, shapes); the most expensive row is the first. The
--- operation "(outside kernels)" is the time outside all kernels (tape, Lua, data). tostring lists
--- operations first, then kinds of calls.
+-- Each row sums the calls of one kind (operation, dtypes, shapes); the most expensive row is the
+-- first. The row "(outside kernels)" has the time outside all kernels (tape, Lua, data). tostring
+-- lists operations first, then kinds of calls.
 local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"
 local within = require "engine.base.within"
@@ -18,8 +18,8 @@ local MAX_ROWS = 512
 
 local SUMMED = { "calls", "seconds", "bytes", "flops" }
 
--- Adds the numbers of `from` to the row of[key]. Makes this row, and appends it to the list, if it
--- does not exist.
+-- Adds the numbers of `from` to the row `of[key]`. If there is no such row, makes it and appends it
+-- to `list`.
 local function sum_up(list, of, key, from, detail)
   local row = of[key]
   if not row then
@@ -29,7 +29,7 @@ local function sum_up(list, of, key, from, detail)
   for _, name in ipairs(SUMMED) do row[name] = row[name] + from[name] end
 end
 
--- Adds the rows that the core has measured since eng_profile(true) to a list.
+-- Adds to `list` what the core has measured since eng_profile(true).
 local function read_rows(list, of)
   local rows = M_ffi.new("eng_profile_row[?]", MAX_ROWS)
   for i = 0, C.eng_profile_rows(rows, MAX_ROWS) - 1 do

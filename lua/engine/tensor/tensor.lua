@@ -143,7 +143,7 @@ end
 function methods.fill(x, value) return (fill(x, value, "fill")) end
 --- Sets every element to 0; returns x.
 function methods.zero(x) return (fill(x, 0, "zero")) end
---- Copies the elements of a tensor or a nested table of x's shape, converting the dtype; returns x.
+--- Copies the elements of a tensor or a nested table of x's shape into x, in x's dtype; returns x.
 function methods.copy(x, source)
   if not is_tensor(source) then
     source = M.tensor(source, { dtype = dtype_name[info(x).dtype], keep = false })

@@ -29,8 +29,8 @@ end
 -- Returns whether a layer, in its last forward pass, multiplied codes with Blackwell's accumulator.
 local function coded(site) return C.eng_fp8_accumulator(site.id) == C.ENG_ACCUMULATE_BLACKWELL end
 
--- Returns the bytes of a quantized matrix. FP8 keeps codes and scales. Microscaling keeps codes and
--- scales with `in_codes`, and otherwise the dequantized values in bf16.
+-- Returns how many bytes a quantized matrix takes. FP8 stores codes and scales. Microscaling stores
+-- codes and scales if in_codes is true, and otherwise the dequantized values in bf16.
 local function matrix(role, rows, columns, in_codes)
   if in_codes then
     local bits = role.format == C.ENG_FORMAT_E2M1 and 4 or 8
@@ -39,8 +39,8 @@ local function matrix(role, rows, columns, in_codes)
   return role.mx > 0 and 2 * rows * columns or rows * columns + 4 * scales(role, rows, columns)
 end
 
--- Returns the bytes of a role's gate, which multiplies gradients (bf16). Only the rule quest and
--- the estimator dge have one.
+-- Returns how many bytes a role's gate takes: a bf16 factor for each gradient element. Only the
+-- rule quest and the estimator dge have a gate.
 local function gate(role, count)
   return (role.mx - 1 == C.ENG_MX_QUEST or role.dge > 0) and 2 * count or 0
 end
@@ -72,8 +72,8 @@ local function predicted(opt)
   return sums
 end
 
--- Returns the bytes that FP8 layers keep of their inputs. rows_of: the number of rows that went
--- through each layer, by path.
+-- Returns how many bytes FP8 layers keep of their inputs. rows_of[path]: the number of rows that
+-- went through a layer.
 local function kept(opt, rows_of)
   local bytes = 0
   for _, site in ipairs(sites_of(opt)) do
@@ -129,7 +129,7 @@ local function count_rows(opt)
   end
 end
 
--- Computes a loss. Returns the bytes that its tape keeps, how many of these are in FP8, and the
+-- Computes a loss. Returns how many bytes its tape keeps, how many of these are in FP8, and the
 -- number of rows that went through each FP8 layer. Ends the step.
 local function measured(opt, loss)
   local fp8_bytes, mark, all = M_ffi.new("int64_t[1]"), M_ffi.new("int64_t[1]"), nil

@@ -15,7 +15,7 @@ local M = {}
 local Activations = {}
 Activations.__index = Activations
 
---- Returns the modules of a model whose path matches the pattern, { module = path }, or nil.
+--- Returns the modules whose path matches the pattern, { module = path }, or nil if none does.
 --- Without a pattern, returns the numbered entries of the model's top-level lists, such as
 --- blocks.3.
 function M.modules(model, pattern)

@@ -44,7 +44,7 @@ function M.object(o, class, fields)
     log = o.log or "line", ref_every = o.ref_every, ref_layers = o.ref_layers,
     steps_done = 0, updates = 0, skipped = 0, retries = 0, tokens = 0, policy_errors = 0,
     rollbacks = o.rollbacks or 3, rollbacks_made = 0, lr_factor = 1,
-    shown = {},                             -- kind of line -> state of its limit (loop.lua)
+    shown = {},                    -- for each kind of line, how many more may be shown (loop.lua)
     record = M_ffi.new("eng_record"),
     stats = M_ffi.new("eng_tensor_stats[?]", #o.optimizer.list),
     began = machine.clock(), rows = {},
@@ -102,18 +102,19 @@ end
 ---   restart_data                 true: a resumed run begins at its loader's first batch. Without
 ---                                it, a run whose loader has no state() and restore() does not
 ---                                resume
----   checkpoint_every, keep       steps between checkpoints (0: only at the end), how many to
----                                keep (3)
----   log                          "line", "json" or "quiet"; lost results are reported on stderr
----                                in any case (docs/runs.md)
+---   checkpoint_every, keep       steps between checkpoints (0: only one at the end), and how many
+---                                checkpoints to keep (3)
+---   log                          "line", "json" or "quiet"; results that could not be written are
+---                                reported on stderr in any case (docs/runs.md)
 ---   state                        trainer.state at the start ({}): the script's own numbers,
 ---                                strings, booleans, kept tensors and tables of these. Every
 ---                                checkpoint holds it; resume and rollback restore it in place.
 ---                                With several ranks, rank 0's table is written, and every rank
 ---                                gets it back
 ---   on_step                      function(trainer, record, verdict)
----   on_policy_error              "hold": continue with the last good verdict, but end the run
----                                if each of the first 20 steps failed; "stop": end the run
+---   on_policy_error              "hold": continue with the last good verdict, but end the run if
+---                                the policy fails at each of the first 20 steps; "stop": end the
+---                                run
 ---   on_lost                      what happens when the loss has been inf or nan for 10 steps, or
 ---                                when a checkpoint is due and weights are inf or nan: "stop" ends
 ---                                the run, "continue" does not. Such a checkpoint is never written

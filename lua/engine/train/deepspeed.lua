@@ -29,7 +29,7 @@ local OPTIMIZERS = { adam = "adamw", adamw = "adamw", fusedadam = "adamw", lamb 
   fusedlamb = "lamb", lion = "lion", fusedlion = "lion", sgd = "sgd", muon = "muon" }
 local PARAMS = { lr = true, betas = true, eps = true, weight_decay = true, momentum = true,
   nesterov = true, dampening = true }
-local SWITCHES = { adam_w_mode = true, torch_adam = true }   -- adam_w_mode: Adam or AdamW
+local SWITCHES = { adam_w_mode = true, torch_adam = true }   -- torch_adam has no effect
 
 -- Makes the optimizer that the configuration's block { type =, params = } describes.
 local function optimizer_of(block, model, precision)
@@ -57,8 +57,8 @@ end
 
 local function enabled(block) return type(block) == "table" and block.enabled ~= false end
 
--- The keys of a configuration that are accepted. The keys of the batch size have no effect, because
--- the loop decides the batch size.
+-- The keys of a configuration that are accepted. The keys that set the batch size have no effect,
+-- because the loop decides it.
 local USED = { optimizer = true, scheduler = true, fp16 = true, bf16 = true, bfloat16 = true,
   gradient_clipping = true, gradient_accumulation_steps = true, train_batch_size = true,
   train_micro_batch_size_per_gpu = true }
@@ -77,9 +77,9 @@ local PASSED = { "run", "resume", "checkpoint_every", "log", "data", "state" }
 
 --- engine.deepspeed.initialize { model =, config = }. config is the path of DeepSpeed's JSON file,
 --- in which comments and trailing commas are allowed, or a table with its contents. More options:
---- optimizer (instead of the configuration's), policy (instead of its fp16 block), steps (how many
---- updates to make, skipped ones included; the run then ends), and those of engine.session: run
---- resume checkpoint_every log data state. Returns an engine and its optimizer. engine(...) calls
+--- optimizer (instead of the configuration's), policy (instead of its fp16 block), steps (the run
+--- ends after so many steps, skipped ones included), and, as in engine.session, run, resume,
+--- checkpoint_every, log, data and state. Returns an engine and its optimizer. engine(...) calls
 --- the model in the configured precision. engine:backward(loss) runs the backward pass.
 --- engine:step() returns what session:step returns, with action "accumulate" between updates.
 --- engine:close() ends the run. The engine runs on one rank only. A `scheduler` is refused, because

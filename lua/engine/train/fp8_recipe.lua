@@ -52,7 +52,7 @@ end
 local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = true, eps = true,
   stochastic = true, keep = true, factor = true, backward = true, clamp = true, residual = true,
   estimator = true }
--- A rule of microscaling that mx.quantize does not have, and the options that only it has.
+-- The rule of microscaling that mx.quantize does not have, and the options that only this rule has.
 local ROWS = "msamp_fp4"
 local ROW_OPTIONS = { "clamp", "residual", "estimator" }
 
@@ -243,7 +243,7 @@ function M.structure(layer, where)
   return recipe
 end
 
--- Returns the fields of `layer` with the changes of the table `over`.
+-- Returns a copy of the fields of `layer`, changed by the table `over`.
 local function changed(layer, over, where)
   local own = {}
   for _, name in ipairs(M.fields) do

@@ -163,8 +163,8 @@ end
 local Seat = { kind = "fp8" }
 Seat.__index = Seat
 
--- A placeholder for the seat of a recipe that has no FP8 policy. Sites:prepare sets its field
--- `idle`. Steps do not run an idle policy.
+-- The policy in the seat of a recipe that has no FP8 policy. Sites:prepare marks it as `idle`;
+-- steps do not run idle policies.
 local NONE = { file = "none", source = [[return { name = "none", kind = "fp8",
   init = function() return { scale = 1 } end, decide = function() return 1 end }]] }
 
@@ -178,7 +178,7 @@ function Seat:use_policy(policy, trainer)
   self.sites:apply(trainer.policy:scale() / trainer.accumulate)
 end
 
---- Runs a policy on a step's record and the meters of the last step.
+--- Runs a policy on a step's record and on the statistics that the last measure() read.
 function Seat:ask(policy, record)
   local own = self.sites.record
   ffi.copy(own, record, ffi.sizeof "eng_record")
@@ -313,10 +313,10 @@ end
 
 --- Runs the policies on the step that measure() read and applies their decisions. `gradient`: the
 --- factor on the gradients of the next step. `logs`: what the loss-scaling policy logged, { name =
---- number }, or nil. Returns `logs` and what the FP8 policies logged in one table; a name that is
---- taken becomes POLICY.NAME. verdict: the step's verdict, which a failing FP8 policy marks as
---- failed, or nil. swaps: the Swap of run/swap.lua, which undoes a swap whose new policy fails, or
---- nil.
+--- number }, or nil. Returns one table with `logs` and with what the FP8 policies logged; a name
+--- that is taken becomes POLICY.NAME. verdict: the step's verdict, or nil; a failing FP8 policy
+--- marks it as failed. swaps: the Swap of run/swap.lua, or nil; it undoes a swap whose new policy
+--- fails.
 function Sites:decide(record, gradient, logs, verdict, swaps)
   if #self.policies == 0 then return logs end
   local function fail(text)

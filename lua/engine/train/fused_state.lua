@@ -30,8 +30,8 @@ local function fill(h, group, lr)
   h.dampening, h.nesterov = group.dampening or 0, group.nesterov and 1 or 0
 end
 
--- Adds groups for the parameters whose factor in lr_muls [n] is not 1: one group for each pair of a
--- group of the optimizer and a factor. Returns the group of each parameter and the number of
+-- Gives the parameters whose factor in lr_muls [n] is not 1 groups of their own: one group for all
+-- that share an optimizer group and a factor. Returns the group of each parameter and the number of
 -- groups.
 local function split_groups(self, lr, lr_muls)
   local groups, of, count = self.optimizer.groups, self.optimizer._group_of, #self.optimizer.list
@@ -92,7 +92,7 @@ function State:update(lr, options)
   check(C.eng_optimizer_step(self.handle, update))
 end
 
---- Returns how many moments the update keeps. SGD without momentum keeps none.
+--- Returns how many moments each parameter has. SGD without momentum has none.
 function State:moments()
   if self.kind ~= C.ENG_SGD then return self.kind == C.ENG_LION and 1 or 2 end
   for _, group in ipairs(self.optimizer.groups) do

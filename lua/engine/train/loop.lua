@@ -65,7 +65,7 @@ local function lose(self, last, step, why)
   elseif not last.stopped then last.stopped, last.status = "lost: " .. why, DIVERGED end
 end
 
-local UNDECIDED_STEPS = 20   -- a policy that fails at each of these first steps ends the run
+local UNDECIDED_STEPS = 20   -- the run ends if its policy fails at each of so many first steps
 
 -- Returns the line that reports the policy's first failure, or that the policy stops the run.
 -- Otherwise returns nil.
@@ -272,7 +272,7 @@ local function no_update(self, s)
   local parts = {}
   if overflows > 0 then parts[1] = of:format(overflows, "overflowed") end
   if s.retries > 0 then parts[#parts + 1] = of:format(s.retries, "were retried") end
-  if #parts == 0 and s.stopped then return nil end         -- the reason says more
+  if #parts == 0 and s.stopped then return nil end         -- the summary has the reason of the stop
   return "no update was made: " .. (#parts > 0 and table.concat(parts, ", ")
     or ("policy %s skipped every step"):format(self.policy.name))
 end

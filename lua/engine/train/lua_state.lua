@@ -26,7 +26,7 @@ local function count_of(shape)
   return n
 end
 
--- Buffers that wait to be freed until the tape is empty. Until then the core keeps every tensor.
+-- Buffers to be freed once the tape is empty. Until then the core keeps every tensor.
 local waiting = {}
 
 local function release(x)

@@ -5,8 +5,8 @@
 --   - a new scale takes effect two steps, not one, after the step whose record the policy read; the
 --     device still skips an overflowed update immediately;
 --   - a verdict of `skip` without an overflow, or of `retry`, comes too late and changes nothing;
---   - clip and lr_mul come from the last verdict, usually on the step two steps before; policies
---     that set a verdict's fields for single tensors, updates or moments are refused;
+--   - clip and lr_mul come from the last verdict, usually that of two steps before; policies that
+--     set a verdict's fields for single tensors, updates or moments are refused;
 --   - the schedule counts the update in flight as applied.
 -- A captured graph repeats the kernels of one step, so no per-layer scale or FP8 scale may change.
 -- Called by assemble.lua at the start, by scaler.lua, and by trainer.lua: after each decision, for

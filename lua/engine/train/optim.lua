@@ -154,7 +154,7 @@ local function parameter_list(name, model)
   return trainable
 end
 
-local loose = {}   -- slot of a parameter that no module owns -> the set of this parameter
+local loose = {}   -- slot of a parameter that no module owns -> the set that has this parameter
 
 local function set_of(p)
   if p.owner then return rawget(p.owner, "_set") end
@@ -371,7 +371,7 @@ function Optimizer:zero_grad()
   check(C.eng_params_zero_grad(self.params))
 end
 
---- Returns the global norm of the finite gradients, divided by `scale` (1).
+--- Returns the norm over all finite gradient elements, divided by `scale` (1).
 function Optimizer:grad_norm(scale)
   check(C.eng_params_stats(self._record, nil, self.params, scale or 1, C.ENG_NEED_NORM))
   return self._record.norm

@@ -21,7 +21,7 @@ local SESSION = set_of [[optimizer optimizers data precision policy policy_optio
   run resume checkpoint_every keep log state on_policy_error on_lost rollbacks stats_every history
   config shadow watch attach tensorboard]]
 
-local who = "trainer"   -- the function whose options are checked; begins messages
+local who = "trainer"   -- the function whose options are checked; its name begins the messages
 local function want(condition, key, expected, got)
   if condition then return end
   error(("%s: expected %s to be %s, got %s"):format(who, key, expected, M_ffi.value_text(got)), 0)

@@ -35,8 +35,8 @@ M.recipes = {
   -- summed in f32.
   bf16 = { weights = "bf16", activations = "bf16", residual = "bf16", norm = "bf16", wide = "f32",
     weight_gradients = "f32", norm_gradients = "f32", moments = "f32", scaled = false },
-  -- Gradients are really in fp16: past 65504 they become inf, and below 2^-24 zero. The recipe
-  -- needs a loss scale.
+  -- Gradients are stored in fp16: beyond 65504 they become inf, and below 2^-25 zero. The recipe
+  -- therefore needs a loss scale.
   fp16 = { weights = "f16", activations = "f16", residual = "f16", norm = "f16", wide = "f32",
     weight_gradients = "f16", norm_gradients = "f32", moments = "f32", scaled = true },
 }

@@ -167,8 +167,8 @@ local function tell_bad(entry)
     first and ", the first in " .. first.name or "")
 end
 
---- Makes the optimizer's update, which unscales in the same pass, unless the gradients hold inf or
---- nan. options go to opt:step. Returns { skipped = boolean, reason = text or nil }.
+--- Makes the optimizer's update, or skips it if the gradients hold inf or nan. The update unscales
+--- in the same pass. options go to opt:step. Returns { skipped = boolean, reason = text or nil }.
 function Scaler:step(opt, options)
   local entry = entry_of(self, opt, "step")
   if type(options) == "function" then
@@ -235,8 +235,8 @@ local function add_up(self)
   return total
 end
 
--- Joins the statistics per tensor of all optimizers. Tells the policy the names of the tensors when
--- the set of optimizers has changed.
+-- Joins all optimizers' statistics per tensor. Tells the policy the names of the tensors when the
+-- list of optimizers has changed.
 local function stats_of(self)
   local wanted = bit.band(self.policy.needs, C.ENG_NEED_TENSORS) ~= 0
   if not wanted and not self.model then return nil end
@@ -276,7 +276,7 @@ end
 local LATE = { [C.ENG_ACTION_RETRY] = "retry", [C.ENG_ACTION_STOP] = "stop",
   [C.ENG_ACTION_ROLLBACK] = "rollback" }
 
--- Returns the part of a verdict that comes too late for a scaler as text, or nil.
+-- Returns, as text, the part of a verdict that comes too late for a scaler, or nil.
 local function too_late(verdict, stepped, overflow)
   local action = LATE[verdict.action]
   if action then return "action = '" .. action .. "'" end

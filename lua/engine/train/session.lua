@@ -417,7 +417,7 @@ function Session:decide(s, record)
   return verdict
 end
 
---- Returns what a checkpoint holds of the loop.
+--- Returns the loop's state for a checkpoint.
 function Session:loop_state()
   local state = { turn = self.turn, optimizers = {} }
   for _, e in ipairs(self.entries) do

@@ -1,5 +1,4 @@
--- The trainer makes one training step, whose parts stand here in order. Start reading at
--- Trainer:step.
+-- The trainer's step and, in order, the parts of the step. Start reading at Trainer:step.
 --
 --   local trainer = engine.trainer {
 --     model = model, data = data, optimizer = opt, schedule = engine.schedule.cosine { ... },
@@ -150,8 +149,8 @@ function Trainer:forward_backward(s, i)
   self.unit = not batch.tokens and "targets" or self.data.unit or "tokens"
 end
 
---- Runs the backward pass of a micro-batch's loss and returns the loss. The scale seeds the
---- gradient, unless a loss scaler class scales the loss itself.
+--- Runs the backward pass of a micro-batch's loss and returns the loss. The pass begins with the
+--- loss scale as the gradient of the loss, unless a loss scaler class scales the loss itself.
 function Trainer:backward(s, i, loss, ...)
   local policy = self.policy
   local scaled = policy.scale_loss and policy:scale_loss(loss, ...)
@@ -235,8 +234,8 @@ function Trainer:fetch(s)
   return record
 end
 
---- Runs the policy, then the probation of a swapped-in policy, which may replace the verdict, and
---- the policies of FP8 layers.
+--- Runs the policy. Then run/swap.lua may replace the verdict of a policy that was swapped in. Then
+--- runs the policies of FP8 layers.
 function Trainer:decide(s, record)
   local policy, stats, sites = self.policy, self.stats, self.optimizer.fp8
   for name, value in pairs(s.signals) do policy:signal(name, value) end
@@ -263,8 +262,8 @@ function Trainer:refuses_fp8() return modes.fp8_refusal(self) end
 function Trainer:ask(policy, record) return policy:decide(record, self.stats) end
 
 --- Unscales, clips and updates in one pass if the verdict's action is `step`. With a delay of 1
---- there is no record. The device then decides by its own statistics, and `verdict` gives only clip
---- and lr_mul. It is then the last verdict, usually on the step two steps before, or nil.
+--- there is no record, and the device decides by its own statistics. `verdict` is then the last
+--- verdict, usually that of two steps before, or nil, and gives only clip and lr_mul.
 function Trainer:update(s, verdict, record)
   local opt = self.optimizer
   self.norms.known = false

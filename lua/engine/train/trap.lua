@@ -92,7 +92,7 @@ local function tensor_text(t)
   return text .. " " .. table.concat(more, ", ")
 end
 
--- Inputs of batch norms over several ranks that come from an exchange between the ranks.
+-- The inputs that a batch norm over several ranks gets from an exchange between the ranks.
 local EXCHANGED = { batch_norm = { [4] = "the mean", [5] = "the variance" },
   batch_norm_grad = { [6] = "the sums over all ranks" } }
 

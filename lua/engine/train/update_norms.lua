@@ -1,4 +1,4 @@
--- Passes between a policy and the optimizer's update what goes beyond scale, clip and lr_mul: the
+-- Handles what a policy and the optimizer's update exchange besides scale, clip and lr_mul: the
 -- norms that an update computes for the next step's record, and the verdict's entries for single
 -- tensors. Owns the squares of these norms, which checkpoints store. Called by trainer.lua and
 -- run/restore.lua.
