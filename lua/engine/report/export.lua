@@ -35,7 +35,7 @@ local function each_step(h, visit)
   return n
 end
 
--- The meters of FP8 layers that go into a file: all except `count` and those that only replays read.
+-- The meters of FP8 layers that go into a file: all except `count` and the meters for replays.
 local METERS = { unpack(history.meters, 1, 8) }
 
 -- Returns the names "layer:role" of FP8 meters in the model's order, and a function(step) that

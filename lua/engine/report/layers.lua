@@ -9,7 +9,7 @@
 --                           step: the step of the amax or, if later, the last step with inf or nan;
 --                           room: bits from the amax to the top of its format
 --   l.rows, l.steps[n]      the number of rows read, and their steps
---   l.hists[k][exponent]    elements by exponent over all rows
+--   l.hists[k][exponent]    how many elements have this exponent, in all rows together
 --   l.format                the gradients' narrowest format (base/formats.lua)
 --   l.formats[k]            the names of a layer's formats, "f16" or "f16, f32"
 --   l.formats_text          the formats of all layers: "f16", or "f16 (f32 in 5 of 16 tensors)"
@@ -54,8 +54,8 @@ function M.rows(h, options)
   return row_of, groups
 end
 
--- Sets result.format, .formats and .formats_text. Returns { [id] = the largest number of the
--- parameter's format }.
+-- Sets result.format, .formats and .formats_text. Returns { [id] = the magnitude from which on the
+-- parameter's format overflows }.
 local function add_formats(h, result, row_of)
   local limits, known, seen, total, main = {}, {}, {}, 0, nil
   for k = 1, #result.names do known[k] = {} end

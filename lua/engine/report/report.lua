@@ -83,9 +83,9 @@ local function duration(seconds)
 end
 
 -- Finds the layer that has inf or nan at the largest number of recorded steps or, if no layer has
--- any, the layer whose gradients came nearest to the largest number of their format. Returns the
--- layer's name, its distance from that number in bits, how many recorded steps have inf or nan (nil:
--- none), and the layer's formats.
+-- any, the layer whose gradients came nearest to the overflow limit of their format. Returns the
+-- layer's name, its distance from that limit in bits, how many recorded steps have inf or nan
+-- (nil: none), and the layer's formats.
 local function nearest_layer(l)
   local name, room, bad, formats
   for k = 1, #l.names do

@@ -149,7 +149,7 @@ local function find_checkpoint(self, resume)
   return c
 end
 
---- Opens the history. With `cut`, removes the rows of the trainer's current step and of later steps.
+--- Opens the history. With `cut`, removes the rows of the trainer's current step and later steps.
 function Run:open_history(cut)
   if not self.wants_history then return end
   local path = self.path .. "/history.db"

@@ -3,10 +3,10 @@
 --
 --   print(opt:memory(function() return model:loss(x, y) end))   -- one forward pass, measured
 --
--- The roles are masters, low-precision copies, FP8 copies of weights, gradients and moments. With a
--- loss, there are two more: what the tape keeps for the backward pass, and how much of that is FP8
--- codes and scales. The FP8 part is predicted from the shape of each layer and the number of rows
--- that went through it. Called by Optimizer:memory.
+-- The roles are: the master weights, their low-precision copies, their FP8 copies; the gradients;
+-- the moments. With a loss, there are two more: what the tape keeps for the backward pass, and how
+-- much of that is FP8 codes and scales. The FP8 part is predicted from the shape of each layer and
+-- the number of rows that went through it. Called by Optimizer:memory.
 local M_ffi = require "engine.base.ffi"
 local precision = require "engine.train.precision"
 
@@ -39,7 +39,7 @@ local function matrix(role, rows, columns, in_codes)
   return role.mx > 0 and 2 * rows * columns or rows * columns + 4 * scales(role, rows, columns)
 end
 
--- Returns how many bytes a role's gate takes: a bf16 factor for each gradient element. Only the
+-- Returns how many bytes a role's gate takes: a bf16 factor for each of `count` elements. Only the
 -- rule quest and the estimator dge have a gate.
 local function gate(role, count)
   return (role.mx - 1 == C.ENG_MX_QUEST or role.dge > 0) and 2 * count or 0

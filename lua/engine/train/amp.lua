@@ -70,7 +70,7 @@ local function as_widest(f)
 end
 
 --- engine.amp.NAME(place, name): replaces the function place[name]. Inside autocast to f16 or bf16,
---- the f16, bf16 and f32 arguments of the function are cast. Arguments in f64 and integers are not.
+--- the f16, bf16 and f32 arguments of the function are cast. f64 and integer arguments are not.
 ---   register_float_function     to f32; the function runs without autocast
 ---   register_half_function      to the low format of the scope
 ---   register_promote_function   to their common format if they have one, else to f32

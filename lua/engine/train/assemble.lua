@@ -83,13 +83,15 @@ end
 
 --- engine.trainer{ ... }: makes a trainer. Options:
 ---   model, data, optimizer       the module to train, the data loader, the optimizer (required)
----   steps                        attempts to make (required)
+---   steps                        how many steps to make, skipped and retried ones included
+---                                (required)
 ---   loss                         function(model, batch) -> loss; model:loss(batch.x, batch.y)
 ---                                by default. Further results go to the scale_loss of a
 ---                                registered loss scaler
 ---   schedule                     function(updates) -> learning rate
 ---   precision                    recipe name or table; by default the optimizer's recipe
----   policy, policy_options       name, file or loaded policy; "dynamic" for fp16, else "static"
+---   policy, policy_options       name, file or loaded policy ("dynamic" for fp16, else "static");
+---                                the policy's own options
 ---   clip, clip_value             limit on the norm of all gradients; limit on each element
 ---   accumulate                   micro-batches a step; from 2 on, gradients in fp16 or bf16 are
 ---                                summed in f32
@@ -117,7 +119,8 @@ end
 ---                                run
 ---   on_lost                      what happens when the loss has been inf or nan for 10 steps, or
 ---                                when a checkpoint is due and weights are inf or nan: "stop" ends
----                                the run, "continue" does not. Such a checkpoint is never written
+---                                the run, "continue" does not. Weights of inf or nan are never
+---                                written to a checkpoint
 ---   rollbacks                    how many times a policy may return the run to a checkpoint (3)
 ---   history                      false: a run with `run` writes no history.db
 ---   stats_every                  steps between rows of per-tensor statistics (100; also at every
@@ -125,11 +128,11 @@ end
 ---   ref_every, ref_layers        for policies that need norm_ref: steps between reference
 ---                                backwards (the policy's option, or 100), and a pattern of the
 ---                                parameters they cover (all)
----   activations                  a pattern of modules whose outputs are measured at each step, as
----                                signals activation_amax.MODULE and activation_kurtosis.MODULE;
----                                works on the CPU only. Without this option, a policy that needs
----                                `activations` gets the numbered entries of top-level lists, such
----                                as blocks.3
+---   activations                  a pattern of modules whose outputs are measured at each step and
+---                                published as the signals activation_amax.MODULE and
+---                                activation_kurtosis.MODULE; works on the CPU only. Without this
+---                                option, a policy that needs `activations` gets the numbered
+---                                entries of top-level lists, such as blocks.3
 ---   evaluate                     { data =, every =, batches = }: loss on other data; policies
 ---                                read it as record.signals.evaluation_loss
 ---   mode                         "sync": the host waits for the device, and the policy decides

@@ -145,8 +145,8 @@ local function read_product(to, product, where, scaled)
   end
   local number = choose(scaled and SCALED_ACCUMULATORS or M.accumulators,
     product.accumulator or "device", where, "accumulator")
-  -- `device` is the accumulator of the tensor cores on a card, and f32 sums elsewhere. For
-  -- microscaling, the core chooses the accumulator by formats and sizes.
+  -- On a card, `device` means the accumulator of the tensor cores; elsewhere, an f32 accumulator.
+  -- For microscaling, the core chooses the accumulator by formats and sizes.
   if number < 0 and not scaled then
     number = M_ffi.string(C.eng_device_name()) == "cuda" and M.accumulators.hopper
       or M.accumulators.fp32

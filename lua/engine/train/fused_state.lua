@@ -76,8 +76,8 @@ function State:set_rounding()
   check(C.eng_optimizer_rounding(self.handle, ROUNDING[self.optimizer.precision.rounding]))
 end
 
---- Makes one update. `lr`: the rate before a group's lr_mul. `options`: as for Optimizer:step, with
---- gradient_factor, clip_value, clip_norm and norm set.
+--- Makes one update. `lr`: the rate before a group's lr_mul. `options`: as for Optimizer:step;
+--- gradient_factor, clip_value, clip_norm and norm are required.
 function State:update(lr, options)
   local update = self.call
   update.n_groups = fill_groups(self, lr, options.lr_muls)

@@ -1,5 +1,5 @@
 -- Runs the loop around training steps (Trainer:run): progress lines, evaluation, checkpoints,
--- signals, what to do after an error, and the summary at the end.
+-- interrupts, what to do after an error, and the summary at the end.
 -- Called by trainer.lua, which has the step itself, and by session.lua, where the user's loop
 -- replaces steps() below.
 local M_ffi = require "engine.base.ffi"
@@ -13,8 +13,9 @@ local C, check = M_ffi.C, M_ffi.check
 
 local M = {}
 
--- How a run ended. If the script reaches its end, its exit status is the most serious status of its
--- runs (docs/runs.md). For an interrupted run the status is INTERRUPTED plus the signal's number.
+-- The statuses with which a run can end. If the script reaches its end, its exit status is the most
+-- serious status of its runs (docs/runs.md). An interrupted run has INTERRUPTED plus the signal's
+-- number.
 local FINISHED, STOPPED, POLICY_FAILED, DIVERGED, RESULTS_LOST, DRIFTED, INTERRUPTED = 0, 2, 3, 4,
   5, 6, 128
 
@@ -86,8 +87,8 @@ end
 -- Further lines are only counted.
 local BURST, BURST_STEPS = 8, 10
 
--- Shows a line of a kind, unless there were too many. Returns the line, with the number of earlier
--- lines that were not shown, or nil.
+-- Shows a line of a kind, unless there were too many of this kind. Returns the line as shown, with
+-- the number of earlier lines that were not shown, or nil if it is not shown.
 local function limited(self, kind, step, line)
   local most = BURST * BURST_STEPS        -- credit: a line costs BURST_STEPS, a step adds 1
   local of = self.shown[kind] or { credit = most, step = step, hidden = 0 }
@@ -192,7 +193,7 @@ end
 
 -- ------------------------------------------------------------------ running
 
--- Finishes and shows the step in flight of a lagged run.
+-- In a lagged run, finishes and shows the step in flight.
 local function drain(self, last)
   local record, verdict = self:drain()
   if record then M.show(self, last, record, verdict, last.speed) end
@@ -277,7 +278,7 @@ local function no_update(self, s)
     or ("policy %s skipped every step"):format(self.policy.name))
 end
 
---- Returns the summary of a run in lines.
+--- Returns the summary of a run as text. s: the summary as a table.
 function M.summary_text(self, s)
   local parts = { ("%s after %s: %s, %d skipped"):format(s.stopped and "stopped" or "done",
     counted(s.steps, "step"), counted(s.updates, "update"), s.skipped) }

@@ -219,8 +219,8 @@ local function update_all(self, factor, options, contexts)
   end
 end
 
---- Makes one update. `lr`: the rate before a group's lr_mul. `options`: as for Optimizer:step, with
---- gradient_factor, clip_value, clip_norm and norm set.
+--- Makes one update. `lr`: the rate before a group's lr_mul. `options`: as for Optimizer:step;
+--- gradient_factor, clip_value, clip_norm and norm are required.
 function State:update(lr, options)
   local name, factor = self.spec.name, options.gradient_factor
   self:refuse_torn()
@@ -281,8 +281,8 @@ function State:bytes(i)
   return sum
 end
 
---- Keeps only the buffers of the parameters that this rank updates (ZeRO). `parted`: the rank also
---- holds only the weights of these parameters (ZeRO-3).
+--- Keeps only the buffers of the parameters that this rank updates (ZeRO). `parted`: true if the
+--- rank holds the weights of only these parameters, too (ZeRO-3).
 function State:shard(reduction, parted)
   local from, to = ffi.new("int64_t[1]"), ffi.new("int64_t[1]")
   self.owns, self.parted = {}, parted and reduction or nil

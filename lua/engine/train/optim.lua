@@ -269,11 +269,11 @@ end
 ---   adamw    as adam, with decoupled weight decay (1e-2); lr 1e-3
 ---   lion     more options: beta1 (0.9), beta2 (0.99); the weights move by the sign of a mean of
 ---            moment and gradient; lr 1e-4
----   muon     for matrices; all other tensors, embeddings and groups with adamw = true are updated
----            by AdamW at the rate lr * adamw_lr_mul (1). More options: momentum (0.95), nesterov
----            (true), adjust_lr (original, match_rms_adamw, spectral_unclamped or none), ns_steps
----            (5), ns_dtype (bf16 or f32), ns_a, ns_b, ns_c, ns_eps; beta1, beta2, eps of AdamW;
----            weight decay 0.1; lr 1e-3
+---   muon     for matrices. AdamW updates embeddings, groups with adamw = true, and all tensors that
+---            are no matrices, at the rate lr * adamw_lr_mul (1). More options: momentum (0.95),
+---            nesterov (true), adjust_lr (original, match_rms_adamw, spectral_unclamped or none),
+---            ns_steps (5), ns_dtype (bf16 or f32), ns_a, ns_b, ns_c, ns_eps; beta1, beta2, eps of
+---            AdamW; weight decay 0.1; lr 1e-3
 ---   adafactor  more options: beta2_decay (-0.8), eps1 (2^-23), eps2 (1e-3), d (1); the rate is
 ---            min(lr, 1/sqrt(t)) times the RMS of the weights; lr 1e-2
 ---   coat     as adamw, with moments in FP8, whose range is expanded separately in each group of
@@ -306,7 +306,7 @@ local registered = {}   -- optimizers that scripts registered: name -> construct
 ---               p.NAME. Assign new values to p.weight and the buffers, or write in place. ctx.t is
 ---               the number of the update, from 1; ctx.lr is the rate with schedule and lr_mul; ctx
 ---               has every other hyperparameter by its name
----   check       function(values): returns what is wrong with these hyperparameters as text, or nil
+---   check       function(values): returns, as text, what is wrong with these hyperparameters, or nil
 --- A parameter without a gradient is not updated. A skipped step calls no update. Checkpoints hold
 --- the buffers. With ZeRO each rank updates whole parameters.
 function M.register(name, spec)

@@ -11,8 +11,8 @@
 --   end
 --
 -- A Session is a Trainer (trainer.lua) whose forward and backward passes are called by the script.
--- One update, applied or skipped, is one step of the run, with one record and one verdict. A turn
--- of the loop may have several steps. The tensors of a turn are freed when it ends. Between two
+-- Each call of s:step() is one step of the run, with one record and one verdict. A turn of the loop
+-- may have several steps. The tensors of a turn are freed when the turn ends. Between two
 -- turns, loop.lua handles swaps, requests of attached clients, and checkpoints.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"

@@ -388,8 +388,9 @@ function Trainer:prepare(policy)
   policy:tensors(self.groups.names, self.groups.group_of, self.groups.groups, true)
 end
 
---- Returns the statistics to compute: those of every record, those that the policy and its shadows
---- need, and the histogram, from which engine replay computes a recorded step at another scale.
+--- Returns the statistics to compute: those that every record has, those that the policy and the
+--- shadows need, and the histogram, from which engine replay computes a recorded step at another
+--- scale.
 function Trainer:all_needs()
   return bit.bor(self.policy.needs, self.shadows and self.shadows.needs or 0, C.ENG_NEED_AMAX,
     C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW,
