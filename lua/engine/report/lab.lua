@@ -50,9 +50,9 @@ local VERBS = { "follows", "carries", "remembers", "divides", "crosses", "measur
   "doubles", "waits for", "looks at" }
 local ENDS = { ".\n", ". ", ". ", ". ", "; ", ", and " }
 
---- Returns a text of about `bytes` bytes, the same on every machine. Its sentences follow a small
---- grammar, and some words are more common than others, so that a model has something to learn. For
---- examples whose figures must be reproducible. Another `seed` gives other sentences.
+--- Returns a text of about `bytes` bytes. It is the same on every machine, so that the figures of
+--- examples are reproducible; another `seed` gives other sentences. The sentences follow a small
+--- grammar, and some words are more common than others, so that a model has something to learn.
 function M.text(bytes, seed)
   local state = (seed or 1) * 2654435769 % 2 ^ 32
   local function draw(n)

@@ -7,7 +7,7 @@
 --                           the gradients as stored (times the scale); nil if the column has no
 --                           recorded step. overflows: the number of recorded steps with inf or nan;
 --                           step: the step of the amax or, if later, the last step with inf or nan;
---                           room: bits from the amax to the top of its format
+--                           room: by how many bits the amax is below its format's overflow limit
 --   l.rows, l.steps[n]      the number of rows read, and their steps
 --   l.hists[k][exponent]    how many elements have this exponent, in all rows together
 --   l.format                the gradients' narrowest format (base/formats.lua)

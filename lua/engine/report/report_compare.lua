@@ -44,8 +44,8 @@ local function evaluations_of(run)
   return good and points or {}
 end
 
--- Returns the cells of a run in the table, without its name. differ: the settings that have a
--- column.
+-- Returns a run's cells in the table, except the cell with its name. differ: the settings that have
+-- a column.
 local function cells_of(run, info, differ, evaluated)
   local cells = {}
   local function put(text) cells[#cells + 1] = text or "–" end

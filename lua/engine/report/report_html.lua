@@ -10,7 +10,7 @@ local M = {}
 
 local escape = chart.escape
 
--- Returns a number as text for the script's data. A fraction has five digits.
+-- Returns a number as text for the script's data. A number with a fraction gets five digits.
 local function number_text(x)
   if x - x ~= 0 then return '"' .. chart.number(x) .. '"' end
   if x % 1 == 0 and math.abs(x) < 1e15 then return ("%.0f"):format(x) end

@@ -12,7 +12,7 @@
 --     { keep = 3 })
 --   local c, message = checkpoint.load(dir)   -- the newest intact checkpoint: c.step,
 --                                             -- c.model, c.optimizer, c.state, c.skipped
---   local c, message = checkpoint.open(dir)   -- the same; c:read("model", name) reads a tensor
+--   local c, message = checkpoint.open(dir)   -- without tensors; c:read("model", name) reads one
 --
 -- With several ranks, each rank writes a shard (shards.lua), and state.json lists all shards. The
 -- same functions read both kinds of checkpoint.
@@ -190,7 +190,7 @@ local function shard_name(rank, size)
   return ("shard-%05d-of-%05d.safetensors"):format(rank + 1, size)
 end
 
--- Writes this rank's file. Returns the file's checksum and its size in bytes as text.
+-- Writes this rank's file. Returns text with the file's checksum and its size in bytes.
 local function write_own(place, pieces, step)
   if not disk.is_folder(place.temporary) then
     error(("this rank sees no directory %s; hint: the ranks need a shared disk"):format(

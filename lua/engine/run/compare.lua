@@ -225,7 +225,7 @@ local function note(c, who, what, name)
   end
 end
 
--- Adds the curves of the metric `name`. Raises an error if the metric can be read from no run.
+-- Adds the curves of the metric `name`. Raises an error if the metric cannot be read from any run.
 local function add(c, list, name, options, start, log)
   local found, why, possible, n = {}, nil, false, #c.x
   for _, run in ipairs(list) do

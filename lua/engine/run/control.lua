@@ -24,7 +24,7 @@ local Control = {}
 Control.__index = Control
 
 local MOST_LINES = 8       -- the most requests that are handled between two steps
-local PAUSE_MS = 100       -- time between two checks of signals and files during a pause
+local PAUSE_MS = 100       -- milliseconds between two checks of signals and files during a pause
 
 function M.new(trainer, options)
   return setmetatable({ trainer = trainer, wanted = options.attach ~= false, set = {}, waiting = {},

@@ -248,8 +248,8 @@ local function departs(own, run)
 end
 
 local WHY = {
-  hidden = "its scale is larger than the run's, where an overflow inside the backward pass " ..
-    "would not show",
+  hidden = "its scale is larger than the run's, and the record would not show an overflow that " ..
+    "this causes inside the backward pass",
   bound = "its statistics at its own scale are only estimated",
   departs = "its updates differ from the run's",
   late = "an older engine recorded the earlier steps",
@@ -259,8 +259,8 @@ local WHY = {
 --- Returns the certainty of a policy before its first step, as plain data. exact, bounds: how many
 --- verdicts are exact and how many are bounds. least: the policy skips at least this many steps.
 --- from, why: the first step whose verdict is a bound, and the reason, or nil. closed: whether
---- `least` is final, because later steps can no longer raise it. late: nil, or the step from which
---- on records are converted to the policy's scale, if an older engine recorded the steps before.
+--- `least` is final, because later steps can no longer raise it. late: nil or, if an older engine
+--- recorded the earlier steps, the first step whose record is converted to the policy's scale.
 function M.certainty(late)
   return { exact = 0, bounds = 0, least = 0, closed = late ~= nil, from = late,
     why = late and WHY.late }

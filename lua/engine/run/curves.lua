@@ -31,7 +31,7 @@ local METRICS = {
     title = "share of gradients below the smallest normal number" },
   { "zeros", sql = "1.0 * zeros / count", summed = true, log = 10,
     title = "share of gradients that are zero" },
-  { "next_scale", finite = true, sql = "next_scale", log = 2, title = "loss scale decided" },
+  { "next_scale", finite = true, sql = "next_scale", log = 2, title = "next loss scale" },
   { "norm_ref", sql = "norm_ref", sparse = true, log = 10, title = "gradient norm in f32" },
   { "inf", finite = true, sql = "inf", title = "infinite gradients" },
   { "nan", finite = true, sql = "nan", title = "gradients that are not a number" },
@@ -262,8 +262,8 @@ local function fill(h, cells, wanted, start, width, n, last, done, counts)
   end
 end
 
---- Returns the number of steps in each column of a picture of the steps first..last with at most
---- `points` (240) columns. It is the option `width` of M.read.
+--- Returns how many steps each column has in a picture that shows the steps first..last in at most
+--- `points` (240) columns. The option `width` of M.read takes this number.
 function M.width(first, last, points)
   local width = math.max(1, math.ceil((last - first + 1) / (points or 240)))
   return width > BLOCK and math.ceil(width / BLOCK) * BLOCK or width

@@ -8,8 +8,8 @@
 --   progress:note("checkpoint runs/a/00012")     a separate line
 --   progress:finish()
 --
--- A json object has exactly these fields, in this order. `step` counts attempts, `updates` applied
--- steps, `skipped` the steps skipped so far; `overflow` is true if this step overflowed. JSON has
+-- A json object has exactly these fields, in this order. `step`, `updates` and `skipped` are the
+-- numbers of attempts, updates and skipped steps so far; `overflow`: this step overflowed. JSON has
 -- no infinity and no NaN: they are the strings "inf", "-inf" and "nan" (which Python's float()
 -- accepts). A missing field is null. Numbers have enough digits to read the same double back.
 local show = require "engine.base.show"
@@ -170,8 +170,8 @@ function progress:note(text, matters)
     and fitted(self, self.last, self.clock()) or "")
 end
 
---- Prints a warning on stderr, for example that a file cannot be written. Only silent mode prints
---- no warning.
+--- Prints a warning on stderr, for example that a file cannot be written. Silent mode alone prints
+--- nothing.
 function progress:warn(text)
   if self.silent then return end
   if self.on_line then put(self, "\r\27[K") end

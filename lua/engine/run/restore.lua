@@ -86,7 +86,7 @@ local function regain(seat, saved)
     took and "takes over the saved state" or "cannot take over the saved state: " .. tostring(why))
 end
 
--- Returns what a checkpoint's state holds of the policy in seat i, or nil.
+-- Returns the part of a checkpoint's state that belongs to the policy in seat i, or nil.
 local function saved_policy(state, i)
   local fp8 = type(state.fp8) == "table" and state.fp8.policies
   local saved = i == 1 and state.policy or type(fp8) == "table" and fp8[i - 1]

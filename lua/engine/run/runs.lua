@@ -70,7 +70,7 @@ function M.ending(h, path, last)
   return "broken off", "broken"
 end
 
---- Returns the name of the last policy in a history, or nil.
+--- Returns the name of the policy that the run used last, or nil.
 function M.policy_of(h)
   local swap = h:query("SELECT data FROM events WHERE kind = 'swap' AND id > coalesce((SELECT " ..
     "max(id) FROM events WHERE kind = 'resumed'), 0) " ..

@@ -201,7 +201,7 @@ function M.step_values(s, signals)
   return values
 end
 
---- Sums the statistics of n tensors over layers: { [layer] = { hist, zeros, amax, norm } }.
+--- Sums the statistics of n tensors by layer: { [layer] = { hist, zeros, amax, norm } }.
 --- layer_of: the layer of each tensor by its id (from 0). A tensor without a layer is left out.
 function M.layer_sums(stats, n, layer_of)
   local sums = {}

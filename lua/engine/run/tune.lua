@@ -168,7 +168,7 @@ local function evaluate(s, setting)
   return row
 end
 
--- Tries every combination of lists[k], values of the k-th range.
+-- Tries every combination of values. lists[k]: the values of the k-th range.
 local function try_all(s, lists)
   local setting = {}
   local function go(k)

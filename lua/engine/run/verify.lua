@@ -81,8 +81,8 @@ local function threads_of(meta)
   return n and n % 1 == 0 and n >= 1 and n <= tonumber(C.ENG_THREADS_MAX) and n or nil
 end
 
--- Replays the policy on the trace. Returns the result, { step, scale, overflow ... } for each row,
--- and the policy's state before the row `at` (nil without `at`).
+-- Replays the policy on the trace. Returns three values: the result of replay.run, a list with
+-- { step, scale, overflow ... } for each row, and the policy's state before the row `at` (or nil).
 local function replayed(trace, source, options, at)
   local rows, state = {}, nil
   local result = replay.run(trace, source, options, {

@@ -40,7 +40,7 @@ local function nonfinite(list)
   return first and ("the weights hold %d inf and %d nan, the first in %s"):format(inf, nan, first)
 end
 
---- Whether each element is not a number, as bool.
+--- Whether each element is nan, as bool.
 function methods.isnan(x) return x:ne(x) end
 --- Whether each element is inf or -inf, as bool.
 function methods.isinf(x) return x:abs():eq(math.huge) end

@@ -306,7 +306,8 @@ local registered = {}   -- optimizers that scripts registered: name -> construct
 ---               p.NAME. Assign new values to p.weight and the buffers, or write in place. ctx.t is
 ---               the number of the update, from 1; ctx.lr is the rate with schedule and lr_mul; ctx
 ---               has every other hyperparameter by its name
----   check       function(values): returns, as text, what is wrong with these hyperparameters, or nil
+---   check       function(values): returns text about what is wrong with the hyperparameters, or
+---               nil
 --- A parameter without a gradient is not updated. A skipped step calls no update. Checkpoints hold
 --- the buffers. With ZeRO each rank updates whole parameters.
 function M.register(name, spec)

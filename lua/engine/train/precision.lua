@@ -132,8 +132,9 @@ M.recipes.fp8_block = like_bf16("DeepSeek-V3, arXiv 2412.19437", {
     { match = "%.down$", x = { keep = "swiglu" } } },
 }, "bf16")
 
--- The next recipes use OCP's MX formats with the rule of cuBLAS and Transformer Engine, and NVFP4 as
--- in Transformer Engine, with its Hadamard transform. Gradients in FP4 are rounded stochastically.
+-- The next recipes use OCP's MX formats with the rule of cuBLAS and Transformer Engine, and NVFP4
+-- as in Transformer Engine, with its Hadamard transform. Gradients in FP4 are rounded
+-- stochastically.
 local function microscaled(source, x, w, dy, more)
   return like_bf16(source, arguments.merged({ x = x, w = w, dy = dy, high = HYBRID.high }, more))
 end
