@@ -54,7 +54,8 @@ function M.read(h, axis)
   end
   m.low, m.high = m.low < m.high and math.floor(m.low) or m.low - 1, math.ceil(m.high)
   if m.low == math.huge then m.low, m.high = 0, 1 end
-  m.high = math.max(m.high, m.low + 1, m.low + 1e-12 * math.abs(m.low))   -- above m.low
+  -- m.high must be above m.low, even where adding 1 to m.low is lost in rounding
+  m.high = math.max(m.high, m.low + 1, m.low + 1e-12 * math.abs(m.low))
   m.worst = {}
   for i, r in ipairs(m.rows) do
     r.place = i

@@ -669,7 +669,7 @@ function History:tensors(step)
       norm = math.sqrt(s.sum_squares), hist = formats.add_histogram({}, s.hist),
       relative_scale = s.relative_scale > 0 and s.relative_scale or 1,
       norm_ref = s.norm_ref > 0 and s.norm_ref or nil }
-    rows[i + 1].carry = rows[i + 1].relative_scale   -- the name of relative_scale in 0.1
+    rows[i + 1].carry = rows[i + 1].relative_scale   -- the field's name in version 0.1
   end
   local columns = { "name", "count", "inf", "nan", "zeros", "underflow", "amax", "norm" }
   return setmetatable(rows, { __tostring = function(list) return table_text(list, columns) end })

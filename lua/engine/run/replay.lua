@@ -57,7 +57,7 @@ end
 --- failures and failure as above, and
 ---   fp8                    true
 ---   moves                  { step, layers = { [path] = rung }, reason, text } for each verdict
----                          that moves layers; rung 1 is the recipe, the last one high precision
+---                          that moves layers. Rung 1 is the recipe; the last is high precision
 ---   layers, of             the number of layers that the policy moves in the run, and the number
 ---                          of all FP8 layers
 ---   high                   mean share of the layers that are not on rung 1

@@ -191,7 +191,7 @@ function M.spread(reducer, c)
   if c then
     for _, part in ipairs { "model", "optimizer" } do want_tensors(c, part, wanted[part]) end
   end
-  local memory = ffi.new("double[?]", M.PIECE)   -- the widest dtype
+  local memory = ffi.new("double[?]", M.PIECE)   -- no dtype is wider than double
   for _, item in ipairs(list) do
     local whole = c and c:read(item.part, item.name)
     autograd.scope(send, item, whole, ffi.cast("char *", memory))

@@ -124,7 +124,7 @@ local function trial(self, of, copy)
   for name, value in pairs(not seat.kind and trainer.reducer.signals or {}) do
     copy:signal(name, value)
   end
-  local needs = bit.band(copy.needs, C.ENG_NEED_NORM_REF - 1)   -- what a record must have
+  local needs = bit.band(copy.needs, C.ENG_NEED_NORM_REF - 1)   -- statistics a record must have
   if seat.kind then needs = bit.band(needs, bit.bnot(C.ENG_NEED_TENSORS)) end
   local began = C.eng_clock()
   for i = math.max(0, self.seen - RING), self.seen - 1 do

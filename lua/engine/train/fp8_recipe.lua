@@ -71,7 +71,7 @@ local function read_role(to, role, where, name)
     "%s: expected eps to be a number", where)
   local rule = role.rule or "transformer_engine"
   local rowwise = rule == ROWS
-  local scaled = rowwise and C.ENG_MX_MSAMP_FP4 or mx.rules[rule]       -- microscaling
+  local scaled = rowwise and C.ENG_MX_MSAMP_FP4 or mx.rules[rule]       -- nil: a rule of FP8
   to.mx = scaled and tonumber(scaled) + 1 or 0
   local usual_format, usual_block = usual(rule)
   to.format = choose(scaled and mx.formats or FORMATS, role.format or usual_format, where, "format")

@@ -32,7 +32,7 @@ local M = {}
 -- precision, unless the user asked for the formula.
 local function refuse_formula(layer, recipe, where)
   local able = C.eng_device_fp8()
-  if able == 2 or recipe.role[0].mx > 0 then return end   -- microscaling multiplies in bf16
+  if able == 2 or recipe.role[0].mx > 0 then return end   -- microscaling can multiply in bf16
   for i, name in ipairs(fp8_recipe.products) do
     local whole_tensors = true
     for k, role in ipairs(roles) do

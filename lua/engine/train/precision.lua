@@ -90,8 +90,8 @@ end
 --             match overrides the fields of an earlier one
 --   forward   with microscaling: high = true multiplies in high precision; the backward pass is
 --             quantized as before
---   ladder    for policies: recipes between a layer's own recipe and high precision, lowest first.
---             Each is a name ("mxfp8"), or changes such as { forward = { high = true } }
+--   ladder    the recipes between a layer's own recipe and high precision that policies can choose,
+--             lowest first. Each is a name ("mxfp8"), or changes: { forward = { high = true } }
 --   policy    an FP8 policy or a list of them (fp8_sites.lua): fp8_delayed, fp8_fallback,
 --             fp8_lm, layer_ladder, forward_high_before_decay, sqrt3
 --   sample    steps between measurements of SNR, underflow and the like (100; 0: none)
