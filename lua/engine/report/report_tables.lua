@@ -82,8 +82,8 @@ function M.fp8_table(m)
       percent(r.underflow or 0, 1), percent(r.overflow or 0, 1),
       number(last.amax or 0 / 0), number(r.scale_min or 0 / 0), number(r.scale_max or 0 / 0) }
   end
-  return html.table({ "layer", "role", "lowest SNR", "at step", "last", "underflow up to",
-    "overflow up to", "last amax", "smallest scale", "largest scale" }, rows,
+  return html.table({ "layer", "role", "lowest SNR", "at step", "last SNR", "most underflow",
+    "most overflow", "last amax", "smallest scale", "largest scale" }, rows,
     { false, false, true, true, true, true, true, true, true, true })
 end
 

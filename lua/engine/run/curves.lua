@@ -35,7 +35,7 @@ local METRICS = {
   { "norm_ref", sql = "norm_ref", sparse = true, log = 10, title = "gradient norm in f32" },
   { "inf", finite = true, sql = "inf", title = "infinite gradients" },
   { "nan", finite = true, sql = "nan", title = "gradients that are not a number" },
-  { "clip", sql = "clip", title = "norm to clip at" },
+  { "clip", sql = "clip", title = "limit on the gradient norm" },
   { "lr_mul", finite = true, sql = "lr_mul", title = "factor on the learning rate" },
   { "tokens", finite = true, sql = "tokens", title = "tokens a step" },
   { "elapsed", finite = true, sql = "elapsed", title = "seconds into the run" },
