@@ -55,7 +55,8 @@ return {
       local wanted = 2^math.floor(math.log(options.target / peak) / math.log(2))
       if wanted < layer.scale then layer.scale = wanted
       elseif not record.overflow and wanted > 2 * layer.scale then
-        -- Without nonzero gradients, a scale grows to at most 2^8 times the next layer's scale.
+        -- While its gradients are all zero, a layer's scale grows to at most 2^8 times the
+        -- next layer's scale.
         local most = group.amax > 0 and options.max_scale or math.max(layer.scale, above * 2^8)
         layer.scale = math.min(wanted, layer.scale * options.up, most)
       end

@@ -5,7 +5,7 @@
 -- limit, 2^(log_max + 1) / scale. A step with amax = 0 is ignored.
 return {
   name = "log_max",
-  doc  = "Models log2(amax) as normal and leaves room for its mean plus some deviations.",
+  doc  = "Treats log2(amax) as normally distributed; leaves room for its mean and some deviations.",
   needs = { "amax" },
 
   options = {
