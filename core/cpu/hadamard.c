@@ -1,31 +1,24 @@
-// The operation hadamard. Called through backend.kernel[]; owns nothing. Sums are in f64 or,
-// where rotate_halves shows that sums in f32 are exact, in f32.
+// The operation hadamard, and the functions of hadamard.h. Called through backend.kernel[]; owns
+// nothing. Sums are in f64 or, where inexact_lines shows that sums in f32 are exact, in f32.
 //
-// The result is [lines x along]: a line is a row of x, or a column if `turned`. A task transforms
-// one tile of MOST x MOST numbers, LINE lines at a time, with the lines in the lanes of vectors;
-// then it transposes the tile. Calls with x in f64, or a result in f16 or f64, go to the reference.
+// A task transforms one tile of MOST x MOST numbers, LINE lines at a time, with the lines in the
+// lanes of vectors; then it transposes the tile. Calls with x in f64, or a result in f16 or f64, go
+// to the reference.
+#include "hadamard.h"
+
 #include "base/mx.h"
 #include "base/rng.h"
+#include "magnitude.h"
 #include "philox.h"
 #include "rows.h"
 #include "simd.h"
-#include "simd_halves.h"
 #include "tasks.h"
 #include "turn.h"
 
 #include <math.h>
 #include <string.h>
 
-enum { MOST = 128, LINE = 32 };
-
-typedef struct rotation {
-  const tensor *x;
-  void    *y;
-  int      dtype, n;         // dtype: of y, bf16 or f32
-  bool     turned;
-  int64_t  along, lines, columns;   // columns: of x
-  float    sign[MOST];
-} rotation;
+enum { MOST = ROTATION_SIDE, LINE = 32 };
 
 typedef double doubles __attribute__((vector_size(64), may_alias, aligned(8)));
 enum { DOUBLES = 8 };
@@ -121,47 +114,65 @@ static void load_group(double (*to)[LINE], const rotation *o, int64_t first, int
 static bool halves_fit(const rotation *o)
 { return o->x->dtype == ENG_bf16 && o->dtype == ENG_bf16 && (o->n == 16 || o->n == 64); }
 
-// x[k][l] = element first + k of line `line` + l, for l < some. Other lines get zeros.
-static void load_halves(uint16_t (*x)[LINE], const rotation *o, int64_t first, int64_t line,
-                        int some)
+// Returns where element first + k of line `line` + l is, for l < some: at k * *stride + l, in x or
+// in a copy in `room`. Other lines, up to LINE, are zeros.
+static const uint16_t *find_halves(uint16_t (*room)[LINE], int64_t *stride, const rotation *o,
+                                   int64_t first, int64_t line, int some)
 {
-  const uint16_t *from = o->x->data;
+  const uint16_t *x = o->x->data;
   uint16_t rows[LINE * MOST];
-  if (some < LINE) memset(o->turned ? *x : rows, 0, (size_t)(LINE * o->n) * sizeof *from);
+  *stride = o->turned && some == LINE ? o->columns : LINE;
+  if (some < LINE) memset(o->turned ? *room : rows, 0, (size_t)(LINE * o->n) * sizeof *x);
+  x += o->turned ? first * o->columns + line : line * o->columns + first;
   for (int k = 0; o->turned && k < o->n; k++) {
-    const uint16_t *row = from + (first + k) * o->columns + line;
-    // the next group's rows are too far apart for the hardware prefetcher
-    __builtin_prefetch(row + o->n * o->columns, 0, 2);
-    if (some == LINE) memcpy(x[k], row, sizeof *x);
-    else memcpy(x[k], row, (size_t)some * sizeof *row);
+    // rows are too far apart for the hardware prefetcher
+    __builtin_prefetch(x + k * o->columns + MOST, 0, 2);
+    if (some < LINE) memcpy(room[k], x + k * o->columns, (size_t)some * sizeof *x);
   }
-  if (o->turned) return;
-  from += line * o->columns + first;
+  if (o->turned) return some == LINE ? x : *room;
   for (int l = 0; some < LINE && l < some; l++)
-    memcpy(rows + l * o->n, from + l * o->columns, (size_t)o->n * sizeof *from);
-  if (some < LINE) turn_tile(x, LINE, rows, o->n, LINE, o->n, 2);
-  else turn_tile(x, LINE, from, o->columns, LINE, o->n, 2);
+    memcpy(rows + l * o->n, x + l * o->columns, (size_t)o->n * sizeof *x);
+  if (some < LINE) turn_tile(room, LINE, rows, o->n, LINE, o->n, 2);
+  else turn_tile(room, LINE, x, o->columns, LINE, o->n, 2);
+  return *room;
 }
 
 // Transforms one line in f64: rotate_halves for a line whose sums may be inexact in f32.
-static void rotate_line(uint16_t *to, const uint16_t *x, const rotation *o)
+static void rotate_line(uint16_t *to, int64_t to_stride, const uint16_t *x, int64_t stride,
+                        const rotation *o)
 {
   double v[MOST], root = sqrt(1.0 / o->n);
-  for (int k = 0; k < o->n; k++) v[k] = bf16_to_f32(x[k * LINE]) * o->sign[k];
+  for (int k = 0; k < o->n; k++) v[k] = bf16_to_f32(x[k * stride]) * o->sign[k];
   for (int half = 1; half < o->n; half *= 2)
     for (int k = 0; k < o->n; k++)
       if (!(k & half)) BUTTERFLY(v[k], v[k + half]);
-  for (int k = 0; k < o->n; k++) to[k * MOST] = bf16_from_f64(v[k] * root);
+  for (int k = 0; k < o->n; k++) to[k * to_stride] = bf16_from_f64(v[k] * root);
+}
+
+// Returns ones in the lanes of the lines whose f32 sums may be inexact. The sums of a line are
+// exact if its exponents differ by at most 16 - log2(n): then n times the largest number and the
+// last bit of the smallest lie within 24 bits.
+VF_INLINE vh inexact_lines(const uint16_t *x, int64_t stride, const int n)
+{
+  vh top = {0}, low = {0};               // low: the smallest nonzero magnitude, negated
+  for (int k = 0; k < n; k++) {
+    vh magnitude = vh_load(x + k * stride) & 0x7FFF;
+    top = vh_larger(top, magnitude);
+    low = vh_larger(low, -magnitude);
+  }
+  vh high = top >> 7, apart = high - (-low >> 7);   // of exponents
+  return (vh)(high >= 248) | (vh)(apart > (uint16_t)(n == 16 ? 12 : 10));
 }
 
 // Transforms one group of 16 rows of x in f32. The first half of a row of `sum` holds the results
 // of the even lines, the second half those of the odd lines.
-VF_INLINE void sum_halves(float (*sum)[HALVES], const uint16_t *x, const float *sign)
+VF_INLINE void sum_sixteen(float (*sum)[HALVES], const uint16_t *x, int64_t stride,
+                           const float *sign)
 {
   vi both[16];
 #pragma GCC unroll 16
   for (int k = 0; k < 16; k++)
-    both[k] = (vi)(vh_load(x + k * LINE) ^ (uint16_t)(sign[k] < 0 ? 0x8000 : 0));
+    both[k] = (vi)(vh_load(x + k * stride) ^ (uint16_t)(sign[k] < 0 ? 0x8000 : 0));
   for (int odd = 0; odd < 2; odd++) {
     vf v[16];
 #pragma GCC unroll 16
@@ -173,39 +184,130 @@ VF_INLINE void sum_halves(float (*sum)[HALVES], const uint16_t *x, const float *
   }
 }
 
+// Transforms HALVES lines in f32, without the factor sqrt(1/n).
+VF_INLINE void sum_halves(float (*sum)[HALVES], const uint16_t *x, int64_t stride,
+                          const rotation *o, const int n)
+{
+  for (int r = 0; r < n; r += 16) sum_sixteen(sum + r, x + r * stride, stride, o->sign + r);
+  for (int half = 16; half < n; half *= 2)
+    for (int k = 0; k < n; k++)
+      for (int c = 0; !(k & half) && c < HALVES; c++) BUTTERFLY(sum[k][c], sum[k + half][c]);
+}
+
 VF_INLINE vi rounded_to_bf16(vf x)
 { return vi_add(vi_add((vi)x, vi_set1(0x7FFF)), vi_and(vi_shr((vi)x, 16), vi_set1(1))); }
 
-// Transforms LINE lines of x [n][LINE]; rows of the result are MOST elements apart. The f32 sums of
-// a line are exact if its exponents differ by at most 16 - log2(n): then n times the largest number
-// and the last bit of the smallest lie within 24 bits. Other lines are computed in f64.
-static void rotate_halves(uint16_t *to, const uint16_t (*x)[LINE], const rotation *o)
+VF_INLINE bool vh_any(vh a) { return vm_any(vm_not(vi_eq((vi)a, vi_set1(0)))); }
+
+// Transforms LINE lines of x; rows of the result are MOST elements apart. Lines whose f32 sums may
+// be inexact are computed in f64.
+VF_INLINE void rotate_halves(uint16_t *to, const uint16_t *x, int64_t stride, const rotation *o,
+                             const int n)
 {
-  int n = o->n, most_apart = n == 16 ? 12 : 10;
-  vf root = vf_set1(n == 16 ? 0.25f : 0.125f);
-  for (int l = 0; l < LINE; l += HALVES) {
-    vh top = {0}, low = {0};             // low: the smallest nonzero magnitude, negated
-    for (int k = 0; k < n; k++) {
-      vh magnitude = vh_load(x[k] + l) & 0x7FFF;
-      top = vh_larger(top, magnitude);
-      low = vh_larger(low, -magnitude);
-    }
+  const vi upper = vi_set1((int32_t)0xFFFF0000);
+  const vf root = vf_set1(n == 16 ? 0.25f : 0.125f);
+  for (int l = 0; l < LINE; l += HALVES, x += HALVES, to += HALVES) {
     float sum[64][HALVES];
-    for (int r = 0; r < n; r += 16) sum_halves(sum + r, x[r] + l, o->sign + r);
-    for (int half = 16; half < n; half *= 2)
-      for (int k = 0; k < n; k++)
-        for (int c = 0; !(k & half) && c < HALVES; c++) BUTTERFLY(sum[k][c], sum[k + half][c]);
+    sum_halves(sum, x, stride, o, n);
     for (int k = 0; k < n; k++) {
       vi even = rounded_to_bf16(vf_mul(vf_load(sum[k]), root)),
          odd = rounded_to_bf16(vf_mul(vf_load(sum[k] + VF_LANES), root));
-      vh_store(to + k * MOST + l,
-               (vh)vi_or(vi_shr(even, 16), vi_and(odd, vi_set1((int32_t)0xFFFF0000))));
+      vh_store(to + k * MOST, (vh)vi_or(vi_shr(even, 16), vi_and(odd, upper)));
     }
-    vh high = top >> 7, apart = high - (-low >> 7);   // of exponents
-    if (vh_across(high) < 248 && vh_across(apart) <= most_apart) continue;
-    for (int c = 0; c < HALVES; c++)
-      if (high[c] >= 248 || apart[c] > most_apart) rotate_line(to + l + c, x[0] + l + c, o);
+    vh inexact = inexact_lines(x, stride, n);
+    for (int c = 0; vh_any(inexact) && c < HALVES; c++)
+      if (inexact[c]) rotate_line(to + c, MOST, x + c, stride, o);
   }
+}
+
+// ------------------------------------------------------------------ tiles
+
+void ISA_NAME(rotate_tile)(const rotation *o, void *tile, int64_t a0, int deep, int64_t l0,
+                           int lines)
+{
+  double wide[MOST][LINE];
+  uint16_t room[64][LINE];
+  for (int a = 0; a < deep; a += o->n)
+    for (int l = 0; l < lines; l += LINE) {
+      int n = (int)smaller(o->n, deep - a), some = (int)smaller(LINE, lines - l);
+      uint16_t *to = (uint16_t *)tile + a * MOST + l;
+      if (n == o->n && halves_fit(o)) {
+        int64_t stride;
+        const uint16_t *x = find_halves(room, &stride, o, a0 + a, l0 + l, some);
+        if (n == 16) rotate_halves(to, x, stride, o, 16);
+        else rotate_halves(to, x, stride, o, 64);
+        continue;
+      }
+      load_group(wide, o, a0 + a, n, l0 + l, some, n == o->n);
+      double root = n == o->n ? sqrt(1.0 / n) : 1;      // an incomplete last group stays as it is
+      if (n == o->n) transform(wide, n);
+      for (int k = 0; k < n; k++)
+        if (o->dtype == ENG_bf16) round_line(to + k * MOST, wide[k], root);
+        else for (int c = 0; c < LINE; c++)
+          ((float *)tile)[(a + k) * MOST + l + c] = (float)(wide[k][c] * root);
+    }
+}
+
+// Updates *top with the magnitudes of n bf16 numbers other than NaN. Returns whether one is NaN.
+static bool add_halves(uint32_t *top, const uint16_t *x, int n)
+{
+  bool nan = false;
+  for (int i = 0; i < n; i++) {
+    uint32_t bits = (uint32_t)(x[i] & 0x7FFF) << 16;
+    if (bits > 0x7F800000u) nan = true;
+    else if (bits > *top) *top = bits;
+  }
+  return nan;
+}
+
+// Does the work of rotated_amax for HALVES lines of a group. The largest sum is rounded instead of
+// the largest rounded sum being found.
+VF_INLINE bool amax_of_halves(uint32_t *top, const uint16_t *x, int64_t stride, const rotation *o,
+                              const int n)
+{
+  float sum[64][HALVES];
+  vi even = {0}, odd = {0};
+  vh inexact = inexact_lines(x, stride, n);
+  bool nan = false;
+  sum_halves(sum, x, stride, o, n);
+  for (int k = 0; k < n; k++) {
+    even = vi_larger_(even, magnitudes(vf_load(sum[k])));
+    odd = vi_larger_(odd, magnitudes(vf_load(sum[k] + VF_LANES)));
+  }
+  if (vh_any(inexact)) {
+    even = vi_and(even, vi_sub(vi_and((vi)inexact, vi_set1(1)), vi_set1(1)));
+    odd = vi_and(odd, vi_sub(vi_shr((vi)inexact, 31), vi_set1(1)));
+    for (int c = 0; c < HALVES; c++) {
+      uint16_t line[64];
+      if (!inexact[c]) continue;
+      rotate_line(line, 1, x + c, stride, o);
+      nan |= add_halves(top, line, n);
+    }
+  }
+  vf most = vf_mul((vf)vi_larger_(even, odd), vf_set1(n == 16 ? 0.25f : 0.125f));
+  *top = (uint32_t)larger(*top, across(vi_and(rounded_to_bf16(most), vi_set1(0x7FFF0000))));
+  return nan;
+}
+
+bool ISA_NAME(rotated_amax)(const rotation *o, uint32_t *top, int64_t a0, int deep)
+{
+  uint16_t tile[MOST * MOST], room[64][LINE];
+  bool nan = false;
+  for (int a = 0; a < deep; a += o->n)
+    for (int64_t l = 0; l < o->lines; l += LINE) {
+      int n = (int)smaller(o->n, deep - a), some = (int)smaller(LINE, o->lines - l);
+      if (n == o->n && halves_fit(o)) {
+        int64_t stride;
+        const uint16_t *x = find_halves(room, &stride, o, a0 + a, l, some);
+        for (int c = 0; c < LINE; c += HALVES)
+          if (n == 16) nan |= amax_of_halves(top, x + c, stride, o, 16);
+          else nan |= amax_of_halves(top, x + c, stride, o, 64);
+        continue;
+      }
+      ISA_NAME(rotate_tile)(o, tile, a0 + a, n, l, some);
+      for (int k = 0; k < n; k++) nan |= add_halves(top, tile + k * MOST, some);
+    }
+  return nan;
 }
 
 static void rotate_task(const void *context, int64_t t)
@@ -215,48 +317,39 @@ static void rotate_task(const void *context, int64_t t)
   int deep = (int)smaller(MOST, o->along - a0), lines = (int)smaller(MOST, o->lines - l0),
       size = o->dtype == ENG_f32 ? 4 : 2;
   uint32_t tile[MOST * MOST], turn[MOST * MOST];
-  double wide[MOST][LINE];
-  for (int a = 0; a < deep; a += o->n)
-    for (int l = 0; l < lines; l += LINE) {
-      for (int k = 0; k < LINE && l + k < lines; k++)
-        __builtin_prefetch((char *)o->y + size * ((l0 + l + k) * o->along + a0 + a), 1);
-      int n = (int)smaller(o->n, deep - a), some = (int)smaller(LINE, lines - l);
-      if (n == o->n && halves_fit(o)) {
-        uint16_t halves[64][LINE];
-        load_halves(halves, o, a0 + a, l0 + l, some);
-        rotate_halves((uint16_t *)tile + a * MOST + l, halves, o);
-        continue;
-      }
-      load_group(wide, o, a0 + a, n, l0 + l, some, n == o->n);
-      double root = n == o->n ? sqrt(1.0 / n) : 1;      // an incomplete last group stays as it is
-      if (n == o->n) transform(wide, n);
-      for (int k = 0; k < n; k++)
-        if (size == 2) round_line((uint16_t *)tile + (a + k) * MOST + l, wide[k], root);
-        else for (int c = 0; c < LINE; c++)
-          ((float *)tile)[(a + k) * MOST + l + c] = (float)(wide[k][c] * root);
-    }
+  for (int l = 0; l < lines; l++)
+    for (int at = 0; at < size * deep; at += 64)
+      __builtin_prefetch((char *)o->y + size * ((l0 + l) * o->along + a0) + at, 1);
+  ISA_NAME(rotate_tile)(o, tile, a0, deep, l0, lines);
   turn_tile(turn, MOST, tile, MOST, deep, lines, size);
   for (int l = 0; l < lines; l++)
     memcpy((char *)o->y + size * ((l0 + l) * o->along + a0), (char *)turn + size * l * MOST,
            (size_t)(size * deep));
 }
 
-static eng_status hadamard(const op_call *call)
+rotation ISA_NAME(rotation_of)(const tensor *x, int64_t n, int64_t signs, bool turned, int dtype)
+{
+  rotation o = {.x = x, .dtype = dtype, .n = (int)n, .turned = turned, .columns = row_length(x)};
+  o.along = turned ? row_count(x) : o.columns;
+  o.lines = turned ? o.columns : row_count(x);
+  uint32_t word[4] = {0};
+  if (signs > 0) philox_block(word, (uint64_t)signs);
+  for (int i = 0; i < o.n; i++) o.sign[i] = mx_sign(signs, word, i);
+  return o;
+}
+
+eng_status ISA_NAME(cpu_hadamard)(const op_call *call)
 {
   const typeof(call->hadamard) *a = &call->hadamard;
   const tensor *x = call->in[0], *y = call->out[0];
   bool fast = dtype_is_fast(x->dtype) && (y->dtype == ENG_f32 || y->dtype == ENG_bf16);
   if (!fast || x->count == 0) return forward_to_reference(call);
-  rotation o = {.x = x, .y = y->data, .dtype = y->dtype, .n = (int)a->n, .turned = a->turned != 0,
-                .columns = row_length(x)};
-  o.along = a->turned ? row_count(x) : o.columns;
-  o.lines = a->turned ? o.columns : row_count(x);
-  uint32_t word[4] = {0};
-  if (a->signs > 0) philox_block(word, (uint64_t)a->signs);
-  for (int i = 0; i < o.n; i++) o.sign[i] = mx_sign(a->signs, word, i);
+  rotation o = ISA_NAME(rotation_of)(x, a->n, a->signs, a->turned != 0, y->dtype);
+  o.y = y->data;
   run_tasks((o.along + MOST - 1) / MOST * ((o.lines + MOST - 1) / MOST),
             x->count >= PARALLEL_ELEMENTS, rotate_task, &o);
   return ENG_OK;
 }
 
-void ISA_NAME(cpu_register_hadamard)(backend *b) { b->kernel[ENG_OP_hadamard] = hadamard; }
+void ISA_NAME(cpu_register_hadamard)(backend *b)
+{ b->kernel[ENG_OP_hadamard] = ISA_NAME(cpu_hadamard); }

@@ -5,11 +5,14 @@
 // its blocks are measured, get scales as in core/base/mx.h, and are written to a buffer as codes or
 // as bf16 values. The buffer is copied to the result. If blocks are square, the buffer's transpose
 // is the transposed copy. Otherwise the transposed copy is quantized from transposed tiles of x, or
-// by quantize_columns. NVFP4 needs the tensor's amax first: unless the caller gives it, another
-// pass over x finds it. mx_fitted.h has the rules whose scales depend on more than the largest
-// element of a block. f64 goes to the reference kernels.
+// by quantize_columns. With a Hadamard transform, it is quantized from transformed tiles
+// (hadamard.h). NVFP4 needs the amax first: unless the caller gives it, another pass over x finds
+// it. mx_fitted.h has the rules whose scales depend on more than the largest element of a block.
+// f64 goes to the reference kernels.
 #include "base/mx.h"
 #include "base/rng.h"
+#include "device/rotated_copy.h"
+#include "hadamard.h"
 #include "magnitude.h"
 #include "mx_encode.h"
 #include "mx_fitted.h"
@@ -82,6 +85,7 @@ typedef struct side {
   const op_call *call;
   const void *x;
   int      dtype;            // of x
+  int64_t  stride;           // elements between rows of x
   int64_t  rows, columns;
   int64_t  down, wide;       // blocks along a column and along a row of the result
   int64_t  band;             // rows of x in a task
@@ -92,6 +96,7 @@ typedef struct side {
   float    encode, amax;     // NVFP4's S (base/mx.h); the amax of the tensor
   float    factor;
   found   *found;            // [tasks], or NULL if x has been surveyed before
+  const rotation *rotation;  // transforms x transposed before it is quantized, or NULL
 } side;
 
 // Finds the largest magnitude of each block in a row by comparing bits, so NaN is the largest.
@@ -262,7 +267,7 @@ static void choose_columns(const side *s, int64_t first, int deep, const float *
     vf six = vf_zero(), four = vf_zero(), whole = vf_set1(s->amax), by = vf_load(factor + c),
        scale = vf_load(unit + c), by4 = vf_load(four_factor + c), scale4 = vf_load(four_unit + c);
     for (int k = 0; k < deep; k++) {
-      vf value = vf_read(s->x, s->dtype, first + k * s->rows + c, (int)smaller(VF_LANES, n - c));
+      vf value = vf_read(s->x, s->dtype, first + k * s->stride + c, (int)smaller(VF_LANES, n - c));
       six = vf_add(six, errors_of(value, by, scale, whole, squared));
       four = vf_add(four, errors_of(value, by4, scale4, whole, squared));
     }
@@ -384,20 +389,21 @@ static void band_task(const void *context, int64_t t)
     }
 }
 
-// Finds the largest magnitude in each of n columns of x. A column has `deep` elements. With
-// MX_FINITE, ignores NaN. Writes whole vectors, so amax needs room for n rounded up to whole
-// vectors. Returns whether the columns hold NaN.
-static bool measure_columns(float *amax, const side *s, int64_t first, int deep, int n)
+// Finds the largest magnitude in each of n columns of x, and updates *all with them. A column has
+// `deep` elements. With MX_FINITE, ignores NaN. Writes whole vectors, so amax needs room for n
+// rounded up to whole vectors. Returns whether the columns hold NaN.
+static bool measure_columns(float *amax, const side *s, found *all, int64_t first, int deep,
+                            int n)
 {
-  bool finite = s->call->mx_quantize.flags & MX_FINITE, nan = false, f32 = s->dtype == ENG_f32;
+  bool finite = s->call->mx_quantize.flags & MX_FINITE, f32 = s->dtype == ENG_f32;
   uint16_t halves[MOST];
   int c = 0;
   for (; !f32 && c + HALVES <= n; c += HALVES) {
     vh top = {0};
     const uint16_t *x = (const uint16_t *)s->x + first + c;
     for (int k = 0; k < deep; k++) {
-      __builtin_prefetch(x + k * s->rows + MOST);    // the next tile
-      top = vh_larger(top, vh_load(x + k * s->rows) & 0x7FFF);
+      __builtin_prefetch(x + k * s->stride + MOST);    // the next tile
+      top = vh_larger(top, vh_load(x + k * s->stride) & 0x7FFF);
     }
     vh_store(halves + c, top);
   }
@@ -406,26 +412,27 @@ static bool measure_columns(float *amax, const side *s, int64_t first, int deep,
   for (; c < n; c += VF_LANES) {
     vi top = {0};
     for (int k = 0; k < deep; k++)
-      top = vi_larger_(top, magnitudes(vf_read(s->x, s->dtype, first + k * s->rows + c,
+      top = vi_larger_(top, magnitudes(vf_read(s->x, s->dtype, first + k * s->stride + c,
                                                 (int)smaller(VF_LANES, n - c))));
     vf_store(amax + c, (vf)top);
   }
-  if (largest_of_floats(amax, n) <= INFINITE) return false;
-  for (c = 0; c < n; c++) {
-    if (f32_bits(amax[c]) <= INFINITE) continue;
-    found none = {0};
-    nan = true;
-    amax[c] = amax_of_block(&none, s->x, s->dtype, first + c, s->rows, deep, 1, finite);
+  uint32_t most = largest_of_floats(amax, n);
+  if (most <= INFINITE) {
+    all->top = (uint32_t)larger(all->top, most);
+    return false;
   }
-  return nan;
+  for (c = 0; c < n; c++)
+    amax[c] = amax_of_block(all, s->x, s->dtype, first + c, s->stride, deep, 1, finite);
+  return true;
 }
 
 // Does the work of quantize_tile for blocks of one row of the result, which are parts of columns of
 // x. Measures and rounds the blocks in the layout of x, so that only the codes or values are
-// transposed afterwards. Rows [r0, r0 + rows) and columns [c0, c0 + columns) are the result's. `to`
-// is [columns x rows], and its rows are MOST elements apart.
-static void quantize_columns(const side *s, int64_t r0, int rows, int64_t c0, int columns,
-                             uint8_t *to)
+// transposed afterwards. Rows [r0, r0 + rows) and columns [c0, c0 + columns) are the result's. In
+// x, element (r0, c0) has the index `from`. `to` is [columns x rows], and its rows are MOST
+// elements apart.
+static void quantize_columns(const side *s, found *all, int64_t from, int64_t r0, int rows,
+                             int64_t c0, int columns, uint8_t *to)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide;
@@ -433,16 +440,16 @@ static void quantize_columns(const side *s, int64_t r0, int rows, int64_t c0, in
   uint8_t code[MOST][MOST], turned[MOST][MOST];         // [block][row], and its transpose
   for (int j = 0; j < blocks; j++) {
     int deep = (int)smaller(wide, columns - j * wide);
-    int64_t first = (c0 + j * wide) * s->rows + r0;
+    int64_t first = from + j * wide * s->stride;
     float amax[MOST], factor[MOST], unit[MOST];
-    int nan = measure_columns(amax, s, first, deep, rows), inexact = 0;
+    int nan = measure_columns(amax, s, all, first, deep, rows), inexact = 0;
     if (mx_is_four_over_six(a->rule))
       choose_columns(s, first, deep, amax, rows, code[j], factor, unit);
     else scales_of(s, amax, rows, code[j], factor, unit, 1);
     for (int r = 0; r < rows; r++)
       nan |= factor[r] != factor[r], inexact |= !(unit[r] >= EXACT_UNIT);
     encode_as(to + j * wide * line,
-              &(strip){.x = s->x, .dtype = s->dtype, .first = first, .stride = s->rows,
+              &(strip){.x = s->x, .dtype = s->dtype, .first = first, .stride = s->stride,
                        .line = line, .rows = deep, .columns = rows, .factor = factor,
                        .unit = unit, .nan = nan, .exact = !inexact},
               a->flags & MX_VALUES, a->format);
@@ -463,20 +470,23 @@ static void pack_rows(uint8_t *tile, int rows)
 // Quantizes a band of rows of x, which become columns of the result.
 static void turned_task(const void *context, int64_t t)
 {
-  const side *s = context;
+  side part = *(const side *)context, *s = &part;
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   int64_t first = t * s->band, high = a->block_rows, step = tile_columns(MOST, high);
   int columns = (int)smaller(s->band, s->columns - first), size = s->dtype == ENG_f32 ? 4 : 2;
   uint8_t tile[4 * MOST * MOST], turn[4 * MOST * MOST], line[2 * MOST * MOST];
-  found none;
+  found none = {0}, *all = s->found ? &s->found[t] : &none;
+  if (s->rotation) s->x = tile, s->dtype = ENG_bf16, s->stride = MOST, size = 2;
   for (int64_t r0 = 0; r0 < s->rows; r0 += step) {
     int rows = (int)smaller(step, s->rows - r0);
+    if (s->rotation) ISA_NAME(rotate_tile)(s->rotation, tile, first, columns, r0, rows);
     if (high == 1 && !a->sr_bits) {
       int bits = is_packed(s) ? 4 : 8 * element_bytes(s), bytes = columns * bits / 8;
       for (int r = 0; r < rows; r++)                   // the result's rows are far apart
         for (int at = 0; at < bytes; at += 64)
           __builtin_prefetch(s->q + ((r0 + r) * s->columns + first) * bits / 8 + at, 1);
-      quantize_columns(s, r0, rows, first, columns, line);
+      quantize_columns(s, all, s->rotation ? 0 : first * s->rows + r0, r0, rows, first, columns,
+                       line);
       if (is_packed(s)) pack_rows(line, columns);
       turn_tile(turn, MOST, line, MOST, is_packed(s) ? columns / 2 : columns, rows,
                 element_bytes(s));
@@ -485,13 +495,13 @@ static void turned_task(const void *context, int64_t t)
                turn + r * element_bytes(s) * MOST, (size_t)bytes);
       continue;
     }
-    for (int k = 0; k < columns; k++)
+    for (int k = 0; k < columns && !s->rotation; k++)
       memcpy(tile + k * MOST * size, (const char *)s->x + ((first + k) * s->rows + r0) * size,
              (size_t)(rows * size));
     turn_tile(turn, MOST, tile, MOST, columns, rows, size);
     for (int r = 0; r < rows; r += (int)high) {
       int deep = (int)smaller(high, rows - r);
-      quantize_tile(s, &none, turn, r * MOST, MOST, r0 + r, deep, first, columns, line,
+      quantize_tile(s, all, turn, r * MOST, MOST, r0 + r, deep, first, columns, line,
                     element_bytes(s) * MOST);
       for (int k = 0; k < deep; k++)
         put_row(s, s->q, (r0 + r + k) * s->columns + first, line + k * element_bytes(s) * MOST,
@@ -513,66 +523,111 @@ static void set_shape(side *s, int64_t rows, int64_t columns)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   s->rows = rows, s->columns = columns;
+  s->stride = row_length(s->call->in[0]);
   s->down = (rows + a->block_rows - 1) / a->block_rows;
   s->wide = (columns + a->block_columns - 1) / a->block_columns;
   s->band = larger(1, BAND / a->block_rows) * a->block_rows;
 }
 
-// Quantizes the transpose of x, in blocks that are not square.
-static void quantize_turned(side *s, const op_call *call, bool together)
+// Returns how many rows of x a task transforms and quantizes: whole groups and whole blocks. The
+// result is 0 if no tile holds both or the rule needs more than tiles.
+static int64_t rotated_band(const op_call *call)
+{
+  const typeof(call->mx_quantize) *a = &call->mx_quantize;
+  int64_t band = mx_is_fitted(a->rule) ? 0 : MOST;
+  while (band % a->block_columns) band -= a->hadamard;
+  return band;
+}
+
+static void rotated_survey_task(const void *context, int64_t t)
+{
+  const side *s = context;
+  int64_t first = t * s->band;
+  s->found[t].nan = ISA_NAME(rotated_amax)(s->rotation, &s->found[t].top, first,
+                                           (int)smaller(s->band, s->columns - first));
+}
+
+// Quantizes the transpose of x: with a Hadamard transform, or in blocks that are not square. `part`
+// has room for one entry per 16 rows of x.
+static void quantize_turned(side *s, const op_call *call, found *part, bool together)
 {
   const typeof(call->mx_quantize) *a = &call->mx_quantize;
   const tensor *x = call->in[0];
+  rotation o;
   set_shape(s, row_length(x), row_count(x));
   s->scale = call->out[4]->data, s->q = call->out[3]->data;
-  s->random += (uint64_t)((x->count + 3) / 4);
+  if (call->out[0]) s->random += (uint64_t)((x->count + 3) / 4);
   s->found = NULL;
-  s->band = tile_columns(MOST, a->block_columns);
-  run_tasks((s->columns + s->band - 1) / s->band, together, turned_task, s);
+  s->band = a->hadamard ? rotated_band(call) : tile_columns(MOST, a->block_columns);
+  int64_t bands = ceiling(s->columns, s->band);
+  if (a->hadamard) {
+    o = ISA_NAME(rotation_of)(x, a->hadamard, a->signs, true, ENG_bf16);
+    s->rotation = &o, s->found = part;
+    memset(part, 0, (size_t)bands * sizeof *part);
+    if (mx_is_nvfp4(a->rule)) run_tasks(bands, together, rotated_survey_task, s);
+    s->amax = amax_of(call, total(part, bands));
+    s->encode = nvfp4_encode_scale(s->amax, a->rule);
+  }
+  run_tasks(bands, together, turned_task, s);
+  if (a->hadamard) s->amax = amax_of(call, total(part, bands));
+}
+
+// Makes the outputs that are not transposed and, if blocks are square, their transposes. `part` has
+// room for one entry per PART elements and per band.
+static void quantize_straight(side *s, const op_call *call, found *part, bool together)
+{
+  const typeof(call->mx_quantize) *a = &call->mx_quantize;
+  const tensor *x = call->in[0];
+  const float *given = call->in[1] ? call->in[1]->data : NULL;
+  float *amax = call->out[2]->data;
+  int64_t *nan = call->out[5]->data, pieces = ceiling(x->count, PART),
+          bands = ceiling(s->rows, s->band);
+  // NVFP4's scales need the amax of the whole tensor, so a separate pass finds it first. The rules
+  // of mx_fitted.h use that pass, too. With the other rules, the quantizing pass finds the amax.
+  bool fitted = mx_is_fitted(a->rule), before = fitted || (mx_is_nvfp4(a->rule) && !given);
+  if (before) {
+    run_tasks(pieces, together, survey_task, &(survey){.x = x, .part = part});
+    found all = total(part, pieces);
+    *amax = given ? *given : amax_of(call, all);
+    *nan = all.nan;
+  } else {
+    s->found = part;
+    *amax = given ? *given : 0;
+  }
+  s->amax = *amax, s->encode = nvfp4_encode_scale(*amax, a->rule);
+  if (fitted) quantize_fitted(call, together);
+  else run_tasks(bands, together, band_task, s);
+  if (before) return;
+  found all = total(part, bands);
+  if (!given) *amax = s->amax = amax_of(call, all);
+  *nan = all.nan;
 }
 
 static eng_status mx_quantize(const op_call *call)
 {
-  const tensor *x = call->in[0];
+  const tensor *x = call->in[0], *q = call->out[0], *q_t = call->out[3];
   const typeof(call->mx_quantize) *a = &call->mx_quantize;
-  bool turned = call->out[3] != NULL, square = a->block_rows == a->block_columns,
+  bool square = a->block_rows == a->block_columns && !a->hadamard,
        together = x->count >= PARALLEL_ELEMENTS;
   bool rare = call->in[2] || a->ties || a->sr_rule;
   if (!dtype_is_fast(x->dtype) || x->count == 0 || rare) return forward_to_reference(call);
-  side s = {.call = call, .x = x->data, .dtype = x->dtype, .scale = call->out[1]->data,
-            .q = call->out[0]->data, .format = mx_format_of(a->format),
+  if (a->hadamard && !rotated_band(call))
+    return quantize_rotated(call, ISA_NAME(cpu_hadamard), mx_quantize);
+  side s = {.call = call, .x = x->data, .dtype = x->dtype, .format = mx_format_of(a->format),
             .random = (uint64_t)a->counter, .factor = a->factor != 0 ? (float)a->factor : 1};
   set_shape(&s, row_count(x), row_length(x));
-  if (turned && square) s.turn_scale = call->out[4]->data, s.turn_q = call->out[3]->data;
-  int64_t pieces = (x->count + PART - 1) / PART, bands = (s.rows + s.band - 1) / s.band,
-          bytes = larger(pieces, bands) * (int64_t)sizeof(found);
+  int64_t parts = larger(ceiling(x->count, PART), ceiling(s.rows, smaller(s.band, 16))),
+          bytes = parts * (int64_t)sizeof(found);
   found *part = arena_alloc(ARENA_SCRATCH, bytes);
   if (!part) return ENG_ERR_MEMORY;
   memset(part, 0, (size_t)bytes);
-  float *amax = call->out[2]->data;
-  int64_t *nan = call->out[5]->data;
-  // NVFP4's scales need the amax of the whole tensor, so a separate pass finds it first. The rules
-  // of mx_fitted.h use that pass, too. With the other rules, the quantizing pass finds the amax.
-  bool fitted = mx_is_fitted(a->rule), before = fitted || (mx_is_nvfp4(a->rule) && !call->in[1]);
-  if (before) {
-    run_tasks(pieces, together, survey_task, &(survey){.x = x, .part = part});
-    found all = total(part, pieces);
-    *amax = call->in[1] ? ((const float *)call->in[1]->data)[0] : amax_of(call, all);
-    *nan = all.nan;
-  } else {
-    s.found = part;
-    *amax = call->in[1] ? ((const float *)call->in[1]->data)[0] : 0;
+  if (q) {
+    s.scale = call->out[1]->data, s.q = q->data;
+    if (q_t && square) s.turn_scale = call->out[4]->data, s.turn_q = q_t->data;
+    quantize_straight(&s, call, part, together);
   }
-  s.amax = *amax, s.encode = nvfp4_encode_scale(*amax, a->rule);
-  if (fitted) quantize_fitted(call, together);
-  else run_tasks(bands, together, band_task, &s);
-  if (s.found) {
-    found all = total(part, bands);
-    if (!call->in[1]) *amax = amax_of(call, all);
-    *nan = all.nan;
-  }
-  if (turned) ((float *)call->out[6]->data)[0] = *amax;
-  if (turned && !square) quantize_turned(&s, call, together);
+  if (q_t && !square) quantize_turned(&s, call, part, together);
+  if (q_t) ((float *)call->out[6]->data)[0] = s.amax;
   arena_free(ARENA_SCRATCH, part, bytes);
   return ENG_OK;
 }

@@ -5,6 +5,7 @@
 
 #include "base/mx_blackwell.h"
 #include "base/rng.h"
+#include "device/rotated_copy.h"
 
 #include <math.h>
 #include <string.h>
@@ -115,9 +116,10 @@ static uint8_t nearest_of(double x)
 {
   mx_format f = mx_format_of(ENG_FORMAT_E2M1);
   int best = 0;
+  double a = fmin(fabs(x), f.largest);   // 6 - 1e20 would round to 0 - 1e20
   if (x != x) return 7;
   for (int code = 1; code < 8; code++)
-    if (fabs(mx_value((uint8_t)code, f) - fabs(x)) < fabs(mx_value((uint8_t)best, f) - fabs(x)))
+    if (fabs(mx_value((uint8_t)code, f) - a) < fabs(mx_value((uint8_t)best, f) - a))
       best = code;
   return (uint8_t)(best | (signbit(x) ? 8 : 0));
 }
@@ -288,6 +290,8 @@ eng_status reference_hadamard(const op_call *call)
 
 eng_status reference_mx_quantize(const op_call *call)
 {
+  if (call->mx_quantize.hadamard)
+    return quantize_rotated(call, reference_hadamard, reference_mx_quantize);
   const tensor *x = call->in[0];
   int64_t columns = columns_of(x), rows = rows_of(x), nan = 0;
   side own = {.call = call, .rows = rows, .columns = columns, .row = columns, .column = 1,

@@ -178,6 +178,8 @@ static eng_status want_amax(const op_call *c, int k)
                    tensor_text(amax));
 }
 
+static bool is_transform(int64_t n) { return n == 16 || n == 32 || n == 64 || n == 128; }
+
 static int64_t blocks_in(int64_t n, int64_t block) { return (n + block - 1) / block; }
 
 static eng_status infer_mx_quantize(op_call *c, op_shape *s)
@@ -189,18 +191,26 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
   ENG_TRY(want_mx(c, a->format, a->block_rows, a->block_columns, a->rule));
   ENG_TRY(want_amax(c, 1));
   bool turned = a->flags & QUANTIZE_TRANSPOSED, values = a->flags & MX_VALUES,
-       packed = a->format == ENG_FORMAT_E2M1 && !values, quest = a->rule == ENG_MX_QUEST;
-  if (a->flags & ~(QUANTIZE_TRANSPOSED | MX_VALUES | MX_FINITE | (quest ? MX_GATE : 0)))
+       only = a->flags & MX_ROTATED_ONLY, quest = a->rule == ENG_MX_QUEST,
+       packed = a->format == ENG_FORMAT_E2M1 && !values;
+  if (a->hadamard && !(turned && is_transform(a->hadamard)))
     return error_set(ENG_ERR_VALUE,
-                     "mx_quantize: expected a sum of the flags 8, 16 and 32 (with quest also 64), "
-                     "got %lld",
+                     "mx_quantize: expected hadamard to be 0 or, with flag 8, also 16, 32, 64 or "
+                     "128, got %lld and flags %lld", (long long)a->hadamard, (long long)a->flags);
+  if (a->flags & ~(QUANTIZE_TRANSPOSED | MX_VALUES | MX_FINITE | (quest && !only ? MX_GATE : 0) |
+                   (a->hadamard ? MX_ROTATED_ONLY : 0)))
+    return error_set(ENG_ERR_VALUE,
+                     "mx_quantize: expected a sum of the flags 8, 16 and 32 (also 64 with quest, "
+                     "or 128 with hadamard), got %lld",
                      (long long)a->flags);
   if (mx_is_fitted(a->rule) &&
-      (a->block_rows != 1 || turned || a->flags & MX_FINITE || (quest && a->sr_bits) ||
-       (a->factor != 0 && a->factor != 1) || (!quest && MX_EDEN_GROUP % a->block_columns)))
+      (a->block_rows != 1 || (turned && !a->hadamard) || a->flags & MX_FINITE ||
+       (quest && a->sr_bits) || (a->factor != 0 && a->factor != 1) ||
+       (!quest && MX_EDEN_GROUP % a->block_columns)))
     return error_set(ENG_ERR_VALUE, "mx_quantize: quest and ms_eden need blocks of one row and "
-                     "allow no transposed copy, factor or flag 32; quest also allows no sr_bits; "
-                     "ms_eden also needs a block length that divides %d", MX_EDEN_GROUP);
+                     "allow no flag 8 without hadamard, no factor and no flag 32; quest also "
+                     "allows no sr_bits; ms_eden also needs a block length that divides %d",
+                     MX_EDEN_GROUP);
   ENG_TRY(want_between(c, "sr_bits", a->sr_bits, 0, 24));
   ENG_TRY(want_between(c, "ties", a->ties, 0, MX_TIES - 1));
   ENG_TRY(want_between(c, "sr_rule", a->sr_rule, 0, MX_SR_RULES - 1));
@@ -210,11 +220,12 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
     return error_set(ENG_ERR_SHAPE, "mx_quantize: expected an average in f32 in the shape of x, "
                      "%s, got %s", tensor_shape_text(x->ndim, x->shape), tensor_text(average));
   if ((average != NULL) + (a->ties != 0) + (a->sr_bits != 0) > 1 || (a->sr_rule && !a->sr_bits) ||
+      (average && a->hadamard) ||
       (mx_is_fitted(a->rule) && (average || a->ties || a->sr_rule)) ||
       (mx_is_four_over_six(a->rule) && (average || a->ties)))
     return error_set(ENG_ERR_VALUE, "mx_quantize: average, ties and sr_bits exclude each other; "
-                     "sr_rule needs sr_bits; quest and ms_eden allow no average, ties and sr_rule, "
-                     "and four_over_six no average and ties");
+                     "sr_rule needs sr_bits; an average allows no hadamard; quest and ms_eden "
+                     "allow no average, ties and sr_rule, and four_over_six no average and ties");
   if (a->sr_bits && mx_is_four_over_six(a->rule))
     return error_set(ENG_ERR_VALUE, "mx_quantize: four_over_six compares errors of rounding to "
                      "nearest, so expected sr_bits = 0, got %lld", (long long)a->sr_bits);
@@ -250,7 +261,7 @@ static eng_status infer_hadamard(op_call *c, op_shape *s)
   ENG_TRY(want_float(c, 0));
   ENG_TRY(want_ndim(c, 0, 1));
   ENG_TRY(want_float_attribute(c, a->dtype));
-  if (a->n != 16 && a->n != 32 && a->n != 64 && a->n != 128)
+  if (!is_transform(a->n))
     return error_set(ENG_ERR_VALUE, "hadamard: expected a transform of 16, 32, 64 or 128 elements, "
                      "got %lld", (long long)a->n);
   int64_t rows, columns;

@@ -171,15 +171,18 @@ int64_t fp8_mx_step(const fp8_site *s)
   return changes(&p[ENG_FP8_FORWARD]) || changes(&p[ENG_FP8_DGRAD]) ? fp8_step() : 0;
 }
 
-// Applies a product's Hadamard transform to x or, if `turned`, to its transpose.
-static eng_status rotate(tensor **y, const fp8_site *s, const eng_fp8_product *p, tensor *x,
-                         bool turned)
+static eng_status allow_signs(const eng_fp8_product *p)
 {
-  if (changes(p))
-    ENG_TRY(backend_forbids("a Hadamard transform with new signs in each step"));
+  return changes(p) ? backend_forbids("a Hadamard transform with new signs in each step") : ENG_OK;
+}
+
+// Applies a product's Hadamard transform to the rows of x.
+static eng_status rotate(tensor **y, const fp8_site *s, const eng_fp8_product *p, tensor *x)
+{
+  ENG_TRY(allow_signs(p));
   return op_run1(y, (op_call){.op = ENG_OP_hadamard, .in = {x},
                               .hadamard = {.n = p->hadamard, .signs = signs_of(s, p),
-                                           .turned = turned, .dtype = ENG_bf16}});
+                                           .dtype = ENG_bf16}});
 }
 
 static eng_status encode_msamp(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x)
@@ -211,29 +214,39 @@ static eng_status quantize_fp8(fp8_mx_copies *to, fp8_site *s, int role, tensor 
   return status;
 }
 
-static eng_status encode(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x, bool transposed,
-                         bool coded)
+// Quantizes x and, with QUANTIZE_TRANSPOSED, x transposed for `product`, which transforms it first
+// if it has a Hadamard transform. `flags`: QUANTIZE_TRANSPOSED, MX_ROTATED_ONLY.
+static eng_status encode(fp8_mx_copies *to, const fp8_site *s, const eng_fp8_role *r, tensor *x,
+                         int64_t flags, const eng_fp8_product *product, bool coded)
 {
   if (r->mx - 1 == ENG_MX_MSAMP_FP4) return encode_msamp(to, r, x);
-  int gate = mx_is_gated(r->mx - 1) ? MX_GATE : 0;
+  bool transposed = flags & QUANTIZE_TRANSPOSED, only = flags & MX_ROTATED_ONLY;
+  int gate = mx_is_gated(r->mx - 1) && !only ? MX_GATE : 0;
   tensor *view[5] = {0};   // if coded: x as a matrix; codes and scales of q, then of q_t
-  op_call c = {.op = ENG_OP_mx_quantize, .n_in = 2, .n_out = 8,
+  op_call c = {.op = ENG_OP_mx_quantize, .n_in = 3, .n_out = 8,
                .in = {x},
                .out = {to->q, NULL, to->amax, to->q_t, NULL, NULL, to->amax_t, to->gate},
                .mx_quantize = {.format = r->format,
                                .block_rows = r->block_rows,
                                .block_columns = r->block_columns,
                                .rule = r->mx - 1,
-                               .flags = (coded ? 0 : MX_VALUES) | gate |
-                                        (transposed ? QUANTIZE_TRANSPOSED : 0),
+                               .flags = (coded ? 0 : MX_VALUES) | gate | flags,
                                .sr_bits = r->stochastic,
                                .factor = r->factor}};
   eng_status status = ENG_OK;
+  if (s->averaged && r == &s->recipe.role[ENG_FP8_W])
+    ENG_TRY(tensor_get(&c.in[2], &s->average));
+  if (transposed && product->hadamard) {
+    ENG_TRY(allow_signs(product));
+    c.mx_quantize.hadamard = product->hadamard;
+    c.mx_quantize.signs = signs_of(s, product);
+  }
   if (coded) {
     int64_t columns = x->shape[x->ndim - 1], rows = x->count / columns;
     status = op_reshape(&view[0], x, 2, (int64_t[]){rows, columns});
-    if (status == ENG_OK && !to->q) status = fp8_mx_make(&to->q, ARENA_STEP, r, rows, columns);
-    if (status == ENG_OK) status = open_codes(&view[1], &view[2], to->q, r);
+    if (status == ENG_OK && !only && !to->q)
+      status = fp8_mx_make(&to->q, ARENA_STEP, r, rows, columns);
+    if (status == ENG_OK && !only) status = open_codes(&view[1], &view[2], to->q, r);
     if (status == ENG_OK && transposed && !to->q_t)
       status = fp8_mx_make(&to->q_t, ARENA_STEP, r, columns, rows);
     if (status == ENG_OK && transposed) status = open_codes(&view[3], &view[4], to->q_t, r);
@@ -248,7 +261,7 @@ static eng_status encode(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x, bo
   *to = (fp8_mx_copies){coded ? to->q : c.out[0], c.out[1], c.out[2], coded ? to->q_t : c.out[3],
                         c.out[6], c.out[7]};
   view[2] = NULL;          // to->scale owns it now
-  tensor_drop(c.out[5]);
+  if (c.out[5]) tensor_drop(c.out[5]);
   if (coded) drop_all(view, 5);
   else if (c.out[4]) tensor_drop(c.out[4]);
   if (!coded || !gate || x->ndim == 2) return ENG_OK;
@@ -261,20 +274,11 @@ static eng_status encode(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x, bo
 static eng_status encode_turned(fp8_mx_copies *to, const fp8_site *s, const eng_fp8_role *r,
                                 const eng_fp8_product *p, tensor *x, bool coded)
 {
-  fp8_mx_copies made = {0};
-  tensor *y = NULL;
-  if (p->hadamard) {
-    made.q = to->q_t, made.amax = to->amax_t;
-    ENG_TRY(rotate(&y, s, p, x, true));
-  } else {
-    made.q_t = to->q_t, made.amax_t = to->amax_t;
-  }
-  eng_status status = encode(&made, r, y ? y : x, !y, coded);
-  if (y) tensor_drop(y);
-  if (status != ENG_OK) return status;
-  to->q_t = y ? made.q : made.q_t, to->amax_t = y ? made.amax : made.amax_t;
-  tensor_drop(made.scale);
-  if (!y) tensor_drop(made.q), tensor_drop(made.amax);
+  fp8_mx_copies made = {.q_t = to->q_t, .amax_t = to->amax_t};
+  int64_t flags = QUANTIZE_TRANSPOSED | (p->hadamard ? MX_ROTATED_ONLY : 0);
+  ENG_TRY(encode(&made, s, r, x, flags, p, coded));
+  to->q_t = made.q_t, to->amax_t = made.amax_t;
+  drop_all((tensor *[]){made.q, made.scale, made.amax, made.gate}, 4);
   return ENG_OK;
 }
 
@@ -288,7 +292,7 @@ eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int rol
   const eng_fp8_role *r = &s->recipe.role[role];
   const eng_fp8_product *along = &s->recipe.product[readers[role][0]],
                         *across = &s->recipe.product[readers[role][1]];
-  bool apart = transposed && (along->hadamard || across->hadamard);
+  bool apart = transposed && along->hadamard;   // the copies are of different tensors
   tensor *y = NULL, *values = NULL;
   fp8_mx_copies made = *to;
   if (!r->mx) {
@@ -296,8 +300,9 @@ eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int rol
     return copy_into(&slot, to->amax);
   }
   if (apart) made.q_t = made.amax_t = NULL;
-  if (along->hadamard) ENG_TRY(rotate(&y, s, along, x, false));
-  eng_status status = encode(&made, r, y ? y : x, transposed && !apart, coded);
+  if (along->hadamard) ENG_TRY(rotate(&y, s, along, x));
+  eng_status status = encode(&made, s, r, y ? y : x,
+                             transposed && !apart ? QUANTIZE_TRANSPOSED : 0, across, coded);
   if (status == ENG_OK) {
     to->q = made.q, to->scale = made.scale, to->amax = made.amax;
     to->gate = made.gate;

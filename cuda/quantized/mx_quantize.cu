@@ -9,13 +9,16 @@
 //
 // The amax of the tensor and the number of NaN are integer maxima and sums, which do not depend on
 // order. NVFP4 needs the amax first, so a separate pass finds it. For other rules, the kernel over
-// tiles finds it.
+// tiles finds it. With a Hadamard transform, the transposed copy is made from the result of
+// cuda_hadamard.
 #include "kernel/element.h"
 #include "kernel/walk.h"
 
 extern "C" {
 #include "base/mx.h"
 #include "base/rng.h"
+#include "device/rotated_copy.h"
+eng_status cuda_hadamard(const op_call *call);
 }
 
 #include <math.h>
@@ -448,6 +451,7 @@ extern "C" eng_status cuda_mx_quantize(const op_call *call)
   if (call->in[2] || a.ties || a.sr_rule)
     return error_set(ENG_ERR_VALUE, "mx_quantize: %s has no CUDA kernel; hint: device=cpu",
                      call->in[2] ? "an average" : a.ties ? "ties" : "sr_rule");
+  if (a.hadamard) return quantize_rotated(call, cuda_hadamard, cuda_mx_quantize);
   job p = {};
   p.x = x->data;
   p.dtype = x->dtype;

@@ -2,10 +2,17 @@
 -- and ms_eden with torchao and Transformer Engine's formulas. The fast kernels are compared with
 -- their slow twins by spec/cpu/kernels_spec.lua.
 local engine = require "engine"
+local M_ffi = require "engine.base.ffi"
+local values = require "spec.cpu.kernels.values"
 
 local inf, nan = math.huge, 0 / 0
 
 local function bytes(x) return x:view(-1):totable() end
+
+local function raw(x)
+  local info = values.info_of(x)
+  return M_ffi.ffi.string(info.data, tonumber(info.count) * M_ffi.C.eng_dtype_size(info.dtype))
+end
 
 -- The exponent of the scale of a block with this amax.
 local function exponent(amax, format, rule)
@@ -250,6 +257,47 @@ describe("microscaling", function()
       signs = "none" }).transposed:dequantize()
     local rest = x:slice(1, 17, 24):transpose(1, 2):to("f32")
     assert.is_true(((q:slice(2, 17, 24) - rest):norm() / rest:norm()):item() < 0.05)
+  end)
+
+  it("makes that copy with the bits of two operations", function()
+    local run, n = M_ffi.run, 0
+    for _, dtype in ipairs { "f32", "bf16", "f16" } do
+      local normal = engine.randn(144, 70)
+      local spread = normal * (engine.randn(144, 70) * 12):exp()    -- f32 sums round, or overflow
+      local mixed = engine.concat({ normal:slice(2, 1, 20), spread:slice(2, 21, 40),
+        normal:slice(2, 41, 50) * 1e-39, normal:slice(2, 51, 60) * 3e38,
+        engine.full({ 144, 10 }, 0) }, 2)
+      local broken = mixed * 1
+      for k, bad in ipairs { inf, nan, -inf } do
+        broken = engine.concat({ broken:slice(1, 1, 40 * k), engine.full({ 1, 70 }, bad),
+          broken:slice(1, 40 * k + 2, 144) }, 1)
+      end
+      for _, x in ipairs { normal, spread, mixed, broken } do
+        x = x:to(dtype)
+        for _, size in ipairs { 16, 32, 64, 128 } do
+          for _, o in ipairs { { 13, 1, 16, 4 }, { 13, 1, 16, 5 }, { 13, 1, 32, 3 },
+            { 10, 1, 32, 0 }, { 11, 1, 128, 1 }, { 16, 1, 48, 2 }, { 13, 16, 16, 4 },
+            { 14, 1, 6, 3 }, { 13, 1, 32, 8 } } do
+            n = n + 1
+            local flags = n % 2 * 16 + (o[4] < 7 and n % 3 % 2 * 32 or 0)
+            local bits, signs = (o[4] == 4 or o[4] == 8) and n % 5 == 0 and 8 or 0, n % 7 % 3 - 1
+            local y = run("hadamard", { x }, { size, signs, 1, M_ffi.dtype.bf16 })
+            local function quantized(of, more, counter, hadamard)
+              return { run("mx_quantize", { of, false }, { o[1], o[2], o[3], o[4], flags + more,
+                bits, counter, 1, hadamard, signs }, { n % 4 == 0 and o[4] < 5 and 0.75 or 0 }, 8) }
+            end
+            local both, only = quantized(x, 8, 100, size), quantized(x, 136, 2620, size)
+            local plain, turned = quantized(x, 0, 100, 0), quantized(y, 0, 2620, 0)
+            for k, want in pairs { [0] = plain[1], plain[2], plain[3], turned[1], turned[2],
+              plain[6], turned[3] } do
+              assert.same(raw(want), raw(both[k + 1]))
+              if k == 3 or k == 4 or k == 6 then assert.same(raw(want), raw(only[k + 1]))
+              else assert.is_nil(only[k + 1]) end
+            end
+          end
+        end
+      end
+    end
   end)
 
   it("rounds stochastically without bias, to a multiple of 2^-bits", function()

@@ -362,8 +362,9 @@ function plans.mx_quantize()
   local shape = shape_of(1, 4)
   return { float(shape), chance(20) and tensor_of({ 1 }, "f32") or false,
     studied and chance(50) and tensor_of(shape, "f32") or false },
-    { format, high, wide, rule, 8 * draw(16), chance(30) and draw(26) or 0, draw(100), 1,
-      studied and draw(5) or 0, studied and draw(4) or 0 },
+    { format, high, wide, rule, 8 * draw(32), chance(30) and draw(26) or 0, draw(100), 1,
+      chance(40) and one_of { 16, 32, 64, 128, 8 } or 0, draw(5) - 1, studied and draw(5) or 0,
+      studied and draw(4) or 0 },
     { chance(30) and draw(12) / 10 or 0 }, 8
 end
 function plans.hadamard()

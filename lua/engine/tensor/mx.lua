@@ -60,6 +60,11 @@ function Quantized.__tostring(x)
     arguments.shape_text(x.shape), x.block[1], x.block[2], x.rule, x:bytes())
 end
 
+-- Returns the attribute `signs` of hadamard and mx_quantize.
+local function signs_number(signs, who)
+  return signs == "none" and -1 or want_whole(signs or 0, who, "signs", 0)
+end
+
 --- Hadamard transform: multiplies each group of n = 16, 32, 64 or 128 consecutive elements of a row
 --- of x [.. x K] by diag(s) H / sqrt(n), where H is Sylvester's matrix and s is a vector of signs.
 --- Elements after the last whole group are only converted to the dtype. Sums are in f64, rounded
@@ -70,10 +75,9 @@ end
 function M.hadamard(x, n, options)
   want(x, "mx.hadamard")
   options = arguments.read_named(options, "mx.hadamard", "signs transposed dtype")
-  local signs = options.signs == "none" and -1
-    or want_whole(options.signs or 0, "mx.hadamard", "signs", 0)
-  return run("hadamard", { x }, { want_whole(n, "mx.hadamard", "n", 0), signs,
-    options.transposed and 1 or 0, arguments.dtype_number(options.dtype or x.dtype) })
+  return run("hadamard", { x }, { want_whole(n, "mx.hadamard", "n", 0),
+    signs_number(options.signs, "mx.hadamard"), options.transposed and 1 or 0,
+    arguments.dtype_number(options.dtype or x.dtype) })
 end
 
 local QUANTIZE = "format rule block nonfinite sr_bits sr_rule ties average factor transposed " ..
@@ -138,16 +142,11 @@ function M.quantize(x, options)
   local factor = options.factor or 1
   expect(type(factor) == "number" and factor >= 0.5 and factor <= 1, factor,
     "mx.quantize: expected factor to be a number from 0.5 to 1")
-  local function quantized(of, amax, more)
-    return run("mx_quantize", { of, amax or false, options.average or false }, { number, rows,
-      columns, rule_number, flags + more, bits, 0, 0, ties, sr_rule }, { factor }, 8)
-  end
-  local q, scale, amax, q_t, scale_t, nan, amax_t, gate = quantized(x, options.amax,
-    (options.transposed and hadamard == 0 and TRANSPOSED or 0) + (GATED[rule] and GATE or 0))
-  if hadamard > 0 then
-    q_t, scale_t, amax_t = quantized(M.hadamard(x, hadamard, { signs = options.signs,
-      transposed = true, dtype = "bf16" }), nil, 0)
-  end
+  flags = flags + (options.transposed and TRANSPOSED or 0) + (GATED[rule] and GATE or 0)
+  local q, scale, amax, q_t, scale_t, nan, amax_t, gate = run("mx_quantize",
+    { x, options.amax or false, options.average or false }, { number, rows, columns, rule_number,
+      flags, bits, 0, 0, hadamard, signs_number(options.signs, "mx.quantize"), ties, sr_rule },
+    { factor }, 8)
   local y = setmetatable({ q = q, scale = scale, amax = amax, nan = nan, shape = x.shape,
     block = { rows, columns }, format = format, rule = rule, factor = factor, gate = gate },
     Quantized)

@@ -300,7 +300,7 @@ local function role_text(role)
       role.residual == false and "dropped" or "added")
   end
   if role.estimator then text = text .. ", estimator " .. role.estimator end
-  if role.average then text = text .. (", toward an average (decay %g)"):format(role.average) end
+  if role.average then text = text .. (", toward an average (%g)"):format(role.average) end
   return text .. (role.keep and ", kept as " .. role.keep or "")
 end
 

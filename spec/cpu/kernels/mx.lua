@@ -8,7 +8,7 @@ local generators = {}
 
 local ON_CARD = os.getenv("ENGINE_TEST_DEVICE") ~= nil
 local FORMATS = { 10, 11, 13, 14, 15, 16 }
-local TURNED, VALUES, FINITE, GATE = 8, 16, 32, 64
+local TURNED, VALUES, FINITE, GATE, ONLY = 8, 16, 32, 64, 128
 local BLOCKS = { { 1, 32 }, { 1, 16 }, { 16, 16 }, { 32, 32 }, { 32, 2 }, { 1, 128 }, { 128, 2 },
   { 3, 6 } }
 local SHAPES = { { 2, 2 }, { 4, 34 }, { 34, 70 }, { 2, 3, 64 }, { 64, 130 }, { 1, 300 }, { 0, 4 },
@@ -104,6 +104,29 @@ generators.mx_quantize = function(try)
         floats = { k % 2 * 0.75 }, zeros = true }
     end
   end
+  -- the transposed copy after a Hadamard transform, with and without the other copy
+  local RANKS = { { 34, 70 }, { 2, 3, 64 }, { 64, 130 }, { 16, 2 }, { 0, 4 }, { 6, 0 },
+    { 140, 260 }, { 272, 34 } }
+  for _, dtype in ipairs { "f32", "bf16", "f16", "f64" } do
+    for i, shape in ipairs(RANKS) do
+      for rule = 0, ON_CARD and 6 or 8 do
+        for j, kind in ipairs { "normal", "rare", "tiny", "large", "sparse" } do
+          n = n + 1
+          local fitted, size = rule >= 7, 2 ^ (4 + (i + j + rule) % 4)
+          local block = fitted and { 1, size } or BLOCKS[n % #BLOCKS + 1]
+          try { inputs = { float(dtype, shape, kind), n % 7 == 0 and
+            tensors.listed("f32", { 1 }, { 3.5 }) or false },
+            ints = { rule >= 4 and 13 or FORMATS[n % 6 + 1], block[1], block[2], rule,
+              TURNED + n % 2 * VALUES + (fitted and 0 or (j + rule) % 2 * FINITE) +
+              (n % 3 == 0 and ONLY or rule == 7 and GATE or 0),
+              (rule < 5 or rule == 8) and n % 5 == 0 and 8 or 0, n, 1,
+              2 ^ (4 + n % 4), n % 11 % 3 - 1 },
+            floats = { rule < 5 and n % 4 == 0 and 0.75 or 0 }, outputs = 8, zeros = true,
+            note = kind }
+        end
+      end
+    end
+  end
   local x = float("f32", { 3, 3 }, "normal")
   for _, bad in ipairs { { { 0, 1, 32, 0 }, "the format" }, { { 10, 1, 32, 9 }, "scale rule from" },
     { { 10, 1, 16, 4 }, "need the format e2m1" }, { { 10, 0, 32, 0 }, "blocks of 1 to 128" },
@@ -113,13 +136,18 @@ generators.mx_quantize = function(try)
     { { 13, 1, 4, 8, TURNED }, "quest and" }, { { 13, 1, 6, 8 }, "divides 128" },
     { { 13, 1, 16, 8, GATE }, "flags" },
     { { 10, 1, 32, 0, GATE }, "flags" },
+    { { 10, 1, 32, 0, TURNED, 0, 0, 1, 8 }, "hadamard to be 0" },
+    { { 10, 1, 32, 0, 0, 0, 0, 1, 16 }, "hadamard to be 0" },
+    { { 10, 1, 32, 0, TURNED + ONLY }, "flags" },
+    { { 13, 1, 32, 7, TURNED + ONLY + GATE, 0, 0, 1, 16 }, "flags" },
     { { 10, 1, 32, 0, 1 }, "flags" }, { { 10, 1, 32, 0, 0, 25 }, "sr_bits" },
-    { { 13, 1, 16, 5, 0, 8 }, "compares errors" }, { { 10, 1, 32, 0, 0, 0, 0, 0, 4 }, "ties from" },
-    { { 10, 1, 32, 0, 0, 8, 0, 0, 0, 3 }, "sr_rule from" },
-    { { 10, 1, 32, 0, 0, 0, 0, 0, 0, 1 }, "sr_rule needs sr_bits" },
-    { { 10, 1, 32, 0, 0, 8, 0, 0, 1 }, "exclude each other" },
-    { { 13, 1, 2, 8, 0, 0, 0, 0, 1 }, "quest and ms_eden allow no" },
-    { { 13, 1, 2, 6, 0, 0, 0, 0, 1 }, "four_over_six no average" } } do
+    { { 13, 1, 16, 5, 0, 8 }, "compares errors" },
+    { { 10, 1, 32, 0, 0, 0, 0, 0, 0, 0, 4 }, "ties from" },
+    { { 10, 1, 32, 0, 0, 8, 0, 0, 0, 0, 0, 3 }, "sr_rule from" },
+    { { 10, 1, 32, 0, 0, 0, 0, 0, 0, 0, 0, 1 }, "sr_rule needs sr_bits" },
+    { { 10, 1, 32, 0, 0, 8, 0, 0, 0, 0, 1 }, "exclude each other" },
+    { { 13, 1, 2, 8, 0, 0, 0, 0, 0, 0, 1 }, "quest and ms_eden allow no" },
+    { { 13, 1, 2, 6, 0, 0, 0, 0, 0, 0, 1 }, "four_over_six no average" } } do
     try { inputs = { x, false }, ints = bad[1], outputs = 8, fails = bad[2] }
   end
   try { inputs = { x, x }, ints = { 10, 1, 32, 0 }, outputs = 8, fails = "one f32 amax" }

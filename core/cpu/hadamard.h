@@ -1,0 +1,32 @@
+// The Hadamard transform of tiles, for hadamard.c and mx_quantize.c. hadamard.c defines the
+// functions, once per instruction set. Owns nothing.
+#pragma once
+
+#include "device/backend.h"
+#include "simd.h"
+
+enum { ROTATION_SIDE = 128 };   // of a tile; the most elements of a group
+
+/// The transform of x, computed as [lines x along]: a line is a row of x, or a column if `turned`.
+typedef struct rotation {
+  const tensor *x;
+  void    *y;                // the result of the operation hadamard
+  int      dtype, n;         // dtype: of the result, bf16 or f32
+  bool     turned;
+  int64_t  along, lines, columns;   // columns: of x
+  float    sign[ROTATION_SIDE];
+} rotation;
+
+rotation ISA_NAME(rotation_of)(const tensor *x, int64_t n, int64_t signs, bool turned, int dtype);
+
+/// Writes elements [a0, a0 + deep) of lines [l0, l0 + lines) to `tile` [deep x lines], whose rows
+/// are ROTATION_SIDE elements apart. a0 is a multiple of n.
+void ISA_NAME(rotate_tile)(const rotation *o, void *tile, int64_t a0, int deep, int64_t l0,
+                           int lines);
+
+/// Updates *top, f32 bits, with the largest magnitude other than NaN of elements [a0, a0 + deep) of
+/// all lines. The result is bf16. Returns whether one of them is NaN.
+bool ISA_NAME(rotated_amax)(const rotation *o, uint32_t *top, int64_t a0, int deep);
+
+/// The kernel of the operation hadamard.
+eng_status ISA_NAME(cpu_hadamard)(const op_call *call);
