@@ -499,12 +499,24 @@ static bool load_kept(lua_State *L, const char *name)
   return good;
 }
 
+// Appends a hint to the message on top of the stack, if there is no script `name`.
+static void add_hint(lua_State *L, const char *name)
+{
+  if (!name || eng_file_kind(name) != ENG_FILE_NONE || !require(L, "engine.cli")) return;
+  lua_getfield(L, -1, "script_hint");
+  lua_replace(L, -2);
+  lua_pushstring(L, name);
+  if (call(L, 1, 1)) lua_concat(L, 2);
+}
+
 static bool run_script(lua_State *L, int argc, char **argv, int script)
 {
   const char *name = argv[script];
   if (strcmp(name, "-") == 0 && strcmp(argv[script - 1], "--") != 0) name = NULL;
-  if (!(keeps_locals && name && load_kept(L, name)) && luaL_loadfile(L, name) != 0)
+  if (!(keeps_locals && name && load_kept(L, name)) && luaL_loadfile(L, name) != 0) {
+    add_hint(L, name);
     return call_loaded(L, 1);
+  }
   for (int i = script + 1; i < argc; i++) lua_pushstring(L, argv[i]);
   return call(L, argc - script - 1, 0);
 }

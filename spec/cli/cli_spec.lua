@@ -121,7 +121,10 @@ describe("the command line", function()
   it("reports a missing script, and suggests a command", function()
     local missing = run { folder .. "/nothing.lua" }
     assert.equal(1, missing.code)
-    assert.matches("nothing.lua", missing.err, 1, true)
+    assert.matches("nothing.lua: No such file or directory\n$", missing.err)
+    for _, name in ipairs { "gpt.lua", "examples/gtp.lua", "./examples/gpt" } do
+      assert.matches("did you mean '[./]*examples/gpt.lua'?", run({ name }).err)
+    end
     local misspelt = run { "docter" }
     assert.equal(1, misspelt.code)
     assert.matches("did you mean 'doctor'?", misspelt.err, 1, true)

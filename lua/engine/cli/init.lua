@@ -2,6 +2,7 @@
 -- a module engine.cli.NAME that returns { doc = "one line", help = text or nil, main =
 -- function(...) return exit_code end }; options.lua makes most of these tables. To add a
 -- subcommand, write the module and add its name in help.lua. Called by main.c.
+local files = require "engine.base.file"
 local help = require "engine.cli.help"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
@@ -19,6 +20,19 @@ function cli.run(name, ...)
     show.cut(show.shown(name), 100),
     nearest.choices(name, help.commands, "commands", "engine help")))
   return 1
+end
+
+--- Returns a hint at the script nearest to a path that does not exist, in its folder or examples/.
+function cli.script_hint(path)
+  local folder, script = path:match("^(.-)([^/]*)$")
+  local paths = {}                        -- name without .lua -> path in quotes
+  for _, dir in ipairs { "examples/", folder } do
+    for _, name in ipairs(files.names(dir == "" and "." or dir) or {}) do
+      local stem = name:match("^(.*)%.lua$")
+      if stem then paths[stem] = "'" .. dir .. name .. "'" end
+    end
+  end
+  return (nearest.hint(script:gsub("%.lua$", ""), paths):gsub("'(.*)'", paths))
 end
 
 return setmetatable(cli, { __call = function(_, ...) return cli.run(...) end })
