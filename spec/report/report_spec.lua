@@ -189,6 +189,8 @@ describe("a run's commands", function()
       inside("plot a --columns lose").err, 1, true)
     assert.matches("^engine plot: there is no run 'nothing'.*; hint: `engine runs`",
       inside("plot nothing").err)
+    assert.equal("engine plot: there is no run 'loss'; hint: engine plot RUN --columns loss\n",
+      inside("plot a loss").err)
     assert.matches("no option '--colums'; did you mean '--columns'?",
       inside("plot a --colums loss").err, 1, true)
     assert.equal("engine plot: cannot write /nowhere/x.svg: No such file or directory\n",

@@ -42,6 +42,14 @@ local function sizes_of(given)
   return sizes, given.columns or { "loss", "scale" }
 end
 
+-- Suggests --columns for a column that is given in the place of a run.
+local function check_word(word)
+  if pcall(require("engine.run.curves").metric, word)
+    and not pcall(require("engine.run.runs").find, word) then
+    options.fail("there is no run '%s'; hint: engine plot RUN --columns %s", word, word)
+  end
+end
+
 local function say(text)
   text = tostring(text)
   if text ~= "" then print(text) end
@@ -74,7 +82,7 @@ end
 
 return options.run_command {
   name = "plot", doc = "curves of runs, in the terminal, as SVG or PNG", help = help, main = main,
-  several = several,
+  several = several, word = check_word,
   options = { columns = "list", group = "text", svg = "text", png = "text", heatmap = "text",
     from = "number", to = "number", width = "number", height = "number", log = "switch",
     linear = "switch" },
