@@ -134,11 +134,14 @@ describe("a run's commands", function()
 
   it("runs and report show in how many steps the policy failed", function()
     helper.write(folder .. "/bad.lua", "return { init = function() return { scale = 1 } end,\n" ..
-      "decide = function(_, record) if record.step ~= 3 then error('oops') end return 1 end }")
+      "decide = function(_, record) if record.step == 9 then error('other') end\n" ..
+      "if record.step ~= 3 then error('oops') end return 1 end }")
     local told = inside("train.lua run=bad steps=30 log=line policy=bad.lua").out
-    assert.equal(1, select(2, told:gsub("the policy failed; the last good verdict holds", "")))
-    assert.matches("step 0: the policy failed; the last good verdict holds: bad.lua:2: oops " ..
-      "(later failures are counted, not shown)\n", told, 1, true)
+    local shown = {}
+    for line in told:gmatch("step (%d+: the policy failed[^\n]*)") do shown[#shown + 1] = line end
+    local failed = ": the policy failed; the last good verdict holds: bad.lua:"
+    assert.same({ "0" .. failed .. "3: oops (repeats are counted, not shown)",
+      "9" .. failed .. "2: other (repeats are counted, not shown)" }, shown)
     assert.matches("\nbad +30 [^\n]* finished, the policy failed in 29 of 30 steps\n",
       inside("runs").out)
     inside "report bad"
@@ -147,10 +150,10 @@ describe("a run's commands", function()
     assert.matches("The policy failed in 29 of 30 steps", html, 1, true)
     shell("rm -r " .. folder .. "/runs/bad")
     told = inside("train.lua run=bad steps=30 log=line shadow=bad.lua").out
-    local line = "shadow bad.lua failed: bad.lua:2: oops (later failures are counted, not shown)"
+    local line = "shadow bad.lua failed: bad.lua:3: oops (later failures are counted, not shown)"
     assert.equal(1, select(2, told:gsub("later failures", "")))
     assert.matches("step 0: " .. line .. "\n", told, 1, true)
-    assert.matches("it failed 29 times: bad.lua:2: oops", told, 1, true)
+    assert.matches("it failed 29 times: bad.lua:3: oops", told, 1, true)
     assert.matches("\nbad +30 [^\n]* finished, 1 shadow failed\n", inside("runs").out)
     local events = require("engine").history.open(folder .. "/runs/bad"):events "shadow_failed"
     assert.same({ 1, 0, line }, { #events, events[1].step, events[1].text })

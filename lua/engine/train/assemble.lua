@@ -44,6 +44,7 @@ function M.object(o, class, fields)
     log = o.log or "line", ref_every = o.ref_every, ref_layers = o.ref_layers,
     steps_done = 0, updates = 0, skipped = 0, retries = 0, tokens = 0, policy_errors = 0,
     rollbacks = o.rollbacks or 3, rollbacks_made = 0, lr_factor = 1,
+    failures = {},                 -- the reasons of the policy's failures that have been shown
     shown = {},                    -- for each kind of line, how many more may be shown (loop.lua)
     record = M_ffi.new("eng_record"),
     stats = M_ffi.new("eng_tensor_stats[?]", #o.optimizer.list),

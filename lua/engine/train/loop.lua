@@ -68,21 +68,6 @@ end
 
 local UNDECIDED_STEPS = 20   -- the run ends if its policy fails at each of so many first steps
 
--- Returns the line that reports the policy's first failure, or that the policy stops the run.
--- Otherwise returns nil.
-local function verdict_note(self, record, verdict)
-  local reason = M_ffi.string(verdict.reason)
-  self.decided = self.decided or verdict.failed == 0
-  if verdict.failed ~= 0 then
-    self.policy_errors = self.policy_errors + 1
-    return self.policy_errors == 1 and ("step %d: the policy failed; the last good verdict " ..
-      "holds: %s (later failures are counted, not shown)"):format(tonumber(record.step), reason)
-  elseif verdict.action == C.ENG_ACTION_STOP then
-    return ("step %d: policy %s stops the run%s"):format(tonumber(record.step), self.policy.name,
-      reason ~= "" and ": " .. reason or ", and gives no reason")
-  end
-end
-
 -- A run shows at most BURST lines of one kind in a row, and one more every BURST_STEPS steps.
 -- Further lines are only counted.
 local BURST, BURST_STEPS = 8, 10
@@ -102,6 +87,21 @@ local function limited(self, kind, step, line)
   of.credit, of.hidden = of.credit - BURST_STEPS, 0
   self.progress:note(("step %d: %s"):format(step, line))
   return line
+end
+
+-- Shows each distinct failure of the policy once, and shows that the policy stops the run.
+local function show_verdict(self, step, verdict)
+  local reason = M_ffi.string(verdict.reason)
+  self.decided = self.decided or verdict.failed == 0
+  if verdict.failed ~= 0 then
+    self.policy_errors = self.policy_errors + 1
+    self.failures[reason] = self.failures[reason] or limited(self, "failure", step,
+      ("the policy failed; the last good verdict holds: %s (repeats are counted, not shown)")
+      :format(reason))
+  elseif verdict.action == C.ENG_ACTION_STOP then
+    self.progress:note(("step %d: policy %s stops the run%s"):format(step, self.policy.name,
+      reason ~= "" and ": " .. reason or ", and gives no reason"))
+  end
 end
 
 -- Shows an overflow, and shows and records what the policies printed.
@@ -144,9 +144,8 @@ function M.show(self, last, record, verdict, rate)
     amax = record.amax, norm = record.norm, shadows = self.shadows,
     tokens_per_s = self.log == "json" and rate or last.speed, unit = self.unit }
   show_news(self, record, verdict)
-  local note = verdict_note(self, record, verdict)
-  if note then bar:note(note) end
-  note = M.loss_note(self, record)
+  show_verdict(self, tonumber(record.step), verdict)
+  local note = M.loss_note(self, record)
   if note then lose(self, last, tonumber(record.step), note) end
   if not last.stopped then last.stopped, last.status = end_of(self, verdict) end
   if verdict.action == C.ENG_ACTION_ROLLBACK then
