@@ -140,6 +140,10 @@ describe("plot", function()
       { width = 60 }))
     for _, row in ipairs(rows) do row.scale = 1 end
     assert.not_matches("loss scale", plot.run(rows, { width = 60 }), 1, true)
+    for _, row in ipairs(rows) do row.scale = 65536 end
+    assert.matches("overflow (1)", plot.run(rows, { width = 60 }), 1, true)
+    rows[25].overflow = false
+    assert.matches("\n\nthe loss scale stayed at 65536$", plot.run(rows, { width = 60 }))
   end)
 end)
 

@@ -411,7 +411,8 @@ function plot.run(rows, options)
   local low, high = math.huge, -math.huge
   for _, s in ipairs(scale) do low, high = math.min(low, s), math.max(high, s) end
   if high > 1 or high ~= low then
-    parts[2] = plot.draw { title = "loss scale" .. since, x = x, y = scale, log = 2, marks = marks,
+    parts[2] = high == low and #marks == 0 and "the loss scale stayed at " .. show.scale(high)
+      or plot.draw { title = "loss scale" .. since, x = x, y = scale, log = 2, marks = marks,
       mark_count = rows.overflows, mark_name = "overflow", x_name = "step",
       width = options.width, height = 8, ascii = options.ascii }
   end
