@@ -450,6 +450,9 @@ describe("the trainer", function()
     assert.equal(scale / 4, trainer.policy:scale())
     trainer = job { run = run, steps = 5, precision = "fp16", resume = "auto", policy = mine }
     assert.matches("nothing to do: 5 of 5 steps", trainer:summary_text(trainer:run()), 1, true)
+    trainer = job { run = run, steps = 4, precision = "fp16", resume = "auto", policy = mine }
+    assert.matches("nothing to do: steps=4 asks for fewer steps than the 5 that the run already " ..
+      "has", trainer:summary_text(trainer:run()), 1, true)
   end)
 
   it("a corrupt checkpoint is skipped with a message, and the one before it is used", function()

@@ -282,6 +282,9 @@ function M.summary_text(self, s)
   local parts = { ("%s after %s: %s, %d skipped"):format(s.stopped and "stopped" or "done",
     counted(s.steps, "step"), counted(s.updates, "update"), s.skipped) }
   if s.made > 0 then parts[2] = ("loss %.4f"):format(s.loss)
+  elseif s.steps > self.steps then
+    parts[1] = ("nothing to do: steps=%d asks for fewer steps than the %d that the run already has")
+      :format(self.steps, s.steps)
   else parts[1] = ("nothing to do: %d of %d steps were made before"):format(s.steps, self.steps) end
   if self.precision.scaled or s.scale ~= 1 then
     parts[#parts + 1] = "scale " .. show.scale(s.scale)
