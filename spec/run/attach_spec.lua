@@ -267,16 +267,17 @@ describe("engine attach", function()
     local run = folder .. "/run"
     assert.equal(0, helper.run({ helper.write(folder .. "/job.lua", JOB), run, "20" }).code)
     local result = attach(run, "print(run)", "print(#history:steps())", 'run:set("lr", 1)')
-    assert.matches("is not running: its history can be read, but nothing can be changed",
-      result.out)
+    local why = ("%s has ended: its history can be read (engine attach %s -e 'print(history)'), " ..
+      "but nothing can be changed"):format(run, run)
+    assert.matches(why, result.out, 1, true)
     assert.matches("20\n", result.out)
     assert.equal(1, result.code)
-    assert.matches("is not running", result.err)
+    assert.matches(why, result.err, 1, true)
     assert.matches("there is no run " .. folder .. "/nothing",
       attach(folder .. "/nothing", "1").err, 1, true)
     assert.matches("there is no run runs/nothing", attach("nothing", "1").err, 1, true)
     local piped = helper.run({ "attach", run }, "print(#history:steps())\n")
-    assert.matches("is not running.*\n> 20\n", piped.out)
+    assert.matches("has ended.*\n> 20\n", piped.out)
   end)
 
   it("keeps manual settings over a resume", function()
@@ -355,7 +356,7 @@ describe("the socket", function()
     assert.is_nil(client.receive(1))
     local result = attach(run, "print(run)", "print(#history:last(5))",
       "print(history:query('pragma integrity_check')[1].integrity_check)")
-    assert.matches("is not running", result.out)
+    assert.matches("has ended", result.out)
     assert.matches("5\nok\n$", result.out)
     local again = start(run, "1e9", "auto")
     assert.equal("dynamic", status(run).policy)

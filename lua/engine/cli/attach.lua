@@ -193,7 +193,8 @@ local function open(name)
   local good, history = pcall(require("engine.run.history").open, path)
   if not good and not link then error(history, 0) end
   local why = status == C.ENG_ERR_STATE
-    and ("%s is not running: its history can be read, but nothing can be changed"):format(path)
+    and ("%s has ended: its history can be read (engine attach %s -e 'print(history)'), but " ..
+      "nothing can be changed"):format(path, name)
     or ("%s cannot be reached (%s): its history can be read, but nothing can be changed"):format(
       path, tostring(problem))
   local run, policy = objects(link, why)
