@@ -160,6 +160,14 @@ describe("a run's commands", function()
     shell("rm -r " .. folder .. "/runs/bad")
   end)
 
+  it("runs names a policy's failure once", function()
+    helper.write(folder .. "/bad.lua", "return { init = function() return { scale = 1 } end,\n" ..
+      "decide = function() error('oops') end }")
+    inside "train.lua run=bad policy=bad.lua"
+    assert.matches("0:0%d +stopped, the policy failed in 20 of 20 steps\n", inside("runs").out)
+    shell("rm -r " .. folder .. "/runs/bad")
+  end)
+
   it("runs distinguishes a killed run from a running one", function()
     local result = shell("cd " .. quote(folder) .. "\n" .. engine ..
       " train.lua run=c steps=100000000 & p=$!; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.2; " ..

@@ -24,7 +24,7 @@ local function loss_text(x)
 end
 
 local function ended_text(run)
-  local text = show.cut(show.shown(run.ended), 60)
+  local text = show.cut(show.shown((run.ended:gsub(": the policy failed.*", ""))), 60)
   if run.how == "running" then
     text = ("running, %d %% of %s steps"):format(100 * (run.last + 1) / (run.steps or run.last + 1),
       show.grouped(run.steps or 0))
