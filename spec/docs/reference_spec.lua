@@ -145,6 +145,13 @@ describe("engine help NAME", function()
     assert.matches("is the name of %d+ things", help("step").out)
   end)
 
+  it("finds a method by the usual name of its object", function()
+    for name, method in pairs { ["h:plot"] = "history:plot", ["opt:step()"] = "optimizer:step",
+      ["x:sum"] = "tensor:sum" } do
+      assert.equal(method, help(name).out:match("^[%w_:]+"))
+    end
+  end)
+
   it("finds glossary terms, options of policies and precisions, in one word or several", function()
     for name, expected in pairs { ["loss scale"] = "factor on the loss",
       growth_interval = "dynamic.growth_interval", fp16 = "weight_gradients  f16",

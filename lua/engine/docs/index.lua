@@ -94,10 +94,27 @@ local function search(list, name)
   return parts, {}
 end
 
---- Returns the two lists of search() for `name` (`gelu` finds tensor:gelu by the end of its name).
---- Searches self.words only if self.entries has no such entry.
+-- Returns the entries that a method called on a variable may mean: h:plot is history:plot. If the
+-- variable's name begins a class's name, returns only the methods of that class.
+local function methods(list, name)
+  local variable, method = name:match("^(%a[%w_]*):([%w_]+)")
+  local near, all = {}, {}
+  for _, entry in ipairs(method and list or {}) do
+    local class, own = entry.name:match("^(.*):(.*)$")
+    if own == method then
+      local into = class:sub(1, #variable) == variable and near or all
+      into[#into + 1] = entry
+    end
+  end
+  return #near > 0 and near or all
+end
+
+--- Returns the two lists of search() for `name` (`gelu` finds tensor:gelu by the end of its name)
+--- or, for VARIABLE:METHOD, the methods of this name. Searches self.words only if self.entries has
+--- no such entry.
 function Index:find(name)
   local found, others = search(self.entries, name)
+  if #found == 0 then found = methods(self.entries, name) end
   if #found == 0 then found, others = search(self.words, name) end
   return found, others
 end
