@@ -208,6 +208,15 @@ describe("the trainer", function()
     assert.equal("finished, the policy failed in 10 of 10 steps", line)
   end)
 
+  it("the live line shows the scale after a swap from a static policy", function()
+    local shown = {}
+    job { steps = 4, on_step = function(t)
+      function t.progress.update(_, row) shown[row.step] = not row.unscaled end
+      if t.steps_done == 2 then assert(t.policy:swap "dynamic") end
+    end }:run()
+    assert.same({ [2] = false, [3] = true, [4] = true }, shown)
+  end)
+
   it("a run without an update says why", function()
     local function last_line(options)
       local trainer = job(options)

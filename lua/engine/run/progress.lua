@@ -52,10 +52,9 @@ local function put(self, ...)
   self:warn(("stdout cannot be written (%s): the run goes on without it"):format(why))
 end
 
---- Returns a new display. Options: total (steps of the run; 0 or nil: unknown), unscaled (the line
---- shows no loss scale), json (stdout gets objects and nothing else), quiet (shows only warnings
---- and notes that matter), silent (shows nothing). Specs set stream, columns (false: no terminal)
---- and clock.
+--- Returns a new display. Options: total (steps of the run; 0 or nil: unknown), json (stdout gets
+--- objects and nothing else), quiet (shows only warnings and notes that matter), silent (shows
+--- nothing). Specs set stream, columns (false: no terminal) and clock.
 function progress.new(options)
   local self = setmetatable({}, progress)
   self.total = options.total and options.total > 0 and options.total < math.huge and options.total
@@ -66,7 +65,6 @@ function progress.new(options)
   self.clock = options.clock or require("engine.base.machine").clock
   self.fixed_columns = options.columns
   if options.columns == nil and options.stream then self.fixed_columns = false end
-  self.unscaled = options.unscaled
   return self
 end
 
@@ -109,13 +107,13 @@ function progress:columns()
   return require("engine.base.machine").terminal(1) or false
 end
 
---- Returns the live line for one step, without a line end.
+--- Returns the live line for one step, without a line end. row.unscaled: it shows no loss scale.
 function progress:line(row, now)
   local parts = {}
   parts[1] = self.total and ("step %d/%d"):format(row.step, self.total)
     or ("step %d"):format(row.step)
   if row.loss then parts[#parts + 1] = ("loss %.4f"):format(row.loss) end
-  if row.scale and not self.unscaled then parts[#parts + 1] = "scale " .. show.scale(row.scale) end
+  if row.scale and not row.unscaled then parts[#parts + 1] = "scale " .. show.scale(row.scale) end
   parts[#parts + 1] = ("skipped %d"):format(row.skipped or 0)
   if row.tokens_per_s and row.tokens_per_s > 0 then
     parts[#parts + 1] = ("%s %s/s"):format(show.count(row.tokens_per_s), row.unit or "tokens")

@@ -141,6 +141,7 @@ function M.show(self, last, record, verdict, rate)
   remember_row(self, record)
   bar:update { step = self.steps_done, updates = self.updates, loss = record.loss, lr = record.lr,
     scale = record.scale, skipped = self.skipped, overflow = record.overflow ~= 0,
+    unscaled = not self.precision.scaled and self.policy.name == "static" and verdict.scale == 1,
     amax = record.amax, norm = record.norm, shadows = self.shadows,
     tokens_per_s = self.log == "json" and rate or last.speed, unit = self.unit }
   show_news(self, record, verdict)
@@ -317,8 +318,7 @@ end
 function M.start(self)
   local files, policy = self.run_files, self.policy
   self.progress = progress.new { total = self.steps, json = self.log == "json",
-    quiet = self.log == "quiet", silent = self.reducer.rank > 0,
-    unscaled = not self.precision.scaled and policy.name == "static" and policy:scale() == 1 }
+    quiet = self.log == "quiet", silent = self.reducer.rank > 0 }
   local problem = policies.unusable(policy, #self.groups.groups)   -- a resume may change the scale
   if problem then M_ffi.raise("trainer: %s", problem) end
   files:reopen()
