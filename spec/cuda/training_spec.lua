@@ -464,6 +464,16 @@ describe("a captured step", function()
     end
   end)
 
+  it("names graph=false in every error of a capture", function()
+    local turn = 0
+    local message = losses(true, { loss = function(model, batch)
+      turn = turn + 1
+      if turn == 4 then error("no capture") end
+      return model:loss(batch.x, batch.y)
+    end })
+    assert.matches("no capture[^\n]*; hint: graph=false", message)
+  end)
+
   it("refuses an operation that draws random numbers", function()
     local expected = "graph: an operation that draws random numbers cannot be part of a " ..
       "captured step; hint: graph=false"

@@ -58,6 +58,9 @@ local function capture(trainer, batch, handles, n)
   end)
   if good then return graph end
   C.eng_graph_free(M_ffi.ffi.gc(graph, nil))
+  if type(result) == "string" and not result:find("graph=false", 1, true) then
+    result = result:gsub("^[^\n]*", "%0; hint: graph=false")
+  end
   error(result, 0)
 end
 
