@@ -85,30 +85,24 @@ static eng_params *set_allocate(int n, const char *const *names)
 /// Copies the members' values, whatever their strides, into the flat buffer.
 static eng_status copy_values(eng_params *set)
 {
-  char *at = set->masters->memory;
-  for (int i = 0; i < set->n; i++) {
-    const tensor *x = set->member[i].value;
-    ENG_TRY(transfer_rows(at, x));
-    at += params_part_bytes(x->count, x->dtype);
-  }
+  for (int i = 0; i < set->n; i++)
+    ENG_TRY(transfer_rows(set->masters->part[i]->data, set->member[i].value));
   return ENG_OK;
 }
 
 /// Points the members to their copies in the flat buffer and drops their gradients; cannot fail.
 static void adopt(eng_params *set)
 {
-  char *at = set->masters->memory;
   for (int i = 0; i < set->n; i++) {
     tensor *x = set->member[i].value;
     tensor_drop(x->gradient);
     x->gradient = NULL;
-    tensor_rehome(x, at);
+    tensor_rehome(x, set->masters->part[i]);
     for (int64_t d = x->ndim - 1, stride = 1; d >= 0; stride *= x->shape[d], d--)
       x->stride[d] = stride;
     x->parameter = &set->member[i];
     set->masters->part[i] = x;
     set->count += x->count;
-    at += params_part_bytes(x->count, x->dtype);
   }
 }
 
@@ -150,12 +144,11 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
   eng_params *set = set_allocate(n, names);
   if (!set) return error_set(ENG_ERR_MEMORY, "out of memory for a set of %d parameters", n);
   eng_status status = ENG_OK;
-  int64_t bytes = 0;
   for (int i = 0; i < n && status == ENG_OK; i++) {
     parameter *p = &set->member[i];
     status = check_member(&p->value, &tensors[i], p->name);
     if (status != ENG_OK) break;
-    bytes += params_part_bytes(p->value->count, p->value->dtype);
+    set->which[i] = p->value->dtype;
     if (i == 0) set->space = p->value->store->space;
     if (p->value->store->space != set->space)
       status =
@@ -170,10 +163,9 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
   }
   // The allocation comes before any change of a tensor, so that a failure leaves the tensors
   // unchanged.
-  if (status == ENG_OK) status = flat_memory(&set->masters, set->space, ARENA_PARAMETER, n, bytes);
+  if (status == ENG_OK) status = flat_new(&set->masters, ARENA_PARAMETER, set, set->which, false);
   if (status == ENG_OK) status = copy_values(set);
   if (status != ENG_OK) {
-    if (set->masters) set->masters->n = 0;   // its parts do not exist yet
     flat_release(&set->masters);
     set_discard(set);
     return status;

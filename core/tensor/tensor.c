@@ -283,20 +283,15 @@ void tensor_drop(tensor *x)
   slot_return(x);
 }
 
-void tensor_rehome(tensor *x, void *memory)
+void tensor_rehome(tensor *x, tensor *home)
 {
-  storage *old = x->store, *own = old->references > 1 ? storage_take() : old;
+  storage *old = x->store;
   old->done -= x->done;
   x->done = false;
-  if (own == old && old->arena >= 0)
-    arena_free_in(old->space, (arena_id)old->arena, old->memory, old->bytes);
-  if (own) {   // if out of memory, x keeps sharing the storage of its views
-    *own = (storage){
-      .memory = memory, .bytes = old->bytes, .references = 1, .arena = -1, .space = old->space};
-    x->store = own;
-    if (own != old) storage_release(old);
-  }
-  x->data = memory;
+  x->data = home->data;
+  x->store = home->store;
+  home->store = old;
+  tensor_drop(home);
   x->held = true;
   if (x->step_index >= 0) step_list[x->step_index] = NULL;
   x->step_index = -1;

@@ -74,9 +74,9 @@ eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const 
 /// buffers).
 eng_status tensor_wrap(tensor **out, int space, void *memory, int dtype, int ndim,
                        const int64_t *shape);
-/// Points x to other memory of the same space, which another owner has filled and keeps alive.
-/// Releases x's old memory.
-void tensor_rehome(tensor *x, void *memory);
+/// Moves x to the memory of `home`, a wrapper around memory of x's space that its owner has filled;
+/// drops `home` and releases x's old memory.
+void tensor_rehome(tensor *x, tensor *home);
 /// Drops a tensor. Its memory returns to the arena when the last view is dropped.
 void tensor_drop(tensor *x);
 
