@@ -499,8 +499,8 @@ void eng_optimizer_free(eng_optimizer *state);
 eng_status eng_optimizer_groups(eng_optimizer *state, const int32_t *group_of);
 /// Sets how updates round bf16 masters (ENG_ROUND_*); nearest at first. Errors: VALUE.
 eng_status eng_optimizer_rounding(eng_optimizer *state, int rounding);
-/// Updates every parameter that has a gradient. Errors: VALUE; DEVICE (`norms` in a lagged update
-/// on a card).
+/// Updates every parameter that has a gradient. Errors: VALUE; STATE (a lagged update without
+/// statistics); DEVICE (`norms` in a lagged update on a card).
 eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update);
 /// Makes the next update use the caller's t, even after lagged updates. Call this after restoring
 /// moments.

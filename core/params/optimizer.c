@@ -220,6 +220,10 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
                      name, update->update_clip, update->spike_clip);
   if (update->update_clip > 0 && !update->norms)
     return error_set(ENG_ERR_VALUE, "%s: update_clip needs norms (eng_update.norms)", name);
+  if (update->lagged && !state->set->newest)
+    return error_set(ENG_ERR_STATE,
+                     "%s: a lagged update needs gradient statistics, and none were requested; "
+                     "hint: lagged = false", name);
   if (update->norms && update->lagged && backend_current()->gradstats_start)
     return error_set(ENG_ERR_DEVICE,
                      "%s: the device %s computes no norms of lagged updates; hint: lagged = false",

@@ -185,7 +185,6 @@ bool params_lagged_factor(double *factor, const eng_params *set, double gradient
 {
   const pending_stats *p = set->newest;
   *factor = gradient_factor;
-  if (!p) return true;
   if (p->overflow) return false;
   *factor = clip_factor(gradient_factor, sqrt(p->sum_squares) * gradient_factor, clip_norm);
   return true;
