@@ -13,7 +13,7 @@ void       eng_file_unmap(eng_mapping *mapping);
 
 /// Replaces a file as a whole: writes a temporary file next to it, syncs that file, then renames
 /// it. A reader of `path` finds the old contents or the new ones, even after a crash. On an error
-/// the old file is unchanged.
+/// the old file is unchanged, unless only the final sync of the directory failed.
 eng_status eng_file_write(const char *path, const void *data, int64_t size);
 /// Computes the CRC-32C and the size in bytes of a file.
 eng_status eng_file_checksum(uint32_t *crc, int64_t *size, const char *path);
@@ -94,8 +94,8 @@ eng_status eng_safetensors_add(eng_safetensors_writer *writer, const char *name,
 eng_status eng_safetensors_annotate(eng_safetensors_writer *writer, const char *key,
                                     const char *value);
 /// Writes a temporary file, syncs it and renames it to the path. *crc (unless NULL) receives the
-/// file's CRC-32C. Always frees the writer. On an error the old file is unchanged and no temporary
-/// file remains.
+/// file's CRC-32C. Always frees the writer. On an error no temporary file remains, and the
+/// old file is unchanged, unless only the final sync of the directory failed.
 eng_status eng_safetensors_commit(eng_safetensors_writer *writer, uint32_t *crc);
 /// Frees a writer that was not committed. NULL is allowed.
 void       eng_safetensors_abort(eng_safetensors_writer *writer);

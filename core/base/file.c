@@ -22,7 +22,7 @@ static eng_status io_error(const char *what, const char *path)
 {
   int code = errno;
   const char *hint = code == ENOSPC || code == EDQUOT || code == EFBIG
-                       ? "; hint: free some space; the old file is unchanged"
+                       ? "; hint: free some space"
                      : code == EACCES || code == EPERM || code == EROFS
                        ? "; hint: check the permissions"
                        : "";
@@ -127,7 +127,7 @@ eng_status file_writer_put(file_writer *writer, const void *data, int64_t size)
     if (wrote < 0 && errno == EINTR) continue;
     if (wrote <= 0) {
       if (wrote == 0) errno = ENOSPC;
-      eng_status status = io_error("write", writer->path);
+      eng_status status = io_error("write (the old file is unchanged)", writer->path);
       file_writer_abort(writer);
       return status;
     }
@@ -141,12 +141,14 @@ eng_status file_writer_commit(file_writer *writer)
 {
   if (writer->fd < 0) return error_set(ENG_ERR_STATE, "file_writer_commit: no file is open");
   eng_status status = ENG_OK;
-  if (fsync(writer->fd) != 0) status = io_error("sync", writer->path);
+  if (fsync(writer->fd) != 0)
+    status = io_error("sync (the old file is unchanged)", writer->path);
   int closed = close(writer->fd);
   writer->fd = -1;
-  if (status == ENG_OK && closed != 0) status = io_error("close", writer->path);
+  if (status == ENG_OK && closed != 0)
+    status = io_error("close (the old file is unchanged)", writer->path);
   if (status == ENG_OK && rename(writer->temporary, writer->path) != 0)
-    status = io_error("put the new file in place", writer->path);
+    status = io_error("put the new file in place (the old one is unchanged)", writer->path);
   if (status == ENG_OK) {
     status = sync_parent(writer->path);
     free(writer->temporary);

@@ -36,7 +36,7 @@ describe("files", function()
     check(C.eng_file_write(dir .. "/a", "newer", 5))
     assert.are.equal("newer", scratch.read(dir .. "/a"))
     scratch.with_file_limit(4096, function() fails(C.eng_file_write(dir .. "/a", ("x"):rep(10000),
-      10000), "a: cannot write: .*the old file is unchanged") end)
+      10000), "a: cannot write %(the old file is unchanged%): .*; hint: free some space$") end)
     assert.are.equal("newer", scratch.read(dir .. "/a"))
     assert.are.same({ "a" }, scratch.names(dir))
     fails(C.eng_file_write(dir .. "/no/a", "", 0),
