@@ -207,6 +207,22 @@ describe("views of a history", function()
     scratch.remove(dir2)
   end)
 
+  it("keep the step of an inf where a later step of the column has a larger gradient", function()
+    local dir2 = scratch.make()
+    local other = history.open(dir2, { write = true })
+    other:set_parameters { { name = "a.weight", shape = { 10, 10 } } }
+    for step = 1, 2 do
+      append(other, step)
+      ffi.fill(stats, ffi.sizeof(stats))
+      stats[0].count, stats[0].amax, stats[0].inf = 100, step, step == 1 and 1 or 0
+      other:append_tensors(step, stats, 1)
+    end
+    local cell = require("engine.report.layers").read(other, { points = 1 }).cells[1][1]
+    assert.same({ 2, 1 }, { cell.amax, cell.step })
+    other:close()
+    scratch.remove(dir2)
+  end)
+
   it("show one tensor, and suggest the nearest name for an unknown one", function()
     local t = h:tensor "blocks.2.mlp.weight"
     assert.equal("blocks.2.mlp.weight", t.name)

@@ -6,7 +6,7 @@
 --   l.cells[k][i]           { amax, inf, nan, count, zeros, underflow, overflows, step, room } of
 --                           the gradients as stored (times the scale); nil if the column has no
 --                           recorded step. overflows: the number of recorded steps with inf or nan;
---                           step: the step of the amax or, if later, the last step with inf or nan;
+--                           step: the last step with inf or nan, else the step of the amax;
 --                           room: by how many bits the amax is below its format's overflow limit
 --   l.rows, l.steps[n]      the number of rows read, and their steps
 --   l.hists[k][exponent]    how many elements have this exponent, in all rows together
@@ -183,7 +183,9 @@ function M.read(h, options)
           result.cells[k][column] = cell
         end
         local inf, nan = tonumber(s.inf), tonumber(s.nan)
-        if s.amax > cell.amax then cell.amax, cell.step = s.amax, step end
+        if s.amax > cell.amax then
+          cell.amax, cell.step = s.amax, cell.bad_row and cell.step or step
+        end
         if s.amax > 0 then
           local bits = math.log(limits[id] / s.amax) / math.log(2)
           cell.room = math.min(cell.room or bits, bits)

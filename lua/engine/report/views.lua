@@ -401,7 +401,7 @@ local function parameter_of(h, name)
 end
 
 -- Returns the recorded steps of a parameter to show. If there are more than `points`, returns one
--- for each column: the step with the largest value or, if later, the last step with inf or nan.
+-- for each column: the last step with inf or nan, else the step with the largest value.
 local function steps_of(h, parameter, points, options)
   local l = layers.read(h, { only = parameter.name, from = options.from, to = options.to,
     points = points, hists = false })
