@@ -35,7 +35,7 @@ eng_status history_check(sqlite3 *db, const char *path, bool *fresh)
   if (code == SQLITE_OK) code = pragma_int(db, "PRAGMA application_id", &application);
   if (code == SQLITE_OK) code = pragma_int(db, "PRAGMA user_version", &version);
   if (code == SQLITE_NOTADB || code == SQLITE_CORRUPT)
-    return error_set(ENG_ERR_FORMAT, "history %s: is not a history, or is damaged: %s", path,
+    return error_set(ENG_ERR_FORMAT, "history %s is not a history, or is damaged: %s", path,
                      sqlite3_errmsg(db));
   if (code != SQLITE_OK)
     return error_set(ENG_ERR_IO, "history %s: cannot read: %s", path, sqlite3_errmsg(db));
@@ -43,19 +43,19 @@ eng_status history_check(sqlite3 *db, const char *path, bool *fresh)
   if (fresh != NULL && *fresh) return ENG_OK;
   if (tables == 0 && application == 0)
     return error_set(ENG_ERR_FORMAT,
-                     "history %s: is empty: its run has just begun, or ended before the first row "
+                     "history %s is empty: its run has just begun, or ended before the first row "
                      "was written", path);
   if (application != HISTORY_APPLICATION)
     return error_set(ENG_ERR_FORMAT,
                      "history %s: expected a history, found another SQLite database", path);
   if (programs > 0)
     return error_set(ENG_ERR_FORMAT,
-                     "history %s: has views, triggers or computed columns; a history has "
+                     "history %s has views, triggers or computed columns; a history has "
                      "plain tables only",
                      path);
   if (version > HISTORY_SCHEMA)
     return error_set(ENG_ERR_FORMAT,
-                     "history %s: was written by a newer engine (schema %lld, this one knows %d); "
+                     "history %s was written by a newer engine (schema %lld, this one knows %d); "
                      "hint: update the engine",
                      path, (long long)version, HISTORY_SCHEMA);
   return ENG_OK;

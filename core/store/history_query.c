@@ -182,7 +182,7 @@ eng_status eng_query_next(bool *row, eng_query *query)
   for (int i = 0; code == SQLITE_ROW && i < sqlite3_column_count(query->statement); i++) {
     const char *why = damage(query->statement, i);
     if (why != NULL)
-      return error_set(ENG_ERR_FORMAT, "history %s: is damaged: a value of the column '%s' is %s",
+      return error_set(ENG_ERR_FORMAT, "history %s is damaged: a value of the column '%s' is %s",
                        query->path, sqlite3_column_name(query->statement, i), why);
   }
   *row = code == SQLITE_ROW;

@@ -246,7 +246,7 @@ describe("several runs", function()
     for _, words in ipairs { "plot a1 bad head", "report a1 head bad" } do
       local result = inside(words)
       assert.equal(0, result.code, result.err)
-      assert.matches("bad: left out, history runs/bad/history.db: is not a history", result.err, 1,
+      assert.matches("bad: left out, history runs/bad/history.db is not a history", result.err, 1,
         true)
       assert.matches("head: left out, [^\n]*malformed", result.err)
     end

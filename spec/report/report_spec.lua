@@ -206,7 +206,7 @@ describe("a run's commands", function()
       inside("plot a --colums loss").err, 1, true)
     assert.equal("engine plot: cannot write /nowhere/x.svg: No such file or directory\n",
       inside("plot a --svg /nowhere/x.svg").err)
-    assert.matches("^engine plot: history runs/broken/history.db: is not a history",
+    assert.matches("^engine plot: history runs/broken/history.db is not a history",
       inside("plot broken").err)
   end)
 

@@ -437,7 +437,7 @@ describe("a damaged history", function()
       ["UPDATE steps SET action = x'00' WHERE step = 5"] = "'action' is not text",
     } do
       after(sql)
-      fails("history.db: is damaged: a value of the column " .. text, function()
+      fails("history.db is damaged: a value of the column " .. text, function()
         local h = history.open(dir)
         local good, message = pcall(h.steps, h, -10)
         h:close()
@@ -532,7 +532,7 @@ describe("opening a history", function()
     -- PRAGMA user_version is the big-endian number at byte 60 of the file.
     scratch.write(dir .. "/history.db", bytes:sub(1, 60) .. "\0\0\0\99" .. bytes:sub(65))
     for _, options in ipairs { {}, { write = true } } do
-      refused(dir, options, "history.db: was written by a newer engine %(schema 99, this one " ..
+      refused(dir, options, "history.db was written by a newer engine %(schema 99, this one " ..
         "knows 2%); hint: update the engine$")
     end
   end)

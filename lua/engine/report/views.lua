@@ -420,7 +420,7 @@ end
 local function tensor_at(h, parameter, step)
   local t = (h:tensors(step) or {})[parameter.id + 1]
   if not t then
-    error(("history %s: is damaged: step %d has no statistics of %s"):format(h.path, step,
+    error(("history %s is damaged: step %d has no statistics of %s"):format(h.path, step,
       parameter.name), 0)
   end
   local at = h:query("SELECT scale FROM steps WHERE step = ? ORDER BY attempt DESC LIMIT 1",

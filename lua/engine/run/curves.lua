@@ -192,7 +192,7 @@ function M.totals(h)
   for _, key in ipairs { "rows", "overflows", "skipped", "failed", "tokens" } do
     sum[key] = (a[key] or 0) + (b[key] or 0)
     if not (sum[key] >= 0 and sum[key] < math.huge) then
-      error(("history %s: is damaged: the blocks' '%s' sum to %g"):format(h.path, key, sum[key]), 0)
+      error(("history %s is damaged: the blocks' '%s' sum to %g"):format(h.path, key, sum[key]), 0)
     end
   end
   return sum

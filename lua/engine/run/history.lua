@@ -271,7 +271,7 @@ local function expect(h, row, kind, fields, optional)
   for _, name in ipairs(fields) do
     local value = row[name]
     if type(value) ~= kind and not (optional and value == nil) then
-      error(("history %s: is damaged: expected a %s in '%s', got a %s"):format(h.path, kind, name,
+      error(("history %s is damaged: expected a %s in '%s', got a %s"):format(h.path, kind, name,
         type(value)), 0)
     end
   end

@@ -28,7 +28,7 @@ local function facts_of(h, policy)
       older and ", and an older engine wrote it" or ""), 0)
   end
   if not h:has "fp8" then
-    error(("history %s: is damaged: it has FP8 layers and no table fp8 with their meters"):format(
+    error(("history %s is damaged: it has FP8 layers and no table fp8 with their meters"):format(
       h.path), 0)
   end
   return facts
