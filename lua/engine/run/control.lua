@@ -226,7 +226,7 @@ function commands.checkpoint(self) return self.trainer.run_files:save() end
 function commands.stop(self, request)
   self.stopping = type(request.reason) == "string" and show.cut(show.shown(request.reason), 200)
     or "requested by an attached client"
-  return "the run ends after this step"
+  return "the run ends now"
 end
 
 -- ------------------------------------------------------------------ serving
