@@ -50,11 +50,10 @@ return {
           table.remove(peaks, 1)
           table.remove(peaks, 1)
         end
-        scales[name] = peaks[2]
+        scales[name] = math.max(2^-125, peaks[2])
       end
     end
-    -- 2^-126 is the value of tensors without a history, which `scales` leaves out. No amax may be
-    -- equal to it.
+    -- 2^-126 is the value of tensors without a history, which `scales` leaves out.
     return { scale = 2^-126, scales = scales }
   end,
 }

@@ -419,6 +419,18 @@ describe("policy rerun", function()
   end)
 end)
 
+describe("policy fp8_delayed", function()
+  it("scales a tensor whose amax is the value of tensors without a scale", function()
+    local p = engine.policy.load("fp8_delayed", nil, "fp8")
+    p:tensors({ "a:x" }, { 1 }, { "a:x" }, true)
+    local stats, record = M_ffi.new("eng_tensor_stats[1]"), M_ffi.new("eng_record")
+    record.scale, record.first_bad = 1, -1
+    stats[0].relative_scale, stats[0].amax = 1, 2 ^ -126
+    assert.are.equal(0, p:decide(record, stats).failed)
+    assert.are.equal(2 ^ -125, p:group_scale(1))
+  end)
+end)
+
 describe("policy fp8_lm", function()
   local NAMES = { "a:x", "a:w", "a:dy" }
 
