@@ -27,6 +27,7 @@ cuda_fault_record *cuda_fault(void) { return card.fault; }
 eng_status cuda_status(cudaError_t result, const char *what)
 {
   if (result == cudaSuccess) return ENG_OK;
+  cudaGetLastError();
   if (result == cudaErrorMemoryAllocation)
     return error_set(
       ENG_ERR_MEMORY,

@@ -28,7 +28,8 @@ cudaStream_t cuda_stream(void);
 int cuda_multiprocessors(void);
 int cuda_capability(void);
 
-/// Returns ENG_OK, or an error that contains `what` and CUDA's own message.
+/// Returns ENG_OK, or an error that contains `what` and CUDA's own message. Clears CUDA's last
+/// error, so that CUDA_LAUNCHED does not report it again.
 eng_status cuda_status(cudaError_t result, const char *what);
 
 /// Takes and frees memory for a kernel's intermediate results. Free it before the host function
@@ -97,14 +98,7 @@ eng_status cuda_fault_told(const cuda_fault_record *seen);
   } while (0)
 /// Use after a launch: returns an error if the launch configuration is invalid. An error inside the
 /// kernel appears at the next wait.
-#define CUDA_LAUNCHED(name)                        \
-  do {                                             \
-    cudaError_t cuda_try_ = cudaPeekAtLastError(); \
-    if (cuda_try_ != cudaSuccess) {                \
-      cudaGetLastError();                          \
-      return cuda_status(cuda_try_, name);         \
-    }                                              \
-  } while (0)
+#define CUDA_LAUNCHED(name) ENG_TRY(cuda_status(cudaPeekAtLastError(), name))
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>

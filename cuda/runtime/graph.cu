@@ -66,6 +66,7 @@ void *cuda_capture_keep(const void *bytes, int64_t size)
 {
   kept_piece *piece = (kept_piece *)malloc(sizeof *piece);
   if (!piece || cudaMallocHost(&piece->memory, (size_t)size) != cudaSuccess) {
+    cudaGetLastError();
     free(piece);
     error_set(ENG_ERR_MEMORY, "graph: out of pinned memory for %lld bytes; hint: graph=false",
               (long long)size);
