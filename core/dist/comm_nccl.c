@@ -43,8 +43,9 @@ static eng_status load(void)
   static const char *const names[] = NCCL_NAMES;
   if (nccl.library) return ENG_OK;
   // specs select a library that needs no card
-  const char *other = getenv("ENGINE_NCCL_LIBRARY"),
-             *name = other && *other ? other : "libnccl.so.2";
+  const char *other = getenv("ENGINE_NCCL_LIBRARY");
+  if (other && !*other) other = NULL;
+  const char *name = other ? other : "libnccl.so.2";
   void *library = plugin_library(name, RTLD_LOCAL);
   if (!library)
     return error_set(ENG_ERR_LIBRARY, "cannot load %s (%s)", name,
