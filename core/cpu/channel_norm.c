@@ -154,8 +154,9 @@ static eng_status open(channel_norm *s, int64_t *bytes)
   int64_t partial = padded(s->samples * s->blocks * PARTS * s->channels);
   *bytes = (partial + s->samples * 4 * s->channels) * (int64_t)sizeof(float);
   s->partial = arena_alloc(ARENA_SCRATCH, *bytes);
+  if (!s->partial) return ENG_ERR_MEMORY;
   s->factor = s->partial + partial;
-  return s->partial ? ENG_OK : ENG_ERR_MEMORY;
+  return ENG_OK;
 }
 
 static void run_blocks(const channel_norm *s, task_body *body)

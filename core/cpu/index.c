@@ -165,8 +165,9 @@ static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, con
 {
   int64_t bytes = (a.size + 1 + ids->n) * (int64_t)sizeof(int64_t);
   // start [size + 1]: where the positions of each v begin in `order` [n]
-  int64_t *start = arena_alloc(ARENA_SCRATCH, bytes), *order = start + a.size + 1;
+  int64_t *start = arena_alloc(ARENA_SCRATCH, bytes);
   if (!start) return ENG_ERR_MEMORY;
+  int64_t *order = start + a.size + 1;
   memset(start, 0, (size_t)(a.size + 1) * sizeof(int64_t));
   for (int64_t k = 0; k < ids->n; k++) start[ids->at[k]]++;
   for (int64_t v = 0, sum = 0; v <= a.size; v++) {   // turns the counts in `start` into ends
