@@ -94,7 +94,8 @@ static void bound_threads(void)
 {
   int asked = omp_get_max_threads();
   if (asked <= ENG_THREADS_MAX) return;
-  omp_set_num_threads(omp_get_num_procs());
+  int cores = omp_get_num_procs();
+  omp_set_num_threads(cores < ENG_THREADS_MAX ? cores : ENG_THREADS_MAX);
   fprintf(stderr, "engine: OMP_NUM_THREADS: expected 1 to %d, got %d; using %d\n", ENG_THREADS_MAX,
           asked, omp_get_max_threads());
 }
