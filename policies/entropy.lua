@@ -21,10 +21,8 @@ return {
   },
 
   init = function(options)
-    if not (options.least > 0 and options.high >= options.low and options.decay >= 0
-      and options.decay < 1) then
-      error("expected least > 0, low <= high and decay in [0, 1)", 0)
-    end
+    check.expect(options, options.least > 0 and options.high >= options.low and options.decay >= 0
+      and options.decay < 1, "least > 0, low <= high and decay in [0, 1)")
     return { scale = options.init_scale, base = options.init_scale, good = 0 }
   end,
 

@@ -16,10 +16,9 @@ return {
   },
 
   init = function(options)
-    if not (options.backoff_factor > 0 and options.backoff_factor < 1 and options.growth_factor > 1
-      and options.min_scale <= options.max_scale) then
-      error("expected backoff_factor in (0, 1), growth_factor > 1 and min_scale <= max_scale", 0)
-    end
+    check.expect(options, options.backoff_factor > 0 and options.backoff_factor < 1 and
+      options.growth_factor > 1 and options.min_scale <= options.max_scale,
+      "backoff_factor in (0, 1), growth_factor > 1 and min_scale <= max_scale")
     return { scale = options.init_scale, good = 0, stuck = 0 }
   end,
 

@@ -11,7 +11,7 @@ return {
   needs   = { "tensors", "underflow" },
   options = { snr = 20, underflow = 0.1, clipped = 0.01, pause = 200, grow = 2, longest = 10000 },
   init = function(options)
-    if options.pause < 1 or options.grow < 1 then error("expected pause and grow >= 1", 0) end
+    check.expect(options, options.pause >= 1 and options.grow >= 1, "pause and grow >= 1")
     return { scale = 1, step = 0, back = {}, pause = {} }
   end,
   decide = function(state, record, options)

@@ -24,10 +24,9 @@ return {
   },
 
   init = function(options)
-    if not (options.backoff_factor > 0 and options.backoff_factor < 1 and options.growth_factor > 1
-      and options.clip > 0) then
-      error("expected backoff_factor in (0, 1), growth_factor > 1 and clip > 0", 0)
-    end
+    check.expect(options, options.backoff_factor > 0 and options.backoff_factor < 1 and
+      options.growth_factor > 1 and options.clip > 0,
+      "backoff_factor in (0, 1), growth_factor > 1 and clip > 0")
     return { scale = options.init_scale, good = 0, bad = 0, pause = 0 }
   end,
 

@@ -19,9 +19,8 @@ return {
   },
 
   init = function(options)
-    if not (options.period >= 1 and options.threshold >= 0 and options.threshold < 1) then
-      error("expected period >= 1 and threshold in [0, 1)", 0)
-    end
+    check.expect(options, options.period >= 1 and options.threshold >= 0 and options.threshold < 1,
+      "period >= 1 and threshold in [0, 1)")
     return { scale = options.init_scale, above = 0, below = 0, steps = 0, wait = 0 }
   end,
 

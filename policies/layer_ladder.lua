@@ -11,9 +11,8 @@ return {
   needs   = { "tensors" },
   options = { snr = 12, snr_high = 20, rungs = 2, pause = 200, grow = 2, longest = 10000 },
   init = function(options)
-    if options.pause < 1 or options.grow < 1 or options.rungs < 1 then
-      error("expected pause, grow and rungs >= 1", 0)
-    end
+    check.expect(options, options.pause >= 1 and options.grow >= 1 and options.rungs >= 1,
+      "pause, grow and rungs >= 1")
     return { scale = 1, step = 0, rung = {}, pause = {}, down = {} }
   end,
   decide = function(state, record, options)

@@ -24,10 +24,8 @@ return {
   },
 
   init = function(options)
-    if not (options.target > 0 and options.up > 1 and options.forget > 0
-      and options.forget <= 1) then
-      error("expected target > 0, up > 1 and forget in (0, 1]", 0)
-    end
+    check.expect(options, options.target > 0 and options.up > 1 and options.forget > 0 and
+      options.forget <= 1, "target > 0, up > 1 and forget in (0, 1]")
     return { scale = options.init_scale, layers = {}, row = 0 }
   end,
 

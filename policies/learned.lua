@@ -19,10 +19,8 @@ return {
   },
 
   init = function(options)
-    if not (options.rate > 0 and options.momentum >= 0 and options.momentum < 1
-      and options.share > 0) then
-      error("expected rate > 0, momentum in [0, 1) and share > 0", 0)
-    end
+    check.expect(options, options.rate > 0 and options.momentum >= 0 and options.momentum < 1 and
+      options.share > 0, "rate > 0, momentum in [0, 1) and share > 0")
     return { scale = options.init_scale, speed = 0 }
   end,
 

@@ -20,10 +20,8 @@ return {
   },
 
   init = function(options)
-    if not (options.beta1 >= 0 and options.beta1 < 1 and options.beta2 >= 0
-      and options.beta2 < 1) then
-      error("expected beta1 and beta2 in [0, 1)", 0)
-    end
+    check.expect(options, options.beta1 >= 0 and options.beta1 < 1 and options.beta2 >= 0 and
+      options.beta2 < 1, "beta1 and beta2 in [0, 1)")
     return { scale = options.init_scale, mean = 0, square = 0, weight1 = 0, weight2 = 0, seen = 0 }
   end,
 

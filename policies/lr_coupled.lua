@@ -17,10 +17,8 @@ return {
   },
 
   init = function(options)
-    if not (options.growth_interval >= options.least and options.least >= 1
-      and options.jump > 1) then
-      error("expected growth_interval >= least >= 1 and jump > 1", 0)
-    end
+    check.expect(options, options.growth_interval >= options.least and options.least >= 1 and
+      options.jump > 1, "growth_interval >= least >= 1 and jump > 1")
     return { scale = options.init_scale, good = 0, peak = 0, lr = 0 }
   end,
 

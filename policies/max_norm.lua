@@ -20,10 +20,8 @@ return {
   },
 
   init = function(options)
-    if not (options.target > 0 and options.bold >= options.target
-      and options.high > options.low) then
-      error("expected 0 < target <= bold and low < high", 0)
-    end
+    check.expect(options, options.target > 0 and options.bold >= options.target and options.high >
+      options.low, "0 < target <= bold and low < high")
     return { scale = options.init_scale, target = options.target }
   end,
 

@@ -28,10 +28,9 @@ return {
   },
 
   init = function(options)
-    if not (options.target > 0 and options.decay >= 0 and options.decay < 1 and options.growth > 1
-      and options.backoff > 0 and options.backoff < 1) then
-      error("expected target > 0, decay in [0, 1), growth > 1 and backoff in (0, 1)", 0)
-    end
+    check.expect(options, options.target > 0 and options.decay >= 0 and options.decay < 1 and
+      options.growth > 1 and options.backoff > 0 and options.backoff < 1,
+      "target > 0, decay in [0, 1), growth > 1 and backoff in (0, 1)")
     if options.limit ~= "after" and options.limit ~= "before" then
       error("limit must be after or before, got " .. options.limit, 0)
     end

@@ -22,10 +22,8 @@ return {
   },
 
   init = function(options)
-    if not (options.high > options.low and options.low > 0 and options.ref_every >= 1
-      and options.ref_every % 1 == 0) then
-      error("expected high > low > 0, and ref_every to be a whole number of steps", 0)
-    end
+    check.expect(options, options.high > options.low and options.low > 0 and options.ref_every >= 1
+      and options.ref_every % 1 == 0, "high > low > 0, and ref_every to be a whole number of steps")
     return { scale = options.init_scale, log_ratio = 0 }
   end,
 

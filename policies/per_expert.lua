@@ -19,9 +19,8 @@ return {
   },
 
   init = function(options)
-    if not (options.target > 0 and options.forget > 0 and options.forget <= 1) then
-      error("expected target > 0 and forget in (0, 1]", 0)
-    end
+    check.expect(options, options.target > 0 and options.forget > 0 and options.forget <= 1,
+      "target > 0 and forget in (0, 1]")
     return { scale = options.init_scale, good = 0, experts = {} }
   end,
 

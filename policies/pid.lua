@@ -20,9 +20,8 @@ return {
   },
 
   init = function(options)
-    if not (options.target > 0 and options.ki >= 0 and options.most > 0 and options.shock > 0) then
-      error("expected target, most and shock > 0 and ki >= 0", 0)
-    end
+    check.expect(options, options.target > 0 and options.ki >= 0 and options.most > 0 and
+      options.shock > 0, "target, most and shock > 0 and ki >= 0")
     return { scale = options.init_scale, change = 0 }
   end,
 

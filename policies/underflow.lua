@@ -20,9 +20,8 @@ return {
   },
 
   init = function(options)
-    if not (options.limit > 0 and options.limit < 1 and options.patience >= 1) then
-      error("expected limit in (0, 1) and patience >= 1", 0)
-    end
+    check.expect(options, options.limit > 0 and options.limit < 1 and options.patience >= 1,
+      "limit in (0, 1) and patience >= 1")
     return { scale = options.init_scale, since = options.patience, room = 1 }
   end,
 

@@ -5,6 +5,9 @@
 #include "policy_vm.h"
 
 #include <math.h>
+#include <string.h>
+
+#define WORD "abcdefghijklmnopqrstuvwxyz_0123456789"
 
 // Returns whether the options at `index` have strict=false.
 static bool is_lenient(lua_State *L, int index)
@@ -93,6 +96,32 @@ static int check_trap(lua_State *L)
   luaL_checkstring(L, 3);
   lua_settop(L, 3);
   return lua_toboolean(L, 2) ? refuse_strictly(L) : 0;
+}
+
+// check.expect(options, condition, text): unless `condition` is true, raises an error: "expected
+// TEXT, got NAME = VALUE, ..." with the numeric options that the text names.
+static int check_expect(lua_State *L)
+{
+  const char *at = luaL_checkstring(L, 3), *before = ", got ";
+  luaL_checktype(L, 1, LUA_TTABLE);
+  if (lua_toboolean(L, 2)) return 0;
+  policy_open_constant(L, 1);
+  lua_settop(L, 3);
+  lua_pushfstring(L, "expected %s", at);
+  while (*(at += strcspn(at, WORD))) {
+    lua_pushlstring(L, at, strspn(at, WORD));
+    lua_pushvalue(L, 5);
+    lua_rawget(L, 1);
+    if (lua_type(L, 6) == LUA_TNUMBER) {
+      lua_pushfstring(L, "%s%s%s = %f", lua_tostring(L, 4), before, lua_tostring(L, 5),
+                      lua_tonumber(L, 6));
+      lua_replace(L, 4);
+      before = ", ";
+    }
+    lua_settop(L, 4);
+    at += strspn(at, WORD);
+  }
+  return lua_error(L);
 }
 
 // check.count(options, name [, consequence]): refuses an option that is not a whole number of at
@@ -218,7 +247,8 @@ void policy_checks_open(lua_State *L)
   static const luaL_Reg changes[] = {
     {"rescale", rescale}, {"back_off", back_off}, {"grow", grow}, {NULL, NULL}};
   static const luaL_Reg checks[] = {
-    {"trap", check_trap}, {"count", check_count}, {"floor", check_floor}, {NULL, NULL}};
+    {"trap", check_trap},   {"expect", check_expect}, {"count", check_count},
+    {"floor", check_floor}, {NULL, NULL}};
   static const struct { const char *name; range range; } ranges[] = {
     {"positive", POSITIVE}, {"float32", FLOAT32}, {"not_negative", NOT_NEGATIVE},
     {"factor", FACTOR},     {"share", SHARE},     {"steps", STEPS}};

@@ -519,6 +519,13 @@ describe("helpers shared by scalers", function()
       "p.lua: scale must lie strictly between 0 and 1, got 1")
     assert.has_error(function() init("check.positive(options, 'scale')", { scale = 0 / 0 }) end,
       "p.lua: scale must be a positive finite number, got nan")
+    init("check.expect(options, true, 'scale > 1')", { scale = 0 })
+    assert.has_error(function() init("check.expect(options, false, 'scale > interval > 1')",
+      { scale = 0.5, interval = 2 }) end,
+      "p.lua: expected scale > interval > 1, got scale = 0.5, interval = 2")
+    assert.has_error(function() engine.policy.load "bandit:period=0" end,
+      "policies/bandit.lua: expected period >= 1 and discount in (0, 1], got period = 0, " ..
+      "discount = 0.95")
     local p = load("return { options = { a = 0.1, b = 7 }, init = function(o) local a, b = " ..
       "check.float32(o, 'a', 'b') return { scale = a * 2^27 + b } end, "
       .. "decide = function(state) return state.scale end }")
