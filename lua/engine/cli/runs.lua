@@ -26,8 +26,8 @@ end
 local function ended_text(run)
   local text = show.cut(show.shown((run.ended:gsub(": the policy failed.*", ""))), 60)
   if run.how == "running" then
-    text = ("running, %d %% of %s steps"):format(100 * (run.last + 1) / (run.steps or run.last + 1),
-      show.grouped(run.steps or 0))
+    text = run.steps and ("running, %d %% of %s steps"):format(100 * (run.last + 1) / run.steps,
+      show.grouped(run.steps)) or "running"
   end
   if run.failed_shadows > 0 then
     text = ("%s, %s failed"):format(text, show.counted(run.failed_shadows, "shadow"))
