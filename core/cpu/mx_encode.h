@@ -50,6 +50,8 @@ VF_INLINE void encode(vf y, vf u, const bool random, bool nan, const mx_format f
   *value = v;
 }
 
+enum { WORD_LINE = 128 };
+
 /// Elements that encode_strip turns into codes: a row of x within a tile or, if each column is a
 /// block, `rows` rows.
 typedef struct strip {
@@ -61,7 +63,7 @@ typedef struct strip {
   int      wide;             // columns of a block; 0: each column is a block
   const float *factor;       // per block: multiplies its elements before rounding
   const float *unit;         // per block: the value of its scale
-  const uint32_t *word;      // random words, or NULL
+  const uint32_t *word;      // random words, in rows of WORD_LINE, or NULL
   int      sr_bits;
   bool     nan;              // an element or a factor is NaN
   bool     exact;            // each code * scale is a bf16 number
@@ -72,10 +74,11 @@ typedef struct strip {
 VF_INLINE void encode_lanes(void *to, const strip *s, int r, int c, const int n, vf by, vf scale,
                             const bool values, const bool random, const mx_format f)
 {
+  const int32_t *word = (const int32_t *)s->word + r * WORD_LINE + c;
   vf y = vf_mul(vf_read(s->x, s->dtype, s->first + r * s->stride + c, n), by), u = vf_zero(), v;
   vi code;
   if (random)   // computes mx_uniform of each word
-    u = vf_mul(vi_to_vf(vi_shr(vi_load((const int32_t *)s->word + c), 32 - s->sr_bits)),
+    u = vf_mul(vi_to_vf(vi_shr(vi_load(word), 32 - s->sr_bits)),
                vf_from_bits(vi_set1((127 - s->sr_bits) << 23)));
   encode(y, u, random, s->nan, f, &code, &v);
   to = (char *)to + r * s->line;
@@ -161,12 +164,15 @@ VF_INLINE void encode_strip(void *to, const strip *s, const bool values, const b
 #if !defined(ENG_ISA_avx512) && !defined(ENG_ISA_avx2)
 static void encode_randomly(void *to, const strip *s, bool values, mx_format f)
 {
-  for (int c = 0; c < s->columns; c++) {
-    float y = get(s->x, s->dtype, s->first + c) * s->factor[c / s->wide];
-    uint8_t code = mx_code_stochastic(y, mx_uniform(s->word[c], s->sr_bits), f);
-    if (values) ((uint16_t *)to)[c] = bf16_from_f32(mx_value(code, f) * s->unit[c / s->wide]);
-    else ((uint8_t *)to)[c] = code;
-  }
+  for (int r = 0; r < s->rows; r++)
+    for (int c = 0; c < s->columns; c++) {
+      int j = s->wide ? c / s->wide : c;
+      float y = get(s->x, s->dtype, s->first + r * s->stride + c) * s->factor[j];
+      uint8_t code = mx_code_stochastic(y, mx_uniform(s->word[r * WORD_LINE + c], s->sr_bits), f),
+             *row = (uint8_t *)to + r * s->line;
+      if (values) ((uint16_t *)row)[c] = bf16_from_f32(mx_value(code, f) * s->unit[j]);
+      else row[c] = code;
+    }
 }
 #endif
 
@@ -178,14 +184,16 @@ static void encode_as(void *to, const strip *s, bool values, int64_t format)
     return;
   }
 #endif
-#define ENCODE(f)                                                           \
-  do {                                                                      \
-    if (values && s->word) encode_strip(to, s, true, false, true, f);       \
-    else if (values && s->wide) encode_strip(to, s, true, false, false, f); \
-    else if (values) encode_strip(to, s, true, true, false, f);             \
-    else if (s->word) encode_strip(to, s, false, false, true, f);           \
-    else if (s->wide) encode_strip(to, s, false, false, false, f);          \
-    else encode_strip(to, s, false, true, false, f);                        \
+#define ENCODE(f)                                                                \
+  do {                                                                           \
+    if (values && s->word && s->wide) encode_strip(to, s, true, false, true, f); \
+    else if (values && s->word) encode_strip(to, s, true, true, true, f);        \
+    else if (values && s->wide) encode_strip(to, s, true, false, false, f);      \
+    else if (values) encode_strip(to, s, true, true, false, f);                  \
+    else if (s->word && s->wide) encode_strip(to, s, false, false, true, f);     \
+    else if (s->word) encode_strip(to, s, false, true, true, f);                 \
+    else if (s->wide) encode_strip(to, s, false, false, false, f);               \
+    else encode_strip(to, s, false, true, false, f);                             \
   } while (0)
   // The parameters of the two most used formats are constants, which fold into the arithmetic.
   if (format == ENG_e4m3) ENCODE(mx_format_of(ENG_e4m3));

@@ -85,7 +85,6 @@ typedef struct side {
   const op_call *call;
   const void *x;
   int      dtype;            // of x
-  int64_t  stride;           // elements between rows of x
   int64_t  rows, columns;
   int64_t  down, wide;       // blocks along a column and along a row of the result
   int64_t  band;             // rows of x in a task
@@ -130,6 +129,30 @@ static void measure_row(float *amax, const void *x, int dtype, int64_t first, in
   else if (wide == 32) { MEASURE(32); }
   else { MEASURE(wide); }
 #undef MEASURE
+}
+
+// Finds the largest magnitude in each of n columns of x, n <= MOST, by comparing bits. A column has
+// `deep` elements. Writes whole vectors, so amax needs room for n rounded up to whole vectors.
+static void largest_in_columns(float *amax, const void *x, int dtype, int64_t first, int64_t stride,
+                               int deep, int n)
+{
+  uint16_t halves[MOST];
+  int c = 0;
+  for (; dtype != ENG_f32 && c + HALVES <= n; c += HALVES) {
+    vh top = {0};
+    const uint16_t *column = (const uint16_t *)x + first + c;
+    for (int k = 0; k < deep; k++) top = vh_larger(top, vh_load(column + k * stride) & 0x7FFF);
+    vh_store(halves + c, top);
+  }
+  for (int done = 0; done < c; done += VF_LANES)
+    vf_store(amax + done, vf_read(halves, dtype, done, VF_LANES));
+  for (; c < n; c += VF_LANES) {
+    vi top = {0};
+    for (int k = 0; k < deep; k++)
+      top = vi_larger_(top, magnitudes(vf_read(x, dtype, first + k * stride + c,
+                                                (int)smaller(VF_LANES, n - c))));
+    vf_store(amax + c, (vf)top);
+  }
 }
 
 // Returns the amax of a block whose tile holds NaN. The amax is NaN if the block itself holds NaN,
@@ -254,7 +277,8 @@ static void choose_scales(const side *s, const void *x, int64_t first, int64_t s
       code[j] = four_code[j], factor[j] = four_factor[j], unit[j] = four_unit[j];
 }
 
-// Does the work of choose_scales for n blocks, each of which is `deep` elements of a column of x.
+// Does the work of choose_scales for n blocks, each of which is `deep` elements of a column of a
+// tile, s->x.
 static void choose_columns(const side *s, int64_t first, int deep, const float *amax, int n,
                            uint8_t *code, float *factor, float *unit)
 {
@@ -267,7 +291,7 @@ static void choose_columns(const side *s, int64_t first, int deep, const float *
     vf six = vf_zero(), four = vf_zero(), whole = vf_set1(s->amax), by = vf_load(factor + c),
        scale = vf_load(unit + c), by4 = vf_load(four_factor + c), scale4 = vf_load(four_unit + c);
     for (int k = 0; k < deep; k++) {
-      vf value = vf_read(s->x, s->dtype, first + k * s->stride + c, (int)smaller(VF_LANES, n - c));
+      vf value = vf_read(s->x, s->dtype, first + k * MOST + c, (int)smaller(VF_LANES, n - c));
       six = vf_add(six, errors_of(value, by, scale, whole, squared));
       four = vf_add(four, errors_of(value, by4, scale4, whole, squared));
     }
@@ -296,11 +320,10 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
   // prefetches the next tile of a single row; the arithmetic of this tile hides the latency
   for (int c = 0; rows == 1 && c < columns; c += 64 / size)
     __builtin_prefetch((const char *)x + (first + columns + c) * size);
-  measure_row(amax, x, s->dtype, first, columns, wide);
-  for (int r = 1; r < rows; r++) {
-    measure_row(factor, x, s->dtype, first + r * stride, columns, wide);
-    for (int j = 0; j < blocks; j++)
-      amax[j] = f32_from((uint32_t)larger(f32_bits(amax[j]), f32_bits(factor[j])));
+  if (rows == 1) measure_row(amax, x, s->dtype, first, columns, wide);
+  else {
+    largest_in_columns(unit, x, s->dtype, first, stride, rows, columns);
+    measure_row(amax, unit, ENG_f32, 0, columns, wide);
   }
   uint32_t top = largest_of_floats(amax, blocks);
   for (int j = blocks; j % VF_LANES; j++) amax[j] = 1;       // fills the last vector
@@ -350,7 +373,7 @@ static void put_row(const side *s, uint8_t *q, int64_t at, const uint8_t *from, 
       memcpy(&two, from + 2 * i, 2);
       q[at / 2 + i] = (uint8_t)(two | two >> 4);
     }
-  else memcpy(q + element_bytes(s) * at, from, (size_t)(element_bytes(s) * n));
+  else stream(q + element_bytes(s) * at, from, (size_t)(element_bytes(s) * n));
 }
 
 // Returns the number of columns of a tile: the most whole blocks that fit in `most` columns.
@@ -387,60 +410,54 @@ static void band_task(const void *context, int64_t t)
       for (int c = 0; c < columns; c++)
         put_row(s, s->turn_q, (c0 + c) * s->rows + top, turn + c * line, rows);
     }
+  stream_end();
 }
 
-// Finds the largest magnitude in each of n columns of x, and updates *all with them. A column has
-// `deep` elements. With MX_FINITE, ignores NaN. Writes whole vectors, so amax needs room for n
-// rounded up to whole vectors. Returns whether the columns hold NaN.
+// Finds the scales' amaxes of n columns of a tile, s->x, and updates *all with them. A column has
+// `deep` elements. With MX_FINITE, ignores NaN. Returns whether the columns hold NaN.
 static bool measure_columns(float *amax, const side *s, found *all, int64_t first, int deep,
                             int n)
 {
-  bool finite = s->call->mx_quantize.flags & MX_FINITE, f32 = s->dtype == ENG_f32;
-  uint16_t halves[MOST];
-  int c = 0;
-  for (; !f32 && c + HALVES <= n; c += HALVES) {
-    vh top = {0};
-    const uint16_t *x = (const uint16_t *)s->x + first + c;
-    for (int k = 0; k < deep; k++) {
-      __builtin_prefetch(x + k * s->stride + MOST);    // the next tile
-      top = vh_larger(top, vh_load(x + k * s->stride) & 0x7FFF);
-    }
-    vh_store(halves + c, top);
-  }
-  for (int done = 0; done < c; done += VF_LANES)
-    vf_store(amax + done, vf_read(halves, s->dtype, done, VF_LANES));
-  for (; c < n; c += VF_LANES) {
-    vi top = {0};
-    for (int k = 0; k < deep; k++)
-      top = vi_larger_(top, magnitudes(vf_read(s->x, s->dtype, first + k * s->stride + c,
-                                                (int)smaller(VF_LANES, n - c))));
-    vf_store(amax + c, (vf)top);
-  }
+  bool finite = s->call->mx_quantize.flags & MX_FINITE;
+  largest_in_columns(amax, s->x, s->dtype, first, MOST, deep, n);
   uint32_t most = largest_of_floats(amax, n);
   if (most <= INFINITE) {
     all->top = (uint32_t)larger(all->top, most);
     return false;
   }
-  for (c = 0; c < n; c++)
-    amax[c] = amax_of_block(all, s->x, s->dtype, first + c, s->stride, deep, 1, finite);
+  for (int c = 0; c < n; c++)
+    amax[c] = amax_of_block(all, s->x, s->dtype, first + c, MOST, deep, 1, finite);
   return true;
+}
+
+// Computes the random words of rows [r0, r0 + rows) and columns [c0, c0 + deep) of the result, one
+// row of words for each column. `deep`, c0 and the result's columns are multiples of 4.
+static void column_words(uint32_t (*word)[WORD_LINE], const side *s, int64_t r0, int rows,
+                         int64_t c0, int deep)
+{
+  for (int k = 0; k < deep; k += 4)
+    for (int r = 0; r < rows; r += VF_LANES) {
+      int64_t element = (r0 + r) * s->columns + c0 + k;
+      philox_columns(word[k] + r, WORD_LINE, rng_seed(), s->random + (uint64_t)(element / 4),
+                     (uint32_t)(s->columns / 4));
+    }
 }
 
 // Does the work of quantize_tile for blocks of one row of the result, which are parts of columns of
 // x. Measures and rounds the blocks in the layout of x, so that only the codes or values are
-// transposed afterwards. Rows [r0, r0 + rows) and columns [c0, c0 + columns) are the result's. In
-// x, element (r0, c0) has the index `from`. `to` is [columns x rows], and its rows are MOST
-// elements apart.
-static void quantize_columns(const side *s, found *all, int64_t from, int64_t r0, int rows,
-                             int64_t c0, int columns, uint8_t *to)
+// transposed afterwards. Rows [r0, r0 + rows) and columns [c0, c0 + columns) are the result's; they
+// are all of x. `to` is [columns x rows], and its rows are MOST elements apart.
+static void quantize_columns(const side *s, found *all, int64_t r0, int rows, int64_t c0,
+                             int columns, uint8_t *to)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide;
   int64_t line = MOST * element_bytes(s);
   uint8_t code[MOST][MOST], turned[MOST][MOST];         // [block][row], and its transpose
+  uint32_t word[MOST][WORD_LINE];
   for (int j = 0; j < blocks; j++) {
     int deep = (int)smaller(wide, columns - j * wide);
-    int64_t first = from + j * wide * s->stride;
+    int64_t first = j * wide * MOST;
     float amax[MOST], factor[MOST], unit[MOST];
     int nan = measure_columns(amax, s, all, first, deep, rows), inexact = 0;
     if (mx_is_four_over_six(a->rule))
@@ -448,10 +465,12 @@ static void quantize_columns(const side *s, found *all, int64_t from, int64_t r0
     else scales_of(s, amax, rows, code[j], factor, unit, 1);
     for (int r = 0; r < rows; r++)
       nan |= factor[r] != factor[r], inexact |= !(unit[r] >= EXACT_UNIT);
+    if (a->sr_bits) column_words(word, s, r0, rows, c0 + j * wide, deep);
     encode_as(to + j * wide * line,
-              &(strip){.x = s->x, .dtype = s->dtype, .first = first, .stride = s->stride,
-                       .line = line, .rows = deep, .columns = rows, .factor = factor,
-                       .unit = unit, .nan = nan, .exact = !inexact},
+              &(strip){.x = s->x, .dtype = s->dtype, .first = first, .stride = MOST, .line = line,
+                       .rows = deep, .columns = rows, .factor = factor, .unit = unit,
+                       .word = a->sr_bits ? *word : NULL, .sr_bits = (int)a->sr_bits, .nan = nan,
+                       .exact = !inexact},
               a->flags & MX_VALUES, a->format);
   }
   turn_tile(turned, MOST, code, MOST, blocks, rows, 1);
@@ -467,47 +486,59 @@ static void pack_rows(uint8_t *tile, int rows)
       tile[k * MOST + c] = (uint8_t)(tile[2 * k * MOST + c] | tile[(2 * k + 1) * MOST + c] << 4);
 }
 
+// Copies columns [r0, r0 + rows) of `columns` rows of x, from row `first` on, to a tile with rows
+// of MOST elements.
+static void load_tile(uint8_t *tile, const side *s, int64_t first, int columns, int64_t r0,
+                      int rows)
+{
+  int64_t size = s->dtype == ENG_f32 ? 4 : 2;
+  for (int k = 0; k < columns; k++) {
+    const char *x = (const char *)s->x + ((first + k) * s->rows + r0) * size;
+    for (int64_t next = 0; next < MOST * size; next += 64)
+      __builtin_prefetch(x + MOST * size + next);
+    memcpy(tile + k * MOST * size, x, (size_t)(rows * size));
+  }
+}
+
 // Quantizes a band of rows of x, which become columns of the result.
 static void turned_task(const void *context, int64_t t)
 {
-  side part = *(const side *)context, *s = &part;
+  const side *s = context;
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   int64_t first = t * s->band, high = a->block_rows, step = tile_columns(MOST, high);
-  int columns = (int)smaller(s->band, s->columns - first), size = s->dtype == ENG_f32 ? 4 : 2;
+  int columns = (int)smaller(s->band, s->columns - first), bytes = element_bytes(s);
+  bool by_columns =
+    high == 1 && (!a->sr_bits || (s->columns % 4 == 0 && a->block_columns % 4 == 0));
   uint8_t tile[4 * MOST * MOST], turn[4 * MOST * MOST], line[2 * MOST * MOST];
   found none = {0}, *all = s->found ? &s->found[t] : &none;
-  if (s->rotation) s->x = tile, s->dtype = ENG_bf16, s->stride = MOST, size = 2;
+  side part = *s;
+  part.x = tile;
+  if (s->rotation) part.dtype = ENG_bf16;
   for (int64_t r0 = 0; r0 < s->rows; r0 += step) {
     int rows = (int)smaller(step, s->rows - r0);
+    int64_t at = r0 * s->columns + first;
     if (s->rotation) ISA_NAME(rotate_tile)(s->rotation, tile, first, columns, r0, rows);
-    if (high == 1 && !a->sr_bits) {
-      int bits = is_packed(s) ? 4 : 8 * element_bytes(s), bytes = columns * bits / 8;
-      for (int r = 0; r < rows; r++)                   // the result's rows are far apart
-        for (int at = 0; at < bytes; at += 64)
-          __builtin_prefetch(s->q + ((r0 + r) * s->columns + first) * bits / 8 + at, 1);
-      quantize_columns(s, all, s->rotation ? 0 : first * s->rows + r0, r0, rows, first, columns,
-                       line);
-      if (is_packed(s)) pack_rows(line, columns);
-      turn_tile(turn, MOST, line, MOST, is_packed(s) ? columns / 2 : columns, rows,
-                element_bytes(s));
+    else load_tile(tile, s, first, columns, r0, rows);
+    if (by_columns) {
+      int packed = is_packed(s) ? 2 : 1;
+      quantize_columns(&part, all, r0, rows, first, columns, line);
+      if (packed == 2) pack_rows(line, columns);
+      turn_tile(turn, MOST, line, MOST, columns / packed, rows, bytes);
       for (int r = 0; r < rows; r++)
-        memcpy(s->q + ((r0 + r) * s->columns + first) * bits / 8,
-               turn + r * element_bytes(s) * MOST, (size_t)bytes);
+        stream(s->q + (at + r * s->columns) * bytes / packed, turn + r * bytes * MOST,
+               (size_t)(columns * bytes / packed));
       continue;
     }
-    for (int k = 0; k < columns && !s->rotation; k++)
-      memcpy(tile + k * MOST * size, (const char *)s->x + ((first + k) * s->rows + r0) * size,
-             (size_t)(rows * size));
-    turn_tile(turn, MOST, tile, MOST, columns, rows, size);
+    turn_tile(turn, MOST, tile, MOST, columns, rows, part.dtype == ENG_f32 ? 4 : 2);
     for (int r = 0; r < rows; r += (int)high) {
       int deep = (int)smaller(high, rows - r);
-      quantize_tile(s, all, turn, r * MOST, MOST, r0 + r, deep, first, columns, line,
-                    element_bytes(s) * MOST);
+      quantize_tile(&part, all, turn, r * MOST, MOST, r0 + r, deep, first, columns, line,
+                    bytes * MOST);
       for (int k = 0; k < deep; k++)
-        put_row(s, s->q, (r0 + r + k) * s->columns + first, line + k * element_bytes(s) * MOST,
-                columns);
+        put_row(s, s->q, at + (r + k) * s->columns, line + k * bytes * MOST, columns);
     }
   }
+  stream_end();
 }
 
 // ------------------------------------------------------------------ the operations
@@ -523,7 +554,6 @@ static void set_shape(side *s, int64_t rows, int64_t columns)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   s->rows = rows, s->columns = columns;
-  s->stride = row_length(s->call->in[0]);
   s->down = (rows + a->block_rows - 1) / a->block_rows;
   s->wide = (columns + a->block_columns - 1) / a->block_columns;
   s->band = larger(1, BAND / a->block_rows) * a->block_rows;

@@ -44,6 +44,30 @@ VF_INLINE vu low64_(vu a, vu b)  { return (vu){a[0], a[1], b[0], b[1]}; }
 VF_INLINE vu high64_(vu a, vu b) { return (vu){a[2], a[3], b[2], b[3]}; }
 #endif
 
+/// Replaces the counters of VF_LANES blocks, word k of each in w[k], by the blocks' words.
+VF_INLINE void philox_rounds_(vu w[4], uint64_t seed)
+{
+  uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
+  for (int round = 0; round < 10; round++) {
+    vu low_a, high_a, low_b, high_b;
+    multiply_(w[0], 0xD2511F53u, &low_a, &high_a);
+    multiply_(w[2], 0xCD9E8D57u, &low_b, &high_b);
+    w[0] = high_b ^ w[1] ^ key0;
+    w[2] = high_a ^ w[3] ^ key1;
+    w[1] = low_b;
+    w[3] = low_a;
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+}
+
+/// Sets the first two words of the counters of VF_LANES blocks to counter + place[l].
+VF_INLINE void philox_counters_(vu w[4], uint64_t counter, vu place)
+{
+  w[0] = place + (uint32_t)counter;
+  w[1] = (uint32_t)(counter >> 32) - (vu)(w[0] < (uint32_t)counter);   // < yields -1 on a carry
+}
+
 /// Stores in `word` the 4 * VF_LANES words of VF_LANES consecutive blocks from `counter` on, in
 /// order. `high2` and `high3` are words 2 and 3 of Philox's counter.
 VF_INLINE void philox_vectors_at(uint32_t *word, uint64_t seed, uint64_t counter, uint32_t high2,
@@ -53,21 +77,11 @@ VF_INLINE void philox_vectors_at(uint32_t *word, uint64_t seed, uint64_t counter
   enum { PARTS = VF_LANES / 4 };
   vu place;
   for (int l = 0; l < VF_LANES; l++) place[l] = (uint32_t)(PARTS * (l % 4) + l / 4);
-  vu w0 = place + (uint32_t)counter, w2 = high2 + (vu){0}, w3 = high3 + (vu){0};
-  vu w1 = (uint32_t)(counter >> 32) - (vu)(w0 < (uint32_t)counter);   // < yields -1 on a carry
-  uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
-  for (int round = 0; round < 10; round++) {
-    vu low_a, high_a, low_b, high_b;
-    multiply_(w0, 0xD2511F53u, &low_a, &high_a);
-    multiply_(w2, 0xCD9E8D57u, &low_b, &high_b);
-    w0 = high_b ^ w1 ^ key0;
-    w2 = high_a ^ w3 ^ key1;
-    w1 = low_b;
-    w3 = low_a;
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
-  }
-  vu a = low32_(w0, w1), b = high32_(w0, w1), c = low32_(w2, w3), d = high32_(w2, w3);
+  vu w[4] = {[2] = high2 + (vu){0}, [3] = high3 + (vu){0}};
+  philox_counters_(w, counter, place);
+  philox_rounds_(w, seed);
+  vu a = low32_(w[0], w[1]), b = high32_(w[0], w[1]), c = low32_(w[2], w[3]),
+     d = high32_(w[2], w[3]);
   vu out[4] = {low64_(a, c), high64_(a, c), low64_(b, d), high64_(b, d)};
   memcpy(word, out, sizeof out);
 }
@@ -77,4 +91,15 @@ VF_INLINE void philox_vectors_at(uint32_t *word, uint64_t seed, uint64_t counter
 VF_INLINE void philox_vectors(uint32_t *word, uint64_t seed, uint64_t counter)
 {
   philox_vectors_at(word, seed, counter, 0, 0);
+}
+
+/// Stores word k of VF_LANES blocks, each `stride` after the block before, in word[k * line ..].
+VF_INLINE void philox_columns(uint32_t *word, int64_t line, uint64_t seed, uint64_t counter,
+                              uint32_t stride)
+{
+  vu place, w[4] = {0};
+  for (int l = 0; l < VF_LANES; l++) place[l] = (uint32_t)l * stride;
+  philox_counters_(w, counter, place);
+  philox_rounds_(w, seed);
+  for (int k = 0; k < 4; k++) memcpy(word + k * line, &w[k], sizeof w[k]);
 }

@@ -134,6 +134,7 @@ VF_INLINE uint32_t vm_bits(vm a)           { return a; }
 
 VF_INLINE vf vf_load(const float *p)       { return _mm512_loadu_ps(p); }
 VF_INLINE void vf_store(float *p, vf a)    { _mm512_storeu_ps(p, a); }
+VF_INLINE void vf_stream_(float *p, vf a)  { _mm512_stream_ps(p, a); }
 VF_INLINE vf vf_load_n(const float *p, int n) { return _mm512_maskz_loadu_ps(vm_first(n), p); }
 VF_INLINE void vf_store_n(float *p, vf a, int n)    { _mm512_mask_storeu_ps(p, vm_first(n), a); }
 
@@ -207,6 +208,7 @@ VF_INLINE uint32_t vm_bits(vm a)           { return (uint32_t)_mm256_movemask_ps
 
 VF_INLINE vf vf_load(const float *p)       { return _mm256_loadu_ps(p); }
 VF_INLINE void vf_store(float *p, vf a)    { _mm256_storeu_ps(p, a); }
+VF_INLINE void vf_stream_(float *p, vf a)  { _mm256_stream_ps(p, a); }
 VF_INLINE vf vf_load_n(const float *p, int n)
 {
   return n == VF_LANES ? vf_load(p) : _mm256_maskload_ps(p, (__m256i)vm_first(n));
@@ -403,6 +405,25 @@ VF_INLINE void vf_write(void *data, const int dtype, int64_t at, vf x, int n)
   if (dtype == ENG_f32) vf_store_n((float *)data + at, x, n);
   else if (dtype == ENG_f16) vf_store_f16_n((uint16_t *)data + at, x, n);
   else vf_store_bf16_n((uint16_t *)data + at, x, n);
+}
+
+/// Copies n bytes to a result that is not read soon. If `to` and n are multiples of 64, as for most
+/// large tensors, the caches do not read the old contents first. Other threads may read the result
+/// after stream_end.
+VF_INLINE void stream(void *to, const void *from, size_t n)
+{
+#if !defined(ENG_ISA_plain)
+  for (size_t i = 0; ((uintptr_t)to | n) % 64 == 0 && i < n; i += sizeof(vf))
+    vf_stream_((float *)((char *)to + i), vf_load((const float *)((const char *)from + i)));
+  if (((uintptr_t)to | n) % 64 == 0) return;
+#endif
+  memcpy(to, from, n);
+}
+VF_INLINE void stream_end(void)
+{
+#if !defined(ENG_ISA_plain)
+  _mm_sfence();
+#endif
 }
 
 /// Returns x with `fill` in the lanes from n on.
