@@ -167,12 +167,11 @@ VF_INLINE vh inexact_lines(const uint16_t *x, int64_t stride, const int n)
 // Transforms one group of 16 rows of x in f32. The first half of a row of `sum` holds the results
 // of the even lines, the second half those of the odd lines.
 VF_INLINE void sum_sixteen(float (*sum)[HALVES], const uint16_t *x, int64_t stride,
-                           const float *sign)
+                           const uint16_t *flip)
 {
   vi both[16];
 #pragma GCC unroll 16
-  for (int k = 0; k < 16; k++)
-    both[k] = (vi)(vh_load(x + k * stride) ^ (uint16_t)(sign[k] < 0 ? 0x8000 : 0));
+  for (int k = 0; k < 16; k++) both[k] = (vi)(vh_load(x + k * stride) ^ flip[k]);
   for (int odd = 0; odd < 2; odd++) {
     vf v[16];
 #pragma GCC unroll 16
@@ -188,7 +187,7 @@ VF_INLINE void sum_sixteen(float (*sum)[HALVES], const uint16_t *x, int64_t stri
 VF_INLINE void sum_halves(float (*sum)[HALVES], const uint16_t *x, int64_t stride,
                           const rotation *o, const int n)
 {
-  for (int r = 0; r < n; r += 16) sum_sixteen(sum + r, x + r * stride, stride, o->sign + r);
+  for (int r = 0; r < n; r += 16) sum_sixteen(sum + r, x + r * stride, stride, o->flip + r);
   for (int half = 16; half < n; half *= 2)
     for (int k = 0; k < n; k++)
       for (int c = 0; !(k & half) && c < HALVES; c++) BUTTERFLY(sum[k][c], sum[k + half][c]);
@@ -260,10 +259,10 @@ static bool add_halves(uint32_t *top, const uint16_t *x, int n)
   return nan;
 }
 
-// Does the work of rotated_amax for HALVES lines of a group. The largest sum is rounded instead of
-// the largest rounded sum being found.
-VF_INLINE bool amax_of_halves(uint32_t *top, const uint16_t *x, int64_t stride, const rotation *o,
-                              const int n)
+// Does the work of rotated_amax for HALVES lines of a group, but updates `most` with magnitudes of
+// f32 sums, without the factor sqrt(1/n) and before rounding, and *top with results in f64.
+VF_INLINE bool amax_of_halves(vi *most, uint32_t *top, const uint16_t *x, int64_t stride,
+                              const rotation *o, const int n)
 {
   float sum[64][HALVES];
   vi even = {0}, odd = {0};
@@ -284,8 +283,7 @@ VF_INLINE bool amax_of_halves(uint32_t *top, const uint16_t *x, int64_t stride, 
       nan |= add_halves(top, line, n);
     }
   }
-  vf most = vf_mul((vf)vi_larger_(even, odd), vf_set1(n == 16 ? 0.25f : 0.125f));
-  *top = (uint32_t)larger(*top, across(vi_and(rounded_to_bf16(most), vi_set1(0x7FFF0000))));
+  *most = vi_larger_(*most, vi_larger_(even, odd));
   return nan;
 }
 
@@ -293,6 +291,7 @@ bool ISA_NAME(rotated_amax)(const rotation *o, uint32_t *top, int64_t a0, int de
 {
   uint16_t tile[MOST * MOST], room[64][LINE];
   bool nan = false;
+  vi most = {0};
   for (int a = 0; a < deep; a += o->n)
     for (int64_t l = 0; l < o->lines; l += LINE) {
       int n = (int)smaller(o->n, deep - a), some = (int)smaller(LINE, o->lines - l);
@@ -300,13 +299,15 @@ bool ISA_NAME(rotated_amax)(const rotation *o, uint32_t *top, int64_t a0, int de
         int64_t stride;
         const uint16_t *x = find_halves(room, &stride, o, a0 + a, l, some);
         for (int c = 0; c < LINE; c += HALVES)
-          if (n == 16) nan |= amax_of_halves(top, x + c, stride, o, 16);
-          else nan |= amax_of_halves(top, x + c, stride, o, 64);
+          if (n == 16) nan |= amax_of_halves(&most, top, x + c, stride, o, 16);
+          else nan |= amax_of_halves(&most, top, x + c, stride, o, 64);
         continue;
       }
       ISA_NAME(rotate_tile)(o, tile, a0 + a, n, l, some);
       for (int k = 0; k < n; k++) nan |= add_halves(top, tile + k * MOST, some);
     }
+  most = rounded_to_bf16(vf_mul((vf)most, vf_set1(o->n == 16 ? 0.25f : 0.125f)));
+  *top = (uint32_t)larger(*top, across(vi_and(most, vi_set1(0x7FFF0000))));
   return nan;
 }
 
@@ -334,7 +335,10 @@ rotation ISA_NAME(rotation_of)(const tensor *x, int64_t n, int64_t signs, bool t
   o.lines = turned ? o.columns : row_count(x);
   uint32_t word[4] = {0};
   if (signs > 0) philox_block(word, (uint64_t)signs);
-  for (int i = 0; i < o.n; i++) o.sign[i] = mx_sign(signs, word, i);
+  for (int i = 0; i < o.n; i++) {
+    o.sign[i] = mx_sign(signs, word, i);
+    o.flip[i] = o.sign[i] < 0 ? 0x8000 : 0;
+  }
   return o;
 }
 

@@ -15,6 +15,7 @@ typedef struct rotation {
   bool     turned;
   int64_t  along, lines, columns;   // columns: of x
   float    sign[ROTATION_SIDE];
+  uint16_t flip[ROTATION_SIDE];     // the sign bits of `sign`, in bf16
 } rotation;
 
 rotation ISA_NAME(rotation_of)(const tensor *x, int64_t n, int64_t signs, bool turned, int dtype);
@@ -25,7 +26,7 @@ void ISA_NAME(rotate_tile)(const rotation *o, void *tile, int64_t a0, int deep, 
                            int lines);
 
 /// Updates *top, f32 bits, with the largest magnitude other than NaN of elements [a0, a0 + deep) of
-/// all lines. The result is bf16. Returns whether one of them is NaN.
+/// all lines of a bf16 result. Returns whether one of them is NaN.
 bool ISA_NAME(rotated_amax)(const rotation *o, uint32_t *top, int64_t a0, int deep);
 
 /// The kernel of the operation hadamard.

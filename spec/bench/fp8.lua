@@ -39,6 +39,8 @@ local n = 4096
 local x = engine.randn { n, n }:keep()
 local low = x:to("bf16"):keep()
 local amax = engine.tensor({ 6 }, { keep = true })
+local NVFP4 = { tonumber(mx.formats.e2m1), tonumber(mx.rules.nvfp4) }
+-- a transformed copy reads x twice, because its amax is not known
 local work = {
   { "copy f32", 8, function() run("contiguous", { x }) end },
   { "cast f32 to e4m3", 5, function() x:to("e4m3") end },
@@ -64,8 +66,11 @@ local work = {
   { "nvfp4, bf16", 4.5 + 1 / 16, function() mx.quantize(low, { rule = "nvfp4" }) end },
   { "nvfp4, bf16, both copies, amax given", 3 + 2 / 16,
     function() mx.quantize(low, { rule = "nvfp4", amax = amax, transposed = true }) end },
-  { "nvfp4, bf16, both copies, amax given, Hadamard", 3 + 2 / 16, function()
+  { "nvfp4, bf16, both copies, amax given, Hadamard", 5 + 2 / 16, function()
     mx.quantize(low, { rule = "nvfp4", amax = amax, transposed = true, hadamard = 16 })
+  end },
+  { "nvfp4, bf16, transposed copy with Hadamard", 4.5 + 1 / 16, function()   -- flags 8 and 128
+    run("mx_quantize", { low, false }, { NVFP4[1], 1, 16, NVFP4[2], 136, 0, 0, 0, 16 }, {}, 8)
   end },
 }
 local list = {}
