@@ -507,8 +507,9 @@ static void turned_task(const void *context, int64_t t)
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   int64_t first = t * s->band, high = a->block_rows, step = tile_columns(MOST, high);
   int columns = (int)smaller(s->band, s->columns - first), bytes = element_bytes(s);
-  bool by_columns =
-    high == 1 && (!a->sr_bits || (s->columns % 4 == 0 && a->block_columns % 4 == 0));
+  // the words of a Philox block lie in one column of x, and column_words' steps fit in 32 bits
+  bool four = s->columns % 4 == 0 && a->block_columns % 4 == 0 && s->columns < 1 << 30,
+       by_columns = high == 1 && (!a->sr_bits || four);
   uint8_t tile[4 * MOST * MOST], turn[4 * MOST * MOST], line[2 * MOST * MOST];
   found none = {0}, *all = s->found ? &s->found[t] : &none;
   side part = *s;
