@@ -121,15 +121,16 @@ static const uint16_t *find_halves(uint16_t (*room)[LINE], int64_t *stride, cons
 {
   const uint16_t *x = o->x->data;
   uint16_t rows[LINE * MOST];
-  *stride = o->turned && some == LINE ? o->columns : LINE;
-  if (some < LINE) memset(o->turned ? *room : rows, 0, (size_t)(LINE * o->n) * sizeof *x);
   x += o->turned ? first * o->columns + line : line * o->columns + first;
-  for (int k = 0; o->turned && k < o->n; k++) {
-    // rows are too far apart for the hardware prefetcher
-    __builtin_prefetch(x + k * o->columns + MOST, 0, 2);
-    if (some < LINE) memcpy(room[k], x + k * o->columns, (size_t)some * sizeof *x);
+  if (o->turned && some == LINE) {
+    *stride = o->columns;
+    return x;
   }
-  if (o->turned) return some == LINE ? x : *room;
+  *stride = LINE;
+  if (some < LINE) memset(o->turned ? *room : rows, 0, (size_t)(LINE * o->n) * sizeof *x);
+  for (int k = 0; o->turned && k < o->n; k++)
+    memcpy(room[k], x + k * o->columns, (size_t)some * sizeof *x);
+  if (o->turned) return *room;
   for (int l = 0; some < LINE && l < some; l++)
     memcpy(rows + l * o->n, x + l * o->columns, (size_t)o->n * sizeof *x);
   if (some < LINE) turn_tile(room, LINE, rows, o->n, LINE, o->n, 2);
@@ -233,6 +234,8 @@ void ISA_NAME(rotate_tile)(const rotation *o, void *tile, int64_t a0, int deep, 
       if (n == o->n && halves_fit(o)) {
         int64_t stride;
         const uint16_t *x = find_halves(room, &stride, o, a0 + a, l0 + l, some);
+        for (int k = 0; o->turned && k < n; k++)      // the next tile of a row that is far away
+          __builtin_prefetch(x + k * stride + MOST, 0, 2);
         if (n == 16) rotate_halves(to, x, stride, o, 16);
         else rotate_halves(to, x, stride, o, 64);
         continue;
