@@ -396,8 +396,8 @@ describe("data", function()
       "data.tokens: FOLDER/odd.bin has an odd number of bytes (3): these are not uint16 tokens; " ..
       "hint: `engine data tokenize` makes tokens of a text")
     refuses("data.tokens { path = folder .. '/cut.bin', context = 1 }",
-      "data.tokens: the header of FOLDER/cut.bin gives 9 tokens, but the file holds 8; hint: it " ..
-      "is truncated")
+      "data.tokens: the header of FOLDER/cut.bin gives 9 tokens, but the file holds 8; hint: " ..
+      "the file is truncated")
     refuses("data.tokens { path = folder .. '/more.bin', context = 1 }",
       "data.tokens: the header of FOLDER/more.bin gives 7 tokens, but the file holds 8")
     refuses("data.tokens { path = folder .. '/minus.bin', context = 1 }",

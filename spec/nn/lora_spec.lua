@@ -367,7 +367,7 @@ describe("nn.lora", function()
     local function refused(model, path) return message(lora.load, model, folder .. "/" .. path) end
     assert.matches("the adapter is for another model: it has 'base_model.model.transformer.h.1.",
       refused(tiny { layers = 1 }, "a"), 1, true)
-    assert.matches("lora_%u.weight of blocks.%d.attn.%l+: expected %[.*hint: an adapter of another",
+    assert.matches("lora_%u.weight of blocks.%d.attn.%l+: expected %[.*hint: the adapter may be",
       refused(tiny { width = 32 }, "a"))
     assert.matches("the model has other adapters: the file has none for blocks.1.mlp.up; hint: ",
       refused(nn.lora(tiny(), { match = "mlp" }), "a"), 1, true)
