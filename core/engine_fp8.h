@@ -124,10 +124,6 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
 /// amax. The role's block must be the whole tensor. If `amax` is 0, the scale is computed from the
 /// measured amax again. Errors: VALUE, STATE (the site has no recipe).
 eng_status eng_fp8_delay(int64_t site, int role, double amax);
-/// Q-EMA: from now on, the weight is rounded toward `average`, f32 in the weight's shape (the input
-/// average of mx_quantize). NULL: to nearest again. The caller keeps the tensor until it calls this
-/// function again or frees the site. Errors: VALUE.
-eng_status eng_fp8_average(int64_t site, const eng_tensor *average);
 /// Returns the largest magnitude of each role's tensor since the last call: inf or nan if the
 /// tensor contained one, -1 if nothing was quantized. Waits for the device. At most 4,096 unread
 /// amaxes are kept, so call this function once before the steps of interest.

@@ -421,16 +421,6 @@ eng_status eng_fp8_delay(int64_t site, int role, double amax)
   return ENG_OK;
 }
 
-eng_status eng_fp8_average(int64_t site, const eng_tensor *average)
-{
-  fp8_site *s;
-  ENG_TRY(fp8_site_get(&s, site));
-  s->averaged = average != NULL;
-  if (average) s->average = *average;
-  s->version++;                          // outdates the quantized weight
-  return ENG_OK;
-}
-
 eng_status eng_fp8_amax(double amax[3], int64_t site)
 {
   fp8_site *s;

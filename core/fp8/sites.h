@@ -15,8 +15,6 @@ typedef struct fp8_site {
   tensor  *factor_of[ENG_FP8_ROLES];     // factor in device memory, f32 [1]
   double   amax[ENG_FP8_ROLES];
   eng_fp8_meter meter[ENG_FP8_ROLES];
-  bool     averaged;                     // eng_fp8_average has set `average`
-  eng_tensor average;
   int64_t  pass;                         // random number of this backward pass
   int      accumulator;                  // the result of eng_fp8_accumulator
 } fp8_site;

@@ -502,11 +502,18 @@ static bool load_kept(lua_State *L, const char *name)
 // Appends a hint to the message on top of the stack, if there is no script `name`.
 static void add_hint(lua_State *L, const char *name)
 {
-  if (!name || eng_file_kind(name) != ENG_FILE_NONE || !require(L, "engine.cli")) return;
-  lua_getfield(L, -1, "script_hint");
-  lua_replace(L, -2);
-  lua_pushstring(L, name);
-  if (call(L, 1, 1)) lua_concat(L, 2);
+  int top = lua_gettop(L);
+  if (!name || eng_file_kind(name) != ENG_FILE_NONE) return;
+  if (require(L, "engine.cli")) {
+    lua_getfield(L, -1, "script_hint");
+    lua_replace(L, -2);
+    lua_pushstring(L, name);
+    if (call(L, 1, 1)) {
+      lua_concat(L, 2);
+      return;
+    }
+  }
+  lua_settop(L, top);
 }
 
 static bool run_script(lua_State *L, int argc, char **argv, int script)

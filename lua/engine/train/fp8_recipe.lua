@@ -51,7 +51,7 @@ end
 
 local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = true, eps = true,
   stochastic = true, keep = true, factor = true, backward = true, clamp = true, residual = true,
-  estimator = true, average = true }
+  estimator = true }
 -- The rule of microscaling that mx.quantize does not have, and the options that only this rule has.
 local ROWS = "msamp_fp4"
 local ROW_OPTIONS = { "clamp", "residual", "estimator" }
@@ -102,12 +102,6 @@ local function read_role(to, role, where, name)
     or role.estimator == "straight", role.estimator,
     "%s: expected estimator to be 'straight' or, only in w, 'dge'", where)
   to.dge = role.estimator == "dge" and 1 or 0
-  if role.average ~= nil then
-    expect(name == "w" and mx.rules[rule] and not mx.gated[rule] and not role.stochastic
-      and type(role.average) == "number" and role.average > 0 and role.average < 1, role.average,
-      "%s: expected average to be the decay of an average, between 0 and 1, for w with a rule " ..
-      "of microscaling, rounded to nearest", where)
-  end
   to.pow2 = boolean(role.pow2, where, "pow2")
   if scaled and type(role.stochastic) == "number" then
     expect(role.stochastic >= 1 and role.stochastic <= 24, role.stochastic,
@@ -233,11 +227,6 @@ function M.structure(layer, where)
     end
     for _, role in ipairs(M.factors[name]) do
       local r = recipe.role[role == "x" and 0 or role == "w" and 1 or 2]
-      if recipe.product[i - 1].hadamard > 0 and role == "w" and layer.w.average
-        and not layer.w.backward then
-        raise("%s: %s: the average of w is not transformed, so expected hadamard to be 0", where,
-          name)
-      end
       if recipe.product[i - 1].hadamard > 0 and r.block_rows == r.block_columns then
         raise("%s: %s: a Hadamard transform needs blocks that are not square, but %s has %dx%d",
           where, name, role, r.block_rows, r.block_columns)
@@ -300,7 +289,6 @@ local function role_text(role)
       role.residual == false and "dropped" or "added")
   end
   if role.estimator then text = text .. ", estimator " .. role.estimator end
-  if role.average then text = text .. (", toward an average (%g)"):format(role.average) end
   return text .. (role.keep and ", kept as " .. role.keep or "")
 end
 

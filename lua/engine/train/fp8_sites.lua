@@ -20,14 +20,11 @@ local fp8_recipe = require "engine.train.fp8_recipe"
 local fp8_verdict = require "engine.policy.fp8_verdict"
 local machine = require "engine.base.machine"
 local mx = require "engine.tensor.mx"
-local new_parameter = require("engine.nn.module").new_parameter
 local policy_files = require "engine.policy.policy"
 local precision = require "engine.train.precision"
 
 local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
 local roles = fp8_recipe.roles
-
-local AVERAGE = "weight_average"
 
 local M = {}
 
@@ -104,27 +101,6 @@ local function refuse_unmet(model, full, linears)
   for i, over in ipairs(own.layers or {}) do met(over.match, ("layers[%d]"):format(i)) end
 end
 
--- Q-EMA (TetraJet, arXiv 2502.20853): a layer's weight is rounded toward its moving average, a
--- buffer of the module, which begins as the weight.
-local function keep_average(linear, id)
-  local weight = linear.weight
-  if not rawget(linear, AVERAGE) then
-    linear:buffer(AVERAGE, new_parameter(weight.shape, function(x) x:copy(weight) end))
-  end
-  check(C.eng_fp8_average(id, linear[AVERAGE]))
-end
-
---- Moves the averages of the weights. Called after each update of the weights.
-function Sites:follow()
-  for _, site in ipairs(self.list) do
-    local linear, decay = site.module, site.decay
-    if decay then
-      linear[AVERAGE]:copy(linear[AVERAGE] * decay
-        + linear.weight:detach():to("f32") * (1 - decay))
-    end
-  end
-end
-
 --- Gives a site to every linear layer that the recipe puts in FP8, and removes the sites of an
 --- earlier recipe. Returns nil for a recipe without FP8.
 function M.attach(model, full)
@@ -140,11 +116,8 @@ function M.attach(model, full)
   model:apply(function(module, path)
     rawset(module, "_fp8", nil)
     rawset(module, "_fp8_site", nil)
-    local linear = module._class == "linear" and not rawget(module, "_high")
-    local layer = fp8 and linear and fp8_recipe.layer(fp8, path, blocks)
-    if rawget(module, AVERAGE) and not (layer and layer.w.average) then
-      module[AVERAGE], module._roles[AVERAGE] = nil, nil
-    end
+    if not fp8 or module._class ~= "linear" or rawget(module, "_high") then return end
+    local layer = fp8_recipe.layer(fp8, path, blocks)
     if not layer then return end
     local where = ("precision '%s': %s"):format(full.name, path ~= "" and path or "linear")
     local rungs = fp8_recipe.rungs(fp8, layer, precision.fp8_tables(), where)
@@ -163,9 +136,7 @@ function M.attach(model, full)
     rawset(module, "_fp8", tonumber(id))
     rawset(module, "_fp8_site", holder)
     self.list[#self.list + 1] = { path = path ~= "" and path or "linear", id = id, holder = holder,
-      module = module, recipe = recipe, rungs = rungs, rung = 1, on = true, meters = {},
-      decay = layer.w.average }
-    if layer.w.average then keep_average(module, id) end
+      module = module, recipe = recipe, rungs = rungs, rung = 1, on = true, meters = {} }
     local site = self.list[#self.list]
     site.asked = {}
     for r = 0, 2 do site.asked[r + 1] = whole(site, r) and 0 or 0 / 0 end

@@ -171,12 +171,6 @@ function M.refusal(trainer)
   local sites, lagged = trainer.optimizer.fp8, trainer.delay == 1
   local fp8 = sites and (#sites.policies > 0 or sites.watched) and M.fp8_refusal(trainer)
   if fp8 then return fp8 end
-  for _, site in ipairs(sites and trainer.reducer.zero and sites.list or {}) do
-    if site.decay then
-      return ("zero: precision %s keeps an average of each whole weight; hint: zero=0"):format(
-        trainer.precision.name)
-    end
-  end
   if lagged and trainer.overflows.every_time then
     return "mode=lagged: trap runs an overflowed step again, but the next step has begun by then; "
       .. "hint: mode=sync"

@@ -426,7 +426,6 @@ function Optimizer:step(options)
     lr_muls = options.lr_muls, norms = options.norms, update_clip = options.update_clip,
     spike_clip = options.spike_clip, bias_step = options.bias_step,
     norm = self._clip and self._clip_norm or options.norm or 0 })
-  if self.fp8 then self.fp8:follow() end
   self.updates = self.updates + 1
   self._clip, self._clip_value = nil, nil
 end

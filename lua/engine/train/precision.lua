@@ -74,8 +74,6 @@ end
 --               backward    for x and w: a role, with which the backward product quantizes the
 --                           values that the forward product read (not the original values), or
 --                           "same": the backward product reads these values
---               average     for w: the decay of a moving average of the weight, toward which the
---                           weight is rounded (Q-EMA of TetraJet); slow, on the CPU, without ZeRO
 --             With the rule msamp_fp4, roles also have
 --               clamp       a quantile such as 0.99: limits each row to it and to its mirror (0.01)
 --               residual    false: what clamping cuts off is lost, not added in bf16
@@ -180,9 +178,6 @@ M.recipes.nvfp4_quartet2 = microscaled("Quartet II, arXiv 2601.22813", SQUARES, 
 local TETRAJET = e2m1("rceil", "1x32", { backward = e2m1("rceil", "1x32", { stochastic = 24 }) })
 M.recipes.mxfp4_tetrajet = microscaled("TetraJet, arXiv 2502.20853, without Q-EMA and Q-Ramping",
   TETRAJET, TETRAJET, TETRAJET.backward)
--- TetraJet with Q-EMA: a weight is rounded toward its moving average.
-M.recipes.mxfp4_tetrajet_ema = microscaled("TetraJet with Q-EMA, arXiv 2502.20853", TETRAJET,
-  arguments.merged(TETRAJET, { average = 0.9983 }), TETRAJET.backward)
 
 -- Microsoft's FP4 (arXiv 2501.17116), with the rules of MS-AMP. Each row of x and W is in e2m1 with
 -- a power-of-two scale; dy is in e5m2 with one scale. The largest and smallest 1 % of each row of x
