@@ -2,13 +2,13 @@
 // e2m1, and the slope of the weights' rounding. Inline, so that gcc and nvcc compile the same code.
 // Called by the kernels of msamp_fp4.
 //
-// Numbers are bf16, held in f32. a is the largest magnitude of a row after clamping:
+// Numbers are bf16, held in f32. Let a be the largest magnitude of a row after clamping. Then:
 //   factor of a row   S = 2^floor(log2(6 / a)); 1 if a is 0, Inf or NaN
 //   code of v         the e2m1 number nearest to v S, ties toward +Inf; Inf and NaN stay
 //   value of a code   code / S
-// Clamping limits a row to the range between two of its elements. In ascending order, with NaN
-// last, they have the indices int((1 - clamp) K) and int(clamp K). Each value, a code divided by S,
-// is exact in bf16.
+// The value of every code is exact in bf16. Clamping limits a row to the range between two of its K
+// elements. If the row is sorted in ascending order, with NaN last, these two have the indices
+// int((1 - clamp) K) and int(clamp K).
 #pragma once
 
 #include "engine.h"
@@ -36,7 +36,8 @@ ENG_INLINE float msamp_within(float v, float least, float most)
 ENG_INLINE float msamp_cut(float v, float c)
 { return v == c ? 0 : bf16_to_f32(bf16_from_f32(v - c)); }
 
-/// Returns the ue8m0 code of 1 / S for a row with this amax: 2^ceil(log2(amax / 6)).
+/// Returns the ue8m0 code of 1 / S for a row with this amax. 1 / S is 2^ceil(log2(amax / 6)), or 1
+/// if amax is 0, Inf or NaN.
 ENG_INLINE uint8_t msamp_scale(float amax)
 {
   uint32_t bits = f32_bits(amax);
@@ -60,9 +61,9 @@ ENG_INLINE float msamp_round(float t)
 }
 
 /// Differentiable gradient estimator (DGE): returns the slope by which the gradient of a rounded
-/// weight is multiplied, min(|2 u / d - 1|^(1/5 - 1) / 5, 3). t is the weight times S; u is the
-/// distance of |t| from the e2m1 number below it, and d the distance from there to the next number.
-/// Returns 0 above 6, and for NaN.
+/// weight is multiplied. The slope is min(|2 u / d - 1|^(1/5 - 1) / 5, 3). Here t is the weight
+/// times S, u is the distance of |t| from the e2m1 number below it, and d is the distance from that
+/// number to the next. If |t| > 6 or t is NaN, the slope is 0.
 ENG_INLINE float msamp_slope(float t)
 {
   float a = __builtin_fabsf(t);

@@ -1,9 +1,10 @@
 // The operation hadamard, and the functions of hadamard.h. Called through backend.kernel[]; owns
 // nothing. Sums are in f64 or, where inexact_lines shows that sums in f32 are exact, in f32.
 //
-// A task transforms one tile of MOST x MOST numbers, LINE lines at a time, with the lines in the
-// lanes of vectors; then it transposes the tile. Calls with x in f64, or a result in f16 or f64, go
-// to the reference.
+// A task transforms one tile of at most MOST x MOST numbers, LINE lines at a time. A line is a row
+// of x or, if `turned`, a column. Each lane of a vector holds an element of another line. The task
+// then transposes the tile into the result. Calls with x in f64, or with a result in f16 or f64, go
+// to the reference kernel.
 #include "hadamard.h"
 
 #include "base/mx.h"
@@ -23,10 +24,10 @@ enum { MOST = ROTATION_SIDE, LINE = 32 };
 typedef double doubles __attribute__((vector_size(64), may_alias, aligned(8)));
 enum { DOUBLES = 8 };
 
-// Multiplies LINE numbers by `root` in f64 and rounds them to bf16, without rounding to f32 in
-// between: adding and subtracting a power of two about 2^45 times as large rounds to the 8
-// significant bits of bf16. If a result is neither normal nor 0, bf16_from_f64 computes all of them
-// again.
+// Multiplies LINE numbers by `root` in f64 and rounds each product once, to bf16. To round a
+// product, it adds a power of two about 2^45 times as large and subtracts it again. This leaves 8
+// significant bits, as many as bf16 has. If a result is neither normal nor 0, bf16_from_f64
+// computes all LINE results again.
 static void round_line(uint16_t *to, const double *x, double root)
 {
   uint32_t bits[LINE], odd = 0;
@@ -52,7 +53,7 @@ static void round_line(uint16_t *to, const double *x, double root)
     (b) = one - other;                  \
   } while (0)
 
-// Transforms 16 vectors v. Unrolled, they stay in registers.
+// Transforms 16 vectors v. The loops are unrolled, so that the vectors stay in registers.
 #define TRANSFORM_16(v)                                     \
   do {                                                      \
     _Pragma("GCC unroll 4")                                 \
@@ -62,7 +63,7 @@ static void round_line(uint16_t *to, const double *x, double root)
         if (!(k & half)) BUTTERFLY((v)[k], (v)[k + half]);  \
   } while (0)
 
-// Transforms one group of 16 rows of x.
+// Transforms 16 rows of x. Row k holds element k of LINE lines.
 static void transform_16(double (*x)[LINE])
 {
   for (int c = 0; c < LINE; c += DOUBLES) {
@@ -85,8 +86,8 @@ static void transform(double (*x)[LINE], int n)
         for (int c = 0; c < LINE; c++) BUTTERFLY(x[k][c], x[k + half][c]);
 }
 
-// to[k][l] = element first + k of line `line` + l, for k < deep and l < some. In a whole group, it
-// is multiplied by its sign. Other lines get zeros.
+// Sets to[k][l] to element first + k of line `line` + l, for k < deep and l < some. If the group is
+// whole, multiplies each element by its sign. Lines from `some` on become zeros.
 static void load_group(double (*to)[LINE], const rotation *o, int64_t first, int deep, int64_t line,
                        int some, bool whole)
 {
@@ -94,7 +95,7 @@ static void load_group(double (*to)[LINE], const rotation *o, int64_t first, int
   int size = o->x->dtype == ENG_f32 ? 4 : 2;
   for (int k = 0; o->turned && k < deep; k++) {
     int64_t from = (first + k) * o->columns + line;
-    // the next group's rows are too far apart for the hardware prefetcher
+    // prefetches the next group, because its rows are too far apart for the hardware to do so
     __builtin_prefetch((const char *)o->x->data + size * (from + o->n * o->columns));
     floats_from(x, o->x->data, o->x->dtype, from, some);
     float sign = whole ? o->sign[k] : 1;
@@ -109,13 +110,13 @@ static void load_group(double (*to)[LINE], const rotation *o, int64_t first, int
 
 // ------------------------------------------------------------------ bf16 in f32
 
-// Whether rotate_halves computes this transform: of bf16 to bf16, by a factor that is a power of
-// two.
+// Whether rotate_halves can compute this transform. It reads and writes only bf16, and needs a
+// factor sqrt(1/n) that is a power of two.
 static bool halves_fit(const rotation *o)
 { return o->x->dtype == ENG_bf16 && o->dtype == ENG_bf16 && (o->n == 16 || o->n == 64); }
 
-// Returns where element first + k of line `line` + l is, for l < some: at k * *stride + l, in x or
-// in a copy in `room`. Other lines, up to LINE, are zeros.
+// Returns a pointer into x, or to a copy in `room`. Behind it, element first + k of line `line` + l
+// has the index k * *stride + l, for k < n and l < some. Lines from `some` to LINE are zeros.
 static const uint16_t *find_halves(uint16_t (*room)[LINE], int64_t *stride, const rotation *o,
                                    int64_t first, int64_t line, int some)
 {
@@ -138,7 +139,7 @@ static const uint16_t *find_halves(uint16_t (*room)[LINE], int64_t *stride, cons
   return *room;
 }
 
-// Transforms one line in f64: rotate_halves for a line whose sums may be inexact in f32.
+// Transforms one group of one line in f64, because its sums may be inexact in f32.
 static void rotate_line(uint16_t *to, int64_t to_stride, const uint16_t *x, int64_t stride,
                         const rotation *o)
 {
@@ -150,9 +151,10 @@ static void rotate_line(uint16_t *to, int64_t to_stride, const uint16_t *x, int6
   for (int k = 0; k < o->n; k++) to[k * to_stride] = bf16_from_f64(v[k] * root);
 }
 
-// Returns ones in the lanes of the lines whose f32 sums may be inexact. The sums of a line are
-// exact if its exponents differ by at most 16 - log2(n): then n times the largest number and the
-// last bit of the smallest lie within 24 bits.
+// Returns a mask of the lines whose f32 sums may be inexact: all bits of their lanes are 1. The
+// sums of a line are exact if its exponents differ by at most 16 - log2(n), because n times the
+// largest number and the last bit of the smallest then lie within 24 bits. Lines with Inf, NaN or
+// numbers whose sum may overflow are in the mask, too.
 VF_INLINE vh inexact_lines(const uint16_t *x, int64_t stride, const int n)
 {
   vh top = {0}, low = {0};               // low: the smallest nonzero magnitude, negated
@@ -161,12 +163,12 @@ VF_INLINE vh inexact_lines(const uint16_t *x, int64_t stride, const int n)
     top = vh_larger(top, magnitude);
     low = vh_larger(low, -magnitude);
   }
-  vh high = top >> 7, apart = high - (-low >> 7);   // of exponents
+  vh high = top >> 7, apart = high - (-low >> 7);   // largest exponent; difference
   return (vh)(high >= 248) | (vh)(apart > (uint16_t)(n == 16 ? 12 : 10));
 }
 
-// Transforms one group of 16 rows of x in f32. The first half of a row of `sum` holds the results
-// of the even lines, the second half those of the odd lines.
+// Transforms 16 rows of x in f32. Row k holds element k of HALVES lines. In a row of `sum`, the
+// first half holds the results of the even lines, the second half those of the odd lines.
 VF_INLINE void sum_sixteen(float (*sum)[HALVES], const uint16_t *x, int64_t stride,
                            const uint16_t *flip)
 {
@@ -184,7 +186,7 @@ VF_INLINE void sum_sixteen(float (*sum)[HALVES], const uint16_t *x, int64_t stri
   }
 }
 
-// Transforms HALVES lines in f32, without the factor sqrt(1/n).
+// Transforms HALVES lines in f32, without the factor sqrt(1/n). `sum` is as in sum_sixteen.
 VF_INLINE void sum_halves(float (*sum)[HALVES], const uint16_t *x, int64_t stride,
                           const rotation *o, const int n)
 {
@@ -199,8 +201,8 @@ VF_INLINE vi rounded_to_bf16(vf x)
 
 VF_INLINE bool vh_any(vh a) { return vm_any(vm_not(vi_eq((vi)a, vi_set1(0)))); }
 
-// Transforms LINE lines of x; rows of the result are MOST elements apart. Lines whose f32 sums may
-// be inexact are computed in f64.
+// Transforms LINE lines of x. Lines whose f32 sums may be inexact are computed in f64. Rows of the
+// result are MOST elements apart.
 VF_INLINE void rotate_halves(uint16_t *to, const uint16_t *x, int64_t stride, const rotation *o,
                              const int n)
 {
@@ -234,7 +236,7 @@ void ISA_NAME(rotate_tile)(const rotation *o, void *tile, int64_t a0, int deep, 
       if (n == o->n && halves_fit(o)) {
         int64_t stride;
         const uint16_t *x = find_halves(room, &stride, o, a0 + a, l0 + l, some);
-        for (int k = 0; o->turned && k < n; k++)      // the next tile of a row that is far away
+        for (int k = 0; o->turned && k < n; k++)      // the next tile; its rows are far apart
           __builtin_prefetch(x + k * stride + MOST, 0, 2);
         if (n == 16) rotate_halves(to, x, stride, o, 16);
         else rotate_halves(to, x, stride, o, 64);
@@ -250,7 +252,8 @@ void ISA_NAME(rotate_tile)(const rotation *o, void *tile, int64_t a0, int deep, 
     }
 }
 
-// Updates *top with the magnitudes of n bf16 numbers other than NaN. Returns whether one is NaN.
+// Updates *top (f32 bits) with the magnitudes of n bf16 numbers, except NaN. Returns whether any of
+// the numbers is NaN.
 static bool add_halves(uint32_t *top, const uint16_t *x, int n)
 {
   bool nan = false;
@@ -262,8 +265,9 @@ static bool add_halves(uint32_t *top, const uint16_t *x, int n)
   return nan;
 }
 
-// Does the work of rotated_amax for HALVES lines of a group, but updates `most` with magnitudes of
-// f32 sums, without the factor sqrt(1/n) and before rounding, and *top with results in f64.
+// Does the work of rotated_amax for one group of HALVES lines. Lines whose f32 sums are exact
+// update *most with the magnitudes of these sums, before the factor sqrt(1/n) and before rounding.
+// The other lines are computed in f64 and update *top with the magnitudes of their results.
 VF_INLINE bool amax_of_halves(vi *most, uint32_t *top, const uint16_t *x, int64_t stride,
                               const rotation *o, const int n)
 {

@@ -5,12 +5,13 @@
 #include "device/backend.h"
 #include "simd.h"
 
-enum { ROTATION_SIDE = 128 };   // of a tile; the most elements of a group
+enum { ROTATION_SIDE = 128 };   // the side of a tile, and the most elements of a group
 
-/// The transform of x, computed as [lines x along]: a line is a row of x, or a column if `turned`.
+/// The transform of x, whose result is [lines x along]. A line is a row of x or, if `turned`, a
+/// column.
 typedef struct rotation {
   const tensor *x;
-  void    *y;                // the result of the operation hadamard
+  void    *y;                // the result, only for the operation hadamard
   int      dtype, n;         // dtype: of the result, bf16 or f32
   bool     turned;
   int64_t  along, lines, columns;   // columns: of x
@@ -20,13 +21,14 @@ typedef struct rotation {
 
 rotation ISA_NAME(rotation_of)(const tensor *x, int64_t n, int64_t signs, bool turned, int dtype);
 
-/// Writes elements [a0, a0 + deep) of lines [l0, l0 + lines) to `tile` [deep x lines], whose rows
-/// are ROTATION_SIDE elements apart. a0 is a multiple of n.
+/// Computes elements [a0, a0 + deep) of lines [l0, l0 + lines) of the result. Writes them
+/// transposed to `tile` [deep x lines], whose rows are ROTATION_SIDE elements apart. a0 is a
+/// multiple of n.
 void ISA_NAME(rotate_tile)(const rotation *o, void *tile, int64_t a0, int deep, int64_t l0,
                            int lines);
 
-/// Updates *top, f32 bits, with the largest magnitude other than NaN of elements [a0, a0 + deep) of
-/// all lines of a bf16 result. Returns whether one of them is NaN.
+/// Updates *top (f32 bits) with the largest magnitude, except NaN, among elements [a0, a0 + deep)
+/// of all lines of the result, which is bf16. Returns whether any of these elements is NaN.
 bool ISA_NAME(rotated_amax)(const rotation *o, uint32_t *top, int64_t a0, int deep);
 
 /// The kernel of the operation hadamard.

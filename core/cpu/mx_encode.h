@@ -30,7 +30,7 @@ VF_INLINE void encode(vf y, vf u, const bool random, bool nan, const mx_format f
   vf far = (vf)vi_add(binade, vi_set1(least + (drop << 23))), sum = vf_add(a, far),
      v = vf_sub(sum, far);
   vi c = vi_add((vi)sum, vi_shr(binade, drop));
-  if (random) {                                      // undoes rounding up, to truncate a
+  if (random) {                                      // undoes rounding up, so that a is truncated
     vm above = vf_gt(v, a);
     v = vf_select(above, vf_sub(v, (vf)vi_add(binade, vi_set1(least - step))), v);
     c = vi_select(above, vi_sub(c, vi_set1(1)), c);
@@ -52,8 +52,8 @@ VF_INLINE void encode(vf y, vf u, const bool random, bool nan, const mx_format f
 
 enum { WORD_LINE = 128 };
 
-/// Elements that encode_strip turns into codes: a row of x within a tile or, if each column is a
-/// block, `rows` rows.
+/// The elements that one call of encode_strip encodes: part of one row of x or, if each column is a
+/// block, parts of `rows` rows.
 typedef struct strip {
   const void *x;             // element (0, 0) of the strip has the index `first`
   int      dtype;            // of x
@@ -61,16 +61,17 @@ typedef struct strip {
   int64_t  line;             // bytes between rows of the result
   int      rows, columns;
   int      wide;             // columns of a block; 0: each column is a block
-  const float *factor;       // per block: multiplies its elements before rounding
-  const float *unit;         // per block: the value of its scale
-  const uint32_t *word;      // random words, in rows of WORD_LINE, or NULL
+  const float *factor;       // [blocks]: multiplies the elements of a block before rounding
+  const float *unit;         // [blocks]: the value of a block's scale
+  const uint32_t *word;      // random words, with rows WORD_LINE apart; NULL: rounds to nearest
   int      sr_bits;
-  bool     nan;              // an element or a factor is NaN
-  bool     exact;            // each code * scale is a bf16 number
+  bool     nan;              // an element or a factor may be NaN
+  bool     exact;            // each code * scale is exact in bf16
 } strip;
 
-/// Encodes columns [c, c + n) of row r of a strip, n <= VF_LANES, as codes of a byte each or, with
-/// `values`, as code * scale in bf16.
+/// Encodes columns [c, c + n) of row r of a strip, n <= VF_LANES. Writes each element's code as a
+/// byte or, with `values`, its code * scale in bf16. `by` and `scale` hold the factors and scales
+/// of these columns.
 VF_INLINE void encode_lanes(void *to, const strip *s, int r, int c, const int n, vf by, vf scale,
                             const bool values, const bool random, const mx_format f)
 {
@@ -89,9 +90,9 @@ VF_INLINE void encode_lanes(void *to, const strip *s, int r, int c, const int n,
   else vf_store_bf16_n((uint16_t *)to + c, vf_mul(v, scale), n);
 }
 
-/// Writes to `pair` the numbers (factors or units) of the even elements and of the odd elements in
-/// HALVES columns from c on. With `each`, every column has its own number. Otherwise the columns
-/// lie in one block or, if 2 * wide == HALVES, in two blocks.
+/// Looks up the factors or units (`number`) of HALVES columns from c on. Writes those of the even
+/// columns to pair[0], and those of the odd columns to pair[1]. With `each`, every column has its
+/// own number. Otherwise the columns lie in one block or, if 2 * wide == HALVES, in two blocks.
 VF_INLINE void pair_of(vf pair[2], const float *number, int c, int wide, const bool each)
 {
   if (each) vf_deinterleave(pair, number + c);
@@ -101,8 +102,8 @@ VF_INLINE void pair_of(vf pair[2], const float *number, int c, int wide, const b
   }
 }
 
-/// Does the work of encode_strip for a strip of bf16, HALVES columns at a time. With `values`, the
-/// results must be exact. Returns the number of columns that it has encoded.
+/// Does the work of encode_strip for a strip of bf16, HALVES columns at a time. With `values`, each
+/// code * scale must be exact in bf16. Returns the number of columns that it has encoded.
 VF_INLINE int encode_pairs(void *to, const strip *s, const bool values, const bool each,
                            const mx_format f)
 {
@@ -195,7 +196,7 @@ static void encode_as(void *to, const strip *s, bool values, int64_t format)
     else if (s->wide) encode_strip(to, s, false, false, false, f);               \
     else encode_strip(to, s, false, true, false, f);                             \
   } while (0)
-  // The parameters of the two most used formats are constants, which fold into the arithmetic.
+  // For the two most used formats f is a constant, so the compiler simplifies the arithmetic.
   if (format == ENG_e4m3) ENCODE(mx_format_of(ENG_e4m3));
   else if (format == ENG_FORMAT_E2M1) ENCODE(mx_format_of(ENG_FORMAT_E2M1));
   else ENCODE(mx_format_of(format));

@@ -1,6 +1,5 @@
-// mx_quantize under the rules whose scales depend on more than the largest element of a block
-// (core/base/mx.h): quest and ms_eden. Blocks have one row. A task is a row of x. Included by
-// mx_quantize.c, once per instruction set. Owns nothing.
+// mx_quantize under the rules quest and ms_eden (core/base/mx.h). Blocks have one row. A task takes
+// one row of x. Included by mx_quantize.c, once per instruction set. Owns nothing.
 #pragma once
 
 #include "base/mx.h"
@@ -14,8 +13,8 @@ enum { FITTED_MOST = 128 };   // the most elements of a block
 static const float e2m1_number[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6,
                                       -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
 
-/// Returns the ue4m3 code of the scale of block `block` (counted from 0 over the tensor), rounded
-/// stochastically if sr_bits is not 0.
+/// Returns the ue4m3 code of `scale`, the scale of a block. Rounds stochastically if sr_bits is not
+/// 0, else to nearest even. `block` is the block's number, from 0 on, in the whole tensor.
 static uint8_t eden_scale(float scale, int sr_bits, uint64_t counter, int64_t block)
 {
   uint32_t word[4];
@@ -24,8 +23,8 @@ static uint8_t eden_scale(float scale, int sr_bits, uint64_t counter, int64_t bl
   return mx_code_stochastic(scale, mx_uniform(word[block % 4], sr_bits), mx_format_of(ENG_e4m3));
 }
 
-/// Writes elements [at, at + n) as codes or, with MX_VALUES, in bf16 as the value of the code times
-/// `unit`.
+/// Writes n codes to elements [at, at + n) of output 0. With MX_VALUES, writes bf16 numbers
+/// instead: the value of each code times `unit`.
 static void put_fitted(const op_call *call, int64_t at, const uint8_t *code, int n, float unit)
 {
   void *q = call->out[0]->data;
@@ -62,8 +61,8 @@ static void quest_row(const void *context, int64_t row)
   }
 }
 
-/// Writes a block's codes and returns the value of its scale, which eden_row corrects later. Adds
-/// the block's terms to the sums of its group, *squares and *product.
+/// Writes a block's codes and returns the value of its scale. eden_row corrects this scale later.
+/// Adds the block's terms to *squares and *product, the sums of its group.
 static float eden_block(const float *x, int n, float encode, uint8_t *code, double *squares,
                         double *product)
 {

@@ -1,7 +1,8 @@
-// The operation mx_matmul: models Blackwell's accumulators (core/base/mx_blackwell.h) for LANES
-// columns of the result at a time. A task takes LANES rows of b, and ROWS rows of a at a time. For
-// each group of products, it decodes the rows of a and b once. If a group or a sum holds NaN or
-// Inf, the scalar formula is used. Called through backend.kernel[]; owns nothing.
+// The operation mx_matmul. It sums as Blackwell's tensor cores do (core/base/mx_blackwell.h). A
+// task computes LANES columns of the result, from LANES rows of b. It takes ROWS rows of a at a
+// time, so it decodes the rows of b once for ROWS rows of a. If a number, a scale or a sum is Inf
+// or NaN, blackwell_group computes these LANES sums one by one. Called through backend.kernel[];
+// owns nothing.
 #include "base/mx_blackwell.h"
 #include "rows.h"
 #include "simd.h"
@@ -16,9 +17,9 @@ typedef struct product {
   float   alpha;
 } product;
 
-// The numbers of one row that a group of products reads, with a scale for each 16 of them. Numbers
-// and scales are also split into significands and exponents. `odd` tells whether any number or
-// scale is Inf or NaN.
+// What the tensor cores read of one row of a or b at a time: blackwell_products numbers, and a
+// scale for each 16 of them. Numbers and scales are also split into significands and exponents.
+// `odd` tells whether any number or scale is Inf or NaN.
 typedef struct group {
   float  value[BLACKWELL_MOST], scale[BLACKWELL_MOST / 16];
   double significand[BLACKWELL_MOST], scale_significand[BLACKWELL_MOST / 16];
@@ -49,14 +50,14 @@ static void decode(group *g, const product *p, int side, int64_t row, int64_t k)
   }
 }
 
-// A `group` for each of LANES rows of b. The last index of an array is the row.
+// The groups of LANES rows of b. The last index of an array is the row. `odd` is for all rows.
 typedef struct panel {
   float  value[BLACKWELL_MOST][LANES];
   double significand[BLACKWELL_MOST][LANES], scale_significand[BLACKWELL_MOST / 16][LANES];
   int    exponent[BLACKWELL_MOST][LANES], scale_exponent[BLACKWELL_MOST / 16][LANES], odd;
 } panel;
 
-// Adds to each c[j] the products of `a` and lane j of b, rounding as Blackwell does.
+// Adds to each c[j] the products of `a` and row j of b. Truncates and rounds as Blackwell does.
 static void add_group(float *c, const product *p, const group *a, const panel *b)
 {
   int terms = p->four ? 4 : 32, zero = blackwell_zero(p->four), exponent[32][LANES], largest[LANES];

@@ -1,14 +1,18 @@
 // The operations mx_quantize and mx_dequantize. Called through backend.kernel[]; owns nothing but
 // scratch during a call.
 //
-// A task takes a band of rows and quantizes it tile by tile. A tile lies within one row of blocks:
-// its blocks are measured, get scales as in core/base/mx.h, and are written to a buffer as codes or
-// as bf16 values. The buffer is copied to the result. If blocks are square, the buffer's transpose
-// is the transposed copy. Otherwise the transposed copy is quantized from transposed tiles of x, or
-// by quantize_columns. With a Hadamard transform, it is quantized from transformed tiles
-// (hadamard.h). NVFP4 needs the amax first: unless the caller gives it, another pass over x finds
-// it. mx_fitted.h has the rules whose scales depend on more than the largest element of a block.
-// f64 goes to the reference kernels.
+// A task takes a band of rows and quantizes it tile by tile. It finds the largest magnitude of each
+// block in the tile, computes the scales as in core/base/mx.h, and writes codes or bf16 values. It
+// writes them to the result or, if codes must be packed or transposed, to a buffer first.
+//
+// If blocks are square, the transposed copy is the transpose of this buffer. Otherwise the
+// transposed copy is quantized from tiles of x: quantize_columns takes them as they are, and
+// quantize_tile takes their transposes. With a Hadamard transform, these tiles are transformed
+// first (hadamard.h).
+//
+// NVFP4 needs the amax of x before its scales. Unless the caller gives this amax, another pass over
+// x finds it. mx_fitted.h has the rules quest and ms_eden. The reference kernels compute calls in
+// f64, and calls with an average, `ties` or `sr_rule`.
 #include "base/mx.h"
 #include "base/rng.h"
 #include "device/rotated_copy.h"
@@ -27,7 +31,7 @@
 enum {
   MOST = 128,          // the longest side of a block; the most columns of a tile of several rows
   WIDE = 512,          // the most columns of a tile of one row
-  BAND = 64,           // rows of a task, rounded down to whole blocks; at least one block
+  BAND = 64,           // rows of a task: as many whole blocks as fit, but at least one
 };
 
 // If a scale is at least this, its product with the value of any code of any format is exact in
@@ -36,7 +40,8 @@ enum {
 
 // ------------------------------------------------------------------ what x holds
 
-/// The largest magnitude of the elements that are not NaN, as f32 bits, and the number of NaN.
+/// A summary of some elements. top: the f32 bits of the largest magnitude other than NaN. nan: how
+/// many elements are NaN.
 typedef struct found {
   uint32_t top;
   int64_t  nan;
@@ -79,8 +84,8 @@ static void survey_task(const void *context, int64_t t)
 
 // ------------------------------------------------------------------ tiles
 
-/// One of the two results: the quantized x or its quantized transpose. `rows` and `columns` are the
-/// result's.
+/// One of the two results: the quantized x, or the quantized transpose of x. `rows` and `columns`
+/// are the result's.
 typedef struct side {
   const op_call *call;
   const void *x;
@@ -89,16 +94,17 @@ typedef struct side {
   int64_t  down, wide;       // blocks along a column and along a row of the result
   int64_t  band;             // rows of x in a task
   uint8_t *scale, *q;
-  uint8_t *turn_scale, *turn_q;   // square blocks: the transposed copies of scale and q
+  uint8_t *turn_scale, *turn_q;   // square blocks: transposes of scale and q; or NULL
   uint64_t random;           // the Philox block of element 0
   mx_format format;
-  float    encode, amax;     // NVFP4's S (base/mx.h); the amax of the tensor
+  float    encode, amax;     // encode: NVFP4's S (base/mx.h); amax: the tensor's
   float    factor;
   found   *found;            // [tasks], or NULL if x has been surveyed before
-  const rotation *rotation;  // transforms x transposed before it is quantized, or NULL
+  const rotation *rotation;  // the Hadamard transform of the transposed x, or NULL
 } side;
 
-// Finds the largest magnitude of each block in a row by comparing bits, so NaN is the largest.
+// Finds the largest magnitude of each block in one row of x. Compares bits, so NaN is above every
+// number.
 VF_INLINE void measure_typed(float *amax, const void *x, const int dtype, int64_t first,
                              int columns, const int wide)
 {
@@ -131,8 +137,9 @@ static void measure_row(float *amax, const void *x, int dtype, int64_t first, in
 #undef MEASURE
 }
 
-// Finds the largest magnitude in each of n columns of x, n <= MOST, by comparing bits. A column has
-// `deep` elements. Writes whole vectors, so amax needs room for n rounded up to whole vectors.
+// Finds the largest magnitude in each of n columns of x, n <= MOST. Compares bits, so NaN is above
+// every number. A column has `deep` elements. Writes whole vectors, so amax needs room for n
+// rounded up to whole vectors.
 static void largest_in_columns(float *amax, const void *x, int dtype, int64_t first, int64_t stride,
                                int deep, int n)
 {
@@ -155,8 +162,9 @@ static void largest_in_columns(float *amax, const void *x, int dtype, int64_t fi
   }
 }
 
-// Returns the amax of a block whose tile holds NaN. The amax is NaN if the block itself holds NaN,
-// unless `finite` ignores NaN. Updates *all with the block's elements.
+// Returns the amax of a block in a tile that holds NaN. If the block itself holds NaN, its amax is
+// NaN or, with `finite`, the largest of its other magnitudes. Updates *all with the block's
+// elements.
 static float amax_of_block(found *all, const void *x, int dtype, int64_t first, int64_t stride,
                              int rows, int columns, bool finite)
 {
@@ -168,8 +176,8 @@ static float amax_of_block(found *all, const void *x, int dtype, int64_t first, 
   return f32_from(finite || !block.nan ? block.top : 0x7FC00000u);
 }
 
-/// Computes mx_scale for a vector of blocks. Returns false if an amax is NaN or near the limits of
-/// f32.
+/// Computes mx_scale for a vector of blocks. If an amax is NaN, very large, or very small (also 0),
+/// returns false and no codes.
 VF_INLINE bool mx_scales(vi amax, mx_format f, int64_t rule, vi *code)
 {
   vi bits = amax;
@@ -184,9 +192,9 @@ VF_INLINE bool mx_scales(vi amax, mx_format f, int64_t rule, vi *code)
   return true;
 }
 
-// Computes the scales of n blocks: their codes, their values (`unit`), and the factors by which the
-// blocks' elements are multiplied before rounding (`factor`). amax, factor and unit have room for
-// whole vectors. nvfp4_scale explains `stretch`.
+// Computes for each of n blocks the code of its scale (`code`), the value of this code (`unit`),
+// and the number by which the block's elements are multiplied before rounding (`factor`). amax,
+// factor and unit have room for whole vectors. nvfp4_scale explains `stretch`.
 static void scales_of(const side *s, const float *amax, int n, uint8_t *code, float *factor,
                       float *unit, float stretch)
 {
@@ -277,8 +285,8 @@ static void choose_scales(const side *s, const void *x, int64_t first, int64_t s
       code[j] = four_code[j], factor[j] = four_factor[j], unit[j] = four_unit[j];
 }
 
-// Does the work of choose_scales for n blocks, each of which is `deep` elements of a column of a
-// tile, s->x.
+// Does the work of choose_scales for n blocks. Each block is `deep` elements of one column of s->x,
+// which is a tile.
 static void choose_columns(const side *s, int64_t first, int deep, const float *amax, int n,
                            uint8_t *code, float *factor, float *unit)
 {
@@ -317,7 +325,7 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
   float amax[WIDE], factor[WIDE], unit[WIDE];
   int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide;
   int nan = 0, inexact = 0, size = s->dtype == ENG_f32 ? 4 : 2;
-  // prefetches the next tile of a single row; the arithmetic of this tile hides the latency
+  // If tiles have one row, prefetches the next tile while this one is computed.
   for (int c = 0; rows == 1 && c < columns; c += 64 / size)
     __builtin_prefetch((const char *)x + (first + columns + c) * size);
   if (rows == 1) measure_row(amax, x, s->dtype, first, columns, wide);
@@ -326,7 +334,7 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
     measure_row(amax, unit, ENG_f32, 0, columns, wide);
   }
   uint32_t top = largest_of_floats(amax, blocks);
-  for (int j = blocks; j % VF_LANES; j++) amax[j] = 1;       // fills the last vector
+  for (int j = blocks; j % VF_LANES; j++) amax[j] = 1;       // unused lanes of a vector
   if (top > INFINITE) {
     nan = 1;
     for (int j = 0; j < blocks; j++)
@@ -357,14 +365,15 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
   }
 }
 
-// Returns the bytes of an element in a tile.
+// Returns how many bytes a quantized element takes in a buffer, before codes are packed.
 static int element_bytes(const side *s) { return s->call->mx_quantize.flags & MX_VALUES ? 2 : 1; }
 
 // Returns whether the result holds two elements in each byte.
 static bool is_packed(const side *s)
 { return element_bytes(s) == 1 && mx_packed(s->call->mx_quantize.format); }
 
-// Writes a row of a tile to elements [at, at + n) of a result. In e2m1, `at` is even.
+// Writes a row of a buffer to elements [at, at + n) of a result. If the result is packed, `at` and
+// n are even.
 static void put_row(const side *s, uint8_t *q, int64_t at, const uint8_t *from, int n)
 {
   if (is_packed(s))
@@ -376,7 +385,7 @@ static void put_row(const side *s, uint8_t *q, int64_t at, const uint8_t *from, 
   else stream(q + element_bytes(s) * at, from, (size_t)(element_bytes(s) * n));
 }
 
-// Returns the number of columns of a tile: the most whole blocks that fit in `most` columns.
+// Returns how many columns a tile has: as many whole blocks as fit in `most` columns.
 static int64_t tile_columns(int64_t most, int64_t block) { return most / block * block; }
 
 // Quantizes a band of rows of x, which become rows of the result.
@@ -389,7 +398,7 @@ static void band_task(const void *context, int64_t t)
           step = tile_columns(deep == 1 ? WIDE : MOST, a->block_columns);
   uint8_t tile[2 * MOST * MOST], turn[2 * MOST * MOST];
   int size = element_bytes(s), line = MOST * size;
-  bool direct = !s->turn_q && !is_packed(s);       // writes to the result without the buffer
+  bool direct = !s->turn_q && !is_packed(s);       // writes straight to the result
   found none, *all = s->found ? &s->found[t] : &none;
   for (int64_t top = t * s->band; top < end; top += deep)
     for (int64_t c0 = 0; c0 < s->columns; c0 += step) {
@@ -413,8 +422,9 @@ static void band_task(const void *context, int64_t t)
   stream_end();
 }
 
-// Finds the scales' amaxes of n columns of a tile, s->x, and updates *all with them. A column has
-// `deep` elements. With MX_FINITE, ignores NaN. Returns whether the columns hold NaN.
+// Finds the amaxes of n blocks and updates *all with their elements. Each block is `deep` elements
+// of one column of s->x, which is a tile. With MX_FINITE, the amaxes ignore NaN. Returns whether
+// the blocks hold NaN.
 static bool measure_columns(float *amax, const side *s, found *all, int64_t first, int deep,
                             int n)
 {
@@ -430,8 +440,8 @@ static bool measure_columns(float *amax, const side *s, found *all, int64_t firs
   return true;
 }
 
-// Computes the random words of rows [r0, r0 + rows) and columns [c0, c0 + deep) of the result, one
-// row of words for each column. `deep`, c0 and the result's columns are multiples of 4.
+// Computes the random words of rows [r0, r0 + rows) and columns [c0, c0 + deep) of the result.
+// word[k] holds those of column c0 + k. `deep`, c0 and s->columns are multiples of 4.
 static void column_words(uint32_t (*word)[WORD_LINE], const side *s, int64_t r0, int rows,
                          int64_t c0, int deep)
 {
@@ -443,17 +453,18 @@ static void column_words(uint32_t (*word)[WORD_LINE], const side *s, int64_t r0,
     }
 }
 
-// Does the work of quantize_tile for blocks of one row of the result, which are parts of columns of
-// x. Measures and rounds the blocks in the layout of x, so that only the codes or values are
-// transposed afterwards. Rows [r0, r0 + rows) and columns [c0, c0 + columns) are the result's; they
-// are all of x. `to` is [columns x rows], and its rows are MOST elements apart.
+// Does the work of quantize_tile if a block is part of one row of the result, and so part of one
+// column of x. Measures and rounds the blocks in the layout of x, so that only the codes or values
+// need to be transposed afterwards. s->x is a tile [columns x rows] of x, which becomes rows
+// [r0, r0 + rows) and columns [c0, c0 + columns) of the result. `to` is [columns x rows], too, and
+// its rows are MOST elements apart.
 static void quantize_columns(const side *s, found *all, int64_t r0, int rows, int64_t c0,
                              int columns, uint8_t *to)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide;
   int64_t line = MOST * element_bytes(s);
-  uint8_t code[MOST][MOST], turned[MOST][MOST];         // [block][row], and its transpose
+  uint8_t code[MOST][MOST], turned[MOST][MOST];         // code: [block][row]; turned: [row][block]
   uint32_t word[MOST][WORD_LINE];
   for (int j = 0; j < blocks; j++) {
     int deep = (int)smaller(wide, columns - j * wide);
@@ -486,8 +497,8 @@ static void pack_rows(uint8_t *tile, int rows)
       tile[k * MOST + c] = (uint8_t)(tile[2 * k * MOST + c] | tile[(2 * k + 1) * MOST + c] << 4);
 }
 
-// Copies columns [r0, r0 + rows) of `columns` rows of x, from row `first` on, to a tile with rows
-// of MOST elements.
+// Copies rows [first, first + columns) and columns [r0, r0 + rows) of x to a tile, whose rows are
+// MOST elements apart. `rows` and `columns` are those of the result, in which x is transposed.
 static void load_tile(uint8_t *tile, const side *s, int64_t first, int columns, int64_t r0,
                       int rows)
 {
@@ -507,7 +518,8 @@ static void turned_task(const void *context, int64_t t)
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   int64_t first = t * s->band, high = a->block_rows, step = tile_columns(MOST, high);
   int columns = (int)smaller(s->band, s->columns - first), bytes = element_bytes(s);
-  // the words of a Philox block lie in one column of x, and column_words' steps fit in 32 bits
+  // four: the words of each Philox block belong to elements of one column of x, and the steps of
+  // column_words fit in 32 bits
   bool four = s->columns % 4 == 0 && a->block_columns % 4 == 0 && s->columns < 1 << 30,
        by_columns = high == 1 && (!a->sr_bits || four);
   uint8_t tile[4 * MOST * MOST], turn[4 * MOST * MOST], line[2 * MOST * MOST];
@@ -544,7 +556,8 @@ static void turned_task(const void *context, int64_t t)
 
 // ------------------------------------------------------------------ the operations
 
-// Returns the amax of the tensor. It is NaN if x holds NaN, unless MX_FINITE leaves NaN out.
+// Returns the amax of a tensor with this summary. The amax is NaN if the tensor holds NaN, unless
+// the flag MX_FINITE is set.
 static float amax_of(const op_call *call, found all)
 {
   bool nan = all.nan && !(call->mx_quantize.flags & MX_FINITE);
@@ -560,8 +573,9 @@ static void set_shape(side *s, int64_t rows, int64_t columns)
   s->band = larger(1, BAND / a->block_rows) * a->block_rows;
 }
 
-// Returns how many rows of x a task transforms and quantizes: whole groups and whole blocks. The
-// result is 0 if no tile holds both or the rule needs more than tiles.
+// Returns how many rows of x a task transforms and quantizes. These rows are whole groups of the
+// transform and whole blocks. Returns 0 if no tile can hold both, or if the rule is one of
+// mx_fitted.h, which does not work on tiles.
 static int64_t rotated_band(const op_call *call)
 {
   const typeof(call->mx_quantize) *a = &call->mx_quantize;
@@ -578,8 +592,8 @@ static void rotated_survey_task(const void *context, int64_t t)
                                            (int)smaller(s->band, s->columns - first));
 }
 
-// Quantizes the transpose of x: with a Hadamard transform, or in blocks that are not square. `part`
-// has room for one entry per 16 rows of x.
+// Quantizes the transpose of x, either after a Hadamard transform or in blocks that are not square.
+// `part` has room for one entry for each 16 rows of x.
 static void quantize_turned(side *s, const op_call *call, found *part, bool together)
 {
   const typeof(call->mx_quantize) *a = &call->mx_quantize;
@@ -603,8 +617,8 @@ static void quantize_turned(side *s, const op_call *call, found *part, bool toge
   if (a->hadamard) s->amax = amax_of(call, total(part, bands));
 }
 
-// Makes the outputs that are not transposed and, if blocks are square, their transposes. `part` has
-// room for one entry per PART elements and per band.
+// Makes the outputs that are not transposed and, if blocks are square, the transposed ones. `part`
+// has room for one entry for each PART elements of x, and for one entry for each band.
 static void quantize_straight(side *s, const op_call *call, found *part, bool together)
 {
   const typeof(call->mx_quantize) *a = &call->mx_quantize;
@@ -613,8 +627,9 @@ static void quantize_straight(side *s, const op_call *call, found *part, bool to
   float *amax = call->out[2]->data;
   int64_t *nan = call->out[5]->data, pieces = ceiling(x->count, PART),
           bands = ceiling(s->rows, s->band);
-  // NVFP4's scales need the amax of the whole tensor, so a separate pass finds it first. The rules
-  // of mx_fitted.h use that pass, too. With the other rules, the quantizing pass finds the amax.
+  // NVFP4's scales need the amax of the whole tensor. Unless it is given, a separate pass finds it
+  // first. The rules of mx_fitted.h always need this pass, because quantize_fitted does not find
+  // the amax and the number of NaN. In all other cases, band_task finds them.
   bool fitted = mx_is_fitted(a->rule), before = fitted || (mx_is_nvfp4(a->rule) && !given);
   if (before) {
     run_tasks(pieces, together, survey_task, &(survey){.x = x, .part = part});

@@ -36,7 +36,8 @@ static int exponent_of(float amax, const mx_format *f, int rule)
   return e < -127 ? -127 : e > 127 ? 127 : e;
 }
 
-// Returns the code of an element. x is the element divided by its scale, in f64.
+// Returns the code of a scaled number x. Rounds to nearest even or, if sr_bits is not 0,
+// stochastically by the random word.
 static uint8_t code_of(double x, const mx_format *f, int sr_bits, uint32_t random)
 {
   if (x != x) return (uint8_t)f->nan;
@@ -60,7 +61,7 @@ static uint8_t code_of(double x, const mx_format *f, int sr_bits, uint32_t rando
   return (uint8_t)(f->sign ? code | (negative ? f->sign : 0) : negative ? -code : code);
 }
 
-// Returns the distance between codes in the binade of a >= 0.
+// Returns the distance between neighbouring numbers of the format in the binade of a, a >= 0.
 static double step_at(double a, const mx_format *f)
 {
   int e;
@@ -72,8 +73,8 @@ static double step_at(double a, const mx_format *f)
 static double truncated(double a, const mx_format *f)
 { return step_at(a, f) * floor(a / step_at(a, f)); }
 
-// Does the work of code_of for the attributes ties and sr_rule, or for an average. toward: the
-// average, scaled as x is.
+// Does the work of code_of for calls with `ties`, `sr_rule` or an average. toward: the average,
+// scaled as x is.
 static uint8_t studied_code_of(const op_call *call, double x, double toward, const mx_format *f,
                                uint32_t random)
 {
@@ -159,7 +160,7 @@ static void store(const side *s, int64_t element, uint8_t code, double value)
   }
 }
 
-// Quantizes one group of a row by MS-EDEN.
+// Quantizes by MS-EDEN one group: `columns` elements of row r, from column c0 on.
 static void quantize_group(const side *s, int64_t r, int64_t c0, int64_t columns)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
@@ -249,8 +250,8 @@ static void quantize_side(const side *s)
     }
 }
 
-// Multiplies x[0 .. n) by the Hadamard matrix H, without its factor sqrt(1/n). The H of size 2n is
-// [[H, H], [H, -H]], made of the H of size n.
+// Multiplies x[0 .. n) by the Hadamard matrix H, without the factor sqrt(1/n). H of size 2n is
+// [[H, H], [H, -H]], where the inner H has size n.
 static void hadamard(double *x, int n)
 {
   if (n == 1) return;
@@ -348,8 +349,8 @@ eng_status reference_mx_dequantize(const op_call *call)
   return ENG_OK;
 }
 
-// Decodes n numbers of a row from column k on into x, and the scale of each 16 numbers into
-// scale16.
+// Decodes n numbers of a row, from column k on. Writes them to x, and the scale of each 16 numbers
+// to scale16.
 static void decode(float *x, float *scale16, const tensor *q, const tensor *scale, int64_t row,
                    int64_t k, int n, int64_t format, int64_t rule)
 {

@@ -1,6 +1,6 @@
-// mx_quantize with a Hadamard transform (ops.def), computed by two other kernels of a device: its
-// hadamard, and its mx_quantize without a transform. For devices and calls without a kernel that
-// does both. Included by cpu/mx_quantize.c, cpu/reference_mx.c and the CUDA device. Owns scratch
+// mx_quantize with a Hadamard transform (ops.def), for devices and calls that have no single kernel
+// for it. Two other kernels of the device compute it: its hadamard, and its mx_quantize without a
+// transform. Included by cpu/mx_quantize.c, cpu/reference_mx.c and the CUDA device. Owns scratch
 // memory during a call.
 #pragma once
 

@@ -4,15 +4,15 @@
 // copies, because bf16 would round the scaled numbers. Instead, one number multiplies the f32 sums:
 // the product of both operands' scales of this kind, divided by both roles' `factor`.
 //
-// With the accumulator BLACKWELL the copies hold codes and scales, and mx_matmul multiplies them,
-// on the tensor cores of cards that support it. fp8_mx_coded decides this for a layer's three
-// products together, at each call.
+// With the accumulator BLACKWELL, or DEVICE on a card whose tensor cores multiply codes, the copies
+// hold codes and scales instead, and mx_matmul multiplies them. fp8_mx_coded decides this for a
+// layer's three products together, at each call.
 //
-// A recipe may give x and W separate formats for the backward products (eng_fp8_recipe.backward).
-// These products then read the numbers that the forward product read, unchanged or quantized again.
-// Their results are the gradients of these numbers; fp8_mx_through turns them into the gradients of
-// x and W. dy may be in FP8 with power-of-two scales; its copy holds the values of the codes, which
-// are exact in bf16. Called by linear.c; see its head.
+// With eng_fp8_recipe.backward, the backward products read the numbers that the forward product
+// read, unchanged or quantized again. They then compute the gradients of these numbers, and
+// fp8_mx_through turns those into the gradients of x and W. dy may be in FP8 with power-of-two
+// scales; its copy holds the values of the codes, which are exact in bf16. Called by linear.c; see
+// its head.
 #include "sites.h"
 
 #include "base/error.h"
@@ -36,7 +36,7 @@ const int fp8_factors[ENG_FP8_PRODUCTS][2] = {
 
 // ---- codes
 
-// Whether mx_matmul accepts matrices in this role whose sides are multiples of `side`.
+// Whether mx_matmul accepts a matrix in this role, if the matrix's sides are multiples of `side`.
 static bool fits(const eng_fp8_role *r, int64_t side)
 {
   return r->block_columns == (mx_is_nvfp4(r->mx - 1) ? 16 : 32) && side % r->block_rows == 0 &&
@@ -62,7 +62,7 @@ bool fp8_mx_coded(const fp8_site *s, int64_t rows, int64_t columns, int64_t outp
   return coded;
 }
 
-// Returns how many bytes one block takes in a row: its codes and its scale.
+// Returns how many bytes a block of one row takes, for its codes and its scale.
 static int64_t block_bytes(const eng_fp8_role *r)
 { return r->block_columns / (mx_packed(r->format) ? 2 : 1) + 1; }
 
@@ -122,7 +122,8 @@ static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const ten
   if (r->factor != 0) whole /= (float)r->factor;
   ENG_TRY(fp8_sample_read(&m, x, q, scale));
   mx_format f = mx_format_of(r->format);
-  // half a step above the largest number or, if a tie there rounds up, the f32 below this limit
+  // Larger magnitudes count as overflow. The limit is half a step above the format's largest number
+  // or, if this tie would round up, the f32 just below.
   float limit = 1.5f * f.largest - 0.5f * mx_value((uint8_t)(f.top - 1), f);
   if (f.top & 1 && !mx_is_gated(r->mx - 1)) limit = f32_from(f32_bits(limit) - 1);
   for (int64_t i = 0; i < m.rows; i++)
@@ -139,8 +140,8 @@ static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const ten
   return ENG_OK;
 }
 
-// Returns the attribute `signs` that the operation hadamard gets for a product. Each product of a
-// layer draws its own signs.
+// Returns the attribute `signs` that the operation hadamard gets for a product. Random signs differ
+// from one product of a layer to another.
 static int64_t signs_of(const fp8_site *s, const eng_fp8_product *p)
 {
   if (p->signs <= ENG_FP8_SIGNS_FIXED) return p->signs;
@@ -196,7 +197,7 @@ static eng_status encode_msamp(fp8_mx_copies *to, const eng_fp8_role *r, tensor 
   return ENG_OK;
 }
 
-/// Quantizes dy in FP8 and converts the codes to bf16.
+/// Quantizes dy in FP8. to->q gets the values of the codes, in bf16.
 static eng_status quantize_fp8(fp8_mx_copies *to, fp8_site *s, int role, tensor *x)
 {
   const eng_fp8_role *r = &s->recipe.role[role];
@@ -214,8 +215,9 @@ static eng_status quantize_fp8(fp8_mx_copies *to, fp8_site *s, int role, tensor 
   return status;
 }
 
-// Quantizes x and, with QUANTIZE_TRANSPOSED, x transposed for `product`, which transforms it first
-// if it has a Hadamard transform. `flags`: QUANTIZE_TRANSPOSED, MX_ROTATED_ONLY.
+// Quantizes x, and with QUANTIZE_TRANSPOSED in `flags` also the transposed x, for `product`. If
+// this product has a Hadamard transform, the transposed x is transformed first. With
+// MX_ROTATED_ONLY in `flags`, makes only the transposed copy.
 static eng_status encode(fp8_mx_copies *to, const fp8_site *s, const eng_fp8_role *r, tensor *x,
                          int64_t flags, const eng_fp8_product *product, bool coded)
 {
@@ -290,7 +292,7 @@ eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int rol
   const eng_fp8_role *r = &s->recipe.role[role];
   const eng_fp8_product *along = &s->recipe.product[readers[role][0]],
                         *across = &s->recipe.product[readers[role][1]];
-  bool apart = transposed && along->hadamard;   // the copies are of different tensors
+  bool apart = transposed && along->hadamard;   // only the transposed copy is of x itself
   tensor *y = NULL, *values = NULL;
   fp8_mx_copies made = *to;
   if (!r->mx) {
@@ -315,7 +317,7 @@ eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int rol
   return status == ENG_OK ? copy_into(&slot, to->amax) : status;
 }
 
-// Replaces *y by the result of an operation whose input 0 is *y.
+// Runs an operation with *y as its input 0, and replaces *y by the result.
 static eng_status apply(tensor **y, op_call c)
 {
   tensor *next;
@@ -327,8 +329,9 @@ static eng_status apply(tensor **y, op_call c)
   return ENG_OK;
 }
 
-// Multiplies *y by one number, as mx_alpha does: the product of `factor` and the NVFP4 scales of
-// the whole operands a and b, if they have such scales. b may be NULL.
+// Multiplies *y by one number: the product of `factor` and the f32 scales that operands a and b
+// have for the whole tensor, as in NVFP4. Operands under other rules have no such scale. b may be
+// NULL. mx_alpha does the same for mx_matmul.
 static eng_status scale_by(tensor **y, const fp8_mx_factor *a, const fp8_mx_factor *b,
                            double factor)
 {

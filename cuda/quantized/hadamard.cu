@@ -1,6 +1,6 @@
 // The operation hadamard, bit-equal to core/cpu/reference_mx.c: sums are in f64 and in the CPU's
-// order. A block of threads transforms one group of n adjacent elements in each of WIDE lines.
-// Lines are the rows of x or, if `turned`, its columns.
+// order. A line is a row of x or, if `turned`, a column. A block of threads takes WIDE lines and
+// transforms one group of n adjacent elements in each.
 #include "kernel/element.h"
 #include "kernel/walk.h"
 

@@ -5,12 +5,12 @@
 // each way. It reads the tile as f32 into shared memory, finds the largest magnitude of each scale
 // block (a warp each), and writes the codes, or the values in bf16, of one result or of both. Rows
 // of the transposed copy are columns of the tile. With square blocks the transposed copy has the
-// same codes as the other result, so the tile keeps these codes.
+// same codes as the other result, so these codes replace the numbers in the tile.
 //
-// The amax of the tensor and the number of NaN are integer maxima and sums, which do not depend on
-// order. NVFP4 needs the amax first, so a separate pass finds it. For other rules, the kernel over
-// tiles finds it. With a Hadamard transform, the transposed copy is made from the result of
-// cuda_hadamard.
+// The amax of the tensor is a maximum of integers, and the number of NaN is an integer sum, so
+// neither depends on order. NVFP4 needs the amax first, so a separate pass finds both. For other
+// rules, quantize_tile finds both. With a Hadamard transform, the transposed copy is made from the
+// result of cuda_hadamard.
 #include "kernel/element.h"
 #include "kernel/walk.h"
 
@@ -48,9 +48,9 @@ struct side {
                                        // block below, and to the next block on the right
   int64_t  length;                     // of a row of the result
   int64_t  random;                     // Philox block of the first element
-  bool     turned;                     // the result of x transposed
+  bool     turned;                     // the result is for the transposed x
   bool     same;                       // has the same codes as the other side
-  bool     aligned;                    // four elements are one access
+  bool     aligned;                    // four elements can be written at once
 };
 
 struct job {
@@ -58,13 +58,13 @@ struct job {
   int      dtype;
   int64_t  rows, columns, tiles_across;
   int      tile_rows, tile_columns;
-  bool     aligned;                    // four numbers of x are one access
+  bool     aligned;                    // four numbers of x can be read at once
   int      sides;
   side     of[2];
   int      rule, sr_bits;
   bool     finite, values;
   const float *amax;                   // of the tensor, for NVFP4
-  survey  *seen;                       // NULL if not wanted
+  survey  *seen;                       // NULL: quantize_tile does not survey x
   uint64_t seed;
   float    factor;                     // multiplies the elements
 };
@@ -126,7 +126,8 @@ survey_all(const void *x, int dtype, int64_t count, bool aligned, survey *seen)
   report(seen, top, nan);
 }
 
-/// Writes the tensor's amax and the number of NaN in it. Runs in one thread.
+/// Writes the amax (`given` if that is not NULL, else the surveyed one) and the number of NaN. Runs
+/// in one thread.
 __global__ void finish(const survey *seen, const float *given, bool finite, float *amax,
                        float *again, int64_t *nan)
 {
@@ -169,8 +170,9 @@ __device__ inline float stretch_of(const float *tile, int pitch, const job &p, c
   return total[1] < total[0] ? 1.5f : 1.0f;
 }
 
-/// Finds the scales of a tile's blocks. Sets block[b] to the factor on the elements of block b and
-/// the value of its scale. `again` is another side that gets the same scales, or NULL.
+/// Finds the scales of a tile's blocks. Sets block[b].x to the factor on the elements of block b,
+/// and block[b].y to the value of the block's scale. `again` is another side that gets the same
+/// scales, or NULL.
 template <int FORMAT>
 __device__ inline void find_scales(float2 *block, const float *tile, int pitch, const job &p,
                                    const side &s, const side *again, int64_t r0, int64_t c0,
@@ -235,8 +237,8 @@ __device__ inline void store_four(const job &p, const side &s, int64_t at,
   }
 }
 
-/// Writes one result of a tile, four elements of a row per thread. With `keep`, also replaces the
-/// tile's numbers by their codes.
+/// Writes one result of a tile. A thread writes four elements of a row of the result at a time.
+/// With `keep`, also replaces the tile's numbers by their codes.
 template <int FORMAT, bool RANDOM>
 __device__ inline void write_elements(float *tile, const float2 *block, const float *number,
                                       int pitch, const job &p, const side &s, bool keep,
@@ -325,7 +327,7 @@ int tile_side(int block)
 
 bool is_aligned(const void *p, int bytes) { return (uintptr_t)p % (uintptr_t)bytes == 0; }
 
-/// Describes a result of the call. `turned` is true for the result of p->x transposed.
+/// Describes a result of the call. `turned` is true for the result of the transposed p->x.
 side side_of(const op_call *call, tensor *q, tensor *scale, const job *p, bool turned,
              int64_t random)
 {
@@ -395,7 +397,7 @@ eng_status run(job *p, int64_t format)
   }
 }
 
-/// Writes the amax of x and the number of NaN.
+/// Launches `finish` for the outputs of the call.
 eng_status finish_x(const op_call *call, const survey *seen, bool finite)
 {
   finish<<<1, 1, 0, cuda_stream()>>>(

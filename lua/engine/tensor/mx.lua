@@ -19,7 +19,7 @@ local RULES = { floor = C.ENG_MX_FLOOR, ceil = C.ENG_MX_CEIL, even = C.ENG_MX_EV
   rceil = C.ENG_MX_RCEIL, nvfp4 = C.ENG_MX_NVFP4, four_over_six = C.ENG_MX_FOUR_OVER_SIX,
   four_over_six_mse = C.ENG_MX_FOUR_OVER_SIX_MSE, quest = C.ENG_MX_QUEST,
   ms_eden = C.ENG_MX_MS_EDEN }
--- The rules with a ue4m3 scale for each block and one f32 scale for the whole tensor.
+-- The rules that have a ue4m3 scale for each block and one f32 scale for the whole tensor.
 local NVFP4 = { nvfp4 = true, four_over_six = true, four_over_six_mse = true, ms_eden = true }
 local NONFINITE = { torchao = 0, te = 32 }     -- 32: the flag MX_FINITE (core/ops.def)
 -- The rules that give some elements no gradient. These rules need e2m1.
@@ -41,9 +41,10 @@ end
 local methods = {}
 local Quantized = { __index = methods }
 
---- Returns code * scale as a tensor of x's shape, f32 unless another float dtype is named. For
---- NVFP4, the product is also multiplied by the tensor's amax / 2688 (in four over six, amax /
---- 1536; in ms_eden, amax / 1554.4).
+--- Returns the values of the codes as a tensor of x's shape, in f32 or in another float dtype. A
+--- value is code * scale, divided by the option `factor` if x was quantized with one. For NVFP4, it
+--- is also multiplied by the tensor's amax / 2688 (in four over six, amax / 1536; in ms_eden, amax
+--- / 1554.4).
 function methods.dequantize(x, dtype)
   local scaled = x.factor ~= 1
   local y = run("mx_dequantize", { x.q, x.scale, NVFP4[x.rule] and x.amax or false },
@@ -67,11 +68,13 @@ end
 
 --- Hadamard transform: multiplies each group of n = 16, 32, 64 or 128 consecutive elements of a row
 --- of x [.. x K] by diag(s) H / sqrt(n), where H is Sylvester's matrix and s is a vector of signs.
---- Elements after the last whole group are only converted to the dtype. Sums are in f64, rounded
---- once. No gradient passes through it. Options: signs (0: s as in Transformer Engine, repeated;
---- "none": all 1; another number: random, drawn from the seed and this number), transposed (true:
---- transposes x, as [rows x K], first; groups then run along the columns of x, and the result is [K
---- x rows]), dtype (of the result; by default that of x).
+--- Elements after the last whole group are only converted to the dtype. Sums are in f64 and rounded
+--- once. No gradient passes through this function. Options:
+---   signs        0 (the default): Transformer Engine's 16 signs, repeated; "none": all 1; another
+---                number: random, drawn from the seed and this number
+---   transposed   true: first transposes x (as rows x K). Groups are then parts of columns of x,
+---                and the result is [K x rows]
+---   dtype        of the result; by default that of x
 function M.hadamard(x, n, options)
   want(x, "mx.hadamard")
   options = arguments.read_named(options, "mx.hadamard", "signs transposed dtype")
@@ -83,7 +86,7 @@ end
 local QUANTIZE = "format rule block nonfinite sr_bits sr_rule ties average factor transposed " ..
   "amax hadamard signs"
 
---- Quantizes x [.. x K] to codes and scales. No gradient passes through it. Options:
+--- Quantizes x [.. x K] to codes and scales. No gradient passes through this function. Options:
 ---   format       "e4m3", "e5m2", "e2m1", "e2m3", "e3m2" or "mxint8"; by default "e4m3", but "e2m1"
 ---                for the rules quest, nvfp4 and those based on nvfp4
 ---   rule         how scales are chosen, see below ("floor")
@@ -92,23 +95,25 @@ local QUANTIZE = "format rule block nonfinite sr_bits sr_rule ties average facto
 ---   nonfinite    "torchao" (the default): Inf or NaN makes its block NaN; "te": the scale ignores
 ---                NaN
 ---   sr_bits      bits of stochastic rounding, 0 to 24 (0: rounds to nearest)
----   sr_rule      whose stochastic rounding: "te" (the default), "amd" or "mslk"; slow but for "te"
----   ties         without sr_bits, where halves between two codes go: "even" (the default), "away"
----                from zero, toward "zero", or "up"; slow but for "even"
----   average      f32 in the shape of x: rounds to the code next to x on the side of the average
----                (Q-EMA of TetraJet); slow
+---   sr_rule      whose stochastic rounding: "te" (the default), "amd" or "mslk"; the last two are
+---                slow
+---   ties         without sr_bits, how a number halfway between two codes is rounded: to the "even"
+---                code (the default), "away" from zero, toward "zero", or "up"; the last three are
+---                slow
+---   average      f32 in the shape of x: of the two codes next to an element, takes the one nearer
+---                to the element's average (Q-EMA of TetraJet); slow
 ---   factor       0.5 to 1 (1): multiplies the elements before rounding; dequantize divides by it
 ---   transposed   true: also quantizes x transposed (from the elements of x, not from codes)
 ---   amax         for nvfp4 and the rules based on it: f32 [1], used instead of x's own amax
 ---   hadamard     16, 32, 64 or 128: the group size of a Hadamard transform along the columns of x
----                (0: none). The transposed copy is quantized from the transform's result in bf16
+---                (0: none). Only the transposed copy is quantized from its result, which is bf16
 ---   signs        the signs of this transform, as in mx.hadamard
 --- Rules:
 ---   floor, ceil, even, rceil   scales are powers of two
 ---   nvfp4                      scales are ue4m3, with one f32 for the tensor
 ---   four_over_six              nvfp4, but each block's largest element becomes 6 or 4, whichever
----                              has the smaller mean absolute error
----   four_over_six_mse          four_over_six by mean squared error
+---                              gives the block the smaller mean absolute error
+---   four_over_six_mse          four_over_six, but with the mean squared error
 ---   quest                      e2m1; each scale is a power of two, computed from the standard
 ---                              deviation of its block
 ---   ms_eden                    nvfp4, but the scales correct the rounding errors, in groups of 128
@@ -173,9 +178,9 @@ local function scales_by_row(x, rows)
     :slice(1, 1, rows)
 end
 
---- Computes a b^T in f32 for quantized matrices a [M x K] and b [N x K]. Sums as Blackwell's
---- block-scaled tensor cores do (core/base/mx_blackwell.h). With e4m3 and e5m2 in blocks of 32,
---- these cores add 32 products at a time and keep 25 bits below the largest exponent. With e2m1 in
+--- Computes a b^T in f32 for quantized matrices a [M x K] and b [N x K]. It sums as Blackwell's
+--- block-scaled tensor cores do (core/base/mx_blackwell.h). For e4m3 and e5m2 in blocks of 32,
+--- these cores add 32 products at a time and keep 25 bits below the largest exponent. For e2m1 in
 --- blocks of 32 or 16, they add 64 products at a time and keep 35 bits.
 function M.matmul(a, b)
   local inputs = {}
@@ -197,11 +202,11 @@ local function padded(x, d, size)
     require("engine.tensor.create").zeros(shape, { dtype = "u8", keep = false }) }, d)
 end
 
---- Returns the scales of a quantized tensor in the order that cuBLASLt's block-scaled products read
---- (VEC32_UE8M0, VEC16_UE4M3): u8 [tiles down x tiles across x 32 x 4 x 4], in tiles of 128 rows x
---- 4 blocks, padded with zeros. In its tile, the scale of row r and block c has the index (r %
---- 32) * 16 + floor(r % 128 / 32) * 4 + c % 4 (all from 0). Scales of blocks with several rows are
---- repeated for each row.
+--- Returns the scales of a quantized tensor in the order in which cuBLASLt's block-scaled products
+--- read them (VEC32_UE8M0, VEC16_UE4M3): u8 [tiles down x tiles across x 32 x 4 x 4]. A tile is the
+--- scales of 128 rows x 4 blocks; zeros fill incomplete tiles. In its tile, the scale of row r and
+--- block c has the index (r % 32) * 16 + floor(r % 128 / 32) * 4 + c % 4. All of these count from
+--- 0. If a block has several rows, its scale is repeated for each row.
 function M.gemm_scales(x)
   expect(getmetatable(x) == Quantized, x, "mx.gemm_scales: expected a result of mx.quantize")
   local rows = 1
