@@ -119,7 +119,7 @@ ENG_INLINE int mx_is_four_over_six(int64_t rule)
 { return rule == ENG_MX_FOUR_OVER_SIX || rule == ENG_MX_FOUR_OVER_SIX_MSE; }
 ENG_INLINE int mx_is_nvfp4(int64_t rule)
 { return rule == ENG_MX_NVFP4 || mx_is_four_over_six(rule) || rule == ENG_MX_MS_EDEN; }
-/// Whether scales depend on more than the amaxes of the block and of the tensor.
+/// Whether mx_quantize treats this rule apart (core/cpu/mx_fitted.h).
 ENG_INLINE int mx_is_fitted(int64_t rule)
 { return rule == ENG_MX_QUEST || rule == ENG_MX_MS_EDEN; }
 
