@@ -146,12 +146,12 @@ int eng_parallel_flags(const eng_parallel *parallel, int rank, int index);
 /// zero = 3 it drops the pieces of other ranks instead.
 eng_status eng_parallel_gather(eng_parallel *parallel);
 /// With zero = 3 all weights are on every rank at first. eng_parallel_leave drops the pieces of
-/// other ranks. From then on an operation that reads such a weight first receives the weight's unit
-/// from the other ranks, which must run the same operation, and drops the units that the operation
-/// does not read. Then it starts to receive the unit that followed in earlier passes. Functions
-/// other than operations fail with STATE if they read the weight. eng_parallel_whole fetches all
-/// weights; until the next eng_parallel_leave they can be read, and written with the same values on
-/// all ranks. Every rank calls both functions, between two steps.
+/// other ranks. From then on, an operation that reads a divided weight first receives the weight's
+/// unit from the other ranks, which must run the same operation, and drops all units that it does
+/// not read. Then it starts to receive the unit that came after this one in earlier passes.
+/// Functions other than operations fail with STATE if they read a divided weight.
+/// eng_parallel_whole fetches all weights; until the next eng_parallel_leave they can be read, and
+/// written with the same values on all ranks. Every rank calls both functions, between two steps.
 eng_status eng_parallel_leave(eng_parallel *parallel);
 eng_status eng_parallel_whole(eng_parallel *parallel);
 /// With zero = 3: returns a checksum of the order in which this rank received units. The checksum

@@ -325,8 +325,8 @@ static bool find_places(const char *argv0)
   return false;
 }
 
-// Prepends the pattern `first`, in the folder of Lua modules, to the search path package[name].
-// `package` is on top of the stack.
+// Prepends the pattern `first` to the search path package[name]. The pattern is relative to the
+// folder of Lua modules. `package` is on top of the stack.
 static void put_first(lua_State *L, const char *name, const char *first)
 {
   lua_getfield(L, -1, name);

@@ -31,7 +31,7 @@ template <int N> struct walk {
   int32_t dtype[N], width[N];           // format; bytes of one unit of offset
   void   *data[N];
   int64_t count, groups;
-  int64_t shape[ENG_MAX_DIMS];          // in groups; `size` holds the same sizes as divisors
+  int64_t shape[ENG_MAX_DIMS];          // in groups; `size` holds these sizes too, as dividers
   divider size[ENG_MAX_DIMS];
   int64_t stride[N][ENG_MAX_DIMS];      // elements from one group to the next
   int64_t inner[N];                     // elements from one member of a group to the next

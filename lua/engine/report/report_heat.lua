@@ -167,7 +167,8 @@ local function over_steps(o, axis, data)
     texts = { steps } }, data)
 end
 
---- Draws the layers over the steps, by the largest stored gradient. l: from layers.read.
+--- Draws a row for each layer and a column for each step. The shade shows the layer's largest
+--- stored gradient. l: from layers.read.
 function M.layers_over_time(l, axis)
   local low, high = views.shade_range(l)
   return over_steps({ kind = "layers", title = "Largest gradient of each layer by step",

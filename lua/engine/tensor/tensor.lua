@@ -130,7 +130,7 @@ end
 --- A view of the same values without a gradient.
 function methods.detach(x)
   arguments.want(x, "detach")
-  local shape = shape_table(info(x))   -- raises for a stale handle before recording stops
+  local shape = shape_table(info(x))   -- a stale handle raises here, while recording is on
   local before = C.eng_grad_enabled(false)
   local y = methods.view(x, shape)
   C.eng_grad_enabled(before)
