@@ -6,7 +6,7 @@ local FLOATS, LAYOUTS, float, with = tensors.FLOATS, tensors.LAYOUTS, tensors.fl
 
 local generators = {}
 
-local PRODUCT = { ulp = 1, eps = 16, bound = "sums" }
+local PRODUCT = { ulp = 1, eps = 16, bound = "sums", threads = "AMX" }
 
 generators.matmul = function(try)
   local sizes = { { 1, 1, 1 }, { 1, 17, 33 }, { 3, 1, 65 }, { 17, 33, 1 }, { 33, 65, 129 },
