@@ -375,7 +375,7 @@ static bool read_log(eng_policy *p, eng_verdict *out, const verdict_field *f)
 static const verdict_field fields[VERDICT_FIELDS] = {
   {"scale", 0, read_scale, "a positive finite number", NULL, AT(scale)},
   {"action", 0, read_action, "'step', 'skip', 'retry', 'stop' or 'rollback'", NULL, 0},
-  {"clip", 0, read_limit, "a positive number, the largest gradient norm", NULL, AT(clip)},
+  {"clip", 0, read_limit, "a positive number, the limit on the gradient norm", NULL, AT(clip)},
   {"lr_mul", 0, read_factor, "a finite factor, 0 or more", NULL, AT(lr_mul)},
   {"reason", 0, read_reason, "a string", NULL, 0},
   {"scales", 0, read_scales, "a table { group = scale }", "a positive finite number", 0},
@@ -383,7 +383,7 @@ static const verdict_field fields[VERDICT_FIELDS] = {
   {"back", 0, read_steps, "a whole number of steps, 0 or more", NULL, AT(back)},
   {"skip", 0, read_steps, "a whole number of steps, 0 or more", NULL, AT(skip)},
   {"clips", ENG_NEED_CLIPS, read_norms, "a table { name = norm }",
-   "a positive number, the largest gradient norm", 0},
+   "a positive number, the limit on the gradient norm", 0},
   {"lr_muls", ENG_NEED_LR_MULS, read_numbers, "a table { name = factor }",
    "a finite factor, 0 or more", ENG_EACH_LR},
   {"reset_moments", ENG_NEED_RESET_MOMENTS, read_reset,

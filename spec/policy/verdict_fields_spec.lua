@@ -19,7 +19,7 @@ describe("a verdict", function()
     { "clips", "3", "clips = 3; expected a table { name = norm }" },
     { "clips", "{ a = 0 }", 'clips["a"] = 0; expected a positive number' },
     { "clips", "{ a = -1 }", 'clips["a"] = -1; expected a positive number' },
-    { "clips", "{ a = 0/0 }", "expected a positive number, the largest gradient norm" },
+    { "clips", "{ a = 0/0 }", "expected a positive number, the limit on the gradient norm" },
     { "clips", "{ a = 'x' }", 'clips["a"] = \'x\'; expected a positive number' },
     { "clips", "{ 1 }", "'clips' with a number as a key; expected names or patterns" },
     { "clips", "{ ['a.ww'] = 1 }", "'clips' for 'a.ww', which matches no group and no tensor; " ..

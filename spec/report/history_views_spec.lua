@@ -140,7 +140,7 @@ describe("views of a history", function()
     assert.matches("blocks.1.mlp.weight ▏", text, 1, true)
     assert.not_matches("wte", text)
     assert.has_error(function() h:heatmap { by = "steps" } end,
-      "heatmap: expected by to be 'exponent' or 'time', got 'steps'")
+      "heatmap: expected `by` to be 'exponent' or 'time', got 'steps'")
     assert.error_matches(function() h:heatmap { only = "wt.weight" } end,
       "no parameter's name contains 'wt.weight'; did you mean 'wte.weight'?", 1, true)
   end)

@@ -220,8 +220,8 @@ local function compare(job, cost, given, script, settings)
     row("memory: messages", p.memory.messages, m.memory_messages, show.bytes)
   end
   if math.max(unpack(given.measure)) > cores then
-    print(("\nmore than %d ranks take turns on the cores, in an order that the system " ..
-      "chooses"):format(cores))
+    print(("\nif there are more ranks than the %d cores, they take turns, in an order that the " ..
+      "system chooses"):format(cores))
   end
 end
 

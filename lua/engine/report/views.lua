@@ -376,7 +376,7 @@ function M.heatmap(h, options)
   options = read_options(options, "heatmap", HEATMAP)
   local by = options.by or "exponent"
   if by ~= "exponent" and by ~= "time" then
-    M_ffi.raise("heatmap: expected by to be 'exponent' or 'time', got '%s'", tostring(by))
+    M_ffi.raise("heatmap: expected `by` to be 'exponent' or 'time', got '%s'", tostring(by))
   end
   local width = options.width or math.min(require("engine.base.machine").terminal(1) or 100, 160)
   local l = layers.read(h, { points = by == "time" and math.max(width - 60,

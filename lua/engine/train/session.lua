@@ -152,7 +152,7 @@ local function new(given)
   local o = arguments.merged(given)
   local entries = entries_of(o)
   if ranks.size() > 1 then
-    error("session: a loop written by hand runs on one rank; hint: engine.trainer", 0)
+    error("session: a loop written by hand can have one rank only; hint: use engine.trainer", 0)
   end
   if #entries == 1 then o.optimizer, o.model = entries[1].opt, model_of(entries[1].opt)
   else
