@@ -126,8 +126,8 @@ static void pack(float *to, const sizes *s, slice x, int64_t times)
   pack_part(to, s, x, times, 0, times);
 }
 
-// Copies rows [t0, t0+rows) of a slice to `to`, s->padded floats apart, and multiplies them by
-// `factor`, which is 1 for pairs of bf16.
+// Copies rows [t0, t0+rows) of a slice to `to`, where they are s->padded floats apart. Multiplies
+// them by `factor`, which is 1 for pairs of bf16.
 static void pack_rows(float *to, const sizes *s, slice x, int64_t t0, int64_t rows, float factor)
 {
   lay_out_rows(s->pairs, to, s->padded, x.data, x.dtype, x.first + t0 * x.row, x.row, x.column,
@@ -146,8 +146,8 @@ static void panels_of_rows(float *to, const sizes *s, const float *rows, int64_t
         vf_store(to + i * GEMM_NR + j - d, vf_load(rows + i * s->padded + j));
 }
 
-// Packs queries [t0, t0+n) of x as panels, each of `span` columns. `rows` holds the same queries as
-// pack_rows copied them.
+// Packs queries [t0, t0+n) of x as panels, each of `span` columns. `rows` holds these queries in
+// the form that pack_rows wrote.
 static void pack_queries(float *to, const sizes *s, slice x, const float *rows, int64_t t0,
                          int64_t n)
 {
@@ -282,9 +282,9 @@ static void round_gradients(const sizes *s, float *p, float *ds, float *ds_turne
 
 // Returns exp(scale * x - shift) in the first n lanes and 0 in the other lanes. The product is
 // rounded before the subtraction, because the shift was found from rounded products. With a fused
-// multiply-subtract, a huge score could differ from the shift so much that exp would overflow. The
-// other lanes compute exp(0) instead of exp(-inf), because a result that underflows costs a hundred
-// cycles and every row of a causal mask ends in such lanes.
+// multiply-subtract, a huge score could differ from the shift so much that exp would overflow. In
+// the other lanes, the 0 replaces an exp(0). An exp(-inf) would give 0 itself, but a result that
+// underflows costs a hundred cycles, and every row of a causal mask ends in such lanes.
 VF_INLINE vf exp_first(vf *difference, const float *x, float scale, float shift, int n)
 {
   vf shifted = vf_sub(vf_mul(vf_load_n(x, n), vf_set1(scale)), vf_set1(shift));
@@ -549,7 +549,7 @@ static eng_status attention_grad(const op_call *call)
   int threads = work < 1 << 15 ? 1 : omp_get_max_threads();
   if (threads > pairs * shares) threads = (int)(pairs * shares);
   int64_t floats = padded(backward_room_at(&s, NULL).floats), key_floats = s.keys * s.padded;
-  int64_t held = shares > 1 ? pairs * shares : threads;   // dk (and dv) sums that exist at once
+  int64_t held = shares > 1 ? pairs * shares : threads;   // sums of dk, and of dv, held at a time
   int64_t bytes = (threads * floats + held * 2 * key_floats) * (int64_t)sizeof(float);
   float *scratch = arena_alloc(ARENA_SCRATCH, bytes);
   if (!scratch) return ENG_ERR_MEMORY;

@@ -188,7 +188,7 @@ static eng_status run(const op_call *call, conv_kind kind, tensor *const *part, 
   if (!all_fast(call) || empty) return forward_to_reference(call);
   conv_call g = describe(call, kind, part);
   const int result = (int)conv_result(kind);
-  bool one_format = true;      // both inputs share a format: oneDNN can write that or f32
+  bool one_format = true;      // both inputs have one format; oneDNN can write that format or f32
   for (int i = 0; i < CONV_BIAS; i++)
     one_format &= i == result || g.dtype[i] == g.dtype[result == CONV_X ? CONV_W : CONV_X];
   bool f32 = g.dtype[CONV_X] == ENG_f32 && g.dtype[CONV_W] == ENG_f32;

@@ -41,7 +41,7 @@ DEFINE_ISA(avx512)
 #endif
 
 // __builtin_cpu_supports checks both the processor (cpuid) and the registers that the system saves
-// (xgetbv). Clang 14's version does not know f16c, so has_avx2 reads that bit from cpuid.
+// (xgetbv). In Clang 14 it does not know f16c, so has_avx2 reads that bit from cpuid.
 static bool has_plain(void)  { return true; }
 #if X86
 static bool has_avx2(void)

@@ -175,7 +175,7 @@ static void dropout_tile(const tile *t)
 static eng_status dropout(const op_call *call)
 {
   double p = call->dropout.p;
-  // An element is kept if (word >> 8) / 2^24 >= p; `least` is the same bound on word >> 8.
+  // An element is kept if (word >> 8) / 2^24 >= p. `least` is the smallest word >> 8 that is kept.
   return elementwise(call, dropout_tile,
                      (numbers){.seed = rng_seed(), .counter = (uint64_t)call->dropout.counter,
                                .least = (int32_t)ceil(p * 0x1p24), .a = (float)(1.0 / (1.0 - p))});

@@ -39,8 +39,8 @@ enum {
 
 typedef int8_t vb __attribute__((vector_size(4 * VF_LANES), may_alias));
 
-/// An operand of the product: element (i, k) is at i * i_stride + k * k_stride, where i < size is a
-/// row of y for a, and a column of y for b.
+/// An operand of the product: element (i, k), i < size, is at i * i_stride + k * k_stride. In a, i
+/// is the row of y; in b, i is the column of y.
 typedef struct matrix {
   const uint8_t *data;
   const float   *scale;
@@ -182,8 +182,8 @@ static void lay_panel(panel *p, const product *g, int64_t j0, int64_t columns, c
            exponents_of(p->exponent, code, g->b.fraction, r->steps * PANEL);
 }
 
-/// Rows [i0, i0+rows) of a in one run, RUN floats apart. The numbers are bf16 if the product
-/// multiplies pairs, else f32.
+/// Rows [i0, i0+rows) of a in one run. In `value`, they are RUN floats apart. The numbers are bf16
+/// if the product multiplies pairs, else f32.
 typedef struct slab {
   float  value[BLOCK * RUN] __attribute__((aligned(64)));
   int8_t exponent[BLOCK * RUN];

@@ -11,9 +11,9 @@
 //
 // These cases go to the reference kernels: f64; e5m6 in blocks of several rows, or of a width that
 // is not a multiple of 8; stochastic rounding of a transposed copy whose blocks are not square; an
-// empty x; and calls that want no codes or no scales. swiglu_quantize runs swiglu and then
-// quantize, because silu takes most of the time, and quantizing each row right after swiglu
-// computed it was no faster.
+// empty x; and calls that want no codes or no scales. swiglu_quantize runs all of swiglu and then
+// quantize. It was no faster to quantize each row as soon as it was computed, because silu takes
+// most of the time.
 #include "base/fp8_layout.h"
 #include "base/fp8_scale.h"
 #include "base/rng.h"
@@ -33,7 +33,7 @@ enum {
   TILE_ROW = 256,       // columns transposed at a time
   FAR = 1 << 21,       // a transposed copy of FAR bytes or more bypasses the caches
   ROW_BLOCKS = 16,     // how many blocks of 1 x 128 are measured and written at a time
-  VERTICAL = 64,       // in narrower blocks, the maximum of each column is found first
+  VERTICAL = 64,       // in narrower blocks than this, each column's maximum is found first
 };
 
 /// One of the two results: the codes and scales of x, or the codes and scales of its transpose. In
@@ -213,8 +213,8 @@ static bool divides(const side *s)
 static int fraction_of(const side *s) { return s->call->quantize.format == ENG_e4m3 ? 3 : 2; }
 
 // Returns whether every number of a block, multiplied by `factor` (divided if `by`), rounds to a
-// number in the format's range, as in most blocks. The codes of such a block need no clamping.
-// `most` is the block's largest magnitude. Returns false for a negative factor.
+// number in the format's range. This holds for most blocks; their codes need no clamping. `most` is
+// the block's largest magnitude. Returns false for a negative factor.
 VF_INLINE bool is_within(uint32_t most, float factor, const int fraction, const bool by)
 {
   float y = by ? f32_from(most) / factor : f32_from(most) * factor;

@@ -29,7 +29,7 @@ enum {
   // Every piece of k except the last is a multiple of this number, which is the same on every
   // instruction set.
   GEMM_K_UNIT = 16,
-  GEMM_MC = 128,               // most rows of A in a task, then rounded up to a multiple of GEMM_MR
+  GEMM_MC = 128,               // most rows in a task, before rounding up to a multiple of GEMM_MR
   GEMM_SERIAL = 1 << 17,       // multiply-adds below which threads cost more than they save
   // With a smaller k, bf16 is multiplied as f32, not as pairs. The choice depends on k alone, so
   // the order of the sums does, too.

@@ -339,7 +339,7 @@ enum { VB_LANES = 4 * VF_LANES };
 VF_INLINE vb vb_load(const uint8_t *p) { vb a; memcpy(&a, p, sizeof a); return a; }
 
 #if defined(ENG_ISA_avx512)
-/// Adds one to each lane of count whose key is x.
+/// Adds one to each lane of `count` whose lane of `key` is x.
 VF_INLINE vb vb_tick(vb count, vb key, uint8_t x)
 {
   __mmask64 m = _mm512_cmpeq_epi8_mask((__m512i)key, _mm512_set1_epi8((char)x));

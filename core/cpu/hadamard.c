@@ -2,9 +2,9 @@
 // nothing. Sums are in f64 or, where inexact_lines shows that sums in f32 are exact, in f32.
 //
 // A task transforms one tile of at most MOST x MOST numbers, LINE lines at a time. A line is a row
-// of x or, if `turned`, a column. Each lane of a vector holds an element of another line. The task
-// then transposes the tile into the result. Calls with x in f64, or with a result in f16 or f64, go
-// to the reference kernel.
+// of x or, if `turned`, a column. Each lane of a vector holds an element of a different line. The
+// task then transposes the tile into the result. Calls with x in f64, or with a result in f16 or
+// f64, go to the reference kernel.
 #include "hadamard.h"
 
 #include "base/mx.h"
@@ -110,13 +110,13 @@ static void load_group(double (*to)[LINE], const rotation *o, int64_t first, int
 
 // ------------------------------------------------------------------ bf16 in f32
 
-// Whether rotate_halves can compute this transform. It reads and writes only bf16, and needs a
-// factor sqrt(1/n) that is a power of two.
+// Returns whether rotate_halves can compute this transform. rotate_halves reads and writes only
+// bf16, and needs a factor sqrt(1/n) that is a power of two.
 static bool halves_fit(const rotation *o)
 { return o->x->dtype == ENG_bf16 && o->dtype == ENG_bf16 && (o->n == 16 || o->n == 64); }
 
-// Returns a pointer into x, or to a copy in `room`. Behind it, element first + k of line `line` + l
-// has the index k * *stride + l, for k < n and l < some. Lines from `some` to LINE are zeros.
+// Returns a pointer into x, or to a copy in `room`. There, element first + k of line `line` + l has
+// the index k * *stride + l, for k < n and l < some. Lines from `some` to LINE are zeros.
 static const uint16_t *find_halves(uint16_t (*room)[LINE], int64_t *stride, const rotation *o,
                                    int64_t first, int64_t line, int some)
 {
@@ -139,7 +139,7 @@ static const uint16_t *find_halves(uint16_t (*room)[LINE], int64_t *stride, cons
   return *room;
 }
 
-// Transforms one group of one line in f64, because its sums may be inexact in f32.
+// Transforms one group of one line in f64. Used if its sums may be inexact in f32.
 static void rotate_line(uint16_t *to, int64_t to_stride, const uint16_t *x, int64_t stride,
                         const rotation *o)
 {
@@ -236,7 +236,8 @@ void ISA_NAME(rotate_tile)(const rotation *o, void *tile, int64_t a0, int deep, 
       if (n == o->n && halves_fit(o)) {
         int64_t stride;
         const uint16_t *x = find_halves(room, &stride, o, a0 + a, l0 + l, some);
-        for (int k = 0; o->turned && k < n; k++)      // the next tile; its rows are far apart
+        // prefetches the next tile, because its rows are too far apart for the hardware to do so
+        for (int k = 0; o->turned && k < n; k++)
           __builtin_prefetch(x + k * stride + MOST, 0, 2);
         if (n == 16) rotate_halves(to, x, stride, o, 16);
         else rotate_halves(to, x, stride, o, 64);

@@ -374,8 +374,8 @@ static inline uint64_t rank_of(float x, int64_t i)
 
 static inline int64_t place_of(uint64_t rank) { return (int64_t)(0xFFFFFFFFu - (uint32_t)rank); }
 
-/// Puts the key `rank` into a heap with the smallest key on top. Position `hole` is free, and
-/// everything below it is in heap order.
+/// Puts the key `rank` into `heap`, which has the smallest key on top. On entry, position `hole` is
+/// free, and everything below it is in heap order.
 static void heap_sink(uint64_t *heap, int64_t n, int64_t hole, uint64_t rank)
 {
   for (;;) {

@@ -24,7 +24,7 @@ typedef struct job {
   uint32_t *top;             // [rows]: the bits of the largest magnitude in each row of x
 } job;
 
-/// Returns the number that would have index `rank` (from 0) if order [n] were sorted.
+/// Returns the number that would have index `rank` (from 0) if `order` [n] were sorted.
 static uint16_t ranked(const uint16_t *order, int64_t n, int64_t rank)
 {
   uint32_t found = 0;        // the largest value tried so far with at most `rank` numbers below it

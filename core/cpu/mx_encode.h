@@ -13,8 +13,8 @@ enum { INFINITE = 0x7F800000 };   // the bits of infinity in f32
 /// Computes the codes of y and the values of the codes. Rounds to nearest even or, with `random`,
 /// stochastically by u in [0, 1), as mx_code_stochastic does. `nan` says whether y may hold NaN.
 /// Let 2^e be the largest power of two not above |y| or, if |y| is subnormal in the format, the
-/// smallest normal number. Adding 2^(e + drop) rounds to the format's step and leaves the
-/// significand in the last bits of the sum.
+/// smallest normal number. `drop` is how many of f32's fraction bits the format lacks. Adding
+/// 2^(e + drop) rounds to the format's step and leaves the significand in the sum's last bits.
 VF_INLINE void encode(vf y, vf u, const bool random, bool nan, const mx_format f, vi *code,
                       vf *value)
 {

@@ -297,7 +297,7 @@ static float *load_masters(float *buffer, const param_span *s, int64_t at, int n
 /// Rounds weights [at, at + n) of a span to bf16 stochastically, in place.
 static void round_randomly(float *p, const param_span *s, const eng_update *u, int64_t at, int n)
 {
-  enum { EACH = 8 * VF_LANES };   // 16-bit random numbers from one call of philox_vectors_at
+  enum { EACH = 8 * VF_LANES };   // how many 16-bit numbers a call of philox_vectors_at gives
   uint16_t random[TILE + EACH] __attribute__((aligned(64)));
   for (int i = 0; i < n; i += EACH)
     philox_vectors_at((uint32_t *)(void *)(random + i), rng_seed(),

@@ -44,7 +44,8 @@ VF_INLINE vu low64_(vu a, vu b)  { return (vu){a[0], a[1], b[0], b[1]}; }
 VF_INLINE vu high64_(vu a, vu b) { return (vu){a[2], a[3], b[2], b[3]}; }
 #endif
 
-/// Replaces the counters of VF_LANES blocks, word k of each in w[k], by the blocks' words.
+/// On entry, w[k] holds word k of the counters of VF_LANES blocks. Replaces it by word k of the
+/// blocks' random numbers.
 VF_INLINE void philox_rounds_(vu w[4], uint64_t seed)
 {
   uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
@@ -61,7 +62,7 @@ VF_INLINE void philox_rounds_(vu w[4], uint64_t seed)
   }
 }
 
-/// Sets the first two words of the counters of VF_LANES blocks to counter + place[l].
+/// Sets the first two words of VF_LANES block counters: those of lane l to counter + place[l].
 VF_INLINE void philox_counters_(vu w[4], uint64_t counter, vu place)
 {
   w[0] = place + (uint32_t)counter;

@@ -203,8 +203,8 @@ static eng_status reduce(const op_call *call)
 
 // ------------------------------------------------------------------ gradient of max and min
 
-// Returns the offset of a result in y, a tensor of the results' shape, in which reduced dimensions
-// have size 1 or are absent.
+// Returns the offset of a result in y, a tensor that holds one element for each result. In y, the
+// reduced dimensions have size 1 or are absent.
 static int64_t result_offset(const tensor *y, const tensor *x, uint64_t mask, int64_t result)
 {
   int64_t offset = 0;

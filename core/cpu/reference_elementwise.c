@@ -95,7 +95,7 @@ static eng_status map_one(const op_call *call, unary_rule *rule, int64_t (*int_r
   return ENG_OK;
 }
 
-// `formula` is y for x; `gradient` is dx for x and dy.
+// `formula` computes y from x; `gradient` computes dx from x and dy.
 #define UNARY_RULES(name, formula, gradient)                                         \
   static double name##_value(double x) { return formula; }                           \
   static double name##_gradient(double x, double dy) { return (void)x, (gradient); }

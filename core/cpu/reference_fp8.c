@@ -90,7 +90,7 @@ eng_status reference_quantize(const op_call *call)
                  .q = call->out[3], .scale = call->out[4],
                  .random = (uint64_t)call->quantize.counter + (uint64_t)((x->count + 3) / 4)};
   quantize_side(&turned);
-  // With square blocks, the transposed copy has the same bytes, even if rounding was stochastic.
+  // With square blocks, the transposed copy is q transposed, even if rounding was stochastic.
   if (call->quantize.block_rows == call->quantize.block_columns)
     for (int64_t r = 0; r < rows; r++)
       for (int64_t c = 0; c < columns; c++)
@@ -100,7 +100,7 @@ eng_status reference_quantize(const op_call *call)
 
 eng_status reference_swiglu_quantize(const op_call *call)
 {
-  tensor h = *call->in[0];   // in[0] is gate, contiguous and of h's shape
+  tensor h = *call->in[0];   // in[0] is `gate`, which is contiguous and has h's shape
   int64_t bytes = h.count * eng_dtype_size(h.dtype);
   if (!(h.data = arena_alloc(ARENA_SCRATCH, bytes))) return ENG_ERR_MEMORY;
   op_call swiglu = {.op = ENG_OP_swiglu, .n_in = 2, .n_out = 1, .in = {call->in[0], call->in[1]},

@@ -117,7 +117,7 @@ static uint8_t nearest_of(double x)
 {
   mx_format f = mx_format_of(ENG_FORMAT_E2M1);
   int best = 0;
-  double a = fmin(fabs(x), f.largest);   // 6 - 1e20 would round to 0 - 1e20
+  double a = fmin(fabs(x), f.largest);   // else 0 and 6 would seem equally near to 1e20
   if (x != x) return 7;
   for (int code = 1; code < 8; code++)
     if (fabs(mx_value((uint8_t)code, f) - a) < fabs(mx_value((uint8_t)best, f) - a))
@@ -314,7 +314,7 @@ eng_status reference_mx_quantize(const op_call *call)
                  .random = own.random + (uint64_t)((x->count + 3) / 4)};
   quantize_side(&turned);
   ((float *)call->out[6]->data)[0] = amax;
-  // With square blocks, the transposed copy has the same elements, even if rounding was stochastic.
+  // With square blocks, the transposed copy is q transposed, even if rounding was stochastic.
   if (call->mx_quantize.block_rows == call->mx_quantize.block_columns)
     for (int64_t r = 0; r < rows; r++)
       for (int64_t c = 0; c < columns; c++) {

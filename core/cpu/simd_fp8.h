@@ -37,8 +37,9 @@ VF_INLINE vi vi_above_(vi a, int32_t b)
 /// Returns, in the low bits of the lanes, the codes of magnitudes that do not round past the
 /// format's largest number. The higher bits are undefined. `fraction` is 6 for e5m6. Let 2^e be the
 /// largest power of two not above the magnitude or, if the magnitude is subnormal in the format,
-/// the smallest normal number. Adding 2^(e + drop) rounds to the format's step, to nearest even,
-/// and leaves the significand in the last bits of the sum.
+/// the smallest normal number. `drop` is how many of f32's fraction bits the format lacks. Adding
+/// 2^(e + drop) rounds to the format's step, to nearest even, and leaves the significand in the
+/// last bits of the sum.
 VF_INLINE vi vf_fp8_magnitude_(vi magnitude, const int fraction)
 {
   const int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction, least = (128 - bias) << 23;

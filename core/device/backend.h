@@ -103,9 +103,9 @@ typedef struct backend {
   eng_status (*gradstats)(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats);
 
   /// In one pass, multiplies gradients by gradient_factor (unscale and clip), updates the weights,
-  /// and rounds them into the shadow. update->rounding selects how new bf16 masters are rounded. A
-  /// compensation is added to the old weight first, and then set to the new weight's rounding error
-  /// (0 if the weight is inf or nan).
+  /// and rounds them into the shadow. update->rounding selects how new bf16 masters are rounded. If
+  /// a span has a compensation, its update starts from the old weights plus the compensation, which
+  /// then becomes the new weights' rounding errors (0 where a weight is inf or nan).
   eng_status (*optimize)(const param_span *spans, int n, const eng_update *update);
 
   /// Writes gradient * factor in f32 to target[i] for each span (target[i] may be the gradient
@@ -131,8 +131,8 @@ typedef struct backend {
   /// Allocates large chunks of memory, for the arenas. `take` returns NULL if there is no memory;
   /// `capacity`: the device's total bytes.
   arena_source memory;
-  /// Copies bytes, in order with the kernels started before and after. A copy to the host is
-  /// complete on return. After a copy from the host, `from` may be reused on return.
+  /// Copies bytes, after the kernels started before it and before those started after it. A copy to
+  /// the host is complete on return. After a copy from the host, `from` may be reused on return.
   eng_status (*move)(void *to, const void *from, int64_t bytes, copy_direction direction);
   eng_status (*clear)(void *memory, int64_t bytes);
   /// Waits for all work. Returns errors (an index out of range, a fault) that kernels detected
@@ -227,5 +227,5 @@ const backend *backend_reference(void);
 
 /// Tells backend_forbids whether a step is being captured. Called by autograd/graph.c.
 void backend_capturing(bool on);
-/// Returns ENG_OK or, during a capture, an error: `what` cannot be part of a captured step.
+/// Returns ENG_OK or, during a capture, the error that `what` cannot be part of a captured step.
 eng_status backend_forbids(const char *what);

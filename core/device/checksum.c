@@ -1,5 +1,6 @@
-// Checksums of memory in any space: the XXH64 hash of the XXH64 hashes of 64 KiB pieces, which
-// several threads compute. The result does not depend on the number of threads or on the device.
+// Checksums of memory in any space. Several threads compute the XXH64 hashes of 64 KiB pieces; the
+// checksum is the XXH64 hash of these hashes. It does not depend on the number of threads or on the
+// device.
 // Memory of a device is copied to the host 4 MiB at a time. Called by autograd/api.c and params/.
 #include "transfer.h"
 

@@ -13,6 +13,6 @@ static inline double gradstats_relative_scale(const eng_tensor_stats *s)
 
 /// Combines the statistics of `n` tensors into one record: counts, sums of squares, maxima, and the
 /// histogram if it is among the `needs` (ENG_NEED_*) that the pass computed. Divides amax and norm
-/// by `scale`, the gradients' loss scale, and by relative scales, so that they are true magnitudes.
+/// by `scale` (the loss scale) and by the tensors' relative scales, to get true magnitudes.
 void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, double scale,
                    unsigned needs);

@@ -104,7 +104,7 @@ const backend *plugin_cuda(void)
     error_set(ENG_ERR_DEVICE, "cuda: cannot find the folder of libengine.so");
     return NULL;
   }
-  const char *other = getenv("ENGINE_CUDA_PLUGIN");   // specs set it to a device that needs no card
+  const char *other = getenv("ENGINE_CUDA_PLUGIN");   // specs name a plug-in that needs no card
   if (other && !*other) other = NULL;
   // dlopen searches for a name without a slash only in the loader's folders, so "./" is added.
   if (other) snprintf(path, sizeof path, "%s%s", strchr(other, '/') ? "" : "./", other);

@@ -93,8 +93,8 @@ static void convert(void *buffer, int format, const tensor *x, bool into_tensor)
 
 // ---- elements on a device
 
-/// Returns a row-major tensor of x's shape over the given memory. Fills `store`, which must outlive
-/// the tensor.
+/// Returns a row-major tensor that has x's shape and whose data is `memory`. Fills `store`, which
+/// must outlive the tensor.
 static tensor rows_over(const tensor *x, int space, void *memory, storage *store)
 {
   *store = (storage){

@@ -4,9 +4,9 @@
 
 #include "tensor/tensor.h"
 
-/// transfer_read copies all elements of x into row-major host memory in dtype `format`, and
-/// transfer_write copies them from there. x may have any strides. Converts as eng_read and
-/// eng_write do. A read waits for the device.
+/// transfer_read copies all elements of x into `buffer`: row-major host memory in dtype `format`.
+/// transfer_write copies from such a buffer into x. x may have any strides. Both convert as
+/// eng_read and eng_write do. A read waits for the device.
 eng_status transfer_read(void *buffer, int format, const tensor *x);
 eng_status transfer_write(const tensor *x, const void *buffer, int format);
 
