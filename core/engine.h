@@ -121,8 +121,8 @@ eng_status eng_info(eng_tensor_info *out, const eng_tensor *x);
 /// toward zero and saturate, and NaN becomes 0.
 eng_status eng_write(const eng_tensor *x, const void *source, int from, int64_t count);
 
-/// Copies all elements in row-major order into host memory in format `to`, with the same
-/// conversions. With `to` = f64, a negative NaN that has a payload becomes the default NaN, because
+/// Copies all elements in row-major order into host memory in format `to`, with the conversions of
+/// eng_write. With `to` = f64, a negative NaN that has a payload becomes the default NaN, because
 /// LuaJIT would take the payload for a type tag.
 eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *x);
 
@@ -254,7 +254,8 @@ bool eng_op_supported(const char *device, int op);
 // ------------------------------------------------------------------ autograd
 
 /// Declares that the caller does not use a tensor of the step again. Its memory is freed at once
-/// unless another view or a gradient rule on the tape reads it. A later use is an error (STALE).
+/// unless another tensor over this memory is still in use, or a gradient rule on the tape reads it.
+/// A later use of `x` is an error (STALE).
 eng_status eng_done(const eng_tensor *x);
 
 /// Sets whether backward() computes the gradient of the leaf `x`.
@@ -341,7 +342,7 @@ typedef struct eng_params eng_params;
 /// twice), DEVICE (tensors of different devices).
 eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const char *const *names,
                           int n);
-/// Frees a set with its tensors. NULL is allowed.
+/// Frees a set and its tensors. NULL is allowed.
 void eng_params_free(eng_params *set);
 
 /// Changes the master weights of each parameter i to dtype[i], f32 or bf16, rounded to nearest.
@@ -368,9 +369,9 @@ eng_status eng_params_refresh(eng_params *set);
 eng_status eng_params_low(eng_tensor *out, eng_params *set, int index);
 /// Drops all gradients without writing memory.
 eng_status eng_params_zero_grad(eng_params *set);
-/// Computes statistics of the gradients in one read-only pass. `scale` is the loss scale in the
-/// gradients. `stats` is NULL or has an entry for each parameter. Fills the gradient fields of
-/// `record`; the caller fills step, loss and the other fields.
+/// Computes statistics of the gradients in one read-only pass. `scale` is the loss scale by which
+/// the gradients are multiplied. `stats` is NULL or has an entry for each parameter. Fills the
+/// gradient fields of `record`; the caller fills step, loss and the other fields.
 eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set,
                             double scale, unsigned needs);
 /// eng_params_stats without waiting, for lagged mode. `start` requests the statistics and the
@@ -422,7 +423,7 @@ int64_t eng_params_count(const eng_params *set);
 /// parameters, in order. Returns 0 if it cannot be computed: the device fails, memory is short, or
 /// the weights are divided among the ranks now (zero=3).
 uint64_t eng_params_checksum(const eng_params *set);
-/// Returns the same checksum over only the parameters i with which[i] == `value`.
+/// Does the same as eng_params_checksum for only those parameters i that have which[i] == `value`.
 uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value);
 
 /// The kinds of optimizers.
@@ -454,8 +455,8 @@ typedef struct eng_update {
   // none.
   double  clip_value;
   // Number of this update, counted from 1, for bias correction. For lagged updates, this is the
-  // number of the first update of an unbroken sequence. The device numbers the following updates,
-  // because only the device knows which of them it applied.
+  // number of the first update of an unbroken sequence of lagged updates. The device numbers the
+  // following updates, because only the device knows which of them it applied.
   int64_t t;
   // eng_optimizer_step sets these three fields. slot: which of the device's ENG_UPDATE_SLOTS
   // counters numbers these updates. fresh: 1 if that counter restarts at t. statistics: the ticket
@@ -559,8 +560,9 @@ enum { ENG_THREADS_MAX = 4096 };
 /// Returns the current number.
 int eng_threads(int n);
 
-/// Measures time by operation, dtypes and shapes. `on` = true clears the rows and begins the
-/// measurement; false ends it and keeps the rows. Choosing a device also ends the measurement.
+/// Measures the time of operations, with a row for each combination of operation, dtypes and
+/// shapes. `on` = true clears the rows and begins the measurement; false ends it and keeps the
+/// rows. Choosing a device also ends the measurement.
 void eng_profile(bool on);
 /// All calls of one operation with the dtypes and shapes in `detail`: their number and seconds, the
 /// bytes of their inputs and outputs, and the floating-point operations of their matrix products
@@ -590,8 +592,8 @@ typedef struct eng_trap_tensor {
   int64_t count, inf, nan;
   double  amax;               // largest finite magnitude
 } eng_trap_tensor;
-/// An operation that produced inf (or nan). `kernel` is the operation that ran. In the backward
-/// pass, `op` is the operation whose gradient it computed.
+/// An operation that produced inf (or nan). `kernel` is the operation that ran. `op` is the same
+/// operation or, in the backward pass, the one whose gradient `kernel` computed.
 typedef struct eng_trap_site {
   const char *kernel, *op;
   int32_t nan, backward, module;
@@ -601,9 +603,9 @@ typedef struct eng_trap_site {
   int32_t n_in, n_out;
   eng_trap_tensor in[6], out[3];
 } eng_trap_site;
-/// Finds the first operation of a pass that produced inf from inputs without inf; if there is none,
-/// the first operation with inf in an input. `nan`: looks for nan instead of inf. Returns
-/// false if the pass had no inf (nan).
+/// Searches the operations of a pass for the first one that produced inf although its inputs had
+/// none. If there is none, finds the first operation that had inf in its inputs and its outputs.
+/// `nan`: looks for nan instead of inf. Returns false if no output had inf (nan).
 bool eng_trap_found(eng_trap_site *out, bool nan, bool backward);
 
 /// Returns the instruction set that the CPU kernels use: "avx512", "avx2" or "plain". `force` is

@@ -102,9 +102,9 @@ void       eng_safetensors_abort(eng_safetensors_writer *writer);
 
 // ------------------------------------------------------------------ attach
 
-/// The attach socket of a run, for other processes of the same user and of root: a Unix socket,
-/// mode 0600, with a line-based protocol. Other users are rejected, up to 8 clients are served at a
-/// time, and no client can make the run wait.
+/// The attach socket of a run, for other processes that run as the same user or as root: a Unix
+/// socket, mode 0600, with a line-based protocol. Other users are rejected, up to 8 clients are
+/// served at a time, and no client can make the run wait.
 typedef struct eng_attach eng_attach;
 // Limits in bytes for each client: a line that it sends; the replies that it has not read yet.
 enum { ENG_ATTACH_LINE = 65536, ENG_ATTACH_ANSWER = 1 << 20 };
@@ -114,9 +114,10 @@ enum { ENG_ATTACH_LINE = 65536, ENG_ATTACH_ANSWER = 1 << 20 };
 eng_status eng_attach_open(eng_attach **out, const char *path);
 /// Disconnects all clients and removes the socket. NULL is allowed.
 void       eng_attach_close(eng_attach *server);
-/// Serves the sockets and waits up to `milliseconds` for activity; with 0 and no clients it takes
-/// less than a microsecond. Returns true if a line arrived: *line is the line without its newline,
-/// valid until the next call, and *client is the number of the client that sent it.
+/// Serves the sockets and waits up to `milliseconds` for activity. With `milliseconds` = 0 and no
+/// clients, the call takes less than a microsecond. Returns true if a line arrived: *line is the
+/// line without its newline, valid until the next call, and *client is the number of the client
+/// that sent it.
 bool eng_attach_poll(const char **line, int64_t *length, int *client, eng_attach *server,
                      int milliseconds);
 /// Sends a line to a client. Disconnects a client with more than ENG_ATTACH_ANSWER unread bytes.
@@ -169,8 +170,8 @@ eng_status eng_history_step(eng_history *history, const eng_record *record,
 eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_tensor_stats *stats,
                                int n);
 /// Appends a shadow policy's decision to `shadows`. The decision holds until the next row with that
-/// policy's name. `overflow`: gradients overflow at the shadow's own scale. `bound`: the decision
-/// is a bound, not exact (lua/engine/run/counterfactual.lua).
+/// policy's name. `overflow`: gradients would overflow at the scale of this policy. `bound`: the
+/// decision is a bound, not exact (lua/engine/run/counterfactual.lua).
 eng_status eng_history_shadow(eng_history *history, int64_t step, const char *name,
                               const eng_verdict *verdict, bool overflow, bool bound);
 /// Appends the meter of an FP8 layer's role to `fp8`. `value`, in order: snr (dB); underflow,
@@ -181,8 +182,8 @@ eng_status eng_history_shadow(eng_history *history, int64_t step, const char *na
 /// next step; 0: the measured amax; NaN: policies cannot set this role's scale).
 eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role,
                            const double value[12]);
-/// Appends a value that the script published as `name` (record.signals) to `signals`. The value
-/// holds until the next row of that name, so callers append only changed values.
+/// Appends to the table `signals` a value that the script published as record.signals[name]. The
+/// value holds until the next row of that name, so callers append only changed values.
 eng_status eng_history_signal(eng_history *history, int64_t step, const char *name, double value);
 /// Appends one row, with the current time, to `events`. `data` is text for programs (JSON), or
 /// NULL.
@@ -214,9 +215,9 @@ int         eng_query_parameters(const eng_query *query);
 eng_status  eng_query_bind_int(eng_query *query, int parameter, int64_t value);
 eng_status  eng_query_bind_double(eng_query *query, int parameter, double value);
 eng_status  eng_query_bind_text(eng_query *query, int parameter, const char *value, int64_t bytes);
-/// Goes to the next row; *row is false if there is none. Errors: FORMAT (a value of another type
-/// than its column, a negative step, more work than a valid file of this size can need),
-/// INTERRUPTED, IO.
+/// Goes to the next row; *row is false if there is none. Errors: FORMAT (a value that does not
+/// have the type of its column, a negative step, more work than a valid file of this size can
+/// need), INTERRUPTED, IO.
 eng_status  eng_query_next(bool *row, eng_query *query);
 int         eng_query_columns(const eng_query *query);
 const char *eng_query_name(const eng_query *query, int column);

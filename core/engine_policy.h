@@ -68,9 +68,10 @@ typedef struct eng_tensor_stats {
   double  norms[4];           // ENG_NORM_*; [k] is valid unless the record's norms[k] is NaN
 } eng_tensor_stats;
 
-/// Computes statistics of a contiguous f32, f16 or bf16 tensor in one pass, by the same definitions
-/// as for gradients: inf, nan, zeros, underflow, amax, sum_squares and, with ENG_NEED_HIST, the
-/// exponent histogram. `needs`: ENG_NEED_*. Errors: DTYPE, VALUE (not contiguous), DEVICE.
+/// Computes statistics of a contiguous f32, f16 or bf16 tensor in one pass, as eng_tensor_stats
+/// defines them for gradients: inf, nan, zeros, underflow, amax, sum_squares and, with
+/// ENG_NEED_HIST, the exponent histogram. `needs`: ENG_NEED_*. Errors: DTYPE, VALUE (not
+/// contiguous), DEVICE.
 eng_status eng_stats(eng_tensor_stats *out, const eng_tensor *x, unsigned needs);
 
 /// What a policy reads about a step. amax and norm are true (unscaled) magnitudes of the finite
@@ -119,7 +120,8 @@ typedef struct eng_verdict {
   double  spike_clip;         // adam, adamw: largest g^2 / v of an element; 0: none
   int64_t bias_step;          // number of this update for bias correction; 0: as the optimizer
                               // counts
-  uint32_t each;              // bit ENG_EACH_* is 1 if the verdict has such entries for tensors
+  uint32_t each;              // bit number ENG_EACH_* is 1 if the verdict sets that quantity for
+                              // single tensors
   char    reason[256];
 } eng_verdict;
 

@@ -42,7 +42,7 @@ void eng_comm_free(eng_comm *comm);
 double eng_comm_timeout(double seconds);
 /// Ends this process's part in the job. This is the last call of a process, and is made
 /// automatically when the process exits. Code 0 waits for the other ranks; any other code ends them
-/// as well. Does nothing without ranks.
+/// as well. Does nothing in a process that runs alone.
 void eng_comm_end(int code);
 
 /// Waits until every rank of the group has called this function.
@@ -183,8 +183,8 @@ typedef struct eng_parallel_facts {
 void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *parallel);
 /// Predicts, without starting ranks, how many bytes rank `rank` of `size` would store, send in a
 /// reduction and, with zero, send as updated weights. `rank` -1 stands for the rank that sums the
-/// most. `rooms` and, with zero = 3, the figures of weights are exact only if
-/// the operations on the tape are the operations of a step; all other figures are always exact.
+/// most. `rooms` and, with zero = 3, the figures of weights are exact only if the tape holds
+/// exactly the operations of one step; all other figures are always exact.
 /// options->apart must be NULL.
 typedef struct eng_parallel_sizes {
   int64_t buckets, messages, bytes, weight_messages, weight_bytes;

@@ -37,8 +37,8 @@ enum {
   ENG_STEP_CHINESE = 10,        // BERT: puts spaces around Chinese characters
   ENG_STEP_REPLACE = 11,        // a: text to find; b: its replacement; flags: 0 finds a,
                                 //    1 + ENG_SCAN_* finds matches of that scan instead
-  ENG_STEP_PREPEND = 12,        // a: text to prepend; flags: 0 always, 1 unless it is there,
-                                //    2 unless it is there, and only at the start of the text
+  ENG_STEP_PREPEND = 12,        // a: text to prepend; flags: 0 always; 1 unless the word already
+                                //    begins with a; 2 as 1, but only to the first word of a text
   ENG_STEP_BYTES = 13,          // each byte becomes the character that GPT-2 uses for it
   ENG_STEP_CHARSMAP = 14,       // a: SentencePiece's compiled character map
   ENG_STEP_SPLIT = 15,          // a: text to find; flags: ENG_SPLIT_* + 8 if inverted
@@ -89,8 +89,8 @@ void       eng_tokenizer_free(eng_tokenizer *tokenizer);
 /// of range or in use; text not UTF-8, too long or, except for unigram, in use; |score| >= 1e300).
 eng_status eng_tokenizer_token(eng_tokenizer *tokenizer, int64_t id, const char *text, int64_t size,
                                double score);
-/// Adds a merge of two tokens. Both must exist, and so must their concatenation, without the prefix
-/// of the right token. Later merges rank lower. Errors: FORMAT.
+/// Adds a merge of two tokens. Both must exist, and so must the token whose text is `left` followed
+/// by `right` without the prefix of `right`. Later merges rank lower. Errors: FORMAT.
 eng_status eng_tokenizer_merge(eng_tokenizer *tokenizer, const char *left, int64_t left_size,
                                const char *right, int64_t right_size);
 /// Adds a token that is matched before the text is split into words: in the normalized text with

@@ -143,8 +143,8 @@ eng_status eng_write(const eng_tensor *handle, const void *source, int from, int
   return ENG_OK;
 }
 
-// Returns x, but the default NaN in place of a negative NaN with a payload: LuaJIT represents
-// values other than numbers by such NaNs.
+// Returns x, but the default NaN in place of a negative NaN with a payload: LuaJIT uses these NaNs
+// to represent values that are not numbers.
 static double lua_number(double x)
 { return f64_bits(x) > 0xFFF8000000000000ull ? f64_from(0x7FF8000000000000ull) : x; }
 

@@ -217,8 +217,8 @@ eng_status grad_add_rms_norm(grad_call *g)
 // ---- attention
 
 /// If q, k and v are adjacent parts of one projection [B x T x (H+2G)D] along its last dimension,
-/// allocates their gradients as the same parts of one tensor, so that split's gradient need not
-/// copy.
+/// allocates one tensor of this shape and makes their gradients views of its parts, so that split's
+/// gradient need not copy.
 static eng_status joint_gradients(op_call *c)
 {
   const tensor *q = c->in[0], *last = NULL;

@@ -15,7 +15,7 @@ static eng_status shape_list(op_call *c, int *ndim, int64_t *shape)
 eng_status infer_reshape(op_call *c, op_shape *s)
 {
   int ndim, hole = -1;
-  // `bound` is the product without sizes of 0, for the overflow check
+  // `bound` is the product of the sizes above 0, for the overflow check
   int64_t shape[ENG_MAX_DIMS], known = 1, bound = 1;
   ENG_TRY(shape_list(c, &ndim, shape));
   for (int d = 0; d < ndim; d++) {
@@ -80,7 +80,7 @@ eng_status infer_slice(op_call *c, op_shape *s)
   if (step < 1)
     return error_set(ENG_ERR_VALUE, "slice: expected a step of at least 1, got %lld",
                      (long long)step);
-  if (step > n) c->slice.step = step = n > 0 ? n : 1;   // longer steps give the same result
+  if (step > n) c->slice.step = step = n > 0 ? n : 1;   // a longer step selects no other elements
   start = start < 0 ? start + n : start;
   stop = stop < 0 ? stop + n : stop;
   start = start < 0 ? 0 : start > n ? n : start;

@@ -119,8 +119,8 @@ eng_status infer_conv2d_grad_w(op_call *c, op_shape *s)
 
 // ---- pooling
 
-/// Computes the shape of the output for x [n x size x channels]. Max and average pooling have the
-/// same first attributes.
+/// Computes the shape of the output for x [n x size x channels]. The kernel, stride and padding of
+/// average pooling can be read from c->max_pool2d, too: both begin with these attributes.
 static eng_status pool_output(const op_call *c, int64_t *y, int64_t n, const int64_t *size,
                               int64_t channels)
 {

@@ -2,8 +2,8 @@
 // e2m1, and the slope of the weights' rounding. Inline, so that gcc and nvcc compile the same code.
 // Called by the kernels of msamp_fp4.
 //
-// Numbers are bf16, held in f32. Let a be the largest magnitude of a row after clamping. Then:
-//   factor of a row   S = 2^floor(log2(6 / a)); 1 if a is 0, Inf or NaN
+// Numbers are bf16, held in f32. Let `a` be the largest magnitude of a row after clamping. Then:
+//   factor of a row   S = 2^floor(log2(6 / a)); 1 if `a` is 0, Inf or NaN
 //   code of v         the e2m1 number nearest to v S, ties toward +Inf; Inf and NaN stay
 //   value of a code   code / S
 // The value of every code is exact in bf16. Clamping limits a row to the range between two of its K

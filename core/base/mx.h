@@ -11,11 +11,11 @@
 //   e2m1      1-2-1   1     6            2           also NVFP4: ue4m3, and one f32 per tensor
 //   mxint8    8       -     127/64       0           two's complement, in units of 1/64
 //
-// Rules of MX, from the amax a of a block in f32 (e is the exponent of the scale; emax is the
-// exponent of the element format's largest number):
+// Rules of MX. `a` is the amax of a block in f32, e is the exponent of the block's scale, and emax
+// is the exponent of the element format's largest number:
 //   floor   e = floor(log2 a) - emax                   OCP MX 1.0, section 6.3
 //   ceil    e = ceil(log2 a) - emax                    torchao
-//   even    as floor, after rounding a to the fraction bits of an element, ties up (torchao)
+//   even    as floor, after rounding `a` to the fraction bits of an element, ties up (torchao)
 //   rceil   e = ceil(log2(a * f32(1 / largest)))       Transformer Engine, cuBLAS, torchao
 // The code of a scale is 127 + e, clamped to 0..254; a zero block has code 0. The code of an
 // element x is round(x * 2^-e), saturating.
@@ -42,8 +42,8 @@
 // MS-EDEN, the backward pass of Quartet II (arXiv 2601.22813): as four over six with s6 alone, but
 // with 255.99 in place of 256 and 6 / (17/16 * 0.93) in place of 6, so that the largest elements
 // saturate, and with a scale of 1 where s6 is 0. Then each group of 128 elements of a row gets a
-// correction c = f32(sum of y^2 / sum of y * code), where y is an element times the factor of its
-// block, before rounding. The sums are in f64, in order; c is 1 if the divisor is 0. The final
+// correction c = f32((sum of y^2) / (sum of y * code)), where y is an element times the factor of
+// its block, before rounding. The sums are in f64, in order; c is 1 if the divisor is 0. The final
 // scale of a block is f32(s * c), rounded to e4m3 stochastically or to nearest even.
 #pragma once
 
@@ -119,7 +119,7 @@ ENG_INLINE int mx_is_four_over_six(int64_t rule)
 { return rule == ENG_MX_FOUR_OVER_SIX || rule == ENG_MX_FOUR_OVER_SIX_MSE; }
 ENG_INLINE int mx_is_nvfp4(int64_t rule)
 { return rule == ENG_MX_NVFP4 || mx_is_four_over_six(rule) || rule == ENG_MX_MS_EDEN; }
-/// Whether mx_quantize treats this rule apart (core/cpu/mx_fitted.h).
+/// Whether mx_quantize has separate code for this rule (core/cpu/mx_fitted.h).
 ENG_INLINE int mx_is_fitted(int64_t rule)
 { return rule == ENG_MX_QUEST || rule == ENG_MX_MS_EDEN; }
 

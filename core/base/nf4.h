@@ -1,10 +1,10 @@
 // NF4 of single numbers, as bitsandbytes 0.50 computes it on a CPU. Inline, so that gcc and nvcc
 // compile the same code. Called by the kernels of nf4_quantize and nf4_dequantize.
 //
-// The elements of a tensor, in row-major order, form blocks. An element x is divided by the absmax
-// a of its block and rounded to the nearest of 16 numbers, ties to the lower number. The quotient
-// is computed as x * (1 / max(a, 1e-38)), or, in a last block that is not full, as x / max(a,
-// 1e-38). NaN has code 15 and makes its block NaN.
+// The elements of a tensor, in row-major order, form blocks. An element x is divided by `a`, the
+// absmax of its block, and rounded to the nearest of 16 numbers, ties to the lower number. The
+// quotient is computed as x * (1 / max(a, 1e-38)), or, in a last block that is not full, as x /
+// max(a, 1e-38). NaN has code 15 and makes its block NaN.
 //
 // Double quantization: `offset` is the mean of all absmaxes. The differences absmax - offset form
 // groups of 256; g is the largest magnitude in a group. Each difference is divided by g and rounded

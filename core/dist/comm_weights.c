@@ -1,13 +1,13 @@
 // ZeRO-3: sends the weights of a unit, such as a transformer block, to the ranks that are about to
 // use it. params/params_parted.c starts this when an operation reads a weight of which this rank
-// has only a part, or will probably read one soon. Every rank owns the same pieces as with ZeRO-1
-// and ZeRO-2. Messages go directly from the owner's weight buffer into the weight buffers of the
-// other ranks, in the dtype that the operation reads.
+// has only a part, or will probably read one soon. Each rank owns the pieces that it would own with
+// ZeRO-1 and ZeRO-2. Messages go directly from the owner's weight buffer into the weight buffers of
+// the other ranks, in the dtype that the operation reads.
 //
 // All ranks run the same operations, so they fetch the same units in the same order. Each unit's
 // messages have their own tag, so ranks that fetch different units wait for each other until the
 // timeout reports them. A rank that fetches units in a different order computes a different
-// checksum of the order; the reducer compares the checksums in every step.
+// checksum of the order; lua/engine/dist/reducer.lua compares the checksums in every step.
 // Owns the exchange in flight (eng_parallel.coming). Called by comm_parallel.c, comm_predict.c and
 // Lua.
 #include "comm_gradients.h"

@@ -13,8 +13,8 @@ typedef struct params_stamp {
   uint32_t    version;
 } params_stamp;
 
-/// A copy of a parameter in another format, made and owned by a folder that uses this one (fp8/).
-/// The owner's struct begins with this one.
+/// A copy of a parameter in another format, made and owned by fp8/. The struct in which fp8/ keeps
+/// the copy begins with this struct.
 typedef struct params_derived {
   void         (*free)(struct params_derived *copy);
   int64_t      (*bytes)(const struct params_derived *copy);
@@ -43,7 +43,7 @@ typedef struct parameter {
   double      relative_scale; // of the gradient
   double      next_relative_scale;   // of the next gradient
   params_derived *derived;    // a copy in another format, or NULL
-  uint32_t    seen;           // storage.writes of value when the shadow was last rounded from it
+  uint32_t    seen;           // storage.writes of `value` when `shadow` was last rounded from it
 } parameter;
 
 /// One allocation divided into a tensor per parameter, each starting on a 64-byte boundary.
@@ -121,8 +121,8 @@ void flat_release(flat_buffer **flat);
 /// Frees the released buffers that are no longer in use.
 void flat_reclaim(void);
 
-/// Copies the numbers of a contiguous tensor into another contiguous tensor with the same memory
-/// space and count. Rounds them to the dtype of `to`, on the device that owns the memory.
+/// Copies the numbers of a contiguous tensor into a contiguous tensor with as many elements in the
+/// same memory space. Rounds them to the dtype of `to`, on the device that owns the memory.
 eng_status params_cast(tensor *to, tensor *from);
 /// Rounds the master of a member into its low-precision weights, which must exist. With ZeRO-3,
 /// rounds only this rank's elements.

@@ -45,8 +45,8 @@ typedef struct params_parted {
   // The number unit * PARTED_FORMS + form identifies a unit in one form; -1: none.
   int32_t       coming;                // the unit that is being filled
   int32_t       ahead;                 // the unit whose fetch began before an operation needed it
-  int64_t       used_ahead;            // how many units fetched ahead were then used; dist/ clears
-                                       // the count
+  int64_t       used_ahead;            // how many of the units fetched ahead an operation then
+                                       // needed; dist/ clears the count
   parted_order  order;                 // the order in which units were used
   tensor      **piece;                 // [n members] this rank's elements of the masters
   int64_t       away;                  // bytes of all pages that can be dropped

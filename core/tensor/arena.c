@@ -1,7 +1,7 @@
-// Arenas: bump allocation in chunks, with free lists by exact size. See arena.h. The host's chunks
-// come from mmap. Another memory space gets its chunks from its device through arena_source, whose
-// function `mark`, unless NULL, is told of every allocation and release. This file never reads a
-// piece, because the host may have no access to it.
+// Arenas: bump allocation in chunks, with one list of freed pieces for each exact size. See
+// arena.h. The host's chunks come from mmap. Another memory space gets its chunks from its device
+// through arena_source, whose function `mark`, unless NULL, is told of every allocation and
+// release. This file never reads a piece, because the host may have no access to it.
 //
 //   chunk 0 [#### used ####|      free      ]   chunk 1 [...]
 //                          ^ bump
@@ -321,7 +321,7 @@ void *arena_alloc_in(int space, arena_id id, int64_t bytes)
     if (!c) {
       c = chunk_new(space, id, size);
       if (!c) return NULL;
-      // Appends the chunk, so that after a reset the chunks are used in the same order.
+      // Appends the chunk, so that after every reset the chunks are used in the order of creation.
       chunk **end = &a->first;
       while (*end) end = &(*end)->next;
       *end = c;

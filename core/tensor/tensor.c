@@ -158,7 +158,7 @@ static eng_status set_shape(tensor *x, int dtype, int ndim, const int64_t *shape
     return error_set(ENG_ERR_DTYPE, "unknown dtype number %d", dtype);
   x->dtype = dtype;
   x->ndim = ndim;
-  int64_t count = 1, bound = 1;   // bound: the product without sizes of 0
+  int64_t count = 1, bound = 1;   // bound: the product of the sizes above 0
   for (int d = ndim - 1; d >= 0; d--) {
     if (shape[d] < 0)
       return error_set(ENG_ERR_VALUE, "expected dimensions >= 0, got %s",

@@ -70,12 +70,12 @@ eng_status tensor_make_done(tensor **out, int dtype, int ndim, const int64_t *sh
 /// Creates a view of x's memory: same dtype, new shape and strides, starting at element `offset`.
 eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const int64_t *shape,
                        const int64_t *stride);
-/// Creates a tensor over memory of space `space` that another owner keeps alive (parameter
-/// buffers).
+/// Creates a tensor over memory in `space` that the tensor does not own, such as a parameter
+/// buffer. The caller keeps the memory alive.
 eng_status tensor_wrap(tensor **out, int space, void *memory, int dtype, int ndim,
                        const int64_t *shape);
-/// Moves x to the memory of `home`, a wrapper around memory of x's space that its owner has filled;
-/// drops `home` and releases x's old memory.
+/// Moves x to the memory of `home`, a tensor from tensor_wrap in x's memory space. The caller has
+/// already copied x's values there. Drops `home` and releases x's old memory.
 void tensor_rehome(tensor *x, tensor *home);
 /// Drops a tensor. Its memory returns to the arena when the last view is dropped.
 void tensor_drop(tensor *x);
