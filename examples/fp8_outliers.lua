@@ -1,5 +1,5 @@
 -- The effect of outliers on all other elements. One in a thousand activations is multiplied by 2^s.
--- One scale for all elements must cover the largest, which pushes all others toward the subnormals.
+-- One scale for all elements must cover the outliers. That pushes the rest toward the subnormals.
 -- With a scale for each 1 x 128 block, this happens only to the elements in the outlier's block.
 -- The signal-to-noise ratio covers only elements that are not outliers.
 --

@@ -2,8 +2,8 @@
 -- of `depth` layers learns to classify through a loss with a small weight. A tower on top estimates
 -- a quantity in physical units, in the thousands. The tower's gradients do not reach the encoder,
 -- but they are large and keep the global scale low. With a scale for each layer (policy=layerwise)
--- every layer uses fp16's whole range. Each loss is computed inside a module, so that its gradients
--- carry that module's scale, too.
+-- every layer uses fp16's whole range. Each loss is computed inside a module, so that the loss's
+-- gradients carry that module's scale, too.
 --
 --   ./engine examples/layerwise.lua
 --   ./engine examples/layerwise.lua policy=dynamic

@@ -11,7 +11,7 @@
 --   mpirun -np 2 ./engine examples/moe.lua batch=128 experts_over=2 dispatch=fp8 combine=bf16
 --                                                        half of the experts on each rank
 --
--- Measured with seeds=5. The share is that of the third expert's gradients that lost bits:
+-- Measured with seeds=5. `share` is the share of the third expert's gradients that lost bits:
 --                                 skipped of 300   share
 --   dynamic                       6.6 +- 0.6       3.1e-4 +- 1.8e-4
 --   dynamic, growth_interval=50   8.8 +- 2.3       1.9e-4 +- 1.0e-4

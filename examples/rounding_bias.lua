@@ -4,7 +4,7 @@
 -- the next lower number of the grid, as a fraction of the grid's step:
 --   te      Transformer Engine's software path: P(up) = floor(256 f) / 256
 --   te amd  its AMD port, up if a random byte / 256 < f: P(up) = ceil(256 f) / 256
---   mslk    adds 22 random bits to the f32, also below 1, where the grid is wider
+--   mslk    adds 22 random bits to the f32, even below 1, where the noise is narrower than a step
 --   floats  uses the four bytes of a random float in [0, 1) as random bytes for four elements
 --           (measured for bytes 2 and 3: sign, exponent and leading fraction bits)
 --   exact   uses 24 random bits: P(up) = f with an error of at most 2^-24

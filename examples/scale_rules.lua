@@ -6,8 +6,9 @@
 --   ./engine examples/scale_rules.lua format=e4m3 seeds=5 svg=rules.svg
 --
 -- Measured with the first command, as mean +- standard deviation over three seeds. The first two
--- columns are the shares of blocks whose largest element is clipped: of blocks with log-uniform
--- maxima, and of blocks of normally distributed numbers. The SNR is measured on the latter blocks:
+-- columns are shares of blocks whose largest element is clipped. In the first column the maxima of
+-- the blocks are log-uniform. In the second column the blocks hold normally distributed numbers.
+-- The SNR is measured on the blocks of the second column:
 --   e2m1   maxima clipped  of normal blocks  SNR, dB  excess loss over bf16
 --   floor          41.1 %            29.1 %    18.80        +1.22 +- 0.74 %
 --   even           22.0 %            12.7 %    19.03        +0.72 +- 1.16 %

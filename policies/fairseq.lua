@@ -12,7 +12,7 @@ return {
     init_scale     = 2^15,
     scale_factor   = 2,
     scale_window   = 2000,    -- good steps between growths; in fairseq 2^14 / ranks / update_freq
-    tolerance      = 0,       -- share of overflows from which on the scale backs off, 0 to 1
+    tolerance      = 0,       -- the scale backs off once the share of overflows reaches this
     threshold      = 0,       -- the scale never falls below this; 0: none
     min_loss_scale = 1e-4,    -- a scale that would fall to this stops the run
     strict         = true,    -- false: accept settings that are probably mistakes

@@ -17,7 +17,7 @@ return {
   options = {
     init_scale = 2^12,
     target     = 2^12,    -- largest stored gradient of a layer: kept between target/4 and target
-    forget     = 0.005,   -- share of the octaves between peak and amax that the peak falls per step
+    forget     = 0.005,   -- per step the peak falls by this share of its octaves above amax
     up         = 2^4,     -- largest growth factor per step
     min_scale  = 2^-20,
     max_scale  = 2^60,

@@ -22,7 +22,7 @@ return {
     limit      = "after", -- after: growth and backoff limit the mean; before: each target / amax
     growth     = 2,       -- largest growth in one step
     backoff    = 0.5,     -- factor at an overflow, and the largest cut in one step
-    forgive    = 500,     -- good steps after which a lowered target is divided by `backoff`
+    forgive    = 500,     -- good steps after which a lowered target rises again, by 1 / backoff
     min_scale  = 2^-10,
     max_scale  = 2^32,
   },

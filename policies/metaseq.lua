@@ -12,7 +12,7 @@ return {
     init_scale     = 4,
     scale_factor   = 2,
     scale_window   = 256,     -- good steps between two growths, at first
-    tolerance      = 0,       -- share of overflows from which on the scale backs off, 0 to 1
+    tolerance      = 0,       -- the scale backs off once the share of overflows reaches this
     threshold      = 0,       -- the scale never falls below this; 0: none
     min_loss_scale = 2^-5,
     strict         = true,    -- false: accept settings that are probably mistakes

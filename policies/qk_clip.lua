@@ -6,10 +6,10 @@
 -- scale follows dynamic.lua's rule, or is fixed (for bf16: qk_clip:loss_scale=1).
 --
 -- Differences: biases of queries and keys shrink too. A key head that several query heads share
--- shrinks by the root of their smallest factor, and each query head by the rest of its own factor.
--- A logit that is not finite scales nothing; Megatron-LM stops. A head whose largest logit is below
--- 0 does not change; Megatron-LM takes the root of a negative number and makes the head's weights
--- NaN.
+-- shrinks by the root of their smallest factor. Each of these query heads shrinks by what is then
+-- left of its own factor. A logit that is not finite scales nothing; Megatron-LM stops. A head
+-- whose largest logit is below 0 does not change; Megatron-LM takes the root of a negative number
+-- and makes the head's weights NaN.
 return {
   name  = "qk_clip",
   doc   = "MuonClip's QK-clip: shrinks query and key weights of heads with large logits.",

@@ -1,7 +1,7 @@
 -- Stable-SPAM: elements of a tensor's gradient above M, a moving mean of the gradient's amax, are
 -- multiplied by M / amax. Then the gradient is scaled to the norm m / sqrt(v), where m is a moving
 -- mean of its norms and v a moving mean of their squares. Every `interval` updates the moments of
--- Adam become 0, and all bias corrections count from 1. Source: Huang et al., Stable-SPAM (2025,
+-- Adam become 0, and all bias corrections restart at 1. Source: Huang et al., Stable-SPAM (2025,
 -- arXiv 2502.17055), and its code without total_T. Needs optimizer adam or adamw. The loss scale
 -- follows dynamic.lua's rule, or is fixed (for bf16: stable_spam:loss_scale=1).
 --

@@ -51,8 +51,8 @@ static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64
                    tensor_text(s));
 }
 
-/// Infers the codes, scales and amax of a quantized tensor. For quantize it is x, input 0. For
-/// swiglu_quantize it is the result of the swiglu, which has the shape of input 0.
+/// Infers the codes, scales and amax of a quantized tensor. The operation quantize quantizes input
+/// 0, x. swiglu_quantize quantizes the result of the swiglu, which has the shape of input 0.
 static eng_status infer_codes(const op_call *c, const tensor *factor, op_shape *s)
 {
   const char *name = op_name(c);

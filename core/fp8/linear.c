@@ -18,8 +18,8 @@
 // operation.
 //
 // Under a microscaling recipe (mx.c) the copies hold values in bf16, which matmul multiplies, or,
-// if `coded`, codes, which mx_matmul multiplies. Such a recipe may quantize these values again for
-// the backward products (eng_fp8_recipe.backward).
+// if `coded`, codes, which mx_matmul multiplies. A microscaling recipe may also quantize the copies
+// again for the backward products (eng_fp8_recipe.backward).
 #include "sites.h"
 
 #include "base/error.h"
@@ -388,9 +388,9 @@ static bool same_role(const eng_fp8_role *a, const eng_fp8_role *b)
          !a->stochastic && !b->stochastic && a->margin == b->margin && a->eps == b->eps;
 }
 
-/// Returns a recent linear layer whose codes of x this layer can share (gate and up of a SwiGLU),
-/// or NULL. Both layers must read the same x with the same role settings, and neither may use
-/// delayed scaling for x.
+/// Returns a recent linear layer whose codes of x this layer can share, or NULL. For example, gate
+/// and up of a SwiGLU can share codes. Both layers must read the same x with equal settings of the
+/// role x, and neither may use delayed scaling for x.
 static const op_call *same_codes(const fp8_site *s, const tensor *x)
 {
   enum { BACK = 8 };
@@ -510,8 +510,8 @@ static eng_status run_linear(op_call *c)
 
 // ---- backward
 
-/// Provides x or w for a backward product, which sums over the other dimension. Quantizes again
-/// what the forward product read, unless the recipe says that it stays the same.
+/// Provides x or w for its backward product, which sums over rows; the forward product summed over
+/// columns. Quantizes again what the forward product read, unless the recipe keeps it unchanged.
 static eng_status quantize_again(factor *out, copies *made, fp8_site *s, int role,
                                  const op_call *node)
 {

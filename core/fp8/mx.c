@@ -122,8 +122,8 @@ static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const ten
   if (r->factor != 0) whole /= (float)r->factor;
   ENG_TRY(fp8_sample_read(&m, x, q, scale));
   mx_format f = mx_format_of(r->format);
-  // Larger magnitudes count as overflow. The limit is half a step above the format's largest number
-  // or, if this tie would round up, the f32 just below.
+  // Magnitudes above `limit` count as overflow. It lies half a step above the format's largest
+  // number or, if a number there would round up, is the next smaller f32.
   float limit = 1.5f * f.largest - 0.5f * mx_value((uint8_t)(f.top - 1), f);
   if (f.top & 1 && !mx_is_gated(r->mx - 1)) limit = f32_from(f32_bits(limit) - 1);
   for (int64_t i = 0; i < m.rows; i++)

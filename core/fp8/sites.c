@@ -61,8 +61,8 @@ enum { AMAX_SLOTS = 4096 };
 static struct {
   tensor *slots;                         // f32 [AMAX_SLOTS]
   int     used;
-  // eng_fp8_amax was called since the slots last filled up; otherwise full slots are overwritten
-  // unread
+  // whether eng_fp8_amax was called since the slots last filled up; if not, the slots are
+  // overwritten unread
   bool    asked;
   struct { int64_t site; int role; } of[AMAX_SLOTS];
   int64_t round;                         // number of times the slots were reused

@@ -34,7 +34,7 @@ eng_status fp8_amax_slot(tensor **out, int64_t site, int role);
 fp8_amax_place fp8_amax_last(void);
 /// fp8_amax_share records that another site quantizes the same x and shares the amax in a slot.
 /// fp8_amax_can_share returns whether the slots of `round` have not been reused yet and there is
-/// room for another such record.
+/// room to record one more site in this way.
 bool fp8_amax_can_share(int64_t round);
 void fp8_amax_share(int64_t site, int64_t slot);
 
@@ -45,9 +45,9 @@ bool fp8_measuring(void);
 int64_t fp8_step(void);
 eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale);
 
-/// A sample for the meters, in host memory as f32: every `every`-th row of x, the same rows of its
-/// codes or values q, and all scales. `x` owns the memory of all three arrays. `rows` is 0 if the
-/// tensor x is empty.
+/// A sample for the meters, in host memory as f32. `x` has every `every`-th row of the tensor x. `q`
+/// has these rows of its codes or values. `scale` has all scales. `x` owns the memory of all three
+/// arrays. `rows` is 0 if the tensor x is empty.
 typedef struct fp8_sample { float *x, *q, *scale; int64_t rows, every, columns; } fp8_sample;
 /// Reads a sample. The caller frees to->x.
 eng_status fp8_sample_read(fp8_sample *to, tensor *x, tensor *q, const tensor *scale);
@@ -57,7 +57,7 @@ void fp8_meter_element(eng_fp8_meter *m, float x, float code, float scale, float
                        float limit);
 
 /// fp8_drop_later drops a tensor immediately if the tape is empty. Otherwise it leaves the tensor
-/// to a later call of fp8_release_orphans, which drops all such tensors if the tape is empty.
+/// to a later call of fp8_release_orphans, which drops all tensors left to it if the tape is empty.
 void fp8_drop_later(tensor *x);
 void fp8_release_orphans(void);
 
@@ -91,9 +91,9 @@ static inline op_call fp8_quantize_call(const eng_fp8_role *r, tensor *x, tensor
 /// none. If a member other than scale is not NULL before the call, the call writes its result
 /// there. If `coded`, q and q_t hold codes in u8 instead (fp8_mx_make).
 typedef struct fp8_mx_copies { tensor *q, *scale, *amax, *q_t, *amax_t, *gate; } fp8_mx_copies;
-/// fp8_mx_again returns whether the backward product of x or w reads what the forward product read
-/// (eng_fp8_recipe.backward). fp8_mx_same returns whether it reads this unchanged, not quantized
-/// again.
+/// fp8_mx_again returns whether the backward product of x or w uses the numbers that the forward
+/// product read, unchanged or quantized again (eng_fp8_recipe.backward). fp8_mx_same returns
+/// whether it uses them unchanged.
 static inline bool fp8_mx_again(const fp8_site *s, int role)
 { return role != ENG_FP8_DY && s->recipe.backward[role].mx; }
 static inline bool fp8_mx_same(const fp8_site *s, int role)

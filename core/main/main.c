@@ -72,9 +72,9 @@ static bool is_plumbing(const char *frame, size_t length)
 }
 
 // Pushes `text`, a message with its traceback, shortened for the script's author. Drops the
-// engine's own frames. Drops the whole traceback if it only repeats the message's position, or if
-// it has no frame of the file that the message names (a policy). A message about the engine's own
-// files stays complete.
+// engine's own frames. Drops the whole traceback if it only repeats the message's position. Also
+// drops it if the message names a file (such as a policy's) that has no frame in the traceback. A
+// message about the engine's own files stays complete.
 static void push_trimmed(lua_State *L, const char *text)
 {
   static const char head[] = "\nstack traceback:";
@@ -236,7 +236,7 @@ static int l_history_add(lua_State *L)
   return 0;
 }
 
-// trim(text) -> a message and its traceback without the engine's own frames.
+// trim(text) -> `text`, a message with its traceback, shortened by push_trimmed.
 static int l_trim(lua_State *L)
 {
   push_trimmed(L, luaL_checkstring(L, 1));

@@ -414,8 +414,8 @@ static void set_library(lua_State *L, const char *name)
   lua_setfield(L, -2, name);
 }
 
-/// A function that this file adds to a library. With `wraps` it replaces LuaJIT's function of that
-/// name; its upvalues are LuaJIT's function and the name in quotes.
+/// A function that this file adds to a library. If `wraps`, it replaces LuaJIT's function `name`;
+/// its upvalues are LuaJIT's function and the name in quotes.
 typedef struct box_function { const char *name; lua_CFunction function; bool wraps; } box_function;
 
 // Adds functions to the library on top of the stack.
@@ -498,7 +498,7 @@ void policy_box_open(eng_policy *p)
   lua_pushcfunction(L, unknown_global);
   lua_setfield(L, -2, "__index");
   lua_setmetatable(L, -2);
-  // The environment itself stays empty, so every assignment is refused, also to an existing name.
+  // The environment itself stays empty, so an assignment to any name is refused.
   lua_newtable(L);
   lua_createtable(L, 0, 2);
   lua_pushvalue(L, -3);

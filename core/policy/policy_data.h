@@ -79,5 +79,5 @@ int data_by_key(const void *left, const void *right);
 /// `-0.0`.
 void data_text(data_blob *text, const char *at);
 /// Parses text in the form that data_text writes; spaces are allowed. Returns false, with a message
-/// in `error`, if the text has another form or memory runs out.
+/// in `error`, if the text does not have this form or memory runs out.
 bool data_parse(data_blob *out, const char *text, size_t size, char *error, size_t error_size);

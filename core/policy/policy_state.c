@@ -57,8 +57,8 @@ static bool visit(visited *v, const void *table)
 typedef struct walk {
   eng_policy *policy;
   data_blob  *out;
-  int         root, base;     // stack indices. root: the outermost table; base: the level below all
-                              // keys and values
+  int         root, base;     // stack indices. root: the outermost table; base: the slot below the
+                              // first key
   const char *refusal;
   visited     seen;
 } walk;

@@ -68,7 +68,7 @@ static bool bad_key(eng_policy *p, const char *field, const char *expected)
                        expected);
 }
 
-// Returns the number on top of the stack; NaN for another value.
+// Returns the number on top of the stack, or NaN if the value there is not a number.
 static double number(lua_State *L)
 {
   return lua_type(L, -1) == LUA_TNUMBER ? lua_tonumber(L, -1) : f64_from(0x7FF8000000000000ull);

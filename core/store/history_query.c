@@ -9,7 +9,7 @@
 
 enum {
   OPERATIONS = 10000,            // operations of SQLite's virtual machine between two calls of
-                                 // `progress`
+                                 // the function progress()
   // A query may take LEAST_OPERATIONS, plus OPERATIONS_PER_BYTE for each byte of the file. Without
   // a limit, a damaged file could make a query loop for ever.
   LEAST_OPERATIONS = 100000000,

@@ -30,7 +30,7 @@ typedef struct pair { char *key, *value; } pair;
 struct eng_safetensors {
   char                  *path;
   int                    fd;          // -1 in the fuzzer
-  char                  *header;      // owns the strings below
+  char                  *header;      // holds the names and metadata that the lists below point to
   eng_safetensors_entry *entries;     // ordered by position in the file
   int64_t                count, room;
   pair                  *metadata;    // in file order
@@ -81,7 +81,7 @@ static eng_status size_of(int64_t *bytes, const eng_safetensors_entry *entry)
 }
 
 // Reads {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}. The keys may have any order;
-// another key is an error.
+// a key other than these three is an error.
 static eng_status read_entry(json_reader *json, eng_safetensors_entry *entry, int64_t data_size)
 {
   enum { DTYPE = 1, SHAPE = 2, OFFSETS = 4 };

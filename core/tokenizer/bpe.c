@@ -27,9 +27,9 @@ static bool join_pairs(eng_tokenizer *t, const char *text, int64_t size)
   return true;
 }
 
-// Converts a token's text to the form of the words that it is compared with: in byte mode, to the
-// bytes that its characters represent. Returns false if a character represents no byte; such a
-// token never matches.
+// In byte mode, converts a token's text to the bytes that its characters represent, because words
+// are encoded as bytes. Returns false if a character represents no byte; the token then never
+// matches.
 static bool as_encoded(eng_tokenizer *t, const char **text, int64_t *size)
 {
   if (!t->byte_mode) return true;

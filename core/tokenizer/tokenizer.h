@@ -153,8 +153,8 @@ typedef struct word_cache {
   ids     values;
 } word_cache;
 
-/// A token's two texts, as offsets in `names` and sizes. `at` is the text in the file;
-/// `shown` is the text with which decoding starts.
+/// Where `names` holds a token's two texts. `at` and `size`: offset and size of the text in the
+/// file. `shown` and `shown_size`: those of the text with which decoding starts.
 typedef struct decoded { int64_t at, shown; int32_t size, shown_size; bool special; } decoded;
 
 struct eng_tokenizer {
@@ -164,7 +164,7 @@ struct eng_tokenizer {
   int64_t   prefix_size, suffix_size;
   texts     vocab;             // the model's tokens by their text
   texts     all;               // the model's and the added tokens, by the text in the file
-  buffer    names;             // texts by id, for decoding and eng_tokenizer_text
+  buffer    names;             // the texts to which by_id refers
   decoded  *by_id;             // [room_ids]; at < 0: no such token
   int64_t   room_ids, size;
   double   *score;             // [room_ids] only for unigram
@@ -186,7 +186,7 @@ struct eng_tokenizer {
   int32_t  *added_of;          // [room_ids] 1 + index in `added`; 0: not an added token
   trie      raw_added, normalized_added;   // tries of added tokens: those searched in the raw text,
                                            // and those searched in normalized text
-  bool      raw_first[256], normalized_first[256];   // [byte] whether such a token begins with it
+  bool      raw_first[256], normalized_first[256];   // [byte] a token in that trie begins with it
   steps     normalize, split, decode;
   ids       before, after, out;
   word_cache cache;

@@ -3,7 +3,7 @@
 #include "tokenizer.h"
 
 static const double UNKNOWN_PENALTY = 10;    // the score of an unknown character is the lowest
-                                             // score less this
+                                             // score of a token minus this
 
 eng_status pieces_ready(eng_tokenizer *t)
 {

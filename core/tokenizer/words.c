@@ -1,6 +1,6 @@
 // Encodes words, with a cache of words seen before. A byte-pair word is cut between two characters
-// that no merge joins (bpe.c). Its parts are encoded and cached separately; their ids are the same
-// as those of the whole word. Cutting speeds up tokenizers that treat a whole text as one word
+// that no merge joins (bpe.c). Its parts are encoded and cached separately; their ids in order are
+// the ids of the whole word. Cutting speeds up tokenizers that treat a whole text as one word
 // (Llama 2).
 // Called by split.c.
 #include "tokenizer.h"
