@@ -1,6 +1,6 @@
 -- BERT's masked-token pre-training on text: 15 % of the bytes are chosen. Of these, 80 % become the
--- mask token, 10 % become another byte, and 10 % stay. The model predicts the chosen bytes from the
--- bytes on both sides. The loss counts only the chosen positions.
+-- mask token, 10 % become a random byte, and 10 % stay. The model predicts the chosen bytes from
+-- the bytes on both sides. The loss counts only the chosen positions.
 --
 --   ./engine examples/bert_mlm.lua
 --   ./engine examples/bert_mlm.lua data=book.txt steps=2000 width=256 heads=8 precision=fp16

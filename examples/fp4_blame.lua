@@ -1,7 +1,7 @@
 -- Which product makes FP4 training worse: forward, dgrad (dx) or wgrad (dW)? Linear layers written
 -- by hand quantize the factors of one product, or of all three, to MXFP4 and multiply in bf16. On
--- wgrad, the study also compares stochastic with nearest rounding and random with fixed Hadamard
--- transforms, because Transformer Engine rounds stochastically and uses random transforms there.
+-- wgrad, the study also compares stochastic rounding with nearest, and random Hadamard transforms
+-- with fixed ones: Transformer Engine rounds stochastically and uses random transforms there.
 -- arXiv 2605.09825 found that neither stochastic rounding nor random transforms help there, but
 -- deterministic transforms do.
 --

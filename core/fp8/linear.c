@@ -357,7 +357,8 @@ static const op_call *attention_of(const tensor *x)
   return same ? tape_call(x->node) : NULL;
 }
 
-/// Moves one copy of x, in the form that the tape keeps, from `x` to the call's outputs.
+/// Sets the call's outputs to what the tape keeps of x: codes moved out of `x`, e5m6 codes, or
+/// nothing if backward recomputes x from the swiglu.
 static eng_status keep_x(op_call *c, const eng_fp8_role *r, copies *x)
 {
   c->fp8_linear.keep = r->keep;

@@ -292,7 +292,7 @@ eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int rol
   const eng_fp8_role *r = &s->recipe.role[role];
   const eng_fp8_product *along = &s->recipe.product[readers[role][0]],
                         *across = &s->recipe.product[readers[role][1]];
-  bool apart = transposed && along->hadamard;   // only the transposed copy is of x itself
+  bool apart = transposed && along->hadamard;   // q is made from rotated x, q_t from x itself
   tensor *y = NULL, *values = NULL;
   fp8_mx_copies made = *to;
   if (!r->mx) {

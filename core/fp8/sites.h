@@ -10,7 +10,7 @@ typedef struct fp8_site {
   bool     on;
   uint32_t version;                      // version of the recipe
   eng_fp8_recipe recipe;
-  // the factor of delayed scaling; 0: the role is scaled by its own amax
+  // the factor of delayed scaling; 0: the role is scaled by the tensor's current amax
   double   factor[ENG_FP8_ROLES];
   tensor  *factor_of[ENG_FP8_ROLES];     // factor in device memory, f32 [1]
   double   amax[ENG_FP8_ROLES];
@@ -34,7 +34,7 @@ eng_status fp8_amax_slot(tensor **out, int64_t site, int role);
 fp8_amax_place fp8_amax_last(void);
 /// fp8_amax_share records that another site quantizes the same x and shares the amax in a slot.
 /// fp8_amax_can_share returns whether the slots of `round` have not been reused yet and there is
-/// room to record one more site in this way.
+/// room to record one more site.
 bool fp8_amax_can_share(int64_t round);
 void fp8_amax_share(int64_t site, int64_t slot);
 
@@ -45,9 +45,9 @@ bool fp8_measuring(void);
 int64_t fp8_step(void);
 eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale);
 
-/// A sample for the meters, in host memory as f32. `x` has every `every`-th row of the tensor x. `q`
-/// has these rows of its codes or values. `scale` has all scales. `x` owns the memory of all three
-/// arrays. `rows` is 0 if the tensor x is empty.
+/// A sample for the meters, in host memory as f32. `x` has every `every`-th row of the tensor x.
+/// `q` has these rows of its codes or values. `scale` has all scales. `x` owns the memory of all
+/// three arrays. `rows` is 0 if the tensor x is empty.
 typedef struct fp8_sample { float *x, *q, *scale; int64_t rows, every, columns; } fp8_sample;
 /// Reads a sample. The caller frees to->x.
 eng_status fp8_sample_read(fp8_sample *to, tensor *x, tensor *q, const tensor *scale);

@@ -183,7 +183,8 @@ void policy_record_free(eng_policy *policy);
 int policy_named(const eng_policy *policy, bool group, int index);
 /// Pushes iterator, view and nil for a view at `index`. Returns false if the value is not a view.
 bool policy_record_pairs(lua_State *L, int index);
-/// Does the same as policy_record_pairs, for ipairs over record.tensors and record.groups.
+/// Pushes iterator, view and 0 for ipairs over record.tensors or record.groups at `index`. Raises
+/// an error for any other view. Returns false if the value is not a view.
 bool policy_record_ipairs(lua_State *L, int index);
 /// Returns a name such as "record.hist" for a view at `index`, or NULL if the value is not a view.
 const char *policy_record_name(lua_State *L, int index);

@@ -1,6 +1,6 @@
 // Steps on text: the normalizers, and the steps that splitters and decoders share with them. Each
 // step has a buffer for its result. If a step changes nothing or only trims the text, its result
-// may be part of its input instead.
+// may instead point into its input.
 #include "tokenizer.h"
 
 #include <stdlib.h>

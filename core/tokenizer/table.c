@@ -45,7 +45,7 @@ static bool texts_grow(texts *table)
   return true;
 }
 
-// Makes room for one more text in the lists at, size and value.
+// Makes room for one more text in the lists `at`, `size` and `value`.
 static bool lists_grow(texts *table)
 {
   int64_t needed = table->count + 1, room = table->numbers, size_room = room, value_room = room;
