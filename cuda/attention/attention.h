@@ -52,8 +52,9 @@ typedef struct attention_problem {
 eng_status attention_forward(const attention_problem *p, int dtype, int stored);
 /// Does the same on Hopper, for D = 64 and D = 128.
 eng_status attention_forward_hopper(const attention_problem *p, int dtype, int stored);
-/// Computes the gradients, which have `dtype` and `stored` columns. Rows of y, the result of the
-/// forward pass, are as wide as rows of q. All else is as for attention_forward.
+/// Computes the gradients. They have the format `dtype`, and their rows have `stored` columns. Rows
+/// of y, the result of the forward pass, are as wide as rows of q. All else is as for
+/// attention_forward.
 eng_status attention_backward(const attention_problem *p, int dtype, int stored);
 
 /// The forward and the backward pass in plain arithmetic. Inputs have `dtype` (f32 or f64) and any
@@ -79,7 +80,8 @@ __device__ static inline int keys_seen(const attention_problem &p, int t)
   int64_t n = (int64_t)t + p.keys - p.queries + 1;
   return n < 0 ? 0 : n > p.keys ? p.keys : (int)n;
 }
-/// Returns the first query that sees key j, or p.queries or more if no query sees the key.
+/// Returns the first query that sees key j. If no query sees it, returns p.queries or a larger
+/// number.
 __device__ static inline int first_query(const attention_problem &p, int j)
 {
   int64_t t = p.causal ? (int64_t)j - p.keys + p.queries : 0;

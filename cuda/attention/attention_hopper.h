@@ -45,7 +45,8 @@ __device__ static inline void start_rows_times_rows(float (&c)[N / 2], uint32_t 
                     tile_descriptor(b + i / 4 * (N * 128) + i % 4 * 32, 16), i > 0, T());
 }
 
-/// Starts c [64 x D] += weights [64 x N] times `rows`, the address of tiles of N rows.
+/// Starts c [64 x D] += weights [64 x N] times a matrix [N x D]. `rows` is the address of the tiles
+/// that hold the matrix.
 template <class T, int D, int N>
 __device__ static inline void start_weights_times_rows(float (&c)[D / 2],
                                                        const uint32_t (&weights)[N / 16][4],

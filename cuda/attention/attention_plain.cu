@@ -88,8 +88,8 @@ __device__ static inline void load_floats(float *to, int line, const float *head
   }
 }
 
-/// Sets sums[r], for each r, to the dot product of row r of `rows` [R x 32 C] and `tile`, the
-/// lane's row of a tile.
+/// Sets sums[r], for each r, to the dot product of row r of `rows` [R x 32 C] and the lane's row of
+/// a tile. `tile` is the address of the lane's row.
 template <int C, int R>
 __device__ static inline void dots(float (&sums)[R], const float *rows, const float *tile)
 {

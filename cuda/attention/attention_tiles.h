@@ -30,8 +30,9 @@ enum { WARPS = 4, THREADS = 32 * WARPS };
 constexpr double LOG2_E = 1.44269504088896340736;   // 1 / ln 2
 constexpr float LN_2 = 0.693147180559945309f;
 
-/// True in code for Hopper, for the widths that attention_hopper*.cu computes. The kernels that
-/// compute y, dk, dv and dq on other cards are then empty.
+/// True in code for Hopper, for the widths that attention_hopper*.cu computes. Where it is true,
+/// the kernels of attention_forward.cu and attention_backward.cu that compute y, dk, dv and dq are
+/// empty.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int D> constexpr bool NOT_HERE = D % 64 == 0;
 #else
@@ -43,8 +44,8 @@ template <int D> constexpr bool NOT_HERE = false;
 template <class T> constexpr int RAISE = 0;
 template <> constexpr int RAISE<f16_t> = 15;
 
-/// Returns the factor on dscores: in f16, a power of two computed from the largest finite |dy|; in
-/// bf16, 1.
+/// Returns the factor that multiplies dscores: in f16, a power of two computed from the largest
+/// finite |dy|; in bf16, 1.
 template <class T> __device__ static inline float lift_of(const backward_room &r, int64_t pair)
 {
   if (RAISE<T> == 0) return 1.0f;

@@ -60,7 +60,7 @@ static eng_status copy_operand(gemm_matrix *x, const gemm_product *p, int64_t ro
 }
 
 /// Returns the format in which the operands are multiplied: f64 if A, B or C is f64, else the
-/// format that A and B share, else f32.
+/// format of A and B if both have the same, else f32.
 static int factor_dtype(const gemm_product *p)
 {
   if (p->a.dtype == ENG_f64 || p->b.dtype == ENG_f64 || p->c.dtype == ENG_f64) return ENG_f64;

@@ -152,8 +152,9 @@ eng_status cuda_linear_grad(const op_call *call)
   p.a.row = 1;
   p.a.column = rows.row;
   if (dw->count == 0) return db->count > 0 ? column_sums(db, dy, add) : ENG_OK;
-  // cuBLASLt can store the sums only in aligned f32 memory, and cannot add them to db. If db needs
-  // more, the sums go into a matrix of one row, which column_sums stores in db or adds to it.
+  // cuBLASLt can store the sums only in aligned f32 memory, and cannot add them to db. If db is not
+  // such memory, or if the sums are to be added, they first go into a matrix of one row. Then
+  // column_sums stores this row in db or adds it.
   tensor sums = {.dtype = ENG_f32, .ndim = 2, .count = p.m, .shape = {1, p.m}, .stride = {p.m, 1}};
   bool direct = db->dtype == ENG_f32 && !add && gemm_alignment(db->data) == 16, done;
   int64_t bytes = p.m * (int64_t)sizeof(float);

@@ -6,8 +6,8 @@
 
 /// The operands of a problem, in device memory and in cuBLASLt's order (its A is our B). Scales are
 /// NULL except for FP8 and microscaled operands. `alpha` holds two factors, on the product and on
-/// C. It is in device memory for NVFP4, in host memory for MX, and NULL for all other operands. The
-/// operation problem->after reads or writes `side`.
+/// C. It is in device memory for NVFP4, in host memory for MX, and NULL for all other operands.
+/// `side` is the memory that the operation `problem->after` reads or writes.
 typedef struct gemm_operands {
   const void  *a, *b;
   void        *c;

@@ -10,8 +10,8 @@ extern "C" {
 /// the order of k, in f64 if A, B or C is f64 and in f32 otherwise. Rounds once into C.
 eng_status gemm_plain(const gemm_product *p);
 
-/// Computes C = sum + bias, or C += sum, rounded once. `sum` is the product A B, in f32 or f64 (by
-/// sum->dtype), with any strides and the batch dimensions of p.
+/// Computes C = sum + bias, or C += sum, rounded once. `sum` is the product A B, in f32 or f64
+/// (sum->dtype says which), with any strides and the batch dimensions of p.
 eng_status gemm_finish(const gemm_product *p, const gemm_matrix *sum);
 
 #ifdef __cplusplus

@@ -37,8 +37,8 @@ struct channel_norm {
   bool    given;                           // backward: the statistics do not depend on x
 };
 
-/// What a thread processes: a vector of channels, from `channel` on, in the rows first, first +
-/// step and so on, below end. A thread without channels has no rows.
+/// What a thread processes: a vector of channels, from `channel` on, in the rows `first`,
+/// `first + step` and so on, below `end`. A thread without channels has no rows.
 struct thread_place {
   int64_t sample, piece, channel, first, end;
   int     step, beside, below;             // beside: the thread's vector in its tile
@@ -78,8 +78,8 @@ __device__ inline void load_factors(typename L::number (&f)[L::V], const channel
 
 // ------------------------------------------------------------------ sums
 
-/// Converts `raw`, V channels of one row, to numbers. The numbers are zeros if the thread has no
-/// such row (`there` is false).
+/// Converts `raw`, V channels of one row, to numbers. If `there` is false, the thread has no row to
+/// convert, and the numbers are zeros.
 template <class L>
 __device__ inline void values_of(typename L::number (&x)[L::V], const typename L::raw &raw,
                                  int dtype, bool there)

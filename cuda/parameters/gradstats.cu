@@ -32,7 +32,7 @@ enum {
 /// The statistics of a chunk, or of a slab of chunks.
 typedef struct alignas(16) tally {
   double   squares;
-  uint32_t amax;                     // bits of the largest finite magnitude, as f32
+  uint32_t amax;                     // largest finite magnitude, as the bits of an f32
   int32_t  inf, nan, zeros, tiny;    // tiny: below the smallest normal number, zeros included
   int32_t  unused;
 } tally;

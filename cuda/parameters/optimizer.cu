@@ -54,7 +54,8 @@ typedef struct numbers {
   // the change of the weights. dry: 1 if only norms are wanted.
   float   spike, shrink;
   int32_t dry;
-  // for lagged updates. counter: the index of the update counter. fresh: 1 if it restarts at t.
+  // for lagged updates. counter: the index of the update counter. fresh: 1 if that counter restarts
+  // at t.
   int32_t counter, fresh;
   // for bf16 masters. rounding: ENG_ROUND_*. seed, draw: select the random numbers; no two updates
   // have the same draw.
@@ -73,7 +74,7 @@ __device__ static inline const rule *rules_of(const numbers *u)
 // ------------------------------------------------------------------ elements
 
 /// A double factor as two f32 factors, which are applied one after the other. `first` is 1 if the
-/// double is between 2^-126 and 2^127. Otherwise `first` is another power of two, because a scaled
+/// double is between 2^-126 and 2^127. Otherwise `first` is 2^64 or 2^-64, because a scaled
 /// gradient may be in the range of f32 although the double is not.
 struct scaling { float first, second; };
 

@@ -55,6 +55,6 @@ typedef struct span_table {
 /// destinations of unscaled gradients, or is NULL.
 eng_status spans_ready(span_table *table, const param_span *spans, int n, float *const *target);
 
-/// If *memory, device memory, has less than `bytes`, replaces it by memory of `bytes` and a quarter
-/// more. The old contents are then lost.
+/// If the device memory at *memory is smaller than `bytes`, replaces it by memory of 5/4 of
+/// `bytes`. The old contents are then lost.
 eng_status device_grow(void **memory, int64_t *capacity, int64_t bytes);

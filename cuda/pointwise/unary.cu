@@ -153,7 +153,7 @@ __device__ static inline float gelu_tanh_slope_low(float x)
   return fmaf(x * slope, fmaf(-s, s, s), s);
 }
 
-// Computes y = slope(x) * dy. In the formulas a is x and b is dy.
+// Computes y = slope(x) * dy. In the formulas `a` is x and `b` is dy.
 template <int V>
 __device__ static inline void slope_floats(int op, float (&y)[V], const float (&x)[V],
                                            const float (&dy)[V])

@@ -28,7 +28,7 @@ struct operand {
 
 struct product {
   operand a, b;
-  int64_t m, n, k, stretch, promotion;    // stretch: steps of K with the same scales
+  int64_t m, n, k, stretch, promotion;    // stretch: adjacent steps of K that share scales
   bool    b_first, adds;
   void   *y;
   int     y_dtype, bias_dtype;

@@ -3,9 +3,9 @@
 //
 // A block of threads takes a tile of x, about 64 x 64 numbers and a whole number of scale blocks
 // each way. It reads the tile as f32 into shared memory, finds the largest magnitude of each scale
-// block (a warp each), and writes the codes, or the values in bf16, of one result or of both. Rows
-// of the transposed copy are columns of the tile. With square blocks the transposed copy has the
-// same codes as the other result, so these codes replace the numbers in the tile.
+// block (one warp per block), and writes one result or both, as codes or as values in bf16. Rows of
+// the transposed copy are columns of the tile. With square blocks the transposed copy has the same
+// codes as the other result, so these codes replace the numbers in the tile.
 //
 // The amax of the tensor is a maximum of integers, and the number of NaN is an integer sum, so
 // neither depends on order. NVFP4 needs the amax first, so a separate pass finds both. For other

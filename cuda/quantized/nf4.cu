@@ -92,7 +92,7 @@ quantize_absmaxes(const float *absmax, int64_t n, const float *offset,
   const float largest = __uint_as_float(top);
   if (threadIdx.x == 0) group[blockIdx.x] = largest;
   if (at >= n) return;
-  // finds the nearest number of the map by bisection; of two that are equally near, the first
+  // finds, by bisection, the number in `map` that is nearest to v; of two equally near, the first
   const float v = nf4_bin_number(nf4_bin(x * (1.0f / largest)));
   int low = 0, high = NF4_GROUP - 1;
   while (low < high) {

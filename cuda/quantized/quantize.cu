@@ -1,5 +1,5 @@
-// FP8: quantize (which writes a transposed copy from the same read), swiglu_quantize and
-// dequantize; bit-equal to core/cpu/reference_fp8.c.
+// FP8: quantize, swiglu_quantize and dequantize; bit-equal to core/cpu/reference_fp8.c. quantize
+// can also write a transposed copy; in tiles, one read of x serves both results.
 //
 // A block of threads processes tiles of 128 x 128 numbers, 8 x 8 per thread, and writes codes in
 // both directions. The codes of the transposed copy go through shared memory. Meanwhile the next

@@ -61,7 +61,7 @@ struct job {
   int     tiles;                       // 1: x is processed by tiles
   unsigned across;                     // tiles in a row of tiles
   int     height, width;               // rows and columns as int
-  int     same;                        // 1: the transposed copy has the same codes and scales
+  int     same;                        // 1: the transposed copy has q's codes and scales
 };
 
 __device__ static inline fp8_scale scale_of(const scaling_rule &r, float amax)

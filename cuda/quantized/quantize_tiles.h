@@ -10,7 +10,8 @@
 /// Shared memory of a tile.
 struct shared_tile {
   // row_top, warp_top: the largest magnitude of each row and of each warp's numbers, as bits of
-  // f32; column_top: that of each column of a warp's numbers, in words of magnitudes
+  // f32. column_top: for each warp, the largest magnitude of each column of its numbers, in words
+  // like those of x (one f32 or two 16-bit numbers).
   uint32_t row_top[TILE], warp_top[TILE_WARPS];
   alignas(16) uint32_t column_top[TILE_WARPS][TILE];
   // factor[0] belongs to q, factor[1] to its transposed copy; one per row or per column

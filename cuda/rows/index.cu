@@ -375,7 +375,7 @@ template <class Lanes> static void sum_chunks(const scatter &s)
 }
 
 /// Sorts the picks and sums them into dx. `w` holds words, indices and places (see word_body).
-/// `step` is the number of places from one index to the next.
+/// The place of index i + 1 is `step` places after the place of index i.
 static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_t index_size,
                                int64_t step)
 {

@@ -32,9 +32,10 @@ int cuda_capability(void);
 /// error, so that CUDA_LAUNCHED does not report it again.
 eng_status cuda_status(cudaError_t result, const char *what);
 
-/// Takes and frees memory for a kernel's intermediate results. Free it before the host function
-/// that launches the kernel returns. This is safe, because later kernels that get the same memory
-/// run after this kernel, on the same stream. Pieces are 256-byte aligned on this device.
+/// Takes and frees memory for a kernel's intermediate results. The host function that launches the
+/// kernel must free it before returning. This is safe while the kernel still runs, because later
+/// kernels that get the same memory run after it, on the same stream. Pieces are 256-byte aligned
+/// on this device.
 static inline void *scratch_take(int64_t bytes) { return arena_alloc(ARENA_SCRATCH, bytes); }
 static inline void scratch_give(void *piece, int64_t bytes)
 { arena_free(ARENA_SCRATCH, piece, bytes); }

@@ -161,9 +161,10 @@ __global__ void __launch_bounds__(THREADS) unpack(const wire_run *runs, int n)
   }
 }
 
-/// Sums the terms of n ranks, each divided by `share`, in the order that comm.h defines. p is the
-/// largest power of two that does not exceed n. Term k + p is added to term k. The p results are
-/// merged as in a binary counter: two partial sums as soon as they cover equally many results.
+/// Sums the terms of n ranks, each term divided by `share`, in the order that comm.h defines. p is
+/// the largest power of two that does not exceed n. Term k + p is added to term k. The p results
+/// are merged as in a binary counter: two partial sums are added as soon as they cover equally many
+/// results.
 template <class W>
 __global__ void __launch_bounds__(THREADS)
   sum(W *out, const void *const *terms, int n, int p, int64_t count, float share)
