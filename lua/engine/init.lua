@@ -9,8 +9,8 @@ local nearest = require "engine.base.nearest"
 
 local C, check, expect = M_ffi.C, M_ffi.check, M_ffi.expect
 
--- Adds the methods plot, heatmap and tensor to histories (engine.run.history). report/views.lua
--- implements these methods. Both modules load at their first use.
+-- Adds the methods `plot`, `heatmap` and `tensor` to histories (engine.run.history).
+-- report/views.lua implements these methods. Both modules load at their first use.
 local HISTORY = "engine.run.history"
 local function add_pictures(history)
   local methods = history.methods

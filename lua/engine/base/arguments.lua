@@ -56,8 +56,8 @@ function M.want(x, name)
   expect(is_tensor(x), x, "%s: expected a tensor", name)
 end
 
---- Raises an error unless f can be called. For the message: `name`, the function that calls f;
---- `example`, a call of that function.
+--- Raises an error unless f can be called. For the message: `name`, the function that takes f as an
+--- argument; `example`, a correct call of that function.
 function M.want_function(f, name, example)
   local meta = type(f) ~= "cdata" and getmetatable(f)
   if type(f) == "function" or type(meta) == "table" and meta.__call then return end
@@ -83,16 +83,16 @@ function M.want_whole(v, name, what, least)
   return v
 end
 
---- Raises an error unless v is a Lua pattern. For the message: name, the function; what, a phrase
---- for the pattern.
+--- Raises an error unless v is a Lua pattern. For the message: `name`, the function; `what`, a
+--- phrase for the pattern.
 function M.want_pattern(v, name, what)
   expect(type(v) == "string", v, "%s: expected %s", name, what)
   local problem = pattern.problem(v)
   if problem then raise("%s: expected %s, got %s: %s", name, what, value_text(v), problem) end
 end
 
---- Raises an error unless v is a list without holes. For the message: name, the function; what, the
---- option; example, a valid list as text.
+--- Raises an error unless v is a list without holes. For the message: `name`, the function; `what`,
+--- the option; `example`, a valid list as text.
 function M.want_list(v, name, what, example)
   expect(type(v) == "table", v, "%s: expected %s to be a list, such as %s", name, what, example)
   local count = 0
@@ -109,7 +109,7 @@ end
 local MOST_IN_BATCH = 2 ^ 28         -- elements of a batch
 
 --- Raises an error if a batch of `rows` rows of `width` elements is too large. For the message:
---- kind, the loader in engine.data; unit, the noun for the elements.
+--- `kind`, the loader in engine.data; `unit`, the noun for the elements.
 function M.want_batch(kind, rows, width, unit)
   if rows * width > MOST_IN_BATCH then
     raise("data.%s: a batch of %d rows of %d %s is too large; expected at most %d %s", kind, rows,
@@ -148,7 +148,8 @@ function M.dimension(x, d, name)
 end
 
 --- Returns the value list[name], as a Lua number if tonumber() converts the value. An unknown name
---- raises an error that lists the names. For the message: where, the function; what, the option.
+--- raises an error that lists the names. For the message: `where`, the function; `what`, the
+--- option.
 function M.choose(list, name, where, what)
   if list[name] ~= nil then return tonumber(list[name]) or list[name] end
   local names = nearest.keys(list)

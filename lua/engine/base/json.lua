@@ -150,8 +150,8 @@ function M.plain(value, number_of)
   return "{" .. table.concat(parts, ",") .. "}"
 end
 
---- Returns plain data as JSON text. name: the value's name at the start of error messages, as in
---- "state.policy: ... got a function".
+--- Returns Lua data as lossless JSON text. name: the value's name at the start of error messages,
+--- as in "state.policy: ... got a function".
 function M.encode(value, name)
   return encode_value(value, name or "value", {})
 end

@@ -96,9 +96,9 @@ function nearest.part_hint(pattern, names)
   return nearest.hint(pattern:gsub("[%^$%%]", ""), parts)
 end
 
---- Returns the hint and the list of all names as text. what: the noun for the names, such as
---- "options". where: a command that lists the names, or nil. If there is a hint and there are more
---- than eight names, the text gives this command instead of the list.
+--- Returns a text that has the hint and then the list of all names. `what`: the noun for the names,
+--- such as "options". `where`: a command that lists the names, or nil. If there is a hint and there
+--- are more than eight names, the text gives this command instead of the list.
 function nearest.choices(name, names, what, where)
   local texts = {}
   for i, choice in ipairs(list_of(names)) do texts[i] = tostring(choice) end
@@ -109,9 +109,9 @@ function nearest.choices(name, names, what, where)
   return ("%s; %s: %s"):format(hint, what, table.concat(texts, " "))
 end
 
---- Makes it an error to read a field of `class` by another framework's name; the error says what to
---- write instead. Any other missing field is nil; the field's name is cached, so that reading it
---- again is fast.
+--- Makes it an error to read a field that `class` lacks and that other frameworks have, such as
+--- `numel`; the error says what to write instead. Any other missing field is nil; the field's name
+--- is cached, so that reading it again is fast.
 function nearest.guard_elsewhere(class, what)
   local absent = {}
   return setmetatable(class, { __index = function(t, key)

@@ -7,7 +7,7 @@ local M = {}
 local CAPTURES, DEEPEST = 32, 199   -- LuaJIT's limits on captures and on the depth of a match
 
 --- Returns what is wrong with a Lua pattern, or nil. If the result is nil, string.find raises no
---- error for this pattern and any subject.
+--- error for this pattern, whatever text it searches.
 function M.problem(text)
   text = text:match("^%Z*")                            -- a zero byte ends a pattern
   local open, closed, captures, at = {}, {}, 0, 1      -- closed[n]: capture n has its ")"

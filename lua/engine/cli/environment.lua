@@ -5,12 +5,12 @@ local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local source = require "engine.docs.source"
 
--- These variables are not checked here but where they are read, because some of their valid values
--- depend on the machine.
+-- The values of these variables are not checked here but where they are read, because some valid
+-- values depend on the machine.
 local CHECKED = { ENGINE_ISA = true, ENGINE_NCCL = true, ENGINE_RANKS = true, ENGINE_PAIRS = true }
 
--- Returns the values that a table cell such as "**`0`**, `1`" lists; nil if the cell allows other
--- values.
+-- Returns the values that a table cell such as "**`0`**, `1`" lists; nil if the cell also allows
+-- values that it does not list.
 local function choices_of(cell)
   local values, rest = {}, cell:gsub("%*%*", ""):gsub(";.*$", "")
   rest = rest:gsub("`([^`]*)`", function(value) values[#values + 1] = value return "" end)

@@ -22,7 +22,8 @@ function cli.run(name, ...)
   return 1
 end
 
---- Returns a hint at the script nearest to a path that does not exist, in its folder or examples/.
+--- Takes the path of a script that does not exist. Returns a hint at the script with the most
+--- similar name in its folder or in examples/.
 function cli.script_hint(path)
   local folder, script = path:match("^(.-)([^/]*)$")
   local paths = {}                        -- name without .lua -> path in quotes

@@ -1,8 +1,8 @@
 -- The process in which `engine replay --verify` runs a recorded job again under another policy:
 --   engine -e 'require("engine.cli.live")("JOB.json")'
--- The script runs as before, with one exception. The job (run/verify.lua) gives a policy, a
--- checkpoint, a number of steps and a folder to the trainer or session that has the name of the
--- recorded run. Other trainers and sessions write no run. The process ends after the job's run.
+-- The script runs as before, with one exception. The trainer or session whose option `run` names
+-- the recorded run gets its policy, checkpoint, number of steps and folder from the job
+-- (run/verify.lua). Other trainers and sessions write no run. The process ends after the job's run.
 local engine = require "engine"
 local files = require "engine.base.file"
 local json = require "engine.base.json"

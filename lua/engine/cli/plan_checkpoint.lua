@@ -33,8 +33,8 @@ local function forward(trainer, watched)
 end
 
 --- Predicts the effect of checkpoint=`which` from a trainer without checkpointing. Returns { plain
---- = the peak bytes of activations and their gradients without checkpointing, block = the same peak
---- with checkpointing, time = the factor on the time of a step }.
+--- = the peak bytes of activations and their gradients without checkpointing, block = this peak
+--- with checkpointing, time = a step's time with checkpointing, divided by its time without }.
 function M.predict(trainer, which)
   local step, model, watched = measure.step(trainer), trainer.model, {}
   local peak = require("engine").memory().step.peak

@@ -19,9 +19,9 @@ local STEPS, FIRST = 14, 4         -- a job makes 14 steps; timing starts at the
 
 -- ------------------------------------------------------------------ the script's trainer
 
---- Runs a script up to its trainer, and makes this trainer with the zero, comm_dtype, bucket and
---- checkpoint in `given` instead of the script's values. The trainer writes no files. Returns the
---- trainer, its options, and whether the script's trainer would write a run.
+--- Runs a script up to its trainer, and makes this trainer with the options `zero`, `comm_dtype`,
+--- `bucket` and `checkpoint` from `given` in place of the script's. The trainer writes no files.
+--- Returns the trainer, its options, and whether the script's trainer would write a run.
 function M.trainer(script, settings, given)
   local engine = require "engine"
   local chunk, problem = loadfile(script)
@@ -66,8 +66,8 @@ local function mpirun(n)
     .. "mpirun --oversubscribe --bind-to none -np %d"):format(n)
 end
 
--- Two processes on this machine run this code. The sum of 2^20 floats over the processes sends 2^22
--- bytes, each of them once, so the time of a byte is b / 2^22.
+-- Two processes on this machine run this code. To sum 2^20 floats over the two processes, each
+-- process sends 2^22 bytes, so the time of a byte is b / 2^22.
 local MESSAGES = [[local e, f = require("engine"), require("engine.base.ffi")
 local C, w, v = f.C, e.ranks.world(), f.new("float[?]", 2^20)
 local function time(g, n)

@@ -9,7 +9,7 @@ local M = {}
 -- The uses of a model: { name, weights, gradients, moments, precision recipe (for training) }. The
 -- three numbers are bytes per parameter. Weights include the low-precision copies that matrix
 -- products read. Moments are AdamW's, and with bf16_kahan include Kahan's compensation. Norms and
--- biases have no low-precision copies, so the totals of eng_params_bytes differ slightly.
+-- biases have no low-precision copies, so these totals differ slightly from eng_params_bytes.
 M.USES = {
   { "evaluate, f32", 4, 0, 0 }, { "evaluate, bf16 or f16", 2, 0, 0 },
   { "train, precision fp32", 4, 4, 8, "fp32" }, { "train, precision bf16", 6, 4, 8, "bf16" },

@@ -83,8 +83,8 @@ function repl.show(value)
   return coloured(ok and text or tostring(value))
 end
 
---- Returns all results of an entry as text. If the results are nil and a message, which is how
---- functions report failure, returns only the message.
+--- Returns all results of an entry as text. Functions report failure with two results, `nil` and a
+--- message; of these, returns only the message.
 function repl.show_all(...)
   local n, nothing, message = select("#", ...), ...
   if n == 2 and nothing == nil and type(message) == "string" then return shown(message) end
@@ -199,8 +199,8 @@ local function open_text(line)
   if quote then return line:sub(quote + 1), line:sub(1, quote - 1) end
 end
 
--- Returns the names that may complete a string literal after `code`: columns after h:plot(, runs
--- after open. Returns nil after other code.
+-- Returns the names that may complete a string literal which follows `code`: columns if the literal
+-- is an argument of h:plot, runs if it is the argument of `open`. Returns nil after other code.
 local function names_after(code)
   if code:find("^%s*open[%s%(]*$") or code:find("[^%w_.:]open[%s%(]*$") then
     return require("engine.base.file").names "runs" or {}

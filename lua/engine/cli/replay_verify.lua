@@ -16,8 +16,8 @@ local M = {}
 -- Exit statuses.
 local AGREE, FAILED, DIFFER, INTERRUPTED = 0, 1, 2, 130
 
--- Seconds between polls, and between live lines. A process that is still alive PATIENCE seconds
--- after its first SIGTERM gets another with each live line.
+-- Seconds between polls, and between updates of the live line. If a process is still alive PATIENCE
+-- seconds after its first SIGTERM, every update of the live line sends it one more.
 local POLL, LIVE, PATIENCE = 0.05, 1, 10
 
 -- ------------------------------------------------------------------ the live run
@@ -179,8 +179,8 @@ local function verify_one(path, p, given, folder)
     object_of(plan, c, interrupted, why)
 end
 
--- Makes an empty folder for a live run, at the path that --keep gives or else a temporary one.
--- Returns its path.
+-- Makes an empty folder for a live run: at the path that --keep gives, or without --keep at a
+-- temporary path. Returns the path.
 local function folder_for(keep, i, many)
   if not keep then
     local name = os.tmpname()
@@ -197,9 +197,9 @@ local function folder_for(keep, i, many)
   return path
 end
 
---- Verifies given.policies on the run given.words[1]; the other fields are the command's options.
---- Returns the exit status: 0 if the replay and the live runs agree, 1 if a live run made no step,
---- 2 if a live run differs from the replay, 130 after an interrupt.
+--- Verifies given.policies on the run given.words[1]; the other fields of `given` are the command's
+--- options. Returns the exit status: 0 if the replay and the live runs agree, 1 if a live run made
+--- no step, 2 if a live run differs from the replay, 130 after an interrupt.
 function M.main(given)
   local worst, objects = AGREE, {}
   for i, p in ipairs(given.policies) do

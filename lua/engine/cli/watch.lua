@@ -59,8 +59,8 @@ local function draw(lines, columns, rows, first)
   return io.stdout:write(table.concat(out)) and io.stdout:flush()
 end
 
--- Shows a run once. Returns nil while the run is in progress, a text that says how it ended, or
--- false if stdout is closed.
+-- Shows a run once. Returns nil if the run is in progress, or a text that says how it ended.
+-- Returns false if stdout is closed.
 local function refresh(path, names, state)
   local runs, machine = require "engine.run.runs", require "engine.base.machine"
   local h = require("engine.run.history").open(path)

@@ -58,7 +58,8 @@ end
 -- Divides a conversation into parts, with a tokenizer's chat template. An assistant's message
 -- begins where the text of the earlier messages ends, including the generation prompt if the
 -- template adds one. To find the message's end, compares the text of the messages up to and
--- including this one with the text of the whole conversation: it is where the two first differ.
+-- including this one with the text of the whole conversation: the end is where these two texts
+-- first differ.
 local function by_template(tokenizer, messages)
   local parts, done = {}, 0
   local function text(n, prompt)
@@ -213,8 +214,8 @@ end
 
 -- ------------------------------------------------------------------ tokens
 
--- Returns a function that converts a text to its ids. encode: such a function; an object with a
--- method `encode`; or false, which makes the text's bytes the ids.
+-- Returns the function that converts a text to its ids. encode: this function; or an object that
+-- has it as its method `encode`; or false, which makes the text's bytes the ids.
 local function encoder(name, encode)
   if not encode then return function(text) return text end end
   if type(encode) == "function" then return encode end
@@ -287,8 +288,8 @@ local function tokens_of(self, parts)
 end
 
 -- Cuts a sequence to `most` tokens. Without `answers`, drops tokens at its end. With `answers`,
--- first drops tokens at the start of the prompt, up to the prompt's last token, and then at the
--- end.
+-- first drops tokens at the start of the prompt, but keeps the prompt's last token. If that is not
+-- enough, then drops tokens at the end of the sequence.
 local function cut(sequence, most, answers)
   if sequence.n <= most then return sequence end
   local from = 0

@@ -146,7 +146,7 @@ local OF_STEP = { keep = false }   -- a batch is freed with its step, even outsi
 
 -- Makes a loader of windows of T+1 tokens from `tokens`, a pointer to n tokens. keep: the object
 -- that owns the pointer's memory; the loader keeps it alive. With shuffling, each epoch cuts the
--- tokens at another offset and visits the pieces in another order. Without shuffling, row b of
+-- tokens at its own offset and visits the pieces in its own order. Without shuffling, row b of
 -- batch i (both from 0) starts at token (i*B + b)*T. When too few tokens are left for a batch,
 -- reading starts again from the beginning, as in llm.c's loader.
 local function windows(o, kind, tokens, n, keep)
@@ -513,7 +513,7 @@ end
 ---   pack              true: documents follow each other in the rows; false: a row holds one
 ---                     document, and targets after its end are -100, which the loss ignores
 ---   batch, context    rows in a batch, and tokens in a row (8, 128)
----   shuffle, seed     another order of the documents in each epoch (true, 1234)
+---   shuffle, seed     a different order of the documents in each epoch (true, 1234)
 ---   bad               "stop": an invalid record is an error that names its line; "skip": it is
 ---                     left out
 ---   check             true: reads and encodes every document when the loader is made, which finds
@@ -555,9 +555,9 @@ end
 
 --- Reads preferences from JSON lines: { "prompt":, "chosen":, "rejected": }, all strings. x and y
 --- are [2 batch x context]: first the preferred sequences, then the rejected ones. Only the answers
---- count in the loss. A sequence that is too long loses the start of its prompt, then its end.
---- prompt, chosen, rejected: the names of the fields. The other options are the options of
---- engine.data.jsonl, without pack.
+--- count in the loss. A sequence that is too long is cut: first the start of its prompt, then, if
+--- that is not enough, the end of the sequence. prompt, chosen, rejected: the names of the fields.
+--- The other options are the options of engine.data.jsonl, without pack.
 function M.preferences(given)
   local known = document_options { prompt = "prompt", chosen = "chosen", rejected = "rejected" }
   known.pack = nil

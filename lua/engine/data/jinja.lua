@@ -251,8 +251,8 @@ local WORDS = { ["and"] = true, ["or"] = true, ["not"] = true, ["in"] = true, ["
 local CONSTANTS = { ["true"] = true, ["True"] = true, ["false"] = false, ["False"] = false,
   none = NONE, None = NONE }
 
--- Returns the tokens inside a tag as a list of { kind, value }; the kinds are name, op, text and
--- number.
+-- Returns the tokens inside a tag as a list of { kind, value }; the kinds are "name", "op", "text"
+-- and "number".
 local function tokens_of(source)
   local all, at = {}, 1
   while true do
@@ -312,8 +312,9 @@ function Parser:name()
   return token[2]
 end
 
--- An expression is a function that takes the scope and returns a value. applied() returns one that
--- calls f with the values of the n expressions in `args`. A missing expression stands for nil.
+-- An expression is a function that takes the scope and returns a value. applied() returns the
+-- expression that calls f with the values of the n expressions in `args`. A missing expression
+-- stands for nil.
 local function applied(f, args, n)
   return function(scope)
     local values = {}

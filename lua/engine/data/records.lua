@@ -48,9 +48,9 @@ local function chunks(handle, size)
   end
 end
 
--- Adds the records of a file. A record begins at a line that is not blank: at every such line
--- (lines), at the first such line after a blank line (paragraphs), or at every such line that does
--- not start inside quotes (csv).
+-- Adds the records of a file. Only a line that is not blank can begin a record. With "lines", each
+-- of these lines does; with "paragraphs", each that no line or a blank line precedes; with "csv",
+-- each that does not start inside quotes.
 local function scan(self, handle, f)
   local every, quote = self.kind ~= "paragraphs", self.kind == "csv" and QUOTE or -1
   local matters = self.kind == "csv" and '["\n]' or "\n"
@@ -114,8 +114,8 @@ local function file_of(self, i)
   return self.files[low], low
 end
 
--- Returns bytes `from` to `to`-1 of a file, without the white space at their end; for CSV, without
--- the blank lines at their end. Leaves the file open for the next read.
+-- Returns bytes `from` to `to`-1 of a file, without the white space at their end. For CSV, drops
+-- only the blank lines at their end. Leaves the file open for the next read.
 local function read(self, f, from, to)
   if self.latest ~= f then
     if self.handle then self.handle:close() end

@@ -117,10 +117,10 @@ local function gathered(own, n)
   return all
 end
 
--- Groups the ranks by their checksum of an item. Returns two values: a list that holds, for each
--- checksum, the list of its ranks, the longest list first; and whether there is a majority, that
--- is, several checksums of which the first has more ranks than any other. at(r): the checksum on
--- rank r. held: for an expert, the Reducer:holder() of the ranks to group; nil groups all ranks.
+-- Groups the ranks by their checksum of an item. Returns two values: the groups, each a list of
+-- ranks with one checksum, the largest group first; and whether there is a majority, that is, there
+-- are several groups and the first is larger than any other. at(r): the checksum on rank r. held:
+-- for an expert, the Reducer:holder() of the ranks to group; nil groups all ranks.
 local function grouped(reducer, at, held)
   local of, lists = {}, {}
   for r = 0, reducer.size - 1 do
@@ -139,9 +139,9 @@ end
 
 -- Exchanges the checksums of the first n items. Returns the differences, which are the same on all
 -- ranks: { first = the index (from 1) of the first item that differs, groups = the lists of ranks
--- for this item, ranks = the ranks outside the majority of at least one item (all ranks of an item
--- without a majority), majority = whether every item that differs has a majority, count = the
--- number of items that differ }.
+-- for this item, ranks = the ranks that are outside the majority for at least one item (an item
+-- that differs and has no majority counts all its ranks), majority = whether every item that
+-- differs has a majority, count = the number of items that differ }.
 local function differences(reducer, list, sums, n)
   local all, odd = gathered(sums, n), {}
   local found = { ranks = {}, majority = true, count = 0 }

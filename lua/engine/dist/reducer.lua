@@ -261,7 +261,7 @@ function Reducer:draw(s, i)
 end
 
 --- Called before the backward pass of each micro-batch i. Begins the reduction of the gradients
---- over all ranks: before every pass from ZeRO-2 on, otherwise only before the last one.
+--- over all ranks: with ZeRO-2 and ZeRO-3 before every pass, otherwise only before the last one.
 function Reducer:backward_begins(i)
   if not self.many then return end
   if self.divided and i > 1 then
@@ -331,10 +331,9 @@ function Reducer:known_statistics(s)
   return self.known
 end
 
---- Copies the values that the record needs and the next step may overwrite: the signals;
---- first_bad() of batch_norm_over.lua, which says when this rank first gave inf or nan to a
---- synchronized batch norm; and, if the record is delayed, the tensors that overflowed on each
---- rank.
+--- Stores in `s` what the record needs and the next step may overwrite: the signals; first_bad() of
+--- batch_norm_over.lua, which says when this rank first gave inf or nan to a synchronized batch
+--- norm; and, if the record is delayed, the tensors that overflowed on each rank.
 function Reducer:remember(s, delayed)
   s.signals, s.first_bad = signals.values, batch_norm_over.first_bad()
   if not delayed then return end
@@ -518,7 +517,7 @@ function Reducer:updated()
 end
 
 --- Returns the number of the POSIX signal that ends the run, or nil. With several ranks, this is
---- the highest number on any rank, as reduced with this step's record.
+--- the highest number of all ranks; the message of the last record brought it.
 function Reducer:interrupted()
   if not self.many then return interrupted_here() end
   return self.ended_by > 0 and self.ended_by or nil

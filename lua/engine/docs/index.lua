@@ -94,8 +94,8 @@ local function search(list, name)
   return parts, {}
 end
 
--- Returns the entries that a method called on a variable may mean: h:plot is history:plot. If the
--- variable's name begins a class's name, returns only the methods of that class.
+-- Returns the entries that VARIABLE:METHOD may mean: h:plot may mean history:plot. If the
+-- variable's name is the beginning of a class's name, returns only the methods of that class.
 local function methods(list, name)
   local variable, method = name:match("^(%a[%w_]*):([%w_]+)")
   local near, all = {}, {}

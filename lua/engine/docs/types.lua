@@ -63,8 +63,8 @@ engine.arange engine.tensor engine.from_memory engine.concat engine.stack: engin
 engine.attention engine.cross_entropy engine.mse: engine.Tensor
 ]]
 
--- LuaLS accepts unknown fields in a table constructor, even of an exact class. This entry gives
--- every unknown field a type without values, so that LuaLS reports the field.
+-- LuaLS accepts unknown fields in a table constructor, even of an exact class. This line gives
+-- every unknown field a type that no value has, so that LuaLS reports the field.
 local NO_OTHER = "---@field [string] engine.NoSuchField\n"
 
 local PREAMBLE = [[
