@@ -6,8 +6,8 @@
 --   classes    the supported entries of config.json's list `architectures`: the default first, the
 --              classifier last
 --   build      the name of the model in models.lua
---   prefix     the text in front of the names below that begin with a dot; the files of base models
---              leave it out
+--   prefix     the text that stands in files, except those of base models, before the names below
+--              that begin with a dot
 --   fields     field = { default, option, range }: transformers' default (false: null), the option
 --              of the model that the field sets (nil: only the default is supported) and, for
 --              numbers, the range. Fields that are not listed do not shape the model
@@ -206,8 +206,8 @@ end
 
 --- Returns a list with an entry { parameter, transposed, parts = { { name, rows } } } for every
 --- parameter of the model. The parts are the tensors of the file that form the parameter when they
---- are joined by rows; `rows` is the number of rows of a part. All names in the file begin with
---- `prefix`, such as "model.".
+--- are joined by rows; `rows` is the number of rows of a part. `prefix`, such as "model.", replaces
+--- the leading dot of an architecture's names.
 function M.plan(model, arch, prefix)
   local list = {}
   for i, p in ipairs(model:parameters()) do

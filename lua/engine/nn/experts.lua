@@ -123,7 +123,7 @@ local function index(list) return tensor.tensor(list, { dtype = "i64", keep = fa
 
 --- Applies the experts to rows [n x C], which are in expert order. Each expert runs on the rank
 --- that holds it. Returns the outputs [n x C]. counts: the number of this rank's rows for each
---- expert; the call changes it to the numbers over all ranks of the group.
+--- expert; the call changes it to the sums over all ranks of the group.
 function Experts:outputs(rows, counts, experts)
   local send, receive, places = plan(self, counts)
   local received, parts, back, at = exchange(self, rows, send, receive, "out"), {}, {}, 0

@@ -5,7 +5,7 @@
 --   model:save("out")                                   hf_save.lua
 -- The model is built with shapes only. All names and shapes of the files are checked before the
 -- first weight is read. Weights are converted one at a time, so that memory peaks at the size of
--- the model and one tensor. Files are read, not mapped, so that a file that shrinks meanwhile
+-- the model plus one tensor. Files are read, not mapped, so that a file that shrinks meanwhile
 -- raises an error and does not crash the process.
 local M_ffi = require "engine.base.ffi"
 local files = require "engine.base.file"
@@ -134,9 +134,9 @@ local function of_classifier(name)
   return name:find "^score%." or name:find "^pooler%." or name:find "^classifier%."
 end
 
--- Checks that the files have every tensor of the plan with its shape, and no tensor of another
--- model. For a new classifier, parameters of its head may be missing; the plan's items for missing
--- parameters get the field `new`.
+-- Checks that the files have every tensor of the plan with its shape, and no tensor that does not
+-- belong to the model. For a new classifier, parameters of its head may be missing; the plan's
+-- items for missing parameters get the field `new`.
 local function check_names(plan, weights, arch, tied, new_classifier)
   local wanted = {}
   for i, item in ipairs(plan) do

@@ -99,8 +99,8 @@ end
 
 -- ------------------------------------------------------------------ other files
 
--- Returns whether a file of the source folder must not be copied. These are weights in any format,
--- and config.json, which this module writes itself.
+-- Returns whether a file of the source folder must not be copied: weights in any format, and
+-- config.json, which this module writes itself.
 local function is_weights(name)
   return name == "config.json" or name:find("%.safetensors$") or name:find("%.index%.json$")
     or name:find("%.bin$") or name:find("%.pth?$") or name:find("%.h5$") or name:find("%.gguf$")

@@ -50,9 +50,10 @@ end
 --- nn.conv2d(inputs, outputs, kernel [, { stride = 1, padding = 0, dilation = 1, groups = 1, bias =
 --- true, std = nil }]): x [N x C x H x W] -> [N x O x P x Q], weight [O x C/groups x KH x KW].
 --- kernel, stride, padding and dilation are numbers or { height, width }. Initial values: uniform
---- within +-1/sqrt(C/groups KH KW), or with `std` a normal weight and a zero bias.
+--- within +-1/sqrt(C/groups KH KW); with `std`, the weight is normal and the bias 0.
 M.conv2d = convolution("conv2d", 2)
---- nn.conv1d(inputs, outputs, kernel [, options]): x [N x C x L] -> [N x O x P]; as nn.conv2d.
+--- nn.conv1d(inputs, outputs, kernel [, options]): x [N x C x L] -> [N x O x P]; otherwise like
+--- nn.conv2d.
 M.conv1d = convolution("conv1d", 1)
 
 -- ------------------------------------------------------------------ norms
@@ -62,8 +63,8 @@ local BATCH_NORM = "eps momentum affine"
 --- nn.batch_norm(channels [, { eps = 1e-5, momentum = 0.1, affine = true }]): x [N x C x ..] -> the
 --- same shape. In training mode it normalises by the batch's mean and variance, and moves its
 --- buffers running_mean and running_var towards them by `momentum`; in evaluation mode it
---- normalises by the buffers. Checkpoints hold the buffers. With several ranks, each normalises by
---- its own part of the batch unless nn.sync_batch_norm is called.
+--- normalises by the buffers. Checkpoints hold the buffers. With several ranks, each rank
+--- normalises by its own part of the batch unless nn.sync_batch_norm is called.
 local BatchNorm = class("batch_norm")
 function BatchNorm:init(channels, options)
   want_whole(channels, "nn.batch_norm", "channels", 1)
@@ -147,9 +148,8 @@ M.group_norm = GroupNorm
 
 -- ------------------------------------------------------------------ pooling
 
---- nn.max_pool2d(kernel [, options]), nn.avg_pool1d(3) ...: a module that applies the pooling
---- method of the same name, with the same arguments. nn.adaptive_avg_pool2d(1) is the mean of each
---- channel.
+--- nn.max_pool2d(kernel [, options]), nn.avg_pool1d(3) ...: a module that applies the tensor method
+--- with this name and these arguments. nn.adaptive_avg_pool2d(1) is the mean of each channel.
 for _, name in ipairs { "max_pool2d", "max_pool1d", "avg_pool2d", "avg_pool1d",
   "adaptive_avg_pool2d", "adaptive_avg_pool1d" } do
   local Pool = class(name)

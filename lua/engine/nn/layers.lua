@@ -17,8 +17,8 @@ local new_parameter = module.new_parameter
 local LINEAR = "bias std"
 
 --- nn.linear(inputs, outputs [, { bias = true, std = nil }]): y = x W^T + b, x [.. x K] -> [.. x
---- N], weight [N x K], bias [N]. Initial values: uniform within +-1/sqrt(inputs), or with `std` a
---- normal weight and a zero bias.
+--- N], weight [N x K], bias [N]. Initial values: uniform within +-1/sqrt(inputs); with `std`, the
+--- weight is normal and the bias 0.
 local Linear = class("linear")
 function Linear:init(inputs, outputs, options)
   want_whole(inputs, "nn.linear", "inputs", 1)
@@ -105,7 +105,7 @@ end
 function Dropout:extra() return ("%g"):format(self.p) end
 M.dropout = Dropout
 
---- nn.relu(), nn.silu() ...: a module that applies the tensor method of the same name.
+--- nn.relu(), nn.silu() ...: a module that applies the tensor method with this name.
 for _, name in ipairs { "relu", "silu", "sigmoid", "tanh", "softplus", "softmax", "log_softmax",
   "log_sigmoid" } do
   local Activation = class(name)

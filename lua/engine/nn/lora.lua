@@ -117,8 +117,8 @@ local function save(list, folder, name_of, base_model, conv1d, head, head_name)
   check(C.eng_file_write(folder .. "/adapter_config.json", text, #text), true)
 end
 
---- lora.save(model, folder [, { names = nil, base_model = nil }]): writes the adapters as PEFT
---- does, adapter_config.json and adapter_model.safetensors, in f32. names(path, layer) returns
+--- lora.save(model, folder [, { names = nil, base_model = nil }]): writes the adapters in f32 to
+--- PEFT's files, adapter_config.json and adapter_model.safetensors. names(path, layer) returns
 --- Hugging Face's name of a layer, or a list of { name, rows } if the layer joins several of
 --- Hugging Face's by rows; models of nn.gpt, nn.llama and engine.load_model need no `names`.
 --- base_model: the text of the field base_model_name_or_path. For a classifier, the file also holds
@@ -288,7 +288,8 @@ local function measure(l, file, dora, fail)
   end
 end
 
--- Returns whether the model has adapters. If it has, raises an error unless the file has the same.
+-- Returns whether the model has adapters. If it has, raises an error unless the file's adapters are
+-- for the same layers and of the same kind, rank and alpha.
 local function compare(model, list, dora, fail)
   local of_file, count = {}, 0
   for _, l in ipairs(list) do of_file[l.layer] = l end

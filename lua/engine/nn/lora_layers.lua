@@ -336,14 +336,14 @@ local function shared_tensors(model)
   return shared
 end
 
---- nn.lora(model [, { match, rank = 8, alpha = 16, dropout = 0, dora = false, base }]): gives
---- each linear layer with a matching path a low-rank adapter, and freezes every other parameter,
---- except those of a classifier's head (the option labels of nn.gpt); returns the model. match: a
---- Lua pattern of paths ("attn%.qkv$") or a list of patterns; default: all linear layers but the
---- head. dropout acts on the adapter's input. dora: a trained magnitude for each output (DoRA).
---- base: the format that stores the frozen weights of these layers, "bf16", "f16", "e4m3" (with a
---- power-of-two scale for each row) or "nf4" (engine.nf4, with double quantization: QLoRA); without
---- `base` they keep their format. An adapter changes nothing until it is trained.
+--- nn.lora(model [, { match, rank = 8, alpha = 16, dropout = 0, dora = false, base }]): gives each
+--- linear layer with a matching path a low-rank adapter, and freezes every other parameter, except
+--- those of a classifier's head (nn.gpt's option `labels`); returns the model. match: a Lua pattern
+--- of paths ("attn%.qkv$") or a list of patterns; default: all linear layers but the head. dropout
+--- acts on the adapter's input. dora: a trained magnitude for each output (DoRA). base: the format
+--- that stores the frozen weights of these layers, "bf16", "f16", "e4m3" (with a power-of-two scale
+--- for each row) or "nf4" (engine.nf4, with double quantization: QLoRA); without `base` they keep
+--- their format. An adapter changes nothing until it is trained.
 function M.new(model, options)
   M.want_model(model, "nn.lora")
   M.want_no_tape "nn.lora"

@@ -5,7 +5,7 @@
 -- generate.lua samples from the decoders. Options of every model: soft_cap (0: none; c: logits
 -- become c * tanh(logits / c)) and z_loss (0; see cross_entropy). Called with { attention_maps =
 -- true }, a model also returns the attention weights, a list of [B x H x T x T] f32, one for each
--- block. With { mask = a tensor [B x T] }, tokens where it is 0 are padding (padding.lua).
+-- block. With { mask = a tensor [B x T] }, tokens are padding where the mask is 0 (padding.lua).
 -- Shapes: B batch, T time, C width, V vocabulary.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
@@ -187,8 +187,8 @@ end
 
 -- ------------------------------------------------------------------ decoders
 
--- Returns the standard deviations of GPT-2's initial weights: first of all weights but the residual
--- projections, then of the residual projections. The second shrinks with depth.
+-- Returns two standard deviations of GPT-2's initial weights: one for all weights except the
+-- residual projections, and one for the residual projections, which shrinks with depth.
 local function deviations(depth) return 0.02, 0.02 / math.sqrt(2 * depth) end
 
 --- nn.gpt { vocab = 256, context = 256, width = 384, heads = 6, layers = 6, hidden = 4 * width,

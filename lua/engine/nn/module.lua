@@ -22,7 +22,7 @@ local depth = 0   -- 1 while a module runs; the outermost call adds the module p
 
 -- The relative scale of the operations that run now. Their gradients are multiplied by the loss
 -- scale times this scale. The innermost module with a relative scale sets it (`_relative_scale`,
--- policy/groups.lua); without such a module it is 1.
+-- policy/groups.lua); if there is no such module, it is 1.
 local scale_now, scale_before = 1, M_ffi.new("double[1]")
 local function set_relative_scale(scale)
   if scale == scale_now then return end
@@ -91,8 +91,8 @@ local function path_to(root, wanted)
   end
 end
 
--- The path from the outermost module on the stack to the innermost ("blocks.3.attn.qkv"), and the
--- outermost module.
+-- Returns two values: the path from the outermost module on the stack to the innermost
+-- ("blocks.3.attn.qkv"), and the outermost module.
 local function path_on_stack()
   local innermost, outermost
   for level = 2, 200 do
@@ -211,7 +211,7 @@ function Module:parameter(key, value, role)
   return value
 end
 
---- Registers a buffer under `key`: a tensor without a gradient that is saved and loaded with the
+--- Registers a buffer under `key`: a tensor that has no gradient but is saved and loaded with the
 --- parameters. No optimizer updates a buffer; the module does so itself.
 function Module:buffer(key, value)
   self[key] = value
@@ -232,8 +232,8 @@ function M.new_parameter(shape, set_values)
 end
 
 --- Registers the weight [outputs x inputs ..] of a linear layer or a convolution and, unless
---- options.bias is false, its bias. Initial values: uniform within +-1/sqrt(fan-in), or with
---- options.std a normal weight and a zero bias.
+--- options.bias is false, its bias. Initial values: uniform within +-1/sqrt(fan-in); with
+--- options.std, the weight is normal and the bias 0.
 function M.add_linear(self, shape, options)
   local std, fan_in = options.std, 1
   for d = 2, #shape do fan_in = fan_in * shape[d] end

@@ -56,11 +56,11 @@ end
 ---               and for longer sequences the base grows as in dynamic NTK scaling by `factor`
 ---   bias        the projections to q, k and v have biases (true)
 ---   out_bias    the output projection has a bias (bias)
----   std         the standard deviation of the initial weights; out_std is the same for the output
+---   std         the standard deviation of the initial weights; out_std is that of the output
 ---               projection (std)
 ---   qk_norm     puts an RMS norm with this eps on every head's q and k, before the rotation (no
 ---               norm)
----   window      a query attends to at most this many keys, its own included (to all)
+---   window      a query attends to at most this many keys, its own included (no limit)
 ---   dropout     the probability of dropping an attention weight in training mode (0)
 --- With dropout, or with more keys than the window, the attention weights are stored in full
 --- instead of computed row by row. If `watch_entropy` is set, each call that does not store them
@@ -272,7 +272,7 @@ M.swiglu = SwiGLU
 -- ------------------------------------------------------------------ blocks
 
 --- A pre-norm residual block: nn.block(norm1, attention, norm2, feed_forward [, dropout]), x [B x T
---- x C] -> the same shape. x may be a Sum (see fuse.lua); with `open`, the result is one.
+--- x C] -> the same shape. x may be a Sum (see fuse.lua); if `open` is true, the result is a Sum.
 local Block = class("block")
 function Block:init(norm1, attention, norm2, feed_forward, dropout)
   self.norm1 = norm1

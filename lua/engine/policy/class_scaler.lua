@@ -14,10 +14,10 @@
 -- get_scale() and update(overflow, record, tensors) are required; record is the step's eng_record.
 -- Optional:
 --   needs = { "hist", "tensors" }   statistics that the class needs besides amax and norm: any of
---                                   zeros underflow hist norm_ref tensors. With "tensors", update's
---                                   third argument is { name = eng_tensor_stats }, which describes
---                                   the gradients as stored (times record.scale); otherwise it is
---                                   nil
+--                                   "zeros", "underflow", "hist", "norm_ref", "tensors". With
+--                                   "tensors", update's third argument is { name =
+--                                   eng_tensor_stats }, which describes the gradients as stored
+--                                   (times record.scale); otherwise it is nil
 --   scale_loss(loss, ...)           returns the scaled loss; the backward pass then does not apply
 --                                   the scale again. get_scale() must return the scale that
 --                                   scale_loss used. The further arguments are those of
@@ -27,7 +27,7 @@
 --   unscale_gradients(optimizer)    unscales the gradients; engine.scaler then does not unscale
 --                                   them itself
 --   state_dict()                    returns the state for checkpoints, as plain data
---   load_state_dict(state)          restores such a state. Without these two methods, checkpoints
+--   load_state_dict(state)          restores this state. Without these two methods, checkpoints
 --                                   save the object's fields
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"

@@ -27,7 +27,7 @@ local KEYS = {
 }
 local BOOLEAN = { enabled = true, auto_cast = true, fp16_master_weights_and_grads = true,
   consecutive_hysteresis = true, raise_error_at_min_scale = true }
--- Options of the policies that are not keys of the fp16 block. Users may give them together with
+-- Options that the policies have and the fp16 block does not. Users may give them together with
 -- keys of the block.
 local OWN = { init_scale = true, scale_factor = true, strict = true }
 

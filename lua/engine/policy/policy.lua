@@ -62,9 +62,9 @@ end
 
 --- Runs the policy on a step and returns its verdict. record: an eng_record; stats: the statistics
 --- per tensor (eng_tensor_stats[n]), if the policy needs them. The verdict belongs to the policy
---- and changes with the next call. If the verdict has caps, decide calls cap(...), if `cap` is
---- given. cap must apply the caps to the gradients and to the norms of the record. The policy then
---- decides again.
+--- and changes with the next call. If the verdict has caps, decide calls cap(...) if it is given,
+--- and then lets the policy decide again. cap must apply the caps to the gradients and to the norms
+--- of the record.
 function Policy:decide(record, stats, cap, ...)
   record.capped = 0
   local verdict = decide(self, record, stats)
@@ -167,7 +167,7 @@ function Policy:logit_muls() return entries(self, C.eng_policy_logit_mul) end
 --- Returns the numbers that the last verdict logged, { name = number }, or nil.
 function Policy:logs() return entries(self, C.eng_policy_logged) end
 
---- Stores the numbers that the last verdict logged as all[name][i]. Returns `all`. As long as the
+--- Stores each number that the last verdict logged in all[name][i]. Returns `all`. As long as the
 --- policy has logged nothing, `all` may be nil.
 function Policy:add_logs(all, i)
   for name, value in pairs(self:logs() or {}) do
@@ -393,7 +393,7 @@ local function loaded(source, options, kind)
 end
 
 --- Loads a policy. source: the name of a shipped policy or of a registered class; a path; { source
---- = text, file = name, path = of the file }; a DeepSpeed configuration, as a .json file or as
+--- = text, file = name, path = the file's path }; a DeepSpeed configuration, as a .json file or as
 --- { fp16 = { ... } }; or a policy object, which is returned unchanged. A name or a path may end
 --- with options: "dynamic:growth_interval=500". options: values for the policy's options; a value
 --- may be text. For the policy `deepspeed`, options may also be keys of DeepSpeed's fp16 block.

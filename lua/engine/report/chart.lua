@@ -1,15 +1,15 @@
--- Curves as SVG: panels below each other with the same axis of steps. The report has these panels
+-- Curves as SVG: panels below each other that share an axis of steps. The report has these panels
 -- as wide as the page; a separate file (`engine plot --svg`) has them in a fixed width.
 --   chart.body { title =, c = curves.read(...), span = 1000,
 --     series = { { name = "loss", column = "loss" } },
 --     log = 2, height = 180, limits = { { 65504, "f16 ends" } }, marks = marks.read(h, c) }
 -- A series is a line of means in a band from the smallest to the largest value. The band is drawn
--- where a column holds several steps, or with `band`. A series may have `points` instead of a
--- column: { { step, value } ... }, where a value holds until the next point. `join`: the line
--- bridges missing values. Series i has the colour and dashes i; `style` selects others by index.
--- Shapes have x coordinates from 0 to `span`, which a page stretches to its width. Texts are placed
--- by percentages instead, so that they keep their size. Used by the report's pages, views.lua,
--- gnuplot.lua, lab.lua and docs/page.lua.
+-- if columns hold several steps or the series' field `band` is true. A series may have `points`
+-- instead of a column: { { step, value } ... }, where a value holds until the next point. `join`:
+-- the line bridges missing values. Series i has colour and dashes number i, or those of its field
+-- `style`, also a number. Shapes have x coordinates from 0 to `span`, which a page stretches to its
+-- width. Texts are placed by percentages instead, so that they keep their size. Used by the
+-- report's pages, views.lua, gnuplot.lua, lab.lua and docs/page.lua.
 local show = require "engine.base.show"
 local plot = require "engine.report.plot"
 
@@ -23,7 +23,7 @@ M.span = 1000
 local NARROW = 230              -- width of a panel on a phone, pixels
 local GLYPH = 6.6               -- width of a character, pixels
 
--- Writes the characters that HTML reserves as entities.
+-- Replaces the characters that HTML reserves with entities.
 function M.entities(text)
   return (text:gsub("[&<>\"']", { ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;",
     ['"'] = "&quot;", ["'"] = "&#39;" }))

@@ -165,7 +165,7 @@ local function tex(text)
 end
 
 --- Returns a LaTeX table for the package booktabs. It has the numbers of each policy, and the
---- difference of its loss from the loss of the first policy.
+--- difference between the policy's loss and that of the first policy.
 function M.latex(contest, results)
   local lines = { ("%% engine contest %s seeds=%d; \\usepackage{booktabs}"):format(
     show.shown(job_text(contest)), contest.seeds),

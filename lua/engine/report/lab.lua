@@ -1,5 +1,5 @@
--- Helpers for studies: text to train on, tables of results, and the same numbers as curves in an
--- SVG file. Used by examples.
+-- Helpers for studies: text to train on, tables of results, and curves of these results in an SVG
+-- file. Used by examples.
 --
 --   lab.table({ "K", "none", "128" }, { { 1024, "1.5 %", "0.05 %" }, ... })
 --   lab.svg("error.svg", { title =, x = { "1024", "4096" }, y = "K" (the name of the x axis),
@@ -51,8 +51,9 @@ local VERBS = { "follows", "carries", "remembers", "divides", "crosses", "measur
 local ENDS = { ".\n", ". ", ". ", ". ", "; ", ", and " }
 
 --- Returns a text of about `bytes` bytes. It is the same on every machine, so that the figures of
---- examples are reproducible; another `seed` gives other sentences. The sentences follow a small
---- grammar, and some words are more common than others, so that a model has something to learn.
+--- examples are reproducible; a different `seed` gives different sentences. The sentences follow a
+--- small grammar, and some words are more common than others, so that a model has something to
+--- learn.
 function M.text(bytes, seed)
   local state = (seed or 1) * 2654435769 % 2 ^ 32
   local function draw(n)

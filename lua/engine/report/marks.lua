@@ -4,8 +4,8 @@
 --   for _, m in ipairs(marks.read(history, c)) do ... end      c: from curves.read
 --   m.kind, m.name, m.symbol, m.count
 --   m.at[i]      where marks are drawn: for overflows and skipped steps, the middles of the columns
---                of c that have some; for other kinds, the steps of the events, at most the last
---                step of c
+--                of c that contain one; for other kinds, the steps of the events, or the last step
+--                of c for an event after it
 --   m.texts[i]   the history's text for each event of a kind drawn as lines; m.texts is nil for
 --                kinds drawn as ticks
 local curves = require "engine.run.curves"

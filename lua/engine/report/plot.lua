@@ -17,7 +17,7 @@
 --            the list leaves some out
 --   marked   further marks, a row for each: { { name =, symbol = "s", at = { x ... }, count = } }
 --   x_name   the name of the x axis: "step"
---   width, height   in characters; by default the width of the terminal, and 12
+--   width, height   in characters; by default, the width of the terminal and a height of 12
 --   ascii    true: * instead of braille (by default where the terminal shows only ASCII)
 -- Inf and NaN do not fit on an axis: they are left out and, except with `curves` or `sparse`,
 -- counted in the title.

@@ -1,8 +1,7 @@
--- The report's heat maps: layers over the steps, layers by exponent, exponents over the steps, FP8
--- layers over the steps. In a map over the steps, a column extends from its first step to its last
--- on the x axis. Cells without a record are left empty, so that the hatched background is visible
--- there. Each function returns HTML and the data for the script (report_page.lua). Used by
--- report.lua.
+-- The report's heat maps: layers by step, layers by exponent, exponents by step, FP8 layers by
+-- step. In a map by step, a column extends from its first step to its last on the x axis. Cells
+-- without a record are left empty, so that the hatched background is visible there. Each function
+-- returns HTML and the data for the script (report_page.lua). Used by report.lua.
 local chart = require "engine.report.chart"
 local html = require "engine.report.report_html"
 local layers = require "engine.report.layers"
@@ -221,7 +220,9 @@ local function shares_of(hist, least, most)
   return list
 end
 
---- Draws the layers by exponent, over all recorded steps. Returns nil if no gradient is nonzero.
+--- Draws a row for each layer and a column for each exponent. The shade shows the share of the
+--- layer's gradients, in all recorded rows that were read, that have the exponent. Returns nil if
+--- no gradient is nonzero.
 function M.layers_by_exponent(l)
   local least, most = layers.exponents(l.hists, l.format)
   if not least then return nil end
@@ -258,8 +259,8 @@ function M.layers_by_exponent(l)
     cells = cells, paths = paths, texts = texts }, { least = least, normal = l.format.normal })
 end
 
---- Draws all gradients by exponent over the steps. Each column shows the histogram of its first
---- step that has one. Returns nil if there are no histograms.
+--- Draws a row for each exponent and a column for every few steps. A column shows the histogram of
+--- all gradients at its first step that has one. Returns nil if there are no histograms.
 function M.exponents_over_time(h, l, axis)
   local hists, starts, steps = {}, {}, {}
   local first, last = math.ceil(axis.first), math.floor(axis.last)
@@ -306,7 +307,8 @@ function M.exponents_over_time(h, l, axis)
     { steps = steps, least = least, most = most })
 end
 
---- Draws the FP8 layers over the measured steps, by SNR. m: from report_fp8.read.
+--- Draws a row for each tensor of the FP8 layers and a column for every few steps. The shade shows
+--- the SNR. m: from report_fp8.read.
 function M.fp8_over_time(m, axis)
   local names = {}
   for k, r in ipairs(m.rows) do names[k] = r.name end

@@ -400,8 +400,8 @@ local function parameter_of(h, name)
     M_ffi.value_text(name), nearest.hint(name, all), #all, nearest.few(all))
 end
 
--- Returns the recorded steps of a parameter to show. If there are more than `points`, returns one
--- for each column: the last step with inf or nan, else the step with the largest value.
+-- Returns the recorded steps at which to show a parameter. If there are more than `points`, returns
+-- one for each column: the last step with inf or nan, else the step with the largest value.
 local function steps_of(h, parameter, points, options)
   local l = layers.read(h, { only = parameter.name, from = options.from, to = options.to,
     points = points, hists = false })

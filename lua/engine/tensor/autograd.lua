@@ -46,8 +46,8 @@ local function answer(rule)
   end
 end
 
--- Calls a rule's backward function. It must not yield, because a yield would leave the backward
--- pass open, and no other pass could begin.
+-- Calls a rule's backward function. The function must not yield, because a yield would leave the
+-- backward pass open, and no other pass could begin.
 local function answer_at_once(rule)
   local thread, is_main = coroutine.running()
   if not thread or is_main then return finish(pcall(answer, rule)) end
@@ -151,8 +151,8 @@ end
 ---   local square = engine.custom { forward = function(saved, x) saved.x = x; return x * x end,
 ---                                  backward = function(saved, dy) return dy * saved.x * 2 end }
 --- forward runs without recording and returns one or more tensors. backward gets the gradients of
---- these results. For each tensor among forward's arguments, in order, it returns a gradient of the
---- same shape, or nil.
+--- these results. For each tensor among forward's arguments, in order, it returns a gradient of
+--- that tensor's shape, or nil.
 function M.custom(rule)
   if type(rule) ~= "table" or type(rule.forward) ~= "function"
     or type(rule.backward) ~= "function" then

@@ -8,8 +8,7 @@
 -- sqrt(variance + eps), on which every dx depends. The gradients of weight and bias remain those of
 -- this rank's rows, because the gradient reduction adds them over the ranks later. All ranks
 -- combine the numbers in f64 and in the same order, so they get the same bits. If no rank has rows,
--- the results are those of one rank without rows: mean and variance nan, gradients of weight and
--- bias 0.
+-- mean and variance are nan, and the gradients of weight and bias are 0, as on a single rank.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"

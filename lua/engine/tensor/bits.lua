@@ -53,8 +53,8 @@ end
 -- 2^n as uint64.
 local function power(n) return bit.lshift(1ULL, n) end
 
--- Returns the number of the format that follows (`up`) or precedes the finite number with the code
--- `code`, or nil at the end of the format's range.
+-- Returns the neighbour of the finite number that has the code `code`: the next larger number of
+-- the format (`up`) or the next smaller one. Returns nil at the end of the format's range.
 local function neighbour(format, code, up)
   local width = format.exponent_bits + format.fraction_bits
   if not format.signed then

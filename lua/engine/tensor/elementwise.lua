@@ -59,7 +59,7 @@ end
 
 -- Runs an operation on two tensors, or on a tensor and a number. A number never widens a float
 -- result: if it had to become f32 beside an f16 or bf16 tensor, the result is rounded back to the
--- tensor's dtype. Comparisons keep their dtype, bool.
+-- tensor's dtype. The result of a comparison stays bool.
 local function pair(name, a, b, compares)
   local wide, dtype
   if type(b) == "number" and is_tensor(a) then
@@ -79,8 +79,8 @@ local function is_float(x)
   return is_tensor(x) and FLOAT[info(x).dtype]
 end
 
--- Computes x * factor + term in one pass, rounded once. Serves arithmetic of a float tensor with a
--- number.
+-- Computes x * factor + term in one pass, rounded once. Used for arithmetic between a float tensor
+-- and a number.
 local function affine(x, factor, term)
   floats[0], floats[1] = factor, term
   return run1("affine", x)
@@ -150,7 +150,7 @@ end
 ---   contiguous         a row-major copy
 ---   softmax            e^x / sum(e^x) over the last dimension
 ---   log_softmax        log(softmax(x)) over the last dimension
----   logsumexp          log(sum(e^x)) over the last dimension, without that dimension
+---   logsumexp          log(sum(e^x)) over the last dimension, which the result does not have
 for _, name in ipairs { "contiguous", "softmax", "log_softmax", "logsumexp" } do
   methods[name] = function(x) return run1(name, x) end
 end

@@ -3,7 +3,7 @@
 --
 -- The kernels take and return tensors with the channels last (core/ops.def). The methods view x
 -- that way, and their results are views [N x C x ..] of channels-last memory. Elementwise
--- operations keep this layout, so a chain of such layers copies only its first input.
+-- operations keep this layout, so a chain of these methods copies only its first input.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local batch_norm_over = require "engine.tensor.batch_norm_over"

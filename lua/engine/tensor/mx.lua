@@ -70,8 +70,8 @@ end
 --- of x [.. x K] by diag(s) H / sqrt(n), where H is Sylvester's matrix and s is a vector of signs.
 --- Elements after the last whole group are only converted to the dtype. Sums are in f64 and rounded
 --- once. No gradient passes through this function. Options:
----   signs        0 (the default): Transformer Engine's 16 signs, repeated; "none": all 1; another
----                number: random, drawn from the seed and this number
+---   signs        0 (the default): Transformer Engine's 16 signs, repeated; "none": all 1; any
+---                other number: random, drawn from the seed and this number
 ---   transposed   true: first transposes x (as rows x K). Groups are then parts of columns of x,
 ---                and the result is [K x rows]
 ---   dtype        of the result; by default that of x
@@ -106,7 +106,8 @@ local QUANTIZE = "format rule block nonfinite sr_bits sr_rule ties average facto
 ---   transposed   true: also quantizes x transposed (from the elements of x, not from codes)
 ---   amax         for nvfp4 and the rules based on it: f32 [1], used instead of x's own amax
 ---   hadamard     16, 32, 64 or 128: the group size of a Hadamard transform along the columns of x
----                (0: none). Only the transposed copy is quantized from its result, which is bf16
+---                (0: no transform). The transform's result is bf16; only the transposed copy is
+---                quantized from it
 ---   signs        the signs of this transform, as in mx.hadamard
 --- Rules:
 ---   floor, ceil, even, rceil   scales are powers of two
@@ -205,8 +206,8 @@ end
 --- Returns the scales of a quantized tensor in the order in which cuBLASLt's block-scaled products
 --- read them (VEC32_UE8M0, VEC16_UE4M3): u8 [tiles down x tiles across x 32 x 4 x 4]. A tile is the
 --- scales of 128 rows x 4 blocks; zeros fill incomplete tiles. In its tile, the scale of row r and
---- block c has the index (r % 32) * 16 + floor(r % 128 / 32) * 4 + c % 4. All of these count from
---- 0. If a block has several rows, its scale is repeated for each row.
+--- block c has the index (r % 32) * 16 + floor(r % 128 / 32) * 4 + c % 4. Rows, blocks and indices
+--- count from 0. If a block has several rows, its scale is repeated for each row.
 function M.gemm_scales(x)
   expect(getmetatable(x) == Quantized, x, "mx.gemm_scales: expected a result of mx.quantize")
   local rows = 1

@@ -150,9 +150,9 @@ local REDUCTION = { none = 0, mean = 1, sum = 2 }
 local CROSS_ENTROPY = "label_smoothing ignore_index reduction z_loss soft_cap"
 
 --- Cross entropy of logits [.. x V] and targets [..], class ids from 0. Options: label_smoothing
---- (0), ignore_index (-100: such targets do not count), reduction "mean" | "sum" | "none", soft_cap
---- (0: none; c: logits become c * tanh(logits / c)), z_loss (0; adds z_loss * logsumexp^2 to each
---- target's loss).
+--- (0), ignore_index (-100: targets with this value do not count), reduction "mean" | "sum" |
+--- "none", soft_cap (0: none; c: logits become c * tanh(logits / c)), z_loss (0; adds z_loss *
+--- logsumexp^2 to each target's loss).
 function functions.cross_entropy(logits, targets, options)
   options = read_named(options, "cross_entropy", CROSS_ENTROPY)
   local reduction = REDUCTION[options.reduction or "mean"]

@@ -127,7 +127,7 @@ function methods.requires_grad(x, on)
   return x
 end
 
---- A view of the same values without a gradient.
+--- A view of x's values that has no gradient.
 function methods.detach(x)
   arguments.want(x, "detach")
   local shape = shape_table(info(x))   -- a stale handle raises here, while recording is on

@@ -231,8 +231,8 @@ for _, name in ipairs { "gather", "index_select" } do
   end
 end
 
---- weight:embedding(ids): for each id in ids [..], that row (from 0) of the weight [V x C] ->
---- [.. x C]. An id outside 0..V-1 is an error.
+--- weight:embedding(ids): for each id in ids [..], the row with that index (from 0) of the weight
+--- [V x C] -> [.. x C]. An id outside 0..V-1 is an error.
 function methods.embedding(weight, ids) return run2("embedding", weight, ids) end
 
 --- Returns the k largest elements along the last dimension, [.. x k], and their indices (from 0).
