@@ -8,7 +8,7 @@
 --   c.x, c.width, c.first, c.last, c.first_step, c.overflows     as in curves.read, over all runs
 --   c.curves[k].label, .group                    group: the group's runs; nil: the curve of one run
 --   c.curves[k].column.loss                      the key of the curve's loss in c; nil: no loss
---   c[key].mean[i], .min[i], .max[i]             of a run: as in curves.read; of a group: M.band
+--   c[key].mean[i], .min[i], .max[i]             a run's: as in curves.read; a group's: M.band
 --   c.notes                                      lines that say what is left out, and why
 -- Used by cli/options.lua, report/views.lua, report/report_compare.lua and report/contest.lua.
 local curves = require "engine.run.curves"
@@ -134,8 +134,9 @@ end
 
 -- ------------------------------------------------------------------ curves
 
---- Returns the mean of several curves { mean = { ... } } on one grid of n columns. min and max are
---- one standard deviation below and above the mean. With `log`, the mean and the deviation are
+--- Returns { mean, min, max }, the mean and the band of several curves on one grid of n columns.
+--- Each curve is a table { mean = { ... } }. min and max of the result are one standard deviation
+--- below and above its mean. With `log`, the mean and the deviation are
 --- geometric. A column has a mean only if every curve has a value there (with `log`, a positive
 --- value). Thus a run that ends early or diverges ends the mean instead of shifting it. The band of
 --- a single curve is the curve itself, without spread.

@@ -40,8 +40,9 @@ local function read_job(path)
   error(path .. " is damaged; hint: name=ANOTHER starts a new contest", 0)
 end
 
--- Writes contest.json. Raises an error if the file exists with another script, other settings or
--- threads, or another source of the script or a policy, because the runs would not be comparable.
+-- Writes contest.json. If the file exists, raises an error if the script, its settings, the number
+-- of threads, or the text of the script or of a policy is not the one that the file records,
+-- because the runs would not be comparable.
 local function agree(self)
   local path, sources = self.path .. "/contest.json", self.sources
   if files.exists(path) then
@@ -94,7 +95,7 @@ end
 --- settings = { "name=value" ... }, policies = { ... }, sources = { [policy] = its source }, seeds,
 --- threads (nil: those in contest.json or, without this file, default_threads), default_threads,
 --- resumes (whether the script accepts resume=), quiet (whether it accepts log=) }. Raises an error
---- if the folder holds another contest, or if a contest is running in it.
+--- if the folder holds a different contest, or if a contest is running in it.
 function M.open(job)
   local self = setmetatable(job, Contest)
   if files.exists(self.path .. "/history.db") then

@@ -7,9 +7,9 @@
 -- ... }. The reply is a line of JSON, { "ok": true, "id":, "text":, "status": } or { "ok": false,
 -- "id":, "error": }. The commands are in `commands` below.
 --
--- With several ranks, rank 0 listens. The exchange of the next step's record announces a request to
--- all ranks. Then rank 0 sends the request, and all ranks carry it out at the same step. Owned by
--- the trainer.
+-- With several ranks, rank 0 listens. When the ranks exchange the next step's record, all of them
+-- learn that there is a request. Then rank 0 sends the request, and all ranks carry it out at the
+-- same step. Owned by the trainer.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local policies = require "engine.policy.policy"

@@ -181,11 +181,11 @@ local cell = ffi.new("eng_tensor_stats[1]")
 --- step at `scale`. record.amax_f16 must be set. o: { format = the format of the gradients
 --- (formats.of), accumulate = the number of micro-batches, needs = what the policy reads
 --- (ENG_NEED_*), hist = whether record.hist is filled, around = a function that returns the largest
---- true gradient of good steps nearby, or nil (optional), reach = the largest fp16 gradient at the
---- other scale, if layers have scales of their own (optional) }. Returns how certain the overflow
---- and everything in `needs` are: "exact", "hidden" or "bound" (see the top of the file). With a
---- histogram, also returns the share of nonzero elements that underflow and the share of gradient
---- mass that is lost.
+--- true gradient of good steps nearby, or nil (optional), reach = the largest fp16 gradient as
+--- stored at the new scales, if layers have scales of their own (optional) }. Returns how certain
+--- the overflow and everything in `needs` are: "exact", "hidden" or "bound" (see the top of the
+--- file). With a histogram, also returns the share of nonzero elements that underflow and the share
+--- of gradient mass that is lost.
 function M.move(record, scale, o)
   local ratio, s, format = scale / record.scale, cell[0], o.format
   local same = ratio == 1 and not o.reach
@@ -268,7 +268,8 @@ end
 
 --- Adds a step to a policy's certainty. known: the first result of M.move, or "unmeasured". own,
 --- run: what the policy and what the run did with the step (M.carried_out). own.departs: true if
---- the policy departs from the run in another way. Returns whether the policy's verdict is exact.
+--- the policy departs from the run in more than action, clip and lr_mul (in FP8 layers). Returns
+--- whether the policy's verdict is exact.
 ---
 --- `least` counts the skips among the exact verdicts, and the first known skip after an overflow
 --- that may be hidden: the policy skips either there or at the hidden overflow. Later skips do not

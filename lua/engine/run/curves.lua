@@ -135,8 +135,8 @@ end
 
 local PER_COLUMN = 2                 -- how many rows of statistics are read for a picture column
 
--- Fills the cells with a layer's own loss scale, from the steps with statistics per tensor. A layer
--- has the scale of its first tensor.
+-- Fills the cells with a layer's own loss scale, which is read from the steps that have statistics
+-- per tensor. A layer has the scale of its first tensor.
 local function fill_layer(h, cells, metric, start, width, n, last)
   local layer, first = metric.layer, nil
   for _, p in ipairs(h:parameters()) do

@@ -99,8 +99,8 @@ local function told(status)
   return nil, M_ffi.message()
 end
 
--- Raises an error unless all these arguments of a method are given. Without an argument, the core
--- would read a null pointer.
+-- Raises an error unless all these arguments of a method are given. For a missing argument, the
+-- core would read a null pointer.
 local function need(method, ...)
   for i = 1, select("#", ...) do
     if (select(i, ...)) == nil then M_ffi.raise("history:%s: expected more arguments", method) end
@@ -333,8 +333,8 @@ function History:has(name)
   return one(self, "SELECT count(*) AS n FROM sqlite_master WHERE name = ?", name).n > 0
 end
 
---- Returns the first and the last recorded step, within from..to if given, or nil without steps. If
---- no step is within from..to, the first result is larger than the last.
+--- Returns the first and the last recorded step, within from..to if given. Returns nil if the
+--- history has no steps. If no step is within from..to, the first result is larger than the last.
 function History:range(from, to)
   local first = one(self, "SELECT step FROM steps ORDER BY step LIMIT 1")
   local last = one(self, "SELECT step FROM steps ORDER BY step DESC LIMIT 1")
@@ -493,7 +493,7 @@ function History:shadow(name)
     { "step", "scale", "action", "failed", "reason", "overflow", "bound" })
 end
 
---- Returns the verdict of each shadow that is in force at a step: rows as shadow() returns them,
+--- Returns, for each shadow, the verdict that is in force at a step: a row as shadow() returns it,
 --- with `name`.
 function History:shadows_at(step)
   local list = {}

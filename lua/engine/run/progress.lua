@@ -107,7 +107,7 @@ function progress:columns()
   return require("engine.base.machine").terminal(1) or false
 end
 
---- Returns the live line for one step, without a line end. row.unscaled: it shows no loss scale.
+--- Returns the live line for one step, without a line end. row.unscaled: true hides the scale.
 function progress:line(row, now)
   local parts = {}
   parts[1] = self.total and ("step %d/%d"):format(row.step, self.total)

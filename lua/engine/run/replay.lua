@@ -17,7 +17,8 @@ local ffi = M_ffi.ffi
 local M = { trace = trace_of.open }
 
 -- Returns the mean number of steps from a backoff until the scale is back at its value before the
--- backoff, and the number of backoffs from which the scale never recovered.
+-- backoff, and 1 if the scale never recovered from the last backoff, else 0. A backoff before the
+-- scale is back counts as part of the earlier one.
 local function recovery(scales, initial)
   local sum, times, open, from = 0, 0, nil, nil
   local before = initial
@@ -46,8 +47,8 @@ end
 ---   stopped_at, reason     the step, counted from 1, at which the policy stopped the run, and why;
 ---                          or nil
 ---   steps, mean_log2_scale, failures, failure (the first reason)
----   recover, unrecovered   mean steps from a backoff until the scale is back; backoffs from which
----                          it never recovered
+---   recover, unrecovered   mean steps from a backoff until the scale is back; 1 if it never
+---                          recovered from the last backoff, else 0
 ---   underflow, mass_lost   on a run, over the steps with an update: mean share of nonzero elements
 ---                          below the smallest normal number; mean share of gradient mass lost
 ---   costs                  { elements, mass, skipped }: mean shares of elements that underflow, of

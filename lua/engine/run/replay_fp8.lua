@@ -3,8 +3,8 @@
 --
 -- Meters are recorded at the steps that the recipe samples (its `sample`). At other steps a live
 -- policy has no meters either, but it sees amaxes, inf and nan, which the history lacks. So the
--- verdicts of a policy that needs amaxes are bounds from the first such step on. For other policies
--- the replay assumes finite tensors at these steps.
+-- verdicts of a policy that needs amaxes are bounds from the first step without meters on. For
+-- policies that do not need amaxes, the replay assumes that tensors are finite at these steps.
 local M_ffi = require "engine.base.ffi"
 local counterfactual = require "engine.run.counterfactual"
 local fp8_verdict = require "engine.policy.fp8_verdict"

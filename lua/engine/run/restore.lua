@@ -25,7 +25,8 @@ local function uint64_of(text)
   return x
 end
 
--- Returns the settings whose change makes the losses of a resumed run differ.
+-- Returns the settings that the checkpoint and the resumed run must share: if one differs, the
+-- losses differ.
 local function numerics_of(trainer)
   return { precision = trainer.precision.name, threads = tonumber(C.eng_threads(0)),
     schedule = trainer.schedule and tostring(trainer.schedule) or nil }

@@ -166,7 +166,7 @@ local function start_ranks(self, c)
   trainer.reducer:start(c and function() restore.spread(trainer, c) end or nil)
 end
 
--- Receives, on ranks above 0, the run's path and the checkpoint's state, which rank 0 sends (tell).
+-- Receives, on ranks above 0, the run's path and the checkpoint's state from rank 0's tell().
 -- These ranks write only shards of checkpoints.
 local function told(self)
   local news = json.decode(require("engine.dist.ranks").from_first())

@@ -9,7 +9,8 @@
 -- A seat holds a policy. The first seat is the trainer, whose policy chooses the loss scale. The
 -- other seats hold policies of FP8 layers (train/fp8_sites.lua). A new policy goes to a seat of its
 -- kind. A seat has
---   policy, kind                  the current policy; "fp8" or nil
+--   policy                        the current policy
+--   kind                          "fp8", or nil for the seat of the loss scale
 --   prepare(policy)               gives a policy the names of its tensors
 --   use_policy(policy, trainer)   makes a prepared policy the current one
 --   ask(policy, record)           returns the verdict of a policy on a record, with the last

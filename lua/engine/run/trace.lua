@@ -52,7 +52,7 @@ function M.verdicts(text)
   return setmetatable({ n = #steps, overflow = steps, first = 0, name = text }, Verdicts)
 end
 
--- Sets the norms of a record's update to NaN, because a trace has no such norms.
+-- Sets the norms of a record's update to NaN, because a trace does not have them.
 local function without_update(record)
   for k = 0, C.ENG_NORMS - 1 do record.norms[k] = 0 / 0 end
 end
@@ -180,9 +180,9 @@ local function has_own_scales(self)
   return false
 end
 
---- Fills `record` with step i (from 1) at the loss scale `scale`. Returns what counterfactual.move
---- returns (how certain the record is, and two shares, nil without a histogram) and the statistics
---- per tensor, or nil.
+--- Fills `record` with step i (from 1) at the loss scale `scale`. Returns four values: the three of
+--- counterfactual.move (how certain the record is, and two shares, which are nil without a
+--- histogram), and the statistics per tensor, or nil.
 function Run:at(record, i, scale, needs)
   local row, hist = self.rows[i - 1], self.hists[i]
   for _, name in ipairs(FIELDS) do record[name] = row[name] end

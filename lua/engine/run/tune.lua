@@ -97,8 +97,8 @@ end
 
 -- ------------------------------------------------------------------ the search
 
--- Checks the options of a search. Returns { traces, policy, ranges, objective, source, fixed } with
--- the fields that evaluate() fills: rows, seen, refused.
+-- Checks the options of a search. Returns { traces, policy, ranges, objective, source, fixed, rows,
+-- seen, refused }. evaluate() fills the last three.
 local function read(o)
   M_ffi.expect(type(o) == "table", o, "tune: expected a table of options")
   arguments.want_list(o.runs, "tune", "runs", '{ "runs/a" }')
@@ -190,7 +190,7 @@ local function best_of(rows)
   return best
 end
 
--- Returns points of a range around `value`, from its predecessor to its successor in `list`.
+-- Returns points of a range around `value`: from the value before it in `list` to the value after.
 local function around(range, list, value)
   if range.values then return { value } end
   local at = 1

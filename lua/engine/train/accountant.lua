@@ -40,7 +40,7 @@ local function matrix(role, rows, columns, in_codes)
 end
 
 -- Returns how many bytes a role's gate takes: a bf16 factor for each of `count` elements. Only the
--- rule quest and the estimator dge have a gate.
+-- rule "quest" and the estimator "dge" have a gate.
 local function gate(role, count)
   return (role.mx - 1 == C.ENG_MX_QUEST or role.dge > 0) and 2 * count or 0
 end

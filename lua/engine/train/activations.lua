@@ -30,8 +30,8 @@ function M.modules(model, pattern)
   return some and found or nil
 end
 
---- Returns an object that measures the outputs of the modules that M.modules returns. Withdraws the
---- signals of other models.
+--- Returns an object that measures the outputs of the modules that M.modules returns. First
+--- withdraws the signals of an earlier model.
 function M.new(model, pattern)
   M.clear()
   return setmetatable({ modules = M.modules(model, pattern), most = {} }, Activations)

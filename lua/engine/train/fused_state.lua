@@ -30,9 +30,9 @@ local function fill(h, group, lr)
   h.dampening, h.nesterov = group.dampening or 0, group.nesterov and 1 or 0
 end
 
--- Gives the parameters whose factor in lr_muls [n] is not 1 groups of their own: one group for all
--- that share an optimizer group and a factor. Returns the group of each parameter and the number of
--- groups.
+-- Moves each parameter whose factor in lr_muls [n] is not 1 to an additional group. Parameters with
+-- the same optimizer group and the same factor share one. Returns the group of each parameter and
+-- the number of groups.
 local function split_groups(self, lr, lr_muls)
   local groups, of, count = self.optimizer.groups, self.optimizer._group_of, #self.optimizer.list
   local own, total, known = ffi.new("int32_t[?]", count), #groups, {}
@@ -76,8 +76,8 @@ function State:set_rounding()
   check(C.eng_optimizer_rounding(self.handle, ROUNDING[self.optimizer.precision.rounding]))
 end
 
---- Makes one update. `lr`: the rate before a group's lr_mul. `options`: as for Optimizer:step;
---- gradient_factor, clip_value, clip_norm and norm are required.
+--- Makes one update. `lr`: the rate, not yet multiplied by the groups' lr_mul. `options`: as for
+--- Optimizer:step; gradient_factor, clip_value, clip_norm and norm are required.
 function State:update(lr, options)
   local update = self.call
   update.n_groups = fill_groups(self, lr, options.lr_muls)

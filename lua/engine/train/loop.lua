@@ -66,7 +66,7 @@ local function lose(self, last, step, why)
   elseif not last.stopped then last.stopped, last.status = "lost: " .. why, DIVERGED end
 end
 
-local UNDECIDED_STEPS = 20   -- the run ends if its policy fails at each of so many first steps
+local UNDECIDED_STEPS = 20   -- the run ends if its policy fails at every step up to this number
 
 -- A run shows at most BURST lines of one kind in a row, and one more every BURST_STEPS steps.
 -- Further lines are only counted.
@@ -89,7 +89,7 @@ local function limited(self, kind, step, line)
   return line
 end
 
--- Shows each distinct failure of the policy once, and shows that the policy stops the run.
+-- Shows each distinct failure of the policy once. Shows a line if the policy stops the run.
 local function show_verdict(self, step, verdict)
   local reason = M_ffi.string(verdict.reason)
   self.decided = self.decided or verdict.failed == 0
@@ -158,7 +158,7 @@ function M.show(self, last, record, verdict, rate)
 end
 
 -- Carries out a verdict of `rollback`: goes back to the weights of an earlier checkpoint, keeps the
--- policy's state, and leaves out the data of the next steps.
+-- policy's state, and skips as many steps of the data as the verdict asks.
 local function roll_back(self, last)
   local wish, files, step = last.rollback, self.run_files, last.rollback.step
   last.rollback = nil

@@ -141,8 +141,8 @@ end
 
 local function same(a, b) return a.slot == b.slot and a.generation == b.generation end
 
--- Returns the tensor that update assigned to fields[key], which held x before, or nil if it still
--- holds x.
+-- Returns the tensor that update assigned to fields[key]. Returns nil if fields[key] still holds x,
+-- its tensor from before the update.
 local function assigned(self, fields, key, x)
   local value, shape = rawget(fields, key), arguments.shape_text(x.shape)
   local function bad(expected, got)
@@ -157,8 +157,8 @@ local function assigned(self, fields, key, x)
   return value
 end
 
--- Stores what update assigned. into[key] is the tensor that fields[key] held before the update. If
--- fields[key] held a buffer widened to f32, into[key] is the buffer itself.
+-- Copies what update left in fields[key] into the tensor into[key]. This is the weight or the
+-- buffer itself, even if fields[key] held an f32 copy of the buffer.
 local function store(self, fields, before, into)
   local new = {}
   for key, x in pairs(before) do
@@ -219,8 +219,8 @@ local function update_all(self, factor, options, contexts)
   end
 end
 
---- Makes one update. `lr`: the rate before a group's lr_mul. `options`: as for Optimizer:step;
---- gradient_factor, clip_value, clip_norm and norm are required.
+--- Makes one update. `lr`: the rate, not yet multiplied by the groups' lr_mul. `options`: as for
+--- Optimizer:step; gradient_factor, clip_value, clip_norm and norm are required.
 function State:update(lr, options)
   local name, factor = self.spec.name, options.gradient_factor
   self:refuse_torn()

@@ -358,9 +358,9 @@ function Optimizer:set_precision(recipe)
 end
 
 --- Sets whether the gradients of several backward passes add up before a step (as in a trainer with
---- accumulate > 1). If so, fp16 and bf16 gradients are rounded to their format in every pass, where
---- they can overflow, and summed in f32, as PyTorch's autocast does. Each element of a gradient
---- then takes 4 bytes instead of 2. The call clears the gradients.
+--- accumulate > 1). If so, fp16 and bf16 gradients are rounded to their format in every pass (and
+--- can overflow there), and are summed in f32, as PyTorch's autocast does. Each element of a
+--- gradient then takes 4 bytes instead of 2. The call clears the gradients.
 function Optimizer:accumulates(on)
   check(C.eng_params_accumulate(self.params, on))
   self._accumulates = on
@@ -407,9 +407,9 @@ local EXPECTED = { number = "a number", boolean = "true or false",
 --- clip_norm (the limit for `norm`), norm (the gradients' norm after gradient_factor), lagged
 --- (the device takes the norm from the statistics that were requested last, and makes no update if
 --- a gradient is inf or nan). A limit set by clip_grad_norm replaces clip_norm. The trainer also
---- gives clips and lr_muls (arrays with a factor for each parameter, on its gradient and on its
---- rate), bias_step (the number of the update for bias corrections) and, for fused optimizers,
---- norms, update_clip and spike_clip (eng_update).
+--- gives clips (an array with a factor on each parameter's gradient), lr_muls (an array with a
+--- factor on each parameter's rate), bias_step (the number of the update for bias corrections) and,
+--- for fused optimizers, norms, update_clip and spike_clip (eng_update).
 function Optimizer:step(options)
   options = tensor.read_named(options, "step", STEP)
   for name, value in pairs(options) do

@@ -61,7 +61,8 @@ end
 --                           inputs of the SwiGLU that made x, and x is recomputed)
 --   forward, dgrad, wgrad   the products:
 --               accumulator device (hopper on a card, fp32 elsewhere), fp32, exact, hopper, e4m3
---               promotion   products along K between promotions to f32; 0: none
+--               promotion   how many products along K are summed before each promotion to f32; 0:
+--                           no promotion
 --             With microscaling (docs/microscaling.md), x, w and dy all have one of the rules
 --             floor, ceil, even, rceil, quest (blocks of 1x32), nvfp4, four_over_six,
 --             four_over_six_mse (1x16, 16x16), ms_eden (1x16), msamp_fp4 (row). dy may instead have
@@ -78,9 +79,10 @@ end
 --               clamp       a quantile such as 0.99: limits each row to it and to its mirror (0.01)
 --               residual    false: what clamping cuts off is lost, not added in bf16
 --               estimator   for w: "dge" multiplies the weight's gradient by the slope of a smooth
---                           step function ("straight": 1)
+--                           step function ("straight": by 1)
 --             Products also have
---               hadamard    16, 32, 64, 128: transforms both factors along the summed dimension (0)
+--               hadamard    16, 32, 64, 128: transforms both factors along the summed dimension; 0
+--                           (the default): no transform
 --               signs       fixed (Transformer Engine's), layer (drawn for each layer), step (drawn
 --                           in each step), backward (drawn in each backward pass), none
 --   high_first, high_last   how many first and last blocks of the model stay in high precision (0)

@@ -1,9 +1,9 @@
 -- Runs reference backwards: in every ref_every-th step, the step's own batches first go through a
--- forward and a backward pass in f32, with the same dropout. A policy can then compare the norm of
--- the step's low-precision gradients with the true norm (record.norm_ref). A reference backward
--- changes neither the step's gradients nor the model's buffers nor the random numbers. It costs
--- time, and memory for a second set of f32 gradients. Called by the trainer for policies that need
--- "norm_ref".
+-- forward and a backward pass in f32, with the step's own dropout. A policy can then compare the
+-- norm of the step's low-precision gradients with the true norm (record.norm_ref). A reference
+-- backward changes neither the step's gradients nor the model's buffers nor the random numbers. It
+-- costs time, and memory for a second set of f32 gradients. Called by the trainer for policies that
+-- need "norm_ref".
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local machine = require "engine.base.machine"

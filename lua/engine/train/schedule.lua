@@ -21,9 +21,9 @@ function Schedule:values(n)
   return list
 end
 
--- Defines M[name]: the rate rises linearly to o.lr over o.warmup updates. From then on, the rate of
--- update u is after(u, o). While it rises, the factor is (u + 1) / warmup, so that the first update
--- already moves the weights.
+-- Defines M[name]. In the first o.warmup updates, the rate of update u (from 0) rises linearly: it
+-- is o.lr * (u + 1) / o.warmup, so that the first update already moves the weights. From then on
+-- the rate is after(u, o).
 local function define(name, defaults, after)
   M[name] = function(options)
     options = options or {}

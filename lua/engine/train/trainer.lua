@@ -122,7 +122,7 @@ function Trainer:drop_record()
   self.current = nil
 end
 
---- Returns the next batch of the trainer's data, or of other data.
+--- Returns the next batch of `data`, or of the trainer's data if `data` is nil.
 function Trainer:next_batch(data)
   local batch = (data or self.data):next()
   if type(batch) == "table" then return batch end
@@ -354,9 +354,9 @@ function Trainer:keeping_buffers(f)
   return restored(f())
 end
 
---- Called when a run resumes. `ranks` and `accumulate` are the run's earlier values. If the script
---- has the same `accumulate` but another number of ranks, changes `accumulate` so that a step keeps
---- its number of batches, if the number of ranks divides that number. Returns a line about the
+--- Called when a run resumes. `ranks` and `accumulate` are the run's earlier values. If only the
+--- number of ranks has changed, and it divides the number of batches in a step, changes the
+--- trainer's `accumulate` so that a step keeps this number of batches. Returns a line about the
 --- change, or nil.
 function Trainer:share_as_before(ranks, accumulate)
   local before, size = ranks * accumulate, self.reducer.size
@@ -389,8 +389,8 @@ function Trainer:prepare(policy)
 end
 
 --- Returns the statistics to compute: those that every record has, those that the policy and the
---- shadows need, and the histogram, from which engine replay computes a recorded step at another
---- scale.
+--- shadows need, and the histogram if the run is recorded. From the histogram, `engine replay`
+--- computes a recorded step at a different scale.
 function Trainer:all_needs()
   return bit.bor(self.policy.needs, self.shadows and self.shadows.needs or 0, C.ENG_NEED_AMAX,
     C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW,
@@ -440,7 +440,7 @@ end
 
 -- ------------------------------------------------------------------ evaluating, describing
 
---- Returns the mean loss over `batches` batches of other data, with the tape and dropout off.
+--- Returns the mean loss over `batches` batches of `data`, with the tape and dropout off.
 function Trainer:evaluate_on(data, batches)
   local sum = 0
   self.model:evaluating(function()
