@@ -3,7 +3,7 @@
 -- sends each domain to its expert. Rarely, a token of the most frequent domain is `large` times
 -- larger, and its expert's weight gradients overflow. Under one scale each such outlier costs a
 -- step and halves the scale of all experts. With policy=per_expert only that expert backs off, and
--- the policy stores the expert's peak.
+-- the policy remembers the expert's largest gradients.
 --
 --   ./engine examples/moe.lua
 --   ./engine examples/moe.lua policy=dynamic

@@ -127,7 +127,7 @@ VF_INLINE void advance(int loop, int extra, const rule *r, vf *p, vf g, vf *m, v
   }
 }
 
-/// Prefetches a kilobyte ahead of the arithmetic.
+/// Prefetches the cache line that lies one kilobyte after p.
 VF_INLINE void ahead(const void *p)
 {
   __builtin_prefetch((const void *)((uintptr_t)p + 1024));

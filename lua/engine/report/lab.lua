@@ -2,7 +2,7 @@
 -- file. Used by examples.
 --
 --   lab.table({ "K", "none", "128" }, { { 1024, "1.5 %", "0.05 %" }, ... })
---   lab.svg("error.svg", { title =, x = { "1024", "4096" }, y = "K" (the name of the x axis),
+--   lab.svg("error.svg", { title =, x = { "1024", "4096" }, y = "K" (the title of the x axis),
 --     log = 10 or nil, series = { { name =, values = { ... } } } })
 local chart = require "engine.report.chart"
 local files = require "engine.base.file"

@@ -108,7 +108,7 @@ function Trainer:attempt()
   s.place = self:remember_place()                          -- for a retry, or when this step fails
   self.current = s
   self.reducer:begin(s)
-  s.batches = self.reference and self.reference:batches(s) -- every ref_every steps, in f32
+  s.batches = self.reference and self.reference:batches(s) -- in f32, every ref_every steps
   return s
 end
 
