@@ -55,7 +55,8 @@ local function fp4(x, o, turned, stochastic)
   return (turned and q.transposed or q):dequantize("bf16")
 end
 
--- Returns the function y = x W^T + b with the products of variant `o` in MXFP4.
+-- Returns the function y = x W^T + b, in which the products that variant `o` names have factors in
+-- MXFP4.
 local function product(o)
   return engine.custom {
     forward = function(saved, x, w, bias)

@@ -71,8 +71,8 @@ end
 local function wide(x) return rounded(x, 8, -126, math.huge) end
 
 --- Returns the dot product of the n elements of a and b from index `at` (from 0), each multiplied
---- by `factor` first. Products and sums are in E4M3. With `chunk`, sums of `chunk` products each
---- are added in doubles.
+--- by `factor` first. Products and sums are in E4M3. With `chunk`, a sum covers only `chunk`
+--- products, and these sums are added in doubles.
 local function fixed(a, b, at, n, factor, chunk)
   local total, sum = 0, 0
   for i = 0, n - 1 do

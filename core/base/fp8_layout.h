@@ -70,7 +70,7 @@ ENG_INLINE fp8_scales fp8_scales_for(int64_t block_rows, int64_t block_inner, in
   s.inner_block = block_inner ? block_inner : inner ? inner : 1;
   s.row_count = block_rows ? rows / block_rows + (rows % block_rows != 0) : 1;
   s.inner_count = block_inner ? inner / block_inner + (inner % block_inner != 0) : 1;
-  // whole rows or the whole operand: nothing to pad
+  // `whole`: a block is a whole row or the whole operand, so its scales need no padding
   int by_rows = block_rows == 1 && block_inner != 0, whole = !block_inner && block_rows <= 1;
   s.row_stride = by_rows ? 1 : whole ? block_rows : fp8_round_up(s.inner_count, FP8_SCALE_PAD);
   s.inner_stride = by_rows ? fp8_round_up(s.row_count, FP8_SCALE_PAD) : whole ? 0 : 1;

@@ -148,10 +148,10 @@ static eng_status make_schema(eng_history *history)
   return ENG_OK;
 }
 
-// Adds the columns that older histories lack. parameters: the format of each parameter's gradient.
-// shadows: whether gradients overflow at the shadow's scale, and whether the shadow's verdict is a
-// bound. fp8: statistics that replays of FP8 policies read. The columns are NULL in the rows that
-// an older engine wrote.
+// Adds the columns that older histories lack. Table `parameters`: the format of each parameter's
+// gradient. Table `shadows`: whether gradients overflow at the shadow's scale, and whether the
+// shadow's verdict is a bound. Table `fp8`: statistics that replays of FP8 policies read. The
+// columns are NULL in the rows that an older engine wrote.
 static eng_status add_columns(eng_history *history)
 {
   static const char *const added[][3] = {

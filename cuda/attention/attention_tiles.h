@@ -147,8 +147,8 @@ __device__ static inline lane_place<D> place_turned(uint32_t tile)
   return {tile, l & 15, l >> 4};
 }
 
-/// Adds a [16 MT x D] times the transpose of `rows` [16 N x D] to c [16 MT x 16 N]. Both factors
-/// are tiles in shared memory. c[m][n] is a block of 16 x 8.
+/// Adds `a` [16 MT x D], multiplied by the transpose of `rows` [16 N x D], to c [16 MT x 16 N].
+/// Both factors are tiles in shared memory. c[m][n] is a block of 16 x 8.
 template <class T, int D, int MT, int N>
 __device__ static inline void product_of_rows(float (&c)[MT][2 * N][4], const lane_place<D> &a,
                                               const lane_place<D> &rows)

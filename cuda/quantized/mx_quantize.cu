@@ -3,7 +3,8 @@
 //
 // A block of threads takes a tile of x, about 64 x 64 numbers and a whole number of scale blocks
 // each way. It reads the tile as f32 into shared memory, finds the largest magnitude of each scale
-// block (one warp per block), and writes one result or both, as codes or as values in bf16. Rows of
+// block (one warp per block), and writes the quantized x, its transposed copy, or both, as codes or
+// as values in bf16. Rows of
 // the transposed copy are columns of the tile. With square blocks the transposed copy has the same
 // codes as the other result, so these codes replace the numbers in the tile.
 //
