@@ -14,6 +14,10 @@
 #include "engine.h"
 #include "numerics.h"
 
+/// Whether this is 0 (no clamping) or an allowed quantile.
+ENG_INLINE int msamp_clamps(double clamp)
+{ return clamp == 0 || (clamp >= 0.5 && clamp <= 0.9999); }
+
 /// Maps a bf16 number to 16 bits in ascending order. -0 equals 0, and NaN is the largest.
 ENG_INLINE uint16_t msamp_order(uint16_t bf16)
 {

@@ -1,6 +1,7 @@
 // Shape and dtype rules of quantize, dequantize, mx_*, nf4_* and fp8_matmul (ops.def).
 #include "base/error.h"
 #include "base/fp8_layout.h"
+#include "base/msamp_fp4.h"
 #include "base/mx.h"
 #include "base/nf4.h"
 #include "autograd/infer.h"
@@ -277,7 +278,7 @@ static eng_status infer_msamp_fp4(op_call *c, op_shape *s)
   const tensor *x = c->in[0];
   ENG_TRY(want_float(c, 0));
   ENG_TRY(want_ndim(c, 0, 1));
-  if (a->clamp != 0 && !(a->clamp >= 0.5 && a->clamp <= 0.9999))
+  if (!msamp_clamps(a->clamp))
     return error_set(ENG_ERR_VALUE,
                      "msamp_fp4: expected clamp to be a quantile from 0.5 to 0.9999, or 0 for "
                      "none, got %g", a->clamp);

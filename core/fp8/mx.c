@@ -211,7 +211,8 @@ static eng_status quantize_fp8(fp8_mx_copies *to, fp8_site *s, int role, tensor 
                                                       .block_rows = r->block_rows,
                                                       .block_columns = r->block_columns}});
   tensor_drop(c.out[0]);
-  to->scale = c.out[1], to->amax = c.out[2];
+  if (status == ENG_OK) to->scale = c.out[1], to->amax = c.out[2];
+  else drop_all(&c.out[1], 2);
   return status;
 }
 

@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "base/fp8_layout.h"
 #include "base/fp8_scale.h"
+#include "base/msamp_fp4.h"
 #include "base/mx.h"
 #include "device/transfer.h"
 
@@ -180,9 +181,8 @@ static eng_status check_msamp_role(const fp8_site *s, const eng_fp8_recipe *reci
   bool fits = role != ENG_FP8_DY && r == &recipe->role[role] && recipe->backward[role].mx &&
               r->format == ENG_FORMAT_E2M1 && r->block_rows == 1 && r->block_columns == 0 &&
               r->keep == ENG_FP8_KEEP_CODES && !r->stochastic && r->factor == 0 &&
-              (!r->dge || role == ENG_FP8_W),
-       clamp = r->clamp == 0 || (r->clamp >= 0.5 && r->clamp <= 0.9999);
-  if (fits && clamp) return ENG_OK;
+              (!r->dge || role == ENG_FP8_W) && msamp_clamps(r->clamp);
+  if (fits) return ENG_OK;
   return error_set(ENG_ERR_VALUE,
                    "%s: %s: the rule msamp_fp4 is for the forward product's x and w, in e2m1 with "
                    "a scale for each row; it needs `backward`, allows no stochastic rounding and "

@@ -1,7 +1,8 @@
 // Arenas: bump allocation in chunks, with one list of freed pieces for each exact size. See
-// arena.h. The host's chunks come from mmap. Another memory space gets its chunks from its device
-// through arena_source, whose function `mark`, unless NULL, is told of every allocation and
-// release. This file never reads a piece, because the host may have no access to it.
+// arena.h. The host's chunks come from mmap. In another memory space, the arena gets its chunks
+// from the device through arena_source. If arena_source has a function `mark`, the arena calls it
+// for every allocation and release. This file never reads a piece, because the host may have no
+// access to it.
 //
 //   chunk 0 [#### used ####|      free      ]   chunk 1 [...]
 //                          ^ bump

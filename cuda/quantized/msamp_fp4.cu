@@ -23,26 +23,21 @@ struct job {
   bool      drops;
 };
 
-/// Returns the largest `value` of the block's threads, to every thread. `room` is shared memory.
-__device__ inline uint32_t largest_of(uint32_t value, uint32_t (&room)[WARPS])
-{
-  value = __reduce_max_sync(0xFFFFFFFFu, value);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = value;
-  __syncthreads();
-  for (int w = 0; w < WARPS; w++) value = max(value, room[w]);
-  return value;
-}
+enum combination { LARGEST, SUM };
 
-__device__ inline uint32_t sum_of(uint32_t value, uint32_t (&room)[WARPS])
+/// Returns the largest `value` of the block's threads, or the sum of all, to every thread. `room`
+/// is shared memory.
+template <combination HOW>
+__device__ inline uint32_t combined(uint32_t value, uint32_t (&room)[WARPS])
 {
-  value = __reduce_add_sync(0xFFFFFFFFu, value);
+  value = HOW == SUM ? __reduce_add_sync(0xFFFFFFFFu, value)
+                     : __reduce_max_sync(0xFFFFFFFFu, value);
   __syncthreads();
   if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = value;
   __syncthreads();
-  uint32_t sum = 0;
-  for (int w = 0; w < WARPS; w++) sum += room[w];
-  return sum;
+  uint32_t all = 0;
+  for (int w = 0; w < WARPS; w++) all = HOW == SUM ? all + room[w] : max(all, room[w]);
+  return all;
 }
 
 /// Returns the number at index `rank` (from 0) of the n numbers in ascending order.
@@ -54,7 +49,7 @@ __device__ inline uint16_t ranked(const uint16_t *order, int64_t n, int64_t rank
     const uint32_t next = found | 1u << bit;
     uint32_t below = 0;
     for (int64_t i = threadIdx.x; i < n; i += THREADS) below += order[i] < next;
-    if (sum_of(below, room) <= rank) found = next;
+    if (combined<SUM>(below, room) <= rank) found = next;
   }
   return (uint16_t)found;
 }
@@ -64,7 +59,7 @@ __global__ void __launch_bounds__(THREADS) quantize_row(const __grid_constant__ 
   __shared__ uint32_t room[WARPS];
   const int64_t n = p.columns, at = (int64_t)blockIdx.x * n;
   uint16_t *y = p.y + at;    // holds msamp_order(x) at first
-  uint32_t top = 0, least = 0, most = 0;   // least: inverted, so that largest_of finds it
+  uint32_t top = 0, least = 0, most = 0;   // least: 0xFFFF minus the least, to find the largest
   for (int64_t i = threadIdx.x; i < n; i += THREADS) {
     const float v = (float)load_double(p.x, p.dtype, at + i);
     top = max(top, __float_as_uint(v) & 0x7FFFFFFFu);
@@ -72,10 +67,10 @@ __global__ void __launch_bounds__(THREADS) quantize_row(const __grid_constant__ 
     least = max(least, 0xFFFFu - y[i]);
     most = max(most, (uint32_t)y[i]);
   }
-  top = largest_of(top, room);
+  top = combined<LARGEST>(top, room);
   if (threadIdx.x == 0) atomicMax(p.top, top);
-  least = 0xFFFFu - largest_of(least, room);
-  most = largest_of(most, room);
+  least = 0xFFFFu - combined<LARGEST>(least, room);
+  most = combined<LARGEST>(most, room);
   if (p.clamp != 0) {
     least = ranked(y, n, msamp_rank(p.clamp, n, 0), room);
     most = ranked(y, n, msamp_rank(p.clamp, n, 1), room);

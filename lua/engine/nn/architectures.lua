@@ -6,8 +6,8 @@
 --   classes    the supported entries of config.json's list `architectures`: the default first, the
 --              classifier last
 --   build      the name of the model in models.lua
---   prefix     the text that stands in files, except those of base models, before the names below
---              that begin with a dot
+--   prefix     files write this text before each name below that begins with a dot; files of base
+--              models omit it
 --   fields     field = { default, option, range }: transformers' default (false: null), the option
 --              of the model that the field sets (nil: only the default is supported) and, for
 --              numbers, the range. Fields that are not listed do not shape the model

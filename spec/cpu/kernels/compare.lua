@@ -15,7 +15,7 @@
 --             magnitude
 --   flush     an additional absolute difference, for processors that treat subnormals as zero
 --   threads   the library's order of sums may depend on the number of threads: true, or "AMX" for
---             products of bf16 on a processor with AMX (oneDNN 3.12 splits some along K)
+--             products of bf16 on a processor with AMX (oneDNN; seen with version 3.12)
 --   zeros     the signs of zeros must agree, too
 --   card      on a card in f16 and bf16: replaces eps, in the format's own units instead of 2^-24,
 --             for kernels that round intermediate values for the matrix units
