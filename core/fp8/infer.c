@@ -208,8 +208,8 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
       (a->block_rows != 1 || (turned && !a->hadamard) || a->flags & MX_FINITE ||
        (quest && a->sr_bits) || (a->factor != 0 && a->factor != 1) ||
        (!quest && MX_EDEN_GROUP % a->block_columns)))
-    return error_set(ENG_ERR_VALUE, "mx_quantize: quest and ms_eden need blocks of one row and "
-                     "allow no flag 8 without hadamard, no factor and no flag 32; quest also "
+    return error_set(ENG_ERR_VALUE, "mx_quantize: quest and ms_eden need blocks of one row, "
+                     "without factor and flag 32, and allow flag 8 only with hadamard; quest also "
                      "allows no sr_bits; ms_eden also needs a block length that divides %d",
                      MX_EDEN_GROUP);
   ENG_TRY(want_between(c, "sr_bits", a->sr_bits, 0, 24));
@@ -220,13 +220,16 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
                   memcmp(average->shape, x->shape, (size_t)x->ndim * sizeof *x->shape) != 0))
     return error_set(ENG_ERR_SHAPE, "mx_quantize: expected an average in f32 in the shape of x, "
                      "%s, got %s", tensor_shape_text(x->ndim, x->shape), tensor_text(average));
-  if ((average != NULL) + (a->ties != 0) + (a->sr_bits != 0) > 1 || (a->sr_rule && !a->sr_bits) ||
-      (average && a->hadamard) ||
-      (mx_is_fitted(a->rule) && (average || a->ties || a->sr_rule)) ||
-      (mx_is_four_over_six(a->rule) && (average || a->ties)))
-    return error_set(ENG_ERR_VALUE, "mx_quantize: average, ties and sr_bits exclude each other; "
-                     "sr_rule needs sr_bits; an average allows no hadamard; quest and ms_eden "
-                     "allow no average, ties and sr_rule, and four_over_six no average and ties");
+  const char *why = NULL;
+  if ((average != NULL) + (a->ties != 0) + (a->sr_bits != 0) > 1)
+    why = "expected at most one of average, ties and sr_bits";
+  else if (a->sr_rule && !a->sr_bits) why = "sr_rule needs sr_bits";
+  else if (average && a->hadamard) why = "an average needs hadamard = 0";
+  else if (mx_is_fitted(a->rule) && (average || a->ties || a->sr_rule))
+    why = "quest and ms_eden allow no average, ties or sr_rule";
+  else if (mx_is_four_over_six(a->rule) && (average || a->ties))
+    why = "four_over_six allows no average or ties";
+  if (why) return error_set(ENG_ERR_VALUE, "mx_quantize: %s", why);
   if (a->sr_bits && mx_is_four_over_six(a->rule))
     return error_set(ENG_ERR_VALUE, "mx_quantize: four_over_six compares errors of rounding to "
                      "nearest, so expected sr_bits = 0, got %lld", (long long)a->sr_bits);

@@ -328,8 +328,9 @@ describe("a shadow of FP8 layers", function()
         ".*; its verdicts are bounds from step " .. first + 1 .. " on: its updates differ", text)
       local row = with(folder .. "/shadow", function(h) return h:shadows() end)[2]
       assert.same({ moving, c.bounds, 0 }, { row.name, row.bounds, row.failed })
-      assert.matches("The shadow " .. moving:gsub("%p", "%%%0") .. " would have set FP8 layers: " ..
-        ".*blocks.1", with(folder .. "/shadow", function(h) return tostring(h:why(first)) end))
+      assert.matches("The shadow " .. moving:gsub("%p", "%%%0") ..
+        " would have chosen, for FP8 layers, .*blocks.1",
+        with(folder .. "/shadow", function(h) return tostring(h:why(first)) end))
     end)
 
     it("equal to the run's policy decides the same at every step: " .. base, function()

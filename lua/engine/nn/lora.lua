@@ -232,7 +232,7 @@ local function find(model, file, config, name_of, head, fail)
     end
     local at = name and by_name[name]
     if not at and not head[key] then
-      fail("the adapter is for another model: it has '%s'%s; linear layers: %s", key,
+      fail("the adapter is for another model: it has '%s'%s; this model's linear layers: %s", key,
         nearest.hint(name or key, names), adapters.text_of_paths(adapters.linears(model)))
     end
     if at then

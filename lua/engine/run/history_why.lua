@@ -137,7 +137,9 @@ local function say_shadows(h, row, say)
   for _, shadow in ipairs(h:shadows_at(row.step)) do
     local chosen = ("would have chosen %s and a loss scale of %g"):format(shadow.action,
       tonumber(shadow.scale) or 0 / 0)
-    if not shadow.scale then chosen = "would have set FP8 layers: " .. tostring(shadow.reason) end
+    if not shadow.scale then
+      chosen = "would have chosen, for FP8 layers, " .. tostring(shadow.reason)
+    end
     say("The shadow %s %s%s%s.", shadow.name, shadow.failed ~= 0 and "failed" or chosen,
       shadow.overflow == 1 and ", on an overflow at its own scale" or "",
       shadow.bound == 1 and " (a bound)" or "")

@@ -145,9 +145,9 @@ generators.mx_quantize = function(try)
     { { 10, 1, 32, 0, 0, 0, 0, 0, 0, 0, 4 }, "ties from" },
     { { 10, 1, 32, 0, 0, 8, 0, 0, 0, 0, 0, 3 }, "sr_rule from" },
     { { 10, 1, 32, 0, 0, 0, 0, 0, 0, 0, 0, 1 }, "sr_rule needs sr_bits" },
-    { { 10, 1, 32, 0, 0, 8, 0, 0, 0, 0, 1 }, "exclude each other" },
+    { { 10, 1, 32, 0, 0, 8, 0, 0, 0, 0, 1 }, "at most one of" },
     { { 13, 1, 2, 8, 0, 0, 0, 0, 0, 0, 1 }, "quest and ms_eden allow no" },
-    { { 13, 1, 2, 6, 0, 0, 0, 0, 0, 0, 1 }, "four_over_six no average" } } do
+    { { 13, 1, 2, 6, 0, 0, 0, 0, 0, 0, 1 }, "four_over_six allows no" } } do
     try { inputs = { x, false }, ints = bad[1], outputs = 8, fails = bad[2] }
   end
   try { inputs = { x, x }, ints = { 10, 1, 32, 0 }, outputs = 8, fails = "one f32 amax" }
