@@ -97,10 +97,10 @@ do
     qw:free()
   end
 end
-do
-  local B, T, H, D = 16, scaled(2048), 16, 64
+for _, D in ipairs { 64, 128 } do
+  local B, T, H = 16, scaled(2048), 16
   local function heads() return engine.randn(B, T, H, D):to("bf16"):keep() end
-  local q, k, v = heads(), heads(), heads()
+  local q, k, v, dy = heads(), heads(), heads(), heads()
   local flops = 4 * B * H * T * T * D / 2
   local function attention() return engine.attention(q, k, v, { causal = true }) end
   local name = ("attention bf16, B %d T %d H %d D %d, causal"):format(B, T, H, D)
@@ -109,10 +109,10 @@ do
     return engine.attention(q, k, v, { causal = true, entropy = true })
   end)
   q:requires_grad(true) k:requires_grad(true) v:requires_grad(true)
-  local dy = heads()
   product_line("  with its gradient", 3.5 * flops, function()
     (attention() * dy):sum():backward()
   end)
+  for _, x in ipairs { q, k, v, dy } do x:free() end
 end
 
 -- ------------------------------------------------------------------ memory-bound passes

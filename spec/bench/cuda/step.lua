@@ -1,6 +1,7 @@
 -- step.lua PRECISION LAYERS WIDTH HEADS VOCAB CONTEXT BATCH [MODE] [DEVICE]: times a training step
 -- on a card: milliseconds, tokens/s, and the model's own floating-point operations as a share of
--- the card's peak. torch_step.py is its counterpart. PROFILE=1 adds a profile.
+-- the card's peak. MODE: sync, lagged or graph. torch_step.py is its counterpart. PROFILE=1 adds a
+-- profile.
 local engine = require "engine"
 local machine = require "engine.base.machine"
 
@@ -21,7 +22,7 @@ local x, y = tokens(), tokens()
 local data = { next = function() return { x = x, y = y, tokens = batch * context } end }
 local trainer = engine.trainer {
   model = model, data = data, steps = 1, clip = 1.0, precision = precision,
-  mode = mode ~= "sync" and mode or nil,
+  mode = mode ~= "sync" and mode ~= "graph" and mode or nil, graph = mode == "graph" or nil,
   optimizer = engine.optim.adamw(model,
     { lr = 1e-4, weight_decay = 0.1, decay = "matrices", precision = precision }),
 }

@@ -4,6 +4,7 @@ import time
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 REPEAT = 20
 
@@ -53,15 +54,19 @@ def main():
     line(f"product e4m3 {n}^3, one scale, fast", 2 * n**3,
          lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16,
                                   use_fast_accum=True))
-    B, T, H, D = 16, 2048, 16, 64
-    q, k, v, dy = (torch.randn(B, H, T, D, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    flops = 4 * B * H * T * T * D / 2
-    line(f"attention bf16, B {B} T {T} H {H} D {D}, causal", flops,
-         lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    for x in (q, k, v):
-        x.requires_grad_(True)
-    line("  with its gradient", 3.5 * flops,
-         lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(dy))
+    B, T, H = 16, 2048, 16
+    for D in (64, 128):
+        q, k, v, dy = (torch.randn(B, H, T, D, device="cuda", dtype=torch.bfloat16)
+                       for _ in range(4))
+        flops = 4 * B * H * T * T * D / 2
+        gradients = [x.clone().requires_grad_(True) for x in (q, k, v)]
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            with sdpa_kernel(backend):
+                line(f"attention bf16, D {D}, causal, {backend.name[:5].lower()}", flops,
+                     lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+                line("  with its gradient", 3.5 * flops,
+                     lambda: F.scaled_dot_product_attention(*gradients, is_causal=True)
+                     .backward(dy))
 
 
 main()
