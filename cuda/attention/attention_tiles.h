@@ -55,23 +55,42 @@ template <class T> __device__ static inline float lift_of(const backward_room &r
   return exponent ? __uint_as_float((254 + 4 - exponent) << 23) : 1.0f;
 }
 
-/// The assignment of heads and queries to blocks. Heads are processed in sets of `together`, whose
-/// keys and values fit in half the L2 cache. Within a set, blocks with the most keys go first.
+/// The assignment of heads and tiles of rows to blocks. Heads are processed in sets of `together`.
+/// The rows that all blocks of a set read fit in half the L2 cache. Within a set, a tile of every
+/// head comes before the next tile of any head.
 typedef struct schedule { int32_t tiles, heads, together; } schedule;
 
-/// Computes the schedule for blocks of `rows` queries, with `width` columns per head. Errors:
-/// SHAPE.
+/// Computes the schedule for `heads` heads of `tiles` tiles. The blocks of a head, and of `shared`
+/// neighbouring heads, read the same head_bytes. Errors: SHAPE.
+static inline eng_status schedule_heads(schedule *plan, int64_t heads, int shared, int64_t tiles,
+                                        int64_t head_bytes)
+{
+  int64_t together = (24 << 20) / (head_bytes + 1) * shared;
+  ENG_TRY(check_blocks(tiles * heads, "attention"));
+  *plan = {(int32_t)tiles, (int32_t)heads,
+           (int32_t)(together < shared ? shared : together > heads ? heads : together)};
+  return ENG_OK;
+}
+
+/// Computes the schedule for blocks of `rows` queries. They read the keys and values in common.
+/// Errors: SHAPE.
 static inline eng_status schedule_of(schedule *plan, const attention_problem *p, int rows,
                                      int width)
 {
-  int64_t head_bytes = 4 * (int64_t)p->keys * width,
-          together = (24 << 20) / (head_bytes + 1) * p->shared,
-          heads = (int64_t)p->batch * p->heads, tiles = (p->queries + rows - 1) / rows;
-  ENG_TRY(check_blocks(tiles * heads, "attention"));
-  *plan = {(int32_t)tiles, (int32_t)heads,
-           (int32_t)(together < p->shared ? p->shared : together > heads ? heads : together)};
-  return ENG_OK;
+  return schedule_heads(plan, (int64_t)p->batch * p->heads, p->shared,
+                        ((int64_t)p->queries + rows - 1) / rows, 4 * (int64_t)p->keys * width);
 }
+
+#ifdef __CUDACC__
+/// The head (counted over all batches) and the tile of a block.
+struct scheduled { int head, tile; };
+__device__ static inline scheduled scheduled_at(const schedule &plan, int block)
+{
+  const int set = block / (plan.tiles * plan.together), rest = block % (plan.tiles * plan.together),
+            first = set * plan.together, width = min(plan.together, plan.heads - first);
+  return {first + rest % width, rest / width};
+}
+#endif
 
 /// Returns the position within row `row` at which a tile stores the row's 16-byte piece `piece`.
 template <int D>
