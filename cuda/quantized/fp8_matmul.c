@@ -49,11 +49,12 @@ static eng_status copy(void *to, int64_t to_outer, int64_t to_k, const void *fro
   return cuda_contiguous(&call);
 }
 
-static eng_status take_zeros(void **piece, int64_t bytes, scratch *s)
+/// Takes scratch memory; clears it if the copy to come leaves gaps.
+static eng_status take(void **piece, int64_t bytes, bool gaps, scratch *s)
 {
   *piece = scratch_keep(s, bytes);
   if (!*piece) return ENG_ERR_MEMORY;
-  CUDA_TRY(cudaMemsetAsync(*piece, 0, (size_t)bytes, cuda_stream()));
+  if (gaps) CUDA_TRY(cudaMemsetAsync(*piece, 0, (size_t)bytes, cuda_stream()));
   return ENG_OK;
 }
 
@@ -67,9 +68,10 @@ static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, 
   *x = (fp8_operand){.data = q->data, .scale = scale->data, .rows = fp8_padded(outer),
                      .inner = fp8_padded(k), .stride = fp8_padded(k), .format = q->dtype,
                      .scaling = scaling};
-  if (!along_k || x->rows != outer || x->inner != k || !aligned(q->data)) {
+  bool padded = x->rows != outer || x->inner != k;
+  if (!along_k || padded || !aligned(q->data)) {
     void *data;
-    ENG_TRY(take_zeros(&data, x->rows * x->stride, s));
+    ENG_TRY(take(&data, x->rows * x->stride, padded, s));
     ENG_TRY(
       copy(data, x->stride, 1, q->data, along_k ? k : 1, along_k ? 1 : outer, outer, k, q->dtype));
     x->data = data;
@@ -85,7 +87,7 @@ static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, 
               (have_k == want.inner_stride || k_count == 1) && have.count >= want.count;
   if (same && aligned(scale->data)) return ENG_OK;
   void *scales;
-  ENG_TRY(take_zeros(&scales, want.count * (int64_t)sizeof(float), s));
+  ENG_TRY(take(&scales, want.count * (int64_t)sizeof(float), true, s));
   x->scale = scales;
   return copy(scales, want.row_stride, want.inner_stride, scale->data, have_outer, have_k,
               outer_count, k_count, ENG_f32);
