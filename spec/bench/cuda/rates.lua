@@ -98,21 +98,22 @@ do
   end
 end
 for _, D in ipairs { 64, 128 } do
+  local raw = require "engine.base.ffi"
   local B, T, H = 16, scaled(2048), 16
   local function heads() return engine.randn(B, T, H, D):to("bf16"):keep() end
   local q, k, v, dy = heads(), heads(), heads(), heads()
+  local y, lse = raw.run("attention", { q, k, v }, { 1, 0 }, { 0 }, 3)
+  y, lse = y:keep(), lse:keep()
   local flops = 4 * B * H * T * T * D / 2
-  local function attention() return engine.attention(q, k, v, { causal = true }) end
   local name = ("attention bf16, B %d T %d H %d D %d, causal"):format(B, T, H, D)
-  product_line(name, flops, attention)
+  product_line(name, flops, function() raw.run("attention", { q, k, v }, { 1, 0 }, { 0 }, 3) end)
   product_line("  with entropies", flops, function()
-    return engine.attention(q, k, v, { causal = true, entropy = true })
+    raw.run("attention", { q, k, v }, { 1, 1 }, { 0 }, 3)
   end)
-  q:requires_grad(true) k:requires_grad(true) v:requires_grad(true)
-  product_line("  with its gradient", 3.5 * flops, function()
-    (attention() * dy):sum():backward()
+  product_line("  its gradient", 2.5 * flops, function()
+    raw.run("attention_grad", { q, k, v, y, lse, dy }, { 1 }, { 0 }, 3)
   end)
-  for _, x in ipairs { q, k, v, dy } do x:free() end
+  for _, x in ipairs { q, k, v, dy, y, lse } do x:free() end
 end
 
 -- ------------------------------------------------------------------ memory-bound passes
@@ -157,11 +158,14 @@ for _, precision in ipairs { "bf16", "fp16" } do
   local n = model:count()
   opt:zero_grad()
   random_gradients({ model.weight }, precision == "fp16" and "f16" or "bf16")
-  statistics_lines(("%s, %d M"):format(precision, n / 1e6), opt, 2 * n)
-  memory_line(("AdamW, %s gradients and weights, f32 state"):format(precision), (2 + 2 + 6 * 4) * n,
+  local each = precision == "fp16" and 2 or 4   -- bytes of a gradient: f16, or f32
+  statistics_lines(("%s, %d M"):format(each == 2 and "f16" or "f32", n / 1e6), opt, each * n)
+  local bytes = (each + 2 + 6 * 4) * n
+  memory_line(("AdamW, %s gradients, %s weights, f32 state")
+    :format(precision == "fp16" and "f16" or "f32", precision), bytes,
     function() opt:step { gradient_factor = 1e-3 } end)
   local norms = require("engine.base.ffi").new "double[4]"
-  memory_line("  with norms", (2 + 2 + 6 * 4) * n,
+  memory_line("  with norms", bytes,
     function() opt:step { gradient_factor = 1e-3, norms = norms } end)
 end
 do   -- the 148 parameters of GPT-2
@@ -186,7 +190,7 @@ do   -- the 148 parameters of GPT-2
   local opt = engine.optim.adamw(list, { lr = 1e-3, precision = "bf16" })
   opt:zero_grad()
   random_gradients(list, "bf16")
-  statistics_lines(("bf16, GPT-2: %d tensors, %d M"):format(#list, n / 1e6), opt, 2 * n)
+  statistics_lines(("f32, GPT-2: %d tensors, %d M"):format(#list, n / 1e6), opt, 4 * n)
 end
 local rows, width = scaled(32768), scaled(4096)
 local h = engine.randn(rows, width):to("bf16"):keep()
