@@ -82,7 +82,7 @@ bool gemm_tf32(void)
 bool gemm_fuses(void)
 {
   static int known = -1;
-  if (known < 0) known = is_on("ENGINE_CUBLASLT_FUSE", false);
+  if (known < 0) known = is_on("ENGINE_CUBLASLT_FUSE", true);
   return known;
 }
 

@@ -52,9 +52,9 @@ describe("variables that begin with ENGINE_", function()
 
   it("and are switches are reported unless they are 0, 1 or empty", function()
     assert.equal("engine: ENGINE_TF32: expected 0 or 1, got 'yes', which is ignored\n",
-      started("ENGINE_TF32=yes ENGINE_CUBLASLT_SEARCH=1 ENGINE_MLP_IN_ONE=").err)
+      started("ENGINE_TF32=yes ENGINE_CUBLASLT_SEARCH=1 ENGINE_CUBLASLT_FUSE=").err)
     assert.equal("", started("ENGINE_RANK_TIMEOUT=5 ENGINE_CACHE=yes ENGINE_FP8_FORMULA=0").err)
-    for _, name in ipairs { "CUBLASLT_SEARCH", "CUBLASLT_FUSE", "MLP_IN_ONE", "FP8_FORMULA" } do
+    for _, name in ipairs { "CUBLASLT_SEARCH", "CUBLASLT_FUSE", "FP8_FORMULA" } do
       assert.matches(name .. ": expected 0 or 1, got '2'", started("ENGINE_" .. name .. "=2").err,
         1, true)
     end

@@ -42,19 +42,15 @@ function M.last_use(f, x, of, ...)
   return y
 end
 
--- The kernels of mlp_gelu for cards have not run on hardware yet. On a card, mlp_gelu is used only
--- if ENGINE_MLP_IN_ONE is 1.
-local MLP_GELU_ON_CUDA = os.getenv("ENGINE_MLP_IN_ONE") == "1"
-
-local function can_fuse_gelu(x, up, form, down)
+local function can_fuse_gelu(up, form, down)
   return form == "tanh" and is_unchanged(up, "linear") and is_unchanged(down, "linear")
     and not rawget(up, "_fp8") and not rawget(down, "_fp8")   -- a site quantizes its own input
-    and up.outputs == down.inputs and (MLP_GELU_ON_CUDA or x.device ~= "cuda")
+    and up.outputs == down.inputs
 end
 
 --- Computes down(gelu(up(x))): x [.. x C] -> [.. x N]. form: the form of GELU, "tanh" or "erf".
 function M.gelu_mlp(x, up, form, down)
-  if can_fuse_gelu(x, up, form, down) then
+  if can_fuse_gelu(up, form, down) then
     return x:mlp_gelu(up.weight, rawget(up, "bias"), down.weight, rawget(down, "bias"))
   end
   return M.last_use(down, up(x):gelu(form))
