@@ -7,7 +7,8 @@
 // thread per column sums a chunk, so that a place picked thousands of times costs no more per pick
 // than other places. If the picks of a place continue across the end of a chunk, their partial sums
 // are stored separately and combined afterwards, chunk by chunk. Sums are f32 (f64 for f64),
-// rounded once. Called through the device's table.
+// rounded once. The same launch clears the rows of dx that no index picks. Called through the
+// device's table.
 #include "kernel/lanes.h"
 
 #include <cub/device/device_radix_sort.cuh>
@@ -187,7 +188,10 @@ extern "C" eng_status cuda_gather(const op_call *call)
 
 // ------------------------------------------------------------------ gradients: sums over picks
 
-enum { RUN = 64 };   // picks in a chunk
+enum {
+  RUN = 64,          // picks in a chunk
+  SEGMENT = 4096,    // bytes of a row that a warp clears
+};
 
 /// A gradient. dx[o, place, i] is the sum of dy[o, k, i] over the picks k of the place, plus the
 /// old value of dx if `add`. A column is a pair (o, i). A word holds place << shift | k. The place
@@ -199,10 +203,23 @@ struct scatter {
   around      a;            // of dx
   int64_t     n, chunks;    // number of picks, and of chunks of RUN picks
   int64_t     columns;      // a.outer * a.inner
+  int64_t     row_bytes;    // of dx, if the kernel clears rows that no index picks; otherwise 0
   const uint64_t *word;     // [n], sorted
   // [2 * chunks x columns]: for each chunk, its sum for the place that began in an earlier chunk,
   // and its sum for the place that begins in the chunk and continues after it
   void       *part;
+};
+
+/// Rows of dy in a 16-bit format T, 16 bytes at a time. dx is f32, f16 or bf16.
+template <typename T> struct low_lanes {
+  enum { V = 8 };
+  typedef float number;
+  typedef words<T, V> raw;
+  __device__ static void fetch(raw &r, const void *data, int, int64_t at)
+  { load_words(r, (const T *)data + at); }
+  __device__ static void values(float (&x)[V], const raw &r, int) { widen_words(x, r); }
+  __device__ static void store(void *data, int dtype, int64_t at, const float (&y)[V])
+  { mixed<V>::store(data, dtype, at, y); }
 };
 
 template <class Lanes>
@@ -218,58 +235,88 @@ template <class Lanes>
 __device__ static void finish(const scatter &s, int64_t to, typename Lanes::number (&sum)[Lanes::V])
 {
   if (s.add) {
-    typename Lanes::raw raw;
-    typename Lanes::number before[Lanes::V];
-    Lanes::fetch(raw, s.dx, s.dx_dtype, to);
-    Lanes::values(before, raw, s.dx_dtype);
+    typedef std::conditional_t<Lanes::V == 1, Lanes, float_lanes<4>> part;
 #pragma unroll
-    for (int v = 0; v < Lanes::V; v++) sum[v] = before[v] + sum[v];
+    for (int first = 0; first < Lanes::V; first += part::V) {
+      typename part::raw raw;
+      typename part::number before[part::V];
+      part::fetch(raw, s.dx, s.dx_dtype, to + first);
+      part::values(before, raw, s.dx_dtype);
+#pragma unroll
+      for (int v = 0; v < part::V; v++) sum[first + v] = before[v] + sum[first + v];
+    }
   }
   Lanes::store(s.dx, s.dx_dtype, to, sum);
 }
 
+// Clears the rows of 32 adjacent places that no index picks, one segment of each. Called by a warp.
+__device__ static void clear_rows(const scatter &s, int64_t warp)
+{
+  const int64_t groups = (s.a.size + 31) / 32, segments = (s.row_bytes + SEGMENT - 1) / SEGMENT,
+                outer = warp / groups / segments, group = warp % groups,
+                from = warp / groups % segments * SEGMENT, lane = threadIdx.x % 32,
+                place = group * 32 + lane;
+  if (outer >= s.a.outer) return;
+  int64_t low = 0, high = s.n;   // the first pick whose place is not below `place`
+  while (low < high) {
+    int64_t middle = (low + high) / 2;
+    if ((int64_t)(s.word[middle] >> s.shift) < place) low = middle + 1;
+    else high = middle;
+  }
+  bool picked = low < s.n && (int64_t)(s.word[low] >> s.shift) == place;
+  uint32_t left = __ballot_sync(0xFFFFFFFFu, !picked && place < s.a.size);
+  for (; left; left &= left - 1) {
+    char *row = (char *)s.dx + (outer * s.a.size + group * 32 + __ffs(left) - 1) * s.row_bytes;
+    for (int64_t at = from + lane * 16; at < from + SEGMENT && at < s.row_bytes; at += 32 * 16)
+      *(uint4 *)(row + at) = uint4{0, 0, 0, 0};
+  }
+}
+
 // Sums the picks of a chunk. A thread takes V columns of one chunk; consecutive threads take
-// adjacent columns.
+// adjacent columns. Blocks beyond the first `threads` threads clear rows.
 template <class Lanes>
-static __global__ void __launch_bounds__(WALK_THREADS)
+static __global__ void __launch_bounds__(WALK_THREADS, 3)
   chunk_kernel(const scatter s, int64_t threads, int64_t vectors)
 {
-  constexpr int V = Lanes::V, U = 8;   // rows in flight
+  constexpr int V = Lanes::V, U = 4;   // rows in flight
   typedef typename Lanes::number number;
-  int64_t thread = (int64_t)blockIdx.x * WALK_THREADS + threadIdx.x;
+  int64_t blocks = (threads + WALK_THREADS - 1) / WALK_THREADS,
+          thread = (int64_t)blockIdx.x * WALK_THREADS + threadIdx.x;
+  if (blockIdx.x >= blocks) return clear_rows(s, (thread - blocks * WALK_THREADS) / 32);
   if (thread >= threads) return;
   int64_t chunk = thread / vectors, column = (thread - chunk * vectors) * V;
   int64_t outer = column / s.a.inner, i = column - outer * s.a.inner;
   int64_t dy = outer * s.n * s.a.inner + i, dx = outer * s.a.size * s.a.inner + i;
-  uint64_t mask = (1ull << s.shift) - 1;
-  int64_t first = chunk * RUN, stop = first + RUN < s.n ? first + RUN : s.n;
-  uint64_t before = first > 0 ? s.word[first - 1] >> s.shift : ~0ull,
-           behind = stop < s.n ? s.word[stop] >> s.shift : ~0ull;
-  bool began = before == s.word[first] >> s.shift;   // the place began in an earlier chunk
+  int64_t first = chunk * RUN;
+  const int count = (int)(s.n - first < RUN ? s.n - first : RUN);
+  const uint64_t *word = s.word + first, mask = (1ull << s.shift) - 1,
+                 behind = first + count < s.n ? word[count] : ~0ull;
+  typename Lanes::raw raw[U];
+  auto fetch = [&](int u, int k) {
+    if (k < count)
+      Lanes::fetch(raw[u], s.dy, s.dy_dtype, dy + (int64_t)(word[k] & mask) * s.a.inner);
+  };
+#pragma unroll
+  for (int u = 0; u < U; u++) fetch(u, u);
+  uint64_t place = word[0] >> s.shift;
+  bool began = first > 0 && word[-1] >> s.shift == place;   // the place began in an earlier chunk
   number sum[V] = {};
-  for (int64_t at = first; at < stop; at += U) {
-    uint64_t word[U + 1];
-    typename Lanes::raw raw[U];
-#pragma unroll
-    for (int u = 0; u <= U; u++) word[u] = at + u < stop ? s.word[at + u] : behind << s.shift;
-#pragma unroll
-    for (int u = 0; u < U; u++)
-      if (at + u < stop)
-        Lanes::fetch(raw[u], s.dy, s.dy_dtype, dy + (int64_t)(word[u] & mask) * s.a.inner);
+  for (int at = 0; at < count; at += U) {
 #pragma unroll
     for (int u = 0; u < U; u++) {
-      if (at + u >= stop) continue;
+      if (at + u >= count) break;
       number value[V];
       Lanes::values(value, raw[u], s.dy_dtype);
+      fetch(u, at + u + U);
 #pragma unroll
       for (int v = 0; v < V; v++) sum[v] += value[v];
-      uint64_t place = word[u] >> s.shift;
-      bool end = at + u + 1 == stop, goes_on = end && place == behind;
-      if (!end && word[u + 1] >> s.shift == place) continue;
+      uint64_t next = (at + u + 1 < count ? word[at + u + 1] : behind) >> s.shift;
+      if (next == place && at + u + 1 < count) continue;
       if (began) keep_part<Lanes>(s, 2 * chunk, column, sum);
-      else if (goes_on) keep_part<Lanes>(s, 2 * chunk + 1, column, sum);
+      else if (next == place) keep_part<Lanes>(s, 2 * chunk + 1, column, sum);
       else if (place < (uint64_t)s.a.size) finish<Lanes>(s, dx + (int64_t)place * s.a.inner, sum);
       began = false;
+      place = next;
 #pragma unroll
       for (int v = 0; v < V; v++) sum[v] = 0;
     }
@@ -282,7 +329,7 @@ template <class Lanes>
 static __global__ void __launch_bounds__(WALK_THREADS)
   combine_kernel(const scatter s, int64_t threads, int64_t vectors)
 {
-  constexpr int V = Lanes::V, U = 8;
+  constexpr int V = Lanes::V, U = 4;
   typedef typename Lanes::number number;
   int64_t thread = (int64_t)blockIdx.x * WALK_THREADS + threadIdx.x;
   if (thread >= threads) return;
@@ -292,13 +339,12 @@ static __global__ void __launch_bounds__(WALK_THREADS)
   uint64_t place = s.word[last] >> s.shift;
   if (place != s.word[last + 1] >> s.shift || place >= (uint64_t)s.a.size) return;
   if (chunk > 0 && place == s.word[chunk * RUN - 1] >> s.shift) return;   // the place began earlier
-  int64_t low = last + 1, high = s.n;   // the next place begins in (low, high]
-  while (low + 1 < high) {
-    int64_t middle = low + (high - low) / 2;
-    if (s.word[middle] >> s.shift == place) low = middle;
-    else high = middle;
-  }
-  int64_t end = low / RUN;   // the last chunk that holds picks of this place
+  // The last chunk that holds picks of this place, found with steps that grow and then shrink.
+  int64_t end = chunk + 1, step = 1;
+  auto holds = [&](int64_t c) { return c < s.chunks && s.word[c * RUN] >> s.shift == place; };
+  for (; holds(end + step); step *= 2) end += step;
+  while (step /= 2)
+    if (holds(end + step)) end += step;
   const number *part = (const number *)s.part + column;
   number sum[V];
 #pragma unroll
@@ -328,7 +374,6 @@ struct pick_source {
   int64_t     size;                          // of the dimension
   int64_t     places;                        // number of places; a bad index gets this place
   cuda_fault_record *fault;
-  uint8_t    *picked;                        // [places], or NULL
 };
 
 struct word_body {   // the walk holds words, indices, and the places that index 0 would select
@@ -340,23 +385,10 @@ struct word_body {   // the walk holds words, indices, and the places that index
     if (index < 0 || index >= p.size) {
       raise_fault(p.fault, p.op, index, p.size);
       place = p.places;
-    } else if (p.picked) {
-      p.picked[place] = 1;
     }
     ((uint64_t *)w.data[0])[at[0]] = (uint64_t)place << p.shift | (uint64_t)at[0];
   }
 };
-
-// Clears rows that no index picked. A block takes one row of one outer position.
-static __global__ void __launch_bounds__(128)
-  unpicked_kernel(char *dx, const uint8_t *picked, int64_t places, int64_t row_bytes)
-{
-  int64_t row = blockIdx.x;
-  if (picked[row % places]) return;
-  char *to = dx + row * row_bytes;
-  for (int64_t at = threadIdx.x * 16; at < row_bytes; at += 128 * 16)
-    *(uint4 *)(to + at) = uint4{0, 0, 0, 0};
-}
 
 static int bits_of(int64_t largest)
 {
@@ -369,7 +401,10 @@ template <class Lanes> static void sum_chunks(const scatter &s)
 {
   int64_t vectors = s.columns / Lanes::V, threads = s.chunks * vectors;
   unsigned blocks = (unsigned)((threads + WALK_THREADS - 1) / WALK_THREADS);
-  chunk_kernel<Lanes><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(s, threads, vectors);
+  int64_t clears = (s.a.size + 31) / 32 * ((s.row_bytes + SEGMENT - 1) / SEGMENT) * s.a.outer,
+          in_block = WALK_THREADS / 32;   // warps that clear; warps of a block
+  chunk_kernel<Lanes><<<blocks + (unsigned)((clears + in_block - 1) / in_block), WALK_THREADS, 0,
+                        cuda_stream()>>>(s, threads, vectors);
   if (s.chunks > 1)
     combine_kernel<Lanes><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(s, threads, vectors);
 }
@@ -404,41 +439,37 @@ static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_
   int bits = bits_of(s.a.size);
   bool wide = !is_fast(s.dy_dtype) || !is_fast(s.dx_dtype);
   // If rows consist of 16-byte units, only rows that no index picks are cleared; else all of dx is.
-  bool apart = !s.add && row_bytes % 16 == 0 && (uintptr_t)dx->data % 16 == 0 &&
-               s.a.outer * s.a.size < 1ll << 31;
+  if (!s.add && row_bytes % 16 == 0 && (uintptr_t)dx->data % 16 == 0) s.row_bytes = row_bytes;
 
   size_t sort_bytes = 0;
   CUDA_TRY(cub::DeviceRadixSort::SortKeys(NULL, sort_bytes, (const uint64_t *)NULL,
-                                          (uint64_t *)NULL, s.n, s.shift, s.shift + bits,
+                                          (uint64_t *)NULL, (int)s.n, s.shift, s.shift + bits,
                                           cuda_stream()));
   int64_t words = (s.n * 8 + 255) / 256 * 256, sorting = ((int64_t)sort_bytes + 255) / 256 * 256;
-  int64_t parts = (2 * s.chunks * s.columns * (wide ? 8 : 4) + 255) / 256 * 256,
-          flags = apart ? s.a.size : 0;
-  int64_t bytes = 2 * words + sorting + parts + flags;
+  int64_t bytes = 2 * words + sorting + 2 * s.chunks * s.columns * (wide ? 8 : 4);
   char *space = (char *)scratch_take(bytes);
   if (!space) return ENG_ERR_MEMORY;
   uint64_t *unsorted = (uint64_t *)space, *sorted = (uint64_t *)(space + words);
   void *sort_space = space + 2 * words;
   s.part = space + 2 * words + sorting;
-  uint8_t *picked = apart ? (uint8_t *)space + 2 * words + sorting + parts : NULL;
   s.word = sorted;
 
   cudaError_t result = cudaSuccess;
-  if (apart) result = cudaMemsetAsync(picked, 0, (size_t)flags, cuda_stream());
-  else if (!s.add) result = cudaMemsetAsync(dx->data, 0, (size_t)dx_bytes, cuda_stream());
-  pick_source p = {index->data, index->dtype, s.shift,      call->op,
-                   index_size,  s.a.size,     cuda_fault(), picked};
+  if (!s.add && !s.row_bytes)
+    result = cudaMemsetAsync(dx->data, 0, (size_t)dx_bytes, cuda_stream());
+  pick_source p = {index->data, index->dtype, s.shift,     call->op,
+                   index_size,  s.a.size,     cuda_fault()};
   w.data[0] = unsorted;
   each_of(w, word_body{p, step});
   if (result == cudaSuccess)
-    result = cub::DeviceRadixSort::SortKeys(sort_space, sort_bytes, unsorted, sorted, s.n, s.shift,
-                                            s.shift + bits, cuda_stream());
-  if (apart)
-    unpicked_kernel<<<(unsigned)(s.a.outer * s.a.size), 128, 0, cuda_stream()>>>(
-      (char *)dx->data, picked, s.a.size, row_bytes);
-  bool vectors = s.a.inner % 4 == 0 && ((uintptr_t)s.dx | (uintptr_t)s.dy) % 16 == 0;
+    result = cub::DeviceRadixSort::SortKeys(sort_space, sort_bytes, unsorted, sorted, (int)s.n,
+                                            s.shift, s.shift + bits, cuda_stream());
+  bool aligned = ((uintptr_t)s.dx | (uintptr_t)s.dy) % 16 == 0;
   if (wide) sum_chunks<double_lanes>(s);
-  else if (vectors) sum_chunks<float_lanes<4>>(s);
+  else if (aligned && s.a.inner % 8 == 0 && s.dy_dtype == ENG_f16) sum_chunks<low_lanes<f16_t>>(s);
+  else if (aligned && s.a.inner % 8 == 0 && s.dy_dtype == ENG_bf16)
+    sum_chunks<low_lanes<bf16_t>>(s);
+  else if (aligned && s.a.inner % 4 == 0) sum_chunks<float_lanes<4>>(s);
   else sum_chunks<float_lanes<1>>(s);
   scratch_give(space, bytes);
   if (result != cudaSuccess) return cuda_status(result, eng_op_name(call->op));
