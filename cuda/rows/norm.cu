@@ -18,9 +18,7 @@
 // Column sums (dweight, dbias) take two kernels. In the first, each group of threads adds its rows,
 // and each block adds its groups. The second adds the blocks. The assignment of rows to groups
 // depends only on the shape.
-#include "runtime/device.h"
-#include "kernel/element.h"
-#include "kernel/vector.h"
+#include "kernel/lanes.h"
 
 /// A call as kernels see it: contiguous rows of n columns; the data pointer of an absent tensor is
 /// NULL.
@@ -113,15 +111,38 @@ template <typename T> __device__ static inline words<T, 8> rounded(float (&x)[8]
 /// The size of a weight or bias in shared memory, in units of float4.
 template <int V, int ROW> constexpr int KEPT = V * ROW * 2;
 
+/// The first column of a float4.
+template <int ROW> __device__ static inline int kept_column(int at)
+{ return (at / (2 * ROW) * ROW + at % ROW) * 8 + at / ROW % 2 * 4; }
+
 /// Loads n columns of a weight or bias into shared memory. If there is no such tensor, every column
 /// is `absent`. A barrier must follow.
 template <int V, int ROW>
-__device__ static inline void keep(float4 *kept, const void *data, int dtype, int n, float absent)
+__device__ static inline void keep(float4 *kept, const void *data, int dtype, int n, bool whole,
+                                   float absent)
 {
-  for (int c = threadIdx.x; c < V * ROW * 8; c += BLOCK_THREADS<ROW>) {
-    float value = !data ? absent : c < n ? (float)load_double(data, dtype, c) : 0.0f;
-    int piece = c / (ROW * 8), thread = c / 8 % ROW, half = c / 4 % 2;
-    ((float *)kept)[((piece * 2 + half) * ROW + thread) * 4 + c % 4] = value;
+  constexpr int STEP = BLOCK_THREADS<ROW>, U = (KEPT<V, ROW> + STEP - 1) / STEP;
+  if (data && !whole) {
+    for (int c = threadIdx.x; c < V * ROW * 8; c += STEP) {
+      int piece = c / (ROW * 8), thread = c / 8 % ROW, half = c / 4 % 2;
+      ((float *)kept)[((piece * 2 + half) * ROW + thread) * 4 + c % 4] =
+        c < n ? (float)load_double(data, dtype, c) : 0.0f;
+    }
+    return;
+  }
+  typedef float_lanes<4> four;
+  four::raw raw[U];   // all in flight
+#pragma unroll
+  for (int u = 0; u < U; u++) {
+    int c = kept_column<ROW>(threadIdx.x + u * STEP);
+    if (data && c < n) four::fetch(raw[u], data, dtype, c);
+  }
+#pragma unroll
+  for (int u = 0; u < U; u++) {
+    int at = threadIdx.x + u * STEP;
+    float x[4] = {absent, absent, absent, absent};
+    if (data && kept_column<ROW>(at) < n) four::values(x, raw[u], dtype);
+    if (at < KEPT<V, ROW>) kept[at] = float4{x[0], x[1], x[2], x[3]};
   }
 }
 template <int ROW>
@@ -221,15 +242,15 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
   __shared__ float room[2][2][ROW / 32];
   __shared__ double wide_room[2][ROW / 32];
   extern __shared__ float4 kept[];   // weight, bias
-  keep<V, ROW>(kept, p.weight, p.weight_dtype, p.n, 1.0f);
+  keep<V, ROW>(kept, p.weight, p.weight_dtype, p.n, p.whole, 1.0f);
   // x * 1 + -0 equals x in every bit
-  keep<V, ROW>(kept + KEPT<V, ROW>, p.bias, p.bias_dtype, p.n, -0.0f);
-  __syncthreads();
+  keep<V, ROW>(kept + KEPT<V, ROW>, p.bias, p.bias_dtype, p.n, p.whole, -0.0f);
   const float count = (float)p.n, eps = (float)p.eps;
   const int64_t step = (int64_t)gridDim.x * BLOCK_ROWS<ROW>;
   int64_t row = (int64_t)blockIdx.x * BLOCK_ROWS<ROW> + (ROW == 32 ? threadIdx.x >> 5 : 0);
   forward_row<T, V, ADDS> next;
   if (row < p.rows) load_row<T, V, ROW, ADDS>(next, p, row);
+  __syncthreads();
   for (int turn = 0; row < p.rows; row += step, turn ^= 1) {
     float x[V][8], mean = 0;
 #pragma unroll
@@ -342,7 +363,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>))
   constexpr bool AHEAD = sizeof(T) == 2;   // load rows ahead; f32 would take too many registers
   __shared__ float2 room[2][ROW / 32];
   __shared__ float4 kept[KEPT<V, ROW>];
-  keep<V, ROW>(kept, p.weight, p.weight_dtype, p.n, 1.0f);
+  keep<V, ROW>(kept, p.weight, p.weight_dtype, p.n, p.whole, 1.0f);
   __syncthreads();
   const int own = ROW == 32 ? threadIdx.x >> 5 : 0;
   const float count = (float)p.n;
