@@ -24,9 +24,8 @@ enum {
   WARPS = SPAN_THREADS / 32,
   BATCH = 4,                         // accesses that a thread has in flight
   // blocks per multiprocessor: 4 blocks have 4 * 256 threads * 4 * 16 bytes = 64 KiB in flight
-  RESIDENT = 4, RESIDENT_HIST = 3,
+  RESIDENT = 4,
   SLAB = 2048,                       // chunks that a block of sum_up adds: 2^25 elements at most
-  RUN = 4,                           // consecutive chunks that a block takes if it has a histogram
 };
 
 /// The statistics of a chunk, or of a slab of chunks.
@@ -369,12 +368,12 @@ __device__ static inline void flush_bins(histogram *h, int dtype, unsigned long 
   __syncthreads();
 }
 
-/// Fills the tallies of all chunks and, with HIST, the histograms of the tensors. A block takes
-/// `run` consecutive chunks at a time.
+/// Fills the tallies of all chunks and, with HIST, the histograms of the tensors. With HIST a block
+/// takes consecutive chunks, so that it adds its histogram to few tensors.
 template <bool HIST>
-__global__ static void __launch_bounds__(SPAN_THREADS, HIST ? RESIDENT_HIST : RESIDENT)
-  read_gradients(const device_span *spans, const int32_t *chunk, int chunks, int run,
-                 tally *tallies, unsigned long long *hist)
+__global__ static void __launch_bounds__(SPAN_THREADS, RESIDENT)
+  read_gradients(const device_span *spans, const int32_t *chunk, int chunks, tally *tallies,
+                 unsigned long long *hist)
 {
   __shared__ tally warps[2][WARPS];
   __shared__ histogram_room<HIST> room;
@@ -385,13 +384,14 @@ __global__ static void __launch_bounds__(SPAN_THREADS, HIST ? RESIDENT_HIST : RE
     __syncthreads();
   }
   uint4 ahead[BATCH];
-  int c = blockIdx.x * run;
-  piece now = piece_of(spans, chunk, c, chunks);
+  const int end = HIST ? (int)((int64_t)chunks * (blockIdx.x + 1) / gridDim.x) : chunks;
+  int c = HIST ? (int)((int64_t)chunks * blockIdx.x / gridDim.x) : (int)blockIdx.x;
+  piece now = piece_of(spans, chunk, c, end);
 #pragma unroll
   for (int k = 0; k < BATCH; k++) ahead[k] = access_of(now.at, now.whole, k);
   for (int half = 0; now.span >= 0; half ^= 1) {
-    const int after = (c + 1) % run ? c + 1 : c + 1 + ((int)gridDim.x - 1) * run;
-    const piece next = piece_of(spans, chunk, after, chunks);
+    const int after = HIST ? c + 1 : c + (int)gridDim.x;
+    const piece next = piece_of(spans, chunk, after, end);
     tally t;
     if (now.dtype == ENG_f16) t = read_chunk<HIST, f16_t>(ahead, now, next, bins);
     else if (now.dtype == ENG_bf16) t = read_chunk<HIST, bf16_t>(ahead, now, next, bins);
@@ -623,15 +623,11 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
   unsigned long long *bins = (unsigned long long *)(device + hist_at(n, n_loss));
   if (hist && n > 0) CUDA_TRY(cudaMemsetAsync(bins, 0, (size_t)hist_bytes(n), cuda_stream()));
   if (t->chunks > 0) {
-    const int64_t room = (int64_t)(hist ? RESIDENT_HIST : RESIDENT) * cuda_multiprocessors();
+    const int64_t room = RESIDENT * (int64_t)cuda_multiprocessors();
     const unsigned blocks = (unsigned)(t->chunks < room ? t->chunks : room);
-    const int chunks = (int)t->chunks, run = t->chunks >= RUN * room ? RUN : 1;
-    if (hist)
-      read_gradients<true>
-        <<<blocks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, chunks, run, tallies, bins);
-    else
-      read_gradients<false>
-        <<<blocks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, chunks, 1, tallies, bins);
+    auto kernel = hist ? read_gradients<true> : read_gradients<false>;
+    kernel<<<blocks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, (int)t->chunks, tallies,
+                                                       bins);
     CUDA_LAUNCHED("gradient statistics");
   }
   sum_up<<<n > 0 ? (unsigned)(n * slabs) : 1, SPAN_THREADS, 0, cuda_stream()>>>(
