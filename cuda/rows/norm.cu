@@ -112,8 +112,8 @@ template <typename T> __device__ static inline words<T, 8> rounded(float (&x)[8]
 template <int V, int ROW> constexpr int KEPT = V * ROW * 2;
 
 /// The first column of a float4.
-template <int ROW> __device__ static inline int kept_column(int at)
-{ return (at / (2 * ROW) * ROW + at % ROW) * 8 + at / ROW % 2 * 4; }
+template <int ROW> __device__ static inline int kept_column(unsigned at)
+{ return (int)((at / (2 * ROW) * ROW + at % ROW) * 8 + at / ROW % 2 * 4); }
 
 /// Loads n columns of a weight or bias into shared memory. If there is no such tensor, every column
 /// is `absent`. A barrier must follow.
