@@ -329,7 +329,7 @@ template <class Lanes>
 static __global__ void __launch_bounds__(WALK_THREADS)
   combine_kernel(const scatter s, int64_t threads, int64_t vectors)
 {
-  constexpr int V = Lanes::V, U = 4;
+  constexpr int V = Lanes::V, U = 8;   // parts in flight
   typedef typename Lanes::number number;
   int64_t thread = (int64_t)blockIdx.x * WALK_THREADS + threadIdx.x;
   if (thread >= threads) return;
