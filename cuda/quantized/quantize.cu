@@ -4,14 +4,14 @@
 // A block of threads processes tiles of 128 x 128 numbers, 8 x 8 per thread, and writes codes in
 // both directions. The codes of the transposed copy go through shared memory. Meanwhile the next
 // tile loads (cp.async; 96 KiB in flight per multiprocessor in 16-bit formats). Where the rule
-// divides, two products bound each quotient, and the thread divides only if the codes of the two
-// products differ. If scale blocks fit a tile (1 x 128, 128 x 1 or 128 x 128), their largest
-// magnitudes are found within the tile, so x is read once. For other blocks, a first pass finds the
-// largest magnitudes as integer maxima, which do not depend on order. With a given factor (delayed
-// scaling) no such pass is needed. Numbers are processed one by one for stochastic rounding, for
-// rows whose length is not a multiple of 8, for x that is not 16-byte aligned, for f64, and for
-// blocks that neither fit a tile nor span whole sides of x. All coordinates are those of x: blocks
-// of the transposed copy are described with rows and columns exchanged.
+// divides, a product and its correction give the rounded quotient. If scale blocks fit a tile
+// (1 x 128, 128 x 1 or 128 x 128), their largest magnitudes are found within the tile, so x is read
+// once. For other blocks, a first pass finds the largest magnitudes as integer maxima, which do not
+// depend on order. With a given factor (delayed scaling) no such pass is needed. Numbers are
+// processed one by one for stochastic rounding, for rows whose length is not a multiple of 8, for x
+// that is not 16-byte aligned, for f64, and for blocks that neither fit a tile nor span whole sides
+// of x. All coordinates are those of x: blocks of the transposed copy are described with rows and
+// columns exchanged.
 //
 // In bf16 and f16, if one read of the inputs is enough, swiglu_quantize loads tiles of gate and up
 // and computes silu(gate) * up in registers. Otherwise silu(gate) * up goes to scratch memory
@@ -22,12 +22,10 @@ extern "C" op_kernel cuda_swiglu;   // unary.cu
 
 // ------------------------------------------------------------------ maxima of other blocks
 
-enum {
-  STRIP = 64,
-  AHEAD = 4 /* rows in flight */,
-  MAXIMA_COLUMNS = 32 * EIGHT,
-  MAXIMA_ROWS = THREADS / 32 * STRIP
-};
+enum { AHEAD = 4 /* rows in flight */, MAXIMA_COLUMNS = 32 * EIGHT };
+
+/// The number of blocks of block_maxima per multiprocessor.
+template <typename T> constexpr int maxima_resident(void) { return sizeof(T) == 2 ? 3 : 2; }
 
 /// Merges a thread's maxima of eight columns into the maxima of the scale blocks in its row, then
 /// clears the thread's maxima.
@@ -56,20 +54,20 @@ __device__ static inline void flush_maxima(eight<T> &top, uint32_t *of_row, int6
 }
 
 /// Finds the largest magnitudes of the scale blocks. `maxima` receives their bits and must start as
-/// zeros. NaN is ignored unless `nans`. A warp processes STRIP rows of 256 columns, from the top
+/// zeros. NaN is ignored unless `nans`. A warp processes `strip` rows of 256 columns, from the top
 /// down.
 template <typename T>
-__global__ static void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2)
-  block_maxima(const T *x, int64_t rows, int64_t columns, int wide, int64_t row_block,
+__global__ static void __launch_bounds__(THREADS, maxima_resident<T>())
+  block_maxima(const T *x, int64_t rows, int64_t columns, int strip, int wide, int64_t row_block,
                int64_t column_block, int64_t blocks_across, int nans, uint32_t *maxima)
 {
   __shared__ uint32_t warps[THREADS / 32];
   enum { WORDS = eight<T>::WORDS };
   const unsigned across = (unsigned)((columns + MAXIMA_COLUMNS - 1) / MAXIMA_COLUMNS);
-  const int64_t r0 = (int64_t)(blockIdx.x / across) * MAXIMA_ROWS + threadIdx.x / 32 * STRIP;
+  const int64_t r0 = ((int64_t)(blockIdx.x / across) * (THREADS / 32) + threadIdx.x / 32) * strip;
   const int64_t c = (int64_t)(blockIdx.x % across) * MAXIMA_COLUMNS + threadIdx.x % 32 * EIGHT;
   const int there = (int)min((int64_t)EIGHT, max((int64_t)0, columns - c)),
-            down = (int)max((int64_t)0, min((int64_t)STRIP, rows - r0));
+            down = (int)max((int64_t)0, min((int64_t)strip, rows - r0));
   const bool whole_rows = column_block >= columns, whole = whole_rows && row_block >= rows,
              all_wide = wide && there == EIGHT;
   const T *from = x + r0 * columns + c;
@@ -77,7 +75,7 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2)
 #pragma unroll
   for (int i = 0; i < WORDS; i++) top.w[i] = 0;
   int64_t block = whole ? 0 : r0 / row_block;
-  int64_t next = whole ? STRIP : (block + 1) * row_block - r0;   // rows until the block's end
+  int64_t next = whole ? strip : (block + 1) * row_block - r0;   // rows until the block's end
 #pragma unroll
   for (int j = 0; j < AHEAD; j++, from += columns) {
     if (all_wide && j < down) load_wide(v[j], from);
@@ -121,13 +119,12 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2)
 
 /// Computes the factors, and the scales of one side, from the maxima; one thread per scale block.
 /// With `both`, also writes the scales of the other side, whose blocks are the same.
-__global__ static void make_scales(const uint32_t *maxima, side s, side other, bool both,
-                                   scaling_rule rule)
+__global__ static void make_scales(side s, side other, bool both, scaling_rule rule)
 {
   int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (at >= s.down * s.across) return;
   int64_t i = at / s.across, j = at % s.across;
-  fp8_scale found = scale_of(rule, __uint_as_float(maxima[at]));
+  fp8_scale found = scale_of(rule, __uint_as_float(s.maxima[at]));
   s.factor[at] = found.factor;
   if (s.q) s.scale[i * s.row_stride + j * s.column_stride] = found.scale;
   if (both && other.q) other.scale[i * other.row_stride + j * other.column_stride] = found.scale;
@@ -221,21 +218,27 @@ static side side_of(const op_call *call, bool turned, int64_t rows, int64_t colu
   return s;
 }
 
+/// Finds the maxima of one side's blocks and, unless x is processed by tiles, computes the factors
+/// and scales. With `both`, also those of the other side, whose blocks are the same. The strips of
+/// the warps are as short as possible if all blocks of threads are to run at the same time.
 template <typename T>
-static eng_status find_scales(const T *x, job *p, side *s, side *other, bool both, uint32_t *maxima)
+static eng_status find_scales(const T *x, const job *p, const side *s, const side *other, bool both)
 {
-  int64_t blocks = s->down * s->across;
+  const int64_t blocks = s->down * s->across, across = grid(p->columns, MAXIMA_COLUMNS),
+                warps = (int64_t)maxima_resident<T>() * cuda_multiprocessors() * (THREADS / 32);
+  const int64_t strip = AHEAD * max((int64_t)2, grid(p->rows * across, warps * AHEAD)),
+                pieces = grid(p->rows, strip * (THREADS / 32)) * across;
   if (blocks == 0) return ENG_OK;
-  CUDA_TRY(cudaMemsetAsync(maxima, 0, (size_t)blocks * sizeof *maxima, cuda_stream()));
-  int64_t pieces = grid(p->rows, MAXIMA_ROWS) * grid(p->columns, MAXIMA_COLUMNS);
+  CUDA_TRY(cudaMemsetAsync(s->maxima, 0, (size_t)blocks * sizeof *s->maxima, cuda_stream()));
   if (pieces > 0 && !p->rule.given) {
     block_maxima<T><<<(unsigned)pieces, THREADS, 0, cuda_stream()>>>(
-      x, p->rows, p->columns, p->wide, s->row_block, s->column_block, s->across,
-      p->rule.rule == ENG_SCALE_TORCHAO, maxima);
+      x, p->rows, p->columns, (int)strip, p->wide, s->row_block, s->column_block, s->across,
+      p->rule.rule == ENG_SCALE_TORCHAO, s->maxima);
     CUDA_LAUNCHED("quantize");
   }
-  make_scales<<<(unsigned)grid(blocks, THREADS), THREADS, 0, cuda_stream()>>>(maxima, *s, *other,
-                                                                              both, p->rule);
+  if (p->tiles) return ENG_OK;
+  make_scales<<<(unsigned)grid(blocks, THREADS), THREADS, 0, cuda_stream()>>>(*s, *other, both,
+                                                                              p->rule);
   CUDA_LAUNCHED("quantize");
   return ENG_OK;
 }
@@ -287,12 +290,12 @@ template <typename T, int E> static eng_status write_codes(const T *x, const job
   return ENG_OK;
 }
 
-template <typename T> static eng_status quantize(const op_call *call, job *p, uint32_t *maxima)
+template <typename T> static eng_status quantize(const op_call *call, const job *p)
 {
   const T *x = (const T *)call->in[0]->data;
   bool random = (call->quantize.flags & QUANTIZE_STOCHASTIC) != 0;
-  if (p->own.factor) ENG_TRY(find_scales(x, p, &p->own, &p->turned, p->same, maxima));
-  if (p->turned.factor && !p->same) ENG_TRY(find_scales(x, p, &p->turned, &p->own, false, maxima));
+  if (p->own.maxima) ENG_TRY(find_scales(x, p, &p->own, &p->turned, p->same));
+  if (p->turned.maxima && !p->same) ENG_TRY(find_scales(x, p, &p->turned, &p->own, false));
   if (call->quantize.format == ENG_e4m3) return write_codes<T, 3>(x, p, random);
   if (call->quantize.format == ENG_e5m2) return write_codes<T, 2>(x, p, random);
   return write_codes<T, 6>(x, p, false);
@@ -327,17 +330,17 @@ static job job_of(const op_call *call)
   p.across = (unsigned)grid(p.columns, TILE);
   p.height = (int)p.rows;
   p.width = (int)p.columns;
-  p.tiles = p.wide && p.rows < INT32_MAX - TILE && p.columns < INT32_MAX - TILE &&
+  p.tiles = p.wide && x->count > 0 && p.rows < INT32_MAX - TILE && p.columns < INT32_MAX - TILE &&
             dtype != ENG_f64 && !(call->quantize.flags & QUANTIZE_STOCHASTIC) &&
             p.own.how != BY_BLOCK && p.turned.how != BY_BLOCK;
   return p;
 }
 
-/// Whether all factors can be found within the tiles.
-static bool finds_factors(const op_call *call, const job *p)
+/// Whether x is read once, by tiles that find all factors or do not need to.
+static bool one_read(const op_call *call, const job *p)
 {
-  return p->tiles && fits_tile(p->own.row_block, p->own.column_block) &&
-         call->quantize.block_rows && call->quantize.block_columns;
+  return p->tiles && (p->rule.given || (fits_tile(p->own.row_block, p->own.column_block) &&
+                                        call->quantize.block_rows && call->quantize.block_columns));
 }
 
 static eng_status run(const op_call *call, job p)
@@ -349,24 +352,20 @@ static eng_status run(const op_call *call, job p)
                                cuda_stream()));
   if (p.amax) CUDA_TRY(cudaMemsetAsync(p.amax, 0, sizeof *p.amax, cuda_stream()));
 
-  // The factors of both sides are in memory, unless they are found within the tiles.
-  bool in_tiles = finds_factors(call, &p);
-  int64_t own_blocks = p.own.down * p.own.across, turned_blocks = p.turned.down * p.turned.across;
-  int64_t bytes =
-    in_tiles ?
-      0 :
-      (own_blocks + turned_blocks + (own_blocks > turned_blocks ? own_blocks : turned_blocks) + 1) *
-        (int64_t)sizeof(float);
-  float *factors = NULL;
-  if (!in_tiles && !(factors = (float *)scratch_take(bytes))) return ENG_ERR_MEMORY;
-  if (!in_tiles) {
-    p.own.factor = factors;
-    p.turned.factor = p.same ? factors : factors + own_blocks;
+  const int64_t own_blocks = p.own.down * p.own.across,
+                blocks = own_blocks + p.turned.down * p.turned.across,
+                bytes = one_read(call, &p) ? 0 : (2 * blocks + 1) * (int64_t)sizeof(float);
+  uint32_t *maxima = NULL;
+  if (bytes && !(maxima = (uint32_t *)scratch_take(bytes))) return ENG_ERR_MEMORY;
+  if (maxima) {
+    p.own.maxima = maxima;
+    p.own.factor = (float *)(maxima + blocks);
+    p.turned.maxima = p.own.maxima + (p.same ? 0 : own_blocks);
+    p.turned.factor = p.own.factor + (p.same ? 0 : own_blocks);
   }
-  uint32_t *maxima = (uint32_t *)(factors + own_blocks + turned_blocks);
-  eng_status status = with_format(
-    call->in[0]->dtype, [&](auto t) { return quantize<decltype(t)>(call, &p, maxima); });
-  if (factors) scratch_give(factors, bytes);
+  eng_status status =
+    with_format(call->in[0]->dtype, [&](auto t) { return quantize<decltype(t)>(call, &p); });
+  if (maxima) scratch_give(maxima, bytes);
   return status;
 }
 
@@ -384,7 +383,7 @@ extern "C" eng_status cuda_swiglu_quantize(const op_call *call)
   codes.in[1] = call->in[2];
   job p = job_of(&codes);
   if (p.tiles && gate->dtype != ENG_f32 && call->quantize.format != ENG_FORMAT_E5M6 &&
-      (uintptr_t)up->data % 16 == 0 && (p.rule.given || finds_factors(&codes, &p))) {
+      (uintptr_t)up->data % 16 == 0 && one_read(&codes, &p)) {
     p.up = up->data;
     return run(&codes, p);
   }

@@ -16,8 +16,7 @@ struct shared_tile {
   alignas(16) uint32_t column_top[TILE_WARPS][TILE];
   // factor[0] belongs to q, factor[1] to its transposed copy; one per row or per column
   alignas(16) float factor[2][TILE];
-  // the inverse of each factor, rounded down and up
-  alignas(16) float low[2][TILE], high[2][TILE];
+  alignas(16) float inverse[2][TILE];   // of each factor, if the rule divides
   // turned[c] holds the transposed copy's codes of column c of x; word w is at w ^ (c / 8 * 2)
   alignas(16) uint32_t turned[TILE][TILE / 4];
 };
@@ -36,15 +35,16 @@ __device__ static inline int column_of(const tile_place &at)
 __device__ static inline int64_t offset_of(const tile_place &at, const job &p)
 { return row_of(at) * (int64_t)p.width + column_of(at); }
 
-/// Puts the factors of one side into shared memory. Reads them from s.factor or, if that is NULL,
-/// computes them from the tile's maxima and writes the scales. Threads 128 to 255 do this for
-/// factors by column, threads 0 to 127 for all other factors.
+/// Computes the factors of one side from s.maxima or, if that is NULL, from the tile's maxima, puts
+/// them into shared memory, and writes the scales. Threads 128 to 255 do this for factors by
+/// column, threads 0 to 127 for all other factors. Returns whether quotient() does
+/// not allow the thread's factor as a divisor.
 template <typename T>
-__device__ static inline void share_factors(shared_tile &t, const side &s, int which, const job &p,
+__device__ static inline bool share_factors(shared_tile &t, const side &s, int which, const job &p,
                                             const tile_place &at)
 {
   const int i = threadIdx.x % TILE;
-  if (!s.q || (int)threadIdx.x / TILE != (s.how == BY_COLUMN)) return;
+  if (!s.q || (int)threadIdx.x / TILE != (s.how == BY_COLUMN)) return false;
   const int r = at.down * TILE + (s.how == BY_ROW ? i : 0),
             c = at.across * TILE + (s.how == BY_COLUMN ? i : 0);
   float factor = 1.0f;
@@ -55,46 +55,42 @@ __device__ static inline void share_factors(shared_tile &t, const side &s, int w
                   across = s.how == BY_COLUMN ? c :
                            s.across == 1      ? 0 :
                                                 at.across;
-    if (s.factor) {
-      factor = s.factor[down * s.across + across];
-    } else {
-      uint32_t top = s.how == BY_ROW ? t.row_top[i] : 0;
-      if (s.how == BY_COLUMN) {
-        for (int w = 0; w < TILE_WARPS; w++)
-          top = larger<T>(top, t.column_top[w][i / eight<T>::EACH]);
-        top = magnitude_bits<T>(top, i % eight<T>::EACH);
-      } else if (s.how == BY_TILE) {
-        for (int w = 0; w < TILE_WARPS; w++) top = max(top, t.warp_top[w]);
-      }
-      fp8_scale found = scale_of(p.rule, __uint_as_float(top));
-      factor = found.factor;
-      if (s.how != BY_TILE || i == 0)
-        s.scale[down * s.row_stride + across * s.column_stride] = found.scale;
+    uint32_t top = s.how == BY_ROW ? t.row_top[i] : 0;
+    if (s.maxima) {
+      top = s.maxima[down * s.across + across];
+    } else if (s.how == BY_COLUMN) {
+      for (int w = 0; w < TILE_WARPS; w++)
+        top = larger<T>(top, t.column_top[w][i / eight<T>::EACH]);
+      top = magnitude_bits<T>(top, i % eight<T>::EACH);
+    } else if (s.how == BY_TILE) {
+      for (int w = 0; w < TILE_WARPS; w++) top = max(top, t.warp_top[w]);
     }
+    fp8_scale found = scale_of(p.rule, __uint_as_float(top));
+    factor = found.factor;
+    if (s.how != BY_TILE || i == 0)
+      s.scale[down * s.row_stride + across * s.column_stride] = found.scale;
   }
   t.factor[which][i] = factor;
-  if (!p.rule.divides) return;
-  // Rounding is monotonic: x / factor lies between x * low and x * high. An exact inverse serves as
-  // both bounds. A factor whose inverse may leave the normal range gets bounds whose codes never
-  // agree.
-  const bool ordinary = factor >= 0x1p-100f && factor <= 0x1p100f;
-  const float inverse = 1.0f / factor;
-  const bool exact = fmaf(inverse, factor, -1.0f) == 0.0f;
-  t.low[which][i] =
-    ordinary ? __uint_as_float(__float_as_uint(inverse) - !exact) : __uint_as_float(0x7FC00000u);
-  t.high[which][i] = ordinary ? __uint_as_float(__float_as_uint(inverse) + !exact) : 1.0f;
+  if (!p.rule.divides) return false;
+  t.inverse[which][i] = 1.0f / factor;
+  return !(factor >= 0x1p-80f && factor <= 0x1p100f);
 }
 
-/// Returns the codes of four numbers, computed with `low`. With DIVIDES, sets bits of `doubt` where
-/// the two bounds of a quotient give different codes.
-template <int E, bool DIVIDES>
-__device__ static inline uint32_t four_codes(const float x[4], const float low[4],
-                                             const float high[4], uint32_t &doubt)
+/// Returns a number with the code of x / s. inverse: 1 / s, rounded to nearest. Corrects the
+/// product x * inverse by its remainder (Markstein), which gives the rounded quotient if nothing
+/// leaves the normal range. This was tried for all significands of s, with the x whose quotients
+/// come nearest to the middle between two floats. The range of the numbers:
+///   s is from 2^-80 to 2^100. Tiles with another s divide.
+///   |x| is at most the amax that gave s, and the margin of a scale is at least -100, so
+///   |x / s| < 2^117. An infinite x makes s infinite. NaN stays NaN.
+///   If |x| >= 2^-102, the remainder is a multiple of 2^-149, so it is exact. If |x| is smaller,
+///   |x / s| < 2^-22, so quotient and result both have the code of zero, with the sign of x.
+/// For x = -0, the remainder is +0, and -0 + +0 * -inverse keeps the sign. (With the remainder
+/// negated instead, gcc would compute s * -q + x, which is +0, and lose the sign.)
+__device__ static inline float quotient(float x, float s, float inverse)
 {
-  const uint32_t word = codes<E>(x[0] * low[0], x[1] * low[1], x[2] * low[2], x[3] * low[3]);
-  if (DIVIDES)
-    doubt |= word ^ codes<E>(x[0] * high[0], x[1] * high[1], x[2] * high[2], x[3] * high[3]);
-  return word;
+  const float q = x * inverse, remainder = fmaf(q, s, -x);
+  return fmaf(remainder, -inverse, q);
 }
 
 /// Loads the factors of four rows or columns, or one factor four times.
@@ -107,30 +103,30 @@ template <bool ALL> __device__ static inline void load_factors(float f[4], const
   f[3] = four.w;
 }
 
-/// Writes the codes of the thread's rows to memory. With COLUMNS, factors are per column. Returns
-/// nonzero if a quotient is uncertain.
+/// Writes the codes of the thread's rows to memory. With COLUMNS, factors are per column.
 template <typename T, int E, bool DIVIDES, bool COLUMNS>
-__device__ static inline uint32_t write_own(const shared_tile &t, const eight<T> (&v)[DOWN],
-                                            const job &p, const tile_place &at)
+__device__ static inline void write_own(const shared_tile &t, const eight<T> (&v)[DOWN],
+                                        const job &p, const tile_place &at)
 {
   uint8_t *to = (uint8_t *)p.own.q + offset_of(at, p);
-  uint32_t doubt = 0;
 #pragma unroll
   for (int j = 0; j < DOWN; j++, to += p.width) {
     uint32_t word[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int first = COLUMNS ? at.first_column + 4 * h : at.first_row + j;
-      float x[4], low[4], high[4];
-      load_factors<COLUMNS>(low, (DIVIDES ? t.low : t.factor)[0] + first);
-      if (DIVIDES) load_factors<COLUMNS>(high, t.high[0] + first);
+      float y[4], factor[4], inverse[4] = {};
+      load_factors<COLUMNS>(factor, t.factor[0] + first);
+      if (DIVIDES) load_factors<COLUMNS>(inverse, t.inverse[0] + first);
 #pragma unroll
-      for (int k = 0; k < 4; k++) x[k] = number_of(v[j], 4 * h + k);
-      word[h] = four_codes<E, DIVIDES>(x, low, high, doubt);
+      for (int k = 0; k < 4; k++) {
+        const float x = number_of(v[j], 4 * h + k);
+        y[k] = DIVIDES ? quotient(x, factor[k], inverse[k]) : x * factor[k];
+      }
+      word[h] = codes<E>(y[0], y[1], y[2], y[3]);
     }
     if (j < at.rows_there) *(uint2 *)to = make_uint2(word[0], word[1]);
   }
-  return doubt;
 }
 
 /// Returns the address of the two words of the transposed tile that hold the codes of the thread's
@@ -140,33 +136,33 @@ __device__ static inline uint32_t *turned_word(shared_tile &t, const tile_place 
   return &t.turned[at.first_column + k][at.first_row / 4 ^ at.first_column / EIGHT * 2];
 }
 
-/// Puts the thread's codes of the transposed copy into shared memory. Returns nonzero if a quotient
-/// is uncertain.
+/// Puts the thread's codes of the transposed copy into shared memory.
 template <typename T, int E, bool DIVIDES, bool COLUMNS>
-__device__ static inline uint32_t turn_codes(shared_tile &t, const eight<T> (&v)[DOWN],
-                                             const tile_place &at)
+__device__ static inline void turn_codes(shared_tile &t, const eight<T> (&v)[DOWN],
+                                         const tile_place &at)
 {
-  uint32_t doubt = 0;
 #pragma unroll
   for (int k = 0; k < EIGHT; k++) {
     uint32_t word[DOWN / 4];
 #pragma unroll
     for (int i = 0; i < DOWN / 4; i++) {
       const int first = COLUMNS ? at.first_column + k : at.first_row + 4 * i;
-      float x[4], low[4], high[4];
-      load_factors<!COLUMNS>(low, (DIVIDES ? t.low : t.factor)[1] + first);
-      if (DIVIDES) load_factors<!COLUMNS>(high, t.high[1] + first);
+      float y[4], factor[4], inverse[4] = {};
+      load_factors<!COLUMNS>(factor, t.factor[1] + first);
+      if (DIVIDES) load_factors<!COLUMNS>(inverse, t.inverse[1] + first);
 #pragma unroll
-      for (int j = 0; j < 4; j++) x[j] = number_of(v[4 * i + j], k);
-      word[i] = four_codes<E, DIVIDES>(x, low, high, doubt);
+      for (int j = 0; j < 4; j++) {
+        const float x = number_of(v[4 * i + j], k);
+        y[j] = DIVIDES ? quotient(x, factor[j], inverse[j]) : x * factor[j];
+      }
+      word[i] = codes<E>(y[0], y[1], y[2], y[3]);
     }
     *(uint2 *)turned_word(t, at, k) = make_uint2(word[0], word[1]);
   }
-  return doubt;
 }
 
-/// Recomputes the codes of both directions by true division, number by number, in the few threads
-/// with uncertain quotients.
+/// Does the work of write_own and turn_codes by division, number by number, for tiles with a factor
+/// that quotient() does not allow.
 template <typename T, int E>
 __device__ static inline void divide_all(shared_tile &t, const eight<T> (&of)[DOWN], const job &p,
                                          const tile_place &at)
@@ -346,19 +342,31 @@ __device__ static inline tile_place place_of(unsigned tile, const job &p)
   return at;
 }
 
-/// Starts loading the thread's numbers into its own slots of `stage`.
+/// Returns the place in `stage` of a 16-byte quad of row j of the thread. `quad` counts from the
+/// beginning of the tile's row. In f32 the places are such that neither loads nor reads have bank
+/// conflicts.
+template <typename T> __device__ static inline int staged(int j, int quad)
+{
+  enum { QUADS = eight<T>::WORDS / 4 };
+  return (j * TILE_THREADS + threadIdx.x / LANES * LANES) * QUADS +
+         (QUADS == 2 ? quad ^ (quad >> 3 & 1) : quad);
+}
+
+/// Starts loading the numbers of the thread's warp into `stage`. In f32 a thread also loads quads
+/// of other threads of its warp, so that the loads are contiguous.
 template <typename T>
 __device__ static inline void send_for(uint4 *stage, const T *x, const job &p, const tile_place &at)
 {
-  enum { QUADS = eight<T>::WORDS / 4 };
-  const T *from = x + offset_of(at, p);
+  enum { QUADS = eight<T>::WORDS / 4, EACH = EIGHT / QUADS };
+  const int column = at.across * TILE + threadIdx.x % LANES * EACH;
+  const T *from = x + row_of(at) * (int64_t)p.width + column;
 #pragma unroll
   for (int j = 0; j < DOWN; j++, from += p.width)
-    if (j < at.rows_there)
 #pragma unroll
-      for (int i = 0; i < QUADS; i++)
-        __pipeline_memcpy_async(stage + (j * QUADS + i) * TILE_THREADS + threadIdx.x,
-                                (const uint4 *)from + i, 16);
+    for (int i = 0; i < QUADS; i++)
+      if (row_of(at) + j < p.height && column + i * LANES * EACH < p.width)
+        __pipeline_memcpy_async(stage + staged<T>(j, i * LANES + threadIdx.x % LANES),
+                                from + i * LANES * EACH, 16);
   __pipeline_commit();
 }
 
@@ -369,17 +377,20 @@ __device__ static inline void receive(eight<T> (&v)[DOWN], const uint4 *stage, c
   enum { QUADS = eight<T>::WORDS / 4 };
   __pipeline_wait_prior(0);
   asm volatile("" ::: "memory");   // no read may move before the wait
+  if (QUADS > 1) __syncwarp();
 #pragma unroll
   for (int j = 0; j < DOWN; j++)
 #pragma unroll
     for (int i = 0; i < QUADS; i++) {
-      const uint4 raw = j < at.rows_there ? stage[(j * QUADS + i) * TILE_THREADS + threadIdx.x] :
-                                            make_uint4(0, 0, 0, 0);
+      const uint4 raw = j < at.rows_there ?
+                          stage[staged<T>(j, threadIdx.x % LANES * QUADS + i)] :
+                          make_uint4(0, 0, 0, 0);
       v[j].w[4 * i] = raw.x;
       v[j].w[4 * i + 1] = raw.y;
       v[j].w[4 * i + 2] = raw.z;
       v[j].w[4 * i + 3] = raw.w;
     }
+  if (QUADS > 1) __syncwarp();   // before the next send_for
 }
 
 /// The number of 16-byte quads of a tile in `stage`.
@@ -439,9 +450,9 @@ __global__ static void __launch_bounds__(TILE_THREADS, tiles_resident<T, SWIGLU>
   extern __shared__ uint4 shared[];
   shared_tile &t = *(shared_tile *)shared;
   uint4 *stage = shared + sizeof(shared_tile) / sizeof(uint4);
-  // If factors are in memory, the pass that found them has just read x, and the end of x may still
+  // If maxima are in memory, the pass that found them has just read x, and the end of x may still
   // be in the cache. So the tiles are processed from the last to the first.
-  const bool backwards = p.own.factor != NULL;
+  const bool backwards = p.own.maxima != NULL;
   // indices are unsigned: below 0 they wrap around to a large value, which ends the loop
   unsigned n = backwards ? tiles - 1 - blockIdx.x : blockIdx.x;
   send_tile<T, SWIGLU>(stage, x, p, place_of(n, p));
@@ -451,11 +462,11 @@ __global__ static void __launch_bounds__(TILE_THREADS, tiles_resident<T, SWIGLU>
     receive_tile<T, SWIGLU>(v, stage, at);
     n += backwards ? 0 - gridDim.x : gridDim.x;
     if (n < tiles) send_tile<T, SWIGLU>(stage, x, p, place_of(n, p));
-    if (!p.own.factor || p.amax) share_tops(t, v, p, at);
+    if ((!p.own.maxima && !p.rule.given) || p.amax) share_tops(t, v, p, at);
     __syncthreads();
-    share_factors<T>(t, p.own, 0, p, at);
-    share_factors<T>(t, p.turned, 1, p, at);
-    __syncthreads();
+    const bool bad_own = share_factors<T>(t, p.own, 0, p, at),
+               bad_turned = share_factors<T>(t, p.turned, 1, p, at);
+    const bool by_division = __syncthreads_or(bad_own || bad_turned) != 0;
 
     if constexpr (E == 6) {   // no transposed copy
       if (p.own.q)
@@ -464,22 +475,23 @@ __global__ static void __launch_bounds__(TILE_THREADS, tiles_resident<T, SWIGLU>
           if (j >= at.rows_there) continue;
           float y[EIGHT];
 #pragma unroll
-          for (int k = 0; k < EIGHT; k++)
-            y[k] =
-              scaled(number_of(v[j], k),
-                     t.factor[0][p.own.how == BY_COLUMN ? at.first_column + k : at.first_row + j],
-                     DIVIDES);
+          for (int k = 0; k < EIGHT; k++) {
+            const float x = number_of(v[j], k);
+            const int i = p.own.how == BY_COLUMN ? at.first_column + k : at.first_row + j;
+            y[k] = DIVIDES && !by_division ? quotient(x, t.factor[0][i], t.inverse[0][i]) :
+                                             scaled(x, t.factor[0][i], DIVIDES);
+          }
           put_e5m6((uint32_t *)p.own.q + (offset_of(at, p) + j * (int64_t)p.width) / 8 * 3, y);
         }
     } else {
-      uint32_t doubt = 0;
-      if (p.own.q)
-        doubt = p.own.how == BY_COLUMN ? write_own<T, E, DIVIDES, true>(t, v, p, at) :
-                                         write_own<T, E, DIVIDES, false>(t, v, p, at);
-      if (p.turned.q)
-        doubt |= p.turned.how == BY_COLUMN ? turn_codes<T, E, DIVIDES, true>(t, v, at) :
-                                             turn_codes<T, E, DIVIDES, false>(t, v, at);
-      if (DIVIDES && doubt) divide_all<T, E>(t, v, p, at);
+      if (DIVIDES && by_division) {
+        divide_all<T, E>(t, v, p, at);
+      } else {
+        if (p.own.q && p.own.how == BY_COLUMN) write_own<T, E, DIVIDES, true>(t, v, p, at);
+        else if (p.own.q) write_own<T, E, DIVIDES, false>(t, v, p, at);
+        if (p.turned.q && p.turned.how == BY_COLUMN) turn_codes<T, E, DIVIDES, true>(t, v, at);
+        else if (p.turned.q) turn_codes<T, E, DIVIDES, false>(t, v, at);
+      }
       if (!p.turned.q) continue;
       __syncthreads();
       write_turned(t, p, at);

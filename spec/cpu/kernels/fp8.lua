@@ -54,6 +54,13 @@ generators.quantize = function(try)
             zeros = true }
           try { inputs = { tensors.listed(dtype, { 3 }, list), false },
             ints = { engine.dtype.e5m2, 0, 0, rule, pow2 + 8 }, floats = { 0.5, 2 }, outputs = 5 }
+          local row = {}   -- of a length that is processed by tiles
+          for i = 1, 16 do row[i] = list[(i - 1) % 3 + 1] end
+          for _, margin in ipairs { -100, 0, 90 } do
+            try { inputs = { tensors.listed(dtype, { 1, 16 }, row), false },
+              ints = { engine.dtype.e4m3, 1, 128, rule, pow2 + 8 }, floats = { 0, margin },
+              outputs = 5, zeros = true }
+          end
         end
       end
     end
