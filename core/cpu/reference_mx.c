@@ -314,19 +314,25 @@ eng_status reference_mx_quantize(const op_call *call)
                  .random = own.random + (uint64_t)((x->count + 3) / 4)};
   quantize_side(&turned);
   ((float *)call->out[6]->data)[0] = amax;
-  // With square blocks, the transposed copy is q transposed, even if rounding was stochastic.
-  if (call->mx_quantize.block_rows == call->mx_quantize.block_columns)
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t c = 0; c < columns; c++) {
-        int64_t from = r * columns + c;
-        const uint8_t *q = own.q->data;
-        if (call->mx_quantize.flags & MX_VALUES)
-          ((uint16_t *)turned.q->data)[c * rows + r] = ((const uint16_t *)own.q->data)[from];
-        else if (mx_packed(call->mx_quantize.format))
-          store(&turned, c * rows + r, q[from / 2] >> from % 2 * 4 & 15, 0);
-        else
-          store(&turned, c * rows + r, q[from], 0);
-      }
+  // With square blocks, the transposed copy is q transposed, even if rounding was stochastic, and
+  // its scales are the transposed scales. (Errors of four over six depend on the order of sums.)
+  int64_t length = call->mx_quantize.block_rows;
+  if (length != call->mx_quantize.block_columns) return ENG_OK;
+  int64_t down = (rows + length - 1) / length, across = (columns + length - 1) / length;
+  for (int64_t i = 0; i < down * across; i++)
+    ((uint8_t *)turned.scale->data)[i % across * down + i / across] =
+      ((const uint8_t *)own.scale->data)[i];
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < columns; c++) {
+      int64_t from = r * columns + c;
+      const uint8_t *q = own.q->data;
+      if (call->mx_quantize.flags & MX_VALUES)
+        ((uint16_t *)turned.q->data)[c * rows + r] = ((const uint16_t *)own.q->data)[from];
+      else if (mx_packed(call->mx_quantize.format))
+        store(&turned, c * rows + r, q[from / 2] >> from % 2 * 4 & 15, 0);
+      else
+        store(&turned, c * rows + r, q[from], 0);
+    }
   return ENG_OK;
 }
 
