@@ -1,8 +1,11 @@
 // The operation hadamard, bit-equal to core/cpu/reference_mx.c: sums are in f64 and in the CPU's
-// order. A line is a row of x or, if `turned`, a column. A block of threads takes WIDE lines and
-// transforms one group of n adjacent elements in each.
+// order. A line is a row of x or, if `turned`, a column.
+//
+// rotate_columns, the fast kernel, transforms groups of 16 elements of columns in registers and
+// transposes the result in shared memory. For all other calls, rotate takes WIDE lines in a block
+// of threads and transforms one group of n adjacent elements in each.
 #include "kernel/element.h"
-#include "kernel/walk.h"
+#include "kernel/vector.h"
 
 extern "C" {
 #include "base/mx.h"
@@ -23,6 +26,7 @@ struct rotation {
   int64_t  along, lines, columns, signs;   // y is [lines x along]; x has `columns` columns
   uint64_t seed;
   double   root;
+  uint32_t negative;                       // bit k: element k of 16 changes its sign
 };
 
 __global__ void __launch_bounds__(THREADS) rotate(const __grid_constant__ rotation p)
@@ -63,6 +67,91 @@ __global__ void __launch_bounds__(THREADS) rotate(const __grid_constant__ rotati
   }
 }
 
+// ------------------------------------------------------------------ groups of 16 in registers
+
+enum {
+  GROUP = 16,
+  GROUPS = THREADS / 32,         // of a column, in a block of threads: one for each warp
+  COLUMNS = 64,                  // of x, in a block of threads: two for each lane
+  CHUNKS = GROUPS * GROUP / 8    // 16-byte parts of a column of the result
+};
+
+/// Rounds x to f32 toward zero, and sets the last bit if that is inexact, as f32_odd_from_f64 does.
+__device__ inline float odd_from(double x)
+{
+  const float low = __double2float_rz(x);
+  return __uint_as_float(__float_as_uint(low) | ((double)low != x));
+}
+
+/// Transforms 16 numbers of a column, and rounds them to bf16 in eight words.
+__device__ inline void rotate_group(words<bf16_t, GROUP> &to, const float (&x)[GROUP], double root)
+{
+  double v[GROUP];
+#pragma unroll
+  for (int k = 0; k < GROUP; k++) v[k] = (double)x[k];
+#pragma unroll
+  for (int half = 1; half < GROUP; half *= 2)
+#pragma unroll
+    for (int k = 0; k < GROUP; k++) {
+      if (k & half) continue;
+      const double one = v[k], other = v[k + half];
+      v[k] = one + other;
+      v[k + half] = one - other;
+    }
+#pragma unroll
+  for (int k = 0; k < GROUP; k += 2)
+    to.w[k / 2] = rounded_pair(bf16_t{}, odd_from(v[k] * root), odd_from(v[k + 1] * root));
+}
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS, 3) rotate_columns(const __grid_constant__ rotation p)
+{
+  // chunk q of column c is at q ^ (c / 2 % 8), so that neither writing nor reading has conflicts
+  __shared__ uint4 turned[COLUMNS][CHUNKS];
+  const int64_t across = (p.lines + COLUMNS - 1) / COLUMNS,
+                a0 = blockIdx.x / across * (GROUPS * GROUP), l0 = blockIdx.x % across * COLUMNS;
+  const int lane = threadIdx.x % 32, group = threadIdx.x / 32;
+  const int64_t row = a0 + group * GROUP, column = l0 + 2 * lane;
+  if (row < p.along && column < p.lines) {
+    words<T, 2> raw[GROUP];
+#pragma unroll
+    for (int k = 0; k < GROUP; k++)
+      load_words(raw[k], (const T *)p.x + (row + k) * p.columns + column);
+#pragma unroll 1                       // unrolled, it would need too many registers
+    for (int h = 0; h < 2; h++) {
+      words<bf16_t, GROUP> y;
+      float x[GROUP];
+#pragma unroll
+      for (int k = 0; k < GROUP; k++) {
+        float two[2];
+        widen_words(two, raw[k]);
+        x[k] = h ? two[1] : two[0];
+        if (p.negative >> k & 1) x[k] = -x[k];
+      }
+      rotate_group(y, x, p.root);
+#pragma unroll
+      for (int q = 0; q < 2; q++)
+        turned[2 * lane + h][(2 * group + q) ^ lane % 8] =
+          make_uint4(y.w[4 * q], y.w[4 * q + 1], y.w[4 * q + 2], y.w[4 * q + 3]);
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < COLUMNS * CHUNKS / THREADS; i++) {
+    const int c = (threadIdx.x + i * THREADS) / CHUNKS, q = threadIdx.x % CHUNKS;
+    if (l0 + c < p.lines && a0 + 8 * q < p.along)
+      *(uint4 *)((uint16_t *)p.y + (l0 + c) * p.along + a0 + 8 * q) = turned[c][q ^ c / 2 % 8];
+  }
+}
+
+/// Whether rotate_columns can compute this transform.
+bool fits_columns(const rotation &p)
+{
+  return p.turned && p.n == GROUP && (p.dtype == ENG_bf16 || p.dtype == ENG_f32) &&
+         p.yields == ENG_bf16 && p.along % GROUP == 0 && p.lines % 2 == 0 &&
+         (uintptr_t)p.x % 8 == 0 && (uintptr_t)p.y % 16 == 0;
+}
+
 }  // namespace
 
 extern "C" eng_status cuda_hadamard(const op_call *call)
@@ -83,12 +172,23 @@ extern "C" eng_status cuda_hadamard(const op_call *call)
   p.signs = a.signs;
   p.seed = rng_seed();
   p.root = sqrt(1.0 / (double)a.n);
-  const int64_t groups = (p.along + p.n - 1) / p.n * ((p.lines + WIDE - 1) / WIDE);
+  const bool fast = fits_columns(p);
+  const int64_t deep = fast ? GROUPS * GROUP : p.n, wide = fast ? (int)COLUMNS : (int)WIDE,
+                groups = (p.along + deep - 1) / deep * ((p.lines + wide - 1) / wide);
   if (groups > INT32_MAX)
     return error_set(ENG_ERR_VALUE,
                      "hadamard: %lld x %lld numbers are too many for one call; hint: a smaller "
                      "batch", (long long)rows, (long long)p.columns);
-  if (groups > 0) rotate<<<(unsigned)groups, THREADS, 0, cuda_stream()>>>(p);
+  if (fast) {
+    uint32_t word[4] = {0, 0, 0, 0};
+    if (p.signs > 0) philox_of(word, p.seed, (uint64_t)p.signs);
+    for (int k = 0; k < GROUP; k++) p.negative |= (uint32_t)(mx_sign(p.signs, word, k) < 0) << k;
+  }
+  const unsigned n = (unsigned)groups;
+  const cudaStream_t stream = cuda_stream();
+  if (groups > 0 && !fast) rotate<<<n, THREADS, 0, stream>>>(p);
+  else if (groups > 0 && p.dtype == ENG_bf16) rotate_columns<bf16_t><<<n, THREADS, 0, stream>>>(p);
+  else if (groups > 0) rotate_columns<float><<<n, THREADS, 0, stream>>>(p);
   CUDA_LAUNCHED("hadamard");
   return ENG_OK;
 }

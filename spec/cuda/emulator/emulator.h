@@ -266,6 +266,20 @@ static inline float    __uint_as_float(uint32_t b) { float x; memcpy(&x, &b, 4);
 static inline float    __int_as_float(int32_t b)   { float x; memcpy(&x, &b, 4); return x; }
 static inline uint32_t __float_as_uint(float x)    { uint32_t b; memcpy(&b, &x, 4); return b; }
 static inline int32_t  __float_as_int(float x)     { int32_t b; memcpy(&b, &x, 4); return b; }
+/// a + b, rounded toward zero. A sum of f32 in f64 is exact, or so close to `a` or `b` that both
+/// round it to the same f32.
+static inline float __fadd_rz(float a, float b)
+{
+  double sum = (double)a + b;
+  float nearest = (float)sum;
+  return std::fabs(nearest) > std::fabs(sum) ? std::nextafterf(nearest, 0) : nearest;
+}
+/// x rounded to f32 toward zero.
+static inline float __double2float_rz(double x)
+{
+  float nearest = (float)x;
+  return std::fabs(nearest) > std::fabs(x) ? std::nextafterf(nearest, 0) : nearest;
+}
 static inline int __ffs(uint32_t x)       { return __builtin_ffs((int)x); }
 static inline int __clz(uint32_t x)       { return x ? __builtin_clz(x) : 32; }
 static inline int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
