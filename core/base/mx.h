@@ -145,14 +145,18 @@ ENG_INLINE float nvfp4_encode_scale(float amax, int64_t rule)
   return amax == 0 || s == 0 ? 1.0f : s;
 }
 
-/// Returns the ue4m3 code of a block's scale, or the code of NaN if `amax` or S (`encode`) is NaN.
-/// stretch: 1.5 for the scale s4 of four over six, else 1.
-ENG_INLINE uint8_t nvfp4_scale(float amax, float encode, int64_t rule, float stretch)
+/// Returns the scale of a block before it is rounded to ue4m3. It is NaN if `amax` or S (`encode`)
+/// is NaN. stretch: 1.5 for the scale s4 of four over six, else 1.
+ENG_INLINE float nvfp4_wanted(float amax, float encode, int64_t rule, float stretch)
 {
   float scale = rule == ENG_MX_NVFP4 ? amax * (encode * (1.0f / 6.0f))
                                      : amax / nvfp4_largest(rule) * encode;
-  return e4m3_from_f32(scale * stretch, FP8_SATURATE);
+  return scale * stretch;
 }
+
+/// Returns the ue4m3 code of a block's scale, or the code of NaN. `stretch`: see nvfp4_wanted.
+ENG_INLINE uint8_t nvfp4_scale(float amax, float encode, int64_t rule, float stretch)
+{ return e4m3_from_f32(nvfp4_wanted(amax, encode, rule, stretch), FP8_SATURATE); }
 
 /// Returns the factor by which the elements of a block are multiplied before rounding.
 ENG_INLINE float nvfp4_factor(uint8_t scale, float encode)

@@ -1,73 +1,31 @@
 // Microscaling: mx_quantize, bit-equal to core/cpu/reference_mx.c, with the formulas of
 // core/base/mx.h.
 //
-// A block of threads takes a tile of x, about 64 x 64 numbers and a whole number of scale blocks
-// each way. It reads the tile as f32 into shared memory, finds the largest magnitude of each scale
-// block (one warp per block), and writes the quantized x, its transposed copy, or both, as codes or
-// as values in bf16. Rows of
-// the transposed copy are columns of the tile. With square blocks the transposed copy has the same
-// codes as the other result, so these codes replace the numbers in the tile.
+// quantize_in_registers (mx_registers.h) computes the usual calls, quantize_tile all others. In
+// quantize_tile, a block of threads takes a tile of x, about 64 x 64 numbers and a whole number of
+// scale blocks each way. It reads the tile as f32 into shared memory, finds the largest magnitude
+// of each scale block (one warp per block), and writes the quantized x, its transposed copy, or
+// both, as codes or as values in bf16. Rows of the transposed copy are columns of the tile. With
+// square blocks the transposed copy has the same codes as the other result, so these codes replace
+// the numbers in the tile.
 //
 // The amax of the tensor is a maximum of integers, and the number of NaN is an integer sum, so
 // neither depends on order. NVFP4 needs the amax first, so a separate pass finds both. For other
-// rules, quantize_tile finds both. With a Hadamard transform, the transposed copy is made from the
+// rules, the kernels find both. With a Hadamard transform, the transposed copy is made from the
 // result of cuda_hadamard.
-#include "kernel/element.h"
-#include "kernel/walk.h"
+#include "mx_registers.h"
 
 extern "C" {
-#include "base/mx.h"
-#include "base/rng.h"
 #include "device/rotated_copy.h"
 eng_status cuda_hadamard(const op_call *call);
 }
 
-#include <math.h>
-
 namespace {
 
 enum {
-  THREADS = 256,
   WARPS = THREADS / 32,
   SIDE = 64,               // side of a tile, roughly: see tile_side
   EACH = 4,                // adjacent elements of a row that a thread reads or writes at a time
-};
-
-/// The bits of a matrix's largest magnitude other than NaN, and the number of NaN in it.
-struct survey {
-  uint32_t top, unused;
-  unsigned long long nan;
-};
-
-/// One of the two results: x quantized, or x transposed and quantized. In x, a block has `high`
-/// rows and `wide` columns.
-struct side {
-  uint8_t *q, *scale;
-  int      high, wide;
-  divider  by_high, by_wide;
-  int64_t  scale_row, scale_column;    // strides of `scale` from a block of x to the next
-                                       // block below, and to the next block on the right
-  int64_t  length;                     // of a row of the result
-  int64_t  random;                     // Philox block of the first element
-  bool     turned;                     // the result is for the transposed x
-  bool     same;                       // has the same codes as the other side
-  bool     aligned;                    // four elements can be written at once
-};
-
-struct job {
-  const void *x;
-  int      dtype;
-  int64_t  rows, columns, tiles_across;
-  int      tile_rows, tile_columns;
-  bool     aligned;                    // four numbers of x can be read at once
-  int      sides;
-  side     of[2];
-  int      rule, sr_bits;
-  bool     finite, values;
-  const float *amax;                   // of the tensor, for NVFP4
-  survey  *seen;                       // NULL: quantize_tile does not survey x
-  uint64_t seed;
-  float    factor;                     // multiplies the elements
 };
 
 // ------------------------------------------------------------------ numbers of x
@@ -92,24 +50,6 @@ __device__ inline void load_four(float (&v)[EACH], const void *x, int dtype, int
     for (int k = 0; k < EACH; k++)
       v[k] = dtype == ENG_bf16 ? widen(bf16_t{(uint16_t)half[k]}) : widen(f16_t{(uint16_t)half[k]});
   }
-}
-
-/// Returns the bits of |x|. If x is NaN, returns 0 and increments `nan`.
-__device__ inline uint32_t magnitude_of(float x, int &nan)
-{
-  const uint32_t bits = __float_as_uint(x) & 0x7FFFFFFFu;
-  nan += bits > 0x7F800000u;
-  return bits > 0x7F800000u ? 0 : bits;
-}
-
-/// Merges the maxima and NaN counts of a warp's threads into *seen. All 32 threads must call it.
-__device__ inline void report(survey *seen, uint32_t top, int nan)
-{
-  top = __reduce_max_sync(0xFFFFFFFFu, top);
-  nan = __reduce_add_sync(0xFFFFFFFFu, nan);
-  if (threadIdx.x % 32) return;
-  if (top > *(volatile uint32_t *)&seen->top) atomicMax(&seen->top, top);
-  if (nan) atomicAdd(&seen->nan, (unsigned long long)nan);
 }
 
 __global__ void __launch_bounds__(THREADS)
@@ -144,7 +84,7 @@ __global__ void finish(const survey *seen, const float *given, bool finite, floa
 /// Applies the four-over-six rule. Returns 1.5 if the block at (r0, c0) has a smaller error when
 /// its amax is scaled to 4 than when it is scaled to 6, else 1. A lane takes every 32nd row of the
 /// block or, if the side is turned, every 32nd column. All lanes of a warp must call it.
-__device__ inline float stretch_of(const float *tile, int pitch, const job &p, const side &s,
+__device__ inline float stretch_of(const float *tile, int pitch, const mx_job &p, const mx_side &s,
                                    int r0, int c0, int rows, int columns, float amax)
 {
   const mx_format f = mx_format_of(ENG_FORMAT_E2M1);
@@ -175,8 +115,8 @@ __device__ inline float stretch_of(const float *tile, int pitch, const job &p, c
 /// and block[b].y to the value of the block's scale. `again` is another side that gets the same
 /// scales, or NULL.
 template <int FORMAT>
-__device__ inline void find_scales(float2 *block, const float *tile, int pitch, const job &p,
-                                   const side &s, const side *again, int64_t r0, int64_t c0,
+__device__ inline void find_scales(float2 *block, const float *tile, int pitch, const mx_job &p,
+                                   const mx_side &s, const mx_side *again, int64_t r0, int64_t c0,
                                    int rows, int columns)
 {
   const int across = (columns + s.wide - 1) / s.wide, down = (rows + s.high - 1) / s.high;
@@ -211,7 +151,7 @@ __device__ inline void find_scales(float2 *block, const float *tile, int pitch, 
 
 /// Writes n elements of a result, beginning with element `at`.
 template <int FORMAT>
-__device__ inline void store_four(const job &p, const side &s, int64_t at,
+__device__ inline void store_four(const mx_job &p, const mx_side &s, int64_t at,
                                   const uint8_t (&code)[EACH], const uint16_t (&value)[EACH], int n)
 {
   const bool whole = s.aligned && n == EACH;
@@ -242,7 +182,7 @@ __device__ inline void store_four(const job &p, const side &s, int64_t at,
 /// With `keep`, also replaces the tile's numbers by their codes.
 template <int FORMAT, bool RANDOM>
 __device__ inline void write_elements(float *tile, const float2 *block, const float *number,
-                                      int pitch, const job &p, const side &s, bool keep,
+                                      int pitch, const mx_job &p, const mx_side &s, bool keep,
                                       int64_t r0, int64_t c0, int rows, int columns)
 {
   const mx_format f = mx_format_of(FORMAT);
@@ -281,7 +221,7 @@ __device__ inline void write_elements(float *tile, const float2 *block, const fl
 }
 
 template <int FORMAT, bool RANDOM>
-__global__ void __launch_bounds__(THREADS, 4) quantize_tile(const __grid_constant__ job p)
+__global__ void __launch_bounds__(THREADS, 4) quantize_tile(const __grid_constant__ mx_job p)
 {
   extern __shared__ float2 room[];
   __shared__ float number[256];
@@ -307,8 +247,8 @@ __global__ void __launch_bounds__(THREADS, 4) quantize_tile(const __grid_constan
   }
   if (p.seen) report(p.seen, top, nan);
   for (int k = 0; k < p.sides; k++) {
-    const side &s = p.of[k];
-    const side *again = k + 1 < p.sides && p.of[k + 1].same ? &p.of[k + 1] : NULL;
+    const mx_side &s = p.of[k];
+    const mx_side *again = k + 1 < p.sides && p.of[k + 1].same ? &p.of[k + 1] : NULL;
     __syncthreads();
     if (!s.same)
       find_scales<FORMAT>(block, tile, pitch, p, s, again, r0, c0, rows, columns);
@@ -329,11 +269,11 @@ int tile_side(int block)
 bool is_aligned(const void *p, int bytes) { return (uintptr_t)p % (uintptr_t)bytes == 0; }
 
 /// Describes a result of the call. `turned` is true for the result of the transposed p->x.
-side side_of(const op_call *call, tensor *q, tensor *scale, const job *p, bool turned,
+mx_side side_of(const op_call *call, tensor *q, tensor *scale, const mx_job *p, bool turned,
              int64_t random)
 {
   const int64_t high = call->mx_quantize.block_rows, wide = call->mx_quantize.block_columns;
-  side s = {};
+  mx_side s = {};
   s.q = (uint8_t *)q->data;
   s.scale = (uint8_t *)scale->data;
   s.high = (int)(turned ? wide : high);
@@ -349,7 +289,7 @@ side side_of(const op_call *call, tensor *q, tensor *scale, const job *p, bool t
   return s;
 }
 
-template <int FORMAT, bool RANDOM> eng_status launch(const job *p, unsigned tiles, int bytes)
+template <int FORMAT, bool RANDOM> eng_status launch(const mx_job *p, unsigned tiles, int bytes)
 {
   CUDA_TRY(cudaFuncSetAttribute(quantize_tile<FORMAT, RANDOM>,
                                 cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
@@ -358,14 +298,14 @@ template <int FORMAT, bool RANDOM> eng_status launch(const job *p, unsigned tile
   return ENG_OK;
 }
 
-template <int FORMAT> eng_status launch(const job *p, unsigned tiles, int bytes)
+template <int FORMAT> eng_status launch(const mx_job *p, unsigned tiles, int bytes)
 {
   return p->sr_bits ? launch<FORMAT, true>(p, tiles, bytes) :
                       launch<FORMAT, false>(p, tiles, bytes);
 }
 
 /// Computes the results of a job, one for each side. A tile must hold whole blocks of every side.
-eng_status run(job *p, int64_t format)
+eng_status run(mx_job *p, int64_t format)
 {
   int64_t blocks = 0;
   p->tile_rows = tile_side(p->of[0].high);
@@ -373,7 +313,7 @@ eng_status run(job *p, int64_t format)
   p->tiles_across = parts(p->columns, p->tile_columns);
   p->aligned = p->columns % EACH == 0 && p->tile_columns % EACH == 0 && is_aligned(p->x, 16);
   for (int k = 0; k < p->sides; k++) {
-    side *s = &p->of[k];
+    mx_side *s = &p->of[k];
     int64_t n = (int64_t)(p->tile_rows / s->high) * (p->tile_columns / s->wide);
     if (n > blocks) blocks = n;
     s->aligned = s->length % EACH == 0 && is_aligned(s->q, 8) &&
@@ -398,6 +338,72 @@ eng_status run(job *p, int64_t format)
   }
 }
 
+// ---- calls of quantize_in_registers
+
+/// Whether quantize_in_registers can compute the results of this job for a call.
+bool fits_registers(const mx_job *p, const op_call *call)
+{
+  const int64_t high = call->mx_quantize.block_rows, wide = call->mx_quantize.block_columns;
+  const bool turned = p->sides == 2;
+  return (p->dtype == ENG_bf16 || p->dtype == ENG_f32) &&
+         call->mx_quantize.format != ENG_FORMAT_MXINT8 && (wide == 16 || wide == 32) &&
+         (high == 1 || high == wide) && p->columns % EIGHT == 0 && is_aligned(p->x, 16) &&
+         is_aligned(p->of[0].q, 16) &&
+         (!turned || (p->rows % EIGHT == 0 && is_aligned(p->of[1].q, 16))) &&
+         parts(p->rows, TILE) * parts(p->columns, TILE) <= INT32_MAX &&
+         // with square blocks both results have the same codes, even random ones
+         !(turned && high > 1 && p->sr_bits);
+}
+
+mx_power power_of_rule(int rule, const mx_format &f, bool finite)
+{
+  mx_power r = {};
+  r.by = rule == ENG_MX_RCEIL ? 1.0f / f.largest : 1.0f;
+  r.half = rule == ENG_MX_EVEN ? 1u << (22 - f.fraction) : 0;
+  r.up = rule == ENG_MX_CEIL || rule == ENG_MX_RCEIL ? 0x7FFFFFu : 0;
+  r.zero = rule == ENG_MX_RCEIL ? 0x00400000u : 0;
+  r.emax = rule == ENG_MX_RCEIL ? 0 : f.emax;
+  r.slack = finite ? 0 : r.half;
+  r.over = finite ? 254 : 255;
+  return r;
+}
+
+template <typename T, int OUT> void launch_registers(const mx_job *p, unsigned tiles)
+{
+  const cudaStream_t stream = cuda_stream();
+  if constexpr (OUT != BYTES)
+    if (mx_is_four_over_six(p->rule)) {
+      quantize_in_registers<T, OUT, false, true><<<tiles, TILE_THREADS, 0, stream>>>(*p);
+      return;
+    }
+  if (p->sr_bits)
+    quantize_in_registers<T, OUT, true, false><<<tiles, TILE_THREADS, 0, stream>>>(*p);
+  else quantize_in_registers<T, OUT, false, false><<<tiles, TILE_THREADS, 0, stream>>>(*p);
+}
+
+template <typename T> void launch_registers(const mx_job *p, unsigned tiles, bool packed)
+{
+  if (p->values) launch_registers<T, VALUES>(p, tiles);
+  else if (packed) launch_registers<T, PAIRS>(p, tiles);
+  else launch_registers<T, BYTES>(p, tiles);
+}
+
+eng_status run_registers(mx_job *p, const op_call *call)
+{
+  const auto &a = call->mx_quantize;
+  const int64_t across = parts(p->columns, TILE), tiles = parts(p->rows, TILE) * across;
+  if (tiles == 0) return ENG_OK;
+  p->format = mx_format_of(a.format);
+  p->power = power_of_rule(p->rule, p->format, p->finite);
+  p->square = a.block_rows > 1;
+  p->lanes = (int)a.block_columns / EIGHT;
+  p->by_across = divider_of(across);
+  if (p->dtype == ENG_f32) launch_registers<float>(p, (unsigned)tiles, mx_packed(a.format));
+  else launch_registers<bf16_t>(p, (unsigned)tiles, mx_packed(a.format));
+  CUDA_LAUNCHED("mx_quantize");
+  return ENG_OK;
+}
+
 /// Launches `finish` for the outputs of the call.
 eng_status finish_x(const op_call *call, const survey *seen, bool finite)
 {
@@ -409,7 +415,7 @@ eng_status finish_x(const op_call *call, const survey *seen, bool finite)
   return ENG_OK;
 }
 
-eng_status quantize(const op_call *call, job p, survey *seen)
+eng_status quantize(const op_call *call, mx_job p, survey *seen)
 {
   const auto &a = call->mx_quantize;
   const tensor *x = call->in[0];
@@ -433,7 +439,7 @@ eng_status quantize(const op_call *call, job p, survey *seen)
     p.of[1].same = square;
     if (square || (SIDE % a.block_rows == 0 && SIDE % a.block_columns == 0)) p.sides = 2;
   }
-  ENG_TRY(run(&p, a.format));
+  ENG_TRY(fits_registers(&p, call) ? run_registers(&p, call) : run(&p, a.format));
   if (!nvfp4) ENG_TRY(finish_x(call, seen, p.finite));
   if (!turned || p.sides == 2) return ENG_OK;
   p.seen = NULL;
@@ -455,7 +461,7 @@ extern "C" eng_status cuda_mx_quantize(const op_call *call)
     return error_set(ENG_ERR_VALUE, "mx_quantize: %s has no CUDA kernel; hint: device=cpu",
                      call->in[2] ? "an average" : a.ties ? "ties" : "sr_rule");
   if (a.hadamard) return quantize_rotated(call, cuda_hadamard, cuda_mx_quantize);
-  job p = {};
+  mx_job p = {};
   p.x = x->data;
   p.dtype = x->dtype;
   p.columns = x->shape[x->ndim - 1];

@@ -86,6 +86,24 @@ generators.mx_quantize = function(try)
       ints = { 13, block[1], block[2], k == 1 and 3 or k < 5 and 4 or 5 + k % 2, TURNED,
         k == 3 and 8 or 0, 5, 1 }, outputs = 8, zeros = true }
   end
+  -- blocks and shapes of the card's fast kernel: every rule, format and kind of value
+  for _, dtype in ipairs { "bf16", "f32" } do
+    for i, shape in ipairs { { 8, 8 }, { 24, 40 }, { 3, 136 }, { 136, 264 }, { 2, 72, 16 } } do
+      for rule = 0, 6 do
+        for k, block in ipairs { { 1, 16 }, { 1, 32 }, { 16, 16 }, { 32, 32 } } do
+          n = n + 1
+          local kind = ({ "normal", "rare", "tiny", "large", "sparse" })[n % 5 + 1]
+          try { inputs = { float(dtype, shape, kind), n % 4 == 0 and
+            tensors.listed("f32", { 1 }, { ({ 3.5, 1e-3, 1e-34, 1e36 })[n % 3 + 1] }) or false },
+            ints = { rule >= 4 and 13 or FORMATS[n % 5 + 1], block[1], block[2], rule,
+              (shape[1] == 3 and 0 or TURNED) + (i + k) % 2 * VALUES + (n + rule) % 2 * FINITE,
+              rule < 5 and n % 3 == 0 and ({ 8, 24, 1 })[n % 9 / 3 + 1] or 0, n, 1 },
+            floats = { rule < 5 and n % 7 == 0 and 0.75 or 0 }, outputs = 8, zeros = true,
+            note = kind }
+        end
+      end
+    end
+  end
   -- a given amax that is much smaller than the largest magnitude (elements saturate), or not valid
   for _, amax in ipairs { 1e-38, 1e-3, 0, 1 / 0, 0 / 0, -1 } do
     try { inputs = { float("f32", { 4, 32 }, "normal"), tensors.listed("f32", { 1 }, { amax }) },
@@ -163,7 +181,7 @@ generators.hadamard = function(try)
   local n = 0
   for _, dtype in ipairs { "f32", "bf16", "f16", "f64" } do
     for _, shape in ipairs { { 16 }, { 3, 130 }, { 70, 64 }, { 2, 80, 33 }, { 0, 32 },
-      { 140, 260 } } do
+      { 140, 260 }, { 144, 130 } } do
       for _, kind in ipairs { "normal", "rare", "tiny", "large", "sparse" } do
         local x = float(dtype, shape, kind)
         for _, size in ipairs { 16, 32, 64, 128 } do
@@ -190,6 +208,10 @@ generators.hadamard = function(try)
       try { inputs = { tensors.listed("bf16", turned == 0 and { 1, size } or { size, 1 }, list) },
         ints = { size, -1, turned, engine.dtype.bf16 }, zeros = true }
     end
+    local twice = {}                                     -- the same list in each of two columns
+    for k = 1, size do twice[2 * k - 1], twice[2 * k] = list[k], list[k] end
+    try { inputs = { tensors.listed("bf16", { size, 2 }, twice) },
+      ints = { size, -1, 1, engine.dtype.bf16 }, zeros = true }
   end
   local x = float("f32", { 3, 32 }, "normal")
   try { inputs = { x }, ints = { 8, 0, 0, 0 }, fails = "transform of 16, 32, 64 or 128" }
