@@ -46,6 +46,32 @@ __device__ static inline float max_nan(float a, float b)
   return a;
 }
 
+// A barrier in shared memory (mbarrier, 8 bytes), given by its address. A phase ends when `count`
+// threads have arrived, and the next phase begins at once. Phases alternate between parity 0 and 1,
+// beginning with 0. A thread that has waited for the end of a phase sees what the arriving threads
+// wrote before they arrived. Hopper and later.
+__device__ static inline void barrier_init(uint32_t barrier, uint32_t count)
+{ asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(count) : "memory"); }
+/// Arrives if `really` is true, without a branch, so that the warp stays together.
+__device__ static inline void barrier_arrive(uint32_t barrier, bool really)
+{
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %1, 0;\n"
+               "@p mbarrier.arrive.shared::cta.b64 _, [%0]; }\n" ::"r"(barrier),
+               "r"((int)really)
+               : "memory");
+}
+/// Waits for the end of the current phase if it has this parity; otherwise returns at once.
+__device__ static inline void barrier_wait(uint32_t barrier, uint32_t parity)
+{
+  asm volatile("{ .reg .pred p;\n"
+               "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+               "@p bra done;\n"
+               "bra again;\n"
+               "done: }\n" ::"r"(barrier),
+               "r"(parity)
+               : "memory");
+}
+
 /// Hides the value of x from the compiler, which then recomputes values derived from x instead of
 /// keeping them in registers.
 template <class T> __device__ static inline T opaque(T x)

@@ -14,18 +14,36 @@
 
 #if defined(__CUDACC__)
 
-/// Returns wgmma's descriptor of the rows of a tile at `address`. Groups of 8 rows are 1024 bytes
-/// apart. `beside` is the distance in bytes to the tile with the next 64 columns. It matters only
-/// to weights_times_rows, if B is wider than 64.
-__device__ static inline uint64_t tile_descriptor(uint32_t address, uint32_t beside)
+/// Returns wgmma's descriptor of the rows at `offset` in the tile at `address`. Groups of 8 rows
+/// are 1024 bytes apart. `beside` is the distance in bytes to the tile with the next 64 columns. It
+/// matters only to weights_times_rows, if B is wider than 64.
+__device__ static inline uint64_t tile_descriptor(uint32_t address, uint32_t beside,
+                                                  uint32_t offset)
 {
-  return (uint64_t)((address & 0x3FFFFu) >> 4) | (uint64_t)((beside & 0x3FFFFu) >> 4) << 16 |
-         (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+  // only the lower word depends on the address; the constant offset is added last
+  const uint32_t low = (address >> 4 | beside >> 4 << 16) + (offset >> 4);
+  return (uint64_t)(1024 >> 4 | 1u << 30) << 32 | low;
 }
 
 /// Makes this thread's writes to shared memory visible to wgmma; call it before a barrier.
 __device__ static inline void publish_shared()
 { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+
+/// Arrives at the block's barrier `id` (1 to 15; 0 is __syncthreads) and waits until `threads`
+/// threads have arrived. group_pass arrives without waiting. Called by whole warps.
+__device__ static inline void group_meet(int id, int threads)
+{ asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory"); }
+__device__ static inline void group_pass(int id, int threads)
+{ asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory"); }
+
+/// Sets the number of registers of each thread of the warpgroup. more_registers waits until other
+/// warpgroups of the block have given up enough of theirs.
+template <int REGISTERS>
+__device__ static inline void fewer_registers()
+{ asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS)); }
+template <int REGISTERS>
+__device__ static inline void more_registers()
+{ asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS)); }
 
 /// Makes a product see earlier writes to the registers that it reads or adds to.
 __device__ static inline void group_begin()

@@ -72,6 +72,8 @@ struct thread {
   void *mine;                                  // its contribution to an exchange
   uint32_t mask;
   void (*kind)(thread *const *, int);
+  const uint32_t *word;                        // waits while this is `old`
+  uint32_t old;
   // groups of asynchronous copies; the last one is still open
   std::vector<std::vector<copy_in_flight>> copies;
 };
@@ -92,6 +94,12 @@ void meet_warp(uint32_t mask, void (*kind)(thread *const *, int), void *mine);
 void meet_warpgroup(void (*kind)(thread *const *, int), void *mine);
 /// __syncthreads; returns whether any thread voted true.
 bool meet_block(bool vote);
+/// A barrier in shared memory (mbarrier): `missing` of `count` threads have not arrived.
+struct barrier { uint16_t count, missing; uint32_t phase; };
+/// Waits until *word differs from `old`.
+void wait_while(const uint32_t *word, uint32_t old);
+/// Arrives at the block's barrier `id` for `threads` threads and, if `wait`, waits for the others.
+void meet_at(int id, int threads, bool wait);
 /// Ends the kernel with a message on stderr; later calls of the run-time library fail, as after a
 /// fault on a real card.
 [[noreturn]] void fault(const char *format, ...) __attribute__((format(printf, 1, 2)));

@@ -76,7 +76,7 @@ static void give_way(void) { switch_fibers((fiber *)now->stack, &scheduler); }
 
 static const std::function<void()> *body;
 
-enum { READY, AT_WARP, AT_WARPGROUP, AT_BLOCK, RETURNED };
+enum { READY, AT_WARP, AT_WARPGROUP, AT_BLOCK, AT_WORD, RETURNED };
 
 static void fiber_main(void)
 {
@@ -225,6 +225,26 @@ bool meet_block(bool vote)
   return voted;
 }
 
+void wait_while(const uint32_t *word, uint32_t old)
+{
+  now->state = AT_WORD;
+  now->word = word;
+  now->old = old;
+  give_way();
+}
+
+static barrier named[16];
+
+void meet_at(int id, int count, bool wait)
+{
+  barrier *b = &named[id];
+  if (b->missing == 0) b->count = b->missing = (uint16_t)count;
+  if (b->count != count) fault("barrier %d: %d and %d threads", id, b->count, count);
+  const uint32_t phase = b->phase;
+  if (--b->missing == 0) b->phase++;
+  else if (wait) wait_while(&b->phase, phase);
+}
+
 /// The order of execution: a permutation of 0..n-1.
 static int turn(int i, int n, uint64_t salt)
 {
@@ -267,7 +287,7 @@ static void nobody_ready(void)
           "emulated card: %s, block (%u, %u, %u): deadlock, all threads wait:", kernel,
           block.index.x, block.index.y, block.index.z);
   static const char *const states[] = {"ready", "at a warp's exchange", "at a warpgroup's",
-                                       "at __syncthreads", "returned"};
+                                       "at __syncthreads", "at a barrier", "returned"};
   for (int i = 0, from = 0; i <= n_threads; i++)
     if (i == n_threads || threads[i].state != threads[from].state) {
       fprintf(stderr, " %d to %d %s;", from, i - 1, states[threads[from].state]);
@@ -288,7 +308,10 @@ static void run_threads(void)
         again = false;
         for (int j = 0; j < WARP && !broken; j++) {
           const int number = warp * WARP + turn(j, WARP, block.serial);
-          if (number >= n_threads || threads[number].state != READY) continue;
+          if (number >= n_threads) continue;
+          if (threads[number].state == AT_WORD && *threads[number].word != threads[number].old)
+            threads[number].state = READY;
+          if (threads[number].state != READY) continue;
           now = &threads[number];
           if (!now->stack) now->stack = fiber_take();
           running = true;
@@ -455,6 +478,7 @@ static void run_block(size_t shared)
     arrived[w] = 0;
   }
   for (auto &list : products) list.clear();
+  for (auto &b : named) b = {};
   now = &threads[0];
   votes = false;
   if (shared > 0) take_shared(shared, 1024);

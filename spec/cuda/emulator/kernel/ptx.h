@@ -18,6 +18,19 @@ static inline float reciprocal_fast(float x)
 }
 static inline float max_nan(float a, float b)
 { return a != a || b != b ? __int_as_float(0x7FFFFFFF) : fmaxf(a, b); }
+
+static inline void barrier_init(uint32_t barrier, uint32_t count)
+{ *(emulator::barrier *)emulator::shared_at(barrier, 8) = {(uint16_t)count, (uint16_t)count, 0}; }
+static inline void barrier_arrive(uint32_t barrier, bool really)
+{
+  auto *b = (emulator::barrier *)emulator::shared_at(barrier, 8);
+  if (really && --b->missing == 0) *b = {b->count, b->count, b->phase + 1};
+}
+static inline void barrier_wait(uint32_t barrier, uint32_t parity)
+{
+  auto *b = (emulator::barrier *)emulator::shared_at(barrier, 8);
+  if ((b->phase & 1) == parity) emulator::wait_while(&b->phase, b->phase);
+}
 template <class T> static inline T opaque(T x) { return x; }
 
 #endif

@@ -6,12 +6,18 @@
 
 #include "mma.h"
 
-static inline uint64_t tile_descriptor(uint32_t address, uint32_t beside)
+static inline uint64_t tile_descriptor(uint32_t address, uint32_t beside,
+                                       uint32_t offset)
 {
-  return (uint64_t)((address & 0x3FFFFu) >> 4) | (uint64_t)((beside & 0x3FFFFu) >> 4) << 16 |
-         (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+  // only the lower word depends on the address; the constant offset is added last
+  const uint32_t low = (address >> 4 | beside >> 4 << 16) + (offset >> 4);
+  return (uint64_t)(1024 >> 4 | 1u << 30) << 32 | low;
 }
 static inline void publish_shared() {}
+static inline void group_meet(int id, int threads) { emulator::meet_at(id, threads, true); }
+static inline void group_pass(int id, int threads) { emulator::meet_at(id, threads, false); }
+template <int REGISTERS> static inline void fewer_registers() {}
+template <int REGISTERS> static inline void more_registers() {}
 
 namespace emulator {
 /// A product in flight: a warpgroup's registers, and where the operands begin in shared memory.
