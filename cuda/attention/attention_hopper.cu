@@ -2,18 +2,122 @@
 // computes the same numbers as attention_forward.cu, in the same order of keys, with the same rules
 // for infinities and masks.
 //
-// A block processes 128 queries of one head, 64 in each of its two warpgroups, and iterates over
-// the keys while the next keys load. wgmma is asynchronous: while the warps turn the scores of one
-// tile of keys into probabilities, the tensor cores multiply the previous tile's probabilities by
-// its values.
+// There is a block for every multiprocessor. It computes items until none is left. An item is 128
+// (D = 128) or 192 (D = 64) queries of one head. One warpgroup only loads: each of its four warps
+// fills one of four buffers, two for tiles of keys and two for tiles of values, as soon as that
+// buffer is empty. Each other warpgroup computes 64 queries. Barriers in shared memory announce
+// full and empty buffers, so no barrier stops all warps, and the next item loads while one ends.
+//
+// wgmma is asynchronous: while the warps turn the scores of one tile of keys into probabilities,
+// the tensor cores multiply the previous tile's probabilities by its values. The warpgroups start
+// their products in turns, so that one computes probabilities while others use the tensor cores.
 #include "attention_hopper.h"
 
-template <int D> constexpr int KEYS_OF = D == 64 ? 64 : 128;        // keys at a time
-// blocks that fit into a multiprocessor's registers
-template <int D, bool ENTROPY> constexpr int BLOCKS_OF = D == 64 && !ENTROPY ? 2 : 1;
-template <int D> constexpr int HOPPER_BYTES = (ROWS + 4 * KEYS_OF<D>) * D * 2 + 1024;
+enum { KEYS = 128 };   // keys at a time
+// warpgroups that compute, and their queries
+template <int D> constexpr int COMPUTING = D == 64 ? 3 : 2;
+template <int D> constexpr int QUERIES_OF = 64 * COMPUTING<D>;
+template <int D> constexpr int THREADS_OF = 128 * (COMPUTING<D> + 1);
+// Buffers in shared memory: 0 and 1 hold keys, 2 and 3 values, 4 and 5 queries (later y).
+enum { BUFFERS = 6, LOADERS = 4, VALUES_IN = 2, QUERIES_IN = 4 };
+template <int D> constexpr uint32_t TILE = KEYS * D * 2;
+template <int D> constexpr uint32_t QUERY_TILE = QUERIES_OF<D> * D * 2;
+template <int D> constexpr uint32_t BARRIERS_AT = 4 * TILE<D> + 2 * QUERY_TILE<D>;
+template <int D> constexpr int HOPPER_BYTES = BARRIERS_AT<D> + BUFFERS * 16 + 24 + 1024;
+
+// The number of items that blocks have requested, beyond the first item of each block. A launch
+// makes as many requests as it has items, because each block makes one that fails. The last request
+// sets the number back to 0.
+static __device__ unsigned requests;
 
 #if HOPPER_BODY
+/// An item of work: QUERIES_OF<D> queries, from `first` on, of head b * H + h, and the number of
+/// tiles of keys that they see, at least one.
+typedef struct item { int head, first, tiles; } item;
+
+template <int D>
+__device__ static inline item item_of(const attention_problem &p, const schedule &plan, int n)
+{
+  const int set = n / (plan.tiles * plan.together), rest = n % (plan.tiles * plan.together);
+  const int width = min(plan.together, plan.heads - set * plan.together);
+  const int first = (plan.tiles - 1 - rest / width) * QUERIES_OF<D>;
+  const int last = keys_seen(p, min(first + QUERIES_OF<D>, p.queries) - 1);
+  return {set * plan.together + rest % width, first, max(1, (last + KEYS - 1) / KEYS)};
+}
+
+/// A block's shared memory. Buffer i has the barriers full(i) and empty(i). Its uses are numbered
+/// from 0, and each use is a phase of both barriers.
+template <int D> struct buffers {
+  uint32_t base;
+  unsigned char *memory;   // the same as a pointer
+  __device__ uint32_t at(int i) const
+  { return base + (i < QUERIES_IN ? i * TILE<D> : 4 * TILE<D> + (i - QUERIES_IN) * QUERY_TILE<D>); }
+  __device__ uint32_t full(int i) const { return base + BARRIERS_AT<D> + i * 16; }
+  __device__ uint32_t empty(int i) const { return full(i) + 8; }
+  /// The number of the block's item in a round, and the barrier that announces it.
+  __device__ int *number(int round) const
+  { return (int *)(memory + BARRIERS_AT<D> + BUFFERS * 16) + (round & 1); }
+  __device__ uint32_t announced(int round) const { return full(BUFFERS) + 8 + 8 * (round & 1); }
+  __device__ int await_number(int round) const
+  {
+    barrier_wait(announced(round), round >> 1 & 1);
+    return *number(round);
+  }
+  /// The loading side: waits until the buffer is empty; publishes it after loading.
+  __device__ void claim(int i, int use) const { barrier_wait(empty(i), ~use & 1); }
+  __device__ void publish(int i) const
+  {
+    copy_commit();
+    copy_wait<0>();
+    publish_shared();
+    barrier_arrive(full(i), true);
+  }
+  /// The computing side: waits until the buffer is full; gives it back, once per warp.
+  __device__ void take(int i, int use) const { barrier_wait(full(i), use & 1); }
+  __device__ void give(int i, bool really = true) const
+  { barrier_arrive(empty(i), really && threadIdx.x % 32 == 0); }
+};
+
+/// The work of a loading warp, which fills the buffer of its own number and a quarter of the
+/// queries. Warp 0 also requests the items.
+template <class T, int D>
+__device__ static inline void load_items(const attention_problem &p, const schedule &plan,
+                                         const buffers<D> room, int warp)
+{
+  constexpr int QUARTER = QUERIES_OF<D> / LOADERS;
+  const attention_view &from = warp < 2 ? p.k : p.v;
+  const int items = plan.tiles * plan.heads;
+  int done = 0;   // tiles of earlier items
+  for (int round = 0;; round++) {
+    const int q = QUERIES_IN + (round & 1);
+    room.claim(q, round >> 1);   // so all warps have read the number of round - 2
+    if (warp == 0 && threadIdx.x % 32 == 0) {
+      unsigned n = blockIdx.x;
+      if (round > 0) {
+        n = gridDim.x + atomicAdd(&requests, 1u);
+        if (n == gridDim.x + items - 1) requests = 0;
+      }
+      *room.number(round) = (int)n;
+      barrier_arrive(room.announced(round), true);
+    }
+    const int number = room.await_number(round);
+    if (number >= items) break;
+    const item x = item_of<D>(p, plan, number);
+    const int b = x.head / p.heads, h = x.head % p.heads;
+    load_rows_by_warp<D, QUARTER, QUERIES_OF<D>>(room.at(q) + warp * QUARTER * 128,
+                                                 row_of<T>(p.q, b, 0, h), p.q.time,
+                                                 x.first + warp * QUARTER, p.queries);
+    room.publish(q);
+    for (int n = (done ^ warp) & 1; n < x.tiles; n += 2) {
+      room.claim(warp, (done + n) >> 1);
+      load_rows_by_warp<D, KEYS, KEYS>(room.at(warp), row_of<T>(from, b, 0, h / p.shared),
+                                       from.time, n * KEYS, p.keys);
+      room.publish(warp);
+    }
+    done += x.tiles;
+  }
+}
+
 /// Running softmax state of a thread's two rows: the largest score, the sum of e (exponentials
 /// times 2^RAISE) and, for entropies, the sum of e * log2(e / 2^RAISE).
 typedef struct running { float top[2], sum[2], weighted[2]; } running;
@@ -56,120 +160,15 @@ __device__ static inline void weigh(float (&s)[N], running *r, float (&keep)[2],
     r->sum[half] = fmaf(r->sum[half], keep[half], part);
   }
 }
-#endif
 
+/// Divides a warp's rows of y by the sums and stores them, lse and entropy, using the shared memory
+/// `tile`. Returns the rows to recompute, as store_rows does.
 template <class T, int D, bool ENTROPY>
-__global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
-  hopper_tiles(const __grid_constant__ attention_problem p, const schedule plan, const int stored)
+__device__ static inline uint32_t finish_rows(const float (&y)[D / 2], const running &r,
+                                              const attention_problem &p, int b, int h, int own,
+                                              unsigned char *tile, int stored)
 {
-#if HOPPER_BODY
-  extern __shared__ __align__(1024) unsigned char room[];
-  constexpr int KEYS = KEYS_OF<D>;
-  constexpr uint32_t TILE = KEYS * D * 2;
-  // The shuffle tells the compiler that `warp` is the same in all lanes. wgmma is not allowed in
-  // branches that may diverge.
-  const int warp = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x >> 5, 0), part = warp >> 2;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-
-  int set = blockIdx.x / (plan.tiles * plan.together),
-      rest = blockIdx.x % (plan.tiles * plan.together);
-  int width = min(plan.together, plan.heads - set * plan.together);
-  int pair = set * plan.together + rest % width, b = pair / p.heads, h = pair % p.heads,
-      group = h / p.shared;
-  // the first query of the block, of the warpgroup and of the warp
-  int t0 = (plan.tiles - 1 - rest / width) * ROWS, first = t0 + part * 64, own = t0 + warp * 16;
-
-  const T *k = row_of<T>(p.k, b, 0, group), *v = row_of<T>(p.v, b, 0, group);
-  const int last = keys_seen(p, min(t0 + ROWS, p.queries) - 1), all_see = keys_seen(p, first);
-  // The block processes `tiles` tiles of keys and the warpgroup `own_tiles`, at least one each,
-  // even if all keys are hidden.
-  const int tiles = max(1, (last + KEYS - 1) / KEYS),
-            own_last = first < p.queries ? keys_seen(p, min(first + 64, p.queries) - 1) : 0;
-  const int own_tiles = max(1, (own_last + KEYS - 1) / KEYS);
-  const uint32_t shared = (shared_address(room) + 1023) & ~1023u;
-  const uint32_t q_tile = shared, k_tiles = shared + ROWS * D * 2, v_tiles = k_tiles + 2 * TILE;
-  const float scale = (float)(p.factor * LOG2_E);
-
-  // Two groups of copies: the tiles that the first scores need, then the other tiles of round 0.
-  load_rows<D, ROWS>(q_tile, row_of<T>(p.q, b, 0, h), p.q.time, t0, p.queries);
-  load_rows<D, KEYS>(k_tiles, k, p.k.time, 0, p.keys);
-  copy_commit();
-  if (tiles > 1) load_rows<D, KEYS>(k_tiles + TILE, k, p.k.time, KEYS, p.keys);
-  load_rows<D, KEYS>(v_tiles, v, p.v.time, 0, p.keys);
-  copy_commit();
-
-  float y[D / 2], s[KEYS / 2], keep[2];
-  uint32_t weights[KEYS / 16][4];
-  running r = {{-INFINITY, -INFINITY}, {0, 0}, {0, 0}};
-#pragma unroll
-  for (int i = 0; i < D / 2; i++) y[i] = 0;
-#pragma unroll
-  for (int i = 0; i < KEYS / 16; i++)
-    weights[i][0] = weights[i][1] = weights[i][2] = weights[i][3] = 0;
-
-  copy_wait<1>();
-  publish_shared();
-  __syncthreads();
-  const uint32_t own_q = q_tile + part * 64 * 128;
-  group_begin();
-  start_rows_times_rows<T, D, KEYS>(s, own_q, k_tiles);
-  group_commit();
-  group_wait<0>();
-  settle(s);
-  if (KEYS > all_see) hide_after(s, keys_seen(p, own + g), keys_seen(p, own + g + 8));
-  weigh<T, ENTROPY>(s, &r, keep, scale);
-
-  int n = 0;
-  auto next_tiles = [&] {
-    copy_wait<0>();
-    publish_shared();
-    // key tile n + 1 and value tile n are loaded; all warps are done with keys n and values n - 1
-    __syncthreads();
-    if (n + 2 < tiles)
-      load_rows<D, KEYS>(k_tiles + (n & 1) * TILE, k, p.k.time, (n + 2) * KEYS, p.keys);
-    if (n + 1 < tiles)
-      load_rows<D, KEYS>(v_tiles + ((n + 1) & 1) * TILE, v, p.v.time, (n + 1) * KEYS, p.keys);
-    copy_commit();
-  };
-  // Waits for the previous round's product with values, then rescales y. Each round begins with
-  // this wait, because the compiler moves a wait up as far as the loop allows.
-  auto end_values = [&] {
-    group_wait<0>();
-    settle(y);
-    settle(weights);
-#pragma unroll
-    for (int i = 0; i < D / 2; i++) y[i] *= keep[i >> 1 & 1];
-  };
-  for (; n + 1 < own_tiles; n++) {
-    end_values();
-    next_tiles();
-    round_weights<T>(weights, s);
-    group_begin();
-    start_rows_times_rows<T, D, KEYS>(s, own_q, k_tiles + ((n + 1) & 1) * TILE);
-    group_commit();
-    start_weights_times_rows<T, D, KEYS>(y, weights, v_tiles + (n & 1) * TILE);
-    group_commit();
-    group_wait<1>();
-    settle(s);
-    if ((n + 2) * KEYS > all_see)
-      hide_after(s, keys_seen(p, own + g) - (n + 1) * KEYS,
-                 keys_seen(p, own + g + 8) - (n + 1) * KEYS);
-    weigh<T, ENTROPY>(s, &r, keep, scale);
-  }
-  end_values();
-  next_tiles();
-  round_weights<T>(weights, s);
-  group_begin();
-  start_weights_times_rows<T, D, KEYS>(y, weights, v_tiles + (n & 1) * TILE);
-  group_commit();
-  group_wait<0>();
-  settle(y);
-  settle(weights);
-  // these tiles are hidden from the queries of this warpgroup, but the other warpgroup sees them
-  for (n++; n < tiles; n++) next_tiles();
-  copy_wait<0>();
-  __syncthreads();   // all reads of q are done, so y can take its place
-
   float rows[1][D / 8][4];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -202,13 +201,155 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
                                              log_sum - LN_2 * (entropy / total);
     }
   }
-  uint32_t bad =
-    store_rows<T, D, 1>(rows, room + (shared - shared_address(room)) + warp * 16 * (D * 2),
-                        row_of<T>(p.y, b, 0, h), p.y.time, own, p.queries, stored);
-  __syncwarp();
-  for (; bad; bad &= bad - 1) {
-    int row = own + __ffs(bad) - 1;
-    if (row < p.queries) forward_row<T, float>(p, b, h, row, stored);
+  return store_rows<T, D, 1>(rows, tile, row_of<T>(p.y, b, 0, h), p.y.time, own, p.queries,
+                            stored);
+}
+
+/// The work of a computing warp.
+template <class T, int D, bool ENTROPY>
+__device__ static inline void compute_items(const attention_problem &p, const schedule &plan,
+                                            const buffers<D> room, int warp, int stored)
+{
+  static_assert(D == 64 || QUERIES_OF<D> == ROWS, "the distance between tiles of 64 columns");
+  const int part = warp >> 2, g = (threadIdx.x & 31) >> 2;
+  const float scale = (float)(p.factor * LOG2_E);
+  // A warpgroup waits for its turn before it starts a tile's products, and then passes the turn to
+  // the next warpgroup. So that all take as many turns, each takes one for every tile of an item
+  // but the first, also for tiles that are hidden from its queries.
+  auto await_turn = [&] { group_meet(1 + part, 256); };
+  auto pass_turn = [&] { group_pass(1 + (part + 1) % COMPUTING<D>, 256); };
+  if (part == COMPUTING<D> - 1) pass_turn();
+
+  int n = 0;   // tiles so far; tile n is use n >> 1 of the buffers n & 1 and VALUES_IN + (n & 1)
+  for (int round = 0;; round++) {
+    const int number = room.await_number(round);
+    if (number >= plan.tiles * plan.heads) break;
+    const item x = item_of<D>(p, plan, number);
+    // the first query of the warpgroup and of the warp
+    const int first = x.first + part * 64, own = x.first + warp * 16;
+    const int own_last = first < p.queries ? keys_seen(p, min(first + 64, p.queries) - 1) : 0;
+    const int start = n, end = n + x.tiles, own_end = n + max(1, (own_last + KEYS - 1) / KEYS),
+              hidden = n + keys_seen(p, first) / KEYS;   // the first tile with hidden keys
+    const int q = QUERIES_IN + (round & 1);
+    const uint32_t own_q = room.at(q) + part * 64 * 128;
+    auto take_keys = [&](int n) { room.take(n & 1, n >> 1); };
+    auto take_values = [&](int n) { room.take(VALUES_IN + (n & 1), n >> 1); };
+
+    float y[D / 2], s[KEYS / 2], keep[2];
+    uint32_t weights[KEYS / 16][4];
+    running r = {{-INFINITY, -INFINITY}, {0, 0}, {0, 0}};
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) y[i] = 0;
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; i++)
+      weights[i][0] = weights[i][1] = weights[i][2] = weights[i][3] = 0;
+
+    room.take(q, round >> 1);
+    take_keys(n);
+    group_begin();
+    start_rows_times_rows<T, D, KEYS>(s, own_q, room.at(n & 1));
+    group_commit();
+    group_wait<0>();
+    settle(s);
+    room.give(n & 1);
+    if (n >= hidden) hide_after(s, keys_seen(p, own + g), keys_seen(p, own + g + 8));
+    weigh<T, ENTROPY>(s, &r, keep, scale);
+
+    // Waits for the previous tile's product with values, then rescales y. Each round of the loop
+    // begins with this wait, because the compiler moves a wait up as far as the loop allows.
+    auto end_values = [&] {
+      group_wait<0>();
+      settle(y);
+      settle(weights);
+      room.give(VALUES_IN + (~n & 1), n > start);
+#pragma unroll
+      for (int i = 0; i < D / 2; i++) y[i] *= keep[i >> 1 & 1];
+    };
+    for (; n + 1 < own_end; n++) {
+      end_values();
+      round_weights<T>(weights, s);
+      take_keys(n + 1);
+      take_values(n);
+      await_turn();
+      group_begin();
+      start_rows_times_rows<T, D, KEYS>(s, own_q, room.at(~n & 1));
+      group_commit();
+      start_weights_times_rows<T, D, KEYS>(y, weights, room.at(VALUES_IN + (n & 1)));
+      group_commit();
+      pass_turn();
+      group_wait<1>();
+      settle(s);
+      room.give(~n & 1);
+      const int key = (n + 1 - start) * KEYS;
+      if (n + 1 >= hidden)
+        hide_after(s, keys_seen(p, own + g) - key, keys_seen(p, own + g + 8) - key);
+      weigh<T, ENTROPY>(s, &r, keep, scale);
+    }
+    end_values();
+    round_weights<T>(weights, s);
+    take_values(n);
+    group_begin();
+    start_weights_times_rows<T, D, KEYS>(y, weights, room.at(VALUES_IN + (n & 1)));
+    group_commit();
+    group_wait<0>();
+    settle(y);
+    settle(weights);
+    room.give(VALUES_IN + (n & 1));
+    // these tiles are hidden from the queries of this warpgroup, but other warpgroups see them
+    for (n++; n < end; n++) {
+      await_turn();
+      pass_turn();
+      take_keys(n);
+      room.give(n & 1);
+      take_values(n);
+      room.give(VALUES_IN + (n & 1));
+    }
+
+    // The warpgroup is done with its rows of q, so y can take their place: 64 rows in each tile of
+    // 64 columns, divided between the four warps.
+    group_meet(1 + COMPUTING<D> + part, 128);
+    const int bytes = warp % 4 * 16 * D * 2,
+              place = bytes / (64 * 128) * (QUERIES_OF<D> * 128) + bytes % (64 * 128);
+    const int b = x.head / p.heads, h = x.head % p.heads;
+    uint32_t bad = finish_rows<T, D, ENTROPY>(y, r, p, b, h, own,
+                                              room.memory + (own_q - room.base) + place, stored);
+    __syncwarp();
+    room.give(q);
+    for (; bad; bad &= bad - 1) {
+      int row = own + __ffs(bad) - 1;
+      if (row < p.queries) forward_row<T, float>(p, b, h, row, stored);
+    }
+  }
+  if (part == 0) await_turn();   // the turn that was passed last
+}
+#endif
+
+template <class T, int D, bool ENTROPY>
+__global__ void __launch_bounds__(THREADS_OF<D>, 1)
+  hopper_tiles(const __grid_constant__ attention_problem p, const schedule plan, const int stored)
+{
+#if HOPPER_BODY
+  extern __shared__ __align__(1024) unsigned char memory[];
+  // The shuffle tells the compiler that `warp` is the same in all lanes. wgmma is not allowed in
+  // branches that may diverge.
+  const int warp = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x >> 5, 0);
+  const uint32_t start = shared_address(memory);
+  const uint32_t base = (start + 1023) & ~1023u;
+  const buffers<D> room = {base, memory + (base - start)};
+  if (threadIdx.x == 0)
+    for (int i = 0; i < BUFFERS; i++) {
+      barrier_init(room.full(i), i < QUERIES_IN ? 32 : 32 * LOADERS);
+      barrier_init(room.empty(i), 4 * COMPUTING<D>);
+    }
+  if (threadIdx.x < 2) barrier_init(room.announced(threadIdx.x), 1);
+  __syncthreads();
+  // the registers of a multiprocessor, divided between the two kinds of warpgroups
+  if (warp >= 4 * COMPUTING<D>) {
+    fewer_registers<D == 64 ? 32 : 40>();
+    load_items<T, D>(p, plan, room, warp - 4 * COMPUTING<D>);
+  } else {
+    more_registers<D == 64 ? 160 : 232>();
+    compute_items<T, D, ENTROPY>(p, plan, room, warp, stored);
   }
 #else
   __trap();   // reached only in a build for sm_90 instead of sm_90a
@@ -221,9 +362,10 @@ template <class T, int D> static eng_status forward(const attention_problem *p, 
   CUDA_TRY(
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, HOPPER_BYTES<D>));
   schedule plan;
-  ENG_TRY(schedule_of(&plan, p, ROWS, D));
-  kernel<<<(unsigned)(plan.tiles * plan.heads), BLOCK, HOPPER_BYTES<D>, cuda_stream()>>>(
-    *p, plan, stored);
+  ENG_TRY(schedule_of(&plan, p, QUERIES_OF<D>, D));
+  const int items = plan.tiles * plan.heads, most = cuda_multiprocessors();
+  kernel<<<(unsigned)(items < most ? items : most), THREADS_OF<D>, HOPPER_BYTES<D>,
+           cuda_stream()>>>(*p, plan, stored);
   CUDA_LAUNCHED("attention");
   return ENG_OK;
 }

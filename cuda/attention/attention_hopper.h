@@ -1,5 +1,5 @@
-// Shared by the attention kernels for Hopper: blocks of two warpgroups with 64 rows each, tiles of
-// 64 columns.
+// Shared by the attention kernels for Hopper: warpgroups with 64 rows each (two per block in the
+// backward pass), tiles of 64 columns.
 #pragma once
 
 #include "attention_tiles.h"
@@ -34,6 +34,24 @@ __device__ static inline void load_rows(uint32_t tile, const T *head, int64_t st
     copy16(tile + i * (STEP * 128), column + (i * STEP < there ? at : 0), i * STEP < there);
 }
 
+/// Loads the same with one warp, into tiles of TALL rows.
+template <int D, int N, int TALL, class T>
+__device__ static inline void load_rows_by_warp(uint32_t tile, const T *head, int64_t stride,
+                                                int first, int limit)
+{
+  // The warp loads four rows of a tile at a time, so the swizzle alternates between two orders.
+  const int row = threadIdx.x / 8 % 4, piece = threadIdx.x % 8, there = limit - first - row;
+  const T *from = head + (first + row) * stride + piece * 8;
+  const uint32_t to[2] = {tile + row * 128 + (piece ^ row) * 16,
+                          tile + row * 128 + (piece ^ row ^ 4) * 16};
+#pragma unroll 8
+  for (int i = 0; i < N / 4; i++, from += 4 * stride)
+#pragma unroll
+    for (int c = 0; c < D / 64; c++)
+      copy16(to[i & 1] + i * 512 + c * (TALL * 128), 4 * i < there ? from + c * 64 : head,
+             4 * i < there);
+}
+
 /// Starts c [64 x N] = a b^T. `a` is the address of 64 rows in tiles of ROWS rows, `b` the address
 /// of tiles of N rows.
 template <class T, int D, int N>
@@ -41,8 +59,8 @@ __device__ static inline void start_rows_times_rows(float (&c)[N / 2], uint32_t 
 {
 #pragma unroll
   for (int i = 0; i < D / 16; i++)
-    rows_times_rows(c, tile_descriptor(a + i / 4 * (ROWS * 128) + i % 4 * 32, 16),
-                    tile_descriptor(b + i / 4 * (N * 128) + i % 4 * 32, 16), i > 0, T());
+    rows_times_rows(c, tile_descriptor(a, 16, i / 4 * (ROWS * 128) + i % 4 * 32),
+                    tile_descriptor(b, 16, i / 4 * (N * 128) + i % 4 * 32), i > 0, T());
 }
 
 /// Starts c [64 x D] += weights [64 x N] times a matrix [N x D]. `rows` is the address of the tiles
@@ -54,7 +72,7 @@ __device__ static inline void start_weights_times_rows(float (&c)[D / 2],
 {
 #pragma unroll
   for (int i = 0; i < N / 16; i++)
-    weights_times_rows(c, weights[i], tile_descriptor(rows + i * 2048, N * 128), T());
+    weights_times_rows(c, weights[i], tile_descriptor(rows, N * 128, i * 2048), T());
 }
 
 /// Rounds a product's result to T, in the register layout of the next product's operand.
