@@ -13,8 +13,7 @@ lanes_kernel<doubles<[12]> >                 # max and min of f64
 warp_row_kernel<32>                          # topk: two words, once a row
 pool(_grad)?_kernel<                         # bounds of windows: 64-bit divisions, which are calls
 (repair|finish_weights)                      # conv2d: results that are NaN, one by one
-quantize_in_registers<.*, true, false>       # mx_quantize: random words; a few registers a tile
-quantize_in_registers<bf16_t, 2, false, true>   # four over six into codes; a few registers a tile
+quantize_in_registers<.*, (true, false|false, true)>   # a few registers for 64 elements a thread
 '
 
 [ $# -gt 0 ] && [ -e "$1" ] || {
