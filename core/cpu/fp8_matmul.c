@@ -61,7 +61,7 @@ typedef struct product {
   int64_t  m, n, k, stretch, promotion;
   int      model;
   bool     pairs;                    // the fp32 model multiplies pairs of bf16
-  bool     b_first;                  // sums are multiplied by scale_b before scale_a
+  fp8_order order;                   // of the multiplications by scale_a and scale_b
   float   *scale_a, *scale_b;        // [stretches][m], [stretches][n rounded up to whole panels]
   int64_t  scale_a_row, scale_b_row;
 } product;
@@ -449,8 +449,9 @@ static void promote(const product *g, const run *r, int64_t i0, int64_t rows, in
       if (!r->ends_stretch) continue;
       vf one = vf_set1(scale_a[i]), other = vf_load(scale_b + v),
          before = r->stretch ? vf_load(total + at) : vf_zero();
-      vf_store(total + at, g->b_first ? fused(vf_mul(x, other), one, before)
-                                      : fused(vf_mul(x, one), other, before));
+      vf_store(total + at, g->order == FP8_TOGETHER  ? fused(x, vf_mul(one, other), before)
+                           : g->order == FP8_A_FIRST ? fused(vf_mul(x, one), other, before)
+                                                     : fused(vf_mul(x, other), one, before));
     }
 }
 
@@ -616,7 +617,7 @@ static void exact_panel(const product *g, int64_t j0, float *values, float *row)
         for (int j = 0; j < PANEL; j++) sum[j] += (double)(row[at] * values[at * PANEL + j]);
       for (int j = 0; j < PANEL; j++) {
         double other = (double)g->scale_b[s * g->scale_b_row + j0 + j];
-        total[j] += g->b_first ? sum[j] * other * one : sum[j] * one * other;
+        total[j] += sum[j] * one * other;
       }
     }
     for (int64_t j = 0; j < columns; j++) {
@@ -682,7 +683,8 @@ static eng_status fp8_matmul(const op_call *call)
   }
   g.stretch = smaller(g.k, smaller(ta ? g.a.at.row_block : g.a.at.inner_block,
                                    tb ? g.b.at.inner_block : g.b.at.row_block));
-  g.b_first = (tb ? b_rows : b_columns) == 1 && (ta ? a_columns : a_rows) != 1;
+  g.order = fp8_scale_order(ta ? a_columns : a_rows, ta ? a_rows : a_columns,
+                            tb ? b_rows : b_columns, tb ? b_columns : b_rows);
   int64_t stretches = ceiling(g.k, g.stretch);
   g.scale_a_row = g.m;
   g.scale_b_row = ceiling(g.n, PANEL) * PANEL;

@@ -209,7 +209,8 @@ eng_status reference_fp8_matmul(const op_call *call)
   int64_t along_a = ta ? a.at.row_block : a.at.inner_block,
           along_b = tb ? b.at.inner_block : b.at.row_block;
   int64_t stretch = along_a < along_b ? along_a : along_b;
-  bool b_first = (tb ? b_rows : b_columns) == 1 && (ta ? a_columns : a_rows) != 1;
+  fp8_order order = fp8_scale_order(ta ? a_columns : a_rows, ta ? a_rows : a_columns,
+                                    tb ? b_rows : b_columns, tb ? b_columns : b_rows);
   int model = (int)call->fp8_matmul.accumulator;
   int64_t promotion = call->fp8_matmul.promotion ? call->fp8_matmul.promotion : INT64_MAX / 2;
   for (int64_t i = 0; i < m; i++)
@@ -218,15 +219,14 @@ eng_status reference_fp8_matmul(const op_call *call)
       double exact = 0;
       for (int64_t k0 = 0; k0 < k; k0 += stretch) {
         int64_t end = k0 + stretch < k ? k0 + stretch : k;
-        float sum = 0, first = scale_at(b_first ? &b : &a, b_first ? j : i, k0),
-              second = scale_at(b_first ? &a : &b, b_first ? i : j, k0);
+        float sum = 0, one = scale_at(&a, i, k0), other = scale_at(&b, j, k0);
         for (int64_t at = k0; at < end; at += promotion) {
           double part =
             accumulate(&a, &b, model, i, j, at, end - at < promotion ? end - at : promotion);
-          if (model == ENG_ACCUMULATE_EXACT) exact += part * (double)first * (double)second;
+          if (model == ENG_ACCUMULATE_EXACT) exact += part * (double)one * (double)other;
           else sum += (float)part;
         }
-        total = fmaf(sum * first, second, total);
+        total = fp8_add_scaled(order, sum, one, other, total);
       }
       int64_t place = i * y->stride[0] + j * y->stride[1];
       double addend = bias ? load_at(bias, j * bias->stride[0]) : 0;

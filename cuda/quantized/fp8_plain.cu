@@ -29,7 +29,8 @@ struct operand {
 struct product {
   operand a, b;
   int64_t m, n, k, stretch, promotion;    // stretch: adjacent steps of K that share scales
-  bool    b_first, adds;
+  fp8_order order;
+  bool    adds;
   void   *y;
   int     y_dtype, bias_dtype;
   int64_t y_row, y_column, bias_stride;
@@ -72,7 +73,6 @@ __global__ void __launch_bounds__(SIDE *SIDE) multiply(const __grid_constant__ p
         scale_a = scale_of(p.a, i, k0);
         scale_b = scale_of(p.b, j, k0);
       }
-      const float first = p.b_first ? scale_b : scale_a, second = p.b_first ? scale_a : scale_b;
       for (int64_t at = k0; at < end; at += p.promotion) {
         const int64_t stop = end - at < p.promotion ? end : at + p.promotion;
         float part = 0;
@@ -100,10 +100,10 @@ __global__ void __launch_bounds__(SIDE *SIDE) multiply(const __grid_constant__ p
             }
           }
         }
-        if (MODEL == ENG_ACCUMULATE_EXACT) exact += wide * (double)first * (double)second;
+        if (MODEL == ENG_ACCUMULATE_EXACT) exact += wide * (double)scale_a * (double)scale_b;
         else sum += part;
       }
-      total = fmaf(sum * first, second, total);
+      total = fp8_add_scaled(p.order, sum, scale_a, scale_b, total);
     }
     if (!inside) continue;
     const int64_t place = i * p.y_row + j * p.y_column;
@@ -157,7 +157,8 @@ extern "C" eng_status fp8_plain(const op_call *call)
   p.k = call->in[0]->shape[ta ? 0 : 1];
   p.stretch = p.a.k_block < p.b.k_block ? p.a.k_block : p.b.k_block;
   p.promotion = call->fp8_matmul.promotion ? call->fp8_matmul.promotion : INT64_MAX / 2;
-  p.b_first = (tb ? b_rows : b_columns) == 1 && (ta ? a_columns : a_rows) != 1;
+  p.order = fp8_scale_order(ta ? a_columns : a_rows, ta ? a_rows : a_columns,
+                            tb ? b_rows : b_columns, tb ? b_columns : b_rows);
   p.adds = call->fp8_matmul.add != 0;
   p.y = y->data;
   p.y_dtype = y->dtype;

@@ -20,8 +20,6 @@
 --   card      on a card in f16 and bf16: replaces eps, in the format's own units instead of 2^-24,
 --             for kernels that round intermediate values for the matrix units
 --   pairs     in bf16, `card` also applies on a processor that multiplies pairs of bf16
---   card_ulp  on a card: units in the last place allowed in any format, if the card's library
---             multiplies two factors in another order
 --   fails     the reference and the kernels raise an error that matches this pattern
 --   note      a text that error messages include
 local v = require "spec.cpu.kernels.values"
@@ -198,7 +196,6 @@ local function first_difference(call, output, dtype, expected, actual, n, bound,
   local low = dtype == "f16" or dtype == "bf16"
   local ulps = call.ulp or 0
   if low then ulps = call.ulp_low or math.min(ulps, 1) end
-  if M.CARD then ulps = math.max(ulps, call.card_ulp or 0) end
   local eps = bound and (call.eps or 0) * 2 ^ -24 or 0
   local rounds = M.CARD and low or call.pairs and dtype == "bf16" and set == PAIRS
   if bound and rounds and call.card then eps = call.card * 2 ^ -(format.digits + 1) end

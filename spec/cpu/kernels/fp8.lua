@@ -257,7 +257,7 @@ generators.fp8_matmul = function(try)
         try { inputs = { a, sa, b, sb, bias },
               ints = { ta and 1 or 0, tb and 1 or 0, block_a[1], block_a[2], block_b[1], block_b[2],
                 engine.dtype[out] + 1, model,
-                ({ 0, 128, 32, 512 })[n % 4 + 1] }, card_ulp = model == 2 and 2 or 0 }
+                ({ 0, 128, 32, 512 })[n % 4 + 1] } }
       end
     end
   end
