@@ -122,4 +122,5 @@ def main():
         print(" ".join(seconds), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()
