@@ -27,7 +27,7 @@ template <int D> constexpr int KEY_STEP = D <= 64 ? 32 : 64;
 template <int D> constexpr int KEYS_STAGED = D <= 64 ? 64 : 32;
 // In blocks that own queries: number of 16-query tiles per warp, and number of keys whose scores
 // are in registers at a time
-enum { QUERY_MT = 2, QUERY_STEP = 32 };
+enum { QUERY_MT = 2, QUERY_STEP = 32, QUERY_ROWS = WARPS * 16 * QUERY_MT };
 
 // ---- delta
 
@@ -92,10 +92,12 @@ constexpr int KEY_BYTES = (2 * KEY_ROWS<D> + 4 * QUERIES) * D * 2 + 4 * QUERIES 
 
 /// Batch, key head and first key of a block. Blocks with the most queries go first.
 struct keys_place { int b, group, first; };
-template <int D> __device__ static inline keys_place keys_of(const attention_problem &p, int block)
+template <int D>
+__device__ static inline keys_place keys_of(const attention_problem &p, const backward_room &r,
+                                            int block)
 {
-  const int pairs = p.batch * p.groups, pair = block % pairs;
-  return {pair / p.groups, pair % p.groups, block / pairs * KEY_ROWS<D>};
+  const scheduled at = scheduled_at(r.keys, block);
+  return {at.head / p.groups, at.head % p.groups, at.tile * KEY_ROWS<D>};
 }
 
 template <class T, int D>
@@ -107,7 +109,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr int MT = KEY_MT<D>, ROWS = KEY_ROWS<D>, STEP = KEY_STEP<D>;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const keys_place of = keys_of<D>(p, blockIdx.x);
+  const keys_place of = keys_of<D>(p, r, blockIdx.x);
   const uint32_t shared = shared_address(room);
   constexpr uint32_t TILE = QUERIES * D * 2, KEEP = ROWS * D * 2;
   const uint32_t staged = shared + 2 * KEEP;                               // two stages of q and dy
@@ -221,7 +223,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   copy_wait<0>();
   __syncthreads();
 
-  const keys_place to = keys_of<D>(p, opaque((int)blockIdx.x));
+  const keys_place to = keys_of<D>(p, r, opaque((int)blockIdx.x));
   const int own = to.first + warp * 16 * MT;
   const float lift = lift_of<T>(r, (int64_t)to.b * p.groups + to.group);
   const float k_factor = (float)p.factor / lift, v_factor = exp2f((float)-RAISE<T>);
@@ -252,15 +254,15 @@ __global__ void __launch_bounds__(THREADS, 2)
 // ---- dq
 
 template <int D>
-constexpr int QUERY_BYTES = (2 * WARPS * 16 * QUERY_MT + 4 * KEYS_STAGED<D>) * D * 2;
+constexpr int QUERY_BYTES = (2 * QUERY_ROWS + 4 * KEYS_STAGED<D>) * D * 2;
 
 /// Batch, head and first query of a block. Blocks with the most keys go first.
 struct queries_place { int b, h, first; };
-__device__ static inline queries_place queries_of(const attention_problem &p, int block, int blocks)
+__device__ static inline queries_place queries_of(const attention_problem &p,
+                                                  const backward_room &r, int block)
 {
-  const int pairs = p.batch * p.heads, pair = block % pairs;
-  return {pair / p.heads, pair % p.heads,
-          (blocks / pairs - 1 - block / pairs) * (WARPS * 16 * QUERY_MT)};
+  const scheduled at = scheduled_at(r.queries, block);
+  return {at.head / p.heads, at.head % p.heads, (r.queries.tiles - 1 - at.tile) * QUERY_ROWS};
 }
 
 template <class T, int D>
@@ -270,9 +272,9 @@ __global__ void __launch_bounds__(THREADS, 2)
 {
   if constexpr (NOT_HERE<D>) return;
   extern __shared__ __align__(1024) unsigned char room[];
-  constexpr int MT = QUERY_MT, ROWS = WARPS * 16 * MT, KEYS = KEYS_STAGED<D>, STEP = QUERY_STEP;
+  constexpr int MT = QUERY_MT, ROWS = QUERY_ROWS, KEYS = KEYS_STAGED<D>, STEP = QUERY_STEP;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const queries_place of = queries_of(p, blockIdx.x, gridDim.x);
+  const queries_place of = queries_of(p, r, blockIdx.x);
   const int group = of.h / p.shared;
   const uint32_t shared = shared_address(room);
   constexpr uint32_t TILE = KEYS * D * 2, KEEP = ROWS * D * 2;
@@ -356,7 +358,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   copy_wait<0>();
   __syncthreads();
 
-  const queries_place to = queries_of(p, opaque((int)blockIdx.x), gridDim.x);
+  const queries_place to = queries_of(p, r, opaque((int)blockIdx.x));
   const int own = to.first + warp * 16 * MT;
   const float factor = (float)p.factor / lift_of<T>(r, (int64_t)to.b * p.groups + to.h / p.shared);
 #pragma unroll
@@ -378,40 +380,40 @@ __global__ void __launch_bounds__(THREADS, 2)
 // ---- launching
 
 template <class T, int D>
-static eng_status launch(const attention_problem *p, const backward_room *r, int dtype, int stored)
+static eng_status launch(const attention_problem *p, backward_room *r, int dtype, int stored)
 {
-  int64_t q_tiles = (p->queries + WARPS * 16 * QUERY_MT - 1) / (WARPS * 16 * QUERY_MT),
-          k_tiles = (p->keys + KEY_ROWS<D> - 1) / KEY_ROWS<D>;
-  int64_t heads = (int64_t)p->batch * p->heads, pairs = (int64_t)p->batch * p->groups;
-  int64_t delta_blocks = r->line / QUERIES * heads;
+  int64_t delta_blocks = r->line / QUERIES * p->batch * p->heads;
   ENG_TRY(check_blocks(delta_blocks, "attention_grad"));
-  ENG_TRY(check_blocks(k_tiles * pairs, "attention_grad"));
+  ENG_TRY(schedule_backward(r, p, KEY_ROWS<D>, QUERY_ROWS, D));
+  const int k_blocks = r->keys.tiles * r->keys.heads,
+            q_blocks = r->queries.tiles * r->queries.heads;
   if (r->largest)
-    CUDA_TRY(cudaMemsetAsync(r->largest, 0, (size_t)pairs * sizeof(uint32_t), cuda_stream()));
+    CUDA_TRY(cudaMemsetAsync(r->largest, 0, (size_t)r->keys.heads * sizeof(uint32_t),
+                             cuda_stream()));
   if (delta_blocks > 0) {
     attention_delta<T, D><<<(unsigned)delta_blocks, THREADS, 0, cuda_stream()>>>(*p, *r);
     CUDA_LAUNCHED("attention_grad");
   }
   if (cuda_capability() == 90 && D % 64 == 0) return attention_hopper_backward(p, r, dtype, stored);
-  if (k_tiles > 0 && (p->dk.data || p->dv.data)) {
+  if (k_blocks > 0 && (p->dk.data || p->dv.data)) {
     CUDA_TRY(cudaFuncSetAttribute(attention_grad_keys<T, D>,
                                   cudaFuncAttributeMaxDynamicSharedMemorySize, KEY_BYTES<D>));
     attention_grad_keys<T, D>
-      <<<(unsigned)(k_tiles * pairs), THREADS, KEY_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
+      <<<k_blocks, THREADS, KEY_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
     CUDA_LAUNCHED("attention_grad");
   }
-  if (p->dq.data && delta_blocks > 0) {
+  if (p->dq.data && q_blocks > 0) {
     CUDA_TRY(cudaFuncSetAttribute(attention_grad_queries<T, D>,
                                   cudaFuncAttributeMaxDynamicSharedMemorySize, QUERY_BYTES<D>));
     attention_grad_queries<T, D>
-      <<<(unsigned)(q_tiles * heads), THREADS, QUERY_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
+      <<<q_blocks, THREADS, QUERY_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
     CUDA_LAUNCHED("attention_grad");
   }
   return ENG_OK;
 }
 
 template <class T>
-static eng_status launch_wide(const attention_problem *p, const backward_room *r, int dtype,
+static eng_status launch_wide(const attention_problem *p, backward_room *r, int dtype,
                               int stored)
 {
   switch (p->width) {
@@ -432,7 +434,8 @@ eng_status attention_backward(const attention_problem *call, int dtype, int stor
   if (!room) return ENG_ERR_MEMORY;
   p.delta = room + floats;
   p.delta_line = line;
-  backward_room r = {room, dtype == ENG_f16 ? (uint32_t *)(room + 2 * floats) : NULL, line};
+  uint32_t *largest = dtype == ENG_f16 ? (uint32_t *)(room + 2 * floats) : NULL;
+  backward_room r = {room, largest, line, {}, {}};
   eng_status status = dtype == ENG_f16 ? launch_wide<f16_t>(&p, &r, dtype, stored) :
                                          launch_wide<bf16_t>(&p, &r, dtype, stored);
   scratch_give(room, bytes);

@@ -20,10 +20,8 @@ struct block_place { int b, h, first; };
 template <int ROWS>
 __device__ static inline block_place place_of(int block, const schedule &plan, int heads)
 {
-  int set = block / (plan.tiles * plan.together), rest = block % (plan.tiles * plan.together);
-  int width = min(plan.together, plan.heads - set * plan.together);
-  int pair = set * plan.together + rest % width;
-  return {pair / heads, pair % heads, (plan.tiles - 1 - rest / width) * ROWS};
+  const scheduled at = scheduled_at(plan, block);
+  return {at.head / heads, at.head % heads, (plan.tiles - 1 - at.tile) * ROWS};
 }
 
 template <int D, bool ENTROPY>

@@ -38,11 +38,10 @@ typedef struct item { int head, first, tiles; } item;
 template <int D>
 __device__ static inline item item_of(const attention_problem &p, const schedule &plan, int n)
 {
-  const int set = n / (plan.tiles * plan.together), rest = n % (plan.tiles * plan.together);
-  const int width = min(plan.together, plan.heads - set * plan.together);
-  const int first = (plan.tiles - 1 - rest / width) * QUERIES_OF<D>;
+  const scheduled at = scheduled_at(plan, n);
+  const int first = (plan.tiles - 1 - at.tile) * QUERIES_OF<D>;   // most keys first
   const int last = keys_seen(p, min(first + QUERIES_OF<D>, p.queries) - 1);
-  return {set * plan.together + rest % width, first, max(1, (last + KEYS - 1) / KEYS)};
+  return {at.head, first, max(1, (last + KEYS - 1) / KEYS)};
 }
 
 /// A block's shared memory. Buffer i has the barriers full(i) and empty(i). Its uses are numbered

@@ -31,14 +31,14 @@ __device__ static inline uint32_t store_scaled(const float (&c)[D / 2], float fa
 template <class T, int D>
 __global__ void __launch_bounds__(BLOCK, 1)
   hopper_grad_keys(const __grid_constant__ attention_problem p, const backward_room r,
-                   const schedule plan, const int stored)
+                   const int stored)
 {
 #if HOPPER_BODY
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr uint32_t TILE = QUERIES * D * 2, KEEP = ROWS * D * 2;
   const int warp = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x >> 5, 0), part = warp >> 2;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const scheduled at = scheduled_at(plan, blockIdx.x);
+  const scheduled at = scheduled_at(r.keys, blockIdx.x);
   const int pair = at.head, b = pair / p.groups, group = pair % p.groups;
   // blocks whose keys are seen by the most queries go first
   const int key0 = at.tile * ROWS, own = key0 + warp * 16;
@@ -183,16 +183,17 @@ __global__ void __launch_bounds__(BLOCK, 1)
 template <class T, int D>
 __global__ void __launch_bounds__(BLOCK, D == 64 ? 2 : 1)
   hopper_grad_queries(const __grid_constant__ attention_problem p, const backward_room r,
-                      const schedule plan, const int stored)
+                      const int stored)
 {
 #if HOPPER_BODY
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr uint32_t TILE = KEYS * D * 2, KEEP = ROWS * D * 2;
   const int warp = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x >> 5, 0), part = warp >> 2;
   const int lane = threadIdx.x & 31, g = lane >> 2;
-  const scheduled at = scheduled_at(plan, blockIdx.x);
+  const scheduled at = scheduled_at(r.queries, blockIdx.x);
   const int pair = at.head, b = pair / p.heads, h = pair % p.heads, group = h / p.shared;
-  const int t0 = (plan.tiles - 1 - at.tile) * ROWS, first = t0 + part * 64, own = t0 + warp * 16;
+  const int t0 = (r.queries.tiles - 1 - at.tile) * ROWS, first = t0 + part * 64,
+            own = t0 + warp * 16;
 
   const int last = keys_seen(p, min(t0 + ROWS, p.queries) - 1), all_see = keys_seen(p, first);
   const int own_last = first < p.queries ? keys_seen(p, min(first + 64, p.queries) - 1) : 0;
@@ -285,33 +286,29 @@ __global__ void __launch_bounds__(BLOCK, D == 64 ? 2 : 1)
 // ---- launching
 
 template <class T, int D>
-static eng_status launch(const attention_problem *p, const backward_room *r, int stored)
+static eng_status launch(const attention_problem *p, backward_room *r, int stored)
 {
-  schedule keys, queries;
-  // blocks that own keys read the queries and dy of all heads that share the key head
-  ENG_TRY(schedule_heads(&keys, (int64_t)p->batch * p->groups, 1,
-                         ((int64_t)p->keys + ROWS - 1) / ROWS,
-                         4 * (int64_t)p->queries * p->shared * D));
-  ENG_TRY(schedule_of(&queries, p, ROWS, D));
-  const int k_blocks = keys.tiles * keys.heads, q_blocks = queries.tiles * queries.heads;
+  ENG_TRY(schedule_backward(r, p, ROWS, ROWS, D));
+  const int k_blocks = r->keys.tiles * r->keys.heads,
+            q_blocks = r->queries.tiles * r->queries.heads;
   if (k_blocks > 0 && (p->dk.data || p->dv.data)) {
     CUDA_TRY(cudaFuncSetAttribute(hopper_grad_keys<T, D>,
                                   cudaFuncAttributeMaxDynamicSharedMemorySize, BACKWARD_BYTES<D>));
     hopper_grad_keys<T, D>
-      <<<k_blocks, BLOCK, BACKWARD_BYTES<D>, cuda_stream()>>>(*p, *r, keys, stored);
+      <<<k_blocks, BLOCK, BACKWARD_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
     CUDA_LAUNCHED("attention_grad");
   }
   if (q_blocks > 0 && p->dq.data) {
     CUDA_TRY(cudaFuncSetAttribute(hopper_grad_queries<T, D>,
                                   cudaFuncAttributeMaxDynamicSharedMemorySize, BACKWARD_BYTES<D>));
     hopper_grad_queries<T, D>
-      <<<q_blocks, BLOCK, BACKWARD_BYTES<D>, cuda_stream()>>>(*p, *r, queries, stored);
+      <<<q_blocks, BLOCK, BACKWARD_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
     CUDA_LAUNCHED("attention_grad");
   }
   return ENG_OK;
 }
 
-eng_status attention_hopper_backward(const attention_problem *p, const backward_room *r, int dtype,
+eng_status attention_hopper_backward(const attention_problem *p, backward_room *r, int dtype,
                                      int stored)
 {
   if (dtype == ENG_f16)

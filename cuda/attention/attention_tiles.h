@@ -9,7 +9,12 @@
 
 enum { QUERIES = 64 };   // queries at a time, in kernels whose blocks own keys
 
-/// Scratch that the kernels of the backward pass share. shift [B x H x line] is RAISE - lse *
+/// The assignment of heads and tiles of rows to blocks. Heads are processed in sets of `together`.
+/// The rows that all blocks of a set read fit in half the L2 cache. Within a set, a tile of every
+/// head comes before the next tile of any head.
+typedef struct schedule { int32_t tiles, heads, together; } schedule;
+
+/// What the kernels of the backward pass share. shift [B x H x line] is RAISE - lse *
 /// log2(e), so that 2^(score * log2(e) + shift) is a probability times 2^RAISE. For rows that see
 /// no key or do not exist, shift is -inf, which makes the probability 0. largest [B x G] holds the
 /// bits of the largest finite |dy| of the heads that share a key head (NULL for bf16).
@@ -17,10 +22,11 @@ typedef struct backward_room {
   float    *shift;
   uint32_t *largest;
   int64_t   line;      // T rounded up to a multiple of QUERIES
+  schedule  keys, queries;   // of the blocks that own keys (their heads: B x G) and queries
 } backward_room;
 
 /// Computes dk, dv and dq on Hopper for D = 64 and D = 128. delta and shift must be ready.
-eng_status attention_hopper_backward(const attention_problem *p, const backward_room *r, int dtype,
+eng_status attention_hopper_backward(const attention_problem *p, backward_room *r, int dtype,
                                      int stored);
 
 #ifdef __CUDACC__
@@ -55,11 +61,6 @@ template <class T> __device__ static inline float lift_of(const backward_room &r
   return exponent ? __uint_as_float((254 + 4 - exponent) << 23) : 1.0f;
 }
 
-/// The assignment of heads and tiles of rows to blocks. Heads are processed in sets of `together`.
-/// The rows that all blocks of a set read fit in half the L2 cache. Within a set, a tile of every
-/// head comes before the next tile of any head.
-typedef struct schedule { int32_t tiles, heads, together; } schedule;
-
 /// Computes the schedule for `heads` heads of `tiles` tiles. The blocks of a head, and of `shared`
 /// neighbouring heads, read the same head_bytes. Errors: SHAPE.
 static inline eng_status schedule_heads(schedule *plan, int64_t heads, int shared, int64_t tiles,
@@ -81,14 +82,25 @@ static inline eng_status schedule_of(schedule *plan, const attention_problem *p,
                         ((int64_t)p->queries + rows - 1) / rows, 4 * (int64_t)p->keys * width);
 }
 
+/// Computes r->keys, for blocks of key_rows keys, which read queries and dy in common, and
+/// r->queries, for blocks of query_rows queries. Errors: SHAPE.
+static inline eng_status schedule_backward(backward_room *r, const attention_problem *p,
+                                           int key_rows, int query_rows, int width)
+{
+  ENG_TRY(schedule_heads(&r->keys, (int64_t)p->batch * p->groups, 1,
+                         ((int64_t)p->keys + key_rows - 1) / key_rows,
+                         4 * (int64_t)p->queries * p->shared * width));
+  return schedule_of(&r->queries, p, query_rows, width);
+}
+
 #ifdef __CUDACC__
 /// The head (counted over all batches) and the tile of a block.
 struct scheduled { int head, tile; };
 __device__ static inline scheduled scheduled_at(const schedule &plan, int block)
 {
-  const int set = block / (plan.tiles * plan.together), rest = block % (plan.tiles * plan.together),
-            first = set * plan.together, width = min(plan.together, plan.heads - first);
-  return {first + rest % width, rest / width};
+  const unsigned each = plan.tiles * plan.together, first = block / each * plan.together,
+                 width = min(plan.together, plan.heads - (int)first), rest = block % each;
+  return {(int)(first + rest % width), (int)(rest / width)};
 }
 #endif
 
