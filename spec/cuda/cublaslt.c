@@ -5,6 +5,7 @@
 
 #include "runtime/device.h"
 #include "base/fp8_hopper.h"
+#include "base/fp8_layout.h"
 #include "base/mx_blackwell.h"
 
 #include <cublasLt.h>
@@ -397,9 +398,9 @@ static double hopper_sum(const asked *x, int64_t z, int64_t i, int64_t j, int64_
   const int64_t every = x->p.fast ? inner : 128;
   const bool blocks = x->p.mode[0] >= CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F ||
                       x->p.mode[1] >= CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
-  // Real cuBLASLt does not document which scale is multiplied first; here it is as in the formula
-  // (cuda/quantized/fp8_plain.cu), whose factor b is A here.
-  const bool a_first = has_rows(&x->p, 0) && !has_rows(&x->p, 1);
+  // The engine's factors a and b are B and A here.
+  const int64_t along = blocks ? 128 : 0;
+  const fp8_order order = fp8_scale_order(has_rows(&x->p, 1), along, has_rows(&x->p, 0), along);
   float total = 0, sum = 0;
   for (int64_t at = 0; at < inner; at += every) {
     const int64_t end = at + every < inner ? at + every : inner;
@@ -411,7 +412,7 @@ static double hopper_sum(const asked *x, int64_t z, int64_t i, int64_t j, int64_
     if (!blocks && end < inner) continue;
     const float scale_a = scale_of(&x->a, &x->p, 0, i, at),
                 scale_b = scale_of(&x->b, &x->p, 1, j, at);
-    total = fmaf(sum * (a_first ? scale_a : scale_b), a_first ? scale_b : scale_a, total);
+    total = fp8_add_scaled(order, sum, scale_b, scale_a, total);
     sum = 0;
   }
   return total;
