@@ -28,7 +28,7 @@ local cfg = engine.config({
   precision = { "recipe", choices = engine.precision.names() },
   policy = "loss-scaling policy, a name or a file; empty: the precision's default",
   threads = "threads to use; 0: all",
-  mode = { "lagged: the policy decides one step late, and the host never waits for the card",
+  mode = { "lagged: the policy decides one step late, so the host waits for earlier steps only",
     choices = { "sync", "lagged" } },
   graph = "on a card: launch the forward and backward pass as one graph",
   shadow = "policies to run as shadows, separated by commas",

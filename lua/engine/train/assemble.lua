@@ -137,8 +137,8 @@ end
 ---   evaluate                     { data =, every =, batches = }: loss on other data; policies
 ---                                read it as record.signals.evaluation_loss
 ---   mode                         "sync": the host waits for the device, and the policy decides
----                                before the update; "lagged": the host never waits, and the
----                                policy decides one step later (modes.lua)
+---                                before the update; "lagged": the host waits for the step before
+---                                only, and the policy decides one step later (modes.lua)
 ---   graph                        true, on a card: forward and backward are captured once and
 ---                                launched as one graph (captured.lua)
 ---   config                       the script's settings, to be recorded
