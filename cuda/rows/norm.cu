@@ -6,8 +6,7 @@
 // the next row while they compute one. Arithmetic is f32, with the variance about the computed
 // mean. Statistics are recomputed in f64 if the variance is out of f32's range, or if it is so
 // small relative to the mean that rounding of the mean would show in y (as in a constant row). All
-// other calls (f64, x and dy of two formats, longer rows) go through plain loops in f64, at the end
-// of this file.
+// other calls (f64, x and dy of two formats, longer rows) go to norm_plain.cu.
 //
 // With a residual (ADDS) a row is x + branch, which is rounded and saved as `sum`. In the backward
 // pass, dsum is added to the gradient after the gradient is rounded. Sums over rows and columns
@@ -18,23 +17,9 @@
 // Column sums (dweight, dbias) take two kernels. In the first, each group of threads adds its rows,
 // and each block adds its groups. The second adds the blocks. The assignment of rows to groups
 // depends only on the shape.
-#include "kernel/lanes.h"
+#include "norm.h"
 
-/// A call as kernels see it: contiguous rows of n columns; the data pointer of an absent tensor is
-/// NULL.
-typedef struct norm_call {
-  const void *x, *branch, *weight, *bias, *means, *rstds, *dy, *dsum;
-  void *y, *sum, *out_means, *out_rstds, *dx;
-  int32_t x_dtype, weight_dtype, bias_dtype, means_dtype, rstds_dtype, dy_dtype, y_dtype,
-    out_means_dtype, out_rstds_dtype, dx_dtype;
-  int64_t rows;
-  int32_t n;
-  bool centred;    // layer norm
-  bool whole;      // n is a multiple of 8, and every pointer is aligned to 16 bytes
-  double eps;
-  // [blocks x 2 x n] f32: sums of dy * h (h: normalized x) and of dy; NULL if not wanted
-  float *partial;
-} norm_call;
+#include "kernel/lanes.h"
 
 enum { WARP_ROWS = 4 };   // rows of a block if each warp takes one row
 template <int ROW> constexpr int BLOCK_THREADS = ROW == 32 ? 32 * WARP_ROWS : ROW;
@@ -156,22 +141,6 @@ __device__ static inline void recall(float (&to)[8], const float4 *kept, int pie
     to[4 * half + 2] = four.z;
     to[4 * half + 3] = four.w;
   }
-}
-
-/// Returns the sum over the threads of a row to every thread. `room` is shared memory with one
-/// number per warp, for rows that take a block. A sum has only one barrier, so between two calls
-/// with the same `room` there must be a call with another room.
-template <int ROW, class A> __device__ static inline A row_sum(A x, A *room)
-{
-#pragma unroll
-  for (int k = 16; k; k >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, k);
-  if (ROW == 32) return x;
-  if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = x;
-  __syncthreads();
-  x = 0;
-#pragma unroll
-  for (int w = 0; w < ROW / 32; w++) x += room[w];
-  return x;
 }
 
 /// Computes two sums like row_sum, with one barrier for both. Between two calls with the same
@@ -494,102 +463,6 @@ __global__ void __launch_bounds__(SUM_COLUMNS * SUM_SLICES)
   if (c >= n && dbias) store_double(dbias, dbias_dtype, c - n, sum);
 }
 
-// ---- any format and length, in f64
-
-enum { PLAIN_THREADS = 256 };
-
-__global__ void __launch_bounds__(PLAIN_THREADS) norm_plain(const __grid_constant__ norm_call p)
-{
-  __shared__ double room[2][PLAIN_THREADS / 32];
-  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    int64_t first = row * p.n;
-    double sum = 0, squares = 0, mean = 0;
-    if (p.centred) {
-      for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS)
-        sum += load_double(p.x, p.x_dtype, first + i);
-      mean = row_sum<PLAIN_THREADS>(sum, room[0]) / p.n;
-    }
-    for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
-      double d = load_double(p.x, p.x_dtype, first + i) - mean;
-      squares += d * d;
-    }
-    double rstd = 1.0 / sqrt(row_sum<PLAIN_THREADS>(squares, room[1]) / p.n + p.eps);
-    if (threadIdx.x == 0) {
-      if (p.out_means) store_double(p.out_means, p.out_means_dtype, row, mean);
-      if (p.out_rstds) store_double(p.out_rstds, p.out_rstds_dtype, row, rstd);
-    }
-    for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
-      double h = (load_double(p.x, p.x_dtype, first + i) - mean) * rstd,
-             w = p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0;
-      store_double(p.y, p.y_dtype, first + i,
-                   h * w + (p.bias ? load_double(p.bias, p.bias_dtype, i) : 0.0));
-    }
-    __syncthreads();
-  }
-}
-
-__device__ static inline double normed(const norm_call &p, int64_t row, int64_t i)
-{
-  double mean = p.means ? load_double(p.means, p.means_dtype, row) : 0.0;
-  return (load_double(p.x, p.x_dtype, row * p.n + i) - mean) *
-         load_double(p.rstds, p.rstds_dtype, row);
-}
-
-__global__ void __launch_bounds__(PLAIN_THREADS)
-  norm_grad_plain(const __grid_constant__ norm_call p)
-{
-  __shared__ double room[2][PLAIN_THREADS / 32];
-  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    double sum_g = 0, sum_gh = 0;
-    for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
-      double g = load_double(p.dy, p.dy_dtype, row * p.n + i) *
-                 (p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0);
-      sum_g += g;
-      sum_gh += g * normed(p, row, i);
-    }
-    double mean_g = row_sum<PLAIN_THREADS>(sum_g, room[0]) / p.n,
-           mean_gh = row_sum<PLAIN_THREADS>(sum_gh, room[1]) / p.n;
-    if (!p.centred) mean_g = 0;
-    double rstd = load_double(p.rstds, p.rstds_dtype, row);
-    for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
-      double g = load_double(p.dy, p.dy_dtype, row * p.n + i) *
-                 (p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0);
-      store_double(p.dx, p.dx_dtype, row * p.n + i,
-                   rstd * (g - mean_g - normed(p, row, i) * mean_gh));
-    }
-    __syncthreads();
-  }
-}
-
-/// Computes dweight and dbias. A block sums 32 columns; each of its eight slices of threads takes
-/// every eighth row.
-__global__ void __launch_bounds__(PLAIN_THREADS)
-  norm_grad_plain_columns(const __grid_constant__ norm_call p, void *dweight, int dweight_dtype,
-                          void *dbias, int dbias_dtype)
-{
-  __shared__ double slices[2][8][33];
-  const int column = threadIdx.x % 32, slice = threadIdx.x / 32;
-  const int64_t c = (int64_t)blockIdx.x * 32 + column;
-  double for_weight = 0, for_bias = 0;
-  if (c < p.n)
-    for (int64_t row = slice; row < p.rows; row += 8) {
-      double slope = load_double(p.dy, p.dy_dtype, row * p.n + c);
-      for_weight += slope * normed(p, row, c);
-      for_bias += slope;
-    }
-  slices[0][slice][column] = for_weight;
-  slices[1][slice][column] = for_bias;
-  __syncthreads();
-  if (slice != 0 || c >= p.n) return;
-  for_weight = for_bias = 0;
-  for (int s = 0; s < 8; s++) {
-    for_weight += slices[0][s][column];
-    for_bias += slices[1][s][column];
-  }
-  if (dweight) store_double(dweight, dweight_dtype, c, for_weight);
-  if (dbias) store_double(dbias, dbias_dtype, c, for_bias);
-}
-
 // ---- launching
 
 typedef void norm_kernel(const norm_call);
@@ -677,8 +550,6 @@ static eng_status check_length(const op_call *call)
                    eng_op_name(call->op), tensor_text(x));
 }
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 extern "C" op_kernel cuda_add;
 
 /// Computes sum = x + branch in a separate pass.
@@ -734,7 +605,7 @@ static eng_status forward(const op_call *call, bool centred, bool adds)
                                     cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     choice.kernel<<<(unsigned)least(groups, most), choice.threads, bytes, cuda_stream()>>>(p);
   } else {
-    norm_plain<<<(unsigned)least(p.rows, 65535), PLAIN_THREADS, 0, cuda_stream()>>>(p);
+    norm_plain(&p);
   }
   CUDA_LAUNCHED(eng_op_name(call->op));
   return ENG_OK;
@@ -744,21 +615,6 @@ extern "C" eng_status cuda_layer_norm(const op_call *call) { return forward(call
 extern "C" eng_status cuda_rms_norm(const op_call *call) { return forward(call, false, false); }
 extern "C" eng_status cuda_add_layer_norm(const op_call *call) { return forward(call, true, true); }
 extern "C" eng_status cuda_add_rms_norm(const op_call *call) { return forward(call, false, true); }
-
-static eng_status backward_plain(const norm_call *p, const tensor *dweight, const tensor *dbias)
-{
-  if (p->rows > 0 && p->dx) {
-    norm_grad_plain<<<(unsigned)least(p->rows, 65535), PLAIN_THREADS, 0, cuda_stream()>>>(*p);
-    CUDA_LAUNCHED("norm_grad");
-  }
-  if ((dweight || dbias) && p->n > 0) {
-    norm_grad_plain_columns<<<(unsigned)((p->n + 31) / 32), PLAIN_THREADS, 0, cuda_stream()>>>(
-      *p, dweight ? dweight->data : NULL, dweight ? dweight->dtype : 0, dbias ? dbias->data : NULL,
-      dbias ? dbias->dtype : 0);
-    CUDA_LAUNCHED("norm_grad");
-  }
-  return ENG_OK;
-}
 
 static eng_status backward(const op_call *call, bool centred, bool adds)
 {
@@ -789,7 +645,7 @@ static eng_status backward(const op_call *call, bool centred, bool adds)
     ENG_TRY(backward(call, centred, false));
     return add_to(dsum, call->out[0], call->out[0]);
   }
-  if (!fast) return backward_plain(&p, dweight, dbias);
+  if (!fast) return norm_grad_plain(&p, dweight, dbias);
 
   int64_t groups = (p.rows + BLOCK_LEAST - 1) / BLOCK_LEAST,
           blocks = least((groups + choice.rows - 1) / choice.rows,
