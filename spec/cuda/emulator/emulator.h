@@ -274,8 +274,8 @@ static inline float    __uint_as_float(uint32_t b) { float x; memcpy(&x, &b, 4);
 static inline float    __int_as_float(int32_t b)   { float x; memcpy(&x, &b, 4); return x; }
 static inline uint32_t __float_as_uint(float x)    { uint32_t b; memcpy(&b, &x, 4); return b; }
 static inline int32_t  __float_as_int(float x)     { int32_t b; memcpy(&b, &x, 4); return b; }
-/// a + b, rounded toward zero. A sum of f32 in f64 is exact, or so close to `a` or `b` that both
-/// round it to the same f32.
+/// a + b, rounded toward zero, for a and b of one sign. Then their sum in f64 is exact, or the
+/// smaller one is too small to change the result.
 static inline float __fadd_rz(float a, float b)
 {
   double sum = (double)a + b;
