@@ -51,7 +51,7 @@ end
 local function fp4(name, base, fp8) return { name = name, base = base, fp8 = fp8 } end
 local FLOOR = { format = "e2m1", rule = "floor" }
 local RECIPES = { "bf16", "mxfp8", "mxfp4", "mxfp4_tseng", "mxfp4_quartet",
-  "mxfp4_tetrajet", "nvfp4", "nvfp4_four_over_six", "nvfp4_quartet2",
+  "mxfp4_tetrajet", "mxfp4_tetrajet_q_ema", "nvfp4", "nvfp4_four_over_six", "nvfp4_quartet2",
   "fp4_microsoft",
   fp4("mxfp4, floor", "mxfp4", { x = FLOOR, w = FLOOR,
     dy = { format = "e2m1", rule = "floor", stochastic = true } }),

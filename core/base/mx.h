@@ -264,6 +264,18 @@ ENG_INLINE float mx_value(uint8_t code, mx_format f)
   return code & f.sign ? -value : value;
 }
 
+/// Q-EMA of TetraJet: rounds |x| to the code below it, or to the next code if `toward` is at least
+/// halfway between the two. `toward` first changes its sign if x is negative.
+ENG_INLINE uint8_t mx_code_toward(float x, float toward, mx_format f)
+{
+  if (!(__builtin_fabsf(x) < f.largest)) return mx_code(x, f);
+  int negative = (int)(f32_bits(x) >> 31);
+  uint8_t below = mx_code_stochastic(x, 0, f),
+          next = (uint8_t)(negative && !f.sign ? below - 1 : below + 1);
+  float half = 0.5f * __builtin_fabsf(mx_value(below, f) + mx_value(next, f));
+  return (negative ? -toward : toward) >= half ? next : below;
+}
+
 /// Returns u for mx_code_stochastic: the top `sr_bits` bits of a random word, as a fraction.
 ENG_INLINE float mx_uniform(uint32_t word, int sr_bits)
 {

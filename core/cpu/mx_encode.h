@@ -10,18 +10,22 @@
 
 enum { INFINITE = 0x7F800000 };   // the bits of infinity in f32
 
-/// Computes the codes of y and the values of the codes. Rounds to nearest even or, with `random`,
-/// stochastically by u in [0, 1), as mx_code_stochastic does. `nan` says whether y may hold NaN.
+/// How elements are rounded: to nearest even; by random words, as in mx_code_stochastic; or toward
+/// an average, as in mx_code_toward.
+typedef enum rounding { NEAREST, RANDOM, TOWARD } rounding;
+
+/// Computes the codes of y and the values of the codes. u: if RANDOM, numbers in [0, 1); if TOWARD,
+/// the averages, scaled as y is. `nan` says whether y may hold NaN.
 /// Let 2^e be the largest power of two not above |y| or, if |y| is subnormal in the format, the
 /// smallest normal number. `drop` is how many of f32's fraction bits the format lacks. Adding
 /// 2^(e + drop) rounds to the format's step and leaves the significand in the sum's last bits.
-VF_INLINE void encode(vf y, vf u, const bool random, bool nan, const mx_format f, vi *code,
+VF_INLINE void encode(vf y, vf u, const rounding by, bool nan, const mx_format f, vi *code,
                       vf *value)
 {
   const int drop = 23 - f.fraction, least = (128 - f.bias) << 23, step = f.fraction << 23;
   vi magnitude = magnitudes(y);
   vf a = (vf)magnitude;
-  if (random) {
+  if (by == RANDOM) {
     vi binade = vi_larger_(vi_and(magnitude, vi_set1(INFINITE)), vi_set1(least));
     a = vf_fma(u, (vf)vi_sub(binade, vi_set1(step)), a);
   }
@@ -30,10 +34,17 @@ VF_INLINE void encode(vf y, vf u, const bool random, bool nan, const mx_format f
   vf far = (vf)vi_add(binade, vi_set1(least + (drop << 23))), sum = vf_add(a, far),
      v = vf_sub(sum, far);
   vi c = vi_add((vi)sum, vi_shr(binade, drop));
-  if (random) {                                      // undoes rounding up, so that a is truncated
+  if (by != NEAREST) {                               // undoes rounding up, so that a is truncated
     vm above = vf_gt(v, a);
-    v = vf_select(above, vf_sub(v, (vf)vi_add(binade, vi_set1(least - step))), v);
+    vf one = (vf)vi_add(binade, vi_set1(least - step));    // the distance to the next code
+    v = vf_select(above, vf_sub(v, one), v);
     c = vi_select(above, vi_sub(c, vi_set1(1)), c);
+    if (by == TOWARD) {
+      vf toward = (vf)vi_xor((vi)u, vi_and((vi)y, vi_set1(INT32_MIN)));
+      vm up = vm_and(vf_ge(toward, vf_fma(one, vf_set1(0.5f), v)), vf_lt(a, vf_set1(f.largest)));
+      v = vf_select(up, vf_add(v, one), v);
+      c = vi_select(up, vi_add(c, vi_set1(1)), c);
+    }
   }
   c = vi_and(c, vi_set1(f.sign ? f.sign - 1 : 127));
   if (f.sign) c = vi_or(c, vi_and(vi_shr((vi)y, 31 - __builtin_ctz((unsigned)f.sign)),
@@ -65,6 +76,7 @@ typedef struct strip {
   const float *unit;         // [blocks]: the value of a block's scale
   const uint32_t *word;      // random words, with rows WORD_LINE apart; NULL: rounds to nearest
   int      sr_bits;
+  const float *average;      // the averages of row 0, for TOWARD; NULL: none
   bool     nan;              // an element or a factor may be NaN
   bool     exact;            // each code * scale is exact in bf16
 } strip;
@@ -73,15 +85,16 @@ typedef struct strip {
 /// byte or, with `values`, its code * scale in bf16. `by` and `scale` hold the factors and scales
 /// of these columns.
 VF_INLINE void encode_lanes(void *to, const strip *s, int r, int c, const int n, vf by, vf scale,
-                            const bool values, const bool random, const mx_format f)
+                            const bool values, const rounding how, const mx_format f)
 {
   const int32_t *word = (const int32_t *)s->word + r * WORD_LINE + c;
   vf y = vf_mul(vf_read(s->x, s->dtype, s->first + r * s->stride + c, n), by), u = vf_zero(), v;
   vi code;
-  if (random)   // computes mx_uniform of each word
+  if (how == TOWARD) u = vf_mul(vf_read(s->average, ENG_f32, c, n), by);
+  if (how == RANDOM)   // computes mx_uniform of each word
     u = vf_mul(vi_to_vf(vi_shr(vi_load(word), 32 - s->sr_bits)),
                vf_from_bits(vi_set1((127 - s->sr_bits) << 23)));
-  encode(y, u, random, s->nan, f, &code, &v);
+  encode(y, u, how, s->nan, f, &code, &v);
   to = (char *)to + r * s->line;
   if (!values && n == VF_LANES) vf_put_bytes_((uint8_t *)to + c, code);
   else if (!values) vf_put_bytes_n_((uint8_t *)to + c, code, n);
@@ -123,8 +136,8 @@ VF_INLINE int encode_pairs(void *to, const strip *s, const bool values, const bo
     for (int r = 0; r < rows; r++) {
       char *row = (char *)to + r * line;
       vi both = (vi)vh_load(x + r * stride + c);
-      encode(vf_mul((vf)vi_shl(both, 16), by[0]), vf_zero(), false, nan, f, &code[0], &v[0]);
-      encode(vf_mul((vf)vi_and(both, high), by[1]), vf_zero(), false, nan, f, &code[1], &v[1]);
+      encode(vf_mul((vf)vi_shl(both, 16), by[0]), vf_zero(), NEAREST, nan, f, &code[0], &v[0]);
+      encode(vf_mul((vf)vi_and(both, high), by[1]), vf_zero(), NEAREST, nan, f, &code[1], &v[1]);
       if (values) {
         v[0] = vf_mul(v[0], scale[0]), v[1] = vf_mul(v[1], scale[1]);
         vh_store((uint16_t *)row + c, (vh)vi_or(vi_shr((vi)v[0], 16), vi_and((vi)v[1], high)));
@@ -137,13 +150,12 @@ VF_INLINE int encode_pairs(void *to, const strip *s, const bool values, const bo
   return c;
 }
 
-/// Encodes a strip, rounding to nearest even or, with `random`, stochastically. With `each`, every
-/// column is a block.
+/// Encodes a strip. With `each`, every column is a block.
 VF_INLINE void encode_strip(void *to, const strip *s, const bool values, const bool each,
-                            const bool random, const mx_format f)
+                            const rounding how, const mx_format f)
 {
   const float *factor = s->factor, *unit = s->unit;
-  bool pairs = s->dtype == ENG_bf16 && !random && (!values || s->exact);
+  bool pairs = s->dtype == ENG_bf16 && how == NEAREST && (!values || s->exact);
   int first = pairs ? encode_pairs(to, s, values, each, f) : 0;
   for (int j = each ? 0 : first / s->wide, c = first; c < s->columns; j++) {
     vf by = vf_set1(factor[j]), scale = vf_set1(unit[j]);
@@ -152,9 +164,9 @@ VF_INLINE void encode_strip(void *to, const strip *s, const bool values, const b
       int n = (int)smaller(VF_LANES, end - c);
       if (each) by = vf_load(factor + c), scale = vf_load(unit + c);
       for (int r = 0; n == VF_LANES && r < s->rows; r++)
-        encode_lanes(to, s, r, c, VF_LANES, by, scale, values, random, f);
+        encode_lanes(to, s, r, c, VF_LANES, by, scale, values, how, f);
       for (int r = 0; n < VF_LANES && r < s->rows; r++)
-        encode_lanes(to, s, r, c, n, by, scale, values, random, f);
+        encode_lanes(to, s, r, c, n, by, scale, values, how, f);
     }
     c = end;
   }
@@ -185,16 +197,18 @@ static void encode_as(void *to, const strip *s, bool values, int64_t format)
     return;
   }
 #endif
-#define ENCODE(f)                                                                \
-  do {                                                                           \
-    if (values && s->word && s->wide) encode_strip(to, s, true, false, true, f); \
-    else if (values && s->word) encode_strip(to, s, true, true, true, f);        \
-    else if (values && s->wide) encode_strip(to, s, true, false, false, f);      \
-    else if (values) encode_strip(to, s, true, true, false, f);                  \
-    else if (s->word && s->wide) encode_strip(to, s, false, false, true, f);     \
-    else if (s->word) encode_strip(to, s, false, true, true, f);                 \
-    else if (s->wide) encode_strip(to, s, false, false, false, f);               \
-    else encode_strip(to, s, false, true, false, f);                             \
+#define ENCODE(f)                                                                     \
+  do {                                                                                \
+    if (values && s->average) encode_strip(to, s, true, false, TOWARD, f);            \
+    else if (s->average) encode_strip(to, s, false, false, TOWARD, f);                \
+    else if (values && s->word && s->wide) encode_strip(to, s, true, false, RANDOM, f);\
+    else if (values && s->word) encode_strip(to, s, true, true, RANDOM, f);           \
+    else if (values && s->wide) encode_strip(to, s, true, false, NEAREST, f);         \
+    else if (values) encode_strip(to, s, true, true, NEAREST, f);                     \
+    else if (s->word && s->wide) encode_strip(to, s, false, false, RANDOM, f);        \
+    else if (s->word) encode_strip(to, s, false, true, RANDOM, f);                    \
+    else if (s->wide) encode_strip(to, s, false, false, NEAREST, f);                  \
+    else encode_strip(to, s, false, true, NEAREST, f);                                \
   } while (0)
   // For the two most used formats f is a constant, so the compiler simplifies the arithmetic.
   if (format == ENG_e4m3) ENCODE(mx_format_of(ENG_e4m3));

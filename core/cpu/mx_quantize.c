@@ -12,7 +12,8 @@
 //
 // NVFP4 needs the amax of x before its scales. Unless the caller gives this amax, another pass over
 // x finds it. mx_fitted.h has the rules quest and ms_eden. The reference kernels compute calls in
-// f64, and calls with an average, `ties` or `sr_rule`.
+// f64, and calls with `ties`, with `sr_rule`, or with an average and a transposed copy that is
+// quantized separately.
 #include "base/mx.h"
 #include "base/rng.h"
 #include "device/rotated_copy.h"
@@ -100,6 +101,7 @@ typedef struct side {
   float    encode, amax;     // encode: NVFP4's S (base/mx.h); amax: the tensor's
   float    factor;
   found   *found;            // [tasks], or NULL if x has been surveyed before
+  const float *average;      // in the layout of x, or NULL
   const rotation *rotation;  // the Hadamard transform of the transposed x, or NULL
 } side;
 
@@ -241,7 +243,7 @@ VF_INLINE vf errors_of(vf x, vf factor, vf unit, vf amax, bool squared)
 {
   vf value;
   vi code;
-  encode(vf_mul(x, factor), vf_zero(), false, true, mx_format_of(ENG_FORMAT_E2M1), &code,
+  encode(vf_mul(x, factor), vf_zero(), NEAREST, true, mx_format_of(ENG_FORMAT_E2M1), &code,
          &value);
   vf off = vf_sub(vf_div(vf_mul(vf_mul(value, unit), amax), vf_set1(1536)), x);
   return squared ? vf_mul(off, off) : vf_abs(off);
@@ -360,6 +362,7 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
               &(strip){.x = x, .dtype = s->dtype, .first = first + r * stride, .rows = 1,
                        .columns = columns, .wide = wide, .factor = factor, .unit = unit,
                        .word = a->sr_bits ? words + lead : NULL, .sr_bits = (int)a->sr_bits,
+                       .average = s->average ? s->average + first + r * stride : NULL,
                        .nan = nan, .exact = !inexact},
               a->flags & MX_VALUES, a->format);
   }
@@ -655,12 +658,12 @@ static eng_status mx_quantize(const op_call *call)
   const typeof(call->mx_quantize) *a = &call->mx_quantize;
   bool square = a->block_rows == a->block_columns && !a->hadamard,
        together = x->count >= PARALLEL_ELEMENTS;
-  bool rare = call->in[2] || a->ties || a->sr_rule;
+  bool rare = (call->in[2] && q_t && !square) || a->ties || a->sr_rule;
   if (!dtype_is_fast(x->dtype) || x->count == 0 || rare) return forward_to_reference(call);
   if (a->hadamard && !rotated_band(call))
     return quantize_rotated(call, ISA_NAME(cpu_hadamard), mx_quantize);
   side s = {.call = call, .x = x->data, .dtype = x->dtype, .format = mx_format_of(a->format),
-            .random = (uint64_t)a->counter, .factor = a->factor != 0 ? (float)a->factor : 1};
+            .average = call->in[2] ? call->in[2]->data : NULL, .random = (uint64_t)a->counter, .factor = a->factor != 0 ? (float)a->factor : 1};
   set_shape(&s, row_count(x), row_length(x));
   int64_t parts = larger(ceiling(x->count, PART), ceiling(s.rows, smaller(s.band, 16))),
           bytes = parts * (int64_t)sizeof(found);

@@ -236,10 +236,11 @@ static void quantize_side(const side *s)
           uint32_t word[4] = {0};
           if (a->sr_bits) philox_block(word, s->random + (uint64_t)(element / 4));
           double x = x_at(s, r, c) * factor;
-          if (mx_is_nvfp4(a->rule) || a->factor != 0) x = (double)(float)x;
           double toward = 0;
           if (s->call->in[2])
             toward = load_at(s->call->in[2], r * s->row + c * s->column) * factor;
+          if (mx_is_nvfp4(a->rule) || a->factor != 0)
+            x = (double)(float)x, toward = (double)(float)toward;
           uint8_t q = a->rule == ENG_MX_QUEST ? nearest_of(x)
                       : studied ? studied_code_of(s->call, x, toward, &f, word[element % 4])
                                 : code_of(x, &f, (int)a->sr_bits, word[element % 4]);

@@ -157,6 +157,7 @@ typedef struct fp8_weight {
                                // are fixed
   const tensor *source;        // the master, or its low-precision copy
   double   factor;
+  uint32_t average_seen;       // storage.writes of the site's average
   // q_t: the transposed copy for dx, NULL if dx reads q; gate: NULL unless the scale rule has gates
   tensor  *q, *scale, *q_t, *scale_t, *gate;
 } fp8_weight;
@@ -261,7 +262,9 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
   parameter *p = w->parameter;
   bool transposed = (coded || !fp8_is_square(r)) && !fp8_mx_again(s, ENG_FP8_W);
   *kept = p != NULL;
-  tensor *source = w;
+  tensor *source = w, *average;
+  ENG_TRY(fp8_average(&average, s, r));
+  uint32_t average_seen = average ? average->store->writes : 0;
   if (p && p->shadow) ENG_TRY(params_shadow(&source, p));
   if (!p) return quantize(out, number, s, ENG_FP8_W, source, NULL, transposed, coded);
   fp8_weight *c = (fp8_weight *)p->derived;
@@ -285,7 +288,7 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
   *out = (copies){c->q, c->scale, c->q_t, c->scale_t, c->gate};
   int64_t step = fp8_mx_step(s);
   bool current = same && c->seen == source->store->writes && c->step == step &&
-                 c->factor == s->factor[ENG_FP8_W];
+                 c->factor == s->factor[ENG_FP8_W] && c->average_seen == average_seen;
   if (current && !fp8_measuring()) return ENG_OK;
   c->site = 0;   // invalid until the copy is complete
   if (params_comes_and_goes(p)) ENG_TRY(quantize_own(out, number, s, p, source, transposed, coded));
@@ -301,6 +304,7 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
                     .seen = source->store->writes,
                     .source = source,
                     .factor = s->factor[ENG_FP8_W],
+                    .average_seen = average_seen,
                     .q = c->q,
                     .scale = c->scale,
                     .q_t = c->q_t,

@@ -226,8 +226,10 @@ static eng_status encode(fp8_mx_copies *to, const fp8_site *s, const eng_fp8_rol
   bool transposed = flags & QUANTIZE_TRANSPOSED, only = flags & MX_ROTATED_ONLY;
   int gate = mx_is_gated(r->mx - 1) && !only ? MX_GATE : 0;
   tensor *view[5] = {0};   // if coded: x as a matrix; codes and scales of q, then of q_t
-  op_call c = {.op = ENG_OP_mx_quantize, .n_in = 2, .n_out = 8,
-               .in = {x},
+  tensor *average;
+  ENG_TRY(fp8_average(&average, s, r));
+  op_call c = {.op = ENG_OP_mx_quantize, .n_in = 3, .n_out = 8,
+               .in = {x, NULL, average},
                .out = {to->q, NULL, to->amax, to->q_t, NULL, NULL, to->amax_t, to->gate},
                .mx_quantize = {.format = r->format,
                                .block_rows = r->block_rows,

@@ -228,6 +228,17 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
                      "%s: %s: ms_eden is for dy and for `backward` of x and w, in blocks of one "
                      "row whose length divides %d, without a factor",
                      s->name, fp8_role_name[role], MX_EDEN_GROUP);
+  if (!(r->average >= 0 && r->average < 1))
+    return error_set(ENG_ERR_VALUE, "%s: %s: expected an average with a decay from 0 to below 1, got "
+                     "%g", s->name, fp8_role_name[role], r->average);
+  if (r->average != 0 && (role != ENG_FP8_W || backward || r->stochastic ||
+                      mx_is_fitted(r->mx - 1) || mx_is_four_over_six(r->mx - 1) ||
+                      recipe->product[ENG_FP8_FORWARD].hadamard ||
+                      (!recipe->backward[role].mx && recipe->product[ENG_FP8_DGRAD].hadamard)))
+    return error_set(ENG_ERR_VALUE,
+                     "%s: %s: an average is for w, under the rules floor, ceil, even, rceil and "
+                     "nvfp4, without stochastic rounding and without a Hadamard transform of w",
+                     s->name, fp8_role_name[role]);
   if (again && fp8_is_square(r))
     return error_set(ENG_ERR_VALUE,
                      "%s: %s: a format for the backward product needs blocks that are not square",
@@ -419,6 +430,30 @@ eng_status eng_fp8_delay(int64_t site, int role, double amax)
   }
   s->factor[role] = wanted;
   return ENG_OK;
+}
+
+eng_status eng_fp8_average(int64_t site, const eng_tensor *handle)
+{
+  fp8_site *s;
+  tensor *average;
+  ENG_TRY(fp8_site_get(&s, site));
+  if (handle) {
+    ENG_TRY(tensor_get(&average, handle));
+    if (average->dtype != ENG_f32)
+      return error_set(ENG_ERR_DTYPE, "%s: expected the average of w in f32, got %s", s->name,
+                       tensor_text(average));
+  }
+  s->average = handle ? *handle : (eng_tensor){0};
+  s->version++;
+  return ENG_OK;
+}
+
+eng_status fp8_average(tensor **out, const fp8_site *s, const eng_fp8_role *r)
+{
+  *out = NULL;
+  if (r->average == 0) return ENG_OK;
+  eng_status status = tensor_get(out, &s->average);
+  return status == ENG_OK ? ENG_OK : error_prefix(status, "%s: the average of w", s->name);
 }
 
 eng_status eng_fp8_amax(double amax[3], int64_t site)

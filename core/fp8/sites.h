@@ -13,6 +13,7 @@ typedef struct fp8_site {
   // the factor of delayed scaling; 0: the role is scaled by the tensor's current amax
   double   factor[ENG_FP8_ROLES];
   tensor  *factor_of[ENG_FP8_ROLES];     // factor in device memory, f32 [1]
+  eng_tensor average;                    // see eng_fp8_average
   double   amax[ENG_FP8_ROLES];
   eng_fp8_meter meter[ENG_FP8_ROLES];
   int64_t  pass;                         // random number of this backward pass
@@ -98,6 +99,9 @@ static inline bool fp8_mx_again(const fp8_site *s, int role)
 { return role != ENG_FP8_DY && s->recipe.backward[role].mx; }
 static inline bool fp8_mx_same(const fp8_site *s, int role)
 { return fp8_mx_again(s, role) && s->recipe.backward[role].mx == ENG_FP8_SAME; }
+/// Sets *out to the average toward which a role is rounded, or to NULL if there is none. Errors:
+/// STALE (the role needs an average, and the site has none).
+eng_status fp8_average(tensor **out, const fp8_site *s, const eng_fp8_role *r);
 /// Returns the format and blocks in which a product reads x, w or dy.
 static inline const eng_fp8_role *fp8_role_in(const fp8_site *s, int product, int role)
 {

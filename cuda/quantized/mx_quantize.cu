@@ -210,6 +210,9 @@ __device__ inline void write_elements(float *tile, const float2 *block, const fl
         have = now;
         code[k] = mx_code_stochastic(*x * of.x,
                                      mx_uniform(word_of_element(word, element), p.sr_bits), f);
+      } else if (p.average) {
+        const float toward = p.average[(r0 + r) * p.columns + c0 + c];
+        code[k] = mx_code_toward(*x * of.x, toward * of.x, f);
       } else {
         code[k] = mx_code(*x * of.x, f);
       }
@@ -345,7 +348,7 @@ bool fits_registers(const mx_job *p, const op_call *call)
 {
   const int64_t high = call->mx_quantize.block_rows, wide = call->mx_quantize.block_columns;
   const bool turned = p->sides == 2;
-  return (p->dtype == ENG_bf16 || p->dtype == ENG_f32) &&
+  return !p->average && (p->dtype == ENG_bf16 || p->dtype == ENG_f32) &&
          call->mx_quantize.format != ENG_FORMAT_MXINT8 && (wide == 16 || wide == 32) &&
          (high == 1 || high == wide) && p->columns % EIGHT == 0 && is_aligned(p->x, 16) &&
          is_aligned(p->of[0].q, 16) &&
@@ -457,9 +460,9 @@ extern "C" eng_status cuda_mx_quantize(const op_call *call)
   if (mx_is_fitted(a.rule))
     return error_set(ENG_ERR_VALUE, "mx_quantize: the rule %s has no CUDA kernel; hint: device=cpu",
                      a.rule == ENG_MX_QUEST ? "quest" : "ms_eden");
-  if (call->in[2] || a.ties || a.sr_rule)
+  if (a.ties || a.sr_rule)
     return error_set(ENG_ERR_VALUE, "mx_quantize: %s has no CUDA kernel; hint: device=cpu",
-                     call->in[2] ? "an average" : a.ties ? "ties" : "sr_rule");
+                     a.ties ? "ties" : "sr_rule");
   if (a.hadamard) return quantize_rotated(call, cuda_hadamard, cuda_mx_quantize);
   mx_job p = {};
   p.x = x->data;
@@ -471,6 +474,7 @@ extern "C" eng_status cuda_mx_quantize(const op_call *call)
   p.finite = (a.flags & MX_FINITE) != 0;
   p.values = (a.flags & MX_VALUES) != 0;
   p.seed = rng_seed();
+  p.average = call->in[2] ? (const float *)call->in[2]->data : NULL;
   p.factor = a.factor != 0 ? (float)a.factor : 1.0f;
   survey *seen = (survey *)scratch_take(sizeof *seen);
   if (!seen) return ENG_ERR_MEMORY;

@@ -53,6 +53,7 @@ struct mx_job {
   int      rule, sr_bits;
   bool     finite, values;
   const float *amax;                   // of the tensor, for NVFP4
+  const float *average;                // in the layout of x: rounds toward it; NULL: to nearest
   survey  *seen;                       // NULL: the kernel does not survey x
   uint64_t seed;
   float    factor;                     // multiplies the elements

@@ -58,7 +58,8 @@ describe("the FP8 laboratory", function()
     local bf16 = row(result, "bf16")[1]
     assert.is_true(bf16 < 4.5, result.out)            -- log(256) = 5.5 before training
     for _, name in ipairs { "mxfp8", "mxfp4", "mxfp4_tseng", "mxfp4_quartet", "mxfp4_tetrajet",
-      "nvfp4", "nvfp4_four_over_six", "nvfp4_quartet2",      "mxfp4, floor", "nvfp4, ends bf16" } do
+      "mxfp4_tetrajet_q_ema", "nvfp4", "nvfp4_four_over_six", "nvfp4_quartet2", "mxfp4, floor",
+      "nvfp4, ends bf16" } do
       assert.near(bf16, row(result, name)[1], 0.05 * bf16)
     end
     assert.matches("\nConclusion: seeds of bf16 are [%d.]+ %% apart; ", result.out)
@@ -181,8 +182,8 @@ describe("the FP8 laboratory", function()
     local path = os.tmpname()
     helper.write(path, ("\1\0\2\0\3\0\4\0"):rep(200))
     for _, recipe in ipairs { "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block", "mxfp8",
-      "mxfp4", "mxfp4_tseng", "mxfp4_quartet", "mxfp4_tetrajet", "nvfp4", "nvfp4_four_over_six",
-      "nvfp4_quartet2" } do
+      "mxfp4", "mxfp4_tseng", "mxfp4_quartet", "mxfp4_tetrajet_q_ema", "nvfp4",
+      "nvfp4_four_over_six", "nvfp4_quartet2" } do
       for name, more in pairs { gpt = "sample=0", gpt2 = "data=" .. path } do
         local result = helper.run { root .. "/examples/" .. name .. ".lua", "precision=" .. recipe,
           "steps=2", "layers=1", "width=16", "heads=2", "context=8",

@@ -42,7 +42,8 @@ end
 -- What a product reads of a matrix in a role. Codes are always turned so that rows lie along the
 -- summed dimension.
 local function operand(x, role, turned, transform, accumulator)
-  local o = { format = role.format, rule = role.rule, block = role.block, factor = role.factor }
+  local o = { format = role.format, rule = role.rule, block = role.block, factor = role.factor,
+    average = role.average and x }                   -- the average begins as the weight
   if transform and transform.hadamard then
     return mx.quantize(mx.hadamard(x, transform.hadamard, { transposed = turned, dtype = "bf16",
       signs = transform.signs == "none" and "none" or 0 }), o)
@@ -75,8 +76,8 @@ local function fixed(part)
     part.backward and { backward = fixed(part.backward) })
 end
 
-local RECIPES = { "mxfp8", "mxfp4", "mxfp4_tseng", "mxfp4_quartet", "mxfp4_tetrajet", "nvfp4",
-  "nvfp4_four_over_six", "nvfp4_quartet2" }
+local RECIPES = { "mxfp8", "mxfp4", "mxfp4_tseng", "mxfp4_quartet", "mxfp4_tetrajet",
+  "mxfp4_tetrajet_q_ema", "nvfp4", "nvfp4_four_over_six", "nvfp4_quartet2" }
 
 describe("a linear layer under microscaling", function()
   -- name: a recipe. Sizes that are multiples of 64 allow the accumulator blackwell.
@@ -189,6 +190,36 @@ describe("a linear layer under microscaling", function()
       local kept = rows_of(x:detach(), 0, 0)
       assert.is_true(bytes(kept) ~= bytes(xq))
     end))
+
+  it("rounds weights toward their average over steps (Q-EMA)", with_gradient(function()
+    engine.seed(8)
+    local layer, decay = nn.linear(64, 32, { bias = false }), 0.5
+    local recipe = { name = "mine", base = "mxfp4_tetrajet", activations = "f32",
+      fp8 = { w = { format = "e2m1", rule = "rceil", block = "1x32", average = decay,
+        backward = { format = "e2m1", rule = "rceil", block = "1x32" } } } }
+    local opt = engine.optim.sgd(layer, { lr = 0.5, precision = recipe })
+    local x, identity = engine.randn(8, 64), engine.zeros(64, 64)
+    for i = 1, 64 do identity:slice(1, i, i):slice(2, i, i):fill(1) end
+    local average, differ
+    for step = 1, 4 do
+      opt.fp8:begin(step)
+      local w = layer.weight:detach():keep()
+      average = average and (average * decay + w * (1 - decay)):keep() or w
+      local want = mx.quantize(w, { format = "e2m1", rule = "rceil",
+        average = average }):dequantize()
+      -- rows of the identity are exact in MXFP4, so the product is the quantized weight
+      local got = engine.no_grad(function()
+        return engine.autocast(recipe, function() return layer(identity) end)
+      end)
+      assert.equal(0, (want:transpose(1, 2) - got:to("f32")):abs():max():item())
+      differ = (want - mx.quantize(w, { format = "e2m1", rule = "rceil" })
+        :dequantize()):abs():max():item()
+      opt:zero_grad()
+      engine.autocast(recipe, function() return layer(x):to("f32"):sum() end):backward()
+      opt:step()
+    end
+    assert.is_true(differ > 0)
+  end))
 
   it("takes dy in FP8 beside x and w in microscaling", with_gradient(function()
     engine.seed(6)

@@ -37,7 +37,7 @@ describe("a mistake with tensors", function()
     { "engine.autocast('f16', print)", "there is no precision 'f16'; did you mean 'fp16'?; "
         .. "precisions: bf16 bf16_kahan bf16_stochastic fp16 fp32 fp4_microsoft fp8_block "
         .. "fp8_current fp8_delayed fp8_rowwise mxfp4 mxfp4_quartet mxfp4_tetrajet "
-        .. "mxfp4_tseng mxfp8 nvfp4 nvfp4_four_over_six nvfp4_quartet2" },
+        .. "mxfp4_tetrajet_q_ema mxfp4_tseng mxfp8 nvfp4 nvfp4_four_over_six nvfp4_quartet2" },
     { "x:numel()", "a tensor has no method 'numel'; did you mean 'count'?" },
     { "engine.nn.linear(2, 2):state_dict()",
       "a module has no 'state_dict'; did you mean 'state'?" },

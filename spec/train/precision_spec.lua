@@ -142,7 +142,8 @@ describe("a precision recipe", function()
   it("reports mistakes in one line at the script's position", function()
     local unknown = "there is no precision 'fp61'; did you mean 'fp16'?; precisions: bf16 " ..
       "bf16_kahan bf16_stochastic fp16 fp32 fp4_microsoft fp8_block fp8_current fp8_delayed " ..
-      "fp8_rowwise mxfp4 mxfp4_quartet mxfp4_tetrajet mxfp4_tseng mxfp8 " ..
+      "fp8_rowwise mxfp4 mxfp4_quartet mxfp4_tetrajet " ..
+      "mxfp4_tetrajet_q_ema mxfp4_tseng mxfp8 " ..
       "nvfp4 nvfp4_four_over_six nvfp4_quartet2"
     local cases = {
       { "'fp61'", unknown }, { "{ base = 'fp61' }", unknown },

@@ -1,6 +1,6 @@
 -- Fits checkpoints to runs whose master weights have another format: f32, bf16, or bf16 with
--- Kahan's compensation, which is a buffer of the optimizer (NAME.compensation). Called by
--- restore.lua.
+-- Kahan's compensation, which is a buffer of the optimizer (NAME.compensation). Also fits them to
+-- runs that begin or no longer need to average the weights (NAME.q_ema). Called by restore.lua.
 local M = {}
 
 -- Returns an entry for a checkpoint's `parts`. No file has the entry's tensor; `make` computes it.
@@ -11,7 +11,8 @@ end
 --- Fits the open checkpoint c to an optimizer's masters. A compensation that this run uses and c
 --- lacks is computed as the difference between the weight and its bf16 value. A compensation that
 --- this run does not use is added to its weight if the weight is f32 now, and is otherwise dropped.
---- Returns a line about a change of the masters' format, or nil.
+--- An average that c lacks is the weight, and one that this run does not use is dropped. Returns a
+--- line about a change of the masters' format, or nil.
 function M.fit(optimizer, c)
   local model, buffers, note = c.parts.model, c.parts.optimizer, nil
   local function f32(part, name, entry)
@@ -20,8 +21,14 @@ function M.fit(optimizer, c)
     x:free()
     return wide
   end
+  local averages = optimizer.fp8 and optimizer.fp8:averages() or {}
   for _, p in ipairs(optimizer.list) do
     local key, weight, now = p.name .. ".compensation", model[p.name], p.tensor.dtype
+    local average = p.name .. ".q_ema"
+    if not averages[average] then buffers[average] = nil
+    elseif weight and not buffers[average] then
+      buffers[average] = derived("f32", weight, function() return f32("model", p.name, weight) end)
+    end
     local lost, kahan = buffers[key], optimizer.precision.rounding == "kahan" and now == "bf16"
     if weight and weight.dtype ~= now then
       note = ("master weights are %s now and were %s in the checkpoint"):format(now, weight.dtype)

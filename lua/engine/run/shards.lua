@@ -75,6 +75,12 @@ local function each_buffer(reducer, f)
   end
 end
 
+-- Returns the averages of weights, which every rank has whole.
+local function averages_of(reducer)
+  local fp8 = reducer.trainer.optimizer.fp8
+  return fp8 and fp8:averages() or {}
+end
+
 -- Returns, with ZeRO-3, this rank's part of each trained weight, by the weight's name in the model.
 -- Without ZeRO-3, the table is empty.
 local function own_weights(reducer)
@@ -122,6 +128,7 @@ function M.of_rank(reducer, user)
     end
   end)
   if not reducer.zero then share("optimizer", buffers) end
+  share("optimizer", averages_of(reducer))
   for name, x in pairs(user or {}) do pieces:add("user", name, x, 0, x.count) end
   return pieces
 end
@@ -188,6 +195,10 @@ function M.spread(reducer, c)
   each_buffer(reducer, function(p, buffer, from)
     want("optimizer", buffer.name, buffer.shape(reducer:shape(p)), buffer.x, from, buffer.dtype)
   end)
+  local averages = averages_of(reducer)
+  for _, name in ipairs(sorted(averages)) do
+    want("optimizer", name, averages[name].shape, averages[name], 0)
+  end
   if c then
     for _, part in ipairs { "model", "optimizer" } do want_tensors(c, part, wanted[part]) end
   end
@@ -197,6 +208,7 @@ function M.spread(reducer, c)
     autograd.scope(send, item, whole, ffi.cast("char *", memory))
     if whole then whole:free() end
   end
+  if next(averages) then trainer.optimizer.fp8:restored() end
 end
 
 -- ------------------------------------------------------------------ reading

@@ -100,7 +100,7 @@ local QUANTIZE = "format rule block nonfinite sr_bits sr_rule ties average facto
 ---                code (the default), "away" from zero, toward "zero", or "up"; the last three are
 ---                slow
 ---   average      f32 in the shape of x: of the two codes next to an element, takes the one nearer
----                to the element's average (Q-EMA of TetraJet); slow
+---                to the element's average (Q-EMA of TetraJet)
 ---   factor       0.5 to 1 (1): multiplies the elements before rounding; dequantize divides by it
 ---   transposed   true: also quantizes x transposed (from the elements of x, not from codes)
 ---   amax         for nvfp4 and the rules based on it: f32 [1], used instead of x's own amax

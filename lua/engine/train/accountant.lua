@@ -67,7 +67,7 @@ local function predicted(opt)
       sums.fp8 = sums.fp8 + matrix(role, N, K, codes) + gate(role, N * K)
         + (one and 0 or matrix(role, K, N, codes))
     end
-    sums.moments = sums.moments + opt.state:bytes(i, n)
+    sums.moments = sums.moments + opt.state:bytes(i, n) + (site and site.average and 4 * n or 0)
   end
   return sums
 end

@@ -51,7 +51,7 @@ end
 
 local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = true, eps = true,
   stochastic = true, keep = true, factor = true, backward = true, clamp = true, residual = true,
-  estimator = true }
+  estimator = true, average = true }
 -- The rule of microscaling that mx.quantize does not have, and the options that only this rule has.
 local ROWS = "msamp_fp4"
 local ROW_OPTIONS = { "clamp", "residual", "estimator" }
@@ -113,6 +113,10 @@ local function read_role(to, role, where, name)
     "%s: expected factor to be a number from 0.5 to 1, with a rule of microscaling%s", where,
     role.rule and "" or REPLACES)
   to.factor = role.factor or 0
+  expect(role.average == nil or scaled and name == "w" and type(role.average) == "number"
+    and role.average > 0 and role.average < 1, role.average,
+    "%s: expected average to be a decay between 0 and 1, in w, with a rule of microscaling", where)
+  to.average = role.average or 0
   local nearest_only = mx.gated[rule] or rowwise or rule:find("^four_over_six")
   if nearest_only and (to.stochastic > 0 or role.factor) then
     raise("%s: the rule %s rounds to nearest and has no options stochastic and factor", where, rule)
@@ -279,7 +283,8 @@ local function role_text(role)
   if type(block) == "table" then block = table.concat(block, "x") end
   local text = ("%s, a scale for each %s (%s), "):format(role.format or format, block, rule)
   local bits = role.stochastic == true and scaled and 8 or role.stochastic
-  local random = not bits and "to nearest" or bits == true and "stochastic"
+  local random = not bits and (role.average and ("toward an average of decay %g"):format(
+    role.average) or "to nearest") or bits == true and "stochastic"
     or ("stochastic (%d bits)"):format(bits)
   text = text .. (rule == "ms_eden" and "to nearest, scales " .. random or random)
   if role.pow2 then text = text .. ", scales are powers of two" end

@@ -3,6 +3,7 @@
 --
 --   local opt = engine.optim.adamw(model, { precision = "fp8_block" })   -- makes opt.fp8
 --   engine.autocast("fp8_block", f)      -- an explicit loop: forward passes in FP8 ...
+--   opt.fp8:begin(step)                  -- before a step's forward passes
 --   opt.fp8:observe(record)              -- ... and this once a step, before it ends
 --   print(opt.fp8)                       -- layers, formats, the last meters
 --
@@ -16,12 +17,15 @@
 -- counts as missing.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
+local autograd = require "engine.tensor.autograd"
 local fp8_recipe = require "engine.train.fp8_recipe"
 local fp8_verdict = require "engine.policy.fp8_verdict"
 local machine = require "engine.base.machine"
 local mx = require "engine.tensor.mx"
 local policy_files = require "engine.policy.policy"
 local precision = require "engine.train.precision"
+local steps = require "engine.optim.steps"
+local tensor = require "engine.tensor.tensor"
 
 local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
 local roles = fp8_recipe.roles
@@ -101,6 +105,31 @@ local function refuse_unmet(model, full, linears)
   for i, over in ipairs(own.layers or {}) do met(over.match, ("layers[%d]"):format(i)) end
 end
 
+-- Gives a site the average of its weight if a rung of the recipe rounds the weight toward one
+-- (Q-EMA).
+local function add_average(site)
+  for _, recipe in ipairs(site.rungs) do
+    if recipe.role[1].average > 0 then
+      site.decay = site.decay or recipe.role[1].average
+    end
+  end
+  if not site.decay then return end
+  site.average = tensor.zeros(site.module.weight.shape, { keep = true })
+  site.average:copy(site.module.weight)
+  check(C.eng_fp8_average(site.id, site.average))
+end
+
+-- Moves the averages of the weights by one step. An average begins as the weight of the first step,
+-- because weights may be loaded after the recipe was applied.
+local function follow(self)
+  for _, site in ipairs(self.list) do
+    local average, weight = site.average, site.average and site.module.weight
+    if average and self.follows then weight = steps.lerp(average, weight, 1 - site.decay) end
+    if average then average:copy(weight) end
+  end
+  self.follows = true
+end
+
 --- Gives a site to every linear layer that the recipe puts in FP8, and removes the sites of an
 --- earlier recipe. Returns nil for a recipe without FP8.
 function M.attach(model, full)
@@ -136,10 +165,12 @@ function M.attach(model, full)
     rawset(module, "_fp8", tonumber(id))
     rawset(module, "_fp8_site", holder)
     self.list[#self.list + 1] = { path = path ~= "" and path or "linear", id = id, holder = holder,
-      module = module, recipe = recipe, rungs = rungs, rung = 1, on = true, meters = {} }
+      weight_name = (path ~= "" and path .. "." or "") .. "weight", module = module,
+      recipe = recipe, rungs = rungs, rung = 1, on = true, meters = {} }
     local site = self.list[#self.list]
     site.asked = {}
     for r = 0, 2 do site.asked[r + 1] = whole(site, r) and 0 or 0 / 0 end
+    add_average(site)
     self.by_path[site.path] = site
   end)
   if not fp8 then return nil end
@@ -227,8 +258,10 @@ function Sites:forget()
   for _, site in ipairs(self.list) do check(C.eng_fp8_amax(self.amax, site.id)) end
 end
 
---- Called before a step's forward passes: decides whether this step is measured.
+--- Called before a step's forward passes: decides whether this step is measured, and moves the
+--- averages of the weights by one step.
 function Sites:begin(step)
+  autograd.no_grad(autograd.scope, follow, self)
   C.eng_fp8_step(step)
   self.looking = self.sample > 0 and step % self.sample == 0
   if self.looking and #self.policies == 0 and not self.watched then self:forget() end
@@ -436,6 +469,17 @@ function Sites:state()
   end
   return { policies = list }
 end
+
+--- Returns the averages of weights (Q-EMA) for a checkpoint, { ["blocks.1.mlp.up.weight.q_ema"] =
+--- tensor }.
+function Sites:averages()
+  local averages = {}
+  for _, site in ipairs(self.list) do averages[site.weight_name .. ".q_ema"] = site.average end
+  return averages
+end
+
+--- Called when averages() have received the values of a checkpoint.
+function Sites:restored() self.follows = true end
 
 -- ------------------------------------------------------------------ meters
 

@@ -155,6 +155,10 @@ local function parted_refusal(trainer)
         trainer.precision.name)
     end
   end
+  if fp8 and next(fp8:averages()) then
+    return ("zero=3: precision %s averages the weights over steps, so every rank needs all of " ..
+      "them; hint: zero=2"):format(trainer.precision.name)
+  end
 end
 
 --- Returns why a trainer cannot work in its mode, or nil.

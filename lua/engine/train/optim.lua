@@ -430,18 +430,18 @@ function Optimizer:step(options)
   self._clip, self._clip_value = nil, nil
 end
 
--- Returns all moments or buffers by name. With `torn`, raises no error after an update that failed
--- halfway.
+-- Returns all moments or buffers, and the averages of weights that an FP8 recipe keeps, by name.
+-- With `torn`, raises no error after an update that failed halfway.
 local function tensors_of(self, torn)
-  local tensors = {}
+  local tensors = self.fp8 and self.fp8:averages() or {}
   for i in ipairs(self.list) do
     for _, buffer in ipairs(self.state:of(i, nil, torn)) do tensors[buffer.name] = buffer.x end
   end
   return tensors
 end
 
---- Returns the moments or buffers, for checkpoints: { ["name.moment1"] = tensor }. The tensors
---- share the optimizer's memory.
+--- Returns the moments or buffers, for checkpoints: { ["name.moment1"] = tensor }, and the averages
+--- of weights that an FP8 recipe keeps (Q-EMA). The tensors share the optimizer's memory.
 function Optimizer:state_tensors() return tensors_of(self) end
 
 --- Sets the moments or buffers of one parameter, or of all parameters, to 0. index: the parameter's
@@ -480,6 +480,7 @@ function Optimizer:load_state(tensors, updates)
   for name, target in pairs(own) do target:copy(tensors[name]) end
   self.state:restart()
   self.updates = updates
+  if self.fp8 then self.fp8:restored() end
 end
 
 --- Returns the memory that training takes, by role (accountant.lua).

@@ -72,6 +72,9 @@ end
 --             of codes) or device (blackwell where a card's tensor cores compute it, else fp32).
 --             Roles also have
 --               factor      multiplies elements before rounding; the product is divided by it
+--               average     for w: rounds each weight to the one of its two neighbours that is
+--                           nearer to the weight's average over steps (Q-EMA). The average has this
+--                           decay (0.998), and takes 4 bytes a weight
 --               backward    for x and w: a role, with which the backward product quantizes the
 --                           values that the forward product read (not the original values), or
 --                           "same": the backward product reads these values
@@ -174,12 +177,14 @@ local SQUARES = e2m1("four_over_six_mse", "1x16", { backward = EDEN })
 local REDRAWN_128 = { hadamard = 128, signs = "backward" }
 M.recipes.nvfp4_quartet2 = microscaled("Quartet II, arXiv 2601.22813", SQUARES, SQUARES, EDEN,
   { dgrad = REDRAWN_128, wgrad = REDRAWN_128 })
--- TetraJet (arXiv 2502.20853) without Q-EMA and Q-Ramping: MXFP4 rounded to nearest in the forward
--- pass. In the backward pass, dy and the values that the forward product read are rounded
--- stochastically.
+-- TetraJet (arXiv 2502.20853): MXFP4 rounded to nearest in the forward pass. In the backward pass,
+-- dy and the values that the forward product read are rounded stochastically. With Q-EMA, weights
+-- are rounded toward their average over steps, so that they oscillate less between two codes.
 local TETRAJET = e2m1("rceil", "1x32", { backward = e2m1("rceil", "1x32", { stochastic = 24 }) })
 M.recipes.mxfp4_tetrajet = microscaled("TetraJet, arXiv 2502.20853, without Q-EMA and Q-Ramping",
   TETRAJET, TETRAJET, TETRAJET.backward)
+M.recipes.mxfp4_tetrajet_q_ema = microscaled("TetraJet with Q-EMA, arXiv 2502.20853", TETRAJET,
+  arguments.merged(TETRAJET, { average = 0.9983 }), TETRAJET.backward)
 
 -- Microsoft's FP4 (arXiv 2501.17116), with the rules of MS-AMP. Each row of x and W is in e2m1 with
 -- a power-of-two scale; dy is in e5m2 with one scale. The largest and smallest 1 % of each row of x

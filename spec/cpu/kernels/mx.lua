@@ -122,6 +122,27 @@ generators.mx_quantize = function(try)
         floats = { k % 2 * 0.75 }, zeros = true }
     end
   end
+  -- rounding toward an average that is near x, far from it, or NaN in places
+  for _, dtype in ipairs { "f32", "bf16", "f16", "f64" } do
+    for i, shape in ipairs(SHAPES) do
+      for rule = 0, 4 do
+        for j, kind in ipairs(KINDS) do
+          n = n + 1
+          local block = BLOCKS[n % #BLOCKS + 1]
+          local x = float(dtype, shape, kind, n % 13 == 0 and "transposed" or "plain")
+          local average = n % 3 == 0 and float("f32", shape, kind)
+            or n % 3 == 1 and float("f32", shape, "rare") or
+            engine.run("affine", { (engine.run("cast", { x }, { engine.dtype.f32 })) }, {},
+              { 1 + (j - 2) / 16, 0 })
+          try { inputs = { x, false, average },
+            ints = { rule == 4 and 13 or FORMATS[n % 6 + 1], block[1], block[2], rule,
+              ((i + n) % 4 == 0 and shape[1] % 2 == 0 and TURNED or 0) + n % 2 * VALUES
+              + (n + j) % 2 * FINITE }, floats = { n % 5 == 0 and 0.75 or 0 }, outputs = 8,
+            zeros = true, note = kind }
+        end
+      end
+    end
+  end
   -- the transposed copy after a Hadamard transform, with and without the other copy
   local RANKS = { { 34, 70 }, { 2, 3, 64 }, { 64, 130 }, { 16, 2 }, { 0, 4 }, { 6, 0 },
     { 140, 260 }, { 272, 34 } }
