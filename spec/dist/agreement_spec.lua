@@ -146,6 +146,7 @@ describe("ranks that drift apart", function()
   it("are not reported in any mode of an example when nothing differs", function()
     for _, settings in ipairs { { "precision=fp16", "mode=lagged" },
       { "precision=fp8_block", "zero=2", "accumulate=2" },
+      { "precision=mxfp4_tetrajet_q_ema", "zero=1", "width=32" },
       { "precision=bf16", "zero=1", "shadow=megatron", "dropout=0.1" },
       { "precision=fp16", "policy=dynamic:init_scale=2^40", "trap=overflow" } } do
       local run = folder .. "/" .. table.concat(settings, "-"):gsub("[^%w-]", "")
