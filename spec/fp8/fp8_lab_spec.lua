@@ -166,6 +166,19 @@ describe("the FP8 laboratory", function()
     assert.matches("\nConclusion: floor's excess loss is [+-]%d", result.out)
   end)
 
+  it("fp4_oscillation: Q-EMA and Q-Ramping train, and Q-EMA calms weights", function()
+    local result = helper.run { root .. "/examples/fp4_oscillation.lua", "seeds=1", "steps=120",
+      "calibrate=40", "width=32", "layers=1", "batch=4", "context=32" }
+    assert.equal(0, result.code, result.err)
+    local bf16, plain = row(result, "bf16")[1], row(result, "TetraJet")
+    for _, name in ipairs { "with Q-EMA", "with Q-Ramping" } do
+      assert.near(bf16, row(result, name)[1], 0.05 * bf16)
+    end
+    assert.is_true(row(result, "with Q-EMA")[3] < 0.8 * plain[3], result.out)
+    assert.matches("expected 31 or more steps", helper.run { root ..
+      "/examples/fp4_oscillation.lua", "steps=9" }.err, 1, true)
+  end)
+
   it("rounding_bias: the biases that the rules imply", function()
     local result = helper.run { root .. "/examples/rounding_bias.lua", "draws=4000" }
     assert.equal(0, result.code, result.err)
