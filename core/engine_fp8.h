@@ -86,7 +86,7 @@ typedef struct eng_fp8_role {
   double  clamp;                      // as in msamp_fp4
   double  eps;                        // negative: the rule's default
   double  factor;                     // microscaling: as in mx_quantize; products are divided by it
-  double  average;                    // microscaling, only for w: the decay, below 1, of the average
+  double  average;                    // microscaling, only for w: decay, below 1, of the average
                                       // toward which w is rounded (eng_fp8_average); 0: none
 } eng_fp8_role;
 /// How a product of a layer sums along K: `accumulator` and `promotion` as in fp8_matmul. In
@@ -126,9 +126,9 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
 /// amax. The role's block must be the whole tensor. If `amax` is 0, the scale is computed from the
 /// measured amax again. Errors: VALUE, STATE (the site has no recipe).
 eng_status eng_fp8_delay(int64_t site, int role, double amax);
-/// Sets the average over steps toward which W is rounded if the recipe's role w has `average`: Q-EMA
-/// of TetraJet, the input `average` of mx_quantize. f32 in the shape of W, or NULL for none. The
-/// caller keeps the tensor, and updates it between steps. Errors: STATE, STALE, DTYPE.
+/// Sets the average over steps toward which W is rounded if the recipe's role w has `average`
+/// (Q-EMA of TetraJet, the input `average` of mx_quantize): f32 in the shape of W, or NULL for none.
+/// The caller keeps the tensor, and updates it between steps. Errors: STATE, STALE, DTYPE.
 eng_status eng_fp8_average(int64_t site, const eng_tensor *average);
 /// Returns the largest magnitude of each role's tensor since the last call: inf or nan if the
 /// tensor contained one, -1 if nothing was quantized. Waits for the device. At most 4,096 unread

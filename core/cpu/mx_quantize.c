@@ -663,7 +663,8 @@ static eng_status mx_quantize(const op_call *call)
   if (a->hadamard && !rotated_band(call))
     return quantize_rotated(call, ISA_NAME(cpu_hadamard), mx_quantize);
   side s = {.call = call, .x = x->data, .dtype = x->dtype, .format = mx_format_of(a->format),
-            .average = call->in[2] ? call->in[2]->data : NULL, .random = (uint64_t)a->counter, .factor = a->factor != 0 ? (float)a->factor : 1};
+            .average = call->in[2] ? call->in[2]->data : NULL,
+            .random = (uint64_t)a->counter, .factor = a->factor != 0 ? (float)a->factor : 1};
   set_shape(&s, row_count(x), row_length(x));
   int64_t parts = larger(ceiling(x->count, PART), ceiling(s.rows, smaller(s.band, 16))),
           bytes = parts * (int64_t)sizeof(found);
