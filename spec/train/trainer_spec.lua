@@ -4,6 +4,7 @@ local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
 local loop = require "engine.train.loop"
+local machine = require "engine.base.machine"
 
 local C = M_ffi.C
 local TEXT = require("engine.report.lab").text(40000)
@@ -430,8 +431,11 @@ describe("the trainer", function()
       c.state.ranks = 2
       engine.checkpoint.save(run .. "/checkpoints", 1, { model = c.model, optimizer = c.optimizer,
         state = c.state })
+      local device = machine.device
+      machine.device = function() return "a card" end      -- graph = true is refused on the CPU
       local good, message = pcall(job, { run = run, resume = "auto", accumulate = accumulate,
         mode = case.mode, graph = case.graph })
+      machine.device = device
       assert.is_false(good)
       assert.matches(("resume: keeping %d batches in a step needs accumulate=%d here; "):format(
         2 * accumulate, 2 * accumulate), message, 1, true)
@@ -556,9 +560,14 @@ describe("the trainer", function()
     assert.same({}, require("engine.base.file").names(folder))
   end)
 
+  it("refuses graph = true on the CPU before the first step", function()
+    assert.error_matches(function() job { graph = true } end,
+      "graph=true: the CPU cannot capture steps; hint: device=cuda, or graph=false")
+  end)
+
   it("refuses a batch that is not a table, in every mode", function()
     local data = { next = function() return "text" end }
-    for _, extra in ipairs { {}, { graph = true, mode = "lagged" }, { accumulate = 2 } } do
+    for _, extra in ipairs { {}, { mode = "lagged" }, { accumulate = 2 } } do
       extra.data = data
       local trainer = job(extra)
       assert.error_matches(function() trainer:run() end, "expected a batch to be a table .* 'text'")

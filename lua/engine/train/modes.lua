@@ -183,6 +183,9 @@ function M.refusal(trainer)
     return ("mode=lagged: the device decides whether to update, and optimizer %s is written in " ..
       "Lua; hint: mode=sync"):format(trainer.optimizer.name)
   end
+  if trainer.graph and machine.device() == "cpu" then
+    return "graph=true: the CPU cannot capture steps; hint: device=cuda, or graph=false"
+  end
   if trainer.graph and trainer.accumulate > 1 then
     return "graph=true: a captured step has one batch; hint: accumulate=1, or graph=false"
   end
