@@ -233,7 +233,6 @@ local function build(arch, options, source)
   return model
 end
 
-local OPTIONS = "dtype dropout labels pad"
 local DTYPES = { f32 = true, bf16 = true, f16 = true, f64 = true }
 
 local function load(folder, options)
@@ -282,7 +281,7 @@ function M.load(folder, options)
   if type(folder) ~= "string" then
     error("load_model: expected a folder, got " .. type(folder), 2)
   end
-  options = tensor.read_named(options, "load_model", OPTIONS)
+  options = tensor.read_named(options, "load_model", "dtype dropout labels pad")
   local dtype = options.dtype
   if options.pad ~= nil and not options.labels then
     error("load_model: pad is an option of classifiers; hint: labels = the number of labels", 2)

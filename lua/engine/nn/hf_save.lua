@@ -132,8 +132,6 @@ end
 
 -- ------------------------------------------------------------------ save
 
-local OPTIONS = "dtype shard_bytes"
-
 --- model:save(folder [, { dtype = nil, shard_bytes = 5e9 }]): writes config.json and the weights,
 --- for this engine and for Hugging Face's transformers. The weights are in model.safetensors or, if
 --- they exceed shard_bytes bytes, in shards of up to that size with an index. dtype converts the
@@ -144,7 +142,7 @@ return function(model, folder, options)
   if type(folder) ~= "string" or folder == "" then
     error("save: expected a folder, got " .. tostring(folder), 2)
   end
-  options = tensor.read_named(options, "save", OPTIONS)
+  options = tensor.read_named(options, "save", "dtype shard_bytes")
   local dtype, limit = options.dtype, options.shard_bytes or 5e9
   if dtype and not HF_NAMES[dtype] then
     error(("save: expected dtype f32, bf16, f16 or f64, got '%s'%s"):format(tostring(dtype),

@@ -14,15 +14,13 @@ local function ones(x) x:fill(1) end
 
 -- ------------------------------------------------------------------ convolution
 
-local CONV = "stride padding dilation groups bias std"
-
 -- Makes the class of nn.conv1d (dimensions = 1) or of nn.conv2d (dimensions = 2).
 local function convolution(name, dimensions)
   local Conv, title = class(name), "nn." .. name
   function Conv:init(inputs, outputs, kernel, options)
     want_whole(inputs, title, "inputs", 1)
     want_whole(outputs, title, "outputs", 1)
-    options = tensor.read_named(options, title, CONV)
+    options = tensor.read_named(options, title, "stride padding dilation groups bias std")
     local groups, shape = options.groups or 1, { outputs }
     want_whole(groups, title, "groups", 1)
     if inputs % groups ~= 0 or outputs % groups ~= 0 then
@@ -58,8 +56,6 @@ M.conv1d = convolution("conv1d", 1)
 
 -- ------------------------------------------------------------------ norms
 
-local BATCH_NORM = "eps momentum affine"
-
 --- nn.batch_norm(channels [, { eps = 1e-5, momentum = 0.1, affine = true }]): x [N x C x ..] -> the
 --- same shape. In training mode it normalises by the batch's mean and variance, and moves its
 --- buffers running_mean and running_var towards them by `momentum`; in evaluation mode it
@@ -68,7 +64,7 @@ local BATCH_NORM = "eps momentum affine"
 local BatchNorm = class("batch_norm")
 function BatchNorm:init(channels, options)
   want_whole(channels, "nn.batch_norm", "channels", 1)
-  options = tensor.read_named(options, "nn.batch_norm", BATCH_NORM)
+  options = tensor.read_named(options, "nn.batch_norm", "eps momentum affine")
   self.eps = options.eps or 1e-5
   self.momentum = arguments.want_number(options.momentum or 0.1, "nn.batch_norm", "momentum")
   if options.affine ~= false then
@@ -123,8 +119,6 @@ function M.sync_batch_norm(model, group)
   return model
 end
 
-local GROUP_NORM = "eps affine"
-
 --- nn.group_norm(groups, channels [, { eps = 1e-5, affine = true }]): x [N x C x ..] -> the same
 --- shape; normalises each group of adjacent channels of each sample.
 local GroupNorm = class("group_norm")
@@ -134,7 +128,7 @@ function GroupNorm:init(groups, channels, options)
   if channels % groups ~= 0 then
     raise("nn.group_norm: expected groups to divide %d channels, got %d", channels, groups)
   end
-  options = tensor.read_named(options, "nn.group_norm", GROUP_NORM)
+  options = tensor.read_named(options, "nn.group_norm", "eps affine")
   self.groups, self.channels, self.eps = groups, channels, options.eps or 1e-5
   if options.affine == false then return end
   self:parameter("weight", new_parameter({ channels }, ones), "norm")

@@ -14,8 +14,6 @@ local new_parameter = module.new_parameter
 
 -- ------------------------------------------------------------------ linear, embedding
 
-local LINEAR = "bias std"
-
 --- nn.linear(inputs, outputs [, { bias = true, std = nil }]): y = x W^T + b, x [.. x K] -> [.. x
 --- N], weight [N x K], bias [N]. Initial values: uniform within +-1/sqrt(inputs); with `std`, the
 --- weight is normal and the bias 0.
@@ -23,7 +21,7 @@ local Linear = class("linear")
 function Linear:init(inputs, outputs, options)
   want_whole(inputs, "nn.linear", "inputs", 1)
   want_whole(outputs, "nn.linear", "outputs", 1)
-  options = tensor.read_named(options, "nn.linear", LINEAR)
+  options = tensor.read_named(options, "nn.linear", "bias std")
   self.inputs, self.outputs = inputs, outputs
   module.add_linear(self, { outputs, inputs }, options)
 end
@@ -35,15 +33,13 @@ end
 fuse.register("linear", Linear)
 M.linear = Linear
 
-local EMBEDDING = "std"
-
 --- nn.embedding(count, width [, { std = 1 }]): ids [..] counted from 0 -> rows [.. x C] of the
 --- weight [count x C].
 local Embedding = class("embedding")
 function Embedding:init(count, width, options)
   want_whole(count, "nn.embedding", "the number of rows", 1)
   want_whole(width, "nn.embedding", "the width", 1)
-  options = tensor.read_named(options, "nn.embedding", EMBEDDING)
+  options = tensor.read_named(options, "nn.embedding", "std")
   self.rows, self.width = count, width
   self:parameter("weight", new_parameter({ count, width },
     function(x) x:normal(0, options.std or 1) end), "embedding")
@@ -54,7 +50,6 @@ M.embedding = Embedding
 
 -- ------------------------------------------------------------------ norms
 
-local LAYER_NORM, RMS_NORM = "eps bias", "eps"
 local function ones(x) x:fill(1) end
 
 --- nn.layer_norm(width [, { eps = 1e-5, bias = true }]): x [.. x C] -> [.. x C]. norm(x, branch)
@@ -62,7 +57,7 @@ local function ones(x) x:fill(1) end
 local LayerNorm = class("layer_norm")
 function LayerNorm:init(width, options)
   want_whole(width, "nn.layer_norm", "the width", 1)
-  options = tensor.read_named(options, "nn.layer_norm", LAYER_NORM)
+  options = tensor.read_named(options, "nn.layer_norm", "eps bias")
   self.eps = options.eps or 1e-5
   self:parameter("weight", new_parameter({ width }, ones), "norm")
   if options.bias ~= false then self:parameter("bias", new_parameter { width }, "norm") end
@@ -79,7 +74,7 @@ M.layer_norm = LayerNorm
 local RMSNorm = class("rms_norm")
 function RMSNorm:init(width, options)
   want_whole(width, "nn.rms_norm", "the width", 1)
-  self.eps = tensor.read_named(options, "nn.rms_norm", RMS_NORM).eps or 1e-6
+  self.eps = tensor.read_named(options, "nn.rms_norm", "eps").eps or 1e-6
   self:parameter("weight", new_parameter({ width }, ones), "norm")
 end
 function RMSNorm:forward(x, branch) return fuse.rms_norm(x, branch, self.weight, self.eps) end

@@ -34,8 +34,6 @@ local function known_names(path, layer, model)
   return arch and architectures.layer_names(model, arch, path, layer.outputs) or path
 end
 
-local SAVE, LOAD = { names = true, base_model = true }, { names = true }
-
 -- Returns two values. The first is a function(l) for a layer l = { path, layer }. It returns the
 -- layers in the file that together form l's weight: { { name =, first =, last = } .. }; a layer in
 -- the file has the rows first to last (from 1) of that weight. The second value is whether the
@@ -126,7 +124,7 @@ end
 function M.save(model, folder, options)
   local list = adapters.adapted(model, "lora.save")
   folder = want_folder(folder, "lora.save")
-  options = tensor.read_named(options, "lora.save", SAVE)
+  options = tensor.read_named(options, "lora.save", "names base_model")
   local name_of, conv1d = namer(model, options, "lora.save")
   autograd.scope(save, list, folder, name_of, options.base_model, conv1d,
     adapters.label_head(model))
@@ -359,7 +357,7 @@ function M.load(model, folder, options)
   adapters.want_model(model, "lora.load")
   adapters.want_no_tape "lora.load"
   folder = want_folder(folder, "lora.load")
-  options = tensor.read_named(options, "lora.load", LOAD)
+  options = tensor.read_named(options, "lora.load", "names")
   adapters.want_unmerged(model, "lora.load")
   local config = read_config(folder .. "/adapter_config.json", adapters.label_head(model))
   local file = safetensors.open(folder .. "/adapter_model.safetensors")

@@ -212,11 +212,10 @@ local function chosen(model, match)
   return list
 end
 
-local OPTIONS = "match rank alpha dropout dora base"
 local BASES = { f32 = true, bf16 = true, f16 = true, e4m3 = true, nf4 = true }
 
 local function read(options)
-  options = tensor.read_named(options, "nn.lora", OPTIONS)
+  options = tensor.read_named(options, "nn.lora", "match rank alpha dropout dora base")
   local rank, alpha, dropout = options.rank or 8, options.alpha or 16, options.dropout or 0
   arguments.want_whole(rank, "nn.lora", "rank", 1)
   expect(type(alpha) == "number" and math.abs(alpha) < math.huge, alpha,

@@ -377,7 +377,7 @@ end
 function Module:load_state(state, options)
   expect(type(state) == "table", state,
     "load_state: expected a table of tensors by name, as engine.load(path) gives")
-  local strict = tensor.read_named(options, "load_state", { strict = true }).strict ~= false
+  local strict = tensor.read_named(options, "load_state", "strict").strict ~= false
   local problems, known, names, fitting = {}, {}, {}, {}
   for _, p in ipairs(self:parameters()) do
     local problem = misfit(p, state[p.name])

@@ -13,8 +13,6 @@ local transformer = require "engine.nn.transformer"
 
 local expect, raise, want_whole = M_ffi.expect, M_ffi.raise, arguments.want_whole
 
-local KNOWN = "width hidden experts top_k expert std experts_over dispatch combine"
-
 --- nn.moe { width, hidden = 4 * width, experts = 8, top_k = 2, expert = function(index) -> module,
 --- std }: x [.. x C] -> [.. x C]. To divide the experts over ranks: experts_over =
 --- engine.ranks.group() (all ranks) or .group(n). dispatch ("own" | "fp32" | "bf16" | "fp8") is
@@ -25,7 +23,8 @@ local KNOWN = "width hidden experts top_k expert std experts_over dispatch combi
 --- probability). It is 1 when all experts get equal shares.
 local MoE = module.class("moe")
 function MoE:init(options)
-  options = tensor.read_named(options, "nn.moe", KNOWN)
+  options = tensor.read_named(options, "nn.moe",
+    "width hidden experts top_k expert std experts_over dispatch combine")
   local width, count, k = options.width, options.experts or 8, options.top_k or 2
   want_whole(width, "nn.moe", "width", 1)
   want_whole(count, "nn.moe", "experts", 1)

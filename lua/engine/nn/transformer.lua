@@ -69,9 +69,9 @@ end
 --- x H x T] (only on the CPU). In a padded batch both are [1 x H x N], for the N tokens that are
 --- not padding.
 local Attention = class("attention")
-local ATTENTION = "causal kv_heads head_width rope bias out_bias std out_std qk_norm window dropout"
 function Attention:init(width, heads, options)
-  options = tensor.read_named(options, "nn.attention", ATTENTION)
+  options = tensor.read_named(options, "nn.attention",
+    "causal kv_heads head_width rope bias out_bias std out_std qk_norm window dropout")
   local kv_heads, dropout = options.kv_heads or heads, options.dropout or 0
   want_whole(width, "nn.attention", "the width", 1)
   want_whole(heads, "nn.attention", "heads", 1)

@@ -23,8 +23,6 @@ local function text_of(result)
   return show.table(lines, { true })
 end
 
-local KNOWN = "policies also seeds run"
-
 -- Returns the list of policies, with `also` appended unless the list has this policy, with or
 -- without options.
 local function with(policies, also)
@@ -43,7 +41,7 @@ end
 --- of { policy =, NAME = { mean =, spread = standard deviation, values } ... }, which prints as a
 --- table. The mean leaves out calls that do not return the number.
 function M.new(options)
-  options = tensor.read_named(options, "contest", KNOWN)
+  options = tensor.read_named(options, "contest", "policies also seeds run")
   if type(options.policies) ~= "table" or #options.policies == 0
     or type(options.run) ~= "function" then
     M_ffi.raise("contest: expected { policies = { \"dynamic\", ... }, seeds = 5, run = " ..

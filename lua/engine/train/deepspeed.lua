@@ -72,7 +72,6 @@ local function unused(config)
   return table.concat(keys, ", ")
 end
 
-local OPTIONS = "model config optimizer run resume checkpoint_every steps log policy data state"
 local PASSED = { "run", "resume", "checkpoint_every", "log", "data", "state" }
 
 --- engine.deepspeed.initialize { model =, config = }. config is the path of DeepSpeed's JSON file,
@@ -86,7 +85,8 @@ local PASSED = { "run", "resume", "checkpoint_every", "log", "data", "state" }
 --- the loop assigns optimizer.lr. A line of output names the keys of the configuration that are not
 --- used.
 function M.initialize(given)
-  local o = tensor.read_named(given, "deepspeed.initialize", OPTIONS)
+  local o = tensor.read_named(given, "deepspeed.initialize",
+    "model config optimizer run resume checkpoint_every steps log policy data state")
   expect(type(o.model) == "table" and o.model.parameters, o.model,
     "deepspeed.initialize: expected model to be a module")
   local config = o.config

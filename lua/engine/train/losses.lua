@@ -51,13 +51,11 @@ local function smoothing_of(options, name)
   return smoothing
 end
 
-local SFT = "label_smoothing"
-
 --- engine.losses.sft(model, batch [, { label_smoothing = 0 }]): supervised fine-tuning. Returns the
 --- mean cross entropy of the tokens that count (for example the tokens of answers), or 0 if none
 --- counts.
 function M.sft(model, batch, options)
-  options = tensor.read_named(options, "losses.sft", SFT)
+  options = tensor.read_named(options, "losses.sft", "label_smoothing")
   want_batch(batch, "losses.sft")
   local targets = targets_of(batch, "losses.sft")
   local sum = tensor.cross_entropy(model(batch.x), targets,
@@ -80,8 +78,6 @@ local function reference_log_probability(model, reference, x, targets)
   return lora.disabled(model, of, model)
 end
 
-local DPO = "beta label_smoothing reference reduction"
-
 --- engine.losses.dpo(model, batch [, { beta = 0.1, label_smoothing = 0, reference, reduction =
 --- "mean" }]): direct preference optimization. The first half of the batch's 2P rows are the chosen
 --- answers, and the second half are the rejected answers in the same order. p and p_ref are a row's
@@ -95,7 +91,8 @@ local DPO = "beta label_smoothing reference reduction"
 ---   accuracy           the share of pairs with a margin above 0
 ---   log_ratio          log p/p_ref [2P]
 function M.dpo(model, batch, options)
-  options = tensor.read_named(options, "losses.dpo", DPO)
+  options = tensor.read_named(options, "losses.dpo",
+    "beta label_smoothing reference reduction")
   want_batch(batch, "losses.dpo")
   local beta, smoothing = options.beta or 0.1, smoothing_of(options, "losses.dpo")
   local reference, reduction = options.reference, options.reduction or "mean"

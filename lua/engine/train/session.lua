@@ -334,8 +334,6 @@ local function next_scale(self, s)
   return self.policy:scale()
 end
 
-local STEP = "clip tokens"
-
 --- Makes one step of an optimizer with its gradients: statistics, the policy's verdict, and then
 --- the update, which unscales and clips in the same pass, or no update. opt: the optimizer or its
 --- name; may be nil if there is only one. The optimizer's gradients are empty afterwards. options:
@@ -344,7 +342,7 @@ local STEP = "clip tokens"
 --- step = number, loss = the sum over the backward passes, scale = the scale of these gradients }.
 function Session:step(opt, o)
   local s, entry = inside(self, "step"), entry_of(self, opt)
-  o = tensor.read_named(o, "session:step", STEP)
+  o = tensor.read_named(o, "session:step", "clip tokens")
   expect(o.clip == nil or type(o.clip) == "number" and o.clip >= 0, o.clip,
     "session:step: expected clip to be a number >= 0 (0: none)")
   if o.tokens ~= nil then
