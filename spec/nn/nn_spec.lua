@@ -213,6 +213,8 @@ describe("a module", function()
         "nn.attention: expected window to be a whole number of 1 or more, got 0" },
       { "nn.attention(8, 2, { window = 2, causal = false })",
         "nn.attention: a window needs causal attention, got causal = false" },
+      { "nn.swiglu(8, 16, { gelu = 'erf' })",
+        "nn.swiglu: unknown option 'gelu'; options: bias out_std std" },
       { "nn.gpt { widht = 4 }",
         "nn.gpt: unknown option 'widht'; did you mean 'width'?; `engine help nn.gpt` "
           .. "lists the options" },

@@ -241,13 +241,11 @@ M.attention = Attention
 
 -- ------------------------------------------------------------------ feed-forward
 
-local FEED_FORWARD = "bias std out_std gelu"
-
 --- Feed-forward with GELU: nn.mlp(width, hidden [, { bias, std, out_std, gelu = "tanh" | "erf" }]),
 --- x [.. x C] -> [.. x C].
 local MLP = class("mlp")
 function MLP:init(width, hidden, options)
-  options = tensor.read_named(options, "nn.mlp", FEED_FORWARD)
+  options = tensor.read_named(options, "nn.mlp", "bias std out_std gelu")
   local bias, std, out_std = options.bias, options.std, options.out_std or options.std
   self.up = layers.linear(width, hidden, { bias = bias, std = std })
   self.down = layers.linear(hidden, width, { bias = bias, std = out_std })
@@ -260,7 +258,7 @@ M.mlp = MLP
 --- false, std, out_std }]), x [.. x C] -> [.. x C].
 local SwiGLU = class("swiglu")
 function SwiGLU:init(width, hidden, options)
-  options = tensor.read_named(options, "nn.swiglu", FEED_FORWARD)
+  options = tensor.read_named(options, "nn.swiglu", "bias std out_std")
   local std, out_std, bias = options.std, options.out_std or options.std, options.bias or false
   self.gate = layers.linear(width, hidden, { bias = bias, std = std })
   self.up = layers.linear(width, hidden, { bias = bias, std = std })
