@@ -383,17 +383,13 @@ end
 local PARTS = { "weight_scale", "weight_group", "weight_offset", "lora_A", "lora_B",
   "lora_magnitude_vector" }
 
--- Removes the adapter's tensors from the layer's parameters (`hidden`) or adds them again.
+-- Removes the adapter's tensors from the layer's parameters (`hidden`) or puts them back. Their
+-- keys stay in the layer's order.
 local function hide(layer, hidden)
   local own = layer._lora
   for _, key in ipairs(PARTS) do
-    if hidden then
-      own.parts[key] = rawget(layer, key)
-      for i, k in ipairs(layer._order) do
-        if k == key then table.remove(layer._order, i) break end
-      end
-      rawset(layer, key, nil)
-    elseif own.parts[key] then layer[key] = own.parts[key] end
+    if hidden then own.parts[key] = rawget(layer, key) end
+    rawset(layer, key, not hidden and own.parts[key] or nil)
   end
 end
 
