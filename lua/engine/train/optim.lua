@@ -419,13 +419,10 @@ function Optimizer:step(options)
   end
   expect(type(self.lr) == "number" and self.lr >= 0 and self.lr < math.huge, self.lr,
     "optim.%s: expected lr to be a finite number >= 0", self.name)
-  self.state:update(self.lr * (options.lr_mul or 1), {
-    gradient_factor = options.gradient_factor or 1,
-    clip_value = options.clip_value or self._clip_value or 0, lagged = options.lagged,
-    clip_norm = self._clip or options.clip_norm or 0, clips = options.clips,
-    lr_muls = options.lr_muls, norms = options.norms, update_clip = options.update_clip,
-    spike_clip = options.spike_clip, bias_step = options.bias_step,
-    norm = self._clip and self._clip_norm or options.norm or 0 })
+  local update = arguments.merged({ gradient_factor = 1, clip_value = self._clip_value or 0,
+    clip_norm = 0, norm = 0 }, options)
+  if self._clip then update.clip_norm, update.norm = self._clip, self._clip_norm end
+  self.state:update(self.lr * (options.lr_mul or 1), update)
   self.updates = self.updates + 1
   self._clip, self._clip_value = nil, nil
 end
