@@ -1,7 +1,6 @@
 -- The loss scalers of other systems: the sandbox, `engine replay` and a live run (whose gradients
 -- overflow where the trace says) all give the published numbers. Also: which options they refuse,
--- both ends of the range, and resuming from a state saved at any step. Numbers:
--- spec/golden/loss_scalers.json and scaler_unit_cases.json.
+-- and both ends of the range. Numbers: spec/golden/loss_scalers.json and scaler_unit_cases.json.
 local json = require "cjson"
 local engine = require "engine"
 local helper = require "spec.helper"
@@ -373,50 +372,6 @@ describe("hysteresis with random settings as in Apex's kernel test", function()
       assert.are.equal(2 ^ (21 + math.floor(m / interval)), last(interval + m .. "."))
     end
   end)
-end)
-
-describe("a state saved at any step", function()
-  -- Windows short enough to grow and back off within the trace.
-  local options = {
-    static = { loss_scale = 8 }, dynamic = { init_scale = 256, growth_interval = 4 },
-    deepspeed = { init_scale = 256, scale_window = 4 },
-    deepspeed_fused = { init_scale = 256, scale_window = 4 },
-    megatron = { initial_scale = 256, growth_interval = 4 },
-    colossalai = { initial_scale = 256, growth_interval = 4 },
-    apex = { init_scale = 256, scale_window = 4 },
-    nemo = { init_scale = 256, growth_interval = 4, hysteresis = 2 },
-    tensorflow = { initial_loss_scale = 256, increment_period = 4 },
-    keras = { initial_scale = 256, dynamic_growth_steps = 4 },
-    jmp = { loss_scale = 256, period = 4 }, flax = { scale = 256, growth_interval = 3 },
-    mindspore = { init_loss_scale = 256, scale_window = 4 },
-    paddle = { init_loss_scaling = 256, incr_every_n_steps = 4 },
-    fairseq = { init_scale = 256, scale_window = 4, tolerance = 0.25 },
-    metaseq = { init_scale = 256, scale_window = 2 },
-    openseq2seq = { scale_max = 256, step_window = 4 },
-    bmtrain = { loss_scale = 256, loss_scale_steps = 4 },
-      mxnet = { init_scale = 256, scale_seq_len = 4 },
-  }
-  local trace = replay.trace "4. x . x 5. 2x 6. 3x 3."
-  local record = require("ffi").new("eng_record")
-  local function go(policy, from, to, scales)
-    for i = from, to do
-      trace:at(record, i, policy:scale())
-      scales[i] = policy:decide(record).scale
-    end
-    return scales
-  end
-  for name, settings in pairs(options) do
-    it("resumes exactly: " .. name, function()
-      local whole = go(engine.policy.load(name, settings), 1, trace.n, {})
-      for k = 0, trace.n do
-        local first, second = engine.policy.load(name, settings), engine.policy.load(name, settings)
-        local scales = go(first, 1, k, {})
-        second:restore(first:save())
-        assert.are.equal(first:save(), second:save())
-        assert.are.same(whole, go(second, k + 1, trace.n, scales), "saved after step " .. k)
-      end
-    end)
-  end
 end)
 
 describe("a DeepSpeed configuration", function()
