@@ -86,13 +86,15 @@ local function rows(seed, every)
   return loader
 end
 
-local function train(policy, clip, seed, tell)
+local function train(policy, seed, tell)
   engine.seed(seed)
   local net = nn.sequential { nn.linear(8, cfg.hidden), nn.relu(),
     nn.linear(cfg.hidden, cfg.hidden), nn.relu(), nn.linear(cfg.hidden, 2) }
+  local clip = policy == "dynamic, clip 1" and 1 or nil
   local bad, sum, count, result = false, 0, 0, { loss = 0, skipped = 0 }
   local summary = engine.trainer {
-    model = net, policy = policy, steps = cfg.steps, clip = clip, log = "quiet",
+    model = net, policy = clip and "dynamic" or policy == "spikes" and SPIKES or policy,
+    steps = cfg.steps, clip = clip, log = "quiet",
     run = tell and cfg.run or nil, config = cfg, data = rows(seed, cfg.every),
     evaluate = { data = rows(seed + 500, math.huge), every = cfg.steps },
     optimizer = engine.optim.adam(net, { lr = cfg.lr, precision = "fp16" }),
@@ -117,16 +119,11 @@ local function train(policy, clip, seed, tell)
 end
 
 if cfg.seeds == 0 then
-  local result = train(cfg.policy == "spikes" and SPIKES or cfg.policy, nil, cfg.seed, true)
+  local result = train(cfg.policy, cfg.seed, true)
   print(("loss on the clean batches of the second half: %.4f; %d steps skipped"):format(
     result.loss, result.skipped))
   if result.path then print("run: " .. result.path) end
 else
   print(engine.contest { policies = { "dynamic", "dynamic, clip 1", "guarded", "spikes" },
-    also = cfg.policy, seeds = cfg.seeds,
-    run = function(policy, seed)
-      if policy == "spikes" then return train(SPIKES, nil, seed) end
-      if policy == "dynamic, clip 1" then return train("dynamic", 1, seed) end
-      return train(policy, nil, seed)
-    end })
+    also = cfg.policy, seeds = cfg.seeds, run = train })
 end

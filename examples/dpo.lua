@@ -67,19 +67,21 @@ local function pairs_of(seed)
   return loader
 end
 
-local function train(policy, precision, seed, tell)
+-- Trains once; the policy "fp32" means fp32 without a loss scale.
+local function train(policy, seed, tell)
   local reference, model = model_of(seed), model_of(seed)
   reference:freeze()
   -- the loss is a sum over pairs, as in many trainers
   local dpo = { beta = cfg.beta, reference = reference, reduction = "sum" }
   local kl, accuracy, norm, result = 0, 0, 0,
     { loss = 0, accuracy = 0, kl = 0, skipped = 0, kl_jump = 0 }
-  local kl_before
+  local kl_before, fp32 = nil, policy == "fp32"
   local summary = engine.trainer {
-    model = model, policy = policy, steps = cfg.steps, log = "quiet", data = pairs_of(seed),
-    config = cfg, run = cfg.seeds == 0 and cfg.run or nil,
+    model = model, policy = fp32 and "static" or policy, steps = cfg.steps, log = "quiet",
+    data = pairs_of(seed), config = cfg, run = cfg.seeds == 0 and cfg.run or nil,
     evaluate = { data = pairs_of(seed + 500), every = cfg.steps },
-    optimizer = engine.optim.adamw(model, { lr = cfg.lr, precision = precision }),
+    optimizer = engine.optim.adamw(model,
+      { lr = cfg.lr, precision = fp32 and "fp32" or "fp16" }),
     loss = function(m, batch)
       local loss, rewards = engine.losses.dpo(m, batch, dpo)
       kl, accuracy = rewards.log_ratio:abs():mean():item() / T, rewards.accuracy:item()
@@ -107,14 +109,10 @@ local function train(policy, precision, seed, tell)
 end
 
 if cfg.seeds == 0 then
-  local result = train(cfg.policy, "fp16", cfg.seed, true)
+  local result = train(cfg.policy, cfg.seed, true)
   print(("%d steps skipped; largest jump of the KL in a step %.4f nats"):format(result.skipped,
     result.kl_jump))
 else
   print(engine.contest { policies = { "dynamic", "dynamic:growth_interval=20", "guarded", "fp32" },
-    also = cfg.policy, seeds = cfg.seeds,
-    run = function(policy, seed)
-      if policy == "fp32" then return train("static", "fp32", seed) end
-      return train(policy, "fp16", seed)
-    end })
+    also = cfg.policy, seeds = cfg.seeds, run = train })
 end

@@ -76,16 +76,17 @@ local function drawn(seed)
   return x, engine.tensor(y, { keep = true })
 end
 
--- Trains once. Returns the loss of the classes over the last steps, the steps skipped and the share
--- of the first layer's gradients that are zero.
-local function train(policy, precision, seed, tell)
+-- Trains once; the policy "fp32" means fp32 without a loss scale. Returns the loss of the classes
+-- over the last steps, the steps skipped and the share of the first layer's gradients that are 0.
+local function train(policy, seed, tell)
   local x, y = drawn(seed)
-  local net = Net()
+  local net, fp32 = Net(), policy == "fp32"
   local class_loss, made, result = 0, 0, { loss = 0, lost = 0 }
   local summary = engine.trainer {
-    model = net, policy = policy, steps = cfg.steps, log = "quiet", clip = 0,
+    model = net, policy = fp32 and "static" or policy, steps = cfg.steps, log = "quiet", clip = 0,
     data = engine.data.tensors { x = x, y = y, batch = cfg.batch, seed = seed },
-    optimizer = engine.optim.adam(net, { lr = cfg.lr, eps = 1e-20, precision = precision }),
+    optimizer = engine.optim.adam(net,
+      { lr = cfg.lr, eps = 1e-20, precision = fp32 and "fp32" or cfg.precision }),
     loss = function(model, batch)
       local classes, quantity = model(batch.x, batch.y)
       class_loss = classes:item()
@@ -109,14 +110,10 @@ local function train(policy, precision, seed, tell)
 end
 
 if cfg.seeds == 0 then
-  local result = train(cfg.policy, cfg.precision, cfg.seed, true)
+  local result = train(cfg.policy, cfg.seed, true)
   print(("%d steps skipped; %.1f %% of the first layer's gradients were lost"):format(
     result.skipped, 100 * result.lost))
 else
   print(engine.contest { policies = { "dynamic", "dynamic:growth_interval=50", "max_value",
-    "layerwise", "fp32" }, also = cfg.policy, seeds = cfg.seeds,
-    run = function(policy, seed)
-      if policy == "fp32" then return train("static", "fp32", seed) end
-      return train(policy, "fp16", seed)
-    end })
+    "layerwise", "fp32" }, also = cfg.policy, seeds = cfg.seeds, run = train })
 end

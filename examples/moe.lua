@@ -92,21 +92,24 @@ local function drawn(n)
   return engine.tensor(x, { keep = true }), engine.tensor(y, { dtype = "i64", keep = true })
 end
 
--- Trains once. Returns a table with the mean loss of all domains but the first over the last steps,
--- the steps skipped, and the share of the third expert's gradients that lost bits. Also returns the
--- network.
-local function train(policy, precision, seed, tell)
+-- Trains once; the policy "fp32" means fp32 without a loss scale. Returns a table with the mean
+-- loss of all domains but the first over the last steps, the steps skipped, and the share of the
+-- third expert's gradients that lost bits. Also returns the network.
+local function train(policy, seed, tell)
   engine.seed(seed)
   local x, y = drawn(TOKENS)
   local net, rare, made, result, third = Net(), 0, 0, { loss = 0, lost = 0 }, nil
   net.moe:sent()                                            -- starts the count of sent bytes
-  local optimizer = engine.optim.adam(net, { lr = cfg.lr, eps = 1e-20, precision = precision })
+  local fp32 = policy == "fp32"
+  local optimizer = engine.optim.adam(net,
+    { lr = cfg.lr, eps = 1e-20, precision = fp32 and "fp32" or cfg.precision })
   for i, p in ipairs(optimizer.list) do
     if p.name == "moe.experts.3.up.weight" then third = i - 1 end
   end
   local other_x, other_y = drawn(TOKENS / 4)
   local summary = engine.trainer {
-    model = net, policy = policy, steps = cfg.steps, log = "quiet", optimizer = optimizer,
+    model = net, policy = fp32 and "static" or policy, steps = cfg.steps, log = "quiet",
+    optimizer = optimizer,
     data = engine.data.tensors { x = x, y = y, batch = cfg.batch, seed = seed },
     config = cfg, run = cfg.seeds == 0 and cfg.run or nil, evaluate = { every = cfg.steps,
       data = engine.data.tensors { x = other_x, y = other_y, batch = cfg.batch }, batches = 4 },
@@ -137,7 +140,7 @@ local function train(policy, precision, seed, tell)
 end
 
 if cfg.seeds == 0 then
-  local result, net = train(cfg.policy, cfg.precision, cfg.seed, true)
+  local result, net = train(cfg.policy, cfg.seed, true)
   print(("%d steps skipped; %.2g %% of the third expert's gradients lost bits"):format(
     result.skipped, 100 * result.lost))
   print("tokens of each expert in the last held-out batch: " .. table.concat(net.moe.counts, " "))
@@ -148,9 +151,5 @@ if cfg.seeds == 0 then
   end
 else
   print(engine.contest { policies = { "dynamic", "dynamic:growth_interval=50", "max_value",
-    "per_expert", "fp32" }, also = cfg.policy, seeds = cfg.seeds,
-    run = function(policy, seed)
-      if policy == "fp32" then return train("static", "fp32", seed) end
-      return train(policy, "fp16", seed)
-    end })
+    "per_expert", "fp32" }, also = cfg.policy, seeds = cfg.seeds, run = train })
 end
