@@ -42,8 +42,7 @@ local function train(policy, seed, tell)
   local entropy, made, result = 0, 0, { loss = 0, lost = 0, log2_scale = 0 }
   local summary = engine.trainer {
     model = model, policy = policy, steps = cfg.steps, clip = 1, log = "quiet",
-    data = engine.data.text { path = cfg.data ~= "" and cfg.data or nil,
-      text = cfg.data == "" and lab.text(40000) or nil, batch = cfg.batch,
+    data = engine.data.text { text = lab.corpus(cfg.data, 40000), batch = cfg.batch,
       context = cfg.context, seed = seed },
     optimizer = engine.optim.adamw(model, { lr = cfg.lr, decay = "matrices", precision = "fp16" }),
     schedule = engine.schedule.cosine { lr = cfg.lr, total = cfg.steps,

@@ -24,7 +24,7 @@ local cfg = engine.config({ model = "", text = "", save = "", policy = "fast_bac
     context = "tokens per sequence", lr = "learning rate of the adapters",
     width = "features per token of the small Llama", layers = "blocks of the small Llama" },
   { count = "seeds steps pretrain rank batch context width layers", positive = "lr",
-    not_negative = "alpha", policy = "policy" })
+    not_negative = "alpha", policy = "policy", file = "text" })
 if cfg.width % 32 ~= 0 then
   engine.config.fail("width: expected a multiple of 32, got %d", cfg.width)
 end
@@ -58,15 +58,8 @@ local function small_llama()
 end
 
 -- The text to learn. The model reads it as bytes, so it needs no tokenizer.
-local text
-if cfg.text ~= "" then
-  local file, problem = io.open(cfg.text, "rb")
-  if not file then engine.config.fail("text: %s", problem) end
-  text = file:read("*a")
-  file:close()
-else
-  text = lab.text(60000, 2):gsub("%a+", string.reverse)
-end
+local text = cfg.text ~= "" and lab.corpus(cfg.text)
+  or lab.text(60000, 2):gsub("%a+", string.reverse)
 local cut = math.floor(0.9 * #text)
 local learned, held_out = text:sub(1, cut), text:sub(cut + 1)
 
