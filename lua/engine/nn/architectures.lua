@@ -24,9 +24,9 @@ local whole = { "to be a whole number from 1 to 2^31 - 1", is_whole }
 local count = { "to be a whole number from 1 to 16384",
   function(x) return is_whole(x) and x <= 16384 end }
 local probability = { "in [0, 1)", function(x) return x >= 0 and x < 1 end }
-local positive = { "above 0", function(x) return x > 0 and x < math.huge end }
+local positive = { "to be a number above 0", function(x) return x > 0 and x < math.huge end }
 
-local M = {}
+local M = { whole = whole, positive = positive }   -- ranges that hf_config.lua uses, too
 
 --- Fields that no architecture supports; they must be absent or null.
 M.unsupported = { "quantization_config", "compression_config" }

@@ -30,22 +30,14 @@ local function value_of(fields, key, default)
   return value
 end
 
--- Returns the field `key`, which must be a number above 0. If the field is missing, returns nil or,
--- if it is `required`, raises an error.
-local function number(fields, key, where, required)
+-- Returns the field `key`, a number in `range` (see architectures.lua; by default above 0). If the
+-- field is missing, returns nil or, if it is `required`, raises an error.
+local function number(fields, key, where, required, range)
   local value = value_of(fields, key)
   if value == nil and not required then return nil end
-  if type(value) ~= "number" or not (value > 0 and value < math.huge) then
-    fail(where, "expected %s to be a number above 0, got %s", key, got(value))
-  end
-  return value
-end
-
--- Like number(), but the value must be a whole number below 2^31, and the field may be missing.
-local function whole(fields, key, where)
-  local value = number(fields, key, where)
-  if value and (value % 1 ~= 0 or value >= 2 ^ 31) then
-    fail(where, "expected %s to be a whole number from 1 to 2^31 - 1, got %s", key, got(value))
+  range = range or architectures.positive
+  if type(value) ~= "number" or not range[2](value) then
+    fail(where, "expected %s %s, got %s", key, range[1], got(value))
   end
   return value
 end
@@ -155,7 +147,8 @@ function rules.rope(o, fields, where, arch)
   if kind ~= "default" then
     local scaling = SCALINGS[kind] or fail(where, "rope type '%s' is not supported; supported: "
       .. "default dynamic linear llama3 yarn", text_of(kind))
-    local context = whole(fields, ORIGINAL, where) or whole(p, ORIGINAL, where) or o.context
+    local context = number(fields, ORIGINAL, where, false, architectures.whole)
+      or number(p, ORIGINAL, where, false, architectures.whole) or o.context
     rope.factor = number(p, "factor", where, kind ~= "yarn") or o.context / context
     scaling(rope, p, o, where, context)
   end
