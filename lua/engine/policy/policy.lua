@@ -47,6 +47,9 @@ ffi.metatype("eng_verdict", {
 local Policy = {}
 Policy.__index = Policy
 
+-- Returns a list of strings as an array, which must not outlive the list.
+local function strings(list) return ffi.new("const char *[?]", #list + 1, list) end
+
 --- The loss scale of the next step.
 function Policy:scale() return C.eng_policy_scale(self.handle) end
 
@@ -54,9 +57,7 @@ function Policy:scale() return C.eng_policy_scale(self.handle) end
 function Policy:set_scale(scale) check(C.eng_policy_set_scale(self.handle, scale)) end
 
 local function decide(self, record, stats)
-  if C.eng_policy_decide(self.verdict, self.handle, record, stats) ~= 0 then
-    error(M_ffi.message(), 3)
-  end
+  check(C.eng_policy_decide(self.verdict, self.handle, record, stats))
   return self.verdict
 end
 
@@ -110,16 +111,10 @@ end
 --- scale groups separately, so that the policy may give them separate scales.
 function Policy:tensors(names, group_of, groups, scalable)
   groups = groups or {}
-  local c_names, c_groups = ffi.new("const char *[?]", #names + 1),
-    ffi.new("const char *[?]", #groups + 1)
   local c_group_of = ffi.new("int32_t[?]", #names + 1)
-  for i, name in ipairs(names) do
-    c_names[i - 1] = name
-    c_group_of[i - 1] = (group_of and group_of[i] or 0) - 1
-  end
-  for i, name in ipairs(groups) do c_groups[i - 1] = name end
-  check(C.eng_policy_tensors(self.handle, c_names, c_group_of, #names, c_groups, #groups,
-    scalable or false))
+  for i = 1, #names do c_group_of[i - 1] = (group_of and group_of[i] or 0) - 1 end
+  check(C.eng_policy_tensors(self.handle, strings(names), c_group_of, #names, strings(groups),
+    #groups, scalable or false))
 end
 
 --- The scale that the last verdict gives group i (from 1).
@@ -257,20 +252,12 @@ local function option_text(name, value)
 end
 
 local function compile(source, file, options, path)
-  local names = nearest.keys(options)
-  local n = #names
-  local values, c_names, c_values = {}, ffi.new("const char *[?]", n + 1),
-    ffi.new("const char *[?]", n + 1)
-  for i, name in ipairs(names) do
-    values[i] = option_text(name, options[name])
-    c_names[i - 1], c_values[i - 1] = name, values[i]
-  end
-  local out = ffi.new("eng_policy *[1]")
-  if C.eng_policy_load(out, source, #source, file, c_names, c_values, n) ~= 0 then
-    error(M_ffi.message(), 0)
-  end
+  local names, values, out = nearest.keys(options), {}, ffi.new("eng_policy *[1]")
+  for i, name in ipairs(names) do values[i] = option_text(name, options[name]) end
+  check(C.eng_policy_load(out, source, #source, file, strings(names), strings(values), #names),
+    true)
   local handle = ffi.gc(out[0], C.eng_policy_free)
-  if C.eng_policy_init(handle) ~= 0 then error(M_ffi.message(), 0) end
+  check(C.eng_policy_init(handle), true)
   C.eng_policy_describe(info, handle)
   local self = { handle = handle, name = ffi.string(info.name), doc = ffi.string(info.doc),
     file = file, source = source,
