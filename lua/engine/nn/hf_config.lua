@@ -123,10 +123,9 @@ local rules = {}
 
 -- The known fields of rope_scaling and rope_parameters. `finetuned`, in old YaRN models, has no
 -- effect.
-local ROPE = { rope_type = true, type = true, rope_theta = true, factor = true, [ORIGINAL] = true,
-  low_freq_factor = true, high_freq_factor = true, attention_factor = true, beta_fast = true,
-  beta_slow = true, mscale = true, mscale_all_dim = true, truncate = true,
-  partial_rotary_factor = true, finetuned = true }
+local ROPE = arguments.set_of(ORIGINAL .. [[ rope_type type rope_theta factor low_freq_factor
+  high_freq_factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate
+  partial_rotary_factor finetuned]])
 
 local function want_known(p, where)
   for _, key in ipairs(nearest.keys(p)) do
@@ -296,6 +295,11 @@ function M.classifier(fields, n, pad, where)
   return all
 end
 
+-- Fields that new_model accepts in addition to those of an architecture.
+local MORE = arguments.set_of [[model_type rope_theta rope_scaling rope_parameters
+  use_sliding_window sliding_window max_window_layers layer_types pad_token_id initializer_range
+  num_labels id2label label2id]]
+
 --- Returns the fields of a new config.json: `fields`, and transformers' defaults for the fields
 --- that it lacks.
 function M.complete(fields)
@@ -304,13 +308,10 @@ function M.complete(fields)
   if options.labels and value_of(fields, "id2label") == nil then
     fields = M.classifier(fields, options.labels, nil, where)
   end
-  local all, known = { architectures = { arch.classes[1] }, dtype = "float32",
-    bos_token_id = NULL, eos_token_id = NULL }, { model_type = true, rope_theta = true,
-    rope_scaling = true, rope_parameters = true, use_sliding_window = true, sliding_window = true,
-    max_window_layers = true, layer_types = true, pad_token_id = true, initializer_range = true,
-    num_labels = true, id2label = true, label2id = true }
+  local all = { architectures = { arch.classes[1] }, dtype = "float32", bos_token_id = NULL,
+    eos_token_id = NULL }
+  local known = arguments.merged(MORE, arch.fields)
   for key, field in pairs(arch.fields) do
-    known[key] = true
     if field[2] and (field[1] or not field[3]) then all[key] = field[1] end
   end
   for key, value in pairs(fields) do

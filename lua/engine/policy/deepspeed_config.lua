@@ -10,6 +10,7 @@
 -- The value "auto", which transformers replaces at run time, counts as absent. If bf16 is not
 -- enabled, an fp16 block without the key `enabled` counts as enabled, because the user chose it as
 -- the policy.
+local arguments = require "engine.base.arguments"
 local cjson = require "cjson.safe"
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"
@@ -142,8 +143,7 @@ end
 -- Returns a copy of the block with `changes` applied. A changed key also replaces other keys that
 -- set the same option.
 local function changed(block, changes)
-  local result = {}
-  for key, value in pairs(block) do result[key] = value end
+  local result = arguments.merged(block)
   for key, value in pairs(changes) do
     for other in pairs(KEYS) do
       if KEYS[other] and KEYS[other] == KEYS[key] then result[other] = nil end

@@ -56,16 +56,12 @@ function M.new(optimizer, spec)
   return self
 end
 
--- Returns the options of parameter i's group.
-local function group_of(self, i)
-  return self.optimizer.groups[self.optimizer._group_of[i - 1] + 1]
-end
-
 -- Returns the buffers that parameter i has if its shape is `shape`: a list of { key =, name =,
 -- dtype =, size = the buffer's shape, shape = function(parameter's shape) -> the buffer's shape },
 -- ordered by key. A parameter without elements has no buffers.
 function State:layout(i, shape)
-  local p, list, group = self.optimizer.list[i], {}, group_of(self, i)
+  local p, list = self.optimizer.list[i], {}
+  local group = self.optimizer.groups[self.optimizer._group_of[i - 1] + 1]
   if count_of(shape) == 0 then return list end
   for _, buffer in ipairs(self.spec.buffers) do
     local function size_of(whole)      -- the buffer's shape, and whether it is the parameter's

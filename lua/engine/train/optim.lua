@@ -38,8 +38,6 @@ for _, name in ipairs { "adafactor", "coat", "lamb", "muon", "stableadamw" } do
   KINDS[name] = { spec = spec, defaults = spec.defaults }
 end
 
-local names_of = nearest.keys
-
 local function within(v, least, below) return type(v) == "number" and v >= least and v < below end
 
 -- Rules for hyperparameters: their names, the rule in words for messages, and a test.
@@ -88,7 +86,7 @@ local function make_groups(name, list, options, defaults)
         end
         if defaults[key] == nil and key ~= "lr_mul" then
           raise("optim.%s: unknown option '%s' in a group%s", name, tostring(key),
-            nearest.hint(tostring(key), names_of(defaults)))
+            nearest.hint(tostring(key), nearest.keys(defaults)))
         end
         values[key] = value
       end
@@ -494,7 +492,7 @@ function Optimizer:__tostring()
   for i = 0, #self.list - 1 do counts[self._group_of[i]] = (counts[self._group_of[i]] or 0) + 1 end
   for i, group in ipairs(self.groups) do
     local parts = { group.lr_mul ~= 1 and ("lr_mul %g"):format(group.lr_mul) or nil }
-    for _, key in ipairs(spec and names_of(spec.defaults)
+    for _, key in ipairs(spec and nearest.keys(spec.defaults)
       or { "beta1", "beta2", "eps", "momentum", "weight_decay" }) do
       local value = group[key]
       if value ~= nil and key ~= "lr" then

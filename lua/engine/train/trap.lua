@@ -13,8 +13,6 @@ local M = {}
 local Finding = {}
 Finding.__index = Finding
 
-local function number_text(x) return ("%.4g"):format(x) end
-
 local function read_tensor(t)
   local name = ffi.string(t.name)
   return { name = name ~= "" and name or nil, text = ffi.string(t.text), count = tonumber(t.count),
@@ -86,7 +84,7 @@ local function tensor_text(t)
   local text = (t.name and t.name .. " " or "") .. t.text
   if t.count == 0 then return text end
   local more = {}
-  if t.inf + t.nan < t.count then more[1] = "amax " .. number_text(t.amax) end
+  if t.inf + t.nan < t.count then more[1] = ("amax %.4g"):format(t.amax) end
   if t.inf > 0 then more[#more + 1] = (t.inf == t.count and "all" or t.inf) .. " inf" end
   if t.nan > 0 then more[#more + 1] = (t.nan == t.count and "all" or t.nan) .. " nan" end
   return text .. " " .. table.concat(more, ", ")
