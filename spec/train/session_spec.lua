@@ -314,9 +314,11 @@ describe("a session", function()
       { policy = "norm_ratio" })
     refused("there is no policy 'dynamc'; did you mean 'dynamic'?", make, { policy = "dynamc" })
     refused("session: expected clip to be a number >= 0 (0: none), got 'x'", make, { clip = "x" })
-
     refused("session: expected the optimizer d to be one of engine.optim, got a table",
       engine.session, { optimizers = { d = { params = 1, step = 1 } } })
+    refused("session: expected data to be a loader with both state() and restore(), or with " ..
+      "neither",
+      make, { data = { next = function() end, state = function() end } })
 
     local s = make { data = data, log = "quiet" }
     refused("session:backward: expected to be called inside", s.backward, s, engine.ones(1))

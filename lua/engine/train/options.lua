@@ -127,12 +127,17 @@ local function check_values(o)
   end
 end
 
+local function check_loader(data)
+  want(type(data) == "table" and data.next, "data", "a loader with next()", data)
+  want(not data.state == not data.restore, "data",
+    "a loader with both state() and restore(), or with neither", data)
+end
+
 --- Raises an error that names the first invalid option of a session.
 function M.check_session(o)
   who = "session"
   check_names(o, SESSION)
-  want(o.data == nil or type(o.data) == "table" and o.data.next, "data", "a loader with next()",
-    o.data)
+  if o.data ~= nil then check_loader(o.data) end
   check_values(o)
 end
 
@@ -141,9 +146,7 @@ function M.check(o)
   who = "trainer"
   check_names(o, KNOWN)
   want(type(o.model) == "table" and o.model.parameters, "model", "a module", o.model)
-  want(type(o.data) == "table" and o.data.next, "data", "a loader with next()", o.data)
-  want(not o.data.state == not o.data.restore, "data",
-    "a loader with both state() and restore(), or with neither", o.data)
+  check_loader(o.data)
   want(type(o.optimizer) == "table" and o.optimizer.params, "optimizer", "one of engine.optim",
     o.optimizer)
   want(whole(o.steps), "steps", "a whole number of 1 or more", o.steps)
