@@ -197,6 +197,15 @@ describe("a session", function()
     assert.same(rows(folder .. "/whole"), rows(folder .. "/cut"))
   end)
 
+  it("resumes with a loader that has no position only if restart_data is true", function()
+    local data = select(2, parts())
+    local bare = { next = function() return data:next() end }
+    by_hand(2, { run = folder .. "/bare", data = bare })
+    local again = { run = folder .. "/bare", data = bare, resume = "auto" }
+    refused("the loader has no state() and restore()", by_hand, 4, again)
+    assert.equal(4, by_hand(4, with({ restart_data = true }, again)):close().steps)
+  end)
+
   it("leaves it to the loop whether gradients add up in f32", function()
     local _, _, opt = parts()
     opt:accumulates(true)

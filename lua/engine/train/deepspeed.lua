@@ -72,21 +72,21 @@ local function unused(config)
   return table.concat(keys, ", ")
 end
 
-local PASSED = { "run", "resume", "checkpoint_every", "log", "data", "state" }
+local PASSED = "run resume restart_data checkpoint_every log data state"     -- to the session
 
 --- engine.deepspeed.initialize { model =, config = }. config is the path of DeepSpeed's JSON file,
 --- in which comments and trailing commas are allowed, or a table with its contents. More options:
 --- optimizer (instead of the configuration's), policy (instead of its fp16 block), steps (the run
 --- ends after so many steps, skipped ones included), and, as in engine.session, run, resume,
---- checkpoint_every, log, data and state. Returns an engine and its optimizer. engine(...) calls
---- the model in the configured precision. engine:backward(loss) runs the backward pass.
---- engine:step() returns what session:step returns, with action "accumulate" between updates.
+--- restart_data, checkpoint_every, log, data and state. Returns an engine and its optimizer.
+--- engine(...) calls the model in the configured precision. engine:backward(loss) runs the backward
+--- pass. engine:step() returns what session:step returns, with action "accumulate" between updates.
 --- engine:close() ends the run. The engine runs on one rank only. A `scheduler` is refused, because
 --- the loop assigns optimizer.lr. A line of output names the keys of the configuration that are not
 --- used.
 function M.initialize(given)
   local o = tensor.read_named(given, "deepspeed.initialize",
-    "model config optimizer run resume checkpoint_every steps log policy data state")
+    "model config optimizer policy steps " .. PASSED)
   expect(type(o.model) == "table" and o.model.parameters, o.model,
     "deepspeed.initialize: expected model to be a module")
   local config = o.config
@@ -111,7 +111,7 @@ function M.initialize(given)
     "deepspeed: expected gradient_accumulation_steps to be a whole number of 1 or more")
   local opt = o.optimizer or optimizer_of(config.optimizer, o.model, precision)
   local options = { optimizer = opt, precision = precision, clip = clip }
-  for _, key in ipairs(PASSED) do options[key] = o[key] end
+  for key in PASSED:gmatch("%S+") do options[key] = o[key] end
   if o.policy then options.policy = o.policy
   elseif precision == "fp16" then
     options.policy = type(o.config) == "string" and o.config

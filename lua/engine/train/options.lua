@@ -18,8 +18,8 @@ local KNOWN = set_of [[model data loss optimizer schedule precision policy polic
   agree_every activations]]
 
 local SESSION = set_of [[optimizer optimizers data precision policy policy_options clip clip_value
-  run resume checkpoint_every keep log state on_policy_error on_lost rollbacks stats_every history
-  config shadow watch attach tensorboard]]
+  run resume restart_data checkpoint_every keep log state on_policy_error on_lost rollbacks
+  stats_every history config shadow watch attach tensorboard]]
 
 local who = "trainer"   -- the function whose options are checked; its name begins the messages
 local function want(condition, key, expected, got)

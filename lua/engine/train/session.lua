@@ -181,10 +181,10 @@ end
 ---   state                        session.state at the start ({}): the loop's own numbers, strings,
 ---                                booleans, kept tensors and tables of these, in every checkpoint
 --- The options that follow are as in engine.trainer: precision policy policy_options clip
---- clip_value run resume checkpoint_every keep log on_policy_error on_lost rollbacks stats_every
---- history config shadow watch attach tensorboard. Several optimizers are numbered from 1 in the
---- order of their names. record.signals.optimizer is the number of the optimizer that takes the
---- step. An lr set in `engine attach` applies to all optimizers.
+--- clip_value run resume restart_data checkpoint_every keep log on_policy_error on_lost rollbacks
+--- stats_every history config shadow watch attach tensorboard. Several optimizers are numbered from
+--- 1 in the order of their names. record.signals.optimizer is the number of the optimizer that
+--- takes the step. An lr set in `engine attach` applies to all optimizers.
 function M.new(given)
   if type(given) ~= "table" then
     error("session: expected a table of options, got " .. type(given), 2)
