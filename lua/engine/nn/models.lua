@@ -240,7 +240,7 @@ function Llama:init(options)
     heads = 8, kv_heads = 2, layers = 4, hidden = 688, rope = 10000, eps = 1e-6, tied = false,
     dropout = 0, attention_dropout = 0, head_width = false, bias = false, out_bias = false,
     mlp_bias = false, qk_norm = false, window = false, experts = false, top_k = 2, pad = false })
-  local std, out_std = deviations(c.layers)
+  local windows, std, out_std = type(c.window) == "table" and c.window, deviations(c.layers)
   local function norm() return layers.rms_norm(c.width, { eps = c.eps }) end
   local function mlp()
     return transformer.swiglu(c.width, c.hidden, { bias = c.mlp_bias, std = std,
@@ -250,7 +250,7 @@ function Llama:init(options)
   self.blocks = repeated(c.layers, function(i)
     local attention = Attention(c.width, c.heads, { bias = c.bias, out_bias = c.out_bias,
       kv_heads = c.kv_heads, head_width = c.head_width, rope = c.rope, qk_norm = c.qk_norm,
-      window = type(c.window) == "table" and c.window[i] or tonumber(c.window) or nil,
+      window = windows and windows[i] or not windows and c.window or nil,
       dropout = c.attention_dropout, std = std, out_std = out_std })
     return Block(norm(), attention, norm(), c.experts and moe { width = c.width, std = std,
       experts = c.experts, top_k = c.top_k, expert = mlp } or mlp(), c.dropout)

@@ -8,7 +8,7 @@ local layers = require "engine.nn.layers"
 local module = require "engine.nn.module"
 local tensor = require "engine.tensor.tensor"
 
-local raise, want_whole = M_ffi.raise, arguments.want_whole
+local expect, raise, want_whole = M_ffi.expect, M_ffi.raise, arguments.want_whole
 local class, last_use, sum = module.class, fuse.last_use, fuse.sum
 local M = {}
 
@@ -35,7 +35,9 @@ end
 -- Reads the option `rope` of an attention module of head width D. Sets self.rope (the options of
 -- tensor:rope), self.attention_factor and self.dynamic.
 local function read_rope(self, rope, D)
-  rope = type(rope) == "number" and { base = rope } or arguments.merged(rope)
+  if type(rope) == "number" then rope = { base = rope } end
+  expect(type(rope) == "table", rope, "nn.attention: expected rope to be a number or a table")
+  rope = arguments.merged(rope)
   self.attention_factor = rope.attention_factor or 1
   if rope.dynamic then
     self.dynamic = { length = rope.dynamic, base = rope.base or 10000, factor = rope.factor or 1,
