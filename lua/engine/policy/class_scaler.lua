@@ -35,7 +35,7 @@ local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
-local ffi, C = M_ffi.ffi, M_ffi.C
+local ffi, C, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise
 
 local M = {}
 
@@ -65,14 +65,11 @@ local function needs_of(class)
 end
 
 --- Raises an error unless `class` can serve as a loss scaler.
-function M.check(name, class, level)
-  level = (level or 1) + 1
+function M.check(name, class)
   local problem = show.name_problem(name)
-  if problem then error(("register_loss_scaler: the name %s"):format(problem), level) end
-  if type(class) ~= "table" then
-    error(("register_loss_scaler '%s': expected a class (a table), got a %s"):format(name,
-      type(class)), level)
-  end
+  if problem then raise("register_loss_scaler: the name %s", problem) end
+  expect(type(class) == "table", class, "register_loss_scaler '%s': expected a class (a table)",
+    name)
   for _, method in ipairs(METHODS) do
     local value = class[method]
     if value == nil and REQUIRED[method] then
@@ -80,15 +77,14 @@ function M.check(name, class, level)
       for key, given in pairs(class) do
         if type(given) == "function" then names[#names + 1] = key end
       end
-      error(("register_loss_scaler '%s': the class has no method %s%s"):format(name, method,
-        nearest.hint(method, names)), level)
-    elseif value ~= nil and type(value) ~= "function" then
-      error(("register_loss_scaler '%s': %s must be a function, got a %s"):format(name, method,
-        type(value)), level)
+      raise("register_loss_scaler '%s': the class has no method %s%s", name, method,
+        nearest.hint(method, names))
     end
+    expect(value == nil or type(value) == "function", value,
+      "register_loss_scaler '%s': expected %s to be a function", name, method)
   end
   local bits, wrong = needs_of(class)
-  if not bits then error(("register_loss_scaler '%s': needs: %s"):format(name, wrong), level) end
+  if not bits then raise("register_loss_scaler '%s': needs: %s", name, wrong) end
 end
 
 local ClassPolicy = {}
@@ -160,7 +156,7 @@ function ClassPolicy:restore(text)
   local saved = json.decode(text)
   if type(saved) ~= "table" or saved.class ~= self.name or type(saved.state) ~= "table"
     or not is_scale(saved.scale) then
-    error(("loss scaler '%s': expected a state that this scaler saved"):format(self.name), 2)
+    raise("loss scaler '%s': expected a state that this scaler saved", self.name)
   end
   local object = self.object
   if object.load_state_dict then
@@ -173,7 +169,7 @@ function ClassPolicy:restore(text)
 end
 
 function ClassPolicy:set_scale()
-  error(("loss scaler '%s' is a class: set the scale through its own methods"):format(self.name), 2)
+  raise("loss scaler '%s' is a class: set the scale through its own methods", self.name)
 end
 
 function ClassPolicy:reset()

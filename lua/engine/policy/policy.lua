@@ -13,7 +13,7 @@ local files = require "engine.base.file"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
-local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
+local ffi, C, check, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
 
 local M = {}
 
@@ -85,10 +85,7 @@ end
 
 --- Restores what save() returned; on an error nothing changes.
 function Policy:restore(text)
-  if type(text) ~= "string" then
-    error("policy " .. self.name .. ": restore expects the text that save() gave, got a " ..
-      type(text), 2)
-  end
+  expect(type(text) == "string", text, "policy %s: expected the text that save() gave", self.name)
   check(C.eng_policy_restore(self.handle, text, #text))
 end
 
@@ -125,9 +122,7 @@ function Policy:scales_groups() return C.eng_policy_scales_groups(self.handle) e
 
 --- Sets record.signals[name]. The value holds until it is set again.
 function Policy:signal(name, value)
-  if type(value) ~= "number" then
-    error(("signal '%s': expected a number, got a %s"):format(tostring(name), type(value)), 2)
-  end
+  expect(type(value) == "number", value, "signal '%s': expected a number", tostring(name))
   check(C.eng_policy_signal(self.handle, name, value))
 end
 
@@ -303,15 +298,12 @@ M.classes = {}
 
 --- Registers a loss scaler class under a name; class_scaler.lua describes such classes.
 function M.register(name, class)
-  if type(name) ~= "string" or not name:find("^[%w_%-]+$") then
-    error("register_loss_scaler: expected a name of letters, digits, '_' and '-', got " ..
-      tostring(name), 2)
-  end
-  class_scaler.check(name, class, 2)
+  expect(type(name) == "string" and name:find("^[%w_%-]+$"), name,
+    "register_loss_scaler: expected a name of letters, digits, '_' and '-'")
+  class_scaler.check(name, class)
   for _, folder in ipairs(folders) do
     if files.exists(folder .. "/" .. name .. ".lua") then
-      error(("register_loss_scaler '%s': a policy that comes with the engine has this name"):format(
-        name), 2)
+      raise("register_loss_scaler '%s': a policy that comes with the engine has this name", name)
     end
   end
   M.classes[name] = class

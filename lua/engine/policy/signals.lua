@@ -1,7 +1,9 @@
 -- Signals: named numbers that a script publishes for policies (engine.signal). The trainer, the
 -- reducer and scalers read them at each step.
+local M_ffi = require "engine.base.ffi"
 local show = require "engine.base.show"
-local value_text = require("engine.base.ffi").value_text
+
+local expect, raise, value_text = M_ffi.expect, M_ffi.raise, M_ffi.value_text
 
 local M = {
   values = {},
@@ -15,18 +17,15 @@ local RULES = { mean = true, max = true, sum = true }
 --- not published the signal does not count.
 function M.publish(name, value, rule)
   if type(name) ~= "string" or type(value) ~= "number" then
-    error(("signal: expected a name and a number, got %s and %s"):format(type(name),
-      type(value)), 2)
+    raise("signal: expected a name and a number, got %s and %s", value_text(name),
+      value_text(value))
   end
   local problem = M.values[name] == nil and (show.name_problem(name) or name:find("^log%.")
     and "begins with 'log.', as a policy's logs do")
   if problem then
-    error(("signal: the name %s: '%s'"):format(problem, show.cut(show.shown(name), 100)), 2)
+    raise("signal: the name %s: '%s'", problem, show.cut(show.shown(name), 100))
   end
-  if rule ~= nil and not RULES[rule] then
-    error(("signal '%s': expected 'mean', 'max' or 'sum', got %s"):format(name,
-      value_text(rule)), 2)
-  end
+  expect(rule == nil or RULES[rule], rule, "signal '%s': expected 'mean', 'max' or 'sum'", name)
   M.values[name], M.rules[name] = value, rule or M.rules[name]
 end
 

@@ -19,7 +19,7 @@ local policy = require "engine.policy.policy"
 local signals = require "engine.policy.signals"
 local tensor = require "engine.tensor.tensor"
 
-local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
+local ffi, C, check, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
 
 local M = {}
 
@@ -57,9 +57,7 @@ local READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"
 --- the policy's own options.
 function M.new(options)
   options = options or {}
-  if type(options) ~= "table" then
-    error("scaler: expected a table of options, got a " .. type(options), 2)
-  end
+  expect(type(options) == "table", options, "scaler: expected a table of options")
   local own = {}
   for key, value in pairs(options) do
     if key ~= "policy" and key ~= "enabled" and key ~= "model" then own[key] = value end
@@ -67,7 +65,7 @@ function M.new(options)
   local enabled = options.enabled ~= false
   local good, chosen = pcall(policy.load, options.policy or "dynamic", own)
   local problem = not good and chosen or modes.scaler_refusal(chosen)
-  if problem then error(problem, 2) end
+  if problem then raise(problem) end
   return setmetatable({ policy = chosen, model = options.model, enabled = enabled, optimizers = {},
     order = {}, attempts = 0, updates = 0,
     started = C.eng_clock(), total = ffi.new("eng_record") }, Scaler)
@@ -86,11 +84,9 @@ function Scaler:scale(loss, ...)
     for i, one in ipairs(loss) do list[i] = self:scale(one, ...) end
     return list
   end
-  if not tensor.is_tensor(loss) then
-    error("scaler:scale: expected a loss tensor, got a " .. type(loss), 2)
-  end
+  expect(tensor.is_tensor(loss), loss, "scaler:scale: expected a loss tensor")
   local problem = self.enabled and policy.unusable(self.policy, self.groups and #self.groups.groups)
-  if problem then error("scaler:scale: " .. problem, 2) end
+  if problem then raise("scaler:scale: %s", problem) end
   self.loss, self.began = loss, true
   local scaled = self.enabled and self.policy.scale_loss and self.policy:scale_loss(loss, ...)
   return setmetatable({ loss = scaled or loss, seed = scaled and 1 or self:get_scale() }, Scaled)
@@ -98,16 +94,14 @@ end
 
 local function need_scale(self, what)
   if not self.began then
-    error(("scaler:%s: there is no scale yet; call scaler:scale(loss):backward() earlier in the " ..
-      "step"):format(what), 3)
+    raise("scaler:%s: there is no scale yet; call scaler:scale(loss):backward() earlier in the " ..
+      "step", what)
   end
 end
 
 local function entry_of(self, opt, what)
-  if type(opt) ~= "table" or opt.params == nil or not opt.step then
-    error(("scaler:%s: expected an optimizer, got %s"):format(what,
-      tensor.is_tensor(opt) and "a tensor" or "a " .. type(opt)), 3)
-  end
+  expect(type(opt) == "table" and opt.params ~= nil and opt.step, opt,
+    "scaler:%s: expected an optimizer", what)
   local entry = self.optimizers[opt]
   if not entry then
     entry = { stage = READY, opt = opt, record = ffi.new("eng_record") }
@@ -139,11 +133,11 @@ function Scaler:unscale(opt)
   if not self.enabled then return end
   need_scale(self, "unscale")
   if entry.stage == UNSCALED then
-    error("scaler:unscale: this optimizer's gradients are unscaled already; unscale an " ..
-      "optimizer once between two update() calls", 2)
+    raise("scaler:unscale: this optimizer's gradients are unscaled already; unscale an " ..
+      "optimizer once between two update() calls")
   end
   if entry.stage == STEPPED then
-    error("scaler:unscale: this optimizer has already stepped; unscale before step()", 2)
+    raise("scaler:unscale: this optimizer has already stepped; unscale before step()")
   end
   inspect(self, entry)
   local object = self.policy.object
@@ -172,8 +166,8 @@ end
 function Scaler:step(opt, options)
   local entry = entry_of(self, opt, "step")
   if type(options) == "function" then
-    error("scaler:step: closures are not supported; compute the loss and its backward pass " ..
-      "before step()", 2)
+    raise("scaler:step: closures are not supported; compute the loss and its backward pass " ..
+      "before step()")
   end
   if not self.enabled then
     opt:step(options)
@@ -181,15 +175,15 @@ function Scaler:step(opt, options)
   end
   need_scale(self, "step")
   if entry.stage == STEPPED then
-    error("scaler:step: this optimizer has already stepped; call update() before the next step", 2)
+    raise("scaler:step: this optimizer has already stepped; call update() before the next step")
   end
   local object = self.policy.object
   if entry.stage == READY then
     if object and object.unscale_gradients then self:unscale(opt) else inspect(self, entry) end
   end
   if not entry.checked then
-    error("scaler:step: this optimizer has no gradients to check for inf and nan; does the loss " ..
-      "depend on its parameters?", 2)
+    raise("scaler:step: this optimizer has no gradients to check for inf and nan; does the loss " ..
+      "depend on its parameters?")
   end
   local factor = entry.stage == UNSCALED and 1 or f32(1 / self:get_scale())
   entry.stage = STEPPED
@@ -298,16 +292,15 @@ function Scaler:update(new_scale)
   need_scale(self, "update")
   local verdict
   if new_scale ~= nil then
-    if type(new_scale) ~= "number" or not (new_scale > 0 and new_scale < math.huge) then
-      error("scaler:update: expected a positive finite scale, got " .. tostring(new_scale), 2)
-    end
+    expect(type(new_scale) == "number" and new_scale > 0 and new_scale < math.huge, new_scale,
+      "scaler:update: expected a positive finite scale")
     self.policy:set_scale(f32(new_scale))
   else
     local any = false
     for _, entry in ipairs(self.order) do any = any or entry.checked end
     if not any then
-      error("scaler:update: no gradients were checked for inf and nan since the last update(); " ..
-        "call step() or unscale() before", 2)
+      raise("scaler:update: no gradients were checked for inf and nan since the last update(); " ..
+        "call step() or unscale() before")
     end
     for name, value in pairs(signals.values) do self.policy:signal(name, value) end
     verdict = self.policy:decide(add_up(self), stats_of(self))
@@ -328,9 +321,8 @@ function Scaler:update(new_scale)
   local late = verdict and verdict.failed == 0 and too_late(verdict, stepped,
     self.total.overflow ~= 0)
   if late then
-    error(("scaler:update: policy %s gave the verdict %s, which comes too late for a scaler; " ..
-      "hint: engine.session and engine.trainer carry out whole verdicts"):format(
-      self.policy.name, late), 2)
+    raise("scaler:update: policy %s gave the verdict %s, which comes too late for a scaler; " ..
+      "hint: engine.session and engine.trainer carry out whole verdicts", self.policy.name, late)
   end
   return verdict
 end
@@ -346,15 +338,14 @@ end
 function Scaler:load_state_dict(dict)
   if not self.enabled then return end
   if type(dict) ~= "table" or next(dict) == nil then
-    error("scaler:load_state_dict: the state is empty; it may come from a scaler that was " ..
-      "disabled when it was saved", 2)
+    raise("scaler:load_state_dict: the state is empty; it may come from a scaler that was " ..
+      "disabled when it was saved")
   end
   if dict.policy ~= self.policy.name or type(dict.state) ~= "string" then
-    error(("scaler:load_state_dict: the state is of policy '%s', but this scaler uses '%s'"):format(
-      tostring(dict.policy), self.policy.name), 2)
+    raise("scaler:load_state_dict: the state is of policy '%s', but this scaler uses '%s'",
+      tostring(dict.policy), self.policy.name)
   end
-  local good, why = pcall(self.policy.restore, self.policy, dict.state)
-  if not good then error(why, 2) end
+  self.policy:restore(dict.state)
   self.attempts, self.updates = dict.attempts or 0, dict.updates or 0
 end
 
