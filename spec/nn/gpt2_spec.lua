@@ -260,7 +260,7 @@ describe("GPT-2", function()
     it("unknown fields", function()
       assert.error_matches(function() engine.new_model { model_type = "gpt2", n_layers = 2 } end,
         "unknown field 'n_layers'; did you mean 'n_layer'%?")
-      assert.error_matches(function() engine.load_model() end, "expected a folder, got nil")
+      assert.error_matches(function() engine.load_model() end, "expected a folder, got nothing")
       assert.error_matches(function() engine.new_model { model_type = "gpt2", n_layer = 1,
         n_embd = 4, n_head = 1, vocab_size = 5, n_positions = 4 }:save("") end, "expected a folder")
     end)

@@ -10,6 +10,7 @@
 local M_ffi = require "engine.base.ffi"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
+local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local safetensors = require "engine.tensor.safetensors"
 local autograd = require "engine.tensor.autograd"
@@ -20,7 +21,7 @@ local models = require "engine.nn.models"
 local module = require "engine.nn.module"
 local within = require "engine.base.within"
 
-local C = M_ffi.C
+local C, expect, raise = M_ffi.C, M_ffi.expect, M_ffi.raise
 
 local M = {}
 
@@ -278,20 +279,18 @@ end
 --- nn.gpt, nn.llama or nn.bert with a method save. A file, field, name, shape or dtype that does
 --- not fit raises an error of one line.
 function M.load(folder, options)
-  if type(folder) ~= "string" then
-    error("load_model: expected a folder, got " .. type(folder), 2)
-  end
+  expect(type(folder) == "string", folder, "load_model: expected a folder")
   options = tensor.read_named(options, "load_model", "dtype dropout labels pad")
   local dtype = options.dtype
   if options.pad ~= nil and not options.labels then
-    error("load_model: pad is an option of classifiers; hint: labels = the number of labels", 2)
+    raise("load_model: pad is an option of classifiers; hint: labels = the number of labels")
   end
   if dtype ~= nil and dtype ~= "auto" and not DTYPES[dtype] then
-    error(("load_model: expected dtype f32, bf16, f16, f64 or auto, got '%s'%s"):format(
-      tostring(dtype), require("engine.base.nearest").hint(tostring(dtype), DTYPES)), 2)
+    raise("load_model: expected dtype f32, bf16, f16, f64 or auto, got '%s'%s", tostring(dtype),
+      nearest.hint(tostring(dtype), DTYPES))
   end
   local good, result = pcall(load, (folder:gsub("(.)/+$", "%1")), options)
-  if not good then error("load_model: " .. tostring(result), 2) end
+  if not good then raise("load_model: %s", M_ffi.without_line(result)) end
   return result
 end
 
@@ -306,15 +305,13 @@ end
 --- weights from fields of a config.json. Fields that are not given have transformers' defaults.
 --- model:save(folder) writes files that transformers loads.
 function M.new(fields)
-  if type(fields) ~= "table" then
-    error("new_model: expected the fields of a config.json, got " .. type(fields), 2)
-  end
+  expect(type(fields) == "table", fields, "new_model: expected the fields of a config.json")
   local good, result = pcall(function()
     local all = config.complete(fields)
     local arch, options = config.options_of(all, "engine.new_model")
     return build(arch, options, { fields = all, prefix = arch.prefix .. "." })
   end)
-  if not good then error(result, 2) end
+  if not good then raise(M_ffi.without_line(result)) end
   return result
 end
 

@@ -11,7 +11,7 @@ local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"
 local architectures = require "engine.nn.architectures"
 
-local C, check = M_ffi.C, M_ffi.check
+local C, check, expect, raise = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
 
 local HF_NAMES = { f32 = "float32", bf16 = "bfloat16", f16 = "float16", f64 = "float64" }
 local INDEX = "model.safetensors.index.json"
@@ -139,18 +139,15 @@ end
 --- files of the folder the model was loaded from. Models of engine.load_model and engine.new_model
 --- have this method; for others there is engine.save.
 return function(model, folder, options)
-  if type(folder) ~= "string" or folder == "" then
-    error("save: expected a folder, got " .. tostring(folder), 2)
-  end
+  expect(type(folder) == "string" and folder ~= "", folder, "save: expected a folder")
   options = tensor.read_named(options, "save", "dtype shard_bytes")
   local dtype, limit = options.dtype, options.shard_bytes or 5e9
   if dtype and not HF_NAMES[dtype] then
-    error(("save: expected dtype f32, bf16, f16 or f64, got '%s'%s"):format(tostring(dtype),
-      nearest.hint(tostring(dtype), HF_NAMES)), 2)
+    raise("save: expected dtype f32, bf16, f16 or f64, got '%s'%s", tostring(dtype),
+      nearest.hint(tostring(dtype), HF_NAMES))
   end
-  if type(limit) ~= "number" or not (limit > 0) then
-    error("save: expected shard_bytes to be a number of bytes, got " .. tostring(limit), 2)
-  end
+  expect(type(limit) == "number" and limit > 0, limit,
+    "save: expected shard_bytes to be a number of bytes")
   local source = model.source
   folder = folder:gsub("(.)/+$", "%1")
   local good, problem = pcall(function()
@@ -162,5 +159,5 @@ return function(model, folder, options)
     end)
     copy_others(source.folder, folder)
   end)
-  if not good then error(problem, 2) end
+  if not good then raise(M_ffi.without_line(problem)) end
 end
