@@ -306,7 +306,7 @@ describe("a session", function()
   it("refuses what it cannot do in one line", function()
     local model, data, opt = parts()
     local function make(options) return engine.session(with({ optimizer = opt }, options)) end
-    refused("session: expected a table of options, got string", engine.session, "a")
+    refused("session: expected a table of options, got 'a'", engine.session, "a")
     refused("session: expected optimizer = one of engine.optim", engine.session, {})
     refused("session: unknown option 'mode'; only engine.trainer has it", make, { mode = "lagged" })
     refused("session: unknown option 'polcy'; did you mean 'policy'?", make, { polcy = 1 })

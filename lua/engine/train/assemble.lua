@@ -165,9 +165,7 @@ end
 ---                                end of the run compare them too. Ranks that differ end the job
 ---                                (dist/agreement.lua)
 function M.new(given)
-  if type(given) ~= "table" then
-    error("trainer: expected a table of options, got " .. type(given), 2)
-  end
+  M_ffi.expect(type(given) == "table", given, "trainer: expected a table of options")
   return M.made(function()
     local o = options.current(given)
     options.check(o)

@@ -104,22 +104,15 @@ local function entries_of(o)
   local given = o.optimizers
   if given == nil and o.optimizer ~= nil then given = { optimizer = o.optimizer } end
   if type(given) ~= "table" or next(given) == nil or o.optimizers ~= nil and o.optimizer ~= nil then
-    error("session: expected optimizer = one of engine.optim, or optimizers = { name = optimizer }",
-      0)
+    raise("session: expected optimizer = one of engine.optim, or optimizers = { name = optimizer }")
   end
   local entries, seen = {}, {}
   for name, opt in pairs(given) do
-    if type(name) ~= "string" or not name:find("^[%a_][%w_]*$") then
-      error(("session: expected names of letters, digits and '_' in optimizers, got %s"):format(
-        M_ffi.value_text(name)), 0)
-    end
-    if type(opt) ~= "table" or opt.params == nil or not (opt.step and opt.precision) then
-      error(("session: expected the optimizer %s to be one of engine.optim, got %s"):format(name,
-        M_ffi.value_text(opt)), 0)
-    end
-    if seen[opt] then
-      error(("session: the optimizers %s and %s are the same"):format(seen[opt], name), 0)
-    end
+    expect(type(name) == "string" and name:find("^[%a_][%w_]*$"), name,
+      "session: expected names of letters, digits and '_' in optimizers")
+    expect(type(opt) == "table" and opt.params ~= nil and opt.step and opt.precision, opt,
+      "session: expected the optimizer %s to be one of engine.optim", name)
+    if seen[opt] then raise("session: the optimizers %s and %s are the same", seen[opt], name) end
     seen[opt] = name
     entries[#entries + 1] = { name = name, opt = opt, first_lr = opt.lr, updates = 0, first = 0 }
   end
@@ -128,8 +121,8 @@ local function entries_of(o)
     local own, first = e.opt.precision, entries[1].opt.precision
     e.number = i
     if not o.precision and not precision.same(own, first) then
-      error(("session: expected one precision, but optimizer %s has %s and %s has %s"):format(
-        entries[1].name, first.name, e.name, own.name), 0)
+      raise("session: expected one precision, but optimizer %s has %s and %s has %s",
+        entries[1].name, first.name, e.name, own.name)
     end
   end
   return entries
@@ -152,7 +145,7 @@ local function new(given)
   local o = arguments.merged(given)
   local entries = entries_of(o)
   if ranks.size() > 1 then
-    error("session: a loop written by hand can have one rank only; hint: use engine.trainer", 0)
+    raise("session: a loop written by hand can have one rank only; hint: use engine.trainer")
   end
   if #entries == 1 then o.optimizer, o.model = entries[1].opt, model_of(entries[1].opt)
   else
@@ -161,8 +154,8 @@ local function new(given)
   end
   local recipe = precision.resolve(o.precision or entries[1].opt.precision)
   if recipe.fp8 then
-    error(("session: precision '%s' quantizes linear layers, which a session cannot do; hint: "
-      .. "engine.trainer, or fp32, bf16 or fp16"):format(recipe.name), 0)
+    raise("session: precision '%s' quantizes linear layers, which a session cannot do; hint: "
+      .. "engine.trainer, or fp32, bf16 or fp16", recipe.name)
   end
   o.data = o.data or { next = function()
     raise("session: skipping data needs a loader; hint: data = the loop's loader") end }
@@ -186,9 +179,7 @@ end
 --- 1 in the order of their names. record.signals.optimizer is the number of the optimizer that
 --- takes the step. An lr set in `engine attach` applies to all optimizers.
 function M.new(given)
-  if type(given) ~= "table" then
-    error("session: expected a table of options, got " .. type(given), 2)
-  end
+  expect(type(given) == "table", given, "session: expected a table of options")
   return assemble.made(function() return new(given) end)
 end
 
