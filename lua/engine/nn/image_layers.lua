@@ -5,7 +5,7 @@ local arguments = require "engine.base.arguments"
 local module = require "engine.nn.module"
 local tensor = require "engine.tensor.tensor"
 
-local expect, raise, value_text = M_ffi.expect, M_ffi.raise, M_ffi.value_text
+local expect, raise = M_ffi.expect, M_ffi.raise
 local want_whole = arguments.want_whole
 local class, new_parameter = module.class, module.new_parameter
 local M = {}
@@ -149,9 +149,8 @@ for _, name in ipairs { "max_pool2d", "max_pool1d", "avg_pool2d", "avg_pool1d",
   local Pool = class(name)
   function Pool:init(size, options)
     if type(size) ~= "table" then want_whole(size, "nn." .. name, "the size", 1) end
-    if options ~= nil and type(options) ~= "table" then
-      raise("nn.%s: expected a table of options, got %s", name, value_text(options))
-    end
+    expect(options == nil or type(options) == "table", options,
+      "nn.%s: expected a table of options", name)
     self.size, self.options = size, options
   end
   function Pool:forward(x) return x[name](x, self.size, self.options) end

@@ -74,9 +74,8 @@ local ResNet = class("resnet18")
 function ResNet:init(options)
   local c = configure(self, "nn.resnet18", options,
     { classes = 1000, channels = 3, width = 64, stem = "imagenet" }, { stem = true })
-  if c.stem ~= "imagenet" and c.stem ~= "small" then
-    raise("nn.resnet18: expected stem to be imagenet or small, got %s", M_ffi.value_text(c.stem))
-  end
+  M_ffi.expect(c.stem == "imagenet" or c.stem == "small", c.stem,
+    "nn.resnet18: expected stem to be imagenet or small")
   local small, inputs = c.stem == "small", c.width
   self.conv1 = conv(c.channels, inputs, small and 3 or 7, small and 1 or 2)
   self.bn1 = image_layers.batch_norm(inputs)

@@ -325,10 +325,8 @@ end
 --- each list `blocks`); a Lua pattern for the modules whose path matches it; false for none.
 --- Returns the module.
 function Module:checkpoint(which)
-  if which ~= false and type(which) ~= "string" then
-    raise("checkpoint: expected \"block\", a pattern of module paths or false, got %s",
-      M_ffi.value_text(which))
-  end
+  expect(which == false or type(which) == "string", which,
+    "checkpoint: expected \"block\", a pattern of module paths or false")
   local pattern, found = which == "block" and "%f[^%z.]blocks%.%d+$" or which, not which
   if pattern then arguments.want_pattern(pattern, "checkpoint", "a Lua pattern of module paths") end
   self:apply(function(module, path)

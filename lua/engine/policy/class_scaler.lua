@@ -108,10 +108,8 @@ function ClassPolicy:scale() return self.last end
 function ClassPolicy:scale_loss(loss, ...)
   if not self.object.scale_loss then return nil end
   local scaled = self.object:scale_loss(loss, ...)
-  if not arguments.is_tensor(scaled) then
-    error(("loss scaler '%s': expected scale_loss to return a tensor, got %s"):format(self.name,
-      M_ffi.value_text(scaled)), 0)
-  end
+  expect(arguments.is_tensor(scaled), scaled,
+    "loss scaler '%s': expected scale_loss to return a tensor", self.name)
   self.last = scale_of(self)
   return scaled
 end

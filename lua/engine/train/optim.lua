@@ -56,9 +56,7 @@ local function check_hyper(name, values)
   for _, rule in ipairs(RULES) do
     for _, key in ipairs(rule[1]) do
       local v = values[key]
-      if v ~= nil and not rule[3](v) then
-        raise("optim.%s: expected %s %s, got %s", name, key, rule[2], M_ffi.value_text(v))
-      end
+      expect(v == nil or rule[3](v), v, "optim.%s: expected %s %s", name, key, rule[2])
     end
   end
   if spec then return optim_register.check_values(spec, values) end
@@ -222,10 +220,10 @@ local function new(name, model, options)
         "engine help optim." .. name or nil))
     end
   end
-  if options.decay ~= nil and options.decay ~= "matrices" and options.decay ~= "all" then
-    raise("optim.%s: decay is 'all' or 'matrices', not '%s'", name, tostring(options.decay))
-  end
-  if options.decay and defaults.weight_decay == nil then
+  local decay = options.decay
+  expect(decay == nil or decay == "matrices" or decay == "all", decay,
+    "optim.%s: expected decay to be 'all' or 'matrices'", name)
+  if decay and defaults.weight_decay == nil then
     raise("optim.%s: decay needs an optimizer with weight_decay, and this one has none", name)
   end
   check_hyper(name, defaults)

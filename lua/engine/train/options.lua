@@ -23,8 +23,7 @@ local SESSION = set_of [[optimizer optimizers data precision policy policy_optio
 
 local who = "trainer"   -- the function whose options are checked; its name begins the messages
 local function want(condition, key, expected, got)
-  if condition then return end
-  error(("%s: expected %s to be %s, got %s"):format(who, key, expected, M_ffi.value_text(got)), 0)
+  M_ffi.expect(condition, got, "%s: expected %s to be %s", who, key, expected)
 end
 
 local function callable(v)
