@@ -1,6 +1,6 @@
 -- Reads config.json of Hugging Face's transformers: translates its fields to the options of a model
--- in models.lua. Every error is one line that names the file and the field. Called by hf_load.lua
--- and cli/plan_model.lua.
+-- in models.lua. Every error is one line that names the file and the field. Called by hf_load.lua,
+-- lora.lua (for the JSON of an adapter) and cli/plan_model.lua.
 local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
@@ -332,13 +332,15 @@ function M.eos(folder, fields)
   return eos or value_of(fields, "eos_token_id")
 end
 
---- Reads folder/config.json. Returns its fields, its text and its path.
-function M.read(folder)
-  local path = folder .. "/config.json"
+--- Reads folder/NAME.json, a JSON object (by default config.json). Returns its fields, its text and
+--- its path. beside: the file that the folder must have, too (model.safetensors), for messages.
+function M.read(folder, name, beside)
+  name, beside = name or "config", beside or "model.safetensors"
+  local path = ("%s/%s.json"):format(folder, name)
   local text, problem = files.read(path)
   if not text then
-    error(("cannot read %s; hint: expected a folder with config.json and model.safetensors")
-      :format(problem), 0)
+    error(("cannot read %s; hint: expected a folder with %s.json and %s"):format(problem, name,
+      beside), 0)
   end
   if not json.is_utf8(text) then fail(path, "it is not UTF-8") end
   local fields, why = require("cjson.safe").decode(text)

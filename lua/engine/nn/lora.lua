@@ -13,7 +13,7 @@ local M_ffi = require "engine.base.ffi"
 local adapters = require "engine.nn.lora_layers"
 local architectures = require "engine.nn.architectures"
 local autograd = require "engine.tensor.autograd"
-local files = require "engine.base.file"
+local hf_config = require "engine.nn.hf_config"
 local nearest = require "engine.base.nearest"
 local safetensors = require "engine.tensor.safetensors"
 local tensor = require "engine.tensor.tensor"
@@ -145,16 +145,10 @@ local function saves_heads(value)
   return true
 end
 
-local function read_config(path, head)
-  local text, problem = files.read(path)
-  if not text then
-    raise("lora.load: cannot read %s; hint: expected a folder with adapter_config.json and "
-      .. "adapter_model.safetensors", problem)
-  end
-  local config, why = require("cjson.safe").decode(text)
-  if type(config) ~= "table" then
-    raise("lora.load: %s is not a JSON object: %s", path, tostring(why or type(config)))
-  end
+local function read_config(folder, head)
+  local good, config, _, path = pcall(hf_config.read, folder, "adapter_config",
+    "adapter_model.safetensors")
+  if not good then raise("lora.load: %s", config) end
   for key, value in pairs(config) do
     if type(value) == "userdata" then config[key] = nil end         -- JSON's null
   end
@@ -359,7 +353,7 @@ function M.load(model, folder, options)
   folder = want_folder(folder, "lora.load")
   options = tensor.read_named(options, "lora.load", "names")
   adapters.want_unmerged(model, "lora.load")
-  local config = read_config(folder .. "/adapter_config.json", adapters.label_head(model))
+  local config = read_config(folder, adapters.label_head(model))
   local file = safetensors.open(folder .. "/adapter_model.safetensors")
   local good, problem = pcall(load, model, file, config, (namer(model, options, "lora.load")))
   file:close()
