@@ -127,7 +127,7 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
 /// measured amax again. Errors: VALUE, STATE (the site has no recipe).
 eng_status eng_fp8_delay(int64_t site, int role, double amax);
 /// Sets the average over steps toward which W is rounded if the recipe's role w has `average`
-/// (Q-EMA of TetraJet, the input `average` of mx_quantize): f32 in the shape of W, or NULL for none.
+/// (Q-EMA of TetraJet, the input `average` of mx_quantize): f32 in the shape of W, or NULL: none.
 /// The caller keeps the tensor, and updates it between steps. Errors: STATE, STALE, DTYPE.
 eng_status eng_fp8_average(int64_t site, const eng_tensor *average);
 /// Returns the largest magnitude of each role's tensor since the last call: inf or nan if the

@@ -229,8 +229,8 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
                      "row whose length divides %d, without a factor",
                      s->name, fp8_role_name[role], MX_EDEN_GROUP);
   if (!(r->average >= 0 && r->average < 1))
-    return error_set(ENG_ERR_VALUE, "%s: %s: expected an average with a decay from 0 to below 1, got "
-                     "%g", s->name, fp8_role_name[role], r->average);
+    return error_set(ENG_ERR_VALUE, "%s: %s: expected an average with a decay from 0 to below 1, "
+                     "got %g", s->name, fp8_role_name[role], r->average);
   if (r->average != 0 && (role != ENG_FP8_W || backward || r->stochastic ||
                       mx_is_fitted(r->mx - 1) || mx_is_four_over_six(r->mx - 1) ||
                       recipe->product[ENG_FP8_FORWARD].hadamard ||
