@@ -128,9 +128,7 @@ static bool is_identifier(const char *s, size_t length)
   return length > 0;
 }
 
-static void put_value(data_blob *text, const char *at);
-
-typedef struct entry { data_item key; const char *value; } entry;   // sorted by the key
+typedef struct entry { data_item key; const char *at, *value; } entry;   // sorted by the key
 
 static void put_table(data_blob *text, const char *at)
 {
@@ -139,6 +137,7 @@ static void put_table(data_blob *text, const char *at)
   entry *entries = malloc((size_t)(n ? n : 1) * sizeof *entries);
   if (!entries) { text->failed = true; return; }
   for (int i = 0; i < n; ++i) {
+    entries[i].at = at;
     entries[i].value = data_read(&entries[i].key, at);
     at = data_skip(entries[i].value);
   }
@@ -152,32 +151,29 @@ static void put_table(data_blob *text, const char *at)
   data_tag(text, '{');
   for (int i = first; i < last; ++i) {
     if (i > first) data_tag(text, ',');
-    put_value(text, entries[i].value);
+    data_text(text, entries[i].value);
   }
   bool comma = last > first;
   for (int i = 0; i < n; ++i) {
     if (i >= first && i < last) continue;
     const data_item *key = &entries[i].key;
-    char number[32];
     if (comma) data_tag(text, ',');
     comma = true;
     if (key->tag == 's' && is_identifier(key->string, key->length)) {
       data_append(text, key->string, key->length);
     } else {
       data_tag(text, '[');
-      if (key->tag == 's') put_string(text, key->string, key->length);
-      else if (key->tag == 'n') { eng_number_text(number, key->number); put(text, number); }
-      else put(text, key->tag == 't' ? "true" : "false");
+      data_text(text, entries[i].at);
       data_tag(text, ']');
     }
     data_tag(text, '=');
-    put_value(text, entries[i].value);
+    data_text(text, entries[i].value);
   }
   data_tag(text, '}');
   free(entries);
 }
 
-static void put_value(data_blob *text, const char *at)
+void data_text(data_blob *text, const char *at)
 {
   data_item item;
   char number[32];
@@ -188,11 +184,6 @@ static void put_value(data_blob *text, const char *at)
     case '{': put_table(text, at); break;
     default:  put(text, item.tag == 't' ? "true" : "false");
   }
-}
-
-void data_text(data_blob *text, const char *at)
-{
-  put_value(text, at);
 }
 
 // ------------------------------------------------------------------ text to blob
