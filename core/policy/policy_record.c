@@ -275,7 +275,6 @@ static int list_index(lua_State *L)
   const view *v = lua_touserdata(L, 1);
   lua_rawgeti(L, LUA_REGISTRYINDEX, v->kind == VIEW_GROUPS ? KEEP_GROUPS : KEEP_TENSORS);
   lua_pushvalue(L, 2);
-  if (lua_isnil(L, -1)) return 1;
   lua_rawget(L, -2);
   return 1;
 }

@@ -410,6 +410,7 @@ void policy_verdict_open(eng_policy *p)
 bool policy_read_verdict(eng_policy *p, eng_verdict *out)
 {
   lua_State *L = p->L;
+  if (lua_type(L, -1) == LUA_TNUMBER) return read_scale(p, out, &fields[0]);
   int table = lua_gettop(L);
   for (lua_pushnil(L); lua_next(L, table); lua_pop(L, 1)) {
     if (lua_type(L, -2) != LUA_TSTRING)

@@ -461,15 +461,9 @@ static bool read_result(eng_policy *p, eng_verdict *out)
   if (lua_gettop(L) != SLOT_COUNT + 1)
     return policy_refuse(p, "%s; expected one scale or one table",
                          lua_gettop(L) == SLOT_COUNT ? "nothing" : "several values");
-  if (lua_istable(L, -1)) return policy_read_verdict(p, out);
-  if (lua_type(L, -1) != LUA_TNUMBER)
-    return policy_refuse(p, "a %s; expected the next scale or a table { scale = ..., ... }",
-                         luaL_typename(L, -1));
-  out->scale = lua_tonumber(L, -1);
-  if (policy_is_scale(out->scale)) return true;
-  char number[32];
-  eng_number_text(number, out->scale);
-  return policy_refuse(p, "scale = %s; expected a positive finite number", number);
+  if (lua_istable(L, -1) || lua_type(L, -1) == LUA_TNUMBER) return policy_read_verdict(p, out);
+  return policy_refuse(p, "a %s; expected the next scale or a table { scale = ..., ... }",
+                       luaL_typename(L, -1));
 }
 
 eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *record,

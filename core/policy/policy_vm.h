@@ -167,8 +167,8 @@ void policy_checks_open(lua_State *L);
 // ---- policy_verdict.c
 /// Interns the names of a verdict's fields.
 void policy_verdict_open(eng_policy *policy);
-/// Reads a verdict from the table on top of the stack. Returns false, with the reason in
-/// policy->why, if the verdict is invalid.
+/// Reads a verdict from the table on top of the stack, or from the scale there. Returns false, with
+/// the reason in policy->why, if the verdict is invalid.
 bool policy_read_verdict(eng_policy *policy, eng_verdict *out);
 /// Writes policy->why. Returns false.
 __attribute__((format(printf, 2, 3)))
