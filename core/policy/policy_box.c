@@ -386,23 +386,19 @@ static int box_format(lua_State *L)                    // upvalues: see box_func
 
 // ------------------------------------------------------------------ the environment
 
-// Replaces the library table on top of the stack by a new table with only the fields in `names`,
-// which ends with NULL.
-static void take(lua_State *L, const char *const *names)
+// Opens a library, and pushes a new table with only its fields in `names`, which ends with NULL.
+static void open_library(lua_State *L, lua_CFunction open, const char *name,
+                         const char *const *names)
 {
+  lua_pushcfunction(L, open);
+  lua_pushstring(L, name);
+  lua_call(L, 1, 1);
   lua_newtable(L);
   for (; *names; ++names) {
     lua_getfield(L, -2, *names);
     lua_setfield(L, -2, *names);
   }
   lua_remove(L, -2);
-}
-
-static void open_library(lua_State *L, lua_CFunction open, const char *name)
-{
-  lua_pushcfunction(L, open);
-  lua_pushstring(L, name);
-  lua_call(L, 1, 0);
 }
 
 // Makes the library on top of the stack constant, and adds it to the environment below it.
@@ -463,27 +459,17 @@ void policy_box_open(eng_policy *p)
     {"rep", box_charged, true},   {"sub", box_charged, true},   {"lower", box_charged, true},
     {"upper", box_charged, true}, {"reverse", box_charged, true}};
   lua_State *L = p->L;
-  open_library(L, luaopen_base, "");
-  open_library(L, luaopen_math, LUA_MATHLIBNAME);
-  open_library(L, luaopen_table, LUA_TABLIBNAME);
-  open_library(L, luaopen_string, LUA_STRLIBNAME);
-  open_library(L, luaopen_bit, LUA_BITLIBNAME);
-  lua_pushvalue(L, LUA_GLOBALSINDEX);
-  take(L, base_names);
+  open_library(L, luaopen_base, "", base_names);
   ADD(L, base);
-  lua_getglobal(L, "math");
-  take(L, math_names);
+  open_library(L, luaopen_math, LUA_MATHLIBNAME, math_names);
   ADD(L, math);
   set_library(L, "math");
-  lua_getglobal(L, "table");
-  take(L, table_names);
+  open_library(L, luaopen_table, LUA_TABLIBNAME, table_names);
   ADD(L, table);
   set_library(L, "table");
-  lua_getglobal(L, "bit");
-  take(L, bit_names);
+  open_library(L, luaopen_bit, LUA_BITLIBNAME, bit_names);
   set_library(L, "bit");
-  lua_getglobal(L, "string");
-  take(L, string_names);
+  open_library(L, luaopen_string, LUA_STRLIBNAME, string_names);
   ADD(L, string);
   policy_patterns_open(L);
   lua_pushliteral(L, "");                              // ("text"):method() calls the same functions
