@@ -413,28 +413,14 @@ static const char *describe(void)
 static eng_status count_local(void)
 {
   enum { NAME = 64 };
-  char own[NAME] = "";
+  char own[NAME] = "", *names = calloc((size_t)nccl.size, NAME);
+  if (!names) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", nccl.size);
   gethostname(own, sizeof own - 1);
-  char *names = calloc((size_t)nccl.size, NAME);
-  comm_message *m = calloc(2 * (size_t)nccl.size, sizeof *m);
-  eng_status status =
-    names && m ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", nccl.size);
-  int n = 0;
-  void *names_exchange;
-  bool done = false;
-  for (int peer = 0; status == ENG_OK && peer < nccl.size; peer++) {
-    if (peer == nccl.rank) continue;
-    m[n++] = (comm_message){own, NAME, peer, true};
-    m[n++] = (comm_message){names + (size_t)peer * NAME, NAME, peer, false};
-  }
-  if (status == ENG_OK) status = start(&names_exchange, NULL, m, n, 0);
-  // The loop needs no timeout, because world.c has set the watchdog (comm_watch).
-  while (status == ENG_OK && !done) status = test(&done, names_exchange);
-  nccl.local_size = 1;
-  for (int peer = 0; status == ENG_OK && peer < nccl.size; peer++)
-    nccl.local_size += peer != nccl.rank && strcmp(names + (size_t)peer * NAME, own) == 0;
+  eng_status status = eng_comm_all_gather(&comm_world, names, own, NAME);
+  nccl.local_size = 0;
+  for (int r = 0; r < nccl.size; r++)
+    nccl.local_size += strcmp(names + (size_t)r * NAME, own) == 0;
   free(names);
-  free(m);
   return status;
 }
 
@@ -457,16 +443,17 @@ eng_status comm_nccl_world(const comm_transport **out, int rank, int size, const
                                              : failed(result, "making a rendezvous address", NULL);
   if (ours) unsetenv("NCCL_COMM_ID");
   ENG_TRY(status);
-  ENG_TRY(count_local());
   transport = (comm_transport){.abi = COMM_ABI,
                                .rank = rank,
                                .size = size,
-                               .local_size = nccl.local_size,
                                .start = start,
                                .test = test,
                                .abort = end_all,
                                .finish = finish,
                                .describe = describe};
+  comm_world.transport = &transport;                  // for count_local
+  ENG_TRY(count_local());
+  transport.local_size = nccl.local_size;
   *out = &transport;
   return ENG_OK;
 }
