@@ -79,13 +79,6 @@ static const char *const sql[HISTORY_STATEMENTS] = {
     "INSERT OR REPLACE INTO fp8(step, site, role, snr, underflow, overflow, zeros, amax, least,"
     " scale_min, scale_max, count, peak, power, asked) VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
   [HISTORY_SIGNAL] = "INSERT OR REPLACE INTO signals(step, name, value) VALUES(?,?,?)",
-  [HISTORY_DELETE_SIGNALS] = "DELETE FROM signals WHERE step >= ?",
-  [HISTORY_DELETE_FP8] = "DELETE FROM fp8 WHERE step >= ?",
-  [HISTORY_DELETE_STEPS] = "DELETE FROM steps WHERE step >= ?",
-  [HISTORY_DELETE_TENSORS] = "DELETE FROM tensor_stats WHERE step >= ?",
-  [HISTORY_DELETE_SHADOWS] = "DELETE FROM shadows WHERE step >= ?",
-  // Events of earlier resumes are kept.
-  [HISTORY_DELETE_EVENTS] = "DELETE FROM events WHERE step >= ? AND kind <> 'resumed'",
   [HISTORY_DELETE_BLOCKS] = "DELETE FROM blocks WHERE block >= ? / 256",
   [HISTORY_SUM_UP] =
     "INSERT OR REPLACE INTO blocks SELECT step / 256, count(*), min(step), max(step), "
@@ -262,17 +255,20 @@ static int add_event(eng_history *history, int64_t step, const char *kind, const
 
 static int resume_at(eng_history *history, int64_t step)
 {
-  char text[120];
-  int64_t removed = 0;
-  for (int i = HISTORY_DELETE_STEPS; i <= HISTORY_DELETE_BLOCKS; i++) {
-    sqlite3_bind_int64(history->statements[i], 1, step);
-    int code = execute(history->statements[i]);
-    if (code != SQLITE_OK) return code;
-    if (i == HISTORY_DELETE_STEPS) removed = sqlite3_changes(history->db);
-  }
-  snprintf(text, sizeof text, "resumed at step %lld, %lld recorded steps dropped", (long long)step,
-           (long long)removed);
-  int code = add_event(history, step, "resumed", text);
+  char text[512];
+  const long long at = step;
+  // The steps go last, so that sqlite3_changes counts them. Events of earlier resumes are kept.
+  snprintf(text, sizeof text,
+           "DELETE FROM tensor_stats WHERE step >= %lld; DELETE FROM shadows WHERE step >= %lld;"
+           "DELETE FROM fp8 WHERE step >= %lld; DELETE FROM signals WHERE step >= %lld;"
+           "DELETE FROM events WHERE step >= %lld AND kind <> 'resumed';"
+           "DELETE FROM blocks WHERE block >= %lld / 256; DELETE FROM steps WHERE step >= %lld",
+           at, at, at, at, at, at, at);
+  int code = sqlite3_exec(history->db, text, NULL, NULL, NULL);
+  if (code != SQLITE_OK) return code;
+  snprintf(text, sizeof text, "resumed at step %lld, %lld recorded steps dropped", at,
+           (long long)sqlite3_changes(history->db));
+  code = add_event(history, step, "resumed", text);
   if (code == SQLITE_OK && read_position(history) != ENG_OK) code = SQLITE_ERROR;
   return code;
 }
