@@ -85,17 +85,6 @@ static void take_known(pending_stats *p, const eng_params *set, const eng_tensor
   }
 }
 
-/// Computes the statistics immediately.
-static eng_status compute(pending_stats *p, eng_params *set)
-{
-  ENG_TRY(params_whole(set));
-  p->m = params_spans(set);
-  memcpy(p->which, set->which, (size_t)p->m * sizeof *p->which);
-  ENG_TRY(backend_current()->gradstats(set->span, p->m, p->needs | ENG_NEED_NORM, p->stats));
-  for (int k = 0; k < p->m; k++) p->stats[k].relative_scale = set->span[k].scale;
-  return ENG_OK;
-}
-
 /// Computes the totals that the update needs: loss, sum of squares, overflow.
 static void sum_up(pending_stats *p, tensor *const *loss)
 {
@@ -109,15 +98,19 @@ static void sum_up(pending_stats *p, tensor *const *loss)
   }
 }
 
-/// Requests the statistics from a device that computes them later.
-static eng_status request(pending_stats *p, eng_params *set, tensor *const *loss)
+/// Computes the statistics, or requests them from a device that computes them later.
+static eng_status compute(pending_stats *p, eng_params *set, tensor *const *loss)
 {
+  const backend *device = backend_current();
   ENG_TRY(params_whole(set));
   p->m = params_spans(set);
   memcpy(p->which, set->which, (size_t)p->m * sizeof *p->which);
   for (int k = 0; k < p->m; k++) p->relative_scale[k] = set->span[k].scale;
-  return backend_current()->gradstats_start(&p->ticket, set->span, p->m, p->needs, loss,
-                                            p->n_losses);
+  if (device->gradstats_start)
+    return device->gradstats_start(&p->ticket, set->span, p->m, p->needs, loss, p->n_losses);
+  ENG_TRY(device->gradstats(set->span, p->m, p->needs | ENG_NEED_NORM, p->stats));
+  for (int k = 0; k < p->m; k++) p->stats[k].relative_scale = p->relative_scale[k];
+  return ENG_OK;
 }
 
 eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses,
@@ -140,12 +133,9 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
   ENG_TRY(room_for(p, set, !later));
   p->needs = needs;
   p->n_losses = n_losses;
-  if (later) ENG_TRY(request(p, set, loss));
-  else {
-    if (known) take_known(p, set, known);
-    else ENG_TRY(compute(p, set));
-    sum_up(p, loss);
-  }
+  if (known) take_known(p, set, known);
+  else ENG_TRY(compute(p, set, loss));
+  if (!later) sum_up(p, loss);
   set->n_pending++;
   set->newest = p;
   return ENG_OK;
