@@ -59,10 +59,7 @@ static eng_status norm(grad_call *g, op_call *c)
   c->batch_norm_grad.dtype = y->in[1] && y->in[1]->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
   c->batch_norm_grad.affine = grad_wants(g, 1) || grad_wants(g, 2);
   ENG_TRY(op_run(c));
-  for (int k = 0; k < 3; k++) {
-    if (grad_wants(g, k)) ENG_TRY(grad_emit(g, k, c->out[k]));
-    else tensor_drop(c->out[k]);
-  }
+  for (int k = 0; k < 3; k++) ENG_TRY(grad_emit(g, k, c->out[k]));
   return ENG_OK;
 }
 
