@@ -65,19 +65,19 @@ static double flops_of(const op_call *c)
   switch (c->op) {
   case ENG_OP_matmul:
     return 2.0 * (double)out->count * (double)a->shape[a->ndim - (c->matmul.transpose_a ? 2 : 1)];
-  case ENG_OP_linear: return 2.0 * (double)out->count * (double)a->shape[a->ndim - 1];
+  case ENG_OP_linear:
+  case ENG_OP_matmul_gelu_grad: return 2.0 * (double)out->count * (double)a->shape[a->ndim - 1];
   case ENG_OP_linear_grad:
     return 2.0 * (double)out->count * (double)(out->shape[0] ? a->count / out->shape[0] : 0);
   case ENG_OP_mlp_gelu:
     return 2.0 * ((double)a->count + (double)out->count) * (double)c->in[1]->shape[0];
-  case ENG_OP_matmul_gelu_grad: return 2.0 * (double)out->count * (double)a->shape[a->ndim - 1];
   case ENG_OP_attention:
-  // q [B x T x H x D], k [B x S x G x D]; a causal mask halves the number of pairs
   case ENG_OP_attention_grad: {
+    // q [B x T x H x D], k [B x S x G x D]; a causal mask halves the number of pairs
     double pairs = (double)a->count * (double)c->in[1]->shape[1] / (c->attention.causal ? 2 : 1);
     return (c->op == ENG_OP_attention ? 4 : 10) * pairs;
   }
-    default: return 0;
+  default: return 0;
   }
 }
 

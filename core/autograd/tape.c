@@ -10,7 +10,6 @@
 #include "base/numerics.h"
 #include "op.h"
 
-
 static struct {
   tape_node *nodes;
   int64_t room;                // allocated nodes; the first tensor_tape_length are in use
@@ -221,4 +220,3 @@ void tape_clear(void)
     }
   tensor_tape_length = tape_segment = 0;
 }
-

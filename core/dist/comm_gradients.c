@@ -101,8 +101,10 @@ static eng_status take_memory(eng_parallel *p, bucket *b)
   return ENG_OK;
 }
 
-static void give_memory(eng_parallel *p, bucket *b)
+static void bucket_done(eng_parallel *p, bucket *b)
 {
+  b->state = BUCKET_DONE;
+  p->under_way--;
   pool_give(&p->messages_pool, b->out, b->need);
   b->out = b->in = b->sum = NULL;
 }
@@ -235,9 +237,7 @@ static eng_status take_sums(eng_parallel *p, bucket *b)
       else if (!p->zero) ENG_TRY(write_gradient(p, b, k, rank, b->in + b->begin[rank]));
     }
   }
-  b->state = BUCKET_DONE;
-  give_memory(p, b);
-  p->under_way--;
+  bucket_done(p, b);
   return ENG_OK;
 }
 
@@ -285,9 +285,7 @@ static eng_status move_on(eng_parallel *p, bucket *b)
     ENG_TRY(cards_done(&done, p, b));
     if (!done) return ENG_OK;
     p->arrived++;
-    b->state = BUCKET_DONE;
-    give_memory(p, b);
-    p->under_way--;
+    bucket_done(p, b);
   }
   while (b->state == BUCKET_OUT || b->state == BUCKET_BACK) {
     bool arrived = true;

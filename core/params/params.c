@@ -252,9 +252,7 @@ static eng_status gradients_can_change(const eng_params *set, const int32_t *gra
 /// backward pass allocates it again.
 static void renew_gradients(eng_params *set, const int32_t *gradient, bool accumulates)
 {
-  if (other_gradients(set, gradient, accumulates)) {
-    flat_release(&set->gradients);
-  }
+  if (other_gradients(set, gradient, accumulates)) flat_release(&set->gradients);
   set->accumulates = accumulates;
   for (int i = 0; i < set->n; i++) {
     set->gradient_dtype[i] = stored_dtype(gradient, accumulates, i);
