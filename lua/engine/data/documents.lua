@@ -94,7 +94,7 @@ local function by_template(tokenizer, messages)
     add(#all, false)
   end)
   if good then return parts end
-  return nil, (tostring(problem):gsub("^[^\n:]+:%d+: ", ""))
+  return nil, M_ffi.without_line(problem)
 end
 
 --- Returns the format of conversations. The record is a JSON object whose field `field` is a list

@@ -15,6 +15,7 @@
 -- Called by the loop (train/loop.lua) and by Run:save (run/run.lua), on all ranks between two
 -- steps. Owned by the trainer.
 local M_ffi = require "engine.base.ffi"
+local process = require "engine.base.process"
 local exact = require("engine.base.show").exact
 local random = require "engine.base.random"
 local ranks = require "engine.dist.ranks"
@@ -173,8 +174,7 @@ end
 local function command(path, checkpoint)
   local words = { "engine" }
   local function add(word)
-    words[#words + 1] = word:find("^[%w_%-%+%./=:,@%%^]+$") and word
-      or "'" .. word:gsub("'", "'\\''") .. "'"
+    words[#words + 1] = word:find("^[%w_%-%+%./=:,@%%^]+$") and word or process.quoted(word)
   end
   for i = 0, arg and #arg or -1 do
     if not arg[i]:find("^run=") and not arg[i]:find("^resume=") then add(arg[i]) end

@@ -47,7 +47,7 @@ function M.rank() return launched and launched_rank[0] or 0 end
 function M.size() return launched and launched_size[0] or 1 end
 
 --- Returns the transport and the ranks in words: "Open MPI v4.1.4, 4 ranks, 4 of them here".
-function M.text() return M_ffi.ffi.string(C.eng_comm_text()) end
+function M.text() return ffi.string(C.eng_comm_text()) end
 
 --- Prints a line that names the rank on stderr. Uses a single write, because other ranks write to
 --- stderr too.

@@ -94,7 +94,7 @@ function M.quantize(x, options)
     end
     factor = require("engine.tensor.create").full({ 1 }, factor, "f32")
   elseif factor then
-    expect(require("engine.tensor.tensor").is_tensor(factor), factor,
+    expect(arguments.is_tensor(factor), factor,
       "fp8.quantize: expected factor to be a number or a tensor of one element")
   end
   local shape = x.shape
@@ -190,7 +190,7 @@ function M.decode(code, format)
   if want_whole(code, "fp8.decode", "the code", 0) >= codes then
     raise("fp8.decode: expected a code of %s below %g, got %g", format, codes, code)
   end
-  local value = C.eng_small_decode(format, want_whole(code, "fp8.decode", "the code", 0))
+  local value = C.eng_small_decode(format, code)
   return value == value and value or 0 / 0   -- LuaJIT's own NaN
 end
 

@@ -1,6 +1,7 @@
 -- Statistics of a tensor's elements: x:stats(), x:isfinite(), x:isinf(), x:isnan(). Adds these
 -- methods to tensors; loaded by init.lua.
 local M_ffi = require "engine.base.ffi"
+local formats = require "engine.base.formats"
 local tensor = require "engine.tensor.tensor"
 
 local C, check = M_ffi.C, M_ffi.check
@@ -16,14 +17,9 @@ local NEEDS = bit.bor(C.ENG_NEED_AMAX, C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_
 function methods.stats(x)
   local read = x.dtype == "f64" and x:to("f32") or x:is_contiguous() and x or x:contiguous()
   check(C.eng_stats(buffer, read, NEEDS))
-  local hist = {}
-  for b = 0, C.ENG_HIST_BINS - 1 do
-    local n = tonumber(buffer.hist[b])
-    if n > 0 then hist[C.ENG_HIST_FIRST + b] = n end
-  end
   return { count = tonumber(buffer.count), inf = tonumber(buffer.inf), nan = tonumber(buffer.nan),
     zeros = tonumber(buffer.zeros), underflow = tonumber(buffer.underflow), amax = buffer.amax,
-    norm = math.sqrt(buffer.sum_squares), hist = hist }
+    norm = math.sqrt(buffer.sum_squares), hist = formats.add_histogram({}, buffer.hist) }
 end
 
 --- Counts the weights that are not finite. Returns a text such as "the weights hold 3 inf and 1
