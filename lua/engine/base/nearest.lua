@@ -1,6 +1,6 @@
 -- Suggests the right names for misspelt ones, in error messages. `names` is a list, or a table
 -- whose keys are the names.
---   nearest("layer_nrm", { "linear", "layer_norm" })  -> "layer_norm"
+--   nearest.find("layer_nrm", { "linear", "layer_norm" })  -> "layer_norm"
 --   nearest.hint("lrr", { "lr", "batch" })       -> "; did you mean 'lr'?", or "" when none is near
 --   nearest.choices("lrr", { lr = 1, batch = 2 }, "options", "engine help trainer")
 --                                                -> "; did you mean 'lr'?; options: batch lr"
@@ -134,5 +134,4 @@ function nearest.guard(module, what)
   end })
 end
 
-return setmetatable(nearest, { __call = function(_, name, names) return nearest.find(name,
-  names) end })
+return nearest
