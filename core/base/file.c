@@ -1,5 +1,5 @@
 // Files and directories: read-only maps, atomic writes, listings, checksums. See file.h and the
-// section "files" of engine.h.
+// section "files" of engine_files.h.
 #define _GNU_SOURCE   // renameat2
 #include "file.h"
 

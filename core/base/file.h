@@ -1,6 +1,6 @@
 // Atomic files: each is written next to its final path, synced, and renamed into place; its CRC-32C
 // is computed during the write. Called by safetensors.c and attach.c; the rest of file.c is
-// declared in engine.h.
+// declared in engine_files.h.
 #pragma once
 
 #include "engine.h"

@@ -1,5 +1,6 @@
 // The layout of gradients in buckets: which gradients travel together, how each bucket is cut into
-// the ranks' pieces, and in which order buckets are sent. engine.h (eng_parallel) has the contract.
+// the ranks' pieces, and in which order buckets are sent. engine_ranks.h (eng_parallel) has the
+// contract.
 //
 // The members (parameters) of the set go into buckets from the last to the first, which is the
 // order in which backward completes them. Each rank sums one piece of a bucket, computes its

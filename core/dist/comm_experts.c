@@ -1,5 +1,5 @@
 // Exchanges rows of tensors between ranks: a mixture of experts sends each token to the rank that
-// holds its expert (lua/engine/nn/moe.lua). engine.h has the contract.
+// holds its expert (lua/engine/nn/moe.lua). engine_ranks.h has the contract.
 //
 // Rows travel in a comm dtype. A block of FP8 lies within one row, so that a row's result does not
 // depend on other rows. Rows that stay on their own rank are rounded in the same way, so that

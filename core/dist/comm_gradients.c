@@ -1,5 +1,5 @@
 // Reduces gradients over ranks while backward runs: the work on buckets during a training step.
-// engine.h (eng_parallel) has the contract; comm_buckets.c defines the buckets.
+// engine_ranks.h (eng_parallel) has the contract; comm_buckets.c defines the buckets.
 //
 // A bucket whose members are complete is sent when its turn comes: each rank receives the piece
 // that it sums. One byte per member says whether the sender had a gradient for it, and whether this

@@ -1,5 +1,6 @@
 // A parameter set whose gradients are reduced over ranks: how it is created, gets memory and is
-// freed. engine.h (eng_parallel) has the contract; comm_gradients.c reduces the buckets in a step.
+// freed. engine_ranks.h (eng_parallel) has the contract; comm_gradients.c reduces the buckets in a
+// step.
 //
 // Messages and sums of the buckets in flight share one block with space for a few buckets
 // (`messages_pool`). When the block is full, further buckets wait until messages have arrived. With

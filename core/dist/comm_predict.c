@@ -1,6 +1,6 @@
 // Predicts the messages and memory of a reduction of gradients over a given number of ranks: lays
-// the buckets out for an imaginary group and counts their bytes. The contract is in engine.h
-// (eng_parallel_predict).
+// the buckets out for an imaginary group and counts their bytes. The contract is in
+// engine_ranks.h (eng_parallel_predict).
 // Called by Lua (engine plan).
 #include "comm_gradients.h"
 

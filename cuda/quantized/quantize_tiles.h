@@ -413,7 +413,7 @@ __device__ static inline void receive_tile(eight<T> (&v)[DOWN], const uint4 *sta
 {
   receive(v, stage, at);
   if constexpr (SWIGLU) {
-    static_assert(sizeof(T) == 2, "one quad a row");
+    static_assert(sizeof(T) == 2, "a thread reads one quad from each row");
     const uint4 *ups = stage + stage_of<T>::QUADS + threadIdx.x;
 #pragma unroll
     for (int j = 0; j < DOWN; j++) {
