@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "policy_data.h"
 
+#include "base/array.h"
 #include "base/number.h"
 #include "base/numerics.h"
 
@@ -19,16 +20,9 @@ void data_free(data_blob *b)
 
 bool data_grow(data_blob *b, size_t room)
 {
-  size_t wanted = b->capacity ? b->capacity * 2 : 256;
-  while (wanted < b->size + room) wanted *= 2;
-  char *bytes = realloc(b->bytes, wanted);
-  if (!bytes) {
-    b->failed = true;
-    return false;
-  }
-  b->bytes = bytes;
-  b->capacity = wanted;
-  return true;
+  bool grown = ARRAY_GROW(b->bytes, b->capacity, (int64_t)(b->size + room));
+  b->failed = b->failed || !grown;
+  return grown;
 }
 
 void data_append(data_blob *b, const char *bytes, size_t size)

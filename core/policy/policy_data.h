@@ -14,9 +14,10 @@ enum { DATA_DEPTH = 32 };       // the deepest nesting of tables
 // A value begins with its tag: 'n', then a double; 's', then a uint32 length and the bytes; 't' for
 // true; 'f' for false. A table is '{' (key value)* '}'.
 typedef struct data_blob {
-  char  *bytes;
-  size_t size, capacity;
-  bool   failed;                // memory ran out and at least one write was dropped
+  char   *bytes;
+  size_t  size;
+  int64_t capacity;
+  bool    failed;               // memory ran out and at least one write was dropped
 } data_blob;
 
 void data_free(data_blob *b);
@@ -27,7 +28,7 @@ void data_append(data_blob *b, const char *bytes, size_t size);
 // These functions are inline, because they run at every decision of every policy.
 static inline char *data_reserve(data_blob *b, size_t room)
 {
-  if (b->capacity - b->size < room && !data_grow(b, room)) return NULL;
+  if ((size_t)b->capacity - b->size < room && !data_grow(b, room)) return NULL;
   char *at = b->bytes + b->size;
   b->size += room;
   return at;
