@@ -1,5 +1,4 @@
-// Growing arrays. Called by tensor/, autograd/, policy/, store/ and
-// tokenizer/.
+// Growing arrays. Called by tensor/, autograd/, policy/, store/ and tokenizer/.
 #pragma once
 
 #include <stdbool.h>

@@ -78,10 +78,10 @@ function M.new(trainer, o)
   self.many = self.size > 1
   self.own_pass = self.many and o.mode ~= "lagged"   -- whether record() itself reads the gradients
   self.comm_dtype = self.many and o.comm_dtype or "own"
-  -- zero: each rank updates only its part of the weights; divided: it also keeps only that part's
-  -- gradients; parted: it also keeps only that part of the weights
-  self.zero, self.divided = (o.zero or 0) > 0 and self.many, (o.zero or 0) > 1 and self.many
-  self.parted = o.zero == 3 and self.many
+  -- level: of ZeRO. zero: each rank updates only its part of the weights; divided: it also keeps
+  -- only that part's gradients; parted: it also keeps only that part of the weights
+  self.level = self.many and o.zero or 0
+  self.zero, self.divided, self.parted = self.level > 0, self.level > 1, self.level > 2
   if not self.many then return self end
   if o.rank_timeout then C.eng_comm_timeout(o.rank_timeout) end
   ranks.world()
@@ -104,13 +104,9 @@ function Reducer:text()
   return self.many and machine.device() == "cuda" and "ranks: " .. ranks.text() or nil
 end
 
-function Reducer:level_of_zero()
-  return self.parted and 3 or self.divided and 2 or self.zero and 1 or 0
-end
-
 --- Returns the job in words, "4 ranks, ZeRO-1, comm dtype bf16"; nil for one process.
 function Reducer:described()
-  return self.many and ranks.job_text(self.size, self:level_of_zero(), self.comm_dtype) or nil
+  return self.many and ranks.job_text(self.size, self.level, self.comm_dtype) or nil
 end
 
 function Reducer:make_room()

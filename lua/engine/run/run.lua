@@ -288,7 +288,7 @@ function Run:describe()
     schedule = tostring(trainer.schedule or "none"), steps = trainer.steps,
     parameters = trainer.model:count(), threads = tonumber(C.eng_threads(0)),
     device = M_ffi.string(C.eng_device_name()), ranks = trainer.reducer.size,
-    zero = trainer.reducer:level_of_zero(), comm_dtype = trainer.reducer.comm_dtype,
+    zero = trainer.reducer.level, comm_dtype = trainer.reducer.comm_dtype,
     fp8 = sites and json.encode { layers = sites.paths, sample = sites.sample,
       rungs = sites.rungs } or nil,
     command = command_text(self) } do
