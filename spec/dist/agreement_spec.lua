@@ -8,25 +8,15 @@ local helper = require "spec.helper"
 local json = require "engine.base.json"
 local start = require "spec.dist.start"
 
-if not start.there then
-  describe("ranks that drift apart", function()
-    pending "there is no mpirun here, or this build has no MPI: these are not run"
-  end)
-  return
-end
+if not start.can("ranks that drift apart") then return end
 
 local DRIFTED = 6
 local UP = "blocks.2.mlp.up.weight"
 
 -- Runs a job with n ranks. Returns its result, the lines of its steps, and rank 0's checksum.
 local function job(n, settings, script)
-  local result = start.run(n, script or "spec/dist/job.lua", settings,
-    { limit = helper.sanitized and 300 or 60 })
-  local lines = {}
-  for line in result.out:gmatch("[^\n]+") do
-    if line:find("^%d+ ") then lines[#lines + 1] = line end
-  end
-  return result, lines, result.err:match("rank 0: weights (%w+)")
+  local result = start.run(n, script or "spec/dist/job.lua", settings)
+  return result, start.steps(result), result.err:match("rank 0: weights (%w+)")
 end
 
 -- Expects that the job ended because of drift, with one message that contains each of the texts.

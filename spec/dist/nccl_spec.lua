@@ -20,10 +20,7 @@ local folder
 -- The lines of a job's steps, the report of the weights at the end (the same text on every rank),
 -- and the result.
 local function read(result)
-  local lines, weights = {}, {}
-  for line in result.out:gmatch("[^\n]+") do
-    if line:find("^%d+ ") or line:find("^sent") then lines[#lines + 1] = line end
-  end
+  local lines, weights = start.steps(result, "sent"), {}
   table.sort(lines)
   for text in result.err:gmatch("rank %d+: ([wc][eo][im][^\n]*)") do
     weights[#weights + 1] = text

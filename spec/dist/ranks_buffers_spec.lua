@@ -5,18 +5,12 @@ local helper = require "spec.helper"
 local json = require "engine.base.json"
 local start = require "spec.dist.start"
 
-if not start.there then
-  describe("optimizers written in Lua on several ranks", function()
-    pending "there is no mpirun here, or this build has no MPI: these are not run"
-  end)
-  return
-end
+if not start.can("optimizers written in Lua on several ranks") then return end
 
 local folder
 
 local function run(n, settings)
-  return start.run(n, "spec/dist/buffers.lua", { "told=" .. folder .. "/told", unpack(settings) },
-    { limit = helper.sanitized and 300 or 60 })
+  return start.run(n, "spec/dist/buffers.lua", { "told=" .. folder .. "/told", unpack(settings) })
 end
 
 -- The report of each rank, rank 0 first; the reports must agree on everything but the buffers.

@@ -68,23 +68,13 @@ describe("shards", function()
   end)
 end)
 
-if not start.there then
-  describe("checkpoints of several ranks", function()
-    pending "there is no mpirun here, or this build has no MPI: these are not run"
-  end)
-  return
-end
+if not start.can("checkpoints of several ranks") then return end
 
 -- Runs a script (the job, or one that wraps it) with n ranks (0: without mpirun). Returns its
 -- lines, the weights' checksum, and the result.
 local function job(n, settings, script)
-  local result = start.run(n, script or "spec/dist/job.lua", settings,
-    { limit = helper.sanitized and 300 or 60 })
-  local lines = {}
-  for line in result.out:gmatch("[^\n]+") do
-    if line:find("^%d+ ") then lines[#lines + 1] = line end
-  end
-  return lines, result.err:match("rank 0: weights (%w+)"), result
+  local result = start.run(n, script or "spec/dist/job.lua", settings)
+  return start.steps(result), result.err:match("rank 0: weights (%w+)"), result
 end
 
 local function names(path)

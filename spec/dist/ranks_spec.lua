@@ -6,27 +6,17 @@ local helper = require "spec.helper"
 
 local start = require "spec.dist.start"
 
-if not start.there then
-  describe("ranks", function()
-    pending "there is no mpirun here, or this build has no MPI: these are not run"
-  end)
-  return
-end
-
-local LIMIT = helper.sanitized and 300 or 60
+if not start.can("ranks") then return end
 
 -- Runs the job with n ranks (0: without mpirun). Returns the lines of its steps, the weights'
 -- checksums by rank, and the result.
 local function job(n, settings)
-  local result = start.run(n, "spec/dist/job.lua", settings, { limit = LIMIT })
-  local lines, weights = {}, {}
-  for line in result.out:gmatch("[^\n]+") do
-    if line:find("^%d+ ") or line:find("^signal") then lines[#lines + 1] = line end
-  end
+  local result = start.run(n, "spec/dist/job.lua", settings)
+  local weights = {}
   for rank, sum in result.err:gmatch("rank (%d+): weights (%w+)") do
     weights[tonumber(rank) + 1] = sum
   end
-  return lines, weights, result
+  return start.steps(result, "signal"), weights, result
 end
 
 local function alike(weights, n)
@@ -62,7 +52,7 @@ describe("ranks", function()
       local run = ("%s/run%d"):format(folder, zero)
       local result = start.run(2, "examples/gpt.lua", { "steps=12", "layers=1", "width=32",
         "context=32", "sample=0", "log=quiet", "threads=1", "zero=" .. zero, "run=" .. run,
-        "policy=" .. own, "shadow=" .. own .. ",static:loss_scale=2^22" }, { limit = LIMIT })
+        "policy=" .. own, "shadow=" .. own .. ",static:loss_scale=2^22" })
       assert.equal(0, result.code, result.err)
       local h = engine.history.open(run)
       local same, high = unpack(h:shadows())
@@ -79,7 +69,7 @@ describe("ranks", function()
     local run = folder .. "/run"
     local function gpt(n, ...)
       return start.run(n, "examples/gpt.lua", { "run=" .. run, "resume=auto", "layers=1",
-        "width=16", "heads=2", "context=8", "batch=2", "sample=0", ... }, { limit = LIMIT })
+        "width=16", "heads=2", "context=8", "batch=2", "sample=0", ... })
     end
     local first = gpt(2, "steps=2", "zero=1", "wire=bf16")
     assert.matches("policy dynamic, 2 ranks, ZeRO%-1, comm dtype bf16, %d+ threads? each\n",
@@ -222,8 +212,7 @@ describe("ranks", function()
         loss = function(m, b) return m(b.x):sum() end }:run()]])
     local words = "each rank's own gradients are finite, but their sum in comm dtype bf16 is not"
     for _, trap in ipairs { "", "overflow" } do
-      local result = start.run(2, script, { folder .. "/run" .. trap, trap ~= "" and trap or nil },
-        { limit = LIMIT })
+      local result = start.run(2, script, { folder .. "/run" .. trap, trap ~= "" and trap or nil })
       local text = result.out .. result.err
       assert.equal(0, result.code, text)
       assert.equal(1, select(2, text:gsub("overflows in a row", "")), text)
@@ -305,7 +294,7 @@ describe("ranks", function()
       say("done", first.updates, second and second.updates or "no",
         tostring(require("engine.base.ffi").C.eng_params_checksum(optimizer.params)))]])
     local function turns(...)
-      local result = start.run(2, script, { ... }, { limit = LIMIT })
+      local result = start.run(2, script, { ... })
       assert.equal(0, result.code, result.out .. result.err)
       local first, second = result.err:match("rank 0: (done [^\n]*)"),
         result.err:match("rank 1: (done [^\n]*)")
@@ -415,7 +404,7 @@ describe("ranks", function()
           print(n .. " of 400 signals, texts gathered " .. gathered)
           gathered = 0
         end }:run()]])
-    local result = start.run(2, script, {}, { limit = LIMIT })
+    local result = start.run(2, script)
     local lines = {}
     for line in result.out:gmatch("[^\n]+") do lines[#lines + 1] = line end
     assert.equal(4, #lines, result.err)
@@ -479,7 +468,7 @@ describe("ranks", function()
       io.stdout:flush()
       file.write(where .. "/looked", "")]])
     for _, what in ipairs { "gather", "reduction" } do
-      local result = start.run(2, script, { folder, what }, { limit = LIMIT })
+      local result = start.run(2, script, { folder, what })
       assert.equal(what .. "\tnothing landed\tan exchange between ranks was cut short: this " ..
         "process can no longer reach the other ranks; hint: start the job again\n",
         result.out:match("%S.*"))             -- mpirun of Open MPI 5 once printed a space first
@@ -495,7 +484,7 @@ describe("ranks", function()
       local n = engine.ranks.rank() == 0 and 16 or tonumber(arg[1])
       M_ffi.check(M_ffi.C.eng_comm_broadcast(engine.ranks.world(), M_ffi.new("char[24]"), n, 0))]])
     for bytes, got in pairs { [8] = "more", [24] = "16" } do
-      local result = start.run(2, script, { bytes }, { limit = LIMIT })
+      local result = start.run(2, script, { bytes })
       assert.not_equal(0, result.code)
       assert.matches(("rank 1, at a broadcast: ranks: expected a message of %d bytes from " ..
         "rank 0, got %s; hint: the ranks make different calls"):format(bytes, got), result.err, 1,
@@ -527,7 +516,7 @@ describe("ranks", function()
         execute(("sleep 0.2; kill -STOP %s; sleep 4; kill -CONT %s"):format(pid, pid))
       end
       dofile "spec/dist/job.lua"]])
-    local result = start.run(2, script, { "slow_rank=1", "timeout=3" }, { limit = LIMIT })
+    local result = start.run(2, script, { "slow_rank=1", "timeout=3" })
     assert.equal(0, result.code, result.err)
   end)
 

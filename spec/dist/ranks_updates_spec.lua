@@ -5,12 +5,7 @@ local engine = require "engine"
 local helper = require "spec.helper"
 local start = require "spec.dist.start"
 
-if not start.there then
-  describe("policies that act on updates, on several ranks", function()
-    pending "there is no mpirun here, or this build has no MPI: these are not run"
-  end)
-  return
-end
+if not start.can("policies that act on updates, on several ranks") then return end
 
 local LIMITS = [[return {
   needs = { "update_norm", "weight_norm", "m_norm", "v_norm", "tensors", "norm", "clips", "lr_muls",

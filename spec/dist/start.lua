@@ -7,6 +7,18 @@ local M = {}
 M.there = helper.shell("command -v mpirun").code == 0
   and helper.read(require("engine.base.ffi").library_dir .. "/libengine_mpi.so") ~= nil
 
+--- Returns `there`. If ranks cannot be started, reports the specs of `what` as pending. Called by
+--- a spec's file, because busted's functions are globals of that file only.
+function M.can(what)
+  local busted = getfenv(2)
+  if not M.there then
+    busted.describe(what, function()
+      busted.pending "there is no mpirun here, or this build has no MPI: these are not run"
+    end)
+  end
+  return M.there
+end
+
 -- All ranks are on this machine: shared memory carries their messages, Open MPI 4 starts them over
 -- the loopback interface, and libfabric, which may look up the host name, is excluded.
 local ENVIRONMENT = "OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 "
@@ -14,16 +26,18 @@ local ENVIRONMENT = "OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_A
 local MPIRUN = "mpirun --oversubscribe --bind-to none --mca btl self,vader --mca " ..
   "orte_base_help_aggregate 0"
 
+local LIMIT = helper.sanitized and 300 or 60      -- seconds a job may take, by default
+
 local function quoted(words, settings)
   for _, setting in ipairs(settings or {}) do words[#words + 1] = helper.quote(setting) end
 end
 
 --- The command that runs a script on n ranks (0: one process, without mpirun). options: limit
---- (seconds; 60), mpirun (extra arguments for it), environment: "A=B".
+--- (in seconds), mpirun (extra arguments for it), environment: "A=B".
 function M.command(n, script, settings, options)
   local o = options or {}
   local words = { ENVIRONMENT, o.environment or "", n == 0 and "ENGINE_RANKS=off" or "",
-    "timeout -k 5", o.limit or 60 }
+    "timeout -k 5", o.limit or LIMIT }
   if n > 0 then words[#words + 1] = ("%s %s -np %d"):format(MPIRUN, o.mpirun or "", n) end
   words[#words + 1] = helper.quote(helper.engine)
   words[#words + 1] = script
@@ -50,7 +64,7 @@ function M.mixed(parts, script, options)
   end
   local shell = ("case $OMPI_COMM_WORLD_RANK in %s esac"):format(table.concat(cases, " "))
   return ("%s timeout -k 5 %d %s -np %d sh -c %s"):format(ENVIRONMENT,
-    options and options.limit or 60, MPIRUN, n, helper.quote(shell))
+    options and options.limit or LIMIT, MPIRUN, n, helper.quote(shell))
 end
 
 --- The command for n ranks without MPI, started the way torchrun starts them, each with a fake card
@@ -66,7 +80,7 @@ function M.nccl_command(n, script, settings, options)
         "TORCHELASTIC_RUN_ID=none"):format(rank, n, rank, address, port)
     local words = { "env", names, "OMP_NUM_THREADS=1", M.FAKES, "FAKE_NCCL_FOLDER=" ..
       helper.quote(o.folder), o.environment or "", o.of and o.of[rank] or "",
-      "timeout -k 1", tostring(o.limit or 60), helper.quote(helper.engine), script }
+      "timeout -k 1", tostring(o.limit or LIMIT), helper.quote(helper.engine), script }
     quoted(words, settings)
     lines[#lines + 1] = ("{ %s & echo $! > $F/pid.%d; wait $!; echo $? > $F/code.%d; } &"):format(
       table.concat(words, " "), rank, rank)
@@ -97,6 +111,16 @@ M.fakes_there = helper.shell("test -f build/fake_card.so && test -f build/fake_n
 --- Runs n ranks. Returns { code, out, err }.
 function M.run(n, script, settings, options)
   return helper.shell(M.command(n, script, settings, options))
+end
+
+--- Returns the lines of a job's output that report a step. They begin with the step's number. also:
+--- the first word of other lines to return, or nil.
+function M.steps(result, also)
+  local lines = {}
+  for line in result.out:gmatch("[^\n]+") do
+    if line:find("^%d+ ") or also and line:find("^" .. also) then lines[#lines + 1] = line end
+  end
+  return lines
 end
 
 return M

@@ -7,17 +7,12 @@ local helper = require "spec.helper"
 local json = require "engine.base.json"
 local start = require "spec.dist.start"
 
-if not start.there then
-  describe("ranks with ZeRO-3", function()
-    pending "there is no mpirun here, or this build has no MPI: these are not run"
-  end)
-  return
-end
+if not start.can("ranks with ZeRO-3") then return end
 
 local folder
 
 local function run(n, script, settings, limit)
-  return start.run(n, script, settings, { limit = limit or helper.sanitized and 300 or 60 })
+  return start.run(n, script, settings, limit and { limit = limit })
 end
 
 -- The output of each rank of a job of zero.lua.
@@ -50,11 +45,8 @@ end
 
 -- The lines of a job of job.lua, and the checksum of its weights.
 local function job(n, ...)
-  local result, lines = run(n, "spec/dist/job.lua", { "tied=false", "bucket=0.02", ... }), {}
-  for line in result.out:gmatch("[^\n]+") do
-    if line:find("^%d+ ") then lines[#lines + 1] = line end
-  end
-  return lines, result.err:match("rank 0: weights (%w+)"), result
+  local result = run(n, "spec/dist/job.lua", { "tied=false", "bucket=0.02", ... })
+  return start.steps(result), result.err:match("rank 0: weights (%w+)"), result
 end
 
 local function events(path, kind)
