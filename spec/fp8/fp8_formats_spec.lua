@@ -5,7 +5,7 @@ local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local values = require "spec.cpu.kernels.values"
 local SETS = require("spec.cpu.kernels.compare").SETS
-local scratch = require "spec.store.scratch"
+local helper = require "spec.helper"
 local bit = require "bit"
 local ffi, C = M_ffi.ffi, M_ffi.C
 
@@ -257,7 +257,7 @@ describe("FP8 formats (" .. table.concat(SETS, ", ") .. ")", function()
   end)
 
   it("survive saving and loading", function()
-    local dir = scratch.make()
+    local dir = helper.folder()
     local path = dir .. "/fp8.safetensors"
     local x = engine.tensor { { 1, 448, -0.5 }, { 2 ^ -9, 0, -448 } }
     engine.save(path, { a = x:to("e4m3"), b = x:to("e5m2") })
@@ -265,7 +265,7 @@ describe("FP8 formats (" .. table.concat(SETS, ", ") .. ")", function()
     assert.equal("e4m3", loaded.a.dtype)
     assert.same(x:totable(), loaded.a:totable())
     assert.equal("e5m2", loaded.b.dtype)
-    scratch.remove(dir)
+    helper.remove(dir)
   end)
 
   it("refuse arithmetic in one clear line", function()

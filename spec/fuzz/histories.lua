@@ -7,6 +7,7 @@ local history = require("engine").history
 local M_ffi = require "engine.base.ffi"
 local commands = require "spec.fuzz.commands"
 local draws = require "spec.fuzz.draws"
+local helper = require "spec.helper"
 local scratch = require "spec.store.scratch"
 local ffi, C, draw, one_of = M_ffi.ffi, M_ffi.C, draws.draw, draws.one_of
 
@@ -78,10 +79,10 @@ local function write_template()
 end
 
 write_template()
-local intact = scratch.read(file)
+local intact = helper.read(file)
 local other = root .. "/other"                 -- an intact run, to compare with
 os.execute("mkdir " .. other)
-scratch.write(other .. "/history.db", intact)
+helper.write(other .. "/history.db", intact)
 
 -- ------------------------------------------------------------------ damage
 
@@ -157,10 +158,10 @@ local function damage()
       bytes = bytes:sub(1, at - 1) .. string.char(byte) .. bytes:sub(at + 1)
       done[#done + 1] = ("byte %d = %d"):format(at, byte)
     end
-    scratch.write(file, bytes)
+    helper.write(file, bytes)
     return table.concat(done, ", ")
   end
-  scratch.write(file, intact)
+  helper.write(file, intact)
   local done = {}
   for i = 1, 1 + draw(3) do
     done[i] = statement()

@@ -52,7 +52,7 @@ end
 describe("views of a history", function()
   local dir, h
   setup(function()
-    dir = scratch.make()
+    dir = helper.folder()
     h = history.open(dir, { write = true })
     local list = {}
     for i, name in ipairs(NAMES) do list[i] = { name = name, shape = { 10, 10 } } end
@@ -62,7 +62,7 @@ describe("views of a history", function()
   end)
   teardown(function()
     h:close()
-    scratch.remove(dir)
+    helper.remove(dir)
   end)
 
   it("sum up blocks of 256 steps as they are written", function()
@@ -188,7 +188,7 @@ describe("views of a history", function()
   end)
 
   it("mark swaps, steps skipped without overflow and settings, each by name", function()
-    local dir2 = scratch.make()
+    local dir2 = helper.folder()
     local other = history.open(dir2, { write = true })
     for step = 0, 199 do
       append(other, step, step == 30 and { action = C.ENG_ACTION_SKIP } or nil)
@@ -204,11 +204,11 @@ describe("views of a history", function()
     local page = require("engine.report.report").html(other, dir2)
     assert.matches('"policy swapped: the beginning x', page, 1, true)
     other:close()
-    scratch.remove(dir2)
+    helper.remove(dir2)
   end)
 
   it("keep the step of an inf where a later step of the column has a larger gradient", function()
-    local dir2 = scratch.make()
+    local dir2 = helper.folder()
     local other = history.open(dir2, { write = true })
     other:set_parameters { { name = "a.weight", shape = { 10, 10 } } }
     for step = 1, 2 do
@@ -220,7 +220,7 @@ describe("views of a history", function()
     local cell = require("engine.report.layers").read(other, { points = 1 }).cells[1][1]
     assert.same({ 2, 1 }, { cell.amax, cell.step })
     other:close()
-    scratch.remove(dir2)
+    helper.remove(dir2)
   end)
 
   it("show one tensor, and suggest the nearest name for an unknown one", function()
@@ -255,7 +255,7 @@ describe("views of a history", function()
   end)
 
   it("keep totals right through a resume, a retry and steps out of order", function()
-    local other_dir = scratch.make()
+    local other_dir = helper.folder()
     local other = history.open(other_dir, { write = true })
     for step = 0, 999 do append(other, step) end
     other:resume(300)
@@ -278,12 +278,12 @@ describe("views of a history", function()
     assert.same(sums(other), other:totals())
     assert.equal(8, other:query("SELECT count(*) AS n FROM blocks")[1].n)
     other:close()
-    scratch.remove(other_dir)
+    helper.remove(other_dir)
   end)
 
   it("read a history of schema 1, which has no blocks, and add blocks when the run continues",
     function()
-    local old_dir = scratch.make()
+    local old_dir = helper.folder()
     local old = history.open(old_dir, { write = true })
     for step = 0, 599 do append(old, step) end
     old:close()
@@ -298,7 +298,7 @@ describe("views of a history", function()
     assert.equal(2, old:query("SELECT count(*) AS n FROM blocks")[1].n)
     assert.same(sums(old), old:totals())
     old:close()
-    scratch.remove(old_dir)
+    helper.remove(old_dir)
   end)
 end)
 

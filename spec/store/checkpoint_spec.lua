@@ -3,6 +3,7 @@
 local engine = require "engine"
 local checkpoint = require "engine.run.checkpoint"
 local json = require "engine.base.json"
+local helper = require "spec.helper"
 local scratch = require "spec.store.scratch"
 
 local ffi = require "ffi"
@@ -67,8 +68,8 @@ end)
 
 describe("checkpoint", function()
   local dir
-  before_each(function() dir = scratch.make() end)
-  after_each(function() scratch.remove(dir) end)
+  before_each(function() dir = helper.folder() end)
+  after_each(function() helper.remove(dir) end)
 
   local function parts(value)
     return {
@@ -83,7 +84,7 @@ describe("checkpoint", function()
 
   local function damage(step, file, change)
     local path = path_of(step) .. "/" .. file
-    scratch.write(path, change(scratch.read(path)))
+    helper.write(path, change(helper.read(path)))
   end
 
   it("loads as it was saved", function()
@@ -174,7 +175,7 @@ describe("checkpoint", function()
     os.remove(path_of(30) .. "/optimizer.safetensors")
     os.execute("mkdir '" .. path_of(50) .. "' '" .. path_of(60) .. ".tmp' && cp '" .. path_of(10) ..
       "/state.json' '" .. path_of(60) .. ".tmp'")
-    scratch.write(path_of(70), "a file")
+    helper.write(path_of(70), "a file")
     os.execute("mkdir -p '" .. path_of(80) .. "/state.json'")
     local c = assert(checkpoint.load(dir))
     assert.are.equal(20, c.step)
@@ -217,7 +218,7 @@ describe("checkpoint", function()
     assert.are.same(before, scratch.names(dir))
     assert.are.equal(10, assert(checkpoint.load(dir)).step)
     os.execute("mkdir '" .. path_of(15) .. ".tmp'")
-    scratch.write(path_of(15) .. ".tmp/model.safetensors", "half")
+    helper.write(path_of(15) .. ".tmp/model.safetensors", "half")
     checkpoint.save(dir, 20, parts(2))
     assert.are.same({ "step-00000010", "step-00000020" }, scratch.names(dir))
     assert.has_error(function() checkpoint.save(dir, -1, parts(1)) end,
@@ -230,7 +231,7 @@ describe("checkpoint", function()
   end)
 
   it("is complete after kill -9 at any moment", function()
-    scratch.write(dir .. "/run.lua", ([[
+    helper.write(dir .. "/run.lua", ([[
       local engine = require "engine"
       local checkpoint = require "engine.run.checkpoint"
       local ffi = require "ffi"

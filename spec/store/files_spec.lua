@@ -7,8 +7,8 @@ local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
 
 describe("files", function()
   local dir
-  before_each(function() dir = scratch.make() end)
-  after_each(function() scratch.remove(dir) end)
+  before_each(function() dir = helper.folder() end)
+  after_each(function() helper.remove(dir) end)
 
   local function fails(status, pattern)
     assert.are_not.equal(0, tonumber(status))
@@ -17,12 +17,12 @@ describe("files", function()
 
   it("are mapped completely, including empty ones", function()
     local map = ffi.new("eng_mapping")
-    scratch.write(dir .. "/a", "abc\0def")
+    helper.write(dir .. "/a", "abc\0def")
     check(C.eng_file_map(map, dir .. "/a"))
     assert.are.equal("abc\0def", ffi.string(map.data, map.size))
     C.eng_file_unmap(map)
     assert.is_true(map.data == nil and map.size == 0)
-    scratch.write(dir .. "/empty", "")
+    helper.write(dir .. "/empty", "")
     check(C.eng_file_map(map, dir .. "/empty"))
     assert.is_true(map.data == nil and map.size == 0)
     C.eng_file_unmap(map)
@@ -34,10 +34,10 @@ describe("files", function()
   it("are replaced atomically or not at all", function()
     check(C.eng_file_write(dir .. "/a", "old", 3))
     check(C.eng_file_write(dir .. "/a", "newer", 5))
-    assert.are.equal("newer", scratch.read(dir .. "/a"))
+    assert.are.equal("newer", helper.read(dir .. "/a"))
     scratch.with_file_limit(4096, function() fails(C.eng_file_write(dir .. "/a", ("x"):rep(10000),
       10000), "a: cannot write %(the old file is unchanged%): .*; hint: free some space$") end)
-    assert.are.equal("newer", scratch.read(dir .. "/a"))
+    assert.are.equal("newer", helper.read(dir .. "/a"))
     assert.are.same({ "a" }, scratch.names(dir))
     fails(C.eng_file_write(dir .. "/no/a", "", 0),
       "no/a: cannot create a temporary file next to it: No such file")
@@ -52,7 +52,7 @@ describe("files", function()
   it("can be created, listed, renamed, swapped and removed with their directories", function()
     check(C.eng_file_mkdir(dir .. "/x/y//z/"))
     check(C.eng_file_mkdir(dir .. "/x/y/z"))
-    scratch.write(dir .. "/x/file", "")
+    helper.write(dir .. "/x/file", "")
     assert.are.same({ 0, 1, 2, 3 },
       { C.eng_file_kind(dir .. "/q"), C.eng_file_kind(dir .. "/x/file"),
       C.eng_file_kind(dir .. "/x"), C.eng_file_kind("/dev/null") })

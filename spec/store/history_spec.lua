@@ -37,12 +37,12 @@ local overflow = { overflow = 1, inf = 3, nan = 1, first_bad = 1, action = C.ENG
 describe("history", function()
   local dir, h
   before_each(function()
-    dir = scratch.make()
+    dir = helper.folder()
     h = history.open(dir, { write = true })
   end)
   after_each(function()
     h:close()
-    scratch.remove(dir)
+    helper.remove(dir)
   end)
 
   it("returns every field of a step", function()
@@ -349,7 +349,7 @@ describe("history", function()
 
   it("loses at most a second when the process is killed, and is never damaged", function()
     h:close()
-    scratch.write(dir .. "/run.lua", ([[
+    helper.write(dir .. "/run.lua", ([[
       local ffi = require "ffi"
       local h = require("engine.run.history").open(%q, { write = true })
       ffi.cdef "int getpid(void); int usleep(unsigned);"
@@ -383,7 +383,7 @@ describe("history", function()
   end)
 
   it("is closed when the process exits without closing it", function()
-    scratch.write(dir .. "/run.lua", ([[
+    helper.write(dir .. "/run.lua", ([[
       local h = require("engine.run.history").open(%q, { write = true })
       h:event(1, "left", "open")
       os.exit(0)
@@ -398,17 +398,17 @@ end)
 describe("a damaged history", function()
   local dir, intact
   before_each(function()
-    dir = scratch.make()
+    dir = helper.folder()
     local h = history.open(dir, { write = true })
     for step = 0, 299 do append(h, step) end
     h:event(300, "finished")
     h:close()
-    intact = scratch.read(dir .. "/history.db")
+    intact = helper.read(dir .. "/history.db")
   end)
-  after_each(function() scratch.remove(dir) end)
+  after_each(function() helper.remove(dir) end)
 
   local function after(sql)
-    scratch.write(dir .. "/history.db", intact)
+    helper.write(dir .. "/history.db", intact)
     scratch.sqlite(dir .. "/history.db", sql)
   end
   local function fails(pattern, f, ...)
@@ -505,8 +505,8 @@ end)
 
 describe("opening a history", function()
   local dir
-  before_each(function() dir = scratch.make() end)
-  after_each(function() scratch.remove(dir) end)
+  before_each(function() dir = helper.folder() end)
+  after_each(function() helper.remove(dir) end)
 
   local function refused(path, options, pattern)
     local good, message = pcall(history.open, path, options)
@@ -517,10 +517,10 @@ describe("opening a history", function()
   it("refuses a file that is not a history", function()
     refused(dir, nil, "history.db: no such file")
     refused(dir .. "/no/h.db", { write = true }, "unable to open database file")
-    scratch.write(dir .. "/text", ("not a database "):rep(100))
+    helper.write(dir .. "/text", ("not a database "):rep(100))
     refused(dir .. "/text", nil, "is not a history, or is damaged")
     refused(dir .. "/text", { write = true }, "is not a history, or is damaged")
-    scratch.write(dir .. "/empty", "")
+    helper.write(dir .. "/empty", "")
     refused(dir .. "/empty", nil, "is empty: its run has just begun, or ended before the first row")
     scratch.sqlite(dir .. "/other", "CREATE TABLE t(x)")
     refused(dir .. "/other", nil, "found another SQLite database")
@@ -528,9 +528,9 @@ describe("opening a history", function()
 
   it("refuses a history of a newer engine in one line", function()
     history.open(dir, { write = true }):close()
-    local bytes = scratch.read(dir .. "/history.db")
+    local bytes = helper.read(dir .. "/history.db")
     -- PRAGMA user_version is the big-endian number at byte 60 of the file.
-    scratch.write(dir .. "/history.db", bytes:sub(1, 60) .. "\0\0\0\99" .. bytes:sub(65))
+    helper.write(dir .. "/history.db", bytes:sub(1, 60) .. "\0\0\0\99" .. bytes:sub(65))
     for _, options in ipairs { {}, { write = true } } do
       refused(dir, options, "history.db was written by a newer engine %(schema 99, this one " ..
         "knows 2%); hint: update the engine$")
@@ -541,8 +541,8 @@ describe("opening a history", function()
     local h = history.open(dir, { write = true })
     for step = 0, 999 do append(h, step) end
     h:close()
-    local bytes = scratch.read(dir .. "/history.db")
-    scratch.write(dir .. "/history.db", bytes:sub(1, 8192))
+    local bytes = helper.read(dir .. "/history.db")
+    helper.write(dir .. "/history.db", bytes:sub(1, 8192))
     local good, message = pcall(function() return #history.open(dir):steps() end)
     assert.is_false(good)
     assert.truthy(message:find("malformed") or message:find("damaged"), message)

@@ -3,6 +3,7 @@
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local safetensors = require "engine.tensor.safetensors"
+local helper = require "spec.helper"
 local scratch = require "spec.store.scratch"
 
 local ffi, C = M_ffi.ffi, M_ffi.C
@@ -43,8 +44,8 @@ end
 
 describe("safetensors", function()
   local dir
-  before_each(function() dir = scratch.make() end)
-  after_each(function() scratch.remove(dir) end)
+  before_each(function() dir = helper.folder() end)
+  after_each(function() helper.remove(dir) end)
 
   -- NaNs with payloads, infinities, -0, subnormals and ordinary numbers, little endian.
   local patterns = {
@@ -117,13 +118,13 @@ describe("safetensors", function()
       [["é\"\n":{"dtype":"U8","shape":[],"data_offsets":[16,17]}}]]
     header = header .. (" "):rep(-#header % 8)
     assert.are.equal(file_of(header, "\0\0\128\63\0\0\0\192\0\0\0\63" .. "\0\60\0\64" .. "\7"),
-      scratch.read(dir .. "/golden"))
+      helper.read(dir .. "/golden"))
     engine.save(dir .. "/nothing", {})
-    assert.are.equal(file_of("{}      "), scratch.read(dir .. "/nothing"))
+    assert.are.equal(file_of("{}      "), helper.read(dir .. "/nothing"))
   end)
 
   it("reads other writers' files: any key order, white space, escapes, odd BOOL bytes", function()
-    scratch.write(dir .. "/odd", file_of(
+    helper.write(dir .. "/odd", file_of(
       '{ "y\\u00e9\\ud83d\\ude00" : { "data_offsets":[ 4 , 8 ],\n"shape":[4],"dtype":"BOOL"},' ..
       '"x":{"shape":[],"dtype":"F32","data_offsets":[0,4]},' ..
       '"__metadata__":{"k\\/\\t":"\\u0041"} }  \n',
@@ -281,7 +282,7 @@ describe("safetensors", function()
   for _, case in ipairs(hostile) do
     it("refuses " .. case[1], function()
       local path = dir .. "/hostile.safetensors"
-      scratch.write(path, case[2])
+      helper.write(path, case[2])
       local good, message = pcall(engine.load, path)
       assert.is_false(good)
       assert.truthy(message:find("hostile.safetensors: ", 1, true), message)
@@ -292,12 +293,12 @@ describe("safetensors", function()
   it("refuses a file cut off anywhere", function()
     local path = dir .. "/cut"
     engine.save(path, { a = engine.arange(0, 5), b = engine.ones(3) }, { k = "v" })
-    local whole = scratch.read(path)
+    local whole = helper.read(path)
     for size = 0, #whole - 1 do
-      scratch.write(path, whole:sub(1, size))
+      helper.write(path, whole:sub(1, size))
       assert.is_false((pcall(engine.load, path)), "cut to " .. size)
     end
-    scratch.write(path, whole)
+    helper.write(path, whole)
     assert.are.equal(5, engine.load(path).a:totable()[6])
   end)
 
@@ -314,7 +315,7 @@ describe("safetensors", function()
   it("refuses tensors that cannot be saved and keeps the old file", function()
     local path = dir .. "/model"
     engine.save(path, { a = engine.ones(2) })
-    local before = scratch.read(path)
+    local before = helper.read(path)
     local stale = engine.zeros(1)
     stale:free()
     local bad = {
@@ -336,20 +337,20 @@ describe("safetensors", function()
       "expected a file to write, got a directory", 1, true))
     assert.truthy(select(2, pcall(engine.save, "/dev/null", {})):find("got a device or pipe", 1,
       true))
-    assert.are.equal(before, scratch.read(path))
+    assert.are.equal(before, helper.read(path))
     assert.are.same({ "model" }, scratch.names(dir))
   end)
 
   it("keeps the old file when the disk is full", function()
     local path = dir .. "/model"
     engine.save(path, { a = engine.ones(10) })
-    local before = scratch.read(path)
+    local before = helper.read(path)
     local good, message = scratch.with_file_limit(8192, pcall, engine.save, path,
       { a = engine.ones(10000) })
     assert.is_false(good)
     assert.truthy(message:find("model: cannot write (the old file is unchanged): ", 1, true),
       message)
-    assert.are.equal(before, scratch.read(path))
+    assert.are.equal(before, helper.read(path))
     assert.are.same({ "model" }, scratch.names(dir))
   end)
 end)

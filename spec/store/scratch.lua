@@ -1,15 +1,13 @@
--- Helpers for specs that touch files: temporary directories, raw reading and writing, a simulated
--- full disk.
+-- Helpers for specs that touch files: SQL on a database, a simulated full disk, another process.
 local M_ffi = require "engine.base.ffi"
 
-local ffi, C = M_ffi.ffi, M_ffi.C
+local ffi = M_ffi.ffi
 
 ffi.cdef [[
 struct spec_rlimit { uint64_t now, most; };
 int setrlimit(int resource, const struct spec_rlimit *limit);
 int getrlimit(int resource, struct spec_rlimit *limit);
 void *signal(int number, intptr_t handler);
-int getpid(void);
 int sqlite3_open(const char *path, void **db);
 int sqlite3_exec(void *db, const char *sql, void *callback, void *argument, char **error);
 int sqlite3_close(void *db);
@@ -17,22 +15,6 @@ long readlink(const char *path, char *target, size_t room);
 ]]
 
 local M = {}
-
-local made = 0
-
---- A new empty directory.
-function M.make()
-  made = made + 1
-  local path = ("%s/engine-spec-%d-%d-%d"):format(os.getenv("TMPDIR") or "/tmp", ffi.C.getpid(),
-    os.time(), made)
-  M_ffi.check(C.eng_file_mkdir(path))
-  return path
-end
-
-function M.remove(path)
-  assert(path:find("/engine%-spec%-"))
-  os.execute("rm -rf '" .. path .. "'")
-end
 
 --- Runs SQL statements on a database file; errors of the statements are ignored.
 function M.sqlite(path, sql)
@@ -42,30 +24,8 @@ function M.sqlite(path, sql)
   sqlite.sqlite3_close(db[0])
 end
 
-function M.read(path)
-  local file = assert(io.open(path, "rb"))
-  local bytes = file:read("*a")
-  file:close()
-  return bytes
-end
-
-function M.write(path, bytes)
-  local file = assert(io.open(path, "wb"))
-  file:write(bytes)
-  file:close()
-end
-
---- The names in a directory, sorted.
-function M.names(path)
-  local out = ffi.new("eng_listing *[1]")
-  M_ffi.check(C.eng_file_list(out, path))
-  local names = {}
-  while C.eng_listing_name(out[0], #names) ~= nil do
-    names[#names + 1] = ffi.string(C.eng_listing_name(out[0], #names))
-  end
-  C.eng_listing_free(out[0])
-  return names
-end
+--- Returns the names in a folder, sorted.
+M.names = require("engine.base.file").names
 
 local FSIZE, SIGXFSZ, IGNORE = 1, 25, 1
 
