@@ -43,4 +43,14 @@ function M.fails(p, text)
   return true
 end
 
+-- "256x3 512" -> { 256, 256, 256, 512 }
+function M.numbers(text)
+  local list = {}
+  for word in text:gmatch("%S+") do
+    local value, times = word:match("^(.-)x(%d+)$")
+    for _ = 1, tonumber(times) or 1 do list[#list + 1] = tonumber(value or word) end
+  end
+  return list
+end
+
 return M

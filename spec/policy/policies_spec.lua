@@ -5,16 +5,7 @@ local json = require "cjson"
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
-
--- "256x3 512" -> { 256, 256, 256, 512 }
-local function numbers(text)
-  local list = {}
-  for word in text:gmatch("%S+") do
-    local value, times = word:match("^(.-)x(%d+)$")
-    for _ = 1, tonumber(times) or 1 do list[#list + 1] = tonumber(value or word) end
-  end
-  return list
-end
+local numbers = require("spec.policy.made").numbers
 
 local record = M_ffi.new("eng_record")
 local function decide(policy, step, overflow)

@@ -4,18 +4,9 @@
 local json = require "cjson"
 local engine = require "engine"
 local helper = require "spec.helper"
+local numbers = require("spec.policy.made").numbers
 
 local replay = engine.replay
-
--- "256x3 512" -> { 256, 256, 256, 512 }
-local function numbers(text)
-  local list = {}
-  for word in text:gmatch("%S+") do
-    local value, times = word:match("^(.-)x(%d+)$")
-    for _ = 1, tonumber(times) or 1 do list[#list + 1] = tonumber(value or word) end
-  end
-  return list
-end
 
 -- Systems and parameters as the unit cases name them -> policies and options.
 local NAMES = {
