@@ -77,12 +77,9 @@ static eng_status unpack_rows(void *to, int dtype, const char *message, int comm
                               int64_t rows, int64_t columns)
 {
   if (comm_dtype != ENG_e4m3) return comm_cast(to, dtype, message, comm_dtype, rows * columns);
-  if (dtype == ENG_f32) {
-    decode(to, message, rows, columns);
-    return ENG_OK;
-  }
-  decode(buffer[ROOM].memory, message, rows, columns);
-  return comm_cast(to, dtype, buffer[ROOM].memory, ENG_f32, rows * columns);
+  float *numbers = dtype == ENG_f32 ? to : buffer[ROOM].memory;
+  decode(numbers, message, rows, columns);
+  return dtype == ENG_f32 ? ENG_OK : comm_cast(to, dtype, numbers, ENG_f32, rows * columns);
 }
 
 /// Adds to `facts` the squares of the numbers in ROOM (f32) and the squares of their rounding
@@ -92,8 +89,7 @@ static eng_status measure(eng_exchange_facts *facts, const char *message, int co
 {
   const float *x = buffer[ROOM].memory;
   float *back = (float *)buffer[ROOM].memory + rows * columns;
-  if (comm_dtype == ENG_e4m3) decode(back, message, rows, columns);
-  else ENG_TRY(comm_cast(back, ENG_f32, message, comm_dtype, rows * columns));
+  ENG_TRY(unpack_rows(back, ENG_f32, message, comm_dtype, rows, columns));
   for (int64_t i = 0; i < rows * columns; i++) {
     if (!f32_is_finite(x[i]) || !f32_is_finite(back[i])) continue;
     double value = x[i], error = value - back[i];
