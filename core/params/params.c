@@ -280,7 +280,6 @@ static eng_status masters_can_change(const eng_params *set)
 eng_status eng_params_masters(eng_params *set, const int32_t *dtype)
 {
   ENG_TRY(params_alive(set));
-  bool same = true;
   int64_t bytes = 0;
   for (int i = 0; i < set->n; i++) {
     const parameter *p = &set->member[i];
@@ -288,10 +287,9 @@ eng_status eng_params_masters(eng_params *set, const int32_t *dtype)
       return error_set(ENG_ERR_DTYPE,
                        "parameter %s: expected master weights in f32 or bf16, got %s", p->name,
                        eng_dtype_name(dtype[i]));
-    same = same && p->value->dtype == dtype[i];
     bytes += params_part_bytes(p->value->count, dtype[i]);
   }
-  if (same) return ENG_OK;
+  if (same_formats(set->masters, dtype, set->n)) return ENG_OK;
   ENG_TRY(masters_can_change(set));
   flat_buffer *fresh;
   ENG_TRY(flat_memory(&fresh, set->space, ARENA_PARAMETER, set->n, bytes));
