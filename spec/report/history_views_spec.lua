@@ -141,6 +141,10 @@ describe("views of a history", function()
     assert.not_matches("wte", text)
     assert.has_error(function() h:heatmap { by = "steps" } end,
       "heatmap: expected `by` to be 'exponent' or 'time', got 'steps'")
+    for _, from in ipairs { 3000, 3020, 9000 } do
+      assert.equal("no statistics per tensor are recorded for these steps",
+        tostring(h:heatmap { from = from }))
+    end
     assert.error_matches(function() h:heatmap { only = "wt.weight" } end,
       "no parameter's name contains 'wt.weight'; did you mean 'wte.weight'?", 1, true)
   end)

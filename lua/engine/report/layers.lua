@@ -164,7 +164,7 @@ function M.read(h, options)
   local limits = add_formats(h, result, row_of)
   for k = 1, #names do result.cells[k], result.hists[k] = {}, {} end
   local first, last = h:range(options.from, options.to)
-  if not first then return result end
+  if not first or first > last then return result end
   local points = options.points or 120
   local width = math.ceil((last - first + 1) / points)
   result.width = width
