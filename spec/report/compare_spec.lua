@@ -134,6 +134,7 @@ describe("several runs", function()
     assert.matches('class="line s2"', first, 1, true)
     assert.not_matches('class="line s2"', second, 1, true)
     assert.matches('class="line s1"', second, 1, true)
+    assert.matches("\nb a1: seed=1\n", inside("plot a2 a1 --columns signals.entropy").out, 1, true)
     result = inside "plot a2 s1 --columns signals.entropy"
     assert.equal(1, result.code)
     assert.matches("no run has signals.entropy: the run published no signal", result.err, 1, true)

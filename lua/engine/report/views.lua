@@ -111,18 +111,19 @@ end
 --- Draws panels of several curves as text for the terminal, with one legend for all panels. Marks
 --- are below the last panel.
 function M.drawn(panels, width, height)
-  local parts, legend = {}, {}
+  local parts, legend, named = {}, {}, {}
   for i, panel in ipairs(panels) do
     local c, list = panel.c, {}
     for k, s in ipairs(panel.series) do
       local v = c[s.column]
       list[k] = { y = v.mean, low = s.band and v.min, high = s.band and v.max, style = s.style }
-      legend[s.style] = s
+      if not named[s.style] then legend[#legend + 1], named[s.style] = s, true end
     end
     parts[i] = plot.draw { title = panel.title, x = c.x, x_low = c.first, x_high = c.last,
       curves = list, log = panel.log, width = width, x_name = "step",
       height = height or (#panels > 2 and 9 or 12), marked = i == #panels and panel.marks or nil }
   end
+  table.sort(legend, function(a, b) return a.style < b.style end)
   parts[#parts + 1] = plot.legend(legend, width)
   return table.concat(parts, "\n\n")
 end
