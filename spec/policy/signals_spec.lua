@@ -84,6 +84,8 @@ describe("signals", function()
     for line in io.lines(path) do lines[#lines + 1] = json.decode(line) end
     assert.are.same({ attention_entropy = 2 }, lines[1].signals)
     assert.are.same({ attention_entropy = 2 - 1.8, ['a "b", c'] = 7 }, lines[20].signals)
+    -- a signal may be called n
+    assert.are.equal('{"n":5}', require("engine.base.json").plain { n = 5 })
     export.csv(history, path)
     lines = {}
     for line in io.lines(path) do lines[#lines + 1] = line end

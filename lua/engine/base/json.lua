@@ -127,10 +127,17 @@ end
 --- `plain` writes json.null as null, and json.no_fields as an empty object {}.
 M.null, M.no_fields = cjson.null, {}
 
+local lengths = setmetatable({}, { __mode = "k" })
+
+--- Stores the length n of a list whose elements may be nil, for `plain`. Returns the list.
+function M.with_length(list, n)
+  lengths[list] = n
+  return list
+end
+
 --- Returns data as JSON for other programs. Sorts the keys, writes inf and nan as strings
 --- (show.json_number), and writes unsafe characters as \xNN. A table without string keys becomes a
---- list. If elements of such a table may be nil, its field n must give the length of the list.
---- number_of(x) returns the text of a number (by default show.json_number).
+--- list. number_of(x) returns the text of a number (by default show.json_number).
 function M.plain(value, number_of)
   if value == nil or value == cjson.null then return "null" end
   if value == M.no_fields then return "{}" end
@@ -138,10 +145,9 @@ function M.plain(value, number_of)
   if kind == "number" then return (number_of or show.json_number)(value) end
   if kind == "string" then return string_text(show.shown(value, true)) end
   if kind ~= "table" then return tostring(value) end
-  local parts, key = {}, next(value)
-  if key == "n" then key = next(value, key) end
-  if type(key) ~= "string" then
-    for i = 1, value.n or #value do parts[i] = M.plain(value[i], number_of) end
+  local parts = {}
+  if type(next(value)) ~= "string" then
+    for i = 1, lengths[value] or #value do parts[i] = M.plain(value[i], number_of) end
     return "[" .. table.concat(parts, ",") .. "]"
   end
   for i, name in ipairs(nearest.keys(value)) do

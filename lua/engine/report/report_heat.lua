@@ -4,6 +4,7 @@
 -- returns HTML and the data for the script (report_page.lua). Used by report.lua.
 local chart = require "engine.report.chart"
 local html = require "engine.report.report_html"
+local json = require "engine.base.json"
 local layers = require "engine.report.layers"
 local views = require "engine.report.views"
 
@@ -12,7 +13,7 @@ local M = {}
 M.columns = 160
 local LEVELS = 14               -- levels of opacity for shares
 local TOP, BOTTOM = 6, 40
-local escape, power, with_length = chart.escape, chart.power, html.with_length
+local escape, power, with_length = chart.escape, chart.power, json.with_length
 local log2 = function(x) return math.log(x) / math.log(2) end
 
 -- Viridis without its darkest tenth. The brightness rises throughout, so that the map is readable

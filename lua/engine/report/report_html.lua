@@ -17,12 +17,6 @@ local function number_text(x)
   return (("%.5g"):format(x):gsub("e%+?(-?)0*", "e%1"))
 end
 
---- Stores the length n of a list whose elements may be nil, for json.plain. Returns the list.
-function M.with_length(list, n)
-  list.n = n
-  return list
-end
-
 --- Adds the curves `names` of c (from curves.read or compare.read) and their axis (chart.axis) to
 --- `data`, the data for the page's script. Returns `data`.
 function M.curve_data(c, axis, names, data)
@@ -33,7 +27,7 @@ function M.curve_data(c, axis, names, data)
   for _, name in ipairs(names) do
     data.columns[name] = {}
     for _, field in ipairs { "min", "max", "mean" } do
-      data.columns[name][field] = M.with_length(c[name][field], #c.x)
+      data.columns[name][field] = json.with_length(c[name][field], #c.x)
     end
   end
   return data
