@@ -7,7 +7,6 @@
 local M_ffi = require "engine.base.ffi"
 local counterfactual = require "engine.run.counterfactual"
 local json = require "engine.base.json"
-local nearest = require "engine.base.nearest"
 local replay_fp8 = require "engine.run.replay_fp8"
 local show = require "engine.base.show"
 local trace_of = require "engine.run.trace"
@@ -220,25 +219,13 @@ end
 
 -- ------------------------------------------------------------------ as JSON
 
-local function list_text(list)
-  local words = {}
-  for i, value in ipairs(list) do words[i] = json.encode(value) end
-  return "[" .. table.concat(words, ",") .. "]"
-end
-
-local function value_text(value)
-  return (value == nil or type(value) == "number") and show.json_number(value) or json.encode(value)
-end
-
-local SUMS = { "underflow", "mass_lost", "mean_log2_scale", "recover" }
-
-local function fp8_parts(r)
-  local moves = {}
-  for i, move in ipairs(r.moves) do
-    moves[i] = ('{"step":%d,"layers":%s,"reason":%s}'):format(move.step, json.encode(move.layers),
-      value_text(move.reason))
+-- Returns a JSON object with the fields { { name, value } ... } in this order.
+local function object_text(fields)
+  local parts = {}
+  for i, field in ipairs(fields) do
+    parts[i] = ('"%s":%s'):format(field[1], json.plain(field[2]))
   end
-  return ('"steps":%d,"moves":[%s]'):format(r.steps, table.concat(moves, ","))
+  return "{" .. table.concat(parts, ",") .. "}"
 end
 
 --- Returns results as JSON, in the form that `engine help replay` describes under --json. A policy
@@ -248,40 +235,38 @@ end
 function M.json(results)
   local objects = {}
   for i, r in ipairs(results) do
-    local options = {}
-    for k, name in ipairs(nearest.keys(r.options or {})) do
-      options[k] = json.encode(name) .. ":" .. value_text(r.options[name])
+    local fields = {}
+    local function put(name, value) fields[#fields + 1] = { name, value } end
+    local function put_own(...)
+      for _, name in ipairs { ... } do put(name, r[name]) end
     end
-    local parts = { '"name":' .. value_text(r.name), '"file":' .. value_text(r.file),
-      '"options":{' .. table.concat(options, ",") .. "}" }
-    if r.fp8 then parts[4] = fp8_parts(r)
+    put_own("name", "file")
+    put("options", next(r.options or {}) and r.options or json.no_fields)
+    if r.fp8 then
+      local moves = {}
+      for k, move in ipairs(r.moves) do
+        moves[k] = { step = move.step, layers = move.layers, reason = move.reason }
+      end
+      put("steps", r.steps)
+      put("moves", moves)
     else
-      parts[4] = ('"scales":%s,"actions":%s,"skipped":%s,"stopped_at":%s,"reason":%s'):format(
-        list_text(r.scales), list_text(r.actions), value_text(r.skipped),
-        value_text(r.stopped_at), value_text(r.reason))
+      put_own("scales", "actions", "skipped", "stopped_at", "reason")
     end
     local logs = {}
-    for _, name in ipairs(r.logs and nearest.keys(r.logs) or {}) do
-      local values = {}
-      for k = 1, r.steps do values[k] = value_text(r.logs[name][k]) end
-      logs[#logs + 1] = json.encode(name) .. ":[" .. table.concat(values, ",") .. "]"
-    end
-    if r.logs then parts[#parts + 1] = '"log":{' .. table.concat(logs, ",") .. "}" end
-    if r.failures > 0 then
-      parts[#parts + 1] = '"failures":' .. r.failures
-      parts[#parts + 1] = '"failure":' .. value_text(r.failure)
-    end
+    for name, values in pairs(r.logs or {}) do logs[name] = json.with_length(values, r.steps) end
+    if r.logs then put("log", logs) end
+    if r.failures > 0 then put_own("failures", "failure") end
     if r.marks then
       local c, all = r.certainty, r.certainty.bounds == 0
-      parts[#parts + 1] = '"verdicts":' .. list_text(r.marks)
-      parts[#parts + 1] = ('"bound_from":%s,"bound_why":%s'):format(
-        value_text(not all and c.from or nil), value_text(not all and c.why or nil))
-      if not r.fp8 then parts[#parts + 1] = '"skipped_at_least":' .. c.least end
-      for _, key in ipairs(r.fp8 and {} or SUMS) do
-        parts[#parts + 1] = ('"%s":'):format(key) .. value_text(r[key])
+      put("verdicts", r.marks)
+      put("bound_from", not all and c.from or nil)
+      put("bound_why", not all and c.why or nil)
+      if not r.fp8 then
+        put("skipped_at_least", c.least)
+        put_own("underflow", "mass_lost", "mean_log2_scale", "recover")
       end
     end
-    objects[i] = "{" .. table.concat(parts, ",") .. "}"
+    objects[i] = object_text(fields)
   end
   return '{"policies":[' .. table.concat(objects, ",") .. "]}"
 end
