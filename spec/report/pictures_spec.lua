@@ -147,6 +147,16 @@ describe("the pictures of a run", function()
     assert.matches("s policy swapped (1)", inside("plot a").out, 1, true)
   end)
 
+  it("have an axis for the largest numbers, too", function()
+    for _, list in ipairs { { 1.7e308, 1.7e308 }, { -1.7e308, 1.7e308 } } do
+      local c = { x = { 0, 1 }, width = 1, first = 0, last = 1,
+        big = { min = list, mean = list, max = list } }
+      local svg = chart.file("big", { { title = "big", c = c, series = { { column = "big" } } } })
+      assert.matches('<path class="line s1"', svg, 1, true)
+      assert.not_matches("[^%w]nan[^%w]", svg)
+    end
+  end)
+
   it("have colours with enough contrast, and brightness that rises along the heat map", function()
     for _, scheme in ipairs { "light", "dark" } do
       local all = variables(chart[scheme] .. page[scheme])

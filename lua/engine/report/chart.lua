@@ -150,10 +150,12 @@ function M.area(span, height, paths, texts, place, behind)
     f(height), f(height), paths, texts)
 end
 
--- A value in the units of an axis; nil if a logarithmic axis cannot show it.
+-- Returns a value in the units of an axis; nil if a logarithmic axis cannot show it. The value is
+-- clamped, so that the range of the axis stays finite.
 local function scaled(x, log)
-  if not log or not x then return x end
-  return x > 0 and math.log(x) / math.log(log) or nil
+  if not x then return nil end
+  if log then return x > 0 and math.log(x) / math.log(log) or nil end
+  return math.max(-8e307, math.min(8e307, x))
 end
 
 -- Returns a list with the { low, mean, high } of a series for each column of the picture, in the
