@@ -27,18 +27,12 @@ local function last_step(run)
   return (history.with(run, function(h) return (select(2, h:range())) end))
 end
 
-local function progress_of(plan)
-  local bar = require("engine.run.progress").on_stderr()
-  local began, count = machine.clock(), plan.to - plan.from
-  return {
-    live = function()
-      local made = (last_step(plan.job.run) or plan.from - 1) + 1 - plan.from
-      local left = made > 0 and (machine.clock() - began) / made * (count - made)
-      bar:update { step = 0, text = ("live: %d of %d steps%s"):format(math.max(0, made), count,
-        left and ", about " .. show.duration(left) .. " left" or "") }
-    end,
-    finish = function() bar:finish() end,
-  }
+-- Returns the text of the live line. last: the last step that the live run has recorded, or nil;
+-- took: seconds since its start.
+local function live_text(plan, last, took)
+  local made, count = math.max(0, (last or -1) + 1 - plan.from), plan.to - plan.from
+  return ("live: %d of %d steps%s"):format(made, count, made > 0
+    and (", about %s left"):format(show.duration(took / made * (count - made))) or "")
 end
 
 -- Runs plan.job. Returns its exit status, and whether Ctrl-C ended it.
@@ -49,30 +43,28 @@ local function run_live(plan, folder)
   local words = { "env", "ENGINE_RANKS=off", "sh", "-c", 'cd "$1" && shift && exec "$@"', "sh",
     job.folder, require("engine.host").executable, "-e", code }
   if job.threads then table.insert(words, 3, "OMP_NUM_THREADS=" .. job.threads) end
-  local bar, before, shown = progress_of(plan), C.eng_interrupt_policy(2), 0
-  local interrupted, status, stopped = false, nil, nil
+  local bar, before = require("engine.run.progress").on_stderr(), C.eng_interrupt_policy(2)
+  local began, shown, interrupted, status, stopped = machine.clock(), 0, false, nil, nil
   local good, problem = pcall(function()
     local started = process.start(words, log)
     while not status do
       C.eng_sleep(POLL)
       status = process.status(started)
       interrupted = interrupted or C.eng_interrupted() > 0
-      if machine.clock() - shown > LIVE then
-        bar.live()
-        shown = machine.clock()
-        -- stops a script that calls trainer:step() itself and so does not end at step plan.to
-        local over = (last_step(job.run) or -1) >= plan.to
-        if not stopped and (over or interrupted) then
-          stopped = shown
-          process.stop(started)
-        elseif stopped and shown - stopped > PATIENCE then process.stop(started) end
-      elseif interrupted and not stopped then
-        stopped = machine.clock()
-        process.stop(started)
+      local now, last = machine.clock(), nil
+      local due = now - shown > LIVE
+      if due then
+        shown, last = now, last_step(job.run)
+        bar:update { step = 0, text = live_text(plan, last, now - began) }
       end
+      -- a script that calls trainer:step() itself does not end at step plan.to
+      if not stopped and (interrupted or (last or -1) >= plan.to) then
+        stopped = now
+        process.stop(started)
+      elseif stopped and due and now - stopped > PATIENCE then process.stop(started) end
     end
   end)
-  bar.finish()
+  bar:finish()
   C.eng_interrupt_policy(before)
   C.eng_interrupt(0)
   if not good then error(problem, 0) end
