@@ -45,8 +45,6 @@ local function remove(directory)
   check(C.eng_file_remove(directory))
 end
 
-local function directory_name(step) return ("step-%08d"):format(step) end
-
 local function crc_text(crc) return ("%08x"):format(tonumber(crc)) end
 
 -- Returns the checkpoint directories in `dir`, oldest first: { { step, path } ... }.
@@ -120,17 +118,21 @@ local function put_in_place(temporary, final)
   end
 end
 
--- Makes a temporary directory beside the checkpoint's final path. Returns { temporary =, final =,
--- dir = }.
-local function begin(dir, step)
-  check(C.eng_file_mkdir(dir))
-  for _, name in ipairs(names_in(dir)) do
-    -- a killed run left this directory
-    if name:match("^step%-%d+%.tmp$") then pcall(remove, dir .. "/" .. name) end
-  end
-  local final = dir .. "/" .. directory_name(step)
-  check(C.eng_file_mkdir(final .. ".tmp"))
+-- Returns the paths of a checkpoint: { dir =, final =, temporary = where it is written }.
+local function place_of(dir, step)
+  local final = ("%s/step-%08d"):format(dir, step)
   return { dir = dir, final = final, temporary = final .. ".tmp" }
+end
+
+-- Makes the temporary directory of a checkpoint. Returns its path.
+local function begin(place)
+  check(C.eng_file_mkdir(place.dir))
+  for _, name in ipairs(names_in(place.dir)) do
+    -- a killed run left this directory
+    if name:match("^step%-%d+%.tmp$") then pcall(remove, place.dir .. "/" .. name) end
+  end
+  check(C.eng_file_mkdir(place.temporary))
+  return place.temporary
 end
 
 -- Called when all tensor files are written. Writes state.json, renames the checkpoint, and keeps
@@ -152,7 +154,14 @@ local function finish(place, step, format, files, state, options)
   return place.final, not pruned and problem or nil
 end
 
-local function abandon(place) pcall(remove, place.temporary) end
+-- Returns the results of f(place). After an error in f, removes what was written, and returns nil
+-- and the message.
+local function attempt(place, f)
+  local good, result, note = pcall(f, place)
+  if good then return result, note end
+  pcall(remove, place.temporary)
+  return nil, ("checkpoint %s: %s"):format(place.final, plain(result))
+end
 
 --- Writes a checkpoint of `step` into dir and returns its path. `parts.state` is plain data, and
 --- every other part is a table of tensors. options.keep: how many checkpoints to keep (nil: all).
@@ -168,9 +177,8 @@ function M.save(dir, step, parts, options)
   if keep and (type(keep) ~= "number" or keep < 1) then
     error("checkpoint.save: expected keep to be 1 or more, got " .. tostring(keep), 2)
   end
-  local place = { final = dir .. "/" .. directory_name(step) }
-  local good, path, note = pcall(function()
-    place = begin(dir, step)
+  local path, note = attempt(place_of(dir, step), function(place)
+    begin(place)
     local files = {}
     for part, tensors in pairs(parts) do
       local name = part .. ".safetensors"
@@ -181,9 +189,8 @@ function M.save(dir, step, parts, options)
     end
     return finish(place, step, WHOLE, files, parts.state, options)
   end)
-  if good then return path, note end
-  if place.temporary then abandon(place) end
-  error("checkpoint " .. place.final .. ": " .. plain(path), 2)
+  if not path then error(note, 2) end
+  return path, note
 end
 
 local function shard_name(rank, size)
@@ -218,6 +225,16 @@ local function files_of(answers)
   return files
 end
 
+-- Makes an attempt on rank 0. Returns the checkpoint's path on every rank, and on rank 0 also the
+-- second result of f. After an error, returns nil and the message on every rank.
+local function on_first(place, f)
+  local path, note
+  if ranks.rank() == 0 then path, note = attempt(place, f) end
+  local problem = ranks.from_first(path and "" or note)
+  if problem ~= "" then return nil, problem end
+  return place.final, note
+end
+
 --- Writes the checkpoint of `step` into dir, one shard per rank; every rank calls it. pieces()
 --- returns what this rank writes (shards.lua). state() returns the part `state` of M.save and is
 --- called on rank 0. options.keep: as in M.save. Returns the path on every rank. If a rank fails,
@@ -225,32 +242,14 @@ end
 --- name when every rank is done. If a rank dies before that, the previous checkpoint stays the
 --- newest.
 function M.save_shards(dir, step, pieces, state, options)
-  local first = ranks.rank() == 0
-  local place, began, problem
-  if first then
-    began, place = pcall(begin, dir, step)
-    if not began then problem = plain(place) end
-  end
-  local told = ranks.from_first(first
-    and (began and "+" .. place.temporary or "-" .. problem:sub(1, 400)) or nil)
-  if told:sub(1, 1) == "-" then return nil, told:sub(2) end
-  place = place or { temporary = told:sub(2) }
+  local place = place_of(dir, step)
+  local begun, problem = on_first(place, begin)
+  if not begun then return nil, problem end
   local wrote, answer = pcall(write_own, place, pieces, step)
   local answers = ranks.from_all(wrote and "ok " .. answer or plain(answer))
-  local final, note
-  if first then
-    local good, result, more = pcall(function()
-      return finish(place, step, SHARDS, files_of(answers), state(), options)
-    end)
-    if good then final, note = result, more
-    else
-      problem = ("checkpoint %s: %s"):format(place.final, plain(result))
-      abandon(place)
-    end
-  end
-  told = ranks.from_first(first and (final and "+" .. final or "-" .. problem) or nil)
-  if told:sub(1, 1) == "-" then return nil, told:sub(2) end
-  return told:sub(2), note
+  return on_first(place, function()
+    return finish(place, step, SHARDS, files_of(answers), state(), options)
+  end)
 end
 
 --- Removes the checkpoints after `step`, for a run that continues from `step` and writes new ones.
