@@ -7,16 +7,7 @@ local history = require "engine.run.history"
 
 local M = {}
 
--- The columns { name, kind } in the order of the file. Kinds: r real (NULL stands for NaN), o real
--- or missing (NULL), i whole, b boolean, t text.
-local COLUMNS = {
-  { "step", "i" }, { "attempt", "i" }, { "updates", "i" }, { "loss", "r" }, { "lr", "r" },
-  { "scale", "r" }, { "next_scale", "r" }, { "action", "t" },
-  { "overflow", "b" }, { "inf", "i" }, { "nan", "i" }, { "count", "i" }, { "zeros", "i" },
-  { "underflow", "i" }, { "amax", "r" }, { "norm", "r" },
-  { "norm_ref", "o" }, { "clip", "r" }, { "lr_mul", "r" }, { "policy_failed", "b" },
-  { "first_bad", "t" }, { "reason", "t" }, { "elapsed", "r" }, { "tokens", "r" },
-}
+local COLUMNS = history.step_columns
 
 -- Calls visit(row, signals) for each step, oldest first. first_bad is a parameter's name, its id if
 -- the history lacks the name, or nil. signals: the values in force at this step by name, including
@@ -86,8 +77,8 @@ function M.csv(h, path)
     return each_step(h, function(row, held)
       local cells = {}
       for i, column in ipairs(COLUMNS) do
-        local value, kind = row[column[1]], column[2]
-        if value == nil then cells[i] = kind == "r" and "nan" or ""
+        local value, none = row[column[1]], column[2]
+        if value == nil then cells[i] = none ~= none and "nan" or ""
         elseif type(value) == "number" then cells[i] = show.exact(value)
         else cells[i] = csv_text(tostring(value)) end
       end
@@ -115,12 +106,10 @@ function M.jsonl(h, path)
     return each_step(h, function(row, held)
       local parts, signals, logs, fp8 = {}, {}, {}, {}
       for i, column in ipairs(COLUMNS) do
-        local value, kind = row[column[1]], column[2]
-        local text
-        if value == nil then text = kind == "r" and '"nan"' or "null"
-        elseif kind == "b" then text = value ~= 0 and "true" or "false"
-        else text = json.plain(value) end
-        parts[i] = ('"%s":%s'):format(column[1], text)
+        local value, none = row[column[1]], column[2]
+        if value == nil and none ~= none then value = none
+        elseif value ~= nil and none == false then value = value ~= 0 end
+        parts[i] = ('"%s":%s'):format(column[1], json.plain(value))
       end
       for name, value in pairs(held) do
         local log = name:match("^log%.(.*)")

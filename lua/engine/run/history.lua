@@ -344,11 +344,16 @@ function History:range(from, to)
 end
 
 local NAN = 0 / 0
+
+--- The columns of `steps`, in the order of exports: { name, what NULL stands for }. Columns with
+--- `false` hold 0 or 1. Without a second value, as for norm_ref, NULL is a missing value.
+M.step_columns = { { "step" }, { "attempt", 1 }, { "updates", 0 }, { "loss", NAN }, { "lr", NAN },
+  { "scale", NAN }, { "next_scale", NAN }, { "action" }, { "overflow", false }, { "inf", 0 },
+  { "nan", 0 }, { "count", 0 }, { "zeros", 0 }, { "underflow", 0 }, { "amax", NAN },
+  { "norm", NAN }, { "norm_ref" }, { "clip", NAN }, { "lr_mul", NAN }, { "policy_failed", false },
+  { "first_bad", -1 }, { "reason" }, { "elapsed", NAN }, { "tokens", NAN } }
+
 local step_meta = {}
-local reals = { "loss", "lr", "scale", "next_scale", "amax", "norm", "clip", "lr_mul", "elapsed",
-  "tokens" }
-local wholes = { attempt = 1, updates = 0, inf = 0, nan = 0, count = 0, zeros = 0, underflow = 0,
-  first_bad = -1 }
 
 function step_meta.__tostring(row)
   local parts = { ("step %d  loss %.4f  scale %g"):format(row.step, row.loss, row.scale) }
@@ -361,24 +366,21 @@ function step_meta.__tostring(row)
   return show.shown(table.concat(parts, "  "))
 end
 
--- Completes a row of steps: NULL, which stands for NaN, becomes NaN. norm_ref stays nil, because
--- most steps have none. The file may be damaged, so a value that is not a number counts as NULL.
+-- Completes a row of steps: fills in what NULL stands for. The file may be damaged, so a value that
+-- is not a number counts as NULL.
 local function step_row(row)
-  for _, name in ipairs(reals) do
-    if type(row[name]) ~= "number" then row[name] = NAN end
-  end
-  for name, none in pairs(wholes) do
-    if type(row[name]) ~= "number" then row[name] = none end
+  for _, column in ipairs(M.step_columns) do
+    local name, none = column[1], column[2]
+    if none == false then row[name] = row[name] ~= 0
+    elseif none and type(row[name]) ~= "number" then row[name] = none end
   end
   row.action, row.reason = tostring(row.action), row.reason and tostring(row.reason)
-  row.overflow = row.overflow ~= 0
-  row.policy_failed = row.policy_failed ~= 0
   return setmetatable(row, step_meta)
 end
 
-local STEP_COLUMNS = "step, attempt, updates, loss, lr, scale, next_scale, action, overflow, " ..
-  "inf, nan, count, zeros, underflow, amax, norm, " ..
-  "norm_ref, clip, lr_mul, policy_failed, first_bad, reason, elapsed, tokens"
+local STEP_COLUMNS = {}
+for i, column in ipairs(M.step_columns) do STEP_COLUMNS[i] = column[1] end
+STEP_COLUMNS = table.concat(STEP_COLUMNS, ", ")
 local SHOWN = { "step", "updates", "loss", "lr", "scale", "next_scale", "action", "inf", "nan",
   "amax", "norm", "reason" }
 
