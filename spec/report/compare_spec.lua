@@ -83,6 +83,9 @@ describe("several runs", function()
     assert.matches("step 0 .* 39\n", result.out)
     assert.matches("%*b+\n", result.out)                -- where a1 has ended
     assert.not_matches("inf, nan", result.out, 1, true)
+    result = inside "plot a1 a2 --columns scale --from 10.5 --to 12.25"
+    assert.equal("", result.err)
+    assert.matches("step 11 +12\n", result.out)
   end)
 
   it("have colours in a terminal that shows them", function()

@@ -339,7 +339,8 @@ function History:range(from, to)
   local first = one(self, "SELECT step FROM steps ORDER BY step LIMIT 1")
   local last = one(self, "SELECT step FROM steps ORDER BY step DESC LIMIT 1")
   if first and last then
-    return math.max(first.step, from or first.step), math.min(last.step, to or last.step)
+    return math.max(first.step, math.ceil(from or first.step)),
+      math.min(last.step, math.floor(to or last.step))
   end
 end
 
