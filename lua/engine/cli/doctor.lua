@@ -2,6 +2,7 @@
 -- missing or note. A line about something missing says what it is for or how to install it. The
 -- exit code is 1 if something is missing that the engine needs.
 local host = require "engine.host"
+local machine = require "engine.base.machine"
 
 -- Returns the first line that a command prints, or nil.
 local function output(command)
@@ -11,8 +12,8 @@ local function output(command)
   return line ~= "" and line or nil
 end
 
--- Returns the contents of a file of /proc, or "" if it cannot be opened. doctor must work without
--- the engine's library, so it cannot use base/file.lua.
+-- Returns the contents of a file of /proc, which may be larger than base/file.lua reads; "" if it
+-- cannot be opened.
 local function contents(path)
   local file = io.open(path)
   local text = file and file:read("*a") or ""
@@ -69,13 +70,7 @@ local BF16 = { AMX = "on AMX, through oneDNN: several times faster than f32; sub
   f32 = "in f32: as fast as f32, and subnormal numbers are kept" }
 
 local function library()
-  local ok, result = pcall(require, "engine.base.ffi")
-  if not ok then
-    return need(false, "engine library", nil, "cannot be used: " ..
-      tostring(result):match("[^\n]*"))
-  end
   line("ok", "engine", ("%s, %s"):format(host.version, host.library))
-  local machine = require "engine.base.machine"
   line("ok", "kernels", ("device %s, instruction set %s, %s"):format(machine.device(),
     machine.isa(), thread_text(machine.threads())))
   line("note", "bf16", "products run " .. BF16[machine.bf16()])
@@ -120,14 +115,11 @@ local function programs()
   local mpi = output("command -v mpirun")
   line("note", "MPI", mpi and mpi .. "; mpirun -np N engine SCRIPT trains on N ranks" or
     "not installed; training runs in one process")
-  local good, machine = pcall(require, "engine.base.machine")
-  if good then
-    local nccl, why = machine.nccl()
-    local use = machine.gpus() > 0 and "ranks with their own cards send gradients card to card" or
-      "used where there are cards"
-    line("note", "NCCL", nccl and ("%s; %s"):format(nccl, use) or why ..
-      "; between cards, gradients go through the host")
-  end
+  local nccl, why = machine.nccl()
+  local use = machine.gpus() > 0 and "ranks with their own cards send gradients card to card" or
+    "used where there are cards"
+  line("note", "NCCL", nccl and ("%s; %s"):format(nccl, use) or why ..
+    "; between cards, gradients go through the host")
   if #missing > 0 then
     local sudo = output("id -u") == "0" and "" or "sudo "
     print(("\nTo install what is missing: %sapt-get install %s"):format(sudo,

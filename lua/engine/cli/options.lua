@@ -12,6 +12,7 @@
 -- base/config.lua reads the settings of training scripts (name=value).
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
 
 local M = {}
 
@@ -117,9 +118,7 @@ function M.command(spec)
       print(spec.help)
     end)
     if good then return result or 0 end
-    local line = tostring(result):match("^[^\n]*")
-    local found, show = pcall(require, "engine.base.show")      -- fails without the library
-    io.stderr:write(("engine %s: %s\n"):format(spec.name, found and show.shown(line) or line))
+    M.note(spec.name, { tostring(result):match("^[^\n]*") })
     return 1
   end }
 end
@@ -128,7 +127,7 @@ end
 --- why.
 function M.note(command, notes)
   for _, note in ipairs(notes) do
-    io.stderr:write(("engine %s: %s\n"):format(command, require("engine.base.show").shown(note)))
+    io.stderr:write(("engine %s: %s\n"):format(command, show.shown(note)))
   end
 end
 
