@@ -130,8 +130,7 @@ function help.main(name, target, ...)
   end
   for _, command in ipairs(names) do           -- a command's help does not need the index
     if command == name then
-      local module = require("engine.cli." .. name)
-      print(module.help or ("engine %s: %s"):format(name, module.doc))
+      print(require("engine.cli." .. name).help)
       return 0
     end
   end

@@ -1,19 +1,19 @@
 -- Runs the subcommands of the binary: `engine NAME ...` where no file NAME exists. A subcommand is
--- a module engine.cli.NAME that returns { doc = "one line", help = text or nil, main =
--- function(...) return exit_code end }; options.lua makes most of these tables. To add a
+-- a module engine.cli.NAME that returns { doc = "one line", help = text, main = function(...)
+-- return exit_code end }; options.lua makes most of these tables. To add a
 -- subcommand, write the module and add its name in help.lua. Called by main.c.
 local files = require "engine.base.file"
 local help = require "engine.cli.help"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
-local cli = { commands = help.commands }
+local cli = {}
 
-function cli.run(name, ...)
+local function run(_, name, ...)
   for _, command in ipairs(help.commands) do
     if command == name then
-      if ... == "--help" or ... == "-h" then return help.main(name) or 0 end
-      return require("engine.cli." .. name).main(...) or 0
+      if ... == "--help" or ... == "-h" then return help.main(name) end
+      return require("engine.cli." .. name).main(...)
     end
   end
   io.stderr:write(("engine: there is no script and no command '%s'%s\n"):format(
@@ -36,4 +36,4 @@ function cli.script_hint(path)
   return (nearest.hint(script:gsub("%.lua$", ""), paths):gsub("'(.*)'", paths))
 end
 
-return setmetatable(cli, { __call = function(_, ...) return cli.run(...) end })
+return setmetatable(cli, { __call = run })

@@ -102,8 +102,8 @@ function M.parse(words, spec)
   return given
 end
 
---- Makes a command that cli.run can start: { doc, help, main }. With --help anywhere on the command
---- line, main prints the help. After an error, main prints one line and returns exit code 1.
+--- Makes a command for init.lua: { doc, help, main }. With --help anywhere on the command line,
+--- main prints the help. After an error, main prints one line and returns exit code 1.
 function M.command(spec)
   return { doc = spec.doc, help = spec.help, main = function(...)
     local words = { ... }

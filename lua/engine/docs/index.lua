@@ -21,7 +21,7 @@ function M.new(commands)
   for _, command in ipairs(commands or {}) do
     add { name = command.name, kind = "command", area = "commands",
       signature = "engine " .. command.name,
-      text = command.help or command.doc or "", doc = command.doc, where = command.where }
+      text = command.help, doc = command.doc, where = command.where }
   end
   require("engine.docs.functions").read(require "engine", add)
   require("engine.docs.c").read(add)
