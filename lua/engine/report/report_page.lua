@@ -22,8 +22,6 @@ vertical-align:4px;margin-left:10px;white-space:nowrap;letter-spacing:0}
 button{font:500 13px var(--sans);color:var(--muted);background:var(--card);
 border:1px solid var(--edge);border-radius:8px;padding:6px 11px;cursor:pointer}
 button:hover{color:var(--text)}
-button[aria-pressed=true]{color:var(--text);border-color:var(--c1);
-box-shadow:inset 0 0 0 1px var(--c1)}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(148px,1fr));gap:12px;
 margin:0 0 20px}
 .tile{background:var(--card);border:1px solid var(--edge);border-radius:12px;padding:12px 16px}

@@ -132,6 +132,13 @@ local function fitted(self, row, now)
   return show.cut(self:line(row, now), (self:columns() or 80) - 1, "")
 end
 
+-- Writes the line of the last step.
+local function draw(self, now)
+  if self.live then put(self, "\r", fitted(self, self.last, now), "\27[K")
+  else put(self, self:line(self.last, now), "\n") end
+  self.on_line, self.shown_at, self.pending = self.live, now, false
+end
+
 --- Shows a step; called once for each step.
 function progress:update(row)
   if self.quiet then return end
@@ -149,10 +156,7 @@ function progress:update(row)
     self.pending = true
     return
   end
-  if self.live then put(self, "\r", fitted(self, row, now), "\27[K")
-  else put(self, self:line(row, now), "\n") end
-  self.on_line = self.live
-  self.shown_at, self.pending = now, false
+  draw(self, now)
 end
 
 --- Prints a separate line. In json mode the line goes to stderr, so that stdout holds only objects.
@@ -179,11 +183,7 @@ end
 --- Shows the last step and ends the line.
 function progress:finish()
   if self.quiet or self.json_mode or not self.last then return end
-  if self.pending then
-    self.shown_at = nil
-    if self.on_line then put(self, "\r", fitted(self, self.last, self.clock()), "\27[K")
-    else put(self, self:line(self.last, self.clock()), "\n") end
-  end
+  if self.pending then draw(self, self.clock()) end
   if self.on_line then put(self, "\n") end
   self.on_line, self.pending, self.last = false, false, nil
 end
