@@ -13,11 +13,6 @@ local function plain(text)
   return "'" .. show.shown(text):gsub("'", "''"):gsub("[\n\\]", " ") .. "'"
 end
 
---- True if gnuplot is installed.
-function M.installed()
-  return process.output("command -v gnuplot 2>/dev/null") ~= ""
-end
-
 -- The kinds of marks that are drawn as ticks: their style for gnuplot, and their y position in the
 -- panel, 0 (bottom) to 1 (top).
 local TICKS = { overflow = { "points pt 2 ps 0.9 lw 1.5 lc rgb '#c4261a'", 0.03 },
@@ -98,7 +93,7 @@ end
 
 --- Raises an error if gnuplot is not installed.
 function M.need()
-  if not M.installed() then
+  if process.output("command -v gnuplot 2>/dev/null") == "" then
     error("--png draws through gnuplot, which is not installed; hint: apt-get install " ..
       "gnuplot-nox, or use --svg, which needs no other program", 0)
   end

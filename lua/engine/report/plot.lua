@@ -83,8 +83,6 @@ function plot.round_step(span, n)
   return 10 * power
 end
 
-local function terminal_width() return machine.terminal(1) or 80 end
-
 local function points_of(options, y, lows)
   local points, left_out, up = {}, 0, false
   local log = options.log and math.log(options.log)
@@ -353,7 +351,7 @@ function plot.draw(options)
   plot.check_sizes(options, "plot.draw")
   local ascii = options.ascii
   if ascii == nil then ascii = machine.ascii() end
-  local width = options.width or math.min(terminal_width(), 120)
+  local width = options.width or math.min(machine.terminal(1) or 80, 120)
   local several = options.curves ~= nil
   local curves = options.curves or { { y = options.y, stroke = options.low } }
   local strokes, edges, points, left_out = gather(options, curves)

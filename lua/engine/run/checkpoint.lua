@@ -79,12 +79,6 @@ local function prune(dir, keep)
 end
 M.prune = prune
 
--- Returns the text of state.json: `body`, followed by the checksum of `body`.
-local function seal(body)
-  local crc = C.eng_crc32c(0, body, #body)
-  return body .. ',"crc32c":"' .. crc_text(crc) .. '"}\n'
-end
-
 --- Writes a file of tensors and reads it back; returns { crc32c =, bytes = }.
 local function write_tensors(directory, name, tensors, metadata)
   local path = directory .. "/" .. name
@@ -102,7 +96,7 @@ local function write_state(directory, step, format, files, state)
   local body = ('{"format":%d,"engine":%s,"step":%d,"time":%s,\n"files":%s,\n"state":%s\n'):format(
     format, json.encode(M_ffi.version), step,
     json.encode(os.time()), json.encode(files), json.encode(state or {}, "state"))
-  local text = seal(body)
+  local text = ('%s,"crc32c":"%s"}\n'):format(body, crc_text(C.eng_crc32c(0, body, #body)))
   check(C.eng_file_write(directory .. "/state.json", text, #text))
 end
 

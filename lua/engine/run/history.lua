@@ -32,17 +32,12 @@ local Writing = setmetatable({}, { __index = History })
 Writing.__index = Writing
 function Writing:__tostring() return History.__tostring(self) end
 
--- For a method that only `Writing` has, returns a function that returns nil and a message, because
--- the history is read-only. For any other key, returns nil. The methods are not fields of History,
--- so tab completion does not list them.
-local function refused(key)
-  return rawget(Writing, key) and function(h)
-    return nil, ("history %s is open for reading only"):format(h.path)
-  end or nil
-end
+local function refuse(h) return nil, ("history %s is open for reading only"):format(h.path) end
+
+-- The methods of `Writing` are not fields of History, so tab completion does not list them.
 setmetatable(History, { __index = function(_, key)
-  local method = refused(key)
-  if method or key == "handle" then return method end      -- a closed history has no handle
+  if rawget(Writing, key) then return refuse end
+  if key == "handle" then return nil end                   -- a closed history has no handle
   local names = {}
   for _, name in ipairs(nearest.keys(History)) do
     if not name:find("^__") then names[#names + 1] = name end

@@ -91,10 +91,6 @@ local function points(range, a, b, n)
   return list
 end
 
-local function value_text(value)
-  return type(value) == "number" and show.exact(value) or tostring(value)
-end
-
 -- ------------------------------------------------------------------ the search
 
 -- Checks the options of a search. Returns { traces, policy, ranges, objective, source, fixed, rows,
@@ -143,7 +139,8 @@ local function evaluate(s, setting)
   local options, words = arguments.merged(s.fixed, setting), {}
   for _, range in ipairs(s.ranges) do
     local value = setting[range.name]
-    if value ~= nil then words[#words + 1] = range.name .. "=" .. value_text(value) end
+    if type(value) == "number" then value = show.exact(value) end
+    if value ~= nil then words[#words + 1] = range.name .. "=" .. tostring(value) end
   end
   local key, total = table.concat(words, ","), 0
   if s.seen[key] then return s.seen[key] end
