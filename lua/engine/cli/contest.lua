@@ -182,8 +182,8 @@ local function again(words)
   return table.concat(parts, " ")
 end
 
--- Makes the object that shows the progress of the runs: lines on stderr and, on a terminal, a live
--- line.
+-- Returns a display on stderr that shows the progress of the runs: a line for each run that ends
+-- and, on a terminal, a live line.
 local function progress_of(contest, waiting)
   local machine = require "engine.base.machine"
   local bar = require("engine.run.progress").on_stderr()
@@ -200,36 +200,34 @@ local function progress_of(contest, waiting)
     return made > 0 and ", about " .. show.duration((machine.clock() - began) / made * todo) ..
       " left" or ""
   end
-  local self = {}
-  function self.note(text) bar:note(text) end
-  function self.live(running)
-    if not bar:columns() then return end
+  function bar:show(running)
+    if not self:columns() then return end
     local parts = {}
     for _, run in ipairs(waiting) do
       if running[run] then
         parts[#parts + 1] = ("%s seed %d %.0f %%"):format(run.policy, run.seed, 100 * progress(run))
       end
     end
-    bar:update { step = 0, text = ("%d of %d runs%s  %s"):format(ended, total, left(running),
+    self:update { step = 0, text = ("%d of %d runs%s  %s"):format(ended, total, left(running),
       table.concat(parts, ", ")) }
   end
-  function self.ended(run, running)
+  function bar:ended(run, running)
     ended, run.ended_now = ended + 1, true
-    bar:note(("%d of %d: %s%s"):format(ended, total, run.done
+    self:note(("%d of %d: %s%s"):format(ended, total, run.done
       and ("%s seed %d: loss %.4f in %s"):format(run.policy, run.seed, run.loss or 0 / 0,
         show.duration(run.seconds))
       or ("%s seed %d: %s"):format(run.policy, run.seed, show.cut(run.why, 300)),
       ended < total and left(running) or ""))
   end
-  function self.finish()
-    if bar.on_line then io.stderr:write("\r\27[K") end
+  function bar:finish()
+    if self.on_line then io.stderr:write("\r\27[K") end
   end
   if total > 0 then
-    self.note(("%s: %s to make, %d at a time with %s each; %d of %d are done"):format(
+    bar:note(("%s: %s to make, %d at a time with %s each; %d of %d are done"):format(
       contest.path, show.counted(total, "run"), math.min(contest.jobs, total),
       show.counted(contest.threads, "thread"), #contest.runs - total, #contest.runs))
   end
-  return self
+  return bar
 end
 
 local POLL, LIVE = 0.05, 1     -- seconds between polls, and between live lines
@@ -248,7 +246,7 @@ local function make_runs(contest)
     while count > 0 or at <= #waiting and not told do
       if C.eng_interrupted() > 0 and not told then
         told = true
-        bar.note(("ending %s with a checkpoint"):format(show.counted(count, "run")))
+        bar:note(("ending %s with a checkpoint"):format(show.counted(count, "run")))
         for run in pairs(running) do process.stop(run.process) end
       end
       while not told and count < contest.jobs and at <= #waiting and contest:start(waiting[at]) do
@@ -257,18 +255,18 @@ local function make_runs(contest)
       for run in pairs(running) do
         if contest:ended(run) then
           running[run], count = nil, count - 1
-          if not told then bar.ended(run, running) end
+          if not told then bar:ended(run, running) end
         end
       end
       if C.eng_clock() - shown > LIVE then
-        bar.live(running)
+        bar:show(running)
         shown = C.eng_clock()
       end
       C.eng_sleep(POLL)
     end
   end)
   for run in pairs(running) do process.stop(run.process) end
-  bar.finish()
+  bar:finish()
   C.eng_interrupt_policy(policy_before)
   if not good then error(problem, 0) end
   return not told
