@@ -162,6 +162,9 @@ describe("subcommands", function()
       assert.matches("engine doctor", result.out, 1, true)
     end
     assert.equal(0, run({ "help", "doctor" }).code)
+    for _, name in ipairs { "plan", "plot", "version" } do     -- --help anywhere
+      assert.matches("usage: engine " .. name, run({ name, "x.lua", "--help" }).out, 1, true)
+    end
     assert.equal(1, run({ "help", "nothing" }).code)
   end)
 

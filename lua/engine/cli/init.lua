@@ -1,7 +1,8 @@
 -- Runs the subcommands of the binary: `engine NAME ...` where no file NAME exists. A subcommand is
 -- a module engine.cli.NAME that returns { doc = "one line", help = text, main = function(...)
--- return exit_code end }; options.lua makes most of these tables. To add a
--- subcommand, write the module and add its name in help.lua. Called by main.c.
+-- return exit_code end }; options.lua makes most of these tables. --help anywhere on the command
+-- line prints the help. To add a subcommand, write the module and add its name in help.lua. Called
+-- by main.c.
 local files = require "engine.base.file"
 local help = require "engine.cli.help"
 local nearest = require "engine.base.nearest"
@@ -12,7 +13,9 @@ local cli = {}
 local function run(_, name, ...)
   for _, command in ipairs(help.commands) do
     if command == name then
-      if ... == "--help" or ... == "-h" then return help.main(name) end
+      for _, word in ipairs { ... } do
+        if word == "--help" or word == "-h" then return help.main(name) end
+      end
       return require("engine.cli." .. name).main(...)
     end
   end

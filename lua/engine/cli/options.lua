@@ -91,8 +91,6 @@ function M.parse(words, spec)
       end
       if kind == "policy" then given.policies[#given.policies + 1] = { source = text, options = {} }
       else given[name] = VALUE[kind](name, text, given[name]) end
-    elseif word == "--help" or word == "-h" then
-      given.help = true
     elseif word:find("^%-%-?%a") then
       unknown(word, spec)
     else
@@ -102,8 +100,8 @@ function M.parse(words, spec)
   return given
 end
 
---- Makes a command for init.lua: { doc, help, main }. With --help anywhere on the command line,
---- main prints the help. After an error, main prints one line and returns exit code 1.
+--- Makes a command for init.lua: { doc, help, main }. After an error, main prints one line and
+--- returns exit code 1.
 function M.command(spec)
   return { doc = spec.doc, help = spec.help, main = function(...)
     local words = { ... }
@@ -114,8 +112,7 @@ function M.command(spec)
         fail("expected %s, got '%s'; see engine help %s", spec.most == 0 and "no arguments"
           or "one argument", extra, spec.name)
       end
-      if not given.help then return spec.main(given) end
-      print(spec.help)
+      return spec.main(given)
     end)
     if good then return result or 0 end
     M.note(spec.name, { tostring(result):match("^[^\n]*") })
