@@ -258,7 +258,7 @@ describe("engine contest", function()
     local missing = "examples/nope.lua"
     for words, message in pairs {
       ["job.lua"] = "expected at least one --policy NAME",
-      ["--policy dynamic"] = "expected a script; see engine help contest",
+      ["--policy dynamic"] = "expected one script, got nothing; see engine help contest",
       [missing .. " --policy dynamic"] = "there is no script " .. missing,
       ["job.lua --policy dynamc"] = "policy: there is no policy 'dynamc'; did you mean 'dynamic'?",
       ["job.lua --policy dynamic seeds=0"] = "seeds: expected a whole number of 1 or more, got 0",

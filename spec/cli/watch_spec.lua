@@ -115,7 +115,7 @@ describe("engine watch", function()
     assert.matches("no number of the history is called 'los'; did you mean 'loss'?", result.err, 1,
       true)
     assert.matches("--every: expected 0.05 to 86400 seconds, got 0", result.err, 1, true)
-    assert.matches("expected one run, got 0", result.err, 1, true)
+    assert.matches("expected one run, got nothing", result.err, 1, true)
     local interrupted = inside(AWAIT .. [[
       rm -f notes
       ENGINE watch nothing 2>notes & pid=$!

@@ -533,7 +533,7 @@ describe("engine plan FOLDER and engine generate", function()
     for _, case in ipairs {
       { { "generate", path, "--tokens", "1", "--stop", "wrld" }, "no token 'wrld'" },
       { { "generate", folder, "--prompt", "a" }, "tokenizer.json: .*; hint: %-%-prompt and texts" },
-      { { "generate", path, "a" }, "expected one folder, got 2 words; a text follows %-%-prompt" },
+      { { "generate", path, "a" }, "expected one folder %(a text follows %-%-prompt" },
       { { "generate", path }, "expected %-%-prompt TEXT, or %-%-tokens with a list of ids such" },
       { { "generate", path, "--prompt", "" }, "%-%-prompt: expected a text, got an empty one" },
       { { "generate", path, "--tokens", "1,x" }, "expected token ids such as 1,2,3, got 'x'" },

@@ -217,8 +217,6 @@ local function execute(code)
 end
 
 local function main(given)
-  if #given.words == 0 then options.fail("expected a run; hint: engine help attach") end
-  if #given.words > 1 then options.fail("expected -e CODE, got %s", given.words[2]) end
   local opened, text = open(given.words[1])
   for _, key in ipairs { "run", "policy", "history" } do rawset(_G, key, opened[key]) end
   rawset(_G, "engine", require "engine")
@@ -239,5 +237,6 @@ end
 
 return options.command {
   name = "attach", doc = "a REPL on a running or finished run", help = help,
-  options = { e = "texts" }, main = main,
+  least = 1, most = 1, expects = "one run (code follows -e)", options = { e = "texts" },
+  main = main,
 }

@@ -125,10 +125,6 @@ local function read(given)
   if C.eng_comm_launched(M_ffi.new("int[1]"), M_ffi.new("int[1]")) then
     fail("a contest starts its runs from one process; hint: start it without mpirun or torchrun")
   end
-  if #given.words ~= 1 then
-    fail(#given.words == 0 and "expected a script; see engine help contest"
-      or "expected one script, got '%s' and '%s'", unpack(given.words))
-  end
   local script = given.words[1]
   if not files.is_file(script) then fail("there is no script %s", script) end
   if #given.policy == 0 then fail("expected at least one --policy NAME") end
@@ -300,6 +296,7 @@ end
 
 return options.command {
   name = "contest", doc = "a script under several policies and seeds, compared", help = help,
+  least = 1, most = 1, expects = "one script",
   options = { policy = "texts", csv = "text", latex = "text", svg = "text", png = "text",
     json = "switch" }, main = main,
   word = function(word, given)

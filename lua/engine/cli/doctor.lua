@@ -128,7 +128,8 @@ local function programs()
 end
 
 return require("engine.cli.options").command {
-  name = "doctor", doc = "what this machine offers, and what is missing", most = 0,
+  name = "doctor", doc = "what this machine offers, and what is missing",
+  most = 0, expects = "no arguments",
   help = [==[
 usage: engine doctor
 

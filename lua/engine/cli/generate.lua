@@ -51,10 +51,6 @@ local function ids_of(list, what, tokenizer)
 end
 
 local function main(given)
-  if #given.words ~= 1 then
-    options.fail("expected one folder, got %d words; a text follows --prompt, ids follow --tokens",
-      #given.words)
-  end
   if #given.tokens + #given.prompt == 0 then
     options.fail("expected --prompt TEXT, or --tokens with a list of ids such as 1,2,3")
   end
@@ -104,6 +100,7 @@ end
 
 return options.command {
   name = "generate", doc = "continue texts with a model in Hugging Face's files", help = help,
+  least = 1, most = 1, expects = "one folder (a text follows --prompt, ids follow --tokens)",
   options = { prompt = "texts", tokens = "texts", max_tokens = "number", temperature = "number",
     top_k = "number", top_p = "number", stop = "list", seed = "number", dtype = "text" },
   main = main,

@@ -3,7 +3,7 @@
 --   return options.command {
 --     name = "plot", doc = "one line for `engine help`", help = [==[usage: engine plot RUN ...]==],
 --     options = { columns = "list", svg = "text", log = "switch" }, short = { o = "svg" },
---     most = 1,                        -- the most words it takes, 0 or 1 (nil: any number)
+--     least = 1, most = 1, expects = "one run",        -- how many words it takes, and their noun
 --     main = function(given) return exit_code end,     -- given.words, given.columns, given.log ...
 --   }
 -- The kinds of options are "text", "number" (an expression such as 2^12), "list" (a,b,c), "texts"
@@ -107,10 +107,10 @@ function M.command(spec)
     local words = { ... }
     local good, result = pcall(function()
       local given = M.parse(words, spec)
-      local extra = spec.most and given.words[spec.most + 1]
-      if extra then
-        fail("expected %s, got '%s'; see engine help %s", spec.most == 0 and "no arguments"
-          or "one argument", extra, spec.name)
+      local n = #given.words
+      if n < (spec.least or 0) or n > (spec.most or n) then
+        local got = n == 0 and "nothing" or "'" .. table.concat(given.words, "', '") .. "'"
+        fail("expected %s, got %s; see engine help %s", spec.expects, show.cut(got, 200), spec.name)
       end
       return spec.main(given)
     end)
@@ -133,12 +133,11 @@ end
 --- these it calls spec.several(given, list), where `list` is the result of compare.open.
 function M.run_command(spec)
   local main = spec.main
+  spec.least, spec.most = 1, not spec.several and 1 or nil
+  spec.expects = spec.several and "one run or several" or "one run"
   spec.main = function(given)
-    if spec.several and #given.words > 1 then
+    if #given.words > 1 then
       return spec.several(given, require("engine.run.compare").open(given.words))
-    elseif #given.words ~= 1 then
-      fail("expected one run%s, got %d; see engine help %s", spec.several and " or several" or "",
-        #given.words, spec.name)
     end
     local path = require("engine.run.runs").find(given.words[1])
     local history = require("engine.run.history").open(path)

@@ -73,18 +73,11 @@ local function check_verify(given)
 end
 
 local function main(given)
-  local traces = given.words
-  if #traces == 0 then
-    options.fail("expected a trace: a run or a string of outcomes; see engine help replay")
-  end
-  if #traces > 1 then
-    options.fail("expected one trace, got '%s' and '%s'", traces[1], traces[2])
-  end
   if #given.policies == 0 then options.fail("expected --policy FILE") end
   check_verify(given)
   if given.verify then return require("engine.cli.replay_verify").main(given) end
   local replay = require "engine.run.replay"
-  local trace = replay.trace(traces[1])
+  local trace = replay.trace(given.words[1])
   local results = {}
   for i, p in ipairs(given.policies) do results[i] = replay.run(trace, p.source, p.options) end
   if given.json then
@@ -110,7 +103,7 @@ end
 
 return options.command {
   name = "replay", doc = "what policies would have done on a recorded run or a string of outcomes",
-  help = help,
+  help = help, least = 1, most = 1, expects = "one trace (a run or a string of outcomes)",
   options = { json = "switch", verify = "switch", from = "number", steps = "number",
     tolerance = "number", script = "text", keep = "text" }, policies = true, main = main,
 }

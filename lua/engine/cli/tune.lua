@@ -68,7 +68,6 @@ local function print_result(result, source)
 end
 
 local function main(given)
-  if #given.words == 0 then options.fail("expected runs; see engine help tune") end
   if #given.policies ~= 1 then
     options.fail("expected one --policy FILE, got %d", #given.policies)
   end
@@ -89,7 +88,7 @@ end
 
 return options.command {
   name = "tune", doc = "search the options of a policy on recorded runs",
-  help = help,
+  help = help, least = 1, expects = "runs",
   options = { json = "switch", over = "texts", objective = "text" }, policies = true, main = main,
   -- Takes the words of --over, such as "a=1..2 b=3,4". A word name=from..to always belongs to
   -- --over, a word name=a,b,c only if there is a range before it.

@@ -116,9 +116,6 @@ local function try(path, names, state)
 end
 
 local function main(given)
-  if #given.words ~= 1 then
-    options.fail("expected one run, got %d; see engine help watch", #given.words)
-  end
   local every = given.every or 2
   if not (every >= 0.05 and every <= 86400) then
     options.fail("--every: expected 0.05 to 86400 seconds, got %g", every)
@@ -146,5 +143,6 @@ end
 
 return options.command {
   name = "watch", doc = "the curves and the progress of a run, while it runs", help = help,
-  options = { columns = "list", every = "number" }, main = main,
+  least = 1, most = 1, expects = "one run", options = { columns = "list", every = "number" },
+  main = main,
 }
