@@ -224,6 +224,8 @@ describe("a run's commands", function()
   end)
 
   it("report is one self-contained page", function()
+    assert.equal("./report.html\n", shell("cd " .. quote(folder .. "/runs/a") .. " && " .. engine ..
+      " report history.db").out)
     assert.equal("runs/a/report.html\n", inside("report a").out)
     local html = helper.read(folder .. "/runs/a/report.html")
     for _, piece in ipairs { "<title>a</title>", "<h2>Loss</h2>", "<h2>Loss scale</h2>",

@@ -43,9 +43,9 @@ return options.command {
       lines = given.lines, special = given.special, ending = ending and tokenizer:id(ending),
       progress = require("engine.run.progress").amount "bytes" })
     local show = require "engine.base.show"
-    print(("%s: %s tokens (%s) of %s bytes in %s text%s"):format(given.output,
+    print(("%s: %s tokens (%s) of %s bytes in %s"):format(given.output,
       show.grouped(result.tokens), result.dtype, show.grouped(result.bytes),
-      show.grouped(result.texts), result.texts == 1 and "" or "s"))
+      show.counted(result.texts, "text")))
     return 0
   end,
 }

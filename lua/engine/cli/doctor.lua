@@ -3,6 +3,7 @@
 -- exit code is 1 if something is missing that the engine needs.
 local host = require "engine.host"
 local machine = require "engine.base.machine"
+local show = require "engine.base.show"
 
 -- Returns the first line that a command prints, or nil.
 local function output(command)
@@ -33,15 +34,13 @@ local function need(found, what, text, advice)
   line("missing", what, advice)
 end
 
-local function thread_text(n) return ("%d thread%s"):format(n, n == 1 and "" or "s") end
-
 local function cpu()
   local info = contents("/proc/cpuinfo")
   local model = info:match("model name%s*:%s*([^\n]+)") or output("uname -m") or "unknown"
   local threads = 0
   for _ in info:gmatch("processor%s*:") do threads = threads + 1 end
   line("ok", "CPU", ("%s, %s usable"):format(model,
-    thread_text(tonumber(output("nproc")) or threads)))
+    show.counted(tonumber(output("nproc")) or threads, "thread")))
 
   local flags = " " .. (info:match("flags%s*:%s*([^\n]+)") or "") .. " "
   local sets = {}
@@ -72,7 +71,7 @@ local BF16 = { AMX = "on AMX, through oneDNN: several times faster than f32; sub
 local function library()
   line("ok", "engine", ("%s, %s"):format(host.version, host.library))
   line("ok", "kernels", ("device %s, instruction set %s, %s"):format(machine.device(),
-    machine.isa(), thread_text(machine.threads())))
+    machine.isa(), show.counted(machine.threads(), "thread")))
   line("note", "bf16", "products run " .. BF16[machine.bf16()])
   line("ok", "oneDNN", machine.library_version("onednn") or "unknown")
   line("ok", "SQLite", machine.library_version("sqlite") or "unknown")

@@ -32,7 +32,7 @@ return options.run_command {
   options = { output = "text" }, short = { o = "output" }, empty = true,
   main = function(given, history, path)
     local text = require("engine.report.report").html(history, path)
-    return write(given.output or (path:match("^(.*)/[^/]*%.db$") or path) .. "/report.html", text)
+    return write(given.output or require("engine.run.runs").folder(path) .. "/report.html", text)
   end,
   several = function(given, list)
     local target = given.output or "comparison.html"

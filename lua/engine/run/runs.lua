@@ -42,10 +42,15 @@ function M.find(text)
   error(("there is no run '%s'%s"):format(text, M.hint(text)), 0)
 end
 
---- Returns the id of the process that holds a run's directory, and its state from /proc ("T":
---- stopped by a signal). Returns nil if there is no such process, or if it is a zombie.
+--- Returns the directory of a run. path: the directory, or the history file in it.
+function M.folder(path)
+  return files.is_file(path) and (path:match("^(.*)/") or ".") or path
+end
+
+--- Returns the id of the process that holds the directory of the run at `path`, and its state from
+--- /proc ("T": stopped by a signal). Returns nil if there is no such process, or if it is a zombie.
 function M.holder(path)
-  local file = io.open(path .. "/lock")
+  local file = io.open(M.folder(path) .. "/lock")
   local pid = file and file:read("*n")
   if file then file:close() end
   local stat = pid and io.open(("/proc/%d/stat"):format(pid))
@@ -65,8 +70,7 @@ function M.ending(h, path, last)
     local why = event.text and event.text ~= "" and ": " .. event.text:match("^[^\n]*") or ""
     return event.kind .. why, event.kind
   end
-  local dir = path:match("^(.*)/[^/]*%.db$") or path
-  if M.holder(dir) then return "running", "running" end
+  if M.holder(path) then return "running", "running" end
   return "broken off", "broken"
 end
 

@@ -145,8 +145,7 @@ end
 function M.plan(path, source, options, wish, run)
   local trace = replay.trace(path)
   if not trace.rows then error("--verify needs a run, not a string of outcomes", 0) end
-  path = files.exists(trace.name .. "/history.db") and trace.name
-    or trace.name:match("^(.*)/[^/]*$") or "."
+  path = require("engine.run.runs").folder(trace.name)
   local history = require("engine.run.history").open(trace.name)
   local meta, config = history:meta(), history:config()
   history:close()
