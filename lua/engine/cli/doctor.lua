@@ -3,23 +3,12 @@
 -- exit code is 1 if something is missing that the engine needs.
 local host = require "engine.host"
 local machine = require "engine.base.machine"
+local process = require "engine.base.process"
 local show = require "engine.base.show"
 
 -- Returns the first line that a command prints, or nil.
 local function output(command)
-  local pipe = io.popen(command .. " 2>/dev/null")
-  local line = pipe and pipe:read("*l")
-  if pipe then pipe:close() end
-  return line ~= "" and line or nil
-end
-
--- Returns the contents of a file of /proc, which may be larger than base/file.lua reads; "" if it
--- cannot be opened.
-local function contents(path)
-  local file = io.open(path)
-  local text = file and file:read("*a") or ""
-  if file then file:close() end
-  return text
+  return process.output(command .. " 2>/dev/null"):match("^[^\n]+")
 end
 
 local needed_missing = false
@@ -35,12 +24,10 @@ local function need(found, what, text, advice)
 end
 
 local function cpu()
-  local info = contents("/proc/cpuinfo")
+  local info = process.output("cat /proc/cpuinfo")
   local model = info:match("model name%s*:%s*([^\n]+)") or output("uname -m") or "unknown"
-  local threads = 0
-  for _ in info:gmatch("processor%s*:") do threads = threads + 1 end
   line("ok", "CPU", ("%s, %s usable"):format(model,
-    show.counted(tonumber(output("nproc")) or threads, "thread")))
+    show.counted(tonumber(output("nproc")) or machine.threads(), "thread")))
 
   local flags = " " .. (info:match("flags%s*:%s*([^\n]+)") or "") .. " "
   local sets = {}
@@ -53,7 +40,7 @@ local function cpu()
 end
 
 local function memory()
-  local info = contents("/proc/meminfo")
+  local info = process.output("cat /proc/meminfo")
   local total, free = tonumber(info:match("MemTotal:%s*(%d+)")),
     tonumber(info:match("MemAvailable:%s*(%d+)"))
   if total then

@@ -136,10 +136,10 @@ end
 
 --- Returns { mean, min, max }, the mean and the band of several curves on one grid of n columns.
 --- Each curve is a table { mean = { ... } }. min and max of the result are one standard deviation
---- below and above its mean. With `log`, the mean and the deviation are
---- geometric. A column has a mean only if every curve has a value there (with `log`, a positive
---- value). Thus a run that ends early or diverges ends the mean instead of shifting it. The band of
---- a single curve is the curve itself, without spread.
+--- below and above its mean. With `log`, the mean and the deviation are geometric. A column has a
+--- mean only if every curve has a value there (with `log`, a positive value). Thus a run that ends
+--- early or diverges ends the mean instead of shifting it. The band of a single curve is the curve
+--- itself, without spread.
 function M.band(list, n, log)
   local put, back = function(x) return x end, function(x) return x end
   if log then
