@@ -50,12 +50,9 @@ end
 --- Returns the id of the process that holds the directory of the run at `path`, and its state from
 --- /proc ("T": stopped by a signal). Returns nil if there is no such process, or if it is a zombie.
 function M.holder(path)
-  local file = io.open(M.folder(path) .. "/lock")
-  local pid = file and file:read("*n")
-  if file then file:close() end
-  local stat = pid and io.open(("/proc/%d/stat"):format(pid))
-  local state = stat and (stat:read("*a") or ""):match("^.*%)%s+(%a)")
-  if stat then stat:close() end
+  local pid = tonumber((files.read(M.folder(path) .. "/lock") or ""):match("^%d+"))
+  local stat = pid and files.read(("/proc/%d/stat"):format(pid)) or ""
+  local state = stat:match("^.*%)%s+(%a)")
   if state == nil or state == "Z" or state == "X" then return nil end
   return pid, state
 end
