@@ -156,6 +156,13 @@ function M.plain(value, number_of)
   return "{" .. table.concat(parts, ",") .. "}"
 end
 
+--- Returns a JSON object for other programs, with the fields { { name, value } ... } in this order.
+function M.ordered(fields)
+  local parts = {}
+  for i, field in ipairs(fields) do parts[i] = ('"%s":%s'):format(field[1], M.plain(field[2])) end
+  return "{" .. table.concat(parts, ",") .. "}"
+end
+
 --- Returns Lua data as lossless JSON text. name: the value's name at the start of error messages,
 --- as in "state.policy: ... got a function".
 function M.encode(value, name)

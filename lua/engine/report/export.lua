@@ -104,12 +104,12 @@ function M.jsonl(h, path)
   local _, meters_at = fp8_of(h)
   return files.write(path, function(put)
     return each_step(h, function(row, held)
-      local parts, signals, logs, fp8 = {}, {}, {}, {}
+      local fields, signals, logs, fp8 = {}, {}, {}, {}
       for i, column in ipairs(COLUMNS) do
         local value, none = row[column[1]], column[2]
         if value == nil and none ~= none then value = none
         elseif value ~= nil and none == false then value = value ~= 0 end
-        parts[i] = ('"%s":%s'):format(column[1], json.plain(value))
+        fields[i] = { column[1], value }
       end
       for name, value in pairs(held) do
         local log = name:match("^log%.(.*)")
@@ -120,11 +120,9 @@ function M.jsonl(h, path)
         for _, meter in ipairs(METERS) do fp8[site][meter] = of[meter] or json.null end
       end
       for _, part in ipairs { { "signals", signals }, { "log", logs }, { "fp8", fp8 } } do
-        if next(part[2]) then
-          parts[#parts + 1] = ('"%s":%s'):format(part[1], json.plain(part[2]))
-        end
+        if next(part[2]) then fields[#fields + 1] = part end
       end
-      put("{" .. table.concat(parts, ",") .. "}\n")
+      put(json.ordered(fields) .. "\n")
     end)
   end)
 end

@@ -12,6 +12,7 @@
 -- numbers of attempts, updates and skipped steps so far; `overflow`: this step overflowed. JSON has
 -- no infinity and no NaN: they are the strings "inf", "-inf" and "nan" (which Python's float()
 -- accepts). A missing field is null. Numbers have enough digits to read the same double back.
+local json = require "engine.base.json"
 local show = require "engine.base.show"
 
 local progress = {}
@@ -25,17 +26,14 @@ local PLAIN_SECONDS = 5           -- between two plain lines
 
 --- Returns one step as a JSON object, without a newline.
 function progress.json(row)
-  local parts = {}
-  for i, field in ipairs(json_fields) do
-    local value, shown = row[field], "null"
-    if field == "overflow" then
-      if value ~= nil then shown = (value and value ~= 0) and "true" or "false" end
-    elseif value ~= nil then
-      shown = show.json_number(tonumber(value))
-    end
-    parts[i] = ('"%s":%s'):format(field, shown)
+  local fields = {}
+  for i, name in ipairs(json_fields) do
+    local value = row[name]
+    if name ~= "overflow" then value = tonumber(value)
+    elseif value ~= nil then value = value ~= 0 and value ~= false end
+    fields[i] = { name, value }
   end
-  return "{" .. table.concat(parts, ",") .. "}"
+  return json.ordered(fields)
 end
 
 progress.count_text, progress.scale_text, progress.duration_text = show.count, show.scale,

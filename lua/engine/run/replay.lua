@@ -219,15 +219,6 @@ end
 
 -- ------------------------------------------------------------------ as JSON
 
--- Returns a JSON object with the fields { { name, value } ... } in this order.
-local function object_text(fields)
-  local parts = {}
-  for i, field in ipairs(fields) do
-    parts[i] = ('"%s":%s'):format(field[1], json.plain(field[2]))
-  end
-  return "{" .. table.concat(parts, ",") .. "}"
-end
-
 --- Returns results as JSON, in the form that `engine help replay` describes under --json. A policy
 --- that logs also has "log":{name:[a number or null for each step]}. A policy that failed also has
 --- "failures", the number of failures, and "failure", the first reason. "bound_why" is null if all
@@ -266,7 +257,7 @@ function M.json(results)
         put_own("underflow", "mass_lost", "mean_log2_scale", "recover")
       end
     end
-    objects[i] = object_text(fields)
+    objects[i] = json.ordered(fields)
   end
   return '{"policies":[' .. table.concat(objects, ",") .. "]}"
 end
