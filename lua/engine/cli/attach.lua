@@ -232,7 +232,6 @@ local function main(given)
   -- a Ctrl-C that ended the wait for the run's status must not also end the REPL
   require("engine.host").settle()
   require("engine.cli.repl")()
-  return 0
 end
 
 return options.command {

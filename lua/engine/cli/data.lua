@@ -46,6 +46,5 @@ return options.command {
     print(("%s: %s tokens (%s) of %s bytes in %s"):format(given.output,
       show.grouped(result.tokens), result.dtype, show.grouped(result.bytes),
       show.counted(result.texts, "text")))
-    return 0
   end,
 }

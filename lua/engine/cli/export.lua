@@ -38,6 +38,5 @@ return options.run_command {
       end
       done(export.tensorboard(history, given.tensorboard, { every = every }))
     end
-    return 0
   end,
 }

@@ -95,7 +95,6 @@ local function main(given)
     if i > #given.tokens then show.print(tokenizer:decode(row))
     else print(table.concat(row, ",")) end
   end
-  return 0
 end
 
 return options.command {

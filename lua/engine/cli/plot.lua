@@ -53,7 +53,6 @@ end
 local function say(text)
   text = tostring(text)
   if text ~= "" then print(text) end
-  return 0
 end
 
 local function main(given, history)

@@ -32,6 +32,5 @@ policies/README.md explains how to write one. Name your own file by its path: po
     print("\nnext: engine replay RUN --policy NAME shows what a policy would have done; " ..
       "policy=NAME\ntrains with it. A policy for FP8 layers trains with precision = " ..
       "{ base = \"nvfp4\",\nfp8 = { policy = NAME } }")
-    return 0
   end,
 }

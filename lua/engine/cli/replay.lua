@@ -80,10 +80,7 @@ local function main(given)
   local trace = replay.trace(given.words[1])
   local results = {}
   for i, p in ipairs(given.policies) do results[i] = replay.run(trace, p.source, p.options) end
-  if given.json then
-    print(replay.json(results))
-    return 0
-  end
+  if given.json then return print(replay.json(results)) end
   print(replay.table(results))
   for _, r in ipairs(results) do
     if not r.marks and r.steps <= 500 then
@@ -98,7 +95,6 @@ local function main(given)
       show.print(("%s failed in %d of %d steps: %s"):format(r.name, r.failures, r.steps, r.failure))
     end
   end
-  return 0
 end
 
 return options.command {

@@ -24,7 +24,6 @@ one of the loss scale. The page links to each run's own page, if that exists.
 local function write(target, text)
   require("engine.base.file").write(target, text)
   if target ~= "-" then print(target) end
-  return 0
 end
 
 return options.run_command {

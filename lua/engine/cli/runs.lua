@@ -74,12 +74,8 @@ end
 
 local function main(given)
   local list, dir = require("engine.run.runs").list(given.words[1])
-  if given.json then
-    for _, run in ipairs(list) do print(require("engine.base.json").plain(run)) end
-    return 0
-  end
-  print(table_of(list, dir))
-  return 0
+  if not given.json then return print(table_of(list, dir)) end
+  for _, run in ipairs(list) do print(require("engine.base.json").plain(run)) end
 end
 
 local command = options.command {

@@ -83,7 +83,6 @@ local function main(given)
   else
     print_result(result, policy.source)
   end
-  return 0
 end
 
 return options.command {

@@ -138,7 +138,6 @@ local function main(given)
   C.eng_interrupt_policy(before)
   if C.eng_interrupted() > 0 then return 128 + C.eng_interrupt_signal(0) end
   if not good then error(ended, 0) end
-  return 0
 end
 
 return options.command {
