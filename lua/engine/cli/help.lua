@@ -1,6 +1,6 @@
 -- Runs `engine help [NAME]`, `engine help --html FOLDER`, `engine help --types FILE` and
 -- `engine --help`.
-
+local options = require "engine.cli.options"
 local texts = require "engine.base.show"
 
 -- The subcommands, in the order in which the help lists them.
@@ -88,53 +88,38 @@ local function show(name)
     return 1
   end
   if #found > MOST_SHOWN then
-    print(listing(("'%s' is the name of %d things; ask for one by its full name:"):format(name,
-      #found), found))
-    return 0
+    return print(listing(("'%s' is the name of %d things; ask for one by its full name:"):format(
+      name, #found), found))
   end
   for i, entry in ipairs(found) do
     if i > 1 then print("\n" .. ("-"):rep(72) .. "\n") end
     print(docs.text(entry))
   end
   if #others > 0 then print("\n" .. listing("See also:", others)) end
-  return 0
 end
 
-local help = { doc = "this text; engine help NAME explains a command, a function, a policy ...",
-  help = usage, commands = names }
-
--- Writes the pages (--html) or the types (--types) to `target`. Returns the exit code.
-local function write(switch, target)
-  if not target then
-    io.stderr:write(("engine help %s: expected a path\n%s\n"):format(switch, usage))
-    return 1
-  end
-  local writer = require(switch == "--html" and "engine.docs.html" or "engine.docs.types")
-  local good, warnings = pcall(writer.write, require("engine.docs.index").new(commands()), target)
-  if not good then warnings = { tostring(warnings) } end
-  for _, warning in ipairs(warnings) do
-    io.stderr:write("engine help: ", texts.shown(warning, true), "\n")
-  end
+-- Writes the pages or the types to `target`. Returns the exit code.
+local function write(writer, target)
+  local warnings = writer.write(require("engine.docs.index").new(commands()), target)
+  options.note("help", warnings)
   return #warnings == 0 and 0 or 1
 end
 
-function help.main(name, target, ...)
-  if name == "--html" or name == "--types" then return write(name, target) end
-  if not name then
-    print(overview())
-    return 0
+local function main(given)
+  if given.html then return write(require "engine.docs.html", given.html) end
+  if given.types then return write(require "engine.docs.types", given.types) end
+  local topic = table.concat(given.words, " ")
+  if topic == "" then return print(overview()) end
+  if topic == "help" then return print(overview() .. "\n\n" .. usage) end
+  for _, name in ipairs(names) do              -- a command's help does not need the index
+    if name == given.words[1] then return print(require("engine.cli." .. name).help) end
   end
-  if name == "help" then
-    print(overview() .. "\n\n" .. usage)
-    return 0
-  end
-  for _, command in ipairs(names) do           -- a command's help does not need the index
-    if command == name then
-      print(require("engine.cli." .. name).help)
-      return 0
-    end
-  end
-  return show(table.concat({ name, target, ... }, " "))
+  return show(topic)
 end
 
+local help = options.command {
+  name = "help", doc = "this text; engine help NAME explains a command, a function, a policy ...",
+  help = usage, options = { html = "text", types = "text" }, main = main,
+}
+help.commands = names
 return help
