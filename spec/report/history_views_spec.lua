@@ -310,7 +310,7 @@ describe("shades", function()
   it("go from cold to hot; inf and nan have their own", function()
     local options = { rows = { { label = "a", cells = { 0, 0.5, 1, nil, "bad" }, note = "x" } },
       columns = 5, wide = 1, axis = { "0", [5] = "4" }, low = "low",
-      high = "high", bad = true, title = "t" }
+      high = "high", title = "t" }
     options.style = "shades"
     assert.equal("t\na ▏·▒█ !▕ x\n   ╵   ╵\n   0   4\n" ..
       "   low ·░▒▓█ high    ! inf or nan",

@@ -1,11 +1,11 @@
 -- Draws a table of numbers as shades in the terminal: as colours if the terminal has them,
 -- otherwise as characters.
 --   print(heat.draw { title =, rows = { { label =, cells = { 0.3, nil, "bad", ... }, note = } },
---     columns = n, wide = 1, axis = { [3] = "2^-14" }, low = "text", high = "text", bad = true,
+--     columns = n, wide = 1, axis = { [3] = "2^-14" }, low = "text", high = "text",
 --     none = "nothing recorded", width = 80 })
 -- A cell is a number from 0 to 1, nil (blank), or "bad" (inf or nan). axis: labels below columns.
--- low, high: the legend's texts for 0 and 1. none: the legend's text for blank cells. bad: whether
--- the legend shows the mark of "bad" cells. Used by views.lua; plot.lua uses only style().
+-- low, high: the legend's texts for 0 and 1. none: the legend's text for blank cells. Used by
+-- views.lua; plot.lua uses only style().
 local machine = require "engine.base.machine"
 local show = require "engine.base.show"
 
@@ -95,7 +95,7 @@ function M.draw(options)
     lines[#lines + 1] = line
   end
   local legend = { options.low .. " " .. ramp_text(style) .. " " .. options.high,
-    options.bad and cell_text("bad", style, 1) .. " inf or nan" or nil }
+    cell_text("bad", style, 1) .. " inf or nan" }
   if options.none then legend[#legend + 1] = "blank: " .. options.none end
   local line, room = (" "):rep(width + 2), 0
   for i, text in ipairs(legend) do

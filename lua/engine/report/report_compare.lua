@@ -126,12 +126,10 @@ end
 
 --- Returns the page as text, and a list of notes about values that were left out.
 function M.html(list, folder)
-  local names = {}
-  for i, run in ipairs(list) do names[i], run.number = run.name, i end
+  local names, paths = {}, {}
+  for i, run in ipairs(list) do names[i], paths[i], run.number = run.name, run.path, i end
   local title = show.cut(table.concat(names, ", "), 120)
   local sections, data, c = curve_sections(list)
-  local paths = {}
-  for i, run in ipairs(list) do paths[i] = run.path end
   return parts.page(title, table.concat(paths, ", "), {
     parts.header(escape(title), #list .. " runs"), runs_table(list, folder), unpack(sections) },
     data), c.notes

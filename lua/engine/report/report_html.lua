@@ -80,9 +80,7 @@ end
 
 --- Returns a section of the page, or "" if it has no content.
 function M.section(title, about, ...)
-  local parts = {}
-  for i = 1, select("#", ...) do parts[#parts + 1] = (select(i, ...)) end
-  local body = table.concat(parts)
+  local body = table.concat { ... }
   if body == "" then return "" end
   return ("<section><h2>%s</h2>%s%s</section>\n"):format(title, about and "<p>" .. about ..
     "</p>" or "", body)

@@ -312,8 +312,8 @@ local function by_exponent(l, width)
   local wide = math.max(1, math.min(2, math.floor((width - label - notes - 4) / columns)))
   for _, row in ipairs(rows) do row.note = fitted(row.note, width - label - columns * wide - 4) end
   return require("engine.report.heat").draw { rows = rows, columns = columns, wide = wide,
-    axis = axis, bad = true, low = "0.00001 %", high = "100 %", none = "no gradient",
-    label = label, width = width,
+    axis = axis, low = "0.00001 %", high = "100 %", none = "no gradient", label = label,
+    width = width,
     title = ("%s gradients as stored, by exponent of 2: below %d, %s loses bits; above %d, it " ..
       "overflows\n" ..
       "share of each layer's nonzero gradients in the statistics of %s; on the right, the " ..
@@ -362,8 +362,7 @@ local function by_time(l, width)
     axis[i] = ("%.0f"):format(l.x[i])
   end
   return require("engine.report.heat").draw { rows = rows, columns = n, wide = 1, axis = axis,
-    bad = true, low = "2^" .. low, high = "2^" .. high, none = "nothing recorded",
-    label = label, width = width,
+    low = "2^" .. low, high = "2^" .. high, none = "nothing recorded", label = label, width = width,
     title = ("largest gradient as stored, by step, %s; on the right, over all steps\n" ..
       "statistics of %s; each column is %s"):format(l.formats_text, steps_text(l.steps),
       l.width == 1 and "a step" or grouped(l.width) .. " steps") }

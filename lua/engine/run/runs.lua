@@ -1,5 +1,5 @@
 -- Finds and lists the runs of a folder: their settings, their progress and how they ended. Used by
--- the commands, the reports, contest.lua, compare.lua and trace.lua.
+-- the commands, the reports, contest.lua, compare.lua, trace.lua and verify.lua.
 local M_ffi = require "engine.base.ffi"
 local files = require "engine.base.file"
 
