@@ -34,13 +34,9 @@ return options.command {
     if not given.tokenizer then options.fail("expected --tokenizer FOLDER") end
     if not given.output then options.fail("expected -o FILE.npy") end
     local tokenizer = require("engine.data.tokenizer").open(given.tokenizer)
-    local ending = given["end"]
-    if ending and not tokenizer:id(ending) then
-      options.fail("--end: the tokenizer has no token '%s'%s", ending,
-        require("engine.base.nearest").hint(ending, tokenizer:special_tokens()))
-    end
+    local ending = given["end"] and options.token_id(tokenizer, given["end"], "--end")
     local result = require("engine.data.tokenize").run(tokenizer, words, given.output, {
-      lines = given.lines, special = given.special, ending = ending and tokenizer:id(ending),
+      lines = given.lines, special = given.special, ending = ending,
       progress = require("engine.run.progress").amount "bytes" })
     local show = require "engine.base.show"
     print(("%s: %s tokens (%s) of %s bytes in %s"):format(given.output,

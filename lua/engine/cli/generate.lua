@@ -1,7 +1,6 @@
 -- engine generate: continues texts or lists of token ids with a model in Hugging Face's files.
 local files = require "engine.base.file"
 local options = require "engine.cli.options"
-local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
 local help = [==[
@@ -38,11 +37,7 @@ local NUMBERS = { "temperature", "top_k", "top_p", "seed" }
 local function ids_of(list, what, tokenizer)
   local ids = {}
   for i, text in ipairs(list) do
-    ids[i] = tonumber(text) or tokenizer and tokenizer:id(text)
-    if tokenizer and not ids[i] then
-      options.fail("%s: the tokenizer has no token '%s'%s", what, text,
-        nearest.hint(text, tokenizer:special_tokens()))
-    end
+    ids[i] = tonumber(text) or tokenizer and options.token_id(tokenizer, text, what)
     if not ids[i] or ids[i] < 0 or ids[i] % 1 ~= 0 or ids[i] >= 2 ^ 31 then
       options.fail("%s: expected token ids such as 1,2,3, got '%s'", what, text)
     end

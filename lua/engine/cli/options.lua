@@ -20,6 +20,12 @@ local M = {}
 function M.fail(format, ...) error(format:format(...), 0) end
 local fail = M.fail
 
+--- Returns the id of the token with this text. option: the option that names it, for the message.
+function M.token_id(tokenizer, text, option)
+  return tokenizer:id(text) or fail("%s: the tokenizer has no token '%s'%s", option, text,
+    nearest.hint(text, tokenizer:special_tokens()))
+end
+
 local VALUE = {
   text = function(_, text) return text end,
   number = function(name, text)
