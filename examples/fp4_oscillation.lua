@@ -50,23 +50,24 @@ engine.optim.register("adamw_ramping", {
 
 -- Measures r. Call it after each step; it returns r for each layer's weight, by name.
 local function travel(opt)
-  local averages, last, way = opt.fp8:averages(), {}, {}
+  local averages, seen = opt.fp8:averages(), {}
   return function()
-    for _, site in ipairs(opt.fp8.list) do
-      local name = site.weight_name
-      local w = site.module.weight:detach():keep()
-      local q = engine.mx.quantize(w, { format = "e2m1", rule = "rceil",
-        average = averages[name .. ".q_ema"] }):dequantize():keep()
-      local before, sums = last[name], way[name]
-      if before then
-        local dw, dq = (w - before.w):abs(), (q - before.q):abs()
-        way[name] = { w = (sums and sums.w + dw or dw):keep(),
-          q = (sums and sums.q + dq or dq):keep() }
-      end
-      last[name] = { w = w, q = q }
-    end
     local r = {}
-    for name, sums in pairs(way) do r[name] = sums.q / (sums.w + 1e-8) end
+    for _, site in ipairs(opt.fp8.list) do
+      local name, w = site.weight_name, site.module.weight:detach()
+      local q = engine.mx.quantize(w, { format = "e2m1", rule = "rceil",
+        average = averages[name .. ".q_ema"] }):dequantize()
+      local last = seen[name]
+      if last then
+        last.way_w:copy(last.way_w + (w - last.w):abs())
+        last.way_q:copy(last.way_q + (q - last.q):abs())
+        last.w:copy(w)
+        last.q:copy(q)
+        r[name] = last.way_q / (last.way_w + 1e-8)
+      else
+        seen[name] = { w = w:keep(), q = q:keep(), way_w = (w * 0):keep(), way_q = (q * 0):keep() }
+      end
+    end
     return r
   end
 end
@@ -88,7 +89,6 @@ local function calibrate(opt, model, one_step)
     one_step()
     r = engine.no_grad(observe)
   end
-  r = copies(r)
   opt:load_state(state, updates)
   model:load_state(weights)
   opt.lr = lr
@@ -96,6 +96,8 @@ local function calibrate(opt, model, one_step)
     opt:state_tensors()[name .. ".period"]
       :copy(((ratio / LIMIT):to("i32"):to("f32") * GROWTH + 1):clamp(1, cfg.calibrate))
   end
+  for _, x in pairs(state) do x:free() end
+  for _, x in pairs(weights) do x:free() end
 end
 
 local text = lab.corpus(cfg.data, 120000)
