@@ -11,6 +11,8 @@ extern "C" {
 #include "device/wire.h"
 }
 
+#include <type_traits>
+
 enum {
   EACH = 4 /* adjacent elements per thread */,
   THREADS = 256,
@@ -97,14 +99,7 @@ __device__ static inline float *scales_of(W *piece, int64_t count)
 
 // ------------------------------------------------------------------ passes
 
-template <class N, class W> struct same_type { static const bool value = false; };
-template <class N> struct same_type<N, N> { static const bool value = true; };
-
-/// Stores numbers unchanged: no rounding, and NaNs keep their bits.
-template <class N>
-__device__ static inline void pass(N *packed, quad<N> q, int64_t left)
-{ store(packed, left, q); }
-template <class N, class W> __device__ static inline void pass(W *, quad<N>, int64_t) {}
+// Numbers that are in the comm dtype already are copied: no rounding, and NaNs keep their bits.
 
 template <class N, class W>
 __global__ void __launch_bounds__(THREADS) pack(const wire_run *runs, int n, uint32_t *flags)
@@ -121,12 +116,11 @@ __global__ void __launch_bounds__(THREADS) pack(const wire_run *runs, int n, uin
       if (fill) left = EACH;
       quad<float> v = widened(q);
       W *to = (W *)run.packed + at;
-      if (same_type<N, W>::value) pass((N *)run.packed + at, q, left);
+      if constexpr (std::is_same_v<N, W>) store(to, left, q);
       else put(to, run.scales, v, block, left);
       for (int i = 0; i < EACH; i++) {
         if (!f32_is_finite(v.at[i])) found |= f32_is_nan(v.at[i]) ? WIRE_NAN : WIRE_INF;
-        if (sizeof(W) == 2 && !same_type<W, bf16_t>::value && !same_type<N, W>::value &&
-            f32_is_finite(v.at[i])) {
+        if (std::is_same_v<W, f16_t> && !std::is_same_v<N, W> && f32_is_finite(v.at[i])) {
           f16_t half;
           narrow(half, v.at[i]);
           if ((half.bits & 0x7C00u) == 0x7C00u) found |= WIRE_OVERFLOW;
@@ -147,7 +141,7 @@ __global__ void __launch_bounds__(THREADS) unpack(const wire_run *runs, int n)
       int64_t at = block * WIRE_BLOCK + threadIdx.x % 32 * EACH, left = run.n - at;
       N *to = (N *)run.numbers + at;
       quad<N> q;
-      if (same_type<N, W>::value) q = load((const N *)run.packed + at, left);
+      if constexpr (std::is_same_v<N, W>) q = load((const N *)run.packed + at, left);
       else {
         quad<float> v = get((const W *)run.packed + at, run.scales, block, left);
         for (int i = 0; i < EACH; i++) narrow(q.at[i], v.at[i]);
