@@ -417,8 +417,6 @@ static rule rule_of(const eng_update *u, const eng_hyper *h)
   return r;
 }
 
-static bool dtype_fits(int d) { return d == ENG_f32 || d == ENG_f16 || d == ENG_bf16; }
-
 static eng_status check_spans(const param_span *spans, int n, const eng_update *update)
 {
   int kind = update->kind;
@@ -432,8 +430,8 @@ static eng_status check_spans(const param_span *spans, int n, const eng_update *
                        "optimize: parameter %s lacks moments for optimizer number %d", s->name,
                        kind);
     if ((s->master_dtype != ENG_f32 && s->master_dtype != ENG_bf16) ||
-        !dtype_fits(s->gradient_dtype) || (s->shadow && !dtype_fits(s->shadow_dtype)) ||
-        (s->moment1 && !dtype_fits(s->moment_dtype)))
+        !is_fast(s->gradient_dtype) || (s->shadow && !is_fast(s->shadow_dtype)) ||
+        (s->moment1 && !is_fast(s->moment_dtype)))
       return error_set(ENG_ERR_DTYPE,
                        "optimize: parameter %s: expected a master in f32 or bf16, and all else "
                        "in f32, f16 or bf16; got a master in %s, gradients in %s, moments in %s "
@@ -495,27 +493,12 @@ static eng_status fetch_norms(const param_span *spans, int n)
   return status;
 }
 
-template <int LOOP, bool MORE>
-static eng_status launch_advance(const numbers *u, bool low, double *partial)
-{
-  const span_table *t = &pass.table;
-  const unsigned chunks = (unsigned)t->chunks;
-  cudaStream_t stream = cuda_stream();
-  if (low)
-    advance_all<LOOP, MORE, true><<<chunks, SPAN_THREADS, 0, stream>>>(t->span, t->chunk, u,
-                                                                       partial);
-  else
-    advance_all<LOOP, MORE, false><<<chunks, SPAN_THREADS, 0, stream>>>(t->span, t->chunk, u,
-                                                                        partial);
-  CUDA_LAUNCHED("optimize");
-  return ENG_OK;
-}
+typedef void advance_kernel(const device_span *, const int32_t *, const numbers *, double *);
 
-template <int LOOP>
-static eng_status launch(const numbers *u, bool more, bool low, double *partial)
+template <int LOOP> static advance_kernel *kernel_of(bool more, bool low)
 {
-  return more ? launch_advance<LOOP, true>(u, low, partial)
-              : launch_advance<LOOP, false>(u, low, partial);
+  if (more) return low ? advance_all<LOOP, true, true> : advance_all<LOOP, true, false>;
+  return low ? advance_all<LOOP, false, true> : advance_all<LOOP, false, false>;
 }
 
 eng_status cuda_optimize(const param_span *spans, int n, const eng_update *update)
@@ -540,9 +523,12 @@ eng_status cuda_optimize(const param_span *spans, int n, const eng_update *updat
   bool low = false;
   for (int k = 0; k < n; k++) low = low || spans[k].master_dtype != ENG_f32;
   double *partial = norms ? (double *)pass.norms + (int64_t)n * ENG_NORMS : NULL;
-  ENG_TRY(update->kind == ENG_SGD  ? launch<LOOP_SGD>(u, more, low, partial) :
-          update->kind == ENG_LION ? launch<LOOP_LION>(u, more, low, partial) :
-                                     launch<LOOP_ADAM>(u, more, low, partial));
+  advance_kernel *kernel = update->kind == ENG_SGD  ? kernel_of<LOOP_SGD>(more, low) :
+                           update->kind == ENG_LION ? kernel_of<LOOP_LION>(more, low) :
+                                                      kernel_of<LOOP_ADAM>(more, low);
+  kernel<<<(unsigned)pass.table.chunks, SPAN_THREADS, 0, cuda_stream()>>>(
+    pass.table.span, pass.table.chunk, u, partial);
+  CUDA_LAUNCHED("optimize");
   return norms ? fetch_norms(spans, n) : ENG_OK;
 }
 
@@ -551,7 +537,7 @@ eng_status cuda_unscale(const param_span *spans, int n, double factor, float *co
 {
   *found_inf = 0;
   for (int k = 0; k < n; k++)
-    if (!dtype_fits(spans[k].gradient_dtype))
+    if (!is_fast(spans[k].gradient_dtype))
       return error_set(ENG_ERR_DTYPE,
                        "unscale: expected the gradient of %s in f32, f16 or bf16, got %s",
                        spans[k].name, eng_dtype_name(spans[k].gradient_dtype));
