@@ -97,7 +97,7 @@ template <int V> __device__ static inline void unary_low(int op, float (&y)[V], 
 /// The rule of operation OP alone or, with OP = -1, a rule in which `op` selects the formula.
 /// Operations that take much of a model's time have their own kernel, because a kernel of many
 /// formulas needs as many registers as the longest formula.
-template <int OP = -1> struct unary_rule {
+template <int OP> struct unary_rule {
   int op;
   template <int V>
   __device__ void operator()(float (&y)[1][V], const float (&x)[1][V]) const
@@ -198,7 +198,7 @@ __device__ static inline void slope_low(int op, float (&y)[V], const float (&x)[
   }
 }
 
-template <int OP = -1> struct slope_rule {   // OP as in unary_rule
+template <int OP> struct slope_rule {   // OP as in unary_rule
   int op;
   template <int V>
   __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const
@@ -311,20 +311,26 @@ struct slope_body {
 
 static bool is_circular(int64_t op) { return op == ENG_OP_sin || op == ENG_OP_cos; }
 
+/// Runs Rule (unary_rule or slope_rule) for operation `op` on a call with N inputs.
+template <template <int> class Rule, int N> static eng_status run(const op_call *call, int op)
+{
+  walk<1 + N> w = walk_of_call<1, N>(call);
+  bool done = false;
+  switch (op) {
+    case ENG_OP_relu:      done = map_dense<1, N>(w, Rule<ENG_OP_relu>{}); break;
+    case ENG_OP_gelu:      done = map_dense<1, N>(w, Rule<ENG_OP_gelu>{}); break;
+    case ENG_OP_gelu_tanh: done = map_dense<1, N>(w, Rule<ENG_OP_gelu_tanh>{}); break;
+    case ENG_OP_silu:      done = map_dense<1, N>(w, Rule<ENG_OP_silu>{}); break;
+  }
+  if (!done) return map<1, N>(call, Rule<-1>{op});
+  CUDA_LAUNCHED(eng_op_name(call->op));
+  return ENG_OK;
+}
+
 static eng_status unary(const op_call *call)
 {
   if (!all_fast(call) || is_circular(call->op)) return each<1, 1>(call, unary_body{call->op});
-  walk<2> w = walk_of_call<1, 1>(call);
-  bool done = false;
-  switch (call->op) {
-    case ENG_OP_relu:      done = map_dense<1, 1>(w, unary_rule<ENG_OP_relu>{}); break;
-    case ENG_OP_gelu:      done = map_dense<1, 1>(w, unary_rule<ENG_OP_gelu>{}); break;
-    case ENG_OP_gelu_tanh: done = map_dense<1, 1>(w, unary_rule<ENG_OP_gelu_tanh>{}); break;
-    case ENG_OP_silu:      done = map_dense<1, 1>(w, unary_rule<ENG_OP_silu>{}); break;
-  }
-  if (!done) return map<1, 1>(call, unary_rule<>{call->op});
-  CUDA_LAUNCHED(eng_op_name(call->op));
-  return ENG_OK;
+  return run<unary_rule, 1>(call, call->op);
 }
 
 #define ENG_UNARY(name, ...) \
@@ -340,17 +346,7 @@ extern "C" eng_status cuda_unary_grad(const op_call *call)
                      "number %lld",
                      (long long)op);
   if (!all_fast(call) || is_circular(op)) return each<1, 2>(call, slope_body{(int)op});
-  walk<3> w = walk_of_call<1, 2>(call);
-  bool done = false;
-  switch (op) {
-    case ENG_OP_relu:      done = map_dense<1, 2>(w, slope_rule<ENG_OP_relu>{}); break;
-    case ENG_OP_gelu:      done = map_dense<1, 2>(w, slope_rule<ENG_OP_gelu>{}); break;
-    case ENG_OP_gelu_tanh: done = map_dense<1, 2>(w, slope_rule<ENG_OP_gelu_tanh>{}); break;
-    case ENG_OP_silu:      done = map_dense<1, 2>(w, slope_rule<ENG_OP_silu>{}); break;
-  }
-  if (!done) return map<1, 2>(call, slope_rule<>{(int)op});
-  CUDA_LAUNCHED("unary_grad");
-  return ENG_OK;
+  return run<slope_rule, 2>(call, (int)op);
 }
 
 // ------------------------------------------------------------------ swiglu
