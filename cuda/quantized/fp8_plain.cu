@@ -124,16 +124,12 @@ operand operand_of(const tensor *q, const tensor *scale, bool along_k, int64_t b
 {
   const fp8_scales at =
     fp8_scales_for(block_rows, block_columns, q->shape[0], q->shape[1], nullptr);
-  operand x = {static_cast<const uint8_t *>(q->data),
-               static_cast<const float *>(scale->data),
-               q->dtype == ENG_e4m3 ? 3 : 2,
-               1,
-               1,
-               0,
-               0,
-               0,
-               0};
-  (along_k ? x.i_stride : x.k_stride) = q->shape[1];
+  operand x = {};
+  x.data = static_cast<const uint8_t *>(q->data);
+  x.scale = static_cast<const float *>(scale->data);
+  x.fraction = q->dtype == ENG_e4m3 ? 3 : 2;
+  x.i_stride = along_k ? q->shape[1] : 1;
+  x.k_stride = along_k ? 1 : q->shape[1];
   x.i_block = along_k ? at.row_block : at.inner_block;
   x.k_block = along_k ? at.inner_block : at.row_block;
   x.i_scale = along_k ? at.row_stride : at.inner_stride;
@@ -172,19 +168,12 @@ extern "C" eng_status fp8_plain(const op_call *call)
   const int64_t tiles = (p.m + SIDE - 1) / SIDE * ((p.n + SIDE - 1) / SIDE),
                 most = 16LL * cuda_multiprocessors();
   const unsigned grid = (unsigned)(tiles < most ? tiles : most);
-  const dim3 block(SIDE, SIDE);
-  switch (call->fp8_matmul.accumulator) {
-  case ENG_ACCUMULATE_FP32:
-    multiply<ENG_ACCUMULATE_FP32><<<grid, block, 0, cuda_stream()>>>(p);
-    break;
-  case ENG_ACCUMULATE_EXACT:
-    multiply<ENG_ACCUMULATE_EXACT><<<grid, block, 0, cuda_stream()>>>(p);
-    break;
-  case ENG_ACCUMULATE_HOPPER:
-    multiply<ENG_ACCUMULATE_HOPPER><<<grid, block, 0, cuda_stream()>>>(p);
-    break;
-  default: multiply<ENG_ACCUMULATE_E4M3><<<grid, block, 0, cuda_stream()>>>(p); break;
-  }
+  const int64_t model = call->fp8_matmul.accumulator;
+  auto kernel = model == ENG_ACCUMULATE_FP32   ? multiply<ENG_ACCUMULATE_FP32> :
+                model == ENG_ACCUMULATE_EXACT  ? multiply<ENG_ACCUMULATE_EXACT> :
+                model == ENG_ACCUMULATE_HOPPER ? multiply<ENG_ACCUMULATE_HOPPER> :
+                                                 multiply<ENG_ACCUMULATE_E4M3>;
+  kernel<<<grid, dim3(SIDE, SIDE), 0, cuda_stream()>>>(p);
   CUDA_LAUNCHED("fp8_matmul");
   return ENG_OK;
 }
