@@ -27,22 +27,52 @@ struct reduction {
 // ------------------------------------------------------------------ combining elements
 
 // Returns b if b is better (larger for MAX, smaller for MIN) or NaN, else a.
-__device__ static inline double better(double a, double b, int rule)
-{
-  return (rule == MAX ? b > a : b < a) || b != b ? b : a;
-}
+template <typename T> __device__ static inline T better(T a, T b, int rule)
+{ return (rule == MAX ? b > a : b < a) || b != b ? b : a; }
 
-__device__ static inline float better(float a, float b, int rule)
-{
-  return (rule == MAX ? b > a : b < a) || b != b ? b : a;
-}
+__device__ static inline double plus(double a, double b) { return a + b; }
+__device__ static inline int64_t plus(int64_t a, int64_t b)   // wraps
+{ return (int64_t)((uint64_t)a + (uint64_t)b); }
 
-/// How elements of f32, f16 and bf16 are read and combined, V at a time.
-template <int RULE, int V_> struct floats {
+/// How elements are read and combined one at a time, in T: double, or int64_t for integers.
+template <int RULE, typename T> struct singles {
+  enum { V = 1, EVEN_ROWS = 0, WHOLE = T(0.5) == T(0) };
+  typedef T raw;
+  typedef T number;
+  typedef T total;
+  __device__ static void fetch(T &r, const void *x, int dtype, int64_t at)
+  {
+    if constexpr (WHOLE) r = load_int(x, dtype, at);
+    else r = load_double(x, dtype, at);
+  }
+  __device__ static void values(T (&v)[1], const T &r, int) { v[0] = r; }
+  __device__ static T value(const T &r, int, int) { return r; }
+  __device__ static T identity()
+  {
+    if constexpr (WHOLE) return RULE == SUM ? 0 : RULE == MAX ? INT64_MIN : INT64_MAX;
+    else return RULE == SUM ? 0.0 : RULE == MAX ? -INFINITY : INFINITY;
+  }
+  __device__ static T combine(T a, T b) { return RULE == SUM ? plus(a, b) : better(a, b, RULE); }
+  /// Combines a few values with the total.
+  template <int N> __device__ static void take(T &total, const T (&x)[N])
+  {
+#pragma unroll
+    for (int i = 0; i < N; i++) total = combine(total, x[i]);
+  }
+  __device__ static void store(void *y, int dtype, int64_t at, T total, double divisor)
+  {
+    if constexpr (WHOLE) store_int(y, dtype, at, total);
+    else store_double(y, dtype, at, total / divisor);
+  }
+};
+template <int RULE> using doubles = singles<RULE, double>;
+template <int RULE> using integers = singles<RULE, int64_t>;
+
+/// How elements of f32, f16 and bf16 are read and combined, V at a time. Totals are in double.
+template <int RULE, int V_> struct floats : doubles<RULE> {
   enum { V = V_, EVEN_ROWS = 0 };
   typedef typename mixed<V>::raw raw;
-  typedef float  number;
-  typedef double total;
+  typedef float number;
   __device__ static void fetch(raw &r, const void *x, int dtype, int64_t at)
   { mixed<V>::fetch(r, x, dtype, at, 1); }
   __device__ static void values(float (&v)[V], const raw &r, int dtype)
@@ -51,9 +81,6 @@ template <int RULE, int V_> struct floats {
   { return mixed<V>::member(r, v, dtype); }
   __device__ static float identity()
   { return RULE == SUM ? 0.0f : RULE == MAX ? -INFINITY : INFINITY; }
-  __device__ static double combine(double a, double b)
-  { return RULE == SUM ? a + b : better(a, b, RULE); }
-  /// Combines a few values with the total.
   template <int N> __device__ static void take(double &total, const float (&x)[N])
   {
     float run = x[0];
@@ -65,11 +92,9 @@ template <int RULE, int V_> struct floats {
       for (int i = 0; i < N; i++) sum += x[i];
       total += sum;
     } else {
-      total = combine(total, run);
+      total = doubles<RULE>::combine(total, run);
     }
   }
-  __device__ static void store(void *y, int dtype, int64_t at, double total, double divisor)
-  { store_double(y, dtype, at, total / divisor); }
 };
 
 /// Like `floats`, for 16 bytes of one format at a time. Reductions down columns use it only if rows
@@ -86,54 +111,6 @@ template <int RULE, class T> struct packed : floats<RULE, 16 / sizeof(T)> {
     widen_words(x, r);   // the compiler drops unused results
     return x[v];
   }
-};
-
-template <int RULE> struct doubles {
-  enum { V = 1, EVEN_ROWS = 0 };
-  typedef double raw;
-  typedef double number;
-  typedef double total;
-  __device__ static void fetch(double &r, const void *x, int dtype, int64_t at)
-  { r = load_double(x, dtype, at); }
-  __device__ static void values(double (&v)[1], const double &r, int) { v[0] = r; }
-  __device__ static double value(const double &r, int, int) { return r; }
-  __device__ static double identity()
-  { return RULE == SUM ? 0.0 : RULE == MAX ? -INFINITY : INFINITY; }
-  __device__ static double combine(double a, double b)
-  { return RULE == SUM ? a + b : better(a, b, RULE); }
-  template <int N> __device__ static void take(double &total, const double (&x)[N])
-  {
-#pragma unroll
-    for (int i = 0; i < N; i++) total = combine(total, x[i]);
-  }
-  __device__ static void store(void *y, int dtype, int64_t at, double total, double divisor)
-  { store_double(y, dtype, at, total / divisor); }
-};
-
-template <int RULE> struct integers {
-  enum { V = 1, EVEN_ROWS = 0 };
-  typedef int64_t raw;
-  typedef int64_t number;
-  typedef int64_t total;
-  __device__ static void fetch(int64_t &r, const void *x, int dtype, int64_t at)
-  { r = load_int(x, dtype, at); }
-  __device__ static void values(int64_t (&v)[1], const int64_t &r, int) { v[0] = r; }
-  __device__ static int64_t value(const int64_t &r, int, int) { return r; }
-  __device__ static int64_t identity()
-  { return RULE == SUM ? 0 : RULE == MAX ? INT64_MIN : INT64_MAX; }
-  __device__ static int64_t combine(int64_t a, int64_t b)
-  {
-    return RULE == SUM ? (int64_t)((uint64_t)a + (uint64_t)b) :
-           RULE == MAX ? (b > a ? b : a) :
-                         (b < a ? b : a);
-  }
-  template <int N> __device__ static void take(int64_t &total, const int64_t (&x)[N])
-  {
-#pragma unroll
-    for (int i = 0; i < N; i++) total = combine(total, x[i]);
-  }
-  __device__ static void store(void *y, int dtype, int64_t at, int64_t total, double)
-  { store_int(y, dtype, at, total); }
 };
 
 // ------------------------------------------------------------------ several threads per result
