@@ -73,6 +73,19 @@ static inline eng_status check_blocks(int64_t n, const char *operation)
 
 #ifdef __CUDACC__
 
+/// Launches `blocks` blocks of a kernel with `bytes` bytes of dynamic shared memory each. Errors:
+/// SHAPE if there are too many blocks.
+template <class Kernel, class... Arguments>
+static eng_status launch_kernel(const char *operation, Kernel *kernel, int64_t blocks, int threads,
+                                int bytes, const Arguments &...arguments)
+{
+  ENG_TRY(check_blocks(blocks, operation));
+  CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  kernel<<<(unsigned)blocks, threads, bytes, cuda_stream()>>>(arguments...);
+  CUDA_LAUNCHED(operation);
+  return ENG_OK;
+}
+
 /// Returns the number n of keys that query t sees. They are keys 0 to n - 1.
 __device__ static inline int keys_seen(const attention_problem &p, int t)
 {

@@ -395,20 +395,12 @@ static eng_status launch(const attention_problem *p, backward_room *r, int dtype
     CUDA_LAUNCHED("attention_grad");
   }
   if (cuda_capability() == 90 && D % 64 == 0) return attention_hopper_backward(p, r, dtype, stored);
-  if (k_blocks > 0 && (p->dk.data || p->dv.data)) {
-    CUDA_TRY(cudaFuncSetAttribute(attention_grad_keys<T, D>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, KEY_BYTES<D>));
-    attention_grad_keys<T, D>
-      <<<k_blocks, THREADS, KEY_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
-    CUDA_LAUNCHED("attention_grad");
-  }
-  if (p->dq.data && q_blocks > 0) {
-    CUDA_TRY(cudaFuncSetAttribute(attention_grad_queries<T, D>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, QUERY_BYTES<D>));
-    attention_grad_queries<T, D>
-      <<<q_blocks, THREADS, QUERY_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
-    CUDA_LAUNCHED("attention_grad");
-  }
+  if (k_blocks > 0 && (p->dk.data || p->dv.data))
+    ENG_TRY(launch_kernel("attention_grad", attention_grad_keys<T, D>, k_blocks, THREADS,
+                          KEY_BYTES<D>, *p, *r, stored));
+  if (q_blocks > 0 && p->dq.data)
+    ENG_TRY(launch_kernel("attention_grad", attention_grad_queries<T, D>, q_blocks, THREADS,
+                          QUERY_BYTES<D>, *p, *r, stored));
   return ENG_OK;
 }
 

@@ -204,14 +204,10 @@ __global__ void __launch_bounds__(THREADS, 2)
 template <class T, int D, bool ENTROPY>
 static eng_status launch(const attention_problem *p, int stored)
 {
-  auto kernel = attention_forward_tiles<T, D, ENTROPY>;
-  constexpr int ROWS = ROWS_OF<D, ENTROPY>, BYTES = FORWARD_BYTES<D, ENTROPY>;
-  CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
   schedule plan;
-  ENG_TRY(schedule_of(&plan, p, ROWS, D));
-  kernel<<<(unsigned)(plan.tiles * plan.heads), THREADS, BYTES, cuda_stream()>>>(*p, plan, stored);
-  CUDA_LAUNCHED("attention");
-  return ENG_OK;
+  ENG_TRY(schedule_of(&plan, p, ROWS_OF<D, ENTROPY>, D));
+  return launch_kernel("attention", attention_forward_tiles<T, D, ENTROPY>, plan.tiles * plan.heads,
+                       THREADS, FORWARD_BYTES<D, ENTROPY>, *p, plan, stored);
 }
 
 template <class T, int D> static eng_status forward(const attention_problem *p, int stored)

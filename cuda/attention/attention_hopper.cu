@@ -359,15 +359,11 @@ __global__ void __launch_bounds__(THREADS_OF<D>, 1)
 template <class T, int D> static eng_status forward(const attention_problem *p, int stored)
 {
   auto kernel = p->entropy ? hopper_tiles<T, D, true> : hopper_tiles<T, D, false>;
-  CUDA_TRY(
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, HOPPER_BYTES<D>));
   schedule plan;
   ENG_TRY(schedule_of(&plan, p, QUERIES_OF<D>, D));
   const int items = plan.tiles * plan.heads, most = cuda_multiprocessors();
-  kernel<<<(unsigned)(items < most ? items : most), THREADS_OF<D>, HOPPER_BYTES<D>,
-           cuda_stream()>>>(*p, plan, stored);
-  CUDA_LAUNCHED("attention");
-  return ENG_OK;
+  return launch_kernel("attention", kernel, items < most ? items : most, THREADS_OF<D>,
+                       HOPPER_BYTES<D>, *p, plan, stored);
 }
 
 eng_status attention_forward_hopper(const attention_problem *p, int dtype, int stored)

@@ -291,20 +291,12 @@ static eng_status launch(const attention_problem *p, backward_room *r, int store
   ENG_TRY(schedule_backward(r, p, ROWS, ROWS, D));
   const int k_blocks = r->keys.tiles * r->keys.heads,
             q_blocks = r->queries.tiles * r->queries.heads;
-  if (k_blocks > 0 && (p->dk.data || p->dv.data)) {
-    CUDA_TRY(cudaFuncSetAttribute(hopper_grad_keys<T, D>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, BACKWARD_BYTES<D>));
-    hopper_grad_keys<T, D>
-      <<<k_blocks, BLOCK, BACKWARD_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
-    CUDA_LAUNCHED("attention_grad");
-  }
-  if (q_blocks > 0 && p->dq.data) {
-    CUDA_TRY(cudaFuncSetAttribute(hopper_grad_queries<T, D>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, BACKWARD_BYTES<D>));
-    hopper_grad_queries<T, D>
-      <<<q_blocks, BLOCK, BACKWARD_BYTES<D>, cuda_stream()>>>(*p, *r, stored);
-    CUDA_LAUNCHED("attention_grad");
-  }
+  if (k_blocks > 0 && (p->dk.data || p->dv.data))
+    ENG_TRY(launch_kernel("attention_grad", hopper_grad_keys<T, D>, k_blocks, BLOCK,
+                          BACKWARD_BYTES<D>, *p, *r, stored));
+  if (q_blocks > 0 && p->dq.data)
+    ENG_TRY(launch_kernel("attention_grad", hopper_grad_queries<T, D>, q_blocks, BLOCK,
+                          BACKWARD_BYTES<D>, *p, *r, stored));
   return ENG_OK;
 }
 

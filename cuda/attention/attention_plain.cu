@@ -317,13 +317,8 @@ template <int C> static eng_status forward_tiles(const attention_problem *p)
 {
   constexpr int ROWS = TILE_WARPS<C> * FORWARD_ROWS<C>;
   int64_t blocks = ((int64_t)p->queries + ROWS - 1) / ROWS * p->batch * p->heads;
-  ENG_TRY(check_blocks(blocks, "attention"));
-  CUDA_TRY(cudaFuncSetAttribute(tiles_forward<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                FORWARD_FLOATS<C> * 4));
-  tiles_forward<C>
-    <<<(unsigned)blocks, 32 * TILE_WARPS<C>, FORWARD_FLOATS<C> * 4, cuda_stream()>>>(*p);
-  CUDA_LAUNCHED("attention");
-  return ENG_OK;
+  return launch_kernel("attention", tiles_forward<C>, blocks, 32 * TILE_WARPS<C>,
+                       FORWARD_FLOATS<C> * 4, *p);
 }
 
 template <int C, bool KEYS_STAY> static eng_status backward_tiles(const attention_problem *p)
@@ -331,14 +326,8 @@ template <int C, bool KEYS_STAY> static eng_status backward_tiles(const attentio
   constexpr int ROWS = TILE_WARPS<C> * BACKWARD_ROWS<C>;
   int64_t rows = KEYS_STAY ? p->keys : p->queries,
           blocks = (rows + ROWS - 1) / ROWS * p->batch * (KEYS_STAY ? p->groups : p->heads);
-  ENG_TRY(check_blocks(blocks, "attention_grad"));
-  CUDA_TRY(cudaFuncSetAttribute(tiles_backward<C, KEYS_STAY>,
-                                cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                BACKWARD_FLOATS<C> * 4));
-  tiles_backward<C, KEYS_STAY>
-    <<<(unsigned)blocks, 32 * TILE_WARPS<C>, BACKWARD_FLOATS<C> * 4, cuda_stream()>>>(*p);
-  CUDA_LAUNCHED("attention_grad");
-  return ENG_OK;
+  return launch_kernel("attention_grad", tiles_backward<C, KEYS_STAY>, blocks, 32 * TILE_WARPS<C>,
+                       BACKWARD_FLOATS<C> * 4, *p);
 }
 
 /// Calls f<C> with the smallest C that covers the width.
