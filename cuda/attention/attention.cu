@@ -7,8 +7,7 @@
 
 #include <math.h>
 
-extern "C" op_kernel cuda_contiguous;
-extern "C" op_kernel cuda_cast;
+extern "C" op_kernel cuda_cast;   // copies if the formats are equal
 
 // ---- inputs as the kernels need them
 
@@ -27,12 +26,12 @@ static eng_status lay(void *to, int dtype, const tensor *x, int64_t padded)
   if (padded != x->shape[x->ndim - 1])
     CUDA_TRY(cudaMemsetAsync(to, 0, (size_t)(step * eng_dtype_size(dtype)), cuda_stream()));
   if (x->count == 0) return ENG_OK;
-  op_call copy = {};
-  copy.op = dtype == x->dtype ? ENG_OP_contiguous : ENG_OP_cast;
-  copy.n_in = copy.n_out = 1;
-  copy.in[0] = (tensor *)x;
-  copy.out[0] = &y;
-  return (dtype == x->dtype ? cuda_contiguous : cuda_cast)(&copy);
+  op_call cast = {};
+  cast.op = ENG_OP_cast;
+  cast.n_in = cast.n_out = 1;
+  cast.in[0] = (tensor *)x;
+  cast.out[0] = &y;
+  return cuda_cast(&cast);
 }
 
 /// Makes a view of x in `dtype`, whose rows have `padded` adjacent elements and, if `aligned`, are
@@ -124,18 +123,6 @@ static eng_status forward(attention_problem *p, scratch *all, const op_call *cal
   return hopper ? attention_forward_hopper(p, dtype, width) : attention_forward(p, dtype, width);
 }
 
-extern "C" eng_status cuda_attention(const op_call *call)
-{
-  attention_problem p;
-  scratch all = {};
-  int dtype;
-  int64_t padded;
-  ENG_TRY(problem_of(&p, &dtype, &padded, call));
-  eng_status status = forward(&p, &all, call, dtype, padded);
-  scratch_give_all(&all);
-  return status;
-}
-
 /// Sets p->lse to lse, converted if necessary to the format that the kernels read. If the inputs
 /// have several formats, the forward pass may have stored lse in a different format.
 static eng_status lse_view(attention_problem *p, scratch *all, const tensor *lse, int dtype)
@@ -166,14 +153,17 @@ static eng_status backward(attention_problem *p, scratch *all, const op_call *ca
   return tiles ? attention_backward(p, dtype, width) : attention_plain_backward(p, dtype);
 }
 
-extern "C" eng_status cuda_attention_grad(const op_call *call)
+static eng_status run(const op_call *call, decltype(forward) *pass)
 {
   attention_problem p;
   scratch all = {};
-  int dtype;
-  int64_t padded;
+  int dtype = 0;
+  int64_t padded = 0;
   ENG_TRY(problem_of(&p, &dtype, &padded, call));
-  eng_status status = backward(&p, &all, call, dtype, padded);
+  eng_status status = pass(&p, &all, call, dtype, padded);
   scratch_give_all(&all);
   return status;
 }
+
+extern "C" eng_status cuda_attention(const op_call *call)      { return run(call, forward); }
+extern "C" eng_status cuda_attention_grad(const op_call *call) { return run(call, backward); }

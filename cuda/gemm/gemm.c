@@ -10,7 +10,7 @@
 
 #include <limits.h>
 
-op_kernel cuda_matmul, cuda_linear, cuda_contiguous, cuda_cast;
+op_kernel cuda_matmul, cuda_linear, cuda_cast;
 
 // A batch that cuBLASLt cannot stride through takes several launches. If there would be more than
 // MOST_LAUNCHES, the operands whose strides prevent a single launch are copied, which is cheaper.
@@ -47,9 +47,9 @@ static eng_status copy_operand(gemm_matrix *x, const gemm_product *p, int64_t ro
   }
   to.data = scratch_keep(s, to.count * eng_dtype_size(dtype));
   if (!to.data) return ENG_ERR_MEMORY;
-  op_call copy = {.op = dtype == x->dtype ? ENG_OP_contiguous : ENG_OP_cast,
-                  .n_in = 1, .n_out = 1, .in = {&from}, .out = {&to}, .cast = {.dtype = dtype}};
-  ENG_TRY((dtype == x->dtype ? cuda_contiguous : cuda_cast)(&copy));
+  op_call cast = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {&from}, .out = {&to},
+                  .cast = {.dtype = dtype}};
+  ENG_TRY(cuda_cast(&cast));   // copies if the formats are equal
 
   gemm_matrix dense = {.data = to.data, .dtype = dtype};
   dense.row = to.stride[by_columns ? last : last - 1];
