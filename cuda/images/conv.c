@@ -168,27 +168,20 @@ static eng_status multiply(const conv_gather *g, const tensor *w, const tensor *
   return t.direct ? ENG_OK : conv_repair(out, g, &m, bias);
 }
 
-eng_status cuda_conv2d(const op_call *call)
+/// Computes y from x or, with `turned`, dx from dy.
+static eng_status convolve(const op_call *call, const tensor *bias, bool turned)
 {
-  const tensor *x = call->in[0], *w = call->in[1], *y = call->out[0];
+  const tensor *from = call->in[0], *w = call->in[1], *out = call->out[0];
   conv_gather g;
   scratch s = {0};
-  ENG_TRY(describe(&g, call, x, y, w->shape + 2, false));
-  eng_status status = multiply(&g, w, call->in[2], y, &s);
+  ENG_TRY(describe(&g, call, from, out, w->shape + 2, turned));
+  eng_status status = multiply(&g, w, bias, out, &s);
   scratch_give_all(&s);
   return status;
 }
 
-eng_status cuda_conv2d_grad_x(const op_call *call)
-{
-  const tensor *dy = call->in[0], *w = call->in[1], *dx = call->out[0];
-  conv_gather g;
-  scratch s = {0};
-  ENG_TRY(describe(&g, call, dy, dx, w->shape + 2, true));
-  eng_status status = multiply(&g, w, NULL, dx, &s);
-  scratch_give_all(&s);
-  return status;
-}
+eng_status cuda_conv2d(const op_call *call)        { return convolve(call, call->in[2], false); }
+eng_status cuda_conv2d_grad_x(const op_call *call) { return convolve(call, NULL, true); }
 
 /// Sets sum [O x taps x C/groups], in `dtype`, to the sum over all places of dy times the pixels.
 static eng_status sum_places(void *sum, int dtype, const conv_gather *g, const tensor *dy,
