@@ -11,7 +11,7 @@
 
 enum { SHORT = 4096 };   // floats, 16 KiB of stack
 
-// ------------------------------------------------------------------ softmax
+// ------------------------------------------------------------------ softmax, log softmax
 
 /// Computes a row of y = exp(x - max) * second or, for the logarithm, y = (x - max) - second.
 /// `second` is 1 / sum or, for the logarithm, log(sum). The logarithm subtracts twice, because max
@@ -49,37 +49,25 @@ static void softmax_short(const tensor *x, const tensor *y, int64_t first, int n
   }
 }
 
-static eng_status softmax(const op_call *call)
+static eng_status forward(const op_call *call, bool logarithm)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   const tensor *x = call->in[0], *y = call->out[0];
   int64_t n = row_length(x), rows = row_count(x);
 #pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
   for (int64_t row = 0; row < rows; row++) {
-    if (n <= SHORT) {
+    if (n <= SHORT && !logarithm) {
       softmax_short(x, y, row * n, (int)n);
-    } else {
-      row_exponents e = row_exponents_of(x->data, x->dtype, row * n, n);
-      map_row(x, y, row * n, n, e.max, (float)(1.0 / e.sum), false);
+      continue;
     }
-  }
-  return ENG_OK;
-}
-
-// ------------------------------------------------------------------ log softmax
-
-static eng_status log_softmax(const op_call *call)
-{
-  if (!all_fast(call)) return forward_to_reference(call);
-  const tensor *x = call->in[0], *y = call->out[0];
-  int64_t n = row_length(x), rows = row_count(x);
-#pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
-  for (int64_t row = 0; row < rows; row++) {
     row_exponents e = row_exponents_of(x->data, x->dtype, row * n, n);
-    map_row(x, y, row * n, n, e.max, (float)log(e.sum), true);
+    map_row(x, y, row * n, n, e.max, (float)(logarithm ? log(e.sum) : 1.0 / e.sum), logarithm);
   }
   return ENG_OK;
 }
+
+static eng_status softmax(const op_call *call)     { return forward(call, false); }
+static eng_status log_softmax(const op_call *call) { return forward(call, true); }
 
 // ------------------------------------------------------------------ gradients
 
