@@ -29,17 +29,6 @@ static bool targets_fit(const op_call *call, int64_t *counted)
   return true;
 }
 
-static double sum_of(const void *x, int dtype, int64_t first, int64_t n)
-{
-  float buffer[TILE] __attribute__((aligned(64)));
-  double sum = 0.0;
-  for (int64_t at = 0; at < n; at += TILE) {
-    int length = (int)smaller(TILE, n - at);
-    sum += tile_sum(tile_load(buffer, x, dtype, first + at, length), length);
-  }
-  return sum;
-}
-
 /// Writes a row's capped logits, cap * tanh(x / cap), in f32 to out [classes].
 static void cap_row(float *out, const tensor *x, int64_t first, int64_t classes, double cap)
 {
@@ -91,7 +80,7 @@ static eng_status cross_entropy(const op_call *call)
     if (t == ignored) continue;
     double own = log_sum - ((double)get(logits, dtype, first + t) - top);
     if (smoothing != 0.0) {
-      double all = log_sum + top - sum_of(logits, dtype, first, classes) / (double)classes;
+      double all = log_sum + top - row_sum(logits, dtype, first, classes) / (double)classes;
       own = (1.0 - smoothing) * own + smoothing * all;
     }
     if (z_loss != 0.0) own += z_loss * (top + log_sum) * (top + log_sum);

@@ -154,7 +154,7 @@ eng_status norm(const op_call *call, bool centred, bool adds)
     float *own = scratch + (2 + omp_get_thread_num()) * room;
     const float *in = adds ? add_row(own, call->out[1], x, call->in[1], row * n, n)
                            : tile_load(own, x->data, x->dtype, row * n, n);
-    float mean = centred ? (float)(row_sum(in, n) / (double)n) : 0.0f;
+    float mean = centred ? (float)(row_sum(in, ENG_f32, 0, n) / (double)n) : 0.0f;
     double variance = row_squares(in, n, mean) / (double)n;
     if (!f64_is_finite(variance) || variance < NARROW * mean * mean)
       variance = wide_moments(in, n, centred, &mean);

@@ -111,10 +111,15 @@ static inline double tile_sum(const float *x, int n)
   return f32_is_finite(sum) ? sum : wide_sum(x, n);
 }
 
-static inline double row_sum(const float *x, int64_t n)
+/// Returns the sum of elements [first, first + n) of x.
+static inline double row_sum(const void *x, int dtype, int64_t first, int64_t n)
 {
+  float buffer[TILE] __attribute__((aligned(64)));
   double sum = 0.0;
-  for (int64_t at = 0; at < n; at += TILE) sum += tile_sum(x + at, (int)smaller(TILE, n - at));
+  for (int64_t at = 0; at < n; at += TILE) {
+    int length = (int)smaller(TILE, n - at);
+    sum += tile_sum(tile_load(buffer, x, dtype, first + at, length), length);
+  }
   return sum;
 }
 
