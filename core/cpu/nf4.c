@@ -2,6 +2,7 @@
 // scratch during a call. A task takes CHUNK blocks. With double quantization, a single thread then
 // quantizes the absmaxes of all blocks. f64 goes to the reference kernels.
 #include "base/nf4.h"
+#include "magnitude.h"
 #include "rows.h"
 #include "simd.h"
 #include "tasks.h"
@@ -36,12 +37,7 @@ static void quantize_task(const void *context, int64_t t)
     int64_t from = j * b->size;
     int n = (int)smaller(b->size, b->x->count - from);
     const float *x = tile_load(buffer, b->x->data, b->x->dtype, from, n);
-    int32_t top = 0;
-    for (int i = 0; i < n; i++) {
-      int32_t bits = (int32_t)(f32_bits(x[i]) & 0x7FFFFFFFu);
-      top = bits > top ? bits : top;
-    }
-    float absmax = f32_from((uint32_t)top), divisor = nf4_divisor(absmax);
+    float absmax = f32_from(largest_of_floats(x, n)), divisor = nf4_divisor(absmax);
     if (n == b->size) encode(code, x, n, 1.0f / divisor, 0, bound);
     else encode(code, x, n, 0, absmax = divisor, bound);
     b->absmax[j] = absmax;
