@@ -71,42 +71,41 @@ static around around_of(const tensor *x, int dimension)
 
 // ------------------------------------------------------------------ rows by index
 
-/// Sets y[o, k, :] = x[o, ids[k], :] for rows of `bytes` bytes.
-static void copy_rows(char *y, const char *x, const indices *ids, around a, int64_t bytes)
+/// Sets y[o, k, :] = x[o, ids[k], :], where x and y have one dtype.
+static eng_status select_rows(const op_call *call, around a)
 {
-  int64_t rows = a.outer * ids->n;
+  const char *x = call->in[0]->data;
+  char *y = call->out[0]->data;
+  indices ids;
+  ENG_TRY(indices_open(&ids, call, call->in[1], a.size));
+  int64_t rows = a.outer * ids.n, bytes = a.inner * eng_dtype_size(call->in[0]->dtype);
 #pragma omp parallel for schedule(static) if (rows * bytes > 4 * PARALLEL_ELEMENTS)
   for (int64_t row = 0; row < rows; row++) {
-    const char *from = x + (row / ids->n * a.size + ids->at[row % ids->n]) * bytes;
+    const char *from = x + (row / ids.n * a.size + ids.at[row % ids.n]) * bytes;
     if (bytes == 4) memcpy(y + row * 4, from, 4);
     else if (bytes == 2) memcpy(y + row * 2, from, 2);
     else memcpy(y + row * bytes, from, (size_t)bytes);
   }
+  indices_close(&ids);
+  return ENG_OK;
 }
 
 static eng_status embedding(const op_call *call)
 {
   const tensor *weight = call->in[0], *y = call->out[0];
-  bool same = weight->dtype == y->dtype;
-  if (!same &&
-      !all_fast(&(op_call){.n_in = 1, .in = {call->in[0]}, .n_out = 1, .out = {call->out[0]}}))
-    return forward_to_reference(call);
+  if (weight->dtype == y->dtype) return select_rows(call, around_of(weight, 0));
+  if (!all_fast_except(call, 1)) return forward_to_reference(call);
   indices ids;
   ENG_TRY(indices_open(&ids, call, call->in[1], weight->shape[0]));
   int64_t n = weight->shape[1];
-  if (same) {
-    copy_rows(y->data, weight->data, &ids, (around){1, weight->shape[0], n},
-              n * eng_dtype_size(y->dtype));
-  } else {
 #pragma omp parallel for schedule(static) if (y->count > PARALLEL_ELEMENTS)
-    for (int64_t row = 0; row < ids.n; row++) {
-      float buffer[TILE] __attribute__((aligned(64)));
-      for (int64_t at = 0; at < n; at += TILE) {
-        int length = (int)smaller(TILE, n - at);
-        const float *from =
-          tile_load(buffer, weight->data, weight->dtype, ids.at[row] * n + at, length);
-        tile_store(y->data, y->dtype, row * n + at, from, length);
-      }
+  for (int64_t row = 0; row < ids.n; row++) {
+    float buffer[TILE] __attribute__((aligned(64)));
+    for (int64_t at = 0; at < n; at += TILE) {
+      int length = (int)smaller(TILE, n - at);
+      const float *from =
+        tile_load(buffer, weight->data, weight->dtype, ids.at[row] * n + at, length);
+      tile_store(y->data, y->dtype, row * n + at, from, length);
     }
   }
   indices_close(&ids);
@@ -115,14 +114,9 @@ static eng_status embedding(const op_call *call)
 
 static eng_status index_select(const op_call *call)
 {
-  const tensor *x = call->in[0], *y = call->out[0];
-  if (x->dtype != y->dtype) return forward_to_reference(call);
-  around a = around_of(x, (int)call->index_select.dim);
-  indices ids;
-  ENG_TRY(indices_open(&ids, call, call->in[1], a.size));
-  copy_rows(y->data, x->data, &ids, a, a.inner * eng_dtype_size(x->dtype));
-  indices_close(&ids);
-  return ENG_OK;
+  const tensor *x = call->in[0];
+  if (x->dtype != call->out[0]->dtype) return forward_to_reference(call);
+  return select_rows(call, around_of(x, (int)call->index_select.dim));
 }
 
 static void set_zero(const tensor *x, int64_t first, int64_t n)
