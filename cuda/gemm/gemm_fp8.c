@@ -8,7 +8,6 @@
 #include "gemm_plain.h"
 
 #include <cublasLt.h>
-#include <limits.h>
 #include <stdio.h>
 
 enum { BLOCKS_SINCE = 120900 };   // the cuBLAS version that added scales by row and by block
@@ -60,61 +59,13 @@ static const char *product_text(const fp8_result *y, const fp8_operand *x, const
 
 static bool by_block(int scaling) { return scaling == FP8_VEC128 || scaling == FP8_BLK128; }
 
-eng_status fp8_product_supported(int scaling_x, int scaling_w)
+bool fp8_product_supported(int scaling_x, int scaling_w)
 {
-  bool pair =
-    scaling_x == scaling_w ? scaling_x != FP8_BLK128 : by_block(scaling_x) && by_block(scaling_w);
-  if (scaling_x < FP8_TENSOR || scaling_x > FP8_BLK128 || scaling_w < FP8_TENSOR ||
-      scaling_w > FP8_BLK128 || !pair)
-    return error_set(ENG_ERR_VALUE,
-                     "fp8: got scales by %s times scales by %s, expected tensor with tensor, row "
-                     "with row, or 1x128 with 1x128 or 128x128",
-                     scaling_name(scaling_x), scaling_name(scaling_w));
-  int capability = cuda_capability();
-  if (capability < 89)
-    return error_set(ENG_ERR_DEVICE,
-                     "fp8: expected a card with FP8 units (sm_89 or later), got sm_%d; hint: "
-                     "precision=bf16, or device=cpu, which computes FP8 anywhere",
-                     capability);
-  if (scaling_x == FP8_TENSOR) return ENG_OK;
-  if (capability != 90)
-    return error_set(ENG_ERR_DEVICE,
-                     "fp8: cuBLASLt supports scales by %s only on sm_90, but this card is "
-                     "sm_%d; hint: scales by tensor",
-                     scaling_name(scaling_x), capability);
-  if (cublasLtGetVersion() < BLOCKS_SINCE)
-    return error_set(ENG_ERR_LIBRARY,
-                     "fp8: scales by %s need cuBLAS 12.9 or later, got version number %zu",
-                     scaling_name(scaling_x), cublasLtGetVersion());
-  return ENG_OK;
-}
-
-static bool operand_fits(const fp8_operand *x)
-{
-  return (x->format == ENG_e4m3 || x->format == ENG_e5m2) && x->rows > 0 && x->inner > 0 &&
-         x->rows % FP8_PAD == 0 && x->inner % FP8_PAD == 0 && x->stride % 16 == 0 &&
-         x->stride >= x->inner && x->rows <= INT_MAX && x->inner <= INT_MAX &&
-         (uintptr_t)x->data % 16 == 0 &&
-         (x->scaling == FP8_TENSOR || (uintptr_t)x->scale % 16 == 0);
-}
-
-static eng_status check(const fp8_result *y, const fp8_operand *x, const fp8_operand *w, bool fast)
-{
-  ENG_TRY(fp8_product_supported(x->scaling, w->scaling));
-  const char *wrong = NULL;
-  if (!operand_fits(x) || !operand_fits(w))
-    wrong = "expected operands in E4M3 or E5M2, with rows and inner multiples of 16 and all data "
-            "16-byte aligned";
-  else if (x->inner != w->inner) wrong = "expected equal inner sizes";
-  else if (x->format == ENG_e5m2 && w->format == ENG_e5m2)
-    wrong = "expected at least one operand in E4M3";
-  else if (y->m > x->rows || y->n > w->rows || y->m < 1 || y->n < 1 || y->stride < y->n)
-    wrong = "expected y from 1 x 1 to (rows of x) x (rows of W), with a row stride of at least its "
-            "width";
-  else if (y->dtype != ENG_f32 && y->dtype != ENG_f16 && y->dtype != ENG_bf16)
-    wrong = "expected y in f32, f16 or bf16";
-  else if (fast && by_block(x->scaling)) wrong = "expected scales by tensor or row with fast sums";
-  return wrong ? error_set(ENG_ERR_VALUE, "%s: %s", product_text(y, x, w, fast), wrong) : ENG_OK;
+  if (scaling_x == FP8_TENSOR && scaling_w == FP8_TENSOR) return cuda_capability() >= 89;
+  bool rows = scaling_x == FP8_ROW && scaling_w == FP8_ROW,
+       blocks = by_block(scaling_x) && by_block(scaling_w) &&
+                !(scaling_x == FP8_BLK128 && scaling_w == FP8_BLK128);
+  return (rows || blocks) && cuda_capability() == 90;
 }
 
 /// Whether cuBLASLt can write y and add its bias. (cuBLASLt accepts only a bf16 bias if y is f32.)
@@ -165,7 +116,10 @@ static eng_status multiply(const fp8_result *y, const fp8_operand *x, const fp8_
 
 eng_status fp8_product(const fp8_result *y, const fp8_operand *x, const fp8_operand *w, bool fast)
 {
-  ENG_TRY(check(y, x, w, fast));
+  if (x->scaling != FP8_TENSOR && cublasLtGetVersion() < BLOCKS_SINCE)
+    return error_set(ENG_ERR_LIBRARY,
+                     "fp8: scales by %s need cuBLAS 12.9 or later, got version number %zu",
+                     scaling_name(x->scaling), cublasLtGetVersion());
   gemm_matrix c = {.data = y->data, .dtype = y->dtype, .row = y->stride, .column = 1};
   if (can_write(y, x, w)) return multiply(y, x, w, fast, &c, true);
 

@@ -1,6 +1,6 @@
 // FP8 products through cuBLASLt: y [M x N] = x [M x K] W^T with x and W in FP8, sums and scales in
-// f32. core/base/fp8_layout.h defines the layouts of operands and scales. FP8_TENSOR needs sm_89 or
-// later. FP8_ROW, FP8_VEC128 and FP8_BLK128 need sm_90 (Hopper, not its successors).
+// f32. core/base/fp8_layout.h defines the layouts of operands and scales. Called by
+// quantized/fp8_matmul.c.
 #pragma once
 
 #ifdef __cplusplus
@@ -32,14 +32,15 @@ typedef struct fp8_result {
   int32_t     bias_dtype;   // f32, bf16 or f16
 } fp8_result;
 
-/// Returns ENG_OK if the card and cuBLASLt support these scalings, otherwise an error that says
-/// what the scalings require.
-eng_status fp8_product_supported(int scaling_x, int scaling_w);
+/// Whether the card multiplies operands with these scalings. From sm_89 on, both may be FP8_TENSOR.
+/// On sm_90 (Hopper, not its successors), both may also be FP8_ROW or FP8_VEC128, or one FP8_VEC128
+/// and the other FP8_BLK128. -1 stands for other scales.
+bool fp8_product_supported(int scaling_x, int scaling_w);
 
-/// Queues the product. With `fast` (FP8_TENSOR and FP8_ROW only), sums stay in the tensor cores' 14
-/// bits over all of K; otherwise they are promoted to f32 every 128 products along K. The scalings
-/// must be equal and not FP8_BLK128, or one FP8_VEC128 and the other FP8_BLK128. At most one
-/// operand may be E5M2.
+/// Queues the product, whose scalings must be supported. With `fast` (FP8_TENSOR and FP8_ROW only),
+/// sums stay in the tensor cores' 14 bits over all of K; otherwise they are promoted to f32 every
+/// 128 products along K. At most one operand may be E5M2. Errors: MEMORY; LIBRARY if cuBLASLt is
+/// too old for the scales or has no algorithm.
 eng_status fp8_product(const fp8_result *y, const fp8_operand *x, const fp8_operand *w, bool fast);
 
 #ifdef __cplusplus

@@ -113,14 +113,11 @@ static bool on_tensor_cores(const op_call *call, int scaling_a, int scaling_b, b
 {
   const tensor *a = call->in[0], *b = call->in[2], *bias = call->in[4], *y = call->out[0];
   int64_t promotion = call->fp8_matmul.promotion;
-  if (fp8_formula_wanted() || cuda_capability() < 89 || scaling_a < 0 || scaling_b < 0 ||
+  if (fp8_formula_wanted() || !fp8_product_supported(scaling_a, scaling_b) ||
       call->fp8_matmul.accumulator != ENG_ACCUMULATE_HOPPER)
     return false;
-  bool blocks = scaling_a >= FP8_VEC128 && scaling_b >= FP8_VEC128,
-       whole = scaling_a == scaling_b && scaling_a < FP8_VEC128;
-  if (!(blocks && !(scaling_a == FP8_BLK128 && scaling_b == FP8_BLK128)) && !whole) return false;
-  if (scaling_a != FP8_TENSOR && cuda_capability() != 90) return false;
-  *fast = whole && promotion == 0;
+  bool blocks = scaling_a >= FP8_VEC128;   // and so is scaling_b
+  *fast = !blocks && promotion == 0;
   bool promotes = blocks ? promotion == 0 || promotion >= EVERY : *fast || promotion == EVERY;
   bool formats = !(a->dtype == ENG_e5m2 && b->dtype == ENG_e5m2) && y->dtype != ENG_f64 &&
                  (!bias || (bias->dtype != ENG_f64 && bias->stride[0] == 1));
