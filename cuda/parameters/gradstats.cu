@@ -547,24 +547,6 @@ static int64_t hist_at(int n, int n_loss)
 { return results_at(n_loss) + round_up(n * (int64_t)sizeof(span_result)); }
 static int64_t hist_bytes(int n) { return n * (int64_t)(ENG_HIST_BINS * sizeof(int64_t)); }
 
-static eng_status check_pass(const param_span *spans, int n, tensor *const *loss, int n_loss)
-{
-  for (int k = 0; k < n; k++) {
-    int d = spans[k].gradient_dtype;
-    if (d != ENG_f32 && d != ENG_f16 && d != ENG_bf16)
-      return error_set(
-        ENG_ERR_DTYPE,
-        "gradient statistics: expected the gradient of %s in f32, f16 or bf16, got %s",
-        spans[k].name, eng_dtype_name(d));
-  }
-  for (int k = 0; k < n_loss; k++)
-    if (loss[k]->dtype != ENG_f32 || loss[k]->count != 1)
-      return error_set(ENG_ERR_VALUE,
-                       "gradient statistics: expected each loss to be one f32 element, got %s",
-                       tensor_text(loss[k]));
-  return ENG_OK;
-}
-
 static eng_status report_room(report *r, int n, int64_t bytes)
 {
   if (r->dropped) CUDA_TRY(cudaEventSynchronize(r->arrived));
@@ -596,7 +578,6 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
     return error_set(ENG_ERR_STATE,
                      "gradient statistics: %d passes are in flight; hint: fetch their results",
                      REPORTS);
-  ENG_TRY(check_pass(spans, n, loss, n_loss));
   bool hist = needs & ENG_NEED_HIST;
   int64_t bytes = hist_at(n, n_loss) + (hist ? hist_bytes(n) : 0), longest = 1;
   for (int k = 0; k < n; k++)

@@ -417,39 +417,11 @@ static rule rule_of(const eng_update *u, const eng_hyper *h)
   return r;
 }
 
-static eng_status check_spans(const param_span *spans, int n, const eng_update *update)
-{
-  int kind = update->kind;
-  if (kind < ENG_SGD || kind > ENG_LION)
-    return error_set(ENG_ERR_VALUE, "optimize: unknown optimizer number %d", kind);
-  for (int k = 0; k < n; k++) {
-    const param_span *s = &spans[k];
-    if ((kind != ENG_SGD && !s->moment1) ||
-        ((kind == ENG_ADAM || kind == ENG_ADAMW) && !s->moment2))
-      return error_set(ENG_ERR_VALUE,
-                       "optimize: parameter %s lacks moments for optimizer number %d", s->name,
-                       kind);
-    if ((s->master_dtype != ENG_f32 && s->master_dtype != ENG_bf16) ||
-        !is_fast(s->gradient_dtype) || (s->shadow && !is_fast(s->shadow_dtype)) ||
-        (s->moment1 && !is_fast(s->moment_dtype)))
-      return error_set(ENG_ERR_DTYPE,
-                       "optimize: parameter %s: expected a master in f32 or bf16, and all else "
-                       "in f32, f16 or bf16; got a master in %s, gradients in %s, moments in %s "
-                       "and low-precision weights in %s", s->name,
-                       eng_dtype_name(s->master_dtype), eng_dtype_name(s->gradient_dtype),
-                       eng_dtype_name(s->moment_dtype), eng_dtype_name(s->shadow_dtype));
-  }
-  return ENG_OK;
-}
-
 /// Sends this update's numbers, and the table if it changed, to the card.
 static eng_status prepare(const param_span *spans, int n, const eng_update *update)
 {
   int64_t bytes = NUMBERS + update->n_groups * (int64_t)sizeof(rule);
   void *slot;
-  ENG_TRY(check_spans(spans, n, update));
-  if (update->slot < 0 || update->slot >= ENG_UPDATE_SLOTS)
-    return error_set(ENG_ERR_VALUE, "optimize: unknown update slot %d", update->slot);
   if (n == 0) return ENG_OK;
   ENG_TRY(open_pass());
   ENG_TRY(spans_ready(&pass.table, spans, n, NULL));
@@ -536,11 +508,6 @@ eng_status cuda_unscale(const param_span *spans, int n, double factor, float *co
                         int *found_inf)
 {
   *found_inf = 0;
-  for (int k = 0; k < n; k++)
-    if (!is_fast(spans[k].gradient_dtype))
-      return error_set(ENG_ERR_DTYPE,
-                       "unscale: expected the gradient of %s in f32, f16 or bf16, got %s",
-                       spans[k].name, eng_dtype_name(spans[k].gradient_dtype));
   ENG_TRY(open_pass());
   ENG_TRY(spans_ready(&pass.targets, spans, n, target));
   const span_table *t = &pass.targets;

@@ -1,5 +1,7 @@
 // The passes over all parameters: gradient statistics (gradstats.cu), updates and unscaling
-// (optimizer.cu). backend.h has the contracts. Called through the device's table.
+// (optimizer.cu). backend.h has the contracts. Called through the device's table. The core has
+// checked the formats (core/params): f32 or bf16 masters; gradients, moments and low-precision
+// weights in f32, f16 or bf16; losses of one f32 element.
 #pragma once
 
 #ifdef __cplusplus
