@@ -275,24 +275,18 @@ template <class L> static __global__ void __launch_bounds__(256) long_grad_kerne
 
 template <class L> static void launch(const rows_call &c)
 {
-  cudaStream_t stream = cuda_stream();
-  unsigned rows = (unsigned)c.rows, packed = (unsigned)((c.rows + 7) / 8);
-  if (c.n <= 32 * HELD * L::V) {
-    if (c.dy) held_grad_kernel<L, 32><<<packed, 256, 0, stream>>>(c);
-    else held_kernel<L, 32><<<packed, 256, 0, stream>>>(c);
-  } else if (c.n <= 256 * HELD * L::V) {
-    if (c.dy) held_grad_kernel<L, 256><<<rows, 256, 0, stream>>>(c);
-    else held_kernel<L, 256><<<rows, 256, 0, stream>>>(c);
-  } else {
-    if (c.dy) long_grad_kernel<L><<<rows, 256, 0, stream>>>(c);
-    else long_kernel<L><<<rows, 256, 0, stream>>>(c);
+  void (*kernel)(const rows_call) = NULL;
+  int64_t each = 1;   // rows of a block
+  if constexpr (sizeof(typename L::number) == sizeof(float)) {
+    if (c.n <= 32 * HELD * L::V) {
+      kernel = c.dy ? held_grad_kernel<L, 32> : held_kernel<L, 32>;
+      each = 8;
+    } else if (c.n <= 256 * HELD * L::V) {
+      kernel = c.dy ? held_grad_kernel<L, 256> : held_kernel<L, 256>;
+    }
   }
-}
-
-static void launch_double(const rows_call &c)
-{
-  if (c.dy) long_grad_kernel<double_lanes><<<(unsigned)c.rows, 256, 0, cuda_stream()>>>(c);
-  else long_kernel<double_lanes><<<(unsigned)c.rows, 256, 0, cuda_stream()>>>(c);
+  if (!kernel) kernel = c.dy ? long_grad_kernel<L> : long_kernel<L>;
+  kernel<<<(unsigned)((c.rows + each - 1) / each), 256, 0, cuda_stream()>>>(c);
 }
 
 static eng_status along_rows(const op_call *call)
@@ -305,7 +299,7 @@ static eng_status along_rows(const op_call *call)
     return error_set(ENG_ERR_SHAPE, "%s: expected fewer than 2^31 rows, got %s",
                      eng_op_name(call->op), tensor_text(x));
   bool aligned = ((uintptr_t)c.x | (uintptr_t)c.dy | (uintptr_t)c.y) % 16 == 0;
-  if (!all_fast(call)) launch_double(c);
+  if (!all_fast(call)) launch<double_lanes>(c);
   else if (aligned && c.n % 4 == 0) launch<float_lanes<4>>(c);
   else launch<float_lanes<1>>(c);
   CUDA_LAUNCHED(eng_op_name(call->op));
