@@ -309,7 +309,7 @@ struct slope_body {
 
 // ------------------------------------------------------------------ calls
 
-static bool is_circular(int64_t op) { return op == ENG_OP_sin || op == ENG_OP_cos; }
+static bool is_circular(int op) { return op == ENG_OP_sin || op == ENG_OP_cos; }
 
 /// Runs Rule (unary_rule or slope_rule) for operation `op` on a call with N inputs.
 template <template <int> class Rule, int N> static eng_status run(const op_call *call, int op)
@@ -339,14 +339,9 @@ static eng_status unary(const op_call *call)
 
 extern "C" eng_status cuda_unary_grad(const op_call *call)
 {
-  int64_t op = call->unary_grad.of;
-  if (!op_is_unary((int)op))
-    return error_set(ENG_ERR_VALUE,
-                     "unary_grad: expected an elementwise operation of one input, got operation "
-                     "number %lld",
-                     (long long)op);
-  if (!all_fast(call) || is_circular(op)) return each<1, 2>(call, slope_body{(int)op});
-  return run<slope_rule, 2>(call, (int)op);
+  const int op = (int)call->unary_grad.of;
+  if (!all_fast(call) || is_circular(op)) return each<1, 2>(call, slope_body{op});
+  return run<slope_rule, 2>(call, op);
 }
 
 // ------------------------------------------------------------------ swiglu
