@@ -411,7 +411,7 @@ struct unscaling {
   void        *y;
   int64_t      rows, columns;
   fp8_scales   at;
-  int          format, dtype, wide;
+  int          format, wide;
 };
 
 /// Each thread processes eight adjacent codes of a row.
@@ -480,7 +480,6 @@ extern "C" eng_status cuda_dequantize(const op_call *call)
   p.at = fp8_scales_for(call->dequantize.block_rows, call->dequantize.block_columns, p.rows,
                         p.columns, NULL);
   p.format = call->dequantize.format == ENG_FORMAT_E5M6 ? (int)ENG_FORMAT_E5M6 : q->dtype;
-  p.dtype = y->dtype;
   p.wide = p.columns % EIGHT == 0 && (uintptr_t)p.q % 8 == 0 && (uintptr_t)p.y % 16 == 0;
   unsigned blocks = (unsigned)grid(p.rows * grid(p.columns, EIGHT), THREADS);
   with_format(y->dtype, [&](auto t) {

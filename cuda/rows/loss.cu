@@ -54,14 +54,13 @@ template <bool CAPPED, typename A> __device__ static inline A cap_slope(A x, sof
 
 /// A row of n elements: `head` elements before the first aligned address, `whole` aligned 16-byte
 /// accesses, and the rest.
-struct cut { int head, whole, n; };
+struct cut { int head, whole; };
 
 template <typename T> __device__ static inline cut cut_of(const T *row, int n)
 {
   cut c;
   c.head = min(n, (int)((16 - (uintptr_t)row % 16) % 16 / sizeof(T)));
   c.whole = (n - c.head) / (int)(16 / sizeof(T));
-  c.n = n;
   return c;
 }
 
