@@ -546,11 +546,7 @@ static void stats_add(eng_tensor_stats *s, const tally *t, unsigned needs)
 
 static eng_status gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats)
 {
-  for (int k = 0; k < n; k++) {
-    if (!dtype_is_fast(spans[k].gradient_dtype))
-      return backend_reference()->gradstats(spans, n, needs, stats);
-    stats[k] = (eng_tensor_stats){.count = spans[k].count};
-  }
+  for (int k = 0; k < n; k++) stats[k] = (eng_tensor_stats){.count = spans[k].count};
   block_list list;
   ENG_TRY(blocks_open(&list, spans, n));
   int64_t bytes = list.n * (int64_t)sizeof(tally);

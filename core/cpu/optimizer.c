@@ -1,6 +1,7 @@
 // The fused optimizer update, one pass over memory: gradient * factor, clamp, moments, master
 // weights, low-precision weights. Also unscales gradients into f32. Fills backend.optimize and
-// backend.unscale; owns nothing. The reference kernels are in reference_optimizer.c.
+// backend.unscale; owns nothing. core/params has checked that all formats are f32, f16 or bf16. The
+// reference kernels are in reference_optimizer.c.
 //
 // Formulas and the order of operations are those of PyTorch's single-tensor optimizers. No product
 // is fused with a sum, so that every instruction set gives the same bits. Moments in bf16 are
@@ -360,17 +361,8 @@ static void update_block(const param_span *s, const rule *given, const eng_updat
   if (norms) total(sums, s, first, count, r->dry, norms);
 }
 
-static bool span_is_fast(const param_span *s)
-{
-  return dtype_is_fast(s->gradient_dtype) && dtype_is_fast(s->master_dtype) &&
-         (!s->shadow || dtype_is_fast(s->shadow_dtype)) &&
-         (!s->moment1 || dtype_is_fast(s->moment_dtype));
-}
-
 static eng_status optimize(const param_span *spans, int n, const eng_update *update)
 {
-  for (int k = 0; k < n; k++)
-    if (!span_is_fast(&spans[k])) return backend_reference()->optimize(spans, n, update);
   block_list list;
   ENG_TRY(blocks_open(&list, spans, n));
   int64_t bytes = update->n_groups * (int64_t)sizeof(rule);
@@ -432,9 +424,6 @@ static eng_status unscale(const param_span *spans, int n, double factor, float *
                           int *found_inf)
 {
   *found_inf = 0;
-  for (int k = 0; k < n; k++)
-    if (!dtype_is_fast(spans[k].gradient_dtype))
-      return backend_reference()->unscale(spans, n, factor, target, found_inf);
   block_list list;
   ENG_TRY(blocks_open(&list, spans, n));
   const scaling scale = scaling_of(factor);
