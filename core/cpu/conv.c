@@ -10,15 +10,17 @@
 /// Returns the sizes of a call, and the memory and formats of its parts.
 static conv_call describe(const op_call *call, conv_kind kind, tensor *const *part)
 {
-  conv_call g = {.kind = kind, .groups = call->conv2d.groups};
+  conv_call g = {.kind = kind, .groups = call->conv2d.groups, .threads = omp_get_max_threads()};
   const int64_t *x = part[CONV_X]->shape, *w = part[CONV_W]->shape, *y = part[CONV_Y]->shape;
   g.n = x[0], g.h = x[1], g.w = x[2], g.c = x[3], g.p = y[1], g.q = y[2], g.o = y[3];
   for (int d = 0; d < 2; d++) {
     g.kernel[d] = w[2 + d], g.stride[d] = call->conv2d.stride[d];
     g.padding[d] = call->conv2d.padding[d], g.dilation[d] = call->conv2d.dilation[d];
   }
-  for (int i = 0; i < CONV_PARTS; i++)
-    if (part[i]) g.data[i] = part[i]->data, g.dtype[i] = part[i]->dtype;
+  for (int i = 0; i < CONV_PARTS; i++) {
+    g.data[i] = part[i] ? part[i]->data : NULL;
+    g.dtype[i] = part[i] ? part[i]->dtype : -1;
+  }
   return g;
 }
 
@@ -58,7 +60,7 @@ static void add_onto(const tensor *out, const float *sum)
 /// [O x C/groups x KH x KW].
 static double at(const conv_call *g, conv_part part, int64_t i)
 {
-  return get(g->data[part], g->dtype[part], i);
+  return get(g->data[part], (int)g->dtype[part], i);
 }
 
 static double y_element(const conv_call *g, int64_t index)

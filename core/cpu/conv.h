@@ -10,18 +10,19 @@ typedef enum conv_kind { CONV_FORWARD, CONV_INPUT, CONV_WEIGHT, CONV_KINDS } con
 /// CONV_INPUT call, X is dx; in a CONV_WEIGHT call, W is dW; in both, Y is dy.
 typedef enum conv_part { CONV_X, CONV_W, CONV_Y, CONV_BIAS, CONV_PARTS } conv_part;
 
+/// All but `data` is the key of conv_onednn's table of primitives.
 typedef struct conv_call {
-  conv_kind kind;
-  int64_t   n, h, w, c;                 // x [n x h x w x c]
-  int64_t   p, q, o;                    // y [n x p x q x o]
-  int64_t   kernel[2], groups;
-  int64_t   stride[2], padding[2], dilation[2];
-  void     *data[CONV_PARTS];           // BIAS may be NULL, and is NULL for gradients
-  int32_t   dtype[CONV_PARTS];
+  int64_t kind;                         // conv_kind
+  int64_t n, h, w, c;                   // x [n x h x w x c]
+  int64_t p, q, o;                      // y [n x p x q x o]
+  int64_t groups, threads;              // threads: of OpenMP
+  int64_t kernel[2], stride[2], padding[2], dilation[2];
+  int64_t dtype[CONV_PARTS];            // -1 for an absent bias
+  void   *data[CONV_PARTS];             // BIAS may be NULL, and is NULL for gradients
 } conv_call;
 
 /// Returns the part that a call writes.
-static inline conv_part conv_result(conv_kind kind)
+static inline conv_part conv_result(int64_t kind)
 {
   return kind == CONV_FORWARD ? CONV_Y : kind == CONV_INPUT ? CONV_X : CONV_W;
 }

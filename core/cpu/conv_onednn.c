@@ -12,7 +12,7 @@
 
 #include "onednn.h"
 
-#include <omp.h>
+#include <stddef.h>
 #include <string.h>
 
 // The largest size passed to oneDNN, which computes some products of sizes in 32 bits.
@@ -24,11 +24,7 @@ enum { WANTED = CONV_PARTS, SCRATCH = WANTED + CONV_BIAS, MEMORIES };
 // Indices of the primitives of a onednn_entry: the reorders of X, W and Y, then the convolution.
 enum { CONVOLUTION = 3 };
 
-typedef struct key {
-  int64_t kind, n, h, w, c, p, q, o, groups, threads;
-  int64_t kernel[2], stride[2], padding[2], dilation[2];
-  int64_t dtype[CONV_PARTS];
-} key;
+enum { KEY = offsetof(conv_call, data) };   // bytes of a conv_call that are its key
 
 static const int argument[CONV_KINDS][CONV_PARTS] = {
   {DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST, DNNL_ARG_BIAS},
@@ -80,24 +76,9 @@ static dnnl_status_t conv_create(dnnl_primitive_desc_t *out, conv_kind kind, con
 
 // ---- building
 
-static key key_of(const conv_call *g)
-{
-  key k;
-  memset(&k, 0, sizeof k);
-  k.kind = g->kind, k.n = g->n, k.h = g->h, k.w = g->w, k.c = g->c, k.p = g->p, k.q = g->q;
-  k.o = g->o, k.groups = g->groups, k.threads = omp_get_max_threads();
-  for (int d = 0; d < 2; d++) {
-    k.kernel[d] = g->kernel[d], k.stride[d] = g->stride[d];
-    k.padding[d] = g->padding[d], k.dilation[d] = g->dilation[d];
-  }
-  for (int i = 0; i < CONV_PARTS; i++)
-    k.dtype[i] = i == CONV_BIAS && !g->data[i] ? -1 : g->dtype[i];
-  return k;
-}
-
 /// Creates the memory descriptor of a part, with the layout of the caller's memory or, with `any`,
 /// a layout that oneDNN chooses.
-static dnnl_status_t describe(dnnl_memory_desc_t *l, const key *k, conv_part part, bool any)
+static dnnl_status_t describe(dnnl_memory_desc_t *l, const conv_call *k, conv_part part, bool any)
 {
   dnnl_data_type_t format = (dnnl_data_type_t)onednn_format((int)k->dtype[part]);
   dnnl_dims_t size = {k->n, k->c, k->h, k->w}, stride = {k->h * k->w * k->c, 1, k->w * k->c, k->c};
@@ -120,7 +101,7 @@ static dnnl_status_t describe(dnnl_memory_desc_t *l, const key *k, conv_part par
 
 /// Creates a convolution's primitive descriptor, with x and y channels last or, with `any`, in a
 /// layout that oneDNN chooses.
-static dnnl_status_t describe_conv(dnnl_primitive_desc_t *out, const key *k, conv_kind kind,
+static dnnl_status_t describe_conv(dnnl_primitive_desc_t *out, const conv_call *k, conv_kind kind,
                                    bool any, const_dnnl_primitive_desc_t hint)
 {
   sizes s = {.stride = {k->stride[0], k->stride[1]},
@@ -153,9 +134,9 @@ static bool is_slow(const_dnnl_primitive_desc_t conv)
 
 /// Creates the convolution's primitive descriptor. x and y are channels last, unless only a layout
 /// of oneDNN's choice has a fast kernel.
-static dnnl_status_t choose(dnnl_primitive_desc_t *out, const key *k)
+static dnnl_status_t choose(dnnl_primitive_desc_t *out, const conv_call *k)
 {
-  key plain = *k;              // key of the forward hint, with every tensor in y's format
+  conv_call plain = *k;        // the forward hint, with every tensor in y's format
   plain.dtype[CONV_X] = plain.dtype[CONV_W] = plain.dtype[CONV_Y];
   for (int any = 0; any < 2; any++) {
     dnnl_primitive_desc_t forward = NULL, found = NULL;
@@ -196,7 +177,7 @@ static dnnl_status_t build_reorder(onednn_entry *e, int part, layout_view own, l
   return status;
 }
 
-static dnnl_status_t fill(onednn_entry *e, const key *k, const_dnnl_primitive_desc_t conv)
+static dnnl_status_t fill(onednn_entry *e, const conv_call *k, const_dnnl_primitive_desc_t conv)
 {
   dnnl_status_t status = dnnl_success;
   for (int i = 0; i < CONV_PARTS && status == dnnl_success; i++) {
@@ -209,7 +190,7 @@ static dnnl_status_t fill(onednn_entry *e, const key *k, const_dnnl_primitive_de
     layout_view wanted =
       i != CONV_BIAS ? dnnl_primitive_desc_query_md(conv, query[k->kind][i], 0) : NULL;
     if (status == dnnl_success && wanted && !dnnl_memory_desc_equal(view(&own), wanted))
-      status = build_reorder(e, i, view(&own), wanted, i == (int)conv_result((conv_kind)k->kind));
+      status = build_reorder(e, i, view(&own), wanted, i == (int)conv_result(k->kind));
     layout_destroy(&own);
   }
   if (status != dnnl_success) return status;
@@ -219,10 +200,10 @@ static dnnl_status_t fill(onednn_entry *e, const key *k, const_dnnl_primitive_de
   return status == dnnl_success ? dnnl_primitive_create(&e->primitive[CONVOLUTION], conv) : status;
 }
 
-static eng_status build(onednn_entry *e, const key *k)
+static eng_status build(onednn_entry *e, const conv_call *k)
 {
   ENG_TRY(onednn_open());
-  onednn_take(e, k, sizeof *k);
+  onednn_take(e, k, KEY);
   dnnl_primitive_desc_t conv = NULL;
   dnnl_status_t status = choose(&conv, k);
   if (status == dnnl_success) status = fill(e, k, conv);
@@ -272,12 +253,11 @@ static eng_status execute(const onednn_entry *e, const conv_call *g, char *scrat
 eng_status conv_onednn(bool *done, const conv_call *g)
 {
   *done = false;
-  key k = key_of(g);
-  const int64_t *size = &k.n, *end = k.dtype;   // every size of the key
+  const int64_t *size = &g->n, *end = g->dtype;   // every size of the call
   for (; size < end; size++)
     if (*size > LARGEST) return ENG_OK;
-  onednn_entry *e = onednn_find(&k, sizeof k);
-  if (!e->taken) ENG_TRY(build(e, &k));
+  onednn_entry *e = onednn_find(g, KEY);
+  if (!e->taken) ENG_TRY(build(e, g));
   if (e->refused) return ENG_OK;
   int64_t bytes = 0;
   for (int i = WANTED; i < MEMORIES; i++) bytes += (e->bytes[i] + 63) / 64 * 64;
