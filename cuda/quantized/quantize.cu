@@ -305,7 +305,6 @@ template <typename T> static eng_status quantize(const op_call *call, const job 
 static job job_of(const op_call *call)
 {
   const tensor *x = call->in[0];
-  const int format = (int)call->quantize.format, dtype = x->dtype;
   job p = {};
   p.columns = x->shape[x->ndim - 1];
   p.rows = rows_of(x);
@@ -315,15 +314,13 @@ static job job_of(const op_call *call)
   p.seed = rng_seed();
   p.amax = call->out[2] ? (uint32_t *)call->out[2]->data : NULL;
   p.rule.given = call->in[1] ? (const float *)call->in[1]->data : NULL;
-  p.rule.largest = format == ENG_e4m3 ? E4M3_MAX : format == ENG_e5m2 ? E5M2_MAX : E5M6_MAX;
+  p.rule.largest = fp8_largest(call->quantize.format);
   p.rule.rule = (int)call->quantize.rule;
   p.rule.power_of_two = (call->quantize.flags & QUANTIZE_POW2) != 0;
   p.rule.eps = fp8_eps(p.rule.rule, call->quantize.eps);
   p.rule.margin = (int)call->quantize.margin;
   p.rule.divides = fp8_divides(p.rule.rule) && !p.rule.given;
-  bool low = (dtype == ENG_f16 || dtype == ENG_bf16) &&
-             (call->quantize.block_rows || call->quantize.block_columns);
-  p.rule.limit = !low ? FLT_MAX : dtype == ENG_f16 ? 65504.0f : bf16_to_f32(0x7F7F);
+  p.rule.limit = fp8_limit(call->quantize.block_rows, call->quantize.block_columns, x->dtype);
 
   p.wide = (uintptr_t)x->data % 16 == 0 && p.columns % EIGHT == 0;
   p.turned_wide = p.rows % 16 == 0;
@@ -331,7 +328,7 @@ static job job_of(const op_call *call)
   p.height = (int)p.rows;
   p.width = (int)p.columns;
   p.tiles = p.wide && x->count > 0 && p.rows < INT32_MAX - TILE && p.columns < INT32_MAX - TILE &&
-            dtype != ENG_f64 && !(call->quantize.flags & QUANTIZE_STOCHASTIC) &&
+            x->dtype != ENG_f64 && !(call->quantize.flags & QUANTIZE_STOCHASTIC) &&
             p.own.how != BY_BLOCK && p.turned.how != BY_BLOCK;
   return p;
 }
@@ -388,7 +385,7 @@ extern "C" eng_status cuda_swiglu_quantize(const op_call *call)
     return run(&codes, p);
   }
   tensor h = *gate;
-  const int64_t bytes = h.count * (gate->dtype == ENG_f64 ? 8 : gate->dtype == ENG_f32 ? 4 : 2);
+  const int64_t bytes = h.count * eng_dtype_size(h.dtype);
   if (!(h.data = scratch_take(bytes))) return ENG_ERR_MEMORY;
   op_call swiglu = {};
   swiglu.op = ENG_OP_swiglu;

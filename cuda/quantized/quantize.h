@@ -11,8 +11,6 @@ extern "C" {
 #include "base/rng.h"
 }
 
-#include <cfloat>
-
 enum {
   TILE = 128,
   DOWN = 8,
