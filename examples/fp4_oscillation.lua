@@ -12,25 +12,15 @@
 --   ./engine examples/fp4_oscillation.lua                  two seeds, minutes
 --   ./engine examples/fp4_oscillation.lua seeds=3 steps=1000 calibrate=200 data=lua.txt
 --
--- Measured with the second command, as mean +- standard deviation over the seeds; lua.txt is that of
--- fp4_train.lua:
+-- Measured with the second command, as mean +- standard deviation over the seeds (lua.txt: see
+-- fp4_train.lua):
 --   bf16            2.2136 +- 0.0115            +0.00 +- 0.00 %
 --   TetraJet        2.2752 +- 0.0059            +2.79 +- 0.43 %          0.11 +- 0.01 %
 --   with Q-EMA      2.3329 +- 0.0182            +5.39 +- 1.36 %          0.56 +- 0.02 %
 --   with Q-Ramping  2.2716 +- 0.0057            +2.62 +- 0.74 %          0.09 +- 0.01 %
 -- In so short a run few weights oscillate, and the paper's gain does not show. Q-EMA makes the loss
--- worse, because its average looks back about 600 steps, in which the weights move far. Q-Ramping
--- makes no difference beyond the seeds'.
---
--- Measured with the second command, as mean +- standard deviation over the seeds; lua.txt is that of
--- fp4_train.lua:
---   bf16            2.2136 +- 0.0115            +0.00 +- 0.00 %
---   TetraJet        2.2752 +- 0.0059            +2.79 +- 0.43 %          0.11 +- 0.01 %
---   with Q-EMA      2.3329 +- 0.0182            +5.39 +- 1.36 %          0.56 +- 0.02 %
---   with Q-Ramping  2.2716 +- 0.0057            +2.62 +- 0.74 %          0.09 +- 0.01 %
--- In so short a run few weights oscillate, and the paper's gain does not show. Q-EMA makes the loss
--- worse, because its average looks back about 600 steps, in which the weights move far. Q-Ramping
--- makes no difference beyond the seeds'.
+-- worse: its average looks back about 600 steps, in which the weights move far. The difference that
+-- Q-Ramping makes is no larger than that between seeds.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 
