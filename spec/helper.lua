@@ -88,6 +88,23 @@ function helper.run(arguments, input)
   return helper.shell(table.concat(words, " "), input)
 end
 
+-- Calls f, which must raise an error of one line. Returns the message.
+function helper.failure(f, ...)
+  local good, message = pcall(f, ...)
+  if good then error("expected an error, but the call succeeded", 2) end
+  message = tostring(message)
+  if message:find "\n" then error("expected an error of one line, got\n" .. message, 2) end
+  return message
+end
+
+-- Calls f, which must raise an error of one line that contains `text`.
+function helper.refuses(text, f, ...)
+  local message = helper.failure(f, ...)
+  if not message:find(text, 1, true) then
+    error(("expected an error with '%s', got: %s"):format(text, message), 2)
+  end
+end
+
 -- Wraps f in a step that frees its tensors, also after an error: it("...",
 -- helper.in_step(function() ... end)).
 function helper.in_step(f)

@@ -96,11 +96,10 @@ describe("a chat template", function()
   it("that needs what the engine lacks is refused in one line", function()
     local function refused(template, pattern)
       local t = tokenizer(template)
-      local good, message = pcall(t.apply_chat_template, t, { { role = "user", content = "a" } })
-      assert.is_false(good)
+      local message = helper.failure(t.apply_chat_template, t,
+        { { role = "user", content = "a" } })
       assert.matches(pattern, message, 1, true)
       assert.matches("; hint: write the prompt's text yourself", message, 1, true)
-      assert.is_nil(message:find "\n")
     end
     refused("a\n{% macro f(x) %}{% endmacro %}", "line 2: {% macro %} is not supported")
     refused("{{ messages | tojson }}", "line 1: the filter 'tojson' is not supported")

@@ -412,10 +412,9 @@ describe("data", function()
       "data.tokens { path = folder .. '/none' }", "data.csv { path = folder .. '/none' }",
       "data.idx { images = folder .. '/none', labels = folder .. '/none' }" } do
       local chunk = assert(loadstring("local y = " .. code .. "\nreturn y", "=script"))
-      local good, message = pcall(setfenv(chunk, { data = data, folder = folder }))
-      assert.is_false(good)
       assert.matches("^script:1: .*" .. folder:gsub("%p", "%%%0") ..
-        "/none: .*No such file or directory", message)
+        "/none: .*No such file or directory",
+        helper.failure(setfenv(chunk, { data = data, folder = folder })))
     end
   end)
 
@@ -468,10 +467,8 @@ describe("data", function()
       "data.idx: FOLDER/good is not an idx file of labels (unsigned bytes, 1 dimensions)")
     refuses("data.idx { images = folder .. '/good', labels = folder .. '/three' }",
       "data.idx: expected a label for each image, got 2 images and 3 labels")
-    local good, message = pcall(data.idx, { images = folder .. "/hostile", labels = folder ..
-      "/labels" })
-    assert.is_false(good)
-    assert.matches("to have .* bytes after its header, got 0", message)
+    assert.matches("to have .* bytes after its header, got 0",
+      helper.failure(data.idx, { images = folder .. "/hostile", labels = folder .. "/labels" }))
   end)
 
   it("refuses batches that are too large", function()

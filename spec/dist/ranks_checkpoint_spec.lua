@@ -60,9 +60,7 @@ describe("shards", function()
           { ["model/w@2"] = engine.tensor({ 3, 4, 5, 6 }, "f16") } },
       ["'weight' is not a piece of a tensor"] = { { weight = engine.tensor { 1, 2 } }, {} },
     } do
-      local good, problem = pcall(index, unpack(files))
-      assert.is_false(good)
-      assert.matches(message, problem, 1, true)
+      helper.refuses(message, index, unpack(files))
     end
     helper.remove(folder)
   end)

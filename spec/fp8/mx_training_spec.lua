@@ -402,9 +402,7 @@ describe("a linear layer under microscaling", function()
 
   it("reports invalid recipes in one line", function()
     local function message(fp8)
-      local good, text = pcall(engine.precision.resolve, { name = "a", base = "nvfp4", fp8 = fp8 })
-      assert.is_false(good)
-      return tostring(text)
+      return helper.failure(engine.precision.resolve, { name = "a", base = "nvfp4", fp8 = fp8 })
     end
     assert.matches("all microscaling or all FP8", message { w = { rule = "deepgemm" } }, 1, true)
     assert.matches("got 'e2m'; did you mean 'e2m1'",

@@ -194,10 +194,7 @@ describe("GPT-2", function()
 
   describe("refuses, in one line,", function()
     local function refuses(path, pattern)
-      local good, message = pcall(engine.load_model, path)
-      assert.is_false(good)
-      assert.is_truthy(message:find(pattern), message)
-      assert.is_nil(message:find("\n"), message)
+      assert.matches(pattern, helper.failure(engine.load_model, path))
     end
     local function config(from, to)
       return variant(function(_, text)

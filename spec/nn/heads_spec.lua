@@ -1,6 +1,7 @@
 -- What the models' heads add: soft cap and z-loss in the fused cross entropy, against PyTorch's
 -- numbers and the formula by hand; attention maps on request.
 local engine = require "engine"
+local helper = require "spec.helper"
 
 local nn = engine.nn
 
@@ -79,21 +80,14 @@ describe("a head", function()
       engine.end_step()
       if model.generate then assert.equal(5, #model:generate({ 1, 2 }, 3)) end
       options.soft_cap = -1
-      local good, why = pcall(nn[name], options)
-      assert.is_false(good)
-      assert.matches("expected soft_cap to be a number in 0..1e6, got -1", why, 1, true)
+      helper.refuses("expected soft_cap to be a number in 0..1e6, got -1", nn[name], options)
     end
   end)
 
   it("refuses wrong options, ids and targets in one line", function()
     local model = nn.gpt { vocab = 16, context = 8, width = 16, heads = 4, layers = 1 }
     local ids = engine.zeros(2, 4, "i32")
-    local function refuses(text, f, ...)
-      local good, why = pcall(f, ...)
-      assert.is_false(good)
-      assert.matches(text, why, 1, true)
-      assert.is_nil(why:find "\n")
-    end
+    local refuses = helper.refuses
     local TABLE = "gpt: expected a table of options, got "
     refuses(TABLE .. "a tensor", model.loss, model, ids, ids, ids)
     refuses(TABLE .. "5", model.loss, model, ids, ids, 5)
@@ -112,9 +106,7 @@ describe("a head", function()
     local x, t = engine.zeros(2, 3), engine.zeros(2, "i64")
     for option, text in pairs { z_loss = "expected z_loss in 0..1e6, got -1",
       soft_cap = "expected soft_cap in 1e-3..1e6 (0: none), got -1" } do
-      local good, why = pcall(engine.cross_entropy, x, t, { [option] = -1 })
-      assert.is_false(good)
-      assert.matches(text, why, 1, true)
+      helper.refuses(text, engine.cross_entropy, x, t, { [option] = -1 })
     end
   end)
 end)
@@ -179,8 +171,7 @@ describe("attention maps", function()
 
   it("are refused if the option's name is misspelt", function()
     local model = model_of("gpt")
-    local good, why = pcall(model, engine.zeros(1, 2, "i64"), { attention_map = true })
-    assert.is_false(good)
-    assert.matches("unknown option 'attention_map'; did you mean 'attention_maps'?", why, 1, true)
+    helper.refuses("unknown option 'attention_map'; did you mean 'attention_maps'?",
+      model, engine.zeros(1, 2, "i64"), { attention_map = true })
   end)
 end)

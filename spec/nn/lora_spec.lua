@@ -254,14 +254,7 @@ describe("nn.lora", function()
     lora.merge(model):save(folder .. "/merged")
     assert.is_true(difference(logits(engine.load_model(folder .. "/merged"), ids), trained) < 1e-5)
   end)
-
-  -- The message of f(...), which must be one line.
-  local function message(f, ...)
-    local good, text = pcall(f, ...)
-    assert.is_false(good)
-    assert.is_nil(text:find("\n"), text)
-    return text
-  end
+  local message = helper.failure
 
   it("names what is wrong with its options in one line", function()
     for expected, options in pairs {

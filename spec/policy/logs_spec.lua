@@ -171,9 +171,8 @@ it("a policy may log in a run that has no history", function()
 end)
 
 it("engine.signal refuses the names of policies' logs", function()
-  local good, why = pcall(engine.signal, "log.a", 1)
-  assert.is_false(good)
-  assert.matches("the name begins with 'log.', as a policy's logs do: 'log.a'", why, 1, true)
+  helper.refuses("the name begins with 'log.', as a policy's logs do: 'log.a'",
+    engine.signal, "log.a", 1)
 end)
 
 it("prints of one decision keep their first bytes, without control characters", function()

@@ -534,9 +534,7 @@ describe("helpers shared by scalers", function()
       "did you mean 'scale'?", ["check.positive(options, nil)"] = "string expected",
       ["check.positive(options, 'strict')"] = "expected the name of a numeric option, got 'strict'",
       ["check.positive(1, 'scale')"] = "table expected" } do
-      local good, why = pcall(init, line)
-      assert.is_false(good)
-      assert.matches(text, why, 1, true)
+      helper.refuses(text, init, line)
     end
   end)
 
@@ -589,16 +587,13 @@ describe("policies by name", function()
       assert.are.equal(name, engine.policy.load(name).name)
     end
     assert.has_error(function() engine.policy.load("./nowhere.lua") end)
-    local good, why = pcall(engine.policy.load, "dynmic")
-    assert.is_false(good)
-    assert.truthy(why:find("there is no policy 'dynmic'; did you mean 'dynamic'?", 1, true))
-    good, why = pcall(engine.policy.load, "dynamic", 5)
-    assert.is_false(good)
-    assert.matches("policy: expected a table of options, got a number$", why)
-    good, why = pcall(engine.policy.load, "fp8_delayed")
-    assert.falsy(good)
-    assert.truthy(why:find("policy fp8_delayed works on FP8 layers and chooses no loss scale; " ..
-      "hint: precision = { base", 1, true))
+    helper.refuses("there is no policy 'dynmic'; did you mean 'dynamic'?",
+      engine.policy.load, "dynmic")
+    assert.matches("policy: expected a table of options, got a number$",
+      helper.failure(engine.policy.load, "dynamic", 5))
+    helper.refuses("policy fp8_delayed works on FP8 layers and chooses no loss scale; " ..
+      "hint: precision = { base",
+      engine.policy.load, "fp8_delayed")
   end)
 
   it("may also be the path of a file", function()

@@ -7,12 +7,7 @@ local helper = require "spec.helper"
 
 local ffi, replay = M_ffi.ffi, engine.replay
 
-local function fails(f, ...)
-  local good, why = pcall(f, ...)
-  assert.is_false(good)
-  assert.is_nil(tostring(why):find("\n"), why)
-  return tostring(why)
-end
+local fails = helper.failure
 
 -- Text to train on, the same on every machine.
 local text = {}

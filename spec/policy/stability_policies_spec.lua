@@ -135,9 +135,7 @@ describe("a policy that guards updates", function()
       { "stable_spam", { theta = 1 }, "theta" },
       { "spam", { interval = 0 }, "is not a count of updates" },
       { "spam", { death_rate = 2 }, "death_rate must be at most 1" } } do
-      local good, why = pcall(engine.policy.load, case[1], case[2])
-      assert.is_false(good)
-      assert.matches(case[3], tostring(why), 1, true)
+      helper.refuses(case[3], engine.policy.load, case[1], case[2])
     end
   end)
 

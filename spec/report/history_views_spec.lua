@@ -108,9 +108,7 @@ describe("views of a history", function()
       tostring(h:plot({ "loss", "scale" }, { from = 0, to = 20, width = 60 })), 1, true)
     assert.equal("the history has none of these steps", tostring(h:plot("loss", { from = 9000 })))
     local function fails(what, ...)
-      local good, message = pcall(h.plot, h, ...)
-      assert.is_false(good)
-      assert.matches(what, message, 1, true)
+      helper.refuses(what, h.plot, h, ...)
     end
     fails("no number of the history is called 'los'; did you mean 'loss'?", "los")
     fails("plot: unknown option 'logg'; did you mean 'log'?", "loss", { logg = true })
@@ -237,10 +235,9 @@ describe("views of a history", function()
     assert.matches("^blocks.2.mlp.weight %[10,10%]\n", text)
     assert.matches("× inf or nan (30)", text, 1, true)
     assert.matches("2^12 █", text, 1, true)
-    local good, message = pcall(h.tensor, h, "blocks.2.mlp.wieght")
-    assert.is_false(good)
-    assert.matches("no parameter is called 'blocks.2.mlp.wieght'; did you mean " ..
-      "'blocks.2.mlp.weight'?; history:parameters() lists all 4: wte.weight", message, 1, true)
+    helper.refuses("no parameter is called 'blocks.2.mlp.wieght'; did you mean " ..
+      "'blocks.2.mlp.weight'?; history:parameters() lists all 4: wte.weight",
+      h.tensor, h, "blocks.2.mlp.wieght")
   end)
 
   it("report a wrong name in one line, with the script's line and no traceback", function()

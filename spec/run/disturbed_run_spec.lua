@@ -307,9 +307,7 @@ describe("files of a run", function()
     local run = folder .. "/r"
     os.execute("mkdir -p " .. run)
     helper.write(run .. "/history.db", ("no database "):rep(1000))
-    local good, message = pcall(job, { run = run, resume = "auto" })
-    assert.is_false(good)
-    assert.matches("is not a history", message)
+    assert.matches("is not a history", helper.failure(job, { run = run, resume = "auto" }))
     os.remove(run .. "/history.db")
     assert.equal(12, job { run = run, resume = "auto" }:run().steps)  -- no longer locked
   end)
@@ -325,24 +323,20 @@ describe("files of a run", function()
       for key, value in pairs(spoiled) do state[key] = value end
       engine.checkpoint.save(run .. "/checkpoints", 500, { model = c.model, optimizer = c.optimizer,
         state = state })
-      local good, message = pcall(job, { run = run, resume = "auto" })
-      assert.is_false(good)
-      assert.matches("is not a checkpoint of a trainer: its state has no", message)
+      assert.matches("is not a checkpoint of a trainer: its state has no",
+        helper.failure(job, { run = run, resume = "auto" }))
     end
     engine.checkpoint.save(run .. "/checkpoints", 500, { state = c.state })
-    local good, message = pcall(job, { run = run, resume = "auto" })
-    assert.is_false(good)
-    assert.matches("has no weights", message)
+    assert.matches("has no weights", helper.failure(job, { run = run, resume = "auto" }))
   end)
 
   it("whose checkpoints are all damaged stop a run before it drops recorded steps", function()
     local run = folder .. "/r"
     job { run = run, steps = 12 }:run()
     os.execute("rm " .. run .. "/checkpoints/step-*/model.safetensors")
-    local good, message = pcall(function() job { run = run, steps = 5, resume = "auto" }:run() end)
-    assert.is_false(good)
     assert.matches("no checkpoint can be used: .*model.safetensors is missing; hint: restore " ..
-      "what is missing, or start a new run with run=ANOTHER_NAME", message)
+      "what is missing, or start a new run with run=ANOTHER_NAME",
+      helper.failure(function() job { run = run, steps = 5, resume = "auto" }:run() end))
     assert.equal(12, #engine.history.open(run .. "/history.db"):steps())
   end)
 

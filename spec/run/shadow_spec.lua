@@ -110,9 +110,7 @@ describe("a shadow", function()
 
   it("that does not exist or is invalid is refused at once, by name", function()
     local function refused(shadow, text)
-      local good, message = pcall(job, { shadow = shadow })
-      assert.is_false(good)
-      assert.matches(text, message, 1, true)
+      helper.refuses(text, job, { shadow = shadow })
     end
     refused({ "dynamc" }, "shadow: there is no policy 'dynamc'; did you mean 'dynamic'?")
     refused(",", "shadow: expected policies separated by commas, got ','")

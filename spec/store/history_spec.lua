@@ -155,9 +155,7 @@ describe("history", function()
     end
     assert.are.equal(5, seen)
     local function fails(pattern, ...)
-      local good, message = pcall(h.query, h, ...)
-      assert.is_false(good)
-      assert.truthy(message:find(pattern), message)
+      assert.matches(pattern, helper.failure(h.query, h, ...))
     end
     fails("a query can only read", "DELETE FROM steps")
     fails("a query can only read", "UPDATE steps SET loss = 0")
@@ -411,11 +409,7 @@ describe("a damaged history", function()
     helper.write(dir .. "/history.db", intact)
     scratch.sqlite(dir .. "/history.db", sql)
   end
-  local function fails(pattern, f, ...)
-    local good, message = pcall(f, ...)
-    assert.is_false(good)
-    assert.truthy(tostring(message):find(pattern, 1, true), message)
-  end
+  local fails = helper.refuses
 
   it("with views or computed columns is refused", function()
     for _, sql in ipairs {
@@ -509,9 +503,7 @@ describe("opening a history", function()
   after_each(function() helper.remove(dir) end)
 
   local function refused(path, options, pattern)
-    local good, message = pcall(history.open, path, options)
-    assert.is_false(good)
-    assert.truthy(message:find(pattern), message)
+    assert.matches(pattern, helper.failure(history.open, path, options))
   end
 
   it("refuses a file that is not a history", function()

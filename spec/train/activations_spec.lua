@@ -96,12 +96,7 @@ describe("activations", function()
   end)
 
   it("are refused where nothing matches, without a model, and as a wrong type", function()
-    local function refused(text, f, ...)
-      local good, why = pcall(f, ...)
-      assert.is_false(good)
-      assert.matches(text, tostring(why), 1, true)
-      assert.falsy(tostring(why):find("\n", 1, true))
-    end
+    local refused = helper.refuses
     refused("activations: no module of the model matches activations = 'attn'", train,
       { activations = "attn" })
     refused("expected activations to be a Lua pattern of module names, got 3", train,

@@ -75,10 +75,7 @@ describe("deepspeed.initialize", function()
     local function refused(text, config, more)
       local o = { model = model_of(), config = config, log = "quiet" }
       for key, value in pairs(more or {}) do o[key] = value end
-      local good, why = pcall(engine.deepspeed.initialize, o)
-      assert.is_false(good)
-      assert.matches(text, why, 1, true)
-      assert.is_nil(why:find "\n")
+      helper.refuses(text, engine.deepspeed.initialize, o)
     end
     local adam = { type = "Adam", params = { lr = 1e-3 } }
     local ds = engine.deepspeed.initialize { model = model_of(), log = "quiet",

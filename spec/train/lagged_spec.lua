@@ -167,12 +167,8 @@ describe("lagged training", function()
   end)
 
   it("refuses unknown modes, and options that need the current record", function()
-    local good, message = pcall(train, { mode = "lagged", trap = "overflow" })
-    assert.is_false(good)
-    assert.truthy(tostring(message):find("mode=lagged: trap runs an overflowed step again", 1,
-      true))
-    good, message = pcall(train, { mode = "later" })
-    assert.is_false(good)
-    assert.matches("expected mode to be sync or lagged, got 'later'", tostring(message), 1, true)
+    helper.refuses("mode=lagged: trap runs an overflowed step again",
+      train, { mode = "lagged", trap = "overflow" })
+    helper.refuses("expected mode to be sync or lagged, got 'later'", train, { mode = "later" })
   end)
 end)

@@ -1,6 +1,7 @@
 -- engine.losses: supervised fine-tuning and DPO, compared with their formulas, which are computed
 -- here from log_softmax; with masks, references and wrong batches.
 local engine = require "engine"
+local helper = require "spec.helper"
 
 local losses, lora, nn = engine.losses, engine.lora, engine.nn
 local P, T, V = 3, 5, 16
@@ -176,10 +177,7 @@ describe("losses.dpo", function()
   it("says in one line what is wrong", function()
     local model = gpt(1)
     local function refused(text, f, ...)
-      local good, message = pcall(engine.scope, f, ...)
-      assert.is_false(good)
-      assert.matches(text, message, 1, true)
-      assert.is_nil(message:find("\n"))
+      helper.refuses(text, engine.scope, f, ...)
     end
     local batch, reference = batch_of(), gpt(2)
     refused("losses.sft: expected a batch with tensors x and y, got nothing", losses.sft, model)

@@ -466,10 +466,8 @@ describe("engine.amp", function()
       assert.equal("f16", high:matmul(high).dtype)
     end)
     for _, arguments in ipairs { { place, "none" }, { 3, "x" }, {} } do
-      local good, why = pcall(engine.amp.register_half_function, unpack(arguments, 1, 2))
-      assert.is_false(good)
-      assert.matches("amp.register_half_function: expected a table and the name of a function", why,
-        1, true)
+      helper.refuses("amp.register_half_function: expected a table and the name of a function",
+        engine.amp.register_half_function, unpack(arguments, 1, 2))
     end
   end)
 end)

@@ -130,9 +130,7 @@ describe("scaler", function()
     local model, opt = setup()
     local scaler = engine.scaler {}
     local function raises(f, text)
-      local good, why = pcall(f)
-      assert.is_false(good)
-      assert.truthy(why:find(text, 1, true), why)
+      helper.refuses(text, f)
     end
     raises(function() scaler:step(opt) end,
       "scaler:step: there is no scale yet; call scaler:scale(loss):backward() earlier in the step")
@@ -305,10 +303,8 @@ describe("scaler", function()
       step(function()
         backward(scaler, model)
         scaler:step(opt)
-        local good, why = pcall(scaler.update, scaler)
-        assert.is_false(good)
-        assert.matches("policy late gave the verdict " .. part .. ", which comes too", why, 1,
-          true)
+        helper.refuses("policy late gave the verdict " .. part .. ", which comes too",
+          scaler.update, scaler)
         assert.equal(8, scaler:get_scale())
       end)
     end
@@ -509,9 +505,7 @@ describe("a registered loss scaler", function()
 
   it("is checked when registered", function()
     local function refused(name, class, text)
-      local good, why = pcall(engine.register_loss_scaler, name, class)
-      assert.is_false(good)
-      assert.truthy(why:find(text, 1, true), why)
+      helper.refuses(text, engine.register_loss_scaler, name, class)
     end
     refused("a b", {}, "expected a name")
     refused("a", 5, "expected a class (a table), got 5")

@@ -74,12 +74,7 @@ local function events(run, kind)
   return list
 end
 
-local function refused(text, f, ...)
-  local good, why = pcall(f, ...)
-  assert.is_false(good)
-  assert.matches(text, why, 1, true)
-  assert.is_nil(tostring(why):find "\n")
-end
+local refused = helper.refuses
 
 -- A policy that repeats overflowed steps at half the scale.
 local AGAIN = { file = "again", source = [[return { init = function() return { scale = 2^22 } end,
