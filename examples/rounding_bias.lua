@@ -54,9 +54,25 @@ local function floats(which)
       weights[b] = weights[b] + 1 / cfg.draws
     end
     return bytes(x, function(byte) return weights[byte] end)
-  end, true
+  end
 end
 
+-- Returns a function for the mean of x under the engine's rounding with `bits` random bits. 8 bits
+-- round as te does.
+local function engine_mean(bits)
+  return function(x, seed)
+    engine.seed(seed)
+    return engine.scope(function()
+      local n = math.ceil(cfg.draws / 32)
+      local values = engine.concat({ engine.full({ n, 32 }, x), engine.full({ n, 32 }, 6) }, 2)
+      local q = engine.mx.quantize(values, { format = "e2m1", rule = "rceil", sr_bits = bits,
+        block = "1x64" })
+      return q:dequantize():slice(2, 1, 32):mean():item()
+    end)
+  end
+end
+
+-- Each rule: its name, the mean of x after rounding, and whether this mean depends on draws.
 local RULES = {
   { "te", function(x) return bytes(x, function() return 1 / 256 end) end },
   { "te amd", function(x) return up(x, math.ceil(256 * fraction(x)) / 256) end },
@@ -70,27 +86,11 @@ local RULES = {
     end
     return mean
   end },
-  { "floats, byte 2", floats(2) }, { "floats, byte 3", floats(3) },
+  { "floats, byte 2", floats(2), draws = true }, { "floats, byte 3", floats(3), draws = true },
   { "exact", function(x) return x end },
+  { "engine, 8 bits", engine_mean(8), draws = true },
+  { "engine, 24 bits", engine_mean(24), draws = true },
 }
-for _, rule in ipairs(RULES) do rule.draws = rule[1]:find("^floats") ~= nil end
-
--- Returns the mean of x under the engine's rounding with `bits` random bits. 8 bits round as te
--- does.
-local function engine_mean(x, bits, seed)
-  engine.seed(seed)
-  return engine.scope(function()
-    local n = math.ceil(cfg.draws / 32)
-    local values = engine.concat({ engine.full({ n, 32 }, x), engine.full({ n, 32 }, 6) }, 2)
-    local q = engine.mx.quantize(values, { format = "e2m1", rule = "rceil", sr_bits = bits,
-      block = "1x64" })
-    return q:dequantize():slice(2, 1, 32):mean():item()
-  end)
-end
-RULES[#RULES + 1] = { "engine, 8 bits", draws = true,
-  function(x, seed) return engine_mean(x, 8, seed) end }
-RULES[#RULES + 1] = { "engine, 24 bits", draws = true,
-  function(x, seed) return engine_mean(x, 24, seed) end }
 
 local NUMBERS = { 0.1, 0.3, 0.7, 0.9, 1.2, 1.7, 2.3, 3.1, 4.4, 5.5 }
 local heads, rows, series, verdicts = { "mean - x" }, {}, {}, {}
