@@ -91,7 +91,8 @@ local function train(policy, seed, tell)
   local net = nn.sequential { nn.linear(8, cfg.hidden), nn.relu(),
     nn.linear(cfg.hidden, cfg.hidden), nn.relu(), nn.linear(cfg.hidden, 2) }
   local clip = policy == "dynamic, clip 1" and 1 or nil
-  local bad, sum, count, result = false, 0, 0, { loss = 0, skipped = 0 }
+  local bad, sum, count = false, 0, 0
+  local late, clean = 0, 0      -- of the second half: the sum of losses, the clean batches
   local summary = engine.trainer {
     model = net, policy = clip and "dynamic" or policy == "spikes" and SPIKES or policy,
     steps = cfg.steps, clip = clip, log = "quiet",
@@ -105,7 +106,7 @@ local function train(policy, seed, tell)
     on_step = function(t, record)
       if not bad then sum, count = sum + record.loss, count + 1 end
       if not bad and t.steps_done > cfg.steps / 2 then
-        result.loss, result.clean = result.loss + record.loss, (result.clean or 0) + 1
+        late, clean = late + record.loss, clean + 1
       end
       if tell and (t.steps_done % math.ceil(cfg.steps / 12) == 0 or t.steps_done == cfg.steps) then
         print(("step %d  loss %.4f  scale %.6g  skipped %d"):format(t.steps_done,
@@ -114,8 +115,8 @@ local function train(policy, seed, tell)
       end
     end,
   }:run()
-  return { loss = result.loss / result.clean, skipped = summary.skipped, path = summary.path,
-    log2_scale = math.log(summary.scale) / math.log(2) }
+  return { loss = clean > 0 and late / clean or 0 / 0, skipped = summary.skipped,
+    path = summary.path, log2_scale = math.log(summary.scale) / math.log(2) }
 end
 
 if cfg.seeds == 0 then

@@ -327,6 +327,12 @@ describe("the example", function()
     assert.matches("; 0 %% of the gradients lost bits", result.out)
   end)
 
+  it("bad_batch.lua reports no loss if every batch is poisoned", function()
+    local result = helper.run { "examples/bad_batch.lua", "steps=3", "every=1" }
+    assert.equal(0, result.code, result.err)
+    assert.matches("loss on the clean batches of the second half: %-?nan; ", result.out)
+  end)
+
   it("data files are found beside the script, in any working directory", function()
     local engine = helper.engine:sub(1, 1) == "/" and helper.engine or root .. "/" .. helper.engine
     local result = helper.shell(
