@@ -64,10 +64,6 @@ end
 --- traceback. Scripts call it in their own checks.
 config.fail = fail
 
-local function is_list(value)
-  return getmetatable(value) == nil and (#value > 0 or next(value) == nil)
-end
-
 -- Returns the kind of a default: number, boolean, string, list, table (nested fields), or nil for a
 -- value that cannot be set.
 local function kind_of(default)
@@ -76,7 +72,7 @@ local function kind_of(default)
   if t ~= "table" then return nil end
   if getmetatable(default) == optional then return default.type end
   if getmetatable(default) ~= nil then return nil end
-  return is_list(default) and "list" or "table"
+  return (#default > 0 or next(default) == nil) and "list" or "table"
 end
 
 -- Adds the fields of `defaults` to `fields`, under dotted names. An entry of `fields` is
@@ -260,19 +256,12 @@ local function ranges_of(kinds, fields)
   return ranges
 end
 
-local function texts_of(list)
-  local texts = {}
-  for i, value in ipairs(list) do texts[i] = tostring(value) end
-  return texts
-end
-
 local function check_choice(name, value, choices)
   for _, choice in ipairs(choices) do
     if choice == value then return end
   end
-  local texts = texts_of(choices)
-  fail("%s: expected one of %s, got %s%s", name, table.concat(texts, ", "), quoted(value),
-    nearest.hint(tostring(value), texts))
+  fail("%s: expected one of %s, got %s%s", name, table.concat(choices, ", "), quoted(value),
+    nearest.hint(tostring(value), choices))
 end
 
 -- Checks a field's value, or each item of a list, against the field's range and choices. Returns
@@ -402,7 +391,7 @@ function config.help(defaults, docs, script)
     local field, doc = fields[name], docs[name]
     local text = type(doc) == "table" and (doc[1] or "") or doc or ""
     if type(doc) == "table" and doc.choices then
-      text = text .. (text == "" and "" or ": ") .. table.concat(texts_of(doc.choices), ", ")
+      text = text .. (text == "" and "" or ": ") .. table.concat(doc.choices, ", ")
     end
     local default = field.default ~= nil and value_text(field.default) or "-"
     rows[#rows + 1] = { name, field.kind, default == "" and "''" or default, text }
