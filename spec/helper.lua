@@ -105,6 +105,14 @@ function helper.refuses(text, f, ...)
   end
 end
 
+-- Opens the history of a run, calls a method of it and closes it. Returns the method's result.
+function helper.history(run, method, ...)
+  local history = require("engine").history.open(run)
+  local result = history[method](history, ...)
+  history:close()
+  return result
+end
+
 -- Wraps f in a step that frees its tensors, also after an error: it("...",
 -- helper.in_step(function() ... end)).
 function helper.in_step(f)

@@ -40,12 +40,7 @@ local function job(options)
   return engine.trainer(o)
 end
 
-local function events(kind)
-  local history = engine.history.open(folder .. "/run")
-  local list = history:events(kind)
-  history:close()
-  return list
-end
+local function events(kind) return helper.history(folder .. "/run", "events", kind) end
 
 describe("an overflow", function()
   after_each(function() between = nil end)

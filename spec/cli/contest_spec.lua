@@ -228,9 +228,7 @@ describe("engine contest", function()
       local rows = csv "s.csv"
       assert.equal(4, #rows)
       for _, row in ipairs(rows) do
-        local h = history.open(folder .. "/" .. row.run)
-        local steps, skipped = h:steps(), 0
-        h:close()
+        local steps, skipped = helper.history(folder .. "/" .. row.run, "steps"), 0
         for _, step in ipairs(steps) do skipped = skipped + (step.action ~= "step" and 1 or 0) end
         assert.equal("finished", row.ended)
         assert.equal(24, #steps)

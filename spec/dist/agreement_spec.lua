@@ -3,7 +3,6 @@
 -- spec/dist/job.lua and spec/dist/experts.lua, which compare the ranks after every step unless
 -- agree_every sets another interval. Other specs of ranks use the same jobs, so a false alarm would
 -- fail them.
-local engine = require "engine"
 local helper = require "spec.helper"
 local json = require "engine.base.json"
 local start = require "spec.dist.start"
@@ -63,10 +62,8 @@ describe("ranks that drift apart", function()
     local run = folder .. "/run"
     drifted(job(2, { "drift=lr", "run=" .. run }), "step 3: the ranks have drifted apart",
       "there is no checkpoint to resume from; hint: run=NAME checkpoint_every=STEPS")
-    local history = engine.history.open(run)
-    local events = history:query("SELECT step, kind, text, data FROM events WHERE kind IN " ..
-      "('drift', 'error', 'checkpoint', 'finished')")
-    history:close()
+    local events = helper.history(run, "query", "SELECT step, kind, text, data FROM events " ..
+      "WHERE kind IN ('drift', 'error', 'checkpoint', 'finished')")
     assert.equal(1, #events)
     assert.same({ 3, "drift",
       "ranks 0 and 1 differ from each other, first in lr; 1 of 92 values differ" },

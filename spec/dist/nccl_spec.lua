@@ -1,7 +1,6 @@
 -- NCCL between cards, with fakes for both (spec/cuda/fake_card.c, fake_nccl.c). Training must
 -- equal, bit for bit, training through host memory. Also: ranks started without MPI, configurations
 -- that are refused, and ranks that die or hang. Real NCCL and real cards are not used.
-local engine = require "engine"
 local helper = require "spec.helper"
 local start = require "spec.dist.start"
 
@@ -160,10 +159,8 @@ describe("NCCL", function()
     local job = good(alone(3, JOB, { "plant=inf", "plant_rank=2", "precision=fp16",
       "run=" .. folder .. "/inf", "zero=1" }), 3)
     assert.matches("^2 %S+ %S+ skip", job.lines[3])
-    local history = engine.history.open(folder .. "/inf")
-    local event = history:query("select text from events where kind = 'overflow'")[1]
-    history:close()
-    assert.matches("inf from rank 2, first in blocks.2.mlp.up.weight", event.text, 1, true)
+    assert.matches("inf from rank 2, first in blocks.2.mlp.up.weight",
+      helper.history(folder .. "/inf", "events", "overflow")[1].text, 1, true)
   end)
 
   it("resumes from a checkpoint", function()

@@ -230,11 +230,8 @@ describe("experts over ranks", function()
         expert, "zero=" .. zero, "precision=fp16", "policy=dynamic",
         "run=" .. run, "trap=overflow" })
       for i, step in ipairs(all.steps) do assert.equal(i == 3 and "skip" or "step", step.action) end
-      local history = engine.history.open(run)
-      local event = history:query("select text from events where kind = 'overflow'")[1]
-      history:close()
       assert.matches(("%s from rank %d, first in second.experts.%d.up.weight"):format(kind, rank,
-        expert), event.text, 1, true)
+        expert), helper.history(run, "events", "overflow")[1].text, 1, true)
     end
   end)
 

@@ -97,9 +97,8 @@ describe("ranks with ZeRO-2", function()
       local all = job(2, { "policy=dynamic:init_scale=2^27", "precision=fp16", "trap=overflow",
         "zero=" .. zero, "run=" .. run, "steps=6" })
       assert.equal("skip", all[1].steps[1][6])
-      local history = require("engine").history.open(run)
-      traps[zero] = history:query("select step, text from events where kind = 'trap' order by step")
-      history:close()
+      traps[zero] = helper.history(run, "query",
+        "select step, text from events where kind = 'trap' order by step")
       assert.is_true(#traps[zero] > 0)
       assert.matches("first inf in backward of", traps[zero][1].text, 1, true)
     end

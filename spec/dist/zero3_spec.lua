@@ -50,10 +50,8 @@ local function job(n, ...)
 end
 
 local function events(path, kind)
-  local history = require("engine").history.open(path)
-  local list = history:query("SELECT step, text FROM events WHERE kind = '" .. kind .. "'")
-  history:close()
-  return list
+  return helper.history(path, "query",
+    "SELECT step, text FROM events WHERE kind = '" .. kind .. "'")
 end
 
 describe("ranks with ZeRO-3", function()

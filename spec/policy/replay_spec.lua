@@ -210,9 +210,9 @@ describe("a replayed run", function()
     local r = replay.run(replay.trace(folder .. "/lagged"),
       "dynamic:init_scale=2^22,growth_interval=5")
     assert.are.equal(40, r.certainty.exact)
-    local history = engine.history.open(folder .. "/lagged")
-    for i, row in ipairs(history:steps()) do assert.are.equal(row.next_scale, r.scales[i]) end
-    history:close()
+    for i, row in ipairs(helper.history(folder .. "/lagged", "steps")) do
+      assert.are.equal(row.next_scale, r.scales[i])
+    end
   end)
 
   it("predicts runs at other scales: exact verdicts are right, most estimates too", function()

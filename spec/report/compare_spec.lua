@@ -301,9 +301,8 @@ describe("several runs", function()
       end
       assert.equal("a2: policy=dynamic:init_scale=2^20 seed=2", data.titles["loss 2"])
       assert.equal(40, #data.x)
-      local h = engine.history.open(folder .. "/runs/s1")
-      assert.near(h:steps(7, 7)[1].loss, data.columns["loss 3"].mean[8], 1e-4)
-      h:close()
+      assert.near(helper.history(folder .. "/runs/s1", "steps", 7, 7)[1].loss,
+        data.columns["loss 3"].mean[8], 1e-4)
       assert.is_true(data.columns["loss 3"].mean[35] == require("cjson").null)
     end)
 
@@ -314,9 +313,7 @@ describe("several runs", function()
       assert.equal("engine report: none: left out, it has no steps to draw\n", page.err)
       assert.equal(0, page.code)
       assert.matches("<th[^>]*>evaluation loss</th>", page.out)
-      local h = engine.history.open(folder .. "/runs/e")
-      local points = h:evaluations()
-      h:close()
+      local points = helper.history(folder .. "/runs/e", "evaluations")
       assert.matches((">%.4f<"):format(points[#points][2]),
         page.out:match("</svg>e</span></td>(.-)</tr>"), 1, true)
       assert.matches(">no steps, ", page.out, 1, true)

@@ -1,6 +1,5 @@
 -- engine attach: a real run in the background, with real clients. Every wait is bounded, and the
 -- spec ends only processes that it started.
-local engine = require "engine"
 local helper = require "spec.helper"
 local M_ffi = require "engine.base.ffi"
 
@@ -105,12 +104,7 @@ local function attach(run, ...)
   return helper.run(words)
 end
 
-local function events(run, kind)
-  local history = engine.history.open(run)
-  local list = history:events(kind)
-  history:close()
-  return list
-end
+local function events(run, kind) return helper.history(run, "events", kind) end
 
 -- The run's status, requested by this process.
 local function status(run)
@@ -287,9 +281,7 @@ describe("engine attach", function()
     ended(pid)
     assert.matches("clip 0 -> 0.3333333333 (attached)", events(run, "set")[2].text, 1, true)
     assert.equal("requested by an attached client", events(run, "stopped")[1].text)
-    local history = engine.history.open(run)
-    local steps = history:last(1)[1].step + 1
-    history:close()
+    local steps = helper.history(run, "last", 1)[1].step + 1
     local again = start(run, "1e9", "auto")
     wait_for_step(run, steps)
     assert.equal(0.125, status(run).lr)

@@ -33,12 +33,10 @@ local function checksum(trainer)
 end
 
 local function events(path)
-  local history = engine.history.open(path .. "/history.db")
   local list = {}
-  for _, event in ipairs(history:events()) do
+  for _, event in ipairs(helper.history(path, "events")) do
     list[#list + 1] = event.kind .. ": " .. (event.text or "")
   end
-  history:close()
   return list
 end
 

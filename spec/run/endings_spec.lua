@@ -57,10 +57,10 @@ local function kill(...)
 end
 
 local function events(run)
-  local history = engine.history.open(run .. "/history.db")
   local list = {}
-  for _, event in ipairs(history:events()) do list[#list + 1] = event.kind .. " " .. event.text end
-  history:close()
+  for _, event in ipairs(helper.history(run, "events")) do
+    list[#list + 1] = event.kind .. " " .. event.text
+  end
   return table.concat(list, "\n")
 end
 

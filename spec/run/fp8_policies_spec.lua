@@ -34,14 +34,8 @@ local function job(o, each)
   return tostring(C.eng_params_checksum(t.optimizer.params)), t, table.concat(lines, " ")
 end
 
-local function with(run, f)
-  local history = engine.history.open(run)
-  local result = f(history)
-  history:close()
-  return result
-end
 local function events(kind, run)
-  return with(run or folder .. "/run", function(h) return h:events(kind) end)
+  return helper.history(run or folder .. "/run", "events", kind)
 end
 -- The moves of layers in a run, as lines "step path=rung ...", one a step; up to the step `last`.
 local function moves(kind, run, last)
@@ -114,7 +108,7 @@ describe("swapping a policy of FP8 layers", function()
     assert.matches("^FP8 policy layer_ladder %x+ %(.*snr=17.5.*%) %-> heir %x+ %(the script%)$",
       list[1].text)
     assert.matches("^layer_ladder %x+ %(", events("fp8_policy")[1].text)
-    local sources = with(folder .. "/run", function(h) return h:policies() end)
+    local sources = helper.history(folder .. "/run", "policies")
     assert.equal(3, #sources)                              -- static, layer_ladder, heir
   end)
 
@@ -325,11 +319,11 @@ describe("a shadow of FP8 layers", function()
       local text = table.concat(t.shadows:lines(), "\n")
       assert.matches("would have computed FP8 layers differently in %d of 8 steps; at the end " ..
         ".*; its verdicts are bounds from step " .. first + 1 .. " on: its updates differ", text)
-      local row = with(folder .. "/shadow", function(h) return h:shadows() end)[2]
+      local row = helper.history(folder .. "/shadow", "shadows")[2]
       assert.same({ moving, c.bounds, 0 }, { row.name, row.bounds, row.failed })
       assert.matches("The shadow " .. moving:gsub("%p", "%%%0") ..
         " would have chosen, for FP8 layers, .*blocks.1",
-        with(folder .. "/shadow", function(h) return tostring(h:why(first)) end))
+        tostring(helper.history(folder .. "/shadow", "why", first)))
     end)
 
     it("equal to the run's policy decides the same at every step: " .. base, function()
@@ -380,14 +374,14 @@ describe("a replay of a policy of FP8 layers", function()
         local r = replayed(policy, run)
         assert.same(moves("layers", run), lines_of(r))
         assert.same({ 8, 8, 0, 0 }, { r.steps, r.certainty.exact, r.apart, r.failures })
-        with(run, function(h)
-          local at = h:signals_at()
-          for step = 0, policy:find("sqrt3") and 7 or -1 do
-            local logged = at(step)["log.gradient_to_noise"]
-            assert.is_true(logged > 1)
-            assert.equal(logged, r.logs.gradient_to_noise[step + 1])
-          end
-        end)
+        local history = engine.history.open(run)
+        local at = history:signals_at()
+        for step = 0, policy:find("sqrt3") and 7 or -1 do
+          local logged = at(step)["log.gradient_to_noise"]
+          assert.is_true(logged > 1)
+          assert.equal(logged, r.logs.gradient_to_noise[step + 1])
+        end
+        history:close()
       end
     end)
   end
@@ -416,7 +410,7 @@ describe("a replay of a policy of FP8 layers", function()
       local run = folder .. "/run" .. i
       job { base = "fp8_current", fp8 = { policy = policy or nil, sample = 3 }, run = run }
       peaks[i] = {}
-      for k, row in ipairs(with(run, function(h) return h:fp8() end)) do
+      for k, row in ipairs(helper.history(run, "fp8")) do
         peaks[i][k] = row.peak
         assert.is_true(row.peak >= row.amax and row.power > 0 and row.asked == 0)
       end

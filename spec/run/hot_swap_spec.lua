@@ -40,10 +40,7 @@ local function trace(options, each)
 end
 
 local function events(kind, run)
-  local history = engine.history.open(run or folder .. "/run")
-  local list = history:events(kind)
-  history:close()
-  return list
+  return helper.history(run or folder .. "/run", "events", kind)
 end
 
 local function policy_file(text, name)

@@ -54,12 +54,7 @@ local function weights(trainer)
   return list
 end
 
-local function events(run, kind)
-  local h = engine.history.open(run)
-  local list = h:events(kind)
-  h:close()
-  return list
-end
+local function events(run, kind) return helper.history(run, "events", kind) end
 
 describe("a rollback", function()
   it("restores weights, moments, random numbers and the data's position, and skips data", function()
@@ -176,9 +171,7 @@ describe("policy spike", function()
       loss = function(m, b) return engine.mse(m(b.x), b.y) end,
       schedule = function() return 0.05 end }
     trainer:run()
-    local h = engine.history.open(folder .. "/" .. name)
-    local rows, sum = h:steps(), 0
-    h:close()
+    local rows, sum = helper.history(folder .. "/" .. name, "steps"), 0
     for i = #rows - 49, #rows do sum = sum + rows[i].loss / 50 end
     return sum, trainer.rollbacks_made
   end
@@ -203,11 +196,9 @@ if start.there then
           "run=" .. run, unpack(more) }
         local result = helper.shell(start.command(4, "spec/dist/job.lua", settings))
         assert.equal(0, result.code, result.err)
-        local h = engine.history.open(run)
         local list = {}
-        for i, row in ipairs(h:steps()) do list[i] = row.loss end
-        assert.equal(1, #h:events "rollback")
-        h:close()
+        for i, row in ipairs(helper.history(run, "steps")) do list[i] = row.loss end
+        assert.equal(1, #events(run, "rollback"))
         return list
       end
       for _, zero in ipairs { "zero=0", "zero=1" } do

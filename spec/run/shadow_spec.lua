@@ -76,9 +76,7 @@ describe("a shadow", function()
   it("is summarized in the history and at the end", function()
     local _, trainer = trace { shadow = { "static:loss_scale=65536,skip_on_overflow=false",
       "static:loss_scale=2^40" }, run = folder .. "/run" }
-    local history = engine.history.open(folder .. "/run")
-    local list = history:shadows()
-    history:close()
+    local list = helper.history(folder .. "/run", "shadows")
     assert.equal(2, #list)
     assert.equal("static:loss_scale=2^40", list[1].name)
     assert.equal(30, list[1].skipped)                    -- its own overflows, not the run's

@@ -67,12 +67,7 @@ local function rows(run)
   return lines
 end
 
-local function events(run, kind)
-  local h = engine.history.open(run)
-  local list = h:events(kind)
-  h:close()
-  return list
-end
+local function events(run, kind) return helper.history(run, "events", kind) end
 
 local refused = helper.refuses
 
@@ -365,9 +360,7 @@ describe("a session", function()
     local s = gan({ run = folder .. "/gan", policy = AGAIN,
       policy_options = {} }, 6)
     assert.is_true(s.policy_errors > 0)
-    local h = engine.history.open(folder .. "/gan")
-    local row = h:steps(0, 0)[1]
-    h:close()
+    local row = helper.history(folder .. "/gan", "steps", 0, 0)[1]
     assert.same({ "skip", true }, { row.action, row.policy_failed })
     assert.matches("session: policy again asks for a retry, which needs a single optimizer",
       row.reason)
