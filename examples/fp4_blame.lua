@@ -148,7 +148,5 @@ for _, pair in ipairs { { "wgrad", "dgrad" }, { "wgrad", "forward" },
   findings[#findings + 1] = verdict(pair[1], pair[2])
 end
 print("Conclusion, from orders that hold with every seed: " .. table.concat(findings, "; ") .. ".")
-if cfg.svg ~= "" then
-  print(lab.svg(cfg.svg, { title = "Excess loss over bf16, %", x = names, y = "product in MXFP4",
-    series = series }))
-end
+lab.svg(cfg.svg, { title = "Excess loss over bf16, %", x = names, y = "product in MXFP4",
+  series = series })

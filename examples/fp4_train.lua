@@ -124,7 +124,7 @@ if cfg.svg ~= "" then
     places[i] = tostring(math.floor(i * cfg.steps / PLACES))
     for _, c in ipairs(curves) do c.values[i] = 100 * (c.values[i] / bf16[i] - 1) end
   end
-  print(lab.svg(cfg.svg, { title = "excess training loss over bf16, %, all seeds", x = places,
-    y = "step", series = curves }))
+  lab.svg(cfg.svg, { title = "excess training loss over bf16, %, all seeds", x = places,
+    y = "step", series = curves })
 end
 return results

@@ -63,6 +63,7 @@ if cfg.svg ~= "" then
       s.values[#places] = (next_one - x) / x
     end
   end
-  print("\n" .. lab.svg(cfg.svg, { title = "distance to the next number, relative",
-    x = places, y = "magnitude", log = 2, series = series }))
+  print()
+  lab.svg(cfg.svg, { title = "distance to the next number, relative", x = places,
+    y = "magnitude", log = 2, series = series })
 end

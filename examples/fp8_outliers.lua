@@ -56,9 +56,6 @@ end
 lab.table(heads, rows)
 print(("%g %% of the numbers are outliers, larger by the factor above (none: 1);\n"
   .. "the signal-to-noise ratio, in dB, is that of all other numbers"):format(100 * cfg.share))
-if cfg.svg ~= "" then
-  local places = {}
-  for i = 1, #SIZES do places[i] = heads[i + 1] end
-  print(lab.svg(cfg.svg, { title = "SNR of the elements that are not outliers, dB", x = places,
-    y = ("size of %g %% outliers"):format(100 * cfg.share), series = series }))
-end
+lab.svg(cfg.svg, { title = "SNR of the elements that are not outliers, dB",
+  x = { unpack(heads, 2) }, y = ("size of %g %% outliers"):format(100 * cfg.share),
+  series = series })

@@ -65,7 +65,5 @@ end
 lab.table({ "data", "K", "no promotion", "every 512", "every 128" }, rows)
 print("mean relative error of a sum of K products, in parentheses the largest; the accumulator is\n"
   .. "promoted, which means added to f32, after every 512 or 128 products")
-if cfg.svg ~= "" then
-  print(lab.svg(cfg.svg, { title = "relative error of Hopper's accumulator, U[0,1)",
-    x = { "1024", "4096", "16384" }, y = "K", log = 10, series = curves }))
-end
+lab.svg(cfg.svg, { title = "relative error of Hopper's accumulator, U[0,1)",
+  x = { "1024", "4096", "16384" }, y = "K", log = 10, series = curves })

@@ -226,7 +226,5 @@ print(("\nThe study's conclusions hold in part: promotion matters once many prod
   .. "running sum in e4m3, which caused the difference, is not what the hardware does. Block\n"
   .. "scales help with outliers instead (fp8_outliers.lua)."):format(COLUMNS[last].rho,
   COLUMNS[last].n, curves[3].values[last] - curves[1].values[last], apart, least, most))
-if cfg.svg ~= "" then
-  print(lab.svg(cfg.svg, { title = "Hopper's numbers: median SNR in dB", x = { unpack(heads, 2) },
-    y = "correlation and length", series = curves }))
-end
+lab.svg(cfg.svg, { title = "Hopper's numbers: median SNR in dB", x = { unpack(heads, 2) },
+  y = "correlation and length", series = curves })

@@ -111,10 +111,8 @@ for i, r in ipairs(of) do
   rows[i] = { r.name, lab.mean_text(r.held, "%.4f"), lab.mean_text(apart, "%+.3f") .. " %" }
 end
 lab.table({ cfg.model, "held-out loss", "relative to " .. base.name .. ", by seed" }, rows)
-if cfg.svg ~= "" then
-  local places = {}
-  for i = 1, 40 do places[i] = tostring(math.ceil(i * cfg.steps / 40)) end
-  print(lab.svg(cfg.svg, { title = "training loss" .. (cfg.seeds == 1 and "" or ", mean of "
-    .. cfg.seeds .. " seeds"), x = places, y = "step", series = series }))
-end
+local places = {}
+for i = 1, 40 do places[i] = tostring(math.ceil(i * cfg.steps / 40)) end
+lab.svg(cfg.svg, { title = "training loss" .. (cfg.seeds == 1 and "" or ", mean of "
+  .. cfg.seeds .. " seeds"), x = places, y = "step", series = series })
 return of

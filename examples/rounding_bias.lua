@@ -120,7 +120,5 @@ for _, rule in ipairs(RULES) do
 end
 print(("Conclusion: te and its AMD port are off by at most 1/256 of a step, in opposite\n"
   .. "directions; off by more than 1/20 of a step: %s."):format(table.concat(biased, ", ")))
-if cfg.svg ~= "" then
-  print(lab.svg(cfg.svg, { title = "Bias of stochastic rounding to E2M1", x = { unpack(heads, 2,
-    #NUMBERS + 1) }, y = "number", series = series }))
-end
+lab.svg(cfg.svg, { title = "Bias of stochastic rounding to E2M1",
+  x = { unpack(heads, 2, #NUMBERS + 1) }, y = "number", series = series })

@@ -106,7 +106,5 @@ for i = 2, #RULES do
 end
 print(("Conclusion: floor's excess loss is %s %%; rules better with every seed: %s."):format(
   lab.mean_text(apart[1], "%+.2f"), #worse > 0 and table.concat(worse, ", ") or "none"))
-if cfg.svg ~= "" then
-  print(lab.svg(cfg.svg, { title = cfg.format .. ": excess loss over bf16, %", x = RULES,
-    y = "rule", series = series }))
-end
+lab.svg(cfg.svg, { title = cfg.format .. ": excess loss over bf16, %", x = RULES, y = "rule",
+  series = series })

@@ -90,9 +90,10 @@ end
 
 -- ------------------------------------------------------------------ curves
 
---- Writes curves over named x positions to the file `path`; values that are not finite are left
---- out. o: see the top of the file. Returns the path.
+--- Writes curves over named x positions to the file `path` and prints the path; does nothing if
+--- the path is "". Values that are not finite are left out. o: see the top of the file.
 function M.svg(path, o)
+  if path == "" then return end
   local c = { x = {}, places = o.x, unit = o.y, width = 1, first = 1, last = #o.x }
   local series = {}
   for i in ipairs(o.x) do c.x[i] = i end
@@ -104,7 +105,7 @@ function M.svg(path, o)
   end
   files.write(path, chart.file(o.title, { { title = "by " .. o.y, c = c, series = series,
     log = o.log, height = 300 } }))
-  return path
+  print(path)
 end
 
 return M
