@@ -2,10 +2,7 @@
 -- match the published ones within sampling error, and a wrong setting is refused in one line.
 local helper = require "spec.helper"
 
-local root = helper.shell("pwd").out:match("[^\n]+")
-local function run(name, ...)
-  return helper.run { root .. "/examples/fp8_" .. name .. ".lua", ... }
-end
+local function run(name, ...) return helper.run { "examples/" .. name .. ".lua", ... } end
 
 --- The numbers in the table line that begins with `label`.
 local function row(result, label, from)
@@ -23,7 +20,7 @@ describe("the FP8 laboratory", function()
   teardown(function() helper.remove(folder) end)
 
   it("bits: ranges and codes", function()
-    local result = run("bits", "numbers=true", "value=0.1", "svg=" .. folder .. "/a.svg")
+    local result = run("fp8_bits", "numbers=true", "value=0.1", "svg=" .. folder .. "/a.svg")
     assert.equal(0, result.code, result.err)
     assert.matches("\ne4m3 +1%-4%-3 +7 +448 +2^%-6 +2^%-9", result.out)
     assert.matches("\ne5m2 +1%-5%-2 +15 +57344 +2^%-14 +2^%-16", result.out)
@@ -33,7 +30,7 @@ describe("the FP8 laboratory", function()
   end)
 
   it("promotion: the table of Hopper's accumulator", function()
-    local result = run("promotion", "draws=100", "svg=" .. folder .. "/b.svg")
+    local result = run("fp8_promotion", "draws=100", "svg=" .. folder .. "/b.svg")
     assert.equal(0, result.code, result.err)
     local function mean(label)
       local none, some, often = result.out:match("\n" .. label ..
@@ -52,8 +49,7 @@ describe("the FP8 laboratory", function()
   end)
 
   it("fp4_train: every recipe learns, and the conclusion follows from the seeds", function()
-    local result = helper.run { root .. "/examples/fp4_train.lua", "steps=40", "layers=3",
-      "width=32", "batch=4", "context=32" }
+    local result = run("fp4_train", "steps=40", "layers=3", "width=32", "batch=4", "context=32")
     assert.equal(0, result.code, result.err)
     local bf16 = row(result, "bf16")[1]
     assert.is_true(bf16 < 4.5, result.out)            -- log(256) = 5.5 before training
@@ -64,11 +60,11 @@ describe("the FP8 laboratory", function()
     end
     assert.matches("\nConclusion: seeds of bf16 are [%d.]+ %% apart; ", result.out)
     assert.matches("expected a width that is a multiple of 32, and 3 or more layers, got 33 and 4",
-      helper.run { root .. "/examples/fp4_train.lua", "width=33" }.err, 1, true)
+      run("fp4_train", "width=33").err, 1, true)
   end)
 
   it("outliers: block scales matter above 2^12", function()
-    local result = run("outliers", "rows=64")
+    local result = run("fp8_outliers", "rows=64")
     assert.equal(0, result.code, result.err)
     local by_row, by_block = row(result, "row"), row(result, "1x128")
     for i, want in pairs { [1] = 31.6, [3] = 31.5, [5] = 31.5, [6] = 28.8, [7] = 17.9 } do
@@ -80,7 +76,7 @@ describe("the FP8 laboratory", function()
   end)
 
   it("snr: the study as published, and Hopper's numbers", function()
-    local result = run("snr", "samples=100", "svg=" .. folder .. "/c.svg")
+    local result = run("fp8_snr", "samples=100", "svg=" .. folder .. "/c.svg")
     assert.equal(0, result.code, result.err)
     -- columns: r 0, 0.01, 0.1, 0.2, each with n 128, 1024, 4096; medians of 100 draws vary by about
     -- 1.5 dB
@@ -104,8 +100,8 @@ describe("the FP8 laboratory", function()
 
   it("train: a GPT and a mixture under several recipes", function()
     for _, model in ipairs { "gpt", "moe" } do
-      local result = run("train", "model=" .. model, "steps=12", "seeds=2", "width=32", "layers=1",
-        "batch=4", "context=32", "recipes=bf16,fp16,fp8_block,fp8_delayed",
+      local result = run("fp8_train", "model=" .. model, "steps=12", "seeds=2", "width=32",
+        "layers=1", "batch=4", "context=32", "recipes=bf16,fp16,fp8_block,fp8_delayed",
         "svg=" .. folder .. "/d.svg")
       assert.equal(0, result.code, result.err)
       for _, recipe in ipairs { "bf16", "fp16", "fp8_block", "fp8_delayed" } do
@@ -120,7 +116,8 @@ describe("the FP8 laboratory", function()
   it("memory: each role takes what shapes and formats predict, and less under FP8", function()
     for _, settings in ipairs { { "model=llama", "recipe=fp8_block" },
       { "model=gpt", "recipe=fp8_current" } } do
-      local result = run("memory", "width=64", "layers=2", "context=32", settings[1], settings[2])
+      local result = run("fp8_memory", "width=64", "layers=2", "context=32",
+        unpack(settings))
       assert.equal(0, result.code, result.err)
       for _, role in ipairs { "masters", "low%-precision copies", "FP8 copies", "gradients",
         "moments", "kept for backward", "  of which in FP8" } do
@@ -134,32 +131,30 @@ describe("the FP8 laboratory", function()
   end)
 
   it("fp4_train: a table of recipes beside bf16, and a conclusion", function()
-    local result = helper.run { root .. "/examples/fp4_train.lua", "seeds=1", "steps=3", "layers=3",
-      "width=32", "context=16", "batch=2", "recipes=^nvfp4, ends" }
+    local result = run("fp4_train", "seeds=1", "steps=3", "layers=3", "width=32", "context=16",
+      "batch=2", "recipes=^nvfp4, ends")
     assert.equal(0, result.code, result.err)
     assert.matches("\nbf16 +[%d.]+ .-\nnvfp4, ends bf16 +[%d.]+ .-\nConclusion: .-one seed",
       result.out)
-    result = helper.run { root .. "/examples/fp4_train.lua", "seeds=1", "steps=10", "layers=3",
-      "width=32", "context=16", "batch=2", "recipes=late$", "data=" .. root .. "/README.md",
-      "svg=" .. folder .. "/late.svg" }
+    result = run("fp4_train", "seeds=1", "steps=10", "layers=3", "width=32", "context=16",
+      "batch=2", "recipes=late$", "data=README.md", "svg=" .. folder .. "/late.svg")
     assert.matches("\nnvfp4, forward bf16 late +[%d.]+ ", result.out)
     assert.matches("^<svg.*nvfp4, forward bf16 late.*</svg>", helper.read(folder .. "/late.svg"))
-    result = helper.run { root .. "/examples/fp4_train.lua", "layers=2" }
+    result = run("fp4_train", "layers=2")
     assert.equal(1, result.code)
     assert.matches("expected a width", result.err, 1, true)
   end)
 
   it("fp4_blame and scale_rules: tables beside bf16, and conclusions from orders", function()
     local small = { "seeds=2", "steps=3", "layers=1", "width=32", "context=32", "batch=2" }
-    local result = helper.run { root .. "/examples/fp4_blame.lua", unpack(small) }
+    local result = run("fp4_blame", unpack(small))
     assert.equal(0, result.code, result.err)
     for _, name in ipairs { "forward", "dgrad", "wgrad", "wgrad, random Hadamard", "all" } do
       assert.near(row(result, "bf16")[1], row(result, name)[1], 0.2)
     end
     assert.matches("\nConclusion, from orders that hold with every seed: .-wgrad", result.out)
-    assert.matches("multiples of 32, got 33", helper.run { root .. "/examples/fp4_blame.lua",
-      "width=33" }.err, 1, true)
-    result = helper.run { root .. "/examples/scale_rules.lua", unpack(small) }
+    assert.matches("multiples of 32, got 33", run("fp4_blame", "width=33").err, 1, true)
+    result = run("scale_rules", unpack(small))
     assert.equal(0, result.code, result.err)
     assert.near(41.5, row(result, "floor")[1], 1)               -- derived: 1 - log2(1.5)
     assert.near(0, row(result, "rceil")[1], 1e-9)
@@ -167,20 +162,19 @@ describe("the FP8 laboratory", function()
   end)
 
   it("fp4_oscillation: Q-EMA and Q-Ramping train, and Q-EMA calms weights", function()
-    local result = helper.run { root .. "/examples/fp4_oscillation.lua", "seeds=1", "steps=120",
-      "calibrate=40", "width=32", "layers=1", "batch=4", "context=32" }
+    local result = run("fp4_oscillation", "seeds=1", "steps=120", "calibrate=40", "width=32",
+      "layers=1", "batch=4", "context=32")
     assert.equal(0, result.code, result.err)
     local bf16, plain = row(result, "bf16")[1], row(result, "TetraJet")
     for _, name in ipairs { "with Q-EMA", "with Q-Ramping" } do
       assert.near(bf16, row(result, name)[1], 0.05 * bf16)
     end
     assert.is_true(row(result, "with Q-EMA")[3] < 0.8 * plain[3], result.out)
-    assert.matches("expected 31 or more steps", helper.run { root ..
-      "/examples/fp4_oscillation.lua", "steps=9" }.err, 1, true)
+    assert.matches("expected 31 or more steps", run("fp4_oscillation", "steps=9").err, 1, true)
   end)
 
   it("rounding_bias: the biases that the rules imply", function()
-    local result = helper.run { root .. "/examples/rounding_bias.lua", "draws=4000" }
+    local result = run("rounding_bias", "draws=4000")
     assert.equal(0, result.code, result.err)
     local mslk = row(result, "mslk")
     for k, want in pairs { -0.1, -0.3, -0.2, -0.1, 0 } do assert.near(want, mslk[k], 0.002) end
@@ -198,9 +192,8 @@ describe("the FP8 laboratory", function()
       "mxfp4", "mxfp4_tseng", "mxfp4_quartet", "mxfp4_tetrajet_q_ema", "nvfp4",
       "nvfp4_four_over_six", "nvfp4_quartet2" } do
       for name, more in pairs { gpt = "sample=0", gpt2 = "data=" .. path } do
-        local result = helper.run { root .. "/examples/" .. name .. ".lua", "precision=" .. recipe,
-          "steps=2", "layers=1", "width=16", "heads=2", "context=8",
-          "batch=2", more, name == "gpt2" and "vocab=64" or "log=quiet" }
+        local result = run(name, "precision=" .. recipe, "steps=2", "layers=1", "width=16",
+          "heads=2", "context=8", "batch=2", more, name == "gpt2" and "vocab=64" or "log=quiet")
         assert.equal(0, result.code, result.err)
       end
     end
@@ -210,20 +203,20 @@ describe("the FP8 laboratory", function()
   it("refuses wrong settings in one line", function()
     for name, wrong in pairs { bits = "format=e3m4", promotion = "draw=3", outliers = "rows=many",
       snr = "smaples=2", train = "model=rnn", memory = "model=rnn" } do
-      local result = run(name, wrong)
+      local result = run("fp8_" .. name, wrong)
       assert.not_equal(0, result.code)
       assert.matches("^engine: config: [^\n]*\n$", result.err)
     end
     for name, wrong in pairs { outliers = "share=2", promotion = "draws=0",
       snr = "svg=/nowhere/x.svg", memory = "width=3", bits = "svg=spec", train = "threads=-1" } do
-      local result = run(name, wrong)
+      local result = run("fp8_" .. name, wrong)
       assert.same({ 1, "" }, { result.code, result.out })
       assert.matches("^engine: config: [^\n]*\n$", result.err)
     end
     assert.equal("engine: config: recipes: expected one or more of fp32, bf16, fp16, " ..
       "fp8_delayed, fp8_current, fp8_rowwise, fp8_block\n",
-      run("train", "recipes=", "steps=1").err)
-    local result = run("train", "recipes=fp8_blok", "steps=1")
+      run("fp8_train", "recipes=", "steps=1").err)
+    local result = run("fp8_train", "recipes=fp8_blok", "steps=1")
     assert.not_equal(0, result.code)
     assert.matches("^engine: config: recipes: expected one of [^\n]*, got 'fp8_blok'; did you " ..
       "mean 'fp8_block'%?\n$", result.err)
