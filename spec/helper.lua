@@ -113,16 +113,19 @@ function helper.history(run, method, ...)
   return result
 end
 
--- Wraps f in a step that frees its tensors, also after an error: it("...",
--- helper.in_step(function() ... end)).
+-- Runs f in a step that frees its tensors, also after an error. Returns the result of f.
+function helper.step(f)
+  local engine = require "engine"
+  engine.begin_step()
+  local good, result = pcall(f)
+  engine.end_step()
+  if not good then error(result, 0) end
+  return result
+end
+
+-- Wraps f in such a step: it("...", helper.in_step(function() ... end)).
 function helper.in_step(f)
-  return function()
-    local engine = require "engine"
-    engine.begin_step()
-    local good, message = pcall(f)
-    engine.end_step()
-    if not good then error(message, 0) end
-  end
+  return function() helper.step(f) end
 end
 
 return helper

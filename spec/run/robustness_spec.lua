@@ -1,21 +1,14 @@
 -- Mistakes of scripts: each gets an error message, and none harms the process or another step.
 local engine = require "engine"
+local helper = require "spec.helper"
 local M_ffi = require "engine.base.ffi"
-local C = M_ffi.C
+local C, in_step = M_ffi.C, helper.step
 
 local function message_of(f, ...)
   local good, message = pcall(f, ...)
   assert.is_false(good)
   assert.equal("string", type(message))
   return message
-end
-
---- Runs f in a step, which ends even after an error.
-local function in_step(f)
-  engine.begin_step()
-  local good, message = pcall(f)
-  engine.end_step()
-  if not good then error(message, 0) end
 end
 
 describe("sizes", function()

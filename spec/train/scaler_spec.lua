@@ -23,13 +23,7 @@ end
 -- An input of ones, or one with an infinity in it.
 local function input(bad) return bad and engine.full({ 2, 4 }, 1 / 0) or engine.ones { 2, 4 } end
 
-local function step(f)
-  engine.begin_step()
-  local good, result = pcall(f)
-  engine.end_step()
-  if not good then error(result, 0) end
-  return result
-end
+local step = helper.step
 
 local function backward(scaler, model, bad) scaler:scale(model(input(bad)):mean()):backward() end
 
