@@ -35,10 +35,10 @@ enum {
   ENG_STEP_NMT = 8,             // SentencePiece's control characters and spaces
   ENG_STEP_CLEAN = 9,           // BERT: removes control characters; white space becomes spaces
   ENG_STEP_CHINESE = 10,        // BERT: puts spaces around Chinese characters
-  ENG_STEP_REPLACE = 11,        // a: text to find; b: its replacement; flags: 0 finds a,
+  ENG_STEP_REPLACE = 11,        // a: text to find; b: its replacement; flags: 0 finds this text,
                                 //    1 + ENG_SCAN_* finds matches of that scan instead
-  ENG_STEP_PREPEND = 12,        // a: text to prepend; flags: 0 always; 1 unless the word already
-                                //    begins with a; 2 as 1, but only to the first word of a text
+  ENG_STEP_PREPEND = 12,        // a: text to prepend; flags: 0 always; 1 to words that do not yet
+                                //    begin with it; 2 like 1, but to the first word of a text alone
   ENG_STEP_BYTES = 13,          // each byte becomes the character that GPT-2 uses for it
   ENG_STEP_CHARSMAP = 14,       // a: SentencePiece's compiled character map
   ENG_STEP_SPLIT = 15,          // a: text to find; flags: ENG_SPLIT_* + 8 if inverted
@@ -51,8 +51,8 @@ enum {
                                 //    space before punctuation and contractions
   ENG_STEP_FROM_SUFFIX = 36,    // a: suffix of a word's last piece
   ENG_STEP_FUSE = 37,
-  ENG_STEP_CUT = 38             // removes character a from each token, up to flags & 255 times at
-                                //    its start and up to flags >> 8 times at its end
+  ENG_STEP_CUT = 38             // a: text that each token loses, up to flags & 255 times at its
+                                //    start and up to flags >> 8 times at its end
 };
 /// The stages of eng_tokenizer_step.
 enum { ENG_STAGE_NORMALIZE = 0, ENG_STAGE_SPLIT = 1, ENG_STAGE_DECODE = 2 };

@@ -18,7 +18,7 @@ return {
     local scale = check.float32(options, "loss_scale")
     check.not_negative(options, "min_loss_scale")
     check.factor(options, "factor")
-    if options.period == 0 then error("period must be a number of steps, got 0", 0) end
+    if options.period == 0 then error("period must be 1 or more steps, got 0", 0) end
     check.count(options, "period")
     check.floor(options, "min_loss_scale", "loss_scale")
     return { scale = scale, counter = 0 }

@@ -239,7 +239,7 @@ eng_status infer_rope(op_call *c, op_shape *s)
                      "and high %g", (long long)c->rope.context, low, high);
   if (c->rope.context == 0 && high != 0 && !(0 <= low && low < high))
     return error_set(ENG_ERR_VALUE,
-                     "rope: expected 0 <= low < high without a context, got low %g and high %g",
+                     "rope: expected 0 <= low < high if context is 0, got low %g and high %g",
                      low, high);
   // positions are computed in f64
   if (c->rope.position > 1ll << 52 || c->rope.position < -(1ll << 52))

@@ -22,8 +22,8 @@ eng_status infer_reshape(op_call *c, op_shape *s)
     if (shape[d] == -1 && hole < 0) hole = d;
     else if (shape[d] < 0 || __builtin_mul_overflow(bound, shape[d] ? shape[d] : 1, &bound) ||
              __builtin_mul_overflow(known, shape[d], &known))
-      return error_set(ENG_ERR_VALUE, "view: expected sizes >= 0 with a product below 2^63, one "
-                       "of which may be -1, got %s",
+      return error_set(ENG_ERR_VALUE, "view: expected sizes >= 0 (one may be -1) with a product "
+                       "below 2^63, got %s",
                        tensor_shape_text(ndim, shape));
   }
   int64_t count = c->in[0]->count;

@@ -77,8 +77,8 @@ static eng_status give_memory(const op_call *call)
   return ENG_OK;
 }
 
-/// Assigns to the open segment the memory that a call allocated for its outputs. Outputs of a Lua
-/// gradient belong to no segment.
+/// Counts the memory that a call allocated for its outputs to the open segment (checkpoint.c). The
+/// outputs of an operation whose gradient is written in Lua belong to no segment.
 static void mark_segment(const op_call *call)
 {
   for (int k = 0; k < call->n_out; k++) {

@@ -36,8 +36,8 @@ const op_call *tape_call(int i);
 void tape_note(const eng_precision *precision);
 /// The open segment, numbered as in tape_node; 0: none. Set by checkpoint.c.
 extern int tape_segment;
-/// With `node` >= 0, the next operations are not recorded; instead the memory of their outputs
-/// moves to the outputs of `node` that have no memory. With -1, operations are recorded as usual.
+/// Makes the next operations compute node `node` again: they are not recorded, and the memory of
+/// their outputs goes to those outputs of the node that have none. -1: operations are recorded.
 void tape_again(int node);
 /// Chooses whether a node of a segment runs again.
 void tape_choose(int node, bool on);

@@ -199,9 +199,9 @@ static void scores_of(float *scores, const sizes *s, const float *a, const float
 }
 
 // Computes `to` [rows x width] = p [rows x visible keys] times `panels` [keys x width], which were
-// packed from `from`. In the product of a single row, the first hidden key must not count, not even
-// as 0 * NaN. If `pairs` puts that key into one word with the last visible key, the key is removed
-// from the panel during the product and restored afterwards.
+// packed from `from`. Called for a single row, it must not read the first hidden key at all, because
+// 0 * NaN is NaN. With `pairs`, that key may share a word of the panel with the last visible key. It
+// is then removed from the panel during the product and restored afterwards.
 static void weighted_sums(float *to, const sizes *s, const float *p, float *panels, slice from,
                           int64_t t0, int64_t rows)
 {

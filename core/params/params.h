@@ -162,8 +162,9 @@ eng_status params_bring(tensor *const *x, int n);
 extern struct params_parted *params_under_way;
 eng_status params_advance(void);
 eng_status params_settle(void);
-/// Returns whether ZeRO-3 divides p among the ranks now. If so, the rank that owns all of p (option
-/// `whole`) makes p's derived copy and sends it to the other ranks.
+/// Returns whether ZeRO-3 fetches and drops p's weights now; false while all weights are in memory
+/// (params_bring_all). If true, a derived copy of p needs one rank that owns all elements of p
+/// (eng_parallel_options.whole). That rank makes the copy and sends it to the other ranks.
 bool params_comes_and_goes(const parameter *p);
 /// Returns whether this rank owns the whole parameter.
 bool params_owns(const parameter *p);

@@ -385,14 +385,16 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
   find_number(&scale, p->next.bytes, "scale");
   if (!policy_is_scale(scale)) {
     char number[32];
+    bool option = !p->has_init && strcmp(maker, "init") == 0;
     eng_number_text(number, scale);
     lua_settop(p->L, SLOT_COUNT);
     return error_set(ENG_ERR_POLICY,
-                     "%s:%d: %s sets no initial %s: expected a positive finite number in "
-                     "state.scale%s, got %s",
-                     p->file, policy_line_of(p, p->has_init ? maker : "options"), maker,
-                     p->fp8 ? "scale (1 if the policy uses none)" : "loss scale",
-                     p->has_init ? "" : " or the option init_scale", number);
+                     "%s:%d: expected a positive finite initial %s, got %s; hint: set state.scale "
+                     "in %s%s%s",
+                     p->file, policy_line_of(p, option ? "options" : maker),
+                     p->fp8 ? "scale" : "loss scale", number, maker,
+                     option ? ", or the option init_scale" : "",
+                     p->fp8 ? " (1 if the policy uses no scale)" : "");
   }
   take_state(p);
   p->last = (eng_verdict){ .scale = scale, .lr_mul = 1 };

@@ -10,8 +10,8 @@
 enum { QUERIES = 64 };   // queries at a time, in kernels whose blocks own keys
 
 /// The assignment of heads and tiles of rows to blocks. Heads are processed in sets of `together`.
-/// The rows that all blocks of a set read fit in half the L2 cache. Within a set, a tile of every
-/// head comes before the next tile of any head.
+/// The rows that all blocks of a set read fit in half the L2 cache. Within a set, blocks take
+/// the first tile of every head, then the second tile of every head, and so on.
 typedef struct schedule { int32_t tiles, heads, together; } schedule;
 
 /// What the kernels of the backward pass share. shift [B x H x line] is RAISE - lse *
@@ -61,8 +61,8 @@ template <class T> __device__ static inline float lift_of(const backward_room &r
   return exponent ? __uint_as_float((254 + 4 - exponent) << 23) : 1.0f;
 }
 
-/// Computes the schedule for `heads` heads of `tiles` tiles. The blocks of a head, and of `shared`
-/// neighbouring heads, read the same head_bytes. Errors: SHAPE.
+/// Computes the schedule for `heads` heads of `tiles` tiles. All blocks of `shared` neighbouring
+/// heads read the same head_bytes bytes. Errors: SHAPE.
 static inline eng_status schedule_heads(schedule *plan, int64_t heads, int shared, int64_t tiles,
                                         int64_t head_bytes)
 {
@@ -136,10 +136,11 @@ __device__ static inline void load_tile(uint32_t tile, const T *head, int64_t st
   }
 }
 
-/// The base of a lane's ldmatrix addresses in a tile. Only the lowest bits of a row's index affect
-/// the order of its pieces. So a step of 16 rows is an addition, and a step of two pieces is an
-/// exclusive or. If D is a power of two, tiles and rows begin at multiples of a power of two. The
-/// exclusive or then applies to the whole address, and one register serves all steps.
+/// The base of a lane's ldmatrix addresses in a tile. piece_place depends only on the lowest bits
+/// of the row. So moving down by 16 rows adds a constant to an address, and moving right by two
+/// pieces flips bits of the piece's offset. If D is a power of two, every row begins at a multiple
+/// of 2 D bytes. The bits can then be flipped in the whole address, and one register serves all
+/// steps.
 template <int D> struct lane_place {
   static constexpr bool WHOLE = (D & (D - 1)) == 0;
   uint32_t row, turn;

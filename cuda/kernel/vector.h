@@ -1,7 +1,8 @@
 // Loads and stores adjacent elements of a float format as words, and converts them to and from f32.
-// Loaded words are not used until their values are needed, so that several loads are in flight at
-// the same time. (With arrays of 16-bit members the compiler shuffles halves as soon as a load
-// arrives, and the next load waits.) Included by kernel files. Owns nothing.
+// A loaded word stays packed until its elements are converted, so that several loads are in flight
+// at the same time. (If the words were arrays of 16-bit members, the compiler would rearrange their
+// halves as soon as a load arrives, and the next load would wait.) Included by kernel files. Owns
+// nothing.
 #pragma once
 
 #include "runtime/device.h"

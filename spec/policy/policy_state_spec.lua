@@ -129,8 +129,8 @@ describe("migration", function()
       ["return 5"] = "p.lua:1: migrate must return the state as a table, got number",
       ["error('no')"] = "p.lua:1: no",
       ["return {}"] = nil, ["return { scale = -1 }"] =
-        "p.lua:1: migrate sets no initial loss scale: expected a positive finite " ..
-        "number in state.scale, got -1",
+        "p.lua:1: expected a positive finite initial loss scale, got -1; hint: set state.scale " ..
+        "in migrate",
       ["while true do end"] = "p.lua:1: the policy exceeded its instruction budget; a decision " ..
         "usually takes a few hundred instructions" } do
       local bad = load("return { init = function() return { scale = 1 } end, decide = " ..

@@ -44,11 +44,11 @@ describe("a policy file", function()
       "p.lua:2: option 'a' is a table; a default must be a number, a boolean or a string")
     refused("return { decide = function() end, name = '' }", "p.lua:1: 'name' is empty")
     refused("return { decide = function() end }",
-      "p.lua:1: init sets no initial loss scale: expected a positive finite " ..
-      "number in state.scale or the option init_scale, got 0")
+      "p.lua:1: expected a positive finite initial loss scale, got 0; hint: set state.scale in " ..
+      "init, or the option init_scale")
     refused("return { kind = 'fp8', decide = function() end, init = function() return {} end }",
-      "p.lua:1: init sets no initial scale (1 if the policy uses none): expected a positive " ..
-      "finite number in state.scale, got 0")
+      "p.lua:1: expected a positive finite initial scale, got 0; hint: set state.scale in init " ..
+      "(1 if the policy uses no scale)")
     refused("return { decide = function() end,\n init = function() return 5 end }",
       "p.lua:2: init must return the state as a table, got number")
     refused("return { decide = function() end, init = function()\n error('no') end }",

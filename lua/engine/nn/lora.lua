@@ -5,9 +5,9 @@
 -- A layer of this engine may join several layers of Hugging Face's models by rows: qkv of nn.llama
 -- joins q_proj, k_proj and v_proj. The adapter of such a layer is saved as one adapter for each
 -- part. Every part gets the same A, and its own rows of B. PEFT, however, trains a separate A for
--- each part. Loading stacks the As of the parts as rows of one A. It copies the B of a part to the
--- rows of that part in B, into the columns that multiply the part's A, and leaves the other columns
--- 0. The loaded layer computes the same as the parts; its rank is the sum of their ranks.
+-- each part. Loading stacks the As of the parts as rows of one A. In the layer's B, a part's B goes
+-- to the rows of the part and the columns that multiply its A; all other elements are 0. The loaded
+-- layer computes the same as the parts; its rank is the sum of their ranks.
 -- Shapes: K inputs, N outputs, R rank; A [R x K], B [N x R].
 local M_ffi = require "engine.base.ffi"
 local adapters = require "engine.nn.lora_layers"

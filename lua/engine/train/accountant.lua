@@ -141,7 +141,8 @@ local function measured(opt, loss)
     if all < 0 then error("memory: out of memory", 0) end
   end)
   end_counting()
-  -- eng_scope_end fails while operations are on the tape; the end of the step empties the tape
+  -- eng_scope_end fails here while the tape has operations of the scope, so its result is ignored;
+  -- eng_step_end then empties the tape and drops the scope's tensors
   C.eng_scope_end(mark[0])
   check(C.eng_step_end())
   if not good then error(message, 0) end
