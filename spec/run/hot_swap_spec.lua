@@ -182,7 +182,7 @@ describe("a bad policy", function()
       "decide = function(s, r) if r.step == 3 then error('three') end return 8 end }", "three" },
     ["migrating badly"] = { HEAD ..
       "migrate = function() return { scale = -1 } end, decide = function() return 8 end }",
-      "initial loss scale, got -1; hint: set state.scale in migrate" },
+      "hint: set state.scale in migrate" },
     ["without the options of the run"] =
       { [[return { options = { init_scale = 8 }, decide = function() return 8 end }]],
       "has no option 'growth_interval'" },
