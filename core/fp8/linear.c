@@ -32,117 +32,85 @@
 
 // ---- quantizing
 
-/// An FP8 operand of a product: codes, scales, the block shape of its role (0: the whole side), and
-/// whether the product reads the transpose.
-typedef struct factor {
-  tensor *q, *scale;
-  int64_t block_rows, block_columns;
-  bool    turned;
-} factor;
-
-typedef struct copies { tensor *q, *scale, *q_t, *scale_t, *gate; } copies;
-
-static void drop_copies(copies *c)
+/// Does the work of quantize() for an FP8 recipe.
+static eng_status quantize_codes(fp8_copies *out, tensor *slot, fp8_site *s, int role, tensor *x,
+                                 const op_call *swiglu, bool transposed)
 {
-  tensor *const all[] = { c->q, c->scale, c->q_t, c->scale_t, c->gate };
-  for (int k = 0; k < 5; k++)
-    if (all[k]) tensor_drop(all[k]);
-  *c = (copies){0};
-}
-
-/// Does the work of quantize() for a microscaling recipe: out->q holds the values in bf16 or, if
-/// `coded`, codes; out->scale holds their amax.
-static eng_status quantize_mx(copies *out, int64_t number, fp8_site *s, int role, tensor *x,
-                              bool transposed, bool coded)
-{
-  tensor *slot;
-  fp8_mx_copies all = {out->q, NULL, out->scale, out->q_t, out->scale_t, out->gate};
-  ENG_TRY(fp8_amax_slot(&slot, number, role));
-  eng_status status = fp8_mx_quantize(&all, slot, s, role, x, transposed, coded);
-  tensor_drop(slot);
-  if (status != ENG_OK) return error_prefix(status, "%s: FP8 of %s", s->name, fp8_role_name[role]);
-  *out = (copies){all.q, all.amax, all.q_t, all.amax_t, all.gate};
-  tensor_drop(all.scale);
-  return ENG_OK;
+  op_call c = fp8_quantize_call(s, role, x, transposed);
+  c.out[0] = out->q, c.out[1] = out->scale, c.out[2] = slot;
+  c.out[3] = out->q_t, c.out[4] = out->scale_t;
+  if (swiglu)
+    c.op = ENG_OP_swiglu_quantize, c.n_in = 3, c.in[2] = c.in[1], c.in[0] = swiglu->in[0],
+    c.in[1] = swiglu->in[1];
+  ENG_TRY(op_run(&c));
+  *out = (fp8_copies){c.out[0], c.out[1], c.out[3], c.out[4], NULL};
+  return fp8_measuring() ? fp8_measure(s, role, x, out->q, out->scale) : ENG_OK;
 }
 
 /// Quantizes x in a role's format and blocks, into the tensors in `out` that are not NULL; creates
 /// the others. `transposed`: also quantizes the transpose of x. `swiglu`, unless NULL: the call
 /// that computes x. In this case x has no memory, and its codes are computed from that call's
 /// inputs.
-static eng_status quantize(copies *out, int64_t number, fp8_site *s, int role, tensor *x,
+static eng_status quantize(fp8_copies *out, int64_t number, fp8_site *s, int role, tensor *x,
                            const op_call *swiglu, bool transposed, bool coded)
 {
-  const eng_fp8_role *r = &s->recipe.role[role];
-  if (s->recipe.role[0].mx) return quantize_mx(out, number, s, role, x, transposed, coded);
-  tensor *factor = s->factor[role] != 0 ? s->factor_of[role] : NULL;
-  op_call c = fp8_quantize_call(r, x, factor, fp8_flags(r, transposed));
-  c.out[0] = out->q, c.out[1] = out->scale, c.out[3] = out->q_t, c.out[4] = out->scale_t;
-  if (swiglu)
-    c.op = ENG_OP_swiglu_quantize, c.n_in = 3, c.in[0] = swiglu->in[0], c.in[1] = swiglu->in[1],
-    c.in[2] = factor;
-  ENG_TRY(fp8_amax_slot(&c.out[2], number, role));
-  tensor *amax = c.out[2];
-  eng_status status = op_run(&c);
-  tensor_drop(amax);
-  if (status != ENG_OK) return error_prefix(status, "%s: FP8 of %s", s->name, fp8_role_name[role]);
-  *out = (copies){c.out[0], c.out[1], c.out[3], c.out[4], NULL};
-  return fp8_measuring() ? fp8_measure(s, role, x, out->q, out->scale) : ENG_OK;
+  tensor *slot;
+  ENG_TRY(fp8_amax_slot(&slot, number, role));
+  eng_status status = s->recipe.role[0].mx
+                        ? fp8_mx_quantize(out, slot, s, role, x, transposed, coded)
+                        : quantize_codes(out, slot, s, role, x, swiglu, transposed);
+  tensor_drop(slot);
+  return status == ENG_OK
+           ? ENG_OK : error_prefix(status, "%s: FP8 of %s", s->name, fp8_role_name[role]);
 }
 
-static eng_status flat(tensor **out, tensor *x)
+/// Does the work of multiply() for an FP8 recipe and codes with two dimensions.
+static eng_status multiply_codes(tensor **y, const fp8_site *s, int product, const fp8_factor *a,
+                                 const fp8_factor *b, tensor *bias, int dtype, bool add)
 {
-  int64_t columns = x->shape[x->ndim - 1];
-  return op_reshape(out, x, 2, (int64_t[]){columns ? x->count / columns : 0, columns});
+  const eng_fp8_product *p = &s->recipe.product[product];
+  const eng_fp8_role *ra = a->role, *rb = b->role;
+  op_call c = {.op = ENG_OP_fp8_matmul, .n_in = 5, .n_out = 1,
+               .in = {a->q, a->scale, b->q, b->scale, bias},
+               .out = {*y},
+               .fp8_matmul = {.transpose_a = a->turned,
+                              .transpose_b = b->turned,
+                              .a_rows = ra->block_rows,
+                              .a_columns = ra->block_columns,
+                              .b_rows = rb->block_rows,
+                              .b_columns = rb->block_columns,
+                              .yields = dtype + 1,
+                              .accumulator = p->accumulator,
+                              .promotion = p->promotion,
+                              .add = add}};
+  eng_status status = op_run(&c);
+  if (status != ENG_OK)
+    return error_prefix(
+      status, "[%lld x %lld]%s in blocks of %d x %d by [%lld x %lld]%s in blocks of %d x %d",
+      (long long)a->q->shape[0], (long long)a->q->shape[1], a->turned ? " transposed" : "",
+      ra->block_rows, ra->block_columns, (long long)b->q->shape[0], (long long)b->q->shape[1],
+      b->turned ? " transposed" : "", rb->block_rows, rb->block_columns);
+  *y = c.out[0];
+  return ENG_OK;
 }
 
 /// Computes y = a b. The codes of a and b may have any number of dimensions. If *y is NULL, creates
 /// it in `dtype`.
-static eng_status multiply(tensor **y, const fp8_site *s, int product, const factor *a,
-                           const factor *b, tensor *bias, int dtype, bool add)
+static eng_status multiply(tensor **y, const fp8_site *s, int product, fp8_factor a, fp8_factor b,
+                           tensor *bias, int dtype, bool add)
 {
   tensor *qa, *qb;
-  ENG_TRY(flat(&qa, a->q));
-  eng_status status = flat(&qb, b->q);
-  if (status == ENG_OK && s->recipe.role[0].mx) {
-    const int *roles = fp8_factors[product];
-    status = fp8_mx_multiply(
-      y, &(fp8_mx_factor){qa, a->scale, fp8_role_in(s, product, roles[0]), a->turned},
-      &(fp8_mx_factor){qb, b->scale, fp8_role_in(s, product, roles[1]), b->turned}, bias,
-      *y ? (*y)->dtype : dtype, add);
-    if (status != ENG_OK)
-      status = error_prefix(status, "%s: %s", s->name, fp8_product_name[product]);
-    tensor_drop(qb);
-  } else if (status == ENG_OK) {
-    const eng_fp8_product *p = &s->recipe.product[product];
-    op_call c = {.op = ENG_OP_fp8_matmul, .n_in = 5, .n_out = 1,
-                 .in = {qa, a->scale, qb, b->scale, bias},
-                 .out = {*y},
-                 .fp8_matmul = {.transpose_a = a->turned,
-                                .transpose_b = b->turned,
-                                .a_rows = a->block_rows,
-                                .a_columns = a->block_columns,
-                                .b_rows = b->block_rows,
-                                .b_columns = b->block_columns,
-                                .yields = (*y ? (*y)->dtype : dtype) + 1,
-                                .accumulator = p->accumulator,
-                                .promotion = p->promotion,
-                                .add = add}};
-    status = op_run(&c);
-    if (status == ENG_OK) *y = c.out[0];
-    else
-      status = error_prefix(
-        status,
-        "%s: %s of [%lld x %lld]%s in blocks of %lld x %lld by [%lld x %lld]%s in "
-        "blocks of %lld x %lld",
-        s->name, fp8_product_name[product], (long long)qa->shape[0], (long long)qa->shape[1],
-        a->turned ? " transposed" : "", (long long)a->block_rows, (long long)a->block_columns,
-        (long long)qb->shape[0], (long long)qb->shape[1], b->turned ? " transposed" : "",
-        (long long)b->block_rows, (long long)b->block_columns);
-    tensor_drop(qb);
-  }
+  if (*y) dtype = (*y)->dtype;
+  ENG_TRY(fp8_flat(&qa, a.q));
+  eng_status status = fp8_flat(&qb, b.q);
+  a.q = qa, b.q = qb;
+  if (status == ENG_OK)
+    status = s->recipe.role[0].mx ? fp8_mx_multiply(y, &a, &b, bias, dtype, add)
+                                  : multiply_codes(y, s, product, &a, &b, bias, dtype, add);
   tensor_drop(qa);
-  return status;
+  tensor_drop(qb);
+  return status == ENG_OK
+           ? ENG_OK : error_prefix(status, "%s: %s", s->name, fp8_product_name[product]);
 }
 
 // ---- weights
@@ -158,19 +126,24 @@ typedef struct fp8_weight {
   const tensor *source;        // the master, or its low-precision copy
   double   factor;
   uint32_t average_seen;       // storage.writes of the site's average
-  // q_t: the transposed copy for dx, NULL if dx reads q; gate: NULL unless the scale rule has gates
-  tensor  *q, *scale, *q_t, *scale_t, *gate;
+  fp8_copies made;             // q_t: for dx; NULL if dx reads q
 } fp8_weight;
+
+static int weight_tensors(tensor **out, const params_derived *copy)
+{
+  const fp8_copies *made = &((const fp8_weight *)copy)->made;
+  tensor *const all[PARAMS_DERIVED] = {made->q, made->scale, made->q_t, made->scale_t, made->gate};
+  int n = 0;
+  for (int k = 0; k < PARAMS_DERIVED; k++)
+    if (all[k]) out[n++] = all[k];
+  return n;
+}
 
 static void weight_free(params_derived *copy)
 {
-  fp8_weight *weight = (fp8_weight *)copy;
-  fp8_drop_later(weight->q);
-  fp8_drop_later(weight->scale);
-  fp8_drop_later(weight->q_t);
-  fp8_drop_later(weight->scale_t);
-  fp8_drop_later(weight->gate);
-  free(weight);
+  tensor *all[PARAMS_DERIVED];
+  for (int k = weight_tensors(all, copy) - 1; k >= 0; k--) fp8_drop_later(all[k]);
+  free(copy);
   fp8_release_orphans();
 }
 
@@ -178,7 +151,7 @@ static params_stamp weight_stamp(const params_derived *copy)
 {
   const fp8_weight *weight = (const fp8_weight *)copy;
   fp8_site *s;
-  return (params_stamp){weight->q->data, weight->site,
+  return (params_stamp){weight->made.q->data, weight->site,
                         fp8_site_get(&s, weight->site) == ENG_OK ? s->version : 0};
 }
 
@@ -186,17 +159,6 @@ static void weight_outdate(params_derived *copy)
 {
   fp8_weight *weight = (fp8_weight *)copy;
   if (weight->source) weight->seen = weight->source->store->writes - 1;
-}
-
-static int weight_tensors(tensor **out, const params_derived *copy)
-{
-  const fp8_weight *weight = (const fp8_weight *)copy;
-  tensor *const all[PARAMS_DERIVED] = {weight->q, weight->scale, weight->q_t, weight->scale_t,
-                                       weight->gate};
-  int n = 0;
-  for (int k = 0; k < PARAMS_DERIVED; k++)
-    if (all[k]) out[n++] = all[k];
-  return n;
 }
 
 static int64_t weight_bytes(const params_derived *copy)
@@ -210,7 +172,7 @@ static int64_t weight_bytes(const params_derived *copy)
 
 /// ZeRO-3: the rank that has all of a parameter quantizes it. The other ranks receive the quantized
 /// copy when they use the parameter.
-static eng_status quantize_own(copies *out, int64_t number, fp8_site *s, parameter *p,
+static eng_status quantize_own(fp8_copies *out, int64_t number, fp8_site *s, parameter *p,
                                const tensor *source, bool transposed, bool coded)
 {
   tensor *whole;
@@ -228,34 +190,34 @@ static eng_status quantize_own(copies *out, int64_t number, fp8_site *s, paramet
   return status == ENG_OK ? params_derived_outdated(p) : status;
 }
 
+/// Creates a copy of a matrix [rows x columns] and its scale.
+static eng_status make_copy(tensor **q, tensor **scale, const eng_fp8_role *r, int64_t rows,
+                            int64_t columns, bool coded)
+{
+  int64_t shape[2];
+  fp8_scales_for(r->block_rows, r->block_columns, rows, columns, shape);
+  if (coded) ENG_TRY(fp8_mx_make(q, ARENA_PARAMETER, r, rows, columns));
+  else
+    ENG_TRY(tensor_make(q, ARENA_PARAMETER, r->mx ? ENG_bf16 : r->format, 2,
+                        (int64_t[]){rows, columns}));
+  return tensor_make(scale, ARENA_PARAMETER, ENG_f32, r->mx ? 0 : 2, shape);
+}
+
 /// Creates the tensors of the FP8 copy, which outlive the step.
-static eng_status make_weight(fp8_weight *to, const eng_fp8_role *r, const tensor *w,
+static eng_status make_weight(fp8_copies *to, const eng_fp8_role *r, const tensor *w,
                               bool transposed, bool coded)
 {
-  int64_t shape[2], rows = w->shape[0], columns = w->shape[1];
+  int64_t rows = w->shape[0], columns = w->shape[1];
   if (fp8_is_gated(r))
     ENG_TRY(tensor_make(&to->gate, ARENA_PARAMETER, ENG_bf16, 2, w->shape));
-  if (coded) {
-    ENG_TRY(fp8_mx_make(&to->q, ARENA_PARAMETER, r, rows, columns));
-    ENG_TRY(tensor_make(&to->scale, ARENA_PARAMETER, ENG_f32, 0, NULL));
-    if (!transposed) return ENG_OK;
-    ENG_TRY(fp8_mx_make(&to->q_t, ARENA_PARAMETER, r, columns, rows));
-    return tensor_make(&to->scale_t, ARENA_PARAMETER, ENG_f32, 0, NULL);
-  }
-  int dtype = r->mx ? ENG_bf16 : r->format, n = r->mx ? 0 : 2;
-  fp8_scales_for(r->block_rows, r->block_columns, rows, columns, shape);
-  ENG_TRY(tensor_make(&to->q, ARENA_PARAMETER, dtype, 2, w->shape));
-  ENG_TRY(tensor_make(&to->scale, ARENA_PARAMETER, ENG_f32, n, shape));
-  if (!transposed) return ENG_OK;
-  fp8_scales_for(r->block_rows, r->block_columns, columns, rows, shape);
-  ENG_TRY(tensor_make(&to->q_t, ARENA_PARAMETER, dtype, 2, (int64_t[]){columns, rows}));
-  return tensor_make(&to->scale_t, ARENA_PARAMETER, ENG_f32, n, shape);
+  ENG_TRY(make_copy(&to->q, &to->scale, r, rows, columns, coded));
+  return transposed ? make_copy(&to->q_t, &to->scale_t, r, columns, rows, coded) : ENG_OK;
 }
 
 /// Provides the FP8 copies of w. If w belongs to a parameter, these are the parameter's own copies,
 /// which are rebuilt unless they are current; *kept is then true, and the caller does not drop
 /// them.
-static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_site *s, tensor *w,
+static eng_status weight_copies(fp8_copies *out, bool *kept, int64_t number, fp8_site *s, tensor *w,
                                 bool coded)
 {
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_W];
@@ -269,14 +231,14 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
   if (!p) return quantize(out, number, s, ENG_FP8_W, source, NULL, transposed, coded);
   fp8_weight *c = (fp8_weight *)p->derived;
   bool same = c && c->site == number && c->recipe == s->version && c->source == source &&
-              (c->q->dtype == ENG_u8) == coded;
+              (c->made.q->dtype == ENG_u8) == coded;
   if (!same) {
     if (c) params_derived_freed(p);
     if (c) weight_free(&c->derived);
     p->derived = NULL;
     c = calloc(1, sizeof *c);
     if (!c) return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 copy of %s", p->name);
-    eng_status status = make_weight(c, r, w, transposed, coded);
+    eng_status status = make_weight(&c->made, r, w, transposed, coded);
     if (status != ENG_OK) {
       weight_free(&c->derived);
       return status;
@@ -285,7 +247,7 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
                                   weight_tensors};
     p->derived = &c->derived;
   }
-  *out = (copies){c->q, c->scale, c->q_t, c->scale_t, c->gate};
+  *out = c->made;
   int64_t step = fp8_mx_step(s);
   bool current = same && c->seen == source->store->writes && c->step == step &&
                  c->factor == s->factor[ENG_FP8_W] && c->average_seen == average_seen;
@@ -294,8 +256,8 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
   if (params_comes_and_goes(p)) ENG_TRY(quantize_own(out, number, s, p, source, transposed, coded));
   else ENG_TRY(quantize(out, number, s, ENG_FP8_W, source, NULL, transposed, coded));
   if (same && !current) {   // so that backward refuses a tape that read the old codes
-    c->q->store->writes++;
-    if (c->q_t) c->q_t->store->writes++;
+    c->made.q->store->writes++;
+    if (c->made.q_t) c->made.q_t->store->writes++;
   }
   *c = (fp8_weight){.derived = c->derived,
                     .site = number,
@@ -305,11 +267,7 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
                     .source = source,
                     .factor = s->factor[ENG_FP8_W],
                     .average_seen = average_seen,
-                    .q = c->q,
-                    .scale = c->scale,
-                    .q_t = c->q_t,
-                    .scale_t = c->scale_t,
-                    .gate = c->gate};
+                    .made = c->made};
   return ENG_OK;
 }
 
@@ -363,7 +321,7 @@ static const op_call *attention_of(const tensor *x)
 
 /// Sets the call's outputs to what the tape keeps of x: codes moved out of `x`, e5m6 codes, or
 /// nothing if backward recomputes x from the swiglu.
-static eng_status keep_x(op_call *c, const eng_fp8_role *r, copies *x)
+static eng_status keep_x(op_call *c, const eng_fp8_role *r, fp8_copies *x)
 {
   c->fp8_linear.keep = r->keep;
   c->fp8_linear.swiglu = swiglu_of(c->in[IN_X]);
@@ -422,7 +380,7 @@ static eng_status forward(op_call *c, fp8_site *s, int compute, bool record, con
   const eng_fp8_role *rx = &s->recipe.role[ENG_FP8_X], *rw = &s->recipe.role[ENG_FP8_W];
   tensor *x = c->in[IN_X], *w = c->in[IN_W];
   typeof(c->fp8_linear) *a = &c->fp8_linear;
-  copies xq = {0}, wq = {0};
+  fp8_copies xq = {0}, wq = {0};
   bool kept = false, keeps_x = record && w->requires_grad,
        coded = fp8_mx_coded(s, x->count / w->shape[1], w->shape[1], w->shape[0]),
        turns_x = coded ? !fp8_mx_again(s, ENG_FP8_X)
@@ -447,12 +405,10 @@ static eng_status forward(op_call *c, fp8_site *s, int compute, bool record, con
     status = op_run1(&y, (op_call){.op = ENG_OP_linear, .in = {x, w, bias}});
   if (status == ENG_OK && !high && bias && bias->parameter && bias->parameter->shadow)
     status = params_shadow(&bias, bias->parameter);
-  if (status == ENG_OK && !high) {
-    factor left = {xq.q, xq.scale, rx->block_rows, rx->block_columns, false},
-           right = {wq.q, wq.scale, rw->block_rows, rw->block_columns, true};
-    status = multiply(&flat_y, s, ENG_FP8_FORWARD, &left, &right, bias,
+  if (status == ENG_OK && !high)
+    status = multiply(&flat_y, s, ENG_FP8_FORWARD, (fp8_factor){xq.q, xq.scale, rx, false},
+                      (fp8_factor){wq.q, wq.scale, rw, true}, bias,
                       compute >= 0 ? compute : x->dtype, false);
-  }
   if (status == ENG_OK && !high) {
     int64_t shape[ENG_MAX_DIMS];
     memcpy(shape, x->shape, sizeof shape);
@@ -475,8 +431,8 @@ static eng_status forward(op_call *c, fp8_site *s, int compute, bool record, con
     if (keeps_x) c->out[OUT_W_GATE] = wq.gate;
     if (keeps_x && !kept) wq.gate = NULL;
   }
-  if (!other) drop_copies(&xq);
-  if (!kept) drop_copies(&wq);
+  if (!other) fp8_drop_copies(&xq);
+  if (!kept) fp8_drop_copies(&wq);
   c->out[0] = y;
   return status;
 }
@@ -492,10 +448,9 @@ eng_status fp8_linear_in_force(op_call *c, fp8_site *s, const op_call *swiglu)
   eng_status status = forward(c, s, op_precision()->compute, record, swiglu);
   eng_grad_enabled(recording);
   if (status == ENG_OK && record) status = tape_record(c);
-  if (status != ENG_OK && c->out[OUT_Y]) {
-    tensor_drop(c->out[OUT_Y]);
-    c->out[OUT_Y] = NULL;
-  }
+  if (status == ENG_OK) return ENG_OK;
+  tensor_drop(c->out[OUT_Y]);
+  c->out[OUT_Y] = NULL;
   return status;
 }
 
@@ -517,33 +472,30 @@ static eng_status run_linear(op_call *c)
 
 /// Provides x or w for its backward product, which sums over rows; the forward product summed over
 /// columns. Quantizes again what the forward product read, unless the recipe keeps it unchanged.
-static eng_status quantize_again(factor *out, copies *made, fp8_site *s, int role,
+static eng_status quantize_again(fp8_factor *out, fp8_copies *made, fp8_site *s, int role,
                                  const op_call *node)
 {
   bool x = role == ENG_FP8_X;
   tensor *q = node->out[x ? OUT_XQ : OUT_WQ], *amax = node->out[x ? OUT_X_SCALE : OUT_W_SCALE];
-  fp8_mx_copies all = {0};
-  *out = (factor){.q = q, .scale = amax};
+  *out = (fp8_factor){q, amax, &s->recipe.role[role], false};
   if (fp8_mx_same(s, role)) return ENG_OK;
-  eng_status status = fp8_mx_requantize(&all, s, role, q, amax);
+  eng_status status = fp8_mx_requantize(made, s, role, q, amax);
   if (status != ENG_OK)
     return error_prefix(status, "%s: FP8 of %s for its backward product", s->name,
                         fp8_role_name[role]);
-  made->q_t = all.q_t, made->scale_t = all.amax_t;
-  const eng_fp8_role *r = &s->recipe.backward[role];
-  *out = (factor){all.q_t, all.amax_t, r->block_rows, r->block_columns, true};
+  *out = (fp8_factor){made->q_t, made->scale_t, &s->recipe.backward[role], true};
   return ENG_OK;
 }
 
 /// Turns the kept form of x into the operand of the product dW, which sums over the rows of x.
-static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
+static eng_status kept_x(fp8_factor *out, fp8_copies *made, int64_t number, fp8_site *s,
                          const op_call *node)
 {
   if (fp8_mx_again(s, ENG_FP8_X)) return quantize_again(out, made, s, ENG_FP8_X, node);
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_X];
   tensor *q = node->out[OUT_XQ], *scale = node->out[OUT_X_SCALE], *x;
   int64_t keep = node->fp8_linear.keep;
-  *out = (factor){q, scale, r->block_rows, r->block_columns, false};
+  *out = (fp8_factor){q, scale, r, false};
   bool packed = keep == ENG_FP8_KEEP_E5M6, again = keep == ENG_FP8_KEEP_SWIGLU,
        coded = q && q->dtype == ENG_u8;
   if (!packed && !again && !coded && fp8_is_square(r)) return ENG_OK;
@@ -560,34 +512,30 @@ static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
   // Quantizes x again, now in blocks along the other dimension, without recording an amax or a
   // measurement.
   bool turn = !fp8_is_square(r);
-  tensor *factor = s->factor[ENG_FP8_X] != 0 ? s->factor_of[ENG_FP8_X] : NULL;
-  op_call c = fp8_quantize_call(r, x, factor, fp8_flags(r, turn));
+  op_call c = fp8_quantize_call(s, ENG_FP8_X, x, turn);
   eng_status status = op_run(&c);
   tensor_drop(x);
   if (status != ENG_OK)
     return error_prefix(status, "%s (site %lld): FP8 of x for dW", s->name, (long long)number);
   tensor_drop(c.out[2]);
-  *made = (copies){c.out[0], c.out[1], c.out[3], c.out[4], NULL};
-  out->q = turn ? made->q_t : made->q;
-  out->scale = turn ? made->scale_t : made->scale;
-  out->turned = turn;
+  *made = (fp8_copies){c.out[0], c.out[1], c.out[3], c.out[4], NULL};
+  *out = (fp8_factor){turn ? made->q_t : made->q, turn ? made->scale_t : made->scale, r, turn};
   return ENG_OK;
 }
 
-static eng_status emit_dx(grad_call *g, fp8_site *s, const copies *dy)
+static eng_status emit_dx(grad_call *g, fp8_site *s, const fp8_copies *dy)
 {
   const op_call *node = g->call;
-  const eng_fp8_role *rd = &s->recipe.role[ENG_FP8_DY], *rw = &s->recipe.role[ENG_FP8_W];
   tensor *x = node->in[IN_X], *flat_dx = NULL, *dx;
-  factor a = {dy->q, dy->scale, rd->block_rows, rd->block_columns, false},
-         b = {node->out[OUT_WQ], node->out[OUT_W_SCALE], rw->block_rows, rw->block_columns,
-              node->fp8_linear.turned};
-  copies made = {0};
+  fp8_factor a = {dy->q, dy->scale, &s->recipe.role[ENG_FP8_DY], false},
+             b = {node->out[OUT_WQ], node->out[OUT_W_SCALE], &s->recipe.role[ENG_FP8_W],
+                  node->fp8_linear.turned};
+  fp8_copies made = {0};
   bool again = fp8_mx_again(s, ENG_FP8_W);
   if (again) ENG_TRY(quantize_again(&b, &made, s, ENG_FP8_W, node));
-  eng_status status = multiply(&flat_dx, s, ENG_FP8_DGRAD, &a, &b, NULL,
+  eng_status status = multiply(&flat_dx, s, ENG_FP8_DGRAD, a, b, NULL,
                                again ? ENG_f32 : grad_dtype(g, IN_X), false);
-  drop_copies(&made);
+  fp8_drop_copies(&made);
   ENG_TRY(status);
   status = op_reshape(&dx, flat_dx, x->ndim, x->shape);
   tensor_drop(flat_dx);
@@ -598,20 +546,20 @@ static eng_status emit_dx(grad_call *g, fp8_site *s, const copies *dy)
   return status == ENG_OK ? grad_emit(g, IN_X, dx) : status;
 }
 
-static eng_status emit_dw(grad_call *g, fp8_site *s, const copies *dy)
+static eng_status emit_dw(grad_call *g, fp8_site *s, const fp8_copies *dy)
 {
   const eng_fp8_role *rd = &s->recipe.role[ENG_FP8_DY];
-  factor a = {dy->q, dy->scale, rd->block_rows, rd->block_columns, true}, b;
-  if (dy->q_t) a = (factor){dy->q_t, dy->scale_t, rd->block_rows, rd->block_columns, false};
-  copies made = {0};
+  fp8_factor a = {dy->q, dy->scale, rd, true}, b;
+  if (dy->q_t) a = (fp8_factor){dy->q_t, dy->scale_t, rd, false};
+  fp8_copies made = {0};
   ENG_TRY(kept_x(&b, &made, g->call->fp8_linear.site, s, g->call));
   bool accumulate = false, again = fp8_mx_again(s, ENG_FP8_X);
   tensor *dw = again ? NULL : grad_target(g, IN_W, &accumulate);
   bool direct = dw != NULL;
-  eng_status status = multiply(&dw, s, ENG_FP8_WGRAD, &a, &b, NULL,
+  eng_status status = multiply(&dw, s, ENG_FP8_WGRAD, a, b, NULL,
                                again ? ENG_f32 : grad_dtype(g, IN_W), accumulate);
   if (status != ENG_OK && direct) grad_target_failed(g, IN_W, accumulate);
-  drop_copies(&made);
+  fp8_drop_copies(&made);
   if (status == ENG_OK && again) {
     status = fp8_mx_through(&dw, s, g->call->out[OUT_W_GATE], grad_dtype(g, IN_W));
     if (status != ENG_OK) tensor_drop(dw);
@@ -621,19 +569,13 @@ static eng_status emit_dw(grad_call *g, fp8_site *s, const copies *dy)
 
 static eng_status emit_bias(grad_call *g)
 {
-  bool accumulate = false;
   tensor *dy;
-  ENG_TRY(flat(&dy, g->dy[0]));
-  op_call c = {.op = ENG_OP_bias_grad, .n_in = 1,
-               .in = {dy},
-               .out = {grad_target(g, IN_BIAS, &accumulate)},
+  ENG_TRY(fp8_flat(&dy, g->dy[0]));
+  op_call c = {.op = ENG_OP_bias_grad, .n_in = 1, .in = {dy},
                .bias_grad = {.dtype = grad_dtype(g, IN_BIAS)}};
-  bool direct = c.out[0] != NULL;
-  c.bias_grad.add = accumulate;
-  eng_status status = op_run(&c);
-  if (status != ENG_OK && direct) grad_target_failed(g, IN_BIAS, accumulate);
+  eng_status status = grad_run_to(g, IN_BIAS, &c, &c.bias_grad.add);
   tensor_drop(dy);
-  return status == ENG_OK && !direct ? grad_emit(g, IN_BIAS, c.out[0]) : status;
+  return status;
 }
 
 static eng_status linear_grad(grad_call *g)
@@ -643,7 +585,7 @@ static eng_status linear_grad(grad_call *g)
   ENG_TRY(fp8_site_get(&s, site));
   bool wants_x = grad_wants(g, IN_X), wants_w = grad_wants(g, IN_W);
   if (wants_x || wants_w) {
-    copies dy = {0};
+    fp8_copies dy = {0};
     const tensor *kept = g->call->out[wants_w ? OUT_XQ : OUT_WQ];
     bool coded = kept && kept->dtype == ENG_u8;
     fp8_mx_begin_backward(s);
@@ -652,7 +594,7 @@ static eng_status linear_grad(grad_call *g)
                wants_w && (coded || !fp8_is_square(&s->recipe.role[ENG_FP8_DY])), coded);
     if (status == ENG_OK && wants_x) status = emit_dx(g, s, &dy);
     if (status == ENG_OK && wants_w) status = emit_dw(g, s, &dy);
-    drop_copies(&dy);
+    fp8_drop_copies(&dy);
     ENG_TRY(status);
   }
   return grad_wants(g, IN_BIAS) ? emit_bias(g) : ENG_OK;

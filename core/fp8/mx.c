@@ -31,10 +31,14 @@ static eng_status copy_into(tensor **out, tensor *x)
   return status;
 }
 
-const int fp8_factors[ENG_FP8_PRODUCTS][2] = {
-  {ENG_FP8_X, ENG_FP8_W}, {ENG_FP8_DY, ENG_FP8_W}, {ENG_FP8_DY, ENG_FP8_X}};
-
 // ---- codes
+
+// Returns the format and blocks in which a product reads x, w or dy.
+static const eng_fp8_role *role_in(const fp8_site *s, int product, int role)
+{
+  bool again = product != ENG_FP8_FORWARD && fp8_mx_again(s, role) && !fp8_mx_same(s, role);
+  return again ? &s->recipe.backward[role] : &s->recipe.role[role];
+}
 
 // Whether mx_matmul accepts a matrix in this role, if the matrix's sides are multiples of `side`.
 static bool fits(const eng_fp8_role *r, int64_t side)
@@ -47,8 +51,8 @@ bool fp8_mx_coded(const fp8_site *s, int64_t rows, int64_t columns, int64_t outp
 {
   bool coded = s->recipe.role[0].mx && rows > 0 && outputs > 0;
   for (int p = 0; p < ENG_FP8_PRODUCTS && coded; p++) {
-    const eng_fp8_role *a = fp8_role_in(s, p, fp8_factors[p][0]),
-                       *b = fp8_role_in(s, p, fp8_factors[p][1]);
+    const eng_fp8_role *a = role_in(s, p, p == ENG_FP8_FORWARD ? ENG_FP8_X : ENG_FP8_DY),
+                       *b = role_in(s, p, p == ENG_FP8_WGRAD ? ENG_FP8_X : ENG_FP8_W);
     int accumulator = s->recipe.product[p].accumulator;
     bool nvfp4 = mx_is_nvfp4(a->mx - 1), four = mx_packed(a->format);
     int64_t side = blackwell_products(four);
@@ -85,8 +89,7 @@ static eng_status open_codes(tensor **codes, tensor **scales, tensor *copy, cons
 
 static void drop_all(tensor **x, int n)
 {
-  for (int k = 0; k < n; k++)
-    if (x[k]) tensor_drop(x[k]);
+  for (int k = 0; k < n; k++) tensor_drop(x[k]);
 }
 
 // Computes the values of a coded copy, in bf16.
@@ -186,23 +189,23 @@ static eng_status rotate(tensor **y, const fp8_site *s, const eng_fp8_product *p
                                            .dtype = ENG_bf16}});
 }
 
-static eng_status encode_msamp(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x)
+static eng_status encode_msamp(fp8_copies *to, tensor **scale, const eng_fp8_role *r, tensor *x)
 {
   op_call c = {.op = ENG_OP_msamp_fp4, .n_in = 1, .n_out = 4,
                .in = {x},
-               .out = {to->q, NULL, to->amax, to->gate},
+               .out = {to->q, NULL, to->scale, to->gate},
                .msamp_fp4 = {.gate = r->dge, .drops = r->drops, .clamp = r->clamp}};
   ENG_TRY(op_run(&c));
-  *to = (fp8_mx_copies){.q = c.out[0], .scale = c.out[1], .amax = c.out[2], .gate = c.out[3]};
+  *to = (fp8_copies){.q = c.out[0], .scale = c.out[2], .gate = c.out[3]};
+  *scale = c.out[1];
   return ENG_OK;
 }
 
 /// Quantizes dy in FP8. to->q gets the values of the codes, in bf16.
-static eng_status quantize_fp8(fp8_mx_copies *to, fp8_site *s, int role, tensor *x)
+static eng_status quantize_fp8(fp8_copies *to, fp8_site *s, int role, tensor *x)
 {
   const eng_fp8_role *r = &s->recipe.role[role];
-  op_call c = fp8_quantize_call(r, x, s->factor[role] != 0 ? s->factor_of[role] : NULL,
-                                fp8_flags(r, false));
+  op_call c = fp8_quantize_call(s, role, x, false);
   ENG_TRY(op_run(&c));
   eng_status status = fp8_measuring() ? fp8_measure(s, role, x, c.out[0], c.out[1]) : ENG_OK;
   if (status == ENG_OK)
@@ -210,19 +213,19 @@ static eng_status quantize_fp8(fp8_mx_copies *to, fp8_site *s, int role, tensor 
                                        .dequantize = {.dtype = ENG_bf16,
                                                       .block_rows = r->block_rows,
                                                       .block_columns = r->block_columns}});
-  tensor_drop(c.out[0]);
-  if (status == ENG_OK) to->scale = c.out[1], to->amax = c.out[2];
-  else drop_all(&c.out[1], 2);
+  drop_all(c.out, 2);
+  to->scale = c.out[2];
   return status;
 }
 
 // Quantizes x, and with QUANTIZE_TRANSPOSED in `flags` also the transposed x, for `product`. If
 // this product has a Hadamard transform, the transposed x is transformed first. With
-// MX_ROTATED_ONLY in `flags`, makes only the transposed copy.
-static eng_status encode(fp8_mx_copies *to, const fp8_site *s, const eng_fp8_role *r, tensor *x,
-                         int64_t flags, const eng_fp8_product *product, bool coded)
+// MX_ROTATED_ONLY in `flags`, makes only the transposed copy. Sets *scale to the scales of q's
+// blocks.
+static eng_status encode(fp8_copies *to, tensor **scale, const fp8_site *s, const eng_fp8_role *r,
+                         tensor *x, int64_t flags, const eng_fp8_product *product, bool coded)
 {
-  if (r->mx - 1 == ENG_MX_MSAMP_FP4) return encode_msamp(to, r, x);
+  if (r->mx - 1 == ENG_MX_MSAMP_FP4) return encode_msamp(to, scale, r, x);
   bool transposed = flags & QUANTIZE_TRANSPOSED, only = flags & MX_ROTATED_ONLY;
   int gate = mx_is_gated(r->mx - 1) && !only ? MX_GATE : 0;
   tensor *view[5] = {0};   // if coded: x as a matrix; codes and scales of q, then of q_t
@@ -230,7 +233,7 @@ static eng_status encode(fp8_mx_copies *to, const fp8_site *s, const eng_fp8_rol
   ENG_TRY(fp8_average(&average, s, r));
   op_call c = {.op = ENG_OP_mx_quantize, .n_in = 3, .n_out = 8,
                .in = {x, NULL, average},
-               .out = {to->q, NULL, to->amax, to->q_t, NULL, NULL, to->amax_t, to->gate},
+               .out = {to->q, NULL, to->scale, to->q_t, NULL, NULL, to->scale_t, to->gate},
                .mx_quantize = {.format = r->format,
                                .block_rows = r->block_rows,
                                .block_columns = r->block_columns,
@@ -246,7 +249,7 @@ static eng_status encode(fp8_mx_copies *to, const fp8_site *s, const eng_fp8_rol
   }
   if (coded) {
     int64_t columns = x->shape[x->ndim - 1], rows = x->count / columns;
-    status = op_reshape(&view[0], x, 2, (int64_t[]){rows, columns});
+    status = fp8_flat(&view[0], x);
     if (status == ENG_OK && !only && !to->q)
       status = fp8_mx_make(&to->q, ARENA_STEP, r, rows, columns);
     if (status == ENG_OK && !only) status = open_codes(&view[1], &view[2], to->q, r);
@@ -261,12 +264,13 @@ static eng_status encode(fp8_mx_copies *to, const fp8_site *s, const eng_fp8_rol
     drop_all(view, 5);
     return status;
   }
-  *to = (fp8_mx_copies){coded ? to->q : c.out[0], c.out[1], c.out[2], coded ? to->q_t : c.out[3],
-                        c.out[6], c.out[7]};
-  view[2] = NULL;          // to->scale owns it now
-  if (c.out[5]) tensor_drop(c.out[5]);
+  *to = (fp8_copies){coded ? to->q : c.out[0], c.out[2], coded ? to->q_t : c.out[3], c.out[6],
+                     c.out[7]};
+  *scale = c.out[1];
+  view[2] = NULL;          // *scale is this view
+  tensor_drop(c.out[5]);
   if (coded) drop_all(view, 5);
-  else if (c.out[4]) tensor_drop(c.out[4]);
+  else tensor_drop(c.out[4]);
   if (!coded || !gate || x->ndim == 2) return ENG_OK;
   status = op_reshape(&to->gate, c.out[7], x->ndim, x->shape);
   tensor_drop(c.out[7]);
@@ -274,18 +278,19 @@ static eng_status encode(fp8_mx_copies *to, const fp8_site *s, const eng_fp8_rol
 }
 
 // Quantizes x transposed, for the product that sums over the rows of x.
-static eng_status encode_turned(fp8_mx_copies *to, const fp8_site *s, const eng_fp8_role *r,
+static eng_status encode_turned(fp8_copies *to, const fp8_site *s, const eng_fp8_role *r,
                                 const eng_fp8_product *p, tensor *x, bool coded)
 {
-  fp8_mx_copies made = {.q_t = to->q_t, .amax_t = to->amax_t};
+  fp8_copies made = {.q_t = to->q_t, .scale_t = to->scale_t};
+  tensor *scale;
   int64_t flags = QUANTIZE_TRANSPOSED | (p->hadamard ? MX_ROTATED_ONLY : 0);
-  ENG_TRY(encode(&made, s, r, x, flags, p, coded));
-  to->q_t = made.q_t, to->amax_t = made.amax_t;
-  drop_all((tensor *[]){made.q, made.scale, made.amax, made.gate}, 4);
+  ENG_TRY(encode(&made, &scale, s, r, x, flags, p, coded));
+  to->q_t = made.q_t, to->scale_t = made.scale_t;
+  drop_all((tensor *[]){made.q, scale, made.scale, made.gate}, 4);
   return ENG_OK;
 }
 
-eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int role, tensor *x,
+eng_status fp8_mx_quantize(fp8_copies *to, tensor *slot, fp8_site *s, int role, tensor *x,
                            bool transposed, bool coded)
 {
   // per role: the product that reads the copy, and the product that reads the transposed copy
@@ -296,28 +301,26 @@ eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int rol
   const eng_fp8_product *along = &s->recipe.product[readers[role][0]],
                         *across = &s->recipe.product[readers[role][1]];
   bool apart = transposed && along->hadamard;   // q is made from rotated x, q_t from x itself
-  tensor *y = NULL, *values = NULL;
-  fp8_mx_copies made = *to;
+  tensor *y = NULL, *values = NULL, *scale = NULL;
+  fp8_copies made = *to;
   if (!r->mx) {
     ENG_TRY(quantize_fp8(to, s, role, x));
-    return copy_into(&slot, to->amax);
+    return copy_into(&slot, to->scale);
   }
-  if (apart) made.q_t = made.amax_t = NULL;
+  if (apart) made.q_t = made.scale_t = NULL;
   if (along->hadamard) ENG_TRY(rotate(&y, s, along, x));
-  eng_status status = encode(&made, s, r, y ? y : x,
+  eng_status status = encode(&made, &scale, s, r, y ? y : x,
                              transposed && !apart ? QUANTIZE_TRANSPOSED : 0, across, coded);
   if (status == ENG_OK) {
-    to->q = made.q, to->scale = made.scale, to->amax = made.amax;
-    to->gate = made.gate;
-    if (!apart) to->q_t = made.q_t, to->amax_t = made.amax_t;
+    if (apart) made.q_t = to->q_t, made.scale_t = to->scale_t;
+    *to = made;
     if (fp8_measuring() && coded) status = decode(&values, to->q, r);
     if (fp8_measuring() && status == ENG_OK)
-      status = measure(s, role, y ? y : x, coded ? values : to->q, to->scale, to->amax);
-    if (values) tensor_drop(values);
+      status = measure(s, role, y ? y : x, coded ? values : to->q, scale, to->scale);
   }
-  if (y) tensor_drop(y);
+  drop_all((tensor *[]){y, values, scale}, 3);
   if (status == ENG_OK && apart) status = encode_turned(to, s, r, across, x, coded);
-  return status == ENG_OK ? copy_into(&slot, to->amax) : status;
+  return status == ENG_OK ? copy_into(&slot, to->scale) : status;
 }
 
 // Runs an operation with *y as its input 0, and replaces *y by the result.
@@ -335,21 +338,19 @@ static eng_status apply(tensor **y, op_call c)
 // Multiplies *y by one number: the product of `factor` and the f32 scales that operands a and b
 // have for the whole tensor, as in NVFP4. Operands under other rules have no such scale. b may be
 // NULL. mx_alpha does the same for mx_matmul.
-static eng_status scale_by(tensor **y, const fp8_mx_factor *a, const fp8_mx_factor *b,
-                           double factor)
+static eng_status scale_by(tensor **y, const fp8_factor *a, const fp8_factor *b, double factor)
 {
-  const fp8_mx_factor *of[] = {a, b};
+  const fp8_factor *of[] = {a, b};
   tensor *alpha = NULL;
   eng_status status = ENG_OK;
   for (int k = 0; k < 2 && status == ENG_OK; k++) {
     int rule = of[k] ? of[k]->role->mx - 1 : 0;
     tensor *scale = NULL;
     if (!of[k] || !mx_is_nvfp4(rule)) continue;
-    status = op_run1(&scale, (op_call){.op = ENG_OP_affine, .n_out = 1, .in = {of[k]->amax},
-                                       .affine = {.factor = 1.0 / (double)nvfp4_top(rule)}});
+    status = op_affine(&scale, of[k]->scale, 1.0 / (double)nvfp4_top(rule), 0);
     if (status == ENG_OK && alpha)
       status = apply(&scale, (op_call){.op = ENG_OP_mul, .in = {NULL, alpha}});
-    if (alpha) tensor_drop(alpha);
+    tensor_drop(alpha);
     alpha = scale;
   }
   if (status == ENG_OK && factor != 1)
@@ -357,20 +358,19 @@ static eng_status scale_by(tensor **y, const fp8_mx_factor *a, const fp8_mx_fact
                    (op_call){.op = ENG_OP_affine, .affine = {.factor = factor}});
   if (status == ENG_OK && alpha)
     status = apply(y, (op_call){.op = ENG_OP_mul, .in = {NULL, alpha}});
-  if (alpha) tensor_drop(alpha);
+  tensor_drop(alpha);
   return status;
 }
 
-eng_status fp8_mx_requantize(fp8_mx_copies *to, const fp8_site *s, int role, tensor *q,
+eng_status fp8_mx_requantize(fp8_copies *to, const fp8_site *s, int role, tensor *q,
                              tensor *amax)
 {
   const eng_fp8_product *p = &s->recipe.product[role == ENG_FP8_X ? ENG_FP8_WGRAD : ENG_FP8_DGRAD];
   tensor *values;
   bool coded = q->dtype == ENG_u8;
-  int64_t columns = q->shape[q->ndim - 1];
   if (coded) ENG_TRY(decode(&values, q, &s->recipe.role[role]));
-  else ENG_TRY(op_reshape(&values, q, 2, (int64_t[]){columns ? q->count / columns : 0, columns}));
-  fp8_mx_factor read = {.amax = amax, .role = &s->recipe.role[role]};
+  else ENG_TRY(fp8_flat(&values, q));
+  fp8_factor read = {.scale = amax, .role = &s->recipe.role[role]};
   eng_status status = scale_by(&values, &read, NULL, 1);
   if (status == ENG_OK) status = encode_turned(to, s, &s->recipe.backward[role], p, values, coded);
   tensor_drop(values);
@@ -387,7 +387,7 @@ eng_status fp8_mx_through(tensor **g, const fp8_site *s, tensor *gate, int dtype
                                          .dtype = dtype}});
 }
 
-eng_status fp8_mx_multiply(tensor **y, const fp8_mx_factor *a, const fp8_mx_factor *b, tensor *bias,
+eng_status fp8_mx_multiply(tensor **y, const fp8_factor *a, const fp8_factor *b, tensor *bias,
                            int dtype, bool add)
 {
   double factor = (a->role->factor != 0 ? a->role->factor : 1) *
@@ -408,8 +408,8 @@ eng_status fp8_mx_multiply(tensor **y, const fp8_mx_factor *a, const fp8_mx_fact
     status = open_codes(&part[0], &part[1], a->q, a->role);
     if (status == ENG_OK) status = open_codes(&part[2], &part[3], b->q, b->role);
     c = (op_call){.op = ENG_OP_mx_matmul, .n_in = 6, .n_out = 1,
-                  .in = {part[0], part[1], part[2], part[3], nvfp4_a ? a->amax : NULL,
-                         nvfp4_b ? b->amax : NULL},
+                  .in = {part[0], part[1], part[2], part[3], nvfp4_a ? a->scale : NULL,
+                         nvfp4_b ? b->scale : NULL},
                   .out = {after ? NULL : *y},
                   .mx_matmul = {.format_a = a->role->format,
                                 .format_b = b->role->format,

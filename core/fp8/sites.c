@@ -55,6 +55,19 @@ void fp8_drop_later(tensor *x)
   orphans.item[orphans.length++] = x;
 }
 
+void fp8_drop_copies(fp8_copies *c)
+{
+  tensor *const all[] = {c->q, c->scale, c->q_t, c->scale_t, c->gate};
+  for (int k = 0; k < 5; k++) tensor_drop(all[k]);
+  *c = (fp8_copies){0};
+}
+
+eng_status fp8_flat(tensor **out, tensor *x)
+{
+  int64_t columns = x->shape[x->ndim - 1];
+  return op_reshape(out, x, 2, (int64_t[]){columns ? x->count / columns : 0, columns});
+}
+
 // ---- amaxes: every quantization writes its amax to a slot of device memory; the host reads slots
 // on request
 
@@ -526,15 +539,12 @@ void fp8_meter_element(eng_fp8_meter *m, float x, float code, float scale, float
 /// Reads every `every`-th row of x [.. x K] as f32 into host memory.
 static eng_status read_rows(float *to, tensor *x, int64_t every)
 {
-  int64_t columns = x->shape[x->ndim - 1], rows = x->count / columns;
   tensor *flat, *some;
-  ENG_TRY(op_reshape(&flat, x, 2, (int64_t[]){rows, columns}));
+  ENG_TRY(fp8_flat(&flat, x));
   eng_status status = op_run1(&some, (op_call){.op = ENG_OP_slice, .in = {flat},
-                                               .slice = {.stop = rows, .step = every}});
-  if (status == ENG_OK) {
-    status = transfer_read(to, ENG_f32, some);
-    tensor_drop(some);
-  }
+                                               .slice = {.stop = flat->shape[0], .step = every}});
+  if (status == ENG_OK) status = transfer_read(to, ENG_f32, some);
+  tensor_drop(some);
   tensor_drop(flat);
   return status;
 }

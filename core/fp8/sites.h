@@ -69,29 +69,30 @@ static inline bool fp8_is_square(const eng_fp8_role *r)
 static inline bool fp8_is_gated(const eng_fp8_role *r)
 { return mx_is_gated(r->mx - 1) || r->dge; }
 
-/// Returns the flags of `quantize` for a role.
-static inline int64_t fp8_flags(const eng_fp8_role *r, bool transposed)
+/// Returns a call that quantizes x as a role says. Input 1: the factor of delayed scaling, or NULL.
+static inline op_call fp8_quantize_call(const fp8_site *s, int role, tensor *x, bool transposed)
 {
-  return (r->stochastic ? QUANTIZE_STOCHASTIC : 0) | (r->pow2 ? QUANTIZE_POW2 : 0) |
-         (transposed ? QUANTIZE_TRANSPOSED : 0);
-}
-
-/// Returns a call that quantizes x in a role's format and blocks. `factor`: f32 [1], the factor of
-/// delayed scaling, or NULL.
-static inline op_call fp8_quantize_call(const eng_fp8_role *r, tensor *x, tensor *factor,
-                                        int64_t flags)
-{
-  return (op_call){.op = ENG_OP_quantize, .n_in = 2, .n_out = 5, .in = {x, factor},
+  const eng_fp8_role *r = &s->recipe.role[role];
+  return (op_call){.op = ENG_OP_quantize, .n_in = 2, .n_out = 5,
+                   .in = {x, s->factor[role] != 0 ? s->factor_of[role] : NULL},
                    .quantize = {.format = r->format, .block_rows = r->block_rows,
                                 .block_columns = r->block_columns, .rule = r->rule,
-                                .flags = flags, .eps = r->eps, .margin = r->margin}};
+                                .flags = (r->stochastic ? QUANTIZE_STOCHASTIC : 0) |
+                                         (r->pow2 ? QUANTIZE_POW2 : 0) |
+                                         (transposed ? QUANTIZE_TRANSPOSED : 0),
+                                .eps = r->eps, .margin = r->margin}};
 }
 
-/// Microscaled copies of a tensor [rows x K] (mx.c): q in bf16, scale u8 and amax f32 []; the
-/// transposed q_t [K x rows] with its amax_t, NULL unless requested; the gate, NULL if the rule has
-/// none. If a member other than scale is not NULL before the call, the call writes its result
-/// there. If `coded`, q and q_t hold codes in u8 instead (fp8_mx_make).
-typedef struct fp8_mx_copies { tensor *q, *scale, *amax, *q_t, *amax_t, *gate; } fp8_mx_copies;
+/// Reshapes x [.. x K] to [rows x K].
+eng_status fp8_flat(tensor **out, tensor *x);
+
+/// Quantized copies of a tensor [rows x K]: q; the transposed q_t [K x rows], NULL unless
+/// requested; the gate, NULL if the rule has none. In FP8, q and q_t hold codes, and scale and
+/// scale_t their scales. In microscaling, q and q_t hold values in bf16 or, if `coded`, codes and
+/// scales in u8 (fp8_mx_make), and scale and scale_t are amaxes, f32 [].
+typedef struct fp8_copies { tensor *q, *scale, *q_t, *scale_t, *gate; } fp8_copies;
+void fp8_drop_copies(fp8_copies *c);
+
 /// fp8_mx_again returns whether the backward product of x or w uses the numbers that the forward
 /// product read, unchanged or quantized again (eng_fp8_recipe.backward). fp8_mx_same returns
 /// whether it uses them unchanged.
@@ -102,13 +103,6 @@ static inline bool fp8_mx_same(const fp8_site *s, int role)
 /// Sets *out to the average toward which a role is rounded, or to NULL if there is none. Errors:
 /// STALE (the role needs an average, and the site has none).
 eng_status fp8_average(tensor **out, const fp8_site *s, const eng_fp8_role *r);
-/// Returns the format and blocks in which a product reads x, w or dy.
-static inline const eng_fp8_role *fp8_role_in(const fp8_site *s, int product, int role)
-{
-  bool again = product != ENG_FP8_FORWARD && fp8_mx_again(s, role) && !fp8_mx_same(s, role);
-  return again ? &s->recipe.backward[role] : &s->recipe.role[role];
-}
-extern const int fp8_factors[ENG_FP8_PRODUCTS][2];   // the roles that a product multiplies
 /// Returns whether mx_matmul computes the products of a layer with x [rows x columns] and W
 /// [outputs x columns]. If so, the copies hold codes.
 bool fp8_mx_coded(const fp8_site *s, int64_t rows, int64_t columns, int64_t outputs);
@@ -117,13 +111,14 @@ bool fp8_mx_coded(const fp8_site *s, int64_t rows, int64_t columns, int64_t outp
 /// unused.
 eng_status fp8_mx_make(tensor **out, arena_id arena, const eng_fp8_role *r, int64_t rows,
                        int64_t columns);
-/// Quantizes x as a role says, and measures it if meters are on. The amax goes to `slot`. If the
-/// role is in FP8 (only dy), to->q holds the values of its codes in bf16.
-eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int role, tensor *x,
+/// Quantizes x as a role says, into the tensors in `to` that are not NULL; creates the others.
+/// Measures x if meters are on. The amax also goes to `slot`. If the role is in FP8 (only dy),
+/// to->q holds the values of its codes in bf16.
+eng_status fp8_mx_quantize(fp8_copies *to, tensor *slot, fp8_site *s, int role, tensor *x,
                            bool transposed, bool coded);
 /// Quantizes x or w again for its backward product, from q [rows x K], the values or codes that the
-/// forward product read. Writes to->q_t and to->amax_t.
-eng_status fp8_mx_requantize(fp8_mx_copies *to, const fp8_site *s, int role, tensor *q,
+/// forward product read. Writes to->q_t and to->scale_t.
+eng_status fp8_mx_requantize(fp8_copies *to, const fp8_site *s, int role, tensor *q,
                              tensor *amax);
 /// Turns *g, the gradient of the values that the forward product read, into the gradient of x or w,
 /// in `dtype`: applies the gate, unless it is NULL, and the forward product's Hadamard transform.
@@ -133,15 +128,16 @@ void fp8_mx_begin_backward(fp8_site *s);
 /// Returns the step number if the signs of w's Hadamard transforms change from step to step,
 /// otherwise 0.
 int64_t fp8_mx_step(const fp8_site *s);
-/// An operand of a product, quantized as its role says: values in bf16, or codes, whose rows lie
-/// along the summed dimension. turned: the product reads the transpose; ignored for codes.
-typedef struct fp8_mx_factor {
-  tensor *q, *amax;
+/// An operand of a product, quantized as `role` says: q or q_t of fp8_copies, with its scale.
+/// turned: the product reads the transpose; ignored for codes of microscaling, whose rows always
+/// lie along the summed dimension.
+typedef struct fp8_factor {
+  tensor *q, *scale;
   const eng_fp8_role *role;
   bool turned;
-} fp8_mx_factor;
+} fp8_factor;
 /// Computes y = a b + bias in `dtype`. With `add`, adds the result onto *y.
-eng_status fp8_mx_multiply(tensor **y, const fp8_mx_factor *a, const fp8_mx_factor *b, tensor *bias,
+eng_status fp8_mx_multiply(tensor **y, const fp8_factor *a, const fp8_factor *b, tensor *bias,
                            int dtype, bool add);
 
 /// Runs fp8_linear of an active site. `swiglu` is the call that computes x if x has no memory, else

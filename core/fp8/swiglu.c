@@ -14,12 +14,14 @@ enum { OUT_Y, OUT_GATE_Q, OUT_GATE_SCALE, OUT_UP_Q, OUT_UP_SCALE, OUT_COUNT };
 static bool recomputes(const fp8_site *s)
 { return s && s->recipe.role[ENG_FP8_X].keep == ENG_FP8_KEEP_SWIGLU; }
 
-/// Stores the codes of gate and up in the outputs after y.
+/// Stores the codes of gate and up in the outputs after y. They are rounded to nearest, and scaled
+/// by their own amaxes.
 static eng_status keep_inputs(op_call *c, const fp8_site *s)
 {
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_X];
   for (int k = 0; k < 2; k++) {
-    op_call q = fp8_quantize_call(r, c->in[k], NULL, r->pow2 ? QUANTIZE_POW2 : 0);
+    op_call q = fp8_quantize_call(s, ENG_FP8_X, c->in[k], false);
+    q.in[1] = NULL, q.quantize.flags &= QUANTIZE_POW2;
     bool recording = eng_grad_enabled(false);
     eng_status status = op_run(&q);
     eng_grad_enabled(recording);
@@ -69,19 +71,14 @@ static eng_status dequantize_inputs(tensor *out[2], const op_call *node)
   return ENG_OK;
 }
 
-static void drop_inputs(tensor *x[2])
-{
-  for (int k = 0; k < 2; k++)
-    if (x[k]) tensor_drop(x[k]);
-}
-
 eng_status fp8_swiglu_recompute(tensor **y, const op_call *node)
 {
   tensor *x[2] = {0};
   eng_status status = dequantize_inputs(x, node);
   if (status == ENG_OK)
     status = op_run1(y, (op_call){.op = ENG_OP_swiglu, .in = {x[0], x[1]}});
-  drop_inputs(x);
+  tensor_drop(x[0]);
+  tensor_drop(x[1]);
   return status;
 }
 
@@ -90,7 +87,8 @@ static eng_status swiglu_grad(grad_call *g)
   tensor *x[2] = {0};
   eng_status status = dequantize_inputs(x, g->call);
   if (status == ENG_OK) status = grad_swiglu_of(g, x[0], x[1]);
-  drop_inputs(x);
+  tensor_drop(x[0]);
+  tensor_drop(x[1]);
   return status;
 }
 
