@@ -51,8 +51,8 @@ bool fp8_mx_coded(const fp8_site *s, int64_t rows, int64_t columns, int64_t outp
 {
   bool coded = s->recipe.role[0].mx && rows > 0 && outputs > 0;
   for (int p = 0; p < ENG_FP8_PRODUCTS && coded; p++) {
-    const eng_fp8_role *a = role_in(s, p, p == ENG_FP8_FORWARD ? ENG_FP8_X : ENG_FP8_DY),
-                       *b = role_in(s, p, p == ENG_FP8_WGRAD ? ENG_FP8_X : ENG_FP8_W);
+    const eng_fp8_role *a = role_in(s, p, fp8_factors[p][0]),
+                       *b = role_in(s, p, fp8_factors[p][1]);
     int accumulator = s->recipe.product[p].accumulator;
     bool nvfp4 = mx_is_nvfp4(a->mx - 1), four = mx_packed(a->format);
     int64_t side = blackwell_products(four);

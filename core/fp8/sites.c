@@ -19,6 +19,8 @@ static bool measuring;
 
 const char *const fp8_role_name[] = { "x", "w", "dy" };
 const char *const fp8_product_name[] = { "forward", "dgrad", "wgrad" };
+const int fp8_factors[ENG_FP8_PRODUCTS][2] = {
+  {ENG_FP8_X, ENG_FP8_W}, {ENG_FP8_DY, ENG_FP8_W}, {ENG_FP8_DY, ENG_FP8_X}};
 
 eng_status fp8_site_get(fp8_site **out, int64_t site)
 {
@@ -188,8 +190,10 @@ void eng_fp8_site_free(int64_t site)
   fp8_release_orphans();
 }
 
-static eng_status check_msamp_role(const fp8_site *s, const eng_fp8_recipe *recipe, int role,
-                                   const eng_fp8_role *r)
+// ---- checks of a recipe. Messages leave out the names of the site, role and product, which
+// check_recipe and eng_fp8_site_set add
+
+static eng_status check_msamp_role(const eng_fp8_recipe *recipe, int role, const eng_fp8_role *r)
 {
   bool fits = role != ENG_FP8_DY && r == &recipe->role[role] && recipe->backward[role].mx &&
               r->format == ENG_FORMAT_E2M1 && r->block_rows == 1 && r->block_columns == 0 &&
@@ -197,16 +201,14 @@ static eng_status check_msamp_role(const fp8_site *s, const eng_fp8_recipe *reci
               (!r->dge || role == ENG_FP8_W) && msamp_clamps(r->clamp);
   if (fits) return ENG_OK;
   return error_set(ENG_ERR_VALUE,
-                   "%s: %s: the rule msamp_fp4 is for the forward product's x and w, in e2m1 with "
-                   "a scale for each row; it needs `backward`, allows no stochastic rounding and "
-                   "no factor, only w may have dge, and clamp is 0 or from 0.5 to 0.9999",
-                   s->name, fp8_role_name[role]);
+                   "the rule msamp_fp4 is for the forward product's x and w, in e2m1 with a scale "
+                   "for each row; it needs `backward`, allows no stochastic rounding and no "
+                   "factor, only w may have dge, and clamp is 0 or from 0.5 to 0.9999");
 }
 
-static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe, int role,
-                                const eng_fp8_role *r)
+static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const eng_fp8_role *r)
 {
-  if (r->mx - 1 == ENG_MX_MSAMP_FP4) return check_msamp_role(s, recipe, role, r);
+  if (r->mx - 1 == ENG_MX_MSAMP_FP4) return check_msamp_role(recipe, role, r);
   bool again = role != ENG_FP8_DY && recipe->backward[role].mx,
        backward = r != &recipe->role[role];
   bool fits = r->block_rows >= 1 && r->block_rows <= 128 && r->block_columns >= 1 &&
@@ -215,57 +217,77 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
                (r->format >= ENG_FORMAT_E2M1 && r->format <= ENG_FORMAT_MXINT8);
   if (!known || r->mx < 0 || r->mx > ENG_MX_RULES ||
       ((mx_is_nvfp4(r->mx - 1) || mx_is_fitted(r->mx - 1)) && r->format != ENG_FORMAT_E2M1))
-    return error_set(ENG_ERR_DTYPE, "%s: %s: microscaling has no format number %d with rule %d",
-                     s->name, fp8_role_name[role], r->format, r->mx - 1);
+    return error_set(ENG_ERR_DTYPE, "microscaling has no format number %d with rule %d", r->format,
+                     r->mx - 1);
   if (!fits)
     return error_set(ENG_ERR_VALUE,
-                     "%s: %s: expected blocks of 1 to 128 rows and columns, for e2m1 an even "
-                     "number of columns, got %d x %d",
-                     s->name, fp8_role_name[role], r->block_rows, r->block_columns);
+                     "expected blocks of 1 to 128 rows and columns, for e2m1 an even number of "
+                     "columns, got %d x %d", r->block_rows, r->block_columns);
   if (r->stochastic < 0 || r->stochastic > 24 || !(r->factor >= 0 && r->factor <= 1) ||
       (mx_is_four_over_six(r->mx - 1) && (r->stochastic || r->factor != 0)))
     return error_set(ENG_ERR_VALUE,
-                     "%s: %s: expected 0 to 24 bits of stochastic rounding and a factor from 0 to "
-                     "1 (with four_over_six both 0), got %d bits and the factor %g",
-                     s->name, fp8_role_name[role], r->stochastic, r->factor);
+                     "expected 0 to 24 bits of stochastic rounding and a factor from 0 to 1 (with "
+                     "four_over_six both 0), got %d bits and the factor %g", r->stochastic,
+                     r->factor);
   if (mx_is_gated(r->mx - 1) && (!again || backward || r->block_rows != 1 || r->stochastic ||
                                  r->factor != 0))
     return error_set(ENG_ERR_VALUE,
-                     "%s: %s: quest is for the forward product, in blocks of one row; it needs "
-                     "`backward` in %s and allows no stochastic rounding and no factor",
-                     s->name, fp8_role_name[role], fp8_role_name[role]);
+                     "quest is for the forward product, in blocks of one row; it needs `backward` "
+                     "in the same role and allows no stochastic rounding and no factor");
   if (r->mx - 1 == ENG_MX_MS_EDEN &&
       ((role != ENG_FP8_DY && !backward) || r->block_rows != 1 || r->factor != 0 ||
        MX_EDEN_GROUP % r->block_columns))
     return error_set(ENG_ERR_VALUE,
-                     "%s: %s: ms_eden is for dy and for `backward` of x and w, in blocks of one "
-                     "row whose length divides %d, without a factor",
-                     s->name, fp8_role_name[role], MX_EDEN_GROUP);
+                     "ms_eden is for dy and for `backward` of x and w, in blocks of one row whose "
+                     "length divides %d, without a factor", MX_EDEN_GROUP);
   if (!(r->average >= 0 && r->average < 1))
-    return error_set(ENG_ERR_VALUE, "%s: %s: expected an average with a decay from 0 to below 1, "
-                     "got %g", s->name, fp8_role_name[role], r->average);
+    return error_set(ENG_ERR_VALUE, "expected an average with a decay from 0 to below 1, got %g",
+                     r->average);
   if (r->average != 0 && (role != ENG_FP8_W || backward || r->stochastic ||
                       mx_is_fitted(r->mx - 1) || mx_is_four_over_six(r->mx - 1) ||
                       recipe->product[ENG_FP8_FORWARD].hadamard ||
                       (!recipe->backward[role].mx && recipe->product[ENG_FP8_DGRAD].hadamard)))
     return error_set(ENG_ERR_VALUE,
-                     "%s: %s: an average is for w, under the rules floor, ceil, even, rceil and "
-                     "nvfp4, without stochastic rounding and without a Hadamard transform of w",
-                     s->name, fp8_role_name[role]);
+                     "an average is for w, under the rules floor, ceil, even, rceil and nvfp4, "
+                     "without stochastic rounding and without a Hadamard transform of w");
   if (again && fp8_is_square(r))
     return error_set(ENG_ERR_VALUE,
-                     "%s: %s: a format for the backward product needs blocks that are not square",
-                     s->name, fp8_role_name[role]);
+                     "a format for the backward product needs blocks that are not square");
   int keep = again || fp8_is_square(r) ? ENG_FP8_KEEP_CODES : ENG_FP8_KEEP_TRANSPOSED;
   if (role == ENG_FP8_X && !backward && r->keep != keep)
-    return error_set(ENG_ERR_VALUE, "%s: x: microscaling in these blocks needs keep = '%s'",
-                     s->name, keep == ENG_FP8_KEEP_CODES ? "codes" : "transposed");
+    return error_set(ENG_ERR_VALUE, "microscaling in these blocks needs keep = '%s'",
+                     keep == ENG_FP8_KEEP_CODES ? "codes" : "transposed");
+  return ENG_OK;
+}
+
+static eng_status check_role(const eng_fp8_recipe *recipe, int role)
+{
+  const eng_fp8_role *r = &recipe->role[role];
+  const eng_fp8_role *backward = role == ENG_FP8_DY ? NULL : &recipe->backward[role];
+  if (backward && backward->mx && backward->mx != ENG_FP8_SAME)
+    ENG_TRY(check_mx_role(recipe, role, backward));
+  if (r->mx) return check_mx_role(recipe, role, r);
+  if (r->format != ENG_e4m3 && r->format != ENG_e5m2)
+    return error_set(ENG_ERR_DTYPE, "expected the format e4m3 or e5m2, got number %d", r->format);
+  if (r->block_rows < 0 || r->block_columns < 0)
+    return error_set(ENG_ERR_VALUE,
+                     "expected blocks of 1 or more rows and columns, or 0 for all, got %d x %d",
+                     r->block_rows, r->block_columns);
+  if (r->rule < 0 || r->rule >= ENG_SCALES)
+    return error_set(ENG_ERR_VALUE, "unknown scale rule %d", r->rule);
+  if (r->margin < -100 || r->margin > 100)
+    return error_set(ENG_ERR_VALUE, "expected a margin within +-100, got %d", r->margin);
+  if (r->keep < 0 || r->keep > ENG_FP8_KEEP_SWIGLU)
+    return error_set(ENG_ERR_VALUE, "unknown `keep` number %d", r->keep);
+  if (!(r->eps <= 1e30))
+    return error_set(ENG_ERR_VALUE,
+                     "expected eps up to 1e30, or negative for the rule's default, got %g", r->eps);
   return ENG_OK;
 }
 
 /// Checks that all roles have rules of FP8, or all have rules of microscaling. Microscaling also
 /// allows dy in FP8 if its values are exact in bf16 and it has no transposed copy.
-static eng_status check_kinds(const fp8_site *s, const eng_fp8_recipe *recipe)
+static eng_status check_kinds(const eng_fp8_recipe *recipe)
 {
   const eng_fp8_role *r = recipe->role, *dy = &r[ENG_FP8_DY];
   bool exact = fp8_is_square(dy) && (dy->pow2 || dy->rule == ENG_SCALE_MSAMP);
@@ -273,94 +295,89 @@ static eng_status check_kinds(const fp8_site *s, const eng_fp8_recipe *recipe)
       (!dy->mx == !r[ENG_FP8_X].mx || (r[ENG_FP8_X].mx && exact)))
     return ENG_OK;
   return error_set(ENG_ERR_VALUE,
-                   "%s: expected the rules of x, w and dy to be all FP8 or all microscaling; with "
+                   "expected the rules of x, w and dy to be all FP8 or all microscaling; with "
                    "microscaling, dy may be FP8 in square blocks or one block, with power-of-two "
-                   "scales", s->name);
+                   "scales");
 }
 
-static eng_status check_role(const fp8_site *s, const eng_fp8_recipe *recipe, int role)
-{
-  const eng_fp8_role *r = &recipe->role[role];
-  const eng_fp8_role *backward = role == ENG_FP8_DY ? NULL : &recipe->backward[role];
-  if (backward && backward->mx && backward->mx != ENG_FP8_SAME)
-    ENG_TRY(check_mx_role(s, recipe, role, backward));
-  if (r->mx) return check_mx_role(s, recipe, role, r);
-  if (r->format != ENG_e4m3 && r->format != ENG_e5m2)
-    return error_set(ENG_ERR_DTYPE, "%s: FP8 format of %s: expected e4m3 or e5m2, got number %d",
-                     s->name, fp8_role_name[role], r->format);
-  if (r->block_rows < 0 || r->block_columns < 0)
-    return error_set(
-      ENG_ERR_VALUE,
-      "%s: blocks of %s: expected 1 or more rows and columns, or 0 for all, got %d x %d", s->name,
-      fp8_role_name[role], r->block_rows, r->block_columns);
-  if (r->rule < 0 || r->rule >= ENG_SCALES)
-    return error_set(ENG_ERR_VALUE, "%s: %s: unknown scale rule %d", s->name,
-                     fp8_role_name[role], r->rule);
-  if (r->margin < -100 || r->margin > 100)
-    return error_set(ENG_ERR_VALUE, "%s: %s: expected a margin within +-100, got %d", s->name,
-                     fp8_role_name[role], r->margin);
-  if (r->keep < 0 || r->keep > ENG_FP8_KEEP_SWIGLU)
-    return error_set(ENG_ERR_VALUE, "%s: %s: unknown `keep` number %d", s->name,
-                     fp8_role_name[role], r->keep);
-  if (!(r->eps <= 1e30))
-    return error_set(ENG_ERR_VALUE,
-                     "%s: %s: expected eps up to 1e30, or negative for the rule's default, got %g",
-                     s->name, fp8_role_name[role], r->eps);
-  return ENG_OK;
-}
-
-static eng_status check_hadamard(const fp8_site *s, const eng_fp8_recipe *recipe, int product)
+static eng_status check_hadamard(const eng_fp8_recipe *recipe, int product)
 {
   const eng_fp8_product *p = &recipe->product[product];
-  const eng_fp8_role *a = &recipe->role[product == ENG_FP8_FORWARD ? ENG_FP8_X : ENG_FP8_DY],
-                     *b = &recipe->role[product == ENG_FP8_WGRAD ? ENG_FP8_X : ENG_FP8_W];
+  const int *roles = fp8_factors[product];
   bool forward = product == ENG_FP8_FORWARD, again = recipe->backward[ENG_FP8_X].mx;
-  if (again && !forward) b = &recipe->backward[product == ENG_FP8_WGRAD ? ENG_FP8_X : ENG_FP8_W];
+  const eng_fp8_role *a = &recipe->role[roles[0]],
+                     *b = &(again && !forward ? recipe->backward : recipe->role)[roles[1]];
   int n = p->hadamard;
   if (n != MX_EDEN_GROUP && (a->mx - 1 == ENG_MX_MS_EDEN || b->mx - 1 == ENG_MX_MS_EDEN))
-    return error_set(ENG_ERR_VALUE, "%s: %s: ms_eden needs hadamard = %d, got %d", s->name,
-                     fp8_product_name[product], MX_EDEN_GROUP, n);
+    return error_set(ENG_ERR_VALUE, "ms_eden needs hadamard = %d, got %d", MX_EDEN_GROUP, n);
   if (!n) return ENG_OK;
   if (forward && again && p->signs != ENG_FP8_SIGNS_NONE)
     return error_set(ENG_ERR_VALUE,
-                     "%s: forward: if x and w have `backward`, their gradients pass through this "
-                     "product's Hadamard transform, which needs signs = \"none\"", s->name);
+                     "if x and w have `backward`, their gradients pass through this product's "
+                     "Hadamard transform, which needs signs = \"none\"");
   if (p->signs == ENG_FP8_SIGNS_BACKWARD && (forward || !again))
     return error_set(ENG_ERR_VALUE,
-                     "%s: %s: signs = \"backward\" is for the backward products of a recipe whose "
-                     "x and w have `backward`", s->name, fp8_product_name[product]);
+                     "signs = \"backward\" is for the backward products of a recipe whose x and w "
+                     "have `backward`");
   if ((n != 16 && n != 32 && n != 64 && n != 128) || p->signs < ENG_FP8_SIGNS_NONE ||
       p->signs > ENG_FP8_SIGNS_BACKWARD || p->high || !a->mx || fp8_is_square(a) ||
       fp8_is_square(b))
     return error_set(ENG_ERR_VALUE,
-                     "%s: %s: hadamard = %d is not possible here: a Hadamard transform needs 16, "
-                     "32, 64 or 128 elements, and a microscaled product whose factors have no "
-                     "square blocks",
-                     s->name, fp8_product_name[product], n);
+                     "hadamard = %d is not possible here: a Hadamard transform needs 16, 32, 64 or "
+                     "128 elements, and a microscaled product whose factors have no square blocks",
+                     n);
   return ENG_OK;
 }
 
-static eng_status check_accumulator(const fp8_site *s, const eng_fp8_recipe *recipe, int product)
+static eng_status check_product(const eng_fp8_recipe *recipe, int product)
 {
-  int n = recipe->product[product].accumulator;
-  bool known = recipe->role[0].mx ? n == ENG_ACCUMULATE_DEVICE || n == ENG_ACCUMULATE_FP32 ||
-                                      n == ENG_ACCUMULATE_BLACKWELL
-                                  : n >= 0 && n < ENG_ACCUMULATORS;
-  return known ? ENG_OK
-               : error_set(ENG_ERR_VALUE, "%s: %s: unknown accumulator %d", s->name,
-                           fp8_product_name[product], n);
+  const eng_fp8_product *p = &recipe->product[product];
+  bool mx = recipe->role[0].mx;
+  int n = p->accumulator;
+  if (p->high && (product != ENG_FP8_FORWARD || !mx))
+    return error_set(ENG_ERR_VALUE,
+                     "only microscaling's forward product can be in high precision");
+  ENG_TRY(check_hadamard(recipe, product));
+  if (mx ? n != ENG_ACCUMULATE_DEVICE && n != ENG_ACCUMULATE_FP32 && n != ENG_ACCUMULATE_BLACKWELL
+         : n < 0 || n >= ENG_ACCUMULATORS)
+    return error_set(ENG_ERR_VALUE, "unknown accumulator %d", n);
+  if (p->promotion < 0 || p->promotion % 32)
+    return error_set(ENG_ERR_VALUE,
+                     "expected a promotion interval that is a multiple of 32, or 0, got %d",
+                     p->promotion);
+  return ENG_OK;
 }
 
 /// Checks that, along the dimension that a product sums over, the block size of one operand is a
-/// multiple of the other operand's.
-static eng_status check_nesting(const fp8_site *s, int product, const char *a_name, int64_t a,
-                                const char *b_name, int64_t b)
+/// multiple of the other operand's. A matrix without square blocks is quantized again, transposed,
+/// for its other product. So in both products, the columns of a block lie along the summed
+/// dimension.
+static eng_status check_nesting(const eng_fp8_recipe *recipe, int product)
 {
+  const int *roles = fp8_factors[product];
+  int a = recipe->role[roles[0]].block_columns, b = recipe->role[roles[1]].block_columns;
   if (a == 0 || b == 0 || a % b == 0 || b % a == 0) return ENG_OK;
   return error_set(ENG_ERR_SHAPE,
-                   "%s: %s: along the summed dimension, blocks of %s have %lld elements and blocks "
-                   "of %s have %lld; one must divide the other",
-                   s->name, fp8_product_name[product], a_name, (long long)a, b_name, (long long)b);
+                   "along the summed dimension, blocks of %s have %d elements and blocks of %s "
+                   "have %d; one must divide the other",
+                   fp8_role_name[roles[0]], a, fp8_role_name[roles[1]], b);
+}
+
+static eng_status check_recipe(const eng_fp8_recipe *recipe)
+{
+  eng_status status;
+  for (int r = 0; r < ENG_FP8_ROLES; r++)
+    if ((status = check_role(recipe, r)) != ENG_OK)
+      return error_prefix(status, "%s", fp8_role_name[r]);
+  ENG_TRY(check_kinds(recipe));
+  if (!recipe->backward[ENG_FP8_X].mx != !recipe->backward[ENG_FP8_W].mx)
+    return error_set(ENG_ERR_VALUE, "expected `backward` in both x and w, or in neither");
+  for (int p = 0; p < ENG_FP8_PRODUCTS; p++) {
+    status = check_product(recipe, p);
+    if (status == ENG_OK) status = check_nesting(recipe, p);
+    if (status != ENG_OK) return error_prefix(status, "%s", fp8_product_name[p]);
+  }
+  return ENG_OK;
 }
 
 eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
@@ -374,32 +391,8 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
                      "hint: change the recipe between steps",
                      s->name);
   if (recipe) {
-    for (int r = 0; r < ENG_FP8_ROLES; r++) ENG_TRY(check_role(s, recipe, r));
-    ENG_TRY(check_kinds(s, recipe));
-    if (!recipe->backward[ENG_FP8_X].mx != !recipe->backward[ENG_FP8_W].mx)
-      return error_set(ENG_ERR_VALUE, "%s: expected `backward` in both x and w, or in neither",
-                       s->name);
-    for (int p = 0; p < ENG_FP8_PRODUCTS; p++) {
-      const eng_fp8_product *of = &recipe->product[p];
-      if (of->high && (p != ENG_FP8_FORWARD || !recipe->role[0].mx))
-        return error_set(ENG_ERR_VALUE,
-                         "%s: %s: only microscaling's forward product can be in high precision",
-                         s->name, fp8_product_name[p]);
-      ENG_TRY(check_hadamard(s, recipe, p));
-      ENG_TRY(check_accumulator(s, recipe, p));
-      if (of->promotion < 0 || of->promotion % 32)
-        return error_set(
-          ENG_ERR_VALUE,
-          "%s: %s: expected a promotion interval that is a multiple of 32, or 0, got %d", s->name,
-          fp8_product_name[p], of->promotion);
-    }
-    // A matrix without square blocks is quantized again, transposed, for its other product. So in
-    // both products, the columns of a block lie along the summed dimension.
-    const eng_fp8_role *x = &recipe->role[ENG_FP8_X], *w = &recipe->role[ENG_FP8_W],
-                       *dy = &recipe->role[ENG_FP8_DY];
-    ENG_TRY(check_nesting(s, ENG_FP8_FORWARD, "x", x->block_columns, "w", w->block_columns));
-    ENG_TRY(check_nesting(s, ENG_FP8_DGRAD, "dy", dy->block_columns, "w", w->block_columns));
-    ENG_TRY(check_nesting(s, ENG_FP8_WGRAD, "dy", dy->block_columns, "x", x->block_columns));
+    eng_status status = check_recipe(recipe);
+    if (status != ENG_OK) return error_prefix(status, "%s", s->name);
     s->recipe = *recipe;
   }
   for (int r = 0; r < ENG_FP8_ROLES; r++) s->factor[r] = 0;

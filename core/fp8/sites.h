@@ -21,6 +21,7 @@ typedef struct fp8_site {
 } fp8_site;
 
 extern const char *const fp8_role_name[], *const fp8_product_name[];
+extern const int fp8_factors[ENG_FP8_PRODUCTS][2];   // the roles that a product multiplies
 
 eng_status fp8_site_get(fp8_site **out, int64_t site);
 /// fp8_site_on returns whether the site exists and has a recipe. fp8_site_in_force returns the site
