@@ -3,6 +3,7 @@
 // contracts. Owns the table of sites. Called by Lua and by the FP8 layers.
 #include "sites.h"
 
+#include "base/array.h"
 #include "base/error.h"
 #include "base/fp8_layout.h"
 #include "base/fp8_scale.h"
@@ -22,9 +23,13 @@ const char *const fp8_product_name[] = { "forward", "dgrad", "wgrad" };
 const int fp8_factors[ENG_FP8_PRODUCTS][2] = {
   {ENG_FP8_X, ENG_FP8_W}, {ENG_FP8_DY, ENG_FP8_W}, {ENG_FP8_DY, ENG_FP8_X}};
 
+/// Returns the site with this number, or NULL.
+static fp8_site *find(int64_t site)
+{ return site >= 1 && site <= sites.length ? sites.item[site - 1] : NULL; }
+
 eng_status fp8_site_get(fp8_site **out, int64_t site)
 {
-  *out = site >= 1 && site <= sites.length ? sites.item[site - 1] : NULL;
+  *out = find(site);
   return *out ? ENG_OK
               : error_set(ENG_ERR_STATE, "FP8 site %lld does not exist or was freed",
                           (long long)site);
@@ -32,7 +37,7 @@ eng_status fp8_site_get(fp8_site **out, int64_t site)
 
 // ---- tensors that the tape may still need after their owner drops them
 
-static struct { tensor **item; int length, capacity; } orphans;
+static struct { tensor **item; int64_t length, capacity; } orphans;
 
 void fp8_release_orphans(void)
 {
@@ -47,14 +52,9 @@ void fp8_drop_later(tensor *x)
     tensor_drop(x);
     return;
   }
-  if (orphans.length == orphans.capacity) {
-    int more = orphans.capacity ? 2 * orphans.capacity : 64;
-    tensor **grown = realloc(orphans.item, (size_t)more * sizeof *grown);
-    if (!grown) return;   // leaks instead of leaving a dangling pointer
-    orphans.item = grown;
-    orphans.capacity = more;
-  }
-  orphans.item[orphans.length++] = x;
+  // without memory, leaks x instead of leaving a dangling pointer
+  if (ARRAY_GROW(orphans.item, orphans.capacity, orphans.length + 1))
+    orphans.item[orphans.length++] = x;
 }
 
 void fp8_drop_copies(fp8_copies *c)
@@ -147,28 +147,18 @@ void fp8_amax_share(int64_t site, int64_t slot)
 
 // ---- sites
 
-bool fp8_site_on(int64_t site)
-{
-  return site >= 1 && site <= sites.length && sites.item[site - 1] && sites.item[site - 1]->on;
-}
-
 fp8_site *fp8_site_in_force(int64_t site)
 {
-  return op_precision()->fp8 && fp8_site_on(site) ? sites.item[site - 1] : NULL;
+  fp8_site *s = op_precision()->fp8 ? find(site) : NULL;
+  return s && s->on ? s : NULL;
 }
 
 eng_status eng_fp8_site_new(int64_t *site, const char *name)
 {
-  if (sites.length == sites.capacity) {
-    int64_t more = sites.capacity ? 2 * sites.capacity : 64;
-    fp8_site **grown = realloc(sites.item, (size_t)more * sizeof *grown);
-    if (!grown) return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 site of %s", name);
-    sites.item = grown;
-    sites.capacity = more;
-  }
   fp8_site *s = calloc(1, sizeof *s);
   if (s) s->name = strdup(name);
-  if (!s || !s->name) {
+  if (!s || !s->name || !ARRAY_GROW(sites.item, sites.capacity, sites.length + 1)) {
+    if (s) free(s->name);
     free(s);
     return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 site of %s", name);
   }
@@ -492,8 +482,8 @@ bool eng_fp8_measure(bool on)
 
 int eng_fp8_accumulator(int64_t site)
 {
-  return site >= 1 && site <= sites.length && sites.item[site - 1]
-           ? sites.item[site - 1]->accumulator : -1;
+  const fp8_site *s = find(site);
+  return s ? s->accumulator : -1;
 }
 
 eng_status eng_fp8_meters(eng_fp8_meter meter[3], int64_t site)

@@ -24,9 +24,7 @@ extern const char *const fp8_role_name[], *const fp8_product_name[];
 extern const int fp8_factors[ENG_FP8_PRODUCTS][2];   // the roles that a product multiplies
 
 eng_status fp8_site_get(fp8_site **out, int64_t site);
-/// fp8_site_on returns whether the site exists and has a recipe. fp8_site_in_force returns the site
-/// if it is on and autocast requests FP8, otherwise NULL.
-bool fp8_site_on(int64_t site);
+/// Returns the site if it has a recipe and autocast requests FP8, otherwise NULL.
 fp8_site *fp8_site_in_force(int64_t site);
 
 /// fp8_amax_slot reserves a slot for the next amax of a role, f32 []. fp8_amax_last returns the
