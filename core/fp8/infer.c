@@ -52,56 +52,65 @@ static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64
                    tensor_text(s));
 }
 
+/// Infers a product [m x n], which the attribute `yields` gives a dtype.
+static eng_status put_product(const op_call *c, op_shape *s, int64_t yields, int64_t m, int64_t n)
+{
+  if (yields && (yields < 1 || yields > ENG_DTYPE_COUNT || !dtype_is_float((int)yields - 1)))
+    return error_set(ENG_ERR_DTYPE,
+                     "%s: expected yields to be 0, or 1 plus the number of a floating-point dtype, "
+                     "got %lld", op_name(c), (long long)yields);
+  put_out(s, 0, yields ? (int)yields - 1 : ENG_f32, 2, (int64_t[]){m, n});
+  return ENG_OK;
+}
+
 /// Infers the codes, scales and amax of a quantized tensor. The operation quantize quantizes input
 /// 0, x. swiglu_quantize quantizes the result of the swiglu, which has the shape of input 0.
 static eng_status infer_codes(const op_call *c, const tensor *factor, op_shape *s)
 {
+  const typeof(c->quantize) *a = &c->quantize;
   const char *name = op_name(c);
   const tensor *x = c->in[0];
-  int64_t format = c->quantize.format;
+  int64_t format = a->format, shape[2], rows, columns;
   ENG_TRY(want_float(c, 0));
   ENG_TRY(want_ndim(c, 0, 1));
   if (format != ENG_e4m3 && format != ENG_e5m2 && format != ENG_FORMAT_E5M6)
     return error_set(ENG_ERR_DTYPE, "%s: expected the format e4m3, e5m2 or e5m6, got number %lld",
                      name, (long long)format);
-  ENG_TRY(want_blocks(c, c->quantize.block_rows, c->quantize.block_columns));
-  ENG_TRY(want_between(c, "a scale rule", c->quantize.rule, 0, ENG_SCALES - 1));
-  ENG_TRY(want_between(c, "flags", c->quantize.flags, 0, 15));
-  if (!(c->quantize.eps <= 1e30))
+  ENG_TRY(want_blocks(c, a->block_rows, a->block_columns));
+  ENG_TRY(want_between(c, "a scale rule", a->rule, 0, ENG_SCALES - 1));
+  ENG_TRY(want_between(c, "flags", a->flags, 0, 15));
+  if (!(a->eps <= 1e30))
     return error_set(ENG_ERR_VALUE,
                      "%s: expected eps up to 1e30, or negative for the rule's default, got %g",
-                     name, c->quantize.eps);
-  if (!(c->quantize.margin >= -100 && c->quantize.margin <= 100) ||
-      c->quantize.margin != (double)(int)c->quantize.margin)
+                     name, a->eps);
+  if (!(a->margin >= -100 && a->margin <= 100) || a->margin != (double)(int)a->margin)
     return error_set(ENG_ERR_VALUE, "%s: expected an integer margin from -100 to 100, got %g", name,
-                     c->quantize.margin);
-  int64_t rows, columns;
+                     a->margin);
   matrix_of(x, &rows, &columns);
   bool packed = format == ENG_FORMAT_E5M6;
   if (packed && columns % 8)
     return error_set(ENG_ERR_SHAPE,
                      "%s: e5m6 packs 8 numbers, so the row length must be a multiple of 8, got "
                      "%s", name, tensor_text(x));
-  if (packed && c->quantize.flags & (QUANTIZE_STOCHASTIC | QUANTIZE_TRANSPOSED))
+  if (packed && a->flags & (QUANTIZE_STOCHASTIC | QUANTIZE_TRANSPOSED))
     return error_set(ENG_ERR_VALUE, "%s: e5m6 rounds to nearest even and has no transposed copy",
                      name);
   if (factor) {
-    if (c->quantize.block_rows || c->quantize.block_columns)
+    if (a->block_rows || a->block_columns)
       return error_set(
         ENG_ERR_VALUE, "%s: a given factor needs one block for the whole tensor, got %lld x %lld",
-        name, (long long)c->quantize.block_rows, (long long)c->quantize.block_columns);
+        name, (long long)a->block_rows, (long long)a->block_columns);
     if (factor->dtype != ENG_f32 || factor->count != 1)
       return error_set(ENG_ERR_SHAPE, "%s: expected one f32 factor, got %s", name,
                        tensor_text(factor));
   }
   put_out(s, 0, packed ? ENG_i32 : (int)format, x->ndim, x->shape);
   if (packed) s->out[0].shape[x->ndim - 1] = columns / 8 * 3;
-  int64_t shape[2];
-  fp8_scales_for(c->quantize.block_rows, c->quantize.block_columns, rows, columns, shape);
+  fp8_scales_for(a->block_rows, a->block_columns, rows, columns, shape);
   put_out(s, 1, ENG_f32, 2, shape);
   put_out(s, 2, ENG_f32, 0, NULL);
   put_out(s, 3, packed ? ENG_i32 : (int)format, 2, (int64_t[]){columns, rows});
-  fp8_scales_for(c->quantize.block_rows, c->quantize.block_columns, columns, rows, shape);
+  fp8_scales_for(a->block_rows, a->block_columns, columns, rows, shape);
   put_out(s, 4, ENG_f32, 2, shape);
   return ENG_OK;
 }
@@ -227,12 +236,10 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
   else if (average && a->hadamard) why = "an average needs hadamard = 0";
   else if (mx_is_fitted(a->rule) && (average || a->ties || a->sr_rule))
     why = "quest and ms_eden allow no average, ties or sr_rule";
-  else if (mx_is_four_over_six(a->rule) && (average || a->ties))
-    why = "four_over_six allows no average or ties";
+  else if (mx_is_four_over_six(a->rule) && (average || a->ties || a->sr_bits))
+    why = "four_over_six allows no average, ties or sr_bits, because it compares errors of "
+          "rounding to nearest";
   if (why) return error_set(ENG_ERR_VALUE, "mx_quantize: %s", why);
-  if (a->sr_bits && mx_is_four_over_six(a->rule))
-    return error_set(ENG_ERR_VALUE, "mx_quantize: four_over_six compares errors of rounding to "
-                     "nearest, so expected sr_bits = 0, got %lld", (long long)a->sr_bits);
   if ((a->factor != 0 && !(a->factor >= 0.5 && a->factor <= 1)) ||
       (a->factor != 0 && a->factor != 1 && mx_is_four_over_six(a->rule)))
     return error_set(ENG_ERR_VALUE, "mx_quantize: expected a factor from 0.5 to 1, or 0 for "
@@ -337,12 +344,6 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
     return error_set(ENG_ERR_VALUE, "mx_matmul: expected scale rules from 0 to %d, both with "
                      "NVFP4's scales (only for e2m1) or neither, got %lld and %lld",
                      ENG_MX_RULES - 1, (long long)a->rule_a, (long long)a->rule_b);
-  if (a->yields && (a->yields < 1 || a->yields > ENG_DTYPE_COUNT ||
-                    !dtype_is_float((int)a->yields - 1)))
-    return error_set(ENG_ERR_DTYPE,
-                     "mx_matmul: expected yields to be 0, or 1 plus the number of a "
-                     "floating-point dtype, got %lld",
-                     (long long)a->yields);
   int64_t K = 0, block = nvfp4 ? 16 : 32;
   for (int k = 0; k < 4; k += 2) {
     const tensor *q = c->in[k], *scale = c->in[k + 1];
@@ -358,9 +359,7 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
   }
   ENG_TRY(want_amax(c, 4));
   ENG_TRY(want_amax(c, 5));
-  put_out(s, 0, a->yields ? (int)a->yields - 1 : ENG_f32, 2,
-          (int64_t[]){c->in[0]->shape[0], c->in[2]->shape[0]});
-  return ENG_OK;
+  return put_product(c, s, a->yields, c->in[0]->shape[0], c->in[2]->shape[0]);
 }
 
 // ---- NF4
@@ -419,25 +418,23 @@ static eng_status infer_nf4_dequantize(op_call *c, op_shape *s)
 
 static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
 {
+  const typeof(c->fp8_matmul) *m = &c->fp8_matmul;
   const tensor *a = c->in[0], *b = c->in[2];
   if (!dtype_is_fp8(a->dtype) || !dtype_is_fp8(b->dtype))
     return error_set(ENG_ERR_DTYPE,
                      "fp8_matmul: expected two FP8 matrices, got %s and %s; hint: quantize them",
                      tensor_text(a), tensor_text(b));
-  bool ta = c->fp8_matmul.transpose_a != 0, tb = c->fp8_matmul.transpose_b != 0;
+  bool ta = m->transpose_a != 0, tb = m->transpose_b != 0;
   if (a->ndim != 2 || b->ndim != 2 || a->shape[ta ? 0 : 1] != b->shape[tb ? 1 : 0])
     return error_set(ENG_ERR_SHAPE, "fp8_matmul: expected [M x K] times [K x N], got %s%s and %s%s",
                      tensor_text(a), ta ? " (transposed)" : "", tensor_text(b),
                      tb ? " (transposed)" : "");
-  ENG_TRY(want_blocks(c, c->fp8_matmul.a_rows, c->fp8_matmul.a_columns));
-  ENG_TRY(want_blocks(c, c->fp8_matmul.b_rows, c->fp8_matmul.b_columns));
-  ENG_TRY(
-    want_scales(c, 1, c->fp8_matmul.a_rows, c->fp8_matmul.a_columns, a->shape[0], a->shape[1]));
-  ENG_TRY(
-    want_scales(c, 3, c->fp8_matmul.b_rows, c->fp8_matmul.b_columns, b->shape[0], b->shape[1]));
-  int64_t m = a->shape[ta ? 1 : 0], k = a->shape[ta ? 0 : 1], n = b->shape[tb ? 0 : 1];
-  int64_t along_a = ta ? c->fp8_matmul.a_rows : c->fp8_matmul.a_columns,
-          along_b = tb ? c->fp8_matmul.b_columns : c->fp8_matmul.b_rows;   // blocks along K
+  ENG_TRY(want_blocks(c, m->a_rows, m->a_columns));
+  ENG_TRY(want_blocks(c, m->b_rows, m->b_columns));
+  ENG_TRY(want_scales(c, 1, m->a_rows, m->a_columns, a->shape[0], a->shape[1]));
+  ENG_TRY(want_scales(c, 3, m->b_rows, m->b_columns, b->shape[0], b->shape[1]));
+  int64_t k = a->shape[ta ? 0 : 1], along_a = ta ? m->a_rows : m->a_columns,
+          along_b = tb ? m->b_columns : m->b_rows;   // blocks along K
   if (along_a == 0 || along_a > k) along_a = k;
   if (along_b == 0 || along_b > k) along_b = k;
   int64_t less = along_a < along_b ? along_a : along_b,
@@ -446,26 +443,18 @@ static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
     return error_set(ENG_ERR_SHAPE,
                      "fp8_matmul: along K, one block size must divide the other, got %lld and %lld",
                      (long long)along_a, (long long)along_b);
-  if (c->fp8_matmul.yields && (c->fp8_matmul.yields < 1 || c->fp8_matmul.yields > ENG_DTYPE_COUNT ||
-                               !dtype_is_float((int)c->fp8_matmul.yields - 1)))
-    return error_set(ENG_ERR_DTYPE,
-                     "fp8_matmul: expected yields to be 0, or 1 plus the number of a "
-                     "floating-point dtype, got %lld",
-                     (long long)c->fp8_matmul.yields);
-  ENG_TRY(want_between(c, "an accumulator", c->fp8_matmul.accumulator, 0, ENG_ACCUMULATORS - 1));
-  if (c->fp8_matmul.promotion < 0 || c->fp8_matmul.promotion % 32 ||
-      c->fp8_matmul.promotion > 1ll << 40)
+  ENG_TRY(want_between(c, "an accumulator", m->accumulator, 0, ENG_ACCUMULATORS - 1));
+  if (m->promotion < 0 || m->promotion % 32 || m->promotion > 1ll << 40)
     return error_set(
       ENG_ERR_VALUE,
       "fp8_matmul: expected a promotion interval that is a multiple of 32, or 0, got %lld",
-      (long long)c->fp8_matmul.promotion);
+      (long long)m->promotion);
+  int64_t n = b->shape[tb ? 0 : 1];
   ENG_TRY(want_vector(c, 4, "a bias", n));
-  if (c->fp8_matmul.add && c->in[4])
+  if (m->add && c->in[4])
     return error_set(ENG_ERR_VALUE,
                      "fp8_matmul: a call that adds onto its output cannot have a bias");
-  int dtype = c->fp8_matmul.yields ? (int)c->fp8_matmul.yields - 1 : ENG_f32;
-  put_out(s, 0, dtype, 2, (int64_t[]){m, n});
-  return ENG_OK;
+  return put_product(c, s, m->yields, a->shape[ta ? 1 : 0], n);
 }
 
 static void __attribute__((constructor)) register_rules(void)
