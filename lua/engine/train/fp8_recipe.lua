@@ -14,18 +14,20 @@ local choose, want_list, want_pattern = arguments.choose, arguments.want_list,
 local M = {}
 
 M.roles, M.products = { "x", "w", "dy" }, { "forward", "dgrad", "wgrad" }
---- The two roles that each product multiplies.
-M.factors = { forward = { "x", "w" }, dgrad = { "dy", "w" }, wgrad = { "dy", "x" } }
+--- The indices, in eng_fp8_recipe.role, of the two roles that each product multiplies.
+M.factors = { forward = { 0, 1 }, dgrad = { 2, 1 }, wgrad = { 2, 0 } }
 --- ENG_ACCUMULATE_* by name; `device` (-1): the accumulator of the current device.
 M.accumulators = arguments.merged(fp8_codes.accumulators, { device = -1 })
---- The fields of a layer: its roles and its products.
-M.fields = { "x", "w", "dy", "forward", "dgrad", "wgrad" }
 
 local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2 }
 local SIGNS = { none = C.ENG_FP8_SIGNS_NONE, fixed = C.ENG_FP8_SIGNS_FIXED,
   layer = C.ENG_FP8_SIGNS_LAYER, step = C.ENG_FP8_SIGNS_STEP,
   backward = C.ENG_FP8_SIGNS_BACKWARD }
-local RULES = arguments.merged(fp8_codes.rules, mx.rules, { msamp_fp4 = C.ENG_MX_MSAMP_FP4 })
+-- The rule of microscaling that mx.quantize does not have, and the options that only this rule has.
+local ROWS = "msamp_fp4"
+local ROW_OPTIONS = { "clamp", "residual", "estimator" }
+local MX_RULES = arguments.merged(mx.rules, { [ROWS] = C.ENG_MX_MSAMP_FP4 })
+local RULES = arguments.merged(fp8_codes.rules, MX_RULES)
 local KEEPS = { codes = 0, transposed = 1, e5m6 = 2, swiglu = 3 }
 
 local function known(t, fields, where)
@@ -38,8 +40,8 @@ local function known(t, fields, where)
   end
 end
 
-local function whole(v, where, what, least)
-  arguments.want_whole(v, where, what, least)
+local function whole(v, where, what)
+  arguments.want_whole(v, where, what)
   expect(math.abs(v) < 2 ^ 31, v, "%s: expected %s within +-2^31", where, what)
   return v
 end
@@ -49,34 +51,36 @@ local function boolean(v, where, what)
   return v and 1 or 0
 end
 
-local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = true, eps = true,
-  stochastic = true, keep = true, factor = true, backward = true, clamp = true, residual = true,
-  estimator = true, average = true }
--- The rule of microscaling that mx.quantize does not have, and the options that only this rule has.
-local ROWS = "msamp_fp4"
-local ROW_OPTIONS = { "clamp", "residual", "estimator" }
-
--- Returns the default format and the default block of a rule of microscaling.
-local function usual(rule)
-  if rule == ROWS then return "e2m1", "row" end
-  return mx.usual(rule)
+local function between(v, least, most)
+  return type(v) == "number" and v >= least and v <= most
 end
 
+-- Returns a role's rule, the number of this rule in microscaling (nil: a rule of FP8), and the
+-- role's format and block.
+local function settings(role)
+  local rule, format, block = role.rule or "transformer_engine", "e4m3", "tensor"
+  if rule == ROWS then format, block = "e2m1", "row"
+  elseif MX_RULES[rule] then format, block = mx.usual(rule) end
+  return rule, MX_RULES[rule], role.format or format, role.block or block
+end
+
+local ROLE = arguments.set_of("format block rule pow2 margin eps stochastic keep factor " ..
+  "backward clamp residual estimator average")
 local REPLACES = "; a role's table replaces the base's table, so give rule = ... as well"
 local function read_role(to, role, where, name)
   known(role, ROLE, where)
+  local function want(field, good, what)
+    local v = role[field]
+    expect(v == nil or good, v, "%s: expected %s to be %s", where, field, what)
+  end
   expect(role.keep == nil or name == "x", role.keep,
     "%s: keep sets how the tape stores x for dW; expected keep only in x", where)
-  expect(role.eps == nil or type(role.eps) == "number", role.eps,
-    "%s: expected eps to be a number", where)
-  local rule = role.rule or "transformer_engine"
+  want("eps", type(role.eps) == "number", "a number")
+  local rule, scaled, format, block = settings(role)
   local rowwise = rule == ROWS
-  local scaled = rowwise and C.ENG_MX_MSAMP_FP4 or mx.rules[rule]       -- nil: a rule of FP8
   to.mx = scaled and tonumber(scaled) + 1 or 0
-  local usual_format, usual_block = usual(rule)
-  to.format = choose(scaled and mx.formats or FORMATS, role.format or usual_format, where, "format")
-  local rows, columns = arguments.read_block(role.block or scaled and usual_block or "tensor",
-    where)
+  to.format = choose(scaled and mx.formats or FORMATS, format, where, "format")
+  local rows, columns = arguments.read_block(block, where)
   to.block_rows, to.block_columns = whole(rows, where, "the rows of a block"),
     whole(columns, where, "the columns of a block")
   to.rule = not scaled and choose(RULES, rule, where, "rule") or 0
@@ -92,30 +96,24 @@ local function read_role(to, role, where, name)
       raise("%s: only the rule %s has the option %s", where, ROWS, field)
     end
   end
-  expect(role.clamp == nil or type(role.clamp) == "number"
-    and (role.clamp == 0 or role.clamp >= 0.5 and role.clamp <= 0.9999), role.clamp,
-    "%s: expected clamp to be a quantile from 0.5 to 0.9999, or 0 for none", where)
+  want("clamp", role.clamp == 0 or between(role.clamp, 0.5, 0.9999),
+    "a quantile from 0.5 to 0.9999, or 0 for none")
   to.clamp = role.clamp or 0
   boolean(role.residual, where, "residual")
   to.drops = role.residual == false and 1 or 0
-  expect(role.estimator == nil or role.estimator == "dge" and name == "w"
-    or role.estimator == "straight", role.estimator,
-    "%s: expected estimator to be 'straight' or, only in w, 'dge'", where)
+  want("estimator", role.estimator == "straight" or role.estimator == "dge" and name == "w",
+    "'straight' or, only in w, 'dge'")
   to.dge = role.estimator == "dge" and 1 or 0
   to.pow2 = boolean(role.pow2, where, "pow2")
   if scaled and type(role.stochastic) == "number" then
-    expect(role.stochastic >= 1 and role.stochastic <= 24, role.stochastic,
-      "%s: expected stochastic to be true (8 bits) or 1 to 24 bits", where)
+    want("stochastic", between(role.stochastic, 1, 24), "true (8 bits) or 1 to 24 bits")
     to.stochastic = whole(role.stochastic, where, "stochastic")
   else to.stochastic = boolean(role.stochastic, where, "stochastic") * (scaled and 8 or 1) end
-  expect(role.factor == nil or scaled and type(role.factor) == "number" and role.factor >= 0.5
-    and role.factor <= 1, role.factor,
-    "%s: expected factor to be a number from 0.5 to 1, with a rule of microscaling%s", where,
-    role.rule and "" or REPLACES)
+  want("factor", scaled and between(role.factor, 0.5, 1),
+    "a number from 0.5 to 1, with a rule of microscaling" .. (role.rule and "" or REPLACES))
   to.factor = role.factor or 0
-  expect(role.average == nil or scaled and name == "w" and type(role.average) == "number"
-    and role.average > 0 and role.average < 1, role.average,
-    "%s: expected average to be a decay between 0 and 1, in w, with a rule of microscaling", where)
+  want("average", scaled and name == "w" and type(role.average) == "number" and role.average > 0
+    and role.average < 1, "a decay between 0 and 1, in w, with a rule of microscaling")
   to.average = role.average or 0
   local nearest_only = mx.gated[rule] or rowwise or rule:find("^four_over_six")
   if nearest_only and (to.stochastic > 0 or role.factor) then
@@ -127,7 +125,7 @@ local function read_role(to, role, where, name)
   to.eps = role.eps or -1
 end
 
-local PRODUCT = { accumulator = true, promotion = true, high = true, hadamard = true, signs = true }
+local PRODUCT = arguments.set_of "accumulator promotion high hadamard signs"
 local SCALED_ACCUMULATORS = { device = C.ENG_ACCUMULATE_DEVICE, fp32 = C.ENG_ACCUMULATE_FP32,
   blackwell = C.ENG_ACCUMULATE_BLACKWELL }
 local function read_product(to, product, where, scaled)
@@ -158,10 +156,11 @@ local function read_product(to, product, where, scaled)
   to.accumulator, to.promotion = number, whole(product.promotion or 128, where, "promotion")
 end
 
-local FIELDS = { x = true, w = true, dy = true, forward = true, dgrad = true, wgrad = true }
-local LAYER = arguments.merged(FIELDS, { match = true, high = true })
-local FP8 = arguments.merged(FIELDS, { high = true, high_first = true, high_last = true,
-  layers = true, policy = true, sample = true, ladder = true })
+-- The fields of a layer (its roles and its products), of an entry of `layers`, and of `fp8`.
+local FIELDS = arguments.set_of "x w dy forward dgrad wgrad"
+local LAYER = arguments.merged(FIELDS, arguments.set_of "match high")
+local FP8 = arguments.merged(FIELDS,
+  arguments.set_of "high high_first high_last layers policy sample ladder")
 
 --- Returns the fields of each role and product of the layer at `path`: the fields of the table
 --- `fp8`, overridden by every matching entry of `layers`. Returns false if the layer stays in high
@@ -175,11 +174,11 @@ function M.layer(fp8, path, blocks)
     if path:find(match) then return false end
   end
   local layer = {}
-  for _, name in ipairs(M.fields) do layer[name] = fp8[name] or {} end
+  for name in pairs(FIELDS) do layer[name] = fp8[name] or {} end
   for _, over in ipairs(fp8.layers or {}) do
     if path:find(over.match) then
       if over.high ~= nil then layer.high = over.high end
-      for _, name in ipairs(M.fields) do
+      for name in pairs(FIELDS) do
         layer[name] = arguments.merged(layer[name], over[name])
       end
     end
@@ -206,9 +205,9 @@ local function read_backward(recipe, i, role, where, name)
     where .. ": backward", name)
 end
 
---- Returns the core's eng_fp8_recipe for the fields of a layer (M.layer). `where` begins error
---- messages.
-function M.structure(layer, where)
+-- Returns the core's eng_fp8_recipe for the fields of a layer (M.layer). `where` begins error
+-- messages.
+local function structure(layer, where)
   local recipe = ffi.new("eng_fp8_recipe")
   for i, name in ipairs(M.roles) do
     local at = ("%s: %s"):format(where, name)
@@ -222,22 +221,22 @@ function M.structure(layer, where)
     read_product(recipe.product[i - 1], layer[name], ("%s: %s"):format(where, name),
       recipe.role[0].mx > 0)
   end
-  local last = (layer.wgrad or {}).accumulator or "device"
+  local function scaled(r) return recipe.role[r].mx > 0 end
+  local last = layer.wgrad.accumulator or "device"
   for i, name in ipairs(M.products) do
-    local own = (layer[name] or {}).accumulator or "device"
-    if recipe.role[0].mx > 0 and recipe.product[i - 1].high == 0 and own ~= last then
+    local own = layer[name].accumulator or "device"
+    if scaled(0) and recipe.product[i - 1].high == 0 and own ~= last then
       raise("%s: %s: in microscaling the products of a layer have one accumulator; expected %s " ..
         "as in wgrad, got %s", where, name, last, own)
     end
-    for _, role in ipairs(M.factors[name]) do
-      local r = recipe.role[role == "x" and 0 or role == "w" and 1 or 2]
+    for _, k in ipairs(M.factors[name]) do
+      local r = recipe.role[k]
       if recipe.product[i - 1].hadamard > 0 and r.block_rows == r.block_columns then
         raise("%s: %s: a Hadamard transform needs blocks that are not square, but %s has %dx%d",
-          where, name, role, r.block_rows, r.block_columns)
+          where, name, M.roles[k + 1], r.block_rows, r.block_columns)
       end
     end
   end
-  local function scaled(r) return recipe.role[r].mx > 0 end
   local dy = recipe.role[2]
   local exact = dy.block_rows == dy.block_columns and (dy.pow2 > 0 or layer.dy.rule == "msamp")
   if scaled(0) ~= scaled(1) or scaled(0) ~= scaled(2) and not (scaled(0) and exact) then
@@ -250,7 +249,7 @@ end
 -- Returns a copy of the fields of `layer`, changed by the table `over`.
 local function changed(layer, over, where)
   local own = {}
-  for _, name in ipairs(M.fields) do
+  for name in pairs(FIELDS) do
     expect(over[name] == nil or type(over[name]) == "table", over[name],
       "%s: %s: expected a table", where, name)
     own[name] = arguments.merged(layer[name], over[name])
@@ -262,11 +261,11 @@ end
 --- `ladder`. A rung is the name of a recipe, or a table of changes to the layer's fields. named:
 --- the `fp8` tables of recipes by name.
 function M.rungs(fp8, layer, named, where)
-  local list = { M.structure(layer, where) }
+  local list = { structure(layer, where) }
   for i, rung in ipairs(fp8.ladder or {}) do
     local at, changes = ("%s: ladder[%d]"):format(where, i), type(rung) == "table"
     if changes then known(rung, FIELDS, at) end
-    list[i + 1] = M.structure(changes and changed(layer, rung, at)
+    list[i + 1] = structure(changes and changed(layer, rung, at)
       or changed({}, choose(named, rung, at, "a table of changes or the name"), at), at)
   end
   return list
@@ -275,13 +274,9 @@ end
 -- Describes a role in words: format, blocks, rule, rounding.
 local function role_text(role)
   if role == "same" then return "the same values as the forward product" end
-  local rule = role.rule or "transformer_engine"
-  local scaled = mx.rules[rule] ~= nil or rule == ROWS
-  local format, block = "e4m3", "tensor"
-  if scaled then format, block = usual(rule) end
-  block = role.block or block
+  local rule, scaled, format, block = settings(role)
   if type(block) == "table" then block = table.concat(block, "x") end
-  local text = ("%s, a scale for each %s (%s), "):format(role.format or format, block, rule)
+  local text = ("%s, a scale for each %s (%s), "):format(format, block, rule)
   local bits = role.stochastic == true and scaled and 8 or role.stochastic
   local random = not bits and (role.average and ("toward an average of decay %g"):format(
     role.average) or "to nearest") or bits == true and "stochastic"
@@ -311,8 +306,6 @@ end
 
 --- Describes a valid `fp8` table in words, as a list of { name, text }.
 function M.describe(fp8)
-  local rule = (fp8.x or {}).rule
-  local scaled = mx.rules[rule] or rule == ROWS
   local rows = {}
   local function add(name, text) rows[#rows + 1] = { name, text } end
   for _, name in ipairs(M.roles) do
@@ -336,7 +329,7 @@ function M.describe(fp8)
     if (fp8[name] or 0) > 0 then add(name, ("%d blocks in high precision"):format(fp8[name])) end
   end
   if type(fp8.policy) == "string" then add("policy", fp8.policy) end
-  add("guide", scaled and "docs/microscaling.md" or "docs/fp8.md")
+  add("guide", MX_RULES[(fp8.x or {}).rule] and "docs/microscaling.md" or "docs/fp8.md")
   return rows
 end
 

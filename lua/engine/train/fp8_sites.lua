@@ -39,11 +39,9 @@ local function refuse_formula(layer, recipe, where)
   if able == 2 or recipe.role[0].mx > 0 then return end   -- microscaling can multiply in bf16
   for i, name in ipairs(fp8_recipe.products) do
     local whole_tensors = true
-    for k, role in ipairs(roles) do
-      local r = recipe.role[k - 1]
-      if role == fp8_recipe.factors[name][1] or role == fp8_recipe.factors[name][2] then
-        whole_tensors = whole_tensors and r.block_rows == 0 and r.block_columns == 0
-      end
+    for _, k in ipairs(fp8_recipe.factors[name]) do
+      local r = recipe.role[k]
+      whole_tensors = whole_tensors and r.block_rows == 0 and r.block_columns == 0
     end
     local asked = (layer[name].accumulator or "device") == "device"
       and recipe.product[i - 1].accumulator == fp8_recipe.accumulators.hopper
