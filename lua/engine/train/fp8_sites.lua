@@ -22,6 +22,7 @@ local fp8_recipe = require "engine.train.fp8_recipe"
 local fp8_verdict = require "engine.policy.fp8_verdict"
 local machine = require "engine.base.machine"
 local mx = require "engine.tensor.mx"
+local nearest = require "engine.base.nearest"
 local policy_files = require "engine.policy.policy"
 local precision = require "engine.train.precision"
 local steps = require "engine.optim.steps"
@@ -96,8 +97,7 @@ local function refuse_unmet(model, full, linears)
     model:apply(function(_, path) found = found or path:find(pattern) ~= nil end)
     if found then return end
     raise("%s: %s: the pattern '%s' matches no layer of this model; linear layers: %s", where, of,
-      pattern,
-      #linears <= 8 and table.concat(linears, " ") or table.concat(linears, " ", 1, 8) .. " ..")
+      pattern, nearest.few(linears))
   end
   for _, pattern in ipairs(own.high or {}) do met(pattern, "high") end
   for i, over in ipairs(own.layers or {}) do met(over.match, ("layers[%d]"):format(i)) end
@@ -146,11 +146,11 @@ function M.attach(model, full)
     if not fp8 or module._class ~= "linear" or rawget(module, "_high") then return end
     local layer = fp8_recipe.layer(fp8, path, blocks)
     if not layer then return end
-    local where = ("precision '%s': %s"):format(full.name, path ~= "" and path or "linear")
+    local name = path ~= "" and path or "linear"
+    local where = ("precision '%s': %s"):format(full.name, name)
     local rungs = fp8_recipe.rungs(fp8, layer, precision.fp8_tables(), where)
-    local recipe = rungs[1]
-    refuse_formula(layer, recipe, where)
-    check(C.eng_fp8_site_new(number, path ~= "" and path or "linear"))
+    refuse_formula(layer, rungs[1], where)
+    check(C.eng_fp8_site_new(number, name))
     local id = number[0]
     local holder = ffi.gc(ffi.new("int64_t[1]", id), function(x) C.eng_fp8_site_free(x[0]) end)
     for i = #rungs, 1, -1 do     -- refuses a bad rung now and not when a policy chooses it
@@ -162,14 +162,12 @@ function M.attach(model, full)
     end
     rawset(module, "_fp8", tonumber(id))
     rawset(module, "_fp8_site", holder)
-    self.list[#self.list + 1] = { path = path ~= "" and path or "linear", id = id, holder = holder,
-      weight_name = (path ~= "" and path .. "." or "") .. "weight", module = module,
-      recipe = recipe, rungs = rungs, rung = 1, on = true, meters = {} }
-    local site = self.list[#self.list]
-    site.asked = {}
+    local site = { path = name, id = id, holder = holder, module = module,
+      weight_name = (path ~= "" and path .. "." or "") .. "weight", recipe = rungs[1],
+      rungs = rungs, rung = 1, on = true, meters = {}, asked = {} }
     for r = 0, 2 do site.asked[r + 1] = whole(site, r) and 0 or 0 / 0 end
     add_average(site)
-    self.by_path[site.path] = site
+    self.list[#self.list + 1], self.by_path[name] = site, site
   end)
   if not fp8 then return nil end
   if #self.list == 0 then
@@ -356,13 +354,13 @@ function Sites:decide(record, gradient, logs, verdict, swaps)
   end
   self.reasons = {}
   for _, seat in ipairs(self.seats) do
-    local own = not seat.policy.idle and seat:ask(seat.policy, record)
-    if own and swaps then own = swaps:judge(seat, record, own) end
+    local own = seat:ask(seat.policy, record)
+    if swaps then own = swaps:judge(seat, record, own) end
     local policy = seat.policy                             -- judge() may have changed it
-    local reason = not policy.idle and policy.name .. ": " .. own:why()
-    if reason and own.failed ~= 0 then fail(reason)
-    elseif reason and own:why() ~= "" then table.insert(self.reasons, reason) end
-    for name, value in pairs(not policy.idle and policy:logs() or {}) do
+    local reason = policy.name .. ": " .. own:why()
+    if own.failed ~= 0 then fail(reason)
+    elseif own:why() ~= "" then table.insert(self.reasons, reason) end
+    for name, value in pairs(policy:logs() or {}) do
       logs = logs or {}
       logs[logs[name] and policy.name .. "." .. name or name] = value
     end

@@ -105,9 +105,7 @@ local HYBRID = { x = { format = "e4m3" }, w = { format = "e4m3" }, dy = { format
 local function hybrid(more) return arguments.merged(HYBRID, more) end
 -- source: whose recipe it is, and the paper, if there is one
 local function like_bf16(source, fp8, moments)
-  return { weights = "bf16", activations = "bf16", residual = "bf16", norm = "bf16", wide = "f32",
-    weight_gradients = "f32", norm_gradients = "f32",
-    moments = moments or "f32", scaled = false, source = source, fp8 = fp8 }
+  return arguments.merged(M.recipes.bf16, { moments = moments, source = source, fp8 = fp8 })
 end
 -- Transformer Engine's DelayedScaling and Float8CurrentScaling: e4m3 forward, e5m2 gradients, fast
 -- accumulation (no promotion) in the forward product.
@@ -210,10 +208,7 @@ end
 
 --- Returns the names of the recipes in alphabetical order.
 function M.names()
-  local names = {}
-  for name in pairs(M.recipes) do names[#names + 1] = name end
-  table.sort(names)
-  return names
+  return nearest.keys(M.recipes)
 end
 
 --- Returns the `fp8` tables of the recipes that have one, by name.
