@@ -197,22 +197,21 @@ static void encode_as(void *to, const strip *s, bool values, int64_t format)
     return;
   }
 #endif
-#define ENCODE(f)                                                                     \
-  do {                                                                                \
-    if (values && s->average) encode_strip(to, s, true, false, TOWARD, f);            \
-    else if (s->average) encode_strip(to, s, false, false, TOWARD, f);                \
-    else if (values && s->word && s->wide) encode_strip(to, s, true, false, RANDOM, f);\
-    else if (values && s->word) encode_strip(to, s, true, true, RANDOM, f);           \
-    else if (values && s->wide) encode_strip(to, s, true, false, NEAREST, f);         \
-    else if (values) encode_strip(to, s, true, true, NEAREST, f);                     \
-    else if (s->word && s->wide) encode_strip(to, s, false, false, RANDOM, f);        \
-    else if (s->word) encode_strip(to, s, false, true, RANDOM, f);                    \
-    else if (s->wide) encode_strip(to, s, false, false, NEAREST, f);                  \
-    else encode_strip(to, s, false, true, NEAREST, f);                                \
+#define ENCODE_AS(values, f)                                                      \
+  if (s->average) encode_strip(to, s, values, false, TOWARD, f);                  \
+  else if (s->word && s->wide) encode_strip(to, s, values, false, RANDOM, f);     \
+  else if (s->word) encode_strip(to, s, values, true, RANDOM, f);                 \
+  else if (s->wide) encode_strip(to, s, values, false, NEAREST, f);               \
+  else encode_strip(to, s, values, true, NEAREST, f)
+#define ENCODE(f)                                                                 \
+  do {                                                                            \
+    if (values) { ENCODE_AS(true, f); }                                           \
+    else { ENCODE_AS(false, f); }                                                 \
   } while (0)
   // For the two most used formats f is a constant, so the compiler simplifies the arithmetic.
   if (format == ENG_e4m3) ENCODE(mx_format_of(ENG_e4m3));
   else if (format == ENG_FORMAT_E2M1) ENCODE(mx_format_of(ENG_FORMAT_E2M1));
   else ENCODE(mx_format_of(format));
 #undef ENCODE
+#undef ENCODE_AS
 }

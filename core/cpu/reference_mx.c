@@ -36,31 +36,6 @@ static int exponent_of(float amax, const mx_format *f, int rule)
   return e < -127 ? -127 : e > 127 ? 127 : e;
 }
 
-// Returns the code of a scaled number x. Rounds to nearest even or, if sr_bits is not 0,
-// stochastically by the random word.
-static uint8_t code_of(double x, const mx_format *f, int sr_bits, uint32_t random)
-{
-  if (x != x) return (uint8_t)f->nan;
-  double a = fabs(x);
-  int code;
-  if (sr_bits) {
-    double u = ldexp((double)(random >> (32 - sr_bits)), -sr_bits);
-    int e;
-    frexp(a, &e);
-    if (a == 0 || --e < 1 - f->bias) e = 1 - f->bias;
-    a = a < f->largest ? (double)fmaf((float)u, (float)ldexp(1, e - f->fraction), (float)a) : a;
-    if (a > f->largest) a = f->largest;
-    frexp(a, &e);
-    if (a == 0 || --e < 1 - f->bias) e = 1 - f->bias;
-    double step = ldexp(1, e - f->fraction);
-    a = step * floor(a / step);
-  }
-  code = a >= 2.0 * f->largest ? f->top : (int)small_code(f64_bits(a), f->fraction, f->bias);
-  if (code > f->top) code = f->top;
-  bool negative = signbit(x);
-  return (uint8_t)(f->sign ? code | (negative ? f->sign : 0) : negative ? -code : code);
-}
-
 // Returns the distance between neighbouring numbers of the format in the binade of a, a >= 0.
 static double step_at(double a, const mx_format *f)
 {
@@ -72,6 +47,23 @@ static double step_at(double a, const mx_format *f)
 
 static double truncated(double a, const mx_format *f)
 { return step_at(a, f) * floor(a / step_at(a, f)); }
+
+// Returns the code of a scaled number x. Rounds to nearest even or, if sr_bits is not 0,
+// stochastically by the random word.
+static uint8_t code_of(double x, const mx_format *f, int sr_bits, uint32_t random)
+{
+  if (x != x) return (uint8_t)f->nan;
+  double a = fabs(x);
+  if (sr_bits) {
+    double u = ldexp((double)(random >> (32 - sr_bits)), -sr_bits);
+    if (a < f->largest) a = fmaf((float)u, (float)step_at(a, f), (float)a);
+    a = truncated(fmin(a, f->largest), f);
+  }
+  int code = a >= 2.0 * f->largest ? f->top : (int)small_code(f64_bits(a), f->fraction, f->bias);
+  if (code > f->top) code = f->top;
+  bool negative = signbit(x);
+  return (uint8_t)(f->sign ? code | (negative ? f->sign : 0) : negative ? -code : code);
+}
 
 // Does the work of code_of for calls with `ties`, `sr_rule` or an average. toward: the average,
 // scaled as x is.
@@ -377,13 +369,11 @@ eng_status reference_mx_matmul(const op_call *call)
 {
   const typeof(call->mx_matmul) *m = &call->mx_matmul;
   const tensor *a = call->in[0], *b = call->in[2], *y = call->out[0];
-  float x[2][BLACKWELL_MOST], scale[2][BLACKWELL_MOST / 16], alpha = 1;
-  int64_t rule[] = {m->rule_a, m->rule_b};
+  float x[2][BLACKWELL_MOST], scale[2][BLACKWELL_MOST / 16],
+        alpha = mx_alpha(call->in[4] ? call->in[4]->data : NULL, m->rule_a,
+                         call->in[5] ? call->in[5]->data : NULL, m->rule_b, m->factor);
   int four = mx_packed(m->format_a), n = blackwell_products(four);
   int64_t K = four ? 2 * a->shape[1] : a->shape[1];
-  for (int g = 0; g < 2; g++)
-    if (call->in[4 + g]) alpha *= nvfp4_decode_scale((float)load_at(call->in[4 + g], 0), rule[g]);
-  if (m->factor != 0) alpha *= (float)m->factor;
   for (int64_t i = 0; i < a->shape[0]; i++)
     for (int64_t j = 0; j < b->shape[0]; j++) {
       float sum = 0;
