@@ -125,19 +125,19 @@ local QUANTIZE = "format rule block nonfinite sr_bits sr_rule ties average facto
 function M.quantize(x, options)
   want(x, "mx.quantize")
   options = arguments.read_named(options, "mx.quantize", QUANTIZE)
+  local function choose(list, name, usual)
+    return arguments.choose(list, options[name] or usual, "mx.quantize", name)
+  end
   local rule = options.rule or "floor"
-  local rule_number = arguments.choose(RULES, rule, "mx.quantize", "rule")
+  local rule_number = choose(RULES, "rule", "floor")
   local usual_format, usual_block = M.usual(rule)
   local format = options.format or usual_format
-  local number = arguments.choose(FORMATS, format, "mx.quantize", "format")
-  local block = options.block or usual_block
-  local rows, columns = arguments.read_block(block, "mx.quantize")
-  local flags = arguments.choose(NONFINITE, options.nonfinite or "torchao", "mx.quantize",
-    "nonfinite")
-  if options.amax ~= nil then want(options.amax, "mx.quantize") end
-  if options.average ~= nil then want(options.average, "mx.quantize") end
-  local ties = arguments.choose(TIES, options.ties or "even", "mx.quantize", "ties")
-  local sr_rule = arguments.choose(SR_RULES, options.sr_rule or "te", "mx.quantize", "sr_rule")
+  local number = choose(FORMATS, "format", usual_format)
+  local rows, columns = arguments.read_block(options.block or usual_block, "mx.quantize")
+  local flags = choose(NONFINITE, "nonfinite", "torchao")
+  if options.amax ~= nil then want(options.amax, "mx.quantize: amax") end
+  if options.average ~= nil then want(options.average, "mx.quantize: average") end
+  local ties, sr_rule = choose(TIES, "ties", "even"), choose(SR_RULES, "sr_rule", "te")
   local hadamard = options.hadamard or 0
   expect(HADAMARDS[hadamard], hadamard,
     "mx.quantize: expected hadamard to be 0, 16, 32, 64 or 128")
