@@ -49,19 +49,19 @@ end
 --- Returns how many bytes the codes and scales take.
 function methods.bytes(x) return x.q.count * (x.format == "e5m6" and 4 or 1) + x.scale.count * 4 end
 
---- A copy that lives until :free(), beyond the end of the step.
+local TENSORS = { "q", "scale", "amax", "transposed" }      -- transposed may be absent
+
+--- Returns a copy that lives until :free(), beyond the end of the step.
 function methods.keep(x)
   local copy = arguments.merged(x)
-  copy.q, copy.scale, copy.amax = x.q:keep(), x.scale:keep(), x.amax and x.amax:keep()
-  copy.transposed = x.transposed and x.transposed:keep()
+  for _, name in ipairs(TENSORS) do copy[name] = x[name] and x[name]:keep() end
   return quantized(copy)
 end
 --- Frees a kept copy.
 function methods.free(x)
-  x.q:free()
-  x.scale:free()
-  if x.amax then x.amax:free() end
-  if x.transposed then x.transposed:free() end
+  for _, name in ipairs(TENSORS) do
+    if x[name] then x[name]:free() end
+  end
 end
 
 function Quantized.__tostring(x)
@@ -184,7 +184,7 @@ function M.encode(value, format, options)
     (options.saturate or options.up) and 1 or options.nearest and 4 or 0, 0))
 end
 
---- The number that a code stands for.
+--- Returns the number that a code stands for.
 function M.decode(code, format)
   local codes = 2 ^ width_of(choose(SMALL, format, "fp8.decode", "format"))
   if want_whole(code, "fp8.decode", "the code", 0) >= codes then
