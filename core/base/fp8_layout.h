@@ -93,6 +93,13 @@ ENG_INLINE fp8_scales fp8_scales_of(int scaling, int64_t rows, int64_t inner)
   return fp8_scales_for(block_rows, block_inner, rows, inner, NULL);
 }
 
+/// Returns the same scales with rows and inner exchanged: element (k, r) has the scale of (r, k).
+ENG_INLINE fp8_scales fp8_scales_turned(fp8_scales s)
+{
+  return (fp8_scales){s.inner_block,  s.row_block,   s.inner_stride, s.row_stride,
+                      s.inner_count,  s.row_count,   s.count};
+}
+
 /// Returns the index of the scale of element (r, k).
 ENG_INLINE int64_t fp8_scale_at(const fp8_scales *s, int64_t r, int64_t k)
 {

@@ -45,9 +45,8 @@ typedef struct matrix {
   const uint8_t *data;
   const float   *scale;
   int            dtype, fraction;
-  bool           given_transposed;   // K is the first dimension in memory
   int64_t        i_stride, k_stride, size;
-  fp8_scales     at;
+  fp8_scales     at;                 // of elements (i, k)
 } matrix;
 
 typedef struct run {
@@ -65,7 +64,6 @@ typedef struct product {
   float   *scale_a, *scale_b;        // [stretches][m], [stretches][n rounded up to whole panels]
   int64_t  scale_a_row, scale_b_row;
 } product;
-
 
 // ------------------------------------------------------------------ packing
 
@@ -487,10 +485,8 @@ static void lay_scales(float *to, int64_t to_row, const matrix *x, int64_t k, in
 {
   for (int64_t s = 0; s * stretch < k; s++)
     for (int64_t i = 0; i < to_row; i++)
-      to[s * to_row + i] = i >= x->size
-                             ? 0.0f
-                             : x->scale[x->given_transposed ? fp8_scale_at(&x->at, s * stretch, i)
-                                                            : fp8_scale_at(&x->at, i, s * stretch)];
+      to[s * to_row + i] =
+        i >= x->size ? 0.0f : x->scale[fp8_scale_at(&x->at, i, s * stretch)];
 }
 
 static run run_at(const product *g, int64_t k)
@@ -652,11 +648,12 @@ static matrix matrix_of(const tensor *q, const tensor *scale, bool k_last, int64
                         int64_t block_columns)
 {
   matrix x = {.data = q->data, .scale = scale->data, .dtype = q->dtype,
-              .fraction = q->dtype == ENG_e4m3 ? 3 : 2, .given_transposed = !k_last};
+              .fraction = q->dtype == ENG_e4m3 ? 3 : 2};
   x.i_stride = k_last ? q->shape[1] : 1;
   x.k_stride = k_last ? 1 : q->shape[1];
   x.size = q->shape[k_last ? 0 : 1];
   x.at = fp8_scales_for(block_rows, block_columns, q->shape[0], q->shape[1], NULL);
+  if (!k_last) x.at = fp8_scales_turned(x.at);
   return x;
 }
 
@@ -681,8 +678,7 @@ static eng_status fp8_matmul(const op_call *call)
     run_empty(&g);
     return ENG_OK;
   }
-  g.stretch = smaller(g.k, smaller(ta ? g.a.at.row_block : g.a.at.inner_block,
-                                   tb ? g.b.at.inner_block : g.b.at.row_block));
+  g.stretch = smaller(g.k, smaller(g.a.at.inner_block, g.b.at.inner_block));
   g.order = fp8_scale_order(ta ? a_columns : a_rows, ta ? a_rows : a_columns,
                             tb ? b_rows : b_columns, tb ? b_columns : b_rows);
   int64_t stretches = ceiling(g.k, g.stretch);

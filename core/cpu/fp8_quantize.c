@@ -586,11 +586,9 @@ static side side_of(const op_call *call, bool turned)
   s.scale = call->out[turned ? 4 : 1]->data;
   fp8_scales at = fp8_scales_for(call->quantize.block_rows, call->quantize.block_columns,
                                  turned ? s.columns : s.rows, turned ? s.rows : s.columns, NULL);
-  s.high = turned ? at.inner_block : at.row_block;
-  s.wide = turned ? at.row_block : at.inner_block;
-  s.across = turned ? at.row_count : at.inner_count;
-  s.scale_down = turned ? at.inner_stride : at.row_stride;
-  s.scale_across = turned ? at.row_stride : at.inner_stride;
+  if (turned) at = fp8_scales_turned(at);
+  s.high = at.row_block, s.wide = at.inner_block, s.across = at.inner_count;
+  s.scale_down = at.row_stride, s.scale_across = at.inner_stride;
   return s;
 }
 

@@ -79,18 +79,16 @@ static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, 
   if (scaling == FP8_TENSOR) return ENG_OK;
   fp8_scales have = fp8_scales_for(block_rows, block_columns, q->shape[0], q->shape[1], NULL),
              want = fp8_scales_of(scaling, x->rows, x->inner);
-  int64_t have_outer = along_k ? have.row_stride : have.inner_stride,
-          have_k = along_k ? have.inner_stride : have.row_stride;
-  int64_t outer_count = along_k ? have.row_count : have.inner_count,
-          k_count = along_k ? have.inner_count : have.row_count;
-  bool same = (have_outer == want.row_stride || outer_count == 1) &&
-              (have_k == want.inner_stride || k_count == 1) && have.count >= want.count;
+  if (!along_k) have = fp8_scales_turned(have);
+  bool same = (have.row_stride == want.row_stride || have.row_count == 1) &&
+              (have.inner_stride == want.inner_stride || have.inner_count == 1) &&
+              have.count >= want.count;
   if (same && aligned(scale->data)) return ENG_OK;
   void *scales;
   ENG_TRY(take(&scales, want.count * (int64_t)sizeof(float), true, s));
   x->scale = scales;
-  return copy(scales, want.row_stride, want.inner_stride, scale->data, have_outer, have_k,
-              outer_count, k_count, ENG_f32);
+  return copy(scales, want.row_stride, want.inner_stride, scale->data, have.row_stride,
+              have.inner_stride, have.row_count, have.inner_count, ENG_f32);
 }
 
 bool fp8_formula_wanted(void)

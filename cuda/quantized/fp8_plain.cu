@@ -20,10 +20,9 @@ enum { SIDE = 16, STEP = HOPPER_GROUP };
 struct operand {
   const uint8_t *data;
   const float   *scale;
-  int            fraction;                // fraction bits: 3 for e4m3, 2 for e5m2
+  fp8_scales     at;                      // of elements (i, k)
   int64_t        i_stride, k_stride;
-  int64_t        i_block, k_block;        // elements along i and k that share a scale
-  int64_t        i_scale, k_scale;        // floats from one block's scale to the next
+  int            fraction;                // fraction bits: 3 for e4m3, 2 for e5m2
 };
 
 struct product {
@@ -38,9 +37,7 @@ struct product {
 };
 
 __device__ inline float scale_of(const operand &x, int64_t i, int64_t k)
-{
-  return x.scale[i / x.i_block * x.i_scale + k / x.k_block * x.k_scale];
-}
+{ return x.scale[fp8_scale_at(&x.at, i, k)]; }
 
 /// Loads the codes of 16 rows of an operand from step k on. Elements outside the operand become
 /// zeros, which affect no result.
@@ -122,19 +119,14 @@ __global__ void __launch_bounds__(SIDE *SIDE) multiply(const __grid_constant__ p
 operand operand_of(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows,
                    int64_t block_columns)
 {
-  const fp8_scales at =
+  const fp8_scales stored =
     fp8_scales_for(block_rows, block_columns, q->shape[0], q->shape[1], nullptr);
-  operand x = {};
-  x.data = static_cast<const uint8_t *>(q->data);
-  x.scale = static_cast<const float *>(scale->data);
-  x.fraction = q->dtype == ENG_e4m3 ? 3 : 2;
-  x.i_stride = along_k ? q->shape[1] : 1;
-  x.k_stride = along_k ? 1 : q->shape[1];
-  x.i_block = along_k ? at.row_block : at.inner_block;
-  x.k_block = along_k ? at.inner_block : at.row_block;
-  x.i_scale = along_k ? at.row_stride : at.inner_stride;
-  x.k_scale = along_k ? at.inner_stride : at.row_stride;
-  return x;
+  return {static_cast<const uint8_t *>(q->data),
+          static_cast<const float *>(scale->data),
+          along_k ? stored : fp8_scales_turned(stored),
+          along_k ? q->shape[1] : 1,
+          along_k ? 1 : q->shape[1],
+          q->dtype == ENG_e4m3 ? 3 : 2};
 }
 
 }  // namespace
@@ -151,7 +143,7 @@ extern "C" eng_status fp8_plain(const op_call *call)
   p.m = y->shape[0];
   p.n = y->shape[1];
   p.k = call->in[0]->shape[ta ? 0 : 1];
-  p.stretch = p.a.k_block < p.b.k_block ? p.a.k_block : p.b.k_block;
+  p.stretch = min(p.a.at.inner_block, p.b.at.inner_block);
   p.promotion = call->fp8_matmul.promotion ? call->fp8_matmul.promotion : INT64_MAX / 2;
   p.order = fp8_scale_order(ta ? a_columns : a_rows, ta ? a_rows : a_columns,
                             tb ? b_rows : b_columns, tb ? b_columns : b_rows);

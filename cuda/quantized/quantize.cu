@@ -203,16 +203,17 @@ static side side_of(const op_call *call, bool turned, int64_t rows, int64_t colu
 {
   fp8_scales at = fp8_scales_for(call->quantize.block_rows, call->quantize.block_columns,
                                  turned ? columns : rows, turned ? rows : columns, NULL);
+  if (turned) at = fp8_scales_turned(at);
   tensor *q = call->out[turned ? 3 : 0], *scale = call->out[turned ? 4 : 1];
   side s = {};
   s.q = q && scale ? q->data : NULL;
   s.scale = scale ? (float *)scale->data : NULL;
-  s.row_block = turned ? at.inner_block : at.row_block;
-  s.column_block = turned ? at.row_block : at.inner_block;
-  s.down = turned ? at.inner_count : at.row_count;
-  s.across = turned ? at.row_count : at.inner_count;
-  s.row_stride = turned ? at.inner_stride : at.row_stride;
-  s.column_stride = turned ? at.row_stride : at.inner_stride;
+  s.row_block = at.row_block;
+  s.column_block = at.inner_block;
+  s.down = at.row_count;
+  s.across = at.inner_count;
+  s.row_stride = at.row_stride;
+  s.column_stride = at.inner_stride;
   s.random = call->quantize.counter + (turned ? (rows * columns + 3) / 4 : 0);
   s.how = how_of(&s, rows, columns);
   return s;
