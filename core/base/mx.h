@@ -100,7 +100,7 @@ ENG_INLINE uint8_t quest_scale(double sum, double squares, int n)
   return (uint8_t)(f32_bits(scale) >> 23);
 }
 
-/// Whether elements may have no gradient under this rule.
+/// Whether this rule gives some elements no gradient.
 ENG_INLINE int mx_is_gated(int64_t rule) { return rule == ENG_MX_QUEST; }
 /// QuEST: whether an element has a gradient. y: the element divided by its scale.
 ENG_INLINE int quest_gate(float y) { return __builtin_fabsf(y) < 6; }
@@ -233,10 +233,10 @@ ENG_INLINE uint8_t e2m1_code_down(float x)
   return (uint8_t)(a != a ? 7 : code | (int)(f32_bits(x) >> 31) << 3);
 }
 
-/// Rounds stochastically, as in Transformer Engine's software path: adds u times the distance
-/// between codes in x's binade to |x|, rounded once, then truncates to the codes of the sum's
-/// binade. u in [0, 1) holds `sr_bits` random bits. So P(up), the distance of |x| from the lower
-/// code divided by the distance between codes, is rounded down to a multiple of 2^-sr_bits.
+/// Rounds stochastically, as in Transformer Engine's software path. Computes the f32 sum
+/// |x| + u * d, where d is the distance between codes in x's binade, and truncates it to the code
+/// at or below it. u in [0, 1) holds `sr_bits` random bits. So P(up), the distance of |x| from the
+/// lower code divided by d, is rounded down to a multiple of 2^-sr_bits.
 ENG_INLINE uint8_t mx_code_stochastic(float x, float u, mx_format f)
 {
   uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu;
@@ -264,8 +264,8 @@ ENG_INLINE float mx_value(uint8_t code, mx_format f)
   return code & f.sign ? -value : value;
 }
 
-/// Q-EMA of TetraJet: rounds |x| to the code below it, or to the next code if `toward` is at least
-/// halfway between the two. `toward` first changes its sign if x is negative.
+/// Q-EMA of TetraJet: rounds |x| to the code below it, or to the next code if `toward` (-toward if
+/// x is negative) is at least halfway between the two.
 ENG_INLINE uint8_t mx_code_toward(float x, float toward, mx_format f)
 {
   if (!(__builtin_fabsf(x) < f.largest)) return mx_code(x, f);

@@ -354,7 +354,8 @@ bool fits_registers(const mx_job *p, const op_call *call)
          is_aligned(p->of[0].q, 16) &&
          (!turned || (p->rows % EIGHT == 0 && is_aligned(p->of[1].q, 16))) &&
          parts(p->rows, TILE) * parts(p->columns, TILE) <= INT32_MAX &&
-         // with square blocks both results have the same codes, even random ones
+         // With square blocks both results have the same codes. This kernel cannot ensure that with
+         // sr_bits, because it draws separate random bits for each result.
          !(turned && high > 1 && p->sr_bits);
 }
 

@@ -90,7 +90,7 @@ struct scale_codes {
   __device__ uint32_t operator[](int k) const { return w[k / 4] >> k % 4 * 8 & 0xFFu; }
   __device__ void set(int k, uint32_t code)
   { w[k / 4] = (w[k / 4] & ~(0xFFu << k % 4 * 8)) | code << k % 4 * 8; }
-  /// Whether one of the codes is `code`: whether a byte of w ^ (four times `code`) is 0.
+  /// Whether one of the codes is `code`: whether w ^ (`code` in each byte) has a byte that is 0.
   __device__ bool any(uint32_t code) const
   {
     const uint32_t ones = 0x01010101u, a = w[0] ^ code * ones, b = w[1] ^ code * ones;
@@ -216,8 +216,8 @@ __device__ inline bool find_amaxes(uint32_t (&own)[eight<T>::WORDS],
 
 // ------------------------------------------------------------------ four over six
 
-/// Returns the sum of nvfp4_error over a row of a block, or over a column if it is quantized for
-/// the transposed x. The row belongs to p.lanes lanes, `stride` lanes apart, of which each has
+/// Returns the sum of nvfp4_error over a row of a block of x or, for the transposed copy, over a
+/// column. The row or column belongs to p.lanes lanes, `stride` lanes apart, of which each has
 /// eight numbers x. Each lane in turn adds its errors to the sum of the lanes before.
 __device__ inline float error_of(const float (&x)[EIGHT], float2 by, const mx_job &p, float amax,
                                  int stride)
@@ -252,7 +252,8 @@ __device__ inline float error_of(const float (&x)[EIGHT], float2 by, const mx_jo
   return sum;
 }
 
-/// Sums the errors of a square block's rows in pairs, the most distant rows first.
+/// Returns the sum of the errors of a square block's rows. Adds the lower half of the rows to the
+/// upper half until one row is left.
 __device__ inline float sum_of_rows(float (&error)[DOWN], int lanes)
 {
   for (int step = lanes / 2; step > 0; step /= 2)
@@ -309,8 +310,8 @@ __device__ inline uint32_t power_of(float amax, const mx_power &p)
   return top + p.slack >= 0x7F800000u ? p.over : (uint32_t)min(max(code, 0), 254);
 }
 
-/// Computes the codes of the scales of eight blocks, whose amaxes are given as words like those of
-/// x. nvfp4_wanted explains `stretch`.
+/// Computes the codes of the scales of eight blocks. `amax` holds the blocks' amaxes in words like
+/// those of x (one f32 or two bf16). nvfp4_wanted explains `stretch`.
 template <typename T, bool FOUR_OVER_SIX>
 __device__ inline scale_codes scales_of(const uint32_t (&amax)[eight<T>::WORDS], const mx_job &p,
                                         float encode, float stretch)

@@ -4,7 +4,8 @@
 // A block of threads processes tiles of 128 x 128 numbers, 8 x 8 per thread, and writes codes in
 // both directions. The codes of the transposed copy go through shared memory. Meanwhile the next
 // tile loads (cp.async; 96 KiB in flight per multiprocessor in 16-bit formats). Where the rule
-// divides, a product and its correction give the rounded quotient. If scale blocks fit a tile
+// divides x by a scale, quotient() multiplies by the inverse and corrects the product, which gives
+// the correctly rounded quotient without a division. If scale blocks fit a tile
 // (1 x 128, 128 x 1 or 128 x 128), their largest magnitudes are found within the tile, so x is read
 // once. For other blocks, a first pass finds the largest magnitudes as integer maxima, which do not
 // depend on order. With a given factor (delayed scaling) no such pass is needed. Numbers are
@@ -220,8 +221,8 @@ static side side_of(const op_call *call, bool turned, int64_t rows, int64_t colu
 }
 
 /// Finds the maxima of one side's blocks and, unless x is processed by tiles, computes the factors
-/// and scales. With `both`, also those of the other side, whose blocks are the same. The strips of
-/// the warps are as short as possible if all blocks of threads are to run at the same time.
+/// and scales. With `both`, also those of the other side, whose blocks are the same. A warp's
+/// strip has as few rows as possible while all blocks of threads can still run at the same time.
 template <typename T>
 static eng_status find_scales(const T *x, const job *p, const side *s, const side *other, bool both)
 {
@@ -334,7 +335,8 @@ static job job_of(const op_call *call)
   return p;
 }
 
-/// Whether x is read once, by tiles that find all factors or do not need to.
+/// Whether x is read only once: tiles compute the codes, and the factor is given or each tile finds
+/// the factors of its own blocks.
 static bool one_read(const op_call *call, const job *p)
 {
   return p->tiles && (p->rule.given || (fits_tile(p->own.row_block, p->own.column_block) &&

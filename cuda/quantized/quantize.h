@@ -28,10 +28,11 @@ enum { BY_TILE, BY_ROW, BY_COLUMN, BY_BLOCK };
 struct side {
   void    *q;                          // NULL if not wanted
   float   *scale;                      // block (i, j): scale[i * row_stride + j * column_stride]
-  // block (i, j) has maxima[i * across + j], its largest magnitude as bits of f32; if NULL, tiles
-  // find theirs
+  // block (i, j) has maxima[i * across + j], its largest magnitude as bits of f32; NULL: each tile
+  // finds the maxima of its blocks itself
   uint32_t *maxima;
-  float   *factor;                     // in the same places; only for quantize_numbers
+  float   *factor;                     // of block (i, j): factor[i * across + j]; only for
+                                       // quantize_numbers
   // block sizes, and the number of blocks each way
   int64_t  row_block, column_block, down, across;
   int64_t  row_stride, column_stride;

@@ -103,8 +103,8 @@ local function refuse_unmet(model, full, linears)
   for i, over in ipairs(own.layers or {}) do met(over.match, ("layers[%d]"):format(i)) end
 end
 
--- Gives a site the average of its weight if a rung of the recipe rounds the weight toward one
--- (Q-EMA).
+-- Gives a site the moving average of its weight if a rung of the recipe rounds the weight toward
+-- that average (Q-EMA).
 local function add_average(site)
   for _, recipe in ipairs(site.rungs) do
     if recipe.role[1].average > 0 then
