@@ -127,8 +127,9 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
 /// measured amax again. Errors: VALUE, STATE (the site has no recipe).
 eng_status eng_fp8_delay(int64_t site, int role, double amax);
 /// Sets the average over steps toward which W is rounded if the recipe's role w has `average`
-/// (Q-EMA of TetraJet, the input `average` of mx_quantize): f32 in the shape of W, or NULL: none.
-/// The caller keeps the tensor, and updates it between steps. Errors: STATE, STALE, DTYPE.
+/// (Q-EMA of TetraJet, the input `average` of mx_quantize): f32 in the shape of W, or NULL. Until
+/// it is set, W is rounded to nearest. The caller keeps the tensor, and updates it between steps.
+/// Errors: STATE, STALE, DTYPE.
 eng_status eng_fp8_average(int64_t site, const eng_tensor *average);
 /// Returns the largest magnitude of each role's tensor since the last call: inf or nan if the
 /// tensor contained one, -1 if nothing was quantized. Waits for the device. At most 4,096 unread

@@ -60,11 +60,11 @@ engine.optim.register("adamw_ramping", {
 
 -- Measures r. Call it after each step; it returns r for each layer's weight, by name.
 local function travel(opt)
-  local averages, seen = opt.fp8:averages(), {}
+  local averages, seen = opt.fp8.averages:tensors(), {}
   return function()
     local r = {}
     for _, site in ipairs(opt.fp8.list) do
-      local name, w = site.weight_name, site.module.weight:detach()
+      local name, w = site.path .. ".weight", site.module.weight:detach()
       local q = engine.mx.quantize(w, { format = "e2m1", rule = "rceil",
         average = averages[name .. ".q_ema"] }):dequantize()
       local last = seen[name]

@@ -199,9 +199,9 @@ static void scores_of(float *scores, const sizes *s, const float *a, const float
 }
 
 // Computes `to` [rows x width] = p [rows x visible keys] times `panels` [keys x width], which were
-// packed from `from`. Called for a single row, it must not read the first hidden key at all: 0 * NaN
-// would be NaN. With `pairs`, that key may share a word of the panel with the last visible key. It
-// is then removed from the panel during the product and restored afterwards.
+// packed from `from`. Called for a single row, it must not read the first hidden key at all: 0 *
+// NaN would be NaN. With `pairs`, that key may share a word of the panel with the last visible key.
+// It is then removed from the panel during the product and restored afterwards.
 static void weighted_sums(float *to, const sizes *s, const float *p, float *panels, slice from,
                           int64_t t0, int64_t rows)
 {

@@ -447,7 +447,7 @@ eng_status eng_fp8_average(int64_t site, const eng_tensor *handle)
 eng_status fp8_average(tensor **out, const fp8_site *s, const eng_fp8_role *r)
 {
   *out = NULL;
-  if (r->average == 0) return ENG_OK;
+  if (r->average == 0 || s->average.slot == 0) return ENG_OK;
   eng_status status = tensor_get(out, &s->average);
   return status == ENG_OK ? ENG_OK : error_prefix(status, "%s: the average of w", s->name);
 }

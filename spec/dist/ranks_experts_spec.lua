@@ -250,5 +250,11 @@ describe("experts over ranks", function()
       near({ steps = { unpack(whole.steps, 5) } }, rest)
       if setting == "over=2" then assert.same({ unpack(lines, 5) }, rest_lines) end
     end
+    -- a rank has the averages (Q-EMA) of its own experts only
+    local run, averaged = "run=" .. folder .. "/averaged", "precision=mxfp4_tetrajet_q_ema"
+    local _, straight = job(4, { "over=2", averaged })
+    job(4, { "over=2", averaged, "steps=4", run })
+    local _, rest = job(4, { "over=2", averaged, run, "resume=auto" })
+    assert.same({ unpack(straight, 5) }, rest)
   end)
 end)

@@ -330,6 +330,57 @@ describe("a linear layer under microscaling", function()
     end)
   end
 
+  -- A net with tied and frozen layers. A retry (`again`) repeats every second step.
+  local function small(precision, steps, run, again)
+    engine.seed(4)
+    local Net = nn.class("net")
+    function Net:init()
+      self.first, self.second = nn.linear(32, 32, { bias = false }), nn.linear(32, 32)
+      self.tied = nn.linear(32, 32)
+      self.tied.weight = self.first.weight
+    end
+    function Net:forward(x) return self.tied(self.second(self.first(x))) end
+    local net, x = Net(), engine.randn(16, 32):keep()
+    net.second:freeze()
+    local losses, policy = {}, { source = [[return { name = "again",
+      init = function() return { scale = 1, n = 0 } end, decide = function(state)
+        state.n = state.n + 1
+        return { scale = 1, action = state.n % 2 == 1 and "retry" or "step" }
+      end }]], file = "again" }
+    local t = engine.trainer { model = net, log = "quiet", steps = steps, run = run,
+      resume = run and "auto", policy = again and policy or nil,
+      data = { next = function() return { x = x } end, state = function() return {} end,
+        restore = function() end },
+      loss = function(m, b) return (m(b.x):to("f32") - b.x):square():mean() end,
+      on_step = function(_, record) losses[#losses + 1] = record.loss end,
+      optimizer = engine.optim.adamw(net, { lr = 1e-2, precision = precision }) }
+    t:run()
+    return losses, t
+  end
+
+  it("averages trained weights only, once each, through resumes and retries", function()
+    local base = "mxfp4_tetrajet_q_ema"
+    local nearest = { name = "mine", base = base, fp8 = { dy = { format = "e2m1", rule = "rceil" },
+      x = { format = "e2m1", rule = "rceil", backward = { format = "e2m1", rule = "rceil" } },
+      w = { format = "e2m1", rule = "rceil", average = 0.9,
+        backward = { format = "e2m1", rule = "rceil" } } } }
+    local folder = helper.folder()
+    local losses, t = small(nearest, 6)
+    local names = require("engine.base.nearest").keys(t.optimizer.fp8.averages:tensors())
+    assert.same({ "first.weight.q_ema" }, names)
+    small(nearest, 3, folder .. "/run")
+    assert.same({ unpack(losses, 4) }, (small(nearest, 6, folder .. "/run")))
+    small("bf16", 8, folder .. "/run")                        -- drops the averages
+    small(nearest, 9, folder .. "/run")                       -- begins them again
+    helper.remove(folder)
+    local twice = small(nearest, 12, nil, true)               -- a retry leaves the average in place
+    for i = 1, 12, 2 do assert.equal(twice[i], twice[i + 1]) end
+    assert.same(losses, { twice[1], twice[3], twice[5], twice[7], twice[9], twice[11] })
+    local other = { base = base, fp8 = { ladder = { { w = { average = 0.5 } } } } }
+    assert.matches("ladder[1]: w: expected the same average as in the rungs before, 0.9983, got",
+      select(2, pcall(small, other, 1)), 1, true)
+  end)
+
   for _, base in ipairs { "nvfp4", "mxfp4_tetrajet" } do
     it("trains in codes on request, which its record says, and resumes: " .. base, function()
       local folder, fp8, own = helper.folder(), { sample = 2 }, engine.precision.resolve(base).fp8

@@ -75,6 +75,9 @@ local function items(trainer)
       add(buffer.name, buffer.x, p.name)
     end
   end
+  for _, a in ipairs(optimizer.fp8 and optimizer.fp8.averages.list or {}) do
+    add(a.name, a.x, a.p.name)
+  end
   for _, p in ipairs(trainer.model:parameters()) do     -- adds frozen parameters
     if not trained[p.name] and p.role ~= "buffer" then add(p.name, p.tensor, p.name) end
   end

@@ -13,7 +13,7 @@ end
 --- lacks is computed as the difference between the weight and its bf16 value. A compensation that
 --- this run does not use is added to its weight if the weight is f32 now, and is otherwise dropped.
 --- An average that c lacks starts as a copy of the weight, and one that this run does not use is
---- dropped. Returns a line about a change of the masters' format, or nil.
+--- dropped. Returns a line about a change of the masters' format and about new averages, or nil.
 function M.fit(optimizer, c)
   local model, buffers, note = c.parts.model, c.parts.optimizer, nil
   local function f32(part, name, entry)
@@ -22,12 +22,15 @@ function M.fit(optimizer, c)
     x:free()
     return wide
   end
-  local averages = optimizer.fp8 and optimizer.fp8:averages() or {}
+  local averages, begun = optimizer.fp8 and optimizer.fp8.averages:tensors() or {}, 0
+  for name in pairs(buffers) do
+    if name:find("%.q_ema$") and not averages[name] then buffers[name] = nil end
+  end
   for _, p in ipairs(optimizer.list) do
     local key, weight, now = p.name .. ".compensation", model[p.name], p.tensor.dtype
     local average = p.name .. ".q_ema"
-    if not averages[average] then buffers[average] = nil
-    elseif weight and not buffers[average] then
+    if averages[average] and weight and not buffers[average] then
+      begun = begun + 1
       buffers[average] = derived("f32", weight, function() return f32("model", p.name, weight) end)
     end
     local lost, kahan = buffers[key], optimizer.precision.rounding == "kahan" and now == "bf16"
@@ -47,6 +50,10 @@ function M.fit(optimizer, c)
         end)
       end
     end
+  end
+  if begun > 0 then
+    note = (note and note .. "; " or "") .. ("%d averages of weights (Q-EMA) begin as the weights")
+      :format(begun)
   end
   return note
 end

@@ -75,10 +75,11 @@ local function each_buffer(reducer, f)
   end
 end
 
--- Returns the averages of weights, which every rank has whole.
+-- Returns the list of averages of weights (train/weight_averages.lua). A rank has those of its
+-- parameters whole.
 local function averages_of(reducer)
   local fp8 = reducer.trainer.optimizer.fp8
-  return fp8 and fp8:averages() or {}
+  return fp8 and fp8.averages.list or {}
 end
 
 -- Returns, with ZeRO-3, this rank's part of each trained weight, by the weight's name in the model.
@@ -128,7 +129,11 @@ function M.of_rank(reducer, user)
     end
   end)
   if not reducer.zero then share("optimizer", buffers) end
-  share("optimizer", averages_of(reducer))
+  local averages = {}
+  for _, a in ipairs(averages_of(reducer)) do
+    averages[a.name], parameter_of[a.name] = a.x, a.p.name
+  end
+  share("optimizer", averages)
   for name, x in pairs(user or {}) do pieces:add("user", name, x, 0, x.count) end
   return pieces
 end
@@ -196,9 +201,7 @@ function M.spread(reducer, c)
     want("optimizer", buffer.name, buffer.shape(reducer:shape(p)), buffer.x, from, buffer.dtype)
   end)
   local averages = averages_of(reducer)
-  for _, name in ipairs(sorted(averages)) do
-    want("optimizer", name, averages[name].shape, averages[name], 0)
-  end
+  for _, a in ipairs(averages) do want("optimizer", a.name, reducer:shape(a.p), a.x, 0) end
   if c then
     for _, part in ipairs { "model", "optimizer" } do want_tensors(c, part, wanted[part]) end
   end
@@ -208,7 +211,7 @@ function M.spread(reducer, c)
     autograd.scope(send, item, whole, ffi.cast("char *", memory))
     if whole then whole:free() end
   end
-  if next(averages) then trainer.optimizer.fp8:restored() end
+  if #averages > 0 then trainer.optimizer.fp8.averages:restored() end
 end
 
 -- ------------------------------------------------------------------ reading

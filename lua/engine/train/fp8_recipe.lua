@@ -112,8 +112,9 @@ local function read_role(to, role, where, name)
   want("factor", scaled and between(role.factor, 0.5, 1),
     "a number from 0.5 to 1, with a rule of microscaling" .. (role.rule and "" or REPLACES))
   to.factor = role.factor or 0
-  want("average", scaled and name == "w" and type(role.average) == "number" and role.average > 0
-    and role.average < 1, "a decay between 0 and 1, in w, with a rule of microscaling")
+  want("average", scaled and name == "w" and type(role.average) == "number" and role.average >= 0
+    and role.average < 1, "a decay from 0 (no average) to below 1, in w, with a rule of " ..
+    "microscaling" .. (role.rule and "" or REPLACES))
   to.average = role.average or 0
   local nearest_only = mx.gated[rule] or rowwise or rule:find("^four_over_six")
   if nearest_only and (to.stochastic > 0 or role.factor) then
@@ -278,7 +279,7 @@ local function role_text(role)
   if type(block) == "table" then block = table.concat(block, "x") end
   local text = ("%s, a scale for each %s (%s), "):format(format, block, rule)
   local bits = role.stochastic == true and scaled and 8 or role.stochastic
-  local random = not bits and (role.average and ("toward an average of decay %g"):format(
+  local random = not bits and ((role.average or 0) > 0 and ("toward an average of decay %g"):format(
     role.average) or "to nearest") or bits == true and "stochastic"
     or ("stochastic (%d bits)"):format(bits)
   text = text .. (rule == "ms_eden" and "to nearest, scales " .. random or random)

@@ -17,7 +17,6 @@
 -- counts as missing.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
-local autograd = require "engine.tensor.autograd"
 local fp8_recipe = require "engine.train.fp8_recipe"
 local fp8_verdict = require "engine.policy.fp8_verdict"
 local machine = require "engine.base.machine"
@@ -25,8 +24,7 @@ local mx = require "engine.tensor.mx"
 local nearest = require "engine.base.nearest"
 local policy_files = require "engine.policy.policy"
 local precision = require "engine.train.precision"
-local steps = require "engine.optim.steps"
-local tensor = require "engine.tensor.tensor"
+local weight_averages = require "engine.train.weight_averages"
 
 local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
 local roles = fp8_recipe.roles
@@ -103,34 +101,9 @@ local function refuse_unmet(model, full, linears)
   for i, over in ipairs(own.layers or {}) do met(over.match, ("layers[%d]"):format(i)) end
 end
 
--- Gives a site the moving average of its weight if a rung of the recipe rounds the weight toward
--- that average (Q-EMA).
-local function add_average(site)
-  for _, recipe in ipairs(site.rungs) do
-    if recipe.role[1].average > 0 then
-      site.decay = site.decay or recipe.role[1].average
-    end
-  end
-  if not site.decay then return end
-  site.average = tensor.zeros(site.module.weight.shape, { keep = true })
-  site.average:copy(site.module.weight)
-  check(C.eng_fp8_average(site.id, site.average))
-end
-
--- Moves the averages of the weights by one step. An average begins as the weight of the first step,
--- because weights may be loaded after the recipe was applied.
-local function follow(self)
-  for _, site in ipairs(self.list) do
-    local average, weight = site.average, site.average and site.module.weight
-    if average and self.follows then weight = steps.lerp(average, weight, 1 - site.decay) end
-    if average then average:copy(weight) end
-  end
-  self.follows = true
-end
-
 --- Gives a site to every linear layer that the recipe puts in FP8, and removes the sites of an
---- earlier recipe. Returns nil for a recipe without FP8.
-function M.attach(model, full)
+--- earlier recipe. list: the optimizer's parameters. Returns nil for a recipe without FP8.
+function M.attach(model, full, list)
   local fp8 = full.fp8
   local self = setmetatable({ list = {}, recipe = full, step = 0, policies = {}, by_path = {},
     amax = ffi.new("double[3]"), meter = ffi.new("eng_fp8_meter[3]") }, Sites)
@@ -163,10 +136,8 @@ function M.attach(model, full)
     rawset(module, "_fp8", tonumber(id))
     rawset(module, "_fp8_site", holder)
     local site = { path = name, id = id, holder = holder, module = module,
-      weight_name = (path ~= "" and path .. "." or "") .. "weight", recipe = rungs[1],
-      rungs = rungs, rung = 1, on = true, meters = {}, asked = {} }
+      recipe = rungs[1], rungs = rungs, rung = 1, on = true, meters = {}, asked = {} }
     for r = 0, 2 do site.asked[r + 1] = whole(site, r) and 0 or 0 / 0 end
-    add_average(site)
     self.list[#self.list + 1], self.by_path[name] = site, site
   end)
   if not fp8 then return nil end
@@ -177,6 +148,7 @@ function M.attach(model, full)
   self.sample, self.rungs, self.paths = fp8.sample or 100, #(fp8.ladder or {}) + 2, {}
   for i, site in ipairs(self.list) do self.paths[i] = site.path end
   self.told = self:places().rungs
+  self.averages = weight_averages.new(self.list, list)
   self:prepare(fp8.policy and load_policies(fp8.policy, ("precision '%s': fp8"):format(full.name))
     or {})
   return self
@@ -257,8 +229,8 @@ end
 --- Called before a step's forward passes: decides whether this step is measured, and moves the
 --- averages of the weights by one step.
 function Sites:begin(step)
-  autograd.no_grad(autograd.scope, follow, self)
-  C.eng_fp8_step(step)
+  C.eng_fp8_step(arguments.want_whole(step, "fp8:begin", "step"))
+  self.averages:move()
   self.looking = self.sample > 0 and step % self.sample == 0
   if self.looking and #self.policies == 0 and not self.watched then self:forget() end
   C.eng_fp8_measure(self.looking)
@@ -463,19 +435,8 @@ function Sites:state()
     list[i] = { name = policy.name, file = policy.file, hash = policy:hash(),
       state = policy:save() }
   end
-  return { policies = list }
+  return { policies = list, held = self.averages.held }
 end
-
---- Returns the averages of weights (Q-EMA) for a checkpoint, { ["blocks.1.mlp.up.weight.q_ema"] =
---- tensor }.
-function Sites:averages()
-  local averages = {}
-  for _, site in ipairs(self.list) do averages[site.weight_name .. ".q_ema"] = site.average end
-  return averages
-end
-
---- Called when averages() have received the values of a checkpoint.
-function Sites:restored() self.follows = true end
 
 -- ------------------------------------------------------------------ meters
 

@@ -155,7 +155,7 @@ local function parted_refusal(trainer)
         trainer.precision.name)
     end
   end
-  if fp8 and next(fp8:averages()) then
+  if fp8 and #fp8.averages.list > 0 then
     return ("zero=3: precision %s averages the weights over steps, so every rank needs all of " ..
       "them; hint: zero=2"):format(trainer.precision.name)
   end

@@ -234,7 +234,7 @@ local function new(name, model, options)
     raise("optim.%s: precision '%s' needs a module with linear layers, got a list of tensors", name,
       full.name)
   end
-  local sites = module.is_module(model) and fp8_sites.attach(model, full) or nil
+  local sites = module.is_module(model) and fp8_sites.attach(model, full, list) or nil
   local moments = options.moments or full.moments
   expect(moments == "f32" or moments == "bf16", moments,
     "optim.%s: expected moments in f32 or bf16", name)
@@ -340,7 +340,7 @@ function Optimizer:set_precision(recipe)
   end
   self.precision = full
   local good, message = pcall(function()
-    self.fp8 = self.model and fp8_sites.attach(self.model, full) or nil
+    self.fp8 = self.model and fp8_sites.attach(self.model, full, self.list) or nil
     set_formats(self)
     if other then self.state:set_rounding() end
   end)
@@ -426,7 +426,7 @@ end
 -- Returns all moments or buffers, and the averages of weights that an FP8 recipe keeps, by name.
 -- With `torn`, raises no error after an update that failed halfway.
 local function tensors_of(self, torn)
-  local tensors = self.fp8 and self.fp8:averages() or {}
+  local tensors = self.fp8 and self.fp8.averages:tensors() or {}
   for i in ipairs(self.list) do
     for _, buffer in ipairs(self.state:of(i, nil, torn)) do tensors[buffer.name] = buffer.x end
   end
@@ -473,7 +473,7 @@ function Optimizer:load_state(tensors, updates)
   for name, target in pairs(own) do target:copy(tensors[name]) end
   self.state:restart()
   self.updates = updates
-  if self.fp8 then self.fp8:restored() end
+  if self.fp8 then self.fp8.averages:restored() end
 end
 
 --- Returns the memory that training takes, by role (accountant.lua).

@@ -301,6 +301,7 @@ function Trainer:finish(s, record, verdict)
     if verdict.action == C.ENG_ACTION_RETRY and self.delay == 0 then
       self.retries = self.retries + 1
       self:go_back(s.place)
+      if self.optimizer.fp8 then self.optimizer.fp8.averages:hold() end
     end
   end
   self.tokens = self.tokens + s.tokens

@@ -1,0 +1,91 @@
+-- Averages of weights over steps, toward which FP4 layers round their weights (Q-EMA of TetraJet,
+-- arXiv 2502.20853). Made and moved by fp8_sites.lua. Checkpoints store the averages with the
+-- optimizer's state (optim.lua, run/shards.lua). dist/agreement.lua compares those of the ranks.
+local M_ffi = require "engine.base.ffi"
+local autograd = require "engine.tensor.autograd"
+local steps = require "engine.optim.steps"
+local tensor = require "engine.tensor.tensor"
+
+local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
+
+local M = {}
+
+local Averages = {}
+Averages.__index = Averages
+
+-- Returns the decay of the average of a layer's weight, or nil if no rung of its recipe has one.
+local function decay_of(site)
+  local decay
+  for i, recipe in ipairs(site.rungs) do
+    local own = recipe.role[1].average
+    if own > 0 and decay and own ~= decay then
+      M_ffi.raise("%s: ladder[%d]: w: expected the same average as in the rungs before, %g, got %g",
+        site.path, i - 1, decay, own)
+    end
+    decay = own > 0 and own or decay
+  end
+  return decay
+end
+
+--- Makes an average for each parameter in `list` whose layers have a recipe that needs one. sites:
+--- the list of a model's FP8 layers. Frozen weights have no average and are rounded to nearest.
+--- Field `list`: { p = the parameter, name, x = the tensor, f32, decay, sites } .. .
+function M.new(sites, list)
+  local self, parameter, made = setmetatable({ list = {} }, Averages), {}, {}
+  for _, p in ipairs(list) do parameter[tonumber(p.tensor.slot)] = p end
+  for _, site in ipairs(sites) do
+    local decay, p = decay_of(site), parameter[tonumber(site.module.weight.slot)]
+    if decay and p then
+      local average = made[p]
+      if not average then
+        average = { p = p, name = p.name .. ".q_ema", decay = decay, sites = {},
+          x = ffi.gc(tensor.zeros(p.tensor.shape, { keep = true }), C.eng_free) }
+        made[p], self.list[#self.list + 1] = average, average
+      end
+      table.insert(average.sites, site)
+      site.average = average
+    end
+  end
+  return self
+end
+
+-- Makes the layers round toward the averages. Until then they round to nearest.
+local function start(self)
+  for _, average in ipairs(self.list) do
+    for _, site in ipairs(average.sites) do check(C.eng_fp8_average(site.id, average.x)) end
+  end
+  self.started = true
+end
+
+local function move(self)
+  for _, average in ipairs(self.list) do
+    local x, weight = average.x, average.p.tensor
+    x:copy(self.started and steps.lerp(x, weight, 1 - average.decay) or weight)
+  end
+  if not self.started then start(self) end
+end
+
+--- Moves the averages by one step; called before a step's forward passes. In the first step the
+--- averages are copies of the weights. If the step is a retry (hold), they stay where they are.
+function Averages:move()
+  if not self.held and #self.list > 0 then autograd.no_grad(autograd.scope, move, self) end
+  self.held = nil
+end
+
+--- Called when the next step retries the current one.
+function Averages:hold() self.held = true end
+
+--- Returns the averages for a checkpoint, { ["blocks.1.mlp.up.weight.q_ema"] = tensor }.
+function Averages:tensors()
+  local tensors = {}
+  for _, average in ipairs(self.list) do tensors[average.name] = average.x end
+  return tensors
+end
+
+--- Called when tensors() have received the values of a checkpoint. held: as in `hold`.
+function Averages:restored(held)
+  self.held = held
+  start(self)
+end
+
+return M
