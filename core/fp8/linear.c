@@ -99,7 +99,7 @@ static eng_status multiply_codes(tensor **y, const fp8_site *s, int product, con
 static eng_status multiply(tensor **y, const fp8_site *s, int product, fp8_factor a, fp8_factor b,
                            tensor *bias, int dtype, bool add)
 {
-  tensor *qa, *qb;
+  tensor *qa, *qb = NULL;
   if (*y) dtype = (*y)->dtype;
   ENG_TRY(fp8_flat(&qa, a.q));
   eng_status status = fp8_flat(&qb, b.q);

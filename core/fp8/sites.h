@@ -99,8 +99,8 @@ static inline bool fp8_mx_again(const fp8_site *s, int role)
 { return role != ENG_FP8_DY && s->recipe.backward[role].mx; }
 static inline bool fp8_mx_same(const fp8_site *s, int role)
 { return fp8_mx_again(s, role) && s->recipe.backward[role].mx == ENG_FP8_SAME; }
-/// Sets *out to the average toward which a role is rounded, or to NULL if there is none: the role is
-/// then rounded to nearest. Errors: STALE (the average was freed).
+/// Sets *out to the average toward which a role is rounded, or to NULL if there is none; the role
+/// is then rounded to nearest. Errors: STALE (the average was freed).
 eng_status fp8_average(tensor **out, const fp8_site *s, const eng_fp8_role *r);
 /// Returns whether mx_matmul computes the products of a layer with x [rows x columns] and W
 /// [outputs x columns]. If so, the copies hold codes.

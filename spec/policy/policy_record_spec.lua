@@ -96,7 +96,7 @@ describe("the record", function()
     p:signal("entropy", -0.25)
     assert.are.equal("-0.25", decide(p):why())
     assert.has_error(function() p:signal("x", "y") end,
-      "signal 'x': expected a number, got a string")
+      "signal 'x': expected a number, got 'y'")
   end)
 
   it("has statistics per tensor and per group", function()
