@@ -372,10 +372,12 @@ describe("a linear layer under microscaling", function()
     assert.same({ unpack(losses, 4) }, (small(nearest, 6, folder .. "/run")))
     small("bf16", 8, folder .. "/run")                        -- drops the averages
     small(nearest, 9, folder .. "/run")                       -- begins them again
-    helper.remove(folder)
     local twice = small(nearest, 12, nil, true)               -- a retry leaves the average in place
     for i = 1, 12, 2 do assert.equal(twice[i], twice[i + 1]) end
     assert.same(losses, { twice[1], twice[3], twice[5], twice[7], twice[9], twice[11] })
+    small(nearest, 3, folder .. "/again", true)               -- ends before a retry
+    assert.same({ unpack(twice, 4) }, (small(nearest, 12, folder .. "/again", true)))
+    helper.remove(folder)
     local other = { base = base, fp8 = { ladder = { { w = { average = 0.5 } } } } }
     assert.matches("ladder[1]: w: expected the same average as in the rungs before, 0.9983, got",
       select(2, pcall(small, other, 1)), 1, true)

@@ -220,8 +220,10 @@ local function take_training(trainer, c)
   if trainer.data.restore and state.data then trainer.data:restore(state.data) end
   random.go { seed = uint64_of(state.rng.seed), counter = uint64_of(state.rng.counter) }
   trainer.last_verdict = state.last_verdict
-  if optimizer.fp8 and state.fp8 then optimizer.fp8.averages.held = state.fp8.held end
-  if optimizer.fp8 then optimizer.fp8:apply(trainer.policy:scale() / trainer.accumulate) end
+  if optimizer.fp8 then
+    optimizer.fp8.averages.held = type(state.fp8) == "table" and state.fp8.held or nil
+    optimizer.fp8:apply(trainer.policy:scale() / trainer.accumulate)
+  end
   return note
 end
 

@@ -73,8 +73,8 @@ end
 --             Roles also have
 --               factor      multiplies elements before rounding; the product is divided by it
 --               average     for w: rounds each weight to the one of its two neighbours that is
---                           nearer to the weight's average over steps (Q-EMA). The average has this
---                           decay (0.998), and takes 4 bytes a weight
+--                           nearer to the weight's average over steps (Q-EMA). A number such as
+--                           0.9983: the decay of the average, which takes 4 bytes a weight
 --               backward    for x and w: a role, with which the backward product quantizes the
 --                           values that the forward product read (not the original values), or
 --                           "same": the backward product reads these values

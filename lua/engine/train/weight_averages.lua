@@ -29,7 +29,8 @@ end
 
 --- Makes an average for each parameter in `list` whose layers have a recipe that needs one. sites:
 --- the list of a model's FP8 layers. Frozen weights have no average and are rounded to nearest.
---- Field `list`: { p = the parameter, name, x = the tensor, f32, decay, sites } .. .
+--- Fields: list, the averages { p = the parameter, name, x = the tensor (f32), decay, sites } .. ;
+--- held, true if the next step is a retry. Checkpoints hold both.
 function M.new(sites, list)
   local self, parameter, made = setmetatable({ list = {} }, Averages), {}, {}
   for _, p in ipairs(list) do parameter[tonumber(p.tensor.slot)] = p end
@@ -82,10 +83,7 @@ function Averages:tensors()
   return tensors
 end
 
---- Called when tensors() have received the values of a checkpoint. held: as in `hold`.
-function Averages:restored(held)
-  self.held = held
-  start(self)
-end
+--- Called when tensors() have received the values of a checkpoint: the averages have begun.
+function Averages:restored() start(self) end
 
 return M
