@@ -56,11 +56,31 @@ VF_INLINE vh largest_of_sixteens(const uint16_t *x)
   vh v[16];
 #pragma GCC unroll 16
   for (int k = 0; k < 16; k++) v[k] = vh_load(x + k * HALVES) & 0x7FFF;
+#if defined(ENG_ISA_avx512)
+  // Each round joins two vectors: it compares neighbours of 16, 64, 32, and at last 128 bits.
+#define JOIN(n, low, high)                                                \
+  for (int k = 0; k < n; k++) {                                           \
+    __m512i a = (__m512i)v[2 * k], b = (__m512i)v[2 * k + 1];             \
+    v[k] = (vh)_mm512_max_epu16((low), (high));                           \
+  }
+#define SHUFFLED(a, b, order) \
+  (__m512i) _mm512_shuffle_ps((__m512)(a), (__m512)(b), order)
+  JOIN(8, _mm512_mask_blend_epi16(0xAAAAAAAA, a, _mm512_slli_epi32(b, 16)),
+       _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(a, 16), b))
+  JOIN(4, _mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b))
+  JOIN(2, SHUFFLED(a, b, 0x88), SHUFFLED(a, b, 0xDD))
+  JOIN(1, _mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xDD))
+#undef JOIN
+#undef SHUFFLED
+  return __builtin_shufflevector(v[0], v[0], 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15,
+                                 16, 24, 17, 25, 18, 26, 19, 27, 20, 28, 21, 29, 22, 30, 23, 31);
+#else
 #pragma GCC unroll 4
   for (int n = 8; n > 0; n /= 2)
 #pragma GCC unroll 8
     for (int k = 0; k < n; k++) v[k] = vh_larger_neighbours(v[2 * k], v[2 * k + 1]);
   return v[0];
+#endif
 }
 
 // Returns the largest magnitude of n elements from element `first` on, as f32 bits.

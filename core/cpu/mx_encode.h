@@ -61,6 +61,13 @@ VF_INLINE void encode(vf y, vf u, const rounding by, bool nan, const mx_format f
   *value = v;
 }
 
+/// Stores n codes as bytes, n <= VF_LANES.
+VF_INLINE void put_codes(uint8_t *to, vi code, int n)
+{
+  if (n == VF_LANES) vf_put_bytes_(to, code);
+  else vf_put_bytes_n_(to, code, n);
+}
+
 enum { WORD_LINE = 128 };
 
 /// The elements that one call of encode_strip encodes: part of one row of x or, if each column is a
@@ -79,7 +86,16 @@ typedef struct strip {
   const float *average;      // the averages of row 0, for TOWARD; NULL: none
   bool     nan;              // an element or a factor may be NaN
   bool     exact;            // each code * scale is exact in bf16
+  bool     packed;           // stores the codes of elements 2k and 2k + 1 of a block in one byte
 } strip;
+
+/// Whether a strip of these elements can be `packed`. `wide` is as in strip, `deep` is the number
+/// of elements of a block.
+static bool strip_packs(int dtype, bool nearest, int columns, int wide, int deep)
+{
+  bool fits = wide ? wide % HALVES == 0 || 2 * wide == HALVES : deep % 2 == 0;
+  return dtype == ENG_bf16 && nearest && columns % HALVES == 0 && fits;
+}
 
 /// Encodes columns [c, c + n) of row r of a strip, n <= VF_LANES. Writes each element's code as a
 /// byte or, with `values`, its code * scale in bf16. `by` and `scale` hold the factors and scales
@@ -96,55 +112,81 @@ VF_INLINE void encode_lanes(void *to, const strip *s, int r, int c, const int n,
                vf_from_bits(vi_set1((127 - s->sr_bits) << 23)));
   encode(y, u, how, s->nan, f, &code, &v);
   to = (char *)to + r * s->line;
-  if (!values && n == VF_LANES) vf_put_bytes_((uint8_t *)to + c, code);
-  else if (!values) vf_put_bytes_n_((uint8_t *)to + c, code, n);
+  if (!values) put_codes((uint8_t *)to + c, code, n);
   else if (n == VF_LANES && s->exact) vf_store_bf16_exact((uint16_t *)to + c, vf_mul(v, scale));
   else if (n == VF_LANES) vf_store_bf16((uint16_t *)to + c, vf_mul(v, scale));
   else vf_store_bf16_n((uint16_t *)to + c, vf_mul(v, scale), n);
 }
 
-/// Looks up the factors or units (`number`) of HALVES columns from c on. Writes those of the even
-/// columns to pair[0], and those of the odd columns to pair[1]. With `each`, every column has its
-/// own number. Otherwise the columns lie in one block or, if 2 * wide == HALVES, in two blocks.
-VF_INLINE void pair_of(vf pair[2], const float *number, int c, int wide, const bool each)
+/// Encodes HALVES elements of bf16: code[0] and v[0] belong to the even ones, code[1] and v[1] to
+/// the odd ones.
+VF_INLINE void encode_halves(vi code[2], vf v[2], const uint16_t *x, const vf by[2], bool nan,
+                             const mx_format f)
 {
-  if (each) vf_deinterleave(pair, number + c);
-  else {
-    const float *own = number + (unsigned)c / (unsigned)wide;
-    pair[0] = pair[1] = 2 * wide == HALVES ? vf_set2(own[0], own[1]) : vf_set1(own[0]);
+  vi both = (vi)vh_load(x), odd = vi_and(both, vi_set1((int32_t)0xFFFF0000));
+  encode(vf_mul((vf)vi_shl(both, 16), by[0]), vf_zero(), NEAREST, nan, f, &code[0], &v[0]);
+  encode(vf_mul((vf)odd, by[1]), vf_zero(), NEAREST, nan, f, &code[1], &v[1]);
+}
+
+/// Stores what encode_halves has computed: the codes as bytes or, with `values`, each v * scale,
+/// which must be exact in bf16.
+VF_INLINE void put_halves(void *to, const vi code[2], const vf v[2], const vf scale[2],
+                          const bool values)
+{
+  if (values) {
+    vi even = (vi)vf_mul(v[0], scale[0]), odd = (vi)vf_mul(v[1], scale[1]);
+    vh_store(to, (vh)vi_or(vi_shr(even, 16), vi_and(odd, vi_set1((int32_t)0xFFFF0000))));
+  } else {
+    vh_put_bytes(to, (vh)vi_or(vi_and(code[0], vi_set1(0xFF)), vi_shl(code[1], 16)));
   }
 }
 
-/// Does the work of encode_strip for a strip of bf16, HALVES columns at a time. With `values`, each
-/// code * scale must be exact in bf16. Returns the number of columns that it has encoded.
-VF_INLINE int encode_pairs(void *to, const strip *s, const bool values, const bool each,
-                           const mx_format f)
+/// Does the work of encode_strip for a strip of bf16 whose blocks are parts of its one row, HALVES
+/// columns at a time. Returns the number of columns that it has encoded.
+VF_INLINE int encode_row_pairs(void *to, const strip *s, const bool values, const mx_format f)
 {
-  const vi high = vi_set1((int32_t)0xFFFF0000);
   const uint16_t *x = (const uint16_t *)s->x + s->first;
-  const float *factor = s->factor, *unit = s->unit;
-  const int64_t stride = s->stride, line = s->line;
-  const int rows = each ? s->rows : 1, columns = s->columns, wide = s->wide;
-  const bool nan = s->nan;
+  const bool nan = s->nan, packed = s->packed;
+  const int columns = s->columns, wide = s->wide, two = 2 * wide == HALVES;
   int c = 0;
-  if (!each && wide % HALVES != 0 && 2 * wide != HALVES) return 0;
-  for (; c + HALVES <= columns; c += HALVES) {
+  if (wide % HALVES != 0 && !two) return 0;
+  for (int j = 0, left = wide; c + HALVES <= columns; c += HALVES) {   // left: of block j
+    const float *factor = s->factor + j, *unit = s->unit + j;
     vf by[2], scale[2], v[2];
     vi code[2];
-    pair_of(by, factor, c, wide, each);
-    if (values) pair_of(scale, unit, c, wide, each);
-    for (int r = 0; r < rows; r++) {
-      char *row = (char *)to + r * line;
-      vi both = (vi)vh_load(x + r * stride + c);
-      encode(vf_mul((vf)vi_shl(both, 16), by[0]), vf_zero(), NEAREST, nan, f, &code[0], &v[0]);
-      encode(vf_mul((vf)vi_and(both, high), by[1]), vf_zero(), NEAREST, nan, f, &code[1], &v[1]);
-      if (values) {
-        v[0] = vf_mul(v[0], scale[0]), v[1] = vf_mul(v[1], scale[1]);
-        vh_store((uint16_t *)row + c, (vh)vi_or(vi_shr((vi)v[0], 16), vi_and((vi)v[1], high)));
-      } else {
-        vi low = vi_and(code[0], vi_set1(0xFF));
-        vh_put_bytes((uint8_t *)row + c, (vh)vi_or(low, vi_shl(code[1], 16)));
+    by[0] = by[1] = two ? vf_set2(factor[0], factor[1]) : vf_set1(factor[0]);
+    scale[0] = scale[1] = two ? vf_set2(unit[0], unit[1]) : vf_set1(unit[0]);
+    encode_halves(code, v, x + c, by, nan, f);
+    if (packed) vf_put_bytes_((uint8_t *)to + c / 2, vi_or(code[0], vi_shl(code[1], 4)));
+    else put_halves((char *)to + (values ? 2 : 1) * c, code, v, scale, values);
+    left -= HALVES;
+    if (left <= 0) j += 1 + two, left = wide;
+  }
+  return c;
+}
+
+/// Does the work of encode_strip for a strip of bf16 whose columns are blocks, HALVES columns at a
+/// time. Returns the number of columns that it has encoded.
+VF_INLINE int encode_column_pairs(void *to, const strip *s, const bool values, const mx_format f)
+{
+  const bool nan = s->nan, packed = s->packed;
+  const int64_t stride = s->stride;
+  const int rows = s->rows, columns = s->columns;
+  int c = 0;
+  for (; c + HALVES <= columns; c += HALVES) {
+    const uint16_t *x = (const uint16_t *)s->x + s->first + c;
+    char *row = (char *)to + (values ? 2 : 1) * c;
+    vf by[2], scale[2], v[2];
+    vi code[2], next[2];
+    vf_deinterleave(by, s->factor + c);
+    vf_deinterleave(scale, s->unit + c);
+    for (int r = 0; r < rows; r++, x += stride, row += s->line) {
+      encode_halves(code, v, x, by, nan, f);
+      if (packed) {
+        encode_halves(next, v, x += stride, by, nan, f), r++;
+        for (int k = 0; k < 2; k++) code[k] = vi_or(code[k], vi_shl(next[k], 4));
       }
+      put_halves(row, code, v, scale, values);
     }
   }
   return c;
@@ -155,8 +197,9 @@ VF_INLINE void encode_strip(void *to, const strip *s, const bool values, const b
                             const rounding how, const mx_format f)
 {
   const float *factor = s->factor, *unit = s->unit;
-  bool pairs = s->dtype == ENG_bf16 && how == NEAREST && (!values || s->exact);
-  int first = pairs ? encode_pairs(to, s, values, each, f) : 0;
+  int first = 0;
+  if (s->dtype == ENG_bf16 && how == NEAREST && (!values || s->exact))
+    first = each ? encode_column_pairs(to, s, values, f) : encode_row_pairs(to, s, values, f);
   for (int j = each ? 0 : first / s->wide, c = first; c < s->columns; j++) {
     vf by = vf_set1(factor[j]), scale = vf_set1(unit[j]);
     int end = each ? s->columns : (int)smaller(c + s->wide, s->columns);
@@ -189,6 +232,31 @@ static void encode_randomly(void *to, const strip *s, bool values, mx_format f)
 }
 #endif
 
+// Encodes a strip in the format f. NOINLINE functions call it with a constant f, so that the
+// compiler simplifies the arithmetic for the two most used formats.
+VF_INLINE void encode_in(void *to, const strip *s, const bool values, const mx_format f)
+{
+  if (s->average) encode_strip(to, s, values, false, TOWARD, f);
+  else if (s->word && s->wide) encode_strip(to, s, values, false, RANDOM, f);
+  else if (s->word) encode_strip(to, s, values, true, RANDOM, f);
+  else if (s->wide) encode_strip(to, s, values, false, NEAREST, f);
+  else encode_strip(to, s, values, true, NEAREST, f);
+}
+
+#define NOINLINE static __attribute__((noinline)) void
+NOINLINE codes_e4m3(void *to, const strip *s) { encode_in(to, s, false, mx_format_of(ENG_e4m3)); }
+NOINLINE values_e4m3(void *to, const strip *s) { encode_in(to, s, true, mx_format_of(ENG_e4m3)); }
+NOINLINE codes_e2m1(void *to, const strip *s)
+{ encode_in(to, s, false, mx_format_of(ENG_FORMAT_E2M1)); }
+NOINLINE values_e2m1(void *to, const strip *s)
+{ encode_in(to, s, true, mx_format_of(ENG_FORMAT_E2M1)); }
+NOINLINE encode_any(void *to, const strip *s, bool values, mx_format f)
+{
+  if (values) encode_in(to, s, true, f);
+  else encode_in(to, s, false, f);
+}
+#undef NOINLINE
+
 static void encode_as(void *to, const strip *s, bool values, int64_t format)
 {
 #if !defined(ENG_ISA_avx512) && !defined(ENG_ISA_avx2)
@@ -197,21 +265,7 @@ static void encode_as(void *to, const strip *s, bool values, int64_t format)
     return;
   }
 #endif
-#define ENCODE_AS(values, f)                                                      \
-  if (s->average) encode_strip(to, s, values, false, TOWARD, f);                  \
-  else if (s->word && s->wide) encode_strip(to, s, values, false, RANDOM, f);     \
-  else if (s->word) encode_strip(to, s, values, true, RANDOM, f);                 \
-  else if (s->wide) encode_strip(to, s, values, false, NEAREST, f);               \
-  else encode_strip(to, s, values, true, NEAREST, f)
-#define ENCODE(f)                                                                 \
-  do {                                                                            \
-    if (values) { ENCODE_AS(true, f); }                                           \
-    else { ENCODE_AS(false, f); }                                                 \
-  } while (0)
-  // For the two most used formats f is a constant, so the compiler simplifies the arithmetic.
-  if (format == ENG_e4m3) ENCODE(mx_format_of(ENG_e4m3));
-  else if (format == ENG_FORMAT_E2M1) ENCODE(mx_format_of(ENG_FORMAT_E2M1));
-  else ENCODE(mx_format_of(format));
-#undef ENCODE
-#undef ENCODE_AS
+  if (format == ENG_e4m3) values ? values_e4m3(to, s) : codes_e4m3(to, s);
+  else if (format == ENG_FORMAT_E2M1) values ? values_e2m1(to, s) : codes_e2m1(to, s);
+  else encode_any(to, s, values, mx_format_of(format));
 }

@@ -103,6 +103,7 @@ typedef struct side {
   found   *found;            // [tasks], or NULL if x has been surveyed before
   const float *average;      // in the layout of x, or NULL
   const rotation *rotation;  // the Hadamard transform of the transposed x, or NULL
+  bool     packed;           // strips write packed codes, as the result needs them
 } side;
 
 // Finds the largest magnitude of each block in one row of x. Compares bits, so NaN is above every
@@ -114,11 +115,9 @@ VF_INLINE void measure_typed(float *amax, const void *x, const int dtype, int64_
   if (dtype != ENG_f32 && (wide == 16 || wide == 32))
     for (; c + 16 * HALVES <= columns; c += 16 * HALVES) {
       uint16_t top[HALVES];
-      int n = 16 * HALVES / wide;
-      vh_store(top, largest_of_sixteens((const uint16_t *)x + first + c));
-      for (int k = 0; wide == 32 && k < n; k++)
-        top[k] = (uint16_t)larger(top[2 * k], top[2 * k + 1]);
-      for (int k = 0; k < n; k += VF_LANES, j += VF_LANES)
+      vh most = largest_of_sixteens((const uint16_t *)x + first + c);
+      vh_store(top, wide == 16 ? most : vh_larger_neighbours(most, most));
+      for (int k = 0; k < 16 * HALVES / wide; k += VF_LANES, j += VF_LANES)
         vf_store(amax + j, vf_read(top, dtype, k, VF_LANES));
     }
   for (; c + wide <= columns; j++, c += wide)
@@ -206,9 +205,7 @@ static void scales_of(const side *s, const float *amax, int n, uint8_t *code, fl
       int lanes = (int)smaller(VF_LANES, n - k);
       vi codes;
       if (mx_scales((vi)vf_load(amax + k), s->format, a->rule, &codes)) {
-        uint8_t bytes[VF_LANES];
-        vf_put_bytes_(bytes, codes);
-        memcpy(code + k, bytes, (size_t)lanes);
+        put_codes(code + k, codes, lanes);
         vf inverse = (vf)vi_shl(vi_sub(vi_set1(254), codes), 23);
         vf_store(factor + k, vf_mul(inverse, vf_set1(s->factor)));
         vf_store(unit + k, (vf)vi_larger_(vi_shl(codes, 23), vi_set1(0x00400000)));
@@ -225,17 +222,29 @@ static void scales_of(const side *s, const float *amax, int n, uint8_t *code, fl
   vf by = vf_set1(s->encode * (1.0f / 6.0f)), back = vf_set1(1.0f / s->encode),
      most = vf_from_bits(vi_set1(0x7F7FFFFF));
   for (int k = 0; k < n; k += VF_LANES) {   // computes nvfp4_scale and nvfp4_factor
-    uint8_t bytes[16];
+    int lanes = (int)smaller(VF_LANES, n - k);
     vf top = vf_load(amax + k), wanted = vf_mul(top, by);
     if (mx_is_four_over_six(a->rule))
       wanted = vf_mul(vf_mul(vf_div(top, vf_set1(6)), vf_set1(s->encode)), vf_set1(stretch));
-    vf_put_bytes_(bytes, vf_to_fp8(wanted, 3, true));
-    vf scale = vf_load_fp8(bytes, 3), inverse = vf_div(vf_set1(1.0f), vf_mul(scale, back));
+    vf scale;
+    vi codes;
+    encode(wanted, vf_zero(), NEAREST, true, mx_format_of(ENG_e4m3), &codes, &scale);
+    put_codes(code + k, codes, lanes);
+    vf inverse = vf_div(vf_set1(1.0f), vf_mul(scale, back));
     vf_store(unit + k, scale);
     vf_store(factor + k, vf_mul(vf_select(vf_gt(inverse, most), most, inverse),
                                 vf_set1(s->factor)));
-    memcpy(code + k, bytes, (size_t)smaller(VF_LANES, n - k));
   }
+}
+
+// Returns whether all n numbers are at least `least`; NaN is not.
+static bool all_at_least(const float *x, int n, float least)
+{
+  vf bound = vf_set1(least);
+  vm all = vm_first(VF_LANES);
+  for (int i = 0; i < n; i += VF_LANES)
+    all = vm_and(all, vf_ge(load_padded(x + i, (int)smaller(VF_LANES, n - i), least), bound));
+  return !vm_any(vm_not(all));
 }
 
 // Rounds the elements of a vector to e2m1 and returns nvfp4_error of each.
@@ -326,7 +335,7 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   float amax[WIDE], factor[WIDE], unit[WIDE];
   int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide;
-  int nan = 0, inexact = 0, size = s->dtype == ENG_f32 ? 4 : 2;
+  int nan = 0, size = s->dtype == ENG_f32 ? 4 : 2;
   // If tiles have one row, prefetches the next tile while this one is computed.
   for (int c = 0; rows == 1 && c < columns; c += 64 / size)
     __builtin_prefetch((const char *)x + (first + columns + c) * size);
@@ -351,8 +360,8 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
     choose_scales(s, x, first, stride, rows, columns, amax, blocks, code, factor, unit);
   else scales_of(s, amax, blocks, code, factor, unit, 1);
   for (int j = 0; s->turn_scale && j < blocks; j++) s->turn_scale[(j0 + j) * s->down + i] = code[j];
-  for (int j = 0; j < blocks; j++)
-    nan |= factor[j] != factor[j], inexact |= !(unit[j] >= EXACT_UNIT);
+  nan |= !all_at_least(factor, blocks, -INFINITY);
+  bool exact = all_at_least(unit, blocks, EXACT_UNIT);
   for (int r = 0; r < rows; r++) {
     uint32_t words[WIDE + 4 * VF_LANES + 4];
     int64_t element = (r0 + r) * s->columns + c0, lead = element % 4;
@@ -363,7 +372,7 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
                        .columns = columns, .wide = wide, .factor = factor, .unit = unit,
                        .word = a->sr_bits ? words + lead : NULL, .sr_bits = (int)a->sr_bits,
                        .average = s->average ? s->average + first + r * stride : NULL,
-                       .nan = nan, .exact = !inexact},
+                       .nan = nan, .exact = exact, .packed = s->packed},
               a->flags & MX_VALUES, a->format);
   }
 }
@@ -401,7 +410,8 @@ static void band_task(const void *context, int64_t t)
           step = tile_columns(deep == 1 ? WIDE : MOST, a->block_columns);
   uint8_t tile[2 * MOST * MOST], turn[2 * MOST * MOST];
   int size = element_bytes(s), line = MOST * size;
-  bool direct = !s->turn_q && !is_packed(s);       // writes straight to the result
+  bool direct = !s->turn_q && (!is_packed(s) || s->packed);   // writes straight to the result
+  int per_byte = s->packed ? 2 : 1;
   found none, *all = s->found ? &s->found[t] : &none;
   for (int64_t top = t * s->band; top < end; top += deep)
     for (int64_t c0 = 0; c0 < s->columns; c0 += step) {
@@ -409,7 +419,7 @@ static void band_task(const void *context, int64_t t)
       int64_t first = top * s->columns + c0;
       if (direct) {
         quantize_tile(s, all, s->x, first, s->columns, top, rows, c0, columns,
-                      s->q + size * first, size * s->columns);
+                      s->q + size * first / per_byte, size * s->columns / per_byte);
         continue;
       }
       for (int r = 0; r < rows; r += (int)high)
@@ -473,18 +483,17 @@ static void quantize_columns(const side *s, found *all, int64_t r0, int rows, in
     int deep = (int)smaller(wide, columns - j * wide);
     int64_t first = j * wide * MOST;
     float amax[MOST], factor[MOST], unit[MOST];
-    int nan = measure_columns(amax, s, all, first, deep, rows), inexact = 0;
+    bool nan = measure_columns(amax, s, all, first, deep, rows);
     if (mx_is_four_over_six(a->rule))
       choose_columns(s, first, deep, amax, rows, code[j], factor, unit);
     else scales_of(s, amax, rows, code[j], factor, unit, 1);
-    for (int r = 0; r < rows; r++)
-      nan |= factor[r] != factor[r], inexact |= !(unit[r] >= EXACT_UNIT);
+    nan |= !all_at_least(factor, rows, -INFINITY);
     if (a->sr_bits) column_words(word, s, r0, rows, c0 + j * wide, deep);
-    encode_as(to + j * wide * line,
+    encode_as(to + j * wide * line / (s->packed ? 2 : 1),
               &(strip){.x = s->x, .dtype = s->dtype, .first = first, .stride = MOST, .line = line,
                        .rows = deep, .columns = rows, .factor = factor, .unit = unit,
                        .word = a->sr_bits ? *word : NULL, .sr_bits = (int)a->sr_bits, .nan = nan,
-                       .exact = !inexact},
+                       .exact = all_at_least(unit, rows, EXACT_UNIT), .packed = s->packed},
               a->flags & MX_VALUES, a->format);
   }
   turn_tile(turned, MOST, code, MOST, blocks, rows, 1);
@@ -538,7 +547,7 @@ static void turned_task(const void *context, int64_t t)
     if (by_columns) {
       int packed = is_packed(s) ? 2 : 1;
       quantize_columns(&part, all, r0, rows, first, columns, line);
-      if (packed == 2) pack_rows(line, columns);
+      if (packed == 2 && !s->packed) pack_rows(line, columns);
       turn_tile(turn, MOST, line, MOST, columns / packed, rows, bytes);
       for (int r = 0; r < rows; r++)
         stream(s->q + (at + r * s->columns) * bytes / packed, turn + r * bytes * MOST,
@@ -606,6 +615,9 @@ static void quantize_turned(side *s, const op_call *call, found *part, bool toge
   s->scale = call->out[4]->data, s->q = call->out[3]->data;
   if (call->out[0]) s->random += (uint64_t)((x->count + 3) / 4);
   s->found = NULL;
+  s->packed = is_packed(s) && a->block_rows == 1 &&
+              strip_packs(a->hadamard ? ENG_bf16 : s->dtype, !a->sr_bits, (int)(s->rows % MOST), 0,
+                          (int)a->block_columns);
   s->band = a->hadamard ? rotated_band(call) : tile_columns(MOST, a->block_columns);
   int64_t bands = ceiling(s->columns, s->band);
   if (a->hadamard) {
@@ -644,6 +656,9 @@ static void quantize_straight(side *s, const op_call *call, found *part, bool to
     *amax = given ? *given : 0;
   }
   s->amax = *amax, s->encode = nvfp4_encode_scale(*amax, a->rule);
+  s->packed = is_packed(s) && !s->turn_q &&
+              strip_packs(s->dtype, !a->sr_bits && !s->average, (int)(s->columns % MOST),
+                          (int)a->block_columns, 0);
   if (fitted) quantize_fitted(call, together);
   else run_tasks(bands, together, band_task, s);
   if (before) return;
