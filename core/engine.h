@@ -4,8 +4,8 @@
 // contract: shapes (written [rows x columns]), dtypes, units and errors.
 //
 // A function that can fail returns ENG_OK or an error code, and eng_error_message() returns the
-// error's text. Functions store results through pointers, which are their first parameters. Only
-// one thread may call the core; kernels use OpenMP inside.
+// error's text. Functions store results through pointers, which are usually their first parameters.
+// Only one thread may call the core; kernels use OpenMP inside.
 #ifndef ENGINE_H
 #define ENGINE_H
 
@@ -76,8 +76,8 @@ bool eng_format_get(eng_format *out, const char *name);
 /// The largest number of dimensions.
 enum { ENG_MAX_DIMS = 6 };
 
-/// A tensor as scripts hold it: a slot in the engine's table and the slot's generation. Using a
-/// handle after its step returns ENG_ERR_STALE and never crashes.
+/// The handle by which scripts hold a tensor: a slot in the engine's table and the slot's
+/// generation. Using a handle after its tensor was dropped returns ENG_ERR_STALE and never crashes.
 typedef struct eng_tensor { uint32_t slot, generation; } eng_tensor;
 
 /// The description of a tensor that eng_info returns. Strides are in elements.
@@ -108,9 +108,9 @@ eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, i
 /// recorded on the tape.
 eng_status eng_keep(eng_tensor *out, const eng_tensor *x);
 
-/// Frees a kept tensor. Errors: STATE (`x` belongs to a parameter set, or the tape has operations).
-/// A tensor of the step is freed at once if the tape is empty; otherwise it lives until the end of
-/// the step as usual.
+/// Frees a kept tensor. A tensor of the step is freed at once if the tape is empty; otherwise it
+/// lives until the end of the step as usual. Errors: STATE (`x` belongs to a parameter set, or `x`
+/// is kept and the tape has operations).
 eng_status eng_free(const eng_tensor *x);
 
 /// Describes a tensor.
@@ -193,7 +193,7 @@ typedef enum eng_op {
   ENG_OP_COUNT
 } eng_op;
 
-/// The most inputs, outputs and attributes of an operation.
+/// The largest numbers of inputs, outputs and attributes of an operation.
 enum { ENG_OP_INPUTS = 16, ENG_OP_OUTPUTS = 8, ENG_OP_INTS = 14, ENG_OP_FLOATS = 4 };
 
 // The attributes of one operation by name, such as call.sum.mask. They share memory with the `ints`
@@ -235,7 +235,7 @@ typedef struct eng_op_info {
   const char *ints, *floats;          // "(mask, keep)"; if none, "(no_ints)", "(no_floats)"
   int32_t n_in, n_out;                // -1: any number
   // masks. optional: the inputs that may be absent. reads: the inputs whose values the gradient
-  // rule reads. saves: the outputs whose values it reads
+  // rule reads. saves: the outputs whose values the rule reads
   int32_t optional, reads, saves;
   int32_t unary;                      // 1: one elementwise input, no attributes
 } eng_op_info;
@@ -244,7 +244,8 @@ const eng_op_info *eng_op_describe(int op);
 /// Returns the name of operation `op`, such as "matmul", or NULL past the end.
 const char *eng_op_name(int op);
 bool eng_op_differentiable(int op);
-/// Whether device `device` ("cpu", "reference") has a kernel for this operation or needs none.
+/// Whether device `device` ("cpu", "reference") can run this operation: it has a kernel for the
+/// operation, or the operation needs none.
 bool eng_op_supported(const char *device, int op);
 
 // ------------------------------------------------------------------ FP8
@@ -279,11 +280,11 @@ eng_status eng_checkpoint_end(const eng_tensor *results, int n);
 /// (a pass is running).
 eng_status eng_backward(const eng_tensor *loss, double seed, bool retain);
 
-/// Sets the relative scale (1 by default) that gradients of the operations recorded from now on
-/// carry in addition to the seed. Layers with their own scale use this. `before` receives the
-/// previous relative scale. A gradient that passes from one relative scale to another is multiplied
-/// by their ratio once. In the end the gradients of parameters carry the scale set by
-/// eng_params_relative_scale, and gradients of other leaves carry 1. Errors: VALUE.
+/// Sets the relative scale (1 by default) of the operations recorded from now on: a factor on their
+/// gradients in addition to the seed. Layers that have a loss scale of their own use this. `before`
+/// receives the previous relative scale. A gradient that passes between operations with different
+/// relative scales is multiplied by the ratio of the two. The final gradient of a parameter has the
+/// relative scale set by eng_params_relative_scale; that of any other leaf has 1. Errors: VALUE.
 eng_status eng_gradient_relative_scale(double *before, double relative);
 
 /// The protocol for gradients written in Lua. After eng_backward or eng_backward_resume,
@@ -345,8 +346,8 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
 /// Frees a set and its tensors. NULL is allowed.
 void eng_params_free(eng_params *set);
 
-/// Changes the master weights of each parameter i to dtype[i], f32 or bf16, rounded to nearest.
-/// Their handles stay valid. If a dtype changes, all gradients and low-precision weights are
+/// Converts the master weights of each parameter i to dtype[i], f32 or bf16, rounding to nearest.
+/// Tensor handles stay valid. If a dtype changes, all gradients and low-precision weights are
 /// dropped, so call eng_params_precision afterwards. bf16 masters have no low-precision weights.
 /// Errors: DTYPE; STATE (the tape has operations, a view of the weights exists, zero=3).
 eng_status eng_params_masters(eng_params *set, const int32_t *dtype);
@@ -369,19 +370,21 @@ eng_status eng_params_refresh(eng_params *set);
 eng_status eng_params_low(eng_tensor *out, eng_params *set, int index);
 /// Drops all gradients without writing memory.
 eng_status eng_params_zero_grad(eng_params *set);
-/// Computes statistics of the gradients in one read-only pass. `scale` is the loss scale by which
-/// the gradients are multiplied. `stats` is NULL or has an entry for each parameter. Fills the
-/// gradient fields of `record`; the caller fills step, loss and the other fields.
+/// Computes statistics of the gradients in one read-only pass. `scale` is the loss scale that the
+/// gradients contain; the record's amax and norm are divided by it. `stats` is NULL or has an entry
+/// for each parameter. Fills the gradient fields of `record`; the caller fills step, loss and the
+/// other fields.
 eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set,
                             double scale, unsigned needs);
-/// eng_params_stats without waiting, for lagged mode. `start` requests the statistics and the
+/// These calls compute eng_params_stats without waiting, for lagged mode, in which the policy reads
+/// a step's statistics after the next step has started. `start` requests the statistics and the
 /// values of `losses` (n_losses <= ENG_STATS_LOSSES tensors of one f32 element). `fetch` returns
 /// the results of the oldest request and waits only if they are not ready; `loss` is the sum of the
 /// losses. Up to ENG_STATS_ON_THEIR_WAY requests may be pending. An update with eng_update.lagged
 /// uses the newest request. If the ranks have already computed the statistics together, `known` has
 /// them for all parameters, with at least ENG_NEED_NORM; else `known` is NULL. Devices that compute
-/// statistics asynchronously (CUDA) do not accept `known`. Errors: STATE (nothing to fetch,
-/// too many pending), DTYPE, DEVICE.
+/// statistics asynchronously (CUDA) do not accept `known`. Errors: STATE (nothing to fetch, too
+/// many pending), DTYPE, DEVICE.
 enum { ENG_STATS_ON_THEIR_WAY = 4, ENG_STATS_LOSSES = 64 };
 eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses,
                                   int n_losses, const eng_tensor_stats *known);
@@ -460,7 +463,7 @@ typedef struct eng_update {
   int64_t t;
   // eng_optimizer_step sets these three fields. slot: which of the device's ENG_UPDATE_SLOTS
   // counters numbers these updates. fresh: 1 if that counter restarts at t. statistics: the ticket
-  // of the statistics that a lagged update uses.
+  // (backend.h: gradstats_start) of the statistics that a lagged update uses.
   int32_t slot, fresh;
   int64_t statistics;
   int32_t lagged;               // 1: the device decides by the newest statistics (see backend.h):
@@ -517,11 +520,11 @@ eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which
 /// A graph helps steps whose kernels take less time than their launches. Gradients accumulate in
 /// the set as usual.
 typedef struct eng_graph eng_graph;
-/// Between these two calls the script runs one forward and backward pass in an open step, which the
-/// device records without computing it. `batch` lists the tensors that the passes read and whose
-/// contents change from step to step. During the capture, operations that draw random numbers fail,
-/// and so does reading a value. If a call fails, call eng_graph_free. Errors: DEVICE (the device
-/// cannot capture), VALUE (`batch`), DTYPE (the loss is not one f32 element), STATE.
+/// Between these two calls the script runs one forward and backward pass in an open step, and the
+/// device records their work without running it. `batch` lists the tensors that the passes read and
+/// whose contents change from step to step. During the capture, operations that draw random numbers
+/// fail, and so does reading a value. If a call fails, call eng_graph_free. Errors: DEVICE (the
+/// device cannot capture), VALUE (`batch`), DTYPE (the loss is not one f32 element), STATE.
 eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *batch, int n);
 eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss);
 /// Computes the step on the batch; `seed` is the gradient of the loss. Errors: SHAPE (the batch has
@@ -549,12 +552,12 @@ eng_status eng_synchronize(void);
 /// Returns one line about the current device: the GPU, or the CPU's instruction set.
 const char *eng_device_text(void);
 /// Returns which FP8 products are fast on the current device. 0: none (a GPU without FP8 tensor
-/// cores). 1: those whose operands have one scale each. 2: all. With ENGINE_FP8_FORMULA=1 the value
-/// is 2, although a formula then computes all FP8 products: bit for bit the same numbers, but many
-/// times slower.
+/// cores). 1: products of operands that have one scale each. 2: all products. With
+/// ENGINE_FP8_FORMULA=1 the value is 2, although a formula then computes all FP8 products: bit for
+/// bit the same numbers, but many times slower.
 int eng_device_fp8(void);
 
-/// The most threads that kernels use.
+/// The largest number of threads that kernels use.
 enum { ENG_THREADS_MAX = 4096 };
 /// Sets the number of threads of the kernels, at most ENG_THREADS_MAX; 0 leaves it unchanged.
 /// Returns the current number.
@@ -593,7 +596,7 @@ typedef struct eng_trap_tensor {
   double  amax;               // largest finite magnitude
 } eng_trap_tensor;
 /// An operation that produced inf (or nan). `kernel` is the operation that ran. `op` is the same
-/// operation or, in the backward pass, the one whose gradient `kernel` computed.
+/// operation or, in the backward pass, the operation whose gradient `kernel` computed.
 typedef struct eng_trap_site {
   const char *kernel, *op;
   int32_t nan, backward, module;
@@ -633,10 +636,10 @@ int  eng_interrupted(void);
 /// recorded last, or 0 if there is none.
 int  eng_interrupt_signal(int number);
 /// Sets what the first Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 or SIGXCPU does. 0, the default: sets
-/// level 2 and stops the script. 1: sets level 1, for a training loop, which then ends at the end
-/// of its step and sets policy 0 again. 2: sets level 2 without stopping the script, for a caller
-/// that waits inside a call; the call then returns, and the caller prints its own message. -1 only
-/// queries. Returns the previous value.
+/// level 2 and stops the script. 1: sets level 1, for a training loop, which then finishes its
+/// current step, ends, and sets policy 0 again. 2: sets level 2 without stopping the script, for a
+/// caller that waits inside a call; the call then returns, and the caller prints its own message.
+/// -1 only queries. Returns the previous value.
 int  eng_interrupt_policy(int policy);
 /// SIGHUP makes a run reload its policy's file. The signal handler calls eng_hangup. eng_hangups
 /// returns the number of signals since its last call.

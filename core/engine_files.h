@@ -114,10 +114,10 @@ enum { ENG_ATTACH_LINE = 65536, ENG_ATTACH_ANSWER = 1 << 20 };
 eng_status eng_attach_open(eng_attach **out, const char *path);
 /// Disconnects all clients and removes the socket. NULL is allowed.
 void       eng_attach_close(eng_attach *server);
-/// Serves the sockets and waits up to `milliseconds` for activity. With `milliseconds` = 0 and no
-/// clients, the call takes less than a microsecond. Returns true if a line arrived: *line is the
-/// line without its newline, valid until the next call, and *client is the number of the client
-/// that sent it.
+/// Accepts clients, reads and writes their data, and waits up to `milliseconds` for activity. With
+/// `milliseconds` = 0 and no clients, the call takes less than a microsecond. Returns true if a
+/// line arrived: *line is the line without its newline, valid until the next call, and *client is
+/// the number of the client that sent it.
 bool eng_attach_poll(const char **line, int64_t *length, int *client, eng_attach *server,
                      int milliseconds);
 /// Sends a line to a client. Disconnects a client with more than ENG_ATTACH_ANSWER unread bytes.

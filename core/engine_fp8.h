@@ -21,8 +21,8 @@ enum {
 /// mx_quantize.
 enum { ENG_MX_MSAMP_FP4 = 9 };
 
-/// How `quantize` computes a block's scale from its amax. Each rule is that of the project it is
-/// named after (core/base/fp8_scale.h).
+/// How `quantize` computes a block's scale from its amax. Each rule is named after the project that
+/// uses it (core/base/fp8_scale.h).
 enum {
   ENG_SCALE_TRANSFORMER_ENGINE = 0, ENG_SCALE_DEEPSEEK = 1, ENG_SCALE_DEEPGEMM = 2,
   ENG_SCALE_TORCHAO = 3, ENG_SCALE_MSAMP = 4, ENG_SCALES = 5
@@ -31,7 +31,7 @@ enum {
 /// HOPPER: as Hopper's tensor cores do (13 fraction bits, 32 products at a time, truncated). E4M3:
 /// products and running sum are rounded to e4m3, saturating. DEVICE: the device's own method;
 /// allowed only in a recipe. BLACKWELL: as Blackwell's tensor cores do; allowed only in a
-/// microscaling recipe. Such a recipe allows BLACKWELL, DEVICE and FP32.
+/// microscaling recipe. A microscaling recipe allows only BLACKWELL, DEVICE and FP32.
 enum {
   ENG_ACCUMULATE_DEVICE = -1, ENG_ACCUMULATE_FP32 = 0, ENG_ACCUMULATE_EXACT = 1,
   ENG_ACCUMULATE_HOPPER = 2, ENG_ACCUMULATE_E4M3 = 3, ENG_ACCUMULATORS = 4,
@@ -40,7 +40,7 @@ enum {
 
 /// Returns the code of x in a small format: "e4m3", "e5m2", "e5m6", "e5m6_tilekernels" (as
 /// TileKernels rounds), "ue8m0", "ue4m3" (of |x|), "e4m3_ieee" (with Inf), "f16", "bf16", "tf32",
-/// or one that always saturates: "e2m1", "e2m3", "e3m2", "int8", "mxint8" (in units of 1/64).
+/// or a format that always saturates: "e2m1", "e2m3", "e3m2", "int8", "mxint8" (in units of 1/64).
 /// Rounds to nearest even. Bits of mode: 1 saturates; 2 rounds stochastically by the bits of
 /// `random` (e4m3 and e5m2). For "ue8m0" the mode is different: 0 rounds down to a power of two, 1
 /// rounds up, and 4 rounds to the nearest power, ties up. Returns -1 for an unknown format.
@@ -101,13 +101,13 @@ typedef struct eng_fp8_product {
   int32_t accumulator, promotion, high, hadamard, signs;
 } eng_fp8_product;
 /// How a layer computes in FP8: a role for each of its tensors, a product for each of its passes.
-/// In microscaling, x and w have a rule of microscaling. dy may instead be in FP8, in square blocks
-/// with power-of-two scales. Only microscaling uses `backward`. It is set for both x and w, or for
-/// neither (mx = 0). If it is set, the backward products read the quantized x and w of the forward
-/// product: unchanged if mx is ENG_FP8_SAME, else quantized again as backward[] says. The gradients
-/// then pass through the gates of mx_quantize or msamp_fp4 and through the forward product's
-/// Hadamard transform. If `backward` is not set, x and w themselves are quantized for the backward
-/// products.
+/// In microscaling, x, w and dy have microscaling rules (`mx`), but dy may instead be in FP8, in
+/// square blocks with power-of-two scales. Only microscaling uses `backward`, which says how the
+/// backward products get x and w. Either both entries have mx = 0, or neither has. mx = 0: x and w
+/// themselves are quantized, as role[] says. mx = ENG_FP8_SAME: the quantized x and w of the
+/// forward product are used again. Any other mx: the quantized x and w of the forward product are
+/// quantized again, as backward[] says. Unless mx is 0, the gradients then pass through the gates
+/// of mx_quantize or msamp_fp4 and through the forward product's Hadamard transform.
 enum { ENG_FP8_SAME = -1 };
 typedef struct eng_fp8_recipe {
   eng_fp8_role role[3];               // ENG_FP8_X, W, DY

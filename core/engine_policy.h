@@ -18,7 +18,7 @@ enum {
   ENG_NEED_UNDERFLOW = 8,
   ENG_NEED_HIST = 16,
   ENG_NEED_TENSORS = 32,  // the record also has the statistics per tensor and per group
-  ENG_NEED_NORM_REF = 64, // the trainer sometimes runs a reference backward
+  ENG_NEED_NORM_REF = 64, // the trainer runs a backward pass in f32 now and then
   // The optimizer's update computes these four together (eng_update.norms).
   ENG_NEED_UPDATE_NORM = 128,
   ENG_NEED_WEIGHT_NORM = 256,
@@ -60,8 +60,8 @@ typedef struct eng_tensor_stats {
   int64_t hist[320];          // filled only with ENG_NEED_HIST
   double  relative_scale;     // relative scale of the gradient; 0 (not set) means 1
   double  norm_ref;           // norm in a reference backward pass; 0: there was none
-  // The remaining fields describe what an FP8 layer quantized; `underflow` then counts numbers that
-  // became 0.
+  // The next three fields are for a tensor that an FP8 layer quantized; `underflow` then counts
+  // numbers that became 0.
   int64_t measured;           // elements measured; 0: none, or this is a gradient
   int64_t clipped;            // measured elements above the format's largest number
   double  snr;                // signal-to-noise ratio of the quantized numbers, dB
@@ -196,7 +196,7 @@ double     eng_policy_each(const eng_policy *policy, int what, int index);
 /// with heads counted from 1. Returns NULL past the end.
 const char *eng_policy_logit_mul(double *factor, const eng_policy *policy, int index);
 enum { ENG_POLICY_LOGIT_MULS = 4096 };
-/// Publishes record.signals[name]. The value holds until it is set again.
+/// Sets record.signals[name] in the records that the policy reads, until it is set again.
 eng_status eng_policy_signal(eng_policy *policy, const char *name, double value);
 
 /// Runs the policy on a record to get its verdict. `stats` has an entry for each tensor of

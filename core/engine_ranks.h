@@ -99,8 +99,8 @@ typedef struct eng_parallel_options {
   const uint8_t *apart;
   eng_comm *holders;
   /// With zero = 3: units[i], from 0 to the number of parameters - 1, is the unit of parameter i.
-  /// Parameters with the same unit are used together, such as the parameters of a block. A rank
-  /// receives and drops the weights of a unit together.
+  /// Parameters with the same unit are used together, such as the parameters of a transformer
+  /// block. A rank receives and drops the weights of a unit together.
   const int32_t *units;
 } eng_parallel_options;
 /// Creates an eng_parallel for a set, which can have only one. With `zero` the set's optimizers
@@ -169,12 +169,13 @@ void eng_parallel_own(int64_t *from, int64_t *to, const eng_parallel *parallel, 
 /// Measurements of the last step's reductions. messages, bytes: sent by this rank. seconds: from
 /// the start of the first bucket to the end of the last one. waited: seconds spent waiting in
 /// eng_parallel_finish. held: seconds for which backward waited for memory that other buckets used.
-/// record: seconds of the record's message. weights: seconds of distributing updated weights (zero
-/// = 3: of starting to receive weights and of waiting for them). weight_messages, weight_bytes: the
-/// messages and bytes of weights that this rank sent. With zero = 3: weights_memory: the most bytes
-/// of weights and low-precision weights that this rank had at one time since eng_parallel_leave.
-/// weight_exchanges: the number of times that a unit was received. weights_ahead: the number of
-/// these units whose transfer began before the operation that used them.
+/// record: seconds of the allreduce in eng_parallel_stats. weights: seconds of distributing updated
+/// weights (zero = 3: of starting to receive weights and of waiting for them). weight_messages,
+/// weight_bytes: the messages and bytes of weights that this rank sent. With zero = 3:
+/// weights_memory: the most bytes of weights and low-precision weights that this rank had at one
+/// time since eng_parallel_leave. weight_exchanges: the number of times that a unit was received.
+/// weights_ahead: the number of these units whose transfer began before the operation that used
+/// them.
 typedef struct eng_parallel_facts {
   int64_t buckets, messages, bytes;
   double seconds, waited, held, record, weights;

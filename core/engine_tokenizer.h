@@ -41,7 +41,8 @@ enum {
                                 //    begin with it; 2 like 1, but to the first word of a text alone
   ENG_STEP_BYTES = 13,          // each byte becomes the character that GPT-2 uses for it
   ENG_STEP_CHARSMAP = 14,       // a: SentencePiece's compiled character map
-  ENG_STEP_SPLIT = 15,          // a: text to find; flags: ENG_SPLIT_* + 8 if inverted
+  ENG_STEP_SPLIT = 15,          // a: text to find; flags: ENG_SPLIT_* + 8 to treat
+                                //    the text between two matches as the match
                                 //    + 16 * (1 + ENG_SCAN_*) to find matches of that scan instead
   ENG_STEP_FROM_BYTES = 32,     // joins the tokens and reverses ENG_STEP_BYTES
   ENG_STEP_FROM_FALLBACK = 33,  // <0xE2> to bytes
@@ -50,7 +51,7 @@ enum {
   ENG_STEP_FROM_WORDPIECE = 35, // a: prefix of continuing pieces; flags: 1 removes the
                                 //    space before punctuation and contractions
   ENG_STEP_FROM_SUFFIX = 36,    // a: suffix of a word's last piece
-  ENG_STEP_FUSE = 37,
+  ENG_STEP_FUSE = 37,           // joins all texts into one
   ENG_STEP_CUT = 38             // a: text that each token loses, up to flags & 255 times at its
                                 //    start and up to flags >> 8 times at its end
 };
