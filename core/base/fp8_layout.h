@@ -21,8 +21,8 @@
 // Scales in the padding are read but multiply nothing; they must be finite, such as 0. Scale arrays
 // are 16-byte aligned.
 //
-// The transpose of a BLK128 operand has the operand's blocks: the matrix of scales is transposed,
-// then padded.
+// A transposed BLK128 operand has the same blocks: its scales are the transposed matrix of scales,
+// padded again.
 #pragma once
 
 #include "numerics.h"

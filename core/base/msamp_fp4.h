@@ -1,6 +1,6 @@
 // Microsoft's FP4 (arXiv 2501.17116, MS-AMP) on single numbers: the scale of a row, rounding to
 // e2m1, and the slope of the weights' rounding. Inline, so that gcc and nvcc compile the same code.
-// Called by the kernels of msamp_fp4.
+// Called by the kernels of msamp_fp4 and by the checks in fp8/.
 //
 // Numbers are bf16, held in f32. Let `a` be the largest magnitude of a row after clamping. Then:
 //   factor of a row   S = 2^floor(log2(6 / a)); 1 if `a` is 0, Inf or NaN
@@ -14,7 +14,7 @@
 #include "engine.h"
 #include "numerics.h"
 
-/// Whether this is 0 (no clamping) or an allowed quantile.
+/// Whether `clamp` is valid: 0 (no clamping) or an allowed quantile.
 ENG_INLINE int msamp_clamps(double clamp)
 { return clamp == 0 || (clamp >= 0.5 && clamp <= 0.9999); }
 

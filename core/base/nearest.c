@@ -17,8 +17,8 @@ static int smaller(int a, int b)
   return a < b ? a : b;
 }
 
-// Returns the number of edits from a to b. A swap of neighbours counts as one edit. It reads two
-// rows back, so three rows of the edit-distance table are enough.
+// Returns the number of edits from a to b. A swap of neighbours counts as one edit. A swap needs
+// the row before the previous one, so the function keeps three rows of the edit-distance table.
 static int distance(const char *a, int length_a, const char *b, int length_b)
 {
   int rows[3][LONGEST + 1];

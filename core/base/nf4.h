@@ -1,5 +1,6 @@
 // NF4 of single numbers, as bitsandbytes 0.50 computes it on a CPU. Inline, so that gcc and nvcc
-// compile the same code. Called by the kernels of nf4_quantize and nf4_dequantize.
+// compile the same code. Called by the kernels of nf4_quantize and nf4_dequantize, and by
+// fp8/infer.c.
 //
 // The elements of a tensor, in row-major order, form blocks. An element x is divided by `a`, the
 // absmax of its block, and rounded to the nearest of 16 numbers, ties to the lower number. The

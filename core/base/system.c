@@ -1,5 +1,5 @@
-// The machine: clock, terminal, versions of libraries, GPU driver. Owns nothing. Called from Lua:
-// progress, plot and `engine doctor`.
+// The machine: clock, terminal, versions of libraries, GPU driver. Owns nothing. Called by Lua
+// (progress, plots, `engine doctor`) and by the other folders of core/ (clock, GPUs).
 #include "engine.h"
 
 #include <dlfcn.h>      // dlopen

@@ -4,8 +4,8 @@
 #include <stdint.h>
 
 /// Returns the length in bytes of the UTF-8 character at `text`, which has `left` > 0 bytes. If the
-/// character is malformed (cut off, an overlong form, a surrogate, or above U+10FFFF), returns -n,
-/// where one U+FFFD replaces the first n >= 1 bytes of the character.
+/// character is malformed (cut off, an overlong form, a surrogate, or above U+10FFFF), returns -n:
+/// a repair replaces the first n >= 1 bytes of the character by one U+FFFD.
 int utf8_length(const char *text, int64_t left);
 /// Returns the length in bytes of the valid UTF-8 at the start of the text.
 int64_t utf8_valid(const char *text, int64_t size);

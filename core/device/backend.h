@@ -131,8 +131,9 @@ typedef struct backend {
   /// Allocates large chunks of memory, for the arenas. `take` returns NULL if there is no memory;
   /// `capacity`: the device's total bytes.
   arena_source memory;
-  /// Copies bytes, after the kernels started before it and before those started after it. A copy to
-  /// the host is complete on return. After a copy from the host, `from` may be reused on return.
+  /// Copies bytes. The copy runs after the kernels that were started before this call, and before
+  /// the kernels that are started after it. A copy to the host is complete on return. After a copy
+  /// from the host, `from` may be reused on return.
   eng_status (*move)(void *to, const void *from, int64_t bytes, copy_direction direction);
   eng_status (*clear)(void *memory, int64_t bytes);
   /// Waits for all work. Returns errors (an index out of range, a fault) that kernels detected

@@ -130,7 +130,7 @@ const backend *plugin_cuda(void)
   if (!library) {
     error_set(
       ENG_ERR_DEVICE,
-      "cuda: cannot load %s: %s; hint: CUDA_HOME=folder of a CUDA 13 toolkit, or device=cpu", path,
+      "cuda: cannot load %s: %s; hint: set CUDA_HOME to a CUDA 13 toolkit, or use device=cpu", path,
       dlerror());
     return NULL;
   }

@@ -7,7 +7,7 @@
 /// error set.
 const backend *plugin_cuda(void);
 
-/// Loads one of NVIDIA's libraries, from where the system's loader finds it, else from the folders
-/// of the toolkit or of NVIDIA's Python packages. Returns NULL if the library is not found. mode:
-/// RTLD_GLOBAL or RTLD_LOCAL.
+/// Loads one of NVIDIA's libraries from the search path of the system's loader. If the library is
+/// not there, tries the folders of the CUDA toolkit and of NVIDIA's Python packages. Returns NULL
+/// if the library is not found. mode: RTLD_GLOBAL or RTLD_LOCAL.
 void *plugin_library(const char *name, int mode);

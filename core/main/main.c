@@ -362,7 +362,7 @@ static void usage(void)
         "  -j cmd    control the JIT (e.g. -j off)  -O level  set the JIT's optimisation\n"
         "  -E        ignore LUA_INIT                -         run stdin\n"
         "  --        end of options\n"
-        "engine --help prints more.\n", stderr);
+        "engine --help lists the commands and shows examples.\n", stderr);
 }
 
 // Fills `o`. Returns false for an unknown option.

@@ -70,9 +70,9 @@ static void on_signal(int signal_number)
   }
 }
 
-// Runs one second after a signal, because compiled Lua loops and long operations check no hook. If
-// the script has not stopped by then and no run has begun, a signal other than SIGINT ends the
-// process. After Ctrl-C the user decides whether to interrupt again.
+// Runs one second after a signal that should stop the script, because compiled Lua loops and long
+// operations check no hook. If the script has not stopped by then and no run has begun, a signal
+// other than SIGINT ends the process. After Ctrl-C the user decides whether to interrupt again.
 static void on_alarm(int signal_number)
 {
   (void)signal_number;

@@ -190,8 +190,8 @@ static int64_t memory_of(int space)
   return space == SPACE_HOST ? machine_memory() : sources[space].capacity();
 }
 
-/// Marks a piece as in use (`out`), or closes it to all access. The memory of a captured step stays
-/// open while the captured step exists.
+/// Reports to AddressSanitizer, or to the emulated card, that memory is in use (`out`) or free. The
+/// memory of a captured step counts as in use while the captured step exists.
 static void mark(int space, arena_id id, void *memory, int64_t bytes, bool out)
 {
   if (space != SPACE_HOST) {

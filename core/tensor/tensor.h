@@ -1,6 +1,6 @@
 // Tensors in the core: a view (shape, strides) of a piece of memory, in a table of slots. Lua holds
-// the handle {slot, generation}; tensor_get turns it into a pointer or an error.
-// Owns the slot table. Called by params/, autograd/, fp8/, dist/ and store/; kernels read tensors.
+// the handle {slot, generation}; tensor_get turns it into a pointer or an error. Owns the slot
+// table. Called by device/, params/, autograd/, fp8/, dist/ and store/; kernels read tensors.
 #pragma once
 
 #include "arena.h"
@@ -51,7 +51,7 @@ typedef struct tensor {
 } tensor;
 
 /// Resolves a handle. The message of ENG_ERR_STALE gives the tensor's shape, its step and a hint.
-/// Errors: STATE for weights that are in memory only at times (ZeRO-3).
+/// Errors: STALE; STATE (a weight divided by ZeRO-3, which is not always in memory).
 eng_status tensor_get(tensor **out, const eng_tensor *handle);
 /// Resolves a handle like tensor_get, for callers that do not read the values or that first fetch
 /// absent weights.
