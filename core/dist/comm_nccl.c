@@ -216,7 +216,7 @@ static void write_note(card_note *note, bool wanted)
   *note = (card_note){.wish = (int32_t)wish_of_process(), .wanted = wanted};
   if (!wanted || note->wish == WISH_OFF || note->wish == WISH_UNKNOWN) return;
   note->can = load() == ENG_OK && card_of_process() == ENG_OK;
-  // NCCL takes two ranks on one card if NCCL_HOSTID gives them different hosts
+  // NCCL accepts two ranks on one card if NCCL_HOSTID gives them different host ids
   const char *host = getenv("NCCL_HOSTID");
   if (note->can)
     snprintf(note->card, sizeof note->card, "%s %.50s", nccl.card->identity(), host ? host : "");

@@ -132,7 +132,7 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
     return error_set(ENG_ERR_STATE, "these parameters are already divided among ranks");
   ENG_TRY(buckets_check(options));
   if (set->kept)
-    return error_set(ENG_ERR_STATE, "a reference backward of these parameters is running; "
+    return error_set(ENG_ERR_STATE, "a reference backward pass of these parameters is running; "
                                     "hint: end it first");
   eng_parallel *p = calloc(1, sizeof *p);
   if (!p) return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");

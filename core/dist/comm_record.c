@@ -3,8 +3,8 @@
 // Each rank has the statistics of its own pieces. One message reduces them to the same record on
 // every rank. It carries numbers to sum: each tensor's counts and squares, the histogram if it is
 // needed, and the caller's `sums`. It also carries numbers whose maximum is taken: each tensor's
-// amax and the caller's `maxima`. The message is sent in every step, even after an overflow.
-// Called by Lua.
+// amax, the caller's `maxima` and, for each parameter with `apart`, whether it has a gradient. The
+// message is sent in every step, even after an overflow. Called by Lua.
 #include "comm_gradients.h"
 
 #include "device/backend.h"

@@ -27,8 +27,8 @@ static void first_name(char *text, size_t size, const eng_params *set, int unit)
   snprintf(text, size, "the unit of %s", set->member[i].name);
 }
 
-/// Returns the piece of a weight that a rank owns. A derived copy belongs as a whole to the rank
-/// that owns the whole member.
+/// Returns the piece of a weight that a rank owns. A derived copy (PARTED_DERIVED, an FP8 copy) is
+/// not cut: it belongs to the rank that owns the whole member.
 static comm_message piece_of(const eng_parallel *p, const tensor *x, int index, int form, int rank)
 {
   int64_t size = eng_dtype_size(x->dtype), from, to;

@@ -105,8 +105,8 @@ static launch launched(void)
     snprintf(found.wrong, sizeof found.wrong, "ENGINE_RANKS=%.60s: expected off, mpi or nccl",
              asked);
   else if (found.name) found.wrong[0] = 0;
-  if (found.wrong[0]) {         // an error, because training in one process would be a different
-                                // job
+  // Invalid variables must be an error. Otherwise each of the started processes would train alone.
+  if (found.wrong[0]) {
     found.kind = START_WRONG;
     if (found.size == 1) found.size = 2;
   } else if (mpi || nccl) {
@@ -165,7 +165,7 @@ static eng_status load_nccl(const comm_transport **out, const launch *l)
     status,
     "%s started %d process%s without MPI; without it, each process needs a card and connects "
     "over NCCL: %s; hint: mpirun -np %d engine SCRIPT (or srun --mpi=pmix) needs no cards, "
-    "ENGINE_RANKS=off needs no other processes, NCCL_DEBUG=WARN prints more",
+    "ENGINE_RANKS=off trains in this process alone, NCCL_DEBUG=WARN prints more",
     l->name, l->size, l->size > 1 ? "es" : "", reason, l->size);
 }
 
@@ -199,9 +199,9 @@ static eng_status load_mpi(const comm_transport **out, const launch *l)
                      path, dlerror());
   union { void *object; comm_plugin *function; } entry = {dlsym(library, "eng_comm_mpi")};
   if (!entry.object)
-    return error_set(ENG_ERR_LIBRARY, "ranks: %s is not a transport of this engine; hint: make",
+    return error_set(ENG_ERR_LIBRARY, "ranks: %s is not a transport of this engine; hint: run make",
                      path);
-  error_set(ENG_ERR_LIBRARY, "ranks: %s belongs to another version of the engine; hint: make",
+  error_set(ENG_ERR_LIBRARY, "ranks: %s belongs to another version of the engine; hint: run make",
             path);
   const comm_transport *transport = entry.function(&host);
   if (!transport) return ENG_ERR_LIBRARY;

@@ -55,7 +55,7 @@ eng_status history_check(sqlite3 *db, const char *path, bool *fresh)
                      path);
   if (version > HISTORY_SCHEMA)
     return error_set(ENG_ERR_FORMAT,
-                     "history %s was written by a newer engine (schema %lld, this one knows %d); "
+                     "history %s was written by a newer engine (schema %lld, expected up to %d); "
                      "hint: update the engine",
                      path, (long long)version, HISTORY_SCHEMA);
   return ENG_OK;

@@ -11,7 +11,7 @@ enum {
   OPERATIONS = 10000,            // operations of SQLite's virtual machine between two calls of
                                  // the function progress()
   // A query may take LEAST_OPERATIONS, plus OPERATIONS_PER_BYTE for each byte of the file. Without
-  // a limit, a damaged file could make a query loop for ever.
+  // a limit, a damaged file could make a query run forever.
   LEAST_OPERATIONS = 100000000,
   OPERATIONS_PER_BYTE = 1000
 };

@@ -147,7 +147,7 @@ static eng_status name_token(eng_tokenizer *t, int64_t id, const char *text, int
 
 // Rounds a score as the package `tokenizers` does when it reads a number: reads the digits as an
 // integer, converts it to a double, then multiplies or divides by a power of ten. Each operation
-// rounds. The last bit decides whether two paths have equal scores.
+// rounds. Even the last bit matters: it decides whether two ways to split a word have equal scores.
 static double score_of(double score)
 {
   char text[32];
