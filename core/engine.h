@@ -426,7 +426,7 @@ int64_t eng_params_count(const eng_params *set);
 /// parameters, in order. Returns 0 if it cannot be computed: the device fails, memory is short, or
 /// the weights are divided among the ranks now (zero=3).
 uint64_t eng_params_checksum(const eng_params *set);
-/// Does the same as eng_params_checksum for only those parameters i that have which[i] == `value`.
+/// Computes eng_params_checksum over only the parameters i with which[i] == `value`.
 uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value);
 
 /// The kinds of optimizers.

@@ -162,8 +162,8 @@ void       eng_history_free(eng_history *history);
 /// Appends one row to `steps`. `tokens`: the number of tokens that this step trained on. This and
 /// the following functions append to a queue. They return IO once if the writing thread has failed
 /// (disk full). The row is still queued and is written when the disk has room again, so a run can
-/// continue after the error. When the queue is full, rows are dropped, and an event 'history'
-/// records how many.
+/// continue after the error. When the queue is full, a call waits for room; while commits fail it
+/// drops its row instead, and an event 'history' later records how many rows were dropped.
 eng_status eng_history_step(eng_history *history, const eng_record *record,
                             const eng_verdict *verdict, double tokens);
 /// Appends one row to `tensor_stats`: statistics of tensors 0..n-1 in parameter order.
@@ -215,9 +215,9 @@ int         eng_query_parameters(const eng_query *query);
 eng_status  eng_query_bind_int(eng_query *query, int parameter, int64_t value);
 eng_status  eng_query_bind_double(eng_query *query, int parameter, double value);
 eng_status  eng_query_bind_text(eng_query *query, int parameter, const char *value, int64_t bytes);
-/// Goes to the next row; *row is false if there is none. Errors: FORMAT (a value that does not
-/// have the type of its column, a negative step, more work than a valid file of this size can
-/// need), INTERRUPTED, IO.
+/// Goes to the next row; *row is false if there is none. Errors: FORMAT (a value does not have the
+/// type of its column, a step is negative, or the query does more work than a valid file of this
+/// size can need), INTERRUPTED, IO.
 eng_status  eng_query_next(bool *row, eng_query *query);
 int         eng_query_columns(const eng_query *query);
 const char *eng_query_name(const eng_query *query, int column);

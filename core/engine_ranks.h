@@ -41,8 +41,8 @@ void eng_comm_free(eng_comm *comm);
 /// that names the missing ranks. 0 only queries. Returns the previous value.
 double eng_comm_timeout(double seconds);
 /// Ends this process's part in the job. This is the last call of a process, and is made
-/// automatically when the process exits. Code 0 waits for the other ranks; any other code ends them
-/// as well. Does nothing in a process that runs alone.
+/// automatically when the process exits. Code 0 waits for the other ranks; any other code ends the
+/// other ranks as well. Does nothing in a process that runs alone.
 void eng_comm_end(int code);
 
 /// Waits until every rank of the group has called this function.

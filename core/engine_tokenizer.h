@@ -38,7 +38,7 @@ enum {
   ENG_STEP_REPLACE = 11,        // a: text to find; b: its replacement; flags: 0 finds this text,
                                 //    1 + ENG_SCAN_* finds matches of that scan instead
   ENG_STEP_PREPEND = 12,        // a: text to prepend; flags: 0 always; 1 to words that do not yet
-                                //    begin with it; 2 like 1, but to the first word of a text alone
+                                //    begin with it; 2 like 1, but only to the first word of a text
   ENG_STEP_BYTES = 13,          // each byte becomes the character that GPT-2 uses for it
   ENG_STEP_CHARSMAP = 14,       // a: SentencePiece's compiled character map
   ENG_STEP_SPLIT = 15,          // a: text to find; flags: ENG_SPLIT_* + 8 to treat

@@ -27,10 +27,10 @@
 //   value of a code       code * s * (g / 2688)
 // A block whose amax is much smaller than the tensor's has the scale 0.
 //
-// QuEST, the forward pass of Quartet (arXiv 2505.14669), only for e2m1: e = floor(log2 s) for
-// s = f32(2.92247856 / 6 * std + 1e-8), where std is the population standard deviation of the
-// block's elements, computed from their sum and the sum of their squares, in f64, in order. Ties
-// round toward zero. An element of magnitude 6 * 2^e or more has no gradient.
+// QuEST, the forward pass of Quartet (arXiv 2505.14669), only for e2m1: e = floor(log2 s), where
+// s = f32(2.92247856 / 6 * std + 1e-8). std is the population standard deviation of the block's
+// elements, computed from their sum and the sum of their squares, both added up in f64 in the order
+// of the elements. Ties round toward zero. An element of magnitude 6 * 2^e or more has no gradient.
 //
 // Four over six (Transformer Engine's 4over6): NVFP4 with 1536 = 256 * 6 in place of 2688. Each
 // block chooses between two scales, s6 = e4m3((a / 6) * S) and s4 = e4m3((a / 6) * S * 1.5). It

@@ -148,9 +148,10 @@ typedef struct backend {
   /// Returns the device's description for messages: "NVIDIA H200, sm_90, driver 580.82, ...". The
   /// CPU has this function, too. NULL: messages give only the device's name.
   const char *(*describe)(void);
-  /// Which FP8 products the tensor cores compute: 0 none, 1 those of operands with one scale each,
-  /// 2 also those with scales by row or block. The result is also 2 if the user selected the slow
-  /// formula (ENGINE_FP8_FORMULA=1). NULL: the device has only one implementation of FP8 products.
+  /// Which FP8 products the tensor cores compute: 0: none. 1: products of operands that have one
+  /// scale each. 2: also products of operands with scales by row or block. The result is 2, too, if
+  /// the user selected the slow formula (ENGINE_FP8_FORMULA=1). NULL: the device has only one
+  /// implementation of FP8 products.
   int         (*fp8)(void);
   /// Whether the tensor cores compute mx_matmul for these formats, with scales by the rules of
   /// NVFP4 (`nvfp4`) or of MX. NULL: they never do.

@@ -1,9 +1,9 @@
 // Ranks are processes that work on one job. A transport moves bytes between them; all transports
 // have one interface. The MPI transport is a plug-in library (comm_mpi.c); the NCCL transport
 // (comm_nccl.c) is used where there is no MPI; a process that runs alone has no transport. All
-// collective operations (comm.c) are made of messages between two ranks, so that a sum has one
-// order whatever the transport, message size or algorithm. Data on the ranks' cards goes from card
-// to card over NCCL where possible, else through the host.
+// collective operations (comm.c) are made of messages between two ranks, so the order of a sum does
+// not depend on the transport, the message size or the algorithm. Data on the ranks' cards goes
+// from card to card over NCCL where possible, else through the host.
 //
 // The order of a sum over ranks 0..n-1: let p be the largest power of two <= n. First x[i + p] is
 // added to x[i] for i < n - p. Then a balanced binary tree adds x[0..p-1], adjacent elements first:

@@ -129,7 +129,7 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
   *out = NULL;
   ENG_TRY(params_alive(set));
   if (set->own)
-    return error_set(ENG_ERR_STATE, "these parameters are already divided among ranks");
+    return error_set(ENG_ERR_STATE, "these parameters already have a reduction over ranks");
   ENG_TRY(buckets_check(options));
   if (set->kept)
     return error_set(ENG_ERR_STATE, "a reference backward pass of these parameters is running; "

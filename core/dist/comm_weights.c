@@ -1,8 +1,8 @@
 // ZeRO-3: sends the weights of a unit, such as a transformer block, to the ranks that are about to
-// use it. params/params_parted.c starts this when an operation reads a weight of which this rank
-// has only a part, or will probably read one soon. Each rank owns the pieces that it would own with
-// ZeRO-1 and ZeRO-2. Messages go directly from the owner's weight buffer into the weight buffers of
-// the other ranks, in the dtype that the operation reads.
+// use it. params/params_parted.c starts this when an operation reads, or will probably soon read, a
+// weight that this rank has only in part. Each rank owns the pieces that it would own with ZeRO-1
+// and ZeRO-2. Messages go directly from the owner's weight buffer into the weight buffers of the
+// other ranks, in the dtype that the operation reads.
 //
 // All ranks run the same operations, so they fetch the same units in the same order. Each unit's
 // messages have their own tag, so ranks that fetch different units wait for each other until the

@@ -1,7 +1,7 @@
 // The world: how this process was started, its transport, and the end of the job.
 //
 // Two transports exist. MPI is a plug-in, libengine_mpi.so beside this library. It is loaded only
-// if mpirun or srun started several processes, so that a machine without MPI runs everything else.
+// if mpirun or srun started several processes, so the engine also runs on machines without MPI.
 // NCCL alone (comm_nccl.c) is the transport if torchrun started the job, or srun without an MPI
 // plug-in. ENGINE_RANKS overrides this choice.
 //

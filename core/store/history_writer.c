@@ -10,9 +10,9 @@
 #include <string.h>
 #include <time.h>
 
-// Counts are those of the scaled gradients; amax and norm are unscaled. NaN is stored as NULL,
-// infinities as themselves. `scale` is the loss scale of the step's backward pass, `next_scale` the
-// loss scale that the policy chose for the next step.
+// inf, nan, zeros and underflow count elements of the scaled gradients; amax and norm are unscaled.
+// NaN is stored as NULL, infinities as themselves. `scale` is the loss scale of the step's backward
+// pass, `next_scale` the loss scale that the policy chose for the next step.
 static const char schema[] =
   "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;"
   "CREATE TABLE config(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;"

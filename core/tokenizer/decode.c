@@ -57,8 +57,8 @@ static int fallback_byte(const char *text, int64_t size)
   return high < 0 || low < 0 ? -1 : high * 16 + low;
 }
 
-// Ends the last text of the list. Its bytes are those from offset `from` on. If they are not UTF-8,
-// each of them becomes a U+FFFD.
+// Ends the last text of the list, whose bytes begin at offset `from`. If they are not UTF-8, each
+// byte becomes a U+FFFD.
 static void end_bytes(eng_tokenizer *t, list *to, int64_t from)
 {
   int64_t n = to->bytes->size - from;

@@ -154,7 +154,7 @@ typedef struct word_cache {
 } word_cache;
 
 /// Where `names` holds a token's two texts. `at` and `size`: offset and size of the text in the
-/// file. `shown` and `shown_size`: those of the text with which decoding starts.
+/// file. `shown` and `shown_size`: offset and size of the text from which decoding starts.
 typedef struct decoded { int64_t at, shown; int32_t size, shown_size; bool special; } decoded;
 
 struct eng_tokenizer {
@@ -184,8 +184,8 @@ struct eng_tokenizer {
   added    *added;
   int64_t   n_added, room_added;
   int32_t  *added_of;          // [room_ids] 1 + index in `added`; 0: not an added token
-  trie      raw_added, normalized_added;   // tries of added tokens: those searched in the raw text,
-                                           // and those searched in normalized text
+  trie      raw_added, normalized_added;   // tries of the added tokens that are searched in raw
+                                           // text, and of those searched in normalized text
   bool      raw_first[256], normalized_first[256];   // [byte] a token in that trie begins with it
   steps     normalize, split, decode;
   ids       before, after, out;
