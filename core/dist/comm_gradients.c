@@ -375,7 +375,9 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
     return error_set(ENG_ERR_STATE, "a step failed while gradients were in flight between ranks: "
                                     "this process cannot continue training; hint: start the job "
                                     "again");
-  if (p->armed) return error_set(ENG_ERR_STATE, "the reduction over ranks has already begun");
+  if (p->armed)
+    return error_set(ENG_ERR_STATE, "the reduction over ranks has already begun; hint: call "
+                                    "eng_parallel_finish or eng_parallel_cancel first");
   if (pass == ENG_PASS_MORE && p->zero < 2)
     return error_set(ENG_ERR_STATE, "ENG_PASS_MORE needs zero=2 or 3; otherwise gradients are "
                                     "reduced once a step");
@@ -421,7 +423,9 @@ static void leave_rooms(eng_parallel *p)
 
 eng_status eng_parallel_finish(eng_parallel *p)
 {
-  if (!p->armed) return error_set(ENG_ERR_STATE, "no reduction over ranks has begun");
+  if (!p->armed)
+    return error_set(ENG_ERR_STATE,
+                     "no reduction over ranks has begun; hint: call eng_parallel_begin first");
   backward_set_watch(NULL);
   comm_meanwhile(NULL, NULL);
   double began = eng_clock(), since = began;

@@ -65,7 +65,8 @@ static eng_status on_card(reduction *r)
           flags_bytes = ranks * (int64_t)sizeof(uint32_t);
   int64_t bytes = (ranks + 1) * packed + terms_bytes + runs_bytes + flags_bytes;
   if (!card->wire_pack)
-    return error_set(ENG_ERR_DEVICE, "%s has no kernels for messages between ranks", card->name);
+    return error_set(ENG_ERR_DEVICE, "the device %s has no kernels for messages between ranks",
+                     card->name);
   char *there = arena_alloc_in(r->x->store->space, ARENA_SCRATCH, bytes),
        *table = there + (ranks + 1) * packed, *sum = there + ranks * packed;
   char *staged = malloc((size_t)(terms_bytes + runs_bytes));

@@ -115,7 +115,9 @@ static eng_status finish(void *data)
 
 static eng_status check_units(const eng_parallel *p, const int32_t *units)
 {
-  if (!units) return error_set(ENG_ERR_VALUE, "zero=3 needs the unit of each parameter");
+  if (!units)
+    return error_set(ENG_ERR_VALUE, "zero=3: expected the unit of each parameter "
+                                    "(eng_parallel_options.units), got none");
   for (int i = 0; i < p->set->n; i++)
     if (units[i] < 0 || units[i] >= p->set->n)
       return error_set(ENG_ERR_VALUE, "expected a unit from 0 to %d for parameter %s, got %d",
@@ -140,7 +142,8 @@ static eng_status check_parted(const eng_parallel *p)
 {
   ENG_TRY(params_alive(p->set));
   return p->set->parted ? ENG_OK
-                        : error_set(ENG_ERR_STATE, "these weights are not divided among ranks");
+                        : error_set(ENG_ERR_STATE, "these weights are not divided among ranks; "
+                                                   "this call needs zero=3");
 }
 
 eng_status eng_parallel_leave(eng_parallel *p)

@@ -27,7 +27,8 @@ eng_status eng_tokenizer_new(eng_tokenizer **out, int model, int flags, int64_t 
                              const char *prefix, const char *suffix, int64_t longest)
 {
   if (model < ENG_TOKENS_BPE || model > ENG_TOKENS_WORDS)
-    return error_set(ENG_ERR_VALUE, "tokenizer: there is no model %d", model);
+    return error_set(ENG_ERR_VALUE,
+                     "tokenizer: expected a model from 0 to 3 (ENG_TOKENS_*), got %d", model);
   eng_tokenizer *t = calloc(1, sizeof *t);
   if (!t) return no_memory();
   unicode_start();
@@ -260,7 +261,7 @@ eng_status eng_tokenizer_step(eng_tokenizer *t, int stage, int kind, int64_t fla
                 : stage == ENG_STAGE_SPLIT   ? &t->split
                                              : &t->decode;
   if (list->n == ENG_TOKENS_MAX_STEPS)
-    return error_set(ENG_ERR_VALUE, "tokenizer: expected at most %d steps",
+    return error_set(ENG_ERR_VALUE, "tokenizer: expected at most %d steps in a stage",
                      (int)ENG_TOKENS_MAX_STEPS);
   bool needs_text = ((kind == ENG_STEP_REPLACE || kind == ENG_STEP_SPLIT) &&
                      (kind == ENG_STEP_SPLIT ? flags >> 4 : flags) == 0) ||
