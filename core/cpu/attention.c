@@ -258,9 +258,9 @@ static void round_row(float *row, int64_t last)
 #endif
 }
 
-// Rounds p and ds [rows x last] of the backward pass to bf16. `last` is the number of keys. A word
-// of p packs two queries and is stored in the row of the first query. A word of ds packs two keys.
-// ds_turned receives ds packed like p.
+// Rounds p and ds [rows x last] of the backward pass to bf16. `last` is the number of keys that the
+// last query attends to. A word of p packs two queries and is stored in the row of the first query.
+// A word of ds packs two keys. ds_turned receives ds packed like p.
 static void round_gradients(const sizes *s, float *p, float *ds, float *ds_turned, int64_t rows,
                             int64_t last)
 {
@@ -280,11 +280,12 @@ static void round_gradients(const sizes *s, float *p, float *ds, float *ds_turne
 
 // ------------------------------------------------------------------ forward
 
-// Returns exp(scale * x - shift) in the first n lanes and 0 in the other lanes. The product is
-// rounded before the subtraction, because the shift was found from rounded products. With a fused
-// multiply-subtract, a huge score could differ from the shift so much that exp would overflow. In
-// the other lanes, the 0 replaces an exp(0). An exp(-inf) would give 0 itself, but a result that
-// underflows costs a hundred cycles, and every row of a causal mask ends in such lanes.
+// Returns exp(scale * x - shift) in the first n lanes and 0 in the other lanes. Stores the argument
+// of exp in *difference. The product is rounded before the subtraction, because the shift was found
+// from rounded products. With a fused multiply-subtract, a huge score could differ from the shift
+// so much that exp would overflow. The other lanes compute exp(0) and are then set to 0. exp(-inf)
+// would be 0 at once, but a result that underflows costs a hundred cycles, and every row of a
+// causal mask ends in such lanes.
 VF_INLINE vf exp_first(vf *difference, const float *x, float scale, float shift, int n)
 {
   vf shifted = vf_sub(vf_mul(vf_load_n(x, n), vf_set1(scale)), vf_set1(shift));
@@ -297,9 +298,9 @@ VF_INLINE vf entropy_part(vf e, vf x)
   return vf_select(vf_eq(e, vf_zero()), vf_zero(), vf_mul(e, x));
 }
 
-// Replaces n > 0 unscaled scores by exp(scale * score - max), padded with zeros to a whole vector,
-// and returns the sum of the results. Stores the lse in *lse. Stores in *extra what `which`
-// requests: the entropy, or the largest scaled score, ignoring NaN.
+// Replaces n > 0 scores by exp(scale * score - max), padded with zeros to a whole vector, and
+// returns the sum of the results. `max` is the largest scaled score, ignoring NaN. Stores the lse
+// in *lse. Stores in *extra what `which` requests: the entropy or `max`.
 VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, float *extra,
                             const int which)
 {
@@ -451,8 +452,8 @@ static backward_room backward_room_at(const sizes *s, float *room)
   return r;
 }
 
-// On entry, p holds n unscaled scores and ds holds dp. Replaces p by exp(scale * score - lse) and
-// ds by p * (dp - sum of p * dp), both padded with zeros to a whole vector.
+// On entry, p holds n scores and ds holds dp. Replaces p by exp(scale * score - lse) and ds by
+// p * (dp - sum of p * dp), both padded with zeros to a whole vector.
 static void gradient_row(float *p, float *ds, int64_t n, float scale, float lse)
 {
   vf sum = vf_zero(), x;

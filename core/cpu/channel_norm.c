@@ -220,7 +220,7 @@ static double number_at(const tensor *x, int64_t i, double absent)
 static eng_status norm(const op_call *call, bool batch)
 {
   op_call y = *call;
-  y.n_out = 1;   // of the outputs, all_fast then checks only y: the statistics may be f64
+  y.n_out = 1;   // all_fast then checks no output but y, because the statistics may be f64
   if (!all_fast(&y) || call->in[0]->count == 0) return forward_to_reference(call);
   channel_norm s = shape_of(call->in[0], batch, batch ? 0 : call->group_norm.groups);
   const tensor *weight = call->in[1], *bias = call->in[2], *given = batch ? call->in[3] : NULL;

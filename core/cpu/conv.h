@@ -15,7 +15,7 @@ typedef struct conv_call {
   int64_t kind;                         // conv_kind
   int64_t n, h, w, c;                   // x [n x h x w x c]
   int64_t p, q, o;                      // y [n x p x q x o]
-  int64_t groups, threads;              // threads: of OpenMP
+  int64_t groups, threads;              // threads: the number of OpenMP threads
   int64_t kernel[2], stride[2], padding[2], dilation[2];
   int64_t dtype[CONV_PARTS];            // -1 for an absent bias
   void   *data[CONV_PARTS];             // BIAS may be NULL, and is NULL for gradients

@@ -6,8 +6,8 @@
 // AVX512-BF16 or AMX, bf16 products take subnormals as zero and flush subnormal sums. NaN and
 // infinity propagate. Some kernels also spread them to outputs that do not depend on them; conv.c
 // corrects these outputs. oneDNN chooses the order of the sums, which is fixed for one version of
-// oneDNN, one shape and one thread count. oneDNN returns dnnl_unimplemented for what it does not
-// support. conv.c then converts to f32 or calls the reference kernels.
+// oneDNN, one shape and one thread count. For calls that it does not support, oneDNN returns
+// dnnl_unimplemented. conv.c then converts to f32 or calls the reference kernels.
 #include "conv.h"
 
 #include "onednn.h"
@@ -136,7 +136,8 @@ static bool is_slow(const_dnnl_primitive_desc_t conv)
 /// of oneDNN's choice has a fast kernel.
 static dnnl_status_t choose(dnnl_primitive_desc_t *out, const conv_call *k)
 {
-  conv_call plain = *k;        // the forward hint, with every tensor in y's format
+  // Gradients need the descriptor of a forward convolution as a hint. Its tensors have y's format.
+  conv_call plain = *k;
   plain.dtype[CONV_X] = plain.dtype[CONV_W] = plain.dtype[CONV_Y];
   for (int any = 0; any < 2; any++) {
     dnnl_primitive_desc_t forward = NULL, found = NULL;

@@ -1,9 +1,9 @@
-// The CPU device: a table of kernels, filled once for the best instruction set that this processor
-// and its operating system support. Each kernel file is compiled once per set and fills its part of
-// the table. Owns the table. Called by backend.c.
+// The CPU device: a table of kernels, filled at first use for the best instruction set that this
+// processor and its operating system support. Each kernel file is compiled once per set and fills
+// its part of the table. Owns the table. Called by backend.c.
 //
-// ENGINE_ISA=plain|avx2|avx512 in the environment selects a set, as eng_cpu_isa() does at run time.
-// An unknown or unsupported set is reported and ignored.
+// ENGINE_ISA=plain|avx2|avx512 in the environment selects a set. An unknown or unsupported set is
+// reported and ignored. eng_cpu_isa() changes the set at run time and fills the table again.
 #include "device/backend.h"
 #include "base/error.h"
 #include "gemm.h"
@@ -109,8 +109,8 @@ const backend *backend_cpu(void)
     for (int k = 0; !chosen; k++)
       if (isas[k].here()) chosen = &isas[k];
     if (wish && *wish && strcmp(wish, chosen->name) != 0)
-      fprintf(stderr, "engine: ENGINE_ISA: expected plain, or avx2 or avx512 where the machine has "
-                      "it, got '%s'; using %s\n", wish, chosen->name);
+      fprintf(stderr, "engine: ENGINE_ISA: expected plain, or avx2 or avx512 if this machine "
+                      "supports it, got '%s'; using %s\n", wish, chosen->name);
     use(chosen);
   }
   return &table;
@@ -123,8 +123,9 @@ const char *eng_cpu_isa(const char *force)
     const struct isa *isa = named(force);
     if (!isa) {
       error_set(ENG_ERR_DEVICE,
-                "cpu: this machine does not support the instruction set '%s'; the best one here is "
-                "'%s'", force, named("avx512") ? "avx512" : named("avx2") ? "avx2" : "plain");
+                "cpu: expected an instruction set that this machine supports, got '%s'; the best "
+                "one here is '%s'",
+                force, named("avx512") ? "avx512" : named("avx2") ? "avx2" : "plain");
       return NULL;
     }
     use(isa);

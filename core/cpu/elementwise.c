@@ -3,8 +3,8 @@
 // over tiles that stay in a thread's cache. f64 and integer tensors go to the reference kernels.
 // Called through backend.kernel[]; owns nothing.
 //
-//   maximum, minimum   a NaN on either side gives NaN; of equal values (-0, +0) the first is taken
-//   clamp              NaN stays
+//   maximum, minimum   NaN if either input is NaN; the first input if both are equal (-0 equals +0)
+//   clamp              NaN stays NaN
 //   dropout            a dropped element is 0, even where it was NaN or Inf
 #include "base/rng.h"
 #include "operand.h"

@@ -34,7 +34,7 @@ enum {
   BLOCK = 64,                    // rows of a task
   PANEL = 4 * VF_LANES,          // columns of a panel: their exponents fill a vector of bytes
   ZERO_EXPONENT = -64,           // exponent of a zero, below the sum of any two other exponents
-  LEAST_EXPONENT = -48,
+  LEAST_EXPONENT = -48,          // above the exponents of zero products, below all others
 };
 
 typedef int8_t vb __attribute__((vector_size(4 * VF_LANES), may_alias));
@@ -46,7 +46,7 @@ typedef struct matrix {
   const float   *scale;
   int            dtype, fraction;
   int64_t        i_stride, k_stride, size;
-  fp8_scales     at;                 // of elements (i, k)
+  fp8_scales     at;                 // gives the index of the scale of element (i, k)
 } matrix;
 
 typedef struct run {

@@ -6,8 +6,8 @@
 // magnitude by comparing bits, so a NaN is larger than any number. If a transposed copy is wanted,
 // the same task produces it from the same tile, in blocks that may have another shape. Blocks too
 // tall for a tile take two passes: the first measures them in pieces, the second writes their
-// codes. Blocks of any width use the same loops, with the factors of a row expanded to one per
-// element.
+// codes. Blocks of 1 x 128, the common case, have loops of their own. The other loops serve blocks
+// of any width: they read one factor for each element of a row.
 //
 // These cases go to the reference kernels: f64; e5m6 in blocks of several rows, or of a width that
 // is not a multiple of 8; stochastic rounding of a transposed copy whose blocks are not square; an
@@ -33,7 +33,7 @@ enum {
   TILE_ROW = 256,       // columns transposed at a time
   FAR = 1 << 21,       // a transposed copy of FAR bytes or more bypasses the caches
   ROW_BLOCKS = 16,     // how many blocks of 1 x 128 are measured and written at a time
-  VERTICAL = 64,       // in narrower blocks than this, each column's maximum is found first
+  VERTICAL = 64,       // in blocks narrower than this, each column's maximum is found first
 };
 
 /// One of the two results: the codes and scales of x, or the codes and scales of its transpose. In
@@ -265,8 +265,8 @@ VF_INLINE void put_codes(uint8_t *to, vf x, vf factor, const int fraction, const
 }
 
 #if defined(ENG_ISA_avx512)
-// Converts 32 bf16 numbers, for whose blocks is_within holds, to codes. even_f and odd_f are the
-// factors, or divisors if `by`, of the numbers at even and odd positions.
+// Converts 32 bf16 numbers to codes. is_within must be true for their blocks. even_f and odd_f are
+// the factors, or divisors if `by`, of the numbers at even and odd positions.
 VF_INLINE void pair_of_bf16(uint8_t *to, const uint16_t *x, vf even_f, vf odd_f, const int fraction,
                             const bool by)
 {

@@ -9,7 +9,7 @@
 //           strides, alignment or the number of threads.
 //   pairs   a variant of `packed` for bf16 times bf16 with k of 128 or more, on processors that
 //           multiply pairs of bf16 at full speed (gemm_pairs.h). It adds two steps of k at a time,
-//           the later step first, and takes subnormals as zero, as AMX does. In all else it is like
+//           the later step first, and takes subnormals as zero, as AMX does. Otherwise it is like
 //           `packed`.
 //   oneDNN  bf16 on processors with AMX, where it is several times faster than anything in f32.
 //           Its order of summation may depend on shapes and thread count. AMX's instruction

@@ -13,8 +13,8 @@
 // If the processor multiplies pairs of bf16 at full speed, both operands are bf16 and k is at least
 // GEMM_PAIRS_K, panels and rows of A hold pairs of bf16 instead of f32 (gemm_pairs.h). A product
 // with at most GEMM_MR rows, as when generating one token, reads a transposed B in place. Every sum
-// stays within one thread, so results do not depend on the number of threads. avx2 and avx512 agree
-// bit for bit; the plain build rounds products and sums separately.
+// stays within one thread, so results do not depend on the number of threads. Without pairs and
+// GELU, avx2 and avx512 agree bit for bit; the plain build rounds products and sums separately.
 #include "gemm.h"
 
 #include <omp.h>
@@ -31,8 +31,8 @@ enum {
   GEMM_K_UNIT = 16,
   GEMM_MC = 128,               // most rows in a task, before rounding up to a multiple of GEMM_MR
   GEMM_SERIAL = 1 << 17,       // multiply-adds below which threads cost more than they save
-  // With a smaller k, bf16 is multiplied as f32, not as pairs. The choice depends on k alone, so
-  // the order of the sums does, too.
+  // With a smaller k, bf16 is multiplied as f32, not as pairs. The choice depends on k alone, and
+  // so does the order of the sums.
   GEMM_PAIRS_K = 128,
 };
 

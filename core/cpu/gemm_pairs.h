@@ -117,7 +117,7 @@ static void lay_out_pairs(float *to, int64_t to_row, const uint16_t *source, int
     }
 }
 
-// Does the work of lay_out_pairs with words along the rows of the source, not across two rows: sets
+// Like lay_out_pairs, but a word holds two adjacent numbers of one row instead of one column: sets
 // to[i*to_row + p] to the word of source[i*row + 2p*column] and source[i*row + (2p+1)*column].
 static void lay_out_row_pairs(float *to, int64_t to_row, const uint16_t *source, int64_t row,
                               int64_t column, int64_t rows, int64_t steps)
@@ -135,7 +135,7 @@ static void lay_out_row_pairs(float *to, int64_t to_row, const uint16_t *source,
 
 // ------------------------------------------------------------------ pairs of f32, rounded
 
-// Rounds n numbers of a row to bf16 and packs each two adjacent numbers into a word. n is rounded
+// Rounds n numbers of a row to bf16 and packs every two adjacent numbers into a word. n is rounded
 // up to whole vectors. `to` may be `from`.
 __attribute__((target("avx512bf16"))) static inline void words_along(float *to, const float *from,
                                                                      int64_t n)

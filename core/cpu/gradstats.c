@@ -11,8 +11,8 @@
 //              summed in double.
 //   order      sums run over lanes, then chunks, then blocks, in the same order for any number of
 //              threads
-//   histogram  exponents become bytes. The binades that hold most elements are counted by
-//              comparison, and the few elements below them are counted one by one. Counts are
+//   histogram  exponents become bytes. The highest binades, which hold most elements, are counted
+//              by comparison, and the few elements below them are counted one by one. Counts are
 //              integers, so any order gives the same result.
 #include "simd.h"
 

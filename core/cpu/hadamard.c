@@ -1,5 +1,5 @@
 // The operation hadamard, and the functions of hadamard.h. Called through backend.kernel[]; owns
-// nothing. Sums are in f64 or, where inexact_lines shows that sums in f32 are exact, in f32.
+// nothing. Sums are in f64, or in f32 for lines whose sums are exact in f32 (inexact_lines).
 //
 // A task transforms one tile of at most MOST x MOST numbers, LINE lines at a time. A line is a row
 // of x or, if `turned`, a column. Each lane of a vector holds an element of a different line. The
@@ -163,7 +163,7 @@ VF_INLINE vh inexact_lines(const uint16_t *x, int64_t stride, const int n)
     top = vh_larger(top, magnitude);
     low = vh_larger(low, -magnitude);
   }
-  vh high = top >> 7, apart = high - (-low >> 7);   // largest exponent; difference
+  vh high = top >> 7, apart = high - (-low >> 7);   // exponents: largest; largest - smallest
   return (vh)(high >= 248) | (vh)(apart > (uint16_t)(n == 16 ? 12 : 10));
 }
 

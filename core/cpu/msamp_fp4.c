@@ -10,7 +10,7 @@
 #include <pthread.h>
 
 enum { SLOPES = 0x40C0 + 1 };         // one for each bf16 number from 0 to 6
-static uint16_t slope[SLOPES];        // msamp_slope in bf16, by the bits of the bf16 number
+static uint16_t slope[SLOPES];        // msamp_slope in bf16; the index is a bf16 number's bits
 static pthread_once_t slopes_once = PTHREAD_ONCE_INIT;
 
 static void fill_slopes(void)

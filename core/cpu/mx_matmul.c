@@ -13,7 +13,7 @@ enum { LANES = 16, ROWS = 8 };
 typedef struct product {
   const op_call *call;
   int64_t M, N, K;
-  int     four, n, bits;
+  int     four, n, bits;  // four: a and b are e2m1; n: blackwell_products; bits: blackwell_bits
   float   alpha;
 } product;
 
@@ -50,7 +50,8 @@ static void decode(group *g, const product *p, int side, int64_t row, int64_t k)
   }
 }
 
-// The groups of LANES rows of b. The last index of an array is the row. `odd` is for all rows.
+// The groups of LANES rows of b. The last index of an array is the row. `odd` tells whether any of
+// the rows holds Inf or NaN.
 typedef struct panel {
   float  value[BLACKWELL_MOST][LANES];
   double significand[BLACKWELL_MOST][LANES], scale_significand[BLACKWELL_MOST / 16][LANES];

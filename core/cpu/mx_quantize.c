@@ -42,7 +42,7 @@ enum {
 // ------------------------------------------------------------------ what x holds
 
 /// A summary of some elements. top: the f32 bits of the largest magnitude other than NaN. nan: how
-/// many elements are NaN.
+/// many elements are NaN (from rotated_survey_task: 1 if any is).
 typedef struct found {
   uint32_t top;
   int64_t  nan;
@@ -100,7 +100,7 @@ typedef struct side {
   mx_format format;
   float    encode, amax;     // encode: NVFP4's S (base/mx.h); amax: the tensor's
   float    factor;
-  found   *found;            // [tasks], or NULL if x has been surveyed before
+  found   *found;            // [tasks], or NULL if an earlier pass has surveyed x
   const float *average;      // in the layout of x, or NULL
   const rotation *rotation;  // the Hadamard transform of the transposed x, or NULL
   bool     packed;           // strips write packed codes, as the result needs them

@@ -3,10 +3,11 @@
 // apart. Registered by cpu.c, called through the backend table; owns nothing.
 //
 // Rows stay in the first-level cache: memory is read once forward (x) and once backward (x and dy).
-// With a residual (`adds`, also a compile-time constant), the row is x + branch, rounded as the
-// stored sum is. dx then includes dsum, the gradient that arrives at that sum. Sums are in f32
-// within a tile and in double across tiles; the variance is taken about the computed mean. Where
-// f32 is not enough, mean and variance are computed entirely in double (wide_moments).
+// With a residual (`adds`, also a compile-time constant), the row is x + branch, rounded to the
+// format in which this sum is stored. dx then includes dsum, the gradient of the stored sum. Sums
+// over a row are in f32 within a tile and in double across tiles; the variance is taken about the
+// computed mean. Where f32 is not enough, mean and variance are computed entirely in double
+// (wide_moments).
 #include "simd.h"
 #include "rows.h"
 

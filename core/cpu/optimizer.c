@@ -23,7 +23,7 @@
 // ------------------------------------------------------------------ the factor on gradients
 
 /// A multiplication in f32 by a factor given in double. A factor of 2^127 or more, or below 2^-126,
-/// is applied in two steps, of which the first multiplies by a power of two.
+/// is applied in two steps. The first step multiplies by a power of two.
 typedef struct scaling { float first, second; } scaling;
 
 static scaling scaling_of(double factor)
@@ -144,8 +144,8 @@ typedef struct squares { vf of[ENG_NORMS][LANES / VF_LANES]; } squares;
 
 VF_INLINE void add_square(vf *sum, vf x) { *sum = vf_fma(x, x, *sum); }
 
-/// Updates the vector of elements at p, g, m and v, of which only the first `count` exist. Its
-/// squares go to vector `lane` of the sums.
+/// Updates the vector of elements at p, g, m and v. Only its first `count` elements exist. Adds the
+/// squares to vector `lane` of the sums.
 VF_INLINE void step_at(int loop, int extra, const rule *r, float *p, const float *g, float *m,
                        float *v, int count, squares *sum, int lane)
 {

@@ -94,7 +94,8 @@ VF_INLINE void philox_vectors(uint32_t *word, uint64_t seed, uint64_t counter)
   philox_vectors_at(word, seed, counter, 0, 0);
 }
 
-/// Stores word k of VF_LANES blocks, each `stride` after the block before, in word[k * line ..].
+/// Stores word k of VF_LANES blocks in word[k * line ..]. The first block has the number `counter`,
+/// and the numbers of the blocks are `stride` apart.
 VF_INLINE void philox_columns(uint32_t *word, int64_t line, uint64_t seed, uint64_t counter,
                               uint32_t stride)
 {

@@ -11,7 +11,7 @@
 
 enum {
   PIECE = 64 * TILE,   // elements in a piece of a result, if results are not adjacent in x
-  PIECE_ROWS = 256,    // rows in a piece of adjacent results, if these are cut into pieces
+  PIECE_ROWS = 256,    // rows in a piece of adjacent results, if their rows are cut into pieces
   FLUSH = 32,          // rows added in f32 before their sum is added to a total in double
 };
 

@@ -2,7 +2,7 @@
 // gradients, dropout, casts. They take any strides and any broadcasting. See reference.h.
 //
 // Edge cases:
-//   maximum, minimum   a NaN on either side gives NaN; of -0 and +0 the first is taken
+//   maximum, minimum   NaN if either input is NaN; the first input if both are equal (-0 equals +0)
 //   relu               NaN stays NaN; its slope is 0 at 0 and below, and 1 at NaN
 //   gelu, silu         no special cases: at -inf they are -inf * 0 = NaN, as in PyTorch
 //   their slopes       0 at -inf and 1 at +inf, which are the limits; finite wherever x is finite

@@ -44,7 +44,7 @@ static void quantize_side(const side *s)
        packed = call->quantize.format == ENG_FORMAT_E5M6;
   int mode = FP8_SATURATE | (call->quantize.flags & QUANTIZE_STOCHASTIC ? FP8_STOCHASTIC : 0),
       fraction = call->quantize.format == ENG_e4m3 ? 3 : 2;
-  memset(s->scale->data, 0, (size_t)s->scale->count * sizeof(float));   // for the padding
+  memset(s->scale->data, 0, (size_t)s->scale->count * sizeof(float));   // padding stays 0
   for (int64_t i = 0; i < at.row_count; i++)
     for (int64_t j = 0; j < at.inner_count; j++) {
       int64_t r0 = i * at.row_block, c0 = j * at.inner_block;

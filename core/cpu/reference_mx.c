@@ -152,7 +152,7 @@ static void store(const side *s, int64_t element, uint8_t code, double value)
   }
 }
 
-// Quantizes by MS-EDEN one group: `columns` elements of row r, from column c0 on.
+// Quantizes one group by MS-EDEN. The group is `columns` elements of row r, from column c0 on.
 static void quantize_group(const side *s, int64_t r, int64_t c0, int64_t columns)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
@@ -307,8 +307,9 @@ eng_status reference_mx_quantize(const op_call *call)
                  .random = own.random + (uint64_t)((x->count + 3) / 4)};
   quantize_side(&turned);
   ((float *)call->out[6]->data)[0] = amax;
-  // With square blocks, the transposed copy is q transposed, even if rounding was stochastic, and
-  // its scales are the transposed scales. (Errors of four over six depend on the order of sums.)
+  // With square blocks, the transposed copy is q transposed, even if rounding was stochastic. Its
+  // scales are the transposed scales, too. (For transposed blocks, four over six could choose other
+  // scales, because its errors depend on the order of the sums.)
   int64_t length = call->mx_quantize.block_rows;
   if (length != call->mx_quantize.block_columns) return ENG_OK;
   int64_t down = (rows + length - 1) / length, across = (columns + length - 1) / length;

@@ -152,7 +152,7 @@ eng_status reference_optimize(const param_span *spans, int n, const eng_update *
       float before = w;
       float g = times_factor((float)tensor_load(span->gradient, span->gradient_dtype, i),
                              update->gradient_factor / span->scale);
-      if (limit > 0) g = g > limit ? limit : g < -limit ? -limit : g;   // NaN stays
+      if (limit > 0) g = g > limit ? limit : g < -limit ? -limit : g;   // NaN stays NaN
       moments m = {0};
       if (span->moment1) m.first = (float)tensor_load(span->moment1, span->moment_dtype, i);
       if (span->moment2) m.second = (float)tensor_load(span->moment2, span->moment_dtype, i);

@@ -1,6 +1,6 @@
 // Vectors of HALVES 16-bit lanes: loads, stores, and maxima of f16 and bf16 bits compared as
-// unsigned integers. Also two helpers for float vectors that the quantizers use with them. Included
-// by magnitude.h and hadamard.c, once per instruction set. Owns nothing.
+// unsigned integers. Also two helpers for vectors of floats, which mx_encode.h uses. Included by
+// magnitude.h, once per instruction set. Owns nothing.
 #pragma once
 
 #include "simd.h"
@@ -31,8 +31,8 @@ VF_INLINE vh vh_larger(vh a, vh b)
   return (m & a) | (~m & b);
 #endif
 }
-/// Returns the larger of each two adjacent numbers in a, then the larger of each two adjacent
-/// numbers in b.
+/// Returns the larger number of each adjacent pair in a, followed by the larger number of each
+/// adjacent pair in b.
 VF_INLINE vh vh_larger_neighbours(vh a, vh b)
 {
   vi x = (vi)vh_larger(a, (vh)vi_shr((vi)a, 16)), y = (vi)vh_larger(b, (vh)vi_shr((vi)b, 16));

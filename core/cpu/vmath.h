@@ -50,7 +50,7 @@ VF_INLINE vf vf_exp_split(vf hi, vf lo)
 VF_INLINE vf vf_exp(vf x) { return vf_exp_split(x, vf_zero()); }
 
 /// Returns exp(x) for an x that is not far above 0 and never +inf, such as a negated magnitude, or
-/// a difference to a maximum or to a log sum. For such x, this function is cheaper than vf_exp, as
+/// a number minus a maximum or a log of a sum. For such x, this function is cheaper than vf_exp, as
 /// accurate, and underflows as gradually.
 VF_INLINE vf vf_exp_low(vf x)
 {
