@@ -550,7 +550,7 @@ static eng_status attention_grad(const op_call *call)
   int threads = work < 1 << 15 ? 1 : omp_get_max_threads();
   if (threads > pairs * shares) threads = (int)(pairs * shares);
   int64_t floats = padded(backward_room_at(&s, NULL).floats), key_floats = s.keys * s.padded;
-  int64_t held = shares > 1 ? pairs * shares : threads;   // sums of dk, and of dv, held at a time
+  int64_t held = shares > 1 ? pairs * shares : threads;   // how many sums of dk (and of dv) exist
   int64_t bytes = (threads * floats + held * 2 * key_floats) * (int64_t)sizeof(float);
   float *scratch = arena_alloc(ARENA_SCRATCH, bytes);
   if (!scratch) return ENG_ERR_MEMORY;

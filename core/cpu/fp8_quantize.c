@@ -25,7 +25,7 @@
 #include "turn.h"
 
 enum {
-  STRIP = 1024,        // the most columns of a tile, unless a block is wider
+  STRIP = 1024,        // the most columns of a tile, unless blocks are wider or 1 x 128
   TALL = 256,          // the most rows of a block that fits a tile
   CHUNK = 64,          // rows of a piece of a taller block
   LINE = 64,           // bytes in a cache line
