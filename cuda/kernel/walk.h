@@ -28,7 +28,7 @@ __host__ __device__ static inline uint32_t divide(uint32_t n, divider d)
 /// elements; V is 1 unless walk_bundle() changes it.
 template <int N> struct walk {
   int32_t ndim;
-  int32_t dtype[N], width[N];           // format; bytes of one unit of offset
+  int32_t dtype[N], width[N];           // format; bytes that an offset of 1 spans
   void   *data[N];
   int64_t count, groups;
   int64_t shape[ENG_MAX_DIMS];          // in groups; `size` holds these sizes too, as dividers

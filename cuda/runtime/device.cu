@@ -152,7 +152,7 @@ eng_status cuda_fault_told(const cuda_fault_record *seen)
   CUDA_TRY(cudaMemsetAsync(card.fault, 0, sizeof *card.fault, card.stream));
   return error_set(
     ENG_ERR_VALUE,
-    "%s: expected %s%lld, got %lld (found when the host next waited for the device)",
+    "%s: expected %s%lld, got %lld (reported at the next wait for the device, not by the call)",
     eng_op_name(fault.op),
     fault.limit > 0 ? "indices in 0.." : "no indices into a dimension of size ",
     (long long)(fault.limit - (fault.limit > 0)), (long long)fault.value);
@@ -224,7 +224,7 @@ eng_status cuda_stream_follow(void *stream)
 {
   if (!card.reached) CUDA_TRY(cudaEventCreateWithFlags(&card.reached, cudaEventDisableTiming));
   CUDA_TRY(cudaEventRecord(card.reached, card.stream));
-  // waits for what the event has recorded now; recording the event again does not affect this wait
+  // waits for the work queued so far; recording the event again later does not change this wait
   CUDA_TRY(cudaStreamWaitEvent((cudaStream_t)stream, card.reached, 0));
   return ENG_OK;
 }
