@@ -110,7 +110,9 @@ static eng_status multiply(const fp8_result *y, const fp8_operand *x, const fp8_
   bool done;
   ENG_TRY(gemm_lt_run(&done, &problem, &on));
   return done ? ENG_OK :
-                error_set(ENG_ERR_LIBRARY, "%s: not supported by cuBLASLt %zu on sm_%d",
+                error_set(ENG_ERR_LIBRARY,
+                          "%s: not supported by cuBLASLt %zu on sm_%d; hint: "
+                          "ENGINE_FP8_FORMULA=1 uses a slow formula instead",
                           product_text(y, x, w, fast), cublasLtGetVersion(), cuda_capability());
 }
 
@@ -118,7 +120,8 @@ eng_status fp8_product(const fp8_result *y, const fp8_operand *x, const fp8_oper
 {
   if (x->scaling != FP8_TENSOR && cublasLtGetVersion() < BLOCKS_SINCE)
     return error_set(ENG_ERR_LIBRARY,
-                     "fp8: scales by %s need cuBLAS 12.9 or later, got version number %zu",
+                     "fp8: scales by %s need cuBLAS 12.9 or later, got version number %zu; hint: a "
+                     "newer cuBLAS, or ENGINE_FP8_FORMULA=1, which is slow",
                      scaling_name(x->scaling), cublasLtGetVersion());
   gemm_matrix c = {.data = y->data, .dtype = y->dtype, .row = y->stride, .column = 1};
   if (can_write(y, x, w)) return multiply(y, x, w, fast, &c, true);

@@ -34,13 +34,13 @@ typedef struct fp8_result {
 
 /// Whether the card multiplies operands with these scalings. From sm_89 on, both may be FP8_TENSOR.
 /// On sm_90 (Hopper, not its successors), both may also be FP8_ROW or FP8_VEC128, or one FP8_VEC128
-/// and the other FP8_BLK128. -1 stands for other scales.
+/// and the other FP8_BLK128. A scaling of -1 means any other scaling, which no card supports.
 bool fp8_product_supported(int scaling_x, int scaling_w);
 
 /// Queues the product, whose scalings must be supported. With `fast` (FP8_TENSOR and FP8_ROW only),
-/// sums stay in the tensor cores' 14 bits over all of K; otherwise they are promoted to f32 every
-/// 128 products along K. At most one operand may be E5M2. Errors: MEMORY; LIBRARY if cuBLASLt is
-/// too old for the scales or has no algorithm.
+/// the tensor cores' accumulators, which keep 14 bits, sum over all of K. Otherwise their sums are
+/// promoted to f32 every 128 products along K. At most one operand may be E5M2. Errors: MEMORY;
+/// LIBRARY if cuBLASLt is too old for the scales or has no algorithm.
 eng_status fp8_product(const fp8_result *y, const fp8_operand *x, const fp8_operand *w, bool fast);
 
 #ifdef __cplusplus

@@ -4,9 +4,9 @@
 // and operation run separately: first gemm.c, then the kernels of unary.cu and bias_grad.cu.
 //
 // GELU and its slope are fused only for f16 and bf16, for which cuBLASLt's tanh is accurate enough.
-// Column sums are fused only for f16 and bf16 inputs and an f32 product. Fused sums have the
-// product's format, and in a narrower one they would be rounded earlier than in bias_grad.cu.
-// ENGINE_CUBLASLT_FUSE=0 disables fusion.
+// Column sums are fused only for f16 and bf16 inputs and an f32 product: a fused kernel stores the
+// sums in the product's format, and a narrower format would round them earlier than bias_grad.cu
+// does. ENGINE_CUBLASLT_FUSE=0 disables fusion.
 #include "runtime/device.h"
 #include "gemm.h"
 #include "gemm_lt.h"
@@ -133,8 +133,8 @@ static eng_status column_sums(tensor *db, tensor *x, bool add)
   return cuda_bias_grad(&call);
 }
 
-// Computes dW = dy^T x and db = the column sums of dy. If the call says so, dW or db is added to
-// the previous contents of its output.
+// Computes dW = dy^T x and db = the column sums of dy. With linear_grad.add[0], dW is added to the
+// previous contents of its output; with add[1], db is.
 eng_status cuda_linear_grad(const op_call *call)
 {
   tensor *dy = call->in[0], *x = call->in[1], *dw = call->out[0], *db = call->out[1];

@@ -18,7 +18,7 @@ typedef struct gemm_matrix {
 } gemm_matrix;
 
 /// An operation that a cuBLASLt kernel can compute in addition to a product. It reads or writes
-/// gemm_product.side, which is contiguous. Only gemm_fused.c requests one.
+/// gemm_product.side, which is contiguous. Only gemm_fused.c requests such operations.
 typedef enum gemm_after {
   GEMM_AS_IT_IS,
   // side [m x n] = A B + bias in C's dtype; C = gelu_tanh(A B + bias), from the unrounded sum
@@ -81,7 +81,7 @@ typedef struct gemm_problem {
 #undef GEMM_FIELD
 } gemm_problem;
 
-/// Returns the largest power of two, up to 16, that divides this address.
+/// Returns the largest power of two, up to 16, that divides the address `data`.
 int64_t gemm_alignment(const void *data);
 
 /// Describes the product as a cuBLASLt problem over batch dimension `walked` (-1: a single matrix).

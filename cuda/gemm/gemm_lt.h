@@ -25,7 +25,8 @@ eng_status gemm_lt_run(bool *done, const gemm_problem *problem, const gemm_opera
 /// the search writes into C.
 eng_status gemm_lt_time(int64_t *ns, const gemm_problem *problem, const gemm_operands *on);
 
-/// Whether products may be fused with the operation after them (ENGINE_CUBLASLT_FUSE=1).
+/// Whether a product and another operation may run as one kernel: yes, unless
+/// ENGINE_CUBLASLT_FUSE=0.
 bool gemm_fuses(void);
 
 /// Whether f32 products may round their operands to TF32 (ENGINE_TF32=1).

@@ -7,7 +7,7 @@
 
 #include <cublasLt.h>
 
-enum { SINCE = 120800 };   // the cuBLAS version that added these modes
+enum { SINCE = 120800 };   // the cuBLAS version that added block-scaled modes
 
 bool mx_product_supported(int64_t format_x, int64_t format_w, bool nvfp4)
 {

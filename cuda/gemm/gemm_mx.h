@@ -9,9 +9,9 @@ extern "C" {
 #include "device/backend.h"
 
 /// A matrix [rows x inner] in device memory, 16-byte aligned. Codes are stored row by row, one per
-/// byte or, in e2m1, two per byte (the even one in the low half). Scales are stored in tiles of 128
-/// rows x 4 blocks, padded with zeros. In a tile, the scale of row r and block c is at byte
-/// (r % 32) * 16 + (r % 128 / 32) * 4 + c % 4.
+/// byte or, in e2m1, two per byte (the even column's code in the low half). Scales are stored in
+/// tiles of 128 rows x 4 blocks, padded with zeros. In a tile, the scale of row r and block c is at
+/// byte (r % 32) * 16 + (r % 128 / 32) * 4 + c % 4.
 typedef struct mx_operand {
   const void *codes, *scales;
   int64_t     rows;
