@@ -22,7 +22,8 @@ op_kernel cuda_contiguous, cuda_fp8_matmul;
 
 enum { EVERY = 128 /* products along K between promotions */ };
 
-/// Returns the fp8_scaling that has these blocks of an operand [outer x K], or -1 if none has.
+/// Returns the fp8_scaling whose blocks have this size in an operand [outer x K], or -1 if there is
+/// none.
 static int scaling_of(int64_t outer_block, int64_t k_block)
 {
   if (outer_block == 0 && k_block == 0) return FP8_TENSOR;
@@ -37,7 +38,7 @@ static int scaling_of(int64_t outer_block, int64_t k_block)
 static eng_status copy(void *to, int64_t to_outer, int64_t to_k, const void *from,
                        int64_t from_outer, int64_t from_k, int64_t outer, int64_t k, int dtype)
 {
-  bool turned = to_outer < to_k;   // puts the target's contiguous dimension last
+  bool turned = to_outer < to_k;   // dimension 1 is then `outer`, along which `to` is contiguous
   tensor x = {.data = (void *)from, .dtype = dtype, .ndim = 2, .count = outer * k}, y;
   x.shape[turned] = outer, x.stride[turned] = from_outer;
   x.shape[!turned] = k, x.stride[!turned] = from_k;
@@ -49,7 +50,7 @@ static eng_status copy(void *to, int64_t to_outer, int64_t to_k, const void *fro
   return cuda_contiguous(&call);
 }
 
-/// Takes scratch memory; clears it if the copy to come leaves gaps.
+/// Takes scratch memory. `gaps` says that the next copy into it leaves gaps; these become zeros.
 static eng_status take(void **piece, int64_t bytes, bool gaps, scratch *s)
 {
   *piece = scratch_keep(s, bytes);

@@ -1,6 +1,6 @@
 // Computes fp8_matmul by the scalar formulas of core/base/fp8*.h, for any blocks, layouts and
-// accumulators, on any card, with the same bits as the reference. This is much slower than tensor
-// cores. It serves for experiments and to check the tensor cores. Called by fp8_matmul.c.
+// accumulators, on any card, with the same bits as the reference. It is meant for experiments and
+// for checking the tensor cores, which are much faster. Called by fp8_matmul.c.
 #include "runtime/device.h"
 #include "kernel/element.h"
 #include "fp8_plain.h"
@@ -20,7 +20,7 @@ enum { SIDE = 16, STEP = HOPPER_GROUP };
 struct operand {
   const uint8_t *data;
   const float   *scale;
-  fp8_scales     at;                      // of elements (i, k)
+  fp8_scales     at;                      // layout of `scale`, for elements (i, k)
   int64_t        i_stride, k_stride;
   int            fraction;                // fraction bits: 3 for e4m3, 2 for e5m2
 };

@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(THREADS) rotate(const __grid_constant__ rotati
 
 enum {
   GROUP = 16,
-  GROUPS = THREADS / 32,         // of a column, in a block of threads: one for each warp
-  COLUMNS = 64,                  // of x, in a block of threads: two for each lane
+  GROUPS = THREADS / 32,         // groups of a column per block of threads: one per warp
+  COLUMNS = 64,                  // columns of x per block of threads: two per lane
   CHUNKS = GROUPS * GROUP / 8    // 16-byte parts of a column of the result
 };
 
@@ -106,7 +106,7 @@ __device__ inline void rotate_group(words<bf16_t, GROUP> &to, const float (&x)[G
 template <typename T>
 __global__ void __launch_bounds__(THREADS, 3) rotate_columns(const __grid_constant__ rotation p)
 {
-  // chunk q of column c is at q ^ (c / 2 % 8), so that neither writing nor reading has conflicts
+  // chunk q of column c is at q ^ (c / 2 % 8), so neither writes nor reads have bank conflicts
   __shared__ uint4 turned[COLUMNS][CHUNKS];
   const int64_t across = (p.lines + COLUMNS - 1) / COLUMNS,
                 a0 = blockIdx.x / across * (GROUPS * GROUP), l0 = blockIdx.x % across * COLUMNS;

@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(THREADS) quantize_row(const __grid_constant__ 
   __shared__ uint32_t room[WARPS];
   const int64_t n = p.columns, at = (int64_t)blockIdx.x * n;
   uint16_t *y = p.y + at;    // holds msamp_order(x) at first
-  uint32_t top = 0, least = 0, most = 0;   // least: 0xFFFF minus the least, to find the largest
+  // `least` holds 0xFFFF minus the smallest number so far, so that a maximum finds the smallest
+  uint32_t top = 0, least = 0, most = 0;
   for (int64_t i = threadIdx.x; i < n; i += THREADS) {
     const float v = (float)load_double(p.x, p.dtype, at + i);
     top = max(top, __float_as_uint(v) & 0x7FFFFFFFu);

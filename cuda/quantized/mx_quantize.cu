@@ -67,8 +67,8 @@ survey_all(const void *x, int dtype, int64_t count, bool aligned, survey *seen)
   report(seen, top, nan);
 }
 
-/// Writes the amax (`given` if that is not NULL, else the surveyed one) and the number of NaN. Runs
-/// in one thread.
+/// Writes the amax, to *again too if `again` is not NULL, and the number of NaN. The amax is *given
+/// or, if `given` is NULL, the result of the survey. Runs in one thread.
 __global__ void finish(const survey *seen, const float *given, bool finite, float *amax,
                        float *again, int64_t *nan)
 {
@@ -462,7 +462,8 @@ extern "C" eng_status cuda_mx_quantize(const op_call *call)
     return error_set(ENG_ERR_VALUE, "mx_quantize: the rule %s has no CUDA kernel; hint: device=cpu",
                      a.rule == ENG_MX_QUEST ? "quest" : "ms_eden");
   if (a.ties || a.sr_rule)
-    return error_set(ENG_ERR_VALUE, "mx_quantize: %s has no CUDA kernel; hint: device=cpu",
+    return error_set(ENG_ERR_VALUE,
+                     "mx_quantize: the option %s has no CUDA kernel; hint: device=cpu",
                      a.ties ? "ties" : "sr_rule");
   if (a.hadamard) return quantize_rotated(call, cuda_hadamard, cuda_mx_quantize);
   mx_job p = {};

@@ -1,5 +1,5 @@
 // Shared by the kernels of mx_quantize: the description of a call and of its two results, and the
-// survey of x, its largest magnitude and its NaN.
+// survey of x, which finds its largest magnitude and the number of its NaN.
 #pragma once
 
 #include "kernel/element.h"
@@ -34,8 +34,8 @@ struct mx_side {
 };
 
 /// The rule and format of mx_scale as numbers. Let b be the bits of amax * by, plus `half`. A
-/// scale's code is the exponent field of b + up, less emax, or 0 if b is at most `zero`. It is
-/// `over` if the bits of amax, plus `slack`, are at least those of Inf.
+/// scale's code is the exponent field of b + up, less emax, clamped to 0 .. 254. But it is 0 if
+/// b is at most `zero`, and `over` if the bits of amax, plus `slack`, are at least those of Inf.
 struct mx_power {
   float    by;
   uint32_t half, up, zero, slack, over;
@@ -51,7 +51,7 @@ struct mx_job {
   int      sides;
   mx_side  of[2];
   int      rule, sr_bits;
-  bool     finite, values;
+  bool     finite, values;             // MX_FINITE and MX_VALUES of ops.def
   const float *amax;                   // of the tensor, for NVFP4
   const float *average;                // in the layout of x: rounds toward it; NULL: to nearest
   survey  *seen;                       // NULL: the kernel does not survey x

@@ -8,8 +8,8 @@
 //
 // Elements are rounded as in core/cpu/mx_encode.h. Let 2^e be the largest power of two not above
 // |y| or, if |y| is subnormal in the format, the smallest normal number. f32 has `drop` fraction
-// bits more than the format. Adding 2^(e + drop) rounds to a multiple of the format's step, and
-// leaves the multiple in the sum's last bits.
+// bits more than the format. Adding 2^(e + drop) rounds |y| to a multiple of the format's step. The
+// sum's last bits then hold the number of steps.
 #pragma once
 
 #include "mx_quantize.h"
@@ -217,8 +217,9 @@ __device__ inline bool find_amaxes(uint32_t (&own)[eight<T>::WORDS],
 // ------------------------------------------------------------------ four over six
 
 /// Returns the sum of nvfp4_error over a row of a block of x or, for the transposed copy, over a
-/// column. The row or column belongs to p.lanes lanes, `stride` lanes apart, of which each has
-/// eight numbers x. Each lane in turn adds its errors to the sum of the lanes before.
+/// column. The row or column belongs to p.lanes lanes, which are `stride` lanes apart. In each
+/// of them, x holds eight of its numbers. Each lane in turn adds its errors to the sum of the lanes
+/// before it.
 __device__ inline float error_of(const float (&x)[EIGHT], float2 by, const mx_job &p, float amax,
                                  int stride)
 {

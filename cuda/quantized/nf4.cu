@@ -41,7 +41,7 @@ quantize_blocks(const void *x, int dtype, int64_t count, int64_t size,
                 lane = threadIdx.x % 32;
   if (from >= count) return;
   const int64_t n = min(size, count - from);
-  uint32_t top = 0;   // the bits of the largest magnitude; the bits of a NaN are larger
+  uint32_t top = 0;   // bits of the largest magnitude; bits of a NaN exceed those of any number
   for (int64_t i = lane; i < n; i += 32)
     top = max(top, __float_as_uint((float)load_double(x, dtype, from + i)) & 0x7FFFFFFFu);
   const float largest = __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, top)),

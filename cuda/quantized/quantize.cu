@@ -221,8 +221,9 @@ static side side_of(const op_call *call, bool turned, int64_t rows, int64_t colu
 }
 
 /// Finds the maxima of one side's blocks and, unless x is processed by tiles, computes the factors
-/// and scales. With `both`, also those of the other side, whose blocks are the same. A warp's
-/// strip has as few rows as possible while all blocks of threads can still run at the same time.
+/// and scales. With `both`, also writes the scales of the other side, whose blocks are the same. A
+/// warp's strip has as few rows as possible while all blocks of threads can still run at the same
+/// time.
 template <typename T>
 static eng_status find_scales(const T *x, const job *p, const side *s, const side *other, bool both)
 {

@@ -37,8 +37,8 @@ __device__ static inline int64_t offset_of(const tile_place &at, const job &p)
 
 /// Computes the factors of one side from s.maxima or, if that is NULL, from the tile's maxima, puts
 /// them into shared memory, and writes the scales. Threads 128 to 255 do this for factors by
-/// column, threads 0 to 127 for all other factors. Returns whether quotient() does
-/// not allow the thread's factor as a divisor.
+/// column, threads 0 to 127 for all other factors. Returns true if the thread's factor is a divisor
+/// outside the range that quotient() supports.
 template <typename T>
 __device__ static inline bool share_factors(shared_tile &t, const side &s, int which, const job &p,
                                             const tile_place &at)
@@ -76,7 +76,7 @@ __device__ static inline bool share_factors(shared_tile &t, const side &s, int w
   return !(factor >= 0x1p-80f && factor <= 0x1p100f);
 }
 
-/// Returns a number with the code of x / s. inverse: 1 / s, rounded to nearest. Corrects the
+/// Returns a number with the same code as x / s. inverse: 1 / s, rounded to nearest. Corrects the
 /// product x * inverse by its remainder (Markstein), which gives the rounded quotient if nothing
 /// leaves the normal range. This was tried for all significands of s, with the x whose quotients
 /// come nearest to the middle between two floats. The range of the numbers:
@@ -162,7 +162,7 @@ __device__ static inline void turn_codes(shared_tile &t, const eight<T> (&v)[DOW
 }
 
 /// Does the work of write_own and turn_codes by division, number by number, for tiles with a factor
-/// that quotient() does not allow.
+/// that quotient() does not support.
 template <typename T, int E>
 __device__ static inline void divide_all(shared_tile &t, const eight<T> (&of)[DOWN], const job &p,
                                          const tile_place &at)
