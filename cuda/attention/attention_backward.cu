@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(THREADS)
     largest = __reduce_max_sync(0xFFFFFFFFu, largest);
     if (lane == 0) atomicMax(&r.largest[b * p.groups + h / p.shared], largest);
   }
-  // The sums of the rows in `bad` are not finite, maybe because y overflowed when it was rounded.
-  // So the delta of these rows is recomputed from p and dp.
+  // The sums of the rows in `bad` are not finite, for example because y overflowed when it was
+  // rounded. So the delta of these rows is recomputed from p and dp.
   for (; bad; bad &= bad - 1) {
     const int block = opaque((int)blockIdx.x), pair = block / lines, b = pair / p.heads,
               h = pair % p.heads;

@@ -2,8 +2,8 @@
 // computes the same numbers as attention_forward.cu, in the same order of keys, with the same rules
 // for infinities and masks.
 //
-// There is a block for every multiprocessor. It computes items until none is left. An item is 128
-// (D = 128) or 192 (D = 64) queries of one head. One warpgroup only loads: each of its four warps
+// Each multiprocessor runs at most one block, which computes items until none is left. An item is
+// 128 (D = 128) or 192 (D = 64) queries of one head. One warpgroup only loads: each of its four warps
 // fills one of four buffers, two for tiles of keys and two for tiles of values, as soon as that
 // buffer is empty. Each other warpgroup computes 64 queries. Barriers in shared memory announce
 // full and empty buffers, so no barrier stops all warps, and the next item loads while one ends.
@@ -209,12 +209,12 @@ template <class T, int D, bool ENTROPY>
 __device__ static inline void compute_items(const attention_problem &p, const schedule &plan,
                                             const buffers<D> room, int warp, int stored)
 {
-  static_assert(D == 64 || QUERIES_OF<D> == ROWS, "the distance between tiles of 64 columns");
+  static_assert(D == 64 || QUERIES_OF<D> == ROWS, "a tile of q must have ROWS rows");
   const int part = warp >> 2, g = (threadIdx.x & 31) >> 2;
   const float scale = (float)(p.factor * LOG2_E);
   // A warpgroup waits for its turn before it starts a tile's products, and then passes the turn to
-  // the next warpgroup. So that all take as many turns, each takes one for every tile of an item
-  // but the first, also for tiles that are hidden from its queries.
+  // the next warpgroup. All warpgroups must take the same number of turns. So each takes a turn for
+  // every tile of an item except the first, even for tiles that are hidden from its queries.
   auto await_turn = [&] { group_meet(1 + part, 256); };
   auto pass_turn = [&] { group_pass(1 + (part + 1) % COMPUTING<D>, 256); };
   if (part == COMPUTING<D> - 1) pass_turn();
@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(THREADS_OF<D>, 1)
     compute_items<T, D, ENTROPY>(p, plan, room, warp, stored);
   }
 #else
-  atomicAdd(&requests, 0u);   // so that builds for other architectures have the variable, too
+  atomicAdd(&requests, 0u);   // keeps the variable in builds for other architectures
   __trap();                   // reached only in a build for sm_90 instead of sm_90a
 #endif
 }

@@ -10,8 +10,9 @@
 enum { QUERIES = 64 };   // queries at a time, in kernels whose blocks own keys
 
 /// The assignment of heads and tiles of rows to blocks. Heads are processed in sets of `together`.
-/// The rows that all blocks of a set read fit in half the L2 cache. Within a set, blocks take
-/// the first tile of every head, then the second tile of every head, and so on.
+/// The rows that all blocks of a set read fit in 24 MiB, half of Hopper's L2 cache, unless those of
+/// one key head are larger. Within a set, blocks take the first tile of every head, then the second
+/// tile of every head, and so on.
 typedef struct schedule { int32_t tiles, heads, together; } schedule;
 
 /// What the kernels of the backward pass share. shift [B x H x line] is RAISE - lse *
