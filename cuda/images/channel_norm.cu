@@ -437,7 +437,9 @@ eng_status describe(channel_norm *s, const op_call *call, const tensor *dy, bool
   s->piece_rows = rounds ? parts(rounds, most) * round : round;
   s->pieces = parts(s->rows, s->piece_rows);   // 0 if there are no rows; all sums are then 0
   if (blocks * s->pieces >= 1ll << 31)
-    return error_set(ENG_ERR_SHAPE, "%s: expected samples * ceil(channels / %d) below 2^31, got %s",
+    return error_set(ENG_ERR_SHAPE,
+                     "%s: expected samples * ceil(channels / %d) below 2^31, got %s; hint: a "
+                     "smaller batch",
                      eng_op_name(call->op), V << s->lanes_log2, tensor_text(x));
   const int64_t factors = s->samples * 4 * s->channels * 8,
                 bytes = factors + s->samples * s->pieces * 2 * s->channels * 8;

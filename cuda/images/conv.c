@@ -14,8 +14,8 @@ op_kernel cuda_conv2d, cuda_conv2d_grad_x, cuda_conv2d_grad_w, cuda_contiguous;
 
 static const int64_t TILE_BYTES = 64 << 20;
 
-/// Fills `g`, which tells which pixels of `from` each pixel of `over` meets. `kernel` holds KH and
-/// KW. `turned` is true for the gradient of x.
+/// Fills `g`. The places of `g` are the pixels of `over`; they meet pixels of `from`. `kernel`
+/// holds KH and KW. `turned` is true for the gradient of x.
 static eng_status describe(conv_gather *g, const op_call *call, const tensor *from,
                            const tensor *over, const int64_t *kernel, bool turned)
 {

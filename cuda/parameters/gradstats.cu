@@ -576,7 +576,8 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
   report *r = report_free();
   if (!r)
     return error_set(ENG_ERR_STATE,
-                     "gradient statistics: %d passes are in flight; hint: fetch their results",
+                     "gradient statistics: %d passes are in flight, the most allowed; hint: fetch "
+                     "the results of one before starting another",
                      REPORTS);
   bool hist = needs & ENG_NEED_HIST;
   int64_t bytes = hist_at(n, n_loss) + (hist ? hist_bytes(n) : 0), longest = 1;

@@ -13,7 +13,7 @@
 //
 // For the norms of the change, the weights and the moments, squares are summed in f64. The order is
 // the same on every card: a thread's elements, then lanes, warps and a tensor's chunks. The host
-// waits for the sums. Updates that need neither norms nor limits use kernels that lack this code.
+// waits for the sums. Updates without norms and without spike_clip use kernels that lack this code.
 #include "passes.h"
 #include "kernel/lanes.h"
 #include "runtime/runtime.h"
@@ -50,8 +50,8 @@ typedef struct numbers {
   float   limit;             // clamp gradients to +-limit; inf: no clamp
   int32_t go;                // 0: skip this update
   int32_t adam, n_groups;
-  // for updates with norms or limits. spike: the limit on g^2 / v; 0: none. shrink: the factor on
-  // the change of the weights. dry: 1 if only norms are wanted.
+  // for updates with norms or spike_clip. spike: the limit on g^2 / v; 0: none. shrink: the factor
+  // on the change of the weights. dry: 1 if only norms are wanted.
   float   spike, shrink;
   int32_t dry;
   // for lagged updates. counter: the index of the update counter. fresh: 1 if that counter restarts
@@ -221,9 +221,9 @@ __device__ static inline double block_sums(const double (&sum)[ENG_NORMS])
   return total;
 }
 
-/// Updates all parameters, with one block per chunk. MORE is true for updates with norms or limits,
-/// LOW if some masters are bf16. `partial` [chunks][ENG_NORMS] receives the sums of squares of each
-/// chunk; it is NULL if they are not wanted.
+/// Updates all parameters, with one block per chunk. MORE is true for updates with norms or
+/// spike_clip, LOW if some masters are bf16. `partial` [chunks][ENG_NORMS] receives the sums of
+/// squares of each chunk; it is NULL if they are not wanted.
 template <int LOOP, bool MORE, bool LOW> __global__ static void
 __launch_bounds__(SPAN_THREADS, MORE || LOW ? 2 : 3)
 advance_all(const device_span *spans, const int32_t *chunk, const numbers *u, double *partial)
@@ -478,7 +478,8 @@ eng_status cuda_optimize(const param_span *spans, int n, const eng_update *updat
   const cuda_step_total *total = cuda_total_of(update->statistics);
   if (update->lagged && !total)
     return error_set(ENG_ERR_STATE,
-                     "optimize: a lagged update needs gradient statistics, and this step has none");
+                     "optimize: a lagged update needs gradient statistics, and this step has none; "
+                     "hint: lagged = false");
   ENG_TRY(prepare(spans, n, update));
   const bool norms = update->norms != NULL;
   for (int k = 0; k < n && norms; k++) memset(spans[k].norms, 0, sizeof(double[ENG_NORMS]));

@@ -17,7 +17,7 @@ eng_status device_grow(void **memory, int64_t *capacity, int64_t bytes)
       "cuda: out of device memory for the tables of a pass over all parameters (%lld bytes)",
       (long long)bytes);
   *capacity = bytes + bytes / 4;
-  // compute-sanitizer's initcheck reports copies of bytes that were never written
+  // for compute-sanitizer's initcheck, which reports copies of bytes that were never written
   CUDA_TRY(cudaMemsetAsync(*memory, 0, (size_t)*capacity, cuda_stream()));
   return ENG_OK;
 }

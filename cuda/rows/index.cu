@@ -402,7 +402,7 @@ template <class Lanes> static void sum_chunks(const scatter &s)
   int64_t vectors = s.columns / Lanes::V, threads = s.chunks * vectors;
   unsigned blocks = (unsigned)((threads + WALK_THREADS - 1) / WALK_THREADS);
   int64_t clears = (s.a.size + 31) / 32 * ((s.row_bytes + SEGMENT - 1) / SEGMENT) * s.a.outer,
-          in_block = WALK_THREADS / 32;   // warps that clear; warps of a block
+          in_block = WALK_THREADS / 32;   // warps that clear rows; warps of a block
   chunk_kernel<Lanes><<<blocks + (unsigned)((clears + in_block - 1) / in_block), WALK_THREADS, 0,
                         cuda_stream()>>>(s, threads, vectors);
   if (s.chunks > 1)

@@ -23,7 +23,7 @@ enum {
 
 // ------------------------------------------------------------------ rows
 
-// The type that a row of T is computed in.
+// The type of the arithmetic on a row of T.
 template <typename T> struct wide_of { typedef float type; };
 template <> struct wide_of<double>   { typedef double type; };
 

@@ -115,8 +115,8 @@ template <int RULE, class T> struct packed : floats<RULE, 16 / sizeof(T)> {
 
 // ------------------------------------------------------------------ several threads per result
 
-/// Combines groups first, first + step, ... before `stop` of the result whose elements begin at
-/// `base`.
+/// Combines groups `first`, first + step and so on, below `stop`, of the result whose elements
+/// begin at offset `base`.
 template <class P>
 __device__ static typename P::total sum_groups(const walk<1> &gone, int64_t base, int64_t first,
                                                int64_t step, int64_t stop)
@@ -252,7 +252,7 @@ static void set_dividers(walk<1> &w)
 }
 
 /// Bundles `inner` into groups of V elements if all offsets of `other` are multiples of V. Returns
-/// whether it did.
+/// false, with `inner` unchanged, if that is impossible.
 static bool bundle_inside(walk<1> &inner, const walk<1> &other, int V)
 {
   for (int d = 0; d < other.ndim; d++)

@@ -63,7 +63,7 @@ static __global__ void __launch_bounds__(256) held_kernel(const rows_call c)
   typedef typename L::number T;
   typedef team<TEAM> t;
   int64_t row = (int64_t)blockIdx.x * (256 / TEAM) + threadIdx.x / TEAM, base = row * c.n;
-  bool here = row < c.rows;   // spare warps of the last block only take part in shuffles
+  bool here = row < c.rows;   // false in spare warps of the last block, which only shuffle
   typename L::raw raw[HELD];
   T x[HELD][V];
 #pragma unroll
