@@ -3,10 +3,11 @@
 // for infinities and masks.
 //
 // Each multiprocessor runs at most one block, which computes items until none is left. An item is
-// 128 (D = 128) or 192 (D = 64) queries of one head. One warpgroup only loads: each of its four warps
-// fills one of four buffers, two for tiles of keys and two for tiles of values, as soon as that
-// buffer is empty. Each other warpgroup computes 64 queries. Barriers in shared memory announce
-// full and empty buffers, so no barrier stops all warps, and the next item loads while one ends.
+// 128 (D = 128) or 192 (D = 64) queries of one head. One warpgroup only loads: each of its four
+// warps fills one of four buffers, two for tiles of keys and two for tiles of values, as soon as
+// that buffer is empty. Each other warpgroup computes 64 queries. Barriers in shared memory
+// announce full and empty buffers, so no barrier stops all warps, and the next item loads while one
+// ends.
 //
 // wgmma is asynchronous: while the warps turn the scores of one tile of keys into probabilities,
 // the tensor cores multiply the previous tile's probabilities by its values. The warpgroups start

@@ -647,7 +647,7 @@ static eng_status arrive(report *r, eng_tensor_stats *stats)
   if (result != cudaSuccess) return cuda_status(result, "waiting for gradient statistics");
   const cuda_fault_record *fault = (const cuda_fault_record *)r->memory;
   if (!fault->raised || r->told) return ENG_OK;
-  // other reports in flight may carry the same fault, which is to be reported only once
+  // other reports in flight may carry the same fault, which must be reported only once
   for (int k = 0; k < REPORTS; k++) pass.reports[k].told = true;
   return cuda_fault_told(fault);
 }

@@ -109,7 +109,7 @@ __device__ static inline void advance(const rule &r, float limit, float spike, b
   if (LOOP == LOOP_ADAM) {
     w = w * r.keep;
     if (r.coupled_decay != 0) g = g + r.coupled_decay * w;
-    // m moves toward g by the fraction gain1, computed from the nearer end.
+    // m moves toward g by the fraction gain1. The formula starts from m or g, whichever is nearer.
     m = r.gain1 < 0.5f ? m + r.gain1 * (g - m) : g + (r.gain1 - 1.0f) * (g - m);
     v = v * r.beta2 + r.gain2 * g * g;
     w = w + -r.lr * m / (sqrtf(v) / r.root + r.eps);

@@ -3,10 +3,10 @@
 //
 // A pick is one index of the call. Its place is the row or element of dx that it selects. Gradients
 // sum all picks of a place in a fixed order and without float atomics. The picks are sorted by
-// place (a stable radix sort of packed words, by CUB) and cut into chunks of equal length. One
-// thread per column sums a chunk, so that a place picked thousands of times costs no more per pick
-// than other places. If the picks of a place continue across the end of a chunk, their partial sums
-// are stored separately and combined afterwards, chunk by chunk. Sums are f32 (f64 for f64),
+// place (a stable radix sort of packed words, by CUB) and cut into chunks of equal length. A thread
+// sums a few adjacent columns of one chunk, so a place picked thousands of times costs no more per
+// pick than other places. If the picks of a place continue across the end of a chunk, their partial
+// sums are stored separately and combined afterwards, chunk by chunk. Sums are f32 (f64 for f64),
 // rounded once. The same launch clears the rows of dx that no index picks. Called through the
 // device's table.
 #include "kernel/lanes.h"

@@ -99,7 +99,7 @@ __device__ static inline float *scales_of(W *piece, int64_t count)
 
 // ------------------------------------------------------------------ passes
 
-// Numbers that are in the comm dtype already are copied: no rounding, and NaNs keep their bits.
+// Numbers already in the comm dtype are copied without rounding, and their NaNs keep every bit.
 
 template <class N, class W>
 __global__ void __launch_bounds__(THREADS) pack(const wire_run *runs, int n, uint32_t *flags)
