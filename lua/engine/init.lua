@@ -126,7 +126,7 @@ end
 
 --- Chooses the device by name (nil: no change); returns the name of the current device.
 function engine.device(name)
-  expect(name == nil or type(name) == "string", name, "device: expected a name")
+  expect(name == nil or type(name) == "string", name, "device: expected a name, such as 'cuda'")
   if name then check(C.eng_device_set(name)) end
   return M_ffi.string(C.eng_device_name())
 end
@@ -155,7 +155,7 @@ function engine.memory(options)
   local limit = tensor.read_named(options, "memory", MEMORY).limit
   if limit ~= nil then
     expect(type(limit) == "number" and limit >= 0, limit,
-      "memory: expected limit to be a number of bytes (0: none)")
+      "memory: expected limit to be a number of bytes (0: no limit)")
     C.eng_memory_limit(math.min(limit, 2 ^ 62))
   end
   local rows = M_ffi.new("eng_memory_row[16]")

@@ -55,7 +55,7 @@ describe("plain data as JSON", function()
         "a function" },
       { { { 1, coroutine.create(print) } },
         "state[1][2]: expected a number, string, boolean or table, got a thread" },
-      { { [{}] = 1 }, "state: a table cannot be a key" },
+      { { [{}] = 1 }, "state: expected a string, number or boolean as a key, got a table" },
       { loop, "state.again: the table contains itself" },
     }
     for _, case in ipairs(cases) do

@@ -4,8 +4,8 @@
 --
 -- A value that JSON lacks becomes an object with one key: { "$number": "inf" } (also "-inf",
 -- "nan"), { "$int64": "..." } and { "$uint64": "..." } for 64-bit numbers, { "$bytes": hex } for
--- strings that are not UTF-8, { "$pairs": [[key, value], ...] } for tables in which a key is not a
--- string, is not UTF-8 or begins with "$".
+-- strings that are not UTF-8, { "$pairs": [[key, value], ...] } for tables, other than lists, with
+-- a key that is not a string, is not UTF-8 or begins with "$".
 local ffi = require "ffi"
 local cjson = require "cjson"
 local nearest = require "engine.base.nearest"
@@ -91,7 +91,8 @@ local function encode_table(t, path, above)
     for key in pairs(t) do
       local kind = type(key)
       if kind ~= "string" and kind ~= "number" and kind ~= "boolean" then
-        error(("%s: a %s cannot be a key"):format(path, kind), 0)
+        error(("%s: expected a string, number or boolean as a key, got a %s"):format(path, kind),
+          0)
       end
     end
     local keys, plain = sorted_keys(t)

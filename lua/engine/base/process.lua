@@ -1,5 +1,5 @@
--- Child processes. Used by contests, `engine replay --verify`, `engine plan`, and the writers that
--- run gnuplot or cmark-gfm.
+-- Child processes. Used by contests, `engine replay --verify`, `engine plan`, `engine doctor`, the
+-- writers that run gnuplot or cmark-gfm, and dist/agreement.lua (which quotes a command line).
 local M_ffi = require "engine.base.ffi"
 
 local C, check = M_ffi.C, M_ffi.check

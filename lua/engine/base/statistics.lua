@@ -37,9 +37,9 @@ function M.t95(degrees)
 end
 
 --- Returns statistics of the differences b[i] - a[i] for i from 1 to `count`: { n, mean, spread,
---- low, high }. Leaves out differences that are inf or nan or lack a value; n is the number of the
---- others. The 95 % confidence interval of the mean is from `low` to `high`; both are false if n is
---- 1. Returns nil if n would be 0.
+--- low, high }. Leaves out i if a value is missing or the difference is inf or nan; n is the number
+--- of differences that remain. The 95 % confidence interval of the mean is from `low` to `high`;
+--- both are false if n is 1. Returns nil if n would be 0.
 function M.paired(a, b, count)
   local list = {}
   for i = 1, count do
