@@ -94,7 +94,7 @@ function Link:ask(request)
     return nil, self.gone
   end
   while status == 0 do
-    -- the reply to run:step(n) comes after n steps, so its wait prints no message
+    -- the reply to run:step(n) comes after n steps, so waiting for it prints no message
     status = receive(self, request["do"] == "step" and 1e9 or PATIENCE)
     local reply = status == 0 and json.decode(ffi.string(line[0], length[0]))
     -- Replies with an older id belong to requests that Ctrl-C cancelled.

@@ -184,7 +184,7 @@ local function progress_of(contest, waiting)
   local machine = require "engine.base.machine"
   local bar = require("engine.run.progress").on_stderr()
   local began, ended, total = machine.clock(), 0, #waiting
-  local before = {}                    -- run -> the share of its steps done before this start
+  local before = {}                    -- run -> the share of its steps done before this command
   local progress = require("engine.run.contest").progress
   for _, run in ipairs(waiting) do before[run] = progress(run) end
   local function left(running)

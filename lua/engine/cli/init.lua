@@ -25,8 +25,8 @@ local function run(_, name, ...)
   return 1
 end
 
---- Takes the path of a script that does not exist. Returns a hint at the script with the most
---- similar name in its folder or in examples/.
+--- Takes the path of a script that does not exist. Returns a hint that suggests the script with the
+--- most similar name in the path's folder or in examples/; "" if no name is near.
 function cli.script_hint(path)
   local folder, script = path:match("^(.-)([^/]*)$")
   local paths = {}                        -- name without .lua -> path in quotes

@@ -14,7 +14,7 @@ usage: engine plan SCRIPT [ranks=1024] [alpha=S] [beta=S] [step=S] [comm_dtype=F
        engine plan FOLDER
 
 Predicts what the script's training would cost on 1 to `ranks` ranks: the memory of each rank, the
-share of a step spent on messages, and the time of the overflow record. The script runs until
+share of a step spent on messages, and the time to agree on the step's record. The script runs until
 its trainer exists, and a few steps of the trainer are timed. Other settings go to the script.
 
   engine plan examples/gpt.lua ranks=1024 alpha=2e-6 beta=1/25e9   # messages of 2 us, 25 GB/s

@@ -156,7 +156,7 @@ local function rank_command(script, settings, given)
   return table.concat(words, " ")
 end
 
--- Parses `text`, the output of n processes, each of which is a rank of a job of `size` ranks.
+-- Parses `text`, the output of n processes, each a rank of a job of `size` ranks.
 -- Returns their measurements in rank order. Raises an error unless the text has n of them.
 local function read_ranks(text, n, size)
   local list, seen = {}, {}

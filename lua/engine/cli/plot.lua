@@ -7,9 +7,9 @@ usage: engine plot RUN... [--columns NAME,NAME...] [--group SETTING] [--from STE
                    [--width N] [--height N]
 
 Draws runs in the terminal or into a file; a million steps take no longer than a thousand. RUN is
-a name under runs/ or a directory. A column of dots stands for several steps: for one run it reaches
-from their smallest value to the largest, for several runs it is at their mean. A legend explains
-the marks below a curve. --width counts characters, or pixels with --svg or --png.
+a name under runs/ or a directory. A column of dots stands for several steps: for one run it spans
+their values from the smallest to the largest; for several runs it marks their mean. A legend
+explains the marks below a curve. --width counts characters, or pixels with --svg or --png.
 
   engine plot a                                   loss and loss scale
   engine plot a --columns amax,stored,underflow   other numbers, named below

@@ -55,8 +55,9 @@ begins at the start. It writes to a folder of its own; the recorded run is not t
 --script FILE  the script, if it has moved or the history does not name it
 --keep FOLDER  keep the live run, in FOLDER/run
 
-With --verify, the exit status is 0 if the replay and the live run agree, 2 if they differ, 130
-after Ctrl-C (the steps made so far are still compared), and 1 after an error.]==]
+With --verify, the exit status is 0 if the replay and the live run agree, 2 if they differ or the
+live run ends early, 130 after Ctrl-C (the steps made so far are still compared), and 1 after an
+error.]==]
 
 -- Raises an error unless the options of --verify are valid.
 local function check_verify(given)

@@ -191,7 +191,7 @@ end
 
 --- Verifies given.policies on the run given.words[1]; the other fields of `given` are the command's
 --- options. Returns the exit status: 0 if the replay and the live runs agree, 1 if a live run made
---- no step, 2 if a live run differs from the replay, 130 after an interrupt.
+--- no step, 2 if a live run differs from the replay or ends early, 130 after an interrupt.
 function M.main(given)
   local worst, objects = AGREE, {}
   for i, p in ipairs(given.policies) do

@@ -9,8 +9,8 @@ Writes one self-contained HTML page about a run, to open, mail or keep: loss and
 every overflow and policy change, the scales of the shadows, heat maps of the layers over steps and
 over the exponents of the format, where overflows begin, events, settings and policy sources.
 Pointing at a curve shows its values; the colours follow the reader's system, light or dark, and
-the page fits a telephone. For a run in progress, the page shows the steps so far; for a run without
-steps, how it ended and its settings.
+the page fits a phone's screen. For a run in progress, the page shows the steps so far; for a run
+without steps, it shows how the run ended and its settings.
 
 For several runs it writes a page that compares them: the settings that differ, steps, losses,
 skipped steps, overflows, how each run ended, and the curves of all runs in one plot of the loss and
