@@ -90,7 +90,7 @@ describe("a chat template", function()
     end
     t = tokenizer "{{ messages | length }}{{ messages[0].content }}"
     assert.error_matches(function() targets(t) end,
-      "message 2: the chat template changes it when other messages follow")
+      "message 2: the chat template changes it when other messages follow; hint: give a function")
   end)
 
   it("that needs what the engine lacks is refused in one line", function()

@@ -121,7 +121,7 @@ describe("data", function()
     local narrow = { path = file("d.npy", npy("<u2", 4, u16 { 1, 2, 65535, 4 })), batch = 1,
       context = 3, shuffle = false }
     assert.same({ { 1, 2, 65535 } }, data.tokens(narrow):next().x:totable())
-    for bytes, want in pairs { [npy("<i8", 7, words)] = "one dimension and <u2 or <u4",
+    for bytes, want in pairs { [npy("<i8", 7, words)] = "one dimension and dtype <u2 or <u4",
       [npy("<u4", 8, words)] = "gives 8 tokens, but the file holds 7",
       ["\147NUMPY\1\0\255\255"] = "one dimension" } do
       assert.error_matches(function()

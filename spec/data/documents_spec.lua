@@ -334,7 +334,7 @@ describe("data of documents", function()
     file("b.jsonl", '{"prompt":"a","chosen":"b","rejected":"c"}')
     refuses("data.mix {}", "data.mix: expected loaders = a list of loaders, got nothing")
     refuses("data.mix { loaders = { { next = function() end } } }",
-      "data.mix: loader 1 has no state(); a mixture could not resume")
+      "data.mix: expected loader 1 to have next(), state() and restore(), but it has no state()")
     local two = "data.mix { loaders = { data.lines { path = folder .. '/a.txt' }, "
       .. "data.lines { path = folder .. '/a.txt', context = 5 } }, "
     refuses(two .. "weights = { 1 } }",
@@ -349,7 +349,7 @@ describe("data of documents", function()
         batch = 1, context = 5 } } }:next()
     end)
     assert.matches("data.mix: [xy] is i32 %[1 x %d+%] in batches of loader %d and i32 "
-      .. "%[1 x %d+%] in those of loader %d; rows must be alike", message)
+      .. "%[1 x %d+%] in those of loader %d; expected rows of one dtype and shape", message)
   end)
 
   it("a mixture refuses a field that only some batches have, whichever comes first", function()

@@ -1,8 +1,8 @@
 -- Documents: turns each record of a file into token ids, and marks the ids that count in the loss.
--- A format (M.lines, M.csv_text, M.jsonl, M.chat, M.preferences) is a function that divides a
--- record's text into the parts of a document. It returns { { text, whether it counts in the loss },
--- .. }, or nil and what is wrong with the record. Called by init.lua; packed.lua puts the documents
--- into rows.
+-- A format is a function that divides a record's text into the parts of a document. It returns
+-- { { text, whether it counts in the loss }, .. }, or nil and what is wrong with the record.
+-- M.lines, M.csv_text, M.jsonl, M.chat and M.preferences return formats. Called by init.lua;
+-- packed.lua puts the documents into rows.
 local cjson = require "cjson"
 local json = require "engine.base.json"
 local M_ffi = require "engine.base.ffi"
@@ -84,8 +84,8 @@ local function by_template(tokenizer, messages)
         local content = message.content:match("^%s*(.-)%s*$")
         if #before < done or shared(before, all) < #before
           or not all:sub(#before + 1, stop):find(content, 1, true) then
-          error(("message %d: the chat template changes it when other messages follow")
-            :format(i), 0)
+          error(("message %d: the chat template changes it when other messages follow; hint: " ..
+            "give a function(role) as the template"):format(i), 0)
         end
         add(#before, false)
         add(stop, true)

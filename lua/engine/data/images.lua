@@ -73,7 +73,7 @@ function M.open(o, example)
   if n == 0 then
     raise("data.images: there are no images in %s; expected a folder for each class", o.path)
   elseif #chosen == 0 then
-    raise("data.images: from = %g, to = %g chooses none of the %d images in %s", o.from, o.to, n,
+    raise("data.images: from = %g, to = %g choose none of the %d images in %s", o.from, o.to, n,
       o.path)
   end
   local mean, std = per_channel(o.mean, o.channels, "mean"), per_channel(o.std, o.channels, "std")

@@ -230,8 +230,8 @@ local function header_of(path, base, bytes)
     local kind = text:match "'descr':%s*'[<|]u([24])'"
     local count = tonumber(text:match "'shape':%s*%((%d+),%)")
     if not kind or not count then
-      raise("data.tokens: expected %s to be a .npy file of one dimension and <u2 or <u4, got %s",
-        path, text:gsub("%s+$", ""))
+      raise("data.tokens: expected %s to be a .npy file of one dimension and dtype <u2 or <u4, "
+        .. "got %s", path, text:gsub("%s+$", ""))
     end
     return kind == "2" and "u16" or "u32", start + size, count
   elseif bytes >= 1024 and (header[0] == LLMC_MAGIC or header[0] == LLMC_MAGIC_32) then
@@ -319,7 +319,8 @@ function M.tensors(given)
     local side = o[key]
     expect(tensor.is_tensor(side), side, "data.tensors: expected %s to be a tensor", key)
     if side.ndim < 1 then
-      raise("data.tensors: expected %s with rows, got %s", key, tensor.shape_text(side.shape))
+      raise("data.tensors: expected %s to have rows, got shape %s", key,
+        tensor.shape_text(side.shape))
     end
     if n and side:size(1) ~= n then
       raise("data.tensors: expected x and y to have the same number of rows, got %d and %d", n,

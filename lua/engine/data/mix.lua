@@ -50,8 +50,8 @@ local function join(self, parts, from)
         shape[1] = row[1]
         if x.dtype ~= first.dtype or tensor.shape_text(shape) ~= tensor.shape_text(row) then
           raise("data.mix: %s is %s %s in batches of loader %d and %s %s in those of loader %d; "
-            .. "rows must be alike", tostring(key), first.dtype, tensor.shape_text(row), from[1],
-            x.dtype, tensor.shape_text(x.shape), from[i])
+            .. "expected rows of one dtype and shape", tostring(key), first.dtype,
+            tensor.shape_text(row), from[1], x.dtype, tensor.shape_text(x.shape), from[i])
         end
       end
       joined[key] = tensor.concat(list, 1)
@@ -129,7 +129,8 @@ function M.new(o)
   for k, loader in ipairs(loaders) do
     for _, method in ipairs { "next", "state", "restore" } do
       if type(loader) ~= "table" or not loader[method] then
-        raise("data.mix: loader %d has no %s(); a mixture could not resume", k, method)
+        raise("data.mix: expected loader %d to have next(), state() and restore(), but it has "
+          .. "no %s()", k, method)
       end
     end
   end

@@ -1,7 +1,7 @@
 -- The records of text files: lines, paragraphs or rows of CSV. M.open reads every file once, from
--- start to end, for its checksum and for the offsets of its records (8 bytes each). Later it reads
--- a record when a batch needs it. Files are not mapped, because reading a mapped file that has
--- shrunk would end the process. Opened by init.lua, read by documents.lua.
+-- start to end, for its checksum and for the offsets of its records (8 bytes each). Records:read
+-- reads a record when a batch needs it. Files are not mapped, because reading a mapped file that
+-- has shrunk would end the process. Opened by init.lua, read by documents.lua.
 local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
 
