@@ -48,7 +48,8 @@ local function find_apart(model, list)
     local own = rawget(m, "_apart")
     if not own then return end
     if group and group ~= own.group then
-      error("trainer: all layers must divide their experts over groups of the same size", 0)
+      error("trainer: expected all layers to divide their experts over one group of ranks; " ..
+        "hint: give every nn.moe the same experts_over", 0)
     end
     group = own.group
     for name, what in pairs(own.parameters) do
@@ -78,8 +79,8 @@ function M.new(trainer, o)
   self.many = self.size > 1
   self.own_pass = self.many and o.mode ~= "lagged"   -- whether record() itself reads the gradients
   self.comm_dtype = self.many and o.comm_dtype or "own"
-  -- level: of ZeRO. zero: each rank updates only its part of the weights; divided: it also keeps
-  -- only that part's gradients; parted: it also keeps only that part of the weights
+  -- level: the ZeRO level, 0 to 3. zero: each rank updates only its part of the weights; divided:
+  -- it also keeps only that part's gradients; parted: it also keeps only that part of the weights
   self.level = self.many and o.zero or 0
   self.zero, self.divided, self.parted = self.level > 0, self.level > 1, self.level > 2
   if not self.many then return self end
@@ -401,8 +402,8 @@ end
 
 --- Makes a step's record the same on every rank. In sync mode this function makes the pass over the
 --- gradients, each rank over its own part of them. In lagged mode every rank already has the
---- statistics of the summed gradients (known_statistics), and this function reduces only the host's
---- numbers.
+--- statistics of the summed gradients (known_statistics), and this function reduces only the other
+--- numbers, such as the loss and the signals.
 function Reducer:record(record, stats, s)
   if not self.many then return end
   local trainer, needs, sums, maxima = self.trainer, self.trainer.needs, self.sums, self.maxima
