@@ -347,7 +347,7 @@ describe("nn.lora", function()
     assert.is_true(requires_grad(again.score.weight))
     assert.matches("expected 'base_model.model.score.weight' to have shape [5 x 16], got [3 x 16]",
       message(lora.load, classifier(5), folder .. "/labels"), 1, true)
-    assert.matches("this adapter is of a classifier (SEQ_CLS); hint: load_model(folder, { labels",
+    assert.matches("this adapter belongs to a classifier (SEQ_CLS); hint: load_model(folder, {",
       message(lora.load, tiny(), folder .. "/labels"), 1, true)
     local other = helper.read(folder .. "/labels/adapter_config.json"):gsub('"score"', '"wte"')
     helper.write(folder .. "/labels/adapter_config.json", other)
@@ -364,8 +364,8 @@ describe("nn.lora", function()
       refused(tiny { width = 32 }, "a"))
     assert.matches("the model has other adapters: the file has none for blocks.1.mlp.up; hint: ",
       refused(nn.lora(tiny(), { match = "mlp" }), "a"), 1, true)
-    assert.matches("qkv is LoRA with rank 4 and alpha 16, in the file LoRA with rank 8 "
-      .. "and alpha 16",
+    assert.matches("qkv is LoRA with rank 4 and alpha 16, but LoRA with rank 8 "
+      .. "and alpha 16 in the file",
       refused(nn.lora(tiny(), { match = "attn", rank = 4 }), "a"), 1, true)
     assert.matches("the model has fewer adapters",
       refused(nn.lora(tiny(), { match = "1.attn" }), "a"), 1, true)

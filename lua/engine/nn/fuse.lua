@@ -4,9 +4,9 @@
 -- f16 and bf16 rounds one time fewer. Called by layers.lua, transformer.lua, models.lua and
 -- lora_layers.lua.
 --
--- A module takes part in a fusion if its `forward` is the library's, not an adapter's or an
--- override, and if it has no relative scale (`_relative_scale`, policy/groups.lua). Part of a fused
--- operation would run outside the module, where its relative scale does not apply.
+-- A module can be fused if its `forward` is the library's, not an adapter's or an override, and if
+-- it has no relative scale (`_relative_scale`, policy/groups.lua). Part of a fused operation would
+-- run outside the module, where its relative scale does not apply.
 -- Shapes: B batch, T time, C width.
 local module = require "engine.nn.module"
 local tensor = require "engine.tensor.tensor"
@@ -56,10 +56,9 @@ function M.gelu_mlp(x, up, form, down)
   return M.last_use(down, up(x):gelu(form))
 end
 
---- Computes down(silu(gate) * up): gate, up [.. x K] -> [.. x N]. If `down` has an FP8 site and
---- takes part in fusion, the product silu(gate) * up is quantized while it is computed. But while
---- module.watch is active, the product is stored first, because the watching functions have to see
---- it.
+--- Computes down(silu(gate) * up): gate, up [.. x K] -> [.. x N]. If `down` has an FP8 site and can
+--- be fused, the product silu(gate) * up is quantized while it is computed. But while module.watch
+--- is active, the product is stored first, because the watching functions have to see it.
 function M.swiglu_mlp(gate, up, down)
   local site = rawget(down, "_fp8")
   local as_codes = site and is_unchanged(down, "linear") and not module.watched()
@@ -128,8 +127,8 @@ function Sum:norm(norm)
 end
 
 --- Computes norm(blocks[n](... blocks[1](x))): x [B x T x C] -> the same shape. If a block and the
---- module after it (a block or the norm) both take part in fusion, block(x, true) does not compute
---- its last sum but returns a Sum, which the module after it computes.
+--- module after it (a block or the norm) can both be fused, block(x, true) does not compute its
+--- last sum but returns a Sum, which the module after it computes.
 function M.stack(x, blocks, norm)
   for i, block in ipairs(blocks) do
     local after = blocks[i + 1]

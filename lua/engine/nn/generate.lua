@@ -185,7 +185,7 @@ local function rows_of(tokens)
   for i = 1, math.max(#list, 1) do
     local row = list[i]
     expect(type(row) == "table" and #row ~= 0, row,
-      "generate: expected a list of at least one token to begin with")
+      "generate: expected a prompt, a list of at least one token")
     arguments.want_list(row, "generate", "the tokens", "{ 1, 2, 3 }")
     for _, id in ipairs(row) do want_whole(id, "generate", "a token", 0) end
   end

@@ -164,7 +164,7 @@ local function check_names(plan, weights, arch, tied, new_classifier)
       or new_classifier and (name:find "^lm_head%." or name:find "^cls%.")
     for _, pattern in ipairs(arch.ignored) do known = known or name:find(pattern) end
     if not known then
-      fail("%s: '%s' does not belong to this model; hint: config.json may be of another model",
+      fail("%s: '%s' does not belong to this model; hint: config.json may belong to another model",
         weights.where, show.shown(name))
     end
   end

@@ -132,7 +132,7 @@ end
 
 -- ------------------------------------------------------------------ loading
 
--- Fields of adapter_config.json of which this engine supports only one value.
+-- Fields of adapter_config.json for which this engine supports only one value.
 local ONLY = { peft_type = "LORA", bias = "none", use_rslora = false, lora_bias = false,
   modules_to_save = false, layer_replication = false, trainable_token_indices = false,
   target_parameters = false, use_qalora = false, alora_invocation_tokens = false }
@@ -157,8 +157,8 @@ local function read_config(folder, head)
     local filled = type(value) == "table" and next(value) ~= nil
     local heads = filled and key == "modules_to_save" and saves_heads(value)
     if heads and not head then
-      raise("lora.load: %s: this adapter is of a classifier (SEQ_CLS); hint: load_model(folder, "
-        .. "{ labels = N, pad = ID })", path)
+      raise("lora.load: %s: this adapter belongs to a classifier (SEQ_CLS); hint: "
+        .. "load_model(folder, { labels = N, pad = ID })", path)
     end
     local fits = heads or type(value) == "table" and not filled
     if value ~= nil and value ~= only and not fits then
@@ -257,14 +257,16 @@ local function measure(l, file, dora, fail)
       local found, text = file.entries[part.entries[ending]], tensor.shape_text(shape)
       local got = found and tensor.shape_text(found.shape) or "nothing"
       if got ~= text then
-        fail("%s of %s: expected %s, got %s; hint: the adapter may be of another model", ending,
+        fail("%s of %s: expected %s, got %s; hint: the adapter may belong to another model", ending,
           l.path, text, got)
       end
     end
     if type(part.alpha) ~= "number" then
       fail("expected the alpha of %s to be a number, got %s", l.path, value_text(part.alpha))
     end
-    if part.alpha ~= l[1].alpha then fail("the parts of %s have different alphas", l.path) end
+    if part.alpha ~= l[1].alpha then
+      fail("the parts of %s have different alphas; expected the same alpha for all parts", l.path)
+    end
     part.tensors = {}
     for ending, name in pairs(part.entries) do part.tensors[ending] = file:read(name) end
   end
@@ -292,14 +294,16 @@ local function compare(model, list, dora, fail)
         .. "without adapters", l.path)
     elseif own and (theirs.rank ~= own.rank or theirs.alpha ~= own.alpha
       or dora ~= (own.m ~= nil)) then
-      fail("the model has other adapters: %s is %s with rank %d and alpha %g, in the file %s with "
-        .. "rank %d and alpha %g; hint: load into a model without adapters", l.path,
+      fail("the model has other adapters: %s is %s with rank %d and alpha %g, but %s with rank %d "
+        .. "and alpha %g in the file; hint: load into a model without adapters", l.path,
         own.m and "DoRA" or "LoRA", own.rank, own.alpha, dora and "DoRA" or "LoRA", theirs.rank,
         theirs.alpha)
     end
     count = count + (own and 1 or 0)
   end
-  if count > 0 and #list > count then fail("the model has fewer adapters than the file") end
+  if count > 0 and #list > count then
+    fail("the model has fewer adapters than the file; hint: load into a model without adapters")
+  end
   return count > 0
 end
 

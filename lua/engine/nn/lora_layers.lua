@@ -370,7 +370,7 @@ end
 -- ------------------------------------------------------------------ off, merged
 
 --- lora.disabled(model, f, ...): runs f(...) with all adapters off and returns its results. Inside
---- f, the model computes the same as the frozen model. It can serve as the reference of
+--- f, the model computes the same as the frozen model, so it can be the reference of
 --- engine.losses.dpo, for example.
 function M.disabled(model, f, ...)
   local list = M.adapted(model, "lora.disabled", ", or give losses.dpo a reference")
@@ -393,9 +393,9 @@ local function hide(layer, hidden)
   end
 end
 
---- lora.merge(model): adds every adapter to its frozen weight, in f32. The layers then are plain
---- linear layers, and are computed and saved as such. The adapters and the frozen weights are kept
---- for lora.unmerge. Returns the model.
+--- lora.merge(model): adds every adapter to its frozen weight, in f32. The layers are then computed
+--- and saved as plain linear layers. The adapters and the frozen weights are kept for lora.unmerge.
+--- Returns the model.
 function M.merge(model)
   local list = M.adapted(model, "lora.merge")
   M.want_no_tape "lora.merge"

@@ -174,7 +174,7 @@ local function begin(self, options, ids)
   end
   local maps, spans = options.attention_maps, padding.read(options.mask, ids, self._class)
   if maps and spans then
-    raise("%s: attention maps of a padded batch are not supported; hint: a batch without padding",
+    raise("%s: attention maps of a padded batch are not supported; hint: remove the padding",
       self._class)
   end
   if maps or rawget(self, "_maps") then

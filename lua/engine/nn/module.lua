@@ -408,8 +408,8 @@ local function title(self)
   return self._class .. (self.extra and "(" .. self:extra() .. ")" or "")
 end
 
--- Appends a line for every module inside `self`. Of consecutive numbered siblings with equal text,
--- such as a model's blocks, only the first is written out.
+-- Appends lines for every module inside `self`. If consecutive numbered siblings have equal text,
+-- as a model's blocks do, writes out the first and one line for the others ("2 to 12: the same").
 local function describe(self, indent, lines)
   local above, first
   for _, key in ipairs(self._order) do
