@@ -171,7 +171,7 @@ it("a policy may log in a run that has no history", function()
 end)
 
 it("engine.signal refuses the names of policies' logs", function()
-  helper.refuses("the name begins with 'log.', as a policy's logs do: 'log.a'",
+  helper.refuses("the name begins with 'log.', which is reserved for policies' logs: 'log.a'",
     engine.signal, "log.a", 1)
 end)
 

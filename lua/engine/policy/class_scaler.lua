@@ -24,6 +24,8 @@
 --                                   scaler:scale() or session:backward(). In a trainer they are the
 --                                   further results of the loss function, such as the attention
 --                                   maps of model:loss(x, y, { attention_maps = true })
+--   set_scale(scale)                sets the scale; called when the class replaces another policy.
+--                                   Without this method, the class starts with its own scale
 --   unscale_gradients(optimizer)    unscales the gradients; engine.scaler then does not unscale
 --                                   them itself
 --   state_dict()                    returns the state for checkpoints, as plain data

@@ -52,9 +52,9 @@ function M.places(list, names, most)
 end
 
 --- Returns whether layers would compute differently with the places `own` of one policy than with
---- the places `run` of the run. They would if a layer's rung in `own` is not its rung in `run`, or
---- if `own` gives a tensor that policies may scale an amax other than the one in `run`. scaled(k):
---- whether the run lets policies scale tensor k (from 1, in the order of prepare()).
+--- the places `run` of the run. They would if a layer has different rungs in `own` and `run`, or if
+--- `own` sets another amax than `run` for a tensor that policies may scale. scaled(k): whether the
+--- run lets policies scale tensor k (from 1, in the order of prepare()).
 function M.differs(own, run, scaled)
   for i, rung in ipairs(own.rungs) do
     if rung ~= run.rungs[i] then return true end

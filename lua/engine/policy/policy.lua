@@ -89,7 +89,7 @@ function Policy:restore(text)
   check(C.eng_policy_restore(self.handle, text, #text))
 end
 
---- Returns to the initial state.
+--- Resets the policy to its initial state.
 function Policy:reset() check(C.eng_policy_init(self.handle)) end
 
 --- Takes over the state of the policy `old`. If `old` is a registered class, takes over only its
@@ -120,7 +120,7 @@ function Policy:group_scale(i) return C.eng_policy_group_scale(self.handle, i - 
 --- Whether the last verdict gives some group a separate scale.
 function Policy:scales_groups() return C.eng_policy_scales_groups(self.handle) end
 
---- Sets record.signals[name]. The value holds until it is set again.
+--- Sets record.signals[name] to `value`, until the next call with this name.
 function Policy:signal(name, value)
   expect(type(value) == "number", value, "signal '%s': expected a number", tostring(name))
   check(C.eng_policy_signal(self.handle, name, value))
@@ -403,7 +403,8 @@ end
 
 -- Adds the range `policy` to engine.config: the names and paths of policies that can be loaded.
 require("engine.base.config").ranges.policy = { problem = function(name)
-  local good, message = pcall(M.load, name)     -- FILE:LINE in the message is a line of the policy
+  local good, message = pcall(M.load, name)
+  -- A FILE:LINE at the beginning of the message refers to the policy's source, so it stays.
   return not good and (tostring(message):gsub("^policy: ", "")) or nil
 end }
 
