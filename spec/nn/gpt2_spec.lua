@@ -226,7 +226,7 @@ describe("GPT-2", function()
       refuses(config('"resid_pdrop": 0.0', '"resid_pdrop": 1.5'),
         "expected resid_pdrop in %[0, 1%), got 1.5")
       refuses(config('"activation_function": "gelu_new"', '"activation_function": "swish"'),
-        "activation 'swish' is not supported; supported: gelu_new gelu")
+        "activation 'swish' is not supported; supported: gelu gelu_accurate gelu_fast gelu_new")
       refuses(config('"scale_attn_weights": true', '"scale_attn_weights": false'), "not supported")
     end)
 

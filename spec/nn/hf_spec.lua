@@ -419,7 +419,7 @@ describe("load_model", function()
       end), "model%-%d+")
       refuses(sharded(function(_, index)
         index.weight_map["model.extra"] = index.weight_map[NORM]
-      end), "'model.extra' is not in model%-")
+      end), "expected the tensor 'model.extra' in model%-")
       refuses(sharded(function(_, index) index.weight_map[NORM] = nil end),
         "does not say that 'model.norm.weight' is in ")
       refuses(sharded(function(_, index) index.weight_map[NORM] = "../model.safetensors" end),

@@ -248,8 +248,8 @@ function M.options_of(fields, where)
   for _, rule in ipairs(arch.rules) do rules[rule](o, fields, where, arch) end
   if class == classifier then read_labels(o, fields, where, arch) end
   if o.gelu then
-    o.gelu = GELU[o.gelu] or fail(where, "activation '%s' is not supported; supported: gelu_new "
-      .. "gelu", text_of(o.gelu))
+    o.gelu = GELU[o.gelu] or fail(where, "activation '%s' is not supported; supported: gelu "
+      .. "gelu_accurate gelu_fast gelu_new gelu_python gelu_pytorch_tanh", text_of(o.gelu))
   end
   if not o.head_width and o.width % o.heads ~= 0 then
     fail(where, "the width %d is not divisible by %d heads", o.width, o.heads)

@@ -85,7 +85,7 @@ local function open_weights(folder)
     for _, shard in ipairs(shards) do add(folder .. "/" .. shard) end
     for name, shard in pairs(map) do
       if not weights.entries[name] then
-        fail("%s: '%s' is not in %s", index, show.shown(name), shard)
+        fail("%s: expected the tensor '%s' in %s, which lacks it", index, show.shown(name), shard)
       end
     end
   end)

@@ -58,7 +58,7 @@ end
 --- is a list of spans already, returns it unchanged. Returns nil if there is no mask or no padding.
 function M.read(mask, ids, name)
   if mask == nil or getmetatable(mask) == Spans then return mask end
-  expect(tensor.is_tensor(mask), mask, "%s: expected mask to be a tensor like the ids", name)
+  expect(tensor.is_tensor(mask), mask, "%s: expected mask to be a tensor shaped like the ids", name)
   local shape, wanted = tensor.shape_text(mask.shape), tensor.shape_text(ids.shape)
   if shape ~= wanted then raise("%s: expected a mask %s, got %s", name, wanted, shape) end
   local spans, T = {}, ids:size(-1)
