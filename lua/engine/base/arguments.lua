@@ -171,7 +171,8 @@ function M.read_block(block, where)
   if rows then return tonumber(rows), tonumber(columns) end
   local named = type(block) == "string" and BLOCKS[block]
   expect(named, block,
-    "%s: expected block to be 'tensor', 'row', 'column', '1x128' or { rows, columns }", where)
+    "%s: expected block to be 'tensor', 'row', 'column', a size such as '1x128' or " ..
+    "{ rows, columns }", where)
   return named[1], named[2]
 end
 

@@ -95,8 +95,8 @@ local function pattern(to, part)
     to.fail("%s.pattern: expected String or Regex", part.type)
   end
   expression = expression:gsub("\r", "\\r"):gsub("\n", "\\n")   -- some files have raw line ends
-  return "", SCANS[expression] or to.fail("%s: expected an expression of GPT-2, Llama 3, Qwen2, "
-    .. "DeepSeek-V3 or one of a few simple ones, got %s", part.type, expression)
+  return "", SCANS[expression] or to.fail("%s: expected the expression of GPT-2, Llama 3, Qwen2 "
+    .. "or DeepSeek-V3, or one of a few simple expressions, got %s", part.type, expression)
 end
 
 local function split(to, scan, how, invert, text)
