@@ -6,7 +6,7 @@ local ffi = require "ffi"
 local M = { ffi = ffi }
 
 -- LuaJIT's compiler for x86 (2.1, at least until August 2026) can fuse the load of a C field with
--- the instruction that uses the value, and so move the load past a call that changes the field.
+-- the instruction that uses the value. This can move the load past a call that changes the field.
 -- After `n = a.ndim; m = b.ndim` for two tensors, n held b's number of dimensions, because both
 -- reads go through one eng_tensor_info. So fusing is switched off, and stays off when a script sets
 -- other optimizations.

@@ -2,10 +2,13 @@
 -- that encode was given, with every bit of its numbers. Checkpoints and histories use them. `plain`
 -- writes JSON for other programs; lua-cjson reads JSON from other programs.
 --
--- A value that JSON lacks becomes an object with one key: { "$number": "inf" } (also "-inf",
--- "nan"), { "$int64": "..." } and { "$uint64": "..." } for 64-bit numbers, { "$bytes": hex } for
--- strings that are not UTF-8, { "$pairs": [[key, value], ...] } for tables, other than lists, with
--- a key that is not a string, is not UTF-8 or begins with "$".
+-- A value that JSON lacks becomes an object with one key:
+--   { "$number": "inf" }                 also "-inf" and "nan"
+--   { "$int64": "..." }                  a signed 64-bit number
+--   { "$uint64": "..." }                 an unsigned 64-bit number
+--   { "$bytes": hex }                    a string that is not UTF-8
+--   { "$pairs": [[key, value], ...] }    a table, other than a list, with a key that is not a
+--                                        string, is not UTF-8 or begins with "$"
 local ffi = require "ffi"
 local cjson = require "cjson"
 local nearest = require "engine.base.nearest"
