@@ -2,10 +2,11 @@
 -- settings (trim_blocks and lstrip_blocks are on). A template becomes a function that converts
 -- variables to a text. The supported statements are `for` (with `if`, `else`, `loop`, `break`,
 -- `continue`), `if`, `set` (of a name, a namespace's field or a block) and `generation`. All of
--- Jinja's expressions are supported except ** and /. The tables below have the supported methods,
--- filters and tests. Anything else is an error that names the template's line. Values are Lua
--- values; a list is a table with the metatable List, None is the value NONE, and undefined is nil.
--- Called by chat_template.lua.
+-- Jinja's operators are supported except ** and /, but comparisons cannot be chained (1 < x < 3),
+-- a slice has a step of 1 or -1, and a tuple needs parentheses. The tables below have the supported
+-- methods, filters and tests. An unsupported feature is an error that names the template's line.
+-- Values are Lua values; a list is a table with the metatable List, None is the value NONE, and
+-- undefined is nil. Called by chat_template.lua.
 local M = {}
 
 local List, NONE = {}, {}

@@ -34,11 +34,13 @@ local function line_end(bytes, at, size)
   return at
 end
 
---- Writes the ids of the files' texts to the file `output`. options: lines (each line is a text of
---- its own, without its line end; empty lines are left out), special (adds the ids that the
---- tokenizer puts around a text), ending (an id to add after each text), progress (a function that
---- is called with the number of bytes encoded so far and the number of bytes in all files). Returns
---- { texts =, bytes =, tokens =, dtype = }: three counts and the dtype of the ids.
+--- Writes the ids of the files' texts to the file `output`. Options:
+---   lines     each line is a text of its own, without its line end; empty lines are left out
+---   special   adds the ids that the tokenizer puts around a text
+---   ending    an id to add after each text
+---   progress  a function that is called with the number of bytes encoded so far and the number of
+---             bytes in all files
+--- Returns { texts =, bytes =, tokens =, dtype = }: three counts and the dtype of the ids.
 function M.run(tokenizer, paths, output, options)
   local maps, all = {}, 0
   for i, path in ipairs(paths) do
