@@ -142,10 +142,13 @@ local function grouped(reducer, at, held)
 end
 
 -- Exchanges the checksums of the first n items. Returns the differences, which are the same on all
--- ranks: { first = the index (from 1) of the first item that differs, groups = the lists of ranks
--- for this item, ranks = the ranks that are outside the majority for at least one item (an item
--- that differs and has no majority counts all its ranks), majority = whether every item that
--- differs has a majority, count = the number of items that differ }.
+-- ranks, as a table with the fields
+--   first     the index (from 1) of the first item that differs
+--   groups    the groups of ranks for this item, a result of grouped()
+--   ranks     the ranks that are outside the majority for at least one item. If an item that
+--             differs has no majority, all its ranks are in the list
+--   majority  whether every item that differs has a majority
+--   count     the number of items that differ
 local function differences(reducer, list, sums, n)
   local all, odd = gathered(sums, n), {}
   local found = { ranks = {}, majority = true, count = 0 }

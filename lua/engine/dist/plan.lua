@@ -37,11 +37,15 @@ function M.sizes(params, options, rank, ranks)
   return sizes
 end
 
---- Predicts the memory and the step of a job on `ranks` ranks. job: { parameters and tensors (their
---- numbers), weight_bytes, moment_bytes (before ZeRO divides them), step (seconds), handling (the
---- seconds that packing and summing gradients take, or nil), zero, accumulate, histogram (whether
---- the record has one), sizes (a function of `ranks` that returns the result of M.sizes) }. cost: {
---- alpha, beta }. For ranks on one machine, cost also has
+--- Predicts the memory and the step of a job on `ranks` ranks. job:
+---   parameters, tensors         the numbers of elements and of tensors
+---   weight_bytes, moment_bytes  before ZeRO divides them
+---   zero, accumulate            as in a trainer's options
+---   step                        the seconds that a step takes on one rank without messages
+---   handling                    the seconds that packing and summing gradients take, or nil
+---   histogram                   whether the record has a histogram
+---   sizes                       a function of `ranks` that returns the result of M.sizes
+--- cost: { alpha, beta }. For ranks on one machine, cost also has
 ---   cores    the number of cores
 ---   slowed   the time of a step while every core runs a process, divided by the time of a step
 ---            while only one process runs

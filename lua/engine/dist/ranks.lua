@@ -49,8 +49,8 @@ function M.size() return launched and launched_size[0] or 1 end
 --- Returns the transport and the ranks in words: "Open MPI v4.1.4, 4 ranks, 4 of them here".
 function M.text() return ffi.string(C.eng_comm_text()) end
 
---- Prints a line that names the rank on stderr. Uses a single write, because other ranks write to
---- stderr too.
+--- Prints a line on stderr. With several ranks, the line begins with this rank's number. Uses one
+--- write, because other ranks write to stderr too.
 function M.say(format, ...)
   local text = select("#", ...) > 0 and format:format(...) or tostring(format)
   io.stderr:write((M.size() > 1 and ("rank %d: "):format(M.rank()) or "") ..
