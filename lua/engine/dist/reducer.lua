@@ -377,8 +377,8 @@ local function agree_on_signals(self, published)
   for _, text in ipairs(ranks.from_all(table.concat(own, "\0"))) do
     for name, rule in text:gmatch("([^%z\1]+)\1([^%z\1]+)") do
       if RULES[name] and RULES[name] ~= rule then
-        error(("signal '%s' is reduced by '%s' on one rank and by '%s' on another"):format(name,
-          RULES[name], rule), 0)
+        error(("signal '%s' is reduced by '%s' on one rank and by '%s' on another; hint: give " ..
+          "engine.signal the same rule on every rank"):format(name, RULES[name], rule), 0)
       end
       RULES[name] = rule
       if not self.names[name] then self.names[#self.names + 1], self.names[name] = name, true end

@@ -60,7 +60,8 @@ local function open_weights(folder)
   end
   local function add(path)
     if not files.exists(path) then
-      fail("%s is missing; hint: %s", path, map and "the index names it as a shard"
+      fail("%s is missing; hint: %s", path, map
+        and "the index names it as a shard; copy it into the folder"
         or "save_pretrained writes it")
     end
     local file = safetensors.open(path)

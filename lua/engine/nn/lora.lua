@@ -88,8 +88,8 @@ local function save(list, folder, name_of, base_model, conv1d, head, head_name)
   for _, l in ipairs(list) do
     local own = l.layer._lora
     if (own.m ~= nil) ~= (first.m ~= nil) or own.dropout ~= first.dropout then
-      raise("lora.save: a PEFT file has one dropout and one kind, LoRA or DoRA; %s and %s differ",
-        list[1].path, l.path)
+      raise("lora.save: expected adapters with one dropout and of one kind, LoRA or DoRA, as in a "
+        .. "PEFT file; %s and %s differ", list[1].path, l.path)
     end
     for _, part in ipairs(name_of(l)) do
       local at = PREFIX .. part.name .. "."
@@ -237,7 +237,7 @@ local function find(model, file, config, name_of, head, fail)
     end
   end
   for key in pairs(config.alpha_pattern) do
-    if not used[key] then fail("the alpha_pattern '%s' names no layer", key) end
+    if not used[key] then fail("the alpha_pattern '%s' names no layer of this adapter", key) end
   end
   if #list == 0 then fail("the file holds no adapter") end
   return list
