@@ -173,7 +173,7 @@ describe("a run's commands", function()
       " train.lua run=c steps=100000000 & p=$!; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.2; " ..
       engine .. " runs | grep '^c .*running' && break; done; kill -9 $p; wait $p 2>/dev/null; " ..
         engine .. " runs | grep '^c '")
-    assert.matches("^c +.*running, 0 %% of 100,000,000 steps\nc +.*broken off\n", result.out)
+    assert.matches("^c +.*running, 0 %% of 100,000,000 steps\nc +.*died\n", result.out)
   end)
 
   it("plot draws in the terminal and as SVG, and names unknown curves", function()
@@ -219,7 +219,7 @@ describe("a run's commands", function()
     result = shell("cd " .. quote(folder) .. " && mkdir -p empty && PATH=$PWD/empty " .. engine ..
       " plot a --png q.png")
     assert.equal(1, result.code)
-    assert.matches("^engine plot: %-%-png draws through gnuplot, which is not installed; hint: " ..
+    assert.matches("^engine plot: a PNG is drawn by gnuplot, which is not installed; hint: " ..
       "[^\n]+\n$", result.err)
   end)
 

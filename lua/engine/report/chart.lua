@@ -5,11 +5,13 @@
 --     log = 2, height = 180, limits = { { 65504, "f16 ends" } }, marks = marks.read(h, c) }
 -- A series is a line of means in a band from the smallest to the largest value. The band is drawn
 -- if columns hold several steps or the series' field `band` is true. A series may have `points`
--- instead of a column: { { step, value } ... }, where a value holds until the next point. `join`:
--- the line bridges missing values. Series i has colour and dashes number i, or those of its field
--- `style`, also a number. Shapes have x coordinates from 0 to `span`, which a page stretches to its
--- width. Texts are placed by percentages instead, so that they keep their size. Used by the
--- report's pages, views.lua, gnuplot.lua, lab.lua and docs/page.lua.
+-- instead of a column: { { step, value } ... }; a value lasts until the next point. With `join`,
+-- the line bridges missing values. Series i is drawn in style i (a colour and dashes), or in the
+-- style whose number is in its field `style`. More fields of a panel: name (the title of its y
+-- axis), axis (from M.axis), hold (true: draws single steps as a staircase). Shapes have x
+-- coordinates from 0 to `span`, which a page stretches to its width. Texts are placed by
+-- percentages instead, so that they keep their size. Used by the report's pages, views.lua,
+-- gnuplot.lua, lab.lua and docs/page.lua.
 local show = require "engine.base.show"
 local plot = require "engine.report.plot"
 
@@ -170,7 +172,7 @@ local function values_of(c, series, log)
 end
 
 -- Returns the SVG path of the line through the values of a series, the SVG path of dots at values
--- that have no neighbours, and whether the series is a single dot.
+-- that have no neighbours, and whether the series is a single dot. hold: the line is a staircase.
 local function line_path(c, list, axis, place, hold, join)
   local line, dots, started = {}, {}, false
   local before

@@ -65,7 +65,7 @@ local function differences_table(results)
     show.table(rows, { true, true, false, false, true }) or nil
 end
 
--- Appends to `lines` a line for each reason for which runs of a policy failed.
+-- Appends to `lines` a line for each distinct reason why runs of a policy failed.
 local function add_failures(lines, row)
   local seeds, first = {}, #lines + 1
   for _, run in ipairs(row.failed) do

@@ -9,9 +9,9 @@ local M = {}
 
 local COLUMNS = history.step_columns
 
--- Calls visit(row, signals) for each step, oldest first. first_bad is a parameter's name, its id if
--- the history lacks the name, or nil. signals: the values in force at this step by name, including
--- logs as "log.NAME".
+-- Calls visit(row, signals) for each step, oldest first. row.first_bad is a parameter's name, its
+-- id if the history lacks the name, or nil. signals: the current value of each signal and, as
+-- "log.NAME", of each log.
 local function each_step(h, visit)
   local parts = {}
   for i, column in ipairs(COLUMNS) do parts[i] = "s." .. column[1] end

@@ -7,7 +7,8 @@
 --                           the gradients as stored (times the scale); nil if the column has no
 --                           recorded step. overflows: the number of recorded steps with inf or nan;
 --                           step: the last step with inf or nan, else the step of the amax;
---                           room: by how many bits the amax is below its format's overflow limit
+--                           room: the smallest distance, in bits, between the amax of one of the
+--                           layer's tensors and the overflow limit of that tensor's format
 --   l.rows, l.steps[n]      the number of rows read, and their steps
 --   l.hists[k][exponent]    how many elements have this exponent, in all rows together
 --   l.format                the gradients' narrowest format (base/formats.lua)
@@ -22,7 +23,7 @@ local C, ffi = M_ffi.C, M_ffi.ffi
 
 local M = {}
 
-local ROWS = 2                -- rows read for a column; up to as many more are read at overflows
+local ROWS = 2                -- rows read for a column, in addition to up to ROWS rows of overflows
 
 --- Chooses the rows of a picture, by default one for each layer. Returns two tables: the row (from
 --- 1) of each parameter by its id (from 0), and the names of the rows. With options.tensors, every
@@ -32,7 +33,7 @@ function M.rows(h, options)
   local row_of, names = {}, {}
   local only = options.only
   M_ffi.expect(only == nil or type(only) == "string", only,
-    "heatmap: expected only to be a part of a parameter's name")
+    "heatmap: expected `only` to be a part of a parameter's name")
   if only or options.tensors then
     for _, p in ipairs(list) do
       if not only or p.name:find(only, 1, true) then
@@ -82,8 +83,8 @@ local function add_formats(h, result, row_of)
 end
 
 -- Calls visit(column, step, blob) for the rows of the steps first to last. If there are more than
--- ROWS for each column of the picture, visits only the first ROWS rows of each column and its first
--- ROWS rows with overflow.
+-- points * ROWS of them, visits only the first ROWS rows of each column and the rows of its first
+-- ROWS overflows.
 local function each_row(h, first, last, width, points, visit)
   local most = points * ROWS
   local known = h:query("SELECT count(*) AS n FROM (SELECT 1 FROM tensor_stats WHERE step " ..
@@ -114,9 +115,9 @@ local function each_row(h, first, last, width, points, visit)
   end
 end
 
---- Returns the first and last exponent of a picture of histograms: the range of exponents that
---- occur, extended to each end of the format's normal range that is less than 24 exponents away.
---- Returns nil if there is no nonzero element.
+--- Returns the first and last exponent of a picture of histograms. They span the exponents that
+--- occur and reach on to an end of the format's normal range if that end is less than 24 exponents
+--- away. Returns nil if there is no nonzero element.
 function M.exponents(hists, format)
   local least, most = math.huge, -math.huge
   for _, hist in ipairs(hists) do

@@ -176,7 +176,7 @@ local function header(info)
   say("%s", info.ranks > 1 and escape(require("engine.dist.ranks").job_text(info.ranks, info.zero,
     info.comm_dtype)) or nil)
   local kind = info.failed == 0 and ({ finished = "good", running = "live" })[info.how] or "bad"
-  local how = info.how == "broken" and "broken off" or info.how
+  local how = info.how == "broken" and "died" or info.how
   return parts.header(('%s<span class="badge %s">%s%s</span>'):format(escape(info.name), kind, how,
     info.failed > 0 and ", the policy failed" or ""), table.concat(sub, " · "))
 end

@@ -197,9 +197,9 @@ end
 
 local FEWEST_SHARE = 1e-7        -- the smallest visible share of a layer's elements
 
--- Returns a summary of layer k over all columns: its largest stored magnitude `amax`; `room`, the
--- bits from there to the top of its format; `bad`, the number of recorded steps with inf or nan;
--- the numbers of elements, zeros and subnormals.
+-- Returns a summary of layer k over all columns: `amax`, its largest stored magnitude; `room`, the
+-- smallest `room` of its cells (layers.lua); `bad`, the number of recorded steps with inf or nan;
+-- `count`, `zeros` and `underflow`, its numbers of elements, zeros and subnormals.
 local function summary(l, k)
   local s = { amax = 0, bad = 0, count = 0, zeros = 0, underflow = 0 }
   for i = 1, #l.x do
@@ -216,8 +216,8 @@ local function summary(l, k)
 end
 M.layer_summary = summary
 
--- Returns the note at the end of a layer's row: its largest gradient, the bits from there to the
--- top of the format, and the share of subnormal gradients.
+-- Returns the note at the end of a layer's row: its largest gradient, the distance in bits to the
+-- overflow limit of its format, and the share of subnormal gradients.
 local function note(l, k)
   local s = summary(l, k)
   local parts = {}
@@ -321,9 +321,9 @@ local function by_exponent(l, width)
       l.format.normal, l.format.name, top, steps_text(l.steps)) }
 end
 
---- Returns the first and last exponent of the shades of a heat map over time. They reach from the
---- smallest exponent in the statistics to the exponent of overflow or, in wide formats, to the
---- largest exponent in the statistics.
+--- Returns the exponents of the first and last shade of a heat map over time. The first is the
+--- smallest exponent of any cell's amax. The last is the exponent at which the format overflows or,
+--- for formats as wide as f32, the largest exponent of any cell's amax.
 function M.shade_range(l)
   local low, high = math.huge, -math.huge
   for k = 1, #l.names do

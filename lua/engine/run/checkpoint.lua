@@ -86,7 +86,7 @@ local function write_tensors(directory, name, tensors, metadata)
   local seen, size = ffi.new("uint32_t[1]"), ffi.new("int64_t[1]")
   check(C.eng_file_checksum(seen, size, path))
   if seen[0] ~= crc then
-    error(("%s: the file read back differs from what was written; hint: a failing disk?"):format(
+    error(("%s: the file read back differs from what was written; hint: check the disk"):format(
       path), 0)
   end
   return { crc32c = crc_text(crc), bytes = tonumber(size[0]) }
@@ -206,8 +206,8 @@ local function write_own(place, pieces, step)
   return ("%s %d"):format(file.crc32c, file.bytes)
 end
 
--- Builds the table `files` of state.json from the results that the ranks sent. Raises an error if a
--- rank failed.
+-- Builds the table `files` of state.json from the answers of all ranks ("ok CHECKSUM BYTES", or an
+-- error message). Raises an error if a rank failed.
 local function files_of(answers)
   local files, failed = {}, {}
   for i, answer in ipairs(answers) do
@@ -219,8 +219,8 @@ local function files_of(answers)
   return files
 end
 
--- Makes an attempt on rank 0. Returns the checkpoint's path on every rank, and on rank 0 also the
--- second result of f. After an error, returns nil and the message on every rank.
+-- Calls attempt(place, f) on rank 0. Returns the checkpoint's path on every rank, and on rank 0
+-- also the second result of f. After an error, returns nil and the message on every rank.
 local function on_first(place, f)
   local path, note
   if ranks.rank() == 0 then path, note = attempt(place, f) end

@@ -6,7 +6,8 @@
 --   list.differ                                  the names of the settings that differ
 --   local c = compare.read(list, { "loss", "scale" }, { points = 240, group = "policy" })
 --   c.x, c.width, c.first, c.last, c.first_step, c.overflows     as in curves.read, over all runs
---   c.curves[k].label, .group                    group: the group's runs; nil: the curve of one run
+--   c.curves[k].label, .group, .run              group: the group's runs, or nil if the curve is of
+--                                                a single run, `run`
 --   c.curves[k].column.loss                      the key of the curve's loss in c; nil: no loss
 --   c[key].mean[i], .min[i], .max[i]             a run's: as in curves.read; a group's: M.band
 --   c.notes                                      lines that say what is left out, and why
@@ -138,8 +139,7 @@ end
 --- Each curve is a table { mean = { ... } }. min and max of the result are one standard deviation
 --- below and above its mean. With `log`, the mean and the deviation are geometric. A column has a
 --- mean only if every curve has a value there (with `log`, a positive value). Thus a run that ends
---- early or diverges ends the mean instead of shifting it. The band of a single curve is the curve
---- itself, without spread.
+--- early or diverges ends the mean instead of shifting it. The band of a single curve has no width.
 function M.band(list, n, log)
   local put, back = function(x) return x end, function(x) return x end
   if log then

@@ -40,9 +40,9 @@ local function read_job(path)
   error(path .. " is damaged; hint: name=ANOTHER starts a new contest", 0)
 end
 
--- Writes contest.json. If the file exists, raises an error if the script, its settings, the number
--- of threads, or the text of the script or of a policy is not the one that the file records,
--- because the runs would not be comparable.
+-- Writes contest.json. If the file exists, it must record the same script with the same text, and
+-- the same settings, number of threads and policy texts. Otherwise the runs would not be
+-- comparable, and an error is raised.
 local function agree(self)
   local path, sources = self.path .. "/contest.json", self.sources
   if files.exists(path) then
@@ -113,7 +113,8 @@ end
 
 -- ------------------------------------------------------------------ a run
 
--- Exit statuses after which a run would end the same way again (docs/runs.md).
+-- Exit statuses (docs/runs.md) of runs that ended by themselves. A contest does not start such a
+-- run again.
 local FINAL = { [0] = true, [2] = true, [3] = true, [4] = true, [5] = true, [6] = true }
 
 --- Reads the state of a run from its files into `run`: exit (the exit status), done (whether its
@@ -125,7 +126,7 @@ function Contest:look(run)
   local info = files.exists(path .. "/history.db") and runs.info(path) or {}
   local steps = (info.rows or 0) > 0
   local how = steps and info.how
-  run.exit, run.why = text and tonumber(text), "not made"
+  run.exit, run.why = text and tonumber(text), "not run"
   if not run.exit and how == "finished" then run.exit = 0 end
   run.done = run.exit == 0 and how == "finished"
   run.final = steps and info.ended ~= "stopped: interrupted" and FINAL[run.exit] or false

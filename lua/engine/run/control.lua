@@ -121,8 +121,8 @@ local function tell(self, kind, text)
   return text
 end
 
--- Returns text such as "the policy is static now, loss scale 1; for FP8 layers: sqrt3". is: the
--- verb, such as "is %s now", where %s stands for the policy's name.
+-- Returns text such as "the policy is static now, loss scale 1; for FP8 layers: sqrt3". is: a
+-- format for the policy's name, such as "is %s now".
 local function policies_text(t, is)
   local sites = t.optimizer.fp8
   local names = {}
@@ -240,10 +240,13 @@ function Control:answer(number, id, reply)
   C.eng_attach_answer(self.socket, number, text, #text)
 end
 
+-- Carries out a request, a line from the client `number`, and answers it. With several ranks, every
+-- request except `status` first waits in self.heard. together() then sends it to all ranks, and
+-- each rank calls this function again, with `told`.
 local function serve(self, number, line, told)
   local read, request = pcall(require("engine.base.json").decode, line)
   if not read or type(request) ~= "table" then
-    self:answer(number, nil, { ok = false, error = "expected a JSON object in one line" })
+    self:answer(number, nil, { ok = false, error = "expected a JSON object on one line" })
     return
   end
   local command = commands[request["do"]]
@@ -267,7 +270,7 @@ end
 
 local line, length, number = ffi.new("const char *[1]"), ffi.new("int64_t[1]"), ffi.new("int[1]")
 
--- Handles requests. Waits up to `milliseconds` for the first request.
+-- Reads and serves requests. Waits up to `milliseconds` for the first request.
 local function listen(self, milliseconds)
   for i = 1, MOST_LINES do
     if not C.eng_attach_poll(line, length, number, self.socket, i == 1 and milliseconds or 0) then

@@ -4,8 +4,8 @@
 --
 -- A record has the largest fp16 gradient as it was stored, the exponent histogram, and whether any
 -- gradient was inf or nan. It says nothing about the intermediate results of the backward pass,
--- except that their inf and nan spread to the gradients of parameters. So what is known of a step
--- at `ratio` times its scale is exact, "hidden" or a bound (an estimate):
+-- except that their inf and nan spread to the gradients of parameters. Therefore the answer to
+-- whether a step overflows at `ratio` times its scale is exact, "hidden" or a bound (an estimate):
 --   If the step did not overflow:
 --     ratio <= 1   No overflow; exact, because no magnitude of the backward pass is larger.
 --     ratio > 1    An overflow, if the largest fp16 gradient times `ratio` is 65520 or more, which
@@ -267,9 +267,9 @@ function M.certainty(late)
 end
 
 --- Adds a step to a policy's certainty. known: the first result of M.move, or "unmeasured". own,
---- run: what the policy and what the run did with the step (M.carried_out). own.departs: true if
---- the policy departs from the run in more than action, clip and lr_mul (in FP8 layers). Returns
---- whether the policy's verdict is exact.
+--- run: what the policy and what the run did with the step (M.carried_out). own.departs: true if an
+--- FP8 policy makes the layers compute differently than in the run. Returns whether the policy's
+--- verdict is exact.
 ---
 --- `least` counts the skips among the exact verdicts, and the first known skip after an overflow
 --- that may be hidden: the policy skips either there or at the hidden overflow. Later skips do not

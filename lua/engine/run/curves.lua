@@ -3,9 +3,12 @@
 -- 256 consecutive steps into a block, a row of the table `blocks`. Only the newest steps, and
 -- metrics that blocks lack, are read from the table `steps`, with a query for each column.
 --   local c = curves.read(history, { "loss", "scale" }, { points = 120, from = 0, to = 9999 })
---   c.x[i], c.width                          the middle of column i; how many steps a column has
+--   c.first, c.last                          the first and the last step
+--   c.x[i], c.first_step[i], c.width         the middle and the first step of column i; how many
+--                                            steps a column has
 --   c.rows[i], c.overflows[i], c.skipped[i]  rows, overflows, steps without update in column i
 --   c.loss.min[i], .max[i], .mean[i]         nil if no value of the column is finite
+--   c.loss.at_end                            the value at the last step, or nil if c.width is 1
 -- Used by history.lua, compare.lua, contest.lua, the pictures and the reports.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"

@@ -4,7 +4,7 @@
 -- restore.lua.
 local M = {}
 
--- Returns an entry for a checkpoint's `parts`. No file has the entry's tensor; `make` computes it.
+-- Returns an entry for a checkpoint's `parts` whose tensor is in no file: `make` computes it.
 local function derived(dtype, like, make)
   return { dtype = dtype, shape = like.shape, count = like.count, make = make }
 end
@@ -52,8 +52,8 @@ function M.fit(optimizer, c)
     end
   end
   if begun > 0 then
-    note = (note and note .. "; " or "") .. ("%d averages of weights (Q-EMA) begin as the weights")
-      :format(begun)
+    note = (note and note .. "; " or "") ..
+      ("%d averages of weights (Q-EMA) start as copies of the weights"):format(begun)
   end
   return note
 end

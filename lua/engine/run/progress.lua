@@ -170,8 +170,8 @@ function progress:note(text, matters)
     and fitted(self, self.last, self.clock()) or "")
 end
 
---- Prints a warning on stderr, for example that a file cannot be written. Silent mode alone prints
---- nothing.
+--- Prints a warning on stderr, for example that a file cannot be written. Quiet mode prints it too;
+--- silent mode does not.
 function progress:warn(text)
   if self.silent then return end
   if self.on_line then put(self, "\r\27[K") end

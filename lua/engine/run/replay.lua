@@ -61,8 +61,8 @@ end
 ---   layers, of             the number of layers that the policy moves in the run, and the number
 ---                          of all FP8 layers
 ---   high                   mean share of the layers that are not on rung 1
----   apart                  number of verdicts with which some layer computes differently than in
----                          the run
+---   apart                  number of verdicts after which some layer would compute differently
+---                          than in the run
 function M.run(trace, source, options, look)
   M_ffi.expect(type(trace) == "table" and trace.at, trace,
     "replay.run: expected a trace, such as engine.replay.trace(\"runs/a\")")

@@ -14,8 +14,8 @@ local C, ffi = M_ffi.C, M_ffi.ffi
 
 local M = {}
 
--- Returns what the history says about the run's FP8 layers:
--- { layers = { path ... }, sample, rungs }.
+-- Returns what the history says about the run's FP8 layers: { layers = { path ... }, sample = the
+-- steps between measurements, rungs = the number of rungs a layer can be on (fp8_recipe.lua) }.
 local function facts_of(h, policy)
   local meta = h:meta()
   local good, facts = pcall(json.decode, meta.fp8 or "")

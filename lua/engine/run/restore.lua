@@ -83,8 +83,9 @@ local function regain(seat, saved)
     return nil
   end
   local took, why = follow(seat, saved, { source = policy.source, file = policy.file })
-  return ("the source of the policy %s has changed since the checkpoint; it %s"):format(policy.name,
-    took and "takes over the saved state" or "cannot take over the saved state: " .. tostring(why))
+  return ("the source of the policy %s has changed since the checkpoint; the policy %s"):format(
+    policy.name, took and "takes over the saved state"
+    or "cannot take over the saved state: " .. tostring(why))
 end
 
 -- Returns the part of a checkpoint's state that belongs to the policy in seat i, or nil.
@@ -200,7 +201,7 @@ end
 
 -- Restores what training changes: weights, moments, trainer.state, random numbers, FP8 scales, the
 -- position in the data, the number of updates. With several ranks, spread() sends the tensors.
--- Returns a line if the master weights had another format.
+-- Returns the line of masters.fit about differences in the master weights and averages, or nil.
 local function take_training(trainer, c)
   local state, optimizer = c.state, trainer.optimizer
   local note = c.parts and masters.fit(optimizer, c) or nil
@@ -229,7 +230,7 @@ end
 
 -- Returns nil and the position from which the data of a resumed run continue. If the script lets
 -- the data begin again (restart_data), returns a line that says so. Raises an error if they would
--- begin again silently. A session without `data` keeps the position in its own loop.
+-- begin again silently. Returns nil for a session without `data`, whose loop reads the data itself.
 local function place_of_data(trainer, path, place)
   if trainer.own_data == false then return nil, nil end
   if trainer.restart_data then return "the data begin at their first batch (restart_data)", nil end

@@ -387,8 +387,8 @@ function Run:fp8(step, rows)
   self:complain(self.history:append_fp8(step, rows))
 end
 
---- Records the changes that the verdict on a step made in FP8 layers (fp8_sites.lua): their rungs,
---- and the accumulators of their products. all: records the rungs of all layers.
+--- Records what the verdict on a step changed in FP8 layers (fp8_sites.lua): their rungs on the
+--- recipe's ladder, and the accumulators of their products. all: records the rungs of all layers.
 function Run:layers(step, all)
   local sites = self.trainer.optimizer.fp8
   local moved, text, products

@@ -58,8 +58,8 @@ function M.holder(path)
 end
 
 --- Returns how a run ended, first as text ("finished", "stopped: why", "error: why", "drift: which
---- ranks", "running" or "broken off"), then as in the field `how` of M.info. last: the last
---- recorded step.
+--- ranks", "running" or "died", if no end is recorded), then as in the field `how` of M.info. last:
+--- the last recorded step.
 function M.ending(h, path, last)
   local event = h:query("SELECT kind, text, step FROM events WHERE kind IN ('finished', " ..
     "'stopped', 'error', 'drift', 'resumed') ORDER BY id DESC LIMIT 1")[1]
@@ -68,7 +68,7 @@ function M.ending(h, path, last)
     return event.kind .. why, event.kind
   end
   if M.holder(path) then return "running", "running" end
-  return "broken off", "broken"
+  return "died", "broken"
 end
 
 --- Returns the name of the policy that the run used last, or nil.
@@ -83,10 +83,11 @@ function M.policy_of(h)
 end
 
 --- Describes the run at `path`: { name, path, created (seconds since 1970), rows, first, last,
---- updates, loss, scale, overflows, skipped, tokens, seconds, policy, precision, device, ranks,
---- zero, comm_dtype, steps (requested), ended, how (finished, stopped, error, drift, running,
---- broken), problem (what is wrong with the history; most other fields are then missing),
---- failed_shadows (how many) }.
+--- updates, loss, scale, overflows, skipped, failed (steps in which the policy failed), tokens,
+--- seconds, policy, precision, optimizer, schedule, device, ranks, zero, comm_dtype, parameters
+--- (how many), steps (requested), engine (its version), ended, how (finished, stopped, error,
+--- drift, running, broken), problem (what is wrong with the history; most other fields are then
+--- missing), failed_shadows (how many) }.
 function M.info(path, history)
   local name = path:gsub("/history%.db$", ""):match("([^/]+)/*$") or path
   local info = { name = name, path = path }

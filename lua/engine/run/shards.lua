@@ -75,8 +75,8 @@ local function each_buffer(reducer, f)
   end
 end
 
--- Returns the list of averages of weights (train/weight_averages.lua). A rank has those of its
--- parameters whole.
+-- Returns the averages of weights (train/weight_averages.lua). Each rank holds the whole average of
+-- each of its parameters.
 local function averages_of(reducer)
   local fp8 = reducer.trainer.optimizer.fp8
   return fp8 and fp8.averages.list or {}

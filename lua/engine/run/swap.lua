@@ -133,7 +133,7 @@ local function trial(self, of, copy)
     if bit.band(needs, bit.bnot(self.ring_needs[at])) == 0 then
       local verdict = seat:ask(copy, self.ring[at])
       if C.eng_clock() - began > PATIENCE then
-        return ("tried on the last steps, it took more than %d s"):format(PATIENCE)
+        return ("its trial on the last steps took more than %d s"):format(PATIENCE)
       end
       local refused = seat:refuses(copy, trainer)
       if refused then return refused end

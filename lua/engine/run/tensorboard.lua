@@ -134,7 +134,7 @@ end
 
 function Writer:put(bytes) return noted(self, self.file:write(bytes)) end
 
---- Writes a step's numbers, a list of { tag, number }. A number of nil is left out; NaN and
+--- Writes a step's numbers, a list of { tag, number }. A pair without a number is left out; NaN and
 --- infinities are written.
 function Writer:scalars(step, values, wall_time)
   local parts = {}

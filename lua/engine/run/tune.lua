@@ -202,10 +202,11 @@ end
 ---   policy      name or path; options: fixed settings
 ---   over        list of "name=from..to" and "name=a,b,c"
 ---   objective   "elements" (the default), "mass" or "skipped", as in engine.tune.objectives
---- Returns { best = row, default = the row of the policy without searched options, rows = all rows,
---- best first, objective =, evaluations =, policy = }. A row has `options` (the searched options),
---- `text` (these options as "name=value,..."), `cost`, `skipped`, `steps`, `underflow`,
---- `mass_lost`, `stopped`. Among equal costs, the setting that was tried first wins.
+--- Returns { best = row, default = the row of the policy's own defaults for the searched options,
+--- rows = all rows, best first, objective =, evaluations = the number of rows, policy = }. A row
+--- has `options` (the searched options), `text` (these options as "name=value,..."), `cost`,
+--- `skipped`, `steps`, `underflow`, `mass_lost`, `stopped`. Among equal costs, the setting that was
+--- tried first wins.
 local function search(_, o)
   local s, lists = read(o), {}
   local default = evaluate(s, {})
