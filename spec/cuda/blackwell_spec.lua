@@ -177,7 +177,7 @@ describe("a linear layer on a Blackwell card", function()
       data = engine.data.text { path = "README.md", batch = 2, context = 32 },
       optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "nvfp4" }) }
     t:run()
-    assert.matches("sums of Blackwell", tostring(t.optimizer.fp8), 1, true)
+    assert.matches("Blackwell's sums", tostring(t.optimizer.fp8), 1, true)
     engine.device("cpu")
     local h = engine.history.open(folder .. "/run")
     local found

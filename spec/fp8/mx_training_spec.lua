@@ -396,7 +396,7 @@ describe("a linear layer under microscaling", function()
       local text = engine.history.open(folder .. "/run"):events("products")[1].text
       assert.equal("8 of 8 layers multiply codes with Blackwell's sums, the others multiply bf16",
         text)
-      assert.matches("w e2m1 [%dx]+ %d+%.%d dB, .*, sums of Blackwell",
+      assert.matches("w e2m1 [%dx]+ %d+%.%d dB, .*, Blackwell's sums",
         tostring(whole.optimizer.fp8))
       helper.remove(folder)
     end)

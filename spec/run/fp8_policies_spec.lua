@@ -489,7 +489,8 @@ describe("a checkpoint's state of an FP8 policy", function()
     assert.equal(1, #events("rollback", folder .. "/back"))
     assert.equal(NEW, t.optimizer.fp8.policies[1].source)
     assert.equal(0, t.policy_errors)
-    assert.matches("the source of the policy mine has changed since the checkpoint; the policy takes over",
+    assert.matches("the source of the policy mine has changed since the checkpoint; " ..
+      "the policy takes over",
       table.concat(notes, "\n"), 1, true)
     assert.matches("seen={5}", t.optimizer.fp8.policies[1]:save():gsub("%s", ""), 1, true)
   end)

@@ -113,7 +113,7 @@ describe("making tensors", function()
     assert.equal(-2, x:read("i32")[1])
     assert.equal(1.5, engine.tensor({ { 1.5 } }):item())
     assert.same({ { 1, 3 }, { 2, 4 } }, engine.tensor { { 1, 2 }, { 3, 4 } }:transpose():totable())
-    for _, wrong in ipairs { { engine.zeros(1), "an array of ffi.new, got a tensor" },
+    for _, wrong in ipairs { { engine.zeros(1), "an array from ffi.new, got a tensor" },
       { values, "expected an array of 16 bytes or more for 4 elements of f32, got 8 bytes" } } do
       assert.error_matches(function() engine.from_memory(wrong[1], "f32", { 4 }) end, wrong[2])
     end

@@ -436,7 +436,8 @@ describe("an optimizer refuses", function()
     { "optim.sgd(net, 0.1)", "optim.sgd: expected a table of options, got 0.1" },
     { "optim.sgd(5)", "optim.sgd: expected a module or a list of tensors or of { name =, tensor " ..
       "= }, got 5" },
-    { "optim.sgd { 5 }", "optim.sgd: entry 1 has no tensor" },
+    { "optim.sgd { 5 }",
+      "optim.sgd: expected entry 1 of the list to be a tensor or { name =, tensor = }" },
     { "optim.sgd {}", "optim.sgd: nothing to train: no parameter requires a gradient" },
     { "optim.sgd { engine.zeros(2) }",
       "optim.sgd: nothing to train: no parameter requires a gradient" },

@@ -182,7 +182,7 @@ end
 --- pointer is not checked.
 function M.from_memory(pointer, from, shape, options)
   local kind = type(pointer) == "cdata" and tostring(ffi.typeof(pointer)):match("[*%[]")
-  expect(kind, pointer, "from_memory: expected a pointer or an array of ffi.new")
+  expect(kind, pointer, "from_memory: expected a pointer or an array from ffi.new")
   local x, number = make("from_memory", read_shape("from_memory", shape), options, from),
     dtype_number(from)
   local count = tonumber(info(x).count)

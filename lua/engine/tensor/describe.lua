@@ -1,4 +1,4 @@
--- A tensor as text, for tostring. Never raises: the text of a stale tensor is the error message.
+-- A tensor as text, for tostring. A stale tensor raises no error: its text is the error message.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 

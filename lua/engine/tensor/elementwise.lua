@@ -18,8 +18,8 @@ local item_buffer = M_ffi.new("double[1]")
 local FLOAT = { [M_ffi.dtype.f32] = true, [M_ffi.dtype.f64] = true, [M_ffi.dtype.f16] = true,
   [M_ffi.dtype.bf16] = true }
 local LOW = { [M_ffi.dtype.f16] = true, [M_ffi.dtype.bf16] = true }
--- The integer dtypes that a number may get, smallest first, as { name, lowest number, highest
--- number }.
+-- The integer dtypes that dtype_beside may choose for a number, smallest first, as { name, lowest
+-- number, highest number }.
 local INTEGERS = { { "u8", 0, 255 }, { "i16", -2 ^ 15, 2 ^ 15 - 1 },
   { "i32", -2 ^ 31, 2 ^ 31 - 1 }, { "i64", -2 ^ 63, 2 ^ 63 - 1024 } }
 local RANGE = { [M_ffi.dtype.i8] = { -128, 127 }, [M_ffi.dtype.bool] = { 0, 1 } }

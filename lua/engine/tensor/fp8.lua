@@ -173,10 +173,11 @@ local function width_of(format)
   return format.exponent_bits + format.fraction_bits + (format.signed and 1 or 0)
 end
 
---- Returns the code of a number in a small format: e4m3, e5m2, e5m6, e5m6_tilekernels, ue8m0,
---- ue4m3, f16, bf16, tf32, e4m3_ieee, e3m2, e2m3, e2m1, int8, mxint8. Options: saturate (numbers
---- that are too large become the format's largest), up (only ue8m0: rounds away from zero), nearest
---- (only ue8m0: rounds to nearest, ties up; 0 and negative numbers become nan).
+--- Returns the code of a number in a small format: e4m3, e5m2, e5m6, e5m6_tilekernels (e5m6,
+--- rounded as TileKernels does), ue8m0, ue4m3, f16, bf16, tf32, e4m3_ieee (e4m3 with inf), e3m2,
+--- e2m3, e2m1, int8, mxint8. Options: saturate (numbers that are too large become the format's
+--- largest), up (only ue8m0: rounds up), nearest (only ue8m0: rounds to nearest, ties up; 0 and
+--- negative numbers become nan). Without up and nearest, ue8m0 rounds down.
 function M.encode(value, format, options)
   options = read_named(options, "fp8.encode", ENCODE)
   choose(SMALL, format, "fp8.encode", "format")

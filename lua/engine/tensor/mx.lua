@@ -142,7 +142,7 @@ function M.quantize(x, options)
   expect(HADAMARDS[hadamard], hadamard,
     "mx.quantize: expected hadamard to be 0, 16, 32, 64 or 128")
   expect(hadamard == 0 or options.transposed and rows ~= columns, hadamard, "mx.quantize: " ..
-    "expected hadamard to be 0, because transposed is not true or the blocks are square")
+    "without transposed = true, or in square blocks, expected hadamard to be 0")
   local bits = want_whole(options.sr_bits or 0, "mx.quantize", "sr_bits", 0)
   local factor = options.factor or 1
   expect(type(factor) == "number" and factor >= 0.5 and factor <= 1, factor,

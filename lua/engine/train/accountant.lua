@@ -1,5 +1,5 @@
--- Predicts and measures memory by role. The prediction for a precision recipe needs only shapes and
--- formats.
+-- Predicts and measures memory by role. The prediction follows from the precision recipe and the
+-- shapes of parameters and layers.
 --
 --   print(opt:memory(function() return model:loss(x, y) end))   -- one forward pass, measured
 --

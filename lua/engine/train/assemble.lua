@@ -96,8 +96,9 @@ end
 ---   clip, clip_value             limit on the norm of all gradients; limit on each element
 ---   accumulate                   micro-batches a step; from 2 on, gradients in fp16 or bf16 are
 ---                                summed in f32
----   checkpoint                   "block": activation checkpointing of the model's blocks, which
----                                saves memory, costs time and changes no bit (Module:checkpoint)
+---   checkpoint                   "block" for the model's blocks, or a pattern of module paths:
+---                                activation checkpointing of these modules, which saves memory,
+---                                costs time and changes no bit (Module:checkpoint)
 ---   run                          name or directory of the run; nil: nothing is written
 ---   resume                       "auto": continue from the newest checkpoint, if any; or the path
 ---                                of a run or checkpoint, whose files stay as they are unless

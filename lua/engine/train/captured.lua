@@ -1,9 +1,9 @@
 -- Captures steps (graph = true): the device records the kernels of one forward and backward pass
--- and from then on launches them as one graph. Host code in the model (branches, signals) runs
--- once, during the capture. The core therefore refuses operations of a captured step that draw
--- random numbers or read values back. A batch of another shape runs operation by operation, and so
--- does a step whose FP8 layers are measured. Called by the trainer's forward_backward; owns
--- trainer.captured.
+-- and from then on launches them as one graph. A launch does not run the host code of the model
+-- (branches, signals); only the capture does. The core therefore refuses operations of a captured
+-- step that draw random numbers or read values back. A batch with other shapes, dtypes or addresses
+-- than the captured batch runs operation by operation, and so does a step whose FP8 layers are
+-- measured. Called by the trainer's forward_backward; owns trainer.captured.
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 
@@ -24,8 +24,8 @@ local function has_tensor(value, seen)
 end
 
 --- Returns the tensors of a batch in the order of their field names: an array of handles, and its
---- length. Before a launch, the core compares the tensors' addresses with those of the captured
---- batch, and refuses a batch with other addresses.
+--- length. The core launches the graph only if shapes, dtypes and addresses of the tensors are
+--- those of the captured batch.
 local function tensors_of(batch)
   local list, seen, found = {}, {}, "a batch without tensors"
   for key, value in pairs(batch) do

@@ -9,7 +9,7 @@
 --   model_engine:close()
 -- The configuration's fp16 block becomes the policy (policy/deepspeed_config.lua). The session gets
 -- the configuration's optimizer and gradient_clipping. gradient_accumulation_steps is the number of
--- calls of step() for one update.
+-- calls of step() per update.
 local M_ffi = require "engine.base.ffi"
 local config_of = require "engine.policy.deepspeed_config"
 local json = require "engine.base.json"

@@ -481,7 +481,7 @@ function Sites:__tostring()
         m and (" %.1f dB"):format(m.snr) or "")
     end
     if C.eng_fp8_accumulator(site.id) == C.ENG_ACCUMULATE_BLACKWELL then
-      parts[#parts + 1] = "sums of Blackwell"
+      parts[#parts + 1] = "Blackwell's sums"
     end
     lines[#lines + 1] = ("  %-24s %s%s"):format(site.path, table.concat(parts, ", "),
       not site.on and "   now in high precision"

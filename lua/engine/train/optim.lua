@@ -138,7 +138,8 @@ local function parameter_list(name, model)
   for i, p in ipairs(list) do
     if tensor.is_tensor(p) then p = { name = "p" .. i, tensor = p } end
     if type(p) ~= "table" or not tensor.is_tensor(p.tensor) then
-      raise("optim.%s: entry %d has no tensor", name, i)
+      raise("optim.%s: expected entry %d of the list to be a tensor or { name =, tensor = }", name,
+        i)
     end
     if M.requires_grad(p.tensor) then trainable[#trainable + 1] = p end
   end
@@ -294,9 +295,10 @@ local registered = {}   -- optimizers that scripts registered: name -> construct
 ---   buffers     the tensors that update keeps for each parameter. They begin as zeros. A plain
 ---               name in the list makes an f32 tensor of the parameter's shape (bf16 with moments =
 ---               "bf16"). name = function(shape, p, options) chooses the shape: the function
----               returns `shape` itself, another shape (then always f32), or nil if p needs no such
----               buffer. p has the fields p.name and p.role. name = { shape = function, dtype =
----               "e4m3" } also chooses the format: f32, bf16, e4m3 or e5m2
+---               returns `shape` itself, another shape (then f32, whatever `moments` is), or nil if
+---               p needs no such buffer. p has the fields p.name and p.role; options has the
+---               hyperparameters of p's group. name = { shape = function, dtype = "e4m3" } also
+---               chooses the format: f32, bf16, e4m3 or e5m2
 ---   update      function(p, ctx): one update of one parameter. p.weight (the f32 master) and
 ---               p.grad (f32, unscaled and clipped) are tensors, and so is every buffer, as
 ---               p.NAME. Assign new values to p.weight and the buffers, or write in place. ctx.t is

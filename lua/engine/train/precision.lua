@@ -15,6 +15,7 @@ local dtype, expect, raise, value_text = M_ffi.dtype, M_ffi.expect, M_ffi.raise,
 
 local M = {}
 
+-- The fields of a recipe:
 -- weights            format in which the forward pass reads parameters; norms keep f32
 -- masters            the weights that the optimizer updates. bf16 (for sgd, adam, adamw, lion): the
 --                    forward pass reads them too, and no f32 copy exists; norms keep f32
@@ -28,6 +29,7 @@ local M = {}
 -- weight_gradients   the format of a parameter's gradient
 -- norm_gradients     the format of a norm parameter's gradient
 -- moments            the format of the optimizer's state
+-- scaled             true: gradients need a loss scale
 M.recipes = {
   fp32 = { weights = "f32", activations = "f32", residual = "f32", norm = "f32", wide = "f32",
     weight_gradients = "f32", norm_gradients = "f32", moments = "f32", scaled = false },
@@ -79,7 +81,8 @@ end
 --                           values that the forward product read (not the original values), or
 --                           "same": the backward product reads these values
 --             With the rule msamp_fp4, roles also have
---               clamp       a quantile such as 0.99: limits each row to it and to its mirror (0.01)
+--               clamp       a quantile such as 0.99: clamps each row to the range from its 0.01
+--                           quantile to its 0.99 quantile
 --               residual    false: what clamping cuts off is lost, not added in bf16
 --               estimator   for w: "dge" multiplies the weight's gradient by the slope of a smooth
 --                           step function ("straight": by 1)
@@ -309,7 +312,7 @@ function M.resolve(recipe)
   return full
 end
 
---- Returns whether two full recipes give every role the same format.
+--- Returns whether two full recipes have the same formats and equal `fp8` tables.
 function M.same(a, b)
   for role in pairs(FORMATS) do
     if a[role] ~= b[role] then return false end

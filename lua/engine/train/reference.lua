@@ -19,8 +19,8 @@ local Reference = {}
 Reference.__index = Reference
 
 --- Returns an object that runs a trainer's reference backwards, one every `every` steps. layers: a
---- Lua pattern for the names of the parameters to cover ("": all). Other parameters take no part in
---- the backward pass.
+--- Lua pattern for the names of the parameters to cover ("": all). The backward pass computes no
+--- gradients of other parameters.
 function M.new(trainer, every, layers)
   local list, spared = trainer.optimizer.list, {}
   arguments.want_pattern(layers, "ref_layers", "a Lua pattern of parameter names")

@@ -83,8 +83,10 @@ end
 ---   elapsed, together, asked   ask_statistics: seconds; whether the losses come with the
 ---                              statistics; whether the statistics were requested
 ---   meters                     ask_statistics: the meters of FP8 layers, or nil
----   signals, culprits          reducer:remember: the signals, { name = number }; the tensors that
----                              overflowed on each rank, or nil without a delay
+---   signals, first_bad         reducer:remember: the signals, { name = number }; first_bad() of
+---                              batch_norm_over.lua
+---   culprits                   reducer:remember: in lagged mode on several ranks, the tensors that
+---                              overflowed on each rank; otherwise nil
 ---   logs                       decide: what the policies logged, or nil
 ---   updated, counted           update: whether weights changed; whether steps_done counts this
 ---                              step already

@@ -83,7 +83,8 @@ function Averages:tensors()
   return tensors
 end
 
---- Called when tensors() have received the values of a checkpoint: the averages have begun.
+--- Called when the tensors have received the values of a checkpoint. From now on the layers round
+--- toward them.
 function Averages:restored() start(self) end
 
 return M
