@@ -116,7 +116,7 @@ local function each_row(h, first, last, width, points, visit)
 end
 
 --- Returns the first and last exponent of a picture of histograms. They span the exponents that
---- occur and reach on to an end of the format's normal range if that end is less than 24 exponents
+--- occur, and extend to an end of the format's normal range if that end is less than 24 exponents
 --- away. Returns nil if there is no nonzero element.
 function M.exponents(hists, format)
   local least, most = math.huge, -math.huge

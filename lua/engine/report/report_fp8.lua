@@ -10,7 +10,8 @@ local COLUMNS, WORST = 160, 12
 ---   rows       { name =, cells = { [column] = row of the history } } for each role of each layer;
 ---              a cell is the column's first measurement
 ---   starts     the first step of each column
----   width      how many steps a column has; at least the smallest distance of two measured steps
+---   width      how many steps a column has; at least the smallest distance between two measured
+---              steps
 ---   looks      the number of measured steps
 ---   worst      the rows with the lowest SNR
 ---   low, high  the range of SNR in dB

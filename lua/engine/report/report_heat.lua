@@ -167,8 +167,8 @@ local function over_steps(o, axis, data)
     texts = { steps } }, data)
 end
 
---- Draws a row for each layer and a column for each step. The shade shows the layer's largest
---- stored gradient. l: from layers.read.
+--- Draws a row for each layer and a column for each column of l, a result of layers.read. The shade
+--- shows the layer's largest stored gradient in the steps of the column.
 function M.layers_over_time(l, axis)
   local low, high = views.shade_range(l)
   return over_steps({ kind = "layers", title = "Largest gradient of each layer by step",
@@ -205,7 +205,7 @@ local function levels_legend(list)
 end
 
 -- Calls visit(e, text) for each limit of a format within the exponents least..most. The line of the
--- limit is drawn below the exponent e.
+-- limit belongs between the exponents e - 1 and e.
 local function each_limit(format, least, most, visit)
   for _, limit in ipairs { { format.normal, format.name .. "'s smallest normal number" },
     { format.top + 1, format.name .. " ends" } } do

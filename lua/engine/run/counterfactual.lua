@@ -24,7 +24,7 @@
 --                  good steps nearby decide, if they explain the recorded overflow. If they do not,
 --                  the extrapolated tail of the histogram decides.
 -- A result may be only a bound in three more cases:
---   - the ratio is no power of two, so that the two scales round differently, and either a
+--   - the ratio is not a power of two, so that the two scales round differently, and either a
 --     magnitude is within 1/64 of the limit or the ratio is within 1/64 of 1;
 --   - layers have separate scales that differ from the run's by different factors;
 --   - the history is too old to tell fp16 gradients from others.

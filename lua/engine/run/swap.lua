@@ -42,7 +42,7 @@ function M.new(trainer, options)
     -- time stamp of the policy's file; pending_stamp: a new time stamp that was seen only once;
     -- gone: the policy whose missing file was reported
     self.seats[i] = { seat = seat, swaps = 0, asked = M.described(seat.policy) }
-    if seat.policy.path then self.seats[i].asked.hash = nil end      -- the file may change
+    if seat.policy.path then self.seats[i].asked.hash = nil end    -- users edit policy files
     self:hold(self.seats[i])
   end
   return self

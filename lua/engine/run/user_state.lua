@@ -34,7 +34,8 @@ local function what_of(value)
   return rawget(value, "_order") and "a module" or "an object with a metatable"
 end
 
--- Returns a copy of t without its tensors, and adds the tensors to `found`.
+-- Returns a copy of t without its tensors, and adds the tensors to `found`. path: the name of t in
+-- messages; trail: the list of keys that lead to t; above: the tables that contain t, as a set.
 local function split(t, path, trail, above, found)
   if above[t] then error(path .. ": the table contains itself", 0) end
   above[t] = true

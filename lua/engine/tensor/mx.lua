@@ -41,9 +41,9 @@ local methods = {}
 local Quantized = { __index = methods }
 
 --- Returns the values of the codes as a tensor of x's shape, in f32 or in another float dtype. A
---- value is code * scale, divided by the option `factor` if x was quantized with one. For NVFP4, it
---- is also multiplied by the tensor's amax / 2688 (in four over six, amax / 1536; in ms_eden, amax
---- / 1554.4).
+--- value is code * scale, divided by the option `factor` if x was quantized with one. For the rule
+--- nvfp4, it is also multiplied by the tensor's amax / 2688 (for four_over_six and
+--- four_over_six_mse, by amax / 1536; for ms_eden, by amax / 1554.4).
 function methods.dequantize(x, dtype)
   local scaled = x.factor ~= 1
   local y = run("mx_dequantize", { x.q, x.scale, NVFP4[x.rule] and x.amax or false },

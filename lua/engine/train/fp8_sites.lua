@@ -84,7 +84,7 @@ local function load_policies(names, where)
 end
 
 -- Refuses a user's pattern that matches no module, because a typo would otherwise go unnoticed. The
--- patterns for heads in the shipped recipes may match nothing, because a tied head is no module.
+-- patterns for heads in the shipped recipes may match nothing, because a tied head is not a module.
 local function refuse_unmet(model, full, linears)
   local own, where = full.own_fp8 or {}, ("precision '%s': fp8"):format(full.name)
   local function met(pattern, of)
@@ -253,7 +253,7 @@ local function read(self, site, first)
     if self.looking then
       local list = { m.count, m.zeros, m.underflow, m.overflow, m.nonfinite, m.signal, m.error }
       for k, value in ipairs(list) do sums[k - 1] = tonumber(value) end
-      -- only maxima are combined over ranks, so a minimum is passed as its inverse
+      -- ranks combine sums and maxima but no minima, so a minimum is passed as its inverse
       maxima[1], maxima[2], maxima[3], maxima[4] = m.amax, m.least > 0 and 1 / m.least or 0,
         m.scale_max, m.scale_min > 0 and 1 / m.scale_min or 0
     end

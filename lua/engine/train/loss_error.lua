@@ -1,7 +1,7 @@
--- Adds to the message of an error in a loss function what a user needs to find the mistake. If the
--- message names no line in the function (after a tail call it does not), adds the function's place.
--- If something was nil, adds the names of the batch's fields. loss: the user's function, or false
--- for the default loss, whose place would not help. Called by trainer.lua.
+-- Returns the message of an error in a loss function, extended so that a user can find the mistake.
+-- If the message names no line in the function (after a tail call it does not), adds the function's
+-- place. If something was nil, adds the names of the batch's fields. loss: the user's function, or
+-- false for the default loss, whose place would not help. Called by trainer.lua.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 

@@ -153,8 +153,8 @@ local function assigned(self, fields, key, x)
   return value
 end
 
--- Copies what update left in fields[key] into the tensor into[key]. This is the weight or the
--- buffer itself, even if fields[key] held an f32 copy of the buffer.
+-- Copies what update left in fields[key] into the tensor into[key]. into has the weight and the
+-- buffers themselves, whereas fields may have f32 copies of buffers.
 local function store(self, fields, before, into)
   local new = {}
   for key, x in pairs(before) do

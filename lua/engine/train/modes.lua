@@ -161,7 +161,7 @@ local function parted_refusal(trainer)
   end
 end
 
---- Returns why a trainer cannot work in its mode, or nil.
+--- Returns why a trainer cannot work with its policies, shadows, mode and other options, or nil.
 function M.refusal(trainer)
   local problem = M.policy_refusal(trainer, trainer.policy)
   for _, shadow in ipairs(trainer.shadows and trainer.shadows.list or {}) do

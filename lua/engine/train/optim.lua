@@ -198,7 +198,7 @@ local function set_formats(self)
   check(C.eng_params_precision(self.params, shadow, gradient))
 end
 
--- Options of every optimizer, beside its hyperparameters.
+-- Options of every optimizer, in addition to its hyperparameters.
 local COMMON = arguments.set_of "groups decay precision moments"
 
 local function new(name, model, options)
@@ -267,7 +267,7 @@ end
 ---   lion     more options: beta1 (0.9), beta2 (0.99); the weights move by the sign of a mean of
 ---            moment and gradient; lr 1e-4
 ---   muon     for matrices. AdamW updates embeddings, groups with adamw = true and all tensors that
----            are no matrix, at the rate lr * adamw_lr_mul (1). More options: momentum (0.95),
+---            are not matrices, at the rate lr * adamw_lr_mul (1). More options: momentum (0.95),
 ---            nesterov (true), adjust_lr (original, match_rms_adamw, spectral_unclamped or none),
 ---            ns_steps (5), ns_dtype (bf16 or f32), ns_a, ns_b, ns_c, ns_eps; beta1, beta2, eps of
 ---            AdamW; weight decay 0.1; lr 1e-3

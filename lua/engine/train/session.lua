@@ -416,7 +416,7 @@ function Session:loop_state()
 end
 
 --- Restores the optimizers' numbers of updates. Restores a learning rate too, unless the script now
---- begins with another rate. Several:load_state then restores the moments.
+--- begins with another rate. load_state() of the optimizers then restores the moments.
 function Session:restore_loop(state)
   for _, e in ipairs(self.entries) do
     local saved = state and state.optimizers[e.name]
