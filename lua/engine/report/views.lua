@@ -140,8 +140,8 @@ end
 --- { "loss", "scale" }, history:plot("loss", { svg = "loss.svg" }). options: log (true, 2, 10,
 --- false), from, to (steps), points, width, height, ascii, marks (true: marks overflows and events
 --- below every curve, not only below the last); svg, png: names of files to draw into instead. For
---- a file, width and height are in pixels; `height` is the height of the whole PNG,
---- but of one panel of an SVG.
+--- a file, width and height are in pixels; `height` is the height of the whole PNG, but of one
+--- panel of an SVG.
 function M.plot(h, names, options)
   options = read_options(options, "plot", PLOT)
   if names == nil then names = { "loss", "scale" } end
