@@ -12,7 +12,7 @@ return {
     growth_interval = 1500,   -- good steps in a row until the scale grows
     min_scale       = 1,
     max_scale       = 2^24,
-    patience        = 50,     -- the run stops after so many overflows in a row at min_scale
+    patience        = 50,     -- overflows in a row at min_scale that stop the run
   },
 
   init = function(options)

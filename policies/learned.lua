@@ -11,7 +11,7 @@ return {
     init_scale = 2^12,
     rate       = 1,       -- octaves per step at a push of 1
     momentum   = 0.8,
-    share      = 0.01,    -- share of subnormal gradients at which the upward push is half its most
+    share      = 0.01,    -- share of subnormal gradients that gives half of the largest upward push
     price      = 5,       -- cost of an overflow; a step that loses all gradients costs 1
     edge       = 16384,   -- a larger stored gradient pushes down, by 1 per octave above, at most 1
     min_scale  = 2^-10,

@@ -12,7 +12,7 @@ return {
     init_scale      = 2^14,
     experts         = "experts%.%d+$",   -- Lua pattern that matches the names of expert groups
     target          = 2^13,    -- an expert's largest stored gradient lies in target/4 .. target
-    forget          = 0.005,   -- per step peak falls by this share of its octaves above amax
+    forget          = 0.005,   -- per step, the peak falls by this share of its octaves above amax
     growth_interval = 500,               -- good steps in a row until the common scale grows
     min_scale       = 2^-20,
     max_scale       = 2^40,

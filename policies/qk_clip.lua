@@ -5,9 +5,9 @@
 -- qk_clip (qk_clip_alpha = 0.5) for heads with rotary positions applied to the whole head. The loss
 -- scale follows dynamic.lua's rule, or is fixed (for bf16: qk_clip:loss_scale=1).
 --
--- Differences: biases of queries and keys shrink too. A key head that several query heads share
--- shrinks by the root of their smallest factor. Each of these query heads shrinks by what is then
--- left of its own factor. A logit that is not finite scales nothing; Megatron-LM stops. A head
+-- Differences: biases of queries and keys shrink too. If several query heads share a key head, the
+-- key head is multiplied by the root of their smallest factor, and each query head by its own
+-- factor divided by that root. A logit that is not finite scales nothing; Megatron-LM stops. A head
 -- whose largest logit is below 0 does not change; Megatron-LM takes the root of a negative number
 -- and makes the head's weights NaN.
 return {

@@ -1,5 +1,5 @@
 -- Underflow control: keeps the share of gradients lost to zero below a limit. A number that became
--- zero cannot be told from a true zero. But the histogram counts the numbers in the format's last
+-- zero cannot be told from a true zero. But the histogram counts the numbers in the format's lowest
 -- bin. Close to zero, magnitudes are spread evenly, so about as many numbers lie below that bin as
 -- in it. The scale grows while too many are lost and the largest gradient has headroom. It falls
 -- slowly, away from overflow, while far fewer are lost than allowed. Source: the exponent

@@ -37,7 +37,7 @@ return {
     warmup_steps         = 25,
     clip_option          = "adaptive_scaling",   -- or mean, percentile
     clip_factor          = 1,       -- factor on the norm that adaptive_scaling clips to
-    skip_update_on_spike = false,   -- true: a clipped step leaves the statistics alone
+    skip_update_on_spike = false,   -- true: a clipped step does not change the statistics
     keep_nan             = false,   -- true: norms of steps that overflow enter the statistics
     loss_scale           = 0,       -- a fixed loss scale; 0: the scale is dynamic
     init_scale           = 2^16,
