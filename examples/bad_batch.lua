@@ -92,7 +92,7 @@ local function train(policy, seed, tell)
     nn.linear(cfg.hidden, cfg.hidden), nn.relu(), nn.linear(cfg.hidden, 2) }
   local clip = policy == "dynamic, clip 1" and 1 or nil
   local bad, sum, count = false, 0, 0
-  local late, clean = 0, 0      -- of the second half: the sum of losses, the clean batches
+  local late, clean = 0, 0      -- second half of the run: sum of losses, number of clean batches
   local summary = engine.trainer {
     model = net, policy = clip and "dynamic" or policy == "spikes" and SPIKES or policy,
     steps = cfg.steps, clip = clip, log = "quiet",

@@ -1,6 +1,6 @@
 -- Runs all policies on one task: the same small GPT, text and seed, in fp16. Only the loss scale
 -- differs. Shows how many steps each policy skips, which share of the gradients underflows in the
--- steps that it takes, and the loss. Policies that grow the scale after a number of good steps do
+-- applied steps, and the loss. Policies that grow the scale after a number of good steps do
 -- so after `window` steps here, so that growth happens within the run.
 --
 --   ./engine examples/compare.lua
@@ -47,7 +47,7 @@ local function text_of(path)
 end
 local text = cfg.data ~= "" and text_of(cfg.data) or lab.text(40000)
 
--- The names that policies give to the option for the number of good steps before a growth.
+-- The names of the policies' options for the number of good steps before a growth.
 local WINDOWS = { "growth_interval", "scale_window", "increment_period", "dynamic_growth_steps",
   "period", "incr_every_n_steps", "step_window", "loss_scale_steps", "scale_seq_len" }
 

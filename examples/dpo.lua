@@ -26,7 +26,8 @@ local cfg = engine.config({ policy = "guarded", seeds = 0, seed = 1, steps = 120
   { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
     seed = "seed for weights and pairs", steps = "training steps",
     pairs = "pairs per step", context = "tokens per sequence", width = "features",
-    layers = "blocks", beta = "weight of the reference", lr = "learning rate",
+    layers = "blocks", beta = "factor on the margins; larger: stays nearer to the reference",
+    lr = "learning rate",
     vocab = "number of tokens", run = "name of the run; empty: not stored" },
   { count = "steps pairs context width layers vocab", natural = "seeds seed", positive = "lr",
     not_negative = "beta", policy = "policy" })

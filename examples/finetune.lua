@@ -10,8 +10,8 @@
 -- chats.jsonl: {"messages":[{"role":"user","content":".."},{"role":"assistant","content":".."}]}
 -- pairs.jsonl: {"prompt":"..","chosen":"..","rejected":".."}
 --
--- The chat template in the folder turns conversations into text; without one, ChatML does. Prompts
--- and answers of preferences are used unchanged.
+-- The chat template in the folder turns conversations into text, or ChatML if the folder has none.
+-- Prompts and answers of preferences are used unchanged.
 local engine = require "engine"
 local files = require "engine.base.file"
 
@@ -27,7 +27,8 @@ local cfg = engine.config({ model = "", data = "", method = "sft", from = "", ou
     rank = "rank of the adapters", alpha = "adapters are scaled by alpha / rank",
     steps = "training steps", batch = "conversations or pairs per step",
     context = "tokens per row", lr = "learning rate of the adapters",
-    beta = "dpo: weight of the reference", precision = "precision recipe",
+    beta = "dpo: factor on the margins; larger: stays nearer to the reference",
+    precision = "precision recipe",
     policy = "loss-scaling policy", checkpoint = "block: recompute blocks to save memory",
     seed = "seed for adapters and data", run = "name of the run; empty: not stored",
     log = { "how progress is shown", choices = { "line", "json", "quiet" } } },

@@ -1,9 +1,8 @@
 -- Which product makes FP4 training worse: forward, dgrad (dx) or wgrad (dW)? Linear layers written
 -- by hand quantize the factors of one product, or of all three, to MXFP4 and multiply in bf16. On
 -- wgrad, the study also compares stochastic rounding with nearest, and random Hadamard transforms
--- with fixed ones: Transformer Engine rounds stochastically and uses random transforms there.
--- arXiv 2605.09825 found that neither stochastic rounding nor random transforms help there, but
--- deterministic transforms do.
+-- with fixed ones. For wgrad, Transformer Engine uses stochastic rounding and random transforms.
+-- arXiv 2605.09825 found that neither of them helps wgrad, but that deterministic transforms do.
 --
 --   ./engine examples/fp4_blame.lua
 --   ./engine examples/fp4_blame.lua seeds=5 steps=400 svg=blame.svg
@@ -15,7 +14,7 @@
 --   all     +2.30 +- 0.46 %        wgrad, stochastic, random  +0.57 +- 0.61 %
 -- In 120 steps the forward product harms most, not wgrad. With every seed, stochastic rounding is
 -- better than nearest on wgrad, and random signs are worse than fixed signs. Nothing diverges at
--- this size, so this does not settle what makes large runs diverge.
+-- this size, so the study does not show what makes large runs diverge.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 
@@ -138,7 +137,7 @@ local function verdict(a, b)
     less, more = less and d and d < 0, more and d and d > 0
   end
   return cfg.seeds > 1 and (less and a .. " is better than " .. b
-    or more and a .. " is worse than " .. b) or "the seeds do not order " .. a .. " and " .. b
+    or more and a .. " is worse than " .. b) or "no clear order of " .. a .. " and " .. b
 end
 local findings = {}
 for _, pair in ipairs { { "wgrad", "dgrad" }, { "wgrad", "forward" },
@@ -147,6 +146,6 @@ for _, pair in ipairs { { "wgrad", "dgrad" }, { "wgrad", "forward" },
   { "all, stochastic", "all" } } do
   findings[#findings + 1] = verdict(pair[1], pair[2])
 end
-print("Conclusion, from orders that hold with every seed: " .. table.concat(findings, "; ") .. ".")
+print("Conclusion, from orders that every seed confirms: " .. table.concat(findings, "; ") .. ".")
 lab.svg(cfg.svg, { title = "Excess loss over bf16, %", x = names, y = "product in MXFP4",
   series = series })

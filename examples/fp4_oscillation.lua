@@ -1,8 +1,8 @@
--- In FP4 a weight near the middle of two codes can change its code back and forth, although the
--- weight itself hardly moves. TetraJet (arXiv 2502.20853) counts such weights by r: over 30 steps,
--- the distance that the quantized weight travels, divided by the distance that the weight travels.
--- Above 16, a weight oscillates. This study measures the share of these weights under the paper's
--- MXFP4 recipe, and under its two remedies:
+-- In FP4 a weight near the midpoint of two codes can change its code back and forth, although the
+-- weight itself hardly moves. TetraJet (arXiv 2502.20853) finds such weights by a ratio r: over
+-- 30 steps, the distance that the quantized weight travels, divided by the distance that the weight
+-- travels. A weight with r above 16 oscillates. This study measures the share of such weights under
+-- the paper's MXFP4 recipe, and with the paper's two remedies:
 --   Q-EMA      rounds a weight toward its average over steps: mxfp4_tetrajet_q_ema
 --   Q-Ramping  updates a weight only every 5 floor(r / 16) + 1 steps, with the mean of its
 --              gradients and a learning rate multiplied by the number of steps
@@ -13,14 +13,15 @@
 --   ./engine examples/fp4_oscillation.lua seeds=3 steps=1000 calibrate=200 data=lua.txt
 --
 -- Measured with the second command, as mean +- standard deviation over the seeds (lua.txt: see
--- fp4_train.lua):
+-- fp4_train.lua). The columns are the held-out loss, its distance from bf16's, and the share of
+-- weights that oscillate:
 --   bf16            2.2136 +- 0.0115            +0.00 +- 0.00 %
 --   TetraJet        2.2752 +- 0.0059            +2.79 +- 0.43 %          0.11 +- 0.01 %
 --   with Q-EMA      2.3329 +- 0.0182            +5.39 +- 1.36 %          0.56 +- 0.02 %
 --   with Q-Ramping  2.2716 +- 0.0057            +2.62 +- 0.74 %          0.09 +- 0.01 %
 -- In so short a run few weights oscillate, and the paper's gain does not show. Q-EMA makes the loss
--- worse: its average looks back about 600 steps, in which the weights move far. The difference that
--- Q-Ramping makes is no larger than that between seeds.
+-- worse: its average looks back about 600 steps, in which the weights move far. The effect of
+-- Q-Ramping is no larger than the difference between seeds.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 
@@ -58,7 +59,8 @@ engine.optim.register("adamw_ramping", {
   end,
 })
 
--- Measures r. Call it after each step; it returns r for each layer's weight, by name.
+-- Returns a function to call after each step. It measures r, and returns r for each layer's weight
+-- by name.
 local function travel(opt)
   local averages, seen = opt.fp8.averages:tensors(), {}
   return function()

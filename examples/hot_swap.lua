@@ -1,7 +1,7 @@
 -- Rewrites a policy during a run, as in an editor: the file is saved half-written, saved complete,
 -- then saved with a bad idea, and the bad idea is undone. The run never stops. A table shows the
 -- effect of each version of the file on the skipped steps and on the share of gradients that lost
--- bits below fp16's smallest normal number. A swap does not affect weights and data.
+-- bits below fp16's smallest normal number. A swap does not affect weights or data.
 --
 --   ./engine examples/hot_swap.lua
 --   ./engine examples/hot_swap.lua run=swap      then: engine attach swap, and history:events()

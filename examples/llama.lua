@@ -16,7 +16,7 @@ local cfg = engine.config({
   kv_heads = "heads of keys and values, shared by the query heads",
   steps = "training steps", batch = "rows of a batch", context = "bytes per row", layers = "blocks",
   width = "features per byte", heads = "attention heads",
-  hidden = "features inside SwiGLU", lr = "peak learning rate",
+  hidden = "hidden features of SwiGLU", lr = "peak learning rate",
   warmup = "updates until the peak learning rate", weight_decay = "decay of matrices",
   clip = "largest norm of the gradient; 0: none",
   sample = "bytes of text to generate at the end; 0: none",

@@ -7,7 +7,7 @@
 --   mslk    adds 22 random bits to the f32, even below 1, where the noise is narrower than a step
 --   floats  uses the four bytes of a random float in [0, 1) as random bytes for four elements
 --           (measured for bytes 2 and 3: sign, exponent and leading fraction bits)
---   exact   uses 24 random bits: P(up) = f with an error of at most 2^-24
+--   exact   an ideal rule, P(up) = f; the engine with 24 random bits is within 2^-24 of it
 --
 --   ./engine examples/rounding_bias.lua
 --   ./engine examples/rounding_bias.lua draws=100000 svg=bias.svg

@@ -35,6 +35,9 @@ end
 local RULES = { "floor", "even", "ceil", "rceil" }
 
 -- Part 1: blocks whose maximum is log-uniform, and blocks of normally distributed numbers.
+
+-- Quantizes x, whose rows are blocks. Returns the percentage of blocks whose maximum is clipped,
+-- and the SNR in dB.
 local function clipped(x, rule)
   return engine.scope(function()
     local q = engine.mx.quantize(x, { format = cfg.format, rule = rule })

@@ -152,7 +152,7 @@ describe("the FP8 laboratory", function()
     for _, name in ipairs { "forward", "dgrad", "wgrad", "wgrad, random Hadamard", "all" } do
       assert.near(row(result, "bf16")[1], row(result, name)[1], 0.2)
     end
-    assert.matches("\nConclusion, from orders that hold with every seed: .-wgrad", result.out)
+    assert.matches("\nConclusion, from orders that every seed confirms: .-wgrad", result.out)
     assert.matches("multiples of 32, got 33", run("fp4_blame", "width=33").err, 1, true)
     result = run("scale_rules", unpack(small))
     assert.equal(0, result.code, result.err)
