@@ -272,7 +272,7 @@ demo: built
 	./engine $(DEMO) $(DEMO_ARGS)
 	@echo
 	@echo "What to try next:"
-	@echo "  ./engine $(DEMO) help              its settings; all of them go on the command line"
+	@echo "  ./engine $(DEMO) help              list its settings, to append as NAME=VALUE"
 	@echo "  ./engine $(DEMO) precision=fp32    the same without loss scaling; or bf16"
 	@echo "  ./engine $(DEMO) policy=deepspeed  another policy; policies/README.md: how to write one"
 	@echo "  ./engine $(DEMO) data=FILE.txt     learn another text"

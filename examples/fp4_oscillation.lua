@@ -6,8 +6,8 @@
 --   Q-EMA      rounds a weight toward its average over steps: mxfp4_tetrajet_q_ema
 --   Q-Ramping  updates a weight only every 5 floor(r / 16) + 1 steps, with the mean of its
 --              gradients and a learning rate multiplied by the number of steps
--- r for Q-Ramping is measured in trial steps, after which weights and optimizer go back. The rules
--- are those of the paper's public code.
+-- r for Q-Ramping is measured in trial steps, after which weights and optimizer are restored. The
+-- rules are those of the paper's public code.
 --
 --   ./engine examples/fp4_oscillation.lua                  two seeds, minutes
 --   ./engine examples/fp4_oscillation.lua seeds=3 steps=1000 calibrate=200 data=lua.txt
@@ -40,7 +40,7 @@ end
 
 local TRIAL, LIMIT, GROWTH = 30, 16, 5      -- the paper's number of steps, alpha and beta
 
--- AdamW that updates an element only in every `period`-th step.
+-- AdamW that moves an element only in every `period`-th step. Weight decay acts in every step.
 engine.optim.register("adamw_ramping", {
   doc = "AdamW with a period for each element (Q-Ramping).",
   defaults = { lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 1e-2 },

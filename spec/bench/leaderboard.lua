@@ -200,12 +200,15 @@ or another number of threads, gives other last digits.
 
 Read it with care. The tasks are small so that anyone can repeat them, and a policy made for one
 kind of trouble gains nothing where that trouble is absent. The summary counts only differences from
-`dynamic` with the same seeds that are beyond noise: their interval excludes 0 at a level of 95 %%
+`dynamic`, with the same seeds, that are beyond noise: their interval excludes 0 at a level of 95 %%
 over all %d policies of the task together. An empty field "beside dynamic" means that these seeds
-show no difference, whatever the means look like. `+-` is the standard deviation over the seeds. A
-scaler cannot train better than a run without overflow and underflow. If a policy has a lower loss,
-look for the cause in what it does besides: it may clip gradients, skip steps or lower the learning
-rate.
+show no difference, whatever the means look like; "equal" means the same losses for all seeds. `+-`
+is the standard deviation over the seeds.
+
+A scaler cannot train better than a run without overflow and underflow. If a policy has a lower
+loss, look for the cause in its other effects: it may clip gradients, skip steps or lower the
+learning rate. `qk_clip` refuses tasks without attention, or with adapters on it: these runs count
+as failed.
 
 ## Summary
 
