@@ -1,4 +1,4 @@
--- engine.profile: what it counts; it leaves the current device unchanged.
+-- engine.profile: what it counts, and that it leaves the current device unchanged.
 local engine = require "engine"
 
 describe("engine.profile", function()

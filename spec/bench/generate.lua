@@ -1,4 +1,4 @@
--- What the cache of keys and values gains: the time of a token after 512 others, with and without.
+-- The time of a token after 512 others, with and without the cache of keys and values.
 --   ./engine spec/bench/generate.lua
 local engine = require "engine"
 local machine = require "engine.base.machine"

@@ -1,6 +1,6 @@
--- A job in the background, for spec/chaos.lua: starts it, finds its processes, knows its step, and
--- runs the disturbances beside it as coroutines until every process has ended. Also records what
--- the disturbances allow: exit statuses, and the time within which the job must end.
+-- A job in the background, for spec/chaos.lua: starts it, finds its processes, follows its steps,
+-- and runs the disturbances beside it as coroutines until every process has ended. Also records the
+-- exit statuses that the disturbances allow, and the time within which the job must end.
 local ffi = require "ffi"
 local C = require("engine.base.ffi").C
 local helper = require "spec.helper"

@@ -1,5 +1,5 @@
--- engine replay --verify: a recorded job runs live under the replayed policy, in a folder of its
--- own, and the steps where replay and reality differ are named.
+-- engine replay --verify: runs a recorded job live under the replayed policy, in a folder of its
+-- own, and names the steps where the replay and the live run differ.
 local json = require "cjson"
 local engine = require "engine"
 local helper = require "spec.helper"

@@ -1,12 +1,12 @@
--- A product with few rows reads a transposed B where it lies; one with many rows packs it. Both
--- must give a row the same numbers, with every instruction set of this machine, because a result
--- depends only on its row of A, its column of B and K (core/cpu/gemm.h).
+-- A product with few rows reads a transposed B in place; one with many rows packs B. Both must give
+-- a row the same numbers, with every instruction set of this machine, because a result depends only
+-- on its row of A, its column of B and K (core/cpu/gemm.h).
 local engine = require "engine.base.ffi"
 local values = require "spec.cpu.kernels.values"
 local SETS = require("spec.cpu.kernels.compare").SETS
 local C = engine.C
 
-local MANY = 20   -- more rows than any instruction set takes as few
+local MANY = 20   -- more rows than any instruction set treats as few
 local SIZES = { { 1, 1 }, { 3, 15 }, { 16, 16 }, { 47, 33 }, { 48, 127 }, { 49, 128 }, { 97, 161 },
   { 130, 385 }, { 17, 800 } }   -- N, K
 

@@ -1,5 +1,5 @@
--- The fused optimizer updates against the textbook formulas in double precision, and against
--- themselves on every instruction set and number of threads.
+-- The fused optimizer updates against the textbook formulas in double precision. Every instruction
+-- set and number of threads must give the same updates.
 local engine = require "engine.base.ffi"
 local sets = require "spec.cpu.kernels.parameter_set"
 local ffi = engine.ffi

@@ -15,7 +15,7 @@ local FORMS = {
   rms = { joined = function(x, r, w) return x:add_rms_norm(r, w) end,
     norm = function(s, w) return s:rms_norm(w) end, vectors = 1 },
 }
--- which results the loss uses: y and the sum, only y, only the sum, the sum twice
+-- which results the loss uses: y and the sum; only y; only the sum; y, and the sum twice
 local ENDS = {
   function(y, s, g, h) return (y * g):sum() + (s * h):sum() end,
   function(y, _, g) return (y * g):sum() end,

@@ -1,5 +1,6 @@
--- What only the emulated card (emulator/) can test: machines that lack something, how often the
--- host waits, and kernels whose result would depend on the order of threads or on missing waits.
+-- What only the emulated card (emulator/) can test: machines without a driver, a usable card or
+-- enough memory, how often the host waits, and kernels whose result would depend on the order of
+-- threads or on missing waits.
 -- Run by spec/cuda/run.lua; skipped on a real card.
 local helper = require "spec.helper"
 

@@ -1,5 +1,5 @@
 -- The shuffled order against pure chance: chi-square tests of whole orders, of places and of
--- neighbours. A statistic may be five standard deviations from its mean; the seeds are fixed.
+-- neighbours. A statistic may be up to five standard deviations from its mean; the seeds are fixed.
 local order = require "engine.data.order"
 
 --- How many standard deviations the chi-square statistic of `cells` counts, each with expectation

@@ -1,15 +1,16 @@
--- The ranks of zero3_spec.lua that use weights in changing orders (ZeRO-3). A step uses the blocks
--- in the order of its number, some steps leave one out, and one block runs twice. Evaluations come
--- between the steps. Rank 0 prints a line for each step; every rank prints the checksum of the
--- weights and how many units came, and how many of them ahead of their use.
+-- A job of zero3_spec.lua whose ranks use weights in changing orders (ZeRO-3). The number of a step
+-- selects the order of its blocks: steps leave out different blocks, and some run a block twice.
+-- Evaluations come between the steps. Rank 0 prints a line for each step. At the end every rank
+-- prints the checksum of the weights and, for each step, how many units were gathered ("came") and
+-- how many of them were prefetched ("ahead").
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local C = M_ffi.C
 local ranks = engine.ranks
 local cfg = engine.config { zero = 0, steps = 9, precision = "fp32", width = 64, order = "changes",
   accumulate = 1, checkpoint = false, evaluate = 0, timeout = 20, mode = "sync",
-  -- in this step rank 1 swaps two blocks (odd), uses another block (other), or dies or raises an
-  -- error between two
+  -- the steps in which rank 1 swaps two blocks (odd), uses another block (other), dies, or raises
+  -- an error between two blocks; -1: none
   odd_step = -1, other_step = -1, die_step = -1, raise_step = -1 }
 engine.seed(11)
 io.stdout:setvbuf "line"

@@ -1,7 +1,7 @@
 -- Kills a random rank at a random moment, then resumes the job from its files.
 --   ./engine spec/dist/kills.lua [kills=20] [seed=1] [only=NUMBER] [steps=300] [timeout=3]
--- The job: four ranks of spec/dist/job.lua with dropout, checkpoints every few steps, plain or
--- ZeRO-1, 2 or 3, f32 or fp16 gradients. The moment lies between the start of the ranks and the
+-- The job: four ranks of spec/dist/job.lua with dropout, checkpoints every few steps, a ZeRO stage
+-- from 0 to 3, and f32 or fp16 gradients. The moment lies between the start of the ranks and the
 -- end of the job: while MPI starts, in a step, while a checkpoint is written. In every second
 -- run, mpirun does not end the other ranks (--enable-recovery), so that they must detect the loss
 -- themselves. Checks:

@@ -1,7 +1,7 @@
 -- Random runs with an inf or a NaN in one rank's gradient: all ranks must skip the step.
 --   ./engine spec/dist/plantings.lua [runs=1000] [ranks=2,3,4] [seed=1] [only=NUMBER]
 -- Each run draws the number of ranks, the rank, the parameter, the element (and so the bucket and
--- the shard), the step, the micro-batch, plain or ZeRO-1, 2 or 3, the comm dtype, the precision,
+-- the shard), the step, the micro-batch, the ZeRO stage (0 to 3), the comm dtype, the precision,
 -- the optimizer, the policy and the shape of the model (planting.lua). Checks of each run:
 --   - all ranks report the same loss, scale, verdict and weights' checksum for every step, and
 --     hold the same policy state

@@ -1,6 +1,6 @@
 -- Two ranks divide an optimizer's moments (eng_optimizer_shard) twice, as the second trainer of an
--- optimizer does. Then a reduction that cannot be made leaves the gradients whole. Started by
--- ranks_zero_spec.lua.
+-- optimizer does. Then a reduction is refused, and another must still reduce the same gradients.
+-- Started by ranks_zero_spec.lua.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local C, ffi, check = M_ffi.C, M_ffi.ffi, M_ffi.check

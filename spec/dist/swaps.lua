@@ -1,6 +1,6 @@
 -- Swaps policies while four ranks train: all ranks must switch at the same step, or none.
 --   ./engine spec/dist/swaps.lua [swaps=60] [ranks=4] [seed=1]
--- One run with a swap every few steps, drawn at random:
+-- One run with a swap every few steps. Each swap is drawn at random from these kinds:
 --   - a valid file, an undo, or a loss-scaler class that one rank has not registered
 --   - a file that is broken or fails on the run's records
 --   - a file that differs, is broken or is missing on one random rank

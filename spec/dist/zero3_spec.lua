@@ -1,7 +1,7 @@
 -- ZeRO-3: weights sharded over the ranks. Training equals ZeRO-0 bit for bit; memory and messages
--- match the prediction; FP8 weights travel as FP8; weights come ahead of their use, whatever the
--- order; killed jobs resume with any number of ranks; an inf is attributed to its rank and tensor;
--- what needs whole weights is refused or runs in trainer:whole; lagged mode works. The jobs are
+-- match the prediction; FP8 weights travel as FP8; weights are prefetched in any order of use;
+-- killed jobs resume with any number of ranks; an inf is attributed to its rank and tensor; code
+-- that needs whole weights is refused outside of trainer:whole; lagged mode works. The jobs are
 -- spec/dist/zero.lua, ahead.lua, job.lua and whole.lua.
 local helper = require "spec.helper"
 local json = require "engine.base.json"

@@ -1,6 +1,6 @@
 -- The reference is complete: every exported C function, operation, public Lua function, trainer
 -- option, environment variable, policy and policy option has an entry with text, and no link is
--- broken. `engine help NAME` finds entries; the types for editors hold what users can misspell.
+-- broken. `engine help NAME` finds entries; the editor types name what users can misspell.
 local helper = require "spec.helper"
 local reference = require "engine.docs.index"
 

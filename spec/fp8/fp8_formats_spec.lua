@@ -1,6 +1,6 @@
 -- The FP8 formats: every number, every rounding, on every instruction set. The spec computes the
--- expected code from the tables of the formats: the nearest number, ties to the even code, in
--- doubles, which hold everything exactly.
+-- expected code from the tables of the formats: the nearest number, ties to the even code. It
+-- computes in doubles, which hold all these numbers exactly.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local values = require "spec.cpu.kernels.values"

@@ -1,4 +1,4 @@
--- The record that a policy reads: fields, groups, tensors, histogram, and what it refuses.
+-- The record that a policy reads: fields, groups, tensors, histogram, and refused reads.
 local M_ffi = require "engine.base.ffi"
 local made = require "spec.policy.made"
 

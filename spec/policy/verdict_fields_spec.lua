@@ -1,5 +1,5 @@
--- The verdict's fields for single tensors, updates and moments: what is refused, in one line, and
--- what they do to a run's weights and moments.
+-- The verdict's fields for single tensors, updates and moments: invalid values are refused in one
+-- line; valid ones have the documented effect on a run's weights and moments.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local made = require "spec.policy.made"

@@ -1,4 +1,5 @@
--- A step at another scale: what is known of its overflow, and what follows for a policy's verdicts.
+-- A step at another scale: what the record says about its overflow, and which verdicts of a policy
+-- are exact.
 local counterfactual = require "engine.run.counterfactual"
 local formats = require "engine.base.formats"
 local M_ffi = require "engine.base.ffi"

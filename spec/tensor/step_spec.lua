@@ -5,7 +5,7 @@ local helper = require "spec.helper"
 local step = helper.in_step
 
 local function bytes_in_use()
-  collectgarbage() collectgarbage()   -- optimizers that earlier specs dropped
+  collectgarbage() collectgarbage()   -- frees optimizers that earlier specs dropped
   local sum = 0
   for _, row in ipairs(engine.memory()) do sum = sum + row.used end
   return sum
