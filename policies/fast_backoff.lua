@@ -37,7 +37,7 @@ return {
     end
     return { scale = state.scale, action = action,
       reason = action and "gradients overflow at the smallest scale: look at the first bad tensor,"
-        .. " the learning rate, the data"
+        .. " the learning rate and the data"
         or state.scale ~= before and ("scale %.6g -> %.6g"):format(before, state.scale) or nil }
   end,
 }

@@ -1,6 +1,6 @@
 -- FP8-LM's automatic scaling of gradients: a tensor is multiplied by a factor mu, then stored in
--- FP8. mu halves as soon as more than the share `threshold` of the elements is saturated. Otherwise
--- it doubles over growth_interval steps. Source: Peng et al., FP8-LM (2023, arXiv 2310.18313); the
+-- FP8. mu halves when the share of saturated elements is above `threshold`. Otherwise it doubles
+-- over growth_interval steps. Source: Peng et al., FP8-LM (2023, arXiv 2310.18313); the
 -- authors' code (MS-AMP) does not contain the rule.
 --
 -- This is an FP8 policy because the rule needs counts of saturated elements, which only an FP8

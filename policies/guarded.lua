@@ -41,8 +41,8 @@ return {
       state.scale = math.max(before * options.backoff_factor, options.floor)
       if state.bad >= options.patience and before <= options.floor then
         action, reason = "stop",
-          "gradients overflow at the floor: look at the first bad tensor, the learning rate,"
-          .. " the data"
+          "gradients overflow at the floor: look at the first bad tensor, the learning rate"
+          .. " and the data"
       end
     else
       state.good, state.bad = state.good + 1, 0

@@ -10,7 +10,7 @@ return {
 
   options = {
     init_scale = 2^12,
-    threshold  = 1e-7,    -- largest allowed share of large gradients
+    threshold  = 1e-7,    -- largest share of large gradients at which the scale doubles
     edge       = 13,      -- stored gradients from 2^edge on are large; 2^13 is an eighth of 2^16
     period     = 10,      -- good steps between two decisions
     wait       = 100,     -- good steps without growth after an overflow
