@@ -1,7 +1,7 @@
 -- FP8-LM's automatic scaling of gradients: a tensor is multiplied by a factor mu, then stored in
 -- FP8. mu halves when the share of saturated elements is above `threshold`. Otherwise it doubles
--- over growth_interval steps. Source: Peng et al., FP8-LM (2023, arXiv 2310.18313); the
--- authors' code (MS-AMP) does not contain the rule.
+-- over growth_interval steps. Source: Peng et al., FP8-LM (2023, arXiv 2310.18313); the authors'
+-- code (MS-AMP) does not contain the rule.
 --
 -- This is an FP8 policy because the rule needs counts of saturated elements, which only an FP8
 -- layer has. A loss scale would also act on gradients that are never cast to FP8. The policy

@@ -10,7 +10,7 @@ return {
 
   options = {
     init_scale = 2^12,
-    threshold  = 1e-7,    -- largest share of large gradients at which the scale doubles
+    threshold  = 1e-7,    -- a larger share of large gradients halves the scale
     edge       = 13,      -- stored gradients from 2^edge on are large; 2^13 is an eighth of 2^16
     period     = 10,      -- good steps between two decisions
     wait       = 100,     -- good steps without growth after an overflow
