@@ -86,6 +86,14 @@ generators.mx_quantize = function(try)
       ints = { 13, block[1], block[2], k == 1 and 3 or k < 5 and 4 or 5 + k % 2, TURNED,
         k == 3 and 8 or 0, 5, 1 }, outputs = 8, zeros = true }
   end
+  -- rows and columns of whole vectors, whose codes the CPU packs as it computes them
+  for rule = 0, 6 do
+    for k, block in ipairs { { 1, 32 }, { 1, 16 }, { 1, 96 }, { 1, 6 }, { 16, 16 }, { 4, 32 } } do
+      try { inputs = { float("bf16", { 64, 608 }, KINDS[(rule + k) % 4 + 1]), false },
+        ints = { 13, block[1], block[2], rule, k % 3 > 0 and TURNED or 0, 0, 0, 1 },
+        outputs = 8, zeros = true }
+    end
+  end
   -- blocks and shapes of the card's fast kernel: every rule, format and kind of value
   for _, dtype in ipairs { "bf16", "f32" } do
     for i, shape in ipairs { { 8, 8 }, { 24, 40 }, { 3, 136 }, { 136, 264 }, { 2, 72, 16 } } do
