@@ -143,8 +143,8 @@ eng_status eng_write(const eng_tensor *handle, const void *source, int from, int
   return ENG_OK;
 }
 
-// Returns x, but the default NaN in place of a negative NaN with a payload: LuaJIT uses these NaNs
-// to represent values that are not numbers.
+// Returns x, or the default NaN if x is a negative NaN with a payload. LuaJIT would take such a NaN
+// for a value that is not a number.
 static double lua_number(double x)
 { return f64_bits(x) > 0xFFF8000000000000ull ? f64_from(0x7FF8000000000000ull) : x; }
 

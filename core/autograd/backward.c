@@ -49,7 +49,7 @@ void backward_set_watch(const backward_watch *on)
   gradient_set_place(watch.on.place, watch.on.data);
 }
 
-/// Lists the parameters that are inputs of nodes before the cursor.
+/// Lists the parameters that nodes before the cursor read, and calls watch.on.begins.
 static eng_status expect_gradients(void)
 {
   watch.length = 0;
@@ -69,7 +69,8 @@ static eng_status expect_gradients(void)
   return status;
 }
 
-/// Reports the gradients that no node before the cursor adds to.
+/// Calls watch.on.ready for each gradient that no node before the cursor adds to, then
+/// watch.on.between.
 static eng_status report_complete(void)
 {
   while (watch.length > 0 && watch.items[watch.length - 1].node >= pass.cursor)
@@ -166,7 +167,9 @@ eng_status eng_backward(const eng_tensor *handle, double seed, bool retain)
 {
   tensor *loss;
   ENG_TRY(tensor_get(&loss, handle));
-  if (pass.running) return error_set(ENG_ERR_STATE, "backward is already running");
+  if (pass.running)
+    return error_set(ENG_ERR_STATE, "backward: another backward pass is already running; hint: no "
+                                    "backward() inside the gradient of a custom operation");
   if (loss->count != 1)
     return error_set(
       ENG_ERR_SHAPE,
@@ -206,7 +209,9 @@ int64_t eng_backward_pending(void)
 static eng_status want_pending(void)
 {
   return pass.pending_id >= 0 ? ENG_OK
-                              : error_set(ENG_ERR_STATE, "no Lua gradient is running");
+                              : error_set(ENG_ERR_STATE,
+                                          "no Lua gradient is running; hint: no engine.end_step() "
+                                          "inside the gradient of a custom operation");
 }
 
 eng_status eng_backward_output(eng_tensor *gradient, int output)

@@ -91,11 +91,12 @@ static eng_status run_node(int i)
                                          eng_op_name(node->call.op));
 }
 
-/// Returns whether bit k of `mask` is set, or true if `all`: the segment then has a Lua gradient,
+/// Returns whether bit k of `mask` is set. Always true with `all`: the segment has a Lua gradient,
 /// which may read anything.
 static bool listed(int32_t mask, int k, bool all) { return all || (mask >> k & 1); }
 
-/// Recomputes those freed outputs of nodes first .. last that gradient rules read.
+/// Runs again each operation of nodes first .. last that has a freed output which a gradient rule
+/// reads, or another operation that runs again.
 static eng_status run_again(int first, int last)
 {
   bool all = false;

@@ -8,7 +8,7 @@
 typedef struct grad_call {
   const op_call *call;
   tensor *dy[ENG_OP_OUTPUTS];
-  double  relative_scale;   // the node's, which dy and the rule's results also have
+  double  relative_scale;   // the node's; it multiplies dy and hence the rule's results
   bool    last;             // the tape is dropped after this pass
 } grad_call;
 
@@ -20,8 +20,8 @@ void grad_register(int op, grad_rule *rule);
 /// Whether input k exists and requires a gradient.
 bool grad_wants(const grad_call *g, int k);
 
-/// Emits `dx` as the gradient of input k and takes ownership of it; drops it if input k requires
-/// none. grad_emit sums dx over broadcast dimensions to the input's shape, rescales it from the
+/// Emits `dx` as the gradient of input k and takes ownership of it; drops it if input k requires no
+/// gradient. grad_emit sums dx over broadcast dimensions to the input's shape, rescales it from the
 /// node's relative scale to the input's, and rounds it to the input's dtype.
 eng_status grad_emit(grad_call *g, int k, tensor *dx);
 /// Runs an operation that has one output and emits the result as the gradient of input k.
@@ -72,7 +72,7 @@ void gradient_hang(tensor *x, tensor *dx);
 void gradient_drop(tensor *x);
 /// Drops the gradients of leaves outside parameter sets.
 void gradient_drop_leaves(void);
-/// A function that allocates the gradient of a parameter whose set has no gradient memory (ZeRO-2).
-/// gradient_set_place sets it; NULL removes it.
+/// A function that allocates the gradient of a parameter whose set has no gradient memory (ZeRO-2
+/// and 3). gradient_set_place sets it; NULL removes it.
 typedef eng_status gradient_place(void *data, struct parameter *p);
 void gradient_set_place(gradient_place *place, void *data);

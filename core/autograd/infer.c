@@ -81,7 +81,7 @@ eng_status infer_reduce(op_call *c, op_shape *s)
   const tensor *x = c->in[0];
   uint64_t mask = (uint64_t)c->sum.mask;
   if (mask >> x->ndim)
-    return error_set(ENG_ERR_VALUE, "%s: the mask has a dimension that %s lacks", op_name(c),
+    return error_set(ENG_ERR_VALUE, "%s: the mask names a dimension that %s lacks", op_name(c),
                      tensor_text(x));
   int ndim = 0;
   int64_t shape[ENG_MAX_DIMS], n = 1;

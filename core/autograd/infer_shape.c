@@ -80,7 +80,7 @@ eng_status infer_slice(op_call *c, op_shape *s)
   if (step < 1)
     return error_set(ENG_ERR_VALUE, "slice: expected a step of at least 1, got %lld",
                      (long long)step);
-  if (step > n) c->slice.step = step = n > 0 ? n : 1;   // a longer step selects no other elements
+  if (step > n) c->slice.step = step = n > 0 ? n : 1;   // a longer step selects the same elements
   start = start < 0 ? start + n : start;
   stop = stop < 0 ? stop + n : stop;
   start = start < 0 ? 0 : start > n ? n : start;

@@ -41,7 +41,7 @@ static eng_status windows(const op_call *c, int64_t *out, int64_t size, int64_t 
 
 // ---- convolution
 
-/// Computes the shape of y for x [n x size x channels] and a weight of shape w.
+/// Computes the shape of y for x [n x size[0] x size[1] x channels] and a weight of shape w.
 static eng_status conv_output(const op_call *c, int64_t *y, int64_t n, const int64_t *size,
                               int64_t channels, const int64_t *w)
 {
@@ -119,8 +119,9 @@ eng_status infer_conv2d_grad_w(op_call *c, op_shape *s)
 
 // ---- pooling
 
-/// Computes the shape of the output for x [n x size x channels]. The kernel, stride and padding of
-/// average pooling can be read from c->max_pool2d, too: both begin with these attributes.
+/// Computes the shape of the output for x [n x size[0] x size[1] x channels]. Reads kernel, stride
+/// and padding from c->max_pool2d for average pooling, too: the attributes of both operations begin
+/// with these three.
 static eng_status pool_output(const op_call *c, int64_t *y, int64_t n, const int64_t *size,
                               int64_t channels)
 {

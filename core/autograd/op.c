@@ -342,13 +342,17 @@ eng_status eng_run_into(eng_op_call *call, const eng_tensor *target)
   tensor *y;
   ENG_TRY(tensor_get(&y, target));
   if (y->store->space != backend_current()->space)
-    return error_set(ENG_ERR_DEVICE, "%s is not in the memory of the current device",
+    return error_set(ENG_ERR_DEVICE,
+                     "the output %s is not in the memory of the current device; hint: "
+                     "engine.device() selects its device",
                      tensor_text(y));
   for (int k = 0; k < call->n_in && k < ENG_OP_INPUTS; k++) {
     tensor *x = NULL;
     if (call->in[k].slot) ENG_TRY(tensor_get(&x, &call->in[k]));
     if (x && x->store == y->store)
-      return error_set(ENG_ERR_VALUE, "an operation cannot read the memory it writes: %s",
+      return error_set(ENG_ERR_VALUE,
+                       "an operation cannot read the memory it writes: an input shares the memory "
+                       "of the output %s",
                        tensor_text(y));
   }
   if (!op_takes_target(call->op))

@@ -1,12 +1,12 @@
 // Running operations. Every operation goes through op_run: check, apply the current precision,
-// allocate, compute, record. Called by eng_run (Lua), gradient rules, checkpoint.c and fp8/.
+// allocate, compute, record. Called by Lua (eng_run, api.c), gradient rules, checkpoint.c and fp8/.
 #pragma once
 
 #include "device/backend.h"
 
 /// What autocast does with an operation; the `cast` column of ops.def.
 typedef enum op_cast { CAST_LOWER, CAST_WIDE, CAST_NORM, CAST_EMBED, CAST_ANY, CAST_NONE } op_cast;
-/// Which strides the kernel accepts; the `layout` column.
+/// Which strides the kernel accepts, or why there is no kernel; the `layout` column.
 typedef enum op_layout { LAYOUT_ANY, LAYOUT_ROWS, LAYOUT_VIEW, LAYOUT_CALLS } op_layout;
 
 /// A row of ops.def (ops.c). Bit k of a mask is input or output k.

@@ -57,8 +57,9 @@ static double bytes_of(const tensor *x)
   return x ? (double)x->count * (double)eng_dtype_size(x->dtype) : 0;
 }
 
-/// Counts the multiplications and additions in a call's matrix products. Returns 0 for operations
-/// without products.
+/// Counts the multiplications and additions in a call's matrix products. Returns 0 for all
+/// operations that are not listed here: those without products, but also convolutions and products
+/// of FP8 or microscaling codes.
 static double flops_of(const op_call *c)
 {
   const tensor *a = c->in[0], *out = c->out[0];

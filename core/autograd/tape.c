@@ -77,7 +77,7 @@ static eng_status give_memory(const op_call *call)
   return ENG_OK;
 }
 
-/// Counts the memory that a call allocated for its outputs to the open segment (checkpoint.c). The
+/// Assigns the memory that a call allocated for its outputs to the open segment (checkpoint.c). The
 /// outputs of an operation whose gradient is written in Lua belong to no segment.
 static void mark_segment(const op_call *call)
 {
@@ -125,7 +125,7 @@ eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_t
 {
   if (n_in < 1 || n_in > ENG_OP_INPUTS || n_out < 1 || n_out > ENG_OP_OUTPUTS)
     return error_set(ENG_ERR_VALUE,
-                     "a Lua gradient takes 1 to %d inputs and 1 to %d outputs, got %d and %d",
+                     "custom: expected 1 to %d input tensors and 1 to %d results, got %d and %d",
                      ENG_OP_INPUTS, ENG_OP_OUTPUTS, n_in, n_out);
   op_call call = {.op = -1, .n_in = n_in, .n_out = n_out};
   bool wanted = false;
@@ -137,8 +137,8 @@ eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_t
     ENG_TRY(tensor_get(&call.out[k], &y[k]));
     if (!call.out[k]->of_step || tape_holds(call.out[k]) || call.out[k]->requires_grad)
       return error_set(ENG_ERR_GRADIENT,
-                       "output %d of a Lua gradient must be a new tensor of this step, computed "
-                       "under engine.no_grad()",
+                       "custom: expected result %d of forward to be a new tensor of this step that "
+                       "requires no gradient; hint: return x:contiguous() instead of x",
                        k + 1);
   }
   return wanted && !tape.off && !tape.frozen ? record(&call, id) : ENG_OK;
