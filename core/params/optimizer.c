@@ -237,8 +237,8 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
   return ENG_OK;
 }
 
-/// Returns whether this moment was never updated, which means that all its bits are 0. Saving a
-/// state and loading it does not change the result of this test.
+/// Returns whether all bits of this moment are 0, which means that it was never updated. The test
+/// also works on a moment that was saved and loaded.
 static bool untouched(const tensor *moment)
 {
   const char *at = moment->data;

@@ -338,7 +338,8 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
     wanted[i] = shadow && shadow[i] != ENG_f32 ? shadow[i] : -1;
     if (wanted[i] >= 0 && set->member[i].value->dtype != ENG_f32)
       return error_set(ENG_ERR_DTYPE,
-                       "parameter %s: a bf16 master cannot have a low-precision copy, got %s",
+                       "parameter %s: expected no low-precision copy of a bf16 master, got one in "
+                       "%s",
                        set->member[i].name, eng_dtype_name(wanted[i]));
   }
   bool new_shadows = !same_formats(set->shadows, wanted, set->n);

@@ -82,7 +82,7 @@ struct eng_params {
   flat_buffer *masters, *shadows;
   // NULL until the first backward pass; if `divided`, has only this rank's elements of each member
   flat_buffer *gradients;
-  // ZeRO-2: backward writes gradients into temporary memory of dist/ until they are reduced
+  // ZeRO-2 and 3: backward writes gradients into temporary memory of dist/ until they are reduced
   bool         divided;
   int32_t     *gradient_dtype;// [n] dtypes of the stored gradients
   int32_t     *term_dtype;    // [n] dtypes of the terms that backward adds, from the recipe
@@ -197,15 +197,15 @@ eng_status params_index(const eng_params *set, int index);
 /// DEVICE (the parameters are not in the memory of the current device), STATE (a capture is
 /// running).
 eng_status params_here(const eng_params *set, const char *pass);
-/// Returns an error if this rank has only its own elements of the gradients (ZeRO-2).
+/// Returns an error if this rank has only its own elements of the gradients (ZeRO-2 and 3).
 eng_status params_whole(const eng_params *set);
 /// Fills set->span and set->which with the members that have a gradient; returns their number.
 int params_spans(eng_params *set);
-/// Does the same as params_spans for the elements that this rank owns. A member of which this rank
-/// owns no element has no span.
+/// Does the same as params_spans for the elements that this rank owns. A member has no span if this
+/// rank owns none of its elements.
 int params_own_spans(eng_params *set);
-/// Computes the statistics of this rank's elements of each member [n]. All counts and sums are 0
-/// for a member of which this rank owns no element.
+/// Computes the statistics of this rank's elements of each member [n]. If this rank owns no element
+/// of a member, the member's counts and sums are 0.
 eng_status params_own_stats(eng_tensor_stats *stats, eng_params *set, unsigned needs);
 /// Sums the statistics of all members [n] into a record. Leaves out members without a gradient.
 void params_total(eng_record *record, eng_params *set, const eng_tensor_stats *stats, double scale,

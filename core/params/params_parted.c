@@ -8,7 +8,8 @@
 // While operations use a unit, the next unit is already being fetched; parted_order.c predicts it
 // from earlier passes. If another unit is needed, the predicted unit is received completely and
 // then dropped. At most one unit is in flight, and none while weights are written (params_settle).
-// A derived copy is fetched early only if its owner has made it since the last update.
+// A derived copy is fetched early only if an operation has needed it since parted_drop, because its
+// owner makes it for the first such operation.
 //
 // Absent weights are marked in their storage, so that nothing reads or writes them by mistake
 // (tensor_get). Owns the table and the marks. Called by autograd/, fp8/, dist/ and this folder.
@@ -306,7 +307,8 @@ eng_status params_bring(tensor *const *x, int n)
   }
   if (!set->parted->link)
     return error_set(ENG_ERR_STATE, "parameter %s: this rank has only its part (zero=3), and the "
-                                    "trainer, which fetches the rest, was freed", absent->name);
+                                    "trainer, which fetches the rest, was freed; hint: keep the "
+                                    "trainer while you use the model", absent->name);
   eng_status status = parted_need(set->parted, unit, form, m);
   mark(set);
   return status;
@@ -330,7 +332,8 @@ eng_status params_bring_all(eng_params *set)
   if (q->whole) return ENG_OK;
   if (!q->link)
     return error_set(ENG_ERR_STATE, "this rank has only its part of the weights (zero=3), and the "
-                                    "trainer, which fetches the rest, was freed");
+                                    "trainer, which fetches the rest, was freed; hint: keep the "
+                                    "trainer while you use the model");
   ENG_TRY(params_leave(set));      // so that all ranks fetch the same units
   for (int u = 0; u < q->n_units; u++)
     for (int f = 0; f < PARTED_FORMS; f++) {

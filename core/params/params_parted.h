@@ -39,14 +39,14 @@ typedef struct params_parted {
   parted_unit  *unit;                  // [n_units]
   int64_t       clock;
   bool          whole;                 // all weights are in memory, until params_leave
-  bool          imagined;              // a prediction: no page is touched
+  bool          imagined;              // the table only predicts memory use; no page is touched
   const parted_link *link;             // NULL: the trainer was freed
   void         *data;
   // The number unit * PARTED_FORMS + form identifies a unit in one form; -1: none.
   int32_t       coming;                // the unit that is being filled
   int32_t       ahead;                 // the unit whose fetch began before an operation needed it
-  int64_t       used_ahead;            // how many of the units fetched ahead an operation then
-                                       // needed; dist/ clears the count
+  int64_t       used_ahead;            // number of units that were fetched ahead and then needed;
+                                       // dist/ resets it
   parted_order  order;                 // the order in which units were used
   tensor      **piece;                 // [n members] this rank's elements of the masters
   int64_t       away;                  // bytes of all pages that can be dropped
@@ -63,7 +63,7 @@ void parted_free(params_parted *q);
 /// Fetches each unit unit[k] in the form form[k], k < n. Drops all other units, and begins to fill
 /// the unit that is probably used next.
 eng_status parted_need(params_parted *q, const int *unit, const int *form, int n);
-/// Drops all units at the end of a pass.
+/// Drops all units. This ends a pass (parted_order.c).
 eng_status parted_drop(params_parted *q);
 /// Returns whether operations can use a unit without a call of parted_need.
 static inline bool parted_here(const params_parted *q, int unit, int form)

@@ -1,6 +1,6 @@
 // The weights of a set's members: low-precision copies and their rounding, the elements that this
-// rank owns, sizes and checksum. Called by the other files of this folder, autograd/, fp8/ and
-// Lua.
+// rank owns, sizes and checksum. Called by the other files of this folder, autograd/, fp8/, dist/
+// and Lua.
 #include "params_parted.h"
 
 #include "base/error.h"
