@@ -52,7 +52,7 @@ static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64
                    tensor_text(s));
 }
 
-/// Infers a product [m x n], which the attribute `yields` gives a dtype.
+/// Infers the output of a product, [m x n]. The attribute `yields` selects its dtype.
 static eng_status put_product(const op_call *c, op_shape *s, int64_t yields, int64_t m, int64_t n)
 {
   if (yields && (yields < 1 || yields > ENG_DTYPE_COUNT || !dtype_is_float((int)yields - 1)))
@@ -93,8 +93,8 @@ static eng_status infer_codes(const op_call *c, const tensor *factor, op_shape *
                      "%s: e5m6 packs 8 numbers, so the row length must be a multiple of 8, got "
                      "%s", name, tensor_text(x));
   if (packed && a->flags & (QUANTIZE_STOCHASTIC | QUANTIZE_TRANSPOSED))
-    return error_set(ENG_ERR_VALUE, "%s: e5m6 rounds to nearest even and has no transposed copy",
-                     name);
+    return error_set(ENG_ERR_VALUE,
+                     "%s: e5m6 allows no stochastic rounding and no transposed copy", name);
   if (factor) {
     if (a->block_rows || a->block_columns)
       return error_set(
@@ -217,8 +217,8 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
       (a->block_rows != 1 || (turned && !a->hadamard) || a->flags & MX_FINITE ||
        (quest && a->sr_bits) || (a->factor != 0 && a->factor != 1) ||
        (!quest && MX_EDEN_GROUP % a->block_columns)))
-    return error_set(ENG_ERR_VALUE, "mx_quantize: quest and ms_eden need blocks of one row, "
-                     "without factor and flag 32, and allow flag 8 only with hadamard; quest also "
+    return error_set(ENG_ERR_VALUE, "mx_quantize: quest and ms_eden need blocks of one row, allow "
+                     "no factor and no flag 32, and allow flag 8 only with hadamard; quest also "
                      "allows no sr_bits; ms_eden also needs a block length that divides %d",
                      MX_EDEN_GROUP);
   ENG_TRY(want_between(c, "sr_bits", a->sr_bits, 0, 24));
@@ -243,7 +243,7 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
   if ((a->factor != 0 && !(a->factor >= 0.5 && a->factor <= 1)) ||
       (a->factor != 0 && a->factor != 1 && mx_is_four_over_six(a->rule)))
     return error_set(ENG_ERR_VALUE, "mx_quantize: expected a factor from 0.5 to 1, or 0 for "
-                     "none (with four_over_six always none), got %g", a->factor);
+                     "none (with four_over_six only 0 or 1), got %g", a->factor);
   int64_t rows, columns;
   matrix_of(x, &rows, &columns);
   if (packed && (columns % 2 || (turned && rows % 2)))

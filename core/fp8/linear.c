@@ -61,7 +61,7 @@ static eng_status quantize(fp8_copies *out, int64_t number, fp8_site *s, int rol
                         : quantize_codes(out, slot, s, role, x, swiglu, transposed);
   tensor_drop(slot);
   return status == ENG_OK
-           ? ENG_OK : error_prefix(status, "%s: FP8 of %s", s->name, fp8_role_name[role]);
+           ? ENG_OK : error_prefix(status, "%s: quantizing %s", s->name, fp8_role_name[role]);
 }
 
 /// Does the work of multiply() for an FP8 recipe and codes with two dimensions.
@@ -115,8 +115,8 @@ static eng_status multiply(tensor **y, const fp8_site *s, int product, fp8_facto
 
 // ---- weights
 
-/// A parameter's FP8 copy. It is rebuilt after its source, its site, the recipe or the factor has
-/// changed.
+/// A parameter's FP8 copy. It is rebuilt after its source, its site, the recipe, the factor, the
+/// Hadamard signs or the site's average has changed.
 typedef struct fp8_weight {
   params_derived derived;
   int64_t  site;
@@ -170,8 +170,8 @@ static int64_t weight_bytes(const params_derived *copy)
   return bytes;
 }
 
-/// ZeRO-3: the rank that has all of a parameter quantizes it. The other ranks receive the quantized
-/// copy when they use the parameter.
+/// ZeRO-3: the rank that owns all of a parameter quantizes it. The other ranks receive the
+/// quantized copy when they use the parameter.
 static eng_status quantize_own(fp8_copies *out, int64_t number, fp8_site *s, parameter *p,
                                const tensor *source, bool transposed, bool coded)
 {
@@ -190,7 +190,7 @@ static eng_status quantize_own(fp8_copies *out, int64_t number, fp8_site *s, par
   return status == ENG_OK ? params_derived_outdated(p) : status;
 }
 
-/// Creates a copy of a matrix [rows x columns] and its scale.
+/// Creates the tensors for a copy of a matrix [rows x columns] and for its scale.
 static eng_status make_copy(tensor **q, tensor **scale, const eng_fp8_role *r, int64_t rows,
                             int64_t columns, bool coded)
 {
@@ -481,7 +481,7 @@ static eng_status quantize_again(fp8_factor *out, fp8_copies *made, fp8_site *s,
   if (fp8_mx_same(s, role)) return ENG_OK;
   eng_status status = fp8_mx_requantize(made, s, role, q, amax);
   if (status != ENG_OK)
-    return error_prefix(status, "%s: FP8 of %s for its backward product", s->name,
+    return error_prefix(status, "%s: quantizing %s for its backward product", s->name,
                         fp8_role_name[role]);
   *out = (fp8_factor){made->q_t, made->scale_t, &s->recipe.backward[role], true};
   return ENG_OK;
@@ -509,14 +509,14 @@ static eng_status kept_x(fp8_factor *out, fp8_copies *made, int64_t number, fp8_
                                            .block_rows = packed ? 1 : r->block_rows,
                                            .block_columns = packed ? FP8_BLOCK : r->block_columns,
                                            .format = packed ? ENG_FORMAT_E5M6 : 0}}));
-  // Quantizes x again, now in blocks along the other dimension, without recording an amax or a
-  // measurement.
+  // Quantizes x again. The product reads the transposed copy unless blocks are square. Records no
+  // amax and no measurement.
   bool turn = !fp8_is_square(r);
   op_call c = fp8_quantize_call(s, ENG_FP8_X, x, turn);
   eng_status status = op_run(&c);
   tensor_drop(x);
   if (status != ENG_OK)
-    return error_prefix(status, "%s (site %lld): FP8 of x for dW", s->name, (long long)number);
+    return error_prefix(status, "%s (site %lld): quantizing x for dW", s->name, (long long)number);
   tensor_drop(c.out[2]);
   *made = (fp8_copies){c.out[0], c.out[1], c.out[3], c.out[4], NULL};
   *out = (fp8_factor){turn ? made->q_t : made->q, turn ? made->scale_t : made->scale, r, turn};

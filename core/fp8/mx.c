@@ -9,8 +9,8 @@
 // layer's three products together, at each call.
 //
 // With eng_fp8_recipe.backward, the backward products read the numbers that the forward product
-// read, unchanged or quantized again. They then compute the gradients of these numbers, and
-// fp8_mx_through turns those into the gradients of x and W. dy may be in FP8 with power-of-two
+// read, unchanged or quantized again. They then compute the gradients of these numbers, which
+// fp8_mx_through turns into the gradients of x and W. dy may be in FP8 with power-of-two
 // scales; its copy holds the values of the codes, which are exact in bf16. Called by linear.c; see
 // its head.
 #include "sites.h"
@@ -218,9 +218,9 @@ static eng_status quantize_fp8(fp8_copies *to, fp8_site *s, int role, tensor *x)
   return status;
 }
 
-// Quantizes x, and with QUANTIZE_TRANSPOSED in `flags` also the transposed x, for `product`. If
-// this product has a Hadamard transform, the transposed x is transformed first. With
-// MX_ROTATED_ONLY in `flags`, makes only the transposed copy. Sets *scale to the scales of q's
+// Quantizes x. With QUANTIZE_TRANSPOSED in `flags`, also quantizes the transposed x, which
+// `product` reads. If `product` has a Hadamard transform, the transposed x is transformed first.
+// With MX_ROTATED_ONLY in `flags`, makes only the transposed copy. Sets *scale to the scales of q's
 // blocks.
 static eng_status encode(fp8_copies *to, tensor **scale, const fp8_site *s, const eng_fp8_role *r,
                          tensor *x, int64_t flags, const eng_fp8_product *product, bool coded)

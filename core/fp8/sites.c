@@ -1,5 +1,5 @@
 // Sites: the linear layers under an FP8 recipe. A site has a name, its recipe, the factors of
-// delayed scaling, the amaxes of its quantizations, and meters. See sites.h; engine.h has the
+// delayed scaling, the amaxes of its quantizations, and meters. See sites.h; engine_fp8.h has the
 // contracts. Owns the table of sites. Called by Lua and by the FP8 layers.
 #include "sites.h"
 
@@ -52,7 +52,7 @@ void fp8_drop_later(tensor *x)
     tensor_drop(x);
     return;
   }
-  // without memory, leaks x instead of leaving a dangling pointer
+  // If the list cannot grow, x leaks: dropping it would leave a dangling pointer on the tape.
   if (ARRAY_GROW(orphans.item, orphans.capacity, orphans.length + 1))
     orphans.item[orphans.length++] = x;
 }
@@ -207,8 +207,9 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
                (r->format >= ENG_FORMAT_E2M1 && r->format <= ENG_FORMAT_MXINT8);
   if (!known || r->mx < 0 || r->mx > ENG_MX_RULES ||
       ((mx_is_nvfp4(r->mx - 1) || mx_is_fitted(r->mx - 1)) && r->format != ENG_FORMAT_E2M1))
-    return error_set(ENG_ERR_DTYPE, "microscaling has no format number %d with rule %d", r->format,
-                     r->mx - 1);
+    return error_set(ENG_ERR_DTYPE,
+                     "expected a format of microscaling that its scale rule allows, got format "
+                     "number %d with rule number %d", r->format, r->mx - 1);
   if (!fits)
     return error_set(ENG_ERR_VALUE,
                      "expected blocks of 1 to 128 rows and columns, for e2m1 an even number of "
@@ -264,11 +265,12 @@ static eng_status check_role(const eng_fp8_recipe *recipe, int role)
                      "expected blocks of 1 or more rows and columns, or 0 for all, got %d x %d",
                      r->block_rows, r->block_columns);
   if (r->rule < 0 || r->rule >= ENG_SCALES)
-    return error_set(ENG_ERR_VALUE, "unknown scale rule %d", r->rule);
+    return error_set(ENG_ERR_VALUE, "expected a scale rule ENG_SCALE_*, got number %d", r->rule);
   if (r->margin < -100 || r->margin > 100)
     return error_set(ENG_ERR_VALUE, "expected a margin within +-100, got %d", r->margin);
   if (r->keep < 0 || r->keep > ENG_FP8_KEEP_SWIGLU)
-    return error_set(ENG_ERR_VALUE, "unknown `keep` number %d", r->keep);
+    return error_set(ENG_ERR_VALUE, "expected keep to be one of ENG_FP8_KEEP_*, got number %d",
+                     r->keep);
   if (!(r->eps <= 1e30))
     return error_set(ENG_ERR_VALUE,
                      "expected eps up to 1e30, or negative for the rule's default, got %g", r->eps);
@@ -330,7 +332,9 @@ static eng_status check_product(const eng_fp8_recipe *recipe, int product)
   ENG_TRY(check_hadamard(recipe, product));
   if (mx ? n != ENG_ACCUMULATE_DEVICE && n != ENG_ACCUMULATE_FP32 && n != ENG_ACCUMULATE_BLACKWELL
          : n < 0 || n >= ENG_ACCUMULATORS)
-    return error_set(ENG_ERR_VALUE, "unknown accumulator %d", n);
+    return error_set(ENG_ERR_VALUE,
+                     "expected an accumulator ENG_ACCUMULATE_* that this recipe allows, got number "
+                     "%d", n);
   if (p->promotion < 0 || p->promotion % 32)
     return error_set(ENG_ERR_VALUE,
                      "expected a promotion interval that is a multiple of 32, or 0, got %d",
@@ -396,7 +400,8 @@ eng_status eng_fp8_delay(int64_t site, int role, double amax)
   fp8_site *s;
   ENG_TRY(fp8_site_get(&s, site));
   if (role < 0 || role >= ENG_FP8_ROLES)
-    return error_set(ENG_ERR_VALUE, "%s: unknown FP8 role %d", s->name, role);
+    return error_set(ENG_ERR_VALUE, "%s: expected a role ENG_FP8_X, W or DY, got number %d",
+                     s->name, role);
   const eng_fp8_role *r = &s->recipe.role[role];
   if (!s->on)
     return error_set(ENG_ERR_STATE,

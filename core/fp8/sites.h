@@ -38,11 +38,11 @@ fp8_amax_place fp8_amax_last(void);
 bool fp8_amax_can_share(int64_t round);
 void fp8_amax_share(int64_t site, int64_t slot);
 
-/// fp8_measuring returns whether meters are on; they are off while a checkpointed operation runs
-/// again. fp8_measure compares x with its codes for the meters of a role.
+/// Returns whether meters are on. They are off while a checkpointed operation runs again.
 bool fp8_measuring(void);
 /// Returns the step number that eng_fp8_step set.
 int64_t fp8_step(void);
+/// Compares x with its codes q and updates the meter of a role.
 eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale);
 
 /// A sample for the meters, in host memory as f32. `x` has every `every`-th row of the tensor x.
@@ -56,8 +56,8 @@ eng_status fp8_sample_read(fp8_sample *to, tensor *x, tensor *q, const tensor *s
 void fp8_meter_element(eng_fp8_meter *m, float x, float code, float scale, float largest,
                        float limit);
 
-/// fp8_drop_later drops a tensor immediately if the tape is empty. Otherwise it leaves the tensor
-/// to a later call of fp8_release_orphans, which drops all tensors left to it if the tape is empty.
+/// fp8_drop_later drops a tensor immediately if the tape is empty, else adds it to a list.
+/// fp8_release_orphans drops all tensors of this list if the tape is empty.
 void fp8_drop_later(tensor *x);
 void fp8_release_orphans(void);
 
@@ -99,8 +99,8 @@ static inline bool fp8_mx_again(const fp8_site *s, int role)
 { return role != ENG_FP8_DY && s->recipe.backward[role].mx; }
 static inline bool fp8_mx_same(const fp8_site *s, int role)
 { return fp8_mx_again(s, role) && s->recipe.backward[role].mx == ENG_FP8_SAME; }
-/// Sets *out to the average toward which a role is rounded, or to NULL if there is none; the role
-/// is then rounded to nearest. Errors: STALE (the average was freed).
+/// Sets *out to the average toward which a role is rounded, or to NULL if there is none. Errors:
+/// STALE (the average was freed).
 eng_status fp8_average(tensor **out, const fp8_site *s, const eng_fp8_role *r);
 /// Returns whether mx_matmul computes the products of a layer with x [rows x columns] and W
 /// [outputs x columns]. If so, the copies hold codes.
