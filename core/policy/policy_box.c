@@ -260,7 +260,7 @@ static int box_next(lua_State *L)
 
 // ------------------------------------------------------------------ math
 
-// Rounds to float32, as a scaler does that keeps its scale in a float32 tensor.
+// Rounds to float32, like a scaler that keeps its scale in a float32 tensor.
 static int box_f32(lua_State *L)
 {
   lua_pushnumber(L, (double)(float)luaL_checknumber(L, 1));
@@ -287,7 +287,8 @@ static int box_random(lua_State *L)
     case 1: high = floor(luaL_checknumber(L, 1)); break;
     default: low = floor(luaL_checknumber(L, 1)); high = floor(luaL_checknumber(L, 2));
   }
-  if (!(low <= high)) return luaL_error(L, "math.random: the interval is empty");
+  if (!(low <= high))
+    return luaL_error(L, "math.random: the interval is empty; expected low <= high");
   lua_pushnumber(L, floor(r * (high - low + 1)) + low);
   return 1;
 }

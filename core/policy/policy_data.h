@@ -1,7 +1,8 @@
 // Plain data outside of Lua. A blob is a sequence of bytes that holds a number, a string, a boolean
 // or a tree of tables. A blob can be converted to canonical text and back. A policy's state is
 // copied into a blob after every decision; checkpoints hold the text. These functions need no Lua
-// state. Called by policy_state.c and, for the order of keys, by policy_box.c.
+// state. Called by policy_state.c, by policy_vm.c to free blobs and, for the order of keys, by
+// policy_box.c.
 #pragma once
 
 #include <stdbool.h>

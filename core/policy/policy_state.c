@@ -103,7 +103,7 @@ static bool encode(walk *w, int table, int depth)
   data_tag(w->out, '{');
   for (lua_pushnil(L); lua_next(L, table); lua_pop(L, 1)) {
     if (!put_scalar(w->out, L, -2))
-      return refuse(w, "its key is not a number, string or boolean");
+      return refuse(w, "the key is not a number, string or boolean");
     if (put_scalar(w->out, L, -1)) continue;
     if (lua_type(L, -1) == LUA_TUSERDATA)
       return refuse(w, "parts of the record cannot be stored; copy the numbers");

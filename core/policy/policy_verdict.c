@@ -302,7 +302,7 @@ static bool read_reset(eng_policy *p, eng_verdict *out, const verdict_field *f)
 static policy_logged *list_of(eng_policy *p, policy_logged **list, int most, const char *field)
 {
   if (!*list) *list = calloc((size_t)most, sizeof **list);
-  if (!*list) policy_refuse(p, "'%s', but memory is exhausted", field);
+  if (!*list) policy_refuse(p, "'%s', but the engine is out of memory", field);
   return *list;
 }
 

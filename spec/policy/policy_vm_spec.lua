@@ -425,7 +425,7 @@ describe("a verdict", function()
       ["state.me = state return 4"] = "state.me: the same table is in two places",
       ["local t = {} state.a, state.b = t, t return 4"] = "the same table is in two places",
       ["state.r = record return 4"] = "state.r: parts of the record cannot be stored",
-      ["state[{}] = 1 return 4"] = "its key is not a number, string or boolean",
+      ["state[{}] = 1 return 4"] = "the key is not a number, string or boolean",
       ["local t = state for i = 1, 100 do t.x = {} t = t.x end return 4"] =
         "tables nest too deeply",
       ["state.n = 1LL return 4"] = "state.n is a cdata",
