@@ -52,7 +52,7 @@ static eng_status rows_of(tensor **out, tensor *x)
   return op_reshape(out, x, 2, (int64_t[]){columns ? -1 : 0, columns});
 }
 
-/// Emits dx = dy w, the gradient of input 0, which is a linear layer's x [.. x K]. dy [rows x N], w
+/// Emits dx = dy w, the gradient of a linear layer's input 0, x [.. x K]. dy is [rows x N], w is
 /// [N x K].
 static eng_status input_gradient(grad_call *g, tensor *dy, tensor *w)
 {

@@ -1,9 +1,9 @@
 // Finds the origin of inf and nan. While the trap is on, the current device is a wrapper that
-// checks the outputs of every operation. For the forward pass and for the backward pass, the
-// wrapper stores the first operation that produced inf, the first operation that produced nan, and
-// statistics of the tensors of these operations. When the trap is off, it costs nothing. No other
-// file depends on this one. Owns the wrapper and its findings. Called from Lua (engine.trap), which
-// repeats a step for this.
+// checks the outputs of every operation. For each pass (forward, backward), the wrapper stores the
+// first operation that produced inf and the first that produced nan, with statistics of their
+// tensors. When the trap is off, it costs nothing. No other file depends on this one. Owns the
+// wrapper and its findings. Called by lua/engine/train/trap.lua, which repeats a step with the
+// trap on.
 #include "device/backend.h"
 
 #include "base/array.h"

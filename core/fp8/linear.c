@@ -9,13 +9,13 @@
 // the rows of x and dy. Square blocks, or one block for the whole matrix, serve both directions.
 // Otherwise a transposed copy is quantized too. For dy and W, the pass that quantizes the matrix
 // also makes the transposed copy. For x, the role's `keep` decides when the copy is made, and from
-// which form of x. The tape does not keep x itself but one quantized copy, shared by all layers
-// that quantize x in the same way.
+// which form of x. The tape does not keep x itself but a quantized copy, which other layers that
+// quantize x in the same way can share (same_codes).
 //
 // If x is the output of a swiglu that only this layer reads, the swiglu computes the codes of x and
 // never writes x (swiglu.c). W is quantized from the weights of the forward pass (the low-precision
-// copy, or the master), and only when these weights change. The tape records the layer as one
-// operation.
+// copy, or the master). The codes are kept until the weights or the settings change (fp8_weight).
+// The tape records the layer as one operation.
 //
 // Under a microscaling recipe (mx.c) the copies hold values in bf16, which matmul multiplies, or,
 // if `coded`, codes, which mx_matmul multiplies. A microscaling recipe may also quantize the copies
