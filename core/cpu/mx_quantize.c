@@ -412,7 +412,7 @@ static void band_task(const void *context, int64_t t)
   int size = element_bytes(s), line = MOST * size;
   bool direct = !s->turn_q && (!is_packed(s) || s->packed);   // writes straight to the result
   int per_byte = s->packed ? 2 : 1;
-  found none, *all = s->found ? &s->found[t] : &none;
+  found none = {0}, *all = s->found ? &s->found[t] : &none;
   for (int64_t top = t * s->band; top < end; top += deep)
     for (int64_t c0 = 0; c0 < s->columns; c0 += step) {
       int columns = (int)smaller(step, s->columns - c0), rows = (int)smaller(deep, end - top);
@@ -604,94 +604,119 @@ static void rotated_survey_task(const void *context, int64_t t)
                                            (int)smaller(s->band, s->columns - first));
 }
 
-// Quantizes the transpose of x, either after a Hadamard transform or in blocks that are not square.
-// `part` has room for one entry for each 16 rows of x.
-static void quantize_turned(side *s, const op_call *call, found *part, bool together)
+// What the task of one band of rows of x does: it quantizes the rows, surveys their transform, and
+// quantizes the transposed copy of these rows. NULL: it does not. The rows are read from memory
+// only once.
+typedef struct pass { const side *straight, *survey, *turned; } pass;
+
+static void pass_task(const void *context, int64_t t)
 {
-  const typeof(call->mx_quantize) *a = &call->mx_quantize;
-  const tensor *x = call->in[0];
-  rotation o;
-  set_shape(s, row_length(x), row_count(x));
-  s->scale = call->out[4]->data, s->q = call->out[3]->data;
-  if (call->out[0]) s->random += (uint64_t)((x->count + 3) / 4);
-  s->found = NULL;
-  s->packed = is_packed(s) && a->block_rows == 1 &&
-              strip_packs(a->hadamard ? ENG_bf16 : s->dtype, !a->sr_bits, (int)(s->rows % MOST), 0,
-                          (int)a->block_columns);
-  s->band = a->hadamard ? rotated_band(call) : tile_columns(MOST, a->block_columns);
-  int64_t bands = ceiling(s->columns, s->band);
-  if (a->hadamard) {
-    o = ISA_NAME(rotation_of)(x, a->hadamard, a->signs, true, ENG_bf16);
-    s->rotation = &o, s->found = part;
-    memset(part, 0, (size_t)bands * sizeof *part);
-    if (mx_is_nvfp4(a->rule)) run_tasks(bands, together, rotated_survey_task, s);
-    s->amax = amax_of(call, total(part, bands));
-    s->encode = nvfp4_encode_scale(s->amax, a->rule);
-  }
-  run_tasks(bands, together, turned_task, s);
-  if (a->hadamard) s->amax = amax_of(call, total(part, bands));
+  const pass *p = context;
+  if (p->straight) band_task(p->straight, t);
+  if (p->survey) rotated_survey_task(p->survey, t);
+  if (p->turned) turned_task(p->turned, t);
 }
 
-// Makes the outputs that are not transposed and, if blocks are square, the transposed ones. `part`
-// has room for one entry for each PART elements of x, and for one entry for each band.
-static void quantize_straight(side *s, const op_call *call, found *part, bool together)
+// Prepares the side of x as it is and, if blocks are square, of its transpose. NVFP4's scales need
+// the amax of the whole tensor. Unless it is given, a separate pass finds it first. The rules of
+// mx_fitted.h always need this pass, because quantize_fitted does not find the amax and the number
+// of NaN. In all other cases, band_task finds them; returns false then.
+static bool prepare_straight(side *s, const op_call *call, found *part, bool together)
 {
   const typeof(call->mx_quantize) *a = &call->mx_quantize;
   const tensor *x = call->in[0];
   const float *given = call->in[1] ? call->in[1]->data : NULL;
-  float *amax = call->out[2]->data;
-  int64_t *nan = call->out[5]->data, pieces = ceiling(x->count, PART),
-          bands = ceiling(s->rows, s->band);
-  // NVFP4's scales need the amax of the whole tensor. Unless it is given, a separate pass finds it
-  // first. The rules of mx_fitted.h always need this pass, because quantize_fitted does not find
-  // the amax and the number of NaN. In all other cases, band_task finds them.
-  bool fitted = mx_is_fitted(a->rule), before = fitted || (mx_is_nvfp4(a->rule) && !given);
-  if (before) {
-    run_tasks(pieces, together, survey_task, &(survey){.x = x, .part = part});
-    found all = total(part, pieces);
-    *amax = given ? *given : amax_of(call, all);
-    *nan = all.nan;
-  } else {
-    s->found = part;
-    *amax = given ? *given : 0;
-  }
-  s->amax = *amax, s->encode = nvfp4_encode_scale(*amax, a->rule);
+  int64_t pieces = ceiling(x->count, PART);
+  bool surveys = mx_is_fitted(a->rule) || (mx_is_nvfp4(a->rule) && !given);
+  found all = {0};
+  s->scale = call->out[1]->data, s->q = call->out[0]->data;
   s->packed = is_packed(s) && !s->turn_q &&
               strip_packs(s->dtype, !a->sr_bits && !s->average, (int)(s->columns % MOST),
                           (int)a->block_columns, 0);
-  if (fitted) quantize_fitted(call, together);
-  else run_tasks(bands, together, band_task, s);
-  if (before) return;
-  found all = total(part, bands);
-  if (!given) *amax = s->amax = amax_of(call, all);
-  *nan = all.nan;
+  if (surveys) {
+    run_tasks(pieces, together, survey_task, &(survey){.x = x, .part = part});
+    all = total(part, pieces);
+    memset(part, 0, (size_t)pieces * sizeof *part);
+  }
+  ((int64_t *)call->out[5]->data)[0] = all.nan;
+  s->found = surveys ? NULL : part;
+  ((float *)call->out[2]->data)[0] = s->amax = given ? *given : amax_of(call, all);
+  s->encode = nvfp4_encode_scale(s->amax, a->rule);
+  return surveys;
+}
+
+// Prepares the side of the transpose of x, if it is quantized from tiles of x. It has the amax of
+// `straight` until a survey of the transformed x finds another one.
+static side turned_side(const side *straight, const op_call *call)
+{
+  const typeof(call->mx_quantize) *a = &call->mx_quantize;
+  const tensor *x = call->in[0];
+  side s = *straight;
+  set_shape(&s, row_length(x), row_count(x));
+  s.scale = call->out[4]->data, s.q = call->out[3]->data;
+  if (call->out[0]) s.random += (uint64_t)((x->count + 3) / 4);
+  s.found = NULL;
+  s.packed = is_packed(&s) && a->block_rows == 1 &&
+             strip_packs(a->hadamard ? ENG_bf16 : s.dtype, !a->sr_bits, (int)(s.rows % MOST), 0,
+                         (int)a->block_columns);
+  s.band = a->hadamard ? rotated_band(call) : tile_columns(MOST, a->block_columns);
+  return s;
 }
 
 static eng_status mx_quantize(const op_call *call)
 {
   const tensor *x = call->in[0], *q = call->out[0], *q_t = call->out[3];
   const typeof(call->mx_quantize) *a = &call->mx_quantize;
-  bool square = a->block_rows == a->block_columns && !a->hadamard,
-       together = x->count >= PARALLEL_ELEMENTS;
-  bool rare = (call->in[2] && q_t && !square) || a->ties || a->sr_rule;
+  bool square = a->block_rows == a->block_columns && !a->hadamard, apart = q_t && !square,
+       together = x->count >= PARALLEL_ELEMENTS, surveyed = true;
+  bool rare = (call->in[2] && apart) || a->ties || a->sr_rule;
   if (!dtype_is_fast(x->dtype) || x->count == 0 || rare) return forward_to_reference(call);
   if (a->hadamard && !rotated_band(call))
     return quantize_rotated(call, ISA_NAME(cpu_hadamard), mx_quantize);
-  side s = {.call = call, .x = x->data, .dtype = x->dtype, .format = mx_format_of(a->format),
-            .average = call->in[2] ? call->in[2]->data : NULL,
-            .random = (uint64_t)a->counter, .factor = a->factor != 0 ? (float)a->factor : 1};
-  set_shape(&s, row_count(x), row_length(x));
-  int64_t parts = larger(ceiling(x->count, PART), ceiling(s.rows, smaller(s.band, 16))),
+  int64_t parts = ceiling(x->count, PART) + 2 * ceiling(row_count(x), 16),
           bytes = parts * (int64_t)sizeof(found);
   found *part = arena_alloc(ARENA_SCRATCH, bytes);
   if (!part) return ENG_ERR_MEMORY;
   memset(part, 0, (size_t)bytes);
-  if (q) {
-    s.scale = call->out[1]->data, s.q = q->data;
-    if (q_t && square) s.turn_scale = call->out[4]->data, s.turn_q = q_t->data;
-    quantize_straight(&s, call, part, together);
+
+  side s = {.call = call, .x = x->data, .dtype = x->dtype, .format = mx_format_of(a->format),
+            .average = call->in[2] ? call->in[2]->data : NULL,
+            .random = (uint64_t)a->counter, .factor = a->factor != 0 ? (float)a->factor : 1}, t;
+  set_shape(&s, row_count(x), row_length(x));
+  if (q_t && square) s.turn_scale = call->out[4]->data, s.turn_q = q_t->data;
+  if (q) surveyed = prepare_straight(&s, call, part, together);
+
+  pass first = {.straight = q && !mx_is_fitted(a->rule) ? &s : NULL};
+  rotation o;
+  if (apart) {
+    t = turned_side(&s, call);
+    if (a->block_rows == 1) {
+      s.band = t.band;
+    } else if (q) {                                      // the bands of s and t differ
+      run_tasks(ceiling(s.rows, s.band), together, pass_task, &first);
+      first.straight = NULL;
+    }
+    if (!a->hadamard) first.turned = &t;
+    else if (mx_is_nvfp4(a->rule)) first.survey = &t;
   }
-  if (q_t && !square) quantize_turned(&s, call, part, together);
+  if (a->hadamard) {
+    o = ISA_NAME(rotation_of)(x, a->hadamard, a->signs, true, ENG_bf16);
+    t.rotation = &o, t.found = part + ceiling(row_count(x), 16);
+  }
+  int64_t bands = ceiling(row_count(x), apart ? t.band : s.band);
+  if (mx_is_fitted(a->rule)) quantize_fitted(call, together);
+  else run_tasks(bands, together, pass_task, &first);
+  if (!surveyed) {
+    found all = total(part, ceiling(row_count(x), s.band));
+    if (!call->in[1]) s.amax = amax_of(call, all);
+    ((int64_t *)call->out[5]->data)[0] = all.nan;
+  }
+  if (q) ((float *)call->out[2]->data)[0] = s.amax;
+  if (a->hadamard) {
+    t.amax = amax_of(call, total(t.found, bands)), t.encode = nvfp4_encode_scale(t.amax, a->rule);
+    run_tasks(bands, together, pass_task, &(pass){.turned = &t});
+    s.amax = amax_of(call, total(t.found, bands));
+  }
   if (q_t) ((float *)call->out[6]->data)[0] = s.amax;
   arena_free(ARENA_SCRATCH, part, bytes);
   return ENG_OK;
