@@ -466,6 +466,15 @@ static void column_words(uint32_t (*word)[WORD_LINE], const side *s, int64_t r0,
     }
 }
 
+// Copies n bytes. The usual lengths are constants, so that the compiler copies them in place.
+VF_INLINE void copy_bytes(void *to, const void *from, int64_t n)
+{
+  if (n == 4) memcpy(to, from, 4);
+  else if (n == 8) memcpy(to, from, 8);
+  else if (n == 2 * MOST) memcpy(to, from, 2 * MOST);
+  else memcpy(to, from, (size_t)n);
+}
+
 // Does the work of quantize_tile if a block is part of one row of the result, and so part of one
 // column of x. Measures and rounds the blocks in the layout of x, so that only the codes or values
 // need to be transposed afterwards. s->x is a tile [columns x rows] of x, which becomes rows
@@ -498,7 +507,7 @@ static void quantize_columns(const side *s, found *all, int64_t r0, int rows, in
   }
   turn_tile(turned, MOST, code, MOST, blocks, rows, 1);
   for (int r = 0; r < rows; r++)
-    memcpy(s->scale + (r0 + r) * s->wide + c0 / wide, turned[r], (size_t)blocks);
+    copy_bytes(s->scale + (r0 + r) * s->wide + c0 / wide, turned[r], blocks);
 }
 
 // Packs rows 2k and 2k + 1 of a tile of codes into row k.
@@ -519,7 +528,7 @@ static void load_tile(uint8_t *tile, const side *s, int64_t first, int columns, 
     const char *x = (const char *)s->x + ((first + k) * s->rows + r0) * size;
     for (int64_t next = 0; next < MOST * size; next += 64)
       __builtin_prefetch(x + MOST * size + next);
-    memcpy(tile + k * MOST * size, x, (size_t)(rows * size));
+    copy_bytes(tile + k * MOST * size, x, rows * size);
   }
 }
 
