@@ -125,18 +125,19 @@ static eng_status check_rows(exchange *e, const tensor *x, const int64_t *rows, 
   if (x->ndim != 2 || !tensor_contiguous(x) || !dtype_is_float(x->dtype))
     return error_set(
       ENG_ERR_SHAPE,
-      "rows between ranks: expected contiguous rows of floating-point numbers, got %s",
+      "exchange of rows: expected contiguous rows of floating-point numbers, got %s",
       tensor_text(x));
   for (int peer = 0; peer < e->comm->size; peer++) {
     if (rows[peer] < 0)
-      return error_set(ENG_ERR_VALUE, "rows between ranks: expected 0 or more rows, got %lld",
+      return error_set(ENG_ERR_VALUE, "exchange of rows: expected 0 or more rows, got %lld",
                        (long long)rows[peer]);
     sum += rows[peer];
     if (rows[peer] > e->largest) e->largest = rows[peer];
   }
   if (sum == x->shape[0]) return ENG_OK;
-  return error_set(ENG_ERR_SHAPE, "rows between ranks: expected %lld rows to be %s, got %s",
-                   (long long)sum, what, tensor_text(x));
+  return error_set(ENG_ERR_SHAPE, "exchange of rows: expected the %s tensor to have %lld rows, "
+                   "the sum of the counts of all ranks, got %s", what, (long long)sum,
+                   tensor_text(x));
 }
 
 /// Exchanges messages with every other rank. `out` and `in` hold the messages in order of ranks, in
@@ -324,19 +325,19 @@ eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, 
       e.to->store->space != e.from->store->space || e.to->store == e.from->store)
     return error_set(
       ENG_ERR_SHAPE,
-      "rows between ranks: expected two tensors of one dtype, width and device that share no "
+      "exchange of rows: expected two tensors of one dtype, width and device that share no "
       "memory, got %s and %s",
       tensor_text(e.from), tensor_text(e.to));
   if (send[comm->rank] != receive[comm->rank])
     return error_set(
       ENG_ERR_VALUE,
-      "rows between ranks: this rank sends %lld rows to itself, but expects %lld from itself",
+      "exchange of rows: this rank sends %lld rows to itself, but expects %lld from itself",
       (long long)send[comm->rank], (long long)receive[comm->rank]);
   e.columns = e.from->shape[1];
   e.comm_dtype = comm_dtype_of(comm_dtype, e.from->dtype);
   if (rows_bytes(e.comm_dtype, e.largest, e.columns) > COMM_LARGEST)
     return error_set(ENG_ERR_VALUE,
-                     "rows between ranks: %lld rows for one rank exceed the largest message "
+                     "exchange of rows: %lld rows for one rank exceed the largest message "
                      "(1 GiB); hint: use smaller batches",
                      (long long)e.largest);
   e.to->store->writes++;

@@ -214,8 +214,9 @@ __device__ static inline void compute_items(const attention_problem &p, const sc
   const int part = warp >> 2, g = (threadIdx.x & 31) >> 2;
   const float scale = (float)(p.factor * LOG2_E);
   // A warpgroup waits for its turn before it starts a tile's products, and then passes the turn to
-  // the next warpgroup. All warpgroups must take the same number of turns. So each takes a turn for
-  // every tile of an item except the first, even for tiles that are hidden from its queries.
+  // the next warpgroup. All warpgroups must take the same number of turns: n - 1 for an item of
+  // n tiles. If all keys of a tile are hidden from a warpgroup's queries, the warpgroup takes the
+  // turn and passes it on without computing.
   auto await_turn = [&] { group_meet(1 + part, 256); };
   auto pass_turn = [&] { group_pass(1 + (part + 1) % COMPUTING<D>, 256); };
   if (part == COMPUTING<D> - 1) pass_turn();

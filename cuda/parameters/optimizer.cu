@@ -57,8 +57,8 @@ typedef struct numbers {
   // for lagged updates. counter: the index of the update counter. fresh: 1 if that counter restarts
   // at t.
   int32_t counter, fresh;
-  // for bf16 masters. rounding: ENG_ROUND_*. seed, draw: select the random numbers; no two updates
-  // have the same draw.
+  // The next three are used only for bf16 masters. rounding: ENG_ROUND_*. The random bits of
+  // stochastic rounding depend on seed and draw. Each applied update has its own draw.
   int32_t rounding;
   uint64_t seed;
   int64_t draw;

@@ -363,7 +363,8 @@ __global__ void __launch_bounds__(TILE_THREADS, sizeof(T) == 2 && !FOUR_OVER_SIX
 quantize_in_registers(const __grid_constant__ mx_job p)
 {
   __shared__ float2 table[256];        // for each code of a scale: factor on elements, value
-  // After a survey the end of x may still be in the cache, so tiles go from the last to the first.
+  // If seen is NULL, survey_all has just read x, whose end may still be in the cache. So tiles then
+  // go from the last to the first.
   const unsigned tile = p.seen ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   place at;

@@ -428,9 +428,10 @@ __device__ static inline void receive_tile(eight<T> (&v)[DOWN], const uint4 *sta
   }
 }
 
-/// The number of blocks per multiprocessor: as many as fit in its shared memory. With SWIGLU, two
-/// blocks fit from sm_90 to below sm_120. Elsewhere only one block fits, which may then use more
-/// registers. The host still launches enough blocks for two, and the second block waits.
+/// The number of blocks per multiprocessor. The compiler limits the registers for this number, and
+/// the host sizes the grid by it. With SWIGLU, two blocks fit in shared memory only from sm_90 to
+/// below sm_120. For other cards, the kernel with SWIGLU is compiled for one block, which may then
+/// use more registers; the host still launches two per multiprocessor, and the second waits.
 template <typename T, bool SWIGLU> constexpr int tiles_resident(void)
 {
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)

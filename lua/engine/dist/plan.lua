@@ -4,8 +4,9 @@
 -- (eng_parallel_predict). For each bucket, every rank sends a piece to every other rank, sums the
 -- pieces that it receives, and sends the sum back (with ZeRO: the updated weights). From ZeRO-2 on,
 -- the gradients are sent in every micro-batch. ZeRO-3 sends no updated weights; it sends a block's
--- weights before the forward and before the backward pass of the block. The record takes
--- log2(ranks) messages.
+-- weights before the forward and before the backward pass of the block. To
+-- agree on the step's record (its loss and gradient statistics), each rank sends log2(ranks)
+-- messages, one after another.
 --
 -- On separate machines, the messages of all buckets but the last overlap the rest of the backward
 -- pass. With ZeRO-3, the messages with weights overlap both passes, except for the first weights.

@@ -174,8 +174,8 @@ end
 
 -- ------------------------------------------------------------------ ZeRO-3: divided weights
 
---- Drops the weights that other ranks own. From then on, an operation that reads weights first
---- receives them from the other ranks.
+--- Drops the weights that other ranks own. From then on, an operation that needs such
+--- weights receives them from the other ranks before it runs.
 function Reducer:leave()
   check(C.eng_params_refresh(self.trainer.optimizer.params))
   check(C.eng_parallel_leave(self.reduction))

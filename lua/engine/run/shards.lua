@@ -7,7 +7,7 @@
 -- element 4096 on (row-major, counted from 0). The file's metadata has the whole shape,
 -- "model/wte.weight" = "256 32". Readers join the pieces of all ranks, so any number of ranks can
 -- resume from the shards.
--- Called by checkpoint.lua, which writes and reads the files, run.lua and restore.lua.
+-- Called by run.lua, restore.lua and checkpoint.lua; checkpoint.lua writes and reads the files.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"

@@ -88,8 +88,8 @@ local function read_role(to, role, where, name)
     if role[field] ~= nil then raise("%s: the rule %s has no option %s", where, rule, field) end
   end
   if not role.rule and type(role.stochastic) == "number" then
-    raise("%s: stochastic = a number of random bits needs a rule of microscaling%s", where,
-      REPLACES)
+    raise("%s: stochastic can be a number (of random bits) only with a rule of microscaling%s",
+      where, REPLACES)
   end
   for _, field in ipairs(rowwise and {} or ROW_OPTIONS) do
     if role[field] ~= nil then
