@@ -120,6 +120,7 @@ describe("hostile", function()
         local good, message = pcall(call)
         assert.is_false(good)
         assert.matches("name ", message, 1, true)
+        assert.not_matches("%c", message)
       end
     end
     assert.has_no.errors(function()

@@ -119,13 +119,13 @@ function M.check(status, bare)
   M.raise(M.message())
 end
 
---- Returns a value as text for messages: "'text'" (up to 200 bytes of it), "5", "a table",
---- "nothing".
+--- Returns a value as text of one line for messages: "'text'" (up to 200 bytes of it, control
+--- characters as \xNN), "5", "a table", "nothing".
 function M.value_text(v)
   if v == nil then return "nothing" end
   if type(v) == "string" then      -- cuts between two UTF-8 characters
-    return "'" .. (#v > 200 and v:sub(1, 200):gsub("[\192-\255]?[\128-\191]*$", "") .. "..." or v)
-      .. "'"
+    v = #v > 200 and v:sub(1, 200):gsub("[\192-\255]?[\128-\191]*$", "") .. "..." or v
+    return "'" .. v:gsub("%c", function(c) return ("\\x%02X"):format(c:byte()) end) .. "'"
   end
   if type(v) == "number" or type(v) == "boolean" then return tostring(v) end
   return type(v) == "cdata" and ffi.istype(M.Tensor, v) and "a tensor" or "a " .. type(v)

@@ -101,7 +101,7 @@ local function check_name(path)
   local problem = show.name_problem(name)
     or path:find("^runs/%.%.?$") and "is that of another folder"
     or files.exists(path .. "/contest.json") and "is that of a contest"
-  if problem then error(("run: the name %s: '%s'"):format(problem, show.cut(path, 200)), 0) end
+  if problem then error(("run: the name %s: %s"):format(problem, M_ffi.value_text(path)), 0) end
 end
 
 --- Takes the run's directory. A run that does not continue an earlier one takes the next free name
