@@ -321,6 +321,20 @@ describe("nn.lora", function()
     end
   end)
 
+  it("unfreezes no parameter of a model with a quantized base", function()
+    for base, dtype in pairs { e4m3 = "e4m3", nf4 = "u8" } do
+      local model = nn.lora(tiny(), { base = base })
+      assert.matches("expected parameters in f32, f64, f16 or bf16, got blocks.1.attn.qkv." ..
+        "weight in " .. dtype .. "; nothing was unfrozen", message(model.freeze, model, false), 1,
+        true)
+      for _, p in ipairs(model:parameters()) do
+        assert.equal(p.name:find("lora_", 1, true) ~= nil, requires_grad(p.tensor), p.name)
+      end
+      model.wte:freeze(false)
+      assert.is_true(requires_grad(model.wte.weight))
+    end
+  end)
+
   it("trains the head of a classifier beside the adapters, and saves both for PEFT", function()
     local function classifier(labels) return tiny { labels = labels or 3, pad = 0 } end
     local model, x = nn.lora(classifier(), { rank = 2 }), ids

@@ -342,9 +342,18 @@ function Module:checkpoint(which)
 end
 
 --- Freezes every parameter of this module and the modules below it: a frozen parameter gets no
---- gradient. freeze(false) unfreezes them.
+--- gradient. freeze(false) unfreezes them; if a parameter is quantized, it raises an error and
+--- changes none.
 function Module:freeze(on)
-  for _, p in ipairs(self:parameters()) do
+  local list = self:parameters()
+  for _, p in ipairs(on == false and list or {}) do
+    if p.role ~= "buffer" and not p.tensor.dtype:find "^b?f%d+$" then
+      raise("freeze(false): expected parameters in f32, f64, f16 or bf16, got %s in %s; nothing " ..
+        "was unfrozen; hint: a quantized weight stays frozen, so call freeze(false) on the " ..
+        "modules to train", p.name, p.tensor.dtype)
+    end
+  end
+  for _, p in ipairs(list) do
     p.tensor:requires_grad(on == false and p.role ~= "buffer")
   end
   return self
