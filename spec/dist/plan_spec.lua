@@ -104,6 +104,19 @@ describe("a plan", function()
     end
   end)
 
+  it("counts the averages of weights", function()
+    local predicted, measured = {}, {}
+    for i, precision in ipairs { "mxfp4_tetrajet", "mxfp4_tetrajet_q_ema" } do
+      local result = helper.run { "plan", "examples/gpt.lua", "measure=1", "ranks=1", "alpha=2e-6",
+        "beta=1e-10", "layers=1", "width=32", "context=16", "precision=" .. precision }
+      predicted[i], measured[i] = result.out:match("memory: weights +(%S+) KiB +(%S+) KiB")
+      assert.is_not_nil(measured[i], result.err)
+    end
+    local averages = 12 * 32 ^ 2 * 4 / 1024                       -- KiB: one block's four layers
+    assert.near(averages, predicted[2] - predicted[1], 0.15)
+    assert.near(averages, measured[2] - measured[1], helper.sanitized and 1 or 0.15)
+  end)
+
   it("is printed for a script without training it", function()
     local result = helper.run { "plan", "examples/gpt.lua", "ranks=64", "alpha=2e-6", "beta=1e-10",
       "step=0.05", "layers=1", "width=32" }

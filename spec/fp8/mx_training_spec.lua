@@ -368,6 +368,12 @@ describe("a linear layer under microscaling", function()
     local losses, t = small(nearest, 6)
     local names = require("engine.base.nearest").keys(t.optimizer.fp8.averages:tensors())
     assert.same({ "first.weight.q_ema" }, names)
+    local told = tostring(t.optimizer.fp8)
+    for _, name in ipairs { "first", "tied" } do
+      assert.matches("\n  " .. name .. " [^\n]* w [^,]* toward an average of decay 0.9, dy",
+        told)
+    end
+    assert.is_nil(told:match("second[^\n]*average"))
     small(nearest, 3, folder .. "/run")
     assert.same({ unpack(losses, 4) }, (small(nearest, 6, folder .. "/run")))
     small("bf16", 8, folder .. "/run")                        -- drops the averages

@@ -107,6 +107,7 @@ local function job_of(trainer, options, records, wanted, measured, step)
   C.eng_params_bytes(bytes, optimizer.params)
   job.weight_bytes, job.gradient_bytes = tonumber(bytes[0] + bytes[1] + bytes[3]),
     tonumber(bytes[2])
+  if optimizer.fp8 then job.weight_bytes = job.weight_bytes + optimizer.fp8.averages.bytes end
   for i, p in ipairs(list) do
     job.parameters = job.parameters + p.tensor.count
     job.moment_bytes = job.moment_bytes + optimizer.state:bytes(i, p.tensor.count)

@@ -132,6 +132,8 @@ function M.rank(script, settings, given)
   end
   local memory = require("engine").memory()
   memory.optimizer.peak = memory.optimizer.peak + trainer.optimizer.state.kept
+  local fp8 = trainer.optimizer.fp8
+  memory.parameters.peak = memory.parameters.peak + (fp8 and fp8.averages.bytes or 0)
   if trainer.reducer.parted then   -- the arena's peak is from before the weights were divided
     memory.parameters.peak = tonumber(facts.weights_memory)
   end

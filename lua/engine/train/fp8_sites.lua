@@ -480,6 +480,9 @@ function Sites:__tostring()
       parts[r] = ("%s %s %s%s"):format(role, format_name(of.format), block_text(of),
         m and (" %.1f dB"):format(m.snr) or "")
     end
+    if site.average then
+      parts[2] = ("%s toward an average of decay %g"):format(parts[2], site.average.decay)
+    end
     if C.eng_fp8_accumulator(site.id) == C.ENG_ACCUMULATE_BLACKWELL then
       parts[#parts + 1] = "Blackwell's sums"
     end

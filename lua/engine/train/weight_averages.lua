@@ -30,9 +30,9 @@ end
 --- Makes an average for each parameter in `list` whose layers have a recipe that needs one. sites:
 --- the list of a model's FP8 layers. Frozen weights have no average and are rounded to nearest.
 --- Fields: list, the averages { p = the parameter, name, x = the tensor (f32), decay, sites } .. ;
---- held, true if the next step is a retry. Checkpoints hold both.
+--- held, true if the next step is a retry. Checkpoints hold both. bytes, the averages' memory.
 function M.new(sites, list)
-  local self, parameter, made = setmetatable({ list = {} }, Averages), {}, {}
+  local self, parameter, made = setmetatable({ list = {}, bytes = 0 }, Averages), {}, {}
   for _, p in ipairs(list) do parameter[tonumber(p.tensor.slot)] = p end
   for _, site in ipairs(sites) do
     local decay, p = decay_of(site), parameter[tonumber(site.module.weight.slot)]
@@ -42,6 +42,7 @@ function M.new(sites, list)
         average = { p = p, name = p.name .. ".q_ema", decay = decay, sites = {},
           x = ffi.gc(tensor.zeros(p.tensor.shape, { keep = true }), C.eng_free) }
         made[p], self.list[#self.list + 1] = average, average
+        self.bytes = self.bytes + 4 * average.x.count
       end
       table.insert(average.sites, site)
       site.average = average
