@@ -389,6 +389,31 @@ describe("a linear layer under microscaling", function()
       select(2, pcall(small, other, 1)), 1, true)
   end)
 
+  it("averages a weight from its value on after an Inf or a NaN", function()
+    for _, masters in ipairs { "f32", "bf16" } do
+      local _, t = small({ base = "mxfp4_tetrajet_q_ema", masters = masters }, 1)
+      local averages = t.optimizer.fp8.averages
+      local x, weight = averages.list[1].x, averages.list[1].p.tensor
+      local function step(...)
+        weight:copy(engine.tensor({ ... }):unsqueeze(2):expand(4, x.count / 4):view(x.shape))
+        averages:move()
+        return x:view(4, -1):slice(2, 1, 1):view(4):totable()
+      end
+      with_gradient(function()
+        x:fill(1)
+        local start = step(1, 1, 1, 1)
+        assert.same({ 1, 1, 1, 1 }, start)
+        local broken = step(0 / 0, 1 / 0, -1 / 0, 1)
+        assert.is_true(broken[1] ~= broken[1])
+        assert.same({ 1 / 0, -1 / 0, 1 }, { unpack(broken, 2) })
+        assert.same({ 0.5, 0.25, 2, 1 }, step(0.5, 0.25, 2, 1))        -- repaired weights
+        x:fill(0 / 0)
+        assert.same({ 0.5, 0.25, 2, 1 }, step(0.5, 0.25, 2, 1))
+        assert.near(0.5 + 0.5 * (1 - 0.9983), step(1, 0.25, 2, 1)[1], 1e-7)
+      end)
+    end
+  end)
+
   for _, base in ipairs { "nvfp4", "mxfp4_tetrajet" } do
     it("trains in codes on request, which its record says, and resumes: " .. base, function()
       local folder, fp8, own = helper.folder(), { sample = 2 }, engine.precision.resolve(base).fp8

@@ -62,13 +62,15 @@ end
 local function move(self)
   for _, average in ipairs(self.list) do
     local x, weight = average.x, average.p.tensor
-    x:copy(self.started and steps.lerp(x, weight, 1 - average.decay) or weight)
+    local moved = self.started and steps.lerp(x, weight, 1 - average.decay) or weight
+    x:copy(moved:isfinite():where(moved, weight))
   end
   if not self.started then start(self) end
 end
 
 --- Moves the averages by one step; called before a step's forward passes. In the first step the
---- averages are copies of the weights. If the step is a retry (hold), they stay where they are.
+--- averages are copies of the weights. An element that would become Inf or NaN is the weight's, so
+--- that it recovers with the weight. If the step is a retry (hold), they stay where they are.
 function Averages:move()
   if not self.held and #self.list > 0 then autograd.no_grad(autograd.scope, move, self) end
   self.held = nil
