@@ -119,8 +119,11 @@ typedef struct eng_fp8_recipe {
 /// in messages.
 eng_status eng_fp8_site_new(int64_t *site, const char *name);
 void       eng_fp8_site_free(int64_t site);
+/// Returns an error if `recipe` is not valid for a layer: VALUE, SHAPE, or DTYPE (a format that is
+/// not allowed for its role).
+eng_status eng_fp8_recipe_check(const eng_fp8_recipe *recipe);
 /// Sets the recipe of a site. NULL makes the site compute in high precision. Allowed only between
-/// steps. Errors: VALUE, SHAPE, DTYPE (a format that is not allowed for its role), STATE.
+/// steps. Errors: those of eng_fp8_recipe_check, STATE.
 eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
 /// Delayed scaling: from now on, the role's scale is computed from `amax` instead of the measured
 /// amax. The role's block must be the whole tensor. If `amax` is 0, the scale is computed from the

@@ -181,7 +181,7 @@ void eng_fp8_site_free(int64_t site)
 }
 
 // ---- checks of a recipe. Messages leave out the names of the site, role and product, which
-// check_recipe and eng_fp8_site_set add
+// eng_fp8_recipe_check and eng_fp8_site_set add
 
 static eng_status check_msamp_role(const eng_fp8_recipe *recipe, int role, const eng_fp8_role *r)
 {
@@ -288,9 +288,9 @@ static eng_status check_kinds(const eng_fp8_recipe *recipe)
       (!dy->mx == !r[ENG_FP8_X].mx || (r[ENG_FP8_X].mx && exact)))
     return ENG_OK;
   return error_set(ENG_ERR_VALUE,
-                   "expected the rules of x, w and dy to be all FP8 or all microscaling; with "
-                   "microscaling, dy may be FP8 in square blocks or one block, with power-of-two "
-                   "scales");
+                   "expected the rules of x, w and dy to be all microscaling or all FP8; with "
+                   "microscaling, dy may have the rule msamp, or pow2 = true, in square blocks or "
+                   "one block");
 }
 
 static eng_status check_hadamard(const eng_fp8_recipe *recipe, int product)
@@ -316,9 +316,11 @@ static eng_status check_hadamard(const eng_fp8_recipe *recipe, int product)
       p->signs > ENG_FP8_SIGNS_BACKWARD || p->high || !a->mx || fp8_is_square(a) ||
       fp8_is_square(b))
     return error_set(ENG_ERR_VALUE,
-                     "hadamard = %d is not possible here: a Hadamard transform needs 16, 32, 64 or "
-                     "128 elements, and a microscaled product whose factors have no square blocks",
-                     n);
+                     "expected hadamard to be 0, or 16, 32, 64 or 128 in a product of "
+                     "microscaling, not in high precision, of blocks that are not square; got %d "
+                     "with %s in blocks of %d x %d and %s in %d x %d", n,
+                     fp8_role_name[roles[0]], a->block_rows, a->block_columns,
+                     fp8_role_name[roles[1]], b->block_rows, b->block_columns);
   return ENG_OK;
 }
 
@@ -358,7 +360,7 @@ static eng_status check_nesting(const eng_fp8_recipe *recipe, int product)
                    fp8_role_name[roles[0]], a, fp8_role_name[roles[1]], b);
 }
 
-static eng_status check_recipe(const eng_fp8_recipe *recipe)
+eng_status eng_fp8_recipe_check(const eng_fp8_recipe *recipe)
 {
   eng_status status;
   for (int r = 0; r < ENG_FP8_ROLES; r++)
@@ -386,7 +388,7 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
                      "hint: change the recipe between steps",
                      s->name);
   if (recipe) {
-    eng_status status = check_recipe(recipe);
+    eng_status status = eng_fp8_recipe_check(recipe);
     if (status != ENG_OK) return error_prefix(status, "%s", s->name);
     s->recipe = *recipe;
   }

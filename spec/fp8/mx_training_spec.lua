@@ -498,42 +498,53 @@ describe("a linear layer under microscaling", function()
       message { forward = { accumulator = "hopper" } }, 1, true)
     assert.matches("no option pow2", message { x = { rule = "floor", pow2 = true } }, 1, true)
     assert.matches("number of blocks", message { high_first = -1 }, 1, true)
-    assert.matches("expected hadamard to be 0, 16, 32, 64 or 128, got 8",
+    assert.matches("expected hadamard to be 0, or 16, 32, 64 or 128 in a product",
       message { wgrad = { hadamard = 8 } }, 1, true)
     assert.matches("signs backward, fixed, layer, none, step, got 'fixd'; did you mean 'fixed'",
       message { wgrad = { signs = "fixd" } }, 1, true)
-    assert.matches("blocks that are not square, but w has 16x16",
-      message { dgrad = { hadamard = 16 } }, 1, true)
-    assert.matches("forward: a product in high precision has no",
-      message { forward = { high = true, hadamard = 16 } }, 1, true)
-    assert.matches("no Hadamard transform; only", select(2, pcall(engine.precision.resolve,
-      { base = "fp8_block", fp8 = { wgrad = { hadamard = 16 } } })), 1, true)
-    assert.matches("no options stochastic and factor",
+    assert.matches("dgrad: expected hadamard .* blocks that are not square; got 16 with dy in " ..
+      "blocks of 1 x 16 and w in 16 x 16", message { dgrad = { hadamard = 16 } })
+    assert.matches("forward: expected hadamard to be 0, or .*, not in high precision",
+      message { forward = { high = true, hadamard = 16 } })
+    assert.matches("wgrad: products of FP8 have no option hadamard", select(2, pcall(
+      engine.precision.resolve, { base = "fp8_block", fp8 = { wgrad = { hadamard = 16 } } })), 1,
+      true)
+    assert.matches("x: expected 0 to 24 bits of stochastic rounding and a factor from 0 to 1 " ..
+      "(with four_over_six both 0), got 8 bits and the factor 0",
       message { x = { rule = "four_over_six", stochastic = true } }, 1, true)
     local quest, back = { rule = "quest", backward = { rule = "floor" } }, { rule = "rceil" }
-    for _, wrong in ipairs { { x = { rule = "quest" } }, { dy = quest },
-      { x = { rule = "rceil", block = "32x32", backward = back } },
-      { x = { rule = "rceil", backward = 3 } }, { x = { rule = "quest", backward = quest } } } do
+    for _, wrong in ipairs { { dy = quest }, { x = { rule = "rceil", backward = 3 } },
+      { x = { rule = "rceil", backward = { rule = "deepgemm" } } },
+      { x = { rule = "quest", backward = quest } } } do
       assert.matches("expected backward to be \"same\", or a table with a rule of microscaling",
         message(wrong), 1, true)
     end
+    for _, wrong in ipairs { { x = { rule = "quest" } },
+      { x = { rule = "quest", backward = { rule = "quest" } } },
+      { x = arguments.merged(quest, { stochastic = true }), w = quest } } do
+      assert.matches("x: quest is for the forward product, in blocks of one row; it needs " ..
+        "`backward` in the same role and allows no stochastic rounding and no factor",
+        message(wrong), 1, true)
+    end
+    assert.matches("x: a format for the backward product needs blocks that are not square",
+      message { x = { rule = "rceil", block = "32x32", backward = back } }, 1, true)
     assert.matches("in both x and w", message { x = quest, w = { rule = "nvfp4" } }, 1, true)
-    assert.matches("no options stochastic and factor",
-      message { x = arguments.merged(quest, { stochastic = true }), w = quest }, 1, true)
     local row = { rule = "msamp_fp4", backward = "same" }
     for text, fp8 in pairs {
-      ["expected backward to be \"same\""] = { x = { rule = "msamp_fp4" } },
+      ["x: the rule msamp_fp4 is for the forward product's x and w, in e2m1 with a scale for " ..
+        "each row; it needs `backward`"] = { x = { rule = "msamp_fp4" } },
       ["only the rule msamp_fp4 has the option clamp"] = { x = { rule = "rceil", clamp = 0.9 } },
       ["clamp to be a quantile from 0.5 to 0.9999, or 0 for none, got 1"] = {
         x = arguments.merged(row, { clamp = 1 }) },
       ["residual to be true or false"] = { x = arguments.merged(row, { residual = 1 }) },
       ["estimator to be 'straight' or, only in w, 'dge', got 'dge'"] = {
         x = arguments.merged(row, { estimator = "dge" }) },
-      ["no options stochastic and factor"] = { x = arguments.merged(row, { factor = 0.75 }) } } do
+      ["allows no stochastic rounding and no factor"] = {
+        x = arguments.merged(row, { factor = 0.75 }) } } do
       assert.matches(text, message(fp8), 1, true)
     end
     local layer = nn.linear(64, 32)
-    for text, fp8 in pairs { ["dy: the rule msamp_fp4 is for x and w"] = {
+    for text, fp8 in pairs { ["dy: the rule msamp_fp4 is for the forward product's"] = {
       dy = { rule = "msamp_fp4" } }, ["in e2m1 with a scale for each row"] = {
       x = arguments.merged(row, { block = "1x32" }), w = row, dy = back } } do
       assert.matches(text, select(2, pcall(engine.optim.sgd, layer, { lr = 1,

@@ -77,7 +77,6 @@ local function read_role(to, role, where, name)
     "%s: keep sets how the tape stores x for dW; expected keep only in x", where)
   want("eps", type(role.eps) == "number", "a number")
   local rule, scaled, format, block = settings(role)
-  local rowwise = rule == ROWS
   to.mx = scaled and tonumber(scaled) + 1 or 0
   to.format = choose(scaled and mx.formats or FORMATS, format, where, "format")
   local rows, columns = arguments.read_block(block, where)
@@ -91,7 +90,7 @@ local function read_role(to, role, where, name)
     raise("%s: stochastic can be a number (of random bits) only with a rule of microscaling%s",
       where, REPLACES)
   end
-  for _, field in ipairs(rowwise and {} or ROW_OPTIONS) do
+  for _, field in ipairs(rule == ROWS and {} or ROW_OPTIONS) do
     if role[field] ~= nil then
       raise("%s: only the rule %s has the option %s", where, ROWS, field)
     end
@@ -116,10 +115,6 @@ local function read_role(to, role, where, name)
     and role.average < 1, "a decay from 0 (no average) to below 1, in w, with a rule of " ..
     "microscaling" .. (role.rule and "" or REPLACES))
   to.average = role.average or 0
-  local nearest_only = mx.gated[rule] or rowwise or rule:find("^four_over_six")
-  if nearest_only and (to.stochastic > 0 or role.factor) then
-    raise("%s: the rule %s rounds to nearest and has no options stochastic and factor", where, rule)
-  end
   local turned = scaled and name == "x" and rows ~= columns and not role.backward
   to.margin, to.keep = whole(role.margin or 0, where, "margin"),
     choose(KEEPS, role.keep or (turned and "transposed" or "codes"), where, "keep")
@@ -131,21 +126,15 @@ local SCALED_ACCUMULATORS = { device = C.ENG_ACCUMULATE_DEVICE, fp32 = C.ENG_ACC
   blackwell = C.ENG_ACCUMULATE_BLACKWELL }
 local function read_product(to, product, where, scaled)
   known(product, PRODUCT, where)
-  if scaled and product.promotion ~= nil then
-    raise("%s: products of microscaling have no option promotion", where)
+  local kind = scaled and "microscaling" or "FP8"
+  for _, field in ipairs(scaled and { "promotion" } or { "hadamard", "signs" }) do
+    if product[field] ~= nil then
+      raise("%s: products of %s have no option %s", where, kind, field)
+    end
   end
   to.high = boolean(product.high, where, "high")
-  if not scaled and (product.hadamard or product.signs) then
-    raise("%s: products of FP8 have no Hadamard transform; only products of microscaling have one",
-      where)
-  end
-  expect(mx.hadamards[product.hadamard or 0], product.hadamard,
-    "%s: expected hadamard to be 0, 16, 32, 64 or 128", where)
-  to.hadamard = product.hadamard or 0
+  to.hadamard = whole(product.hadamard or 0, where, "hadamard")
   to.signs = choose(SIGNS, product.signs or "fixed", where, "signs")
-  if product.high and to.hadamard > 0 then
-    raise("%s: a product in high precision has no Hadamard transform", where)
-  end
   local number = choose(scaled and SCALED_ACCUMULATORS or M.accumulators,
     product.accumulator or "device", where, "accumulator")
   -- On a card, `device` means the accumulator of the tensor cores; elsewhere, an f32 accumulator.
@@ -190,18 +179,15 @@ end
 -- Reads the field `backward` of x or w. This field says how the backward product quantizes the
 -- values that the forward product read.
 local function read_backward(recipe, i, role, where, name)
-  local own, back = recipe.role[i], role.backward
-  if i == 2 and role.rule == ROWS then raise("%s: the rule %s is for x and w", where, ROWS) end
-  if back == nil and not mx.gated[role.rule] and role.rule ~= ROWS then return end
-  local turns = own.mx > 0 and own.block_rows ~= own.block_columns
-  if i < 2 and turns and back == "same" then
+  local scaled, back = i < 2 and recipe.role[i].mx > 0, role.backward
+  if back == nil then return end
+  if scaled and back == "same" then
     recipe.backward[i].mx = C.ENG_FP8_SAME
     return
   end
-  expect(i < 2 and turns and type(back) == "table" and mx.rules[back.rule] ~= nil
-    and not back.backward and not mx.gated[back.rule], back,
-    "%s: expected backward to be \"same\", or a table with a rule of microscaling other than " ..
-    "quest and %s, for x and w in blocks that are not square", where, ROWS)
+  expect(scaled and type(back) == "table" and mx.rules[back.rule] ~= nil and not back.backward,
+    back, "%s: expected backward to be \"same\", or a table with a rule of microscaling other " ..
+    "than quest and %s, for x and w with a rule of microscaling", where, ROWS)
   read_role(recipe.backward[i], arguments.merged({ keep = name == "x" and "codes" or nil }, back),
     where .. ": backward", name)
 end
@@ -215,35 +201,16 @@ local function structure(layer, where)
     read_role(recipe.role[i - 1], layer[name], at, name)
     read_backward(recipe, i - 1, layer[name], at, name)
   end
-  if (recipe.backward[0].mx ~= 0) ~= (recipe.backward[1].mx ~= 0) then
-    raise("%s: expected backward in both x and w, or in neither", where)
-  end
+  local scaled, last = recipe.role[0].mx > 0, layer.wgrad.accumulator or "device"
   for i, name in ipairs(M.products) do
-    read_product(recipe.product[i - 1], layer[name], ("%s: %s"):format(where, name),
-      recipe.role[0].mx > 0)
-  end
-  local function scaled(r) return recipe.role[r].mx > 0 end
-  local last = layer.wgrad.accumulator or "device"
-  for i, name in ipairs(M.products) do
-    local own = layer[name].accumulator or "device"
-    if scaled(0) and recipe.product[i - 1].high == 0 and own ~= last then
-      raise("%s: %s: in microscaling the products of a layer have one accumulator; expected %s " ..
-        "as in wgrad, got %s", where, name, last, own)
-    end
-    for _, k in ipairs(M.factors[name]) do
-      local r = recipe.role[k]
-      if recipe.product[i - 1].hadamard > 0 and r.block_rows == r.block_columns then
-        raise("%s: %s: a Hadamard transform needs blocks that are not square, but %s has %dx%d",
-          where, name, M.roles[k + 1], r.block_rows, r.block_columns)
-      end
+    local at, own = ("%s: %s"):format(where, name), layer[name].accumulator or "device"
+    read_product(recipe.product[i - 1], layer[name], at, scaled)
+    if scaled and recipe.product[i - 1].high == 0 and own ~= last then
+      raise("%s: in microscaling the products of a layer have one accumulator; expected %s as " ..
+        "in wgrad, got %s", at, last, own)
     end
   end
-  local dy = recipe.role[2]
-  local exact = dy.block_rows == dy.block_columns and (dy.pow2 > 0 or layer.dy.rule == "msamp")
-  if scaled(0) ~= scaled(1) or scaled(0) ~= scaled(2) and not (scaled(0) and exact) then
-    raise("%s: expected the rules of x, w and dy to be all microscaling or all FP8; with " ..
-      "microscaling, dy may have the rule msamp, or pow2 = true, in square blocks", where)
-  end
+  if C.eng_fp8_recipe_check(recipe) ~= 0 then raise("%s: %s", where, M_ffi.message()) end
   return recipe
 end
 

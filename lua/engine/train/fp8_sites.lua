@@ -126,13 +126,7 @@ function M.attach(model, full, list)
     check(C.eng_fp8_site_new(number, name))
     local id = number[0]
     local holder = ffi.gc(ffi.new("int64_t[1]", id), function(x) C.eng_fp8_site_free(x[0]) end)
-    for i = #rungs, 1, -1 do     -- refuses a bad rung now and not when a policy chooses it
-      local status = C.eng_fp8_site_set(id, rungs[i])
-      if status ~= 0 and i > 1 then
-        raise("%s: ladder[%d]: %s", where, i - 1, M_ffi.message())
-      end
-      check(status)
-    end
+    check(C.eng_fp8_site_set(id, rungs[1]))
     rawset(module, "_fp8", tonumber(id))
     rawset(module, "_fp8_site", holder)
     local site = { path = name, id = id, holder = holder, module = module,
