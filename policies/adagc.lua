@@ -26,11 +26,8 @@ return {
   init = function(options)
     check.share(options, "beta")
     check.positive(options, "lambda_abs", "lambda_rel")
-    check.not_negative(options, "loss_scale", "warmup_steps", "eps")
-    check.count(options, "growth_interval")
-    local scale = options.loss_scale > 0 and options.loss_scale
-      or check.float32(options, "init_scale")
-    return { scale = scale, good = 0, count = 0, means = {} }
+    check.not_negative(options, "warmup_steps", "eps")
+    return { scale = check.rescale(options), good = 0, count = 0, means = {} }
   end,
 
   decide = function(state, record, options)

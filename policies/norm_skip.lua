@@ -20,15 +20,11 @@ return {
   },
 
   init = function(options)
-    check.not_negative(options, "loss_scale")
-    check.count(options, "growth_interval")
     if not (options.grad_norm_skip_threshold > 0) then
       error("grad_norm_skip_threshold must be positive, got " .. options.grad_norm_skip_threshold
         .. ": it would skip every step", 0)
     end
-    local scale = options.loss_scale > 0 and options.loss_scale
-      or check.float32(options, "init_scale")
-    return { scale = scale, good = 0, skipped = 0 }
+    return { scale = check.rescale(options), good = 0, skipped = 0 }
   end,
 
   decide = function(state, record, options)

@@ -24,11 +24,7 @@ return {
 
   init = function(options)
     check.positive(options, "threshold")
-    check.not_negative(options, "loss_scale")
-    check.count(options, "growth_interval")
-    local scale = options.loss_scale > 0 and options.loss_scale
-      or check.float32(options, "init_scale")
-    return { scale = scale, good = 0 }
+    return { scale = check.rescale(options), good = 0 }
   end,
 
   decide = function(state, record, options)

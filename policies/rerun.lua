@@ -34,14 +34,10 @@ return {
   init = function(options)
     check.factor(options, "factor")
     check.count(options, "samples", "is not a count of steps")
-    check.not_negative(options, "loss_scale")
-    check.count(options, "growth_interval")
     if options.on_fault ~= "stop" and options.on_fault ~= "step" then
       error("on_fault must be stop or step, got " .. options.on_fault, 0)
     end
-    local scale = options.loss_scale > 0 and options.loss_scale
-      or check.float32(options, "init_scale")
-    return { scale = scale, good = 0, seen = 0, largest = 0, faults = 0 }
+    return { scale = check.rescale(options), good = 0, seen = 0, largest = 0, faults = 0 }
   end,
 
   decide = function(state, record, options)

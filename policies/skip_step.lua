@@ -51,15 +51,11 @@ return {
 
   init = function(options)
     check.positive(options, "sigma_factor")
-    check.not_negative(options, "loss_scale")
-    check.count(options, "growth_interval")
     local length = options.rolling_interval_length
     if not (length >= 6 and length % 1 == 0) then
       error("rolling_interval_length must be a whole number of 6 or more, got " .. length, 0)
     end
-    local scale = options.loss_scale > 0 and options.loss_scale
-      or check.float32(options, "init_scale")
-    return { scale = scale, good = 0, losses = {}, norms = {} }
+    return { scale = check.rescale(options), good = 0, losses = {}, norms = {} }
   end,
 
   decide = function(state, record, options)

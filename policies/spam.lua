@@ -25,16 +25,13 @@ return {
   },
 
   init = function(options)
-    check.not_negative(options, "loss_scale", "threshold", "grad_accu_steps", "death_rate")
+    check.not_negative(options, "threshold", "grad_accu_steps", "death_rate")
     check.count(options, "interval", "is not a count of updates")
     check.count(options, "warmup_epoch", "is not a count of updates")
-    check.count(options, "growth_interval")
     if options.death_rate > 1 then
       error("death_rate must be at most 1, got " .. options.death_rate, 0)
     end
-    local scale = options.loss_scale > 0 and options.loss_scale
-      or check.float32(options, "init_scale")
-    return { scale = scale, good = 0, count = 0, since = options.warmup_epoch + 1 }
+    return { scale = check.rescale(options), good = 0, count = 0, since = options.warmup_epoch + 1 }
   end,
 
   decide = function(state, record, options)

@@ -25,11 +25,8 @@ return {
 
   init = function(options)
     check.share(options, "gamma1", "gamma2", "theta")
-    check.not_negative(options, "loss_scale", "interval", "eps")
-    check.count(options, "growth_interval")
-    local scale = options.loss_scale > 0 and options.loss_scale
-      or check.float32(options, "init_scale")
-    return { scale = scale, good = 0, count = 0, step = 0, means = {} }
+    check.not_negative(options, "interval", "eps")
+    return { scale = check.rescale(options), good = 0, count = 0, step = 0, means = {} }
   end,
 
   decide = function(state, record, options)

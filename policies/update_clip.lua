@@ -20,12 +20,8 @@ return {
 
   init = function(options)
     check.positive(options, "sigma_factor")
-    check.not_negative(options, "loss_scale")
     check.count(options, "rolling_interval_length", "is not a count of updates")
-    check.count(options, "growth_interval")
-    local scale = options.loss_scale > 0 and options.loss_scale
-      or check.float32(options, "init_scale")
-    return { scale = scale, good = 0, norms = {} }
+    return { scale = check.rescale(options), good = 0, norms = {} }
   end,
 
   decide = function(state, record, options)

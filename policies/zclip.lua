@@ -47,9 +47,7 @@ return {
   init = function(options)
     check.share(options, "alpha")
     check.positive(options, "z_thresh", "eps", "clip_factor")
-    check.not_negative(options, "loss_scale")
     check.count(options, "warmup_steps", "is not a count of steps")
-    check.count(options, "growth_interval")
     local choice = options.clip_option
     if choice ~= "adaptive_scaling" and choice ~= "mean" and choice ~= "percentile" then
       error("clip_option must be adaptive_scaling, mean or percentile, got " .. choice, 0)
@@ -57,9 +55,7 @@ return {
     if not (options.max_grad_norm > 0) then
       error("max_grad_norm must be positive, got " .. options.max_grad_norm .. "; inf: none", 0)
     end
-    local scale = options.loss_scale > 0 and options.loss_scale
-      or check.float32(options, "init_scale")
-    return { scale = scale, good = 0, first = {} }
+    return { scale = check.rescale(options), good = 0, first = {} }
   end,
 
   decide = function(state, record, options)

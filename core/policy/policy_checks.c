@@ -69,20 +69,23 @@ static bool within(range r, double x)
   return false;
 }
 
+static double option_in(lua_State *L, int name, range r)
+{
+  double x = option(L, name);
+  if (!within(r, x)) {
+    lua_pushfstring(L, "%s must %s, got %f", lua_tostring(L, name), wanted[r], x);
+    lua_error(L);            // without a position: the error is not in a line of the policy
+  }
+  return r == FLOAT32 ? (double)(float)x : x;
+}
+
 // check.RANGE(options, name, ...): checks that the options with these names are in the range, and
 // returns their numbers. check.float32 rounds the numbers to float32.
 static int check_range(lua_State *L)                       // upvalue: the range
 {
   range r = (range)lua_tointeger(L, lua_upvalueindex(1));
   int last = lua_gettop(L);
-  for (int name = 2; name <= last; ++name) {
-    double x = option(L, name);
-    if (!within(r, x)) {
-      lua_pushfstring(L, "%s must %s, got %f", lua_tostring(L, name), wanted[r], x);
-      return lua_error(L);   // without a position: the error is not in a line of the policy
-    }
-    lua_pushnumber(L, r == FLOAT32 ? (double)(float)x : x);
-  }
+  for (int name = 2; name <= last; ++name) lua_pushnumber(L, option_in(L, name, r));
   return last > 1 ? last - 1 : 0;
 }
 
@@ -134,6 +137,20 @@ static int check_count(lua_State *L)
   if (x >= 1 && x == floor(x)) return 0;
   lua_pushfstring(L, "%s = %f %s", lua_tostring(L, 2), x, consequence);
   return refuse_strictly(L);
+}
+
+// check.rescale(options): checks the options of rescale() and returns the initial scale.
+static int check_rescale(lua_State *L)
+{
+  lua_settop(L, 1);
+  lua_pushliteral(L, "growth_interval");
+  check_count(L);
+  lua_settop(L, 1);
+  lua_pushliteral(L, "loss_scale");
+  lua_pushliteral(L, "init_scale");
+  double fixed = option_in(L, 2, NOT_NEGATIVE);
+  lua_pushnumber(L, fixed > 0 ? fixed : option_in(L, 3, FLOAT32));
+  return 1;
 }
 
 // check.floor(options, least, first): refuses options whose smallest scale (the option named
@@ -248,7 +265,7 @@ void policy_checks_open(lua_State *L)
     {"rescale", rescale}, {"back_off", back_off}, {"grow", grow}, {NULL, NULL}};
   static const luaL_Reg checks[] = {
     {"trap", check_trap},   {"expect", check_expect}, {"count", check_count},
-    {"floor", check_floor}, {NULL, NULL}};
+    {"floor", check_floor}, {"rescale", check_rescale}, {NULL, NULL}};
   static const struct { const char *name; range range; } ranges[] = {
     {"positive", POSITIVE}, {"float32", FLOAT32}, {"not_negative", NOT_NEGATIVE},
     {"factor", FACTOR},     {"share", SHARE},     {"steps", STEPS}};

@@ -538,6 +538,23 @@ describe("helpers shared by scalers", function()
     end
   end)
 
+  it("checks the options of rescale and returns the first scale", function()
+    local function scale(loss_scale, init_scale, growth_interval, strict)
+      return load(("return { options = { loss_scale = %s, init_scale = %s, " ..
+        "growth_interval = %s, strict = %s }, init = function(o) return { scale = " ..
+        "check.rescale(o) } end, decide = function(state) return state.scale end }"):format(
+        loss_scale, init_scale, growth_interval, strict ~= false)):scale()
+    end
+    assert.are.equal(13421773 / 2^27, scale(0, 0.1, 10))
+    assert.are.equal(3, scale(3, -1, 10))
+    assert.are.equal(8, scale(0, 8, 2.5, false))
+    helper.refuses("growth_interval = 2.5 is never met by a whole number of steps, so the scale " ..
+      "would never grow; strict=false accepts it", scale, 0, 8, 2.5)
+    helper.refuses("loss_scale must be 0 or a positive finite number, got -1", scale, -1, 8, 10)
+    helper.refuses("init_scale must be a positive number that float32 can hold, got 0", scale, 0,
+      0, 10)
+  end)
+
   it("refuses probable mistakes unless strict=false", function()
     for line, text in pairs { ["check.count(options, 'scale')"] = "scale = 2.5 is never met by " ..
       "a whole number of steps, so the scale would never grow",
