@@ -42,15 +42,6 @@ double tensor_load(const void *data, int dtype, int64_t i)
   }
 }
 
-// Truncates toward zero and saturates; NaN becomes 0.
-static int64_t to_int(double value, double low, double high)
-{
-  if (value != value) return 0;
-  if (value <= low) return (int64_t)low;
-  if (value >= high) return high >= 0x1p63 ? INT64_MAX : (int64_t)high;
-  return (int64_t)value;
-}
-
 void tensor_store(void *data, int dtype, int64_t i, double value)
 {
   switch (dtype) {
@@ -60,11 +51,11 @@ void tensor_store(void *data, int dtype, int64_t i, double value)
     case ENG_bf16: ((uint16_t *)data)[i] = bf16_from_f64(value); break;
     case ENG_e4m3: ((uint8_t *)data)[i] = e4m3_from_f64(value, 0); break;
     case ENG_e5m2: ((uint8_t *)data)[i] = e5m2_from_f64(value, 0); break;
-    case ENG_u8:   ((uint8_t *)data)[i] = (uint8_t)to_int(value, 0, 255); break;
-    case ENG_i8:   ((int8_t *)data)[i] = (int8_t)to_int(value, -128, 127); break;
-    case ENG_i16:  ((int16_t *)data)[i] = (int16_t)to_int(value, -32768, 32767); break;
-    case ENG_i32:  ((int32_t *)data)[i] = (int32_t)to_int(value, -0x1p31, 0x1p31 - 1); break;
-    case ENG_i64:  ((int64_t *)data)[i] = to_int(value, -0x1p63, 0x1p63); break;
+    case ENG_u8:   ((uint8_t *)data)[i] = (uint8_t)int_of(value, 0, 255); break;
+    case ENG_i8:   ((int8_t *)data)[i] = (int8_t)int_of(value, -128, 127); break;
+    case ENG_i16:  ((int16_t *)data)[i] = (int16_t)int_of(value, -32768, 32767); break;
+    case ENG_i32:  ((int32_t *)data)[i] = (int32_t)int_of(value, -0x1p31, 0x1p31 - 1); break;
+    case ENG_i64:  ((int64_t *)data)[i] = int_of(value, -0x1p63, 0x1p63); break;
     case ENG_bool: ((uint8_t *)data)[i] = value != 0; break;   // NaN is true, as in C
   }
 }
@@ -78,7 +69,7 @@ int64_t tensor_load_int(const void *data, int dtype, int64_t i)
     case ENG_i16:  return ((const int16_t *)data)[i];
     case ENG_i32:  return ((const int32_t *)data)[i];
     case ENG_i64:  return ((const int64_t *)data)[i];
-    default:       return to_int(tensor_load(data, dtype, i), -0x1p63, 0x1p63);
+    default:       return int_of(tensor_load(data, dtype, i), -0x1p63, 0x1p63);
   }
 }
 

@@ -92,6 +92,33 @@ ENG_INLINE uint16_t bf16_stochastic(float x, uint32_t random)
 
 #include "fp8.h"
 
+// ---- integers ----
+
+/// Converts floating point to an integer: truncates toward zero, saturates at `low` and `high`, and
+/// turns NaN into 0.
+ENG_INLINE int64_t int_of(double value, double low, double high)
+{
+  if (value != value) return 0;
+  if (value <= low) return (int64_t)low;
+  if (value >= high) return high >= 0x1p63 ? INT64_MAX : (int64_t)high;
+  return (int64_t)value;
+}
+
+/// Returns a double that rounds to the target format, which is f64 or not, as the integer would.
+ENG_INLINE double double_from_int(int64_t value, int to_f64)
+{
+  double nearest = (double)value;
+  if (to_f64 || (value > -(1ll << 53) && value < (1ll << 53))) return nearest;
+  // Rounds to odd: truncates, and sets the last bit if any bits were lost. So the next rounding
+  // treats the number as a tie only if it is one.
+  uint64_t magnitude = value < 0 ? 0 - (uint64_t)value : (uint64_t)value;
+  int drop = 11 - __builtin_clzll(magnitude);
+  uint64_t kept = magnitude >> drop;
+  if (kept << drop != magnitude) kept |= 1;
+  double odd = (double)kept * (double)(1ull << drop);   // both factors are exact
+  return value < 0 ? -odd : odd;
+}
+
 // ---- clipping ----
 
 /// Returns the number by which to multiply the gradients. `norm` is their norm after multiplication

@@ -115,20 +115,6 @@ eng_status workspace_close(workspace *w)
 
 // ------------------------------------------------------------------ elements
 
-double double_from_int(int64_t value, int target_dtype)
-{
-  double nearest = (double)value;
-  if (target_dtype == ENG_f64 || (value > -(1ll << 53) && value < (1ll << 53))) return nearest;
-  // Rounds to odd: truncates toward zero and sets the last bit if bits were lost. The later
-  // rounding to a narrower format then does not mistake a number near a tie for a tie.
-  uint64_t magnitude = value < 0 ? 0 - (uint64_t)value : (uint64_t)value;
-  int drop = 11 - __builtin_clzll(magnitude);
-  uint64_t kept = magnitude >> drop;
-  if (kept << drop != magnitude) kept |= 1;
-  double odd = ldexp((double)kept, drop);
-  return value < 0 ? -odd : odd;
-}
-
 void element_copy(const tensor *to, int64_t to_at, const tensor *from, int64_t from_at)
 {
   if (to->dtype == from->dtype) {
@@ -138,7 +124,7 @@ void element_copy(const tensor *to, int64_t to_at, const tensor *from, int64_t f
   } else if (!dtype_is_integer(from->dtype)) {
     store_at(to, to_at, load_at(from, from_at));
   } else if (!dtype_is_integer(to->dtype)) {
-    store_at(to, to_at, double_from_int(load_int_at(from, from_at), to->dtype));
+    store_at(to, to_at, double_from_int(load_int_at(from, from_at), to->dtype == ENG_f64));
   } else {
     store_int_at(to, to_at, load_int_at(from, from_at));
   }

@@ -82,8 +82,6 @@ void element_copy(const tensor *to, int64_t to_at, const tensor *from, int64_t f
 /// Returns whether the element of x at offset a is greater (sign 1) or less (sign -1) than the
 /// element at offset b. With either sign, a NaN beats every number; -0 equals +0.
 bool element_beats(const tensor *x, int64_t a, int64_t b, int sign);
-/// Returns a double that rounds to the float format target_dtype as the integer `value` would.
-double double_from_int(int64_t value, int target_dtype);
 
 /// columns_of returns the size of the last dimension (1 for a scalar), rows_of the product of the
 /// other dimensions.

@@ -272,7 +272,7 @@ static eng_status cast_by_mode(const op_call *call, int mode)
   walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w)) {
     double value = dtype_is_integer(x->dtype)
-                     ? double_from_int(load_int_at(x, w.at[0]), y->dtype)
+                     ? double_from_int(load_int_at(x, w.at[0]), false)
                      : load_at(x, w.at[0]);
     uint32_t words[4] = {0};
     if (mode & FP8_STOCHASTIC)

@@ -9,16 +9,6 @@
 
 #define ELEMENT __device__ static inline __attribute__((unused))
 
-/// Converts floating point to an integer: truncates toward zero, saturates at `low` and `high`, and
-/// turns NaN into 0.
-ELEMENT int64_t int_of(double value, double low, double high)
-{
-  if (value != value) return 0;
-  if (value <= low) return (int64_t)low;
-  if (value >= high) return high >= 0x1p63 ? INT64_MAX : (int64_t)high;
-  return (int64_t)value;
-}
-
 /// Loads an element of an integer format.
 ELEMENT int64_t load_whole(const void *data, int dtype, int64_t i)
 {
@@ -114,21 +104,6 @@ ELEMENT void store_as(void *data, int dtype, int64_t i, double x)
   }
 }
 
-/// Returns a double that rounds to the target format exactly as the integer itself would.
-ELEMENT double double_from_int(int64_t value, int target_dtype)
-{
-  double nearest = (double)value;
-  if (target_dtype == ENG_f64 || (value > -(1ll << 53) && value < (1ll << 53))) return nearest;
-  // Rounds to odd: truncates, and sets the last bit if any bits were lost. So the next rounding
-  // treats the number as a tie only if it is one.
-  uint64_t magnitude = value < 0 ? 0 - (uint64_t)value : (uint64_t)value;
-  int drop = 11 - __clzll((long long)magnitude);
-  uint64_t kept = magnitude >> drop;
-  if (kept << drop != magnitude) kept |= 1;
-  double odd = (double)kept * (double)(1ull << drop);   // both factors are exact
-  return value < 0 ? -odd : odd;
-}
-
 /// Copies one element between tensors. If the formats agree, copies it bit for bit; otherwise
 /// rounds it once. Does not convert FP8 to other formats; copy.cu does.
 ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype,
@@ -149,7 +124,7 @@ ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *fro
     store_double(to, to_dtype, to_at, load_double(from, from_dtype, from_at));
   } else if (is_float(to_dtype)) {
     store_double(to, to_dtype, to_at,
-                 double_from_int(load_int(from, from_dtype, from_at), to_dtype));
+                 double_from_int(load_int(from, from_dtype, from_at), to_dtype == ENG_f64));
   } else {
     store_int(to, to_dtype, to_at, load_int(from, from_dtype, from_at));
   }

@@ -241,7 +241,7 @@ ELEMENT double load_for_fp8(const void *data, int dtype, int64_t i)
 {
   if (is_fp8(dtype)) return load_fp8(data, dtype, i);
   return is_float(dtype) ? load_double(data, dtype, i) :
-                           double_from_int(load_whole(data, dtype, i), ENG_e4m3);
+                           double_from_int(load_whole(data, dtype, i), false);
 }
 
 struct copy_body {

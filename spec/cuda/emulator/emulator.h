@@ -290,7 +290,6 @@ static inline float __double2float_rz(double x)
 }
 static inline int __ffs(uint32_t x)       { return __builtin_ffs((int)x); }
 static inline int __clz(uint32_t x)       { return x ? __builtin_clz(x) : 32; }
-static inline int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
 static inline int __popc(uint32_t x)      { return __builtin_popcount(x); }
 static inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which)
 {
