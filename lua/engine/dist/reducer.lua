@@ -137,10 +137,10 @@ end
 
 --- Gives all ranks the same weights: calls `spread`, which loads a checkpoint's weights on every
 --- rank, or without `spread` broadcasts rank 0's weights. Then compares the checksums of the ranks'
---- weights, except after `spread` with ZeRO-3.
+--- weights, except after `spread` with ZeRO-3 or on one rank.
 function Reducer:start(spread)
   local trainer = self.trainer
-  if spread and self.parted then     -- no two ranks hold the same weights to compare
+  if spread and (self.parted or not self.many) then   -- no two ranks hold the same weights
     spread()
     return self:leave()
   end
@@ -178,7 +178,7 @@ end
 --- weights receives them from the other ranks before it runs.
 function Reducer:leave()
   check(C.eng_params_refresh(self.trainer.optimizer.params))
-  check(C.eng_parallel_leave(self.reduction))
+  if self.parted then check(C.eng_parallel_leave(self.reduction)) end
 end
 
 --- Runs f with all weights on this rank and returns its results. Every rank must call this

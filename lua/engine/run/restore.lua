@@ -7,7 +7,6 @@ local masters = require "engine.run.masters"
 local merged = require("engine.base.arguments").merged
 local published = require("engine.policy.signals").values
 local random = require "engine.base.random"
-local shape_text = require("engine.tensor.tensor").shape_text
 local shards = require "engine.run.shards"
 local show = require "engine.base.show"
 local user_state = require "engine.run.user_state"
@@ -139,36 +138,6 @@ local function state_problem(state)
   end
 end
 
--- Calls f with all tensors of a checkpoint's part, { name = tensor }, and frees them.
-local function take_tensors(c, part, f)
-  local tensors = {}
-  local good, message = pcall(function()
-    for name in pairs(c.parts[part]) do tensors[name] = c:read(part, name) end
-    f(tensors)
-  end)
-  for _, x in pairs(tensors) do x:free() end
-  if not good then error(message, 0) end
-end
-
--- Describes the first parameter that differs between the trainer's model and a checkpoint. Returns
--- nil if none differs.
-local function difference(trainer, c)
-  local saved, known = c.parts.model, {}
-  for _, p in ipairs(trainer.model:parameters()) do
-    local now, entry = shape_text(p.tensor.shape), saved[p.name]
-    known[p.name] = true
-    if not entry then return ("%s %s is not in the checkpoint"):format(p.name, now) end
-    if shape_text(entry.shape) ~= now then
-      return ("%s is %s in the checkpoint and %s here"):format(p.name, shape_text(entry.shape), now)
-    end
-  end
-  for _, name in ipairs(require("engine.base.nearest").keys(saved)) do
-    if not known[name] then
-      return ("%s %s is not in this model"):format(name, shape_text(saved[name].shape))
-    end
-  end
-end
-
 -- Returns text such as "; layers was 1, is 2" about the settings that differ from those of the
 -- checkpoint's run. Returns "" if none differs or the run has no readable history.
 local NO_PART = { resume = true, run = true, steps = true, log = true }   -- these may differ
@@ -186,38 +155,30 @@ local function changed_settings(path, config)
   return #changes > 0 and "; " .. table.concat(changes, "; ", 1, math.min(#changes, 6)) or ""
 end
 
---- Sends the tensors of a checkpoint from rank 0 to every rank. `c`: on rank 0 the open checkpoint;
---- on other ranks a table with its `state`.
+--- Loads the tensors of a checkpoint on every rank. `c`: on rank 0 the open checkpoint; on other
+--- ranks a table with its `state`.
 function M.spread(trainer, c)
   shards.spread(trainer.reducer, c.parts and c)
   if not c.state.user then return end
   user_state.restore(trainer.state, c.state.user, function(item)
     local x = c.parts and c:read("user", item.name)
       or require("engine.tensor.tensor").zeros(item.shape, { dtype = item.dtype, keep = true })
-    M_ffi.check(C.eng_comm_broadcast_tensor(require("engine.dist.ranks").world(), x, 0))
+    if trainer.reducer.many then
+      M_ffi.check(C.eng_comm_broadcast_tensor(require("engine.dist.ranks").world(), x, 0))
+    end
     return x
   end)
 end
 
--- Restores what training changes: weights, moments, trainer.state, random numbers, FP8 scales, the
--- position in the data, the number of updates. With several ranks, spread() sends the tensors.
+-- Restores what training changes, except tensors (spread): random numbers, FP8 scales, the position
+-- in the data, the number of updates. Fits the checkpoint's tensors to the master weights' format.
 -- Returns the line of masters.fit about differences in the master weights and averages, or nil.
 local function take_training(trainer, c)
   local state, optimizer = c.state, trainer.optimizer
   local note = c.parts and masters.fit(optimizer, c) or nil
   if trainer.by_hand then trainer:restore_loop(state.loop) end
-  if not trainer.reducer.many then
-    take_tensors(c, "optimizer", function(moments) optimizer:load_state(moments,
-      state.optimizer.updates) end)
-    take_tensors(c, "model", function(weights) trainer.model:load_state(weights) end)
-    if state.user then
-      user_state.restore(trainer.state, state.user,
-        function(item) return c:read("user", item.name) end)
-    end
-  end
   optimizer.updates, trainer.updates = state.optimizer.updates, state.updates
   trainer.norms:restore(state.update_norms)
-  M_ffi.check(C.eng_params_refresh(optimizer.params))
   if trainer.data.restore and state.data then trainer.data:restore(state.data) end
   random.go { seed = uint64_of(state.rng.seed), counter = uint64_of(state.rng.counter) }
   trainer.last_verdict = state.last_verdict
@@ -257,8 +218,8 @@ local function restore_evaluation(trainer, place)
   return not good and "evaluations begin at the first batch of their data: " .. tostring(why) or nil
 end
 
---- Restores all of a trainer from a checkpoint (`c` as in M.spread). Returns lines about the
---- differences between this run and the checkpoint. config: the settings of this run.
+--- Restores all of a trainer from a checkpoint (`c` as in M.spread), except tensors. Returns lines
+--- about the differences between this run and the checkpoint. config: the settings of this run.
 function M.take_over(trainer, c, config)
   local notes, state = {}, c.state
   local problem = state_problem(state) or c.parts and (not c.parts.model and "it has no weights"
@@ -271,11 +232,7 @@ function M.take_over(trainer, c, config)
       state.optimizer.name, trainer.optimizer.name), 0)
   end
   notes[1], state.data = place_of_data(trainer, c.path, state.data)
-  local other = not trainer.reducer.many and difference(trainer, c)
-  if other then
-    error(("resume: %s was written by another model: %s%s"):format(c.path, other,
-      changed_settings(c.path, config)), 0)
-  end
+  c.changes = function() return changed_settings(c.path, config) end
   take_policies(trainer, state, notes)
   if trainer.shadows then trainer.shadows:restore(state.shadows) end
   notes[#notes + 1] = trainer.control:restore(state.set)
@@ -308,7 +265,7 @@ function M.go_back(trainer, c)
     if line then trainer:note(("step %d: %s"):format(trainer.steps_done, line)) end
   end
   take_training(trainer, c)
-  if trainer.reducer.many then trainer.reducer:start(function() M.spread(trainer, c) end) end
+  trainer.reducer:start(function() M.spread(trainer, c) end)
 end
 
 return M

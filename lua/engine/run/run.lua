@@ -196,7 +196,7 @@ local function open(self, resume)
   elseif resume then
     self.notes[#self.notes + 1] = "nothing to resume: a new run begins"
   end
-  if trainer.reducer.many then tell(self, c) end
+  if trainer.reducer.many then tell(self, c) elseif c then start_ranks(self, c) end
   if c then c:close() end
   if not self.path then return end
   if c and self.continues then

@@ -139,23 +139,27 @@ function M.of_rank(reducer, user)
 end
 
 -- Raises an error unless a part of a checkpoint has exactly the tensors `wanted`, { name = shape }.
+-- c.changes(), where there is one, returns text about changed settings for the message.
 local function want_tensors(c, part, wanted)
   local problems, text = {}, tensor.shape_text
   for name, shape in pairs(wanted) do
     local found = c.parts[part][name]
-    if not found then problems[#problems + 1] = "missing: " .. name
+    if not found then problems[#problems + 1] = ("missing: %s %s"):format(name, text(shape))
     elseif text(found.shape) ~= text(shape) then
       problems[#problems + 1] = ("%s: expected %s, got %s"):format(name, text(shape),
         text(found.shape))
     end
   end
   for name in pairs(c.parts[part]) do
-    if not wanted[name] then problems[#problems + 1] = "unknown: " .. name end
+    if not wanted[name] then
+      problems[#problems + 1] = ("unknown: %s %s"):format(name, text(c.parts[part][name].shape))
+    end
   end
   table.sort(problems)
   local shown = table.concat(problems, "\n  ", 1, math.min(#problems, 12))
   if #problems > 0 then
-    error(("resume: %s does not fit this %s:\n  %s"):format(c.path, part, shown), 0)
+    error(("resume: %s does not fit this %s%s:\n  %s"):format(c.path, part,
+      c.changes and c.changes() or "", shown), 0)
   end
 end
 
@@ -179,8 +183,8 @@ local function send(item, whole, memory)
 end
 
 --- Restores the tensors of a checkpoint, one after the other. `c`: the open checkpoint on rank 0,
---- nil on other ranks. Rank 0 sends each tensor to every rank, and a rank stores the part that it
---- keeps.
+--- nil on other ranks. With several ranks, rank 0 sends each tensor to every rank, and a rank
+--- stores the part that it keeps.
 function M.spread(reducer, c)
   local trainer = reducer.trainer
   trainer.optimizer.state:restart()
@@ -205,10 +209,11 @@ function M.spread(reducer, c)
   if c then
     for _, part in ipairs { "model", "optimizer" } do want_tensors(c, part, wanted[part]) end
   end
-  local memory = ffi.new("double[?]", M.PIECE)   -- no dtype is wider than double
+  local memory = reducer.many and ffi.new("double[?]", M.PIECE)  -- no dtype is wider than double
   for _, item in ipairs(list) do
     local whole = c and c:read(item.part, item.name)
-    autograd.scope(send, item, whole, ffi.cast("char *", memory))
+    if reducer.many then autograd.scope(send, item, whole, ffi.cast("char *", memory))
+    else item.x:copy(whole) end
     if whole then whole:free() end
   end
   if #averages > 0 then trainer.optimizer.fp8.averages:restored() end

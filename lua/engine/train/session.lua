@@ -57,6 +57,7 @@ local function several(entries)
     end
   end
   self.name, self.precision = table.concat(names, ", "), entries[1].opt.precision
+  self.state = self
   self:activate(entries[1])
   return self
 end
@@ -81,20 +82,24 @@ end
 
 function Several:state_tensors()
   local all = {}
-  for _, e in ipairs(self.entries) do
-    for name, x in pairs(e.opt:state_tensors()) do all[e.name .. "." .. name] = x end
+  for i in ipairs(self.list) do
+    for _, buffer in ipairs(self:of(i)) do all[buffer.name] = buffer.x end
   end
   return all
 end
 
-function Several:load_state(tensors)
-  for _, e in ipairs(self.entries) do
-    local own = {}
-    for name, x in pairs(tensors) do
-      if name:sub(1, #e.name + 1) == e.name .. "." then own[name:sub(#e.name + 2)] = x end
-    end
-    e.opt:load_state(own, e.updates)
-  end
+-- Serves as `state`, with methods as in fused_state.lua.
+function Several:of(i)
+  local n = #self.entries
+  while self.entries[n].first >= i do n = n - 1 end
+  local e = self.entries[n]
+  local list = e.opt.state:of(i - e.first)
+  for _, buffer in ipairs(list) do buffer.name = e.name .. "." .. buffer.name end
+  return list
+end
+
+function Several:restart()
+  for _, e in ipairs(self.entries) do e.opt.state:restart() end
 end
 
 -- ------------------------------------------------------------------ making one
