@@ -128,4 +128,25 @@ function helper.in_step(f)
   return function() helper.step(f) end
 end
 
+-- The fields of helper.job that are not options of the trainer.
+local JOB = { seed = 5, context = 16, width = 32, layers = 2, dropout = 0, text = "", batch = 4,
+  data_seed = 9, lr = 1e-3, precision = "fp32" }
+
+-- Returns a trainer of a tiny GPT. Each argument is a table of fields of JOB and options of the
+-- trainer; later tables override earlier ones. optimizer: its name.
+function helper.job(...)
+  local engine, o = require "engine", { log = "quiet", optimizer = "adamw" }
+  for _, fields in ipairs { JOB, ... } do
+    for key, value in pairs(fields) do o[key] = value end
+  end
+  engine.seed(o.seed)
+  o.model = engine.nn.gpt { vocab = 256, context = o.context, width = o.width, heads = 2,
+    layers = o.layers, dropout = o.dropout }
+  o.data = o.data or engine.data.text { text = o.text, batch = o.batch, context = o.context,
+    seed = o.data_seed }
+  o.optimizer = engine.optim[o.optimizer](o.model, { lr = o.lr, precision = o.precision })
+  for key in pairs(JOB) do o[key] = nil end
+  return engine.trainer(o)
+end
+
 return helper

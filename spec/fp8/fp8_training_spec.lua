@@ -304,16 +304,10 @@ end)
 
 describe("training in FP8", function()
   local function run(options)
-    engine.seed(7)
-    local model = nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2 }
-    local all = { model = model, steps = 8, log = "quiet",
-      data = engine.data.text { text = ("the quick brown fox jumps over the lazy dog "):rep(40),
-        batch = 4, context = 16, seed = 3 },
-      optimizer = engine.optim.adamw(model, { lr = 2e-3, precision = options.precision }) }
-    for key, value in pairs(options) do all[key] = value end
-    local t = engine.trainer(all)
+    local t = helper.job({ text = ("the quick brown fox jumps over the lazy dog "):rep(40),
+      seed = 7, data_seed = 3, lr = 2e-3, steps = 8 }, options)
     t:run()
-    return t, model
+    return t, t.model
   end
 
   it("ends near bf16 with every recipe", function()

@@ -136,13 +136,9 @@ it("policies of FP8 layers log and print like others; their name prefixes a log 
       needs = { "tensors" }, options = { init_scale = 1 },
       decide = function(state, record) %s end }]]):format(name, body) }
   end
-  engine.seed(1)
-  local model = engine.nn.gpt { vocab = 256, context = 8, width = 16, heads = 2, layers = 1 }
   local path = folder .. "/fp8"
-  engine.trainer { model = model, steps = 6, log = "quiet", run = path, tensorboard = true,
-    data = engine.data.text { text = ("a line of text\n"):rep(99), batch = 2, context = 8,
-      seed = 2 },
-    optimizer = engine.optim.adamw(model, { lr = 1e-3 }),
+  helper.job { text = ("a line of text\n"):rep(99), seed = 1, context = 8, width = 16, layers = 1,
+    batch = 2, data_seed = 2, steps = 6, run = path, tensorboard = true,
     policy = { file = "own.lua", source = [[return { name = "own", options = { init_scale = 1 },
       decide = function(state, record) return { scale = 1, log = { both = 1 } } end }]] },
     precision = { base = "fp8_current", fp8 = { policy = {

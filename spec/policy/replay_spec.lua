@@ -23,14 +23,10 @@ end
 -- A small fp16 job whose weights do not change, so every step's gradients are the same whatever the
 -- policy does.
 local function record(policy, options, path, steps)
-  engine.seed(5)
-  local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2 }
   local overflows, shares = {}, {}
-  engine.trainer { model = model, data = engine.data.text { text = text, batch = 4, context = 16,
-    seed = 8 },
-    optimizer = engine.optim.sgd(model, { lr = 1e-30, precision = "fp16" }), policy = policy,
-    policy_options = options, steps = steps or 40,
-    log = "quiet", run = path, on_step = function(_, r)
+  helper.job { text = text, data_seed = 8, optimizer = "sgd", lr = 1e-30, precision = "fp16",
+    policy = policy, policy_options = options, steps = steps or 40, run = path,
+    on_step = function(_, r)
       overflows[#overflows + 1] = r.overflow ~= 0
       shares[#shares + 1] = { underflow = tonumber(r.underflow), zeros = tonumber(r.zeros),
         count = tonumber(r.count) }
@@ -196,14 +192,10 @@ describe("a replayed run", function()
 
   it("of mode=lagged reproduces its own policy's decisions exactly, too", function()
     local function lagged(options)
-      engine.seed(5)
-      local model = engine.nn.gpt { vocab = 256, context = 8, width = 16, heads = 2, layers = 1 }
-      local o = { model = model, data = engine.data.text { text = text, batch = 2, context = 8,
-        seed = 9 }, mode = "lagged", steps = 40, log = "quiet", run = folder .. "/lagged",
-        optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }),
-        policy = "dynamic:init_scale=2^22,growth_interval=5", checkpoint_every = 7 }
-      for key, value in pairs(options) do o[key] = value end
-      engine.trainer(o):run()
+      helper.job({ text = text, context = 8, width = 16, layers = 1, batch = 2,
+        precision = "fp16", mode = "lagged", steps = 40, run = folder .. "/lagged",
+        policy = "dynamic:init_scale=2^22,growth_interval=5", checkpoint_every = 7 },
+        options):run()
     end
     lagged { steps = 25 }
     lagged { resume = "auto" }

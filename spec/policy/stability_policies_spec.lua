@@ -482,16 +482,11 @@ describe("policy fp8_lm", function()
     assert.are.equal(2 ^ 127, tops({}, steps)[400])
   end)
   it("settles at its share of saturated gradients in a run", function()
-    engine.seed(7)
-    local nn = engine.nn
-    local model = nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2 }
     local clipped, seen = 0, 0
-    local recipe = { name = "lm", base = "fp8_current",
-      fp8 = { sample = 1, policy = "fp8_lm:growth_interval=4,threshold=0.01" } }
-    local t = engine.trainer { model = model, steps = 60, log = "quiet", precision = recipe,
-      data = engine.data.text { text = ("the quick brown fox jumps over the lazy dog "):rep(40),
-        batch = 4, context = 16, seed = 3 },
-      optimizer = engine.optim.adamw(model, { lr = 2e-3, precision = recipe }),
+    local t = helper.job { text = ("the quick brown fox jumps over the lazy dog "):rep(40),
+      seed = 7, data_seed = 3, lr = 2e-3, steps = 60, precision = { name = "lm",
+        base = "fp8_current", fp8 = { sample = 1,
+        policy = "fp8_lm:growth_interval=4,threshold=0.01" } },
       on_step = function(trainer)
         if trainer.steps_done <= 40 then return end
         for _, site in ipairs(trainer.optimizer.fp8.list) do

@@ -14,18 +14,9 @@ after_each(function()
   helper.remove(folder)
 end)
 
---- A tiny job with resumable data; options go to the trainer, `batch` to the data.
+-- A tiny job with resumable data.
 local function job(options)
-  engine.seed(5)
-  local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2,
-    dropout = 0.1 }
-  local trainer = { model = model,
-    data = engine.data.text { text = TEXT, batch = options.batch or 4, context = 16, seed = 9 },
-    optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = options.precision }), steps = 12,
-    log = "quiet" }
-  options.batch = nil
-  for key, value in pairs(options) do trainer[key] = value end
-  return engine.trainer(trainer)
+  return helper.job({ text = TEXT, dropout = 0.1, steps = 12 }, options)
 end
 
 local function checksum(trainer)

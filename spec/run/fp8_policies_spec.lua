@@ -14,22 +14,18 @@ after_each(function() helper.remove(folder) end)
 
 -- A tiny job. o.fp8: fields of the recipe; each(trainer, step) runs between the steps.
 local function job(o, each)
-  engine.seed(7)
-  local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1 }
   local fp8 = { sample = 1, ladder = { "mxfp8" } }
   if o.base == "fp8_current" then fp8.ladder = nil end
   for key, value in pairs(o.fp8 or {}) do fp8[key] = value end
-  local all = { model = model, steps = 8, log = "quiet",
-    data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 },
-    optimizer = engine.optim.adamw(model, { lr = 2e-3, precision = { name = "mine",
-      base = o.base or "nvfp4", fp8 = fp8 } }) }
+  local all = { text = TEXT, seed = 7, layers = 1, data_seed = 3, lr = 2e-3, steps = 8,
+    precision = { name = "mine", base = o.base or "nvfp4", fp8 = fp8 } }
   local lines = {}
   all.on_step = function(t, record)
     lines[#lines + 1] = ("%.17g"):format(record.loss)
     if each then each(t, t.steps_done) end
   end
   for key, value in pairs(o) do if key ~= "base" and key ~= "fp8" then all[key] = value end end
-  local t = engine.trainer(all)
+  local t = helper.job(all)
   t:run()
   return tostring(C.eng_params_checksum(t.optimizer.params)), t, table.concat(lines, " ")
 end

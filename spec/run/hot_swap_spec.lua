@@ -14,15 +14,8 @@ after_each(function() helper.remove(folder) end)
 
 -- A tiny fp16 job with occasional overflows.
 local function job(options)
-  engine.seed(5)
-  local model = engine.nn.gpt { vocab = 256, context = 8, width = 16, heads = 2, layers = 1,
-    dropout = 0.1 }
-  local o = { model = model, data = engine.data.text { text = TEXT, batch = 2, context = 8,
-    seed = 9 },
-    optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }), steps = 20,
-    log = "quiet" }
-  for key, value in pairs(options) do o[key] = value end
-  return engine.trainer(o)
+  return helper.job({ text = TEXT, context = 8, width = 16, layers = 1, dropout = 0.1, batch = 2,
+    precision = "fp16", steps = 20 }, options)
 end
 
 -- Loss, scale and action of every step and a checksum of the final weights, as exact text; and the

@@ -112,13 +112,9 @@ describe("lagged training", function()
 
   it("keeps its policy when one that does not allow lagging is swapped in", function()
     local folder = helper.folder()
-    engine.seed(5)
-    local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1 }
     local n = 0
-    local t = engine.trainer { model = model, data = engine.data.text { text = TEXT, batch = 4,
-      context = 16, seed = 3 }, steps = 8, log = "quiet",
-      mode = "lagged", optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }),
-      run = folder .. "/run",
+    local t = helper.job { text = TEXT, layers = 1, data_seed = 3, precision = "fp16", steps = 8,
+      mode = "lagged", run = folder .. "/run",
       on_step = function(trainer)
         n = n + 1
         if n == 2 or n == 4 then trainer.policy:swap(n == 2 and "layerwise" or "norm_ratio") end

@@ -10,18 +10,8 @@ local NEAREST = { name = "nearest", base = "bf16", masters = "bf16", rounding = 
 
 -- A trainer of a small GPT.
 local function trainer_of(precision, options)
-  engine.seed(options.seed or 5)
-  local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1,
-    dropout = options.dropout }
-  local o = { model = model, precision = precision, log = "quiet", attach = false,
-    data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 },
-    optimizer = engine.optim[options.optimizer or "adamw"](model, { lr = options.lr or 1e-3 }) }
-  for key, value in pairs(options) do
-    if key ~= "seed" and key ~= "lr" and key ~= "dropout" and key ~= "optimizer" then
-      o[key] = value
-    end
-  end
-  return engine.trainer(o)
+  return helper.job({ text = TEXT, layers = 1, data_seed = 3, precision = precision,
+    attach = false }, options)
 end
 
 -- Trains; returns the mean loss of the last `tail` steps, a checksum of weights and optimizer

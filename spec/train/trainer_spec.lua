@@ -10,24 +10,11 @@ local C = M_ffi.C
 local TEXT = require("engine.report.lab").text(40000)
 local RECIPES = { "fp32", "bf16", "fp16" }
 
--- A tiny GPT job; options go to the trainer.
+-- A tiny GPT job.
 local function job(options)
-  engine.seed(options.seed or 5)
-  local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 2,
-    dropout = options.dropout or 0 }
-  local recipe = options.precision or "fp32"
-  local trainer = { model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16,
-    seed = 9 },
-    optimizer = engine.optim[options.optimizer or "adamw"](model,
-      { lr = 1e-3, precision = recipe }),
-    schedule = engine.schedule.cosine { lr = options.lr or 1e-3, warmup = 3, total = 40 },
-    steps = options.steps or 10, log = "quiet", clip = 1.0 }
-  for key, value in pairs(options) do
-    if key ~= "dropout" and key ~= "lr" and key ~= "seed" and key ~= "optimizer" then
-      trainer[key] = value
-    end
-  end
-  return engine.trainer(trainer)
+  return helper.job({ text = TEXT, steps = 10, clip = 1.0,
+    schedule = engine.schedule.cosine { lr = options.lr or 1e-3, warmup = 3, total = 40 } },
+    options)
 end
 
 -- Loss, scale and norm of each step of a job, as exact text; the checksum of the final weights; the
@@ -77,12 +64,9 @@ describe("the trainer", function()
     engine.seed(5)
     local norms = {}
     for k, accumulate in ipairs { 1, 4 } do
-      engine.seed(5)
-      local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1 }
-      engine.trainer { model = model, data = engine.data.text { text = TEXT, batch = 8 / accumulate,
-        context = 16, shuffle = false },
-        optimizer = engine.optim.sgd(model, { lr = 0.1 }), steps = 3, accumulate = accumulate,
-        log = "quiet",
+      helper.job { layers = 1, data = engine.data.text { text = TEXT, batch = 8 / accumulate,
+        context = 16, shuffle = false }, optimizer = "sgd", lr = 0.1, steps = 3,
+        accumulate = accumulate,
         on_step = function(_, record) norms[k] = { record.loss, record.norm } end }:run()
     end
     assert.near(norms[1][1], norms[2][1], 1e-5)
