@@ -1,5 +1,6 @@
 -- The studies examples/fp8_*.lua, fp4_*.lua, scale_rules.lua and rounding_bias.lua: their tables
 -- match the published ones within sampling error, and a wrong setting is refused in one line.
+local engine = require "engine"
 local helper = require "spec.helper"
 
 local function run(name, ...) return helper.run { "examples/" .. name .. ".lua", ... } end
@@ -171,6 +172,41 @@ describe("the FP8 laboratory", function()
     end
     assert.is_true(row(result, "with Q-EMA")[3] < 0.8 * plain[3], result.out)
     assert.matches("expected 31 or more steps", run("fp4_oscillation", "steps=9").err, 1, true)
+  end)
+
+  it("fp4_oscillation: Q-Ramping sums gradients over a period and multiplies the rate", function()
+    local source = helper.read "examples/fp4_oscillation.lua"
+    local register = loadstring(source:match "engine%.optim%.register%b()")
+    setfenv(register, { engine = engine, math = math })()
+    local lr, decay, beta1, beta2, eps = 0.01, 0.1, 0.9, 0.99, 1e-8
+    local model = engine.nn.linear(4, 1, { bias = false })
+    local opt = engine.optim.adamw_ramping(model, { lr = lr, weight_decay = decay, beta2 = beta2 })
+    local elements, periods = {}, { 0, 2, 3, 6 }               -- 0: not measured yet, as 1
+    for i, w in ipairs(model.weight:view(4):totable()) do
+      elements[i] = { w = w, sum = 0, n = 0, m = 0, v = 0 }
+    end
+    math.randomseed(1)
+    for t = 1, 20 do
+      if t == 11 then periods = { 6, 1, 2, 3 } end           -- a calibration amid the periods
+      opt:state_tensors()["weight.period"]:copy(engine.tensor { periods })
+      local g = {}
+      for i = 1, 4 do g[i] = math.random() - 0.5 end
+      helper.step(function()
+        opt:zero_grad()
+        model(engine.tensor { g }):sum():backward()
+        opt:step()
+      end)
+      for i, e in ipairs(elements) do
+        e.w, e.sum, e.n = e.w * (1 - lr * decay), e.sum + g[i], e.n + 1
+        if e.n % math.max(1, periods[i]) == 0 then
+          local mean = e.sum / e.n
+          e.m, e.v = beta1 * e.m + (1 - beta1) * mean, beta2 * e.v + (1 - beta2) * mean ^ 2
+          e.w = e.w - lr * e.n * e.m / (1 - beta1 ^ t) / (math.sqrt(e.v / (1 - beta2 ^ t)) + eps)
+          e.sum, e.n = 0, 0
+        end
+        assert.near(e.w, model.weight:view(4):totable()[i], 1e-6, ("step %d, %d"):format(t, i))
+      end
+    end
   end)
 
   it("rounding_bias: the biases that the rules imply", function()
