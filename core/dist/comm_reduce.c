@@ -122,7 +122,8 @@ eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *flags, const eng_te
     return error_set(ENG_ERR_VALUE,
                      "expected a comm dtype from 0 to 4 (ENG_COMM_*), got %d", comm_dtype);
   if (x->dtype != ENG_f32 && !dtype_is_low(x->dtype))
-    return error_set(ENG_ERR_DTYPE, "reduction of gradients: expected x in f32, f16 or bf16, got %s",
+    return error_set(ENG_ERR_DTYPE,
+                     "reduction of gradients: expected x in f32, f16 or bf16, got %s",
                      tensor_text(x));
   if (x->ndim != 2 || to->ndim != 1 || x->shape[0] < 1 || x->shape[1] < 1 ||
       to->count != x->shape[1] || to->dtype != x->dtype || to->store->space != x->store->space ||

@@ -239,9 +239,9 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
                       recipe->product[ENG_FP8_FORWARD].hadamard ||
                       (!recipe->backward[role].mx && recipe->product[ENG_FP8_DGRAD].hadamard)))
     return error_set(ENG_ERR_VALUE,
-                     "the option average is allowed only for w (not in its backward format), with the "
-                     "rule floor, ceil, even, rceil or nvfp4, and with neither stochastic rounding "
-                     "nor a Hadamard transform of w");
+                     "the option average is allowed only for w (not in its backward format), "
+                     "with the rule floor, ceil, even, rceil or nvfp4, and with neither "
+                     "stochastic rounding nor a Hadamard transform of w");
   if (again && fp8_is_square(r))
     return error_set(ENG_ERR_VALUE,
                      "a format for the backward product needs blocks that are not square");

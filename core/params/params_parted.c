@@ -8,9 +8,9 @@
 // While operations use a unit, the next unit is already being fetched; parted_order.c predicts it
 // from earlier passes. If another unit is needed, the predicted unit is received completely and
 // then dropped. At most one unit is in flight, and none while weights are written (params_settle).
-// A derived copy (the FP8 copy of a weight) is fetched early only if an operation has already needed
-// it since parted_drop. Until then it may be out of date, because the rank that owns the weight
-// quantizes it again only for the first operation that needs it.
+// A derived copy (the FP8 copy of a weight) is fetched early only if an operation has already
+// needed it since parted_drop. Until then it may be out of date, because the rank that owns the
+// weight quantizes it again only for the first operation that needs it.
 //
 // Absent weights are marked in their storage, so that nothing reads or writes them by mistake
 // (tensor_get). Owns the table and the marks. Called by autograd/, fp8/, dist/ and this folder.
