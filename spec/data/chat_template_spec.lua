@@ -112,6 +112,18 @@ describe("a chat template", function()
     refused("{{ 'a'.title() }}", "a string has no supported method 'title'")
     refused("{{ 1 + 'a' }}", "cannot compute a number + a string")
     refused("{{ a b }}", "unexpected 'b'")
+    for _, template in ipairs { "{% set a = 1 junk %}", "{% set a junk %}b{% endset %}",
+      "{% set a %}b{% endset junk %}", "{% if a junk %}{% endif %}",
+      "{% if a %}{% elif b junk %}{% endif %}", "{% if a %}{% else junk %}{% endif %}",
+      "{% if a %}{% endif junk %}", "{% for a in b junk %}{% endfor %}",
+      "{% for a in b %}{% else junk %}{% endfor %}", "{% for a in b %}{% endfor junk %}",
+      "{% for a in b %}{% break junk %}{% endfor %}",
+      "{% for a in b %}{% continue junk %}{% endfor %}",
+      "{% generation junk %}{% endgeneration %}", "{% generation %}{% endgeneration junk %}" } do
+      refused(template, "line 1: unexpected 'junk'")
+    end
+    refused("{% set a = 1, 2 %}", "unexpected ','")
+    refused("{% if a %}{% else if b %}{% endif %}", "unexpected 'if'")
     refused(("("):rep(10) .. "{{ " .. ("("):rep(100000) .. " }}", "line 1")
   end)
 

@@ -573,6 +573,7 @@ function STATEMENTS.set(state, p)
   local value
   if p:accept "=" then value = p:expression()
   else
+    p:finished()
     local body = block(state, { endset = true })
     value = function(scope)
       local out = {}
@@ -598,6 +599,7 @@ STATEMENTS["if"] = function(state, p)
     case.body, tag, p = block(state, { ["elif"] = condition ~= ALWAYS or nil,
       ["else"] = condition ~= ALWAYS or nil, endif = true })
     cases[#cases + 1], condition = case, tag == "elif" and p:expression() or ALWAYS
+    p:finished()
   until tag == "endif"
   return function(scope, out)
     for _, case in ipairs(cases) do
@@ -641,7 +643,10 @@ end
 
 STATEMENTS["break"] = function() return function() return "break" end end
 STATEMENTS["continue"] = function() return function() return "continue" end end
-STATEMENTS.generation = function(state) return (block(state, { endgeneration = true })) end
+STATEMENTS.generation = function(state, p)
+  p:finished()
+  return (block(state, { endgeneration = true }))
+end
 
 function block(state, ends)
   local nodes = {}
@@ -673,9 +678,13 @@ function block(state, ends)
         run = function(scope, out) print_to(out, text_of(value(scope))) end
       else
         local tag = p:name()
-        if ends[tag] then return body, tag, p end
+        if ends[tag] then
+          if tag ~= "elif" then p:finished() end
+          return body, tag, p
+        end
         local make = STATEMENTS[tag] or fail("{%% %s %%} is not supported", tag)
         run = make(state, p)
+        p:finished()
       end
     end
     nodes[#nodes + 1] = { run = run, line = part[3] }
