@@ -60,6 +60,19 @@ describe("a chat template", function()
     assert.equal("yes", t:apply_chat_template({ { role = "user" } }, { think = true }))
   end)
 
+  it("compares lists and dicts by their items", function()
+    for expression, want in pairs {
+      ["[1] == [1]"] = true, ["[1] == [2]"] = false, ["[1] == [1, 2]"] = false,
+      ["[1, 2] == [1]"] = false, ["[] == []"] = true, ["[] == {}"] = false,
+      ["[1, [2]] != [1, [2]]"] = false, ["[none] == [0]"] = false, ["none == {}"] = false,
+      ["{'a': [1]} == {'a': [1]}"] = true, ["{'a': 1} == {'a': 1, 'b': 2}"] = false,
+      ["{'a': 1, 'b': 2} == {'a': 1}"] = false, ["[1] in [[1], 2]"] = true,
+      ["{'a': 1} not in [{'a': 2}]"] = true, ["'a' == ['a']"] = false } do
+      assert.equal(want and "True" or "False", jinja.read("{{ " .. expression .. " }}")({}),
+        expression)
+    end
+  end)
+
   it("makes training data in which only the assistant's messages are targets", function()
     local chatml = golden.templates[1]
     local t = tokenizer(chatml.template)

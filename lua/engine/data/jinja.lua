@@ -204,11 +204,25 @@ local function slice_of(x, from, to, step)
   return type(x) == "string" and table.concat(out) or list(out)
 end
 
+-- Compares lists and dicts by their items, as Python does.
+local function equal(a, b)
+  if a == b or type(a) ~= "table" or type(b) ~= "table" or a == NONE or b == NONE
+    or is_list(a) ~= is_list(b) then return a == b end
+  for key, value in pairs(a) do
+    spend(1)
+    if not equal(value, b[key]) then return false end
+  end
+  for key in pairs(b) do
+    if a[key] == nil then return false end
+  end
+  return true
+end
+
 local function contains(a, x)
   if type(x) == "string" then return type(a) == "string" and x:find(a, 1, true) ~= nil end
   if is_dict(x) then return x[a] ~= nil end
   for _, item in ipairs(sequence(x)) do
-    if item == a then return true end
+    if equal(item, a) then return true end
   end
   return false
 end
@@ -220,7 +234,7 @@ local function numbers(what, a, b)
 end
 
 local BINARY = {
-  ["=="] = function(a, b) return a == b end, ["!="] = function(a, b) return a ~= b end,
+  ["=="] = equal, ["!="] = function(a, b) return not equal(a, b) end,
   ["in"] = contains, ["not in"] = function(a, b) return not contains(a, b) end,
   ["~"] = function(a, b) return bounded(text_of(a) .. text_of(b)) end,
   ["+"] = function(a, b)
