@@ -326,7 +326,12 @@ describe("data of documents", function()
     end
     assert.error_matches(function() mix { 1, 2 }:restore(state) end, "saved with weights 2 1")
     state.loaders[2] = nil
-    assert.error_matches(function() mix():restore(state) end, "expected a position")
+    local refusing = mix()
+    rows(refusing, 4)
+    local before = refusing:state()
+    assert.error_matches(function() refusing:restore(state) end, "expected a position")
+    assert.same(before, refusing:state())      -- the first loader has not moved either
+    assert.equal(whole[3 * 4 + 1], rows(refusing, 1)[1])
   end)
 
   it("mixtures that cannot work are refused in one line", function()

@@ -104,11 +104,16 @@ function Mix:state()
 end
 
 --- Moves to a saved position. Refuses the position of another mixture, and a position that one of
---- the loaders refuses.
+--- the loaders refuses; the mixture and its loaders then stay where they were.
 function Mix:restore(state)
-  local at = position.check(state, self, IDENTITY)
+  local at, before = position.check(state, self, IDENTITY), self:state().loaders
   for k, loader in ipairs(self.loaders) do
-    loader:restore(type(state.loaders) == "table" and state.loaders[k] or nil)
+    local good, problem = pcall(loader.restore, loader,
+      type(state.loaders) == "table" and state.loaders[k] or nil)
+    if not good then
+      for j = k - 1, 1, -1 do self.loaders[j]:restore(before[j]) end
+      error(problem, 0)
+    end
   end
   self.at = at
 end
