@@ -101,6 +101,15 @@ describe("views of a history", function()
     assert.matches("^loss   2001 to 5000, at the end", text)
     assert.matches("× overflow (30)", text, 1, true)
     assert.matches("each column of dots spans the values of 25 steps", text, 1, true)
+    assert.not_matches("overflow", tostring(h:plot("loss", { marks = false })))
+    local both = { "loss", "scale" }
+    for count, on in pairs { [0] = false, [2] = true } do
+      assert.equal(count, select(2, tostring(h:plot(both, { marks = on })):gsub("× overflow", "")))
+    end
+    for _, on in ipairs { false, true } do
+      h:plot("loss", { marks = on, svg = dir .. "/a.svg" })
+      assert.equal(on, helper.read(dir .. "/a.svg"):find('class="mark overflow"', 1, true) ~= nil)
+    end
     assert.matches("^loss scale   1024 to 4096", tostring(h:plot("scale", { width = 60 })))
     assert.matches("^largest gradient   0.25 to 0.25, at the end 0.25 %(log%)",
       tostring(h:plot("amax", { log = true, width = 60 })))

@@ -139,9 +139,9 @@ end
 --- Draws curves of a run: history:plot("loss"), history:plot("amax", { log = true }), history:plot
 --- { "loss", "scale" }, history:plot("loss", { svg = "loss.svg" }). options: log (true, 2, 10,
 --- false), from, to (steps), points, width, height, ascii, marks (true: marks overflows and events
---- below every curve, not only below the last); svg, png: names of files to draw into instead. For
---- a file, width and height are in pixels; `height` is the height of the whole PNG, but of one
---- panel of an SVG.
+--- below every curve, not only below the last; false: marks nothing); svg, png: names of files to
+--- draw into instead. For a file, width and height are in pixels; `height` is the height of the
+--- whole PNG, but of one panel of an SVG.
 function M.plot(h, names, options)
   options = read_options(options, "plot", PLOT)
   if names == nil then names = { "loss", "scale" } end
@@ -154,16 +154,17 @@ function M.plot(h, names, options)
       or "the history has no steps"
     return to_file and error(none, 0) or text_of(none)
   end
+  local found = options.marks == false and {} or marks.read(h, c)
   if to_file then
     local title = h.path:gsub("/history%.db$", ""):match("([^/]+)/*$")
-    return M.write(title, M.panels(c, names, options, marks.read(h, c)), options)
+    return M.write(title, M.panels(c, names, options, found), options)
   end
   local parts, marked = {}, {}
-  for _, mark in ipairs(marks.read(h, c)) do
+  for _, mark in ipairs(found) do
     if mark.kind ~= "overflow" and mark.kind ~= "checkpoint" then marked[#marked + 1] = mark end
   end
   for i, name in ipairs(names) do
-    local last = options.marks or i == #names
+    local last = options.marks or options.marks == nil and i == #names
     parts[i] = M.curve(c, name, { log = options.log, width = width, height = options.height
       or (#names > 2 and 7 or 10), ascii = options.ascii,
       marks = last, marked = last and marked or nil })
