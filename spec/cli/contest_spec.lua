@@ -252,6 +252,21 @@ describe("engine contest", function()
     assert.matches("2 runs to make", contest(words).err)      -- the runs with exit status 1
   end)
 
+  it("repeats a run whose results were lost from its first step", function()
+    helper.write(folder .. "/lossy.lua", JOB .. "if io.open 'full' then os.exit(5) end\n")
+    helper.write(folder .. "/full", "")
+    local words = "lossy.lua --policy dynamic seeds=1 name=l steps=4 evaluate=false threads=1"
+    assert.matches("1 of 1 runs failed (seed 1): exit status 5", contest(words).out, 1, true)
+    os.remove(folder .. "/full")
+    local result = contest(words)
+    assert.equal(0, result.code, result.err)
+    assert.matches("\ndynamic +1 of 1 ", result.out)
+    local h = history.open(folder .. "/runs/l/dynamic-1")
+    assert.equal(0, #h:events "resumed")
+    assert.equal(4, #h:steps())
+    h:close()
+  end)
+
   it("refuses wrong words before anything runs", function()
     local missing = "examples/nope.lua"
     for words, message in pairs {

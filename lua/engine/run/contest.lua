@@ -114,8 +114,9 @@ end
 -- ------------------------------------------------------------------ a run
 
 -- Exit statuses (docs/runs.md) of runs that ended by themselves. A contest does not start such a
--- run again.
-local FINAL = { [0] = true, [2] = true, [3] = true, [4] = true, [5] = true, [6] = true }
+-- run again. It repeats a run with the status RESULTS_LOST from its first step, because a resumed
+-- run would still lack the lost rows.
+local FINAL, RESULTS_LOST = { [0] = true, [2] = true, [3] = true, [4] = true, [6] = true }, 5
 
 --- Reads the state of a run from its files into `run`: exit (the exit status), done (whether its
 --- numbers count), final (whether it must not be started again), why (why it failed), ended (how it
@@ -182,7 +183,8 @@ end
 function Contest:start(run)
   if runs.holder(run.path) then return false end
   if self:look(run).final then return true end
-  if self.resumes then check(C.eng_file_remove(run.path .. "/exit"), true)
+  if self.resumes and run.exit ~= RESULTS_LOST then
+    check(C.eng_file_remove(run.path .. "/exit"), true)
   else files.remove(run.path) end
   check(C.eng_file_mkdir(run.path), true)
   local words = { "env", "ENGINE_RANKS=off", "OMP_NUM_THREADS=" .. self.threads,
