@@ -21,8 +21,10 @@ enum { BLOCK = 1 << 20 };   // bytes read at a time for a checksum
 static eng_status io_error(const char *what, const char *path)
 {
   int code = errno;
-  const char *hint = code == ENOSPC || code == EDQUOT || code == EFBIG
+  const char *hint = code == ENOSPC || code == EDQUOT
                        ? "; hint: free some space"
+                     : code == EFBIG
+                       ? "; hint: raise the limit on file sizes (ulimit -f)"
                      : code == EACCES || code == EPERM || code == EROFS
                        ? "; hint: check the permissions"
                        : "";
