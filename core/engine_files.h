@@ -162,8 +162,9 @@ void       eng_history_free(eng_history *history);
 /// Appends one row to `steps`. `tokens`: the number of tokens that this step trained on. This and
 /// the following functions append to a queue. They return IO once if the writing thread has failed
 /// (disk full). The row is still queued and is written when the disk has room again, so a run can
-/// continue after the error. When the queue is full, a call waits for room; while commits fail it
-/// drops its row instead, and an event 'history' later records how many rows were dropped.
+/// continue after the error. They also return IO once if SQLite has refused a row, which is then
+/// left out. When the queue is full, a call waits for room; while commits fail it drops its row
+/// instead, and an event 'history' later records how many rows were dropped.
 eng_status eng_history_step(eng_history *history, const eng_record *record,
                             const eng_verdict *verdict, double tokens);
 /// Appends one row to `tensor_stats`: statistics of tensors 0..n-1 in parameter order.

@@ -143,10 +143,11 @@ static eng_status report_trouble(eng_history *history)
 {
   history->news = false;
   if (history->moved) return moved_error(history);
-  return error_set(ENG_ERR_IO,
-                   "history %s: %s; hint: is the disk full? rows not yet written are kept in "
-                   "memory while there is room, and the run continues", history->path,
-                   history->trouble);
+  return error_set(ENG_ERR_IO, "history %s: %s; %sthe run continues", history->path,
+                   history->trouble,
+                   history->failing ? "hint: is the disk full? rows not yet written are kept in "
+                                      "memory while there is room, and "
+                                    : "");
 }
 
 /// A value of a row.

@@ -345,6 +345,18 @@ describe("history", function()
     assert.are.equal("ok", h:query("PRAGMA integrity_check")[1].integrity_check)
   end)
 
+  it("reports a row that SQLite refuses, and does not blame the disk", function()
+    assert.equal(0, C.eng_history_text(h.handle, "meta", nil, "a row without its key"))
+    append(h, 0)
+    local flushed, why = h:flush()
+    assert.is_nil(flushed)
+    assert.matches("history.db: a row was skipped: NOT NULL constraint failed: meta.key; the run "
+      .. "continues$", why)
+    assert.is_true(h:flush())              -- reported once; the other row is written
+    assert.equal(1, #h:steps())
+    assert.error_matches(function() h:close() end, "1 rows are lost: a row was skipped: NOT NULL")
+  end)
+
   it("loses at most a second when the process is killed, and is never damaged", function()
     h:close()
     helper.write(dir .. "/run.lua", ([[
