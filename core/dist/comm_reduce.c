@@ -23,13 +23,13 @@ static eng_status on_host(reduction *r)
 {
   int dtype = r->x->dtype, size = eng_dtype_size(dtype);
   char *piece = malloc((size_t)r->bytes + 1), *padded = calloc((size_t)r->count, (size_t)size);
-  float *values = malloc((size_t)(r->count * (r->ranks + 1)) * sizeof *values),
-        *room = values + r->count * r->ranks;
+  float *values = malloc((size_t)(r->count * (r->ranks + 1)) * sizeof *values);
   const float **terms = calloc((size_t)r->ranks, sizeof *terms);
   eng_status status =
     piece && padded && values && terms
       ? ENG_OK
       : error_set(ENG_ERR_MEMORY, "out of memory for %lld numbers", (long long)r->n);
+  float *room = values ? values + r->count * r->ranks : NULL;
   for (int k = 0; status == ENG_OK && k < r->ranks; k++) {
     memcpy(padded, (const char *)r->x->data + r->n * size * k, (size_t)(r->n * size));
     r->flags[k] = wire_flags(padded, dtype, r->n);
