@@ -479,7 +479,9 @@ static eng_status choose(plan *x, gemm_entry *entry, const gemm_operands *on)
               "engine: cannot save the algorithms of matrix products to %s; the next run may "
               "choose other algorithms and differ in the last bits; hint: set ENGINE_CACHE to a "
               "folder that can be written, or ENGINE_CUBLASLT_SEARCH=0\n",
-              *gemm_cache_path() ? gemm_cache_path() : "a file: ENGINE_CACHE and HOME are unset");
+              *gemm_cache_path() ? gemm_cache_path()
+                                 : "a file: ENGINE_CACHE and HOME are unset, or the file's path "
+                                   "has 4096 bytes or more");
     }
   }
   if (best < 0) best = 0;

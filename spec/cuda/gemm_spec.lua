@@ -71,6 +71,13 @@ describe("matrix products on the CUDA device, host side", function()
   it("take the heuristic's first with ENGINE_CUBLASLT_SEARCH=0", function()
     run("off", "ENGINE_CUBLASLT_SEARCH=0")
   end)
+  it("report a path that is too long for the file", function()
+    local result = helper.shell(("%s search %s"):format(program, ("/x"):rep(2048)))
+    assert.equal("ok\n", result.out)
+    assert.matches("engine: cannot save the algorithms of matrix products to a file: ENGINE_CACHE "
+      .. "and HOME are unset, or the file's path has 4096 bytes or more; the next run", result.err,
+      1, true)
+  end)
   it("keep choices in a file that survives damage", function() run("file") end)
   it("lay out FP8 operands and scales, and explain refusals", function() run("fp8") end)
   it("prepare transposed and ragged FP8 factors for the tensor cores", function()
