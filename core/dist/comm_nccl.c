@@ -201,7 +201,7 @@ typedef enum nccl_wish { WISH_AUTO, WISH_ON, WISH_OFF, WISH_UNKNOWN } nccl_wish;
 typedef struct card_note {
   int32_t wish, wanted, can;
   char    card[96];               // the unique name of the rank's card
-  char    why[156];               // the reason if `can` is 0
+  char    why[156];               // the reason if `can` is 0; ENGINE_NCCL itself if it is invalid
 } card_note;
 
 static nccl_wish wish_of_process(void)
@@ -214,6 +214,8 @@ static nccl_wish wish_of_process(void)
 static void write_note(card_note *note, bool wanted)
 {
   *note = (card_note){.wish = (int32_t)wish_of_process(), .wanted = wanted};
+  if (note->wish == WISH_UNKNOWN)
+    snprintf(note->why, sizeof note->why, "%s", getenv("ENGINE_NCCL"));
   if (!wanted || note->wish == WISH_OFF || note->wish == WISH_UNKNOWN) return;
   note->can = load() == ENG_OK && card_of_process() == ENG_OK;
   // NCCL accepts two ranks on one card if NCCL_HOSTID gives them different host ids
@@ -238,7 +240,7 @@ static bool decide(char *why, size_t size, bool *any, bool *must, const card_not
     const card_note *a = &notes[r];
     first = a;
     if (a->wish == WISH_UNKNOWN)
-      snprintf(why, size, "ENGINE_NCCL on rank %d: expected auto, on or off", r);
+      snprintf(why, size, "ENGINE_NCCL on rank %d: expected auto, on or off, got '%s'", r, a->why);
     else if (a->wish == WISH_OFF) snprintf(why, size, "ENGINE_NCCL=off");
     else if (!a->wanted) snprintf(why, size, "the data of rank %d is in host memory", r);
     else if (!a->can) snprintf(why, size, "rank %d: %s", r, a->why);

@@ -144,8 +144,8 @@ describe("NCCL", function()
             expected:gsub("through the host: ", ""), said, 1, true)
         end
       end
-      assert.matches("ENGINE_NCCL on rank 0: expected auto, on or off", (text("ENGINE_NCCL=yes")),
-        1, true)
+      assert.matches("ENGINE_NCCL on rank 0: expected auto, on or off, got 'yes'",
+        (text("ENGINE_NCCL=yes")), 1, true)
     end)
 
     it("with MPI ends a job that waits for a rank, and names the rank", function()
