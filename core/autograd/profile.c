@@ -1,6 +1,7 @@
 // Measures the times of operations. While profiling is on, the current device is a wrapper that
 // measures the time of each call. When profiling is off, it costs nothing. No other file depends on
 // this one. Owns the table of rows. Called from Lua (engine.profile).
+#include "base/mx.h"
 #include "device/backend.h"
 #include "op.h"
 
@@ -57,9 +58,8 @@ static double bytes_of(const tensor *x)
   return x ? (double)x->count * (double)eng_dtype_size(x->dtype) : 0;
 }
 
-/// Counts the multiplications and additions in a call's matrix products. Returns 0 for all
-/// operations that are not listed here: those without products, but also convolutions and products
-/// of FP8 or microscaling codes.
+/// Counts the multiplications and additions in a call's matrix products, those of convolutions with
+/// padding included. Returns 0 for operations without such products.
 static double flops_of(const op_call *c)
 {
   const tensor *a = c->in[0], *out = c->out[0];
@@ -78,6 +78,19 @@ static double flops_of(const op_call *c)
     double pairs = (double)a->count * (double)c->in[1]->shape[1] / (c->attention.causal ? 2 : 1);
     return (c->op == ENG_OP_attention ? 4 : 10) * pairs;
   }
+  case ENG_OP_conv2d:
+  case ENG_OP_conv2d_grad_x:
+  case ENG_OP_conv2d_grad_w: {
+    // y [N x P x Q x O], or its gradient; w [O x ..]
+    const tensor *y = c->op == ENG_OP_conv2d ? out : a,
+                 *w = c->op == ENG_OP_conv2d_grad_w ? out : c->in[1];
+    return 2.0 * (double)y->count * (double)(w->shape[0] ? w->count / w->shape[0] : 0);
+  }
+  case ENG_OP_fp8_matmul:
+    return 2.0 * (double)out->count * (double)a->shape[c->fp8_matmul.transpose_a ? 0 : 1];
+  case ENG_OP_mx_matmul:
+    return 2.0 * (double)out->count * (double)a->shape[1] *
+           (mx_packed(c->mx_matmul.format_a) ? 2 : 1);   // two codes to a byte
   default: return 0;
   }
 }

@@ -27,6 +27,31 @@ describe("engine.profile", function()
     assert.near(profile.seconds, inside, 1e-6)
   end)
 
+  it("counts the operations of convolutions and of products of FP8 and MX codes", function()
+    local flops = {}
+    local x = engine.randn(2, 4, 5, 5, { keep = true }):requires_grad()
+    local w = engine.randn(6, 2, 3, 3, { keep = true }):requires_grad()
+    for _, r in ipairs(engine.profile(function()
+      for _ in engine.steps(1) do
+        x:conv2d(w, nil, { groups = 2 }):sum():backward()
+        local a = engine.ones(4, 128, "f32")
+        local q = engine.fp8.quantize(a, { block = "tensor" })
+        engine.fp8.matmul(q, q, { transpose_b = true })
+        engine.fp8.matmul(q, q, { transpose_a = true })
+        for _, format in ipairs { "e4m3", "e2m1" } do
+          local m = engine.mx.quantize(a, { format = format })
+          engine.mx.matmul(m, m)
+        end
+      end
+    end).operations) do flops[r.op] = r.flops end
+    local convolution = 2 * (2 * 3 * 3 * 6) * (2 * 3 * 3)
+    for _, op in ipairs { "conv2d", "conv2d_grad_x", "conv2d_grad_w" } do
+      assert.equal(convolution, flops[op], op)
+    end
+    assert.equal(2 * (4 * 4 * 128 + 128 * 128 * 4), flops.fp8_matmul)
+    assert.equal(2 * 2 * 4 * 4 * 128, flops.mx_matmul)
+  end)
+
   it("separates transposed products and the passes over the parameters", function()
     local w = engine.randn(4, 3, { keep = true })
     local opt = engine.optim.adamw { { name = "w", tensor = w:requires_grad() } }
