@@ -600,7 +600,6 @@ static bool fit(work *w)
   int64_t high = a->high > b->high ? a->high : b->high,
           wide = a->wide > b->wide ? a->wide : b->wide;
   int64_t low = a->high + b->high - high, narrow = a->wide + b->wide - wide;
-  if (high > TALL && high < a->rows) return false;
   if (high > TALL && a->rows > TALL) return false;
   if (w->n == 1 && is_common(a)) {   // 1 x 128: a tile is 16 rows
     w->high = 16;
