@@ -122,7 +122,7 @@ end
 local function known(d) return type(d) == "table" and d.n and d or nil end
 
 local function section(task, results, score)
-  local lines = { "## " .. task.title, "", task.text, "", "```text",
+  local lines = { "## " .. task.title, "", show.wrap(task.text, 100), "", "```text",
     (show.wrap(("./engine contest %s seeds=%d --policy dynamic --policy NAME"):format(task.command,
       cfg.seeds), 90):gsub("\n", " \\\n  ")), "```", "",
     "| policy | finished | held-out loss | beside dynamic | skipped | underflow % |",
