@@ -6,7 +6,7 @@ local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
 local huge = math.huge
 -- dtypes without inf and nan
 local WHOLE = { u8 = true, i8 = true, i16 = true, i32 = true, i64 = true }
-local MOST = 2 ^ 26   -- elements; larger tensors are not read
+local MOST = 2 ^ 22   -- elements (32 MiB as doubles); larger tensors are not read
 local info_buffer = ffi.new("eng_tensor_info")
 
 local function number_text(v, dtype)
@@ -29,7 +29,9 @@ return function(x)
     grad and " requires_grad" or "")
   if count == 0 then return head .. " (empty)" end
   if info_buffer.divided ~= 0 then return head .. " (divided among the ranks)" end
-  if count > MOST then return head .. " (too many elements to summarize)" end
+  if count > MOST then
+    return head .. " (too many elements to summarize; hint: print a part, as x:slice(1, 1, 8))"
+  end
   local values = ffi.new("double[?]", count)
   check(C.eng_read(values, M_ffi.dtype.f64, count, x))
   if count == 1 and #shape == 0 then
