@@ -2,7 +2,7 @@
 // arXiv 2511.10909). Inline and scalar, for gcc and nvcc: the reference for mx_matmul.
 //
 //   mxf8f6f4   32 products with one pair of scales. A term is the product of two significands, not
-//              normalised; its exponent is the sum of the exponents of both numbers and both scales
+//              normalized; its exponent is the sum of the exponents of both numbers and both scales
 //   mxf4nvf4   64 products of e2m1. A term is the exact sum of 16 products times the significands
 //              of both scales; its exponent is the sum of the exponents of the scales alone
 //

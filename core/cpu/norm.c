@@ -50,7 +50,7 @@ static __attribute__((noinline)) double wide_moments(const float *x, int64_t n, 
 }
 
 /// Writes y = (x - mean) * rstd * weight + bias for one row.
-static void normalise(const float *x, const float *weight, const float *bias, float mean,
+static void normalize(const float *x, const float *weight, const float *bias, float mean,
                       float rstd, void *y, int dtype, int64_t first, int64_t n)
 {
   float buffer[TILE] __attribute__((aligned(64)));
@@ -162,7 +162,7 @@ eng_status norm(const op_call *call, bool centred, bool adds)
     float rstd = (float)(1.0 / sqrt(variance + eps));
     if (means) put(means->data, means->dtype, row, mean);
     if (rstds) put(rstds->data, rstds->dtype, row, rstd);
-    normalise(in, weight, shift, mean, rstd, y->data, y->dtype, row * n, n);
+    normalize(in, weight, shift, mean, rstd, y->data, y->dtype, row * n, n);
   }
   arena_free(ARENA_SCRATCH, scratch, bytes);
   return ENG_OK;

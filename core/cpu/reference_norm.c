@@ -1,7 +1,7 @@
 // Reference kernels for layer_norm and rms_norm over the last dimension, and their gradients.
 // The statistics are the mean and 1 / sqrt(variance + eps), with the variance of the whole row
 // (divided by C). For rms_norm, the statistic is 1 / sqrt(mean square + eps). The gradients read
-// the saved statistics. With a residual, the kernels normalise x + branch and also return that sum.
+// the saved statistics. With a residual, the kernels normalize x + branch and also return that sum.
 // See reference.h.
 #include "reference.h"
 
@@ -9,7 +9,7 @@
 
 // Computes y = (x - mean) * rstd * weight + bias one row at a time. rms_norm has mean 0 and no
 // bias.
-static eng_status normalise(const op_call *call, bool layer)
+static eng_status normalize(const op_call *call, bool layer)
 {
   const tensor *y = call->out[0];
   int64_t rows = rows_of(y), n = columns_of(y);
@@ -33,13 +33,13 @@ static eng_status normalise(const op_call *call, bool layer)
   return workspace_close(&space);
 }
 
-eng_status reference_layer_norm(const op_call *call) { return normalise(call, true); }
-eng_status reference_rms_norm(const op_call *call)   { return normalise(call, false); }
+eng_status reference_layer_norm(const op_call *call) { return normalize(call, true); }
+eng_status reference_rms_norm(const op_call *call)   { return normalize(call, false); }
 
 // With h = (x - mean) * rstd and g = dy * weight:
 //   dx = rstd * (g - mean(g) - h * mean(g * h)), dweight = sum of dy * h, dbias = sum of dy.
 // rms_norm has no term mean(g), because it subtracts no mean.
-static eng_status normalise_grad(const op_call *call, bool layer)
+static eng_status normalize_grad(const op_call *call, bool layer)
 {
   const tensor *tx = call->in[0];
   int64_t rows = rows_of(tx), n = columns_of(tx);
@@ -72,11 +72,11 @@ static eng_status normalise_grad(const op_call *call, bool layer)
   return workspace_close(&space);
 }
 
-eng_status reference_layer_norm_grad(const op_call *call) { return normalise_grad(call, true); }
-eng_status reference_rms_norm_grad(const op_call *call)   { return normalise_grad(call, false); }
+eng_status reference_layer_norm_grad(const op_call *call) { return normalize_grad(call, true); }
+eng_status reference_rms_norm_grad(const op_call *call)   { return normalize_grad(call, false); }
 
 // Computes a norm with a residual: runs the addition, then the norm.
-static eng_status add_normalise(const op_call *call, bool layer)
+static eng_status add_normalize(const op_call *call, bool layer)
 {
   op_call add = {.op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {call->in[0], call->in[1]},
                  .out = {call->out[1]}};
@@ -84,24 +84,24 @@ static eng_status add_normalise(const op_call *call, bool layer)
                   .out = {call->out[0], call->out[2], call->out[3]},
                   .layer_norm = {.eps = call->layer_norm.eps}};
   ENG_TRY(reference_add(&add));
-  return normalise(&norm, layer);
+  return normalize(&norm, layer);
 }
 
-static eng_status add_normalise_grad(const op_call *call, bool layer)
+static eng_status add_normalize_grad(const op_call *call, bool layer)
 {
   op_call add = {.op = ENG_OP_add, .n_in = 2, .n_out = 1,
                  .in = {call->in[layer ? 5 : 4], call->out[0]}, .out = {call->out[0]}};
-  ENG_TRY(normalise_grad(call, layer));
+  ENG_TRY(normalize_grad(call, layer));
   return reference_add(&add);
 }
 
-eng_status reference_add_layer_norm(const op_call *call)      { return add_normalise(call, true); }
-eng_status reference_add_rms_norm(const op_call *call)        { return add_normalise(call, false); }
+eng_status reference_add_layer_norm(const op_call *call)      { return add_normalize(call, true); }
+eng_status reference_add_rms_norm(const op_call *call)        { return add_normalize(call, false); }
 eng_status reference_add_layer_norm_grad(const op_call *call)
 {
-  return add_normalise_grad(call, true);
+  return add_normalize_grad(call, true);
 }
 eng_status reference_add_rms_norm_grad(const op_call *call)
 {
-  return add_normalise_grad(call, false);
+  return add_normalize_grad(call, false);
 }

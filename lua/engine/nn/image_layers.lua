@@ -57,10 +57,10 @@ M.conv1d = convolution("conv1d", 1)
 -- ------------------------------------------------------------------ norms
 
 --- nn.batch_norm(channels [, { eps = 1e-5, momentum = 0.1, affine = true }]): x [N x C x ..] -> the
---- same shape. In training mode it normalises by the batch's mean and variance, and moves its
+--- same shape. In training mode it normalizes by the batch's mean and variance, and moves its
 --- buffers running_mean and running_var towards them by `momentum`; in evaluation mode it
---- normalises by the buffers. Checkpoints hold the buffers. With several ranks, each rank
---- normalises by its own part of the batch unless nn.sync_batch_norm is called.
+--- normalizes by the buffers. Checkpoints hold the buffers. With several ranks, each rank
+--- normalizes by its own part of the batch unless nn.sync_batch_norm is called.
 local BatchNorm = class("batch_norm")
 function BatchNorm:init(channels, options)
   want_whole(channels, "nn.batch_norm", "channels", 1)
@@ -89,23 +89,23 @@ local function follow(self, mean, variance, n)
   self.num_batches_tracked:copy(self.num_batches_tracked + 1)
 end
 
--- Normalises x by the given mean and variance. Without them, normalises x by the mean and variance
+-- Normalizes x by the given mean and variance. Without them, normalizes x by the mean and variance
 -- of the batch, and also returns these two and the number of elements of a channel.
-local function normalised(self, x, mean, variance)
+local function normalized(self, x, mean, variance)
   return x:batch_norm(rawget(self, "weight"), rawget(self, "bias"),
     { eps = self.eps, mean = mean, variance = variance, over = rawget(self, "over") })
 end
 
 function BatchNorm:forward(x)
-  if not self._training then return normalised(self, x, self.running_mean, self.running_var) end
-  local y, mean, variance, n = normalised(self, x)
+  if not self._training then return normalized(self, x, self.running_mean, self.running_var) end
+  local y, mean, variance, n = normalized(self, x)
   follow(self, mean, variance, n)
   return y
 end
 function BatchNorm:extra() return ("%d"):format(self.running_mean.count) end
 M.batch_norm = BatchNorm
 
---- nn.sync_batch_norm(model, group): in training, every batch norm of the model normalises by the
+--- nn.sync_batch_norm(model, group): in training, every batch norm of the model normalizes by the
 --- mean and variance over all ranks of `group` (engine.ranks.group()), as in a run with the whole
 --- batch on one rank. Every rank must run the same layers. Returns the model. PyTorch:
 --- SyncBatchNorm.convert_sync_batchnorm.
@@ -120,7 +120,7 @@ function M.sync_batch_norm(model, group)
 end
 
 --- nn.group_norm(groups, channels [, { eps = 1e-5, affine = true }]): x [N x C x ..] -> the same
---- shape; normalises each group of adjacent channels of each sample.
+--- shape; normalizes each group of adjacent channels of each sample.
 local GroupNorm = class("group_norm")
 function GroupNorm:init(groups, channels, options)
   want_whole(groups, "nn.group_norm", "groups", 1)

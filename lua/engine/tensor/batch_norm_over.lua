@@ -1,4 +1,4 @@
--- Batch norm over several ranks. Each rank has a part of the batch's rows, and all ranks normalise
+-- Batch norm over several ranks. Each rank has a part of the batch's rows, and all ranks normalize
 -- by the mean and variance of the whole batch. Every rank of the group must make the same calls, in
 -- the forward pass and in the backward pass. Called by images.lua; dist/reducer.lua calls
 -- first_bad().
@@ -110,14 +110,14 @@ local function backward(saved, dy)
   return unpack(gradients)
 end
 
-local normalise = autograd.custom { forward = forward, backward = backward }
+local normalize = autograd.custom { forward = forward, backward = backward }
 
 --- Computes the batch norm of x [.. x C] over the ranks of `group` (engine.ranks.group()). weight
 --- and bias: [C] or nil. Returns the result, and the mean [C], the variance [C] and the number of
 --- rows of the whole batch.
 function M.batch_norm(group, x, weight, bias, eps)
   local call = { group = group, eps = eps }
-  return normalise(call, x, weight, bias), call.mean, call.variance, call.rows
+  return normalize(call, x, weight, bias), call.mean, call.variance, call.rows
 end
 
 return M

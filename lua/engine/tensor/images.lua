@@ -153,9 +153,9 @@ local BATCH_NORM = "eps mean variance over"
 --- Batch norm of x [N x C x ..]: each channel minus its mean, divided by sqrt(variance + eps),
 --- times weight [C], plus bias [C] (either may be nil). Returns the result, this batch's mean and
 --- biased variance [C] (f64 if x is f64, else f32), and the number of elements of a channel.
---- Options: eps (1e-5), mean and variance ([C]; x is normalised by these instead, and only the
+--- Options: eps (1e-5), mean and variance ([C]; x is normalized by these instead, and only the
 --- result is returned), over (a group of ranks, engine.ranks.group(), each with a part of the
---- batch; all ranks normalise by the mean and the variance of the whole batch, and return these).
+--- batch; all ranks normalize by the mean and the variance of the whole batch, and return these).
 --- The mean and the variance of a batch without elements are nan.
 function methods.batch_norm(x, weight, bias, options)
   options = read_named(options, "batch_norm", BATCH_NORM)
@@ -176,7 +176,7 @@ function methods.batch_norm(x, weight, bias, options)
 end
 
 --- Group norm of x [N x C x ..]: in each sample, every group of C / groups adjacent channels is
---- normalised by its mean and variance; weight and bias [C] or nil; eps 1e-5.
+--- normalized by its mean and variance; weight and bias [C] or nil; eps 1e-5.
 function methods.group_norm(x, groups, weight, bias, eps)
   return channels_second((run("group_norm", { channels_last(x, "group_norm", 2), weight or false,
     bias or false }, { want_whole(groups, "group_norm", "groups", 1) },
