@@ -1,7 +1,7 @@
 // The backward pass: runs the gradient rule of each node of the tape, from the last node to the
 // first. At a node with a Lua gradient the pass returns to Lua, which computes the gradient and
 // resumes the pass. Owns the pass and the table of rules. Called by Lua, step.c and trap.c. dist/
-// sets the watch, and fp8/ registers rules.
+// sets the watch (backward.h), and fp8/ registers rules.
 #include "backward.h"
 
 #include "base/array.h"
@@ -69,8 +69,8 @@ static eng_status expect_gradients(void)
   return status;
 }
 
-/// Calls watch.on.ready for each gradient that no node before the cursor adds to, then
-/// watch.on.between.
+/// Calls watch.on.ready for each gradient that is now complete, because no node before the cursor
+/// adds to it. Then calls watch.on.between.
 static eng_status report_complete(void)
 {
   while (watch.length > 0 && watch.items[watch.length - 1].node >= pass.cursor)
@@ -133,7 +133,8 @@ static eng_status check_unwritten(const tape_node *node)
   if (!changed) return ENG_OK;
   return error_set(
     ENG_ERR_GRADIENT,
-    "%s was modified after an operation read it or computed it; hint: write into a copy, x:keep()",
+    "%s was modified after an operation read it or computed it; hint: x:keep() makes a copy to "
+    "write into",
     tensor_text(changed));
 }
 
@@ -168,8 +169,9 @@ eng_status eng_backward(const eng_tensor *handle, double seed, bool retain)
   tensor *loss;
   ENG_TRY(tensor_get(&loss, handle));
   if (pass.running)
-    return error_set(ENG_ERR_STATE, "backward: another backward pass is already running; hint: no "
-                                    "backward() inside the gradient of a custom operation");
+    return error_set(ENG_ERR_STATE,
+                     "backward: another backward pass is already running; hint: do not call "
+                     "backward() inside the gradient of a custom operation");
   if (loss->count != 1)
     return error_set(
       ENG_ERR_SHAPE,
@@ -210,8 +212,9 @@ static eng_status want_pending(void)
 {
   return pass.pending_id >= 0 ? ENG_OK
                               : error_set(ENG_ERR_STATE,
-                                          "no Lua gradient is running; hint: no engine.end_step() "
-                                          "inside the gradient of a custom operation");
+                                          "no Lua gradient is running; hint: do not call "
+                                          "engine.end_step() inside the gradient of a custom "
+                                          "operation");
 }
 
 eng_status eng_backward_output(eng_tensor *gradient, int output)

@@ -64,8 +64,8 @@ static eng_status check_unwritten(const tape_node *node)
   const tensor *changed = tape_modified(node, ~0, 0);
   if (!changed) return ENG_OK;
   return error_set(ENG_ERR_GRADIENT,
-                   "%s was modified after a checkpointed operation (%s) read it; hint: write into "
-                   "a copy, x:keep()",
+                   "%s was modified after a checkpointed operation (%s) read it; hint: x:keep() "
+                   "makes a copy to write into",
                    tensor_text(changed), eng_op_name(node->call.op));
 }
 
@@ -91,18 +91,18 @@ static eng_status run_node(int i)
                                          eng_op_name(node->call.op));
 }
 
-/// Returns whether bit k of `mask` is set. Always true with `all`: the segment has a Lua gradient,
-/// which may read anything.
+/// Returns whether bit k of `mask` is set. `all` means that the segment has a Lua gradient, which
+/// may read any tensor; the result is then always true.
 static bool listed(int32_t mask, int k, bool all) { return all || (mask >> k & 1); }
 
-/// Runs again each operation of nodes first .. last that has a freed output which a gradient rule
-/// reads, or another operation that runs again.
+/// Runs operations of nodes first .. last again: those with a freed output that a gradient rule
+/// reads, or that another operation reads when it runs again.
 static eng_status run_again(int first, int last)
 {
   bool all = false;
   for (int i = first; i <= last; i++) all |= tape_call(i)->op < 0;
-  // goes from the last node to the first; `awaited` marks memory that a later node reads, in its
-  // rule or when it runs again
+  // from the last node to the first; `awaited` marks memory that a later node reads, in its
+  // gradient rule or when it runs again
   for (int i = last; i >= first; i--) {
     const op_call *call = tape_call(i);
     if (call->op < 0) continue;

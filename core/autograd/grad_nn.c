@@ -335,7 +335,7 @@ eng_status grad_cross_entropy(grad_call *g)
 eng_status grad_mse(grad_call *g)
 {
   tensor *a = g->call->in[0], *b = g->call->in[1], *difference, *factor, *da;
-  // The difference is f32 even if the inputs are f16 or bf16.
+  // The difference has the dtype of the loss: f32 even if the inputs are f16 or bf16.
   ENG_TRY(tensor_make(&difference, ARENA_STEP, g->dy[0]->dtype, a->ndim, a->shape));
   op_call minus = {.op = ENG_OP_sub, .n_in = 2, .in = {a, b}, .out = {difference}};
   ENG_TRY(op_run(&minus));

@@ -112,7 +112,8 @@ eng_status grad_topk(grad_call *g)
 
 // ---- reductions
 
-/// Restores the reduced dimensions of dy with size 1 and broadcasts them over x (stride 0).
+/// Reshapes dy so that its reduced dimensions have size 1, then broadcasts it to x's shape (stride
+/// 0).
 static eng_status spread(tensor **out, grad_call *g, tensor *dy)
 {
   const tensor *x = g->call->in[0];

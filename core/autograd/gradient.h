@@ -55,9 +55,9 @@ eng_status grad_run_wide(tensor **out, op_call c);
 /// Creates a second tensor over x's memory, for a gradient with two destinations.
 eng_status grad_share(tensor **out, tensor *x);
 
-/// grad_swiglu_of computes and emits the gradients of swiglu for given inputs, and
-/// grad_attention_of those of attention for a given output y. The rules of FP8 layers call both,
-/// too.
+/// grad_swiglu_of computes and emits the gradients of swiglu for the inputs `gate` and `up`.
+/// grad_attention_of computes and emits the gradients of attention for the output `y`. The rules of
+/// FP8 layers also call these functions.
 eng_status grad_swiglu_of(grad_call *g, tensor *gate, tensor *up);
 eng_status grad_attention_of(grad_call *g, tensor *y);
 

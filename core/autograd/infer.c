@@ -139,7 +139,7 @@ eng_status infer_pick_grad(op_call *c, op_shape *s)
   }
   if (!fits)
     return error_set(ENG_ERR_SHAPE,
-                     "%s: %s and the index %s do not fit %s along dimension %lld", op_name(c),
+                     "%s: dy %s and the index %s do not fit dx %s along dimension %lld", op_name(c),
                      tensor_text(dy), tensor_text(index), tensor_shape_text(dx.ndim, dx.shape),
                      (long long)c->gather_grad.dim + 1);
   put_like(s, 0, dy->dtype, &dx);

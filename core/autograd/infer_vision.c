@@ -133,8 +133,9 @@ static eng_status pool_output(const op_call *c, int64_t *y, int64_t n, const int
   y[0] = n, y[3] = channels;
   for (int d = 0; d < 2; d++) {
     if (padding[d] > kernel[d] / 2)
-      return error_set(ENG_ERR_VALUE, "%s: expected a padding of at most half the kernel of %lld, "
-                       "got %lld", op_name(c), (long long)kernel[d], (long long)padding[d]);
+      return error_set(ENG_ERR_VALUE,
+                       "%s: expected a padding of at most half the kernel size %lld, got %lld",
+                       op_name(c), (long long)kernel[d], (long long)padding[d]);
     ENG_TRY(windows(c, &y[1 + d], size[d], kernel[d], c->max_pool2d.stride[d], padding[d], 1));
   }
   if (kernel[0] * kernel[1] <= LARGEST) return ENG_OK;   // indices of cells are i32

@@ -183,9 +183,9 @@ static bool is_elementwise(op_call *c)
   }
 }
 
-/// Whether the inputs of an elementwise call have the same shape and strides, without gaps, but in
-/// an order of dimensions other than row-major. Images in scripts are an example: [N x C x H x W]
-/// views of channels-last memory. Sets `order` to the dimensions by descending stride.
+/// Whether all inputs of an elementwise call have the same shape and the same strides, and fill
+/// their memory without gaps, but are not row-major. For example, scripts view images in
+/// channels-last memory as [N x C x H x W]. Sets `order` to the dimensions by descending stride.
 static bool in_one_order(op_call *c, int *order)
 {
   const tensor *x = c->in[0];
@@ -205,8 +205,8 @@ static bool in_one_order(op_call *c, int *order)
   return true;
 }
 
-/// Computes an elementwise call on views of the inputs whose dimensions are permuted so that they
-/// are row-major. The output gets the inputs' strides.
+/// Computes an elementwise call on row-major views of the inputs, with the dimensions in the order
+/// `order`. The output gets the inputs' strides.
 static eng_status run_in_order(op_call *c, const op_shape *shape, const int *order)
 {
   const int n = c->in[0]->ndim;

@@ -16,7 +16,7 @@ typedef struct op_info {
   op_cast   cast;
   bool      differentiable;
   bool      takes_codes;        // accepts FP8 tensors; other operations refuse them
-  // `later`: mask of outputs after the first. They have a gradient if an input in the mask
+  // `later`: the mask of outputs, other than output 0, that have a gradient if an input in the mask
   // `later_from` requires a gradient.
   int32_t   later, later_from;
   int32_t   codes;              // saved outputs that are FP8 codes and scales
@@ -57,9 +57,9 @@ const eng_precision *op_precision(void);
 /// Creates the outputs of a VIEW operation. reshape copies x if its strides allow no view.
 eng_status op_view(op_call *call, const op_shape *shape);
 
-/// Runs an operation. If the caller passes an output (not NULL), the result is written into it; it
-/// must have the inferred shape and keeps its own dtype. Records the call if tape_wants returns
-/// true.
+/// Runs an operation. The caller may pass an output tensor (not NULL), which must have the inferred
+/// shape and keeps its dtype; the result is then written into this tensor. Records the call if
+/// tape_wants returns true.
 eng_status op_run(op_call *call);
 
 /// Runs an operation with one output and a fixed number of inputs; op_run1 sets n_in.

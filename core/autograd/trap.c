@@ -26,8 +26,8 @@ typedef struct module_start { int node, module; } module_start;
 
 static const backend *inner;               // the wrapped device
 static backend watching;
-// The first call with inf (nan) in an output (`found`). If its inputs also had inf (nan), it is
-// replaced by the first call whose inputs had none (`arose`).
+// site: the first call with inf (nan) in an output and none in its inputs (`arose`). Until there is
+// such a call, the first call with inf (nan) in an output. found: `site` is set.
 static struct { bool found, arose; eng_trap_site site; } first[KINDS][PASSES];
 static module_start *starts;
 static int n_starts, module_now;
@@ -43,7 +43,7 @@ void eng_trap_module(int module)
   int node = eng_tape_length();
   if (node == 0) n_starts = 0;             // a new tape
   if (n_starts > 0 && starts[n_starts - 1].node == node) n_starts--;
-  // if memory runs out, these nodes are attributed to the previous module
+  // if memory runs out, the nodes of this module are attributed to the previous module
   if (!ARRAY_GROW(starts, starts_room, n_starts + 1)) return;
   starts[n_starts++] = (module_start){node, module};
 }

@@ -24,8 +24,8 @@ describe("the core's message", function()
   end)
 
   it("counts dimensions from 1", function()
-    assert.equal("gather_grad: f32 [2 x 3] and the index i64 [2 x 3] do not fit [1 x 3] along " ..
-      "dimension 2", run("gather_grad", { engine.zeros(2, 3), engine.zeros(2, 3, "i64") },
+    assert.equal("gather_grad: dy f32 [2 x 3] and the index i64 [2 x 3] do not fit dx [1 x 3] " ..
+      "along dimension 2", run("gather_grad", { engine.zeros(2, 3), engine.zeros(2, 3, "i64") },
       { dim = 1, shape = { 1, 3 }, ndim = 2 }))
   end)
 

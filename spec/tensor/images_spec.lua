@@ -108,8 +108,8 @@ describe("images", function()
     fails("a kernel of 7, dilated by 1, does not fit into a size of 5 with a padding of 0",
       x.conv2d, x, engine.zeros(4, 3, 7, 7))
     fails("unknown option 'strides'", x.conv2d, x, engine.zeros(4, 3, 3, 3), nil, { strides = 2 })
-    fails("max_pool2d: expected a padding of at most half the kernel of 2, got 2", x.max_pool2d, x,
-      2, { padding = 2 })
+    fails("max_pool2d: expected a padding of at most half the kernel size 2, got 2", x.max_pool2d,
+      x, 2, { padding = 2 })
     fails("expected a number of groups that divides 3 channels, got 2", x.group_norm, x, 2)
     fails("expected a mean and a variance, or neither", x.batch_norm, x, nil, nil,
       { mean = engine.zeros(3) })
