@@ -110,10 +110,10 @@ ENG_INLINE int64_t fp8_scale_at(const fp8_scales *s, int64_t r, int64_t k)
 /// (sum * a) * b or (sum * b) * a.
 typedef enum fp8_order { FP8_TOGETHER, FP8_A_FIRST, FP8_B_FIRST } fp8_order;
 
-/// Returns the order for operands whose scale blocks have these sizes, across K and along K (0: the
-/// whole dimension). This is cuBLASLt's order on Hopper, which is not documented: products of CUDA
-/// 13.0 on an H200 agreed with it in all bits (docs/fp8.md). Other pairs of blocks, which cuBLASLt
-/// lacks, follow the same rule.
+/// Returns the order for operands with scale blocks of these sizes. _across: the size of a block
+/// across K; _along: its size along K (0: all of K). cuBLASLt uses this order on Hopper but does
+/// not document it; products of CUDA 13.0 on an H200 agreed in all bits (docs/fp8.md). Pairs of
+/// block sizes that cuBLASLt lacks follow the same rule.
 ENG_INLINE fp8_order fp8_scale_order(int64_t a_across, int64_t a_along, int64_t b_across,
                                      int64_t b_along)
 {

@@ -2,8 +2,8 @@
 // bit. Inline, so that gcc and nvcc compile the same code. Divisions are in f32, or in f64 where
 // the rule says so, and round to nearest even.
 //
-// A value is quantized as q = x * factor (or x / scale in rules that divide), and fp8.h rounds q to
-// its format, saturating. q * scale restores the value. `largest` is the largest number of the
+// A value is quantized as q = x * factor (in the rule deepseek, q = x / scale), and fp8.h rounds q
+// to its format, saturating. q * scale restores the value. `largest` is the largest number of the
 // format: 448, 57344 or 65024. "Powers of two" says how a rule rounds if scales must be powers of
 // two.
 //
@@ -33,11 +33,11 @@
 
 /// The factors that quantize and dequantize a block.
 typedef struct fp8_scale {
-  float factor;   // q = x * factor, or x / factor in rules that divide
+  float factor;   // q = x * factor; if fp8_divides, factor equals scale and q = x / factor
   float scale;    // x = q * scale
 } fp8_scale;
 
-/// Whether the rule divides by the factor: q = x / factor.
+/// Whether elements are divided by fp8_scale.factor, which then equals the scale: q = x / factor.
 ENG_INLINE int fp8_divides(int rule) { return rule == ENG_SCALE_DEEPSEEK; }
 
 /// Returns the largest number of e4m3, e5m2 or ENG_FORMAT_E5M6.

@@ -75,13 +75,13 @@ ENG_INLINE int mx_packed(int64_t format) { return format == ENG_FORMAT_E2M1; }
 
 // ---- scales
 
-/// Returns the ue8m0 code for a block with this amax. Inf and NaN give 254 if `saturates`.
-/// Otherwise they give 255, and so does a finite amax that the rule `even` rounds up to Inf, as in
-/// torchao.
+/// Returns the ue8m0 code for a block with this amax. If `saturates`, an amax of Inf or NaN gives
+/// 254. If not, it gives 255, and a finite amax that the rule `even` rounds up to Inf also gives
+/// 255, as in torchao.
 ENG_INLINE uint8_t mx_scale(float amax, mx_format f, int rule, int saturates)
 {
   uint32_t bits = f32_bits(amax);
-  // half a unit of an element with `fraction` bits
+  // adds half a unit in the last place of an element
   if (rule == ENG_MX_EVEN && f32_is_finite(amax)) bits += 1u << (22 - f.fraction);
   if (bits >= 0x7F800000u && !saturates) return 255;
   if (!f32_is_finite(amax)) return 254;
@@ -129,7 +129,7 @@ enum { MX_EDEN_GROUP = 128 };   // elements that share a correction c
 ENG_INLINE float nvfp4_largest(int64_t rule)
 { return rule == ENG_MX_MS_EDEN ? (float)(6 / (17.0 / 16 * 0.93)) : 6.0f; }
 
-/// Returns the product of code and block scale to which a tensor's amax is mapped.
+/// Returns the number to which the factor S maps a tensor's amax: S is this number / amax.
 ENG_INLINE float nvfp4_top(int64_t rule)
 {
   return rule == ENG_MX_NVFP4     ? 2688.0f
@@ -170,9 +170,9 @@ ENG_INLINE float nvfp4_factor(uint8_t scale, float encode)
 ENG_INLINE float nvfp4_decode_scale(float amax, int64_t rule)
 { return amax == 0 ? 1.0f : amax / nvfp4_top(rule); }
 
-/// Returns the factor that multiplies the sums of a matrix product: nvfp4_decode_scale of each
-/// tensor that has an amax (NULL: none), times `factor` (0: 1). Each multiplication is rounded to
-/// f32.
+/// Returns the factor that multiplies the sums of a matrix product. It is the product of `factor`
+/// (unless 0) and, for each tensor whose amax is not NULL, nvfp4_decode_scale. Each multiplication
+/// is rounded to f32.
 ENG_INLINE float mx_alpha(const float *amax_a, int64_t rule_a, const float *amax_b, int64_t rule_b,
                           double factor)
 {

@@ -4,5 +4,6 @@
 
 #include "engine.h"
 
-/// Reads a number that fills text[0..size), in any locale: decimal, "inf", "-inf" or "nan".
+/// Reads text[0..size) as a finite decimal number of up to 63 characters, "inf", "-inf" or "nan",
+/// in any locale. Returns false if the text is anything else.
 bool number_read(double *out, const char *text, size_t size);

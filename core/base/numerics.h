@@ -104,7 +104,9 @@ ENG_INLINE int64_t int_of(double value, double low, double high)
   return (int64_t)value;
 }
 
-/// Returns a double that rounds to the target format, which is f64 or not, as the integer would.
+/// Converts an integer to double. With `to_f64`, rounds to nearest even. Otherwise the double is a
+/// step on the way to a narrower format: rounding it to that format gives the same result as
+/// rounding the integer.
 ENG_INLINE double double_from_int(int64_t value, int to_f64)
 {
   double nearest = (double)value;
