@@ -199,8 +199,8 @@ static void scores_of(float *scores, const sizes *s, const float *a, const float
 }
 
 // Computes `to` [rows x width] = p [rows x visible keys] times `panels` [keys x width], which were
-// packed from `from`. Called for a single row, it must not read the first hidden key at all: 0 *
-// NaN would be NaN. With `pairs`, that key may share a word of the panel with the last visible key.
+// packed from `from`. If `rows` is 1, the product must not include a hidden key, because 0 * NaN is
+// NaN. With `pairs`, the first hidden key may share a word of the panel with the last visible key.
 // It is then removed from the panel during the product and restored afterwards.
 static void weighted_sums(float *to, const sizes *s, const float *p, float *panels, slice from,
                           int64_t t0, int64_t rows)
@@ -518,8 +518,8 @@ static void backward_tile(const op_call *call, const sizes *s, const backward_ro
 
 // Adds up the sums of all shares of a key head in order, multiplies the total by `factor` and
 // rounds it into d [B x S x G x D]. A share is a part of the queries that read the key head. `sums`
-// [S x padded] holds the sums of the first share. The sums of the next shares follow it, `step`
-// floats apart.
+// [S x padded] holds the sums of the first share. The sums of each further share begin `step`
+// floats after those of the previous share.
 static void store_keys(const tensor *d, const sizes *s, float *sums, int64_t shares, int64_t step,
                        float factor, int64_t b, int64_t group)
 {

@@ -3,10 +3,11 @@
 // Registered by cpu.c; owns nothing.
 //
 // Rows are cut into blocks that stay in the second-level cache; the blocks depend on the shape
-// alone. In the forward pass, a block yields in f32 for each channel the mean, its rounding error
-// and the sum of squared deviations; in the backward pass, the sums of dy and of dy * (x - mean).
-// The results of blocks and of a group's channels are combined in double, in a fixed order. In the
-// forward pass, a group whose f32 sums overflow is computed entirely in double.
+// alone. In the forward pass, each block computes, in f32 and for each channel, the mean, the
+// mean's rounding error and the sum of squared deviations. In the backward pass, it computes the
+// sums of dy and of dy * (x - mean). The results of the blocks, and then of the channels of a
+// group, are combined in double, in a fixed order. In the forward pass, a group whose f32 sums
+// overflow is computed entirely in double.
 #include "rows.h"
 #include "simd.h"
 #include "tasks.h"

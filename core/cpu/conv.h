@@ -10,7 +10,7 @@ typedef enum conv_kind { CONV_FORWARD, CONV_INPUT, CONV_WEIGHT, CONV_KINDS } con
 /// CONV_INPUT call, X is dx; in a CONV_WEIGHT call, W is dW; in both, Y is dy.
 typedef enum conv_part { CONV_X, CONV_W, CONV_Y, CONV_BIAS, CONV_PARTS } conv_part;
 
-/// All but `data` is the key of conv_onednn's table of primitives.
+/// A convolution. Its fields, except `data`, are the key of conv_onednn's table of primitives.
 typedef struct conv_call {
   int64_t kind;                         // conv_kind
   int64_t n, h, w, c;                   // x [n x h x w x c]

@@ -45,8 +45,8 @@ typedef struct side {
   int64_t  rows, columns;                  // of x
   int64_t  high, wide;                     // rows and columns of a block; never 0
   int64_t  across;                         // blocks in one row of blocks
-  // Distances, in floats, from a block's scale to those of the block below and the block to the
-  // right.
+  // Distances, in floats, from a block's scale to the scale of the block below and to the scale of
+  // the block to the right.
   int64_t  scale_down, scale_across;
   uint8_t *q;
   float   *scale;

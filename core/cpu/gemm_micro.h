@@ -142,9 +142,9 @@ STEP_READER(read_f32, ENG_f32)
 STEP_READER(read_f16, ENG_f16)
 STEP_READER(read_bf16, ENG_bf16)
 
-// Adds A B over `deep` steps of k to sums [rows x VF_LANES]. The steps begin at column[i] + at in
-// column i of B, and `left` numbers may be read from there. Prefetches the memory `ahead` bytes
-// after that address.
+// Adds A B over `deep` steps of k to sums [rows x VF_LANES]. In column i of B, the steps begin at
+// the address column[i] + at, where at most `left` numbers may be read. Prefetches the memory
+// `ahead` bytes after this address.
 VF_INLINE void thin_square(step_reader *read, micro_product *product, int64_t left, int deep,
                            const float *a, int64_t a_row, int64_t a_step, int64_t rows,
                            const char *const *column, int64_t at, int64_t ahead, float *sums)

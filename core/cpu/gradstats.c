@@ -345,7 +345,7 @@ VF_INLINE vb vb_tick(vb count, vb key, uint8_t x)
   __mmask64 m = _mm512_cmpeq_epi8_mask((__m512i)key, _mm512_set1_epi8((char)x));
   return (vb)_mm512_mask_add_epi8((__m512i)count, m, (__m512i)count, _mm512_set1_epi8(1));
 }
-/// Returns a set bit for each lane whose key is from 1 to `high`.
+/// Returns a mask of the lanes whose keys are from 1 to `high`.
 VF_INLINE uint64_t vb_find(vb key, uint8_t high)
 {
   return _mm512_cmplt_epu8_mask(_mm512_sub_epi8((__m512i)key, _mm512_set1_epi8(1)),

@@ -125,8 +125,9 @@ static void set_zero(const tensor *x, int64_t first, int64_t n)
   memset((char *)x->data + first * size, 0, (size_t)(n * size));
 }
 
-/// Sums elements [at, at + length) of the rows base + order[k] of dy, over k < n. Stores the sums
-/// in dx[first, first + length) or, if `add`, adds them to it. A row of dy has `inner` elements.
+/// Sums elements [at, at + length) of n rows of dy: the rows base + order[0] .. base + order[n-1].
+/// A row has `inner` elements. Stores the sums in dx[first, first + length) or, if `add`, adds them
+/// to dx.
 static void sum_rows(const tensor *dx, int64_t first, const tensor *dy, int64_t base,
                      const int64_t *order, int64_t n, int64_t inner, int64_t at, int length,
                      bool add)
@@ -223,8 +224,8 @@ static eng_status index_select_grad(const op_call *call)
 
 // ------------------------------------------------------------------ elements by index
 
-/// Writes the offsets that the elements of a smaller shape have in a larger shape, over dimensions
-/// [from, to).
+/// For each position of `small`, in row-major order, writes the offset of the same position in
+/// `large`. Considers only dimensions [from, to) of the two shapes.
 static void fill_places(int64_t *places, const tensor *small, const tensor *large, int from, int to)
 {
   int64_t n = 1;

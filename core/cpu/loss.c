@@ -109,8 +109,8 @@ VF_INLINE vf slope_of(vf x, const row_slope *r)
   return vf_mul(vf_sub(p, vf_set1(r->floor)), vf_set1(r->factor));
 }
 
-/// Returns slope_of at the capped x, times the derivative of the cap at x. x is a logit that is not
-/// yet capped.
+/// Returns the gradient for x, a logit before the soft cap: slope_of the capped logit, times the
+/// derivative of the cap at x.
 VF_INLINE vf capped_slope_of(vf x, const row_slope *r, float cap)
 {
   vf u = vf_mul(x, vf_set1(1.0f / cap));

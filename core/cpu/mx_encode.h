@@ -118,8 +118,8 @@ VF_INLINE void encode_lanes(void *to, const strip *s, int r, int c, const int n,
   else vf_store_bf16_n((uint16_t *)to + c, vf_mul(v, scale), n);
 }
 
-/// Encodes HALVES elements of bf16: code[0] and v[0] belong to the even ones, code[1] and v[1] to
-/// the odd ones.
+/// Encodes HALVES elements of bf16. code[0] and v[0] belong to the elements at even positions,
+/// code[1] and v[1] to those at odd positions.
 VF_INLINE void encode_halves(vi code[2], vf v[2], const uint16_t *x, const vf by[2], bool nan,
                              const mx_format f)
 {
@@ -141,8 +141,8 @@ VF_INLINE void put_halves(void *to, const vi code[2], const vf v[2], const vf sc
   }
 }
 
-/// Does the work of encode_strip for a strip of bf16 whose blocks are parts of its one row, HALVES
-/// columns at a time. Returns the number of columns that it has encoded.
+/// Does the work of encode_strip for a strip that is one row of bf16 and whose blocks are parts of
+/// this row, HALVES columns at a time. Returns the number of columns that it has encoded.
 VF_INLINE int encode_row_pairs(void *to, const strip *s, const bool values, const mx_format f)
 {
   const uint16_t *x = (const uint16_t *)s->x + s->first;

@@ -41,8 +41,8 @@ enum {
 
 // ------------------------------------------------------------------ what x holds
 
-/// A summary of some elements. top: the f32 bits of the largest magnitude other than NaN. nan: how
-/// many elements are NaN (from rotated_survey_task: 1 if any is).
+/// A summary of some elements. top: the f32 bits of the largest magnitude other than NaN. nan: the
+/// number of NaN elements. rotated_survey_task does not count them and sets nan to 1 or 0.
 typedef struct found {
   uint32_t top;
   int64_t  nan;
@@ -195,7 +195,7 @@ VF_INLINE bool mx_scales(vi amax, mx_format f, int64_t rule, vi *code)
 
 // Computes for each of n blocks the code of its scale (`code`), the value of this code (`unit`),
 // and the number by which the block's elements are multiplied before rounding (`factor`). amax,
-// factor and unit have room for whole vectors. nvfp4_scale explains `stretch`.
+// factor and unit have room for whole vectors. nvfp4_wanted (base/mx.h) explains `stretch`.
 static void scales_of(const side *s, const float *amax, int n, uint8_t *code, float *factor,
                       float *unit, float stretch)
 {
@@ -237,7 +237,7 @@ static void scales_of(const side *s, const float *amax, int n, uint8_t *code, fl
   }
 }
 
-// Returns whether all n numbers are at least `least`; NaN is not.
+// Returns whether all n numbers are at least `least`. Returns false if one of them is NaN.
 static bool all_at_least(const float *x, int n, float least)
 {
   vf bound = vf_set1(least);
@@ -453,8 +453,8 @@ static bool measure_columns(float *amax, const side *s, found *all, int64_t firs
   return true;
 }
 
-// Computes the random words of rows [r0, r0 + rows) and columns [c0, c0 + deep) of the result.
-// word[k] holds those of column c0 + k. `deep`, c0 and s->columns are multiples of 4.
+// Computes the random words for rows [r0, r0 + rows) and columns [c0, c0 + deep) of the result.
+// word[k] holds the words for column c0 + k. `deep`, c0 and s->columns are multiples of 4.
 static void column_words(uint32_t (*word)[WORD_LINE], const side *s, int64_t r0, int rows,
                          int64_t c0, int deep)
 {
@@ -613,9 +613,9 @@ static void rotated_survey_task(const void *context, int64_t t)
                                            (int)smaller(s->band, s->columns - first));
 }
 
-// What the task of one band of rows of x does: it quantizes the rows, surveys their transform, and
-// quantizes the transposed copy of these rows. NULL: it does not. The rows are read from memory
-// only once.
+// The steps of a task, which takes one band of rows of x: it quantizes the rows (straight), surveys
+// their transform (survey) and quantizes their transposed copy (turned). A step that is NULL is
+// skipped. Because one task takes all steps, it reads the rows from memory only once.
 typedef struct pass { const side *straight, *survey, *turned; } pass;
 
 static void pass_task(const void *context, int64_t t)
@@ -626,10 +626,11 @@ static void pass_task(const void *context, int64_t t)
   if (p->turned) turned_task(p->turned, t);
 }
 
-// Prepares the side of x as it is and, if blocks are square, of its transpose. NVFP4's scales need
-// the amax of the whole tensor. Unless it is given, a separate pass finds it first. The rules of
-// mx_fitted.h always need this pass, because quantize_fitted does not find the amax and the number
-// of NaN. In all other cases, band_task finds them; returns false then.
+// Prepares the side of x as it is and, if blocks are square, of its transpose. Returns whether it
+// surveyed x, in a separate pass that finds the amax and the number of NaN. NVFP4's scales need the
+// amax of the whole tensor, so they need this pass if the caller gives no amax. The rules of
+// mx_fitted.h always need it, because quantize_fitted finds neither. Otherwise, band_task finds
+// both while it quantizes.
 static bool prepare_straight(side *s, const op_call *call, found *part, bool together)
 {
   const typeof(call->mx_quantize) *a = &call->mx_quantize;

@@ -29,7 +29,8 @@ static const float *vector_f32(float *buffer, const tensor *v, int64_t n, float 
 
 // ------------------------------------------------------------------ forward
 
-// Limit of variance / mean^2. Below it, an error in a tile's sum would show in y.
+// If variance / mean^2 is below this limit, the rounding error of a tile's f32 sum would show in y,
+// so the row is computed in double.
 static const double NARROW = 1e-4;
 
 /// Computes in double the mean and the mean square deviation of a row. Used for a row whose f32

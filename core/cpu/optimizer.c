@@ -254,7 +254,7 @@ static double sum_exactly(const void *values, int dtype, int64_t first, int n)
   return sum;
 }
 
-/// Adds the f32 sums `of` to the f64 sums and clears `of`.
+/// Adds the f32 sums in `of` to the f64 sums in `sums`, and clears `of`.
 static void spill(squares *of, double (*sums)[LANES])
 {
   for (int k = 0; k < ENG_NORMS; k++) {
