@@ -2,9 +2,9 @@
 // cores do not support. See attention.h. For f32 up to 256 wide, a warp owns a few rows (queries or
 // keys) and iterates over the opposite rows (keys or queries) 32 at a time, in tiles that the block
 // loads into shared memory. To compute scores, each lane takes one row of the tile; to sum rows,
-// each lane takes columns. Rows that come out as Inf or NaN are recomputed, as with the tensor
-// cores. For all other formats and widths a warp computes one row: y or dq of a query, or dk and dv
-// of a key.
+// each lane takes columns. Rows with Inf or NaN in their results are recomputed, as in the
+// tensor-core kernels. For all other formats and widths a warp computes one row: y or dq of a
+// query, or dk and dv of a key.
 #include "attention.h"
 
 enum { ROW_WARPS = 4 };   // warps of a block
@@ -105,8 +105,8 @@ __device__ static inline void dots(float (&sums)[R], const float *rows, const fl
   }
 }
 
-/// Adds weights [R x 32] times 32 rows of `tile`, which are `line` floats apart, to sums [R x 32
-/// C]. Lane l has column l + 32 c in sums[r][c].
+/// Adds the product of weights [R x 32] and 32 rows of `tile` to sums [R x 32 C]. The rows are
+/// `line` floats apart. Lane l has column l + 32 c in sums[r][c].
 template <int C, int R>
 __device__ static inline void add_rows(float (&sums)[R][C], const float *weights, const float *tile,
                                        int line)

@@ -10,9 +10,9 @@
 enum { QUERIES = 64 };   // queries at a time, in kernels whose blocks own keys
 
 /// The assignment of heads and tiles of rows to blocks. Heads are processed in sets of `together`.
-/// The rows that all blocks of a set read fit in 24 MiB, half of Hopper's L2 cache, unless those of
-/// one key head are larger. Within a set, blocks take the first tile of every head, then the second
-/// tile of every head, and so on.
+/// All rows that the blocks of a set read fit in 24 MiB, half of Hopper's L2 cache. (A set has at
+/// least the heads of one key head, even if their rows do not fit.) Within a set, blocks take the
+/// first tile of every head, then the second tile of every head, and so on.
 typedef struct schedule { int32_t tiles, heads, together; } schedule;
 
 /// What the kernels of the backward pass share. shift [B x H x line] is RAISE - lse *
@@ -37,9 +37,8 @@ enum { WARPS = 4, THREADS = 32 * WARPS };
 constexpr double LOG2_E = 1.44269504088896340736;   // 1 / ln 2
 constexpr float LN_2 = 0.693147180559945309f;
 
-/// True in code for Hopper, for the widths that attention_hopper*.cu computes. Where it is true,
-/// the kernels of attention_forward.cu and attention_backward.cu that compute y, dk, dv and dq are
-/// empty.
+/// Whether attention_hopper*.cu computes width D on this architecture. If so, the kernels of
+/// attention_forward.cu and attention_backward.cu that compute y, dk, dv and dq are empty.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int D> constexpr bool NOT_HERE = D % 64 == 0;
 #else
@@ -74,8 +73,8 @@ static inline eng_status schedule_heads(schedule *plan, int64_t heads, int share
   return ENG_OK;
 }
 
-/// Computes the schedule for blocks of `rows` queries. They read the keys and values in common.
-/// Errors: SHAPE.
+/// Computes the schedule for blocks of `rows` queries. All query heads of a key head read the same
+/// keys and values. Errors: SHAPE.
 static inline eng_status schedule_of(schedule *plan, const attention_problem *p, int rows,
                                      int width)
 {
@@ -83,8 +82,9 @@ static inline eng_status schedule_of(schedule *plan, const attention_problem *p,
                         ((int64_t)p->queries + rows - 1) / rows, 4 * (int64_t)p->keys * width);
 }
 
-/// Computes r->keys, for blocks of key_rows keys, which read queries and dy in common, and
-/// r->queries, for blocks of query_rows queries. Errors: SHAPE.
+/// Computes two schedules: r->keys for blocks of key_rows keys, and r->queries for blocks of
+/// query_rows queries. All blocks of keys of a key head read the same queries and dy. Errors:
+/// SHAPE.
 static inline eng_status schedule_backward(backward_room *r, const attention_problem *p,
                                            int key_rows, int query_rows, int width)
 {
@@ -116,8 +116,8 @@ __device__ static inline void load_tile(uint32_t tile, const T *head, int64_t st
                                         int limit, int thread = threadIdx.x)
 {
   constexpr int PIECES = D / 8, STEP = THREADS / PIECES;
-  // All 16-byte pieces that a thread loads are in one column of pieces, and the swizzle puts them
-  // at the same offset in their rows.
+  // A thread loads the same piece (16 bytes) of every STEP-th row. The swizzle puts it at the same
+  // offset in all of these rows.
   if constexpr (THREADS % PIECES == 0) {
     const int row = thread / PIECES, piece = thread % PIECES, there = limit - first - row;
     const T *column = head + piece * 8;
@@ -261,10 +261,10 @@ template <int MT, int N> __device__ static inline void clear(float (&c)[MT][N][4
     for (int n = 0; n < N; n++) c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0;
 }
 
-/// Rounds a warp's rows c [16 MT x D] to T and stores their columns [0, stored) in `head`, from row
-/// `first` on and below row `limit`. Uses `tile`, shared memory that no other warp uses, as a
-/// buffer. Returns a bit for each row of c (bit m * 16 + row) that contains Inf or NaN before
-/// rounding.
+/// Rounds a warp's rows c [16 MT x D] to T, and stores columns [0, stored) of row r of c in row
+/// first + r of `head`. Rows of `head` from `limit` on are not written. Uses `tile`, shared memory
+/// that no other warp uses, as a buffer. Returns a bit for each row of c (bit m * 16 + row) that
+/// contains Inf or NaN before rounding.
 template <class T, int D, int MT>
 __device__ static inline uint32_t store_rows(const float (&c)[MT][D / 8][4], unsigned char *tile,
                                              T *head, int64_t stride, int first, int limit,

@@ -1,13 +1,14 @@
 // The operation bias_grad on the card: column sums of dy [rows x n], in an order that depends only
 // on the shape.
 //
-// There are two passes. The first cuts dy into tiles, about as many as the blocks that an H200 runs
-// at the same time. A tile is a chunk of rows by up to 32 x 16 bytes of columns. A block of 8 warps
-// sums one tile: a thread reads 16 bytes of a row at a time and has 8 rows in flight. Then the sums
-// of the lanes that share columns are added, and then the sums of the warps, in a fixed order. The
-// result of a tile is one row of partial sums. The second pass adds the partial sums of all chunks
-// and, if the call accumulates, the previous contents of the output. Sums are in f32, or in f64 for
-// f64 inputs. The operation cannot be faster than one read of dy.
+// There are two passes. The first cuts dy into tiles, about one for each block that an H200 can run
+// at the same time. A tile covers a chunk of rows and up to 512 bytes (32 lanes x 16 bytes) of each
+// row. A block of 8 warps sums one tile: a thread reads 16 bytes of a row at a time and has 8 rows
+// in flight. Then the sums of the lanes that share columns are added, and then the sums of the
+// warps, in a fixed order. A tile yields one partial sum for each of its columns. The second pass
+// adds the partial sums of all chunks and, if the call accumulates, the previous contents of the
+// output. Sums are in f32, or in f64 for f64 inputs. The operation cannot be faster than one read
+// of dy.
 #include "kernel/element.h"
 #include "kernel/vector.h"
 

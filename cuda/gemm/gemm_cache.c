@@ -29,7 +29,8 @@ static char *put_number(char *at, const char *name, int64_t value)
   return at + sprintf(at, " %s=%lld", name, (long long)value);
 }
 
-/// Parses " name=number" at `at`. Returns the end of this text, or NULL if the text is different.
+/// Parses the text " name=number" at `at`. Returns the address after it, or NULL if `at` is NULL or
+/// does not begin with such a text.
 static const char *take_number(const char *at, const char *name, int64_t *value)
 {
   size_t length = strlen(name);

@@ -46,8 +46,9 @@ static bool can_fuse(const gemm_product *p)
                   gemm_rows_aligned(&p->c, p->m, p->n));
 }
 
-/// Runs the product and p->after in one kernel. *done is false, and the output unspecified, if they
-/// must run separately, or if separate passes are faster although they move `bytes` more.
+/// Runs the product and p->after in one kernel. Sets *done to false, with the output unspecified,
+/// if no kernel computes both or if separate passes are faster. `bytes` is the additional memory
+/// traffic of separate passes.
 static eng_status fused(bool *done, const gemm_product *p, int64_t bytes)
 {
   *done = false;
@@ -94,8 +95,8 @@ eng_status cuda_mlp_gelu(const op_call *call)
   return y->count > 0 ? cuda_linear(&down) : ENG_OK;
 }
 
-// du = gelu'(u) * (dy W). If the product and the slope run separately, the product is kept in f32
-// (f64 for f64).
+// du = gelu'(u) * (dy W). If the product and gelu' run as separate passes, dy W is kept in f32 (f64
+// for f64).
 eng_status cuda_matmul_gelu_grad(const op_call *call)
 {
   tensor *dy = call->in[0], *w = call->in[1], *u = call->in[2], *du = call->out[0];
@@ -133,8 +134,8 @@ static eng_status column_sums(tensor *db, tensor *x, bool add)
   return cuda_bias_grad(&call);
 }
 
-// Computes dW = dy^T x and db = the column sums of dy. With linear_grad.add[0], dW is added to the
-// previous contents of its output; with add[1], db is.
+// Computes dW = dy^T x and db = the column sums of dy. If linear_grad.add[0] is set, dW is added to
+// the previous contents of its output. If add[1] is set, the same holds for db.
 eng_status cuda_linear_grad(const op_call *call)
 {
   tensor *dy = call->in[0], *x = call->in[1], *dw = call->out[0], *db = call->out[1];
@@ -152,8 +153,8 @@ eng_status cuda_linear_grad(const op_call *call)
   p.a.column = rows.row;
   if (dw->count == 0) return db->count > 0 ? column_sums(db, dy, add) : ENG_OK;
   // cuBLASLt can store the sums only in aligned f32 memory, and cannot add them to db. If db is not
-  // such memory, or if the sums are to be added, they first go into a matrix of one row. Then
-  // column_sums stores this row in db or adds it.
+  // aligned f32 memory, or if the sums are to be added to db, cuBLASLt stores them in scratch
+  // memory. Then column_sums stores them in db or adds them to db.
   tensor sums = {.dtype = ENG_f32, .ndim = 2, .count = p.m, .shape = {1, p.m}, .stride = {p.m, 1}};
   bool direct = db->dtype == ENG_f32 && !add && gemm_alignment(db->data) == 16, done;
   int64_t bytes = p.m * (int64_t)sizeof(float);

@@ -64,8 +64,8 @@ static eng_status lt_status(cublasStatus_t status, const char *what, const gemm_
     if (lt_try_ != CUBLAS_STATUS_SUCCESS) return lt_status(lt_try_, #call, problem); \
   } while (0)
 
-// Reads a variable that may be 0 or 1. For other values returns `otherwise`; the engine reports
-// them at start (lua/engine/cli/environment.lua).
+// Reads an environment variable that may be 0 or 1. Returns `otherwise` if the variable is unset or
+// has another value. (lua/engine/cli/environment.lua reports other values at start.)
 static bool is_on(const char *name, bool otherwise)
 {
   const char *text = getenv(name);
@@ -137,7 +137,8 @@ static eng_status layout_make(cublasLtMatrixLayout_t *layout, const gemm_problem
 }
 
 /// Returns the epilogue in cuBLASLt's terms. cuBLASLt's D is the transpose of our C, so a bias
-/// applies to D's rows, and the sums of our A's rows are the sums of cuBLASLt's B's columns.
+/// applies to D's rows. cuBLASLt's B is the transpose of our A, so BGRADB, the sums of B's columns,
+/// gives the sums of our A's rows.
 static uint32_t epilogue_of(const gemm_problem *p)
 {
   switch (p->after) {
@@ -426,8 +427,8 @@ static bool worth_searching(const gemm_problem *p)
 }
 
 /// Prints a warning if cuBLASLt refuses a large product, which is slow without cuBLASLt. Prints
-/// nothing for FP8 and microscaled products, which fail with an error, or for products with an
-/// epilogue, which then runs as a separate pass.
+/// nothing for FP8 and microscaled products, because their call fails with an error. Prints nothing
+/// for products with an epilogue, because the epilogue then runs as a separate pass.
 static void report_refusal(const gemm_problem *p)
 {
   if ((double)p->m * (double)p->n * (double)p->k * (double)p->batch < 64 * LEAST_WORK ||

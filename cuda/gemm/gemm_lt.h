@@ -5,9 +5,10 @@
 #include "gemm_layout.h"
 
 /// The operands of a problem, in device memory and in cuBLASLt's order (its A is our B). Scales are
-/// NULL except for FP8 and microscaled operands. `alpha` holds two factors, on the product and on
-/// C. It is in device memory for NVFP4, in host memory for MX, and NULL for all other operands.
-/// `side` is the memory that the operation `problem->after` reads or writes.
+/// NULL except for FP8 and microscaled operands. `alpha` holds two numbers: the factor on the
+/// product and the factor on C. It is in device memory for NVFP4, in host memory for MX, and NULL
+/// for all other operands. `side` is the memory that the operation `problem->after` reads or
+/// writes.
 typedef struct gemm_operands {
   const void  *a, *b;
   void        *c;

@@ -1,10 +1,11 @@
 // Batch norm and group norm of x [N x S x C], channels last, and their gradients. Batch norm is
 // computed as group norm of a single sample that holds all rows, with one channel per group.
 //
-// There are three passes. The first cuts a sample into tiles. A tile is a piece of the rows by up
-// to 32 vectors of channels. For each channel of a tile it sums x and x^2 or, for the gradients, dy
-// and dy * (x - mean). The second adds the sums of a channel's pieces and of a group's channels,
-// and derives up to four factors for each channel. The third applies the factors to the elements.
+// There are three passes. The first cuts a sample into tiles. A tile covers a piece of the rows and
+// up to 32 vectors of channels. For each channel of a tile, the first pass sums x and x^2 or, for
+// the gradients, dy and dy * (x - mean). The second pass adds the sums of a channel's pieces and of
+// a group's channels, and derives up to four factors for each channel. The third pass applies the
+// factors to the elements.
 //
 // A thread sums a run of RUN rows in f32 (in f64 if f32 would overflow), and adds the sums of its
 // runs in f64. In a run, x is split into the run's mean and the deviations from it, so that only
@@ -438,8 +439,8 @@ eng_status describe(channel_norm *s, const op_call *call, const tensor *dy, bool
   s->pieces = parts(s->rows, s->piece_rows);   // 0 if there are no rows; all sums are then 0
   if (blocks * s->pieces >= 1ll << 31)
     return error_set(ENG_ERR_SHAPE,
-                     "%s: expected samples * ceil(channels / %d) below 2^31, got %s; hint: a "
-                     "smaller batch",
+                     "%s: expected a batch in which samples * ceil(channels / %d) is below 2^31, "
+                     "got %s; hint: a smaller batch",
                      eng_op_name(call->op), V << s->lanes_log2, tensor_text(x));
   const int64_t factors = s->samples * 4 * s->channels * 8,
                 bytes = factors + s->samples * s->pieces * 2 * s->channels * 8;

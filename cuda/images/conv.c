@@ -14,8 +14,8 @@ op_kernel cuda_conv2d, cuda_conv2d_grad_x, cuda_conv2d_grad_w, cuda_contiguous;
 
 static const int64_t TILE_BYTES = 64 << 20;
 
-/// Fills `g`. The places of `g` are the pixels of `over`; they meet pixels of `from`. `kernel`
-/// holds KH and KW. `turned` is true for the gradient of x.
+/// Fills `g` (see conv.h). Its places are the pixels of `over`. The pixels under the kernel are
+/// pixels of `from`. `kernel` holds KH and KW. `turned` is true for the gradient of x.
 static eng_status describe(conv_gather *g, const op_call *call, const tensor *from,
                            const tensor *over, const int64_t *kernel, bool turned)
 {
@@ -41,8 +41,8 @@ static eng_status describe(conv_gather *g, const op_call *call, const tensor *fr
       row < INT32_MAX)
     return ENG_OK;
   return error_set(ENG_ERR_SHAPE,
-                   "%s: expected fewer than 2^31 pixels on cuda, and fewer than 2^31 products for "
-                   "each, got %s and a kernel of %lld x %lld",
+                   "%s: expected fewer than 2^31 pixels, and fewer than 2^31 products per pixel, on "
+                   "cuda, got %s and a kernel of %lld x %lld",
                    eng_op_name(call->op), tensor_text(over), (long long)kernel[0],
                    (long long)kernel[1]);
 }

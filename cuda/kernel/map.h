@@ -181,7 +181,8 @@ static __global__ void __launch_bounds__(WALK_THREADS)
       if (M == 1 || w.data[k]) IO::store(w.data[k], w.dtype[k], to[u][k], y[k]);
   }
   if (V == 1 || w.count % V == 0 || blockIdx.x != gridDim.x - 1) return;
-  // The last group of a dense walk may be short. Each thread takes one of its elements.
+  // The last group of a dense walk may be short. Then each thread computes one element of that
+  // group.
   int64_t at = w.count / V * V + threadIdx.x;
   if (at >= w.count) return;
   float x[N][1], y[M][1];

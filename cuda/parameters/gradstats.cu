@@ -225,8 +225,8 @@ __device__ static inline void look(running<T> &r, uint4 a, uint4 b, histogram *b
 __device__ static inline int halves_total(__half2 h)
 { return (int)(__low2float(h) + __high2float(h)); }
 
-/// Converts a thread's sums to a tally. `padding` is the number of zeros that padded its accesses
-/// and are not elements.
+/// Converts a thread's sums to a tally. Subtracts `padding`, the number of zeros that only fill up
+/// accesses, from the counts of zeros and of tiny numbers.
 __device__ static inline tally finish(const running<float> &r, int padding)
 {
   tally t = {r.squares,         __float_as_uint(r.amax), r.inf, r.nan,
@@ -369,7 +369,8 @@ __device__ static inline void flush_bins(histogram *h, int dtype, unsigned long 
 }
 
 /// Fills the tallies of all chunks and, with HIST, the histograms of the tensors. With HIST a block
-/// takes consecutive chunks, so that it adds its histogram to few tensors.
+/// takes consecutive chunks. They belong to few tensors, so the block rarely has to add its
+/// histogram to a tensor's.
 template <bool HIST>
 __global__ static void __launch_bounds__(SPAN_THREADS, RESIDENT)
   read_gradients(const device_span *spans, const int32_t *chunk, int chunks, tally *tallies,

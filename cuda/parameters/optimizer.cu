@@ -37,28 +37,28 @@ typedef struct rule {
   float   root, eps;         // root: sqrt(1 - beta2^t)
   float   momentum, gain;    // sgd; gain: 1 - dampening
   int32_t nesterov;
-  // for lagged updates: `decide` computes lr and root from these, because t is on the card
+  // in lagged updates, `decide` computes lr and root from these three, because t is on the card
   double  plain_lr, plain_beta1, plain_beta2;
 } rule;
 
 /// The numbers of one update.
 typedef struct numbers {
-  // multiplies gradients; in a lagged update it lacks the clip coefficient until `decide` runs
+  // factor on the gradients; in a lagged update, `decide` multiplies it by the clip coefficient
   double  factor;
   double  clip_norm;
   int64_t t;
   float   limit;             // clamp gradients to +-limit; inf: no clamp
   int32_t go;                // 0: skip this update
   int32_t adam, n_groups;
-  // for updates with norms or spike_clip. spike: the limit on g^2 / v; 0: none. shrink: the factor
-  // on the change of the weights. dry: 1 if only norms are wanted.
+  // spike: the limit on g^2 / v, or 0 for no limit. shrink: the factor on the change of the
+  // weights. dry: 1 if only norms are wanted. Only updates with norms or spike_clip use these three.
   float   spike, shrink;
   int32_t dry;
-  // for lagged updates. counter: the index of the update counter. fresh: 1 if that counter restarts
-  // at t.
+  // counter: the index of the update counter. fresh: 1 if this counter restarts at t. Only lagged
+  // updates use these two.
   int32_t counter, fresh;
-  // The next three are used only for bf16 masters. rounding: ENG_ROUND_*. The random bits of
-  // stochastic rounding depend on seed and draw. Each applied update has its own draw.
+  // rounding: ENG_ROUND_*. seed and draw determine the random bits of stochastic rounding; each
+  // applied update has its own draw. Only bf16 masters use these three.
   int32_t rounding;
   uint64_t seed;
   int64_t draw;
@@ -95,8 +95,8 @@ __device__ static inline float scaled(const scaling &s, float g) { return g * s.
 
 enum { LOOP_SGD, LOOP_ADAM, LOOP_LION };
 
-/// Updates one element: weight w, gradient g, moments m and v. `momentum` says whether SGD uses
-/// momentum, `starts` whether m starts as this gradient. `spike` is Adam's limit on g^2 / v, or 0.
+/// Updates one element: weight w, gradient g, moments m and v. `momentum` is true if SGD uses
+/// momentum, `starts` if m is set to the gradient. `spike` is Adam's limit on g^2 / v, or 0.
 template <int LOOP>
 __device__ static inline void advance(const rule &r, float limit, float spike, bool momentum,
                                       bool starts, float &w, float g, float &m, float &v)
@@ -186,8 +186,8 @@ __device__ static inline void advance_one(const rule &r, const numbers *u, bool 
   for (int k = 0; k < ENG_NORMS; k++) sum[k] += (double)of[k] * of[k];
 }
 
-/// Rounds the N new weights, which begin at element i of the piece, to bf16, and sets `lost` to
-/// their rounding errors. Does nothing for f32 masters.
+/// Rounds the N new weights `w` to bf16, and sets `lost` to the rounding errors. w[0] is element i
+/// of the piece. Does nothing for f32 masters.
 template <int N> __device__ static inline void
 round_masters(const piece &p, const numbers *u, int i, float *w, float *lost)
 {
@@ -223,7 +223,7 @@ __device__ static inline double block_sums(const double (&sum)[ENG_NORMS])
 
 /// Updates all parameters, with one block per chunk. MORE is true for updates with norms or
 /// spike_clip, LOW if some masters are bf16. `partial` [chunks][ENG_NORMS] receives the sums of
-/// squares of each chunk; it is NULL if they are not wanted.
+/// squares of each chunk, or is NULL if norms are not wanted.
 template <int LOOP, bool MORE, bool LOW> __global__ static void
 __launch_bounds__(SPAN_THREADS, MORE || LOW ? 2 : 3)
 advance_all(const device_span *spans, const int32_t *chunk, const numbers *u, double *partial)
@@ -372,7 +372,7 @@ static struct {
   void       *norms;
   int64_t     norms_bytes;
   pinned_ring ring;
-  // device memory [ENG_UPDATE_SLOTS], followed by an int, found_inf
+  // the update counters [ENG_UPDATE_SLOTS], in device memory; the int found_inf follows them
   int64_t    *counters;
   int        *found;                 // pinned
 } pass;

@@ -226,7 +226,7 @@ struct copy_rule {
   }
 };
 
-// The kernels of this file are the only elementwise ones that accept FP8. Overflow becomes Inf, or
+// Of all elementwise kernels, only the kernels of this file accept FP8. Overflow becomes Inf, or
 // NaN in formats without Inf (core/base/fp8.h).
 __host__ __device__ static inline bool is_fp8(int d) { return d == ENG_e4m3 || d == ENG_e5m2; }
 

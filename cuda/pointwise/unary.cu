@@ -268,8 +268,8 @@ __device__ static double slope_double(int op, double v)
              v * exp(-0.5 * v * v) * 0.39894228040143267794;
     case ENG_OP_gelu_tanh: {
       double t = tanh(GELU_K * (v + GELU_C * v * v * v)), rest = 1.0 - t * t;
+      // where tanh is 1 or -1, `bend` is 0; the formula might yield 0 * inf
       double bend = rest == 0.0 ? 0.0 : 0.5 * v * rest * GELU_K * (1.0 + 3.0 * GELU_C * v * v);
-      // where tanh is flat the second term is 0, though v^2 may overflow
       return 0.5 * (1.0 + t) + bend;
     }
     default: return silu_slope_double(v);
