@@ -1,10 +1,11 @@
 -- Direct preference optimization in fp16 on synthetic preferences: of two sequences, the one that
 -- counts upward is preferred. The loss is -log sigmoid(beta * (margin of the trained model - margin
 -- of the frozen reference)); a margin is log p(preferred) - log p(other). Log-probabilities are
--- sums over tokens, so gradients vary strongly. The example compares policy=dynamic with guarded,
--- which multiplies the scale by 0.3 at an overflow, down to a floor, pauses growth and clips at 1.
--- KL, the distance of the trained model pi from the reference, is estimated per token as
--- |log pi - log pi_ref| / T of a sequence of T tokens, averaged over all sequences.
+-- sums over tokens, so gradients vary strongly. The example compares policy=dynamic with guarded.
+-- At an overflow, guarded multiplies the scale by 0.3, down to a floor; after several overflows it
+-- pauses growth; it clips the gradient norm at 1. The KL per token of the trained model pi from the
+-- reference is estimated as |log pi - log pi_ref| / T for a sequence of T tokens, averaged over all
+-- sequences.
 --
 --   ./engine examples/dpo.lua
 --   ./engine examples/dpo.lua policy=dynamic

@@ -10,7 +10,7 @@
 -- chats.jsonl: {"messages":[{"role":"user","content":".."},{"role":"assistant","content":".."}]}
 -- pairs.jsonl: {"prompt":"..","chosen":"..","rejected":".."}
 --
--- The chat template in the folder turns conversations into text, or ChatML if the folder has none.
+-- The folder's chat template turns conversations into text. If there is none, ChatML is used.
 -- Prompts and answers of preferences are used unchanged.
 local engine = require "engine"
 local files = require "engine.base.file"

@@ -59,8 +59,8 @@ engine.optim.register("adamw_ramping", {
   end,
 })
 
--- Returns a function to call after each step. It measures r, and returns r for each layer's weight
--- by name.
+-- Returns a function to call after each step. This function measures r and returns r for each
+-- layer's weight, by name.
 local function travel(opt)
   local averages, seen = opt.fp8.averages:tensors(), {}
   return function()

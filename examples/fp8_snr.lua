@@ -145,8 +145,8 @@ local function text(db)
   return db == math.huge and "exact" or db == -math.huge and "inf" or ("%.2f"):format(db)
 end
 
--- count() collects, for each method, the share of products below 0 dB in each column, and a
--- histogram for the longest products of independent numbers.
+-- count() adds a method's results in one column: the share of dot products with an SNR below 0 dB
+-- and, for the longest dot products of independent numbers, a histogram of the SNR.
 local EDGES = { 0, 10, 20, 30, 40, 50, math.huge }
 local below, histograms = {}, {}
 local function count(name, column, db, at)
@@ -210,8 +210,8 @@ lab.table({ "below 0 dB", unpack(heads, 2) }, below)
 print(("\nHistograms of the SNR in dB: %s"):format(heads[#LENGTHS + 1]))
 lab.table({ "", "< 0", "0 to 10", "10 to 20", "20 to 30", "30 to 40", "40 to 50", "50 and more" },
   histograms)
--- Conclusions from the table: the spread of the variants for independent numbers of each length,
--- and the gain of promotion in the last column.
+-- Conclusions from the second table: how far the methods differ for independent numbers, over all
+-- lengths, and what promotion gains in the last column.
 local least, most, apart, last = math.huge, -math.huge, 0, #heads - 1
 for column = 1, #LENGTHS do
   local low, high = math.huge, -math.huge

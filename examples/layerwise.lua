@@ -9,7 +9,7 @@
 --   ./engine examples/layerwise.lua policy=dynamic
 --   ./engine examples/layerwise.lua seeds=5              compares the policies
 --
--- Measured with seeds=5. The loss is that of the classification at the end:
+-- Measured with seeds=5. `loss` is the classification loss at the end:
 --                                 loss              zero gradients, first layer   skipped of 300
 --   dynamic                       2.33 +- 0.14      all                           24.8
 --   dynamic, growth_interval=50   the same          all                           28.4

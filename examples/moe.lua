@@ -73,7 +73,7 @@ end
 function Net:forward(x, y) return self.classes(x + self.moe(x), y) end
 
 -- Draws n tokens. x holds 16 features and the domain, one-hot times 16. The class y depends on the
--- signs of three sums of two features, which are different features in each domain.
+-- signs of three weighted sums, each of two features. Every domain sums different features.
 local function drawn(n)
   local features, uniform = engine.randn(n, FEATURES):totable(), engine.rand(n):totable()
   local x, y = {}, {}

@@ -1,9 +1,9 @@
 -- REINFORCE in fp16 with heavy-tailed returns. A network learns to walk from one corner of a grid
 -- to the opposite one, against a wind that sometimes pushes it back. An episode that reaches the
--- corner returns 0.97^steps, and about one in `rare` of them returns `jackpot` times as much. So a
--- few batches have gradients that are hundreds of times larger than usual. A scale that follows the
--- largest gradient leaves the usual gradients near the smallest numbers of fp16. A scale for the
--- usual gradients overflows at the rare, large gradients.
+-- corner returns 0.97^steps. About one in `rare` of these episodes returns `jackpot` times as much.
+-- So a few batches have gradients that are hundreds of times larger than usual. A scale that
+-- follows the largest gradient leaves the usual gradients near the smallest numbers of fp16. A
+-- scale for the usual gradients overflows at the rare, large gradients.
 --
 --   ./engine examples/reinforce.lua
 --   ./engine examples/reinforce.lua policy=zclip run=walk        then: ./engine plot walk

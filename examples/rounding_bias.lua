@@ -4,7 +4,7 @@
 -- the next lower number of the grid, as a fraction of the grid's step:
 --   te      Transformer Engine's software path: P(up) = floor(256 f) / 256
 --   te amd  its AMD port, up if a random byte / 256 < f: P(up) = ceil(256 f) / 256
---   mslk    adds 22 random bits to the f32, even below 1, where the noise is narrower than a step
+--   mslk    adds 22 random bits to the f32; below 1, this noise is narrower than a step of the grid
 --   floats  uses the four bytes of a random float in [0, 1) as random bytes for four elements
 --           (measured for bytes 2 and 3: sign, exponent and leading fraction bits)
 --   exact   an ideal rule, P(up) = f; the engine with 24 random bits is within 2^-24 of it
@@ -57,8 +57,8 @@ local function floats(which)
   end
 end
 
--- Returns a function for the mean of x under the engine's rounding with `bits` random bits. 8 bits
--- round as te does.
+-- Returns a function that measures the mean of x after the engine's rounding with `bits` random
+-- bits. With 8 bits the engine rounds as te does.
 local function engine_mean(bits)
   return function(x, seed)
     engine.seed(seed)

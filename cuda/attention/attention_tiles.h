@@ -83,8 +83,7 @@ static inline eng_status schedule_of(schedule *plan, const attention_problem *p,
 }
 
 /// Computes two schedules: r->keys for blocks of key_rows keys, and r->queries for blocks of
-/// query_rows queries. All blocks of keys of a key head read the same queries and dy. Errors:
-/// SHAPE.
+/// query_rows queries. All key blocks of a key head read the same queries and dy. Errors: SHAPE.
 static inline eng_status schedule_backward(backward_room *r, const attention_problem *p,
                                            int key_rows, int query_rows, int width)
 {

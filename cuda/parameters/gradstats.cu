@@ -369,8 +369,8 @@ __device__ static inline void flush_bins(histogram *h, int dtype, unsigned long 
 }
 
 /// Fills the tallies of all chunks and, with HIST, the histograms of the tensors. With HIST a block
-/// takes consecutive chunks. They belong to few tensors, so the block rarely has to add its
-/// histogram to a tensor's.
+/// takes consecutive chunks. They belong to few tensors, so the block seldom adds its histogram to
+/// the histogram of a tensor.
 template <bool HIST>
 __global__ static void __launch_bounds__(SPAN_THREADS, RESIDENT)
   read_gradients(const device_span *spans, const int32_t *chunk, int chunks, tally *tallies,

@@ -1,8 +1,8 @@
 // The operation fp8_matmul on the card. The accumulator `hopper` runs on the tensor cores if
 // cuBLASLt supports the call (gemm_fp8.h): with scales by tensor from sm_89 on, with other scales
 // on sm_90. All other calls use the formula (fp8_plain.cu), which is slow. For the accumulator
-// `hopper` it gives the same numbers as Hopper's tensor cores. ENGINE_FP8_FORMULA=1 always uses the
-// formula, for comparison.
+// `hopper`, the formula gives the same numbers as Hopper's tensor cores. ENGINE_FP8_FORMULA=1
+// always uses the formula, for comparison.
 //
 // With scales by block, the tensor cores start a new sum every 128 products along K, so a promotion
 // interval of 128 or more gives the same result as no promotion. With scales by tensor or by row,

@@ -2,8 +2,8 @@
 // order. A line is a row of x or, if `turned`, a column.
 //
 // rotate_columns, the fast kernel, transforms groups of 16 elements of columns in registers and
-// transposes the result in shared memory. For all other calls, rotate takes WIDE lines in a block
-// of threads and transforms one group of n adjacent elements in each.
+// transposes the result in shared memory. For all other calls, a block of threads of the kernel
+// `rotate` transforms one group of n adjacent elements in each of WIDE lines.
 #include "kernel/element.h"
 #include "kernel/vector.h"
 
@@ -76,7 +76,8 @@ enum {
   CHUNKS = GROUPS * GROUP / 8    // 16-byte parts of a column of the result
 };
 
-/// Rounds x to f32 toward zero, and sets the last bit if that is inexact, as f32_odd_from_f64 does.
+/// Rounds x to f32 toward zero. If the result is inexact, sets its last bit, as f32_odd_from_f64
+/// does.
 __device__ inline float odd_from(double x)
 {
   const float low = __double2float_rz(x);

@@ -1,6 +1,6 @@
 // Microsoft's FP4: msamp_fp4, bit-equal to core/cpu/reference_msamp.c, with the formulas of
-// core/base/msamp_fp4.h. A block of threads takes one row. It finds the bits of the two bounds
-// of clamping one by one: for each bit, it counts how many elements are below a candidate.
+// core/base/msamp_fp4.h. A block of threads takes one row. It finds each of the two clamping bounds
+// bit by bit: for each bit, it counts how many elements are below a candidate.
 #include "kernel/element.h"
 
 extern "C" {

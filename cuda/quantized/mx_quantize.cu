@@ -10,9 +10,9 @@
 // the numbers in the tile.
 //
 // The amax of the tensor is a maximum of integers, and the number of NaN is an integer sum, so
-// neither depends on order. NVFP4 needs the amax first, so a separate pass finds both. For other
-// rules, the kernels find both. With a Hadamard transform, the transposed copy is made from the
-// result of cuda_hadamard.
+// neither depends on order. For NVFP4, whose scales depend on the amax, a separate pass finds the
+// amax and the number of NaN first. For the other rules, the kernels that quantize also find them.
+// With a Hadamard transform, the transposed copy is made from the result of cuda_hadamard.
 #include "mx_registers.h"
 
 extern "C" {
@@ -67,8 +67,8 @@ survey_all(const void *x, int dtype, int64_t count, bool aligned, survey *seen)
   report(seen, top, nan);
 }
 
-/// Writes the amax, to *again too if `again` is not NULL, and the number of NaN. The amax is *given
-/// or, if `given` is NULL, the result of the survey. Runs in one thread.
+/// Writes the amax to *amax and, unless it is NULL, to *again, and the number of NaN to *nan. The
+/// amax is *given or, if `given` is NULL, the result of the survey. Runs in one thread.
 __global__ void finish(const survey *seen, const float *given, bool finite, float *amax,
                        float *again, int64_t *nan)
 {

@@ -24,8 +24,8 @@ struct mx_side {
   uint8_t *q, *scale;
   int      high, wide;
   divider  by_high, by_wide;
-  int64_t  scale_row, scale_column;    // strides of `scale` from a block of x to the next
-                                       // block below, and to the next block on the right
+  int64_t  scale_row, scale_column;    // strides of `scale`: from a block of x to the block
+                                       // below it, and to the block on its right
   int64_t  length;                     // of a row of the result
   int64_t  random;                     // Philox block of the first element
   bool     turned;                     // the result is for the transposed x
@@ -34,8 +34,9 @@ struct mx_side {
 };
 
 /// The rule and format of mx_scale as numbers. Let b be the bits of amax * by, plus `half`. A
-/// scale's code is the exponent field of b + up, less emax, clamped to 0 .. 254. But it is 0 if
-/// b is at most `zero`, and `over` if the bits of amax, plus `slack`, are at least those of Inf.
+/// scale's code is `over` if the bits of amax, plus `slack`, are at least the bits of Inf.
+/// Otherwise it is 0 if b is at most `zero`. Otherwise it is the exponent field of b + up, minus
+/// emax, clamped to 0 .. 254.
 struct mx_power {
   float    by;
   uint32_t half, up, zero, slack, over;

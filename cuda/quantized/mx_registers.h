@@ -90,7 +90,7 @@ struct scale_codes {
   __device__ uint32_t operator[](int k) const { return w[k / 4] >> k % 4 * 8 & 0xFFu; }
   __device__ void set(int k, uint32_t code)
   { w[k / 4] = (w[k / 4] & ~(0xFFu << k % 4 * 8)) | code << k % 4 * 8; }
-  /// Whether one of the codes is `code`: whether w ^ (`code` in each byte) has a byte that is 0.
+  /// Whether one of the codes is `code`. Looks for a zero byte in w ^ (`code` in each byte).
   __device__ bool any(uint32_t code) const
   {
     const uint32_t ones = 0x01010101u, a = w[0] ^ code * ones, b = w[1] ^ code * ones;
@@ -217,9 +217,9 @@ __device__ inline bool find_amaxes(uint32_t (&own)[eight<T>::WORDS],
 // ------------------------------------------------------------------ four over six
 
 /// Returns the sum of nvfp4_error over a row of a block of x or, for the transposed copy, over a
-/// column. The row or column belongs to p.lanes lanes, which are `stride` lanes apart. In each
-/// of them, x holds eight of its numbers. Each lane in turn adds its errors to the sum of the lanes
-/// before it.
+/// column. The row or column is spread over p.lanes lanes, which are `stride` lanes apart; x holds
+/// the eight numbers of this lane. The lanes add their errors to the sum one after the other, so
+/// the order is fixed.
 __device__ inline float error_of(const float (&x)[EIGHT], float2 by, const mx_job &p, float amax,
                                  int stride)
 {
@@ -268,8 +268,8 @@ __device__ inline float sum_of_rows(float (&error)[DOWN], int lanes)
   return error[0];
 }
 
-/// Replaces codes of scales that map an amax to 6 by codes that map it to 4, if these have a
-/// smaller error.
+/// Decides for each block whether its scale maps the block's amax to 6 or to 4: replaces its code
+/// in `own` and `turned` by the code in `own4` and `turned4` if this makes the error smaller.
 template <typename T>
 __device__ inline void choose(scale_codes &own, scale_codes &turned, const scale_codes &own4,
                               const scale_codes &turned4, const mx_job &p, eight<T> (&v)[DOWN],
@@ -363,8 +363,8 @@ __global__ void __launch_bounds__(TILE_THREADS, sizeof(T) == 2 && !FOUR_OVER_SIX
 quantize_in_registers(const __grid_constant__ mx_job p)
 {
   __shared__ float2 table[256];        // for each code of a scale: factor on elements, value
-  // If seen is NULL, survey_all has just read x, whose end may still be in the cache. So tiles then
-  // go from the last to the first.
+  // If p.seen is NULL, survey_all has just read x, and the end of x may still be in the cache. In
+  // this case the tiles are processed from the last to the first.
   const unsigned tile = p.seen ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   place at;

@@ -12,8 +12,8 @@ namespace {
 
 enum { THREADS = 256, WARPS = THREADS / 32, EIGHT = 8, PIECE = 1024 };
 
-/// The tables that kernels take as an argument: NF4's numbers, the midpoints between them, and the
-/// number that each code of an absmax stands for.
+/// The tables that kernels take as arguments. four_bits has NF4's numbers and the midpoints between
+/// them; eight_bits has the number that each code of an absmax stands for.
 struct four_bits { float number[16], middle[15]; };
 struct eight_bits { float map[NF4_GROUP]; };
 

@@ -166,7 +166,7 @@ quantize_numbers(const T *x, const job p, bool turned)
   if (E == 6 && first < count) put_e5m6((uint32_t *)s.q + first / 8 * 3, y);
 }
 
-/// Finds the bits of the largest magnitude of all numbers, or those of a NaN if x contains one.
+/// Finds the bits of the largest magnitude of x, or the bits of a NaN if x contains a NaN.
 template <typename T> __global__ static void __launch_bounds__(THREADS)
 whole_amax(const T *x, int64_t count, uint32_t *amax)
 {
@@ -221,8 +221,8 @@ static side side_of(const op_call *call, bool turned, int64_t rows, int64_t colu
 }
 
 /// Finds the maxima of one side's blocks and, unless x is processed by tiles, computes the factors
-/// and scales. With `both`, also writes the scales of the other side, whose blocks are the same. A
-/// warp's strip has as few rows as possible while all blocks of threads can still run at the same
+/// and scales. With `both`, also writes the scales of the other side, whose blocks are the same.
+/// Strips are as short as possible without making more blocks of threads than can run at the same
 /// time.
 template <typename T>
 static eng_status find_scales(const T *x, const job *p, const side *s, const side *other, bool both)

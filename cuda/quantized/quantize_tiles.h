@@ -188,7 +188,8 @@ __device__ static inline void divide_all(shared_tile &t, const eight<T> (&of)[DO
       v[0] >>= 16;
       continue;
     }
-    // shifts the words, so that v[0] has the next number: register indices must be constant
+    // shifts the words, so that v[0] always has the next number: an array is kept in registers only
+    // if its indices are constant
 #pragma unroll
     for (int i = 0; i < DOWN * WORDS - 1; i++) v[i] = v[i + 1];
   }
@@ -428,10 +429,11 @@ __device__ static inline void receive_tile(eight<T> (&v)[DOWN], const uint4 *sta
   }
 }
 
-/// The number of blocks per multiprocessor. The compiler limits the registers for this number, and
-/// the host sizes the grid by it. With SWIGLU, two blocks fit in shared memory only from sm_90 to
-/// below sm_120. For other cards, the kernel with SWIGLU is compiled for one block, which may then
-/// use more registers; the host still launches two per multiprocessor, and the second waits.
+/// The number of blocks per multiprocessor. The compiler limits registers so that this many blocks
+/// fit, and the host launches this many per multiprocessor. With SWIGLU, two blocks fit in shared
+/// memory only from sm_90 to below sm_120. For other cards, the kernel with SWIGLU is compiled for
+/// one block, which may then use more registers; the host still launches two per multiprocessor,
+/// and the second waits.
 template <typename T, bool SWIGLU> constexpr int tiles_resident(void)
 {
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)

@@ -249,7 +249,8 @@ __device__ static void finish(const scatter &s, int64_t to, typename Lanes::numb
   Lanes::store(s.dx, s.dx_dtype, to, sum);
 }
 
-// Clears the rows of 32 adjacent places that no index picks, one segment of each. Called by a warp.
+// Examines 32 adjacent places and, if no index picks a place, clears one segment of its row. Called
+// by a warp.
 __device__ static void clear_rows(const scatter &s, int64_t warp)
 {
   const int64_t groups = (s.a.size + 31) / 32, segments = (s.row_bytes + SEGMENT - 1) / SEGMENT,
@@ -273,7 +274,7 @@ __device__ static void clear_rows(const scatter &s, int64_t warp)
 }
 
 // Sums the picks of a chunk. A thread takes V columns of one chunk; consecutive threads take
-// adjacent columns. Blocks beyond the first `threads` threads clear rows.
+// adjacent columns. The blocks after the first `threads` threads only clear rows.
 template <class Lanes>
 static __global__ void __launch_bounds__(WALK_THREADS, 3)
   chunk_kernel(const scatter s, int64_t threads, int64_t vectors)
@@ -323,8 +324,8 @@ static __global__ void __launch_bounds__(WALK_THREADS, 3)
   }
 }
 
-// Adds the parts of each place that continues after the chunk in which it begins. The threads of
-// that chunk do this.
+// Adds up the partial sums of each place whose picks are in more than one chunk. The threads of the
+// place's first chunk do this.
 template <class Lanes>
 static __global__ void __launch_bounds__(WALK_THREADS)
   combine_kernel(const scatter s, int64_t threads, int64_t vectors)
@@ -339,7 +340,7 @@ static __global__ void __launch_bounds__(WALK_THREADS)
   uint64_t place = s.word[last] >> s.shift;
   if (place != s.word[last + 1] >> s.shift || place >= (uint64_t)s.a.size) return;
   if (chunk > 0 && place == s.word[chunk * RUN - 1] >> s.shift) return;   // the place began earlier
-  // The last chunk that holds picks of this place, found with steps that grow and then shrink.
+  // Finds the last chunk that holds picks of this place, with steps that grow and then shrink.
   int64_t end = chunk + 1, step = 1;
   auto holds = [&](int64_t c) { return c < s.chunks && s.word[c * RUN] >> s.shift == place; };
   for (; holds(end + step); step *= 2) end += step;

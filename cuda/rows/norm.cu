@@ -292,9 +292,10 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
 
 // ---- backward
 
-/// How many blocks fit on a multiprocessor at once: GRAD_RESIDENT blocks of 128 threads, or
-/// GRAD_BLOCKS blocks of the kernel's size. An H200 has MULTIPROCESSORS multiprocessors. A group
-/// has at least BLOCK_LEAST rows, if there are enough.
+/// GRAD_RESIDENT is the number of blocks of 128 threads that fit on a multiprocessor at once,
+/// GRAD_BLOCKS the number of blocks of the kernel's size. An H200 has MULTIPROCESSORS
+/// multiprocessors. A group of threads processes at least BLOCK_LEAST rows, if there are enough
+/// rows.
 constexpr int GRAD_RESIDENT[5] = {0, 6, 4, 3, 2};   // [V]
 template <int V, int ROW>
 constexpr int GRAD_BLOCKS = GRAD_RESIDENT[V] * 128 / BLOCK_THREADS<ROW>;
@@ -519,8 +520,8 @@ template <bool ADDS> static norm_choice backward_kernel(int dtype, int64_t n)
   return with_fast_format(dtype, [=](auto t) { return backward_kernel_of<decltype(t), ADDS>(n); });
 }
 
-/// Sets *data and *dtype to those of x, which may be NULL. Clears `fast` if x is not f32, f16 or
-/// bf16, and p->whole if x is not 16-byte aligned.
+/// Sets *data and *dtype to the data and the dtype of x, or to NULL and f32 if x is NULL. Clears
+/// `fast` if x is not f32, f16 or bf16, and p->whole if x is not 16-byte aligned.
 static void look_at(norm_call *p, bool *fast, const tensor *x, const void **data, int32_t *dtype)
 {
   *data = x ? x->data : NULL;

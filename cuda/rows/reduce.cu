@@ -115,8 +115,8 @@ template <int RULE, class T> struct packed : floats<RULE, 16 / sizeof(T)> {
 
 // ------------------------------------------------------------------ several threads per result
 
-/// Combines groups `first`, first + step and so on, below `stop`, of the result whose elements
-/// begin at offset `base`.
+/// Combines groups first, first + step and so on, below `stop`, of one result. The elements of this
+/// result begin at offset `base` of x.
 template <class P>
 __device__ static typename P::total sum_groups(const walk<1> &gone, int64_t base, int64_t first,
                                                int64_t step, int64_t stop)
@@ -308,8 +308,8 @@ template <int RULE> static eng_status reduce(const op_call *call)
   r.y_dtype = y->dtype;
   if (r.results >= 1ll << 31 || r.each >= 1ll << 40 || (r.gone.ndim > 1 && r.each >= 1ll << 31))
     return error_set(ENG_ERR_SHAPE,
-                     "%s: expected fewer than 2^31 results, each of fewer than 2^31 elements "
-                     "(2^40 if they lie along one dimension), got %s",
+                     "%s: expected fewer than 2^31 results, each from fewer than 2^31 elements "
+                     "(fewer than 2^40 if only one dimension is reduced), got %s",
                      eng_op_name(call->op), tensor_text(x));
   bool whole = !is_float(x->dtype) && !is_float(y->dtype), fast = is_fast(x->dtype);
   bool beside =

@@ -91,8 +91,8 @@ __device__ static inline quad<float> get(const e4m3_t *packed, const float *scal
   return v;
 }
 
-/// Returns the scales of `piece`, a part of a message in E4M3. They follow its `count` codes of one
-/// byte.
+/// Returns the scales of `piece`, a part of a message in E4M3. A piece is `count` codes of one byte
+/// each, followed by the scales.
 template <class W>
 __device__ static inline float *scales_of(W *piece, int64_t count)
 { return (float *)((char *)piece + count); }
@@ -157,8 +157,8 @@ __global__ void __launch_bounds__(THREADS) unpack(const wire_run *runs, int n)
 
 /// Sums the terms of n ranks, each term divided by `share`, in the order that comm.h defines. p is
 /// the largest power of two that does not exceed n. Term k + p is added to term k. The p results
-/// are merged as in a binary counter: two partial sums are added as soon as they cover equally many
-/// results.
+/// are merged as in a binary counter: two partial sums are added as soon as both contain the same
+/// number of results.
 template <class W>
 __global__ void __launch_bounds__(THREADS)
   sum(W *out, const void *const *terms, int n, int p, int64_t count, float share)
