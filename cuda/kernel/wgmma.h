@@ -45,7 +45,8 @@ template <int REGISTERS>
 __device__ static inline void more_registers()
 { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS)); }
 
-/// Makes a product see earlier writes to the registers that it reads or adds to.
+/// Makes earlier writes to registers visible to the products that read these registers or add to
+/// them.
 __device__ static inline void group_begin()
 { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ static inline void group_commit()
