@@ -172,7 +172,7 @@ end
 -- ------------------------------------------------------------------ parts that load on demand
 
 -- Field of `engine` -> { the module that provides it, the field's name in that module (nil: the
--- module itself becomes the field), first = a module that must load before }.
+-- module itself becomes the field), first = another module that must be loaded first }.
 local parts = {
   nn = { "engine.nn" },
   lora = { "engine.nn.lora" },

@@ -2,7 +2,8 @@
 --
 --   local cfg = engine.config(
 --     { lr = 3e-4, steps = 1000, model = { width = 384 }, precision = "fp16" },
---     { lr = "peak learning rate", ["model.width"] = "features per token", steps = "to make",
+--     { lr = "peak learning rate", ["model.width"] = "features per token",
+--       steps = "number of steps",
 --       precision = { "recipe", choices = { "fp32", "bf16", "fp16" } } },
 --     { count = "steps model.width", positive = "lr" })
 --
@@ -60,8 +61,8 @@ local function fail(format, ...)
   error(setmetatable({ message = "config: " .. format:format(unpack(parts)) }, usage_error), 0)
 end
 
---- Ends the script with a message about its arguments (a format and its values), without a
---- traceback. Scripts call it in their own checks.
+--- Ends the script with an error message and no traceback. Takes a format and its values. Scripts
+--- call this function when they check their own settings.
 config.fail = fail
 
 -- Returns the kind of a default: number, boolean, string, list, table (nested fields), or nil for a
@@ -208,8 +209,8 @@ end
 local function finite(x) return x > -math.huge and x < math.huge end
 local function whole(x) return x % 1 == 0 and x < 2 ^ 53 end
 
--- The ranges by name. A range of numbers has a description and a test. A range of strings has a
--- function `problem`, which returns what is wrong with a string, or nil.
+-- Range name -> range. A range of numbers is { description, test function }. A range of strings has
+-- a function `problem`, which returns what is wrong with a string, or nil.
 local RANGES = {
   count = { "a whole number of 1 or more", function(x) return x >= 1 and whole(x) end },
   natural = { "a whole number of 0 or more", function(x) return x >= 0 and whole(x) end },
@@ -238,10 +239,10 @@ local RANGES = {
   end },
 }
 
---- The ranges by name. Modules of other folders add more: policy/policy.lua adds `policy`.
+--- Range name -> range. Other modules add ranges: policy/policy.lua adds `policy`.
 config.ranges = RANGES
 
--- Converts { count = "steps width", ... } to a table from each field's name to its range.
+-- Converts `kinds`, such as { count = "steps width" }, to a table: field name -> range.
 local function ranges_of(kinds, fields)
   local ranges = {}
   for kind, names in pairs(kinds or {}) do

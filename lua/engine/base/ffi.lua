@@ -40,7 +40,7 @@ local function places()
     list[#list + 1] = host.library:match("^(.*)/[^/]*$")
   end
   list[#list + 1] = os.getenv("ENGINE_LIBRARY_DIR")
-  -- the folders in which the source tree, `make install` and LuaRocks put the library
+  -- the folders into which `make`, `make install` and LuaRocks put the library
   for _, relative in ipairs { "/../../build", "/../../../../lib/engine",
     "/../../../../lib/lua/5.1/engine" } do
     list[#list + 1] = home .. relative
@@ -119,8 +119,8 @@ function M.check(status, bare)
   M.raise(M.message())
 end
 
---- Returns a value as text of one line for messages: "'text'" (up to 200 bytes of it, control
---- characters as \xNN), "5", "a table", "nothing".
+--- Returns a value as one line of text for messages, such as "'text'", "5", "a table" or "nothing".
+--- Cuts a string to 200 bytes, and writes its control characters as \xNN.
 function M.value_text(v)
   if v == nil then return "nothing" end
   if type(v) == "string" then      -- cuts between two UTF-8 characters

@@ -66,8 +66,8 @@ local function main(given)
     local good
     good, tokenizer = pcall(engine.tokenizer, given.words[1])
     if not good then
-      options.fail("%s; hint: --prompt and texts in --stop need the tokenizer; without one, " ..
-        "give ids, as in --tokens 1,2,3", tokenizer)
+      options.fail("%s; hint: --prompt and texts in --stop need the tokenizer; without a " ..
+        "tokenizer, give ids, as in --tokens 1,2,3", tokenizer)
     end
   end
   for _, text in ipairs(given.prompt) do

@@ -21,7 +21,8 @@ local function options_of(given, job, kind)
 end
 
 -- Prepares the job's trainer, so that the process ends when the trainer's run ends. The trainer
--- writes a checkpoint when one is due, because a policy may roll back to it, but none at the end.
+-- still writes the checkpoints that are due, because a policy may roll back to them. It writes no
+-- extra checkpoint at the end of the run.
 local function prepare(trainer, job)
   if job.state then trainer.policy:restore(job.state) end
   local run_files, ending = trainer.run_files, trainer.by_hand and "close" or "run"

@@ -65,8 +65,8 @@ local function time_text(s)
 end
 
 -- Returns one line of advice if, on `ranks` ranks, a smaller bucket saves at least 1 MiB and a
--- tenth of each rank's memory; else nil. Halves the bucket as long as each halving saves at least
--- 5 %.
+-- tenth of each rank's memory; else nil. To find this bucket, halves the size until a halving saves
+-- less than 5 % of the memory.
 local function smaller_bucket(job, params, options, ranks)
   local plan = require "engine.dist.plan"
   local function with(bucket, zero)

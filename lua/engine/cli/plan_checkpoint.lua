@@ -43,8 +43,9 @@ function M.predict(trainer, which)
   local left = forward(trainer)
   model:checkpoint(false)
   local all, most, seconds = forward(trainer, watched)
-  -- Without checkpointing, memory peaks at the loss. The loss and its gradient take (peak - all)
-  -- bytes, with and without checkpointing.
+  -- Without checkpointing, memory peaks while the loss and its gradient are computed. At this
+  -- peak, (peak - all) bytes more are in use than after the forward pass. Checkpointing does not
+  -- change this difference.
   return { plain = peak, block = left + math.max(peak - all, most),
     time = 1 + trainer.accumulate * seconds / step }
 end

@@ -4,9 +4,9 @@
 --
 -- A job runs this program under mpirun (`engine plan SCRIPT ... role=rank`). Each rank runs the
 -- script up to its trainer, makes steps with that trainer and prints a line of measurements. Before
--- the jobs, this module times a single process, and then one process on every core at the same
--- time, all without mpirun. The first time is the time of a step in the predictions; the ratio of
--- the second to the first is the slowdown from shared caches and memory.
+-- the jobs, this module measures how long a step takes, without mpirun: t1 in a single process, and
+-- t2 while every core runs a process. The predictions use t1 as the time of a step, and t2 / t1 as
+-- the slowdown from shared caches and memory.
 local M_ffi = require "engine.base.ffi"
 local process = require "engine.base.process"
 
@@ -66,8 +66,9 @@ local function mpirun(n)
     .. "mpirun --oversubscribe --bind-to none -np %d"):format(n)
 end
 
--- Two processes on this machine run this code. To sum 2^20 floats over the two processes, each
--- process sends 2^22 bytes, so the time of a byte is b / 2^22.
+-- Two processes on this machine run this code. It measures the seconds of two sums over the two
+-- processes: `a` for one float, which is one message, and `b` for 2^20 floats. For the second sum,
+-- each process sends 2^22 bytes, so a byte takes b / 2^22 seconds.
 local MESSAGES = [[local e, f = require("engine"), require("engine.base.ffi")
 local C, w, v = f.C, e.ranks.world(), f.new("float[?]", 2^20)
 local function time(g, n)

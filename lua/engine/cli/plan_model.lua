@@ -8,8 +8,9 @@ local M = {}
 
 -- The uses of a model: { name, weights, gradients, moments, precision recipe (for training) }. The
 -- three numbers are bytes per parameter. Weights include the low-precision copies that matrix
--- products read. Moments are AdamW's, and with bf16_kahan include Kahan's compensation. Norms and
--- biases have no low-precision copies, so these totals differ slightly from eng_params_bytes.
+-- products read. Moments are those of AdamW; for bf16_kahan, this number includes Kahan's
+-- compensation. Norms and biases have no low-precision copies, so the totals differ slightly from
+-- eng_params_bytes.
 M.USES = {
   { "evaluate, f32", 4, 0, 0 }, { "evaluate, bf16 or f16", 2, 0, 0 },
   { "train, precision fp32", 4, 4, 8, "fp32" }, { "train, precision bf16", 6, 4, 8, "bf16" },
@@ -18,9 +19,15 @@ M.USES = {
   { "train, bf16_kahan", 2, 4, 10, "bf16_kahan" },
 }
 
---- Returns facts about the model that the fields of a config.json describe: { class, parameters and
---- tensors (their numbers), extra, context, token (the number of elements that generation caches
---- for one token; nil for a model that does not generate) }. Error messages begin with `where`.
+--- Returns facts about the model that the fields of a config.json describe. Error messages begin
+--- with `where`. The result has the fields
+---   class       the model's class
+---   parameters  the number of elements in all parameters
+---   tensors     the number of parameter tensors
+---   extra       the model's sizes as text, such as its width and its number of layers
+---   context     the context length in tokens
+---   token       the number of elements that generation caches for one token; nil for a model that
+---               does not generate
 function M.facts(fields, where)
   return require("engine").scope(function()
     local model = hf.shapes(fields, where)

@@ -58,7 +58,7 @@ end
 local function main(given, history)
   local views = require "engine.report.views"
   if given.group then
-    options.fail("--group draws several runs; to draw one, leave it out")
+    options.fail("--group draws several runs; to draw one run, leave out --group")
   end
   if given.heatmap then
     if given.svg or given.png then

@@ -16,8 +16,8 @@ local M = {}
 -- Exit statuses.
 local AGREE, FAILED, DIFFER, INTERRUPTED = 0, 1, 2, 130
 
--- Seconds between polls, and between updates of the live line. If a process is still alive PATIENCE
--- seconds after its first SIGTERM, every update of the live line sends it one more.
+-- POLL and LIVE: the seconds between polls, and between updates of the live line. If a process is
+-- still alive PATIENCE seconds after its first SIGTERM, every update sends another SIGTERM.
 local POLL, LIVE, PATIENCE = 0.05, 1, 10
 
 -- ------------------------------------------------------------------ the live run

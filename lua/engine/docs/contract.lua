@@ -106,10 +106,10 @@ local function words(add_word)
   end
 end
 
---- Adds the entries. trainer: the entry of engine.trainer. An entry that is added with add_word is
---- secondary: `engine help` shows it only if no entry that is added with `add` has the name. The
---- pages of the reference leave these entries out, because other entries already contain their
---- texts.
+--- Adds the entries. trainer: the entry of engine.trainer. `add` adds a main entry, add_word a
+--- secondary entry. `engine help NAME` shows secondary entries only if no main entry has this name.
+--- The pages of the reference leave out secondary entries, because main entries already contain
+--- their texts.
 function M.read(trainer, add, add_word)
   tables(add)
   if trainer then options(trainer, add) end

@@ -14,7 +14,7 @@ local function upvalue(f, wanted)
   end
 end
 
--- Returns where a function is defined, { path =, line = }; nil if this is not in lua/engine.
+-- Returns where a function is defined, { path =, line = }; nil for a function outside lua/engine.
 local function definition(f)
   local info = debug.getinfo(f, "S")
   local path = info.source:match("^@(.*)$")

@@ -72,8 +72,9 @@ local function last_part(name) return name:match("([^.:]+)$") or name end
 -- Returns a name in lower case, with '-' for each space and '_'.
 local function plain(name) return (name:lower():gsub("[ _]", "-")) end
 
--- Returns two lists: the entries whose full name is `name`, and the entries whose name only ends in
--- `name`. If the first list would be empty, returns the second in its place, and an empty list.
+-- Returns two lists: the entries whose full name is `name`, and the entries whose name ends in
+-- `name`. If no full name is `name`, the first list has the entries whose name ends in `name`, and
+-- the second list is empty.
 local function search(list, name)
   local full, parts = {}, {}
   for _, form in ipairs { tostring, plain } do         -- first exact names, then plain names
@@ -109,9 +110,9 @@ local function methods(list, name)
   return #near > 0 and near or all
 end
 
---- Returns the two lists of search() for `name` (`gelu` finds tensor:gelu by the end of its name)
---- or, for VARIABLE:METHOD, the methods of this name. Searches self.words only if self.entries has
---- no such entry.
+--- Returns the two lists of search() for `name`, so that `gelu` finds tensor:gelu. If they are
+--- empty and `name` is VARIABLE:METHOD, returns the methods of this name. If there are none,
+--- returns the result of search() in self.words.
 function Index:find(name)
   local found, others = search(self.entries, name)
   if #found == 0 then found = methods(self.entries, name) end

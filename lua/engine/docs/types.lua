@@ -14,8 +14,8 @@ local function types_of(text)
   return map
 end
 
--- Types that the reference does not give. All other fields are `any` in the trainer's options and
--- `number` elsewhere.
+-- Types that the reference does not give. A field that is not in this list has the type `any` if it
+-- is an option of the trainer, and `number` otherwise.
 local TYPE = types_of [[
 policy.name policy.doc verdict.reason trainer.activations trainer.run tensor.dtype: string
 tensor.device: string
