@@ -353,8 +353,8 @@ describe("data of documents", function()
       data.mix { batch = 20, loaders = { data.lines(lines), data.lines { path = lines.path,
         batch = 1, context = 5 } } }:next()
     end)
-    assert.matches("data.mix: [xy] is i32 %[1 x %d+%] in batches of loader %d and i32 "
-      .. "%[1 x %d+%] in those of loader %d; expected rows of one dtype and shape", message)
+    assert.matches("data.mix: [xy] is i32 %[1 x %d+%] in batches of loader %d, but i32 "
+      .. "%[1 x %d+%] in batches of loader %d; expected rows of one dtype and shape", message)
   end)
 
   it("a mixture refuses a field that only some batches have, whichever comes first", function()
@@ -369,7 +369,7 @@ describe("data of documents", function()
     for seed = 1, 8 do
       assert.error_matches(function()
         data.mix { loaders = { loader("x"), loader("x", "mask") }, batch = 16, seed = seed }:next()
-      end, "data.mix: batches of loader 2 have mask, but those of loader 1 do not")
+      end, "data.mix: batches of loader 2 have the field mask, but batches of loader 1 lack it")
     end
   end)
 
@@ -513,8 +513,8 @@ describe("data of documents", function()
       "because encode is not an engine.tokenizer, got 'x'")
     with_options("encode = {}", "expected encode to be a function from a text to a list of ids, " ..
       "or an object with such a method, got a table")
-    with_options("encode = function() end", "expected end_token = the id of the token that ends " ..
-      "a document (false: none), because encode is given")
+    with_options("encode = function() end", "expected the option end_token, the id of the token " ..
+      "that ends a document, or false for no such token, because encode is given")
     with_options("batch = 2 ^ 20, context = 2 ^ 20", "a batch of 1048576 rows of 1048576 tokens " ..
       "is too large; expected at most 268435456 tokens")
     with_options("end_token = 1, encode = function() end",

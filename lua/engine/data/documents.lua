@@ -214,8 +214,8 @@ end
 
 -- ------------------------------------------------------------------ tokens
 
--- Returns the function that converts a text to its ids. encode: this function; or an object that
--- has it as its method `encode`; or false, which makes the text's bytes the ids.
+-- Returns the function that converts a text to its ids. encode: this function, or an object with a
+-- method `encode`, such as a tokenizer. If `encode` is false, the bytes of the text are the ids.
 local function encoder(name, encode)
   if not encode then return function(text) return text end end
   if type(encode) == "function" then return encode end
@@ -375,8 +375,8 @@ end
 function M.new(name, records, format, o)
   local encode = encoder(name, o.encode)
   if o.encode and o.end_token == nil then
-    raise("data.%s: expected end_token = the id of the token that ends a document (false: none), "
-      .. "because encode is given", name)
+    raise("data.%s: expected the option end_token, the id of the token that ends a document, or "
+      .. "false for no such token, because encode is given", name)
   end
   local self = setmetatable({ name = name, records = records, format = format, bad = o.bad,
     encode = encode, bytes = not o.encode,

@@ -110,9 +110,9 @@ function Loader:state()
   return state
 end
 
---- Moves to a saved position, and continues with the version of the shuffled order that it was
---- saved with. Refuses a position that was saved by another kind of loader, or with another seed,
---- batch, context, shuffle or number of examples.
+--- Moves to a saved position. The loader continues with the version of the shuffled order that the
+--- position names. Refuses a position that was saved by another kind of loader, or with another
+--- seed, batch, context, shuffle or number of examples.
 function Loader:restore(state) self.at, self.order = position.check(state, self, IDENTITY) end
 
 --- Returns the number of batches in an epoch. Leftover examples that do not fill a batch are not
@@ -455,7 +455,8 @@ end
 --- image's class, from 0, in the order of the subfolders' names (loader.classes). Options:
 ---   path              the folder
 ---   size, channels    width and height in pixels (32); 3 for RGB, 1 for gray (3)
----   mean, std         of pixel values in 0..1: a number, or one for each channel (0.5, 0.25)
+---   mean, std         the numbers that normalize the pixel values, which are in 0..1: one number
+---                     for all channels, or a list with one for each channel (0.5, 0.25)
 ---   flip              true: mirrors each image with probability 1/2
 ---   from, to          the share of the images to use (0, 1), after a random shuffle that is always
 ---                     the same
@@ -509,8 +510,9 @@ end
 ---   encode            a function from a text to a list of token ids, or an object such as an
 ---                     engine.tokenizer, whose method encode(text, { special = false }) returns
 ---                     the ids; by default bytes are the tokens
----   end_token         the id of the token that ends a document (0 for bytes); false: none. If
----                     encode is an engine.tokenizer, also the text of the token ("<|endoftext|>")
+---   end_token         the id of the token that ends a document (0 for bytes), or false for no
+---                     such token. If encode is an engine.tokenizer, end_token may instead be the
+---                     token's text ("<|endoftext|>")
 ---   pack              true: documents follow each other in the rows; false: a row holds one
 ---                     document, and targets after its end are -100, which the loss ignores
 ---   batch, context    rows in a batch, and tokens in a row (8, 128)

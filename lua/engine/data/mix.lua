@@ -27,8 +27,8 @@ end
 local function want_fields(part, other, k, l)
   for key, value in pairs(part) do
     if type(other[key]) ~= type(value) then
-      raise("data.mix: batches of loader %d have %s, but those of loader %d %s", k, tostring(key),
-        l, other[key] == nil and "do not" or "have it with another type")
+      raise("data.mix: batches of loader %d have the field %s, but batches of loader %d %s", k,
+        tostring(key), l, other[key] == nil and "lack it" or "have it with another type")
     end
   end
 end
@@ -49,7 +49,7 @@ local function join(self, parts, from)
         local shape = x.shape
         shape[1] = row[1]
         if x.dtype ~= first.dtype or tensor.shape_text(shape) ~= tensor.shape_text(row) then
-          raise("data.mix: %s is %s %s in batches of loader %d and %s %s in those of loader %d; "
+          raise("data.mix: %s is %s %s in batches of loader %d, but %s %s in batches of loader %d; "
             .. "expected rows of one dtype and shape", tostring(key), first.dtype,
             tensor.shape_text(row), from[1], x.dtype, tensor.shape_text(x.shape), from[i])
         end

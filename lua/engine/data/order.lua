@@ -43,7 +43,8 @@ local function schedule(n, seed, epoch)
   local r = latest
   if r.n == n and r.seed == seed and r.epoch == epoch then return r end
   local a, b = absorb(absorb(0x243F6A88, seed), epoch), absorb(absorb(0x05A308D3, seed), epoch)
-  -- even with n = 2, both orders have probability 1/2 to within 2^-32 after 32 rounds
+  -- With 32 rounds, the two orders of n = 2 have probability 1/2 to within 2^-32. Every n gets two
+  -- more rounds for each of its bits.
   local bits = select(2, math.frexp(n))
   r.n, r.seed, r.epoch, r.rounds = n, seed, epoch, 32 + 2 * bits
   for round = 1, r.rounds do

@@ -48,9 +48,9 @@ local function chunks(handle, size)
   end
 end
 
--- Adds the records of a file. A record begins at a line that is not blank: with "lines", at every
--- such line; with "paragraphs", at one that has no line or a blank line before it; with "csv", at
--- one that does not start inside quotes.
+-- Adds the records of a file. A record begins at a line that is not blank. With "lines", every
+-- line that is not blank begins a record. With "paragraphs", the line must also be the first of the
+-- file or follow a blank line. With "csv", the line must also start outside quotes.
 local function scan(self, handle, f)
   local every, quote = self.kind ~= "paragraphs", self.kind == "csv" and QUOTE or -1
   local matters = self.kind == "csv" and '["\n]' or "\n"

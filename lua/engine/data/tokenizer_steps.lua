@@ -170,8 +170,8 @@ M.normalizers = {
 
 local SCHEMES = { always = 1, first = 2 }     -- flags of ENG_STEP_PREPEND
 
--- Returns Metaspace's character, and the flag of ENG_STEP_PREPEND that says where to prepend it
--- unless it is there already: 1 (to every piece), 2 (only at the start of the text) or nil (never).
+-- Returns Metaspace's character, and a flag for ENG_STEP_PREPEND, which prepends the character
+-- where it is missing: 1 (to every piece), 2 (only at the start of the text) or nil (never).
 local function metaspace(to, part)
   local scheme = field(to, part, "prepend_scheme", "string", "always")
   if part.add_prefix_space == false then scheme = "never" end
