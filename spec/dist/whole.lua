@@ -85,5 +85,5 @@ end
 engine.end_step()
 assert(ranks.reduce(found and 1 or 0, "max") == 1, "no rank has all of a small unit")
 good, message = pcall(train)
-assert(not good and message:find("the ranks used different weights, or used them in another", 1,
+assert(not good and message:find("the ranks did not use the same weights in the same order", 1,
   true), tostring(message))

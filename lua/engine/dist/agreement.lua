@@ -246,8 +246,8 @@ function Agreement:check()
 end
 
 --- Called between two steps and, with `ended`, after the last step. Compares the ranks when a
---- comparison is due. Raises an error if they differ, or if the comparison before an earlier
---- checkpoint found a difference.
+--- comparison is due. Raises an error if the ranks differ, or if an earlier call of check() found
+--- that they differ.
 function Agreement:between(ended)
   local trainer = self.trainer
   if not (self.drift or ended or self.on and trainer.steps_done % self.every == 0) then return end

@@ -79,8 +79,8 @@ function M.new(trainer, o)
   self.many = self.size > 1
   self.own_pass = self.many and o.mode ~= "lagged"   -- whether record() itself reads the gradients
   self.comm_dtype = self.many and o.comm_dtype or "own"
-  -- level: the ZeRO level, 0 to 3. zero: each rank updates only its part of the weights; divided:
-  -- it also keeps only that part's gradients; parted: it also keeps only that part of the weights
+  -- level: the ZeRO level, 0 to 3. zero: a rank updates only its part of the weights. divided: a
+  -- rank keeps only its part of the gradients. parted: a rank keeps only its part of the weights.
   self.level = self.many and o.zero or 0
   self.zero, self.divided, self.parted = self.level > 0, self.level > 1, self.level > 2
   if not self.many then return self end
@@ -135,9 +135,9 @@ function Reducer:share_buffers()
   end
 end
 
---- Gives all ranks the same weights: calls `spread`, which loads a checkpoint's weights on every
---- rank, or without `spread` broadcasts rank 0's weights. Then compares the checksums of the ranks'
---- weights, except after `spread` with ZeRO-3 or on one rank.
+--- Gives all ranks the same weights, and then compares the checksums of these weights. `spread` is
+--- a function that loads a checkpoint's weights on every rank; without it, rank 0's weights are
+--- broadcast. With `spread`, a single rank and ZeRO-3 skip the comparison.
 function Reducer:start(spread)
   local trainer = self.trainer
   if spread and (self.parted or not self.many) then   -- no two ranks hold the same weights
@@ -241,14 +241,15 @@ function Reducer:begin()
 end
 
 -- Updates self.drawn, the most random numbers that one micro-batch of this rank has drawn in this
--- step. Called before each micro-batch (`first`: the first one) and after the last one.
+-- step. Called before each micro-batch and after the last one. `first` is true in the call before
+-- the first micro-batch.
 local function note_drawn(self, s, first)
   self.drawn = first and 0
     or math.max(self.drawn, tonumber(random.place().counter - s.place.counter))
 end
 
---- Seeds the random numbers of this rank's micro-batch i from the number of this micro-batch in the
---- step, so that they do not depend on which rank runs it.
+--- Seeds the random numbers of this rank's micro-batch i. The seed depends on the micro-batch's
+--- number in the step, over all ranks, and not on the rank that runs the micro-batch.
 function Reducer:draw(s, i)
   local accumulate, place = self.trainer.accumulate, s.place
   if accumulate * self.size == 1 then return end
@@ -328,9 +329,10 @@ function Reducer:known_statistics(s)
   return self.known
 end
 
---- Stores in `s` what the record needs and the next step may overwrite: the signals; first_bad() of
---- batch_norm_over.lua, which says when this rank first gave inf or nan to a synchronized batch
---- norm; and, if the record is delayed, the tensors that overflowed on each rank.
+--- Stores in `s` the inputs of the record that the next step may overwrite: the signals;
+--- first_bad() of batch_norm_over.lua, which says when this rank first gave inf or nan to a
+--- synchronized batch norm; and, if the record is delayed, the tensors that overflowed on each
+--- rank.
 function Reducer:remember(s, delayed)
   s.signals, s.first_bad = signals.values, batch_norm_over.first_bad()
   if not delayed then return end
@@ -428,8 +430,8 @@ function Reducer:record(record, stats, s)
   self.wish = maxima[MAXIMA.wish] > 0
   if maxima[MAXIMA.hash] ~= -maxima[MAXIMA.minus_hash] then self:differ() end
   if maxima[MAXIMA.order] ~= -maxima[MAXIMA.minus_order] then
-    error("zero=3: the ranks used different weights, or used them in another order; hint: run " ..
-      "the same operations on every rank, or use zero=2", 0)
+    error("zero=3: the ranks did not use the same weights in the same order; hint: run the same " ..
+      "operations on every rank, or use zero=2", 0)
   end
   take_signals(self)
   if maxima[MAXIMA.unknown] > 0 then agree_on_signals(self, s.signals) end
@@ -514,7 +516,7 @@ function Reducer:updated()
 end
 
 --- Returns the number of the POSIX signal that ends the run, or nil. With several ranks, this is
---- the highest number of all ranks; the message of the last record brought it.
+--- the highest number on any rank, as reduced with the last record.
 function Reducer:interrupted()
   if not self.many then return interrupted_here() end
   return self.ended_by > 0 and self.ended_by or nil

@@ -38,7 +38,8 @@ function M.units(optimizer)
     quantized[tonumber(site.module.weight.slot)] = true
   end
   for i, p in ipairs(list) do
-    -- one unit for all experts: ranks use different experts, but every rank uses some of them
+    -- All experts of a layer are one unit: each rank uses only some of the experts, but all ranks
+    -- must receive the same units.
     local name = quantized[tonumber(p.tensor.slot)] and p.name
       or p.name:match("^(.*%f[^%z.]blocks%.%d+)%.") or p.name:match("^(.*%f[^%z.]experts)%.%d+%.")
       or p.name:match("^(.*)%.[^.]*$") or ""
