@@ -1,13 +1,14 @@
 -- The architectures of Hugging Face's transformers that this engine loads: for each model_type the
--- fields of its config.json and the names of its weights. The functions at the end apply the names.
+-- fields of its config.json and the names of its weights. The functions at the end return the names
+-- that a model's parameters and layers have in files.
 -- Read by hf_config.lua, hf_load.lua, hf_save.lua and lora.lua; nothing else depends on an
 -- architecture.
 --
 --   classes    the supported entries of config.json's list `architectures`: the default first, the
 --              classifier last
 --   build      the name of the model in models.lua
---   prefix     files write this text before each name below that begins with a dot; files of base
---              models omit it
+--   prefix     the text that stands in files before each name below that begins with a dot; in
+--              files of base models, this text is missing
 --   fields     field = { default, option, range }: transformers' default (false: null), the option
 --              of the model that the field sets (nil: only the default is supported) and, for
 --              numbers, the range. Fields that are not listed do not shape the model

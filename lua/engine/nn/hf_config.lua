@@ -52,10 +52,10 @@ end
 
 -- ------------------------------------------------------------------ scaled rotary positions
 
--- There is a function for each type of scaling. It adds fields to `rope`, the value of
--- nn.attention's option `rope`, which already has base and factor. p: rope_scaling; o: the model's
--- options; context: the context length in tokens before scaling. The formulas are those of
--- transformers' modeling_rope_utils.py.
+-- SCALINGS has a function for each type of scaling. The function adds fields to the table `rope`,
+-- which becomes nn.attention's option `rope` and already has the fields base and factor. p:
+-- rope_scaling; o: the model's options; context: the context length in tokens before scaling. The
+-- formulas are those of transformers' modeling_rope_utils.py.
 local SCALINGS, ORIGINAL = {}, "original_max_position_embeddings"
 
 function SCALINGS.linear() end
@@ -110,9 +110,9 @@ function SCALINGS.yarn(rope, p, o, where, context)
   if not (above and below) then above, below = 1, 0 end
   rope.attention_factor = number(p, "attention_factor", where)
     or yarn_attention(rope.factor, above) / yarn_attention(rope.factor, below)
-  -- In two cases transformers does the opposite of the rule above this function, and so does this
-  -- code: it divides no frequency if every pair turns less than beta_slow times, and all
-  -- frequencies if every pair turns more than beta_fast times.
+  -- As in transformers, two cases are the opposite of the rule above this function. If every pair
+  -- turns less than beta_slow times, no frequency is divided. If every pair turns more than
+  -- beta_fast times, all frequencies are divided.
   if low <= high then rope.low, rope.high = low, low == high and high + 0.001 or high
   elseif high < 0 then rope.factor = nil end
 end
@@ -333,7 +333,7 @@ function M.eos(folder, fields)
 end
 
 --- Reads folder/NAME.json, a JSON object (by default config.json). Returns its fields, its text and
---- its path. beside: the file that the folder must have, too (model.safetensors), for messages.
+--- its path. beside: the other file that messages ask for (by default model.safetensors).
 function M.read(folder, name, beside)
   name, beside = name or "config", beside or "model.safetensors"
   local path = ("%s/%s.json"):format(folder, name)

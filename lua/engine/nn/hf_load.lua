@@ -144,7 +144,7 @@ local function check_names(plan, weights, arch, tied, new_classifier)
   for i, item in ipairs(plan) do
     for _, part in ipairs(item.parts) do
       local name = part.name
-      -- a tied head may be the only copy of the embedding, which is the first parameter
+      -- files with a tied head may have the embedding, the first parameter, only as lm_head.weight
       if i == 1 and tied and not weights.entries[name] and weights.entries["lm_head.weight"] then
         name = "lm_head.weight"
       end

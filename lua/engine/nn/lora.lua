@@ -4,10 +4,11 @@
 --
 -- A layer of this engine may join several layers of Hugging Face's models by rows: qkv of nn.llama
 -- joins q_proj, k_proj and v_proj. The adapter of such a layer is saved as one adapter for each
--- part. Every part gets the same A, and its own rows of B. PEFT, however, trains a separate A for
--- each part. Loading stacks the As of the parts as rows of one A. In the layer's B, a part's B goes
--- to the rows of the part and the columns that multiply its A; all other elements are 0. The loaded
--- layer computes the same as the parts; its rank is the sum of their ranks.
+-- part: all parts have the same A, and each part has its own rows of B. PEFT, however, trains a
+-- separate A for each part. Loading such a file joins these matrices by rows into one A; the rank
+-- of the layer is the sum of the parts' ranks. The layer's B has each part's B in the rows of this
+-- part and in the columns that multiply the part's A, and 0 everywhere else. The loaded layer
+-- computes the same as the parts.
 -- Shapes: K inputs, N outputs, R rank; A [R x K], B [N x R].
 local M_ffi = require "engine.base.ffi"
 local adapters = require "engine.nn.lora_layers"
@@ -187,8 +188,8 @@ local function alpha_of(config, name, used)
   return config.lora_alpha
 end
 
--- Returns a list of { parameter, name in the file } with those parameters of a classifier's head
--- that the file has. Each of these names is also a key of the list.
+-- Returns the parameters of a classifier's head that the file has, as a list of { parameter, name
+-- in the file }. Each name is also a key of the list.
 local function find_head(model, file, fail)
   local head, head_name = adapters.label_head(model)
   local list = {}
@@ -205,9 +206,9 @@ local function find_head(model, file, fail)
 end
 
 -- Returns the layers of the model for which the file has an adapter, as a list of { path, layer,
--- count, part .. }. The parts are only those that the file has: { first, last, alpha, entries =
--- { ending = name in the file } }. `count` also counts the parts of the layer that the file lacks.
--- head: the result of find_head.
+-- count, part .. }. A part is { first, last, alpha, entries = { ending = name in the file } }.
+-- Parts without an adapter in the file are left out, but `count` counts them too. head: the result
+-- of find_head.
 local function find(model, file, config, name_of, head, fail)
   local by_name, names, list, used = {}, {}, {}, {}
   for _, l in ipairs(adapters.linears(model)) do
