@@ -30,8 +30,8 @@ local M = {}
 -- Runs f(...) without autocast: norms and merged weights are computed in f32.
 local function in_f32(f, ...) return autograd.in_formats(nil, f, ...) end
 
--- Returns the frozen weight of a layer, dequantized to `dtype`. With a weight in e4m3, the layer
--- has a scale for each row. With a weight in NF4 (tensor/nf4.lua), it has 8-bit codes of the
+-- Returns the frozen weight of a layer, dequantized to `dtype`. Beside an e4m3 weight, the layer
+-- holds a scale for each row. Beside an NF4 weight (tensor/nf4.lua), it holds 8-bit codes of the
 -- blocks' absmaxes, a scale for each group of these codes, and an offset.
 local function frozen(layer, dtype)
   local weight, scale = layer.weight, rawget(layer, "weight_scale")
@@ -177,9 +177,9 @@ end
 --- The paths of the first eight layers of a list, as text.
 function M.text_of_paths(list) return nearest.few(paths_of(list)) end
 
--- Returns the linear layers that `match` names. match: a Lua pattern, a list of patterns, or nil
--- for all layers except the head. The head of a classifier is never included, because it is trained
--- without an adapter.
+-- Returns the linear layers that get an adapter. match: a Lua pattern or a list of patterns; nil
+-- selects all layers except the head that computes the logits. A classifier's head never gets an
+-- adapter, because it is trained itself.
 local function chosen(model, match)
   local all, list, taken = M.linears(model), {}, {}
   if #all == 0 then raise("nn.lora: the model has no linear layer") end
@@ -370,8 +370,8 @@ end
 -- ------------------------------------------------------------------ off, merged
 
 --- lora.disabled(model, f, ...): runs f(...) with all adapters off and returns its results. Inside
---- f, the model computes the same as the frozen model, so it can be the reference of
---- engine.losses.dpo, for example.
+--- f, the model computes the same as the frozen model. engine.losses.dpo computes its reference
+--- this way.
 function M.disabled(model, f, ...)
   local list = M.adapted(model, "lora.disabled", ", or give losses.dpo a reference")
   M.want_unmerged(model, "lora.disabled")
@@ -383,8 +383,8 @@ end
 local PARTS = { "weight_scale", "weight_group", "weight_offset", "lora_A", "lora_B",
   "lora_magnitude_vector" }
 
--- Removes the adapter's tensors from the layer's parameters (`hidden`) or puts them back. Their
--- keys stay in the layer's order.
+-- Removes the adapter's tensors from the layer's parameters, or puts them back if `hidden` is
+-- false. Their keys stay in the layer's order.
 local function hide(layer, hidden)
   local own = layer._lora
   for _, key in ipairs(PARTS) do

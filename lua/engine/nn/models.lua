@@ -2,10 +2,11 @@
 --   nn.gpt    decoder with learned positions, layer norm and GELU (the shape of GPT-2)
 --   nn.llama  decoder with rotary positions, RMS norm, SwiGLU and grouped queries
 --   nn.bert   encoder with a head for masked tokens
--- generate.lua samples from the decoders. Options of every model: soft_cap (0: none; c: logits
--- become c * tanh(logits / c)) and z_loss (0; see cross_entropy). Called with { attention_maps =
--- true }, a model also returns the attention weights, a list of [B x H x T x T] f32, one for each
--- block. With { mask = a tensor [B x T] }, tokens are padding where the mask is 0 (padding.lua).
+-- generate.lua samples from the decoders. Every model has the options soft_cap = 0 (with c > 0,
+-- logits become c * tanh(logits / c)) and z_loss = 0 (see cross_entropy). Called with
+-- { attention_maps = true }, a model also returns the attention weights, a list of [B x H x T x T]
+-- f32, one for each block. With { mask = a tensor [B x T] }, tokens are padding where the mask is 0
+-- (padding.lua).
 -- Shapes: B batch, T time, C width, V vocabulary.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
@@ -32,7 +33,7 @@ local PROBABILITIES = { "dropout", "embedding_dropout", "attention_dropout", "cl
 local HEAD = { z_loss = 0, soft_cap = 0, labels = false }
 
 -- Fills in missing options of the model `name` (such as "nn.gpt") from `defaults`, checks the
--- options and stores them as self.config. Stores self.context for generate.
+-- options and stores them as self.config. Also stores the option `context` as self.context.
 local function configure(self, name, options, defaults)
   local known = arguments.merged(HEAD, defaults)
   local config = arguments.merged(known, tensor.read_named(options, name, known))
@@ -134,7 +135,7 @@ local function results(self, y, options)
 end
 
 -- Selects from each row of x [B x T x C] the last token whose id is not the padding token's -> [B x
--- C]. From a row of only padding tokens it selects the first, as in transformers.
+-- C]. From a row of only padding tokens it selects the first, as Hugging Face's transformers does.
 local function at_last_token(self, x, ids)
   local B, T, C = x:size()
   if not self.config.pad then
@@ -156,8 +157,8 @@ local function add_head(self, c, std)
 end
 
 -- Returns a decoder's results. x [B x T x C] is the output of its last norm for `ids`. The head
--- computes the logits or, if the head is tied, the token embedding does. With a cache, there are
--- logits for the last token only.
+-- computes the logits; in a tied model, the token embedding does. With a cache, there are logits
+-- for the last token only.
 local function logits(self, x, embedding, ids, options)
   local score, head = rawget(self, "score"), rawget(self, "head")
   if score then return results(self, score(at_last_token(self, x, ids)), options) end
@@ -187,16 +188,16 @@ end
 
 -- ------------------------------------------------------------------ decoders
 
--- Returns two standard deviations of GPT-2's initial weights: one for all weights except the
--- residual projections, and one for the residual projections, which shrinks with depth.
+-- Returns two standard deviations of initial weights, as in GPT-2. The second is for the residual
+-- projections and shrinks with depth. The first is for all other weights.
 local function deviations(depth) return 0.02, 0.02 / math.sqrt(2 * depth) end
 
 --- nn.gpt { vocab = 256, context = 256, width = 384, heads = 6, layers = 6, hidden = 4 * width,
 --- gelu = "tanh", dropout = 0, embedding_dropout = dropout, attention_dropout = 0, bias = true,
 --- tied = true, eps = 1e-5 }: ids [B x T] -> logits [B x T x V]. `dropout` acts on the residual
---- branches; a tied head shares the token embedding. With `labels`, a number, the model classifies
---- sequences: from each row's last token that is not padding, it computes logits [B x labels]. pad:
---- the id of the padding token. Methods: loss, generate.
+--- branches; a tied head shares the token embedding. labels: a number of labels. The model then
+--- classifies sequences: it computes logits [B x labels] from each row's last token that is not
+--- padding. pad: the id of the padding token. Methods: loss, generate.
 local GPT = class("gpt")
 function GPT:init(options)
   local c = configure(self, "nn.gpt", options, { vocab = 256, context = 256, width = 384, heads = 6,

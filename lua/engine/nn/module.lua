@@ -186,7 +186,8 @@ local function assign(self, key, value)
   rawset(self, key, value)
 end
 
---- A new class of modules: nn.class("Name") returns a constructor; define init and forward in it.
+--- A new class of modules: nn.class("Name") returns the class. Define its methods init and forward,
+--- and call the class to make a module.
 function M.class(name)
   local class = { _class = name }
   local instance = { __call = call, __newindex = assign, __index = function(_, key)
@@ -342,8 +343,8 @@ function Module:checkpoint(which)
 end
 
 --- Freezes every parameter of this module and the modules below it: a frozen parameter gets no
---- gradient. freeze(false) unfreezes them; if a parameter is quantized, it raises an error and
---- changes none.
+--- gradient. freeze(false) unfreezes these parameters. If one of them is quantized, freeze(false)
+--- raises an error and unfreezes nothing.
 function Module:freeze(on)
   local list = self:parameters()
   for _, p in ipairs(on == false and list or {}) do

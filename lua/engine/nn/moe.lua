@@ -53,8 +53,8 @@ end
 local function index(list) return tensor.tensor(list, { dtype = "i64", keep = false }) end
 
 -- `chosen` [N x k]: the experts (from 0) of each token. Returns two lists. The first has a list of
--- tokens (from 0) for each expert. The second gives the row of each choice's output when outputs
--- are in expert order: entry n * k + i + 1 is the row for choice i of token n (all from 0).
+-- tokens (from 0) for each expert. The second gives rows (from 0) of the outputs in expert order:
+-- entry n * k + i + 1 is the row with the output for choice i of token n (both from 0).
 local function route(chosen, experts, k)
   local slots, tokens, back, slot, row = {}, {}, {}, 0, 0
   for e = 1, experts do slots[e], tokens[e] = {}, {} end
@@ -89,8 +89,8 @@ local function outputs(self, rows, tokens, counts)
   return #parts > 1 and tensor.concat(parts, 1) or parts[1]
 end
 
--- Runs the chosen experts on rows [N x C]. Returns two tensors: their outputs [N x k x C]; and [E],
--- each expert's share of all N k choices, times E. Sets self.counts.
+-- Runs the chosen experts on rows [N x C]. Returns their outputs [N x k x C] and the experts'
+-- shares of all N k choices, each times E, as a tensor [E]. Sets self.counts.
 local function run_experts(self, rows, chosen)
   local tokens, back = route(chosen, self.total, self.k)
   local counts, share = {}, {}

@@ -47,15 +47,16 @@ local function span_of(row, i, name)
     raise("%s: expected a token in every row of the mask, got none in row %d", name, i)
   end
   if count < last - first then
-    raise("%s: expected the tokens of row %d of the mask without gaps, got %d tokens at positions "
-      .. "%d to %d", name, i, count, first + 1, last)
+    raise("%s: expected no gaps between the tokens of row %d of the mask, got %d tokens at " ..
+      "positions %d to %d", name, i, count, first + 1, last)
   end
   return { first = first, last = last, position = first }
 end
 
 --- Returns the spans for a mask [B x T] of the ids [B x T]. The mask is 0 at padding and nonzero at
---- tokens. The position of a token is its index in the row (from 0), as in transformers. If `mask`
---- is a list of spans already, returns it unchanged. Returns nil if there is no mask or no padding.
+--- tokens. The position of a token is its index in the row (from 0), as in Hugging Face's
+--- transformers. If `mask` is a list of spans already, returns it unchanged. Returns nil if there
+--- is no mask or no padding.
 function M.read(mask, ids, name)
   if mask == nil or getmetatable(mask) == Spans then return mask end
   expect(tensor.is_tensor(mask), mask, "%s: expected mask to be a tensor shaped like the ids", name)

@@ -54,8 +54,9 @@ end
 ---   kv_heads    the number of key/value heads (heads)
 ---   head_width  the width of a head (width / heads)
 ---   rope        the base of the rotary positions, or a table with the options of tensor:rope and
----               two more: attention_factor multiplies the rotated q and k; dynamic is a length,
----               and for longer sequences the base grows as in dynamic NTK scaling by `factor`
+---               two more: attention_factor multiplies the rotated q and k; dynamic is a length
+---               in tokens. For longer sequences, the base grows as in dynamic NTK scaling with
+---               the option `factor`.
 ---   bias        the projections to q, k and v have biases (true)
 ---   out_bias    the output projection has a bias (bias)
 ---   std         the standard deviation of the initial weights; out_std is that of the output

@@ -17,7 +17,7 @@ local nearest = require "engine.base.nearest"
 
 local M = {}
 
--- Key of the fp16 block -> option of the policy `deepspeed` that it sets; false: it sets no option.
+-- For each key of the fp16 block, the option of the policy `deepspeed` that the key sets, or false.
 local KEYS = {
   enabled = false, auto_cast = false, fp16_master_weights_and_grads = false, loss_scale = false,
   initial_scale_power = "init_scale", loss_scale_window = "scale_window",

@@ -101,8 +101,8 @@ function M.text(moved, most)
   return table.concat(parts, "; ")
 end
 
---- Returns the layers that differ from the recipe as text, in the form of M.text, or "all layers as
---- in the recipe".
+--- Returns text about the layers that differ from the recipe, in the form of M.text. If none
+--- differs, returns "all layers as in the recipe".
 function M.off(paths, rungs, most)
   local ones = {}
   for i = 1, #paths do ones[i] = 1 end

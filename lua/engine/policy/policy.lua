@@ -63,9 +63,9 @@ end
 
 --- Runs the policy on a step and returns its verdict. record: an eng_record; stats: the statistics
 --- per tensor (eng_tensor_stats[n]), if the policy needs them. The verdict belongs to the policy
---- and changes with the next call. If the verdict has caps, decide calls cap(...) if it is given,
---- and then lets the policy decide again. cap must apply the caps to the gradients and to the norms
---- of the record.
+--- and changes with the next call. If the verdict has caps, the policy decides a second time.
+--- Before that, decide calls cap(...), unless `cap` is nil. cap must apply the caps to the gradients
+--- and to the norms of the record.
 function Policy:decide(record, stats, cap, ...)
   record.capped = 0
   local verdict = decide(self, record, stats)
@@ -157,8 +157,8 @@ function Policy:logit_muls() return entries(self, C.eng_policy_logit_mul) end
 --- Returns the numbers that the last verdict logged, { name = number }, or nil.
 function Policy:logs() return entries(self, C.eng_policy_logged) end
 
---- Stores each number that the last verdict logged in all[name][i]. Returns `all`. As long as the
---- policy has logged nothing, `all` may be nil.
+--- Copies the numbers that the last verdict logged to all[name][i]. Returns `all`, which may be nil
+--- as long as the policy has logged nothing.
 function Policy:add_logs(all, i)
   for name, value in pairs(self:logs() or {}) do
     all = all or {}
@@ -401,7 +401,8 @@ function M.load(source, options, kind)
   return result
 end
 
--- Adds the range `policy` to engine.config: the names and paths of policies that can be loaded.
+-- Adds `policy` to the ranges that engine.config checks: a field with this range must hold the name
+-- or the path of a policy that loads.
 require("engine.base.config").ranges.policy = { problem = function(name)
   local good, message = pcall(M.load, name)
   -- A FILE:LINE at the beginning of the message refers to the policy's source, so it stays.

@@ -25,7 +25,8 @@ function M.publish(name, value, rule)
   if problem then
     raise("signal: the name %s: '%s'", problem, show.cut(show.shown(name), 100))
   end
-  expect(rule == nil or RULES[rule], rule, "signal '%s': expected 'mean', 'max' or 'sum'", name)
+  expect(rule == nil or RULES[rule], rule,
+    "signal '%s': expected the rule 'mean', 'max' or 'sum'", name)
   M.values[name], M.rules[name] = value, rule or M.rules[name]
 end
 
