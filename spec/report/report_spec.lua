@@ -219,7 +219,7 @@ describe("a run's commands", function()
     result = shell("cd " .. quote(folder) .. " && mkdir -p empty && PATH=$PWD/empty " .. engine ..
       " plot a --png q.png")
     assert.equal(1, result.code)
-    assert.matches("^engine plot: a PNG is drawn by gnuplot, which is not installed; hint: " ..
+    assert.matches("^engine plot: a PNG needs gnuplot, which is not installed; hint: " ..
       "[^\n]+\n$", result.err)
   end)
 

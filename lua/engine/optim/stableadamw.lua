@@ -3,8 +3,8 @@
 -- 0.3.3, which puts the bias correction into the betas. Called through engine.optim.stableadamw.
 local steps = require "engine.optim.steps"
 
--- Returns the beta of update t (from 1) that makes the moment a weighted average of the values so
--- far, so that it needs no bias correction.
+-- Returns the beta for update t (counted from 1). With these betas, a moment is a weighted average
+-- of all values so far and needs no bias correction.
 local function debiased(beta, t) return (beta ^ t - beta) / (beta ^ t - 1) end
 
 return {

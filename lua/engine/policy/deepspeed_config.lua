@@ -7,9 +7,9 @@
 --   static with loss_scale       if loss_scale is not 0
 --   deepspeed_fused              if zero_optimization.stage is 0: DeepSpeed then ignores hysteresis
 --   deepspeed                    otherwise, also for a bare fp16 block
--- The value "auto", which transformers replaces at run time, counts as absent. If bf16 is not
--- enabled, an fp16 block without the key `enabled` counts as enabled, because the user chose it as
--- the policy.
+-- The value "auto", which Hugging Face's transformers replaces at run time, counts as absent. If
+-- bf16 is not enabled, an fp16 block without the key `enabled` counts as enabled, because the user
+-- chose it as the policy.
 local arguments = require "engine.base.arguments"
 local cjson = require "cjson.safe"
 local expression = require "engine.base.expression"

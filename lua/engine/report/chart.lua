@@ -17,8 +17,8 @@ local plot = require "engine.report.plot"
 
 local M = {}
 
--- Margins of a panel in pixels. Above a panel there is room for the name of its y axis (TOP) and
--- for the labels of marks (WORDS), below it for the steps.
+-- Margins of a panel in pixels. The name of the y axis (TOP) and the labels of marks (WORDS) are
+-- above the panel; the steps are below it.
 M.left, M.right, M.bottom = 92, 14, 40
 local TOP, WORDS = 28, 16
 M.span = 1000

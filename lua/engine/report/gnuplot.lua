@@ -94,7 +94,7 @@ end
 --- Raises an error if gnuplot is not installed.
 function M.need()
   if process.output("command -v gnuplot 2>/dev/null") == "" then
-    error("a PNG is drawn by gnuplot, which is not installed; hint: apt-get install " ..
+    error("a PNG needs gnuplot, which is not installed; hint: apt-get install " ..
       "gnuplot-nox, or use --svg, which needs no other program", 0)
   end
 end

@@ -2,7 +2,8 @@
 -- row with the statistics of all tensors at that step. A long run has too many rows to read, so
 -- only a few are read for each column of a picture.
 --   local l = layers.read(history, { points = 120, only = "blocks.3" })
---   l.names[k], l.x[i]      layers and columns; column i has the steps x[i] to x[i] + width - 1
+--   l.names[k]              the name of layer k
+--   l.x[i], l.width         column i has the steps from l.x[i] to l.x[i] + l.width - 1
 --   l.cells[k][i]           { amax, inf, nan, count, zeros, underflow, overflows, step, room } of
 --                           the gradients as stored (times the scale); nil if the column has no
 --                           recorded step. overflows: the number of recorded steps with inf or nan;
@@ -55,8 +56,8 @@ function M.rows(h, options)
   return row_of, groups
 end
 
--- Sets result.format, .formats and .formats_text. Returns { [id] = the magnitude from which on the
--- parameter's format overflows }.
+-- Sets result.format, .formats and .formats_text. Returns { [id] = the smallest magnitude that
+-- overflows in the parameter's format }.
 local function add_formats(h, result, row_of)
   local limits, known, seen, total, main = {}, {}, {}, 0, nil
   for k = 1, #result.names do known[k] = {} end

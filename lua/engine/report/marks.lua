@@ -3,9 +3,9 @@
 -- report_compare.lua.
 --   for _, m in ipairs(marks.read(history, c)) do ... end      c: from curves.read
 --   m.kind, m.name, m.symbol, m.count
---   m.at[i]      where marks are drawn: for overflows and skipped steps, the middles of the columns
---                of c that contain one; for other kinds, the steps of the events, or the last step
---                of c for an event after it
+--   m.at[i]      where marks are drawn: for overflows and skipped steps, the middle of each column
+--                of c that has some; for checkpoints, the first in each column; for other kinds,
+--                the step of each event. An event after the last step of c is drawn at that step.
 --   m.texts[i]   the history's text for each event of a kind drawn as lines; m.texts is nil for
 --                kinds drawn as ticks
 local curves = require "engine.run.curves"

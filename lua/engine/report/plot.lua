@@ -11,7 +11,7 @@
 --            and high are the edges of a curve's band. Curves differ in colour and dashes; where
 --            the terminal has no colour, each is drawn with its own letter. Values may be missing.
 --            plot.legend names the curves.
---   sparse   true: values of y may be missing; the title does not count the values left out
+--   sparse   true: values of y may be missing, and the title does not say how many
 --   log      10 or 2: a logarithmic y axis; values that are not positive are left out
 --   marks    x values to mark below the curve; mark_count: the number of marks for the legend, if
 --            the list leaves some out

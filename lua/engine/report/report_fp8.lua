@@ -32,7 +32,8 @@ function M.read(h, axis)
     end
   end
   if m.looks == 0 then return nil end
-  -- x of all layers in the model's order, then w, then dy
+  -- all rows of the role x come first, then those of w, then those of dy; layers have the model's
+  -- order
   for r in h:each([[SELECT site, role, min(snr) AS least,
       max(underflow) AS underflow, max(overflow) AS overflow,
       min(scale_min) AS scale_min, max(scale_max) AS scale_max,

@@ -221,8 +221,8 @@ local function shares_of(hist, least, most)
   return list
 end
 
---- Draws a row for each layer and a column for each exponent. The shade shows the share of the
---- layer's gradients, in all recorded rows that were read, that have the exponent. Returns nil if
+--- Draws a row for each layer and a column for each exponent. The shade shows what share of the
+--- layer's gradients has the exponent, over all rows of the history that were read. Returns nil if
 --- no gradient is nonzero.
 function M.layers_by_exponent(l)
   local least, most = layers.exponents(l.hists, l.format)

@@ -69,8 +69,9 @@ end
 
 local FILE_POINTS = 600          -- columns of a picture in a file
 
---- Makes the panels of c for M.write (c from curves.read or compare.read) or for M.drawn (c from
---- compare.read). options: log, height. marked: the marks on every panel, from marks.lua.
+--- Makes the panels of c, a result of curves.read or compare.read. M.write takes the panels of
+--- either; M.drawn takes only those of compare.read. options: log, height. marked: the marks on
+--- every panel, from marks.lua.
 function M.panels(c, names, options, marked)
   local panels = {}
   for i, name in ipairs(names) do
@@ -264,8 +265,9 @@ local function labelled(l, k, width)
   return (l.formats[k] == l.format.name or #text > most_label(width)) and l.names[k] or text
 end
 
--- Merges every `per` columns of exponents into one, which shows their largest share. The last
--- column (inf or nan) remains. Returns the new labels of the axis and the new number of columns.
+-- Merges every `per` columns of exponents into one, which shows the largest of their shares. The
+-- last column (inf or nan) is not merged. Returns the new labels of the axis and the new number of
+-- columns.
 local function grouped_columns(rows, axis, columns, per)
   local n, merged = math.ceil((columns - 1) / per) + 1, {}
   for _, row in ipairs(rows) do

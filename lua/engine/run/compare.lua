@@ -9,7 +9,8 @@
 --   c.curves[k].label, .group, .run              group: the group's runs, or nil if the curve is of
 --                                                a single run, `run`
 --   c.curves[k].column.loss                      the key of the curve's loss in c; nil: no loss
---   c[key].mean[i], .min[i], .max[i]             a run's: as in curves.read; a group's: M.band
+--   c[key].mean[i], .min[i], .max[i]             for a run, as in curves.read; for a group, as
+--                                                M.band returns them
 --   c.notes                                      lines that say what is left out, and why
 -- Used by cli/options.lua, report/views.lua, report/report_compare.lua and report/contest.lua.
 local curves = require "engine.run.curves"
@@ -187,8 +188,8 @@ local function groups_of(list, key)
   return groups
 end
 
--- Returns a run's curve of the metric `name` on the grid of n columns from the step `start`.
--- Without a curve, returns nil, the reason, and true if the metric could not be read at all.
+-- Returns a run's curve of the metric `name` on the grid of n columns from the step `start`. If
+-- there is no curve, returns nil and the reason, and also true if reading the metric failed.
 local function read_run(run, name, options, start, n)
   local good, c = pcall(curves.read, run.history, { name }, options)
   if not good then return nil, require("engine.base.ffi").without_line(c), true end

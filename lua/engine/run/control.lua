@@ -242,7 +242,7 @@ end
 
 -- Carries out a request, a line from the client `number`, and answers it. With several ranks, every
 -- request except `status` first waits in self.heard. together() then sends it to all ranks, and
--- each rank calls this function again, with `told`.
+-- each rank calls this function again, with `told` = true.
 local function serve(self, number, line, told)
   local read, request = pcall(require("engine.base.json").decode, line)
   if not read or type(request) ~= "table" then

@@ -5,7 +5,8 @@
 -- A record has the largest fp16 gradient as it was stored, the exponent histogram, and whether any
 -- gradient was inf or nan. It says nothing about the intermediate results of the backward pass,
 -- except that their inf and nan spread to the gradients of parameters. Therefore the answer to
--- whether a step overflows at `ratio` times its scale is exact, "hidden" or a bound (an estimate):
+-- whether a step overflows at `ratio` times its scale is exact, a bound (an estimate) or "hidden"
+-- (explained below):
 --   If the step did not overflow:
 --     ratio <= 1   No overflow; exact, because no magnitude of the backward pass is larger.
 --     ratio > 1    An overflow, if the largest fp16 gradient times `ratio` is 65520 or more, which
@@ -271,9 +272,9 @@ end
 --- FP8 policy makes the layers compute differently than in the run. Returns whether the policy's
 --- verdict is exact.
 ---
---- `least` counts the skips among the exact verdicts, and the first known skip after an overflow
---- that may be hidden: the policy skips either there or at the hidden overflow. Later skips do not
---- count.
+--- `least` counts the skips among the exact verdicts. After an overflow that may be hidden, it also
+--- counts the next known skip, because the policy skips either at the hidden overflow or at that
+--- step. Later skips do not count.
 function M.judge(certainty, step, known, own, run)
   local c = certainty
   local exact = not c.from and known == "exact"

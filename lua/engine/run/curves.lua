@@ -207,8 +207,8 @@ local function finite(metric)
   return metric.finite and metric.sql or ("nullif(nullif(%s, 9e999), -9e999)"):format(metric.sql)
 end
 
--- Returns SQL that sums up the steps of one picture column. Its results have the names that
--- blocks_sql gives them. With `counts`, the SQL also counts overflows and skipped steps.
+-- Returns SQL that sums up the steps of one picture column. Its result columns have the same names
+-- as those of blocks_sql. With `counts`, the SQL also counts overflows and skipped steps.
 local function direct_sql(wanted, counts)
   local parts = { "SELECT " .. (counts and STEP_COUNTS or "count(*) AS rows") }
   for i, metric in ipairs(wanted) do

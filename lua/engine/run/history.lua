@@ -341,8 +341,9 @@ end
 
 local NAN = 0 / 0
 
---- The columns of `steps`, in the order of exports: { name, what NULL stands for }. Columns with
---- `false` hold 0 or 1. Without a second value, as for norm_ref, NULL is a missing value.
+--- The columns of `steps`, in the order of exports: { name, what NULL stands for }. If the second
+--- value is `false`, the column holds 0 or 1. If there is no second value, as for norm_ref, NULL is
+--- a missing value.
 M.step_columns = { { "step" }, { "attempt", 1 }, { "updates", 0 }, { "loss", NAN }, { "lr", NAN },
   { "scale", NAN }, { "next_scale", NAN }, { "action" }, { "overflow", false }, { "inf", 0 },
   { "nan", 0 }, { "count", 0 }, { "zeros", 0 }, { "underflow", 0 }, { "amax", NAN },
@@ -457,8 +458,8 @@ local NAMES = [[WITH RECURSIVE names(name) AS (SELECT min(name) FROM shadows
 --- bounds are nil in a history of an older engine, whose shadows read the run's own overflows.
 function History:shadows()
   if not self:has "shadows" then return nothing "(no shadows)" end
-  -- Sums only over rows that count in one of the four fields, because a shadow whose scale moves
-  -- has a row for every step.
+  -- The sums leave out rows that count in none of the four fields, because a shadow whose scale
+  -- moves has a row for every step.
   local function whole(row) return expect(self, row, "number", { "skipped", "failed" }) end
   local own = knows_bounds(self)
   local function sum(name, condition)

@@ -1,19 +1,20 @@
 -- Fits checkpoints to runs whose master weights have another format: f32, bf16, or bf16 with
--- Kahan's compensation, which is a buffer of the optimizer (NAME.compensation). Also adds averages
--- of the weights (NAME.q_ema) if only the run needs them, and drops them if it does not. Called by
--- restore.lua.
+-- Kahan's compensation, which is a buffer of the optimizer (NAME.compensation). Also adds the
+-- averages of weights (NAME.q_ema) that the run needs and the checkpoint lacks, and drops averages
+-- that the run does not need. Called by restore.lua.
 local M = {}
 
--- Returns an entry for a checkpoint's `parts` whose tensor is in no file: `make` computes it.
+-- Returns an entry for a checkpoint's `parts`, for a tensor that `make` computes because no file
+-- has it.
 local function derived(dtype, like, make)
   return { dtype = dtype, shape = like.shape, count = like.count, make = make }
 end
 
 --- Fits the open checkpoint c to an optimizer's masters. A compensation that this run uses and c
---- lacks is computed as the difference between the weight and its bf16 value. A compensation that
---- this run does not use is added to its weight if the weight is f32 now, and is otherwise dropped.
---- An average that c lacks starts as a copy of the weight, and one that this run does not use is
---- dropped. Returns a line about a change of the masters' format and about new averages, or nil.
+--- lacks is computed as the weight minus its bf16 value. A compensation that this run does not use
+--- is added to its weight if the weight is f32 now, and is otherwise dropped. An average that c
+--- lacks starts as a copy of the weight. An average that this run does not use is dropped. Returns
+--- a line about a change of the masters' format and about new averages, or nil.
 function M.fit(optimizer, c)
   local model, buffers, note = c.parts.model, c.parts.optimizer, nil
   local function f32(part, name, entry)

@@ -15,9 +15,10 @@ local ffi = M_ffi.ffi
 
 local M = { trace = trace_of.open }
 
--- Returns the mean number of steps from a backoff until the scale is back at its value before the
--- backoff, and 1 if the scale never recovered from the last backoff, else 0. A backoff before the
--- scale is back counts as part of the earlier one.
+-- Returns two values. The first is the mean number of steps that the scale takes after a backoff to
+-- return to its value before that backoff, or nil if it never returns. The second is 1 if such a
+-- recovery is unfinished at the end of the trace, else 0. Further backoffs during a recovery start
+-- no new one.
 local function recovery(scales, initial)
   local sum, times, open, from = 0, 0, nil, nil
   local before = initial

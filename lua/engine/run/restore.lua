@@ -73,8 +73,8 @@ local function follow(seat, saved, source)
 end
 
 -- Gives a seat's policy the saved state of the checkpoint's policy of the same name. If the source
--- has changed since, the policy takes over from that state as at a swap, and a line about the
--- change is returned.
+-- of the policy has changed since the checkpoint, the policy takes over the saved state as at a
+-- swap. Returns a line about such a change, or nil.
 local function regain(seat, saved)
   local policy = seat.policy
   if not saved.hash or not policy.hash or saved.hash == policy:hash() then
@@ -189,9 +189,10 @@ local function take_training(trainer, c)
   return note
 end
 
--- Returns nil and the position from which the data of a resumed run continue. If the script lets
--- the data begin again (restart_data), returns a line that says so. Raises an error if they would
--- begin again silently. Returns nil for a session without `data`, whose loop reads the data itself.
+-- Returns two values: a line for the user, or nil; and the position from which a resumed run
+-- continues its data, or nil. With restart_data, the data begin at their first batch, and the line
+-- says so. Without it, raises an error if there is no position or the loader cannot restore it.
+-- Returns nil and nil for a session without `data`, whose loop reads the data itself.
 local function place_of_data(trainer, path, place)
   if trainer.own_data == false then return nil, nil end
   if trainer.restart_data then return "the data begin at their first batch (restart_data)", nil end

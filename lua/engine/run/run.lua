@@ -74,7 +74,7 @@ function Run:take(path)
   return true
 end
 
--- What the directory of a run that has not begun may contain.
+-- What a run's directory may contain before the run begins. The last entry is the directory itself.
 local UNUSED = { "/history.db-wal", "/history.db-shm", "/history.db", "/checkpoints", "/lock", "" }
 
 --- Releases the lock. If this run made the directory and never began, also removes the directory,
@@ -259,9 +259,9 @@ function Run:reopen()
   self:open_history(true)
 end
 
--- Returns as JSON how this process was started, for `engine replay --verify`: the script, its
--- checksum and its arguments, the working folder, and the run's name in the script. Returns nil
--- without a script.
+-- Returns a JSON object about the start of this process, for `engine replay --verify`: the script,
+-- its checksum and its arguments, the working folder, and the run's name in the script. Returns nil
+-- if the process runs no script.
 local function command_text(self)
   local script = type(arg) == "table" and arg[-1] and arg[0]
   local source = type(script) == "string" and files.read(script)

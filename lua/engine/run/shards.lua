@@ -139,7 +139,7 @@ function M.of_rank(reducer, user)
 end
 
 -- Raises an error unless a part of a checkpoint has exactly the tensors `wanted`, { name = shape }.
--- c.changes(), where there is one, returns text about changed settings for the message.
+-- If c has a function `changes`, the message has its text about changed settings.
 local function want_tensors(c, part, wanted)
   local problems, text = {}, tensor.shape_text
   for name, shape in pairs(wanted) do

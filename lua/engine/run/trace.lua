@@ -205,7 +205,7 @@ function Run:at(record, i, scale, needs)
   return known, elements, mass, stats
 end
 
---- Returns whether step i began before the verdict on the step before it.
+--- Returns whether step i began before the verdict on step i - 1 was known.
 function Run:early(i) return self.lagged and not self.settled[tonumber(self.rows[i - 1].step)] end
 
 --- Returns what the run did with step i, as counterfactual.carried_out does.
