@@ -130,7 +130,7 @@ describe("a padding mask", function()
       refuses(i32 { MASK[1], MASK[2], { 0, 0, 0, 0, 0, 0 } },
         "expected a token in every row of the mask, got none in row 3")
       refuses(i32 { MASK[1], { 0, 1, 0, 1, 1, 0 }, MASK[3] },
-        "expected no gaps between the tokens of row 2 of the mask, got 3 tokens at positions 2 to 5")
+        "expected no gaps between tokens in row 2 of the mask, got 3 tokens at positions 2 to 5")
       refuses(i32(MASK), "gpt: attention maps of a padded batch are not supported", true)
       assert.equal(3 * 6 * 20, model(i32(IDS)).count)
     end

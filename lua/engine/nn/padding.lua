@@ -47,8 +47,8 @@ local function span_of(row, i, name)
     raise("%s: expected a token in every row of the mask, got none in row %d", name, i)
   end
   if count < last - first then
-    raise("%s: expected no gaps between the tokens of row %d of the mask, got %d tokens at " ..
-      "positions %d to %d", name, i, count, first + 1, last)
+    raise("%s: expected no gaps between tokens in row %d of the mask, got %d tokens at positions "
+      .. "%d to %d", name, i, count, first + 1, last)
   end
   return { first = first, last = last, position = first }
 end

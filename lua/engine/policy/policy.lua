@@ -64,8 +64,8 @@ end
 --- Runs the policy on a step and returns its verdict. record: an eng_record; stats: the statistics
 --- per tensor (eng_tensor_stats[n]), if the policy needs them. The verdict belongs to the policy
 --- and changes with the next call. If the verdict has caps, the policy decides a second time.
---- Before that, decide calls cap(...), unless `cap` is nil. cap must apply the caps to the gradients
---- and to the norms of the record.
+--- Before that, decide calls cap(...), unless `cap` is nil. cap must apply the caps to the
+--- gradients and to the norms of the record.
 function Policy:decide(record, stats, cap, ...)
   record.capped = 0
   local verdict = decide(self, record, stats)

@@ -32,7 +32,7 @@ end
 
 -- ------------------------------------------------------------------ in the terminal
 
--- Describes a paired difference in three texts, { mean, interval, words }.
+-- Returns three texts about a paired difference, { mean, interval, words }.
 local function difference(d, factor)
   local mean = d.mean * factor
   if mean == 0 and d.spread == 0 then return { "0", "-", "equal in every pair" } end

@@ -136,7 +136,8 @@ for word in ("and break do else elseif end false for function goto if in local n
   WORDS[word] = true
 end
 
--- Classes and patterns of Lua's tokens, in a text without escaped characters.
+-- The CSS class and the pattern of each kind of Lua token. The patterns are for a source in which
+-- escape sequences (a backslash and a character) are blanked out.
 local TOKENS = { { "c", "^%-%-%[(=*)%[.-%]%1%]" }, { "c", "^%-%-[^\n]*" },
   { "s", "^([\"'])[^\n]-%1" }, { "s", "^[\"'][^\n]*" }, { "k", "^[%a_][%w_]*" },
   { "u", "^%d[%w.]*" } }

@@ -415,8 +415,9 @@ function Swap:state(i)
     source = policy.source, options = policy.given }
 end
 
---- Makes the swapped-in policy of a checkpoint current again in seat i, if the script requests the
---- same policy as before. Returns a line about it, or nil if the script requests another policy.
+--- Makes a checkpoint's policy current again in seat i, if it had been swapped in and the script
+--- still requests the same policy as then. Returns a line about it, or nil if the script requests
+--- another policy.
 function Swap:resume(i, saved)
   local of = self.seats[i]
   local asked = type(saved) == "table" and type(saved.asked) == "table" and saved.asked or {}
