@@ -62,8 +62,8 @@ end
 local OPTIONS = "scale retain"
 
 --- Computes the gradients of a one-element loss and adds them to the `grad` of every leaf that
---- requires a gradient. Options: scale (1; the gradient of the loss, with which the pass begins),
---- retain (true: keeps the tape, so that backward can run again).
+--- requires a gradient. Options: scale (1; multiplies all gradients, as a loss scale does), retain
+--- (false; true keeps the tape, so that backward can run again).
 local function backward(loss, options)
   expect(tensor.is_tensor(loss), loss, "backward: expected a tensor")
   options = tensor.read_named(options, "backward", OPTIONS)

@@ -4,9 +4,9 @@
 --   engine.bits(0.1).f16.value, .error, .below, .above, .code
 -- The REPL has this function as `bits`. Each format rounds the double once, to nearest even, as
 -- core/base/numerics.h does. Numbers that are too large become inf. In e4m3, which has no inf, they
--- become nan; in formats without inf and nan, the largest number. ue4m3 and ue8m0, formats for
--- scales, encode |x|; ue8m0 rounds it down to a power of two. int8 and mxint8 (units of 1/64) are
--- two's complement.
+-- become nan; in formats without inf and nan, they become the largest number. ue4m3 and ue8m0 are
+-- formats for scales and encode |x|; ue8m0 rounds |x| down to a power of two. int8 and mxint8
+-- (units of 1/64) are two's complement.
 local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"
 local show = require "engine.base.show"

@@ -14,8 +14,8 @@ local M = {}
 
 local shape_buffer = ffi.new("int64_t[?]", C.ENG_MAX_DIMS)
 
--- Copies a shape into shape_buffer; callers give it as in zeros(2, 3) or zeros { 2, 3 }. Returns
--- the number of dimensions and the argument after the shape.
+-- Copies a shape, written as in zeros(2, 3) or zeros { 2, 3 }, into shape_buffer. Returns the
+-- number of dimensions and the argument after the shape.
 local function read_shape(name, ...)
   local list, n = numbers(...)
   local rest

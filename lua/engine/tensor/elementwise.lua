@@ -150,7 +150,7 @@ end
 ---   contiguous         a row-major copy
 ---   softmax            e^x / sum(e^x) over the last dimension
 ---   log_softmax        log(softmax(x)) over the last dimension
----   logsumexp          log(sum(e^x)) over the last dimension, which the result does not have
+---   logsumexp          log(sum(e^x)) over the last dimension; removes this dimension
 for _, name in ipairs { "contiguous", "softmax", "log_softmax", "logsumexp" } do
   methods[name] = function(x) return run1(name, x) end
 end

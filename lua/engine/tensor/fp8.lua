@@ -76,12 +76,12 @@ local QUANTIZE = "format block rule pow2 eps margin stochastic transposed factor
 --- Quantizes x [.. x K] to codes and scales. No gradient passes through it. Options: format
 --- ("e4m3", "e5m2", "e5m6"), block ("tensor", "row", "column", "1x128", "128x128", { rows, columns
 --- }), rule ("transformer_engine", "deepseek", "deepgemm", "torchao", "msamp"), pow2 (scales are
---- powers of two), eps (the smallest amax; by default the rule's), margin (scales are multiplied by
---- 2^margin), stochastic (random rounding), transposed (also quantizes x transposed, in the same
---- blocks and the same pass), factor (only with block "tensor": multiplies the elements, as in
---- delayed scaling; the scale is then 1 / factor). Fields of the result: q (codes), scale
---- (dequantization multiplies the codes by it), amax (f32 []), shape, block, format, rule, pow2,
---- transposed.
+--- powers of two), eps (smaller amaxes count as eps; each rule has its own default), margin (scales
+--- are multiplied by 2^margin), stochastic (random rounding), transposed (also quantizes x
+--- transposed, in the same blocks and the same pass), factor (only with block "tensor": multiplies
+--- the elements, as in delayed scaling; the scale is then 1 / factor). Fields of the result: q
+--- (codes), scale (dequantization multiplies the codes by it), amax (f32 []), shape, block, format,
+--- rule, pow2, transposed.
 function M.quantize(x, options)
   want(x, "fp8.quantize")
   options = read_named(options, "fp8.quantize", QUANTIZE)

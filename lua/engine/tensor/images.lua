@@ -32,12 +32,13 @@ local function channels_second(x)
   return x.ndim == 2 and x or x:permute(order)
 end
 
--- Appends an option's values for height and width to `ints`. v: one number for both, or a list of
--- two.
+-- Appends an option's values for height and width to `ints`. v: one number for both, or
+-- { height, width }.
 local function append_pair(ints, v, name, what, least)
   local list = type(v) == "table" and v or { v, v }
   if #list ~= 2 then
-    raise("%s: expected %s to be a number or a list of two, got %s", name, what, value_text(v))
+    raise("%s: expected %s to be a number or a list of two numbers, got %s", name, what,
+      value_text(v))
   end
   for d = 1, 2 do ints[#ints + 1] = want_whole(list[d], name, what, least) end
   return ints

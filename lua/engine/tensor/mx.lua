@@ -41,8 +41,8 @@ local methods = {}
 local Quantized = { __index = methods }
 
 --- Returns the values of the codes as a tensor of x's shape, in f32 or in another float dtype. A
---- value is code * scale, divided by the option `factor` if x was quantized with one. For the rule
---- nvfp4, it is also multiplied by the tensor's amax / 2688 (for four_over_six and
+--- value is code * scale / factor, where `factor` is the option of quantize. For the rule nvfp4,
+--- the value is also multiplied by the tensor's amax / 2688 (for four_over_six and
 --- four_over_six_mse, by amax / 1536; for ms_eden, by amax / 1554.4).
 function methods.dequantize(x, dtype)
   local scaled = x.factor ~= 1
@@ -99,8 +99,8 @@ local QUANTIZE = "format rule block nonfinite sr_bits sr_rule ties average facto
 ---   ties         without sr_bits, how a number halfway between two codes is rounded: to the "even"
 ---                code (the default), "away" from zero, toward "zero", or "up"; the last three are
 ---                slow
----   average      f32 in the shape of x: of the two codes next to an element, takes the one nearer
----                to the element's average (Q-EMA of TetraJet)
+---   average      f32, of x's shape: rounds each element up or down, to the code nearer to the
+---                element's average (Q-EMA of TetraJet)
 ---   factor       0.5 to 1 (1): multiplies the elements before rounding; dequantize divides by it
 ---   transposed   true: also quantizes x transposed (from the elements of x, not from codes)
 ---   amax         for nvfp4 and the rules based on it: f32 [1], used instead of x's own amax
@@ -142,7 +142,7 @@ function M.quantize(x, options)
   expect(HADAMARDS[hadamard], hadamard,
     "mx.quantize: expected hadamard to be 0, 16, 32, 64 or 128")
   expect(hadamard == 0 or options.transposed and rows ~= columns, hadamard, "mx.quantize: " ..
-    "without transposed = true, or in square blocks, expected hadamard to be 0")
+    "expected hadamard to be 0 unless transposed is true and blocks are not square")
   local bits = want_whole(options.sr_bits or 0, "mx.quantize", "sr_bits", 0)
   local factor = options.factor or 1
   expect(type(factor) == "number" and factor >= 0.5 and factor <= 1, factor,

@@ -37,9 +37,9 @@ local OPTIONS = { block = true, double = true, offset = true }
 --- absmax of its block. A block is a run of consecutive elements in row-major order. No gradient
 --- passes through quantize. Options: block (64; the number of elements in a block, a power of two
 --- from 32 to 4096), double (true: absmaxes are stored in 8 bits), offset (f32 [1]: subtracted from
---- the absmaxes before they are stored in 8 bits; by default their mean). With the offset of
---- bitsandbytes, the codes are those of bitsandbytes 0.50 on a CPU. The default offset may differ
---- from it, because bitsandbytes adds the absmaxes in a different order.
+--- the absmaxes before they are stored in 8 bits; by default their mean). Given bitsandbytes'
+--- offset, the codes are those of bitsandbytes 0.50 on a CPU. The default offset may differ from
+--- bitsandbytes' offset, because bitsandbytes adds the absmaxes in a different order.
 --- Fields of the result: q (u8, two codes to a byte, the even element in the high half), absmax
 --- (f32, or u8 codes), group and offset (with double), shape, count, block.
 function M.quantize(x, options)

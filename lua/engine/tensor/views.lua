@@ -93,7 +93,7 @@ end
 
 local MOST_PARTS = 7000      -- LuaJIT's limit on the results of a function is slightly higher
 
--- Raises an error if n is more parts than a function can return.
+-- Raises an error if n parts are too many for a function to return.
 local function want_parts(n, name)
   if n > MOST_PARTS then
     raise("%s: expected up to %d parts, got %.0f; hint: x:slice() in a loop", name, MOST_PARTS, n)
