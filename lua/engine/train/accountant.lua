@@ -39,8 +39,8 @@ local function matrix(role, rows, columns, in_codes)
   return role.mx > 0 and 2 * rows * columns or rows * columns + 4 * scales(role, rows, columns)
 end
 
--- Returns how many bytes a role's gate takes: a bf16 factor for each of `count` elements. Only the
--- rule "quest" and the estimator "dge" have a gate.
+-- Returns how many bytes a role's gate takes. Only the rule "quest" and the estimator "dge" have a
+-- gate; it holds a bf16 factor for each of the role's `count` elements.
 local function gate(role, count)
   return (role.mx - 1 == C.ENG_MX_QUEST or role.dge > 0) and 2 * count or 0
 end
@@ -107,7 +107,7 @@ local function count_rows(opt)
   for _, site in ipairs(sites_of(opt)) do
     local m, path, role = site.module, site.path, site.recipe.role[0]
     local sharing = path
-    -- layers that keep the codes of x in the same way share one copy
+    -- layers that read the same x and quantize it in the same way share one copy of its codes
     if role.keep == C.ENG_FP8_KEEP_CODES and role.stochastic == 0 and role.mx == 0 then
       sharing = ("%d %d %d %d %d %d %g"):format(role.format, role.block_rows,
         role.block_columns, role.rule, role.pow2, role.margin, role.eps)

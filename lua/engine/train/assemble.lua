@@ -87,8 +87,8 @@ end
 ---   steps                        how many steps to make, skipped and retried ones included
 ---                                (required)
 ---   loss                         function(model, batch) -> loss; model:loss(batch.x, batch.y)
----                                by default. Further results go to the scale_loss of a
----                                registered loss scaler
+---                                by default. Further results are passed to the scale_loss of a
+---                                loss scaler class
 ---   schedule                     function(updates) -> learning rate
 ---   precision                    recipe name or table; by default the optimizer's recipe
 ---   policy, policy_options       name, file or loaded policy ("dynamic" for fp16, else "static");
@@ -138,8 +138,8 @@ end
 ---   evaluate                     { data =, every =, batches = }: loss on other data; policies
 ---                                read it as record.signals.evaluation_loss
 ---   mode                         "sync": the host waits for the device, and the policy decides
----                                before the update; "lagged": the host waits for the step before
----                                only, and the policy decides one step later (modes.lua)
+---                                before the update; "lagged": the host waits only for the
+---                                previous step, and the policy decides one step later (modes.lua)
 ---   graph                        true, on a card: forward and backward are captured once and
 ---                                launched as one graph (captured.lua)
 ---   config                       the script's settings, to be recorded
@@ -175,7 +175,8 @@ function M.new(given)
   end)
 end
 
---- Calls make() and returns its result. An error message for the user gets the script's line.
+--- Calls make() and returns its result. If make() raises an error without a line number, adds the
+--- line of the user's script to its message.
 function M.made(make)
   local good, result = pcall(make)
   if not good then

@@ -23,8 +23,8 @@ local function text_of(result)
   return show.table(lines, { true })
 end
 
--- Returns the list of policies, with `also` appended unless the list has this policy, with or
--- without options.
+-- Returns a copy of the list of policies. Appends the policy `also`, unless the list has it already
+-- (with or without options).
 local function with(policies, also)
   local list = { unpack(policies) }
   for _, policy in ipairs(policies) do
@@ -36,10 +36,11 @@ local function with(policies, also)
   return list
 end
 
---- Calls run(policy, seed) for the seeds 1 to `seeds` (5), under every policy of `policies`, and
---- under the policy `also` unless `policies` has it. run returns a table of numbers. Returns a list
---- of { policy =, NAME = { mean =, spread = standard deviation, values } ... }, which prints as a
---- table. The mean leaves out calls that do not return the number.
+--- Calls run(policy, seed) for every policy of the list `policies` and the seeds 1 to `seeds` (5).
+--- The policy `also` is appended to the list if it is missing there. run returns a table of numbers
+--- by name. Returns a list of { policy =, NAME = { mean =, spread = standard deviation, values }
+--- ... }, which prints as a table. If a call of run returns no number NAME, the mean of NAME leaves
+--- out this call.
 function M.new(options)
   options = tensor.read_named(options, "contest", "policies also seeds run")
   if type(options.policies) ~= "table" or #options.policies == 0

@@ -139,13 +139,14 @@ function Engine:__call(...)
   return self.session:autocast(self.model, ...)
 end
 
---- Runs the backward pass of loss / gradient_accumulation_steps, with the loss scale.
+--- Runs the backward pass of loss / gradient_accumulation_steps, seeded with the loss scale.
 function Engine:backward(loss)
   self.session:backward(self.every > 1 and tensor.is_tensor(loss) and loss / self.every or loss)
 end
 
---- Ends a micro-batch. After the last micro-batch of a step, makes the update and frees the step's
---- tensors. The result then has the loss.
+--- Ends a micro-batch. After the last micro-batch of a step, makes the update, frees the step's
+--- tensors and returns what session:step returns. After any other micro-batch, returns
+--- { skipped = false, action = "accumulate" }.
 function Engine:step()
   self.micro = self.micro + 1
   if self.micro < self.every then return { skipped = false, action = "accumulate" } end

@@ -146,7 +146,8 @@ local function read_product(to, product, where, scaled)
   to.accumulator, to.promotion = number, whole(product.promotion or 128, where, "promotion")
 end
 
--- The fields of a layer (its roles and its products), of an entry of `layers`, and of `fp8`.
+-- Names of fields. FIELDS: of a layer (its roles and products). LAYER: of an entry of `layers`.
+-- FP8: of the table `fp8`.
 local FIELDS = arguments.set_of "x w dy forward dgrad wgrad"
 local LAYER = arguments.merged(FIELDS, arguments.set_of "match high")
 local FP8 = arguments.merged(FIELDS,
@@ -206,8 +207,8 @@ local function structure(layer, where)
     local at, own = ("%s: %s"):format(where, name), layer[name].accumulator or "device"
     read_product(recipe.product[i - 1], layer[name], at, scaled)
     if scaled and recipe.product[i - 1].high == 0 and own ~= last then
-      raise("%s: in microscaling the products of a layer have one accumulator; expected %s as " ..
-        "in wgrad, got %s", at, last, own)
+      raise("%s: expected the accumulator to be %s, as in wgrad, got %s; with microscaling, all " ..
+        "products of a layer have the same accumulator", at, last, own)
     end
   end
   if C.eng_fp8_recipe_check(recipe) ~= 0 then raise("%s: %s", where, M_ffi.message()) end

@@ -31,8 +31,8 @@ local roles = fp8_recipe.roles
 
 local M = {}
 
--- Refuses products that a card can only emulate by a formula, many times slower than high
--- precision, unless the user asked for the formula.
+-- Refuses products for which a card has no tensor cores. A formula can compute them, but takes many
+-- times as long as high precision. Products for which the user asked for a formula are allowed.
 local function refuse_formula(layer, recipe, where)
   local able = C.eng_device_fp8()
   if able == 2 or recipe.role[0].mx > 0 then return end   -- microscaling can multiply in bf16
@@ -235,8 +235,8 @@ local function decibel(signal, noise)
   return noise == 0 and math.huge or 10 * math.log(signal / noise) / math.log(10)
 end
 
--- Reads what the core gathered for a site since the last read. Each role has SUMS numbers that are
--- added up over the ranks, and MAXIMA numbers whose largest value over the ranks counts.
+-- Reads what the core gathered for a site since the last read. Each role has SUMS numbers, which
+-- the ranks add up, and MAXIMA numbers, of which the ranks take the largest.
 local function read(self, site, first)
   check(C.eng_fp8_amax(self.amax, site.id))
   if self.looking then check(C.eng_fp8_meters(self.meter, site.id)) end
@@ -307,10 +307,11 @@ end
 
 --- Runs the policies on the step that measure() read and applies their decisions. `gradient`: the
 --- factor on the gradients of the next step. `logs`: what the loss-scaling policy logged, { name =
---- number }, or nil. Returns one table with `logs` and with what the FP8 policies logged; a name
---- that is taken becomes POLICY.NAME. verdict: the step's verdict, or nil; a failing FP8 policy
---- marks it as failed. swaps: the Swap of run/swap.lua, or nil; it undoes a swap whose new policy
---- fails.
+--- number }, or nil. Returns one table with `logs` and with what the FP8 policies logged; if a name
+--- is already in the table, the policy's entry is called POLICY.NAME. verdict: the step's verdict,
+--- or nil; if an FP8 policy fails, the verdict is marked as failed. swaps: the Swap of
+--- run/swap.lua, or nil; if a policy that was just swapped in fails, `swaps` brings the old policy
+--- back.
 function Sites:decide(record, gradient, logs, verdict, swaps)
   if #self.policies == 0 then return logs end
   local function fail(text)

@@ -31,8 +31,8 @@ local function fill(h, group, lr)
 end
 
 -- Moves each parameter whose factor in lr_muls [n] is not 1 to an additional group. Parameters with
--- the same optimizer group and the same factor share one. Returns the group of each parameter and
--- the number of groups.
+-- the same optimizer group and the same factor share one additional group. Returns the group of
+-- each parameter and the number of groups.
 local function split_groups(self, lr, lr_muls)
   local groups, of, count = self.optimizer.groups, self.optimizer._group_of, #self.optimizer.list
   local own, total, known = ffi.new("int32_t[?]", count), #groups, {}

@@ -176,7 +176,7 @@ local function roll_back(self, last)
     path, wish.skip, wish.lr_mul ~= 1 and (", learning rate x%g"):format(self.lr_factor) or "",
     wish.reason ~= "" and ": " .. wish.reason or "")
   self.progress:note(("step %d: %s"):format(step, text))
-  -- replay (trace.lua) needs the number of the step that follows
+  -- the event has the number of the next step, because replay (trace.lua) needs this number
   files:event(self.steps_done, "rollback", text, { to = found, path = path, skip = wish.skip,
     lr_factor = self.lr_factor })
 end

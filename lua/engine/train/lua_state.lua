@@ -120,8 +120,8 @@ end
 
 -- ------------------------------------------------------------------ one update
 
--- Makes it an error to read or assign an unknown name in t. Reading a name in `known` that t lacks,
--- such as a buffer that this parameter does not have, gives nil.
+-- Makes it an error to read or assign an unknown name in t. A name in `known` reads as nil if t
+-- does not have it; an example is a buffer that this parameter does not need.
 local function guarded(t, what, known)
   local function missing(key)
     local names = nearest.keys(known)
@@ -221,8 +221,8 @@ function State:update(lr, options)
   local name, factor = self.spec.name, options.gradient_factor
   self:refuse_torn()
   if options.lagged then
-    raise("optim.%s: a lagged update is decided by the device, and this optimizer is written in " ..
-      "Lua; hint: mode=sync", name)
+    raise("optim.%s: in mode=lagged the device decides whether to update, and this optimizer is " ..
+      "written in Lua; hint: mode=sync", name)
   end
   for _, option in ipairs { "norms", "update_clip", "spike_clip" } do
     if options[option] then

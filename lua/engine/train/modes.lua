@@ -72,8 +72,8 @@ local NEEDS = {
   { "logit_muls", C.ENG_NEED_LOGIT_MULS, { "heads", "scalable", "lagged", "card", "whole" } },
 }
 
---- Returns why a scaler of an explicit loop, which makes no updates itself, cannot use a policy, or
---- nil.
+--- Returns why the scaler of an explicit loop (scaler.lua) cannot use a policy, or nil. A scaler
+--- makes no updates, so it meets none of NEEDS.
 function M.scaler_refusal(policy)
   for _, need in ipairs(NEEDS) do
     if bit.band(policy.needs, need[2]) ~= 0 then
@@ -97,8 +97,8 @@ local function session_refusal(policy)
   return what and ("session: policy %s %s; hint: engine.trainer"):format(policy.name, what) or nil
 end
 
--- Returns a line about the first need of a policy, among the needs in `mask`, that this run cannot
--- meet, or nil.
+-- Returns a line about the first need of a policy that this run cannot meet, or nil. mask: the
+-- needs that count.
 local function unfulfilled(trainer, policy, mask)
   for _, need in ipairs(policy.needs >= C.ENG_NEED_UPDATE_NORM and NEEDS or {}) do
     for _, lack in ipairs(bit.band(policy.needs, need[2], mask) ~= 0 and need[3] or {}) do
@@ -108,9 +108,9 @@ local function unfulfilled(trainer, policy, mask)
   end
 end
 
---- Returns why a policy cannot be used in this run, or nil. The reasons are scales outside f32's
---- range, statistics or verdict fields that this run lacks, and what does not work with lagged mode
---- or graph = true.
+--- Returns why a policy cannot be used in this run, or nil. Possible reasons: the policy's scales
+--- are outside f32's range, the run lacks statistics or verdict fields that the policy needs, or
+--- the policy does not work with mode = "lagged" or graph = true.
 function M.policy_refusal(trainer, policy)
   local unusable = policies.unusable(policy, #trainer.groups.groups)
   if unusable then return unusable end

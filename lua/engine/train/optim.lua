@@ -257,9 +257,9 @@ end
 --- engine.optim.adamw(model [, options]): makes an optimizer over the parameters of a module, or
 --- over a list of tensors. Options of every optimizer: lr, weight_decay, precision (a recipe),
 --- moments ("f32", "bf16"), groups, decay ("matrices": no weight decay on vectors). One update
---- unscales, clips, moves the weights and rounds them. With precision "bf16_stochastic" or
---- "bf16_kahan" (sgd, adam, adamw, lion) the weights are bf16 themselves, without f32 masters
---- (docs/numerics.md).
+--- unscales and clips the gradients, and moves and rounds the weights. With precision
+--- "bf16_stochastic" or "bf16_kahan" (sgd, adam, adamw, lion) the weights are bf16 themselves,
+--- without f32 masters (docs/numerics.md).
 ---   sgd      more options: momentum (0), dampening (0), nesterov (false); lr 1e-2
 ---   adam     more options: beta1 (0.9), beta2 (0.999), eps (1e-8); weight decay is added to the
 ---            gradient; lr 1e-3
@@ -290,8 +290,8 @@ local registered = {}   -- optimizers that scripts registered: name -> construct
 --- spec:
 ---   doc         one line about the optimizer, which tostring shows
 ---   defaults    hyperparameters with their defaults: numbers, booleans or strings. lr is
----               required. Groups, decay = "matrices" (where there is a weight_decay), precision
----               and moments are options of every optimizer
+---               required. The options of every optimizer (groups, precision, moments, and decay
+---               with a weight_decay) cannot be entries here
 ---   buffers     the tensors that update keeps for each parameter. They begin as zeros. A plain
 ---               name in the list makes an f32 tensor of the parameter's shape (bf16 with moments =
 ---               "bf16"). name = function(shape, p, options) chooses the shape: the function

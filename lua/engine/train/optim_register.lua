@@ -36,8 +36,8 @@ local function check_defaults(name, defaults)
   end
 end
 
--- Returns the buffers as a list of { name =, shape = function or nil, dtype = or nil }, in the
--- order of their names.
+-- Returns the buffers as a list of { name =, shape = a function or nil, dtype = a name or nil },
+-- ordered by name.
 local function buffers_in_order(name, given)
   local list, seen = {}, {}
   for key, value in pairs(given) do

@@ -93,7 +93,7 @@ local function run_again(trainer, scale)
     end)
   end)
   C.eng_backward_abort()
-  -- eng_scope_end fails if the pass ended early; its tensors are then freed at the end of the step
+  -- eng_scope_end fails if the pass ended early; the end of the step then frees the pass's tensors
   C.eng_scope_end(mark[0])
   random.go(place)
   return finding, message
@@ -155,11 +155,11 @@ local function advice(self, record, finding)
   return lines
 end
 
---- Handles a step that overflowed. Runs the step again if every overflow is to be trapped, or if
---- the run is stuck: the policy stops it, or keeps the scale through repeated overflows. A stuck
---- run gets advice. The advice has no finding if the step cannot run again (with a delay of 1, or
---- in a session), or if only the sum over ranks overflowed. Every rank runs the step again, and the
---- rank whose batches overflowed reports.
+--- Handles a step that overflowed. Runs the step again if the option `trap` asks for this at every
+--- overflow, or if the run is stuck: the policy stops it, or keeps the scale through repeated
+--- overflows. If the run is stuck, shows advice. The advice has no finding if the step cannot run
+--- again (with a delay of 1, or in a session), or if only the sum over ranks overflowed. Every rank
+--- runs the step again, and the rank whose batches overflowed shows and records the result.
 function Overflows:look(record, verdict)
   local trainer = self.trainer
   local culprit = trainer.reducer:culprits()[1]

@@ -67,19 +67,19 @@ end
 --                           no promotion
 --             With microscaling (docs/microscaling.md), x, w and dy all have one of the rules
 --             floor, ceil, even, rceil, quest (blocks of 1x32), nvfp4, four_over_six,
---             four_over_six_mse (1x16, 16x16), ms_eden (1x16), msamp_fp4 (row). dy may instead have
---             the rule msamp, or pow2, in square blocks. Formats may also be e2m1, e2m3, e3m2,
---             mxint8. stochastic may be a number of random bits (true: 8). All three products
---             have the same accumulator: fp32 (sums exact bf16 products), blackwell (sums products
---             of codes) or device (blackwell where a card's tensor cores compute it, else fp32).
---             Roles also have
+--             four_over_six_mse (1x16, 16x16), ms_eden (1x16), msamp_fp4 (row). dy may be in FP8
+--             instead, in square blocks or one block, with the rule msamp or with pow2 = true.
+--             Formats may also be e2m1, e2m3, e3m2, mxint8. stochastic may be a number of random
+--             bits (true: 8). All three products have the same accumulator: fp32 (sums exact bf16
+--             products), blackwell (sums products of codes) or device (blackwell where a card's
+--             tensor cores compute it, else fp32). Roles also have
 --               factor      multiplies elements before rounding; the product is divided by it
---               average     for w: rounds each weight to the one of its two neighbours that is
---                           nearer to the weight's average over steps (Q-EMA). A number such as
---                           0.9983: the decay of the average, which takes 4 bytes a weight
---               backward    for x and w: a role, with which the backward product quantizes the
---                           values that the forward product read (not the original values), or
---                           "same": the backward product reads these values
+--               average     only in w: a number such as 0.9983, the decay of a weight's average
+--                           over steps. Each weight is rounded up or down, to the code nearer to
+--                           its average (Q-EMA). The averages take 4 bytes a weight
+--               backward    only in x and w: how the backward product quantizes the values that
+--                           the forward product read. It is a table like a role, or "same": the
+--                           backward product reads these values as they are
 --             With the rule msamp_fp4, roles also have
 --               clamp       a quantile such as 0.99: clamps each row to the range from its 0.01
 --                           quantile to its 0.99 quantile
@@ -96,17 +96,17 @@ end
 --             norms, embeddings and attention itself always do
 --   layers    { { match = pattern, high =, x =, w =, .. } .. }: changes for some layers; a later
 --             match overrides the fields of an earlier one
---   forward   with microscaling: high = true multiplies in high precision; the backward pass is
---             quantized as before
+--   forward   with microscaling, { high = true }: only the forward product is in high precision
 --   ladder    the recipes between a layer's own recipe and high precision that policies can choose,
---             lowest first. Each is a name ("mxfp8"), or changes: { forward = { high = true } }
+--             lowest first. An entry is a recipe's name ("mxfp8"), or a table of changes to the
+--             layer's fields: { forward = { high = true } }
 --   policy    an FP8 policy or a list of them (fp8_sites.lua): fp8_delayed, fp8_fallback,
 --             fp8_lm, layer_ladder, forward_high_before_decay, sqrt3
 --   sample    steps between measurements of SNR, underflow and the like (100; 0: none)
 local HYBRID = { x = { format = "e4m3" }, w = { format = "e4m3" }, dy = { format = "e5m2" },
   high = { "^head", "^lm_head" } }
 local function hybrid(more) return arguments.merged(HYBRID, more) end
--- source: whose recipe it is, and the paper, if there is one
+-- source: the project or the authors whose recipe this is, and their paper
 local function like_bf16(source, fp8, moments)
   return arguments.merged(M.recipes.bf16, { moments = moments, source = source, fp8 = fp8 })
 end
@@ -124,7 +124,7 @@ local ROW = { format = "e4m3", block = "row", rule = "torchao" }
 M.recipes.fp8_rowwise = like_bf16("torchao's rowwise scaling", { x = { format = "e4m3",
   block = "row", rule = "torchao", keep = "transposed" }, w = ROW, dy = ROW, high = HYBRID.high })
 -- DeepSeek-V3: e4m3 throughout, with blocks of 1x128 for activations and gradients and of 128x128
--- for weights, scaled by their current amaxes. Sums are promoted after every 128 products along K.
+-- for weights, each scaled by its current amax. Sums are promoted after every 128 products along K.
 -- Moments are bf16. FP8 copies of the weights exist in addition to the f32 masters. The input of
 -- the linear layer after attention is kept in e5m6 with power-of-two scales. SwiGLU's inputs are
 -- kept in FP8, and its output is recomputed from them.
@@ -166,7 +166,7 @@ local RANDOM = { hadamard = 64, signs = "step" }
 M.recipes.mxfp4_tseng = microscaled("Tseng et al., arXiv 2502.20586", UNCLIPPED, UNCLIPPED,
   UNCLIPPED, { forward = { high = true }, dgrad = RANDOM, wgrad = RANDOM })
 -- Quartet (arXiv 2505.14669): QuEST's scales under a Hadamard transform in the forward pass. In the
--- backward pass, dy and the values that the forward product read are rounded as by Tseng et al.
+-- backward pass, dy and the values that the forward product read are rounded as in Tseng et al.
 local QUEST = e2m1("quest", "1x32", { backward = UNCLIPPED })
 local REDRAWN = { hadamard = 32, signs = "backward" }
 M.recipes.mxfp4_quartet = microscaled("Quartet, arXiv 2505.14669", QUEST, QUEST, UNCLIPPED,
@@ -189,8 +189,8 @@ M.recipes.mxfp4_tetrajet_q_ema = microscaled("TetraJet with Q-EMA, arXiv 2502.20
 
 -- Microsoft's FP4 (arXiv 2501.17116), with the rules of MS-AMP. Each row of x and W is in e2m1 with
 -- a power-of-two scale; dy is in e5m2 with one scale. The largest and smallest 1 % of each row of x
--- are clamped, and what this cuts off is added in bf16. All three products read these values. DGE
--- multiplies the gradient of W.
+-- are clamped; the part that clamping cuts off is added to the quantized x in bf16. The backward
+-- products read the same x and W as the forward product. DGE multiplies the gradient of W.
 M.recipes.fp4_microsoft = microscaled("Microsoft's FP4, arXiv 2501.17116",
   { rule = "msamp_fp4", clamp = 0.99, backward = "same" },
   { rule = "msamp_fp4", estimator = "dge", backward = "same" }, { format = "e5m2", rule = "msamp" })
@@ -320,16 +320,17 @@ function M.same(a, b)
   return equal(a.fp8, b.fp8)
 end
 
---- Runs f(...) with a recipe and returns its results. Scopes nest. "fp32" converts nothing:
---- operations that read bf16 masters, such as an embedding, compute in bf16 (under in_f32, in f32).
+--- Runs f(...) with a recipe and returns its results. Scopes nest. The recipe "fp32" converts
+--- nothing, so operations that read bf16 masters, such as an embedding, compute in bf16. in_f32
+--- makes them compute in f32.
 function M.autocast(recipe, f, ...)
   local full = M.resolve(recipe)
   arguments.want_function(f, "autocast", [[engine.autocast("bf16", function() ... end)]])
   return autograd.in_formats(formats_of[full] or nil, f, ...)
 end
 
---- Runs f(...) in f32 and returns its results. `full`: the recipe of the parameters; operations
---- convert weights whose masters are bf16.
+--- Runs f(...) in f32 and returns its results. full: the recipe of the parameters. If its masters
+--- are bf16, operations convert the weights that they read to f32.
 function M.in_f32(full, f, ...)
   local f32 = dtype.f32
   return autograd.in_formats(full.masters == "bf16"

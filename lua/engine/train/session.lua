@@ -330,12 +330,13 @@ local function next_scale(self, s)
   return self.policy:scale()
 end
 
---- Makes one step of an optimizer with its gradients: statistics, the policy's verdict, and then
---- the update, which unscales and clips in the same pass, or no update. opt: the optimizer or its
---- name; may be nil if there is only one. The optimizer's gradients are empty afterwards. options:
---- clip (the limit of this step), tokens (the number of tokens trained on in this step). Returns {
---- skipped = boolean, action = "step", "skip", "retry", "stop" or "rollback", reason = text or nil,
---- step = number, loss = the sum over the backward passes, scale = the scale of these gradients }.
+--- Makes one step of an optimizer with its gradients: computes the statistics, asks the policy for
+--- a verdict, and makes or skips the update. The update unscales and clips in the same pass. opt:
+--- the optimizer or its name; may be nil if there is only one. The optimizer's gradients are empty
+--- afterwards. options: clip (the limit of this step), tokens (the number of tokens trained on in
+--- this step). Returns { skipped = boolean, action = "step", "skip", "retry", "stop" or "rollback",
+--- reason = text or nil, step = number, loss = the sum over the backward passes, scale = the scale
+--- of these gradients }.
 function Session:step(opt, o)
   local s, entry = inside(self, "step"), entry_of(self, opt)
   o = tensor.read_named(o, "session:step", "clip tokens")
@@ -420,8 +421,9 @@ function Session:loop_state()
   return state
 end
 
---- Restores the optimizers' numbers of updates. Restores a learning rate too, unless the script now
---- begins with another rate. load_state() of the optimizers then restores the moments.
+--- Restores each optimizer's number of updates. Restores its learning rate too, unless the script
+--- now begins with a different rate than in the saved run. load_state() of the optimizers then
+--- restores the moments.
 function Session:restore_loop(state)
   for _, e in ipairs(self.entries) do
     local saved = state and state.optimizers[e.name]

@@ -97,7 +97,8 @@ function Trainer:begin()
   return self:attempt()
 end
 
---- Does the part of begin() that a session repeats after each step of the same turn.
+--- Begins a step without freeing tensors or clearing gradients. Called by begin(), and by a session
+--- after each step of a turn, for the next step of the same turn.
 function Trainer:attempt()
   local opt, policy = self.optimizer, self.policy
   local lr = self.fixed_lr or not self.schedule and opt.lr or self.schedule(self.updates)
@@ -236,8 +237,8 @@ function Trainer:fetch(s)
   return record
 end
 
---- Runs the policy. Then run/swap.lua may replace the verdict of a policy that was swapped in. Then
---- runs the policies of FP8 layers.
+--- Runs the policy, then the policies of FP8 layers. Returns the verdict. If the policy was just
+--- swapped in and fails, run/swap.lua brings the old policy back, which then decides this step.
 function Trainer:decide(s, record)
   local policy, stats, sites = self.policy, self.stats, self.optimizer.fp8
   for name, value in pairs(s.signals) do policy:signal(name, value) end
@@ -392,8 +393,8 @@ function Trainer:prepare(policy)
 end
 
 --- Returns the statistics to compute: those that every record has, those that the policy and the
---- shadows need, and the histogram if the run is recorded. From the histogram, `engine replay`
---- computes a recorded step at a different scale.
+--- shadows need, and the histogram if the run is recorded. `engine replay` uses the histogram to
+--- predict a recorded step at a different scale.
 function Trainer:all_needs()
   return bit.bor(self.policy.needs, self.shadows and self.shadows.needs or 0, C.ENG_NEED_AMAX,
     C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW,
@@ -456,7 +457,7 @@ end
 
 --- Runs f() and returns its results. With zero = 3, every rank has all weights during the call, and
 --- f may read, save and change them (in the same way on all ranks). At other times only operations
---- can read them. Every rank calls it, between two steps:
+--- can read them. All ranks must make the call, between two steps:
 --- trainer:whole(function() model:save("model") end).
 function Trainer:whole(f) return self.reducer:whole(f) end
 

@@ -94,7 +94,7 @@ end
 local EXCHANGED = { batch_norm = { [4] = "the mean", [5] = "the variance" },
   batch_norm_grad = { [6] = "the sums over all ranks" } }
 
--- Describes the input `t` of a site, if no operation made it.
+-- Describes `t`, an input that no operation made. s: the site (see site_text).
 local function given_text(s, t)
   if t.name then return "parameter " .. t.name end
   local what = EXCHANGED[s.kernel] and EXCHANGED[s.kernel][s.held_by]
@@ -106,7 +106,8 @@ local function given_text(s, t)
     and "the loss scale, the seed of the backward pass?" or "data, a mask, a constant")
 end
 
---- Returns in words where an inf or nan began, or entered from outside. s: a site of a finding.
+--- Returns in words where an inf or nan began, or entered from outside. s: a site of a finding,
+--- which is the operation with its module, inputs and outputs (read_site).
 function M.site_text(s)
   local where = s.module ~= "" and "in " .. s.module or "outside of every module"
   local what = s.backward and (s.kernel == s.op and "backward of " ..

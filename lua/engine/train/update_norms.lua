@@ -90,8 +90,8 @@ function M.cap(trainer, s, record)
   for i = 0, n - 1 do stats[i].sum_squares = own[i].sum_squares end
 end
 
---- Adds to `options`, the options of an update, what the verdict sets for the update, and a buffer
---- for the norms that policies need. Resets the moments of the tensors that the verdict names.
+--- Copies the verdict's fields for the update into the update's options. If norms are needed,
+--- adds a buffer for them. Resets the moments of the tensors that the verdict names.
 function M.add(trainer, options, verdict)
   local norms, opt = trainer.norms, trainer.optimizer
   if bit.band(trainer.needs, C.ENG_NEED_UPDATE_NORMS) ~= 0 or verdict.update_clip > 0 then

@@ -1,6 +1,7 @@
 -- Averages of weights over steps, toward which FP4 layers round their weights (Q-EMA of TetraJet,
 -- arXiv 2502.20853). Made and moved by fp8_sites.lua. Checkpoints store the averages with the
--- optimizer's state (optim.lua, run/shards.lua). dist/agreement.lua compares those of the ranks.
+-- optimizer's state (optim.lua, run/shards.lua). dist/agreement.lua compares the
+-- averages of the ranks.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local steps = require "engine.optim.steps"
@@ -19,7 +20,7 @@ local function decay_of(site)
   for i, recipe in ipairs(site.rungs) do
     local own = recipe.role[1].average
     if own > 0 and decay and own ~= decay then
-      M_ffi.raise("%s: ladder[%d]: w: expected the same average as in the rungs before, %g, got %g",
+      M_ffi.raise("%s: ladder[%d]: w: expected average to be %g, as in the rungs below, got %g",
         site.path, i - 1, decay, own)
     end
     decay = own > 0 and own or decay
@@ -29,8 +30,9 @@ end
 
 --- Makes an average for each parameter in `list` whose layers have a recipe that needs one. sites:
 --- the list of a model's FP8 layers. Frozen weights have no average and are rounded to nearest.
---- Fields: list, the averages { p = the parameter, name, x = the tensor (f32), decay, sites } .. ;
---- held, true if the next step is a retry. Checkpoints hold both. bytes, the averages' memory.
+--- Fields of the result: list (of averages: { p = the parameter, name, x = the f32 tensor, decay,
+--- sites }), held (true if the next step is a retry), bytes (the memory of the averages).
+--- Checkpoints store the averages and `held`.
 function M.new(sites, list)
   local self, parameter, made = setmetatable({ list = {}, bytes = 0 }, Averages), {}, {}
   for _, p in ipairs(list) do parameter[tonumber(p.tensor.slot)] = p end
@@ -69,8 +71,8 @@ local function move(self)
 end
 
 --- Moves the averages by one step; called before a step's forward passes. In the first step the
---- averages are copies of the weights. An element that would become Inf or NaN is the weight's, so
---- that it recovers with the weight. If the step is a retry (hold), they stay where they are.
+--- averages are copies of the weights. An average that would become Inf or NaN is replaced by the
+--- weight, so that it recovers when the weight does. In a retry (hold), the averages do not move.
 function Averages:move()
   if not self.held and #self.list > 0 then autograd.no_grad(autograd.scope, move, self) end
   self.held = nil
