@@ -1,9 +1,9 @@
 -- AdaGC: clips each tensor's gradient against a moving mean of its own clipped norms. In the first
 -- warmup_steps - 1 updates the global norm is limited to lambda_abs, and each tensor's mean is the
--- smallest of its limited norms. Afterwards a tensor's norm is limited to lambda_rel times its
--- mean, and the mean follows the clipped norm. Source: Wang et al., AdaGC (2025, arXiv 2502.11034),
--- and the class AdaGC of pytorch_optimizer. The loss scale follows dynamic.lua's rule, or is fixed
--- (for bf16: adagc:loss_scale=1).
+-- smallest norm that the tensor has had under this limit. Afterwards a tensor's norm is limited to
+-- lambda_rel times its mean, and the mean follows the clipped norm. Source: Wang et al., AdaGC
+-- (2025, arXiv 2502.11034), and the class AdaGC of pytorch_optimizer. The loss scale follows
+-- dynamic.lua's rule, or is fixed (for bf16: adagc:loss_scale=1).
 --
 -- Differences: steps that overflow change neither the means nor the count. A norm of 0 does not
 -- change a mean; in the original it makes the mean 0, and the tensor is never updated again.

@@ -58,7 +58,7 @@ return {
       state.overflows_since_rescale = 0
     end
     if state.scale <= options.min_loss_scale then
-      -- The count of steps does not advance, as in fairseq.
+      -- As in fairseq, the scale does not change, and this step is not counted.
       state.scale = scale
       return { scale = scale, action = "stop",
         reason = "the loss scale, " .. scale .. ", would fall to min_loss_scale = "

@@ -53,7 +53,7 @@ return {
         scales[name] = math.max(2^-125, peaks[2])
       end
     end
-    -- 2^-126 is the value of tensors without a history, which `scales` leaves out.
+    -- Tensors without a history get `scale`, 2^-126. Entries of `scales` are 2^-125 or more.
     return { scale = 2^-126, scales = scales }
   end,
 }

@@ -5,9 +5,9 @@
 -- The mean looks back over some 1 / (1 - decay) steps and begins at the first target / amax. In one
 -- step, the scale changes by the factor `growth` or `backoff` at most. A single large gradient
 -- hardly moves the mean. A single tiny gradient raises the mean, and the scale grows until an
--- overflow, which cuts the mean to the scale. With limit=before, the limits apply to each target /
--- amax, and the mean is the scale itself. Then no step grows the scale by more than 1 %: a tiny
--- gradient does no harm, but a scale far from its target takes hundreds of steps. An overflow
+-- overflow, which lowers the mean to the new scale. With limit=before, the limits apply to each
+-- target / amax, and the mean is the scale itself. Then no step grows the scale by more than 1 %: a
+-- tiny gradient does no harm, but a scale far from its target takes hundreds of steps. An overflow
 -- lowers the target for a while, because amax does not cover activation gradients, which can
 -- overflow while amax is on target.
 return {

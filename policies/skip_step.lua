@@ -8,8 +8,8 @@
 --
 -- Oddity: after equal values the deviation is 0, so any larger value is skipped.
 -- Difference: a loss or norm that is not finite skips its own step and stays out of the window. In
--- the original it makes the deviation NaN, and all steps are skipped until the value has left the
--- window (keep_nan=true does the same). Statistics are in double; in the original, in float32.
+-- the original such a value makes the deviation NaN, and all steps are skipped until it has left
+-- the window (keep_nan=true does the same). Statistics are in double; in the original, in float32.
 -- Skipping needs mode=sync.
 
 -- Returns whether `x`, a loss or a norm, allows the step to proceed. Adds the window's mean and

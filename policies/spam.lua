@@ -1,13 +1,13 @@
 -- SPAM: sets the moments of Adam to 0 every `interval` updates, and limits each element of the
 -- gradient to sqrt(threshold * v), where v is the element's second moment. After a reset, elements
--- are not limited for grad_accu_steps - 1 updates, and the learning rate rises along a cosine over
+-- are not limited for grad_accu_steps updates, and the learning rate rises along a cosine over
 -- warmup_epoch updates. Source: Huang et al., SPAM (2025, arXiv 2501.06842), and its code
 -- (galore_torch/SPAM.py) without the sparse momentum. Needs optimizer adam or adamw. The loss scale
 -- follows dynamic.lua's rule, or is fixed (for bf16: spam:loss_scale=1).
 --
--- As in the original, the count that bias corrections read goes on after a reset, and in the first
--- updates of a run the rate does not rise. Difference: the factor on the learning rate also acts on
--- decoupled weight decay. Steps that overflow are not counted.
+-- As in the original, a reset does not restart bias corrections, and the rate has no warm-up at the
+-- start of a run. Differences: the factor on the learning rate also acts on decoupled weight decay,
+-- and steps that overflow are not counted.
 return {
   name  = "spam",
   doc   = "SPAM: resets Adam's moments now and then, and limits spikes of single elements.",

@@ -12,8 +12,8 @@
 -- permanently, and from then on only max_grad_norm works (keep_nan=true does the same). A mean of 0
 -- clips nothing; the original would clip to 0 forever.
 
--- Returns the limit for `norm` if its z-score is too high, else nil or false. Also returns the
--- values to log.
+-- Returns the limit for `norm` if its z-score is too high, and nil or false otherwise. The second
+-- result is the values to log.
 local function judge(state, norm, options)
   local mean, std, far = state.mean, math.sqrt(state.var), options.z_thresh
   local z = (norm - mean) / (std + options.eps)
