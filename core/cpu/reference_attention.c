@@ -3,8 +3,8 @@
 // reference.h.
 //
 // Edge cases: a query without visible keys has y = 0, lse = -inf and entropy 0, and gives no
-// gradient to k and v. A score of +inf or NaN makes y and lse of its row NaN, and so do scores that
-// are all -inf. Otherwise, a score of -inf has the weight 0.
+// gradient to k and v. y and lse of a row are NaN if a score is +inf or NaN, or if all scores are
+// -inf. In other rows, a score of -inf has weight 0.
 #include "reference.h"
 
 #include <math.h>

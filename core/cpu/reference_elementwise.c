@@ -18,8 +18,8 @@
 typedef double  binary_float(double a, double b);
 typedef int64_t binary_int(int64_t a, int64_t b);
 
-// Computes y = float_rule(a, b). If there is an int_rule, it is used instead in arithmetic with an
-// integer result, and in comparisons of two integers.
+// Computes y = float_rule(a, b). Arithmetic with an integer result and comparisons of two integers
+// use int_rule instead, if there is one.
 static eng_status map_two(const op_call *call, binary_float *float_rule, binary_int *int_rule,
                           bool compares)
 {
@@ -122,7 +122,7 @@ static double gelu_slope(double x)
 static double gelu_tanh_slope(double x)
 {
   double t = tanh(GELU_K * (x + GELU_C * x * x * x)), rest = 1.0 - t * t;
-  // Where tanh is flat, the second term is 0 even if x^2 overflows.
+  // rest is 0 where t has rounded to 1 or -1. `bend` is then 0 even if x^2 overflows.
   double bend = rest == 0.0 ? 0.0 : 0.5 * x * rest * GELU_K * (1.0 + 3.0 * GELU_C * x * x);
   return 0.5 * (1.0 + t) + bend;
 }
@@ -240,8 +240,8 @@ eng_status reference_swiglu_grad(const op_call *call)
 
 // ------------------------------------------------------------------ dropout, copies
 
-// Element i, counted in row-major order, takes word i % 4 of the Philox block counter + i / 4. A
-// dropped element becomes 0, whatever its value was. A kept element is divided by 1 - p.
+// Element i, counted in row-major order, takes word i % 4 of Philox block number `counter` + i / 4.
+// A dropped element becomes 0, whatever its value was. A kept element is divided by 1 - p.
 eng_status reference_dropout(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];

@@ -57,8 +57,8 @@ static void quantize_side(const side *s)
         for (int64_t c = c0; c < c0 + columns; c++) {
           float x = x_at(s, r, c), y = divides ? x / scale.factor : x * scale.factor;
           int64_t element = r * s->columns + c;
-          // Eight codes share three words. Each code is added to the codes already there, and the
-          // words are complete after the eighth code.
+          // Eight 12-bit codes fill three words. Unpacks the codes already in these words, and
+          // packs them again with the new code.
           if (packed) {
             uint32_t *word = (uint32_t *)s->q->data + element / 8 * 3;
             uint16_t code[8] = {0};
@@ -90,7 +90,7 @@ eng_status reference_quantize(const op_call *call)
                  .q = call->out[3], .scale = call->out[4],
                  .random = (uint64_t)call->quantize.counter + (uint64_t)((x->count + 3) / 4)};
   quantize_side(&turned);
-  // With square blocks, the transposed copy is q transposed, even if rounding was stochastic.
+  // With square blocks, the transposed copy has the codes of q, even after stochastic rounding.
   if (call->quantize.block_rows == call->quantize.block_columns)
     for (int64_t r = 0; r < rows; r++)
       for (int64_t c = 0; c < columns; c++)
@@ -170,7 +170,8 @@ static float value_at(const matrix *m, int64_t i, int64_t k)
   return fp8_to_f32(m->data[i * m->i_stride + k * m->k_stride], m->fraction);
 }
 
-// Returns the sum of the products of steps [k, k + n) in the given model of the accumulator.
+// Returns the sum of a(i, s) * b(j, s) over s in [k, k + n), as the accumulator `model`
+// (ENG_ACCUMULATE_*) computes it.
 static double accumulate(const matrix *a, const matrix *b, int model, int64_t i, int64_t j,
                          int64_t k, int64_t n)
 {

@@ -65,8 +65,8 @@ static uint8_t code_of(double x, const mx_format *f, int sr_bits, uint32_t rando
   return (uint8_t)(f->sign ? code | (negative ? f->sign : 0) : negative ? -code : code);
 }
 
-// Does the work of code_of for calls with `ties`, `sr_rule` or an average. toward: the average,
-// scaled as x is.
+// Does the work of code_of for calls that set `ties` or `sr_rule`, or have an average. `toward` is
+// the average, multiplied by the same factor as x.
 static uint8_t studied_code_of(const op_call *call, double x, double toward, const mx_format *f,
                                uint32_t random)
 {
@@ -307,9 +307,9 @@ eng_status reference_mx_quantize(const op_call *call)
                  .random = own.random + (uint64_t)((x->count + 3) / 4)};
   quantize_side(&turned);
   ((float *)call->out[6]->data)[0] = amax;
-  // With square blocks, the transposed copy is q transposed, even if rounding was stochastic. Its
-  // scales are the transposed scales, too. (For transposed blocks, four over six could choose other
-  // scales, because its errors depend on the order of the sums.)
+  // With square blocks, the transposed copy has the codes and scales of q, even after stochastic
+  // rounding. Both are copied: under four over six, transposed blocks could get other scales,
+  // because the errors that the rule compares depend on the order of the sums.
   int64_t length = call->mx_quantize.block_rows;
   if (length != call->mx_quantize.block_columns) return ENG_OK;
   int64_t down = (rows + length - 1) / length, across = (columns + length - 1) / length;

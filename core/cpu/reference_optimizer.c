@@ -126,7 +126,8 @@ static float lion(float w, float g, moments *m, const eng_hyper *h)
   return w - (float)h->lr * sign;
 }
 
-/// Stores a new weight as an f32 or bf16 master, and its rounding error if there is a compensation.
+/// Stores a new weight as an f32 or bf16 master. If the span has a compensation, stores the
+/// weight's rounding error there.
 static void store_weight(const param_span *s, const eng_update *u, int64_t i, float w)
 {
   if (s->master_dtype == ENG_bf16 && u->rounding == ENG_ROUND_STOCHASTIC) {

@@ -36,7 +36,7 @@ static inline bool all_fast(const op_call *call)
   return true;
 }
 
-/// Returns all_fast for the call without input `input` (counted from 0), which is not a float
+/// Does the same as all_fast, but ignores input number `input` (from 0), which is not a float
 /// tensor.
 static inline bool all_fast_except(const op_call *call, int input)
 {

@@ -2,8 +2,8 @@
 // integers go to the reference kernels. vmath.h gives the accuracy and the edge cases of the
 // functions. Called through backend.kernel[]; owns nothing.
 //
-//   relu        keeps NaN; the gradient is 0 if x <= 0, even if dy is not finite, and dy if x > 0
-//               or x is NaN
+//   relu        keeps NaN; the gradient is dy if x > 0 or x is NaN; if x <= 0 it is 0, even where
+//               dy is not finite
 //   gelu, silu  NaN at -inf, where the formula gives -inf * 0, as in PyTorch; the slope is 0 at
 //               -inf and 1 at +inf, which are its limits
 //   hardswish   NaN at -inf; as in PyTorch, the gradient is 0 if x <= -3, and dy itself if x >= 3

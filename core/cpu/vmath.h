@@ -32,7 +32,7 @@ VF_INLINE vf vf_exp_split(vf hi, vf lo)
   q = vf_fma(q, r, VF_C(0.1666649686f));
   q = vf_fma(q, r, VF_C(0.4999999179f));
   vf p = vf_add(vf_fma(vf_mul(r, r), q, r), VF_C(1.0f));
-  // p becomes 0 before the last step, because a result that underflows there costs 30 times as
+  // Sets p to 0 where the result is 0, because an underflow in the last step costs 30 times as
   // much.
   p = vf_select(gone, vf_zero(), p);
 #if defined(ENG_ISA_avx512)
@@ -49,9 +49,9 @@ VF_INLINE vf vf_exp_split(vf hi, vf lo)
 
 VF_INLINE vf vf_exp(vf x) { return vf_exp_split(x, vf_zero()); }
 
-/// Returns exp(x) for an x that is not far above 0 and never +inf, such as a negated magnitude, or
-/// a number minus a maximum or a log of a sum. For such x, this function is cheaper than vf_exp, as
-/// accurate, and underflows as gradually.
+/// Returns exp(x). x must not be +inf or far above 0: callers pass -|x|, or an element minus the
+/// maximum or logsumexp of its row. For such x, this function is cheaper than vf_exp, as accurate,
+/// and underflows as gradually.
 VF_INLINE vf vf_exp_low(vf x)
 {
 #if defined(ENG_ISA_avx512)
