@@ -10,9 +10,9 @@
 /// A call of an operation. When a kernel runs, the inputs have been checked and the outputs
 /// allocated with their final shape and dtype. ops.def gives the order of tensors and the names of
 /// attributes (call->sum.mask). A kernel that serves several operations uses the attribute names of
-/// one of them; kernels_spec.lua checks that all of them list the same attributes in the same order
-/// (some lack the last ones). `in[k]` is NULL for an absent optional input, and `out[k]` is NULL
-/// for an output that is not needed.
+/// one of them; kernels_spec.lua checks that these operations list the same attributes in the same
+/// order, except that some omit attributes at the end. `in[k]` is NULL for an absent optional
+/// input, and `out[k]` is NULL for an output that is not needed.
 typedef struct op_call {
   int32_t op, n_in, n_out;
   tensor *in[ENG_OP_INPUTS];
@@ -148,9 +148,9 @@ typedef struct backend {
   /// Returns the device's description for messages: "NVIDIA H200, sm_90, driver 580.82, ...". The
   /// CPU has this function, too. NULL: messages give only the device's name.
   const char *(*describe)(void);
-  /// Which FP8 products the tensor cores compute: 0: none. 1: products of operands that have one
-  /// scale each. 2: also products of operands with scales by row or block. The result is 2, too, if
-  /// the user selected the slow formula (ENGINE_FP8_FORMULA=1). NULL: the device has only one
+  /// Returns which FP8 products the tensor cores compute. 0: none. 1: products of operands with one
+  /// scale each. 2: also products of operands with scales by row or block. If the user selected the
+  /// slow formula (ENGINE_FP8_FORMULA=1), the result is always 2. NULL: the device has only one
   /// implementation of FP8 products.
   int         (*fp8)(void);
   /// Whether the tensor cores compute mx_matmul for these formats, with scales by the rules of
@@ -163,7 +163,8 @@ typedef struct backend {
   /// (on a card a CUDA stream, which NCCL accepts). Messages between ranks and their packing use
   /// streams. On error *stream is NULL.
   eng_status (*stream_new)(void **stream);
-  /// Makes work issued on the stream after this call wait for the device work issued before it.
+  /// Makes a stream wait for the device work issued before this call. Work that is already on the
+  /// stream does not wait.
   eng_status (*stream_follow)(void *stream);
   /// Sets *done to whether the stream is idle. Never waits.
   eng_status (*stream_done)(bool *done, void *stream);

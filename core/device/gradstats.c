@@ -1,5 +1,5 @@
 // Sums the per-tensor statistics of a gradient pass into the step's record, and computes the same
-// statistics of any tensor (eng_stats). Also has the names of a verdict's actions. Called by
+// statistics of any tensor (eng_stats). Also defines the names of a verdict's actions. Called by
 // params/ after a pass, and by policy/, store/ and Lua.
 #include "gradstats.h"
 

@@ -37,10 +37,10 @@ void member_owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, 
   *to = *from + n;
 }
 
-/// Assigns the members, in the order in which backward completes them, to buckets of one dtype
-/// each. If `apart` is true, assigns the members that only some ranks hold, otherwise the members
-/// that all ranks hold. The two kinds never share a bucket, so a bucket has the same index on all
-/// ranks of its group.
+/// Fills buckets, each of one dtype, with members in the order in which backward completes them.
+/// With `apart`, takes the members that only some ranks hold, otherwise the members that all ranks
+/// hold. The two kinds never share a bucket, so a bucket has the same index on all ranks of its
+/// group.
 static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, bool apart)
 {
   eng_params *set = p->set;

@@ -254,7 +254,7 @@ static eng_status run_between_cards(exchange *e, eng_exchange_facts *facts)
                            e->to->dtype);
 }
 
-/// Packs all rows to send into OUT. Unless `facts` is NULL, adds to it what `measure` computes.
+/// Packs all outgoing rows into OUT. Adds the results of `measure` to `facts`, unless that is NULL.
 static eng_status pack_all(exchange *e, eng_exchange_facts *facts)
 {
   const tensor *x = e->from;

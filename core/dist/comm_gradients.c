@@ -129,7 +129,7 @@ static eng_status send_out(eng_parallel *p, bucket *b)
     b->state = BUCKET_OUT;
     p->under_way++;
     ENG_TRY(cards_send(p, b));
-    // the device packs each gradient before it writes to that memory again
+    // The memory may be reused: later kernels write to it only after the packing has read it.
     for (int k = 0; p->zero == 2 && k < b->n; k++) leave_room(p, b->member[k]);
     return ENG_OK;
   }

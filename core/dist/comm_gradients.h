@@ -22,8 +22,8 @@ typedef struct bucket {
   int32_t *member;            // [n]
   int64_t *at;                // [n + 1] the bucket's element at which each member begins
   int64_t *cut;               // [ranks + 1] the bucket's element at which each rank's piece begins
-  int64_t *begin;             // [ranks + 1] byte offset in `out` of the message to each rank, and
-                              // later in `in` of the sum from each rank. A message is a packed
+  int64_t *begin;             // [ranks + 1] byte offsets of the messages to each rank in `out`, and
+                              // later of the sums from each rank in `in`. A message is a packed
                               // piece and n flag bytes
   int64_t  packed;            // size in bytes of this rank's packed piece
   int64_t  bytes;             // `packed` plus n flag bytes, rounded up to COMM_ALIGN
@@ -72,9 +72,9 @@ struct eng_parallel {
   bool       *complete;       // [set->n] backward has completed the gradient
   uint8_t    *rank_flags;     // [ranks][set->n] flags of each rank in the last reduction
   int64_t     n_values;
-  float      *values;         // [n_values] work space: f32 numbers of one member. Without `cards`,
-                              // also the terms of a sum: this rank's piece of a bucket, once from
-                              // each rank. Large enough for any member and bucket
+  float      *values;         // [n_values] work space for the f32 numbers of any one member.
+                              // Without `cards`, also for the terms of the sum of any bucket: this
+                              // rank's piece, as each rank sent it
   char       *raw;            // host copy of a member's gradient that is on a device
   comm_message *messages;     // [2 * ranks] the messages of one exchange
   const float **terms;        // [ranks] the pieces that sum_piece sums
@@ -101,8 +101,8 @@ eng_status buckets_fill(eng_parallel *p, const eng_parallel_options *options);
 /// Cuts a bucket, whose index is `number`, into the ranks' pieces and computes the sizes of its
 /// messages.
 eng_status bucket_cut(bucket *b, int number, bool whole);
-/// Computes two sizes in bytes: of the single block for messages in flight, and of each block of
-/// `rooms`. `limit`: eng_parallel_options.bucket.
+/// Computes the size in bytes of the single block for messages in flight, and the size of each
+/// block of `rooms`. `limit`: eng_parallel_options.bucket.
 void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *p, int64_t limit);
 void buckets_free(eng_parallel *p);
 /// Returns how many elements of member k are in the piece of `rank`. The first of them has index

@@ -177,7 +177,8 @@ static eng_status stream_done(bool *done, comm_stream stream, const char *what)
   nccl_result result = nccl.call.async_error(nccl.comm[stream], &noticed);
   if (result == NCCL_SUCCESS) result = noticed;
   if (result == NCCL_SUCCESS || result == NCCL_IN_PROGRESS) return ENG_OK;
-  // It is no error if the other rank ended after it had sent everything.
+  // NCCL also reports an error when another rank ends after its last message. If the stream's work
+  // is done by now, this error does not matter.
   ENG_TRY(nccl.card->stream_done(done, nccl.stream[stream]));
   return *done ? ENG_OK : failed(result, what, nccl.comm[stream]);
 }

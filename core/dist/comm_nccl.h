@@ -32,7 +32,7 @@ typedef struct nccl_calls {
                          void *stream);
 } nccl_calls;
 
-/// The names of these functions in the library, in the same order.
+/// The names of these functions in the library, in the order of nccl_calls.
 #define NCCL_NAMES                                                                                 \
   {"ncclGetVersion",   "ncclGetUniqueId", "ncclCommInitRank",      "ncclCommSplit",                \
    "ncclCommDestroy",  "ncclCommAbort",   "ncclCommGetAsyncError", "ncclGetErrorString",           \

@@ -1,6 +1,6 @@
-// Numbers in a comm dtype, the format of messages between ranks: f32, bf16, f16, or e4m3 in blocks,
-// each with a power of two as its scale. See comm.h. Called by the other files of this folder and
-// by the fake card of the specs.
+// Packs numbers into messages between ranks, and unpacks them. The comm dtype of a message is f32,
+// bf16, f16, or e4m3 in blocks with a power-of-two scale each. See comm.h. Called by the other
+// files of this folder and by the fake card of the specs.
 #include "comm.h"
 
 #include "device/backend.h"

@@ -119,8 +119,8 @@ eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int ra
   ENG_TRY(params_alive(set));
   if (size < 1 || rank < -1 || rank >= size)
     return error_set(ENG_ERR_VALUE,
-                     "expected a rank from 0 to the number of ranks less 1, or -1 for the rank "
-                     "that sums the most, got rank %d of %d", rank, size);
+                     "expected a rank below the number of ranks, or -1 for the rank that sums "
+                     "the most, got rank %d of %d", rank, size);
   ENG_TRY(buckets_check(options));
   if (options->apart)
     return error_set(ENG_ERR_VALUE, "expected every rank to hold all parameters, got parameters "

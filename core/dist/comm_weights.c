@@ -40,9 +40,9 @@ static comm_message piece_of(const eng_parallel *p, const tensor *x, int index, 
   return (comm_message){.memory = (char *)x->data + from * size, .bytes = (to - from) * size};
 }
 
-/// Lists the messages of a unit in one form (PARTED_*) and returns their number. Adds the number of
-/// messages that this rank sends to `sent` and their bytes to `bytes`. If `messages` is NULL, only
-/// counts.
+/// Lists the messages that carry one form (PARTED_*) of a unit's weights, and returns their number.
+/// Adds the number of messages from this rank to `sent`, and their bytes to `bytes`. If `messages`
+/// is NULL, only counts.
 static int list_messages(comm_message *messages, int64_t *sent, int64_t *bytes,
                          const eng_parallel *p, const params_parted *q, int unit, int form)
 {

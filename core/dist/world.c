@@ -74,7 +74,7 @@ static void find_launcher(launch *found, bool nccl)
     if (!read_number(&size, n, 1, MOST) || !read_number(&rank, r, 0, size - 1)) {
       snprintf(found->wrong, sizeof found->wrong,
                "%s=%.60s %s=%.60s: expected the number of "
-               "processes, and a rank from 0 to that number less 1",
+               "processes, and a rank below that number",
                launchers[i].size, n, launchers[i].rank, r);
     } else if (!found->name || size > 1) {
       found->rank = rank;
@@ -163,8 +163,8 @@ static eng_status load_nccl(const comm_transport **out, const launch *l)
   if (hint) *hint = 0;
   return error_set(
     status,
-    "%s started %d process%s without MPI; without it, each process needs a card and connects "
-    "over NCCL: %s; hint: mpirun -np %d engine SCRIPT (or srun --mpi=pmix) needs no cards, "
+    "%s started %d process%s without MPI; each needs a card and a connection over NCCL, which "
+    "failed: %s; hint: mpirun -np %d engine SCRIPT (or srun --mpi=pmix) needs no cards, "
     "ENGINE_RANKS=off trains in this process alone, NCCL_DEBUG=WARN prints more",
     l->name, l->size, l->size > 1 ? "es" : "", reason, l->size);
 }

@@ -182,7 +182,7 @@ describe("NCCL", function()
       local result = start.nccl(2, WORLD, {}, { folder = folder, environment = environment,
         limit = 20 })
       local line = result.err:match("[^\n]*torchrun started 2 processes without MPI; " ..
-        "without it, each process needs a card and connects over NCCL: [^\n]*")
+        "each needs a card and a connection over NCCL, which failed: [^\n]*")
       assert.are_not.equal(0, result.code)
       assert.matches(expected, line, 1, true)
       assert.matches("; hint: mpirun -np 2 engine SCRIPT", line, 1, true)
@@ -196,7 +196,7 @@ describe("NCCL", function()
       ["RANK=0 WORLD_SIZE=2"] = "WORLD_SIZE=2 and RANK are set, but not MASTER_ADDR",
       ["WORLD_SIZE=2 MASTER_ADDR=x"] = "WORLD_SIZE=2 is set, but RANK is not",
       ["RANK=2 WORLD_SIZE=2 MASTER_ADDR=x"] =
-        "WORLD_SIZE=2 RANK=2: expected the number of processes, and a rank from 0 to that number",
+        "WORLD_SIZE=2 RANK=2: expected the number of processes, and a rank below that number",
       ["RANK=0 WORLD_SIZE=2x MASTER_ADDR=x"] = "WORLD_SIZE=2x RANK=0: expected",
       ["ENGINE_RANKS=yes"] = "ENGINE_RANKS=yes: expected off, mpi or nccl",
       ["RANK=0 WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=65535"] =
