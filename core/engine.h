@@ -139,8 +139,9 @@ eng_status eng_item(double *out, const eng_tensor *x);
 /// Sets every element to `value`.
 eng_status eng_fill(const eng_tensor *x, double value);
 
-/// Writes uniform numbers in [low, high), or normal ones with `mean` and `std`, drawn from the
-/// engine's counter-based generator (Philox 4x32-10; the same on every device).
+/// eng_uniform fills `x` with uniform numbers in [low, high), eng_normal with normal numbers of the
+/// given `mean` and `std`. The numbers come from the engine's counter-based generator (Philox
+/// 4x32-10) and are the same on every device.
 eng_status eng_uniform(const eng_tensor *x, double low, double high);
 eng_status eng_normal(const eng_tensor *x, double mean, double std);
 
@@ -284,7 +285,8 @@ eng_status eng_backward(const eng_tensor *loss, double seed, bool retain);
 /// gradients in addition to the seed. Layers that have a loss scale of their own use this. `before`
 /// receives the previous relative scale. A gradient that passes between operations with different
 /// relative scales is multiplied by the ratio of the two. The final gradient of a parameter has the
-/// relative scale set by eng_params_relative_scale; that of any other leaf has 1. Errors: VALUE.
+/// relative scale set by eng_params_relative_scale; the gradients of all other leaves have relative
+/// scale 1. Errors: VALUE.
 eng_status eng_gradient_relative_scale(double *before, double relative);
 
 /// The protocol for gradients written in Lua. After eng_backward or eng_backward_resume,
@@ -381,10 +383,10 @@ eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_par
 /// values of `losses` (n_losses <= ENG_STATS_LOSSES tensors of one f32 element). `fetch` returns
 /// the results of the oldest request and waits only if they are not ready; `loss` is the sum of the
 /// losses. Up to ENG_STATS_ON_THEIR_WAY requests may be pending. An update with eng_update.lagged
-/// uses the newest request. If the ranks have already computed the statistics together, `known` has
-/// them for all parameters, with at least ENG_NEED_NORM; else `known` is NULL. Devices that compute
-/// statistics asynchronously (CUDA) do not accept `known`. Errors: STATE (nothing to fetch, too
-/// many pending), DTYPE, DEVICE.
+/// uses the newest request. `known`: the statistics of all parameters, with at least ENG_NEED_NORM,
+/// if the ranks have already computed them together; else NULL. Devices that compute statistics
+/// asynchronously (CUDA) do not accept `known`. Errors: STATE (nothing to fetch, too many pending),
+/// DTYPE, DEVICE.
 enum { ENG_STATS_ON_THEIR_WAY = 4, ENG_STATS_LOSSES = 64 };
 eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses,
                                   int n_losses, const eng_tensor_stats *known);
@@ -424,9 +426,10 @@ void eng_params_bytes(int64_t bytes[4], const eng_params *set);
 int64_t eng_params_count(const eng_params *set);
 /// Returns a checksum of the master weights: the XXH64 hash of the eng_checksum values of all
 /// parameters, in order. Returns 0 if it cannot be computed: the device fails, memory is short, or
-/// the weights are divided among the ranks now (zero=3).
+/// the weights are currently divided among the ranks (zero=3).
 uint64_t eng_params_checksum(const eng_params *set);
-/// Computes eng_params_checksum over only the parameters i with which[i] == `value`.
+/// Computes the same checksum over a part of the parameters. Parameter i belongs to the part if
+/// which[i] equals `value`.
 uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value);
 
 /// The kinds of optimizers.
@@ -600,8 +603,8 @@ typedef struct eng_trap_tensor {
 typedef struct eng_trap_site {
   const char *kernel, *op;
   int32_t nan, backward, module;
-  // Index, from 1, of the first input that already contained inf (nan): data, a parameter or a
-  // constant. 0: inf (nan) arose in this operation.
+  // Index, from 1, of the first input that contained inf (nan) before the call, such as data, a
+  // parameter or a constant. 0: inf (nan) arose in this operation.
   int32_t held_by;
   int32_t n_in, n_out;
   eng_trap_tensor in[6], out[3];

@@ -56,8 +56,8 @@ void        eng_listing_free(eng_listing *listing);
 /// inside the file and has the size of its shape and dtype.
 typedef struct eng_safetensors eng_safetensors;
 
-/// One tensor in the file. `name` lives as long as the file is open; its data are the bytes [begin,
-/// end) of the file.
+/// One tensor in the file. `name` lives as long as the file is open. The bytes [begin, end) of the
+/// file are the tensor's data.
 typedef struct eng_safetensors_entry {
   const char *name;
   int32_t dtype, ndim;
@@ -177,10 +177,10 @@ eng_status eng_history_shadow(eng_history *history, int64_t step, const char *na
                               const eng_verdict *verdict, bool overflow, bool bound);
 /// Appends the meter of an FP8 layer's role to `fp8`. `value`, in order: snr (dB); underflow,
 /// overflow and zeros (as fractions of the elements); amax, least, scale_min and scale_max (without
-/// the loss scale); count. The last three are for the replay of policies: peak (the largest
-/// magnitude of all elements, not only of the measured ones; inf or nan if an element is), power
-/// (the sum of squares) and asked (the amax from which the policies compute the role's scale in the
-/// next step; 0: the measured amax; NaN: policies cannot set this role's scale).
+/// the loss scale); count. The last three are for the replay of policies. peak: the largest
+/// magnitude of all elements, whether measured or not, or inf or nan if any element is inf or nan.
+/// power: the sum of squares. asked: the amax from which the policies compute the role's scale in
+/// the next step; 0 stands for the measured amax, NaN for a role whose scale policies cannot set.
 eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role,
                            const double value[12]);
 /// Appends to the table `signals` a value that the script published as record.signals[name]. The

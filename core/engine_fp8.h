@@ -86,8 +86,9 @@ typedef struct eng_fp8_role {
   double  clamp;                      // as in msamp_fp4
   double  eps;                        // negative: the rule's default
   double  factor;                     // microscaling: as in mx_quantize; products are divided by it
-  double  average;                    // microscaling, only for w: decay, below 1, of the average
-                                      // toward which w is rounded (eng_fp8_average); 0: none
+  double  average;                    // microscaling, only for w: the decay (below 1) of the
+                                      // average toward which w is rounded (eng_fp8_average);
+                                      // 0: no average
 } eng_fp8_role;
 /// How a product of a layer sums along K: `accumulator` and `promotion` as in fp8_matmul. In
 /// microscaling, FP32 is an ordinary product of bf16 numbers. BLACKWELL is the operation mx_matmul
@@ -106,8 +107,8 @@ typedef struct eng_fp8_product {
 /// backward products get x and w. Either both entries have mx = 0, or neither has. mx = 0: x and w
 /// themselves are quantized, as role[] says. mx = ENG_FP8_SAME: the quantized x and w of the
 /// forward product are used again. Any other mx: the quantized x and w of the forward product are
-/// quantized again, as backward[] says. Unless mx is 0, the gradients then pass through the gates
-/// of mx_quantize or msamp_fp4 and through the forward product's Hadamard transform.
+/// quantized again, as backward[] says. If mx is not 0, the gradients pass through the gates of
+/// mx_quantize or msamp_fp4 and through the forward product's Hadamard transform.
 enum { ENG_FP8_SAME = -1 };
 typedef struct eng_fp8_recipe {
   eng_fp8_role role[3];               // ENG_FP8_X, W, DY

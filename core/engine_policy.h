@@ -39,9 +39,9 @@ enum {
   ENG_NEED_ACTIVATIONS = 2097152  // watched modules publish amax and kurtosis as signals
 };
 
-/// Norms that an optimizer's update computes: of the change of the weights, before update_clip
-/// (UPDATE); of the f32 weights after the update (WEIGHT); of moments 1 and 2 after the update (M,
-/// V).
+/// Norms that an optimizer's update computes. UPDATE: the norm of the change of the weights, before
+/// update_clip. WEIGHT: of the f32 weights after the update. M and V: of moments 1 and 2 after the
+/// update.
 enum { ENG_NORM_UPDATE = 0, ENG_NORM_WEIGHT = 1, ENG_NORM_M = 2, ENG_NORM_V = 3, ENG_NORMS = 4 };
 
 /// Bins of the exponent histogram: bin b, from 0, counts the finite nonzero gradients g, as stored
@@ -90,8 +90,8 @@ typedef struct eng_record {
   int32_t capped;
   double  norms[4];           // ENG_NORM_* of the update before this step; NaN: not known
   int64_t hist[320];
-  // For the history: the largest finite |g|, as stored, of all f16 gradients. -1: none are f16; 0:
-  // unknown.
+  // For the history: the largest finite |g|, as stored, of all f16 gradients. -1: no gradient is
+  // f16. 0: unknown.
   double  amax_f16;
 } eng_record;
 
@@ -114,12 +114,13 @@ typedef struct eng_verdict {
   double  clip;               // maximal gradient norm; 0: none
   // factor on the learning rate of this update, or of all updates after a rollback; 1: none
   double  lr_mul;
-  // for a rollback: back: the least number of steps to go back; skip: steps of data to leave out
+  // For a rollback. back: the least number of steps to go back. skip: the number of steps of data
+  // to leave out.
   int64_t back, skip;
   double  update_clip;        // largest norm of the change of all weights; 0: none
   double  spike_clip;         // adam, adamw: largest g^2 / v of an element; 0: none
-  int64_t bias_step;          // number of this update for bias correction; 0: as the optimizer
-                              // counts
+  int64_t bias_step;          // number of this update for bias correction; 0: the optimizer's own
+                              // count
   uint32_t each;              // bit number ENG_EACH_* is 1 if the verdict sets that quantity for
                               // single tensors
   char    reason[256];
@@ -187,10 +188,10 @@ double     eng_policy_group_scale(const eng_policy *policy, int group);
 bool       eng_policy_scales_groups(const eng_policy *policy);
 /// What a verdict sets for single tensors.
 enum { ENG_EACH_CLIP = 0, ENG_EACH_LR = 1, ENG_EACH_RESET = 2, ENG_EACH_CAP = 3, ENG_EACH = 4 };
-/// Returns what the last verdict sets for tensor `index`. `what` is ENG_EACH_CLIP: the factor on
-/// its gradient from `clips` or `grad_norms` (1: none). ENG_EACH_LR: the factor on its learning
-/// rate (1: none). ENG_EACH_RESET: 1 if its moments are reset, else 0. ENG_EACH_CAP: its entry in
-/// `caps` (inf: none). After a failed decision nothing is set.
+/// Returns a quantity (`what`) that the last verdict sets for tensor `index`. ENG_EACH_CLIP: the
+/// factor on the tensor's gradient from `clips` or `grad_norms` (1: none). ENG_EACH_LR: the factor
+/// on its learning rate (1: none). ENG_EACH_RESET: 1 if its moments are reset, else 0.
+/// ENG_EACH_CAP: its entry in `caps` (inf: none). After a failed decision nothing is set.
 double     eng_policy_each(const eng_policy *policy, int what, int index);
 /// Reads entry `index` of the last verdict's `logit_muls`: sets *factor and returns "MODULE.HEAD",
 /// with heads counted from 1. Returns NULL past the end.

@@ -9,14 +9,16 @@
 typedef struct eng_comm eng_comm;
 enum { ENG_SUM = 0, ENG_MAX = 1 };
 
-/// Whether the environment says that this process was started as one of several. Sets *rank, and
-/// sets *size to the number of processes (0 and 1 if alone). Starts nothing.
+/// Returns whether the environment says that this process was started as one of several. Sets *rank
+/// to its rank and *size to the number of processes. For a process that runs alone, *rank is 0 and
+/// *size is 1. Starts nothing.
 bool eng_comm_launched(int *rank, int *size);
 /// Returns the world, the group of all ranks. The first call loads the transport if this process
-/// was started as one of several: MPI if mpirun or srun with an MPI plug-in started it, NCCL alone
-/// if torchrun did (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or srun without a plug-in
-/// (SLURM_PROCID, MASTER_ADDR). ENGINE_RANKS=off loads no transport; mpi or nccl loads that
-/// transport, even for one process. A process that runs alone is a world of one.
+/// was started as one of several. The transport is MPI if the launcher is mpirun, or srun with an
+/// MPI plug-in. It is NCCL alone if the launcher is torchrun (RANK, WORLD_SIZE, MASTER_ADDR,
+/// MASTER_PORT), or srun without an MPI plug-in (SLURM_PROCID, MASTER_ADDR). ENGINE_RANKS=off loads
+/// no transport; ENGINE_RANKS=mpi and ENGINE_RANKS=nccl load MPI or NCCL, even for one process. A
+/// process that runs alone is a world of one.
 /// Errors: LIBRARY (this build has no MPI, its MPI does not see the other ranks, or NCCL is
 /// missing), DEVICE (NCCL without a card), VALUE (a malformed environment variable).
 eng_status eng_comm_world(eng_comm **out);
@@ -25,9 +27,9 @@ int eng_comm_size(const eng_comm *comm);
 /// Returns the number of threads for each rank on this machine: the machine's cores divided by its
 /// ranks.
 int eng_comm_threads(void);
-/// Describes the transport: "Open MPI v4.1.4, 4 ranks, 4 of them here". Once gradients on cards are
-/// to be reduced, the text also says whether messages go from card to card over NCCL or through the
-/// host, and why.
+/// Describes the transport: "Open MPI v4.1.4, 4 ranks, 4 of them here". After eng_parallel_new for
+/// gradients on cards, the text also says whether messages go from card to card over NCCL or
+/// through the host, and why.
 const char *eng_comm_text(void);
 /// Returns the version and path of the NCCL library that would be used: "2.28.9,
 /// /usr/local/cuda/lib64/libnccl.so.2". Errors: LIBRARY; the text says what is missing.
@@ -53,9 +55,9 @@ eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int roo
 eng_status eng_comm_broadcast_tensor(eng_comm *comm, const eng_tensor *x, int root);
 /// Gathers `bytes` from every rank, in order of ranks, into `all` [size x bytes].
 eng_status eng_comm_all_gather(eng_comm *comm, void *all, const void *own, int64_t bytes);
-/// Reduces `data` in place; f32, f64 or i64; op ENG_SUM or ENG_MAX (NaN wins). Sums have one fixed
-/// order (core/dist/comm.h): the same numbers give the same sum, bit for bit, on every rank and in
-/// every run. Errors: DTYPE.
+/// Reduces `data` over the ranks, in place. `dtype` is f32, f64 or i64. `op` is ENG_SUM or ENG_MAX,
+/// where NaN exceeds every number. Sums have one fixed order (core/dist/comm.h): the same numbers
+/// give the same sum, bit for bit, on every rank and in every run. Errors: DTYPE.
 eng_status eng_comm_all_reduce(eng_comm *comm, void *data, int64_t count, int dtype, int op);
 
 /// An all-to-all of rows: sends rows of `from` [n x C] to the ranks of a group and receives their
@@ -87,12 +89,12 @@ enum {
 typedef struct eng_parallel_options {
   int64_t bucket;             // bytes of gradients in a bucket, approximately
   int32_t comm_dtype;         // ENG_COMM_*
-  int32_t zero;               // 1: this rank updates only its own pieces and stores only their
-                              // moments (ZeRO-1). 2: it also stores only their gradients (ZeRO-2).
-                              // 3: it also stores only their weights (ZeRO-3), see `units`
+  int32_t zero;               // 0: off. Otherwise this rank updates only its own pieces. ZeRO-1, 2
+                              // and 3 differ in what the rank stores for its own pieces alone:
+                              // 1: moments; 2: also gradients; 3: also weights (see `units`)
   int32_t whole;              // 1: pieces are whole parameters, for optimizers that need matrices
-  /// Experts, which only some ranks hold: apart[i] is 1 if parameter i belongs to an expert; NULL:
-  /// there are none. On a rank that does not hold the expert, the parameter has no elements.
+  /// apart[i] is 1 if parameter i belongs to an expert, which only some ranks hold. NULL: there are
+  /// no experts. On a rank that does not hold the expert, the parameter has no elements.
   /// `holders`: this rank and the other ranks that hold the same experts. Gradients of experts are
   /// summed over the holders alone. Each term is divided by the number of all ranks, because every
   /// rank's batch contributes to it.
@@ -146,9 +148,9 @@ int eng_parallel_flags(const eng_parallel *parallel, int rank, int index);
 /// zero = 3 it drops the pieces of other ranks instead.
 eng_status eng_parallel_gather(eng_parallel *parallel);
 /// With zero = 3 all weights are on every rank at first. eng_parallel_leave drops the pieces of
-/// other ranks. From then on, an operation that reads a divided weight first receives the weight's
+/// other ranks. From then on, before an operation reads a divided weight, it receives the weight's
 /// unit from the other ranks, which must run the same operation, and drops all units that it does
-/// not read. Then it starts to receive the unit that came after this one in earlier passes.
+/// not read. The operation then starts to receive the unit that followed in earlier passes.
 /// Functions other than operations fail with STATE if they read a divided weight.
 /// eng_parallel_whole fetches all weights; until the next eng_parallel_leave they can be read, and
 /// written with the same values on all ranks. Every rank calls both functions, between two steps.
@@ -169,23 +171,23 @@ void eng_parallel_own(int64_t *from, int64_t *to, const eng_parallel *parallel, 
 /// Measurements of the last step's reductions. messages, bytes: sent by this rank. seconds: from
 /// the start of the first bucket to the end of the last one. waited: seconds spent waiting in
 /// eng_parallel_finish. held: seconds for which backward waited for memory that other buckets used.
-/// record: seconds of the allreduce in eng_parallel_stats. weights: seconds of distributing updated
-/// weights (zero = 3: of starting to receive weights and of waiting for them). weight_messages,
-/// weight_bytes: the messages and bytes of weights that this rank sent. With zero = 3:
-/// weights_memory: the most bytes of weights and low-precision weights that this rank had at one
-/// time since eng_parallel_leave. weight_exchanges: the number of times that a unit was received.
-/// weights_ahead: the number of these units whose transfer began before the operation that used
-/// them.
+/// record: seconds of the allreduce in eng_parallel_stats. weights: seconds spent distributing
+/// updated weights or, with zero = 3, starting to receive weights and waiting for them.
+/// weight_messages, weight_bytes: the messages and bytes of weights that this rank sent. The other
+/// fields are for zero = 3. weights_memory: the most bytes of weights and low-precision weights
+/// that this rank had at one time since eng_parallel_leave. weight_exchanges: the number of times
+/// that a unit was received. weights_ahead: how many of these transfers began before the operation
+/// that used the unit.
 typedef struct eng_parallel_facts {
   int64_t buckets, messages, bytes;
   double seconds, waited, held, record, weights;
   int64_t weight_messages, weight_bytes, weights_memory, weight_exchanges, weights_ahead;
 } eng_parallel_facts;
 void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *parallel);
-/// Predicts, without starting ranks, how many bytes rank `rank` of `size` would store, send in a
-/// reduction and, with zero, send as updated weights. `rank` -1 stands for the rank that sums the
-/// most. `rooms` and, with zero = 3, the figures of weights are exact only if the tape holds
-/// exactly the operations of one step; all other figures are always exact.
+/// Predicts, without starting ranks, what rank `rank` of `size` would store, and what it would send
+/// in a reduction and, with zero, to distribute updated weights. `rank` -1 stands for the rank that
+/// sums the most. `rooms` and, with zero = 3, the figures of weights are exact only if the tape
+/// holds exactly the operations of one step; all other figures are always exact.
 /// options->apart must be NULL.
 typedef struct eng_parallel_sizes {
   int64_t buckets, messages, bytes, weight_messages, weight_bytes;
