@@ -44,7 +44,7 @@ end
 local function namer(model, options, caller)
   local own, class = options.names, MADE_AS[model._class] or model._class
   expect(own == nil or type(own) == "function", own,
-    "%s: expected names to be a function(path)", caller)
+    "%s: expected names to be a function(path, layer)", caller)
   return function(l)
     local given = (own or known_names)(l.path, l.layer, model)
     local parts, row = {}, 0
