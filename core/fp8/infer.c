@@ -205,21 +205,22 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
        packed = a->format == ENG_FORMAT_E2M1 && !values;
   if (a->hadamard && !(turned && is_transform(a->hadamard)))
     return error_set(ENG_ERR_VALUE,
-                     "mx_quantize: expected hadamard to be 0 or, with flag 8, also 16, 32, 64 or "
-                     "128, got %lld and flags %lld", (long long)a->hadamard, (long long)a->flags);
+                     "mx_quantize: expected hadamard to be 0, or 16, 32, 64 or 128 together with "
+                     "flag 8, got hadamard %lld with flags %lld",
+                     (long long)a->hadamard, (long long)a->flags);
   if (a->flags & ~(QUANTIZE_TRANSPOSED | MX_VALUES | MX_FINITE | (quest && !only ? MX_GATE : 0) |
                    (a->hadamard ? MX_ROTATED_ONLY : 0)))
     return error_set(ENG_ERR_VALUE,
-                     "mx_quantize: expected a sum of the flags 8, 16 and 32 (also 64 with quest, "
-                     "or 128 with hadamard), got %lld",
+                     "mx_quantize: expected flags to be a sum of some of 8, 16, 32, 64 (only with "
+                     "quest and without 128) and 128 (only with hadamard), got %lld",
                      (long long)a->flags);
   if (mx_is_fitted(a->rule) &&
       (a->block_rows != 1 || (turned && !a->hadamard) || a->flags & MX_FINITE ||
        (quest && a->sr_bits) || (a->factor != 0 && a->factor != 1) ||
        (!quest && MX_EDEN_GROUP % a->block_columns)))
-    return error_set(ENG_ERR_VALUE, "mx_quantize: quest and ms_eden need blocks of one row, allow "
-                     "no factor and no flag 32, and allow flag 8 only with hadamard; quest also "
-                     "allows no sr_bits; ms_eden also needs a block length that divides %d",
+    return error_set(ENG_ERR_VALUE, "mx_quantize: quest and ms_eden need blocks of one row, no "
+                     "factor and no flag 32, and they allow flag 8 only with hadamard; quest also "
+                     "needs sr_bits = 0; ms_eden also needs a block length that divides %d",
                      MX_EDEN_GROUP);
   ENG_TRY(want_between(c, "sr_bits", a->sr_bits, 0, 24));
   ENG_TRY(want_between(c, "ties", a->ties, 0, MX_TIES - 1));
@@ -341,8 +342,8 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
   int nvfp4 = mx_is_nvfp4(a->rule_a);
   if (a->rule_a < 0 || a->rule_a >= ENG_MX_RULES || a->rule_b < 0 || a->rule_b >= ENG_MX_RULES ||
       nvfp4 != mx_is_nvfp4(a->rule_b) || (nvfp4 && !four))
-    return error_set(ENG_ERR_VALUE, "mx_matmul: expected scale rules from 0 to %d, both with "
-                     "NVFP4's scales (only for e2m1) or neither, got %lld and %lld",
+    return error_set(ENG_ERR_VALUE, "mx_matmul: expected two scale rules from 0 to %d, both or "
+                     "neither with NVFP4's scales (which need e2m1), got %lld and %lld",
                      ENG_MX_RULES - 1, (long long)a->rule_a, (long long)a->rule_b);
   int64_t K = 0, block = nvfp4 ? 16 : 32;
   for (int k = 0; k < 4; k += 2) {
@@ -354,7 +355,8 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
         (q->count && (scale->shape[0] == 0 || q->shape[0] % scale->shape[0])))
       return error_set(ENG_ERR_SHAPE,
                        "mx_matmul: expected u8 codes of [M x K] and [N x K] with K a multiple of "
-                       "%d, and a u8 scale for every %lld along K, got %s with scales %s",
+                       "%d, and a u8 scale for every %lld elements along K, got %s with "
+                       "scales %s",
                        four ? 64 : 32, (long long)block, tensor_text(q), tensor_text(scale));
   }
   ENG_TRY(want_amax(c, 4));

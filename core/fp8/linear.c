@@ -306,8 +306,8 @@ static eng_status check_shapes(const fp8_site *s, const op_call *c)
   return ENG_OK;
 }
 
-/// Returns the fp8_attention call whose unmodified output is x, reshaped from [B x T x H x D] to
-/// rows of HD elements, or NULL if there is none.
+/// Returns the fp8_attention call that computed x, or NULL if there is none. x is the call's output
+/// y [B x T x H x D], reshaped to rows of HD elements and not written to since.
 static const op_call *attention_of(const tensor *x)
 {
   int64_t columns = x->shape[x->ndim - 1];
@@ -470,8 +470,9 @@ static eng_status run_linear(op_call *c)
 
 // ---- backward
 
-/// Provides x or w for its backward product, which sums over rows; the forward product summed over
-/// columns. Quantizes again what the forward product read, unless the recipe keeps it unchanged.
+/// Provides x or w as an operand of its backward product. This product sums over rows, and the
+/// forward product summed over columns. So the values that the forward product read are quantized
+/// again, unless the recipe says that they stay unchanged.
 static eng_status quantize_again(fp8_factor *out, fp8_copies *made, fp8_site *s, int role,
                                  const op_call *node)
 {

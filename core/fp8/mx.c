@@ -1,16 +1,16 @@
 // Linear layers under a microscaling recipe. A role's copies hold, in bf16, the numbers that the
 // codes represent. An ordinary matmul multiplies them; the product of two such numbers is exact in
 // f32. NVFP4's scale of the whole tensor (amax / 2688 under the rule nvfp4) is not part of the
-// copies, because bf16 would round the scaled numbers. Instead, one number multiplies the f32 sums:
-// the product of both operands' scales of this kind, divided by both roles' `factor`.
+// copies, because bf16 would round the scaled numbers. Instead, the f32 sums are multiplied by both
+// operands' scales of the whole tensor and divided by both roles' `factor`.
 //
 // With the accumulator BLACKWELL, or DEVICE on a card whose tensor cores multiply codes, the copies
 // hold codes and scales instead, and mx_matmul multiplies them. fp8_mx_coded decides this for a
 // layer's three products together, at each call.
 //
 // With eng_fp8_recipe.backward, the backward products read the numbers that the forward product
-// read, unchanged or quantized again. They then compute the gradients of these numbers, which
-// fp8_mx_through turns into the gradients of x and W. dy may be in FP8 with power-of-two
+// read, unchanged or quantized again. Their results are the gradients of these numbers, and
+// fp8_mx_through turns them into the gradients of x and W. dy may be in FP8 with power-of-two
 // scales; its copy holds the values of the codes, which are exact in bf16. Called by linear.c; see
 // its head.
 #include "sites.h"
@@ -125,8 +125,8 @@ static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const ten
   if (r->factor != 0) whole /= (float)r->factor;
   ENG_TRY(fp8_sample_read(&m, x, q, scale));
   mx_format f = mx_format_of(r->format);
-  // Magnitudes above `limit` count as overflow. It lies half a step above the format's largest
-  // number or, if a number there would round up, is the next smaller f32.
+  // Magnitudes above `limit` count as overflow. The limit is the format's largest number plus half
+  // a step. If this midpoint itself rounds up, the limit is the next smaller f32.
   float limit = 1.5f * f.largest - 0.5f * mx_value((uint8_t)(f.top - 1), f);
   if (f.top & 1 && !mx_is_gated(r->mx - 1)) limit = f32_from(f32_bits(limit) - 1);
   for (int64_t i = 0; i < m.rows; i++)

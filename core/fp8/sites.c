@@ -192,8 +192,8 @@ static eng_status check_msamp_role(const eng_fp8_recipe *recipe, int role, const
   if (fits) return ENG_OK;
   return error_set(ENG_ERR_VALUE,
                    "the rule msamp_fp4 is for the forward product's x and w, in e2m1 with a scale "
-                   "for each row; it needs `backward`, allows no stochastic rounding and no "
-                   "factor, only w may have dge, and clamp is 0 or from 0.5 to 0.9999");
+                   "for each row; it needs `backward` and allows no stochastic rounding and no "
+                   "factor; dge is only for w; clamp must be 0, or from 0.5 to 0.9999");
 }
 
 static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const eng_fp8_role *r)
@@ -212,13 +212,13 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
                      "number %d with rule number %d", r->format, r->mx - 1);
   if (!fits)
     return error_set(ENG_ERR_VALUE,
-                     "expected blocks of 1 to 128 rows and columns, for e2m1 an even number of "
-                     "columns, got %d x %d", r->block_rows, r->block_columns);
+                     "expected blocks of 1 to 128 rows and columns (for e2m1, an even number of "
+                     "columns), got %d x %d", r->block_rows, r->block_columns);
   if (r->stochastic < 0 || r->stochastic > 24 || !(r->factor >= 0 && r->factor <= 1) ||
       (mx_is_four_over_six(r->mx - 1) && (r->stochastic || r->factor != 0)))
     return error_set(ENG_ERR_VALUE,
                      "expected 0 to 24 bits of stochastic rounding and a factor from 0 to 1 (with "
-                     "four_over_six both 0), got %d bits and the factor %g", r->stochastic,
+                     "four_over_six, both must be 0), got %d bits and the factor %g", r->stochastic,
                      r->factor);
   if (mx_is_gated(r->mx - 1) && (!again || backward || r->block_rows != 1 || r->stochastic ||
                                  r->factor != 0))
@@ -229,8 +229,8 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
       ((role != ENG_FP8_DY && !backward) || r->block_rows != 1 || r->factor != 0 ||
        MX_EDEN_GROUP % r->block_columns))
     return error_set(ENG_ERR_VALUE,
-                     "ms_eden is for dy and for `backward` of x and w, in blocks of one row whose "
-                     "length divides %d, without a factor", MX_EDEN_GROUP);
+                     "ms_eden is for dy and for `backward` of x and w; it needs blocks of one row "
+                     "whose length divides %d, and allows no factor", MX_EDEN_GROUP);
   if (!(r->average >= 0 && r->average < 1))
     return error_set(ENG_ERR_VALUE, "expected an average with a decay from 0 to below 1, got %g",
                      r->average);
@@ -288,9 +288,9 @@ static eng_status check_kinds(const eng_fp8_recipe *recipe)
       (!dy->mx == !r[ENG_FP8_X].mx || (r[ENG_FP8_X].mx && exact)))
     return ENG_OK;
   return error_set(ENG_ERR_VALUE,
-                   "expected the rules of x, w and dy to be all microscaling or all FP8; with "
-                   "microscaling, dy may have the rule msamp, or pow2 = true, in square blocks or "
-                   "one block");
+                   "expected the rules of x, w and dy to be all microscaling or all FP8; with x "
+                   "and w in microscaling, dy may also be in FP8 if it has the rule msamp or "
+                   "pow2 = true, and square blocks or one block");
 }
 
 static eng_status check_hadamard(const eng_fp8_recipe *recipe, int product)
@@ -317,8 +317,9 @@ static eng_status check_hadamard(const eng_fp8_recipe *recipe, int product)
       fp8_is_square(b))
     return error_set(ENG_ERR_VALUE,
                      "expected hadamard to be 0, or 16, 32, 64 or 128 in a product of "
-                     "microscaling, not in high precision, of blocks that are not square; got %d "
-                     "with %s in blocks of %d x %d and %s in %d x %d", n,
+                     "microscaling that is not in high precision and whose operands have blocks "
+                     "that are not square; got %d with %s in blocks of %d x %d and %s in blocks "
+                     "of %d x %d", n,
                      fp8_role_name[roles[0]], a->block_rows, a->block_columns,
                      fp8_role_name[roles[1]], b->block_rows, b->block_columns);
   return ENG_OK;
@@ -565,7 +566,8 @@ eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor
   ENG_TRY(fp8_sample_read(&m, x, q, scale));
   fp8_scales at = fp8_scales_for(r->block_rows, r->block_columns,
                                  m.columns ? x->count / m.columns : 0, m.columns, NULL);
-  // magnitudes beyond `limit` overflow (fp8.h): 464 does not overflow in e4m3, 61440 does in e5m2
+  // Magnitudes above `limit` overflow (fp8.h). 464 itself does not overflow in e4m3, but 61440
+  // itself overflows in e5m2, so the limit of e5m2 is the next smaller f32.
   float largest = fp8_largest(r->format),
         limit = r->format == ENG_e4m3 ? 464.0f : f32_from(f32_bits(61440.0f) - 1);
   for (int64_t i = 0; i < m.rows; i++)

@@ -503,14 +503,14 @@ describe("a linear layer under microscaling", function()
     assert.matches("signs backward, fixed, layer, none, step, got 'fixd'; did you mean 'fixed'",
       message { wgrad = { signs = "fixd" } }, 1, true)
     assert.matches("dgrad: expected hadamard .* blocks that are not square; got 16 with dy in " ..
-      "blocks of 1 x 16 and w in 16 x 16", message { dgrad = { hadamard = 16 } })
-    assert.matches("forward: expected hadamard to be 0, or .*, not in high precision",
+      "blocks of 1 x 16 and w in blocks of 16 x 16", message { dgrad = { hadamard = 16 } })
+    assert.matches("forward: expected hadamard to be 0, or .* not in high precision",
       message { forward = { high = true, hadamard = 16 } })
     assert.matches("wgrad: products of FP8 have no option hadamard", select(2, pcall(
       engine.precision.resolve, { base = "fp8_block", fp8 = { wgrad = { hadamard = 16 } } })), 1,
       true)
     assert.matches("x: expected 0 to 24 bits of stochastic rounding and a factor from 0 to 1 " ..
-      "(with four_over_six both 0), got 8 bits and the factor 0",
+      "(with four_over_six, both must be 0), got 8 bits and the factor 0",
       message { x = { rule = "four_over_six", stochastic = true } }, 1, true)
     local quest, back = { rule = "quest", backward = { rule = "floor" } }, { rule = "rceil" }
     for _, wrong in ipairs { { dy = quest }, { x = { rule = "rceil", backward = 3 } },
