@@ -35,19 +35,19 @@ enum {
   ENG_STEP_NMT = 8,             // SentencePiece's control characters and spaces
   ENG_STEP_CLEAN = 9,           // BERT: removes control characters; white space becomes spaces
   ENG_STEP_CHINESE = 10,        // BERT: puts spaces around Chinese characters
-  ENG_STEP_REPLACE = 11,        // a: text to find; b: its replacement; flags: 0 finds this text,
-                                //    1 + ENG_SCAN_* finds matches of that scan instead
-  ENG_STEP_PREPEND = 12,        // a: text to prepend; flags: 0 always; 1 to words that do not yet
-                                //    begin with it; 2 like 1, but only to the first word of a text
+  ENG_STEP_REPLACE = 11,        // a: text to find; b: its replacement; flags: 0 finds `a`,
+                                //    1 + ENG_SCAN_* finds matches of this scan instead
+  ENG_STEP_PREPEND = 12,        // a: text to prepend; flags: 0 always; 1 unless the word already
+                                //    begins with `a`; 2 like 1, but only to a text's first word
   ENG_STEP_BYTES = 13,          // each byte becomes the character that GPT-2 uses for it
   ENG_STEP_CHARSMAP = 14,       // a: SentencePiece's compiled character map
-  ENG_STEP_SPLIT = 15,          // a: text to find; flags: ENG_SPLIT_* + 8 to treat
-                                //    the text between two matches as the match
-                                //    + 16 * (1 + ENG_SCAN_*) to find matches of that scan instead
+  ENG_STEP_SPLIT = 15,          // a: text to find; flags: a sum of ENG_SPLIT_*, 8 (the text
+                                //    between two matches counts as the match) and
+                                //    16 * (1 + ENG_SCAN_*) (finds matches of this scan, not of `a`)
   ENG_STEP_FROM_BYTES = 32,     // joins the tokens and reverses ENG_STEP_BYTES
   ENG_STEP_FROM_FALLBACK = 33,  // <0xE2> to bytes
-  ENG_STEP_FROM_METASPACE = 34, // a: the character that stands for a space; flags: 1 the first
-                                //    token loses this character
+  ENG_STEP_FROM_METASPACE = 34, // a: the character that stands for a space; flags: 1 removes
+                                //    this character from the first token
   ENG_STEP_FROM_WORDPIECE = 35, // a: prefix of continuing pieces; flags: 1 removes the
                                 //    space before punctuation and contractions
   ENG_STEP_FROM_SUFFIX = 36,    // a: suffix of a word's last piece
@@ -90,8 +90,9 @@ void       eng_tokenizer_free(eng_tokenizer *tokenizer);
 /// of range or in use; text not UTF-8, too long or, except for unigram, in use; |score| >= 1e300).
 eng_status eng_tokenizer_token(eng_tokenizer *tokenizer, int64_t id, const char *text, int64_t size,
                                double score);
-/// Adds a merge of two tokens. Both must exist, and so must the token whose text is `left` followed
-/// by `right` without the prefix of `right`. Later merges rank lower. Errors: FORMAT.
+/// Adds a merge of two tokens. Both tokens must exist, and so must the merged token. Its text is
+/// `left`, then `right` without the prefix of continuing pieces. Later merges rank lower. Errors:
+/// FORMAT.
 eng_status eng_tokenizer_merge(eng_tokenizer *tokenizer, const char *left, int64_t left_size,
                                const char *right, int64_t right_size);
 /// Adds a token that is matched before the text is split into words: in the normalized text with
@@ -121,9 +122,9 @@ eng_status eng_tokenizer_encode(const uint32_t **ids, int64_t *count, eng_tokeni
 /// Errors: VALUE (an id without a token).
 eng_status eng_tokenizer_decode(const char **text, int64_t *size, eng_tokenizer *tokenizer,
                                 const uint32_t *ids, int64_t count, bool skip);
-/// Whether encoding two texts separately always gives the ids of their concatenation, if the first
-/// text ends with a line feed that is its only trailing white space and the second begins with a
-/// visible ASCII character.
+/// Whether cutting a text into two texts between two lines never changes the ids. The first text
+/// must end with a line feed that is its only trailing white space, and the second text must begin
+/// with a visible ASCII character.
 bool       eng_tokenizer_splits_lines(const eng_tokenizer *tokenizer);
 /// Returns one more than the largest id.
 int64_t    eng_tokenizer_size(const eng_tokenizer *tokenizer);

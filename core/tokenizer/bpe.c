@@ -3,7 +3,7 @@
 // Byte mode: if the splitter's last step turns bytes into GPT-2's characters, encoding skips that
 // step and uses tables that are indexed by bytes.
 //
-// Cuts: if two characters are side by side in no merge's result, no merge ever joins them. So
+// Cuts: if no merge's result contains two characters side by side, no merge ever joins the two. So
 // words.c may cut a word between them.
 #include "tokenizer.h"
 

@@ -8,7 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-// Returns the number of bytes of a text that a message shows.
+// Returns how many bytes a message shows of a text of `size` bytes.
 static int shown(int64_t size) { return (int)(size < 60 ? size : 60); }
 
 // ---- building

@@ -119,8 +119,9 @@ static inline int64_t trie_step(const trie *t, int64_t node, unsigned char byte)
   return p ? (int64_t)p->id : -1;
 }
 bool trie_add(trie *t, const char *text, int64_t size, int32_t value);
-/// Returns the value of the longest text that begins at `at` and continues from `node`, and sets
-/// *end to where that text ends. If there is none, returns -1 and leaves *end unchanged.
+/// Follows the bytes of `text`, from position `at` on, through the trie, from `node` on. Returns
+/// the value of the longest match and sets *end to the position after it. If nothing matches,
+/// returns -1 and leaves *end unchanged.
 int32_t trie_longest(const trie *t, int64_t node, const char *text, int64_t size, int64_t at,
                      int64_t *end);
 void trie_free(trie *t);
@@ -184,9 +185,10 @@ struct eng_tokenizer {
   added    *added;
   int64_t   n_added, room_added;
   int32_t  *added_of;          // [room_ids] 1 + index in `added`; 0: not an added token
-  trie      raw_added, normalized_added;   // tries of the added tokens that are searched in raw
-                                           // text, and of those searched in normalized text
-  bool      raw_first[256], normalized_first[256];   // [byte] a token in that trie begins with it
+  trie      raw_added, normalized_added;   // the added tokens to find in raw text, and the added
+                                           // tokens to find in normalized text
+  bool      raw_first[256], normalized_first[256];   // [byte] whether a token of raw_added (or of
+                                                     // normalized_added) begins with the byte
   steps     normalize, split, decode;
   ids       before, after, out;
   word_cache cache;

@@ -2,8 +2,8 @@
 // WordPiece (from the left, always the longest piece). See tokenizer.h.
 #include "tokenizer.h"
 
-static const double UNKNOWN_PENALTY = 10;    // the score of an unknown character is the lowest
-                                             // score of a token minus this
+static const double UNKNOWN_PENALTY = 10;    // an unknown character scores this much less than
+                                             // the token with the lowest score
 
 eng_status pieces_ready(eng_tokenizer *t)
 {
