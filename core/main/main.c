@@ -45,8 +45,8 @@ enum { RESULTS_LOST = 5, DRIFTED = 6 };   // as in lua/engine/train/loop.lua
 
 // Prints an error. Ranks usually fail with the same error, so rank 0 prints it and ends the job.
 // Other ranks wait for half a second and print their error only if the job has not ended by then.
-// If the ranks have drifted apart, the other ranks print nothing: rank 0 has the same error, and
-// all ranks end the job together.
+// They print nothing if a signal stopped them. They also print nothing after a run with the status
+// DRIFTED (the ranks' weights differ), because rank 0 prints the same error.
 static void complain(const char *message)
 {
   static char text[1 << 16];              // only the main thread calls this

@@ -15,15 +15,15 @@ struct eng_optimizer {
   eng_params  *set;
   int32_t      kind, moment_dtype, rounding;
   int32_t     *group;        // [set->n]
-  // which of the device's counters counts this optimizer's lagged updates; -1: none yet
+  // index of the device's counter of this optimizer's lagged updates; -1: none yet
   int32_t      slot;
   bool         in_a_row;     // the previous update was lagged
   int64_t      lagged_t;     // number of the next lagged update, on devices that compute statistics
                              // immediately
-  // [set->n] storage.writes of moment 1 when it was last found to be nonzero; -1: never
+  // [set->n] the value of storage.writes when moment 1 was last found to be nonzero; -1: never
   int64_t     *begun;
-  // NULL until an update (SGD: with momentum) or eng_optimizer_moment creates them.
-  // moment[COMPENSATION]: the rounding errors of bf16 masters; f32 masters have no part in it
+  // An entry is NULL until an update (in SGD, one with momentum) or eng_optimizer_moment creates
+  // it. moment[COMPENSATION] has the rounding errors of bf16 masters, and no part for f32 masters.
   flat_buffer *moment[3];
 };
 enum { COMPENSATION = 2, BUFFERS };

@@ -210,7 +210,7 @@ static eng_status start(params_parted *q, int unit, int form)
   return status;
 }
 
-/// Begins to fill the unit that is probably used next.
+/// Begins to fill the unit that is predicted to be used next.
 static eng_status start_next(params_parted *q)
 {
   int32_t next = order_next(&q->order);
@@ -260,8 +260,7 @@ eng_status parted_drop(params_parted *q)
   return status;
 }
 
-/// Marks the storages of divided members, and marks which of them are closed to scripts or absent
-/// now.
+/// Sets the marks of the storages of divided members: storage.parted, closed and absent.
 static void mark(eng_params *set)
 {
   const params_parted *q = set->parted;

@@ -10,9 +10,10 @@
 #include <string.h>
 #include <time.h>
 
-// inf, nan, zeros and underflow count elements of the scaled gradients; amax and norm are unscaled.
-// NaN is stored as NULL, infinities as themselves. `scale` is the loss scale of the step's backward
-// pass, `next_scale` the loss scale that the policy chose for the next step.
+// In the table `steps`, the columns inf, nan, zeros and underflow are counts of elements of the
+// scaled gradients. amax and norm are unscaled. NaN is stored as NULL, infinities as themselves.
+// `scale` is the loss scale of the step's backward pass, `next_scale` the loss scale that the
+// policy chose for the next step.
 static const char schema[] =
   "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;"
   "CREATE TABLE config(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;"
@@ -257,7 +258,8 @@ static int resume_at(eng_history *history, int64_t step)
 {
   char text[512];
   const long long at = step;
-  // The steps go last, so that sqlite3_changes counts them. Events of earlier resumes are kept.
+  // Rows of `steps` are deleted last, so that sqlite3_changes returns their number. Events of the
+  // kind 'resumed' are kept.
   snprintf(text, sizeof text,
            "DELETE FROM tensor_stats WHERE step >= %lld; DELETE FROM shadows WHERE step >= %lld;"
            "DELETE FROM fp8 WHERE step >= %lld; DELETE FROM signals WHERE step >= %lld;"
