@@ -26,8 +26,8 @@ template <int D> constexpr uint32_t QUERY_TILE = QUERIES_OF<D> * D * 2;
 template <int D> constexpr uint32_t BARRIERS_AT = 4 * TILE<D> + 2 * QUERY_TILE<D>;
 template <int D> constexpr int HOPPER_BYTES = BARRIERS_AT<D> + BUFFERS * 16 + 24 + 1024;
 
-// The number of items that blocks have requested, beyond the first item of each block. A launch
-// makes as many requests as it has items, because each block makes one that fails. The last request
+// The number of requests for items. A block gets its first item without a request, and its last
+// request finds no item left. So a launch makes as many requests as it has items. The last of them
 // sets the number back to 0.
 static __device__ unsigned requests;
 
@@ -78,8 +78,8 @@ template <int D> struct buffers {
   { barrier_arrive(empty(i), really && threadIdx.x % 32 == 0); }
 };
 
-/// The work of a loading warp, which fills the buffer of its own number and a quarter of the
-/// queries. Warp 0 also requests the items.
+/// The work of loading warp `warp` (0 to 3): it fills buffer `warp`, and loads a quarter of the
+/// queries of each item. Warp 0 also requests the items.
 template <class T, int D>
 __device__ static inline void load_items(const attention_problem &p, const schedule &plan,
                                          const buffers<D> room, int warp)
@@ -256,8 +256,9 @@ __device__ static inline void compute_items(const attention_problem &p, const sc
     if (n >= hidden) hide_after(s, keys_seen(p, own + g), keys_seen(p, own + g + 8));
     weigh<T, ENTROPY>(s, &r, keep, scale);
 
-    // Waits for the previous tile's product with values, then rescales y. Each round of the loop
-    // begins with this wait, because the compiler moves a wait up as far as the loop allows.
+    // Waits for the previous tile's product with values, then rescales y. The loop below has this
+    // wait at the start of a round, because the compiler would move a wait at the end of a round up
+    // to an earlier place in the round.
     auto end_values = [&] {
       group_wait<0>();
       settle(y);
@@ -306,8 +307,8 @@ __device__ static inline void compute_items(const attention_problem &p, const sc
       room.give(VALUES_IN + (n & 1));
     }
 
-    // The warpgroup is done with its rows of q, so y can take their place: 64 rows in each tile of
-    // 64 columns, divided between the four warps.
+    // The warpgroup no longer needs its rows of q, 64 rows in each tile of 64 columns. Its four
+    // warps divide this memory among them and use it for y.
     group_meet(1 + COMPUTING<D> + part, 128);
     const int bytes = warp % 4 * 16 * D * 2,
               place = bytes / (64 * 128) * (QUERIES_OF<D> * 128) + bytes % (64 * 128);

@@ -34,7 +34,7 @@ __device__ static inline void load_rows(uint32_t tile, const T *head, int64_t st
     copy16(tile + i * (STEP * 128), column + (i * STEP < there ? at : 0), i * STEP < there);
 }
 
-/// Loads the same with one warp, into tiles of TALL rows.
+/// Does the same as load_rows with one warp, into tiles of TALL rows.
 template <int D, int N, int TALL, class T>
 __device__ static inline void load_rows_by_warp(uint32_t tile, const T *head, int64_t stride,
                                                 int first, int limit)
@@ -52,8 +52,8 @@ __device__ static inline void load_rows_by_warp(uint32_t tile, const T *head, in
              4 * i < there);
 }
 
-/// Starts c [64 x N] = a b^T. `a` is the address of 64 rows in tiles of ROWS rows, `b` the address
-/// of tiles of N rows.
+/// Starts c [64 x N] = a b^T, with a [64 x D] and b [N x D]. a: the address of 64 rows in tiles of
+/// ROWS rows. b: the address of tiles of N rows.
 template <class T, int D, int N>
 __device__ static inline void start_rows_times_rows(float (&c)[N / 2], uint32_t a, uint32_t b)
 {
