@@ -98,8 +98,9 @@ static eng_status infer_codes(const op_call *c, const tensor *factor, op_shape *
   if (factor) {
     if (a->block_rows || a->block_columns)
       return error_set(
-        ENG_ERR_VALUE, "%s: a given factor needs one block for the whole tensor, got %lld x %lld",
-        name, (long long)a->block_rows, (long long)a->block_columns);
+        ENG_ERR_VALUE,
+        "%s: a given factor needs one block for the whole tensor, got blocks of %lld x %lld", name,
+        (long long)a->block_rows, (long long)a->block_columns);
     if (factor->dtype != ENG_f32 || factor->count != 1)
       return error_set(ENG_ERR_SHAPE, "%s: expected one f32 factor, got %s", name,
                        tensor_text(factor));

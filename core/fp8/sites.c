@@ -346,10 +346,9 @@ static eng_status check_product(const eng_fp8_recipe *recipe, int product)
   return ENG_OK;
 }
 
-/// Checks that, along the dimension that a product sums over, the block size of one operand is a
-/// multiple of the other operand's. A matrix without square blocks is quantized again, transposed,
-/// for its other product. So in both products, the columns of a block lie along the summed
-/// dimension.
+/// Compares the block sizes of a product's operands along the summed dimension: one size must
+/// divide the other. The size is always block_columns, because a matrix whose blocks are not square
+/// is quantized again, transposed, for its other product.
 static eng_status check_nesting(const eng_fp8_recipe *recipe, int product)
 {
   const int *roles = fp8_factors[product];

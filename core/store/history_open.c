@@ -119,8 +119,9 @@ eng_status history_reader_open(sqlite3 **out, const char *path)
                      "a device");
   eng_status status = open_and_check(out, path, 0, path);
   if (status != ENG_ERR_IO) return status;
-  // WAL mode needs a file next to the database. If it cannot be created (an archive, another user's
-  // directory) and none exists, no process is writing, and the database file alone is complete.
+  // WAL mode needs a file next to the database. If this file does not exist and cannot be created
+  // (an archive, another user's directory), then no process is writing, and the database file alone
+  // is complete.
   char *log = malloc(strlen(path) + 5), *uri = immutable_uri(path);
   if (log != NULL && uri != NULL) {
     sprintf(log, "%s-wal", path);

@@ -46,8 +46,8 @@ bool bytes_of(buffer *out, const char *text, int64_t size)
 // ---- Unicode normalization
 
 // ASCII text is already normalized, and an ASCII character never combines with the characters
-// before it. So libutf8proc normalizes only the runs of non-ASCII characters, each with the ASCII
-// character before it. An inert character also ends a run.
+// before it. So libutf8proc normalizes only the runs of non-ASCII characters, each run together
+// with the ASCII character before it. An inert character also ends a run.
 static eng_status compose(step *s, buffer *out, const char *text, int64_t size, int options)
 {
   int64_t at = 0;

@@ -98,14 +98,14 @@ void eng_tokenizer_free(eng_tokenizer *t)
 
 static eng_status building(const eng_tokenizer *t)
 {
-  return !t->ready ? ENG_OK : error_set(ENG_ERR_STATE, "tokenizer: it cannot change "
-    "after eng_tokenizer_ready; hint: build another one with eng_tokenizer_new");
+  return !t->ready ? ENG_OK : error_set(ENG_ERR_STATE, "tokenizer: a tokenizer cannot "
+    "change after eng_tokenizer_ready; hint: build another one with eng_tokenizer_new");
 }
 
 static eng_status built(const eng_tokenizer *t)
 {
-  return t->ready ? ENG_OK : error_set(ENG_ERR_STATE, "tokenizer: it cannot encode or decode while "
-    "it is being built; hint: call eng_tokenizer_ready first");
+  return t->ready ? ENG_OK : error_set(ENG_ERR_STATE, "tokenizer: a tokenizer cannot encode or "
+    "decode while it is being built; hint: call eng_tokenizer_ready first");
 }
 
 // Checks an id and a token's text, and makes room for the id.
