@@ -266,11 +266,11 @@ eng_status eng_requires_grad(const eng_tensor *x, bool on);
 /// Turns recording on or off; returns the previous setting.
 bool eng_grad_enabled(bool on);
 
-/// Begin and end an activation checkpoint. Of the tensors that recorded operations compute between
-/// these calls, only `results` [n] and tensors of up to 256 bytes keep their memory. The backward
-/// pass recomputes the other tensors bit for bit before it needs them. eng_checkpoint_begin returns
-/// false if recording is off or a checkpoint is open already; then do not call eng_checkpoint_end.
-/// After an error, pass n = -1; then nothing is freed.
+/// Begin and end an activation checkpoint. Operations recorded between these calls compute tensors;
+/// of these, only `results` [n] and tensors of up to 256 bytes keep their memory. The backward pass
+/// recomputes the others bit for bit before it needs them. eng_checkpoint_begin returns false if
+/// recording is off or a checkpoint is open already; then do not call eng_checkpoint_end. After an
+/// error, pass n = -1; then nothing is freed.
 bool       eng_checkpoint_begin(void);
 eng_status eng_checkpoint_end(const eng_tensor *results, int n);
 

@@ -655,8 +655,9 @@ static bool prepare_straight(side *s, const op_call *call, found *part, bool tog
   return surveys;
 }
 
-// Prepares the side of the transpose of x, if it is quantized from tiles of x. It has the amax of
-// `straight` until a survey of the transformed x finds another one.
+// Returns the side of the transposed copy. Called if turned_task quantizes this copy: blocks are not
+// square, or there is a Hadamard transform. The side has the amax of `straight`; with a Hadamard
+// transform, mx_quantize replaces it later.
 static side turned_side(const side *straight, const op_call *call)
 {
   const typeof(call->mx_quantize) *a = &call->mx_quantize;

@@ -247,8 +247,10 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
                      "a format for the backward product needs blocks that are not square");
   int keep = again || fp8_is_square(r) ? ENG_FP8_KEEP_CODES : ENG_FP8_KEEP_TRANSPOSED;
   if (role == ENG_FP8_X && !backward && r->keep != keep)
-    return error_set(ENG_ERR_VALUE, "microscaling in these blocks needs keep = '%s'",
-                     keep == ENG_FP8_KEEP_CODES ? "codes" : "transposed");
+    return error_set(ENG_ERR_VALUE, keep == ENG_FP8_KEEP_CODES
+                       ? "microscaling in square blocks, or with `backward`, needs keep = 'codes'"
+                       : "microscaling in blocks that are not square, and without `backward`, "
+                         "needs keep = 'transposed'");
   return ENG_OK;
 }
 
@@ -310,8 +312,8 @@ static eng_status check_hadamard(const eng_fp8_recipe *recipe, int product)
                      "Hadamard transform, which needs signs = \"none\"");
   if (p->signs == ENG_FP8_SIGNS_BACKWARD && (forward || !again))
     return error_set(ENG_ERR_VALUE,
-                     "signs = \"backward\" is for the backward products of a recipe whose x and w "
-                     "have `backward`");
+                     "signs = \"backward\" is allowed only in dgrad and wgrad, and only if x and w "
+                     "have the field `backward`");
   if ((n != 16 && n != 32 && n != 64 && n != 128) || p->signs < ENG_FP8_SIGNS_NONE ||
       p->signs > ENG_FP8_SIGNS_BACKWARD || p->high || !a->mx || fp8_is_square(a) ||
       fp8_is_square(b))

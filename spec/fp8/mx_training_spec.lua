@@ -551,7 +551,7 @@ describe("a linear layer under microscaling", function()
         precision = { name = "a", base = "mxfp8", fp8 = fp8 } })), 1, true)
     end
     for text, fp8 in pairs { ["needs signs = \"none\""] = { x = quest, w = quest, dy = back,
-      forward = { hadamard = 32 }, wgrad = {} }, ["is for the backward products"] = { x = back,
+      forward = { hadamard = 32 }, wgrad = {} }, ["is allowed only in dgrad and wgrad"] = { x = back,
       w = back, dy = back, wgrad = { hadamard = 32, signs = "backward" } },
       ["ms_eden needs hadamard = 128, got 0"] = { dy = { rule = "ms_eden" } },
       ["ms_eden is for dy and"] = { x = { rule = "ms_eden" } },

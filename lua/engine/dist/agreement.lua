@@ -124,7 +124,8 @@ end
 -- Groups the ranks by their checksum of an item. Returns two values: the groups, each a list of
 -- ranks with one checksum, the largest group first; and whether there is a majority, that is, there
 -- are several groups and the first is larger than any other. at(r): the checksum on rank r. held:
--- for an expert, the Reducer:holder() of the ranks to group; nil groups all ranks.
+-- for an item of an expert, groups only the ranks r with reducer:holder(r) == held, which hold the
+-- same experts; nil groups all ranks.
 local function grouped(reducer, at, held)
   local of, lists = {}, {}
   for r = 0, reducer.size - 1 do

@@ -440,7 +440,8 @@ function History:policies()
   return collect(each(self, 2, nil, "SELECT hash, name, source FROM policies"), { "hash", "name" })
 end
 
--- Returns whether the rows of shadows record overflows and bounds. Rows of an older engine do not.
+-- Returns whether the table `shadows` has the columns `overflow` and `bound`, which histories of
+-- older engines lack.
 local function knows_bounds(h)
   return one(h, "SELECT count(*) AS n FROM sqlite_master WHERE name = 'shadows' AND sql LIKE " ..
     "'%bound INTEGER%'").n > 0
