@@ -1,10 +1,10 @@
-// A captured step: forward and backward of one batch as one launch of the device, for steps so
-// small that launching their kernels one by one takes longer than running them. A capture contains
-// only the device's work, with fixed addresses. So a launch needs its batch at the addresses of the
-// captured batch. The arena returns these addresses again to a step that begins with the same
-// allocations. Operations that draw random numbers fail during a capture, because the host, not the
-// device, advances the random counter. Owns the captured graphs. Called by Lua; backward.c calls
-// graph_takes_seed.
+// A captured step: the device runs the forward and backward pass of one batch in a single launch.
+// This is for steps so small that launching their kernels one by one takes longer than running
+// them. A capture contains only the device's work, with fixed addresses. So a launch needs its
+// batch at the addresses of the captured batch. The arena gives a step these addresses again if the
+// step begins with the same allocations. Operations that draw random numbers fail during a capture,
+// because the host, not the device, advances the random counter. Owns the captured graphs. Called
+// by Lua; backward.c calls graph_takes_seed.
 #include "graph.h"
 
 #include "base/error.h"
@@ -93,8 +93,8 @@ static bool same_places(const graph_places *places, const eng_params *set)
 }
 
 /// Marks the derived copies of the weights as out of date. Called before a capture, so that the
-/// capture records their computation and every launch computes them again; and after a capture,
-/// because a capture computes nothing and its copies are invalid.
+/// capture records the computation of the copies and every launch repeats it. Called again after
+/// the capture, because the capture recorded this computation without running it.
 static void outdate_copies(eng_params *set)
 {
   for (int i = 0; i < set->n && !set->freed; i++) {

@@ -58,8 +58,8 @@ static double bytes_of(const tensor *x)
   return x ? (double)x->count * (double)eng_dtype_size(x->dtype) : 0;
 }
 
-/// Counts the multiplications and additions in a call's matrix products, those of convolutions with
-/// padding included. Returns 0 for operations without such products.
+/// Counts the multiplications and additions in a call's matrix products. In convolutions, products
+/// with padding count, too. Returns 0 for operations without matrix products.
 static double flops_of(const op_call *c)
 {
   const tensor *a = c->in[0], *out = c->out[0];

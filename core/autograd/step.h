@@ -3,6 +3,6 @@
 
 #include "tensor/arena.h"
 
-/// The arena for a tensor that a script creates now, such as by engine.zeros: ARENA_STEP inside a
-/// step or scope, ARENA_KEPT outside.
+/// The arena for a tensor that a script creates now, for example with engine.zeros: ARENA_STEP
+/// inside a step or scope, ARENA_KEPT outside.
 arena_id step_home(void);

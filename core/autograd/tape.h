@@ -36,8 +36,8 @@ const op_call *tape_call(int i);
 void tape_note(const eng_precision *precision);
 /// The open segment, numbered as in tape_node; 0: none. Set by checkpoint.c.
 extern int tape_segment;
-/// Makes the next operations recompute node `node`: they are not recorded, and each output of the
-/// node that has no memory takes the memory of their output. -1: ends this mode.
+/// Makes the next operation recompute node `node`: the tape does not record the operation, and the
+/// memory of its outputs moves to those outputs of the node that were freed. -1 ends this mode.
 void tape_again(int node);
 /// Chooses whether a node of a segment runs again.
 void tape_choose(int node, bool on);

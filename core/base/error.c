@@ -1,4 +1,5 @@
-// The last error of each thread. Its text may quote a policy or a file. See error.h.
+// The last error of each thread. Its text is made safe to print (eng_text_shown), because it may
+// quote a policy or a file. See error.h.
 #include "error.h"
 
 #include <stdarg.h>

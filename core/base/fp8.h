@@ -93,7 +93,7 @@ ENG_INLINE uint32_t fp8_code_stochastic(uint32_t magnitude, int fraction, uint32
 {
   int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction;
   random >>= 32 - drop;
-  // |x| in units of the smallest subnormal times 2^-drop
+  // below the smallest normal number; `steps` is |x| / (smallest subnormal * 2^-drop), truncated
   if (magnitude < (uint32_t)(128 - bias) << 23) {
     uint32_t steps = (uint32_t)(f32_from(magnitude) *
                                 f32_from((uint32_t)(127 + bias - 1 + fraction + drop) << 23));
@@ -146,7 +146,7 @@ ENG_INLINE uint8_t ue8m0_from_f32(float x, int up)
 {
   uint32_t magnitude = f32_bits(x) & 0x7FFFFFFFu;
   if (magnitude >= 0x7F800000u) return 0xFF;
-  // subnormal: 2^-127 is 0x00400000
+  // subnormal in f32: code 0 stands for 2^-127, whose bits are 0x00400000, and code 1 for 2^-126
   if (magnitude < 0x00800000u) return up && magnitude > 0x00400000u;
   uint32_t code = (magnitude >> 23) + (up && (magnitude & 0x7FFFFFu));
   return (uint8_t)(code > 0xFE ? 0xFE : code);

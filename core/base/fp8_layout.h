@@ -58,11 +58,11 @@ typedef struct fp8_scales {
 } fp8_scales;
 
 /// Returns the sizes and strides of the scales of an operand [rows x inner] in blocks of any shape;
-/// a block size of 0 means the whole dimension. Scales of whole rows, and the scale of the whole
-/// operand, have no padding (ROW, TENSOR). Scales of other blocks of one row have the layout of
-/// VEC128, and all other scales that of BLK128. So the scales of an operand in 128 x 1 blocks have
-/// the same layout as the VEC128 scales of its transpose. `shape` [2], unless NULL, receives the
-/// shape of a row-major array of the scales.
+/// a block size of 0 means the whole dimension. If a block is a whole row (ROW) or the whole
+/// operand (TENSOR), the scales have no padding. Otherwise, blocks of one row give the scales the
+/// layout of VEC128, and blocks of several rows give them the layout of BLK128. So the scales of an
+/// operand in 128 x 1 blocks have the same layout as the VEC128 scales of its transpose. `shape`
+/// [2], unless NULL, receives the shape of a row-major array of the scales.
 ENG_INLINE fp8_scales fp8_scales_for(int64_t block_rows, int64_t block_inner, int64_t rows,
                                      int64_t inner, int64_t *shape)
 {

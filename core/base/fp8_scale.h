@@ -9,9 +9,10 @@
 //
 //   rule, source and formula
 //   transformer_engine   TransformerEngine common/recipe/recipe_common.cuh
-//     factor = largest / max(amax, eps), eps 0; 1 where amax is 0, Inf or NaN; an infinite factor
-//     becomes `limit` (FLT_MAX if the block is the whole tensor, else the largest number of the
-//     input's format); powers of two: clears the fraction of the factor; scale = 1 / factor
+//     factor = largest / max(amax, eps), where eps is 0 by default; if the maximum is 0 or if amax
+//     is Inf or NaN, the factor is 1; an infinite factor becomes `limit` (FLT_MAX if the block is
+//     the whole tensor, else the largest number of the input's format); powers of two: clears the
+//     fraction of the factor; scale = 1 / factor
 //   deepseek   DeepSeek-V3 inference/kernel.py
 //     scale = max(amax, 1e-4) / largest; powers of two: rounds the scale up; q = x / scale
 //   deepgemm   DeepGEMM utils/math.py; TileKernels agrees

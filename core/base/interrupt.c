@@ -1,6 +1,6 @@
-// Flags that signal handlers set and the engine reads: interrupts and SIGHUP. Called by the
-// handlers in main/signals.c (so functions of this file must not lock or allocate), by loops that a
-// signal can interrupt, and by the trainer.
+// Flags that signal handlers set and the engine reads: interrupts and SIGHUP. Because the handlers
+// in main/signals.c call the functions of this file, these must not lock or allocate. Also called
+// by the trainer and by loops that a signal can interrupt.
 #include "engine.h"
 
 #include <signal.h>

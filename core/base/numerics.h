@@ -17,8 +17,8 @@ ENG_INLINE float    f32_from(uint32_t u) { union { float f; uint32_t u; } v; v.u
 ENG_INLINE uint64_t f64_bits(double x)   { union { double f; uint64_t u; } v; v.f = x; return v.u; }
 ENG_INLINE double   f64_from(uint64_t u) { union { double f; uint64_t u; } v; v.u = u; return v.f; }
 
-// These functions test exponent bits instead of comparing, so the compiler cannot optimize the test
-// away.
+// These functions test the bits of a number, not its value, so the compiler cannot optimize the
+// test away.
 ENG_INLINE int f32_is_nan(float x)    { return (f32_bits(x) & 0x7FFFFFFFu) > 0x7F800000u; }
 ENG_INLINE int f32_is_finite(float x) { return (f32_bits(x) & 0x7F800000u) != 0x7F800000u; }
 ENG_INLINE int f64_is_nan(double x)

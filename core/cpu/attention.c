@@ -283,9 +283,9 @@ static void round_gradients(const sizes *s, float *p, float *ds, float *ds_turne
 // Returns exp(scale * x - shift) in the first n lanes and 0 in the other lanes. Stores the argument
 // of exp in *difference. The product is rounded before the subtraction, because the shift was found
 // from rounded products. With a fused multiply-subtract, a huge score could differ from the shift
-// so much that exp would overflow. The other lanes compute exp(0) and are then set to 0. exp(-inf)
-// would be 0 at once, but a result that underflows costs a hundred cycles, and every row of a
-// causal mask ends in such lanes.
+// so much that exp would overflow. The other lanes compute exp(0), and their results are then
+// replaced by 0. exp(-inf) would give 0 directly, but an underflow costs a hundred cycles, and with
+// a causal mask most rows have such lanes.
 VF_INLINE vf exp_first(vf *difference, const float *x, float scale, float shift, int n)
 {
   vf shifted = vf_sub(vf_mul(vf_load_n(x, n), vf_set1(scale)), vf_set1(shift));

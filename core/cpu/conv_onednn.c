@@ -132,8 +132,8 @@ static bool is_slow(const_dnnl_primitive_desc_t conv)
   return strstr(name, "ref") || strncmp(name, "gemm", 4) == 0;
 }
 
-/// Creates the convolution's primitive descriptor. x and y are channels last, unless only a layout
-/// of oneDNN's choice has a fast kernel.
+/// Creates the convolution's primitive descriptor. x and y are channels last, unless oneDNN has a
+/// fast kernel only for another layout.
 static dnnl_status_t choose(dnnl_primitive_desc_t *out, const conv_call *k)
 {
   // Gradients need the descriptor of a forward convolution as a hint. Its tensors have y's format.

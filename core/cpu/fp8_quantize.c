@@ -222,8 +222,9 @@ VF_INLINE bool is_within(uint32_t most, float factor, const int fraction, const 
 }
 
 // Computes the scales of the blocks of a strip, stores them if `keep`, and writes the factor of
-// each column (only of the first TILE columns if the strip is one wide block). Returns whether
-// is_within holds for all blocks.
+// each column to `factors`. If the strip is one block wider than STRIP, all columns have the same
+// factor, and only the first TILE entries are written. Returns whether is_within holds for all
+// blocks.
 static bool lay_factors(const side *s, const uint32_t *most, int64_t r0, int64_t c0,
                         int64_t columns, bool keep, float *factors)
 {

@@ -4,7 +4,7 @@
 // place, without packing. Included by gemm_pairs.h; owns nothing.
 //
 // A panel is GEMM_NR columns of a matrix B [k x n], stored [k][GEMM_NR]. Unused columns up to the
-// next whole vector hold zeros; columns beyond it are never read.
+// next whole vector hold zeros; columns after this vector are never read.
 #pragma once
 
 #include "rows.h"

@@ -414,8 +414,8 @@ VF_INLINE int exponents(uint8_t *key, const void *g, int dtype, int n)
   return filled;
 }
 
-/// Counts the keys high, high - 1, .. (`bins` values, none below 1) into bin[key]. Returns the
-/// number of keys counted.
+/// Counts the keys with the values high, high - 1, .. into bin[key]: `bins` values, but none below
+/// 1. Returns the number of keys counted.
 VF_INLINE int count_top(const uint8_t *key, int n, int high, int bins, int64_t *bin)
 {
   vb count[8] = {0};   // n / VB_LANES stays below 256, so that no byte overflows
@@ -432,8 +432,8 @@ VF_INLINE int count_top(const uint8_t *key, int n, int high, int bins, int64_t *
   return found;
 }
 
-/// Counts n keys into bin[key], except keys 0 and 255. No key is from high + 1 to 254, and `left`
-/// keys are from 1 to high. The highest keys are counted by comparison, until few enough are left
+/// Counts n keys into bin[key], except keys 0 and 255. None of the other keys exceeds `high`, and
+/// `left` is their number. The highest keys are counted by comparison, until few enough are left
 /// that finding them one by one is faster.
 static void count_keys(const uint8_t *key, int n, int high, int left, int64_t *bin)
 {

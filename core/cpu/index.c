@@ -154,7 +154,7 @@ static void sum_rows(const tensor *dx, int64_t first, const tensor *dy, int64_t 
 }
 
 /// Sets dx[o, v, :] to the sum of dy[o, k, :] over all k with ids[k] = v or, if `add`, adds the sum
-/// to it. A counting sort finds the k of each v.
+/// to it. A counting sort groups the positions k by v.
 static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, const indices *ids,
                                bool add)
 {
@@ -169,7 +169,7 @@ static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, con
     sum += start[v];
     start[v] = sum;
   }
-  // Fills `order` from the back and so turns the ends into starts.
+  // Fills the part of each v in `order` from its end. Afterwards, start[v] is the part's start.
   for (int64_t k = ids->n - 1; k >= 0; k--) order[--start[ids->at[k]]] = k;
 
   // If dx has few rows, each row is cut into pieces of 64 elements, so that several threads can

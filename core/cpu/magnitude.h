@@ -57,7 +57,8 @@ VF_INLINE vh largest_of_sixteens(const uint16_t *x)
 #pragma GCC unroll 16
   for (int k = 0; k < 16; k++) v[k] = vh_load(x + k * HALVES) & 0x7FFF;
 #if defined(ENG_ISA_avx512)
-  // Each round joins two vectors: it compares neighbours of 16, 64, 32, and at last 128 bits.
+  // Each round joins pairs of vectors by comparing neighbouring parts. The parts have 16 bits in
+  // the first round, then 64, then 32, and 128 in the last.
 #define JOIN(n, low, high)                                                \
   for (int k = 0; k < n; k++) {                                           \
     __m512i a = (__m512i)v[2 * k], b = (__m512i)v[2 * k + 1];             \

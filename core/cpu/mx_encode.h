@@ -142,7 +142,7 @@ VF_INLINE void put_halves(void *to, const vi code[2], const vf v[2], const vf sc
 }
 
 /// Does the work of encode_strip for a strip that is one row of bf16 and whose blocks are parts of
-/// this row, HALVES columns at a time. Returns the number of columns that it has encoded.
+/// this row. Encodes HALVES columns at a time. Returns the number of columns that it has encoded.
 VF_INLINE int encode_row_pairs(void *to, const strip *s, const bool values, const mx_format f)
 {
   const uint16_t *x = (const uint16_t *)s->x + s->first;
@@ -165,8 +165,8 @@ VF_INLINE int encode_row_pairs(void *to, const strip *s, const bool values, cons
   return c;
 }
 
-/// Does the work of encode_strip for a strip of bf16 whose columns are blocks, HALVES columns at a
-/// time. Returns the number of columns that it has encoded.
+/// Does the work of encode_strip for a strip of bf16 in which each column is a block. Encodes
+/// HALVES columns at a time. Returns the number of columns that it has encoded.
 VF_INLINE int encode_column_pairs(void *to, const strip *s, const bool values, const mx_format f)
 {
   const bool nan = s->nan, packed = s->packed;

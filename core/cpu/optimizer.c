@@ -89,8 +89,8 @@ enum { PLAIN, WITH_NORMS, LIMITED };
 /// Updates one vector of elements: weight p, gradient g, moments m and v.
 VF_INLINE void advance(int loop, int extra, const rule *r, vf *p, vf g, vf *m, vf *v)
 {
-  // If g is NaN, vf_min and vf_max return their second argument, so g stays NaN.
   g = scaled(&r->scale, g);
+  // If g is NaN, vf_min and vf_max return their second argument, so g stays NaN.
   g = vf_max(vf_set1(-r->limit), vf_min(vf_set1(r->limit), g));
   if (extra == LIMITED && loop == LOOP_ADAM && r->spike > 0) {
     vf most = vf_mul(vf_set1(r->spike), *v);
