@@ -266,8 +266,8 @@ VF_INLINE void put_codes(uint8_t *to, vf x, vf factor, const int fraction, const
 }
 
 #if defined(ENG_ISA_avx512)
-// Converts 32 bf16 numbers to codes. is_within must be true for their blocks. Multiplies the numbers
-// at even positions by even_f and those at odd positions by odd_f; if `by` is true, divides instead.
+// Converts 32 bf16 numbers to codes. is_within must be true for their blocks. Multiplies numbers at
+// even positions by even_f and numbers at odd positions by odd_f; if `by` is true, divides instead.
 VF_INLINE void pair_of_bf16(uint8_t *to, const uint16_t *x, vf even_f, vf odd_f, const int fraction,
                             const bool by)
 {

@@ -655,9 +655,9 @@ static bool prepare_straight(side *s, const op_call *call, found *part, bool tog
   return surveys;
 }
 
-// Returns the side of the transposed copy. Called if turned_task quantizes this copy: blocks are not
-// square, or there is a Hadamard transform. The side has the amax of `straight`; with a Hadamard
-// transform, mx_quantize replaces it later.
+// Returns the side of the transposed copy. Called if turned_task quantizes this copy, because
+// blocks are not square or there is a Hadamard transform. The side has the amax of `straight`; with
+// a Hadamard transform, mx_quantize replaces it later.
 static side turned_side(const side *straight, const op_call *call)
 {
   const typeof(call->mx_quantize) *a = &call->mx_quantize;
