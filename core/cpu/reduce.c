@@ -1,10 +1,10 @@
 // Sum, mean, max and min over any dimensions, with any strides, and the gradient of max and min.
 // f64 and integers go to the reference kernels. Called through backend.kernel[]; owns nothing.
 //
-// A sum is taken in a fixed order: in f32 lanes within a tile (or FLUSH rows), then over the tiles
-// of a piece and over the pieces, both in double. The cut into pieces depends only on the shape,
-// never on the number of threads. In max and min, a NaN gives NaN, and the choice between -0 and +0
-// is unspecified.
+// A sum is taken in a fixed order. The elements of a tile (or of FLUSH rows) are added in f32
+// lanes. The sums of the tiles, and then of the pieces, are added in double. How a sum is cut into
+// pieces depends only on the shape, never on the number of threads. In max and min, a NaN gives
+// NaN, and the choice between -0 and +0 is unspecified.
 #include "operand.h"
 #include "simd.h"
 #include "tasks.h"

@@ -73,7 +73,7 @@ eng_status reference_cross_entropy(const op_call *call)
 }
 
 // Computes dlogits = ((1 + 2 z_loss lse) softmax - (1 - smoothing) onehot - smoothing / classes) *
-// slope * slopes. `slope` is dloss, divided by the number of counted rows for the mean. `slopes`
+// slope * slopes. `slope` is dloss or, for the mean, dloss / the number of counted rows. `slopes`
 // holds the derivatives of the cap.
 eng_status reference_cross_entropy_grad(const op_call *call)
 {

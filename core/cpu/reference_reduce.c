@@ -9,8 +9,8 @@
 
 #include <math.h>
 
-// Sets stride[d] to the stride of dimension d of x in the dense result of a reduction: 0 if the
-// dimension is reduced. Returns the number of results.
+// Sets stride[d] to the stride that dimension d of x has in the dense result of a reduction, or to
+// 0 if the dimension is reduced. Returns the number of results.
 static int64_t reduced_strides(int64_t *stride, const tensor *x, uint64_t mask)
 {
   int64_t n = 1;

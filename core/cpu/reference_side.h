@@ -1,5 +1,6 @@
-// One of the two results of a call that quantizes: the quantized x or its quantized transpose.
-// Included by reference_fp8.c, reference_mx.c and reference_msamp.c.
+// `side` describes one of the two results of a call that quantizes: the quantized x, or the
+// quantized transpose of x. Included by reference_fp8.c, reference_mx.c and
+// reference_msamp.c.
 #pragma once
 
 #include "reference.h"

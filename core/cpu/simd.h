@@ -444,8 +444,9 @@ VF_INLINE vm vf_isinf(vf a)
 
 #include "simd_fp8.h"
 
-/// Runs a block for each vector of n elements. `i` is the first element of the vector. `lanes` is
-/// the number of its elements: the constant VF_LANES, except in an incomplete last vector.
+/// Splits n elements into vectors and runs a block for each vector. `i` is the index of the first
+/// element in the vector. `lanes` is the number of elements in it: the constant VF_LANES, except in
+/// an incomplete last vector.
 #define FOR_VECTORS(i, n, ...)                                                              \
   do {                                                                                      \
     int64_t i = 0, n_ = (n);                                                                \
@@ -516,8 +517,9 @@ VF_INLINE void floats_to(void *restrict dst, int dtype, int64_t first, const flo
     fp8_encode((uint8_t *)dst + first, dtype, from, n, false, NULL);
 }
 
-/// Returns n contiguous elements of `src` as floats, beginning with element `first`. They are in
-/// the source itself if it is f32, else in `buffer` [n], to which they are converted.
+/// Returns a pointer to n contiguous elements of `src` as floats, beginning with element `first`.
+/// If `src` is f32, the pointer is into `src`. Otherwise the elements are converted into `buffer`
+/// [n].
 static inline __attribute__((unused))
 const float *tile_load(float *buffer, const void *src, int dtype, int64_t first, int64_t n)
 {
@@ -554,8 +556,8 @@ static inline __attribute__((unused)) const float *tile_gather(float *buffer, co
   return buffer;
 }
 
-/// Returns the memory in which to compute the elements of `dst` from `first` on: `dst` itself if it
-/// is f32, else `buffer`, which tile_store then rounds into `dst`.
+/// Returns where to compute the elements of `dst` from `first` on: in `dst` itself if it is f32,
+/// else in `buffer`, from which tile_store rounds them into `dst`.
 static inline __attribute__((unused))
 float *tile_target(float *buffer, void *dst, int dtype, int64_t first)
 {

@@ -1,6 +1,6 @@
 // Shares a kernel's work among threads. Small work runs on the calling thread, outside any parallel
-// region: even if its `if` clause is false, opening a region takes some 300 ns, half the time of a
-// small operation. Included by kernel files. Owns nothing.
+// region, because opening a region takes some 300 ns, half the time of a small operation, even if
+// the region's `if` clause is false. Included by kernel files. Owns nothing.
 #pragma once
 
 #include <stdbool.h>

@@ -32,8 +32,8 @@ VF_INLINE vf vf_exp_split(vf hi, vf lo)
   q = vf_fma(q, r, VF_C(0.1666649686f));
   q = vf_fma(q, r, VF_C(0.4999999179f));
   vf p = vf_add(vf_fma(vf_mul(r, r), q, r), VF_C(1.0f));
-  // Sets p to 0 where the result is 0, because an underflow in the last step costs 30 times as
-  // much.
+  // Sets p to 0 where the result is 0, because the last step takes 30 times as long if it
+  // underflows.
   p = vf_select(gone, vf_zero(), p);
 #if defined(ENG_ISA_avx512)
   return _mm512_scalef_ps(p, n);

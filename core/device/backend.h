@@ -40,7 +40,7 @@ static inline bool op_is_unary(int op)
 /// Flags of quantize and swiglu_quantize. mx_quantize takes QUANTIZE_TRANSPOSED and the MX_* flags.
 enum { QUANTIZE_STOCHASTIC = 2, QUANTIZE_POW2 = 4, QUANTIZE_TRANSPOSED = 8 };
 enum { MX_VALUES = 16, MX_FINITE = 32, MX_GATE = 64, MX_ROTATED_ONLY = 128 };
-/// The attributes `ties` and `sr_rule` of mx_quantize.
+/// Values of the attributes `ties` and `sr_rule` of mx_quantize.
 enum { MX_TIES_EVEN, MX_TIES_AWAY, MX_TIES_ZERO, MX_TIES_UP, MX_TIES };
 enum { MX_SR_TE, MX_SR_AMD, MX_SR_MSLK, MX_SR_RULES };
 
