@@ -108,9 +108,9 @@ eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, in
 /// exits.
 extern bool comm_broken;
 enum { COMM_LOST_CODE = 70 };          // exit code of a job that lost a rank
-/// Sets work that comm_exchange repeats while it waits. Other ranks may need this work to progress
-/// before they can reach the exchange that this rank waits for. An example is the work on gradient
-/// buckets while backward exchanges tokens. NULL: no work.
+/// Sets the function `work`, which comm_exchange calls repeatedly while it waits; NULL: none. Other
+/// ranks may be unable to reach the exchange until this rank has done more work. For example, while
+/// this rank exchanges tokens in backward, another rank may wait for its gradient buckets.
 void comm_meanwhile(eng_status (*work)(void *data), void *data);
 /// A loop that waits for other ranks calls this in each iteration. `since` (eng_clock) is the time
 /// at which the loop began. Yields the core, and ends the job after the timeout, as comm_exchange

@@ -125,7 +125,7 @@ static eng_status check_rows(exchange *e, const tensor *x, const int64_t *rows, 
   if (x->ndim != 2 || !tensor_contiguous(x) || !dtype_is_float(x->dtype))
     return error_set(
       ENG_ERR_SHAPE,
-      "exchange of rows: expected contiguous rows of floating-point numbers, got %s",
+      "exchange of rows: expected a contiguous floating-point tensor [rows x columns], got %s",
       tensor_text(x));
   for (int peer = 0; peer < e->comm->size; peer++) {
     if (rows[peer] < 0)

@@ -210,8 +210,8 @@ static eng_status write_piece(eng_parallel *p, bucket *b, int k)
                     size = eng_dtype_size(b->dtype);
   if (n == 0) return ENG_OK;
   bool here = p->set->space == SPACE_HOST, adds = p->had[i];
-  // The numbers to add go behind the first n floats of p->values, which has room for all ranks'
-  // pieces.
+  // The numbers to add are stored after the first n floats of p->values, which has room for all
+  // ranks' pieces.
   char *to = here ? piece->data : p->raw, *values = adds ? (char *)(p->values + n) : to;
   ENG_TRY(comm_unpack(values, b->dtype, n, b->sum, b->comm_dtype, bucket_piece(b, b->comm->rank),
                       at, p->values));

@@ -22,9 +22,9 @@ typedef struct bucket {
   int32_t *member;            // [n]
   int64_t *at;                // [n + 1] the bucket's element at which each member begins
   int64_t *cut;               // [ranks + 1] the bucket's element at which each rank's piece begins
-  int64_t *begin;             // [ranks + 1] byte offsets of the messages to each rank in `out`, and
-                              // later of the sums from each rank in `in`. A message is a packed
-                              // piece and n flag bytes
+  int64_t *begin;             // [ranks + 1] byte offsets in `out` of the message to each rank;
+                              // later, byte offsets in `in` of the sums from each rank. A message
+                              // is a packed piece and n flag bytes
   int64_t  packed;            // size in bytes of this rank's packed piece
   int64_t  bytes;             // `packed` plus n flag bytes, rounded up to COMM_ALIGN
   int64_t  in_bytes;          // size of `in`
@@ -73,8 +73,8 @@ struct eng_parallel {
   uint8_t    *rank_flags;     // [ranks][set->n] flags of each rank in the last reduction
   int64_t     n_values;
   float      *values;         // [n_values] work space for the f32 numbers of any one member.
-                              // Without `cards`, also for the terms of the sum of any bucket: this
-                              // rank's piece, as each rank sent it
+                              // Without `cards`, also for the terms that sum_piece adds: this
+                              // rank's piece from each rank, unpacked to f32
   char       *raw;            // host copy of a member's gradient that is on a device
   comm_message *messages;     // [2 * ranks] the messages of one exchange
   const float **terms;        // [ranks] the pieces that sum_piece sums

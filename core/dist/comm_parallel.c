@@ -112,7 +112,8 @@ static eng_status divide(eng_parallel *p)
   return ENG_OK;
 }
 
-/// Records which parameters only some ranks hold, and collects the holders' ranks in p->comm.
+/// Records in p->apart which parameters only some ranks hold, and in p->holder the rank that each
+/// holder has in p->comm.
 static eng_status find_holders(eng_parallel *p, const eng_parallel_options *options)
 {
   if (!options->apart || !options->holders) return ENG_OK;

@@ -26,8 +26,8 @@ typedef enum start_kind { START_ALONE, START_MPI, START_NCCL, START_WRONG } star
 /// The variables in which each launcher passes a process's rank and the number of processes. If
 /// `also` is not NULL, that variable must be set too. SLURM sets its variables for a job step, but
 /// not for a batch script. Many programs set RANK and WORLD_SIZE, so the row that needs only these
-/// and MASTER_ADDR comes last. The row of torchrun needs TORCHELASTIC_RUN_ID, which only torchrun
-/// sets; it comes first, because srun may have started torchrun.
+/// two and MASTER_ADDR comes last. The row of torchrun comes first, because srun may have started
+/// torchrun. It needs TORCHELASTIC_RUN_ID, which only torchrun sets.
 #define MEETING_ADDRESS "MASTER_ADDR"
 static const struct { const char *rank, *size, *name, *also; start_kind kind; } launchers[] = {
   {"RANK", "WORLD_SIZE", "torchrun", "TORCHELASTIC_RUN_ID", START_NCCL},
