@@ -404,9 +404,9 @@ eng_status eng_params_stats_withdraw(eng_params *set);
 eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor);
 /// Writes the true gradient of parameter `index`, times `factor`, to `into`, an f32 tensor of the
 /// parameter's shape. The stored gradient is unchanged. `has` is 0, and nothing is written, if the
-/// parameter has no gradient or if, with ZeRO, another rank updates the parameter. For optimizers
-/// written in Lua. Errors: VALUE, DTYPE, SHAPE; STATE (with ZeRO, this rank has only a part of the
-/// parameter).
+/// parameter has no gradient or if, with ZeRO, another rank updates the parameter. Optimizers
+/// written in Lua use this function. Errors: VALUE, DTYPE, SHAPE; STATE (with ZeRO, this rank has
+/// only a part of the parameter).
 eng_status eng_params_true_gradient(int *has, const eng_tensor *into, eng_params *set, int index,
                                     double factor);
 /// Sets the relative scale of parameter i's gradient to relative[i] (NULL: 1 each). If the
@@ -481,8 +481,8 @@ typedef struct eng_update {
   // the call waits for the sums, and a lagged update cannot compute them.
   double *norms;
   double  update_clip;          // limit on the norm of the change of all weights; 0: none
-  double  spike_clip;           // adam, adamw: g becomes sign(g) sqrt(spike_clip v) where g^2 >
-                                // spike_clip v, with v before the update; 0: off
+  double  spike_clip;           // adam, adamw: limits |g| to sqrt(spike_clip v), where v is the
+                                // second moment before the update; 0: off
   // eng_optimizer_step sets these two fields for update_clip. factor: multiplies the change of the
   // weights. dry: 1 for the pass that computes norms and writes nothing.
   double  factor;

@@ -106,7 +106,8 @@ void       eng_safetensors_abort(eng_safetensors_writer *writer);
 /// socket, mode 0600, with a line-based protocol. Other users are rejected, up to 8 clients are
 /// served at a time, and no client can make the run wait.
 typedef struct eng_attach eng_attach;
-// Limits in bytes for each client: a line that it sends; the replies that it has not read yet.
+// Limits in bytes for each client. LINE: a line that it sends. ANSWER: all replies that it has not
+// read yet.
 enum { ENG_ATTACH_LINE = 65536, ENG_ATTACH_ANSWER = 1 << 20 };
 /// Opens the socket at `path`. The path of its folder may have any length. A file name that is too
 /// long is an error (IO). Replaces a socket on which no process listens. Errors: STATE (another
@@ -147,9 +148,9 @@ typedef struct eng_history eng_history;
 /// The number of steps that one row of the table `blocks` summarizes.
 enum { ENG_HISTORY_BLOCK = 256 };
 
-/// Opens a history. The run itself passes `write`, which creates the file if it is missing. Without
-/// `write` the history is read-only, for any process, even while the run writes. Errors: IO; FORMAT
-/// (the file is not a history, is from a newer engine, or has views or triggers).
+/// Opens a history. `write` is for the run itself: it allows writing, and creates the file if it is
+/// missing. Any process may open the history without `write`, even while the run writes. Errors:
+/// IO; FORMAT (the file is not a history, is from a newer engine, or has views or triggers).
 eng_status eng_history_open(eng_history **out, const char *path, bool write);
 /// Commits queued rows and closes the history. Always frees it. NULL is allowed. Errors: IO (rows
 /// of this run were lost, now or earlier).
@@ -177,10 +178,11 @@ eng_status eng_history_shadow(eng_history *history, int64_t step, const char *na
                               const eng_verdict *verdict, bool overflow, bool bound);
 /// Appends the meter of an FP8 layer's role to `fp8`. `value`, in order: snr (dB); underflow,
 /// overflow and zeros (as fractions of the elements); amax, least, scale_min and scale_max (without
-/// the loss scale); count. The last three are for the replay of policies. peak: the largest
-/// magnitude of all elements, whether measured or not, or inf or nan if any element is inf or nan.
-/// power: the sum of squares. asked: the amax from which the policies compute the role's scale in
-/// the next step; 0 stands for the measured amax, NaN for a role whose scale policies cannot set.
+/// the loss scale); count; and, for the replay of policies, peak, power and asked. peak: the
+/// largest magnitude of all elements, whether measured or not, or inf or nan if any element is inf
+/// or nan. power: the sum of squares. asked: the amax from which the policies compute the role's
+/// scale in the next step; 0 stands for the measured amax, NaN for a role whose scale policies
+/// cannot set.
 eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role,
                            const double value[12]);
 /// Appends to the table `signals` a value that the script published as record.signals[name]. The

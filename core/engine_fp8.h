@@ -66,9 +66,9 @@ enum {
   ENG_FP8_KEEP_SWIGLU = 3
 };
 
-/// Signs of a random Hadamard transform. NONE: all positive. FIXED: Transformer Engine's signs. The
-/// other signs are drawn at random. LAYER: for each layer. STEP: for each layer and step. BACKWARD:
-/// for each layer and backward pass.
+/// Signs of a random Hadamard transform. NONE: all positive. FIXED: Transformer Engine's signs.
+/// LAYER: random signs for each layer. STEP: random signs for each layer and step. BACKWARD: random
+/// signs for each layer and backward pass.
 enum {
   ENG_FP8_SIGNS_NONE = -1, ENG_FP8_SIGNS_FIXED, ENG_FP8_SIGNS_LAYER, ENG_FP8_SIGNS_STEP,
   ENG_FP8_SIGNS_BACKWARD
@@ -107,8 +107,9 @@ typedef struct eng_fp8_product {
 /// backward products get x and w. Either both entries have mx = 0, or neither has. mx = 0: x and w
 /// themselves are quantized, as role[] says. mx = ENG_FP8_SAME: the quantized x and w of the
 /// forward product are used again. Any other mx: the quantized x and w of the forward product are
-/// quantized again, as backward[] says. If mx is not 0, the gradients pass through the gates of
-/// mx_quantize or msamp_fp4 and through the forward product's Hadamard transform.
+/// quantized again, as backward[] says. If mx is not 0, the gradients are multiplied by the outputs
+/// `gate` (ops.def) of mx_quantize or msamp_fp4, if there are any, and pass through the forward
+/// product's Hadamard transform.
 enum { ENG_FP8_SAME = -1 };
 typedef struct eng_fp8_recipe {
   eng_fp8_role role[3];               // ENG_FP8_X, W, DY

@@ -135,8 +135,8 @@ void eng_parallel_cancel(eng_parallel *parallel);
 eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_parallel *parallel,
                               double scale, unsigned needs, double *sums, int n_sums,
                               double *maxima, int n_maxima);
-/// Sends the flags of the parameters in `apart` from every rank to all ranks, for
-/// eng_parallel_flags. Call this after eng_parallel_stats.
+/// Gathers the flags of all ranks on every rank, so that eng_parallel_flags also knows them for the
+/// parameters in `apart`. Call this after eng_parallel_stats.
 eng_status eng_parallel_gather_flags(eng_parallel *parallel);
 /// Sums every tensor's histogram over all ranks.
 eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *parallel);
@@ -150,7 +150,7 @@ eng_status eng_parallel_gather(eng_parallel *parallel);
 /// With zero = 3 all weights are on every rank at first. eng_parallel_leave drops the pieces of
 /// other ranks. From then on, before an operation reads a divided weight, it receives the weight's
 /// unit from the other ranks, which must run the same operation, and drops all units that it does
-/// not read. The operation then starts to receive the unit that followed in earlier passes.
+/// not read. The operation then starts to receive the unit that came next in earlier passes.
 /// Functions other than operations fail with STATE if they read a divided weight.
 /// eng_parallel_whole fetches all weights; until the next eng_parallel_leave they can be read, and
 /// written with the same values on all ranks. Every rank calls both functions, between two steps.
