@@ -148,9 +148,10 @@ typedef struct eng_history eng_history;
 /// The number of steps that one row of the table `blocks` summarizes.
 enum { ENG_HISTORY_BLOCK = 256 };
 
-/// Opens a history. `write` is for the run itself: it allows writing, and creates the file if it is
-/// missing. Any process may open the history without `write`, even while the run writes. Errors:
-/// IO; FORMAT (the file is not a history, is from a newer engine, or has views or triggers).
+/// Opens a history. `write` is for the run itself, and creates the file if it is missing. Without
+/// `write`, the history is opened read-only; any process may do so, even while the run writes.
+/// Errors: IO; FORMAT (the file is not a history, is from a newer engine, or has views or
+/// triggers).
 eng_status eng_history_open(eng_history **out, const char *path, bool write);
 /// Commits queued rows and closes the history. Always frees it. NULL is allowed. Errors: IO (rows
 /// of this run were lost, now or earlier).

@@ -1,6 +1,5 @@
 // `side` describes one of the two results of a call that quantizes: the quantized x, or the
-// quantized transpose of x. Included by reference_fp8.c, reference_mx.c and
-// reference_msamp.c.
+// quantized transpose of x. Included by reference_fp8.c, reference_mx.c and reference_msamp.c.
 #pragma once
 
 #include "reference.h"
