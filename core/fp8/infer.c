@@ -146,8 +146,8 @@ static eng_status infer_dequantize(op_call *c, op_shape *s)
   matrix_of(q, &rows, &columns);
   if (packed && columns % 3)
     return error_set(ENG_ERR_SHAPE,
-                     "dequantize: e5m6 packs 8 numbers in three i32, so the row length must be a "
-                     "multiple of 3, got %s", tensor_text(q));
+                     "dequantize: e5m6 packs 8 numbers in three i32, so the number of i32 in a "
+                     "row must be a multiple of 3, got %s", tensor_text(q));
   if (packed) columns = columns / 3 * 8;
   ENG_TRY(want_scales(c, 1, c->dequantize.block_rows, c->dequantize.block_columns, rows, columns));
   put_out(s, 0, (int)c->dequantize.dtype, q->ndim, q->shape);
@@ -206,14 +206,14 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
        packed = a->format == ENG_FORMAT_E2M1 && !values;
   if (a->hadamard && !(turned && is_transform(a->hadamard)))
     return error_set(ENG_ERR_VALUE,
-                     "mx_quantize: expected hadamard to be 0, or 16, 32, 64 or 128 together with "
-                     "flag 8, got hadamard %lld with flags %lld",
+                     "mx_quantize: expected hadamard to be 0, 16, 32, 64 or 128, and 0 without "
+                     "flag 8; got hadamard %lld with flags %lld",
                      (long long)a->hadamard, (long long)a->flags);
   if (a->flags & ~(QUANTIZE_TRANSPOSED | MX_VALUES | MX_FINITE | (quest && !only ? MX_GATE : 0) |
                    (a->hadamard ? MX_ROTATED_ONLY : 0)))
     return error_set(ENG_ERR_VALUE,
-                     "mx_quantize: expected flags to be a sum of some of 8, 16, 32, 64 (only with "
-                     "quest and without 128) and 128 (only with hadamard), got %lld",
+                     "mx_quantize: expected flags to be 0 or a sum of 8, 16, 32, 64 and 128 (64 "
+                     "only with quest and without 128; 128 only with hadamard), got %lld",
                      (long long)a->flags);
   if (mx_is_fitted(a->rule) &&
       (a->block_rows != 1 || (turned && !a->hadamard) || a->flags & MX_FINITE ||
@@ -229,7 +229,7 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
   const tensor *average = c->in[2];
   if (average && (average->dtype != ENG_f32 || average->ndim != x->ndim ||
                   memcmp(average->shape, x->shape, (size_t)x->ndim * sizeof *x->shape) != 0))
-    return error_set(ENG_ERR_SHAPE, "mx_quantize: expected an average in f32 in the shape of x, "
+    return error_set(ENG_ERR_SHAPE, "mx_quantize: expected an average in f32 with the shape of x, "
                      "%s, got %s", tensor_shape_text(x->ndim, x->shape), tensor_text(average));
   const char *why = NULL;
   if ((average != NULL) + (a->ties != 0) + (a->sr_bits != 0) > 1)
@@ -343,8 +343,8 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
   int nvfp4 = mx_is_nvfp4(a->rule_a);
   if (a->rule_a < 0 || a->rule_a >= ENG_MX_RULES || a->rule_b < 0 || a->rule_b >= ENG_MX_RULES ||
       nvfp4 != mx_is_nvfp4(a->rule_b) || (nvfp4 && !four))
-    return error_set(ENG_ERR_VALUE, "mx_matmul: expected two scale rules from 0 to %d, both or "
-                     "neither with NVFP4's scales (which need e2m1), got %lld and %lld",
+    return error_set(ENG_ERR_VALUE, "mx_matmul: expected two scale rules from 0 to %d, and NVFP4's "
+                     "scales (only with e2m1) in both or in neither, got %lld and %lld",
                      ENG_MX_RULES - 1, (long long)a->rule_a, (long long)a->rule_b);
   int64_t K = 0, block = nvfp4 ? 16 : 32;
   for (int k = 0; k < 4; k += 2) {

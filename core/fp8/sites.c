@@ -191,9 +191,9 @@ static eng_status check_msamp_role(const eng_fp8_recipe *recipe, int role, const
               (!r->dge || role == ENG_FP8_W) && msamp_clamps(r->clamp);
   if (fits) return ENG_OK;
   return error_set(ENG_ERR_VALUE,
-                   "the rule msamp_fp4 is for the forward product's x and w, in e2m1 with a scale "
-                   "for each row; it needs `backward` and allows no stochastic rounding and no "
-                   "factor; dge is only for w; clamp must be 0, or from 0.5 to 0.9999");
+                   "the rule msamp_fp4 is only for x and w in the forward product, in e2m1 with a "
+                   "scale for each row; it needs `backward` and allows no stochastic rounding and "
+                   "no factor; dge is allowed only for w; clamp must be 0, or from 0.5 to 0.9999");
 }
 
 static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const eng_fp8_role *r)
@@ -223,14 +223,16 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
   if (mx_is_gated(r->mx - 1) && (!again || backward || r->block_rows != 1 || r->stochastic ||
                                  r->factor != 0))
     return error_set(ENG_ERR_VALUE,
-                     "quest is for the forward product, in blocks of one row; it needs `backward` "
-                     "in the same role and allows no stochastic rounding and no factor");
+                     "the rule quest is only for x and w in the forward product, in blocks of one "
+                     "row; it needs `backward` in the same role and allows no stochastic rounding "
+                     "and no factor");
   if (r->mx - 1 == ENG_MX_MS_EDEN &&
       ((role != ENG_FP8_DY && !backward) || r->block_rows != 1 || r->factor != 0 ||
        MX_EDEN_GROUP % r->block_columns))
     return error_set(ENG_ERR_VALUE,
-                     "ms_eden is for dy and for `backward` of x and w; it needs blocks of one row "
-                     "whose length divides %d, and allows no factor", MX_EDEN_GROUP);
+                     "the rule ms_eden is only for dy and for `backward` of x and w; it needs "
+                     "blocks of one row whose length divides %d, and allows no factor",
+                     MX_EDEN_GROUP);
   if (!(r->average >= 0 && r->average < 1))
     return error_set(ENG_ERR_VALUE, "expected an average with a decay from 0 to below 1, got %g",
                      r->average);
@@ -244,7 +246,7 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
                      "stochastic rounding nor a Hadamard transform of w");
   if (again && fp8_is_square(r))
     return error_set(ENG_ERR_VALUE,
-                     "a format for the backward product needs blocks that are not square");
+                     "a role with `backward` needs blocks that are not square, in both products");
   int keep = again || fp8_is_square(r) ? ENG_FP8_KEEP_CODES : ENG_FP8_KEEP_TRANSPOSED;
   if (role == ENG_FP8_X && !backward && r->keep != keep)
     return error_set(ENG_ERR_VALUE, keep == ENG_FP8_KEEP_CODES
@@ -290,9 +292,9 @@ static eng_status check_kinds(const eng_fp8_recipe *recipe)
       (!dy->mx == !r[ENG_FP8_X].mx || (r[ENG_FP8_X].mx && exact)))
     return ENG_OK;
   return error_set(ENG_ERR_VALUE,
-                   "expected the rules of x, w and dy to be all microscaling or all FP8; with x "
-                   "and w in microscaling, dy may also be in FP8 if it has the rule msamp or "
-                   "pow2 = true, and square blocks or one block");
+                   "expected x, w and dy to be all in microscaling or all in FP8; if x and w are "
+                   "in microscaling, dy may be in FP8 with the rule msamp or pow2 = true, in "
+                   "square blocks or one block");
 }
 
 static eng_status check_hadamard(const eng_fp8_recipe *recipe, int product)
@@ -318,10 +320,9 @@ static eng_status check_hadamard(const eng_fp8_recipe *recipe, int product)
       p->signs > ENG_FP8_SIGNS_BACKWARD || p->high || !a->mx || fp8_is_square(a) ||
       fp8_is_square(b))
     return error_set(ENG_ERR_VALUE,
-                     "expected hadamard to be 0, or 16, 32, 64 or 128 in a product of "
-                     "microscaling that is not in high precision and whose operands have blocks "
-                     "that are not square; got %d with %s in blocks of %d x %d and %s in blocks "
-                     "of %d x %d", n,
+                     "expected hadamard to be 0, 16, 32, 64 or 128, and 0 if the product is in "
+                     "high precision or an operand is in FP8 or in square blocks; got %d with %s "
+                     "in blocks of %d x %d and %s in blocks of %d x %d", n,
                      fp8_role_name[roles[0]], a->block_rows, a->block_columns,
                      fp8_role_name[roles[1]], b->block_rows, b->block_columns);
   return ENG_OK;

@@ -488,7 +488,8 @@ describe("a linear layer under microscaling", function()
     local function message(fp8)
       return helper.failure(engine.precision.resolve, { name = "a", base = "nvfp4", fp8 = fp8 })
     end
-    assert.matches("all microscaling or all FP8", message { w = { rule = "deepgemm" } }, 1, true)
+    assert.matches("all in microscaling or all in FP8", message { w = { rule = "deepgemm" } }, 1,
+      true)
     assert.matches("got 'e2m'; did you mean 'e2m1'",
       message { w = { rule = "rceil", format = "e2m" } }, 1, true)
     assert.matches("no option promotion", message { forward = { promotion = 32 } }, 1, true)
@@ -498,13 +499,13 @@ describe("a linear layer under microscaling", function()
       message { forward = { accumulator = "hopper" } }, 1, true)
     assert.matches("no option pow2", message { x = { rule = "floor", pow2 = true } }, 1, true)
     assert.matches("number of blocks", message { high_first = -1 }, 1, true)
-    assert.matches("expected hadamard to be 0, or 16, 32, 64 or 128 in a product",
+    assert.matches("expected hadamard to be 0, 16, 32, 64 or 128, and 0 if the product",
       message { wgrad = { hadamard = 8 } }, 1, true)
     assert.matches("signs backward, fixed, layer, none, step, got 'fixd'; did you mean 'fixed'",
       message { wgrad = { signs = "fixd" } }, 1, true)
-    assert.matches("dgrad: expected hadamard .* blocks that are not square; got 16 with dy in " ..
+    assert.matches("dgrad: expected hadamard .* in FP8 or in square blocks; got 16 with dy in " ..
       "blocks of 1 x 16 and w in blocks of 16 x 16", message { dgrad = { hadamard = 16 } })
-    assert.matches("forward: expected hadamard to be 0, or .* not in high precision",
+    assert.matches("forward: expected hadamard .* 0 if the product is in high precision",
       message { forward = { high = true, hadamard = 16 } })
     assert.matches("wgrad: products of FP8 have no option hadamard", select(2, pcall(
       engine.precision.resolve, { base = "fp8_block", fp8 = { wgrad = { hadamard = 16 } } })), 1,
@@ -522,17 +523,17 @@ describe("a linear layer under microscaling", function()
     for _, wrong in ipairs { { x = { rule = "quest" } },
       { x = { rule = "quest", backward = { rule = "quest" } } },
       { x = arguments.merged(quest, { stochastic = true }), w = quest } } do
-      assert.matches("x: quest is for the forward product, in blocks of one row; it needs " ..
-        "`backward` in the same role and allows no stochastic rounding and no factor",
-        message(wrong), 1, true)
+      assert.matches("x: the rule quest is only for x and w in the forward product, in blocks " ..
+        "of one row; it needs `backward` in the same role and allows no stochastic rounding and " ..
+        "no factor", message(wrong), 1, true)
     end
-    assert.matches("x: a format for the backward product needs blocks that are not square",
+    assert.matches("x: a role with `backward` needs blocks that are not square, in both products",
       message { x = { rule = "rceil", block = "32x32", backward = back } }, 1, true)
     assert.matches("in both x and w", message { x = quest, w = { rule = "nvfp4" } }, 1, true)
     local row = { rule = "msamp_fp4", backward = "same" }
     for text, fp8 in pairs {
-      ["x: the rule msamp_fp4 is for the forward product's x and w, in e2m1 with a scale for " ..
-        "each row; it needs `backward`"] = { x = { rule = "msamp_fp4" } },
+      ["x: the rule msamp_fp4 is only for x and w in the forward product, in e2m1 with a scale " ..
+        "for each row; it needs `backward`"] = { x = { rule = "msamp_fp4" } },
       ["only the rule msamp_fp4 has the option clamp"] = { x = { rule = "rceil", clamp = 0.9 } },
       ["clamp to be a quantile from 0.5 to 0.9999, or 0 for none, got 1"] = {
         x = arguments.merged(row, { clamp = 1 }) },
@@ -544,7 +545,7 @@ describe("a linear layer under microscaling", function()
       assert.matches(text, message(fp8), 1, true)
     end
     local layer = nn.linear(64, 32)
-    for text, fp8 in pairs { ["dy: the rule msamp_fp4 is for the forward product's"] = {
+    for text, fp8 in pairs { ["dy: the rule msamp_fp4 is only for x and w"] = {
       dy = { rule = "msamp_fp4" } }, ["in e2m1 with a scale for each row"] = {
       x = arguments.merged(row, { block = "1x32" }), w = row, dy = back } } do
       assert.matches(text, select(2, pcall(engine.optim.sgd, layer, { lr = 1,
@@ -554,7 +555,7 @@ describe("a linear layer under microscaling", function()
       forward = { hadamard = 32 }, wgrad = {} }, ["only in dgrad and wgrad"] = { x = back,
       w = back, dy = back, wgrad = { hadamard = 32, signs = "backward" } },
       ["ms_eden needs hadamard = 128, got 0"] = { dy = { rule = "ms_eden" } },
-      ["ms_eden is for dy and"] = { x = { rule = "ms_eden" } },
+      ["ms_eden is only for dy and"] = { x = { rule = "ms_eden" } },
       ["in blocks of one row"] = { x = arguments.merged(quest, { block = "2x32" }), w = quest,
         dy = back, wgrad = {} } } do
       assert.matches(text, select(2, pcall(engine.optim.sgd, layer, { lr = 1,
