@@ -1,9 +1,9 @@
 // The library that a policy sees: the base functions, and the constant tables math, table, string,
 // bit and check. It excludes functions that could leave the sandbox, keep hidden state, run long
-// inside one C call, or differ between replays of the same record. The engine's own functions
-// replace LuaJIT's for pairs and next (fixed order), tostring and string.format (no addresses),
-// math.random (seeded by the step), table.sort and the pattern functions (bounded work and C
-// stack). Called by policy_vm.c when a policy is loaded.
+// inside one C call, or differ between replays of the same record. It has the engine's own pairs
+// and next (fixed order), tostring and string.format (no addresses), math.random (seeded by the
+// step), table.sort and pattern functions (bounded work and C stack). Called by policy_vm.c when a
+// policy is loaded.
 #define _GNU_SOURCE
 #include "policy_vm.h"
 

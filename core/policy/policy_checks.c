@@ -213,9 +213,8 @@ static int back_off(lua_State *L)
   return verdict(L, to, false);
 }
 
-// grow(state, to, why [, options]): the verdict after good steps; `to` is the new scale. A scale
-// that would become infinite stays unchanged; with strict=false in the options the run stops
-// instead.
+// grow(state, to, why [, options]): the verdict after good steps; `to` is the new scale. If `to` is
+// infinite, the scale stays unchanged or, with strict=false in the options, the run stops.
 static int grow(lua_State *L)
 {
   double to = luaL_checknumber(L, 2);

@@ -424,8 +424,8 @@ bool eng_policy_scales_groups(const eng_policy *p)
 // ------------------------------------------------------------------ verdicts
 
 // Handles a failed decision: *out receives scale, clip and lr_mul of the last good verdict, and the
-// policy gets back the state from before the decision. The verdict's reason is `reason`. Unless
-// `what` is NULL, the position of decide and `what` precede `reason`.
+// policy gets back the state from before the decision. The verdict's reason is `reason` or,
+// unless `what` is NULL, the position of decide, `what` and `reason`.
 static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record, const char *what,
                       const char *reason)
 {

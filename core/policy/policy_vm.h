@@ -90,8 +90,8 @@ struct eng_policy {
   data_blob envelope;            // the blob that `text` was written from
   const char *verdict_key[VERDICT_FIELDS];
   eng_verdict last;              // the last good verdict
-  // [n_groups] group_scale: the groups' scales in the last good verdict; group_next: those in the
-  // verdict that is being read; 0: the group has the verdict's `scale`
+  // [n_groups] group_scale: the groups' scales in the last good verdict; group_next: the groups'
+  // scales in the verdict that is being read. 0: the group has the verdict's `scale`
   double  *group_scale, *group_next;
   double  *each[ENG_EACH];       // [n_tensors] the last verdict's values per tensor
   uint32_t each_set;             // bit ENG_EACH_*: the last verdict set these values
