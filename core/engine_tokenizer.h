@@ -122,9 +122,9 @@ eng_status eng_tokenizer_encode(const uint32_t **ids, int64_t *count, eng_tokeni
 /// Errors: VALUE (an id without a token).
 eng_status eng_tokenizer_decode(const char **text, int64_t *size, eng_tokenizer *tokenizer,
                                 const uint32_t *ids, int64_t count, bool skip);
-/// Whether cutting a text into two texts between two lines never changes the ids. The first text
-/// must end with a line feed that is its only trailing white space, and the second text must begin
-/// with a visible ASCII character.
+/// Returns whether cutting a text after a line feed never changes its ids. The line feed must be
+/// the only white space at the end of the first part, and the second part must begin with a visible
+/// ASCII character.
 bool       eng_tokenizer_splits_lines(const eng_tokenizer *tokenizer);
 /// Returns one more than the largest id.
 int64_t    eng_tokenizer_size(const eng_tokenizer *tokenizer);

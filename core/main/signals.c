@@ -41,8 +41,8 @@ static void say(const char *text)
 
 // Handles SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGXCPU. After the first signal the trainer stops
 // at the end of its step, a waiting call returns, or the script is stopped. The second SIGINT
-// or SIGTERM ends the process at once. The other signals do not count toward this second one,
-// because SIGXCPU comes every second, and a batch system sends SIGUSR1 before its first SIGTERM.
+// or SIGTERM ends the process at once. Only SIGINT and SIGTERM are counted, because SIGXCPU comes
+// every second, and a batch system sends SIGUSR1 before its first SIGTERM.
 static void on_signal(int signal_number)
 {
   static volatile sig_atomic_t endings;    // number of SIGINTs and SIGTERMs so far

@@ -15,7 +15,7 @@ struct eng_optimizer {
   eng_params  *set;
   int32_t      kind, moment_dtype, rounding;
   int32_t     *group;        // [set->n]
-  // index of the device's counter of this optimizer's lagged updates; -1: none yet
+  // index of the counter, on the device, of this optimizer's lagged updates; -1: none yet
   int32_t      slot;
   bool         in_a_row;     // the previous update was lagged
   int64_t      lagged_t;     // number of the next lagged update, on devices that compute statistics

@@ -230,8 +230,8 @@ static bool other_gradients(const eng_params *set, const int32_t *gradient, bool
   return false;
 }
 
-/// Sets the error for a new format of `what`, gradients or weights that are divided among the ranks
-/// because of the option zero=`zero`.
+/// Sets the error that `what` (gradients or weights) cannot change its format, because the option
+/// zero=`zero` divides it among ranks.
 static eng_status fixed_format(const char *what, const char *zero)
 {
   return error_set(ENG_ERR_STATE, "these %s are divided among ranks (zero=%s) and cannot change "

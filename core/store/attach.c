@@ -82,8 +82,7 @@ static void bytes_free(bytes *b)
 // ---- addresses
 
 /// Builds the address of the socket `path`, which is `name` in the open directory `folder`. An
-/// address has room for 107 bytes. If `path` is longer, the address goes through the directory's
-/// descriptor.
+/// address has room for 107 bytes, so a longer path is replaced by /proc/self/fd/FOLDER/NAME.
 static eng_status address_of(struct sockaddr_un *out, const char *path, int folder,
                              const char *name)
 {

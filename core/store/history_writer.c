@@ -275,8 +275,8 @@ static int resume_at(eng_history *history, int64_t step)
   return code;
 }
 
-// Summarizes all blocks without a summary that come before the block of `step`. If the block of
-// `step` already has a summary, deletes it and all later summaries instead.
+// Writes the missing summaries of the blocks before the block of `step`. If the block of `step`
+// already has a summary, deletes it and all later summaries instead.
 static int sum_up(eng_history *history, int64_t step)
 {
   const int64_t block = block_of(step);

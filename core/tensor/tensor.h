@@ -20,8 +20,8 @@ typedef struct storage {
   int32_t  segment;         // which checkpointed part of the tape computes it (tape.h); 0: none
   bool     awaited;         // used in checkpoint.c: a later node of the segment reads it
   // ZeRO-3 (params/params_parted.c). parted: the parameter whose weights these are, or NULL.
-  // closed: the weights are not always in memory, so only operations, which fetch them, may read
-  // them. absent: the weights are not in memory now.
+  // closed: the weights are not always in memory; only operations may read them, because an
+  // operation first fetches its weights. absent: the weights are not in memory now.
   struct parameter *parted;
   bool     closed, absent;
 } storage;
