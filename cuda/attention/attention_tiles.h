@@ -45,8 +45,8 @@ template <int D> constexpr bool NOT_HERE = D % 64 == 0;
 template <int D> constexpr bool NOT_HERE = false;
 #endif
 
-/// Probabilities are multiplied by 2^RAISE, because f16 numbers below 2^-14 are subnormal.
-/// Probabilities are at most 1, so 2^15 is in range.
+/// Probabilities are multiplied by 2^RAISE: in f16 by 2^15, because f16 numbers below 2^-14 are
+/// subnormal, and in bf16 by 1. Probabilities are at most 1, so the products are in f16's range.
 template <class T> constexpr int RAISE = 0;
 template <> constexpr int RAISE<f16_t> = 15;
 
@@ -139,8 +139,8 @@ __device__ static inline void load_tile(uint32_t tile, const T *head, int64_t st
 /// The base of a lane's ldmatrix addresses in a tile. piece_place depends only on the lowest bits
 /// of the row. So moving down by 16 rows adds a constant to an address, and moving right by two
 /// pieces flips bits of the piece's offset. If D is a power of two, every row begins at a multiple
-/// of 2 D bytes. The bits can then be flipped in the whole address, and one register serves all
-/// steps.
+/// of 2 D bytes. Then the bits can be flipped in the address itself, so one register is enough for
+/// all steps.
 template <int D> struct lane_place {
   static constexpr bool WHOLE = (D & (D - 1)) == 0;
   uint32_t row, turn;

@@ -44,7 +44,8 @@ void gemm_cache_open(const char *card, int64_t version);
 /// Stores an entry's choice in the table and in the file. Returns false if the file could not be
 /// written.
 bool gemm_cache_keep(gemm_entry *entry, const gemm_choice *choice);
-/// Returns the file's path, or "" if no file is used (no search, or no folder in the environment).
+/// Returns the file's path, or "" if no file is used: the search is off, ENGINE_CACHE and HOME are
+/// unset, or the path is too long.
 const char *gemm_cache_path(void);
 /// Clears the table (the caller frees the plans).
 void gemm_cache_clear(void);

@@ -68,7 +68,7 @@ bool fp8_product_supported(int scaling_x, int scaling_w)
   return (rows || blocks) && cuda_capability() == 90;
 }
 
-/// Whether cuBLASLt can write y and add its bias. (cuBLASLt accepts only a bf16 bias if y is f32.)
+/// Whether cuBLASLt can write y and add its bias. (If y is f32, cuBLASLt accepts only bf16 biases.)
 static bool can_write(const fp8_result *y, const fp8_operand *x, const fp8_operand *w)
 {
   bool bias =

@@ -33,8 +33,9 @@ typedef struct fp8_result {
 } fp8_result;
 
 /// Whether the card multiplies operands with these scalings. From sm_89 on, both may be FP8_TENSOR.
-/// On sm_90 (Hopper, not its successors), both may also be FP8_ROW or FP8_VEC128, or one FP8_VEC128
-/// and the other FP8_BLK128. A scaling of -1 means any other scaling, which no card supports.
+/// sm_90 (Hopper, not its successors) supports three more pairs: both FP8_ROW, both FP8_VEC128, or
+/// one FP8_VEC128 and the other FP8_BLK128. A scaling of -1 stands for any other, which no card
+/// supports.
 bool fp8_product_supported(int scaling_x, int scaling_w);
 
 /// Queues the product, whose scalings must be supported. With `fast` (FP8_TENSOR and FP8_ROW only),

@@ -1,8 +1,8 @@
 // Elementwise kernels over f32, f16 and bf16: y = rule(x...) in f32, rounded once, for tensors of
 // any strides and broadcasting. A thread processes groups of V adjacent elements. A group is 16
 // bytes of each tensor if all tensors have one format and suitable layouts (dense, rows of a view,
-// a bias repeated over rows, a column repeated along its row). Otherwise it is 4 elements or, if
-// the layouts do not allow this, a single element. A rule is a struct with
+// a bias repeated over rows, one number per row). Otherwise it is 4 elements or, if the layouts do
+// not allow this, a single element. A rule is a struct with
 //   template <int V>
 //   __device__ void operator()(float (&y)[M][V], const float (&x)[N][V]) const
 // and, optionally, a template `low` with the same parameters, whose results need only be accurate

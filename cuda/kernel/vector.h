@@ -77,8 +77,8 @@ __device__ static inline void widen_words(float (&to)[V], const words<f16_t, V> 
   }
 }
 
-// Rounds two elements as narrow() does, except that every NaN becomes the canonical NaN. So
-// narrow_words() rounds a group that contains a NaN a second time, with narrow().
+// Rounds two elements as narrow() does, except that every NaN becomes the canonical NaN. If a group
+// contains a NaN, narrow_words() therefore rounds the whole group again with narrow().
 __device__ static inline uint32_t rounded_pair(bf16_t, float low, float high)
 {
   __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);

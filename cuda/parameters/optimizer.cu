@@ -51,7 +51,7 @@ typedef struct numbers {
   int32_t go;                // 0: skip this update
   int32_t adam, n_groups;
   // spike: the limit on g^2 / v, or 0 for no limit. shrink: the factor on the change of the
-  // weights. dry: 1 if only norms are wanted. Only updates with norms or spike_clip use the three.
+  // weights. dry: 1 if only norms are wanted. Only updates with norms or spike_clip use these.
   float   spike, shrink;
   int32_t dry;
   // counter: the index of the update counter. fresh: 1 if this counter restarts at t. Only lagged

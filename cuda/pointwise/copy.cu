@@ -207,7 +207,8 @@ static void turn_over(const walk<2> &w, int down)
   }
 }
 
-// Returns the dimension along which the source is contiguous if copying by tiles is faster, else 0.
+// If copying by tiles is faster, returns the dimension along which the source is contiguous.
+// Otherwise returns 0.
 static int turned_dimension(const walk<2> &w)
 {
   if (w.stride[0][0] != 1 || w.stride[1][0] == 1 || w.stride[1][0] == 0 || w.shape[0] < 8) return 0;

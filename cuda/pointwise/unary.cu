@@ -34,9 +34,9 @@ __device__ static inline float gelu_tanh(float x)
   return x * sigmoid(v);
 }
 
-// The functions named *_low are for 16-bit results. Their relative errors are about 1e-6; rounding
-// to the format adds about 2e-3 (bf16) or 2e-4 (f16). Results below 2^-126 |x| (x below -10)
-// become 0.
+// gelu_tanh_low and gelu_tanh_slope_low are for 16-bit results. Their relative errors are about
+// 1e-6; rounding to the format adds about 2e-3 (bf16) or 2e-4 (f16). If x is below about -10, the
+// sigmoid is below 2^-126 and becomes 0, and so do both results.
 
 /// Returns the sigmoid of sqrt(8/pi) (x + 0.044715 x^3). `square` is x^2.
 __device__ static inline float gelu_tanh_gate_low(float x, float square)

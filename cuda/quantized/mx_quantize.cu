@@ -67,8 +67,8 @@ survey_all(const void *x, int dtype, int64_t count, bool aligned, survey *seen)
   report(seen, top, nan);
 }
 
-/// Writes the amax to *amax and, unless it is NULL, to *again, and the number of NaN to *nan. The
-/// amax is *given or, if `given` is NULL, the result of the survey. Runs in one thread.
+/// Writes the amax to *amax and *again, and the number of NaN to *nan. `again` and `nan` may be
+/// NULL. The amax is *given or, if `given` is NULL, the result of the survey. Runs in one thread.
 __global__ void finish(const survey *seen, const float *given, bool finite, float *amax,
                        float *again, int64_t *nan)
 {

@@ -33,10 +33,10 @@ struct mx_side {
   bool     aligned;                    // four elements can be written at once
 };
 
-/// The rule and format of mx_scale as numbers. Let b be the bits of amax * by, plus `half`. A
-/// scale's code is `over` if the bits of amax, plus `slack`, are at least the bits of Inf.
-/// Otherwise it is 0 if b is at most `zero`. Otherwise it is the exponent field of b + up, minus
-/// emax, clamped to 0 .. 254.
+/// The rule and format of mx_scale as constants for a formula without branches. If the bits of
+/// amax, plus `slack`, are at least the bits of Inf, a scale's code is `over`. Otherwise let b be
+/// the bits of amax * by, plus `half`. If b is at most `zero`, the code is 0. If b is larger, the
+/// code is the exponent field of b + up, minus emax, clamped to 0 .. 254.
 struct mx_power {
   float    by;
   uint32_t half, up, zero, slack, over;

@@ -155,7 +155,7 @@ __device__ inline void find_tops(uint32_t (&row)[DOWN], uint32_t (&column)[eight
   }
 }
 
-/// Merges the words of `lanes` lanes that are `stride` lanes apart.
+/// Replaces each word by its maximum over `lanes` lanes that are `stride` lanes apart.
 template <typename T, int N>
 __device__ inline void merge(uint32_t (&word)[N], int lanes, int stride)
 {
@@ -230,9 +230,9 @@ __device__ inline float error_of(const float (&x)[EIGHT], float2 by, const mx_jo
   for (int k = 0; k < EIGHT; k++) {
     uint32_t code;
     y[k] = rounded_magnitude<false>(code, fabsf(x[k]) * by.x, 0, f) * by.y * amax;
-    // y / 1536, rounded once: the remainder of the estimate y * inverse corrects it. The remainder
-    // of an infinite y is NaN, and fminf drops it. If y is NaN, all errors of the block are NaN or
-    // amax is Inf, and then neither scale is better.
+    // y / 1536, rounded once: the estimate y * inverse is corrected by its remainder. If y is Inf,
+    // the remainder is NaN, and fminf makes the result Inf. If y is NaN, either all errors of the
+    // block are NaN or amax is Inf; in both cases neither scale is better.
     const float inverse = 1.0f / 1536.0f, estimate = y[k] * inverse;
     error[k] = fminf(fmaf(fmaf(estimate, -1536.0f, y[k]), inverse, estimate), INFINITY);
   }

@@ -78,8 +78,8 @@ __device__ static inline bool share_factors(shared_tile &t, const side &s, int w
 
 /// Returns a number with the same code as x / s. inverse: 1 / s, rounded to nearest. Corrects the
 /// product x * inverse by its remainder (Markstein), which gives the rounded quotient if nothing
-/// leaves the normal range. This was tried for all significands of s, with the x whose quotients
-/// come nearest to the middle between two floats. The range of the numbers:
+/// leaves the normal range. The rounding was tested for all significands of s, with the x whose
+/// quotients come nearest to the middle between two floats. The ranges of the numbers:
 ///   s is from 2^-80 to 2^100. Tiles with another s divide.
 ///   |x| is at most the amax that gave s, and the margin of a scale is at least -100, so
 ///   |x / s| < 2^117. An infinite x makes s infinite. NaN stays NaN.

@@ -274,7 +274,7 @@ __device__ static void clear_rows(const scatter &s, int64_t warp)
 }
 
 // Sums the picks of a chunk. A thread takes V columns of one chunk; consecutive threads take
-// adjacent columns. The blocks after the first `threads` threads only clear rows.
+// adjacent columns. The first `threads` threads do this; the blocks after them only clear rows.
 template <class Lanes>
 static __global__ void __launch_bounds__(WALK_THREADS, 3)
   chunk_kernel(const scatter s, int64_t threads, int64_t vectors)

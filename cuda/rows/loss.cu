@@ -189,8 +189,8 @@ __device__ static inline double counted_targets(const void *targets, int dtype, 
   return block_sum((double)counted);   // exact
 }
 
-/// Computes the mean (mode 1; NaN if no row counts) or the sum (mode 2) of the rows' losses. Runs
-/// in one block.
+/// Computes the mean (mode 1; NaN if all rows are ignored) or the sum (mode 2) of the rows' losses.
+/// Runs in one block.
 __global__ static void __launch_bounds__(SUM_THREADS)
   reduce_losses(const double *losses, const void *targets, int target_dtype, int64_t rows,
                 int64_t ignored, int mode, void *loss, int loss_dtype)

@@ -292,8 +292,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
 
 // ---- backward
 
-/// GRAD_RESIDENT is the number of blocks of 128 threads that fit on a multiprocessor at once,
-/// GRAD_BLOCKS the number of blocks of the kernel's size. An H200 has MULTIPROCESSORS
+/// GRAD_RESIDENT is the number of blocks of 128 threads that fit on a multiprocessor at once.
+/// GRAD_BLOCKS is the same for blocks of BLOCK_THREADS threads. An H200 has MULTIPROCESSORS
 /// multiprocessors. A group of threads processes at least BLOCK_LEAST rows, if there are enough
 /// rows.
 constexpr int GRAD_RESIDENT[5] = {0, 6, 4, 3, 2};   // [V]

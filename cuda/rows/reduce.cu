@@ -232,8 +232,7 @@ static __global__ void __launch_bounds__(256, COLUMN_BLOCKS) columns_kernel(cons
 
 // ------------------------------------------------------------------ launching
 
-/// Returns a walk over the dimensions of x that are in the mask or, if `gone` is false, that are
-/// not.
+/// Returns a walk over the dimensions of x whose bit in `mask` equals `gone`.
 static walk<1> part_of(const tensor *x, uint64_t mask, bool gone)
 {
   walk_shape shape = {};
