@@ -42,7 +42,7 @@ return {
   init = function(options) return { scale = options.init_scale, good = 0, usual = 0 } end,
   decide = function(state, record, options)
     if record.overflow then
-      -- Attributes an overflow after five or more good steps to the batch, not to the scale.
+      -- An overflow after five or more good steps is blamed on the batch: the scale stays.
       if state.good < 5 then state.scale = state.scale / 2 end
       state.good = 0
       return { scale = state.scale, reason = "overflow" }

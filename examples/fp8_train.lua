@@ -9,8 +9,9 @@
 --
 -- Measured with the second command. Its loss begins at 5.5 and is flat long before the end. The
 -- columns are the held-out loss and its distance from bf16's, seed by seed, as mean +- standard
--- deviation. For the columns on the left, bf16 was multiplied in pairs; for the columns on the
--- right, in f32. (`engine doctor` shows which of the two this CPU does.)
+-- deviation. In the columns on the left, products of bf16 ran on pairs of elements (AVX-512 BF16);
+-- in the columns on the right, they ran in f32. (`engine doctor` shows which of the two this CPU
+-- does.)
 --   bf16         0.3918 +- 0.0012                         0.3919 +- 0.0015
 --   fp8_block    0.3919 +- 0.0011    +0.029 +- 0.198 %    0.3926 +- 0.0017    +0.185 +- 0.122 %
 --   fp8_delayed  0.3925 +- 0.0013    +0.178 +- 0.285 %    0.3926 +- 0.0018    +0.178 +- 0.209 %

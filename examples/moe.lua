@@ -1,9 +1,9 @@
 -- Trains, in fp16, a mixture of experts in which one expert would keep the scale low for all
 -- others. Tokens come from eight domains, each half as frequent as the one before, and the gate
 -- sends each domain to its expert. Rarely, a token of the most frequent domain is `large` times
--- larger, and its expert's weight gradients overflow. Under one scale each such outlier costs a
--- step and halves the scale of all experts. With policy=per_expert only that expert backs off, and
--- the policy remembers the expert's largest gradients.
+-- larger, and its expert's weight gradients overflow. Under one scale, each outlier costs a step
+-- and halves the scale of all experts. With policy=per_expert only that expert backs off, and the
+-- policy remembers the expert's largest gradients.
 --
 --   ./engine examples/moe.lua
 --   ./engine examples/moe.lua policy=dynamic

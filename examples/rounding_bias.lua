@@ -77,7 +77,8 @@ local RULES = {
   { "te", function(x) return bytes(x, function() return 1 / 256 end) end },
   { "te amd", function(x) return up(x, math.ceil(256 * fraction(x)) / 256) end },
   { "mslk", function(x)
-    -- adds noise below the last bit of x that E2M1 keeps, 2^(e - 2), and truncates the sum to E2M1
+    -- adds noise in [0, 2^(e - 2)), where 2^(e - 2) is the value of x's first fraction bit, and
+    -- truncates the sum to E2M1
     local _, e = math.frexp(x)
     local width, mean = 2 ^ (e - 2), 0
     for k = 0, 1023 do
