@@ -7,8 +7,8 @@
 --   classes    the supported entries of config.json's list `architectures`: the default first, the
 --              classifier last
 --   build      the name of the model in models.lua
---   prefix     the text that stands in files before each name below that begins with a dot; in
---              files of base models, this text is missing
+--   prefix     what files put in front of a name in `names` that begins with a dot: ".wte" becomes
+--              "transformer.wte". Files of base models have "wte", without the prefix and the dot
 --   fields     field = { default, option, range }: transformers' default (false: null), the option
 --              of the model that the field sets (nil: only the default is supported) and, for
 --              numbers, the range. Fields that are not listed do not shape the model
@@ -167,8 +167,8 @@ local BERT = {
 M.of = { gpt2 = GPT2, llama = LLAMA, smollm = LLAMA, mistral = MISTRAL, mixtral = MIXTRAL,
   qwen2 = QWEN2, qwen3 = QWEN3, bert = BERT }
 
--- Splits `names`, an entry of an architecture's table `names`. Returns the list of its names, each
--- with the ending `leaf`, and whether files store the weight transposed.
+-- Splits a string of an architecture's table `names` at spaces. Returns the list of names, with the
+-- ending `leaf` appended to each, and whether files store the weight transposed.
 local function split(names, leaf)
   local list, transposed = {}, names:find(" T$") ~= nil
   for word in names:gsub(" T$", ""):gmatch("%S+") do list[#list + 1] = word .. leaf end

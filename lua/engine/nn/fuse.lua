@@ -1,8 +1,8 @@
 -- Fusion: decides which consecutive operations of a model run as one operation. Models call the
--- functions below; no other file of this folder calls a fused operation or passes an FP8 site. A
--- fused form gives the same bits as its parts, with one exception: the backward pass of mlp_gelu in
--- f16 and bf16 rounds one time fewer. Called by layers.lua, transformer.lua, models.lua and
--- lora_layers.lua.
+-- functions below; no other file of this folder calls a fused operation or passes an FP8 site to an
+-- operation. A fused form gives the same bits as its parts, with one exception: the backward pass
+-- of mlp_gelu in f16 and bf16 rounds one time fewer. Called by layers.lua, transformer.lua,
+-- models.lua and lora_layers.lua.
 --
 -- A module can be fused if its `forward` is the library's, not an adapter's or an override, and if
 -- it has no relative scale (`_relative_scale`, policy/groups.lua). Part of a fused operation would

@@ -333,7 +333,8 @@ function M.eos(folder, fields)
 end
 
 --- Reads folder/NAME.json, a JSON object (by default config.json). Returns its fields, its text and
---- its path. beside: the other file that messages ask for (by default model.safetensors).
+--- its path. beside: the file that the folder should also hold, for the error message (by default
+--- model.safetensors).
 function M.read(folder, name, beside)
   name, beside = name or "config", beside or "model.safetensors"
   local path = ("%s/%s.json"):format(folder, name)

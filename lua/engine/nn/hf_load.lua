@@ -48,7 +48,8 @@ local function read_index(path)
 end
 
 -- Opens the weight files of a folder. Returns a table with the fields
---   entries  tensor name -> { file, name = its name in the file, entry = the file's entry for it }
+--   entries  tensor name -> { file, name = the tensor's name in the file, entry = what the file's
+--            header says about the tensor }
 --   names    the list of the tensor names
 --   where    the path for messages
 --   close    a function that closes the files

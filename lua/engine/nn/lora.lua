@@ -5,9 +5,9 @@
 -- A layer of this engine may join several layers of Hugging Face's models by rows: qkv of nn.llama
 -- joins q_proj, k_proj and v_proj. The adapter of such a layer is saved as one adapter for each
 -- part: all parts have the same A, and each part has its own rows of B. PEFT, however, trains a
--- separate A for each part. Loading such a file joins these matrices by rows into one A; the rank
--- of the layer is the sum of the parts' ranks. The layer's B has each part's B in the rows of this
--- part and in the columns that multiply the part's A, and 0 everywhere else. The loaded layer
+-- separate A for each part. If the parts in a file have different A, loading joins these by rows
+-- into one A; the rank of the layer is the sum of the parts' ranks. The layer's B is
+-- block-diagonal: its blocks are the parts' B, and all other elements are 0. The loaded layer
 -- computes the same as the parts.
 -- Shapes: K inputs, N outputs, R rank; A [R x K], B [N x R].
 local M_ffi = require "engine.base.ffi"
@@ -35,12 +35,12 @@ local function known_names(path, layer, model)
   return arch and architectures.layer_names(model, arch, path, layer.outputs) or path
 end
 
--- Returns two values. The first is a function(l) for a layer l = { path, layer }. It returns the
--- layers in the file that together form l's weight: { { name =, first =, last = } .. }; a layer in
--- the file has the rows first to last (from 1) of that weight. The second value is whether the
--- files store weights as [in x out], as GPT-2's Conv1D does. Adapters are always stored [out x in].
--- The names come from options.names or, without it, from architectures.lua. A layer that
--- architectures.lua does not list has its path as its name.
+-- Returns two values. The first is a function(l), for a layer l = { path, layer } of the model. It
+-- returns the layers of the file that l joins, as a list of { name =, first =, last = }: the rows
+-- `first` to `last` (from 1) of l's weight come from the layer `name`. The names come from
+-- options.names or, without it, from architectures.lua. A layer that architectures.lua does not
+-- list has its path as its name. The second value is whether files store weights as [in x out], as
+-- GPT-2's Conv1D does; adapters are always stored as [out x in].
 local function namer(model, options, caller)
   local own, class = options.names, MADE_AS[model._class] or model._class
   expect(own == nil or type(own) == "function", own,
