@@ -124,8 +124,8 @@ end
 -- Groups the ranks by their checksum of an item. Returns two values: the groups, each a list of
 -- ranks with one checksum, the largest group first; and whether there is a majority, that is, there
 -- are several groups and the first is larger than any other. at(r): the checksum on rank r. held:
--- for an item of an expert, groups only the ranks r with reducer:holder(r) == held, which hold the
--- same experts; nil groups all ranks.
+-- nil for an item that all ranks hold. For an item of an expert, `held` chooses the ranks to group:
+-- the ranks r with reducer:holder(r) == held, which hold the same experts.
 local function grouped(reducer, at, held)
   local of, lists = {}, {}
   for r = 0, reducer.size - 1 do

@@ -4,9 +4,9 @@
 -- (eng_parallel_predict). For each bucket, every rank sends a piece to every other rank, sums the
 -- pieces that it receives, and sends the sum back (with ZeRO: the updated weights). From ZeRO-2 on,
 -- the gradients are sent in every micro-batch. ZeRO-3 sends no updated weights; it sends a block's
--- weights before the forward and before the backward pass of the block. To
--- agree on the step's record (its loss and gradient statistics), each rank sends log2(ranks)
--- messages, one after another.
+-- weights before the forward and before the backward pass of the block. To agree on the step's
+-- record (its loss and gradient statistics), each rank sends log2(ranks) messages, one after
+-- another.
 --
 -- On separate machines, the messages of all buckets but the last overlap the rest of the backward
 -- pass. With ZeRO-3, the messages with weights overlap both passes, except for the first weights.
@@ -40,7 +40,7 @@ end
 
 --- Predicts the memory and the step of a job on `ranks` ranks. job:
 ---   parameters, tensors         the numbers of elements and of tensors
----   weight_bytes, moment_bytes  before ZeRO divides them
+---   weight_bytes, moment_bytes  the bytes of weights and of moments before ZeRO divides them
 ---   zero, accumulate            as in a trainer's options
 ---   step                        the seconds that a step takes on one rank without messages
 ---   handling                    the seconds that packing and summing gradients take, or nil
@@ -52,8 +52,9 @@ end
 ---            while only one process runs
 ---   times    a list of measured times of steps while every core runs a process, in seconds
 --- Returns { ranks, memory = { weights, gradients, moments, messages, all } (bytes), sent =
---- { messages, bytes }, compute, messages, exposed (the part of `messages` that overlaps nothing),
---- waited (after the backward pass), record, weights, step (seconds), efficiency }.
+--- { messages, bytes }, efficiency } and, in the same table, times in seconds: compute, messages,
+--- exposed (the part of `messages` that overlaps nothing), waited (the wait after the backward
+--- pass), record, weights, step.
 function M.predict(job, cost, ranks)
   local sizes, alone = job.sizes(ranks), ranks == 1
   local passes = job.zero >= 2 and job.accumulate or 1

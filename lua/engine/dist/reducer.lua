@@ -137,7 +137,8 @@ end
 
 --- Gives all ranks the same weights, and then compares the checksums of these weights. `spread` is
 --- a function that loads a checkpoint's weights on every rank; without it, rank 0's weights are
---- broadcast. With `spread`, a single rank and ZeRO-3 skip the comparison.
+--- broadcast. If `spread` is given, weights are not compared on a single rank or with ZeRO-3,
+--- because there no two ranks hold the same weights.
 function Reducer:start(spread)
   local trainer = self.trainer
   if spread and (self.parted or not self.many) then   -- no two ranks hold the same weights
@@ -174,8 +175,8 @@ end
 
 -- ------------------------------------------------------------------ ZeRO-3: divided weights
 
---- Drops the weights that other ranks own. From then on, an operation that needs such
---- weights receives them from the other ranks before it runs.
+--- Drops the weights that other ranks own. From then on, an operation that needs dropped weights
+--- receives them from the other ranks before it runs.
 function Reducer:leave()
   check(C.eng_params_refresh(self.trainer.optimizer.params))
   if self.parted then check(C.eng_parallel_leave(self.reduction)) end
@@ -329,7 +330,7 @@ function Reducer:known_statistics(s)
   return self.known
 end
 
---- Stores in `s` the inputs of the record that the next step may overwrite: the signals;
+--- Saves in `s` some inputs of the record, because the next step may overwrite them: the signals;
 --- first_bad() of batch_norm_over.lua, which says when this rank first gave inf or nan to a
 --- synchronized batch norm; and, if the record is delayed, the tensors that overflowed on each
 --- rank.

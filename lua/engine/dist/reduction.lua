@@ -1,6 +1,7 @@
--- The core's reduction (core/dist/), which a reducer uses: its options, the units of ZeRO-3, and
--- which trainers share a reduction. Called by reducer.lua, and by train/options.lua to check
--- options; plan.lua and `engine plan` predict with the same options.
+-- Prepares the core's reduction (core/dist/) for a reducer: checks and converts the options, forms
+-- the units of ZeRO-3, and lets trainers of one parameter set share a reduction. Called by
+-- reducer.lua, and by train/options.lua to check options; plan.lua and `engine plan` predict with
+-- the same options.
 local M_ffi = require "engine.base.ffi"
 local ranks = require "engine.dist.ranks"
 

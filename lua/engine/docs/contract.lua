@@ -1,6 +1,6 @@
--- Makes the entries of the reference other than functions, operations and commands: policies with
--- their options; the fields of policies, records and verdicts; the trainer's options; environment
--- variables; the guides. Used by index.lua.
+-- Makes the reference's entries for policies with their options; for the fields of policies,
+-- records and verdicts; for the trainer's options; for environment variables; and for the guides.
+-- Used by index.lua.
 local nearest = require "engine.base.nearest"
 local source = require "engine.docs.source"
 
