@@ -93,7 +93,7 @@ describe("engine replay --verify", function()
     local result = shell("replay differs --policy static loss_scale=2^17 --verify --steps 40")
     assert.equal(2, result.code, result.err)
     assert.matches("the first difference is at step %d+: %a+ is %S+ in the replay and %S+ " ..
-      "live; the replay calls its verdict a bound", result.out)
+      "in the live run; the replay calls its verdict a bound", result.out)
     assert.matches("\nloss +%d+ steps", result.out)
     local v = verified("differs", "--policy static loss_scale=2^17 --steps 40")
     -- with --keep, the live run's own history has the reported values

@@ -394,7 +394,7 @@ describe("data", function()
       "data.text: 0 tokens of the text are too few for a context of 4, which needs 5")
     refuses("data.tokens { path = folder .. '/odd.bin', context = 1 }",
       "data.tokens: FOLDER/odd.bin has an odd number of bytes (3): these are not uint16 tokens; " ..
-      "hint: `engine data tokenize` makes tokens of a text")
+      "hint: `engine data tokenize` converts a text to tokens")
     refuses("data.tokens { path = folder .. '/cut.bin', context = 1 }",
       "data.tokens: the header of FOLDER/cut.bin gives 9 tokens, but the file holds 8; hint: " ..
       "the file is truncated")

@@ -37,8 +37,8 @@ function M.output(command)
   return text
 end
 
---- Returns MESSAGE of the last line "engine: MESSAGE" in a file of output. Without such a line,
---- returns the last line that is not blank, or nil if there is none. Reads only the last 8 KiB.
+--- Finds the last line "engine: MESSAGE" in the file `log`, and returns MESSAGE. If there is none,
+--- returns the last line that is not blank, or nil. Reads only the last 8 KiB.
 function M.last_words(log)
   local file = io.open(log, "rb")
   if not file then return nil end

@@ -1,6 +1,6 @@
 -- engine doctor: prints what this machine offers and what is missing. Each line begins with ok,
--- missing or note. A line about something missing says what it is for or how to install it. The
--- exit code is 1 if something is missing that the engine needs.
+-- missing or note. A line that begins with missing says what the missing part is for or how to
+-- install it. The exit code is 1 if a part is missing that the engine needs.
 local host = require "engine.host"
 local machine = require "engine.base.machine"
 local process = require "engine.base.process"
@@ -120,8 +120,9 @@ return require("engine.cli.options").command {
 usage: engine doctor
 
 Prints what this machine offers: processor, memory, LuaJIT, libraries, programs, cards and ranks.
-Each line begins with ok, missing or note. A line about something missing says what it is for or how
-to install it. The exit status is 1 if something is missing that the engine needs.]==],
+Each line begins with ok, missing or note. A line that begins with missing says what the missing
+part is for or how to install it. The exit status is 1 if a part is missing that the engine
+needs.]==],
   main = function()
     cpu()
     memory()

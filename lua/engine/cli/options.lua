@@ -3,8 +3,9 @@
 --   return options.command {
 --     name = "plot", doc = "one line for `engine help`", help = [==[usage: engine plot RUN ...]==],
 --     options = { columns = "list", svg = "text", log = "switch" }, short = { o = "svg" },
---     least = 1, most = 1, expects = "one run",        -- how many words it takes, and their noun
---     main = function(given) return exit_code end,  -- given.words, given.columns ...; nil means 0
+--     least = 1, most = 1,    -- the fewest and the most words
+--     expects = "one run",    -- names the expected words in an error message
+--     main = function(given) return exit_code end,   -- nil means 0; given: a result of M.parse
 --   }
 -- The kinds of options are "text", "number" (an expression such as 2^12), "list" (a,b,c), "texts"
 -- (may be repeated) and "switch". With policies = true, the command accepts --policy FILE

@@ -43,9 +43,8 @@ function M.predict(trainer, which)
   local left = forward(trainer)
   model:checkpoint(false)
   local all, most, seconds = forward(trainer, watched)
-  -- Without checkpointing, memory peaks while the loss and its gradient are computed. At this
-  -- peak, (peak - all) bytes more are in use than after the forward pass. Checkpointing does not
-  -- change this difference.
+  -- The loss and its gradient need (peak - all) bytes beyond those in use after the forward pass,
+  -- with or without checkpointing. Computing a block again needs up to `most` bytes beyond them.
   return { plain = peak, block = left + math.max(peak - all, most),
     time = 1 + trainer.accumulate * seconds / step }
 end

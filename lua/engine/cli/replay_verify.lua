@@ -88,9 +88,9 @@ local function lines_of(plan, c, interrupted)
     if c.steps > 0 then say("replay and live run agree in all of them") end
     return lines
   end
-  say("the first difference is at step %d: %s is %s in the replay and %s live; the replay calls " ..
-    "its verdict %s", first.step, first.column, show.value(first.replay), show.value(first.live),
-    first.mark == "exact" and "exact" or "a bound")
+  say("the first difference is at step %d: %s is %s in the replay and %s in the live run; " ..
+    "the replay calls its verdict %s", first.step, first.column, show.value(first.replay),
+    show.value(first.live), first.mark == "exact" and "exact" or "a bound")
   local rows = { { "column", "differs in", "first at", "replay", "live", "largest difference" } }
   for _, column in ipairs(verify.COLUMNS) do
     local sum, at = c.columns[column[1]], nil

@@ -15,7 +15,7 @@ if both ends are powers of two. The search is deterministic.
   engine tune runs/a runs/b --policy dynamic --over growth_interval=100..5000
   engine tune runs/a --policy deepspeed --over scale_window=50..2000 hysteresis=1,2,4
 
---over      name=from..to, or name=a,b,c for single values; more ranges may follow it
+--over      one or more ranges: name=from..to or, for single values, name=a,b,c
 --objective elements  (default) share of the gradient elements that lose bits or vanish; a step
                       without an update loses all of them
             mass      share of the gradients' sum of magnitudes that is lost in this way

@@ -351,7 +351,7 @@ function Documents:get(i)
 end
 
 --- Returns a checksum of the tokens of one document, to detect a changed encode, template or field.
---- Among the first 16 documents, it takes the first one with a token that counts.
+--- The document is the first of 0 to 15 that has a token that counts in the loss.
 function Documents:checksum()
   local crc, rows = 0, false
   for i = 0, math.min(self.records.n, 16) - 1 do
@@ -370,13 +370,13 @@ function Documents:left_out()
   return (", %d invalid ones left out (the first: %s)"):format(self.skipped, self.first)
 end
 
---- Makes the documents of records. o: the loader's options encode, end_token, pack, bad, check,
---- context.
+--- Makes the object that reads the documents from `records`. format: a result of M.lines,
+--- M.jsonl ... o: the loader's options encode, end_token, pack, bad, check, context.
 function M.new(name, records, format, o)
   local encode = encoder(name, o.encode)
   if o.encode and o.end_token == nil then
-    raise("data.%s: expected the option end_token, the id of the token that ends a document, or "
-      .. "false for no such token, because encode is given", name)
+    raise("data.%s: expected the option end_token, because encode is given: the id of the token "
+      .. "that ends a document, or false for no such token", name)
   end
   local self = setmetatable({ name = name, records = records, format = format, bad = o.bad,
     encode = encode, bytes = not o.encode,

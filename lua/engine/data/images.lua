@@ -23,8 +23,9 @@ local function per_channel(v, channels, what)
   return tensor.tensor(list, { keep = true }):view(1, channels, 1, 1)
 end
 
--- Returns the classes of a folder, { "cat", "dog" }; their images, { { path, class } ... }, in
--- which classes count from 0; and the files that are not images, as a list of the same form.
+-- Returns three lists: the classes of a folder, such as { "cat", "dog" }; their images, as
+-- { { path, class } ... } with classes counted from 0; and the files that are not images, in the
+-- same form.
 local function scan(path)
   local classes, list, others = {}, {}, {}
   for _, class in ipairs(file.names(path) or raise("data.images: %s", M_ffi.message())) do

@@ -264,7 +264,7 @@ function M.tokens(given)
       tostring(held), n > held and "; hint: the file is truncated" or "")
   elseif held % 1 ~= 0 then
     raise("data.tokens: %s has %s (%d): these are not %s tokens; hint: `engine data "
-      .. "tokenize` makes tokens of a text", o.path, width == 2
+      .. "tokenize` converts a text to tokens", o.path, width == 2
       and "an odd number of bytes" or "a number of bytes that 4 does not divide", bytes,
       LONG[dtype])
   end

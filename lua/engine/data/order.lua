@@ -43,8 +43,8 @@ local function schedule(n, seed, epoch)
   local r = latest
   if r.n == n and r.seed == seed and r.epoch == epoch then return r end
   local a, b = absorb(absorb(0x243F6A88, seed), epoch), absorb(absorb(0x05A308D3, seed), epoch)
-  -- With 32 rounds, the two orders of n = 2 have probability 1/2 to within 2^-32. Every n gets two
-  -- more rounds for each of its bits.
+  -- 32 rounds give each of the two orders of n = 2 the probability 1/2 to within 2^-32. A larger n
+  -- needs more rounds, so there are two more for each bit of n.
   local bits = select(2, math.frexp(n))
   r.n, r.seed, r.epoch, r.rounds = n, seed, epoch, 32 + 2 * bits
   for round = 1, r.rounds do

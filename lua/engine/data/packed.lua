@@ -37,8 +37,8 @@ local function current(self)
     end
     if not self.document then self.place, self.token = self.place + 1, 0 end
     tried = tried + 1
-    -- If only one of the n documents counts, it may be the first of an epoch and the last of the
-    -- next. Finding it again then takes 2 n - 1 tries.
+    -- If only one of the n documents has a token that counts, it may come first in an epoch and
+    -- last in the next one. Finding it again then takes 2 n - 1 tries.
     if tried > 2 * self.examples then
       raise("data.%s: none of the %d documents has a token that counts in the loss%s%s", self.kind,
         self.examples, self.documents:left_out(), self.kind ~= "chat" and ""
