@@ -1,6 +1,6 @@
 -- Adds low-rank adapters to layers, switches them off and merges them. An adapter is part of its
--- linear layer, which keeps its place in the model and its name. Optimizers, checkpoints and ranks
--- therefore treat adapters like any parameters. All other parameters are frozen, except a
+-- linear layer, whose path in the model does not change. Optimizers, checkpoints and ranks
+-- therefore treat adapters like any other parameters. The rest of the model is frozen, except a
 -- classifier's head. A layer computes
 --   LoRA:  y = x W^T + b + s (drop(x) A^T) B^T
 --   DoRA:  y = m / |V| * (x V^T) + b

@@ -188,8 +188,8 @@ end
 
 -- ------------------------------------------------------------------ decoders
 
--- Returns two standard deviations of initial weights, as in GPT-2. The second is for the residual
--- projections and shrinks with depth. The first is for all other weights.
+-- Returns the standard deviation of initial weights and that of the residual projections' initial
+-- weights, which shrinks with depth, as in GPT-2.
 local function deviations(depth) return 0.02, 0.02 / math.sqrt(2 * depth) end
 
 --- nn.gpt { vocab = 256, context = 256, width = 384, heads = 6, layers = 6, hidden = 4 * width,

@@ -246,8 +246,9 @@ function M.add_linear(self, shape, options)
   self:parameter("bias", M.new_parameter({ shape[1] }, not std and uniform), "linear")
 end
 
---- Runs make(...), which builds modules, and returns its results. Their parameters have shapes, but
---- no values and almost no memory; they live until the step or the scope ends.
+--- Runs make(...), which builds modules, and returns its results. The parameters of these modules
+--- have shapes but no values, and take almost no memory. They live until the step or the scope
+--- ends.
 function M.build_shapes(make, ...)
   return within(function() only_shapes = true end, function() only_shapes = false end, make, ...)
 end

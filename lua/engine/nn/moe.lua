@@ -16,10 +16,10 @@ local expect, raise, want_whole = M_ffi.expect, M_ffi.raise, arguments.want_whol
 --- nn.moe { width, hidden = 4 * width, experts = 8, top_k = 2, expert = function(index) -> module,
 --- std }: x [.. x C] -> [.. x C]. To divide the experts over ranks: experts_over =
 --- engine.ranks.group() (all ranks) or .group(n). dispatch ("own" | "fp32" | "bf16" | "fp8") is
---- then the format of the rows that ranks send to experts, and combine ("own" | "fp32" | "bf16")
---- the format of the outputs that they send back. After a forward pass, the field `counts` has the
---- number of tokens of each expert (over all ranks of the group). The field `balance` is a scalar
---- to add to the loss with a small weight: E * the sum over the experts of (share of tokens * mean
+--- then the format in which rows are sent to experts, and combine ("own" | "fp32" | "bf16") the
+--- format in which outputs are sent back. After a forward pass, the field `counts` has the number of
+--- tokens of each expert (over all ranks of the group). The field `balance` is a scalar to add to
+--- the loss with a small weight: E * the sum over the experts of (share of tokens * mean
 --- probability). It is 1 when all experts get equal shares.
 local MoE = module.class("moe")
 function MoE:init(options)
@@ -53,8 +53,9 @@ end
 local function index(list) return tensor.tensor(list, { dtype = "i64", keep = false }) end
 
 -- `chosen` [N x k]: the experts (from 0) of each token. Returns two lists. The first has a list of
--- tokens (from 0) for each expert. The second gives rows (from 0) of the outputs in expert order:
--- entry n * k + i + 1 is the row with the output for choice i of token n (both from 0).
+-- tokens (from 0) for each expert. The second says which row (from 0) of the outputs, in expert
+-- order, belongs to which choice: entry n * k + i + 1 is the row for choice i of token n (both from
+-- 0).
 local function route(chosen, experts, k)
   local slots, tokens, back, slot, row = {}, {}, {}, 0, 0
   for e = 1, experts do slots[e], tokens[e] = {}, {} end
@@ -89,8 +90,8 @@ local function outputs(self, rows, tokens, counts)
   return #parts > 1 and tensor.concat(parts, 1) or parts[1]
 end
 
--- Runs the chosen experts on rows [N x C]. Returns their outputs [N x k x C] and the experts'
--- shares of all N k choices, each times E, as a tensor [E]. Sets self.counts.
+-- Runs the chosen experts on rows [N x C]. Returns their outputs [N x k x C], and a tensor [E] with
+-- E times each expert's share of all N k choices. Sets self.counts.
 local function run_experts(self, rows, chosen)
   local tokens, back = route(chosen, self.total, self.k)
   local counts, share = {}, {}

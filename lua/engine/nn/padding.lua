@@ -1,6 +1,6 @@
 -- Padding, for batches of sequences of unequal length. Each row [T] of a batch holds one sequence,
 -- without gaps; the other tokens of the row are padding. Attention runs on each sequence
--- separately, so that no query attends to padding; all other layers compute padding like any token.
+-- separately, so that no query attends to padding. All other layers treat padding like tokens.
 -- A list of spans says where in its row each sequence is. models.lua makes the list from a mask,
 -- generate.lua makes it from lengths, and transformer.lua reads it. Shapes: B rows, T tokens.
 local M_ffi = require "engine.base.ffi"

@@ -6,7 +6,7 @@
 --   static with scale 1          if fp16 is disabled, or if bf16 is enabled and fp16 is not
 --   static with loss_scale       if loss_scale is not 0
 --   deepspeed_fused              if zero_optimization.stage is 0: DeepSpeed then ignores hysteresis
---   deepspeed                    otherwise, also for a bare fp16 block
+--   deepspeed                    otherwise, also if the stage is unknown (an fp16 block alone)
 -- The value "auto", which Hugging Face's transformers replaces at run time, counts as absent. If
 -- bf16 is not enabled, an fp16 block without the key `enabled` counts as enabled, because the user
 -- chose it as the policy.

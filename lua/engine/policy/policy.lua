@@ -63,9 +63,9 @@ end
 
 --- Runs the policy on a step and returns its verdict. record: an eng_record; stats: the statistics
 --- per tensor (eng_tensor_stats[n]), if the policy needs them. The verdict belongs to the policy
---- and changes with the next call. If the verdict has caps, the policy decides a second time.
---- Before that, decide calls cap(...), unless `cap` is nil. cap must apply the caps to the
---- gradients and to the norms of the record.
+--- and changes with the next call. If the verdict has caps, the policy decides again, and the
+--- second verdict is returned. cap(...), unless it is nil, is called between the two decisions and
+--- must apply the caps to the gradients and to the norms of the record.
 function Policy:decide(record, stats, cap, ...)
   record.capped = 0
   local verdict = decide(self, record, stats)
@@ -157,7 +157,7 @@ function Policy:logit_muls() return entries(self, C.eng_policy_logit_mul) end
 --- Returns the numbers that the last verdict logged, { name = number }, or nil.
 function Policy:logs() return entries(self, C.eng_policy_logged) end
 
---- Copies the numbers that the last verdict logged to all[name][i]. Returns `all`, which may be nil
+--- Sets all[name][i] for each number that the last verdict logged. Returns `all`, which may be nil
 --- as long as the policy has logged nothing.
 function Policy:add_logs(all, i)
   for name, value in pairs(self:logs() or {}) do

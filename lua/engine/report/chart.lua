@@ -1,17 +1,17 @@
--- Curves as SVG: panels below each other that share an axis of steps. The report has these panels
--- as wide as the page; a separate file (`engine plot --svg`) has them in a fixed width.
+-- Draws curves as SVG: panels, one below the other, with a common axis of steps. In the report the
+-- panels are as wide as the page; in a separate file (`engine plot --svg`) their width is fixed.
 --   chart.body { title =, c = curves.read(...), span = 1000,
 --     series = { { name = "loss", column = "loss" } },
 --     log = 2, height = 180, limits = { { 65504, "f16 ends" } }, marks = marks.read(h, c) }
 -- A series is a line of means in a band from the smallest to the largest value. The band is drawn
--- if columns hold several steps or the series' field `band` is true. A series may have `points`
--- instead of a column: { { step, value } ... }; a value lasts until the next point. With `join`,
--- the line bridges missing values. Series i is drawn in style i (a colour and dashes), or in the
--- style whose number is in its field `style`. More fields of a panel: name (the title of its y
--- axis), axis (from M.axis), hold (true: draws single steps as a staircase). Shapes have x
--- coordinates from 0 to `span`, which a page stretches to its width. Texts are placed by
--- percentages instead, so that they keep their size. Used by the report's pages, views.lua,
--- gnuplot.lua, lab.lua and docs/page.lua.
+-- if each point of the line stands for several steps (c.width > 1) or the series' field `band` is
+-- true. Instead of `column`, a series may have `points`: { { step, value } ... }; a value lasts
+-- until the next point. With `join`, the line bridges missing values. Series i is drawn in style i
+-- (a colour and dashes), or in the style whose number is in its field `style`. More fields of a
+-- panel: name (the title of its y axis), axis (from M.axis), hold (true: draws single steps as a
+-- staircase). Shapes have x coordinates from 0 to `span`, which a page stretches to its width.
+-- Texts are placed by percentages instead, so that they keep their size. Used by the report's
+-- pages, views.lua, gnuplot.lua, lab.lua and docs/page.lua.
 local show = require "engine.base.show"
 local plot = require "engine.report.plot"
 

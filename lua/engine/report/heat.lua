@@ -3,9 +3,9 @@
 --   print(heat.draw { title =, rows = { { label =, cells = { 0.3, nil, "bad", ... }, note = } },
 --     columns = n, wide = 1, axis = { [3] = "2^-14" }, low = "text", high = "text",
 --     none = "nothing recorded", width = 80 })
--- A cell is a number from 0 to 1, nil (blank), or "bad" (inf or nan). wide: the characters in a
--- cell. axis: labels below columns. low, high: the legend's texts for 0 and 1. none: the legend's
--- text for blank cells. options.label (default 40): the characters that a row's label may have.
+-- A cell is a number from 0 to 1, nil (blank), or "bad" (inf or nan). wide: the width of a cell in
+-- characters. axis: labels below columns. low, high: the legend's texts for 0 and 1. none: the
+-- legend's text for blank cells. label (default 40): the largest width of the rows' labels.
 -- Used by views.lua; plot.lua uses only style().
 local machine = require "engine.base.machine"
 local show = require "engine.base.show"

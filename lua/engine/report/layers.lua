@@ -1,6 +1,6 @@
 -- The statistics of each layer in a history. At intervals and at every overflow, a run records a
--- row with the statistics of all tensors at that step. A long run has too many rows to read, so
--- only a few are read for each column of a picture.
+-- row: the statistics of all tensors at one step. A long run has too many rows to read, so only a
+-- few are read for each column of a picture.
 --   local l = layers.read(history, { points = 120, only = "blocks.3" })
 --   l.names[k]              the name of layer k
 --   l.x[i], l.width         column i has the steps from l.x[i] to l.x[i] + l.width - 1
@@ -28,7 +28,8 @@ local ROWS = 2                -- rows read for a column, in addition to up to RO
 
 --- Chooses the rows of a picture, by default one for each layer. Returns two tables: the row (from
 --- 1) of each parameter by its id (from 0), and the names of the rows. With options.tensors, every
---- tensor has its own row. With options.only, only tensors whose name contains this text have one.
+--- tensor has its own row. options.only leaves out the tensors whose names do not contain this text
+--- and gives every other tensor its own row.
 function M.rows(h, options)
   local list = h:parameters()
   local row_of, names = {}, {}
@@ -116,9 +117,9 @@ local function each_row(h, first, last, width, points, visit)
   end
 end
 
---- Returns the first and last exponent of a picture of histograms. They span the exponents that
---- occur, and extend to an end of the format's normal range if that end is less than 24 exponents
---- away. Returns nil if there is no nonzero element.
+--- Returns the first and last exponent of a picture of histograms. The picture shows all exponents
+--- that occur. It is extended to each end of the format's normal range that is less than 24
+--- exponents away. Returns nil if there is no nonzero element.
 function M.exponents(hists, format)
   local least, most = math.huge, -math.huge
   for _, hist in ipairs(hists) do

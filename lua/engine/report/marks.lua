@@ -5,7 +5,7 @@
 --   m.kind, m.name, m.symbol, m.count
 --   m.at[i]      where marks are drawn: for overflows and skipped steps, the middle of each column
 --                of c that has some; for checkpoints, the first in each column; for other kinds,
---                the step of each event. An event after the last step of c is drawn at that step.
+--                the step of each event. Events after step c.last are drawn at c.last.
 --   m.texts[i]   the history's text for each event of a kind drawn as lines; m.texts is nil for
 --                kinds drawn as ticks
 local curves = require "engine.run.curves"

@@ -291,8 +291,8 @@ end
 plot.number_text = number_text
 
 -- Collects the points of curves. Returns a list with the strokes of each curve, a list with the
--- outline of each curve's band, one list of all points, and the number of values of the last curve
--- that cannot be drawn.
+-- outline of each curve's band, one list of all points, and how many values of the last curve are
+-- left out because they cannot be drawn.
 local function gather(options, curves)
   local strokes, edges, all, left_out = {}, {}, {}, 0
   for k, curve in ipairs(curves) do

@@ -449,10 +449,10 @@ local function bars(hist, most)
   return table.concat(lines, "\n")
 end
 
---- Returns the recorded statistics of a parameter's gradients: { name, shape, steps = { { step,
---- amax, norm, inf, nan, zeros, underflow, hist, scale, relative_scale } ... } }, of at most
---- `points` (200) recorded steps. Prints as a curve of the largest stored value, followed by the
---- last histogram.
+--- Returns the statistics of a parameter's gradients at recorded steps: { name, shape, steps = { {
+--- step, amax, norm, inf, nan, zeros, underflow, hist, scale, relative_scale } ... } }. The list
+--- `steps` has at most options.points (200) entries. print shows the result as a curve of the
+--- largest stored value, followed by the last histogram.
 function M.tensor(h, name, options)
   options = read_options(options, "tensor", TENSOR)
   local parameter = parameter_of(h, name)

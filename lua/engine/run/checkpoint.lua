@@ -230,8 +230,8 @@ local function on_first(place, f)
 end
 
 --- Writes the checkpoint of `step` into dir, one shard per rank; every rank calls it. pieces()
---- returns what this rank writes (shards.lua). state() returns the part `state` of M.save and is
---- called on rank 0. options.keep: as in M.save. Returns the path on every rank. If a rank fails,
+--- returns what this rank writes (shards.lua). state(), called on rank 0, returns what M.save takes
+--- as parts.state. options.keep: as in M.save. Returns the path on every rank. If a rank fails,
 --- returns nil and the failed ranks' messages, and dir is unchanged. The checkpoint gets its final
 --- name when every rank is done. If a rank dies before that, the previous checkpoint stays the
 --- newest.

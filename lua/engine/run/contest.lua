@@ -178,8 +178,8 @@ function M.progress(run)
   end) or 0
 end
 
---- Starts or resumes a run. Returns false while another process still holds the run, because the
---- runs of a killed contest take a moment to end.
+--- Starts or resumes a run. Returns false if another process holds the run: when a contest is
+--- killed, its runs take a moment to end.
 function Contest:start(run)
   if runs.holder(run.path) then return false end
   if self:look(run).final then return true end

@@ -175,7 +175,7 @@ local function only(following)
   return row
 end
 
--- SQL that computes COUNTS from rows of `steps`, and from rows of `blocks`.
+-- The names of the counts, and the SQL that computes them from rows of `steps` and of `blocks`.
 local COUNTS = { "rows", "overflows", "skipped" }
 local STEP_COUNTS = "count(*) AS rows, sum(overflow) AS overflows, sum(action <> 'step') AS skipped"
 local BLOCK_COUNTS = "sum(rows) AS rows, sum(overflows) AS overflows, sum(skipped) AS skipped"

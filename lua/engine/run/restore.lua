@@ -138,9 +138,11 @@ local function state_problem(state)
   end
 end
 
+-- Settings that changed_settings ignores.
+local NO_PART = { resume = true, run = true, steps = true, log = true }
+
 -- Returns text such as "; layers was 1, is 2" about the settings that differ from those of the
 -- checkpoint's run. Returns "" if none differs or the run has no readable history.
-local NO_PART = { resume = true, run = true, steps = true, log = true }   -- these may differ
 local function changed_settings(path, config)
   local before = require("engine.run.history").with((path:match("^(.*)/checkpoints/") or path) ..
     "/history.db", function(h) return h:config() end)

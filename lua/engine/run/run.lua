@@ -27,9 +27,9 @@ end
 
 -- ------------------------------------------------------------------ opening
 
--- Returns whether the option `resume` continues the run in the directory `path`. This is so if
--- `resume` is "auto", the path of that run, or the path of one of its checkpoints. With a
--- checkpoint of another run, a new run starts.
+-- Returns whether the option `resume` continues the run in the directory `path`: true if `resume`
+-- is "auto", or names that run or one of its checkpoints; false if it names another run or one of
+-- its checkpoints, from which a new run starts.
 local function continues(path, resume)
   if resume == "auto" then return true end
   local from, own = M.directory(resume), C.eng_file_stamp(path .. "/checkpoints")

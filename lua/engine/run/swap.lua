@@ -267,8 +267,8 @@ function Swap:swap(source, options, by, of)
   return attempt(self, source, options, by, of)
 end
 
---- Undoes the last swap: the policy before it becomes current again, with the state that it had
---- then. With `of`, an entry of `seats`, undoes the last swap of that seat. Returns true and the
+--- Undoes the last swap: makes the previous policy current again, with the state that it had at the
+--- swap. With `of`, an entry of `seats`, undoes the last swap of that seat. Returns true and the
 --- seat, or nil and a message. Inside a step, returns only true, and the undo follows the step.
 function Swap:undo(by, of)
   local at = #self.former
@@ -337,8 +337,8 @@ local function reread(self, of, by)
     of_the_file = true }, policy.given, by, of)
 end
 
--- Returns whether the file of a seat's policy was saved. A new time stamp must be seen twice,
--- because the writer may not have finished when it is first seen.
+-- Returns whether the file of a seat's policy was saved. A new time stamp counts only when it is
+-- seen a second time, because at first the file may still be incomplete.
 local function was_saved(self, of)
   local policy = of.seat.policy
   if not self.watching or not policy.path then return false end
@@ -366,8 +366,9 @@ function Swap:wish()
   end
 end
 
---- Reads policy files again. by: the index of the seat whose file was saved; or a reason, such as
---- "SIGHUP", to read the files of all seats. Messages name the reason.
+--- Reads policy files again. If `by` is the index of a seat, reads only that seat's file, which was
+--- saved. Otherwise reads the files of all seats; `by` is then a text such as "SIGHUP", which
+--- messages give as the reason.
 function Swap:grant(by)
   if self.seats[by] then return reread(self, self.seats[by], "its file was saved") end
   for _, of in ipairs(self.seats) do

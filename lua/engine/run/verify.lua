@@ -61,9 +61,11 @@ local function command_of(path, meta, config, script)
   return command
 end
 
--- Returns the run's arguments without those in OWN, which the live run sets itself. run: the folder
--- of the live run.
+-- The names of the recorded run's arguments that are not passed on to the live run.
 local OWN = { run = true, resume = true, tensorboard = true, log = true }
+
+-- Returns the recorded run's arguments without those in OWN. If they named a run (run=NAME), adds
+-- run=`run`, the folder of the live run.
 local function arguments_of(command, run)
   local words, named = {}, false
   for _, word in ipairs(command.arguments) do
