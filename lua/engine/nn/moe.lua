@@ -17,9 +17,9 @@ local expect, raise, want_whole = M_ffi.expect, M_ffi.raise, arguments.want_whol
 --- std }: x [.. x C] -> [.. x C]. To divide the experts over ranks: experts_over =
 --- engine.ranks.group() (all ranks) or .group(n). dispatch ("own" | "fp32" | "bf16" | "fp8") is
 --- then the format in which rows are sent to experts, and combine ("own" | "fp32" | "bf16") the
---- format in which outputs are sent back. After a forward pass, the field `counts` has the number of
---- tokens of each expert (over all ranks of the group). The field `balance` is a scalar to add to
---- the loss with a small weight: E * the sum over the experts of (share of tokens * mean
+--- format in which outputs are sent back. After a forward pass, the field `counts` has the number
+--- of tokens of each expert (over all ranks of the group). The field `balance` is a scalar to add
+--- to the loss with a small weight: E * the sum over the experts of (share of tokens * mean
 --- probability). It is 1 when all experts get equal shares.
 local MoE = module.class("moe")
 function MoE:init(options)

@@ -117,7 +117,9 @@ local function read(o)
   if not loaded then error(policy, 0) end
   s.policy = policy
   for i, text in ipairs(o.over) do s.ranges[i] = read_range(tostring(text), policy) end
-  if #s.ranges == 0 then error("expected at least one range in `over`, such as name=from..to", 0) end
+  if #s.ranges == 0 then
+    error("expected at least one range in `over`, such as name=from..to", 0)
+  end
   if #s.ranges > 6 then error("expected up to 6 ranges, got " .. #s.ranges, 0) end
   return s
 end
