@@ -97,8 +97,8 @@ end
 
 local Formats = M_ffi.ffi.typeof("eng_precision")
 
---- Runs f(...) and returns its results. The operations of f compute in the formats that `formats`,
---- an eng_precision, sets. If `formats` is nil, they compute in the formats of their inputs.
+--- Runs f(...) and returns its results. `formats` (an eng_precision, or nil) sets the formats in
+--- which f's operations compute. With nil, an operation computes in the formats of its inputs.
 function M.in_formats(formats, f, ...)
   local before = Formats()
   return within(function() C.eng_autocast(formats, before) end,
@@ -122,8 +122,8 @@ function M.scope(f, ...)
   return close(pcall(M.no_grad, f, ...))
 end
 
--- Puts a custom operation on the tape. inputs: the list of its input tensors; ...: the results of
--- forward, which record returns.
+-- Puts a custom operation on the tape. inputs: the list of its input tensors. The arguments `...`
+-- are the results of forward; this function returns them.
 local function record(rule, saved, inputs, ...)
   local n_in, n_out = #inputs, select("#", ...)
   if n_out == 0 then raise("custom: forward must return a tensor, got nothing") end

@@ -82,8 +82,8 @@ local function over_ranks(group, dweight, dbias)
   return tensor.tensor(rows, { dtype = dweight.dtype, keep = false })
 end
 
--- `call`: { group, eps }. forward stores the results that have no gradient in call.mean,
--- call.variance and call.rows.
+-- `call`: { group, eps }. Returns the normalized x. Adds call.mean, call.variance and call.rows,
+-- which describe the whole batch and have no gradient.
 local function forward(saved, call, x, weight, bias)
   local rows = x.count / math.max(x:size(-1), 1)
   local own, mean, variance = run("batch_norm", { x, false, false, false, false }, { 1 },

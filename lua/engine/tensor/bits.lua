@@ -107,8 +107,8 @@ end
 
 -- ------------------------------------------------------------------ as text
 
--- Returns x as text with 4 to `most` (9) digits: the fewest that read back as the same double, or
--- `most` if none of these do.
+-- Returns x as text with the fewest digits that read back as the same double: at least 4, and at
+-- most `most` (9), even if the text then reads back as another double.
 local function text(x, most)
   if x == nil then return "-" end
   if x ~= x then return "nan" end
@@ -165,9 +165,10 @@ end
 local meta = { __tostring = table_text }
 
 --- engine.bits(x): a number in every format. x is a number or its text ("0x1p-24", "inf"). Returns
---- a list with an entry for each format, which result[NAME] also gives: { name, code, value, error
---- (value - x; value - |x| in formats without a sign), below, above, sign, exponent, fraction (bits
---- as text), power (the exponent of 2), subnormal, largest }. The list prints as a table.
+--- a list with an entry for each format; result[NAME] is the entry of the format NAME. Fields of an
+--- entry: name, code, value, error (value - x; value - |x| in formats without a sign), below,
+--- above; sign, exponent and fraction (each as a string of bits); power (the exponent of 2),
+--- subnormal, largest. The list prints as a table.
 function M.of(x)
   local number = tonumber(x)
   M_ffi.expect(number, x, "bits: expected a number")

@@ -58,8 +58,8 @@ local function scalar_beside(x, value)
 end
 
 -- Runs an operation on two tensors, or on a tensor and a number. A number never widens a float
--- result: if it had to become f32 beside an f16 or bf16 tensor, the result is rounded back to the
--- tensor's dtype. The result of a comparison stays bool.
+-- result: if scalar_beside() stores the number in f32 although the tensor is f16 or bf16, the
+-- result is rounded back to the tensor's dtype. The result of a comparison stays bool.
 local function pair(name, a, b, compares)
   local wide, dtype
   if type(b) == "number" and is_tensor(a) then

@@ -60,7 +60,8 @@ function Quantized.__tostring(x)
     arguments.shape_text(x.shape), x.block[1], x.block[2], x.rule, x:bytes())
 end
 
--- Returns the attribute `signs` of hadamard and mx_quantize.
+-- Converts the option `signs` (a whole number, "none" or nil) to the attribute `signs` of the
+-- operations hadamard and mx_quantize. who: begins error messages.
 local function signs_number(signs, who)
   return signs == "none" and -1 or want_whole(signs or 0, who, "signs", 0)
 end

@@ -61,8 +61,9 @@ function methods.expand(x, ...)
 end
 
 --- The elements at the positions start to stop of dimension d, or at every step-th of these
---- positions. As in string.sub, both positions are included, count from 1 or, if negative, from the
---- end, and are limited to the dimension. A range that ends before it starts is empty.
+--- positions. As in string.sub, the range includes start and stop, a negative position counts from
+--- the end, and positions outside the dimension are left out. A range that ends before it starts is
+--- empty.
 function methods.slice(x, d, start, stop, step)
   want(x, "slice")
   local k, what = dimension(x, d, "slice")
