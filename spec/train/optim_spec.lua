@@ -449,7 +449,7 @@ describe("an optimizer refuses", function()
     { "optim.sgd(net, { groups = { match = 'x' } })", "optim.sgd: expected groups to be a list, " ..
       "such as { { match = \"bias\", weight_decay = 0 } }, got a table with the field 'match'" },
     { "optim.sgd(net, { groups = { { match = 'x', lr = 2 } } })",
-      "optim.sgd: a group has no lr; hint: lr_mul, a factor on the common rate" },
+      "optim.sgd: a group cannot set lr; hint: lr_mul, a factor on the common rate" },
     { "optim.sgd(net, { groups = { { match = 'x', momentun = 2 } } })",
       "optim.sgd: unknown option 'momentun' in a group; did you mean 'momentum'?" },
     { "optim.sgd(net, { groups = { { match = 'x', lr_mul = -1 } } })",

@@ -1,7 +1,7 @@
 -- Publishes the largest attention logit of each head as a signal logit_max.MODULE.HEAD (heads count
--- from 1) that policies read, and applies the factors on logits that a verdict may contain
--- (`logit_muls`). Reads a model's nn.attention modules only while a policy needs their logits.
--- Called by trainer.lua.
+-- from 1) that policies read. If a verdict has factors for the heads (`logit_muls`), multiplies the
+-- heads' logits by them. Reads a model's nn.attention modules only while a policy needs their
+-- logits. Called by trainer.lua.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local precision = require "engine.train.precision"
@@ -28,8 +28,8 @@ function M.modules(model)
   return found
 end
 
---- Returns why factors on the query and key weights of a model do not scale its logits, or nil if
---- they do.
+--- Returns why a model's logits cannot be scaled through its query and key weights, or nil if they
+--- can.
 function M.fixed(model)
   for path, module in pairs(M.modules(model) or {}) do
     if rawget(module, "q_norm") then

@@ -146,8 +146,8 @@ local function read_product(to, product, where, scaled)
   to.accumulator, to.promotion = number, whole(product.promotion or 128, where, "promotion")
 end
 
--- Names of fields. FIELDS: of a layer (its roles and products). LAYER: of an entry of `layers`.
--- FP8: of the table `fp8`.
+-- FIELDS: the names of a layer's fields (its roles and products). LAYER: the names of the fields of
+-- an entry of `layers`. FP8: the names of the fields of the table `fp8`.
 local FIELDS = arguments.set_of "x w dy forward dgrad wgrad"
 local LAYER = arguments.merged(FIELDS, arguments.set_of "match high")
 local FP8 = arguments.merged(FIELDS,

@@ -2,10 +2,12 @@
 -- keeps their scales and meters from step to step, and runs the policies that choose scales.
 --
 --   local opt = engine.optim.adamw(model, { precision = "fp8_block" })   -- makes opt.fp8
---   engine.autocast("fp8_block", f)      -- an explicit loop: forward passes in FP8 ...
---   opt.fp8:begin(step)                  -- before a step's forward passes
---   opt.fp8:observe(record)              -- ... and this once a step, before it ends
 --   print(opt.fp8)                       -- layers, formats, the last meters
+--
+-- An explicit loop makes three calls in each step:
+--   opt.fp8:begin(step)                  -- before the forward passes
+--   engine.autocast("fp8_block", f)      -- runs the forward pass f in FP8
+--   opt.fp8:observe(record)              -- before the step ends
 --
 -- Every FP8 layer is a site of the core (core/fp8/linear.c) with three roles: x, w, dy. FP8
 -- policies are files as in policies/README.md. They see a role as

@@ -19,7 +19,8 @@ local M = {}
 local FINISHED, STOPPED, POLICY_FAILED, DIVERGED, RESULTS_LOST, DRIFTED, INTERRUPTED = 0, 2, 3, 4,
   5, 6, 128
 
--- tell() reports a status to the engine binary. In another Lua (require "engine") nothing reads it.
+-- tell() reports a status to the engine binary. If another LuaJIT runs the script (require
+-- "engine"), there is no binary to report to.
 local hosted, host = pcall(require, "engine.host")
 local function tell(status)
   if hosted then host.run_status(status) end
@@ -72,8 +73,8 @@ local UNDECIDED_STEPS = 20   -- the run ends if its policy fails at every step u
 -- Further lines are only counted.
 local BURST, BURST_STEPS = 8, 10
 
--- Shows a line of a kind, unless there were too many of this kind. Returns the line as shown, with
--- the number of earlier lines that were not shown, or nil if it is not shown.
+-- Shows a line and returns it, with the number of earlier lines of its kind that were not shown.
+-- If there were too many lines of this kind, does not show the line and returns nil.
 local function limited(self, kind, step, line)
   local most = BURST * BURST_STEPS        -- credit: a line costs BURST_STEPS, a step adds 1
   local of = self.shown[kind] or { credit = most, step = step, hidden = 0 }

@@ -80,7 +80,7 @@ local function make_groups(name, list, options, defaults)
     for key, value in pairs(overrides) do
       if key ~= "match" and key ~= "label" then
         if key == "lr" then
-          raise("optim.%s: a group has no lr; hint: lr_mul, a factor on the common rate", name)
+          raise("optim.%s: a group cannot set lr; hint: lr_mul, a factor on the common rate", name)
         end
         if defaults[key] == nil and key ~= "lr_mul" then
           raise("optim.%s: unknown option '%s' in a group%s", name, tostring(key),
@@ -404,10 +404,10 @@ local EXPECTED = { number = "a number", boolean = "true or false",
 --- Makes one update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul,
 --- clip_norm (the limit for `norm`), norm (the gradients' norm after gradient_factor), lagged
 --- (the device takes the norm from the statistics that were requested last, and makes no update if
---- a gradient is inf or nan). A limit set by clip_grad_norm replaces clip_norm. The trainer also
---- gives clips (an array with a factor on each parameter's gradient), lr_muls (an array with a
---- factor on each parameter's rate), bias_step (the number of the update for bias corrections) and,
---- for fused optimizers, norms, update_clip and spike_clip (eng_update).
+--- a gradient is inf or nan). A limit set by clip_grad_norm replaces clip_norm. The other
+--- options are for the trainer: clips (an array with a factor on each parameter's gradient), lr_muls
+--- (an array with a factor on each parameter's rate), bias_step (the number of the update for bias
+--- corrections) and, for fused optimizers, norms, update_clip and spike_clip (eng_update).
 function Optimizer:step(options)
   options = tensor.read_named(options, "step", STEP)
   for name, value in pairs(options) do

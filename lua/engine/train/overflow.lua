@@ -30,8 +30,7 @@ local function first_with(self, stats, field)
   end
 end
 
--- Returns the text of an overflow that occurs only in the sum over ranks. Returns nil for any other
--- overflow.
+-- Returns a text that says so if only the sum over ranks overflowed, and nil otherwise.
 local function of_sum(trainer)
   local reducer = trainer.reducer
   if not reducer.many or reducer:culprits()[1] then return nil end

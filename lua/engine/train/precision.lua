@@ -56,11 +56,12 @@ end
 --               block       tensor, row, 1x128, 128x128, { rows, columns }
 --               rule        transformer_engine, deepseek, deepgemm, torchao, msamp
 --               pow2, eps, margin, stochastic
---               keep        for x only: what the tape keeps for dW. codes (the backward pass
---                           quantizes them again along the other dimension if blocks are not
---                           square), transposed (codes quantized along the other dimension in the
---                           forward pass), e5m6, swiglu (no copy of x: the tape keeps the FP8
---                           inputs of the SwiGLU that made x, and x is recomputed)
+--               keep        only in x: how the tape keeps x for the product dW:
+--                           codes (the backward pass quantizes them again along the other
+--                           dimension if blocks are not square), transposed (codes quantized along
+--                           the other dimension in the forward pass), e5m6, swiglu (no copy of x:
+--                           the tape keeps the FP8 inputs of the SwiGLU that made x, and x is
+--                           recomputed)
 --   forward, dgrad, wgrad   the products:
 --               accumulator device (hopper on a card, fp32 elsewhere), fp32, exact, hopper, e4m3
 --               promotion   how many products along K are summed before each promotion to f32; 0:

@@ -50,8 +50,8 @@ local function backward(self, s, batches)
   end
 end
 
---- Draws the step's batches in every `every`-th step, runs them in f32 and returns them, so that
---- the step itself uses them. Returns nil in all other steps.
+--- If a reference backward is due in this step, draws the step's batches, runs them in f32 and
+--- returns them, so that the step itself uses them. Otherwise returns nil.
 function Reference:batches(s)
   local trainer = self.trainer
   self.norm = 0 / 0

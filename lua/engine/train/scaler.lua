@@ -300,7 +300,7 @@ function Scaler:update(new_scale)
     for _, entry in ipairs(self.order) do any = any or entry.checked end
     if not any then
       raise("scaler:update: no gradients were checked for inf and nan since the last update(); " ..
-        "call step() or unscale() before")
+        "call step() or unscale() first")
     end
     for name, value in pairs(signals.values) do self.policy:signal(name, value) end
     verdict = self.policy:decide(add_up(self), stats_of(self))

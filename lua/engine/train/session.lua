@@ -88,7 +88,7 @@ function Several:state_tensors()
   return all
 end
 
--- Serves as `state`, with methods as in fused_state.lua.
+-- The field `state` is the object itself: of() and restart() do what they do in fused_state.lua.
 function Several:of(i)
   local n = #self.entries
   while self.entries[n].first >= i do n = n - 1 end

@@ -41,8 +41,8 @@ Trainer.run, Trainer.loss_note, Trainer.summary_text = loop.run, loop.loss_note,
 --- update. With a delay of 1 ("lagged"), both belong to the step before (nil at the first step), so
 --- the host never waits for work that was queued in this step. The device itself skips an update
 --- that overflowed.
---- * On several ranks in sync mode, (4) is part of (5): each rank makes the pass over its part of
---- the gradients in reducer:record.
+--- * On several ranks in sync mode, the pass of (4) runs later, as a part of (5): in
+--- reducer:record, each rank reads its own part of the gradients.
 function Trainer:step()
   local s = self:begin()                                   -- scale, lr, arena, groups, FP8, place
   for i = 1, self.accumulate do
