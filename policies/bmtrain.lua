@@ -1,7 +1,7 @@
 -- Dynamic loss scaling of BMTrain's OptimManager, number for number: grows after loss_scale_steps
--- good steps in a row. An overflow acts only above min_loss_scale, so at the smallest scale it does
--- not reset the count of good steps. The scale is a double. Difference: BMTrain's scale can reach
--- infinity; here it keeps its last finite value, or with strict=false the run stops at that step.
+-- good steps in a row. An overflow at the smallest scale, min_loss_scale, does not reset the count
+-- of good steps. The scale is a double. Difference: BMTrain's scale can reach infinity; here it
+-- keeps its last finite value, or with strict=false the run stops at that step.
 return {
   name = "bmtrain",
   doc  = "BMTrain's OptimManager: overflows at the smallest scale do not reset the window.",

@@ -1,7 +1,7 @@
 -- Dynamic loss scaling of DeepSpeed's FP16_Optimizer (fused and unfused, ZeRO stage 0), number for
--- number. It has the window of the ZeRO path but no hysteresis, and it skips overflows at the
--- smallest scale without limit. So the same DeepSpeed options give different scales here and with
--- `deepspeed`, which follows the ZeRO path.
+-- number. It has the window of the ZeRO path but no hysteresis, and it skips any number of
+-- overflowed steps at the smallest scale. So the same DeepSpeed options give different scales here
+-- and with `deepspeed`, which follows the ZeRO path.
 return {
   name = "deepspeed_fused",
   doc  = "DeepSpeed's FP16_Optimizer (ZeRO stage 0): a window, a smallest scale, no hysteresis.",

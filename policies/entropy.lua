@@ -1,9 +1,10 @@
 -- Raises the loss scale when attention entropy is low: the model is then confident, and its
 -- gradients are small. The script publishes the mean entropy of its attention rows in nats:
 -- engine.signal("attention_entropy", H). H is clamped to [0.1, 2], and m is its moving mean. Then
--- scale = base * (1 + (1 - m) * gain). The factor on base is at least `least`; without this limit,
--- gain 2 would make it negative at m = 2. base is a dynamic scale, because entropy does not show
--- overflow. Source: the entropy-adaptive recipe in ms-swift's guides; no known system ships it.
+-- scale = base * (1 + (1 - m) * gain). The option `least` limits the factor on base from below;
+-- without it, the factor would be negative at m = 2 and gain = 2. base is a dynamic scale, because
+-- entropy does not show overflow. Source: the entropy-adaptive recipe in ms-swift's guides; no
+-- known system ships it.
 return {
   name = "entropy",
   doc  = "A dynamic scale times a factor that grows as attention entropy falls.",

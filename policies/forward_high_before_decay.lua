@@ -1,7 +1,7 @@
 -- Moves all layers up once: to the first rung of the recipe's `ladder`, or to high precision if the
 -- recipe has no ladder. With ladder = { { forward = { high = true } } } only the forward pass
 -- changes, which costs little and recovers most of what FP4 loses (NVIDIA's NVFP4 recipe). The move
--- comes after `at` updates or, with at = 0, once the learning rate is below `below` times its peak.
+-- comes after `at` updates or, with at = 0, once the learning rate falls under `below` * its peak.
 return {
   name    = "forward_high_before_decay",
   doc     = "Moves layers to a higher precision before or when the learning rate decays.",

@@ -1,7 +1,8 @@
 -- Delayed scaling for FP8, as in Transformer Engine's DelayedScaling recipe
 -- (common/recipe/delayed_scaling.cu): a tensor is scaled by amaxes of earlier steps, which saves a
--- pass over the tensor. The recipe's margin, format and rule turn an amax into the scale. This
--- amax is the largest of the last `history` amaxes (algorithm=max) or the last (most_recent).
+-- pass over the tensor. The recipe's margin, format and rule turn an amax into the scale. With
+-- algorithm=max, this amax is the largest of the last `history` amaxes; with algorithm=most_recent,
+-- it is the last amax.
 --
 -- An amax that is 0, inf or nan leaves the scale unchanged and does not enter the history. In
 -- Transformer Engine it does enter the history, so an inf from a skipped step keeps the scale

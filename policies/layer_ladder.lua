@@ -1,9 +1,9 @@
 -- Moves each layer up and down the recipe's `ladder`, for example NVFP4, MXFP8, high precision. A
 -- layer goes one rung up, to a higher precision and at most to rung `rungs`, if the signal-to-noise
 -- ratio of any of its tensors falls below `snr` dB (`snr_high` once the layer is on a rung of the
--- ladder). After `pause` steps on a rung, the layer tries the rung below. Each failure makes its
--- pause `grow` times longer, up to `longest`. The policy moves layers up only on steps that the
--- recipe samples.
+-- ladder). After `pause` steps on a rung, the layer tries the rung below. Each time it goes up
+-- again, its pause becomes `grow` times longer, up to `longest`. The policy moves layers up only on
+-- steps that the recipe samples.
 return {
   name    = "layer_ladder",
   doc     = "Moves each layer between the rungs of an FP8 recipe's ladder by its SNR.",

@@ -1,7 +1,8 @@
 -- Dynamic loss scaling of Megatron-LM's DynamicGradScaler, number for number. The scale is a
--- float32. Hysteresis counts overflows. Only a growth refills it; a good step does not. Difference:
--- Megatron's scale reaches infinity if it grows for long enough; here it keeps its last finite
--- value, or with strict=false the run stops at that step.
+-- float32. Hysteresis is the number of overflows until the scale backs off. Only growth of the
+-- scale refills it; a good step does not. Difference: Megatron's scale reaches infinity if it grows
+-- for long enough; here it keeps its last finite value, or with strict=false the run stops at that
+-- step.
 return {
   name = "megatron",
   doc  = "Megatron-LM's DynamicGradScaler: hysteresis that growth refills, a smallest scale.",

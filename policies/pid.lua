@@ -21,7 +21,7 @@ return {
 
   init = function(options)
     check.expect(options, options.target > 0 and options.ki >= 0 and options.most > 0 and
-      options.shock > 0, "target, most and shock > 0 and ki >= 0")
+      options.shock > 0, "target > 0, most > 0, shock > 0 and ki >= 0")
     return { scale = options.init_scale, change = 0 }
   end,
 

@@ -2,8 +2,8 @@
 -- standard deviations above its moving mean, which bad steps do not enter. Of several bad steps in
 -- a row, the first `skips` are skipped, and the next are taken with a smaller learning rate. After
 -- `patience` bad steps, the next bad step makes the run return to a checkpoint and leave out data.
--- The loss scale follows dynamic.lua's rule. Needs checkpoints: run=, checkpoint_every= and keep=
--- must reach `back` steps into the past. Sources: the restarts of PaLM (Chowdhery et al., 2022,
+-- The loss scale follows dynamic.lua's rule. Needs checkpoints (run=, checkpoint_every=, keep=)
+-- that reach `back` steps into the past. Sources: the restarts of PaLM (Chowdhery et al., 2022,
 -- section 5.1: go back about 100 steps, skip 200 to 500 batches); the escalation is common
 -- practice.
 return {
