@@ -404,9 +404,9 @@ local EXPECTED = { number = "a number", boolean = "true or false",
 --- Makes one update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul,
 --- clip_norm (the limit for `norm`), norm (the gradients' norm after gradient_factor), lagged
 --- (the device takes the norm from the statistics that were requested last, and makes no update if
---- a gradient is inf or nan). A limit set by clip_grad_norm replaces clip_norm. The other
---- options are for the trainer: clips (an array with a factor on each parameter's gradient), lr_muls
---- (an array with a factor on each parameter's rate), bias_step (the number of the update for bias
+--- a gradient is inf or nan). A limit set by clip_grad_norm replaces clip_norm. The other options
+--- are for the trainer: clips (an array with a factor on each parameter's gradient), lr_muls (an
+--- array with a factor on each parameter's rate), bias_step (the number of the update for bias
 --- corrections) and, for fused optimizers, norms, update_clip and spike_clip (eng_update).
 function Optimizer:step(options)
   options = tensor.read_named(options, "step", STEP)
