@@ -40,7 +40,7 @@ local function reduce(zero)
     ffi.new("eng_parallel_options", { bucket = 2 ^ 20, zero = zero }))
 end
 local good, message = pcall(check, reduce(3))
-assert(not good and tostring(message):find("zero=3 needs the unit", 1, true), message)
+assert(not good and tostring(message):find("zero=3: expected the unit", 1, true), message)
 check(reduce(0))
 check(C.eng_parallel_begin(parallel[0], C.ENG_PASS_FIRST))
 ;(y * y):sum():backward()

@@ -403,7 +403,7 @@ describe("microscaling", function()
       ["did you mean 'e2m1'"] = { format = "e2m" }, ["need the format e2m1"] = { rule = "nvfp4",
         format = "e4m3" }, ["nonfinite te"] = { nonfinite = "nan" },
       ["hadamard to be 0, 16"] = { hadamard = 8 },
-      ["without transposed = true"] = { hadamard = 16 },
+      ["unless transposed is true"] = { hadamard = 16 },
       ["sr_bits from 0 to 24"] = { sr_bits = 30 } } do
       local good, text = pcall(engine.mx.quantize, x, options)
       assert.is_false(good)

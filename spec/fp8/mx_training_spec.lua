@@ -235,7 +235,7 @@ describe("a linear layer under microscaling", function()
     local dw = M_ffi.run("matmul", { d, values(xt) }, { 1, 1, M_ffi.dtype.f32 + 1, 0 })
     assert.equal(bytes(dw * of_tensor(xt)), bytes(layer.weight.grad))
     local wrong = { wgrad = {}, dy = { format = "e5m2" } }
-    assert.matches("dy may also be in FP8 if it has the rule msamp or pow2 = true", select(2,
+    assert.matches("dy may be in FP8 with the rule msamp or pow2 = true", select(2,
       pcall(engine.precision.resolve, { base = "nvfp4", fp8 = wrong })), 1, true)
   end))
 
