@@ -1,8 +1,9 @@
 // The operation hadamard, and the functions of hadamard.h. Called through backend.kernel[]; owns
-// nothing. Sums are in f64, or in f32 for lines whose sums are exact in f32 (inexact_lines).
+// nothing. Sums are in f64. Where halves_fit() allows it, they are in f32, except those of lines
+// whose f32 sums may be inexact; inexact_lines() finds these.
 //
-// A task transforms one tile of at most MOST x MOST numbers, LINE lines at a time. A line is a row
-// of x or, if `turned`, a column. Each lane of a vector holds an element of a different line. The
+// A line is a row of x or, if `turned`, a column. A task transforms one tile of at most MOST x MOST
+// numbers, in steps of LINE lines. Each lane of a vector holds an element of a different line. The
 // task then transposes the tile into the result. Calls with x in f64, or with a result in f16 or
 // f64, go to the reference kernel.
 #include "hadamard.h"

@@ -83,7 +83,7 @@ VF_INLINE void sum_narrow(float *row, void *sum, const void *a, const void *b, c
   });
 }
 
-/// Writes y = a + b, after rounding b [n].
+/// Writes y = a + b. First rounds the n numbers of b to `dtype`.
 VF_INLINE void add_rounded(void *y, const void *a, const float *b, const int dtype, int64_t first,
                            int64_t n)
 {

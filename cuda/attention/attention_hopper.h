@@ -86,8 +86,8 @@ __device__ static inline void round_weights(uint32_t (&weights)[N / 8][4], const
       weights[i][c] = rounded_pair(T(), s[8 * i + 2 * c], s[8 * i + 2 * c + 1]);
 }
 
-/// Sets the scores of columns that a row does not see to -inf. seen0 and seen1 are the numbers of
-/// columns, from the start of the tile, that the thread's two rows see.
+/// Sets to -inf the scores of columns that a row does not see. seen0 and seen1: how many columns,
+/// from the start of the tile on, the thread's first and second row see.
 template <int N> __device__ static inline void hide_after(float (&s)[N], int seen0, int seen1)
 {
   int seen[2] = {seen0 - 2 * ((int)threadIdx.x & 3), seen1 - 2 * ((int)threadIdx.x & 3)};

@@ -17,11 +17,11 @@ local plot = require "engine.report.plot"
 
 local M = {}
 
--- Margins of a panel in pixels. The name of the y axis (TOP) and the labels of marks (WORDS) are
--- above the panel; the steps are below it.
+-- Margins of a panel in pixels. Above it, TOP pixels are for the name of the y axis, and WORDS
+-- pixels for the labels of marks. The margin below it has the numbers of steps.
 M.left, M.right, M.bottom = 92, 14, 40
 local TOP, WORDS = 28, 16
-M.span = 1000
+M.span = 1000                   -- the default of `span`
 local NARROW = 230              -- width of a panel on a phone, pixels
 local GLYPH = 6.6               -- width of a character, pixels
 

@@ -64,8 +64,8 @@ end
 -- The names of the recorded run's arguments that are not passed on to the live run.
 local OWN = { run = true, resume = true, tensorboard = true, log = true }
 
--- Returns the recorded run's arguments without those in OWN. If they named a run (run=NAME), adds
--- run=`run`, the folder of the live run.
+-- Returns the recorded run's arguments without those in OWN. If the recorded arguments include
+-- run=NAME, adds a run= argument that names the live run's folder, `run`.
 local function arguments_of(command, run)
   local words, named = {}, false
   for _, word in ipairs(command.arguments) do

@@ -88,7 +88,8 @@ function Several:state_tensors()
   return all
 end
 
--- The field `state` is the object itself: of() and restart() do what they do in fused_state.lua.
+-- A Several is its own `state`, so it has the methods of an optimizer's state (fused_state.lua),
+-- here for the parameters of all its optimizers.
 function Several:of(i)
   local n = #self.entries
   while self.entries[n].first >= i do n = n - 1 end
