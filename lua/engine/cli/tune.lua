@@ -9,8 +9,9 @@ usage: engine tune RUN... --policy FILE [name=value ...] --over name=from..to [-
 
 Searches a policy's options on recorded runs: replays the runs with each setting and names the
 setting that loses the least, as --objective counts it. It tries a grid over the ranges, then three
-finer grids around the best point. Positive ranges are spaced logarithmically, or by powers of two
-if both ends are powers of two. The search is deterministic.
+finer grids around the best point. Positive ranges are spaced logarithmically; those of loss scales
+(options named *scal*) by powers of two if both ends and the default are powers of two. The search
+is deterministic.
 
   engine tune runs/a runs/b --policy dynamic --over growth_interval=100..5000
   engine tune runs/a --policy deepspeed --over scale_window=50..2000 hysteresis=1,2,4

@@ -196,7 +196,8 @@ function Sites:prepare(policies)
   end
   for i, policy in ipairs(policies) do
     if not policy.handle then
-      raise("an FP8 policy must be a policy file, but %s is a class; see policies/README.md", tostring(policy.name))
+      raise("an FP8 policy must be a policy file, but %s is a class; see policies/README.md",
+        tostring(policy.name))
     end
     self.names = fp8_verdict.prepare(policy, self.paths)
     self.seats[i] = setmetatable({ sites = self, policy = policy }, Seat)
