@@ -1,12 +1,13 @@
--- A tensor as text, for tostring. A stale tensor raises no error: its text is the error message.
+-- A tensor as text, for tostring. Never raises: if the tensor is stale or cannot be read, the text
+-- has the error message.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 
-local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
+local ffi, C = M_ffi.ffi, M_ffi.C
 local huge = math.huge
 -- dtypes without inf and nan
 local WHOLE = { u8 = true, i8 = true, i16 = true, i32 = true, i64 = true }
-local MOST = 2 ^ 22   -- elements (32 MiB as doubles); larger tensors are not read
+local MOST = 2 ^ 26   -- elements; larger tensors are not read
 local info_buffer = ffi.new("eng_tensor_info")
 
 local function number_text(v, dtype)
@@ -29,11 +30,13 @@ return function(x)
     grad and " requires_grad" or "")
   if count == 0 then return head .. " (empty)" end
   if info_buffer.divided ~= 0 then return head .. " (divided among the ranks)" end
-  if count > MOST then
+  local room, values = pcall(ffi.new, "double[?]", count <= MOST and count or 0)
+  if count > MOST or not room then
     return head .. " (too many elements to summarize; hint: print a part, as x:slice(1, 1, 8))"
   end
-  local values = ffi.new("double[?]", count)
-  check(C.eng_read(values, M_ffi.dtype.f64, count, x))
+  if C.eng_read(values, M_ffi.dtype.f64, count, x) ~= 0 then
+    return ("%s (%s)"):format(head, M_ffi.message())
+  end
   if count == 1 and #shape == 0 then
     return ("%s: %s"):format(head, number_text(values[0], dtype))
   end
