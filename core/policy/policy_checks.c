@@ -9,24 +9,27 @@
 
 #define WORD "abcdefghijklmnopqrstuvwxyz_0123456789"
 
-// Returns whether the options at `index` have strict=false.
-static bool is_lenient(lua_State *L, int index)
+typedef enum strictness { LENIENT, STRICT, NO_OPTION } strictness;
+
+// Returns the option `strict` of the options at `index`.
+static strictness strictness_of(lua_State *L, int index)
 {
   lua_pushvalue(L, index);
   policy_open_constant(L, lua_gettop(L));
   lua_pushliteral(L, "strict");
-  lua_rawget(L, -2);                                       // the option may be absent
-  bool lenient = lua_isboolean(L, -1) && !lua_toboolean(L, -1);
+  lua_rawget(L, -2);
+  strictness found = !lua_isboolean(L, -1) ? NO_OPTION : lua_toboolean(L, -1) ? STRICT : LENIENT;
   lua_pop(L, 2);
-  return lenient;
+  return found;
 }
 
 // Raises an error with the text on top of the stack, unless the options (argument 1) have
 // strict=false.
 static int refuse_strictly(lua_State *L)
 {
-  if (is_lenient(L, 1)) return 0;
-  lua_pushliteral(L, "; strict=false accepts it");
+  strictness found = strictness_of(L, 1);
+  if (found == LENIENT) return 0;
+  lua_pushstring(L, found == STRICT ? "; strict=false accepts it" : "");
   lua_concat(L, 2);
   return lua_error(L);
 }
@@ -170,7 +173,10 @@ static double number_field(lua_State *L, int index, const char *name)
 {
   luaL_checktype(L, index, LUA_TTABLE);
   lua_getfield(L, index, name);
-  double value = luaL_checknumber(L, -1);
+  if (lua_type(L, -1) != LUA_TNUMBER)
+    return luaL_error(L, "expected %s.%s to be a number, got %s", index == 1 ? "state" : "options",
+                      name, luaL_typename(L, -1));
+  double value = lua_tonumber(L, -1);
   lua_pop(L, 1);
   return value;
 }
@@ -221,7 +227,7 @@ static int grow(lua_State *L)
   const char *why = luaL_checkstring(L, 3);
   double scale = scale_of(L);
   if (to == INFINITY) {
-    bool lenient = lua_istable(L, 4) && is_lenient(L, 4);
+    bool lenient = lua_istable(L, 4) && strictness_of(L, 4) == LENIENT;
     lua_pushstring(L, lenient ? "the loss scale would grow to infinity and stay there"
                               : "growth would reach infinity: the scale stays unchanged");
     return verdict(L, scale, lenient);

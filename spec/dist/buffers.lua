@@ -8,6 +8,12 @@ local json = require "engine.base.json"
 local cfg = engine.config { told = "told", optimizer = "muon", steps = 6, zero = 0, run = "",
   resume = "", checkpoint_every = 0, mode = "sync", precision = "fp32", accumulate = 1, bad = false,
   policy = "" }
+engine.optim.register("with_empty", { defaults = { lr = 1e-2 },
+  buffers = { m = function(shape) return shape end, empty = function() return { 0 } end },
+  update = function(p, ctx)
+    p.m = p.m * 0.9 + p.grad
+    p.weight = p.weight - p.m * ctx.lr
+  end })
 engine.seed(3)
 local text = {}
 for i = 1, 4000 do text[i] = string.char(32 + i * i % 89) end

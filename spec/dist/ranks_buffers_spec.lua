@@ -69,6 +69,13 @@ describe("optimizers written in Lua on several ranks", function()
     end
   end)
 
+  it("resume with an empty buffer, which the parameter's rank writes", function()
+    local path, settings = folder .. "/run", { "optimizer=with_empty", "zero=1" }
+    local whole = job(2, settings)
+    job(2, { "steps=3", "run=" .. path, unpack(settings) })
+    assert.equal(whole[1].weights, job(2, { "resume=" .. path, unpack(settings) })[1].weights)
+  end)
+
   it("write no checkpoint when rank 0's trainer.state cannot be written", function()
     local result = run(2, { "run=" .. folder .. "/run", "bad=true" })
     assert.matches("no checkpoint was written: checkpoint ", result.err, 1, true)

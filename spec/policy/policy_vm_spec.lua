@@ -550,6 +550,9 @@ describe("helpers shared by scalers", function()
     assert.are.equal(8, scale(0, 8, 2.5, false))
     helper.refuses("growth_interval = 2.5 is never met by a whole number of steps, so the scale " ..
       "would never grow; strict=false accepts it", scale, 0, 8, 2.5)
+    assert.is_nil(select(2, pcall(load, "return { options = { loss_scale = 0, init_scale = 8, " ..
+      "growth_interval = 0 }, init = function(o) return { scale = check.rescale(o) } end, " ..
+      "decide = function() end }")):find("strict", 1, true))
     helper.refuses("loss_scale must be 0 or a positive finite number, got -1", scale, -1, 8, 10)
     helper.refuses("init_scale must be a positive number that float32 can hold, got 0", scale, 0,
       0, 10)

@@ -68,6 +68,8 @@ describe("trainer.state", function()
     assert.same({ 5, 5 }, mean:totable())
     assert.is_nil(t.state.gone)
     assert.same({ 3 }, t.state.grows.shape)
+    trainer { run = folder .. "/bare", steps = 2 }:run()
+    assert.same({ n = 1 }, trainer { resume = folder .. "/bare", state = { n = 1 } }.state)
   end)
 
   it("goes back with the weights when the policy rolls the run back", function()

@@ -155,6 +155,8 @@ describe("a precision recipe", function()
       { "{ weights = 'f64' }", "precision 'custom': weights cannot be 'f64'; formats: f32 f16 " ..
         "bf16" },
       { "{ moments = 'f16' }", "precision 'custom': moments cannot be 'f16'; formats: f32 bf16" },
+      { "{ norm = 'f16 bf16' }", "precision 'custom': norm cannot be 'f16 bf16'; formats: f32 " ..
+        "f16 bf16" },
       { "{ activations = 16 }", "precision 'custom': activations cannot be 16; formats: f32 f16 " ..
         "bf16" },
     }

@@ -358,7 +358,7 @@ end
 --- parts[part][name].
 function Checkpoint:read(part, name, entry)
   entry = entry or self.parts[part] and self.parts[part][name]
-    or error(("%s has no %s tensor '%s'"):format(self.path, part, name), 2)
+    or error(("%s has no %s tensor '%s'"):format(self.path, part, name), 0)
   if entry.make then return autograd.scope(function() return entry.make():keep() end) end
   if entry.pieces then return shards.read(entry, function(file) return file_of(self, file) end) end
   return file_of(self, part .. ".safetensors"):read(name)

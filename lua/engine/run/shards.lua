@@ -124,7 +124,8 @@ function M.of_rank(reducer, user)
   local buffers = {}
   each_buffer(reducer, function(p, buffer, from, to)
     buffers[buffer.name], parameter_of[buffer.name] = buffer.x, p.name
-    if reducer.zero and (to > from or buffer.x and buffer.x.count == 0 and reducer.rank == 0) then
+    local empty = buffer.x and buffer.x.count == 0   -- one rank writes an empty buffer
+    if reducer.zero and (to > from or empty and (buffer.whole or reducer.rank == 0)) then
       pieces:add("optimizer", buffer.name, buffer.x, from, to, buffer.shape(reducer:shape(p)))
     end
   end)

@@ -100,9 +100,10 @@ local function fill(t, source)
 end
 
 --- Restores what pack() returned into the table `state`. read(item) returns a kept tensor for an
---- item { name, shape, dtype }.
+--- item { name, shape, dtype }. A checkpoint of a script without a state leaves `state` as it is.
 function M.restore(state, saved, read)
   local data = saved.data
+  if next(data) == nil and #saved.tensors == 0 then return end
   for _, item in ipairs(saved.tensors) do
     local at = data
     for i = 1, #item.path - 1 do at = at[item.path[i]] end

@@ -297,7 +297,8 @@ function M.resolve(recipe)
         raise("precision '%s': unknown role %s%s", full.name, value_text(key),
           nearest.choices(key, FORMATS, "roles"))
       end
-      if not (" " .. FORMATS[key] .. " "):find(" " .. tostring(value) .. " ", 1, true) then
+      if type(value) ~= "string" or value:find(" ", 1, true)
+        or not (" " .. FORMATS[key] .. " "):find(" " .. value .. " ", 1, true) then
         raise("precision '%s': %s cannot be %s; formats: %s", full.name, key, value_text(value),
           FORMATS[key])
       end
