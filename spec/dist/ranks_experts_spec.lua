@@ -62,7 +62,7 @@ describe("rows between ranks", function()
       ["expected two tensors of one dtype, width and device"] = function()
         return try(engine.zeros(3, 5), x, 3, 3)
       end,
-      ["expected contiguous rows"] = function()
+      ["expected a contiguous floating-point tensor"] = function()
         return try(x:transpose(), engine.zeros(4, 3), 4, 4)
       end,
       ["expected a comm dtype from 0 to 4 (ENG_COMM_*), got 9"] = function()
