@@ -3,15 +3,16 @@
 //
 // A task takes a band of rows and quantizes it tile by tile. It finds the largest magnitude of each
 // block in the tile, computes the scales as in core/base/mx.h, and writes codes or bf16 values. It
-// writes them to the result or, if codes must be packed or transposed, to a buffer first.
+// writes them to the result. If codes must be transposed, or packed in a way that mx_encode.h does
+// not offer (strip_packs), it writes them to a buffer first.
 //
 // If blocks are square, the transposed copy is the transpose of this buffer. Otherwise the
 // transposed copy is quantized from tiles of x: quantize_columns takes them as they are, and
 // quantize_tile takes their transposes. With a Hadamard transform, these tiles are transformed
-// first (hadamard.h).
+// first (hadamard.h). One task makes both copies of a band, unless the blocks have several rows.
 //
-// NVFP4 needs the amax of x before its scales. Unless the caller gives this amax, another pass over
-// x finds it. mx_fitted.h has the rules quest and ms_eden. The reference kernels compute calls in
+// NVFP4 needs the amax of x before its scales. Unless the caller gives this amax, an earlier pass
+// over x finds it. mx_fitted.h has the rules quest and ms_eden. The reference kernels compute calls in
 // f64, and calls with `ties`, with `sr_rule`, or with an average and a transposed copy that is
 // quantized separately.
 #include "base/mx.h"

@@ -423,8 +423,8 @@ function Session:loop_state()
 end
 
 --- Restores each optimizer's number of updates. Restores its learning rate too, unless the script
---- now begins with a different rate than in the saved run. load_state() of the optimizers then
---- restores the moments.
+--- now begins with a different rate than in the saved run. The moments are not restored here but in
+--- restore.spread.
 function Session:restore_loop(state)
   for _, e in ipairs(self.entries) do
     local saved = state and state.optimizers[e.name]
