@@ -12,8 +12,8 @@
 // first (hadamard.h). One task makes both copies of a band, unless the blocks have several rows.
 //
 // NVFP4 needs the amax of x before its scales. Unless the caller gives this amax, an earlier pass
-// over x finds it. mx_fitted.h has the rules quest and ms_eden. The reference kernels compute calls in
-// f64, and calls with `ties`, with `sr_rule`, or with an average and a transposed copy that is
+// over x finds it. mx_fitted.h has the rules quest and ms_eden. The reference kernels compute calls
+// in f64, and calls with `ties`, with `sr_rule`, or with an average and a transposed copy that is
 // quantized separately.
 #include "base/mx.h"
 #include "base/rng.h"
