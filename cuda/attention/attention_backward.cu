@@ -31,6 +31,12 @@ enum { QUERY_MT = 2, QUERY_STEP = 32, QUERY_ROWS = WARPS * 16 * QUERY_MT };
 
 // ---- delta
 
+/// The rows of a block: tile `tile` of head h. Blocks that run together have neighbouring heads,
+/// whose rows are neighbours in memory.
+struct delta_rows { int b, h, tile; };
+__device__ static inline delta_rows delta_rows_of(int block, int heads, int tiles)
+{ return {block / heads / tiles, block % heads, block / heads % tiles}; }
+
 template <class T, int D>
 __global__ void __launch_bounds__(THREADS)
   attention_delta(const __grid_constant__ attention_problem p, const backward_room r)
@@ -38,8 +44,8 @@ __global__ void __launch_bounds__(THREADS)
   // LANES lanes share a row and read at most 16 bytes each. A warp processes AT_ONCE rows together.
   constexpr int LANES = D == 96 ? 16 : D / 8, AT_ONCE = 32 / LANES;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, piece = lane % LANES;
-  const int lines = (int)(r.line / QUERIES), tile = blockIdx.x % lines, pair = blockIdx.x / lines,
-            b = pair / p.heads, h = pair % p.heads;
+  const int tiles = (int)(r.line / QUERIES);
+  const auto [b, h, tile] = delta_rows_of(blockIdx.x, p.heads, tiles);
   uint32_t largest = 0, bad = 0;   // bad: bit mask of the rows that the warp must recompute
   for (int i = 0; i < QUERIES / (WARPS * AT_ONCE); i++) {
     const int first = tile * QUERIES + (i * WARPS + warp) * AT_ONCE, t = first + lane / LANES;
@@ -74,10 +80,9 @@ __global__ void __launch_bounds__(THREADS)
   // The sums of the rows in `bad` are not finite, for example because y overflowed when it was
   // rounded. So the delta of these rows is recomputed from p and dp.
   for (; bad; bad &= bad - 1) {
-    const int block = opaque((int)blockIdx.x), pair = block / lines, b = pair / p.heads,
-              h = pair % p.heads;
+    const auto [b, h, tile] = delta_rows_of(opaque((int)blockIdx.x), p.heads, tiles);
     const int at = __ffs(bad) - 1,
-              t = block % lines * QUERIES + (at / AT_ONCE * WARPS + warp) * AT_ONCE + at % AT_ONCE;
+              t = tile * QUERIES + (at / AT_ONCE * WARPS + warp) * AT_ONCE + at % AT_ONCE;
     const float exact = delta_of_row<T, float>(p, b, h, t);
     if (lane == at % AT_ONCE * LANES)
       ((float *)p.delta)[delta_at(p, b, h, t)] = keys_seen(p, t) > 0 ? exact : 0.0f;

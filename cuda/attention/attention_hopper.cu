@@ -210,7 +210,6 @@ template <class T, int D, bool ENTROPY>
 __device__ static inline void compute_items(const attention_problem &p, const schedule &plan,
                                             const buffers<D> room, int warp, int stored)
 {
-  static_assert(D == 64 || QUERIES_OF<D> == ROWS, "a tile of q must have ROWS rows");
   const int part = warp >> 2, g = (threadIdx.x & 31) >> 2;
   const float scale = (float)(p.factor * LOG2_E);
   // A warpgroup waits for its turn before it starts a tile's products, and then passes the turn to
@@ -248,7 +247,7 @@ __device__ static inline void compute_items(const attention_problem &p, const sc
     room.take(q, round >> 1);
     take_keys(n);
     group_begin();
-    start_rows_times_rows<T, D, KEYS>(s, own_q, room.at(n & 1));
+    start_rows_times_rows<T, D, KEYS, QUERIES_OF<D>>(s, own_q, room.at(n & 1));
     group_commit();
     group_wait<0>();
     settle(s);
@@ -274,7 +273,7 @@ __device__ static inline void compute_items(const attention_problem &p, const sc
       take_values(n);
       await_turn();
       group_begin();
-      start_rows_times_rows<T, D, KEYS>(s, own_q, room.at(~n & 1));
+      start_rows_times_rows<T, D, KEYS, QUERIES_OF<D>>(s, own_q, room.at(~n & 1));
       group_commit();
       start_weights_times_rows<T, D, KEYS>(y, weights, room.at(VALUES_IN + (n & 1)));
       group_commit();

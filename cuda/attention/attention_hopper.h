@@ -1,11 +1,8 @@
-// Shared by the attention kernels for Hopper: warpgroups with 64 rows each (two per block in the
-// backward pass), tiles of 64 columns.
+// Shared by the attention kernels for Hopper. A warpgroup computes 64 rows; tiles have 64 columns.
 #pragma once
 
 #include "attention_tiles.h"
 #include "kernel/wgmma.h"
-
-enum { GROUPS = 2, BLOCK = 128 * GROUPS, ROWS = 64 * GROUPS };
 
 // These kernels are called on sm_90a only; other architectures lack the instructions.
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -23,7 +20,7 @@ __device__ static inline void load_rows(uint32_t tile, const T *head, int64_t st
 {
   // All 16-byte pieces that a thread loads are in one column of pieces, and the swizzle puts them
   // at the same offset in their rows.
-  constexpr int PIECES = D / 8, STEP = BLOCK / PIECES;
+  constexpr int PIECES = D / 8, STEP = THREADS / PIECES;
   static_assert(STEP % 8 == 0, "the swizzle depends on the row's lowest bits");
   const int row = thread / PIECES, piece = thread % PIECES, there = limit - first - row;
   const T *column = head + piece * 8;
@@ -53,13 +50,13 @@ __device__ static inline void load_rows_by_warp(uint32_t tile, const T *head, in
 }
 
 /// Starts c [64 x N] = a b^T, with a [64 x D] and b [N x D]. a: the address of 64 rows in tiles of
-/// ROWS rows. b: the address of tiles of N rows.
-template <class T, int D, int N>
+/// TALL rows. b: the address of tiles of N rows.
+template <class T, int D, int N, int TALL>
 __device__ static inline void start_rows_times_rows(float (&c)[N / 2], uint32_t a, uint32_t b)
 {
 #pragma unroll
   for (int i = 0; i < D / 16; i++)
-    rows_times_rows(c, tile_descriptor(a, 16, i / 4 * (ROWS * 128) + i % 4 * 32),
+    rows_times_rows(c, tile_descriptor(a, 16, i / 4 * (TALL * 128) + i % 4 * 32),
                     tile_descriptor(b, 16, i / 4 * (N * 128) + i % 4 * 32), i > 0, T());
 }
 

@@ -1,9 +1,16 @@
-// Attention backward on Hopper (sm_90a): dk and dv in blocks of 128 keys, dq in blocks of 128
-// queries, 64 rows per warpgroup. The method and the results are those of attention_backward.cu,
-// whose first kernel also computes delta for this file. The products use wgmma.
+// Attention backward on Hopper (sm_90a). One kernel computes dk and dv in blocks of 64 keys,
+// another dq in blocks of 64 queries. The method and the results are those of
+// attention_backward.cu, whose first kernel also computes delta for this file. The products use
+// wgmma.
+//
+// A block is one warpgroup. Two to four blocks share a multiprocessor. They do not wait for each
+// other: while one uses the tensor cores, another computes probabilities, loads its first rows or
+// stores its results. On an H200 this is faster than larger blocks, which read q, dy, k and v less
+// often.
 #include "attention_hopper.h"
 
 enum { KEYS = 64 };   // keys in a tile of the kernel that computes dq
+enum { ROWS = 64 };   // rows of a block
 /// Size of shared memory in bytes. It holds two resident sets of rows, two pairs of tiles that
 /// alternate, and two pairs of lines of shift and delta.
 template <int D>
@@ -29,14 +36,14 @@ __device__ static inline uint32_t store_scaled(const float (&c)[D / 2], float fa
 // ---- dk, dv
 
 template <class T, int D>
-__global__ void __launch_bounds__(BLOCK, 1)
+__global__ void __launch_bounds__(THREADS, D == 64 ? 3 : 2)
   hopper_grad_keys(const __grid_constant__ attention_problem p, const backward_room r,
                    const int stored)
 {
 #if HOPPER_BODY
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr uint32_t TILE = QUERIES * D * 2, KEEP = ROWS * D * 2;
-  const int warp = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x >> 5, 0), part = warp >> 2;
+  const int warp = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x >> 5, 0);
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const scheduled at = scheduled_at(r.keys, blockIdx.x);
   const int pair = at.head, b = pair / p.groups, group = pair % p.groups;
@@ -45,8 +52,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
 
   const int first_tile = first_query(p, key0) / QUERIES,
             tiles = max(0, (p.queries + QUERIES - 1) / QUERIES - first_tile);
-  const int all_see = first_query(p, key0 + part * 64 + 63),
-            own_first = first_query(p, key0 + part * 64), total = tiles * p.shared;
+  const int all_see = first_query(p, key0 + ROWS - 1), total = tiles * p.shared;
   const int row_first[2] = {first_query(p, own + g), first_query(p, own + g + 8)};
   // staged: two stages of q and dy
   const uint32_t base = shared_address(room), shared = (base + 1023) & ~1023u,
@@ -54,20 +60,23 @@ __global__ void __launch_bounds__(BLOCK, 1)
   unsigned char *const place = room + (shared - base);
   float *const lines = (float *)(place + 2 * KEEP + 4 * TILE);   // two stages of shift and delta
 
-  auto load_queries = [&](int n) {
-    int h = group * p.shared + n / tiles, first = (first_tile + n % tiles) * QUERIES, stage = n & 1;
-    load_rows<D, QUERIES>(staged + stage * 2 * TILE, row_of<T>(p.q, b, 0, h), p.q.time, first,
+  // the next tile to load
+  int h = group * p.shared, next = first_tile * QUERIES;
+  auto load_queries = [&](int stage) {
+    load_rows<D, QUERIES>(staged + stage * 2 * TILE, row_of<T>(p.q, b, 0, h), p.q.time, next,
                           p.queries);
     load_rows<D, QUERIES>(staged + stage * 2 * TILE + TILE, row_of<T>(p.dy, b, 0, h), p.dy.time,
-                          first, p.queries);
+                          next, p.queries);
     if (threadIdx.x < 2 * QUERIES / 4) {
       int which = threadIdx.x / (QUERIES / 4), piece = threadIdx.x % (QUERIES / 4);
       const float *line =
-        (which ? (const float *)p.delta : r.shift) + ((int64_t)b * p.heads + h) * r.line + first;
+        (which ? (const float *)p.delta : r.shift) + ((int64_t)b * p.heads + h) * r.line + next;
       copy16(shared_address(lines + (2 * stage + which) * QUERIES + piece * 4), line + piece * 4,
              true);
     }
     copy_commit();
+    next += QUERIES;
+    if (next >= p.queries) next = first_tile * QUERIES, h++;
   };
   load_rows<D, ROWS>(shared, row_of<T>(p.k, b, 0, group), p.k.time, key0, p.keys);
   load_rows<D, ROWS>(shared + KEEP, row_of<T>(p.v, b, 0, group), p.v.time, key0, p.keys);
@@ -76,8 +85,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
 
   const float scale = (float)(p.factor * LOG2_E), lift = lift_of<T>(r, pair),
               held = lift * exp2f((float)-RAISE<T>);
-  const uint32_t own_k = shared + part * 64 * 128, own_v = own_k + KEEP;
-  float dk[D / 2], dv[D / 2], s[QUERIES / 2], ds[QUERIES / 2];
+  float dk[D / 2], dv[D / 2];
   uint32_t for_v[QUERIES / 16][4], for_k[QUERIES / 16][4];
 #pragma unroll
   for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0;
@@ -93,22 +101,25 @@ __global__ void __launch_bounds__(BLOCK, 1)
     settle(for_k);
   };
 
-  for (int n = 0; n < total; n++) {
+  for (int n = 0, first = first_tile * QUERIES, coming; n < total; n++, first = coming) {
     end_products();
     copy_wait<0>();
     publish_shared();
     __syncthreads();   // this tile is loaded, and all warps have finished the previous tile
-    if (n + 1 < total) load_queries(n + 1);
-    const int stage = n & 1, first = (first_tile + n % tiles) * QUERIES;
-    // these queries see none of the warpgroup's keys
-    if (first + QUERIES <= own_first) continue;
+    const int stage = n & 1;
     const uint32_t q_tile = staged + stage * 2 * TILE, dy_tile = q_tile + TILE;
     const float *shift = lines + 2 * stage * QUERIES + 2 * t, *delta = shift + QUERIES;
+    float s[QUERIES / 2], ds[QUERIES / 2];
+    // Otherwise ptxas lacks registers and ends each product before it starts the next.
+    forget(s);
+    forget(ds);
     group_begin();
-    start_rows_times_rows<T, D, QUERIES>(s, own_k, q_tile);
+    start_rows_times_rows<T, D, QUERIES, ROWS>(s, shared, q_tile);
     group_commit();
-    start_rows_times_rows<T, D, QUERIES>(ds, own_v, dy_tile);
+    start_rows_times_rows<T, D, QUERIES, ROWS>(ds, shared + KEEP, dy_tile);
     group_commit();
+    coming = next;
+    if (n + 1 < total) load_queries(~n & 1);
     group_wait<1>();
     settle(s);
     if (first < all_see) {
@@ -181,22 +192,20 @@ __global__ void __launch_bounds__(BLOCK, 1)
 // ---- dq
 
 template <class T, int D>
-__global__ void __launch_bounds__(BLOCK, D == 64 ? 2 : 1)
+__global__ void __launch_bounds__(THREADS, D == 64 ? 4 : 2)
   hopper_grad_queries(const __grid_constant__ attention_problem p, const backward_room r,
                       const int stored)
 {
 #if HOPPER_BODY
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr uint32_t TILE = KEYS * D * 2, KEEP = ROWS * D * 2;
-  const int warp = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x >> 5, 0), part = warp >> 2;
+  const int warp = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x >> 5, 0);
   const int lane = threadIdx.x & 31, g = lane >> 2;
   const scheduled at = scheduled_at(r.queries, blockIdx.x);
   const int pair = at.head, b = pair / p.heads, h = pair % p.heads, group = h / p.shared;
-  const int t0 = (r.queries.tiles - 1 - at.tile) * ROWS, first = t0 + part * 64,
-            own = t0 + warp * 16;
+  const int first = (r.queries.tiles - 1 - at.tile) * ROWS, own = first + warp * 16;
 
-  const int last = keys_seen(p, min(t0 + ROWS, p.queries) - 1), all_see = keys_seen(p, first);
-  const int own_last = first < p.queries ? keys_seen(p, min(first + 64, p.queries) - 1) : 0;
+  const int last = keys_seen(p, min(first + ROWS, p.queries) - 1), all_see = keys_seen(p, first);
   const int tiles = (last + KEYS - 1) / KEYS,
             row_seen[2] = {keys_seen(p, own + g), keys_seen(p, own + g + 8)};
   // staged: two stages of k and v
@@ -209,15 +218,14 @@ __global__ void __launch_bounds__(BLOCK, D == 64 ? 2 : 1)
     load_rows<D, KEYS>(staged + (n & 1) * 2 * TILE + TILE, v, p.v.time, n * KEYS, p.keys);
     copy_commit();
   };
-  load_rows<D, ROWS>(shared, row_of<T>(p.q, b, 0, h), p.q.time, t0, p.queries);
-  load_rows<D, ROWS>(shared + KEEP, row_of<T>(p.dy, b, 0, h), p.dy.time, t0, p.queries);
+  load_rows<D, ROWS>(shared, row_of<T>(p.q, b, 0, h), p.q.time, first, p.queries);
+  load_rows<D, ROWS>(shared + KEEP, row_of<T>(p.dy, b, 0, h), p.dy.time, first, p.queries);
   load_keys(0);
 
   const float scale = (float)(p.factor * LOG2_E),
               lift = lift_of<T>(r, (int64_t)b * p.groups + group),
               held = lift * exp2f((float)-RAISE<T>);
-  const uint32_t own_q = shared + part * 64 * 128, own_dy = own_q + KEEP;
-  float dq[D / 2], s[KEYS / 2], ds[KEYS / 2], shift[2], less[2];
+  float dq[D / 2], shift[2], less[2];
   uint32_t weights[KEYS / 16][4];
 #pragma unroll
   for (int i = 0; i < D / 2; i++) dq[i] = 0;
@@ -241,15 +249,15 @@ __global__ void __launch_bounds__(BLOCK, D == 64 ? 2 : 1)
     copy_wait<0>();
     publish_shared();
     __syncthreads();
-    if (n + 1 < tiles) load_keys(n + 1);
     const int key = n * KEYS;
-    if (key >= own_last) continue;   // the tile is hidden from the warpgroup
     const uint32_t k_tile = staged + (n & 1) * 2 * TILE, v_tile = k_tile + TILE;
+    float s[KEYS / 2], ds[KEYS / 2];
     group_begin();
-    start_rows_times_rows<T, D, KEYS>(s, own_q, k_tile);
+    start_rows_times_rows<T, D, KEYS, ROWS>(s, shared, k_tile);
     group_commit();
-    start_rows_times_rows<T, D, KEYS>(ds, own_dy, v_tile);
+    start_rows_times_rows<T, D, KEYS, ROWS>(ds, shared + KEEP, v_tile);
     group_commit();
+    if (n + 1 < tiles) load_keys(n + 1);
     group_wait<1>();
     settle(s);
     if (key + KEYS > all_see) hide_after(s, row_seen[0] - key, row_seen[1] - key);
@@ -292,10 +300,10 @@ static eng_status launch(const attention_problem *p, backward_room *r, int store
   const int k_blocks = r->keys.tiles * r->keys.heads,
             q_blocks = r->queries.tiles * r->queries.heads;
   if (k_blocks > 0 && (p->dk.data || p->dv.data))
-    ENG_TRY(launch_kernel("attention_grad", hopper_grad_keys<T, D>, k_blocks, BLOCK,
+    ENG_TRY(launch_kernel("attention_grad", hopper_grad_keys<T, D>, k_blocks, THREADS,
                           BACKWARD_BYTES<D>, *p, *r, stored));
   if (q_blocks > 0 && p->dq.data)
-    ENG_TRY(launch_kernel("attention_grad", hopper_grad_queries<T, D>, q_blocks, BLOCK,
+    ENG_TRY(launch_kernel("attention_grad", hopper_grad_queries<T, D>, q_blocks, THREADS,
                           BACKWARD_BYTES<D>, *p, *r, stored));
   return ENG_OK;
 }

@@ -62,6 +62,12 @@ template <int N> __device__ static inline void settle(float (&d)[N])
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]) :: "memory");
 }
+/// Tells the compiler that it need not keep the contents of these registers.
+template <int N> __device__ static inline void forget(float (&d)[N])
+{
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "=f"(d[i]) :: "memory");
+}
 template <int M, int N> __device__ static inline void settle(uint32_t (&a)[M][N])
 {
 #pragma unroll

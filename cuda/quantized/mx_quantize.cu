@@ -52,19 +52,30 @@ __device__ inline void load_four(float (&v)[EACH], const void *x, int dtype, int
   }
 }
 
-__global__ void __launch_bounds__(THREADS)
-survey_all(const void *x, int dtype, int64_t count, bool aligned, survey *seen)
+template <typename T> __global__ void __launch_bounds__(THREADS)
+survey_all(const T *x, int64_t count, bool aligned, survey *seen)
 {
   uint32_t top = 0;
   int nan = 0;
-  for (int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * EACH; i < count;
-       i += (int64_t)gridDim.x * THREADS * EACH) {
-    float v[EACH];
-    load_four(v, x, dtype, i, (int)min((int64_t)EACH, count - i), aligned);
+  for (int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * EIGHT; i < count;
+       i += (int64_t)gridDim.x * THREADS * EIGHT) {
+    eight<T> v;
+    if (aligned && count - i >= EIGHT) load_wide(v, x + i);
+    else load_some(v, x + i, (int)min((int64_t)EIGHT, count - i));
+    uint32_t largest = 0;
 #pragma unroll
-    for (int k = 0; k < EACH; k++) top = max(top, magnitude_of(v[k], nan));
+    for (uint32_t &word : v.w) largest = larger<T>(largest, word &= magnitudes<T>::bits);
+    if (some_nan<T>(largest)) {
+      largest = 0;
+#pragma unroll
+      for (uint32_t word : v.w) {
+        nan += __popc((word + magnitudes<T>::beyond) & magnitudes<T>::signs);
+        largest = larger<T>(largest, but_nan<T>(word));
+      }
+    }
+    top = larger<T>(top, largest);
   }
-  report(seen, top, nan);
+  report(seen, largest_bits<T>(top), nan);
 }
 
 /// Writes the amax to *amax and *again, and the number of NaN to *nan. `again` and `nan` may be
@@ -408,6 +419,18 @@ eng_status run_registers(mx_job *p, const op_call *call)
   return ENG_OK;
 }
 
+eng_status survey_x(const tensor *x, survey *seen)
+{
+  const int64_t most = 8LL * cuda_multiprocessors(), needed = parts(x->count, THREADS * EIGHT);
+  if (needed == 0) return ENG_OK;
+  return with_format(x->dtype, [&](auto t) {
+    survey_all<<<(unsigned)(needed < most ? needed : most), THREADS, 0, cuda_stream()>>>(
+      (const decltype(t) *)x->data, x->count, is_aligned(x->data, 16), seen);
+    CUDA_LAUNCHED("mx_quantize");
+    return ENG_OK;
+  });
+}
+
 /// Launches `finish` for the outputs of the call.
 eng_status finish_x(const op_call *call, const survey *seen, bool finite)
 {
@@ -427,11 +450,7 @@ eng_status quantize(const op_call *call, mx_job p, survey *seen)
              nvfp4 = mx_is_nvfp4(a.rule);
   CUDA_TRY(cudaMemsetAsync(seen, 0, sizeof *seen, cuda_stream()));
   if (nvfp4) {   // the other rules do not read the amax
-    const int64_t most = 8LL * cuda_multiprocessors(), needed = parts(x->count, THREADS * EACH);
-    if (needed > 0)
-      survey_all<<<(unsigned)(needed < most ? needed : most), THREADS, 0, cuda_stream()>>>(
-        x->data, x->dtype, x->count, is_aligned(x->data, 16), seen);
-    CUDA_LAUNCHED("mx_quantize");
+    ENG_TRY(survey_x(x, seen));
     ENG_TRY(finish_x(call, seen, p.finite));
   }
   p.amax = (const float *)call->out[2]->data;

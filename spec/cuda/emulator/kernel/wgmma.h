@@ -100,6 +100,7 @@ static inline void group_wait()
 { emulator::meet_warpgroup(emulator::product_finish<LEFT>, nullptr); }
 template <int N> static inline void settle(float (&)[N]) {}
 template <int M, int N> static inline void settle(uint32_t (&)[M][N]) {}
+template <int N> static inline void forget(float (&)[N]) {}
 
 template <int H, class T>
 static inline void rows_times_rows(float (&d)[H], uint64_t a, uint64_t b, bool add, T)
