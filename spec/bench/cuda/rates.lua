@@ -75,6 +75,19 @@ for _, dtype in ipairs { "bf16", "f16", "f32" } do
     return x:matmul(w, false, true)
   end)
 end
+-- GPT-2's layers
+for _, shape in ipairs { { 768, 768 }, { 2304, 768 }, { 3072, 768 }, { 768, 3072 } } do
+  local M, N, K = scaled(32768), scaled(shape[1]), scaled(shape[2])
+  local function matrix(m, n) return engine.randn(m, n):to("bf16"):keep() end
+  local x, w, dy = matrix(M, K), matrix(N, K), matrix(M, N)
+  local flops = 2 * M * N * K
+  product_line(("product bf16 %d x %d x %d"):format(M, N, K), flops, function()
+    return x:matmul(w, false, true)
+  end)
+  product_line("  dx", flops, function() return dy:matmul(w) end)
+  product_line("  dw", flops, function() return dy:matmul(x, true, false) end)
+  for _, each in ipairs { x, w, dy } do each:free() end
+end
 do
   -- FP8: one scale per tensor, as fp8_delayed and fp8_current use in forward products (fast) and in
   -- gradients; one scale per row; and the products of fp8_block
@@ -97,9 +110,9 @@ do
     qw:free()
   end
 end
-for _, D in ipairs { 64, 128 } do
+for _, shape in ipairs { { 16, 2048, 16, 64 }, { 16, 2048, 16, 128 }, { 32, 1024, 12, 64 } } do
   local raw = require "engine.base.ffi"
-  local B, T, H = 16, scaled(2048), 16
+  local B, T, H, D = shape[1], scaled(shape[2]), shape[3], shape[4]
   local function heads() return engine.randn(B, T, H, D):to("bf16"):keep() end
   local q, k, v, dy = heads(), heads(), heads(), heads()
   local y, lse = raw.run("attention", { q, k, v }, { 1, 0 }, { 0 }, 3)
