@@ -173,43 +173,54 @@ function M.encode(value, name)
   return encode_value(value, name or "value", {})
 end
 
--- Returns the 64-bit number with these digits. Applies the sign last, because -2^63 has no positive
--- counterpart.
+-- Returns the 64-bit number with these digits, or nil. Applies the sign last, because -2^63 has no
+-- positive counterpart.
 local function integer(text, kind)
   local negative, digits = text:match("^(%-?)(%d+)$")
-  if not digits then error("malformed 64-bit number '" .. text .. "'", 0) end
+  if not digits then return nil end
   local value = 0ULL
   for d in digits:gmatch("%d") do value = value * 10 + (d:byte() - 48) end
   if negative == "-" then value = 0ULL - value end
-  return kind == "$int64" and ffi.cast("int64_t", value) or value
+  return ffi.cast(kind, value)
 end
 
 local restore
 
+-- Key of an object with one key -> { the type of its value, a function that returns the data, or
+-- nil for a malformed value }.
 local tags = {
-  ["$number"] = function(text)
-    local value = ({ nan = 0 / 0, inf = math.huge, ["-inf"] = -math.huge })[text]
-    return value or error("malformed number '" .. tostring(text) .. "'", 0)
-  end,
-  ["$int64"] = function(text) return integer(text, "$int64") end,
-  ["$uint64"] = function(text) return integer(text, "$uint64") end,
-  ["$bytes"] = function(text)
+  ["$number"] = { "string", function(text)
+    return ({ nan = 0 / 0, inf = math.huge, ["-inf"] = -math.huge })[text]
+  end },
+  ["$int64"] = { "string", function(text) return integer(text, "int64_t") end },
+  ["$uint64"] = { "string", function(text) return integer(text, "uint64_t") end },
+  ["$bytes"] = { "string", function(text)
     return (text:gsub("%x%x", function(hex) return string.char(tonumber(hex, 16)) end))
-  end,
-  ["$pairs"] = function(list)
+  end },
+  ["$pairs"] = { "table", function(list)
     local t = {}
-    for _, entry in ipairs(list) do t[restore(entry[1])] = restore(entry[2]) end
+    for _, entry in ipairs(list) do
+      if type(entry) ~= "table" then return nil end
+      local key = restore(entry[1])
+      if not ({ string = 1, number = 1, boolean = 1 })[type(key)] or key ~= key then return nil end
+      t[key] = restore(entry[2])
+    end
     return t
-  end,
+  end },
 }
 
 function restore(value)
+  if value == cjson.null then error("null has no counterpart in Lua", 0) end
   if type(value) ~= "table" then return value end
   local key, content = next(value)
-  if tags[key] and next(value, key) == nil then return tags[key](content) end
-  for k, v in pairs(value) do
-    if type(v) == "table" then value[k] = restore(v) end
+  local tag = next(value, key) == nil and tags[key]
+  if tag then
+    local data
+    if type(content) == tag[1] then data = tag[2](content) end
+    if data == nil then error(("malformed value of '%s'"):format(key), 0) end
+    return data
   end
+  for k, v in pairs(value) do value[k] = restore(v) end
   return value
 end
 

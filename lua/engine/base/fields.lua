@@ -1,0 +1,101 @@
+-- Rules for data from a file. A table of rules describes the whole data, and one call checks them
+-- before they are used:
+--
+--   local RULE = fields.record { steps = fields.count, note = fields.optional(fields.text),
+--     rates = fields.map(fields.amount), shape = fields.list(fields.count) }
+--   fields.problem({ steps = -1 }, RULE, "state")
+--     -> "state.steps: expected a whole number of 0 or more, got -1", or nil if the data are valid
+--
+-- A rule is a function of a value, its path and the record that holds it. It returns a problem or
+-- nil.
+-- Records may have fields without a rule; these were written by another version of the engine.
+local M_ffi = require "engine.base.ffi"
+local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
+
+local M = {}
+
+--- Makes a rule. what: the expected value in words. test(value, record): whether the value is
+--- valid; never called with nil.
+function M.rule(what, test)
+  return function(value, path, record)
+    if value ~= nil and test(value, record) then return nil end
+    return ("%s: expected %s, got %s"):format(path, what, M_ffi.value_text(value))
+  end
+end
+
+local function finite(x) return type(x) == "number" and x >= 0 and x < math.huge end
+
+--- Whether x is a whole number of 0 or more that a double holds exactly.
+function M.whole(x) return finite(x) and x % 1 == 0 and x <= 2 ^ 53 end
+local whole = M.whole
+
+M.text = M.rule("a string", function(x) return type(x) == "string" end)
+M.flag = M.rule("true or false", function(x) return type(x) == "boolean" end)
+M.table = M.rule("a table", function(x) return type(x) == "table" end)
+M.count = M.rule("a whole number of 0 or more, up to 2^53", whole)
+M.amount = M.rule("a finite number of 0 or more", finite)
+
+--- A whole number from `low` to `high`.
+function M.between(low, high)
+  return M.rule(("a whole number from %d to %d"):format(low, high), function(x)
+    return whole(x) and x >= low and x <= high
+  end)
+end
+
+--- Any value.
+function M.any() end
+
+--- A field that may be absent.
+function M.optional(rule)
+  return function(value, ...)
+    if value ~= nil then return rule(value, ...) end
+  end
+end
+
+--- A table whose fields have these rules.
+function M.record(rules)
+  local names = nearest.keys(rules)      -- sorted, so that the first problem is always the same
+  return function(value, path)
+    local problem = M.table(value, path)
+    for i = 1, problem and 0 or #names do
+      local name = names[i]
+      problem = problem or rules[name](value[name], path .. "." .. name, value)
+    end
+    return problem
+  end
+end
+
+--- A table of values that have this rule. pattern: a Lua pattern for the keys, which are strings
+--- (by default any).
+function M.map(rule, pattern)
+  local name_of = M.rule(pattern and "keys like " .. pattern or "strings as keys", function(name)
+    return type(name) == "string" and (not pattern or name:find("^" .. pattern .. "$") ~= nil)
+  end)
+  return function(value, path)
+    local problem = M.table(value, path)
+    for name, item in pairs(problem and {} or value) do
+      problem = problem or name_of(name, path)
+        or rule(item, path .. "." .. show.cut(show.shown(name), 80))
+    end
+    return problem
+  end
+end
+
+--- A list of values that have this rule.
+function M.list(rule)
+  return function(value, path)
+    local problem, n = M.table(value, path), 0
+    for _ in pairs(problem and {} or value) do n = n + 1 end
+    for i = 1, n do
+      problem = problem or value[i] == nil and ("%s: expected a list, got a table with other keys")
+        :format(path) or rule(value[i], ("%s[%d]"):format(path, i))
+    end
+    return problem
+  end
+end
+
+--- Returns the first problem of `data` as text, or nil. path: the name of the data in the text.
+function M.problem(data, rule, path) return rule(data, path) end
+
+return M
