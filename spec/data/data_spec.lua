@@ -255,8 +255,9 @@ describe("data", function()
     assert.error_matches(function() loader { path = file("b.bin", u16(numbers(60))) }:restore(
       state) end, "saved with examples 11, but the loader has 14")
     assert.error_matches(function() loader():restore(5) end,
-      "expected a position from state%(%), got 5")
-    assert.error_matches(function() loader():restore { at = -1 } end, "expected a position")
+      "expected a position from state%(%): position: expected a table, got 5")
+    assert.error_matches(function() loader():restore { at = -1 } end,
+      "position.at: expected a whole number of 0 or more, up to 2^53, got -1", 1, true)
   end)
 
   it("a batch is freed with its step, even if no step was open before", function()

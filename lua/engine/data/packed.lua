@@ -7,6 +7,7 @@
 -- of a token in the document. Called by init.lua.
 local arguments = require "engine.base.arguments"
 local M_ffi = require "engine.base.ffi"
+local fields = require "engine.base.fields"
 local order = require "engine.data.order"
 local position = require "engine.data.position"
 local tensor = require "engine.tensor.tensor"
@@ -135,7 +136,8 @@ end
 --- Moves to a saved position. Refuses a position that was saved with other files or options, or
 --- with an encode that gave other tokens.
 function Packed:restore(state)
-  local at, version = position.check(state, self, IDENTITY, { "epoch", "place", "token" })
+  local at, version = position.check(state, self, IDENTITY, { epoch = fields.count,
+    token = fields.count, place = fields.between(0, self.examples) })
   if state.files ~= self.files then self.documents.records:check(state.files) end
   if state.place ~= self.place or state.epoch ~= self.epoch or version ~= self.order then
     self.document = nil

@@ -33,6 +33,7 @@
 --                                   save the object's fields
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
+local fields = require "engine.base.fields"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
@@ -153,9 +154,9 @@ function ClassPolicy:save()
 end
 
 function ClassPolicy:restore(text)
-  local saved = json.decode(text)
-  if type(saved) ~= "table" or saved.class ~= self.name or type(saved.state) ~= "table"
-    or not is_scale(saved.scale) then
+  local good, saved = pcall(json.decode, text)
+  if not good or type(saved) ~= "table" or saved.class ~= self.name or type(saved.state) ~= "table"
+    or not is_scale(saved.scale) or not fields.whole(saved.failures or 0) then
     raise("loss scaler '%s': expected a state that this scaler saved", self.name)
   end
   local object = self.object
