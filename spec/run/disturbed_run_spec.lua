@@ -305,15 +305,17 @@ describe("files of a run", function()
     local run = folder .. "/r"
     job { run = run }:run()
     local c = engine.checkpoint.load(run .. "/checkpoints")
-    for _, spoiled in ipairs { { steps = "7" }, { rng = 5 }, { optimizer = { name = "adamw" } },
-      { policy = { name = "x" } } } do
+    c.state.steps = 500
+    for field, spoiled in pairs { ["steps"] = { steps = "7" }, ["rng"] = { rng = 5 },
+      ["optimizer.updates"] = { optimizer = { name = "adamw" } },
+      ["policy.state"] = { policy = { name = "x" } } } do
       local state = {}
       for key, value in pairs(c.state) do state[key] = value end
       for key, value in pairs(spoiled) do state[key] = value end
       engine.checkpoint.save(run .. "/checkpoints", 500, { model = c.model, optimizer = c.optimizer,
         state = state })
-      assert.matches("is not a checkpoint of a trainer: its state has no",
-        helper.failure(job, { run = run, resume = "auto" }))
+      helper.refuses("is not a checkpoint of a trainer: state.json: state." .. field ..
+        ": expected ", job, { run = run, resume = "auto" })
     end
     engine.checkpoint.save(run .. "/checkpoints", 500, { state = c.state })
     assert.matches("has no weights", helper.failure(job, { run = run, resume = "auto" }))

@@ -66,6 +66,13 @@ describe("plain data as JSON", function()
   end)
 end)
 
+-- Changes the text of a state.json, except its checksum, which is computed again.
+local function rewrite(path, change)
+  local body = change(helper.read(path):match('^(.*),"crc32c"'))
+  helper.write(path, body .. (',"crc32c":"%08x"}\n'):format(
+    require("engine.base.ffi").C.eng_crc32c(0, body, #body)))
+end
+
 describe("checkpoint", function()
   local dir
   before_each(function() dir = helper.folder() end)
@@ -192,13 +199,39 @@ describe("checkpoint", function()
 
   it("refuses a checkpoint of a newer engine", function()
     checkpoint.save(dir, 10, parts(1))
-    damage(10, "state.json", function(s)
-      local body = s:match('^(.*),"crc32c"'):gsub('"format":1', '"format":9')
-      return body .. (',"crc32c":"%08x"}\n'):format(require("engine.base.ffi").C.eng_crc32c(0, body,
-        #body))
+    rewrite(path_of(10) .. "/state.json", function(s)
+      return (s:gsub('"format":1', '"format":9'))
     end)
     assert.truthy(select(2, checkpoint.load(dir)):find(
       "newer engine (in format 9; this engine reads up to 2)", 1, true))
+  end)
+
+  it("refuses fields of state.json that are out of range, in spite of a valid checksum", function()
+    checkpoint.save(dir, 10, parts(1))
+    local path = path_of(10) .. "/state.json"
+    local text = helper.read(path)
+    for _, case in ipairs {
+      { '"format":1', '"format":"1"', "state.json.format: expected a whole number from 1 to 2, " ..
+        "got '1'" },
+      { '"step":10', '"step":-1099511627776', "state.json.step: expected a whole number of 0 or " ..
+        "more, up to 2^53, got -1099511627776" },
+      { '"step":10', '"step":11', "state.json.step: expected 10, as in the directory's name, " ..
+        "got 11" },
+      { '"files":{', '"files":{"../x":1,', "state.json.files: expected keys like " ..
+        "[%w_%-]+%.safetensors, got '../x'" },
+      { '"bytes":%d+', '"bytes":{}', ".bytes: expected a whole number of 0 or more, up to 2^53, " ..
+        "got a table" },
+      { '"scale":65536', '"scale":null', "state.json is damaged: null has no counterpart in Lua" },
+      { '"scale":65536', '"scale":{"$pairs":[[{},1]]}', "malformed value of '$pairs'" },
+      { '"scale":65536', '"scale":{"$bytes":5}', "malformed value of '$bytes'" },
+      { '"scale":65536', '"scale":{"$int64":"x"}', "malformed value of '$int64'" },
+    } do
+      helper.write(path, text)
+      rewrite(path, function(body) return (body:gsub(case[1], case[2])) end)
+      local none, message = checkpoint.load(dir)
+      assert.is_nil(none)
+      assert.matches(case[3], message, 1, true)
+    end
   end)
 
   it("leaves nothing behind when it fails, and removes leftovers of a killed run", function()
@@ -255,5 +288,99 @@ describe("checkpoint", function()
       assert.are.equal(c.step, c.model.w:totable()[200000])
       c.model.w:free()
     end
+  end)
+end)
+
+describe("the state of a trainer in a checkpoint", function()
+  local dir
+  before_each(function() dir = helper.folder() end)
+  after_each(function() helper.remove(dir) end)
+
+  local function job(options)
+    engine.seed(3)
+    local model = engine.nn.linear(8, 2)
+    local o = { model = model, log = "quiet", attach = false, run = dir .. "/run", steps = 2,
+      optimizer = engine.optim.adamw(model, { lr = 0.1, precision = "fp16" }), policy = "dynamic",
+      shadow = "megatron", state = { best = { 1 }, x = engine.zeros(2):keep() },
+      data = engine.data.mix { loaders = { engine.data.text { text = ("abc "):rep(99), batch = 2,
+        context = 8 } } },
+      loss = function(m) return engine.mse(m(engine.ones(2, 8)), engine.zeros(2, 2)) end }
+    for key, value in pairs(options or {}) do o[key] = value end
+    return engine.trainer(o)
+  end
+
+  it("is checked before a resume uses it, and a message names the file and the field", function()
+    local first = job()
+    first.control.set.clip = 1
+    first:run()
+    local place = dir .. "/run/checkpoints/step-00000002"
+    local path, text = place .. "/state.json", helper.read(place .. "/state.json")
+    local whole = ": expected a whole number of 0 or more, up to 2^53, got "
+    for _, case in ipairs {
+      { '"steps":2,"threads"', '"steps":-1099511627776,"threads"',
+        "state.steps" .. whole .. "-1099511627776; hint: use another checkpoint" },
+      { '"steps":2,"threads"', '"steps":3,"threads"',
+        "state.steps: expected 2, the checkpoint's step, got 3" },
+      { '"updates":%d+,"user"', '"updates":3,"user"',
+        "state.updates: expected a whole number from 0 to the number of steps, got 3" },
+      { '"tokens":%d+', '"tokens":0.5', "state.tokens" .. whole .. "0.5" },
+      { '"elapsed":[^,]+', '"elapsed":{"$number":"nan"}',
+        "state.elapsed: expected a finite number of 0 or more, got nan" },
+      { '"retries":%d+,', "", "state.retries: expected a whole number from 0 to the number of " ..
+        "steps, got nothing" },
+      { '"ranks":1', '"ranks":1e9',
+        "state.ranks: expected a whole number from 1 to 65536, got 1000000000" },
+      { '"lr_factor":1', '"lr_factor":2', "state.lr_factor: expected 1, or after a rollback" },
+      { '"optimizer":{', '"optimizer":[{', "state.optimizer.name: expected a string, got nothing",
+        '"updates":%d+},"policy"', '"updates":2}],"policy"' },
+      { '"seed":"3"', '"seed":"18446744073709551616"',
+        "state.rng.seed: expected a whole number below 2^64 as a string" },
+      { '"state":"{clip', '"state":"{klip', "state.json: state.policy.state: " },
+      { '"clip":1', '"clip":"high"', "state.json: state.set: clip: expected a number, 0 for " ..
+        "none, got 'high'" },
+      { '"loaders":%[{"at":2', '"loaders":[{"at":"2"',
+        "state.json: state.data: data: expected a position from state(): position.at" .. whole },
+      { '"bounds":%d+', '"bounds":true', "state.shadows.list[1].certainty.bounds" .. whole ..
+        "true" },
+      { '"shape":%[2]', '"shape":[3]', "state.user.tensors[1]: expected the name, dtype and " ..
+        "shape of a tensor in the files, got 'x', f32 [3]" },
+      { '"path":%["x"]', '"path":["best",1]', "state.user.tensors[1].path: expected the keys of " ..
+        "a free place in state.user.data" },
+      { '"tensors":.*$', '"tensors":[]}}',
+        "state.user.tensors: expected the place of the tensor 'x', got nothing" },
+    } do
+      helper.write(path, text)
+      rewrite(path, function(body)
+        local changed, n = body:gsub(case[1], case[2])
+        assert.is_true(n > 0, case[1])
+        return (case[4] and changed:gsub(case[4], case[5]) or changed)
+      end)
+      local message = helper.failure(job, { resume = "auto" })
+      assert.matches(place, message, 1, true)
+      assert.matches(case[3], message, 1, true)
+    end
+    helper.write(path, text)
+    assert.equal(4, job { resume = "auto", steps = 4 }:run().steps)
+  end)
+
+  it("is checked before a rollback changes anything", function()
+    local t = job { checkpoint_every = 1, steps = 6, policy = { file = "back.lua",
+      source = [[return { init = function() return { scale = 8 } end,
+        decide = function(state, record)
+          if record.step == 4 then return { scale = 8, action = "rollback", back = 1 } end
+          return 8
+        end }]] },
+      on_step = function(own)
+        local path = dir .. "/run/checkpoints/step-00000003/state.json"
+        if own.steps_done == 4 then
+          rewrite(path, function(body) return (body:gsub('"tokens":', '"taken":')) end)
+        end
+      end }
+    t:run()
+    assert.equal(0, t.rollbacks_made)
+    local seen = helper.history(dir .. "/run", "events", "rollback_refused")[1].text
+    assert.matches("step-00000003 is not a checkpoint of a trainer: state.json: state.tokens: " ..
+      "expected a whole number of 0 or more, up to 2^53, got nothing; hint: use another checkpoint",
+      seen, 1, true)
   end)
 end)

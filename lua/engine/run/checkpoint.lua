@@ -19,6 +19,7 @@
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local disk = require "engine.base.file"
+local fields = require "engine.base.fields"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local ranks = require "engine.dist.ranks"
@@ -30,6 +31,12 @@ local C, check, ffi, plain = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.without_line
 local M = {}
 
 local WHOLE, SHARDS = 1, 2   -- formats: one file for each part, or one for each rank
+
+local FILE = fields.record { bytes = fields.count, crc32c = fields.text }
+
+-- The fields of state.json, besides `state`, which belongs to the caller of M.save.
+local HEADER = fields.record { format = fields.between(WHOLE, SHARDS), step = fields.count,
+  files = fields.map(FILE, "[%w_%-]+%.safetensors") }
 
 local function names_in(directory)
   return disk.names(directory) or M_ffi.raise(M_ffi.message())
@@ -267,19 +274,17 @@ local function read_state(directory)
   end
   local good, header = pcall(json.decode, text)
   if not good then return nil, "state.json is damaged: " .. tostring(header) end
-  if type(header.format) ~= "number" or header.format > SHARDS then
-    return nil, ("was written by a newer engine (in format %s; this engine reads up to %d)"):format(
-      tostring(header.format), SHARDS)
+  if fields.whole(header.format) and header.format > SHARDS then
+    return nil, ("was written by a newer engine (in format %.0f; this engine reads up to %d)")
+      :format(header.format, SHARDS)
   end
-  if type(header.files) ~= "table" or type(header.step) ~= "number" then
-    return nil, "state.json is damaged: it names no files or no step"
+  problem = fields.problem(header, HEADER, "state.json")
+  local step = tonumber(directory:match("/step%-(%d+)/*$"))
+  if not problem and step and header.step ~= step then
+    problem = ("state.json.step: expected %d, as in the directory's name, got %.0f"):format(step,
+      header.step)
   end
-  for name, entry in pairs(header.files) do
-    if not name:match("^[%w_%-]+%.safetensors$") or type(entry) ~= "table" then
-      return nil, "state.json is damaged: it names an unexpected file"
-    end
-  end
-  return header
+  return not problem and header or nil, problem
 end
 
 -- Returns the contents of a checkpoint: { PART = { NAME = { dtype =, shape =, count =, pieces = },

@@ -357,12 +357,13 @@ end
 --- Returns the settings that clients changed, or nil. A resumed run keeps them.
 function Control:state() return next(self.set) and self.set or nil end
 
+--- Restores what state() returned. Raises an error for a value that its setting does not take.
 function Control:restore(saved)
-  if type(saved) ~= "table" then return nil end
   local parts = {}
   for name, value in pairs(saved) do
     local setting = settings[name]
-    if setting and setting.kept and setting[2](value) then
+    if setting and setting.kept then
+      M_ffi.expect(setting[2](value), value, "%s: expected %s", name, setting[1])
       setting[4](self.trainer, value)
       self.set[name] = value
       parts[#parts + 1] = name .. "=" .. show.value(value)

@@ -9,6 +9,7 @@ local published = require("engine.policy.signals").values
 local random = require "engine.base.random"
 local shards = require "engine.run.shards"
 local show = require "engine.base.show"
+local state_fields = require "engine.run.state_fields"
 local user_state = require "engine.run.user_state"
 
 local C = M_ffi.C
@@ -61,6 +62,16 @@ function M.state_of(trainer, user)
   })
 end
 
+-- Calls f(...), in which the owner of a field of the state reads the field. An error of the owner
+-- names the file and the field.
+local function owned(c, field, f, ...)
+  local good, result = pcall(f, ...)
+  if good then return result end
+  local line, message = M_ffi.script_line(), tostring(result)
+  if message:sub(1, #line) == line then message = message:sub(#line + 1) end
+  error(("%s/state.json: %s: %s"):format(c.path, field, message), 0)
+end
+
 -- Lets a seat's policy take over from a checkpoint's policy: loads the checkpoint's policy from
 -- `source` (as in policy.load) and restores its saved state. Returns true, or false and the reason.
 local function follow(seat, saved, source)
@@ -87,27 +98,30 @@ local function regain(seat, saved)
     or "cannot take over the saved state: " .. tostring(why))
 end
 
--- Returns the part of a checkpoint's state that belongs to the policy in seat i, or nil.
+-- Returns the part of a checkpoint's state that belongs to the policy in seat i, and the name of
+-- this part; or nil.
 local function saved_policy(state, i)
-  local fp8 = type(state.fp8) == "table" and state.fp8.policies
-  local saved = i == 1 and state.policy or type(fp8) == "table" and fp8[i - 1]
-  return type(saved) == "table" and type(saved.state) == "string" and saved or nil
+  if i == 1 then return state.policy, "state.policy" end
+  local saved = state.fp8 and state.fp8.policies and state.fp8.policies[i - 1]
+  return saved, saved and ("state.fp8.policies[%d]"):format(i - 1)
 end
 
 -- Restores the policies of the trainer's seats (swap.lua) from a checkpoint's state. A policy that
 -- was swapped in before the checkpoint becomes current again. A policy with the saved policy's name
 -- gets the saved state; any other takes over from the saved policy or starts fresh. Adds lines
 -- about the differences to `notes`.
-local function take_policies(trainer, state, notes)
+local function take_policies(trainer, c, notes)
+  local state = c.state
   local same = state.precision == trainer.precision.name
   for i, of in ipairs(trainer.swaps.seats) do
-    local saved = saved_policy(state, i)
+    local saved, field = saved_policy(state, i)
     if saved and saved.swapped then
       notes[#notes + 1] = trainer.swaps:resume(i, saved.swapped)
     end
     local policy = of.seat.policy
     local what = policy.fp8 and "FP8 policy" or "policy"
-    if saved and saved.name == policy.name then notes[#notes + 1] = regain(of.seat, saved)
+    if saved and saved.name == policy.name then
+      notes[#notes + 1] = owned(c, field .. ".state", regain, of.seat, saved)
     elseif saved then
       local took = same and (follow(of.seat, saved, saved.name)
         or saved.file and follow(of.seat, saved, saved.file))
@@ -121,21 +135,16 @@ local function take_policies(trainer, state, notes)
   end
 end
 
--- Returns, as text, what a checkpoint's state lacks, or nil if it is complete.
-local function state_problem(state)
-  if type(state) ~= "table" then return "it has no state" end
-  for _, key in ipairs { "steps", "updates", "skipped", "retries", "tokens", "elapsed" } do
-    if type(state[key]) ~= "number" then return ("its state has no number '%s'"):format(key) end
-  end
-  for part, keys in pairs { optimizer = { name = "string", updates = "number" },
-    policy = { name = "string", state = "string" },
-    rng = { seed = "string", counter = "string" } } do
-    for key, kind in pairs(keys) do
-      if type(state[part]) ~= "table" or type(state[part][key]) ~= kind then
-        return ("its state has no '%s.%s'"):format(part, key)
-      end
-    end
-  end
+--- Returns why a trainer cannot resume from the open checkpoint c or go back to it, or nil.
+function M.problem(c)
+  local problem = state_fields.problem(c.state)
+    or c.state.steps ~= c.step and ("state.steps: expected %.0f, the checkpoint's step, got %.0f")
+      :format(c.step, c.state.steps)
+    or user_state.problem(c.state.user or { data = {}, tensors = {} }, c.parts.user or {})
+  problem = problem and "state.json: " .. problem or not c.parts.model and "it has no weights"
+    or not c.parts.optimizer and "it has no optimizer state"
+  return problem and ("%s is not a checkpoint of a trainer: %s; hint: use another checkpoint")
+    :format(c.path, problem)
 end
 
 -- Settings that changed_settings ignores.
@@ -176,16 +185,18 @@ end
 -- in the data, the number of updates. Fits the checkpoint's tensors to the master weights' format.
 -- Returns the line of masters.fit about differences in the master weights and averages, or nil.
 local function take_training(trainer, c)
-  local state, optimizer = c.state, trainer.optimizer
+  local state, optimizer, data = c.state, trainer.optimizer, trainer.data
+  if data.restore and state.data ~= nil then   -- comes first: the loader may refuse the position
+    owned(c, "state.data", data.restore, data, state.data)
+  end
   local note = c.parts and masters.fit(optimizer, c) or nil
   if trainer.by_hand then trainer:restore_loop(state.loop) end
   optimizer.updates, trainer.updates = state.optimizer.updates, state.updates
   trainer.norms:restore(state.update_norms)
-  if trainer.data.restore and state.data then trainer.data:restore(state.data) end
   random.go { seed = uint64_of(state.rng.seed), counter = uint64_of(state.rng.counter) }
   trainer.last_verdict = state.last_verdict
   if optimizer.fp8 then
-    optimizer.fp8.averages.held = type(state.fp8) == "table" and state.fp8.held or nil
+    optimizer.fp8.averages.held = state.fp8 and state.fp8.held
     optimizer.fp8:apply(trainer.policy:scale() / trainer.accumulate)
   end
   return note
@@ -225,20 +236,21 @@ end
 --- about the differences between this run and the checkpoint. config: the settings of this run.
 function M.take_over(trainer, c, config)
   local notes, state = {}, c.state
-  local problem = state_problem(state) or c.parts and (not c.parts.model and "it has no weights"
-    or not c.parts.optimizer and "it has no optimizer state")
-  if problem then
-    error(("resume: %s is not a checkpoint of a trainer: %s"):format(c.path, problem), 0)
-  end
+  local problem = c.parts and M.problem(c)
+  if problem then error("resume: " .. problem, 0) end
   if state.optimizer.name ~= trainer.optimizer.name then
     error(("resume: %s was written with the optimizer %s, but this run has %s"):format(c.path,
       state.optimizer.name, trainer.optimizer.name), 0)
   end
   notes[1], state.data = place_of_data(trainer, c.path, state.data)
   c.changes = function() return changed_settings(c.path, config) end
-  take_policies(trainer, state, notes)
-  if trainer.shadows then trainer.shadows:restore(state.shadows) end
-  notes[#notes + 1] = trainer.control:restore(state.set)
+  take_policies(trainer, c, notes)
+  for _, line in ipairs(trainer.shadows and state.shadows
+    and trainer.shadows:restore(state.shadows) or {}) do
+    notes[#notes + 1] = line
+  end
+  notes[#notes + 1] = state.set
+    and owned(c, "state.set", trainer.control.restore, trainer.control, state.set)
   notes[#notes + 1] = take_training(trainer, c)
   notes[#notes + 1] = restore_evaluation(trainer, state.evaluation)
   trainer.steps_done, trainer.skipped = state.steps, state.skipped
@@ -262,9 +274,11 @@ end
 --- Rolls a trainer back to a checkpoint of its own run (`c` as in M.spread). Policies of FP8 layers
 --- get their saved state; the loss-scaling policy and the counters of steps do not change.
 function M.go_back(trainer, c)
-  for i, of in ipairs(trainer.swaps.seats) do
-    local saved, seat = i > 1 and saved_policy(c.state, i), of.seat
-    local line = saved and saved.name == seat.policy.name and regain(seat, saved)
+  for i = 2, #trainer.swaps.seats do
+    local saved, field = saved_policy(c.state, i)
+    local seat = trainer.swaps.seats[i].seat
+    local line = saved and saved.name == seat.policy.name
+      and owned(c, field .. ".state", regain, seat, saved)
     if line then trainer:note(("step %d: %s"):format(trainer.steps_done, line)) end
   end
   take_training(trainer, c)

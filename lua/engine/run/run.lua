@@ -470,9 +470,13 @@ function Run:go_back(step)
   local c, why
   if not dir then why = "a run without a name has no checkpoints; hint: run=NAME"
   elseif not self.follows then
-    c, why = checkpoint.open(dir, step)
-    if not c then why = ("there is no intact checkpoint of step %d or before; "
-      .. "hint: checkpoint_every=N"):format(step) end
+    c = checkpoint.open(dir, step)
+    why = c and restore.problem(c) or not c and ("there is no intact checkpoint of step %d or "
+      .. "before; hint: checkpoint_every=N"):format(step) or nil
+    if c and why then
+      c:close()
+      c = nil
+    end
   end
   if reducer.many then
     local news = json.decode(require("engine.dist.ranks").from_first(not self.follows

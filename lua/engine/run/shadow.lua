@@ -258,10 +258,11 @@ function Shadows:lines()
   if self.steps == 0 then return lines end
   local scale = self.trainer.policy:scale()
   for i, s in ipairs(self.list) do
+    local own = s.scale or s.policy:scale()
     local text = ("shadow %s: would have skipped %s of %d steps at its own scale (the run " ..
       "skipped %d); that scale ended at %.10g (relative to the run's: %s)"):format(s.name,
       counterfactual.count_text(s.certainty, s.skipped), self.steps, self.skipped,
-      s.scale, factor_text(s.scale / scale))
+      own, factor_text(own / scale))
     if s.most > 0 then
       text = text .. (" and differed from the run's by a factor of 2^%.2f on " ..
         "average, 2^%.2f at most"):format(s.apart / self.steps, s.most)
@@ -298,16 +299,33 @@ function Shadows:state()
   return state
 end
 
---- Restores the shadows that a checkpoint contains. All other shadows start fresh.
+-- Restores a shadow's policy from `old`, its part of a checkpoint. Raises an error if `old` does
+-- not fit.
+local function regain(s, old, most)
+  for i = 1, s.rungs and math.max(#s.rungs, #(old.rungs or s.rungs)) or 0 do
+    local rung = (old.rungs or s.rungs)[i]
+    if not (s.rungs[i] and rung and rung >= 1 and rung <= most) then
+      error(("rungs[%d]: expected %d rungs from 1 to %d, got %s"):format(i, #s.rungs, most,
+        M_ffi.value_text(rung)), 0)
+    end
+  end
+  s.policy:restore(old.state)
+end
+
+--- Restores the shadows that a checkpoint contains. All other shadows start fresh. Returns lines
+--- about the shadows whose saved state cannot be restored.
 function Shadows:restore(saved)
-  if type(saved) ~= "table" or type(saved.list) ~= "table" then return end
-  local complete = true
+  local complete, lines, sites = true, {}, self.trainer.optimizer.fp8
   for _, s in ipairs(all(self)) do
     local found
-    for _, old in ipairs(saved.list) do
-      if old.name == s.name and old.policy == s.policy.name and pcall(s.policy.restore, s.policy,
-        old.state) then
-        found = old
+    for i, old in ipairs(saved.list) do
+      if old.name == s.name and old.policy == s.policy.name then
+        local good, why = pcall(regain, s, old, sites and sites.rungs)
+        if good then found = old
+        else
+          lines[#lines + 1] = ("shadow %s starts fresh: state.shadows.list[%d]: %s"):format(s.name,
+            i, M_ffi.without_line(why))
+        end
       end
     end
     for _, key in ipairs(KEPT) do              -- a checkpoint of an older engine lacks some
@@ -320,7 +338,8 @@ function Shadows:restore(saved)
     complete = complete and found ~= nil
   end
   if complete then self.steps, self.skipped = saved.steps, saved.skipped end
-  self.largest = tonumber(saved.largest)
+  self.largest = saved.largest
+  return lines
 end
 
 return M

@@ -5,6 +5,8 @@
 -- run.lua, restore.lua and assemble.lua.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
+local merged = require("engine.base.arguments").merged
+local show = require "engine.base.show"
 local tensor = require "engine.tensor.tensor"
 
 local M = {}
@@ -99,15 +101,43 @@ local function fill(t, source)
   end
 end
 
+-- Returns the table that holds the last key of a tensor's path, or nil if the path leads elsewhere.
+local function holder(data, path)
+  for i = 1, #path - 1 do
+    data = data[path[i]]
+    if type(data) ~= "table" then return nil end
+  end
+  return #path > 0 and data or nil
+end
+
+--- Returns why a checkpoint's part `saved`, whose fields have the right types, cannot be restored,
+--- as text, or nil. tensors: { [name] = { dtype =, shape = } } in the checkpoint's files.
+function M.problem(saved, tensors)
+  local function text(of) return of.dtype .. " " .. tensor.shape_text(of.shape) end
+  local left = merged(tensors)
+  for i, item in ipairs(saved.tensors) do
+    local at, found, place = ("state.user.tensors[%d]"):format(i), left[item.name],
+      holder(saved.data, item.path)
+    if not found or text(found) ~= text(item) then
+      return ("%s: expected the name, dtype and shape of a tensor in the files, got '%s', %s")
+        :format(at, show.cut(show.shown(item.name), 80), text(item))
+    elseif not place or place[item.path[#item.path]] ~= nil then
+      return at .. ".path: expected the keys of a free place in state.user.data, got other keys"
+    end
+    left[item.name] = nil
+  end
+  local name = next(left)
+  return name and ("state.user.tensors: expected the place of the tensor '%s', got nothing"):format(
+    show.cut(show.shown(name), 80))
+end
+
 --- Restores what pack() returned into the table `state`. read(item) returns a kept tensor for an
 --- item { name, shape, dtype }. A checkpoint of a script without a state leaves `state` as it is.
 function M.restore(state, saved, read)
   local data = saved.data
   if next(data) == nil and #saved.tensors == 0 then return end
   for _, item in ipairs(saved.tensors) do
-    local at = data
-    for i = 1, #item.path - 1 do at = at[item.path[i]] end
-    at[item.path[#item.path]] = read(item)
+    holder(data, item.path)[item.path[#item.path]] = read(item)
   end
   fill(state, data)
 end

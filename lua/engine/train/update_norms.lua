@@ -49,15 +49,14 @@ end
 --- Restores what state() returned. A state that does not fit the parameters is ignored.
 function Norms:restore(state)
   self.known = false
-  if type(state) ~= "table" or type(state.squares) ~= "string" then return end
+  if not state then return end
   local i, into = 0, sums(self)
   for number in state.squares:gmatch("%S+") do
     local x = tonumber(number)
     if not x or i == self.n * C.ENG_NORMS then return end
     into[i], i = x, i + 1
   end
-  self.moments = tonumber(state.moments)
-  self.known = i == self.n * C.ENG_NORMS and self.moments ~= nil
+  self.moments, self.known = state.moments, i == self.n * C.ENG_NORMS
 end
 
 -- Returns what the policy set for each parameter, double [n], or nil. what: ENG_EACH_LR and so on.
