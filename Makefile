@@ -494,8 +494,7 @@ LUA_LIB   := $(firstword $(wildcard /usr/lib/*/lua/5.1))
 SYSTEM_LIBRARIES := ld-linux|libc\.so|libm\.so|libdl|libpthread|librt|libstdc|libgcc_s|linux-vdso
 dist: all
 	@rm -rf $(DIST) && mkdir -p $(DIST)/build $(DIST)/lib/lua
-	@git archive HEAD README.md LICENSE Makefile .busted core lua policies examples docs spec | \
-	  tar -x -C $(DIST)
+	@cp -r README.md LICENSE Makefile .busted core lua policies examples docs spec $(DIST)/
 	@cp engine $(DIST)/ && cp $(LIB) $(BUILD)/cdef.h $(PLUGIN) $(DIST)/build/
 	@strip --strip-unneeded $(DIST)/engine $(DIST)/build/*.so
 	@ldd engine $(LIB) | awk '$$2 == "=>" {print $$3}' | sort -u | \
