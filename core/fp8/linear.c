@@ -166,7 +166,7 @@ static int64_t weight_bytes(const params_derived *copy)
   tensor *all[PARAMS_DERIVED];
   int64_t bytes = 0;
   for (int k = weight_tensors(all, copy) - 1; k >= 0; k--)
-    bytes += eng_dtype_size(all[k]->dtype) * all[k]->count;
+    bytes += params_part_bytes(all[k]->count, all[k]->dtype);
   return bytes;
 }
 
