@@ -6,6 +6,7 @@
 #include "base/nf4.h"
 #include "autograd/infer.h"
 
+#include <math.h>
 #include <string.h>
 
 static eng_status want_blocks(const op_call *c, int64_t rows, int64_t columns)
@@ -79,10 +80,10 @@ static eng_status infer_codes(const op_call *c, const tensor *factor, op_shape *
   ENG_TRY(want_blocks(c, a->block_rows, a->block_columns));
   ENG_TRY(want_between(c, "a scale rule", a->rule, 0, ENG_SCALES - 1));
   ENG_TRY(want_between(c, "flags", a->flags, 0, 15));
-  if (!(a->eps <= 1e30))
+  if (!(fabs(a->eps) <= 1e30))
     return error_set(ENG_ERR_VALUE,
-                     "%s: expected eps up to 1e30, or negative for the rule's default, got %g",
-                     name, a->eps);
+                     "%s: expected eps within +-1e30 (negative: the rule's default), got %g", name,
+                     a->eps);
   if (!(a->margin >= -100 && a->margin <= 100) || a->margin != (double)(int)a->margin)
     return error_set(ENG_ERR_VALUE, "%s: expected an integer margin from -100 to 100, got %g", name,
                      a->margin);
@@ -172,8 +173,8 @@ static eng_status want_mx(const op_call *c, int64_t format, int64_t rows, int64_
                      "%s: nvfp4, four_over_six, quest and ms_eden need the format e2m1", name);
   if (rows < 1 || rows > 128 || columns < 1 || columns > 128)
     return error_set(ENG_ERR_VALUE,
-                     "%s: expected blocks of 1 to 128 rows and columns, got %lld x %lld", name,
-                     (long long)rows, (long long)columns);
+                     "%s: expected blocks of 1 to 128 rows and columns, got %lld x %lld (0: all)",
+                     name, (long long)rows, (long long)columns);
   if (format == ENG_FORMAT_E2M1 && columns % 2)
     return error_set(ENG_ERR_VALUE,
                      "%s: e2m1 packs pairs, so a block needs an even number of columns, got %lld",

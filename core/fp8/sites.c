@@ -213,7 +213,7 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
   if (!fits)
     return error_set(ENG_ERR_VALUE,
                      "expected blocks of 1 to 128 rows and columns (for e2m1, an even number of "
-                     "columns), got %d x %d", r->block_rows, r->block_columns);
+                     "columns), got %d x %d (0: all)", r->block_rows, r->block_columns);
   if (r->stochastic < 0 || r->stochastic > 24 || !(r->factor >= 0 && r->factor <= 1) ||
       (mx_is_four_over_six(r->mx - 1) && (r->stochastic || r->factor != 0)))
     return error_set(ENG_ERR_VALUE,
@@ -276,9 +276,9 @@ static eng_status check_role(const eng_fp8_recipe *recipe, int role)
   if (r->keep < 0 || r->keep > ENG_FP8_KEEP_SWIGLU)
     return error_set(ENG_ERR_VALUE, "expected keep to be one of ENG_FP8_KEEP_*, got number %d",
                      r->keep);
-  if (!(r->eps <= 1e30))
+  if (!(fabs(r->eps) <= 1e30))
     return error_set(ENG_ERR_VALUE,
-                     "expected eps up to 1e30, or negative for the rule's default, got %g", r->eps);
+                     "expected eps within +-1e30 (negative: the rule's default), got %g", r->eps);
   return ENG_OK;
 }
 
@@ -316,13 +316,15 @@ static eng_status check_hadamard(const eng_fp8_recipe *recipe, int product)
     return error_set(ENG_ERR_VALUE,
                      "signs = \"backward\" is allowed only in dgrad and wgrad, and only if x and w "
                      "have the field `backward`");
-  if ((n != 16 && n != 32 && n != 64 && n != 128) || p->signs < ENG_FP8_SIGNS_NONE ||
-      p->signs > ENG_FP8_SIGNS_BACKWARD || p->high || !a->mx || fp8_is_square(a) ||
+  if (p->signs < ENG_FP8_SIGNS_NONE || p->signs > ENG_FP8_SIGNS_BACKWARD)
+    return error_set(ENG_ERR_VALUE, "expected signs to be one of ENG_FP8_SIGNS_*, got number %d",
+                     p->signs);
+  if ((n != 16 && n != 32 && n != 64 && n != 128) || p->high || !a->mx || fp8_is_square(a) ||
       fp8_is_square(b))
     return error_set(ENG_ERR_VALUE,
                      "expected hadamard to be 0, 16, 32, 64 or 128, and 0 if the product is in "
                      "high precision or an operand is in FP8 or in square blocks; got %d with %s "
-                     "in blocks of %d x %d and %s in blocks of %d x %d", n,
+                     "in blocks of %d x %d and %s in blocks of %d x %d (0: all)", n,
                      fp8_role_name[roles[0]], a->block_rows, a->block_columns,
                      fp8_role_name[roles[1]], b->block_rows, b->block_columns);
   return ENG_OK;

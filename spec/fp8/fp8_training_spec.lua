@@ -203,6 +203,8 @@ describe("an FP8 recipe", function()
         fp8 = { dy = { formt = "e5m2" } } },
       ["x: expected eps to be a number, got 'a'"] = { base = "fp8_block",
         fp8 = { x = { eps = "a" } } },
+      ["x: expected eps within +-1e30 (negative: the rule's default), got -inf"] = {
+        base = "fp8_block", fp8 = { x = { eps = -1 / 0 } } },
       ["x: expected a table, got 'e4m3'"] = { base = "fp8_block", fp8 = { x = "e4m3" } },
       ["{ rows, columns }, got '1x0'"] = { base = "fp8_block", fp8 = { x = { block = "1x0" } } },
       ["w: keep sets how the tape stores x for dW; expected keep only in x"] = { base = "fp8_block",

@@ -507,6 +507,20 @@ describe("a linear layer under microscaling", function()
       "blocks of 1 x 16 and w in blocks of 16 x 16", message { dgrad = { hadamard = 16 } })
     assert.matches("forward: expected hadamard .* 0 if the product is in high precision",
       message { forward = { high = true, hadamard = 16 } })
+    assert.matches("even number of columns), got 1 x 0 (0: all)",
+      message { x = { rule = "floor", block = "row" } }, 1, true)
+    local recipe = M_ffi.new("eng_fp8_recipe")       -- only the core can get such signs
+    for role = 0, 2 do
+      local r = recipe.role[role]
+      r.format, r.block_rows, r.block_columns, r.mx = M_ffi.dtype.e4m3, 1, 32, C.ENG_MX_FLOOR + 1
+    end
+    recipe.role[0].keep = C.ENG_FP8_KEEP_TRANSPOSED
+    for p = 0, 2 do recipe.product[p].accumulator = C.ENG_ACCUMULATE_FP32 end
+    assert.equal(0, C.eng_fp8_recipe_check(recipe))
+    recipe.product[1].hadamard, recipe.product[1].signs = 16, 9
+    assert.are_not.equal(0, C.eng_fp8_recipe_check(recipe))
+    assert.equal("dgrad: expected signs to be one of ENG_FP8_SIGNS_*, got number 9",
+      M_ffi.message())
     assert.matches("wgrad: products of FP8 have no option hadamard", select(2, pcall(
       engine.precision.resolve, { base = "fp8_block", fp8 = { wgrad = { hadamard = 16 } } })), 1,
       true)
