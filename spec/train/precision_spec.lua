@@ -149,6 +149,8 @@ describe("a precision recipe", function()
       { "'fp61'", unknown }, { "{ base = 'fp61' }", unknown },
       { "5", "precision: expected a name or a recipe table, got 5" },
       { "{}", "precision: expected a name or a recipe table, got an empty table" },
+      { "{ name = 'a\\nb' }", "precision: the name has a control character, or bytes that are " ..
+        "not UTF-8: 'a\\x0Ab'" },
       { "{ name = 'a', weight = 'f16' }",
         "precision 'a': unknown role 'weight'; did you mean 'weights'?; roles: activations " ..
         "masters moments norm norm_gradients residual rounding weight_gradients weights wide" },
@@ -174,6 +176,16 @@ describe("a precision recipe", function()
       "autocast: expected a function, got nothing; hint: engine.autocast%(")
     assert.error_matches(function() engine.autocast("bf16", 3) end,
       "autocast: expected a function, got 3; hint: engine.autocast%(")
+  end)
+
+  it("is compared with another one even if a table in both holds itself", function()
+    local function recipe(margin)
+      local policy = { decide = print, margin = margin }
+      policy.self = policy
+      return engine.precision.resolve { base = "fp8_delayed", fp8 = { policy = policy } }
+    end
+    assert.is_true(engine.precision.same(recipe(1), recipe(1)))
+    assert.is_false(engine.precision.same(recipe(1), recipe(2)))
   end)
 
   it("resolves to itself, and describes itself", function()

@@ -8,6 +8,7 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fp8_recipe = require "engine.train.fp8_recipe"
 local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
 local autograd = require "engine.tensor.autograd"
 
 local dtype, expect, raise, value_text = M_ffi.dtype, M_ffi.expect, M_ffi.raise,
@@ -234,10 +235,15 @@ local function copy(value, seen)
   return seen[value]
 end
 
-local function equal(a, b)
+-- Compares two values and the tables in them. seen[a][b]: the pairs of tables compared so far,
+-- because a table may hold itself.
+local function equal(a, b, seen)
   if type(a) ~= "table" or type(b) ~= "table" then return a == b end
+  seen[a] = seen[a] or {}
+  if seen[a][b] then return true end
+  seen[a][b] = true
   for key in pairs(arguments.merged(a, b)) do
-    if not equal(a[key], b[key]) then return false end
+    if not equal(a[key], b[key], seen) then return false end
   end
   return true
 end
@@ -270,6 +276,8 @@ function M.resolve(recipe)
     expect(recipe[field] == nil or type(recipe[field]) == "string", recipe[field],
       "precision: expected %s to be a string", field)
   end
+  local problem = recipe.name and show.name_problem(recipe.name)
+  if problem then raise("precision: the name %s: %s", problem, value_text(recipe.name)) end
   local base = find(recipe.base or "fp32")
   local full = { name = recipe.name or "custom", scaled = base.scaled, usual_high = HYBRID.high }
   if recipe.scaled ~= nil then
@@ -319,7 +327,7 @@ function M.same(a, b)
   for role in pairs(FORMATS) do
     if a[role] ~= b[role] then return false end
   end
-  return equal(a.fp8, b.fp8)
+  return equal(a.fp8, b.fp8, {})
 end
 
 --- Runs f(...) with a recipe and returns its results. Scopes nest. The recipe "fp32" converts
