@@ -227,22 +227,19 @@ static void write_note(card_note *note, bool wanted)
 }
 
 /// Decides, with the same result on every rank, whether NCCL can be used. If it cannot, `why`
-/// receives the reason. `any`: some rank's data is on a card. `must`: some rank requires NCCL, or
-/// its ENGINE_NCCL is invalid.
+/// receives the reason. `any`: some rank's data is on a card. `must`: some rank requires NCCL.
 static bool decide(char *why, size_t size, bool *any, bool *must, const card_note *notes, int n)
 {
   const card_note *first = NULL;
   *any = *must = false;
   for (int r = 0; r < n; r++) {
     *any = *any || notes[r].wanted;
-    *must = *must || notes[r].wish == WISH_ON || notes[r].wish == WISH_UNKNOWN;
+    *must = *must || notes[r].wish == WISH_ON;
   }
   for (int r = 0; r < n && !first; r++) {
     const card_note *a = &notes[r];
     first = a;
-    if (a->wish == WISH_UNKNOWN)
-      snprintf(why, size, "ENGINE_NCCL on rank %d: expected auto, on or off, got '%s'", r, a->why);
-    else if (a->wish == WISH_OFF) snprintf(why, size, "ENGINE_NCCL=off");
+    if (a->wish == WISH_OFF) snprintf(why, size, "ENGINE_NCCL=off");
     else if (!a->wanted) snprintf(why, size, "the data of rank %d is in host memory", r);
     else if (!a->can) snprintf(why, size, "rank %d: %s", r, a->why);
     else first = NULL;
@@ -281,10 +278,14 @@ eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted)
   if (!notes) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", everybody->size);
   write_note(&own, wanted);
   eng_status status = eng_comm_all_gather(everybody, notes, &own, sizeof own);
+  for (int r = 0; r < everybody->size && status == ENG_OK; r++)
+    if (notes[r].wish == WISH_UNKNOWN)
+      status = error_set(ENG_ERR_VALUE,
+                         "ENGINE_NCCL on rank %d: expected auto, on or off, got '%s'", r,
+                         notes[r].why);
   bool can = status == ENG_OK && decide(why, sizeof why, &any, &must, notes, everybody->size);
   free(notes);
   if (status != ENG_OK) return status;
-  if (!can && must && wish_of_process() == WISH_UNKNOWN) return error_set(ENG_ERR_VALUE, "%s", why);
   if (!can && must)
     return error_set(
       ENG_ERR_LIBRARY,

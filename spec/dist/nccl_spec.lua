@@ -146,6 +146,10 @@ describe("NCCL", function()
       end
       assert.matches("ENGINE_NCCL on rank 0: expected auto, on or off, got 'yes'",
         (text("ENGINE_NCCL=yes")), 1, true)
+      local on_host = { "steps=1", "device=cpu" }
+      assert.matches(": ENGINE_NCCL on rank 1: expected auto, on or off, got 'yes'\n",
+        helper.shell(start.mixed({ { settings = on_host },
+          { settings = on_host, environment = "ENGINE_NCCL=yes" } }, JOB)).err, 1, true)
     end)
 
     it("with MPI ends a job that waits for a rank, and names the rank", function()
