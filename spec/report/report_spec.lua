@@ -223,6 +223,14 @@ describe("a run's commands", function()
       "[^\n]+\n$", result.err)
   end)
 
+  it("highlighted source has its long strings and comments marked", function()
+    local highlighted = require("engine.report.report_html").highlighted
+    assert.equal('x = <span class="s">[[a -- b\nif \\]]</span> ' ..
+      '<span class="c">--[=[ \\]=]</span> <span class="k">end</span> ' ..
+      '<span class="s">[==[ ]] ]==]</span>',
+      highlighted("x = [[a -- b\nif \\]] --[=[ \\]=] end [==[ ]] ]==]"))
+  end)
+
   it("report is one self-contained page", function()
     assert.equal("./report.html\n", shell("cd " .. quote(folder .. "/runs/a") .. " && " .. engine ..
       " report history.db").out)

@@ -136,11 +136,11 @@ for word in ("and break do else elseif end false for function goto if in local n
   WORDS[word] = true
 end
 
--- The CSS class and the pattern of each kind of Lua token. The patterns are for a source in which
--- escape sequences (a backslash and a character) are blanked out.
+-- The CSS class and the pattern of each kind of Lua token. `true`: the pattern is for a source in
+-- which escape sequences (a backslash and a character) are blanked out.
 local TOKENS = { { "c", "^%-%-%[(=*)%[.-%]%1%]" }, { "c", "^%-%-[^\n]*" },
-  { "s", "^([\"'])[^\n]-%1" }, { "s", "^[\"'][^\n]*" }, { "k", "^[%a_][%w_]*" },
-  { "u", "^%d[%w.]*" } }
+  { "s", "^%[(=*)%[.-%]%1%]" }, { "s", "^([\"'])[^\n]-%1", true },
+  { "s", "^[\"'][^\n]*", true }, { "k", "^[%a_][%w_]*" }, { "u", "^%d[%w.]*" } }
 
 --- Returns Lua source as HTML, with its comments, strings, keywords and numbers marked.
 function M.highlighted(source)
@@ -150,7 +150,7 @@ function M.highlighted(source)
     local class, stop
     for _, token in ipairs(TOKENS) do
       if not stop then
-        class, stop = token[1], select(2, plain:find(token[2], at))
+        class, stop = token[1], select(2, (token[3] and plain or source):find(token[2], at))
       end
     end
     local text = source:sub(at, stop or at)
