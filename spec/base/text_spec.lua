@@ -24,6 +24,14 @@ local function safe(text)
 end
 
 describe("text", function()
+  it("that is long is cut to 200 bytes of whole characters in messages", function()
+    local value_text = require("engine.base.ffi").value_text
+    for before, after in pairs { [195] = "🙂b", [196] = "🙂", [197] = "", [200] = "" } do
+      local text = ("a"):rep(before)
+      assert.equal("'" .. text .. after .. "...'", value_text(text .. "🙂bcdefg"))
+    end
+    assert.equal(202, #value_text(("a"):rep(200)))
+  end)
   it("is shown unchanged when that is safe", function()
     for _, text in ipairs { "", "plain", "Zürich 漢字 🙂", "\239\191\189", "a\\x1B" } do
       assert.equal(text, show.shown(text))

@@ -124,7 +124,7 @@ end
 function M.value_text(v)
   if v == nil then return "nothing" end
   if type(v) == "string" then      -- cuts between two UTF-8 characters
-    v = #v > 200 and v:sub(1, 200):gsub("[\192-\255]?[\128-\191]*$", "") .. "..." or v
+    v = #v > 200 and v:sub(1, 201):gsub(".[\128-\191]*$", "") .. "..." or v
     return "'" .. v:gsub("%c", function(c) return ("\\x%02X"):format(c:byte()) end) .. "'"
   end
   if type(v) == "number" or type(v) == "boolean" then return tostring(v) end
