@@ -3,7 +3,7 @@
 local engine = require "engine.base.ffi"
 local compare = require "spec.cpu.kernels.compare"
 local tensors = require "spec.cpu.kernels.values"
-local float, whole = tensors.float, tensors.whole
+local float, whole, skips = tensors.float, tensors.whole, tensors.skips
 
 local generators = {}
 
@@ -86,10 +86,12 @@ generators.quantize = function(try)
   for k, dtype in ipairs { "bf16", "f16", "f32" } do
     for rule = 0, 4 do
       for j, kind in ipairs { "normal", "rare", "tiny", "large" } do
-        local x = float(dtype, { 18, 2200 }, kind)
-        try { inputs = { x, false }, ints = { engine.dtype[FP8[(j + k) % 2 + 1]], 1, 128, rule,
-          (rule + j) % 2 * 4 }, floats = { -1, (rule + k) % 3 - 1 },
-              outputs = 5, zeros = true, note = kind }
+        if not skips({ 18, 2200 }, rule + j + k) then
+          local x = float(dtype, { 18, 2200 }, kind)
+          try { inputs = { x, false }, ints = { engine.dtype[FP8[(j + k) % 2 + 1]], 1, 128, rule,
+            (rule + j) % 2 * 4 }, floats = { -1, (rule + k) % 3 - 1 },
+                outputs = 5, zeros = true, note = kind }
+        end
       end
     end
   end
@@ -138,7 +140,7 @@ generators.swiglu_quantize = function(try)
   end
   local KINDS = { { "normal", "normal" }, { "rare", "normal" }, { "normal", "rare" },
     { "large", "normal" }, { "tiny", "large" }, { "large", "large" } }
-  for _, dtype in ipairs { "bf16", "f16", "f32", "f64" } do
+  for d, dtype in ipairs { "bf16", "f16", "f32", "f64" } do
     for _, shape in ipairs(dtype == "bf16" and tensors.both(SHAPES, LARGE) or SHAPES) do
       for _, block in ipairs(BLOCKS) do
         local pow2, turned, rule = n % 3 == 0 and 4 or 0, n % 2 == 0 and 8 or 0, n % 5
@@ -156,13 +158,15 @@ generators.swiglu_quantize = function(try)
     -- every rule; matrices of several tiles, long rows and cut blocks; values of several kinds
     for rule = 0, 4 do
       for k, kinds in ipairs(KINDS) do
-        local format = engine.dtype[FP8[(rule + k) % 2 + 1]]
-        same(dtype, { 144, 136 }, kinds, { format, 1, 128, rule, 8 + k % 2 * 4 },
-          { floats = { -1, k % 3 - 1 } })
-        same(dtype, { 136, 264 }, kinds,
-          { format, ({ 128, 128, 0 })[k % 3 + 1], ({ 128, 1, 0 })[k % 3 + 1], rule, k % 2 * 8 })
-        if dtype ~= "f64" then
-          same(dtype, { 6, 2200 + 1948 * (k % 2) }, kinds, { format, 1, 128, rule, k % 2 * 4 })
+        if not skips({ 144, 136 }, rule + k + d) then
+          local format = engine.dtype[FP8[(rule + k) % 2 + 1]]
+          same(dtype, { 144, 136 }, kinds, { format, 1, 128, rule, 8 + k % 2 * 4 },
+            { floats = { -1, k % 3 - 1 } })
+          same(dtype, { 136, 264 }, kinds,
+            { format, ({ 128, 128, 0 })[k % 3 + 1], ({ 128, 1, 0 })[k % 3 + 1], rule, k % 2 * 8 })
+          if dtype ~= "f64" then
+            same(dtype, { 6, 2200 + 1948 * (k % 2) }, kinds, { format, 1, 128, rule, k % 2 * 4 })
+          end
         end
       end
     end
