@@ -19,7 +19,7 @@ run() {
 
 [ -d "$specs" ] || { run "$@" "$specs"; exit; }
 files=$(find "$specs" -name '*_spec.lua' | sort)
-ranks=$(grep -lE 'dist\.start|mpirun|guides' $files)
+ranks=$(grep -lE 'dist\.start|MPIRUN|GUIDES' $files)
 others=$(echo "$files" | grep -vxF "$ranks")
 log=$(mktemp) || exit 1
 trap 'rm -f "$log"' EXIT

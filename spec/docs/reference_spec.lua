@@ -122,7 +122,25 @@ describe("the reference", function()
 end)
 
 describe("engine help NAME", function()
-  local function help(name) return helper.run { "help", name } end
+  -- Runs `engine help WORDS` in this process, with one index for all calls: an index takes a second.
+  local new, made = reference.new, nil
+  setup(function()
+    reference.new = function(commands)
+      made = made or new(commands)
+      return made
+    end
+  end)
+  teardown(function() reference.new = new end)
+
+  local function help(...)
+    local print, stderr, out, err = print, io.stderr, {}, {}
+    rawset(_G, "print", function(text) out[#out + 1] = text .. "\n" end)
+    rawset(io, "stderr", { write = function(_, text) err[#err + 1] = text end })
+    local code = require("engine.cli.help").main(...)
+    rawset(_G, "print", print)
+    rawset(io, "stderr", stderr)
+    return { code = code, out = table.concat(out), err = table.concat(err) }
+  end
 
   it("prints functions, operations, fields, variables, policies and guides", function()
     local expectations = {
@@ -140,8 +158,9 @@ describe("engine help NAME", function()
   end)
 
   it("finds the last part of a name, shows several entries and lists others", function()
-    local result = help "matmul"
+    local result = helper.run { "help", "matmul" }
     assert.matches("tensor:matmul", result.out)
+    assert.equal(result.out, help("matmul").out)
     assert.matches("is the name of %d+ things", help("step").out)
   end)
 
@@ -158,13 +177,13 @@ describe("engine help NAME", function()
       ["getting started"] = "# Getting started" } do
       assert.matches(expected, help(name).out)
     end
-    assert.matches("# Getting started", helper.run({ "help", "getting", "started" }).out)
+    assert.matches("# Getting started", help("getting", "started").out)
     assert.matches("`engine help` lists", help("zzzqqq").err)
   end)
 
   it("prints a command's own help, and all commands without a name", function()
     assert.matches("usage: engine plot", help("plot").out)
-    assert.matches("engine replay", helper.run({ "help" }).out)
+    assert.matches("engine replay", help().out)
   end)
 
   it("lists the entries that mention a word if no entry has that name", function()
