@@ -133,19 +133,20 @@ describe("checkpoints of several ranks", function()
     -- The jobs on four and on two ranks resume under another zero= than the job that wrote the
     -- checkpoint. Two ranks with two micro-batches under ZeRO-2 are left out: they add gradients
     -- in a different order than the job of one rank.
+    local ended = {}                         -- jobs resumed from whole tensors, by number of ranks
     for zero = 0, 2 do
       helper.shell(("rm -rf %s/run"):format(folder))
       job(4, { "steps=3", "dropout=0.1", "zero=" .. zero, "run=" .. folder .. "/run" })
-      as_one(folder .. "/run/checkpoints", folder .. "/one/checkpoints")
+      if zero == 0 then as_one(folder .. "/run/checkpoints", folder .. "/one/checkpoints") end
       for _, n in ipairs { 4, 2, 0 } do
         local next_zero = n == 4 and (zero + 1) % 3 or n == 2 and (zero + 1) % 2 or 0
         local rest, rest_weights = job(n, { "steps=6", "dropout=0.1", "zero=" .. next_zero,
           "run=" .. copy("go" .. zero .. n), "resume=auto" })
-        local same, same_weights = job(n,
-          { "steps=6", "dropout=0.1", "resume=" .. folder .. "/one" })
+        ended[n] = ended[n] or { job(n, { "steps=6", "dropout=0.1", "resume=" .. folder ..
+          "/one" }) }
         assert.equal(3, #rest)
-        assert.same(same, rest)
-        assert.equal(same_weights, rest_weights)
+        assert.same(ended[n][1], rest)
+        assert.equal(ended[n][2], rest_weights)
         if n == 4 then
           assert.same({ unpack(whole, 4) }, rest)
           assert.equal(weights, rest_weights)

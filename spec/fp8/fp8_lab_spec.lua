@@ -50,7 +50,7 @@ describe("the FP8 laboratory", function()
   end)
 
   it("fp4_train: every recipe learns, and the conclusion follows from the seeds", function()
-    local result = run("fp4_train", "steps=40", "layers=3", "width=32", "batch=4", "context=32")
+    local result = run("fp4_train", "steps=20", "layers=3", "width=32", "batch=4", "context=32")
     assert.equal(0, result.code, result.err)
     local bf16 = row(result, "bf16")[1]
     assert.is_true(bf16 < 4.5, result.out)            -- log(256) = 5.5 before training
