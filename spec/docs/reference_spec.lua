@@ -122,7 +122,8 @@ describe("the reference", function()
 end)
 
 describe("engine help NAME", function()
-  -- Runs `engine help WORDS` in this process, with one index for all calls: that takes a second.
+  -- Runs `engine help WORDS` in this process. All calls share one index, because reading the whole
+  -- reference takes a second.
   local new, made = reference.new, nil
   setup(function()
     reference.new = function(commands)
