@@ -511,7 +511,7 @@ clean:
 help:
 	@echo "make             build ./engine and build/libengine.so"
 	@echo "make demo        install what is missing, build, train a small GPT for a minute"
-	@echo "make test        install what is missing, build, run every spec, 6 to 7 minutes on"
+	@echo "make test        install what is missing, build, run every spec, about 6 minutes on"
 	@echo "                 two cores; SPEC=file runs one"
 	@echo "make test-gpu    the specs that need an NVIDIA card"
 	@echo "make test-emulated  the same specs with the kernels on this machine's CPU; needs no card"
