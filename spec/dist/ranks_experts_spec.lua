@@ -156,13 +156,12 @@ describe("experts over ranks", function()
   end)
 
   it("train the same with ZeRO, bit for bit, with every dtype of weights", function()
-    for settings, stages in pairs {
-      [{ "over=2", "optimizer=lion" }] = { 1, 2 }, [{ "over=2", "optimizer=muon" }] = { 2 },
-      [{ "precision=fp16", "policy=dynamic:init_scale=2^18" }] = { 1, 2 },
-      [{ "over=2", "wire=bf16", "precision=bf16" }] = { 1 },
-      [{ "precision=fp8_block" }] = { 2 } } do
+    for _, settings in ipairs { { "over=2", "optimizer=lion" }, { "over=2", "optimizer=muon" },
+      { "precision=fp16", "policy=dynamic:init_scale=2^18" },
+      { "over=2", "wire=bf16", "precision=bf16" },
+      { "precision=fp8_block" } } do
       local plain, lines = job(4, settings)
-      for _, zero in ipairs(stages) do
+      for zero = 1, 2 do
         local shared, shared_lines = job(4, { "zero=" .. zero, unpack(settings) })
         assert.same(lines, shared_lines)
         assert.equal(plain.common[1], shared.common[1])

@@ -137,9 +137,10 @@ describe("engine help NAME", function()
     local print, stderr, out, err = print, io.stderr, {}, {}
     rawset(_G, "print", function(text) out[#out + 1] = text .. "\n" end)
     rawset(io, "stderr", { write = function(_, text) err[#err + 1] = text end })
-    local code = require("engine.cli.help").main(...)
+    local good, code = pcall(require("engine.cli.help").main, ...)
     rawset(_G, "print", print)
     rawset(io, "stderr", stderr)
+    assert.is_true(good, code)
     return { code = code, out = table.concat(out), err = table.concat(err) }
   end
 

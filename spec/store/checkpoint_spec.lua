@@ -217,8 +217,8 @@ describe("checkpoint", function()
         "more, up to 2^53, got -1099511627776" },
       { '"step":10', '"step":11', "state.json.step: expected 10, as in the directory's name, " ..
         "got 11" },
-      { '"files":{', '"files":{"../x":1,', "state.json.files: expected keys like " ..
-        "[%w_%-]+%.safetensors, got '../x'" },
+      { '"files":{', '"files":{"../x":1,', "state.json.files: expected names of " ..
+        ".safetensors files as keys, got '../x'" },
       { '"bytes":%d+', '"bytes":{}', ".bytes: expected a whole number of 0 or more, up to 2^53, " ..
         "got a table" },
       { '"scale":65536', '"scale":null', "state.json is damaged: null has no counterpart in Lua" },
@@ -361,6 +361,9 @@ describe("the state of a trainer in a checkpoint", function()
     end
     helper.write(path, text)
     assert.equal(4, job { resume = "auto", steps = 4 }:run().steps)
+    local c = checkpoint.load(dir .. "/run/checkpoints")
+    c.state.accumulate = 2 ^ 20                      -- the most that a trainer takes
+    assert.is_nil(require("engine.run.state_fields").problem(c.state))
   end)
 
   it("is checked before a rollback changes anything", function()

@@ -3,12 +3,12 @@
 --
 --   local RULE = fields.record { steps = fields.count, note = fields.optional(fields.text),
 --     rates = fields.map(fields.amount), shape = fields.list(fields.count) }
---   fields.problem({ steps = -1 }, RULE, "state")
---     -> "state.steps: expected a whole number of 0 or more, got -1", or nil if the data are valid
+--   RULE({ steps = -1 }, "state")
+--     -> "state.steps: expected a whole number of 0 or more, up to 2^53, got -1"
 --
--- A rule is a function of a value, its path and the record that holds it. It returns a problem or
--- nil.
--- Records may have fields without a rule; these were written by another version of the engine.
+-- A rule is a function of a value, its path in messages and, if the value is a field, the record
+-- that holds it. It returns the first problem as text, or nil. Records may have fields without a
+-- rule, which another version of the engine wrote.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
@@ -66,16 +66,13 @@ function M.record(rules)
   end
 end
 
---- A table of values that have this rule. pattern: a Lua pattern for the keys, which are strings
---- (by default any).
-function M.map(rule, pattern)
-  local name_of = M.rule(pattern and "keys like " .. pattern or "strings as keys", function(name)
-    return type(name) == "string" and (not pattern or name:find("^" .. pattern .. "$") ~= nil)
-  end)
+--- A table of values that have this rule. keys: a rule for the keys (by default, any strings).
+function M.map(rule, keys)
+  keys = keys or M.rule("strings as keys", function(name) return type(name) == "string" end)
   return function(value, path)
     local problem = M.table(value, path)
     for name, item in pairs(problem and {} or value) do
-      problem = problem or name_of(name, path)
+      problem = problem or keys(name, path)
         or rule(item, path .. "." .. show.cut(show.shown(name), 80))
     end
     return problem
@@ -94,8 +91,5 @@ function M.list(rule)
     return problem
   end
 end
-
---- Returns the first problem of `data` as text, or nil. path: the name of the data in the text.
-function M.problem(data, rule, path) return rule(data, path) end
 
 return M

@@ -18,8 +18,7 @@ end
 --- `identity` must be equal in both. rules: rules for further fields (fields.lua), or nil. Returns
 --- the number of batches read, and the version of the shuffled order.
 function M.check(state, self, identity, rules)
-  local problem = fields.problem(state, fields.record(arguments.merged({ at = fields.count },
-    rules)), "position")
+  local problem = fields.record(arguments.merged({ at = fields.count }, rules))(state, "position")
   if problem then raise("data: expected a position from state(): %s", problem) end
   for _, key in ipairs(identity) do
     if state[key] ~= self[key] then

@@ -36,7 +36,9 @@ local FILE = fields.record { bytes = fields.count, crc32c = fields.text }
 
 -- The fields of state.json, besides `state`, which belongs to the caller of M.save.
 local HEADER = fields.record { format = fields.between(WHOLE, SHARDS), step = fields.count,
-  files = fields.map(FILE, "[%w_%-]+%.safetensors") }
+  files = fields.map(FILE, fields.rule("names of .safetensors files as keys", function(name)
+    return type(name) == "string" and name:find("^[%w_%-]+%.safetensors$") ~= nil
+  end)) }
 
 local function names_in(directory)
   return disk.names(directory) or M_ffi.raise(M_ffi.message())
@@ -278,7 +280,7 @@ local function read_state(directory)
     return nil, ("was written by a newer engine (in format %.0f; this engine reads up to %d)")
       :format(header.format, SHARDS)
   end
-  problem = fields.problem(header, HEADER, "state.json")
+  problem = HEADER(header, "state.json")
   local step = tonumber(directory:match("/step%-(%d+)/*$"))
   if not problem and step and header.step ~= step then
     problem = ("state.json.step: expected %d, as in the directory's name, got %.0f"):format(step,

@@ -302,8 +302,9 @@ end
 -- Restores a shadow's policy from `old`, its part of a checkpoint. Raises an error if `old` does
 -- not fit.
 local function regain(s, old, most)
-  for i = 1, s.rungs and math.max(#s.rungs, #(old.rungs or s.rungs)) or 0 do
-    local rung = (old.rungs or s.rungs)[i]
+  local rungs = s.rungs and old.rungs
+  for i = 1, rungs and math.max(#s.rungs, #rungs) or 0 do
+    local rung = rungs[i]
     if not (s.rungs[i] and rung and rung >= 1 and rung <= most) then
       error(("rungs[%d]: expected %d rungs from 1 to %d, got %s"):format(i, #s.rungs, most,
         M_ffi.value_text(rung)), 0)

@@ -11,8 +11,6 @@ local optional, record, rule, whole = fields.optional, fields.record, fields.rul
 
 local M = {}
 
-local MOST = 2 ^ 16      -- of ranks, and of batches in a step
-
 local up_to_steps = rule("a whole number from 0 to the number of steps", function(x, state)
   return whole(x) and (not whole(state.steps) or x <= state.steps)
 end)
@@ -65,8 +63,8 @@ local STATE = record {
   -- the trainer
   steps = count, updates = up_to_steps, skipped = up_to_steps, retries = up_to_steps,
   tokens = count, elapsed = amount, rollbacks = optional(count),
-  lr_factor = optional(lr_factor), accumulate = optional(between(1, MOST)),
-  ranks = optional(between(1, MOST)), precision = optional(text), schedule = optional(text),
+  lr_factor = optional(lr_factor), accumulate = optional(between(1, 2 ^ 20)),
+  ranks = optional(between(1, 2 ^ 16)), precision = optional(text), schedule = optional(text),
   threads = optional(count), evaluation_loss = optional(number_text),
   last_verdict = optional(record { clip = amount, lr_mul = amount }),
   optimizer = record { name = text, updates = count },
@@ -90,6 +88,6 @@ local STATE = record {
 }
 
 --- Returns what is wrong with a trainer's state, as text, or nil.
-function M.problem(state) return fields.problem(state, STATE, "state") end
+function M.problem(state) return STATE(state, "state") end
 
 return M
