@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(THREADS, D == 64 ? 3 : 2)
     const uint32_t q_tile = staged + stage * 2 * TILE, dy_tile = q_tile + TILE;
     const float *shift = lines + 2 * stage * QUERIES + 2 * t, *delta = shift + QUERIES;
     float s[QUERIES / 2], ds[QUERIES / 2];
-    // Otherwise ptxas lacks registers and ends each product before it starts the next.
+    // Otherwise ptxas runs out of registers and ends each product before it starts the next.
     forget(s);
     forget(ds);
     group_begin();

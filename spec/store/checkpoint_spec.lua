@@ -344,7 +344,7 @@ describe("the state of a trainer in a checkpoint", function()
         "true" },
       { '"shape":%[2]', '"shape":[3]', "state.user.tensors[1]: expected the name, dtype and " ..
         "shape of a tensor in the files, got 'x', f32 [3]" },
-      { '"path":%["x"]', '"path":["best",1]', "state.user.tensors[1].path: expected the keys of " ..
+      { '"path":%["x"]', '"path":["best",1]', "state.user.tensors[1].path: expected a path to " ..
         "a free place in state.user.data" },
       { '"tensors":.*$', '"tensors":[]}}',
         "state.user.tensors: expected the place of the tensor 'x', got nothing" },

@@ -122,7 +122,7 @@ function M.problem(saved, tensors)
       return ("%s: expected the name, dtype and shape of a tensor in the files, got '%s', %s")
         :format(at, show.cut(show.shown(item.name), 80), text(item))
     elseif not place or place[item.path[#item.path]] ~= nil then
-      return at .. ".path: expected the keys of a free place in state.user.data, got other keys"
+      return at .. ".path: expected a path to a free place in state.user.data, got another path"
     end
     left[item.name] = nil
   end
