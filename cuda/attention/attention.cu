@@ -1,8 +1,8 @@
 // The operations attention and attention_grad of ops.def. Each call is prepared for one of the two
 // implementations (attention.h). An input is copied to scratch memory if the elements of a row are
 // not adjacent, or if its format differs from the format of the computation. For tensor cores it is
-// also copied if its rows are not 16-byte aligned, or if its width must be padded to 32, 64, 96 or
-// 128.
+// also copied if its rows are not 16-byte aligned, if it is broadcast, or if its width must be
+// padded to 32, 64, 96 or 128.
 #include "attention.h"
 
 #include <math.h>
@@ -35,7 +35,8 @@ static eng_status lay(void *to, int dtype, const tensor *x, int64_t padded)
 }
 
 /// Makes a view of x in `dtype`, whose rows have `padded` adjacent elements and, if `aligned`, are
-/// 16-byte aligned. If x itself does not have this layout, copies it to scratch memory.
+/// 16-byte aligned and in different places. If x itself does not have this layout, copies it to
+/// scratch memory.
 static eng_status input_view(attention_view *view, scratch *all, const tensor *x, int dtype,
                              int64_t padded, bool aligned)
 {
@@ -43,7 +44,8 @@ static eng_status input_view(attention_view *view, scratch *all, const tensor *x
   bool fits = x->dtype == dtype && size[3] == padded && (stride[3] == 1 || size[3] == 1);
   if (aligned) {
     fits = fits && ((uintptr_t)x->data & 15) == 0;
-    for (int d = 0; d < 3; d++) fits = fits && (size[d] == 1 || stride[d] * each % 16 == 0);
+    for (int d = 0; d < 3; d++)
+      fits = fits && (size[d] == 1 || (stride[d] > 0 && stride[d] * each % 16 == 0));
   }
   if (fits) {
     *view = (attention_view){x->data, stride[0], stride[1], stride[2]};

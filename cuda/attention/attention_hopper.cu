@@ -2,130 +2,70 @@
 // computes the same numbers as attention_forward.cu, in the same order of keys, with the same rules
 // for infinities and masks.
 //
-// Each multiprocessor runs at most one block, which computes items until none is left. An item is
-// 128 (D = 128) or 192 (D = 64) queries of one head. One warpgroup only loads: each of its four
-// warps fills one of four buffers, two for tiles of keys and two for tiles of values, as soon as
-// that buffer is empty. Each other warpgroup computes 64 queries. Barriers in shared memory
-// announce full and empty buffers, so no barrier stops all warps, and the next item loads while one
-// ends.
+// A block is two warpgroups, each with 64 queries of one head. Two blocks share a multiprocessor.
+// They do not wait for each other: while one uses the tensor cores, the other computes
+// probabilities, loads its first tiles or stores its results. A tile's probabilities are computed
+// in four parts, and the product of one part with values runs while the next part is computed.
 //
-// wgmma is asynchronous: while the warps turn the scores of one tile of keys into probabilities,
-// the tensor cores multiply the previous tile's probabilities by its values. The warpgroups start
-// their products in turns, so that one computes probabilities while others use the tensor cores.
+// The hardware copies tiles to shared memory when the block's first thread asks for them: two
+// buffers for tiles of keys and two for tiles of values. Barriers announce full and empty buffers,
+// so that one warpgroup can be ahead of the other.
+#include <cudaTypedefs.h>
+
 #include "attention_hopper.h"
 
-enum { KEYS = 128 };   // keys at a time
-// warpgroups that compute, and their queries
-template <int D> constexpr int COMPUTING = D == 64 ? 3 : 2;
-template <int D> constexpr int QUERIES_OF = 64 * COMPUTING<D>;
-template <int D> constexpr int THREADS_OF = 128 * (COMPUTING<D> + 1);
-// Buffers in shared memory: 0 and 1 hold keys, 2 and 3 values, 4 and 5 queries (later y).
-enum { BUFFERS = 6, LOADERS = 4, VALUES_IN = 2, QUERIES_IN = 4 };
-template <int D> constexpr uint32_t TILE = KEYS * D * 2;
-template <int D> constexpr uint32_t QUERY_TILE = QUERIES_OF<D> * D * 2;
-template <int D> constexpr uint32_t BARRIERS_AT = 4 * TILE<D> + 2 * QUERY_TILE<D>;
-template <int D> constexpr int HOPPER_BYTES = BARRIERS_AT<D> + BUFFERS * 16 + 24 + 1024;
+eng_status map_rows(CUtensorMap *map, const attention_view &view, int batch, int time, int heads,
+                    int width, int rows)
+{
+  // a function of the driver, which this library does not link
+  static PFN_cuTensorMapEncodeTiled_v12000 encode;
+  if (!encode) {
+    cudaDriverEntryPointQueryResult found;
+    CUDA_TRY(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void **)&encode, 12000,
+                                              cudaEnableDefault, &found));
+    if (!encode)
+      return error_set(ENG_ERR_DEVICE, "attention: expected a driver that has "
+                                     "cuTensorMapEncodeTiled; hint: update NVIDIA's driver");
+  }
+  if (batch == 0 || time == 0 || heads == 0) return ENG_OK;
+  // The stride of a dimension of size 1 is never used, but must be valid.
+  auto bytes = [](int size, int64_t stride) { return size == 1 ? 16 : (cuuint64_t)(2 * stride); };
+  const cuuint64_t sizes[4] = {(cuuint64_t)width, (cuuint64_t)time, (cuuint64_t)heads,
+                               (cuuint64_t)batch},
+                   strides[3] = {bytes(time, view.time), bytes(heads, view.head),
+                                 bytes(batch, view.batch)};
+  const cuuint32_t box[4] = {64, (cuuint32_t)rows, 1, 1}, steps[4] = {1, 1, 1, 1};
+  const CUresult result =
+    encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, view.data, sizes, strides, box, steps,
+           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? ENG_OK :
+                                  error_set(ENG_ERR_DEVICE,
+                                            "attention: cuTensorMapEncodeTiled returned error %d",
+                                            (int)result);
+}
 
-// The number of requests for items. A block gets its first item without a request, and its last
-// request finds no item left. So a launch makes as many requests as it has items. The last of them
-// sets the number back to 0.
-static __device__ unsigned requests;
+typedef struct forward_maps { CUtensorMap q, k, v; } forward_maps;
+
+enum { GROUPS = 2, ROWS = 64 };   // warpgroups of a block, and the queries of each
+enum { BUFFERS = 4, KEYS_IN = 0, VALUES_IN = 2 };   // two buffers hold keys, two values
+// keys in a tile, limited by the registers that hold their scores
+template <int D> constexpr int KEYS_OF = D == 64 ? 128 : 64;
+// shared memory in bytes: queries (later y), buffers, two barriers a buffer
+template <int D>
+constexpr int HOPPER_BYTES = (GROUPS * ROWS + BUFFERS * KEYS_OF<D>)*D * 2 + BUFFERS * 16 + 1024;
 
 #if HOPPER_BODY
-/// An item of work: QUERIES_OF<D> queries, from `first` on, of head b * H + h, and the number of
-/// tiles of keys that they see, at least one.
-typedef struct item { int head, first, tiles; } item;
-
-template <int D>
-__device__ static inline item item_of(const attention_problem &p, const schedule &plan, int n)
-{
-  const scheduled at = scheduled_at(plan, n);
-  const int first = (plan.tiles - 1 - at.tile) * QUERIES_OF<D>;   // most keys first
-  const int last = keys_seen(p, min(first + QUERIES_OF<D>, p.queries) - 1);
-  return {at.head, first, max(1, (last + KEYS - 1) / KEYS)};
-}
-
-/// A block's shared memory. Buffer i has the barriers full(i) and empty(i). Its uses are numbered
-/// from 0, and each use is a phase of both barriers.
-template <int D> struct buffers {
-  uint32_t base;
-  unsigned char *memory;   // the same as a pointer
-  __device__ uint32_t at(int i) const
-  { return base + (i < QUERIES_IN ? i * TILE<D> : 4 * TILE<D> + (i - QUERIES_IN) * QUERY_TILE<D>); }
-  __device__ uint32_t full(int i) const { return base + BARRIERS_AT<D> + i * 16; }
-  __device__ uint32_t empty(int i) const { return full(i) + 8; }
-  /// The number of the block's item in a round, and the barrier that announces it.
-  __device__ int *number(int round) const
-  { return (int *)(memory + BARRIERS_AT<D> + BUFFERS * 16) + (round & 1); }
-  __device__ uint32_t announced(int round) const { return full(BUFFERS) + 8 + 8 * (round & 1); }
-  __device__ int await_number(int round) const
-  {
-    barrier_wait(announced(round), round >> 1 & 1);
-    return *number(round);
-  }
-  /// The loading side: waits until the buffer is empty; publishes it after loading.
-  __device__ void claim(int i, int use) const { barrier_wait(empty(i), ~use & 1); }
-  __device__ void publish(int i) const
-  {
-    copy_commit();
-    copy_wait<0>();
-    publish_shared();
-    barrier_arrive(full(i), true);
-  }
-  /// The computing side: waits until the buffer is full; gives it back, once per warp.
-  __device__ void take(int i, int use) const { barrier_wait(full(i), use & 1); }
-  __device__ void give(int i, bool really = true) const
-  { barrier_arrive(empty(i), really && threadIdx.x % 32 == 0); }
-};
-
-/// The work of loading warp `warp` (0 to 3): it fills buffer `warp`, and loads a quarter of the
-/// queries of each item. Warp 0 also requests the items.
-template <class T, int D>
-__device__ static inline void load_items(const attention_problem &p, const schedule &plan,
-                                         const buffers<D> room, int warp)
-{
-  constexpr int QUARTER = QUERIES_OF<D> / LOADERS;
-  const attention_view &from = warp < 2 ? p.k : p.v;
-  const int items = plan.tiles * plan.heads;
-  int done = 0;   // tiles of earlier items
-  for (int round = 0;; round++) {
-    const int q = QUERIES_IN + (round & 1);
-    room.claim(q, round >> 1);   // so all warps have read the number of round - 2
-    if (warp == 0 && threadIdx.x % 32 == 0) {
-      unsigned n = blockIdx.x;
-      if (round > 0) {
-        n = gridDim.x + atomicAdd(&requests, 1u);
-        if (n == gridDim.x + items - 1) requests = 0;
-      }
-      *room.number(round) = (int)n;
-      barrier_arrive(room.announced(round), true);
-    }
-    const int number = room.await_number(round);
-    if (number >= items) break;
-    const item x = item_of<D>(p, plan, number);
-    const int b = x.head / p.heads, h = x.head % p.heads;
-    load_rows_by_warp<D, QUARTER, QUERIES_OF<D>>(room.at(q) + warp * QUARTER * 128,
-                                                 row_of<T>(p.q, b, 0, h), p.q.time,
-                                                 x.first + warp * QUARTER, p.queries);
-    room.publish(q);
-    for (int n = (done ^ warp) & 1; n < x.tiles; n += 2) {
-      room.claim(warp, (done + n) >> 1);
-      load_rows_by_warp<D, KEYS, KEYS>(room.at(warp), row_of<T>(from, b, 0, h / p.shared),
-                                       from.time, n * KEYS, p.keys);
-      room.publish(warp);
-    }
-    done += x.tiles;
-  }
-}
-
 /// Running softmax state of a thread's two rows: the largest score, the sum of e (exponentials
 /// times 2^RAISE) and, for entropies, the sum of e * log2(e / 2^RAISE).
 typedef struct running { float top[2], sum[2], weighted[2]; } running;
 
-/// Turns scores into unnormalized probabilities times 2^RAISE and updates *r. Sets `keep` to the
-/// factor that rescales y.
-template <class T, bool ENTROPY, int N>
-__device__ static inline void weigh(float (&s)[N], running *r, float (&keep)[2], float scale)
+/// Raises r->top to the largest of the scores s. Sets `shift` so that 2^(s * scale + shift) is an
+/// unnormalized probability, and `keep` to the factor that rescales the sums of earlier tiles.
+/// Rescales r->weighted.
+template <bool ENTROPY, int N>
+__device__ static inline void raise_top(const float (&s)[N], running *r, float (&shift)[2],
+                                        float (&keep)[2], float scale)
 {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -135,30 +75,38 @@ __device__ static inline void weigh(float (&s)[N], running *r, float (&keep)[2],
       largest = fmaxf(largest, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]));
     largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
-    float shift = largest == -INFINITY ? 0.0f : -largest * scale, raised = shift + (float)RAISE<T>,
-          part = 0, part_weighted = 0;
-    // log2 of the factor that rescales the sums so far to the new largest score
-    const float fallen = fmaf(r->top[half], scale, shift);
+    shift[half] = largest == -INFINITY ? 0.0f : -largest * scale;
+    const float fallen = fmaf(r->top[half], scale, shift[half]);   // log2 of keep
     keep[half] = exp2_fast(fallen);
     r->top[half] = largest;
+    if (ENTROPY)
+      r->weighted[half] =
+        keep[half] == 0 ? 0.0f : keep[half] * fmaf(fallen, r->sum[half], r->weighted[half]);
+  }
+}
+
+/// Turns one of PARTS parts of the scores into unnormalized probabilities times 2^RAISE, and adds
+/// them to `tile`.
+template <class T, bool ENTROPY, int PARTS, int N>
+__device__ static inline void weigh(float (&s)[N], int part, const float (&shift)[2],
+                                    running *tile, float scale)
+{
+  constexpr int EACH = N / 4 / PARTS;
 #pragma unroll
-    for (int i = 0; i < N / 4; i++) {
+  for (int i = part * EACH; i < (part + 1) * EACH; i++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float raised = shift[half] + (float)RAISE<T>;
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         float &e = s[4 * i + 2 * half + c];
-        const float log = ENTROPY ? fmaf(e, scale, shift) : 0.0f;
+        const float log = ENTROPY ? fmaf(e, scale, shift[half]) : 0.0f;
         e = exp2_fast(fmaf(e, scale, raised));
-        part += e;
+        tile->sum[half] += e;
         // clamps log, which is -inf where e is 0, so that the term is 0 there
-        if (ENTROPY) part_weighted = fmaf(e, fmaxf(log, -200.0f), part_weighted);
+        if (ENTROPY) tile->weighted[half] = fmaf(e, fmaxf(log, -200.0f), tile->weighted[half]);
       }
     }
-    if (ENTROPY)
-      r->weighted[half] =
-        (keep[half] == 0 ? 0.0f : keep[half] * fmaf(fallen, r->sum[half], r->weighted[half])) +
-        part_weighted;
-    r->sum[half] = fmaf(r->sum[half], keep[half], part);
-  }
 }
 
 /// Divides a warp's rows of y by the sums and stores them, lse and entropy, using the shared memory
@@ -205,167 +153,139 @@ __device__ static inline uint32_t finish_rows(const float (&y)[D / 2], const run
                             stored);
 }
 
-/// The work of a computing warp.
-template <class T, int D, bool ENTROPY>
-__device__ static inline void compute_items(const attention_problem &p, const schedule &plan,
-                                            const buffers<D> room, int warp, int stored)
-{
-  const int part = warp >> 2, g = (threadIdx.x & 31) >> 2;
-  const float scale = (float)(p.factor * LOG2_E);
-  // A warpgroup waits for its turn before it starts a tile's products, and then passes the turn to
-  // the next warpgroup. All warpgroups must take the same number of turns: n - 1 for an item of
-  // n tiles. If all keys of a tile are hidden from a warpgroup's queries, the warpgroup takes the
-  // turn and passes it on without computing.
-  auto await_turn = [&] { group_meet(1 + part, 256); };
-  auto pass_turn = [&] { group_pass(1 + (part + 1) % COMPUTING<D>, 256); };
-  if (part == COMPUTING<D> - 1) pass_turn();
-
-  int n = 0;   // tiles so far; tile n is use n >> 1 of the buffers n & 1 and VALUES_IN + (n & 1)
-  for (int round = 0;; round++) {
-    const int number = room.await_number(round);
-    if (number >= plan.tiles * plan.heads) break;
-    const item x = item_of<D>(p, plan, number);
-    // the first query of the warpgroup and of the warp
-    const int first = x.first + part * 64, own = x.first + warp * 16;
-    const int own_last = first < p.queries ? keys_seen(p, min(first + 64, p.queries) - 1) : 0;
-    const int start = n, end = n + x.tiles, own_end = n + max(1, (own_last + KEYS - 1) / KEYS),
-              hidden = n + keys_seen(p, first) / KEYS;   // the first tile with hidden keys
-    const int q = QUERIES_IN + (round & 1);
-    const uint32_t own_q = room.at(q) + part * 64 * 128;
-    auto take_keys = [&](int n) { room.take(n & 1, n >> 1); };
-    auto take_values = [&](int n) { room.take(VALUES_IN + (n & 1), n >> 1); };
-
-    float y[D / 2], s[KEYS / 2], keep[2];
-    uint32_t weights[KEYS / 16][4];
-    running r = {{-INFINITY, -INFINITY}, {0, 0}, {0, 0}};
-#pragma unroll
-    for (int i = 0; i < D / 2; i++) y[i] = 0;
-#pragma unroll
-    for (int i = 0; i < KEYS / 16; i++)
-      weights[i][0] = weights[i][1] = weights[i][2] = weights[i][3] = 0;
-
-    room.take(q, round >> 1);
-    take_keys(n);
-    group_begin();
-    start_rows_times_rows<T, D, KEYS, QUERIES_OF<D>>(s, own_q, room.at(n & 1));
-    group_commit();
-    group_wait<0>();
-    settle(s);
-    room.give(n & 1);
-    if (n >= hidden) hide_after(s, keys_seen(p, own + g), keys_seen(p, own + g + 8));
-    weigh<T, ENTROPY>(s, &r, keep, scale);
-
-    // Waits for the previous tile's product with values, then rescales y. The loop below has this
-    // wait at the start of a round, because the compiler would move a wait at the end of a round up
-    // to an earlier place in the round.
-    auto end_values = [&] {
-      group_wait<0>();
-      settle(y);
-      settle(weights);
-      room.give(VALUES_IN + (~n & 1), n > start);
-#pragma unroll
-      for (int i = 0; i < D / 2; i++) y[i] *= keep[i >> 1 & 1];
-    };
-    for (; n + 1 < own_end; n++) {
-      end_values();
-      round_weights<T>(weights, s);
-      take_keys(n + 1);
-      take_values(n);
-      await_turn();
-      group_begin();
-      start_rows_times_rows<T, D, KEYS, QUERIES_OF<D>>(s, own_q, room.at(~n & 1));
-      group_commit();
-      start_weights_times_rows<T, D, KEYS>(y, weights, room.at(VALUES_IN + (n & 1)));
-      group_commit();
-      pass_turn();
-      group_wait<1>();
-      settle(s);
-      room.give(~n & 1);
-      const int key = (n + 1 - start) * KEYS;
-      if (n + 1 >= hidden)
-        hide_after(s, keys_seen(p, own + g) - key, keys_seen(p, own + g + 8) - key);
-      weigh<T, ENTROPY>(s, &r, keep, scale);
-    }
-    end_values();
-    round_weights<T>(weights, s);
-    take_values(n);
-    group_begin();
-    start_weights_times_rows<T, D, KEYS>(y, weights, room.at(VALUES_IN + (n & 1)));
-    group_commit();
-    group_wait<0>();
-    settle(y);
-    settle(weights);
-    room.give(VALUES_IN + (n & 1));
-    // these tiles are hidden from the queries of this warpgroup, but other warpgroups see them
-    for (n++; n < end; n++) {
-      await_turn();
-      pass_turn();
-      take_keys(n);
-      room.give(n & 1);
-      take_values(n);
-      room.give(VALUES_IN + (n & 1));
-    }
-
-    // The warpgroup no longer needs its rows of q, 64 rows in each tile of 64 columns. Its four
-    // warps divide this memory among them and use it for y.
-    group_meet(1 + COMPUTING<D> + part, 128);
-    const int bytes = warp % 4 * 16 * D * 2,
-              place = bytes / (64 * 128) * (QUERIES_OF<D> * 128) + bytes % (64 * 128);
-    const int b = x.head / p.heads, h = x.head % p.heads;
-    uint32_t bad = finish_rows<T, D, ENTROPY>(y, r, p, b, h, own,
-                                              room.memory + (own_q - room.base) + place, stored);
-    __syncwarp();
-    room.give(q);
-    for (; bad; bad &= bad - 1) {
-      int row = own + __ffs(bad) - 1;
-      if (row < p.queries) forward_row<T, float>(p, b, h, row, stored);
-    }
-  }
-  if (part == 0) await_turn();   // the turn that was passed last
-}
 #endif
 
 template <class T, int D, bool ENTROPY>
-__global__ void __launch_bounds__(THREADS_OF<D>, 1)
-  hopper_tiles(const __grid_constant__ attention_problem p, const schedule plan, const int stored)
+__global__ void __launch_bounds__(128 * GROUPS, 2)
+  hopper_rows(const __grid_constant__ attention_problem p,
+              const __grid_constant__ forward_maps maps, const schedule plan, const int stored)
 {
 #if HOPPER_BODY
-  extern __shared__ __align__(1024) unsigned char memory[];
+  extern __shared__ __align__(1024) unsigned char room[];
+  constexpr int KEYS = KEYS_OF<D>, PARTS = 4;
+  constexpr uint32_t TILE = KEYS * D * 2, OWN = ROWS * D * 2;
   // The shuffle tells the compiler that `warp` is the same in all lanes. wgmma is not allowed in
   // branches that may diverge.
-  const int warp = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x >> 5, 0);
-  const uint32_t start = shared_address(memory);
-  const uint32_t base = (start + 1023) & ~1023u;
-  const buffers<D> room = {base, memory + (base - start)};
-  if (threadIdx.x == 0)
-    for (int i = 0; i < BUFFERS; i++) {
-      barrier_init(room.full(i), i < QUERIES_IN ? 32 : 32 * LOADERS);
-      barrier_init(room.empty(i), 4 * COMPUTING<D>);
+  const int warp = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x >> 5, 0), group = warp >> 2;
+  const int g = (threadIdx.x & 31) >> 2;
+  const bool loads = threadIdx.x == 0;
+  const scheduled at = scheduled_at(plan, blockIdx.x);
+  const int b = at.head / p.heads, h = at.head % p.heads, key_head = h / p.shared;
+  // the first query of the block (most keys first), of the warpgroup and of the warp
+  const int block_first = (plan.tiles - 1 - at.tile) * GROUPS * ROWS,
+            first = block_first + group * ROWS, own = block_first + warp * 16;
+  auto seen_before = [&](int row) { return keys_seen(p, min(row, p.queries) - 1); };
+  auto tiles_of = [&](int keys) { return (keys + KEYS - 1) / KEYS; };
+  // The first warpgroup may see one tile less than the block.
+  const int tiles = tiles_of(seen_before(first + ROWS)),
+            block_tiles = tiles_of(seen_before(block_first + GROUPS * ROWS));
+  const int all_see = keys_seen(p, first);
+
+  const uint32_t start = shared_address(room), base = (start + 1023) & ~1023u,
+                 own_q = base + group * OWN, tiles_at = base + GROUPS * OWN;
+  const buffer_barriers<BUFFERS> buffers = {tiles_at + BUFFERS * TILE};
+  // Tile n of keys is use n / 2 of buffer KEYS_IN + n % 2. Values are the same with VALUES_IN.
+  auto load = [&](int in, int n) {
+    const int i = in + (n & 1);
+    buffers.claim(i, n >> 1, TILE + (in == KEYS_IN && n == 0 ? GROUPS * OWN : 0));
+    copy_rows<D, KEYS>(tiles_at + i * TILE, in == KEYS_IN ? maps.k : maps.v, n * KEYS, key_head, b,
+                       buffers.full(i));
+  };
+  auto take = [&](int in, int n) {
+    buffers.take(in + (n & 1), n >> 1);
+    return tiles_at + (in + (n & 1)) * TILE;
+  };
+  auto give = [&](int in, int n) { buffers.give(in + (n & 1)); };
+  buffers.open(4 * GROUPS);
+  if (loads && block_tiles > 0) {
+    load(KEYS_IN, 0);
+    for (int i = 0; i < GROUPS; i++)
+      copy_rows<D, ROWS>(base + i * OWN, maps.q, block_first + i * ROWS, h, b,
+                         buffers.full(KEYS_IN));
+    load(VALUES_IN, 0);
+  }
+  __syncwarp();
+
+  const float scale = (float)(p.factor * LOG2_E);
+  float y[D / 2];
+  running r = {{-INFINITY, -INFINITY}, {0, 0}, {0, 0}};
+#pragma unroll
+  for (int i = 0; i < D / 2; i++) y[i] = 0;
+  for (int n = 0; n < tiles; n++) {
+    const uint32_t key_tile = take(KEYS_IN, n);
+    float s[KEYS / 2];
+    uint32_t weights[KEYS / 16][4];
+    forget(s);   // otherwise ptxas runs out of registers
+    group_begin();
+    start_rows_times_rows<T, D, KEYS>(s, own_q, key_tile);
+    group_commit();
+    if (loads && n + 1 < block_tiles) load(KEYS_IN, n + 1);
+    __syncwarp();
+    group_wait<0>();
+    settle(s);
+    give(KEYS_IN, n);
+    const int key = n * KEYS;
+    if (key + KEYS > all_see)
+      hide_after(s, keys_seen(p, own + g) - key, keys_seen(p, own + g + 8) - key);
+
+    float shift[2], keep[2];
+    running tile = {};
+    uint32_t value_tile = 0;
+    raise_top<ENTROPY>(s, &r, shift, keep, scale);
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+      weigh<T, ENTROPY, PARTS>(s, part, shift, &tile, scale);
+      if (part == 0) {
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) y[i] *= keep[i >> 1 & 1];
+        value_tile = take(VALUES_IN, n);
+      }
+      round_weights<T, PARTS>(weights, s, part);
+      group_begin();
+      start_weights_times_rows<T, D, KEYS, PARTS>(y, weights, value_tile, part);
+      group_commit();
+      if (part == 0) {
+        if (loads && n + 1 < block_tiles) load(VALUES_IN, n + 1);
+        __syncwarp();
+      }
     }
-  if (threadIdx.x < 2) barrier_init(room.announced(threadIdx.x), 1);
-  __syncthreads();
-  // the registers of a multiprocessor, divided between the two kinds of warpgroups
-  if (warp >= 4 * COMPUTING<D>) {
-    fewer_registers<D == 64 ? 32 : 40>();
-    load_items<T, D>(p, plan, room, warp - 4 * COMPUTING<D>);
-  } else {
-    more_registers<D == 64 ? 160 : 232>();
-    compute_items<T, D, ENTROPY>(p, plan, room, warp, stored);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      if (ENTROPY) r.weighted[half] += tile.weighted[half];
+      r.sum[half] = fmaf(r.sum[half], keep[half], tile.sum[half]);
+    }
+    group_wait<0>();
+    settle(y);
+    settle(weights);
+    give(VALUES_IN, n);
+  }
+
+  // The warpgroup no longer needs its queries. Its warps divide their memory and use it for y.
+  group_meet(1 + group, 128);
+  uint32_t bad = finish_rows<T, D, ENTROPY>(y, r, p, b, h, own,
+                                            room + (base - start) + warp * (16 * D * 2), stored);
+  __syncwarp();
+  for (; bad; bad &= bad - 1) {
+    int row = own + __ffs(bad) - 1;
+    if (row < p.queries) forward_row<T, float>(p, b, h, row, stored);
   }
 #else
-  atomicAdd(&requests, 0u);   // keeps the variable in builds for other architectures
-  __trap();                   // reached only in a build for sm_90 instead of sm_90a
+  __trap();   // reached only in a build for sm_90 instead of sm_90a
 #endif
 }
 
 template <class T, int D> static eng_status forward(const attention_problem *p, int stored)
 {
-  auto kernel = p->entropy ? hopper_tiles<T, D, true> : hopper_tiles<T, D, false>;
+  auto kernel = p->entropy ? hopper_rows<T, D, true> : hopper_rows<T, D, false>;
   schedule plan;
-  ENG_TRY(schedule_of(&plan, p, QUERIES_OF<D>, D));
-  const int items = plan.tiles * plan.heads, most = cuda_multiprocessors();
-  return launch_kernel("attention", kernel, items < most ? items : most, THREADS_OF<D>,
-                       HOPPER_BYTES<D>, *p, plan, stored);
+  ENG_TRY(schedule_of(&plan, p, GROUPS * ROWS, D));
+  if (plan.tiles * plan.heads == 0) return ENG_OK;
+  forward_maps maps = {};
+  ENG_TRY(map_rows(&maps.q, p->q, p->batch, p->queries, p->heads, D, ROWS));
+  ENG_TRY(map_rows(&maps.k, p->k, p->batch, p->keys, p->groups, D, KEYS_OF<D>));
+  ENG_TRY(map_rows(&maps.v, p->v, p->batch, p->keys, p->groups, D, KEYS_OF<D>));
+  return launch_kernel("attention", kernel, plan.tiles * plan.heads, 128 * GROUPS,
+                       HOPPER_BYTES<D>, *p, maps, plan, stored);
 }
 
 eng_status attention_forward_hopper(const attention_problem *p, int dtype, int stored)

@@ -11,73 +11,87 @@
 #define HOPPER_BODY 0
 #endif
 
+/// Fills *map for copies of `rows` rows and 64 columns of a view [batch x time x heads x width],
+/// in the layout of wgmma.h. Leaves the map of an empty view as it is. Errors: DEVICE.
+eng_status map_rows(CUtensorMap *map, const attention_view &view, int batch, int time, int heads,
+                    int width, int rows);
+
 #if HOPPER_BODY && defined(__CUDACC__)
-/// Loads rows [first, first + N) of a head into tiles of 64 columns; rows from `limit` on become
-/// zeros.
-template <int D, int N, class T>
-__device__ static inline void load_rows(uint32_t tile, const T *head, int64_t stride, int first,
-                                        int limit, int thread = threadIdx.x)
+/// The barriers of a block's N buffers in shared memory, 16 N bytes. full(i) announces that copies
+/// have filled buffer i, empty(i) that all warps have read it. The uses of a buffer are numbered
+/// from 0. Each use is a phase of both barriers.
+template <int N> struct buffer_barriers {
+  uint32_t start;   // address
+  __device__ uint32_t full(int i) const { return start + 16 * i; }
+  __device__ uint32_t empty(int i) const { return full(i) + 8; }
+  /// Called once by all threads of the block.
+  __device__ void open(int warps) const
+  {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < N; i++) {
+        barrier_init(full(i), 1);
+        barrier_init(empty(i), warps);
+      }
+      publish_shared();
+    }
+    __syncthreads();
+  }
+  /// Waits until the buffer is empty, and says how many bytes come. Called by the thread that then
+  /// asks for copies.
+  __device__ void claim(int i, int use, uint32_t bytes) const
+  {
+    barrier_wait(empty(i), ~use & 1);
+    barrier_expect(full(i), bytes);
+  }
+  /// take waits until the buffer is full; give says that the warp has read it.
+  __device__ void take(int i, int use) const { barrier_wait(full(i), use & 1); }
+  __device__ void give(int i) const { barrier_arrive(empty(i), threadIdx.x % 32 == 0); }
+};
+
+/// Asks for rows [first, first + N) of a head, in D / 64 tiles from `tile` on. Rows that do not
+/// exist become zeros.
+template <int D, int N>
+__device__ static inline void copy_rows(uint32_t tile, const CUtensorMap &map, int first, int head,
+                                        int batch, uint32_t barrier)
 {
-  // All 16-byte pieces that a thread loads are in one column of pieces, and the swizzle puts them
-  // at the same offset in their rows.
-  constexpr int PIECES = D / 8, STEP = THREADS / PIECES;
-  static_assert(STEP % 8 == 0, "the swizzle depends on the row's lowest bits");
-  const int row = thread / PIECES, piece = thread % PIECES, there = limit - first - row;
-  const T *column = head + piece * 8;
-  int64_t at = (first + row) * stride;
-  tile += piece / 8 * (N * 128) + row * 128 + ((piece ^ row) & 7) * 16;
 #pragma unroll
-  for (int i = 0; i < N / STEP; i++, at += STEP * stride)
-    copy16(tile + i * (STEP * 128), column + (i * STEP < there ? at : 0), i * STEP < there);
+  for (int c = 0; c < D / 64; c++)
+    copy_box(tile + c * (N * 128), &map, c * 64, first, head, batch, barrier);
 }
 
-/// Does the same as load_rows with one warp, into tiles of TALL rows.
-template <int D, int N, int TALL, class T>
-__device__ static inline void load_rows_by_warp(uint32_t tile, const T *head, int64_t stride,
-                                                int first, int limit)
-{
-  // The warp loads four rows of a tile at a time, so the swizzle alternates between two orders.
-  const int row = threadIdx.x / 8 % 4, piece = threadIdx.x % 8, there = limit - first - row;
-  const T *from = head + (first + row) * stride + piece * 8;
-  const uint32_t to[2] = {tile + row * 128 + (piece ^ row) * 16,
-                          tile + row * 128 + (piece ^ row ^ 4) * 16};
-#pragma unroll 8
-  for (int i = 0; i < N / 4; i++, from += 4 * stride)
-#pragma unroll
-    for (int c = 0; c < D / 64; c++)
-      copy16(to[i & 1] + i * 512 + c * (TALL * 128), 4 * i < there ? from + c * 64 : head,
-             4 * i < there);
-}
-
-/// Starts c [64 x N] = a b^T, with a [64 x D] and b [N x D]. a: the address of 64 rows in tiles of
-/// TALL rows. b: the address of tiles of N rows.
-template <class T, int D, int N, int TALL>
+/// Starts c [64 x N] = a b^T, with a [64 x D] and b [N x D]. a: the address of tiles of 64 rows.
+/// b: the address of tiles of N rows.
+template <class T, int D, int N>
 __device__ static inline void start_rows_times_rows(float (&c)[N / 2], uint32_t a, uint32_t b)
 {
 #pragma unroll
   for (int i = 0; i < D / 16; i++)
-    rows_times_rows(c, tile_descriptor(a, 16, i / 4 * (TALL * 128) + i % 4 * 32),
+    rows_times_rows(c, tile_descriptor(a, 16, i / 4 * (64 * 128) + i % 4 * 32),
                     tile_descriptor(b, 16, i / 4 * (N * 128) + i % 4 * 32), i > 0, T());
 }
 
 /// Starts c [64 x D] += weights [64 x N] times a matrix [N x D]. `rows` is the address of the tiles
-/// that hold the matrix.
-template <class T, int D, int N>
+/// that hold the matrix. With PARTS > 1, multiplies only one part of the N columns and rows.
+template <class T, int D, int N, int PARTS = 1>
 __device__ static inline void start_weights_times_rows(float (&c)[D / 2],
                                                        const uint32_t (&weights)[N / 16][4],
-                                                       uint32_t rows)
+                                                       uint32_t rows, int part = 0)
 {
+  constexpr int EACH = N / 16 / PARTS;
 #pragma unroll
-  for (int i = 0; i < N / 16; i++)
+  for (int i = part * EACH; i < (part + 1) * EACH; i++)
     weights_times_rows(c, weights[i], tile_descriptor(rows, N * 128, i * 2048), T());
 }
 
-/// Rounds a product's result to T, in the register layout of the next product's operand.
-template <class T, int N>
-__device__ static inline void round_weights(uint32_t (&weights)[N / 8][4], const float (&s)[N])
+/// Rounds a product's result to T, in the register layout of the next product's operand. With
+/// PARTS > 1, rounds only one part of the columns.
+template <class T, int PARTS = 1, int N>
+__device__ static inline void round_weights(uint32_t (&weights)[N / 8][4], const float (&s)[N],
+                                            int part = 0)
 {
+  constexpr int EACH = N / 8 / PARTS;
 #pragma unroll
-  for (int i = 0; i < N / 8; i++)
+  for (int i = part * EACH; i < (part + 1) * EACH; i++)
 #pragma unroll
     for (int c = 0; c < 4; c++)
       weights[i][c] = rounded_pair(T(), s[8 * i + 2 * c], s[8 * i + 2 * c + 1]);

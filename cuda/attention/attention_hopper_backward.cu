@@ -6,15 +6,19 @@
 // A block is one warpgroup. Two to four blocks share a multiprocessor. They do not wait for each
 // other: while one uses the tensor cores, another computes probabilities, loads its first rows or
 // stores its results. On an H200 this is faster than larger blocks, which read q, dy, k and v less
-// often.
+// often. The hardware copies rows to shared memory when the block's first thread asks for them.
 #include "attention_hopper.h"
 
 enum { KEYS = 64 };   // keys in a tile of the kernel that computes dq
 enum { ROWS = 64 };   // rows of a block
-/// Size of shared memory in bytes. It holds two resident sets of rows, two pairs of tiles that
-/// alternate, and two pairs of lines of shift and delta.
+enum { STAGES = 2 };   // pairs of tiles that alternate
+/// Size of shared memory in bytes. It holds two resident sets of rows, pairs of tiles, pairs of
+/// lines of shift and delta, and barriers.
 template <int D>
-constexpr int BACKWARD_BYTES = (2 * ROWS + 4 * 64) * D * 2 + 4 * QUERIES * 4 + 1024;
+constexpr int BACKWARD_BYTES =
+  (2 * ROWS + STAGES * 2 * 64) * D * 2 + STAGES * (2 * QUERIES * 4 + 16) + 1024;
+
+typedef struct backward_maps { CUtensorMap q, k, v, dy; } backward_maps;
 
 #if HOPPER_BODY
 /// Multiplies a warp's 16 rows of c by `factor` and stores them. Returns the rows to recompute, as
@@ -37,7 +41,8 @@ __device__ static inline uint32_t store_scaled(const float (&c)[D / 2], float fa
 
 template <class T, int D>
 __global__ void __launch_bounds__(THREADS, D == 64 ? 3 : 2)
-  hopper_grad_keys(const __grid_constant__ attention_problem p, const backward_room r,
+  hopper_grad_keys(const __grid_constant__ attention_problem p,
+                   const __grid_constant__ backward_maps maps, const backward_room r,
                    const int stored)
 {
 #if HOPPER_BODY
@@ -54,34 +59,31 @@ __global__ void __launch_bounds__(THREADS, D == 64 ? 3 : 2)
             tiles = max(0, (p.queries + QUERIES - 1) / QUERIES - first_tile);
   const int all_see = first_query(p, key0 + ROWS - 1), total = tiles * p.shared;
   const int row_first[2] = {first_query(p, own + g), first_query(p, own + g + 8)};
-  // staged: two stages of q and dy
+  // k, v, stages of q and dy, stages of shift and delta, barriers
   const uint32_t base = shared_address(room), shared = (base + 1023) & ~1023u,
-                 staged = shared + 2 * KEEP;
+                 staged = shared + 2 * KEEP, lines = staged + STAGES * 2 * TILE;
+  const buffer_barriers<STAGES> stages = {lines + STAGES * 2 * QUERIES * 4};
   unsigned char *const place = room + (shared - base);
-  float *const lines = (float *)(place + 2 * KEEP + 4 * TILE);   // two stages of shift and delta
 
-  // the next tile to load
-  int h = group * p.shared, next = first_tile * QUERIES;
-  auto load_queries = [&](int stage) {
-    load_rows<D, QUERIES>(staged + stage * 2 * TILE, row_of<T>(p.q, b, 0, h), p.q.time, next,
-                          p.queries);
-    load_rows<D, QUERIES>(staged + stage * 2 * TILE + TILE, row_of<T>(p.dy, b, 0, h), p.dy.time,
-                          next, p.queries);
-    if (threadIdx.x < 2 * QUERIES / 4) {
-      int which = threadIdx.x / (QUERIES / 4), piece = threadIdx.x % (QUERIES / 4);
-      const float *line =
-        (which ? (const float *)p.delta : r.shift) + ((int64_t)b * p.heads + h) * r.line + next;
-      copy16(shared_address(lines + (2 * stage + which) * QUERIES + piece * 4), line + piece * 4,
-             true);
+  const bool loads = threadIdx.x == 0;
+  auto load_queries = [&](int n) {
+    const int h = group * p.shared + n / tiles, first = (first_tile + n % tiles) * QUERIES;
+    const uint32_t to = staged + n % STAGES * 2 * TILE, line = lines + n % STAGES * QUERIES * 8;
+    const int64_t from = ((int64_t)b * p.heads + h) * r.line + first;
+    const uint32_t full = stages.full(n % STAGES);
+    stages.claim(n % STAGES, n / STAGES, 2 * TILE + 2 * QUERIES * 4 + (n == 0 ? 2 * KEEP : 0));
+    if (n == 0) {
+      copy_rows<D, ROWS>(shared, maps.k, key0, group, b, full);
+      copy_rows<D, ROWS>(shared + KEEP, maps.v, key0, group, b, full);
     }
-    copy_commit();
-    next += QUERIES;
-    if (next >= p.queries) next = first_tile * QUERIES, h++;
+    copy_rows<D, QUERIES>(to, maps.q, first, h, b, full);
+    copy_rows<D, QUERIES>(to + TILE, maps.dy, first, h, b, full);
+    copy_line(line, r.shift + from, QUERIES * 4, full);
+    copy_line(line + QUERIES * 4, (const float *)p.delta + from, QUERIES * 4, full);
   };
-  load_rows<D, ROWS>(shared, row_of<T>(p.k, b, 0, group), p.k.time, key0, p.keys);
-  load_rows<D, ROWS>(shared + KEEP, row_of<T>(p.v, b, 0, group), p.v.time, key0, p.keys);
-  if (total > 0) load_queries(0);
-  else copy_commit();
+  stages.open(WARPS);
+  if (loads && total > 0) load_queries(0);
+  __syncwarp();
 
   const float scale = (float)(p.factor * LOG2_E), lift = lift_of<T>(r, pair),
               held = lift * exp2f((float)-RAISE<T>);
@@ -101,25 +103,25 @@ __global__ void __launch_bounds__(THREADS, D == 64 ? 3 : 2)
     settle(for_k);
   };
 
-  for (int n = 0, first = first_tile * QUERIES, coming; n < total; n++, first = coming) {
+  for (int n = 0, first = first_tile * QUERIES; n < total; n++, first += QUERIES) {
+    if (first >= p.queries) first = first_tile * QUERIES;   // the next head
     end_products();
-    copy_wait<0>();
-    publish_shared();
-    __syncthreads();   // this tile is loaded, and all warps have finished the previous tile
-    const int stage = n & 1;
-    const uint32_t q_tile = staged + stage * 2 * TILE, dy_tile = q_tile + TILE;
-    const float *shift = lines + 2 * stage * QUERIES + 2 * t, *delta = shift + QUERIES;
+    if (n > 0) stages.give((n - 1) % STAGES);
+    stages.take(n % STAGES, n / STAGES);
+    const uint32_t q_tile = staged + n % STAGES * 2 * TILE, dy_tile = q_tile + TILE;
+    const float *shift = (float *)(place + (lines - shared)) + n % STAGES * 2 * QUERIES + 2 * t,
+                *delta = shift + QUERIES;
     float s[QUERIES / 2], ds[QUERIES / 2];
     // Otherwise ptxas runs out of registers and ends each product before it starts the next.
     forget(s);
     forget(ds);
     group_begin();
-    start_rows_times_rows<T, D, QUERIES, ROWS>(s, shared, q_tile);
+    start_rows_times_rows<T, D, QUERIES>(s, shared, q_tile);
     group_commit();
-    start_rows_times_rows<T, D, QUERIES, ROWS>(ds, shared + KEEP, dy_tile);
+    start_rows_times_rows<T, D, QUERIES>(ds, shared + KEEP, dy_tile);
     group_commit();
-    coming = next;
-    if (n + 1 < total) load_queries(~n & 1);
+    if (loads && n + 1 < total) load_queries(n + 1);
+    __syncwarp();
     group_wait<1>();
     settle(s);
     if (first < all_see) {
@@ -168,7 +170,6 @@ __global__ void __launch_bounds__(THREADS, D == 64 ? 3 : 2)
     group_commit();
   }
   end_products();
-  copy_wait<0>();
   __syncthreads();   // all reads of k and v are done, so dk and dv can take their place
 
   uint32_t bad = 0;
@@ -193,7 +194,8 @@ __global__ void __launch_bounds__(THREADS, D == 64 ? 3 : 2)
 
 template <class T, int D>
 __global__ void __launch_bounds__(THREADS, D == 64 ? 4 : 2)
-  hopper_grad_queries(const __grid_constant__ attention_problem p, const backward_room r,
+  hopper_grad_queries(const __grid_constant__ attention_problem p,
+                      const __grid_constant__ backward_maps maps, const backward_room r,
                       const int stored)
 {
 #if HOPPER_BODY
@@ -208,19 +210,25 @@ __global__ void __launch_bounds__(THREADS, D == 64 ? 4 : 2)
   const int last = keys_seen(p, min(first + ROWS, p.queries) - 1), all_see = keys_seen(p, first);
   const int tiles = (last + KEYS - 1) / KEYS,
             row_seen[2] = {keys_seen(p, own + g), keys_seen(p, own + g + 8)};
-  // staged: two stages of k and v
+  // q, dy, stages of k and v, barriers
   const uint32_t base = shared_address(room), shared = (base + 1023) & ~1023u,
                  staged = shared + 2 * KEEP;
-  const T *k = row_of<T>(p.k, b, 0, group), *v = row_of<T>(p.v, b, 0, group);
+  const buffer_barriers<STAGES> stages = {staged + STAGES * 2 * TILE};
 
+  const bool loads = threadIdx.x == 0;
   auto load_keys = [&](int n) {
-    load_rows<D, KEYS>(staged + (n & 1) * 2 * TILE, k, p.k.time, n * KEYS, p.keys);
-    load_rows<D, KEYS>(staged + (n & 1) * 2 * TILE + TILE, v, p.v.time, n * KEYS, p.keys);
-    copy_commit();
+    const uint32_t to = staged + n % STAGES * 2 * TILE, full = stages.full(n % STAGES);
+    stages.claim(n % STAGES, n / STAGES, 2 * TILE + (n == 0 ? 2 * KEEP : 0));
+    if (n == 0) {
+      copy_rows<D, ROWS>(shared, maps.q, first, h, b, full);
+      copy_rows<D, ROWS>(shared + KEEP, maps.dy, first, h, b, full);
+    }
+    copy_rows<D, KEYS>(to, maps.k, n * KEYS, group, b, full);
+    copy_rows<D, KEYS>(to + TILE, maps.v, n * KEYS, group, b, full);
   };
-  load_rows<D, ROWS>(shared, row_of<T>(p.q, b, 0, h), p.q.time, first, p.queries);
-  load_rows<D, ROWS>(shared + KEEP, row_of<T>(p.dy, b, 0, h), p.dy.time, first, p.queries);
-  load_keys(0);
+  stages.open(WARPS);
+  if (loads && tiles > 0) load_keys(0);
+  __syncwarp();
 
   const float scale = (float)(p.factor * LOG2_E),
               lift = lift_of<T>(r, (int64_t)b * p.groups + group),
@@ -246,18 +254,17 @@ __global__ void __launch_bounds__(THREADS, D == 64 ? 4 : 2)
   };
 
   for (int n = 0; n < tiles; n++) {
-    copy_wait<0>();
-    publish_shared();
-    __syncthreads();
+    stages.take(n % STAGES, n / STAGES);
     const int key = n * KEYS;
-    const uint32_t k_tile = staged + (n & 1) * 2 * TILE, v_tile = k_tile + TILE;
+    const uint32_t k_tile = staged + n % STAGES * 2 * TILE, v_tile = k_tile + TILE;
     float s[KEYS / 2], ds[KEYS / 2];
     group_begin();
-    start_rows_times_rows<T, D, KEYS, ROWS>(s, shared, k_tile);
+    start_rows_times_rows<T, D, KEYS>(s, shared, k_tile);
     group_commit();
-    start_rows_times_rows<T, D, KEYS, ROWS>(ds, shared + KEEP, v_tile);
+    start_rows_times_rows<T, D, KEYS>(ds, shared + KEEP, v_tile);
     group_commit();
-    if (n + 1 < tiles) load_keys(n + 1);
+    if (loads && n + 1 < tiles) load_keys(n + 1);
+    __syncwarp();
     group_wait<1>();
     settle(s);
     if (key + KEYS > all_see) hide_after(s, row_seen[0] - key, row_seen[1] - key);
@@ -273,9 +280,8 @@ __global__ void __launch_bounds__(THREADS, D == 64 ? 4 : 2)
     start_weights_times_rows<T, D, KEYS>(dq, weights, k_tile);
     group_commit();
     end_products();
+    stages.give(n % STAGES);
   }
-
-  copy_wait<0>();
   __syncthreads();
 
   uint32_t bad =
@@ -299,12 +305,17 @@ static eng_status launch(const attention_problem *p, backward_room *r, int store
   ENG_TRY(schedule_backward(r, p, ROWS, ROWS, D));
   const int k_blocks = r->keys.tiles * r->keys.heads,
             q_blocks = r->queries.tiles * r->queries.heads;
+  backward_maps maps = {};
+  ENG_TRY(map_rows(&maps.q, p->q, p->batch, p->queries, p->heads, D, ROWS));
+  ENG_TRY(map_rows(&maps.dy, p->dy, p->batch, p->queries, p->heads, D, ROWS));
+  ENG_TRY(map_rows(&maps.k, p->k, p->batch, p->keys, p->groups, D, ROWS));
+  ENG_TRY(map_rows(&maps.v, p->v, p->batch, p->keys, p->groups, D, ROWS));
   if (k_blocks > 0 && (p->dk.data || p->dv.data))
     ENG_TRY(launch_kernel("attention_grad", hopper_grad_keys<T, D>, k_blocks, THREADS,
-                          BACKWARD_BYTES<D>, *p, *r, stored));
+                          BACKWARD_BYTES<D>, *p, maps, *r, stored));
   if (q_blocks > 0 && p->dq.data)
     ENG_TRY(launch_kernel("attention_grad", hopper_grad_queries<T, D>, q_blocks, THREADS,
-                          BACKWARD_BYTES<D>, *p, *r, stored));
+                          BACKWARD_BYTES<D>, *p, maps, *r, stored));
   return ENG_OK;
 }
 

@@ -3,6 +3,8 @@
 // instructions of the device code. Included by kernel files. Owns nothing.
 #pragma once
 
+#include <cuda.h>
+
 #include "runtime/device.h"
 
 #ifdef __CUDACC__
@@ -60,6 +62,13 @@ __device__ static inline void barrier_arrive(uint32_t barrier, bool really)
                "r"((int)really)
                : "memory");
 }
+/// Arrives. The phase does not end before copies (below) have written `bytes` bytes.
+__device__ static inline void barrier_expect(uint32_t barrier, uint32_t bytes)
+{
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier),
+               "r"(bytes)
+               : "memory");
+}
 /// Waits for the end of the current phase if it has this parity; otherwise returns at once.
 __device__ static inline void barrier_wait(uint32_t barrier, uint32_t parity)
 {
@@ -69,6 +78,28 @@ __device__ static inline void barrier_wait(uint32_t barrier, uint32_t parity)
                "bra again;\n"
                "done: }\n" ::"r"(barrier),
                "r"(parity)
+               : "memory");
+}
+
+/// Copies a box of a tensor to the shared address `to`. `map` describes the tensor and the size of
+/// the box; row, head and batch say where the box begins, and column which 16-bit numbers. What is
+/// outside of the tensor becomes 0. The hardware copies; one thread asks for it. Threads that have
+/// waited for `barrier` see the result. Hopper and later.
+__device__ static inline void copy_box(uint32_t to, const CUtensorMap *map, int column, int row,
+                                       int head, int batch, uint32_t barrier)
+{
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%3, %4, %5, %6}], [%2];\n" ::"r"(to),
+               "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
+               : "memory");
+}
+/// Does the same for adjacent bytes. Addresses and `bytes` are multiples of 16.
+__device__ static inline void copy_line(uint32_t to, const void *from, uint32_t bytes,
+                                        uint32_t barrier)
+{
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1], %2, [%3];\n" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
 

@@ -25,25 +25,15 @@ __device__ static inline uint64_t tile_descriptor(uint32_t address, uint32_t bes
   return (uint64_t)(1024 >> 4 | 1u << 30) << 32 | low;
 }
 
-/// Makes this thread's writes to shared memory visible to wgmma; call it before a barrier.
+/// Makes this thread's writes to shared memory visible to wgmma and to copies by the hardware; call
+/// it before a barrier.
 __device__ static inline void publish_shared()
 { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
 /// Arrives at the block's barrier `id` (1 to 15; 0 is __syncthreads) and waits until `threads`
-/// threads have arrived. group_pass arrives without waiting. Called by whole warps.
+/// threads have arrived. Called by whole warps.
 __device__ static inline void group_meet(int id, int threads)
 { asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory"); }
-__device__ static inline void group_pass(int id, int threads)
-{ asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory"); }
-
-/// Sets the number of registers of each thread of the warpgroup. more_registers waits until other
-/// warpgroups of the block have given up enough of theirs.
-template <int REGISTERS>
-__device__ static inline void fewer_registers()
-{ asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(REGISTERS)); }
-template <int REGISTERS>
-__device__ static inline void more_registers()
-{ asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(REGISTERS)); }
 
 /// Makes earlier writes to registers visible to the products that read these registers or add to
 /// them.

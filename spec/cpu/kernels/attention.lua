@@ -13,6 +13,14 @@ local HEADS = { { 1, 1, 1, 1, 1, 8 }, { 2, 17, 17, 3, 3, 16 }, { 1, 33, 33, 2, 1
   { 1, 70, 70, 1, 1, 32 }, { 1, 130, 130, 2, 2, 24 }, { 1, 1, 65, 2, 1, 64 },
   { 3, 40, 40, 4, 4, 64 }, { 1, 20, 140, 2, 1, 128 }, { 1, 33, 70, 1, 1, 96 },
   { 1, 3, 901, 2, 1, 16 } }
+-- On cards, for tensor cores: several blocks, enough tiles to use each of Hopper's buffers three
+-- times, and blocks whose queries see no key.
+local LONG = { { 1, 140, 520, 1, 1, 64 }, { 1, 140, 330, 1, 1, 128 }, { 1, 260, 70, 1, 1, 64 } }
+
+local function sizes_for(dtype)
+  local long = compare.CARD and (dtype == "f16" or dtype == "bf16")
+  return long and tensors.both(HEADS, LONG) or HEADS
+end
 
 --- q, k and v for an entry of HEADS: separate, or (`fused`) cut out of one projection as in a GPT.
 local function heads(dtype, size, kind, fused)
@@ -70,7 +78,7 @@ local EXTRAS = compare.CARD and 2 or 3   -- cards do not measure the largest log
 
 generators.attention = function(try)
   for _, dtype in ipairs(FLOATS) do
-    for k, size in ipairs(HEADS) do
+    for k, size in ipairs(sizes_for(dtype)) do
       for causal = 0, 1 do
         for _, kind in ipairs { "normal", "rare" } do
           local q, key, v = heads(dtype, size, kind, k % 2 == 0)
@@ -92,16 +100,18 @@ generators.attention = function(try)
     try(with({ inputs = { head_major(17, 4), head_major(17, 2), head_major(17, 2) },
       ints = { 1, 1 }, floats = { 0 } }, FORWARD))
     -- D not contiguous; every batch shares the keys
-    try(with({ inputs = { float(dtype, { 2, 9, 2, 16 }, "normal", "transposed"),
-      float(dtype, { 2, 9, 2, 16 }, "normal", "sliced"),
-      float(dtype, { 2, 9, 2, 16 }, "normal", "expanded") }, ints = { 1, 1 }, floats = { 0 } },
-      FORWARD))
+    for _, width in ipairs { 16, 64 } do
+      try(with({ inputs = { float(dtype, { 2, 9, 2, width }, "normal", "transposed"),
+        float(dtype, { 2, 9, 2, width }, "normal", "sliced"),
+        float(dtype, { 2, 9, 2, width }, "normal", "expanded") }, ints = { 1, 1 },
+        floats = { 0 } }, FORWARD))
+    end
   end
 end
 
 generators.attention_grad = function(try)
   for _, dtype in ipairs(FLOATS) do
-    for k, size in ipairs(HEADS) do
+    for k, size in ipairs(sizes_for(dtype)) do
       for causal = 0, 1 do
         for _, kind in ipairs { "normal", "rare" } do
           local b, t, _, h, _, d = unpack(size)

@@ -7,6 +7,7 @@
 
 #define EMULATED_CARD 1   // to_host.lua writes this name for __CUDACC__
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <cuda_bf16.h>
@@ -94,12 +95,13 @@ void meet_warp(uint32_t mask, void (*kind)(thread *const *, int), void *mine);
 void meet_warpgroup(void (*kind)(thread *const *, int), void *mine);
 /// __syncthreads; returns whether any thread voted true.
 bool meet_block(bool vote);
-/// A barrier in shared memory (mbarrier): `missing` of `count` threads have not arrived.
-struct barrier { uint16_t count, missing; uint32_t phase; };
+/// A barrier in shared memory (mbarrier): `missing` of `count` threads have not arrived, and copies
+/// have still to write 16 * `awaited` bytes.
+struct barrier { uint32_t count : 9, missing : 9, awaited : 14; uint32_t phase; };
 /// Waits until *word differs from `old`.
 void wait_while(const uint32_t *word, uint32_t old);
-/// Arrives at the block's barrier `id` for `threads` threads and, if `wait`, waits for the others.
-void meet_at(int id, int threads, bool wait);
+/// Arrives at the block's barrier `id` for `threads` threads and waits for the others.
+void meet_at(int id, int threads);
 /// Ends the kernel with a message on stderr; later calls of the run-time library fail, as after a
 /// fault on a real card.
 [[noreturn]] void fault(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -131,6 +133,14 @@ template <class T> struct shared_variable {
 void copy_start(void *to, const void *from, uint32_t bytes, bool there);
 void copy_close(void);
 void copy_finish(int left);
+
+/// What cuTensorMapEncodeTiled writes: a tensor of 16-bit numbers, and the size of a box.
+struct box_map { const uint16_t *data; uint64_t size[4], stride[4]; uint32_t rows; };
+/// Copies a box (64 columns of `rows` rows) in the order of the 128-byte swizzle. Copies at once;
+/// with order=backwards, threads that do not wait read NaN.
+void copy_box_to(uint32_t to, const box_map *map, const int (&at)[4], uint32_t barrier);
+/// Reports that a copy has written `bytes` bytes.
+void barrier_wrote(uint32_t barrier, uint32_t bytes);
 
 // ------------------------------------------------------------------ exchanges within warps
 

@@ -361,6 +361,39 @@ cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute attribute, int 
            cudaSuccess;
 }
 
+/// The driver's function, for the boxes that attention copies. Refuses what the driver refuses.
+static CUresult map_boxes(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *data,
+                          const cuuint64_t *size, const cuuint64_t *stride, const cuuint32_t *box,
+                          const cuuint32_t *step, CUtensorMapInterleave interleave,
+                          CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
+                          CUtensorMapFloatOOBfill)
+{
+  bool good = type == CU_TENSOR_MAP_DATA_TYPE_UINT16 && rank == 4 && data &&
+              (uintptr_t)data % 16 == 0 && box[0] == 64 && box[1] >= 1 && box[1] <= 256 &&
+              box[2] == 1 && box[3] == 1 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
+              swizzle == CU_TENSOR_MAP_SWIZZLE_128B;
+  box_map made = {(const uint16_t *)data, {}, {1}, box[1]};
+  for (int d = 0; d < 4; d++) {
+    good = good && size[d] >= 1 && size[d] <= 1ull << 32 && step[d] == 1;
+    made.size[d] = size[d];
+    if (d == 3) break;
+    good = good && stride[d] > 0 && stride[d] % 16 == 0 && stride[d] < 1ull << 40;
+    made.stride[d + 1] = stride[d] / 2;
+  }
+  if (!good) return CUDA_ERROR_INVALID_VALUE;
+  memcpy(map, &made, sizeof made);
+  return CUDA_SUCCESS;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult *found)
+{
+  const bool known = !strcmp(name, "cuTensorMapEncodeTiled");
+  *function = known ? (void *)map_boxes : nullptr;
+  *found = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+
 // ------------------------------------------------------------------ memory and copies
 
 cudaError_t cudaMalloc(void **out, size_t bytes)     { return take(out, bytes, false); }

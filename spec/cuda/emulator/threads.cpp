@@ -233,16 +233,15 @@ void wait_while(const uint32_t *word, uint32_t old)
   give_way();
 }
 
-static barrier named[16];
+static struct { int count, missing; uint32_t phase; } named[16];
 
-void meet_at(int id, int count, bool wait)
+void meet_at(int id, int count)
 {
-  barrier *b = &named[id];
-  if (b->missing == 0) b->count = b->missing = (uint16_t)count;
+  auto *b = &named[id];
+  if (b->missing == 0) b->count = b->missing = count;
   if (b->count != count) fault("barrier %d: %d and %d threads", id, b->count, count);
-  const uint32_t phase = b->phase;
   if (--b->missing == 0) b->phase++;
-  else if (wait) wait_while(&b->phase, phase);
+  else wait_while(&b->phase, b->phase);
 }
 
 /// The order of execution: a permutation of 0..n-1.
@@ -429,6 +428,34 @@ void copy_finish(int left)
     }
     now->copies.erase(now->copies.begin());
   }
+}
+
+void barrier_wrote(uint32_t address, uint32_t bytes)
+{
+  auto *b = (barrier *)shared_at(address, 8);
+  if (bytes / 16 > b->awaited) fault("a copy of %u bytes that no barrier expects", bytes);
+  b->awaited -= bytes / 16;
+  if (b->missing == 0 && b->awaited == 0) *b = {b->count, b->count, 0, b->phase + 1};
+}
+
+void copy_box_to(uint32_t to, const box_map *map, const int (&at)[4], uint32_t address)
+{
+  if (to % 1024) fault("shared address %u of a box is not a multiple of 1024", to);
+  if (!map->data) fault("a box of an empty tensor");
+  const uint32_t bytes = map->rows * 128;
+  uint16_t *box = (uint16_t *)shared_at(to, bytes);
+  for (uint32_t r = 0; r < map->rows; r++)
+    for (uint32_t c = 0; c < 64; c++) {
+      const int64_t place[4] = {at[0] + (int64_t)c, at[1] + (int64_t)r, at[2], at[3]};
+      int64_t from = 0;
+      bool there = true;
+      for (int d = 0; d < 4; d++) {
+        there = there && place[d] >= 0 && place[d] < (int64_t)map->size[d];
+        from += place[d] * (int64_t)map->stride[d];
+      }
+      box[r * 64 + ((c / 8 ^ r) & 7) * 8 + c % 8] = there ? map->data[from] : 0;
+    }
+  barrier_wrote(address, bytes);
 }
 
 struct asked { product what; void (*run)(const product &); };

@@ -3,6 +3,8 @@
 #ifndef ENG_CUDA_PTX_H
 #define ENG_CUDA_PTX_H
 
+#include <cuda.h>
+
 #include "runtime/device.h"
 
 static inline float exp2_fast(float x)
@@ -19,17 +21,32 @@ static inline float reciprocal_fast(float x)
 static inline float max_nan(float a, float b)
 { return a != a || b != b ? __int_as_float(0x7FFFFFFF) : fmaxf(a, b); }
 
+static inline emulator::barrier *barrier_at(uint32_t barrier)
+{ return (emulator::barrier *)emulator::shared_at(barrier, 8); }
 static inline void barrier_init(uint32_t barrier, uint32_t count)
-{ *(emulator::barrier *)emulator::shared_at(barrier, 8) = {(uint16_t)count, (uint16_t)count, 0}; }
+{ *barrier_at(barrier) = {count, count, 0, 0}; }
 static inline void barrier_arrive(uint32_t barrier, bool really)
 {
-  auto *b = (emulator::barrier *)emulator::shared_at(barrier, 8);
-  if (really && --b->missing == 0) *b = {b->count, b->count, b->phase + 1};
+  if (really) barrier_at(barrier)->missing--;
+  emulator::barrier_wrote(barrier, 0);
+}
+static inline void barrier_expect(uint32_t barrier, uint32_t bytes)
+{
+  barrier_at(barrier)->awaited += bytes / 16;
+  barrier_arrive(barrier, true);
 }
 static inline void barrier_wait(uint32_t barrier, uint32_t parity)
 {
-  auto *b = (emulator::barrier *)emulator::shared_at(barrier, 8);
+  auto *b = barrier_at(barrier);
   if ((b->phase & 1) == parity) emulator::wait_while(&b->phase, b->phase);
+}
+static inline void copy_box(uint32_t to, const CUtensorMap *map, int column, int row, int head,
+                            int batch, uint32_t barrier)
+{ emulator::copy_box_to(to, (const emulator::box_map *)map, {column, row, head, batch}, barrier); }
+static inline void copy_line(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
+{
+  memcpy(emulator::shared_at(to, bytes), from, bytes);
+  emulator::barrier_wrote(barrier, bytes);
 }
 template <class T> static inline T opaque(T x) { return x; }
 

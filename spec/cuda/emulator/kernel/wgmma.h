@@ -14,10 +14,7 @@ static inline uint64_t tile_descriptor(uint32_t address, uint32_t beside,
   return (uint64_t)(1024 >> 4 | 1u << 30) << 32 | low;
 }
 static inline void publish_shared() {}
-static inline void group_meet(int id, int threads) { emulator::meet_at(id, threads, true); }
-static inline void group_pass(int id, int threads) { emulator::meet_at(id, threads, false); }
-template <int REGISTERS> static inline void fewer_registers() {}
-template <int REGISTERS> static inline void more_registers() {}
+static inline void group_meet(int id, int threads) { emulator::meet_at(id, threads); }
 
 namespace emulator {
 /// A product in flight: a warpgroup's registers, and where the operands begin in shared memory.
