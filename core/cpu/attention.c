@@ -388,7 +388,7 @@ static void forward_tile(const op_call *call, const sizes *s, const forward_room
 // If D is 0, lse still has elements, which the reference kernel computes.
 static bool fast_call(const op_call *call) { return all_fast(call) && call->in[0]->shape[3] > 0; }
 
-static eng_status attention(const op_call *call)
+KERNEL(attention)
 {
   if (!fast_call(call)) return forward_to_reference(call);
   sizes s = sizes_of(call);
@@ -536,7 +536,7 @@ static void store_keys(const tensor *d, const sizes *s, float *sums, int64_t sha
   }
 }
 
-static eng_status attention_grad(const op_call *call)
+KERNEL(attention_grad)
 {
   if (!fast_call(call)) return forward_to_reference(call);
   sizes s = sizes_of(call);
@@ -592,10 +592,4 @@ static eng_status attention_grad(const op_call *call)
   }
   arena_free(ARENA_SCRATCH, scratch, bytes);
   return ENG_OK;
-}
-
-void ISA_NAME(cpu_register_attention)(backend *b)
-{
-  b->kernel[ENG_OP_attention] = attention;
-  b->kernel[ENG_OP_attention_grad] = attention_grad;
 }

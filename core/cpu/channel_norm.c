@@ -1,6 +1,6 @@
 // Batch norm and group norm of x [N x S x C], channels last, and their gradients. Batch norm is
 // computed as the group norm of one sample that has all rows, with one group for each channel.
-// Registered by cpu.c; owns nothing.
+// Owns nothing.
 //
 // Rows are cut into blocks that stay in the second-level cache; the blocks depend on the shape
 // alone. In the forward pass, each block computes, in f32 and for each channel, the mean, the
@@ -312,15 +312,7 @@ static eng_status norm_grad(const op_call *call, bool batch)
   return ENG_OK;
 }
 
-static eng_status batch_norm(const op_call *call)      { return norm(call, true); }
-static eng_status batch_norm_grad(const op_call *call) { return norm_grad(call, true); }
-static eng_status group_norm(const op_call *call)      { return norm(call, false); }
-static eng_status group_norm_grad(const op_call *call) { return norm_grad(call, false); }
-
-void ISA_NAME(cpu_register_channel_norm)(backend *b)
-{
-  b->kernel[ENG_OP_batch_norm] = batch_norm;
-  b->kernel[ENG_OP_batch_norm_grad] = batch_norm_grad;
-  b->kernel[ENG_OP_group_norm] = group_norm;
-  b->kernel[ENG_OP_group_norm_grad] = group_norm_grad;
-}
+KERNEL(batch_norm) { return norm(call, true); }
+KERNEL(batch_norm_grad) { return norm_grad(call, true); }
+KERNEL(group_norm) { return norm(call, false); }
+KERNEL(group_norm_grad) { return norm_grad(call, false); }

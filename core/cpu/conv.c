@@ -1,7 +1,7 @@
 // Convolution and its gradients. oneDNN (conv_onednn.c) computes them in the tensors' formats or,
 // if it does not support these, in f32 on converted copies. The result is rounded once. Outputs
 // that are NaN are computed again here. The reference kernels take f64, empty tensors, and calls
-// that oneDNN does not support. Registered by cpu.c; owns nothing.
+// that oneDNN does not support. Owns nothing.
 #include "conv.h"
 #include "rows.h"
 #include "simd.h"
@@ -200,25 +200,19 @@ static eng_status run(const op_call *call, conv_kind kind, tensor *const *part, 
   return done ? ENG_OK : forward_to_reference(call);
 }
 
-static eng_status conv2d(const op_call *c)
+KERNEL(conv2d)
 {
-  return run(c, CONV_FORWARD, (tensor *[]){c->in[0], c->in[1], c->out[0], c->in[2]}, false);
+  return run(call, CONV_FORWARD, (tensor *[]){call->in[0], call->in[1], call->out[0], call->in[2]},
+             false);
 }
 
-static eng_status conv2d_grad_x(const op_call *c)
+KERNEL(conv2d_grad_x)
 {
-  return run(c, CONV_INPUT, (tensor *[]){c->out[0], c->in[1], c->in[0], NULL}, false);
+  return run(call, CONV_INPUT, (tensor *[]){call->out[0], call->in[1], call->in[0], NULL}, false);
 }
 
-static eng_status conv2d_grad_w(const op_call *c)
+KERNEL(conv2d_grad_w)
 {
-  return run(c, CONV_WEIGHT, (tensor *[]){c->in[1], c->out[0], c->in[0], NULL},
-             c->conv2d_grad_w.add);
-}
-
-void ISA_NAME(cpu_register_conv)(backend *b)
-{
-  b->kernel[ENG_OP_conv2d] = conv2d;
-  b->kernel[ENG_OP_conv2d_grad_x] = conv2d_grad_x;
-  b->kernel[ENG_OP_conv2d_grad_w] = conv2d_grad_w;
+  return run(call, CONV_WEIGHT, (tensor *[]){call->in[1], call->out[0], call->in[0], NULL},
+             call->conv2d_grad_w.add);
 }

@@ -239,7 +239,10 @@ static eng_status copy(const op_call *call)
   return ENG_OK;
 }
 
-static eng_status concat(const op_call *call)
+KERNEL(cast) { return copy(call); }
+KERNEL(contiguous) { return copy(call); }
+
+KERNEL(concat)
 {
   const tensor *y = call->out[0];
   for (int k = 0; k < call->n_in; k++)
@@ -252,11 +255,4 @@ static eng_status concat(const op_call *call)
     target += x->shape[call->concat.dim] * y->stride[call->concat.dim] * eng_dtype_size(y->dtype);
   }
   return ENG_OK;
-}
-
-void ISA_NAME(cpu_register_copy)(backend *b)
-{
-  b->kernel[ENG_OP_cast] = copy;
-  b->kernel[ENG_OP_contiguous] = copy;
-  b->kernel[ENG_OP_concat] = concat;
 }

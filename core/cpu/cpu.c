@@ -1,6 +1,6 @@
 // The CPU device: a table of kernels, filled at first use for the best instruction set that this
-// processor and its operating system support. Each kernel file is compiled once per set and fills
-// its part of the table. Owns the table. Called by backend.c.
+// processor and its operating system support. Each kernel file is compiled once per set. Owns the
+// table. Called by backend.c.
 //
 // ENGINE_ISA=plain|avx2|avx512 in the environment selects a set. An unknown or unsupported set is
 // reported and ignored. eng_cpu_isa() changes the set at run time and fills the table again.
@@ -20,25 +20,10 @@
 #define X86 0
 #endif
 
-#define KERNEL_FILES(FILE, isa)                                                              \
-  FILE(elementwise, isa) FILE(unary, isa) FILE(copy, isa) FILE(rope, isa) FILE(reduce, isa)  \
-  FILE(norm, isa) FILE(softmax, isa) FILE(loss, isa) FILE(index, isa) FILE(gemm, isa)        \
-  FILE(attention, isa) FILE(optimizer, isa) FILE(gradstats, isa) FILE(fp8_quantize, isa)     \
-  FILE(fp8_dequantize, isa) FILE(fp8_matmul, isa) FILE(mx_quantize, isa) FILE(hadamard, isa) \
-  FILE(mx_matmul, isa) FILE(msamp_fp4, isa) FILE(nf4, isa) FILE(conv, isa) FILE(pool, isa)   \
-  FILE(channel_norm, isa)
-
-#define REGISTER_DECLARE(file, isa) void cpu_register_##file##_##isa(backend *b);
-#define REGISTER_CALL(file, isa)    cpu_register_##file##_##isa(b);
-#define DEFINE_ISA(isa)                                                                      \
-  KERNEL_FILES(REGISTER_DECLARE, isa)                                                        \
-  static void register_##isa(backend *b) { KERNEL_FILES(REGISTER_CALL, isa) }
-
-DEFINE_ISA(plain)
-#if X86
-DEFINE_ISA(avx2)
-DEFINE_ISA(avx512)
-#endif
+// Fill the table with the kernels of an instruction set (table.c).
+void cpu_fill_plain(backend *b);
+void cpu_fill_avx2(backend *b);
+void cpu_fill_avx512(backend *b);
 
 // __builtin_cpu_supports checks both the processor (cpuid) and the registers that the system saves
 // (xgetbv). In Clang 14 it does not know f16c, so has_avx2 reads that bit from cpuid.
@@ -64,10 +49,10 @@ static const struct isa {
   void (*fill)(backend *b);
 } isas[] = {
 #if X86
-  {"avx512", has_avx512, register_avx512},
-  {"avx2", has_avx2, register_avx2},
+  {"avx512", has_avx512, cpu_fill_avx512},
+  {"avx2", has_avx2, cpu_fill_avx2},
 #endif
-  {"plain", has_plain, register_plain},
+  {"plain", has_plain, cpu_fill_plain},
 };
 enum { ISAS = sizeof isas / sizeof *isas };
 
@@ -77,7 +62,6 @@ static const struct isa *in_force;
 
 static void use(const struct isa *isa)
 {
-  memset(table.kernel, 0, sizeof table.kernel);
   isa->fill(&table);
   in_force = isa;
 }

@@ -30,10 +30,9 @@ static void binary_tile(const tile *t)
   }
 }
 
-static eng_status binary(const op_call *call)
-{
-  return elementwise(call, binary_tile, (numbers){.op = call->op});
-}
+#define BINARY(name) \
+  KERNEL(name) { return elementwise(call, binary_tile, (numbers){.op = call->op}); }
+BINARY(add) BINARY(sub) BINARY(mul) BINARY(div) BINARY(pow) BINARY(maximum) BINARY(minimum)
 
 static inline void compare_tile(int op, uint8_t *restrict y, const float *restrict a,
                                 const float *restrict b, int n)
@@ -66,6 +65,9 @@ static eng_status comparison(const op_call *call)
   return ENG_OK;
 }
 
+#define COMPARISON(name) KERNEL(name) { return comparison(call); }
+COMPARISON(eq) COMPARISON(ne) COMPARISON(lt) COMPARISON(le) COMPARISON(gt) COMPARISON(ge)
+
 // ------------------------------------------------------------------ where
 
 static void where_body(const work *w, int64_t first, int n)
@@ -84,7 +86,7 @@ static void where_body(const work *w, int64_t first, int n)
   tile_store(y->data, y->dtype, first, to, n);
 }
 
-static eng_status where(const op_call *call)
+KERNEL(where)
 {
   if (!all_fast_except(call, 0)) return forward_to_reference(call);
   work w = work_of(call, call->out[0]);
@@ -109,7 +111,7 @@ static void affine_tile(const tile *t)
   MAP1(t->y, t->x[0], t->n, vf_fma(a, factor, term));
 }
 
-static eng_status affine(const op_call *call)
+KERNEL(affine)
 {
   double factor = call->affine.factor, term = call->affine.term;
   if (beyond_f32(factor) || beyond_f32(term)) return forward_to_reference(call);
@@ -122,7 +124,7 @@ static void clamp_tile(const tile *t)
   MAP1(t->y, t->x[0], t->n, vf_min(high, vf_max(low, a)));
 }
 
-static eng_status clamp(const op_call *call)
+KERNEL(clamp)
 {
   return elementwise(call, clamp_tile,
                      (numbers){.a = (float)call->clamp.low, .b = (float)call->clamp.high});
@@ -151,7 +153,7 @@ static void pow_tile(const tile *t)
   else for (int i = 0; i < n; i++) y[i] = (float)pow(x[i], exponent);
 }
 
-static eng_status pow_scalar(const op_call *call)
+KERNEL(pow_scalar)
 {
   return elementwise(call, pow_tile, (numbers){.exponent = call->pow_scalar.exponent});
 }
@@ -172,25 +174,11 @@ static void dropout_tile(const tile *t)
   }
 }
 
-static eng_status dropout(const op_call *call)
+KERNEL(dropout)
 {
   double p = call->dropout.p;
   // An element is kept if (word >> 8) / 2^24 >= p. `least` is the smallest word >> 8 that is kept.
   return elementwise(call, dropout_tile,
                      (numbers){.seed = rng_seed(), .counter = (uint64_t)call->dropout.counter,
                                .least = (int32_t)ceil(p * 0x1p24), .a = (float)(1.0 / (1.0 - p))});
-}
-
-void ISA_NAME(cpu_register_elementwise)(backend *b)
-{
-  static const int arithmetic[] = {ENG_OP_add, ENG_OP_sub,     ENG_OP_mul,    ENG_OP_div,
-                                   ENG_OP_pow, ENG_OP_maximum, ENG_OP_minimum};
-  for (int k = 0; k < (int)(sizeof arithmetic / sizeof *arithmetic); k++)
-    b->kernel[arithmetic[k]] = binary;
-  for (int op = ENG_OP_eq; op <= ENG_OP_ge; op++) b->kernel[op] = comparison;
-  b->kernel[ENG_OP_where] = where;
-  b->kernel[ENG_OP_affine] = affine;
-  b->kernel[ENG_OP_clamp] = clamp;
-  b->kernel[ENG_OP_pow_scalar] = pow_scalar;
-  b->kernel[ENG_OP_dropout] = dropout;
 }

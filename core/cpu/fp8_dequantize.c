@@ -40,7 +40,7 @@ static void back_task(const void *context, int64_t row)
   }
 }
 
-static eng_status dequantize(const op_call *call)
+KERNEL(dequantize)
 {
   const tensor *q = call->in[0], *y = call->out[0];
   bool packed = call->dequantize.format == ENG_FORMAT_E5M6;
@@ -52,9 +52,4 @@ static eng_status dequantize(const op_call *call)
                         b.columns, NULL);
   run_tasks(rows, y->count >= PARALLEL_ELEMENTS, back_task, &b);
   return ENG_OK;
-}
-
-void ISA_NAME(cpu_register_fp8_dequantize)(backend *b)
-{
-  b->kernel[ENG_OP_dequantize] = dequantize;
 }

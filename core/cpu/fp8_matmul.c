@@ -657,7 +657,7 @@ static matrix matrix_of(const tensor *q, const tensor *scale, bool k_last, int64
   return x;
 }
 
-static eng_status fp8_matmul(const op_call *call)
+KERNEL(fp8_matmul)
 {
   const tensor *y = call->out[0], *bias = call->in[4];
   bool ta = call->fp8_matmul.transpose_a != 0, tb = call->fp8_matmul.transpose_b != 0;
@@ -693,9 +693,4 @@ static eng_status fp8_matmul(const op_call *call)
   eng_status status = g.model == ENG_ACCUMULATE_EXACT ? run_exact(&g) : run_product(&g);
   arena_free(ARENA_SCRATCH, g.scale_a, bytes);
   return status;
-}
-
-void ISA_NAME(cpu_register_fp8_matmul)(backend *b)
-{
-  b->kernel[ENG_OP_fp8_matmul] = fp8_matmul;
 }

@@ -653,7 +653,7 @@ static void packed_task(const void *context, int64_t r)
   w->tops[r] = top;
 }
 
-static eng_status quantize(const op_call *call)
+KERNEL(quantize)
 {
   const tensor *x = call->in[0];
   bool turned = call->out[3] != NULL, together = x->count >= PARALLEL_ELEMENTS,
@@ -698,7 +698,7 @@ static eng_status quantize(const op_call *call)
   return ENG_OK;
 }
 
-static eng_status swiglu_quantize(const op_call *call)
+KERNEL(swiglu_quantize)
 {
   tensor h = *call->in[0];
   int64_t bytes = h.count * eng_dtype_size(h.dtype);
@@ -708,13 +708,7 @@ static eng_status swiglu_quantize(const op_call *call)
           codes = *call;
   codes.op = ENG_OP_quantize, codes.n_in = 2, codes.in[0] = &h, codes.in[1] = call->in[2];
   eng_status status = backend_cpu()->kernel[ENG_OP_swiglu](&swiglu);
-  if (status == ENG_OK) status = quantize(&codes);
+  if (status == ENG_OK) status = ISA_NAME(cpu_quantize)(&codes);
   arena_free(ARENA_SCRATCH, h.data, bytes);
   return status;
-}
-
-void ISA_NAME(cpu_register_fp8_quantize)(backend *b)
-{
-  b->kernel[ENG_OP_quantize] = quantize;
-  b->kernel[ENG_OP_swiglu_quantize] = swiglu_quantize;
 }

@@ -1,7 +1,7 @@
 // The CPU kernels of matmul, linear, mlp_gelu, and the products in their gradients. A kernel turns
 // its tensors into a gemm_call: transposes become strides, and batch dimensions that B lacks become
-// rows of A. Then `run` picks the path. gemm.h lists the paths and their guarantees. Registered by
-// cpu.c, called through the backend table; owns nothing.
+// rows of A. Then `run` picks the path. gemm.h lists the paths and their guarantees. Called
+// through the backend table; owns nothing.
 //
 // oneDNN is used only for bf16 on processors with AMX; elsewhere it was no faster. On Intel's
 // AVX-512 processors, the packed path was within a few percent of oneDNN's sgemm in f32. For bf16
@@ -118,7 +118,7 @@ static gemm_operand operand_of(const tensor *x, bool transposed, int batch_dims)
   return o;
 }
 
-static eng_status matmul(const op_call *call)
+KERNEL(matmul)
 {
   const tensor *a = call->in[0], *b = call->in[1], *c = call->out[0];
   int64_t c_column = c->stride[c->ndim - 1];
@@ -178,14 +178,14 @@ static gemm_call product_of_linear(const tensor *y, const tensor *x, const tenso
   return product_of_rows(y, &a, &b, row_count(x), w->shape[1], bias);
 }
 
-static eng_status linear(const op_call *call)
+KERNEL(linear)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   return run(product_of_linear(call->out[0], call->in[0], call->in[1], call->in[2]));
 }
 
 // Computes u = x W1^T + b1, h = gelu(u) and y = h W2^T + b2. The first product writes both u and h.
-static eng_status mlp_gelu(const op_call *call)
+KERNEL(mlp_gelu)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   const tensor *y = call->out[0], *u = call->out[1], *h = call->out[2];
@@ -197,7 +197,7 @@ static eng_status mlp_gelu(const op_call *call)
 }
 
 // Computes du [.. x H] = gelu'(u) * (dy [.. x N] W), where W is [N x H].
-static eng_status matmul_gelu_grad(const op_call *call)
+KERNEL(matmul_gelu_grad)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   const tensor *dy = call->in[0], *w = call->in[1], *u = call->in[2];
@@ -246,7 +246,7 @@ VF_INLINE void sum_rows(float *sums, const void *dy, const int dtype, int64_t fi
 // Writes the sum of dy's rows to db [n] or, with `add`, adds it to db. Each block of SUM_ROWS rows
 // is summed separately, and then the blocks are added in order, so the bits do not depend on the
 // number of threads.
-static eng_status bias_grad(const op_call *call)
+KERNEL(bias_grad)
 {
   const tensor *dy = call->in[0], *db = call->out[0];
   if (!all_fast(call)) return forward_to_reference(call);
@@ -277,7 +277,7 @@ static eng_status bias_grad(const op_call *call)
 
 // Computes dW [N x K] = dy^T x from dy [.. x N] and x [.. x K] or, with `add`, adds it to dW. Then
 // computes db as bias_grad does.
-static eng_status linear_grad(const op_call *call)
+KERNEL(linear_grad)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   const tensor *dy = call->in[0], *x = call->in[1], *dw = call->out[0];
@@ -288,15 +288,5 @@ static eng_status linear_grad(const op_call *call)
   op_call bias = {.op = ENG_OP_bias_grad, .n_in = 1, .n_out = 1, .in = {call->in[0]},
                   .out = {call->out[1]}, .bias_grad = {.dtype = call->linear_grad.dtype[1],
                                                        .add = call->linear_grad.add[1]}};
-  return bias_grad(&bias);
-}
-
-void ISA_NAME(cpu_register_gemm)(backend *b)
-{
-  b->kernel[ENG_OP_matmul] = matmul;
-  b->kernel[ENG_OP_linear] = linear;
-  b->kernel[ENG_OP_mlp_gelu] = mlp_gelu;
-  b->kernel[ENG_OP_matmul_gelu_grad] = matmul_gelu_grad;
-  b->kernel[ENG_OP_bias_grad] = bias_grad;
-  b->kernel[ENG_OP_linear_grad] = linear_grad;
+  return ISA_NAME(cpu_bias_grad)(&bias);
 }

@@ -544,7 +544,8 @@ static void stats_add(eng_tensor_stats *s, const tally *t, unsigned needs)
   if ((needs & ENG_NEED_AMAX) && amax > s->amax) s->amax = amax;
 }
 
-static eng_status gradstats(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats)
+eng_status ISA_NAME(cpu_gradstats)(const param_span *spans, int n, unsigned needs,
+                                   eng_tensor_stats *stats)
 {
   for (int k = 0; k < n; k++) stats[k] = (eng_tensor_stats){.count = spans[k].count};
   block_list list;
@@ -566,9 +567,4 @@ static eng_status gradstats(const param_span *spans, int n, unsigned needs, eng_
   arena_free(ARENA_SCRATCH, result, bytes);
   blocks_close(&list);
   return ENG_OK;
-}
-
-void ISA_NAME(cpu_register_gradstats)(backend *b)
-{
-  b->gradstats = gradstats;
 }

@@ -351,7 +351,7 @@ rotation ISA_NAME(rotation_of)(const tensor *x, int64_t n, int64_t signs, bool t
   return o;
 }
 
-eng_status ISA_NAME(cpu_hadamard)(const op_call *call)
+KERNEL(hadamard)
 {
   const typeof(call->hadamard) *a = &call->hadamard;
   const tensor *x = call->in[0], *y = call->out[0];
@@ -363,6 +363,3 @@ eng_status ISA_NAME(cpu_hadamard)(const op_call *call)
             x->count >= PARALLEL_ELEMENTS, rotate_task, &o);
   return ENG_OK;
 }
-
-void ISA_NAME(cpu_register_hadamard)(backend *b)
-{ b->kernel[ENG_OP_hadamard] = ISA_NAME(cpu_hadamard); }

@@ -31,5 +31,4 @@ void ISA_NAME(rotate_tile)(const rotation *o, void *tile, int64_t a0, int deep, 
 /// of all lines of the result, which is bf16. Returns whether any of these elements is NaN.
 bool ISA_NAME(rotated_amax)(const rotation *o, uint32_t *top, int64_t a0, int deep);
 
-/// The kernel of the operation hadamard.
-eng_status ISA_NAME(cpu_hadamard)(const op_call *call);
+op_kernel ISA_NAME(cpu_hadamard);

@@ -1,5 +1,5 @@
 // Selection by index, with gradients: embedding, gather, index_select. Selection by size: topk,
-// argmax, argmin. Registered by cpu.c, called through the backend table; owns nothing.
+// argmax, argmin. Called through the backend table; owns nothing.
 //
 // Elements that are only copied keep every bit, whatever their dtype. Indices are checked before
 // anything is written. A gradient sums in f32 all elements of dy that belong to one element of dx,
@@ -90,7 +90,7 @@ static eng_status select_rows(const op_call *call, around a)
   return ENG_OK;
 }
 
-static eng_status embedding(const op_call *call)
+KERNEL(embedding)
 {
   const tensor *weight = call->in[0], *y = call->out[0];
   if (weight->dtype == y->dtype) return select_rows(call, around_of(weight, 0));
@@ -112,7 +112,7 @@ static eng_status embedding(const op_call *call)
   return ENG_OK;
 }
 
-static eng_status index_select(const op_call *call)
+KERNEL(index_select)
 {
   const tensor *x = call->in[0];
   if (x->dtype != call->out[0]->dtype) return forward_to_reference(call);
@@ -212,12 +212,12 @@ static eng_status scatter_call(const op_call *call, around a, bool add)
   return status;
 }
 
-static eng_status embedding_grad(const op_call *call)
+KERNEL(embedding_grad)
 {
   return scatter_call(call, around_of(call->out[0], 0), call->embedding_grad.add != 0);
 }
 
-static eng_status index_select_grad(const op_call *call)
+KERNEL(index_select_grad)
 {
   return scatter_call(call, around_of(call->out[0], (int)call->index_select_grad.dim), false);
 }
@@ -288,7 +288,7 @@ void gather_sized(char *y, const char *x, const picks *p, int size)
   }
 }
 
-static eng_status gather(const op_call *call)
+KERNEL(gather)
 {
   const tensor *x = call->in[0], *y = call->out[0];
   if (x->dtype != y->dtype) return forward_to_reference(call);
@@ -325,7 +325,7 @@ static void scatter_column(const tensor *dx, const tensor *dy, const picks *p, i
   for (int64_t j = 0, k = first; j < n; j++, k += step) sums[at[k]] = 0.0f;
 }
 
-static eng_status gather_grad(const op_call *call)
+KERNEL(gather_grad)
 {
   const tensor *dy = call->in[0], *dx = call->out[0];
   if (!dtype_is_fast(dy->dtype) || !dtype_is_fast(dx->dtype)) return forward_to_reference(call);
@@ -414,7 +414,7 @@ static void top_of_row(uint64_t *heap, int64_t k, const void *x, int dtype, int6
   }
 }
 
-static eng_status topk(const op_call *call)
+KERNEL(topk)
 {
   const tensor *x = call->in[0], *values = call->out[0], *places = call->out[1];
   int64_t n = row_length(x), rows = row_count(x), k = call->topk.k;
@@ -518,18 +518,5 @@ static eng_status find_extreme(const op_call *call, float sign)
   return ENG_OK;
 }
 
-static eng_status argmax(const op_call *call) { return find_extreme(call, 0.0f); }
-static eng_status argmin(const op_call *call) { return find_extreme(call, -0.0f); }
-
-void ISA_NAME(cpu_register_index)(backend *b)
-{
-  b->kernel[ENG_OP_embedding] = embedding;
-  b->kernel[ENG_OP_embedding_grad] = embedding_grad;
-  b->kernel[ENG_OP_gather] = gather;
-  b->kernel[ENG_OP_gather_grad] = gather_grad;
-  b->kernel[ENG_OP_index_select] = index_select;
-  b->kernel[ENG_OP_index_select_grad] = index_select_grad;
-  b->kernel[ENG_OP_topk] = topk;
-  b->kernel[ENG_OP_argmax] = argmax;
-  b->kernel[ENG_OP_argmin] = argmin;
-}
+KERNEL(argmax) { return find_extreme(call, 0.0f); }
+KERNEL(argmin) { return find_extreme(call, -0.0f); }

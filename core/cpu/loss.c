@@ -1,5 +1,5 @@
 // Losses: cross entropy over the last dimension with its gradient, and mean squared error.
-// Registered by cpu.c, called through the backend table; owns nothing.
+// Called through the backend table; owns nothing.
 //
 // Cross entropy reads the logits once or, with label smoothing, twice. It finds the maximum and the
 // sum of exponentials together, tile by tile, and never stores the probabilities. With a soft cap,
@@ -41,7 +41,7 @@ static void cap_row(float *out, const tensor *x, int64_t first, int64_t classes,
   }
 }
 
-static eng_status cross_entropy(const op_call *call)
+KERNEL(cross_entropy)
 {
   int64_t counted;
   // The reference kernel reports a target that is not a class.
@@ -123,7 +123,7 @@ static void gradient_tile(const float *x, const row_slope *r, float cap, float *
   else MAP1(out, x, n, slope_of(a, r));
 }
 
-static eng_status cross_entropy_grad(const op_call *call)
+KERNEL(cross_entropy_grad)
 {
   int64_t counted;
   if (!all_fast_except(call, 1) || !targets_fit(call, &counted)) return forward_to_reference(call);
@@ -195,7 +195,7 @@ static double tile_distance(const float *a, const float *b, int n)
   return sum;
 }
 
-static eng_status mse(const op_call *call)
+KERNEL(mse)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   const tensor *a = call->in[0], *b = call->in[1], *out = call->out[0];
@@ -219,11 +219,4 @@ static eng_status mse(const op_call *call)
   put(out->data, out->dtype, 0, sum / (double)a->count);
   arena_free(ARENA_SCRATCH, partial, bytes);
   return ENG_OK;
-}
-
-void ISA_NAME(cpu_register_loss)(backend *b)
-{
-  b->kernel[ENG_OP_cross_entropy] = cross_entropy;
-  b->kernel[ENG_OP_cross_entropy_grad] = cross_entropy_grad;
-  b->kernel[ENG_OP_mse] = mse;
 }

@@ -68,7 +68,7 @@ static void row_task(const void *context, int64_t row)
   }
 }
 
-static eng_status msamp_fp4(const op_call *call)
+KERNEL(msamp_fp4)
 {
   const tensor *x = call->in[0];
   if (!dtype_is_fast(x->dtype) || x->count == 0) return forward_to_reference(call);
@@ -83,5 +83,3 @@ static eng_status msamp_fp4(const op_call *call)
   arena_free(ARENA_SCRATCH, p.top, bytes);
   return ENG_OK;
 }
-
-void ISA_NAME(cpu_register_msamp_fp4)(backend *b) { b->kernel[ENG_OP_msamp_fp4] = msamp_fp4; }

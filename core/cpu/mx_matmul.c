@@ -143,7 +143,7 @@ static void columns_task(const void *context, int64_t t)
   }
 }
 
-static eng_status mx_matmul(const op_call *call)
+KERNEL(mx_matmul)
 {
   const typeof(call->mx_matmul) *m = &call->mx_matmul;
   int four = mx_packed(m->format_a);
@@ -154,9 +154,4 @@ static eng_status mx_matmul(const op_call *call)
                                  call->in[5] ? call->in[5]->data : NULL, m->rule_b, m->factor)};
   run_tasks((p.N + LANES - 1) / LANES, p.M * p.N * p.K >= PARALLEL_ELEMENTS, columns_task, &p);
   return ENG_OK;
-}
-
-void ISA_NAME(cpu_register_mx_matmul)(backend *b)
-{
-  b->kernel[ENG_OP_mx_matmul] = mx_matmul;
 }

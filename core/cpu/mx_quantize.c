@@ -675,7 +675,7 @@ static side turned_side(const side *straight, const op_call *call)
   return s;
 }
 
-static eng_status mx_quantize(const op_call *call)
+KERNEL(mx_quantize)
 {
   const tensor *x = call->in[0], *q = call->out[0], *q_t = call->out[3];
   const typeof(call->mx_quantize) *a = &call->mx_quantize;
@@ -684,7 +684,7 @@ static eng_status mx_quantize(const op_call *call)
   bool rare = (call->in[2] && apart) || a->ties || a->sr_rule;
   if (!dtype_is_fast(x->dtype) || x->count == 0 || rare) return forward_to_reference(call);
   if (a->hadamard && !rotated_band(call))
-    return quantize_rotated(call, ISA_NAME(cpu_hadamard), mx_quantize);
+    return quantize_rotated(call, ISA_NAME(cpu_hadamard), ISA_NAME(cpu_mx_quantize));
   int64_t parts = ceiling(x->count, PART) + 2 * ceiling(row_count(x), 16),
           bytes = parts * (int64_t)sizeof(found);
   found *part = arena_alloc(ARENA_SCRATCH, bytes);
@@ -753,7 +753,7 @@ static void back_task(const void *context, int64_t row)
   }
 }
 
-static eng_status mx_dequantize(const op_call *call)
+KERNEL(mx_dequantize)
 {
   const tensor *y = call->out[0];
   if (!dtype_is_fast(y->dtype) || y->count == 0) return forward_to_reference(call);
@@ -764,10 +764,4 @@ static eng_status mx_dequantize(const op_call *call)
     b.value[i] = mx_value((uint8_t)i, mx_format_of(call->mx_dequantize.format));
   run_tasks(row_count(y), y->count >= PARALLEL_ELEMENTS, back_task, &b);
   return ENG_OK;
-}
-
-void ISA_NAME(cpu_register_mx_quantize)(backend *b)
-{
-  b->kernel[ENG_OP_mx_quantize] = mx_quantize;
-  b->kernel[ENG_OP_mx_dequantize] = mx_dequantize;
 }

@@ -79,7 +79,7 @@ static eng_status quantize_absmaxes(const op_call *call, const float *absmax, in
   return ENG_OK;
 }
 
-static eng_status nf4_quantize(const op_call *call)
+KERNEL(nf4_quantize)
 {
   blocks b = {.x = call->in[0], .size = call->nf4_quantize.block, .q = call->out[0]->data,
               .absmax = call->out[1]->data};
@@ -102,7 +102,7 @@ static void dequantize_task(const void *context, int64_t t)
   }
 }
 
-static eng_status nf4_dequantize(const op_call *call)
+KERNEL(nf4_dequantize)
 {
   const tensor *scale = call->in[1];
   blocks b = {.x = call->out[0], .size = call->nf4_dequantize.block, .q = call->in[0]->data,
@@ -123,10 +123,4 @@ static eng_status nf4_dequantize(const op_call *call)
             &b);
   if (bytes) arena_free(ARENA_SCRATCH, b.absmax, bytes);
   return ENG_OK;
-}
-
-void ISA_NAME(cpu_register_nf4)(backend *b)
-{
-  b->kernel[ENG_OP_nf4_quantize] = nf4_quantize;
-  b->kernel[ENG_OP_nf4_dequantize] = nf4_dequantize;
 }

@@ -1,6 +1,6 @@
 // Layer norm and RMS norm, forward and backward, over the last dimension. RMS norm is layer norm
 // with a mean of 0, so both share their loops; `centred`, a compile-time constant, tells them
-// apart. Registered by cpu.c, called through the backend table; owns nothing.
+// apart. Called through the backend table; owns nothing.
 //
 // Rows stay in the first-level cache: memory is read once forward (x) and once backward (x and dy).
 // With a residual (`adds`, also a compile-time constant), the row is x + branch, rounded to the
@@ -169,10 +169,10 @@ eng_status norm(const op_call *call, bool centred, bool adds)
   return ENG_OK;
 }
 
-static eng_status layer_norm(const op_call *call)     { return norm(call, true, false); }
-static eng_status rms_norm(const op_call *call)       { return norm(call, false, false); }
-static eng_status add_layer_norm(const op_call *call) { return norm(call, true, true); }
-static eng_status add_rms_norm(const op_call *call)   { return norm(call, false, true); }
+KERNEL(layer_norm) { return norm(call, true, false); }
+KERNEL(rms_norm) { return norm(call, false, false); }
+KERNEL(add_layer_norm) { return norm(call, true, true); }
+KERNEL(add_rms_norm) { return norm(call, false, true); }
 
 // ------------------------------------------------------------------ backward
 
@@ -292,19 +292,7 @@ eng_status norm_grad(const op_call *call, bool centred, bool adds)
   return ENG_OK;
 }
 
-static eng_status layer_norm_grad(const op_call *call)     { return norm_grad(call, true, false); }
-static eng_status rms_norm_grad(const op_call *call)       { return norm_grad(call, false, false); }
-static eng_status add_layer_norm_grad(const op_call *call) { return norm_grad(call, true, true); }
-static eng_status add_rms_norm_grad(const op_call *call)   { return norm_grad(call, false, true); }
-
-void ISA_NAME(cpu_register_norm)(backend *b)
-{
-  b->kernel[ENG_OP_layer_norm] = layer_norm;
-  b->kernel[ENG_OP_layer_norm_grad] = layer_norm_grad;
-  b->kernel[ENG_OP_rms_norm] = rms_norm;
-  b->kernel[ENG_OP_rms_norm_grad] = rms_norm_grad;
-  b->kernel[ENG_OP_add_layer_norm] = add_layer_norm;
-  b->kernel[ENG_OP_add_layer_norm_grad] = add_layer_norm_grad;
-  b->kernel[ENG_OP_add_rms_norm] = add_rms_norm;
-  b->kernel[ENG_OP_add_rms_norm_grad] = add_rms_norm_grad;
-}
+KERNEL(layer_norm_grad) { return norm_grad(call, true, false); }
+KERNEL(rms_norm_grad) { return norm_grad(call, false, false); }
+KERNEL(add_layer_norm_grad) { return norm_grad(call, true, true); }
+KERNEL(add_rms_norm_grad) { return norm_grad(call, false, true); }

@@ -361,7 +361,7 @@ static void update_block(const param_span *s, const rule *given, const eng_updat
   if (norms) total(sums, s, first, count, r->dry, norms);
 }
 
-static eng_status optimize(const param_span *spans, int n, const eng_update *update)
+eng_status ISA_NAME(cpu_optimize)(const param_span *spans, int n, const eng_update *update)
 {
   block_list list;
   ENG_TRY(blocks_open(&list, spans, n));
@@ -420,8 +420,8 @@ static bool unscale_block(const param_span *s, const scaling *scale, float *targ
   return vm_any(vi_gt(vi_set1(0), bad));
 }
 
-static eng_status unscale(const param_span *spans, int n, double factor, float *const *target,
-                          int *found_inf)
+eng_status ISA_NAME(cpu_unscale)(const param_span *spans, int n, double factor,
+                                 float *const *target, int *found_inf)
 {
   *found_inf = 0;
   block_list list;
@@ -442,10 +442,4 @@ static eng_status unscale(const param_span *spans, int n, double factor, float *
   *found_inf = found;
   blocks_close(&list);
   return ENG_OK;
-}
-
-void ISA_NAME(cpu_register_optimizer)(backend *b)
-{
-  b->optimize = optimize;
-  b->unscale = unscale;
 }

@@ -1,7 +1,7 @@
 // Max and average pooling of images [N x H x W x C], and their gradients. A task is one row of the
 // result; the innermost loops run over channels. Gradients are gathered: an element of dx is the
 // sum over the windows that contain it, in their order, so no two tasks write the same element.
-// Sums are f32, rounded once. Registered by cpu.c; owns nothing.
+// Sums are f32, rounded once. Owns nothing.
 #include "base/pool_windows.h"
 #include "rows.h"
 #include "simd.h"
@@ -118,15 +118,7 @@ static eng_status pool(const op_call *c, bool max, bool back)
   return ENG_OK;
 }
 
-static eng_status max_pool2d(const op_call *c)      { return pool(c, true, false); }
-static eng_status max_pool2d_grad(const op_call *c) { return pool(c, true, true); }
-static eng_status avg_pool2d(const op_call *c)      { return pool(c, false, false); }
-static eng_status avg_pool2d_grad(const op_call *c) { return pool(c, false, true); }
-
-void ISA_NAME(cpu_register_pool)(backend *b)
-{
-  b->kernel[ENG_OP_max_pool2d] = max_pool2d;
-  b->kernel[ENG_OP_max_pool2d_grad] = max_pool2d_grad;
-  b->kernel[ENG_OP_avg_pool2d] = avg_pool2d;
-  b->kernel[ENG_OP_avg_pool2d_grad] = avg_pool2d_grad;
-}
+KERNEL(max_pool2d) { return pool(call, true, false); }
+KERNEL(max_pool2d_grad) { return pool(call, true, true); }
+KERNEL(avg_pool2d) { return pool(call, false, false); }
+KERNEL(avg_pool2d_grad) { return pool(call, false, true); }

@@ -201,6 +201,11 @@ static eng_status reduce(const op_call *call)
   return reduce_by(&r, beside);
 }
 
+KERNEL(sum) { return reduce(call); }
+KERNEL(mean) { return reduce(call); }
+KERNEL(max) { return reduce(call); }
+KERNEL(min) { return reduce(call); }
+
 // ------------------------------------------------------------------ gradient of max and min
 
 // Returns the offset of a result in y, a tensor that holds one element for each result. In y, the
@@ -253,7 +258,7 @@ static void extreme_grad_task(const void *context, int64_t result)
   }
 }
 
-static eng_status extreme_grad(const op_call *call)
+KERNEL(extreme_grad)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   op_call target = *call;
@@ -262,13 +267,4 @@ static eng_status extreme_grad(const op_call *call)
   int64_t count = e.from.results * e.from.each;
   run_tasks(e.from.results, count >= PARALLEL_ELEMENTS, extreme_grad_task, &e);
   return ENG_OK;
-}
-
-void ISA_NAME(cpu_register_reduce)(backend *b)
-{
-  b->kernel[ENG_OP_sum] = reduce;
-  b->kernel[ENG_OP_mean] = reduce;
-  b->kernel[ENG_OP_max] = reduce;
-  b->kernel[ENG_OP_min] = reduce;
-  b->kernel[ENG_OP_extreme_grad] = extreme_grad;
 }

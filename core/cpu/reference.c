@@ -166,14 +166,10 @@ double silu_slope(double x)
 
 // ------------------------------------------------------------------ the table
 
-#define REFERENCE_ANY(name)  [ENG_OP_##name] = reference_##name,
-#define REFERENCE_ROWS(name) [ENG_OP_##name] = reference_##name,
-#define REFERENCE_VIEW(name)
-#define REFERENCE_CALLS(name)
 static const backend table = {
   .name = "reference",
   .kernel = {
-#define ENG_OP(name, inputs, outputs, layout, ...) REFERENCE_##layout(name)
+#define ENG_KERNEL(name) [ENG_OP_##name] = reference_##name,
 #include "ops.def"
   },
   .gradstats = reference_gradstats,

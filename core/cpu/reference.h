@@ -100,16 +100,8 @@ double silu_slope(double x);
 
 // Declares reference_<name> for every operation that needs a kernel. If one is missing, linking
 // fails.
-#define REFERENCE_ANY(name)  op_kernel reference_##name;
-#define REFERENCE_ROWS(name) op_kernel reference_##name;
-#define REFERENCE_VIEW(name)
-#define REFERENCE_CALLS(name)
-#define ENG_OP(name, inputs, outputs, layout, ...) REFERENCE_##layout(name)
+#define ENG_KERNEL(name) op_kernel reference_##name;
 #include "ops.def"
-#undef REFERENCE_ANY
-#undef REFERENCE_ROWS
-#undef REFERENCE_VIEW
-#undef REFERENCE_CALLS
 
 eng_status reference_gradstats(const param_span *spans, int n, unsigned needs,
                                eng_tensor_stats *stats);

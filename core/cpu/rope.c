@@ -101,7 +101,7 @@ static void rotate_task(const void *context, int64_t row)
     }
 }
 
-static eng_status rope(const op_call *call)
+KERNEL(rope)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   const tensor *x = call->in[0], *y = call->out[0];
@@ -121,9 +121,4 @@ static eng_status rope(const op_call *call)
   run_tasks(x->shape[0] * T, y->count >= PARALLEL_ELEMENTS, rotate_task, &r);
   arena_free(ARENA_SCRATCH, scratch, bytes);
   return ENG_OK;
-}
-
-void ISA_NAME(cpu_register_rope)(backend *b)
-{
-  b->kernel[ENG_OP_rope] = rope;
 }

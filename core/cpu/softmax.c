@@ -1,5 +1,5 @@
-// Softmax, log softmax and logsumexp over the last dimension, with their gradients. Registered by
-// cpu.c, called through the backend table; owns nothing.
+// Softmax, log softmax and logsumexp over the last dimension, with their gradients. Called
+// through the backend table; owns nothing.
 //
 // The largest element of a row is subtracted first, so that exp of a finite element does not
 // overflow. As in PyTorch, a row with NaN or +inf yields NaN, and so does a row of only -inf.
@@ -66,8 +66,8 @@ static eng_status forward(const op_call *call, bool logarithm)
   return ENG_OK;
 }
 
-static eng_status softmax(const op_call *call)     { return forward(call, false); }
-static eng_status log_softmax(const op_call *call) { return forward(call, true); }
+KERNEL(softmax) { return forward(call, false); }
+KERNEL(log_softmax) { return forward(call, true); }
 
 // ------------------------------------------------------------------ gradients
 
@@ -126,8 +126,8 @@ static eng_status grad(const op_call *call, bool logarithm)
   return ENG_OK;
 }
 
-static eng_status softmax_grad(const op_call *call)     { return grad(call, false); }
-static eng_status log_softmax_grad(const op_call *call) { return grad(call, true); }
+KERNEL(softmax_grad) { return grad(call, false); }
+KERNEL(log_softmax_grad) { return grad(call, true); }
 
 // ------------------------------------------------------------------ logsumexp
 
@@ -138,7 +138,7 @@ static bool row_has_nan(const void *x, int dtype, int64_t first, int64_t n)
   return false;
 }
 
-static eng_status logsumexp(const op_call *call)
+KERNEL(logsumexp)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   const tensor *x = call->in[0], *y = call->out[0];
@@ -151,13 +151,4 @@ static eng_status logsumexp(const op_call *call)
     put(y->data, y->dtype, row, value);
   }
   return ENG_OK;
-}
-
-void ISA_NAME(cpu_register_softmax)(backend *b)
-{
-  b->kernel[ENG_OP_softmax] = softmax;
-  b->kernel[ENG_OP_softmax_grad] = softmax_grad;
-  b->kernel[ENG_OP_log_softmax] = log_softmax;
-  b->kernel[ENG_OP_log_softmax_grad] = log_softmax_grad;
-  b->kernel[ENG_OP_logsumexp] = logsumexp;
 }

@@ -88,12 +88,11 @@ static void slope_tile(const tile *t)
   }
 }
 
-static eng_status unary(const op_call *call)
-{
-  return elementwise(call, unary_tile, (numbers){.op = call->op});
-}
+#define ENG_UNARY(name, ...) \
+  KERNEL(name) { return elementwise(call, unary_tile, (numbers){.op = call->op}); }
+#include "ops.def"
 
-static eng_status unary_grad(const op_call *call)
+KERNEL(unary_grad)
 {
   return elementwise(call, slope_tile, (numbers){.op = (int)call->unary_grad.of});
 }
@@ -105,7 +104,7 @@ static void swiglu_tile(const tile *t)
   MAP2(t->y, t->x[0], t->x[1], t->n, vf_mul(vf_silu(a), b));
 }
 
-static eng_status swiglu(const op_call *call)
+KERNEL(swiglu)
 {
   return elementwise(call, swiglu_tile, (numbers){0});
 }
@@ -131,19 +130,10 @@ static void swiglu_grad_body(const work *w, int64_t first, int n)
   }
 }
 
-static eng_status swiglu_grad(const op_call *call)
+KERNEL(swiglu_grad)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   work w = work_of(call, call->in[0]);
   for_tiles(&w, call->in[0]->count, swiglu_grad_body);
   return ENG_OK;
-}
-
-void ISA_NAME(cpu_register_unary)(backend *b)
-{
-  for (int op = 0; op < ENG_OP_COUNT; op++)
-    if (op_is_unary(op)) b->kernel[op] = unary;
-  b->kernel[ENG_OP_unary_grad] = unary_grad;
-  b->kernel[ENG_OP_swiglu] = swiglu;
-  b->kernel[ENG_OP_swiglu_grad] = swiglu_grad;
 }
