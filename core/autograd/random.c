@@ -5,6 +5,7 @@
 #include "base/error.h"
 #include "base/numerics.h"
 #include "base/rng.h"
+#include "tensor/scratch.h"
 #include "tensor/tensor.h"
 #include "device/transfer.h"
 
@@ -101,16 +102,12 @@ static eng_status fill(const tensor *x, const distribution *law)
     fill_host(x, law, first);
     return ENG_OK;
   }
-  int64_t bytes = x->count * eng_dtype_size(x->dtype);
-  void *rows = arena_alloc_in(SPACE_HOST, ARENA_SCRATCH, bytes);
-  if (!rows) return ENG_ERR_MEMORY;
+  SCRATCH_IN(SPACE_HOST, char, rows, x->count * eng_dtype_size(x->dtype));
   tensor y = *x;
   y.data = rows;
   for (int64_t d = y.ndim - 1, stride = 1; d >= 0; stride *= y.shape[d], d--) y.stride[d] = stride;
   fill_host(&y, law, first);
-  eng_status status = transfer_write(x, rows, x->dtype);
-  arena_free_in(SPACE_HOST, ARENA_SCRATCH, rows, bytes);
-  return status;
+  return transfer_write(x, rows, x->dtype);
 }
 
 eng_status eng_uniform(const eng_tensor *handle, double low, double high)

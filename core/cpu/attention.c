@@ -399,10 +399,8 @@ KERNEL(attention)
   int64_t shares = pairs >= 2 * threads ? 1 : ceiling(2 * threads, pairs);
   if (shares > units) shares = units;
   if (threads > pairs * shares) threads = (int)(pairs * shares);
-  int64_t floats = padded(forward_room_at(&s, NULL).floats),
-          bytes = threads * floats * (int64_t)sizeof(float);
-  float *scratch = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!scratch) return ENG_ERR_MEMORY;
+  int64_t floats = padded(forward_room_at(&s, NULL).floats);
+  SCRATCH(float, scratch, threads * floats);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
   for (int64_t task = 0; task < pairs * shares; task++) {
     int64_t pair = task / shares, share = task % shares, b = pair / s.groups,
@@ -418,7 +416,6 @@ KERNEL(attention)
         forward_tile(call, &s, &r, b, head, t, least(end - t, at_once));
     }
   }
-  arena_free(ARENA_SCRATCH, scratch, bytes);
   return ENG_OK;
 }
 
@@ -551,9 +548,7 @@ KERNEL(attention_grad)
   if (threads > pairs * shares) threads = (int)(pairs * shares);
   int64_t floats = padded(backward_room_at(&s, NULL).floats), key_floats = s.keys * s.padded;
   int64_t held = shares > 1 ? pairs * shares : threads;   // how many sums of dk (and of dv) exist
-  int64_t bytes = (threads * floats + held * 2 * key_floats) * (int64_t)sizeof(float);
-  float *scratch = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!scratch) return ENG_ERR_MEMORY;
+  SCRATCH(float, scratch, threads * floats + held * 2 * key_floats);
   float *sums = scratch + threads * floats;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
@@ -590,6 +585,5 @@ KERNEL(attention_grad)
       }
     }
   }
-  arena_free(ARENA_SCRATCH, scratch, bytes);
   return ENG_OK;
 }

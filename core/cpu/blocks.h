@@ -6,6 +6,7 @@
 
 #include "device/backend.h"
 #include "base/error.h"
+#include "tensor/scratch.h"
 
 #include <omp.h>
 

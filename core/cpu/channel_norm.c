@@ -150,16 +150,6 @@ static void apply_rows(const void *context, int64_t task)
     }
 }
 
-static eng_status open(channel_norm *s, int64_t *bytes)
-{
-  int64_t partial = padded(s->samples * s->blocks * PARTS * s->channels);
-  *bytes = (partial + s->samples * 4 * s->channels) * (int64_t)sizeof(float);
-  s->partial = arena_alloc(ARENA_SCRATCH, *bytes);
-  if (!s->partial) return ENG_ERR_MEMORY;
-  s->factor = s->partial + partial;
-  return ENG_OK;
-}
-
 static void run_blocks(const channel_norm *s, task_body *body)
 {
   run_tasks(s->samples * s->blocks, s->x->count > PARALLEL_ELEMENTS, body, s);
@@ -226,9 +216,10 @@ static eng_status norm(const op_call *call, bool batch)
   channel_norm s = shape_of(call->in[0], batch, batch ? 0 : call->group_norm.groups);
   const tensor *weight = call->in[1], *bias = call->in[2], *given = batch ? call->in[3] : NULL;
   double eps = batch ? call->batch_norm.eps : call->group_norm.eps;
-  int64_t bytes, width = s.channels / s.groups;
-  s.out = call->out[0];
-  ENG_TRY(open(&s, &bytes));
+  int64_t width = s.channels / s.groups;
+  SCRATCH(float, partial, s.samples * s.blocks * PARTS * s.channels);
+  SCRATCH(float, factor, s.samples * 4 * s.channels);
+  s.out = call->out[0], s.partial = partial, s.factor = factor;
   if (!given) run_blocks(&s, measure);
   for (int64_t k = 0; k < s.samples * s.groups; k++) {
     int64_t sample = k / s.groups, from = k % s.groups * width;
@@ -245,7 +236,6 @@ static eng_status norm(const op_call *call, bool batch)
     }
   }
   run_blocks(&s, apply_rows);
-  arena_free(ARENA_SCRATCH, s.partial, bytes);
   return ENG_OK;
 }
 
@@ -270,15 +260,12 @@ static eng_status norm_grad(const op_call *call, bool batch)
                *sums = batch ? call->in[5] : NULL;
   tensor *const *out = call->out;
   double eps = batch ? call->batch_norm_grad.eps : call->group_norm_grad.eps;
-  int64_t bytes, C = s.channels, width = C / s.groups;
+  int64_t C = s.channels, width = C / s.groups;
   s.given = batch && call->batch_norm_grad.given;
-  s.dy = call->in[4], s.out = out[0];
-  ENG_TRY(open(&s, &bytes));
-  double *total = arena_alloc(ARENA_SCRATCH, 2 * C * (int64_t)sizeof *total);
-  if (!total) {
-    arena_free(ARENA_SCRATCH, s.partial, bytes);
-    return ENG_ERR_MEMORY;
-  }
+  SCRATCH(float, partial, s.samples * s.blocks * PARTS * C);
+  SCRATCH(float, factor, s.samples * 4 * C);
+  SCRATCH(double, total, 2 * C);
+  s.dy = call->in[4], s.out = out[0], s.partial = partial, s.factor = factor;
   memset(total, 0, (size_t)(2 * C) * sizeof *total);
   for (int64_t k = 0; k < s.samples * C; k++)
     s.factor[k / C * 4 * C + k % C] = get(means->data, means->dtype, k / width);
@@ -307,8 +294,6 @@ static eng_status norm_grad(const op_call *call, bool batch)
     for (int64_t c = 0; c < C && out[k]; c++)
       put(out[k]->data, out[k]->dtype, c, total[(k - 1) * C + c]);
   if (out[0]) run_blocks(&s, apply_rows);
-  arena_free(ARENA_SCRATCH, total, 2 * C * (int64_t)sizeof *total);
-  arena_free(ARENA_SCRATCH, s.partial, bytes);
   return ENG_OK;
 }
 

@@ -20,7 +20,7 @@ enum { LARGEST = 1 << 24 };
 
 // Indices of the memories of a onednn_entry: the caller's parts, the parts in oneDNN's layouts, and
 // the scratchpad.
-enum { WANTED = CONV_PARTS, SCRATCH = WANTED + CONV_BIAS, MEMORIES };
+enum { WANTED = CONV_PARTS, SCRATCHPAD = WANTED + CONV_BIAS, MEMORIES };
 // Indices of the primitives of a onednn_entry: the reorders of X, W and Y, then the convolution.
 enum { CONVOLUTION = 3 };
 
@@ -196,8 +196,8 @@ static dnnl_status_t fill(onednn_entry *e, const conv_call *k, const_dnnl_primit
   }
   if (status != dnnl_success) return status;
   layout_view scratch = dnnl_primitive_desc_query_md(conv, dnnl_query_scratchpad_md, 0);
-  e->bytes[SCRATCH] = (int64_t)dnnl_memory_desc_get_size(scratch);
-  status = dnnl_memory_create(&e->memory[SCRATCH], scratch, onednn_engine, DNNL_MEMORY_NONE);
+  e->bytes[SCRATCHPAD] = (int64_t)dnnl_memory_desc_get_size(scratch);
+  status = dnnl_memory_create(&e->memory[SCRATCHPAD], scratch, onednn_engine, DNNL_MEMORY_NONE);
   return status == dnnl_success ? dnnl_primitive_create(&e->primitive[CONVOLUTION], conv) : status;
 }
 
@@ -243,7 +243,7 @@ static eng_status execute(const onednn_entry *e, const conv_call *g, char *scrat
     if (reordered && i != result) ENG_TRY(reorder(e, i, false));
     arguments[n++] = (dnnl_exec_arg_t){argument[g->kind][i], e->memory[reordered ? WANTED + i : i]};
   }
-  arguments[n++] = (dnnl_exec_arg_t){DNNL_ARG_SCRATCHPAD, e->memory[SCRATCH]};
+  arguments[n++] = (dnnl_exec_arg_t){DNNL_ARG_SCRATCHPAD, e->memory[SCRATCHPAD]};
   DNNL_TRY("running convolution",
            dnnl_primitive_execute(e->primitive[CONVOLUTION], onednn_stream, n, arguments));
   if (e->primitive[result]) ENG_TRY(reorder(e, result, true));
@@ -262,10 +262,8 @@ eng_status conv_onednn(bool *done, const conv_call *g)
   if (e->refused) return ENG_OK;
   int64_t bytes = 0;
   for (int i = WANTED; i < MEMORIES; i++) bytes += (e->bytes[i] + 63) / 64 * 64;
-  char *scratch = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!scratch) return ENG_ERR_MEMORY;
-  eng_status status = execute(e, g, scratch);
-  arena_free(ARENA_SCRATCH, scratch, bytes);
-  *done = status == ENG_OK;
-  return status;
+  SCRATCH(char, room, bytes);
+  ENG_TRY(execute(e, g, room));
+  *done = true;
+  return ENG_OK;
 }

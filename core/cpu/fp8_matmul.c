@@ -537,15 +537,9 @@ static eng_status run_product(const product *g)
   int threads = (double)g->m * (double)g->n * (double)g->k < 1 << 16 ? 1 : omp_get_max_threads();
   int64_t high = smaller(SPAN, ceiling(g->m, BLOCK) * BLOCK),
           panels = smaller(SPAN / PANEL, ceiling(g->n, PANEL)), blocks = high / BLOCK;
-  int64_t panel_bytes = panels * (int64_t)sizeof(panel),
-          slab_bytes = threads * (int64_t)sizeof(slab);
-  int64_t bytes =
-    panel_bytes + slab_bytes + blocks * panels * 3 * BLOCK * PANEL * (int64_t)sizeof(float);
-  char *scratch = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!scratch) return ENG_ERR_MEMORY;
-  panel *b = (panel *)scratch;
-  slab *slabs = (slab *)(scratch + panel_bytes);
-  float *carried = (float *)(scratch + panel_bytes + slab_bytes);
+  SCRATCH(panel, b, panels);
+  SCRATCH(slab, slabs, threads);
+  SCRATCH(float, carried, blocks * panels * 3 * BLOCK * PANEL);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     slab *a = slabs + omp_get_thread_num();
@@ -574,7 +568,6 @@ static eng_status run_product(const product *g)
         }
       }
   }
-  arena_free(ARENA_SCRATCH, scratch, bytes);
   return ENG_OK;
 }
 
@@ -630,15 +623,13 @@ static void exact_panel(const product *g, int64_t j0, float *values, float *row)
 static eng_status run_exact(const product *g)
 {
   int threads = (double)g->m * (double)g->n * (double)g->k < 1 << 16 ? 1 : omp_get_max_threads();
-  int64_t floats = g->k * (PANEL + 1), bytes = threads * floats * (int64_t)sizeof(float);
-  float *room = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!room) return ENG_ERR_MEMORY;
+  int64_t floats = g->k * (PANEL + 1);
+  SCRATCH(float, room, threads * floats);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t p = 0; p < ceiling(g->n, PANEL); p++) {
     float *own = room + omp_get_thread_num() * floats;
     exact_panel(g, p * PANEL, own, own + g->k * PANEL);
   }
-  arena_free(ARENA_SCRATCH, room, bytes);
   return ENG_OK;
 }
 
@@ -684,13 +675,11 @@ KERNEL(fp8_matmul)
   int64_t stretches = ceiling(g.k, g.stretch);
   g.scale_a_row = g.m;
   g.scale_b_row = ceiling(g.n, PANEL) * PANEL;
-  int64_t bytes = stretches * (g.scale_a_row + g.scale_b_row) * (int64_t)sizeof(float);
-  g.scale_a = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!g.scale_a) return ENG_ERR_MEMORY;
-  g.scale_b = g.scale_a + stretches * g.scale_a_row;
+  SCRATCH(float, scale_a, stretches * g.scale_a_row);
+  SCRATCH(float, scale_b, stretches * g.scale_b_row);
+  g.scale_a = scale_a;
+  g.scale_b = scale_b;
   lay_scales(g.scale_a, g.scale_a_row, &g.a, g.k, g.stretch);
   lay_scales(g.scale_b, g.scale_b_row, &g.b, g.k, g.stretch);
-  eng_status status = g.model == ENG_ACCUMULATE_EXACT ? run_exact(&g) : run_product(&g);
-  arena_free(ARENA_SCRATCH, g.scale_a, bytes);
-  return status;
+  return g.model == ENG_ACCUMULATE_EXACT ? run_exact(&g) : run_product(&g);
 }

@@ -539,11 +539,10 @@ static void write_task(const void *context, int64_t task)
 static eng_status run_tall(side *s, bool together, uint32_t *top)
 {
   s->pieces = (smaller(s->high, s->rows) + CHUNK - 1) / CHUNK;
-  int64_t bands = (s->rows + s->high - 1) / s->high, tasks = bands * s->pieces,
-          bytes = tasks * s->across * (int64_t)sizeof(uint32_t);
-  s->measured = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!s->measured) return ENG_ERR_MEMORY;
-  memset(s->measured, 0, (size_t)bytes);
+  int64_t tasks = ceiling(s->rows, s->high) * s->pieces;
+  SCRATCH(uint32_t, measured, tasks * s->across);
+  memset(measured, 0, (size_t)(tasks * s->across) * sizeof *measured);
+  s->measured = measured;
   run_tasks(tasks, together, piece_task, s);
   for (int64_t task = 0; task < tasks; task++)
     for (int64_t j = 0; j < s->across; j++) {
@@ -553,7 +552,6 @@ static eng_status run_tall(side *s, bool together, uint32_t *top)
       if (here > *top) *top = here;
     }
   run_tasks(tasks, together, write_task, s);
-  arena_free(ARENA_SCRATCH, s->measured, bytes);
   return ENG_OK;
 }
 
@@ -563,15 +561,12 @@ static eng_status run_tall(side *s, bool together, uint32_t *top)
 static eng_status run_tiles(work *w, bool together, task_body *body, uint32_t *top)
 {
   const side *s = &w->sides[0];
-  int64_t down = (s->rows + w->high - 1) / w->high, tasks;
-  w->across = (s->columns + w->wide - 1) / w->wide;
-  tasks = down * w->across;
-  int64_t bytes = tasks * (int64_t)sizeof(uint32_t);
-  w->tops = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!w->tops) return ENG_ERR_MEMORY;
+  w->across = ceiling(s->columns, w->wide);
+  int64_t tasks = ceiling(s->rows, w->high) * w->across;
+  SCRATCH(uint32_t, tops, tasks);
+  w->tops = tops;
   run_tasks(tasks, together, body, w);
   for (int64_t t = 0; t < tasks; t++) *top = w->tops[t] > *top ? w->tops[t] : *top;
-  arena_free(ARENA_SCRATCH, w->tops, bytes);
   return ENG_OK;
 }
 
@@ -701,14 +696,12 @@ KERNEL(quantize)
 KERNEL(swiglu_quantize)
 {
   tensor h = *call->in[0];
-  int64_t bytes = h.count * eng_dtype_size(h.dtype);
-  if (!(h.data = arena_alloc(ARENA_SCRATCH, bytes))) return ENG_ERR_MEMORY;
+  SCRATCH(char, room, h.count * eng_dtype_size(h.dtype));
+  h.data = room;
   op_call swiglu = {.op = ENG_OP_swiglu, .n_in = 2, .n_out = 1, .in = {call->in[0], call->in[1]},
                     .out = {&h}},
           codes = *call;
   codes.op = ENG_OP_quantize, codes.n_in = 2, codes.in[0] = &h, codes.in[1] = call->in[2];
-  eng_status status = backend_cpu()->kernel[ENG_OP_swiglu](&swiglu);
-  if (status == ENG_OK) status = ISA_NAME(cpu_quantize)(&codes);
-  arena_free(ARENA_SCRATCH, h.data, bytes);
-  return status;
+  ENG_TRY(backend_cpu()->kernel[ENG_OP_swiglu](&swiglu));
+  return ISA_NAME(cpu_quantize)(&codes);
 }

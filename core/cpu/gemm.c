@@ -44,24 +44,20 @@ static eng_status onednn_and_after(bool *done, const gemm_call *g)
 {
   if (g->after == GEMM_AS_IT_IS) return gemm_onednn(done, g);
   int64_t step = smaller(g->m, larger(64, APART_FLOATS / larger(1, g->n) / 64 * 64));
-  int64_t bytes = step * g->n * (int64_t)sizeof(float);
-  float *sums = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!sums) return ENG_ERR_MEMORY;
+  SCRATCH(float, sums, step * g->n);
   gemm_call piece = *g;
   piece.after = GEMM_AS_IT_IS;
   piece.c = sums;
   piece.c_dtype = ENG_f32;
   piece.c_row = g->n;
-  eng_status status = ENG_OK;
-  for (int64_t i = 0; i < g->m && status == ENG_OK; i += step) {
+  for (int64_t i = 0; i < g->m; i += step) {
     piece.m = smaller(step, g->m - i);
     piece.a.data = (const char *)g->a.data + i * g->a.row * eng_dtype_size(g->a.dtype);
-    status = gemm_onednn(done, &piece);
-    if (status == ENG_OK && !*done) break;
-    if (status == ENG_OK) finish_apart(g, sums, i, piece.m);
+    ENG_TRY(gemm_onednn(done, &piece));
+    if (!*done) break;
+    finish_apart(g, sums, i, piece.m);
   }
-  arena_free(ARENA_SCRATCH, sums, bytes);
-  return status;
+  return ENG_OK;
 }
 
 // ------------------------------------------------------------------ matmul
@@ -250,10 +246,8 @@ KERNEL(bias_grad)
 {
   const tensor *dy = call->in[0], *db = call->out[0];
   if (!all_fast(call)) return forward_to_reference(call);
-  int64_t n = dy->shape[dy->ndim - 1], rows = row_count(dy), blocks = ceiling(rows, SUM_ROWS),
-          bytes = (blocks + 1) * n * (int64_t)sizeof(float);
-  float *partial = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!partial) return ENG_ERR_MEMORY;
+  int64_t n = dy->shape[dy->ndim - 1], rows = row_count(dy), blocks = ceiling(rows, SUM_ROWS);
+  SCRATCH(float, partial, (blocks + 1) * n);
   float *total = partial + blocks * n;
 #pragma omp parallel for schedule(static) if (rows * n > 1 << 16)
   for (int64_t block = 0; block < blocks; block++) {
@@ -271,7 +265,6 @@ KERNEL(bias_grad)
     for (int i = 0; i < count; i++) total[j + i] += before[i];
   }
   floats_to(db->data, db->dtype, 0, total, n);
-  arena_free(ARENA_SCRATCH, partial, bytes);
   return ENG_OK;
 }
 

@@ -29,9 +29,8 @@ static dnnl_status_t matmul_create(dnnl_primitive_desc_t *out, dnnl_engine_t on,
 
 enum { LEAST_WORK = 1 << 18 };   // multiply-adds; below this a call costs more than it saves
 
-// The arguments of a product. SCRATCH is oneDNN's scratchpad; the key describes the layouts of the
-// other arguments.
-enum { A, B, C, BIAS, SCRATCH, ARGUMENTS };
+// The arguments of a product. The key describes the layouts of all except SCRATCHPAD.
+enum { A, B, C, BIAS, SCRATCHPAD, ARGUMENTS };
 static const int argument[ARGUMENTS] = {
   DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST, DNNL_ARG_BIAS, DNNL_ARG_SCRATCHPAD};
 
@@ -158,11 +157,11 @@ static dnnl_status_t fill(onednn_entry *e, const dnnl_memory_desc_t *l, const ke
                           const_dnnl_primitive_desc_t product)
 {
   layout_view scratch = dnnl_primitive_desc_query_md(product, dnnl_query_scratchpad_md, 0);
-  e->bytes[SCRATCH] = (int64_t)dnnl_memory_desc_get_size(scratch);
+  e->bytes[SCRATCHPAD] = (int64_t)dnnl_memory_desc_get_size(scratch);
   dnnl_status_t status = dnnl_success;
   for (int i = 0; i < ARGUMENTS && status == dnnl_success; i++)
     if (i != BIAS || k->bias_dtype >= 0)
-      status = dnnl_memory_create(&e->memory[i], i == SCRATCH ? scratch : view(&l[i]),
+      status = dnnl_memory_create(&e->memory[i], i == SCRATCHPAD ? scratch : view(&l[i]),
                                   onednn_engine, DNNL_MEMORY_NONE);
   return status == dnnl_success ? dnnl_primitive_create(&e->primitive[0], product) : status;
 }
@@ -170,7 +169,7 @@ static dnnl_status_t fill(onednn_entry *e, const dnnl_memory_desc_t *l, const ke
 static eng_status build(onednn_entry *e, const key *k)
 {
   ENG_TRY(onednn_open());
-  dnnl_memory_desc_t l[SCRATCH];
+  dnnl_memory_desc_t l[SCRATCHPAD];
   memset(l, 0, sizeof l);
   eng_status described = describe_all(l, k);
   if (described == ENG_OK) {
@@ -181,7 +180,7 @@ static eng_status build(onednn_entry *e, const key *k)
     if (product) dnnl_primitive_desc_destroy(product);
     e->refused = status != dnnl_success;
   }
-  for (int i = 0; i < SCRATCH; i++) layout_destroy(&l[i]);
+  for (int i = 0; i < SCRATCHPAD; i++) layout_destroy(&l[i]);
   return described;
 }
 
@@ -208,10 +207,8 @@ eng_status gemm_onednn(bool *done, const gemm_call *g)
   onednn_entry *e = onednn_find(&k, sizeof k);
   if (!e->taken) ENG_TRY(build(e, &k));
   if (e->refused) return ENG_OK;
-  void *scratch = arena_alloc(ARENA_SCRATCH, e->bytes[SCRATCH]);
-  if (!scratch) return ENG_ERR_MEMORY;
-  eng_status status = execute(e, g, scratch);
-  arena_free(ARENA_SCRATCH, scratch, e->bytes[SCRATCH]);
-  *done = status == ENG_OK;
-  return status;
+  SCRATCH(char, room, e->bytes[SCRATCHPAD]);
+  ENG_TRY(execute(e, g, room));
+  *done = true;
+  return ENG_OK;
 }

@@ -411,15 +411,12 @@ static void multiply_thin(const part *all, rows_of_a a, int64_t panel, int64_t k
 static eng_status run_thin(const gemm_call *g, int threads)
 {
   int64_t k_span = plan(g, threads).k_span;
-  int64_t bytes = floats_of_a(g, g->m, g->k) * (int64_t)sizeof(float);
   layout whole = {.k_span = g->k, .n_span = g->n};
   part all = part_at(g, &whole, gemm_offset_of(g, 0), 0, 0, NULL, NULL);
-  float *a_copy = NULL;
-  if (bytes && !(a_copy = arena_alloc(ARENA_SCRATCH, bytes))) return ENG_ERR_MEMORY;
+  SCRATCH(float, a_copy, floats_of_a(g, g->m, g->k));
   rows_of_a a = read_rows(&all, 0, g->m, a_copy);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t panel = 0; panel < all.panels; panel++) multiply_thin(&all, a, panel, k_span);
-  if (bytes) arena_free(ARENA_SCRATCH, a_copy, bytes);
   return ENG_OK;
 }
 
@@ -454,12 +451,9 @@ eng_status ISA_NAME(gemm_packed)(const gemm_call *g)
   int64_t room_floats =
     ceiling(l.a_floats + (batched ? l.b_floats + l.carried_floats : 0), 16) * 16;
   int64_t shared_floats = batched ? 0 : ceiling(l.b_floats + l.carried_floats, 16) * 16;
-  int64_t bytes = (int64_t)sizeof(float) * (threads * room_floats + shared_floats);
-  float *scratch = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!scratch) return ENG_ERR_MEMORY;
+  SCRATCH(float, scratch, threads * room_floats + shared_floats);
   float *room = scratch + shared_floats;
   if (batched) run_batched(g, &l, members, threads, room, room_floats);
   else run_shared(g, &l, members, threads, scratch, scratch + l.b_floats, room, room_floats);
-  arena_free(ARENA_SCRATCH, scratch, bytes);
   return ENG_OK;
 }

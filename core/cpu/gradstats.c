@@ -548,14 +548,9 @@ eng_status ISA_NAME(cpu_gradstats)(const param_span *spans, int n, unsigned need
                                    eng_tensor_stats *stats)
 {
   for (int k = 0; k < n; k++) stats[k] = (eng_tensor_stats){.count = spans[k].count};
-  block_list list;
+  AT_END(blocks_close) block_list list;
   ENG_TRY(blocks_open(&list, spans, n));
-  int64_t bytes = list.n * (int64_t)sizeof(tally);
-  tally *result = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!result) {
-    blocks_close(&list);
-    return ENG_ERR_MEMORY;
-  }
+  SCRATCH(tally, result, list.n);
   const bool histogram = needs & ENG_NEED_HIST;
 #pragma omp parallel if (list.elements > PARALLEL_ELEMENTS)
   {
@@ -564,7 +559,5 @@ eng_status ISA_NAME(cpu_gradstats)(const param_span *spans, int n, unsigned need
          stats, histogram);
   }
   for (int64_t b = 0; b < list.n; b++) stats_add(&stats[list.at[b].span], &result[b], needs);
-  arena_free(ARENA_SCRATCH, result, bytes);
-  blocks_close(&list);
   return ENG_OK;
 }

@@ -24,11 +24,7 @@ typedef struct indices {
   int64_t bytes;
 } indices;
 
-static void indices_close(indices *all)
-{
-  if (all->scratch) arena_free(ARENA_SCRATCH, all->scratch, all->bytes);
-  all->scratch = NULL;
-}
+static void indices_close(indices *all) { arena_free(ARENA_SCRATCH, all->scratch, all->bytes); }
 
 static eng_status indices_open(indices *all, const op_call *call, const tensor *index, int64_t size)
 {
@@ -48,14 +44,11 @@ static eng_status indices_open(indices *all, const op_call *call, const tensor *
   if (!bad) return ENG_OK;
   int64_t i = 0;
   while ((uint64_t)all->at[i] < (uint64_t)size) i++;
-  eng_status status =
-    error_set(ENG_ERR_VALUE, "%s: expected %s%lld, got %lld at position %lld of %s",
-              eng_op_name(call->op),
-              size > 0 ? "indices in 0.." : "no indices into a dimension of size ",
-              (long long)(size - (size > 0)), (long long)all->at[i], (long long)i + 1,
-              tensor_text(index));
-  indices_close(all);
-  return status;
+  return error_set(ENG_ERR_VALUE, "%s: expected %s%lld, got %lld at position %lld of %s",
+                   eng_op_name(call->op),
+                   size > 0 ? "indices in 0.." : "no indices into a dimension of size ",
+                   (long long)(size - (size > 0)), (long long)all->at[i], (long long)i + 1,
+                   tensor_text(index));
 }
 
 /// A tensor as [outer x size x inner] around one dimension.
@@ -76,7 +69,7 @@ static eng_status select_rows(const op_call *call, around a)
 {
   const char *x = call->in[0]->data;
   char *y = call->out[0]->data;
-  indices ids;
+  AT_END(indices_close) indices ids;
   ENG_TRY(indices_open(&ids, call, call->in[1], a.size));
   int64_t rows = a.outer * ids.n, bytes = a.inner * eng_dtype_size(call->in[0]->dtype);
 #pragma omp parallel for schedule(static) if (rows * bytes > 4 * PARALLEL_ELEMENTS)
@@ -86,7 +79,6 @@ static eng_status select_rows(const op_call *call, around a)
     else if (bytes == 2) memcpy(y + row * 2, from, 2);
     else memcpy(y + row * bytes, from, (size_t)bytes);
   }
-  indices_close(&ids);
   return ENG_OK;
 }
 
@@ -95,7 +87,7 @@ KERNEL(embedding)
   const tensor *weight = call->in[0], *y = call->out[0];
   if (weight->dtype == y->dtype) return select_rows(call, around_of(weight, 0));
   if (!all_fast_except(call, 1)) return forward_to_reference(call);
-  indices ids;
+  AT_END(indices_close) indices ids;
   ENG_TRY(indices_open(&ids, call, call->in[1], weight->shape[0]));
   int64_t n = weight->shape[1];
 #pragma omp parallel for schedule(static) if (y->count > PARALLEL_ELEMENTS)
@@ -108,7 +100,6 @@ KERNEL(embedding)
       tile_store(y->data, y->dtype, row * n + at, from, length);
     }
   }
-  indices_close(&ids);
   return ENG_OK;
 }
 
@@ -158,11 +149,9 @@ static void sum_rows(const tensor *dx, int64_t first, const tensor *dy, int64_t 
 static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, const indices *ids,
                                bool add)
 {
-  int64_t bytes = (a.size + 1 + ids->n) * (int64_t)sizeof(int64_t);
   // start [size + 1]: where the positions of each v begin in `order` [n]
-  int64_t *start = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!start) return ENG_ERR_MEMORY;
-  int64_t *order = start + a.size + 1;
+  SCRATCH(int64_t, start, a.size + 1);
+  SCRATCH(int64_t, order, ids->n);
   memset(start, 0, (size_t)(a.size + 1) * sizeof(int64_t));
   for (int64_t k = 0; k < ids->n; k++) start[ids->at[k]]++;
   for (int64_t v = 0, sum = 0; v <= a.size; v++) {   // turns the counts in `start` into ends
@@ -197,7 +186,6 @@ static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, con
       v++;
     }
   }
-  arena_free(ARENA_SCRATCH, start, bytes);
   return ENG_OK;
 }
 
@@ -205,11 +193,9 @@ static eng_status scatter_call(const op_call *call, around a, bool add)
 {
   if (!dtype_is_fast(call->in[0]->dtype) || !dtype_is_fast(call->out[0]->dtype))
     return forward_to_reference(call);
-  indices ids;
+  AT_END(indices_close) indices ids;
   ENG_TRY(indices_open(&ids, call, call->in[1], a.size));
-  eng_status status = scatter_rows(call->out[0], a, call->in[0], &ids, add);
-  indices_close(&ids);
-  return status;
+  return scatter_rows(call->out[0], a, call->in[0], &ids, add);
 }
 
 KERNEL(embedding_grad)
@@ -257,10 +243,7 @@ static eng_status picks_open(picks *p, const op_call *call, const tensor *x, int
   int64_t outer = larger(p->index.outer, 1), inner = larger(p->index.inner, 1);
   p->bytes = (outer + inner) * (int64_t)sizeof(int64_t);
   int64_t *tables = p->tables = arena_alloc(ARENA_SCRATCH, p->bytes);
-  if (!tables) {
-    indices_close(&p->ids);
-    return ENG_ERR_MEMORY;
-  }
+  if (!tables) return ENG_ERR_MEMORY;
   fill_places(tables, index, x, 0, dimension);
   fill_places(tables + outer, index, x, dimension + 1, x->ndim);
   p->outer = tables;
@@ -292,7 +275,7 @@ KERNEL(gather)
 {
   const tensor *x = call->in[0], *y = call->out[0];
   if (x->dtype != y->dtype) return forward_to_reference(call);
-  picks p;
+  AT_END(picks_close) picks p;
   ENG_TRY(picks_open(&p, call, x, (int)call->gather.dim));
   switch (eng_dtype_size(x->dtype)) {
     case 1:  gather_sized(y->data, x->data, &p, 1); break;
@@ -300,7 +283,6 @@ KERNEL(gather)
     case 4:  gather_sized(y->data, x->data, &p, 4); break;
     default: gather_sized(y->data, x->data, &p, 8); break;
   }
-  picks_close(&p);
   return ENG_OK;
 }
 
@@ -329,29 +311,24 @@ KERNEL(gather_grad)
 {
   const tensor *dy = call->in[0], *dx = call->out[0];
   if (!dtype_is_fast(dy->dtype) || !dtype_is_fast(dx->dtype)) return forward_to_reference(call);
-  picks p;
+  AT_END(picks_close) picks p;
   ENG_TRY(picks_open(&p, call, dx, (int)call->gather_grad.dim));
   bool narrow = dx->dtype != ENG_f32;
   int64_t room = padded(p.x.size), columns = p.index.outer * p.index.inner,
-          span = PARALLEL_ELEMENTS,
-          bytes = narrow ? omp_get_max_threads() * room * (int64_t)sizeof(float) : 0;
-  float *sums = arena_alloc(ARENA_SCRATCH, bytes);
-  if (sums) {
-    memset(sums, 0, (size_t)bytes);
+          span = PARALLEL_ELEMENTS, floats = narrow ? omp_get_max_threads() * room : 0;
+  SCRATCH(float, sums, floats);
+  memset(sums, 0, (size_t)floats * sizeof *sums);
 #pragma omp parallel if (dx->count > PARALLEL_ELEMENTS)
-    {
+  {
 #pragma omp for schedule(static)
-      for (int64_t at = 0; at < dx->count; at += span)
-        set_zero(dx, at, smaller(span, dx->count - at));
+    for (int64_t at = 0; at < dx->count; at += span)
+      set_zero(dx, at, smaller(span, dx->count - at));
 #pragma omp for schedule(static)
-      for (int64_t c = 0; c < columns; c++)
-        scatter_column(dx, dy, &p, c / p.index.inner, c % p.index.inner,
-                       sums + omp_get_thread_num() * room);
-    }
-    arena_free(ARENA_SCRATCH, sums, bytes);
+    for (int64_t c = 0; c < columns; c++)
+      scatter_column(dx, dy, &p, c / p.index.inner, c % p.index.inner,
+                     sums + omp_get_thread_num() * room);
   }
-  picks_close(&p);
-  return sums ? ENG_OK : ENG_ERR_MEMORY;
+  return ENG_OK;
 }
 
 // ------------------------------------------------------------------ topk
@@ -420,9 +397,8 @@ KERNEL(topk)
   int64_t n = row_length(x), rows = row_count(x), k = call->topk.k;
   if (!dtype_is_fast(x->dtype) || (values && values->dtype != x->dtype) || n > UINT32_MAX)
     return forward_to_reference(call);
-  int64_t room = padded(k), bytes = omp_get_max_threads() * room * (int64_t)sizeof(uint64_t);
-  uint64_t *scratch = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!scratch) return ENG_ERR_MEMORY;
+  int64_t room = padded(k);
+  SCRATCH(uint64_t, scratch, omp_get_max_threads() * room);
 #pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
   for (int64_t row = 0; row < rows; row++) {
     uint64_t *heap = scratch + omp_get_thread_num() * room;
@@ -436,7 +412,6 @@ KERNEL(topk)
       if (places) tensor_store_int(places->data, places->dtype, row * k + i, at);
     }
   }
-  arena_free(ARENA_SCRATCH, scratch, bytes);
   return ENG_OK;
 }
 

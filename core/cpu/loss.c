@@ -51,15 +51,9 @@ KERNEL(cross_entropy)
           reduction = call->cross_entropy.reduction;
   double smoothing = call->cross_entropy.smoothing, z_loss = call->cross_entropy.z_loss,
          cap = call->cross_entropy.soft_cap;
-  int64_t width = cap > 0 ? padded(classes) : 0, bytes = rows * (int64_t)sizeof(double),
-          capped_bytes = omp_get_max_threads() * width * (int64_t)sizeof(float);
-  double *losses = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!losses) return ENG_ERR_MEMORY;
-  float *capped = width ? arena_alloc(ARENA_SCRATCH, capped_bytes) : NULL;
-  if (width && !capped) {
-    arena_free(ARENA_SCRATCH, losses, bytes);
-    return ENG_ERR_MEMORY;
-  }
+  int64_t width = cap > 0 ? padded(classes) : 0;
+  SCRATCH(double, losses, rows);
+  SCRATCH(float, capped, omp_get_max_threads() * width);
 
 #pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
   for (int64_t row = 0; row < rows; row++) {
@@ -94,8 +88,6 @@ KERNEL(cross_entropy)
   }
   if (loss && reduction != 0)
     put(loss->data, loss->dtype, 0, reduction == 1 ? sum / (double)counted : sum);
-  if (capped) arena_free(ARENA_SCRATCH, capped, capped_bytes);
-  arena_free(ARENA_SCRATCH, losses, bytes);
   return ENG_OK;
 }
 
@@ -199,9 +191,8 @@ KERNEL(mse)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   const tensor *a = call->in[0], *b = call->in[1], *out = call->out[0];
-  int64_t blocks = (a->count + MSE_BLOCK - 1) / MSE_BLOCK, bytes = blocks * (int64_t)sizeof(double);
-  double *partial = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!partial) return ENG_ERR_MEMORY;
+  int64_t blocks = ceiling(a->count, MSE_BLOCK);
+  SCRATCH(double, partial, blocks);
 #pragma omp parallel for schedule(static) if (a->count > PARALLEL_ELEMENTS)
   for (int64_t block = 0; block < blocks; block++) {
     float a_buffer[TILE] __attribute__((aligned(64))), b_buffer[TILE] __attribute__((aligned(64)));
@@ -217,6 +208,5 @@ KERNEL(mse)
   double sum = 0.0;
   for (int64_t block = 0; block < blocks; block++) sum += partial[block];
   put(out->data, out->dtype, 0, sum / (double)a->count);
-  arena_free(ARENA_SCRATCH, partial, bytes);
   return ENG_OK;
 }

@@ -72,14 +72,13 @@ KERNEL(msamp_fp4)
 {
   const tensor *x = call->in[0];
   if (!dtype_is_fast(x->dtype) || x->count == 0) return forward_to_reference(call);
-  int64_t rows = row_count(x), bytes = rows * (int64_t)sizeof(uint32_t);
-  job p = {.call = call, .columns = row_length(x), .top = arena_alloc(ARENA_SCRATCH, bytes)};
-  if (!p.top) return ENG_ERR_MEMORY;
+  int64_t rows = row_count(x);
+  SCRATCH(uint32_t, tops, rows);
+  job p = {.call = call, .columns = row_length(x), .top = tops};
   if (call->msamp_fp4.gate) pthread_once(&slopes_once, fill_slopes);
   run_tasks(rows, x->count >= PARALLEL_ELEMENTS, row_task, &p);
   uint32_t top = 0;
-  for (int64_t r = 0; r < rows; r++) top = p.top[r] > top ? p.top[r] : top;
+  for (int64_t r = 0; r < rows; r++) top = tops[r] > top ? tops[r] : top;
   *(float *)call->out[2]->data = top > 0x7F800000u ? f32_from(0x7FC00000u) : f32_from(top);
-  arena_free(ARENA_SCRATCH, p.top, bytes);
   return ENG_OK;
 }

@@ -685,11 +685,9 @@ KERNEL(mx_quantize)
   if (!dtype_is_fast(x->dtype) || x->count == 0 || rare) return forward_to_reference(call);
   if (a->hadamard && !rotated_band(call))
     return quantize_rotated(call, ISA_NAME(cpu_hadamard), ISA_NAME(cpu_mx_quantize));
-  int64_t parts = ceiling(x->count, PART) + 2 * ceiling(row_count(x), 16),
-          bytes = parts * (int64_t)sizeof(found);
-  found *part = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!part) return ENG_ERR_MEMORY;
-  memset(part, 0, (size_t)bytes);
+  int64_t parts = ceiling(x->count, PART) + 2 * ceiling(row_count(x), 16);
+  SCRATCH(found, part, parts);
+  memset(part, 0, (size_t)parts * sizeof *part);
 
   side s = {.call = call, .x = x->data, .dtype = x->dtype, .format = mx_format_of(a->format),
             .average = call->in[2] ? call->in[2]->data : NULL,
@@ -730,7 +728,6 @@ KERNEL(mx_quantize)
     s.amax = amax_of(call, total(t.found, bands));
   }
   if (q_t) ((float *)call->out[6]->data)[0] = s.amax;
-  arena_free(ARENA_SCRATCH, part, bytes);
   return ENG_OK;
 }
 

@@ -49,9 +49,9 @@ static void quantize_task(const void *context, int64_t t)
 // Quantizes n absmaxes: writes their codes, the scale of each group, and the offset.
 static eng_status quantize_absmaxes(const op_call *call, const float *absmax, int64_t n)
 {
-  uint8_t *code = call->out[2]->data, *nearest = arena_alloc(ARENA_SCRATCH, 1 << 16);
+  uint8_t *code = call->out[2]->data;
   float *group = call->out[3]->data, *offset = call->out[4]->data, map[NF4_GROUP];
-  if (!nearest) return ENG_ERR_MEMORY;
+  SCRATCH(uint8_t, nearest, 1 << 16);
   nf4_map(map);
   for (int bin = 0, k = 0; bin < 1 << 16; bin++) {
     while (k < 255 && 0.5f * (map[k] + map[k + 1]) < nf4_bin_number(bin)) k++;
@@ -75,7 +75,6 @@ static eng_status quantize_absmaxes(const op_call *call, const float *absmax, in
     for (int64_t j = from; j < end; j++)
       code[j] = top == 0 ? 0 : nearest[nf4_bin((absmax[j] - *offset) * (1.0f / top))];
   }
-  arena_free(ARENA_SCRATCH, nearest, 1 << 16);
   return ENG_OK;
 }
 
@@ -108,19 +107,17 @@ KERNEL(nf4_dequantize)
   blocks b = {.x = call->out[0], .size = call->nf4_dequantize.block, .q = call->in[0]->data,
               .absmax = scale->data};
   if (!dtype_is_fast(b.x->dtype) || b.x->count == 0) return forward_to_reference(call);
-  int64_t bytes = call->in[2] ? scale->count * 4 : 0;
-  if (bytes) {
+  SCRATCH(float, absmax, call->in[2] ? scale->count : 0);
+  if (call->in[2]) {
     const float *group = call->in[2]->data, *offset = call->in[3]->data;
     const uint8_t *code = scale->data;
     float map[NF4_GROUP];
     nf4_map(map);
-    b.absmax = arena_alloc(ARENA_SCRATCH, bytes);
-    if (!b.absmax) return ENG_ERR_MEMORY;
     for (int64_t j = 0; j < scale->count; j++)
-      b.absmax[j] = map[code[j]] * group[j / NF4_GROUP] + *offset;
+      absmax[j] = map[code[j]] * group[j / NF4_GROUP] + *offset;
+    b.absmax = absmax;
   }
   run_tasks((scale->count + CHUNK - 1) / CHUNK, b.x->count >= PARALLEL_ELEMENTS, dequantize_task,
             &b);
-  if (bytes) arena_free(ARENA_SCRATCH, b.absmax, bytes);
   return ENG_OK;
 }

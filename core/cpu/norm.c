@@ -143,9 +143,7 @@ eng_status norm(const op_call *call, bool centred, bool adds)
   const tensor *x = call->in[0], *bias = centred ? call->in[next + 1] : NULL, *y = call->out[0];
   tensor *means = centred ? call->out[next] : NULL, *rstds = call->out[next + centred];
   int64_t n = row_length(x), rows = row_count(x), room = padded(n);
-  int64_t bytes = (2 + omp_get_max_threads()) * room * (int64_t)sizeof(float);
-  float *scratch = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!scratch) return ENG_ERR_MEMORY;
+  SCRATCH(float, scratch, (2 + omp_get_max_threads()) * room);
   // x * 1 + -0 is x in every bit, -0 included.
   const float *weight = vector_f32(scratch, call->in[next], n, 1.0f);
   const float *shift = vector_f32(scratch + room, bias, n, -0.0f);
@@ -165,7 +163,6 @@ eng_status norm(const op_call *call, bool centred, bool adds)
     if (rstds) put(rstds->data, rstds->dtype, row, rstd);
     normalize(in, weight, shift, mean, rstd, y->data, y->dtype, row * n, n);
   }
-  arena_free(ARENA_SCRATCH, scratch, bytes);
   return ENG_OK;
 }
 
@@ -263,9 +260,7 @@ eng_status norm_grad(const op_call *call, bool centred, bool adds)
   int64_t block_rows = larger(BLOCK_ROWS, (rows + most - 1) / most),
           blocks = (rows + block_rows - 1) / block_rows;
   int threads = omp_get_max_threads();
-  int64_t bytes = ((1 + 2 * threads) + (columns ? 2 * blocks : 0)) * room * (int64_t)sizeof(float);
-  float *scratch = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!scratch) return ENG_ERR_MEMORY;
+  SCRATCH(float, scratch, (1 + 2 * threads + (columns ? 2 * blocks : 0)) * room);
   const float *weight = vector_f32(scratch, call->in[1], n, 1.0f);
   float *partial = scratch + (1 + 2 * threads) * room;   // [blocks x 2 x room]: dweight, dbias
 
@@ -288,7 +283,6 @@ eng_status norm_grad(const op_call *call, bool centred, bool adds)
   }
   sum_blocks(dweight, partial, blocks, 2 * room, n);
   sum_blocks(dbias, partial + room, blocks, 2 * room, n);
-  arena_free(ARENA_SCRATCH, scratch, bytes);
   return ENG_OK;
 }
 

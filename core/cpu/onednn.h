@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "device/backend.h"
+#include "tensor/scratch.h"
 
 // The functions that differ between oneDNN 2 and 3. In version 2, a memory descriptor is a struct
 // of the caller, and a primitive descriptor is made from an operation descriptor. In version 3,

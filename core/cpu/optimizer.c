@@ -363,18 +363,13 @@ static void update_block(const param_span *s, const rule *given, const eng_updat
 
 eng_status ISA_NAME(cpu_optimize)(const param_span *spans, int n, const eng_update *update)
 {
-  block_list list;
+  AT_END(blocks_close) block_list list;
   ENG_TRY(blocks_open(&list, spans, n));
-  int64_t bytes = update->n_groups * (int64_t)sizeof(rule);
-  int64_t norm_bytes = update->norms ? list.n * (int64_t)sizeof(double[ENG_NORMS]) : 0;
-  rule *rules = arena_alloc(ARENA_SCRATCH, bytes);
-  double(*norms)[ENG_NORMS] = norm_bytes ? arena_alloc(ARENA_SCRATCH, norm_bytes) : NULL;
-  if (!rules || (norm_bytes && !norms)) {
-    if (rules) arena_free(ARENA_SCRATCH, rules, bytes);
-    blocks_close(&list);
-    return ENG_ERR_MEMORY;
-  }
-  if (norms) memset(norms, 0, (size_t)norm_bytes);
+  const int64_t wanted = update->norms ? list.n : 0;
+  SCRATCH(rule, rules, update->n_groups);
+  SCRATCH(double, sums, wanted * ENG_NORMS);
+  double(*norms)[ENG_NORMS] = wanted ? (double(*)[ENG_NORMS])sums : NULL;
+  memset(sums, 0, (size_t)wanted * sizeof *norms);
   for (int k = 0; k < update->n_groups; k++) rules[k] = rule_of(update, &update->groups[k]);
 #pragma omp parallel if (list.elements > PARALLEL_ELEMENTS)
   {
@@ -389,9 +384,6 @@ eng_status ISA_NAME(cpu_optimize)(const param_span *spans, int n, const eng_upda
   for (int k = 0; norms && k < n; k++) memset(spans[k].norms, 0, sizeof *norms);
   for (int64_t b = 0; norms && b < list.n; b++)
     for (int k = 0; k < ENG_NORMS; k++) spans[list.at[b].span].norms[k] += norms[b][k];
-  if (norms) arena_free(ARENA_SCRATCH, norms, norm_bytes);
-  arena_free(ARENA_SCRATCH, rules, bytes);
-  blocks_close(&list);
   return ENG_OK;
 }
 
@@ -424,7 +416,7 @@ eng_status ISA_NAME(cpu_unscale)(const param_span *spans, int n, double factor,
                                  float *const *target, int *found_inf)
 {
   *found_inf = 0;
-  block_list list;
+  AT_END(blocks_close) block_list list;
   ENG_TRY(blocks_open(&list, spans, n));
   const scaling scale = scaling_of(factor);
   int found = 0;
@@ -440,6 +432,5 @@ eng_status ISA_NAME(cpu_unscale)(const param_span *spans, int n, double factor,
     }
   }
   *found_inf = found;
-  blocks_close(&list);
   return ENG_OK;
 }

@@ -175,13 +175,11 @@ static eng_status reduce_by(reduction *r, bool columns)
   // 64 groups of columns or more give enough tasks, so rows are then not cut into pieces.
   r->rows = !columns ? PIECE : groups >= 64 ? r->each : PIECE_ROWS;
   r->pieces = (r->each + r->rows - 1) / r->rows;
-  int64_t bytes = r->pieces * r->results * (int64_t)sizeof(double);
-  if (r->pieces > 1 && !(r->part = arena_alloc(ARENA_SCRATCH, bytes))) return ENG_ERR_MEMORY;
+  SCRATCH(double, part, r->pieces > 1 ? r->pieces * r->results : 0);
+  if (r->pieces > 1) r->part = part;
   run_tasks(groups * r->pieces, together, columns ? columns_task : single_task, r);
-  if (r->part) {
+  if (r->part)
     run_tasks(r->results, r->results * r->pieces >= PARALLEL_ELEMENTS, combine_task, r);
-    arena_free(ARENA_SCRATCH, r->part, bytes);
-  }
   return ENG_OK;
 }
 

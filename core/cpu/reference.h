@@ -8,6 +8,7 @@
 #include "device/backend.h"
 #include "base/error.h"
 #include "base/numerics.h"
+#include "tensor/scratch.h"
 
 // ------------------------------------------------------------------ walking
 

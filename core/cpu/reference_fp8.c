@@ -101,16 +101,14 @@ eng_status reference_quantize(const op_call *call)
 eng_status reference_swiglu_quantize(const op_call *call)
 {
   tensor h = *call->in[0];   // in[0] is `gate`, which is contiguous and has h's shape
-  int64_t bytes = h.count * eng_dtype_size(h.dtype);
-  if (!(h.data = arena_alloc(ARENA_SCRATCH, bytes))) return ENG_ERR_MEMORY;
+  SCRATCH(char, room, h.count * eng_dtype_size(h.dtype));
+  h.data = room;
   op_call swiglu = {.op = ENG_OP_swiglu, .n_in = 2, .n_out = 1, .in = {call->in[0], call->in[1]},
                     .out = {&h}},
           codes = *call;
   codes.op = ENG_OP_quantize, codes.n_in = 2, codes.in[0] = &h, codes.in[1] = call->in[2];
-  eng_status status = reference_swiglu(&swiglu);
-  if (status == ENG_OK) status = reference_quantize(&codes);
-  arena_free(ARENA_SCRATCH, h.data, bytes);
-  return status;
+  ENG_TRY(reference_swiglu(&swiglu));
+  return reference_quantize(&codes);
 }
 
 eng_status reference_dequantize(const op_call *call)

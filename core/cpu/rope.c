@@ -106,19 +106,16 @@ KERNEL(rope)
   if (!all_fast(call)) return forward_to_reference(call);
   const tensor *x = call->in[0], *y = call->out[0];
   int64_t T = x->shape[1], half = x->shape[3] / 2;
-  int64_t bytes = 3 * half * (int64_t)sizeof(double) + 2 * T * half * (int64_t)sizeof(float);
-  double *scratch = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!scratch) return ENG_ERR_MEMORY;
+  SCRATCH(double, steps, 3 * half);
+  SCRATCH(float, cosines, 2 * T * half);
   rotation r = {.x = x, .y = y, .first = call->rope.position, .positions = T, .half = half,
                 .interleaved = call->rope.interleaved != 0,
-                .direction = call->rope.backward ? -1.0 : 1.0, .frequency = scratch,
-                .step_cosine = scratch + half, .step_sine = scratch + 2 * half};
-  r.cosine = (float *)(scratch + 3 * half);
-  r.sine = r.cosine + T * half;
+                .direction = call->rope.backward ? -1.0 : 1.0, .frequency = steps,
+                .step_cosine = steps + half, .step_sine = steps + 2 * half, .cosine = cosines,
+                .sine = cosines + T * half};
   fill_frequencies(&r, &(rope_scaling){call->rope.base, call->rope.factor, call->rope.low,
                                        call->rope.high, call->rope.context});
   run_tasks(ceiling(T, RESTART), T * half >= PARALLEL_ELEMENTS / 4, angle_task, &r);
   run_tasks(x->shape[0] * T, y->count >= PARALLEL_ELEMENTS, rotate_task, &r);
-  arena_free(ARENA_SCRATCH, scratch, bytes);
   return ENG_OK;
 }

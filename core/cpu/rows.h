@@ -10,6 +10,7 @@
 #include "device/backend.h"
 #include "base/error.h"
 #include "simd.h"
+#include "tensor/scratch.h"
 
 #include <omp.h>
 
