@@ -186,19 +186,15 @@ eng_status eng_fill(const eng_tensor *handle, double value)
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
-  tensor *one;
+  OWNED tensor *one = NULL;
   ENG_TRY(tensor_make_in(&one, x->store->space, ARENA_STEP, x->dtype, 0, NULL));
-  eng_status status = transfer_set(one, value);
-  if (status == ENG_OK) {
-    tensor everywhere = *one;   // a view of `one` with x's shape
-    everywhere.ndim = x->ndim;
-    everywhere.count = x->count;
-    memcpy(everywhere.shape, x->shape, sizeof everywhere.shape);
-    memset(everywhere.stride, 0, sizeof everywhere.stride);
-    status = copy(x, &everywhere);
-  }
-  tensor_drop(one);
-  return status;
+  ENG_TRY(transfer_set(one, value));
+  tensor everywhere = *one;   // a view of `one` with x's shape
+  everywhere.ndim = x->ndim;
+  everywhere.count = x->count;
+  memcpy(everywhere.shape, x->shape, sizeof everywhere.shape);
+  memset(everywhere.stride, 0, sizeof everywhere.stride);
+  return copy(x, &everywhere);
 }
 
 eng_status eng_copy(const eng_tensor *target, const eng_tensor *source)
@@ -212,7 +208,7 @@ eng_status eng_copy(const eng_tensor *target, const eng_tensor *source)
       memcmp(shape, y->shape, (size_t)ndim * sizeof *shape) != 0)
     return error_set(ENG_ERR_SHAPE, "copy: %s does not broadcast into %s", tensor_text(x),
                      tensor_text(y));
-  tensor *between = NULL, *spread = NULL;
+  OWNED tensor *between = NULL, *spread = NULL;
   eng_status status = ENG_OK;
   bool recording = eng_grad_enabled(false);
   // Kernels copy in parallel and in blocks. So if x and y may overlap, x is first copied to a new
@@ -226,10 +222,7 @@ eng_status eng_copy(const eng_tensor *target, const eng_tensor *source)
     x = spread;
   }
   eng_grad_enabled(recording);
-  if (status == ENG_OK) status = copy(y, x);
-  tensor_drop(spread);
-  tensor_drop(between);
-  return status;
+  return status == ENG_OK ? copy(y, x) : status;
 }
 
 const char *eng_version(void)

@@ -155,7 +155,7 @@ static eng_status walk(void)
     }
     status = check_unwritten(node);
     if (status == ENG_OK) status = rules[node->call.op](&g);
-    if (status != ENG_OK) error_prefix(status, "backward of %s", eng_op_name(node->call.op));
+    error_prefix(status, "backward of %s", eng_op_name(node->call.op));
     drop_collected(&node->call);
   }
   bool retain = pass.retain && status == ENG_OK;

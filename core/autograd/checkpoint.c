@@ -86,9 +86,7 @@ static eng_status run_node(int i)
   tape_again(-1);
   eng_autocast(NULL, NULL);
   eng_rng_set(seed, drawn);
-  return status == ENG_OK ? ENG_OK
-                          : error_prefix(status, "%s of a checkpointed module",
-                                         eng_op_name(node->call.op));
+  return error_prefix(status, "%s of a checkpointed module", eng_op_name(node->call.op));
 }
 
 /// Returns whether bit k of `mask` is set. `all` means that the segment has a Lua gradient, which

@@ -17,15 +17,13 @@ static eng_status wide_affine(tensor **out, tensor *x, double factor, double ter
                                       .affine = {.factor = factor, .term = term}});
 }
 
-/// Computes x where the condition holds, else 0. Drops the condition.
-static eng_status masked(tensor **out, tensor *condition, tensor *x)
+/// Computes x where the comparison `op` of a and b holds, else 0.
+static eng_status masked(tensor **out, int op, tensor *a, tensor *b, tensor *x)
 {
-  tensor *zero;
+  OWNED tensor *condition = NULL, *zero = NULL;
+  ENG_TRY(binary(&condition, op, a, b));
   ENG_TRY(grad_zeros(&zero, x->dtype, 0, NULL));
-  eng_status status = op_run1(out, (op_call){.op = ENG_OP_where, .in = {condition, x, zero}});
-  tensor_drop(zero);
-  tensor_drop(condition);
-  return status;
+  return op_run1(out, (op_call){.op = ENG_OP_where, .in = {condition, x, zero}});
 }
 
 static eng_status emit_affine(grad_call *g, int k, tensor *x, double factor)
@@ -66,13 +64,10 @@ eng_status grad_div(grad_call *g)
   tensor *a = g->call->in[0], *b = g->call->in[1], *da;
   ENG_TRY(wide_binary(&da, ENG_OP_div, g->dy[0], b));
   if (grad_wants(g, 1)) {
-    tensor *y, *product;
+    OWNED tensor *y = NULL;
     ENG_TRY(wide_binary(&y, ENG_OP_div, a, b));
-    ENG_TRY(binary(&product, ENG_OP_mul, da, y));
-    tensor_drop(y);
-    eng_status status = emit_affine(g, 1, product, -1);
-    tensor_drop(product);
-    ENG_TRY(status);
+    ENG_TRY(op_replace(&y, (op_call){.op = ENG_OP_mul, .in = {da, y}}));
+    ENG_TRY(emit_affine(g, 1, y, -1));
   }
   return grad_emit(g, 0, da);
 }
@@ -82,10 +77,9 @@ eng_status grad_div(grad_call *g)
 static eng_status emit_where_nonzero(grad_call *g, int k, tensor *p, tensor *q, tensor *test,
                                      tensor *zero)
 {
-  tensor *slope, *nonzero, *kept;
+  tensor *slope, *kept;
   ENG_TRY(binary(&slope, ENG_OP_mul, p, q));
-  ENG_TRY(binary(&nonzero, ENG_OP_ne, test, zero));
-  ENG_TRY(masked(&kept, nonzero, slope));
+  ENG_TRY(masked(&kept, ENG_OP_ne, test, zero, slope));
   return grad_emit_op(g, k, (op_call){.op = ENG_OP_mul, .in = {kept, g->dy[0]}});
 }
 
@@ -115,17 +109,14 @@ eng_status grad_pow(grad_call *g)
 // The gradient of maximum (minimum) goes to the larger (smaller) input; equal inputs get half each.
 static eng_status extreme(grad_call *g, int wins)
 {
-  tensor *a = g->call->in[0], *b = g->call->in[1], *tie, *half, *shared_half;
+  tensor *half, *shared_half;
   ENG_TRY(wide_affine(&half, g->dy[0], 0.5, 0));
-  ENG_TRY(binary(&tie, ENG_OP_eq, a, b));
-  ENG_TRY(masked(&shared_half, tie, half));
+  ENG_TRY(masked(&shared_half, ENG_OP_eq, g->call->in[0], g->call->in[1], half));
   for (int k = 0; k < 2; k++) {
     if (!grad_wants(g, k)) continue;
-    tensor *won, *alone;
-    ENG_TRY(binary(&won, wins, g->call->in[k], g->call->in[1 - k]));
-    ENG_TRY(masked(&alone, won, g->dy[0]));
+    OWNED tensor *alone = NULL;
+    ENG_TRY(masked(&alone, wins, g->call->in[k], g->call->in[1 - k], g->dy[0]));
     ENG_TRY(grad_emit_op(g, k, (op_call){.op = ENG_OP_add, .in = {alone, shared_half}}));
-    tensor_drop(alone);
   }
   return ENG_OK;
 }
@@ -153,22 +144,18 @@ eng_status grad_affine(grad_call *g)
 eng_status grad_pow_scalar(grad_call *g)
 {
   double p = g->call->pow_scalar.exponent;
-  tensor *power, *slope;
-  ENG_TRY(grad_run_wide(&power, (op_call){.op = ENG_OP_pow_scalar, .in = {g->call->in[0]},
+  OWNED tensor *slope = NULL;
+  ENG_TRY(grad_run_wide(&slope, (op_call){.op = ENG_OP_pow_scalar, .in = {g->call->in[0]},
                                           .pow_scalar = {.exponent = p == 0 ? 0 : p - 1}}));
-  ENG_TRY(op_affine(&slope, power, p, 0));
-  tensor_drop(power);
-  eng_status status = grad_emit_op(g, 0, (op_call){.op = ENG_OP_mul, .in = {slope, g->dy[0]}});
-  tensor_drop(slope);
-  return status;
+  ENG_TRY(op_replace(&slope, (op_call){.op = ENG_OP_affine, .affine = {.factor = p}}));
+  return grad_emit_op(g, 0, (op_call){.op = ENG_OP_mul, .in = {slope, g->dy[0]}});
 }
 
 // dx is dy where x lies within the bounds, inclusive, else 0.
 eng_status grad_clamp(grad_call *g)
 {
-  tensor *same, *dx;
-  ENG_TRY(binary(&same, ENG_OP_eq, g->call->in[0], g->call->out[0]));
-  ENG_TRY(masked(&dx, same, g->dy[0]));
+  tensor *dx;
+  ENG_TRY(masked(&dx, ENG_OP_eq, g->call->in[0], g->call->out[0], g->dy[0]));
   return grad_emit(g, 0, dx);
 }
 

@@ -96,14 +96,11 @@ static eng_status weight_gradients(grad_call *g, int w, tensor *dy, tensor *x)
 // y = x W^T + b: dx = dy W, dW = dy^T x, db = column sums of dy
 eng_status grad_linear(grad_call *g)
 {
-  tensor *x, *dy;
+  OWNED tensor *x = NULL, *dy = NULL;
   ENG_TRY(rows_of(&x, g->call->in[0]));
   ENG_TRY(rows_of(&dy, g->dy[0]));
   if (grad_wants(g, 0)) ENG_TRY(input_gradient(g, dy, g->call->in[1]));
-  ENG_TRY(weight_gradients(g, 1, dy, x));
-  tensor_drop(x);
-  tensor_drop(dy);
-  return ENG_OK;
+  return weight_gradients(g, 1, dy, x);
 }
 
 // y = gelu(u) W2^T + b2, u = x W1^T + b1. Both linear layers have the rule of linear. Between them,
@@ -111,23 +108,16 @@ eng_status grad_linear(grad_call *g)
 eng_status grad_mlp_gelu(grad_call *g)
 {
   const op_call *y = g->call;
-  tensor *dy, *h, *x, *u, *du;
+  OWNED tensor *dy = NULL, *h = NULL, *x = NULL, *u = NULL, *du = NULL;
   ENG_TRY(rows_of(&dy, g->dy[0]));
   ENG_TRY(rows_of(&h, y->out[2]));
   ENG_TRY(weight_gradients(g, 3, dy, h));
-  tensor_drop(h);
-  if (grad_wants(g, 0) || grad_wants(g, 1) || grad_wants(g, 2)) {
-    ENG_TRY(rows_of(&x, y->in[0]));
-    ENG_TRY(rows_of(&u, y->out[1]));
-    ENG_TRY(op_run1(&du, (op_call){.op = ENG_OP_matmul_gelu_grad, .in = {dy, y->in[3], u}}));
-    tensor_drop(u);
-    ENG_TRY(weight_gradients(g, 1, du, x));
-    if (grad_wants(g, 0)) ENG_TRY(input_gradient(g, du, y->in[1]));
-    tensor_drop(x);
-    tensor_drop(du);
-  }
-  tensor_drop(dy);
-  return ENG_OK;
+  if (!grad_wants(g, 0) && !grad_wants(g, 1) && !grad_wants(g, 2)) return ENG_OK;
+  ENG_TRY(rows_of(&x, y->in[0]));
+  ENG_TRY(rows_of(&u, y->out[1]));
+  ENG_TRY(op_run1(&du, (op_call){.op = ENG_OP_matmul_gelu_grad, .in = {dy, y->in[3], u}}));
+  ENG_TRY(weight_gradients(g, 1, du, x));
+  return grad_wants(g, 0) ? input_gradient(g, du, y->in[1]) : ENG_OK;
 }
 
 eng_status grad_embedding(grad_call *g)

@@ -117,13 +117,12 @@ eng_status grad_topk(grad_call *g)
 static eng_status spread(tensor **out, grad_call *g, tensor *dy)
 {
   const tensor *x = g->call->in[0];
-  tensor kept = *x, *shaped;
+  tensor kept = *x;
+  OWNED tensor *shaped = NULL;
   for (int d = 0; d < x->ndim; d++)
     if (g->call->sum.mask >> d & 1) kept.shape[d] = 1;
   ENG_TRY(op_reshape(&shaped, dy, x->ndim, kept.shape));
-  eng_status status = op_expand(out, shaped, x->ndim, x->shape);
-  tensor_drop(shaped);
-  return status;
+  return op_expand(out, shaped, x->ndim, x->shape);
 }
 
 eng_status grad_sum(grad_call *g)

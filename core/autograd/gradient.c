@@ -101,19 +101,10 @@ void grad_target_failed(grad_call *g, int k, bool accumulate)
   g->call->in[k]->parameter->has_gradient = accumulate;
 }
 
-/// Replaces *x by the result of an operation and drops the old tensor. *x is NULL after an error.
-static eng_status replace(tensor **x, op_call c)
-{
-  tensor *before = *x;
-  eng_status status = op_run1(x, c);
-  tensor_drop(before);
-  return status;
-}
-
 static eng_status round_to(tensor **x, int dtype)
 {
   if ((*x)->dtype == dtype) return ENG_OK;
-  return replace(x, (op_call){.op = ENG_OP_cast, .in = {*x}, .cast = {.dtype = dtype}});
+  return op_replace(x, (op_call){.op = ENG_OP_cast, .cast = {.dtype = dtype}});
 }
 
 /// Sums dx over the dimensions in which x was broadcast. Consumes dx and returns a tensor of x's
@@ -125,30 +116,26 @@ static eng_status unbroadcast(tensor **dx, const tensor *x)
   for (int d = 0; d < (*dx)->ndim; d++)
     if (d < lead || (x->shape[d - lead] == 1 && (*dx)->shape[d] != 1)) mask |= 1ll << d;
   if (mask)
-    ENG_TRY(
-      replace(dx, (op_call){.op = ENG_OP_sum, .in = {*dx}, .sum = {.mask = mask, .keep = 1}}));
-  op_call shaped = {.op = ENG_OP_reshape, .in = {*dx}, .reshape = {.ndim = x->ndim}};
+    ENG_TRY(op_replace(dx, (op_call){.op = ENG_OP_sum, .sum = {.mask = mask, .keep = 1}}));
+  op_call shaped = {.op = ENG_OP_reshape, .reshape = {.ndim = x->ndim}};
   memcpy(shaped.reshape.shape, x->shape, (size_t)x->ndim * sizeof *x->shape);
-  return replace(dx, shaped);
+  return op_replace(dx, shaped);
 }
 
 /// Adds dx to a parameter's gradient in the flat buffer. Consumes dx.
 static eng_status add_to_parameter(parameter *p, tensor *dx)
 {
-  eng_status status = place(p);
-  if (status == ENG_OK && params_sums_terms(p))
-    status = round_to(&dx, p->set->term_dtype[p->index]);
-  if (status == ENG_OK) {
-    op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {dx}, .out = {p->gradient},
-                 .cast = {.dtype = p->gradient->dtype}};
-    if (p->has_gradient)
-      c = (op_call){
-        .op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {p->gradient, dx}, .out = {p->gradient}};
-    status = op_run(&c);
-  }
-  if (status == ENG_OK) p->has_gradient = true;
-  tensor_drop(dx);
-  return status;
+  OWNED tensor *term = dx;
+  ENG_TRY(place(p));
+  if (params_sums_terms(p)) ENG_TRY(round_to(&term, p->set->term_dtype[p->index]));
+  op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {term}, .out = {p->gradient},
+               .cast = {.dtype = p->gradient->dtype}};
+  if (p->has_gradient)
+    c = (op_call){
+      .op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {p->gradient, term}, .out = {p->gradient}};
+  ENG_TRY(op_run(&c));
+  p->has_gradient = true;
+  return ENG_OK;
 }
 
 /// Makes dx the gradient of a leaf outside parameter sets. Consumes dx.
@@ -168,7 +155,7 @@ static eng_status accumulate(tensor *x, tensor *dx)
   if (x->parameter) return add_to_parameter(x->parameter, dx);
   if (!x->gradient && x->node < 0) return note_leaf(x, dx);
   if (x->gradient) {
-    ENG_TRY(replace(&dx, (op_call){.op = ENG_OP_add, .in = {x->gradient, dx}}));
+    ENG_TRY(op_replace(&dx, (op_call){.op = ENG_OP_add, .in = {x->gradient, dx}}));
     tensor_drop(x->gradient);
   }
   gradient_hang(x, dx);
@@ -185,9 +172,8 @@ eng_status grad_emit(grad_call *g, int k, tensor *dx)
   if (!tensor_same_shape(dx, x)) ENG_TRY(unbroadcast(&dx, x));
   double relative = gradient_relative_scale(x);
   if (relative != g->relative_scale)   // the term is -0, because adding 0 would turn -0 into 0
-    ENG_TRY(replace(&dx, (op_call){
-      .op = ENG_OP_affine, .in = {dx},
-      .affine = {.factor = relative / g->relative_scale, .term = -0.0}}));
+    ENG_TRY(op_replace(&dx, (op_call){
+      .op = ENG_OP_affine, .affine = {.factor = relative / g->relative_scale, .term = -0.0}}));
   if (!x->parameter) ENG_TRY(round_to(&dx, x->dtype));
   return accumulate(x, dx);
 }

@@ -8,8 +8,6 @@
 #define ENG_OP(name, inputs, outputs, layout, cast, shape, ...) op_infer_rule infer_##shape;
 #include "ops.def"
 
-const char *op_name(const op_call *c);
-
 /// Set the dtype and shape of output k. put_like uses the shape of x; put_outer uses the shape of x
 /// without its last `drop` dimensions.
 void put_out(op_shape *s, int k, int dtype, int ndim, const int64_t *shape);

@@ -77,8 +77,6 @@ static eng_status apply_precision(op_call *c, int *yields)
 
 // ---- running
 
-static const char *name_of(const op_call *c) { return op_table[c->op].about.name; }
-
 static eng_status check_inputs(op_call *c)
 {
   if (c->op < 0 || c->op >= ENG_OP_COUNT)
@@ -113,7 +111,7 @@ static eng_status check_space(const op_call *c)
     return error_set(
       ENG_ERR_DEVICE,
       "%s: input %d (%s) is not in the memory of the current device, %s; hint: x:to('%s')",
-      name_of(c), k + 1, tensor_text(c->in[k]), here, here);
+      op_name(c), k + 1, tensor_text(c->in[k]), here, here);
   }
   return ENG_OK;
 }
@@ -125,7 +123,7 @@ static eng_status make_outputs(op_call *c, const op_shape *s)
     if (c->out[k]) {
       if (c->out[k]->ndim != s->out[k].ndim ||
           memcmp(c->out[k]->shape, s->out[k].shape, (size_t)s->out[k].ndim * sizeof(int64_t)) != 0)
-        return error_set(ENG_ERR_SHAPE, "%s: the output is %s, expected %s", name_of(c),
+        return error_set(ENG_ERR_SHAPE, "%s: the output is %s, expected %s", op_name(c),
                          tensor_text(c->out[k]),
                          tensor_shape_text(s->out[k].ndim, s->out[k].shape));
       continue;
@@ -270,7 +268,7 @@ eng_status op_run(op_call *c)
   op_kernel *kernel = backend_current()->kernel[c->op];
   if (!kernel)
     return error_set(ENG_ERR_DEVICE, "the device '%s' has no kernel for %s",
-                     backend_current()->name, name_of(c));
+                     backend_current()->name, op_name(c));
   int order[ENG_MAX_DIMS];
   if (in_one_order(c, order)) {
     ENG_TRY(run_in_order(c, &shape, order));
@@ -292,6 +290,13 @@ eng_status op_run1(tensor **out, op_call c)
   ENG_TRY(op_run(&c));
   *out = c.out[0];
   return ENG_OK;
+}
+
+eng_status op_replace(tensor **x, op_call c)
+{
+  OWNED tensor *before = *x;
+  if (!c.in[0]) c.in[0] = before;
+  return op_run1(x, c);
 }
 
 eng_status op_reshape(tensor **out, tensor *x, int ndim, const int64_t *shape)

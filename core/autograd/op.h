@@ -51,6 +51,9 @@ typedef eng_status op_calls(op_call *call);
 void op_infer_register(int op, op_infer_rule *rule);
 void op_register(int op, op_infer_rule *infer, op_calls *calls);
 
+/// Returns the name of a call's operation.
+const char *op_name(const op_call *call);
+
 /// Returns the current precision.
 const eng_precision *op_precision(void);
 
@@ -64,6 +67,10 @@ eng_status op_run(op_call *call);
 
 /// Runs an operation with one output and a fixed number of inputs; op_run1 sets n_in.
 eng_status op_run1(tensor **out, op_call call);
+
+/// Replaces *x by the result of an operation with one output, and drops the old tensor. *x is input
+/// 0 of the operation unless `call` names another. After an error, *x is NULL.
+eng_status op_replace(tensor **x, op_call call);
 
 /// Reshapes x, as a view if its strides allow it. One size may be -1.
 eng_status op_reshape(tensor **out, tensor *x, int ndim, const int64_t *shape);

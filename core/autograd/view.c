@@ -46,18 +46,16 @@ static eng_status view_reshape(op_call *c, const op_shape *s)
   int64_t stride[ENG_MAX_DIMS];
   int ndim = s->out[0].ndim;
   const int64_t *shape = s->out[0].shape;
-  tensor *copy = NULL;
+  OWNED tensor *copy = NULL;   // the view keeps its memory alive
   if (!reshape_strides(x, ndim, shape, stride)) {
     op_call flat = {.op = ENG_OP_contiguous, .n_in = 1, .n_out = 1, .in = {x}};
-    ENG_TRY(tensor_make_in(&flat.out[0], x->store->space, ARENA_STEP, x->dtype, x->ndim, x->shape));
-    eng_status status = backend_of_space(x->store->space)->kernel[ENG_OP_contiguous](&flat);
-    if (status != ENG_OK) { tensor_drop(flat.out[0]); return status; }
-    x = copy = flat.out[0];
+    ENG_TRY(tensor_make_in(&copy, x->store->space, ARENA_STEP, x->dtype, x->ndim, x->shape));
+    flat.out[0] = copy;
+    ENG_TRY(backend_of_space(x->store->space)->kernel[ENG_OP_contiguous](&flat));
+    x = copy;
     reshape_strides(x, ndim, shape, stride);
   }
-  eng_status status = tensor_view(&c->out[0], x, 0, ndim, shape, stride);
-  tensor_drop(copy);   // the view keeps the memory alive
-  return status;
+  return tensor_view(&c->out[0], x, 0, ndim, shape, stride);
 }
 
 static eng_status view_expand(op_call *c, const op_shape *s)

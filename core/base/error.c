@@ -21,6 +21,7 @@ eng_status error_set(eng_status status, const char *format, ...)
 
 eng_status error_prefix(eng_status status, const char *format, ...)
 {
+  if (status == ENG_OK) return ENG_OK;
   char text[sizeof message], front[256];
   va_list args;
   va_start(args, format);

@@ -12,7 +12,8 @@
 __attribute__((format(printf, 2, 3)))
 eng_status error_set(eng_status status, const char *format, ...);
 
-/// Puts "context: " before this thread's message ("In blocks.3.attn: ...") and returns `status`.
+/// Unless `status` is ENG_OK, puts "context: " before this thread's message ("In blocks.3.attn:
+/// ..."). Returns `status`.
 __attribute__((format(printf, 2, 3)))
 eng_status error_prefix(eng_status status, const char *format, ...);
 

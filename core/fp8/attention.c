@@ -30,12 +30,10 @@ eng_status fp8_to_e5m6(tensor **q, tensor **scale, tensor *x)
 static eng_status keep_codes(op_call *c)
 {
   const tensor *y = c->out[OUT_Y];
-  tensor *rows;
+  OWNED tensor *rows = NULL;
   ENG_TRY(op_reshape(&rows, c->out[OUT_Y], 3,
                      (int64_t[]){y->shape[0], y->shape[1], y->shape[2] * y->shape[3]}));
-  eng_status status = fp8_to_e5m6(&c->out[OUT_CODES], &c->out[OUT_SCALE], rows);
-  tensor_drop(rows);
-  return status;
+  return fp8_to_e5m6(&c->out[OUT_CODES], &c->out[OUT_SCALE], rows);
 }
 
 static eng_status run_attention(op_call *c)
@@ -68,20 +66,15 @@ static eng_status attention_grad(grad_call *g)
 {
   const op_call *node = g->call;
   const tensor *like = node->out[OUT_Y];
-  op_call c = {.op = ENG_OP_dequantize, .n_in = 2,
-               .in = {node->out[OUT_CODES], node->out[OUT_SCALE]},
-               .dequantize = {.dtype = like->dtype,
-                              .block_rows = 1,
-                              .block_columns = FP8_BLOCK,
-                              .format = ENG_FORMAT_E5M6}};
-  ENG_TRY(op_run(&c));
-  tensor *y;
-  eng_status status = op_reshape(&y, c.out[0], like->ndim, like->shape);
-  tensor_drop(c.out[0]);
-  ENG_TRY(status);
-  status = grad_attention_of(g, y);
-  tensor_drop(y);
-  return status;
+  OWNED tensor *rows = NULL, *y = NULL;
+  ENG_TRY(op_run1(&rows, (op_call){.op = ENG_OP_dequantize,
+                                   .in = {node->out[OUT_CODES], node->out[OUT_SCALE]},
+                                   .dequantize = {.dtype = like->dtype,
+                                                  .block_rows = 1,
+                                                  .block_columns = FP8_BLOCK,
+                                                  .format = ENG_FORMAT_E5M6}}));
+  ENG_TRY(op_reshape(&y, rows, like->ndim, like->shape));
+  return grad_attention_of(g, y);
 }
 
 static void __attribute__((constructor)) register_attention(void)

@@ -54,14 +54,12 @@ static eng_status quantize_codes(fp8_copies *out, tensor *slot, fp8_site *s, int
 static eng_status quantize(fp8_copies *out, int64_t number, fp8_site *s, int role, tensor *x,
                            const op_call *swiglu, bool transposed, bool coded)
 {
-  tensor *slot;
+  OWNED tensor *slot = NULL;
   ENG_TRY(fp8_amax_slot(&slot, number, role));
   eng_status status = s->recipe.role[0].mx
                         ? fp8_mx_quantize(out, slot, s, role, x, transposed, coded)
                         : quantize_codes(out, slot, s, role, x, swiglu, transposed);
-  tensor_drop(slot);
-  return status == ENG_OK
-           ? ENG_OK : error_prefix(status, "%s: quantizing %s", s->name, fp8_role_name[role]);
+  return error_prefix(status, "%s: quantizing %s", s->name, fp8_role_name[role]);
 }
 
 /// Does the work of multiply() for an FP8 recipe and codes with two dimensions.
@@ -83,13 +81,11 @@ static eng_status multiply_codes(tensor **y, const fp8_site *s, int product, con
                               .accumulator = p->accumulator,
                               .promotion = p->promotion,
                               .add = add}};
-  eng_status status = op_run(&c);
-  if (status != ENG_OK)
-    return error_prefix(
-      status, "[%lld x %lld]%s in blocks of %d x %d by [%lld x %lld]%s in blocks of %d x %d",
-      (long long)a->q->shape[0], (long long)a->q->shape[1], a->turned ? " transposed" : "",
-      ra->block_rows, ra->block_columns, (long long)b->q->shape[0], (long long)b->q->shape[1],
-      b->turned ? " transposed" : "", rb->block_rows, rb->block_columns);
+  ENG_TRY(error_prefix(
+    op_run(&c), "[%lld x %lld]%s in blocks of %d x %d by [%lld x %lld]%s in blocks of %d x %d",
+    (long long)a->q->shape[0], (long long)a->q->shape[1], a->turned ? " transposed" : "",
+    ra->block_rows, ra->block_columns, (long long)b->q->shape[0], (long long)b->q->shape[1],
+    b->turned ? " transposed" : "", rb->block_rows, rb->block_columns));
   *y = c.out[0];
   return ENG_OK;
 }
@@ -99,18 +95,15 @@ static eng_status multiply_codes(tensor **y, const fp8_site *s, int product, con
 static eng_status multiply(tensor **y, const fp8_site *s, int product, fp8_factor a, fp8_factor b,
                            tensor *bias, int dtype, bool add)
 {
-  tensor *qa, *qb = NULL;
+  OWNED tensor *qa = NULL, *qb = NULL;
   if (*y) dtype = (*y)->dtype;
   ENG_TRY(fp8_flat(&qa, a.q));
-  eng_status status = fp8_flat(&qb, b.q);
+  ENG_TRY(fp8_flat(&qb, b.q));
   a.q = qa, b.q = qb;
-  if (status == ENG_OK)
-    status = s->recipe.role[0].mx ? fp8_mx_multiply(y, &a, &b, bias, dtype, add)
-                                  : multiply_codes(y, s, product, &a, &b, bias, dtype, add);
-  tensor_drop(qa);
-  tensor_drop(qb);
-  return status == ENG_OK
-           ? ENG_OK : error_prefix(status, "%s: %s", s->name, fp8_product_name[product]);
+  return error_prefix(s->recipe.role[0].mx
+                        ? fp8_mx_multiply(y, &a, &b, bias, dtype, add)
+                        : multiply_codes(y, s, product, &a, &b, bias, dtype, add),
+                      "%s: %s", s->name, fp8_product_name[product]);
 }
 
 // ---- weights
@@ -175,7 +168,7 @@ static int64_t weight_bytes(const params_derived *copy)
 static eng_status quantize_own(fp8_copies *out, int64_t number, fp8_site *s, parameter *p,
                                const tensor *source, bool transposed, bool coded)
 {
-  tensor *whole;
+  OWNED tensor *whole = NULL;
   if (s->recipe.role[ENG_FP8_W].stochastic)
     return error_set(ENG_ERR_VALUE, "%s: zero=3 cannot round weights stochastically; hint: zero=2",
                      s->name);
@@ -185,9 +178,8 @@ static eng_status quantize_own(fp8_copies *out, int64_t number, fp8_site *s, par
   for (int k = weight_tensors(made, p->derived) - 1; k >= 0; k--) made[k]->store->absent = false;
   ENG_TRY(tensor_wrap(&whole, source->store->space, source->data, source->dtype, source->ndim,
                       source->shape));
-  eng_status status = quantize(out, number, s, ENG_FP8_W, whole, NULL, transposed, coded);
-  tensor_drop(whole);
-  return status == ENG_OK ? params_derived_outdated(p) : status;
+  ENG_TRY(quantize(out, number, s, ENG_FP8_W, whole, NULL, transposed, coded));
+  return params_derived_outdated(p);
 }
 
 /// Creates the tensors for a copy of a matrix [rows x columns] and for its scale.
@@ -480,10 +472,9 @@ static eng_status quantize_again(fp8_factor *out, fp8_copies *made, fp8_site *s,
   tensor *q = node->out[x ? OUT_XQ : OUT_WQ], *amax = node->out[x ? OUT_X_SCALE : OUT_W_SCALE];
   *out = (fp8_factor){q, amax, &s->recipe.role[role], false};
   if (fp8_mx_same(s, role)) return ENG_OK;
-  eng_status status = fp8_mx_requantize(made, s, role, q, amax);
-  if (status != ENG_OK)
-    return error_prefix(status, "%s: quantizing %s for its backward product", s->name,
-                        fp8_role_name[role]);
+  ENG_TRY(error_prefix(fp8_mx_requantize(made, s, role, q, amax),
+                       "%s: quantizing %s for its backward product", s->name,
+                       fp8_role_name[role]));
   *out = (fp8_factor){made->q_t, made->scale_t, &s->recipe.backward[role], true};
   return ENG_OK;
 }
@@ -494,7 +485,8 @@ static eng_status kept_x(fp8_factor *out, fp8_copies *made, int64_t number, fp8_
 {
   if (fp8_mx_again(s, ENG_FP8_X)) return quantize_again(out, made, s, ENG_FP8_X, node);
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_X];
-  tensor *q = node->out[OUT_XQ], *scale = node->out[OUT_X_SCALE], *x;
+  tensor *q = node->out[OUT_XQ], *scale = node->out[OUT_X_SCALE];
+  OWNED tensor *x = NULL;
   int64_t keep = node->fp8_linear.keep;
   *out = (fp8_factor){q, scale, r, false};
   bool packed = keep == ENG_FP8_KEEP_E5M6, again = keep == ENG_FP8_KEEP_SWIGLU,
@@ -514,10 +506,8 @@ static eng_status kept_x(fp8_factor *out, fp8_copies *made, int64_t number, fp8_
   // amax and no measurement.
   bool turn = !fp8_is_square(r);
   op_call c = fp8_quantize_call(s, ENG_FP8_X, x, turn);
-  eng_status status = op_run(&c);
-  tensor_drop(x);
-  if (status != ENG_OK)
-    return error_prefix(status, "%s (site %lld): quantizing x for dW", s->name, (long long)number);
+  ENG_TRY(error_prefix(op_run(&c), "%s (site %lld): quantizing x for dW", s->name,
+                       (long long)number));
   tensor_drop(c.out[2]);
   *made = (fp8_copies){c.out[0], c.out[1], c.out[3], c.out[4], NULL};
   *out = (fp8_factor){turn ? made->q_t : made->q, turn ? made->scale_t : made->scale, r, turn};
@@ -540,11 +530,9 @@ static eng_status emit_dx(grad_call *g, fp8_site *s, const fp8_copies *dy)
   ENG_TRY(status);
   status = op_reshape(&dx, flat_dx, x->ndim, x->shape);
   tensor_drop(flat_dx);
-  if (status == ENG_OK && again) {
-    status = fp8_mx_through(&dx, s, node->out[OUT_X_GATE], grad_dtype(g, IN_X));
-    if (status != ENG_OK) tensor_drop(dx);
-  }
-  return status == ENG_OK ? grad_emit(g, IN_X, dx) : status;
+  ENG_TRY(status);
+  if (again) ENG_TRY(fp8_mx_through(&dx, s, node->out[OUT_X_GATE], grad_dtype(g, IN_X)));
+  return grad_emit(g, IN_X, dx);
 }
 
 static eng_status emit_dw(grad_call *g, fp8_site *s, const fp8_copies *dy)
@@ -561,22 +549,18 @@ static eng_status emit_dw(grad_call *g, fp8_site *s, const fp8_copies *dy)
                                again ? ENG_f32 : grad_dtype(g, IN_W), accumulate);
   if (status != ENG_OK && direct) grad_target_failed(g, IN_W, accumulate);
   fp8_drop_copies(&made);
-  if (status == ENG_OK && again) {
-    status = fp8_mx_through(&dw, s, g->call->out[OUT_W_GATE], grad_dtype(g, IN_W));
-    if (status != ENG_OK) tensor_drop(dw);
-  }
-  return status == ENG_OK && !direct ? grad_emit(g, IN_W, dw) : status;
+  ENG_TRY(status);
+  if (again) ENG_TRY(fp8_mx_through(&dw, s, g->call->out[OUT_W_GATE], grad_dtype(g, IN_W)));
+  return direct ? ENG_OK : grad_emit(g, IN_W, dw);
 }
 
 static eng_status emit_bias(grad_call *g)
 {
-  tensor *dy;
+  OWNED tensor *dy = NULL;
   ENG_TRY(fp8_flat(&dy, g->dy[0]));
   op_call c = {.op = ENG_OP_bias_grad, .n_in = 1, .in = {dy},
                .bias_grad = {.dtype = grad_dtype(g, IN_BIAS)}};
-  eng_status status = grad_run_to(g, IN_BIAS, &c, &c.bias_grad.add);
-  tensor_drop(dy);
-  return status;
+  return grad_run_to(g, IN_BIAS, &c, &c.bias_grad.add);
 }
 
 static eng_status linear_grad(grad_call *g)
@@ -586,17 +570,14 @@ static eng_status linear_grad(grad_call *g)
   ENG_TRY(fp8_site_get(&s, site));
   bool wants_x = grad_wants(g, IN_X), wants_w = grad_wants(g, IN_W);
   if (wants_x || wants_w) {
-    fp8_copies dy = {0};
+    AT_END(fp8_drop_copies) fp8_copies dy = {0};
     const tensor *kept = g->call->out[wants_w ? OUT_XQ : OUT_WQ];
     bool coded = kept && kept->dtype == ENG_u8;
     fp8_mx_begin_backward(s);
-    eng_status status =
-      quantize(&dy, site, s, ENG_FP8_DY, g->dy[0], NULL,
-               wants_w && (coded || !fp8_is_square(&s->recipe.role[ENG_FP8_DY])), coded);
-    if (status == ENG_OK && wants_x) status = emit_dx(g, s, &dy);
-    if (status == ENG_OK && wants_w) status = emit_dw(g, s, &dy);
-    fp8_drop_copies(&dy);
-    ENG_TRY(status);
+    ENG_TRY(quantize(&dy, site, s, ENG_FP8_DY, g->dy[0], NULL,
+                     wants_w && (coded || !fp8_is_square(&s->recipe.role[ENG_FP8_DY])), coded));
+    if (wants_x) ENG_TRY(emit_dx(g, s, &dy));
+    if (wants_w) ENG_TRY(emit_dw(g, s, &dy));
   }
   return grad_wants(g, IN_BIAS) ? emit_bias(g) : ENG_OK;
 }

@@ -23,12 +23,10 @@
 #include <math.h>
 #include <stdlib.h>
 
-static eng_status copy_into(tensor **out, tensor *x)
+static eng_status copy_into(tensor *out, tensor *x)
 {
-  op_call c = {.op = ENG_OP_contiguous, .n_in = 1, .n_out = 1, .in = {x}, .out = {*out}};
-  eng_status status = op_run(&c);
-  if (status == ENG_OK) *out = c.out[0];
-  return status;
+  op_call c = {.op = ENG_OP_contiguous, .n_in = 1, .n_out = 1, .in = {x}, .out = {out}};
+  return op_run(&c);
 }
 
 // ---- codes
@@ -87,25 +85,17 @@ static eng_status open_codes(tensor **codes, tensor **scales, tensor *copy, cons
                      (int64_t[]){blocks, 1});
 }
 
-static void drop_all(tensor **x, int n)
-{
-  for (int k = 0; k < n; k++) tensor_drop(x[k]);
-}
-
 // Computes the values of a coded copy, in bf16.
 static eng_status decode(tensor **values, tensor *copy, const eng_fp8_role *r)
 {
-  tensor *part[2] = {0};
-  eng_status status = open_codes(&part[0], &part[1], copy, r);
-  if (status == ENG_OK)
-    status = op_run1(values, (op_call){.op = ENG_OP_mx_dequantize, .in = {part[0], part[1]},
-                                       .mx_dequantize = {.dtype = ENG_bf16,
-                                                         .format = r->format,
-                                                         .block_rows = r->block_rows,
-                                                         .block_columns = r->block_columns,
-                                                         .rule = r->mx - 1}});
-  drop_all(part, 2);
-  return status;
+  OWNED tensor *codes = NULL, *scales = NULL;
+  ENG_TRY(open_codes(&codes, &scales, copy, r));
+  return op_run1(values, (op_call){.op = ENG_OP_mx_dequantize, .in = {codes, scales},
+                                   .mx_dequantize = {.dtype = ENG_bf16,
+                                                     .format = r->format,
+                                                     .block_rows = r->block_rows,
+                                                     .block_columns = r->block_columns,
+                                                     .rule = r->mx - 1}});
 }
 
 // ---- quantizing
@@ -207,15 +197,13 @@ static eng_status quantize_fp8(fp8_copies *to, fp8_site *s, int role, tensor *x)
   const eng_fp8_role *r = &s->recipe.role[role];
   op_call c = fp8_quantize_call(s, role, x, false);
   ENG_TRY(op_run(&c));
-  eng_status status = fp8_measuring() ? fp8_measure(s, role, x, c.out[0], c.out[1]) : ENG_OK;
-  if (status == ENG_OK)
-    status = op_run1(&to->q, (op_call){.op = ENG_OP_dequantize, .in = {c.out[0], c.out[1]},
-                                       .dequantize = {.dtype = ENG_bf16,
-                                                      .block_rows = r->block_rows,
-                                                      .block_columns = r->block_columns}});
-  drop_all(c.out, 2);
+  OWNED tensor *q = c.out[0], *scale = c.out[1];
   to->scale = c.out[2];
-  return status;
+  if (fp8_measuring()) ENG_TRY(fp8_measure(s, role, x, q, scale));
+  return op_run1(&to->q, (op_call){.op = ENG_OP_dequantize, .in = {q, scale},
+                                   .dequantize = {.dtype = ENG_bf16,
+                                                  .block_rows = r->block_rows,
+                                                  .block_columns = r->block_columns}});
 }
 
 // Quantizes x. With QUANTIZE_TRANSPOSED in `flags`, also quantizes the transposed x, which
@@ -228,7 +216,8 @@ static eng_status encode(fp8_copies *to, tensor **scale, const fp8_site *s, cons
   if (r->mx - 1 == ENG_MX_MSAMP_FP4) return encode_msamp(to, scale, r, x);
   bool transposed = flags & QUANTIZE_TRANSPOSED, only = flags & MX_ROTATED_ONLY;
   int gate = mx_is_gated(r->mx - 1) && !only ? MX_GATE : 0;
-  tensor *view[5] = {0};   // if coded: x as a matrix; codes and scales of q, then of q_t
+  // if coded: x as a matrix; views of the codes and scales of q and of q_t
+  OWNED tensor *flat = NULL, *codes = NULL, *scales = NULL, *codes_t = NULL, *scales_t = NULL;
   tensor *average;
   ENG_TRY(fp8_average(&average, s, r));
   op_call c = {.op = ENG_OP_mx_quantize, .n_in = 3, .n_out = 8,
@@ -241,7 +230,6 @@ static eng_status encode(fp8_copies *to, tensor **scale, const fp8_site *s, cons
                                .flags = (coded ? 0 : MX_VALUES) | gate | flags,
                                .sr_bits = r->stochastic,
                                .factor = r->factor}};
-  eng_status status = ENG_OK;
   if (transposed && product->hadamard) {
     ENG_TRY(allow_signs(product));
     c.mx_quantize.hadamard = product->hadamard;
@@ -249,32 +237,24 @@ static eng_status encode(fp8_copies *to, tensor **scale, const fp8_site *s, cons
   }
   if (coded) {
     int64_t columns = x->shape[x->ndim - 1], rows = x->count / columns;
-    status = fp8_flat(&view[0], x);
-    if (status == ENG_OK && !only && !to->q)
-      status = fp8_mx_make(&to->q, ARENA_STEP, r, rows, columns);
-    if (status == ENG_OK && !only) status = open_codes(&view[1], &view[2], to->q, r);
-    if (status == ENG_OK && transposed && !to->q_t)
-      status = fp8_mx_make(&to->q_t, ARENA_STEP, r, columns, rows);
-    if (status == ENG_OK && transposed) status = open_codes(&view[3], &view[4], to->q_t, r);
-    c.in[0] = view[0];
-    c.out[0] = view[1], c.out[1] = view[2], c.out[3] = view[3], c.out[4] = view[4];
+    ENG_TRY(fp8_flat(&flat, x));
+    if (!only && !to->q) ENG_TRY(fp8_mx_make(&to->q, ARENA_STEP, r, rows, columns));
+    if (!only) ENG_TRY(open_codes(&codes, &scales, to->q, r));
+    if (transposed && !to->q_t) ENG_TRY(fp8_mx_make(&to->q_t, ARENA_STEP, r, columns, rows));
+    if (transposed) ENG_TRY(open_codes(&codes_t, &scales_t, to->q_t, r));
+    c.in[0] = flat;
+    c.out[0] = codes, c.out[1] = scales, c.out[3] = codes_t, c.out[4] = scales_t;
   }
-  if (status == ENG_OK) status = op_run(&c);
-  if (status != ENG_OK) {
-    drop_all(view, 5);
-    return status;
-  }
+  ENG_TRY(op_run(&c));
   *to = (fp8_copies){coded ? to->q : c.out[0], c.out[2], coded ? to->q_t : c.out[3], c.out[6],
                      c.out[7]};
   *scale = c.out[1];
-  view[2] = NULL;          // *scale is this view
+  scales = NULL;           // *scale is this view
   tensor_drop(c.out[5]);
-  if (coded) drop_all(view, 5);
-  else tensor_drop(c.out[4]);
+  if (!coded) tensor_drop(c.out[4]);
   if (!coded || !gate || x->ndim == 2) return ENG_OK;
-  status = op_reshape(&to->gate, c.out[7], x->ndim, x->shape);
-  tensor_drop(c.out[7]);
-  return status;
+  OWNED tensor *flat_gate = c.out[7];
+  return op_reshape(&to->gate, flat_gate, x->ndim, x->shape);
 }
 
 // Quantizes x transposed, for the product that sums over the rows of x.
@@ -282,11 +262,12 @@ static eng_status encode_turned(fp8_copies *to, const fp8_site *s, const eng_fp8
                                 const eng_fp8_product *p, tensor *x, bool coded)
 {
   fp8_copies made = {.q_t = to->q_t, .scale_t = to->scale_t};
-  tensor *scale;
+  OWNED tensor *scale = NULL;
   int64_t flags = QUANTIZE_TRANSPOSED | (p->hadamard ? MX_ROTATED_ONLY : 0);
   ENG_TRY(encode(&made, &scale, s, r, x, flags, p, coded));
   to->q_t = made.q_t, to->scale_t = made.scale_t;
-  drop_all((tensor *[]){made.q, scale, made.scale, made.gate}, 4);
+  made.q_t = made.scale_t = NULL;
+  fp8_drop_copies(&made);
   return ENG_OK;
 }
 
@@ -301,38 +282,25 @@ eng_status fp8_mx_quantize(fp8_copies *to, tensor *slot, fp8_site *s, int role, 
   const eng_fp8_product *along = &s->recipe.product[readers[role][0]],
                         *across = &s->recipe.product[readers[role][1]];
   bool apart = transposed && along->hadamard;   // q is made from rotated x, q_t from x itself
-  tensor *y = NULL, *values = NULL, *scale = NULL;
+  OWNED tensor *y = NULL, *values = NULL, *scale = NULL;
   fp8_copies made = *to;
   if (!r->mx) {
     ENG_TRY(quantize_fp8(to, s, role, x));
-    return copy_into(&slot, to->scale);
+    return copy_into(slot, to->scale);
   }
   if (apart) made.q_t = made.scale_t = NULL;
   if (along->hadamard) ENG_TRY(rotate(&y, s, along, x));
-  eng_status status = encode(&made, &scale, s, r, y ? y : x,
-                             transposed && !apart ? QUANTIZE_TRANSPOSED : 0, across, coded);
-  if (status == ENG_OK) {
-    if (apart) made.q_t = to->q_t, made.scale_t = to->scale_t;
-    *to = made;
-    if (fp8_measuring() && coded) status = decode(&values, to->q, r);
-    if (fp8_measuring() && status == ENG_OK)
-      status = measure(s, role, y ? y : x, coded ? values : to->q, scale, to->scale);
-  }
-  drop_all((tensor *[]){y, values, scale}, 3);
-  if (status == ENG_OK && apart) status = encode_turned(to, s, r, across, x, coded);
-  return status == ENG_OK ? copy_into(&slot, to->scale) : status;
-}
-
-// Runs an operation with *y as its input 0, and replaces *y by the result.
-static eng_status apply(tensor **y, op_call c)
-{
-  tensor *next;
-  c.in[0] = *y;
-  c.n_out = 1;
-  ENG_TRY(op_run1(&next, c));
-  tensor_drop(*y);
-  *y = next;
-  return ENG_OK;
+  ENG_TRY(encode(&made, &scale, s, r, y ? y : x, transposed && !apart ? QUANTIZE_TRANSPOSED : 0,
+                 across, coded));
+  if (apart) made.q_t = to->q_t, made.scale_t = to->scale_t;
+  *to = made;
+  if (fp8_measuring() && coded) ENG_TRY(decode(&values, to->q, r));
+  if (fp8_measuring())
+    ENG_TRY(measure(s, role, y ? y : x, coded ? values : to->q, scale, to->scale));
+  tensor_drop(y);
+  y = NULL;
+  if (apart) ENG_TRY(encode_turned(to, s, r, across, x, coded));
+  return copy_into(slot, to->scale);
 }
 
 // Multiplies *y by one number: the product of `factor` and the f32 scales that operands a and b
@@ -341,50 +309,44 @@ static eng_status apply(tensor **y, op_call c)
 static eng_status scale_by(tensor **y, const fp8_factor *a, const fp8_factor *b, double factor)
 {
   const fp8_factor *of[] = {a, b};
-  tensor *alpha = NULL;
-  eng_status status = ENG_OK;
-  for (int k = 0; k < 2 && status == ENG_OK; k++) {
+  OWNED tensor *alpha = NULL;
+  for (int k = 0; k < 2; k++) {
     int rule = of[k] ? of[k]->role->mx - 1 : 0;
-    tensor *scale = NULL;
+    OWNED tensor *scale = NULL;
     if (!of[k] || !mx_is_nvfp4(rule)) continue;
-    status = op_affine(&scale, of[k]->scale, 1.0 / (double)nvfp4_top(rule), 0);
-    if (status == ENG_OK && alpha)
-      status = apply(&scale, (op_call){.op = ENG_OP_mul, .in = {NULL, alpha}});
-    tensor_drop(alpha);
+    ENG_TRY(op_affine(&scale, of[k]->scale, 1.0 / (double)nvfp4_top(rule), 0));
+    if (alpha) ENG_TRY(op_replace(&scale, (op_call){.op = ENG_OP_mul, .in = {NULL, alpha}}));
+    tensor *before = alpha;
     alpha = scale;
+    scale = before;
   }
-  if (status == ENG_OK && factor != 1)
-    status = apply(alpha ? &alpha : y,
-                   (op_call){.op = ENG_OP_affine, .affine = {.factor = factor}});
-  if (status == ENG_OK && alpha)
-    status = apply(y, (op_call){.op = ENG_OP_mul, .in = {NULL, alpha}});
-  tensor_drop(alpha);
-  return status;
+  if (factor != 1)
+    ENG_TRY(op_replace(alpha ? &alpha : y,
+                       (op_call){.op = ENG_OP_affine, .affine = {.factor = factor}}));
+  return alpha ? op_replace(y, (op_call){.op = ENG_OP_mul, .in = {NULL, alpha}}) : ENG_OK;
 }
 
 eng_status fp8_mx_requantize(fp8_copies *to, const fp8_site *s, int role, tensor *q,
                              tensor *amax)
 {
   const eng_fp8_product *p = &s->recipe.product[role == ENG_FP8_X ? ENG_FP8_WGRAD : ENG_FP8_DGRAD];
-  tensor *values;
+  OWNED tensor *values = NULL;
   bool coded = q->dtype == ENG_u8;
   if (coded) ENG_TRY(decode(&values, q, &s->recipe.role[role]));
   else ENG_TRY(fp8_flat(&values, q));
   fp8_factor read = {.scale = amax, .role = &s->recipe.role[role]};
-  eng_status status = scale_by(&values, &read, NULL, 1);
-  if (status == ENG_OK) status = encode_turned(to, s, &s->recipe.backward[role], p, values, coded);
-  tensor_drop(values);
-  return status;
+  ENG_TRY(scale_by(&values, &read, NULL, 1));
+  return encode_turned(to, s, &s->recipe.backward[role], p, values, coded);
 }
 
 eng_status fp8_mx_through(tensor **g, const fp8_site *s, tensor *gate, int dtype)
 {
   const eng_fp8_product *p = &s->recipe.product[ENG_FP8_FORWARD];
-  if (gate) ENG_TRY(apply(g, (op_call){.op = ENG_OP_mul, .in = {NULL, gate}}));
+  if (gate) ENG_TRY(op_replace(g, (op_call){.op = ENG_OP_mul, .in = {NULL, gate}}));
   if (!p->hadamard) return ENG_OK;
-  return apply(g, (op_call){.op = ENG_OP_hadamard,
-                            .hadamard = {.n = p->hadamard, .signs = ENG_FP8_SIGNS_NONE,
-                                         .dtype = dtype}});
+  return op_replace(g, (op_call){.op = ENG_OP_hadamard,
+                                 .hadamard = {.n = p->hadamard, .signs = ENG_FP8_SIGNS_NONE,
+                                              .dtype = dtype}});
 }
 
 eng_status fp8_mx_multiply(tensor **y, const fp8_factor *a, const fp8_factor *b, tensor *bias,
@@ -402,13 +364,12 @@ eng_status fp8_mx_multiply(tensor **y, const fp8_factor *a, const fp8_factor *b,
                           .transpose_b = b->turned,
                           .yields = (after ? ENG_f32 : dtype) + 1,
                           .add = !after && add}};
-  tensor *part[4] = {0};
-  eng_status status = ENG_OK;
+  OWNED tensor *qa = NULL, *scale_a = NULL, *qb = NULL, *scale_b = NULL;
   if (coded) {
-    status = open_codes(&part[0], &part[1], a->q, a->role);
-    if (status == ENG_OK) status = open_codes(&part[2], &part[3], b->q, b->role);
+    ENG_TRY(open_codes(&qa, &scale_a, a->q, a->role));
+    ENG_TRY(open_codes(&qb, &scale_b, b->q, b->role));
     c = (op_call){.op = ENG_OP_mx_matmul, .n_in = 6, .n_out = 1,
-                  .in = {part[0], part[1], part[2], part[3], nvfp4_a ? a->scale : NULL,
+                  .in = {qa, scale_a, qb, scale_b, nvfp4_a ? a->scale : NULL,
                          nvfp4_b ? b->scale : NULL},
                   .out = {after ? NULL : *y},
                   .mx_matmul = {.format_a = a->role->format,
@@ -419,25 +380,18 @@ eng_status fp8_mx_multiply(tensor **y, const fp8_factor *a, const fp8_factor *b,
                                 .add = !after && add,
                                 .factor = 1 / factor}};
   }
-  if (status == ENG_OK) status = op_run(&c);
-  drop_all(part, 4);
-  ENG_TRY(status);
+  ENG_TRY(op_run(&c));
   if (!after) {
     *y = c.out[0];
     return ENG_OK;
   }
-  tensor *sum = c.out[0];
-  if (!coded) status = scale_by(&sum, a, b, 1 / factor);
-  if (status == ENG_OK && bias)
-    status = apply(&sum, (op_call){.op = ENG_OP_add, .in = {NULL, bias}});
-  if (status == ENG_OK && add)
-    status = apply(&sum, (op_call){.op = ENG_OP_add, .in = {NULL, *y}});
-  if (status == ENG_OK) {
-    op_call round = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {sum}, .out = {*y},
-                     .cast = {.dtype = dtype}};
-    status = op_run(&round);
-    if (status == ENG_OK) *y = round.out[0];
-  }
-  tensor_drop(sum);
-  return status;
+  OWNED tensor *sum = c.out[0];
+  if (!coded) ENG_TRY(scale_by(&sum, a, b, 1 / factor));
+  if (bias) ENG_TRY(op_replace(&sum, (op_call){.op = ENG_OP_add, .in = {NULL, bias}}));
+  if (add) ENG_TRY(op_replace(&sum, (op_call){.op = ENG_OP_add, .in = {NULL, *y}}));
+  op_call round = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {sum}, .out = {*y},
+                   .cast = {.dtype = dtype}};
+  ENG_TRY(op_run(&round));
+  *y = round.out[0];
+  return ENG_OK;
 }

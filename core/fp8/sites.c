@@ -100,19 +100,18 @@ static eng_status collect_amaxes(void)
   static float value[AMAX_SLOTS];
   int used = amaxes.used, too = amaxes.too;
   amaxes_restart();
-  tensor *some;
+  OWNED tensor *some = NULL;
   ENG_TRY(tensor_view(&some, amaxes.slots, 0, 1, (int64_t[]){used}, (int64_t[]){1}));
-  eng_status status = transfer_read(value, ENG_f32, some);
-  tensor_drop(some);
-  for (int i = 0; i < used && status == ENG_OK; i++) {
+  ENG_TRY(transfer_read(value, ENG_f32, some));
+  for (int i = 0; i < used; i++) {
     fp8_site *s = sites.item[amaxes.of[i].site - 1];
     if (s) s->amax[amaxes.of[i].role] = larger_or_nan(s->amax[amaxes.of[i].role], value[i]);
   }
-  for (int i = 0; i < too && status == ENG_OK; i++) {
+  for (int i = 0; i < too; i++) {
     fp8_site *s = sites.item[amaxes.x_too[i].site - 1];
     if (s) s->amax[ENG_FP8_X] = larger_or_nan(s->amax[ENG_FP8_X], value[amaxes.x_too[i].slot]);
   }
-  return status;
+  return ENG_OK;
 }
 
 eng_status fp8_amax_slot(tensor **out, int64_t site, int role)
@@ -367,17 +366,14 @@ static eng_status check_nesting(const eng_fp8_recipe *recipe, int product)
 
 eng_status eng_fp8_recipe_check(const eng_fp8_recipe *recipe)
 {
-  eng_status status;
   for (int r = 0; r < ENG_FP8_ROLES; r++)
-    if ((status = check_role(recipe, r)) != ENG_OK)
-      return error_prefix(status, "%s", fp8_role_name[r]);
+    ENG_TRY(error_prefix(check_role(recipe, r), "%s", fp8_role_name[r]));
   ENG_TRY(check_kinds(recipe));
   if (!recipe->backward[ENG_FP8_X].mx != !recipe->backward[ENG_FP8_W].mx)
     return error_set(ENG_ERR_VALUE, "expected `backward` in both x and w, or in neither");
   for (int p = 0; p < ENG_FP8_PRODUCTS; p++) {
-    status = check_product(recipe, p);
-    if (status == ENG_OK) status = check_nesting(recipe, p);
-    if (status != ENG_OK) return error_prefix(status, "%s", fp8_product_name[p]);
+    ENG_TRY(error_prefix(check_product(recipe, p), "%s", fp8_product_name[p]));
+    ENG_TRY(error_prefix(check_nesting(recipe, p), "%s", fp8_product_name[p]));
   }
   return ENG_OK;
 }
@@ -393,8 +389,7 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
                      "hint: change the recipe between steps",
                      s->name);
   if (recipe) {
-    eng_status status = eng_fp8_recipe_check(recipe);
-    if (status != ENG_OK) return error_prefix(status, "%s", s->name);
+    ENG_TRY(error_prefix(eng_fp8_recipe_check(recipe), "%s", s->name));
     s->recipe = *recipe;
   }
   for (int r = 0; r < ENG_FP8_ROLES; r++) s->factor[r] = 0;
@@ -461,8 +456,7 @@ eng_status fp8_average(tensor **out, const fp8_site *s, const eng_fp8_role *r)
 {
   *out = NULL;
   if (r->average == 0 || s->average.slot == 0) return ENG_OK;
-  eng_status status = tensor_get(out, &s->average);
-  return status == ENG_OK ? ENG_OK : error_prefix(status, "%s: the average of w", s->name);
+  return error_prefix(tensor_get(out, &s->average), "%s: the average of w", s->name);
 }
 
 eng_status eng_fp8_amax(double amax[3], int64_t site)
@@ -535,14 +529,11 @@ void fp8_meter_element(eng_fp8_meter *m, float x, float code, float scale, float
 /// Reads every `every`-th row of x [.. x K] as f32 into host memory.
 static eng_status read_rows(float *to, tensor *x, int64_t every)
 {
-  tensor *flat, *some;
+  OWNED tensor *flat = NULL, *some = NULL;
   ENG_TRY(fp8_flat(&flat, x));
-  eng_status status = op_run1(&some, (op_call){.op = ENG_OP_slice, .in = {flat},
-                                               .slice = {.stop = flat->shape[0], .step = every}});
-  if (status == ENG_OK) status = transfer_read(to, ENG_f32, some);
-  tensor_drop(some);
-  tensor_drop(flat);
-  return status;
+  ENG_TRY(op_run1(&some, (op_call){.op = ENG_OP_slice, .in = {flat},
+                                   .slice = {.stop = flat->shape[0], .step = every}}));
+  return transfer_read(to, ENG_f32, some);
 }
 
 eng_status fp8_sample_read(fp8_sample *to, tensor *x, tensor *q, const tensor *scale)

@@ -25,7 +25,7 @@ static eng_status keep_inputs(op_call *c, const fp8_site *s)
     bool recording = eng_grad_enabled(false);
     eng_status status = op_run(&q);
     eng_grad_enabled(recording);
-    if (status != ENG_OK) return error_prefix(status, "quantizing SwiGLU's input");
+    ENG_TRY(error_prefix(status, "quantizing SwiGLU's input"));
     tensor_drop(q.out[2]);
     c->out[OUT_GATE_Q + 2 * k] = q.out[0];
     c->out[OUT_GATE_SCALE + 2 * k] = q.out[1];
@@ -56,40 +56,31 @@ static eng_status run_swiglu(op_call *c)
   return status;
 }
 
-/// Dequantizes the inputs of a recorded fp8_swiglu, each to its own dtype.
-static eng_status dequantize_inputs(tensor *out[2], const op_call *node)
+/// Dequantizes input k of a recorded fp8_swiglu to its own dtype.
+static eng_status dequantize_input(tensor **out, const op_call *node, int k)
 {
-  for (int k = 0; k < 2; k++) {
-    op_call c = {.op = ENG_OP_dequantize, .n_in = 2,
-                 .in = {node->out[OUT_GATE_Q + 2 * k], node->out[OUT_GATE_SCALE + 2 * k]},
-                 .dequantize = {.dtype = node->in[k]->dtype,
-                                .block_rows = node->fp8_swiglu.block_rows,
-                                .block_columns = node->fp8_swiglu.block_columns}};
-    ENG_TRY(op_run(&c));
-    out[k] = c.out[0];
-  }
-  return ENG_OK;
+  return op_run1(out, (op_call){.op = ENG_OP_dequantize,
+                                .in = {node->out[OUT_GATE_Q + 2 * k],
+                                       node->out[OUT_GATE_SCALE + 2 * k]},
+                                .dequantize = {.dtype = node->in[k]->dtype,
+                                               .block_rows = node->fp8_swiglu.block_rows,
+                                               .block_columns = node->fp8_swiglu.block_columns}});
 }
 
 eng_status fp8_swiglu_recompute(tensor **y, const op_call *node)
 {
-  tensor *x[2] = {0};
-  eng_status status = dequantize_inputs(x, node);
-  if (status == ENG_OK)
-    status = op_run1(y, (op_call){.op = ENG_OP_swiglu, .in = {x[0], x[1]}});
-  tensor_drop(x[0]);
-  tensor_drop(x[1]);
-  return status;
+  OWNED tensor *gate = NULL, *up = NULL;
+  ENG_TRY(dequantize_input(&gate, node, 0));
+  ENG_TRY(dequantize_input(&up, node, 1));
+  return op_run1(y, (op_call){.op = ENG_OP_swiglu, .in = {gate, up}});
 }
 
 static eng_status swiglu_grad(grad_call *g)
 {
-  tensor *x[2] = {0};
-  eng_status status = dequantize_inputs(x, g->call);
-  if (status == ENG_OK) status = grad_swiglu_of(g, x[0], x[1]);
-  tensor_drop(x[0]);
-  tensor_drop(x[1]);
-  return status;
+  OWNED tensor *gate = NULL, *up = NULL;
+  ENG_TRY(dequantize_input(&gate, g->call, 0));
+  ENG_TRY(dequantize_input(&up, g->call, 1));
+  return grad_swiglu_of(g, gate, up);
 }
 
 // ---- fused swiglu and linear

@@ -13,8 +13,7 @@
 
 static eng_status check_member(tensor **out, const eng_tensor *handle, const char *name)
 {
-  eng_status status = tensor_get(out, handle);
-  if (status != ENG_OK) return error_prefix(status, "parameter %s", name);
+  ENG_TRY(error_prefix(tensor_get(out, handle), "parameter %s", name));
   const tensor *x = *out;
   if (x->parameter)
     return error_set(

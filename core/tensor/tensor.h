@@ -5,6 +5,7 @@
 
 #include "arena.h"
 #include "base/dtype.h"
+#include "base/scope.h"
 
 /// A piece of memory shared by a tensor and its views.
 typedef struct storage {
@@ -77,8 +78,12 @@ eng_status tensor_wrap(tensor **out, int space, void *memory, int dtype, int ndi
 /// Moves x to the memory of `home`, a tensor from tensor_wrap in x's memory space. The caller has
 /// already copied x's values there. Drops `home` and releases x's old memory.
 void tensor_rehome(tensor *x, tensor *home);
-/// Drops a tensor. Its memory returns to the arena when the last view is dropped.
+/// Drops a tensor. Its memory returns to the arena when the last view is dropped. NULL is allowed.
 void tensor_drop(tensor *x);
+/// Before a declaration of pointers to tensors: drops each tensor when its block ends. The pointers
+/// must be initialized.
+#define OWNED AT_END(tensor_release)
+static inline void tensor_release(tensor **x) { tensor_drop(*x); }
 
 /// The list of the step's tensors, in order of creation (step.c). tensor_mark returns its current
 /// end. tensor_drop_since drops the tensors created since a mark; it drops gradients only if
