@@ -30,6 +30,7 @@ typedef struct graph_places {
 } graph_places;
 
 struct eng_graph {
+  heap           memory;        // of this struct and of its lists
   const backend *device;
   void          *captured;      // the device's graph; NULL until the end of the capture
   bool           pinned;        // holds a pin on step and scratch memory (arena_pin)
@@ -117,11 +118,10 @@ void eng_graph_free(eng_graph *graph)
   }
   if (graph->captured) graph->device->graph_free(graph->captured);
   if (graph->pinned) arena_pin(graph->device->space, -1);
-  if (graph->loss) tensor_drop(graph->loss);
+  tensor_drop(graph->loss);
   params_release(graph->set);
-  free(graph->has_gradient);
-  free(graph->places);
-  free(graph);
+  heap memory = graph->memory;
+  heap_free(&memory);
 }
 
 eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *batch, int n)
@@ -141,18 +141,16 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   // Rounds the weights before the capture. If the capture recorded this, every launch would repeat
   // it.
   ENG_TRY(params_round_written(set));
-  eng_graph *graph = calloc(1, sizeof *graph);
-  size_t some = (size_t)(set->n > 0 ? set->n : 1);
-  bool *has_gradient = calloc(some, sizeof *has_gradient);
-  graph_places *places = calloc(some, sizeof *places);
-  if (!graph || !has_gradient || !places) {
-    free(graph);
-    free(has_gradient);
-    free(places);
+  heap memory = {0};
+  eng_graph *graph = HEAP_TAKE(&memory, graph, 1);
+  bool *has_gradient = HEAP_TAKE(&memory, has_gradient, set->n);
+  graph_places *places = HEAP_TAKE(&memory, places, set->n);
+  if (memory.failed) {
+    heap_free(&memory);
     return error_set(ENG_ERR_MEMORY, "out of memory for a captured step");
   }
-  *graph = (eng_graph){
-    .device = device, .set = set, .has_gradient = has_gradient, .places = places, .n_inputs = n};
+  *graph = (eng_graph){.memory = memory, .device = device, .set = set,
+                       .has_gradient = has_gradient, .places = places, .n_inputs = n};
   memcpy(graph->input, input, sizeof input);
   set->references++;
   outdate_copies(set);

@@ -4,6 +4,7 @@
 #include "file.h"
 
 #include "error.h"
+#include "scope.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -40,11 +41,9 @@ char *file_parent(const char *path)
 
 static eng_status sync_parent(const char *path)
 {
-  char *parent = file_parent(path);
+  FREED char *parent = file_parent(path);
   if (parent == NULL) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
-  eng_status status = eng_file_sync(parent);
-  free(parent);
-  return status;
+  return eng_file_sync(parent);
 }
 
 // ---- maps
@@ -206,7 +205,7 @@ eng_status eng_file_checksum(uint32_t *crc, int64_t *size, const char *path)
   *size = 0;
   ENG_TRY(file_open(&fd, size, path));
   *size = 0;   // now counts the bytes that are read, because the file may be growing
-  char *block = malloc(BLOCK);
+  FREED char *block = malloc(BLOCK);
   eng_status status = block == NULL ? error_set(ENG_ERR_MEMORY, "%s: out of memory", path) : ENG_OK;
   while (status == ENG_OK) {
     ssize_t got = read(fd, block, BLOCK);
@@ -216,7 +215,6 @@ eng_status eng_file_checksum(uint32_t *crc, int64_t *size, const char *path)
     *crc = eng_crc32c(*crc, block, got);
     *size += got;
   }
-  free(block);
   close(fd);
   return status;
 }
@@ -281,22 +279,20 @@ uint64_t eng_file_stamp(const char *path)
 eng_status eng_file_mkdir(const char *path)
 {
   if (eng_file_kind(path) == ENG_FILE_FOLDER) return ENG_OK;
-  char *partial = strdup(path);
+  FREED char *partial = strdup(path);
   if (partial == NULL) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
-  eng_status status = ENG_OK;
   size_t length = strlen(partial);
   while (length > 1 && partial[length - 1] == '/') partial[--length] = 0;
-  for (size_t i = 1; i <= length && status == ENG_OK; i++) {
+  for (size_t i = 1; i <= length; i++) {
     if (partial[i] != '/' && partial[i] != 0) continue;
     char kept = partial[i];
     partial[i] = 0;
-    if (mkdir(partial, 0777) == 0) status = sync_parent(partial);
+    if (mkdir(partial, 0777) == 0) ENG_TRY(sync_parent(partial));
     else if (errno != EEXIST || eng_file_kind(partial) != ENG_FILE_FOLDER)
-      status = io_error("make the directory", partial);
+      return io_error("make the directory", partial);
     partial[i] = kept;
   }
-  free(partial);
-  return status;
+  return ENG_OK;
 }
 
 eng_status eng_file_sync(const char *path)

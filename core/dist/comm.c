@@ -30,15 +30,14 @@ int eng_comm_size(const eng_comm *comm) { return comm->size; }
 static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, int key)
 {
   typedef struct wish { int32_t color, key; } wish;
-  wish own = {color, key}, *all = calloc((size_t)parent->size, sizeof *all);
+  wish own = {color, key};
+  FREED wish *all = calloc((size_t)parent->size, sizeof *all);
   part->of_world = calloc((size_t)parent->size, sizeof *part->of_world);
-  if (!all || !part->of_world) {
-    free(all);
+  if (!all || !part->of_world)
     return error_set(ENG_ERR_MEMORY, "out of memory while creating a group of ranks");
-  }
-  eng_status status = eng_comm_all_gather(parent, all, &own, sizeof own);
+  ENG_TRY(eng_comm_all_gather(parent, all, &own, sizeof own));
   part->size = 0;
-  for (int r = 0; status == ENG_OK && r < parent->size; r++) {
+  for (int r = 0; r < parent->size; r++) {
     if (all[r].color != color) continue;
     int place = 0;                                // index of rank r in the new group
     for (int q = 0; q < parent->size; q++)
@@ -48,9 +47,8 @@ static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, 
     if (r == parent->rank) part->rank = place;
     part->size++;
   }
-  free(all);
   part->group = part->of_world;
-  return status;
+  return ENG_OK;
 }
 
 static eng_status split_by_transport(eng_comm *part, eng_comm *parent, int color, int key)
@@ -220,12 +218,11 @@ static eng_status reduce_large(const reduction *r, char *room, int64_t piece, in
   eng_comm *c = r->comm;
   int64_t size = eng_dtype_size(r->dtype), step = piece * size, all = r->count * size;
   char *own = r->data + step * c->rank;
-  comm_message *m = calloc(2 * (size_t)c->size, sizeof *m);
-  const void **in = calloc((size_t)c->size, sizeof *in);
-  eng_status status =
-    m && in ? ENG_OK
-            : error_set(ENG_ERR_MEMORY, "out of memory for a reduction over %d ranks", c->size);
-  for (int round = 0; round < 2 && status == ENG_OK; round++) {
+  FREED comm_message *m = calloc(2 * (size_t)c->size, sizeof *m);
+  FREED const void **in = calloc((size_t)c->size, sizeof *in);
+  if (!m || !in)
+    return error_set(ENG_ERR_MEMORY, "out of memory for a reduction over %d ranks", c->size);
+  for (int round = 0; round < 2; round++) {
     int n = 0;
     int64_t own_bytes = all - step * c->rank;
     own_bytes = own_bytes < 0 ? 0 : own_bytes < step ? own_bytes : step;
@@ -238,13 +235,10 @@ static eng_status reduce_large(const reduction *r, char *room, int64_t piece, in
       if (own_bytes > 0)
         m[n++] = (comm_message){round == 0 ? room + step * peer : own, own_bytes, peer, round == 1};
     }
-    status = comm_exchange(c, m, n, tag, r->what);
-    if (round == 0 && status == ENG_OK)
-      combine_all(own, in, c->size, own_bytes / size, r->dtype, r->op);
+    ENG_TRY(comm_exchange(c, m, n, tag, r->what));
+    if (round == 0) combine_all(own, in, c->size, own_bytes / size, r->dtype, r->op);
   }
-  free(m);
-  free(in);
-  return status;
+  return ENG_OK;
 }
 
 static eng_status reduce(const reduction *r)
@@ -255,13 +249,11 @@ static eng_status reduce(const reduction *r)
           piece = (r->count + c->size - 1) / c->size;
   bool small = bytes <= SMALL || r->n_sums >= 0;
   int tag = comm_tag(c);
-  char *room = malloc((size_t)(small ? bytes : piece * c->size * size));
+  FREED char *room = malloc((size_t)(small ? bytes : piece * c->size * size));
   if (!room)
     return error_set(ENG_ERR_MEMORY, "out of memory for a reduction of %lld bytes over ranks",
                      (long long)bytes);
-  eng_status status = small ? reduce_small(r, room, tag) : reduce_large(r, room, piece, tag);
-  free(room);
-  return status;
+  return small ? reduce_small(r, room, tag) : reduce_large(r, room, piece, tag);
 }
 
 eng_status eng_comm_all_reduce(eng_comm *comm, void *data, int64_t count, int dtype, int op)
@@ -321,15 +313,11 @@ eng_status eng_comm_broadcast_tensor(eng_comm *comm, const eng_tensor *handle, i
   int64_t bytes = x->count * eng_dtype_size(x->dtype);
   x->store->writes++;
   if (x->store->space == SPACE_HOST) return eng_comm_broadcast(comm, x->data, bytes, root);
-  char *host = malloc((size_t)bytes);
+  FREED char *host = malloc((size_t)bytes);
   if (!host) return error_set(ENG_ERR_MEMORY, "out of memory to send %s", tensor_text(x));
-  eng_status status =
-    comm->rank == root ? transfer_to_host(host, x->store->space, x->data, bytes) : ENG_OK;
-  if (status == ENG_OK) status = eng_comm_broadcast(comm, host, bytes, root);
-  if (status == ENG_OK && comm->rank != root)
-    status = transfer_from_host(x->store->space, x->data, host, bytes);
-  free(host);
-  return status;
+  if (comm->rank == root) ENG_TRY(transfer_to_host(host, x->store->space, x->data, bytes));
+  ENG_TRY(eng_comm_broadcast(comm, host, bytes, root));
+  return comm->rank == root ? ENG_OK : transfer_from_host(x->store->space, x->data, host, bytes);
 }
 
 eng_status eng_comm_all_gather(eng_comm *comm, void *all, const void *own, int64_t bytes)
@@ -337,7 +325,7 @@ eng_status eng_comm_all_gather(eng_comm *comm, void *all, const void *own, int64
   char *to = all;
   memmove(to + bytes * comm->rank, own, (size_t)bytes);
   if (comm->size == 1 || bytes == 0) return ENG_OK;
-  comm_message *m = calloc(2 * (size_t)comm->size, sizeof *m);
+  FREED comm_message *m = calloc(2 * (size_t)comm->size, sizeof *m);
   if (!m) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", comm->size);
   int n = 0;
   for (int peer = 0; peer < comm->size; peer++) {
@@ -345,7 +333,5 @@ eng_status eng_comm_all_gather(eng_comm *comm, void *all, const void *own, int64
     m[n++] = (comm_message){to + bytes * comm->rank, bytes, peer, true};
     m[n++] = (comm_message){to + bytes * peer, bytes, peer, false};
   }
-  eng_status status = comm_exchange(comm, m, n, comm_tag(comm), "an all-gather");
-  free(m);
-  return status;
+  return comm_exchange(comm, m, n, comm_tag(comm), "an all-gather");
 }

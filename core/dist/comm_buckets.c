@@ -57,10 +57,10 @@ static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, boo
       bucket *b = &p->buckets[open[dtype]];
       *b = (bucket){.comm = apart ? p->holders : p->comm, .dtype = dtype};
       b->comm_dtype = b->comm->size > 1 ? comm_dtype_of(comm_dtype, dtype) : dtype;
-      b->member = calloc((size_t)i + 1, sizeof *b->member);
-      b->at = calloc((size_t)i + 2, sizeof *b->at);
-      b->anyone = calloc((size_t)i + 1, sizeof *b->anyone);
-      if (!b->member || !b->at || !b->anyone)
+      HEAP_TAKE(&p->memory, b->member, i + 1);
+      HEAP_TAKE(&p->memory, b->at, i + 2);
+      HEAP_TAKE(&p->memory, b->anyone, i + 1);
+      if (p->memory.failed)
         return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
     }
     bucket *b = &p->buckets[open[dtype]];
@@ -103,14 +103,14 @@ static int64_t message_bytes(const bucket *b, int rank)
          COMM_ALIGN * COMM_ALIGN;
 }
 
-eng_status bucket_cut(bucket *b, int number, bool whole)
+eng_status bucket_cut(eng_parallel *p, bucket *b, int number)
 {
   int ranks = b->comm->size;
-  b->cut = calloc((size_t)ranks + 1, sizeof *b->cut);
-  b->begin = calloc((size_t)ranks + 1, sizeof *b->begin);
-  if (!b->cut || !b->begin)
+  if (!b->cut) HEAP_TAKE(&p->memory, b->cut, ranks + 1);
+  if (!b->begin) HEAP_TAKE(&p->memory, b->begin, ranks + 1);
+  if (p->memory.failed)
     return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
-  cut(b, number, ranks, whole);
+  cut(b, number, ranks, p->whole);
   for (int rank = 0; rank < ranks; rank++) {
     int64_t bytes = message_bytes(b, rank);
     b->begin[rank + 1] = b->begin[rank] + bytes;
@@ -156,8 +156,8 @@ void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *
 /// the same order.
 static eng_status set_order(eng_parallel *p)
 {
-  p->order = calloc((size_t)p->n_buckets + 1, sizeof *p->order);
-  if (!p->order) return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
+  HEAP_TAKE(&p->memory, p->order, p->n_buckets);
+  if (p->memory.failed) return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
   for (int k = 0; k < p->n_buckets; k++) {
     const bucket *b = &p->buckets[k];
     int at = k;
@@ -174,11 +174,9 @@ static eng_status set_order(eng_parallel *p)
 eng_status buckets_fill(eng_parallel *p, const eng_parallel_options *options)
 {
   p->whole = options->whole != 0;
-  size_t n = (size_t)p->set->n + 1;
-  p->buckets = calloc(n, sizeof *p->buckets);
-  p->bucket_of = calloc(n, sizeof *p->bucket_of);
-  if (!p->buckets || !p->bucket_of)
-    return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
+  HEAP_TAKE(&p->memory, p->buckets, p->set->n);
+  HEAP_TAKE(&p->memory, p->bucket_of, p->set->n);
+  if (p->memory.failed) return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
   ENG_TRY(fill_group(p, options->bucket, options->comm_dtype, false));
   if (p->holders) ENG_TRY(fill_group(p, options->bucket, options->comm_dtype, true));
   return set_order(p);
@@ -196,19 +194,4 @@ eng_status buckets_check(const eng_parallel_options *options)
     return error_set(ENG_ERR_VALUE, "gradient buckets: expected a size of 1 byte or more, got %lld",
                      (long long)options->bucket);
   return ENG_OK;
-}
-
-void buckets_free(eng_parallel *p)
-{
-  for (int k = 0; k < p->n_buckets; k++) {
-    bucket *b = &p->buckets[k];
-    free(b->member);
-    free(b->at);
-    free(b->cut);
-    free(b->begin);
-    free(b->anyone);
-  }
-  free(p->buckets);
-  free(p->bucket_of);
-  free(p->order);
 }

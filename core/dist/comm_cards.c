@@ -42,11 +42,11 @@ eng_status cards_new(eng_parallel *p)
     int64_t bytes = table_of(&p->buckets[k]).bytes;
     if (bytes > largest) largest = bytes;
   }
-  p->table = malloc((size_t)largest + 1);
-  p->own_flags = calloc((size_t)n + 1, sizeof *p->own_flags);
-  p->pass_flags = calloc((size_t)p->comm->size, (size_t)n + 1);
+  p->table = heap_take(&p->memory, largest, 1);
+  HEAP_TAKE(&p->memory, p->own_flags, n + 1);
+  HEAP_TAKE(&p->memory, p->pass_flags, p->comm->size * n);
   p->flags_bytes = (n + 1) * (int64_t)sizeof *p->own_flags;
-  if (!p->table || !p->own_flags || !p->pass_flags)
+  if (p->memory.failed)
     return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
   p->flags = arena_alloc_in(p->set->space, ARENA_MESSAGE, p->flags_bytes);
   return p->flags ? ENG_OK : ENG_ERR_MEMORY;
@@ -58,9 +58,6 @@ void cards_free(eng_parallel *p)
     arena_free_in(p->set->space, ARENA_MESSAGE, p->flags, p->flags_bytes);
   for (int k = 0; p->cards && k < p->n_buckets; k++)
     backend_of_space(p->set->space)->stream_forget(p->buckets[k].mark);
-  free(p->table);
-  free(p->own_flags);
-  free(p->pass_flags);
 }
 
 eng_status cards_begin(eng_parallel *p)

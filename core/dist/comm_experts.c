@@ -146,14 +146,13 @@ static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts 
 {
   static const char what[] = "the exchange of rows among experts";
   int n = 0;
-  comm_message *m = calloc(2 * (size_t)e->comm->size, sizeof *m);
-  eng_status status =
-    m ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", e->comm->size);
-  for (int peer = 0; status == ENG_OK && peer < e->comm->size; peer++) {
+  FREED comm_message *m = calloc(2 * (size_t)e->comm->size, sizeof *m);
+  if (!m) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", e->comm->size);
+  for (int peer = 0; peer < e->comm->size; peer++) {
     int64_t sent = rows_bytes(e->comm_dtype, e->send[peer], e->columns),
             got = rows_bytes(e->comm_dtype, e->receive[peer], e->columns);
     if (peer == e->comm->rank) {
-      if (cards && sent > 0) status = transfer_inside(SPACE_CUDA, in, out, sent);
+      if (cards && sent > 0) ENG_TRY(transfer_inside(SPACE_CUDA, in, out, sent));
       else if (sent > 0) memcpy(in, out, (size_t)sent);
     } else {
       if (sent > 0) m[n++] = (comm_message){out, sent, peer, true};
@@ -163,15 +162,10 @@ static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts 
     out += sent;
     in += got;
   }
-  if (cards) {
-    if (status == ENG_OK)
-      status = backend_of_space(SPACE_CUDA)->stream_follow(comm_stream_of(STREAM_ROWS));
-    if (status == ENG_OK) status = comm_stream_exchange(STREAM_ROWS, e->comm, m, n, what);
-    if (status == ENG_OK) status = comm_stream_wait(STREAM_ROWS, what);
-  } else if (status == ENG_OK && n > 0)
-    status = comm_exchange(e->comm, m, n, comm_tag(e->comm), what);
-  free(m);
-  return status;
+  if (!cards) return n > 0 ? comm_exchange(e->comm, m, n, comm_tag(e->comm), what) : ENG_OK;
+  ENG_TRY(backend_of_space(SPACE_CUDA)->stream_follow(comm_stream_of(STREAM_ROWS)));
+  ENG_TRY(comm_stream_exchange(STREAM_ROWS, e->comm, m, n, what));
+  return comm_stream_wait(STREAM_ROWS, what);
 }
 
 static int64_t all_bytes(const exchange *e, const int64_t *rows)

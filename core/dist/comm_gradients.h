@@ -41,6 +41,7 @@ typedef struct bucket {
 } bucket;
 
 struct eng_parallel {
+  heap        memory;         // of the buckets and of the lists below
   eng_params *set;
   eng_comm   *comm, *holders; // all ranks; the ranks that hold the same `apart` parameters as this
                               // rank, or NULL
@@ -100,11 +101,10 @@ eng_status buckets_check(const eng_parallel_options *options);
 eng_status buckets_fill(eng_parallel *p, const eng_parallel_options *options);
 /// Cuts a bucket, whose index is `number`, into the ranks' pieces and computes the sizes of its
 /// messages.
-eng_status bucket_cut(bucket *b, int number, bool whole);
+eng_status bucket_cut(eng_parallel *p, bucket *b, int number);
 /// Computes the size in bytes of the single block for messages in flight, and the size of each
 /// block of `rooms`. `limit`: eng_parallel_options.bucket.
 void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *p, int64_t limit);
-void buckets_free(eng_parallel *p);
 /// Returns how many elements of member k are in the piece of `rank`. The first of them has index
 /// `from` in the member and `at` in the piece.
 int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, int64_t *from,

@@ -274,18 +274,16 @@ eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted)
   *cards = nccl.direct = false;
   // one process without other ranks, or a rehearsal (comm_predict.c)
   if (!everybody->transport || !everybody->transport->test) return ENG_OK;
-  card_note own, *notes = calloc((size_t)everybody->size, sizeof *notes);
+  card_note own;
+  FREED card_note *notes = calloc((size_t)everybody->size, sizeof *notes);
   if (!notes) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", everybody->size);
   write_note(&own, wanted);
-  eng_status status = eng_comm_all_gather(everybody, notes, &own, sizeof own);
-  for (int r = 0; r < everybody->size && status == ENG_OK; r++)
+  ENG_TRY(eng_comm_all_gather(everybody, notes, &own, sizeof own));
+  for (int r = 0; r < everybody->size; r++)
     if (notes[r].wish == WISH_UNKNOWN)
-      status = error_set(ENG_ERR_VALUE,
-                         "ENGINE_NCCL on rank %d: expected auto, on or off, got '%s'", r,
-                         notes[r].why);
-  bool can = status == ENG_OK && decide(why, sizeof why, &any, &must, notes, everybody->size);
-  free(notes);
-  if (status != ENG_OK) return status;
+      return error_set(ENG_ERR_VALUE, "ENGINE_NCCL on rank %d: expected auto, on or off, got '%s'",
+                       r, notes[r].why);
+  bool can = decide(why, sizeof why, &any, &must, notes, everybody->size);
   if (!can && must)
     return error_set(
       ENG_ERR_LIBRARY,
@@ -302,7 +300,7 @@ eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted)
     return ENG_OK;
   }
   comm_watch_mark before = comm_watch("the connection of the ranks' cards");
-  status = open_streams(everybody);
+  eng_status status = open_streams(everybody);
   comm_watched(before);
   if (status != ENG_OK) return status;
   snprintf(nccl.how, sizeof nccl.how, "from card to card over NCCL %.*s",
@@ -417,14 +415,14 @@ static const char *describe(void)
 static eng_status count_local(void)
 {
   enum { NAME = 64 };
-  char own[NAME] = "", *names = calloc((size_t)nccl.size, NAME);
+  char own[NAME] = "";
+  FREED char *names = calloc((size_t)nccl.size, NAME);
   if (!names) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", nccl.size);
   gethostname(own, sizeof own - 1);
   eng_status status = eng_comm_all_gather(&comm_world, names, own, NAME);
   nccl.local_size = 0;
   for (int r = 0; r < nccl.size; r++)
     nccl.local_size += strcmp(names + (size_t)r * NAME, own) == 0;
-  free(names);
   return status;
 }
 

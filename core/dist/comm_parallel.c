@@ -37,7 +37,7 @@ static eng_status take_memory(eng_parallel *p, int64_t limit)
   int64_t size = p->comm->size, longest = 0, largest = 0;
   for (int k = 0; k < p->n_buckets; k++) {
     bucket *b = &p->buckets[k];
-    ENG_TRY(bucket_cut(b, k, p->whole));
+    ENG_TRY(bucket_cut(p, b, k));
     if (p->cards) b->need = cards_bytes(b);
     if (bucket_piece(b, b->comm->rank) > longest) longest = bucket_piece(b, b->comm->rank);
   }
@@ -50,20 +50,18 @@ static eng_status take_memory(eng_parallel *p, int64_t limit)
   p->n_values = !p->cards && size * longest > largest ? size * longest : largest;
   p->values = arena_alloc_in(SPACE_HOST, ARENA_MESSAGE, p->n_values * (int64_t)sizeof(float));
   if (!p->values) return ENG_ERR_MEMORY;
-  if (p->set->space != SPACE_HOST) p->raw = malloc((size_t)(largest * (int64_t)sizeof(float)) + 1);
-  p->messages = calloc(2 * (size_t)size, sizeof *p->messages);
-  p->terms = calloc((size_t)size, sizeof *p->terms);
-  p->rank_flags = calloc((size_t)size, (size_t)p->set->n + 1);
-  if (p->messages && p->terms && p->rank_flags && (p->raw || p->set->space == SPACE_HOST))
-    return ENG_OK;
-  return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
+  if (p->set->space != SPACE_HOST) HEAP_TAKE(&p->memory, p->raw, largest * (int64_t)sizeof(float));
+  HEAP_TAKE(&p->memory, p->messages, 2 * size);
+  HEAP_TAKE(&p->memory, p->terms, size);
+  HEAP_TAKE(&p->memory, p->rank_flags, size * p->set->n);
+  return p->memory.failed ? error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets")
+                          : ENG_OK;
 }
 
 void eng_parallel_free(eng_parallel *p)
 {
   if (!p) return;
   eng_parallel_cancel(p);
-  buckets_free(p);
   for (int i = 0; p->place && i < p->set->n; i++) tensor_drop(p->place[i]);
   cards_free(p);
   if (p->set->parted) {
@@ -80,15 +78,7 @@ void eng_parallel_free(eng_parallel *p)
     p->set->own = NULL;
   }
   params_release(p->set);
-  free(p->apart);
-  free(p->holder);
-  free(p->complete);
-  free(p->rank_flags);
-  free(p->place);
-  free(p->had);
-  free(p->raw);
-  free(p->messages);
-  free(p->terms);
+  heap_free(&p->memory);
   free(p->numbers);
   free(p);
 }
@@ -97,10 +87,9 @@ void eng_parallel_free(eng_parallel *p)
 static eng_status divide(eng_parallel *p)
 {
   eng_params *set = p->set;
-  p->place = calloc((size_t)set->n + 1, sizeof *p->place);
-  p->had = calloc((size_t)set->n + 1, sizeof *p->had);
-  if (!p->place || !p->had)
-    return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
+  HEAP_TAKE(&p->memory, p->place, set->n);
+  HEAP_TAKE(&p->memory, p->had, set->n);
+  if (p->memory.failed) return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
   for (int i = 0; i < set->n; i++) {
     const tensor *value = set->member[i].value;
     ENG_TRY(tensor_wrap(&p->place[i], set->space, NULL, set->gradient_dtype[i], value->ndim,
@@ -119,8 +108,9 @@ static eng_status find_holders(eng_parallel *p, const eng_parallel_options *opti
   if (!options->apart || !options->holders) return ENG_OK;
   p->holders = options->holders;
   memcpy(p->apart, options->apart, (size_t)p->set->n);
-  p->holder = calloc((size_t)p->holders->size, sizeof *p->holder);
-  if (!p->holder) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", p->holders->size);
+  HEAP_TAKE(&p->memory, p->holder, p->holders->size);
+  if (p->memory.failed)
+    return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", p->holders->size);
   return eng_comm_all_gather(p->holders, p->holder, &p->comm->rank, sizeof *p->holder);
 }
 
@@ -137,14 +127,13 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
                                     "hint: end it first");
   eng_parallel *p = calloc(1, sizeof *p);
   if (!p) return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
-  size_t n = (size_t)set->n + 1;
   p->set = set;
   p->comm = comm;
   set->references++;
-  set->own = calloc(2 * n, sizeof *set->own);
-  p->apart = calloc(n, sizeof *p->apart);
-  p->complete = calloc(n, sizeof *p->complete);
-  eng_status status = set->own && p->apart && p->complete
+  set->own = calloc(2 * (size_t)set->n + 1, sizeof *set->own);
+  HEAP_TAKE(&p->memory, p->apart, set->n);
+  HEAP_TAKE(&p->memory, p->complete, set->n);
+  eng_status status = set->own && !p->memory.failed
                         ? find_holders(p, options)
                         : error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
   if (status == ENG_OK) status = comm_cards_decide(&p->cards, comm, set->space == SPACE_CUDA);

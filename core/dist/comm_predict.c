@@ -49,28 +49,27 @@ static parameter *read_here(const eng_parallel *p, const op_call *call, int k)
 static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_bytes)
 {
   int length = eng_tape_length();
-  pool rooms = {.block_bytes = block_bytes, .imagined = true};
+  AT_END(pool_free) pool rooms = {.block_bytes = block_bytes, .imagined = true};
   // the first operation on the tape that reads each member; -1: no operation
-  int32_t *first = malloc(((size_t)p->set->n + 1) * sizeof *first);
-  void **room = calloc((size_t)p->set->n + 1, sizeof *room);
-  eng_status status =
-    first && room ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
-  for (int i = 0; status == ENG_OK && i < p->set->n; i++) first[i] = -1;
-  for (int node = length - 1; status == ENG_OK && node >= 0; node--)
+  FREED int32_t *first = malloc(((size_t)p->set->n + 1) * sizeof *first);
+  FREED void **room = calloc((size_t)p->set->n + 1, sizeof *room);
+  if (!first || !room) return error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
+  for (int i = 0; i < p->set->n; i++) first[i] = -1;
+  for (int node = length - 1; node >= 0; node--)
     for (int k = 0; k < tape_call(node)->n_in; k++) {
       const parameter *member = read_here(p, tape_call(node), k);
       if (member) first[member->index] = node;
     }
   for (int k = 0; k < p->n_buckets; k++) p->buckets[k].left = p->buckets[k].n;
-  for (int i = 0; status == ENG_OK && i < p->set->n; i++)
+  for (int i = 0; i < p->set->n; i++)
     if (first[i] < 0) p->buckets[p->bucket_of[i]].left--;
   int next = 0;
-  for (int node = length; status == ENG_OK && node >= 0; node--) {
+  for (int node = length; node >= 0; node--) {
     const op_call *call = node < length ? tape_call(node) : NULL;
-    for (int k = 0; call && k < call->n_in && status == ENG_OK; k++) {
+    for (int k = 0; call && k < call->n_in; k++) {
       parameter *member = read_here(p, call, k);
       if (member && !room[member->index] && member->value->requires_grad)
-        status = pool_take(&room[member->index], &rooms, member_room(p->set, member->index));
+        ENG_TRY(pool_take(&room[member->index], &rooms, member_room(p->set, member->index)));
     }
     for (int k = 0; call && k < call->n_in; k++) {
       parameter *member = read_here(p, call, k);
@@ -86,31 +85,25 @@ static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_byt
   }
   *bytes = 0;
   for (int k = 0; k < rooms.n_blocks; k++) *bytes += rooms.block[k].bytes;
-  pool_free(&rooms);
-  free(first);
-  free(room);
-  return status;
+  return ENG_OK;
 }
 
 /// Finds the rank that sums the most elements.
 static eng_status busiest(int *rank, eng_parallel *p)
 {
-  int64_t *sums = calloc((size_t)p->comm->size, sizeof *sums);
-  eng_status status = sums ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
+  FREED int64_t *sums = calloc((size_t)p->comm->size, sizeof *sums);
+  if (!sums) return error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
   *rank = 0;
-  for (int k = 0; k < p->n_buckets && status == ENG_OK; k++) {
-    bucket *b = &p->buckets[k];
-    status = bucket_cut(b, k, p->whole);
-    for (int r = 0; r < p->comm->size && status == ENG_OK; r++) sums[r] += bucket_piece(b, r);
-    free(b->cut);
-    free(b->begin);
-    b->cut = b->begin = NULL;
+  for (int k = 0; k < p->n_buckets; k++) {
+    ENG_TRY(bucket_cut(p, &p->buckets[k], k));
+    for (int r = 0; r < p->comm->size; r++) sums[r] += bucket_piece(&p->buckets[k], r);
   }
-  for (int r = 1; r < p->comm->size && status == ENG_OK; r++)
+  for (int r = 1; r < p->comm->size; r++)
     if (sums[r] > sums[*rank]) *rank = r;
-  free(sums);
-  return status;
+  return ENG_OK;
 }
+
+static void forget(eng_parallel *p) { heap_free(&p->memory); }
 
 eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int rank, int size,
                                 const eng_parallel_options *options)
@@ -126,34 +119,27 @@ eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int ra
     return error_set(ENG_ERR_VALUE, "expected every rank to hold all parameters, got parameters "
                                     "that only some ranks hold");
   eng_comm group = {.rank = rank < 0 ? 0 : rank, .size = size};
-  eng_parallel p = {.set = set, .comm = &group};
-  p.apart = calloc((size_t)set->n + 1, sizeof *p.apart);
-  int64_t *own = calloc((size_t)set->n + 1, 2 * sizeof *own);
-  eng_status status = p.apart && own ? buckets_fill(&p, options)
-                              : error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
-  if (status == ENG_OK && rank < 0) status = busiest(&group.rank, &p);
-  int64_t longest = 0, largest = 0, block = 0, room = 0;
-  for (int k = 0; status == ENG_OK && k < p.n_buckets; k++)
-    status = bucket_cut(&p.buckets[k], k, p.whole);
-  for (int k = 0; status == ENG_OK && k < p.n_buckets; k++)
-    count_bucket(out, &longest, &p, &p.buckets[k], options->zero);
-  if (status == ENG_OK && size > 1) {
-    for (int i = 0; i < set->n; i++) {
-      if (set->member[i].value->count > largest) largest = set->member[i].value->count;
-      member_owned(&own[2 * i], &own[2 * i + 1], &p, i, group.rank);
-    }
-    buckets_bounds(&block, &room, &p, options->bucket);
-    out->under_way =
-      block + (size * longest > largest ? size * longest : largest) * (int64_t)sizeof(float);
-    if (options->zero >= 2) status = count_rooms(&out->rooms, &p, room);
-    if (options->zero == 3 && status == ENG_OK)
-      status = weights_predict(out, &p, own, options->units);
-  }
-  free(own);
+  AT_END(forget) eng_parallel p = {.set = set, .comm = &group};
+  int64_t *own = HEAP_TAKE(&p.memory, own, 2 * set->n);
+  HEAP_TAKE(&p.memory, p.apart, set->n);
+  if (p.memory.failed) return error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
+  ENG_TRY(buckets_fill(&p, options));
   out->buckets = p.n_buckets;
-  buckets_free(&p);
-  free(p.apart);
-  return status;
+  if (rank < 0) ENG_TRY(busiest(&group.rank, &p));
+  int64_t longest = 0, largest = 0, block = 0, room = 0;
+  for (int k = 0; k < p.n_buckets; k++) ENG_TRY(bucket_cut(&p, &p.buckets[k], k));
+  for (int k = 0; k < p.n_buckets; k++)
+    count_bucket(out, &longest, &p, &p.buckets[k], options->zero);
+  if (size == 1) return ENG_OK;
+  for (int i = 0; i < set->n; i++) {
+    if (set->member[i].value->count > largest) largest = set->member[i].value->count;
+    member_owned(&own[2 * i], &own[2 * i + 1], &p, i, group.rank);
+  }
+  buckets_bounds(&block, &room, &p, options->bucket);
+  out->under_way =
+    block + (size * longest > largest ? size * longest : largest) * (int64_t)sizeof(float);
+  if (options->zero >= 2) ENG_TRY(count_rooms(&out->rooms, &p, room));
+  return options->zero == 3 ? weights_predict(out, &p, own, options->units) : ENG_OK;
 }
 
 // ------------------------------------------------------------------ a rehearsal

@@ -6,6 +6,7 @@
 #include "device/backend.h"
 #include "base/error.h"
 #include "device/wire.h"
+#include "tensor/scratch.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -22,38 +23,30 @@ typedef struct reduction {
 static eng_status on_host(reduction *r)
 {
   int dtype = r->x->dtype, size = eng_dtype_size(dtype);
-  char *piece = malloc((size_t)r->bytes + 1), *padded = calloc((size_t)r->count, (size_t)size);
-  float *values = malloc((size_t)(r->count * (r->ranks + 1)) * sizeof *values);
-  const float **terms = calloc((size_t)r->ranks, sizeof *terms);
-  eng_status status =
-    piece && padded && values && terms
-      ? ENG_OK
-      : error_set(ENG_ERR_MEMORY, "out of memory for %lld numbers", (long long)r->n);
-  float *room = values ? values + r->count * r->ranks : NULL;
-  for (int k = 0; status == ENG_OK && k < r->ranks; k++) {
+  FREED char *piece = malloc((size_t)r->bytes + 1);
+  FREED char *padded = calloc((size_t)r->count, (size_t)size);
+  FREED float *values = malloc((size_t)(r->count * (r->ranks + 1)) * sizeof *values);
+  FREED const float **terms = calloc((size_t)r->ranks, sizeof *terms);
+  if (!piece || !padded || !values || !terms)
+    return error_set(ENG_ERR_MEMORY, "out of memory for %lld numbers", (long long)r->n);
+  float *room = values + r->count * r->ranks;
+  for (int k = 0; k < r->ranks; k++) {
     memcpy(padded, (const char *)r->x->data + r->n * size * k, (size_t)(r->n * size));
     r->flags[k] = wire_flags(padded, dtype, r->n);
-    status = comm_pack(piece, r->comm_dtype, r->count, 0, padded, dtype, r->count, room);
+    ENG_TRY(comm_pack(piece, r->comm_dtype, r->count, 0, padded, dtype, r->count, room));
     if (r->comm_dtype == ENG_f16 && dtype != ENG_f16 && !(r->flags[k] & WIRE_INF) &&
         wire_flags(piece, ENG_f16, r->n) & WIRE_INF)
       r->flags[k] |= WIRE_OVERFLOW;
     terms[k] = values + r->count * k;
-    if (status == ENG_OK)
-      status = comm_unpack(values + r->count * k, ENG_f32, r->count, piece, r->comm_dtype, r->count,
-                           0, NULL);
+    ENG_TRY(comm_unpack(values + r->count * k, ENG_f32, r->count, piece, r->comm_dtype, r->count, 0,
+                        NULL));
   }
-  if (status == ENG_OK) wire_sum(values, terms, r->ranks, r->count, (float)r->ranks);
-  if (status == ENG_OK)
-    status = comm_pack(piece, r->comm_dtype, r->count, 0, values, ENG_f32, r->count, NULL);
-  if (status == ENG_OK)
-    status = comm_unpack(padded, dtype, r->n, piece, r->comm_dtype, r->count, 0, room);
-  if (status == ENG_OK && r->add) status = comm_add(r->out->data, padded, dtype, r->n);
-  else if (status == ENG_OK) memcpy(r->out->data, padded, (size_t)(r->n * size));
-  free(piece);
-  free(padded);
-  free(values);
-  free(terms);
-  return status;
+  wire_sum(values, terms, r->ranks, r->count, (float)r->ranks);
+  ENG_TRY(comm_pack(piece, r->comm_dtype, r->count, 0, values, ENG_f32, r->count, NULL));
+  ENG_TRY(comm_unpack(padded, dtype, r->n, piece, r->comm_dtype, r->count, 0, room));
+  if (r->add) return comm_add(r->out->data, padded, dtype, r->n);
+  memcpy(r->out->data, padded, (size_t)(r->n * size));
+  return ENG_OK;
 }
 
 static eng_status on_card(reduction *r)
@@ -67,49 +60,39 @@ static eng_status on_card(reduction *r)
   if (!card->wire_pack)
     return error_set(ENG_ERR_DEVICE, "the device %s has no kernels for messages between ranks",
                      card->name);
-  char *there = arena_alloc_in(r->x->store->space, ARENA_SCRATCH, bytes),
-       *table = there + (ranks + 1) * packed, *sum = there + ranks * packed;
-  char *staged = malloc((size_t)(terms_bytes + runs_bytes));
-  uint32_t *flags = calloc((size_t)ranks, sizeof *flags);
-  eng_status status = !there ? ENG_ERR_MEMORY
-                      : staged && flags
-                        ? ENG_OK
-                        : error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", r->ranks);
-  if (status == ENG_OK) {
-    const void **terms = (const void **)staged;
-    wire_run *runs = (wire_run *)(staged + terms_bytes);
-    for (int k = 0; k <= r->ranks; k++) {
-      char *piece = there + packed * k;
-      if (k < r->ranks) terms[k] = piece;
-      runs[k] =
-        (wire_run){.packed = piece,
-                   .scales = r->comm_dtype == ENG_e4m3 ? (float *)(piece + r->count) : NULL,
-                   .n = r->n,
-                   .slot = k,
-                   .numbers = k < r->ranks ? (char *)r->x->data + r->n * size * k : r->out->data,
-                   .how = k < r->ranks ? WIRE_RUN_THERE | WIRE_RUN_FILL
-                          : r->add     ? WIRE_RUN_ADD
-                                       : 0};
-    }
-    status = card->move(table, staged, terms_bytes + runs_bytes, COPY_TO_DEVICE);
+  SCRATCH_IN(r->x->store->space, char, there, bytes);
+  char *table = there + (ranks + 1) * packed, *sum = there + ranks * packed;
+  FREED char *staged = malloc((size_t)(terms_bytes + runs_bytes));
+  FREED uint32_t *flags = calloc((size_t)ranks, sizeof *flags);
+  if (!staged || !flags) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", r->ranks);
+  const void **terms = (const void **)staged;
+  wire_run *made = (wire_run *)(staged + terms_bytes);
+  for (int k = 0; k <= r->ranks; k++) {
+    char *piece = there + packed * k;
+    if (k < r->ranks) terms[k] = piece;
+    made[k] =
+      (wire_run){.packed = piece,
+                 .scales = r->comm_dtype == ENG_e4m3 ? (float *)(piece + r->count) : NULL,
+                 .n = r->n,
+                 .slot = k,
+                 .numbers = k < r->ranks ? (char *)r->x->data + r->n * size * k : r->out->data,
+                 .how = k < r->ranks ? WIRE_RUN_THERE | WIRE_RUN_FILL
+                        : r->add     ? WIRE_RUN_ADD
+                                     : 0};
   }
+  ENG_TRY(card->move(table, staged, terms_bytes + runs_bytes, COPY_TO_DEVICE));
   const wire_run *runs = (const wire_run *)(table + terms_bytes);
   void *flags_there = table + terms_bytes + runs_bytes;
-  if (status == ENG_OK) status = card->clear(flags_there, flags_bytes);
-  if (status == ENG_OK)
-    status = card->wire_pack(NULL, runs, r->ranks, r->n, r->comm_dtype, r->x->dtype, flags_there);
-  if (status == ENG_OK)
-    status = card->wire_sum(NULL, sum, (const void *const *)table, r->ranks, r->count,
-                            r->comm_dtype, (float)r->ranks);
-  if (status == ENG_OK)
-    status = card->wire_unpack(NULL, runs + r->ranks, 1, r->n, r->comm_dtype, r->x->dtype);
-  if (status == ENG_OK) status = card->move(flags, flags_there, flags_bytes, COPY_TO_HOST);
-  for (int k = 0; status == ENG_OK && k < r->ranks; k++)
+  ENG_TRY(card->clear(flags_there, flags_bytes));
+  ENG_TRY(
+    card->wire_pack(NULL, runs, r->ranks, r->n, r->comm_dtype, r->x->dtype, flags_there));
+  ENG_TRY(card->wire_sum(NULL, sum, (const void *const *)table, r->ranks, r->count, r->comm_dtype,
+                         (float)r->ranks));
+  ENG_TRY(card->wire_unpack(NULL, runs + r->ranks, 1, r->n, r->comm_dtype, r->x->dtype));
+  ENG_TRY(card->move(flags, flags_there, flags_bytes, COPY_TO_HOST));
+  for (int k = 0; k < r->ranks; k++)
     r->flags[k] = (int)(flags[k] & WIRE_INF ? flags[k] & ~(uint32_t)WIRE_OVERFLOW : flags[k]);
-  if (there) arena_free_in(r->x->store->space, ARENA_SCRATCH, there, bytes);
-  free(staged);
-  free(flags);
-  return status;
+  return ENG_OK;
 }
 
 eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *flags, const eng_tensor *handle,

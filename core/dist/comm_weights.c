@@ -80,14 +80,13 @@ static eng_status start(void *data, int unit, int form)
   first_name(p->coming.what, sizeof p->coming.what, p->set, unit);
   int n = list_messages(NULL, &none, &none, p, p->set->parted, unit, form),
       tag = COMM_TAG_BUCKET + p->n_buckets + unit * PARTED_FORMS + form;
-  comm_message *messages = calloc((size_t)n + 1, sizeof *messages);
+  FREED comm_message *messages = calloc((size_t)n + 1, sizeof *messages);
   if (!messages) return error_set(ENG_ERR_MEMORY, "out of memory for messages");
   list_messages(messages, &p->brought.messages, &p->brought.bytes, p, p->set->parted, unit, form);
   eng_status status =
     n > 0 ? comm_start(&p->coming.exchange, p->comm, messages, n, tag) : ENG_OK;
   p->brought.exchanges++;
   p->brought.seconds += eng_clock() - began;
-  free(messages);
   return status;
 }
 

@@ -12,6 +12,7 @@
 #include <string.h>
 
 struct eng_optimizer {
+  heap         memory;       // of this struct and of its lists
   eng_params  *set;
   int32_t      kind, moment_dtype, rounding;
   int32_t     *group;        // [set->n]
@@ -115,16 +116,16 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
     return error_set(ENG_ERR_STATE, "%s: the parameters were freed", kinds[kind].name);
   if (group_of) ENG_TRY(check_groups(set, kind, group_of));
 
-  eng_optimizer *state = calloc(1, sizeof *state);
-  int32_t *group = calloc((size_t)(set->n > 0 ? set->n : 1), sizeof *group);
-  int64_t *begun = calloc((size_t)(set->n > 0 ? set->n : 1), sizeof *begun);
-  if (!state || !group || !begun) {
-    free(state);
-    free(group);
-    free(begun);
+  heap memory = {0};
+  eng_optimizer *state = HEAP_TAKE(&memory, state, 1);
+  int32_t *group = HEAP_TAKE(&memory, group, set->n);
+  int64_t *begun = HEAP_TAKE(&memory, begun, set->n);
+  if (memory.failed) {
+    heap_free(&memory);
     return error_set(ENG_ERR_MEMORY, "out of memory for the state of %s", kinds[kind].name);
   }
-  *state = (eng_optimizer){.slot = -1,
+  *state = (eng_optimizer){.memory = memory,
+                           .slot = -1,
                            .set = set,
                            .kind = kind,
                            .moment_dtype = moment_dtype,
@@ -143,9 +144,8 @@ void eng_optimizer_free(eng_optimizer *state)
   for (int which = 0; which < BUFFERS; which++) flat_release(&state->moment[which]);
   params_release(state->set);
   if (state->slot >= 0) slots_taken &= ~(1ull << state->slot);
-  free(state->group);
-  free(state->begun);
-  free(state);
+  heap memory = state->memory;
+  heap_free(&memory);
 }
 
 void eng_optimizer_restart(eng_optimizer *state) { state->in_a_row = false; }

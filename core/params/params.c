@@ -38,17 +38,10 @@ static eng_status check_member(tensor **out, const eng_tensor *handle, const cha
 
 static void set_discard(eng_params *set)
 {
-  params_forget_lagged(set);
-  for (int i = 0; set->member && i < set->n; i++) free(set->member[i].name);
-  free(set->member);
-  free(set->span);
-  free(set->which);
-  free(set->stats);
-  free(set->target);
+  eng_params_stats_forget(set);
+  heap_free(&set->memory);
   free(set->kept);
   free(set->own);
-  free(set->gradient_dtype);
-  free(set->term_dtype);
   free(set);
 }
 
@@ -56,27 +49,24 @@ static eng_params *set_allocate(int n, const char *const *names)
 {
   eng_params *set = calloc(1, sizeof *set);
   if (!set) return NULL;
-  size_t some = (size_t)(n > 0 ? n : 1);
+  heap *memory = &set->memory;
   set->n = n;
   set->references = 1;
-  set->member = calloc(some, sizeof *set->member);
-  set->span = calloc(some, sizeof *set->span);
-  set->which = calloc(some, sizeof *set->which);
-  set->stats = calloc(some, sizeof *set->stats);
-  set->target = calloc(some, sizeof *set->target);
-  set->gradient_dtype = calloc(some, sizeof *set->gradient_dtype);
-  set->term_dtype = calloc(some, sizeof *set->term_dtype);
-  bool complete = set->member && set->span && set->which && set->stats && set->target &&
-                  set->gradient_dtype && set->term_dtype;
-  for (int i = 0; complete && i < n; i++) {
+  HEAP_TAKE(memory, set->member, n);
+  HEAP_TAKE(memory, set->span, n);
+  HEAP_TAKE(memory, set->which, n);
+  HEAP_TAKE(memory, set->stats, n);
+  HEAP_TAKE(memory, set->target, n);
+  HEAP_TAKE(memory, set->gradient_dtype, n);
+  HEAP_TAKE(memory, set->term_dtype, n);
+  for (int i = 0; !memory->failed && i < n; i++) {
     set->member[i].set = set;
     set->member[i].index = i;
     set->gradient_dtype[i] = set->term_dtype[i] = ENG_f32;
     set->member[i].relative_scale = set->member[i].next_relative_scale = 1;
-    set->member[i].name = strdup(names[i]);
-    complete = set->member[i].name != NULL;
+    set->member[i].name = heap_text(memory, names[i], (int64_t)strlen(names[i]));
   }
-  if (complete) return set;
+  if (!memory->failed) return set;
   set_discard(set);
   return NULL;
 }

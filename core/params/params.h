@@ -3,6 +3,7 @@
 // fp8/, dist/ and the other files of this folder.
 #pragma once
 
+#include "base/heap.h"
 #include "device/backend.h"
 
 /// Identifies a derived copy: its address, the id of its maker (an FP8 site) and the version of the
@@ -76,6 +77,7 @@ struct eng_params {
   int32_t      n;
   int32_t      references;    // the owner and each optimizer, eng_parallel and eng_graph hold one
   bool         freed;         // freed by its owner
+  heap         memory;        // of the lists of members below, and of `pending`
   int64_t      count;         // elements of all members
   int32_t      space;         // memory space of all buffers
   parameter   *member;        // [n]
@@ -221,7 +223,5 @@ void params_record(eng_record *record, eng_tensor_stats *of_member, const eng_pa
 /// immediately (params_lagged.c).
 bool params_lagged_factor(double *factor, const eng_params *set, double gradient_factor,
                           double clip_norm);
-/// Frees the memory of lagged statistics.
-void params_forget_lagged(eng_params *set);
 /// Drops one reference; the last one frees the set.
 void params_release(eng_params *set);

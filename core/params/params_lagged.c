@@ -11,12 +11,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-static eng_status room_for(pending_stats *p, const eng_params *set, bool on_host)
+static eng_status room_for(pending_stats *p, eng_params *set, bool on_host)
 {
-  size_t some = (size_t)(set->n > 0 ? set->n : 1);
-  if (!p->which) p->which = calloc(some, sizeof *p->which);
-  if (!p->relative_scale) p->relative_scale = calloc(some, sizeof *p->relative_scale);
-  if (on_host && !p->stats) p->stats = calloc(some, sizeof *p->stats);
+  if (!p->which) HEAP_TAKE(&set->memory, p->which, set->n);
+  if (!p->relative_scale) HEAP_TAKE(&set->memory, p->relative_scale, set->n);
+  if (on_host && !p->stats) HEAP_TAKE(&set->memory, p->stats, set->n);
   if (p->which && p->relative_scale && (p->stats || !on_host)) return ENG_OK;
   return error_set(ENG_ERR_MEMORY, "out of memory for the statistics of %d parameters", set->n);
 }
@@ -41,16 +40,6 @@ eng_status eng_params_stats_withdraw(eng_params *set)
 void eng_params_stats_forget(eng_params *set)
 {
   while (set->n_pending > 0) eng_params_stats_withdraw(set);
-}
-
-void params_forget_lagged(eng_params *set)
-{
-  eng_params_stats_forget(set);
-  for (int i = 0; i < ENG_STATS_ON_THEIR_WAY; i++) {
-    free(set->pending[i].which);
-    free(set->pending[i].relative_scale);
-    free(set->pending[i].stats);
-  }
 }
 
 static eng_status check_losses(tensor **loss, const eng_tensor *losses, int n)

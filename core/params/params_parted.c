@@ -119,14 +119,16 @@ eng_status parted_new(params_parted **out, const eng_params *set, const int64_t 
 {
   params_parted *q = calloc(1, sizeof *q);
   *out = NULL;
-  if (q) q->unit_of = calloc((size_t)set->n + 1, sizeof *q->unit_of);
-  for (int i = 0; q && q->unit_of && i < set->n; i++) {
+  if (!q) return error_set(ENG_ERR_MEMORY, "out of memory for the table of weights");
+  HEAP_TAKE(&q->memory, q->unit_of, set->n);
+  HEAP_TAKE(&q->memory, q->piece, set->n);
+  for (int i = 0; q->unit_of && i < set->n; i++) {
     q->unit_of[i] = apart[i] ? -1 : units[i];
     if (q->unit_of[i] >= q->n_units) q->n_units = q->unit_of[i] + 1;
   }
-  if (q && q->unit_of) q->unit = calloc((size_t)q->n_units + 1, sizeof *q->unit);
-  eng_status status =
-    q && q->unit ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for the table of weights");
+  HEAP_TAKE(&q->memory, q->unit, q->n_units);
+  eng_status status = q->memory.failed ? error_set(ENG_ERR_MEMORY, "out of memory for the table of "
+                                                                   "weights") : ENG_OK;
   if (status == ENG_OK) status = find_pages(q, set, own, set->masters);
   if (status == ENG_OK) status = find_pages(q, set, own, set->shadows);
   for (int i = 0; status == ENG_OK && i < set->n; i++)
@@ -146,9 +148,7 @@ void parted_free(params_parted *q)
   if (!q) return;
   for (int u = 0; q->unit && u < q->n_units; u++)
     for (int f = 0; f < PARTED_FORMS; f++) free(q->unit[u].pages[f]);
-  free(q->piece);
-  free(q->unit);
-  free(q->unit_of);
+  heap_free(&q->memory);
   free(q);
 }
 
@@ -281,8 +281,6 @@ eng_status params_part(eng_params *set, params_parted *q)
     for (int f = 0; f < PARTED_FORMS; f++) q->unit[u].here[f] = true;
   q->here = q->away;
   mark(set);
-  q->piece = calloc((size_t)set->n + 1, sizeof *q->piece);
-  if (!q->piece) return error_set(ENG_ERR_MEMORY, "out of memory for the table of weights");
   for (int i = 0; i < set->n; i++) {
     int64_t from = set->own[2 * i], count = set->own[2 * i + 1] - from;
     const tensor *x = set->member[i].value;

@@ -33,6 +33,7 @@ typedef struct parted_link {
 } parted_link;
 
 typedef struct params_parted {
+  heap          memory;                // of the lists below
   int32_t       n_units;
   int32_t      *unit_of;               // [n members] the unit of each member; -1: the member stays
                                        // in memory

@@ -125,7 +125,7 @@ uint64_t eng_params_checksum(const eng_params *set) { return eng_params_checksum
 
 uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value)
 {
-  uint64_t *sum = malloc((size_t)(set->n + 1) * sizeof *sum), hash = 0;
+  FREED uint64_t *sum = malloc((size_t)(set->n + 1) * sizeof *sum);
   int n = 0;
   bool good = sum != NULL;
   for (int i = 0; i < set->n && !set->freed && good; i++) {
@@ -135,7 +135,5 @@ uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int
            transfer_checksum(&sum[n++], set->space, x->data,
                              x->count * eng_dtype_size(x->dtype)) == ENG_OK;
   }
-  if (good) hash = eng_hash64(sum, n * (int64_t)sizeof *sum);
-  free(sum);
-  return hash;
+  return good ? eng_hash64(sum, n * (int64_t)sizeof *sum) : 0;
 }

@@ -5,6 +5,7 @@
 #include "base/array.h"
 #include "base/number.h"
 #include "base/numerics.h"
+#include "base/scope.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -128,7 +129,7 @@ static void put_table(data_blob *text, const char *at)
 {
   int n = 0;
   for (const char *c = at; *c != '}'; c = data_skip(data_skip(c))) ++n;
-  entry *entries = malloc((size_t)(n ? n : 1) * sizeof *entries);
+  FREED entry *entries = malloc((size_t)(n ? n : 1) * sizeof *entries);
   if (!entries) { text->failed = true; return; }
   for (int i = 0; i < n; ++i) {
     entries[i].at = at;
@@ -164,7 +165,6 @@ static void put_table(data_blob *text, const char *at)
     data_text(text, entries[i].value);
   }
   data_tag(text, '}');
-  free(entries);
 }
 
 void data_text(data_blob *text, const char *at)
@@ -206,7 +206,7 @@ static bool parse_value(reader *r, int depth);
 static bool parse_string(reader *r)
 {
   size_t start = ++r->at, length = 0;
-  char *copy = malloc(r->size - start + 1);
+  FREED char *copy = malloc(r->size - start + 1);
   if (!copy) return refuse(r, "out of memory");
   while (r->at < r->size && r->text[r->at] != '"') {
     char c = r->text[r->at++];
@@ -217,19 +217,14 @@ static bool parse_string(reader *r)
         int code = c - '0';
         for (int i = 0; i < 2 && r->at < r->size && is_digit(r->text[r->at]); ++i)
           code = code * 10 + (r->text[r->at++] - '0');
-        if (code > 255) { free(copy); return refuse(r, "an escape above \\255"); }
+        if (code > 255) return refuse(r, "an escape above \\255");
         c = (char)code;
-      } else if (c != '"' && c != '\\') {
-        free(copy);
-        return refuse(r, "an unknown escape in a string");
-      }
+      } else if (c != '"' && c != '\\') return refuse(r, "an unknown escape in a string");
     }
     copy[length++] = c;
   }
-  bool closed = r->at < r->size;
-  if (closed) data_string(r->out, copy, length);
-  free(copy);
-  if (!closed) return refuse(r, "an unterminated string");
+  if (r->at == r->size) return refuse(r, "an unterminated string");
+  data_string(r->out, copy, length);
   ++r->at;
   return true;
 }

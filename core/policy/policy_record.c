@@ -376,12 +376,10 @@ eng_status eng_policy_signal(eng_policy *p, const char *name, double value)
     return ENG_OK;
   }
   policy_signal *more = realloc(p->signals, (size_t)(p->n_signals + 1) * sizeof *more);
-  char *copy = strdup(name);
+  char *copy = heap_text(&p->memory, name, (int64_t)strlen(name));
   if (more) p->signals = more;
-  if (!more || !copy) {
-    free(copy);
+  if (!more || !copy)
     return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for signal '%s'", p->name, name);
-  }
   p->signals[p->n_signals++] = (policy_signal){ copy, value };
   return ENG_OK;
 }
@@ -545,38 +543,11 @@ void policy_record_open(eng_policy *p)
 
 // ------------------------------------------------------------------ names
 
-static void free_names(char **names, int n)
+static char **copy_names(heap *memory, const char *const *names, int n)
 {
-  for (int i = 0; names && i < n; ++i) free(names[i]);
-  free(names);
-}
-
-// Frees what eng_policy_tensors allocated.
-static void free_tensors(eng_policy *p)
-{
-  free_names(p->tensors, p->n_tensors);
-  free_names(p->groups, p->n_groups);
-  free(p->group_of);
-  free(p->group_stats);
-  free(p->group_scale);
-  free(p->group_next);
-  free(p->each[0]);
-  free(p->matched);
-}
-
-void policy_record_free(eng_policy *p)
-{
-  free_tensors(p);
-  free(p->logit_muls);
-  for (int i = 0; i < p->n_signals; ++i) free(p->signals[i].name);
-  free(p->signals);
-}
-
-static char **copy_names(const char *const *names, int n)
-{
-  char **copy = calloc((size_t)n + 1, sizeof *copy);
+  char **copy = HEAP_TAKE(memory, copy, n);
   for (int i = 0; copy && i < n; ++i)
-    if (!(copy[i] = strdup(names[i]))) { free_names(copy, i); return NULL; }
+    copy[i] = heap_text(memory, names[i], (int64_t)strlen(names[i]));
   return copy;
 }
 
@@ -641,20 +612,19 @@ eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int
     if (p->used > before) p->limit += p->used - before;      // the limit does not count views
   }
   eng_policy made = *p;
+  made.names = (heap){0};
   made.n_tensors = n;
   made.n_groups = n_groups;
-  made.tensors = copy_names(names, n);
-  made.groups = copy_names(groups, n_groups);
-  made.group_of = calloc((size_t)n + 1, sizeof *made.group_of);
-  made.group_stats = calloc((size_t)n_groups + 1, sizeof *made.group_stats);
-  made.group_scale = calloc((size_t)n_groups + 1, sizeof *made.group_scale);
-  made.group_next = calloc((size_t)n_groups + 1, sizeof *made.group_next);
-  made.each[0] = calloc((size_t)n * ENG_EACH + 1, sizeof *made.each[0]);
-  made.matched = calloc((size_t)n + (size_t)n_groups + 1, sizeof *made.matched);
-  bool whole = made.tensors && made.groups && made.group_of && made.group_stats &&
-               made.group_scale && made.group_next && made.each[0] && made.matched;
-  free_tensors(whole ? p : &made);
-  if (!whole)
+  made.tensors = copy_names(&made.names, names, n);
+  made.groups = copy_names(&made.names, groups, n_groups);
+  HEAP_TAKE(&made.names, made.group_of, n);
+  HEAP_TAKE(&made.names, made.group_stats, n_groups);
+  HEAP_TAKE(&made.names, made.group_scale, n_groups);
+  HEAP_TAKE(&made.names, made.group_next, n_groups);
+  HEAP_TAKE(&made.names, made.each[0], (int64_t)n * ENG_EACH);
+  HEAP_TAKE(&made.names, made.matched, n + n_groups);
+  heap_free(made.names.failed ? &made.names : &p->names);
+  if (made.names.failed)
     return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for the names of %d tensors",
                      p->name, n);
   *p = made;

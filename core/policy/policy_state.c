@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/number.h"
 #include "base/numerics.h"
+#include "base/scope.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -523,18 +524,14 @@ static eng_status take_back(eng_policy *p, const char *at)
       "policy %s: this state was saved by policy '%.*s'; hint: migrate it to the new policy",
       p->name, item.tag == 's' ? (int)item.length : 0, item.tag == 's' ? item.string : "");
 
-  data_blob blob = {0};
-  data_append(&blob, state, (size_t)(data_skip(state) - state));
-  if (blob.failed) {
-    data_free(&blob);
-    return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for its state", p->name);
-  }
-  eng_status status = policy_protected(p, state_task, blob.bytes);
-  if (status != ENG_OK) { data_free(&blob); return status; }
-  lua_replace(p->L, SLOT_STATE);
-  data_free(&p->good);
-  p->good = blob;
+  data_clear(&p->next);
   p->n_flat = 0;
+  data_append(&p->next, state, (size_t)(data_skip(state) - state));
+  if (p->next.failed)
+    return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for its state", p->name);
+  ENG_TRY(policy_protected(p, state_task, p->next.bytes));
+  lua_replace(p->L, SLOT_STATE);
+  swap_blobs(p);
   p->last = (eng_verdict){ .scale = scale, .clip = clip, .lr_mul = lr_mul };
   p->failures = (int64_t)failures;
   for (int i = 0; i < p->n_groups; ++i) {
@@ -549,14 +546,11 @@ static eng_status take_back(eng_policy *p, const char *at)
 eng_status eng_policy_restore(eng_policy *p, const char *text, int64_t bytes)
 {
   char why[128];
-  data_blob blob = {0};
+  AT_END(data_free) data_blob blob = {0};
   lua_settop(p->L, SLOT_COUNT);
-  eng_status status;
   if (!data_parse(&blob, text, (size_t)bytes, why, sizeof why))
-    status = error_set(ENG_ERR_FORMAT, "policy %s: the saved state is damaged: %s", p->name, why);
-  else status = take_back(p, blob.bytes);
-  data_free(&blob);
-  return status;
+    return error_set(ENG_ERR_FORMAT, "policy %s: the saved state is damaged: %s", p->name, why);
+  return take_back(p, blob.bytes);
 }
 
 // ------------------------------------------------------------------ handing over

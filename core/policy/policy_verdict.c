@@ -301,8 +301,8 @@ static bool read_reset(eng_policy *p, eng_verdict *out, const verdict_field *f)
 // memory runs out, refuses the verdict and returns NULL.
 static policy_logged *list_of(eng_policy *p, policy_logged **list, int most, const char *field)
 {
-  if (!*list) *list = calloc((size_t)most, sizeof **list);
-  if (!*list) policy_refuse(p, "'%s', but the engine is out of memory", field);
+  if (!*list && !HEAP_TAKE(&p->memory, *list, most))
+    policy_refuse(p, "'%s', but the engine is out of memory", field);
   return *list;
 }
 

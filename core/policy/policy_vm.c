@@ -67,7 +67,7 @@ static void fail(eng_policy *p, const char *word, const char *format, ...)
 
 static char *copy_text(eng_policy *p, const char *s)
 {
-  char *copy = strdup(s);
+  char *copy = heap_text(&p->memory, s, (int64_t)strlen(s));
   if (!copy) luaL_error(p->L, "not enough memory");
   return copy;
 }
@@ -171,8 +171,7 @@ static void read_options(eng_policy *p)
   int n = 0;
   if (lua_istable(L, 2)) {
     for (lua_pushnil(L); lua_next(L, 2); lua_pop(L, 1)) ++n;
-    p->options = calloc((size_t)n + 1, sizeof *p->options);
-    if (!p->options) luaL_error(L, "not enough memory");
+    if (!HEAP_TAKE(&p->memory, p->options, n)) luaL_error(L, "not enough memory");
     for (lua_pushnil(L); lua_next(L, 2); lua_pop(L, 1)) {
       if (lua_type(L, -2) != LUA_TSTRING)
         fail(p, "options", "'options' has a %s as a key; expected names", luaL_typename(L, -2));
@@ -248,9 +247,7 @@ static void set_option(eng_policy *p, const char *name, const char *value)
     fail(p, option->name, "option '%s' must be true or false, got '%s'", name, value);
   char number_text[32];
   if (option->type == ENG_OPTION_NUMBER) eng_number_text(number_text, number);
-  char *text = copy_text(p, option->type == ENG_OPTION_NUMBER ? number_text : value);
-  free(option->value);
-  option->value = text;
+  option->value = copy_text(p, option->type == ENG_OPTION_NUMBER ? number_text : value);
 }
 
 static int unknown_option(lua_State *L)
@@ -335,13 +332,12 @@ eng_status eng_policy_load(eng_policy **out, const char *source, int64_t bytes, 
                      file, LARGEST_SOURCE, (long long)bytes);
   eng_policy *p = calloc(1, sizeof *p);
   if (!p) return error_set(ENG_ERR_MEMORY, "%s: out of memory", file);
-  p->file = strdup(file);
-  p->source = calloc(1, (size_t)bytes + 1);
-  if (!p->file || !p->source || !policy_open(p)) {
+  p->file = heap_text(&p->memory, file, (int64_t)strlen(file));
+  p->source = heap_text(&p->memory, source, bytes);
+  if (p->memory.failed || !policy_open(p)) {
     eng_policy_free(p);
     return error_set(ENG_ERR_MEMORY, "%s: out of memory", file);
   }
-  memcpy(p->source, source, (size_t)bytes);
 
   struct load load = { source, bytes, names, values, n };
   eng_status status = policy_protected(p, load_task, &load);
@@ -363,22 +359,13 @@ void eng_policy_free(eng_policy *p)
 {
   if (!p) return;
   if (p->L) lua_close(p->L);
-  for (int i = 0; i < p->n_options; ++i) {
-    free(p->options[i].name);
-    free(p->options[i].value);
-    free(p->options[i].preset);
-  }
-  free(p->options);
-  free(p->logs);
-  policy_record_free(p);
+  heap_free(&p->memory);
+  heap_free(&p->names);
+  free(p->signals);
   data_free(&p->good);
   data_free(&p->next);
   data_free(&p->text);
   data_free(&p->envelope);
-  free(p->name);
-  free(p->doc);
-  free(p->file);
-  free(p->source);
   free(p);
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "engine.h"
+#include "base/heap.h"
 #include "base/numerics.h"
 #include "policy_data.h"
 
@@ -44,6 +45,9 @@ typedef struct flat_field { const void *key; uint32_t offset; bool is_boolean; }
 
 struct eng_policy {
   lua_State *L;
+
+  heap     memory;               // of texts, options and lists
+  heap     names;                // of the lists of tensors and groups
 
   // Read from the file.
   char    *name, *doc, *file, *source;
@@ -178,7 +182,6 @@ static inline bool policy_is_scale(double x) { return f64_is_finite(x) && x > 0;
 // ---- policy_record.c
 /// Creates the record's views and pushes `record`.
 void policy_record_open(eng_policy *policy);
-void policy_record_free(eng_policy *policy);
 /// Returns the index (from 0) of the tensor or group whose name is on the stack at `index`, or -1.
 int policy_named(const eng_policy *policy, bool group, int index);
 /// Pushes iterator, view and nil for a view at `index`. Returns false if the value is not a view.

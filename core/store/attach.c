@@ -7,6 +7,7 @@
 #include "base/array.h"
 #include "base/error.h"
 #include "base/file.h"
+#include "base/scope.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -102,13 +103,11 @@ static eng_status open_folder(int *folder, const char **name, const char *path)
 {
   const char *slash = strrchr(path, '/');
   *name = slash ? slash + 1 : path;
-  char *parent = file_parent(path);
+  FREED char *parent = file_parent(path);
   if (!parent) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
   *folder = open(parent, O_PATH | O_DIRECTORY | O_CLOEXEC);
-  eng_status status =
-    *folder >= 0 ? ENG_OK : error_set(ENG_ERR_IO, "%s: cannot open: %s", parent, strerror(errno));
-  free(parent);
-  return status;
+  return *folder >= 0
+           ? ENG_OK : error_set(ENG_ERR_IO, "%s: cannot open: %s", parent, strerror(errno));
 }
 
 /// Creates a socket whose calls never block.

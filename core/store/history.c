@@ -3,6 +3,7 @@
 #include "history.h"
 
 #include "base/error.h"
+#include "base/scope.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -241,7 +242,7 @@ eng_status eng_history_step(eng_history *history, const eng_record *record,
   const eng_record *r = record;
   const bool used = is_counted(r->hist);
   char reason[sizeof verdict->reason + 1];
-  uint8_t *blob = used ? malloc((size_t)history_pack_bound(1)) : NULL;
+  FREED uint8_t *blob = used ? malloc((size_t)history_pack_bound(1)) : NULL;
   if (used && !blob) return error_set(ENG_ERR_MEMORY, "history %s: out of memory", history->path);
   cell hist = {.type = FIELD_NULL};
   if (used) {
@@ -249,7 +250,7 @@ eng_status eng_history_step(eng_history *history, const eng_record *record,
     memcpy(all.hist, r->hist, sizeof all.hist);
     hist = of_blob(blob, history_pack(blob, &all, 1));
   }
-  eng_status status = APPEND(
+  return APPEND(
     history, HISTORY_STEP, of_int(r->step), of_int(r->updates), of_number(r->loss),
     of_number(r->lr), of_number(r->scale), of_number(verdict->scale), of_int(r->overflow),
     of_text(eng_action_name(verdict->action)), of_int(r->inf), of_int(r->nan), of_int(r->count),
@@ -257,19 +258,15 @@ eng_status eng_history_step(eng_history *history, const eng_record *record,
     of_number(r->norm_ref), of_number(verdict->clip), of_number(verdict->lr_mul),
     of_int(verdict->failed), of_int(r->first_bad), of_text(reason_of(reason, verdict)),
     of_number(r->elapsed), of_number(tokens), hist);
-  free(blob);
-  return status;
 }
 
 eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_tensor_stats *stats,
                                int n)
 {
-  uint8_t *blob = malloc((size_t)history_pack_bound(n));
+  FREED uint8_t *blob = malloc((size_t)history_pack_bound(n));
   if (blob == NULL) return error_set(ENG_ERR_MEMORY, "history %s: out of memory", history->path);
   int64_t bytes = history_pack(blob, stats, n);
-  eng_status status = APPEND(history, HISTORY_TENSORS, of_int(step), of_blob(blob, bytes));
-  free(blob);
-  return status;
+  return APPEND(history, HISTORY_TENSORS, of_int(step), of_blob(blob, bytes));
 }
 
 eng_status eng_history_shadow(eng_history *history, int64_t step, const char *name,

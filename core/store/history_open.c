@@ -1,6 +1,7 @@
 // Opening a history's file: a read-only connection, and the check that the file is a history of a
 // known schema. Called by history.c, history_writer.c and history_query.c.
 #include "base/error.h"
+#include "base/scope.h"
 #include "history.h"
 
 #include <stdio.h>
@@ -122,12 +123,10 @@ eng_status history_reader_open(sqlite3 **out, const char *path)
   // WAL mode needs a file next to the database. If this file does not exist and cannot be created
   // (an archive, another user's directory), then no process is writing, and the database file alone
   // is complete.
-  char *log = malloc(strlen(path) + 5), *uri = immutable_uri(path);
+  FREED char *log = malloc(strlen(path) + 5), *uri = immutable_uri(path);
   if (log != NULL && uri != NULL) {
     sprintf(log, "%s-wal", path);
     if (access(log, F_OK) != 0) status = open_and_check(out, uri, SQLITE_OPEN_URI, path);
   }
-  free(log);
-  free(uri);
   return status;
 }

@@ -4,6 +4,7 @@
 #include "base/array.h"
 #include "base/error.h"
 #include "base/file.h"
+#include "base/heap.h"
 #include "base/json.h"
 #include "device/transfer.h"
 
@@ -172,7 +173,7 @@ static eng_status find_repeated(const char **out, const void *items, int64_t cou
 {
   *out = NULL;
   if (count < 2) return ENG_OK;
-  const char **names = malloc((size_t)count * sizeof *names);
+  FREED const char **names = malloc((size_t)count * sizeof *names);
   if (names == NULL)
     return error_set(ENG_ERR_MEMORY, "out of memory for %lld names", (long long)count);
   for (int64_t i = 0; i < count; i++)
@@ -180,7 +181,6 @@ static eng_status find_repeated(const char **out, const void *items, int64_t cou
   qsort(names, (size_t)count, sizeof *names, by_bytes);
   for (int64_t i = 1; i < count && *out == NULL; i++)
     if (strcmp(names[i - 1], names[i]) == 0) *out = names[i];
-  free(names);
   return ENG_OK;
 }
 
@@ -397,6 +397,7 @@ typedef struct item {
 } item;
 
 struct eng_safetensors_writer {
+  heap     memory;      // of all texts
   char    *path;
   item    *items;
   int64_t  count, room;
@@ -407,7 +408,7 @@ struct eng_safetensors_writer {
 eng_status eng_safetensors_begin(eng_safetensors_writer **out, const char *path)
 {
   *out = calloc(1, sizeof **out);
-  if (*out != NULL) (*out)->path = strdup(path);
+  if (*out != NULL) (*out)->path = heap_text(&(*out)->memory, path, (int64_t)strlen(path));
   if (*out != NULL && (*out)->path != NULL) return ENG_OK;
   eng_safetensors_abort(*out);
   *out = NULL;
@@ -417,14 +418,9 @@ eng_status eng_safetensors_begin(eng_safetensors_writer **out, const char *path)
 void eng_safetensors_abort(eng_safetensors_writer *writer)
 {
   if (writer == NULL) return;
-  for (int64_t i = 0; i < writer->count; i++) free(writer->items[i].name);
-  for (int64_t i = 0; i < writer->note_count; i++) {
-    free(writer->notes[i].key);
-    free(writer->notes[i].value);
-  }
+  heap_free(&writer->memory);
   free(writer->items);
   free(writer->notes);
-  free(writer->path);
   free(writer);
 }
 
@@ -443,11 +439,9 @@ eng_status eng_safetensors_add(eng_safetensors_writer *writer, const char *name,
   if (strcmp(name, "__metadata__") == 0)
     return error_set(ENG_ERR_VALUE, "%s: __metadata__ is reserved and cannot name a tensor",
                      writer->path);
-  char *own = strdup(name);
-  if (own == NULL || !ARRAY_GROW(writer->items, writer->room, writer->count + 1)) {
-    free(own);
+  char *own = heap_text(&writer->memory, name, (int64_t)strlen(name));
+  if (own == NULL || !ARRAY_GROW(writer->items, writer->room, writer->count + 1))
     return error_set(ENG_ERR_MEMORY, "%s: out of memory", writer->path);
-  }
   writer->items[writer->count++] = (item){ own, *x };
   return ENG_OK;
 }
@@ -462,13 +456,11 @@ eng_status eng_safetensors_annotate(eng_safetensors_writer *writer, const char *
     if (strcmp(writer->notes[i].key, key) == 0)
       return error_set(ENG_ERR_VALUE, "%s: duplicate metadata key %s", writer->path,
                        json_show(key));
-  pair own = { strdup(key), strdup(value) };
+  pair own = {heap_text(&writer->memory, key, (int64_t)strlen(key)),
+              heap_text(&writer->memory, value, (int64_t)strlen(value))};
   if (own.key == NULL || own.value == NULL ||
-      !ARRAY_GROW(writer->notes, writer->note_room, writer->note_count + 1)) {
-    free(own.key);
-    free(own.value);
+      !ARRAY_GROW(writer->notes, writer->note_room, writer->note_count + 1))
     return error_set(ENG_ERR_MEMORY, "%s: out of memory", writer->path);
-  }
   writer->notes[writer->note_count++] = own;
   return ENG_OK;
 }
@@ -547,12 +539,10 @@ static eng_status put_tensor(file_writer *out, const eng_tensor *handle)
   int64_t bytes = x->count * eng_dtype_size(x->dtype);
   if (x->store->space == SPACE_HOST && tensor_contiguous(x))
     return file_writer_put(out, x->data, bytes);
-  void *copy = malloc((size_t)bytes + 1);
+  FREED void *copy = malloc((size_t)bytes + 1);
   if (!copy) return error_set(ENG_ERR_MEMORY, "out of memory for %lld bytes", (long long)bytes);
-  eng_status status = transfer_read(copy, x->dtype, x);
-  if (status == ENG_OK) status = file_writer_put(out, copy, bytes);
-  free(copy);
-  return status;
+  ENG_TRY(transfer_read(copy, x->dtype, x));
+  return file_writer_put(out, copy, bytes);
 }
 
 static eng_status write_file(const eng_safetensors_writer *writer, uint32_t *crc)

@@ -12,40 +12,24 @@ struct charsmap {
   char     *texts;
 };
 
-void charsmap_free(struct charsmap *map)
-{
-  if (!map) return;
-  free(map->units);
-  free(map->texts);
-  free(map);
-}
-
-eng_status charsmap_new(struct charsmap **out, const char *data, int64_t size)
+eng_status charsmap_new(struct charsmap **out, heap *memory, const char *data, int64_t size)
 {
   uint32_t bytes = 0;
   if (size >= 4) memcpy(&bytes, data, 4);
   if (size < 4 || bytes % 4 != 0 || (int64_t)bytes > size - 4 || bytes == 0)
     return error_set(ENG_ERR_FORMAT, "tokenizer: a compiled character map of %lld bytes is "
                      "malformed", (long long)size);
-  struct charsmap *map = calloc(1, sizeof *map);
-  if (map) {
-    map->n_units = bytes / 4;
-    map->size = size - 4 - bytes;
-    map->units = malloc(bytes);
-    map->texts = malloc((size_t)map->size + 1);
-  }
-  if (!map || !map->units || !map->texts) {
-    charsmap_free(map);
-    return no_memory();
-  }
+  struct charsmap *map = HEAP_TAKE(memory, map, 1);
+  if (!map) return no_memory();
+  map->n_units = bytes / 4;
+  map->size = size - 4 - bytes;
+  HEAP_TAKE(memory, map->units, map->n_units);
+  map->texts = heap_text(memory, data + 4 + bytes, map->size);
+  if (memory->failed) return no_memory();
   memcpy(map->units, data + 4, bytes);
-  memcpy(map->texts, data + 4 + bytes, (size_t)map->size);
-  map->texts[map->size] = 0;
-  if (utf8_valid(map->texts, map->size) < map->size) {
-    charsmap_free(map);
+  if (utf8_valid(map->texts, map->size) < map->size)
     return error_set(ENG_ERR_FORMAT, "tokenizer: a compiled character map has texts that are not "
                      "UTF-8");
-  }
   *out = map;
   return ENG_OK;
 }

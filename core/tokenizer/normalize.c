@@ -69,17 +69,15 @@ static eng_status compose(step *s, buffer *out, const char *text, int64_t size, 
     }
     int64_t room = (end - start) * 2 + 32;
     for (;;) {
-      if (!ARRAY_GROW(s->b, s->b_size, room * (int64_t)sizeof(utf8proc_int32_t)))
-        return no_memory();
+      if (!ARRAY_GROW(s->points, s->room, room)) return no_memory();
       utf8proc_ssize_t got = utf8proc_decompose((const utf8proc_uint8_t *)text + start, end - start,
-                                              (utf8proc_int32_t *)s->b, room,
-                                              (utf8proc_option_t)options);
+                                                s->points, room, (utf8proc_option_t)options);
       if (got > room) { room = got; continue; }
       if (got >= 0) {
-        got = utf8proc_normalize_utf32((utf8proc_int32_t *)s->b, got, (utf8proc_option_t)options);
+        got = utf8proc_normalize_utf32(s->points, got, (utf8proc_option_t)options);
         for (utf8proc_ssize_t i = 0; i < got; i++) {
           char *to = buffer_more(out, 4);
-          if (to) out->size += utf8_put(to, (uint32_t)((utf8proc_int32_t *)s->b)[i]);
+          if (to) out->size += utf8_put(to, (uint32_t)s->points[i]);
         }
       }
       if (got < 0)

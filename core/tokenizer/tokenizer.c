@@ -13,16 +13,6 @@ static int shown(int64_t size) { return (int)(size < 60 ? size : 60); }
 
 // ---- building
 
-// Returns a copy with a final 0, or NULL if memory runs out.
-static char *copied(const char *text, int64_t size)
-{
-  char *copy = malloc((size_t)size + 1);
-  if (!copy) return NULL;
-  if (size > 0) memcpy(copy, text, (size_t)size);
-  copy[size] = 0;
-  return copy;
-}
-
 eng_status eng_tokenizer_new(eng_tokenizer **out, int model, int flags, int64_t unknown,
                              const char *prefix, const char *suffix, int64_t longest)
 {
@@ -39,9 +29,9 @@ eng_status eng_tokenizer_new(eng_tokenizer **out, int model, int flags, int64_t 
   t->least = INFINITY;
   t->prefix_size = (int64_t)strlen(prefix);
   t->suffix_size = (int64_t)strlen(suffix);
-  t->prefix = copied(prefix, t->prefix_size);
-  t->suffix = copied(suffix, t->suffix_size);
-  if (!t->prefix || !t->suffix) {
+  t->prefix = heap_text(&t->memory, prefix, t->prefix_size);
+  t->suffix = heap_text(&t->memory, suffix, t->suffix_size);
+  if (t->memory.failed) {
     eng_tokenizer_free(t);
     return no_memory();
   }
@@ -52,18 +42,15 @@ eng_status eng_tokenizer_new(eng_tokenizer **out, int model, int flags, int64_t 
 static void steps_free(steps *list)
 {
   for (int i = 0; i < list->n; i++) {
-    free(list->list[i].a);
-    free(list->list[i].b);
-    charsmap_free(list->list[i].map);
     buffer_free(&list->list[i].work);
+    free(list->list[i].points);
   }
 }
 
 void eng_tokenizer_free(eng_tokenizer *t)
 {
   if (!t) return;
-  free(t->prefix);
-  free(t->suffix);
+  heap_free(&t->memory);
   texts_free(&t->vocab);
   texts_free(&t->all);
   texts_free(&t->raw);
@@ -75,7 +62,6 @@ void eng_tokenizer_free(eng_tokenizer *t)
   pairs_free(&t->bigrams);
   free(t->char_id);
   trie_free(&t->pieces);
-  for (int64_t i = 0; i < t->n_added; i++) free(t->added[i].text);
   free(t->added);
   free(t->added_of);
   trie_free(&t->raw_added);
@@ -237,7 +223,7 @@ eng_status eng_tokenizer_added(eng_tokenizer *t, int64_t id, const char *text, i
   if (known < 0) ENG_TRY(name_token(t, id, text, size));
   if (!ARRAY_GROW(t->added, t->room_added, t->n_added + 1)) return no_memory();
   added *a = &t->added[t->n_added];
-  *a = (added){ .id = id, .text = copied(text, size), .size = size, .flags = flags };
+  *a = (added){ .id = id, .text = heap_text(&t->memory, text, size), .size = size, .flags = flags };
   if (!a->text) return no_memory();
   t->added_of[id] = (int32_t)++t->n_added;
   return ENG_OK;
@@ -271,10 +257,10 @@ eng_status eng_tokenizer_step(eng_tokenizer *t, int stage, int kind, int64_t fla
                      "tokenizer: the text that a step searches for must not be empty");
   step *s = &list->list[list->n++];
   *s = (step){ .kind = kind, .flags = flags, .a_size = a_size, .b_size = b_size };
-  s->a = copied(a, a_size);
-  s->b = copied(b, b_size);
-  if (!s->a || !s->b) return no_memory();
-  if (kind == ENG_STEP_CHARSMAP) ENG_TRY(charsmap_new(&s->map, a, a_size));
+  s->a = heap_text(&t->memory, a, a_size);
+  s->b = heap_text(&t->memory, b, b_size);
+  if (t->memory.failed) return no_memory();
+  if (kind == ENG_STEP_CHARSMAP) ENG_TRY(charsmap_new(&s->map, &t->memory, a, a_size));
   return ENG_OK;
 }
 

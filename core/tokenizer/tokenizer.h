@@ -4,6 +4,7 @@
 
 #include "base/array.h"
 #include "base/error.h"
+#include "base/heap.h"
 #include "base/text.h"
 #include "engine.h"
 
@@ -131,10 +132,12 @@ void trie_free(trie *t);
 typedef struct step {
   int     kind;
   int64_t flags;
-  char   *a, *b;               // the step's texts; in normal forms, b is a buffer of code points
+  char   *a, *b;               // the step's texts
   int64_t a_size, b_size;
   struct charsmap *map;        // only ENG_STEP_CHARSMAP
   buffer  work;                // the result of the step's last run
+  int32_t *points;             // only normal forms: the code points of a run of characters
+  int64_t room;                // of points
 } step;
 
 typedef struct steps { step list[ENG_TOKENS_MAX_STEPS]; int n; } steps;
@@ -159,6 +162,7 @@ typedef struct word_cache {
 typedef struct decoded { int64_t at, shown; int32_t size, shown_size; bool special; } decoded;
 
 struct eng_tokenizer {
+  heap      memory;            // of the texts that do not grow
   int       model, flags;
   int64_t   unknown, longest;  // see eng_tokenizer_new
   char     *prefix, *suffix;
@@ -216,8 +220,7 @@ void *scratch_of(eng_tokenizer *t, int64_t bytes);
 /// Runs one step on a text; *text and *size become the result, which is valid until the step's next
 /// run. Handles every kind of step that needs no context.
 eng_status step_run(step *s, const char **text, int64_t *size);
-eng_status charsmap_new(struct charsmap **out, const char *data, int64_t size);
-void       charsmap_free(struct charsmap *map);
+eng_status charsmap_new(struct charsmap **out, heap *memory, const char *data, int64_t size);
 void       charsmap_run(const struct charsmap *map, buffer *out, const char *text, int64_t size);
 /// Returns whether a text begins with s->a.
 bool       step_begins(const step *s, const char *text, int64_t size);

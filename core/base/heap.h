@@ -1,0 +1,25 @@
+// Blocks of memory that one owner frees together. The owner makes its requests and then checks
+// once, in `failed`, whether memory ran out. Called by params/, autograd/, dist/, policy/ and
+// tokenizer/.
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct heap {
+  struct heap_block *first;
+  bool failed;
+} heap;
+
+/// Sets `pointer` to room for `count` elements, 0 or more, all zero. If memory runs out, sets it to
+/// NULL and owner->failed to true.
+#define HEAP_TAKE(owner, pointer, count) \
+  ((pointer) = heap_take((owner), (int64_t)(count), sizeof *(pointer)))
+void *heap_take(heap *owner, int64_t count, size_t size);
+
+/// Returns a copy of `size` bytes of text with a final 0, or NULL like HEAP_TAKE.
+char *heap_text(heap *owner, const char *text, int64_t size);
+
+/// Frees all blocks.
+void heap_free(heap *owner);
