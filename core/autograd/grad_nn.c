@@ -45,13 +45,6 @@ eng_status grad_matmul(grad_call *g)
   return ENG_OK;
 }
 
-/// Reshapes x [.. x C] to [rows x C].
-static eng_status rows_of(tensor **out, tensor *x)
-{
-  int64_t columns = x->shape[x->ndim - 1];
-  return op_reshape(out, x, 2, (int64_t[]){columns ? -1 : 0, columns});
-}
-
 /// Emits dx = dy w, the gradient of a linear layer's input 0, x [.. x K]. dy is [rows x N], w is
 /// [N x K].
 static eng_status input_gradient(grad_call *g, tensor *dy, tensor *w)
@@ -97,8 +90,8 @@ static eng_status weight_gradients(grad_call *g, int w, tensor *dy, tensor *x)
 eng_status grad_linear(grad_call *g)
 {
   OWNED tensor *x = NULL, *dy = NULL;
-  ENG_TRY(rows_of(&x, g->call->in[0]));
-  ENG_TRY(rows_of(&dy, g->dy[0]));
+  ENG_TRY(op_rows(&x, g->call->in[0]));
+  ENG_TRY(op_rows(&dy, g->dy[0]));
   if (grad_wants(g, 0)) ENG_TRY(input_gradient(g, dy, g->call->in[1]));
   return weight_gradients(g, 1, dy, x);
 }
@@ -109,12 +102,12 @@ eng_status grad_mlp_gelu(grad_call *g)
 {
   const op_call *y = g->call;
   OWNED tensor *dy = NULL, *h = NULL, *x = NULL, *u = NULL, *du = NULL;
-  ENG_TRY(rows_of(&dy, g->dy[0]));
-  ENG_TRY(rows_of(&h, y->out[2]));
+  ENG_TRY(op_rows(&dy, g->dy[0]));
+  ENG_TRY(op_rows(&h, y->out[2]));
   ENG_TRY(weight_gradients(g, 3, dy, h));
   if (!grad_wants(g, 0) && !grad_wants(g, 1) && !grad_wants(g, 2)) return ENG_OK;
-  ENG_TRY(rows_of(&x, y->in[0]));
-  ENG_TRY(rows_of(&u, y->out[1]));
+  ENG_TRY(op_rows(&x, y->in[0]));
+  ENG_TRY(op_rows(&u, y->out[1]));
   ENG_TRY(op_run1(&du, (op_call){.op = ENG_OP_matmul_gelu_grad, .in = {dy, y->in[3], u}}));
   ENG_TRY(weight_gradients(g, 1, du, x));
   return grad_wants(g, 0) ? input_gradient(g, du, y->in[1]) : ENG_OK;

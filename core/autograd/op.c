@@ -306,6 +306,11 @@ eng_status op_reshape(tensor **out, tensor *x, int ndim, const int64_t *shape)
   return op_run1(out, c);
 }
 
+eng_status op_rows(tensor **out, tensor *x)
+{
+  return op_reshape(out, x, 2, (int64_t[]){row_count(x), row_length(x)});
+}
+
 eng_status op_expand(tensor **out, tensor *x, int ndim, const int64_t *shape)
 {
   op_call c = {.op = ENG_OP_expand, .in = {x}, .expand = {.ndim = ndim}};

@@ -74,6 +74,8 @@ eng_status op_replace(tensor **x, op_call call);
 
 /// Reshapes x, as a view if its strides allow it. One size may be -1.
 eng_status op_reshape(tensor **out, tensor *x, int ndim, const int64_t *shape);
+/// Reshapes x [.. x C] to [rows x C].
+eng_status op_rows(tensor **out, tensor *x);
 
 /// Broadcasts x to a shape, as a view.
 eng_status op_expand(tensor **out, tensor *x, int ndim, const int64_t *shape);

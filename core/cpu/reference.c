@@ -141,13 +141,6 @@ bool element_beats(const tensor *x, int64_t a, int64_t b, int sign)
   return sign > 0 ? left > right : left < right;
 }
 
-int64_t rows_of(const tensor *x)
-{
-  int64_t n = 1;
-  for (int d = 0; d < x->ndim - 1; d++) n *= x->shape[d];
-  return n;
-}
-
 double row_logsumexp(const double *x, int64_t n)
 {
   double largest = -INFINITY, sum = 0.0;

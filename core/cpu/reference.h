@@ -84,11 +84,6 @@ void element_copy(const tensor *to, int64_t to_at, const tensor *from, int64_t f
 /// element at offset b. With either sign, a NaN beats every number; -0 equals +0.
 bool element_beats(const tensor *x, int64_t a, int64_t b, int sign);
 
-/// columns_of returns the size of the last dimension (1 for a scalar), rows_of the product of the
-/// other dimensions.
-static inline int64_t columns_of(const tensor *x) { return x->ndim ? x->shape[x->ndim - 1] : 1; }
-int64_t rows_of(const tensor *x);
-
 /// Returns log(sum(exp(x[0..n)))), computed with the largest value subtracted first. Returns -inf
 /// for n = 0, and NaN if the largest value is infinite (inf - inf).
 double row_logsumexp(const double *x, int64_t n);

@@ -76,7 +76,7 @@ static void quantize_side(const side *s)
 eng_status reference_quantize(const op_call *call)
 {
   const tensor *x = call->in[0];
-  int64_t columns = columns_of(x), rows = rows_of(x);
+  int64_t columns = row_length(x), rows = row_count(x);
   side own = {.call = call, .rows = rows, .columns = columns, .row = columns, .column = 1,
               .q = call->out[0], .scale = call->out[1],
               .random = (uint64_t)call->quantize.counter};
@@ -115,7 +115,7 @@ eng_status reference_dequantize(const op_call *call)
 {
   const tensor *q = call->in[0], *y = call->out[0];
   bool packed = call->dequantize.format == ENG_FORMAT_E5M6;
-  int64_t rows = rows_of(y), columns = columns_of(y);
+  int64_t rows = row_count(y), columns = row_length(y);
   const float *scale = call->in[1]->data;
   fp8_scales at = fp8_scales_for(call->dequantize.block_rows, call->dequantize.block_columns, rows,
                                  columns, NULL);

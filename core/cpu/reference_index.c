@@ -88,8 +88,8 @@ static tensor matrix_of(const tensor *x)
 {
   tensor matrix = *x;
   matrix.ndim = 2;
-  matrix.shape[0] = rows_of(x);
-  matrix.shape[1] = columns_of(x);
+  matrix.shape[0] = row_count(x);
+  matrix.shape[1] = row_length(x);
   return matrix;
 }
 
@@ -130,7 +130,7 @@ eng_status reference_embedding_grad(const op_call *call)
 eng_status reference_topk(const op_call *call)
 {
   const tensor *x = call->in[0], *values = call->out[0], *places = call->out[1];
-  int64_t n = columns_of(x), rows = rows_of(x), k = call->topk.k;
+  int64_t n = row_length(x), rows = row_count(x), k = call->topk.k;
   workspace space = {0};
   int64_t *taken = workspace_ints(&space, n);   // 1 + the last row in which element i was taken
   if (space.failed) return workspace_close(&space);

@@ -11,7 +11,7 @@
 static eng_status count_targets(int64_t *counted, const op_call *call)
 {
   const tensor *targets = call->in[1];
-  int64_t rows = rows_of(call->in[0]), last = columns_of(call->in[0]) - 1,
+  int64_t rows = row_count(call->in[0]), last = row_length(call->in[0]) - 1,
           ignored = call->cross_entropy.ignore;
   *counted = 0;
   for (int64_t r = 0; r < rows; r++) {
@@ -45,7 +45,7 @@ static void apply_cap(double *x, double *slopes, int64_t n, double cap)
 eng_status reference_cross_entropy(const op_call *call)
 {
   const tensor *logits = call->in[0];
-  int64_t rows = rows_of(logits), classes = columns_of(logits), counted,
+  int64_t rows = row_count(logits), classes = row_length(logits), counted,
           mode = call->cross_entropy.reduction, ignored = call->cross_entropy.ignore;
   double smoothing = call->cross_entropy.smoothing, z_loss = call->cross_entropy.z_loss,
          total = 0.0;
@@ -78,7 +78,7 @@ eng_status reference_cross_entropy(const op_call *call)
 eng_status reference_cross_entropy_grad(const op_call *call)
 {
   const tensor *logits = call->in[0];
-  int64_t rows = rows_of(logits), classes = columns_of(logits), counted,
+  int64_t rows = row_count(logits), classes = row_length(logits), counted,
           mode = call->cross_entropy.reduction, ignored = call->cross_entropy.ignore;
   double smoothing = call->cross_entropy.smoothing, z_loss = call->cross_entropy.z_loss;
   ENG_TRY(count_targets(&counted, call));

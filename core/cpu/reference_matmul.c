@@ -57,7 +57,7 @@ eng_status reference_matmul(const op_call *call)
 eng_status reference_linear(const op_call *call)
 {
   const tensor *y = call->out[0];
-  int64_t rows = rows_of(y), columns = columns_of(y), inner = columns_of(call->in[0]);
+  int64_t rows = row_count(y), columns = row_length(y), inner = row_length(call->in[0]);
   workspace space = {0};
   double *x = workspace_load(&space, call->in[0]), *weight = workspace_load(&space, call->in[1]);
   double *bias = workspace_load(&space, call->in[2]), *sums = workspace_doubles(&space, y->count);
@@ -71,7 +71,7 @@ eng_status reference_linear(const op_call *call)
 eng_status reference_bias_grad(const op_call *call)
 {
   const tensor *dy = call->in[0], *dbias = call->out[0];
-  int64_t rows = rows_of(dy), columns = columns_of(dy);
+  int64_t rows = row_count(dy), columns = row_length(dy);
   workspace space = {0};
   double *slopes = workspace_load(&space, dy), *sums = workspace_doubles(&space, columns);
   if (space.failed) return workspace_close(&space);
@@ -84,7 +84,7 @@ eng_status reference_bias_grad(const op_call *call)
 eng_status reference_linear_grad(const op_call *call)
 {
   const tensor *dy = call->in[0], *x = call->in[1], *dw = call->out[0];
-  int64_t rows = rows_of(dy), columns = columns_of(dy), inner = columns_of(x);
+  int64_t rows = row_count(dy), columns = row_length(dy), inner = row_length(x);
   workspace space = {0};
   double *slopes = workspace_load(&space, dy), *from = workspace_load(&space, x),
          *sums = workspace_doubles(&space, dw->count);
@@ -115,7 +115,7 @@ eng_status reference_matmul_gelu_grad(const op_call *call)
 {
   const tensor *dy = call->in[0], *u = call->in[2];
   tensor dh = *u;   // the product, before rounding
-  int64_t rows = rows_of(dy), columns = columns_of(u), inner = columns_of(dy);
+  int64_t rows = row_count(dy), columns = row_length(u), inner = row_length(dy);
   workspace space = {0};
   double *slopes = workspace_load(&space, dy), *weight = workspace_load(&space, call->in[1]),
          *sums = workspace_doubles(&space, u->count);

@@ -40,7 +40,7 @@ eng_status reference_msamp_fp4(const op_call *call)
 {
   const tensor *x = call->in[0];
   const typeof(call->msamp_fp4) *a = &call->msamp_fp4;
-  int64_t rows = rows_of(x), K = columns_of(x);
+  int64_t rows = row_count(x), K = row_length(x);
   side of = {.call = call, .rows = rows, .columns = K, .row = K, .column = 1};
   *(float *)call->out[2]->data = block_amax(&of, 0, rows, 0, K, true);
   double *v = malloc((size_t)(2 * K + 1) * sizeof *v);

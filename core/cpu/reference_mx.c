@@ -262,7 +262,7 @@ eng_status reference_hadamard(const op_call *call)
   const tensor *x = call->in[0], *y = call->out[0];
   bool turned = call->hadamard.turned;
   int n = (int)call->hadamard.n;
-  int64_t rows = rows_of(x), columns = columns_of(x), along = turned ? rows : columns,
+  int64_t rows = row_count(x), columns = row_length(x), along = turned ? rows : columns,
           whole = along / n * n;
   side of = {.call = call, .row = turned ? 1 : columns, .column = turned ? columns : 1};
   uint32_t word[4] = {0};
@@ -287,7 +287,7 @@ eng_status reference_mx_quantize(const op_call *call)
   if (call->mx_quantize.hadamard)
     return quantize_rotated(call, reference_hadamard, reference_mx_quantize);
   const tensor *x = call->in[0];
-  int64_t columns = columns_of(x), rows = rows_of(x), nan = 0;
+  int64_t columns = row_length(x), rows = row_count(x), nan = 0;
   side own = {.call = call, .rows = rows, .columns = columns, .row = columns, .column = 1,
               .q = call->out[0], .scale = call->out[1],
               .random = (uint64_t)call->mx_quantize.counter};
@@ -336,7 +336,7 @@ eng_status reference_mx_dequantize(const op_call *call)
   const uint8_t *q = call->in[0]->data, *scale = call->in[1]->data;
   const tensor *y = call->out[0];
   mx_format f = mx_format_of(a->format);
-  int64_t rows = rows_of(y), columns = columns_of(y),
+  int64_t rows = row_count(y), columns = row_length(y),
           across = (columns + a->block_columns - 1) / a->block_columns;
   float whole = 1;
   if (call->in[2]) whole = nvfp4_decode_scale(((const float *)call->in[2]->data)[0], a->rule);

@@ -12,7 +12,7 @@
 static eng_status normalize(const op_call *call, bool layer)
 {
   const tensor *y = call->out[0];
-  int64_t rows = rows_of(y), n = columns_of(y);
+  int64_t rows = row_count(y), n = row_length(y);
   workspace space = {0};
   double *x = workspace_load(&space, call->in[0]), *weight = workspace_load(&space, call->in[1]);
   double *bias = layer ? workspace_load(&space, call->in[2]) : NULL;
@@ -42,7 +42,7 @@ eng_status reference_rms_norm(const op_call *call)   { return normalize(call, fa
 static eng_status normalize_grad(const op_call *call, bool layer)
 {
   const tensor *tx = call->in[0];
-  int64_t rows = rows_of(tx), n = columns_of(tx);
+  int64_t rows = row_count(tx), n = row_length(tx);
   workspace space = {0};
   double *x = workspace_load(&space, tx), *weight = workspace_load(&space, call->in[1]);
   double *means = layer ? workspace_load(&space, call->in[2]) : NULL;

@@ -138,7 +138,7 @@ static eng_status each_row(const op_call *call, row_rule *rule)
   double *a = workspace_load(&space, call->in[0]),
          *b = call->n_in > 1 ? workspace_load(&space, call->in[1]) : NULL;
   if (space.failed) return workspace_close(&space);
-  int64_t rows = rows_of(out), n = columns_of(out);
+  int64_t rows = row_count(out), n = row_length(out);
   for (int64_t r = 0; r < rows; r++) rule(a + r * n, b ? b + r * n : NULL, n);
   values_store(out, a, false);
   return workspace_close(&space);
@@ -186,9 +186,9 @@ eng_status reference_logsumexp(const op_call *call)
 {
   const tensor *x = call->in[0];
   workspace space = {0};
-  double *values = workspace_load(&space, x), *results = workspace_doubles(&space, rows_of(x));
+  double *values = workspace_load(&space, x), *results = workspace_doubles(&space, row_count(x));
   if (space.failed) return workspace_close(&space);
-  int64_t rows = rows_of(x), n = columns_of(x);
+  int64_t rows = row_count(x), n = row_length(x);
   for (int64_t r = 0; r < rows; r++) {
     const double *row = values + r * n;
     bool nan = false;

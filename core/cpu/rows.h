@@ -17,16 +17,6 @@
 // With fewer elements, waking the other threads costs more than it saves.
 enum { PARALLEL_ELEMENTS = 16384 };
 
-/// row_length returns the size of the last dimension (1 for a scalar), row_count the number of rows
-/// of that length.
-static inline int64_t row_length(const tensor *x) { return x->ndim ? x->shape[x->ndim - 1] : 1; }
-static inline int64_t row_count(const tensor *x)
-{
-  int64_t n = 1;
-  for (int d = 0; d + 1 < x->ndim; d++) n *= x->shape[d];
-  return n;
-}
-
 /// Returns whether every tensor of the call is f32, f16 or bf16. Absent tensors do not count.
 static inline bool all_fast(const op_call *call)
 {

@@ -24,18 +24,15 @@ eng_status transfer_checksum(uint64_t *out, int space, const void *data, int64_t
 {
   int64_t pieces = (bytes + PIECE - 1) / PIECE;
   bool host = space == SPACE_HOST;
-  uint64_t *hash = malloc((size_t)(pieces + 1) * sizeof *hash);
-  char *staged = host ? NULL : malloc(bytes < STAGED ? (size_t)bytes + 1 : STAGED);
-  eng_status status = hash && (host || staged)
-    ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for a checksum");
-  if (status == ENG_OK && host) hash_pieces(hash, data, bytes);
-  for (int64_t at = 0; status == ENG_OK && !host && at < bytes; at += STAGED) {
+  FREED uint64_t *hash = malloc((size_t)(pieces + 1) * sizeof *hash);
+  FREED char *staged = host ? NULL : malloc(bytes < STAGED ? (size_t)bytes + 1 : STAGED);
+  if (!hash || !(host || staged)) return error_set(ENG_ERR_MEMORY, "out of memory for a checksum");
+  if (host) hash_pieces(hash, data, bytes);
+  for (int64_t at = 0; !host && at < bytes; at += STAGED) {
     int64_t part = bytes - at < STAGED ? bytes - at : STAGED;
-    status = transfer_to_host(staged, space, (const char *)data + at, part);
-    if (status == ENG_OK) hash_pieces(hash + at / PIECE, staged, part);
+    ENG_TRY(transfer_to_host(staged, space, (const char *)data + at, part));
+    hash_pieces(hash + at / PIECE, staged, part);
   }
-  if (status == ENG_OK) *out = eng_hash64(hash, pieces * (int64_t)sizeof *hash);
-  free(staged);
-  free(hash);
-  return status;
+  *out = eng_hash64(hash, pieces * (int64_t)sizeof *hash);
+  return ENG_OK;
 }

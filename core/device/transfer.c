@@ -4,6 +4,7 @@
 
 #include "backend.h"
 #include "base/error.h"
+#include "tensor/scratch.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -142,29 +143,25 @@ static eng_status through_host(void *buffer, int format, const tensor *x, bool i
   int space = x->store->space;
   int64_t bytes = bytes_of(x);
   bool converts = format != x->dtype, gathers = !tensor_contiguous(x);
-  void *rows = converts ? malloc((size_t)bytes) : buffer;
-  void *piece = gathers ? arena_alloc_in(space, ARENA_SCRATCH, bytes) : x->data;
-  eng_status status = ENG_OK;
-  if (!rows)
-    status = error_set(ENG_ERR_MEMORY, "out of memory for a host copy of %s", tensor_text(x));
-  else if (!piece) status = ENG_ERR_MEMORY;
+  FREED void *converted = converts ? malloc((size_t)bytes) : NULL;
+  if (converts && !converted)
+    return error_set(ENG_ERR_MEMORY, "out of memory for a host copy of %s", tensor_text(x));
+  AT_END(scratch_free_in) scratch_piece gathered = {0};
+  if (gathers) gathered = scratch_alloc_in(space, bytes);
+  if (gathers && !gathered.memory) return ENG_ERR_MEMORY;
+  void *rows = converts ? converted : buffer, *piece = gathers ? gathered.memory : x->data;
   storage store, host_store;
-  tensor host = rows_over(x, SPACE_HOST, rows, &host_store);
-  if (status == ENG_OK && into_tensor) {
+  tensor host = rows_over(x, SPACE_HOST, rows, &host_store),
+         inside = rows_over(x, space, piece, &store);
+  if (into_tensor) {
     if (converts) convert(buffer, format, &host, true);
-    status = transfer_from_host(space, piece, rows, bytes);
-    if (status == ENG_OK && gathers) {
-      tensor y = rows_over(x, space, piece, &store);
-      status = copy_strided(x, &y);
-    }
-  } else if (status == ENG_OK) {
-    if (gathers) status = transfer_rows(piece, x);
-    if (status == ENG_OK) status = transfer_to_host(rows, space, piece, bytes);
-    if (status == ENG_OK && converts) convert(buffer, format, &host, false);
+    ENG_TRY(transfer_from_host(space, piece, rows, bytes));
+    return gathers ? copy_strided(x, &inside) : ENG_OK;
   }
-  if (gathers) arena_free_in(space, ARENA_SCRATCH, piece, bytes);
-  if (converts) free(rows);
-  return status;
+  if (gathers) ENG_TRY(transfer_rows(piece, x));
+  ENG_TRY(transfer_to_host(rows, space, piece, bytes));
+  if (converts) convert(buffer, format, &host, false);
+  return ENG_OK;
 }
 
 static eng_status transfer(void *buffer, int format, const tensor *x, bool into_tensor)

@@ -26,15 +26,6 @@ static eng_status want_between(const op_call *c, const char *what, int64_t value
                    high, (long long)value);
 }
 
-/// Computes the size of x as a matrix: `columns` is the last dimension, `rows` the product of all
-/// others.
-static void matrix_of(const tensor *x, int64_t *rows, int64_t *columns)
-{
-  *columns = x->shape[x->ndim - 1];
-  *rows = 1;
-  for (int d = 0; d < x->ndim - 1; d++) *rows *= x->shape[d];
-}
-
 /// Checks that input k holds the scales of a [rows x columns] matrix in these blocks.
 static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64_t block_columns,
                               int64_t rows, int64_t columns)
@@ -71,7 +62,7 @@ static eng_status infer_codes(const op_call *c, const tensor *factor, op_shape *
   const typeof(c->quantize) *a = &c->quantize;
   const char *name = op_name(c);
   const tensor *x = c->in[0];
-  int64_t format = a->format, shape[2], rows, columns;
+  int64_t format = a->format, shape[2], rows = row_count(x), columns = row_length(x);
   ENG_TRY(want_float(c, 0));
   ENG_TRY(want_ndim(c, 0, 1));
   if (format != ENG_e4m3 && format != ENG_e5m2 && format != ENG_FORMAT_E5M6)
@@ -87,7 +78,6 @@ static eng_status infer_codes(const op_call *c, const tensor *factor, op_shape *
   if (!(a->margin >= -100 && a->margin <= 100) || a->margin != (double)(int)a->margin)
     return error_set(ENG_ERR_VALUE, "%s: expected an integer margin from -100 to 100, got %g", name,
                      a->margin);
-  matrix_of(x, &rows, &columns);
   bool packed = format == ENG_FORMAT_E5M6;
   if (packed && columns % 8)
     return error_set(ENG_ERR_SHAPE,
@@ -143,8 +133,7 @@ static eng_status infer_dequantize(op_call *c, op_shape *s)
   ENG_TRY(want_ndim(c, 0, 1));
   ENG_TRY(want_float_attribute(c, c->dequantize.dtype));
   ENG_TRY(want_blocks(c, c->dequantize.block_rows, c->dequantize.block_columns));
-  int64_t rows, columns;
-  matrix_of(q, &rows, &columns);
+  int64_t rows = row_count(q), columns = row_length(q);
   if (packed && columns % 3)
     return error_set(ENG_ERR_SHAPE,
                      "dequantize: e5m6 packs 8 numbers in three i32, so the number of i32 in a "
@@ -247,8 +236,7 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
       (a->factor != 0 && a->factor != 1 && mx_is_four_over_six(a->rule)))
     return error_set(ENG_ERR_VALUE, "mx_quantize: expected a factor from 0.5 to 1, or 0 for "
                      "none (with four_over_six only 0 or 1), got %g", a->factor);
-  int64_t rows, columns;
-  matrix_of(x, &rows, &columns);
+  int64_t rows = row_count(x), columns = row_length(x);
   if (packed && (columns % 2 || (turned && rows % 2)))
     return error_set(ENG_ERR_SHAPE,
                      "mx_quantize: e2m1 packs pairs along a row, so rows%s need an even length, "
@@ -278,8 +266,7 @@ static eng_status infer_hadamard(op_call *c, op_shape *s)
   if (!is_transform(a->n))
     return error_set(ENG_ERR_VALUE, "hadamard: expected a transform of 16, 32, 64 or 128 elements, "
                      "got %lld", (long long)a->n);
-  int64_t rows, columns;
-  matrix_of(x, &rows, &columns);
+  int64_t rows = row_count(x), columns = row_length(x);
   if (a->turned) put_out(s, 0, (int)a->dtype, 2, (int64_t[]){columns, rows});
   else put_out(s, 0, (int)a->dtype, x->ndim, x->shape);
   return ENG_OK;
@@ -295,10 +282,8 @@ static eng_status infer_msamp_fp4(op_call *c, op_shape *s)
     return error_set(ENG_ERR_VALUE,
                      "msamp_fp4: expected clamp to be a quantile from 0.5 to 0.9999, or 0 for "
                      "none, got %g", a->clamp);
-  int64_t rows, columns;
-  matrix_of(x, &rows, &columns);
   put_out(s, 0, ENG_bf16, x->ndim, x->shape);
-  put_out(s, 1, ENG_u8, 2, (int64_t[]){rows, 1});
+  put_out(s, 1, ENG_u8, 2, (int64_t[]){row_count(x), 1});
   put_out(s, 2, ENG_f32, 0, NULL);
   put_out(s, 3, ENG_bf16, x->ndim, x->shape);
   return ENG_OK;
@@ -315,8 +300,7 @@ static eng_status infer_mx_dequantize(op_call *c, op_shape *s)
   ENG_TRY(want_float_attribute(c, a->dtype));
   ENG_TRY(want_mx(c, a->format, a->block_rows, a->block_columns, a->rule));
   ENG_TRY(want_amax(c, 2));
-  int64_t rows, columns;
-  matrix_of(q, &rows, &columns);
+  int64_t rows = row_count(q), columns = row_length(q);
   if (a->format == ENG_FORMAT_E2M1) columns *= 2;
   int64_t shape[] = {blocks_in(rows, a->block_rows), blocks_in(columns, a->block_columns)};
   if (scale->ndim != 2 || memcmp(scale->shape, shape, sizeof shape) != 0)

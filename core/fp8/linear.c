@@ -97,8 +97,8 @@ static eng_status multiply(tensor **y, const fp8_site *s, int product, fp8_facto
 {
   OWNED tensor *qa = NULL, *qb = NULL;
   if (*y) dtype = (*y)->dtype;
-  ENG_TRY(fp8_flat(&qa, a.q));
-  ENG_TRY(fp8_flat(&qb, b.q));
+  ENG_TRY(op_rows(&qa, a.q));
+  ENG_TRY(op_rows(&qb, b.q));
   a.q = qa, b.q = qb;
   return error_prefix(s->recipe.role[0].mx
                         ? fp8_mx_multiply(y, &a, &b, bias, dtype, add)
@@ -557,7 +557,7 @@ static eng_status emit_dw(grad_call *g, fp8_site *s, const fp8_copies *dy)
 static eng_status emit_bias(grad_call *g)
 {
   OWNED tensor *dy = NULL;
-  ENG_TRY(fp8_flat(&dy, g->dy[0]));
+  ENG_TRY(op_rows(&dy, g->dy[0]));
   op_call c = {.op = ENG_OP_bias_grad, .n_in = 1, .in = {dy},
                .bias_grad = {.dtype = grad_dtype(g, IN_BIAS)}};
   return grad_run_to(g, IN_BIAS, &c, &c.bias_grad.add);

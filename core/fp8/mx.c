@@ -237,7 +237,7 @@ static eng_status encode(fp8_copies *to, tensor **scale, const fp8_site *s, cons
   }
   if (coded) {
     int64_t columns = x->shape[x->ndim - 1], rows = x->count / columns;
-    ENG_TRY(fp8_flat(&flat, x));
+    ENG_TRY(op_rows(&flat, x));
     if (!only && !to->q) ENG_TRY(fp8_mx_make(&to->q, ARENA_STEP, r, rows, columns));
     if (!only) ENG_TRY(open_codes(&codes, &scales, to->q, r));
     if (transposed && !to->q_t) ENG_TRY(fp8_mx_make(&to->q_t, ARENA_STEP, r, columns, rows));
@@ -333,7 +333,7 @@ eng_status fp8_mx_requantize(fp8_copies *to, const fp8_site *s, int role, tensor
   OWNED tensor *values = NULL;
   bool coded = q->dtype == ENG_u8;
   if (coded) ENG_TRY(decode(&values, q, &s->recipe.role[role]));
-  else ENG_TRY(fp8_flat(&values, q));
+  else ENG_TRY(op_rows(&values, q));
   fp8_factor read = {.scale = amax, .role = &s->recipe.role[role]};
   ENG_TRY(scale_by(&values, &read, NULL, 1));
   return encode_turned(to, s, &s->recipe.backward[role], p, values, coded);

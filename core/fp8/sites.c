@@ -64,12 +64,6 @@ void fp8_drop_copies(fp8_copies *c)
   *c = (fp8_copies){0};
 }
 
-eng_status fp8_flat(tensor **out, tensor *x)
-{
-  int64_t columns = x->shape[x->ndim - 1];
-  return op_reshape(out, x, 2, (int64_t[]){columns ? x->count / columns : 0, columns});
-}
-
 // ---- amaxes: every quantization writes its amax to a slot of device memory; the host reads slots
 // on request
 
@@ -530,7 +524,7 @@ void fp8_meter_element(eng_fp8_meter *m, float x, float code, float scale, float
 static eng_status read_rows(float *to, tensor *x, int64_t every)
 {
   OWNED tensor *flat = NULL, *some = NULL;
-  ENG_TRY(fp8_flat(&flat, x));
+  ENG_TRY(op_rows(&flat, x));
   ENG_TRY(op_run1(&some, (op_call){.op = ENG_OP_slice, .in = {flat},
                                    .slice = {.stop = flat->shape[0], .step = every}}));
   return transfer_read(to, ENG_f32, some);

@@ -82,9 +82,6 @@ static inline op_call fp8_quantize_call(const fp8_site *s, int role, tensor *x, 
                                 .eps = r->eps, .margin = r->margin}};
 }
 
-/// Reshapes x [.. x K] to [rows x K].
-eng_status fp8_flat(tensor **out, tensor *x);
-
 /// Quantized copies of a tensor [rows x K]: q; the transposed q_t [K x rows], NULL unless
 /// requested; the gate, NULL if the rule has none. In FP8, q and q_t hold codes, and scale and
 /// scale_t their scales. In microscaling, q and q_t hold values in bf16 or, if `coded`, codes and

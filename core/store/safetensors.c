@@ -238,8 +238,7 @@ static eng_status read_header(eng_safetensors *file, int64_t size, int64_t data_
                          (long long)file->count);
       eng_safetensors_entry *entry = &file->entries[file->count];
       *entry = (eng_safetensors_entry){ .name = name };
-      eng_status status = read_entry(&json, entry, data_size);
-      if (status != ENG_OK) return error_prefix(status, "tensor %s", json_show(name));
+      ENG_TRY(error_prefix(read_entry(&json, entry, data_size), "tensor %s", json_show(name)));
       file->count++;
     } while (json_accept(&json, ','));
     ENG_TRY(json_expect(&json, '}'));
@@ -267,13 +266,9 @@ eng_status safetensors_parse(eng_safetensors **out, const char *path, char *head
   file->path = strdup(path);
   eng_status status = file->path == NULL ? error_set(ENG_ERR_MEMORY, "out of memory")
                                          : read_header(file, size, data_size);
-  if (status != ENG_OK) {
-    error_prefix(status, "%s", path);
-    eng_safetensors_close(file);
-    return status;
-  }
-  *out = file;
-  return ENG_OK;
+  if (status == ENG_OK) *out = file;
+  else eng_safetensors_close(file);
+  return error_prefix(status, "%s", path);
 }
 
 // ---- reading
@@ -346,31 +341,32 @@ eng_status eng_safetensors_get(eng_safetensors_entry *out, const eng_safetensors
   return ENG_OK;
 }
 
+// Fills a tensor from the file. A tensor on a card is filled through a host buffer.
+static eng_status fill(const eng_tensor *to, const eng_safetensors *file,
+                       const eng_safetensors_entry *entry)
+{
+  eng_tensor_info info;
+  ENG_TRY(eng_info(&info, to));
+  int64_t bytes = entry->end - entry->begin;
+  FREED void *staged = info.space == 0 ? NULL : malloc(bytes > 0 ? (size_t)bytes : 1);
+  uint8_t *host = info.space == 0 ? info.data : staged;
+  if (info.space != 0 && !staged)
+    return error_set(ENG_ERR_MEMORY, "out of memory for %lld bytes", (long long)bytes);
+  ENG_TRY(file_read_at(file->fd, file->path, host, bytes, entry->begin));
+  // Kernels rely on bools being 0 or 1; a file can contain any byte.
+  for (int64_t i = 0; entry->dtype == ENG_bool && i < info.count; i++) host[i] = host[i] != 0;
+  return staged ? eng_write(to, host, entry->dtype, info.count) : ENG_OK;
+}
+
 eng_status eng_safetensors_read(eng_tensor *out, const eng_safetensors *file, int64_t index,
                                 bool keep)
 {
   eng_safetensors_entry entry;
-  eng_tensor_info info;
   ENG_TRY(eng_safetensors_get(&entry, file, index));
   ENG_TRY(eng_new(out, entry.dtype, entry.ndim, entry.shape, keep));
-  eng_status status = eng_info(&info, out);
-  // A tensor on a card is filled through a host buffer.
-  int64_t bytes = entry.end - entry.begin;
-  void *host = info.data;
-  if (status == ENG_OK && info.space != 0 && !(host = malloc(bytes > 0 ? (size_t)bytes : 1)))
-    status = error_set(ENG_ERR_MEMORY, "out of memory for %lld bytes", (long long)bytes);
-  if (status == ENG_OK) status = file_read_at(file->fd, file->path, host, bytes, entry.begin);
-  // Kernels rely on bools being 0 or 1; a file can contain any byte.
-  if (status == ENG_OK && entry.dtype == ENG_bool)
-    for (int64_t i = 0; i < info.count; i++) ((uint8_t *)host)[i] = ((uint8_t *)host)[i] != 0;
-  if (status == ENG_OK && info.space != 0) status = eng_write(out, host, entry.dtype, info.count);
-  if (host != info.data) free(host);
-  if (status != ENG_OK) {
-    error_prefix(status, "tensor %s", json_show(entry.name));
-    eng_free(out);
-    return status;
-  }
-  return ENG_OK;
+  eng_status status = fill(out, file, &entry);
+  if (status != ENG_OK) eng_free(out);
+  return error_prefix(status, "tensor %s", json_show(entry.name));
 }
 
 int64_t eng_safetensors_metadata_count(const eng_safetensors *file)
@@ -510,10 +506,9 @@ static eng_status put_header(FILE *to, const eng_safetensors_writer *writer)
   return ENG_OK;
 }
 
-// Builds the header in newly allocated memory.
+// Builds the header in newly allocated memory, which the caller frees even after an error.
 static eng_status make_header(char **header, size_t *size, const eng_safetensors_writer *writer)
 {
-  *header = NULL;
   FILE *to = open_memstream(header, size);
   if (to == NULL) return error_set(ENG_ERR_MEMORY, "%s: out of memory", writer->path);
   eng_status status = put_header(to, writer);
@@ -523,10 +518,6 @@ static eng_status make_header(char **header, size_t *size, const eng_safetensors
   if (status == ENG_OK && *size > HEADER_MOST)
     status = error_set(ENG_ERR_VALUE, "%s: the header would take %zu bytes, the format allows %d",
                        writer->path, *size, HEADER_MOST);
-  if (status != ENG_OK) {
-    free(*header);
-    *header = NULL;
-  }
   return status;
 }
 
@@ -547,9 +538,8 @@ static eng_status put_tensor(file_writer *out, const eng_tensor *handle)
 
 static eng_status write_file(const eng_safetensors_writer *writer, uint32_t *crc)
 {
-  char *header;
+  FREED char *header = NULL;
   size_t size = 0;
-  file_writer out;
   const char *twice;
   ENG_TRY(find_repeated(&twice, writer->items, writer->count, sizeof *writer->items));
   if (twice != NULL)
@@ -557,16 +547,15 @@ static eng_status write_file(const eng_safetensors_writer *writer, uint32_t *crc
                      json_show(twice));
   ENG_TRY(make_header(&header, &size, writer));
   uint64_t length = size;
-  eng_status status = file_writer_open(&out, writer->path);
-  if (status == ENG_OK) status = file_writer_put(&out, &length, PREFIX);
-  if (status == ENG_OK) status = file_writer_put(&out, header, (int64_t)size);
-  free(header);
-  for (int64_t i = 0; i < writer->count && status == ENG_OK; i++)
-    status = put_tensor(&out, &writer->items[i].tensor);
-  if (status == ENG_OK) status = file_writer_commit(&out);
-  if (status == ENG_OK && crc != NULL) *crc = out.crc;
-  file_writer_abort(&out);
-  return status;
+  AT_END(file_writer_abort) file_writer out;   // after the commit, the abort has no effect
+  ENG_TRY(file_writer_open(&out, writer->path));
+  ENG_TRY(file_writer_put(&out, &length, PREFIX));
+  ENG_TRY(file_writer_put(&out, header, (int64_t)size));
+  for (int64_t i = 0; i < writer->count; i++)
+    ENG_TRY(put_tensor(&out, &writer->items[i].tensor));
+  ENG_TRY(file_writer_commit(&out));
+  if (crc != NULL) *crc = out.crc;
+  return ENG_OK;
 }
 
 eng_status eng_safetensors_commit(eng_safetensors_writer *writer, uint32_t *crc)

@@ -59,6 +59,16 @@ eng_status tensor_get(tensor **out, const eng_tensor *handle);
 eng_status tensor_find(tensor **out, const eng_tensor *handle);
 eng_tensor tensor_handle(const tensor *x);
 
+/// row_length returns the size of the last dimension (1 for a scalar), row_count the number of rows
+/// of that length.
+static inline int64_t row_length(const tensor *x) { return x->ndim ? x->shape[x->ndim - 1] : 1; }
+static inline int64_t row_count(const tensor *x)
+{
+  int64_t n = 1;
+  for (int d = 0; d + 1 < x->ndim; d++) n *= x->shape[d];
+  return n;
+}
+
 /// Creates a tensor with undefined contents, in the current memory space. It belongs to the step if
 /// `arena` is ARENA_STEP.
 eng_status tensor_make(tensor **out, arena_id arena, int dtype, int ndim, const int64_t *shape);
