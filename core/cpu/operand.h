@@ -19,7 +19,7 @@ typedef struct operand {
 
 /// Appends an outer dimension, or merges it with the outermost dimension so far if the two are
 /// contiguous.
-static inline __attribute__((unused)) void operand_append(operand *o, int64_t size, int64_t stride)
+static inline void operand_append(operand *o, int64_t size, int64_t stride)
 {
   int k = o->ndim - 1;
   if (size == 1) return;
@@ -32,7 +32,7 @@ static inline __attribute__((unused)) void operand_append(operand *o, int64_t si
 }
 
 /// Completes an operand after the last operand_append.
-static inline __attribute__((unused)) void operand_finish(operand *o)
+static inline void operand_finish(operand *o)
 {
   if (o->ndim == 0) {
     o->ndim = 1;
@@ -43,7 +43,7 @@ static inline __attribute__((unused)) void operand_finish(operand *o)
 }
 
 /// Returns x broadcast to the shape of y. Dimensions align from the last one.
-static inline __attribute__((unused)) operand operand_of(const tensor *x, const tensor *y)
+static inline operand operand_of(const tensor *x, const tensor *y)
 {
   operand o = {.data = x->data, .dtype = x->dtype};
   for (int d = 1; d <= y->ndim; d++) {
@@ -59,7 +59,7 @@ typedef struct cursor {
   int64_t index[ENG_MAX_DIMS], offset;                  // offset in elements from data
 } cursor;
 
-static inline __attribute__((unused)) cursor cursor_at(const operand *o, int64_t first)
+static inline cursor cursor_at(const operand *o, int64_t first)
 {
   cursor c = {.offset = 0};
   for (int d = 0; d < o->ndim; d++) {
@@ -71,7 +71,7 @@ static inline __attribute__((unused)) cursor cursor_at(const operand *o, int64_t
 }
 
 /// Advances by n elements, at most to the end of the innermost dimension.
-static inline __attribute__((unused)) void cursor_advance(cursor *c, const operand *o, int64_t n)
+static inline void cursor_advance(cursor *c, const operand *o, int64_t n)
 {
   c->index[0] += n;
   c->offset += n * o->stride[0];
@@ -83,8 +83,7 @@ static inline __attribute__((unused)) void cursor_advance(cursor *c, const opera
 }
 
 /// Returns elements [first, first + n), in the output's order, as floats; n <= TILE.
-static inline __attribute__((unused)) const float *operand_load(const operand *o, float *buffer,
-                                                                int64_t first, int n)
+static inline const float *operand_load(const operand *o, float *buffer, int64_t first, int n)
 {
   if (o->dense) return tile_load(buffer, o->data, o->dtype, first, n);
   cursor c = cursor_at(o, first);
@@ -102,9 +101,8 @@ static inline __attribute__((unused)) const float *operand_load(const operand *o
 
 /// Does the work of operand_load for an operand of one byte per element (bool, u8), without
 /// conversion.
-static inline __attribute__((unused)) const uint8_t *operand_load_bytes(const operand *o,
-                                                                        uint8_t *buffer,
-                                                                        int64_t first, int n)
+static inline const uint8_t *operand_load_bytes(const operand *o, uint8_t *buffer, int64_t first,
+                                                int n)
 {
   const uint8_t *data = o->data;
   if (o->dense) return data + first;
@@ -153,7 +151,7 @@ typedef void tile_body(const work *w, int64_t first, int n);
 
 /// Returns the call's inputs as operands in the shape of the outputs. `shape` is a tensor of that
 /// shape.
-static inline __attribute__((unused)) work work_of(const op_call *call, const tensor *shape)
+static inline work work_of(const op_call *call, const tensor *shape)
 {
   work w = {.inputs = call->n_in, .out = {call->out[0], call->out[1]}};
   for (int k = 0; k < call->n_in && k < 3; k++) w.in[k] = operand_of(call->in[k], shape);
@@ -161,7 +159,7 @@ static inline __attribute__((unused)) work work_of(const op_call *call, const te
 }
 
 /// Runs a body over all tiles of `count` elements, on all threads if there is enough work.
-static inline __attribute__((unused)) void for_tiles(const work *w, int64_t count, tile_body *body)
+static inline void for_tiles(const work *w, int64_t count, tile_body *body)
 {
   if (count < PARALLEL_ELEMENTS) {   // no parallel region at all: see tasks.h
     for (int64_t first = 0; first < count; first += TILE)
@@ -173,7 +171,7 @@ static inline __attribute__((unused)) void for_tiles(const work *w, int64_t coun
     body(w, first, (int)smaller(TILE, count - first));
 }
 
-static inline __attribute__((unused)) void formula_body(const work *w, int64_t first, int n)
+static inline void formula_body(const work *w, int64_t first, int n)
 {
   const tensor *y = w->out[0];
   float buffer[3][TILE], out[TILE];
@@ -184,9 +182,8 @@ static inline __attribute__((unused)) void formula_body(const work *w, int64_t f
 }
 
 /// Applies a formula to a call with up to three inputs and one output.
-static inline __attribute__((unused)) eng_status elementwise(const op_call *call,
-                                                             void (*formula)(const tile *t),
-                                                             numbers with)
+static inline eng_status elementwise(const op_call *call, void (*formula)(const tile *t),
+                                     numbers with)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   work w = work_of(call, call->out[0]);

@@ -388,7 +388,6 @@ VF_INLINE void vf_store_bf16_exact(uint16_t *p, vf a)
 }
 VF_INLINE vf vf_load_f16(const uint16_t *p)           { return vf_load_f16_n(p, VF_LANES); }
 VF_INLINE vf vf_load_bf16(const uint16_t *p)          { return vf_load_bf16_n(p, VF_LANES); }
-VF_INLINE void vf_store_f16(uint16_t *p, vf a)        { vf_store_f16_n(p, a, VF_LANES); }
 VF_INLINE void vf_store_bf16(uint16_t *p, vf a)       { vf_store_bf16_n(p, a, VF_LANES); }
 
 /// Loads n numbers of f32, f16 or bf16, from element `at` of `data` on. For speed, callers pass a
@@ -520,8 +519,8 @@ VF_INLINE void floats_to(void *restrict dst, int dtype, int64_t first, const flo
 /// Returns a pointer to n contiguous elements of `src` as floats, beginning with element `first`.
 /// If `src` is f32, the pointer is into `src`. Otherwise the elements are converted into `buffer`
 /// [n].
-static inline __attribute__((unused))
-const float *tile_load(float *buffer, const void *src, int dtype, int64_t first, int64_t n)
+static inline const float *tile_load(float *buffer, const void *src, int dtype, int64_t first,
+                                     int64_t n)
 {
   if (dtype == ENG_f32) return (const float *)src + first;
   floats_from(buffer, src, dtype, first, n);
@@ -530,9 +529,8 @@ const float *tile_load(float *buffer, const void *src, int dtype, int64_t first,
 
 /// Does the work of tile_load for elements that are `stride` apart. `first` and `stride` are in
 /// elements.
-static inline __attribute__((unused)) const float *tile_gather(float *buffer, const void *src,
-                                                               int dtype, int64_t first,
-                                                               int64_t stride, int n)
+static inline const float *tile_gather(float *buffer, const void *src, int dtype, int64_t first,
+                                       int64_t stride, int n)
 {
   if (stride == 1) return tile_load(buffer, src, dtype, first, n);
   if (stride == 0) {
@@ -558,14 +556,12 @@ static inline __attribute__((unused)) const float *tile_gather(float *buffer, co
 
 /// Returns where to compute the elements of `dst` from `first` on: in `dst` itself if it is f32,
 /// else in `buffer`, from which tile_store rounds them into `dst`.
-static inline __attribute__((unused))
-float *tile_target(float *buffer, void *dst, int dtype, int64_t first)
+static inline float *tile_target(float *buffer, void *dst, int dtype, int64_t first)
 {
   return dtype == ENG_f32 ? (float *)dst + first : buffer;
 }
 
-static inline __attribute__((unused))
-void tile_store(void *dst, int dtype, int64_t first, const float *values, int n)
+static inline void tile_store(void *dst, int dtype, int64_t first, const float *values, int n)
 {
   if (dtype == ENG_f32 && values == (const float *)dst + first) return;
   floats_to(dst, dtype, first, values, n);

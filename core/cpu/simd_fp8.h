@@ -269,9 +269,8 @@ VF_INLINE void fp8_of_halves_typed_(uint8_t *restrict to, const uint16_t *restri
 }
 
 /// Converts n numbers of f16 or bf16 to codes; does not saturate.
-static inline __attribute__((unused)) void fp8_of_halves(uint8_t *restrict to, int dtype,
-                                                         const uint16_t *restrict from, bool is_f16,
-                                                         int64_t n)
+static inline void fp8_of_halves(uint8_t *restrict to, int dtype, const uint16_t *restrict from,
+                                 bool is_f16, int64_t n)
 {
   if (dtype == ENG_e4m3) {
     if (is_f16) fp8_of_halves_typed_(to, from, true, 3, n);
@@ -291,9 +290,8 @@ VF_INLINE void fp8_decode_typed_(float *restrict to, const uint8_t *restrict fro
 }
 
 /// Converts n codes to floats.
-static inline __attribute__((unused)) void fp8_decode(float *restrict to,
-                                                      const uint8_t *restrict from, int dtype,
-                                                      int64_t n)
+static inline void fp8_decode(float *restrict to, const uint8_t *restrict from, int dtype,
+                              int64_t n)
 {
   if (dtype == ENG_e4m3) fp8_decode_typed_(to, from, 3, n);
   else fp8_decode_typed_(to, from, 2, n);
@@ -322,9 +320,8 @@ VF_INLINE void fp8_encode_typed_(uint8_t *restrict to, const float *restrict fro
 
 /// Converts n floats to codes. `random` holds one word per float for stochastic rounding; NULL
 /// means rounding to nearest even.
-static inline __attribute__((unused)) void fp8_encode(uint8_t *restrict to, int dtype,
-                                                      const float *restrict from, int64_t n,
-                                                      bool saturate, const uint32_t *random)
+static inline void fp8_encode(uint8_t *restrict to, int dtype, const float *restrict from,
+                              int64_t n, bool saturate, const uint32_t *random)
 {
   if (dtype == ENG_e4m3) {
     if (random) fp8_encode_typed_(to, from, 3, saturate, random, n);

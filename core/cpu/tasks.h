@@ -11,8 +11,7 @@ typedef void task_body(const void *context, int64_t index);
 
 /// Runs body(context, k) for k from 0 to tasks - 1. With `together`, all threads share the work,
 /// and each takes a consecutive range of k.
-static inline __attribute__((unused)) void run_tasks(int64_t tasks, bool together, task_body *body,
-                                                     const void *context)
+static inline void run_tasks(int64_t tasks, bool together, task_body *body, const void *context)
 {
   if (!together || tasks < 2) {
     for (int64_t k = 0; k < tasks; k++) body(context, k);
