@@ -91,10 +91,8 @@ eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype)
                      "expected a comm dtype from 1 to 4 (ENG_COMM_*), got %d", comm_dtype);
   int dtype = comm_dtype_of(comm_dtype, ENG_f32);
   int64_t count = comm_padded(n);
-  char *piece = malloc((size_t)comm_packed_bytes(dtype, count) + 1);
+  FREED char *piece = malloc((size_t)comm_packed_bytes(dtype, count) + 1);
   if (!piece) return error_set(ENG_ERR_MEMORY, "out of memory for %lld numbers", (long long)n);
-  eng_status status = comm_pack(piece, dtype, count, 0, x, ENG_f32, n, NULL);
-  if (status == ENG_OK) status = comm_unpack(x, ENG_f32, n, piece, dtype, count, 0, NULL);
-  free(piece);
-  return status;
+  ENG_TRY(comm_pack(piece, dtype, count, 0, x, ENG_f32, n, NULL));
+  return comm_unpack(x, ENG_f32, n, piece, dtype, count, 0, NULL);
 }
