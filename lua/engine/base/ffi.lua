@@ -108,6 +108,23 @@ function M.raise(message, ...)
   error(M.script_line() .. message, 0)
 end
 
+--- Raises an error as raise() does if `bad` is true. The other arguments are computed in any case.
+---   raise_if(width % heads ~= 0, "%s: the width %d is not divisible by %d", name, width, heads)
+function M.raise_if(bad, message, ...)
+  if bad then M.raise(message, ...) end
+end
+
+--- Raises an error that does not name the script's line. The arguments are those of raise().
+function M.fail(message, ...)
+  if select("#", ...) > 0 then message = message:format(...) end
+  error(message, 0)
+end
+
+--- Raises an error as fail() does if `bad` is true.
+function M.fail_if(bad, message, ...)
+  if bad then M.fail(message, ...) end
+end
+
 --- Removes from a message the "file:line: " that raise() puts in front.
 function M.without_line(message) return (tostring(message):gsub("^[^:\n]+:%d+: ", "")) end
 

@@ -2,7 +2,7 @@
 -- safetensors).
 local M_ffi = require "engine.base.ffi"
 
-local C = M_ffi.C
+local C, fail = M_ffi.C, M_ffi.fail
 
 local file = {}
 
@@ -57,9 +57,7 @@ function file.write(path, text)
   local result
   if type(text) == "function" then result = text(put) else put(text) end
   local closed, message = target[path == "-" and "flush" or "close"](target)
-  if problem or not closed then
-    error(("cannot write %s: %s"):format(path, tostring(problem or message)), 0)
-  end
+  if problem or not closed then fail("cannot write %s: %s", path, tostring(problem or message)) end
   return result
 end
 

@@ -13,7 +13,7 @@ local padding = require "engine.nn.padding"
 local tensor = require "engine.tensor.tensor"
 local within = require "engine.base.within"
 
-local C, expect, raise = M_ffi.C, M_ffi.expect, M_ffi.raise
+local C, expect, raise_if = M_ffi.C, M_ffi.expect, M_ffi.raise_if
 local want_whole = arguments.want_whole
 
 -- ------------------------------------------------------------------ the cache
@@ -208,9 +208,7 @@ local function generate(model, tokens, options, more)
       options[key] = value
     end
   end
-  if model.config.labels then
-    raise("generate: %s has a head for labels, not for tokens", model._class)
-  end
+  raise_if(model.config.labels, "generate: %s has a head for labels, not for tokens", model._class)
   local o, seed = read(options, rawget(model, "stop"))
   local given, rows, place = rows_of(tokens), {}, random.place()
   for r, row in ipairs(given) do rows[r] = { unpack(row) } end

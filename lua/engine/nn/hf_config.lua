@@ -7,6 +7,7 @@ local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local architectures = require "engine.nn.architectures"
+local fail_if = require("engine.base.ffi").fail_if
 
 local M = {}
 
@@ -339,10 +340,8 @@ function M.read(folder, name, beside)
   name, beside = name or "config", beside or "model.safetensors"
   local path = ("%s/%s.json"):format(folder, name)
   local text, problem = files.read(path)
-  if not text then
-    error(("cannot read %s; hint: expected a folder with %s.json and %s"):format(problem, name,
-      beside), 0)
-  end
+  fail_if(not text, "cannot read %s; hint: expected a folder with %s.json and %s", problem, name,
+    beside)
   if not json.is_utf8(text) then fail(path, "it is not UTF-8") end
   local fields, why = require("cjson.safe").decode(text)
   if type(fields) ~= "table" then

@@ -21,11 +21,10 @@ local models = require "engine.nn.models"
 local module = require "engine.nn.module"
 local within = require "engine.base.within"
 
-local C, expect, raise = M_ffi.C, M_ffi.expect, M_ffi.raise
+local C, expect, raise, raise_if, fail, fail_if = M_ffi.C, M_ffi.expect, M_ffi.raise,
+  M_ffi.raise_if, M_ffi.fail, M_ffi.fail_if
 
 local M = {}
-
-local function fail(...) error(string.format(...), 0) end
 
 -- ------------------------------------------------------------------ the files of a folder
 
@@ -35,9 +34,8 @@ local function read_index(path)
   if not text then fail("cannot read %s", problem) end
   local index = json.is_utf8(text) and require("cjson.safe").decode(text)
   local map = type(index) == "table" and index.weight_map
-  if type(map) ~= "table" or next(map) == nil then
-    fail("%s: expected a JSON object with a weight_map of names to files", path)
-  end
+  fail_if(type(map) ~= "table" or next(map) == nil,
+    "%s: expected a JSON object with a weight_map of names to files", path)
   for name, file in pairs(map) do
     if type(name) ~= "string" or type(file) ~= "string" or file:find("[/%z]") then
       fail("%s: expected the weight_map to give a file of this folder for '%s', got %s", path,
@@ -69,9 +67,8 @@ local function open_weights(folder)
     opened[path] = file
     for _, name in ipairs(file.names) do
       local there = map and folder .. "/" .. tostring(map[name])
-      if map and there ~= path then
-        fail("%s does not say that '%s' is in %s", index, show.shown(name), path)
-      end
+      fail_if(map and there ~= path, "%s does not say that '%s' is in %s", index, show.shown(name),
+        path)
       weights.entries[name] = { file = file, name = name, entry = file.entries[name] }
       weights.names[#weights.names + 1] = name
     end
@@ -86,9 +83,8 @@ local function open_weights(folder)
     table.sort(shards)
     for _, shard in ipairs(shards) do add(folder .. "/" .. shard) end
     for name, shard in pairs(map) do
-      if not weights.entries[name] then
-        fail("%s: expected the tensor '%s' in %s, which lacks it", index, show.shown(name), shard)
-      end
+      fail_if(not weights.entries[name], "%s: expected the tensor '%s' in %s, which lacks it",
+        index, show.shown(name), shard)
     end
   end)
   if not good then
@@ -124,12 +120,10 @@ end
 -- Checks the shape and the dtype of `found`, an entry of the file `where`.
 local function want_shape(found, name, expected, where)
   local got, want = tensor.shape_text(found.shape), tensor.shape_text(expected)
-  if got ~= want then
-    fail("%s: expected '%s' to have shape %s (from config.json), got %s", where, name, want, got)
-  end
-  if not ("f32 f16 bf16 f64"):find(found.dtype, 1, true) then
-    fail("%s: '%s' holds %s, not floats", where, name, found.dtype)
-  end
+  fail_if(got ~= want, "%s: expected '%s' to have shape %s (from config.json), got %s", where, name,
+    want, got)
+  fail_if(not ("f32 f16 bf16 f64"):find(found.dtype, 1, true), "%s: '%s' holds %s, not floats",
+    where, name, found.dtype)
 end
 
 -- Whether the parameter belongs to the head of a classifier.
@@ -165,10 +159,8 @@ local function check_names(plan, weights, arch, tied, new_classifier)
     local known = wanted[name] or tied and name == "lm_head.weight"
       or new_classifier and (name:find "^lm_head%." or name:find "^cls%.")
     for _, pattern in ipairs(arch.ignored) do known = known or name:find(pattern) end
-    if not known then
-      fail("%s: '%s' does not belong to this model; hint: config.json may belong to another model",
-        weights.where, show.shown(name))
-    end
+    fail_if(not known, "%s: '%s' does not belong to this model; hint: config.json may belong to " ..
+      "another model", weights.where, show.shown(name))
   end
 end
 
@@ -284,9 +276,8 @@ function M.load(folder, options)
   expect(type(folder) == "string", folder, "load_model: expected a folder")
   options = tensor.read_named(options, "load_model", "dtype dropout labels pad")
   local dtype = options.dtype
-  if options.pad ~= nil and not options.labels then
-    raise("load_model: pad is an option of classifiers; hint: labels = the number of labels")
-  end
+  raise_if(options.pad ~= nil and not options.labels,
+    "load_model: pad is an option of classifiers; hint: labels = the number of labels")
   if dtype ~= nil and dtype ~= "auto" and not DTYPES[dtype] then
     raise("load_model: expected dtype f32, bf16, f16, f64 or auto, got '%s'%s", tostring(dtype),
       nearest.hint(tostring(dtype), DTYPES))

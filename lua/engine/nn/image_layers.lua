@@ -5,7 +5,7 @@ local arguments = require "engine.base.arguments"
 local module = require "engine.nn.module"
 local tensor = require "engine.tensor.tensor"
 
-local expect, raise = M_ffi.expect, M_ffi.raise
+local expect, raise_if = M_ffi.expect, M_ffi.raise_if
 local want_whole = arguments.want_whole
 local class, new_parameter = module.class, module.new_parameter
 local M = {}
@@ -23,10 +23,8 @@ local function convolution(name, dimensions)
     options = tensor.read_named(options, title, "stride padding dilation groups bias std")
     local groups, shape = options.groups or 1, { outputs }
     want_whole(groups, title, "groups", 1)
-    if inputs % groups ~= 0 or outputs % groups ~= 0 then
-      raise("%s: expected groups to divide %d inputs and %d outputs, got %d", title, inputs,
-        outputs, groups)
-    end
+    raise_if(inputs % groups ~= 0 or outputs % groups ~= 0, "%s: expected groups to divide %d " ..
+      "inputs and %d outputs, got %d", title, inputs, outputs, groups)
     shape[2] = inputs / groups
     for d = 1, dimensions do
       shape[2 + d] = want_whole(type(kernel) == "table" and kernel[d] or kernel, title,
@@ -79,10 +77,8 @@ end
 -- Moves the buffers towards the statistics of a batch with n elements in each channel. running_var
 -- follows the variance with the divisor n - 1, as in PyTorch.
 local function follow(self, mean, variance, n)
-  if n < 2 then
-    raise("nn.batch_norm: expected more than one number for each channel in training mode, got %g",
-      n)
-  end
+  raise_if(n < 2,
+    "nn.batch_norm: expected more than one number for each channel in training mode, got %g", n)
   local m = self.momentum
   self.running_mean:copy(self.running_mean * (1 - m) + mean * m)
   self.running_var:copy(self.running_var * (1 - m) + variance * (m * n / (n - 1)))
@@ -125,9 +121,8 @@ local GroupNorm = class("group_norm")
 function GroupNorm:init(groups, channels, options)
   want_whole(groups, "nn.group_norm", "groups", 1)
   want_whole(channels, "nn.group_norm", "channels", 1)
-  if channels % groups ~= 0 then
-    raise("nn.group_norm: expected groups to divide %d channels, got %d", channels, groups)
-  end
+  raise_if(channels % groups ~= 0, "nn.group_norm: expected groups to divide %d channels, got %d",
+    channels, groups)
   options = tensor.read_named(options, "nn.group_norm", "eps affine")
   self.groups, self.channels, self.eps = groups, channels, options.eps or 1e-5
   if options.affine == false then return end

@@ -12,7 +12,7 @@ local show = require "engine.base.show"
 local tensor = require "engine.tensor.tensor"
 local transformer = require "engine.nn.transformer"
 
-local raise, want_whole = M_ffi.raise, arguments.want_whole
+local raise_if, want_whole = M_ffi.raise_if, arguments.want_whole
 local class, new_parameter = module.class, module.new_parameter
 local M = {}
 
@@ -173,9 +173,8 @@ function ViT:init(options)
     heads = 12, layers = 12, hidden = false, classes = 1000, dropout = 0 },
     { hidden = true, dropout = true })
   transformer.want_heads("nn.vit", c.width, c.heads, c.heads)
-  if c.size % c.patch ~= 0 then
-    raise("nn.vit: the size %d is not divisible by patches of %d", c.size, c.patch)
-  end
+  raise_if(c.size % c.patch ~= 0, "nn.vit: the size %d is not divisible by patches of %d", c.size,
+    c.patch)
   c.hidden = want_whole(c.hidden or 4 * c.width, "nn.vit", "hidden", 1)
   self:parameter("class_token", new_parameter { 1, 1, c.width }, "embedding")
   self.conv_proj = image_layers.conv2d(c.channels, c.width, c.patch,

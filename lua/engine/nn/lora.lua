@@ -19,8 +19,8 @@ local nearest = require "engine.base.nearest"
 local safetensors = require "engine.tensor.safetensors"
 local tensor = require "engine.tensor.tensor"
 
-local C, check, expect, raise, value_text = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise,
-  M_ffi.value_text
+local C, check, expect, raise, raise_if, value_text = M_ffi.C, M_ffi.check, M_ffi.expect,
+  M_ffi.raise, M_ffi.raise_if, M_ffi.value_text
 
 local M = { new = adapters.new, disabled = adapters.disabled, merge = adapters.merge,
   unmerge = adapters.unmerge }
@@ -54,10 +54,8 @@ local function namer(model, options, caller)
         "%s: expected names('%s') to be a string or a list of { name, rows }", caller, l.path)
       parts[i], row = { name = name, first = row + 1, last = row + rows }, row + rows
     end
-    if row ~= l.layer.outputs then
-      raise("%s: expected the parts of names('%s') to have %d rows together, got %d", caller,
-        l.path, l.layer.outputs, row)
-    end
+    raise_if(row ~= l.layer.outputs, "%s: expected the parts of names('%s') to have %d rows " ..
+      "together, got %d", caller, l.path, l.layer.outputs, row)
     return parts
   end, class == "gpt2"
 end
@@ -88,10 +86,9 @@ local function save(list, folder, name_of, base_model, conv1d, head, head_name)
   local first, tensors, targets, ranks, alphas = list[1].layer._lora, {}, {}, {}, {}
   for _, l in ipairs(list) do
     local own = l.layer._lora
-    if (own.m ~= nil) ~= (first.m ~= nil) or own.dropout ~= first.dropout then
-      raise("lora.save: expected adapters with one dropout and of one kind, LoRA or DoRA, as in a "
-        .. "PEFT file; %s and %s differ", list[1].path, l.path)
-    end
+    raise_if((own.m ~= nil) ~= (first.m ~= nil) or own.dropout ~= first.dropout,
+      "lora.save: expected adapters with one dropout and of one kind, LoRA or DoRA, as in a " ..
+      "PEFT file; %s and %s differ", list[1].path, l.path)
     for _, part in ipairs(name_of(l)) do
       local at = PREFIX .. part.name .. "."
       targets[#targets + 1] = part.name
@@ -157,15 +154,12 @@ local function read_config(folder, head)
     local value, only = config[key], ONLY[key]
     local filled = type(value) == "table" and next(value) ~= nil
     local heads = filled and key == "modules_to_save" and saves_heads(value)
-    if heads and not head then
-      raise("lora.load: %s: this adapter belongs to a classifier (SEQ_CLS); hint: "
-        .. "load_model(folder, { labels = N, pad = ID })", path)
-    end
+    raise_if(heads and not head, "lora.load: %s: this adapter belongs to a classifier " ..
+      "(SEQ_CLS); hint: load_model(folder, { labels = N, pad = ID })", path)
     local fits = heads or type(value) == "table" and not filled
-    if value ~= nil and value ~= only and not fits then
-      raise("lora.load: %s: %s = %s is not supported, only %s", path, key,
-        type(value) == "table" and "a list" or tostring(value), tostring(only))
-    end
+    raise_if(value ~= nil and value ~= only and not fits,
+      "lora.load: %s: %s = %s is not supported, only %s", path, key,
+      type(value) == "table" and "a list" or tostring(value), tostring(only))
   end
   local dropout = config.lora_dropout or 0
   expect(type(config.lora_alpha) == "number", config.lora_alpha,

@@ -21,7 +21,8 @@ local nf4 = require "engine.tensor.nf4"
 local tensor = require "engine.tensor.tensor"
 local within = require "engine.base.within"
 
-local C, expect, raise, value_text = M_ffi.C, M_ffi.expect, M_ffi.raise, M_ffi.value_text
+local C, expect, raise, raise_if, value_text = M_ffi.C, M_ffi.expect, M_ffi.raise, M_ffi.raise_if,
+  M_ffi.value_text
 
 local M = {}
 
@@ -133,9 +134,8 @@ end
 --- Raises an error if operations are recorded, because the caller replaces and frees weights that
 --- the backward pass of a recorded loss would still need.
 function M.want_no_tape(name)
-  if C.eng_tape_length() > 0 then
-    raise("%s: there are recorded operations; hint: call it between two steps", name)
-  end
+  raise_if(C.eng_tape_length() > 0,
+    "%s: there are recorded operations; hint: call it between two steps", name)
 end
 
 --- Returns the layers with an adapter as a list of { path, layer }. Raises an error if there are
@@ -146,9 +146,7 @@ function M.adapted(model, name, hint)
   for _, l in ipairs(M.linears(model)) do
     if rawget(l.layer, "_lora") then list[#list + 1] = l end
   end
-  if #list == 0 then
-    raise("%s: the model has no adapters; hint: nn.lora adds them%s", name, hint or "")
-  end
+  raise_if(#list == 0, "%s: the model has no adapters; hint: nn.lora adds them%s", name, hint or "")
   return list
 end
 
@@ -163,9 +161,8 @@ end
 
 --- Raises an error if adapters of this model are merged.
 function M.want_unmerged(model, name)
-  if M.is_merged(model) then
-    raise("%s: the model's adapters are merged; hint: lora.unmerge(model)", name)
-  end
+  raise_if(M.is_merged(model), "%s: the model's adapters are merged; hint: lora.unmerge(model)",
+    name)
 end
 
 local function paths_of(list)
@@ -234,15 +231,11 @@ end
 
 local function refuse(l, rank)
   local layer = l.layer
-  if rawget(layer, "_lora") then
-    raise("nn.lora: %s has an adapter already; hint: match other layers, or load saved values " ..
-      "with lora.load", l.path)
-  end
+  raise_if(rawget(layer, "_lora"), "nn.lora: %s has an adapter already; hint: match other " ..
+    "layers, or load saved values with lora.load", l.path)
   local most = math.min(layer.inputs, layer.outputs)
-  if rank > most then
-    raise("nn.lora: expected a rank of at most %d for %s, linear(%d -> %d), got %d", most, l.path,
-      layer.inputs, layer.outputs, rank)
-  end
+  raise_if(rank > most, "nn.lora: expected a rank of at most %d for %s, linear(%d -> %d), got %d",
+    most, l.path, layer.inputs, layer.outputs, rank)
 end
 
 -- Stores the frozen weight in another format, and frees the old weight unless another module or an
@@ -284,10 +277,9 @@ local function guard_save(model)
   rawset(model, "_guards_save", true)
   rawset(model, "save", function(...)
     for _, l in ipairs(M.linears(model)) do
-      if rawget(l.layer, "_lora") and not l.layer._lora.weight then
-        raise("%s.save: the model has adapters; hint: lora.save writes them, lora.merge(model) "
-          .. "adds them to the weights", model._class)
-      end
+      raise_if(rawget(l.layer, "_lora") and not l.layer._lora.weight,
+        "%s.save: the model has adapters; hint: lora.save writes them, lora.merge(model) adds " ..
+        "them to the weights", model._class)
     end
     return save(...)
   end)
@@ -422,10 +414,9 @@ function M.unmerge(model)
   M.want_no_tape "lora.unmerge"
   if not M.is_merged(model) then raise("lora.unmerge: the adapters are not merged") end
   for _, l in ipairs(list) do
-    if l.layer._lora.weight and arguments.info(l.layer.weight).requires_grad ~= 0 then
-      raise("lora.unmerge: %s.weight has been unfrozen since lora.merge, and lora.unmerge would "
-        .. "discard its changes; hint: to discard them, call model:freeze() first", l.path)
-    end
+    raise_if(l.layer._lora.weight and arguments.info(l.layer.weight).requires_grad ~= 0,
+      "lora.unmerge: %s.weight has been unfrozen since lora.merge, and lora.unmerge would " ..
+      "discard its changes; hint: to discard them, call model:freeze() first", l.path)
   end
   for _, l in ipairs(list) do
     local layer, own = l.layer, l.layer._lora

@@ -18,7 +18,8 @@ local show = require "engine.base.show"
 local tensor = require "engine.tensor.tensor"
 local transformer = require "engine.nn.transformer"
 
-local expect, raise, want_whole = M_ffi.expect, M_ffi.raise, arguments.want_whole
+local expect, raise, raise_if, want_whole = M_ffi.expect, M_ffi.raise, M_ffi.raise_if,
+  arguments.want_whole
 local class, positions = module.class, transformer.positions
 local Attention, Block = transformer.attention, transformer.block
 local generate, moe = require "engine.nn.generate", require("engine.nn.moe").moe
@@ -91,10 +92,8 @@ local function loss(self, x, y, options)
     (FORWARD[key] and forward or own)[key] = value
   end
   forward.uncapped = self.config.soft_cap ~= 0 or nil        -- cross_entropy applies own.soft_cap
-  if self.config.labels == 1 then
-    raise("%s: a model with one label predicts a number; hint: engine.mse(model(x):view(-1), y)",
-      self._class)
-  end
+  raise_if(self.config.labels == 1, "%s: a model with one label predicts a number; hint: " ..
+    "engine.mse(model(x):view(-1), y)", self._class)
   local predicted, maps = self(x, forward)
   if forward.mask and not self.config.labels then
     y = forward.mask:ne(0):where(y, own.ignore_index or -100)
@@ -107,9 +106,8 @@ end
 -- cache; spans (padding.lua) may give other positions.
 local function embed(self, ids, types)
   local T, first, spans = ids:size(-1), rawget(self, "cached") or 0, rawget(self, "_spans")
-  if first + T > self.context then
-    raise("expected up to %d tokens of context, got %d", self.context, first + T)
-  end
+  raise_if(first + T > self.context, "expected up to %d tokens of context, got %d", self.context,
+    first + T)
   local at = spans and spans.positions or positions(T, first)
   local x, wtt = self.wte(ids) + self.wpe(at), rawget(self, "wtt")
   return wtt and x + (types and wtt(types) or wtt.weight:select(1, 1)) or x
@@ -174,10 +172,8 @@ local function begin(self, options, ids)
     raise("%s: expected ids [rows x length], got %s", self._class, tensor.shape_text(ids.shape))
   end
   local maps, spans = options.attention_maps, padding.read(options.mask, ids, self._class)
-  if maps and spans then
-    raise("%s: attention maps of a padded batch are not supported; hint: remove the padding",
-      self._class)
-  end
+  raise_if(maps and spans,
+    "%s: attention maps of a padded batch are not supported; hint: remove the padding", self._class)
   if maps or rawget(self, "_maps") then
     for _, block in ipairs(self.blocks) do block.attn:watch_maps(maps) end
     self._maps = maps
@@ -307,10 +303,8 @@ local function bert_head(self, x)
     return x:linear(self.wte.weight, self.head_bias)
   end
   for i, span in ipairs(rawget(self, "_spans") or {}) do
-    if span.first > 0 then
-      raise("%s: expected a token at the beginning of each row, because the classifier reads it; "
-        .. "row %d begins with padding", self._class, i)
-    end
+    raise_if(span.first > 0, "%s: expected a token at the beginning of each row, because the " ..
+      "classifier reads it; row %d begins with padding", self._class, i)
   end
   return self.classifier(self.classifier_drop(self.pooler(x:select(2, 1)):tanh()))
 end

@@ -12,7 +12,8 @@ local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local within = require "engine.base.within"
 
-local C, expect, raise, is_tensor = M_ffi.C, M_ffi.expect, M_ffi.raise, tensor.is_tensor
+local C, expect, raise, raise_if, is_tensor = M_ffi.C, M_ffi.expect, M_ffi.raise, M_ffi.raise_if,
+  tensor.is_tensor
 
 local M = {}
 
@@ -172,9 +173,8 @@ M.is_module = is_module
 -- Stores a value in the module. The keys of modules and tensors also go to `_order`, in the order
 -- of their first assignment.
 local function assign(self, key, value)
-  if is_module(value) and path_to(value, self) then
-    raise("%s.%s: a module cannot contain itself", self._class, tostring(key))
-  end
+  raise_if(is_module(value) and path_to(value, self), "%s.%s: a module cannot contain itself",
+    self._class, tostring(key))
   if is_module(value) or is_tensor(value) then
     local order, known = self._order, false
     for _, k in ipairs(order) do known = known or k == key end   -- a removed key stays in the order
@@ -349,11 +349,10 @@ end
 function Module:freeze(on)
   local list = self:parameters()
   for _, p in ipairs(on == false and list or {}) do
-    if p.role ~= "buffer" and not p.tensor.dtype:find "^b?f%d+$" then
-      raise("freeze(false): expected parameters in f32, f64, f16 or bf16, got %s in %s; nothing " ..
-        "was unfrozen; hint: a quantized weight stays frozen, so call freeze(false) on the " ..
-        "modules to train", p.name, p.tensor.dtype)
-    end
+    raise_if(p.role ~= "buffer" and not p.tensor.dtype:find "^b?f%d+$",
+      "freeze(false): expected parameters in f32, f64, f16 or bf16, got %s in %s; nothing " ..
+      "was unfrozen; hint: a quantized weight stays frozen, so call freeze(false) on the " ..
+      "modules to train", p.name, p.tensor.dtype)
   end
   for _, p in ipairs(list) do
     p.tensor:requires_grad(on == false and p.role ~= "buffer")

@@ -11,7 +11,7 @@ local module = require "engine.nn.module"
 local tensor = require "engine.tensor.tensor"
 local transformer = require "engine.nn.transformer"
 
-local expect, raise, want_whole = M_ffi.expect, M_ffi.raise, arguments.want_whole
+local expect, raise_if, want_whole = M_ffi.expect, M_ffi.raise_if, arguments.want_whole
 
 --- nn.moe { width, hidden = 4 * width, experts = 8, top_k = 2, expert = function(index) -> module,
 --- std }: x [.. x C] -> [.. x C]. To divide the experts over ranks: experts_over =
@@ -31,9 +31,8 @@ function MoE:init(options)
   want_whole(k, "nn.moe", "top_k", 1)
   expect(options.expert == nil or type(options.expert) == "function", options.expert,
     "nn.moe: expected expert to be a function(index)")
-  if k > count then
-    raise("nn.moe: expected top_k to be at most %d, the number of experts, got %d", count, k)
-  end
+  raise_if(k > count, "nn.moe: expected top_k to be at most %d, the number of experts, got %d",
+    count, k)
   local make = options.expert or function()
     return transformer.mlp(width, options.hidden or 4 * width, { std = options.std })
   end

@@ -6,7 +6,7 @@
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 
-local expect, raise = M_ffi.expect, M_ffi.raise
+local expect, raise, raise_if = M_ffi.expect, M_ffi.raise, M_ffi.raise_if
 
 local M = {}
 
@@ -43,13 +43,9 @@ local function span_of(row, i, name)
   for t, value in ipairs(row) do
     if value ~= 0 then first, last, count = first or t - 1, t, count + 1 end
   end
-  if not first then
-    raise("%s: expected a token in every row of the mask, got none in row %d", name, i)
-  end
-  if count < last - first then
-    raise("%s: expected no gaps between tokens in row %d of the mask, got %d tokens at positions "
-      .. "%d to %d", name, i, count, first + 1, last)
-  end
+  raise_if(not first, "%s: expected a token in every row of the mask, got none in row %d", name, i)
+  raise_if(count < last - first, "%s: expected no gaps between tokens in row %d of the mask, " ..
+    "got %d tokens at positions %d to %d", name, i, count, first + 1, last)
   return { first = first, last = last, position = first }
 end
 

@@ -8,19 +8,16 @@ local layers = require "engine.nn.layers"
 local module = require "engine.nn.module"
 local tensor = require "engine.tensor.tensor"
 
-local expect, raise, want_whole = M_ffi.expect, M_ffi.raise, arguments.want_whole
+local expect, raise_if, want_whole = M_ffi.expect, M_ffi.raise_if, arguments.want_whole
 local class, last_use, sum = module.class, fuse.last_use, fuse.sum
 local M = {}
 
 --- Raises an error that begins with `name` unless `width` is divisible by `heads`, and `heads` by
 --- `kv_heads`.
 function M.want_heads(name, width, heads, kv_heads)
-  if width % heads ~= 0 then
-    raise("%s: the width %d is not divisible by %d heads", name, width, heads)
-  end
-  if heads % kv_heads ~= 0 then
-    raise("%s: %d heads are not divisible by %d kv_heads", name, heads, kv_heads)
-  end
+  raise_if(width % heads ~= 0, "%s: the width %d is not divisible by %d heads", name, width, heads)
+  raise_if(heads % kv_heads ~= 0, "%s: %d heads are not divisible by %d kv_heads", name, heads,
+    kv_heads)
 end
 
 --- Returns T consecutive positions from `first` (by default 0), as an i32 tensor that lives until
@@ -82,9 +79,8 @@ function Attention:init(width, heads, options)
   local D, out_bias = options.head_width or width / heads, options.out_bias
   want_whole(D, "nn.attention", "head_width", 1)
   if options.window then want_whole(options.window, "nn.attention", "window", 1) end
-  if options.window and options.causal == false then
-    raise("nn.attention: a window needs causal attention, got causal = false")
-  end
+  raise_if(options.window and options.causal == false,
+    "nn.attention: a window needs causal attention, got causal = false")
   self.heads, self.kv_heads, self.head_width = heads, kv_heads, D
   self.causal, self.window, self.dropout = options.causal ~= false, options.window, dropout
   self.attention_factor = 1

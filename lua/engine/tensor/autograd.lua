@@ -8,8 +8,8 @@ local arguments = require "engine.base.arguments"
 local tensor = require "engine.tensor.tensor"
 local within = require "engine.base.within"
 
-local C, check, expect, raise, Tensor = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise,
-  M_ffi.Tensor
+local C, check, expect, raise, raise_if, fail_if, Tensor = M_ffi.C, M_ffi.check, M_ffi.expect,
+  M_ffi.raise, M_ffi.raise_if, M_ffi.fail_if, M_ffi.Tensor
 
 local M = {}
 -- The custom operations on the tape: rules[id] = { backward, saved, n_in, n_out }. Stored in the
@@ -33,10 +33,8 @@ local function answer(rule)
     check(C.eng_backward_output(dy[k], k - 1))
   end
   local dx = { rule.backward(rule.saved, unpack(dy, 1, rule.n_out)) }
-  if dx[rule.n_in + 1] ~= nil then
-    error(("custom: expected at most %d gradients from backward, one for each tensor that forward "
-      .. "got; backward returned more"):format(rule.n_in), 0)
-  end
+  fail_if(dx[rule.n_in + 1] ~= nil, "custom: expected at most %d gradients from backward, one " ..
+    "for each tensor that forward got; backward returned more", rule.n_in)
   for k = 1, rule.n_in do
     if dx[k] and not tensor.is_tensor(dx[k]) then
       local message = "custom: expected the gradient of input %d to be a tensor or nil, got %s"
@@ -131,9 +129,8 @@ local function record(rule, saved, inputs, ...)
   for k, x in ipairs(inputs) do xs[k - 1] = x end
   for k = 1, n_out do
     local y = select(k, ...)
-    if not tensor.is_tensor(y) then
-      raise("custom: forward must return tensors, got %s as result %d", M_ffi.value_text(y), k)
-    end
+    raise_if(not tensor.is_tensor(y), "custom: forward must return tensors, got %s as result %d",
+      M_ffi.value_text(y), k)
     ys[k - 1] = y
   end
   nodes.next_id = nodes.next_id + 1
@@ -154,10 +151,9 @@ end
 --- these results. For each tensor among forward's arguments, in order, it returns a gradient of
 --- that tensor's shape, or nil.
 function M.custom(rule)
-  if type(rule) ~= "table" or type(rule.forward) ~= "function"
-    or type(rule.backward) ~= "function" then
-    raise("custom: expected { forward = function(saved, ...), backward = function(saved, ...) }")
-  end
+  raise_if(type(rule) ~= "table" or type(rule.forward) ~= "function"
+    or type(rule.backward) ~= "function",
+    "custom: expected { forward = function(saved, ...), backward = function(saved, ...) }")
   return function(...)
     local inputs, saved = {}, {}
     for k = 1, select("#", ...) do

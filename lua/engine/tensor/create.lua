@@ -3,7 +3,8 @@
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 
-local ffi, C, check, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
+local ffi, C, check, expect, raise, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect,
+  M_ffi.raise, M_ffi.raise_if
 local value_text, dtype_number, Tensor = M_ffi.value_text, arguments.dtype_number, M_ffi.Tensor
 local info, read_named, numbers = arguments.info, arguments.read_named, arguments.numbers
 local want_number, want_whole = arguments.want_number, arguments.want_whole
@@ -21,15 +22,13 @@ local function read_shape(name, ...)
   local rest
   if list == (...) then
     rest = select(2, ...)
-    if n == 0 and next(list) ~= nil then
-      raise("%s: expected a shape first, got a table without numbers", name)
-    end
+    raise_if(n == 0 and next(list) ~= nil,
+      "%s: expected a shape first, got a table without numbers", name)
   elseif n > 0 and type(list[n]) ~= "number" then
     rest, n = list[n], n - 1
   end
-  if n > C.ENG_MAX_DIMS then
-    raise("%s: expected up to %d dimensions, got %d", name, tonumber(C.ENG_MAX_DIMS), n)
-  end
+  raise_if(n > C.ENG_MAX_DIMS, "%s: expected up to %d dimensions, got %d", name,
+    tonumber(C.ENG_MAX_DIMS), n)
   for i = 1, n do shape_buffer[i - 1] = want_whole(list[i], name, "a dimension", 0) end
   return n, rest
 end
@@ -98,9 +97,8 @@ end
 --- uniformly; i64 unless options say otherwise.
 function M.randint(low, high, ...)
   want_whole(low, "randint", "the lower bound")
-  if want_whole(high, "randint", "the upper bound") <= low then
-    raise("randint: expected low < high, got %d and %d", low, high)
-  end
+  raise_if(want_whole(high, "randint", "the upper bound") <= low,
+    "randint: expected low < high, got %d and %d", low, high)
   local ndim, options = read_shape("randint", ...)
   local x = make("randint", ndim, options, "i64")
   local count = tonumber(info(x).count)
@@ -123,10 +121,8 @@ function M.arange(start, stop, step, options)
   want_number(stop, "arange", "the last value")
   if step == 0 then raise("arange: expected a step other than 0, got 0") end
   local count = math.max(0, math.floor((stop - start) / step + 1e-9) + 1)
-  if not (count <= 2 ^ 53) then
-    raise("arange: expected finite numbers and at most 2^53 elements, got %s to %s by %s",
-      value_text(start), value_text(stop), value_text(step))
-  end
+  raise_if(not (count <= 2 ^ 53), "arange: expected finite numbers and at most 2^53 elements, " ..
+    "got %s to %s by %s", value_text(start), value_text(stop), value_text(step))
   shape_buffer[0] = count
   local x = make("arange", 1, options, "i64")
   local values = arguments.host_array("double[?]", count, "arange")
@@ -165,9 +161,8 @@ end
 function M.tensor(value, options)
   local shape, count = {}, 1
   table_shape(value, shape, 1)
-  if #shape > C.ENG_MAX_DIMS then
-    raise("tensor: expected up to %d dimensions, got %d", tonumber(C.ENG_MAX_DIMS), #shape)
-  end
+  raise_if(#shape > C.ENG_MAX_DIMS, "tensor: expected up to %d dimensions, got %d",
+    tonumber(C.ENG_MAX_DIMS), #shape)
   for i, n in ipairs(shape) do count, shape_buffer[i - 1] = count * n, n end
   local values = ffi.new("double[?]", math.max(count, 1))
   flatten(value, shape, 1, values, 0)

@@ -11,7 +11,8 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local formats = require "engine.base.formats"
 
-local C, check, expect, raise = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
+local C, check, expect, raise, raise_if = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise,
+  M_ffi.raise_if
 local run, read_named = M_ffi.run, arguments.read_named
 local choose = arguments.choose
 local want, want_number, want_whole = arguments.want, arguments.want_number, arguments.want_whole
@@ -89,9 +90,8 @@ function M.quantize(x, options)
   local rows, columns = arguments.read_block(options.block or "tensor", "fp8.quantize")
   local factor = options.factor
   if type(factor) == "number" then
-    if not (factor > 0 and factor < math.huge) then
-      raise("fp8.quantize: expected factor to be a positive finite number, got %g", factor)
-    end
+    raise_if(not (factor > 0 and factor < math.huge),
+      "fp8.quantize: expected factor to be a positive finite number, got %g", factor)
     factor = require("engine.tensor.create").full({ 1 }, factor, "f32")
   elseif factor then
     expect(arguments.is_tensor(factor), factor,
@@ -125,9 +125,8 @@ local MATMUL = "transpose_a transpose_b accumulator promotion dtype bias into ad
 local function want_quantized(x, name)
   expect(getmetatable(x) == Quantized, x, "fp8.matmul: expected %s to be a result of fp8.quantize",
     name)
-  if x.format == "e5m6" then
-    raise("fp8.matmul: %s is e5m6, a storage format; hint: :dequantize()", name)
-  end
+  raise_if(x.format == "e5m6", "fp8.matmul: %s is e5m6, a storage format; hint: :dequantize()",
+    name)
 end
 
 --- Multiplies quantized matrices: a [M x K] times b [K x N] -> [M x N]. Options: transpose_a,
@@ -188,9 +187,8 @@ end
 --- Returns the number that a code stands for.
 function M.decode(code, format)
   local codes = 2 ^ width_of(choose(SMALL, format, "fp8.decode", "format"))
-  if want_whole(code, "fp8.decode", "the code", 0) >= codes then
-    raise("fp8.decode: expected a code of %s below %g, got %g", format, codes, code)
-  end
+  raise_if(want_whole(code, "fp8.decode", "the code", 0) >= codes,
+    "fp8.decode: expected a code of %s below %g, got %g", format, codes, code)
   local value = C.eng_small_decode(format, code)
   return value == value and value or 0 / 0   -- LuaJIT's own NaN
 end

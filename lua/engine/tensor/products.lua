@@ -3,7 +3,7 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local calls = require "engine.tensor.calls"
 
-local C, expect, raise, call = M_ffi.C, M_ffi.expect, M_ffi.raise, M_ffi.call
+local C, expect, raise_if, call = M_ffi.C, M_ffi.expect, M_ffi.raise_if, M_ffi.call
 local ints, floats = call.ints, call.floats
 local info, dimension, read_named = arguments.info, arguments.dimension, arguments.read_named
 local want, want_number, want_whole = arguments.want, arguments.want_number, arguments.want_whole
@@ -113,9 +113,8 @@ local ATTENTION = "causal scale entropy logit_max site"
 function functions.attention(q, k, v, options)
   options = read_named(options, "attention", ATTENTION)
   local a, name = call.fp8_attention, options.site and "fp8_attention" or "attention"
-  if options.entropy and options.logit_max then
-    raise("attention: expected entropy or logit_max, got both")
-  end
+  raise_if(options.entropy and options.logit_max,
+    "attention: expected entropy or logit_max, got both")
   a.causal = options.causal and 1 or 0
   a.entropy = options.entropy and C.ENG_ROW_ENTROPY or options.logit_max and C.ENG_ROW_LOGIT_MAX
     or 0

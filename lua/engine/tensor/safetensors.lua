@@ -11,7 +11,7 @@
 -- Loaded tensors live until tensor:free(). A file that violates the format is rejected as a whole.
 local M_ffi = require "engine.base.ffi"
 
-local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
+local C, check, fail_if, ffi = M_ffi.C, M_ffi.check, M_ffi.fail_if, M_ffi.ffi
 
 local M = {}
 
@@ -129,10 +129,9 @@ end
 local function fill(writer, path, names, tensors, metadata)
   local keys = {}
   for key, value in pairs(metadata or {}) do
-    if type(key) ~= "string" or type(value) ~= "string" or key:find("%z") or value:find("%z") then
-      error(("save %s: expected metadata of strings without NUL, got %s = %s"):format(path,
-        tostring(key), tostring(value)), 0)
-    end
+    fail_if(type(key) ~= "string" or type(value) ~= "string" or key:find("%z") or value:find("%z"),
+      "save %s: expected metadata of strings without NUL, got %s = %s", path, tostring(key),
+      tostring(value))
     keys[#keys + 1] = key
   end
   table.sort(keys)
