@@ -6,7 +6,7 @@ local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
 local jinja = require "engine.data.jinja"
 
-local raise, value_text = M_ffi.raise, M_ffi.value_text
+local raise, raise_if, value_text = M_ffi.raise, M_ffi.raise_if, M_ffi.value_text
 
 local M = {}
 local MOST_BYTES = 2 ^ 20      -- of a template
@@ -42,14 +42,11 @@ local function read(folder)
   for _, named in ipairs(type(template) == "table" and template or {}) do
     if type(named) == "table" and named.name == "default" then template = named.template end
   end
-  if type(template) ~= "string" then
-    raise("tokenizer: %s has no chat template: neither chat_template.jinja nor a chat_template " ..
-      "in tokenizer_config.json; hint: write the prompt's text yourself", folder)
-  end
-  if #template > MOST_BYTES then
-    raise("tokenizer: the chat template of %s has %d bytes, expected at most %d", folder,
-      #template, MOST_BYTES)
-  end
+  raise_if(type(template) ~= "string",
+    "tokenizer: %s has no chat template: neither chat_template.jinja nor a chat_template in " ..
+    "tokenizer_config.json; hint: write the prompt's text yourself", folder)
+  raise_if(#template > MOST_BYTES, "tokenizer: the chat template of %s has %d bytes, expected " ..
+    "at most %d", folder, #template, MOST_BYTES)
   return template, tokens
 end
 
@@ -64,10 +61,9 @@ function M.of(folder)
   end
   if not render then refuse(problem) end
   return function(messages, options)
-    if type(messages) ~= "table" or type(messages[1]) ~= "table" then
-      raise("apply_chat_template: expected a list of messages { role =, content = }, got %s",
-        value_text(messages))
-    end
+    raise_if(type(messages) ~= "table" or type(messages[1]) ~= "table",
+      "apply_chat_template: expected a list of messages { role =, content = }, got %s",
+      value_text(messages))
     local variables = { add_generation_prompt = false, tools = jinja.NONE, documents = jinja.NONE,
       raise_exception = function(message) jinja.fail("%s", tostring(message)) end }
     for name, token in pairs(tokens) do variables[name] = token end

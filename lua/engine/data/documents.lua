@@ -9,8 +9,8 @@ local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
-local ffi, C, expect, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise,
-  M_ffi.value_text
+local ffi, C, expect, raise, raise_if, fail_if, value_text = M_ffi.ffi, M_ffi.C, M_ffi.expect,
+  M_ffi.raise, M_ffi.raise_if, M_ffi.fail_if, M_ffi.value_text
 
 local M = {}
 
@@ -82,11 +82,10 @@ local function by_template(tokenizer, messages)
         local before, stop = text(i - 1, true), shared(text(i, false), all)
         if shared(before, all) < #before then before = text(i - 1, false) end
         local content = message.content:match("^%s*(.-)%s*$")
-        if #before < done or shared(before, all) < #before
-          or not all:sub(#before + 1, stop):find(content, 1, true) then
-          error(("message %d: the chat template changes it when other messages follow; hint: " ..
-            "give a function(role) as the template"):format(i), 0)
-        end
+        fail_if(#before < done or shared(before, all) < #before
+          or not all:sub(#before + 1, stop):find(content, 1, true),
+          "message %d: the chat template changes it when other messages follow; hint: give a " ..
+          "function(role) as the template", i)
         add(#before, false)
         add(stop, true)
       end
@@ -231,10 +230,8 @@ end
 local function end_id(name, encode, end_token)
   if type(end_token) ~= "string" then return end_token or end_token == nil and 0 end
   local good, method = pcall(function() return encode.id end)
-  if not good or type(method) ~= "function" then
-    raise("data.%s: expected end_token to be an id, because encode is not an engine.tokenizer, "
-      .. "got '%s'", name, end_token)
-  end
+  raise_if(not good or type(method) ~= "function", "data.%s: expected end_token to be an id, " ..
+    "because encode is not an engine.tokenizer, got '%s'", name, end_token)
   return method(encode, end_token)
     or raise("data.%s: end_token: the tokenizer has no token '%s'", name, end_token)
 end
@@ -374,10 +371,8 @@ end
 --- M.jsonl ... o: the loader's options encode, end_token, pack, bad, check, context.
 function M.new(name, records, format, o)
   local encode = encoder(name, o.encode)
-  if o.encode and o.end_token == nil then
-    raise("data.%s: expected the option end_token, because encode is given: the id of the token "
-      .. "that ends a document, or false for no such token", name)
-  end
+  raise_if(o.encode and o.end_token == nil, "data.%s: expected the option end_token, because " ..
+    "encode is given: the id of the token that ends a document, or false for no such token", name)
   local self = setmetatable({ name = name, records = records, format = format, bad = o.bad,
     encode = encode, bytes = not o.encode,
     end_token = end_id(name, o.encode, o.end_token), pack = o.pack,

@@ -3,7 +3,7 @@
 -- libraries for images. Called by images.lua.
 local M_ffi = require "engine.base.ffi"
 
-local ffi, C = M_ffi.ffi, M_ffi.C
+local ffi, C, fail_if = M_ffi.ffi, M_ffi.C, M_ffi.fail_if
 local M = {}
 
 ffi.cdef [[
@@ -37,9 +37,8 @@ end
 local png, jpeg, decoder   -- the libraries, and TurboJPEG's handle
 
 local function too_large(width, height)
-  if width * height > MOST_PIXELS then
-    error(("expected an image of up to 2^28 pixels, got %d x %d"):format(width, height), 0)
-  end
+  fail_if(width * height > MOST_PIXELS, "expected an image of up to 2^28 pixels, got %d x %d",
+    width, height)
 end
 
 local function read_png(bytes, size, channels)

@@ -6,7 +6,7 @@ local image_files = require "engine.data.image_files"
 local order = require "engine.data.order"
 local tensor = require "engine.tensor.tensor"
 
-local ffi, raise, value_text = M_ffi.ffi, M_ffi.raise, M_ffi.value_text
+local ffi, raise, raise_if, value_text = M_ffi.ffi, M_ffi.raise, M_ffi.raise_if, M_ffi.value_text
 local M = {}
 
 -- Returns a tensor [1 x channels x 1 x 1] with a value for each channel. v: a number for all
@@ -15,10 +15,8 @@ local function per_channel(v, channels, what)
   local list = {}
   for c = 1, channels do
     list[c] = type(v) == "table" and v[c] or v
-    if type(list[c]) ~= "number" then
-      raise("data.images: expected %s to be a number or a list of %d, got %s", what, channels,
-        value_text(v))
-    end
+    raise_if(type(list[c]) ~= "number", "data.images: expected %s to be a number or a list of " ..
+      "%d, got %s", what, channels, value_text(v))
   end
   return tensor.tensor(list, { keep = true }):view(1, channels, 1, 1)
 end

@@ -19,7 +19,8 @@ local position = require "engine.data.position"
 local records = require "engine.data.records"
 local tensor = require "engine.tensor.tensor"
 
-local ffi, expect, raise, value_text = M_ffi.ffi, M_ffi.expect, M_ffi.raise, M_ffi.value_text
+local ffi, expect, raise, raise_if, value_text = M_ffi.ffi, M_ffi.expect, M_ffi.raise,
+  M_ffi.raise_if, M_ffi.value_text
 local read_named = arguments.read_named
 
 local M = {}
@@ -178,11 +179,10 @@ local function windows(o, kind, tokens, n, keep)
 end
 
 local function want_share(kind, o)
-  if type(o.from) ~= "number" or type(o.to) ~= "number"
-    or not (o.from >= 0 and o.from < o.to and o.to <= 1) then
-    raise("data.%s: expected 0 <= from < to <= 1, got %s and %s", kind, value_text(o.from),
-      value_text(o.to))
-  end
+  raise_if(type(o.from) ~= "number" or type(o.to) ~= "number"
+    or not (o.from >= 0 and o.from < o.to and o.to <= 1),
+    "data.%s: expected 0 <= from < to <= 1, got %s and %s", kind, value_text(o.from),
+    value_text(o.to))
 end
 
 --- Reads text whose bytes are the tokens, 0 to 255. path: a file, or a list of files, which are
@@ -237,10 +237,8 @@ local function header_of(path, base, bytes)
   elseif bytes >= 1024 and (header[0] == LLMC_MAGIC or header[0] == LLMC_MAGIC_32) then
     local dtype, version = "u16", 1
     if header[0] == LLMC_MAGIC_32 then dtype, version = "u32", 7 end
-    if header[1] ~= version then
-      raise("data.tokens: %s has version %d of llm.c's format, expected %d (%s tokens)", path,
-        header[1], version, LONG[dtype])
-    end
+    raise_if(header[1] ~= version, "data.tokens: %s has version %d of llm.c's format, expected " ..
+      "%d (%s tokens)", path, header[1], version, LONG[dtype])
     return dtype, 1024, header[2]
   end
   return nil, 0, nil
@@ -354,9 +352,8 @@ function M.csv(given)
         cells[#cells + 1] = cell:match('^%s*"?(.-)"?%s*$')
       end
       columns = columns or #cells
-      if #cells ~= columns then
-        raise("data.csv: %s:%d has %d columns, expected %d", o.path, line_number, #cells, columns)
-      end
+      raise_if(#cells ~= columns, "data.csv: %s:%d has %d columns, expected %d", o.path,
+        line_number, #cells, columns)
       local numbers, bad = {}, nil
       for i, cell in ipairs(cells) do
         numbers[i] = tonumber(cell)
@@ -383,13 +380,10 @@ function M.csv(given)
     end
     target = found
   end
-  if type(target) ~= "number" or target % 1 ~= 0 or target < 1 or target > columns then
-    raise("data.csv: there is no column %s in %s, which has %d columns", tostring(target), o.path,
-      columns)
-  end
-  if columns < 2 then
-    raise("data.csv: %s has one column; expected features and a target", o.path)
-  end
+  raise_if(type(target) ~= "number" or target % 1 ~= 0 or target < 1 or target > columns,
+    "data.csv: there is no column %s in %s, which has %d columns", tostring(target), o.path,
+    columns)
+  raise_if(columns < 2, "data.csv: %s has one column; expected features and a target", o.path)
   for r = 0, o.classes and n - 1 or -1 do
     local class = values[r * columns + target]
     if class % 1 ~= 0 or class < 0 then
@@ -436,10 +430,8 @@ function M.idx(given)
     seed = 1234 })
   local pixels, shape, keep1 = idx(o.images, "images", 3)
   local labels, label_shape, keep2 = idx(o.labels, "labels", 1)
-  if label_shape[1] ~= shape[1] then
-    raise("data.idx: expected a label for each image, got %d images and %d labels", shape[1],
-      label_shape[1])
-  end
+  raise_if(label_shape[1] ~= shape[1], "data.idx: expected a label for each image, got %d " ..
+    "images and %d labels", shape[1], label_shape[1])
   local self = rows(o, "idx", { get = function(i) return pixels[i] / 255 end,
     shape = { shape[2] * shape[3] }, dtype = "f32" },
     { get = function(i) return labels[i] end, shape = {}, dtype = "i64" }, shape[1])
@@ -467,9 +459,8 @@ function M.images(given)
     std = 0.25, flip = false, from = 0, to = 1, bad = "stop", batch = 32, shuffle = true,
     seed = 1234 })
   want_path(o.path, "images")
-  if o.channels ~= 1 and o.channels ~= 3 then
-    raise("data.images: expected channels to be 1 or 3, got %s", value_text(o.channels))
-  end
+  raise_if(o.channels ~= 1 and o.channels ~= 3,
+    "data.images: expected channels to be 1 or 3, got %s", value_text(o.channels))
   want_share("images", o)
   arguments.want_batch("images", o.batch, o.channels * o.size ^ 2, "pixels")
   return loader(images.open(o, example))

@@ -7,7 +7,8 @@ local position = require "engine.data.position"
 local show = require "engine.base.show"
 local tensor = require "engine.tensor.tensor"
 
-local expect, raise, value_text = M_ffi.expect, M_ffi.raise, M_ffi.value_text
+local expect, raise, raise_if, value_text = M_ffi.expect, M_ffi.raise, M_ffi.raise_if,
+  M_ffi.value_text
 
 local M = {}
 
@@ -26,10 +27,9 @@ end
 -- Raises an error if `other`, a batch of loader l, lacks a field of `part`, a batch of loader k.
 local function want_fields(part, other, k, l)
   for key, value in pairs(part) do
-    if type(other[key]) ~= type(value) then
-      raise("data.mix: batches of loader %d have the field %s, but batches of loader %d %s", k,
-        tostring(key), l, other[key] == nil and "lack it" or "have it with another type")
-    end
+    raise_if(type(other[key]) ~= type(value),
+      "data.mix: batches of loader %d have the field %s, but batches of loader %d %s", k,
+      tostring(key), l, other[key] == nil and "lack it" or "have it with another type")
   end
 end
 
@@ -133,10 +133,8 @@ function M.new(o)
     "data.mix: expected loaders = a list of loaders")
   for k, loader in ipairs(loaders) do
     for _, method in ipairs { "next", "state", "restore" } do
-      if type(loader) ~= "table" or not loader[method] then
-        raise("data.mix: expected loader %d to have next(), state() and restore(), but it has "
-          .. "no %s()", k, method)
-      end
+      raise_if(type(loader) ~= "table" or not loader[method], "data.mix: expected loader %d to " ..
+        "have next(), state() and restore(), but it has no %s()", k, method)
     end
   end
   local weights, total = o.weights or {}, 0

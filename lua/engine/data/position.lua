@@ -6,7 +6,7 @@ local fields = require "engine.base.fields"
 local order = require "engine.data.order"
 local show = require "engine.base.show"
 
-local raise = M_ffi.raise
+local raise, raise_if = M_ffi.raise, M_ffi.raise_if
 
 local M = {}
 
@@ -27,11 +27,9 @@ function M.check(state, self, identity, rules)
     end
   end
   local version = state.order or 1     -- positions saved before version 2 have no version
-  if version ~= 1 and version ~= order.newest then
-    raise("data: this position has version %s of the shuffled order, but this engine "
-      .. "supports only up to %d; hint: resume with the engine that saved it", text_of(version),
-      order.newest)
-  end
+  raise_if(version ~= 1 and version ~= order.newest,
+    "data: this position has version %s of the shuffled order, but this engine supports only up " ..
+    "to %d; hint: resume with the engine that saved it", text_of(version), order.newest)
   return state.at, version
 end
 

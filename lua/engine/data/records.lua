@@ -5,7 +5,8 @@
 local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
 
-local ffi, C, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise
+local ffi, C, expect, raise, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise,
+  M_ffi.raise_if
 
 local M = {}
 
@@ -96,9 +97,8 @@ function M.open(name, paths, kind)
       self.n = self.n - 1
       for i = f.first, self.n - 1 do self.starts[i] = self.starts[i + 1] end
     end
-    if self.n == f.first then
-      raise("data.%s: %s %s", name, path, f.size == 0 and "is empty" or "has no records")
-    end
+    raise_if(self.n == f.first, "data.%s: %s %s", name, path,
+      f.size == 0 and "is empty" or "has no records")
   end
   return self
 end
@@ -125,10 +125,9 @@ local function read(self, f, from, to)
   local size = self.handle:seek("end")
   self.handle:seek("set", from)
   local text = size == f.size and (to > from and self.handle:read(to - from) or "")
-  if not text or #text ~= to - from then
-    raise("data.%s: %s had %.0f bytes when it was opened and has %.0f now; hint: files must not "
-      .. "change while they are read", self.name, f.path, f.size, tonumber(size) or 0)
-  end
+  raise_if(not text or #text ~= to - from,
+    "data.%s: %s had %.0f bytes when it was opened and has %.0f now; hint: files must not " ..
+    "change while they are read", self.name, f.path, f.size, tonumber(size) or 0)
   local last = #text
   while last > 0 and (" \t\r\n"):find(text:sub(last, last), 1, true) do last = last - 1 end
   if self.kind == "csv" then                        -- blanks in the last line may be cells
@@ -176,18 +175,14 @@ end
 --- identity().
 function Records:check(identity)
   local n = type(identity) == "table" and #identity or 0
-  if n ~= #self.files then
-    raise("data.%s: this position was saved with %d files, but the loader has %d; the batches "
-      .. "would differ", self.name, n, #self.files)
-  end
+  raise_if(n ~= #self.files, "data.%s: this position was saved with %d files, but the loader " ..
+    "has %d; the batches would differ", self.name, n, #self.files)
   for k, f in ipairs(self.files) do
     local saved = type(identity[k]) == "table" and identity[k] or {}
     local size, crc = tonumber(saved.size) or 0, ("%08x"):format(f.crc)
-    if size ~= f.size or saved.crc ~= crc then
-      raise("data.%s: %s has changed since this position was saved (%.0f bytes, checksum %s, now "
-        .. "%.0f and %s); the batches would differ", self.name, f.path, size,
-        tostring(saved.crc), f.size, crc)
-    end
+    raise_if(size ~= f.size or saved.crc ~= crc, "data.%s: %s has changed since this position " ..
+      "was saved (%.0f bytes, checksum %s, now %.0f and %s); the batches would differ", self.name,
+      f.path, size, tostring(saved.crc), f.size, crc)
   end
 end
 

@@ -3,7 +3,7 @@
 local files = require "engine.base.file"
 local M_ffi = require "engine.base.ffi"
 
-local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
+local ffi, C, check, raise, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.raise_if
 
 local M = {}
 local CHUNK = 2 ^ 20      -- bytes of text encoded at a time, if the text may be cut at lines
@@ -45,16 +45,14 @@ function M.run(tokenizer, paths, output, options)
   local maps, all = {}, 0
   for i, path in ipairs(paths) do
     maps[i] = files.map(path)
-    if C.eng_file_stamp(path) == C.eng_file_stamp(output) then
-      raise("data tokenize: %s is one of the texts; expected another output file", output)
-    end
+    raise_if(C.eng_file_stamp(path) == C.eng_file_stamp(output),
+      "data tokenize: %s is one of the texts; expected another output file", output)
     all = all + tonumber(maps[i].size)
   end
   local narrow = tokenizer:vocab_size() <= 65536
   local dtype, width = narrow and "<u2" or "<u4", narrow and 2 or 4
-  if files.exists(output) and not files.is_file(output) then
-    raise("data tokenize: %s: expected a file to write, got a folder, device or pipe", output)
-  end
+  raise_if(files.exists(output) and not files.is_file(output),
+    "data tokenize: %s: expected a file to write, got a folder, device or pipe", output)
   local temporary = output .. ".part"
   local file, why = io.open(temporary, "wb")
   if not file then raise("data tokenize: cannot write %s", why) end

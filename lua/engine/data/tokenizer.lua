@@ -12,8 +12,8 @@ local nearest = require "engine.base.nearest"
 local read_named = require("engine.base.arguments").read_named
 local steps = require "engine.data.tokenizer_steps"
 
-local ffi, C, check, expect, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect,
-  M_ffi.raise, M_ffi.value_text
+local ffi, C, check, expect, raise, raise_if, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check,
+  M_ffi.expect, M_ffi.raise, M_ffi.raise_if, M_ffi.value_text
 
 local M = {}
 local FILE_BYTES = 2 ^ 26      -- a larger tokenizer.json is refused
@@ -26,19 +26,15 @@ local function given(value) return value ~= nil and value ~= cjson.null end
 local function read_json(path)
   expect(type(path) == "string", path, "tokenizer: expected a folder or a tokenizer.json")
   if C.eng_file_kind(path) == C.ENG_FILE_FOLDER then path = path .. "/tokenizer.json" end
-  if C.eng_file_kind(path) == C.ENG_FILE_NONE then
-    raise("tokenizer: %s: no such file; expected a folder with tokenizer.json, or the file", path)
-  end
+  raise_if(C.eng_file_kind(path) == C.ENG_FILE_NONE,
+    "tokenizer: %s: no such file; expected a folder with tokenizer.json, or the file", path)
   local mapping = files.map(path)
-  if mapping.size > FILE_BYTES then
-    raise("tokenizer: %s has %.0f bytes, expected at most %.0f", path, tonumber(mapping.size),
-      FILE_BYTES)
-  end
+  raise_if(mapping.size > FILE_BYTES, "tokenizer: %s has %.0f bytes, expected at most %.0f", path,
+    tonumber(mapping.size), FILE_BYTES)
   local good, data = pcall(json.strict, ffi.string(mapping.data, mapping.size))
   if not good then raise("tokenizer: %s is not JSON: %s", path, tostring(data)) end
-  if type(data) ~= "table" or type(data.model) ~= "table" then
-    raise("tokenizer: %s is not a tokenizer.json: it has no model", path)
-  end
+  raise_if(type(data) ~= "table" or type(data.model) ~= "table",
+    "tokenizer: %s is not a tokenizer.json: it has no model", path)
   return data, path
 end
 

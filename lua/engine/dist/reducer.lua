@@ -21,7 +21,7 @@ local reduction = require "engine.dist.reduction"
 local show = require "engine.base.show"
 local signals = require "engine.policy.signals"
 
-local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
+local C, check, fail_if, ffi = M_ffi.C, M_ffi.check, M_ffi.fail_if, M_ffi.ffi
 
 local M = {}
 
@@ -47,10 +47,8 @@ local function find_apart(model, list)
   model:apply(function(m, path)
     local own = rawget(m, "_apart")
     if not own then return end
-    if group and group ~= own.group then
-      error("trainer: expected all layers to divide their experts over one group of ranks; " ..
-        "hint: give every nn.moe the same experts_over", 0)
-    end
+    fail_if(group and group ~= own.group, "trainer: expected all layers to divide their experts " ..
+      "over one group of ranks; hint: give every nn.moe the same experts_over")
     group = own.group
     for name, what in pairs(own.parameters) do
       apart[(path ~= "" and path .. "." or "") .. name] = what
@@ -379,10 +377,9 @@ local function agree_on_signals(self, published)
   for name in pairs(published) do own[#own + 1] = name .. "\1" .. (RULES[name] or "mean") end
   for _, text in ipairs(ranks.from_all(table.concat(own, "\0"))) do
     for name, rule in text:gmatch("([^%z\1]+)\1([^%z\1]+)") do
-      if RULES[name] and RULES[name] ~= rule then
-        error(("signal '%s' is reduced by '%s' on one rank and by '%s' on another; hint: give " ..
-          "engine.signal the same rule on every rank"):format(name, RULES[name], rule), 0)
-      end
+      fail_if(RULES[name] and RULES[name] ~= rule,
+        "signal '%s' is reduced by '%s' on one rank and by '%s' on another; hint: give " ..
+        "engine.signal the same rule on every rank", name, RULES[name], rule)
       RULES[name] = rule
       if not self.names[name] then self.names[#self.names + 1], self.names[name] = name, true end
     end
@@ -430,10 +427,9 @@ function Reducer:record(record, stats, s)
   self.ended_by, self.hangup = maxima[MAXIMA.interrupted], maxima[MAXIMA.hangup] > 0
   self.wish = maxima[MAXIMA.wish] > 0
   if maxima[MAXIMA.hash] ~= -maxima[MAXIMA.minus_hash] then self:differ() end
-  if maxima[MAXIMA.order] ~= -maxima[MAXIMA.minus_order] then
-    error("zero=3: the ranks did not use the same weights in the same order; hint: run the same " ..
-      "operations on every rank, or use zero=2", 0)
-  end
+  fail_if(maxima[MAXIMA.order] ~= -maxima[MAXIMA.minus_order],
+    "zero=3: the ranks did not use the same weights in the same order; hint: run the same " ..
+    "operations on every rank, or use zero=2")
   take_signals(self)
   if maxima[MAXIMA.unknown] > 0 then agree_on_signals(self, s.signals) end
   s.signals = self.signals

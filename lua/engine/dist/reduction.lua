@@ -5,7 +5,7 @@
 local M_ffi = require "engine.base.ffi"
 local ranks = require "engine.dist.ranks"
 
-local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
+local C, check, fail_if, ffi = M_ffi.C, M_ffi.check, M_ffi.fail_if, M_ffi.ffi
 
 local M = {}
 
@@ -78,10 +78,9 @@ function M.of(optimizer, options)
     options.zero, options.whole, tostring(options.holders), tostring(optimizer._accumulates))
   local had = of_set[params]
   if had and had.key == key then return had.handle end
-  if had and had.zero then
-    error("a trainer with ZeRO has divided this optimizer's state among the ranks; hint: " ..
-      "give all trainers of this optimizer the same bucket, comm_dtype, zero and accumulate", 0)
-  end
+  fail_if(had and had.zero,
+    "a trainer with ZeRO has divided this optimizer's state among the ranks; hint: give all " ..
+    "trainers of this optimizer the same bucket, comm_dtype, zero and accumulate")
   of_set[params] = nil
   if had then C.eng_parallel_free(ffi.gc(had.handle, nil)) end
   local out = ffi.new("eng_parallel *[1]")

@@ -38,7 +38,7 @@ local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
-local ffi, C, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise
+local ffi, C, expect, raise, fail_if = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise, M_ffi.fail_if
 
 local M = {}
 
@@ -97,10 +97,8 @@ local function is_scale(x) return type(x) == "number" and x > 0 and x < math.hug
 
 local function scale_of(self)
   local scale = self.object:get_scale()
-  if not is_scale(scale) then
-    error(("loss scaler '%s': get_scale() gave %s; expected a positive finite number"):format(
-      self.name, tostring(scale)), 0)
-  end
+  fail_if(not is_scale(scale), "loss scaler '%s': get_scale() gave %s; expected a positive " ..
+    "finite number", self.name, tostring(scale))
   return scale
 end
 
@@ -224,10 +222,8 @@ function M.new(name, class, options)
     local copy = arguments.merged(options)
     if class.new then
       local object = class.new(copy)
-      if type(object) ~= "table" then
-        error(("loss scaler '%s': new(options) gave a %s; expected an object"):format(name,
-          type(object)), 0)
-      end
+      fail_if(type(object) ~= "table",
+        "loss scaler '%s': new(options) gave a %s; expected an object", name, type(object))
       return object
     end
     return setmetatable(copy, { __index = class })

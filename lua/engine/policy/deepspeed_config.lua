@@ -14,6 +14,7 @@ local arguments = require "engine.base.arguments"
 local cjson = require "cjson.safe"
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"
+local fail_if = require("engine.base.ffi").fail_if
 
 local M = {}
 
@@ -41,17 +42,13 @@ local function read(block, key, where)
   if is_null(value) or value == "auto" then return nil end
   if BOOLEAN[key] then
     if value == "true" or value == "false" then value = value == "true" end
-    if type(value) ~= "boolean" then
-      error(("%sfp16.%s: expected true or false, got %s"):format(where(key), key, tostring(value)),
-        0)
-    end
+    fail_if(type(value) ~= "boolean", "%sfp16.%s: expected true or false, got %s", where(key), key,
+      tostring(value))
     return value
   end
   local number = type(value) == "string" and expression(value) or value
-  if type(number) ~= "number" or number - number ~= 0 then
-    error(("%sfp16.%s: expected a number, got %s"):format(where(key), key,
-      type(value) == "table" and "a table" or tostring(value)), 0)
-  end
+  fail_if(type(number) ~= "number" or number - number ~= 0, "%sfp16.%s: expected a number, got %s",
+    where(key), key, type(value) == "table" and "a table" or tostring(value))
   return number
 end
 
@@ -82,17 +79,13 @@ function M.translate(block, stage, where)
     elseif OWN[key] then option, value = key, block[key] end
     if option and value ~= nil then
       if key == "initial_scale_power" then
-        if value < 0 or value > 1023 then
-          error(("%sfp16.initial_scale_power: expected an exponent of 2 from 0 to 1023, got " ..
-            "%g"):format(where(key), value), 0)
-        end
+        fail_if(value < 0 or value > 1023, "%sfp16.initial_scale_power: expected an exponent of " ..
+          "2 from 0 to 1023, got %g", where(key), value)
         value = 2 ^ value
       end
-      if options[option] ~= nil and options[option] ~= value then
-        error(("%sfp16 gives %s twice, with different values; keys that mean the same: %s"):format(
-          where(key), option,
-          "loss_scale_window and scale_window, min_loss_scale and min_scale"), 0)
-      end
+      fail_if(options[option] ~= nil and options[option] ~= value,
+        "%sfp16 gives %s twice, with different values; keys that mean the same: %s", where(key),
+        option, "loss_scale_window and scale_window, min_loss_scale and min_scale")
       options[option] = value
     end
   end

@@ -13,7 +13,8 @@ local files = require "engine.base.file"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
-local ffi, C, check, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
+local ffi, C, check, expect, raise_if, fail_if = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect,
+  M_ffi.raise_if, M_ffi.fail_if
 
 local M = {}
 
@@ -302,9 +303,8 @@ function M.register(name, class)
     "register_loss_scaler: expected a name of letters, digits, '_' and '-'")
   class_scaler.check(name, class)
   for _, folder in ipairs(folders) do
-    if files.exists(folder .. "/" .. name .. ".lua") then
-      raise("register_loss_scaler '%s': a policy that comes with the engine has this name", name)
-    end
+    raise_if(files.exists(folder .. "/" .. name .. ".lua"),
+      "register_loss_scaler '%s': a policy that comes with the engine has this name", name)
   end
   M.classes[name] = class
 end
@@ -317,10 +317,8 @@ local function with_settings(source, options)
   local all = arguments.merged(options)
   for setting in settings:gmatch("[^,]+") do
     local key, value = setting:match("^([%a_][%w_]*)=(.*)$")
-    if not key then
-      error(("policy %s: expected name=value after the colon, separated by commas, got " ..
-        "'%s'"):format(name, setting), 0)
-    end
+    fail_if(not key, "policy %s: expected name=value after the colon, separated by commas, " ..
+      "got '%s'", name, setting)
     all[key] = value
   end
   return name, all
