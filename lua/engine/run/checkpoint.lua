@@ -26,7 +26,8 @@ local ranks = require "engine.dist.ranks"
 local safetensors = require "engine.tensor.safetensors"
 local shards = require "engine.run.shards"
 
-local C, check, ffi, plain = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.without_line
+local C, check, fail_if, ffi, plain = M_ffi.C, M_ffi.check, M_ffi.fail_if, M_ffi.ffi,
+  M_ffi.without_line
 
 local M = {}
 
@@ -94,10 +95,8 @@ local function write_tensors(directory, name, tensors, metadata)
   local crc = safetensors.save(path, tensors, metadata)
   local seen, size = ffi.new("uint32_t[1]"), ffi.new("int64_t[1]")
   check(C.eng_file_checksum(seen, size, path))
-  if seen[0] ~= crc then
-    error(("%s: the file read back differs from what was written; hint: check the disk"):format(
-      path), 0)
-  end
+  fail_if(seen[0] ~= crc,
+    "%s: the file read back differs from what was written; hint: check the disk", path)
   return { crc32c = crc_text(crc), bytes = tonumber(size[0]) }
 end
 
@@ -143,10 +142,8 @@ end
 -- checkpoint could not be removed.
 local function finish(place, step, format, files, state, options)
   for name in pairs(files) do
-    if not disk.is_file(place.temporary .. "/" .. name) then
-      error(("%s is not in %s; hint: the ranks need a shared disk"):format(name,
-        place.temporary), 0)
-    end
+    fail_if(not disk.is_file(place.temporary .. "/" .. name),
+      "%s is not in %s; hint: the ranks need a shared disk", name, place.temporary)
   end
   write_state(place.temporary, step, format, files, state)
   check(C.eng_file_sync(place.temporary))
@@ -202,10 +199,8 @@ end
 
 -- Writes this rank's file. Returns text with the file's checksum and its size in bytes.
 local function write_own(place, pieces, step)
-  if not disk.is_folder(place.temporary) then
-    error(("this rank sees no directory %s; hint: the ranks need a shared disk"):format(
-      place.temporary), 0)
-  end
+  fail_if(not disk.is_folder(place.temporary),
+    "this rank sees no directory %s; hint: the ranks need a shared disk", place.temporary)
   local file
   autograd.scope(function()
     local own, name = pieces(), shard_name(ranks.rank(), ranks.size())

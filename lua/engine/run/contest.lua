@@ -13,7 +13,7 @@ local process = require "engine.base.process"
 local runs = require "engine.run.runs"
 local statistics = require "engine.base.statistics"
 
-local C, check = M_ffi.C, M_ffi.check
+local C, check, fail, fail_if = M_ffi.C, M_ffi.check, M_ffi.fail, M_ffi.fail_if
 
 local M = {}
 
@@ -49,17 +49,15 @@ local function agree(self)
     local before, hint = read_job(path), "hint: name=ANOTHER starts a new contest"
     self.threads = self.threads or before.threads
     if job_text(before) ~= job_text(self) then
-      error(("%s is a contest of '%s', but this contest is of '%s'; %s"):format(self.path,
-        job_text(before), job_text(self), hint), 0)
+      fail("%s is a contest of '%s', but this contest is of '%s'; %s", self.path, job_text(before),
+        job_text(self), hint)
     end
     local changed = before.source ~= self.source and self.script
     for policy, source in pairs(self.sources) do
       if (before.sources[policy] or source) ~= source then changed = "policy " .. policy end
       before.sources[policy] = source
     end
-    if changed then
-      error(("%s has changed since the contest %s began; %s"):format(changed, self.path, hint), 0)
-    end
+    fail_if(changed, "%s has changed since the contest %s began; %s", changed, self.path, hint)
     sources = before.sources
   end
   self.threads = self.threads or self.default_threads
@@ -73,16 +71,13 @@ end
 local function list_runs(self)
   local list, owner = {}, {}
   if self.seeds * #self.policies > 10000 then
-    error(("expected at most 10000 runs, got %g seeds of %d policies"):format(self.seeds,
-      #self.policies), 0)
+    fail("expected at most 10000 runs, got %g seeds of %d policies", self.seeds, #self.policies)
   end
   for seed = 1, self.seeds do
     for _, policy in ipairs(self.policies) do
       local name = policy:gsub("[^%w_.=+-]", "-"):gsub("^[.-]+", ""):sub(1, 80)
-      if (owner[name] or policy) ~= policy then
-        error(("policies '%s' and '%s' would share the folder %s; hint: rename a file"):format(
-          owner[name], policy, name), 0)
-      end
+      fail_if((owner[name] or policy) ~= policy, "policies '%s' and '%s' would share the folder " ..
+        "%s; hint: rename a file", owner[name], policy, name)
       owner[name] = policy
       list[#list + 1] = { policy = policy, seed = seed,
         path = ("%s/%s-%d"):format(self.path, name, seed) }
@@ -98,9 +93,8 @@ end
 --- if the folder holds a different contest, or if a contest is running in it.
 function M.open(job)
   local self = setmetatable(job, Contest)
-  if files.exists(self.path .. "/history.db") then
-    error(("%s is a run, not a contest; hint: name=ANOTHER"):format(self.path), 0)
-  end
+  fail_if(files.exists(self.path .. "/history.db"),
+    "%s is a run, not a contest; hint: name=ANOTHER", self.path)
   self.runs = list_runs(self)
   check(C.eng_file_mkdir(self.path), true)
   local lock = M_ffi.new("int[1]", -1)

@@ -13,7 +13,7 @@
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 
-local C, raise = M_ffi.C, M_ffi.raise
+local C, raise, fail_if = M_ffi.C, M_ffi.raise, M_ffi.fail_if
 
 local M = {}
 
@@ -194,9 +194,8 @@ function M.totals(h)
     seconds = math.max(a.seconds or 0, b.seconds or 0) }
   for _, key in ipairs { "rows", "overflows", "skipped", "failed", "tokens" } do
     sum[key] = (a[key] or 0) + (b[key] or 0)
-    if not (sum[key] >= 0 and sum[key] < math.huge) then
-      error(("history %s is damaged: the blocks' '%s' sum to %g"):format(h.path, key, sum[key]), 0)
-    end
+    fail_if(not (sum[key] >= 0 and sum[key] < math.huge),
+      "history %s is damaged: the blocks' '%s' sum to %g", h.path, key, sum[key])
   end
   return sum
 end

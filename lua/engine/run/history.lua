@@ -19,7 +19,7 @@ local formats = require "engine.base.formats"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
-local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
+local C, check, fail_if, ffi = M_ffi.C, M_ffi.check, M_ffi.fail_if, M_ffi.ffi
 
 local M = {}
 
@@ -265,10 +265,8 @@ end
 local function expect(h, row, kind, fields, optional)
   for _, name in ipairs(fields) do
     local value = row[name]
-    if type(value) ~= kind and not (optional and value == nil) then
-      error(("history %s is damaged: expected a %s in '%s', got a %s"):format(h.path, kind, name,
-        type(value)), 0)
-    end
+    fail_if(type(value) ~= kind and not (optional and value == nil),
+      "history %s is damaged: expected a %s in '%s', got a %s", h.path, kind, name, type(value))
   end
   return row
 end
@@ -559,9 +557,7 @@ end
 -- ------------------------------------------------------------------ statistics
 
 local function unpack_stats(blob)
-  if type(blob) ~= "string" then
-    error("the history is damaged: the statistics of a step are not a blob", 0)
-  end
+  fail_if(type(blob) ~= "string", "the history is damaged: the statistics of a step are not a blob")
   local n = ffi.new("int[1]")
   check(C.eng_history_unpack(n, nil, 0, blob, #blob))
   local stats = ffi.new("eng_tensor_stats[?]", math.max(1, n[0]))

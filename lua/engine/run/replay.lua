@@ -11,7 +11,7 @@ local replay_fp8 = require "engine.run.replay_fp8"
 local show = require "engine.base.show"
 local trace_of = require "engine.run.trace"
 
-local ffi = M_ffi.ffi
+local ffi, fail_if = M_ffi.ffi, M_ffi.fail_if
 
 local M = { trace = trace_of.open }
 
@@ -70,10 +70,8 @@ function M.run(trace, source, options, look)
   local loaded, policy = pcall(require("engine.policy.policy").load, source, options, "any")
   if not loaded then error(policy, 0) end
   if policy.fp8 and not look then return replay_fp8.run(trace, policy) end
-  if policy.fp8 then
-    error(("policy %s works on FP8 layers, and --verify compares loss scales; hint: try it as a " ..
-      "shadow of a live run (shadow=%s)"):format(policy.name, policy.name), 0)
-  end
+  fail_if(policy.fp8, "policy %s works on FP8 layers, and --verify compares loss scales; hint: " ..
+    "try it as a shadow of a live run (shadow=%s)", policy.name, policy.name)
   local record = ffi.new("eng_record")
   local scales, actions, marks = {}, {}, {}
   local result = { name = policy.name, file = policy.config or policy.file,

@@ -10,7 +10,7 @@ local counterfactual = require "engine.run.counterfactual"
 local fp8_verdict = require "engine.policy.fp8_verdict"
 local json = require "engine.base.json"
 
-local C, ffi = M_ffi.C, M_ffi.ffi
+local C, ffi, fail_if = M_ffi.C, M_ffi.ffi, M_ffi.fail_if
 
 local M = {}
 
@@ -27,10 +27,8 @@ local function facts_of(h, policy)
       "is %s%s"):format(policy.name, h.path, tostring(meta.precision),
       older and ", and an older engine wrote it" or ""), 0)
   end
-  if not h:has "fp8" then
-    error(("history %s is damaged: it has FP8 layers and no table fp8 with their meters"):format(
-      h.path), 0)
-  end
+  fail_if(not h:has "fp8",
+    "history %s is damaged: it has FP8 layers and no table fp8 with their meters", h.path)
   return facts
 end
 
@@ -157,10 +155,8 @@ end
 
 --- Replays a policy of FP8 layers on a trace; see replay.lua.
 function M.run(trace, policy)
-  if not trace.names then
-    error(("policy %s works on FP8 layers; expected a run, because a string of outcomes has no " ..
-      "layers"):format(policy.name), 0)
-  end
+  fail_if(not trace.names, "policy %s works on FP8 layers; expected a run, because a string of " ..
+    "outcomes has no layers", policy.name)
   local result, why = require("engine.run.history").with(trace.name,
     function(h) return replay(h, trace, policy) end)
   return result or error(why, 0)

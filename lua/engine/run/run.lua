@@ -13,7 +13,7 @@ local shards = require "engine.run.shards"
 local show = require "engine.base.show"
 local user_state = require "engine.run.user_state"
 
-local ffi, C = M_ffi.ffi, M_ffi.C
+local ffi, C, fail_if = M_ffi.ffi, M_ffi.C, M_ffi.fail_if
 
 local M = {}
 
@@ -112,10 +112,8 @@ function Run:find_place(path, resume)
   if self.continues or not exists(path) then
     local good, message = self:take(path)
     if good then return end
-    if self.continues then
-      error(("%s is being written by another run: %s; hint: wait for it, or " ..
-        "run=ANOTHER_NAME"):format(path, message), 0)
-    end
+    fail_if(self.continues, "%s is being written by another run: %s; hint: wait for it, or " ..
+      "run=ANOTHER_NAME", path, message)
   end
   local n = 2
   while files.exists(path .. "-" .. n) or not self:take(path .. "-" .. n) do n = n + 1 end
@@ -130,10 +128,8 @@ local function find_checkpoint(self, resume)
   if not auto then
     dir = M.directory(resume)
     if files.is_folder(dir .. "/checkpoints") then dir = dir .. "/checkpoints" end
-    if not files.is_folder(dir) then
-      error(("resume: there is no run or checkpoint %s; hint: resume=auto continues the run " ..
-        "that run=NAME names"):format(dir), 0)
-    end
+    fail_if(not files.is_folder(dir), "resume: there is no run or checkpoint %s; hint: " ..
+      "resume=auto continues the run that run=NAME names", dir)
   elseif not dir then
     error("resume: a run without a name has nothing to resume; hint: run=NAME", 0)
   end
@@ -221,10 +217,8 @@ function M.open(trainer, options)
     return self
   end
   if options.run and options.run ~= "" then self:find_place(M.directory(options.run), resume) end
-  if self.wants_tensorboard == true and not self.path then
-    error("tensorboard: a run without a name has no directory for event files; hint: run=NAME " ..
-      "or tensorboard=DIRECTORY", 0)
-  end
+  fail_if(self.wants_tensorboard == true and not self.path, "tensorboard: a run without a name " ..
+    "has no directory for event files; hint: run=NAME or tensorboard=DIRECTORY")
   local good, message = pcall(open, self, resume)
   if not good then
     self:close()
@@ -253,9 +247,7 @@ function Run:reopen()
   self:open_tensorboard()
   if not self.path or self.lock or self.follows then return end
   local good, message = self:take(self.path)
-  if not good then
-    error(("%s is being written by another run: %s"):format(self.path, message), 0)
-  end
+  fail_if(not good, "%s is being written by another run: %s", self.path, message)
   self:open_history(true)
 end
 

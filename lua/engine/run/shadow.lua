@@ -15,7 +15,7 @@ local counterfactual = require "engine.run.counterfactual"
 local fp8_verdict = require "engine.policy.fp8_verdict"
 local formats = require "engine.base.formats"
 
-local C, ffi = M_ffi.C, M_ffi.ffi
+local C, ffi, fail_if = M_ffi.C, M_ffi.ffi, M_ffi.fail_if
 
 local M = {}
 
@@ -27,9 +27,7 @@ Shadows.__index = Shadows
 local function split(text)
   local list = {}
   for part in (text .. ","):gmatch("(.-),") do
-    if part == "" then
-      error(("shadow: expected policies separated by commas, got '%s'"):format(text), 0)
-    end
+    fail_if(part == "", "shadow: expected policies separated by commas, got '%s'", text)
     if part:find("^[%a_][%w_]*=") and #list > 0 then list[#list] = list[#list] .. "," .. part
     else list[#list + 1] = part end
   end
@@ -61,16 +59,13 @@ function M.new(trainer, shadow)
     format = formats.of(trainer.precision.weight_gradients) or formats.of "f16" }, Shadows)
   local taken, seen = {}, {}
   for _, source in ipairs(shadow) do
-    if seen[source] then
-      error(("shadow: %s is listed twice"):format(M_ffi.value_text(source)), 0)
-    end
+    fail_if(seen[source], "shadow: %s is listed twice", M_ffi.value_text(source))
     seen[source] = true
     local loaded, policy = pcall(require("engine.policy.policy").load, source, nil,
       sites and "any" or nil)
     if not loaded then error("shadow: " .. policy, 0) end
-    if policy == trainer.policy then
-      error("trainer: a shadow must be a separate policy, not the current one", 0)
-    end
+    fail_if(policy == trainer.policy,
+      "trainer: a shadow must be a separate policy, not the current one")
     local one = { name = name_of(source, policy, taken), policy = policy, skipped = 0,
       overflows = 0, failed = 0, apart = 0, most = 0, certainty = counterfactual.certainty() }
     if policy.fp8 then
@@ -305,10 +300,9 @@ local function regain(s, old, most)
   local rungs = s.rungs and old.rungs
   for i = 1, rungs and math.max(#s.rungs, #rungs) or 0 do
     local rung = rungs[i]
-    if not (s.rungs[i] and rung and rung >= 1 and rung <= most) then
-      error(("rungs[%d]: expected %d rungs from 1 to %d, got %s"):format(i, #s.rungs, most,
-        M_ffi.value_text(rung)), 0)
-    end
+    fail_if(not (s.rungs[i] and rung and rung >= 1 and rung <= most),
+      "rungs[%d]: expected %d rungs from 1 to %d, got %s", i, #s.rungs, most,
+      M_ffi.value_text(rung))
   end
   s.policy:restore(old.state)
 end

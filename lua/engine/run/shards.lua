@@ -15,7 +15,7 @@ local ranks = require "engine.dist.ranks"
 local safetensors = require "engine.tensor.safetensors"
 local tensor = require "engine.tensor.tensor"
 
-local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
+local C, check, fail_if, ffi = M_ffi.C, M_ffi.check, M_ffi.fail_if, M_ffi.ffi
 local sorted = require("engine.base.nearest").keys      -- the same order on all ranks
 
 local M = {}
@@ -234,19 +234,15 @@ function M.index(path, names)
       local entry, part, tensor_name, from = file.entries[entry_name],
         entry_name:match("^(%w+)/(.*)@(%d+)$")
       local shape_text = part and file.metadata[part .. "/" .. tensor_name]
-      if not shape_text then
-        error(("%s: '%s' is not a piece of a tensor"):format(name, entry_name), 0)
-      end
+      fail_if(not shape_text, "%s: '%s' is not a piece of a tensor", name, entry_name)
       local shape = {}
       for n in shape_text:gmatch("%d+") do shape[#shape + 1] = tonumber(n) end
       parts[part] = parts[part] or {}
       local whole = parts[part][tensor_name]
         or { dtype = entry.dtype, shape = shape, count = M.elements(shape), pieces = {} }
       parts[part][tensor_name] = whole
-      if whole.dtype ~= entry.dtype or whole.count ~= M.elements(shape) then
-        error(("%s: '%s' differs from the other shards in dtype or shape"):format(name,
-          entry_name), 0)
-      end
+      fail_if(whole.dtype ~= entry.dtype or whole.count ~= M.elements(shape),
+        "%s: '%s' differs from the other shards in dtype or shape", name, entry_name)
       table.insert(whole.pieces, { file = name, name = entry_name, from = tonumber(from),
         count = entry.shape[1] })
     end
@@ -256,16 +252,13 @@ function M.index(path, names)
       table.sort(whole.pieces, function(a, b) return a.from < b.from end)
       local at = 0
       for _, piece in ipairs(whole.pieces) do
-        if piece.from ~= at then
-          error(("expected a piece from element %d on, got one from %d, in %s's '%s': a shard " ..
-            "is missing, or two hold the same elements"):format(at, piece.from, part, name), 0)
-        end
+        fail_if(piece.from ~= at,
+          "expected a piece from element %d on, got one from %d, in %s's '%s': a shard is " ..
+          "missing, or two hold the same elements", at, piece.from, part, name)
         at = at + piece.count
       end
-      if at ~= whole.count then
-        error(("%s's '%s' has %d elements in the shards, expected %d"):format(part, name, at,
-          whole.count), 0)
-      end
+      fail_if(at ~= whole.count, "%s's '%s' has %d elements in the shards, expected %d", part, name,
+        at, whole.count)
     end
   end
   return parts

@@ -12,7 +12,7 @@ local counterfactual = require "engine.run.counterfactual"
 local files = require "engine.base.file"
 local formats = require "engine.base.formats"
 
-local C, ffi = M_ffi.C, M_ffi.ffi
+local C, ffi, fail_if = M_ffi.C, M_ffi.ffi, M_ffi.fail_if
 local log2 = function(x) return math.log(x) / math.log(2) end
 
 local M = {}
@@ -31,9 +31,9 @@ function M.is_verdicts(text) return text:find("[.xX]") ~= nil and not text:find(
 function M.verdicts(text)
   local steps, at = {}, 1
   local function fail(what, place)
-    error(("trace '%s': %s at character %d; expected . for a good step, x for an overflow, and " ..
-      "a number before them to repeat"):format(
-      #text > 60 and text:sub(1, 57) .. "..." or text, what, place), 0)
+    M_ffi.fail("trace '%s': %s at character %d; expected . for a good step, x for an overflow, " ..
+      "and a number before them to repeat", #text > 60 and text:sub(1, 57) .. "..." or text, what,
+      place)
   end
   while true do
     at = text:match("^%s*()", at)
@@ -221,15 +221,13 @@ function M.open(text)
   M_ffi.expect(type(text) == "string", text, "trace: expected a run or a string of outcomes")
   if files.exists(text .. "/history.db") then return M.run(text) end
   if M.is_verdicts(text) then return M.verdicts(text) end
-  if files.is_folder(text) then
-    error(("%s holds no history.db; expected a run's directory or a string of outcomes such as " ..
-      "'4. x 2. 3x'"):format(text), 0)
-  end
+  fail_if(files.is_folder(text), "%s holds no history.db; expected a run's directory or a " ..
+    "string of outcomes such as '4. x 2. 3x'", text)
   if files.exists(text) then return M.run(text) end
   if files.exists("runs/" .. text .. "/history.db") then return M.run("runs/" .. text) end
   if text:find("^[%d%s.xX]") and not text:find("/", 1, true) then return M.verdicts(text) end
-  error(("there is no run '%s'; expected a run's directory or a string of outcomes such as '4. " ..
-    "x 2. 3x'%s"):format(text, require("engine.run.runs").hint(text)), 0)
+  M_ffi.fail("there is no run '%s'; expected a run's directory or a string of outcomes such as " ..
+    "'4. x 2. 3x'%s", text, require("engine.run.runs").hint(text))
 end
 
 return M

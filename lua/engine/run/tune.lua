@@ -11,7 +11,7 @@ local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local replay = require "engine.run.replay"
 
-local C = M_ffi.C
+local C, fail_if = M_ffi.C, M_ffi.fail_if
 
 local M = {}
 
@@ -33,15 +33,11 @@ local function is_power(x) return x > 0 and math.frexp(x) == 0.5 end
 -- "growth_interval=100..5000". from_text and to_text are expressions. `preset` is the option's
 -- default.
 local function span_of(text, name, preset, from_text, to_text)
-  if type(preset) ~= "number" then
-    error(("over '%s': %s is a %s; expected values, such as %s=a,b"):format(text, name,
-      type(preset), name), 0)
-  end
+  fail_if(type(preset) ~= "number", "over '%s': %s is a %s; expected values, such as %s=a,b", text,
+    name, type(preset), name)
   local from, to = expression(from_text), expression(to_text)
-  if not from or not to or not (from < to) or to == math.huge or from == -math.huge then
-    error(("over '%s': expected two numbers, the smaller one first, such as 100..5000"):format(
-      text), 0)
-  end
+  fail_if(not from or not to or not (from < to) or to == math.huge or from == -math.huge,
+    "over '%s': expected two numbers, the smaller one first, such as 100..5000", text)
   local powers = is_power(from) and is_power(to) and is_power(preset) and name:find("scal") ~= nil
   -- A factor such as 0.5 is not a count, even if its range has whole ends.
   local whole = preset % 1 == 0 and from % 1 == 0 and to % 1 == 0
@@ -117,9 +113,7 @@ local function read(o)
   if not loaded then error(policy, 0) end
   s.policy = policy
   for i, text in ipairs(o.over) do s.ranges[i] = read_range(tostring(text), policy) end
-  if #s.ranges == 0 then
-    error("expected at least one range in `over`, such as name=from..to", 0)
-  end
+  fail_if(#s.ranges == 0, "expected at least one range in `over`, such as name=from..to")
   if #s.ranges > 6 then error("expected up to 6 ranges, got " .. #s.ranges, 0) end
   return s
 end

@@ -9,6 +9,7 @@ local merged = require("engine.base.arguments").merged
 local show = require "engine.base.show"
 local tensor = require "engine.tensor.tensor"
 
+local fail, fail_if = M_ffi.fail, M_ffi.fail_if
 local M = {}
 
 local ORDER = { number = 1, string = 2, boolean = 3 }
@@ -17,10 +18,8 @@ local ORDER = { number = 1, string = 2, boolean = 3 }
 local function sorted_keys(t, path)
   local keys = {}
   for key in pairs(t) do
-    if not ORDER[type(key)] or key ~= key then
-      error(("%s: expected keys to be numbers, strings or booleans, got %s"):format(path,
-        M_ffi.value_text(key)), 0)
-    end
+    fail_if(not ORDER[type(key)] or key ~= key,
+      "%s: expected keys to be numbers, strings or booleans, got %s", path, M_ffi.value_text(key))
     keys[#keys + 1] = key
   end
   table.sort(keys, function(a, b)
@@ -48,15 +47,13 @@ local function split(t, path, trail, above, found)
     inside[#inside + 1] = key
     if tensor.is_tensor(value) then
       local good, shape = pcall(function() return value.shape end)
-      if not good then
-        error(("%s: %s"):format(at, M_ffi.without_line(shape)), 0)
-      end
+      if not good then fail("%s: %s", at, M_ffi.without_line(shape)) end
       found[#found + 1] = { path = inside, x = value, shape = shape, dtype = value.dtype }
     elseif type(value) == "table" and getmetatable(value) == nil then
       plain[key] = split(value, at, inside, above, found)
     elseif type(value) == "table" or not pcall(json.encode, value) then
-      error(("%s: expected a number, string, boolean, tensor or table of these, got %s"):format(at,
-        what_of(value)), 0)
+      fail("%s: expected a number, string, boolean, tensor or table of these, got %s", at,
+        what_of(value))
     else plain[key] = value end
   end
   above[t] = nil
@@ -67,7 +64,7 @@ end
 --- = tensor }. Raises an error of one line for a value that cannot be written.
 function M.pack(state)
   if type(state) ~= "table" or getmetatable(state) ~= nil then
-    error(("trainer.state: expected a plain table, got %s"):format(what_of(state)), 0)
+    fail("trainer.state: expected a plain table, got %s", what_of(state))
   end
   local found, tensors = {}, {}
   local saved = { data = split(state, "trainer.state", {}, {}, found), tensors = found }

@@ -14,6 +14,7 @@ local checkpoint = require "engine.run.checkpoint"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
 local replay = require "engine.run.replay"
+local fail_if = require("engine.base.ffi").fail_if
 
 local C = require("engine.base.ffi").C
 
@@ -38,9 +39,7 @@ local function command_of(path, meta, config, script)
       table.insert(command.arguments, name .. "=" .. tostring(value))
     end
     table.sort(command.arguments)
-    if not script then
-      error(("%s does not say which script made it; hint: --script FILE"):format(path), 0)
-    end
+    fail_if(not script, "%s does not say which script made it; hint: --script FILE", path)
   end
   local folder = type(command.folder) == "string" and command.folder or files.absolute(".")
   if script then script = files.absolute(script)
@@ -48,12 +47,10 @@ local function command_of(path, meta, config, script)
     script = tostring(command.script)
     if script:sub(1, 1) ~= "/" then script = folder .. "/" .. script end
   end
-  if not files.is_file(script) then
-    error(("the script that made %s is gone: %s; hint: --script FILE"):format(path, script), 0)
-  end
-  if not files.is_folder(folder) then
-    error(("the folder that %s was started in is gone: %s"):format(path, folder), 0)
-  end
+  fail_if(not files.is_file(script), "the script that made %s is gone: %s; hint: --script FILE",
+    path, script)
+  fail_if(not files.is_folder(folder), "the folder that %s was started in is gone: %s", path,
+    folder)
   local source = files.read(script)
   command.changed = command.crc32c ~= nil and source ~= nil
     and C.eng_crc32c(0, source, #source) ~= command.crc32c
@@ -129,10 +126,8 @@ local function start_of(path, trace, target)
     and checkpoint.open(path .. "/checkpoints", tonumber(trace.rows[target - 1].step))
   if c then c:close() end
   if c and row_of[c.step] then return row_of[c.step], c.path end
-  if trace.first > 0 then
-    error(("%s begins at step %d, and it has no checkpoint to start from"):format(path,
-      trace.first), 0)
-  end
+  fail_if(trace.first > 0, "%s begins at step %d, and it has no checkpoint to start from", path,
+    trace.first)
   return 1, nil
 end
 
@@ -151,9 +146,8 @@ function M.plan(path, source, options, wish, run)
   local history = require("engine.run.history").open(trace.name)
   local meta, config = history:meta(), history:config()
   history:close()
-  if (tonumber(meta.ranks) or 1) > 1 then
-    error(("%s was made by %s ranks; --verify runs one process"):format(path, meta.ranks), 0)
-  end
+  fail_if((tonumber(meta.ranks) or 1) > 1, "%s was made by %s ranks; --verify runs one process",
+    path, meta.ranks)
   local command, notes = command_of(path, meta, config, wish.script), {}
   if command.changed then
     notes[1] = ("%s has changed since the run, which may explain differences"):format(
@@ -168,9 +162,8 @@ function M.plan(path, source, options, wish, run)
   local part = {}
   for i = first, first + count - 1 do part[#part + 1] = rows[i] end
   local policy = require("engine.policy.policy").load(source, options)
-  if not policy.source then
-    error(("policy %s is a class of a script, which a replay cannot load"):format(policy.name), 0)
-  end
+  fail_if(not policy.source, "policy %s is a class of a script, which a replay cannot load",
+    policy.name)
   if open and rows[open].step > part[#part].step then
     notes[#notes + 1] = ("the replay equals the run before step %d; hint: --steps %d or more, " ..
       "or --from %d, to verify later steps"):format(rows[open].step, open - first + 10,

@@ -9,7 +9,7 @@ local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"
 
-local C, raise = M_ffi.C, M_ffi.raise
+local C, raise_if = M_ffi.C, M_ffi.raise_if
 
 local M = {}
 
@@ -77,10 +77,8 @@ end
 for kind, wrap in pairs { float = as_float, half = as_half, promote = as_widest } do
   M[("register_%s_function"):format(kind)] = function(place, name)
     local f = type(place) == "table" and place[name]
-    if type(f) ~= "function" then
-      raise("amp.register_%s_function: expected a table and the name of a function in it, " ..
-        "got %s and %s", kind, M_ffi.value_text(place), M_ffi.value_text(name))
-    end
+    raise_if(type(f) ~= "function", "amp.register_%s_function: expected a table and the name of " ..
+      "a function in it, got %s and %s", kind, M_ffi.value_text(place), M_ffi.value_text(name))
     place[name] = wrap(f)
   end
 end

@@ -36,10 +36,8 @@ local function tensors_of(batch)
       break
     end
   end
-  if #list == 0 then
-    M_ffi.raise("graph=true: expected the loss to read tensors that are fields of the batch, " ..
-      "got %s; hint: graph=false", found)
-  end
+  M_ffi.raise_if(#list == 0, "graph=true: expected the loss to read tensors that are fields of " ..
+    "the batch, got %s; hint: graph=false", found)
   table.sort(list, function(a, b) return a.name < b.name end)
   local handles = M_ffi.new("eng_tensor[?]", #list)
   for i, item in ipairs(list) do handles[i - 1] = item.x end

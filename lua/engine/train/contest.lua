@@ -43,11 +43,9 @@ end
 --- out this call.
 function M.new(options)
   options = tensor.read_named(options, "contest", "policies also seeds run")
-  if type(options.policies) ~= "table" or #options.policies == 0
-    or type(options.run) ~= "function" then
-    M_ffi.raise("contest: expected { policies = { \"dynamic\", ... }, seeds = 5, run = " ..
-      "function(policy, seed) ... end }")
-  end
+  M_ffi.raise_if(type(options.policies) ~= "table" or #options.policies == 0
+    or type(options.run) ~= "function", "contest: expected { policies = { \"dynamic\", ... }, " ..
+    "seeds = 5, run = function(policy, seed) ... end }")
   local seeds = arguments.want_whole(options.seeds or 5, "contest", "seeds", 1)
   local result, columns = {}, {}
   for p, policy in ipairs(with(options.policies, options.also)) do

@@ -18,7 +18,7 @@ local optim = require "engine.train.optim"
 local session = require "engine.train.session"
 local tensor = require "engine.tensor.tensor"
 
-local expect, raise = M_ffi.expect, M_ffi.raise
+local expect, raise, raise_if = M_ffi.expect, M_ffi.raise, M_ffi.raise_if
 
 local M = {}
 
@@ -33,10 +33,9 @@ local SWITCHES = { adam_w_mode = true, torch_adam = true }   -- torch_adam has n
 
 -- Makes the optimizer that the configuration's block { type =, params = } describes.
 local function optimizer_of(block, model, precision)
-  if type(block) ~= "table" or type(block.type) ~= "string" then
-    raise("deepspeed: expected optimizer = { type =, params = } in the configuration, or " ..
-      "initialize { optimizer = }")
-  end
+  raise_if(type(block) ~= "table" or type(block.type) ~= "string",
+    "deepspeed: expected optimizer = { type =, params = } in the configuration, or " ..
+    "initialize { optimizer = }")
   local name = OPTIMIZERS[block.type:lower()]
   if not name then
     raise("deepspeed: there is no optimizer '%s'%s", block.type,
@@ -97,9 +96,8 @@ function M.initialize(given)
   end
   expect(type(config) == "table", config,
     "deepspeed.initialize: expected config to be the path of a JSON file or a table")
-  if type(config.scheduler) == "table" then
-    raise("deepspeed: a scheduler is not supported; hint: assign optimizer.lr before step()")
-  end
+  raise_if(type(config.scheduler) == "table",
+    "deepspeed: a scheduler is not supported; hint: assign optimizer.lr before step()")
   for _, key in ipairs { "fp16", "bf16", "bfloat16" } do
     expect(config[key] == nil or config[key] == json.null or type(config[key]) == "table",
       config[key], "deepspeed: expected %s to be an object", key)

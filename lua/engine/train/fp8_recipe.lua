@@ -7,7 +7,8 @@ local fp8_codes = require "engine.tensor.fp8"
 local mx = require "engine.tensor.mx"
 local nearest = require "engine.base.nearest"
 
-local ffi, C, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise
+local ffi, C, expect, raise, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise,
+  M_ffi.raise_if
 local choose, want_list, want_pattern = arguments.choose, arguments.want_list,
   arguments.want_pattern
 
@@ -86,14 +87,10 @@ local function read_role(to, role, where, name)
   for _, field in ipairs(scaled and { "pow2", "margin", "eps" } or {}) do
     if role[field] ~= nil then raise("%s: the rule %s has no option %s", where, rule, field) end
   end
-  if not role.rule and type(role.stochastic) == "number" then
-    raise("%s: stochastic can be a number (of random bits) only with a rule of microscaling%s",
-      where, REPLACES)
-  end
+  raise_if(not role.rule and type(role.stochastic) == "number", "%s: stochastic can be a number " ..
+    "(of random bits) only with a rule of microscaling%s", where, REPLACES)
   for _, field in ipairs(rule == ROWS and {} or ROW_OPTIONS) do
-    if role[field] ~= nil then
-      raise("%s: only the rule %s has the option %s", where, ROWS, field)
-    end
+    raise_if(role[field] ~= nil, "%s: only the rule %s has the option %s", where, ROWS, field)
   end
   want("clamp", role.clamp == 0 or between(role.clamp, 0.5, 0.9999),
     "a quantile from 0.5 to 0.9999, or 0 for none")
@@ -128,9 +125,7 @@ local function read_product(to, product, where, scaled)
   known(product, PRODUCT, where)
   local kind = scaled and "microscaling" or "FP8"
   for _, field in ipairs(scaled and { "promotion" } or { "hadamard", "signs" }) do
-    if product[field] ~= nil then
-      raise("%s: products of %s have no option %s", where, kind, field)
-    end
+    raise_if(product[field] ~= nil, "%s: products of %s have no option %s", where, kind, field)
   end
   to.high = boolean(product.high, where, "high")
   to.hadamard = whole(product.hadamard or 0, where, "hadamard")
@@ -206,10 +201,9 @@ local function structure(layer, where)
   for i, name in ipairs(M.products) do
     local at, own = ("%s: %s"):format(where, name), layer[name].accumulator or "device"
     read_product(recipe.product[i - 1], layer[name], at, scaled)
-    if scaled and recipe.product[i - 1].high == 0 and own ~= last then
-      raise("%s: expected the accumulator to be %s, as in wgrad, got %s; with microscaling, all " ..
-        "products of a layer have the same accumulator", at, last, own)
-    end
+    raise_if(scaled and recipe.product[i - 1].high == 0 and own ~= last,
+      "%s: expected the accumulator to be %s, as in wgrad, got %s; with microscaling, all " ..
+      "products of a layer have the same accumulator", at, last, own)
   end
   if C.eng_fp8_recipe_check(recipe) ~= 0 then raise("%s: %s", where, M_ffi.message()) end
   return recipe

@@ -28,7 +28,7 @@ local policy_files = require "engine.policy.policy"
 local precision = require "engine.train.precision"
 local weight_averages = require "engine.train.weight_averages"
 
-local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
+local ffi, C, check, raise, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.raise_if
 local roles = fp8_recipe.roles
 
 local M = {}
@@ -137,10 +137,8 @@ function M.attach(model, full, list)
     self.list[#self.list + 1], self.by_path[name] = site, site
   end)
   if not fp8 then return nil end
-  if #self.list == 0 then
-    raise("precision '%s': no linear layer is in FP8: the model has none, `high` " ..
-      "excludes all of them, or nn.lora stores them in e4m3 or nf4", full.name)
-  end
+  raise_if(#self.list == 0, "precision '%s': no linear layer is in FP8: the model has none, " ..
+    "`high` excludes all of them, or nn.lora stores them in e4m3 or nf4", full.name)
   self.sample, self.rungs, self.paths = fp8.sample or 100, #(fp8.ladder or {}) + 2, {}
   for i, site in ipairs(self.list) do self.paths[i] = site.path end
   self.told = self:places().rungs
@@ -195,10 +193,8 @@ function Sites:prepare(policies)
     policies[1].idle = true
   end
   for i, policy in ipairs(policies) do
-    if not policy.handle then
-      raise("an FP8 policy must be a policy file, but %s is a class; see policies/README.md",
-        tostring(policy.name))
-    end
+    raise_if(not policy.handle, "an FP8 policy must be a policy file, but %s is a class; see " ..
+      "policies/README.md", tostring(policy.name))
     self.names = fp8_verdict.prepare(policy, self.paths)
     self.seats[i] = setmetatable({ sites = self, policy = policy }, Seat)
   end

@@ -16,7 +16,8 @@ local module = require "engine.nn.module"
 local nearest = require "engine.base.nearest"
 local tensor = require "engine.tensor.tensor"
 
-local expect, raise, value_text = M_ffi.expect, M_ffi.raise, M_ffi.value_text
+local expect, raise, raise_if, value_text = M_ffi.expect, M_ffi.raise, M_ffi.raise_if,
+  M_ffi.value_text
 
 local M = {}
 
@@ -100,16 +101,13 @@ function M.dpo(model, batch, options)
     "losses.dpo: expected beta to be a number >= 0")
   expect(reduction == "mean" or reduction == "sum", reduction,
     "losses.dpo: expected reduction 'mean' or 'sum'")
-  if reference ~= nil and (not module.is_module(reference) or reference == model) then
-    raise("losses.dpo: expected reference to be %s, got %s", reference == model
-      and "a frozen copy of the model" or "a module", reference == model and "the model itself"
-      or value_text(reference))
-  end
+  raise_if(reference ~= nil and (not module.is_module(reference) or reference == model),
+    "losses.dpo: expected reference to be %s, got %s",
+    reference == model and "a frozen copy of the model" or "a module",
+    reference == model and "the model itself" or value_text(reference))
   local rows = batch.y:size(1)
-  if rows % 2 ~= 0 then
-    raise("losses.dpo: expected an even number of rows, the chosen and then the rejected, got %d",
-      rows)
-  end
+  raise_if(rows % 2 ~= 0,
+    "losses.dpo: expected an even number of rows, the chosen and then the rejected, got %d", rows)
   local targets, pairs_ = targets_of(batch, "losses.dpo"), rows / 2
   local own = log_probability(model, batch.x, targets)
   local gain = own - reference_log_probability(model, reference, batch.x, targets)    -- [2P]

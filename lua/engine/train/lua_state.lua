@@ -13,7 +13,7 @@ local nearest = require "engine.base.nearest"
 local precision = require "engine.train.precision"
 local tensor = require "engine.tensor.tensor"
 
-local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
+local ffi, C, check, raise, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.raise_if
 
 local M = {}
 
@@ -220,14 +220,11 @@ end
 function State:update(lr, options)
   local name, factor = self.spec.name, options.gradient_factor
   self:refuse_torn()
-  if options.lagged then
-    raise("optim.%s: in mode=lagged the device decides whether to update, and this optimizer is " ..
-      "written in Lua; hint: mode=sync", name)
-  end
+  raise_if(options.lagged, "optim.%s: in mode=lagged the device decides whether to update, and " ..
+    "this optimizer is written in Lua; hint: mode=sync", name)
   for _, option in ipairs { "norms", "update_clip", "spike_clip" } do
-    if options[option] then
-      raise("optim.%s: %s needs a fused optimizer, and this one is written in Lua", name, option)
-    end
+    raise_if(options[option],
+      "optim.%s: %s needs a fused optimizer, and this one is written in Lua", name, option)
   end
   if options.clip_norm > 0 and options.norm > options.clip_norm then
     factor = factor * options.clip_norm / (options.norm + 1e-6)

@@ -17,7 +17,8 @@ local optim_register = require "engine.train.optim_register"
 local precision = require "engine.train.precision"
 local tensor = require "engine.tensor.tensor"
 
-local ffi, C, check, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
+local ffi, C, check, expect, raise, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect,
+  M_ffi.raise, M_ffi.raise_if
 
 local M = {}
 
@@ -60,9 +61,8 @@ local function check_hyper(name, values)
     end
   end
   if spec then return optim_register.check_values(spec, values) end
-  if values.nesterov and (values.momentum == 0 or values.dampening ~= 0) then
-    raise("optim.%s: nesterov needs a momentum and no dampening", name)
-  end
+  raise_if(values.nesterov and (values.momentum == 0 or values.dampening ~= 0),
+    "optim.%s: nesterov needs a momentum and no dampening", name)
 end
 
 -- ------------------------------------------------------------------ the object
@@ -79,9 +79,8 @@ local function make_groups(name, list, options, defaults)
     local values = arguments.merged({ lr_mul = 1, label = label }, defaults)
     for key, value in pairs(overrides) do
       if key ~= "match" and key ~= "label" then
-        if key == "lr" then
-          raise("optim.%s: a group cannot set lr; hint: lr_mul, a factor on the common rate", name)
-        end
+        raise_if(key == "lr",
+          "optim.%s: a group cannot set lr; hint: lr_mul, a factor on the common rate", name)
         if defaults[key] == nil and key ~= "lr_mul" then
           raise("optim.%s: unknown option '%s' in a group%s", name, tostring(key),
             nearest.hint(tostring(key), nearest.keys(defaults)))
@@ -99,10 +98,9 @@ local function make_groups(name, list, options, defaults)
   arguments.want_list(options.groups or {}, "optim." .. name, "groups",
     '{ { match = "bias", weight_decay = 0 } }')
   for i, group in ipairs(options.groups or {}) do
-    if type(group) ~= "table" or (type(group.match) ~= "string"
-      and type(group.match) ~= "function") then
-      raise("optim.%s: group %d needs match = a pattern or a function(name, tensor)", name, i)
-    end
+    raise_if(type(group) ~= "table"
+      or (type(group.match) ~= "string" and type(group.match) ~= "function"),
+      "optim.%s: group %d needs match = a pattern or a function(name, tensor)", name, i)
     if type(group.match) == "string" then
       arguments.want_pattern(group.match, ("optim.%s: group %d"):format(name, i),
         "match to be a Lua pattern of parameter names")
@@ -137,10 +135,8 @@ local function parameter_list(name, model)
   local trainable = {}
   for i, p in ipairs(list) do
     if tensor.is_tensor(p) then p = { name = "p" .. i, tensor = p } end
-    if type(p) ~= "table" or not tensor.is_tensor(p.tensor) then
-      raise("optim.%s: expected entry %d of the list to be a tensor or { name =, tensor = }", name,
-        i)
-    end
+    raise_if(type(p) ~= "table" or not tensor.is_tensor(p.tensor),
+      "optim.%s: expected entry %d of the list to be a tensor or { name =, tensor = }", name, i)
     if M.requires_grad(p.tensor) then trainable[#trainable + 1] = p end
   end
   if #trainable == 0 then
@@ -189,10 +185,8 @@ function M.requires_grad(x) return arguments.info(x).requires_grad ~= 0 end
 -- Gives the parameters the formats of the optimizer's recipe.
 local function set_formats(self)
   local full = self.precision
-  if full.masters ~= "f32" and KINDS[self.name].spec then
-    raise("optim.%s: precision '%s' has bf16 masters, and only sgd, adam, adamw and lion round " ..
-      "their updates to them", self.name, full.name)
-  end
+  raise_if(full.masters ~= "f32" and KINDS[self.name].spec, "optim.%s: precision '%s' has bf16 " ..
+    "masters, and only sgd, adam, adamw and lion round their updates to them", self.name, full.name)
   local shadow, gradient, masters = precision.parameter_formats(full, self.list)
   check(C.eng_params_masters(self.params, masters))
   check(C.eng_params_precision(self.params, shadow, gradient))
@@ -224,17 +218,14 @@ local function new(name, model, options)
   local decay = options.decay
   expect(decay == nil or decay == "matrices" or decay == "all", decay,
     "optim.%s: expected decay to be 'all' or 'matrices'", name)
-  if decay and defaults.weight_decay == nil then
-    raise("optim.%s: decay needs an optimizer with weight_decay, and this one has none", name)
-  end
+  raise_if(decay and defaults.weight_decay == nil,
+    "optim.%s: decay needs an optimizer with weight_decay, and this one has none", name)
   check_hyper(name, defaults)
 
   local list = parameter_list(name, model)
   local full = precision.resolve(options.precision)
-  if full.fp8 and not module.is_module(model) then
-    raise("optim.%s: precision '%s' needs a module with linear layers, got a list of tensors", name,
-      full.name)
-  end
+  raise_if(full.fp8 and not module.is_module(model), "optim.%s: precision '%s' needs a module " ..
+    "with linear layers, got a list of tensors", name, full.name)
   local sites = module.is_module(model) and fp8_sites.attach(model, full, list) or nil
   local moments = options.moments or full.moments
   expect(moments == "f32" or moments == "bf16", moments,
@@ -310,9 +301,7 @@ local registered = {}   -- optimizers that scripts registered: name -> construct
 --- the buffers. With ZeRO each rank updates whole parameters.
 function M.register(name, spec)
   local read = optim_register.read(name, spec)
-  if rawget(M, name) then
-    raise("optim.register: '%s' exists already; hint: another name", name)
-  end
+  raise_if(rawget(M, name), "optim.register: '%s' exists already; hint: another name", name)
   KINDS[name] = { spec = read, defaults = read.defaults }
   registered[name] = function(model, options) return new(name, model, options) end
 end
@@ -325,17 +314,13 @@ function Optimizer:set_precision(recipe)
       "hint: give the recipe to engine.optim.%s",
       full.name, full.moments, self.precision.moments, self.name)
   end
-  if full.fp8 and not self.model then
-    raise("set_precision: FP8 needs a module with linear layers, but this optimizer was made " ..
-      "from a list of tensors")
-  end
+  raise_if(full.fp8 and not self.model, "set_precision: FP8 needs a module with linear layers, " ..
+    "but this optimizer was made from a list of tensors")
   local before = self.precision
   local other = full.masters ~= before.masters or full.rounding ~= before.rounding
-  if other and self.updates > 0 then
-    raise("set_precision: the masters of this optimizer have had updates in %s (%s) and cannot " ..
-      "change to %s (%s); hint: give the recipe to engine.optim.%s", before.masters,
-      before.rounding, full.masters, full.rounding, self.name)
-  end
+  raise_if(other and self.updates > 0, "set_precision: the masters of this optimizer have had " ..
+    "updates in %s (%s) and cannot change to %s (%s); hint: give the recipe to engine.optim.%s",
+    before.masters, before.rounding, full.masters, full.rounding, self.name)
   local fp8, sites = self.fp8, {}
   if self.model then
     self.model:apply(function(m) sites[m] = { rawget(m, "_fp8"), rawget(m, "_fp8_site") } end)

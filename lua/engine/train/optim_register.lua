@@ -4,7 +4,7 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local nearest = require "engine.base.nearest"
 
-local expect, raise = M_ffi.expect, M_ffi.raise
+local expect, raise, raise_if = M_ffi.expect, M_ffi.raise, M_ffi.raise_if
 
 local M = {}
 
@@ -92,10 +92,8 @@ function M.check_values(spec, values)
     local value = values[key]
     local good = type(value) == type(default)
     if good and type(value) == "number" then good = value - value == 0 end
-    if not good then
-      raise("optim.%s: expected %s to be a %s, got %s", spec.name, key, type(default) == "number"
-        and "finite number" or type(default), M_ffi.value_text(value))
-    end
+    raise_if(not good, "optim.%s: expected %s to be a %s, got %s", spec.name, key,
+      type(default) == "number" and "finite number" or type(default), M_ffi.value_text(value))
   end
   local problem = spec.check and spec.check(values)
   if problem then raise("optim.%s: %s", spec.name, tostring(problem)) end

@@ -11,8 +11,8 @@ local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local autograd = require "engine.tensor.autograd"
 
-local dtype, expect, raise, value_text = M_ffi.dtype, M_ffi.expect, M_ffi.raise,
-  M_ffi.value_text
+local dtype, expect, raise, raise_if, value_text = M_ffi.dtype, M_ffi.expect, M_ffi.raise,
+  M_ffi.raise_if, M_ffi.value_text
 
 local M = {}
 
@@ -305,11 +305,10 @@ function M.resolve(recipe)
         raise("precision '%s': unknown role %s%s", full.name, value_text(key),
           nearest.choices(key, FORMATS, "roles"))
       end
-      if type(value) ~= "string" or value:find(" ", 1, true)
-        or not (" " .. FORMATS[key] .. " "):find(" " .. value .. " ", 1, true) then
-        raise("precision '%s': %s cannot be %s; formats: %s", full.name, key, value_text(value),
-          FORMATS[key])
-      end
+      raise_if(type(value) ~= "string" or value:find(" ", 1, true)
+        or not (" " .. FORMATS[key] .. " "):find(" " .. value .. " ", 1, true),
+        "precision '%s': %s cannot be %s; formats: %s", full.name, key, value_text(value),
+        FORMATS[key])
     end
   end
   if full.masters == "bf16" and full.weights ~= "bf16" then

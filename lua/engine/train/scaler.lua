@@ -19,7 +19,8 @@ local policy = require "engine.policy.policy"
 local signals = require "engine.policy.signals"
 local tensor = require "engine.tensor.tensor"
 
-local ffi, C, check, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
+local ffi, C, check, expect, raise, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect,
+  M_ffi.raise, M_ffi.raise_if
 
 local M = {}
 
@@ -93,10 +94,8 @@ function Scaler:scale(loss, ...)
 end
 
 local function need_scale(self, what)
-  if not self.began then
-    raise("scaler:%s: there is no scale yet; call scaler:scale(loss):backward() earlier in the " ..
-      "step", what)
-  end
+  raise_if(not self.began, "scaler:%s: there is no scale yet; call " ..
+    "scaler:scale(loss):backward() earlier in the step", what)
 end
 
 local function entry_of(self, opt, what)
@@ -132,13 +131,10 @@ function Scaler:unscale(opt)
   local entry = entry_of(self, opt, "unscale")
   if not self.enabled then return end
   need_scale(self, "unscale")
-  if entry.stage == UNSCALED then
-    raise("scaler:unscale: this optimizer's gradients are unscaled already; unscale an " ..
-      "optimizer once between two update() calls")
-  end
-  if entry.stage == STEPPED then
-    raise("scaler:unscale: this optimizer has already stepped; unscale before step()")
-  end
+  raise_if(entry.stage == UNSCALED, "scaler:unscale: this optimizer's gradients are unscaled " ..
+    "already; unscale an optimizer once between two update() calls")
+  raise_if(entry.stage == STEPPED,
+    "scaler:unscale: this optimizer has already stepped; unscale before step()")
   inspect(self, entry)
   local object = self.policy.object
   if object and object.unscale_gradients then
@@ -165,26 +161,21 @@ end
 --- in the same pass. options go to opt:step. Returns { skipped = boolean, reason = text or nil }.
 function Scaler:step(opt, options)
   local entry = entry_of(self, opt, "step")
-  if type(options) == "function" then
-    raise("scaler:step: closures are not supported; compute the loss and its backward pass " ..
-      "before step()")
-  end
+  raise_if(type(options) == "function",
+    "scaler:step: closures are not supported; compute the loss and its backward pass before step()")
   if not self.enabled then
     opt:step(options)
     return { skipped = false }
   end
   need_scale(self, "step")
-  if entry.stage == STEPPED then
-    raise("scaler:step: this optimizer has already stepped; call update() before the next step")
-  end
+  raise_if(entry.stage == STEPPED,
+    "scaler:step: this optimizer has already stepped; call update() before the next step")
   local object = self.policy.object
   if entry.stage == READY then
     if object and object.unscale_gradients then self:unscale(opt) else inspect(self, entry) end
   end
-  if not entry.checked then
-    raise("scaler:step: this optimizer has no gradients to check for inf and nan; does the loss " ..
-      "depend on its parameters?")
-  end
+  raise_if(not entry.checked, "scaler:step: this optimizer has no gradients to check for inf " ..
+    "and nan; does the loss depend on its parameters?")
   local factor = entry.stage == UNSCALED and 1 or f32(1 / self:get_scale())
   entry.stage = STEPPED
   if entry.found then
@@ -298,10 +289,8 @@ function Scaler:update(new_scale)
   else
     local any = false
     for _, entry in ipairs(self.order) do any = any or entry.checked end
-    if not any then
-      raise("scaler:update: no gradients were checked for inf and nan since the last update(); " ..
-        "call step() or unscale() first")
-    end
+    raise_if(not any, "scaler:update: no gradients were checked for inf and nan since the last " ..
+      "update(); call step() or unscale() first")
     for name, value in pairs(signals.values) do self.policy:signal(name, value) end
     verdict = self.policy:decide(add_up(self), stats_of(self))
     if self.groups then self.groups:apply(self.policy) end
@@ -337,10 +326,8 @@ end
 --- Restores a state_dict(). Disabled scalers ignore it.
 function Scaler:load_state_dict(dict)
   if not self.enabled then return end
-  if type(dict) ~= "table" or next(dict) == nil then
-    raise("scaler:load_state_dict: the state is empty; it may come from a scaler that was " ..
-      "disabled when it was saved")
-  end
+  raise_if(type(dict) ~= "table" or next(dict) == nil, "scaler:load_state_dict: the state is " ..
+    "empty; it may come from a scaler that was disabled when it was saved")
   if dict.policy ~= self.policy.name or type(dict.state) ~= "string" then
     raise("scaler:load_state_dict: the state is of policy '%s', but this scaler uses '%s'",
       tostring(dict.policy), self.policy.name)

@@ -28,7 +28,8 @@ local ranks = require "engine.dist.ranks"
 local signals = require "engine.policy.signals"
 local tensor = require "engine.tensor.tensor"
 
-local C, check, expect, raise = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
+local C, check, expect, raise, raise_if = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise,
+  M_ffi.raise_if
 local Trainer = require("engine.train.trainer").Trainer
 
 local M = {}
@@ -150,19 +151,16 @@ local function new(given)
   options.check_session(given)
   local o = arguments.merged(given)
   local entries = entries_of(o)
-  if ranks.size() > 1 then
-    raise("session: a loop written by hand can have one rank only; hint: use engine.trainer")
-  end
+  raise_if(ranks.size() > 1,
+    "session: a loop written by hand can have one rank only; hint: use engine.trainer")
   if #entries == 1 then o.optimizer, o.model = entries[1].opt, model_of(entries[1].opt)
   else
     o.optimizer, o.model = several(entries), Models()
     for _, e in ipairs(entries) do o.model[e.name] = model_of(e.opt) end
   end
   local recipe = precision.resolve(o.precision or entries[1].opt.precision)
-  if recipe.fp8 then
-    raise("session: precision '%s' quantizes linear layers, which a session cannot do; hint: "
-      .. "engine.trainer, or fp32, bf16 or fp16", recipe.name)
-  end
+  raise_if(recipe.fp8, "session: precision '%s' quantizes linear layers, which a session cannot " ..
+    "do; hint: engine.trainer, or fp32, bf16 or fp16", recipe.name)
   o.data = o.data or { next = function()
     raise("session: skipping data needs a loader; hint: data = the loop's loader") end }
   return assemble.object(o, Session, { entries = entries, own_data = given.data ~= nil, turn = 0,
@@ -218,10 +216,8 @@ end
 local function close_turn(self)
   self.current = nil
   check(C.eng_step_end())
-  if self.unused > 0 then
-    raise("session: turn %d computed gradients after its last step, and they are lost; hint: " ..
-      "s:step(optimizer) before the turn ends", self.turn)
-  end
+  raise_if(self.unused > 0, "session: turn %d computed gradients after its last step, and they " ..
+    "are lost; hint: s:step(optimizer) before the turn ends", self.turn)
   expect_steps(self)
   local over = loop.between(self, self.last) or self.turn >= self.most
   self.turn_began_at = self.steps_done
@@ -346,10 +342,8 @@ function Session:step(opt, o)
   if o.tokens ~= nil then
     arguments.want_whole(o.tokens, "session:step", "tokens", 0)
   end
-  if entry.opt._clip or entry.opt._clip_value then
-    raise("session:step: clip_grad_norm and clip_grad_value would clip scaled gradients; " ..
-      "hint: s:step(optimizer, { clip = 1 })")
-  end
+  raise_if(entry.opt._clip or entry.opt._clip_value, "session:step: clip_grad_norm and " ..
+    "clip_grad_value would clip scaled gradients; hint: s:step(optimizer, { clip = 1 })")
   local union, last = self.optimizer, self.last
   if union.activate then
     union:activate(entry)

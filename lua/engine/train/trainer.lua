@@ -25,7 +25,7 @@ local reference = require "engine.train.reference"
 local tensor = require "engine.tensor.tensor"
 local update_norms = require "engine.train.update_norms"
 
-local C, check, expect = M_ffi.C, M_ffi.check, M_ffi.expect
+local C, check, expect, fail_if = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.fail_if
 
 local M = {}
 
@@ -371,10 +371,8 @@ function Trainer:share_as_before(ranks, accumulate)
   if accumulate == self.accumulate and before % size == 0 then
     self.accumulate = before / size
     local refusal = modes.refusal(self)
-    if refusal then
-      error(("resume: keeping %d batches in a step needs accumulate=%d here; %s"):format(before,
-        self.accumulate, refusal), 0)
-    end
+    fail_if(refusal, "resume: keeping %d batches in a step needs accumulate=%d here; %s", before,
+      self.accumulate, refusal)
     self.losses = M_ffi.new("eng_tensor[?]", self.accumulate)
     self.reducer:accumulates(self.accumulate > 1)
     return ("%d rank%s with accumulate=%d %s a run of %d with accumulate=%d, %s"):format(size,

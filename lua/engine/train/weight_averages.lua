@@ -19,10 +19,8 @@ local function decay_of(site)
   local decay
   for i, recipe in ipairs(site.rungs) do
     local own = recipe.role[1].average
-    if own > 0 and decay and own ~= decay then
-      M_ffi.raise("%s: ladder[%d]: w: expected average to be %g, as in the rungs below, got %g",
-        site.path, i - 1, decay, own)
-    end
+    M_ffi.raise_if(own > 0 and decay and own ~= decay, "%s: ladder[%d]: w: expected average to " ..
+      "be %g, as in the rungs below, got %g", site.path, i - 1, decay, own)
     decay = own > 0 and own or decay
   end
   return decay
