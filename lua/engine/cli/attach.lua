@@ -8,7 +8,7 @@ local nearest = require "engine.base.nearest"
 local options = require "engine.cli.options"
 local show = require "engine.base.show"
 
-local C, ffi = M_ffi.C, M_ffi.ffi
+local C, ffi, fail, fail_if = M_ffi.C, M_ffi.ffi, M_ffi.fail, M_ffi.fail_if
 
 local help = [==[
 usage: engine attach RUN [-e CODE]...
@@ -138,15 +138,12 @@ local function objects(link, why)
     local known, made = nearest.keys(methods), {}
     for key, method in pairs(methods) do
       methods[key] = function(self, ...)
-        if self ~= made and self ~= nil then
-          error(("expected a colon: %s:%s(...)"):format(name, key), 0)
-        end
+        fail_if(self ~= made and self ~= nil, "expected a colon: %s:%s(...)", name, key)
         return method(self, ...)
       end
     end
     setmetatable(methods, { __index = function(_, key)
-      error(("%s has no '%s'%s"):format(name, tostring(key),
-        nearest.choices(key, known, "methods")), 0)
+      fail("%s has no '%s'%s", name, tostring(key), nearest.choices(key, known, "methods"))
     end })
     return setmetatable(made, { __index = methods, __tostring = function()
       if not link then return why end

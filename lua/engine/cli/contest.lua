@@ -6,7 +6,7 @@ local options = require "engine.cli.options"
 local process = require "engine.base.process"
 local show = require "engine.base.show"
 
-local fail = options.fail
+local fail, fail_if = options.fail, options.fail_if
 
 local help = [==[
 usage: engine contest SCRIPT --policy A --policy B ... [seeds=5] [jobs=N] [threads=N]
@@ -82,10 +82,8 @@ local function settings_of(script, settings)
   local good, why = pcall(chunk, unpack(settings))
   arg, _G.print = arg_before, show_before
   if not good and why ~= reached then fail("%s: %s", script, tostring(why)) end
-  if not found then
-    fail("%s has no settings; hint: local cfg = engine.config { policy = \"dynamic\", seed = 1, " ..
-      "run = \"\" }", script)
-  end
+  fail_if(not found, "%s has no settings; hint: local cfg = engine.config { policy = " ..
+    "\"dynamic\", seed = 1, run = \"\" }", script)
   return unpack(found, 1, 3)
 end
 
@@ -93,10 +91,9 @@ end
 local function check_script(contest)
   local defaults, docs, kinds = settings_of(contest.script, contest.settings)
   for _, name in ipairs { "policy", "seed", "run" } do
-    if type(defaults) ~= "table" or defaults[name] == nil then
-      fail("%s has no setting '%s', which a contest needs; hint: add it to engine.config { ... " ..
-        "} and use it: %s", contest.script, name, NEEDED[name])
-    end
+    fail_if(type(defaults) ~= "table" or defaults[name] == nil,
+      "%s has no setting '%s', which a contest needs; hint: add it to engine.config { ... } and " ..
+      "use it: %s", contest.script, name, NEEDED[name])
   end
   local load = require("engine.policy.policy").load     -- registers the range `policy`
   contest.resumes, contest.quiet = defaults.resume ~= nil, defaults.log ~= nil
@@ -122,18 +119,15 @@ local OUTPUTS = { "csv", "latex", "svg", "png" }
 local function read(given)
   local M_ffi = require "engine.base.ffi"
   local C = M_ffi.C
-  if C.eng_comm_launched(M_ffi.new("int[1]"), M_ffi.new("int[1]")) then
-    fail("a contest starts its runs from one process; hint: start it without mpirun or torchrun")
-  end
+  fail_if(C.eng_comm_launched(M_ffi.new("int[1]"), M_ffi.new("int[1]")),
+    "a contest starts its runs from one process; hint: start it without mpirun or torchrun")
   local script = given.words[1]
   if not files.is_file(script) then fail("there is no script %s", script) end
   if #given.policy == 0 then fail("expected at least one --policy NAME") end
   local own, settings, seen = {}, {}, {}
   for _, word in ipairs(given.settings or {}) do
     local name = word:match("^[^=]+")
-    if TAKEN[name] then
-      fail("'%s' is set by the contest for each run; use %s", name, TAKEN[name])
-    end
+    fail_if(TAKEN[name], "'%s' is set by the contest for each run; use %s", name, TAKEN[name])
     table.insert(OWN[name] ~= nil and own or settings, word)
   end
   for _, policy in ipairs(given.policy) do

@@ -26,10 +26,8 @@ return options.command {
   main = function(given)
     local words = given.words
     local action = table.remove(words, 1)
-    if action ~= "tokenize" then
-      options.fail("expected 'tokenize', got %s; see engine help data",
-        action and "'" .. action .. "'" or "nothing")
-    end
+    options.fail_if(action ~= "tokenize", "expected 'tokenize', got %s; see engine help data",
+      action and "'" .. action .. "'" or "nothing")
     if #words == 0 then options.fail("expected a text file; see engine help data") end
     if not given.tokenizer then options.fail("expected --tokenizer FOLDER") end
     if not given.output then options.fail("expected -o FILE.npy") end

@@ -20,12 +20,10 @@ return options.run_command {
   options = { csv = "text", jsonl = "text", tensorboard = "text", every = "number" },
   main = function(given, history)
     local export, show = require "engine.report.export", require "engine.base.show"
-    if not (given.csv or given.jsonl or given.tensorboard) then
-      options.fail("expected --csv FILE, --jsonl FILE or --tensorboard FOLDER")
-    end
-    if given.csv and given.csv == given.jsonl and given.csv ~= "-" then
-      options.fail("--csv and --jsonl: expected two files, got %s twice", given.csv)
-    end
+    options.fail_if(not (given.csv or given.jsonl or given.tensorboard),
+      "expected --csv FILE, --jsonl FILE or --tensorboard FOLDER")
+    options.fail_if(given.csv and given.csv == given.jsonl and given.csv ~= "-",
+      "--csv and --jsonl: expected two files, got %s twice", given.csv)
     local function done(steps, path)
       if path ~= "-" then print(("%s: %s steps"):format(path, show.grouped(steps))) end
     end
@@ -33,9 +31,8 @@ return options.run_command {
     if given.jsonl then done(export.jsonl(history, given.jsonl), given.jsonl) end
     if given.tensorboard then
       local every = given.every or 1
-      if every % 1 ~= 0 or every < 1 then
-        options.fail("--every: expected a whole number of 1 or more, got %g", every)
-      end
+      options.fail_if(every % 1 ~= 0 or every < 1,
+        "--every: expected a whole number of 1 or more, got %g", every)
       done(export.tensorboard(history, given.tensorboard, { every = every }))
     end
   end,

@@ -38,17 +38,15 @@ local function ids_of(list, what, tokenizer)
   local ids = {}
   for i, text in ipairs(list) do
     ids[i] = tonumber(text) or tokenizer and options.token_id(tokenizer, text, what)
-    if not ids[i] or ids[i] < 0 or ids[i] % 1 ~= 0 or ids[i] >= 2 ^ 31 then
-      options.fail("%s: expected token ids such as 1,2,3, got '%s'", what, text)
-    end
+    options.fail_if(not ids[i] or ids[i] < 0 or ids[i] % 1 ~= 0 or ids[i] >= 2 ^ 31,
+      "%s: expected token ids such as 1,2,3, got '%s'", what, text)
   end
   return ids
 end
 
 local function main(given)
-  if #given.tokens + #given.prompt == 0 then
-    options.fail("expected --prompt TEXT, or --tokens with a list of ids such as 1,2,3")
-  end
+  options.fail_if(#given.tokens + #given.prompt == 0,
+    "expected --prompt TEXT, or --tokens with a list of ids such as 1,2,3")
   if not files.is_folder(given.words[1]) then
     options.fail("%s: expected the folder of a model, with config.json and its weights",
       given.words[1])
@@ -65,10 +63,8 @@ local function main(given)
   if texts then
     local good
     good, tokenizer = pcall(engine.tokenizer, given.words[1])
-    if not good then
-      options.fail("%s; hint: --prompt and texts in --stop need the tokenizer; without a " ..
-        "tokenizer, give ids, as in --tokens 1,2,3", tokenizer)
-    end
+    options.fail_if(not good, "%s; hint: --prompt and texts in --stop need the tokenizer; " ..
+      "without a tokenizer, give ids, as in --tokens 1,2,3", tokenizer)
   end
   for _, text in ipairs(given.prompt) do
     local ids = tokenizer:encode(text)
@@ -80,9 +76,8 @@ local function main(given)
   for _, name in ipairs(NUMBERS) do settings[name] = given[name] end
   local good, model = pcall(engine.load_model, given.words[1], { dtype = given.dtype })
   if not good then error(model, 0) end
-  if not model.generate then
-    options.fail("%s cannot generate: it predicts masked tokens only", model._class)
-  end
+  options.fail_if(not model.generate, "%s cannot generate: it predicts masked tokens only",
+    model._class)
   if require("engine.base.machine").terminal(2) then
     settings.progress = require("engine.run.progress").amount "tokens"
   end

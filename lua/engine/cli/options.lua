@@ -11,15 +11,14 @@
 -- (may be repeated) and "switch". With policies = true, the command accepts --policy FILE
 -- name=value ... and stores the policies in given.policies = { { source, options } ... }.
 -- base/config.lua reads the settings of training scripts (name=value).
+local M_ffi = require "engine.base.ffi"
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
-local M = {}
-
---- Ends a command with a one-line message about its arguments.
-function M.fail(format, ...) error(format:format(...), 0) end
-local fail = M.fail
+-- fail() and fail_if() end a command with a one-line message about its arguments.
+local fail, fail_if = M_ffi.fail, M_ffi.fail_if
+local M = { fail = fail, fail_if = fail_if }
 
 --- Returns the id of the token with this text. option: the option that names it, for the message.
 function M.token_id(tokenizer, text, option)
@@ -62,9 +61,7 @@ local function plain_word(word, given, spec)
   local policies = given.policies
   local name, value = word:match("^([%a_][%w_]*)=(.*)$")
   if policies and name then
-    if #policies == 0 then
-      fail("'%s' is a policy's option, and no --policy FILE precedes it", word)
-    end
+    fail_if(#policies == 0, "'%s' is a policy's option, and no --policy FILE precedes it", word)
     policies[#policies].options[name] = value
   elseif policies and #given.words > 0 and (word:find("%.lua$") or word:find("%.json$")) then
     policies[#policies + 1] = { source = word, options = {} }
@@ -148,9 +145,8 @@ function M.run_command(spec)
     end
     local path = require("engine.run.runs").find(given.words[1])
     local history = require("engine.run.history").open(path)
-    if not spec.empty and #history:query("SELECT 1 FROM steps LIMIT 1") == 0 then
-      fail("%s has no steps", path)
-    end
+    fail_if(not spec.empty and #history:query("SELECT 1 FROM steps LIMIT 1") == 0,
+      "%s has no steps", path)
     return main(given, history, path)
   end
   return M.command(spec)

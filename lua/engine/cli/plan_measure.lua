@@ -10,7 +10,7 @@
 local M_ffi = require "engine.base.ffi"
 local process = require "engine.base.process"
 
-local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
+local C, check, fail_if, ffi = M_ffi.C, M_ffi.check, M_ffi.fail_if, M_ffi.ffi
 local output, quote = process.output, process.quoted
 
 local M = {}
@@ -174,10 +174,8 @@ local function read_ranks(text, n, size)
     if told.of == size and not (size > 1 and seen[told.rank]) then list[#list + 1] = told end
     seen[told.rank] = true
   end
-  if #list ~= n then
-    error(("a job of %d rank%s did not finish; its output: %s"):format(size, size > 1 and "s" or "",
-      text ~= "" and text or "nothing"), 0)
-  end
+  fail_if(#list ~= n, "a job of %d rank%s did not finish; its output: %s", size,
+    size > 1 and "s" or "", text ~= "" and text or "nothing")
   table.sort(list, function(a, b) return a.rank < b.rank end)
   return list
 end

@@ -36,18 +36,16 @@ local function sizes_of(given)
   local sizes = { from = given.from, to = given.to, width = given.width, height = given.height,
     svg = given.svg, png = given.png, group = given.group }
   if given.log then sizes.log = true elseif given.linear then sizes.log = false end
-  if given.columns and #given.columns == 0 then
-    options.fail("--columns: expected names such as loss,scale")
-  end
+  options.fail_if(given.columns and #given.columns == 0,
+    "--columns: expected names such as loss,scale")
   return sizes, given.columns or { "loss", "scale" }
 end
 
 -- Suggests --columns for a column that is given in the place of a run.
 local function check_word(word)
-  if pcall(require("engine.run.curves").metric, word)
-    and not pcall(require("engine.run.runs").find, word) then
-    options.fail("there is no run '%s'; hint: engine plot RUN --columns %s", word, word)
-  end
+  options.fail_if(pcall(require("engine.run.curves").metric, word)
+    and not pcall(require("engine.run.runs").find, word),
+    "there is no run '%s'; hint: engine plot RUN --columns %s", word, word)
 end
 
 local function say(text)
@@ -57,13 +55,10 @@ end
 
 local function main(given, history)
   local views = require "engine.report.views"
-  if given.group then
-    options.fail("--group draws several runs; to draw one run, leave out --group")
-  end
+  options.fail_if(given.group, "--group draws several runs; to draw one run, leave out --group")
   if given.heatmap then
-    if given.svg or given.png then
-      options.fail("--heatmap draws in the terminal; engine report draws heat maps into a page")
-    end
+    options.fail_if(given.svg or given.png,
+      "--heatmap draws in the terminal; engine report draws heat maps into a page")
     return say(views.heatmap(history, { by = given.heatmap, from = given.from, to = given.to,
       width = given.width }))
   end

@@ -65,11 +65,10 @@ local function check_verify(given)
     local value = given[name]
     if value and not given.verify then options.fail("--%s works with --verify only", name) end
     local least = name == "steps" and 1 or 0
-    if type(value) == "number" and not (value >= least and value < math.huge
-      and (name == "tolerance" or value % 1 == 0)) then
-      options.fail("--%s: expected a %s of %d or more, got %g", name, name == "tolerance"
-        and "number" or "whole number", least, value)
-    end
+    options.fail_if(type(value) == "number"
+      and not (value >= least and value < math.huge and (name == "tolerance" or value % 1 == 0)),
+      "--%s: expected a %s of %d or more, got %g", name,
+      name == "tolerance" and "number" or "whole number", least, value)
   end
 end
 

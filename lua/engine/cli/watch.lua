@@ -117,9 +117,8 @@ end
 
 local function main(given)
   local every = given.every or 2
-  if not (every >= 0.05 and every <= 86400) then
-    options.fail("--every: expected 0.05 to 86400 seconds, got %g", every)
-  end
+  options.fail_if(not (every >= 0.05 and every <= 86400),
+    "--every: expected 0.05 to 86400 seconds, got %g", every)
   local M_ffi, curves = require "engine.base.ffi", require "engine.run.curves"
   local C, names, word = M_ffi.C, given.columns or { "loss", "scale" }, given.words[1]
   for _, name in ipairs(names) do curves.metric(name) end

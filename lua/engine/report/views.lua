@@ -379,9 +379,8 @@ end
 function M.heatmap(h, options)
   options = read_options(options, "heatmap", HEATMAP)
   local by = options.by or "exponent"
-  if by ~= "exponent" and by ~= "time" then
-    M_ffi.raise("heatmap: expected `by` to be 'exponent' or 'time', got '%s'", tostring(by))
-  end
+  M_ffi.raise_if(by ~= "exponent" and by ~= "time",
+    "heatmap: expected `by` to be 'exponent' or 'time', got '%s'", tostring(by))
   local width = options.width or math.min(require("engine.base.machine").terminal(1) or 100, 160)
   local l = layers.read(h, { points = by == "time" and math.max(width - 60,
     math.min(40, width - most_label(width) - 4)) or 60,
@@ -423,10 +422,8 @@ end
 -- Returns a parameter's statistics at a step (as in h:tensors), with the step and the loss scale.
 local function tensor_at(h, parameter, step)
   local t = (h:tensors(step) or {})[parameter.id + 1]
-  if not t then
-    error(("history %s is damaged: step %d has no statistics of %s"):format(h.path, step,
-      parameter.name), 0)
-  end
+  M_ffi.fail_if(not t, "history %s is damaged: step %d has no statistics of %s", h.path, step,
+    parameter.name)
   local at = h:query("SELECT scale FROM steps WHERE step = ? ORDER BY attempt DESC LIMIT 1",
     step)[1]
   t.step, t.name, t.scale = step, nil, at and at.scale
