@@ -171,45 +171,22 @@ end
 
 -- ------------------------------------------------------------------ parts that load on demand
 
--- Field of `engine` -> { the module that provides it, the field's name in that module (nil: the
--- module itself becomes the field), first = another module that must be loaded first }.
+-- Field of `engine` -> the module that provides it, without "engine.", and the field's name in that
+-- module (if there is none, the module itself becomes the field).
 local parts = {
-  nn = { "engine.nn" },
-  lora = { "engine.nn.lora" },
-  optim = { "engine.train.optim" },
-  losses = { "engine.train.losses" },
-  schedule = { "engine.train.schedule" },
-  data = { "engine.data" },
-  tokenizer = { "engine.data.tokenizer", "open" },
-  plot = { "engine.report.plot" },
-  precision = { "engine.train.precision" },
-  fp8 = { "engine.tensor.fp8" },
-  mx = { "engine.tensor.mx" },
-  nf4 = { "engine.tensor.nf4" },
-  autocast = { "engine.train.precision", "autocast" },
-  trainer = { "engine.train.assemble", "new" },
-  signal = { "engine.policy.signals", "publish" },
-  contest = { "engine.train.contest", "new" },
-  scaler = { "engine.train.scaler", "new" },
-  session = { "engine.train.session", "new" },
-  deepspeed = { "engine.train.deepspeed" },
-  amp = { "engine.train.amp" },
-  register_loss_scaler = { "engine.train.scaler", "register" },
-  policy = { "engine.policy.policy" },
-  config = { "engine.base.config", first = "engine.policy.policy" },
-  progress = { "engine.run.progress" },
-  ranks = { "engine.dist.ranks" },
-  checkpoint = { "engine.run.checkpoint" },
-  history = { "engine.run.history" },
-  replay = { "engine.run.replay" },
-  tune = { "engine.run.tune" },
-  load = { "engine.tensor.safetensors", "load" },
-  save = { "engine.tensor.safetensors", "save" },
-  load_model = { "engine.nn.hf_load", "load" },
-  new_model = { "engine.nn.hf_load", "new" },
-  gradcheck = { "engine.tensor.gradcheck", "check" },
-  profile = { "engine.tensor.profile", "run" },
-  bits = { "engine.tensor.bits", "of" },
+  load = "tensor.safetensors load", save = "tensor.safetensors save", bits = "tensor.bits of",
+  gradcheck = "tensor.gradcheck check", profile = "tensor.profile run", fp8 = "tensor.fp8",
+  mx = "tensor.mx", nf4 = "tensor.nf4",
+  nn = "nn", lora = "nn.lora", load_model = "nn.hf_load load", new_model = "nn.hf_load new",
+  data = "data", tokenizer = "data.tokenizer open",
+  optim = "train.optim", losses = "train.losses", schedule = "train.schedule", amp = "train.amp",
+  precision = "train.precision", autocast = "train.precision autocast",
+  trainer = "train.assemble new", session = "train.session new", contest = "train.contest new",
+  scaler = "train.scaler new", register_loss_scaler = "train.scaler register",
+  deepspeed = "train.deepspeed",
+  policy = "policy.policy", signal = "policy.signals publish", config = "base.config",
+  ranks = "dist.ranks", checkpoint = "run.checkpoint", history = "run.history",
+  progress = "run.progress", replay = "run.replay", tune = "run.tune", plot = "report.plot",
 }
 
 return setmetatable(engine, {
@@ -221,10 +198,10 @@ return setmetatable(engine, {
       error(("engine has no '%s'%s"):format(tostring(key),
         nearest.hint(tostring(key), names, true)), 2)
     end
-    if part.first then require(part.first) end
-    local module = require(part[1])
-    local value = part[2] and module[part[2]] or module
-    rawset(t, key, value)
-    return value
+    if key == "config" then require "engine.policy.policy" end    -- adds a range
+    local name, field = part:match("^(%S+) ?(%S*)$")
+    local module = require("engine." .. name)
+    t[key] = field ~= "" and module[field] or module
+    return t[key]
   end,
 })

@@ -170,14 +170,14 @@ function Reader:enter_tensor(engine)
 end
 
 -- Adds a part of the engine: a function or a module that engine/init.lua loads when it is first
--- used. file: the module's name for `require`.
+-- used. file: the module's name for `require`, without "engine.".
 function Reader:enter_part(name, part, file)
   local full, functions = "engine." .. name, { part }
   local area = type(part) == "function" and name ~= "trainer" and "engine" or name
   if type(part) == "function" then self:enter(full, part, area)
   else
     functions = self:enter_module(full, part, name)
-    local path = "lua/" .. file:gsub("%.", "/")
+    local path = "lua/engine/" .. file:gsub("%.", "/")
     path = source.lines(path .. ".lua") and path .. ".lua" or path .. "/init.lua"
     self.add { name = full, kind = "Lua module", area = name, signature = full,
       where = path .. ":1", text = source.header(path, "%-%-%-?") }
@@ -198,7 +198,7 @@ function M.read(engine, add)
   reader:enter_tensor(engine)
   local parts = upvalue(getmetatable(engine).__index, "parts")
   for _, name in ipairs(nearest.keys(parts)) do
-    reader:enter_part(name, engine[name], parts[name][1])
+    reader:enter_part(name, engine[name], parts[name]:match "^%S+")
   end
   -- methods that only some models have
   reader:enter("model:generate", require "engine.nn.generate", "nn", 1)
