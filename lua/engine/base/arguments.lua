@@ -13,9 +13,7 @@ local M = {}
 local info_buffer = ffi.new("eng_tensor_info")
 
 --- Returns whether x is a tensor handle.
-function M.is_tensor(x)
-  return ffi.istype(Tensor, x)
-end
+function M.is_tensor(x) return ffi.istype(Tensor, x) end
 local is_tensor = M.is_tensor
 
 --- Returns the eng_tensor_info of x. The next call of this function overwrites it.
@@ -47,9 +45,7 @@ function M.dtype_number(name, devices)
 end
 
 --- Returns a shape as text: "[64 x 768]".
-function M.shape_text(shape)
-  return "[" .. table.concat(shape, " x ") .. "]"
-end
+function M.shape_text(shape) return "[" .. table.concat(shape, " x ") .. "]" end
 
 --- Raises an error unless x is a tensor. `name`: the operation, for the message.
 function M.want(x, name)

@@ -85,9 +85,7 @@ M.new = ffi.new
 M.string = ffi.string
 
 --- Returns the text of the last error in the core.
-function M.message()
-  return ffi.string(C.eng_error_message())
-end
+function M.message() return ffi.string(C.eng_error_message()) end
 
 --- Returns "file:line: " for the script's line that called into the engine, or "" if there is none.
 function M.script_line()

@@ -94,8 +94,7 @@ local function encode_table(t, path, above)
     for key in pairs(t) do
       local kind = type(key)
       if kind ~= "string" and kind ~= "number" and kind ~= "boolean" then
-        error(("%s: expected a string, number or boolean as a key, got a %s"):format(path, kind),
-          0)
+        error(("%s: expected a string, number or boolean as a key, got a %s"):format(path, kind), 0)
       end
     end
     local keys, plain = sorted_keys(t)
@@ -169,9 +168,7 @@ end
 
 --- Returns Lua data as lossless JSON text. name: the value's name at the start of error messages,
 --- as in "state.policy: ... got a function".
-function M.encode(value, name)
-  return encode_value(value, name or "value", {})
-end
+function M.encode(value, name) return encode_value(value, name or "value", {}) end
 
 -- Returns the 64-bit number with these digits, or nil. Applies the sign last, because -2^63 has no
 -- positive counterpart.
@@ -232,8 +229,6 @@ strict.decode_invalid_numbers(false)
 M.strict = strict.decode
 
 --- Returns the data from which encode() made `text`. Raises an error if the text is malformed.
-function M.decode(text)
-  return restore(strict.decode(text))
-end
+function M.decode(text) return restore(strict.decode(text)) end
 
 return M

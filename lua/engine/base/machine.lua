@@ -5,9 +5,7 @@ local C = require("engine.base.ffi").C
 local machine = {}
 
 -- Returns the seconds on a monotonic clock.
-function machine.clock()
-  return C.eng_clock()
-end
+function machine.clock() return C.eng_clock() end
 
 --- Waits `seconds`; a signal ends the wait early.
 function machine.sleep(seconds) C.eng_sleep(seconds) end
@@ -33,14 +31,10 @@ function machine.ascii()
   return true
 end
 
-local function text(pointer)
-  return pointer ~= nil and ffi.string(pointer) or nil
-end
+local function text(pointer) return pointer ~= nil and ffi.string(pointer) or nil end
 
 -- Returns the version of the library "onednn", "sqlite" or "openmp".
-function machine.library_version(name)
-  return text(C.eng_library_version(name))
-end
+function machine.library_version(name) return text(C.eng_library_version(name)) end
 
 -- Returns the number of GPUs (-1 if there is no driver), and a text with a line about each GPU.
 function machine.gpus()

@@ -159,9 +159,7 @@ end
 
 -- ------------------------------------------------------------------ running
 
-local function quoted(word)
-  return word:find("[^%w_./=:,+-]") and process.quoted(word) or word
-end
+local function quoted(word) return word:find("[^%w_./=:,+-]") and process.quoted(word) or word end
 
 -- Returns the command line that continues the contest.
 local function again(words)

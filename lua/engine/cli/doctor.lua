@@ -7,9 +7,7 @@ local process = require "engine.base.process"
 local show = require "engine.base.show"
 
 -- Returns the first line that a command prints, or nil.
-local function output(command)
-  return process.output(command .. " 2>/dev/null"):match("^[^\n]+")
-end
+local function output(command) return process.output(command .. " 2>/dev/null"):match("^[^\n]+") end
 
 local needed_missing = false
 

@@ -19,9 +19,7 @@ local HEAD = { "run", "steps", "loss", "scale", "skipped", "policy", "precision"
   "ended" }
 local LEFT = { true, false, false, false, false, true, true, true, false, true, true }
 
-local function loss_text(x)
-  return x == nil and "-" or x ~= x and "nan" or ("%.4f"):format(x)
-end
+local function loss_text(x) return x == nil and "-" or x ~= x and "nan" or ("%.4f"):format(x) end
 
 local function ended_text(run)
   local text = show.cut(show.shown((run.ended:gsub(": the policy failed.*", ""))), 60)

@@ -25,9 +25,7 @@ is deterministic.
 The search uses the gradients of the recorded runs. To measure how a setting changes the training
 itself, make a new run.]==]
 
-local function percent(x)
-  return x == 0 and "0 %" or ("%.3g %%"):format(100 * x)
-end
+local function percent(x) return x == 0 and "0 %" or ("%.3g %%"):format(100 * x) end
 
 local function row_data(row)
   return { options = next(row.options) and row.options or json.no_fields,

@@ -351,9 +351,7 @@ end
 --- The document is the first of 0 to 15 that has a token that counts in the loss.
 function Documents:checksum()
   local crc, rows = 0, false
-  for i = 0, math.min(self.records.n, 16) - 1 do
-    rows = rows or self:get(i)
-  end
+  for i = 0, math.min(self.records.n, 16) - 1 do rows = rows or self:get(i) end
   for _, sequence in ipairs(rows or {}) do
     crc = C.eng_crc32c(crc, sequence.ids, 4 * sequence.n)
     crc = C.eng_crc32c(crc, sequence.counts, sequence.n)

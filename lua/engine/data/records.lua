@@ -157,9 +157,7 @@ end
 function Records:where(i)
   local f = file_of(self, i)
   local handle, line = open(self.name, f.path), 1
-  for chunk in chunks(handle, self.starts[i]) do
-    line = line + select(2, chunk:gsub("\n", ""))
-  end
+  for chunk in chunks(handle, self.starts[i]) do line = line + select(2, chunk:gsub("\n", "")) end
   handle:close()
   return ("%s:%d"):format(f.path, line)
 end

@@ -491,9 +491,7 @@ end
 function Reducer:differ()
   local of, order = {}, {}
   for i, text in ipairs(ranks.from_all(self.decided)) do
-    if not of[text] then
-      order[#order + 1], of[text] = text, {}
-    end
+    if not of[text] then order[#order + 1], of[text] = text, {} end
     table.insert(of[text], i - 1)
   end
   local lines = {}

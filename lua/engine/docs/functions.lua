@@ -124,9 +124,7 @@ function Reader:enter_classes(functions, area)
     for _, name in ipairs(nearest.keys(class.methods)) do
       local f = rawget(class.methods, name)
       local at = type(f) == "function" and name:sub(1, 1) ~= "_" and definition(f)
-      if at and text_of(at, name) ~= "" then
-        self:enter(class.name .. ":" .. name, f, area, 1)
-      end
+      if at and text_of(at, name) ~= "" then self:enter(class.name .. ":" .. name, f, area, 1) end
     end
   end
 end

@@ -159,9 +159,7 @@ function M.text(entry)
   local lines = { ("%s  (%s)"):format(entry.signature, entry.kind), "" }
   if entry.kind == "command" or entry.kind == "guide" then lines = {} end
   lines[#lines + 1] = (entry.text:gsub("%s+$", ""))
-  if entry.kind ~= "guide" then
-    lines[#lines] = show.wrap((lines[#lines]:gsub("%*%*", "")), 100)
-  end
+  if entry.kind ~= "guide" then lines[#lines] = show.wrap((lines[#lines]:gsub("%*%*", "")), 100) end
   if entry.example then
     lines[#lines + 1] = "\nExample:"
     lines[#lines + 1] = "  " .. entry.example:gsub("\n", "\n  ")

@@ -88,9 +88,7 @@ function M.table_rows(path, heading)
 end
 
 --- Returns the prefix "`a`, `b`: " for a text that several names share; "" for a single name.
-function M.shared(names)
-  return #names > 1 and "`" .. table.concat(names, "`, `") .. "`: " or ""
-end
+function M.shared(names) return #names > 1 and "`" .. table.concat(names, "`, `") .. "`: " or "" end
 
 --- Returns the options that a doc comment lists in two columns, as a list of { names =, text = }.
 function M.option_list(text)

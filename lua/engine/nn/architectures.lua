@@ -189,9 +189,7 @@ local function file_names(arch, name, prefix)
   if names then leaf = "" else names = arch.names[module] end
   if not names then error(("'%s' has no name in Hugging Face's files"):format(name), 0) end
   local list, transposed = split(names, leaf)
-  for i, text in ipairs(list) do
-    list[i] = text:gsub("^%.", prefix):format(unpack(numbers))
-  end
+  for i, text in ipairs(list) do list[i] = text:gsub("^%.", prefix):format(unpack(numbers)) end
   return list, transposed
 end
 

@@ -158,9 +158,8 @@ local function read(options, default_stop)
     cache = options.cache ~= false, progress = options.progress,
     top_p = options.top_p or 1, max_tokens = want_whole(options.max_tokens, "generate",
       "max_tokens", 0) }
-  expect(type(o.temperature) == "number" and o.temperature >= 0
-    and o.temperature < math.huge, o.temperature,
-    "generate: expected temperature to be a number >= 0")
+  expect(type(o.temperature) == "number" and o.temperature >= 0 and o.temperature < math.huge,
+    o.temperature, "generate: expected temperature to be a number >= 0")
   if o.top_k ~= nil then want_whole(o.top_k, "generate", "top_k", 1) end
   expect(type(o.top_p) == "number" and o.top_p > 0 and o.top_p <= 1, o.top_p,
     "generate: expected top_p in (0, 1]")
@@ -169,9 +168,7 @@ local function read(options, default_stop)
   local stop = options.stop or default_stop or {}
   if type(stop) ~= "table" then stop = { stop } end
   arguments.want_list(stop, "generate", "stop", "{ 0, 2 }")
-  for _, id in ipairs(stop) do
-    o.stop[want_whole(id, "generate", "a stop token", 0)] = true
-  end
+  for _, id in ipairs(stop) do o.stop[want_whole(id, "generate", "a stop token", 0)] = true end
   if options.seed ~= nil then want_whole(options.seed, "generate", "seed", 0) end
   return o, options.seed
 end

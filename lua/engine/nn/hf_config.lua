@@ -96,9 +96,7 @@ function SCALINGS.yarn(rope, p, o, where, context)
     return D * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
   end
   local fast, slow = number(p, "beta_fast", where) or 32, number(p, "beta_slow", where) or 1
-  if fast < slow then
-    fail(where, "expected beta_fast >= beta_slow, got %g and %g", fast, slow)
-  end
+  if fast < slow then fail(where, "expected beta_fast >= beta_slow, got %g and %g", fast, slow) end
   local truncate = value_of(p, "truncate", true)
   if type(truncate) ~= "boolean" then
     fail(where, "expected truncate to be a boolean, got %s", got(truncate))
@@ -131,8 +129,7 @@ local ROPE = arguments.set_of(ORIGINAL .. [[ rope_type type rope_theta factor lo
 local function want_known(p, where)
   for _, key in ipairs(nearest.keys(p)) do
     if not ROPE[key] then
-      fail(where, "unknown field '%s' of rope_scaling%s", show.shown(key),
-        nearest.hint(key, ROPE))
+      fail(where, "unknown field '%s' of rope_scaling%s", show.shown(key), nearest.hint(key, ROPE))
     end
   end
 end
@@ -223,11 +220,9 @@ end
 --- model's options. `where` is the prefix of error messages.
 function M.options_of(fields, where)
   local kind = value_of(fields, "model_type")
-  local arch = architectures.of[kind]
-  if not arch then
-    fail(where, "%s%s", kind and ("model_type '%s' is not supported"):format(text_of(kind))
-      or "it has no model_type", nearest.choices(text_of(kind), architectures.of, "supported"))
-  end
+  local arch = architectures.of[kind] or fail(where, "%s%s",
+    kind and ("model_type '%s' is not supported"):format(text_of(kind)) or "it has no model_type",
+    nearest.choices(text_of(kind), architectures.of, "supported"))
   local classifier, default = arch.classes[#arch.classes], arch.classes[1]
   if value_of(fields, "num_labels") then default = classifier end
   local class = value_of(fields, "architectures", { default })

@@ -149,9 +149,7 @@ function Encoder:init(c, tokens)
     function(x) x:normal(0, 0.02) end), "embedding")
   self.drop = layers.dropout(c.dropout)
   self.layers = layers.list {}
-  for i = 1, c.layers do
-    self.layers["encoder_layer_" .. i - 1] = EncoderLayer(c)
-  end
+  for i = 1, c.layers do self.layers["encoder_layer_" .. i - 1] = EncoderLayer(c) end
   self.ln = layers.layer_norm(c.width, { eps = 1e-6 })
 end
 function Encoder:forward(x)

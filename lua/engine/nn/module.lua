@@ -165,9 +165,7 @@ local Module = nearest.guard_elsewhere({}, "a module")
 M.Module = Module
 
 --- Whether x is a module.
-local function is_module(x)
-  return type(x) == "table" and rawget(x, "_order") ~= nil
-end
+local function is_module(x) return type(x) == "table" and rawget(x, "_order") ~= nil end
 M.is_module = is_module
 
 -- Stores a value in the module. The keys of modules and tensors also go to `_order`, in the order
@@ -354,9 +352,7 @@ function Module:freeze(on)
       "was unfrozen; hint: a quantized weight stays frozen, so call freeze(false) on the " ..
       "modules to train", p.name, p.tensor.dtype)
   end
-  for _, p in ipairs(list) do
-    p.tensor:requires_grad(on == false and p.role ~= "buffer")
-  end
+  for _, p in ipairs(list) do p.tensor:requires_grad(on == false and p.role ~= "buffer") end
   return self
 end
 

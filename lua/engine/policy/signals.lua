@@ -22,9 +22,7 @@ function M.publish(name, value, rule)
   end
   local problem = M.values[name] == nil and (show.name_problem(name) or name:find("^log%.")
     and "begins with 'log.', which is reserved for policies' logs")
-  if problem then
-    raise("signal: the name %s: '%s'", problem, show.cut(show.shown(name), 100))
-  end
+  if problem then raise("signal: the name %s: '%s'", problem, show.cut(show.shown(name), 100)) end
   expect(rule == nil or RULES[rule], rule,
     "signal '%s': expected the rule 'mean', 'max' or 'sum'", name)
   M.values[name], M.rules[name] = value, rule or M.rules[name]

@@ -267,9 +267,7 @@ local function draw_marks(list, axis, height, paths, texts)
       end
     else
       local d = {}
-      for i, step in ipairs(m.at) do
-        d[i] = TICKS[m.kind]:format(f(axis.place(step)), f(height))
-      end
+      for i, step in ipairs(m.at) do d[i] = TICKS[m.kind]:format(f(axis.place(step)), f(height)) end
       paths[#paths + 1] = ('<path class="mark %s" d="%s"><title>%s</title></path>'):format(m.kind,
         table.concat(d), escape(m.name))
     end

@@ -26,9 +26,7 @@ local function cell(row, name)
   return statistics.text(number.mean * factor, number.spread * factor, number.n)
 end
 
-local function runs_text(row)
-  return ("%d of %d"):format(#row.runs - #row.failed, #row.runs)
-end
+local function runs_text(row) return ("%d of %d"):format(#row.runs - #row.failed, #row.runs) end
 
 -- ------------------------------------------------------------------ in the terminal
 

@@ -231,9 +231,7 @@ local function curve_sections(h, info, l)
       { log = 10, height = 130 }) .. curve("Learning rate", nil, "lr", { height = 80 }),
   }
   local shadow_data, lines = {}, {}
-  for i, s in ipairs(shadows) do
-    shadow_data[i] = { name = escape(s.name), points = s.points }
-  end
+  for i, s in ipairs(shadows) do shadow_data[i] = { name = escape(s.name), points = s.points } end
   for _, m in ipairs(marked) do
     for i, step in ipairs(m.texts and m.at or {}) do
       lines[#lines + 1] = { step, escape(show.cut(m.texts[i], 160)) }

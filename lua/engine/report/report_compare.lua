@@ -80,17 +80,13 @@ local function runs_table(list, folder)
   for _, key in ipairs(differ) do head[#head + 1] = escape(key) end
   for _, name in ipairs { "steps", "final loss", evaluated and "evaluation loss" or false,
     "skipped", "overflows", "last scale" } do
-    if name then
-      head[#head + 1], right[#head + 1] = name, true
-    end
+    if name then head[#head + 1], right[#head + 1] = name, true end
   end
   head[#head + 1] = "how it ended"
   for i, run in ipairs(list) do
     local info, name = runs.info(run.path, run.history), escape(run.name)
     local own = run.folder .. "/report.html"
-    if files.exists(own) then
-      name = ('<a href="%s">%s</a>'):format(link(own, folder), name)
-    end
+    if files.exists(own) then name = ('<a href="%s">%s</a>'):format(link(own, folder), name) end
     rows[i] = { ('<span class="whole"><svg class="sign"><path class="line %s" d="M0 6H24"/>' ..
       "</svg>%s</span>"):format(chart.style_of(i), name),
       unpack(cells_of(run, info, differ, evaluated)) }

@@ -310,9 +310,7 @@ local function by_exponent(l, width)
   end
   -- a narrow terminal shows several exponents in a column
   local per = math.ceil((columns - 1) / math.max(8, width - label - 5))
-  if per > 1 then
-    axis, columns = grouped_columns(rows, axis, columns, per)
-  end
+  if per > 1 then axis, columns = grouped_columns(rows, axis, columns, per) end
   local wide = math.max(1, math.min(2, math.floor((width - label - notes - 4) / columns)))
   for _, row in ipairs(rows) do row.note = fitted(row.note, width - label - columns * wide - 4) end
   return require("engine.report.heat").draw { rows = rows, columns = columns, wide = wide,

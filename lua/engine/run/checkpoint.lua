@@ -41,9 +41,7 @@ local HEADER = fields.record { format = fields.between(WHOLE, SHARDS), step = fi
     return type(name) == "string" and name:find("^[%w_%-]+%.safetensors$") ~= nil
   end)) }
 
-local function names_in(directory)
-  return disk.names(directory) or M_ffi.raise(M_ffi.message())
-end
+local function names_in(directory) return disk.names(directory) or M_ffi.raise(M_ffi.message()) end
 
 -- Removes the directory of a checkpoint and its files. Raises an error if it holds a folder that is
 -- not empty.

@@ -44,9 +44,7 @@ local METRICS = {
   { "elapsed", finite = true, sql = "elapsed", title = "seconds into the run" },
 }
 local by_name, names = {}, {}
-for i, metric in ipairs(METRICS) do
-  by_name[metric[1]], names[i] = metric, metric[1]
-end
+for i, metric in ipairs(METRICS) do by_name[metric[1]], names[i] = metric, metric[1] end
 M.names = names
 
 -- SQL for a signal's value at a step. A row of `signals` holds until the signal's next row.
@@ -143,13 +141,10 @@ local PER_COLUMN = 2                 -- how many rows of statistics are read for
 local function fill_layer(h, cells, metric, start, width, n, last)
   local layer, first = metric.layer, nil
   for _, p in ipairs(h:parameters()) do
-    if p.name == layer or p.name:sub(1, #layer + 1) == layer .. "." then
-      first = first or p.id
-    end
+    if p.name == layer or p.name:sub(1, #layer + 1) == layer .. "." then first = first or p.id end
   end
   if not first then
-    raise("the run has no layer '%s'%s", layer,
-      nearest.choices(layer, layers_of(h), "layers"))
+    raise("the run has no layer '%s'%s", layer, nearest.choices(layer, layers_of(h), "layers"))
   end
   for at = 0, n - 1 do
     local from = start + at * width

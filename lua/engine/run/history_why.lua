@@ -43,9 +43,7 @@ local function format_text(list, tensors)
   end
   local seen, names = {}, {}
   for _, p in ipairs(list) do
-    if not seen[p.gradient] then
-      seen[p.gradient], names[#names + 1] = true, p.gradient
-    end
+    if not seen[p.gradient] then seen[p.gradient], names[#names + 1] = true, p.gradient end
   end
   local format = #names == 1 and formats.of(names[1])
   if format then

@@ -115,9 +115,7 @@ local function take_policies(trainer, c, notes)
   local same = state.precision == trainer.precision.name
   for i, of in ipairs(trainer.swaps.seats) do
     local saved, field = saved_policy(state, i)
-    if saved and saved.swapped then
-      notes[#notes + 1] = trainer.swaps:resume(i, saved.swapped)
-    end
+    if saved and saved.swapped then notes[#notes + 1] = trainer.swaps:resume(i, saved.swapped) end
     local policy = of.seat.policy
     local what = policy.fp8 and "FP8 policy" or "policy"
     if saved and saved.name == policy.name then

@@ -21,9 +21,7 @@ local Run = {}
 Run.__index = Run
 
 --- Returns the directory of a run: runs/<name> for a name. A name with a slash is a path already.
-function M.directory(name)
-  return name:find("/", 1, true) and name or "runs/" .. name
-end
+function M.directory(name) return name:find("/", 1, true) and name or "runs/" .. name end
 
 -- ------------------------------------------------------------------ opening
 

@@ -43,9 +43,7 @@ function M.find(text)
 end
 
 --- Returns the directory of a run. path: the directory, or the history file in it.
-function M.folder(path)
-  return files.is_file(path) and (path:match("^(.*)/") or ".") or path
-end
+function M.folder(path) return files.is_file(path) and (path:match("^(.*)/") or ".") or path end
 
 --- Returns the id of the process that holds the directory of the run at `path`, and its state from
 --- /proc ("T": stopped by a signal). Returns nil if there is no such process, or if it is a zombie.

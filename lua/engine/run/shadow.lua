@@ -327,9 +327,7 @@ function Shadows:restore(saved)
       if found and found[key] ~= nil then s[key] = found[key] end
     end
     -- an older engine wrote the checkpoint; its shadows read the run's own overflows
-    if found and not found.certainty then
-      s.certainty = counterfactual.certainty(saved.steps)
-    end
+    if found and not found.certainty then s.certainty = counterfactual.certainty(saved.steps) end
     complete = complete and found ~= nil
   end
   if complete then self.steps, self.skipped = saved.steps, saved.skipped end

@@ -274,9 +274,7 @@ function M.read(whole, open)
     local flat = x:view(-1)
     for _, piece in ipairs(whole.pieces) do
       local part = open(piece.file):read(piece.name)
-      if piece.count > 0 then
-        flat:slice(1, piece.from + 1, piece.from + piece.count):copy(part)
-      end
+      if piece.count > 0 then flat:slice(1, piece.from + 1, piece.from + piece.count):copy(part) end
       part:free()
     end
   end)

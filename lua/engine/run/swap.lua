@@ -229,9 +229,7 @@ local function attempt(self, source, options, by, of)
   local obstacle = not good and fresh or nil
   if good and not of then of, obstacle = seat_for(self, fresh) end
   obstacle = objection(self, obstacle)
-  if obstacle then
-    return refuse(self, of or not kind and self.seats[1], what, by, obstacle)
-  end
+  if obstacle then return refuse(self, of or not kind and self.seats[1], what, by, obstacle) end
   local seat, old = of.seat, of.seat.policy
   if fresh == old then return true end
   local ready, problem = pcall(function()

@@ -65,14 +65,10 @@ end
 --- requires_grad }. keep = true: the tensor lives until it is freed. keep = false: like the result
 --- of an operation, it lives until the step ends. By default it belongs to the open step, if there
 --- is one, and otherwise lives until it is freed.
-function M.zeros(...)
-  return (make("zeros", read_shape("zeros", ...)))
-end
+function M.zeros(...) return (make("zeros", read_shape("zeros", ...))) end
 
 --- engine.ones(2, 3 [, options]): a tensor of ones.
-function M.ones(...)
-  return (M.fill_with(make("ones", read_shape("ones", ...)), 1, "ones"))
-end
+function M.ones(...) return (M.fill_with(make("ones", read_shape("ones", ...)), 1, "ones")) end
 
 --- engine.full({ 2, 3 }, 7 [, options]): a tensor with every element set to a number.
 function M.full(shape, value, options)
@@ -148,9 +144,8 @@ local function flatten(value, shape, depth, out, at)
     return at + 1
   end
   if type(value) ~= "table" or maxn(value) ~= shape[depth] then
-    raise("tensor: the table is ragged: expected %d entries at depth %d, got %s",
-      shape[depth], depth,
-      type(value) == "table" and tostring(maxn(value)) or value_text(value))
+    raise("tensor: the table is ragged: expected %d entries at depth %d, got %s", shape[depth],
+      depth, type(value) == "table" and tostring(maxn(value)) or value_text(value))
   end
   for i = 1, shape[depth] do at = flatten(value[i], shape, depth + 1, out, at) end
   return at

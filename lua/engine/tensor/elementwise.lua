@@ -75,9 +75,7 @@ local function pair(name, a, b, compares)
   return run1("cast", y)
 end
 
-local function is_float(x)
-  return is_tensor(x) and FLOAT[info(x).dtype]
-end
+local function is_float(x) return is_tensor(x) and FLOAT[info(x).dtype] end
 
 -- Computes x * factor + term in one pass, rounded once. Used for arithmetic between a float tensor
 -- and a number.
@@ -105,9 +103,7 @@ local function mul(a, b)
   return pair("mul", a, b)
 end
 --- a / b, with broadcasting; b may be a number. Integers give floats.
-local function div(a, b)
-  return pair("div", a, b)
-end
+local function div(a, b) return pair("div", a, b) end
 --- a ^ b, with broadcasting; b may be a number.
 local function pow(a, b)
   if type(b) ~= "number" or not is_float(a) then return pair("pow", a, b) end

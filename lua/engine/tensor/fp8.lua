@@ -200,9 +200,7 @@ function M.bits(value, format)
   local digits, fraction = width_of(parts), parts.fraction_bits
   for k = digits - 1, 0, -1 do
     text[#text + 1] = math.floor(code / 2 ^ k) % 2 == 1 and "1" or "0"
-    if k == fraction + parts.exponent_bits or k == fraction and k > 0 then
-      text[#text + 1] = " "
-    end
+    if k == fraction + parts.exponent_bits or k == fraction and k > 0 then text[#text + 1] = " " end
   end
   return ("%s %s  0x%0" .. math.ceil(digits / 4) .. "x  %.9g"):format(format, table.concat(text),
     code, M.decode(code, format))

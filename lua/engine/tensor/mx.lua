@@ -140,8 +140,7 @@ function M.quantize(x, options)
   if options.average ~= nil then want(options.average, "mx.quantize: average") end
   local ties, sr_rule = choose(TIES, "ties", "even"), choose(SR_RULES, "sr_rule", "te")
   local hadamard = options.hadamard or 0
-  expect(HADAMARDS[hadamard], hadamard,
-    "mx.quantize: expected hadamard to be 0, 16, 32, 64 or 128")
+  expect(HADAMARDS[hadamard], hadamard, "mx.quantize: expected hadamard to be 0, 16, 32, 64 or 128")
   expect(hadamard == 0 or options.transposed and rows ~= columns, hadamard, "mx.quantize: " ..
     "expected hadamard to be 0 unless transposed is true and blocks are not square")
   local bits = want_whole(options.sr_bits or 0, "mx.quantize", "sr_bits", 0)

@@ -36,11 +36,8 @@ local function optimizer_of(block, model, precision)
   raise_if(type(block) ~= "table" or type(block.type) ~= "string",
     "deepspeed: expected optimizer = { type =, params = } in the configuration, or " ..
     "initialize { optimizer = }")
-  local name = OPTIMIZERS[block.type:lower()]
-  if not name then
-    raise("deepspeed: there is no optimizer '%s'%s", block.type,
-      nearest.choices(block.type:lower(), OPTIMIZERS, "optimizers"))
-  end
+  local name = OPTIMIZERS[block.type:lower()] or raise("deepspeed: there is no optimizer '%s'%s",
+    block.type, nearest.choices(block.type:lower(), OPTIMIZERS, "optimizers"))
   local given, options = block.params or {}, { precision = precision }
   expect(type(given) == "table", given, "deepspeed: expected optimizer.params to be an object")
   for key, value in pairs(given) do

@@ -52,9 +52,7 @@ local function boolean(v, where, what)
   return v and 1 or 0
 end
 
-local function between(v, least, most)
-  return type(v) == "number" and v >= least and v <= most
-end
+local function between(v, least, most) return type(v) == "number" and v >= least and v <= most end
 
 -- Returns a role's rule, the number of this rule in microscaling (nil: a rule of FP8), and the
 -- role's format and block.
@@ -164,9 +162,7 @@ function M.layer(fp8, path, blocks)
   for _, over in ipairs(fp8.layers or {}) do
     if path:find(over.match) then
       if over.high ~= nil then layer.high = over.high end
-      for name in pairs(FIELDS) do
-        layer[name] = arguments.merged(layer[name], over[name])
-      end
+      for name in pairs(FIELDS) do layer[name] = arguments.merged(layer[name], over[name]) end
     end
   end
   return not layer.high and layer
@@ -276,9 +272,7 @@ function M.describe(fp8)
     add("fp8 " .. name, role_text(role))
     if role.backward then add("    for backward", role_text(role.backward)) end
   end
-  for _, name in ipairs(M.products) do
-    add("fp8 " .. name, product_text(name, fp8[name] or {}))
-  end
+  for _, name in ipairs(M.products) do add("fp8 " .. name, product_text(name, fp8[name] or {})) end
   if fp8.high and #fp8.high > 0 then add("high precision", table.concat(fp8.high, " ")) end
   for _, over in ipairs(fp8.layers or {}) do
     local list = { over.high and "high precision" or nil }

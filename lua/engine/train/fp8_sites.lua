@@ -382,9 +382,7 @@ function Sites:places()
   local places = { rungs = {}, amaxes = {} }
   for i, site in ipairs(self.list) do
     places.rungs[i] = site.rung
-    for r = 1, 3 do
-      places.amaxes[3 * (i - 1) + r] = site.asked[r] > 0 and site.asked[r] or nil
-    end
+    for r = 1, 3 do places.amaxes[3 * (i - 1) + r] = site.asked[r] > 0 and site.asked[r] or nil end
   end
   return places
 end

@@ -72,9 +72,7 @@ end
 -- Returns the log-probability of each row under the reference model, without a gradient or dropout.
 -- Without a reference, uses the model itself with its adapters off.
 local function reference_log_probability(model, reference, x, targets)
-  local function of(m)
-    return autograd.no_grad(m.evaluating, m, log_probability, m, x, targets)
-  end
+  local function of(m) return autograd.no_grad(m.evaluating, m, log_probability, m, x, targets) end
   if reference then return of(reference) end
   return lora.disabled(model, of, model)
 end
@@ -92,8 +90,7 @@ end
 ---   accuracy           the share of pairs with a margin above 0
 ---   log_ratio          log p/p_ref [2P]
 function M.dpo(model, batch, options)
-  options = tensor.read_named(options, "losses.dpo",
-    "beta label_smoothing reference reduction")
+  options = tensor.read_named(options, "losses.dpo", "beta label_smoothing reference reduction")
   want_batch(batch, "losses.dpo")
   local beta, smoothing = options.beta or 0.1, smoothing_of(options, "losses.dpo")
   local reference, reduction = options.reference, options.reduction or "mean"

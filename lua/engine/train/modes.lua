@@ -53,8 +53,7 @@ local LACKS = {
 }
 -- The needs of a shadow that the run must meet. A shadow's verdicts change nothing, so its other
 -- needs do not matter.
-local STATISTICS = bit.bor(C.ENG_NEED_UPDATE_NORMS, C.ENG_NEED_LOGIT_MAX,
-  C.ENG_NEED_ACTIVATIONS)
+local STATISTICS = bit.bor(C.ENG_NEED_UPDATE_NORMS, C.ENG_NEED_LOGIT_MAX, C.ENG_NEED_ACTIVATIONS)
 local UPDATE = { "lagged", "fused", "whole" }
 -- The needs that only some runs can meet: name, bit, and the entries of LACKS that apply.
 local NEEDS = {
@@ -145,9 +144,7 @@ end
 local function parted_refusal(trainer)
   local reducer, fp8 = trainer.reducer, trainer.optimizer.fp8
   if not reducer.parted then return nil end
-  if machine.device() ~= "cpu" then
-    return "zero=3 works on the CPU only; hint: zero=2"
-  end
+  if machine.device() ~= "cpu" then return "zero=3 works on the CPU only; hint: zero=2" end
   for _, site in ipairs(fp8 and not reducer.apart and fp8.list or {}) do
     if site.path:find("%f[^%z.]experts%.%d+%.") then
       return ("zero=3: precision %s gathers the weights of each expert separately, which fails " ..

@@ -444,8 +444,7 @@ function Optimizer:load_state(tensors, updates)
   local own, names = tensors_of(self, true), {}
   for name, target in pairs(own) do
     names[#names + 1] = name
-    local source = tensors[name]
-    if not source then raise("optimizer state: '%s' is missing", name) end
+    local source = tensors[name] or raise("optimizer state: '%s' is missing", name)
     if tensor.shape_text(source.shape) ~= tensor.shape_text(target.shape) then
       raise("optimizer state: expected '%s' to have shape %s, got %s", name,
         tensor.shape_text(target.shape), tensor.shape_text(source.shape))

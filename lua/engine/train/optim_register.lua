@@ -53,9 +53,8 @@ local function buffers_in_order(name, given)
     expect(plain or type(shape) == "function", given_shape,
       "optim.register: expected buffer '%s' of '%s' to be a function(shape) that returns the " ..
       "buffer's shape, or { shape = such a function, dtype = }", buffer, name)
-    expect(dtype == nil or DTYPES[dtype], dtype,
-      "optim.register: expected the dtype of buffer '%s' of '%s' to be bf16, e4m3, e5m2 or f32",
-      buffer, name)
+    expect(dtype == nil or DTYPES[dtype], dtype, "optim.register: expected the dtype of buffer " ..
+      "'%s' of '%s' to be bf16, e4m3, e5m2 or f32", buffer, name)
     seen[buffer] = true
     list[#list + 1] = { name = buffer, shape = shape, dtype = dtype }
   end

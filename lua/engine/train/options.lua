@@ -31,9 +31,7 @@ local function callable(v)
   return type(v) == "function" or (meta and meta.__call ~= nil)
 end
 
-local function whole(v)
-  return type(v) == "number" and v % 1 == 0 and v >= 1 and v <= 2 ^ 53
-end
+local function whole(v) return type(v) == "number" and v % 1 == 0 and v >= 1 and v <= 2 ^ 53 end
 local function not_negative(v) return type(v) == "number" and v >= 0 end
 local function is(kind) return function(v) return type(v) == kind end end
 local function is_pattern(v) return type(v) == "string" and not pattern.problem(v) end

@@ -212,9 +212,7 @@ local function find(name)
 end
 
 --- Returns the names of the recipes in alphabetical order.
-function M.names()
-  return nearest.keys(M.recipes)
-end
+function M.names() return nearest.keys(M.recipes) end
 
 --- Returns the `fp8` tables of the recipes that have one, by name.
 function M.fp8_tables()
@@ -281,9 +279,8 @@ function M.resolve(recipe)
   local base = find(recipe.base or "fp32")
   local full = { name = recipe.name or "custom", scaled = base.scaled, usual_high = HYBRID.high }
   if recipe.scaled ~= nil then
-    expect(type(recipe.scaled) == "boolean", recipe.scaled,
-      "precision '%s': expected scaled to be true or false (whether it needs a loss scale)",
-      full.name)
+    expect(type(recipe.scaled) == "boolean", recipe.scaled, "precision '%s': expected scaled to " ..
+      "be true or false (whether it needs a loss scale)", full.name)
     full.scaled = recipe.scaled
   end
   for role in pairs(FORMATS) do full[role] = recipe[role] or base[role] end

@@ -178,9 +178,7 @@ function Scaler:step(opt, options)
     "and nan; does the loss depend on its parameters?")
   local factor = entry.stage == UNSCALED and 1 or f32(1 / self:get_scale())
   entry.stage = STEPPED
-  if entry.found then
-    return { skipped = true, reason = tell_bad(entry) }
-  end
+  if entry.found then return { skipped = true, reason = tell_bad(entry) } end
   local arguments = { gradient_factor = factor }
   for key, value in pairs(options or {}) do
     arguments[key] = key == "gradient_factor" and value * factor or value

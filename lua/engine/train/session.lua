@@ -339,9 +339,7 @@ function Session:step(opt, o)
   o = tensor.read_named(o, "session:step", "clip tokens")
   expect(o.clip == nil or type(o.clip) == "number" and o.clip >= 0, o.clip,
     "session:step: expected clip to be a number >= 0 (0: none)")
-  if o.tokens ~= nil then
-    arguments.want_whole(o.tokens, "session:step", "tokens", 0)
-  end
+  if o.tokens ~= nil then arguments.want_whole(o.tokens, "session:step", "tokens", 0) end
   raise_if(entry.opt._clip or entry.opt._clip_value, "session:step: clip_grad_norm and " ..
     "clip_grad_value would clip scaled gradients; hint: s:step(optimizer, { clip = 1 })")
   local union, last = self.optimizer, self.last

@@ -344,9 +344,7 @@ end
 function Trainer:keeping_buffers(f)
   local buffers = {}
   for _, p in ipairs(self.model:parameters()) do
-    if p.role == "buffer" then
-      buffers[#buffers + 1] = { now = p.tensor, was = p.tensor:keep() }
-    end
+    if p.role == "buffer" then buffers[#buffers + 1] = { now = p.tensor, was = p.tensor:keep() } end
   end
   local function restored(...)
     for _, b in ipairs(buffers) do

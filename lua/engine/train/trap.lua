@@ -160,8 +160,6 @@ function Finding:place()
 end
 
 --- Returns the finding as plain data, for the history.
-function Finding:data()
-  return { inf = self.inf, nan = self.nan }
-end
+function Finding:data() return { inf = self.inf, nan = self.nan } end
 
 return M

@@ -15,9 +15,7 @@ Norms.__index = Norms
 
 --- Makes the norms of n parameters. The field `known` says whether the last step made an update
 --- that computed norms.
-function M.new(n)
-  return setmetatable({ n = n, known = false }, Norms)
-end
+function M.new(n) return setmetatable({ n = n, known = false }, Norms) end
 
 local function sums(self)
   self.squares = self.squares or M_ffi.new("double[?]", self.n * C.ENG_NORMS)
