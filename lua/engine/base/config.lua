@@ -121,9 +121,8 @@ end
 local function quoted(value) return "'" .. show.cut(tostring(value), 200) .. "'" end
 
 local function unknown(name, fields, rules, where)
-  fail("%sno field %s%s", where, quoted(name),
-    nearest.choices(name, shown(fields, rules.docs), "fields",
-    ("engine %s help"):format((rawget(_G, "arg") or {})[0] or "SCRIPT")))
+  fail("%sno field %s%s", where, quoted(name), nearest.choices(name, shown(fields, rules.docs),
+    "fields", ("engine %s help"):format((rawget(_G, "arg") or {})[0] or "SCRIPT")))
 end
 
 local function copy(value)

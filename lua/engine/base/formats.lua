@@ -22,9 +22,8 @@ function formats.of(name)
   if type(name) ~= "string" or not C.eng_format_get(f, name) then return nil end
   local _, exponent = math.frexp(f.smallest)
   made[name] = { name = name, largest = f.largest, limit = f.overflow, top = f.max_exponent,
-    normal = f.min_exponent,
-    zero = exponent - 2, exponent_bits = f.exponent_bits, fraction_bits = f.fraction_bits,
-    bias = f.bias, signed = f.is_signed ~= 0 }
+    normal = f.min_exponent, zero = exponent - 2, exponent_bits = f.exponent_bits,
+    fraction_bits = f.fraction_bits, bias = f.bias, signed = f.is_signed ~= 0 }
   return made[name]
 end
 

@@ -112,9 +112,8 @@ end
 
 local function status_text(s)
   local parts = { ("%s: step %d of %d%s"):format(s.run or "?", s.step, s.steps,
-    s.paused and ", paused" or ""),
-    ("%d updates, %d skipped"):format(s.updates, s.skipped), ("loss %.4f"):format(s.loss),
-    ("lr %.4g"):format(s.lr),
+    s.paused and ", paused" or ""), ("%d updates, %d skipped"):format(s.updates, s.skipped),
+    ("loss %.4f"):format(s.loss), ("lr %.4g"):format(s.lr),
     ("scale %s"):format(show.scale(s.scale)), ("policy %s"):format(s.policy) }
   return table.concat(parts, ", ") .. (s.shadows and "\n" .. s.shadows or "")
 end

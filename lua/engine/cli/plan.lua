@@ -99,9 +99,8 @@ local function job_of(trainer, options, records, wanted, measured, step)
   local M_ffi, plan = require "engine.base.ffi", require "engine.dist.plan"
   local C, list, optimizer = M_ffi.C, trainer.optimizer.list, trainer.optimizer
   local job = { parameters = 0, tensors = #list, gradient_bytes = 0, moment_bytes = 0,
-    histogram = records, accumulate = trainer.accumulate,
-    comm_dtype = options.comm_dtype or "own", zero = options.zero or 0,
-    model = tostring(trainer.model._class), step = step }
+    histogram = records, accumulate = trainer.accumulate, comm_dtype = options.comm_dtype or "own",
+    zero = options.zero or 0, model = tostring(trainer.model._class), step = step }
   local bytes = M_ffi.new("int64_t[4]")
   options.whole = reduction.whole(optimizer, options.zero)
   C.eng_params_bytes(bytes, optimizer.params)

@@ -95,9 +95,8 @@ local function lines_of(plan, c, interrupted)
   for _, column in ipairs(verify.COLUMNS) do
     local sum, at = c.columns[column[1]], nil
     for _, d in ipairs(c.list) do at = at or d.column == column[1] and d or nil end
-    rows[#rows + 1] = { column[1], ("%d steps"):format(sum.differ),
-      at and tostring(at.step) or "-", at and show.value(at.replay) or "-",
-      at and show.value(at.live) or "-",
+    rows[#rows + 1] = { column[1], ("%d steps"):format(sum.differ), at and tostring(at.step) or "-",
+      at and show.value(at.replay) or "-", at and show.value(at.live) or "-",
       sum.largest and ("%.2g %%"):format(100 * sum.largest) or "-" }
   end
   lines[#lines + 1] = show.table(rows, { true })

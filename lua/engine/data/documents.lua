@@ -372,9 +372,8 @@ function M.new(name, records, format, o)
   raise_if(o.encode and o.end_token == nil, "data.%s: expected the option end_token, because " ..
     "encode is given: the id of the token that ends a document, or false for no such token", name)
   local self = setmetatable({ name = name, records = records, format = format, bad = o.bad,
-    encode = encode, bytes = not o.encode,
-    end_token = end_id(name, o.encode, o.end_token), pack = o.pack,
-    most = o.context + 1, invalid = {}, skipped = 0 }, Documents)
+    encode = encode, bytes = not o.encode, end_token = end_id(name, o.encode, o.end_token),
+    pack = o.pack, most = o.context + 1, invalid = {}, skipped = 0 }, Documents)
   for i = 0, o.check and records.n - 1 or 0 do self:get(i) end
   return self
 end

@@ -72,8 +72,7 @@ function Reducer:holder(r) return self.apart and r % (self.size / self.holders.s
 --- Connects the ranks and compares how they were started. Called before files are opened.
 function M.new(trainer, o)
   local self = setmetatable({ trainer = trainer, rank = ranks.rank(), size = ranks.size(),
-    signals = signals.values,
-    ended_by = 0, decided = "", names = {} }, Reducer)
+    signals = signals.values, ended_by = 0, decided = "", names = {} }, Reducer)
   self.many = self.size > 1
   self.own_pass = self.many and o.mode ~= "lagged"   -- whether record() itself reads the gradients
   self.comm_dtype = self.many and o.comm_dtype or "own"
@@ -554,8 +553,7 @@ function Reducer:find_origin(first_bad)
     "from the %s of %s"):format(first % 2 == 0 and "input" or "gradients", ranks.names(ranks_of))
     or nil
   for i, c in ipairs(self.found) do
-    key[c] = (of[c.rank] == first and 0 or 2) + (c.what == "nan" and 1 or 0)
-      + i / (#self.found + 1)
+    key[c] = (of[c.rank] == first and 0 or 2) + (c.what == "nan" and 1 or 0) + i / (#self.found + 1)
   end
   table.sort(self.found, function(a, b) return key[a] < key[b] end)
 end

@@ -155,9 +155,8 @@ local function read(options, default_stop)
   if type(options) == "number" then options = { max_tokens = options } end
   options = arguments.read_named(options, "generate", OPTIONS)
   local o = { temperature = options.temperature or 1, top_k = options.top_k, stop = {},
-    cache = options.cache ~= false, progress = options.progress,
-    top_p = options.top_p or 1, max_tokens = want_whole(options.max_tokens, "generate",
-      "max_tokens", 0) }
+    cache = options.cache ~= false, progress = options.progress, top_p = options.top_p or 1,
+    max_tokens = want_whole(options.max_tokens, "generate", "max_tokens", 0) }
   expect(type(o.temperature) == "number" and o.temperature >= 0 and o.temperature < math.huge,
     o.temperature, "generate: expected temperature to be a number >= 0")
   if o.top_k ~= nil then want_whole(o.top_k, "generate", "top_k", 1) end

@@ -55,8 +55,7 @@ return {
   defaults = { lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 1e-2 },
   buffers = { moment1 = CODES, moment2 = CODES, scale1 = scales, scale2 = scales },
   update = function(p, ctx)
-    local own = { weight = p.weight, grad = p.grad,
-      moment1 = decode(p.moment1, p.scale1, p.weight),
+    local own = { weight = p.weight, grad = p.grad, moment1 = decode(p.moment1, p.scale1, p.weight),
       moment2 = decode(p.moment2, p.scale2, p.weight) }
     steps.adamw(own, ctx, ctx.lr)
     p.weight = own.weight

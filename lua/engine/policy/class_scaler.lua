@@ -229,9 +229,8 @@ function M.new(name, class, options)
     return setmetatable(copy, { __index = class })
   end
   local self = setmetatable({ name = name, doc = class.doc or "", file = name,
-    options = options or {}, is_class = true,
-    needs = needs_of(class), make = make, failed = 0, verdict = ffi.new("eng_verdict") },
-    ClassPolicy)
+    options = options or {}, is_class = true, needs = needs_of(class), make = make, failed = 0,
+    verdict = ffi.new("eng_verdict") }, ClassPolicy)
   self:reset()
   return self
 end

@@ -256,9 +256,8 @@ local function compile(source, file, options, path)
   check(C.eng_policy_init(handle), true)
   C.eng_policy_describe(info, handle)
   local self = { handle = handle, name = ffi.string(info.name), doc = ffi.string(info.doc),
-    file = file, source = source,
-    path = path, given = options, needs = info.needs, fp8 = info.fp8, options = {}, defaults = {},
-    option_names = {}, verdict = ffi.new("eng_verdict") }
+    file = file, source = source, path = path, given = options, needs = info.needs, fp8 = info.fp8,
+    options = {}, defaults = {}, option_names = {}, verdict = ffi.new("eng_verdict") }
   local option = ffi.new("eng_policy_option")
   local function typed(text)
     text = ffi.string(text)

@@ -76,11 +76,10 @@ function M.fp8_table(m)
   for i, r in ipairs(m.worst) do
     local last = r.last
     rows[i] = { "<code>" .. escape(r.site) .. "</code>", escape(r.role),
-      r.least and ("%.1f dB"):format(r.least) or "–",
-      r.least_at and grouped(r.least_at) or "–",
-      last.snr and ("%.1f dB"):format(last.snr) or "–",
-      percent(r.underflow or 0, 1), percent(r.overflow or 0, 1),
-      number(last.amax or 0 / 0), number(r.scale_min or 0 / 0), number(r.scale_max or 0 / 0) }
+      r.least and ("%.1f dB"):format(r.least) or "–", r.least_at and grouped(r.least_at) or "–",
+      last.snr and ("%.1f dB"):format(last.snr) or "–", percent(r.underflow or 0, 1),
+      percent(r.overflow or 0, 1), number(last.amax or 0 / 0), number(r.scale_min or 0 / 0),
+      number(r.scale_max or 0 / 0) }
   end
   return html.table({ "layer", "role", "lowest SNR", "at step", "last SNR", "most underflow",
     "most overflow", "last amax", "smallest scale", "largest scale" }, rows,

@@ -486,8 +486,7 @@ end
 --- history of an older engine.
 function History:shadow(name)
   if not self:has "shadows" then return {} end
-  return collect(each(self, 2, nil,
-    "SELECT * FROM shadows WHERE name = ? ORDER BY step", name),
+  return collect(each(self, 2, nil, "SELECT * FROM shadows WHERE name = ? ORDER BY step", name),
     { "step", "scale", "action", "failed", "reason", "overflow", "bound" })
 end
 
@@ -582,9 +581,8 @@ local function no_fp8(h, site, step)
   for _, name in ipairs(sites) do known = known or name:sub(1, #site) == site end
   if not known then
     return ("no FP8 layer's name begins with '%s'%s; FP8 layers are %s%s"):format(site,
-      nearest.hint(site, sites),
-      table.concat(sites, ", ", 1, math.min(#sites, 12)), #sites > 12
-      and (" and %d more"):format(#sites - 12) or "")
+      nearest.hint(site, sites), table.concat(sites, ", ", 1, math.min(#sites, 12)),
+      #sites > 12 and (" and %d more"):format(#sites - 12) or "")
   end
   for row in h:each("SELECT DISTINCT step FROM fp8 ORDER BY step LIMIT 8") do
     steps[#steps + 1] = row.step

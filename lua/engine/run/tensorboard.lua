@@ -190,8 +190,7 @@ function M.step_values(s, signals)
     { "scaling/overflow", s.overflow ~= 0 and 1 or 0 }, { "scaling/skipped", s.skipped and 1 or 0 },
     { "gradients/norm", s.norm or nan }, { "gradients/amax", s.amax or nan },
     { "gradients/norm_ref", s.norm_ref },
-    { "gradients/underflow", (s.count or 0) > 0 and s.underflow
-      and s.underflow / s.count or nil },
+    { "gradients/underflow", (s.count or 0) > 0 and s.underflow and s.underflow / s.count or nil },
     { "speed/tokens_per_s", s.seconds > 0 and tokens > 0 and tokens / s.seconds or nil },
   }
   for name, value in pairs(signals) do

@@ -22,9 +22,8 @@ local M = {}
 local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2,
   e5m6 = tonumber(C.ENG_FORMAT_E5M6) }
 -- Scale rules, named after the projects they come from (core/base/fp8_scale.h).
-M.rules = { transformer_engine = C.ENG_SCALE_TRANSFORMER_ENGINE,
-  deepseek = C.ENG_SCALE_DEEPSEEK, deepgemm = C.ENG_SCALE_DEEPGEMM,
-  torchao = C.ENG_SCALE_TORCHAO, msamp = C.ENG_SCALE_MSAMP }
+M.rules = { transformer_engine = C.ENG_SCALE_TRANSFORMER_ENGINE, deepseek = C.ENG_SCALE_DEEPSEEK,
+  deepgemm = C.ENG_SCALE_DEEPGEMM, torchao = C.ENG_SCALE_TORCHAO, msamp = C.ENG_SCALE_MSAMP }
 M.accumulators = { fp32 = C.ENG_ACCUMULATE_FP32, exact = C.ENG_ACCUMULATE_EXACT,
   hopper = C.ENG_ACCUMULATE_HOPPER, e4m3 = C.ENG_ACCUMULATE_E4M3 }
 

@@ -22,8 +22,7 @@ M.accumulators = arguments.merged(fp8_codes.accumulators, { device = -1 })
 
 local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2 }
 local SIGNS = { none = C.ENG_FP8_SIGNS_NONE, fixed = C.ENG_FP8_SIGNS_FIXED,
-  layer = C.ENG_FP8_SIGNS_LAYER, step = C.ENG_FP8_SIGNS_STEP,
-  backward = C.ENG_FP8_SIGNS_BACKWARD }
+  layer = C.ENG_FP8_SIGNS_LAYER, step = C.ENG_FP8_SIGNS_STEP, backward = C.ENG_FP8_SIGNS_BACKWARD }
 -- The rule of microscaling that mx.quantize does not have, and the options that only this rule has.
 local ROWS = "msamp_fp4"
 local ROW_OPTIONS = { "clamp", "residual", "estimator" }

@@ -271,13 +271,11 @@ local function tell(self, site, gradient, first)
       s.sum_squares, s.snr = sums[5] / (unit * unit), decibel(sums[5], sums[6])
       local least = inverse(maxima[2])
       site.meters[name] = { step = self.step, snr = s.snr, underflow = sums[2] / count,
-        overflow = sums[3] / count, zeros = sums[1] / count,
-        amax = maxima[1] / unit, least = least / unit, range = least > 0
-          and math.log(maxima[1] / least) / math.log(2) or 0,
+        overflow = sums[3] / count, zeros = sums[1] / count, amax = maxima[1] / unit,
+        least = least / unit, range = least > 0 and math.log(maxima[1] / least) / math.log(2) or 0,
         scale_min = inverse(maxima[4]) / unit, scale_max = maxima[3] / unit, count = count,
-          nonfinite = sums[4],
-        peak = amax < 0 and 0 or amax / unit,
-        power = s.sum_squares, asked = site.asked[r + 1] }
+        nonfinite = sums[4], peak = amax < 0 and 0 or amax / unit, power = s.sum_squares,
+        asked = site.asked[r + 1] }
     end
   end
 end

@@ -357,8 +357,7 @@ function M.finish(self, last, good, message)
   local summary = { steps = self.steps_done, updates = self.updates, skipped = self.skipped,
     retries = self.retries, loss = last.loss, scale = last.scale, tokens_per_s = last.speed,
     stopped = last.stopped, path = files.path, rows = self.rows, made = made, lost = lost,
-    status = status,
-    references = self.reference and self.reference.count,
+    status = status, references = self.reference and self.reference.count,
     reference_s = self.reference and self.reference.seconds }
   self.progress:note(M.summary_text(self, summary), status ~= FINISHED)
   return summary

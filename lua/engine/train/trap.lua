@@ -16,17 +16,15 @@ Finding.__index = Finding
 local function read_tensor(t)
   local name = ffi.string(t.name)
   return { name = name ~= "" and name or nil, text = ffi.string(t.text), count = tonumber(t.count),
-    inf = tonumber(t.inf),
-    nan = tonumber(t.nan), amax = t.amax }
+    inf = tonumber(t.inf), nan = tonumber(t.nan), amax = t.amax }
 end
 
 local function read_site(nan, backward, paths)
   local site = ffi.new("eng_trap_site")
   if not C.eng_trap_found(site, nan, backward) then return nil end
   local list = { kernel = ffi.string(site.kernel), op = ffi.string(site.op),
-    kind = nan and "nan" or "inf", backward = backward,
-    module = paths[site.module] or "", held_by = site.held_by > 0 and site.held_by or nil,
-      inputs = {}, outputs = {} }
+    kind = nan and "nan" or "inf", backward = backward, module = paths[site.module] or "",
+    held_by = site.held_by > 0 and site.held_by or nil, inputs = {}, outputs = {} }
   for k = 1, site.n_in do list.inputs[k] = read_tensor(site["in"][k - 1]) end
   for k = 1, site.n_out do list.outputs[k] = read_tensor(site.out[k - 1]) end
   return list
