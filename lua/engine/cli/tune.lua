@@ -67,9 +67,7 @@ local function print_result(result, source)
 end
 
 local function main(given)
-  if #given.policies ~= 1 then
-    options.fail("expected one --policy FILE, got %d", #given.policies)
-  end
+  options.fail_if(#given.policies ~= 1, "expected one --policy FILE, got %d", #given.policies)
   if #given.over == 0 then options.fail("expected --over name=from..to") end
   local policy = given.policies[1]
   local result = require("engine.run.tune") { runs = given.words, policy = policy.source,

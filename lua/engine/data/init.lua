@@ -316,14 +316,10 @@ function M.tensors(given)
   for _, key in ipairs { "x", "y" } do
     local side = o[key]
     expect(tensor.is_tensor(side), side, "data.tensors: expected %s to be a tensor", key)
-    if side.ndim < 1 then
-      raise("data.tensors: expected %s to have rows, got shape %s", key,
-        tensor.shape_text(side.shape))
-    end
-    if n and side:size(1) ~= n then
-      raise("data.tensors: expected x and y to have the same number of rows, got %d and %d", n,
-        side:size(1))
-    end
+    raise_if(side.ndim < 1, "data.tensors: expected %s to have rows, got shape %s", key,
+      tensor.shape_text(side.shape))
+    raise_if(n and side:size(1) ~= n, "data.tensors: expected x and y to have the same number " ..
+      "of rows, got %d and %d", n, side:size(1))
     n = side:size(1)
     local values, shape = side:read("f64"), side.shape
     table.remove(shape, 1)
@@ -416,10 +412,8 @@ local function idx(path, what, ndim)
     shape[d] = bytes[at] * 2 ^ 24 + bytes[at + 1] * 2 ^ 16 + bytes[at + 2] * 2 ^ 8 + bytes[at + 3]
     count = count * shape[d]
   end
-  if size ~= 4 + 4 * ndim + count then
-    raise("data.idx: expected %s to have %d bytes after its header, got %d", path, count,
-      size - 4 - 4 * ndim)
-  end
+  raise_if(size ~= 4 + 4 * ndim + count, "data.idx: expected %s to have %d bytes after its " ..
+    "header, got %d", path, count, size - 4 - 4 * ndim)
   return bytes + 4 + 4 * ndim, shape, keep
 end
 

@@ -138,10 +138,9 @@ function M.new(o)
     end
   end
   local weights, total = o.weights or {}, 0
-  if type(weights) ~= "table" or o.weights and #weights ~= #loaders then
-    raise("data.mix: expected %d weights, one for each loader, got %s", #loaders,
-      type(weights) == "table" and #weights or value_text(weights))
-  end
+  raise_if(type(weights) ~= "table" or o.weights and #weights ~= #loaders,
+    "data.mix: expected %d weights, one for each loader, got %s", #loaders,
+    type(weights) == "table" and #weights or value_text(weights))
   for k = 1, #loaders do
     local w = o.weights and weights[k] or 1
     expect(type(w) == "number" and w >= 0 and w < math.huge, w,

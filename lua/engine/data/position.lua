@@ -21,10 +21,8 @@ function M.check(state, self, identity, rules)
   local problem = fields.record(arguments.merged({ at = fields.count }, rules))(state, "position")
   if problem then raise("data: expected a position from state(): %s", problem) end
   for _, key in ipairs(identity) do
-    if state[key] ~= self[key] then
-      raise("data: this position was saved with %s %s, but the loader has %s; the batches would "
-        .. "differ", key, text_of(state[key]), text_of(self[key]))
-    end
+    raise_if(state[key] ~= self[key], "data: this position was saved with %s %s, but the loader " ..
+      "has %s; the batches would differ", key, text_of(state[key]), text_of(self[key]))
   end
   local version = state.order or 1     -- positions saved before version 2 have no version
   raise_if(version ~= 1 and version ~= order.newest,

@@ -29,10 +29,8 @@ end
 
 -- Opens a file. Refuses a pipe or a device, because reading it could block.
 local function open(name, path)
-  if file.exists(path) and not file.is_file(path) then
-    raise("data.%s: %s is %s, expected a file", name, path,
-      file.is_folder(path) and "a folder" or "a pipe or a device")
-  end
+  raise_if(file.exists(path) and not file.is_file(path), "data.%s: %s is %s, expected a file", name,
+    path, file.is_folder(path) and "a folder" or "a pipe or a device")
   local handle, why = io.open(path, "rb")
   return handle or raise("data.%s: %s", name, why)
 end

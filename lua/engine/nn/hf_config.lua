@@ -1,21 +1,22 @@
 -- Reads config.json of Hugging Face's transformers: translates its fields to the options of a model
 -- in models.lua. Every error is one line that names the file and the field. Called by hf_load.lua,
 -- lora.lua (for the JSON of an adapter) and cli/plan_model.lua.
+local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local architectures = require "engine.nn.architectures"
-local fail_if = require("engine.base.ffi").fail_if
 
 local M = {}
 
 local GELU = { gelu_new = "tanh", gelu_pytorch_tanh = "tanh", gelu_fast = "tanh",
   gelu_accurate = "tanh", gelu = "erf", gelu_python = "erf" }
-local NULL, value_text = require("cjson").null, require("engine.base.ffi").value_text
+local NULL, value_text = require("cjson").null, M_ffi.value_text
 
 local function fail(where, ...) error(where .. ": " .. string.format(...), 0) end
+local function fail_if(bad, where, ...) if bad then fail(where, ...) end end
 
 local function text_of(value)
   return type(value) == "table" and "a table" or show.shown(tostring(value))
@@ -37,18 +38,16 @@ local function number(fields, key, where, required, range)
   local value = value_of(fields, key)
   if value == nil and not required then return nil end
   range = range or architectures.positive
-  if type(value) ~= "number" or not range[2](value) then
-    fail(where, "expected %s %s, got %s", key, range[1], got(value))
-  end
+  fail_if(type(value) ~= "number" or not range[2](value), where, "expected %s %s, got %s", key,
+    range[1], got(value))
   return value
 end
 
 local MOST_LABELS = 2 ^ 16
 
 local function want_labels(n, where)
-  if type(n) ~= "number" or n % 1 ~= 0 or n < 1 or n > MOST_LABELS then
-    fail(where, "expected from 1 to %d labels, got %s", MOST_LABELS, got(n))
-  end
+  fail_if(type(n) ~= "number" or n % 1 ~= 0 or n < 1 or n > MOST_LABELS, where,
+    "expected from 1 to %d labels, got %s", MOST_LABELS, got(n))
 end
 
 -- ------------------------------------------------------------------ scaled rotary positions
@@ -65,9 +64,8 @@ function SCALINGS.llama3(rope, p, _, where, context)
   rope.low = number(p, "low_freq_factor", where, true)
   rope.high = number(p, "high_freq_factor", where, true)
   rope.context = context
-  if rope.low >= rope.high then
-    fail(where, "expected low_freq_factor < high_freq_factor, got %g and %g", rope.low, rope.high)
-  end
+  fail_if(rope.low >= rope.high, where,
+    "expected low_freq_factor < high_freq_factor, got %g and %g", rope.low, rope.high)
 end
 
 -- For sequences longer than max_position_embeddings, the base grows with their length. A sequence
@@ -98,9 +96,8 @@ function SCALINGS.yarn(rope, p, o, where, context)
   local fast, slow = number(p, "beta_fast", where) or 32, number(p, "beta_slow", where) or 1
   if fast < slow then fail(where, "expected beta_fast >= beta_slow, got %g and %g", fast, slow) end
   local truncate = value_of(p, "truncate", true)
-  if type(truncate) ~= "boolean" then
-    fail(where, "expected truncate to be a boolean, got %s", got(truncate))
-  end
+  fail_if(type(truncate) ~= "boolean", where, "expected truncate to be a boolean, got %s",
+    got(truncate))
   local low, high = pair(fast), pair(slow)
   if truncate then low, high = math.floor(low), math.ceil(high) end
   low, high = math.max(low, 0), math.min(high, D - 1)
@@ -159,14 +156,12 @@ end
 -- as in transformers. Also reads the padding token, which nn.bert does not need.
 local function read_labels(o, fields, where, arch)
   local names, pad = value_of(fields, "id2label"), value_of(fields, "pad_token_id")
-  if names ~= nil and type(names) ~= "table" then
-    fail(where, "expected id2label to be an object, got %s", got(names))
-  end
+  fail_if(names ~= nil and type(names) ~= "table", where,
+    "expected id2label to be an object, got %s", got(names))
   o.labels = names and #nearest.keys(names) or value_of(fields, "num_labels", 2)
   want_labels(o.labels, where)
-  if pad ~= nil and type(pad) ~= "number" then
-    fail(where, "expected pad_token_id to be a number, got %s", got(pad))
-  end
+  fail_if(pad ~= nil and type(pad) ~= "number", where,
+    "expected pad_token_id to be a number, got %s", got(pad))
   if arch.build ~= "bert" then o.pad = pad end
 end
 
@@ -181,15 +176,13 @@ function rules.windows(o, fields, where)
   local window = number(fields, "sliding_window", where) or 4096
   local types = value_of(fields, "layer_types")
   local first = value_of(fields, "max_window_layers", 28)
-  if type(first) ~= "number" then
-    fail(where, "expected max_window_layers to be a number, got %s", got(first))
-  end
+  fail_if(type(first) ~= "number", where, "expected max_window_layers to be a number, got %s",
+    got(first))
   o.window = {}
   for i = 1, o.layers do
     local kind = type(types) == "table" and types[i]
-    if kind and kind ~= "sliding_attention" and kind ~= "full_attention" then
-      fail(where, "layer type '%s' is not supported", text_of(kind))
-    end
+    fail_if(kind and kind ~= "sliding_attention" and kind ~= "full_attention", where,
+      "layer type '%s' is not supported", text_of(kind))
     local slides = kind == "sliding_attention" or not kind and i > first
     o.window[i] = slides and window or false
   end
@@ -207,9 +200,7 @@ local function read_field(fields, key, field, where)
   end
   local kind = range and "number" or type(default)
   if value == default and not value then return nil, option end
-  if type(value) ~= kind then
-    fail(where, "expected %s to be a %s, got %s", key, kind, got(value))
-  end
+  fail_if(type(value) ~= kind, where, "expected %s to be a %s, got %s", key, kind, got(value))
   if range and not range[2](value) then
     fail(where, "expected %s %s, got %s", key, range[1], got(value))
   end
@@ -247,24 +238,18 @@ function M.options_of(fields, where)
     o.gelu = GELU[o.gelu] or fail(where, "activation '%s' is not supported; supported: gelu "
       .. "gelu_accurate gelu_fast gelu_new gelu_python gelu_pytorch_tanh", text_of(o.gelu))
   end
-  if not o.head_width and o.width % o.heads ~= 0 then
-    fail(where, "the width %d is not divisible by %d heads", o.width, o.heads)
-  end
-  if o.kv_heads and o.heads % o.kv_heads ~= 0 then
-    fail(where, "%d heads are not divisible by %d num_key_value_heads", o.heads, o.kv_heads)
-  end
+  fail_if(not o.head_width and o.width % o.heads ~= 0, where,
+    "the width %d is not divisible by %d heads", o.width, o.heads)
+  fail_if(o.kv_heads and o.heads % o.kv_heads ~= 0, where,
+    "%d heads are not divisible by %d num_key_value_heads", o.heads, o.kv_heads)
   if o.rope and (o.head_width or o.width / o.heads) % 2 ~= 0 then
     fail(where, "the head width %g is odd, and rotary positions need an even one",
       o.head_width or o.width / o.heads)
   end
-  if o.experts and o.top_k > o.experts then
-    fail(where, "expected num_experts_per_tok to be at most %d, the number of experts, got %d",
-      o.experts, o.top_k)
-  end
-  if o.layers * (o.experts or 1) > 2 ^ 17 then
-    fail(where, "expected up to 2^17 experts in all layers together, got %d layers of %d experts",
-      o.layers, o.experts)
-  end
+  fail_if(o.experts and o.top_k > o.experts, where, "expected num_experts_per_tok to be at most " ..
+    "%d, the number of experts, got %d", o.experts, o.top_k)
+  fail_if(o.layers * (o.experts or 1) > 2 ^ 17, where, "expected up to 2^17 experts in all " ..
+    "layers together, got %d layers of %d experts", o.layers, o.experts)
   return arch, o
 end
 
@@ -335,8 +320,8 @@ function M.read(folder, name, beside)
   name, beside = name or "config", beside or "model.safetensors"
   local path = ("%s/%s.json"):format(folder, name)
   local text, problem = files.read(path)
-  fail_if(not text, "cannot read %s; hint: expected a folder with %s.json and %s", problem, name,
-    beside)
+  M_ffi.fail_if(not text, "cannot read %s; hint: expected a folder with %s.json and %s", problem,
+    name, beside)
   if not json.is_utf8(text) then fail(path, "it is not UTF-8") end
   local fields, why = require("cjson.safe").decode(text)
   if type(fields) ~= "table" then

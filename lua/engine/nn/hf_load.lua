@@ -37,10 +37,9 @@ local function read_index(path)
   fail_if(type(map) ~= "table" or next(map) == nil,
     "%s: expected a JSON object with a weight_map of names to files", path)
   for name, file in pairs(map) do
-    if type(name) ~= "string" or type(file) ~= "string" or file:find("[/%z]") then
-      fail("%s: expected the weight_map to give a file of this folder for '%s', got %s", path,
-        show.shown(tostring(name)), show.shown(tostring(file)))
-    end
+    fail_if(type(name) ~= "string" or type(file) ~= "string" or file:find("[/%z]"),
+      "%s: expected the weight_map to give a file of this folder for '%s', got %s", path,
+      show.shown(tostring(name)), show.shown(tostring(file)))
   end
   return map
 end

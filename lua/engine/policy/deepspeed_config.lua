@@ -65,10 +65,8 @@ function M.translate(block, stage, where)
   end
   if read(block, "enabled", where) == false then return "static", { loss_scale = 1 } end
   local fixed = read(block, "loss_scale", where) or 0
-  if fixed < 0 then
-    error(("%sfp16.loss_scale: expected 0 (dynamic) or a positive number, got %g"):format(
-      where "loss_scale", fixed), 0)
-  end
+  fail_if(fixed < 0, "%sfp16.loss_scale: expected 0 (dynamic) or a positive number, got %g",
+    where "loss_scale", fixed)
   if fixed ~= 0 then return "static", { loss_scale = fixed } end
 
   local options = {}

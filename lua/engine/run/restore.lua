@@ -12,7 +12,7 @@ local show = require "engine.base.show"
 local state_fields = require "engine.run.state_fields"
 local user_state = require "engine.run.user_state"
 
-local C = M_ffi.C
+local C, fail_if = M_ffi.C, M_ffi.fail_if
 
 local M = {}
 
@@ -236,10 +236,8 @@ function M.take_over(trainer, c, config)
   local notes, state = {}, c.state
   local problem = c.parts and M.problem(c)
   if problem then error("resume: " .. problem, 0) end
-  if state.optimizer.name ~= trainer.optimizer.name then
-    error(("resume: %s was written with the optimizer %s, but this run has %s"):format(c.path,
-      state.optimizer.name, trainer.optimizer.name), 0)
-  end
+  fail_if(state.optimizer.name ~= trainer.optimizer.name, "resume: %s was written with the " ..
+    "optimizer %s, but this run has %s", c.path, state.optimizer.name, trainer.optimizer.name)
   notes[1], state.data = place_of_data(trainer, c.path, state.data)
   c.changes = function() return changed_settings(c.path, config) end
   take_policies(trainer, c, notes)

@@ -103,10 +103,8 @@ local function read(o)
   end
   for i, run in ipairs(o.runs) do
     s.traces[i] = type(run) == "table" and run or replay.trace(run)
-    if not s.traces[i].names and s.objective ~= "skipped" then
-      error(("'%s' is a string of outcomes without gradients; the only objective for it is " ..
-        "'skipped'"):format(s.traces[i].name), 0)
-    end
+    fail_if(not s.traces[i].names and s.objective ~= "skipped", "'%s' is a string of outcomes " ..
+      "without gradients; the only objective for it is 'skipped'", s.traces[i].name)
   end
   if #s.traces == 0 then error("expected at least one run", 0) end
   local loaded, policy = pcall(require("engine.policy.policy").load, s.source, s.fixed)

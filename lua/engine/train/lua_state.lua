@@ -244,10 +244,8 @@ end
 
 --- Raises an error if an update failed halfway.
 function State:refuse_torn()
-  if self.torn then
-    raise("optim.%s: an update failed halfway, so weights and buffers belong to different " ..
-      "updates; hint: load a checkpoint", self.spec.name)
-  end
+  raise_if(self.torn, "optim.%s: an update failed halfway, so weights and buffers belong to " ..
+    "different updates; hint: load a checkpoint", self.spec.name)
 end
 
 -- ------------------------------------------------------------------ methods as in fused_state.lua

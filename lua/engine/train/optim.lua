@@ -202,10 +202,9 @@ local function new(name, model, options)
   local defaults = arguments.merged(kind.defaults)
   for key, value in pairs(options) do
     if key == "betas" and defaults.beta1 then
-      if type(value) ~= "table" or #value ~= 2 then
-        raise("optim.%s: expected betas to be a list of two numbers, got %s", name,
-          type(value) == "table" and "a list of " .. #value or M_ffi.value_text(value))
-      end
+      raise_if(type(value) ~= "table" or #value ~= 2,
+        "optim.%s: expected betas to be a list of two numbers, got %s", name,
+        type(value) == "table" and "a list of " .. #value or M_ffi.value_text(value))
       defaults.beta1, defaults.beta2 = value[1], value[2]
     elseif defaults[key] ~= nil then
       defaults[key] = value
@@ -309,11 +308,9 @@ end
 --- Gives the parameters the formats of a precision recipe. Clears the gradients.
 function Optimizer:set_precision(recipe)
   local full = precision.resolve(recipe)
-  if full.moments ~= self.precision.moments then
-    raise("set_precision: the recipe '%s' has moments in %s, but this optimizer has them in %s; " ..
-      "hint: give the recipe to engine.optim.%s",
-      full.name, full.moments, self.precision.moments, self.name)
-  end
+  raise_if(full.moments ~= self.precision.moments, "set_precision: the recipe '%s' has moments " ..
+    "in %s, but this optimizer has them in %s; hint: give the recipe to engine.optim.%s", full.name,
+    full.moments, self.precision.moments, self.name)
   raise_if(full.fp8 and not self.model, "set_precision: FP8 needs a module with linear layers, " ..
     "but this optimizer was made from a list of tensors")
   local before = self.precision

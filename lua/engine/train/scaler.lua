@@ -307,10 +307,9 @@ function Scaler:update(new_scale)
   self.loss = nil
   local late = verdict and verdict.failed == 0 and too_late(verdict, stepped,
     self.total.overflow ~= 0)
-  if late then
-    raise("scaler:update: policy %s gave the verdict %s, which comes too late for a scaler; " ..
-      "hint: engine.session and engine.trainer carry out whole verdicts", self.policy.name, late)
-  end
+  raise_if(late,
+    "scaler:update: policy %s gave the verdict %s, which comes too late for a scaler; hint: " ..
+    "engine.session and engine.trainer carry out whole verdicts", self.policy.name, late)
   return verdict
 end
 
@@ -326,10 +325,9 @@ function Scaler:load_state_dict(dict)
   if not self.enabled then return end
   raise_if(type(dict) ~= "table" or next(dict) == nil, "scaler:load_state_dict: the state is " ..
     "empty; it may come from a scaler that was disabled when it was saved")
-  if dict.policy ~= self.policy.name or type(dict.state) ~= "string" then
-    raise("scaler:load_state_dict: the state is of policy '%s', but this scaler uses '%s'",
-      tostring(dict.policy), self.policy.name)
-  end
+  raise_if(dict.policy ~= self.policy.name or type(dict.state) ~= "string",
+    "scaler:load_state_dict: the state is of policy '%s', but this scaler uses '%s'",
+    tostring(dict.policy), self.policy.name)
   self.policy:restore(dict.state)
   self.attempts, self.updates = dict.attempts or 0, dict.updates or 0
 end

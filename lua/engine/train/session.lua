@@ -127,10 +127,9 @@ local function entries_of(o)
   for i, e in ipairs(entries) do
     local own, first = e.opt.precision, entries[1].opt.precision
     e.number = i
-    if not o.precision and not precision.same(own, first) then
-      raise("session: expected one precision, but optimizer %s has %s and %s has %s",
-        entries[1].name, first.name, e.name, own.name)
-    end
+    raise_if(not o.precision and not precision.same(own, first),
+      "session: expected one precision, but optimizer %s has %s and %s has %s", entries[1].name,
+      first.name, e.name, own.name)
   end
   return entries
 end
