@@ -20,6 +20,7 @@ local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
 local C, check, fail_if, ffi = M_ffi.C, M_ffi.check, M_ffi.fail_if, M_ffi.ffi
+local raise, raise_if = M_ffi.raise, M_ffi.raise_if
 
 local M = {}
 
@@ -74,9 +75,7 @@ function M.with(path, f)
   return nil, result
 end
 
-local function handle(h, level)
-  return h.handle or error(("history %s is closed"):format(h.path), (level or 2) + 1)
-end
+local function handle(h) return h.handle or raise("history %s is closed", h.path) end
 
 --- Commits all rows and closes.
 function History:close()
@@ -154,7 +153,7 @@ end
 
 local function set(self, what, key, value)
   need("set_" .. what, key)
-  return told(C.eng_history_text(handle(self, 2), what, key, tostring(value)))
+  return told(C.eng_history_text(handle(self), what, key, tostring(value)))
 end
 
 --- Stores a fact of the run (set_meta) or a setting (set_config).
@@ -204,7 +203,7 @@ local function value_of(q, column)
   return ffi.string(bytes, out_size[0])
 end
 
-local function bind(q, index, value, level)
+local function bind(q, index, value)
   local kind = type(value)
   if kind == "boolean" then value, kind = value and 1 or 0, "number" end
   if kind == "string" then
@@ -214,26 +213,20 @@ local function bind(q, index, value, level)
   elseif kind == "number" then
     check(C.eng_query_bind_double(q, index, value))
   elseif kind ~= "nil" then
-    error(("query: expected numbers, strings and booleans for the parameters, got a %s"):format(
-      kind), level + 1)
+    raise("query: expected numbers, strings and booleans for the parameters, got a %s", kind)
   end
 end
 
 -- Returns an iterator over the rows of a query, and the names of the columns. Each row is a new
 -- table, passed through `make`.
-local function each(h, level, make, sql, ...)
-  if type(sql) ~= "string" then
-    error("query: expected SQL as a string, got " .. M_ffi.value_text(sql), level + 1)
-  end
+local function each(h, make, sql, ...)
+  M_ffi.expect(type(sql) == "string", sql, "query: expected SQL as a string")
   local out = ffi.new("eng_query *[1]")
-  check(C.eng_query_open(out, handle(h, level + 1), sql))
+  check(C.eng_query_open(out, handle(h), sql))
   local q = ffi.gc(out[0], C.eng_query_close)
   local wanted, given = C.eng_query_parameters(q), select("#", ...)
-  if wanted ~= given then
-    error(("query: the statement has %d parameters, got %d values"):format(wanted, given),
-      level + 1)
-  end
-  for i = 1, given do bind(q, i - 1, (select(i, ...)), level + 1) end
+  raise_if(wanted ~= given, "query: the statement has %d parameters, got %d values", wanted, given)
+  for i = 1, given do bind(q, i - 1, (select(i, ...))) end
   local names = {}
   for i = 1, C.eng_query_columns(q) do names[i] = ffi.string(C.eng_query_name(q, i - 1)) end
   local function following()
@@ -254,7 +247,7 @@ end
 
 -- Returns the first row of a query, or nil.
 local function one(h, sql, ...)
-  local following = each(h, 4, nil, sql, ...)
+  local following = each(h, nil, sql, ...)
   local row = following()
   while following() do end
   return row
@@ -274,7 +267,7 @@ end
 --- Iterates over rows of numbers that SQL computes. Raises an error for a value that is neither a
 --- number nor nil, and for nil in one of `fields`.
 function History:numbers(fields, sql, ...)
-  local following, names = each(self, 2, nil, sql, ...)
+  local following, names = each(self, nil, sql, ...)
   return function()
     local row = following()
     return row and expect(self, expect(self, row, "number", names, true), "number", fields)
@@ -316,10 +309,10 @@ end
 
 --- Returns the rows of any SELECT as tables by column name. The values for `?` follow the SQL. NULL
 --- becomes nil.
-function History:query(sql, ...) return collect(each(self, 2, nil, sql, ...)) end
+function History:query(sql, ...) return collect(each(self, nil, sql, ...)) end
 
 --- Like query, but returns an iterator over the rows, for large results.
-function History:each(sql, ...) return (each(self, 2, nil, sql, ...)) end
+function History:each(sql, ...) return (each(self, nil, sql, ...)) end
 
 --- True if the file has this table. Old histories lack the tables shadows, signals, fp8 and blocks.
 function History:has(name)
@@ -380,7 +373,7 @@ local SHOWN = { "step", "updates", "loss", "lr", "scale", "next_scale", "action"
   "amax", "norm", "reason" }
 
 local function select_steps(h, rest, ...)
-  return collect(each(h, 3, step_row, "SELECT " .. STEP_COLUMNS .. " FROM steps " .. rest, ...),
+  return collect(each(h, step_row, "SELECT " .. STEP_COLUMNS .. " FROM steps " .. rest, ...),
     SHOWN)
 end
 
@@ -405,7 +398,7 @@ function History:overflows() return select_steps(self, "WHERE overflow ORDER BY 
 
 --- Returns the events of one kind or of all kinds, oldest first: { step, time, kind, text, data }.
 function History:events(kind)
-  return collect(each(self, 2, nil,
+  return collect(each(self, nil,
     "SELECT step, time, kind, text, data FROM events WHERE ? IS NULL OR kind = ? ORDER BY id", kind,
     kind), { "step", "kind", "text" })
 end
@@ -414,7 +407,7 @@ end
 --- ... }, oldest first.
 function History:evaluations()
   local list = {}
-  for event in each(self, 2, nil, "SELECT step, text FROM events WHERE kind = 'evaluation' " ..
+  for event in each(self, nil, "SELECT step, text FROM events WHERE kind = 'evaluation' " ..
     "ORDER BY id") do
     local loss = tonumber(tostring(event.text):match("loss ([%w.+-]+)"))
     if loss then list[#list + 1] = { event.step, loss } end
@@ -425,7 +418,7 @@ end
 -- Reads a database table with the columns key and value into a Lua table.
 local function pairs_of(h, name)
   local t = {}
-  for row in each(h, 3, nil, "SELECT key, value FROM " .. name) do t[row.key] = row.value end
+  for row in each(h, nil, "SELECT key, value FROM " .. name) do t[row.key] = row.value end
   return t
 end
 
@@ -435,7 +428,7 @@ function History:config() return pairs_of(self, "config") end
 
 --- Returns the policies that the run has used: { hash, name, source }.
 function History:policies()
-  return collect(each(self, 2, nil, "SELECT hash, name, source FROM policies"), { "hash", "name" })
+  return collect(each(self, nil, "SELECT hash, name, source FROM policies"), { "hash", "name" })
 end
 
 -- Returns whether the table `shadows` has the columns `overflow` and `bound`, which histories of
@@ -465,7 +458,7 @@ function History:shadows()
     return ("(SELECT coalesce(sum(n), 0) FROM others o WHERE o.name = names.name AND %s) AS %s")
       :format(condition, name)
   end
-  return collect(each(self, 2, whole, NAMES .. [[
+  return collect(each(self, whole, NAMES .. [[
     , others AS (SELECT *, coalesce((SELECT min(step) FROM shadows t
         WHERE t.name = s.name AND t.step > s.step),
            (SELECT max(step) + 1 FROM steps)) - step AS n FROM shadows s
@@ -486,7 +479,7 @@ end
 --- history of an older engine.
 function History:shadow(name)
   if not self:has "shadows" then return {} end
-  return collect(each(self, 2, nil, "SELECT * FROM shadows WHERE name = ? ORDER BY step", name),
+  return collect(each(self, nil, "SELECT * FROM shadows WHERE name = ? ORDER BY step", name),
     { "step", "scale", "action", "failed", "reason", "overflow", "bound" })
 end
 
@@ -495,7 +488,7 @@ end
 function History:shadows_at(step)
   local list = {}
   if not self:has "shadows" then return list end
-  for name in each(self, 2, nil, NAMES ..
+  for name in each(self, nil, NAMES ..
     " SELECT name FROM names WHERE name IS NOT NULL ORDER BY name") do
     list[#list + 1] = one(self, "SELECT * FROM shadows WHERE name = ? AND step <= ? " ..
       "ORDER BY step DESC LIMIT 1", name.name, step)
@@ -506,7 +499,7 @@ end
 local function published(self, condition, none)
   if not self:has "signals" then return nothing(none) end
   local function whole(row) return expect(self, row, "string", { "name" }) end
-  return collect(each(self, 3, whole, [[SELECT name, count(*) AS changes, min(value) AS least,
+  return collect(each(self, whole, [[SELECT name, count(*) AS changes, min(value) AS least,
       max(value) AS most,
     (SELECT value FROM signals t WHERE t.name = s.name ORDER BY step DESC LIMIT 1) AS last
         FROM signals s WHERE coalesce(name, '') ]] .. condition .. " GROUP BY name ORDER BY name"),
@@ -527,7 +520,7 @@ function History:signals_at()
   local held = {}
   if not self:has "signals" then return function() return held end end
   local function whole(row) return expect(self, row, "string", { "name" }) end
-  local next_row = each(self, 2, whole, "SELECT step, name, value FROM signals ORDER BY step, name")
+  local next_row = each(self, whole, "SELECT step, name, value FROM signals ORDER BY step, name")
   local row = next_row()
   return function(step)
     while row and row.step <= step do
@@ -549,7 +542,7 @@ function History:parameters()
     return row
   end
   -- an older history has no column `gradient`
-  return collect(each(self, 2, whole, "SELECT * FROM parameters ORDER BY id"),
+  return collect(each(self, whole, "SELECT * FROM parameters ORDER BY id"),
     { "id", "name", "shape", "gradient" })
 end
 
@@ -619,9 +612,7 @@ end }
 --- policies scale the role in the next step; 0: the role's own amax; nil: policies cannot choose
 --- its scale). If there are no rows, the field `problem` of the list gives the reason.
 function History:fp8(site, step)
-  if type(site or "") ~= "string" then
-    error("fp8: expected the beginning of a layer's name, got " .. M_ffi.value_text(site), 2)
-  end
+  M_ffi.expect(type(site or "") == "string", site, "fp8: expected the beginning of a layer's name")
   if not self:has "fp8" then return setmetatable({ problem = no_fp8(self) }, fp8_meta) end
   site = site or ""
   local where = " FROM fp8 WHERE substr(site, 1, ?) = ?" .. (step and " AND step = ?" or "") ..
@@ -673,7 +664,7 @@ end
 --- the layer's relative scale). id: the parameter's id in h:parameters(). The steps are the first
 --- `most` steps of from..to that have statistics per tensor.
 function History:layer_scales(id, from, to, most)
-  local following = each(self, 2, nil, "SELECT t.step AS step, t.stats AS stats, s.scale AS " ..
+  local following = each(self, nil, "SELECT t.step AS step, t.stats AS stats, s.scale AS " ..
     "scale, max(s.attempt) FROM tensor_stats t JOIN steps s ON s.step = t.step WHERE t.step " ..
     "BETWEEN ? AND ? GROUP BY t.step ORDER BY t.step LIMIT ?", from, to, most)
   return function()
@@ -699,9 +690,7 @@ function History:totals() return require("engine.run.curves").totals(self) end
 
 --- Describes in words what happened at a step.
 function History:why(step)
-  if type(step) ~= "number" then
-    error("why: expected a step number, got " .. M_ffi.value_text(step), 2)
-  end
+  M_ffi.expect(type(step) == "number", step, "why: expected a step number")
   return require("engine.run.history_why")(self, step)
 end
 
