@@ -392,10 +392,8 @@ end
 --- scale, overflow }; rows.overflows: the number of overflows, if the rows hold only some of the
 --- steps.
 function plot.run(rows, options)
-  if type(rows) ~= "table" then
-    error("plot.run: expected a list of rows, such as trainer:run().rows, got " ..
-      tostring(rows), 2)
-  end
+  M_ffi.raise_if(type(rows) ~= "table",
+    "plot.run: expected a list of rows, such as trainer:run().rows, got %s", tostring(rows))
   options = options or {}
   local x, loss, scale, marks = {}, {}, {}, {}
   for i, row in ipairs(rows) do

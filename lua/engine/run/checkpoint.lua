@@ -166,15 +166,13 @@ end
 --- After an error, dir is unchanged. The second result is a message if an old checkpoint could not
 --- be removed.
 function M.save(dir, step, parts, options)
-  if type(step) ~= "number" or step < 0 or step % 1 ~= 0 then
-    error("checkpoint.save: expected a step of 0 or more, got " .. tostring(step), 2)
-  end
+  M_ffi.raise_if(type(step) ~= "number" or step < 0 or step % 1 ~= 0,
+    "checkpoint.save: expected a step of 0 or more, got %s", tostring(step))
   M_ffi.expect(type(dir) == "string", dir, "checkpoint.save: expected a directory")
   M_ffi.expect(type(parts) == "table", parts, "checkpoint.save: expected a table of parts")
   local keep = options and options.keep
-  if keep and (type(keep) ~= "number" or keep < 1) then
-    error("checkpoint.save: expected keep to be 1 or more, got " .. tostring(keep), 2)
-  end
+  M_ffi.raise_if(keep and (type(keep) ~= "number" or keep < 1),
+    "checkpoint.save: expected keep to be 1 or more, got %s", tostring(keep))
   local path, note = attempt(place_of(dir, step), function(place)
     begin(place)
     local files = {}

@@ -11,7 +11,7 @@
 -- Loaded tensors live until tensor:free(). A file that violates the format is rejected as a whole.
 local M_ffi = require "engine.base.ffi"
 
-local C, check, fail_if, ffi = M_ffi.C, M_ffi.check, M_ffi.fail_if, M_ffi.ffi
+local C, check, raise, raise_if, ffi = M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.raise_if, M_ffi.ffi
 
 local M = {}
 
@@ -23,10 +23,10 @@ local out_writer = ffi.new("eng_safetensors_writer *[1]")
 local out_text = ffi.new("const char *[2]")
 local out_crc = ffi.new("uint32_t[1]")
 
+--- Opens a file and checks its header. The result has `names` (in file order), `entries` by name
+--- ({ dtype, shape, bytes }) and `metadata`. A file that is missing or malformed is an error.
 local function open(path)
-  if type(path) ~= "string" then
-    error("expected the path of a safetensors file, got " .. type(path), 3)
-  end
+  raise_if(type(path) ~= "string", "expected the path of a safetensors file, got %s", type(path))
   check(C.eng_safetensors_open(out_file, path))
   local file = { path = path, handle = ffi.gc(out_file[0], C.eng_safetensors_close), names = {},
     entries = {}, metadata = {} }
@@ -45,20 +45,13 @@ local function open(path)
   end
   return setmetatable(file, File)
 end
-
---- Opens a file and checks its header. The result has `names` (in file order), `entries` by name
---- ({ dtype, shape, bytes }) and `metadata`. A file that is missing or malformed is an error.
-function M.open(path)
-  local file = open(path)          -- not a tail call: error levels count frames
-  return file
-end
+M.open = open
 
 --- Reads one tensor by name. The tensor lives until it is freed or, with keep = false, until the
 --- scope or the step ends.
 function File:read(name, keep)
-  if not self.handle then error(("%s is closed"):format(self.path), 2) end
-  local entry = self.entries[name]
-  if not entry then error(("%s has no tensor '%s'"):format(self.path, tostring(name)), 2) end
+  raise_if(not self.handle, "%s is closed", self.path)
+  local entry = self.entries[name] or raise("%s has no tensor '%s'", self.path, tostring(name))
   local x = M_ffi.Tensor()
   check(C.eng_safetensors_read(x, self.handle, entry.index, keep ~= false))
   return x
@@ -105,17 +98,12 @@ local function ordered(path, tensors)
   local names, width = {}, {}
   local info = ffi.new("eng_tensor_info")
   for name, x in pairs(tensors) do
-    if type(name) ~= "string" then
-      error(("save %s: expected names that are strings, got %s"):format(path, tostring(name)), 3)
-    end
-    if not ffi.istype(M_ffi.Tensor, x) then
-      error(("save %s: expected a tensor for '%s', got %s"):format(path, name, type(x)), 3)
-    end
-    local status = C.eng_info(info, x)
-    if status ~= 0 then error(("save %s: '%s': %s"):format(path, name, M_ffi.message()), 3) end
-    if name:find("%z") then
-      error(("save %s: the name '%s' holds a NUL"):format(path, name:gsub("%z", "?")), 3)
-    end
+    raise_if(type(name) ~= "string", "save %s: expected names that are strings, got %s", path,
+      tostring(name))
+    raise_if(not ffi.istype(M_ffi.Tensor, x), "save %s: expected a tensor for '%s', got %s", path,
+      name, type(x))
+    if C.eng_info(info, x) ~= 0 then raise("save %s: '%s': %s", path, name, M_ffi.message()) end
+    raise_if(name:find("%z"), "save %s: the name '%s' holds a NUL", path, (name:gsub("%z", "?")))
     names[#names + 1] = name
     width[name] = C.eng_dtype_size(info.dtype)
   end
@@ -129,38 +117,31 @@ end
 local function fill(writer, path, names, tensors, metadata)
   local keys = {}
   for key, value in pairs(metadata or {}) do
-    fail_if(type(key) ~= "string" or type(value) ~= "string" or key:find("%z") or value:find("%z"),
+    raise_if(type(key) ~= "string" or type(value) ~= "string" or key:find("%z") or value:find("%z"),
       "save %s: expected metadata of strings without NUL, got %s = %s", path, tostring(key),
       tostring(value))
     keys[#keys + 1] = key
   end
   table.sort(keys)
-  for _, key in ipairs(keys) do
-    check(C.eng_safetensors_annotate(writer, key, metadata[key]), true)
-  end
-  for _, name in ipairs(names) do
-    check(C.eng_safetensors_add(writer, name, tensors[name]), true)
-  end
+  for _, key in ipairs(keys) do check(C.eng_safetensors_annotate(writer, key, metadata[key])) end
+  for _, name in ipairs(names) do check(C.eng_safetensors_add(writer, name, tensors[name])) end
 end
 
 --- Writes { name = tensor } and metadata { key = text } to a temporary file and renames it, so that
 --- a failure leaves the old file unchanged. Returns the CRC-32C of the file.
 function M.save(path, tensors, metadata)
-  if type(path) ~= "string" then error("save: expected a path, got " .. type(path), 2) end
-  if type(tensors) ~= "table" then
-    error(("save %s: expected a table { name = tensor }, got %s"):format(path, type(tensors)), 2)
-  end
-  if tensors.parameters and tensors.state then
-    error(("save %s: expected a table { name = tensor }, got a module; hint: model:state()"):format(
-      path), 2)
-  end
+  raise_if(type(path) ~= "string", "save: expected a path, got %s", type(path))
+  raise_if(type(tensors) ~= "table", "save %s: expected a table { name = tensor }, got %s", path,
+    type(tensors))
+  raise_if(tensors.parameters and tensors.state,
+    "save %s: expected a table { name = tensor }, got a module; hint: model:state()", path)
   local names = ordered(path, tensors)
   check(C.eng_safetensors_begin(out_writer, path))
   local writer = out_writer[0]
   local good, message = pcall(fill, writer, path, names, tensors, metadata)
   if not good then
     C.eng_safetensors_abort(writer)
-    error(message, 2)
+    error(message, 0)
   end
   check(C.eng_safetensors_commit(writer, out_crc))
   return out_crc[0]
