@@ -72,8 +72,7 @@ local function main(given)
   local settings = { max_tokens = given.max_tokens or 64,
     stop = given.stop and ids_of(given.stop, "--stop", tokenizer) }
   for _, name in ipairs(NUMBERS) do settings[name] = given[name] end
-  local good, model = pcall(engine.load_model, given.words[1], { dtype = given.dtype })
-  if not good then error(model, 0) end
+  local model = engine.load_model(given.words[1], { dtype = given.dtype })
   options.fail_if(not model.generate, "%s cannot generate: it predicts masked tokens only",
     model._class)
   if require("engine.base.machine").terminal(2) then

@@ -521,12 +521,6 @@ function Parser:finished()
   if self[self.at] then fail("unexpected '%s'", tostring(self[self.at][2])) end
 end
 
-local function parser(source)
-  local self = tokens_of(source)
-  self.at = 1
-  return setmetatable(self, Parser)
-end
-
 -- ------------------------------------------------------------------ the template's parts
 
 -- Splits a template into a list of { kind, text, line }; the kinds are "text", "{{" and "{%". Trims
@@ -685,7 +679,8 @@ function block(state, ends)
       local text = part[2]
       run = function(_, out) print_to(out, text) end
     else
-      local p = parser(part[2])
+      local p = setmetatable(tokens_of(part[2]), Parser)
+      p.at = 1
       if part[1] == "{{" then
         local value = p:expression()
         p:finished()

@@ -431,13 +431,6 @@ function History:policies()
   return collect(each(self, nil, "SELECT hash, name, source FROM policies"), { "hash", "name" })
 end
 
--- Returns whether the table `shadows` has the columns `overflow` and `bound`, which histories of
--- older engines lack.
-local function knows_bounds(h)
-  return one(h, "SELECT count(*) AS n FROM sqlite_master WHERE name = 'shadows' AND sql LIKE " ..
-    "'%bound INTEGER%'").n > 0
-end
-
 -- SQL for the names of the shadows, which needs one index lookup for each name.
 local NAMES = [[WITH RECURSIVE names(name) AS (SELECT min(name) FROM shadows
   UNION ALL SELECT (SELECT min(name) FROM shadows WHERE name > names.name) FROM names
@@ -453,7 +446,8 @@ function History:shadows()
   -- The sums leave out rows that count in none of the four fields, because a shadow whose scale
   -- moves has a row for every step.
   local function whole(row) return expect(self, row, "number", { "skipped", "failed" }) end
-  local own = knows_bounds(self)
+  local own = one(self, "SELECT count(*) AS n FROM sqlite_master WHERE name = 'shadows' AND sql " ..
+    "LIKE '%bound INTEGER%'").n > 0        -- false in a history of an older engine
   local function sum(name, condition)
     return ("(SELECT coalesce(sum(n), 0) FROM others o WHERE o.name = names.name AND %s) AS %s")
       :format(condition, name)

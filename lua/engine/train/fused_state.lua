@@ -101,8 +101,6 @@ function State:moments()
   return 0
 end
 
-local function same(shape) return shape end
-
 -- Returns whether parameter i has a Kahan compensation.
 local function compensates(self, i)
   local optimizer = self.optimizer
@@ -118,7 +116,7 @@ function State:of(i)
     local x = M_ffi.Tensor()
     check(C.eng_optimizer_moment(x, self.handle, which, i - 1))
     list[#list + 1] = { name = self.optimizer.list[i].name .. "." .. name, x = x, dtype = dtype,
-      shape = same }
+      shape = function(shape) return shape end }
   end
   for which = 1, self:moments() do add(which, "moment" .. which, self.optimizer.moments) end
   if compensates(self, i) then add(3, "compensation", "bf16") end
