@@ -57,7 +57,9 @@ end
 
 local encode_value
 
-local function sorted_keys(t)
+--- Returns the keys of a table, which are strings, numbers and booleans, in a fixed order, and
+--- whether all of them can be names in plain JSON.
+function M.sorted_keys(t)
   local keys, plain, count = {}, true, 0
   for key in pairs(t) do
     count = count + 1
@@ -97,7 +99,7 @@ local function encode_table(t, path, above)
         error(("%s: expected a string, number or boolean as a key, got a %s"):format(path, kind), 0)
       end
     end
-    local keys, plain = sorted_keys(t)
+    local keys, plain = M.sorted_keys(t)
     for i, key in ipairs(keys) do
       local value = encode_value(t[key], path .. "." .. tostring(key), above)
       parts[i] = plain and string_text(key) .. ":" .. value or "[" ..

@@ -12,22 +12,15 @@ local tensor = require "engine.tensor.tensor"
 local fail, fail_if = M_ffi.fail, M_ffi.fail_if
 local M = {}
 
-local ORDER = { number = 1, string = 2, boolean = 3 }
+local KEYS = { number = true, string = true, boolean = true }
 
 -- Returns the keys of a table in a fixed order. Raises an error for keys that JSON cannot hold.
 local function sorted_keys(t, path)
-  local keys = {}
   for key in pairs(t) do
-    fail_if(not ORDER[type(key)] or key ~= key,
+    fail_if(not KEYS[type(key)] or key ~= key,
       "%s: expected keys to be numbers, strings or booleans, got %s", path, M_ffi.value_text(key))
-    keys[#keys + 1] = key
   end
-  table.sort(keys, function(a, b)
-    if type(a) ~= type(b) then return ORDER[type(a)] < ORDER[type(b)] end
-    if type(a) == "boolean" then return a and not b end
-    return a < b
-  end)
-  return keys
+  return (json.sorted_keys(t))
 end
 
 local function what_of(value)
