@@ -7,8 +7,7 @@ local position = require "engine.data.position"
 local show = require "engine.base.show"
 local tensor = require "engine.tensor.tensor"
 
-local expect, raise, raise_if, value_text = M_ffi.expect, M_ffi.raise, M_ffi.raise_if,
-  M_ffi.value_text
+local expect, raise, raise_if = M_ffi.expect, M_ffi.raise, M_ffi.raise_if
 
 local M = {}
 
@@ -140,7 +139,7 @@ function M.new(o)
   local weights, total = o.weights or {}, 0
   raise_if(type(weights) ~= "table" or o.weights and #weights ~= #loaders,
     "data.mix: expected %d weights, one for each loader, got %s", #loaders,
-    type(weights) == "table" and #weights or value_text(weights))
+    type(weights) == "table" and #weights or M_ffi.value_text(weights))
   for k = 1, #loaders do
     local w = o.weights and weights[k] or 1
     expect(type(w) == "number" and w >= 0 and w < math.huge, w,

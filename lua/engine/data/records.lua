@@ -5,8 +5,7 @@
 local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
 
-local ffi, C, expect, raise, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise,
-  M_ffi.raise_if
+local ffi, C, expect, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise_if
 
 local M = {}
 
@@ -32,7 +31,7 @@ local function open(name, path)
   raise_if(file.exists(path) and not file.is_file(path), "data.%s: %s is %s, expected a file", name,
     path, file.is_folder(path) and "a folder" or "a pipe or a device")
   local handle, why = io.open(path, "rb")
-  return handle or raise("data.%s: %s", name, why)
+  return handle or M_ffi.raise("data.%s: %s", name, why)
 end
 
 -- Returns an iterator over the first `size` bytes of a file (nil: all bytes). It gives one chunk at
@@ -59,8 +58,7 @@ local function scan(self, handle, f)
     local bytes, i = ffi.cast("const uint8_t *", chunk), 0
     while i < #chunk do
       local c = bytes[i]
-      if c == NEWLINE and not quoted then
-        gap, blank, line = gap or blank or every, true, at + i + 1
+      if c == NEWLINE and not quoted then gap, blank, line = gap or blank or every, true, at + i + 1
       elseif c ~= SPACE and c ~= TAB and c ~= RETURN then
         if c == quote then quoted = not quoted end
         if blank then

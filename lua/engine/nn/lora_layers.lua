@@ -21,8 +21,7 @@ local nf4 = require "engine.tensor.nf4"
 local tensor = require "engine.tensor.tensor"
 local within = require "engine.base.within"
 
-local C, expect, raise, raise_if, value_text = M_ffi.C, M_ffi.expect, M_ffi.raise, M_ffi.raise_if,
-  M_ffi.value_text
+local C, expect, raise, raise_if = M_ffi.C, M_ffi.expect, M_ffi.raise, M_ffi.raise_if
 
 local M = {}
 
@@ -222,7 +221,7 @@ local function read(options)
   expect(options.dora == nil or type(options.dora) == "boolean", options.dora,
     "nn.lora: expected dora to be true or false")
   if options.base ~= nil and not BASES[options.base] then
-    raise("nn.lora: expected base to be a format, got %s%s", value_text(options.base),
+    raise("nn.lora: expected base to be a format, got %s%s", M_ffi.value_text(options.base),
       nearest.choices(tostring(options.base), BASES, "formats"))
   end
   return { rank = rank, alpha = alpha, dropout = dropout, dora = options.dora or false,

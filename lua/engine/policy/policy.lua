@@ -13,8 +13,7 @@ local files = require "engine.base.file"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
-local ffi, C, check, expect, raise_if, fail_if = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect,
-  M_ffi.raise_if, M_ffi.fail_if
+local ffi, C, check, expect, fail_if = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.fail_if
 
 local M = {}
 
@@ -302,7 +301,7 @@ function M.register(name, class)
     "register_loss_scaler: expected a name of letters, digits, '_' and '-'")
   class_scaler.check(name, class)
   for _, folder in ipairs(folders) do
-    raise_if(files.exists(folder .. "/" .. name .. ".lua"),
+    M_ffi.raise_if(files.exists(folder .. "/" .. name .. ".lua"),
       "register_loss_scaler '%s': a policy that comes with the engine has this name", name)
   end
   M.classes[name] = class

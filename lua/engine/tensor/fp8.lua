@@ -11,8 +11,7 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local formats = require "engine.base.formats"
 
-local C, check, expect, raise, raise_if = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise,
-  M_ffi.raise_if
+local C, expect, raise, raise_if = M_ffi.C, M_ffi.expect, M_ffi.raise, M_ffi.raise_if
 local run, read_named = M_ffi.run, arguments.read_named
 local choose = arguments.choose
 local want, want_number, want_whole = arguments.want, arguments.want_number, arguments.want_whole
@@ -153,7 +152,7 @@ function M.matmul(a, b, options)
   end
   want(options.into, "fp8.matmul")
   M_ffi.prepare("fp8_matmul", inputs, ints)
-  check(C.eng_run_into(M_ffi.call, options.into))
+  M_ffi.check(C.eng_run_into(M_ffi.call, options.into))
   return options.into
 end
 

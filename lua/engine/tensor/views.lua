@@ -4,8 +4,7 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local calls = require "engine.tensor.calls"
 
-local C, check, expect, raise, Tensor = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise,
-  M_ffi.Tensor
+local C, check, raise, Tensor = M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.Tensor
 local op, call, run_call = M_ffi.op, M_ffi.call, M_ffi.run_call
 local inputs, ints = call["in"], call.ints
 local info, shape_table, shape_text = arguments.info, arguments.shape_table, arguments.shape_text
@@ -184,7 +183,7 @@ function methods.unsqueeze(x, d)
 end
 
 local function want_list(list, name)
-  expect(type(list) == "table", list, "%s: expected a list of tensors", name)
+  M_ffi.expect(type(list) == "table", list, "%s: expected a list of tensors", name)
   if #list == 0 then raise("%s: expected a list of tensors, got an empty one", name) end
   for i = 1, #list do want(list[i], name) end
 end

@@ -7,8 +7,7 @@ local fp8_codes = require "engine.tensor.fp8"
 local mx = require "engine.tensor.mx"
 local nearest = require "engine.base.nearest"
 
-local ffi, C, expect, raise, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise,
-  M_ffi.raise_if
+local C, expect, raise, raise_if = M_ffi.C, M_ffi.expect, M_ffi.raise, M_ffi.raise_if
 local choose, want_list, want_pattern = arguments.choose, arguments.want_list,
   arguments.want_pattern
 
@@ -186,7 +185,7 @@ end
 -- Returns the core's eng_fp8_recipe for the fields of a layer (M.layer). `where` begins error
 -- messages.
 local function structure(layer, where)
-  local recipe = ffi.new("eng_fp8_recipe")
+  local recipe = M_ffi.ffi.new("eng_fp8_recipe")
   for i, name in ipairs(M.roles) do
     local at = ("%s: %s"):format(where, name)
     read_role(recipe.role[i - 1], layer[name], at, name)

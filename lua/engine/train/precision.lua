@@ -11,8 +11,7 @@ local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local autograd = require "engine.tensor.autograd"
 
-local dtype, expect, raise, raise_if, value_text = M_ffi.dtype, M_ffi.expect, M_ffi.raise,
-  M_ffi.raise_if, M_ffi.value_text
+local dtype, expect, raise, value_text = M_ffi.dtype, M_ffi.expect, M_ffi.raise, M_ffi.value_text
 
 local M = {}
 
@@ -302,7 +301,7 @@ function M.resolve(recipe)
         raise("precision '%s': unknown role %s%s", full.name, value_text(key),
           nearest.choices(key, FORMATS, "roles"))
       end
-      raise_if(type(value) ~= "string" or value:find(" ", 1, true)
+      M_ffi.raise_if(type(value) ~= "string" or value:find(" ", 1, true)
         or not (" " .. FORMATS[key] .. " "):find(" " .. value .. " ", 1, true),
         "precision '%s': %s cannot be %s; formats: %s", full.name, key, value_text(value),
         FORMATS[key])
