@@ -13,8 +13,7 @@ local padding = require "engine.nn.padding"
 local tensor = require "engine.tensor.tensor"
 local within = require "engine.base.within"
 
-local C, expect, raise_if = M_ffi.C, M_ffi.expect, M_ffi.raise_if
-local want_whole = arguments.want_whole
+local C, expect, raise_if, want_whole = M_ffi.C, M_ffi.expect, M_ffi.raise_if, arguments.want_whole
 
 -- ------------------------------------------------------------------ the cache
 

@@ -5,8 +5,7 @@ local arguments = require "engine.base.arguments"
 local module = require "engine.nn.module"
 local tensor = require "engine.tensor.tensor"
 
-local expect, raise_if = M_ffi.expect, M_ffi.raise_if
-local want_whole = arguments.want_whole
+local expect, raise_if, want_whole = M_ffi.expect, M_ffi.raise_if, arguments.want_whole
 local class, new_parameter = module.class, module.new_parameter
 local M = {}
 

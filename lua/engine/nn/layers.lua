@@ -6,8 +6,7 @@ local fuse = require "engine.nn.fuse"
 local module = require "engine.nn.module"
 local tensor = require "engine.tensor.tensor"
 
-local expect, want_whole = M_ffi.expect, arguments.want_whole
-local class = module.class
+local expect, want_whole, class = M_ffi.expect, arguments.want_whole, module.class
 local M = {}
 
 local new_parameter = module.new_parameter

@@ -3,8 +3,7 @@
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 
-local ffi, C = M_ffi.ffi, M_ffi.C
-local huge = math.huge
+local ffi, C, huge = M_ffi.ffi, M_ffi.C, math.huge
 -- dtypes without inf and nan
 local WHOLE = { u8 = true, i8 = true, i16 = true, i32 = true, i64 = true }
 local MOST = 2 ^ 26   -- elements; larger tensors are not read

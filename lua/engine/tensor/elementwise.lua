@@ -4,15 +4,12 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local calls = require "engine.tensor.calls"
 
-local C, check, expect, Tensor = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.Tensor
-local call = M_ffi.call
+local C, check, expect, Tensor, call = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.Tensor, M_ffi.call
 local ints, floats = call.ints, call.floats
 local is_tensor, info, want = arguments.is_tensor, arguments.info, arguments.want
 local dtype_number, read_named = arguments.dtype_number, arguments.read_named
 local methods, run1, run2, run_many = calls.methods, calls.run1, calls.run2, calls.run_many
-local want_number = arguments.want_number
-local huge = math.huge
-local STEP = C.ENG_STEP
+local want_number, huge, STEP = arguments.want_number, math.huge, C.ENG_STEP
 local item_buffer = M_ffi.new("double[1]")
 
 local FLOAT = { [M_ffi.dtype.f32] = true, [M_ffi.dtype.f64] = true, [M_ffi.dtype.f16] = true,

@@ -12,8 +12,7 @@ local arguments = require "engine.base.arguments"
 local formats = require "engine.base.formats"
 
 local C, expect, raise, raise_if = M_ffi.C, M_ffi.expect, M_ffi.raise, M_ffi.raise_if
-local run, read_named = M_ffi.run, arguments.read_named
-local choose = arguments.choose
+local run, read_named, choose = M_ffi.run, arguments.read_named, arguments.choose
 local want, want_number, want_whole = arguments.want, arguments.want_number, arguments.want_whole
 
 local M = {}

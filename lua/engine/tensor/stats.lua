@@ -4,8 +4,7 @@ local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"
 local tensor = require "engine.tensor.tensor"
 
-local C, check = M_ffi.C, M_ffi.check
-local methods = tensor.methods
+local C, check, methods = M_ffi.C, M_ffi.check, tensor.methods
 local buffer = M_ffi.new("eng_tensor_stats")
 local NEEDS = bit.bor(C.ENG_NEED_AMAX, C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW,
   C.ENG_NEED_HIST)
