@@ -48,9 +48,7 @@ end
 function M.shape_text(shape) return "[" .. table.concat(shape, " x ") .. "]" end
 
 --- Raises an error unless x is a tensor. `name`: the operation, for the message.
-function M.want(x, name)
-  expect(is_tensor(x), x, "%s: expected a tensor", name)
-end
+function M.want(x, name) expect(is_tensor(x), x, "%s: expected a tensor", name) end
 
 --- Raises an error unless f can be called. For the message: `name`, the function that takes f as an
 --- argument; `example`, a correct call of that function.

@@ -163,9 +163,8 @@ local function objects(link, why)
   }, function() return status_text(ask({ ["do"] = "status" }).status) end)
   local policy = object("policy", {
     swap = function(_, file, policy_options)
-      if type(file) ~= "string" then
-        error("swap: expected the name or the file of a policy, got " .. M_ffi.value_text(file), 0)
-      end
+      fail_if(type(file) ~= "string", "swap: expected the name or the file of a policy, got %s",
+        M_ffi.value_text(file))
       local is_path = file:find("/", 1, true) or file:find("%.lua$") or file:find("%.lua:")
         or file:find("%.json$")
       say { ["do"] = "swap", file = is_path and files.absolute(file) or file,
@@ -203,9 +202,7 @@ end
 local function execute(code)
   local repl = require "engine.cli.repl"
   local chunk, problem = repl.compile(code)
-  if not chunk then
-    error(problem == "more" and ("-e: unfinished code: %s"):format(code) or problem, 0)
-  end
+  fail_if(not chunk, "%s", problem == "more" and "-e: unfinished code: " .. code or problem)
   local good, value, more = pcall(chunk)
   if not good then error(value, 0) end
   if more ~= nil then print(repl.show_all(value, more))

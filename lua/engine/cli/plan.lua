@@ -6,6 +6,7 @@ local nearest = require "engine.base.nearest"
 local reduction = require "engine.dist.reduction"
 local renamed = require "engine.base.renamed"
 local show = require "engine.base.show"
+local fail_if = require("engine.base.ffi").fail_if
 
 local help = [==[
 usage: engine plan SCRIPT [ranks=1024] [alpha=S] [beta=S] [step=S] [comm_dtype=FORMAT]
@@ -137,10 +138,8 @@ local function counts_of(texts)
     local n = tonumber(text) or 0
     counts[i], wrong = n, wrong or n < 1 or n > 64 or n % 1 ~= 0
   end
-  if wrong then
-    error(("measure: expected a list of rank counts from 1 to 64, such as 1,2,4, got '%s'")
-      :format(table.concat(texts, ",")), 0)
-  end
+  fail_if(wrong, "measure: expected a list of rank counts from 1 to 64, such as 1,2,4, got '%s'",
+    table.concat(texts, ","))
   return counts
 end
 
@@ -167,9 +166,8 @@ local function read(words)
   end
   given.measure = given.measure and counts_of(given.measure)
   given.ranks = given.ranks or given.measure and math.max(1, unpack(given.measure)) or 1024
-  if given.ranks < 1 or given.ranks > 1e5 or given.ranks % 1 ~= 0 then
-    error(("expected ranks from 1 to 100000, got %g"):format(given.ranks), 0)
-  end
+  fail_if(given.ranks < 1 or given.ranks > 1e5 or given.ranks % 1 ~= 0,
+    "expected ranks from 1 to 100000, got %g", given.ranks)
   return given, settings
 end
 

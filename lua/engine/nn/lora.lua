@@ -315,9 +315,7 @@ local function fill(l)
 end
 
 local function load(model, file, config, name_of)
-  local function fail(...)
-    raise("%s", "lora.load: " .. file.path .. ": " .. string.format(...))
-  end
+  local function fail(...) raise("%s", "lora.load: " .. file.path .. ": " .. string.format(...)) end
   local dora, head = config.use_dora == true, find_head(model, file, fail)
   local list = find(model, file, config, name_of, head, fail)
   autograd.scope(function()

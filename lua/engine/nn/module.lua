@@ -447,8 +447,6 @@ function Module:describe()
 end
 
 --- Computes the module's result. Every class defines its own forward.
-function Module.forward(self)
-  raise("%s has no forward method", self._class)
-end
+function Module.forward(self) raise("%s has no forward method", self._class) end
 
 return M

@@ -131,9 +131,7 @@ local function placed(self, q, k, v, cache, position, reach)
 end
 
 --- If `on` is true, later calls also compute the attention weights, which take_maps() returns.
-function Attention:watch_maps(on)
-  self.maps_wanted = on or nil
-end
+function Attention:watch_maps(on) self.maps_wanted = on or nil end
 
 --- Returns the attention weights of the module's last call, [B x H x T x T] in f32, before dropout,
 --- and drops them: a second take_maps() returns nil.

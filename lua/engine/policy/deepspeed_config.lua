@@ -149,12 +149,10 @@ end
 --- the block. Error messages about a key begin with `where(key)`; others name the file `path`.
 function M.from_table(config, changes, where, path)
   local lead = path and path .. ": " or ""
-  if type(config) ~= "table" then
-    error(lead .. "expected a DeepSpeed configuration, which is a JSON object", 0)
-  end
-  if not is_null(config.fp16) and type(config.fp16) ~= "table" then
-    error(where "fp16" .. "fp16: expected an object", 0)
-  end
+  fail_if(type(config) ~= "table",
+    "%sexpected a DeepSpeed configuration, which is a JSON object", lead)
+  fail_if(not is_null(config.fp16) and type(config.fp16) ~= "table", "%sfp16: expected an object",
+    where "fp16")
   local block, zero, bf16 = config.fp16, config.zero_optimization, config.bf16 or config.bfloat16
   local stage = type(zero) == "table" and (tonumber(zero.stage) or 0) or nil
   if is_null(block) then

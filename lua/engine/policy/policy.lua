@@ -346,11 +346,9 @@ local function loaded(source, options, kind)
     source, options = deepspeed_config.from_table(source, options,
       function() return "policy: " end)
   end
-  if type(source) ~= "string" then
-    error("policy: expected a name, a path or { source =, file = }, got a " .. type(source)
-      .. (type(source) == "table" and "; hint: save the policy in a file: policy = \"mine.lua\""
-      or ""), 0)
-  end
+  fail_if(type(source) ~= "string", "policy: expected a name, a path or { source =, file = }, " ..
+    "got a %s%s", type(source),
+    type(source) == "table" and "; hint: save the policy in a file: policy = \"mine.lua\"" or "")
   source, options = with_settings(source, options)
   local json = source:find("%.json$") and source or nil
   if json then
