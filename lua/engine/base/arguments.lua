@@ -105,10 +105,8 @@ local MOST_IN_BATCH = 2 ^ 28         -- elements of a batch
 --- Raises an error if a batch of `rows` rows of `width` elements is too large. For the message:
 --- `kind`, the loader in engine.data; `unit`, the noun for the elements.
 function M.want_batch(kind, rows, width, unit)
-  if rows * width > MOST_IN_BATCH then
-    raise("data.%s: a batch of %d rows of %d %s is too large; expected at most %d %s", kind, rows,
-      width, unit, MOST_IN_BATCH, unit)
-  end
+  M_ffi.raise_if(rows * width > MOST_IN_BATCH, "data.%s: a batch of %d rows of %d %s is too " ..
+    "large; expected at most %d %s", kind, rows, width, unit, MOST_IN_BATCH, unit)
 end
 
 --- Returns the arguments of f(1, 2, 3) or of f { 1, 2, 3 } as a list, and their count. Arguments
@@ -122,9 +120,8 @@ end
 --- Makes an array on Lua's heap with room for `count` numbers.
 function M.host_array(ctype, count, name)
   local good, values = pcall(ffi.new, ctype, math.max(count, 1))
-  if not good then
-    raise("%s: %.0f elements are more than Lua can hold; hint: take a slice", name, count)
-  end
+  M_ffi.raise_if(not good, "%s: %.0f elements are more than Lua can hold; hint: take a slice",
+    name, count)
   return values
 end
 

@@ -60,6 +60,7 @@ local function fail(format, ...)
   end
   error(setmetatable({ message = "config: " .. format:format(unpack(parts)) }, usage_error), 0)
 end
+local function fail_if(bad, ...) if bad then fail(...) end end
 
 --- Ends the script with an error message and no traceback. Takes a format and its values. Scripts
 --- call this function when they check their own settings.
@@ -156,10 +157,8 @@ end
 
 local function to_number(name, text)
   local value, why = expression(text)
-  if not value then
-    fail("%s: expected a number (or an expression like 3e-4 or 2^15), got %s (%s)", name,
-      quoted(text), why)
-  end
+  fail_if(not value, "%s: expected a number (or an expression like 3e-4 or 2^15), got %s (%s)",
+    name, quoted(text), why)
   if value ~= value then fail("%s: expected a number, got %s, which is NaN", name, quoted(text)) end
   return value
 end
@@ -191,16 +190,13 @@ local function from_file(name, field, value, where)
   if value ~= value then fail("%s%s: expected a number, got NaN", where, name) end
   if not list then return value end
   for key in pairs(value) do
-    if type(key) ~= "number" or key % 1 ~= 0 or key < 1 or key > #value then
-      fail("%s%s: expected a list without gaps, got one with the field %s", where, name,
-        quoted(tostring(key)))
-    end
+    fail_if(type(key) ~= "number" or key % 1 ~= 0 or key < 1 or key > #value,
+      "%s%s: expected a list without gaps, got one with the field %s", where, name,
+      quoted(tostring(key)))
   end
   for i, item in ipairs(value) do
-    if type(item) ~= field.element then
-      fail("%s%s: expected a list of %ss, but item %d is a %s", where, name, field.element, i,
-        type(item))
-    end
+    fail_if(type(item) ~= field.element, "%s%s: expected a list of %ss, but item %d is a %s", where,
+      name, field.element, i, type(item))
   end
   return copy(value)
 end
@@ -297,18 +293,15 @@ local function read_file(path)
     result = value
   else
     local chunk, syntax_error = loadstring(text, "@" .. path)
-    if not chunk or text:byte(1) == 27 then
-      fail("%s", syntax_error or (path .. ": expected Lua source, got bytecode"))
-    end
+    fail_if(not chunk or text:byte(1) == 27, "%s",
+      syntax_error or (path .. ": expected Lua source, got bytecode"))
     setfenv(chunk, { math = math, pairs = pairs, ipairs = ipairs, tonumber = tonumber,
       tostring = tostring })
     local ok, value = pcall(chunk)
     if not ok then fail("%s", tostring(value)) end
     result = value
   end
-  if type(result) ~= "table" then
-    fail("%s: expected a table of fields, got a %s", path, type(result))
-  end
+  fail_if(type(result) ~= "table", "%s: expected a table of fields, got a %s", path, type(result))
   return result
 end
 
