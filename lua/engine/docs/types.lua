@@ -114,13 +114,6 @@ local function field(entry)
     (entry.text:gsub("%s+", " ")))
 end
 
--- Returns a signature such as "engine.nn.gpt(options)" as a declaration; nil if its name is a
--- keyword of Lua.
-local function declaration(signature)
-  local code = ("function %s end"):format(signature)
-  return loadstring(code) and code or nil
-end
-
 -- Calls put(text) for each class with fields: policies, records, verdicts, the trainer's options,
 -- tensors.
 local function classes(index, put)
@@ -166,13 +159,13 @@ local function functions(index, put)
   for _, entry in ipairs(index.entries) do
     for signature in (entry.kind == "Lua function" and entry.signature or ""):gmatch("[^\n]+") do
       local name = signature:match("^[^(]*")
-      local object, code = name:match("^(%w+):"), declaration(signature)
+      local object, code = name:match("^(%w+):"), ("function %s end"):format(signature)
       if object and not made[object] then
         put(("---@class engine.%s\nlocal %s = {}\n"):format(object:gsub("^%l", string.upper),
           object))
         made[object] = true
       end
-      if code then
+      if loadstring(code) then           -- not if the name is a keyword of Lua
         put(comment(entry.text))
         if name == "engine.trainer" then
           code = code:gsub("%(.*%)", "(options)")
