@@ -84,8 +84,7 @@ local function collect(defaults, prefix, fields)
     local kind = kind_of(default)
     if type(key) == "string" and kind then
       local name = prefix .. key
-      if kind == "table" then
-        collect(default, name .. ".", fields)
+      if kind == "table" then collect(default, name .. ".", fields)
       else
         local has_default = getmetatable(default) ~= optional
         local numbers = kind == "list" and has_default and type(default[1]) == "number"
@@ -318,8 +317,7 @@ local function apply_file(result, fields, rules, path)
         if type(value) ~= "userdata" then            -- skips JSON's null, as if it were absent
           assign(result, name, check(name, from_file(name, field, value, where), field, rules))
         end
-      elseif nested and type(value) == "table" then
-        walk(value, name .. ".", depth + 1)
+      elseif nested and type(value) == "table" then walk(value, name .. ".", depth + 1)
       elseif nested then
         fail("%s%s: expected a table of fields, got a %s", where, name, type(value))
       else
@@ -347,13 +345,9 @@ function config.parse(defaults, args, docs, kinds)
     end
     if not fields[name] and fields[(name:gsub("-", "_"))] then name = name:gsub("-", "_") end
     local field = fields[name]
-    if field then
-      assign(result, name, check(name, from_text(name, field, text), field, rules))
-    elseif name == "config" then
-      apply_file(result, fields, rules, text)
-    else
-      unknown(name, fields, rules, "")
-    end
+    if field then assign(result, name, check(name, from_text(name, field, text), field, rules))
+    elseif name == "config" then apply_file(result, fields, rules, text)
+    else unknown(name, fields, rules, "") end
   end
   return result
 end

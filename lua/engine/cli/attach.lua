@@ -219,8 +219,7 @@ local function main(given)
   end
   if #given.e > 0 then return 0 end
   show.print(text)
-  if opened.live then
-    print(tostring(opened.run))
+  if opened.live then print(tostring(opened.run))
   elseif opened.history then print(tostring(opened.history)) end
   -- a Ctrl-C that ended the wait for the run's status must not also end the REPL
   require("engine.host").settle()

@@ -69,11 +69,8 @@ local function library()
     if good then line("ok", "CUDA", machine.device_text() .. "; device=cuda trains there")
     else line("note", "CUDA", message) end
     machine.try_device(before)
-  elseif count == 0 then
-    line("note", "GPU", "a CUDA driver, but no GPU; training runs on the CPU")
-  else
-    line("note", "GPU", "no CUDA driver; training runs on the CPU")
-  end
+  elseif count == 0 then line("note", "GPU", "a CUDA driver, but no GPU; training runs on the CPU")
+  else line("note", "GPU", "no CUDA driver; training runs on the CPU") end
 end
 
 local function lua()

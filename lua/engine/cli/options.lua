@@ -86,8 +86,7 @@ function M.parse(words, spec)
     name = name or word:match("^%-%-?(%a[%w_-]*)$")
     name = spec.short and spec.short[name] or name
     local kind = name and (known[name] or spec.policies and name == "policy" and "policy")
-    if kind == "switch" and not text then
-      given[name] = true
+    if kind == "switch" and not text then given[name] = true
     elseif kind and kind ~= "switch" then
       if not text then
         i = i + 1
@@ -95,11 +94,8 @@ function M.parse(words, spec)
       end
       if kind == "policy" then given.policies[#given.policies + 1] = { source = text, options = {} }
       else given[name] = VALUE[kind](name, text, given[name]) end
-    elseif word:find("^%-%-?%a") then
-      unknown(word, spec)
-    else
-      plain_word(word, given, spec)
-    end
+    elseif word:find("^%-%-?%a") then unknown(word, spec)
+    else plain_word(word, given, spec) end
   end
   return given
 end

@@ -153,8 +153,7 @@ local function read(words)
       renamed("engine plan's setting 'wire'", "'comm_dtype'")
       name, word = "comm_dtype", word:gsub("^wire", "comm_dtype")
     end
-    if name == "role" then
-      role = word:match("=(.*)")
+    if name == "role" then role = word:match("=(.*)")
     else table.insert(name and OWN[name] and own or settings, word) end
   end
   local given = config.parse(OWN, own, nil, RANGES)

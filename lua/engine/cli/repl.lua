@@ -354,8 +354,7 @@ local function run()
   if history_file then host.history_load(history_file) end
   if rawget(_G, "engine") == nil then
     local ok, engine = pcall(require, "engine")
-    if ok then
-      rawset(_G, "engine", engine)
+    if ok then rawset(_G, "engine", engine)
     else
       io.stderr:write("the engine cannot be used here: ", tostring(engine):match("[^\n]*"), "\n")
     end
@@ -368,8 +367,7 @@ local function run()
   for text in read_entry do
     local topic = rawget(_G, "help") == nil and text:match("^%s*help[%s%(]*['\"](.-)['\"][%s%)]*$")
     local word = text:match("^%s*(%a+)[%s%(%)]*$")
-    if topic then
-      require("engine.cli.help").main(topic)
+    if topic then require("engine.cli.help").main(topic)
     elseif words[word] ~= nil and rawget(_G, word) == nil then
       if not words[word] then return end
       print(words[word])

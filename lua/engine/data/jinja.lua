@@ -411,8 +411,7 @@ function Parser:primary()
     end
     self:want ")"
     return is_tuple and applied(list_of, items, n) or items[1]
-  elseif value == "[" then
-    return applied(list_of, self:arguments "]")
+  elseif value == "[" then return applied(list_of, self:arguments "]")
   elseif value == "{" then return self:dict()
   elseif what ~= "name" or WORDS[value] then fail("unexpected '%s'", tostring(value)) end
   if CONSTANTS[value] ~= nil then return constant(CONSTANTS[value]) end

@@ -119,11 +119,8 @@ local function build_model(model, fail)
   if kind ~= "BPE" then return handle, kind, core end
   for i, merge in ipairs(want(fail, model.merges, "table", "merges")) do
     local left, right
-    if type(merge) == "string" then
-      left, right = merge:match("^([^ ]*) ([^ ]*)$")
-    elseif type(merge) == "table" then
-      left, right = merge[1], merge[2]
-    end
+    if type(merge) == "string" then left, right = merge:match("^([^ ]*) ([^ ]*)$")
+    elseif type(merge) == "table" then left, right = merge[1], merge[2] end
     if type(left) ~= "string" or type(right) ~= "string" then
       fail("merge %d: expected two tokens, got %s", i, value_text(merge))
     end

@@ -13,13 +13,11 @@ local function header(path, add)
   local lines = source.lines(path)
   local text, declaration, started, below = "", nil, nil, false
   for i, line in ipairs(lines) do
-    if declaration then
-      declaration = declaration .. "\n" .. line
+    if declaration then declaration = declaration .. "\n" .. line
     elseif line:find("^///") then
       if below then text = "" end
       text, below = text .. line:gsub("^/// ?", "") .. "\n", false
-    elseif line:find("^%s*$") then
-      text = ""
+    elseif line:find("^%s*$") then text = ""
     elseif line:find("^[%a]") and not line:find("^extern") then
       declaration, started, below = line, i, true
     end

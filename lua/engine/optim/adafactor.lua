@@ -29,15 +29,11 @@ return {
   buffers = { row = with_one(-1), column = with_one(-2),
     moment2 = function(shape) return #shape < 2 and shape or nil end },
   check = function(o)
-    if o.beta2_decay > 0 then
-      return "expected beta2_decay to be 0 or less, got " .. o.beta2_decay
+    if o.beta2_decay > 0 then return "expected beta2_decay to be 0 or less, got " .. o.beta2_decay
     elseif o.eps1 < 2 ^ -63 then
       return "expected eps1 to be 2^-63 or more, so that its square is a normal f32, got " .. o.eps1
-    elseif o.eps2 < 0 then
-      return "expected eps2 to be 0 or more, got " .. o.eps2
-    elseif o.d < 1 then
-      return "expected d to be 1 or more, got " .. o.d
-    end
+    elseif o.eps2 < 0 then return "expected eps2 to be 0 or more, got " .. o.eps2
+    elseif o.d < 1 then return "expected d to be 1 or more, got " .. o.d end
   end,
   update = function(p, ctx)
     local weight = ctx.t ^ ctx.beta2_decay       -- 1 - beta2

@@ -59,10 +59,8 @@ return {
     elseif not ADJUST[o.adjust_lr] then
       return ("expected adjust_lr to be original, match_rms_adamw, spectral_unclamped or none, " ..
         "got '%s'"):format(o.adjust_lr)
-    elseif o.momentum >= 1 then
-      return "expected momentum to be in [0, 1), got " .. o.momentum
-    elseif o.ns_eps <= 0 then
-      return "expected ns_eps to be above 0, got " .. o.ns_eps
+    elseif o.momentum >= 1 then return "expected momentum to be in [0, 1), got " .. o.momentum
+    elseif o.ns_eps <= 0 then return "expected ns_eps to be above 0, got " .. o.ns_eps
     elseif o.adamw_lr_mul < 0 then
       return "expected adamw_lr_mul to be 0 or more, got " .. o.adamw_lr_mul
     end

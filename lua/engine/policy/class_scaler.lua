@@ -158,8 +158,7 @@ function ClassPolicy:restore(text)
     raise("loss scaler '%s': expected a state that this scaler saved", self.name)
   end
   local object = self.object
-  if object.load_state_dict then
-    object:load_state_dict(saved.state)
+  if object.load_state_dict then object:load_state_dict(saved.state)
   else
     for key in pairs(object) do object[key] = nil end
     for key, value in pairs(saved.state) do object[key] = value end

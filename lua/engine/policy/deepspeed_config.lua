@@ -72,8 +72,7 @@ function M.translate(block, stage, where)
   local options = {}
   for _, key in ipairs(keys) do
     local option, value = KEYS[key], nil
-    if option then
-      value = read(block, key, where)
+    if option then value = read(block, key, where)
     elseif OWN[key] then option, value = key, block[key] end
     if option and value ~= nil then
       if key == "initial_scale_power" then

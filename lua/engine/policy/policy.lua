@@ -95,8 +95,7 @@ function Policy:reset() check(C.eng_policy_init(self.handle)) end
 --- Takes over the state of the policy `old`. If `old` is a registered class, takes over only its
 --- scale.
 function Policy:take_over(old)
-  if old.handle then
-    check(C.eng_policy_migrate(self.handle, old.handle), true)
+  if old.handle then check(C.eng_policy_migrate(self.handle, old.handle), true)
   else
     self:reset()
     self:set_scale(old:scale())
@@ -351,8 +350,7 @@ local function loaded(source, options, kind)
     type(source) == "table" and "; hint: save the policy in a file: policy = \"mine.lua\"" or "")
   source, options = with_settings(source, options)
   local json = source:find("%.json$") and source or nil
-  if json then
-    source, options = deepspeed_config.read(json, options)
+  if json then source, options = deepspeed_config.read(json, options)
   elseif source == "deepspeed" and deepspeed_config.is_block(options) then
     source, options = deepspeed_config.translate(options)
   end

@@ -108,10 +108,8 @@ end
 
 -- Renames a complete checkpoint to its final name. Replaces a checkpoint of the same step.
 local function put_in_place(temporary, final)
-  if not disk.exists(final) then
-    check(C.eng_file_rename(temporary, final))
-  elseif C.eng_file_exchange(temporary, final) == 0 then
-    pcall(remove, temporary)
+  if not disk.exists(final) then check(C.eng_file_rename(temporary, final))
+  elseif C.eng_file_exchange(temporary, final) == 0 then pcall(remove, temporary)
   else
     remove(final)
     check(C.eng_file_rename(temporary, final))

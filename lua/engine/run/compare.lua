@@ -119,8 +119,7 @@ function M.open(words)
     if paths[path] then error(("the run %s is named twice"):format(path), 0) end
     paths[path] = true
     local good, run = pcall(open_run, path)
-    if good then
-      list[#list + 1], names[run.name] = run, (names[run.name] or 0) + 1
+    if good then list[#list + 1], names[run.name] = run, (names[run.name] or 0) + 1
     else
       problem = problem or run
       list.notes[#list.notes + 1] = ("%s: left out, %s"):format(word, tostring(run))
@@ -247,8 +246,7 @@ local function add(c, list, name, options, start, log)
       curve.column[name], c[key] = key, curve.group and M.band(own, n, log) or own[1]
       local first, last = extent({ c[key] }, n)
       local least, most = extent(own, n)
-      if not first then
-        note(c, curve.label, "its runs have no steps in common", name)
+      if not first then note(c, curve.label, "its runs have no steps in common", name)
       elseif least < first or most > last then
         note(c, curve.label, ("its runs have the steps %s to %s in common"):format(
           show.grouped(c.first_step[first]),

@@ -285,8 +285,7 @@ function M.read(h, wanted_names, options)
   local done = blocks_end(h)
   local width = math.max(1, math.ceil((last - first + 1) / (options.points or 240)))
   local start = first
-  if options.width then
-    width, start = options.width, first - first % options.width
+  if options.width then width, start = options.width, first - first % options.width
   elseif width > BLOCK and done > first then
     width, start = M.width(first, last, options.points), first - first % BLOCK
   end

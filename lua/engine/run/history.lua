@@ -206,12 +206,10 @@ end
 local function bind(q, index, value)
   local kind = type(value)
   if kind == "boolean" then value, kind = value and 1 or 0, "number" end
-  if kind == "string" then
-    check(C.eng_query_bind_text(q, index, value, #value))
+  if kind == "string" then check(C.eng_query_bind_text(q, index, value, #value))
   elseif kind == "number" and value % 1 == 0 and value > -2 ^ 53 and value < 2 ^ 53 then
     check(C.eng_query_bind_int(q, index, value))
-  elseif kind == "number" then
-    check(C.eng_query_bind_double(q, index, value))
+  elseif kind == "number" then check(C.eng_query_bind_double(q, index, value))
   elseif kind ~= "nil" then
     raise("query: expected numbers, strings and booleans for the parameters, got a %s", kind)
   end
@@ -373,8 +371,7 @@ local SHOWN = { "step", "updates", "loss", "lr", "scale", "next_scale", "action"
   "amax", "norm", "reason" }
 
 local function select_steps(h, rest, ...)
-  return collect(each(h, step_row, "SELECT " .. STEP_COLUMNS .. " FROM steps " .. rest, ...),
-    SHOWN)
+  return collect(each(h, step_row, "SELECT " .. STEP_COLUMNS .. " FROM steps " .. rest, ...), SHOWN)
 end
 
 --- Returns the rows of the steps from..to (both included; nil: no limit).

@@ -346,8 +346,7 @@ local function was_saved(self, of)
     self.trainer:note(("step %d: the policy's file %s is gone; the policy that was read " ..
       "from it stays"):format(self.trainer.steps_done, policy.path))
   end
-  if stamp == of.stamp then
-    of.pending_stamp = nil
+  if stamp == of.stamp then of.pending_stamp = nil
   elseif stamp ~= 0 and stamp == of.pending_stamp then
     of.stamp, of.pending_stamp = stamp, nil
     return true

@@ -206,8 +206,7 @@ local function new(name, model, options)
         "optim.%s: expected betas to be a list of two numbers, got %s", name,
         type(value) == "table" and "a list of " .. #value or M_ffi.value_text(value))
       defaults.beta1, defaults.beta2 = value[1], value[2]
-    elseif defaults[key] ~= nil then
-      defaults[key] = value
+    elseif defaults[key] ~= nil then defaults[key] = value
     elseif not COMMON[key] then
       raise("optim.%s: unknown option '%s'%s", name, tostring(key), nearest.choices(tostring(key),
         arguments.merged(defaults, COMMON), "options", rawget(M, name) and

@@ -137,8 +137,7 @@ function Scaler:unscale(opt)
     "scaler:unscale: this optimizer has already stepped; unscale before step()")
   inspect(self, entry)
   local object = self.policy.object
-  if object and object.unscale_gradients then
-    object:unscale_gradients(opt)
+  if object and object.unscale_gradients then object:unscale_gradients(opt)
   else
     check(C.eng_params_unscale(out_found, opt.params, f32(1 / self:get_scale())))
     entry.found = entry.found or out_found[0] ~= 0
