@@ -136,11 +136,12 @@ void copy_finish(int left);
 
 /// What cuTensorMapEncodeTiled writes: a tensor of 16-bit numbers, and the size of a box.
 struct box_map { const uint16_t *data; uint64_t size[4], stride[4]; uint32_t rows; };
-/// Copies a box (64 columns of `rows` rows) in the order of the 128-byte swizzle. Copies at once;
-/// with order=backwards, threads that do not wait read NaN.
-void copy_box_to(uint32_t to, const box_map *map, const int (&at)[4], uint32_t barrier);
-/// Reports that a copy has written `bytes` bytes.
-void barrier_wrote(uint32_t barrier, uint32_t bytes);
+/// Starts to copy a box (64 columns of `rows` rows) in the order of the 128-byte swizzle, or
+/// `bytes` adjacent bytes.
+void copy_box_start(uint32_t to, const box_map *map, const int (&at)[4], uint32_t barrier);
+void copy_line_start(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier);
+/// Begins the barrier's next phase if nothing is missing.
+void barrier_turn(barrier *b);
 
 // ------------------------------------------------------------------ exchanges within warps
 

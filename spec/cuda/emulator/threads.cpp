@@ -257,6 +257,9 @@ static int turn(int i, int n, uint64_t salt)
 
 static void run_block(size_t shared);
 
+// Copies in flight that a barrier announces. They are made when no thread can go on without them.
+static std::vector<std::function<void()>> announced;
+
 /// No thread is ready: either all wait at the barrier, or the kernel is wrong.
 static void nobody_ready(void)
 {
@@ -280,6 +283,11 @@ static void nobody_ready(void)
     if ((t->state == AT_WARP || t->state == AT_WARPGROUP) &&
         meet(i / WARP / warps * warps, warps, t->mask, t->state, t->kind))
       return;
+  }
+  if (!announced.empty()) {
+    for (const auto &copy : announced) copy();
+    announced.clear();
+    return;
   }
   broken = true;
   fprintf(stderr,
@@ -430,32 +438,50 @@ void copy_finish(int left)
   }
 }
 
-void barrier_wrote(uint32_t address, uint32_t bytes)
+/// Starts a copy of `bytes` bytes that the barrier at `address` announces.
+static void announce(uint32_t to, uint32_t bytes, uint32_t address, std::function<void()> copy)
 {
   auto *b = (barrier *)shared_at(address, 8);
   if (bytes / 16 > b->awaited) fault("a copy of %u bytes that no barrier expects", bytes);
-  b->awaited -= bytes / 16;
+  memset(shared_at(to, bytes), 0xFF, bytes);   // NaN until the copy has been made
+  announced.push_back([=] {
+    copy();
+    b->awaited -= bytes / 16;
+    barrier_turn(b);
+  });
+}
+
+void barrier_turn(barrier *b)
+{
   if (b->missing == 0 && b->awaited == 0) *b = {b->count, b->count, 0, b->phase + 1};
 }
 
-void copy_box_to(uint32_t to, const box_map *map, const int (&at)[4], uint32_t address)
+void copy_box_start(uint32_t to, const box_map *box, const int (&at)[4], uint32_t address)
 {
+  const box_map map = *box;
+  const int64_t first[4] = {at[0], at[1], at[2], at[3]};
   if (to % 1024) fault("shared address %u of a box is not a multiple of 1024", to);
-  if (!map->data) fault("a box of an empty tensor");
-  const uint32_t bytes = map->rows * 128;
-  uint16_t *box = (uint16_t *)shared_at(to, bytes);
-  for (uint32_t r = 0; r < map->rows; r++)
-    for (uint32_t c = 0; c < 64; c++) {
-      const int64_t place[4] = {at[0] + (int64_t)c, at[1] + (int64_t)r, at[2], at[3]};
-      int64_t from = 0;
-      bool there = true;
-      for (int d = 0; d < 4; d++) {
-        there = there && place[d] >= 0 && place[d] < (int64_t)map->size[d];
-        from += place[d] * (int64_t)map->stride[d];
+  if (!map.data) fault("a box of an empty tensor");
+  announce(to, map.rows * 128, address, [=] {
+    uint16_t *numbers = (uint16_t *)shared_at(to, map.rows * 128);
+    for (uint32_t r = 0; r < map.rows; r++)
+      for (uint32_t c = 0; c < 64; c++) {
+        const int64_t place[4] = {first[0] + c, first[1] + r, first[2], first[3]};
+        int64_t from = 0;
+        bool there = true;
+        for (int d = 0; d < 4; d++) {
+          there = there && place[d] >= 0 && place[d] < (int64_t)map.size[d];
+          from += place[d] * (int64_t)map.stride[d];
+        }
+        numbers[r * 64 + ((c / 8 ^ r) & 7) * 8 + c % 8] = there ? map.data[from] : 0;
       }
-      box[r * 64 + ((c / 8 ^ r) & 7) * 8 + c % 8] = there ? map->data[from] : 0;
-    }
-  barrier_wrote(address, bytes);
+  });
+}
+
+void copy_line_start(uint32_t to, const void *from, uint32_t bytes, uint32_t address)
+{
+  if (to % 16 || (uintptr_t)from % 16 || bytes % 16) fault("a line not aligned to 16 bytes");
+  announce(to, bytes, address, [=] { memcpy(shared_at(to, bytes), from, bytes); });
 }
 
 struct asked { product what; void (*run)(const product &); };
@@ -506,10 +532,15 @@ static void run_block(size_t shared)
   }
   for (auto &list : products) list.clear();
   for (auto &b : named) b = {};
+  announced.clear();
   now = &threads[0];
   votes = false;
   if (shared > 0) take_shared(shared, 1024);
   run_threads();
+  if (!announced.empty() && !broken) {
+    fprintf(stderr, "emulated card: %s: a block ended with copies in flight\n", kernel);
+    broken = true;
+  }
   for (int i = 0; i < n_threads && !broken; i++)
     for (const auto &group : threads[i].copies)
       if (!group.empty()) {

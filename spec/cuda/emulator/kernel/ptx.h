@@ -27,8 +27,9 @@ static inline void barrier_init(uint32_t barrier, uint32_t count)
 { *barrier_at(barrier) = {count, count, 0, 0}; }
 static inline void barrier_arrive(uint32_t barrier, bool really)
 {
-  if (really) barrier_at(barrier)->missing--;
-  emulator::barrier_wrote(barrier, 0);
+  if (!really) return;
+  barrier_at(barrier)->missing--;
+  emulator::barrier_turn(barrier_at(barrier));
 }
 static inline void barrier_expect(uint32_t barrier, uint32_t bytes)
 {
@@ -42,12 +43,11 @@ static inline void barrier_wait(uint32_t barrier, uint32_t parity)
 }
 static inline void copy_box(uint32_t to, const CUtensorMap *map, int column, int row, int head,
                             int batch, uint32_t barrier)
-{ emulator::copy_box_to(to, (const emulator::box_map *)map, {column, row, head, batch}, barrier); }
-static inline void copy_line(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
 {
-  memcpy(emulator::shared_at(to, bytes), from, bytes);
-  emulator::barrier_wrote(barrier, bytes);
+  emulator::copy_box_start(to, (const emulator::box_map *)map, {column, row, head, batch}, barrier);
 }
+static inline void copy_line(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
+{ emulator::copy_line_start(to, from, bytes, barrier); }
 template <class T> static inline T opaque(T x) { return x; }
 
 #endif
