@@ -65,11 +65,13 @@ eng_status grad_run_wide(tensor **out, op_call c)
   c.n_in = op_table[c.op].about.n_in;
   ENG_TRY(op_infer(&c, &s));
   int dtype = s.out[0].dtype == ENG_f64 ? ENG_f64 : ENG_f32;
-  ENG_TRY(tensor_make(&c.out[0], ARENA_STEP, dtype, s.out[0].ndim, s.out[0].shape));
-  *out = c.out[0];
-  eng_status status = op_run(&c);
-  if (status != ENG_OK) tensor_drop(*out);
-  return status;
+  OWNED tensor *made = NULL;
+  ENG_TRY(tensor_make(&made, ARENA_STEP, dtype, s.out[0].ndim, s.out[0].shape));
+  c.out[0] = made;
+  ENG_TRY(op_run(&c));
+  *out = made;
+  made = NULL;
+  return ENG_OK;
 }
 
 eng_status grad_share(tensor **out, tensor *x)
