@@ -282,7 +282,7 @@ eng_status fp8_mx_quantize(fp8_copies *to, tensor *slot, fp8_site *s, int role, 
   const eng_fp8_product *along = &s->recipe.product[readers[role][0]],
                         *across = &s->recipe.product[readers[role][1]];
   bool apart = transposed && along->hadamard;   // q is made from rotated x, q_t from x itself
-  OWNED tensor *y = NULL, *values = NULL, *scale = NULL;
+  OWNED tensor *y = NULL, *scale = NULL;
   fp8_copies made = *to;
   if (!r->mx) {
     ENG_TRY(quantize_fp8(to, s, role, x));
@@ -294,9 +294,11 @@ eng_status fp8_mx_quantize(fp8_copies *to, tensor *slot, fp8_site *s, int role, 
                  across, coded));
   if (apart) made.q_t = to->q_t, made.scale_t = to->scale_t;
   *to = made;
-  if (fp8_measuring() && coded) ENG_TRY(decode(&values, to->q, r));
-  if (fp8_measuring())
+  if (fp8_measuring()) {
+    OWNED tensor *values = NULL;
+    if (coded) ENG_TRY(decode(&values, to->q, r));
     ENG_TRY(measure(s, role, y ? y : x, coded ? values : to->q, scale, to->scale));
+  }
   tensor_drop(y);
   y = NULL;
   if (apart) ENG_TRY(encode_turned(to, s, r, across, x, coded));
