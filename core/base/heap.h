@@ -1,6 +1,6 @@
 // Blocks of memory that one owner frees together. The owner makes its requests and then checks
-// once, in `failed`, whether memory ran out. Called by params/, autograd/, dist/, policy/ and
-// tokenizer/.
+// once, in `failed`, whether memory ran out. Called by params/, autograd/, dist/, policy/, store/
+// and tokenizer/.
 #pragma once
 
 #include <stdbool.h>
