@@ -22,6 +22,22 @@ describe("the gradient of", function()
     end
   end
 
+  it("a linear layer exists also if it has no rows, inputs or outputs", function()
+    for _, size in ipairs { { 0, 3, 4 }, { 2, 0, 4 }, { 2, 3, 0 } } do   -- rows, inputs, outputs
+      local M, K, N = unpack(size)
+      local function zeros(...) return engine.zeros(..., { requires_grad = true }) end
+      local x, w, b = zeros { 2, M, K }, zeros { N, K }, zeros { N }
+      x:linear(w, b):sum():backward()
+      assert.same({ 2, M, K }, x.grad.shape)
+      assert.same({ N, K }, w.grad.shape)
+      for _, db in ipairs(b.grad:totable()) do assert.equal(2 * M, db) end
+      local w2, b2 = zeros { K, N }, zeros { K }
+      x:mlp_gelu(w, b, w2, b2):sum():backward()
+      assert.same({ K, N }, w2.grad.shape)
+      engine.end_step()
+    end
+  end)
+
   it("a cast has the dtype of its input", function()
     local x = engine.tensor({ 1, 2, 3 }, { dtype = "f32", requires_grad = true })
     ;(x:to("f64") * engine.tensor({ 2, 3, 4 }, "f64")):sum():backward()
