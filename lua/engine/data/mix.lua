@@ -26,9 +26,10 @@ end
 -- Raises an error if `other`, a batch of loader l, lacks a field of `part`, a batch of loader k.
 local function want_fields(part, other, k, l)
   for key, value in pairs(part) do
-    raise_if(type(other[key]) ~= type(value),
-      "data.mix: batches of loader %d have the field %s, but batches of loader %d %s", k,
-      tostring(key), l, other[key] == nil and "lack it" or "have it with another type")
+    if type(other[key]) ~= type(value) then
+      raise("data.mix: batches of loader %d have the field %s, but batches of loader %d %s", k,
+        tostring(key), l, other[key] == nil and "lack it" or "have it with another type")
+    end
   end
 end
 

@@ -97,8 +97,10 @@ local function is_scale(x) return type(x) == "number" and x > 0 and x < math.hug
 
 local function scale_of(self)
   local scale = self.object:get_scale()
-  fail_if(not is_scale(scale), "loss scaler '%s': get_scale() gave %s; expected a positive " ..
-    "finite number", self.name, tostring(scale))
+  if not is_scale(scale) then
+    M_ffi.fail("loss scaler '%s': get_scale() gave %s; expected a positive finite number",
+      self.name, tostring(scale))
+  end
   return scale
 end
 

@@ -129,8 +129,9 @@ local function record(rule, saved, inputs, ...)
   for k, x in ipairs(inputs) do xs[k - 1] = x end
   for k = 1, n_out do
     local y = select(k, ...)
-    raise_if(not tensor.is_tensor(y), "custom: forward must return tensors, got %s as result %d",
-      M_ffi.value_text(y), k)
+    if not tensor.is_tensor(y) then
+      raise("custom: forward must return tensors, got %s as result %d", M_ffi.value_text(y), k)
+    end
     ys[k - 1] = y
   end
   nodes.next_id = nodes.next_id + 1

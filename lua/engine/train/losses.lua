@@ -98,10 +98,10 @@ function M.dpo(model, batch, options)
     "losses.dpo: expected beta to be a number >= 0")
   expect(reduction == "mean" or reduction == "sum", reduction,
     "losses.dpo: expected reduction 'mean' or 'sum'")
-  raise_if(reference ~= nil and (not module.is_module(reference) or reference == model),
-    "losses.dpo: expected reference to be %s, got %s",
-    reference == model and "a frozen copy of the model" or "a module",
-    reference == model and "the model itself" or value_text(reference))
+  raise_if(reference == model,
+    "losses.dpo: expected reference to be a frozen copy of the model, got the model itself")
+  expect(reference == nil or module.is_module(reference), reference,
+    "losses.dpo: expected reference to be a module")
   local rows = batch.y:size(1)
   raise_if(rows % 2 ~= 0,
     "losses.dpo: expected an even number of rows, the chosen and then the rejected, got %d", rows)
