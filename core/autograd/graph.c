@@ -142,9 +142,9 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   // it.
   ENG_TRY(params_round_written(set));
   heap memory = {0};
-  eng_graph *graph = HEAP_TAKE(&memory, graph, 1);
-  bool *has_gradient = HEAP_TAKE(&memory, has_gradient, set->n);
-  graph_places *places = HEAP_TAKE(&memory, places, set->n);
+  eng_graph *graph = HEAP_NEW(&memory, eng_graph, 1);
+  bool *has_gradient = HEAP_NEW(&memory, bool, set->n);
+  graph_places *places = HEAP_NEW(&memory, graph_places, set->n);
   if (memory.failed) {
     heap_free(&memory);
     return error_set(ENG_ERR_MEMORY, "out of memory for a captured step");

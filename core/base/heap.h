@@ -12,13 +12,16 @@ typedef struct heap {
   bool failed;
 } heap;
 
-/// Sets `pointer` to room for `count` elements, 0 or more, all zero. If memory runs out, sets it to
-/// NULL and owner->failed to true.
+/// Returns room for `count` elements, 0 or more, all zero. If memory runs out, returns NULL and
+/// sets owner->failed to true.
+#define HEAP_NEW(owner, type, count) \
+  ((type *)heap_take((owner), (int64_t)(count), sizeof(type)))
+/// Sets `pointer`, a field of a structure, to the same.
 #define HEAP_TAKE(owner, pointer, count) \
   ((pointer) = heap_take((owner), (int64_t)(count), sizeof *(pointer)))
 void *heap_take(heap *owner, int64_t count, size_t size);
 
-/// Returns a copy of `size` bytes of text with a final 0, or NULL like HEAP_TAKE.
+/// Returns a copy of `size` bytes of text with a final 0, or NULL like HEAP_NEW.
 char *heap_text(heap *owner, const char *text, int64_t size);
 
 /// Frees all blocks.

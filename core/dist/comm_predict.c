@@ -120,7 +120,7 @@ eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int ra
                                     "that only some ranks hold");
   eng_comm group = {.rank = rank < 0 ? 0 : rank, .size = size};
   AT_END(forget) eng_parallel p = {.set = set, .comm = &group};
-  int64_t *own = HEAP_TAKE(&p.memory, own, 2 * set->n);
+  int64_t *own = HEAP_NEW(&p.memory, int64_t, 2 * set->n);
   HEAP_TAKE(&p.memory, p.apart, set->n);
   if (p.memory.failed) return error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
   ENG_TRY(buckets_fill(&p, options));

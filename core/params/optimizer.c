@@ -117,9 +117,9 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
   if (group_of) ENG_TRY(check_groups(set, kind, group_of));
 
   heap memory = {0};
-  eng_optimizer *state = HEAP_TAKE(&memory, state, 1);
-  int32_t *group = HEAP_TAKE(&memory, group, set->n);
-  int64_t *begun = HEAP_TAKE(&memory, begun, set->n);
+  eng_optimizer *state = HEAP_NEW(&memory, eng_optimizer, 1);
+  int32_t *group = HEAP_NEW(&memory, int32_t, set->n);
+  int64_t *begun = HEAP_NEW(&memory, int64_t, set->n);
   if (memory.failed) {
     heap_free(&memory);
     return error_set(ENG_ERR_MEMORY, "out of memory for the state of %s", kinds[kind].name);

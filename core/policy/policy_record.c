@@ -545,7 +545,7 @@ void policy_record_open(eng_policy *p)
 
 static char **copy_names(heap *memory, const char *const *names, int n)
 {
-  char **copy = HEAP_TAKE(memory, copy, n);
+  char **copy = HEAP_NEW(memory, char *, n);
   for (int i = 0; copy && i < n; ++i)
     copy[i] = heap_text(memory, names[i], (int64_t)strlen(names[i]));
   return copy;

@@ -19,7 +19,7 @@ eng_status charsmap_new(struct charsmap **out, heap *memory, const char *data, i
   if (size < 4 || bytes % 4 != 0 || (int64_t)bytes > size - 4 || bytes == 0)
     return error_set(ENG_ERR_FORMAT, "tokenizer: a compiled character map of %lld bytes is "
                      "malformed", (long long)size);
-  struct charsmap *map = HEAP_TAKE(memory, map, 1);
+  struct charsmap *map = HEAP_NEW(memory, struct charsmap, 1);
   if (!map) return no_memory();
   map->n_units = bytes / 4;
   map->size = size - 4 - bytes;

@@ -25,7 +25,7 @@ eng_status map_rows(CUtensorMap *map, const attention_view &view, int batch, int
                                               cudaEnableDefault, &found));
     if (!encode)
       return error_set(ENG_ERR_DEVICE, "attention: expected a driver that has "
-                                     "cuTensorMapEncodeTiled; hint: update NVIDIA's driver");
+                                       "cuTensorMapEncodeTiled; hint: update NVIDIA's driver");
   }
   if (batch == 0 || time == 0 || heads == 0) return ENG_OK;
   // The stride of a dimension of size 1 is never used, but must be valid.
