@@ -106,7 +106,8 @@ function M.raise(message, ...)
   error(M.script_line() .. message, 0)
 end
 
---- Raises an error as raise() does if `bad` is true. The other arguments are computed in any case.
+--- Raises an error as raise() does if `bad` is true. Lua evaluates the other arguments in any case,
+--- so they must be cheap and must not fail; otherwise use an `if`.
 ---   raise_if(width % heads ~= 0, "%s: the width %d is not divisible by %d", name, width, heads)
 function M.raise_if(bad, message, ...)
   if bad then M.raise(message, ...) end
