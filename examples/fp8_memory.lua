@@ -20,7 +20,8 @@
 local engine = require "engine"
 local lab = require "engine.report.lab"
 
-local RECIPES = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block" }
+local RECIPES = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise",
+  "fp8_block", "fp8_block_te" }
 
 local cfg = engine.config({ model = "llama", recipe = "fp8_block", beside = "bf16", width = 256,
   layers = 6, heads = 4, context = 256, batch = 4, vocab = 256 },

@@ -29,7 +29,8 @@
 local engine = require "engine"
 local lab = require "engine.report.lab"
 
-local RECIPES = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block" }
+local RECIPES = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise",
+  "fp8_block", "fp8_block_te" }
 
 local cfg = engine.config({ model = "gpt", recipes = RECIPES, seeds = 3, steps = 300, data = "",
   batch = 16, context = 64, width = 128, layers = 2, heads = 4, experts = 4, lr = 1e-3,

@@ -63,7 +63,8 @@ describe("training on the card", function()
   end
 
   -- the card uses Hopper's accumulator, the CPU sums in f32 (`device` in the recipes)
-  for _, name in ipairs { "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block" } do
+  for _, name in ipairs { "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block",
+    "fp8_block_te" } do
     it("follows the CPU's losses in " .. name, function()
       if not able(name) then   -- an error, instead of running slowly
         local done, message = pcall(train, CARD, { precision = name })

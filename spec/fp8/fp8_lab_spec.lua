@@ -162,15 +162,16 @@ describe("the FP8 laboratory", function()
     assert.matches("\nConclusion: floor's excess loss is [+-]%d", result.out)
   end)
 
-  it("fp4_oscillation: Q-EMA and Q-Ramping train, and Q-EMA calms weights", function()
+  it("fp4_oscillation: Q-EMA and Q-Ramping train, and some weights oscillate", function()
     local result = run("fp4_oscillation", "seeds=1", "steps=120", "calibrate=40", "width=32",
       "layers=1", "batch=4", "context=32")
     assert.equal(0, result.code, result.err)
-    local bf16, plain = row(result, "bf16")[1], row(result, "TetraJet")
-    for _, name in ipairs { "with Q-EMA", "with Q-Ramping" } do
-      assert.near(bf16, row(result, name)[1], 0.05 * bf16)
+    local bf16 = row(result, "bf16")[1]
+    for _, name in ipairs { "TetraJet", "with Q-EMA", "with Q-Ramping" } do
+      local loss, _, share = unpack(row(result, name))
+      assert.near(bf16, loss, 0.05 * bf16)
+      assert(share > 0 and share < 10, result.out)
     end
-    assert.is_true(row(result, "with Q-EMA")[3] < 0.8 * plain[3], result.out)
     assert.matches("expected 31 or more steps", run("fp4_oscillation", "steps=9").err, 1, true)
   end)
 
@@ -224,9 +225,9 @@ describe("the FP8 laboratory", function()
   it("gpt.lua and gpt2.lua take every FP8 recipe", function()
     local path = os.tmpname()
     helper.write(path, ("\1\0\2\0\3\0\4\0"):rep(200))
-    for _, recipe in ipairs { "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block", "mxfp8",
-      "mxfp4", "mxfp4_tseng", "mxfp4_quartet", "mxfp4_tetrajet_q_ema", "nvfp4",
-      "nvfp4_four_over_six", "nvfp4_quartet2" } do
+    for _, recipe in ipairs { "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block",
+      "fp8_block_te", "mxfp8", "mxfp4", "mxfp4_tseng", "mxfp4_quartet", "mxfp4_tetrajet_q_ema",
+      "nvfp4", "nvfp4_four_over_six", "nvfp4_quartet2" } do
       for name, more in pairs { gpt = "sample=0", gpt2 = "data=" .. path } do
         local result = run(name, "precision=" .. recipe, "steps=2", "layers=1", "width=16",
           "heads=2", "context=8", "batch=2", more, name == "gpt2" and "vocab=64" or "log=quiet")
@@ -250,7 +251,7 @@ describe("the FP8 laboratory", function()
       assert.matches("^engine: config: [^\n]*\n$", result.err)
     end
     assert.equal("engine: config: recipes: expected one or more of fp32, bf16, fp16, " ..
-      "fp8_delayed, fp8_current, fp8_rowwise, fp8_block\n",
+      "fp8_delayed, fp8_current, fp8_rowwise, fp8_block, fp8_block_te\n",
       run("fp8_train", "recipes=", "steps=1").err)
     local result = run("fp8_train", "recipes=fp8_blok", "steps=1")
     assert.not_equal(0, result.code)

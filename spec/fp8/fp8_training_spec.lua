@@ -23,6 +23,8 @@ local ROLES = {
   fp8_current = { x = { "e4m3", "tensor" }, w = { "e4m3", "tensor" }, dy = { "e5m2", "tensor" } },
   fp8_block = { x = { "e4m3", "1x128" }, w = { "e4m3", "128x128" }, dy = { "e4m3", "1x128" },
     rule = "deepgemm" },
+  fp8_block_te = { x = { "e4m3", "1x128" }, w = { "e4m3", "128x128" }, dy = { "e4m3", "1x128" },
+    rule = "transformer_engine", pow2 = true },
   fp8_rowwise = { x = { "e4m3", "row" }, w = { "e4m3", "row" }, dy = { "e4m3", "row" },
     rule = "torchao" },
 }
@@ -49,14 +51,16 @@ describe("a linear layer in FP8", function()
       local width, rows, out = 160, 24, 136
       local p = pass({ base = name, activations = "f32", fp8 = { sample = 0 } }, width, rows, out)
       local function q(x, role, more)
-        local options = { format = roles[role][1], block = roles[role][2], rule = roles.rule }
+        local options = { format = roles[role][1], block = roles[role][2], rule = roles.rule,
+          pow2 = roles.pow2 }
         for key, value in pairs(more or {}) do options[key] = value end
         return fp8.quantize(x:detach(), options)
       end
       local promotion = { forward = name == "fp8_current" and 0 or 128, other = 128 }
       local x2, dy2, w = p.x:view(rows, width), p.dy:to("f32"):view(rows, out), p.layer.weight
       local square = name == "fp8_current"
-      local xq, wq, dyq = q(x2, "x", { transposed = name == "fp8_rowwise" }),
+      local x_turned = name == "fp8_rowwise" or name == "fp8_block_te"   -- in the forward pass
+      local xq, wq, dyq = q(x2, "x", { transposed = x_turned }),
         q(w, "w", { transposed = name == "fp8_rowwise" }), q(dy2, "dy", { transposed = not square })
       local y = fp8.matmul(xq, wq, { transpose_b = true, promotion = promotion.forward,
         bias = p.layer.bias:detach():to("bf16"), dtype = "f32" })
@@ -66,7 +70,7 @@ describe("a linear layer in FP8", function()
       assert.are.equal(bytes(dx), bytes(p.dx))
       local dw
       if square then dw = fp8.matmul(dyq, xq, { transpose_a = true, dtype = "f32" })
-      elseif name == "fp8_rowwise" then
+      elseif x_turned then
         dw = fp8.matmul(dyq.transposed, xq.transposed, { transpose_b = true, dtype = "f32" })
       else
         dw = fp8.matmul(dyq.transposed, q(xq:dequantize(), "x", { transposed = true }).transposed,
@@ -314,7 +318,8 @@ describe("training in FP8", function()
 
   it("ends near bf16 with every recipe", function()
     local want = run { precision = "bf16", steps = 30 }.record.loss
-    for _, recipe in ipairs { "fp8_block", "fp8_current", "fp8_rowwise", "fp8_delayed" } do
+    for _, recipe in ipairs { "fp8_block", "fp8_block_te", "fp8_current", "fp8_rowwise",
+      "fp8_delayed" } do
       local got = run { precision = recipe, steps = 30 }.record.loss
       assert.is_true(math.abs(got - want) < 0.05 * want, ("%s: %g, expected %g"):format(recipe, got,
         want))

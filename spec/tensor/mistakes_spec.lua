@@ -36,7 +36,7 @@ describe("a mistake with tensors", function()
         .. "f32 f64 f16 bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2" },
     { "engine.autocast('f16', print)", "there is no precision 'f16'; did you mean 'fp16'?; "
         .. "precisions: bf16 bf16_kahan bf16_stochastic fp16 fp32 fp4_microsoft fp8_block "
-        .. "fp8_current fp8_delayed fp8_rowwise mxfp4 mxfp4_quartet mxfp4_tetrajet "
+        .. "fp8_block_te fp8_current fp8_delayed fp8_rowwise mxfp4 mxfp4_quartet mxfp4_tetrajet "
         .. "mxfp4_tetrajet_q_ema mxfp4_tseng mxfp8 nvfp4 nvfp4_four_over_six nvfp4_quartet2" },
     { "x:numel()", "a tensor has no method 'numel'; did you mean 'count'?" },
     { "engine.nn.linear(2, 2):state_dict()",

@@ -69,7 +69,7 @@ describe("activation checkpointing gives the same bits", function()
   local stochastic = { name = "stochastic", base = "fp8_current",
     fp8 = { x = { stochastic = true }, w = { stochastic = true }, dy = { stochastic = true } } }
   for _, precision in ipairs { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise",
-    "fp8_block", "mxfp8", "mxfp4_tseng", "mxfp4_quartet", "mxfp4_tetrajet_q_ema",
+    "fp8_block", "fp8_block_te", "mxfp8", "mxfp4_tseng", "mxfp4_quartet", "mxfp4_tetrajet_q_ema",
     "nvfp4", "nvfp4_quartet2", "fp4_microsoft", stochastic } do
     for _, name in ipairs { "gpt", "llama" } do
       local text = type(precision) == "table" and precision.name or precision

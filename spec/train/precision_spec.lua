@@ -141,8 +141,8 @@ describe("a precision recipe", function()
 
   it("reports mistakes in one line at the script's position", function()
     local unknown = "there is no precision 'fp61'; did you mean 'fp16'?; precisions: bf16 " ..
-      "bf16_kahan bf16_stochastic fp16 fp32 fp4_microsoft fp8_block fp8_current fp8_delayed " ..
-      "fp8_rowwise mxfp4 mxfp4_quartet mxfp4_tetrajet " ..
+      "bf16_kahan bf16_stochastic fp16 fp32 fp4_microsoft fp8_block fp8_block_te " ..
+      "fp8_current fp8_delayed fp8_rowwise mxfp4 mxfp4_quartet mxfp4_tetrajet " ..
       "mxfp4_tetrajet_q_ema mxfp4_tseng mxfp8 " ..
       "nvfp4 nvfp4_four_over_six nvfp4_quartet2"
     local cases = {
@@ -189,6 +189,7 @@ describe("a precision recipe", function()
   end)
 
   it("resolves to itself, and describes itself", function()
+    local TRUE = { high = "in high precision", pow2 = "scale 2^n", stochastic = "stochastic" }
     local full = engine.precision.resolve(mine)
     assert.equal(full, engine.precision.resolve(full))
     assert.same({ "f16", "f32", "f16", "f32", true },
@@ -206,8 +207,7 @@ describe("a precision recipe", function()
         local line = text:match("\n  fp8 " .. part .. " [^\n]*") or ""
         for field, value in pairs(recipe.fp8 and recipe.fp8[part] or {}) do
           value = field == "backward" and (value.rule or value)
-            or value == true and (field == "high" and "in high precision" or "stochastic")
-            or tostring(value)
+            or value == true and TRUE[field] or tostring(value)
           local place = field == "backward" and text or line
           assert(place:find(value, 1, true), ("%s: no %s of %s in %s"):format(name, field, part,
             text))
@@ -218,7 +218,7 @@ describe("a precision recipe", function()
     assert.matches("Quartet, arXiv 2505.14669", engine.precision.describe "mxfp4_quartet", 1, true)
     local own = engine.precision.describe { name = "own", base = "nvfp4", fp8 = { high_first = 2,
       w = { rule = "rceil", block = { 32, 32 } }, forward = { high = true }, policy = "sqrt3" } }
-    for _, text in ipairs { "w             e4m3, a scale for each 32x32 (rceil), to nearest",
+    for _, text in ipairs { "w             e4m3, a scale per 32x32 (rceil), to nearest",
       "y = x W^T, in high precision", "high_first        2 blocks", "policy            sqrt3" } do
       assert.matches(text, own, 1, true)
     end

@@ -233,20 +233,20 @@ local function role_text(role)
   if role == "same" then return "the same values as the forward product" end
   local rule, scaled, format, block = settings(role)
   if type(block) == "table" then block = table.concat(block, "x") end
-  local text = ("%s, a scale for each %s (%s), "):format(format, block, rule)
+  local text = ("%s, a scale%s per %s (%s), "):format(format, role.pow2 and " 2^n" or "", block,
+    rule)
   local bits = role.stochastic == true and scaled and 8 or role.stochastic
   local random = not bits and ((role.average or 0) > 0 and ("toward an average of decay %g"):format(
     role.average) or "to nearest") or bits == true and "stochastic"
     or ("stochastic (%d bits)"):format(bits)
   text = text .. (rule == "ms_eden" and "to nearest, scales " .. random or random)
-  if role.pow2 then text = text .. ", scales are powers of two" end
   if role.factor then text = text .. (", factor %g"):format(role.factor) end
   if (role.clamp or 0) > 0 then
     text = text .. (", clamp %g, residual %s"):format(role.clamp,
       role.residual == false and "dropped" or "added")
   end
   if role.estimator then text = text .. ", estimator " .. role.estimator end
-  return text .. (role.keep and ", kept as " .. role.keep or "")
+  return text .. (role.keep and ", keep " .. role.keep or "")
 end
 
 -- Describes a product in words.

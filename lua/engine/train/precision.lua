@@ -139,6 +139,16 @@ M.recipes.fp8_block = like_bf16("DeepSeek-V3, arXiv 2412.19437", {
     { match = "%.down$", x = { keep = "swiglu" } } },
 }, "bf16")
 
+-- Transformer Engine's Float8BlockScaling: fp8_block's formats and blocks, with scales that are
+-- powers of two. The transposed copies of inputs and gradients are quantized in the forward pass
+-- and from the original numbers.
+local function te_blocks(block, keep)
+  return { format = "e4m3", block = block, rule = "transformer_engine", pow2 = true, keep = keep }
+end
+M.recipes.fp8_block_te = like_bf16("Transformer Engine's Float8BlockScaling", {
+  x = te_blocks("1x128", "transposed"), w = te_blocks "128x128", dy = te_blocks "1x128",
+  forward = PROMOTED, dgrad = PROMOTED, wgrad = PROMOTED, high = HYBRID.high })
+
 -- The next recipes use OCP's MX formats with the rule of cuBLAS and Transformer Engine, and NVFP4
 -- as in Transformer Engine, with its Hadamard transform. Gradients in FP4 are rounded
 -- stochastically.
