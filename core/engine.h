@@ -266,8 +266,8 @@ eng_status eng_requires_grad(const eng_tensor *x, bool on);
 /// Turns recording on or off; returns the previous setting.
 bool eng_grad_enabled(bool on);
 
-/// Begin and end an activation checkpoint. Operations recorded between these calls compute tensors;
-/// of these, only `results` [n] and tensors of up to 256 bytes keep their memory. The backward pass
+/// Begin and end an activation checkpoint. Of the tensors that operations compute between these
+/// calls, only `results` [n] and tensors of up to 256 bytes keep their memory. The backward pass
 /// recomputes the others bit for bit before it needs them. eng_checkpoint_begin returns false if
 /// recording is off or a checkpoint is open already; then do not call eng_checkpoint_end. After an
 /// error, pass n = -1; then nothing is freed.
@@ -353,10 +353,10 @@ void eng_params_free(eng_params *set);
 /// dropped, so call eng_params_precision afterwards. bf16 masters have no low-precision weights.
 /// Errors: DTYPE; STATE (the tape has operations, a view of the weights exists, zero=3).
 eng_status eng_params_masters(eng_params *set, const int32_t *dtype);
-/// For each parameter i, sets the dtype shadow[i] of its low-precision weights for the forward pass
+/// For each parameter i, sets the dtype low[i] of its low-precision weights for the forward pass
 /// (ENG_f32: none, the master weights are used) and the dtype gradient[i] of its gradient. Clears
 /// the gradients.
-eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient);
+eng_status eng_params_precision(eng_params *set, const int32_t *low, const int32_t *gradient);
 /// Sets whether gradients add up over several backward passes; off at first. If on, the sums of f16
 /// and bf16 gradients are kept in f32: each term is still rounded to f16 or bf16, where it can
 /// overflow, and then added in f32. Gradients are cleared. Errors: STATE (the gradients are divided
@@ -378,16 +378,15 @@ eng_status eng_params_zero_grad(eng_params *set);
 /// other fields.
 eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set,
                             double scale, unsigned needs);
-/// These calls compute eng_params_stats without waiting, for lagged mode, in which the policy reads
-/// a step's statistics after the next step has started. `start` requests the statistics and the
+/// These calls compute eng_params_stats without waiting. `start` requests the statistics and the
 /// values of `losses` (n_losses <= ENG_STATS_LOSSES tensors of one f32 element). `fetch` returns
 /// the results of the oldest request and waits only if they are not ready; `loss` is the sum of the
-/// losses. Up to ENG_STATS_ON_THEIR_WAY requests may be pending. An update with eng_update.lagged
+/// losses. Up to ENG_STATS_PENDING requests may be pending. An update with eng_update.lagged
 /// uses the newest request. `known`: the statistics of all parameters, with at least ENG_NEED_NORM,
 /// if the ranks have already computed them together; else NULL. Devices that compute statistics
 /// asynchronously (CUDA) do not accept `known`. Errors: STATE (nothing to fetch, too many pending),
 /// DTYPE, DEVICE.
-enum { ENG_STATS_ON_THEIR_WAY = 4, ENG_STATS_LOSSES = 64 };
+enum { ENG_STATS_PENDING = 4, ENG_STATS_LOSSES = 64 };
 eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses,
                                   int n_losses, const eng_tensor_stats *known);
 eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, double *loss,

@@ -38,7 +38,7 @@ local function train(policy, seed, tell)
   engine.seed(seed)
   local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width,
     heads = cfg.heads, layers = cfg.layers }
-  for _, block in ipairs(model.blocks) do rawset(block.attn, "watch_entropy", true) end
+  for _, block in ipairs(model.blocks) do block.attn.watch_entropy = true end
   local entropy, made, result = 0, 0, { loss = 0, lost = 0, log2_scale = 0 }
   local summary = engine.trainer {
     model = model, policy = policy, steps = cfg.steps, clip = 1, log = "quiet",

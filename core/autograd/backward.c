@@ -9,7 +9,7 @@
 #include "checkpoint.h"
 #include "device/transfer.h"
 #include "gradient.h"
-#include "graph.h"
+#include "capture.h"
 #include "op.h"
 #include "params/params.h"
 
@@ -186,9 +186,9 @@ eng_status eng_backward(const eng_tensor *handle, double seed, bool retain)
                          "x:requires_grad(true), and no engine.no_grad() around the forward pass");
   tensor *dy;
   ENG_TRY(tensor_make(&dy, ARENA_STEP, loss->dtype, loss->ndim, loss->shape));
-  if (!graph_takes_seed(dy)) ENG_TRY(transfer_set(dy, seed * gradient_relative_scale(loss)));
+  if (!capture_takes_seed(dy)) ENG_TRY(transfer_set(dy, seed * gradient_relative_scale(loss)));
   gradient_drop(loss);
-  gradient_hang(loss, dy);
+  gradient_attach(loss, dy);
   pass.running = true;
   pass.retain = retain;
   pass.cursor = loss->node + 1;
@@ -229,7 +229,7 @@ eng_status eng_backward_output(eng_tensor *gradient, int output)
   if (!pass.pending.dy[output]) {
     tensor *zero;
     ENG_TRY(grad_zeros(&zero, y->dtype, y->ndim, y->shape));
-    gradient_hang(y, zero);
+    gradient_attach(y, zero);
     pass.pending.dy[output] = zero;
   }
   tensor *shared;

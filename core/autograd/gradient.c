@@ -35,7 +35,7 @@ double gradient_relative_scale(const tensor *x)
   return tape_holds(x) ? tape_at(x->node)->relative_scale : 1;
 }
 
-void gradient_hang(tensor *x, tensor *dx)
+void gradient_attach(tensor *x, tensor *dx)
 {
   x->gradient = dx;
   dx->is_gradient = true;
@@ -148,7 +148,7 @@ static eng_status note_leaf(tensor *x, tensor *dx)
     return error_set(ENG_ERR_MEMORY, "out of memory for the list of leaves with a gradient");
   }
   leaves.items[leaves.length++] = (leaf){x, x->generation};
-  gradient_hang(x, dx);
+  gradient_attach(x, dx);
   return ENG_OK;
 }
 
@@ -160,7 +160,7 @@ static eng_status accumulate(tensor *x, tensor *dx)
     ENG_TRY(op_replace(&dx, (op_call){.op = ENG_OP_add, .in = {x->gradient, dx}}));
     tensor_drop(x->gradient);
   }
-  gradient_hang(x, dx);
+  gradient_attach(x, dx);
   return ENG_OK;
 }
 
@@ -231,7 +231,7 @@ eng_status eng_requires_grad(const eng_tensor *handle, bool on)
     return error_set(ENG_ERR_DTYPE, "requires_grad: expected a floating-point tensor, got %s",
                      tensor_text(x));
   x->requires_grad = on;
-  if (x->parameter && x->parameter->shadow) x->parameter->shadow->requires_grad = on;
+  if (x->parameter && x->parameter->low) x->parameter->low->requires_grad = on;
   return ENG_OK;
 }
 

@@ -66,9 +66,9 @@ eng_status grad_attention_of(grad_call *g, tensor *y);
 /// Returns the relative scale of x's gradient: the parameter's, if x is a parameter; the node's, if
 /// a node computed x; else 1.
 double gradient_relative_scale(const tensor *x);
-/// gradient_hang makes dx the gradient of x; the caller must have dropped any previous gradient.
+/// gradient_attach makes dx the gradient of x; the caller must have dropped any previous gradient.
 /// gradient_drop drops the gradient of x.
-void gradient_hang(tensor *x, tensor *dx);
+void gradient_attach(tensor *x, tensor *dx);
 void gradient_drop(tensor *x);
 /// Drops the gradients of leaves outside parameter sets.
 void gradient_drop_leaves(void);

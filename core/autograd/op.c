@@ -1,4 +1,4 @@
-// The single entry for operations. See op.h; ops.def is the list, infer.c has the shape rules.
+// Runs operations (op.h). Owns autocast's settings. ops.def is the list, infer.c has the shape rules.
 #include "op.h"
 
 #include "base/error.h"
@@ -32,16 +32,16 @@ void op_register(int op, op_infer_rule *infer, op_calls *calls)
 // ---- precision
 
 /// Whether x is a parameter with a low-precision copy in `dtype`.
-static bool has_shadow(const tensor *x, int dtype)
+static bool has_low(const tensor *x, int dtype)
 {
-  return x->parameter && x->parameter->shadow && x->parameter->shadow->dtype == dtype;
+  return x->parameter && x->parameter->low && x->parameter->low->dtype == dtype;
 }
 
 /// Replaces x by its values in `dtype`: by its low-precision copy if x is a parameter that has one,
 /// else by the result of a recorded cast.
 static eng_status lowered(tensor **x, int dtype)
 {
-  if (has_shadow(*x, dtype)) return params_shadow(x, (*x)->parameter);
+  if (has_low(*x, dtype)) return params_low(x, (*x)->parameter);
   if ((*x)->dtype == dtype) return ENG_OK;
   return op_run1(x, (op_call){.op = ENG_OP_cast, .in = {*x}, .cast = {.dtype = dtype}});
 }
@@ -64,8 +64,8 @@ static eng_status apply_precision(op_call *c, int *yields)
           ENG_TRY(lowered(&c->in[k], precision.compute));
       break;
     case CAST_EMBED:
-      if (has_shadow(c->in[0], precision.residual))
-        ENG_TRY(params_shadow(&c->in[0], c->in[0]->parameter));
+      if (has_low(c->in[0], precision.residual))
+        ENG_TRY(params_low(&c->in[0], c->in[0]->parameter));
       *yields = precision.residual;
       break;
     case CAST_NORM: *yields = precision.norm; break;
@@ -232,9 +232,9 @@ static eng_status run_in_order(op_call *c, const op_shape *shape, const int *ord
 /// advances transfers that are in progress.
 static eng_status bring_weights(const op_call *c)
 {
-  if (params_under_way) ENG_TRY(params_advance());
+  if (params_exchanging) ENG_TRY(params_advance());
   for (int k = 0; k < c->n_in; k++)
-    if (c->in[k] && c->in[k]->store->absent) return params_bring(c->in, c->n_in);
+    if (c->in[k] && c->in[k]->store->absent) return params_fetch(c->in, c->n_in);
   return ENG_OK;
 }
 

@@ -141,7 +141,7 @@ static void add_pass(int pass, double seconds, const param_span *spans, int n, b
       if (spans[i].compensation) each += 4;
       if (spans[i].moment1) each += 2.0 * (double)eng_dtype_size(spans[i].moment_dtype);
       if (spans[i].moment2) each += 2.0 * (double)eng_dtype_size(spans[i].moment_dtype);
-      if (spans[i].shadow) each += (double)eng_dtype_size(spans[i].shadow_dtype);
+      if (spans[i].low) each += (double)eng_dtype_size(spans[i].low_dtype);
     }
     bytes += each * (double)spans[i].count;
   }

@@ -1,7 +1,6 @@
 // Steps and scopes, which end the lifetime of tensors. A step owns its tape and the tensors created
 // in it. The end of a step drops both, and waits for transfers of weights (ZeRO-3). A scope is a
-// mark, inside or outside a step; its end drops the tensors created since the mark. Called by Lua;
-// uses tensor.c, tape.c and params_parted.c.
+// mark, inside or outside a step; its end drops the tensors created since the mark. Called by Lua.
 #include "step.h"
 
 #include "base/error.h"
@@ -30,7 +29,7 @@ eng_status eng_step_end(void)
   tensor_next_step();
   in_step = false;
   n_scopes = 0;                   // the tensors of scopes that are still open have been dropped
-  return params_settle();
+  return params_wait();
 }
 
 int64_t eng_step_count(void)

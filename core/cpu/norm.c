@@ -138,7 +138,7 @@ static inline __attribute__((always_inline))
 eng_status norm(const op_call *call, bool centred, bool adds)
 {
   if (!all_fast(call)) return forward_to_reference(call);
-  // the index of the first input after x (and branch), and of the first output after y (and sum)
+  // with `adds`, branch follows x and sum follows y; `next` is the index after them in both lists
   const int next = adds ? 2 : 1;
   const tensor *x = call->in[0], *bias = centred ? call->in[next + 1] : NULL, *y = call->out[0];
   tensor *means = centred ? call->out[next] : NULL, *rstds = call->out[next + centred];

@@ -355,7 +355,7 @@ static void update_block(const param_span *s, const rule *given, const eng_updat
     if (r->dry) continue;
     if (s->moment1) tile_store(s->moment1, s->moment_dtype, at, m, n);
     if (s->moment2) tile_store(s->moment2, s->moment_dtype, at, v, n);
-    if (s->shadow) tile_store(s->shadow, s->shadow_dtype, at, p, n);
+    if (s->low) tile_store(s->low, s->low_dtype, at, p, n);
     store_masters(s, u, at, p, n);
   }
   if (norms) total(sums, s, first, count, r->dry, norms);

@@ -173,7 +173,7 @@ eng_status reference_optimize(const param_span *spans, int n, const eng_update *
       store_weight(span, update, i, w);
       if (span->moment1) tensor_store(span->moment1, span->moment_dtype, i, m.first);
       if (span->moment2) tensor_store(span->moment2, span->moment_dtype, i, m.second);
-      if (span->shadow) tensor_store(span->shadow, span->shadow_dtype, i, w);
+      if (span->low) tensor_store(span->low, span->low_dtype, i, w);
     }
   }
   return ENG_OK;

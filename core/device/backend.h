@@ -73,12 +73,12 @@ enum {
 typedef struct param_span {
   const char *name;
   int64_t  count;       // elements
-  void    *master;      // weights in master_dtype: f32, or bf16 without a shadow
+  void    *master;      // weights in master_dtype: f32, or bf16 without a low
   void    *compensation;   // rounding errors of bf16 masters, in bf16, or NULL
-  void    *shadow;      // the same weights in shadow_dtype, or NULL
+  void    *low;      // the same weights in low_dtype, or NULL
   void    *gradient;    // in gradient_dtype
   void    *moment1, *moment2;   // in moment_dtype; NULL where the optimizer has none
-  int32_t  master_dtype, shadow_dtype, gradient_dtype, moment_dtype;
+  int32_t  master_dtype, low_dtype, gradient_dtype, moment_dtype;
   int32_t  group;       // index of its eng_hyper in eng_update.groups
   int32_t  index;       // index of the parameter in its set
   int64_t  first;       // element of the parameter at which the span begins; a multiple of 4096
@@ -103,7 +103,7 @@ typedef struct backend {
   eng_status (*gradstats)(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats);
 
   /// In one pass, multiplies gradients by gradient_factor (unscale and clip), updates the weights,
-  /// and rounds them into the shadow. update->rounding selects how new bf16 masters are rounded. If
+  /// and rounds them into the low. update->rounding selects how new bf16 masters are rounded. If
   /// a span has a compensation, its update starts from the old weights plus the compensation, which
   /// then becomes the new weights' rounding errors (0 where a weight is inf or nan).
   eng_status (*optimize)(const param_span *spans, int n, const eng_update *update);
@@ -228,7 +228,7 @@ void backend_register(const char *name, const backend *(*get)(void));
 const backend *backend_cpu(void);
 const backend *backend_reference(void);
 
-/// Tells backend_forbids whether a step is being captured. Called by autograd/graph.c.
+/// Tells backend_forbids whether a step is being captured. Called by autograd/capture.c.
 void backend_capturing(bool on);
 /// Returns ENG_OK or, during a capture, the error that `what` cannot be part of a captured step.
 eng_status backend_forbids(const char *what);

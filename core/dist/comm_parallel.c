@@ -65,7 +65,7 @@ void eng_parallel_free(eng_parallel *p)
   for (int i = 0; p->place && i < p->set->n; i++) tensor_drop(p->place[i]);
   cards_free(p);
   if (p->set->parted) {
-    params_settle();          // weights in flight use this memory
+    params_wait();          // weights in flight use this memory
     p->set->parted->link = NULL;
   }
   if (p->under_way == 0) {      // otherwise messages in flight still use this memory

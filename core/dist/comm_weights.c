@@ -164,7 +164,7 @@ eng_status eng_parallel_piece(eng_tensor *out, eng_parallel *p, int index)
   *out = (eng_tensor){0, 0};
   ENG_TRY(check_parted(p));
   ENG_TRY(params_index(p->set, index));
-  ENG_TRY(params_settle());       // the caller may write to the piece
+  ENG_TRY(params_wait());       // the caller may write to the piece
   *out = tensor_handle(p->set->parted->piece[index]);
   return ENG_OK;
 }

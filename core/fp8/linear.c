@@ -173,7 +173,7 @@ static eng_status quantize_own(fp8_copies *out, int64_t number, fp8_site *s, par
     return error_set(ENG_ERR_VALUE, "%s: zero=3 cannot round weights stochastically; hint: zero=2",
                      s->name);
   if (!params_owns(p)) return params_derived_outdated(p);
-  ENG_TRY(params_settle());
+  ENG_TRY(params_wait());
   tensor *made[PARAMS_DERIVED];
   for (int k = weight_tensors(made, p->derived) - 1; k >= 0; k--) made[k]->store->absent = false;
   ENG_TRY(tensor_wrap(&whole, source->store->space, source->data, source->dtype, source->ndim,
@@ -219,7 +219,7 @@ static eng_status weight_copies(fp8_copies *out, bool *kept, int64_t number, fp8
   tensor *source = w, *average;
   ENG_TRY(fp8_average(&average, s, r));
   uint32_t average_seen = average ? average->store->writes : 0;
-  if (p && p->shadow) ENG_TRY(params_shadow(&source, p));
+  if (p && p->low) ENG_TRY(params_low(&source, p));
   if (!p) return quantize(out, number, s, ENG_FP8_W, source, NULL, transposed, coded);
   fp8_weight *c = (fp8_weight *)p->derived;
   bool same = c && c->site == number && c->recipe == s->version && c->source == source &&
@@ -245,7 +245,7 @@ static eng_status weight_copies(fp8_copies *out, bool *kept, int64_t number, fp8
                  c->factor == s->factor[ENG_FP8_W] && c->average_seen == average_seen;
   if (current && !fp8_measuring()) return ENG_OK;
   c->site = 0;   // invalid until the copy is complete
-  if (params_comes_and_goes(p)) ENG_TRY(quantize_own(out, number, s, p, source, transposed, coded));
+  if (params_fetched_on_use(p)) ENG_TRY(quantize_own(out, number, s, p, source, transposed, coded));
   else ENG_TRY(quantize(out, number, s, ENG_FP8_W, source, NULL, transposed, coded));
   if (same && !current) {   // so that backward refuses a tape that read the old codes
     c->made.q->store->writes++;
@@ -395,8 +395,8 @@ static eng_status forward(op_call *c, fp8_site *s, int compute, bool record, con
   bool high = s->recipe.product[ENG_FP8_FORWARD].high;
   if (status == ENG_OK && high)
     status = op_run1(&y, (op_call){.op = ENG_OP_linear, .in = {x, w, bias}});
-  if (status == ENG_OK && !high && bias && bias->parameter && bias->parameter->shadow)
-    status = params_shadow(&bias, bias->parameter);
+  if (status == ENG_OK && !high && bias && bias->parameter && bias->parameter->low)
+    status = params_low(&bias, bias->parameter);
   if (status == ENG_OK && !high)
     status = multiply(&flat_y, s, ENG_FP8_FORWARD, (fp8_factor){xq.q, xq.scale, rx, false},
                       (fp8_factor){wq.q, wq.scale, rw, true}, bias,

@@ -272,7 +272,7 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   ENG_TRY(check_alive(state));
   ENG_TRY(check_update(state, update));
   ENG_TRY(params_here(state->set, "an optimizer's update"));
-  ENG_TRY(params_settle());
+  ENG_TRY(params_wait());
   bool momentum = false;
   for (int g = 0; g < update->n_groups; g++) momentum = momentum || update->groups[g].momentum != 0;
   for (int which = 0; which < kinds[state->kind].moments; which++)
@@ -289,8 +289,8 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
     here.lagged = 0;
     state->lagged_t = here.t;
     state->in_a_row = true;
-    if (!params_lagged_factor(&here.gradient_factor, set, update->gradient_factor,
-                              update->clip_norm))
+    if (!params_stats_factor(&here.gradient_factor, set, update->gradient_factor,
+                             update->clip_norm))
       return ENG_OK;
     state->lagged_t++;
   }

@@ -108,13 +108,13 @@ static void link_parts(eng_params *set)
 {
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
-    p->gradient = params_resting_place(set, i);
-    p->shadow = set->shadows ? set->shadows->part[i] : NULL;
+    p->gradient = params_gradient_part(set, i);
+    p->low = set->low ? set->low->part[i] : NULL;
     params_drop_gradient(p);
     drop_derived(p);
-    if (!p->shadow) continue;
-    p->shadow->parameter = p;
-    p->shadow->requires_grad = p->value->requires_grad;
+    if (!p->low) continue;
+    p->low->parameter = p;
+    p->low->requires_grad = p->value->requires_grad;
   }
 }
 
@@ -178,13 +178,13 @@ void eng_params_free(eng_params *set)
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
     p->value->parameter = NULL;
-    if (p->shadow) p->shadow->parameter = NULL;
+    if (p->low) p->low->parameter = NULL;
     drop_derived(p);
-    p->value = p->shadow = p->gradient = NULL;
+    p->value = p->low = p->gradient = NULL;
     p->has_gradient = false;
   }
   flat_release(&set->masters);
-  flat_release(&set->shadows);
+  flat_release(&set->low);
   flat_release(&set->gradients);
   flat_release(&set->unscaled);
   flat_release(&set->reference);
@@ -305,46 +305,46 @@ eng_status eng_params_masters(eng_params *set, const int32_t *dtype)
   flat_release(&unused);
   ENG_TRY(status);
   set->masters = fresh;
-  flat_release(&set->shadows);
+  flat_release(&set->low);
   link_parts(set);
   return ENG_OK;
 }
 
-// shadow NULL: no low-precision weights. gradient NULL: f32 gradients.
-eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient)
+// low NULL: no low-precision weights. gradient NULL: f32 gradients.
+eng_status eng_params_precision(eng_params *set, const int32_t *low, const int32_t *gradient)
 {
   ENG_TRY(params_alive(set));
   flat_reclaim();
   for (int i = 0; i < set->n; i++) {
-    if (shadow) ENG_TRY(check_format(set, i, "weights for the forward pass", shadow[i]));
+    if (low) ENG_TRY(check_format(set, i, "weights for the forward pass", low[i]));
     if (gradient) ENG_TRY(check_format(set, i, "gradients", gradient[i]));
   }
   ENG_TRY(gradients_can_change(set, gradient, set->accumulates));
   // The allocation comes first, so that a failure leaves the set unchanged.
-  flat_buffer *fresh_shadows = NULL;
+  flat_buffer *fresh_low = NULL;
   int32_t *wanted = set->which;   // unused between passes
   for (int i = 0; i < set->n; i++) {
-    wanted[i] = shadow && shadow[i] != ENG_f32 ? shadow[i] : -1;
+    wanted[i] = low && low[i] != ENG_f32 ? low[i] : -1;
     if (wanted[i] >= 0 && set->member[i].value->dtype != ENG_f32)
       return error_set(ENG_ERR_DTYPE,
                        "parameter %s: expected no low-precision copy of a bf16 master, got one in "
                        "%s",
                        set->member[i].name, eng_dtype_name(wanted[i]));
   }
-  bool new_shadows = !same_formats(set->shadows, wanted, set->n);
-  if (new_shadows && set->parted) return fixed_format("weights", "3");
-  if (new_shadows && set->shadows && tensor_tape_length > 0)
+  bool new_low = !same_formats(set->low, wanted, set->n);
+  if (new_low && set->parted) return fixed_format("weights", "3");
+  if (new_low && set->low && tensor_tape_length > 0)
     return error_set(
       ENG_ERR_STATE,
       "low-precision weights cannot change their format while the tape has operations; "
       "hint: change the precision between steps");
-  if (new_shadows) {
-    ENG_TRY(flat_new(&fresh_shadows, ARENA_PARAMETER, set, wanted, false));
-    flat_release(&set->shadows);
-    set->shadows = fresh_shadows;
+  if (new_low) {
+    ENG_TRY(flat_new(&fresh_low, ARENA_PARAMETER, set, wanted, false));
+    flat_release(&set->low);
+    set->low = fresh_low;
   }
   renew_gradients(set, gradient, set->accumulates);
-  return new_shadows ? eng_params_refresh(set) : ENG_OK;
+  return new_low ? eng_params_refresh(set) : ENG_OK;
 }
 
 eng_status eng_params_accumulate(eng_params *set, bool on)
@@ -361,6 +361,6 @@ eng_status eng_params_refresh(eng_params *set)
   ENG_TRY(params_alive(set));
   if (set->parted && !set->parted->whole) ENG_TRY(params_leave(set));
   for (int i = 0; i < set->n; i++)
-    if (set->member[i].shadow) ENG_TRY(params_round(&set->member[i]));
+    if (set->member[i].low) ENG_TRY(params_round(&set->member[i]));
   return ENG_OK;
 }

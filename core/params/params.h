@@ -34,7 +34,7 @@ typedef struct parameter {
   char       *name;
   tensor     *value;          // the master in f32 or bf16, the leaf that scripts hold
   // low-precision weights, a leaf whose gradient goes to this parameter; or NULL
-  tensor     *shadow;
+  tensor     *low;
   // the gradient in the flat buffer, in the gradient dtype (f32 once unscaled). NULL: it has no
   // memory yet or, with divided gradients, backward is not computing it now
   tensor     *gradient;
@@ -44,7 +44,7 @@ typedef struct parameter {
   double      relative_scale; // of the gradient
   double      next_relative_scale;   // of the next gradient
   params_derived *derived;    // a copy in another format, or NULL
-  uint32_t    seen;           // storage.writes of `value` when `shadow` was last rounded from it
+  uint32_t    seen;           // storage.writes of `value` when `low` was last rounded from it
 } parameter;
 
 /// One allocation divided into a tensor per parameter, each starting on a 64-byte boundary.
@@ -81,7 +81,7 @@ struct eng_params {
   int64_t      count;         // elements of all members
   int32_t      space;         // memory space of all buffers
   parameter   *member;        // [n]
-  flat_buffer *masters, *shadows;
+  flat_buffer *masters, *low;
   // NULL until the first backward pass; if `divided`, has only this rank's elements of each member
   flat_buffer *gradients;
   // ZeRO-2 and 3: backward writes gradients into temporary memory of dist/ until they are reduced
@@ -101,7 +101,7 @@ struct eng_params {
   int64_t     *own;
   bool         sharded;       // this rank updates only its own elements (ZeRO-1 to 3)
   struct params_parted *parted;   // ZeRO-3: the table of divided weights; NULL: not divided
-  pending_stats pending[ENG_STATS_ON_THEIR_WAY];   // a ring: lagged statistics, oldest first
+  pending_stats pending[ENG_STATS_PENDING];   // a ring: statistics, oldest first
   int32_t      first_pending, n_pending;
   // the statistics requested last, which decide the next lagged update; NULL: none
   pending_stats *newest;
@@ -131,12 +131,12 @@ eng_status params_cast(tensor *to, tensor *from);
 eng_status params_round(parameter *p);
 /// Sets *out to the low-precision weights of a member, which must exist. Rounds them again if a
 /// script has written to the master since the last rounding.
-eng_status params_shadow(tensor **out, parameter *p);
+eng_status params_low(tensor **out, parameter *p);
 /// Rounds the low-precision weights of all members whose master a script has written to.
 eng_status params_round_written(eng_params *set);
 
 /// Returns the tensor of a member's gradient between passes, or NULL if there is none.
-static inline tensor *params_resting_place(const eng_params *set, int i)
+static inline tensor *params_gradient_part(const eng_params *set, int i)
 {
   return set->gradients && !set->divided ? set->gradients->part[i] : NULL;
 }
@@ -157,17 +157,17 @@ static inline bool params_sums_terms(const parameter *p)
 
 /// Fetches the absent weights among the inputs x[n] of an operation. Entries of x may be NULL. All
 /// ranks call this for the same operations. Errors: STATE.
-eng_status params_bring(tensor *const *x, int n);
+eng_status params_fetch(tensor *const *x, int n);
 /// The table of the set that is exchanging weights with other ranks; NULL: none. params_advance
-/// advances the messages and never waits. params_settle waits until all messages have arrived.
+/// advances the messages and never waits. params_wait waits until all messages have arrived.
 /// Until then nothing may write to weights, because this rank is sending its own.
-extern struct params_parted *params_under_way;
+extern struct params_parted *params_exchanging;
 eng_status params_advance(void);
-eng_status params_settle(void);
+eng_status params_wait(void);
 /// Returns whether ZeRO-3 fetches and drops p's weights now; false while all weights are in memory
 /// (params_bring_all). If true, a derived copy of p needs one rank that owns all elements of p
 /// (eng_parallel_options.whole). That rank makes the copy and sends it to the other ranks.
-bool params_comes_and_goes(const parameter *p);
+bool params_fetched_on_use(const parameter *p);
 /// Returns whether this rank owns the whole parameter.
 bool params_owns(const parameter *p);
 /// Records that a member's derived copy is new or out of date. Ranks that do not own the member
@@ -220,8 +220,8 @@ void params_record(eng_record *record, eng_tensor_stats *of_member, const eng_pa
 
 /// Computes the factor of a lagged update, which also clips to `clip_norm` (0: no clipping).
 /// Returns false if the update must be skipped. For devices that compute lagged statistics
-/// immediately (params_lagged.c).
-bool params_lagged_factor(double *factor, const eng_params *set, double gradient_factor,
-                          double clip_norm);
+/// immediately (params_stats.c).
+bool params_stats_factor(double *factor, const eng_params *set, double gradient_factor,
+                         double clip_norm);
 /// Drops one reference; the last one frees the set.
 void params_release(eng_params *set);

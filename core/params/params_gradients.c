@@ -49,7 +49,7 @@ eng_status eng_params_zero_grad(eng_params *set)
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
     params_drop_gradient(p);
-    p->gradient = params_resting_place(set, i);   // it may have pointed to the unscaled gradient
+    p->gradient = params_gradient_part(set, i);   // it may have pointed to the unscaled gradient
   }
   return ENG_OK;
 }
@@ -71,8 +71,8 @@ static int spans(eng_params *set, const int64_t *own)
       .master_dtype = p->value->dtype,
       .index = i,
       .first = from,
-      .shadow = p->shadow ? past(p->shadow, from) : NULL,
-      .shadow_dtype = p->shadow ? p->shadow->dtype : ENG_f32,
+      .low = p->low ? past(p->low, from) : NULL,
+      .low_dtype = p->low ? p->low->dtype : ENG_f32,
       .gradient = past(gradient, p->gradient ? from : from - set->own[2 * i]),
       .gradient_dtype = gradient->dtype,
       .moment_dtype = ENG_f32,
@@ -288,7 +288,7 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
     p->has_gradient = set->kept[i];
-    p->gradient = params_resting_place(set, i);
+    p->gradient = params_gradient_part(set, i);
   }
   free(set->kept);
   set->kept = NULL;

@@ -7,7 +7,7 @@
 //
 // While operations use a unit, the next unit is already being fetched; parted_order.c predicts it
 // from earlier passes. If another unit is needed, the predicted unit is received completely and
-// then dropped. At most one unit is in flight, and none while weights are written (params_settle).
+// then dropped. At most one unit is in flight, and none while weights are written (params_wait).
 // A derived copy (the FP8 copy of a weight) is fetched early only if an operation has already
 // needed it since parted_drop. Until then it may be out of date, because the rank that owns the
 // weight quantizes it again only for the first operation that needs it.
@@ -25,8 +25,8 @@ int parted_tensors(tensor *out[PARAMS_DERIVED], const eng_params *set, int i, in
 {
   const parameter *p = &set->member[i];
   if (form == PARTED_DERIVED) return p->derived ? p->derived->tensors(out, p->derived) : 0;
-  out[0] = form == PARTED_COMPUTE && p->shadow ? p->shadow : p->value;
-  return form == PARTED_COMPUTE || p->shadow;
+  out[0] = form == PARTED_COMPUTE && p->low ? p->low : p->value;
+  return form == PARTED_COMPUTE || p->low;
 }
 
 bool parted_holds(int *form, const parameter *p, const storage *store)
@@ -80,7 +80,7 @@ static eng_status find_pages(params_parted *q, const eng_params *set, const int6
   for (int i = 0; flat && i < set->n; i++) {
     const tensor *x = flat->part[i];
     if (!x || q->unit_of[i] < 0) continue;
-    bool master = set->member[i].shadow && flat == set->masters;
+    bool master = set->member[i].low && flat == set->masters;
     int its_form = master ? PARTED_MASTER : PARTED_COMPUTE;
     int64_t size = eng_dtype_size(x->dtype), a = own[2 * i], b = own[2 * i + 1];
     char *begin = x->data, *end = begin + params_part_bytes(x->count, x->dtype);
@@ -130,7 +130,7 @@ eng_status parted_new(params_parted **out, const eng_params *set, const int64_t 
   eng_status status = q->memory.failed ? error_set(ENG_ERR_MEMORY, "out of memory for the table of "
                                                                    "weights") : ENG_OK;
   if (status == ENG_OK) status = find_pages(q, set, own, set->masters);
-  if (status == ENG_OK) status = find_pages(q, set, own, set->shadows);
+  if (status == ENG_OK) status = find_pages(q, set, own, set->low);
   for (int i = 0; status == ENG_OK && i < set->n; i++)
     status = find_derived_pages(q, set, own, i);
   if (status != ENG_OK) {
@@ -169,12 +169,12 @@ static void move_pages(params_parted *q, int unit, int form, bool here)
   if (q->here > q->most) q->most = q->here;
 }
 
-params_parted *params_under_way;
+params_parted *params_exchanging;
 
 static void set_coming(params_parted *q, int32_t number)
 {
   q->coming = number;
-  if (!q->imagined) params_under_way = number >= 0 ? q : NULL;
+  if (!q->imagined) params_exchanging = number >= 0 ? q : NULL;
 }
 
 /// Waits for the unit that is being filled, if there is one. After an error, drops the unit's
@@ -189,20 +189,20 @@ static eng_status arrive(params_parted *q)
   return status;
 }
 
-eng_status params_settle(void)
+eng_status params_wait(void)
 {
-  return params_under_way ? arrive(params_under_way) : ENG_OK;
+  return params_exchanging ? arrive(params_exchanging) : ENG_OK;
 }
 
 eng_status params_advance(void)
 {
-  return params_under_way->link->advance(params_under_way->data);
+  return params_exchanging->link->advance(params_exchanging->data);
 }
 
 /// Begins to fill a unit. First waits for the unit in flight, which may belong to another set.
 static eng_status start(params_parted *q, int unit, int form)
 {
-  if (!q->imagined) ENG_TRY(params_settle());
+  if (!q->imagined) ENG_TRY(params_wait());
   move_pages(q, unit, form, true);
   eng_status status = q->link->start(q->data, unit, form);
   if (status == ENG_OK) set_coming(q, unit * PARTED_FORMS + form);
@@ -290,7 +290,7 @@ eng_status params_part(eng_params *set, params_parted *q)
   return ENG_OK;
 }
 
-eng_status params_bring(tensor *const *x, int n)
+eng_status params_fetch(tensor *const *x, int n)
 {
   int unit[ENG_OP_INPUTS], form[ENG_OP_INPUTS], m = 0;
   const parameter *absent = NULL;

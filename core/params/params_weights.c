@@ -23,7 +23,7 @@ eng_status params_index(const eng_params *set, int index)
                    index);
 }
 
-bool params_comes_and_goes(const parameter *p)
+bool params_fetched_on_use(const parameter *p)
 {
   const params_parted *q = p->set->parted;
   return q && !q->whole && q->unit_of[p->index] >= 0;
@@ -60,25 +60,25 @@ static tensor narrowed(const tensor *x, int64_t from, int64_t to)
 eng_status params_round(parameter *p)
 {
   const int64_t all[2] = {0, p->value->count};
-  const int64_t *part = params_comes_and_goes(p) ? p->set->own + 2 * p->index : all;
-  tensor from = narrowed(p->value, part[0], part[1]), to = narrowed(p->shadow, part[0], part[1]);
+  const int64_t *part = params_fetched_on_use(p) ? p->set->own + 2 * p->index : all;
+  tensor from = narrowed(p->value, part[0], part[1]), to = narrowed(p->low, part[0], part[1]);
   ENG_TRY(params_cast(&to, &from));
-  p->shadow->store->writes++;
+  p->low->store->writes++;
   p->seen = p->value->store->writes;
   return ENG_OK;
 }
 
-eng_status params_shadow(tensor **out, parameter *p)
+eng_status params_low(tensor **out, parameter *p)
 {
-  *out = p->shadow;
+  *out = p->low;
   return p->seen == p->value->store->writes ? ENG_OK : params_round(p);
 }
 
 eng_status params_round_written(eng_params *set)
 {
-  tensor *shadow;
+  tensor *low;
   for (int i = 0; i < set->n; i++)
-    if (set->member[i].shadow) ENG_TRY(params_shadow(&shadow, &set->member[i]));
+    if (set->member[i].low) ENG_TRY(params_low(&low, &set->member[i]));
   return ENG_OK;
 }
 
@@ -88,15 +88,15 @@ eng_status eng_params_low(eng_tensor *out, eng_params *set, int index)
   ENG_TRY(params_alive(set));
   ENG_TRY(params_index(set, index));
   tensor *low;
-  if (!set->member[index].shadow) return ENG_OK;
-  ENG_TRY(params_shadow(&low, &set->member[index]));
+  if (!set->member[index].low) return ENG_OK;
+  ENG_TRY(params_low(&low, &set->member[index]));
   *out = tensor_handle(low);
   return ENG_OK;
 }
 
 void params_written(parameter *p)
 {
-  if (p->shadow) p->shadow->store->writes++;
+  if (p->low) p->low->store->writes++;
   if (p->seen == p->value->store->writes) p->seen++;
   p->value->store->writes++;
 }
@@ -105,7 +105,7 @@ void params_written(parameter *p)
 
 void eng_params_bytes(int64_t bytes[4], const eng_params *set)
 {
-  const flat_buffer *flat[3] = {set->masters, set->shadows, set->gradients};
+  const flat_buffer *flat[3] = {set->masters, set->low, set->gradients};
   for (int k = 0; k < 3; k++) bytes[k] = flat[k] ? flat[k]->bytes : 0;
   for (int i = 0; !set->gradients && !set->freed && i < set->n; i++)
     bytes[2] += params_part_bytes(set->member[i].value->count, set->gradient_dtype[i]);

@@ -3,7 +3,7 @@
 // may backtrack for hours inside one call. Every loop here charges one instruction per iteration to
 // the policy's budget. Charging also reads the clock at intervals, so a match ends within the
 // policy's limits.
-// Called by policy_box.c, and by policy_verdict.c for patterns in a verdict.
+// Called by policy_library.c, and by policy_verdict.c for patterns in a verdict.
 // spec/fuzz/pattern.c compares these functions with LuaJIT's and checks the charges.
 #include "policy_vm.h"
 

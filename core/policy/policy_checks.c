@@ -1,7 +1,7 @@
 // Functions that most scalers need: checks of options in `init` (check.positive, check.floor ...),
 // and changes of the scale in `decide` (back_off, grow, rescale) with their reasons.
 // policies/README.md lists them. They keep no state; a policy could define them itself in Lua.
-// Called by policy_box.c when a policy is loaded.
+// Called by policy_library.c when a policy is loaded.
 #include "policy_vm.h"
 
 #include <math.h>

@@ -1,6 +1,6 @@
 // Constant tables for policies: an empty table whose metatable reads from the original table and
 // refuses writes. No function in the sandbox makes or reads metatables, so every table with a
-// metatable is such a constant. Called by policy_box.c, policy_checks.c and policy_vm.c.
+// metatable is such a constant. Called by policy_library.c, policy_checks.c and policy_vm.c.
 #include "policy_vm.h"
 
 static int constant_assigned(lua_State *L)                 // upvalue: the constant's name

@@ -2,7 +2,7 @@
 // or a tree of tables. A blob can be converted to canonical text and back. A policy's state is
 // copied into a blob after every decision; checkpoints hold the text. These functions need no Lua
 // state. Called by policy_state.c, by policy_vm.c to free blobs and, for the order of keys, by
-// policy_box.c.
+// policy_library.c.
 #pragma once
 
 #include <stdbool.h>

@@ -1,7 +1,7 @@
 // The record as a policy sees it: userdata that reads the host's structures on access. A decision
 // pays only for the fields it reads; nothing is copied, and nothing is writable. Owns the names of
 // tensors and groups, the groups' sums, and the signals. Called by policy_vm.c when a policy is
-// loaded, by policy_box.c for pairs() and tostring(), and by policy_verdict.c to find names.
+// loaded, by policy_library.c for pairs() and tostring(), and by policy_verdict.c to find names.
 #include "policy_vm.h"
 
 #include "base/error.h"

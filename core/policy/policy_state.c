@@ -1,7 +1,7 @@
 // A policy's state as plain data. It is copied out after every decision, so that a failed decision
 // can be undone and a state that cannot be saved is detected immediately. The state is also saved
-// as text, restored, and handed to another policy. Called by policy_vm.c, and by hosts through
-// engine.h.
+// as text, restored, and handed to another policy. Called by policy_vm.c, and by Lua
+// (engine_policy.h).
 #include "policy_vm.h"
 
 #include "base/error.h"

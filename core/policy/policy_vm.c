@@ -1,7 +1,7 @@
 // A policy: loading its file, running its decisions, freeing it. Each policy runs in a separate,
-// small Lua state with limits (policy_run.c) and a reduced library (policy_box.c), so that it
+// small Lua state with limits (policy_run.c) and a reduced library (policy_library.c), so that it
 // cannot harm the run. policies/README.md is the contract enforced here. Owns eng_policy. Called by
-// hosts through engine.h.
+// Lua (engine_policy.h).
 #include "policy_vm.h"
 
 #include "base/error.h"
@@ -287,7 +287,7 @@ static void load_task(eng_policy *p, void *argument)
 {
   const struct load *load = argument;
   lua_State *L = p->L;
-  policy_box_open(p);                                                    // 1: environment
+  policy_library_open(p);                                                    // 1: environment
   char chunk[512];
   snprintf(chunk, sizeof chunk, "@%s", p->file);
   if (load->bytes > 0 && load->source[0] == LUA_SIGNATURE[0])

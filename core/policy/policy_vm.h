@@ -159,9 +159,9 @@ void policy_patterns_open(lua_State *L);
 /// POLICY; the stack then has only the fixed slots.
 eng_status policy_match_names(eng_policy *policy);
 
-// ---- policy_box.c
+// ---- policy_library.c
 /// Pushes the policy's environment: the table of its globals. Its print() fills `printed`.
-void policy_box_open(eng_policy *policy);
+void policy_library_open(eng_policy *policy);
 
 // ---- policy_checks.c
 /// Adds back_off, grow and rescale to the environment on top of the stack and pushes the library

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(THREADS, D == 64 ? 3 : 2)
             tiles = max(0, (p.queries + QUERIES - 1) / QUERIES - first_tile);
   const int all_see = first_query(p, key0 + ROWS - 1), total = tiles * p.shared;
   const int row_first[2] = {first_query(p, own + g), first_query(p, own + g + 8)};
-  // k, v, stages of q and dy, stages of shift and delta, barriers
+  // shared memory: k, v, stages of q and dy, stages of shift and delta, barriers
   const uint32_t base = shared_address(room), shared = (base + 1023) & ~1023u,
                  staged = shared + 2 * KEEP, lines = staged + STAGES * 2 * TILE;
   const buffer_barriers<STAGES> stages = {lines + STAGES * 2 * QUERIES * 4};
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(THREADS, D == 64 ? 4 : 2)
   const int last = keys_seen(p, min(first + ROWS, p.queries) - 1), all_see = keys_seen(p, first);
   const int tiles = (last + KEYS - 1) / KEYS,
             row_seen[2] = {keys_seen(p, own + g), keys_seen(p, own + g + 8)};
-  // q, dy, stages of k and v, barriers
+  // shared memory: q, dy, stages of k and v, barriers
   const uint32_t base = shared_address(room), shared = (base + 1023) & ~1023u,
                  staged = shared + 2 * KEEP;
   const buffer_barriers<STAGES> stages = {staged + STAGES * 2 * TILE};

@@ -139,8 +139,8 @@ enum { BATCH = 2 };   // groups of four elements that a thread has in flight
 
 /// The piece of a tensor that a block updates. Pointers are to the piece's first element.
 struct piece {
-  char   *master, *compensation, *shadow, *gradient, *moment1, *moment2;
-  int     master_dtype, shadow_dtype, gradient_dtype, moment_dtype, n, quads, index;
+  char   *master, *compensation, *low, *gradient, *moment1, *moment2;
+  int     master_dtype, low_dtype, gradient_dtype, moment_dtype, n, quads, index;
   int64_t first;             // index of the piece's first element in its parameter
 };
 
@@ -153,7 +153,7 @@ __device__ static inline piece piece_of(const device_span &s)
 {
   int64_t first = (int64_t)((int)blockIdx.x - s.first_chunk) * SPAN_CHUNK;
   piece p;
-  p.shadow_dtype = s.shadow_dtype;
+  p.low_dtype = s.low_dtype;
   p.gradient_dtype = s.gradient_dtype;
   p.moment_dtype = s.moment_dtype;
   p.master_dtype = s.master_dtype;
@@ -161,7 +161,7 @@ __device__ static inline piece piece_of(const device_span &s)
   p.first = s.first + first;
   p.master = moved(s.master, s.master_dtype, first);
   p.compensation = moved(s.compensation, ENG_bf16, first);
-  p.shadow = moved(s.shadow, s.shadow_dtype, first);
+  p.low = moved(s.low, s.low_dtype, first);
   p.gradient = moved(s.gradient, s.gradient_dtype, first);
   p.moment1 = moved(s.moment1, s.moment_dtype, first);
   p.moment2 = moved(s.moment2, s.moment_dtype, first);
@@ -272,7 +272,7 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u, do
       if (LOW && p.compensation) quads::store(p.compensation, ENG_bf16, at, lost);
       if (has_m) quads::store(p.moment1, p.moment_dtype, at, first_moment);
       if (has_v) quads::store(p.moment2, p.moment_dtype, at, second_moment);
-      if (p.shadow) quads::store(p.shadow, p.shadow_dtype, at, weight);
+      if (p.low) quads::store(p.low, p.low_dtype, at, weight);
     }
   }
   for (int i = 4 * p.quads + threadIdx.x; i < p.n; i += SPAN_THREADS) {
@@ -288,7 +288,7 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u, do
     if (LOW && p.compensation) store_as(p.compensation, ENG_bf16, i, lost);
     if (has_m) store_as(p.moment1, p.moment_dtype, i, m);
     if (has_v) store_as(p.moment2, p.moment_dtype, i, v);
-    if (p.shadow) store_as(p.shadow, p.shadow_dtype, i, w);
+    if (p.low) store_as(p.low, p.low_dtype, i, w);
   }
   if (!MORE || !partial) return;
   const double total = block_sums(sum);

@@ -90,18 +90,18 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
     d->compensation = s->compensation;
     d->first = s->first;
     d->index = s->index;
-    d->shadow = s->shadow;
+    d->low = s->low;
     d->gradient = s->gradient;
     d->moment1 = s->moment1;
     d->moment2 = s->moment2;
     d->count = s->count;
     d->scale = s->scale;
-    d->shadow_dtype = s->shadow_dtype;
+    d->low_dtype = s->low_dtype;
     d->gradient_dtype = s->gradient_dtype;
     d->moment_dtype = s->moment_dtype;
     d->group = s->group;
     d->starts = s->starts;
-    d->aligned = is_aligned(d->master) && is_aligned(d->shadow) && is_aligned(d->gradient) &&
+    d->aligned = is_aligned(d->master) && is_aligned(d->low) && is_aligned(d->gradient) &&
                  is_aligned(d->moment1) && is_aligned(d->moment2) && is_aligned(d->compensation);
     d->first_chunk = (int32_t)chunks;
     d->chunks = (int32_t)((s->count + SPAN_CHUNK - 1) / SPAN_CHUNK);

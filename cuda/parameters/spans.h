@@ -16,10 +16,10 @@ enum {
 /// A param_span as kernels see it.
 typedef struct device_span {
   void    *master;               // master weights; or the f32 target when gradients are unscaled
-  void    *compensation, *shadow, *gradient, *moment1, *moment2;
+  void    *compensation, *low, *gradient, *moment1, *moment2;
   int64_t  count, first;
   double   scale;
-  int32_t  master_dtype, shadow_dtype, gradient_dtype, moment_dtype, group, starts, index;
+  int32_t  master_dtype, low_dtype, gradient_dtype, moment_dtype, group, starts, index;
   int32_t  aligned;              // 1: every array is 16-byte aligned
   int32_t  first_chunk, chunks;
 } device_span;

@@ -222,7 +222,8 @@ describe("batch norm over several ranks", function()
     local nn, x, group = engine.nn, engine.randn(4, 2), engine.ranks.group()
     local sync = nn.sync_batch_norm
     local wants = "nn.sync_batch_norm: expected a group of ranks, engine.ranks.group(), got "
-    local over = "batch_norm: expected over to be a group of ranks, engine.ranks.group(), got "
+    local over = "batch_norm: expected the option 'over' to be a group of ranks, " ..
+      "engine.ranks.group(), got "
     for _, case in ipairs { { wants .. "4", sync, nn.batch_norm(2), 4 },
       { wants .. "a table", sync, nn.batch_norm(2), { comm = 1, size = 2 } },
       { "nn.sync_batch_norm: expected a module, got nothing", sync, nil, group },

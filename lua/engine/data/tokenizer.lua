@@ -81,7 +81,7 @@ local function build_model(model, fail)
     nearest.hint(tostring(kind), nearest.keys(MODELS)))
   local vocab = want(fail, model.vocab, "table", "vocab")
   if given(model.dropout) and model.dropout ~= 0 then
-    fail("expected dropout to be 0, because it makes ids random, got %s", value_text(model.dropout))
+    fail("expected dropout to be 0, got %s; dropout makes ids random", value_text(model.dropout))
   end
   local unknown = -1
   if kind == "Unigram" then

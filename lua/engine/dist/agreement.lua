@@ -249,7 +249,7 @@ end
 --- Called between two steps and, with `ended`, after the last step. Compares the ranks when a
 --- comparison is due. Raises an error if the ranks differ, or if an earlier call of check() found
 --- that they differ.
-function Agreement:between(ended)
+function Agreement:after_step(ended)
   local trainer = self.trainer
   if not (self.drift or ended or self.on and trainer.steps_done % self.every == 0) then return end
   if self.drift or trainer.run_files.saved_at ~= trainer.steps_done then self:check() end

@@ -66,7 +66,7 @@ function Reducer:shape(p)
   return apart and apart.shape or p.tensor.shape
 end
 
---- Returns a number that is the same for all ranks that hold the same parameters as rank r.
+--- Returns a number for rank r. Two ranks hold the same parameters if their numbers are equal.
 function Reducer:holder(r) return self.apart and r % (self.size / self.holders.size) or 0 end
 
 --- Connects the ranks and compares how they were started. Called before files are opened.
@@ -140,7 +140,7 @@ function Reducer:start(spread)
   local trainer = self.trainer
   if spread and (self.parted or not self.many) then   -- no two ranks hold the same weights
     spread()
-    return self:leave()
+    return self:drop_weights()
   end
   if self.parted then check(C.eng_parallel_whole(self.reduction)) end
   if spread then spread()
@@ -167,14 +167,14 @@ function Reducer:start(spread)
         "received the same weights"):format(i - 1, text, self.rank, others[self.rank + 1]), 0)
     end
   end
-  if self.parted then self:leave() end
+  if self.parted then self:drop_weights() end
 end
 
 -- ------------------------------------------------------------------ ZeRO-3: divided weights
 
 --- Drops the weights that other ranks own. From then on, an operation that needs dropped weights
 --- receives them from the other ranks before it runs.
-function Reducer:leave()
+function Reducer:drop_weights()
   check(C.eng_params_refresh(self.trainer.optimizer.params))
   if self.parted then check(C.eng_parallel_leave(self.reduction)) end
 end
@@ -224,7 +224,7 @@ local function skip(data, n)
 end
 
 --- Skips the data of `steps` steps. Called between two steps.
-function Reducer:leave_out(steps)
+function Reducer:skip_steps(steps)
   local data, n = self.trainer.data, steps * self.trainer.accumulate
   if data.sharded then for _ = 1, n do data:next() end
   else skip(data, n * self.size) end
@@ -248,7 +248,7 @@ end
 
 --- Seeds the random numbers of this rank's micro-batch i. The seed depends on the micro-batch's
 --- number in the step, over all ranks, and not on the rank that runs the micro-batch.
-function Reducer:draw(s, i)
+function Reducer:seed_batch(s, i)
   local accumulate, place = self.trainer.accumulate, s.place
   if accumulate * self.size == 1 then return end
   note_drawn(self, s, i == 1)
@@ -448,7 +448,7 @@ end
 
 --- Stores a verdict. record() of the next step compares it with the other ranks' verdicts. With
 --- ZeRO this function already compares them, because the update needs all ranks.
-function Reducer:decide(record, verdict)
+function Reducer:note_verdict(record, verdict)
   if not self.many then return end
   local policy, parts = self.trainer.policy, {}
   parts[1] = ("step %d at scale %s: %s, scale %s, clip %s, lr x%s"):format(tonumber(record.step),

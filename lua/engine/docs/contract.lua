@@ -106,10 +106,10 @@ local function words(add_word)
   end
 end
 
---- Adds the entries. trainer: the entry of engine.trainer. `add` adds a main entry, add_word a
---- secondary entry. `engine help NAME` shows secondary entries only if no main entry has this name.
---- The pages of the reference leave out secondary entries, because main entries already contain
---- their texts.
+--- Adds this file's entries to the reference. trainer: the entry of engine.trainer. `add` adds a
+--- main entry, add_word a secondary one. `engine help NAME` shows a secondary entry only if no main
+--- entry has this name. The pages of the reference omit secondary entries, because main entries
+--- already contain their texts.
 function M.read(trainer, add, add_word)
   tables(add)
   if trainer then options(trainer, add) end

@@ -93,7 +93,7 @@ local function points_of(options, y, lows)
       local ends = { value, low and finite(low) and (not log or low > 0) and low ~= value and low
         or nil }
       up = not up
-      -- strokes go up and down in turn, so that their ends join
+      -- alternate the direction of the strokes between low and y, so that neighbouring ends join
       if up and ends[2] then ends[1], ends[2] = ends[2], ends[1] end
       for k = 1, #ends do
         local v = log and math.log(ends[k]) / log or ends[k]

@@ -320,7 +320,7 @@ local function pause(self)
       self:wishes()
       interrupted = together(self)
     else
-      self.trainer.swaps:between()
+      self.trainer.swaps:after_step()
       if is_abandoned(self) then end_abandoned_pause(self) end
       interrupted = C.eng_interrupted() > 0
     end
@@ -329,8 +329,8 @@ end
 
 --- Called between two steps: handles requests, and waits while the run is paused. Returns a reason
 --- if a client ended the run.
-function Control:between()
-  self.trainer.swaps:between()
+function Control:after_step()
+  self.trainer.swaps:after_step()
   if self.many and self.trainer.reducer.wish then together(self) end
   if not self.socket and not self.many then return nil end
   if self.steps_left then

@@ -383,7 +383,7 @@ end
 --- Called between two steps: handles swaps requested inside the last step, then SIGHUP, then a
 --- change of a policy's file. With several ranks, the step's record announces SIGHUP, and rank 0
 --- announces file changes (control.lua).
-function Swap:between()
+function Swap:after_step()
   while self.queue[1] do table.remove(self.queue, 1)() end
   local parallel = self.trainer.reducer
   if parallel.many then

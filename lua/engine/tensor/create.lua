@@ -36,7 +36,7 @@ end
 local OPTIONS = "dtype keep requires_grad"
 
 -- Makes a tensor of the shape in shape_buffer. options: a dtype name, or { dtype, keep,
--- requires_grad }. `keep` is explained at zeros.
+-- requires_grad }. zeros() below explains `keep`.
 local function make(name, ndim, options, preset)
   local dtype, home, requires_grad = preset or "f32", AUTO, false
   if type(options) == "string" then dtype = options

@@ -164,7 +164,7 @@ function methods.batch_norm(x, weight, bias, options)
   local last, over = channels_last(x, "batch_norm", 2), options.over
   if over then
     expect(arguments.is_group(over), over,
-      "batch_norm: expected over to be a group of ranks, engine.ranks.group()")
+      "batch_norm: expected the option 'over' to be a group of ranks, engine.ranks.group()")
   end
   if over and not options.mean and not options.variance then
     local y, mean, variance, n = batch_norm_over.batch_norm(over, last, weight, bias, eps)

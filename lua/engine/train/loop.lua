@@ -19,10 +19,10 @@ local M = {}
 local FINISHED, STOPPED, POLICY_FAILED, DIVERGED, RESULTS_LOST, DRIFTED, INTERRUPTED = 0, 2, 3, 4,
   5, 6, 128
 
--- tell() reports a status to the engine binary. If another LuaJIT runs the script (require
--- "engine"), there is no binary to report to.
+-- Reports a status to the engine binary. If another LuaJIT runs the script (require "engine"),
+-- there is no binary to report to.
 local hosted, host = pcall(require, "engine.host")
-local function tell(status)
+local function report(status)
   if hosted then host.run_status(status) end
   return status
 end
@@ -49,22 +49,22 @@ local LOST_STEPS = 10   -- steps in a row with a loss of inf or nan before a lin
 -- Returns the line that reports that the loss itself has been inf or nan for LOST_STEPS steps,
 -- which no loss scale can fix. Otherwise returns nil.
 function M.loss_note(self, record)
-  self.lost = record.loss - record.loss ~= 0 and (self.lost or 0) + 1 or 0
-  if self.lost ~= LOST_STEPS then return nil end
+  self.bad_losses = record.loss - record.loss ~= 0 and (self.bad_losses or 0) + 1 or 0
+  if self.bad_losses ~= LOST_STEPS then return nil end
   return ("the loss has been %g for %d steps, which no loss scale can fix: the weights, the data "
     .. "or the forward pass have inf or nan; hint: a smaller learning rate, clip=1"):format(
     record.loss, LOST_STEPS)
 end
 
 -- Shows that the run is lost, and ends it unless on_lost is "continue".
-local function lose(self, last, step, why)
+local function lose(self, outcome, step, why)
   local files = self.run_files
   if files.path then
     why = why .. "; the last good checkpoint: " .. (files.last_checkpoint or "none")
   end
   files:event(step, "lost", why)
   if self.on_lost == "continue" then self.progress:note(("step %d: %s"):format(step, why))
-  elseif not last.stopped then last.stopped, last.status = "lost: " .. why, DIVERGED end
+  elseif not outcome.stopped then outcome.stopped, outcome.status = "lost: " .. why, DIVERGED end
 end
 
 local UNDECIDED_STEPS = 20   -- the run ends if its policy fails at every step up to this number
@@ -106,7 +106,7 @@ local function show_verdict(self, step, verdict)
 end
 
 -- Shows an overflow, and shows and records what the policies printed.
-local function show_news(self, record, verdict)
+local function show_overflow_and_prints(self, record, verdict)
   local step = tonumber(record.step)
   if record.overflow ~= 0 then
     limited(self, "overflow", step, self.overflows:line(record, verdict))
@@ -134,24 +134,24 @@ local function end_of(self, verdict)
   end
 end
 
---- Shows a step's record and verdict, and calls on_step. last: collects what the summary needs.
-function M.show(self, last, record, verdict, rate)
+--- Shows a step's record and verdict, and calls on_step. outcome: collects what the summary needs.
+function M.show(self, outcome, record, verdict, rate)
   local bar = self.progress
-  last.speed = last.speed ~= last.speed and rate or 0.9 * last.speed + 0.1 * rate
-  last.loss, last.scale = record.loss, verdict.scale
+  outcome.speed = outcome.speed ~= outcome.speed and rate or 0.9 * outcome.speed + 0.1 * rate
+  outcome.loss, outcome.scale = record.loss, verdict.scale
   remember_row(self, record)
   bar:update { step = self.steps_done, updates = self.updates, loss = record.loss, lr = record.lr,
     scale = record.scale, skipped = self.skipped, overflow = record.overflow ~= 0,
     unscaled = not self.precision.scaled and self.policy.name == "static" and verdict.scale == 1,
     amax = record.amax, norm = record.norm, shadows = self.shadows,
-    tokens_per_s = self.log == "json" and rate or last.speed, unit = self.unit }
-  show_news(self, record, verdict)
+    tokens_per_s = self.log == "json" and rate or outcome.speed, unit = self.unit }
+  show_overflow_and_prints(self, record, verdict)
   show_verdict(self, tonumber(record.step), verdict)
   local note = M.loss_note(self, record)
-  if note then lose(self, last, tonumber(record.step), note) end
-  if not last.stopped then last.stopped, last.status = end_of(self, verdict) end
+  if note then lose(self, outcome, tonumber(record.step), note) end
+  if not outcome.stopped then outcome.stopped, outcome.status = end_of(self, verdict) end
   if verdict.action == C.ENG_ACTION_ROLLBACK then
-    last.rollback = { step = tonumber(record.step),
+    outcome.rollback = { step = tonumber(record.step),
       target = tonumber(record.step - verdict.back), lr_mul = verdict.lr_mul,
       skip = tonumber(verdict.skip), reason = M_ffi.string(verdict.reason) }
   end
@@ -160,9 +160,9 @@ end
 
 -- Carries out a verdict of `rollback`: goes back to the weights of an earlier checkpoint, keeps the
 -- policy's state, and skips as many steps of the data as the verdict asks.
-local function roll_back(self, last)
-  local wish, files, step = last.rollback, self.run_files, last.rollback.step
-  last.rollback = nil
+local function roll_back(self, outcome)
+  local wish, files, step = outcome.rollback, self.run_files, outcome.rollback.step
+  outcome.rollback = nil
   local found, path = nil, ("the run went back %d times, the most that rollbacks= allows"):format(
     self.rollbacks_made)
   if self.rollbacks_made < self.rollbacks then found, path = files:go_back(wish.target) end
@@ -172,7 +172,7 @@ local function roll_back(self, last)
     return
   end
   self.rollbacks_made, self.lr_factor = self.rollbacks_made + 1, self.lr_factor * wish.lr_mul
-  self.reducer:leave_out(wish.skip)
+  self.reducer:skip_steps(wish.skip)
   local text = ("back to the weights of step %d (%s), %d steps of data left out%s%s"):format(found,
     path, wish.skip, wish.lr_mul ~= 1 and (", learning rate x%g"):format(self.lr_factor) or "",
     wish.reason ~= "" and ": " .. wish.reason or "")
@@ -195,44 +195,46 @@ end
 -- ------------------------------------------------------------------ running
 
 -- In a lagged run, finishes and shows the step in flight.
-local function drain(self, last)
+local function drain(self, outcome)
   local record, verdict = self:drain()
-  if record then M.show(self, last, record, verdict, last.speed) end
+  if record then M.show(self, outcome, record, verdict, outcome.speed) end
 end
 
 --- Does what follows a step: rollbacks, evaluation, requests, checkpoints. Returns whether the run
 --- is over.
-function M.between(self, last)
+function M.after_step(self, outcome)
   local files, done = self.run_files, self.steps_done >= self.steps
-  if done or files:due() or last.stopped or self.reducer:interrupted() then drain(self, last) end
-  if last.rollback then
-    drain(self, last)
-    roll_back(self, last)
+  if done or files:due() or outcome.stopped or self.reducer:interrupted() then
+    drain(self, outcome)
+  end
+  if outcome.rollback then
+    drain(self, outcome)
+    roll_back(self, outcome)
   end
   evaluate(self)
-  local ended = self.control:between()      -- swaps, and attached clients
-  if ended then last.stopped, last.status = ended, STOPPED end
+  local ended = self.control:after_step()      -- swaps, and attached clients
+  if ended then outcome.stopped, outcome.status = ended, STOPPED end
   local signal = self.reducer:interrupted()
-  if signal then last.stopped, last.status = "interrupted", INTERRUPTED + signal end
-  if last.stopped then drain(self, last) end
-  local over = self.steps_done >= self.steps or last.stopped ~= nil
+  if signal then outcome.stopped, outcome.status = "interrupted", INTERRUPTED + signal end
+  if outcome.stopped then drain(self, outcome) end
+  local over = self.steps_done >= self.steps or outcome.stopped ~= nil
   local message = files:after_step(over)    -- a checkpoint also compares the ranks
   if message then self.progress:note(message) end
-  if files.nonfinite and (self.lost or 0) < LOST_STEPS then
-    lose(self, last, self.steps_done, files.nonfinite)
+  if files.nonfinite and (self.bad_losses or 0) < LOST_STEPS then
+    lose(self, outcome, self.steps_done, files.nonfinite)
   end
-  self.agreement:between(over)
-  return self.steps_done >= self.steps or last.stopped ~= nil
+  self.agreement:after_step(over)
+  return self.steps_done >= self.steps or outcome.stopped ~= nil
 end
 
-local function steps(self, last)
+local function steps(self, outcome)
   local over = self.steps_done >= self.steps
   while not over do
     local from, tokens = machine.clock(), self.tokens
     local record, verdict = self:step()
     local rate = (self.tokens - tokens) / math.max(machine.clock() - from, 1e-9)
-    if record then M.show(self, last, record, verdict, rate) end
-    over = M.between(self, last)
+    if record then M.show(self, outcome, record, verdict, rate) end
+    over = M.after_step(self, outcome)
   end
   self.reducer:agree()
 end
@@ -247,7 +249,7 @@ local function rescue(self, problem)
   if failed and not failed.counted then pcall(self.go_back, self, failed.place) end
   if not self.reducer.many then pcall(self.drain, self) end    -- other ranks may be gone
   if drift then
-    tell(DRIFTED)
+    report(DRIFTED)
     files:event(self.steps_done, "drift", drift.summary, drift)
   else files:event(self.steps_done, "error", tostring(problem):match("^[^\n]*")) end
   local alone = not self.reducer.zero and not self.reducer.apart     -- else saving needs all ranks
@@ -262,7 +264,8 @@ end
 
 -- Returns whether the run diverged: the losses of the last steps, or some weights, were not finite.
 local function diverged(self, made)
-  return made > 0 and (self.lost or 0) >= math.min(LOST_STEPS, made) or self.run_files.nonfinite
+  return made > 0 and (self.bad_losses or 0) >= math.min(LOST_STEPS, made)
+    or self.run_files.nonfinite
 end
 
 local function counted(n, what) return ("%d %s%s"):format(n, what, n == 1 and "" or "s") end
@@ -314,8 +317,8 @@ function M.summary_text(self, s)
   return table.concat(lines, "\n")
 end
 
---- Opens the files, the socket and the progress line. Returns the table `last`, which collects what
---- the summary needs.
+--- Opens the files, the socket and the progress line. Returns the table `outcome`, which collects
+--- what the summary needs.
 function M.start(self)
   local files, policy = self.run_files, self.policy
   self.progress = progress.new { total = self.steps, json = self.log == "json",
@@ -325,7 +328,7 @@ function M.start(self)
   files:reopen()
   self.control:open()
   local before = C.eng_interrupt_policy(1)
-  tell(FINISHED)                       -- tells the engine binary that a run begins
+  report(FINISHED)                     -- tells the engine binary that a run begins
   for _, line in ipairs(files.warnings) do self.progress:note(line, true) end
   for _, line in ipairs(files.notes) do self.progress:note(line) end
   files.warnings, files.notes = {}, {}
@@ -338,26 +341,26 @@ end
 
 --- Closes what start() opened and returns the summary. After an error (good is false) the run is
 --- rescued and the error is raised again.
-function M.finish(self, last, good, message)
+function M.finish(self, outcome, good, message)
   local files = self.run_files
   self.progress:finish()
   self.control:close()
   if not good then rescue(self, message) end
-  local lost, made = nil, self.steps_done - last.first
+  local unwritten, made = nil, self.steps_done - outcome.first
   if good then
-    files:event(self.steps_done, last.stopped and "stopped" or "finished", last.stopped)
-    lost = files:close() or self.progress.broken and "output on stdout"
+    files:event(self.steps_done, outcome.stopped and "stopped" or "finished", outcome.stopped)
+    unwritten = files:close() or self.progress.broken and "output on stdout"
   end
   -- restored only now, because a signal must not stop the script before the files are closed
-  C.eng_interrupt_policy(last.interrupts)
+  C.eng_interrupt_policy(outcome.interrupts)
   if C.eng_interrupted() == 1 then C.eng_interrupt(0) end
   if not good then error(message, 0) end
-  local status = tell(lost and RESULTS_LOST or diverged(self, made) and DIVERGED or last.status
-    or FINISHED)
+  local status = report(unwritten and RESULTS_LOST or diverged(self, made) and DIVERGED
+    or outcome.status or FINISHED)
   local summary = { steps = self.steps_done, updates = self.updates, skipped = self.skipped,
-    retries = self.retries, loss = last.loss, scale = last.scale, tokens_per_s = last.speed,
-    stopped = last.stopped, path = files.path, rows = self.rows, made = made, lost = lost,
-    status = status, references = self.reference and self.reference.count,
+    retries = self.retries, loss = outcome.loss, scale = outcome.scale,
+    tokens_per_s = outcome.speed, stopped = outcome.stopped, path = files.path, rows = self.rows,
+    made = made, lost = unwritten, status = status, references = self.reference and self.reference.count,
     reference_s = self.reference and self.reference.seconds }
   self.progress:note(M.summary_text(self, summary), status ~= FINISHED)
   return summary
@@ -368,9 +371,9 @@ end
 --- stopped = reason or nil, lost = results that could not be written or nil, status (docs/runs.md),
 --- path }.
 function M.run(self)
-  local last = M.start(self)
+  local outcome = M.start(self)
   self.model:train()
-  return M.finish(self, last, xpcall(function() steps(self, last) end, function(m)
+  return M.finish(self, outcome, xpcall(function() steps(self, outcome) end, function(m)
     return type(m) == "string" and debug.traceback(m, 2) or m
   end))
 end

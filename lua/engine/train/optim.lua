@@ -458,8 +458,8 @@ function Optimizer:load_state(tensors, updates)
   if self.fp8 then self.fp8.averages:restored() end
 end
 
---- Returns the memory that training takes, by role (accountant.lua).
-function Optimizer:memory(loss) return require("engine.train.accountant").new(self, loss) end
+--- Returns the memory that training takes, by role (memory.lua).
+function Optimizer:memory(loss) return require("engine.train.memory").new(self, loss) end
 
 function Optimizer:__tostring()
   local lines = { ("%s: %d parameters, %s elements, %d updates, lr %g, precision %s"):format(

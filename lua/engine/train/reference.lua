@@ -38,7 +38,7 @@ end
 local function backward(self, s, batches)
   local trainer, mark = self.trainer, M_ffi.new("int64_t[1]")
   for i, batch in ipairs(batches) do
-    trainer.reducer:draw(s, i)
+    trainer.reducer:seed_batch(s, i)
     check(C.eng_scope_begin(mark))
     local good, message = pcall(function()
       precision.in_f32(trainer.precision, trainer.loss, trainer.model,
@@ -79,7 +79,7 @@ function Reference:batches(s)
 end
 
 --- Writes the norms into the step's record and statistics.
-function Reference:tell(record, stats)
+function Reference:fill(record, stats)
   record.norm_ref = self.norm
   for i = 0, self.n - 1 do stats[i].norm_ref = self.norm == self.norm and self.norms[i] or 0 end
 end

@@ -1,5 +1,5 @@
--- A session gives training loops written by hand a trainer's history, policies and checkpoints. It
--- may have several models or optimizers. The script writes the loop:
+-- A session gives a hand-written training loop the history, policies and checkpoints of a trainer.
+-- It may have several models or optimizers. The script writes the loop:
 --
 --   local s = engine.session { optimizers = { d = opt_d, g = opt_g }, policy = "dynamic",
 --     run = "gan" }
@@ -166,9 +166,9 @@ local function new(given)
     retain = #entries > 1 })                -- the losses of a turn may share parts of the tape
 end
 
---- engine.session{ ... }: gives a training loop written by hand a history, policies with shadows
---- and hot swaps, attached clients, progress and checkpoints. docs/hand-written-loops.md has
---- examples. Options:
+--- engine.session{ ... }: gives a hand-written training loop a history, policies with shadows and
+--- hot swaps, attached clients, progress and checkpoints. docs/hand-written-loops.md has examples.
+--- Options:
 ---   optimizer                    one of engine.optim; or
 ---   optimizers                   { name = optimizer } for several, which share the loss scale.
 ---                                Parameters are then called "name.PARAMETER" in the history
@@ -207,7 +207,7 @@ local function open(self)
   if files.history and self.most < 2 ^ 53 then
     files:complain(files.history:set_meta("steps", self.steps))
   end
-  self.last, self.last_at = loop.start(self), machine.clock()
+  self.outcome, self.last_at = loop.start(self), machine.clock()
   return self.turn >= self.most or self.steps_done >= self.steps
 end
 
@@ -218,14 +218,14 @@ local function close_turn(self)
   raise_if(self.unused > 0, "session: turn %d computed gradients after its last step, and they " ..
     "are lost; hint: s:step(optimizer) before the turn ends", self.turn)
   expect_steps(self)
-  local over = loop.between(self, self.last) or self.turn >= self.most
+  local over = loop.after_step(self, self.outcome) or self.turn >= self.most
   self.turn_began_at = self.steps_done
   return over
 end
 
 local function next_turn(self)
   local over
-  if not self.last then over = open(self) elseif self.current then over = close_turn(self) end
+  if not self.outcome then over = open(self) elseif self.current then over = close_turn(self) end
   if over then
     self:close()
     return nil
@@ -249,17 +249,17 @@ end
 --- Ends the run: writes the last checkpoint and closes the files. Returns the summary, as
 --- trainer:run() does. A loop that ends by itself calls it. After `break`, the script must call it.
 function Session:close()
-  if not self.last then return self.summary end
-  local last = self.last
+  if not self.outcome then return self.summary end
+  local outcome = self.outcome
   if self.current then                                     -- after a break
     self.current = nil
     check(C.eng_step_end())
     if self.steps_done == self.turn_began_at then self.turn = self.turn - 1 end
     self.steps = self.steps_done
-    loop.between(self, last)
+    loop.after_step(self, outcome)
   end
-  self.last = nil
-  self.summary = loop.finish(self, last, true)
+  self.outcome = nil
+  self.summary = loop.finish(self, outcome, true)
   return self.summary
 end
 
@@ -270,8 +270,8 @@ end
 
 --- Ends the loop after this turn. The reason goes into the history and the summary.
 function Session:stop(reason)
-  if not self.last then raise("session:stop: no loop is running") end
-  self.last.stopped = self.last.stopped or tostring(reason or "requested by the script")
+  if not self.outcome then raise("session:stop: no loop is running") end
+  self.outcome.stopped = self.outcome.stopped or tostring(reason or "requested by the script")
 end
 
 -- Returns the open step. Raises an error outside of a turn.
@@ -341,7 +341,7 @@ function Session:step(opt, o)
   if o.tokens ~= nil then arguments.want_whole(o.tokens, "session:step", "tokens", 0) end
   raise_if(entry.opt._clip or entry.opt._clip_value, "session:step: clip_grad_norm and " ..
     "clip_grad_value would clip scaled gradients; hint: s:step(optimizer, { clip = 1 })")
-  local union, last = self.optimizer, self.last
+  local union, outcome = self.optimizer, self.outcome
   if union.activate then
     union:activate(entry)
     signals.values.optimizer = entry.number
@@ -350,13 +350,13 @@ function Session:step(opt, o)
   s.lr, s.tokens = self.fixed_lr or entry.opt.lr, o.tokens or 0
   -- without a loss, Session.fetch raises an error below
   self.losses[0] = self.loss_sum or tensor.full({}, 0 / 0)
-  self:ask_statistics(s)
+  self:request_statistics(s)
   local clip, tokens = self.clip, self.tokens
   if o.clip then self.clip = o.clip > 0 and o.clip or nil end
   local record, verdict = self:settle(s)
   self.clip = clip
   local now = machine.clock()
-  loop.show(self, last, record, verdict,
+  loop.show(self, outcome, record, verdict,
     (self.tokens - tokens) / math.max(now - self.last_at, 1e-9))
   self.last_at, self.unused, self.passes = now, 0, 0
   entry.opt:zero_grad()

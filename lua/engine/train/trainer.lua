@@ -49,7 +49,7 @@ function Trainer:step()
     self:forward_backward(s, i)                            -- (1) the loss  (2) its gradients
   end
   self.reducer:finish(s)                                   -- (3) gradients summed over ranks
-  self:ask_statistics(s)                                   -- (4) one pass over the gradients *
+  self:request_statistics(s)                                   -- (4) one pass over the gradients *
   local due = s
   if self.delay == 1 then
     self:update(s, self.last_verdict)                      -- (7) the device skips an overflow
@@ -80,14 +80,15 @@ end
 ---   shadow_scales              begin: the scales that the shadows would use, or nil
 ---   batches                    begin: the batches that a reference backward has drawn, or nil
 ---   tokens                     forward_backward: tokens of this rank; reducer:record: of all ranks
----   elapsed, together, asked   ask_statistics: seconds; whether the losses come with the
+---   elapsed, together, asked   request_statistics: seconds; whether the losses come with the
 ---                              statistics; whether the statistics were requested
----   meters                     ask_statistics: the meters of FP8 layers, or nil
+---   meters                     request_statistics: the meters of FP8 layers, or nil
 ---   signals, first_bad         reducer:remember: the signals, { name = number }; first_bad() of
 ---                              batch_norm_over.lua
 ---   culprits                   reducer:remember: in lagged mode on several ranks, the tensors that
 ---                              overflowed on each rank; otherwise nil
 ---   logs                       decide: what the policies logged, or nil
+---   first, entry               Session:step: number of the optimizer's first parameter; its entry
 ---   updated, counted           update: whether weights changed; whether steps_done counts this
 ---                              step already
 function Trainer:begin()
@@ -136,7 +137,7 @@ end
 --- Runs micro-batch i: records its loss on the tape and adds its gradients to the flat buffer.
 function Trainer:forward_backward(s, i)
   local batch = s.batches and s.batches[i] or self:next_batch()
-  self.reducer:draw(s, i)
+  self.reducer:seed_batch(s, i)
   self:remember_batch(i, batch)
   local loss = self.graph and captured.launch(self, batch, s.scale)
   if self.logits then self.logits:watch(true) end
@@ -196,7 +197,7 @@ local function together(self)
 end
 
 --- Requests the statistics of the gradients and the losses from the device, without waiting.
-function Trainer:ask_statistics(s)
+function Trainer:request_statistics(s)
   local opt, own_pass = self.optimizer, self.reducer.own_pass
   s.elapsed = machine.clock() - self.began
   s.together = not own_pass and together(self)
@@ -228,17 +229,18 @@ function Trainer:fetch(s)
   record.lr = s.lr * self.lr_factor
   record.loss, record.elapsed, record.norm_ref = loss_sum[0] / self.accumulate, s.elapsed, 0 / 0
   self.reducer:record(record, stats, s)
-  if self.reference then self.reference:tell(record, stats) end
+  if self.reference then self.reference:fill(record, stats) end
   record.amax_f16 = -1
-  self.norms:tell(record, stats)
+  self.norms:fill(record, stats)
   for _, i in ipairs(self:fp16_gradients()) do
     record.amax_f16 = math.max(record.amax_f16, stats[i].amax)
   end
   return record
 end
 
---- Runs the policy, then the policies of FP8 layers. Returns the verdict. If the policy was just
---- swapped in and fails, run/swap.lua brings the old policy back, which then decides this step.
+--- Runs the policy, then the policies of FP8 layers. Returns the verdict. If the verdict has caps,
+--- update_norms.cap applies them and the policy decides again. If the policy was just swapped in
+--- and fails, run/swap.lua brings the old policy back, which then decides this step.
 function Trainer:decide(s, record)
   local policy, stats, sites = self.policy, self.stats, self.optimizer.fp8
   for name, value in pairs(s.signals) do policy:signal(name, value) end
@@ -247,7 +249,7 @@ function Trainer:decide(s, record)
   s.logs = self.policy:logs()
   local problem = self:refuses(self.policy)
   if problem then verdict.reason, verdict.action = problem:sub(1, 255), C.ENG_ACTION_STOP end
-  self.reducer:decide(record, verdict)
+  self.reducer:note_verdict(record, verdict)
   if sites then
     s.logs = sites:decide(record, verdict.scale / self.accumulate, s.logs, verdict, self.swaps)
   end

@@ -24,7 +24,7 @@ end
 
 --- Fills the norms of a step's record and of its n tensors. Norms that are not known are NaN in the
 --- record.
-function Norms:tell(record, stats)
+function Norms:fill(record, stats)
   for k = 0, C.ENG_NORMS - 1 do
     local known = self.known and k <= C.ENG_NORM_WEIGHT + self.moments
     local total = known and 0 or 0 / 0

@@ -1,7 +1,7 @@
-// Gradient statistics of lagged mode: requested in one step and read in a later one, without
-// waiting. A GPU keeps the results until they are fetched. For a device that computes statistics
-// immediately, this file keeps the results, so that scripts see the same behaviour on both kinds of
-// devices. Owns eng_params.pending. Called by Lua and, for the update, by optimizer.c.
+// Gradient statistics that are requested and then fetched: in the same step in sync mode, a step
+// later in lagged mode. A GPU keeps the results until they are fetched. For a device that computes
+// statistics immediately, this file keeps the results, so that scripts see the same behaviour on
+// both kinds of devices. Owns eng_params.pending. Called by Lua and optimizer.c (lagged update).
 #include "params.h"
 
 #include "base/error.h"
@@ -23,7 +23,7 @@ static eng_status room_for(pending_stats *p, eng_params *set, bool on_host)
 static eng_status want_pending(const eng_params *set)
 {
   if (set->n_pending > 0) return ENG_OK;
-  return error_set(ENG_ERR_STATE, "lagged statistics: none are pending; hint: start them first");
+  return error_set(ENG_ERR_STATE, "gradient statistics: none are pending; hint: start them first");
 }
 
 eng_status eng_params_stats_withdraw(eng_params *set)
@@ -31,7 +31,7 @@ eng_status eng_params_stats_withdraw(eng_params *set)
   const backend *device = backend_of_space(set->space);
   ENG_TRY(want_pending(set));
   const pending_stats *p =
-    &set->pending[(set->first_pending + --set->n_pending) % ENG_STATS_ON_THEIR_WAY];
+    &set->pending[(set->first_pending + --set->n_pending) % ENG_STATS_PENDING];
   if (set->newest == p) set->newest = NULL;
   return device && device->gradstats_fetch ? device->gradstats_fetch(p->ticket, NULL, 0, NULL, 0)
                                            : ENG_OK;
@@ -45,19 +45,19 @@ void eng_params_stats_forget(eng_params *set)
 static eng_status check_losses(tensor **loss, const eng_tensor *losses, int n)
 {
   if (n < 0 || n > ENG_STATS_LOSSES)
-    return error_set(ENG_ERR_VALUE, "lagged statistics: expected 0 to %d losses, got %d",
+    return error_set(ENG_ERR_VALUE, "gradient statistics: expected 0 to %d losses, got %d",
                      ENG_STATS_LOSSES, n);
   for (int i = 0; i < n; i++) {
     ENG_TRY(tensor_get(&loss[i], &losses[i]));
     if (loss[i]->dtype != ENG_f32 || loss[i]->count != 1)
       return error_set(ENG_ERR_DTYPE,
-                       "lagged statistics: expected a loss of one f32 element, got %s; hint: "
+                       "gradient statistics: expected a loss of one f32 element, got %s; hint: "
                        "loss:to('f32'), or mode=sync",
                        tensor_text(loss[i]));
     if (loss[i]->store->space != arena_space())
       return error_set(
         ENG_ERR_DEVICE,
-        "lagged statistics: the loss %s is not in the memory of the current device, %s",
+        "gradient statistics: the loss %s is not in the memory of the current device, %s",
         tensor_text(loss[i]), backend_current()->name);
   }
   return ENG_OK;
@@ -106,19 +106,19 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
                                   int n_losses, const eng_tensor_stats *known)
 {
   ENG_TRY(params_alive(set));
-  if (set->n_pending == ENG_STATS_ON_THEIR_WAY)
+  if (set->n_pending == ENG_STATS_PENDING)
     return error_set(ENG_ERR_STATE,
-                     "lagged statistics: %d are already pending; hint: fetch the oldest first",
-                     ENG_STATS_ON_THEIR_WAY);
+                     "gradient statistics: %d are already pending; hint: fetch the oldest first",
+                     ENG_STATS_PENDING);
   ENG_TRY(params_here(set, "gradient statistics"));
   bool later = backend_current()->gradstats_start != NULL;
   if (later && known)
-    return error_set(ENG_ERR_DEVICE, "lagged statistics: expected no `known` statistics, because "
+    return error_set(ENG_ERR_DEVICE, "gradient statistics: expected no `known` statistics, because "
                      "the device %s computes them itself",
                      backend_current()->name);
   tensor *loss[ENG_STATS_LOSSES];
   ENG_TRY(check_losses(loss, losses, n_losses));
-  pending_stats *p = &set->pending[(set->first_pending + set->n_pending) % ENG_STATS_ON_THEIR_WAY];
+  pending_stats *p = &set->pending[(set->first_pending + set->n_pending) % ENG_STATS_PENDING];
   ENG_TRY(room_for(p, set, !later));
   p->needs = needs;
   p->n_losses = n_losses;
@@ -139,7 +139,7 @@ eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, d
   const backend *device = backend_current();
   pending_stats *p = &set->pending[set->first_pending];
   const eng_tensor_stats *found = p->stats;
-  set->first_pending = (set->first_pending + 1) % ENG_STATS_ON_THEIR_WAY;
+  set->first_pending = (set->first_pending + 1) % ENG_STATS_PENDING;
   set->n_pending--;   // consumed, even if the fetch fails
   if (device->gradstats_fetch) {
     double values[ENG_STATS_LOSSES];
@@ -159,8 +159,8 @@ int eng_params_stats_pending(const eng_params *set)
   return set->n_pending;
 }
 
-bool params_lagged_factor(double *factor, const eng_params *set, double gradient_factor,
-                          double clip_norm)
+bool params_stats_factor(double *factor, const eng_params *set, double gradient_factor,
+                         double clip_norm)
 {
   const pending_stats *p = set->newest;
   *factor = gradient_factor;

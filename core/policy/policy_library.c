@@ -429,7 +429,7 @@ static void add(lua_State *L, const box_function *functions, int n)
 }
 #define ADD(L, functions) add(L, functions, (int)(sizeof functions / sizeof *functions))
 
-void policy_box_open(eng_policy *p)
+void policy_library_open(eng_policy *p)
 {
   static const char *const base_names[] = {"assert",   "error", "ipairs", "select",
                                            "tonumber", "type",  "unpack", NULL};

@@ -4,8 +4,8 @@
 // batch at the addresses of the captured batch. The arena gives a step these addresses again if the
 // step begins with the same allocations. Operations that draw random numbers fail during a capture,
 // because the host, not the device, advances the random counter. Owns the captured graphs. Called
-// by Lua; backward.c calls graph_takes_seed.
-#include "graph.h"
+// by Lua; backward.c calls capture_takes_seed.
+#include "capture.h"
 
 #include "base/error.h"
 #include "params/params.h"
@@ -25,7 +25,7 @@ typedef struct graph_input {
 /// The addresses of a parameter's gradient and low-precision copy, and the stamp of its derived
 /// (FP8) copy. A launch is valid only if they have not changed.
 typedef struct graph_places {
-  const void  *gradient, *shadow;
+  const void  *gradient, *low;
   params_stamp derived;
 } graph_places;
 
@@ -45,7 +45,7 @@ struct eng_graph {
 
 static eng_graph *capturing;
 
-bool graph_takes_seed(const tensor *seed)
+bool capture_takes_seed(const tensor *seed)
 {
   if (!capturing) return false;
   capturing->seed = seed->data;
@@ -77,7 +77,7 @@ static eng_status read_inputs(graph_input *input, const eng_tensor *tensors, int
 
 static graph_places places_of(const parameter *p)
 {
-  return (graph_places){p->gradient ? p->gradient->data : NULL, p->shadow ? p->shadow->data : NULL,
+  return (graph_places){p->gradient ? p->gradient->data : NULL, p->low ? p->low->data : NULL,
                         p->derived ? p->derived->stamp(p->derived) : (params_stamp){0}};
 }
 
@@ -85,7 +85,7 @@ static bool same_places(const graph_places *places, const eng_params *set)
 {
   for (int i = 0; i < set->n; i++) {
     const graph_places now = places_of(&set->member[i]), then = places[i];
-    if (now.gradient != then.gradient || now.shadow != then.shadow ||
+    if (now.gradient != then.gradient || now.low != then.low ||
         now.derived.memory != then.derived.memory || now.derived.maker != then.derived.maker ||
         now.derived.version != then.derived.version)
       return false;

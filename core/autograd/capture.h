@@ -1,8 +1,8 @@
-// Captured steps. See graph.c.
+// Captured steps. See capture.c.
 #pragma once
 
 #include "tensor/tensor.h"
 
 /// During a capture, stores the address of `seed`, the loss's gradient; each launch first writes
 /// the gradient's value there. Returns false if no capture is running.
-bool graph_takes_seed(const tensor *seed);
+bool capture_takes_seed(const tensor *seed);
