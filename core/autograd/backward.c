@@ -58,8 +58,8 @@ static eng_status expect_gradients(void)
     for (int k = 0; k < call->n_in; k++) {
       parameter *p = call->in[k] ? call->in[k]->parameter : NULL;
       if (!p || p->expected) continue;
-      if (!ARRAY_GROW(watch.items, watch.room, watch.length + 1))
-        return error_set(ENG_ERR_MEMORY, "out of memory for the list of expected gradients");
+      FAIL_IF(!ARRAY_GROW(watch.items, watch.room, watch.length + 1), ENG_ERR_MEMORY,
+              "out of memory for the list of expected gradients");
       watch.items[watch.length++] = (due){p, i};
       p->expected = true;
     }
@@ -168,15 +168,10 @@ eng_status eng_backward(const eng_tensor *handle, double seed, bool retain)
 {
   tensor *loss;
   ENG_TRY(tensor_get(&loss, handle));
-  if (pass.running)
-    return error_set(ENG_ERR_STATE,
-                     "backward: another backward pass is already running; hint: do not call "
-                     "backward() inside the gradient of a custom operation");
-  if (loss->count != 1)
-    return error_set(
-      ENG_ERR_SHAPE,
-      "backward: expected a loss of one element, got %s; hint: loss:sum() or loss:mean()",
-      tensor_text(loss));
+  FAIL_IF(pass.running, ENG_ERR_STATE, "backward: another backward pass is already running; "
+          "hint: do not call backward() inside the gradient of a custom operation");
+  FAIL_IF(loss->count != 1, ENG_ERR_SHAPE, "backward: expected a loss of one element, got %s; "
+          "hint: loss:sum() or loss:mean()", tensor_text(loss));
   if (!tape_holds(loss))
     return error_set(ENG_ERR_GRADIENT,
                      loss->requires_grad && loss->node >= 0
@@ -221,10 +216,8 @@ eng_status eng_backward_output(eng_tensor *gradient, int output)
 {
   ENG_TRY(want_pending());
   const op_call *call = pass.pending.call;
-  if (output < 0 || output >= call->n_out)
-    return error_set(ENG_ERR_VALUE,
-                     "custom gradient: asked for output %d, but the operation has %d outputs",
-                     output + 1, call->n_out);
+  FAIL_IF(output < 0 || output >= call->n_out, ENG_ERR_VALUE, "custom gradient: asked for output "
+          "%d, but the operation has %d outputs", output + 1, call->n_out);
   tensor *y = call->out[output];
   if (!pass.pending.dy[output]) {
     tensor *zero;
@@ -242,19 +235,14 @@ eng_status eng_backward_input(int input, const eng_tensor *gradient)
 {
   ENG_TRY(want_pending());
   const op_call *call = pass.pending.call;
-  if (input < 0 || input >= call->n_in)
-    return error_set(ENG_ERR_VALUE,
-                     "custom gradient: got a gradient for input %d, but the operation has %d "
-                     "inputs",
-                     input + 1, call->n_in);
+  FAIL_IF(input < 0 || input >= call->n_in, ENG_ERR_VALUE, "custom gradient: got a gradient for "
+          "input %d, but the operation has %d inputs", input + 1, call->n_in);
   tensor *dx, *shared;
   ENG_TRY(tensor_get(&dx, gradient));
   tensor *x = call->in[input];
-  if (!tensor_same_shape(dx, x))
-    return error_set(ENG_ERR_SHAPE,
-                     "custom gradient: got %s as the gradient of input %d; expected the shape of "
-                     "that input, %s",
-                     tensor_text(dx), input + 1, tensor_text(x));
+  FAIL_IF(!tensor_same_shape(dx, x), ENG_ERR_SHAPE,
+          "custom gradient: got %s as the gradient of input %d; expected the shape of that "
+          "input, %s", tensor_text(dx), input + 1, tensor_text(x));
   if (!x->requires_grad) return ENG_OK;
   ENG_TRY(grad_share(&shared, dx));
   return grad_emit(&pass.pending, input, shared);

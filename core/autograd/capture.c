@@ -57,16 +57,14 @@ bool capture_takes_seed(const tensor *seed)
 
 static eng_status read_inputs(graph_input *input, const eng_tensor *tensors, int n)
 {
-  if (n < 0 || n > MOST_INPUTS)
-    return error_set(ENG_ERR_VALUE, "graph: expected 0 to %d tensors in a batch, got %d",
-                     MOST_INPUTS, n);
+  FAIL_IF(n < 0 || n > MOST_INPUTS, ENG_ERR_VALUE,
+          "graph: expected 0 to %d tensors in a batch, got %d", MOST_INPUTS, n);
   memset(input, 0, MOST_INPUTS * sizeof *input);   // clears padding: inputs are compared as bytes
   for (int i = 0; i < n; i++) {
     tensor *x;
     ENG_TRY(tensor_get(&x, &tensors[i]));
-    if (!tensor_contiguous(x))
-      return error_set(ENG_ERR_VALUE, "graph: expected contiguous tensors in a batch, got %s",
-                       tensor_text(x));
+    FAIL_IF(!tensor_contiguous(x), ENG_ERR_VALUE,
+            "graph: expected contiguous tensors in a batch, got %s", tensor_text(x));
     input[i].data = x->data;
     input[i].dtype = x->dtype;
     input[i].ndim = x->ndim;
@@ -129,12 +127,10 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   const backend *device = backend_current();
   *out = NULL;
   ENG_TRY(params_alive(set));
-  if (capturing) return error_set(ENG_ERR_STATE, "graph: a capture is already running");
+  FAIL_IF(capturing, ENG_ERR_STATE, "graph: a capture is already running");
   ENG_TRY(params_here(set, "a capture"));
-  if (!device->capture_begin)
-    return error_set(ENG_ERR_DEVICE,
-                     "graph: the device %s cannot capture steps; hint: device=cuda, or graph=false",
-                     device->name);
+  FAIL_IF(!device->capture_begin, ENG_ERR_DEVICE, "graph: the device %s cannot capture steps; "
+          "hint: device=cuda, or graph=false", device->name);
   graph_input input[MOST_INPUTS];
   ENG_TRY(read_inputs(input, batch, n));
   ENG_TRY(params_gradients(set));
@@ -171,13 +167,11 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
 eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss)
 {
   tensor *x;
-  if (graph != capturing || !graph)
-    return error_set(ENG_ERR_STATE, "graph: this step is not being captured");
+  FAIL_IF(graph != capturing || !graph, ENG_ERR_STATE, "graph: this step is not being captured");
   ENG_TRY(tensor_get(&x, loss));
-  if (x->count != 1 || x->dtype != ENG_f32)
-    return error_set(ENG_ERR_DTYPE, "graph: expected a loss of one f32 element, got %s",
-                     tensor_text(x));
-  if (!graph->seed) return error_set(ENG_ERR_STATE, "graph: no backward pass was captured");
+  FAIL_IF(x->count != 1 || x->dtype != ENG_f32, ENG_ERR_DTYPE,
+          "graph: expected a loss of one f32 element, got %s", tensor_text(x));
+  FAIL_IF(!graph->seed, ENG_ERR_STATE, "graph: no backward pass was captured");
   ENG_TRY(tensor_wrap(&graph->loss, graph->device->space, x->data, ENG_f32, 0, NULL));
   for (int i = 0; i < graph->set->n; i++) {
     graph->has_gradient[i] = graph->set->member[i].has_gradient;
@@ -191,20 +185,16 @@ eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss)
 
 eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *batch, int n)
 {
-  if (!graph->captured)
-    return error_set(ENG_ERR_STATE, "graph: the capture of this step was not finished");
-  if (graph->set->freed)
-    return error_set(ENG_ERR_STATE, "graph: the parameters of this step were freed");
+  FAIL_IF(!graph->captured, ENG_ERR_STATE, "graph: the capture of this step was not finished");
+  FAIL_IF(graph->set->freed, ENG_ERR_STATE, "graph: the parameters of this step were freed");
   graph_input input[MOST_INPUTS];
   ENG_TRY(read_inputs(input, batch, n));
-  if (n != graph->n_inputs || memcmp(input, graph->input, (size_t)n * sizeof *input) != 0)
-    return error_set(ENG_ERR_SHAPE,
-                     "graph: the batch has other shapes, dtypes or addresses than the captured "
-                     "batch; hint: run this step without the graph");
-  if (!same_places(graph->places, graph->set))
-    return error_set(ENG_ERR_STATE,
-                     "graph: the parameters' gradients or low-precision copies have changed since "
-                     "the capture; hint: capture the step again");
+  FAIL_IF(n != graph->n_inputs || memcmp(input, graph->input, (size_t)n * sizeof *input) != 0,
+          ENG_ERR_SHAPE, "graph: the batch has other shapes, dtypes or addresses than the "
+          "captured batch; hint: run this step without the graph");
+  FAIL_IF(!same_places(graph->places, graph->set), ENG_ERR_STATE,
+          "graph: the parameters' gradients or low-precision copies have changed since the "
+          "capture; hint: capture the step again");
   ENG_TRY(params_round_written(graph->set));
   char cell[8];
   tensor_store(cell, graph->seed_dtype, 0, seed);

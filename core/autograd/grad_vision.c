@@ -67,9 +67,9 @@ eng_status grad_batch_norm(grad_call *g)
 {
   const op_call *y = g->call;
   bool given = y->in[3] != NULL;
-  if (grad_wants(g, 3) || grad_wants(g, 4))
-    return error_set(ENG_ERR_VALUE, "batch_norm: a mean or variance that is passed in cannot get a "
-                     "gradient; hint: pass mean:detach() and variance:detach()");
+  FAIL_IF(grad_wants(g, 3) || grad_wants(g, 4), ENG_ERR_VALUE,
+          "batch_norm: a mean or variance that is passed in cannot get a gradient; hint: pass "
+          "mean:detach() and variance:detach()");
   op_call c = {.op = ENG_OP_batch_norm_grad,
                .in = {y->in[0], y->in[1], given ? y->in[3] : y->out[1],
                       given ? y->in[4] : y->out[2], g->dy[0]},

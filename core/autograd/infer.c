@@ -13,11 +13,9 @@ static eng_status broadcast(op_call *c, op_shape *s, int a, int b)
 {
   int ndim;
   int64_t shape[ENG_MAX_DIMS];
-  if (!shape_broadcast(&ndim, shape, c->in[a], c->in[b]))
-    return error_set(
-      ENG_ERR_SHAPE,
-      "%s: shapes do not broadcast: %s and %s; sizes must match from the right, or be 1",
-      op_name(c), tensor_text(c->in[a]), tensor_text(c->in[b]));
+  FAIL_IF(!shape_broadcast(&ndim, shape, c->in[a], c->in[b]), ENG_ERR_SHAPE,
+          "%s: shapes do not broadcast: %s and %s; sizes must match from the right, or be 1",
+          op_name(c), tensor_text(c->in[a]), tensor_text(c->in[b]));
   int dtype = dtype_promote(c->in[a]->dtype, c->in[b]->dtype);
   switch (c->op) {
     case ENG_OP_eq: case ENG_OP_ne: case ENG_OP_lt: case ENG_OP_le: case ENG_OP_gt: case ENG_OP_ge:
@@ -37,16 +35,14 @@ eng_status infer_binary(op_call *c, op_shape *s) { return broadcast(c, s, 0, 1);
 
 eng_status infer_where(op_call *c, op_shape *s)
 {
-  if (c->in[0]->dtype != ENG_bool)
-    return error_set(ENG_ERR_DTYPE,
-                     "where: expected a bool condition, got %s; hint: compare first, as in x:gt(0)",
-                     tensor_text(c->in[0]));
+  FAIL_IF(c->in[0]->dtype != ENG_bool, ENG_ERR_DTYPE, "where: expected a bool condition, got %s; "
+          "hint: compare first, as in x:gt(0)", tensor_text(c->in[0]));
   ENG_TRY(broadcast(c, s, 1, 2));
   tensor value = {.ndim = s->out[0].ndim};
   memcpy(value.shape, s->out[0].shape, sizeof value.shape);
-  if (!shape_broadcast(&s->out[0].ndim, s->out[0].shape, c->in[0], &value))
-    return error_set(ENG_ERR_SHAPE, "where: the condition %s does not broadcast with %s",
-                     tensor_text(c->in[0]), tensor_shape_text(value.ndim, value.shape));
+  FAIL_IF(!shape_broadcast(&s->out[0].ndim, s->out[0].shape, c->in[0], &value), ENG_ERR_SHAPE,
+          "where: the condition %s does not broadcast with %s", tensor_text(c->in[0]),
+          tensor_shape_text(value.ndim, value.shape));
   return ENG_OK;
 }
 
@@ -57,9 +53,8 @@ eng_status infer_pick(op_call *c, op_shape *s)
   ENG_TRY(want_ndim(c, 0, 1));
   ENG_TRY(fix_dim(c, &c->gather.dim, x));
   if (c->op == ENG_OP_index_select) {
-    if (index->ndim != 1)
-      return error_set(ENG_ERR_SHAPE, "index_select: expected an index of one dimension, got %s",
-                       tensor_text(index));
+    FAIL_IF(index->ndim != 1, ENG_ERR_SHAPE,
+            "index_select: expected an index of one dimension, got %s", tensor_text(index));
     put_like(s, 0, x->dtype, x);
     s->out[0].shape[c->gather.dim] = index->shape[0];
     return ENG_OK;
@@ -67,11 +62,9 @@ eng_status infer_pick(op_call *c, op_shape *s)
   bool fits = index->ndim == x->ndim;
   for (int d = 0; fits && d < x->ndim; d++)
     fits = d == c->gather.dim || index->shape[d] <= x->shape[d];
-  if (!fits)
-    return error_set(ENG_ERR_SHAPE,
-                     "gather: the index %s must have as many dimensions as %s and no larger sizes "
-                     "outside dimension %lld",
-                     tensor_text(index), tensor_text(x), (long long)c->gather.dim + 1);
+  FAIL_IF(!fits, ENG_ERR_SHAPE,
+          "gather: the index %s must have as many dimensions as %s and no larger sizes outside "
+          "dimension %lld", tensor_text(index), tensor_text(x), (long long)c->gather.dim + 1);
   put_like(s, 0, x->dtype, index);
   return ENG_OK;
 }
@@ -80,9 +73,8 @@ eng_status infer_reduce(op_call *c, op_shape *s)
 {
   const tensor *x = c->in[0];
   uint64_t mask = (uint64_t)c->sum.mask;
-  if (mask >> x->ndim)
-    return error_set(ENG_ERR_VALUE, "%s: the mask names a dimension that %s lacks", op_name(c),
-                     tensor_text(x));
+  FAIL_IF(mask >> x->ndim, ENG_ERR_VALUE,
+          "%s: the mask names a dimension that %s lacks", op_name(c), tensor_text(x));
   int ndim = 0;
   int64_t shape[ENG_MAX_DIMS], n = 1;
   for (int d = 0; d < x->ndim; d++) {
@@ -93,9 +85,8 @@ eng_status infer_reduce(op_call *c, op_shape *s)
   int dtype = x->dtype;
   if (c->op == ENG_OP_sum) dtype = dtype_is_float(dtype) ? wide_of(dtype) : ENG_i64;
   if (c->op == ENG_OP_mean) dtype = dtype_is_float(dtype) ? wide_of(dtype) : ENG_f32;
-  if ((c->op == ENG_OP_max || c->op == ENG_OP_min) && n == 0)
-    return error_set(ENG_ERR_VALUE, "%s: expected at least one element, got %s",
-                     op_name(c), tensor_text(x));
+  FAIL_IF((c->op == ENG_OP_max || c->op == ENG_OP_min) && n == 0, ENG_ERR_VALUE,
+          "%s: expected at least one element, got %s", op_name(c), tensor_text(x));
   put_out(s, 0, dtype, ndim, shape);
   return ENG_OK;
 }
@@ -105,9 +96,8 @@ eng_status infer_arg(op_call *c, op_shape *s)
   const tensor *x = c->in[0];
   ENG_TRY(want_ndim(c, 0, 1));
   ENG_TRY(fix_dim(c, &c->argmax.dim, x));
-  if (x->shape[c->argmax.dim] == 0)
-    return error_set(ENG_ERR_VALUE, "%s: expected a dimension with elements, got %s", op_name(c),
-                     tensor_text(x));
+  FAIL_IF(x->shape[c->argmax.dim] == 0, ENG_ERR_VALUE,
+          "%s: expected a dimension with elements, got %s", op_name(c), tensor_text(x));
   int ndim = 0;
   int64_t shape[ENG_MAX_DIMS];
   for (int d = 0; d < x->ndim; d++)
@@ -125,9 +115,9 @@ eng_status infer_pick_grad(op_call *c, op_shape *s)
   const tensor *dy = c->in[0], *index = c->in[1];
   ENG_TRY(want_float(c, 0));
   ENG_TRY(want_index(c, 1, "index"));
-  if (c->gather_grad.ndim < 1 || c->gather_grad.ndim > ENG_MAX_DIMS)
-    return error_set(ENG_ERR_VALUE, "%s: expected 1 to %d dimensions, got %lld", op_name(c),
-                     ENG_MAX_DIMS, (long long)c->gather_grad.ndim);
+  FAIL_IF(c->gather_grad.ndim < 1 || c->gather_grad.ndim > ENG_MAX_DIMS, ENG_ERR_VALUE,
+          "%s: expected 1 to %d dimensions, got %lld", op_name(c), ENG_MAX_DIMS,
+          (long long)c->gather_grad.ndim);
   tensor dx = {.dtype = dy->dtype, .ndim = (int)c->gather_grad.ndim};
   memcpy(dx.shape, &c->gather_grad.shape[0], sizeof dx.shape);
   ENG_TRY(fix_dim(c, &c->gather_grad.dim, &dx));
@@ -137,11 +127,9 @@ eng_status infer_pick_grad(op_call *c, op_shape *s)
     if (selects) fits = dy->shape[d] == (d == c->gather_grad.dim ? index->shape[0] : dx.shape[d]);
     else fits = d == c->gather_grad.dim || dy->shape[d] <= dx.shape[d];
   }
-  if (!fits)
-    return error_set(ENG_ERR_SHAPE,
-                     "%s: dy %s and the index %s do not fit dx %s along dimension %lld", op_name(c),
-                     tensor_text(dy), tensor_text(index), tensor_shape_text(dx.ndim, dx.shape),
-                     (long long)c->gather_grad.dim + 1);
+  FAIL_IF(!fits, ENG_ERR_SHAPE, "%s: dy %s and the index %s do not fit dx %s along dimension %lld",
+          op_name(c), tensor_text(dy), tensor_text(index), tensor_shape_text(dx.ndim, dx.shape),
+          (long long)c->gather_grad.dim + 1);
   put_like(s, 0, dy->dtype, &dx);
   return ENG_OK;
 }
@@ -151,11 +139,10 @@ eng_status infer_embedding_grad(op_call *c, op_shape *s)
   const tensor *dy = c->in[0], *ids = c->in[1];
   ENG_TRY(want_float(c, 0));
   ENG_TRY(want_index(c, 1, "ids"));
-  if (dy->ndim != ids->ndim + 1 ||
-      memcmp(dy->shape, ids->shape, (size_t)ids->ndim * sizeof *ids->shape) != 0)
-    return error_set(ENG_ERR_SHAPE,
-                     "embedding_grad: expected dy [.. x C] and ids [..], got %s and %s",
-                     tensor_text(dy), tensor_text(ids));
+  FAIL_IF(dy->ndim != ids->ndim + 1 ||
+          memcmp(dy->shape, ids->shape, (size_t)ids->ndim * sizeof *ids->shape) != 0, ENG_ERR_SHAPE,
+          "embedding_grad: expected dy [.. x C] and ids [..], got %s and %s", tensor_text(dy),
+          tensor_text(ids));
   ENG_TRY(want_float_attribute(c, c->embedding_grad.dtype));
   put_out(s, 0, (int)c->embedding_grad.dtype, 2,
       (int64_t[]){c->embedding_grad.rows, dy->shape[dy->ndim - 1]});
@@ -198,10 +185,8 @@ eng_status infer_swiglu_grad(op_call *c, op_shape *s)
 
 eng_status infer_unary_grad(op_call *c, op_shape *s)
 {
-  if (!op_is_unary((int)c->unary_grad.of))
-    return error_set(ENG_ERR_VALUE,
-                     "unary_grad: expected the number of an operation of one input, got %lld",
-                     (long long)c->unary_grad.of);
+  FAIL_IF(!op_is_unary((int)c->unary_grad.of), ENG_ERR_VALUE, "unary_grad: expected the number of "
+          "an operation of one input, got %lld", (long long)c->unary_grad.of);
   return pair_grad(c, s, c->unary_grad.dtype);
 }
 
@@ -227,18 +212,16 @@ eng_status infer_floats(op_call *c, op_shape *s)
 
 eng_status infer_numbers(op_call *c, op_shape *s)
 {
-  if (c->in[0]->dtype == ENG_bool)
-    return error_set(ENG_ERR_DTYPE, "%s: expected numbers, got %s; hint: x:to(\"f32\")", op_name(c),
-                     tensor_text(c->in[0]));
+  FAIL_IF(c->in[0]->dtype == ENG_bool, ENG_ERR_DTYPE,
+          "%s: expected numbers, got %s; hint: x:to(\"f32\")", op_name(c), tensor_text(c->in[0]));
   return infer_like(c, s);
 }
 
 eng_status infer_clamp(op_call *c, op_shape *s)
 {
   bool no_low = f64_is_nan(c->clamp.low);
-  if (no_low || f64_is_nan(c->clamp.high))
-    return error_set(ENG_ERR_VALUE, "clamp: expected the %s limit to be a number, got nan",
-                     no_low ? "lower" : "upper");
+  FAIL_IF(no_low || f64_is_nan(c->clamp.high), ENG_ERR_VALUE,
+          "clamp: expected the %s limit to be a number, got nan", no_low ? "lower" : "upper");
   return infer_numbers(c, s);
 }
 
@@ -260,8 +243,8 @@ eng_status infer_dropout(op_call *c, op_shape *s)
 {
   double p = c->dropout.p;
   ENG_TRY(want_float(c, 0));
-  if (!(p >= 0 && p <= 1))
-    return error_set(ENG_ERR_VALUE, "dropout: expected a probability in [0, 1], got %g", p);
+  FAIL_IF(!(p >= 0 && p <= 1), ENG_ERR_VALUE,
+          "dropout: expected a probability in [0, 1], got %g", p);
   return infer_like(c, s);
 }
 
@@ -276,11 +259,10 @@ eng_status infer_swiglu(op_call *c, op_shape *s)
 eng_status infer_cast(op_call *c, op_shape *s)
 {
   int64_t dtype = c->cast.dtype, mode = c->cast.mode;
-  if (dtype < 0 || dtype >= ENG_DTYPE_COUNT)
-    return error_set(ENG_ERR_DTYPE, "cast: unknown dtype number %lld", (long long)dtype);
-  if (dtype_is_fp8((int)dtype) && (mode < 0 || mode > 3))
-    return error_set(ENG_ERR_VALUE, "cast: expected a rounding mode from 0 to 3, got %lld",
-                     (long long)mode);
+  FAIL_IF(dtype < 0 || dtype >= ENG_DTYPE_COUNT, ENG_ERR_DTYPE,
+          "cast: unknown dtype number %lld", (long long)dtype);
+  FAIL_IF(dtype_is_fp8((int)dtype) && (mode < 0 || mode > 3), ENG_ERR_VALUE,
+          "cast: expected a rounding mode from 0 to 3, got %lld", (long long)mode);
   put_like(s, 0, (int)dtype, c->in[0]);
   return ENG_OK;
 }
@@ -289,11 +271,10 @@ eng_status infer_embedding(op_call *c, op_shape *s)
 {
   const tensor *w = c->in[0], *ids = c->in[1];
   ENG_TRY(want_index(c, 1, "ids"));
-  if (w->ndim != 2)
-    return error_set(ENG_ERR_SHAPE, "embedding: expected a weight [V x C], got %s", tensor_text(w));
-  if (ids->ndim + 1 > ENG_MAX_DIMS)
-    return error_set(ENG_ERR_SHAPE, "embedding: expected ids of fewer than %d dimensions, got %s",
-                     ENG_MAX_DIMS, tensor_text(ids));
+  FAIL_IF(w->ndim != 2, ENG_ERR_SHAPE,
+          "embedding: expected a weight [V x C], got %s", tensor_text(w));
+  FAIL_IF(ids->ndim + 1 > ENG_MAX_DIMS, ENG_ERR_SHAPE, "embedding: expected ids of fewer than %d "
+          "dimensions, got %s", ENG_MAX_DIMS, tensor_text(ids));
   put_like(s, 0, w->dtype, ids);
   s->out[0].shape[s->out[0].ndim++] = w->shape[1];
   return ENG_OK;
@@ -305,9 +286,8 @@ eng_status infer_topk(op_call *c, op_shape *s)
   int64_t k = c->topk.k;
   ENG_TRY(want_ndim(c, 0, 1));
   int64_t n = x->shape[x->ndim - 1];
-  if (k < 0 || k > n)
-    return error_set(ENG_ERR_VALUE, "topk: expected k in 0..%lld, got %lld", (long long)n,
-                     (long long)k);
+  FAIL_IF(k < 0 || k > n, ENG_ERR_VALUE,
+          "topk: expected k in 0..%lld, got %lld", (long long)n, (long long)k);
   put_like(s, 0, x->dtype, x);
   s->out[0].shape[x->ndim - 1] = k;
   put_out(s, 1, ENG_i64, x->ndim, s->out[0].shape);
@@ -347,17 +327,13 @@ static eng_status check_codes(const op_call *c)
 {
   for (int k = 0; k < c->n_in; k++) {
     if (!c->in[k] || !dtype_is_fp8(c->in[k]->dtype)) continue;
-    if (!op_table[c->op].takes_codes)
-      return error_set(ENG_ERR_DTYPE,
-                       "%s: FP8 tensors have no arithmetic, got %s; hint: x:to(\"f32\"), or "
-                       "its quantizer's dequantize()",
-                       op_name(c), tensor_text(c->in[k]));
+    FAIL_IF(!op_table[c->op].takes_codes, ENG_ERR_DTYPE,
+            "%s: FP8 tensors have no arithmetic, got %s; hint: x:to(\"f32\"), or its "
+            "quantizer's dequantize()", op_name(c), tensor_text(c->in[k]));
     for (int j = 0; c->op == ENG_OP_concat && j < c->n_in; j++)
-      if (c->in[j]->dtype != c->in[k]->dtype)
-        return error_set(ENG_ERR_DTYPE,
-                         "concat: FP8 tensors join only with tensors of the same dtype, got "
-                         "%s and %s; hint: x:to(\"f32\")",
-                         tensor_text(c->in[k]), tensor_text(c->in[j]));
+      FAIL_IF(c->in[j]->dtype != c->in[k]->dtype, ENG_ERR_DTYPE,
+              "concat: FP8 tensors join only with tensors of the same dtype, got %s and %s; "
+              "hint: x:to(\"f32\")", tensor_text(c->in[k]), tensor_text(c->in[j]));
   }
   return ENG_OK;
 }

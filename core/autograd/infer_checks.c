@@ -126,9 +126,8 @@ eng_status want_vector(const op_call *c, int k, const char *what, int64_t n)
 eng_status fix_dim(const op_call *c, int64_t *dim, const tensor *x)
 {
   int64_t d = *dim < 0 ? *dim + x->ndim : *dim;
-  if (d < 0 || d >= x->ndim)
-    return error_set(ENG_ERR_VALUE, "%s: dimension %lld does not exist in %s", op_name(c),
-                     (long long)(*dim < 0 || *dim == INT64_MAX ? *dim : *dim + 1), tensor_text(x));
+  FAIL_IF(d < 0 || d >= x->ndim, ENG_ERR_VALUE, "%s: dimension %lld does not exist in %s",
+          op_name(c), (long long)(*dim < 0 || *dim == INT64_MAX ? *dim : *dim + 1), tensor_text(x));
   *dim = d;
   return ENG_OK;
 }

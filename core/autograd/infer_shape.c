@@ -4,9 +4,8 @@
 
 static eng_status shape_list(op_call *c, int *ndim, int64_t *shape)
 {
-  if (c->reshape.ndim < 0 || c->reshape.ndim > ENG_MAX_DIMS)
-    return error_set(ENG_ERR_VALUE, "%s: expected 0 to %d dimensions, got %lld", op_name(c),
-                     ENG_MAX_DIMS, (long long)c->reshape.ndim);
+  FAIL_IF(c->reshape.ndim < 0 || c->reshape.ndim > ENG_MAX_DIMS, ENG_ERR_VALUE, "%s: expected 0 "
+          "to %d dimensions, got %lld", op_name(c), ENG_MAX_DIMS, (long long)c->reshape.ndim);
   *ndim = (int)c->reshape.ndim;
   for (int d = 0; d < *ndim; d++) shape[d] = c->reshape.shape[d];
   return ENG_OK;
@@ -45,9 +44,8 @@ eng_status infer_permute(op_call *c, op_shape *s)
     seen |= 1u << c->permute.order[d];
     shape[d] = x->shape[c->permute.order[d]];
   }
-  if (seen != (1u << x->ndim) - 1)
-    return error_set(ENG_ERR_VALUE, "permute: expected each dimension of %s exactly once",
-                     tensor_text(x));
+  FAIL_IF(seen != (1u << x->ndim) - 1, ENG_ERR_VALUE,
+          "permute: expected each dimension of %s exactly once", tensor_text(x));
   put_out(s, 0, x->dtype, x->ndim, shape);
   return ENG_OK;
 }
@@ -64,9 +62,8 @@ eng_status infer_expand(op_call *c, op_shape *s)
     if (shape[ndim - d] == -1) shape[ndim - d] = have;
     fits = shape[ndim - d] >= 0 && (have == shape[ndim - d] || have == 1);
   }
-  if (!fits)
-    return error_set(ENG_ERR_SHAPE, "expand: %s does not broadcast to %s", tensor_text(x),
-                     tensor_shape_text(ndim, shape));
+  FAIL_IF(!fits, ENG_ERR_SHAPE,
+          "expand: %s does not broadcast to %s", tensor_text(x), tensor_shape_text(ndim, shape));
   put_out(s, 0, x->dtype, ndim, shape);
   return ENG_OK;
 }
@@ -77,9 +74,8 @@ eng_status infer_slice(op_call *c, op_shape *s)
   ENG_TRY(fix_dim(c, &c->slice.dim, x));
   int64_t n = x->shape[c->slice.dim], start = c->slice.start, stop = c->slice.stop,
           step = c->slice.step;
-  if (step < 1)
-    return error_set(ENG_ERR_VALUE, "slice: expected a step of at least 1, got %lld",
-                     (long long)step);
+  FAIL_IF(step < 1, ENG_ERR_VALUE,
+          "slice: expected a step of at least 1, got %lld", (long long)step);
   if (step > n) c->slice.step = step = n > 0 ? n : 1;   // a longer step selects the same elements
   start = start < 0 ? start + n : start;
   stop = stop < 0 ? stop + n : stop;
@@ -97,24 +93,20 @@ eng_status infer_split(op_call *c, op_shape *s)
   const tensor *x = c->in[0];
   ENG_TRY(fix_dim(c, &c->split.dim, x));
   int64_t sum = 0;
-  if (c->n_out < 1 || c->n_out > ENG_OP_OUTPUTS)
-    return error_set(ENG_ERR_VALUE, "split: expected 1 to %d parts, got %d", ENG_OP_OUTPUTS,
-                     c->n_out);
+  FAIL_IF(c->n_out < 1 || c->n_out > ENG_OP_OUTPUTS, ENG_ERR_VALUE,
+          "split: expected 1 to %d parts, got %d", ENG_OP_OUTPUTS, c->n_out);
   for (int k = 0; k < c->n_out; k++) {
     int64_t size = c->split.sizes[k];
-    if (size < 0 || size > x->shape[c->split.dim])
-      return error_set(ENG_ERR_VALUE,
-                       "split: a part of dimension %lld of %s cannot have %lld elements",
-                       (long long)c->split.dim + 1, tensor_text(x), (long long)size);
+    FAIL_IF(size < 0 || size > x->shape[c->split.dim], ENG_ERR_VALUE,
+            "split: a part of dimension %lld of %s cannot have %lld elements",
+            (long long)c->split.dim + 1, tensor_text(x), (long long)size);
     sum += size;
     put_like(s, k, x->dtype, x);
     s->out[k].shape[c->split.dim] = c->split.sizes[k];
   }
-  if (sum != x->shape[c->split.dim])
-    return error_set(ENG_ERR_SHAPE,
-                     "split: the part sizes sum to %lld, but dimension %lld of %s has size %lld",
-                     (long long)sum, (long long)c->split.dim + 1, tensor_text(x),
-                     (long long)x->shape[c->split.dim]);
+  FAIL_IF(sum != x->shape[c->split.dim], ENG_ERR_SHAPE, "split: the part sizes sum to %lld, but "
+          "dimension %lld of %s has size %lld", (long long)sum, (long long)c->split.dim + 1,
+          tensor_text(x), (long long)x->shape[c->split.dim]);
   return ENG_OK;
 }
 
@@ -130,9 +122,8 @@ eng_status infer_concat(op_call *c, op_shape *s)
     bool fits = y->ndim == x->ndim;
     for (int d = 0; fits && d < x->ndim; d++)
       fits = d == c->concat.dim || x->shape[d] == y->shape[d];
-    if (!fits)
-      return error_set(ENG_ERR_SHAPE, "concat: %s and %s differ outside dimension %lld",
-                       tensor_text(x), tensor_text(y), (long long)c->concat.dim + 1);
+    FAIL_IF(!fits, ENG_ERR_SHAPE, "concat: %s and %s differ outside dimension %lld", tensor_text(x),
+            tensor_text(y), (long long)c->concat.dim + 1);
     size += y->shape[c->concat.dim];
     dtype = dtype_promote(dtype, y->dtype);
   }

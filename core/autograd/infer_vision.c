@@ -20,9 +20,8 @@ static eng_status want_image(const op_call *c, int k)
 static eng_status want_pair(const op_call *c, const int64_t *pair, const char *what, int64_t least)
 {
   for (int d = 0; d < 2; d++)
-    if (pair[d] < least || pair[d] > LARGEST)
-      return error_set(ENG_ERR_VALUE, "%s: expected %s from %lld to 2^30, got %lld", op_name(c),
-                       what, (long long)least, (long long)pair[d]);
+    FAIL_IF(pair[d] < least || pair[d] > LARGEST, ENG_ERR_VALUE, "%s: expected %s from %lld to "
+            "2^30, got %lld", op_name(c), what, (long long)least, (long long)pair[d]);
   return ENG_OK;
 }
 
@@ -51,12 +50,10 @@ static eng_status conv_output(const op_call *c, int64_t *y, int64_t n, const int
   ENG_TRY(want_pair(c, w + 2, "a kernel", 1));
   ENG_TRY(want_pair(c, size, "a size", 0));
   int64_t groups = c->conv2d.groups;
-  if (groups < 1 || channels % groups || w[0] % groups || w[1] != channels / groups)
-    return error_set(ENG_ERR_SHAPE,
-                     "%s: expected a weight [O x %lld/groups x KH x KW] with groups that divide O "
-                     "and the %lld channels, got %s and %lld groups", op_name(c),
-                     (long long)channels, (long long)channels, tensor_shape_text(4, w),
-                     (long long)groups);
+  FAIL_IF(groups < 1 || channels % groups || w[0] % groups || w[1] != channels / groups,
+          ENG_ERR_SHAPE, "%s: expected a weight [O x %lld/groups x KH x KW] with groups that "
+          "divide O and the %lld channels, got %s and %lld groups", op_name(c), (long long)channels,
+          (long long)channels, tensor_shape_text(4, w), (long long)groups);
   y[0] = n, y[3] = w[0];
   for (int d = 0; d < 2; d++)
     ENG_TRY(windows(c, &y[1 + d], size[d], w[2 + d], c->conv2d.stride[d], c->conv2d.padding[d],
@@ -132,10 +129,9 @@ static eng_status pool_output(const op_call *c, int64_t *y, int64_t n, const int
   ENG_TRY(want_pair(c, size, "a size", 1));
   y[0] = n, y[3] = channels;
   for (int d = 0; d < 2; d++) {
-    if (padding[d] > kernel[d] / 2)
-      return error_set(ENG_ERR_VALUE,
-                       "%s: expected a padding of at most half the kernel size %lld, got %lld",
-                       op_name(c), (long long)kernel[d], (long long)padding[d]);
+    FAIL_IF(padding[d] > kernel[d] / 2, ENG_ERR_VALUE,
+            "%s: expected a padding of at most half the kernel size %lld, got %lld", op_name(c),
+            (long long)kernel[d], (long long)padding[d]);
     ENG_TRY(windows(c, &y[1 + d], size[d], kernel[d], c->max_pool2d.stride[d], padding[d], 1));
   }
   if (kernel[0] * kernel[1] <= LARGEST) return ENG_OK;   // indices of cells are i32
@@ -162,9 +158,8 @@ eng_status infer_max_pool2d_grad(op_call *c, op_shape *s)
   ENG_TRY(want_float_attribute(c, c->max_pool2d_grad.dtype));
   ENG_TRY(pool_output(c, y, x[0], size, x[3]));
   for (int k = 0; k < 2; k++) ENG_TRY(want_shape(c, k, 4, y, "y"));
-  if (c->in[1]->dtype != ENG_i32)
-    return error_set(ENG_ERR_DTYPE, "%s: expected the i32 indices that max_pool2d returned, got %s",
-                     op_name(c), tensor_text(c->in[1]));
+  FAIL_IF(c->in[1]->dtype != ENG_i32, ENG_ERR_DTYPE, "%s: expected the i32 indices that "
+          "max_pool2d returned, got %s", op_name(c), tensor_text(c->in[1]));
   put_out(s, 0, (int)c->max_pool2d_grad.dtype, 4, x);
   return ENG_OK;
 }
@@ -229,8 +224,8 @@ eng_status infer_batch_norm(op_call *c, op_shape *s)
 {
   const tensor *x = c->in[0];
   ENG_TRY(want_channels(c, 4, c->batch_norm.eps));
-  if (!c->in[3] != !c->in[4])
-    return error_set(ENG_ERR_VALUE, "batch_norm: expected a mean and a variance, or neither");
+  FAIL_IF(!c->in[3] != !c->in[4], ENG_ERR_VALUE,
+          "batch_norm: expected a mean and a variance, or neither");
   put_like(s, 0, x->dtype, x);
   int dtype = c->batch_norm.wide ? ENG_f64 : wide_of(x->dtype);
   for (int k = 1; k < 3; k++) put_out(s, k, dtype, 1, x->shape + x->ndim - 1);
@@ -271,9 +266,8 @@ eng_status infer_batch_norm_grad(op_call *c, op_shape *s)
   if (c->in[5]) {
     ENG_TRY(want_float(c, 5));
     ENG_TRY(want_shape(c, 5, 2, (int64_t[]){2, *channels}, "two sums for each channel"));
-    if (c->batch_norm_grad.rows < 1)
-      return error_set(ENG_ERR_VALUE, "batch_norm_grad: expected sums over 1 or more rows, "
-                       "got rows = %lld", (long long)c->batch_norm_grad.rows);
+    FAIL_IF(c->batch_norm_grad.rows < 1, ENG_ERR_VALUE, "batch_norm_grad: expected sums over 1 or "
+            "more rows, got rows = %lld", (long long)c->batch_norm_grad.rows);
   }
   return norm_grad(c, s, 1, channels);
 }

@@ -79,24 +79,21 @@ static eng_status apply_precision(op_call *c, int *yields)
 
 static eng_status check_inputs(op_call *c)
 {
-  if (c->op < 0 || c->op >= ENG_OP_COUNT)
-    return error_set(ENG_ERR_VALUE, "unknown operation number %d", c->op);
+  FAIL_IF(c->op < 0 || c->op >= ENG_OP_COUNT, ENG_ERR_VALUE, "unknown operation number %d", c->op);
   const eng_op_info *info = &op_table[c->op].about;
-  if (info->n_in < 0 && (c->n_in < 1 || c->n_in > ENG_OP_INPUTS))
-    return error_set(ENG_ERR_VALUE, "%s: expected 1 to %d inputs, got %d", info->name,
-                     ENG_OP_INPUTS, c->n_in);
+  FAIL_IF(info->n_in < 0 && (c->n_in < 1 || c->n_in > ENG_OP_INPUTS), ENG_ERR_VALUE,
+          "%s: expected 1 to %d inputs, got %d", info->name, ENG_OP_INPUTS, c->n_in);
   while (c->n_in >= 0 && c->n_in < info->n_in && info->optional >> c->n_in & 1)
     c->in[c->n_in++] = NULL;
-  if (info->n_in >= 0 && c->n_in != info->n_in)
-    return error_set(ENG_ERR_VALUE, "%s: expected %d inputs, got %d", info->name, info->n_in,
-                     c->n_in);
+  FAIL_IF(info->n_in >= 0 && c->n_in != info->n_in, ENG_ERR_VALUE,
+          "%s: expected %d inputs, got %d", info->name, info->n_in, c->n_in);
   for (int k = 0; k < c->n_in; k++)
-    if (!c->in[k] && !(info->optional >> k & 1))
-      return error_set(ENG_ERR_VALUE, "%s: input %d is missing", info->name, k + 1);
+    FAIL_IF(!c->in[k] && !(info->optional >> k & 1), ENG_ERR_VALUE,
+            "%s: input %d is missing", info->name, k + 1);
   if (info->n_out >= 0) c->n_out = info->n_out;
   for (int k = 0; k < 2; k++)
-    if (!c->out[k] && op_adds_onto(c, k))
-      return error_set(ENG_ERR_VALUE, "%s: expected an output to add to, got none", info->name);
+    FAIL_IF(!c->out[k] && op_adds_onto(c, k), ENG_ERR_VALUE,
+            "%s: expected an output to add to, got none", info->name);
   return ENG_OK;
 }
 
@@ -240,7 +237,7 @@ static eng_status bring_weights(const op_call *c)
 
 eng_status op_run(op_call *c)
 {
-  if (eng_interrupted() == 2) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
+  FAIL_IF(eng_interrupted() == 2, ENG_ERR_INTERRUPTED, "interrupted");
   ENG_TRY(check_inputs(c));
   const op_info *info = &op_table[c->op];
   ENG_TRY(check_space(c));
@@ -266,9 +263,8 @@ eng_status op_run(op_call *c)
   ENG_TRY(take_numbers(c));
 
   op_kernel *kernel = backend_current()->kernel[c->op];
-  if (!kernel)
-    return error_set(ENG_ERR_DEVICE, "the device '%s' has no kernel for %s",
-                     backend_current()->name, op_name(c));
+  FAIL_IF(!kernel, ENG_ERR_DEVICE,
+          "the device '%s' has no kernel for %s", backend_current()->name, op_name(c));
   int order[ENG_MAX_DIMS];
   if (in_one_order(c, order)) {
     ENG_TRY(run_in_order(c, &shape, order));
@@ -324,8 +320,8 @@ eng_status op_expand(tensor **out, tensor *x, int ndim, const int64_t *shape)
 static eng_status run_call(eng_op_call *call, tensor *target)
 {
   op_call c = {.op = call->op, .n_in = call->n_in, .n_out = call->n_out, .out = {target}};
-  if (call->n_in < 0 || call->n_in > ENG_OP_INPUTS)
-    return error_set(ENG_ERR_VALUE, "expected up to %d inputs, got %d", ENG_OP_INPUTS, call->n_in);
+  FAIL_IF(call->n_in < 0 || call->n_in > ENG_OP_INPUTS, ENG_ERR_VALUE,
+          "expected up to %d inputs, got %d", ENG_OP_INPUTS, call->n_in);
   for (int k = 0; k < call->n_in; k++) {
     if (call->in[k].slot == 0) continue;
     eng_status status = tensor_find(&c.in[k], &call->in[k]);
@@ -351,28 +347,19 @@ eng_status eng_run_into(eng_op_call *call, const eng_tensor *target)
 {
   tensor *y;
   ENG_TRY(tensor_get(&y, target));
-  if (y->store->space != backend_current()->space)
-    return error_set(ENG_ERR_DEVICE,
-                     "the output %s is not in the memory of the current device; hint: "
-                     "engine.device() selects its device",
-                     tensor_text(y));
+  FAIL_IF(y->store->space != backend_current()->space, ENG_ERR_DEVICE,
+          "the output %s is not in the memory of the current device; hint: engine.device() "
+          "selects its device", tensor_text(y));
   for (int k = 0; k < call->n_in && k < ENG_OP_INPUTS; k++) {
     tensor *x = NULL;
     if (call->in[k].slot) ENG_TRY(tensor_get(&x, &call->in[k]));
-    if (x && x->store == y->store)
-      return error_set(ENG_ERR_VALUE,
-                       "an operation cannot read the memory it writes: an input shares the memory "
-                       "of the output %s",
-                       tensor_text(y));
+    FAIL_IF(x && x->store == y->store, ENG_ERR_VALUE, "an operation cannot read the memory it "
+            "writes: an input shares the memory of the output %s", tensor_text(y));
   }
-  if (!op_takes_target(call->op))
-    return error_set(ENG_ERR_VALUE,
-                     "%s cannot write into a given tensor; hint: copy the result into the tensor",
-                     eng_op_name(call->op));
-  if (!dtype_is_float(y->dtype) || !tensor_contiguous(y))
-    return error_set(ENG_ERR_SHAPE,
-                     "expected a contiguous floating-point tensor to write into, got %s",
-                     tensor_text(y));
+  FAIL_IF(!op_takes_target(call->op), ENG_ERR_VALUE, "%s cannot write into a given tensor; hint: "
+          "copy the result into the tensor", eng_op_name(call->op));
+  FAIL_IF(!dtype_is_float(y->dtype) || !tensor_contiguous(y), ENG_ERR_SHAPE,
+          "expected a contiguous floating-point tensor to write into, got %s", tensor_text(y));
   bool recording = eng_grad_enabled(false);
   eng_status status = run_call(call, y);
   eng_grad_enabled(recording);

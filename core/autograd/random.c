@@ -91,11 +91,8 @@ static void fill_host(const tensor *x, const distribution *law, uint64_t first)
 /// Computes the numbers on the host, so that they are bit-identical on every device.
 static eng_status fill(const tensor *x, const distribution *law)
 {
-  if (dtype_is_fp8(x->dtype))
-    return error_set(
-      ENG_ERR_DTYPE,
-      "random numbers: cannot draw into %s; hint: draw f32, then :to(\"%s\")",
-      tensor_text(x), eng_dtype_name(x->dtype));
+  FAIL_IF(dtype_is_fp8(x->dtype), ENG_ERR_DTYPE, "random numbers: cannot draw into %s; hint: draw "
+          "f32, then :to(\"%s\")", tensor_text(x), eng_dtype_name(x->dtype));
   uint64_t first = rng_take((x->count + 3) / 4);
   x->store->writes++;
   if (x->store->space == SPACE_HOST) {
@@ -114,9 +111,8 @@ eng_status eng_uniform(const eng_tensor *handle, double low, double high)
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
-  if (!(f64_is_finite(low) && f64_is_finite(high) && low <= high))
-    return error_set(ENG_ERR_VALUE, "uniform: expected finite bounds low <= high, got %g and %g",
-                     low, high);
+  FAIL_IF(!(f64_is_finite(low) && f64_is_finite(high) && low <= high), ENG_ERR_VALUE,
+          "uniform: expected finite bounds low <= high, got %g and %g", low, high);
   distribution law = {.a = low, .b = high, .last = high};
   if (low < high && dtype_is_float(x->dtype)) law.last = fmax(low, below(x->dtype, high));
   return fill(x, &law);
@@ -126,9 +122,7 @@ eng_status eng_normal(const eng_tensor *handle, double mean, double std)
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
-  if (!(f64_is_finite(mean) && f64_is_finite(std) && std >= 0))
-    return error_set(ENG_ERR_VALUE,
-                     "normal: expected a finite mean and a standard deviation >= 0, got %g and %g",
-                     mean, std);
+  FAIL_IF(!(f64_is_finite(mean) && f64_is_finite(std) && std >= 0), ENG_ERR_VALUE, "normal: "
+          "expected a finite mean and a standard deviation >= 0, got %g and %g", mean, std);
   return fill(x, &(distribution){.normal = true, .a = mean, .b = std});
 }

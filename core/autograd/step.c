@@ -14,10 +14,8 @@ arena_id step_home(void) { return in_step || n_scopes > 0 ? ARENA_STEP : ARENA_K
 
 eng_status eng_step_begin(void)
 {
-  if (in_step)
-    return error_set(ENG_ERR_STATE,
-                     "step %lld is still open, and steps do not nest; hint: call end_step() first",
-                     (long long)tensor_step_number());
+  FAIL_IF(in_step, ENG_ERR_STATE, "step %lld is still open, and steps do not nest; hint: call "
+          "end_step() first", (long long)tensor_step_number());
   in_step = true;
   return ENG_OK;
 }
@@ -52,13 +50,10 @@ eng_status eng_scope_end(int64_t mark)
   int place = (int)(mark & INT32_MAX);
   bool same_step = mark >> 31 == tensor_step_number();
   if (same_step && n_scopes > 0) n_scopes--;
-  if (!same_step || place > tensor_mark())
-    return error_set(ENG_ERR_STATE, "this scope was opened in an earlier step, or an enclosing "
-                     "scope has ended before it");
-  if (tape_reaches(place))
-    return error_set(ENG_ERR_GRADIENT,
-                     "the tape has operations of this scope; hint: wrap them in engine.no_grad() "
-                     "or run backward() before the scope ends");
+  FAIL_IF(!same_step || place > tensor_mark(), ENG_ERR_STATE,
+          "this scope was opened in an earlier step, or an enclosing scope has ended before it");
+  FAIL_IF(tape_reaches(place), ENG_ERR_GRADIENT, "the tape has operations of this scope; hint: "
+          "wrap them in engine.no_grad() or run backward() before the scope ends");
   tensor_drop_since(place, false);
   return ENG_OK;
 }

@@ -94,8 +94,8 @@ static void mark_segment(const op_call *call)
 static eng_status record(const op_call *call, int64_t lua_id)
 {
   if (tape.again >= 0) return give_memory(call);
-  if (!ARRAY_GROW(tape.nodes, tape.room, tensor_tape_length + 1))
-    return error_set(ENG_ERR_MEMORY, "out of memory for the tape");
+  FAIL_IF(!ARRAY_GROW(tape.nodes, tape.room, tensor_tape_length + 1), ENG_ERR_MEMORY,
+          "out of memory for the tape");
   int later = lua_id < 0 ? later_outputs(call) : 0;
   for (int k = 0; k < call->n_out; k++) {
     tensor *y = call->out[k];
@@ -123,10 +123,9 @@ eng_status tape_record(const op_call *call)
 
 eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_tensor *y, int n_out)
 {
-  if (n_in < 1 || n_in > ENG_OP_INPUTS || n_out < 1 || n_out > ENG_OP_OUTPUTS)
-    return error_set(ENG_ERR_VALUE,
-                     "custom: expected 1 to %d input tensors and 1 to %d results, got %d and %d",
-                     ENG_OP_INPUTS, ENG_OP_OUTPUTS, n_in, n_out);
+  FAIL_IF(n_in < 1 || n_in > ENG_OP_INPUTS || n_out < 1 || n_out > ENG_OP_OUTPUTS, ENG_ERR_VALUE,
+          "custom: expected 1 to %d input tensors and 1 to %d results, got %d and %d",
+          ENG_OP_INPUTS, ENG_OP_OUTPUTS, n_in, n_out);
   op_call call = {.op = -1, .n_in = n_in, .n_out = n_out};
   bool wanted = false;
   for (int k = 0; k < n_in; k++) {
@@ -135,11 +134,9 @@ eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_t
   }
   for (int k = 0; k < n_out; k++) {
     ENG_TRY(tensor_get(&call.out[k], &y[k]));
-    if (!call.out[k]->of_step || tape_holds(call.out[k]) || call.out[k]->requires_grad)
-      return error_set(ENG_ERR_GRADIENT,
-                       "custom: expected result %d of forward to be a new tensor of this step that "
-                       "requires no gradient; hint: return x:contiguous() instead of x",
-                       k + 1);
+    FAIL_IF(!call.out[k]->of_step || tape_holds(call.out[k]) || call.out[k]->requires_grad,
+            ENG_ERR_GRADIENT, "custom: expected result %d of forward to be a new tensor of this "
+            "step that requires no gradient; hint: return x:contiguous() instead of x", k + 1);
   }
   return wanted && !tape.off && !tape.frozen ? record(&call, id) : ENG_OK;
 }
@@ -201,10 +198,8 @@ bool eng_grad_enabled(bool on)
 eng_status eng_gradient_relative_scale(double *before, double relative)
 {
   *before = tape.relative_scale;
-  if (!f64_is_finite(relative) || !(relative > 0))
-    return error_set(ENG_ERR_VALUE,
-                     "expected a positive finite relative scale of gradients, got %g",
-                     relative);
+  FAIL_IF(!f64_is_finite(relative) || !(relative > 0), ENG_ERR_VALUE,
+          "expected a positive finite relative scale of gradients, got %g", relative);
   tape.relative_scale = relative;
   return ENG_OK;
 }

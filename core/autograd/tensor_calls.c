@@ -32,10 +32,9 @@ static eng_status copy(tensor *y, tensor *x)
   op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {x}, .out = {y},
                .cast = {.dtype = y->dtype}};
   eng_status status = ENG_OK;
-  if (x->store->space != y->store->space)
-    return error_set(ENG_ERR_DEVICE,
-                     "copy: %s and %s lie in the memory of different devices; hint: x:to('%s')",
-                     tensor_text(x), tensor_text(y), backend_of_space(y->store->space)->name);
+  FAIL_IF(x->store->space != y->store->space, ENG_ERR_DEVICE,
+          "copy: %s and %s lie in the memory of different devices; hint: x:to('%s')",
+          tensor_text(x), tensor_text(y), backend_of_space(y->store->space)->name);
   if (x->store->space == arena_space()) {
     bool recording = eng_grad_enabled(false);
     status = op_run(&c);
@@ -61,9 +60,7 @@ eng_status eng_free(const eng_tensor *handle)
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
-  if (x->held)
-    return error_set(ENG_ERR_STATE, "%s belongs to a parameter set, which frees it",
-                     tensor_text(x));
+  FAIL_IF(x->held, ENG_ERR_STATE, "%s belongs to a parameter set, which frees it", tensor_text(x));
   if (!tape_empty()) {   // the tape may need the tensor
     if (x->of_step) return ENG_OK;
     return error_set(
@@ -123,13 +120,12 @@ eng_status eng_info(eng_tensor_info *out, const eng_tensor *handle)
 
 static eng_status check_transfer(const tensor *x, const void *memory, int format, int64_t count)
 {
-  if (!memory && count != 0)
-    return error_set(ENG_ERR_VALUE, "expected memory for %s, got nothing", tensor_text(x));
-  if (format < 0 || format >= ENG_DTYPE_COUNT)
-    return error_set(ENG_ERR_DTYPE, "unknown dtype number %d", format);
-  if (count != x->count)
-    return error_set(ENG_ERR_SHAPE, "expected %lld values for %s, got %lld", (long long)x->count,
-                     tensor_text(x), (long long)count);
+  FAIL_IF(!memory && count != 0, ENG_ERR_VALUE,
+          "expected memory for %s, got nothing", tensor_text(x));
+  FAIL_IF(format < 0 || format >= ENG_DTYPE_COUNT, ENG_ERR_DTYPE,
+          "unknown dtype number %d", format);
+  FAIL_IF(count != x->count, ENG_ERR_SHAPE, "expected %lld values for %s, got %lld",
+          (long long)x->count, tensor_text(x), (long long)count);
   return ENG_OK;
 }
 
@@ -163,9 +159,8 @@ eng_status eng_checksum(uint64_t *out, const eng_tensor *handle)
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
-  if (!tensor_contiguous(x))
-    return error_set(ENG_ERR_SHAPE, "checksum: expected a contiguous tensor, got %s",
-                     tensor_text(x));
+  FAIL_IF(!tensor_contiguous(x), ENG_ERR_SHAPE,
+          "checksum: expected a contiguous tensor, got %s", tensor_text(x));
   return transfer_checksum(out, x->store->space, x->data, x->count * eng_dtype_size(x->dtype));
 }
 
@@ -173,9 +168,8 @@ eng_status eng_item(double *out, const eng_tensor *handle)
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
-  if (x->count != 1)
-    return error_set(ENG_ERR_SHAPE, "item: expected a tensor of one element, got %s",
-                     tensor_text(x));
+  FAIL_IF(x->count != 1, ENG_ERR_SHAPE,
+          "item: expected a tensor of one element, got %s", tensor_text(x));
   char cell[8];
   ENG_TRY(transfer_to_host(cell, x->store->space, x->data, eng_dtype_size(x->dtype)));
   *out = lua_number(tensor_load(cell, x->dtype, 0));
@@ -204,10 +198,9 @@ eng_status eng_copy(const eng_tensor *target, const eng_tensor *source)
   ENG_TRY(tensor_get(&x, source));
   int ndim;
   int64_t shape[ENG_MAX_DIMS];
-  if (!shape_broadcast(&ndim, shape, x, y) || ndim != y->ndim ||
-      memcmp(shape, y->shape, (size_t)ndim * sizeof *shape) != 0)
-    return error_set(ENG_ERR_SHAPE, "copy: %s does not broadcast into %s", tensor_text(x),
-                     tensor_text(y));
+  FAIL_IF(!shape_broadcast(&ndim, shape, x, y) || ndim != y->ndim ||
+          memcmp(shape, y->shape, (size_t)ndim * sizeof *shape) != 0, ENG_ERR_SHAPE,
+          "copy: %s does not broadcast into %s", tensor_text(x), tensor_text(y));
   OWNED tensor *between = NULL, *spread = NULL;
   eng_status status = ENG_OK;
   bool recording = eng_grad_enabled(false);

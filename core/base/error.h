@@ -7,8 +7,7 @@
 
 #include "engine.h"
 
-/// Stores a printf-style message for this thread and returns `status`, so that a check reads
-/// `return error_set(ENG_ERR_SHAPE, "add: ...", ...);`
+/// Stores a printf-style message for this thread and returns `status`.
 __attribute__((format(printf, 2, 3)))
 eng_status error_set(eng_status status, const char *format, ...);
 
@@ -16,6 +15,11 @@ eng_status error_set(eng_status status, const char *format, ...);
 /// ..."). Returns `status`.
 __attribute__((format(printf, 2, 3)))
 eng_status error_prefix(eng_status status, const char *format, ...);
+
+/// Returns from the enclosing function with an error if `bad`: FAIL_IF(bad, ENG_ERR_SHAPE, "add: ..",
+/// ..). Evaluates the arguments of the message only then.
+#define FAIL_IF(bad, ...) \
+  do { if (bad) return error_set(__VA_ARGS__); } while (0)
 
 /// Returns from the enclosing function with the status of `call`, unless this status is ENG_OK.
 #define ENG_TRY(call) \

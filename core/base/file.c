@@ -42,7 +42,7 @@ char *file_parent(const char *path)
 static eng_status sync_parent(const char *path)
 {
   FREED char *parent = file_parent(path);
-  if (parent == NULL) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  FAIL_IF(parent == NULL, ENG_ERR_MEMORY, "%s: out of memory", path);
   return eng_file_sync(parent);
 }
 
@@ -96,9 +96,8 @@ eng_status file_writer_open(file_writer *writer, const char *path)
   // The kind of file is checked first, because the rename would silently replace a device such as
   // /dev/null.
   int kind = eng_file_kind(path);
-  if (kind == ENG_FILE_FOLDER || kind == ENG_FILE_OTHER)
-    return error_set(ENG_ERR_IO, "%s: expected a file to write, got a %s", path,
-                     kind == ENG_FILE_FOLDER ? "directory" : "device or pipe");
+  FAIL_IF(kind == ENG_FILE_FOLDER || kind == ENG_FILE_OTHER, ENG_ERR_IO, "%s: expected a file to "
+          "write, got a %s", path, kind == ENG_FILE_FOLDER ? "directory" : "device or pipe");
   size_t room = strlen(path) + 48;
   writer->path = strdup(path);
   writer->temporary = malloc(room);
@@ -120,7 +119,7 @@ eng_status file_writer_open(file_writer *writer, const char *path)
 eng_status file_writer_put(file_writer *writer, const void *data, int64_t size)
 {
   const char *p = data;
-  if (writer->fd < 0) return error_set(ENG_ERR_STATE, "file_writer_put: no file is open");
+  FAIL_IF(writer->fd < 0, ENG_ERR_STATE, "file_writer_put: no file is open");
   writer->crc = eng_crc32c(writer->crc, data, size);
   writer->size += size;
   while (size > 0) {
@@ -140,7 +139,7 @@ eng_status file_writer_put(file_writer *writer, const void *data, int64_t size)
 
 eng_status file_writer_commit(file_writer *writer)
 {
-  if (writer->fd < 0) return error_set(ENG_ERR_STATE, "file_writer_commit: no file is open");
+  FAIL_IF(writer->fd < 0, ENG_ERR_STATE, "file_writer_commit: no file is open");
   eng_status status = ENG_OK;
   if (fsync(writer->fd) != 0)
     status = io_error("sync (the old file is unchanged)", writer->path);
@@ -186,11 +185,8 @@ eng_status file_read_at(int fd, const char *path, void *target, int64_t size, in
     ssize_t got = pread(fd, p, size < (1 << 30) ? (size_t)size : (size_t)1 << 30, offset);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) return io_error("read", path);
-    if (got == 0)
-      return error_set(ENG_ERR_IO,
-                       "%s: expected %lld bytes at byte %lld, found the end; hint: the file "
-                       "was truncated after it was opened",
-                       path, (long long)size, (long long)offset);
+    FAIL_IF(got == 0, ENG_ERR_IO, "%s: expected %lld bytes at byte %lld, found the end; hint: the "
+            "file was truncated after it was opened", path, (long long)size, (long long)offset);
     p += got;
     offset += got;
     size -= got;
@@ -233,8 +229,7 @@ eng_status eng_file_lock(int *lock, const char *path)
     close(fd);
     if (!taken) return ENG_OK;   // the file system has no locks
     long process = strtol(holder, NULL, 10);
-    if (process == (long)getpid())
-      return error_set(ENG_ERR_STATE, "%s is already locked by this process", path);
+    FAIL_IF(process == (long)getpid(), ENG_ERR_STATE, "%s is already locked by this process", path);
     if (process <= 0)              // the other process has not written its id yet, or could not
       return error_set(ENG_ERR_STATE, "%s is locked by an unknown process", path);
     return error_set(ENG_ERR_STATE, "%s is locked by process %ld", path, process);
@@ -280,7 +275,7 @@ eng_status eng_file_mkdir(const char *path)
 {
   if (eng_file_kind(path) == ENG_FILE_FOLDER) return ENG_OK;
   FREED char *partial = strdup(path);
-  if (partial == NULL) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  FAIL_IF(partial == NULL, ENG_ERR_MEMORY, "%s: out of memory", path);
   size_t length = strlen(partial);
   while (length > 1 && partial[length - 1] == '/') partial[--length] = 0;
   for (size_t i = 1; i <= length; i++) {
@@ -307,17 +302,17 @@ eng_status eng_file_sync(const char *path)
 
 eng_status eng_file_rename(const char *from, const char *to)
 {
-  if (eng_file_kind(to) == ENG_FILE_OTHER)
-    return error_set(ENG_ERR_IO, "%s: expected a file to write, got a device or pipe", to);
-  if (rename(from, to) != 0)
-    return error_set(ENG_ERR_IO, "%s: cannot rename to %s: %s", from, to, strerror(errno));
+  FAIL_IF(eng_file_kind(to) == ENG_FILE_OTHER, ENG_ERR_IO,
+          "%s: expected a file to write, got a device or pipe", to);
+  FAIL_IF(rename(from, to) != 0, ENG_ERR_IO,
+          "%s: cannot rename to %s: %s", from, to, strerror(errno));
   return sync_parent(to);
 }
 
 eng_status eng_file_exchange(const char *a, const char *b)
 {
-  if (renameat2(AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE) != 0)
-    return error_set(ENG_ERR_IO, "%s: cannot swap with %s: %s", a, b, strerror(errno));
+  FAIL_IF(renameat2(AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE) != 0, ENG_ERR_IO,
+          "%s: cannot swap with %s: %s", a, b, strerror(errno));
   return sync_parent(b);
 }
 
@@ -345,7 +340,7 @@ static int by_bytes(const struct dirent **a, const struct dirent **b)
 eng_status eng_file_list(eng_listing **out, const char *path)
 {
   *out = calloc(1, sizeof **out);
-  if (*out == NULL) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  FAIL_IF(*out == NULL, ENG_ERR_MEMORY, "%s: out of memory", path);
   (*out)->count = scandir(path, &(*out)->entries, is_listed, by_bytes);
   if ((*out)->count >= 0) return ENG_OK;
   eng_status status = io_error("list", path);

@@ -77,9 +77,8 @@ static eng_status unescape(json_reader *reader, char **to)
     reader->now = p + 1;
     return ENG_OK;
   }
-  if (p >= end || *p != 'u')
-    return error_set(ENG_ERR_FORMAT, "%s: unknown escape in a string at byte %lld", reader->name,
-                     position(reader));
+  FAIL_IF(p >= end || *p != 'u', ENG_ERR_FORMAT,
+          "%s: unknown escape in a string at byte %lld", reader->name, position(reader));
   int c = hex4(p + 1, end), used = 5;
   if (c >= 0xD800 && c < 0xDC00 && end - p >= 7 && p[5] == '\\' && p[6] == 'u') {
     int low = hex4(p + 7, end);
@@ -88,12 +87,10 @@ static eng_status unescape(json_reader *reader, char **to)
       used = 11;
     }
   }
-  if (c <= 0 || (c >= 0xD800 && c < 0xE000))
-    return error_set(ENG_ERR_FORMAT, "%s: %s in a string at byte %lld", reader->name,
-                     c < 0    ? "malformed \\u escape"
-                     : c == 0 ? "a NUL character"
-                              : "half a surrogate pair",
-                     position(reader));
+  FAIL_IF(c <= 0 || (c >= 0xD800 && c < 0xE000), ENG_ERR_FORMAT,
+          "%s: %s in a string at byte %lld", reader->name,
+          c < 0 ? "malformed \\u escape" : c == 0 ? "a NUL character" : "half a surrogate pair",
+          position(reader));
   *to += utf8_put(*to, (uint32_t)c);
   reader->now = p + used;
   return ENG_OK;
@@ -114,9 +111,8 @@ eng_status json_string(json_reader *reader, char **out)
       *to = 0;                    // never past the closing quote
       return ENG_OK;
     }
-    if (c < 0x20)
-      return error_set(ENG_ERR_FORMAT, "%s: control character 0x%02X in a string at byte %lld",
-                       reader->name, c, position(reader));
+    FAIL_IF(c < 0x20, ENG_ERR_FORMAT, "%s: control character 0x%02X in a string at byte %lld",
+            reader->name, c, position(reader));
     reader->now++;
     if (c == '\\') ENG_TRY(unescape(reader, &to));
     else *to++ = (char)c;
@@ -128,25 +124,20 @@ eng_status json_whole(json_reader *reader, int64_t *out)
 {
   skip_space(reader);
   const char *p = reader->now, *end = reader->end;
-  if (p >= end || *p < '0' || *p > '9')
-    return error_set(ENG_ERR_FORMAT, "%s: expected a whole number >= 0 at byte %lld, got %s",
-                     reader->name, position(reader), found(reader));
+  FAIL_IF(p >= end || *p < '0' || *p > '9', ENG_ERR_FORMAT, "%s: expected a whole number >= 0 at "
+          "byte %lld, got %s", reader->name, position(reader), found(reader));
   uint64_t value = 0;
   const char *first = p;
   for (; p < end && *p >= '0' && *p <= '9'; p++) {
     uint64_t digit = (uint64_t)(*p - '0');
-    if (value > ((uint64_t)INT64_MAX - digit) / 10)
-      return error_set(ENG_ERR_FORMAT, "%s: the number at byte %lld is larger than 2^63-1",
-                       reader->name, position(reader));
+    FAIL_IF(value > ((uint64_t)INT64_MAX - digit) / 10, ENG_ERR_FORMAT,
+            "%s: the number at byte %lld is larger than 2^63-1", reader->name, position(reader));
     value = 10 * value + digit;
   }
-  if (p - first > 1 && *first == '0')
-    return error_set(ENG_ERR_FORMAT, "%s: the number at byte %lld begins with 0", reader->name,
-                     position(reader));
-  if (p < end && (*p == '.' || *p == 'e' || *p == 'E'))
-    return error_set(ENG_ERR_FORMAT,
-                     "%s: expected a whole number at byte %lld, got a fraction or exponent",
-                     reader->name, position(reader));
+  FAIL_IF(p - first > 1 && *first == '0', ENG_ERR_FORMAT,
+          "%s: the number at byte %lld begins with 0", reader->name, position(reader));
+  FAIL_IF(p < end && (*p == '.' || *p == 'e' || *p == 'E'), ENG_ERR_FORMAT, "%s: expected a whole "
+          "number at byte %lld, got a fraction or exponent", reader->name, position(reader));
   reader->now += p - first;
   *out = (int64_t)value;
   return ENG_OK;

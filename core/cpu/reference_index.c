@@ -36,13 +36,11 @@ static eng_status check_indices(const op_call *call, int64_t size)
   const tensor *indices = call->in[1];
   for (int64_t k = 0; k < indices->count; k++) {
     int64_t index = load_int_at(indices, k);
-    if (index < 0 || index >= size)
-      return error_set(ENG_ERR_VALUE,
-                       "%s: expected %s%lld, got %lld at position %lld of %s",
-                       eng_op_name(call->op),
-                       size > 0 ? "indices in 0.." : "no indices into a dimension of size ",
-                       (long long)(size - (size > 0)), (long long)index, (long long)k + 1,
-                       tensor_text(indices));
+    FAIL_IF(index < 0 || index >= size, ENG_ERR_VALUE,
+            "%s: expected %s%lld, got %lld at position %lld of %s", eng_op_name(call->op),
+            size > 0 ? "indices in 0.." : "no indices into a dimension of size ",
+            (long long)(size - (size > 0)), (long long)index, (long long)k + 1,
+            tensor_text(indices));
   }
   return ENG_OK;
 }

@@ -17,13 +17,10 @@ static eng_status count_targets(int64_t *counted, const op_call *call)
   for (int64_t r = 0; r < rows; r++) {
     int64_t t = tensor_load_int(targets->data, targets->dtype, r);
     if (t == ignored) continue;
-    if (t < 0 || t > last)
-      return error_set(
-        ENG_ERR_VALUE,
-        "%s: expected targets in 0..%lld (or %lld, ignored), got %lld at row %lld of %s; "
-        "hint: does the vocabulary of the data fit the model?",
-        eng_op_name(call->op), (long long)last, (long long)ignored, (long long)t,
-        (long long)r + 1, tensor_text(targets));
+    FAIL_IF(t < 0 || t > last, ENG_ERR_VALUE, "%s: expected targets in 0..%lld (or %lld, "
+            "ignored), got %lld at row %lld of %s; hint: does the vocabulary of the data fit the "
+            "model?", eng_op_name(call->op), (long long)last, (long long)ignored, (long long)t,
+            (long long)r + 1, tensor_text(targets));
     ++*counted;
   }
   return ENG_OK;

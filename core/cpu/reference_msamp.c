@@ -44,7 +44,7 @@ eng_status reference_msamp_fp4(const op_call *call)
   side of = {.call = call, .rows = rows, .columns = K, .row = K, .column = 1};
   *(float *)call->out[2]->data = block_amax(&of, 0, rows, 0, K, true);
   double *v = malloc((size_t)(2 * K + 1) * sizeof *v);
-  if (!v) return error_set(ENG_ERR_MEMORY, "msamp_fp4: out of memory for a row");
+  FAIL_IF(!v, ENG_ERR_MEMORY, "msamp_fp4: out of memory for a row");
   double *sorted = v + K;
   for (int64_t r = 0; r < rows; r++) {
     for (int64_t c = 0; c < K; c++) sorted[c] = v[c] = bf16_to_f32(bf16_from_f32(x_at(&of, r, c)));

@@ -26,7 +26,7 @@ eng_status transfer_checksum(uint64_t *out, int space, const void *data, int64_t
   bool host = space == SPACE_HOST;
   FREED uint64_t *hash = malloc((size_t)(pieces + 1) * sizeof *hash);
   FREED char *staged = host ? NULL : malloc(bytes < STAGED ? (size_t)bytes + 1 : STAGED);
-  if (!hash || !(host || staged)) return error_set(ENG_ERR_MEMORY, "out of memory for a checksum");
+  FAIL_IF(!hash || !(host || staged), ENG_ERR_MEMORY, "out of memory for a checksum");
   if (host) hash_pieces(hash, data, bytes);
   for (int64_t at = 0; !host && at < bytes; at += STAGED) {
     int64_t part = bytes - at < STAGED ? bytes - at : STAGED;

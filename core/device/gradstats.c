@@ -40,15 +40,13 @@ eng_status eng_stats(eng_tensor_stats *out, const eng_tensor *handle, unsigned n
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
-  if (x->dtype != ENG_f32 && x->dtype != ENG_f16 && x->dtype != ENG_bf16)
-    return error_set(ENG_ERR_DTYPE, "stats: expected f32, f16 or bf16, got %s; hint: x:to('f32')",
-                     eng_dtype_name(x->dtype));
-  if (!tensor_contiguous(x))
-    return error_set(ENG_ERR_VALUE, "stats: expected a contiguous tensor; hint: x:contiguous()");
+  FAIL_IF(x->dtype != ENG_f32 && x->dtype != ENG_f16 && x->dtype != ENG_bf16, ENG_ERR_DTYPE,
+          "stats: expected f32, f16 or bf16, got %s; hint: x:to('f32')", eng_dtype_name(x->dtype));
+  FAIL_IF(!tensor_contiguous(x), ENG_ERR_VALUE,
+          "stats: expected a contiguous tensor; hint: x:contiguous()");
   const backend *device = backend_of_space(x->store->space);
-  if (!device->gradstats)
-    return error_set(ENG_ERR_DEVICE, "stats: the device %s cannot compute statistics",
-                     device->name);
+  FAIL_IF(!device->gradstats, ENG_ERR_DEVICE,
+          "stats: the device %s cannot compute statistics", device->name);
   param_span span = {.name = "x", .count = x->count, .gradient = x->data,
                      .gradient_dtype = x->dtype, .scale = 1};
   memset(out, 0, sizeof *out);

@@ -144,8 +144,8 @@ static eng_status through_host(void *buffer, int format, const tensor *x, bool i
   int64_t bytes = bytes_of(x);
   bool converts = format != x->dtype, gathers = !tensor_contiguous(x);
   FREED void *converted = converts ? malloc((size_t)bytes) : NULL;
-  if (converts && !converted)
-    return error_set(ENG_ERR_MEMORY, "out of memory for a host copy of %s", tensor_text(x));
+  FAIL_IF(converts && !converted, ENG_ERR_MEMORY,
+          "out of memory for a host copy of %s", tensor_text(x));
   AT_END(scratch_free_in) scratch_piece gathered = {0};
   if (gathers) gathered = scratch_alloc_in(space, bytes);
   if (gathers && !gathered.memory) return ENG_ERR_MEMORY;

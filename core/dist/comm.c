@@ -33,8 +33,7 @@ static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, 
   wish own = {color, key};
   FREED wish *all = calloc((size_t)parent->size, sizeof *all);
   part->of_world = calloc((size_t)parent->size, sizeof *part->of_world);
-  if (!all || !part->of_world)
-    return error_set(ENG_ERR_MEMORY, "out of memory while creating a group of ranks");
+  FAIL_IF(!all || !part->of_world, ENG_ERR_MEMORY, "out of memory while creating a group of ranks");
   ENG_TRY(eng_comm_all_gather(parent, all, &own, sizeof own));
   part->size = 0;
   for (int r = 0; r < parent->size; r++) {
@@ -60,19 +59,17 @@ static eng_status split_by_transport(eng_comm *part, eng_comm *parent, int color
   if (status != ENG_OK || color < 0) return status;
   int32_t own = comm_world.rank;
   part->of_world = calloc((size_t)part->size, sizeof *part->of_world);
-  if (!part->of_world) return error_set(ENG_ERR_MEMORY, "out of memory for a group of ranks");
+  FAIL_IF(!part->of_world, ENG_ERR_MEMORY, "out of memory for a group of ranks");
   return eng_comm_all_gather(part, part->of_world, &own, sizeof own);
 }
 
 eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key)
 {
   *out = NULL;
-  if (color < -1)
-    return error_set(ENG_ERR_VALUE,
-                     "split of a group: expected a color of 0 or more, or -1 for no group, got %d",
-                     color);
+  FAIL_IF(color < -1, ENG_ERR_VALUE,
+          "split of a group: expected a color of 0 or more, or -1 for no group, got %d", color);
   eng_comm *part = calloc(1, sizeof *part);
-  if (!part) return error_set(ENG_ERR_MEMORY, "out of memory for a group of ranks");
+  FAIL_IF(!part, ENG_ERR_MEMORY, "out of memory for a group of ranks");
   part->transport = parent->transport;
   part->size = 1;
   eng_status status = ENG_OK;
@@ -122,9 +119,8 @@ static void combine(void *out, const void *low, const void *high, int64_t n, int
 
 static eng_status check_type(int dtype, int op)
 {
-  if (dtype != ENG_f32 && dtype != ENG_f64 && dtype != ENG_i64)
-    return error_set(ENG_ERR_DTYPE, "reduction over ranks: expected f32, f64 or i64, got %s",
-                     eng_dtype_name(dtype));
+  FAIL_IF(dtype != ENG_f32 && dtype != ENG_f64 && dtype != ENG_i64, ENG_ERR_DTYPE,
+          "reduction over ranks: expected f32, f64 or i64, got %s", eng_dtype_name(dtype));
   return op == ENG_SUM || op == ENG_MAX
            ? ENG_OK
            : error_set(ENG_ERR_VALUE, "reduction over ranks: unknown operation number %d; "
@@ -220,8 +216,7 @@ static eng_status reduce_large(const reduction *r, char *room, int64_t piece, in
   char *own = r->data + step * c->rank;
   FREED comm_message *m = calloc(2 * (size_t)c->size, sizeof *m);
   FREED const void **in = calloc((size_t)c->size, sizeof *in);
-  if (!m || !in)
-    return error_set(ENG_ERR_MEMORY, "out of memory for a reduction over %d ranks", c->size);
+  FAIL_IF(!m || !in, ENG_ERR_MEMORY, "out of memory for a reduction over %d ranks", c->size);
   for (int round = 0; round < 2; round++) {
     int n = 0;
     int64_t own_bytes = all - step * c->rank;
@@ -250,9 +245,8 @@ static eng_status reduce(const reduction *r)
   bool small = bytes <= SMALL || r->n_sums >= 0;
   int tag = comm_tag(c);
   FREED char *room = malloc((size_t)(small ? bytes : piece * c->size * size));
-  if (!room)
-    return error_set(ENG_ERR_MEMORY, "out of memory for a reduction of %lld bytes over ranks",
-                     (long long)bytes);
+  FAIL_IF(!room, ENG_ERR_MEMORY,
+          "out of memory for a reduction of %lld bytes over ranks", (long long)bytes);
   return small ? reduce_small(r, room, tag) : reduce_large(r, room, piece, tag);
 }
 
@@ -281,9 +275,8 @@ eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int roo
 {
   enum { PART = 1 << 24 };
   int n = comm->size, place = (comm->rank - root + n) % n;     // the root has place 0
-  if (root < 0 || root >= n)
-    return error_set(ENG_ERR_VALUE, "broadcast: expected a root rank from 0 to %d, got %d", n - 1,
-                     root);
+  FAIL_IF(root < 0 || root >= n, ENG_ERR_VALUE,
+          "broadcast: expected a root rank from 0 to %d, got %d", n - 1, root);
   if (n == 1) return ENG_OK;
   int tag = comm_tag(comm);
   for (int64_t at = 0; at < bytes; at += PART) {
@@ -307,14 +300,13 @@ eng_status eng_comm_broadcast_tensor(eng_comm *comm, const eng_tensor *handle, i
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
   if (comm->size == 1 || x->count == 0) return ENG_OK;
-  if (!tensor_contiguous(x))
-    return error_set(ENG_ERR_SHAPE, "broadcast over ranks: expected a contiguous tensor, got %s",
-                     tensor_text(x));
+  FAIL_IF(!tensor_contiguous(x), ENG_ERR_SHAPE,
+          "broadcast over ranks: expected a contiguous tensor, got %s", tensor_text(x));
   int64_t bytes = x->count * eng_dtype_size(x->dtype);
   x->store->writes++;
   if (x->store->space == SPACE_HOST) return eng_comm_broadcast(comm, x->data, bytes, root);
   FREED char *host = malloc((size_t)bytes);
-  if (!host) return error_set(ENG_ERR_MEMORY, "out of memory to send %s", tensor_text(x));
+  FAIL_IF(!host, ENG_ERR_MEMORY, "out of memory to send %s", tensor_text(x));
   if (comm->rank == root) ENG_TRY(transfer_to_host(host, x->store->space, x->data, bytes));
   ENG_TRY(eng_comm_broadcast(comm, host, bytes, root));
   return comm->rank == root ? ENG_OK : transfer_from_host(x->store->space, x->data, host, bytes);
@@ -326,7 +318,7 @@ eng_status eng_comm_all_gather(eng_comm *comm, void *all, const void *own, int64
   memmove(to + bytes * comm->rank, own, (size_t)bytes);
   if (comm->size == 1 || bytes == 0) return ENG_OK;
   FREED comm_message *m = calloc(2 * (size_t)comm->size, sizeof *m);
-  if (!m) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", comm->size);
+  FAIL_IF(!m, ENG_ERR_MEMORY, "out of memory for %d ranks", comm->size);
   int n = 0;
   for (int peer = 0; peer < comm->size; peer++) {
     if (peer == comm->rank) continue;

@@ -60,8 +60,7 @@ static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, boo
       HEAP_TAKE(&p->memory, b->member, i + 1);
       HEAP_TAKE(&p->memory, b->at, i + 2);
       HEAP_TAKE(&p->memory, b->anyone, i + 1);
-      if (p->memory.failed)
-        return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
+      FAIL_IF(p->memory.failed, ENG_ERR_MEMORY, "out of memory for gradient buckets");
     }
     bucket *b = &p->buckets[open[dtype]];
     b->member[b->n] = i;
@@ -108,16 +107,13 @@ eng_status bucket_cut(eng_parallel *p, bucket *b, int number)
   int ranks = b->comm->size;
   if (!b->cut) HEAP_TAKE(&p->memory, b->cut, ranks + 1);
   if (!b->begin) HEAP_TAKE(&p->memory, b->begin, ranks + 1);
-  if (p->memory.failed)
-    return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
+  FAIL_IF(p->memory.failed, ENG_ERR_MEMORY, "out of memory for gradient buckets");
   cut(b, number, ranks, p->whole);
   for (int rank = 0; rank < ranks; rank++) {
     int64_t bytes = message_bytes(b, rank);
     b->begin[rank + 1] = b->begin[rank] + bytes;
-    if (bytes > COMM_LARGEST)
-      return error_set(ENG_ERR_VALUE,
-                       "a gradient bucket needs a message of %lld bytes, above the limit of 1 GiB; "
-                       "hint: use smaller buckets", (long long)bytes);
+    FAIL_IF(bytes > COMM_LARGEST, ENG_ERR_VALUE, "a gradient bucket needs a message of %lld "
+            "bytes, above the limit of 1 GiB; hint: use smaller buckets", (long long)bytes);
   }
   b->packed = comm_packed_bytes(b->comm_dtype, bucket_piece(b, b->comm->rank));
   b->bytes = message_bytes(b, b->comm->rank);
@@ -157,7 +153,7 @@ void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *
 static eng_status set_order(eng_parallel *p)
 {
   HEAP_TAKE(&p->memory, p->order, p->n_buckets);
-  if (p->memory.failed) return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
+  FAIL_IF(p->memory.failed, ENG_ERR_MEMORY, "out of memory for gradient buckets");
   for (int k = 0; k < p->n_buckets; k++) {
     const bucket *b = &p->buckets[k];
     int at = k;
@@ -176,7 +172,7 @@ eng_status buckets_fill(eng_parallel *p, const eng_parallel_options *options)
   p->whole = options->whole != 0;
   HEAP_TAKE(&p->memory, p->buckets, p->set->n);
   HEAP_TAKE(&p->memory, p->bucket_of, p->set->n);
-  if (p->memory.failed) return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
+  FAIL_IF(p->memory.failed, ENG_ERR_MEMORY, "out of memory for gradient buckets");
   ENG_TRY(fill_group(p, options->bucket, options->comm_dtype, false));
   if (p->holders) ENG_TRY(fill_group(p, options->bucket, options->comm_dtype, true));
   return set_order(p);
@@ -184,14 +180,11 @@ eng_status buckets_fill(eng_parallel *p, const eng_parallel_options *options)
 
 eng_status buckets_check(const eng_parallel_options *options)
 {
-  if (options->comm_dtype < 0 || options->comm_dtype >= ENG_COMM_DTYPES)
-    return error_set(ENG_ERR_VALUE,
-                     "expected a comm dtype from 0 to 4 (ENG_COMM_*), got %d",
-                     options->comm_dtype);
-  if (options->zero < 0 || options->zero > 3)
-    return error_set(ENG_ERR_VALUE, "zero: expected 0, 1, 2 or 3, got %d", options->zero);
-  if (options->bucket < 1)
-    return error_set(ENG_ERR_VALUE, "gradient buckets: expected a size of 1 byte or more, got %lld",
-                     (long long)options->bucket);
+  FAIL_IF(options->comm_dtype < 0 || options->comm_dtype >= ENG_COMM_DTYPES, ENG_ERR_VALUE,
+          "expected a comm dtype from 0 to 4 (ENG_COMM_*), got %d", options->comm_dtype);
+  FAIL_IF(options->zero < 0 || options->zero > 3, ENG_ERR_VALUE,
+          "zero: expected 0, 1, 2 or 3, got %d", options->zero);
+  FAIL_IF(options->bucket < 1, ENG_ERR_VALUE, "gradient buckets: expected a size of 1 byte or "
+          "more, got %lld", (long long)options->bucket);
   return ENG_OK;
 }

@@ -46,8 +46,7 @@ eng_status cards_new(eng_parallel *p)
   HEAP_TAKE(&p->memory, p->own_flags, n + 1);
   HEAP_TAKE(&p->memory, p->pass_flags, p->comm->size * n);
   p->flags_bytes = (n + 1) * (int64_t)sizeof *p->own_flags;
-  if (p->memory.failed)
-    return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
+  FAIL_IF(p->memory.failed, ENG_ERR_MEMORY, "out of memory for gradient buckets");
   p->flags = arena_alloc_in(p->set->space, ARENA_MESSAGE, p->flags_bytes);
   return p->flags ? ENG_OK : ENG_ERR_MEMORY;
 }

@@ -122,15 +122,12 @@ typedef struct exchange {
 static eng_status check_rows(exchange *e, const tensor *x, const int64_t *rows, const char *what)
 {
   int64_t sum = 0;
-  if (x->ndim != 2 || !tensor_contiguous(x) || !dtype_is_float(x->dtype))
-    return error_set(
-      ENG_ERR_SHAPE,
-      "exchange of rows: expected a contiguous floating-point tensor [rows x columns], got %s",
-      tensor_text(x));
+  FAIL_IF(x->ndim != 2 || !tensor_contiguous(x) || !dtype_is_float(x->dtype), ENG_ERR_SHAPE,
+          "exchange of rows: expected a contiguous floating-point tensor [rows x columns], got "
+          "%s", tensor_text(x));
   for (int peer = 0; peer < e->comm->size; peer++) {
-    if (rows[peer] < 0)
-      return error_set(ENG_ERR_VALUE, "exchange of rows: expected 0 or more rows, got %lld",
-                       (long long)rows[peer]);
+    FAIL_IF(rows[peer] < 0, ENG_ERR_VALUE,
+            "exchange of rows: expected 0 or more rows, got %lld", (long long)rows[peer]);
     sum += rows[peer];
     if (rows[peer] > e->largest) e->largest = rows[peer];
   }
@@ -147,7 +144,7 @@ static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts 
   static const char what[] = "the exchange of rows among experts";
   int n = 0;
   FREED comm_message *m = calloc(2 * (size_t)e->comm->size, sizeof *m);
-  if (!m) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", e->comm->size);
+  FAIL_IF(!m, ENG_ERR_MEMORY, "out of memory for %d ranks", e->comm->size);
   for (int peer = 0; peer < e->comm->size; peer++) {
     int64_t sent = rows_bytes(e->comm_dtype, e->send[peer], e->columns),
             got = rows_bytes(e->comm_dtype, e->receive[peer], e->columns);
@@ -310,30 +307,22 @@ eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, 
   exchange e = {.comm = comm, .send = send, .receive = receive};
   ENG_TRY(tensor_get(&e.to, to));
   ENG_TRY(tensor_get(&e.from, from));
-  if (comm_dtype < 0 || comm_dtype >= ENG_COMM_DTYPES)
-    return error_set(ENG_ERR_VALUE,
-                     "expected a comm dtype from 0 to 4 (ENG_COMM_*), got %d", comm_dtype);
+  FAIL_IF(comm_dtype < 0 || comm_dtype >= ENG_COMM_DTYPES, ENG_ERR_VALUE,
+          "expected a comm dtype from 0 to 4 (ENG_COMM_*), got %d", comm_dtype);
   ENG_TRY(check_rows(&e, e.from, send, "sent"));
   ENG_TRY(check_rows(&e, e.to, receive, "received"));
-  if (e.to->dtype != e.from->dtype || e.to->shape[1] != e.from->shape[1] ||
-      e.to->store->space != e.from->store->space || e.to->store == e.from->store)
-    return error_set(
-      ENG_ERR_SHAPE,
-      "exchange of rows: expected two tensors of one dtype, width and device that share no "
-      "memory, got %s and %s",
-      tensor_text(e.from), tensor_text(e.to));
-  if (send[comm->rank] != receive[comm->rank])
-    return error_set(
-      ENG_ERR_VALUE,
-      "exchange of rows: this rank sends %lld rows to itself, but expects %lld from itself",
-      (long long)send[comm->rank], (long long)receive[comm->rank]);
+  FAIL_IF(e.to->dtype != e.from->dtype || e.to->shape[1] != e.from->shape[1] ||
+          e.to->store->space != e.from->store->space || e.to->store == e.from->store, ENG_ERR_SHAPE,
+          "exchange of rows: expected two tensors of one dtype, width and device that share no "
+          "memory, got %s and %s", tensor_text(e.from), tensor_text(e.to));
+  FAIL_IF(send[comm->rank] != receive[comm->rank], ENG_ERR_VALUE,
+          "exchange of rows: this rank sends %lld rows to itself, but expects %lld from itself",
+          (long long)send[comm->rank], (long long)receive[comm->rank]);
   e.columns = e.from->shape[1];
   e.comm_dtype = comm_dtype_of(comm_dtype, e.from->dtype);
-  if (rows_bytes(e.comm_dtype, e.largest, e.columns) > COMM_LARGEST)
-    return error_set(ENG_ERR_VALUE,
-                     "exchange of rows: %lld rows for one rank exceed the largest message "
-                     "(1 GiB); hint: use smaller batches",
-                     (long long)e.largest);
+  FAIL_IF(rows_bytes(e.comm_dtype, e.largest, e.columns) > COMM_LARGEST, ENG_ERR_VALUE,
+          "exchange of rows: %lld rows for one rank exceed the largest message (1 GiB); hint: "
+          "use smaller batches", (long long)e.largest);
   e.to->store->writes++;
   return run(&e, facts);
 }

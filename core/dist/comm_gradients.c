@@ -371,22 +371,17 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
 {
   eng_params *set = p->set;
   ENG_TRY(params_alive(set));
-  if (p->broken)
-    return error_set(ENG_ERR_STATE, "a step failed while gradients were in flight between ranks: "
-                                    "this process cannot continue training; hint: start the job "
-                                    "again");
-  if (p->armed)
-    return error_set(ENG_ERR_STATE, "the reduction over ranks has already begun; hint: call "
-                                    "eng_parallel_finish or eng_parallel_cancel first");
-  if (pass == ENG_PASS_MORE && p->zero < 2)
-    return error_set(ENG_ERR_STATE, "ENG_PASS_MORE needs zero=2 or 3; otherwise gradients are "
-                                    "reduced once a step");
+  FAIL_IF(p->broken, ENG_ERR_STATE, "a step failed while gradients were in flight between ranks: "
+          "this process cannot continue training; hint: start the job again");
+  FAIL_IF(p->armed, ENG_ERR_STATE, "the reduction over ranks has already begun; hint: call "
+          "eng_parallel_finish or eng_parallel_cancel first");
+  FAIL_IF(pass == ENG_PASS_MORE && p->zero < 2, ENG_ERR_STATE,
+          "ENG_PASS_MORE needs zero=2 or 3; otherwise gradients are reduced once a step");
   for (int k = 0; k < p->n_buckets; k++) {
     bucket *b = &p->buckets[k];
-    if (set->gradient_dtype[b->member[0]] != b->dtype)
-      return error_set(ENG_ERR_STATE,
-                       "the dtypes of gradients have changed since their reduction over ranks was "
-                       "set up; hint: create a new optimizer");
+    FAIL_IF(set->gradient_dtype[b->member[0]] != b->dtype, ENG_ERR_STATE,
+            "the dtypes of gradients have changed since their reduction over ranks was set up; "
+            "hint: create a new optimizer");
     b->state = BUCKET_FILLS;
     b->left = b->n;
   }
@@ -423,9 +418,8 @@ static void leave_rooms(eng_parallel *p)
 
 eng_status eng_parallel_finish(eng_parallel *p)
 {
-  if (!p->armed)
-    return error_set(ENG_ERR_STATE,
-                     "no reduction over ranks has begun; hint: call eng_parallel_begin first");
+  FAIL_IF(!p->armed, ENG_ERR_STATE,
+          "no reduction over ranks has begun; hint: call eng_parallel_begin first");
   backward_set_watch(NULL);
   comm_meanwhile(NULL, NULL);
   double began = eng_clock(), since = began;

@@ -47,9 +47,8 @@ static eng_status load(void)
   if (other && !*other) other = NULL;
   const char *name = other ? other : "libnccl.so.2";
   void *library = plugin_library(name, RTLD_LOCAL);
-  if (!library)
-    return error_set(ENG_ERR_LIBRARY, "cannot load %s (%s)", name,
-                     other ? dlerror() : "it comes with the CUDA toolkit's packages as libnccl2");
+  FAIL_IF(!library, ENG_ERR_LIBRARY, "cannot load %s (%s)", name,
+          other ? dlerror() : "it comes with the CUDA toolkit's packages as libnccl2");
   union { void *object; void (*function)(void); } entry;
   void (**slot)(void) = (void (**)(void))&nccl.call;
   _Static_assert(sizeof nccl.call == sizeof names / sizeof *names * sizeof *slot,
@@ -276,25 +275,18 @@ eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted)
   if (!everybody->transport || !everybody->transport->test) return ENG_OK;
   card_note own;
   FREED card_note *notes = calloc((size_t)everybody->size, sizeof *notes);
-  if (!notes) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", everybody->size);
+  FAIL_IF(!notes, ENG_ERR_MEMORY, "out of memory for %d ranks", everybody->size);
   write_note(&own, wanted);
   ENG_TRY(eng_comm_all_gather(everybody, notes, &own, sizeof own));
   for (int r = 0; r < everybody->size; r++)
-    if (notes[r].wish == WISH_UNKNOWN)
-      return error_set(ENG_ERR_VALUE, "ENGINE_NCCL on rank %d: expected auto, on or off, got '%s'",
-                       r, notes[r].why);
+    FAIL_IF(notes[r].wish == WISH_UNKNOWN, ENG_ERR_VALUE,
+            "ENGINE_NCCL on rank %d: expected auto, on or off, got '%s'", r, notes[r].why);
   bool can = decide(why, sizeof why, &any, &must, notes, everybody->size);
-  if (!can && must)
-    return error_set(
-      ENG_ERR_LIBRARY,
-      "NCCL is required (ENGINE_NCCL=on) but not available: %s; hint: ENGINE_NCCL=auto", why);
-  if (!can && nccl.comm[STREAM_HOST] && everybody->size > 1)
-    return error_set(
-      ENG_ERR_LIBRARY,
-      "these processes are connected by NCCL alone, which cannot carry this data: %s; "
-      "hint: use device=cuda on every rank, or start them with mpirun or srun "
-      "--mpi=pmix",
-      why);
+  FAIL_IF(!can && must, ENG_ERR_LIBRARY,
+          "NCCL is required (ENGINE_NCCL=on) but not available: %s; hint: ENGINE_NCCL=auto", why);
+  FAIL_IF(!can && nccl.comm[STREAM_HOST] && everybody->size > 1, ENG_ERR_LIBRARY,
+          "these processes are connected by NCCL alone, which cannot carry this data: %s; hint: "
+          "use device=cuda on every rank, or start them with mpirun or srun --mpi=pmix", why);
   if (!can) {
     snprintf(nccl.how, sizeof nccl.how, "%s%s", any ? "through the host: " : "", any ? why : "");
     return ENG_OK;
@@ -336,16 +328,14 @@ static eng_status staged_room(staged *s, int n, int64_t bytes)
     s->host = calloc((unsigned)n, sizeof *s->host);
     s->there = calloc((unsigned)n, sizeof *s->there);
     s->capacity = s->host && s->there ? n : 0;
-    if (s->capacity == 0) return error_set(ENG_ERR_MEMORY, "ranks: out of memory for messages");
+    FAIL_IF(s->capacity == 0, ENG_ERR_MEMORY, "ranks: out of memory for messages");
   }
   if (bytes > s->bytes) {
     if (s->memory) nccl.card->memory.give(s->memory, s->bytes);
     s->memory = nccl.card->memory.take(bytes);
     s->bytes = s->memory ? bytes : 0;
-    if (!s->memory)
-      return error_set(ENG_ERR_MEMORY,
-                       "ranks: out of memory on the card for messages of %lld bytes",
-                       (long long)bytes);
+    FAIL_IF(!s->memory, ENG_ERR_MEMORY,
+            "ranks: out of memory on the card for messages of %lld bytes", (long long)bytes);
   }
   return ENG_OK;
 }
@@ -356,7 +346,7 @@ static eng_status start(void **out, void *group, const comm_message *messages, i
   staged *s = spare ? spare : calloc(1, sizeof *s);
   int64_t bytes = 0;
   *out = NULL;
-  if (!s) return error_set(ENG_ERR_MEMORY, "ranks: out of memory for messages");
+  FAIL_IF(!s, ENG_ERR_MEMORY, "ranks: out of memory for messages");
   spare = s->next;
   for (int i = 0; i < n; i++)
     bytes += (messages[i].bytes + STAGED_ALIGN - 1) / STAGED_ALIGN * STAGED_ALIGN;
@@ -417,7 +407,7 @@ static eng_status count_local(void)
   enum { NAME = 64 };
   char own[NAME] = "";
   FREED char *names = calloc((size_t)nccl.size, NAME);
-  if (!names) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", nccl.size);
+  FAIL_IF(!names, ENG_ERR_MEMORY, "out of memory for %d ranks", nccl.size);
   gethostname(own, sizeof own - 1);
   eng_status status = eng_comm_all_gather(&comm_world, names, own, NAME);
   nccl.local_size = 0;
@@ -431,9 +421,8 @@ eng_status comm_nccl_world(const comm_transport **out, int rank, int size, const
   static comm_transport transport;
   nccl_id id = {{0}};
   *out = NULL;
-  if (wish_of_process() == WISH_OFF)
-    return error_set(ENG_ERR_LIBRARY, "ENGINE_NCCL=off, but these processes have no other "
-                                      "connection; hint: use mpirun, or srun --mpi=pmix");
+  FAIL_IF(wish_of_process() == WISH_OFF, ENG_ERR_LIBRARY, "ENGINE_NCCL=off, but these processes "
+          "have no other connection; hint: use mpirun, or srun --mpi=pmix");
   ENG_TRY(load());
   ENG_TRY(card_of_process());
   nccl.rank = rank;

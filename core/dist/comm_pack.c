@@ -86,13 +86,12 @@ eng_status comm_add(void *to, const void *numbers, int dtype, int64_t n)
 
 eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype)
 {
-  if (comm_dtype <= ENG_COMM_OWN || comm_dtype >= ENG_COMM_DTYPES)
-    return error_set(ENG_ERR_VALUE,
-                     "expected a comm dtype from 1 to 4 (ENG_COMM_*), got %d", comm_dtype);
+  FAIL_IF(comm_dtype <= ENG_COMM_OWN || comm_dtype >= ENG_COMM_DTYPES, ENG_ERR_VALUE,
+          "expected a comm dtype from 1 to 4 (ENG_COMM_*), got %d", comm_dtype);
   int dtype = comm_dtype_of(comm_dtype, ENG_f32);
   int64_t count = comm_padded(n);
   FREED char *piece = malloc((size_t)comm_packed_bytes(dtype, count) + 1);
-  if (!piece) return error_set(ENG_ERR_MEMORY, "out of memory for %lld numbers", (long long)n);
+  FAIL_IF(!piece, ENG_ERR_MEMORY, "out of memory for %lld numbers", (long long)n);
   ENG_TRY(comm_pack(piece, dtype, count, 0, x, ENG_f32, n, NULL));
   return comm_unpack(x, ENG_f32, n, piece, dtype, count, 0, NULL);
 }

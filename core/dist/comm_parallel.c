@@ -89,7 +89,7 @@ static eng_status divide(eng_parallel *p)
   eng_params *set = p->set;
   HEAP_TAKE(&p->memory, p->place, set->n);
   HEAP_TAKE(&p->memory, p->had, set->n);
-  if (p->memory.failed) return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
+  FAIL_IF(p->memory.failed, ENG_ERR_MEMORY, "out of memory for gradient buckets");
   for (int i = 0; i < set->n; i++) {
     const tensor *value = set->member[i].value;
     ENG_TRY(tensor_wrap(&p->place[i], set->space, NULL, set->gradient_dtype[i], value->ndim,
@@ -109,8 +109,7 @@ static eng_status find_holders(eng_parallel *p, const eng_parallel_options *opti
   p->holders = options->holders;
   memcpy(p->apart, options->apart, (size_t)p->set->n);
   HEAP_TAKE(&p->memory, p->holder, p->holders->size);
-  if (p->memory.failed)
-    return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", p->holders->size);
+  FAIL_IF(p->memory.failed, ENG_ERR_MEMORY, "out of memory for %d ranks", p->holders->size);
   return eng_comm_all_gather(p->holders, p->holder, &p->comm->rank, sizeof *p->holder);
 }
 
@@ -119,14 +118,12 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
 {
   *out = NULL;
   ENG_TRY(params_alive(set));
-  if (set->own)
-    return error_set(ENG_ERR_STATE, "these parameters already have a reduction over ranks");
+  FAIL_IF(set->own, ENG_ERR_STATE, "these parameters already have a reduction over ranks");
   ENG_TRY(buckets_check(options));
-  if (set->kept)
-    return error_set(ENG_ERR_STATE, "a reference backward pass of these parameters is running; "
-                                    "hint: end it first");
+  FAIL_IF(set->kept, ENG_ERR_STATE,
+          "a reference backward pass of these parameters is running; hint: end it first");
   eng_parallel *p = calloc(1, sizeof *p);
-  if (!p) return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
+  FAIL_IF(!p, ENG_ERR_MEMORY, "out of memory for gradient buckets");
   p->set = set;
   p->comm = comm;
   set->references++;

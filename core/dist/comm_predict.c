@@ -53,7 +53,7 @@ static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_byt
   // the first operation on the tape that reads each member; -1: no operation
   FREED int32_t *first = malloc(((size_t)p->set->n + 1) * sizeof *first);
   FREED void **room = calloc((size_t)p->set->n + 1, sizeof *room);
-  if (!first || !room) return error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
+  FAIL_IF(!first || !room, ENG_ERR_MEMORY, "out of memory for a prediction");
   for (int i = 0; i < p->set->n; i++) first[i] = -1;
   for (int node = length - 1; node >= 0; node--)
     for (int k = 0; k < tape_call(node)->n_in; k++) {
@@ -92,7 +92,7 @@ static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_byt
 static eng_status busiest(int *rank, eng_parallel *p)
 {
   FREED int64_t *sums = calloc((size_t)p->comm->size, sizeof *sums);
-  if (!sums) return error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
+  FAIL_IF(!sums, ENG_ERR_MEMORY, "out of memory for a prediction");
   *rank = 0;
   for (int k = 0; k < p->n_buckets; k++) {
     ENG_TRY(bucket_cut(p, &p->buckets[k], k));
@@ -110,19 +110,16 @@ eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int ra
 {
   *out = (eng_parallel_sizes){0};
   ENG_TRY(params_alive(set));
-  if (size < 1 || rank < -1 || rank >= size)
-    return error_set(ENG_ERR_VALUE,
-                     "expected a rank below the number of ranks, or -1 for the rank that sums "
-                     "the most, got rank %d of %d", rank, size);
+  FAIL_IF(size < 1 || rank < -1 || rank >= size, ENG_ERR_VALUE, "expected a rank below the number "
+          "of ranks, or -1 for the rank that sums the most, got rank %d of %d", rank, size);
   ENG_TRY(buckets_check(options));
-  if (options->apart)
-    return error_set(ENG_ERR_VALUE, "expected every rank to hold all parameters, got parameters "
-                                    "that only some ranks hold");
+  FAIL_IF(options->apart, ENG_ERR_VALUE,
+          "expected every rank to hold all parameters, got parameters that only some ranks hold");
   eng_comm group = {.rank = rank < 0 ? 0 : rank, .size = size};
   AT_END(forget) eng_parallel p = {.set = set, .comm = &group};
   int64_t *own = HEAP_NEW(&p.memory, int64_t, 2 * set->n);
   HEAP_TAKE(&p.memory, p.apart, set->n);
-  if (p.memory.failed) return error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
+  FAIL_IF(p.memory.failed, ENG_ERR_MEMORY, "out of memory for a prediction");
   ENG_TRY(buckets_fill(&p, options));
   out->buckets = p.n_buckets;
   if (rank < 0) ENG_TRY(busiest(&group.rank, &p));
@@ -157,12 +154,10 @@ eng_status eng_parallel_rehearse(double *seconds, eng_params *set, int size,
 {
   static const comm_transport nowhere = {.start = start_nothing};
   *seconds = 0;
-  if (size < 2)
-    return error_set(ENG_ERR_VALUE, "a rehearsal of a reduction: expected 2 ranks or more, got %d",
-                     size);
-  if (options->apart)
-    return error_set(ENG_ERR_VALUE, "expected every rank to hold all parameters, got parameters "
-                                    "that only some ranks hold");
+  FAIL_IF(size < 2, ENG_ERR_VALUE,
+          "a rehearsal of a reduction: expected 2 ranks or more, got %d", size);
+  FAIL_IF(options->apart, ENG_ERR_VALUE,
+          "expected every rank to hold all parameters, got parameters that only some ranks hold");
   eng_comm group = {.transport = &nowhere, .size = size};
   eng_parallel_options simple = *options;
   simple.zero = options->zero > 0;      // ZeRO-2 does the same work as ZeRO-1

@@ -28,9 +28,8 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
     free(p->numbers);
     p->numbers = malloc((size_t)most * sizeof *p->numbers);
     p->n_numbers = p->numbers ? most : 0;
-    if (!p->numbers)
-      return error_set(ENG_ERR_MEMORY, "out of memory for the record of %lld parameters",
-                       (long long)n);
+    FAIL_IF(!p->numbers, ENG_ERR_MEMORY,
+            "out of memory for the record of %lld parameters", (long long)n);
   }
   ENG_TRY(params_own_stats(stats, set, needs));
   double *at = p->numbers, total[ENG_HIST_BINS] = {0};

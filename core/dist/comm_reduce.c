@@ -27,8 +27,8 @@ static eng_status on_host(reduction *r)
   FREED char *padded = calloc((size_t)r->count, (size_t)size);
   FREED float *values = malloc((size_t)(r->count * (r->ranks + 1)) * sizeof *values);
   FREED const float **terms = calloc((size_t)r->ranks, sizeof *terms);
-  if (!piece || !padded || !values || !terms)
-    return error_set(ENG_ERR_MEMORY, "out of memory for %lld numbers", (long long)r->n);
+  FAIL_IF(!piece || !padded || !values || !terms, ENG_ERR_MEMORY,
+          "out of memory for %lld numbers", (long long)r->n);
   float *room = values + r->count * r->ranks;
   for (int k = 0; k < r->ranks; k++) {
     memcpy(padded, (const char *)r->x->data + r->n * size * k, (size_t)(r->n * size));
@@ -57,14 +57,13 @@ static eng_status on_card(reduction *r)
   int64_t terms_bytes = (ranks + 1) / 2 * 16, runs_bytes = (ranks + 1) * (int64_t)sizeof(wire_run),
           flags_bytes = ranks * (int64_t)sizeof(uint32_t);
   int64_t bytes = (ranks + 1) * packed + terms_bytes + runs_bytes + flags_bytes;
-  if (!card->wire_pack)
-    return error_set(ENG_ERR_DEVICE, "the device %s has no kernels for messages between ranks",
-                     card->name);
+  FAIL_IF(!card->wire_pack, ENG_ERR_DEVICE,
+          "the device %s has no kernels for messages between ranks", card->name);
   SCRATCH_IN(r->x->store->space, char, there, bytes);
   char *table = there + (ranks + 1) * packed, *sum = there + ranks * packed;
   FREED char *staged = malloc((size_t)(terms_bytes + runs_bytes));
   FREED uint32_t *flags = calloc((size_t)ranks, sizeof *flags);
-  if (!staged || !flags) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", r->ranks);
+  FAIL_IF(!staged || !flags, ENG_ERR_MEMORY, "out of memory for %d ranks", r->ranks);
   const void **terms = (const void **)staged;
   wire_run *made = (wire_run *)(staged + terms_bytes);
   for (int k = 0; k <= r->ranks; k++) {
@@ -101,21 +100,15 @@ eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *flags, const eng_te
   tensor *to, *x;
   ENG_TRY(tensor_get(&to, out));
   ENG_TRY(tensor_get(&x, handle));
-  if (comm_dtype < 0 || comm_dtype >= ENG_COMM_DTYPES)
-    return error_set(ENG_ERR_VALUE,
-                     "expected a comm dtype from 0 to 4 (ENG_COMM_*), got %d", comm_dtype);
-  if (x->dtype != ENG_f32 && !dtype_is_low(x->dtype))
-    return error_set(ENG_ERR_DTYPE,
-                     "reduction of gradients: expected x in f32, f16 or bf16, got %s",
-                     tensor_text(x));
-  if (x->ndim != 2 || to->ndim != 1 || x->shape[0] < 1 || x->shape[1] < 1 ||
-      to->count != x->shape[1] || to->dtype != x->dtype || to->store->space != x->store->space ||
-      !tensor_contiguous(x) || !tensor_contiguous(to))
-    return error_set(
-      ENG_ERR_SHAPE,
-      "reduction of gradients: expected contiguous x [ranks x n] and out [n] of one dtype and "
-      "device, got x %s and out %s",
-      tensor_text(x), tensor_text(to));
+  FAIL_IF(comm_dtype < 0 || comm_dtype >= ENG_COMM_DTYPES, ENG_ERR_VALUE,
+          "expected a comm dtype from 0 to 4 (ENG_COMM_*), got %d", comm_dtype);
+  FAIL_IF(x->dtype != ENG_f32 && !dtype_is_low(x->dtype), ENG_ERR_DTYPE,
+          "reduction of gradients: expected x in f32, f16 or bf16, got %s", tensor_text(x));
+  FAIL_IF(x->ndim != 2 || to->ndim != 1 || x->shape[0] < 1 || x->shape[1] < 1 ||
+          to->count != x->shape[1] || to->dtype != x->dtype ||
+          to->store->space != x->store->space || !tensor_contiguous(x) || !tensor_contiguous(to),
+          ENG_ERR_SHAPE, "reduction of gradients: expected contiguous x [ranks x n] and out [n] "
+          "of one dtype and device, got x %s and out %s", tensor_text(x), tensor_text(to));
   reduction r = {.out = to,
                  .x = x,
                  .ranks = (int)x->shape[0],

@@ -192,7 +192,7 @@ static void lost(const char *what)
 static eng_status idle(int *spins, double *since, const char *what)
 {
   if (++*spins % SPINS) return ENG_OK;
-  if (eng_interrupted() == 2) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
+  FAIL_IF(eng_interrupted() == 2, ENG_ERR_INTERRUPTED, "interrupted");
   const comm_transport *t = comm_world.transport;
   static double looked;
   if (*since == 0) *since = eng_clock();
@@ -222,9 +222,8 @@ bool comm_broken;
 eng_status comm_start(void **exchange, const eng_comm *comm, const comm_message *messages, int n,
                       int tag)
 {
-  if (comm_broken)
-    return error_set(ENG_ERR_STATE, "an exchange between ranks was cut short: this process can "
-                                    "no longer reach the other ranks; hint: start the job again");
+  FAIL_IF(comm_broken, ENG_ERR_STATE, "an exchange between ranks was cut short: this process can "
+          "no longer reach the other ranks; hint: start the job again");
   return comm->transport->start(exchange, comm->group, messages, n, tag);
 }
 

@@ -81,7 +81,7 @@ static eng_status start(void *data, int unit, int form)
   int n = list_messages(NULL, &none, &none, p, p->set->parted, unit, form),
       tag = COMM_TAG_BUCKET + p->n_buckets + unit * PARTED_FORMS + form;
   FREED comm_message *messages = calloc((size_t)n + 1, sizeof *messages);
-  if (!messages) return error_set(ENG_ERR_MEMORY, "out of memory for messages");
+  FAIL_IF(!messages, ENG_ERR_MEMORY, "out of memory for messages");
   list_messages(messages, &p->brought.messages, &p->brought.bytes, p, p->set->parted, unit, form);
   eng_status status =
     n > 0 ? comm_start(&p->coming.exchange, p->comm, messages, n, tag) : ENG_OK;
@@ -114,13 +114,11 @@ static eng_status finish(void *data)
 
 static eng_status check_units(const eng_parallel *p, const int32_t *units)
 {
-  if (!units)
-    return error_set(ENG_ERR_VALUE, "zero=3: expected the unit of each parameter "
-                                    "(eng_parallel_options.units), got none");
+  FAIL_IF(!units, ENG_ERR_VALUE,
+          "zero=3: expected the unit of each parameter (eng_parallel_options.units), got none");
   for (int i = 0; i < p->set->n; i++)
-    if (units[i] < 0 || units[i] >= p->set->n)
-      return error_set(ENG_ERR_VALUE, "expected a unit from 0 to %d for parameter %s, got %d",
-                       p->set->n - 1, p->set->member[i].name, units[i]);
+    FAIL_IF(units[i] < 0 || units[i] >= p->set->n, ENG_ERR_VALUE, "expected a unit from 0 to %d "
+            "for parameter %s, got %d", p->set->n - 1, p->set->member[i].name, units[i]);
   return ENG_OK;
 }
 
@@ -129,8 +127,8 @@ eng_status weights_part(eng_parallel *p, const int32_t *units)
   static const parted_link link = {start, advance, finish};
   params_parted *q;
   ENG_TRY(check_units(p, units));
-  if (p->set->space != SPACE_HOST)
-    return error_set(ENG_ERR_DEVICE, "zero=3 needs the weights in CPU memory; hint: zero=2");
+  FAIL_IF(p->set->space != SPACE_HOST, ENG_ERR_DEVICE,
+          "zero=3 needs the weights in CPU memory; hint: zero=2");
   ENG_TRY(parted_new(&q, p->set, p->set->own, units, p->apart));
   q->link = &link;
   q->data = p;

@@ -137,9 +137,8 @@ static eng_status meeting_place(const char **out)
   int number = USUAL_PORT;
   *out = NULL;
   if (getenv("NCCL_COMM_ID") || !address || !*address) return ENG_OK;
-  if (port && !read_number(&number, port, 1, 65534))
-    return error_set(ENG_ERR_VALUE, "MASTER_PORT: expected a port from 1 to 65534, got '%.60s'",
-                     port);
+  FAIL_IF(port && !read_number(&number, port, 1, 65534), ENG_ERR_VALUE,
+          "MASTER_PORT: expected a port from 1 to 65534, got '%.60s'", port);
   snprintf(place, sizeof place, strchr(address, ':') ? "[%.255s]:%d" : "%.255s:%d", address,
            number + 1);
   *out = place;
@@ -150,11 +149,9 @@ static eng_status load_nccl(const comm_transport **out, const launch *l)
 {
   const char *where = NULL;
   if (l->size > 1) ENG_TRY(meeting_place(&where));
-  if (l->size > 1 && !where && !getenv("NCCL_COMM_ID"))
-    return error_set(ENG_ERR_LIBRARY,
-                     "%s started %d processes, which need a rendezvous address to connect over "
-                     "NCCL; hint: set MASTER_ADDR to the host of rank 0",
-                     l->name, l->size);
+  FAIL_IF(l->size > 1 && !where && !getenv("NCCL_COMM_ID"), ENG_ERR_LIBRARY,
+          "%s started %d processes, which need a rendezvous address to connect over NCCL; hint: "
+          "set MASTER_ADDR to the host of rank 0", l->name, l->size);
   eng_status status = comm_nccl_world(out, l->rank, l->size, where);
   if (status == ENG_OK) return ENG_OK;
   char reason[1024];
@@ -181,37 +178,28 @@ static eng_status load_mpi(const comm_transport **out, const launch *l)
   static const comm_host host = {.abi = COMM_ABI, .error = host_error};
   Dl_info info;
   char path[PATH_MAX + 32], real[PATH_MAX];
-  if (!dladdr((void *)(uintptr_t)load_mpi, &info) || !info.dli_fname)
-    return error_set(ENG_ERR_LIBRARY, "ranks: cannot find the folder of libengine.so");
+  FAIL_IF(!dladdr((void *)(uintptr_t)load_mpi, &info) || !info.dli_fname, ENG_ERR_LIBRARY,
+          "ranks: cannot find the folder of libengine.so");
   snprintf(path, PATH_MAX, "%s", realpath(info.dli_fname, real) ? real : info.dli_fname);
   char *slash = strrchr(path, '/');
   strcpy(slash ? slash + 1 : path, "libengine_mpi.so");
-  if (access(path, R_OK) != 0)
-    return error_set(ENG_ERR_LIBRARY,
-                     "%s started %d processes, but this build has no MPI (missing: "
-                     "%s); hint: apt-get install libopenmpi-dev openmpi-bin, then make",
-                     l->name, l->size, path);
+  FAIL_IF(access(path, R_OK) != 0, ENG_ERR_LIBRARY,
+          "%s started %d processes, but this build has no MPI (missing: %s); hint: apt-get "
+          "install libopenmpi-dev openmpi-bin, then make", l->name, l->size, path);
   void *library = dlopen(path, RTLD_NOW | RTLD_GLOBAL);     // Open MPI's plug-ins use its symbols
-  if (!library)
-    return error_set(ENG_ERR_LIBRARY,
-                     "ranks: cannot load %s: %s; hint: run make with the MPI of this "
-                     "machine",
-                     path, dlerror());
+  FAIL_IF(!library, ENG_ERR_LIBRARY, "ranks: cannot load %s: %s; hint: run make with the MPI of "
+          "this machine", path, dlerror());
   union { void *object; comm_plugin *function; } entry = {dlsym(library, "eng_comm_mpi")};
-  if (!entry.object)
-    return error_set(ENG_ERR_LIBRARY, "ranks: %s is not a transport of this engine; hint: run make",
-                     path);
+  FAIL_IF(!entry.object, ENG_ERR_LIBRARY,
+          "ranks: %s is not a transport of this engine; hint: run make", path);
   error_set(ENG_ERR_LIBRARY, "ranks: %s belongs to another version of the engine; hint: run make",
             path);
   const comm_transport *transport = entry.function(&host);
   if (!transport) return ENG_ERR_LIBRARY;
-  if (transport->size != l->size && l->size > 1)
-    return error_set(
-      ENG_ERR_LIBRARY,
-      "%s started %d processes, but %s sees %d; hint: srun --mpi=pmix, "
-      "or the mpirun of this MPI; with a card for each process, set MASTER_ADDR to the host "
-      "of rank 0 to connect them over NCCL",
-      l->name, l->size, transport->describe(), transport->size);
+  FAIL_IF(transport->size != l->size && l->size > 1, ENG_ERR_LIBRARY,
+          "%s started %d processes, but %s sees %d; hint: srun --mpi=pmix, or the mpirun of "
+          "this MPI; with a card for each process, set MASTER_ADDR to the host of rank 0 to "
+          "connect them over NCCL", l->name, l->size, transport->describe(), transport->size);
   *out = transport;
   return ENG_OK;
 }
@@ -235,9 +223,8 @@ enum { KEPT_SIGNALS = sizeof kept_signals / sizeof *kept_signals };
 static eng_status load(const comm_transport **out, const launch *l)
 {
   *out = NULL;
-  if (l->kind == START_WRONG)
-    return error_set(ENG_ERR_VALUE,
-                     "ranks: %s; hint: ENGINE_RANKS=off trains in this process alone", l->wrong);
+  FAIL_IF(l->kind == START_WRONG, ENG_ERR_VALUE,
+          "ranks: %s; hint: ENGINE_RANKS=off trains in this process alone", l->wrong);
   struct sigaction handlers[KEPT_SIGNALS];
   for (int i = 0; i < KEPT_SIGNALS; i++) sigaction(kept_signals[i], NULL, &handlers[i]);
   comm_watch_mark before = comm_watch("the start of the job");
@@ -254,10 +241,8 @@ static eng_status read_timeout(void)
   if (!text || !*text) return ENG_OK;
   char *end;
   double seconds = strtod(text, &end);
-  if (!(seconds > 0 && seconds < 1e9) || *end)
-    return error_set(ENG_ERR_VALUE,
-                     "ENGINE_RANK_TIMEOUT: expected a number of seconds above 0 and below 1e9, "
-                     "got '%s'", text);
+  FAIL_IF(!(seconds > 0 && seconds < 1e9) || *end, ENG_ERR_VALUE, "ENGINE_RANK_TIMEOUT: expected "
+          "a number of seconds above 0 and below 1e9, got '%s'", text);
   eng_comm_timeout(seconds);
   return ENG_OK;
 }

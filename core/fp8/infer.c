@@ -47,10 +47,9 @@ static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64
 /// Infers the output of a product, [m x n]. The attribute `yields` selects its dtype.
 static eng_status put_product(const op_call *c, op_shape *s, int64_t yields, int64_t m, int64_t n)
 {
-  if (yields && (yields < 1 || yields > ENG_DTYPE_COUNT || !dtype_is_float((int)yields - 1)))
-    return error_set(ENG_ERR_DTYPE,
-                     "%s: expected yields to be 0, or 1 plus the number of a floating-point dtype, "
-                     "got %lld", op_name(c), (long long)yields);
+  FAIL_IF(yields && (yields < 1 || yields > ENG_DTYPE_COUNT || !dtype_is_float((int)yields - 1)),
+          ENG_ERR_DTYPE, "%s: expected yields to be 0, or 1 plus the number of a floating-point "
+          "dtype, got %lld", op_name(c), (long long)yields);
   put_out(s, 0, yields ? (int)yields - 1 : ENG_f32, 2, (int64_t[]){m, n});
   return ENG_OK;
 }
@@ -65,36 +64,27 @@ static eng_status infer_codes(const op_call *c, const tensor *factor, op_shape *
   int64_t format = a->format, shape[2], rows = row_count(x), columns = row_length(x);
   ENG_TRY(want_float(c, 0));
   ENG_TRY(want_ndim(c, 0, 1));
-  if (format != ENG_e4m3 && format != ENG_e5m2 && format != ENG_FORMAT_E5M6)
-    return error_set(ENG_ERR_DTYPE, "%s: expected the format e4m3, e5m2 or e5m6, got number %lld",
-                     name, (long long)format);
+  FAIL_IF(format != ENG_e4m3 && format != ENG_e5m2 && format != ENG_FORMAT_E5M6, ENG_ERR_DTYPE,
+          "%s: expected the format e4m3, e5m2 or e5m6, got number %lld", name, (long long)format);
   ENG_TRY(want_blocks(c, a->block_rows, a->block_columns));
   ENG_TRY(want_between(c, "a scale rule", a->rule, 0, ENG_SCALES - 1));
   ENG_TRY(want_between(c, "flags", a->flags, 0, 15));
-  if (!(fabs(a->eps) <= 1e30))
-    return error_set(ENG_ERR_VALUE,
-                     "%s: expected eps within +-1e30 (negative: the rule's default), got %g", name,
-                     a->eps);
-  if (!(a->margin >= -100 && a->margin <= 100) || a->margin != (double)(int)a->margin)
-    return error_set(ENG_ERR_VALUE, "%s: expected an integer margin from -100 to 100, got %g", name,
-                     a->margin);
+  FAIL_IF(!(fabs(a->eps) <= 1e30), ENG_ERR_VALUE,
+          "%s: expected eps within +-1e30 (negative: the rule's default), got %g", name, a->eps);
+  FAIL_IF(!(a->margin >= -100 && a->margin <= 100) || a->margin != (double)(int)a->margin,
+          ENG_ERR_VALUE,
+          "%s: expected an integer margin from -100 to 100, got %g", name, a->margin);
   bool packed = format == ENG_FORMAT_E5M6;
-  if (packed && columns % 8)
-    return error_set(ENG_ERR_SHAPE,
-                     "%s: e5m6 packs 8 numbers, so the row length must be a multiple of 8, got "
-                     "%s", name, tensor_text(x));
-  if (packed && a->flags & (QUANTIZE_STOCHASTIC | QUANTIZE_TRANSPOSED))
-    return error_set(ENG_ERR_VALUE,
-                     "%s: e5m6 allows no stochastic rounding and no transposed copy", name);
+  FAIL_IF(packed && columns % 8, ENG_ERR_SHAPE, "%s: e5m6 packs 8 numbers, so the row length must "
+          "be a multiple of 8, got %s", name, tensor_text(x));
+  FAIL_IF(packed && a->flags & (QUANTIZE_STOCHASTIC | QUANTIZE_TRANSPOSED), ENG_ERR_VALUE,
+          "%s: e5m6 allows no stochastic rounding and no transposed copy", name);
   if (factor) {
-    if (a->block_rows || a->block_columns)
-      return error_set(
-        ENG_ERR_VALUE,
-        "%s: a given factor needs one block for the whole tensor, got blocks of %lld x %lld", name,
-        (long long)a->block_rows, (long long)a->block_columns);
-    if (factor->dtype != ENG_f32 || factor->count != 1)
-      return error_set(ENG_ERR_SHAPE, "%s: expected one f32 factor, got %s", name,
-                       tensor_text(factor));
+    FAIL_IF(a->block_rows || a->block_columns, ENG_ERR_VALUE,
+            "%s: a given factor needs one block for the whole tensor, got blocks of %lld x %lld",
+            name, (long long)a->block_rows, (long long)a->block_columns);
+    FAIL_IF(factor->dtype != ENG_f32 || factor->count != 1, ENG_ERR_SHAPE,
+            "%s: expected one f32 factor, got %s", name, tensor_text(factor));
   }
   put_out(s, 0, packed ? ENG_i32 : (int)format, x->ndim, x->shape);
   if (packed) s->out[0].shape[x->ndim - 1] = columns / 8 * 3;
@@ -115,11 +105,10 @@ static eng_status infer_quantize(op_call *c, op_shape *s)
 static eng_status infer_swiglu_quantize(op_call *c, op_shape *s)
 {
   const tensor *gate = c->in[0], *up = c->in[1];
-  if (gate->dtype != up->dtype || !tensor_same_shape(gate, up))
-    return error_set(
-      gate->dtype != up->dtype ? ENG_ERR_DTYPE : ENG_ERR_SHAPE,
-      "swiglu_quantize: expected gate and up of the same shape and dtype, got %s and %s",
-      tensor_text(gate), tensor_text(up));
+  FAIL_IF(gate->dtype != up->dtype || !tensor_same_shape(gate, up),
+          gate->dtype != up->dtype ? ENG_ERR_DTYPE : ENG_ERR_SHAPE,
+          "swiglu_quantize: expected gate and up of the same shape and dtype, got %s and %s",
+          tensor_text(gate), tensor_text(up));
   return infer_codes(c, c->in[2], s);
 }
 
@@ -127,17 +116,14 @@ static eng_status infer_dequantize(op_call *c, op_shape *s)
 {
   const tensor *q = c->in[0];
   bool packed = c->dequantize.format == ENG_FORMAT_E5M6;
-  if (packed ? q->dtype != ENG_i32 : !dtype_is_fp8(q->dtype))
-    return error_set(ENG_ERR_DTYPE, "dequantize: expected %s, got %s",
-                     packed ? "e5m6 as i32" : "an FP8 tensor", tensor_text(q));
+  FAIL_IF(packed ? q->dtype != ENG_i32 : !dtype_is_fp8(q->dtype), ENG_ERR_DTYPE, "dequantize: "
+          "expected %s, got %s", packed ? "e5m6 as i32" : "an FP8 tensor", tensor_text(q));
   ENG_TRY(want_ndim(c, 0, 1));
   ENG_TRY(want_float_attribute(c, c->dequantize.dtype));
   ENG_TRY(want_blocks(c, c->dequantize.block_rows, c->dequantize.block_columns));
   int64_t rows = row_count(q), columns = row_length(q);
-  if (packed && columns % 3)
-    return error_set(ENG_ERR_SHAPE,
-                     "dequantize: e5m6 packs 8 numbers in three i32, so the number of i32 in a "
-                     "row must be a multiple of 3, got %s", tensor_text(q));
+  FAIL_IF(packed && columns % 3, ENG_ERR_SHAPE, "dequantize: e5m6 packs 8 numbers in three i32, "
+          "so the number of i32 in a row must be a multiple of 3, got %s", tensor_text(q));
   if (packed) columns = columns / 3 * 8;
   ENG_TRY(want_scales(c, 1, c->dequantize.block_rows, c->dequantize.block_columns, rows, columns));
   put_out(s, 0, (int)c->dequantize.dtype, q->ndim, q->shape);
@@ -151,23 +137,18 @@ static eng_status want_mx(const op_call *c, int64_t format, int64_t rows, int64_
                           int64_t rule)
 {
   const char *name = op_name(c);
-  if (format != ENG_e4m3 && format != ENG_e5m2 &&
-      (format < ENG_FORMAT_E2M1 || format > ENG_FORMAT_MXINT8))
-    return error_set(ENG_ERR_DTYPE,
-                     "%s: expected the format e4m3, e5m2, e2m1, e2m3, e3m2 or mxint8, got number "
-                     "%lld", name, (long long)format);
+  FAIL_IF(format != ENG_e4m3 && format != ENG_e5m2 &&
+          (format < ENG_FORMAT_E2M1 || format > ENG_FORMAT_MXINT8), ENG_ERR_DTYPE,
+          "%s: expected the format e4m3, e5m2, e2m1, e2m3, e3m2 or mxint8, got number %lld", name,
+          (long long)format);
   ENG_TRY(want_between(c, "a scale rule", rule, 0, ENG_MX_RULES - 1));
-  if ((mx_is_nvfp4(rule) || mx_is_fitted(rule)) && format != ENG_FORMAT_E2M1)
-    return error_set(ENG_ERR_VALUE,
-                     "%s: nvfp4, four_over_six, quest and ms_eden need the format e2m1", name);
-  if (rows < 1 || rows > 128 || columns < 1 || columns > 128)
-    return error_set(ENG_ERR_VALUE,
-                     "%s: expected blocks of 1 to 128 rows and columns, got %lld x %lld (0: all)",
-                     name, (long long)rows, (long long)columns);
-  if (format == ENG_FORMAT_E2M1 && columns % 2)
-    return error_set(ENG_ERR_VALUE,
-                     "%s: e2m1 packs pairs, so a block needs an even number of columns, got %lld",
-                     name, (long long)columns);
+  FAIL_IF((mx_is_nvfp4(rule) || mx_is_fitted(rule)) && format != ENG_FORMAT_E2M1, ENG_ERR_VALUE,
+          "%s: nvfp4, four_over_six, quest and ms_eden need the format e2m1", name);
+  FAIL_IF(rows < 1 || rows > 128 || columns < 1 || columns > 128, ENG_ERR_VALUE,
+          "%s: expected blocks of 1 to 128 rows and columns, got %lld x %lld (0: all)", name,
+          (long long)rows, (long long)columns);
+  FAIL_IF(format == ENG_FORMAT_E2M1 && columns % 2, ENG_ERR_VALUE, "%s: e2m1 packs pairs, so a "
+          "block needs an even number of columns, got %lld", name, (long long)columns);
   return ENG_OK;
 }
 
@@ -194,33 +175,27 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
   bool turned = a->flags & QUANTIZE_TRANSPOSED, values = a->flags & MX_VALUES,
        only = a->flags & MX_ROTATED_ONLY, quest = a->rule == ENG_MX_QUEST,
        packed = a->format == ENG_FORMAT_E2M1 && !values;
-  if (a->hadamard && !(turned && is_transform(a->hadamard)))
-    return error_set(ENG_ERR_VALUE,
-                     "mx_quantize: expected hadamard to be 0, 16, 32, 64 or 128, and 0 without "
-                     "flag 8; got hadamard %lld with flags %lld",
-                     (long long)a->hadamard, (long long)a->flags);
-  if (a->flags & ~(QUANTIZE_TRANSPOSED | MX_VALUES | MX_FINITE | (quest && !only ? MX_GATE : 0) |
-                   (a->hadamard ? MX_ROTATED_ONLY : 0)))
-    return error_set(ENG_ERR_VALUE,
-                     "mx_quantize: expected flags to be 0 or a sum of 8, 16, 32, 64 and 128 (64 "
-                     "only with quest and without 128; 128 only with hadamard), got %lld",
-                     (long long)a->flags);
-  if (mx_is_fitted(a->rule) &&
-      (a->block_rows != 1 || (turned && !a->hadamard) || a->flags & MX_FINITE ||
-       (quest && a->sr_bits) || (a->factor != 0 && a->factor != 1) ||
-       (!quest && MX_EDEN_GROUP % a->block_columns)))
-    return error_set(ENG_ERR_VALUE, "mx_quantize: quest and ms_eden need blocks of one row, no "
-                     "factor and no flag 32, and they allow flag 8 only with hadamard; quest also "
-                     "needs sr_bits = 0; ms_eden also needs a block length that divides %d",
-                     MX_EDEN_GROUP);
+  FAIL_IF(a->hadamard && !(turned && is_transform(a->hadamard)), ENG_ERR_VALUE,
+          "mx_quantize: expected hadamard to be 0, 16, 32, 64 or 128, and 0 without flag 8; got "
+          "hadamard %lld with flags %lld", (long long)a->hadamard, (long long)a->flags);
+  FAIL_IF(a->flags & ~(QUANTIZE_TRANSPOSED | MX_VALUES | MX_FINITE | (quest &&
+          !only ? MX_GATE : 0) | (a->hadamard ? MX_ROTATED_ONLY : 0)), ENG_ERR_VALUE,
+          "mx_quantize: expected flags to be 0 or a sum of 8, 16, 32, 64 and 128 (64 only with "
+          "quest and without 128; 128 only with hadamard), got %lld", (long long)a->flags);
+  FAIL_IF(mx_is_fitted(a->rule) && (a->block_rows != 1 || (turned && !a->hadamard) ||
+          a->flags & MX_FINITE || (quest && a->sr_bits) || (a->factor != 0 && a->factor != 1) ||
+          (!quest && MX_EDEN_GROUP % a->block_columns)), ENG_ERR_VALUE,
+          "mx_quantize: quest and ms_eden need blocks of one row, no factor and no flag 32, and "
+          "they allow flag 8 only with hadamard; quest also needs sr_bits = 0; ms_eden also "
+          "needs a block length that divides %d", MX_EDEN_GROUP);
   ENG_TRY(want_between(c, "sr_bits", a->sr_bits, 0, 24));
   ENG_TRY(want_between(c, "ties", a->ties, 0, MX_TIES - 1));
   ENG_TRY(want_between(c, "sr_rule", a->sr_rule, 0, MX_SR_RULES - 1));
   const tensor *average = c->in[2];
-  if (average && (average->dtype != ENG_f32 || average->ndim != x->ndim ||
-                  memcmp(average->shape, x->shape, (size_t)x->ndim * sizeof *x->shape) != 0))
-    return error_set(ENG_ERR_SHAPE, "mx_quantize: expected an average in f32 with the shape of x, "
-                     "%s, got %s", tensor_shape_text(x->ndim, x->shape), tensor_text(average));
+  FAIL_IF(average && (average->dtype != ENG_f32 || average->ndim != x->ndim ||
+          memcmp(average->shape, x->shape, (size_t)x->ndim * sizeof *x->shape) != 0), ENG_ERR_SHAPE,
+          "mx_quantize: expected an average in f32 with the shape of x, %s, got %s",
+          tensor_shape_text(x->ndim, x->shape), tensor_text(average));
   const char *why = NULL;
   if ((average != NULL) + (a->ties != 0) + (a->sr_bits != 0) > 1)
     why = "expected at most one of average, ties and sr_bits";
@@ -231,16 +206,15 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
   else if (mx_is_four_over_six(a->rule) && (average || a->ties || a->sr_bits))
     why = "four_over_six allows no average, ties or sr_bits, because it compares errors of "
           "rounding to nearest";
-  if (why) return error_set(ENG_ERR_VALUE, "mx_quantize: %s", why);
-  if ((a->factor != 0 && !(a->factor >= 0.5 && a->factor <= 1)) ||
-      (a->factor != 0 && a->factor != 1 && mx_is_four_over_six(a->rule)))
-    return error_set(ENG_ERR_VALUE, "mx_quantize: expected a factor from 0.5 to 1, or 0 for "
-                     "none (with four_over_six only 0 or 1), got %g", a->factor);
+  FAIL_IF(why, ENG_ERR_VALUE, "mx_quantize: %s", why);
+  FAIL_IF((a->factor != 0 && !(a->factor >= 0.5 && a->factor <= 1)) ||
+          (a->factor != 0 && a->factor != 1 && mx_is_four_over_six(a->rule)), ENG_ERR_VALUE,
+          "mx_quantize: expected a factor from 0.5 to 1, or 0 for none (with four_over_six only "
+          "0 or 1), got %g", a->factor);
   int64_t rows = row_count(x), columns = row_length(x);
-  if (packed && (columns % 2 || (turned && rows % 2)))
-    return error_set(ENG_ERR_SHAPE,
-                     "mx_quantize: e2m1 packs pairs along a row, so rows%s need an even length, "
-                     "got %s", turned ? " and columns" : "", tensor_text(x));
+  FAIL_IF(packed && (columns % 2 || (turned && rows % 2)), ENG_ERR_SHAPE,
+          "mx_quantize: e2m1 packs pairs along a row, so rows%s need an even length, got %s",
+          turned ? " and columns" : "", tensor_text(x));
   int dtype = values ? ENG_bf16 : ENG_u8;
   put_out(s, 0, dtype, x->ndim, x->shape);
   if (packed) s->out[0].shape[x->ndim - 1] = columns / 2;
@@ -263,9 +237,8 @@ static eng_status infer_hadamard(op_call *c, op_shape *s)
   ENG_TRY(want_float(c, 0));
   ENG_TRY(want_ndim(c, 0, 1));
   ENG_TRY(want_float_attribute(c, a->dtype));
-  if (!is_transform(a->n))
-    return error_set(ENG_ERR_VALUE, "hadamard: expected a transform of 16, 32, 64 or 128 elements, "
-                     "got %lld", (long long)a->n);
+  FAIL_IF(!is_transform(a->n), ENG_ERR_VALUE, "hadamard: expected a transform of 16, 32, 64 or "
+          "128 elements, got %lld", (long long)a->n);
   int64_t rows = row_count(x), columns = row_length(x);
   if (a->turned) put_out(s, 0, (int)a->dtype, 2, (int64_t[]){columns, rows});
   else put_out(s, 0, (int)a->dtype, x->ndim, x->shape);
@@ -278,10 +251,8 @@ static eng_status infer_msamp_fp4(op_call *c, op_shape *s)
   const tensor *x = c->in[0];
   ENG_TRY(want_float(c, 0));
   ENG_TRY(want_ndim(c, 0, 1));
-  if (!msamp_clamps(a->clamp))
-    return error_set(ENG_ERR_VALUE,
-                     "msamp_fp4: expected clamp to be a quantile from 0.5 to 0.9999, or 0 for "
-                     "none, got %g", a->clamp);
+  FAIL_IF(!msamp_clamps(a->clamp), ENG_ERR_VALUE, "msamp_fp4: expected clamp to be a quantile "
+          "from 0.5 to 0.9999, or 0 for none, got %g", a->clamp);
   put_out(s, 0, ENG_bf16, x->ndim, x->shape);
   put_out(s, 1, ENG_u8, 2, (int64_t[]){row_count(x), 1});
   put_out(s, 2, ENG_f32, 0, NULL);
@@ -293,9 +264,8 @@ static eng_status infer_mx_dequantize(op_call *c, op_shape *s)
 {
   const typeof(c->mx_dequantize) *a = &c->mx_dequantize;
   const tensor *q = c->in[0], *scale = c->in[1];
-  if (q->dtype != ENG_u8 || scale->dtype != ENG_u8)
-    return error_set(ENG_ERR_DTYPE, "mx_dequantize: expected codes and scales in u8, got %s and %s",
-                     tensor_text(q), tensor_text(scale));
+  FAIL_IF(q->dtype != ENG_u8 || scale->dtype != ENG_u8, ENG_ERR_DTYPE, "mx_dequantize: expected "
+          "codes and scales in u8, got %s and %s", tensor_text(q), tensor_text(scale));
   ENG_TRY(want_ndim(c, 0, 1));
   ENG_TRY(want_float_attribute(c, a->dtype));
   ENG_TRY(want_mx(c, a->format, a->block_rows, a->block_columns, a->rule));
@@ -303,12 +273,10 @@ static eng_status infer_mx_dequantize(op_call *c, op_shape *s)
   int64_t rows = row_count(q), columns = row_length(q);
   if (a->format == ENG_FORMAT_E2M1) columns *= 2;
   int64_t shape[] = {blocks_in(rows, a->block_rows), blocks_in(columns, a->block_columns)};
-  if (scale->ndim != 2 || memcmp(scale->shape, shape, sizeof shape) != 0)
-    return error_set(ENG_ERR_SHAPE,
-                     "mx_dequantize: the scales of a %lld x %lld matrix in blocks of %lld x %lld "
-                     "must be %s, got %s", (long long)rows, (long long)columns,
-                     (long long)a->block_rows, (long long)a->block_columns,
-                     tensor_shape_text(2, shape), tensor_text(scale));
+  FAIL_IF(scale->ndim != 2 || memcmp(scale->shape, shape, sizeof shape) != 0, ENG_ERR_SHAPE,
+          "mx_dequantize: the scales of a %lld x %lld matrix in blocks of %lld x %lld must be "
+          "%s, got %s", (long long)rows, (long long)columns, (long long)a->block_rows,
+          (long long)a->block_columns, tensor_shape_text(2, shape), tensor_text(scale));
   put_out(s, 0, (int)a->dtype, q->ndim, q->shape);
   s->out[0].shape[q->ndim - 1] = columns;
   return ENG_OK;
@@ -320,30 +288,25 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
   bool four = a->format_a == ENG_FORMAT_E2M1 && a->format_b == ENG_FORMAT_E2M1,
        eight = (a->format_a == ENG_e4m3 || a->format_a == ENG_e5m2) &&
                (a->format_b == ENG_e4m3 || a->format_b == ENG_e5m2);
-  if (!four && !eight)
-    return error_set(ENG_ERR_DTYPE,
-                     "mx_matmul: expected both operands in e4m3 or e5m2, or both in e2m1, got "
-                     "formats %lld, %lld",
-                     (long long)a->format_a, (long long)a->format_b);
+  FAIL_IF(!four && !eight, ENG_ERR_DTYPE, "mx_matmul: expected both operands in e4m3 or e5m2, or "
+          "both in e2m1, got formats %lld, %lld", (long long)a->format_a, (long long)a->format_b);
   int nvfp4 = mx_is_nvfp4(a->rule_a);
-  if (a->rule_a < 0 || a->rule_a >= ENG_MX_RULES || a->rule_b < 0 || a->rule_b >= ENG_MX_RULES ||
-      nvfp4 != mx_is_nvfp4(a->rule_b) || (nvfp4 && !four))
-    return error_set(ENG_ERR_VALUE, "mx_matmul: expected two scale rules from 0 to %d, and NVFP4's "
-                     "scales (only with e2m1) in both or in neither, got %lld and %lld",
-                     ENG_MX_RULES - 1, (long long)a->rule_a, (long long)a->rule_b);
+  FAIL_IF(a->rule_a < 0 || a->rule_a >= ENG_MX_RULES || a->rule_b < 0 ||
+          a->rule_b >= ENG_MX_RULES || nvfp4 != mx_is_nvfp4(a->rule_b) || (nvfp4 && !four),
+          ENG_ERR_VALUE, "mx_matmul: expected two scale rules from 0 to %d, and NVFP4's scales "
+          "(only with e2m1) in both or in neither, got %lld and %lld", ENG_MX_RULES - 1,
+          (long long)a->rule_a, (long long)a->rule_b);
   int64_t K = 0, block = nvfp4 ? 16 : 32;
   for (int k = 0; k < 4; k += 2) {
     const tensor *q = c->in[k], *scale = c->in[k + 1];
     int64_t columns = q->ndim == 2 ? q->shape[1] * (four ? 2 : 1) : -1;
     if (k == 0) K = columns;
-    if (q->dtype != ENG_u8 || scale->dtype != ENG_u8 || columns != K || K % (four ? 64 : 32) ||
-        scale->ndim != 2 || scale->shape[1] != K / block ||
-        (q->count && (scale->shape[0] == 0 || q->shape[0] % scale->shape[0])))
-      return error_set(ENG_ERR_SHAPE,
-                       "mx_matmul: expected u8 codes of [M x K] and [N x K] with K a multiple of "
-                       "%d, and a u8 scale for every %lld elements along K, got %s with "
-                       "scales %s",
-                       four ? 64 : 32, (long long)block, tensor_text(q), tensor_text(scale));
+    FAIL_IF(q->dtype != ENG_u8 || scale->dtype != ENG_u8 || columns != K || K % (four ? 64 : 32) ||
+            scale->ndim != 2 || scale->shape[1] != K / block ||
+            (q->count && (scale->shape[0] == 0 || q->shape[0] % scale->shape[0])), ENG_ERR_SHAPE,
+            "mx_matmul: expected u8 codes of [M x K] and [N x K] with K a multiple of %d, and a "
+            "u8 scale for every %lld elements along K, got %s with scales %s", four ? 64 : 32,
+            (long long)block, tensor_text(q), tensor_text(scale));
   }
   ENG_TRY(want_amax(c, 4));
   ENG_TRY(want_amax(c, 5));
@@ -381,25 +344,20 @@ static eng_status infer_nf4_dequantize(op_call *c, op_shape *s)
   const tensor *q = c->in[0], *absmax = c->in[1], *group = c->in[2], *offset = c->in[3];
   ENG_TRY(want_float_attribute(c, a->dtype));
   ENG_TRY(want_nf4_block(c, a->block));
-  if (a->rows < 0 || a->columns < 0 || a->rows > 1ll << 30 || a->columns > 1ll << 30)
-    return error_set(ENG_ERR_VALUE,
-                     "nf4_dequantize: expected rows and columns up to 2^30, got %lld and %lld",
-                     (long long)a->rows, (long long)a->columns);
+  FAIL_IF(a->rows < 0 || a->columns < 0 || a->rows > 1ll << 30 || a->columns > 1ll << 30,
+          ENG_ERR_VALUE, "nf4_dequantize: expected rows and columns up to 2^30, got %lld and %lld",
+          (long long)a->rows, (long long)a->columns);
   int64_t n = a->rows * a->columns, blocks = blocks_in(n, a->block);
-  if (q->dtype != ENG_u8 || q->count != blocks_in(n, 2) || absmax->count != blocks ||
-      absmax->dtype != (group ? ENG_u8 : ENG_f32))
-    return error_set(ENG_ERR_SHAPE,
-                     "nf4_dequantize: %lld x %lld elements in blocks of %lld need codes u8 "
-                     "[%lld] and absmax %s [%lld], got %s and %s", (long long)a->rows,
-                     (long long)a->columns,
-                     (long long)a->block, (long long)blocks_in(n, 2), group ? "u8" : "f32",
-                     (long long)blocks, tensor_text(q), tensor_text(absmax));
-  if (!group != !offset || (group && (group->dtype != ENG_f32 || offset->dtype != ENG_f32 ||
-                                      group->count != blocks_in(blocks, NF4_GROUP) ||
-                                      offset->count != 1)))
-    return error_set(ENG_ERR_SHAPE,
-                     "nf4_dequantize: expected group f32 [%lld] and offset f32 [1], or neither",
-                     (long long)blocks_in(blocks, NF4_GROUP));
+  FAIL_IF(q->dtype != ENG_u8 || q->count != blocks_in(n, 2) || absmax->count != blocks ||
+          absmax->dtype != (group ? ENG_u8 : ENG_f32), ENG_ERR_SHAPE,
+          "nf4_dequantize: %lld x %lld elements in blocks of %lld need codes u8 [%lld] and "
+          "absmax %s [%lld], got %s and %s", (long long)a->rows, (long long)a->columns,
+          (long long)a->block, (long long)blocks_in(n, 2), group ? "u8" : "f32",
+          (long long)blocks, tensor_text(q), tensor_text(absmax));
+  FAIL_IF(!group != !offset || (group && (group->dtype != ENG_f32 || offset->dtype != ENG_f32 ||
+          group->count != blocks_in(blocks, NF4_GROUP) || offset->count != 1)), ENG_ERR_SHAPE,
+          "nf4_dequantize: expected group f32 [%lld] and offset f32 [1], or neither",
+          (long long)blocks_in(blocks, NF4_GROUP));
   put_out(s, 0, (int)a->dtype, 2, (int64_t[]){a->rows, a->columns});
   return ENG_OK;
 }
@@ -408,15 +366,13 @@ static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
 {
   const typeof(c->fp8_matmul) *m = &c->fp8_matmul;
   const tensor *a = c->in[0], *b = c->in[2];
-  if (!dtype_is_fp8(a->dtype) || !dtype_is_fp8(b->dtype))
-    return error_set(ENG_ERR_DTYPE,
-                     "fp8_matmul: expected two FP8 matrices, got %s and %s; hint: quantize them",
-                     tensor_text(a), tensor_text(b));
+  FAIL_IF(!dtype_is_fp8(a->dtype) || !dtype_is_fp8(b->dtype), ENG_ERR_DTYPE,
+          "fp8_matmul: expected two FP8 matrices, got %s and %s; hint: quantize them",
+          tensor_text(a), tensor_text(b));
   bool ta = m->transpose_a != 0, tb = m->transpose_b != 0;
-  if (a->ndim != 2 || b->ndim != 2 || a->shape[ta ? 0 : 1] != b->shape[tb ? 1 : 0])
-    return error_set(ENG_ERR_SHAPE, "fp8_matmul: expected [M x K] times [K x N], got %s%s and %s%s",
-                     tensor_text(a), ta ? " (transposed)" : "", tensor_text(b),
-                     tb ? " (transposed)" : "");
+  FAIL_IF(a->ndim != 2 || b->ndim != 2 || a->shape[ta ? 0 : 1] != b->shape[tb ? 1 : 0],
+          ENG_ERR_SHAPE, "fp8_matmul: expected [M x K] times [K x N], got %s%s and %s%s",
+          tensor_text(a), ta ? " (transposed)" : "", tensor_text(b), tb ? " (transposed)" : "");
   ENG_TRY(want_blocks(c, m->a_rows, m->a_columns));
   ENG_TRY(want_blocks(c, m->b_rows, m->b_columns));
   ENG_TRY(want_scales(c, 1, m->a_rows, m->a_columns, a->shape[0], a->shape[1]));
@@ -427,21 +383,16 @@ static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
   if (along_b == 0 || along_b > k) along_b = k;
   int64_t less = along_a < along_b ? along_a : along_b,
           more = along_a < along_b ? along_b : along_a;
-  if (more < k && more % less)
-    return error_set(ENG_ERR_SHAPE,
-                     "fp8_matmul: along K, one block size must divide the other, got %lld and %lld",
-                     (long long)along_a, (long long)along_b);
+  FAIL_IF(more < k && more % less, ENG_ERR_SHAPE, "fp8_matmul: along K, one block size must "
+          "divide the other, got %lld and %lld", (long long)along_a, (long long)along_b);
   ENG_TRY(want_between(c, "an accumulator", m->accumulator, 0, ENG_ACCUMULATORS - 1));
-  if (m->promotion < 0 || m->promotion % 32 || m->promotion > 1ll << 40)
-    return error_set(
-      ENG_ERR_VALUE,
-      "fp8_matmul: expected a promotion interval that is a multiple of 32, or 0, got %lld",
-      (long long)m->promotion);
+  FAIL_IF(m->promotion < 0 || m->promotion % 32 || m->promotion > 1ll << 40, ENG_ERR_VALUE,
+          "fp8_matmul: expected a promotion interval that is a multiple of 32, or 0, got %lld",
+          (long long)m->promotion);
   int64_t n = b->shape[tb ? 0 : 1];
   ENG_TRY(want_vector(c, 4, "a bias", n));
-  if (m->add && c->in[4])
-    return error_set(ENG_ERR_VALUE,
-                     "fp8_matmul: a call that adds onto its output cannot have a bias");
+  FAIL_IF(m->add && c->in[4], ENG_ERR_VALUE,
+          "fp8_matmul: a call that adds onto its output cannot have a bias");
   return put_product(c, s, m->yields, a->shape[ta ? 1 : 0], n);
 }
 

@@ -169,9 +169,8 @@ static eng_status quantize_own(fp8_copies *out, int64_t number, fp8_site *s, par
                                const tensor *source, bool transposed, bool coded)
 {
   OWNED tensor *whole = NULL;
-  if (s->recipe.role[ENG_FP8_W].stochastic)
-    return error_set(ENG_ERR_VALUE, "%s: zero=3 cannot round weights stochastically; hint: zero=2",
-                     s->name);
+  FAIL_IF(s->recipe.role[ENG_FP8_W].stochastic, ENG_ERR_VALUE,
+          "%s: zero=3 cannot round weights stochastically; hint: zero=2", s->name);
   if (!params_owns(p)) return params_derived_outdated(p);
   ENG_TRY(params_wait());
   tensor *made[PARAMS_DERIVED];
@@ -229,7 +228,7 @@ static eng_status weight_copies(fp8_copies *out, bool *kept, int64_t number, fp8
     if (c) weight_free(&c->derived);
     p->derived = NULL;
     c = calloc(1, sizeof *c);
-    if (!c) return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 copy of %s", p->name);
+    FAIL_IF(!c, ENG_ERR_MEMORY, "out of memory for the FP8 copy of %s", p->name);
     eng_status status = make_weight(&c->made, r, w, transposed, coded);
     if (status != ENG_OK) {
       weight_free(&c->derived);
@@ -279,22 +278,16 @@ static eng_status check_shapes(const fp8_site *s, const op_call *c)
   const tensor *x = c->in[IN_X], *w = c->in[IN_W], *bias = c->in[IN_BIAS];
   bool fits = dtype_is_float(x->dtype) && dtype_is_float(w->dtype) && x->ndim >= 1 &&
               w->ndim == 2 && w->shape[1] == x->shape[x->ndim - 1];
-  if (!fits)
-    return error_set(ENG_ERR_SHAPE,
-                     "linear: expected x [.. x K] and a weight [N x K], got %s and %s",
-                     tensor_text(x), tensor_text(w));
+  FAIL_IF(!fits, ENG_ERR_SHAPE, "linear: expected x [.. x K] and a weight [N x K], got %s and %s",
+          tensor_text(x), tensor_text(w));
   if (bias && (!dtype_is_float(bias->dtype) || bias->ndim != 1 || bias->shape[0] != w->shape[0]))
     return error_set(ENG_ERR_SHAPE, "linear: expected a bias of shape [%lld], got %s",
                      (long long)w->shape[0], tensor_text(bias));
-  if (w->shape[1] == 0)
-    return error_set(ENG_ERR_SHAPE,
-                     "%s: FP8 cannot scale empty rows, got x %s and a weight %s",
-                     s->name, tensor_text(x), tensor_text(w));
-  if (s->recipe.role[ENG_FP8_X].keep == ENG_FP8_KEEP_E5M6 && w->shape[1] % 8)
-    return error_set(
-      ENG_ERR_SHAPE,
-      "%s: x kept in e5m6 needs a row length that is a multiple of 8, got x %s; "
-      "hint: keep = \"codes\"", s->name, tensor_text(x));
+  FAIL_IF(w->shape[1] == 0, ENG_ERR_SHAPE, "%s: FP8 cannot scale empty rows, got x %s and a "
+          "weight %s", s->name, tensor_text(x), tensor_text(w));
+  FAIL_IF(s->recipe.role[ENG_FP8_X].keep == ENG_FP8_KEEP_E5M6 && w->shape[1] % 8, ENG_ERR_SHAPE,
+          "%s: x kept in e5m6 needs a row length that is a multiple of 8, got x %s; hint: keep "
+          "= \"codes\"", s->name, tensor_text(x));
   return ENG_OK;
 }
 
@@ -432,9 +425,8 @@ static eng_status forward(op_call *c, fp8_site *s, int compute, bool record, con
 eng_status fp8_linear_in_force(op_call *c, fp8_site *s, const op_call *swiglu)
 {
   ENG_TRY(check_shapes(s, c));
-  if (c->out[OUT_Y])
-    return error_set(ENG_ERR_VALUE, "%s: a linear layer in FP8 cannot write into a given output",
-                     s->name);
+  FAIL_IF(c->out[OUT_Y], ENG_ERR_VALUE,
+          "%s: a linear layer in FP8 cannot write into a given output", s->name);
   bool record = tape_wants(c), recording = eng_grad_enabled(false);
   c->n_out = 1;
   eng_status status = forward(c, s, op_precision()->compute, record, swiglu);

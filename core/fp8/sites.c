@@ -198,48 +198,36 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
               r->block_columns <= 128 && (r->format != ENG_FORMAT_E2M1 || !(r->block_columns % 2)),
        known = r->format == ENG_e4m3 || r->format == ENG_e5m2 ||
                (r->format >= ENG_FORMAT_E2M1 && r->format <= ENG_FORMAT_MXINT8);
-  if (!known || r->mx < 0 || r->mx > ENG_MX_RULES ||
-      ((mx_is_nvfp4(r->mx - 1) || mx_is_fitted(r->mx - 1)) && r->format != ENG_FORMAT_E2M1))
-    return error_set(ENG_ERR_DTYPE,
-                     "expected a format of microscaling that its scale rule allows, got format "
-                     "number %d with rule number %d", r->format, r->mx - 1);
-  if (!fits)
-    return error_set(ENG_ERR_VALUE,
-                     "expected blocks of 1 to 128 rows and columns (for e2m1, an even number of "
-                     "columns), got %d x %d (0: all)", r->block_rows, r->block_columns);
-  if (r->stochastic < 0 || r->stochastic > 24 || !(r->factor >= 0 && r->factor <= 1) ||
-      (mx_is_four_over_six(r->mx - 1) && (r->stochastic || r->factor != 0)))
-    return error_set(ENG_ERR_VALUE,
-                     "expected 0 to 24 bits of stochastic rounding and a factor from 0 to 1 (with "
-                     "four_over_six, both must be 0), got %d bits and the factor %g", r->stochastic,
-                     r->factor);
-  if (mx_is_gated(r->mx - 1) && (!again || backward || r->block_rows != 1 || r->stochastic ||
-                                 r->factor != 0))
-    return error_set(ENG_ERR_VALUE,
-                     "the rule quest is only for x and w in the forward product, in blocks of one "
-                     "row; it needs `backward` in the same role and allows no stochastic rounding "
-                     "and no factor");
-  if (r->mx - 1 == ENG_MX_MS_EDEN &&
-      ((role != ENG_FP8_DY && !backward) || r->block_rows != 1 || r->factor != 0 ||
-       MX_EDEN_GROUP % r->block_columns))
-    return error_set(ENG_ERR_VALUE,
-                     "the rule ms_eden is only for dy and for `backward` of x and w; it needs "
-                     "blocks of one row whose length divides %d, and allows no factor",
-                     MX_EDEN_GROUP);
-  if (!(r->average >= 0 && r->average < 1))
-    return error_set(ENG_ERR_VALUE, "expected an average with a decay from 0 to below 1, got %g",
-                     r->average);
-  if (r->average != 0 && (role != ENG_FP8_W || backward || r->stochastic ||
-                      mx_is_fitted(r->mx - 1) || mx_is_four_over_six(r->mx - 1) ||
-                      recipe->product[ENG_FP8_FORWARD].hadamard ||
-                      (!recipe->backward[role].mx && recipe->product[ENG_FP8_DGRAD].hadamard)))
-    return error_set(ENG_ERR_VALUE,
-                     "the option average is allowed only for w (not in its backward format), "
-                     "with the rule floor, ceil, even, rceil or nvfp4, and with neither "
-                     "stochastic rounding nor a Hadamard transform of w");
-  if (again && fp8_is_square(r))
-    return error_set(ENG_ERR_VALUE,
-                     "a role with `backward` needs blocks that are not square, in both products");
+  FAIL_IF(!known || r->mx < 0 || r->mx > ENG_MX_RULES ||
+          ((mx_is_nvfp4(r->mx - 1) || mx_is_fitted(r->mx - 1)) && r->format != ENG_FORMAT_E2M1),
+          ENG_ERR_DTYPE, "expected a format of microscaling that its scale rule allows, got "
+          "format number %d with rule number %d", r->format, r->mx - 1);
+  FAIL_IF(!fits, ENG_ERR_VALUE, "expected blocks of 1 to 128 rows and columns (for e2m1, an even "
+          "number of columns), got %d x %d (0: all)", r->block_rows, r->block_columns);
+  FAIL_IF(r->stochastic < 0 || r->stochastic > 24 || !(r->factor >= 0 && r->factor <= 1) ||
+          (mx_is_four_over_six(r->mx - 1) && (r->stochastic || r->factor != 0)), ENG_ERR_VALUE,
+          "expected 0 to 24 bits of stochastic rounding and a factor from 0 to 1 (with "
+          "four_over_six, both must be 0), got %d bits and the factor %g", r->stochastic,
+          r->factor);
+  FAIL_IF(mx_is_gated(r->mx - 1) &&
+          (!again || backward || r->block_rows != 1 || r->stochastic || r->factor != 0),
+          ENG_ERR_VALUE,
+          "the rule quest is only for x and w in the forward product, in blocks of one row; it "
+          "needs `backward` in the same role and allows no stochastic rounding and no factor");
+  FAIL_IF(r->mx - 1 == ENG_MX_MS_EDEN && ((role != ENG_FP8_DY && !backward) || r->block_rows != 1 ||
+          r->factor != 0 || MX_EDEN_GROUP % r->block_columns), ENG_ERR_VALUE,
+          "the rule ms_eden is only for dy and for `backward` of x and w; it needs blocks of "
+          "one row whose length divides %d, and allows no factor", MX_EDEN_GROUP);
+  FAIL_IF(!(r->average >= 0 && r->average < 1), ENG_ERR_VALUE,
+          "expected an average with a decay from 0 to below 1, got %g", r->average);
+  FAIL_IF(r->average != 0 && (role != ENG_FP8_W || backward || r->stochastic ||
+          mx_is_fitted(r->mx - 1) || mx_is_four_over_six(r->mx - 1) ||
+          recipe->product[ENG_FP8_FORWARD].hadamard || (!recipe->backward[role].mx &&
+          recipe->product[ENG_FP8_DGRAD].hadamard)), ENG_ERR_VALUE, "the option average is "
+          "allowed only for w (not in its backward format), with the rule floor, ceil, even, "
+          "rceil or nvfp4, and with neither stochastic rounding nor a Hadamard transform of w");
+  FAIL_IF(again && fp8_is_square(r), ENG_ERR_VALUE,
+          "a role with `backward` needs blocks that are not square, in both products");
   int keep = again || fp8_is_square(r) ? ENG_FP8_KEEP_CODES : ENG_FP8_KEEP_TRANSPOSED;
   if (role == ENG_FP8_X && !backward && r->keep != keep)
     return error_set(ENG_ERR_VALUE, keep == ENG_FP8_KEEP_CODES
@@ -256,22 +244,18 @@ static eng_status check_role(const eng_fp8_recipe *recipe, int role)
   if (backward && backward->mx && backward->mx != ENG_FP8_SAME)
     ENG_TRY(check_mx_role(recipe, role, backward));
   if (r->mx) return check_mx_role(recipe, role, r);
-  if (r->format != ENG_e4m3 && r->format != ENG_e5m2)
-    return error_set(ENG_ERR_DTYPE, "expected the format e4m3 or e5m2, got number %d", r->format);
-  if (r->block_rows < 0 || r->block_columns < 0)
-    return error_set(ENG_ERR_VALUE,
-                     "expected blocks of 1 or more rows and columns, or 0 for all, got %d x %d",
-                     r->block_rows, r->block_columns);
-  if (r->rule < 0 || r->rule >= ENG_SCALES)
-    return error_set(ENG_ERR_VALUE, "expected a scale rule ENG_SCALE_*, got number %d", r->rule);
-  if (r->margin < -100 || r->margin > 100)
-    return error_set(ENG_ERR_VALUE, "expected a margin within +-100, got %d", r->margin);
-  if (r->keep < 0 || r->keep > ENG_FP8_KEEP_SWIGLU)
-    return error_set(ENG_ERR_VALUE, "expected keep to be one of ENG_FP8_KEEP_*, got number %d",
-                     r->keep);
-  if (!(fabs(r->eps) <= 1e30))
-    return error_set(ENG_ERR_VALUE,
-                     "expected eps within +-1e30 (negative: the rule's default), got %g", r->eps);
+  FAIL_IF(r->format != ENG_e4m3 && r->format != ENG_e5m2, ENG_ERR_DTYPE,
+          "expected the format e4m3 or e5m2, got number %d", r->format);
+  FAIL_IF(r->block_rows < 0 || r->block_columns < 0, ENG_ERR_VALUE, "expected blocks of 1 or more "
+          "rows and columns, or 0 for all, got %d x %d", r->block_rows, r->block_columns);
+  FAIL_IF(r->rule < 0 || r->rule >= ENG_SCALES, ENG_ERR_VALUE,
+          "expected a scale rule ENG_SCALE_*, got number %d", r->rule);
+  FAIL_IF(r->margin < -100 || r->margin > 100, ENG_ERR_VALUE,
+          "expected a margin within +-100, got %d", r->margin);
+  FAIL_IF(r->keep < 0 || r->keep > ENG_FP8_KEEP_SWIGLU, ENG_ERR_VALUE,
+          "expected keep to be one of ENG_FP8_KEEP_*, got number %d", r->keep);
+  FAIL_IF(!(fabs(r->eps) <= 1e30), ENG_ERR_VALUE,
+          "expected eps within +-1e30 (negative: the rule's default), got %g", r->eps);
   return ENG_OK;
 }
 
@@ -298,28 +282,23 @@ static eng_status check_hadamard(const eng_fp8_recipe *recipe, int product)
   const eng_fp8_role *a = &recipe->role[roles[0]],
                      *b = &(again && !forward ? recipe->backward : recipe->role)[roles[1]];
   int n = p->hadamard;
-  if (n != MX_EDEN_GROUP && (a->mx - 1 == ENG_MX_MS_EDEN || b->mx - 1 == ENG_MX_MS_EDEN))
-    return error_set(ENG_ERR_VALUE, "ms_eden needs hadamard = %d, got %d", MX_EDEN_GROUP, n);
+  FAIL_IF(n != MX_EDEN_GROUP && (a->mx - 1 == ENG_MX_MS_EDEN || b->mx - 1 == ENG_MX_MS_EDEN),
+          ENG_ERR_VALUE, "ms_eden needs hadamard = %d, got %d", MX_EDEN_GROUP, n);
   if (!n) return ENG_OK;
-  if (forward && again && p->signs != ENG_FP8_SIGNS_NONE)
-    return error_set(ENG_ERR_VALUE,
-                     "if x and w have `backward`, their gradients pass through this product's "
-                     "Hadamard transform, which needs signs = \"none\"");
-  if (p->signs == ENG_FP8_SIGNS_BACKWARD && (forward || !again))
-    return error_set(ENG_ERR_VALUE,
-                     "signs = \"backward\" is allowed only in dgrad and wgrad, and only if x and w "
-                     "have the field `backward`");
-  if (p->signs < ENG_FP8_SIGNS_NONE || p->signs > ENG_FP8_SIGNS_BACKWARD)
-    return error_set(ENG_ERR_VALUE, "expected signs to be one of ENG_FP8_SIGNS_*, got number %d",
-                     p->signs);
-  if ((n != 16 && n != 32 && n != 64 && n != 128) || p->high || !a->mx || fp8_is_square(a) ||
-      fp8_is_square(b))
-    return error_set(ENG_ERR_VALUE,
-                     "expected hadamard to be 0, 16, 32, 64 or 128, and 0 if the product is in "
-                     "high precision or an operand is in FP8 or in square blocks; got %d with %s "
-                     "in blocks of %d x %d and %s in blocks of %d x %d (0: all)", n,
-                     fp8_role_name[roles[0]], a->block_rows, a->block_columns,
-                     fp8_role_name[roles[1]], b->block_rows, b->block_columns);
+  FAIL_IF(forward && again && p->signs != ENG_FP8_SIGNS_NONE, ENG_ERR_VALUE,
+          "if x and w have `backward`, their gradients pass through this product's Hadamard "
+          "transform, which needs signs = \"none\"");
+  FAIL_IF(p->signs == ENG_FP8_SIGNS_BACKWARD && (forward || !again), ENG_ERR_VALUE,
+          "signs = \"backward\" is allowed only in dgrad and wgrad, and only if x and w have "
+          "the field `backward`");
+  FAIL_IF(p->signs < ENG_FP8_SIGNS_NONE || p->signs > ENG_FP8_SIGNS_BACKWARD, ENG_ERR_VALUE,
+          "expected signs to be one of ENG_FP8_SIGNS_*, got number %d", p->signs);
+  FAIL_IF((n != 16 && n != 32 && n != 64 && n != 128) || p->high || !a->mx || fp8_is_square(a) ||
+          fp8_is_square(b), ENG_ERR_VALUE, "expected hadamard to be 0, 16, 32, 64 or 128, and 0 "
+          "if the product is in high precision or an operand is in FP8 or in square blocks; got "
+          "%d with %s in blocks of %d x %d and %s in blocks of %d x %d (0: all)", n,
+          fp8_role_name[roles[0]], a->block_rows, a->block_columns, fp8_role_name[roles[1]],
+          b->block_rows, b->block_columns);
   return ENG_OK;
 }
 
@@ -328,19 +307,14 @@ static eng_status check_product(const eng_fp8_recipe *recipe, int product)
   const eng_fp8_product *p = &recipe->product[product];
   bool mx = recipe->role[0].mx;
   int n = p->accumulator;
-  if (p->high && (product != ENG_FP8_FORWARD || !mx))
-    return error_set(ENG_ERR_VALUE,
-                     "only microscaling's forward product can be in high precision");
+  FAIL_IF(p->high && (product != ENG_FP8_FORWARD || !mx), ENG_ERR_VALUE,
+          "only microscaling's forward product can be in high precision");
   ENG_TRY(check_hadamard(recipe, product));
-  if (mx ? n != ENG_ACCUMULATE_DEVICE && n != ENG_ACCUMULATE_FP32 && n != ENG_ACCUMULATE_BLACKWELL
-         : n < 0 || n >= ENG_ACCUMULATORS)
-    return error_set(ENG_ERR_VALUE,
-                     "expected an accumulator ENG_ACCUMULATE_* that this recipe allows, got number "
-                     "%d", n);
-  if (p->promotion < 0 || p->promotion % 32)
-    return error_set(ENG_ERR_VALUE,
-                     "expected a promotion interval that is a multiple of 32, or 0, got %d",
-                     p->promotion);
+  FAIL_IF(mx ? n != ENG_ACCUMULATE_DEVICE && n != ENG_ACCUMULATE_FP32 &&
+          n != ENG_ACCUMULATE_BLACKWELL : n < 0 || n >= ENG_ACCUMULATORS, ENG_ERR_VALUE,
+          "expected an accumulator ENG_ACCUMULATE_* that this recipe allows, got number %d", n);
+  FAIL_IF(p->promotion < 0 || p->promotion % 32, ENG_ERR_VALUE,
+          "expected a promotion interval that is a multiple of 32, or 0, got %d", p->promotion);
   return ENG_OK;
 }
 
@@ -363,8 +337,8 @@ eng_status eng_fp8_recipe_check(const eng_fp8_recipe *recipe)
   for (int r = 0; r < ENG_FP8_ROLES; r++)
     ENG_TRY(error_prefix(check_role(recipe, r), "%s", fp8_role_name[r]));
   ENG_TRY(check_kinds(recipe));
-  if (!recipe->backward[ENG_FP8_X].mx != !recipe->backward[ENG_FP8_W].mx)
-    return error_set(ENG_ERR_VALUE, "expected `backward` in both x and w, or in neither");
+  FAIL_IF(!recipe->backward[ENG_FP8_X].mx != !recipe->backward[ENG_FP8_W].mx, ENG_ERR_VALUE,
+          "expected `backward` in both x and w, or in neither");
   for (int p = 0; p < ENG_FP8_PRODUCTS; p++) {
     ENG_TRY(error_prefix(check_product(recipe, p), "%s", fp8_product_name[p]));
     ENG_TRY(error_prefix(check_nesting(recipe, p), "%s", fp8_product_name[p]));
@@ -377,11 +351,8 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
   fp8_site *s;
   ENG_TRY(fp8_site_get(&s, site));
   fp8_release_orphans();
-  if (!tape_empty())
-    return error_set(ENG_ERR_STATE,
-                     "%s: this layer's FP8 recipe cannot change while the tape has operations; "
-                     "hint: change the recipe between steps",
-                     s->name);
+  FAIL_IF(!tape_empty(), ENG_ERR_STATE, "%s: this layer's FP8 recipe cannot change while the tape "
+          "has operations; hint: change the recipe between steps", s->name);
   if (recipe) {
     ENG_TRY(error_prefix(eng_fp8_recipe_check(recipe), "%s", s->name));
     s->recipe = *recipe;
@@ -396,22 +367,17 @@ eng_status eng_fp8_delay(int64_t site, int role, double amax)
 {
   fp8_site *s;
   ENG_TRY(fp8_site_get(&s, site));
-  if (role < 0 || role >= ENG_FP8_ROLES)
-    return error_set(ENG_ERR_VALUE, "%s: expected a role ENG_FP8_X, W or DY, got number %d",
-                     s->name, role);
+  FAIL_IF(role < 0 || role >= ENG_FP8_ROLES, ENG_ERR_VALUE,
+          "%s: expected a role ENG_FP8_X, W or DY, got number %d", s->name, role);
   const eng_fp8_role *r = &s->recipe.role[role];
-  if (!s->on)
-    return error_set(ENG_ERR_STATE,
-                     "%s: delayed scaling needs an FP8 recipe, and this site has none", s->name);
-  if (!(amax >= 0) || !f32_is_finite((float)amax))
-    return error_set(ENG_ERR_VALUE,
-                     "%s: the amax of %s: expected a finite f32, or 0 for the measured amax, got "
-                     "%g", s->name, fp8_role_name[role], amax);
-  if (amax != 0 && (r->block_rows || r->block_columns))
-    return error_set(ENG_ERR_VALUE,
-                     "%s: delayed scaling needs one block, but %s has blocks of %d x %d; hint: "
-                     "block = \"tensor\"",
-                     s->name, fp8_role_name[role], r->block_rows, r->block_columns);
+  FAIL_IF(!s->on, ENG_ERR_STATE,
+          "%s: delayed scaling needs an FP8 recipe, and this site has none", s->name);
+  FAIL_IF(!(amax >= 0) || !f32_is_finite((float)amax), ENG_ERR_VALUE,
+          "%s: the amax of %s: expected a finite f32, or 0 for the measured amax, got %g",
+          s->name, fp8_role_name[role], amax);
+  FAIL_IF(amax != 0 && (r->block_rows || r->block_columns), ENG_ERR_VALUE,
+          "%s: delayed scaling needs one block, but %s has blocks of %d x %d; hint: block = "
+          "\"tensor\"", s->name, fp8_role_name[role], r->block_rows, r->block_columns);
   fp8_scale scale = fp8_scale_of((float)amax, fp8_largest(r->format), r->rule, r->pow2,
                                  fp8_eps(r->rule, r->eps), r->margin, fp8_limit(0, 0, ENG_f32));
   float wanted = amax == 0 ? 0.0f : fp8_divides(r->rule) ? 1.0f / scale.scale : scale.factor;
@@ -437,9 +403,8 @@ eng_status eng_fp8_average(int64_t site, const eng_tensor *handle)
   ENG_TRY(fp8_site_get(&s, site));
   if (handle) {
     ENG_TRY(tensor_get(&average, handle));
-    if (average->dtype != ENG_f32)
-      return error_set(ENG_ERR_DTYPE, "%s: expected the average of w in f32, got %s", s->name,
-                       tensor_text(average));
+    FAIL_IF(average->dtype != ENG_f32, ENG_ERR_DTYPE,
+            "%s: expected the average of w in f32, got %s", s->name, tensor_text(average));
   }
   s->average = handle ? *handle : (eng_tensor){0};
   s->version++;
@@ -538,7 +503,7 @@ eng_status fp8_sample_read(fp8_sample *to, tensor *x, tensor *q, const tensor *s
           most = MOST_MEASURED / columns > 1 ? MOST_MEASURED / columns : 1,
           every = (rows + most - 1) / most, taken = (rows + every - 1) / every;
   float *values = malloc((size_t)(2 * taken * columns + scale->count) * sizeof *values);
-  if (!values) return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 meters");
+  FAIL_IF(!values, ENG_ERR_MEMORY, "out of memory for the FP8 meters");
   *to = (fp8_sample){values, values + taken * columns, values + 2 * taken * columns, taken, every,
                      columns};
   eng_status status = read_rows(to->x, x, every);

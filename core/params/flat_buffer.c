@@ -55,7 +55,7 @@ eng_status flat_memory(flat_buffer **out, int space, arena_id arena, int n, int6
 {
   *out = NULL;
   flat_buffer *flat = calloc(1, sizeof *flat + (size_t)n * sizeof flat->part[0]);
-  if (!flat) return error_set(ENG_ERR_MEMORY, "out of memory for a table of %d parameters", n);
+  FAIL_IF(!flat, ENG_ERR_MEMORY, "out of memory for a table of %d parameters", n);
   void *memory = arena_alloc_in(space, arena, bytes);
   if (!memory) {
     free(flat);

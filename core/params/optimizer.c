@@ -53,11 +53,8 @@ static eng_status take_slot(eng_optimizer *state)
 {
   for (int k = 0; k < ENG_UPDATE_SLOTS && state->slot < 0; k++)
     if (!(slots_taken >> k & 1)) state->slot = k;
-  if (state->slot < 0)
-    return error_set(
-      ENG_ERR_STATE,
-      "%s: %d other optimizers use lagged updates; hint: drop some, then collectgarbage()",
-      kinds[state->kind].name, ENG_UPDATE_SLOTS);
+  FAIL_IF(state->slot < 0, ENG_ERR_STATE, "%s: %d other optimizers use lagged updates; hint: drop "
+          "some, then collectgarbage()", kinds[state->kind].name, ENG_UPDATE_SLOTS);
   slots_taken |= 1ull << state->slot;
   return ENG_OK;
 }
@@ -88,9 +85,8 @@ static eng_status moment_new(eng_optimizer *state, int which)
 static eng_status check_groups(const eng_params *set, int kind, const int32_t *group_of)
 {
   for (int i = 0; i < set->n; i++)
-    if (group_of[i] < 0)
-      return error_set(ENG_ERR_VALUE, "%s: expected a group >= 0 for parameter %s, got %d",
-                       kinds[kind].name, set->member[i].name, group_of[i]);
+    FAIL_IF(group_of[i] < 0, ENG_ERR_VALUE, "%s: expected a group >= 0 for parameter %s, got %d",
+            kinds[kind].name, set->member[i].name, group_of[i]);
   return ENG_OK;
 }
 
@@ -106,14 +102,11 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
                              const int32_t *group_of)
 {
   *out = NULL;
-  if (kind < 0 || kind >= KINDS)
-    return error_set(ENG_ERR_VALUE,
-                     "unknown optimizer number %d; expected 0 to 3 (ENG_SGD to ENG_LION)", kind);
-  if (moment_dtype != ENG_f32 && moment_dtype != ENG_bf16)
-    return error_set(ENG_ERR_DTYPE, "%s: expected moments in f32 or bf16, got %s", kinds[kind].name,
-                     eng_dtype_name(moment_dtype));
-  if (set->freed)
-    return error_set(ENG_ERR_STATE, "%s: the parameters were freed", kinds[kind].name);
+  FAIL_IF(kind < 0 || kind >= KINDS, ENG_ERR_VALUE,
+          "unknown optimizer number %d; expected 0 to 3 (ENG_SGD to ENG_LION)", kind);
+  FAIL_IF(moment_dtype != ENG_f32 && moment_dtype != ENG_bf16, ENG_ERR_DTYPE, "%s: expected "
+          "moments in f32 or bf16, got %s", kinds[kind].name, eng_dtype_name(moment_dtype));
+  FAIL_IF(set->freed, ENG_ERR_STATE, "%s: the parameters were freed", kinds[kind].name);
   if (group_of) ENG_TRY(check_groups(set, kind, group_of));
 
   heap memory = {0};
@@ -163,9 +156,8 @@ eng_status eng_optimizer_shard(eng_optimizer *state)
 {
   ENG_TRY(check_alive(state));
   eng_params *set = state->set;
-  if (!set->sharded)
-    return error_set(ENG_ERR_STATE, "%s: the parameters are not divided among ranks",
-                     kinds[state->kind].name);
+  FAIL_IF(!set->sharded, ENG_ERR_STATE,
+          "%s: the parameters are not divided among ranks", kinds[state->kind].name);
   for (int which = 0; which < BUFFERS; which++) {
     flat_buffer *whole = state->moment[which], *part;
     if (!whole || is_divided(whole, set)) continue;
@@ -187,9 +179,8 @@ eng_status eng_optimizer_shard(eng_optimizer *state)
 eng_status eng_optimizer_rounding(eng_optimizer *state, int rounding)
 {
   ENG_TRY(check_alive(state));
-  if (rounding < ENG_ROUND_NEAREST || rounding > ENG_ROUND_KAHAN)
-    return error_set(ENG_ERR_VALUE, "%s: unknown rounding number %d; expected 0 to 2 (ENG_ROUND_*)",
-                     kinds[state->kind].name, rounding);
+  FAIL_IF(rounding < ENG_ROUND_NEAREST || rounding > ENG_ROUND_KAHAN, ENG_ERR_VALUE, "%s: unknown "
+          "rounding number %d; expected 0 to 2 (ENG_ROUND_*)", kinds[state->kind].name, rounding);
   state->rounding = rounding;
   flat_release(&state->moment[COMPENSATION]);   // the masters may have another format now
   return ENG_OK;
@@ -202,38 +193,28 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
     return error_set(ENG_ERR_VALUE, "expected an update of %s, got an update of %s", name,
                      update->kind >= 0 && update->kind < KINDS ? kinds[update->kind].name
                                                                : "an unknown optimizer");
-  if (update->t < 1)
-    return error_set(ENG_ERR_VALUE, "%s: expected an update number of 1 or more, got %lld", name,
-                     (long long)update->t);
+  FAIL_IF(update->t < 1, ENG_ERR_VALUE,
+          "%s: expected an update number of 1 or more, got %lld", name, (long long)update->t);
   for (int g = 0; state->set->sharded && g < update->n_groups; g++)
-    if (update->groups[g].dampening != 0)
-      return error_set(ENG_ERR_VALUE,
-                       "%s: dampening treats a tensor's first update differently, and a rank that "
-                       "holds only a part of the tensor cannot tell which update is the first; "
-                       "hint: zero=0",
-                       name);
+    FAIL_IF(update->groups[g].dampening != 0, ENG_ERR_VALUE, "%s: dampening treats a tensor's "
+            "first update differently, and a rank that holds only a part of the tensor cannot "
+            "tell which update is the first; hint: zero=0", name);
   const bool adam = state->kind == ENG_ADAM || state->kind == ENG_ADAMW;
-  if (!(update->spike_clip >= 0 && update->update_clip >= 0) || (update->spike_clip > 0 && !adam))
-    return error_set(ENG_ERR_VALUE,
-                     "%s: expected limits update_clip and spike_clip of 0 or more, and spike_clip "
-                     "only for adam and adamw; got %g and %g",
-                     name, update->update_clip, update->spike_clip);
-  if (update->update_clip > 0 && !update->norms)
-    return error_set(ENG_ERR_VALUE, "%s: update_clip needs norms (eng_update.norms)", name);
-  if (update->lagged && !state->set->newest)
-    return error_set(ENG_ERR_STATE,
-                     "%s: a lagged update needs gradient statistics, and none were requested; "
-                     "hint: lagged = false", name);
-  if (update->norms && update->lagged && backend_current()->gradstats_start)
-    return error_set(ENG_ERR_DEVICE,
-                     "%s: the device %s computes no norms of lagged updates; hint: lagged = false",
-                     name, backend_current()->name);
+  FAIL_IF(!(update->spike_clip >= 0 && update->update_clip >= 0) ||
+          (update->spike_clip > 0 && !adam), ENG_ERR_VALUE,
+          "%s: expected limits update_clip and spike_clip of 0 or more, and spike_clip only for "
+          "adam and adamw; got %g and %g", name, update->update_clip, update->spike_clip);
+  FAIL_IF(update->update_clip > 0 && !update->norms, ENG_ERR_VALUE,
+          "%s: update_clip needs norms (eng_update.norms)", name);
+  FAIL_IF(update->lagged && !state->set->newest, ENG_ERR_STATE, "%s: a lagged update needs "
+          "gradient statistics, and none were requested; hint: lagged = false", name);
+  FAIL_IF(update->norms && update->lagged && backend_current()->gradstats_start, ENG_ERR_DEVICE,
+          "%s: the device %s computes no norms of lagged updates; hint: lagged = false", name,
+          backend_current()->name);
   for (int i = 0; i < state->set->n; i++)
-    if (state->group[i] >= update->n_groups)
-      return error_set(ENG_ERR_VALUE,
-                       "%s: parameter %s is in group %d (counted from 0), but the number of groups "
-                       "is %d",
-                       name, state->set->member[i].name, state->group[i], update->n_groups);
+    FAIL_IF(state->group[i] >= update->n_groups, ENG_ERR_VALUE,
+            "%s: parameter %s is in group %d (counted from 0), but the number of groups is %d",
+            name, state->set->member[i].name, state->group[i], update->n_groups);
   return ENG_OK;
 }
 
@@ -347,9 +328,8 @@ eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which
   *out = (eng_tensor){0, 0};
   ENG_TRY(check_alive(state));
   ENG_TRY(params_index(state->set, index));
-  if (which < 1 || which > BUFFERS)
-    return error_set(ENG_ERR_VALUE, "expected moment 1 or 2, or 3 for the compensation, got %d",
-                     which);
+  FAIL_IF(which < 1 || which > BUFFERS, ENG_ERR_VALUE,
+          "expected moment 1 or 2, or 3 for the compensation, got %d", which);
   if (which == COMPENSATION + 1 ? state->rounding != ENG_ROUND_KAHAN
                                 : which > kinds[state->kind].moments)
     return ENG_OK;

@@ -15,24 +15,14 @@ static eng_status check_member(tensor **out, const eng_tensor *handle, const cha
 {
   ENG_TRY(error_prefix(tensor_get(out, handle), "parameter %s", name));
   const tensor *x = *out;
-  if (x->parameter)
-    return error_set(
-      ENG_ERR_VALUE,
-      "parameter %s: this tensor %s is already parameter %s of a set; hint: a second "
-      "optimizer of a model must train exactly the same parameters",
-      name, tensor_text(x), x->parameter->name);
-  if (x->dtype != ENG_f32 && x->dtype != ENG_bf16)
-    return error_set(
-      ENG_ERR_DTYPE,
-      "parameter %s: expected f32 or bf16 master weights, got %s; hint: the precision recipe makes "
-      "the low-precision copies",
-      name, tensor_text(x));
-  if (x->node >= 0)
-    return error_set(
-      ENG_ERR_VALUE,
-      "parameter %s: expected a leaf, got the result %s of a recorded operation; hint: :keep() "
-      "makes it a leaf",
-      name, tensor_text(x));
+  FAIL_IF(x->parameter, ENG_ERR_VALUE, "parameter %s: this tensor %s is already parameter %s of a "
+          "set; hint: a second optimizer of a model must train exactly the same parameters", name,
+          tensor_text(x), x->parameter->name);
+  FAIL_IF(x->dtype != ENG_f32 && x->dtype != ENG_bf16, ENG_ERR_DTYPE,
+          "parameter %s: expected f32 or bf16 master weights, got %s; hint: the precision "
+          "recipe makes the low-precision copies", name, tensor_text(x));
+  FAIL_IF(x->node >= 0, ENG_ERR_VALUE, "parameter %s: expected a leaf, got the result %s of a "
+          "recorded operation; hint: :keep() makes it a leaf", name, tensor_text(x));
   return ENG_OK;
 }
 
@@ -123,15 +113,14 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
 {
   *out = NULL;
   flat_reclaim();
-  if (n < 0) return error_set(ENG_ERR_VALUE, "expected 0 or more parameters, got %d", n);
-  if (n > 0 && (!tensors || !names))
-    return error_set(ENG_ERR_VALUE, "a parameter set needs a tensor and a name for each member");
+  FAIL_IF(n < 0, ENG_ERR_VALUE, "expected 0 or more parameters, got %d", n);
+  FAIL_IF(n > 0 && (!tensors || !names), ENG_ERR_VALUE,
+          "a parameter set needs a tensor and a name for each member");
   for (int i = 0; i < n; i++)
-    if (!names[i])
-      return error_set(ENG_ERR_VALUE, "parameter number %d has no name (the first is number 0)", i);
+    FAIL_IF(!names[i], ENG_ERR_VALUE, "parameter number %d has no name (the first is number 0)", i);
 
   eng_params *set = set_allocate(n, names);
-  if (!set) return error_set(ENG_ERR_MEMORY, "out of memory for a set of %d parameters", n);
+  FAIL_IF(!set, ENG_ERR_MEMORY, "out of memory for a set of %d parameters", n);
   eng_status status = ENG_OK;
   for (int i = 0; i < n && status == ENG_OK; i++) {
     parameter *p = &set->member[i];
@@ -231,8 +220,7 @@ static eng_status fixed_format(const char *what, const char *zero)
 static eng_status gradients_can_change(const eng_params *set, const int32_t *gradient,
                                        bool accumulates)
 {
-  if (set->kept)
-    return error_set(ENG_ERR_STATE, "the precision cannot change while a reference backward runs");
+  FAIL_IF(set->kept, ENG_ERR_STATE, "the precision cannot change while a reference backward runs");
   return set->divided && other_gradients(set, gradient, accumulates)
            ? fixed_format("gradients", "2 or 3") : ENG_OK;
 }
@@ -255,14 +243,12 @@ static void renew_gradients(eng_params *set, const int32_t *gradient, bool accum
 static eng_status masters_can_change(const eng_params *set)
 {
   if (set->parted) return fixed_format("weights", "3");
-  if (tensor_tape_length > 0)
-    return error_set(ENG_ERR_STATE, "master weights cannot change their format while the tape has "
-                                    "operations; hint: change the precision between steps");
+  FAIL_IF(tensor_tape_length > 0, ENG_ERR_STATE, "master weights cannot change their format "
+          "while the tape has operations; hint: change the precision between steps");
   for (int i = 0; i < set->n; i++)
-    if (set->member[i].value->store->references > 1)
-      return error_set(ENG_ERR_STATE, "parameter %s: its format cannot change while a view of it "
-                                      "exists; hint: make views inside a step",
-                       set->member[i].name);
+    FAIL_IF(set->member[i].value->store->references > 1, ENG_ERR_STATE,
+            "parameter %s: its format cannot change while a view of it exists; hint: make views "
+            "inside a step", set->member[i].name);
   return ENG_OK;
 }
 
@@ -272,10 +258,8 @@ eng_status eng_params_masters(eng_params *set, const int32_t *dtype)
   int64_t bytes = 0;
   for (int i = 0; i < set->n; i++) {
     const parameter *p = &set->member[i];
-    if (dtype[i] != ENG_f32 && dtype[i] != ENG_bf16)
-      return error_set(ENG_ERR_DTYPE,
-                       "parameter %s: expected master weights in f32 or bf16, got %s", p->name,
-                       eng_dtype_name(dtype[i]));
+    FAIL_IF(dtype[i] != ENG_f32 && dtype[i] != ENG_bf16, ENG_ERR_DTYPE, "parameter %s: expected "
+            "master weights in f32 or bf16, got %s", p->name, eng_dtype_name(dtype[i]));
     bytes += params_part_bytes(p->value->count, dtype[i]);
   }
   if (same_formats(set->masters, dtype, set->n)) return ENG_OK;
@@ -325,19 +309,15 @@ eng_status eng_params_precision(eng_params *set, const int32_t *low, const int32
   int32_t *wanted = set->which;   // unused between passes
   for (int i = 0; i < set->n; i++) {
     wanted[i] = low && low[i] != ENG_f32 ? low[i] : -1;
-    if (wanted[i] >= 0 && set->member[i].value->dtype != ENG_f32)
-      return error_set(ENG_ERR_DTYPE,
-                       "parameter %s: expected no low-precision copy of a bf16 master, got one in "
-                       "%s",
-                       set->member[i].name, eng_dtype_name(wanted[i]));
+    FAIL_IF(wanted[i] >= 0 && set->member[i].value->dtype != ENG_f32, ENG_ERR_DTYPE,
+            "parameter %s: expected no low-precision copy of a bf16 master, got one in %s",
+            set->member[i].name, eng_dtype_name(wanted[i]));
   }
   bool new_low = !same_formats(set->low, wanted, set->n);
   if (new_low && set->parted) return fixed_format("weights", "3");
-  if (new_low && set->low && tensor_tape_length > 0)
-    return error_set(
-      ENG_ERR_STATE,
-      "low-precision weights cannot change their format while the tape has operations; "
-      "hint: change the precision between steps");
+  FAIL_IF(new_low && set->low && tensor_tape_length > 0, ENG_ERR_STATE,
+          "low-precision weights cannot change their format while the tape has operations; "
+          "hint: change the precision between steps");
   if (new_low) {
     ENG_TRY(flat_new(&fresh_low, ARENA_PARAMETER, set, wanted, false));
     flat_release(&set->low);

@@ -20,10 +20,8 @@ static void *past(const tensor *x, int64_t elements)
 
 eng_status params_gradients(eng_params *set)
 {
-  if (set->divided)
-    return error_set(ENG_ERR_STATE, "the gradients of these parameters are divided among ranks "
-                                    "(zero=2 or 3): only a trainer's step can compute them; "
-                                    "hint: zero=1");
+  FAIL_IF(set->divided, ENG_ERR_STATE, "the gradients of these parameters are divided among "
+          "ranks (zero=2 or 3): only a trainer's step can compute them; hint: zero=1");
   if (set->gradients) return ENG_OK;
   ENG_TRY(flat_new(&set->gradients, ARENA_GRADIENT, set, set->gradient_dtype, false));
   for (int i = 0; i < set->n; i++)
@@ -205,18 +203,17 @@ eng_status eng_params_true_gradient(int *has, const eng_tensor *into, eng_params
   const parameter *p = &set->member[index];
   tensor *target;
   ENG_TRY(tensor_get(&target, into));
-  if (target->dtype != ENG_f32 || target->store->space != set->space)
-    return error_set(ENG_ERR_DTYPE, "parameter %s: expected an f32 tensor on its device, got %s",
-                     p->name, tensor_text(target));
-  if (!tensor_same_shape(target, p->value) || !tensor_contiguous(target))
-    return error_set(ENG_ERR_SHAPE, "parameter %s: expected a tensor of its shape %s, got %s",
-                     p->name, tensor_text(p->value), tensor_text(target));
+  FAIL_IF(target->dtype != ENG_f32 || target->store->space != set->space, ENG_ERR_DTYPE,
+          "parameter %s: expected an f32 tensor on its device, got %s", p->name,
+          tensor_text(target));
+  FAIL_IF(!tensor_same_shape(target, p->value) || !tensor_contiguous(target), ENG_ERR_SHAPE,
+          "parameter %s: expected a tensor of its shape %s, got %s", p->name,
+          tensor_text(p->value), tensor_text(target));
   const param_span *span = span_of(set, index);
   if (!span) return ENG_OK;
-  if (span->count != p->value->count)
-    return error_set(ENG_ERR_STATE,
-                     "parameter %s: this rank has %lld of its %lld elements; hint: zero=0", p->name,
-                     (long long)span->count, (long long)p->value->count);
+  FAIL_IF(span->count != p->value->count, ENG_ERR_STATE,
+          "parameter %s: this rank has %lld of its %lld elements; hint: zero=0", p->name,
+          (long long)span->count, (long long)p->value->count);
   int found_inf;
   float *to = target->data;
   ENG_TRY(backend_current()->unscale(span, 1, factor, &to, &found_inf));
@@ -248,17 +245,16 @@ eng_status eng_params_relative_scale(eng_params *set, const double *relative)
 eng_status eng_params_reference_begin(eng_params *set)
 {
   ENG_TRY(params_alive(set));
-  if (set->kept) return error_set(ENG_ERR_STATE, "a reference backward is already running");
+  FAIL_IF(set->kept, ENG_ERR_STATE, "a reference backward is already running");
   for (int i = 0; i < set->n; i++) {
-    if (set->member[i].unscaled)
-      return error_set(ENG_ERR_STATE,
-                       "a reference backward must run before the gradients are unscaled");
+    FAIL_IF(set->member[i].unscaled, ENG_ERR_STATE,
+            "a reference backward must run before the gradients are unscaled");
     set->which[i] = ENG_f32;         // the dtypes of the reference buffer
   }
   if (!set->reference)
     ENG_TRY(flat_new(&set->reference, ARENA_GRADIENT, set, set->which, false));
   set->kept = calloc((size_t)set->n + 1, sizeof *set->kept);
-  if (!set->kept) return error_set(ENG_ERR_MEMORY, "out of memory for a reference backward");
+  FAIL_IF(!set->kept, ENG_ERR_MEMORY, "out of memory for a reference backward");
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
     set->kept[i] = p->has_gradient;
@@ -272,7 +268,7 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
 {
   *norm = 0;
   ENG_TRY(params_alive(set));
-  if (!set->kept) return error_set(ENG_ERR_STATE, "no reference backward is running");
+  FAIL_IF(!set->kept, ENG_ERR_STATE, "no reference backward is running");
   int m = params_spans(set);
   eng_status status = params_here(set, "the end of a reference backward");
   if (status == ENG_OK)

@@ -62,7 +62,7 @@ static eng_status add_pages(params_parted *q, int unit, int form, char *from, ch
   parted_unit *u = &q->unit[unit];
   int n = u->n_pages[form];
   parted_pages *more = realloc(u->pages[form], ((size_t)n + 1) * sizeof *more);
-  if (!more) return error_set(ENG_ERR_MEMORY, "out of memory for the table of weights");
+  FAIL_IF(!more, ENG_ERR_MEMORY, "out of memory for the table of weights");
   u->pages[form] = more;
   more[n] = (parted_pages){(char *)low, (int64_t)(high - low)};
   u->n_pages[form]++;
@@ -119,7 +119,7 @@ eng_status parted_new(params_parted **out, const eng_params *set, const int64_t 
 {
   params_parted *q = calloc(1, sizeof *q);
   *out = NULL;
-  if (!q) return error_set(ENG_ERR_MEMORY, "out of memory for the table of weights");
+  FAIL_IF(!q, ENG_ERR_MEMORY, "out of memory for the table of weights");
   HEAP_TAKE(&q->memory, q->unit_of, set->n);
   HEAP_TAKE(&q->memory, q->piece, set->n);
   for (int i = 0; q->unit_of && i < set->n; i++) {
@@ -303,10 +303,9 @@ eng_status params_fetch(tensor *const *x, int n)
     if (!p || p->set != set || !parted_holds(&form[m], p, x[k]->store)) continue;
     unit[m++] = set->parted->unit_of[p->index];
   }
-  if (!set->parted->link)
-    return error_set(ENG_ERR_STATE, "parameter %s: this rank has only its part (zero=3), and the "
-                                    "trainer, which fetches the rest, was freed; hint: keep the "
-                                    "trainer while you use the model", absent->name);
+  FAIL_IF(!set->parted->link, ENG_ERR_STATE,
+          "parameter %s: this rank has only its part (zero=3), and the trainer, which fetches "
+          "the rest, was freed; hint: keep the trainer while you use the model", absent->name);
   eng_status status = parted_need(set->parted, unit, form, m);
   mark(set);
   return status;
@@ -328,10 +327,9 @@ eng_status params_bring_all(eng_params *set)
 {
   params_parted *q = set->parted;
   if (q->whole) return ENG_OK;
-  if (!q->link)
-    return error_set(ENG_ERR_STATE, "this rank has only its part of the weights (zero=3), and the "
-                                    "trainer, which fetches the rest, was freed; hint: keep the "
-                                    "trainer while you use the model");
+  FAIL_IF(!q->link, ENG_ERR_STATE,
+          "this rank has only its part of the weights (zero=3), and the trainer, which fetches "
+          "the rest, was freed; hint: keep the trainer while you use the model");
   ENG_TRY(params_leave(set));      // so that all ranks fetch the same units
   for (int u = 0; u < q->n_units; u++)
     for (int f = 0; f < PARTED_FORMS; f++) {
@@ -394,12 +392,10 @@ eng_status params_derived_outdated(parameter *p)
   int unit = q->unit_of[p->index];
   const int64_t *own = p->set->own + 2 * p->index;
   for (int i = 0; i < p->set->n; i++)
-    if (i != p->index && q->unit_of[i] == unit)
-      return error_set(ENG_ERR_VALUE,
-                       "parameter %s: zero=3 needs a separate unit for each FP8 weight", p->name);
-  if (own[1] > own[0] && !params_owns(p))
-    return error_set(ENG_ERR_VALUE, "parameter %s: zero=3 needs whole parameters on a rank (the "
-                                    "option `whole`) for weights in FP8", p->name);
+    FAIL_IF(i != p->index && q->unit_of[i] == unit, ENG_ERR_VALUE,
+            "parameter %s: zero=3 needs a separate unit for each FP8 weight", p->name);
+  FAIL_IF(own[1] > own[0] && !params_owns(p), ENG_ERR_VALUE, "parameter %s: zero=3 needs whole "
+          "parameters on a rank (the option `whole`) for weights in FP8", p->name);
   if (q->unit[unit].n_pages[PARTED_DERIVED] == 0) {   // a new copy
     int64_t before = q->away;
     ENG_TRY(find_derived_pages(q, p->set, p->set->own, p->index));

@@ -44,21 +44,16 @@ void eng_params_stats_forget(eng_params *set)
 
 static eng_status check_losses(tensor **loss, const eng_tensor *losses, int n)
 {
-  if (n < 0 || n > ENG_STATS_LOSSES)
-    return error_set(ENG_ERR_VALUE, "gradient statistics: expected 0 to %d losses, got %d",
-                     ENG_STATS_LOSSES, n);
+  FAIL_IF(n < 0 || n > ENG_STATS_LOSSES, ENG_ERR_VALUE,
+          "gradient statistics: expected 0 to %d losses, got %d", ENG_STATS_LOSSES, n);
   for (int i = 0; i < n; i++) {
     ENG_TRY(tensor_get(&loss[i], &losses[i]));
-    if (loss[i]->dtype != ENG_f32 || loss[i]->count != 1)
-      return error_set(ENG_ERR_DTYPE,
-                       "gradient statistics: expected a loss of one f32 element, got %s; hint: "
-                       "loss:to('f32'), or mode=sync",
-                       tensor_text(loss[i]));
-    if (loss[i]->store->space != arena_space())
-      return error_set(
-        ENG_ERR_DEVICE,
-        "gradient statistics: the loss %s is not in the memory of the current device, %s",
-        tensor_text(loss[i]), backend_current()->name);
+    FAIL_IF(loss[i]->dtype != ENG_f32 || loss[i]->count != 1, ENG_ERR_DTYPE,
+            "gradient statistics: expected a loss of one f32 element, got %s; hint: "
+            "loss:to('f32'), or mode=sync", tensor_text(loss[i]));
+    FAIL_IF(loss[i]->store->space != arena_space(), ENG_ERR_DEVICE,
+            "gradient statistics: the loss %s is not in the memory of the current device, %s",
+            tensor_text(loss[i]), backend_current()->name);
   }
   return ENG_OK;
 }
@@ -106,16 +101,12 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
                                   int n_losses, const eng_tensor_stats *known)
 {
   ENG_TRY(params_alive(set));
-  if (set->n_pending == ENG_STATS_PENDING)
-    return error_set(ENG_ERR_STATE,
-                     "gradient statistics: %d are already pending; hint: fetch the oldest first",
-                     ENG_STATS_PENDING);
+  FAIL_IF(set->n_pending == ENG_STATS_PENDING, ENG_ERR_STATE, "gradient statistics: %d are "
+          "already pending; hint: fetch the oldest first", ENG_STATS_PENDING);
   ENG_TRY(params_here(set, "gradient statistics"));
   bool later = backend_current()->gradstats_start != NULL;
-  if (later && known)
-    return error_set(ENG_ERR_DEVICE, "gradient statistics: expected no `known` statistics, because "
-                     "the device %s computes them itself",
-                     backend_current()->name);
+  FAIL_IF(later && known, ENG_ERR_DEVICE, "gradient statistics: expected no `known` statistics, "
+          "because the device %s computes them itself", backend_current()->name);
   tensor *loss[ENG_STATS_LOSSES];
   ENG_TRY(check_losses(loss, losses, n_losses));
   pending_stats *p = &set->pending[(set->first_pending + set->n_pending) % ENG_STATS_PENDING];

@@ -12,7 +12,7 @@
 
 eng_status params_alive(const eng_params *set)
 {
-  if (!set) return error_set(ENG_ERR_STATE, "expected a parameter set, got none");
+  FAIL_IF(!set, ENG_ERR_STATE, "expected a parameter set, got none");
   return set->freed ? error_set(ENG_ERR_STATE, "these parameters were freed") : ENG_OK;
 }
 

@@ -378,8 +378,8 @@ eng_status eng_policy_signal(eng_policy *p, const char *name, double value)
   policy_signal *more = realloc(p->signals, (size_t)(p->n_signals + 1) * sizeof *more);
   char *copy = heap_text(&p->memory, name, (int64_t)strlen(name));
   if (more) p->signals = more;
-  if (!more || !copy)
-    return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for signal '%s'", p->name, name);
+  FAIL_IF(!more || !copy, ENG_ERR_MEMORY,
+          "policy %s: out of memory for signal '%s'", p->name, name);
   p->signals[p->n_signals++] = (policy_signal){ copy, value };
   return ENG_OK;
 }
@@ -599,10 +599,9 @@ eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int
                               int n, const char *const *groups, int n_groups, bool scalable)
 {
   for (int i = 0; i < n; ++i)
-    if (group_of && (group_of[i] < -1 || group_of[i] >= n_groups))
-      return error_set(ENG_ERR_VALUE,
-                       "policy %s: tensor '%s': expected a group index below %d, or -1, got %d",
-                       p->name, names[i], n_groups, group_of[i]);
+    FAIL_IF(group_of && (group_of[i] < -1 || group_of[i] >= n_groups), ENG_ERR_VALUE,
+            "policy %s: tensor '%s': expected a group index below %d, or -1, got %d", p->name,
+            names[i], n_groups, group_of[i]);
   // A view takes a few hundred bytes, so views are made only for policies that read them.
   if (p->needs & ENG_NEED_TENSORS) {
     struct naming naming = { names, groups, n, n_groups };
@@ -624,9 +623,8 @@ eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int
   HEAP_TAKE(&made.names, made.each[0], (int64_t)n * ENG_EACH);
   HEAP_TAKE(&made.names, made.matched, n + n_groups);
   heap_free(made.names.failed ? &made.names : &p->names);
-  if (made.names.failed)
-    return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for the names of %d tensors",
-                     p->name, n);
+  FAIL_IF(made.names.failed, ENG_ERR_MEMORY,
+          "policy %s: out of memory for the names of %d tensors", p->name, n);
   *p = made;
   for (int i = 0; i < n; ++i) p->group_of[i] = group_of ? group_of[i] : -1;
   for (int k = 1; k < ENG_EACH; k++) p->each[k] = p->each[0] + (size_t)n * (size_t)k;

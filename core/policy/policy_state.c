@@ -434,12 +434,9 @@ static void scale_task(eng_policy *p, void *scale)
 
 eng_status eng_policy_set_scale(eng_policy *p, double scale)
 {
-  if (!p->ready)
-    return error_set(ENG_ERR_STATE, "policy %s: set a scale only after init or restore", p->name);
-  if (!policy_is_scale(scale))
-    return error_set(ENG_ERR_VALUE,
-                     "policy %s: a loss scale must be a positive finite number, got %g", p->name,
-                     scale);
+  FAIL_IF(!p->ready, ENG_ERR_STATE, "policy %s: set a scale only after init or restore", p->name);
+  FAIL_IF(!policy_is_scale(scale), ENG_ERR_VALUE,
+          "policy %s: a loss scale must be a positive finite number, got %g", p->name, scale);
   double present;
   if (find_number(&present, p->good.bytes, "scale")) {
     ENG_TRY(policy_protected(p, scale_task, &scale));
@@ -465,8 +462,7 @@ static void put_number(data_blob *b, const char *name, double number)
 
 eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *p)
 {
-  if (!p->ready) return error_set(ENG_ERR_STATE, "policy %s: save only after init or restore",
-                                  p->name);
+  FAIL_IF(!p->ready, ENG_ERR_STATE, "policy %s: save only after init or restore", p->name);
   data_blob *b = &p->envelope;
   data_clear(b);
   data_tag(b, '{');
@@ -489,8 +485,7 @@ eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *p)
   p->text.failed = b->failed;
   if (!b->failed) data_text(&p->text, b->bytes);
   data_tag(&p->text, '\0');
-  if (p->text.failed)
-    return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for its saved state", p->name);
+  FAIL_IF(p->text.failed, ENG_ERR_MEMORY, "policy %s: out of memory for its saved state", p->name);
   *text = p->text.bytes;
   *bytes = (int64_t)p->text.size - 1;
   return ENG_OK;
@@ -502,11 +497,10 @@ static eng_status take_back(eng_policy *p, const char *at)
   double version, scale, clip, lr_mul, failures;
   const char *policy = data_find(at, "policy"), *state = data_find(at, "state"),
              *scales = data_find(at, "scales");
-  if (!find_number(&version, at, "version"))
-    return error_set(ENG_ERR_FORMAT, "a policy's saved state has no 'version'");
-  if (version != TEXT_VERSION)
-    return error_set(ENG_ERR_FORMAT, "a policy's saved state: expected version %d, got %g",
-                     TEXT_VERSION, version);
+  FAIL_IF(!find_number(&version, at, "version"), ENG_ERR_FORMAT,
+          "a policy's saved state has no 'version'");
+  FAIL_IF(version != TEXT_VERSION, ENG_ERR_FORMAT,
+          "a policy's saved state: expected version %d, got %g", TEXT_VERSION, version);
   if (!policy || !state || *state != '{' || !scales || *scales != '{' ||
       !find_number(&scale, at, "scale") || !policy_is_scale(scale) ||
       !find_number(&clip, at, "clip") || !(clip >= 0) || !f64_is_finite(clip) ||
@@ -517,18 +511,15 @@ static eng_status take_back(eng_policy *p, const char *at)
       "a policy's saved state must have valid values of policy, state, scale, scales, clip, lr_mul "
       "and failures");
   data_read(&item, policy);
-  if (item.tag != 's' || item.length != strlen(p->name) ||
-      memcmp(item.string, p->name, item.length) != 0)
-    return error_set(
-      ENG_ERR_POLICY,
-      "policy %s: this state was saved by policy '%.*s'; hint: migrate it to the new policy",
-      p->name, item.tag == 's' ? (int)item.length : 0, item.tag == 's' ? item.string : "");
+  FAIL_IF(item.tag != 's' || item.length != strlen(p->name) ||
+          memcmp(item.string, p->name, item.length) != 0, ENG_ERR_POLICY,
+          "policy %s: this state was saved by policy '%.*s'; hint: migrate it to the new policy",
+          p->name, item.tag == 's' ? (int)item.length : 0, item.tag == 's' ? item.string : "");
 
   data_clear(&p->next);
   p->n_flat = 0;
   data_append(&p->next, state, (size_t)(data_skip(state) - state));
-  if (p->next.failed)
-    return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for its state", p->name);
+  FAIL_IF(p->next.failed, ENG_ERR_MEMORY, "policy %s: out of memory for its state", p->name);
   ENG_TRY(policy_protected(p, state_task, p->next.bytes));
   lua_replace(p->L, SLOT_STATE);
   swap_blobs(p);
@@ -548,8 +539,8 @@ eng_status eng_policy_restore(eng_policy *p, const char *text, int64_t bytes)
   char why[128];
   AT_END(data_free) data_blob blob = {0};
   lua_settop(p->L, SLOT_COUNT);
-  if (!data_parse(&blob, text, (size_t)bytes, why, sizeof why))
-    return error_set(ENG_ERR_FORMAT, "policy %s: the saved state is damaged: %s", p->name, why);
+  FAIL_IF(!data_parse(&blob, text, (size_t)bytes, why, sizeof why), ENG_ERR_FORMAT,
+          "policy %s: the saved state is damaged: %s", p->name, why);
   return take_back(p, blob.bytes);
 }
 
@@ -579,9 +570,8 @@ static void merge_task(eng_policy *p, void *argument)
 eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
 {
   lua_State *L = p->L;
-  if (!old->ready)
-    return error_set(ENG_ERR_STATE, "policy %s: cannot take over from %s, which has no state yet",
-                     p->name, old->name);
+  FAIL_IF(!old->ready, ENG_ERR_STATE,
+          "policy %s: cannot take over from %s, which has no state yet", p->name, old->name);
   lua_settop(L, SLOT_COUNT);
   if (p->has_migrate) {
     ENG_TRY(policy_protected(p, arguments_task, (void *)old));

@@ -327,11 +327,10 @@ eng_status eng_policy_load(eng_policy **out, const char *source, int64_t bytes, 
                            const char *const *names, const char *const *values, int n)
 {
   *out = NULL;
-  if (bytes > LARGEST_SOURCE)
-    return error_set(ENG_ERR_POLICY, "%s: expected a policy file of at most %d bytes, got %lld",
-                     file, LARGEST_SOURCE, (long long)bytes);
+  FAIL_IF(bytes > LARGEST_SOURCE, ENG_ERR_POLICY, "%s: expected a policy file of at most %d "
+          "bytes, got %lld", file, LARGEST_SOURCE, (long long)bytes);
   eng_policy *p = calloc(1, sizeof *p);
-  if (!p) return error_set(ENG_ERR_MEMORY, "%s: out of memory", file);
+  FAIL_IF(!p, ENG_ERR_MEMORY, "%s: out of memory", file);
   p->file = heap_text(&p->memory, file, (int64_t)strlen(file));
   p->source = heap_text(&p->memory, source, bytes);
   if (p->memory.failed || !policy_open(p)) {
@@ -382,9 +381,8 @@ void eng_policy_describe(eng_policy_info *out, const eng_policy *p)
 
 eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *p, int index)
 {
-  if (index < 0 || index >= p->n_options)
-    return error_set(ENG_ERR_VALUE, "policy %s: expected an option index below %d, got %d", p->name,
-                     p->n_options, index);
+  FAIL_IF(index < 0 || index >= p->n_options, ENG_ERR_VALUE,
+          "policy %s: expected an option index below %d, got %d", p->name, p->n_options, index);
   const policy_option *option = &p->options[index];
   *out = (eng_policy_option){ option->name, option->value, option->preset, option->type };
   return ENG_OK;
@@ -456,8 +454,7 @@ static bool read_result(eng_policy *p, eng_verdict *out)
 eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *record,
                              const eng_tensor_stats *stats)
 {
-  if (!p->ready)
-    return error_set(ENG_ERR_STATE, "policy %s: decide only after init or restore", p->name);
+  FAIL_IF(!p->ready, ENG_ERR_STATE, "policy %s: decide only after init or restore", p->name);
   lua_State *L = p->L;
   p->record = record;
   p->stats = stats;

@@ -104,7 +104,7 @@ static eng_status open_folder(int *folder, const char **name, const char *path)
   const char *slash = strrchr(path, '/');
   *name = slash ? slash + 1 : path;
   FREED char *parent = file_parent(path);
-  if (!parent) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  FAIL_IF(!parent, ENG_ERR_MEMORY, "%s: out of memory", path);
   *folder = open(parent, O_PATH | O_DIRECTORY | O_CLOEXEC);
   return *folder >= 0
            ? ENG_OK : error_set(ENG_ERR_IO, "%s: cannot open: %s", parent, strerror(errno));
@@ -126,14 +126,14 @@ static eng_status remove_stale(const struct sockaddr_un *address, const char *pa
 {
   struct stat there;
   if (fstatat(folder, name, &there, AT_SYMLINK_NOFOLLOW) != 0) return ENG_OK;
-  if (!S_ISSOCK(there.st_mode))
-    return error_set(ENG_ERR_IO, "%s: expected a socket, found another kind of file", path);
+  FAIL_IF(!S_ISSOCK(there.st_mode), ENG_ERR_IO,
+          "%s: expected a socket, found another kind of file", path);
   int fd;
   ENG_TRY(make_socket(&fd, path));
   bool answered =
     connect(fd, (const struct sockaddr *)address, sizeof *address) == 0 || errno == EAGAIN;
   close(fd);
-  if (answered) return error_set(ENG_ERR_STATE, "%s: another process listens on this socket", path);
+  FAIL_IF(answered, ENG_ERR_STATE, "%s: another process listens on this socket", path);
   unlinkat(folder, name, 0);
   return ENG_OK;
 }
@@ -147,15 +147,15 @@ static eng_status listen_at(eng_attach *server, const char *path)
   ENG_TRY(make_socket(&server->fd, path));
   // bind gives the file the mode of the socket. So the mode is set before bind, and other users can
   // never connect.
-  if (fchmod(server->fd, 0600) != 0 ||
-      bind(server->fd, (const struct sockaddr *)&address, sizeof address) != 0)
-    return error_set(ENG_ERR_IO, "%s: cannot make a socket: %s", path, strerror(errno));
+  FAIL_IF(fchmod(server->fd, 0600) != 0 ||
+          bind(server->fd, (const struct sockaddr *)&address, sizeof address) != 0, ENG_ERR_IO,
+          "%s: cannot make a socket: %s", path, strerror(errno));
   if (fstatat(server->folder, server->name, &made, AT_SYMLINK_NOFOLLOW) == 0) {
     server->device = made.st_dev;
     server->inode = made.st_ino;
   }
-  if (fchmodat(server->folder, server->name, 0600, 0) != 0 || listen(server->fd, CLIENTS) != 0)
-    return error_set(ENG_ERR_IO, "%s: cannot listen: %s", path, strerror(errno));
+  FAIL_IF(fchmodat(server->folder, server->name, 0600, 0) != 0 || listen(server->fd, CLIENTS) != 0,
+          ENG_ERR_IO, "%s: cannot listen: %s", path, strerror(errno));
   return ENG_OK;
 }
 
@@ -164,7 +164,7 @@ eng_status eng_attach_open(eng_attach **out, const char *path)
   const char *name;
   *out = NULL;
   eng_attach *server = calloc(1, sizeof *server);
-  if (!server) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  FAIL_IF(!server, ENG_ERR_MEMORY, "%s: out of memory", path);
   server->fd = server->folder = -1;
   for (int i = 0; i < CLIENTS; i++) server->clients[i].fd = -1;
   eng_status status = open_folder(&server->folder, &name, path);
@@ -369,10 +369,9 @@ eng_status eng_attach_send(eng_attach_link *link, const char *text, int64_t size
 {
   while (size > 0) {
     ssize_t sent = send(link->fd, text, (size_t)size, MSG_NOSIGNAL);
-    if (sent < 0 && errno != EAGAIN && errno != EINTR)
-      return error_set(ENG_ERR_IO, "the run has ended");
+    FAIL_IF(sent < 0 && errno != EAGAIN && errno != EINTR, ENG_ERR_IO, "the run has ended");
     if (sent < 0) {
-      if (eng_interrupted() > 0) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
+      FAIL_IF(eng_interrupted() > 0, ENG_ERR_INTERRUPTED, "interrupted");
       poll(&(struct pollfd){.fd = link->fd, .events = POLLOUT}, 1, 200);
       continue;
     }
@@ -391,15 +390,15 @@ eng_status eng_attach_receive(const char **line, int64_t *length, eng_attach_lin
     *line = bytes_line(&link->in, length);
     if (*line) return ENG_OK;
     double left = until - eng_clock();
-    if (eng_interrupted() > 0) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
-    if (left <= 0) return error_set(ENG_ERR_STATE, "the run has not answered yet");
+    FAIL_IF(eng_interrupted() > 0, ENG_ERR_INTERRUPTED, "interrupted");
+    FAIL_IF(left <= 0, ENG_ERR_STATE, "the run has not answered yet");
     struct pollfd wanted = {.fd = link->fd, .events = POLLIN};
     if (poll(&wanted, 1, left < 0.2 ? (int)(left * 1000) + 1 : 200) <= 0) continue;
     ssize_t got = recv(link->fd, chunk, sizeof chunk, 0);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) continue;
-    if (got <= 0) return error_set(ENG_ERR_IO, "the run has ended");
-    if (!bytes_add(&link->in, chunk, got, ENG_ATTACH_ANSWER + CHUNK))
-      return error_set(ENG_ERR_IO, "the answer is too long");
+    FAIL_IF(got <= 0, ENG_ERR_IO, "the run has ended");
+    FAIL_IF(!bytes_add(&link->in, chunk, got, ENG_ATTACH_ANSWER + CHUNK), ENG_ERR_IO,
+            "the answer is too long");
   }
 }
 

@@ -56,8 +56,7 @@ static eng_status start(eng_history *history)
 {
   pthread_condattr_t clock;
   history->queue = malloc(HISTORY_QUEUE);
-  if (history->queue == NULL)
-    return error_set(ENG_ERR_MEMORY, "history %s: out of memory", history->path);
+  FAIL_IF(history->queue == NULL, ENG_ERR_MEMORY, "history %s: out of memory", history->path);
   ENG_TRY(history_writer_open(history));
   pthread_mutex_init(&history->lock, NULL);
   pthread_condattr_init(&clock);
@@ -65,8 +64,8 @@ static eng_status start(eng_history *history)
   pthread_cond_init(&history->wake, &clock);
   pthread_cond_init(&history->done, &clock);
   pthread_condattr_destroy(&clock);
-  if (pthread_create(&history->thread, NULL, history_writer_run, history) != 0)
-    return error_set(ENG_ERR_LIBRARY, "history %s: cannot start a thread", history->path);
+  FAIL_IF(pthread_create(&history->thread, NULL, history_writer_run, history) != 0, ENG_ERR_LIBRARY,
+          "history %s: cannot start a thread", history->path);
   enlist(history);
   return ENG_OK;
 }
@@ -116,9 +115,8 @@ static eng_status outcome(const eng_history *history)
 {
   const int64_t lost = (int64_t)(history->appended - history->committed) + history->dropped +
                        history->lost;
-  if (lost > 0)
-    return error_set(ENG_ERR_IO, "history %s: %lld rows are lost: %s", history->path,
-                     (long long)lost, history->trouble);
+  FAIL_IF(lost > 0, ENG_ERR_IO,
+          "history %s: %lld rows are lost: %s", history->path, (long long)lost, history->trouble);
   return history->moved ? moved_error(history) : ENG_OK;
 }
 
@@ -170,14 +168,12 @@ static cell of_text(const char *x)
 // for room; but if the last commit failed, drops the row instead.
 static eng_status append(eng_history *history, history_statement statement, const cell *row, int n)
 {
-  if (!history->writing)
-    return error_set(ENG_ERR_STATE, "history %s is open for reading only", history->path);
+  FAIL_IF(!history->writing, ENG_ERR_STATE, "history %s is open for reading only", history->path);
   uint64_t need = sizeof(history_message);
   for (int i = 0; i < n; i++)
     need += sizeof(history_field) + ((uint64_t)row[i].bytes + 7) / 8 * 8;
-  if (need > HISTORY_QUEUE / 2)
-    return error_set(ENG_ERR_VALUE, "history %s: a row takes %lld bytes; the limit is %d",
-                     history->path, (long long)need, HISTORY_QUEUE / 2);
+  FAIL_IF(need > HISTORY_QUEUE / 2, ENG_ERR_VALUE, "history %s: a row takes %lld bytes; the limit "
+          "is %d", history->path, (long long)need, HISTORY_QUEUE / 2);
   pthread_mutex_lock(&history->lock);
   // an empty queue restarts at offset 0, so that it touches fewer pages
   if (history->head == history->tail) history->head = history->tail = 0;
@@ -243,7 +239,7 @@ eng_status eng_history_step(eng_history *history, const eng_record *record,
   const bool used = is_counted(r->hist);
   char reason[sizeof verdict->reason + 1];
   FREED uint8_t *blob = used ? malloc((size_t)history_pack_bound(1)) : NULL;
-  if (used && !blob) return error_set(ENG_ERR_MEMORY, "history %s: out of memory", history->path);
+  FAIL_IF(used && !blob, ENG_ERR_MEMORY, "history %s: out of memory", history->path);
   cell hist = {.type = FIELD_NULL};
   if (used) {
     eng_tensor_stats all = {.amax = r->amax_f16};
@@ -264,7 +260,7 @@ eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_ten
                                int n)
 {
   FREED uint8_t *blob = malloc((size_t)history_pack_bound(n));
-  if (blob == NULL) return error_set(ENG_ERR_MEMORY, "history %s: out of memory", history->path);
+  FAIL_IF(blob == NULL, ENG_ERR_MEMORY, "history %s: out of memory", history->path);
   int64_t bytes = history_pack(blob, stats, n);
   return APPEND(history, HISTORY_TENSORS, of_int(step), of_blob(blob, bytes));
 }
@@ -302,10 +298,8 @@ eng_status eng_history_text(eng_history *history, const char *table, const char 
                             const char *value)
 {
   const bool meta = strcmp(table, "meta") == 0;
-  if (!meta && strcmp(table, "config") != 0)
-    return error_set(ENG_ERR_VALUE,
-                     "history %s: expected the table \"meta\" or \"config\", got \"%s\"",
-                     history->path, table);
+  FAIL_IF(!meta && strcmp(table, "config") != 0, ENG_ERR_VALUE, "history %s: expected the table "
+          "\"meta\" or \"config\", got \"%s\"", history->path, table);
   return APPEND(history, meta ? HISTORY_META : HISTORY_CONFIG, of_text(key), of_text(value));
 }
 

@@ -35,30 +35,20 @@ eng_status history_check(sqlite3 *db, const char *path, bool *fresh)
                           " sql LIKE 'create virtual%' OR sql LIKE '% as (%'", &programs);
   if (code == SQLITE_OK) code = pragma_int(db, "PRAGMA application_id", &application);
   if (code == SQLITE_OK) code = pragma_int(db, "PRAGMA user_version", &version);
-  if (code == SQLITE_NOTADB || code == SQLITE_CORRUPT)
-    return error_set(ENG_ERR_FORMAT, "history %s is not a history, or is damaged: %s", path,
-                     sqlite3_errmsg(db));
-  if (code != SQLITE_OK)
-    return error_set(ENG_ERR_IO, "history %s: cannot read: %s", path, sqlite3_errmsg(db));
+  FAIL_IF(code == SQLITE_NOTADB || code == SQLITE_CORRUPT, ENG_ERR_FORMAT,
+          "history %s is not a history, or is damaged: %s", path, sqlite3_errmsg(db));
+  FAIL_IF(code != SQLITE_OK, ENG_ERR_IO, "history %s: cannot read: %s", path, sqlite3_errmsg(db));
   if (fresh != NULL) *fresh = tables == 0 && application == 0;
   if (fresh != NULL && *fresh) return ENG_OK;
-  if (tables == 0 && application == 0)
-    return error_set(ENG_ERR_FORMAT,
-                     "history %s is empty: its run has just begun, or ended before the first row "
-                     "was written", path);
-  if (application != HISTORY_APPLICATION)
-    return error_set(ENG_ERR_FORMAT,
-                     "history %s: expected a history, found another SQLite database", path);
-  if (programs > 0)
-    return error_set(ENG_ERR_FORMAT,
-                     "history %s has views, triggers or computed columns; a history has "
-                     "plain tables only",
-                     path);
-  if (version > HISTORY_SCHEMA)
-    return error_set(ENG_ERR_FORMAT,
-                     "history %s was written by a newer engine (schema %lld, expected up to %d); "
-                     "hint: update the engine",
-                     path, (long long)version, HISTORY_SCHEMA);
+  FAIL_IF(tables == 0 && application == 0, ENG_ERR_FORMAT, "history %s is empty: its run has just "
+          "begun, or ended before the first row was written", path);
+  FAIL_IF(application != HISTORY_APPLICATION, ENG_ERR_FORMAT,
+          "history %s: expected a history, found another SQLite database", path);
+  FAIL_IF(programs > 0, ENG_ERR_FORMAT, "history %s has views, triggers or computed columns; a "
+          "history has plain tables only", path);
+  FAIL_IF(version > HISTORY_SCHEMA, ENG_ERR_FORMAT,
+          "history %s was written by a newer engine (schema %lld, expected up to %d); hint: "
+          "update the engine", path, (long long)version, HISTORY_SCHEMA);
   return ENG_OK;
 }
 
@@ -114,10 +104,8 @@ eng_status history_reader_open(sqlite3 **out, const char *path)
 {
   *out = NULL;
   int kind = eng_file_kind(path);
-  if (kind != ENG_FILE_REGULAR)
-    return error_set(ENG_ERR_IO, "history %s: %s", path,
-                     kind == ENG_FILE_NONE ? "no such file" : "expected a file, not a folder or "
-                     "a device");
+  FAIL_IF(kind != ENG_FILE_REGULAR, ENG_ERR_IO, "history %s: %s", path,
+          kind == ENG_FILE_NONE ? "no such file" : "expected a file, not a folder or " "a device");
   eng_status status = open_and_check(out, path, 0, path);
   if (status != ENG_ERR_IO) return status;
   // WAL mode needs a file next to the database. If this file does not exist and cannot be created

@@ -116,17 +116,16 @@ eng_status eng_history_unpack(int *n, eng_tensor_stats *stats, int capacity, con
   reader from = { blob, (const uint8_t *)blob + size, false };
   *n = 0;
   int version = size < 2 ? 0 : *from.now++;
-  if (version < 1 || version > PACK_VERSION)
-    return error_set(ENG_ERR_FORMAT,
-                     "history: these statistics are damaged or were written by a newer engine");
+  FAIL_IF(version < 1 || version > PACK_VERSION, ENG_ERR_FORMAT,
+          "history: these statistics are damaged or were written by a newer engine");
   int64_t count = get_number(&from);
   if (count > size) from.bad = true;           // a tensor takes more than a byte
   for (int64_t i = 0; i < count && !from.bad; i++) {
     eng_tensor_stats scratch;
     get_tensor(&from, i < capacity ? &stats[i] : &scratch, version);
   }
-  if (from.bad || from.now != from.end)
-    return error_set(ENG_ERR_FORMAT, "history: these statistics are damaged");
+  FAIL_IF(from.bad || from.now != from.end, ENG_ERR_FORMAT,
+          "history: these statistics are damaged");
   *n = (int)count;
   return ENG_OK;
 }

@@ -58,21 +58,16 @@ static eng_status prepare(eng_query *query, sqlite3 *db, const char *sql)
 {
   const char *rest = "";
   int code = sqlite3_prepare_v2(db, sql, -1, &query->statement, &rest);
-  if (code == SQLITE_AUTH)
-    return error_set(ENG_ERR_VALUE, "history %s: a query can only read, got: %.*s", query->path,
-                     first_line(sql), sql);
-  if (code != SQLITE_OK)
-    return error_set(ENG_ERR_VALUE, "history %s: %s, in: %.*s", query->path, sqlite3_errmsg(db),
-                     first_line(sql), sql);
-  if (query->statement == NULL)
-    return error_set(ENG_ERR_VALUE, "history %s: expected an SQL statement, got nothing",
-                     query->path);
-  if (rest[strspn(rest, " \t\r\n;")] != 0)
-    return error_set(ENG_ERR_VALUE, "history %s: expected one SQL statement, got more: %.*s",
-                     query->path, first_line(rest), rest);
-  if (!sqlite3_stmt_readonly(query->statement))
-    return error_set(ENG_ERR_VALUE, "history %s: a query can only read, got: %.*s", query->path,
-                     first_line(sql), sql);
+  FAIL_IF(code == SQLITE_AUTH, ENG_ERR_VALUE,
+          "history %s: a query can only read, got: %.*s", query->path, first_line(sql), sql);
+  FAIL_IF(code != SQLITE_OK, ENG_ERR_VALUE,
+          "history %s: %s, in: %.*s", query->path, sqlite3_errmsg(db), first_line(sql), sql);
+  FAIL_IF(query->statement == NULL, ENG_ERR_VALUE,
+          "history %s: expected an SQL statement, got nothing", query->path);
+  FAIL_IF(rest[strspn(rest, " \t\r\n;")] != 0, ENG_ERR_VALUE, "history %s: expected one SQL "
+          "statement, got more: %.*s", query->path, first_line(rest), rest);
+  FAIL_IF(!sqlite3_stmt_readonly(query->statement), ENG_ERR_VALUE,
+          "history %s: a query can only read, got: %.*s", query->path, first_line(sql), sql);
   return ENG_OK;
 }
 
@@ -108,9 +103,8 @@ void eng_query_close(eng_query *query)
 static eng_status bound(eng_query *query, int parameter, int code)
 {
   if (code == SQLITE_OK) return ENG_OK;
-  if (code != SQLITE_RANGE)
-    return error_set(ENG_ERR_VALUE, "history %s: cannot bind parameter %d: %s", query->path,
-                     parameter + 1, sqlite3_errstr(code));
+  FAIL_IF(code != SQLITE_RANGE, ENG_ERR_VALUE, "history %s: cannot bind parameter %d: %s",
+          query->path, parameter + 1, sqlite3_errstr(code));
   return error_set(ENG_ERR_VALUE,
                    "history %s: the statement has %d parameters, got a value for parameter %d",
                    query->path, sqlite3_bind_parameter_count(query->statement), parameter + 1);
@@ -171,19 +165,15 @@ eng_status eng_query_next(bool *row, eng_query *query)
   sqlite3_progress_handler(db, OPERATIONS, progress, query);
   int code = sqlite3_step(query->statement);
   sqlite3_progress_handler(db, 0, NULL, NULL);
-  if (code == SQLITE_INTERRUPT && eng_interrupted() == 2)
-    return error_set(ENG_ERR_INTERRUPTED, "interrupted");
-  if (code == SQLITE_INTERRUPT)
-    return error_set(ENG_ERR_FORMAT,
-                     "history %s: a query exceeded %lld operations: %.*s; hint: is the file "
-                     "damaged? the limit grows with the file's size",
-                     query->path, (long long)most_operations(query->path),
-                     first_line(sqlite3_sql(query->statement)), sqlite3_sql(query->statement));
+  FAIL_IF(code == SQLITE_INTERRUPT && eng_interrupted() == 2, ENG_ERR_INTERRUPTED, "interrupted");
+  FAIL_IF(code == SQLITE_INTERRUPT, ENG_ERR_FORMAT, "history %s: a query exceeded %lld "
+          "operations: %.*s; hint: is the file damaged? the limit grows with the file's size",
+          query->path, (long long)most_operations(query->path),
+          first_line(sqlite3_sql(query->statement)), sqlite3_sql(query->statement));
   for (int i = 0; code == SQLITE_ROW && i < sqlite3_column_count(query->statement); i++) {
     const char *why = damage(query->statement, i);
-    if (why != NULL)
-      return error_set(ENG_ERR_FORMAT, "history %s is damaged: a value of the column '%s' is %s",
-                       query->path, sqlite3_column_name(query->statement, i), why);
+    FAIL_IF(why != NULL, ENG_ERR_FORMAT, "history %s is damaged: a value of the column '%s' is %s",
+            query->path, sqlite3_column_name(query->statement, i), why);
   }
   *row = code == SQLITE_ROW;
   if (code == SQLITE_ROW || code == SQLITE_DONE) return ENG_OK;

@@ -59,8 +59,8 @@ static eng_status read_shape(json_reader *json, eng_safetensors_entry *entry)
   entry->ndim = 0;
   if (json_accept(json, ']')) return ENG_OK;
   do {
-    if (entry->ndim == ENG_MAX_DIMS)
-      return error_set(ENG_ERR_FORMAT, "expected at most %d dimensions", ENG_MAX_DIMS);
+    FAIL_IF(entry->ndim == ENG_MAX_DIMS, ENG_ERR_FORMAT,
+            "expected at most %d dimensions", ENG_MAX_DIMS);
     ENG_TRY(json_whole(json, &entry->shape[entry->ndim++]));
   } while (json_accept(json, ','));
   return json_expect(json, ']');
@@ -97,10 +97,9 @@ static eng_status read_entry(json_reader *json, eng_safetensors_entry *entry, in
                      : strcmp(key, "shape") == 0        ? SHAPE
                      : strcmp(key, "data_offsets") == 0 ? OFFSETS
                                                         : 0;
-      if (now == 0)
-        return error_set(ENG_ERR_FORMAT, "unknown key %s; expected dtype, shape, data_offsets",
-                         json_show(key));
-      if (seen & now) return error_set(ENG_ERR_FORMAT, "duplicate key %s", key);
+      FAIL_IF(now == 0, ENG_ERR_FORMAT,
+              "unknown key %s; expected dtype, shape, data_offsets", json_show(key));
+      FAIL_IF(seen & now, ENG_ERR_FORMAT, "duplicate key %s", key);
       seen |= now;
       if (now == DTYPE) {
         ENG_TRY(json_string(json, &dtype));
@@ -117,24 +116,17 @@ static eng_status read_entry(json_reader *json, eng_safetensors_entry *entry, in
     } while (json_accept(json, ','));
     ENG_TRY(json_expect(json, '}'));
   }
-  if (seen != (DTYPE | SHAPE | OFFSETS))
-    return error_set(ENG_ERR_FORMAT, "missing key %s",
-                     !(seen & DTYPE)   ? "dtype"
-                     : !(seen & SHAPE) ? "shape"
-                                       : "data_offsets");
+  FAIL_IF(seen != (DTYPE | SHAPE | OFFSETS), ENG_ERR_FORMAT, "missing key %s",
+          !(seen & DTYPE) ? "dtype" : !(seen & SHAPE) ? "shape" : "data_offsets");
   int64_t bytes = 0;
   ENG_TRY(size_of(&bytes, entry));
-  if (entry->begin > entry->end)
-    return error_set(ENG_ERR_FORMAT, "data_offsets [%lld, %lld] end before they begin",
-                     (long long)entry->begin, (long long)entry->end);
-  if (entry->end > data_size)
-    return error_set(ENG_ERR_FORMAT,
-                     "data_offsets [%lld, %lld] exceed the %lld bytes of data; "
-                     "hint: is the file complete?",
-                     (long long)entry->begin, (long long)entry->end, (long long)data_size);
-  if (entry->end - entry->begin != bytes)
-    return error_set(ENG_ERR_FORMAT, "dtype and shape need %lld bytes, data_offsets span %lld",
-                     (long long)bytes, (long long)(entry->end - entry->begin));
+  FAIL_IF(entry->begin > entry->end, ENG_ERR_FORMAT, "data_offsets [%lld, %lld] end before they "
+          "begin", (long long)entry->begin, (long long)entry->end);
+  FAIL_IF(entry->end > data_size, ENG_ERR_FORMAT,
+          "data_offsets [%lld, %lld] exceed the %lld bytes of data; hint: is the file complete?",
+          (long long)entry->begin, (long long)entry->end, (long long)data_size);
+  FAIL_IF(entry->end - entry->begin != bytes, ENG_ERR_FORMAT, "dtype and shape need %lld bytes, "
+          "data_offsets span %lld", (long long)bytes, (long long)(entry->end - entry->begin));
   return ENG_OK;
 }
 
@@ -147,8 +139,8 @@ static eng_status read_metadata(json_reader *json, eng_safetensors *file)
     ENG_TRY(json_string(json, &key));
     ENG_TRY(json_expect(json, ':'));
     ENG_TRY(json_string(json, &value));
-    if (!ARRAY_GROW(file->metadata, file->metadata_room, file->metadata_count + 1))
-      return error_set(ENG_ERR_MEMORY, "out of memory reading the metadata");
+    FAIL_IF(!ARRAY_GROW(file->metadata, file->metadata_room, file->metadata_count + 1),
+            ENG_ERR_MEMORY, "out of memory reading the metadata");
     file->metadata[file->metadata_count++] = (pair){ key, value };
   } while (json_accept(json, ','));
   return json_expect(json, '}');
@@ -174,8 +166,7 @@ static eng_status find_repeated(const char **out, const void *items, int64_t cou
   *out = NULL;
   if (count < 2) return ENG_OK;
   FREED const char **names = malloc((size_t)count * sizeof *names);
-  if (names == NULL)
-    return error_set(ENG_ERR_MEMORY, "out of memory for %lld names", (long long)count);
+  FAIL_IF(names == NULL, ENG_ERR_MEMORY, "out of memory for %lld names", (long long)count);
   for (int64_t i = 0; i < count; i++)
     names[i] = *(const char *const *)((const char *)items + (size_t)i * size);
   qsort(names, (size_t)count, sizeof *names, by_bytes);
@@ -192,24 +183,19 @@ static eng_status check_together(eng_safetensors *file, int64_t data_size)
   int64_t reached = 0;
   const char *twice;
   ENG_TRY(find_repeated(&twice, file->metadata, file->metadata_count, sizeof *file->metadata));
-  if (twice != NULL)
-    return error_set(ENG_ERR_FORMAT, "two metadata entries have the key %s", json_show(twice));
+  FAIL_IF(twice != NULL, ENG_ERR_FORMAT, "two metadata entries have the key %s", json_show(twice));
   ENG_TRY(find_repeated(&twice, e, file->count, sizeof *e));
-  if (twice != NULL)
-    return error_set(ENG_ERR_FORMAT, "two tensors have the name %s", json_show(twice));
+  FAIL_IF(twice != NULL, ENG_ERR_FORMAT, "two tensors have the name %s", json_show(twice));
   if (file->count > 0) qsort(e, (size_t)file->count, sizeof *e, by_place);
   for (int64_t i = 0; i < file->count; i++) {
-    if (e[i].begin < reached)
-      return error_set(ENG_ERR_FORMAT, "tensors %s and %s overlap", json_show(e[i - 1].name),
-                       json_show(e[i].name));
-    if (e[i].begin > reached)
-      return error_set(ENG_ERR_FORMAT, "%lld unused bytes before tensor %s",
-                       (long long)(e[i].begin - reached), json_show(e[i].name));
+    FAIL_IF(e[i].begin < reached, ENG_ERR_FORMAT,
+            "tensors %s and %s overlap", json_show(e[i - 1].name), json_show(e[i].name));
+    FAIL_IF(e[i].begin > reached, ENG_ERR_FORMAT, "%lld unused bytes before tensor %s",
+            (long long)(e[i].begin - reached), json_show(e[i].name));
     reached = e[i].end;
   }
-  if (reached != data_size)
-    return error_set(ENG_ERR_FORMAT, "%lld unused bytes after the last tensor",
-                     (long long)(data_size - reached));
+  FAIL_IF(reached != data_size, ENG_ERR_FORMAT,
+          "%lld unused bytes after the last tensor", (long long)(data_size - reached));
   return ENG_OK;
 }
 
@@ -228,14 +214,13 @@ static eng_status read_header(eng_safetensors *file, int64_t size, int64_t data_
       ENG_TRY(json_string(&json, &name));
       ENG_TRY(json_expect(&json, ':'));
       if (strcmp(name, "__metadata__") == 0) {
-        if (metadata) return error_set(ENG_ERR_FORMAT, "the header has two __metadata__ entries");
+        FAIL_IF(metadata, ENG_ERR_FORMAT, "the header has two __metadata__ entries");
         metadata = true;
         ENG_TRY(read_metadata(&json, file));
         continue;
       }
-      if (!ARRAY_GROW(file->entries, file->room, file->count + 1))
-        return error_set(ENG_ERR_MEMORY, "out of memory reading %lld tensors",
-                         (long long)file->count);
+      FAIL_IF(!ARRAY_GROW(file->entries, file->room, file->count + 1), ENG_ERR_MEMORY,
+              "out of memory reading %lld tensors", (long long)file->count);
       eng_safetensors_entry *entry = &file->entries[file->count];
       *entry = (eng_safetensors_entry){ .name = name };
       ENG_TRY(error_prefix(read_entry(&json, entry, data_size), "tensor %s", json_show(name)));
@@ -275,26 +260,19 @@ eng_status safetensors_parse(eng_safetensors **out, const char *path, char *head
 
 static eng_status open_header(eng_safetensors **out, const char *path, int fd, int64_t total)
 {
-  if (total < PREFIX)
-    return error_set(ENG_ERR_FORMAT,
-                     "%s: expected at least 8 bytes, found %lld; hint: is this a safetensors file?",
-                     path, (long long)total);
+  FAIL_IF(total < PREFIX, ENG_ERR_FORMAT, "%s: expected at least 8 bytes, found %lld; hint: is "
+          "this a safetensors file?", path, (long long)total);
   uint64_t length;
   ENG_TRY(file_read_at(fd, path, &length, PREFIX, 0));
-  if (length > HEADER_MOST)
-    return error_set(ENG_ERR_FORMAT,
-                     "%s: header length %llu exceeds the format's limit of %d; hint: is "
-                     "this a safetensors file?",
-                     path, (unsigned long long)length, HEADER_MOST);
-  if ((int64_t)length > total - PREFIX)
-    return error_set(ENG_ERR_FORMAT,
-                     "%s: header length %llu exceeds the file's %lld bytes; hint: "
-                     "is the file complete?",
-                     path, (unsigned long long)length, (long long)total);
+  FAIL_IF(length > HEADER_MOST, ENG_ERR_FORMAT,
+          "%s: header length %llu exceeds the format's limit of %d; hint: is this a safetensors "
+          "file?", path, (unsigned long long)length, HEADER_MOST);
+  FAIL_IF((int64_t)length > total - PREFIX, ENG_ERR_FORMAT,
+          "%s: header length %llu exceeds the file's %lld bytes; hint: is the file complete?",
+          path, (unsigned long long)length, (long long)total);
   char *header = malloc((size_t)length + 1);
-  if (header == NULL)
-    return error_set(ENG_ERR_MEMORY, "%s: out of memory for a header of %llu bytes", path,
-                     (unsigned long long)length);
+  FAIL_IF(header == NULL, ENG_ERR_MEMORY,
+          "%s: out of memory for a header of %llu bytes", path, (unsigned long long)length);
   eng_status status = file_read_at(fd, path, header, (int64_t)length, PREFIX);
   if (status != ENG_OK) {
     free(header);
@@ -334,9 +312,8 @@ int64_t eng_safetensors_count(const eng_safetensors *file)
 eng_status eng_safetensors_get(eng_safetensors_entry *out, const eng_safetensors *file,
                                int64_t index)
 {
-  if (index < 0 || index >= file->count)
-    return error_set(ENG_ERR_VALUE, "%s: expected a tensor index below %lld, got %lld", file->path,
-                     (long long)file->count, (long long)index);
+  FAIL_IF(index < 0 || index >= file->count, ENG_ERR_VALUE, "%s: expected a tensor index below "
+          "%lld, got %lld", file->path, (long long)file->count, (long long)index);
   *out = file->entries[index];
   return ENG_OK;
 }
@@ -350,8 +327,8 @@ static eng_status fill(const eng_tensor *to, const eng_safetensors *file,
   int64_t bytes = entry->end - entry->begin;
   FREED void *staged = info.space == 0 ? NULL : malloc(bytes > 0 ? (size_t)bytes : 1);
   uint8_t *host = info.space == 0 ? info.data : staged;
-  if (info.space != 0 && !staged)
-    return error_set(ENG_ERR_MEMORY, "out of memory for %lld bytes", (long long)bytes);
+  FAIL_IF(info.space != 0 && !staged, ENG_ERR_MEMORY,
+          "out of memory for %lld bytes", (long long)bytes);
   ENG_TRY(file_read_at(file->fd, file->path, host, bytes, entry->begin));
   // Kernels rely on bools being 0 or 1; a file can contain any byte.
   for (int64_t i = 0; entry->dtype == ENG_bool && i < info.count; i++) host[i] = host[i] != 0;
@@ -377,9 +354,9 @@ int64_t eng_safetensors_metadata_count(const eng_safetensors *file)
 eng_status eng_safetensors_metadata(const char **key, const char **value,
                                     const eng_safetensors *file, int64_t index)
 {
-  if (index < 0 || index >= file->metadata_count)
-    return error_set(ENG_ERR_VALUE, "%s: expected a metadata index below %lld, got %lld",
-                     file->path, (long long)file->metadata_count, (long long)index);
+  FAIL_IF(index < 0 || index >= file->metadata_count, ENG_ERR_VALUE,
+          "%s: expected a metadata index below %lld, got %lld", file->path,
+          (long long)file->metadata_count, (long long)index);
   *key = file->metadata[index].key;
   *value = file->metadata[index].value;
   return ENG_OK;
@@ -425,19 +402,15 @@ eng_status eng_safetensors_add(eng_safetensors_writer *writer, const char *name,
 {
   eng_tensor_info info;
   ENG_TRY(eng_info(&info, x));
-  if (info.divided)
-    return error_set(ENG_ERR_STATE, "%s: the ranks have divided the weight %s (zero=3); hint: "
-                                    "save in trainer:whole(function() ... end), on all ranks",
-                     writer->path, json_show(name));
-  if (!json_is_text(name))
-    return error_set(ENG_ERR_VALUE, "%s: the tensor name %s is not UTF-8", writer->path,
-                     json_show(name));
-  if (strcmp(name, "__metadata__") == 0)
-    return error_set(ENG_ERR_VALUE, "%s: __metadata__ is reserved and cannot name a tensor",
-                     writer->path);
+  FAIL_IF(info.divided, ENG_ERR_STATE, "%s: the ranks have divided the weight %s (zero=3); hint: "
+          "save in trainer:whole(function() ... end), on all ranks", writer->path, json_show(name));
+  FAIL_IF(!json_is_text(name), ENG_ERR_VALUE,
+          "%s: the tensor name %s is not UTF-8", writer->path, json_show(name));
+  FAIL_IF(strcmp(name, "__metadata__") == 0, ENG_ERR_VALUE,
+          "%s: __metadata__ is reserved and cannot name a tensor", writer->path);
   char *own = heap_text(&writer->memory, name, (int64_t)strlen(name));
-  if (own == NULL || !ARRAY_GROW(writer->items, writer->room, writer->count + 1))
-    return error_set(ENG_ERR_MEMORY, "%s: out of memory", writer->path);
+  FAIL_IF(own == NULL || !ARRAY_GROW(writer->items, writer->room, writer->count + 1),
+          ENG_ERR_MEMORY, "%s: out of memory", writer->path);
   writer->items[writer->count++] = (item){ own, *x };
   return ENG_OK;
 }
@@ -445,18 +418,16 @@ eng_status eng_safetensors_add(eng_safetensors_writer *writer, const char *name,
 eng_status eng_safetensors_annotate(eng_safetensors_writer *writer, const char *key,
                                     const char *value)
 {
-  if (!json_is_text(key) || !json_is_text(value))
-    return error_set(ENG_ERR_VALUE, "%s: the metadata of %s is not UTF-8", writer->path,
-                     json_show(key));
+  FAIL_IF(!json_is_text(key) || !json_is_text(value), ENG_ERR_VALUE,
+          "%s: the metadata of %s is not UTF-8", writer->path, json_show(key));
   for (int64_t i = 0; i < writer->note_count; i++)
-    if (strcmp(writer->notes[i].key, key) == 0)
-      return error_set(ENG_ERR_VALUE, "%s: duplicate metadata key %s", writer->path,
-                       json_show(key));
+    FAIL_IF(strcmp(writer->notes[i].key, key) == 0, ENG_ERR_VALUE,
+            "%s: duplicate metadata key %s", writer->path, json_show(key));
   pair own = {heap_text(&writer->memory, key, (int64_t)strlen(key)),
               heap_text(&writer->memory, value, (int64_t)strlen(value))};
-  if (own.key == NULL || own.value == NULL ||
-      !ARRAY_GROW(writer->notes, writer->note_room, writer->note_count + 1))
-    return error_set(ENG_ERR_MEMORY, "%s: out of memory", writer->path);
+  FAIL_IF(own.key == NULL || own.value == NULL ||
+          !ARRAY_GROW(writer->notes, writer->note_room, writer->note_count + 1), ENG_ERR_MEMORY,
+          "%s: out of memory", writer->path);
   writer->notes[writer->note_count++] = own;
   return ENG_OK;
 }
@@ -510,7 +481,7 @@ static eng_status put_header(FILE *to, const eng_safetensors_writer *writer)
 static eng_status make_header(char **header, size_t *size, const eng_safetensors_writer *writer)
 {
   FILE *to = open_memstream(header, size);
-  if (to == NULL) return error_set(ENG_ERR_MEMORY, "%s: out of memory", writer->path);
+  FAIL_IF(to == NULL, ENG_ERR_MEMORY, "%s: out of memory", writer->path);
   eng_status status = put_header(to, writer);
   bool failed = ferror(to);
   if (fclose(to) != 0 || failed)
@@ -531,7 +502,7 @@ static eng_status put_tensor(file_writer *out, const eng_tensor *handle)
   if (x->store->space == SPACE_HOST && tensor_contiguous(x))
     return file_writer_put(out, x->data, bytes);
   FREED void *copy = malloc((size_t)bytes + 1);
-  if (!copy) return error_set(ENG_ERR_MEMORY, "out of memory for %lld bytes", (long long)bytes);
+  FAIL_IF(!copy, ENG_ERR_MEMORY, "out of memory for %lld bytes", (long long)bytes);
   ENG_TRY(transfer_read(copy, x->dtype, x));
   return file_writer_put(out, copy, bytes);
 }
@@ -542,9 +513,8 @@ static eng_status write_file(const eng_safetensors_writer *writer, uint32_t *crc
   size_t size = 0;
   const char *twice;
   ENG_TRY(find_repeated(&twice, writer->items, writer->count, sizeof *writer->items));
-  if (twice != NULL)
-    return error_set(ENG_ERR_VALUE, "%s: two tensors have the name %s", writer->path,
-                     json_show(twice));
+  FAIL_IF(twice != NULL, ENG_ERR_VALUE,
+          "%s: two tensors have the name %s", writer->path, json_show(twice));
   ENG_TRY(make_header(&header, &size, writer));
   uint64_t length = size;
   AT_END(file_writer_abort) file_writer out;   // after the commit, the abort has no effect

@@ -24,8 +24,8 @@ static void erase(pool *p, int at)
 /// Appends an empty block.
 static eng_status add_block(pool *p, int64_t bytes)
 {
-  if (!ARRAY_GROW(p->block, p->room_blocks, p->n_blocks + 1))
-    return error_set(ENG_ERR_MEMORY, "out of memory for a table of %d blocks", p->n_blocks + 1);
+  FAIL_IF(!ARRAY_GROW(p->block, p->room_blocks, p->n_blocks + 1), ENG_ERR_MEMORY,
+          "out of memory for a table of %d blocks", p->n_blocks + 1);
   void *memory = p->imagined ? (void *)((uintptr_t)(p->n_blocks + 1) << 44)
                              : arena_alloc_in(p->space, p->arena, bytes);
   if (!memory) return ENG_ERR_MEMORY;
@@ -40,8 +40,8 @@ eng_status pool_take(void **out, pool *p, int64_t bytes)
   bytes = pool_rounded(bytes);
   // Reserves table entries for as many gaps as there can be, one for each piece and block, so that
   // pool_give cannot fail.
-  if (!ARRAY_GROW(p->gap, p->room_gaps, p->pieces + p->n_blocks + 3))
-    return error_set(ENG_ERR_MEMORY, "out of memory for a table of %d pieces", p->pieces + 1);
+  FAIL_IF(!ARRAY_GROW(p->gap, p->room_gaps, p->pieces + p->n_blocks + 3), ENG_ERR_MEMORY,
+          "out of memory for a table of %d pieces", p->pieces + 1);
   int k = 0;
   while (k < p->n_gaps && p->gap[k].bytes < bytes) k++;
   if (k == p->n_gaps) {

@@ -107,8 +107,8 @@ eng_status tensor_get(tensor **out, const eng_tensor *handle)
 eng_status tensor_find(tensor **out, const eng_tensor *handle)
 {
   *out = NULL;
-  if (!handle || handle->slot == 0 || (int64_t)handle->slot >= (int64_t)n_blocks * BLOCK)
-    return error_set(ENG_ERR_STALE, "not a tensor: the handle is empty or invalid");
+  FAIL_IF(!handle || handle->slot == 0 || (int64_t)handle->slot >= (int64_t)n_blocks * BLOCK,
+          ENG_ERR_STALE, "not a tensor: the handle is empty or invalid");
   tensor *x = &blocks[handle->slot / BLOCK][handle->slot % BLOCK];
   if (x->live && x->generation == handle->generation) {
     if (!x->store->memory && x->count > 0 && (x->done || x->store->segment))
@@ -121,11 +121,8 @@ eng_status tensor_find(tensor **out, const eng_tensor *handle)
     return ENG_OK;
   }
   if (!x->live && x->generation == handle->generation + 1) {
-    if (x->of_step)
-      return error_set(ENG_ERR_STALE,
-                       "tensor %s belongs to step %lld, but this is step %lld; "
-                       "hint: :keep() copies it",
-                       tensor_text(x), (long long)x->step, (long long)step_count);
+    FAIL_IF(x->of_step, ENG_ERR_STALE, "tensor %s belongs to step %lld, but this is step %lld; "
+            "hint: :keep() copies it", tensor_text(x), (long long)x->step, (long long)step_count);
     return error_set(ENG_ERR_STALE, "tensor %s was freed", tensor_text(x));
   }
   return error_set(ENG_ERR_STALE,
@@ -142,8 +139,8 @@ eng_tensor tensor_handle(const tensor *x)
 
 static eng_status enter_step_list(tensor *x)
 {
-  if (!ARRAY_GROW(step_list, step_room, step_length + 1))
-    return error_set(ENG_ERR_MEMORY, "out of memory for the list of the step's tensors");
+  FAIL_IF(!ARRAY_GROW(step_list, step_room, step_length + 1), ENG_ERR_MEMORY,
+          "out of memory for the list of the step's tensors");
   x->of_step = true;
   x->step_index = step_length;
   step_list[step_length++] = x;
@@ -152,20 +149,18 @@ static eng_status enter_step_list(tensor *x)
 
 static eng_status set_shape(tensor *x, int dtype, int ndim, const int64_t *shape)
 {
-  if (ndim < 0 || ndim > ENG_MAX_DIMS)
-    return error_set(ENG_ERR_VALUE, "expected 0 to %d dimensions, got %d", ENG_MAX_DIMS, ndim);
-  if (dtype < 0 || dtype >= ENG_DTYPE_COUNT)
-    return error_set(ENG_ERR_DTYPE, "unknown dtype number %d", dtype);
+  FAIL_IF(ndim < 0 || ndim > ENG_MAX_DIMS, ENG_ERR_VALUE,
+          "expected 0 to %d dimensions, got %d", ENG_MAX_DIMS, ndim);
+  FAIL_IF(dtype < 0 || dtype >= ENG_DTYPE_COUNT, ENG_ERR_DTYPE, "unknown dtype number %d", dtype);
   x->dtype = dtype;
   x->ndim = ndim;
   int64_t count = 1, bound = 1;   // bound: the product of the sizes above 0
   for (int d = ndim - 1; d >= 0; d--) {
-    if (shape[d] < 0)
-      return error_set(ENG_ERR_VALUE, "expected dimensions >= 0, got %s",
-                       tensor_shape_text(ndim, shape));
-    if (__builtin_mul_overflow(bound, shape[d] > 0 ? shape[d] : 1, &bound) || bound > MOST_ELEMENTS)
-      return error_set(ENG_ERR_VALUE, "expected a tensor of up to 2^48 elements, got %s",
-                       tensor_shape_text(ndim, shape));
+    FAIL_IF(shape[d] < 0, ENG_ERR_VALUE,
+            "expected dimensions >= 0, got %s", tensor_shape_text(ndim, shape));
+    FAIL_IF(__builtin_mul_overflow(bound, shape[d] > 0 ? shape[d] : 1, &bound) ||
+            bound > MOST_ELEMENTS, ENG_ERR_VALUE,
+            "expected a tensor of up to 2^48 elements, got %s", tensor_shape_text(ndim, shape));
     x->shape[d] = shape[d];
     x->stride[d] = count;
     count *= shape[d];
@@ -257,7 +252,7 @@ eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const 
 {
   *out = NULL;
   tensor *y = slot_take();
-  if (!y) return error_set(ENG_ERR_MEMORY, "out of memory for the table of tensors");
+  FAIL_IF(!y, ENG_ERR_MEMORY, "out of memory for the table of tensors");
   eng_status status = set_shape(y, x->dtype, ndim, shape);
   // A view, even of a kept tensor, exists until the end of the step; the memory exists as long as
   // any tensor or view uses it.

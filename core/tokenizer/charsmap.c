@@ -16,9 +16,8 @@ eng_status charsmap_new(struct charsmap **out, heap *memory, const char *data, i
 {
   uint32_t bytes = 0;
   if (size >= 4) memcpy(&bytes, data, 4);
-  if (size < 4 || bytes % 4 != 0 || (int64_t)bytes > size - 4 || bytes == 0)
-    return error_set(ENG_ERR_FORMAT, "tokenizer: a compiled character map of %lld bytes is "
-                     "malformed", (long long)size);
+  FAIL_IF(size < 4 || bytes % 4 != 0 || (int64_t)bytes > size - 4 || bytes == 0, ENG_ERR_FORMAT,
+          "tokenizer: a compiled character map of %lld bytes is malformed", (long long)size);
   struct charsmap *map = HEAP_NEW(memory, struct charsmap, 1);
   if (!map) return no_memory();
   map->n_units = bytes / 4;
@@ -27,9 +26,8 @@ eng_status charsmap_new(struct charsmap **out, heap *memory, const char *data, i
   map->texts = heap_text(memory, data + 4 + bytes, map->size);
   if (memory->failed) return no_memory();
   memcpy(map->units, data + 4, bytes);
-  if (utf8_valid(map->texts, map->size) < map->size)
-    return error_set(ENG_ERR_FORMAT, "tokenizer: a compiled character map has texts that are not "
-                     "UTF-8");
+  FAIL_IF(utf8_valid(map->texts, map->size) < map->size, ENG_ERR_FORMAT,
+          "tokenizer: a compiled character map has texts that are not UTF-8");
   *out = map;
   return ENG_OK;
 }

@@ -176,9 +176,8 @@ eng_status decode_run(eng_tokenizer *t, const uint32_t *ids, int64_t count, bool
   for (int i = 0; i < 4; i++) t->decode_work[i].failed = false;
   t->text_out.failed = false;
   for (int64_t i = 0; i < count; i++) {
-    if (ids[i] >= t->size || t->by_id[ids[i]].at < 0)
-      return error_set(ENG_ERR_VALUE, "tokenizer: no token has the id %u; ids go from 0 to %lld",
-                       ids[i], (long long)t->size - 1);
+    FAIL_IF(ids[i] >= t->size || t->by_id[ids[i]].at < 0, ENG_ERR_VALUE, "tokenizer: no token has "
+            "the id %u; ids go from 0 to %lld", ids[i], (long long)t->size - 1);
     const decoded *d = &t->by_id[ids[i]];
     if (skip && d->special) continue;
     if (t->decode.n == 0 && list_count(&from) > 0) buffer_add(from.bytes, " ", 1);

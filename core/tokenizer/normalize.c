@@ -80,8 +80,7 @@ static eng_status compose(step *s, buffer *out, const char *text, int64_t size, 
           if (to) out->size += utf8_put(to, (uint32_t)s->points[i]);
         }
       }
-      if (got < 0)
-        return error_set(ENG_ERR_LIBRARY, "tokenizer: utf8proc: %s", utf8proc_errmsg(got));
+      FAIL_IF(got < 0, ENG_ERR_LIBRARY, "tokenizer: utf8proc: %s", utf8proc_errmsg(got));
       break;
     }
     buffer_add(out, text + end, at - end);

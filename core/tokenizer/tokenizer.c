@@ -16,9 +16,8 @@ static int shown(int64_t size) { return (int)(size < 60 ? size : 60); }
 eng_status eng_tokenizer_new(eng_tokenizer **out, int model, int flags, int64_t unknown,
                              const char *prefix, const char *suffix, int64_t longest)
 {
-  if (model < ENG_TOKENS_BPE || model > ENG_TOKENS_WORDS)
-    return error_set(ENG_ERR_VALUE,
-                     "tokenizer: expected a model from 0 to 3 (ENG_TOKENS_*), got %d", model);
+  FAIL_IF(model < ENG_TOKENS_BPE || model > ENG_TOKENS_WORDS, ENG_ERR_VALUE,
+          "tokenizer: expected a model from 0 to 3 (ENG_TOKENS_*), got %d", model);
   eng_tokenizer *t = calloc(1, sizeof *t);
   if (!t) return no_memory();
   unicode_start();
@@ -98,15 +97,12 @@ static eng_status built(const eng_tokenizer *t)
 static eng_status accept(eng_tokenizer *t, int64_t id, const char *text, int64_t size)
 {
   ENG_TRY(building(t));
-  if (id < 0 || id > ENG_TOKENS_MAX_ID)
-    return error_set(ENG_ERR_FORMAT, "tokenizer: token '%.*s' has the id %lld, expected 0 to %d",
-                     shown(size), text, (long long)id, (int)ENG_TOKENS_MAX_ID);
-  if (size > ENG_TOKENS_MAX_BYTES)
-    return error_set(ENG_ERR_FORMAT, "tokenizer: token %lld has %lld bytes, expected at most %d",
-                     (long long)id, (long long)size, (int)ENG_TOKENS_MAX_BYTES);
-  if (utf8_valid(text, size) < size)
-    return error_set(ENG_ERR_FORMAT, "tokenizer: the text of token %lld is not UTF-8",
-                     (long long)id);
+  FAIL_IF(id < 0 || id > ENG_TOKENS_MAX_ID, ENG_ERR_FORMAT, "tokenizer: token '%.*s' has the id "
+          "%lld, expected 0 to %d", shown(size), text, (long long)id, (int)ENG_TOKENS_MAX_ID);
+  FAIL_IF(size > ENG_TOKENS_MAX_BYTES, ENG_ERR_FORMAT, "tokenizer: token %lld has %lld bytes, "
+          "expected at most %d", (long long)id, (long long)size, (int)ENG_TOKENS_MAX_BYTES);
+  FAIL_IF(utf8_valid(text, size) < size, ENG_ERR_FORMAT,
+          "tokenizer: the text of token %lld is not UTF-8", (long long)id);
   if (id >= t->room_ids) {
     int64_t room = t->room_ids, score_room = room, added_room = room;
     if (!ARRAY_GROW(t->by_id, room, id + 1) || !ARRAY_GROW(t->score, score_room, id + 1) ||
@@ -165,13 +161,11 @@ eng_status eng_tokenizer_token(eng_tokenizer *t, int64_t id, const char *text, i
   if (other >= 0 && t->model != ENG_TOKENS_UNIGRAM)   // unigram: the last id of a text is used
     return error_set(ENG_ERR_FORMAT, "tokenizer: token '%.*s' has two ids, %lld and %lld",
                      shown(size), text, (long long)other, (long long)id);
-  if (t->by_id[id].at >= 0)
-    return error_set(ENG_ERR_FORMAT, "tokenizer: the id %lld belongs to two tokens, '%.*s' and "
-                     "'%.*s'", (long long)id, shown(t->by_id[id].size),
-                     t->names.data + t->by_id[id].at, shown(size), text);
-  if (!(fabs(score) < 1e300))
-    return error_set(ENG_ERR_FORMAT, "tokenizer: token '%.*s': expected a score within +-1e300, "
-                     "got %g", shown(size), text, score);
+  FAIL_IF(t->by_id[id].at >= 0, ENG_ERR_FORMAT,
+          "tokenizer: the id %lld belongs to two tokens, '%.*s' and '%.*s'", (long long)id,
+          shown(t->by_id[id].size), t->names.data + t->by_id[id].at, shown(size), text);
+  FAIL_IF(!(fabs(score) < 1e300), ENG_ERR_FORMAT, "tokenizer: token '%.*s': expected a score "
+          "within +-1e300, got %g", shown(size), text, score);
   ENG_TRY(name_token(t, id, text, size));
   if (!texts_set(&t->vocab, text, size, (uint32_t)id)) return no_memory();
   if (t->model == ENG_TOKENS_UNIGRAM) {
@@ -193,12 +187,11 @@ eng_status eng_tokenizer_merge(eng_tokenizer *t, const char *left, int64_t left_
   buffer_add(&t->text_out, right + skip, right_size - skip);
   if (t->text_out.failed) return no_memory();
   int64_t both = texts_find(&t->vocab, t->text_out.data, t->text_out.size);
-  if (a < 0 || b < 0 || both < 0)
-    return error_set(ENG_ERR_FORMAT, "tokenizer: merge %u of '%.*s' and '%.*s' names '%.*s', which "
-                     "is not in the vocabulary", t->n_merges + 1, shown(left_size), left,
-                     shown(right_size), right,
-                     shown(a < 0 ? left_size : b < 0 ? right_size : t->text_out.size),
-                     a < 0 ? left : b < 0 ? right : t->text_out.data);
+  FAIL_IF(a < 0 || b < 0 || both < 0, ENG_ERR_FORMAT,
+          "tokenizer: merge %u of '%.*s' and '%.*s' names '%.*s', which is not in the vocabulary",
+          t->n_merges + 1, shown(left_size), left, shown(right_size), right,
+          shown(a < 0 ? left_size : b < 0 ? right_size : t->text_out.size),
+          a < 0 ? left : b < 0 ? right : t->text_out.data);
   if (!pairs_set(&t->merges, (uint64_t)a << 32 | (uint64_t)b, t->n_merges++, (uint32_t)both))
     return no_memory();
   return ENG_OK;
@@ -208,18 +201,15 @@ eng_status eng_tokenizer_added(eng_tokenizer *t, int64_t id, const char *text, i
                                int flags)
 {
   ENG_TRY(accept(t, id, text, size));
-  if (size == 0) return error_set(ENG_ERR_FORMAT, "tokenizer: added token %lld has no text",
-                                  (long long)id);
+  FAIL_IF(size == 0, ENG_ERR_FORMAT, "tokenizer: added token %lld has no text", (long long)id);
   int64_t known = texts_find(&t->all, text, size);
-  if (known >= 0 && known != id)
-    return error_set(ENG_ERR_FORMAT, "tokenizer: token '%.*s' has two ids, %lld and %lld",
-                     shown(size), text, (long long)known, (long long)id);
-  if (known < 0 && t->by_id[id].at >= 0)
-    return error_set(ENG_ERR_FORMAT, "tokenizer: the id %lld belongs to two tokens, '%.*s' and "
-                     "'%.*s'", (long long)id, shown(t->by_id[id].size),
-                     t->names.data + t->by_id[id].at, shown(size), text);
-  if (t->added_of[id])
-    return error_set(ENG_ERR_FORMAT, "tokenizer: token '%.*s' is added twice", shown(size), text);
+  FAIL_IF(known >= 0 && known != id, ENG_ERR_FORMAT, "tokenizer: token '%.*s' has two ids, %lld "
+          "and %lld", shown(size), text, (long long)known, (long long)id);
+  FAIL_IF(known < 0 && t->by_id[id].at >= 0, ENG_ERR_FORMAT,
+          "tokenizer: the id %lld belongs to two tokens, '%.*s' and '%.*s'", (long long)id,
+          shown(t->by_id[id].size), t->names.data + t->by_id[id].at, shown(size), text);
+  FAIL_IF(t->added_of[id], ENG_ERR_FORMAT,
+          "tokenizer: token '%.*s' is added twice", shown(size), text);
   if (known < 0) ENG_TRY(name_token(t, id, text, size));
   if (!ARRAY_GROW(t->added, t->room_added, t->n_added + 1)) return no_memory();
   added *a = &t->added[t->n_added];
@@ -241,20 +231,18 @@ eng_status eng_tokenizer_step(eng_tokenizer *t, int stage, int kind, int64_t fla
                               int64_t a_size, const char *b, int64_t b_size)
 {
   ENG_TRY(building(t));
-  if (stage < ENG_STAGE_NORMALIZE || stage > ENG_STAGE_DECODE || !step_fits(stage, kind))
-    return error_set(ENG_ERR_VALUE, "tokenizer: stage %d has no step %d", stage, kind);
+  FAIL_IF(stage < ENG_STAGE_NORMALIZE || stage > ENG_STAGE_DECODE || !step_fits(stage, kind),
+          ENG_ERR_VALUE, "tokenizer: stage %d has no step %d", stage, kind);
   steps *list = stage == ENG_STAGE_NORMALIZE ? &t->normalize
                 : stage == ENG_STAGE_SPLIT   ? &t->split
                                              : &t->decode;
-  if (list->n == ENG_TOKENS_MAX_STEPS)
-    return error_set(ENG_ERR_VALUE, "tokenizer: expected at most %d steps in a stage",
-                     (int)ENG_TOKENS_MAX_STEPS);
+  FAIL_IF(list->n == ENG_TOKENS_MAX_STEPS, ENG_ERR_VALUE,
+          "tokenizer: expected at most %d steps in a stage", (int)ENG_TOKENS_MAX_STEPS);
   bool needs_text = ((kind == ENG_STEP_REPLACE || kind == ENG_STEP_SPLIT) &&
                      (kind == ENG_STEP_SPLIT ? flags >> 4 : flags) == 0) ||
                     kind == ENG_STEP_CUT;
-  if (needs_text && a_size == 0)
-    return error_set(ENG_ERR_FORMAT,
-                     "tokenizer: the text that a step searches for must not be empty");
+  FAIL_IF(needs_text && a_size == 0, ENG_ERR_FORMAT,
+          "tokenizer: the text that a step searches for must not be empty");
   step *s = &list->list[list->n++];
   *s = (step){ .kind = kind, .flags = flags, .a_size = a_size, .b_size = b_size };
   s->a = heap_text(&t->memory, a, a_size);
@@ -267,9 +255,8 @@ eng_status eng_tokenizer_step(eng_tokenizer *t, int stage, int kind, int64_t fla
 eng_status eng_tokenizer_frame(eng_tokenizer *t, int64_t id, bool after)
 {
   ENG_TRY(building(t));
-  if (id < 0 || id >= t->size || t->by_id[id].at < 0)
-    return error_set(ENG_ERR_FORMAT, "tokenizer: the template names the id %lld, which no token "
-                     "has", (long long)id);
+  FAIL_IF(id < 0 || id >= t->size || t->by_id[id].at < 0, ENG_ERR_FORMAT,
+          "tokenizer: the template names the id %lld, which no token has", (long long)id);
   ids *list = after ? &t->after : &t->before;
   ids_add(list, (uint32_t)id);
   return list->failed ? no_memory() : ENG_OK;
@@ -293,10 +280,9 @@ static eng_status added_ready(eng_tokenizer *t)
     decoded *d = &t->by_id[a->id];
     if (in_normalized) {
       ENG_TRY(normalized(t, &text, &size));
-      if (size > ENG_TOKENS_MAX_BYTES)
-        return error_set(ENG_ERR_FORMAT, "tokenizer: the added token '%.*s' has %lld bytes after "
-                         "normalization, expected at most %d", shown(a->size), a->text,
-                         (long long)size, (int)ENG_TOKENS_MAX_BYTES);
+      FAIL_IF(size > ENG_TOKENS_MAX_BYTES, ENG_ERR_FORMAT,
+              "tokenizer: the added token '%.*s' has %lld bytes after normalization, expected "
+              "at most %d", shown(a->size), a->text, (long long)size, (int)ENG_TOKENS_MAX_BYTES);
       d->shown = t->names.size;
       d->shown_size = (int32_t)size;
       buffer_add(&t->names, text, size);
@@ -304,9 +290,8 @@ static eng_status added_ready(eng_tokenizer *t)
     }
     if ((a->flags & ENG_ADDED_SPECIAL) && !texts_set(&t->special, a->text, a->size, 0))
       return no_memory();
-    if (size == 0)
-      return error_set(ENG_ERR_FORMAT, "tokenizer: the normalizer leaves nothing of the added "
-                       "token '%.*s'", shown(a->size), a->text);
+    FAIL_IF(size == 0, ENG_ERR_FORMAT, "tokenizer: the normalizer leaves nothing of the added "
+            "token '%.*s'", shown(a->size), a->text);
     trie *tokens = in_normalized ? &t->normalized_added : &t->raw_added;
     bool *first = in_normalized ? t->normalized_first : t->raw_first;
     first[(unsigned char)*text] = true;
@@ -323,10 +308,10 @@ static eng_status added_ready(eng_tokenizer *t)
 eng_status eng_tokenizer_ready(eng_tokenizer *t)
 {
   ENG_TRY(building(t));
-  if (t->vocab.count == 0) return error_set(ENG_ERR_FORMAT, "tokenizer: the vocabulary is empty");
-  if (t->unknown >= t->size || (t->unknown >= 0 && t->by_id[t->unknown].at < 0))
-    return error_set(ENG_ERR_FORMAT, "tokenizer: the token for unknown text has the id %lld, which "
-                     "no token has", (long long)t->unknown);
+  FAIL_IF(t->vocab.count == 0, ENG_ERR_FORMAT, "tokenizer: the vocabulary is empty");
+  FAIL_IF(t->unknown >= t->size || (t->unknown >= 0 && t->by_id[t->unknown].at < 0), ENG_ERR_FORMAT,
+          "tokenizer: the token for unknown text has the id %lld, which no token has",
+          (long long)t->unknown);
   ENG_TRY(added_ready(t));
   ENG_TRY(words_ready(t));
   t->ready = true;
@@ -351,8 +336,8 @@ static eng_status extract(eng_tokenizer *t, const char *text, int64_t size, bool
   const bool *begins = raw ? t->raw_first : t->normalized_first;
   int64_t done = 0;
   for (int64_t at = 0; tokens->nodes > 0 && at < size;) {
-    if ((at & 0xFFFF) == 0 && eng_interrupted() > 0)
-      return error_set(ENG_ERR_INTERRUPTED, "tokenizer: interrupted");
+    FAIL_IF((at & 0xFFFF) == 0 && eng_interrupted() > 0, ENG_ERR_INTERRUPTED,
+            "tokenizer: interrupted");
     int64_t stop;
     int32_t number =
       begins[(unsigned char)text[at]] ? trie_longest(tokens, 0, text, size, at, &stop) : -1;

@@ -62,8 +62,8 @@ eng_status unigram_word(eng_tokenizer *t, const char *word, int64_t size)
     int n;
     code_at(word + at, &n);
     double here = end_at[at].score;
-    if ((at & 0xFFFF) < n && at > 0 && eng_interrupted() > 0)
-      return error_set(ENG_ERR_INTERRUPTED, "tokenizer: interrupted");
+    FAIL_IF((at & 0xFFFF) < n && at > 0 && eng_interrupted() > 0, ENG_ERR_INTERRUPTED,
+            "tokenizer: interrupted");
     bool single = false;
     int64_t node = 0;
     for (int64_t i = at; i < size; i++) {

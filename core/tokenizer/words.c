@@ -28,9 +28,8 @@ eng_status words_ready(eng_tokenizer *t)
 
 static eng_status word_model(eng_tokenizer *t, const char *word, int64_t size)
 {
-  if (size > ENG_TOKENS_MAX_WORD)
-    return error_set(ENG_ERR_VALUE, "tokenizer: a word has %lld bytes, expected at most %d; hint: "
-                     "encode the text in parts", (long long)size, (int)ENG_TOKENS_MAX_WORD);
+  FAIL_IF(size > ENG_TOKENS_MAX_WORD, ENG_ERR_VALUE, "tokenizer: a word has %lld bytes, expected "
+          "at most %d; hint: encode the text in parts", (long long)size, (int)ENG_TOKENS_MAX_WORD);
   switch (t->model) {
   case ENG_TOKENS_BPE: return bpe_word(t, word, size);
   case ENG_TOKENS_UNIGRAM: return unigram_word(t, word, size);

@@ -70,10 +70,10 @@ static eng_status problem_of(attention_problem *p, int *dtype, int64_t *padded, 
 {
   const tensor *q = call->in[0], *k = call->in[1];
   for (int d = 0; d < 4; d++)
-    if (q->shape[d] > INT32_MAX || k->shape[d] > INT32_MAX || q->shape[0] * q->shape[2] > INT32_MAX)
-      return error_set(ENG_ERR_SHAPE,
-                       "%s: expected sizes and batch * heads below 2^31, got q %s and k %s",
-                       eng_op_name(call->op), tensor_text(q), tensor_text(k));
+    FAIL_IF(q->shape[d] > INT32_MAX || k->shape[d] > INT32_MAX ||
+            q->shape[0] * q->shape[2] > INT32_MAX, ENG_ERR_SHAPE,
+            "%s: expected sizes and batch * heads below 2^31, got q %s and k %s",
+            eng_op_name(call->op), tensor_text(q), tensor_text(k));
   *p = (attention_problem){};
   p->batch = (int32_t)q->shape[0];
   p->queries = (int32_t)q->shape[1];

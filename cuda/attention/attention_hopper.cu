@@ -23,9 +23,8 @@ eng_status map_rows(CUtensorMap *map, const attention_view &view, int batch, int
     cudaDriverEntryPointQueryResult found;
     CUDA_TRY(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void **)&encode, 12000,
                                               cudaEnableDefault, &found));
-    if (!encode)
-      return error_set(ENG_ERR_DEVICE, "attention: expected a driver that has "
-                                       "cuTensorMapEncodeTiled; hint: update NVIDIA's driver");
+    FAIL_IF(!encode, ENG_ERR_DEVICE, "attention: expected a driver that has "
+            "cuTensorMapEncodeTiled; hint: update NVIDIA's driver");
   }
   if (batch == 0 || time == 0 || heads == 0) return ENG_OK;
   // The stride of a dimension of size 1 is never used, but must be valid.

@@ -118,11 +118,9 @@ static eng_status multiply(const fp8_result *y, const fp8_operand *x, const fp8_
 
 eng_status fp8_product(const fp8_result *y, const fp8_operand *x, const fp8_operand *w, bool fast)
 {
-  if (x->scaling != FP8_TENSOR && cublasLtGetVersion() < BLOCKS_SINCE)
-    return error_set(ENG_ERR_LIBRARY,
-                     "fp8: scales by %s need cuBLAS 12.9 or later, got version number %zu; hint: a "
-                     "newer cuBLAS, or ENGINE_FP8_FORMULA=1, which is slow",
-                     scaling_name(x->scaling), cublasLtGetVersion());
+  FAIL_IF(x->scaling != FP8_TENSOR && cublasLtGetVersion() < BLOCKS_SINCE, ENG_ERR_LIBRARY, "fp8: "
+          "scales by %s need cuBLAS 12.9 or later, got version number %zu; hint: a newer cuBLAS, "
+          "or ENGINE_FP8_FORMULA=1, which is slow", scaling_name(x->scaling), cublasLtGetVersion());
   gemm_matrix c = {.data = y->data, .dtype = y->dtype, .row = y->stride, .column = 1};
   if (can_write(y, x, w)) return multiply(y, x, w, fast, &c, true);
 

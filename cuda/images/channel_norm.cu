@@ -437,11 +437,9 @@ eng_status describe(channel_norm *s, const op_call *call, const tensor *dy, bool
                                                          MOST_BLOCKS / blocks : 1;
   s->piece_rows = rounds ? parts(rounds, most) * round : round;
   s->pieces = parts(s->rows, s->piece_rows);   // 0 if there are no rows; all sums are then 0
-  if (blocks * s->pieces >= 1ll << 31)
-    return error_set(ENG_ERR_SHAPE,
-                     "%s: expected a batch in which samples * ceil(channels / %d) is below 2^31, "
-                     "got %s; hint: a smaller batch",
-                     eng_op_name(call->op), V << s->lanes_log2, tensor_text(x));
+  FAIL_IF(blocks * s->pieces >= 1ll << 31, ENG_ERR_SHAPE,
+          "%s: expected a batch in which samples * ceil(channels / %d) is below 2^31, got %s; "
+          "hint: a smaller batch", eng_op_name(call->op), V << s->lanes_log2, tensor_text(x));
   const int64_t factors = s->samples * 4 * s->channels * 8,
                 bytes = factors + s->samples * s->pieces * 2 * s->channels * 8;
   s->factor = scratch_take(bytes);

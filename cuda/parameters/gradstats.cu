@@ -562,8 +562,7 @@ static eng_status report_room(report *r, int n, int64_t bytes)
   }
   if (n > r->capacity) {
     int64_t *count = (int64_t *)realloc(r->count, (size_t)n * sizeof *count);
-    if (!count)
-      return error_set(ENG_ERR_MEMORY, "out of memory for the statistics of %d tensors", n);
+    FAIL_IF(!count, ENG_ERR_MEMORY, "out of memory for the statistics of %d tensors", n);
     r->count = count;
     r->capacity = n;
   }
@@ -575,11 +574,8 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
                          tensor *const *loss, int n_loss)
 {
   report *r = report_free();
-  if (!r)
-    return error_set(ENG_ERR_STATE,
-                     "gradient statistics: %d passes are in flight, the most allowed; hint: fetch "
-                     "the results of one before starting another",
-                     REPORTS);
+  FAIL_IF(!r, ENG_ERR_STATE, "gradient statistics: %d passes are in flight, the most allowed; "
+          "hint: fetch the results of one before starting another", REPORTS);
   bool hist = needs & ENG_NEED_HIST;
   int64_t bytes = hist_at(n, n_loss) + (hist ? hist_bytes(n) : 0), longest = 1;
   for (int k = 0; k < n; k++)
@@ -593,8 +589,7 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
   if (!pass.total) {
     const int64_t room = (REPORTS + 1) * (int64_t)sizeof(cuda_step_total);
     cuda_step_total *total = (cuda_step_total *)cuda_take(room);
-    if (!total)
-      return error_set(ENG_ERR_MEMORY, "cuda: out of device memory for gradient statistics");
+    FAIL_IF(!total, ENG_ERR_MEMORY, "cuda: out of device memory for gradient statistics");
     CUDA_TRY(cudaMemsetAsync(total, 0, (size_t)room, cuda_stream()));
     pass.total = total;
   }
@@ -704,9 +699,8 @@ eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, 
   report *r = NULL;
   for (int i = 0; i < REPORTS && !r; i++)
     if (pass.reports[i].busy && pass.reports[i].ticket == ticket) r = &pass.reports[i];
-  if (!r)
-    return error_set(ENG_ERR_STATE, "gradient statistics: no pass with ticket %lld is in flight",
-                     (long long)ticket);
+  FAIL_IF(!r, ENG_ERR_STATE,
+          "gradient statistics: no pass with ticket %lld is in flight", (long long)ticket);
   if (!stats || n != r->n || n_loss != r->n_loss) {
     r->busy = false;
     r->dropped = true;

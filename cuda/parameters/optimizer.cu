@@ -383,8 +383,7 @@ static eng_status open_pass(void)
   int64_t bytes = (ENG_UPDATE_SLOTS + 1) * (int64_t)sizeof *pass.counters;
   if (!pass.found) CUDA_TRY(cudaMallocHost((void **)&pass.found, sizeof *pass.found));
   int64_t *counters = (int64_t *)cuda_take(bytes);
-  if (!counters)
-    return error_set(ENG_ERR_MEMORY, "cuda: out of device memory for the counters of updates");
+  FAIL_IF(!counters, ENG_ERR_MEMORY, "cuda: out of device memory for the counters of updates");
   CUDA_TRY(cudaMemsetAsync(counters, 0, (size_t)bytes, cuda_stream()));
   pass.counters = counters;
   return ENG_OK;
@@ -457,7 +456,7 @@ static eng_status fetch_norms(const param_span *spans, int n)
     pass.table.span, sums + (int64_t)n * ENG_NORMS, sums);
   CUDA_LAUNCHED("optimize");
   double *host = (double *)malloc((size_t)bytes);
-  if (!host) return error_set(ENG_ERR_MEMORY, "out of memory for the norms of %d parameters", n);
+  FAIL_IF(!host, ENG_ERR_MEMORY, "out of memory for the norms of %d parameters", n);
   eng_status status = cuda_move(host, sums, bytes, COPY_TO_HOST);
   for (int k = 0; k < n && status == ENG_OK; k++)
     memcpy(spans[k].norms, host + (int64_t)k * ENG_NORMS, sizeof(double[ENG_NORMS]));
@@ -476,10 +475,8 @@ template <int LOOP> static advance_kernel *kernel_of(bool more, bool low)
 eng_status cuda_optimize(const param_span *spans, int n, const eng_update *update)
 {
   const cuda_step_total *total = cuda_total_of(update->statistics);
-  if (update->lagged && !total)
-    return error_set(ENG_ERR_STATE,
-                     "optimize: a lagged update needs gradient statistics, and this step has none; "
-                     "hint: lagged = false");
+  FAIL_IF(update->lagged && !total, ENG_ERR_STATE, "optimize: a lagged update needs gradient "
+          "statistics, and this step has none; hint: lagged = false");
   ENG_TRY(prepare(spans, n, update));
   const bool norms = update->norms != NULL;
   for (int k = 0; k < n && norms; k++) memset(spans[k].norms, 0, sizeof(double[ENG_NORMS]));

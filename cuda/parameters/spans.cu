@@ -11,11 +11,8 @@ eng_status device_grow(void **memory, int64_t *capacity, int64_t bytes)
   if (*memory) cuda_give(*memory, *capacity);
   *capacity = 0;
   *memory = cuda_take(bytes + bytes / 4);
-  if (!*memory)
-    return error_set(
-      ENG_ERR_MEMORY,
-      "cuda: out of device memory for the tables of a pass over all parameters (%lld bytes)",
-      (long long)bytes);
+  FAIL_IF(!*memory, ENG_ERR_MEMORY, "cuda: out of device memory for the tables of a pass over all "
+          "parameters (%lld bytes)", (long long)bytes);
   *capacity = bytes + bytes / 4;
   // for compute-sanitizer's initcheck, which reports copies of bytes that were never written
   CUDA_TRY(cudaMemsetAsync(*memory, 0, (size_t)*capacity, cuda_stream()));
@@ -69,8 +66,7 @@ static eng_status table_room(span_table *table, int n)
   if (known) table->known = known;
   device_span *fresh = (device_span *)realloc(table->fresh, (size_t)capacity * sizeof *fresh);
   if (fresh) table->fresh = fresh;
-  if (!known || !fresh)
-    return error_set(ENG_ERR_MEMORY, "out of memory for a table of %d parameters", n);
+  FAIL_IF(!known || !fresh, ENG_ERR_MEMORY, "out of memory for a table of %d parameters", n);
   table->capacity = capacity;
   return ENG_OK;
 }
@@ -106,9 +102,8 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
     d->first_chunk = (int32_t)chunks;
     d->chunks = (int32_t)((s->count + SPAN_CHUNK - 1) / SPAN_CHUNK);
     chunks += d->chunks;
-    if (chunks > INT32_MAX)
-      return error_set(ENG_ERR_VALUE,
-                       "cuda: expected at most 2^45 elements in all parameters together");
+    FAIL_IF(chunks > INT32_MAX, ENG_ERR_VALUE,
+            "cuda: expected at most 2^45 elements in all parameters together");
   }
   if (n == table->n && memcmp(table->fresh, table->known, (size_t)n * sizeof *table->fresh) == 0)
     return ENG_OK;

@@ -176,10 +176,8 @@ extern "C" eng_status cuda_hadamard(const op_call *call)
   const bool fast = fits_columns(p);
   const int64_t deep = fast ? GROUPS * GROUP : p.n, wide = fast ? (int)COLUMNS : (int)WIDE,
                 groups = (p.along + deep - 1) / deep * ((p.lines + wide - 1) / wide);
-  if (groups > INT32_MAX)
-    return error_set(ENG_ERR_VALUE,
-                     "hadamard: %lld x %lld numbers are too many for one call; hint: a smaller "
-                     "batch", (long long)rows, (long long)p.columns);
+  FAIL_IF(groups > INT32_MAX, ENG_ERR_VALUE, "hadamard: %lld x %lld numbers are too many for one "
+          "call; hint: a smaller batch", (long long)rows, (long long)p.columns);
   if (fast) {
     uint32_t word[4] = {0, 0, 0, 0};
     if (p.signs > 0) philox_of(word, p.seed, (uint64_t)p.signs);

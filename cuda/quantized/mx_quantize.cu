@@ -337,10 +337,8 @@ eng_status run(mx_job *p, int64_t format)
                 room = (int64_t)p->tile_rows * (p->tile_columns + 1);
   const int bytes = (int)((room + 1) / 2 + blocks) * (int)sizeof(float2);
   if (tiles == 0) return ENG_OK;
-  if (tiles > INT32_MAX)
-    return error_set(ENG_ERR_VALUE,
-                     "mx_quantize: %lld x %lld numbers are too many for one call; hint: a smaller "
-                     "batch", (long long)p->rows, (long long)p->columns);
+  FAIL_IF(tiles > INT32_MAX, ENG_ERR_VALUE, "mx_quantize: %lld x %lld numbers are too many for "
+          "one call; hint: a smaller batch", (long long)p->rows, (long long)p->columns);
   const unsigned n = (unsigned)tiles;
   switch (format) {
     case ENG_e4m3:          return launch<ENG_e4m3>(p, n, bytes);
@@ -477,13 +475,10 @@ extern "C" eng_status cuda_mx_quantize(const op_call *call)
 {
   const auto &a = call->mx_quantize;
   const tensor *x = call->in[0];
-  if (mx_is_fitted(a.rule))
-    return error_set(ENG_ERR_VALUE, "mx_quantize: the rule %s has no CUDA kernel; hint: device=cpu",
-                     a.rule == ENG_MX_QUEST ? "quest" : "ms_eden");
-  if (a.ties || a.sr_rule)
-    return error_set(ENG_ERR_VALUE,
-                     "mx_quantize: the option %s has no CUDA kernel; hint: device=cpu",
-                     a.ties ? "ties" : "sr_rule");
+  FAIL_IF(mx_is_fitted(a.rule), ENG_ERR_VALUE, "mx_quantize: the rule %s has no CUDA kernel; "
+          "hint: device=cpu", a.rule == ENG_MX_QUEST ? "quest" : "ms_eden");
+  FAIL_IF(a.ties || a.sr_rule, ENG_ERR_VALUE, "mx_quantize: the option %s has no CUDA kernel; "
+          "hint: device=cpu", a.ties ? "ties" : "sr_rule");
   if (a.hadamard) return quantize_rotated(call, cuda_hadamard, cuda_mx_quantize);
   mx_job p = {};
   p.x = x->data;

@@ -426,15 +426,12 @@ static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_
     if (!s.add) CUDA_TRY(cudaMemsetAsync(dx->data, 0, (size_t)dx_bytes, cuda_stream()));
     return ENG_OK;
   }
-  if (s.n >= 1ll << 31)
-    return error_set(ENG_ERR_SHAPE, "%s: expected fewer than 2^31 indices, got %s",
-                     eng_op_name(call->op), tensor_text(index));
+  FAIL_IF(s.n >= 1ll << 31, ENG_ERR_SHAPE, "%s: expected fewer than 2^31 indices, got %s",
+          eng_op_name(call->op), tensor_text(index));
   s.shift = bits_of(s.n - 1);
-  if (s.shift + bits_of(s.a.size) > 64)
-    return error_set(ENG_ERR_SHAPE,
-                     "%s: %lld indices into %lld places do not fit the 64-bit words used for "
-                     "sorting; hint: fewer indices per call",
-                     eng_op_name(call->op), (long long)s.n, (long long)s.a.size);
+  FAIL_IF(s.shift + bits_of(s.a.size) > 64, ENG_ERR_SHAPE, "%s: %lld indices into %lld places do "
+          "not fit the 64-bit words used for sorting; hint: fewer indices per call",
+          eng_op_name(call->op), (long long)s.n, (long long)s.a.size);
   s.chunks = (s.n + RUN - 1) / RUN;
   s.columns = s.a.outer * s.a.inner;
   int bits = bits_of(s.a.size);

@@ -215,9 +215,8 @@ static eng_status shape_of(int64_t *rows, int *classes, const op_call *call)
 {
   const tensor *x = call->in[0];
   int64_t n = x->shape[x->ndim - 1];
-  if (n > INT32_MAX)
-    return error_set(ENG_ERR_SHAPE, "%s: expected at most 2^31 - 1 classes on cuda, got %lld",
-                     eng_op_name(call->op), (long long)n);
+  FAIL_IF(n > INT32_MAX, ENG_ERR_SHAPE, "%s: expected at most 2^31 - 1 classes on cuda, got %lld",
+          eng_op_name(call->op), (long long)n);
   *classes = (int)n;
   *rows = x->count / n;
   return ENG_OK;

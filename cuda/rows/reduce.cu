@@ -305,11 +305,10 @@ template <int RULE> static eng_status reduce(const op_call *call)
   r.divisor = call->op == ENG_OP_mean ? (double)r.each : 1.0;
   r.y = y->data;
   r.y_dtype = y->dtype;
-  if (r.results >= 1ll << 31 || r.each >= 1ll << 40 || (r.gone.ndim > 1 && r.each >= 1ll << 31))
-    return error_set(ENG_ERR_SHAPE,
-                     "%s: expected fewer than 2^31 results, each from fewer than 2^31 elements "
-                     "(fewer than 2^40 if only one dimension is reduced), got %s",
-                     eng_op_name(call->op), tensor_text(x));
+  FAIL_IF(r.results >= 1ll << 31 || r.each >= 1ll << 40 || (r.gone.ndim > 1 && r.each >= 1ll << 31),
+          ENG_ERR_SHAPE, "%s: expected fewer than 2^31 results, each from fewer than 2^31 "
+          "elements (fewer than 2^40 if only one dimension is reduced), got %s",
+          eng_op_name(call->op), tensor_text(x));
   bool whole = !is_float(x->dtype) && !is_float(y->dtype), fast = is_fast(x->dtype);
   bool beside =
     r.kept.stride[0][0] == 1 && r.results >= 32 && r.gone.stride[0][0] != 1 && r.each > 1;

@@ -295,9 +295,8 @@ static eng_status along_rows(const op_call *call)
   rows_call c = {
     x->data,  dy ? dy->data : NULL, y->data,  rows_of(x), x->ndim ? x->shape[x->ndim - 1] : 1,
     x->dtype, dy ? dy->dtype : 0,   y->dtype, call->op};
-  if (c.rows >= 1ll << 31)
-    return error_set(ENG_ERR_SHAPE, "%s: expected fewer than 2^31 rows, got %s",
-                     eng_op_name(call->op), tensor_text(x));
+  FAIL_IF(c.rows >= 1ll << 31, ENG_ERR_SHAPE,
+          "%s: expected fewer than 2^31 rows, got %s", eng_op_name(call->op), tensor_text(x));
   bool aligned = ((uintptr_t)c.x | (uintptr_t)c.dy | (uintptr_t)c.y) % 16 == 0;
   if (!all_fast(call)) launch<double_lanes>(c);
   else if (aligned && c.n % 4 == 0) launch<float_lanes<4>>(c);

@@ -28,10 +28,8 @@ eng_status cuda_status(cudaError_t result, const char *what)
 {
   if (result == cudaSuccess) return ENG_OK;
   cudaGetLastError();
-  if (result == cudaErrorMemoryAllocation)
-    return error_set(
-      ENG_ERR_MEMORY,
-      "cuda: out of device memory in %s; hint: a smaller batch or context, or accumulate=N", what);
+  FAIL_IF(result == cudaErrorMemoryAllocation, ENG_ERR_MEMORY, "cuda: out of device memory in %s; "
+          "hint: a smaller batch or context, or accumulate=N", what);
   return error_set(ENG_ERR_DEVICE, "cuda: %s (%s) in %s%s", cudaGetErrorString(result),
                    cudaGetErrorName(result), what,
                    result == cudaErrorIllegalAddress || result == cudaErrorLaunchFailure ?
@@ -63,14 +61,10 @@ eng_status cuda_open(void)
   int count = 0, driver = 0, runtime = 0;
   cudaDriverGetVersion(&driver);
   cudaRuntimeGetVersion(&runtime);
-  if (driver == 0)
-    return error_set(ENG_ERR_DEVICE,
-                     "cuda: this machine has no NVIDIA driver; hint: device=cpu");
-  if (driver < runtime / 1000 * 1000)
-    return error_set(ENG_ERR_DEVICE,
-                     "cuda: the driver supports CUDA %d.%d, but this build needs %d.0 or later; "
-                     "hint: a newer driver, or device=cpu",
-                     driver / 1000, driver % 1000 / 10, runtime / 1000);
+  FAIL_IF(driver == 0, ENG_ERR_DEVICE, "cuda: this machine has no NVIDIA driver; hint: device=cpu");
+  FAIL_IF(driver < runtime / 1000 * 1000, ENG_ERR_DEVICE,
+          "cuda: the driver supports CUDA %d.%d, but this build needs %d.0 or later; hint: a "
+          "newer driver, or device=cpu", driver / 1000, driver % 1000 / 10, runtime / 1000);
   cudaError_t result = cudaGetDeviceCount(&count);
   if (result != cudaSuccess || count == 0) {
     cudaGetLastError();
@@ -83,11 +77,9 @@ eng_status cuda_open(void)
   if (card.ordinal < 0) return ENG_ERR_DEVICE;
   CUDA_TRY(cudaSetDevice(card.ordinal));
   CUDA_TRY(cudaGetDeviceProperties(&card.properties, card.ordinal));
-  if (card.properties.major < 8)
-    return error_set(
-      ENG_ERR_DEVICE,
-      "cuda: %s has compute capability %d.%d, but the kernels need 8.0 or later; hint: device=cpu",
-      card.properties.name, card.properties.major, card.properties.minor);
+  FAIL_IF(card.properties.major < 8, ENG_ERR_DEVICE,
+          "cuda: %s has compute capability %d.%d, but the kernels need 8.0 or later; hint: "
+          "device=cpu", card.properties.name, card.properties.major, card.properties.minor);
   CUDA_TRY(cudaStreamCreateWithFlags(&card.stream, cudaStreamNonBlocking));
   CUDA_TRY(cudaMalloc((void **)&card.fault, sizeof *card.fault));
   CUDA_TRY(cudaMemsetAsync(card.fault, 0, sizeof *card.fault, card.stream));
@@ -170,10 +162,8 @@ static eng_status look_for_faults(void)
 
 eng_status cuda_synchronize(void)
 {
-  if (cuda_capturing())
-    return error_set(ENG_ERR_STATE,
-                     "graph: the step waits for the device, which a captured step cannot do; "
-                     "hint: graph=false");
+  FAIL_IF(cuda_capturing(), ENG_ERR_STATE, "graph: the step waits for the device, which a "
+          "captured step cannot do; hint: graph=false");
   return look_for_faults();
 }
 
@@ -192,10 +182,8 @@ eng_status cuda_move(void *to, const void *from, int64_t bytes, copy_direction d
     return ENG_OK;
   }
   if (direction == COPY_TO_DEVICE) return cuda_stage(to, from, bytes);
-  if (cuda_capturing())
-    return error_set(ENG_ERR_STATE,
-                     "graph: the step reads a value back from the device, which a captured step "
-                     "cannot do; hint: graph=false");
+  FAIL_IF(cuda_capturing(), ENG_ERR_STATE, "graph: the step reads a value back from the device, "
+          "which a captured step cannot do; hint: graph=false");
   CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToHost, card.stream));
   return look_for_faults();
 }

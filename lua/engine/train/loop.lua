@@ -360,7 +360,8 @@ function M.finish(self, outcome, good, message)
   local summary = { steps = self.steps_done, updates = self.updates, skipped = self.skipped,
     retries = self.retries, loss = outcome.loss, scale = outcome.scale,
     tokens_per_s = outcome.speed, stopped = outcome.stopped, path = files.path, rows = self.rows,
-    made = made, lost = unwritten, status = status, references = self.reference and self.reference.count,
+    made = made, lost = unwritten, status = status,
+    references = self.reference and self.reference.count,
     reference_s = self.reference and self.reference.seconds }
   self.progress:note(M.summary_text(self, summary), status ~= FINISHED)
   return summary
