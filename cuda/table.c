@@ -10,16 +10,8 @@
 #include "runtime/runtime.h"
 
 // Declares the kernels. Linking fails if an operation has none.
-#define KERNEL_ANY(name)  op_kernel cuda_##name;
-#define KERNEL_ROWS(name) op_kernel cuda_##name;
-#define KERNEL_VIEW(name)
-#define KERNEL_CALLS(name)
-#define ENG_OP(name, inputs, outputs, layout, ...) KERNEL_##layout(name)
+#define ENG_KERNEL(name) op_kernel cuda_##name;
 #include "ops.def"
-#undef KERNEL_ANY
-#undef KERNEL_ROWS
-#undef KERNEL_VIEW
-#undef KERNEL_CALLS
 
 // Only the emulated card defines this function (spec/cuda/emulator/runtime.cpp).
 __attribute__((weak)) extern void card_mark(void *memory, int64_t bytes, bool out);
@@ -27,11 +19,7 @@ __attribute__((weak)) extern void card_mark(void *memory, int64_t bytes, bool ou
 static const backend device = {
   .name = "cuda",
   .kernel = {
-#define KERNEL_ANY(name)  [ENG_OP_##name] = cuda_##name,
-#define KERNEL_ROWS(name) [ENG_OP_##name] = cuda_##name,
-#define KERNEL_VIEW(name)
-#define KERNEL_CALLS(name)
-#define ENG_OP(name, inputs, outputs, layout, ...) KERNEL_##layout(name)
+#define ENG_KERNEL(name) [ENG_OP_##name] = cuda_##name,
 #include "ops.def"
   },
   .gradstats = cuda_gradstats,

@@ -198,10 +198,7 @@ eng_status eng_backward(const eng_tensor *handle, double seed, bool retain)
 
 // ---- gradients written in Lua
 
-int64_t eng_backward_pending(void)
-{
-  return pass.pending_id;
-}
+int64_t eng_backward_pending(void) { return pass.pending_id; }
 
 static eng_status want_pending(void)
 {

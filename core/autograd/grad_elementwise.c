@@ -136,10 +136,7 @@ eng_status grad_where(grad_call *g)
   return ENG_OK;
 }
 
-eng_status grad_affine(grad_call *g)
-{
-  return emit_affine(g, 0, g->dy[0], g->call->affine.factor);
-}
+eng_status grad_affine(grad_call *g) { return emit_affine(g, 0, g->dy[0], g->call->affine.factor); }
 
 eng_status grad_pow_scalar(grad_call *g)
 {

@@ -96,9 +96,7 @@ static eng_status scatter(grad_call *g, int op, tensor *dy, tensor *index, int64
 }
 
 eng_status grad_gather(grad_call *g)
-{
-  return scatter(g, ENG_OP_gather_grad, g->dy[0], g->call->in[1], g->call->gather.dim);
-}
+{ return scatter(g, ENG_OP_gather_grad, g->dy[0], g->call->in[1], g->call->gather.dim); }
 
 eng_status grad_index_select(grad_call *g)
 {
@@ -106,9 +104,7 @@ eng_status grad_index_select(grad_call *g)
 }
 
 eng_status grad_topk(grad_call *g)
-{
-  return scatter(g, ENG_OP_gather_grad, g->dy[0], g->call->out[1], g->call->in[0]->ndim - 1);
-}
+{ return scatter(g, ENG_OP_gather_grad, g->dy[0], g->call->out[1], g->call->in[0]->ndim - 1); }
 
 // ---- reductions
 

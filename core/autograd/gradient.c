@@ -48,9 +48,7 @@ void gradient_drop(tensor *x)
 }
 
 bool grad_wants(const grad_call *g, int k)
-{
-  return g->call->in[k] && g->call->in[k]->requires_grad;
-}
+{ return g->call->in[k] && g->call->in[k]->requires_grad; }
 
 int grad_dtype(const grad_call *g, int k)
 {
@@ -75,9 +73,7 @@ eng_status grad_run_wide(tensor **out, op_call c)
 }
 
 eng_status grad_share(tensor **out, tensor *x)
-{
-  return tensor_view(out, x, 0, x->ndim, x->shape, x->stride);
-}
+{ return tensor_view(out, x, 0, x->ndim, x->shape, x->stride); }
 
 /// Allocates the memory of p's gradient if it has none.
 static eng_status place(parameter *p)
@@ -99,9 +95,7 @@ tensor *grad_target(grad_call *g, int k, bool *accumulate)
 }
 
 void grad_target_failed(grad_call *g, int k, bool accumulate)
-{
-  g->call->in[k]->parameter->has_gradient = accumulate;
-}
+{ g->call->in[k]->parameter->has_gradient = accumulate; }
 
 static eng_status round_to(tensor **x, int dtype)
 {

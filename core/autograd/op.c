@@ -1,4 +1,5 @@
-// Runs operations (op.h). Owns autocast's settings. ops.def is the list, infer.c has the shape rules.
+// Runs operations (op.h). Owns autocast's settings. ops.def is the list of operations, and infer.c
+// has the shape rules.
 #include "op.h"
 
 #include "base/error.h"
@@ -33,9 +34,7 @@ void op_register(int op, op_infer_rule *infer, op_calls *calls)
 
 /// Whether x is a parameter with a low-precision copy in `dtype`.
 static bool has_low(const tensor *x, int dtype)
-{
-  return x->parameter && x->parameter->low && x->parameter->low->dtype == dtype;
-}
+{ return x->parameter && x->parameter->low && x->parameter->low->dtype == dtype; }
 
 /// Replaces x by its values in `dtype`: by its low-precision copy if x is a parameter that has one,
 /// else by the result of a recorded cast.
@@ -303,9 +302,7 @@ eng_status op_reshape(tensor **out, tensor *x, int ndim, const int64_t *shape)
 }
 
 eng_status op_rows(tensor **out, tensor *x)
-{
-  return op_reshape(out, x, 2, (int64_t[]){row_count(x), row_length(x)});
-}
+{ return op_reshape(out, x, 2, (int64_t[]){row_count(x), row_length(x)}); }
 
 eng_status op_expand(tensor **out, tensor *x, int ndim, const int64_t *shape)
 {
@@ -338,10 +335,7 @@ static eng_status run_call(eng_op_call *call, tensor *target)
   return ENG_OK;
 }
 
-eng_status eng_run(eng_op_call *call)
-{
-  return run_call(call, NULL);
-}
+eng_status eng_run(eng_op_call *call) { return run_call(call, NULL); }
 
 eng_status eng_run_into(eng_op_call *call, const eng_tensor *target)
 {

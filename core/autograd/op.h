@@ -1,5 +1,6 @@
 // Running operations. Every operation goes through op_run: check, apply the current precision,
-// allocate, compute, record. Called by Lua (eng_run, tensor_calls.c), gradient rules, checkpoint.c and fp8/.
+// allocate, compute, record. Called by Lua (eng_run, tensor_calls.c), gradient rules, checkpoint.c
+// and fp8/.
 #pragma once
 
 #include "device/backend.h"

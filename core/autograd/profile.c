@@ -54,9 +54,7 @@ static void add(const call_kind *kind, double seconds, double bytes, double flop
 }
 
 static double bytes_of(const tensor *x)
-{
-  return x ? (double)x->count * (double)eng_dtype_size(x->dtype) : 0;
-}
+{ return x ? (double)x->count * (double)eng_dtype_size(x->dtype) : 0; }
 
 /// Counts the multiplications and additions in a call's matrix products. In convolutions, products
 /// with padding count, too. Returns 0 for operations without matrix products.

@@ -30,10 +30,7 @@ eng_status eng_step_end(void)
   return params_wait();
 }
 
-int64_t eng_step_count(void)
-{
-  return tensor_step_number();
-}
+int64_t eng_step_count(void) { return tensor_step_number(); }
 
 // A mark is the step number and the length of the step's list of tensors.
 eng_status eng_scope_begin(int64_t *mark)

@@ -116,10 +116,7 @@ static eng_status record(const op_call *call, int64_t lua_id)
   return ENG_OK;
 }
 
-eng_status tape_record(const op_call *call)
-{
-  return record(call, -1);
-}
+eng_status tape_record(const op_call *call) { return record(call, -1); }
 
 eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_tensor *y, int n_out)
 {
@@ -147,15 +144,9 @@ bool tape_holds(const tensor *x)
          tape.nodes[x->node].call.out[x->output] == x;
 }
 
-const tape_node *tape_at(int i)
-{
-  return &tape.nodes[i];
-}
+const tape_node *tape_at(int i) { return &tape.nodes[i]; }
 
-const op_call *tape_call(int i)
-{
-  return &tape.nodes[i].call;
-}
+const op_call *tape_call(int i) { return &tape.nodes[i].call; }
 
 const tensor *tape_modified(const tape_node *node, int reads, int saves)
 {
@@ -181,10 +172,7 @@ bool tape_reaches(int mark)
   return false;
 }
 
-int eng_tape_length(void)
-{
-  return tensor_tape_length;
-}
+int eng_tape_length(void) { return tensor_tape_length; }
 
 void tape_freeze(bool on) { tape.frozen = on; }
 

@@ -218,12 +218,6 @@ eng_status eng_copy(const eng_tensor *target, const eng_tensor *source)
   return status == ENG_OK ? copy(y, x) : status;
 }
 
-const char *eng_version(void)
-{
-  return ENG_VERSION;
-}
+const char *eng_version(void) { return ENG_VERSION; }
 
-int eng_abi_size(void)
-{
-  return (int)sizeof(eng_op_call);
-}
+int eng_abi_size(void) { return (int)sizeof(eng_op_call); }

@@ -88,10 +88,7 @@ static void look(eng_trap_tensor *out, const tensor *x)
   }
 }
 
-static int64_t bad(const eng_trap_tensor *t, int kind)
-{
-  return kind == INF ? t->inf : t->nan;
-}
+static int64_t bad(const eng_trap_tensor *t, int kind) { return kind == INF ? t->inf : t->nan; }
 
 /// Whether the call overwrote input k.
 static bool overwritten(const op_call *c, int k)

@@ -3,8 +3,9 @@
 #pragma once
 
 #include "engine.h"
+#include "numerics.h"
 
-static inline bool dtype_is_float(int d)
+ENG_INLINE bool dtype_is_float(int d)
 { return d == ENG_f32 || d == ENG_f64 || d == ENG_f16 || d == ENG_bf16; }
 static inline bool dtype_is_low(int d)   { return d == ENG_f16 || d == ENG_bf16; }
 static inline bool dtype_is_fp8(int d)   { return d == ENG_e4m3 || d == ENG_e5m2; }

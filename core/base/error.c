@@ -33,7 +33,4 @@ eng_status error_prefix(eng_status status, const char *format, ...)
   return status;
 }
 
-const char *eng_error_message(void)
-{
-  return message;
-}
+const char *eng_error_message(void) { return message; }

@@ -16,8 +16,8 @@ eng_status error_set(eng_status status, const char *format, ...);
 __attribute__((format(printf, 2, 3)))
 eng_status error_prefix(eng_status status, const char *format, ...);
 
-/// Returns from the enclosing function with an error if `bad`: FAIL_IF(bad, ENG_ERR_SHAPE, "add: ..",
-/// ..). Evaluates the arguments of the message only then.
+/// Returns from the enclosing function with an error if `bad`: FAIL_IF(bad, ENG_ERR_SHAPE,
+/// "add: ...", ...). Evaluates the arguments of the message only then.
 #define FAIL_IF(bad, ...) \
   do { if (bad) return error_set(__VA_ARGS__); } while (0)
 

@@ -242,10 +242,7 @@ eng_status eng_file_lock(int *lock, const char *path)
   return ENG_OK;
 }
 
-void eng_file_unlock(int lock)
-{
-  if (lock >= 0) close(lock);
-}
+void eng_file_unlock(int lock) { if (lock >= 0) close(lock); }
 
 // ---- names and directories
 
@@ -328,14 +325,10 @@ struct eng_listing {
 };
 
 static int is_listed(const struct dirent *entry)
-{
-  return strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0;
-}
+{ return strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0; }
 
 static int by_bytes(const struct dirent **a, const struct dirent **b)
-{
-  return strcmp((*a)->d_name, (*b)->d_name);
-}
+{ return strcmp((*a)->d_name, (*b)->d_name); }
 
 eng_status eng_file_list(eng_listing **out, const char *path)
 {
@@ -350,9 +343,7 @@ eng_status eng_file_list(eng_listing **out, const char *path)
 }
 
 const char *eng_listing_name(const eng_listing *listing, int i)
-{
-  return i >= 0 && i < listing->count ? listing->entries[i]->d_name : NULL;
-}
+{ return i >= 0 && i < listing->count ? listing->entries[i]->d_name : NULL; }
 
 void eng_listing_free(eng_listing *listing)
 {

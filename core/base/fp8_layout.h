@@ -102,9 +102,7 @@ ENG_INLINE fp8_scales fp8_scales_turned(fp8_scales s)
 
 /// Returns the index of the scale of element (r, k).
 ENG_INLINE int64_t fp8_scale_at(const fp8_scales *s, int64_t r, int64_t k)
-{
-  return r / s->row_block * s->row_stride + k / s->inner_block * s->inner_stride;
-}
+{ return r / s->row_block * s->row_stride + k / s->inner_block * s->inner_stride; }
 
 /// The order in which a product multiplies a sum by the scales of its operands: sum * (a * b),
 /// (sum * a) * b or (sum * b) * a.

@@ -21,9 +21,7 @@ static inline uint64_t word_at(const unsigned char *at, int bytes)
 }
 
 static inline uint64_t mixed(uint64_t lane, uint64_t word)
-{
-  return rotate(lane + word * PRIME2, 31) * PRIME1;
-}
+{ return rotate(lane + word * PRIME2, 31) * PRIME1; }
 
 uint64_t eng_hash64(const void *data, int64_t size)
 {

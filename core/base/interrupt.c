@@ -7,15 +7,9 @@
 
 static volatile sig_atomic_t level, policy, hangups, by_signal;
 
-void eng_interrupt(int new_level)
-{
-  level = new_level;
-}
+void eng_interrupt(int new_level) { level = new_level; }
 
-int eng_interrupted(void)
-{
-  return level;
-}
+int eng_interrupted(void) { return level; }
 
 int eng_interrupt_signal(int number)
 {
@@ -30,10 +24,7 @@ int eng_interrupt_policy(int new_policy)
   return before;
 }
 
-void eng_hangup(void)
-{
-  hangups++;
-}
+void eng_hangup(void) { hangups++; }
 
 int eng_hangups(void)
 {

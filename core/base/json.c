@@ -7,9 +7,7 @@
 #include <string.h>
 
 static long long position(const json_reader *reader)
-{
-  return (long long)(reader->now - reader->start);
-}
+{ return (long long)(reader->now - reader->start); }
 
 // Describes the character at the read position, for messages.
 static const char *found(const json_reader *reader)

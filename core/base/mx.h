@@ -278,6 +278,4 @@ ENG_INLINE uint8_t mx_code_toward(float x, float toward, mx_format f)
 
 /// Returns u for mx_code_stochastic: the top `sr_bits` bits of a random word, as a fraction.
 ENG_INLINE float mx_uniform(uint32_t word, int sr_bits)
-{
-  return (float)(word >> (32 - sr_bits)) * f32_from((uint32_t)(127 - sr_bits) << 23);
-}
+{ return (float)(word >> (32 - sr_bits)) * f32_from((uint32_t)(127 - sr_bits) << 23); }

@@ -7,15 +7,9 @@
 
 enum { LONGEST = 64 };   // bytes; a longer name matches nothing
 
-static int lower(char c)
-{
-  return c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c;
-}
+static int lower(char c) { return c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c; }
 
-static int smaller(int a, int b)
-{
-  return a < b ? a : b;
-}
+static int smaller(int a, int b) { return a < b ? a : b; }
 
 // Returns the number of edits from a to b. A swap of neighbours counts as one edit. A swap needs
 // the row before the previous one, so the function keeps three rows of the edit-distance table.

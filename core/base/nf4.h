@@ -52,7 +52,5 @@ static inline void nf4_map(float map[NF4_GROUP])
 /// Returns the index of the number nearest to x among 2^16 evenly spaced numbers from -1 to 1, or 0
 /// for NaN.
 ENG_INLINE int nf4_bin(float x)
-{
-  return x == x ? (int)(uint16_t)((nf4_within_one(x) + 1.0f) * 0.5f * 65535.0f + 0.5f) : 0;
-}
+{ return x == x ? (int)(uint16_t)((nf4_within_one(x) + 1.0f) * 0.5f * 65535.0f + 0.5f) : 0; }
 ENG_INLINE float nf4_bin_number(int bin) { return -1.0f + 2.0f * (float)bin / 65535.0f; }

@@ -127,9 +127,7 @@ ENG_INLINE double double_from_int(int64_t value, int to_f64)
 /// by `factor`. If this norm does not exceed `limit` (0: no limit), returns `factor`. Otherwise
 /// returns a smaller number, as PyTorch does, so that the norm is below `limit`.
 ENG_INLINE double clip_factor(double factor, double norm, double limit)
-{
-  return limit > 0 && norm > limit ? factor * limit / (norm + 1e-6) : factor;
-}
+{ return limit > 0 && norm > limit ? factor * limit / (norm + 1e-6) : factor; }
 
 // Converts double to bf16. The intermediate f32 is rounded to odd, so the result equals that of a
 // single rounding.

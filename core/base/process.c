@@ -61,7 +61,4 @@ int eng_process_status(int process)
   return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
 }
 
-void eng_process_signal(int process, int number)
-{
-  if (process > 0) kill(-process, number);
-}
+void eng_process_signal(int process, int number) { if (process > 0) kill(-process, number); }

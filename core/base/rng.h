@@ -42,9 +42,7 @@ ENG_INLINE void philox_of(uint32_t word[4], uint64_t seed, uint64_t counter)
 
 /// Computes block `counter` of the stream with the current seed.
 static inline void philox_block(uint32_t word[4], uint64_t counter)
-{
-  philox_of(word, rng_seed(), counter);
-}
+{ philox_of(word, rng_seed(), counter); }
 
 /// Computes the random words for elements 8 * block to 8 * block + 7 of parameter `index` in update
 /// number `update` of an optimizer: 16 bits for each element. Word 3 of the counter is not 0, so
@@ -61,9 +59,7 @@ ENG_INLINE void rng_of_update(uint32_t word[4], uint64_t seed, int64_t update, i
 
 /// Returns the 16 random bits of element i from the words of its block.
 ENG_INLINE uint32_t rng_half(const uint32_t word[4], int64_t i)
-{
-  return word[i % 8 / 2] >> 16 * (i % 2) & 0xFFFFu;
-}
+{ return word[i % 8 / 2] >> 16 * (i % 2) & 0xFFFFu; }
 
 /// Maps a word to one of the 2^24 floats k / 2^24 in [0, 1).
 ENG_INLINE float rng_unit(uint32_t word) { return (float)(word >> 8) * 0x1p-24f; }

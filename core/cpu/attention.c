@@ -83,9 +83,7 @@ static int64_t seen_by(const sizes *s, int64_t t)
 
 // Returns how many floats a matrix [steps x columns] takes when packed as panels of `span` columns.
 static int64_t panel_floats(int64_t steps, int64_t columns, int64_t span)
-{
-  return ceiling(columns, span) * GEMM_NR * steps;
-}
+{ return ceiling(columns, span) * GEMM_NR * steps; }
 
 // ------------------------------------------------------------------ packing
 
@@ -122,9 +120,7 @@ static void pack_part(float *to, const sizes *s, slice x, int64_t times, int64_t
 }
 
 static void pack(float *to, const sizes *s, slice x, int64_t times)
-{
-  pack_part(to, s, x, times, 0, times);
-}
+{ pack_part(to, s, x, times, 0, times); }
 
 // Copies rows [t0, t0+rows) of a slice to `to`, where they are s->padded floats apart. Multiplies
 // them by `factor`, which is 1 for pairs of bf16.
@@ -294,9 +290,7 @@ VF_INLINE vf exp_first(vf *difference, const float *x, float scale, float shift,
 }
 
 VF_INLINE vf entropy_part(vf e, vf x)
-{
-  return vf_select(vf_eq(e, vf_zero()), vf_zero(), vf_mul(e, x));
-}
+{ return vf_select(vf_eq(e, vf_zero()), vf_zero(), vf_mul(e, x)); }
 
 // Replaces n > 0 scores by exp(scale * score - max), padded with zeros to a whole vector, and
 // returns the sum of the results. `max` is the largest scaled score, ignoring NaN. Stores the lse

@@ -47,9 +47,7 @@ static inline eng_status blocks_open(block_list *list, const param_span *spans, 
 }
 
 static inline void blocks_close(block_list *list)
-{
-  arena_free(ARENA_SCRATCH, list->at, list->bytes);
-}
+{ arena_free(ARENA_SCRATCH, list->at, list->bytes); }
 
 /// Returns the index of the first block of part `part` (counted from 0) when the list is cut into
 /// `parts` parts with nearly equal numbers of elements. Returns list->n if part == parts.

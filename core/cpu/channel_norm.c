@@ -38,14 +38,10 @@ static channel_norm shape_of(const tensor *x, bool batch, int64_t groups)
 }
 
 static int64_t first_of(const channel_norm *s, int64_t sample, int64_t row)
-{
-  return (sample * s->rows + row) * s->channels;
-}
+{ return (sample * s->rows + row) * s->channels; }
 
 static void add_row(float *restrict a, const float *restrict b, int n)
-{
-  for (int i = 0; i < n; i++) a[i] += b[i];
-}
+{ for (int i = 0; i < n; i++) a[i] += b[i]; }
 
 /// Adds the deviations from m to `sum` and their squares to `squares`.
 static void add_deviations(float *restrict sum, float *restrict squares, const float *restrict x,
@@ -60,9 +56,7 @@ static void add_deviations(float *restrict sum, float *restrict squares, const f
 
 static void add_products(float *restrict a, const float *restrict x, const float *restrict m,
                          const float *restrict dy, int n)
-{
-  for (int i = 0; i < n; i++) a[i] += dy[i] * (x[i] - m[i]);
-}
+{ for (int i = 0; i < n; i++) a[i] += dy[i] * (x[i] - m[i]); }
 
 /// Forward pass: computes the mean, the sum of squared deviations and the mean's rounding error of
 /// each channel in a block.
@@ -151,9 +145,7 @@ static void apply_rows(const void *context, int64_t task)
 }
 
 static void run_blocks(const channel_norm *s, task_body *body)
-{
-  run_tasks(s->samples * s->blocks, s->x->count > PARALLEL_ELEMENTS, body, s);
-}
+{ run_tasks(s->samples * s->blocks, s->x->count > PARALLEL_ELEMENTS, body, s); }
 
 // ------------------------------------------------------------------ forward
 
@@ -204,9 +196,7 @@ static void put_statistic(const tensor *x, int64_t i, double value)
 }
 
 static double number_at(const tensor *x, int64_t i, double absent)
-{
-  return x ? (double)get(x->data, x->dtype, i) : absent;
-}
+{ return x ? (double)get(x->data, x->dtype, i) : absent; }
 
 static eng_status norm(const op_call *call, bool batch)
 {

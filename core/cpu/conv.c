@@ -60,9 +60,7 @@ static void add_onto(const tensor *out, const float *sum)
 /// Returns element i of a part in memory order. x and y are channels last; W is
 /// [O x C/groups x KH x KW].
 static double at(const conv_call *g, conv_part part, int64_t i)
-{
-  return get(g->data[part], (int)g->dtype[part], i);
-}
+{ return get(g->data[part], (int)g->dtype[part], i); }
 
 static double y_element(const conv_call *g, int64_t index)
 {
@@ -207,9 +205,7 @@ KERNEL(conv2d)
 }
 
 KERNEL(conv2d_grad_x)
-{
-  return run(call, CONV_INPUT, (tensor *[]){call->out[0], call->in[1], call->in[0], NULL}, false);
-}
+{ return run(call, CONV_INPUT, (tensor *[]){call->out[0], call->in[1], call->in[0], NULL}, false); }
 
 KERNEL(conv2d_grad_w)
 {

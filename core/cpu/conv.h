@@ -23,9 +23,7 @@ typedef struct conv_call {
 
 /// Returns the part that a call writes.
 static inline conv_part conv_result(int64_t kind)
-{
-  return kind == CONV_FORWARD ? CONV_Y : kind == CONV_INPUT ? CONV_X : CONV_W;
-}
+{ return kind == CONV_FORWARD ? CONV_Y : kind == CONV_INPUT ? CONV_X : CONV_W; }
 
 /// Computes the call through oneDNN. *done is false if oneDNN does not support it. Must be called
 /// from the main thread. Errors: MEMORY, LIBRARY.

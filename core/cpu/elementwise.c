@@ -154,9 +154,7 @@ static void pow_tile(const tile *t)
 }
 
 KERNEL(pow_scalar)
-{
-  return elementwise(call, pow_tile, (numbers){.exponent = call->pow_scalar.exponent});
-}
+{ return elementwise(call, pow_tile, (numbers){.exponent = call->pow_scalar.exponent}); }
 
 // ------------------------------------------------------------------ dropout
 

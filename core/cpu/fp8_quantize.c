@@ -463,9 +463,7 @@ VF_INLINE uint32_t row_typed(const side *s, int64_t r, int64_t c0, int64_t block
 }
 
 static uint32_t row_of_blocks(const side *s, int64_t r, int64_t c0, int64_t blocks)
-{
-  return FOR_ALL(row_typed, s->dtype, fraction_of(s), divides(s), true, s, r, c0, blocks);
-}
+{ return FOR_ALL(row_typed, s->dtype, fraction_of(s), divides(s), true, s, r, c0, blocks); }
 
 // ------------------------------------------------------------------ tiles
 

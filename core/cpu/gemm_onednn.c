@@ -58,16 +58,12 @@ bool gemm_onednn_prefers(const gemm_call *g)
 }
 
 static int format_of(int dtype)
-{
-  return dtype == ENG_f16 ? dnnl_data_type_undef : onednn_format(dtype);
-}
+{ return dtype == ENG_f16 ? dnnl_data_type_undef : onednn_format(dtype); }
 
 // Returns whether oneDNN accepts the matrix: one dimension must have stride 1, and the other
 // dimension's stride must be at least the size of the dimension with stride 1.
 static bool plain(const gemm_operand *o, int64_t rows, int64_t columns)
-{
-  return (o->column == 1 && o->row >= columns) || (o->row == 1 && o->column >= rows);
-}
+{ return (o->column == 1 && o->row >= columns) || (o->row == 1 && o->column >= rows); }
 
 static bool describable(const gemm_call *g)
 {

@@ -257,9 +257,7 @@ typedef struct layout {
 // Returns whether to multiply pairs of bf16. On one machine, the choice depends on formats and k
 // alone.
 static bool by_pairs(const gemm_call *g)
-{
-  return g->k >= GEMM_PAIRS_K && pairs_of(g->a.dtype, g->b.dtype);
-}
+{ return g->k >= GEMM_PAIRS_K && pairs_of(g->a.dtype, g->b.dtype); }
 
 // Returns the most bytes of B to pack at a time: half of a core's L2 cache, so that they stay there
 // while A streams past.
@@ -377,9 +375,7 @@ static void run_batched(const gemm_call *g, const layout *l, int64_t members, in
 // Returns whether to read a transposed B in place. With at most GEMM_MR rows of A, packing B would
 // cost more than multiplying.
 static bool is_thin(const gemm_call *g, int64_t members)
-{
-  return members == 1 && g->m <= GEMM_MR && g->b.row == 1 && g->b.column != 1;
-}
+{ return members == 1 && g->m <= GEMM_MR && g->b.row == 1 && g->b.column != 1; }
 
 // Computes one panel of columns of C. `all` is the part that spans all of k. The sums over k are
 // computed in pieces of k_span.

@@ -55,23 +55,15 @@ VF_INLINE vh vh_load(const uint16_t *p) { vh a; memcpy(&a, p, sizeof a); return 
 #if defined(ENG_ISA_avx512)
 typedef __mmask32 vhm;
 VF_INLINE vi vi_tick(vi count, vm m)
-{
-  return (vi)_mm512_mask_add_epi32((__m512i)count, m, (__m512i)count, _mm512_set1_epi32(1));
-}
+{ return (vi)_mm512_mask_add_epi32((__m512i)count, m, (__m512i)count, _mm512_set1_epi32(1)); }
 VF_INLINE vh vh_max(vh a, vh b)         { return (vh)_mm512_max_epi16((__m512i)a, (__m512i)b); }
 VF_INLINE vhm vh_below(vh a, int16_t x)
-{
-  return _mm512_cmplt_epi16_mask((__m512i)a, _mm512_set1_epi16(x));
-}
+{ return _mm512_cmplt_epi16_mask((__m512i)a, _mm512_set1_epi16(x)); }
 VF_INLINE vhm vh_equal(vh a, int16_t x)
-{
-  return _mm512_cmpeq_epi16_mask((__m512i)a, _mm512_set1_epi16(x));
-}
+{ return _mm512_cmpeq_epi16_mask((__m512i)a, _mm512_set1_epi16(x)); }
 VF_INLINE vh vh_keep(vhm m, vh a)       { return (vh)_mm512_maskz_mov_epi16(m, (__m512i)a); }
 VF_INLINE vh vh_tick(vh count, vhm m)
-{
-  return (vh)_mm512_mask_add_epi16((__m512i)count, m, (__m512i)count, _mm512_set1_epi16(1));
-}
+{ return (vh)_mm512_mask_add_epi16((__m512i)count, m, (__m512i)count, _mm512_set1_epi16(1)); }
 #else
 typedef vh vhm;
 #if defined(ENG_ISA_avx2)
@@ -126,10 +118,7 @@ VF_INLINE double fold(const float *lane)
 /// Prefetches the cache line two pages ahead. Without this, reading and computing hardly overlap.
 /// An address past the end is harmless, and the cast through an integer keeps the arithmetic
 /// defined.
-VF_INLINE void prefetch(const void *p)
-{
-  __builtin_prefetch((const void *)((uintptr_t)p + 8192));
-}
+VF_INLINE void prefetch(const void *p) { __builtin_prefetch((const void *)((uintptr_t)p + 8192)); }
 
 // Returns the tally of n f32 numbers; n is a multiple of LANES, at most CHUNK. With `careful`, inf
 // and nan are counted and excluded from the sums; otherwise they show only in amax.
@@ -352,18 +341,14 @@ VF_INLINE uint64_t vb_find(vb key, uint8_t high)
                                 _mm512_set1_epi8((char)high));
 }
 VF_INLINE int32_t vb_total(vb a)
-{
-  return (int32_t)_mm512_reduce_add_epi64(_mm512_sad_epu8((__m512i)a, _mm512_setzero_si512()));
-}
+{ return (int32_t)_mm512_reduce_add_epi64(_mm512_sad_epu8((__m512i)a, _mm512_setzero_si512())); }
 /// Narrows the lanes of a and b to half their width, in an unspecified order. The values must fit.
 VF_INLINE vh vh_narrowed(vi a, vi b) { return (vh)_mm512_packus_epi32((__m512i)a, (__m512i)b); }
 VF_INLINE vb vb_narrowed(vh a, vh b) { return (vb)_mm512_packus_epi16((__m512i)a, (__m512i)b); }
 #elif defined(ENG_ISA_avx2)
 VF_INLINE vb vb_tick(vb count, vb key, uint8_t x) { return count - (vb)(key == x); }
 VF_INLINE uint64_t vb_find(vb key, uint8_t high)
-{
-  return (uint32_t)_mm256_movemask_epi8((__m256i)(vb)((key - 1) < high));
-}
+{ return (uint32_t)_mm256_movemask_epi8((__m256i)(vb)((key - 1) < high)); }
 VF_INLINE int32_t vb_total(vb a)
 {
   __m256i four = _mm256_sad_epu8((__m256i)a, _mm256_setzero_si256());
@@ -375,10 +360,7 @@ VF_INLINE vb vb_narrowed(vh a, vh b) { return (vb)_mm256_packus_epi16((__m256i)a
 #endif
 
 /// Returns the exponent bits of two vectors of bf16, in an unspecified order.
-VF_INLINE vb vb_exponents_bf16(vh a, vh b)
-{
-  return vb_narrowed((a >> 7) & 0xFF, (b >> 7) & 0xFF);
-}
+VF_INLINE vb vb_exponents_bf16(vh a, vh b) { return vb_narrowed((a >> 7) & 0xFF, (b >> 7) & 0xFF); }
 /// Returns the exponent bits of four vectors of f32, in an unspecified order.
 VF_INLINE vb vb_exponents(vf a, vf b, vf c, vf d)
 {

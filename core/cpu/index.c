@@ -199,14 +199,10 @@ static eng_status scatter_call(const op_call *call, around a, bool add)
 }
 
 KERNEL(embedding_grad)
-{
-  return scatter_call(call, around_of(call->out[0], 0), call->embedding_grad.add != 0);
-}
+{ return scatter_call(call, around_of(call->out[0], 0), call->embedding_grad.add != 0); }
 
 KERNEL(index_select_grad)
-{
-  return scatter_call(call, around_of(call->out[0], (int)call->index_select_grad.dim), false);
-}
+{ return scatter_call(call, around_of(call->out[0], (int)call->index_select_grad.dim), false); }
 
 // ------------------------------------------------------------------ elements by index
 

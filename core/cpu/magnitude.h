@@ -20,9 +20,7 @@ VF_INLINE uint32_t across(vi a)
 
 // Converts the magnitude bits of an f16 or bf16 to the bits of the equal f32.
 VF_INLINE uint32_t widened(uint16_t half, int dtype)
-{
-  return dtype == ENG_bf16 ? (uint32_t)half << 16 : f32_bits(f16_to_f32(half));
-}
+{ return dtype == ENG_bf16 ? (uint32_t)half << 16 : f32_bits(f16_to_f32(half)); }
 
 VF_INLINE uint32_t largest_of_floats(const float *x, int64_t n)
 {

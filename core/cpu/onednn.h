@@ -14,10 +14,7 @@
 #if DNNL_VERSION_MAJOR >= 3
 typedef const_dnnl_memory_desc_t layout_view;
 static inline layout_view view(const dnnl_memory_desc_t *l) { return *l; }
-static inline void layout_destroy(dnnl_memory_desc_t *l)
-{
-  if (*l) dnnl_memory_desc_destroy(*l);
-}
+static inline void layout_destroy(dnnl_memory_desc_t *l) { if (*l) dnnl_memory_desc_destroy(*l); }
 #define layout_create dnnl_memory_desc_create_with_strides
 #define layout_create_any dnnl_memory_desc_create_with_tag
 #else

@@ -35,9 +35,7 @@ static scaling scaling_of(double factor)
 }
 
 VF_INLINE vf scaled(const scaling *s, vf g)
-{
-  return vf_mul(vf_mul(g, vf_set1(s->first)), vf_set1(s->second));
-}
+{ return vf_mul(vf_mul(g, vf_set1(s->first)), vf_set1(s->second)); }
 
 // ------------------------------------------------------------------ rules
 
@@ -129,10 +127,7 @@ VF_INLINE void advance(int loop, int extra, const rule *r, vf *p, vf g, vf *m, v
 }
 
 /// Prefetches the cache line that lies one kilobyte after p.
-VF_INLINE void ahead(const void *p)
-{
-  __builtin_prefetch((const void *)((uintptr_t)p + 1024));
-}
+VF_INLINE void ahead(const void *p) { __builtin_prefetch((const void *)((uintptr_t)p + 1024)); }
 
 /// Sums of squares use LANES lanes on every instruction set: f32 within SUM_TILES tiles, then f64.
 /// The square of a change below 1e-19 is subnormal and loses bits. Second moments are multiplied by

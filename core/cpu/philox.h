@@ -90,9 +90,7 @@ VF_INLINE void philox_vectors_at(uint32_t *word, uint64_t seed, uint64_t counter
 /// Does the work of philox_vectors_at for the stream of philox_of, where words 2 and 3 of the
 /// counter are 0.
 VF_INLINE void philox_vectors(uint32_t *word, uint64_t seed, uint64_t counter)
-{
-  philox_vectors_at(word, seed, counter, 0, 0);
-}
+{ philox_vectors_at(word, seed, counter, 0, 0); }
 
 /// Stores word k of VF_LANES blocks in word[k * line ..]. The first block has the number `counter`,
 /// and the numbers of the blocks are `stride` apart.

@@ -16,9 +16,7 @@ typedef struct pooling {
 } pooling;
 
 static int64_t place(const tensor *x, int64_t n, int64_t i, int64_t j)
-{
-  return ((n * x->shape[1] + i) * x->shape[2] + j) * x->shape[3];
-}
+{ return ((n * x->shape[1] + i) * x->shape[2] + j) * x->shape[3]; }
 
 static void max_tile(float *restrict best, int32_t *restrict at, const float *restrict x,
                      int32_t cell, int n)
@@ -31,15 +29,11 @@ static void max_tile(float *restrict best, int32_t *restrict at, const float *re
 }
 
 static void add_tile(float *restrict sum, const float *restrict x, float factor, int n)
-{
-  for (int i = 0; i < n; i++) sum[i] += x[i] * factor;
-}
+{ for (int i = 0; i < n; i++) sum[i] += x[i] * factor; }
 
 static void add_where(float *restrict sum, const float *restrict x, const int32_t *restrict at,
                       int32_t cell, int n)
-{
-  for (int i = 0; i < n; i++) sum[i] += at[i] == cell ? x[i] : 0.0f;
-}
+{ for (int i = 0; i < n; i++) sum[i] += at[i] == cell ? x[i] : 0.0f; }
 
 /// Computes channels [c, c + length) of output (n, i, j). In `cell`, a maximum's position in its
 /// window is row * kernel width + column. Rows and columns count from 0 and include the padding.

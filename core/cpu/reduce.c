@@ -52,24 +52,16 @@ static reduction reduction_of(const op_call *call)
 // Returns b if b is NaN or larger than a (for MIN, smaller), else a. So a NaN on either side gives
 // NaN.
 VF_INLINE vf vf_extreme(vf a, vf b, rule rule)
-{
-  return vf_select(vm_or(rule == MAX ? vf_gt(b, a) : vf_lt(b, a), vf_ne(b, b)), b, a);
-}
+{ return vf_select(vm_or(rule == MAX ? vf_gt(b, a) : vf_lt(b, a), vf_ne(b, b)), b, a); }
 
 static inline double extreme(double a, double b, rule rule)
-{
-  return (rule == MAX ? b > a : b < a) || f64_is_nan(b) ? b : a;
-}
+{ return (rule == MAX ? b > a : b < a) || f64_is_nan(b) ? b : a; }
 
 static inline double identity(rule rule)
-{
-  return rule == SUM ? 0.0 : rule == MAX ? -INFINITY : INFINITY;
-}
+{ return rule == SUM ? 0.0 : rule == MAX ? -INFINITY : INFINITY; }
 
 static inline double combine(double a, double b, rule rule)
-{
-  return rule == SUM ? a + b : extreme(a, b, rule);
-}
+{ return rule == SUM ? a + b : extreme(a, b, rule); }
 
 static double tile_extreme(const float *x, int n, rule rule)
 {

@@ -170,7 +170,4 @@ static const backend table = {
   .unscale = reference_unscale,
 };
 
-const backend *backend_reference(void)
-{
-  return &table;
-}
+const backend *backend_reference(void) { return &table; }

@@ -63,21 +63,13 @@ eng_status workspace_close(workspace *w);
 
 /// These functions load or store the element of x that is `at` elements after x->data.
 static inline double load_at(const tensor *x, int64_t at)
-{
-  return tensor_load(x->data, x->dtype, at);
-}
+{ return tensor_load(x->data, x->dtype, at); }
 static inline int64_t load_int_at(const tensor *x, int64_t at)
-{
-  return tensor_load_int(x->data, x->dtype, at);
-}
+{ return tensor_load_int(x->data, x->dtype, at); }
 static inline void store_at(const tensor *x, int64_t at, double value)
-{
-  tensor_store(x->data, x->dtype, at, value);
-}
+{ tensor_store(x->data, x->dtype, at, value); }
 static inline void store_int_at(const tensor *x, int64_t at, int64_t value)
-{
-  tensor_store_int(x->data, x->dtype, at, value);
-}
+{ tensor_store_int(x->data, x->dtype, at, value); }
 /// Copies one element: bit for bit when the formats agree, else rounded once.
 void element_copy(const tensor *to, int64_t to_at, const tensor *from, int64_t from_at);
 /// Returns whether the element of x at offset a is greater (sign 1) or less (sign -1) than the

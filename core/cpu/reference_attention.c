@@ -30,9 +30,7 @@ static sizes sizes_of(const op_call *call)
 // Returns the index of the first element of head h at time t in a dense [B x times x heads x D].
 static int64_t vector_at(const sizes *s, int64_t times, int64_t heads, int64_t b, int64_t t,
                          int64_t h)
-{
-  return ((b * times + t) * heads + h) * s->width;
-}
+{ return ((b * times + t) * heads + h) * s->width; }
 
 static int64_t keys_seen(const sizes *s, int64_t t)
 {

@@ -159,14 +159,10 @@ static matrix matrix_of(const tensor *q, const tensor *scale, bool along_k, int6
 }
 
 static float scale_at(const matrix *m, int64_t i, int64_t k)
-{
-  return m->scale[m->transposed ? fp8_scale_at(&m->at, k, i) : fp8_scale_at(&m->at, i, k)];
-}
+{ return m->scale[m->transposed ? fp8_scale_at(&m->at, k, i) : fp8_scale_at(&m->at, i, k)]; }
 
 static float value_at(const matrix *m, int64_t i, int64_t k)
-{
-  return fp8_to_f32(m->data[i * m->i_stride + k * m->k_stride], m->fraction);
-}
+{ return fp8_to_f32(m->data[i * m->i_stride + k * m->k_stride], m->fraction); }
 
 // Returns the sum of a(i, s) * b(j, s) over s in [k, k + n), as the accumulator `model`
 // (ENG_ACCUMULATE_*) computes it.

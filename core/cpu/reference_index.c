@@ -92,24 +92,16 @@ static tensor matrix_of(const tensor *x)
 }
 
 eng_status reference_gather(const op_call *call)
-{
-  return select_from(call, call->out[0], call->gather.dim);
-}
+{ return select_from(call, call->out[0], call->gather.dim); }
 
 eng_status reference_gather_grad(const op_call *call)
-{
-  return select_grad(call, call->in[0], call->gather_grad.dim, false);
-}
+{ return select_grad(call, call->in[0], call->gather_grad.dim, false); }
 
 eng_status reference_index_select(const op_call *call)
-{
-  return select_from(call, call->out[0], call->index_select.dim);
-}
+{ return select_from(call, call->out[0], call->index_select.dim); }
 
 eng_status reference_index_select_grad(const op_call *call)
-{
-  return select_grad(call, call->in[0], call->index_select_grad.dim, false);
-}
+{ return select_grad(call, call->in[0], call->index_select_grad.dim, false); }
 
 eng_status reference_embedding(const op_call *call)
 {

@@ -98,10 +98,6 @@ static eng_status add_normalize_grad(const op_call *call, bool layer)
 eng_status reference_add_layer_norm(const op_call *call)      { return add_normalize(call, true); }
 eng_status reference_add_rms_norm(const op_call *call)        { return add_normalize(call, false); }
 eng_status reference_add_layer_norm_grad(const op_call *call)
-{
-  return add_normalize_grad(call, true);
-}
+{ return add_normalize_grad(call, true); }
 eng_status reference_add_rms_norm_grad(const op_call *call)
-{
-  return add_normalize_grad(call, false);
-}
+{ return add_normalize_grad(call, false); }

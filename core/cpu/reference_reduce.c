@@ -65,9 +65,7 @@ eng_status reference_sum(const op_call *call)
 }
 
 eng_status reference_mean(const op_call *call)
-{
-  return float_sum(call, (double)(call->in[0]->count / call->out[0]->count));
-}
+{ return float_sum(call, (double)(call->in[0]->count / call->out[0]->count)); }
 
 // ------------------------------------------------------------------ extremes
 
@@ -178,9 +176,7 @@ eng_status reference_softmax(const op_call *call)      { return each_row(call, s
 eng_status reference_log_softmax(const op_call *call)  { return each_row(call, log_softmax_row); }
 eng_status reference_softmax_grad(const op_call *call) { return each_row(call, softmax_grad_row); }
 eng_status reference_log_softmax_grad(const op_call *call)
-{
-  return each_row(call, log_softmax_grad_row);
-}
+{ return each_row(call, log_softmax_grad_row); }
 
 eng_status reference_logsumexp(const op_call *call)
 {

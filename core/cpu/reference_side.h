@@ -16,9 +16,7 @@ typedef struct side {
 } side;
 
 static inline float x_at(const side *s, int64_t r, int64_t c)
-{
-  return (float)load_at(s->call->in[0], r * s->row + c * s->column);
-}
+{ return (float)load_at(s->call->in[0], r * s->row + c * s->column); }
 
 // Returns the largest magnitude of a block. With `nans`, returns NaN if the block holds a NaN.
 static inline float block_amax(const side *s, int64_t r0, int64_t rows, int64_t c0,

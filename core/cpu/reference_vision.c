@@ -91,9 +91,7 @@ eng_status reference_conv2d_grad_w(const op_call *call)
 // ------------------------------------------------------------------ pooling
 
 static int64_t place(const tensor *x, int64_t n, int64_t i, int64_t j)
-{
-  return ((n * x->shape[1] + i) * x->shape[2] + j) * x->shape[3];
-}
+{ return ((n * x->shape[1] + i) * x->shape[2] + j) * x->shape[3]; }
 
 // Pools `large` into `small`, which are dense arrays in the shapes of tl and ts. With `back`, reads
 // the gradient of each window's result from `small`. Max pooling adds it to the maximum's cell in
@@ -174,9 +172,7 @@ static grouped groups_of(const tensor *x, bool batch, int64_t groups)
 
 /// Returns the index of the statistic to which element i belongs.
 static int64_t group_of(const grouped *g, int64_t i)
-{
-  return i / (g->rows * g->channels) * g->groups + i % g->channels / g->width;
-}
+{ return i / (g->rows * g->channels) * g->groups + i % g->channels / g->width; }
 
 static eng_status norm(const op_call *call, bool batch)
 {

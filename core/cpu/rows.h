@@ -40,9 +40,7 @@ static inline bool all_fast_except(const op_call *call, int input)
 #define KERNEL(name) eng_status ISA_NAME(cpu_##name)(const op_call *call)
 
 static inline eng_status forward_to_reference(const op_call *call)
-{
-  return backend_reference()->kernel[call->op](call);
-}
+{ return backend_reference()->kernel[call->op](call); }
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b)  { return a > b ? a : b; }
@@ -69,9 +67,7 @@ static inline void put(void *data, int dtype, int64_t i, double value)
 
 /// Loads the first n lanes from `source` and puts `fill` in the other lanes.
 VF_INLINE vf load_padded(const float *source, int n, float fill)
-{
-  return vf_padded(vf_load_n(source, n), n, vf_set1(fill));
-}
+{ return vf_padded(vf_load_n(source, n), n, vf_set1(fill)); }
 
 /// Returns the sum of one tile in double, element by element. Used for a tile whose f32 sum
 /// overflows or that holds Inf or NaN.
@@ -149,9 +145,7 @@ static inline double row_squares(const float *x, int64_t n, float centre)
 
 /// Returns the largest element of a tile. If the tile holds a NaN, the result is arbitrary.
 static inline float tile_max(const float *x, int n)
-{
-  return vf_maxall(tile_fold(x, n, -INFINITY, vf_max));
-}
+{ return vf_maxall(tile_fold(x, n, -INFINITY, vf_max)); }
 
 /// Returns the sum of exp(x - shift) over a tile. Stores the exp of each element in `keep` [n]
 /// unless that is NULL.

@@ -69,9 +69,7 @@ VF_INLINE vf vf_neg(vf a)        { return (vf)((vi)a ^ (int32_t)0x80000000); }
 VF_INLINE vf vf_abs(vf a)        { return (vf)((vi)a & 0x7FFFFFFF); }
 /// Returns the magnitude of a with the sign of b.
 VF_INLINE vf vf_copysign(vf a, vf b)
-{
-  return (vf)(((vi)a & 0x7FFFFFFF) | ((vi)b & (int32_t)0x80000000));
-}
+{ return (vf)(((vi)a & 0x7FFFFFFF) | ((vi)b & (int32_t)0x80000000)); }
 
 VF_INLINE vi vi_add(vi a, vi b)  { return (vi)((vu)a + (vu)b); }   // wraps
 VF_INLINE vi vi_sub(vi a, vi b)  { return (vi)((vu)a - (vu)b); }
@@ -158,9 +156,7 @@ VF_INLINE vm vi_eq(vi a, vi b) { return _mm512_cmpeq_epi32_mask((__m512i)a, (__m
 /// Returns a where the mask is set and b elsewhere.
 VF_INLINE vf vf_select(vm m, vf a, vf b)   { return _mm512_mask_blend_ps(m, b, a); }
 VF_INLINE vi vi_select(vm m, vi a, vi b)
-{
-  return (vi)_mm512_mask_blend_epi32(m, (__m512i)b, (__m512i)a);
-}
+{ return (vi)_mm512_mask_blend_epi32(m, (__m512i)b, (__m512i)a); }
 /// Returns the larger of each pair of lanes.
 VF_INLINE vi vi_larger_(vi a, vi b) { return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 
@@ -172,22 +168,12 @@ VF_INLINE float vf_maxall(vf a)            { return max8_(_mm256_max_ps(low_(a),
 typedef __m256i vf16;
 VF_INLINE vf16 vf16_of_words_(vi a)        { return _mm512_cvtepi32_epi16((__m512i)a); }
 VF_INLINE vf16 vf16_load_n_(const uint16_t *p, int n)
-{
-  return _mm256_maskz_loadu_epi16(vm_first(n), p);
-}
+{ return _mm256_maskz_loadu_epi16(vm_first(n), p); }
 VF_INLINE void vf16_store_n_(uint16_t *p, vf16 h, int n)
-{
-  _mm256_mask_storeu_epi16(p, vm_first(n), h);
-}
+{ _mm256_mask_storeu_epi16(p, vm_first(n), h); }
 VF_INLINE vf vf_widen_f16_(vf16 h)       { return _mm512_cvtph_ps(h); }
-VF_INLINE vf16 vf_narrow_f16_(vf a)
-{
-  return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT);
-}
-VF_INLINE vf vf_widen_bf16_(vf16 h)
-{
-  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
-}
+VF_INLINE vf16 vf_narrow_f16_(vf a) { return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT); }
+VF_INLINE vf vf_widen_bf16_(vf16 h) { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16); }
 // The processor's own conversion, vcvtneps2bf16, is not used: it flushes subnormals to zero.
 VF_INLINE vf16 vf_narrow_bf16_(vf a)
 {
@@ -210,9 +196,7 @@ VF_INLINE vf vf_load(const float *p)       { return _mm256_loadu_ps(p); }
 VF_INLINE void vf_store(float *p, vf a)    { _mm256_storeu_ps(p, a); }
 VF_INLINE void vf_stream_(float *p, vf a)  { _mm256_stream_ps(p, a); }
 VF_INLINE vf vf_load_n(const float *p, int n)
-{
-  return n == VF_LANES ? vf_load(p) : _mm256_maskload_ps(p, (__m256i)vm_first(n));
-}
+{ return n == VF_LANES ? vf_load(p) : _mm256_maskload_ps(p, (__m256i)vm_first(n)); }
 VF_INLINE void vf_store_n(float *p, vf a, int n)
 {
   if (n == VF_LANES) vf_store(p, a);
@@ -258,14 +242,8 @@ VF_INLINE void vf16_store_n_(uint16_t *p, vf16 h, int n)
   for (int i = 0; i < n; i++) p[i] = lane[i];
 }
 VF_INLINE vf vf_widen_f16_(vf16 h)       { return _mm256_cvtph_ps(h); }
-VF_INLINE vf16 vf_narrow_f16_(vf a)
-{
-  return _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT);
-}
-VF_INLINE vf vf_widen_bf16_(vf16 h)
-{
-  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16);
-}
+VF_INLINE vf16 vf_narrow_f16_(vf a) { return _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT); }
+VF_INLINE vf vf_widen_bf16_(vf16 h) { return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16); }
 VF_INLINE vf16 vf_narrow_bf16_(vf a)
 {
   vi u = (vi)a, top = vi_shr(u, 16);
@@ -280,9 +258,7 @@ VF_INLINE vf16 vf_narrow_bf16_(vf a)
 
 VF_INLINE vm vm_first(int n)               { return (vi){0, 1, 2, 3} < n; }
 VF_INLINE uint32_t vm_bits(vm a)
-{
-  return (uint32_t)((a[0] & 1) | (a[1] & 2) | (a[2] & 4) | (a[3] & 8));
-}
+{ return (uint32_t)((a[0] & 1) | (a[1] & 2) | (a[2] & 4) | (a[3] & 8)); }
 
 VF_INLINE vf vf_load(const float *p)       { vf a; memcpy(&a, p, sizeof a); return a; }
 VF_INLINE void vf_store(float *p, vf a)    { memcpy(p, &a, sizeof a); }
@@ -331,9 +307,7 @@ VF_INLINE vf16 vf16_load_n_(const uint16_t *p, int n)
   return (vi){lane[0], lane[1], lane[2], lane[3]};
 }
 VF_INLINE void vf16_store_n_(uint16_t *p, vf16 h, int n)
-{
-  for (int l = 0; l < n; l++) p[l] = (uint16_t)h[l];
-}
+{ for (int l = 0; l < n; l++) p[l] = (uint16_t)h[l]; }
 VF_INLINE vf vf_widen_f16_(vf16 h)
 {
   vi magnitude = h & 0x7FFF, sign = vi_shl(h & 0x8000, 16);
@@ -369,23 +343,13 @@ VF_INLINE vf16 vf_narrow_bf16_(vf a)
 // ------------------------------------------------------------------ any format
 
 VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n) { return vf_widen_f16_(vf16_load_n_(p, n)); }
-VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n)
-{
-  return vf_widen_bf16_(vf16_load_n_(p, n));
-}
-VF_INLINE void vf_store_f16_n(uint16_t *p, vf a, int n)
-{
-  vf16_store_n_(p, vf_narrow_f16_(a), n);
-}
+VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n) { return vf_widen_bf16_(vf16_load_n_(p, n)); }
+VF_INLINE void vf_store_f16_n(uint16_t *p, vf a, int n) { vf16_store_n_(p, vf_narrow_f16_(a), n); }
 VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)
-{
-  vf16_store_n_(p, vf_narrow_bf16_(a), n);
-}
+{ vf16_store_n_(p, vf_narrow_bf16_(a), n); }
 /// Stores numbers that are exact in bf16, or NaN.
 VF_INLINE void vf_store_bf16_exact(uint16_t *p, vf a)
-{
-  vf16_store_n_(p, vf16_of_words_(vi_shr((vi)a, 16)), VF_LANES);
-}
+{ vf16_store_n_(p, vf16_of_words_(vi_shr((vi)a, 16)), VF_LANES); }
 VF_INLINE vf vf_load_f16(const uint16_t *p)           { return vf_load_f16_n(p, VF_LANES); }
 VF_INLINE vf vf_load_bf16(const uint16_t *p)          { return vf_load_bf16_n(p, VF_LANES); }
 VF_INLINE void vf_store_bf16(uint16_t *p, vf a)       { vf_store_bf16_n(p, a, VF_LANES); }
@@ -427,19 +391,13 @@ VF_INLINE void stream_end(void)
 
 /// Returns x with `fill` in the lanes from n on.
 VF_INLINE vf vf_padded(vf x, int n, vf fill)
-{
-  return n == VF_LANES ? x : vf_select(vm_first(n), x, fill);
-}
+{ return n == VF_LANES ? x : vf_select(vm_first(n), x, fill); }
 
 VF_INLINE bool vm_any(vm a)                { return vm_bits(a) != 0; }
 VF_INLINE vm vf_isnan(vf a)
-{
-  return vi_gt(vi_and((vi)a, vi_set1(0x7FFFFFFF)), vi_set1(0x7F800000));
-}
+{ return vi_gt(vi_and((vi)a, vi_set1(0x7FFFFFFF)), vi_set1(0x7F800000)); }
 VF_INLINE vm vf_isinf(vf a)
-{
-  return vi_eq(vi_and((vi)a, vi_set1(0x7FFFFFFF)), vi_set1(0x7F800000));
-}
+{ return vi_eq(vi_and((vi)a, vi_set1(0x7FFFFFFF)), vi_set1(0x7F800000)); }
 
 #include "simd_fp8.h"
 
@@ -557,9 +515,7 @@ static inline const float *tile_gather(float *buffer, const void *src, int dtype
 /// Returns where to compute the elements of `dst` from `first` on: in `dst` itself if it is f32,
 /// else in `buffer`, from which tile_store rounds them into `dst`.
 static inline float *tile_target(float *buffer, void *dst, int dtype, int64_t first)
-{
-  return dtype == ENG_f32 ? (float *)dst + first : buffer;
-}
+{ return dtype == ENG_f32 ? (float *)dst + first : buffer; }
 
 static inline void tile_store(void *dst, int dtype, int64_t first, const float *values, int n)
 {

@@ -66,14 +66,10 @@ VF_INLINE vi vf_to_fp8(vf x, const int fraction, const bool saturate)
 
 /// Does the work of vf_to_fp8 for numbers that are known to be in the format's range when rounded.
 VF_INLINE vi vf_to_fp8_within(vf x, const int fraction)
-{
-  return vf_fp8_code_((vi)x, vi_and((vi)x, vi_set1(0x7FFFFFFF)), fraction);
-}
+{ return vf_fp8_code_((vi)x, vi_and((vi)x, vi_set1(0x7FFFFFFF)), fraction); }
 /// Returns whether a magnitude is in the format's range when rounded. Returns false for NaN.
 VF_INLINE bool fp8_is_within(float magnitude, const int fraction)
-{
-  return fraction == 3 ? magnitude <= 464.0f : magnitude < 61440.0f;
-}
+{ return fraction == 3 ? magnitude <= 464.0f : magnitude < 61440.0f; }
 
 /// Returns the codes of numbers in e5m6, saturating.
 VF_INLINE vi vf_to_e5m6(vf x)
@@ -100,18 +96,12 @@ VF_INLINE vi vf_to_fp8_random(vf x, vi random, const int fraction, const bool sa
 
 #if defined(ENG_ISA_avx512)
 VF_INLINE void vf_put_bytes_(uint8_t *p, vi code)
-{
-  _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)code));
-}
+{ _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)code)); }
 VF_INLINE void vf_put_bytes_n_(uint8_t *p, vi code, int n)
-{
-  _mm_mask_storeu_epi8(p, vm_first(n), _mm512_cvtepi32_epi8((__m512i)code));
-}
+{ _mm_mask_storeu_epi8(p, vm_first(n), _mm512_cvtepi32_epi8((__m512i)code)); }
 VF_INLINE __m128i vf_bytes_(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)p); }
 VF_INLINE __m128i vf_bytes_n_(const uint8_t *p, int n)
-{
-  return _mm_maskz_loadu_epi8(vm_first(n), p);
-}
+{ return _mm_maskz_loadu_epi8(vm_first(n), p); }
 // The magnitude bits of an e4m3 number, shifted left by 7, are the magnitude bits of an f16 number
 // that is 256 times smaller. This holds for subnormals, too.
 VF_INLINE vf vf_of_e4m3_(__m128i bytes)
@@ -126,9 +116,7 @@ VF_INLINE vf vf_of_e4m3_(__m128i bytes)
   return vf_select(_mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7F)), (vf)nan, x);
 }
 VF_INLINE vf vf_of_e5m2_(__m128i bytes)
-{
-  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8));
-}
+{ return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8)); }
 
 #elif defined(ENG_ISA_avx2)
 VF_INLINE __m128i vf_narrow_bytes_(vi code)
@@ -140,9 +128,7 @@ VF_INLINE __m128i vf_narrow_bytes_(vi code)
   return _mm_packus_epi16(halves, halves);
 }
 VF_INLINE void vf_put_bytes_(uint8_t *p, vi code)
-{
-  _mm_storel_epi64((__m128i *)p, vf_narrow_bytes_(code));
-}
+{ _mm_storel_epi64((__m128i *)p, vf_narrow_bytes_(code)); }
 VF_INLINE void vf_put_bytes_n_(uint8_t *p, vi code, int n)
 {
   uint8_t b[16];
@@ -167,19 +153,13 @@ VF_INLINE vf vf_of_e4m3_(__m128i bytes)
                    (vf)nan, x);
 }
 VF_INLINE vf vf_of_e5m2_(__m128i bytes)
-{
-  return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 8));
-}
+{ return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 8)); }
 
 #else
 VF_INLINE void vf_put_bytes_(uint8_t *p, vi code)
-{
-  for (int l = 0; l < VF_LANES; l++) p[l] = (uint8_t)code[l];
-}
+{ for (int l = 0; l < VF_LANES; l++) p[l] = (uint8_t)code[l]; }
 VF_INLINE void vf_put_bytes_n_(uint8_t *p, vi code, int n)
-{
-  for (int l = 0; l < n; l++) p[l] = (uint8_t)code[l];
-}
+{ for (int l = 0; l < n; l++) p[l] = (uint8_t)code[l]; }
 VF_INLINE vi vf_bytes_(const uint8_t *p)                   { return (vi){p[0], p[1], p[2], p[3]}; }
 VF_INLINE vi vf_bytes_n_(const uint8_t *p, int n)
 {
@@ -198,25 +178,15 @@ VF_INLINE vf vf_of_e5m2_(vi bytes) { return vf_widen_f16_(vi_shl(bytes, 8)); }
 #endif
 
 VF_INLINE vf vf_load_fp8(const uint8_t *p, const int fraction)
-{
-  return fraction == 3 ? vf_of_e4m3_(vf_bytes_(p)) : vf_of_e5m2_(vf_bytes_(p));
-}
+{ return fraction == 3 ? vf_of_e4m3_(vf_bytes_(p)) : vf_of_e5m2_(vf_bytes_(p)); }
 VF_INLINE vf vf_load_fp8_n(const uint8_t *p, const int fraction, int n)
-{
-  return fraction == 3 ? vf_of_e4m3_(vf_bytes_n_(p, n)) : vf_of_e5m2_(vf_bytes_n_(p, n));
-}
+{ return fraction == 3 ? vf_of_e4m3_(vf_bytes_n_(p, n)) : vf_of_e5m2_(vf_bytes_n_(p, n)); }
 VF_INLINE void vf_store_fp8(uint8_t *p, vf x, const int fraction, const bool saturate)
-{
-  vf_put_bytes_(p, vf_to_fp8(x, fraction, saturate));
-}
+{ vf_put_bytes_(p, vf_to_fp8(x, fraction, saturate)); }
 VF_INLINE void vf_store_fp8_n(uint8_t *p, vf x, const int fraction, const bool saturate, int n)
-{
-  vf_put_bytes_n_(p, vf_to_fp8(x, fraction, saturate), n);
-}
+{ vf_put_bytes_n_(p, vf_to_fp8(x, fraction, saturate), n); }
 VF_INLINE void vf_store_fp8_within(uint8_t *p, vf x, const int fraction)
-{
-  vf_put_bytes_(p, vf_to_fp8_within(x, fraction));
-}
+{ vf_put_bytes_(p, vf_to_fp8_within(x, fraction)); }
 
 #if defined(ENG_ISA_avx512)
 // These functions convert 32 bf16 numbers at a time. The numbers at even positions become one
@@ -224,9 +194,7 @@ VF_INLINE void vf_store_fp8_within(uint8_t *p, vf x, const int fraction)
 // finished codes.
 VF_INLINE vf vf_even_bf16_(__m512i w) { return (vf)_mm512_slli_epi32(w, 16); }
 VF_INLINE vf vf_odd_bf16_(__m512i w)
-{
-  return (vf)_mm512_and_si512(w, _mm512_set1_epi32((int32_t)0xFFFF0000));
-}
+{ return (vf)_mm512_and_si512(w, _mm512_set1_epi32((int32_t)0xFFFF0000)); }
 VF_INLINE __m512i vf_pair_codes_(vf even, vf odd, __m512i w, const int fraction)
 {
   __m512i high = _mm512_slli_epi32((__m512i)vf_fp8_magnitude_((vi)odd, fraction), 16);

@@ -77,9 +77,7 @@ VF_INLINE void vh_put_bytes(uint8_t *p, vh code)
 
 /// Returns a in the lower half of the lanes and b in the upper half.
 VF_INLINE vf vf_set2(float a, float b)
-{
-  return vf_select(vm_first(VF_LANES / 2), vf_set1(a), vf_set1(b));
-}
+{ return vf_select(vm_first(VF_LANES / 2), vf_set1(a), vf_set1(b)); }
 /// Splits 2 * VF_LANES floats: to[0] gets the floats at even positions, to[1] the floats at odd
 /// positions.
 VF_INLINE void vf_deinterleave(vf to[2], const float *p)

@@ -93,21 +93,14 @@ static void slope_tile(const tile *t)
 #include "ops.def"
 
 KERNEL(unary_grad)
-{
-  return elementwise(call, slope_tile, (numbers){.op = (int)call->unary_grad.of});
-}
+{ return elementwise(call, slope_tile, (numbers){.op = (int)call->unary_grad.of}); }
 
 // ------------------------------------------------------------------ swiglu
 
 static void swiglu_tile(const tile *t)
-{
-  MAP2(t->y, t->x[0], t->x[1], t->n, vf_mul(vf_silu(a), b));
-}
+{ MAP2(t->y, t->x[0], t->x[1], t->n, vf_mul(vf_silu(a), b)); }
 
-KERNEL(swiglu)
-{
-  return elementwise(call, swiglu_tile, (numbers){0});
-}
+KERNEL(swiglu) { return elementwise(call, swiglu_tile, (numbers){0}); }
 
 static void swiglu_grad_body(const work *w, int64_t first, int n)
 {

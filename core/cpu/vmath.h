@@ -206,10 +206,7 @@ VF_INLINE vf vf_gelu_tanh_derivative(vf x)
   return vf_fma(vf_mul(x, slope), vf_mul(vf_mul(z, r), r), s);   // s (1 - s) = z / (1 + z)^2
 }
 
-VF_INLINE vf vf_silu(vf x)
-{
-  return vf_mul(x, vf_sigmoid(x));
-}
+VF_INLINE vf vf_silu(vf x) { return vf_mul(x, vf_sigmoid(x)); }
 
 VF_INLINE vf vf_silu_derivative(vf x)
 {
@@ -235,6 +232,4 @@ VF_INLINE vf vf_tanh_derivative(vf x)
 
 /// Returns log(1 + exp(x)).
 VF_INLINE vf vf_softplus(vf x)
-{
-  return vf_add(vf_max(vf_zero(), x), vf_log1p_unit(vf_exp_low(vf_neg(vf_abs(x)))));
-}
+{ return vf_add(vf_max(vf_zero(), x), vf_log1p_unit(vf_exp_low(vf_neg(vf_abs(x))))); }

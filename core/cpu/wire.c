@@ -51,9 +51,7 @@ static void divided(float *restrict out, const float *restrict x, int m, float s
 }
 
 static void add(float *restrict out, const float *restrict x, int m)
-{
-  for (int i = 0; i < m; i++) out[i] += x[i];
-}
+{ for (int i = 0; i < m; i++) out[i] += x[i]; }
 
 void wire_sum(float *out, const float *const *in, int n, int64_t count, float share)
 {

@@ -44,9 +44,7 @@ const backend *backend_current(void)
 }
 
 const backend *backend_of_space(int space)
-{
-  return space == SPACE_HOST ? backend_find("cpu") : of_space[space];
-}
+{ return space == SPACE_HOST ? backend_find("cpu") : of_space[space]; }
 
 void backend_capturing(bool on) { capturing = on; }
 
@@ -75,10 +73,7 @@ eng_status eng_device_set(const char *name)
   return ENG_OK;
 }
 
-const char *eng_device_name(void)
-{
-  return backend_current()->name;
-}
+const char *eng_device_name(void) { return backend_current()->name; }
 
 const char *eng_device_text(void)
 {

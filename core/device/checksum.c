@@ -1,7 +1,7 @@
 // Checksums of memory in any space. Several threads compute the XXH64 hashes of 64 KiB pieces; the
 // checksum is the XXH64 hash of these hashes. It does not depend on the number of threads or on the
-// device.
-// Memory of a device is copied to the host 4 MiB at a time. Called by autograd/tensor_calls.c and params/.
+// device. Memory of a device is copied to the host 4 MiB at a time. Called by
+// autograd/tensor_calls.c and params/.
 #include "transfer.h"
 
 #include "base/error.h"

@@ -56,9 +56,7 @@ eng_status eng_stats(eng_tensor_stats *out, const eng_tensor *handle, unsigned n
 static const char *const actions[ENG_ACTIONS] = {"step", "skip", "retry", "stop", "rollback"};
 
 const char *eng_action_name(int action)
-{
-  return action >= 0 && action < ENG_ACTIONS ? actions[action] : "?";
-}
+{ return action >= 0 && action < ENG_ACTIONS ? actions[action] : "?"; }
 
 int eng_action_from_name(const char *name)
 {

@@ -7,9 +7,7 @@
 
 /// Returns the relative scale of a tensor's gradient, or 1 if the field is not set.
 static inline double gradstats_relative_scale(const eng_tensor_stats *s)
-{
-  return s->relative_scale > 0 ? s->relative_scale : 1;
-}
+{ return s->relative_scale > 0 ? s->relative_scale : 1; }
 
 /// Combines the statistics of `n` tensors into one record: counts, sums of squares, maxima, and the
 /// histogram if it is among the `needs` (ENG_NEED_*) that the pass computed. Divides amax and norm

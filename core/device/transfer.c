@@ -29,29 +29,18 @@ static eng_status move(int space, void *to, const void *from, int64_t bytes,
 }
 
 eng_status transfer_inside(int space, void *to, const void *from, int64_t bytes)
-{
-  return move(space, to, from, bytes, COPY_INSIDE);
-}
+{ return move(space, to, from, bytes, COPY_INSIDE); }
 
 eng_status transfer_to_host(void *to, int space, const void *from, int64_t bytes)
-{
-  return move(space, to, from, bytes, COPY_TO_HOST);
-}
+{ return move(space, to, from, bytes, COPY_TO_HOST); }
 
 eng_status transfer_from_host(int space, void *to, const void *from, int64_t bytes)
-{
-  return move(space, to, from, bytes, COPY_TO_DEVICE);
-}
+{ return move(space, to, from, bytes, COPY_TO_DEVICE); }
 
-static int64_t bytes_of(const tensor *x)
-{
-  return x->count * eng_dtype_size(x->dtype);
-}
+static int64_t bytes_of(const tensor *x) { return x->count * eng_dtype_size(x->dtype); }
 
 eng_status transfer_clear(const tensor *x)
-{
-  return transfer_zero(x->store->space, x->data, bytes_of(x));
-}
+{ return transfer_zero(x->store->space, x->data, bytes_of(x)); }
 
 eng_status transfer_set(const tensor *x, double value)
 {
@@ -173,11 +162,7 @@ static eng_status transfer(void *buffer, int format, const tensor *x, bool into_
 }
 
 eng_status transfer_read(void *buffer, int format, const tensor *x)
-{
-  return transfer(buffer, format, x, false);
-}
+{ return transfer(buffer, format, x, false); }
 
 eng_status transfer_write(const tensor *x, const void *buffer, int format)
-{
-  return transfer((void *)buffer, format, x, true);
-}
+{ return transfer((void *)buffer, format, x, true); }

@@ -100,9 +100,7 @@ static int largest_power(int n)
 }
 
 static double larger(double a, double b)
-{
-  return f64_is_nan(a) || f64_is_nan(b) ? f64_from(0x7FF8000000000000ull) : a > b ? a : b;
-}
+{ return f64_is_nan(a) || f64_is_nan(b) ? f64_from(0x7FF8000000000000ull) : a > b ? a : b; }
 
 /// out = low op high, elementwise. `out` may be one of the inputs.
 static void combine(void *out, const void *low, const void *high, int64_t n, int dtype, int op)

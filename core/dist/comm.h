@@ -76,9 +76,7 @@ struct eng_comm {
 
 /// Returns the world number of a group's rank.
 static inline int comm_of_world(const eng_comm *comm, int rank)
-{
-  return comm->of_world ? comm->of_world[rank] : rank;
-}
+{ return comm->of_world ? comm->of_world[rank] : rank; }
 
 // ---- comm_wait.c: waiting
 

@@ -129,9 +129,7 @@ static int runs_back(wire_run *runs, int64_t *longest, const eng_parallel *p, co
 // ------------------------------------------------------------------ in a step
 
 static eng_status exchange(eng_parallel *p, const bucket *b, int n)
-{
-  return comm_stream_exchange(STREAM_GRADIENTS, b->comm, p->messages, n, "the sum of gradients");
-}
+{ return comm_stream_exchange(STREAM_GRADIENTS, b->comm, p->messages, n, "the sum of gradients"); }
 
 eng_status cards_send(eng_parallel *p, bucket *b)
 {
@@ -178,9 +176,7 @@ eng_status cards_send(eng_parallel *p, bucket *b)
 }
 
 eng_status cards_done(bool *done, eng_parallel *p, bucket *b)
-{
-  return backend_of_space(p->set->space)->stream_reached(done, b->mark);
-}
+{ return backend_of_space(p->set->space)->stream_reached(done, b->mark); }
 
 eng_status cards_exchange_flags(eng_parallel *p)
 {

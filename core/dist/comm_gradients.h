@@ -114,15 +114,11 @@ int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, 
 void member_owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, int rank);
 /// Returns the number of elements in the piece of `rank`.
 static inline int64_t bucket_piece(const bucket *b, int rank)
-{
-  return b->cut[rank + 1] - b->cut[rank];
-}
+{ return b->cut[rank + 1] - b->cut[rank]; }
 /// Returns the size in bytes of member i's whole gradient, in the dtype in which backward writes
 /// it.
 static inline int64_t member_room(const eng_params *set, int i)
-{
-  return set->member[i].value->count * eng_dtype_size(set->gradient_dtype[i]);
-}
+{ return set->member[i].value->count * eng_dtype_size(set->gradient_dtype[i]); }
 
 // ---- comm_weights.c
 

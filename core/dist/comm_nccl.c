@@ -163,9 +163,7 @@ static eng_status exchange(comm_stream stream, const int32_t *of_world,
 
 eng_status comm_stream_exchange(comm_stream stream, const eng_comm *comm,
                                 const comm_message *messages, int n, const char *what)
-{
-  return exchange(stream, comm->of_world, messages, n, what);
-}
+{ return exchange(stream, comm->of_world, messages, n, what); }
 
 /// Sets *done to whether a stream is idle. Returns an error if NCCL has detected one. Never waits.
 static eng_status stream_done(bool *done, comm_stream stream, const char *what)

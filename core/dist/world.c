@@ -169,9 +169,7 @@ static eng_status load_nccl(const comm_transport **out, const launch *l)
 // ------------------------------------------------------------------ MPI
 
 static eng_status host_error(eng_status status, const char *text)
-{
-  return error_set(status, "%s", text);
-}
+{ return error_set(status, "%s", text); }
 
 static eng_status load_mpi(const comm_transport **out, const launch *l)
 {

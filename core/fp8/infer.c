@@ -97,10 +97,7 @@ static eng_status infer_codes(const op_call *c, const tensor *factor, op_shape *
   return ENG_OK;
 }
 
-static eng_status infer_quantize(op_call *c, op_shape *s)
-{
-  return infer_codes(c, c->in[1], s);
-}
+static eng_status infer_quantize(op_call *c, op_shape *s) { return infer_codes(c, c->in[1], s); }
 
 static eng_status infer_swiglu_quantize(op_call *c, op_shape *s)
 {

@@ -269,9 +269,7 @@ enum { OUT_Y, OUT_XQ, OUT_X_SCALE, OUT_WQ, OUT_W_SCALE, OUT_X_GATE, OUT_W_GATE, 
 
 /// Returns the tape node of the fp8_swiglu whose output is x, or -1.
 static int swiglu_of(const tensor *x)
-{
-  return tape_holds(x) && tape_call(x->node)->op == ENG_OP_fp8_swiglu ? x->node : -1;
-}
+{ return tape_holds(x) && tape_call(x->node)->op == ENG_OP_fp8_swiglu ? x->node : -1; }
 
 static eng_status check_shapes(const fp8_site *s, const op_call *c)
 {

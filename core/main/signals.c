@@ -34,10 +34,7 @@ static void stop_hook(lua_State *L, lua_Debug *record)
   luaL_error(L, "interrupted!");
 }
 
-static void say(const char *text)
-{
-  if (write(STDERR_FILENO, text, strlen(text)) < 0) return;
-}
+static void say(const char *text) { if (write(STDERR_FILENO, text, strlen(text)) < 0) return; }
 
 // Handles SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGXCPU. After the first signal the trainer stops
 // at the end of its step, a waiting call returns, or the script is stopped. The second SIGINT
@@ -122,10 +119,7 @@ static void on_pipe(int signal_number)
 }
 
 // SIGXFSZ: because of this handler the write fails with EFBIG, and the process does not end.
-static void on_file_limit(int signal_number)
-{
-  (void)signal_number;
-}
+static void on_file_limit(int signal_number) { (void)signal_number; }
 
 void signals_catch(lua_State *L, int own_rank, bool (*own_place)(const char *, size_t))
 {

@@ -154,10 +154,7 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
   return ENG_OK;
 }
 
-void params_release(eng_params *set)
-{
-  if (--set->references == 0) set_discard(set);
-}
+void params_release(eng_params *set) { if (--set->references == 0) set_discard(set); }
 
 void eng_params_free(eng_params *set)
 {

@@ -137,9 +137,7 @@ eng_status params_round_written(eng_params *set);
 
 /// Returns the tensor of a member's gradient between passes, or NULL if there is none.
 static inline tensor *params_gradient_part(const eng_params *set, int i)
-{
-  return set->gradients && !set->divided ? set->gradients->part[i] : NULL;
-}
+{ return set->gradients && !set->divided ? set->gradients->part[i] : NULL; }
 
 /// Allocates the gradients of a set that has none yet. Errors: MEMORY; STATE if the gradients are
 /// divided.

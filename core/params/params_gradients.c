@@ -14,9 +14,7 @@
 #include <string.h>
 
 static void *past(const tensor *x, int64_t elements)
-{
-  return (char *)x->data + elements * eng_dtype_size(x->dtype);
-}
+{ return (char *)x->data + elements * eng_dtype_size(x->dtype); }
 
 eng_status params_gradients(eng_params *set)
 {

@@ -189,15 +189,10 @@ static eng_status arrive(params_parted *q)
   return status;
 }
 
-eng_status params_wait(void)
-{
-  return params_exchanging ? arrive(params_exchanging) : ENG_OK;
-}
+eng_status params_wait(void) { return params_exchanging ? arrive(params_exchanging) : ENG_OK; }
 
 eng_status params_advance(void)
-{
-  return params_exchanging->link->advance(params_exchanging->data);
-}
+{ return params_exchanging->link->advance(params_exchanging->data); }
 
 /// Begins to fill a unit. First waits for the unit in flight, which may belong to another set.
 static eng_status start(params_parted *q, int unit, int form)

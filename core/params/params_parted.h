@@ -68,9 +68,7 @@ eng_status parted_need(params_parted *q, const int *unit, const int *form, int n
 eng_status parted_drop(params_parted *q);
 /// Returns whether operations can use a unit without a call of parted_need.
 static inline bool parted_here(const params_parted *q, int unit, int form)
-{
-  return q->unit[unit].here[form] && q->ahead != unit * PARTED_FORMS + form;
-}
+{ return q->unit[unit].here[form] && q->ahead != unit * PARTED_FORMS + form; }
 /// Lists the tensors of member i in this form; returns their number.
 int parted_tensors(tensor *out[PARAMS_DERIVED], const eng_params *set, int i, int form);
 /// Returns whether `store` is memory of member p. If it is, sets *form to the form.

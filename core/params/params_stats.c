@@ -38,9 +38,7 @@ eng_status eng_params_stats_withdraw(eng_params *set)
 }
 
 void eng_params_stats_forget(eng_params *set)
-{
-  while (set->n_pending > 0) eng_params_stats_withdraw(set);
-}
+{ while (set->n_pending > 0) eng_params_stats_withdraw(set); }
 
 static eng_status check_losses(tensor **loss, const eng_tensor *losses, int n)
 {
@@ -145,10 +143,7 @@ eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, d
   return ENG_OK;
 }
 
-int eng_params_stats_pending(const eng_params *set)
-{
-  return set->n_pending;
-}
+int eng_params_stats_pending(const eng_params *set) { return set->n_pending; }
 
 bool params_stats_factor(double *factor, const eng_params *set, double gradient_factor,
                          double clip_norm)

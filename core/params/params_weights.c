@@ -116,10 +116,7 @@ void eng_params_bytes(int64_t bytes[4], const eng_params *set)
   }
 }
 
-int64_t eng_params_count(const eng_params *set)
-{
-  return set->count;
-}
+int64_t eng_params_count(const eng_params *set) { return set->count; }
 
 uint64_t eng_params_checksum(const eng_params *set) { return eng_params_checksum_of(set, NULL, 0); }
 

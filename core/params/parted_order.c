@@ -12,14 +12,10 @@
 static int32_t number_at(const parted_order *o, int64_t i) { return o->came[i % ORDER_KEPT]; }
 
 static bool is_kept(const parted_order *o, int64_t i)
-{
-  return i >= 0 && i < o->n && i > o->n - ORDER_KEPT;
-}
+{ return i >= 0 && i < o->n && i > o->n - ORDER_KEPT; }
 
 int32_t order_next(const parted_order *o)
-{
-  return is_kept(o, o->at) ? number_at(o, o->at) : ORDER_UNKNOWN;
-}
+{ return is_kept(o, o->at) ? number_at(o, o->at) : ORDER_UNKNOWN; }
 
 void order_note(parted_order *o, int32_t number)
 {

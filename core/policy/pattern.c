@@ -26,10 +26,7 @@ typedef struct match {
 
 static const char *match_here(match *m, const char *s, const char *p);
 
-static void step(const match *m)
-{
-  policy_charge(m->policy, 1);
-}
+static void step(const match *m) { policy_charge(m->policy, 1); }
 
 static const char *refuse(const match *m, const char *why)
 {
@@ -332,15 +329,9 @@ static int find_or_match(lua_State *L, bool find)
   return 1;
 }
 
-static int box_find(lua_State *L)
-{
-  return find_or_match(L, true);
-}
+static int box_find(lua_State *L) { return find_or_match(L, true); }
 
-static int box_match(lua_State *L)
-{
-  return find_or_match(L, false);
-}
+static int box_match(lua_State *L) { return find_or_match(L, false); }
 
 // The iterator of gmatch. Upvalues: subject, pattern, the offset at which the search continues.
 static int gmatch_step(lua_State *L)

@@ -74,10 +74,7 @@ const char *data_find(const char *at, const char *key)
 
 // ------------------------------------------------------------------ blob to text
 
-static int rank(char tag)
-{
-  return tag == 'n' ? 0 : tag == 's' ? 1 : tag == 'f' ? 2 : 3;
-}
+static int rank(char tag) { return tag == 'n' ? 0 : tag == 's' ? 1 : tag == 'f' ? 2 : 3; }
 
 int data_by_key(const void *left, const void *right)
 {
@@ -90,10 +87,7 @@ int data_by_key(const void *left, const void *right)
   return order ? order : (a->length > b->length) - (a->length < b->length);
 }
 
-static void put(data_blob *text, const char *s)
-{
-  data_append(text, s, strlen(s));
-}
+static void put(data_blob *text, const char *s) { data_append(text, s, strlen(s)); }
 
 static void put_string(data_blob *text, const char *s, size_t length)
 {
@@ -110,9 +104,7 @@ static void put_string(data_blob *text, const char *s, size_t length)
 }
 
 static bool is_letter(char c)
-{
-  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
-}
+{ return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; }
 
 static bool is_digit(char c) { return c >= '0' && c <= '9'; }
 

@@ -155,9 +155,7 @@ static int box_writing(lua_State *L)                   // upvalues: see box_func
 // Charges for a traversal of a table with n entries. A traversal also visits empty slots. Lua does
 // not report their number, but the policy's largest allocation bounds it.
 static void charge_walk(eng_policy *p, int64_t n)
-{
-  policy_charge(p, n + (int64_t)(p->largest / 1024));
-}
+{ policy_charge(p, n + (int64_t)(p->largest / 1024)); }
 
 static data_item read_key(lua_State *L, int index)
 {

@@ -310,9 +310,7 @@ int policy_named(const eng_policy *p, bool group, int index)
 // ------------------------------------------------------------------ the histogram
 
 static const int64_t *bins_in_view(eng_policy *p, const view *v)
-{
-  return v->kind == VIEW_HIST ? record_in_view(p)->hist : stats_in_view(p, v)->hist;
-}
+{ return v->kind == VIEW_HIST ? record_in_view(p)->hist : stats_in_view(p, v)->hist; }
 
 // hist:sum(from, to): the number of gradients with an exponent in [from, to].
 static int hist_sum(lua_State *L)

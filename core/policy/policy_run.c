@@ -123,17 +123,12 @@ void policy_enter(eng_policy *p)
   p->running = true;
 }
 
-void policy_leave(eng_policy *p)
-{
-  p->running = false;
-}
+void policy_leave(eng_policy *p) { p->running = false; }
 
 // ------------------------------------------------------------------ protected calls
 
 static bool is_word(char c)
-{
-  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
-}
+{ return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_'; }
 
 int policy_line_of(const eng_policy *p, const char *word)
 {

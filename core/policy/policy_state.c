@@ -295,10 +295,7 @@ static eng_status set_state(eng_policy *p, const data_blob *blob)
   return ENG_OK;
 }
 
-eng_status policy_roll_back(eng_policy *p)
-{
-  return set_state(p, &p->good);
-}
+eng_status policy_roll_back(eng_policy *p) { return set_state(p, &p->good); }
 
 // ------------------------------------------------------------------ init
 

@@ -70,9 +70,7 @@ static bool bad_key(eng_policy *p, const char *field, const char *expected)
 
 // Returns the number on top of the stack, or NaN if the value there is not a number.
 static double number(lua_State *L)
-{
-  return lua_type(L, -1) == LUA_TNUMBER ? lua_tonumber(L, -1) : f64_from(0x7FF8000000000000ull);
-}
+{ return lua_type(L, -1) == LUA_TNUMBER ? lua_tonumber(L, -1) : f64_from(0x7FF8000000000000ull); }
 
 // Looks up the key below the top of the stack. *named is the index i of a tensor, n_tensors + i for
 // group i, or -1 for a pattern, whose matches are in p->matched. A group takes precedence over a
@@ -111,9 +109,7 @@ static bool names_tensor(const eng_policy *p, int named, int i)
 // ------------------------------------------------------------------ single values
 
 static double *number_at(eng_verdict *out, const verdict_field *f)
-{
-  return (double *)((char *)out + f->at);
-}
+{ return (double *)((char *)out + f->at); }
 
 static bool read_scale(eng_policy *p, eng_verdict *out, const verdict_field *f)
 {
@@ -197,9 +193,7 @@ static bool read_scales(eng_policy *p, eng_verdict *out, const verdict_field *f)
 }
 
 static double true_norm(const eng_policy *p, const eng_tensor_stats *s)
-{
-  return sqrt(s->sum_squares) / (p->judged->scale * gradstats_relative_scale(s));
-}
+{ return sqrt(s->sum_squares) / (p->judged->scale * gradstats_relative_scale(s)); }
 
 // Limits a norm to `limit`: the joint norm of the tensors of `group` or, if group is -1, the norm
 // of tensor `only`. With `exactly`, sets the norm to `limit`, whether it was larger or smaller.

@@ -160,9 +160,7 @@ static char *value_text(eng_policy *p, int index)
 }
 
 static int by_name(const void *a, const void *b)
-{
-  return strcmp(((const policy_option *)a)->name, ((const policy_option *)b)->name);
-}
+{ return strcmp(((const policy_option *)a)->name, ((const policy_option *)b)->name); }
 
 static void read_options(eng_policy *p)
 {
@@ -388,10 +386,7 @@ eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *p, in
   return ENG_OK;
 }
 
-double eng_policy_scale(const eng_policy *p)
-{
-  return p->last.scale;
-}
+double eng_policy_scale(const eng_policy *p) { return p->last.scale; }
 
 double eng_policy_group_scale(const eng_policy *p, int group)
 {

@@ -58,9 +58,7 @@ static bool bytes_add(bytes *b, const char *data, int64_t size, int64_t limit)
 
 /// Returns the end of the first complete line, or NULL if there is none.
 static char *line_end(const bytes *b)
-{
-  return b->size > b->from ? memchr(b->data + b->from, '\n', (size_t)(b->size - b->from)) : NULL;
-}
+{ return b->size > b->from ? memchr(b->data + b->from, '\n', (size_t)(b->size - b->from)) : NULL; }
 
 /// Consumes the first complete line and returns it without its newline, or returns NULL if there is
 /// none. The line is valid until more bytes are added.
@@ -253,9 +251,7 @@ static bool pull_in(client *c)
 /// Returns whether to read more bytes from a client. The answer is false if the client's buffer has
 /// a complete line and is at least half full.
 static bool has_room(const client *c)
-{
-  return c->in.size - c->in.from < ENG_ATTACH_LINE / 2 || !line_end(&c->in);
-}
+{ return c->in.size - c->in.from < ENG_ATTACH_LINE / 2 || !line_end(&c->in); }
 
 static bool next_line(const char **line, int64_t *length, int *number, eng_attach *server)
 {
@@ -321,15 +317,9 @@ void eng_attach_answer(eng_attach *server, int number, const char *text, int64_t
     disconnect(server, c);
 }
 
-bool eng_attach_here(eng_attach *server, int number)
-{
-  return find(server, number) != NULL;
-}
+bool eng_attach_here(eng_attach *server, int number) { return find(server, number) != NULL; }
 
-int eng_attach_count(const eng_attach *server)
-{
-  return server->count;
-}
+int eng_attach_count(const eng_attach *server) { return server->count; }
 
 // ---- the client side
 

@@ -160,9 +160,7 @@ static cell of_int(int64_t x)   { return (cell){FIELD_INT, sizeof x, .integer = 
 static cell of_number(double x) { return (cell){FIELD_DOUBLE, sizeof x, .number = x}; }
 static cell of_blob(const void *x, int64_t bytes) { return (cell){FIELD_BLOB, bytes, .memory = x}; }
 static cell of_text(const char *x)
-{
-  return x ? (cell){FIELD_TEXT, (int64_t)strlen(x), .memory = x} : (cell){.type = FIELD_NULL};
-}
+{ return x ? (cell){FIELD_TEXT, (int64_t)strlen(x), .memory = x} : (cell){.type = FIELD_NULL}; }
 
 // Appends a row, which consists of the parameters of an SQL statement. If the queue is full, waits
 // for room; but if the last commit failed, drops the row instead.
@@ -228,9 +226,7 @@ static const char *reason_of(char *room, const eng_verdict *verdict)
 
 // Returns whether a histogram was computed. If it was not, all its counts are 0.
 static bool is_counted(const int64_t hist[ENG_HIST_BINS])
-{
-  return hist[0] != 0 || memcmp(hist, hist + 1, (ENG_HIST_BINS - 1) * sizeof hist[0]) != 0;
-}
+{ return hist[0] != 0 || memcmp(hist, hist + 1, (ENG_HIST_BINS - 1) * sizeof hist[0]) != 0; }
 
 eng_status eng_history_step(eng_history *history, const eng_record *record,
                             const eng_verdict *verdict, double tokens)
@@ -283,9 +279,7 @@ eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site,
 }
 
 eng_status eng_history_signal(eng_history *history, int64_t step, const char *name, double value)
-{
-  return APPEND(history, HISTORY_SIGNAL, of_int(step), of_text(name), of_number(value));
-}
+{ return APPEND(history, HISTORY_SIGNAL, of_int(step), of_text(name), of_number(value)); }
 
 eng_status eng_history_event(eng_history *history, int64_t step, const char *kind, const char *text,
                              const char *data)
@@ -305,9 +299,7 @@ eng_status eng_history_text(eng_history *history, const char *table, const char 
 
 eng_status eng_history_policy(eng_history *history, const char *hash, const char *name,
                               const char *source)
-{
-  return APPEND(history, HISTORY_POLICY, of_text(hash), of_text(name), of_text(source));
-}
+{ return APPEND(history, HISTORY_POLICY, of_text(hash), of_text(name), of_text(source)); }
 
 eng_status eng_history_parameter(eng_history *history, int index, const char *name, int ndim,
                                  const int64_t *shape, const char *gradient)

@@ -39,10 +39,7 @@ static uint8_t *put_hist(uint8_t *to, const int64_t *hist)
   return to;
 }
 
-int64_t history_pack_bound(int n)
-{
-  return 1 + NUMBER_MOST + (int64_t)n * TENSOR_MOST;
-}
+int64_t history_pack_bound(int n) { return 1 + NUMBER_MOST + (int64_t)n * TENSOR_MOST; }
 
 int64_t history_pack(uint8_t *blob, const eng_tensor_stats *stats, int n)
 {

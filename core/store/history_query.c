@@ -35,10 +35,7 @@ static bool busy(sqlite3 *db)
 }
 
 // Returns the length of a statement's first line, for one-line messages.
-static int first_line(const char *sql)
-{
-  return (int)strcspn(sql, "\n");
-}
+static int first_line(const char *sql) { return (int)strcspn(sql, "\n"); }
 
 static int64_t most_operations(const char *path)
 {
@@ -111,19 +108,13 @@ static eng_status bound(eng_query *query, int parameter, int code)
 }
 
 int eng_query_parameters(const eng_query *query)
-{
-  return sqlite3_bind_parameter_count(query->statement);
-}
+{ return sqlite3_bind_parameter_count(query->statement); }
 
 eng_status eng_query_bind_int(eng_query *query, int parameter, int64_t value)
-{
-  return bound(query, parameter, sqlite3_bind_int64(query->statement, parameter + 1, value));
-}
+{ return bound(query, parameter, sqlite3_bind_int64(query->statement, parameter + 1, value)); }
 
 eng_status eng_query_bind_double(eng_query *query, int parameter, double value)
-{
-  return bound(query, parameter, sqlite3_bind_double(query->statement, parameter + 1, value));
-}
+{ return bound(query, parameter, sqlite3_bind_double(query->statement, parameter + 1, value)); }
 
 eng_status eng_query_bind_text(eng_query *query, int parameter, const char *value, int64_t bytes)
 {

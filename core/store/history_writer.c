@@ -90,21 +90,14 @@ static const char *const sql[HISTORY_STATEMENTS] = {
 enum { STEP_PARAMETER_ATTEMPT = 25 };
 
 static eng_status sqlite_error(sqlite3 *db, const char *path, const char *what)
-{
-  return error_set(ENG_ERR_IO, "history %s: cannot %s: %s", path, what, sqlite3_errmsg(db));
-}
+{ return error_set(ENG_ERR_IO, "history %s: cannot %s: %s", path, what, sqlite3_errmsg(db)); }
 
 static bool exec(const eng_history *history, const char *statements)
-{
-  return sqlite3_exec(history->db, statements, NULL, NULL, NULL) == SQLITE_OK;
-}
+{ return sqlite3_exec(history->db, statements, NULL, NULL, NULL) == SQLITE_OK; }
 
 // ---- opening
 
-static int64_t block_of(int64_t step)
-{
-  return step > 0 ? step / ENG_HISTORY_BLOCK : 0;
-}
+static int64_t block_of(int64_t step) { return step > 0 ? step / ENG_HISTORY_BLOCK : 0; }
 
 static eng_status read_position(eng_history *history)
 {
@@ -226,9 +219,7 @@ static int bind(sqlite3_stmt *statement, int parameter, const history_field *fie
 }
 
 static const history_field *next_field(const history_field *field)
-{
-  return (const history_field *)((const uint8_t *)(field + 1) + (field->bytes + 7) / 8 * 8);
-}
+{ return (const history_field *)((const uint8_t *)(field + 1) + (field->bytes + 7) / 8 * 8); }
 
 static const history_field *field_at(const history_message *message, int index)
 {

@@ -155,9 +155,7 @@ static int by_place(const void *a, const void *b)
 }
 
 static int by_bytes(const void *a, const void *b)
-{
-  return strcmp(*(const char *const *)a, *(const char *const *)b);
-}
+{ return strcmp(*(const char *const *)a, *(const char *const *)b); }
 
 // Finds a name that occurs twice among `count` items; NULL if there is none. An item takes `size`
 // bytes and begins with a pointer to its name.
@@ -304,10 +302,7 @@ void eng_safetensors_close(eng_safetensors *file)
   free(file);
 }
 
-int64_t eng_safetensors_count(const eng_safetensors *file)
-{
-  return file->count;
-}
+int64_t eng_safetensors_count(const eng_safetensors *file) { return file->count; }
 
 eng_status eng_safetensors_get(eng_safetensors_entry *out, const eng_safetensors *file,
                                int64_t index)
@@ -346,10 +341,7 @@ eng_status eng_safetensors_read(eng_tensor *out, const eng_safetensors *file, in
   return error_prefix(status, "tensor %s", json_show(entry.name));
 }
 
-int64_t eng_safetensors_metadata_count(const eng_safetensors *file)
-{
-  return file->metadata_count;
-}
+int64_t eng_safetensors_metadata_count(const eng_safetensors *file) { return file->metadata_count; }
 
 eng_status eng_safetensors_metadata(const char **key, const char **value,
                                     const eng_safetensors *file, int64_t index)

@@ -80,25 +80,13 @@ static int pinned[SPACE_COUNT];
 static free_piece *spare_nodes;
 static int64_t limit;      // the most bytes of all arenas of a space together; 0: no limit
 
-void arena_register(int space, const arena_source *source)
-{
-  sources[space] = *source;
-}
+void arena_register(int space, const arena_source *source) { sources[space] = *source; }
 
-void arena_use(int space)
-{
-  in_force = space;
-}
+void arena_use(int space) { in_force = space; }
 
-int arena_space(void)
-{
-  return in_force;
-}
+int arena_space(void) { return in_force; }
 
-void arena_pin(int space, int by)
-{
-  pinned[space] += by;
-}
+void arena_pin(int space, int by) { pinned[space] += by; }
 
 static free_piece *node_take(void)
 {
@@ -122,10 +110,7 @@ static void node_give(free_piece *node)
   spare_nodes = node;
 }
 
-static bool lasting(arena_id id)
-{
-  return id != ARENA_STEP && id != ARENA_SCRATCH;
-}
+static bool lasting(arena_id id) { return id != ARENA_STEP && id != ARENA_SCRATCH; }
 
 static int64_t rounded(int space, int64_t bytes)
 {
@@ -186,9 +171,7 @@ static int64_t machine_memory(void)
 }
 
 static int64_t memory_of(int space)
-{
-  return space == SPACE_HOST ? machine_memory() : sources[space].capacity();
-}
+{ return space == SPACE_HOST ? machine_memory() : sources[space].capacity(); }
 
 /// Reports to AddressSanitizer, or to the emulated card, that memory is in use (`out`) or free. The
 /// memory of a captured step counts as in use while the captured step exists.
@@ -404,15 +387,10 @@ void arena_pages_take(arena_id id, void *pages, int64_t bytes)
   if (a->used > a->peak) a->peak = a->used;
 }
 
-void *arena_alloc(arena_id id, int64_t bytes)
-{
-  return arena_alloc_in(in_force, id, bytes);
-}
+void *arena_alloc(arena_id id, int64_t bytes) { return arena_alloc_in(in_force, id, bytes); }
 
 void arena_free(arena_id id, void *piece, int64_t bytes)
-{
-  arena_free_in(in_force, id, piece, bytes);
-}
+{ arena_free_in(in_force, id, piece, bytes); }
 
 int eng_memory(eng_memory_row *rows, int capacity)
 {
@@ -426,7 +404,4 @@ int eng_memory(eng_memory_row *rows, int capacity)
   return n;
 }
 
-void eng_memory_limit(int64_t bytes)
-{
-  limit = bytes > 0 ? bytes : 0;
-}
+void eng_memory_limit(int64_t bytes) { limit = bytes > 0 ? bytes : 0; }

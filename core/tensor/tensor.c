@@ -131,9 +131,7 @@ eng_status tensor_find(tensor **out, const eng_tensor *handle)
 }
 
 eng_tensor tensor_handle(const tensor *x)
-{
-  return x ? (eng_tensor){x->slot, x->generation} : (eng_tensor){0, 0};
-}
+{ return x ? (eng_tensor){x->slot, x->generation} : (eng_tensor){0, 0}; }
 
 // ---- creating and dropping
 
@@ -215,15 +213,11 @@ static eng_status make(tensor **out, int space, int arena, void *memory, int dty
 }
 
 eng_status tensor_make(tensor **out, arena_id arena, int dtype, int ndim, const int64_t *shape)
-{
-  return make(out, arena_space(), arena, NULL, dtype, ndim, shape);
-}
+{ return make(out, arena_space(), arena, NULL, dtype, ndim, shape); }
 
 eng_status tensor_make_in(tensor **out, int space, arena_id arena, int dtype, int ndim,
                           const int64_t *shape)
-{
-  return make(out, space, arena, NULL, dtype, ndim, shape);
-}
+{ return make(out, space, arena, NULL, dtype, ndim, shape); }
 
 eng_status tensor_make_done(tensor **out, int dtype, int ndim, const int64_t *shape)
 {
@@ -295,20 +289,11 @@ void tensor_rehome(tensor *x, tensor *home)
 
 // ---- the step's list
 
-int64_t tensor_step_number(void)
-{
-  return step_count;
-}
+int64_t tensor_step_number(void) { return step_count; }
 
-void tensor_next_step(void)
-{
-  step_count++;
-}
+void tensor_next_step(void) { step_count++; }
 
-int tensor_mark(void)
-{
-  return step_length;
-}
+int tensor_mark(void) { return step_length; }
 
 void tensor_drop_since(int mark, bool gradients_too)
 {

@@ -75,9 +75,7 @@ typedef struct symbol { uint32_t id; int32_t prev, next; } symbol;      // prev,
 typedef struct merge { uint32_t rank, id; int32_t at; } merge;
 
 static inline const pair *merge_of(const eng_tokenizer *t, uint32_t a, uint32_t b)
-{
-  return pairs_find(&t->merges, (uint64_t)a << 32 | b);
-}
+{ return pairs_find(&t->merges, (uint64_t)a << 32 | b); }
 
 typedef struct ranked { uint32_t rank, id; } ranked;  // rank UINT32_MAX: no merge
 
@@ -109,9 +107,7 @@ static int merge_short(const eng_tokenizer *t, uint32_t *id, int n)
 }
 
 static inline bool lower(merge a, merge b)
-{
-  return a.rank < b.rank || (a.rank == b.rank && a.at < b.at);
-}
+{ return a.rank < b.rank || (a.rank == b.rank && a.at < b.at); }
 
 static void heap_down(merge *heap, int64_t n, int64_t at)
 {

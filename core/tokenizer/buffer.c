@@ -34,9 +34,7 @@ void buffer_free(buffer *b)
 }
 
 void ids_grow(ids *list, int64_t more)
-{
-  if (!ARRAY_GROW(list->data, list->room, list->size + more)) list->failed = true;
-}
+{ if (!ARRAY_GROW(list->data, list->room, list->size + more)) list->failed = true; }
 
 void *scratch_of(eng_tokenizer *t, int64_t bytes)
 {

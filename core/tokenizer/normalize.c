@@ -9,9 +9,7 @@
 // ---- GPT-2's characters for bytes: printable bytes map to themselves, others to U+0100 and up
 
 static bool printable(unsigned b)
-{
-  return (b >= 0x21 && b <= 0x7E) || (b >= 0xA1 && b <= 0xAC) || b >= 0xAE;
-}
+{ return (b >= 0x21 && b <= 0x7E) || (b >= 0xA1 && b <= 0xAC) || b >= 0xAE; }
 
 static uint32_t byte_char(unsigned char byte)
 {
@@ -201,9 +199,7 @@ bool pattern_replace(buffer *out, const char *text, int64_t size, int scan, cons
 }
 
 bool step_begins(const step *s, const char *text, int64_t size)
-{
-  return size >= s->a_size && memcmp(text, s->a, (size_t)s->a_size) == 0;
-}
+{ return size >= s->a_size && memcmp(text, s->a, (size_t)s->a_size) == 0; }
 
 static bool ascii_only(const char *text, int64_t size)
 {

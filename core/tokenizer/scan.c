@@ -35,9 +35,7 @@ static inline int64_t run_without(text t, int64_t at, int none)
 }
 
 static inline bool line_end(text t, int64_t at)
-{
-  return at < t.size && (t.data[at] == '\n' || t.data[at] == '\r');
-}
+{ return at < t.size && (t.data[at] == '\n' || t.data[at] == '\r'); }
 
 static inline int64_t line_ends(text t, int64_t at)
 {
@@ -151,10 +149,7 @@ static int64_t deepseek(text t, int64_t at)
 }
 
 // [一-龥぀-ゟ゠-ヿ]
-static bool cjk(uint32_t c)
-{
-  return (c >= 0x4E00 && c <= 0x9FA5) || (c >= 0x3040 && c <= 0x30FF);
-}
+static bool cjk(uint32_t c) { return (c >= 0x4E00 && c <= 0x9FA5) || (c >= 0x3040 && c <= 0x30FF); }
 
 // Returns the end of the match that begins at `at`, or `at` if there is none.
 static int64_t match_at(int scan, text t, int64_t at)

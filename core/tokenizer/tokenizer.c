@@ -439,6 +439,4 @@ const char *eng_tokenizer_text(int64_t *size, const eng_tokenizer *t, int64_t id
 }
 
 int64_t eng_tokenizer_find(const eng_tokenizer *t, const char *text, int64_t size)
-{
-  return texts_find(&t->all, text, size);
-}
+{ return texts_find(&t->all, text, size); }

@@ -103,9 +103,7 @@ __device__ static inline int first_query(const attention_problem &p, int j)
 
 template <class T>
 __device__ static inline T *row_of(const attention_view &v, int64_t b, int64_t t, int64_t h)
-{
-  return (T *)v.data + b * v.batch + t * v.time + h * v.head;
-}
+{ return (T *)v.data + b * v.batch + t * v.time + h * v.head; }
 __device__ static inline int64_t line_of(const attention_problem &p, int64_t b, int64_t h,
                                          int64_t t)
 { return (b * p.heads + h) * p.queries + t; }

@@ -211,9 +211,7 @@ static eng_status launch(const attention_problem *p, int stored)
 }
 
 template <class T, int D> static eng_status forward(const attention_problem *p, int stored)
-{
-  return p->entropy ? launch<T, D, true>(p, stored) : launch<T, D, false>(p, stored);
-}
+{ return p->entropy ? launch<T, D, true>(p, stored) : launch<T, D, false>(p, stored); }
 
 template <class T> static eng_status forward_wide(const attention_problem *p, int stored)
 {
@@ -226,6 +224,4 @@ template <class T> static eng_status forward_wide(const attention_problem *p, in
 }
 
 eng_status attention_forward(const attention_problem *p, int dtype, int stored)
-{
-  return dtype == ENG_f16 ? forward_wide<f16_t>(p, stored) : forward_wide<bf16_t>(p, stored);
-}
+{ return dtype == ENG_f16 ? forward_wide<f16_t>(p, stored) : forward_wide<bf16_t>(p, stored); }

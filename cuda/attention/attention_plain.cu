@@ -16,14 +16,18 @@ __device__ static inline int64_t own_row(int64_t rows)
   return row < rows ? row : -1;
 }
 
-template <class A>
+enum { ROWS_OF_Y, ROWS_OF_DQ, ROWS_OF_DK_DV };
+template <class A, int WHAT>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
-  plain_forward(const __grid_constant__ attention_problem p, int64_t rows)
+  plain_rows(const __grid_constant__ attention_problem p, int64_t rows)
 {
-  int64_t row = own_row(rows), pair = row / p.queries;
-  if (row >= 0)
-    forward_row<A, A>(p, (int)(pair / p.heads), (int)(pair % p.heads), (int)(row % p.queries),
-                      p.width);
+  const int64_t row = own_row(rows), of_keys = WHAT == ROWS_OF_DK_DV;
+  if (row < 0) return;
+  const int64_t each = of_keys ? p.keys : p.queries, heads = of_keys ? p.groups : p.heads;
+  const int b = (int)(row / each / heads), h = (int)(row / each % heads), t = (int)(row % each);
+  if constexpr (WHAT == ROWS_OF_Y) forward_row<A, A>(p, b, h, t, p.width);
+  else if constexpr (WHAT == ROWS_OF_DQ) dq_row<A, A>(p, b, h, t, p.width);
+  else dkdv_row<A, A>(p, b, h, t, p.width);
 }
 
 template <class A>
@@ -44,24 +48,6 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
   }
   if (!(sum - sum == 0)) sum = delta_of_row<A, A>(p, b, h, t);
   if ((threadIdx.x & 31) == 0) ((A *)p.delta)[row] = sum;
-}
-
-template <class A>
-__global__ void __launch_bounds__(32 * ROW_WARPS)
-  plain_grad_queries(const __grid_constant__ attention_problem p, int64_t rows)
-{
-  int64_t row = own_row(rows), pair = row / p.queries;
-  if (row >= 0)
-    dq_row<A, A>(p, (int)(pair / p.heads), (int)(pair % p.heads), (int)(row % p.queries), p.width);
-}
-
-template <class A>
-__global__ void __launch_bounds__(32 * ROW_WARPS)
-  plain_grad_keys(const __grid_constant__ attention_problem p, int64_t rows)
-{
-  int64_t row = own_row(rows), pair = row / p.keys;
-  if (row >= 0)
-    dkdv_row<A, A>(p, (int)(pair / p.groups), (int)(pair % p.groups), (int)(row % p.keys), p.width);
 }
 
 // ---- f32 by tiles. C is the number of columns that a lane sums; the width is at most 32 C.
@@ -347,7 +333,7 @@ template <class A> static eng_status forward(const attention_problem *p)
   ENG_TRY(check_blocks(blocks, "attention"));
   if (blocks == 0) return ENG_OK;
   if (p->width > 0 && p->width <= 256 && sizeof(A) == 4) return FOR_WIDTH(p->width, forward_tiles);
-  plain_forward<A><<<(unsigned)blocks, 32 * ROW_WARPS, 0, cuda_stream()>>>(*p, rows);
+  plain_rows<A, ROWS_OF_Y><<<(unsigned)blocks, 32 * ROW_WARPS, 0, cuda_stream()>>>(*p, rows);
   CUDA_LAUNCHED("attention");
   return ENG_OK;
 }
@@ -370,20 +356,18 @@ template <class A> static eng_status backward(const attention_problem *p)
     return ENG_OK;
   }
   if (q_blocks && p->dq.data) {
-    plain_grad_queries<A><<<q_blocks, 32 * ROW_WARPS, 0, cuda_stream()>>>(*p, q_rows);
+    plain_rows<A, ROWS_OF_DQ><<<q_blocks, 32 * ROW_WARPS, 0, cuda_stream()>>>(*p, q_rows);
     CUDA_LAUNCHED("attention_grad");
   }
   if (k_blocks && (p->dk.data || p->dv.data)) {
-    plain_grad_keys<A><<<k_blocks, 32 * ROW_WARPS, 0, cuda_stream()>>>(*p, k_rows);
+    plain_rows<A, ROWS_OF_DK_DV><<<k_blocks, 32 * ROW_WARPS, 0, cuda_stream()>>>(*p, k_rows);
     CUDA_LAUNCHED("attention_grad");
   }
   return ENG_OK;
 }
 
 eng_status attention_plain_forward(const attention_problem *p, int dtype)
-{
-  return dtype == ENG_f64 ? forward<double>(p) : forward<float>(p);
-}
+{ return dtype == ENG_f64 ? forward<double>(p) : forward<float>(p); }
 
 eng_status attention_plain_backward(const attention_problem *call, int dtype)
 {

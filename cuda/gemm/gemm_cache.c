@@ -25,9 +25,7 @@ static struct {
 // ---- lines
 
 static char *put_number(char *at, const char *name, int64_t value)
-{
-  return at + sprintf(at, " %s=%lld", name, (long long)value);
-}
+{ return at + sprintf(at, " %s=%lld", name, (long long)value); }
 
 /// Parses the text " name=number" at `at`. Returns the address after it, or NULL if `at` is NULL or
 /// does not begin with such a text.

@@ -55,9 +55,7 @@ static void move_dim(gemm_product *p, int to, int from)
 
 /// Whether one stride of x covers dimensions d and d + 1. A broadcast over both qualifies.
 static bool walks_as_one(const gemm_product *p, const gemm_matrix *x, int d)
-{
-  return x->batch[d] == x->batch[d + 1] * p->batch[d + 1];
-}
+{ return x->batch[d] == x->batch[d + 1] * p->batch[d + 1]; }
 
 void gemm_simplify(gemm_product *p)
 {

@@ -231,7 +231,7 @@ vector vector_of(const tensor *x)
 }
 
 __device__ inline double number_at(const vector &x, int64_t i, double absent)
-{ return x.data ? load_double(x.data, x.dtype, i) : absent; }
+{ return x.data ? element_double(x.data, x.dtype, i) : absent; }
 
 __device__ inline void put_factor(const channel_norm &s, int64_t sample, int which, int64_t c,
                                   double value)
@@ -282,9 +282,9 @@ __global__ void __launch_bounds__(THREADS)
     variance = team<32>::sum(squares) / count - mean * mean;
     if (variance < 0) variance = 0;   // negative only by rounding; NaN stays NaN
     if (threadIdx.x % 32 == 0) {
-      if (t.out_mean.data) store_double(t.out_mean.data, t.out_mean.dtype, g.k, mean);
+      if (t.out_mean.data) element_store(t.out_mean.data, t.out_mean.dtype, g.k, mean);
       if (t.out_variance.data)
-        store_double(t.out_variance.data, t.out_variance.dtype, g.k, variance);
+        element_store(t.out_variance.data, t.out_variance.dtype, g.k, variance);
     }
   }
   const double rstd = 1.0 / sqrt(variance + t.eps);
@@ -355,8 +355,8 @@ __global__ void __launch_bounds__(THREADS)
   for_weight = team<32>::sum(for_weight);
   for_bias = team<32>::sum(for_bias);
   if (threadIdx.x % 32 != 0) return;
-  if (dweight.data) store_double(dweight.data, dweight.dtype, c, for_weight);
-  if (dbias.data) store_double(dbias.data, dbias.dtype, c, for_bias);
+  if (dweight.data) element_store(dweight.data, dweight.dtype, c, for_weight);
+  if (dbias.data) element_store(dbias.data, dbias.dtype, c, for_bias);
 }
 
 // ------------------------------------------------------------------ elements
@@ -448,9 +448,7 @@ eng_status describe(channel_norm *s, const op_call *call, const tensor *dy, bool
 }
 
 void give(const channel_norm &s)
-{
-  scratch_give(s.factor, s.samples * (4 + s.pieces * 2) * s.channels * 8);
-}
+{ scratch_give(s.factor, s.samples * (4 + s.pieces * 2) * s.channels * 8); }
 
 enum pass { SUM, APPLY };
 

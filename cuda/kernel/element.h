@@ -1,76 +1,14 @@
-// Loads, stores and converts single elements whose format is known only at run time. Kernels use
-// these functions for f64, integers and unusual combinations of formats, where a branch per element
-// costs less than compiling a kernel per combination. Conversions follow core/base/dtype.c and
-// core/cpu/reference.c: floats round once, integers wrap, and floats truncate and saturate when
-// they become integers. Included by kernel files. Owns nothing.
+// Loads, stores and converts single elements whose format is known only at run time, beside the
+// functions of base/element.h. Kernels use these functions for f64, integers and unusual
+// combinations of formats, where a branch per element costs less than compiling a kernel per
+// combination. Included by kernel files. Owns nothing.
 #pragma once
 
 #include "runtime/device.h"
 
+#include "base/element.h"
+
 #define ELEMENT __device__ static inline __attribute__((unused))
-
-/// Loads an element of an integer format.
-ELEMENT int64_t load_whole(const void *data, int dtype, int64_t i)
-{
-  switch (dtype) {
-    case ENG_i8:  return ((const int8_t *)data)[i];
-    case ENG_i16: return ((const int16_t *)data)[i];
-    case ENG_i32: return ((const int32_t *)data)[i];
-    case ENG_i64: return ((const int64_t *)data)[i];
-    default:      return ((const uint8_t *)data)[i];   // u8, bool
-  }
-}
-
-ELEMENT double load_double(const void *data, int dtype, int64_t i)
-{
-  switch (dtype) {
-    case ENG_f32:  return ((const float *)data)[i];
-    case ENG_f64:  return ((const double *)data)[i];
-    case ENG_f16:  return f16_to_f32(((const uint16_t *)data)[i]);
-    case ENG_bf16: return bf16_to_f32(((const uint16_t *)data)[i]);
-    default:       return (double)load_whole(data, dtype, i);
-  }
-}
-
-__host__ __device__ static inline bool is_float(int d)
-{
-  return d == ENG_f32 || d == ENG_f64 || d == ENG_f16 || d == ENG_bf16;
-}
-
-ELEMENT int64_t load_int(const void *data, int dtype, int64_t i)
-{
-  return is_float(dtype) ? int_of(load_double(data, dtype, i), -0x1p63, 0x1p63) :
-                           load_whole(data, dtype, i);
-}
-
-ELEMENT void store_double(void *data, int dtype, int64_t i, double value)
-{
-  switch (dtype) {
-    case ENG_f32:  ((float *)data)[i] = (float)value; break;
-    case ENG_f64:  ((double *)data)[i] = value; break;
-    case ENG_f16:  ((uint16_t *)data)[i] = f16_from_f64(value); break;
-    case ENG_bf16: ((uint16_t *)data)[i] = bf16_from_f64(value); break;
-    case ENG_u8:   ((uint8_t *)data)[i] = (uint8_t)int_of(value, 0, 255); break;
-    case ENG_i8:   ((int8_t *)data)[i] = (int8_t)int_of(value, -128, 127); break;
-    case ENG_i16:  ((int16_t *)data)[i] = (int16_t)int_of(value, -32768, 32767); break;
-    case ENG_i32:  ((int32_t *)data)[i] = (int32_t)int_of(value, -0x1p31, 0x1p31 - 1); break;
-    case ENG_i64:  ((int64_t *)data)[i] = int_of(value, -0x1p63, 0x1p63); break;
-    case ENG_bool: ((uint8_t *)data)[i] = value != 0; break;   // NaN is true, as in C
-  }
-}
-
-ELEMENT void store_int(void *data, int dtype, int64_t i, int64_t value)
-{
-  switch (dtype) {
-    case ENG_u8:   ((uint8_t *)data)[i] = (uint8_t)value; break;
-    case ENG_i8:   ((int8_t *)data)[i] = (int8_t)value; break;
-    case ENG_i16:  ((int16_t *)data)[i] = (int16_t)value; break;
-    case ENG_i32:  ((int32_t *)data)[i] = (int32_t)value; break;
-    case ENG_i64:  ((int64_t *)data)[i] = value; break;
-    case ENG_bool: ((uint8_t *)data)[i] = value != 0; break;
-    default:       store_double(data, dtype, i, (double)value);
-  }
-}
 
 /// Loads element i of a tensor in a float format as T (float or double). The value is exact, except
 /// that an f64 element is rounded once if T is float.
@@ -120,13 +58,13 @@ ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *fro
     case ENG_i16: ((uint16_t *)to)[to_at] = ((const uint16_t *)from)[from_at]; break;
     default: ((uint8_t *)to)[to_at] = ((const uint8_t *)from)[from_at]; break;
     }
-  } else if (is_float(from_dtype)) {
-    store_double(to, to_dtype, to_at, load_double(from, from_dtype, from_at));
-  } else if (is_float(to_dtype)) {
-    store_double(to, to_dtype, to_at,
-                 double_from_int(load_int(from, from_dtype, from_at), to_dtype == ENG_f64));
+  } else if (dtype_is_float(from_dtype)) {
+    element_store(to, to_dtype, to_at, element_double(from, from_dtype, from_at));
+  } else if (dtype_is_float(to_dtype)) {
+    element_store(to, to_dtype, to_at,
+                 double_from_int(element_int(from, from_dtype, from_at), to_dtype == ENG_f64));
   } else {
-    store_int(to, to_dtype, to_at, load_int(from, from_dtype, from_at));
+    element_store_int(to, to_dtype, to_at, element_int(from, from_dtype, from_at));
   }
 }
 

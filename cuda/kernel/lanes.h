@@ -22,8 +22,8 @@ struct double_lanes {
   typedef double number;
   typedef double raw;
   __device__ static void fetch(raw &r, const void *data, int dtype, int64_t at)
-  { r = load_double(data, dtype, at); }
+  { r = element_double(data, dtype, at); }
   __device__ static void values(double (&x)[1], const raw &r, int) { x[0] = r; }
   __device__ static void store(void *data, int dtype, int64_t at, const double (&y)[1])
-  { store_double(data, dtype, at, y[0]); }
+  { element_store(data, dtype, at, y[0]); }
 };

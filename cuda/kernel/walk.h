@@ -20,9 +20,7 @@ static inline __attribute__((unused)) divider divider_of(int64_t size)
 }
 
 __host__ __device__ static inline uint32_t divide(uint32_t n, divider d)
-{
-  return ((uint32_t)((uint64_t)n * d.factor >> 32) + n) >> d.shift;
-}
+{ return ((uint32_t)((uint64_t)n * d.factor >> 32) + n) >> d.shift; }
 
 /// N tensors of one shape. Dimensions are innermost first. A walk has `groups` groups of V
 /// elements; V is 1 unless walk_bundle() changes it.

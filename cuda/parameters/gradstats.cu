@@ -123,9 +123,7 @@ template <> struct histogram_room<false> { uint32_t nothing; };
 /// Counts one number. `bits` is the upper 16 bits of its encoding, with all but the exponent
 /// cleared.
 __device__ static inline void count_field(histogram *h, uint32_t bits)
-{
-  atomicAdd((uint32_t *)(h->fields + (bits | threadIdx.x % 32 * 4)), 1u);
-}
+{ atomicAdd((uint32_t *)(h->fields + (bits | threadIdx.x % 32 * 4)), 1u); }
 __device__ static inline void count_subnormal(histogram *h, uint32_t fraction)
 { atomicAdd(&h->subnormal[__clz(fraction)], 1u); }
 

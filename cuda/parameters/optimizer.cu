@@ -145,9 +145,7 @@ struct piece {
 };
 
 __device__ static inline char *moved(void *p, int dtype, int64_t elements)
-{
-  return p ? (char *)p + elements * (dtype == ENG_f32 ? 4 : 2) : NULL;
-}
+{ return p ? (char *)p + elements * (dtype == ENG_f32 ? 4 : 2) : NULL; }
 
 __device__ static inline piece piece_of(const device_span &s)
 {

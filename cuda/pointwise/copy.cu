@@ -241,8 +241,8 @@ ELEMENT double load_fp8(const void *data, int dtype, int64_t i)
 ELEMENT double load_for_fp8(const void *data, int dtype, int64_t i)
 {
   if (is_fp8(dtype)) return load_fp8(data, dtype, i);
-  return is_float(dtype) ? load_double(data, dtype, i) :
-                           double_from_int(load_whole(data, dtype, i), false);
+  return dtype_is_float(dtype) ? element_double(data, dtype, i) :
+                           double_from_int(element_whole(data, dtype, i), false);
 }
 
 struct copy_body {
@@ -254,7 +254,7 @@ struct copy_body {
       ((uint8_t *)w.data[0])[at[0]] =
         to == ENG_e4m3 ? e4m3_from_f64(value, 0) : e5m2_from_f64(value, 0);
     } else if (is_fp8(from)) {
-      store_double(w.data[0], to, at[0], load_fp8(w.data[1], from, at[1]));
+      element_store(w.data[0], to, at[0], load_fp8(w.data[1], from, at[1]));
     } else {
       copy_element(w.data[0], to, at[0], w.data[1], from, at[1]);
     }

@@ -67,14 +67,14 @@ struct binary_body {
   int op;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
   {
-    if (!is_float(w.dtype[0]))
-      store_int(w.data[0], w.dtype[0], at[0],
-                binary_int(op, load_int(w.data[1], w.dtype[1], at[1]),
-                           load_int(w.data[2], w.dtype[2], at[2])));
+    if (!dtype_is_float(w.dtype[0]))
+      element_store_int(w.data[0], w.dtype[0], at[0],
+                binary_int(op, element_int(w.data[1], w.dtype[1], at[1]),
+                           element_int(w.data[2], w.dtype[2], at[2])));
     else
-      store_double(w.data[0], w.dtype[0], at[0],
-                   binary_double(op, load_double(w.data[1], w.dtype[1], at[1]),
-                                 load_double(w.data[2], w.dtype[2], at[2])));
+      element_store(w.data[0], w.dtype[0], at[0],
+                   binary_double(op, element_double(w.data[1], w.dtype[1], at[1]),
+                                 element_double(w.data[2], w.dtype[2], at[2])));
   }
 };
 
@@ -129,13 +129,13 @@ struct compare_body {
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
   {
     bool y;
-    if (is_float(w.dtype[1]) || is_float(w.dtype[2]))
-      y = compares(op, load_double(w.data[1], w.dtype[1], at[1]),
-                   load_double(w.data[2], w.dtype[2], at[2]));
+    if (dtype_is_float(w.dtype[1]) || dtype_is_float(w.dtype[2]))
+      y = compares(op, element_double(w.data[1], w.dtype[1], at[1]),
+                   element_double(w.data[2], w.dtype[2], at[2]));
     else
-      y = compares(op, load_int(w.data[1], w.dtype[1], at[1]),
-                   load_int(w.data[2], w.dtype[2], at[2]));
-    store_int(w.data[0], w.dtype[0], at[0], y);
+      y = compares(op, element_int(w.data[1], w.dtype[1], at[1]),
+                   element_int(w.data[2], w.dtype[2], at[2]));
+    element_store_int(w.data[0], w.dtype[0], at[0], y);
   }
 };
 
@@ -205,7 +205,7 @@ template <typename T> static void where_bits(walk<4> w)
 struct where_body {
   __device__ void operator()(const walk<4> &w, const int64_t (&at)[4]) const
   {
-    if (load_double(w.data[1], w.dtype[1], at[1]) != 0)
+    if (element_double(w.data[1], w.dtype[1], at[1]) != 0)
       copy_element(w.data[0], w.dtype[0], at[0], w.data[2], w.dtype[2], at[2]);
     else copy_element(w.data[0], w.dtype[0], at[0], w.data[3], w.dtype[3], at[3]);
   }
@@ -261,13 +261,13 @@ struct affine_body {
   bool whole;
   __device__ void operator()(const walk<2> &w, const int64_t (&at)[2]) const
   {
-    if (whole && !is_float(w.dtype[0]) && !is_float(w.dtype[1])) {
-      uint64_t value = (uint64_t)load_int(w.data[1], w.dtype[1], at[1]);
-      store_int(w.data[0], w.dtype[0], at[0],
+    if (whole && !dtype_is_float(w.dtype[0]) && !dtype_is_float(w.dtype[1])) {
+      uint64_t value = (uint64_t)element_int(w.data[1], w.dtype[1], at[1]);
+      element_store_int(w.data[0], w.dtype[0], at[0],
                 (int64_t)(value * (uint64_t)(int64_t)factor + (uint64_t)(int64_t)shift));
     } else {
-      store_double(w.data[0], w.dtype[0], at[0],
-                   load_double(w.data[1], w.dtype[1], at[1]) * factor + shift);
+      element_store(w.data[0], w.dtype[0], at[0],
+                   element_double(w.data[1], w.dtype[1], at[1]) * factor + shift);
     }
   }
 };
@@ -287,10 +287,12 @@ struct clamp_body {
   double low, high;
   __device__ void operator()(const walk<2> &w, const int64_t (&at)[2]) const
   {
-    double value = load_double(w.data[1], w.dtype[1], at[1]), bounded = value < low ? low : value;
+    double value = element_double(w.data[1], w.dtype[1], at[1]);
+    double bounded = value < low ? low : value;
     bounded = bounded > high ? high : bounded;
-    if (bounded != value && !f64_is_nan(value)) store_double(w.data[0], w.dtype[0], at[0], bounded);
     // elements that are not clamped keep every bit
+    if (bounded != value && !f64_is_nan(value))
+      element_store(w.data[0], w.dtype[0], at[0], bounded);
     else copy_element(w.data[0], w.dtype[0], at[0], w.data[1], w.dtype[1], at[1]);
   }
 };
@@ -326,8 +328,8 @@ struct power_body {
   double exponent;
   __device__ void operator()(const walk<2> &w, const int64_t (&at)[2]) const
   {
-    store_double(w.data[0], w.dtype[0], at[0],
-                 pow(load_double(w.data[1], w.dtype[1], at[1]), exponent));
+    element_store(w.data[0], w.dtype[0], at[0],
+                 pow(element_double(w.data[1], w.dtype[1], at[1]), exponent));
   }
 };
 

@@ -77,11 +77,11 @@ struct rotate_double {   // the walk holds y, x, and the index in the table
   int64_t    apart, x_apart;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
   {
-    double c, s, a = load_double(w.data[1], w.dtype[1], at[1]),
-                 b = load_double(w.data[1], w.dtype[1], at[1] + x_apart);
+    double c, s, a = element_double(w.data[1], w.dtype[1], at[1]),
+                 b = element_double(w.data[1], w.dtype[1], at[1] + x_apart);
     angle.at(at[2] / angle.half, at[2] % angle.half, &c, &s);
-    store_double(w.data[0], w.dtype[0], at[0], a * c - b * s);
-    store_double(w.data[0], w.dtype[0], at[0] + apart, b * c + a * s);
+    element_store(w.data[0], w.dtype[0], at[0], a * c - b * s);
+    element_store(w.data[0], w.dtype[0], at[0] + apart, b * c + a * s);
   }
 };
 

@@ -40,9 +40,7 @@ __device__ static inline float gelu_tanh(float x)
 
 /// Returns the sigmoid of sqrt(8/pi) (x + 0.044715 x^3). `square` is x^2.
 __device__ static inline float gelu_tanh_gate_low(float x, float square)
-{
-  return reciprocal_fast(1.0f + exp2_fast(x * fmaf(square, -0.102943240f, -2.30220820f)));
-}
+{ return reciprocal_fast(1.0f + exp2_fast(x * fmaf(square, -0.102943240f, -2.30220820f))); }
 
 __device__ static inline float gelu_tanh_low(float x) { return x * gelu_tanh_gate_low(x, x * x); }
 
@@ -282,16 +280,16 @@ struct unary_body {
   {
     // operations that also exist for integers
     bool keeps = op == ENG_OP_neg || op == ENG_OP_abs || op == ENG_OP_relu;
-    if (keeps && !is_float(w.dtype[0]) && !is_float(w.dtype[1])) {
-      int64_t x = load_int(w.data[1], w.dtype[1], at[1]), minus = (int64_t)(0 - (uint64_t)x);
-      store_int(w.data[0], w.dtype[0], at[0],
+    if (keeps && !dtype_is_float(w.dtype[0]) && !dtype_is_float(w.dtype[1])) {
+      int64_t x = element_int(w.data[1], w.dtype[1], at[1]), minus = (int64_t)(0 - (uint64_t)x);
+      element_store_int(w.data[0], w.dtype[0], at[0],
                 op == ENG_OP_neg ? minus :
                 x >= 0           ? x :
                 op == ENG_OP_abs ? minus :
                                    0);
     } else {
-      store_double(w.data[0], w.dtype[0], at[0],
-                   unary_double(op, load_double(w.data[1], w.dtype[1], at[1])));
+      element_store(w.data[0], w.dtype[0], at[0],
+                   unary_double(op, element_double(w.data[1], w.dtype[1], at[1])));
     }
   }
 };
@@ -300,10 +298,10 @@ struct slope_body {
   int op;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
   {
-    double v = load_double(w.data[1], w.dtype[1], at[1]),
-           dy = load_double(w.data[2], w.dtype[2], at[2]);
+    double v = element_double(w.data[1], w.dtype[1], at[1]),
+           dy = element_double(w.data[2], w.dtype[2], at[2]);
     if ((op == ENG_OP_relu && v <= 0) || (op == ENG_OP_hardswish && v <= -3)) dy = 0.0;
-    store_double(w.data[0], w.dtype[0], at[0], slope_double(op, v) * dy);
+    element_store(w.data[0], w.dtype[0], at[0], slope_double(op, v) * dy);
   }
 };
 
@@ -357,9 +355,9 @@ struct swiglu_rule {
 struct swiglu_body {
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
   {
-    double gate = load_double(w.data[1], w.dtype[1], at[1]),
-           up = load_double(w.data[2], w.dtype[2], at[2]);
-    store_double(w.data[0], w.dtype[0], at[0], gate * sigmoid_double(gate) * up);
+    double gate = element_double(w.data[1], w.dtype[1], at[1]),
+           up = element_double(w.data[2], w.dtype[2], at[2]);
+    element_store(w.data[0], w.dtype[0], at[0], gate * sigmoid_double(gate) * up);
   }
 };
 
@@ -384,11 +382,11 @@ struct swiglu_grad_rule {
 struct swiglu_grad_body {
   __device__ void operator()(const walk<5> &w, const int64_t (&at)[5]) const
   {
-    double gate = load_double(w.data[2], w.dtype[2], at[2]),
-           up = load_double(w.data[3], w.dtype[3], at[3]);
-    double dy = load_double(w.data[4], w.dtype[4], at[4]);
-    if (w.data[0]) store_double(w.data[0], w.dtype[0], at[0], dy * up * silu_slope_double(gate));
-    if (w.data[1]) store_double(w.data[1], w.dtype[1], at[1], dy * (gate * sigmoid_double(gate)));
+    double gate = element_double(w.data[2], w.dtype[2], at[2]),
+           up = element_double(w.data[3], w.dtype[3], at[3]);
+    double dy = element_double(w.data[4], w.dtype[4], at[4]);
+    if (w.data[0]) element_store(w.data[0], w.dtype[0], at[0], dy * up * silu_slope_double(gate));
+    if (w.data[1]) element_store(w.data[1], w.dtype[1], at[1], dy * (gate * sigmoid_double(gate)));
   }
 };
 
@@ -461,7 +459,7 @@ static __global__ void dropout_elements(void *y, int y_dtype, const void *x, int
   uint32_t word[4];
   philox_of(word, mask.seed, mask.counter + (uint64_t)i / 4);
   bool kept = (word_of_element(word, (uint64_t)i) >> 8) >= mask.least;
-  store_double(y, y_dtype, i, kept ? load_double(x, x_dtype, i) / rest : 0.0);
+  element_store(y, y_dtype, i, kept ? element_double(x, x_dtype, i) / rest : 0.0);
 }
 
 extern "C" eng_status cuda_dropout(const op_call *call)

@@ -103,9 +103,7 @@ bool fp8_formula_wanted(void)
 }
 
 int cuda_fp8(void)
-{
-  return fp8_formula_wanted() || cuda_capability() == 90 ? 2 : cuda_capability() >= 89;
-}
+{ return fp8_formula_wanted() || cuda_capability() == 90 ? 2 : cuda_capability() >= 89; }
 
 /// Whether the tensor cores support this call. Sets `fast` to whether they run without promotions.
 static bool on_tensor_cores(const op_call *call, int scaling_a, int scaling_b, bool *fast)

@@ -104,13 +104,14 @@ __global__ void __launch_bounds__(SIDE *SIDE) multiply(const __grid_constant__ p
     }
     if (!inside) continue;
     const int64_t place = i * p.y_row + j * p.y_column;
-    const double addend = p.bias ? load_double(p.bias, p.bias_dtype, j * p.bias_stride) : 0;
+    const double addend = p.bias ? element_double(p.bias, p.bias_dtype, j * p.bias_stride) : 0;
     const double value = MODEL == ENG_ACCUMULATE_EXACT ? exact + addend :
                          p.bias                        ? (double)(total + (float)addend) :
                                                          (double)total;
-    const double before = p.adds ? load_double(p.y, p.y_dtype, place) : 0;
-    store_double(p.y, p.y_dtype, place, value);
-    if (p.adds) store_double(p.y, p.y_dtype, place, before + load_double(p.y, p.y_dtype, place));
+    const double before = p.adds ? element_double(p.y, p.y_dtype, place) : 0;
+    element_store(p.y, p.y_dtype, place, value);
+    if (p.adds)
+      element_store(p.y, p.y_dtype, place, before + element_double(p.y, p.y_dtype, place));
   }
 }
 

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(THREADS) rotate(const __grid_constant__ rotati
     const int k = p.turned ? t / WIDE : t % n, l = p.turned ? t % WIDE : t / n;
     if (k >= deep || l >= lines) continue;
     const int64_t at = p.turned ? (a0 + k) * p.columns + l0 + l : (l0 + l) * p.columns + a0 + k;
-    a[k][l] = (float)load_double(p.x, p.dtype, at) * sign[k];
+    a[k][l] = (float)element_double(p.x, p.dtype, at) * sign[k];
   }
   for (int half = 1; half < n && whole; half *= 2) {
     __syncthreads();
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(THREADS) rotate(const __grid_constant__ rotati
   for (int t = threadIdx.x; t < n * lines; t += THREADS) {
     const int l = t / n, k = t % n;
     if (k < deep)
-      store_double(p.y, p.yields, (l0 + l) * p.along + a0 + k, whole ? a[k][l] * p.root : a[k][l]);
+      element_store(p.y, p.yields, (l0 + l) * p.along + a0 + k, whole ? a[k][l] * p.root : a[k][l]);
   }
 }
 

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(THREADS) quantize_row(const __grid_constant__ 
   // `least` holds 0xFFFF minus the smallest number so far, so that a maximum finds the smallest
   uint32_t top = 0, least = 0, most = 0;
   for (int64_t i = threadIdx.x; i < n; i += THREADS) {
-    const float v = (float)load_double(p.x, p.dtype, at + i);
+    const float v = (float)element_double(p.x, p.dtype, at + i);
     top = max(top, __float_as_uint(v) & 0x7FFFFFFFu);
     y[i] = msamp_order(bf16_from_f32(v));
     least = max(least, 0xFFFFu - y[i]);

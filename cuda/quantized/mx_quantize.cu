@@ -36,7 +36,7 @@ __device__ inline void load_four(float (&v)[EACH], const void *x, int dtype, int
 {
   if (!aligned || there < EACH) {
 #pragma unroll
-    for (int k = 0; k < EACH; k++) v[k] = k < there ? (float)load_double(x, dtype, i + k) : 0.0f;
+    for (int k = 0; k < EACH; k++) v[k] = k < there ? (float)element_double(x, dtype, i + k) : 0.0f;
   } else if (dtype == ENG_f32) {
     const float4 raw = *(const float4 *)((const float *)x + i);
     v[0] = raw.x, v[1] = raw.y, v[2] = raw.z, v[3] = raw.w;

@@ -43,13 +43,13 @@ quantize_blocks(const void *x, int dtype, int64_t count, int64_t size,
   const int64_t n = min(size, count - from);
   uint32_t top = 0;   // bits of the largest magnitude; bits of a NaN exceed those of any number
   for (int64_t i = lane; i < n; i += 32)
-    top = max(top, __float_as_uint((float)load_double(x, dtype, from + i)) & 0x7FFFFFFFu);
+    top = max(top, __float_as_uint((float)element_double(x, dtype, from + i)) & 0x7FFFFFFFu);
   const float largest = __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, top)),
               divisor = nf4_divisor(largest), factor = 1.0f / divisor;
   for (int64_t i = 2 * lane; i < n; i += 64) {
     uint32_t code[2] = {7, 7};
     for (int k = 0; k < 2 && i + k < n; k++) {
-      const float v = (float)load_double(x, dtype, from + i + k);
+      const float v = (float)element_double(x, dtype, from + i + k);
       code[k] = nearest(nf4_within_one(n < size ? v / divisor : v * factor), t);
     }
     q[(from + i) / 2] = (uint8_t)(code[0] << 4 | code[1]);

@@ -370,10 +370,7 @@ static eng_status run(const op_call *call, job p)
   return status;
 }
 
-extern "C" eng_status cuda_quantize(const op_call *call)
-{
-  return run(call, job_of(call));
-}
+extern "C" eng_status cuda_quantize(const op_call *call) { return run(call, job_of(call)); }
 
 extern "C" eng_status cuda_swiglu_quantize(const op_call *call)
 {

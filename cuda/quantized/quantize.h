@@ -126,9 +126,7 @@ __device__ static inline void put_e5m6(uint32_t *to, const float y[EIGHT])
 
 /// Returns the factor of element (r, c) of x.
 __device__ static inline float factor_at(const side &s, int64_t r, int64_t c)
-{
-  return s.factor[r / s.row_block * s.across + c / s.column_block];
-}
+{ return s.factor[r / s.row_block * s.across + c / s.column_block]; }
 
 // ------------------------------------------------------------------ eight numbers
 
@@ -200,9 +198,7 @@ __device__ inline float number_of<bf16_t>(uint32_t word, int h)
 { return __uint_as_float(h ? word & 0xFFFF0000u : word << 16); }
 
 template <typename T> __device__ static inline float number_of(const eight<T> &v, int k)
-{
-  return number_of<T>(v.w[k / eight<T>::EACH], k % eight<T>::EACH);
-}
+{ return number_of<T>(v.w[k / eight<T>::EACH], k % eight<T>::EACH); }
 
 template <typename T> __device__ static inline uint32_t larger(uint32_t a, uint32_t b)
 {

@@ -132,9 +132,7 @@ __device__ static inline void write_own(const shared_tile &t, const eight<T> (&v
 /// Returns the address of the two words of the transposed tile that hold the codes of the thread's
 /// column k.
 __device__ static inline uint32_t *turned_word(shared_tile &t, const tile_place &at, int k)
-{
-  return &t.turned[at.first_column + k][at.first_row / 4 ^ at.first_column / EIGHT * 2];
-}
+{ return &t.turned[at.first_column + k][at.first_row / 4 ^ at.first_column / EIGHT * 2]; }
 
 /// Puts the thread's codes of the transposed copy into shared memory.
 template <typename T, int E, bool DIVIDES, bool COLUMNS>

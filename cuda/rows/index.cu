@@ -50,7 +50,7 @@ __device__ static inline row_place place_of(const row_copy &r, int64_t at)
     outer = row / r.n;
     k = row - outer * r.n;
   }
-  int64_t id = load_whole(r.ids, r.id_dtype, k);
+  int64_t id = element_whole(r.ids, r.id_dtype, k);
   bool fine = id >= 0 && id < r.size;
   if (!fine && unit == 0) raise_fault(r.fault, r.op, id, r.size);
   return {(outer * r.size + (fine ? id : 0)) * r.units + unit, fine};
@@ -95,7 +95,7 @@ static __global__ void __launch_bounds__(WALK_THREADS) converted_rows_kernel(con
   } else if (p.fine) {
     copy_element(r.y, r.y_dtype, at, r.x, r.x_dtype, p.from);
   } else {
-    store_int(r.y, r.y_dtype, at, 0);
+    element_store_int(r.y, r.y_dtype, at, 0);
   }
 }
 
@@ -141,9 +141,7 @@ static eng_status copy_rows(const op_call *call, around a)
 }
 
 extern "C" eng_status cuda_embedding(const op_call *call)
-{
-  return copy_rows(call, around_of(call->in[0], 0));
-}
+{ return copy_rows(call, around_of(call->in[0], 0)); }
 
 extern "C" eng_status cuda_index_select(const op_call *call)
 {
@@ -159,12 +157,12 @@ struct gather_body {
   cuda_fault_record *fault;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
   {
-    int64_t index = load_whole(w.data[1], w.dtype[1], at[1]);
+    int64_t index = element_whole(w.data[1], w.dtype[1], at[1]);
     if (index >= 0 && index < size) {
       copy_element(w.data[0], w.dtype[0], at[0], w.data[2], w.dtype[2], at[2] + index * step);
     } else {
       raise_fault(fault, ENG_OP_gather, index, size);
-      store_int(w.data[0], w.dtype[0], at[0], 0);
+      element_store_int(w.data[0], w.dtype[0], at[0], 0);
     }
   }
 };
@@ -382,7 +380,7 @@ struct word_body {   // the walk holds words, indices, and the places that index
   int64_t     step;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
   {
-    int64_t index = load_whole(p.index, p.dtype, at[1]), place = at[2] + index * step;
+    int64_t index = element_whole(p.index, p.dtype, at[1]), place = at[2] + index * step;
     if (index < 0 || index >= p.size) {
       raise_fault(p.fault, p.op, index, p.size);
       place = p.places;
@@ -490,9 +488,7 @@ static eng_status scatter_rows(const op_call *call, around a, bool add)
 }
 
 extern "C" eng_status cuda_embedding_grad(const op_call *call)
-{
-  return scatter_rows(call, around_of(call->out[0], 0), call->embedding_grad.add != 0);
-}
+{ return scatter_rows(call, around_of(call->out[0], 0), call->embedding_grad.add != 0); }
 
 extern "C" eng_status cuda_index_select_grad(const op_call *call)
 {

@@ -139,7 +139,7 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
   const int64_t r = (int64_t)blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
   if (r >= rows) return;
   const T *row = logits + r * classes;
-  const int64_t target = load_int(targets, target_dtype, r);
+  const int64_t target = element_int(targets, target_dtype, r);
   const bool counts = target != ignored && target >= 0 && target < classes;
   double own = 0.0, total = 0.0, top = 0.0, log_sum = 0.0;
   if (target != ignored && !counts && team<LANES>::rank() == 0)
@@ -156,7 +156,7 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
     log_sum = log(sum);
     top = (double)largest;
     if (!f64_is_finite(top)) top = f64_from(0x7FF8000000000000ull);   // NaN, as in PyTorch
-    if (lse) store_double(lse, lse_dtype, r, top + log_sum);
+    if (lse) element_store(lse, lse_dtype, r, top + log_sum);
     own = log_sum - (wanted - top);
     if (PLAIN)
       own = (1.0 - smoothing) * own + smoothing * (log_sum + top - total / (double)classes);
@@ -165,7 +165,7 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
   }
   if (team<LANES>::rank() != 0) return;
   if (losses) losses[r] = own;
-  else if (loss) store_double(loss, loss_dtype, r, own);
+  else if (loss) element_store(loss, loss_dtype, r, own);
 }
 
 /// Returns the sum over the block to thread 0. The order is fixed.
@@ -185,7 +185,7 @@ __device__ static inline double counted_targets(const void *targets, int dtype, 
 {
   int64_t counted = 0;
   for (int64_t r = threadIdx.x; r < rows; r += SUM_THREADS)
-    counted += load_int(targets, dtype, r) != ignored;
+    counted += element_int(targets, dtype, r) != ignored;
   return block_sum((double)counted);   // exact
 }
 
@@ -200,7 +200,7 @@ __global__ static void __launch_bounds__(SUM_THREADS)
   sum = block_sum(sum);
   __syncthreads();
   double counted = mode == 1 ? counted_targets(targets, target_dtype, rows, ignored) : 1.0;
-  if (threadIdx.x == 0) store_double(loss, loss_dtype, 0, sum / counted);
+  if (threadIdx.x == 0) element_store(loss, loss_dtype, 0, sum / counted);
 }
 
 __global__ static void __launch_bounds__(SUM_THREADS)
@@ -279,9 +279,7 @@ extern "C" eng_status cuda_cross_entropy(const op_call *call)
 
 /// Like narrow_words of vector.h, for two doubles.
 __device__ static inline void narrow_words(words<double, 2> &to, const double (&from)[2])
-{
-  memcpy(to.w, from, sizeof to.w);
-}
+{ memcpy(to.w, from, sizeof to.w); }
 
 template <int LANES, bool CAPPED, typename T>
 __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : CAPPED ? 3 : 4)
@@ -297,16 +295,16 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : CAPPED ? 
   const int lane = team<LANES>::rank();
   const T *row = logits + r * classes;
   T *out = gradients + r * classes;
-  const int64_t target = load_int(targets, target_dtype, r);
+  const int64_t target = element_int(targets, target_dtype, r);
   const bool counts = target != ignored && target >= 0 && target < classes;
   if (target != ignored && !counts && lane == 0)
     raise_fault(fault, ENG_OP_cross_entropy_grad, target, classes);
 
   // The slope is in double, so that a loss scale beyond f32 does not overflow if the division by
   // the count brings it back into range.
-  double slope = load_double(dloss, dloss_dtype, per_row ? r : 0);
+  double slope = element_double(dloss, dloss_dtype, per_row ? r : 0);
   if (counted) slope /= *counted;
-  const double row_lse = load_double(lse, lse_dtype, r);
+  const double row_lse = element_double(lse, lse_dtype, r);
   const double weight = z_loss != 0 ? 1.0 + 2.0 * z_loss * row_lse : 1.0;
   const A log_sum = (A)row_lse, floor = (A)(smoothing / (double)classes), factor = (A)slope,
           share = (A)weight;
@@ -412,7 +410,7 @@ square_distances(const void *a, int a_dtype, const void *b, int b_dtype, int64_t
   double sum = 0.0;
   int64_t first = (int64_t)blockIdx.x * MSE_CHUNK, end = min(n, first + MSE_CHUNK);
   for (int64_t i = first + threadIdx.x; i < end; i += SUM_THREADS) {
-    double d = load_double(a, a_dtype, i) - load_double(b, b_dtype, i);
+    double d = element_double(a, a_dtype, i) - element_double(b, b_dtype, i);
     sum += d * d;
   }
   sum = block_sum(sum);
@@ -426,7 +424,7 @@ mean_of_partials(const double *partial, int64_t blocks, int64_t n, void *out, in
   double sum = 0.0;
   for (int64_t i = threadIdx.x; i < blocks; i += SUM_THREADS) sum += partial[i];
   sum = block_sum(sum);
-  if (threadIdx.x == 0) store_double(out, dtype, 0, sum / (double)n);
+  if (threadIdx.x == 0) element_store(out, dtype, 0, sum / (double)n);
 }
 
 extern "C" eng_status cuda_mse(const op_call *call)

@@ -111,7 +111,7 @@ __device__ static inline void keep(float4 *kept, const void *data, int dtype, in
     for (int c = threadIdx.x; c < V * ROW * 8; c += STEP) {
       int piece = c / (ROW * 8), thread = c / 8 % ROW, half = c / 4 % 2;
       ((float *)kept)[((piece * 2 + half) * ROW + thread) * 4 + c % 4] =
-        c < n ? (float)load_double(data, dtype, c) : 0.0f;
+        c < n ? (float)element_double(data, dtype, c) : 0.0f;
     }
     return;
   }
@@ -460,8 +460,8 @@ __global__ void __launch_bounds__(SUM_COLUMNS * SUM_SLICES)
   sum = 0;
 #pragma unroll
   for (int s = 0; s < SUM_SLICES; s++) sum += slices[s][column];
-  if (c < n && dweight) store_double(dweight, dweight_dtype, c, sum);
-  if (c >= n && dbias) store_double(dbias, dbias_dtype, c - n, sum);
+  if (c < n && dweight) element_store(dweight, dweight_dtype, c, sum);
+  if (c >= n && dbias) element_store(dbias, dbias_dtype, c - n, sum);
 }
 
 // ---- launching
@@ -475,49 +475,35 @@ typedef struct norm_choice {
   int threads, rows, resident, pieces;
 } norm_choice;
 
-template <typename T, bool ADDS> static norm_choice forward_kernel_of(int64_t n)
+/// Returns the first kernel whose registers hold a row of n elements. The numbers after BACK are
+/// pairs: the pieces per thread and the threads per row.
+template <class T, bool ADDS, bool BACK, int V, int ROW, int... REST>
+static norm_choice choose(int64_t n)
 {
-#define CHOOSE(V, ROW)                                                                \
-  if (n <= 8 * (V) * (ROW))                                                           \
-  return norm_choice{norm_rows<T, V, ROW, ADDS>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>, \
-                     FORWARD_BLOCKS<T, V, ROW, ADDS>, V}
-  CHOOSE(1, 32);
-  CHOOSE(2, 32);
-  CHOOSE(3, 32);
-  CHOOSE(4, 32);
-  CHOOSE(2, 128);
-  CHOOSE(3, 128);
-  CHOOSE(4, 128);
-  CHOOSE(3, 256);
-  CHOOSE(4, 256);
-#undef CHOOSE
-  return norm_choice{};
-}
-template <typename T, bool ADDS> static norm_choice backward_kernel_of(int64_t n)
-{
-#define CHOOSE(V, ROW)                                                                     \
-  if (n <= 8 * (V) * (ROW))                                                                \
-  return norm_choice{norm_grad_rows<T, V, ROW, ADDS>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>, \
-                     GRAD_BLOCKS<V, ROW>, V}
-  CHOOSE(1, 32);
-  CHOOSE(2, 32);
-  CHOOSE(3, 32);
-  CHOOSE(4, 32);
-  CHOOSE(2, 128);
-  CHOOSE(3, 128);
-  CHOOSE(2, 256);
-  CHOOSE(2, 384);
-  CHOOSE(2, 512);
-#undef CHOOSE
-  return norm_choice{};
+  if (n <= 8 * V * ROW) {
+    if constexpr (BACK)
+      return {norm_grad_rows<T, V, ROW, ADDS>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>,
+              GRAD_BLOCKS<V, ROW>, V};
+    else
+      return {norm_rows<T, V, ROW, ADDS>, BLOCK_THREADS<ROW>, BLOCK_ROWS<ROW>,
+              FORWARD_BLOCKS<T, V, ROW, ADDS>, V};
+  }
+  if constexpr (sizeof...(REST) > 0) return choose<T, ADDS, BACK, REST...>(n);
+  else return {};
 }
 template <bool ADDS> static norm_choice forward_kernel(int dtype, int64_t n)
 {
-  return with_fast_format(dtype, [=](auto t) { return forward_kernel_of<decltype(t), ADDS>(n); });
+  return with_fast_format(dtype, [=](auto t) {
+    return choose<decltype(t), ADDS, false, 1, 32, 2, 32, 3, 32, 4, 32, 2, 128, 3, 128, 4, 128,
+                  3, 256, 4, 256>(n);
+  });
 }
 template <bool ADDS> static norm_choice backward_kernel(int dtype, int64_t n)
 {
-  return with_fast_format(dtype, [=](auto t) { return backward_kernel_of<decltype(t), ADDS>(n); });
+  return with_fast_format(dtype, [=](auto t) {
+    return choose<decltype(t), ADDS, true, 1, 32, 2, 32, 3, 32, 4, 32, 2, 128, 3, 128, 2, 256,
+                  2, 384, 2, 512>(n);
+  });
 }
 
 /// Sets *data and *dtype to the data and the dtype of x, or to NULL and f32 if x is NULL. Clears

@@ -14,23 +14,23 @@ __global__ void __launch_bounds__(PLAIN_THREADS) plain_rows(const __grid_constan
     double sum = 0, squares = 0, mean = 0;
     if (p.centred) {
       for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS)
-        sum += load_double(p.x, p.x_dtype, first + i);
+        sum += element_double(p.x, p.x_dtype, first + i);
       mean = row_sum<PLAIN_THREADS>(sum, room[0]) / p.n;
     }
     for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
-      double d = load_double(p.x, p.x_dtype, first + i) - mean;
+      double d = element_double(p.x, p.x_dtype, first + i) - mean;
       squares += d * d;
     }
     double rstd = 1.0 / sqrt(row_sum<PLAIN_THREADS>(squares, room[1]) / p.n + p.eps);
     if (threadIdx.x == 0) {
-      if (p.out_means) store_double(p.out_means, p.out_means_dtype, row, mean);
-      if (p.out_rstds) store_double(p.out_rstds, p.out_rstds_dtype, row, rstd);
+      if (p.out_means) element_store(p.out_means, p.out_means_dtype, row, mean);
+      if (p.out_rstds) element_store(p.out_rstds, p.out_rstds_dtype, row, rstd);
     }
     for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
-      double h = (load_double(p.x, p.x_dtype, first + i) - mean) * rstd,
-             w = p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0;
-      store_double(p.y, p.y_dtype, first + i,
-                   h * w + (p.bias ? load_double(p.bias, p.bias_dtype, i) : 0.0));
+      double h = (element_double(p.x, p.x_dtype, first + i) - mean) * rstd,
+             w = p.weight ? element_double(p.weight, p.weight_dtype, i) : 1.0;
+      element_store(p.y, p.y_dtype, first + i,
+                   h * w + (p.bias ? element_double(p.bias, p.bias_dtype, i) : 0.0));
     }
     __syncthreads();
   }
@@ -38,9 +38,9 @@ __global__ void __launch_bounds__(PLAIN_THREADS) plain_rows(const __grid_constan
 
 __device__ static inline double normed(const norm_call &p, int64_t row, int64_t i)
 {
-  double mean = p.means ? load_double(p.means, p.means_dtype, row) : 0.0;
-  return (load_double(p.x, p.x_dtype, row * p.n + i) - mean) *
-         load_double(p.rstds, p.rstds_dtype, row);
+  double mean = p.means ? element_double(p.means, p.means_dtype, row) : 0.0;
+  return (element_double(p.x, p.x_dtype, row * p.n + i) - mean) *
+         element_double(p.rstds, p.rstds_dtype, row);
 }
 
 __global__ void __launch_bounds__(PLAIN_THREADS)
@@ -50,19 +50,19 @@ __global__ void __launch_bounds__(PLAIN_THREADS)
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     double sum_g = 0, sum_gh = 0;
     for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
-      double g = load_double(p.dy, p.dy_dtype, row * p.n + i) *
-                 (p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0);
+      double g = element_double(p.dy, p.dy_dtype, row * p.n + i) *
+                 (p.weight ? element_double(p.weight, p.weight_dtype, i) : 1.0);
       sum_g += g;
       sum_gh += g * normed(p, row, i);
     }
     double mean_g = row_sum<PLAIN_THREADS>(sum_g, room[0]) / p.n,
            mean_gh = row_sum<PLAIN_THREADS>(sum_gh, room[1]) / p.n;
     if (!p.centred) mean_g = 0;
-    double rstd = load_double(p.rstds, p.rstds_dtype, row);
+    double rstd = element_double(p.rstds, p.rstds_dtype, row);
     for (int i = threadIdx.x; i < p.n; i += PLAIN_THREADS) {
-      double g = load_double(p.dy, p.dy_dtype, row * p.n + i) *
-                 (p.weight ? load_double(p.weight, p.weight_dtype, i) : 1.0);
-      store_double(p.dx, p.dx_dtype, row * p.n + i,
+      double g = element_double(p.dy, p.dy_dtype, row * p.n + i) *
+                 (p.weight ? element_double(p.weight, p.weight_dtype, i) : 1.0);
+      element_store(p.dx, p.dx_dtype, row * p.n + i,
                    rstd * (g - mean_g - normed(p, row, i) * mean_gh));
     }
     __syncthreads();
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(PLAIN_THREADS)
   double for_weight = 0, for_bias = 0;
   if (c < p.n)
     for (int64_t row = slice; row < p.rows; row += 8) {
-      double slope = load_double(p.dy, p.dy_dtype, row * p.n + c);
+      double slope = element_double(p.dy, p.dy_dtype, row * p.n + c);
       for_weight += slope * normed(p, row, c);
       for_bias += slope;
     }
@@ -94,14 +94,12 @@ __global__ void __launch_bounds__(PLAIN_THREADS)
     for_weight += slices[0][s][column];
     for_bias += slices[1][s][column];
   }
-  if (dweight) store_double(dweight, dweight_dtype, c, for_weight);
-  if (dbias) store_double(dbias, dbias_dtype, c, for_bias);
+  if (dweight) element_store(dweight, dweight_dtype, c, for_weight);
+  if (dbias) element_store(dbias, dbias_dtype, c, for_bias);
 }
 
 void norm_plain(const norm_call *p)
-{
-  plain_rows<<<(unsigned)least(p->rows, 65535), PLAIN_THREADS, 0, cuda_stream()>>>(*p);
-}
+{ plain_rows<<<(unsigned)least(p->rows, 65535), PLAIN_THREADS, 0, cuda_stream()>>>(*p); }
 
 eng_status norm_grad_plain(const norm_call *p, const tensor *dweight, const tensor *dbias)
 {

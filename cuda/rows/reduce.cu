@@ -42,8 +42,8 @@ template <int RULE, typename T> struct singles {
   typedef T total;
   __device__ static void fetch(T &r, const void *x, int dtype, int64_t at)
   {
-    if constexpr (WHOLE) r = load_int(x, dtype, at);
-    else r = load_double(x, dtype, at);
+    if constexpr (WHOLE) r = element_int(x, dtype, at);
+    else r = element_double(x, dtype, at);
   }
   __device__ static void values(T (&v)[1], const T &r, int) { v[0] = r; }
   __device__ static T value(const T &r, int, int) { return r; }
@@ -61,8 +61,8 @@ template <int RULE, typename T> struct singles {
   }
   __device__ static void store(void *y, int dtype, int64_t at, T total, double divisor)
   {
-    if constexpr (WHOLE) store_int(y, dtype, at, total);
-    else store_double(y, dtype, at, total / divisor);
+    if constexpr (WHOLE) element_store_int(y, dtype, at, total);
+    else element_store(y, dtype, at, total / divisor);
   }
 };
 template <int RULE> using doubles = singles<RULE, double>;
@@ -246,9 +246,7 @@ static walk<1> part_of(const tensor *x, uint64_t mask, bool gone)
 }
 
 static void set_dividers(walk<1> &w)
-{
-  for (int d = 0; d < w.ndim && w.ndim > 1; d++) w.size[d] = divider_of(w.shape[d]);
-}
+{ for (int d = 0; d < w.ndim && w.ndim > 1; d++) w.size[d] = divider_of(w.shape[d]); }
 
 /// Bundles `inner` into groups of V elements if all offsets of `other` are multiples of V. Returns
 /// false, with `inner` unchanged, if that is impossible.
@@ -309,7 +307,7 @@ template <int RULE> static eng_status reduce(const op_call *call)
           ENG_ERR_SHAPE, "%s: expected fewer than 2^31 results, each from fewer than 2^31 "
           "elements (fewer than 2^40 if only one dimension is reduced), got %s",
           eng_op_name(call->op), tensor_text(x));
-  bool whole = !is_float(x->dtype) && !is_float(y->dtype), fast = is_fast(x->dtype);
+  bool whole = !dtype_is_float(x->dtype) && !dtype_is_float(y->dtype), fast = is_fast(x->dtype);
   bool beside =
     r.kept.stride[0][0] == 1 && r.results >= 32 && r.gone.stride[0][0] != 1 && r.each > 1;
   auto bundled = [&](int V) {
@@ -374,8 +372,8 @@ __device__ static inline bool equals(double a, double b) { return a == b || (a !
 struct count_body {   // the walk holds x, y, counts
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
   {
-    if (equals(load_double(w.data[0], w.dtype[0], at[0]),
-               load_double(w.data[1], w.dtype[1], at[1])))
+    if (equals(element_double(w.data[0], w.dtype[0], at[0]),
+               element_double(w.data[1], w.dtype[1], at[1])))
       // integers: any order gives the same result
       atomicAdd((unsigned long long *)w.data[2] + at[2], 1ull);
   }
@@ -384,12 +382,12 @@ struct count_body {   // the walk holds x, y, counts
 struct share_body {   // the walk holds dx, x, y, dy, counts
   __device__ void operator()(const walk<5> &w, const int64_t (&at)[5]) const
   {
-    bool equal =
-      equals(load_double(w.data[1], w.dtype[1], at[1]), load_double(w.data[2], w.dtype[2], at[2]));
-    double slope = equal ? load_double(w.data[3], w.dtype[3], at[3]) /
+    bool equal = equals(element_double(w.data[1], w.dtype[1], at[1]),
+                        element_double(w.data[2], w.dtype[2], at[2]));
+    double slope = equal ? element_double(w.data[3], w.dtype[3], at[3]) /
                              (double)((const unsigned long long *)w.data[4])[at[4]] :
                            0.0;
-    store_double(w.data[0], w.dtype[0], at[0], slope);
+    element_store(w.data[0], w.dtype[0], at[0], slope);
   }
 };
 

@@ -52,7 +52,7 @@ template <typename T>
 __device__ static inline void finish_row(const rows_call &c, int64_t row, const row_result<T> &r)
 {
   T value = isinf(r.largest) ? r.largest : r.largest + r.log_sum;
-  store_double(c.y, c.y_dtype, row, r.nan ? (double)NAN : (double)value);
+  element_store(c.y, c.y_dtype, row, r.nan ? (double)NAN : (double)value);
 }
 
 /// Processes rows that fit in registers: n is a multiple of V and at most TEAM * HELD * V.
@@ -182,13 +182,9 @@ template <typename T>
 __device__ static inline T slope_part(int op, T y, T dy)
 { return op == ENG_OP_softmax_grad ? y * dy : dy; }
 __device__ static inline float slope_of(int op, float y, float dy, float sum)
-{
-  return op == ENG_OP_softmax_grad ? y * (dy - sum) : fmaf(expf(y), -sum, dy);
-}
+{ return op == ENG_OP_softmax_grad ? y * (dy - sum) : fmaf(expf(y), -sum, dy); }
 __device__ static inline double slope_of(int op, double y, double dy, double sum)
-{
-  return op == ENG_OP_softmax_grad ? y * (dy - sum) : dy - exp(y) * sum;
-}
+{ return op == ENG_OP_softmax_grad ? y * (dy - sum) : dy - exp(y) * sum; }
 
 template <class L, int TEAM>
 static __global__ void __launch_bounds__(256) held_grad_kernel(const rows_call c)

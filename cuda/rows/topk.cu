@@ -18,7 +18,7 @@ enum { WARP_ROW = 1024, BLOCK = 512, SORTED_ROWS = 16, SORTED_K = 64 };
 /// the largest.
 __device__ static inline uint64_t order_of(const void *x, int dtype, int64_t i)
 {
-  if (!is_float(dtype)) return (uint64_t)load_whole(x, dtype, i) ^ 1ull << 63;
+  if (!dtype_is_float(dtype)) return (uint64_t)element_whole(x, dtype, i) ^ 1ull << 63;
   if (dtype == ENG_f64) {
     uint64_t bits = ((const uint64_t *)x)[i], magnitude = bits & 0x7FFFFFFFFFFFFFFFull;
     if (magnitude > 0x7FF0000000000000ull) return ~0ull;
@@ -36,7 +36,7 @@ __device__ static inline uint64_t order_of(const void *x, int dtype, int64_t i)
 
 /// Returns the sort key of a NaN, or 0 for formats without NaN.
 __device__ static inline uint64_t nan_order(int dtype)
-{ return dtype == ENG_f64 ? ~0ull : is_float(dtype) ? 0xFFFFFFFFull : 0; }
+{ return dtype == ENG_f64 ? ~0ull : dtype_is_float(dtype) ? 0xFFFFFFFFull : 0; }
 
 /// An element found; `place` is -1 if there is none yet. An element beats another if it is larger,
 /// or equal and earlier.
@@ -93,10 +93,10 @@ __device__ static found best_of(const extreme_call &c, int64_t result, int64_t f
 #pragma unroll
     for (int u = 0; u < U; u++) {
       if (at + u * step >= c.size) continue;
-      bool nan = is_float(c.x_dtype) && order[u] == nan_order(c.x_dtype);
+      bool nan = dtype_is_float(c.x_dtype) && order[u] == nan_order(c.x_dtype);
       found here = {c.least && !nan ?
-                      ~order[u] &
-                        (c.x_dtype == ENG_f64 || !is_float(c.x_dtype) ? ~0ull : 0xFFFFFFFFull) :
+                      ~order[u] & (c.x_dtype == ENG_f64 || !dtype_is_float(c.x_dtype) ?
+                                     ~0ull : 0xFFFFFFFFull) :
                       order[u],
                     at + u * step};
       if (beats(here, best)) best = here;
@@ -112,13 +112,13 @@ static __global__ void __launch_bounds__(256) lanes_kernel(const extreme_call c)
   found best = {0, -1};
   if (result < c.results) best = best_of(c, result, lane, c.lanes);
   best = across_warp(best, c.lanes);
-  if (result < c.results && lane == 0) store_int(c.y, c.y_dtype, result, best.place);
+  if (result < c.results && lane == 0) element_store_int(c.y, c.y_dtype, result, best.place);
 }
 
 static __global__ void __launch_bounds__(BLOCK) block_kernel(const extreme_call c)
 {
   found best = across_block(best_of(c, blockIdx.x, threadIdx.x, BLOCK));
-  if (threadIdx.x == 0) store_int(c.y, c.y_dtype, blockIdx.x, best.place);
+  if (threadIdx.x == 0) element_store_int(c.y, c.y_dtype, blockIdx.x, best.place);
 }
 
 static eng_status find_extreme(const op_call *call, bool least)
@@ -154,7 +154,7 @@ __device__ static inline void put(const top_call &c, int64_t row, int64_t rank, 
 {
   if (c.values)
     copy_element(c.values, c.value_dtype, row * c.k + rank, c.x, c.x_dtype, row * c.n + place);
-  if (c.places) store_int(c.places, c.place_dtype, row * c.k + rank, place);
+  if (c.places) element_store_int(c.places, c.place_dtype, row * c.k + rank, place);
 }
 
 /// Finds the top k of rows of at most 32 * HELD elements. A warp takes one row. Its lane l holds

@@ -240,10 +240,7 @@ eng_status cuda_stream_mark(void **mark, void *stream)
 eng_status cuda_stream_reached(bool *reached, void *mark)
 { return answer(reached, cudaEventQuery((cudaEvent_t)mark)); }
 
-void cuda_stream_forget(void *mark)
-{
-  if (mark) cudaEventDestroy((cudaEvent_t)mark);
-}
+void cuda_stream_forget(void *mark) { if (mark) cudaEventDestroy((cudaEvent_t)mark); }
 
 eng_status cuda_stream_move(void *stream, void *to, const void *from, int64_t bytes,
                           copy_direction direction)
