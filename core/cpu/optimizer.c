@@ -15,42 +15,22 @@
 
 #include "base/rng.h"
 #include "blocks.h"
+#include "device/update_rule.h"
 #include "philox.h"
 
 #include <math.h>
 #include <string.h>
-
-// ------------------------------------------------------------------ the factor on gradients
-
-/// A multiplication in f32 by a factor given in double. A factor of 2^127 or more, or below 2^-126,
-/// is applied in two steps. The first step multiplies by a power of two.
-typedef struct scaling { float first, second; } scaling;
-
-static scaling scaling_of(double factor)
-{
-  double size = fabs(factor);
-  if (size >= 0x1p127) return (scaling){0x1p64f, (float)(factor * 0x1p-64)};
-  if (size < 0x1p-126) return (scaling){0x1p-64f, (float)(factor * 0x1p64)};
-  return (scaling){1.0f, (float)factor};
-}
 
 VF_INLINE vf scaled(const scaling *s, vf g)
 { return vf_mul(vf_mul(g, vf_set1(s->first)), vf_set1(s->second)); }
 
 // ------------------------------------------------------------------ rules
 
-/// The hyperparameters of a group in the form that the loops use.
+/// The constants of an update, and what else the loops do with a gradient and a change.
 typedef struct rule {
+  update_rule of;
   scaling scale;
   float   limit;             // gradients are clamped to +-limit; inf means no clamp
-  float   coupled_decay;     // its product with the weight is added to the gradient (sgd, adam)
-  float   keep;              // 1 - lr * weight_decay, which multiplies the weight (adamw, lion)
-  float   lr;                // adam: lr / (1 - beta1^t)
-  float   beta1, gain1;      // gain: 1 - beta
-  float   beta2, gain2;
-  float   root, eps;         // root: sqrt(1 - beta2^t)
-  float   momentum, gain;    // sgd; gain: 1 - dampening
-  bool    nesterov;
   float   spike;             // adam: limit on g^2 / v; 0 means no limit
   float   factor;            // multiplies the change of the weights
   bool    dry;               // only the norms are wanted
@@ -58,21 +38,9 @@ typedef struct rule {
 
 static rule rule_of(const eng_update *u, const eng_hyper *h)
 {
-  rule r = {
-    .scale = scaling_of(u->gradient_factor),
-    .limit = u->clip_value > 0 ? (float)u->clip_value : INFINITY, .keep = 1.0f, .lr = (float)h->lr,
-    .beta1 = (float)h->beta1, .gain1 = (float)(1.0 - h->beta1), .beta2 = (float)h->beta2,
-    .gain2 = (float)(1.0 - h->beta2), .eps = (float)h->eps, .momentum = (float)h->momentum,
-    .gain = (float)(1.0 - h->dampening), .nesterov = h->nesterov != 0,
-    .spike = (float)u->spike_clip, .factor = (float)u->factor, .dry = u->dry != 0,
-  };
-  if (u->kind == ENG_SGD || u->kind == ENG_ADAM) r.coupled_decay = (float)h->weight_decay;
-  else r.keep = (float)(1.0 - h->lr * h->weight_decay);
-  if (u->kind == ENG_ADAM || u->kind == ENG_ADAMW) {
-    r.lr = (float)(h->lr / (1.0 - pow(h->beta1, (double)u->t)));
-    r.root = (float)sqrt(1.0 - pow(h->beta2, (double)u->t));
-  }
-  return r;
+  return (rule){.of = update_rule_of(u, h), .scale = scaling_of(u->gradient_factor),
+                .limit = u->clip_value > 0 ? (float)u->clip_value : INFINITY,
+                .spike = (float)u->spike_clip, .factor = (float)u->factor, .dry = u->dry != 0};
 }
 
 // The kinds of loop. Adam and AdamW share a loop, because they differ only in their constants. SGD
@@ -96,33 +64,33 @@ VF_INLINE void advance(int loop, int extra, const rule *r, vf *p, vf g, vf *m, v
   }
   if ((loop == LOOP_SGD || loop == LOOP_MOMENTUM || loop == LOOP_MOMENTUM_STARTS ||
        loop == LOOP_ADAM) &&
-      r->coupled_decay != 0)
-    g = vf_add(g, vf_mul(vf_set1(r->coupled_decay), *p));
+      r->of.coupled_decay != 0)
+    g = vf_add(g, vf_mul(vf_set1(r->of.coupled_decay), *p));
 
   if (loop == LOOP_ADAM) {
-    *p = vf_mul(*p, vf_set1(r->keep));
+    *p = vf_mul(*p, vf_set1(r->of.keep));
     // Moves m toward g by the fraction gain1 of their distance, computed from whichever of m and g
     // is nearer to the result, as PyTorch's lerp does.
     vf way = vf_sub(g, *m);
-    *m = r->gain1 < 0.5f ? vf_add(*m, vf_mul(vf_set1(r->gain1), way))
-                         : vf_add(g, vf_mul(vf_set1(r->gain1 - 1.0f), way));
-    *v = vf_add(vf_mul(*v, vf_set1(r->beta2)), vf_mul(vf_mul(vf_set1(r->gain2), g), g));
-    vf size = vf_add(vf_div(vf_sqrt(*v), vf_set1(r->root)), vf_set1(r->eps));
-    *p = vf_add(*p, vf_div(vf_mul(vf_set1(-r->lr), *m), size));
+    *m = r->of.gain1 < 0.5f ? vf_add(*m, vf_mul(vf_set1(r->of.gain1), way))
+                         : vf_add(g, vf_mul(vf_set1(r->of.gain1 - 1.0f), way));
+    *v = vf_add(vf_mul(*v, vf_set1(r->of.beta2)), vf_mul(vf_mul(vf_set1(r->of.gain2), g), g));
+    vf size = vf_add(vf_div(vf_sqrt(*v), vf_set1(r->of.root)), vf_set1(r->of.eps));
+    *p = vf_add(*p, vf_div(vf_mul(vf_set1(-r->of.lr), *m), size));
   } else if (loop == LOOP_LION) {
-    *p = vf_mul(*p, vf_set1(r->keep));
-    vf direction = vf_add(vf_mul(vf_set1(r->beta1), *m), vf_mul(vf_set1(r->gain1), g));
+    *p = vf_mul(*p, vf_set1(r->of.keep));
+    vf direction = vf_add(vf_mul(vf_set1(r->of.beta1), *m), vf_mul(vf_set1(r->of.gain1), g));
     // The sign of 0 is 0, and the sign of NaN is NaN.
     vm sided = vf_gt(vf_abs(direction), vf_zero());
     vf sign = vf_select(sided, vf_copysign(vf_set1(1.0f), direction), direction);
-    *p = vf_sub(*p, vf_mul(vf_set1(r->lr), sign));
-    *m = vf_add(vf_mul(vf_set1(r->beta2), *m), vf_mul(vf_set1(r->gain2), g));
+    *p = vf_sub(*p, vf_mul(vf_set1(r->of.lr), sign));
+    *m = vf_add(vf_mul(vf_set1(r->of.beta2), *m), vf_mul(vf_set1(r->of.gain2), g));
   } else {
     if (loop == LOOP_MOMENTUM_STARTS) *m = g;
     if (loop == LOOP_MOMENTUM)
-      *m = vf_add(vf_mul(vf_set1(r->momentum), *m), vf_mul(vf_set1(r->gain), g));
-    if (loop != LOOP_SGD) g = r->nesterov ? vf_add(g, vf_mul(vf_set1(r->momentum), *m)) : *m;
-    *p = vf_sub(*p, vf_mul(vf_set1(r->lr), g));
+      *m = vf_add(vf_mul(vf_set1(r->of.momentum), *m), vf_mul(vf_set1(r->of.gain), g));
+    if (loop != LOOP_SGD) g = r->of.nesterov ? vf_add(g, vf_mul(vf_set1(r->of.momentum), *m)) : *m;
+    *p = vf_sub(*p, vf_mul(vf_set1(r->of.lr), g));
   }
 }
 
@@ -227,7 +195,7 @@ static int loop_of(const param_span *s, const rule *r, int kind)
 {
   if (kind == ENG_ADAM || kind == ENG_ADAMW) return LOOP_ADAM;
   if (kind == ENG_LION) return LOOP_LION;
-  if (!s->moment1 || r->momentum == 0) return LOOP_SGD;
+  if (!s->moment1 || r->of.momentum == 0) return LOOP_SGD;
   return s->starts ? LOOP_MOMENTUM_STARTS : LOOP_MOMENTUM;
 }
 

@@ -25,21 +25,13 @@
 
 extern "C" {
 #include "base/rng.h"
+#include "device/update_rule.h"
 }
 
-/// A group's hyperparameters as the loops use them.
-typedef struct rule {
-  float   coupled_decay;     // coupled_decay * weight is added to the gradient (sgd, adam)
-  float   keep;              // factor on the weight: 1 - lr * weight_decay (adamw, lion)
-  float   lr;                // adam: lr / (1 - beta1^t)
-  float   beta1, gain1;      // gain: 1 - beta
-  float   beta2, gain2;
-  float   root, eps;         // root: sqrt(1 - beta2^t)
-  float   momentum, gain;    // sgd; gain: 1 - dampening
-  int32_t nesterov;
+struct rule : update_rule {
   // in lagged updates, `decide` computes lr and root from these three, because t is on the card
-  double  plain_lr, plain_beta1, plain_beta2;
-} rule;
+  double plain_lr, plain_beta1, plain_beta2;
+};
 
 /// The numbers of one update.
 typedef struct numbers {
@@ -72,24 +64,6 @@ __device__ static inline const rule *rules_of(const numbers *u)
 { return (const rule *)((const char *)u + NUMBERS); }
 
 // ------------------------------------------------------------------ elements
-
-/// A double factor as two f32 factors, which are applied one after the other. `first` is 1 if the
-/// double is between 2^-126 and 2^127. Otherwise `first` is 2^64 or 2^-64, because a scaled
-/// gradient may be in the range of f32 although the double is not.
-struct scaling { float first, second; };
-
-__device__ static inline scaling scaling_of(double factor)
-{
-  double size = fabs(factor);
-  bool large = size >= 0x1p127, small = size < 0x1p-126;
-  scaling s = {large ? 0x1p64f :
-               small ? 0x1p-64f :
-                       1.0f,
-               (float)(factor * (large ? 0x1p-64 :
-                                 small ? 0x1p64 :
-                                         1.0))};
-  return s;
-}
 
 __device__ static inline float scaled(const scaling &s, float g) { return g * s.first * s.second; }
 
@@ -388,31 +362,7 @@ static eng_status open_pass(void)
 }
 
 static rule rule_of(const eng_update *u, const eng_hyper *h)
-{
-  bool adam = u->kind == ENG_ADAM || u->kind == ENG_ADAMW;
-  rule r;
-  memset(&r, 0, sizeof r);
-  r.keep = 1.0f;
-  r.lr = (float)h->lr;
-  r.beta1 = (float)h->beta1;
-  r.gain1 = (float)(1.0 - h->beta1);
-  r.beta2 = (float)h->beta2;
-  r.gain2 = (float)(1.0 - h->beta2);
-  r.eps = (float)h->eps;
-  r.momentum = (float)h->momentum;
-  r.gain = (float)(1.0 - h->dampening);
-  r.nesterov = h->nesterov != 0;
-  r.plain_lr = h->lr;
-  r.plain_beta1 = h->beta1;
-  r.plain_beta2 = h->beta2;
-  if (u->kind == ENG_SGD || u->kind == ENG_ADAM) r.coupled_decay = (float)h->weight_decay;
-  else r.keep = (float)(1.0 - h->lr * h->weight_decay);
-  if (adam) {
-    r.lr = (float)(h->lr / (1.0 - pow(h->beta1, (double)u->t)));
-    r.root = (float)sqrt(1.0 - pow(h->beta2, (double)u->t));
-  }
-  return r;
-}
+{ return rule{update_rule_of(u, h), h->lr, h->beta1, h->beta2}; }
 
 /// Sends this update's numbers, and the table if it changed, to the card.
 static eng_status prepare(const param_span *spans, int n, const eng_update *update)

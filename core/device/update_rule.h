@@ -1,0 +1,53 @@
+// The constants of an optimizer update, computed once for each group. The loops of the CPU and of
+// CUDA read them; reference_optimizer.c computes its own.
+#pragma once
+
+#include "engine.h"
+
+#include "base/numerics.h"
+
+#include <math.h>
+
+/// A factor given in double as two f32 factors, which are applied one after the other. `first` is 1
+/// if the double is between 2^-126 and 2^127. Otherwise `first` is 2^64 or 2^-64, because a scaled
+/// gradient may be in the range of f32 although the double is not.
+typedef struct scaling { float first, second; } scaling;
+
+ENG_INLINE scaling scaling_of(double factor)
+{
+  const double size = fabs(factor);
+  scaling s = {1.0f, (float)factor};
+  if (size >= 0x1p127) s.first = 0x1p64f, s.second = (float)(factor * 0x1p-64);
+  if (size < 0x1p-126) s.first = 0x1p-64f, s.second = (float)(factor * 0x1p64);
+  return s;
+}
+
+/// A group's hyperparameters in the form that the loops use.
+typedef struct update_rule {
+  float   coupled_decay;     // its product with the weight is added to the gradient (sgd, adam)
+  float   keep;              // 1 - lr * weight_decay, which multiplies the weight (adamw, lion)
+  float   lr;                // adam: lr / (1 - beta1^t)
+  float   beta1, gain1;      // gain: 1 - beta
+  float   beta2, gain2;
+  float   root, eps;         // root: sqrt(1 - beta2^t)
+  float   momentum, gain;    // sgd; gain: 1 - dampening
+  int32_t nesterov;
+} update_rule;
+
+static inline update_rule update_rule_of(const eng_update *u, const eng_hyper *h)
+{
+  const bool adam = u->kind == ENG_ADAM || u->kind == ENG_ADAMW,
+             coupled = u->kind == ENG_SGD || u->kind == ENG_ADAM;
+  const double rise1 = 1.0 - pow(h->beta1, (double)u->t), rise2 = 1.0 - pow(h->beta2, (double)u->t);
+  const update_rule r = {
+    coupled ? (float)h->weight_decay : 0.0f,
+    coupled ? 1.0f : (float)(1.0 - h->lr * h->weight_decay),
+    (float)(adam ? h->lr / rise1 : h->lr),
+    (float)h->beta1, (float)(1.0 - h->beta1),
+    (float)h->beta2, (float)(1.0 - h->beta2),
+    adam ? (float)sqrt(rise2) : 0.0f, (float)h->eps,
+    (float)h->momentum, (float)(1.0 - h->dampening),
+    h->nesterov != 0,
+  };
+  return r;
+}
