@@ -68,7 +68,7 @@ if text == "" then
   text = {}
   for i, name in ipairs { "autograd/op", "autograd/tape", "tensor/tensor", "autograd/infer",
     "autograd/grad_nn", "autograd/grad_shape", "autograd/grad_elementwise", "tensor/arena",
-    "autograd/api", "autograd/view", "store/safetensors", "params/params" } do
+    "autograd/tensor_calls", "autograd/view", "store/safetensors", "params/params" } do
     text[i] = root .. "core/" .. name .. ".c"
   end
 end
