@@ -1,6 +1,6 @@
--- Chooses among four scaling rules. A rule's cost, while it is in charge, is the share of gradients
--- that lost bits; a step that overflows costs as much as losing all of them. All rules see every
--- step. One rule decides for `period` steps; then the rule with the lowest cost minus an
+-- Chooses among four scaling rules. Each step that a rule decides costs it the share of gradients
+-- that lost bits; a step that overflows costs 1, as if all gradients had lost bits. All rules see
+-- every step. One rule decides for `period` steps; then the rule with the lowest cost minus an
 -- exploration bonus takes over. Old costs are discounted, because training changes. Source:
 -- discounted UCB1 (Auer et al., 2002).
 

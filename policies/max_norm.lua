@@ -4,7 +4,7 @@
 -- target falls. Source: the combination of max_value.lua and norm_ratio.lua.
 return {
   name = "max_norm",
-  doc  = "Max-value scaling; a reference backward in f32 calibrates its target.",
+  doc  = "Max-value scaling; a reference backward pass in f32 calibrates its target.",
   needs = { "amax", "norm", "norm_ref" },
 
   options = {

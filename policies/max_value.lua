@@ -19,7 +19,7 @@ return {
     init_scale = 2^15,
     target     = 32768,   -- 49152 leaves less room; fp16 ends at 65504
     decay      = 0.99,    -- decay of the moving mean of target / amax
-    limit      = "after", -- after: growth and backoff limit the mean; before: each target / amax
+    limit      = "after", -- after: growth and backoff limit the scale; before: each target / amax
     growth     = 2,       -- largest growth in one step
     backoff    = 0.5,     -- factor at an overflow, and the largest cut in one step
     forgive    = 500,     -- good steps after which a lowered target rises again, by 1 / backoff

@@ -5,7 +5,7 @@
 -- the reference to some layers.
 return {
   name = "norm_ratio",
-  doc  = "Compares the gradient norm of an f32 backward on sampled steps with the stored one.",
+  doc  = "Compares, on sampled steps, the norm of an f32 backward pass with the stored norm.",
   needs = { "norm", "norm_ref", "groups" },
 
   options = {

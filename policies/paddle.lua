@@ -13,8 +13,8 @@ return {
     incr_ratio               = 2,
     decr_ratio               = 0.5,
     incr_every_n_steps       = 1000,    -- good steps in a row until the scale grows
-    -- Overflows in a row until the scale backs off. In other releases of Paddle the defaults are 1
-    -- here, 2^16 for init_loss_scaling and 2000 for incr_every_n_steps.
+    -- Overflows in a row until the scale backs off. Other releases of Paddle have the defaults
+    -- decr_every_n_nan_or_inf 1, init_loss_scaling 2^16 and incr_every_n_steps 2000.
     decr_every_n_nan_or_inf  = 2,
     use_dynamic_loss_scaling = true,    -- false: the scale is constant
     static_graph             = false,

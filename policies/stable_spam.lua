@@ -9,7 +9,7 @@
 -- counted.
 return {
   name  = "stable_spam",
-  doc   = "Stable-SPAM: moving limits on elements and norms, resets Adam's moments now and then.",
+  doc   = "Stable-SPAM: caps elements, scales norms, and resets Adam's moments now and then.",
   needs = { "amax", "norm", "tensors", "caps", "grad_norms", "reset_moments", "bias_step" },
 
   options = {

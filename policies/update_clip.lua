@@ -4,7 +4,7 @@
 -- clip_update_by_historical_norm, which marin added after loss spikes at 32B parameters. The loss
 -- scale follows dynamic.lua's rule, or is fixed (for bf16: update_clip:loss_scale=1).
 --
--- Difference: here the statistics are in double, in levanter in float32.
+-- Difference: the statistics are in double here and in float32 in levanter.
 return {
   name  = "update_clip",
   doc   = "levanter's update clipping: limits the update's norm by those of the last updates.",

@@ -224,7 +224,8 @@ describe("a reference backward", function()
         assert.near(row[2], watched[i][4], 1e-12)
       else assert.is_true(watched[i][4] ~= watched[i][4]) end
     end
-    assert.matches("3 reference backwards in %d.*%% of the time", trainer:summary_text(summary))
+    assert.matches("3 reference backward passes in %d.*%% of the time",
+      trainer:summary_text(summary))
   end)
 
   it("shows in fp16 what was lost", function()

@@ -282,8 +282,8 @@ function Reducer:alone(f)
   check(C.eng_parallel_finish(self.reduction))
 end
 
---- Completes the norms of a reference backward: parameters that only other ranks hold get the norms
---- that these ranks computed, and norm[0] becomes the norm over all parameters.
+--- Completes the norms of a reference backward pass: parameters that only other ranks hold get the
+--- norms that these ranks computed, and norm[0] becomes the norm over all parameters.
 function Reducer:share_norms(norm, norms, n)
   if not self.apart then return end
   check(C.eng_comm_all_reduce(ranks.world(), norms, n, M_ffi.dtype.f64, C.ENG_MAX))

@@ -249,8 +249,8 @@ local function departs(own, run)
 end
 
 local WHY = {
-  hidden = "its scale is larger than the run's, and the record would not show an overflow that " ..
-    "this causes inside the backward pass",
+  hidden = "its scale is larger than the run's, so an intermediate result of the backward pass " ..
+    "may overflow, which the record would not show",
   bound = "its statistics at its own scale are only estimated",
   departs = "its updates differ from the run's",
   late = "an older engine recorded the earlier steps",

@@ -5,7 +5,7 @@
 --   local progress = require("engine.run.progress").new { total = 1000, json = cfg.log == "json" }
 --   progress:update { step = 12, updates = 11, loss = 3.2, lr = 3e-4, scale = 65536, skipped = 1,
 --                     overflow = false, amax = 0.3, norm = 1.2, tokens_per_s = 12000 }
---   progress:note("checkpoint runs/a/00012")     a separate line
+--   progress:note("step 12: evaluation loss 3.1000")     a separate line
 --   progress:finish()
 --
 -- A json object has exactly these fields, in this order. `step`, `updates` and `skipped` are the

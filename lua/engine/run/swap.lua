@@ -16,7 +16,7 @@
 --   ask(policy, record)           returns the verdict of a policy on a record, with the last
 --                                 statistics per tensor
 --   refuses(policy, trainer)      returns why this run cannot use a policy, or nil
--- Owned by the trainer, which calls observe() after every decision and between() between steps.
+-- Owned by the trainer, which calls observe() after a decision; control.lua calls after_step().
 local M_ffi = require "engine.base.ffi"
 local read = require("engine.base.file").read
 
@@ -293,9 +293,9 @@ function Swap:observe(record, verdict)
   return self:judge(self.trainer, record, verdict)
 end
 
---- Judges the first decision after a swap, the new policy's probation. If this decision fails, the
---- old policy of the seat becomes current again and decides this step. Returns the verdict that
---- counts.
+--- Judges the first decision of a policy after its swap. If this decision fails, or the run cannot
+--- use the policy, the seat's old policy becomes current again and decides this step. Returns the
+--- verdict that counts.
 function Swap:judge(seat, record, verdict)
   local of
   for _, own in ipairs(self.seats) do of = own.seat == seat and own or of end

@@ -32,7 +32,7 @@ function M.verdicts(text)
   local steps, at = {}, 1
   local function fail(what, place)
     M_ffi.fail("trace '%s': %s at character %d; expected . for a good step, x for an overflow, " ..
-      "and a number before them to repeat", #text > 60 and text:sub(1, 57) .. "..." or text, what,
+      "and a number to repeat the next one", #text > 60 and text:sub(1, 57) .. "..." or text, what,
       place)
   end
   while true do

@@ -128,8 +128,8 @@ end
 ---   stats_every                  steps between rows of per-tensor statistics (100; also at every
 ---                                overflow)
 ---   ref_every, ref_layers        for policies that need norm_ref: steps between reference
----                                backwards (the policy's option, or 100), and a pattern of the
----                                parameters they cover (all)
+---                                backward passes (the policy's option, or 100), and a pattern of
+---                                the parameters they cover (all)
 ---   activations                  a pattern of modules whose outputs are measured at each step and
 ---                                published as the signals activation_amax.MODULE and
 ---                                activation_kurtosis.MODULE; works on the CPU only. Without this

@@ -97,7 +97,7 @@ local function show_verdict(self, step, verdict)
   if verdict.failed ~= 0 then
     self.policy_errors = self.policy_errors + 1
     self.failures[reason] = self.failures[reason] or limited(self, "failure", step,
-      ("the policy failed; its last good verdict is used: %s (repeats are counted, not shown)")
+      ("the policy failed: %s; its last good verdict is used (repeats are counted, not shown)")
       :format(reason))
   elseif verdict.action == C.ENG_ACTION_STOP then
     self.progress:note(("step %d: policy %s stops the run%s"):format(step, self.policy.name,

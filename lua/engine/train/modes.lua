@@ -9,8 +9,8 @@
 --     set a verdict's fields for single tensors, updates or moments are refused;
 --   - the schedule counts the update in flight as applied.
 -- A captured graph repeats the kernels of one step, so no per-layer scale or FP8 scale may change.
--- Called by assemble.lua at the start, and by scaler.lua. trainer.lua calls it after each decision,
--- for every policy that run/swap.lua swaps in, and when a resumed run changes `accumulate`.
+-- Called by scaler.lua, by assemble.lua at the start, and by trainer.lua: after each decision, for
+-- every policy that run/swap.lua tries, and when a resumed run changes `accumulate`.
 local M_ffi = require "engine.base.ffi"
 local activations = require "engine.train.activations"
 local attention_logits = require "engine.train.attention_logits"

@@ -30,7 +30,7 @@ local function first_with(self, stats, field)
   end
 end
 
--- Returns a text that says so if only the sum over ranks overflowed, and nil otherwise.
+-- If only the sum over ranks overflowed, returns a text that says so. Otherwise returns nil.
 local function of_sum(trainer)
   local reducer = trainer.reducer
   if not reducer.many or reducer:culprits()[1] then return nil end

@@ -97,7 +97,7 @@ end
 --             norms, embeddings and attention itself always do
 --   layers    { { match = pattern, high =, x =, w =, .. } .. }: changes for some layers; a later
 --             match overrides the fields of an earlier one
---   forward   with microscaling, { high = true }: only the forward product is in high precision
+--   forward   with microscaling, also { high = true }: the forward product is in high precision
 --   ladder    the recipes between a layer's own recipe and high precision that policies can choose,
 --             lowest first. An entry is a recipe's name ("mxfp8"), or a table of changes to the
 --             layer's fields: { forward = { high = true } }

@@ -1,9 +1,9 @@
--- Runs reference backwards: in every ref_every-th step, the step's own batches first go through a
--- forward and a backward pass in f32, with the step's own dropout. A policy can then compare the
--- norm of the step's low-precision gradients with the true norm (record.norm_ref). A reference
--- backward changes neither the step's gradients nor the model's buffers nor the random numbers. It
--- costs time, and memory for a second set of f32 gradients. Called by the trainer for policies that
--- need "norm_ref".
+-- Runs reference backward passes: in every ref_every-th step, the step's own batches first go
+-- through a forward and a backward pass in f32, with the step's own dropout. A policy can then
+-- compare the norm of the step's low-precision gradients with the true norm (record.norm_ref). A
+-- reference pass changes neither the step's gradients nor the model's buffers nor the random
+-- numbers. It costs time, and memory for a second set of f32 gradients. Called by the trainer for
+-- policies that need "norm_ref".
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local machine = require "engine.base.machine"
@@ -18,9 +18,9 @@ local M = {}
 local Reference = {}
 Reference.__index = Reference
 
---- Returns an object that runs a trainer's reference backwards, one every `every` steps. layers: a
---- Lua pattern for the names of the parameters to cover ("": all). The backward pass computes no
---- gradients of other parameters.
+--- Returns an object that runs a trainer's reference backward passes, one every `every` steps.
+--- layers: a Lua pattern for the names of the parameters to cover ("": all). The backward pass
+--- computes no gradients of other parameters.
 function M.new(trainer, every, layers)
   local list, spared = trainer.optimizer.list, {}
   arguments.want_pattern(layers, "ref_layers", "a Lua pattern of parameter names")
@@ -50,8 +50,8 @@ local function backward(self, s, batches)
   end
 end
 
---- If a reference backward is due in this step, draws the step's batches, runs them in f32 and
---- returns them, so that the step itself uses them. Otherwise returns nil.
+--- If a reference backward pass is due in this step, draws the step's batches, runs them in f32
+--- and returns them, so that the step itself uses them. Otherwise returns nil.
 function Reference:batches(s)
   local trainer = self.trainer
   self.norm = 0 / 0
@@ -85,7 +85,7 @@ function Reference:fill(record, stats)
 end
 
 function Reference:__tostring()
-  return ("%d reference backwards in %.1f s"):format(self.count, self.seconds)
+  return ("%d reference backward passes in %.1f s"):format(self.count, self.seconds)
 end
 
 return M

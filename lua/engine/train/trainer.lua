@@ -78,7 +78,7 @@ end
 ---   step, updates, scale, lr   begin: as in the record
 ---   place                      begin: the position in data and random numbers, for a retry
 ---   shadow_scales              begin: the scales that the shadows would use, or nil
----   batches                    begin: the batches that a reference backward has drawn, or nil
+---   batches                    begin: the batches that a reference backward pass drew, or nil
 ---   tokens                     forward_backward: tokens of this rank; reducer:record: of all ranks
 ---   elapsed, together, asked   request_statistics: seconds; whether the losses come with the
 ---                              statistics; whether the statistics were requested
