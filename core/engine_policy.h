@@ -63,7 +63,7 @@ typedef struct eng_tensor_stats {
   // The next three fields are for a tensor that an FP8 layer quantized; `underflow` then counts
   // numbers that became 0.
   int64_t measured;           // elements measured; 0: none, or this is a gradient
-  int64_t clipped;            // measured elements above the format's largest number
+  int64_t clipped;            // measured elements too large for the format, which saturated
   double  snr;                // signal-to-noise ratio of the quantized numbers, dB
   double  norms[4];           // ENG_NORM_*; [k] is valid unless the record's norms[k] is NaN
 } eng_tensor_stats;

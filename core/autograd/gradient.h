@@ -8,7 +8,7 @@
 typedef struct grad_call {
   const op_call *call;
   tensor *dy[ENG_OP_OUTPUTS];
-  double  relative_scale;   // the node's; it multiplies dy and hence the rule's results
+  double  relative_scale;   // of the node: a factor in dy, and hence in the rule's results
   bool    last;             // the tape is dropped after this pass
 } grad_call;
 

@@ -1,7 +1,7 @@
 // Loads and stores single elements whose format is known only at run time, in every format but FP8.
-// Floats round once, integers wrap, and floats truncate and saturate when they become integers.
-// Inline, so that gcc and nvcc compile the same code. Used by dtype.c, which adds FP8, and by CUDA
-// kernels.
+// A store of a double to a float format rounds once. An integer stored in an integer format wraps;
+// a float converted to an integer is truncated and saturated. Inline, so that gcc and nvcc compile
+// the same code. Used by dtype.c, which adds FP8, and by CUDA kernels.
 #pragma once
 
 #include "dtype.h"

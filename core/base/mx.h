@@ -1,6 +1,6 @@
 // Microscaling of single numbers: the element formats, the rules that compute a block's scale from
 // its largest magnitude, and rounding. Inline, so that gcc and nvcc compile the same code. Called
-// by the kernels of mx_quantize, mx_dequantize, mx_matmul and hadamard, and by fp8/. The reference
+// by the kernels of mx_*, hadamard and msamp_fp4, by fp8/ and by autograd/profile.c. The reference
 // kernels in reference_mx.c compute the same results in f64 by other formulas.
 //
 //   element   bits    bias  largest      emax        scale of a block
@@ -124,8 +124,8 @@ ENG_INLINE int mx_is_fitted(int64_t rule)
 { return rule == ENG_MX_QUEST || rule == ENG_MX_MS_EDEN; }
 
 enum { MX_EDEN_GROUP = 128 };   // elements that share a correction c
-/// Returns the magnitude to which a block's largest element is scaled before rounding. It does not
-/// apply to the scale s4 of four over six.
+/// Returns the magnitude to which a block's largest element is scaled before rounding. For the
+/// scale s4 of four over six, that magnitude is 4, not the number returned.
 ENG_INLINE float nvfp4_largest(int64_t rule)
 { return rule == ENG_MX_MS_EDEN ? (float)(6 / (17.0 / 16 * 0.93)) : 6.0f; }
 

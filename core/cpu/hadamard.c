@@ -1,6 +1,6 @@
 // The operation hadamard, and the functions of hadamard.h. Called through backend.kernel[]; owns
-// nothing. Sums are in f64. Where halves_fit() allows it, they are in f32, except those of lines
-// whose f32 sums may be inexact; inexact_lines() finds these.
+// nothing. Sums are in f64 or, where this gives the same result, in f32: if halves_fit() allows f32
+// for the call, inexact_lines() finds the lines that need f64 nevertheless.
 //
 // A line is a row of x or, if `turned`, a column. A task transforms one tile of at most MOST x MOST
 // numbers, in steps of LINE lines. Each lane of a vector holds an element of a different line. The

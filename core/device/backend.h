@@ -73,7 +73,7 @@ enum {
 typedef struct param_span {
   const char *name;
   int64_t  count;       // elements
-  void    *master;      // weights in master_dtype: f32, or bf16 without a low
+  void    *master;      // weights in master_dtype: f32, or bf16 (then `low` is NULL)
   void    *compensation;   // rounding errors of bf16 masters, in bf16, or NULL
   void    *low;      // the same weights in low_dtype, or NULL
   void    *gradient;    // in gradient_dtype
@@ -103,8 +103,8 @@ typedef struct backend {
   eng_status (*gradstats)(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats);
 
   /// In one pass, multiplies gradients by gradient_factor (unscale and clip), updates the weights,
-  /// and rounds them into the low. update->rounding selects how new bf16 masters are rounded. If
-  /// a span has a compensation, its update starts from the old weights plus the compensation, which
+  /// and rounds them into `low`. update->rounding selects how new bf16 masters are rounded. If a
+  /// span has a compensation, its update starts from the old weights plus the compensation, which
   /// then becomes the new weights' rounding errors (0 where a weight is inf or nan).
   eng_status (*optimize)(const param_span *spans, int n, const eng_update *update);
 

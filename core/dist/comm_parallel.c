@@ -68,7 +68,7 @@ void eng_parallel_free(eng_parallel *p)
     params_wait();          // weights in flight use this memory
     p->set->parted->link = NULL;
   }
-  if (p->under_way == 0) {      // otherwise messages in flight still use this memory
+  if (p->under_way == 0) {      // else not freed: messages in flight still use this memory
     pool_free(&p->messages_pool);
     arena_free_in(SPACE_HOST, ARENA_MESSAGE, p->values, p->n_values * (int64_t)sizeof(float));
   }

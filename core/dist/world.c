@@ -5,7 +5,7 @@
 // NCCL alone (comm_nccl.c) is the transport if torchrun started the job, or srun without an MPI
 // plug-in. ENGINE_RANKS overrides this choice.
 //
-// Fills comm_world (comm_wait.c). Called by Lua through engine.h; no file of this folder calls it.
+// Fills comm_world (comm_wait.c). Called by Lua and main/main.c, but by no file of this folder.
 #define _GNU_SOURCE
 #include "comm.h"
 

@@ -173,8 +173,8 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
        only = a->flags & MX_ROTATED_ONLY, quest = a->rule == ENG_MX_QUEST,
        packed = a->format == ENG_FORMAT_E2M1 && !values;
   FAIL_IF(a->hadamard && !(turned && is_transform(a->hadamard)), ENG_ERR_VALUE,
-          "mx_quantize: expected hadamard to be 0, 16, 32, 64 or 128, and 0 without flag 8; got "
-          "hadamard %lld with flags %lld", (long long)a->hadamard, (long long)a->flags);
+          "mx_quantize: expected hadamard to be 0 or, with flag 8 (QUANTIZE_TRANSPOSED), 16, 32, "
+          "64 or 128; got %lld with flags %lld", (long long)a->hadamard, (long long)a->flags);
   FAIL_IF(a->flags & ~(QUANTIZE_TRANSPOSED | MX_VALUES | MX_FINITE | (quest &&
           !only ? MX_GATE : 0) | (a->hadamard ? MX_ROTATED_ONLY : 0)), ENG_ERR_VALUE,
           "mx_quantize: expected flags to be 0 or a sum of 8, 16, 32, 64 and 128 (64 only with "
@@ -182,9 +182,9 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
   FAIL_IF(mx_is_fitted(a->rule) && (a->block_rows != 1 || (turned && !a->hadamard) ||
           a->flags & MX_FINITE || (quest && a->sr_bits) || (a->factor != 0 && a->factor != 1) ||
           (!quest && MX_EDEN_GROUP % a->block_columns)), ENG_ERR_VALUE,
-          "mx_quantize: quest and ms_eden need blocks of one row, no factor and no flag 32, and "
-          "they allow flag 8 only with hadamard; quest also needs sr_bits = 0; ms_eden also "
-          "needs a block length that divides %d", MX_EDEN_GROUP);
+          "mx_quantize: quest and ms_eden need blocks of one row, no factor and no MX_FINITE (32), "
+          "and with QUANTIZE_TRANSPOSED (8) also hadamard; quest also needs sr_bits = 0; "
+          "ms_eden also needs a block length that divides %d", MX_EDEN_GROUP);
   ENG_TRY(want_between(c, "sr_bits", a->sr_bits, 0, 24));
   ENG_TRY(want_between(c, "ties", a->ties, 0, MX_TIES - 1));
   ENG_TRY(want_between(c, "sr_rule", a->sr_rule, 0, MX_SR_RULES - 1));

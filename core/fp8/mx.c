@@ -4,9 +4,9 @@
 // copies, because bf16 would round the scaled numbers. Instead, the f32 sums are multiplied by both
 // operands' scales of the whole tensor and divided by both roles' `factor`.
 //
-// The copies hold codes and scales instead, which mx_matmul multiplies, if the accumulator is
-// BLACKWELL, or if it is DEVICE and the card's tensor cores multiply codes; the formats and sizes
-// must fit too. fp8_mx_coded decides this for a layer's three products together, at each call.
+// If the accumulator is BLACKWELL, or if it is DEVICE and the card's tensor cores multiply codes,
+// the copies hold codes and scales instead, for mx_matmul, provided that formats and sizes fit.
+// fp8_mx_coded decides this for a layer's three products together, at each call.
 //
 // With eng_fp8_recipe.backward, the backward products read the numbers that the forward product
 // read, unchanged or quantized again. Their results are the gradients of these numbers, and

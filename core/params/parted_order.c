@@ -1,9 +1,9 @@
 // Predicts which weights a pass uses next. A pass ends when all weights are dropped (parted_drop),
 // usually after an update. The prediction follows the previous pass as long as the current pass
-// repeats it. An evaluation or a branch of the model breaks this order. The prediction then looks
-// for the most recent earlier place in the order where the last two entries are the same as now,
-// and continues from there. So it soon follows an earlier pass of the same kind. If no such place
-// exists, there is no prediction.
+// repeats it. An evaluation or a branch of the model breaks this order. Then the last two entries
+// are searched for in the older entries, and the prediction continues from their most recent
+// earlier occurrence. So it soon follows an earlier pass of the same kind. If the two entries have
+// not occurred before, there is no prediction.
 //
 // Ranks that use the same weights in the same order make the same predictions, because a prediction
 // depends only on this order. Owns nothing. Called by params_parted.c.

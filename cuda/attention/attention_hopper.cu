@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(128 * GROUPS, 2)
   const uint32_t start = shared_address(room), base = (start + 1023) & ~1023u,
                  own_q = base + group * OWN, tiles_at = base + GROUPS * OWN;
   const buffer_barriers<BUFFERS> buffers = {tiles_at + BUFFERS * TILE};
-  // Tile n of keys is use n / 2 of buffer KEYS_IN + n % 2. Values are the same with VALUES_IN.
+  // Tile n of keys goes to buffer KEYS_IN + n % 2, as use n / 2; of values, to VALUES_IN + n % 2.
   auto load = [&](int in, int n) {
     const int i = in + (n & 1);
     buffers.claim(i, n >> 1, TILE + (in == KEYS_IN && n == 0 ? GROUPS * OWN : 0));

@@ -36,8 +36,8 @@ template <int N> struct buffer_barriers {
     }
     __syncthreads();
   }
-  /// Waits until the buffer is empty, and says how many bytes come. Called by the thread that then
-  /// asks for copies.
+  /// Waits until buffer i is empty, and sets how many bytes the copies for this use will write.
+  /// Called by the thread that then asks for the copies.
   __device__ void claim(int i, int use, uint32_t bytes) const
   {
     barrier_wait(empty(i), ~use & 1);

@@ -23,7 +23,7 @@ typedef struct backward_room {
   float    *shift;
   uint32_t *largest;
   int64_t   line;      // T rounded up to a multiple of QUERIES
-  schedule  keys, queries;   // of the blocks that own keys (their heads: B x G) and queries
+  schedule  keys, queries;   // for blocks that own keys (B x G heads); queries (B x H heads)
 } backward_room;
 
 /// Computes dk, dv and dq on Hopper for D = 64 and D = 128. delta and shift must be ready.

@@ -7,10 +7,10 @@ extern "C" {
 #endif
 #include "device/backend.h"
 
-/// Tells which pixels a convolution multiplies. A place is a pixel of y. Under each tap (an element
-/// of the kernel) it meets one pixel of x (`from`), or none in the padding. For the gradient of x
-/// (`turned`), a place is a pixel of x. It meets pixels of dy (`from`), or none in the padding or
-/// between strides.
+/// Tells which pixels a convolution multiplies. A place is an output pixel: of y or, for the
+/// gradient of x (`turned`), of dx. `from` is the input: x or, if turned, dy. For each tap (element
+/// of the kernel), a place reads ("meets") one pixel of `from`, or none: in the padding or, if
+/// turned, between strides.
 typedef struct conv_gather {
   const void *from;                  // [N x high x wide x groups x channels]
   int32_t     dtype;

@@ -151,8 +151,8 @@ static eng_status pool(const op_call *call, bool max, bool back)
              vectors = fast && large->shape[3] % 4 == 0 &&
                        ((uintptr_t)p.large | (uintptr_t)p.small) % 16 == 0;
   FAIL_IF(over->count / (vectors ? 4 : 1) >= 1ll << 31, ENG_ERR_SHAPE,
-          "%s: expected fewer than 2^31 %selements on cuda, got %s", eng_op_name(call->op),
-          vectors ? "times 4 " : "", tensor_text(over));
+          "%s: expected fewer than 2^%d elements on cuda, got %s", eng_op_name(call->op),
+          vectors ? 33 : 31, tensor_text(over));
   if (vectors) launch<float_lanes<4>>(p, over, max, back);
   else if (fast) launch<float_lanes<1>>(p, over, max, back);
   else launch<double_lanes>(p, over, max, back);

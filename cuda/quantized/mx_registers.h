@@ -165,8 +165,8 @@ __device__ inline void merge(uint32_t (&word)[N], int lanes, int stride)
       word[i] = larger<T>(word[i], __shfl_xor_sync(0xFFFFFFFFu, word[i], step));
 }
 
-/// Finds the largest magnitudes of the blocks that hold the thread's rows and columns, as words
-/// like those of x. Returns whether the thread holds NaN.
+/// Finds the largest magnitudes of the blocks that hold the thread's rows and columns. As in x, a
+/// word holds one f32 or two 16-bit numbers. Returns whether the thread holds NaN.
 template <typename T>
 __device__ inline bool find_amaxes(uint32_t (&own)[eight<T>::WORDS],
                                    uint32_t (&column)[eight<T>::WORDS], const mx_job &p,

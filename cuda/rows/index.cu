@@ -247,8 +247,8 @@ __device__ static void finish(const scatter &s, int64_t to, typename Lanes::numb
   Lanes::store(s.dx, s.dx_dtype, to, sum);
 }
 
-// Examines 32 adjacent places and, if no index picks a place, clears one segment of its row. Called
-// by a warp.
+// Examines 32 adjacent places, and clears one segment of the row of each place that no index picks.
+// Called by a warp.
 __device__ static void clear_rows(const scatter &s, int64_t warp)
 {
   const int64_t groups = (s.a.size + 31) / 32, segments = (s.row_bytes + SEGMENT - 1) / SEGMENT,
