@@ -8,7 +8,7 @@
 
 # Kernels that may spill: extended regular expressions, one a line, each with its reason after #.
 allowed='
-plain_(forward|delta|grad_keys|grad_queries)<   # attention of f64 and unusual formats
+plain_(rows|delta)<                         # attention of f64 and unusual formats
 lanes_kernel<singles<[12], double> >         # max and min of f64
 (held|long)_grad_kernel<float_lanes<1>       # softmax of rows not a multiple of 4: scalar
 warp_row_kernel<32>                          # topk: two words, once a row
