@@ -193,8 +193,8 @@ eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *bat
           ENG_ERR_SHAPE, "graph: the batch has other shapes, dtypes or addresses than the "
           "captured batch; hint: run this step without the graph");
   FAIL_IF(!same_places(graph->places, graph->set), ENG_ERR_STATE,
-          "graph: the parameters' gradients or low-precision copies have changed since the "
-          "capture; hint: capture the step again");
+          "graph: the parameters' gradients or low-precision copies have other addresses or "
+          "formats than at the capture; hint: capture the step again");
   ENG_TRY(params_round_written(graph->set));
   char cell[8];
   tensor_store(cell, graph->seed_dtype, 0, seed);

@@ -10,7 +10,7 @@
 #include "tasks.h"
 
 enum {
-  PIECE = 64 * TILE,   // elements in a piece of a result, if results are not adjacent in x
+  PIECE = 64 * TILE,   // elements of x that make one piece, if results are not adjacent in x
   PIECE_ROWS = 256,    // rows in a piece of adjacent results, if their rows are cut into pieces
   FLUSH = 32,          // rows added in f32 before their sum is added to a total in double
 };

@@ -5,7 +5,7 @@
 
 static int constant_assigned(lua_State *L)                 // upvalue: the constant's name
 {
-  return luaL_error(L, "cannot assign '%s': %s are constant; keep values that change in 'state'",
+  return luaL_error(L, "cannot assign '%s': %s are constant; use 'state' for values that change",
                     lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2),
                     lua_tostring(L, lua_upvalueindex(1)));
 }

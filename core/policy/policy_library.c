@@ -145,7 +145,7 @@ static int box_writing(lua_State *L)                   // upvalues: see box_func
   }
   for (int i = 1; i <= 5; i += 4)
     if (lua_istable(L, i) && lua_getmetatable(L, i))
-      return luaL_error(L, "this table is constant; keep values that change in 'state'");
+      return luaL_error(L, "this table is constant; use 'state' for values that change");
   return call_wrapped(L);
 }
 

@@ -73,7 +73,7 @@ describe("a saved state", function()
 
   it("is the only place where a policy can keep data", function()
     for line, text in pairs { ["options.a = options.a + 1"] = "p.lua:1: cannot assign " ..
-      "'a': options are constant; keep values that change in 'state'",
+      "'a': options are constant; use 'state' for values that change",
       ["options.b = 1"] = "cannot assign 'b': options are constant",
       ["math.n = (math.n or 0) + 1"] = "cannot assign 'n': the fields of 'math' are constant",
       ["table.foo = 3"] = "cannot assign 'foo': the fields of 'table' are constant",

@@ -64,7 +64,7 @@ describe("a policy file", function()
       "only numbers, strings, booleans and tables can be saved")
     refused("return { options = { a = 1 }, decide = function() end, init = function(o) o.a = 2 " ..
       "return { scale = 1 } end }",
-      "p.lua:1: cannot assign 'a': options are constant; keep values that change in 'state'")
+      "p.lua:1: cannot assign 'a': options are constant; use 'state' for values that change")
   end)
 
   it("exposes its needs and its options", function()

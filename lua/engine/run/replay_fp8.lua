@@ -2,8 +2,8 @@
 -- step's meters from the history. Called by replay.lua, whose run() describes the results.
 --
 -- Meters are recorded at the steps that the recipe samples (its `sample`). At other steps a live
--- policy has no meters either, but it sees amaxes, inf and nan, which the history lacks. So the
--- verdicts of a policy that needs amaxes are bounds from the first step without meters on. For
+-- policy has no meters either, but it sees amaxes, inf and nan, which the history lacks. So if a
+-- policy needs amaxes, its verdicts are bounds, beginning with the first step without meters. For
 -- policies that do not need amaxes, the replay assumes that tensors are finite at these steps.
 local M_ffi = require "engine.base.ffi"
 local counterfactual = require "engine.run.counterfactual"
