@@ -161,7 +161,7 @@ describe("a bad policy", function()
   local HEAD = "return { options = { init_scale = 8, growth_interval = 1 },\n "
   local BAD = {
     ["half-written"] = { DYNAMIC:sub(1, 900), "p.lua:%d+: " },
-    ["empty"] = { "", "the file must return one table" },
+    ["without a table"] = { "-- nothing", "the file must return one table" },
     ["no Lua"] = { "\0\1\2\255", "p.lua:1:" },
     ["compiled code"] = { string.dump(function() return {} end), "compiled code" },
     ["looping in the file"] = { "while true do end", "instruction budget" },
@@ -231,6 +231,16 @@ describe("a bad policy", function()
       assert.matches(text, refused[1].text, 1, true)
       assert.has_error(function() engine.policy.load(path) end)
     end
+  end)
+
+  it("file is not read while it is empty, as when it is being saved", function()
+    local path = policy_file(DYNAMIC)
+    job { policy = path, policy_options = OPTIONS, run = folder .. "/run", on_step = function(t)
+      if t.steps_done == 3 then policy_file "" end
+      if t.steps_done == 9 then policy_file(DYNAMIC .. "-- saved\n") end
+    end }:run()
+    assert.same({}, events "swap_refused")
+    assert.matches("its file was saved", events("swap")[1].text, 1, true)
   end)
 
   it("file that is missing leaves the policy unchanged, with one message", function()

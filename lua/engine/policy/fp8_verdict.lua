@@ -30,8 +30,8 @@ end
 
 --- Combines the last verdicts of the policies in `list` into places. Each layer gets the highest
 --- rung that a policy chose, up to `most`. Each tensor gets the amax of the last policy that sets
---- one. names: the names of the tensors, from prepare(). An amax above the largest f32 number is
---- ignored, and the second result is a message about it.
+--- one. names: the names of the tensors, from prepare(). An amax above the largest f32 number and a
+--- rung below 2 are ignored; the second result is a message about them.
 function M.places(list, names, most)
   local n, rungs, amaxes, problem = #names / 3, {}, {}, nil
   for i = 1, n do rungs[i] = 1 end
@@ -39,7 +39,10 @@ function M.places(list, names, most)
     local none, any = policy:scale(), policy:scales_groups()
     for i = 1, any and n or 0 do
       local own = policy:group_scale(3 * n + i)
-      if own ~= none then rungs[i] = math.min(math.max(rungs[i], 2, math.floor(own)), most) end
+      if own ~= none and own < 2 then
+        problem = ("scales['%s'] = %g; expected 2 or more"):format(
+          names[3 * i]:gsub("dy$", "high"), own)
+      elseif own ~= none then rungs[i] = math.min(math.max(rungs[i], math.floor(own)), most) end
     end
     for k = 1, any and 3 * n or 0 do
       local own = policy:group_scale(k)

@@ -336,7 +336,7 @@ local function reread(self, of, by)
 end
 
 -- Returns whether the file of a seat's policy was saved. A new time stamp counts only when it is
--- seen a second time, because at first the file may still be incomplete.
+-- seen a second time and the file is not empty, because at first the file may still be incomplete.
 local function was_saved(self, of)
   local policy = of.seat.policy
   if not self.watching or not policy.path then return false end
@@ -347,7 +347,7 @@ local function was_saved(self, of)
       "from it stays"):format(self.trainer.steps_done, policy.path))
   end
   if stamp == of.stamp then of.pending_stamp = nil
-  elseif stamp ~= 0 and stamp == of.pending_stamp then
+  elseif stamp ~= 0 and stamp == of.pending_stamp and read(policy.path) ~= "" then
     of.stamp, of.pending_stamp = stamp, nil
     return true
   else

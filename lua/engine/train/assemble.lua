@@ -108,8 +108,8 @@ end
 ---                                resume
 ---   checkpoint_every, keep       steps between checkpoints (0: only one at the end), and how many
 ---                                checkpoints to keep (3)
----   log                          "line", "json" or "quiet"; results that could not be written are
----                                reported on stderr in any case (docs/runs.md)
+---   log                          "line", "json" or "quiet", which still reports failures of the
+---                                policy and results that could not be written (docs/runs.md)
 ---   state                        trainer.state at the start ({}): the script's own numbers,
 ---                                strings, booleans, kept tensors and tables of these. Every
 ---                                checkpoint holds it; resume and rollback restore it in place.

@@ -138,7 +138,7 @@ function M.attach(model, full, list)
   end)
   if not fp8 then return nil end
   raise_if(#self.list == 0, "precision '%s': no linear layer is in FP8: the model has none, " ..
-    "`high` excludes all of them, or nn.lora stores them in e4m3 or nf4", full.name)
+    "high, high_first and high_last exclude all, or nn.lora stores them in e4m3 or nf4", full.name)
   self.sample, self.rungs, self.paths = fp8.sample or 100, #(fp8.ladder or {}) + 2, {}
   for i, site in ipairs(self.list) do self.paths[i] = site.path end
   self.told = self:places().rungs

@@ -86,7 +86,7 @@ local function limited(self, kind, step, line)
   end
   if of.hidden > 0 then line = ("%s (not shown: %d earlier)"):format(line, of.hidden) end
   of.credit, of.hidden = of.credit - BURST_STEPS, 0
-  self.progress:note(("step %d: %s"):format(step, line))
+  self.progress:note(("step %d: %s"):format(step, line), kind == "failure")
   return line
 end
 

@@ -140,8 +140,8 @@ M.recipes.fp8_block = like_bf16("DeepSeek-V3, arXiv 2412.19437", {
 }, "bf16")
 
 -- Transformer Engine's Float8BlockScaling: fp8_block's formats and blocks, with scales that are
--- powers of two. The transposed copies of inputs and gradients are quantized in the forward pass
--- and from the original numbers.
+-- powers of two. The transposed copies of inputs are quantized in the forward pass, from the
+-- original numbers.
 local function te_blocks(block, keep)
   return { format = "e4m3", block = block, rule = "transformer_engine", pow2 = true, keep = keep }
 end
