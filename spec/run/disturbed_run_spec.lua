@@ -331,11 +331,14 @@ describe("files of a run", function()
     assert.equal(12, #engine.history.open(run .. "/history.db"):steps())
   end)
 
-  it("without checkpoints do not mix old rows with new ones", function()
+  it("without checkpoints say so, and do not mix old rows with new ones", function()
     local run = folder .. "/r"
     job { run = run, steps = 12 }:run()
     os.execute("rm -rf " .. run .. "/checkpoints/step-*")
-    job { run = run, steps = 5, resume = "auto" }:run()
+    local again = job { run = run, steps = 5, resume = "auto" }
+    assert.matches("nothing to resume: a new run begins; the steps recorded so far are dropped",
+      table.concat(again.run_files.notes, "\n"))
+    again:run()
     assert.equal(5, #engine.history.open(run .. "/history.db"):steps())
   end)
 end)

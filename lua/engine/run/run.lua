@@ -188,7 +188,9 @@ local function open(self, resume)
     self.notes[#self.notes + 1] = ("resumed from %s: step %d, %d updates"):format(c.path,
       trainer.steps_done, trainer.updates)
   elseif resume then
-    self.notes[#self.notes + 1] = "nothing to resume: a new run begins"
+    self.notes[#self.notes + 1] = "nothing to resume: a new run begins" .. (self.path
+      and files.exists(self.path .. "/history.db") and "; the steps recorded so far are dropped"
+      or "")
   end
   if trainer.reducer.many then tell(self, c) elseif c then start_ranks(self, c) end
   if c then c:close() end
