@@ -75,7 +75,7 @@ typedef struct param_span {
   int64_t  count;       // elements
   void    *master;      // weights in master_dtype: f32, or bf16 (then `low` is NULL)
   void    *compensation;   // rounding errors of bf16 masters, in bf16, or NULL
-  void    *low;      // the same weights in low_dtype, or NULL
+  void    *low;         // the same weights in low_dtype, or NULL
   void    *gradient;    // in gradient_dtype
   void    *moment1, *moment2;   // in moment_dtype; NULL where the optimizer has none
   int32_t  master_dtype, low_dtype, gradient_dtype, moment_dtype;

@@ -175,13 +175,15 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
   FAIL_IF(a->hadamard && !(turned && is_transform(a->hadamard)), ENG_ERR_VALUE,
           "mx_quantize: expected hadamard to be 0 or, with flag 8 (QUANTIZE_TRANSPOSED), 16, 32, "
           "64 or 128; got %lld with flags %lld", (long long)a->hadamard, (long long)a->flags);
-  FAIL_IF(a->flags & ~(QUANTIZE_TRANSPOSED | MX_VALUES | MX_FINITE | (quest &&
-          !only ? MX_GATE : 0) | (a->hadamard ? MX_ROTATED_ONLY : 0)), ENG_ERR_VALUE,
+  const int64_t allowed = QUANTIZE_TRANSPOSED | MX_VALUES | MX_FINITE |
+                          (quest && !only ? MX_GATE : 0) | (a->hadamard ? MX_ROTATED_ONLY : 0);
+  FAIL_IF(a->flags & ~allowed, ENG_ERR_VALUE,
           "mx_quantize: expected flags to be 0 or a sum of 8, 16, 32, 64 and 128 (64 only with "
           "quest and without 128; 128 only with hadamard), got %lld", (long long)a->flags);
-  FAIL_IF(mx_is_fitted(a->rule) && (a->block_rows != 1 || (turned && !a->hadamard) ||
-          a->flags & MX_FINITE || (quest && a->sr_bits) || (a->factor != 0 && a->factor != 1) ||
-          (!quest && MX_EDEN_GROUP % a->block_columns)), ENG_ERR_VALUE,
+  FAIL_IF(mx_is_fitted(a->rule) &&
+            (a->block_rows != 1 || (turned && !a->hadamard) || a->flags & MX_FINITE ||
+             (quest && a->sr_bits) || (a->factor != 0 && a->factor != 1) ||
+             (!quest && MX_EDEN_GROUP % a->block_columns)), ENG_ERR_VALUE,
           "mx_quantize: quest and ms_eden need blocks of one row, no factor and no MX_FINITE (32), "
           "and with QUANTIZE_TRANSPOSED (8) also hadamard; quest also needs sr_bits = 0; "
           "ms_eden also needs a block length that divides %d", MX_EDEN_GROUP);
@@ -189,8 +191,7 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
   ENG_TRY(want_between(c, "ties", a->ties, 0, MX_TIES - 1));
   ENG_TRY(want_between(c, "sr_rule", a->sr_rule, 0, MX_SR_RULES - 1));
   const tensor *average = c->in[2];
-  FAIL_IF(average && (average->dtype != ENG_f32 || average->ndim != x->ndim ||
-          memcmp(average->shape, x->shape, (size_t)x->ndim * sizeof *x->shape) != 0), ENG_ERR_SHAPE,
+  FAIL_IF(average && (average->dtype != ENG_f32 || !tensor_same_shape(average, x)), ENG_ERR_SHAPE,
           "mx_quantize: expected an average in f32 with the shape of x, %s, got %s",
           tensor_shape_text(x->ndim, x->shape), tensor_text(average));
   const char *why = NULL;
@@ -351,8 +352,9 @@ static eng_status infer_nf4_dequantize(op_call *c, op_shape *s)
           "absmax %s [%lld], got %s and %s", (long long)a->rows, (long long)a->columns,
           (long long)a->block, (long long)blocks_in(n, 2), group ? "u8" : "f32",
           (long long)blocks, tensor_text(q), tensor_text(absmax));
-  FAIL_IF(!group != !offset || (group && (group->dtype != ENG_f32 || offset->dtype != ENG_f32 ||
-          group->count != blocks_in(blocks, NF4_GROUP) || offset->count != 1)), ENG_ERR_SHAPE,
+  FAIL_IF(!group != !offset ||
+            (group && (group->dtype != ENG_f32 || group->count != blocks_in(blocks, NF4_GROUP) ||
+                       offset->dtype != ENG_f32 || offset->count != 1)), ENG_ERR_SHAPE,
           "nf4_dequantize: expected group f32 [%lld] and offset f32 [1], or neither",
           (long long)blocks_in(blocks, NF4_GROUP));
   put_out(s, 0, (int)a->dtype, 2, (int64_t[]){a->rows, a->columns});

@@ -214,18 +214,21 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
           ENG_ERR_VALUE,
           "the rule quest is only for x and w in the forward product, in blocks of one row; it "
           "needs `backward` in the same role and allows no stochastic rounding and no factor");
-  FAIL_IF(r->mx - 1 == ENG_MX_MS_EDEN && ((role != ENG_FP8_DY && !backward) || r->block_rows != 1 ||
-          r->factor != 0 || MX_EDEN_GROUP % r->block_columns), ENG_ERR_VALUE,
+  FAIL_IF(r->mx - 1 == ENG_MX_MS_EDEN &&
+            ((role != ENG_FP8_DY && !backward) || r->block_rows != 1 || r->factor != 0 ||
+             MX_EDEN_GROUP % r->block_columns), ENG_ERR_VALUE,
           "the rule ms_eden is only for dy and for `backward` of x and w; it needs blocks of "
           "one row whose length divides %d, and allows no factor", MX_EDEN_GROUP);
   FAIL_IF(!(r->average >= 0 && r->average < 1), ENG_ERR_VALUE,
           "expected an average with a decay from 0 to below 1, got %g", r->average);
-  FAIL_IF(r->average != 0 && (role != ENG_FP8_W || backward || r->stochastic ||
-          mx_is_fitted(r->mx - 1) || mx_is_four_over_six(r->mx - 1) ||
-          recipe->product[ENG_FP8_FORWARD].hadamard || (!recipe->backward[role].mx &&
-          recipe->product[ENG_FP8_DGRAD].hadamard)), ENG_ERR_VALUE, "the option average is "
-          "allowed only for w (not in its backward format), with the rule floor, ceil, even, "
-          "rceil or nvfp4, and with neither stochastic rounding nor a Hadamard transform of w");
+  const bool rotated = recipe->product[ENG_FP8_FORWARD].hadamard ||
+                       (!recipe->backward[role].mx && recipe->product[ENG_FP8_DGRAD].hadamard);
+  FAIL_IF(r->average != 0 &&
+            (role != ENG_FP8_W || backward || r->stochastic || mx_is_fitted(r->mx - 1) ||
+             mx_is_four_over_six(r->mx - 1) || rotated), ENG_ERR_VALUE,
+          "the option average is allowed only for w (not in its backward format), with the rule "
+          "floor, ceil, even, rceil or nvfp4, and with neither stochastic rounding nor a Hadamard "
+          "transform of w");
   FAIL_IF(again && fp8_is_square(r), ENG_ERR_VALUE,
           "a role with `backward` needs blocks that are not square, in both products");
   int keep = again || fp8_is_square(r) ? ENG_FP8_KEEP_CODES : ENG_FP8_KEEP_TRANSPOSED;
@@ -310,8 +313,10 @@ static eng_status check_product(const eng_fp8_recipe *recipe, int product)
   FAIL_IF(p->high && (product != ENG_FP8_FORWARD || !mx), ENG_ERR_VALUE,
           "only microscaling's forward product can be in high precision");
   ENG_TRY(check_hadamard(recipe, product));
-  FAIL_IF(mx ? n != ENG_ACCUMULATE_DEVICE && n != ENG_ACCUMULATE_FP32 &&
-          n != ENG_ACCUMULATE_BLACKWELL : n < 0 || n >= ENG_ACCUMULATORS, ENG_ERR_VALUE,
+  bool fits = n >= 0 && n < ENG_ACCUMULATORS;
+  if (mx)
+    fits = n == ENG_ACCUMULATE_DEVICE || n == ENG_ACCUMULATE_FP32 || n == ENG_ACCUMULATE_BLACKWELL;
+  FAIL_IF(!fits, ENG_ERR_VALUE,
           "expected an accumulator ENG_ACCUMULATE_* that this recipe allows, got number %d", n);
   FAIL_IF(p->promotion < 0 || p->promotion % 32, ENG_ERR_VALUE,
           "expected a promotion interval that is a multiple of 32, or 0, got %d", p->promotion);

@@ -16,12 +16,14 @@ __device__ static inline int64_t own_row(int64_t rows)
   return row < rows ? row : -1;
 }
 
+/// Computes one row of y, dq, or dk and dv with each warp.
 enum { ROWS_OF_Y, ROWS_OF_DQ, ROWS_OF_DK_DV };
 template <class A, int WHAT>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
   plain_rows(const __grid_constant__ attention_problem p, int64_t rows)
 {
-  const int64_t row = own_row(rows), of_keys = WHAT == ROWS_OF_DK_DV;
+  constexpr bool of_keys = WHAT == ROWS_OF_DK_DV;
+  const int64_t row = own_row(rows);
   if (row < 0) return;
   const int64_t each = of_keys ? p.keys : p.queries, heads = of_keys ? p.groups : p.heads;
   const int b = (int)(row / each / heads), h = (int)(row / each % heads), t = (int)(row % each);

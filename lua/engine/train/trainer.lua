@@ -49,7 +49,7 @@ function Trainer:step()
     self:forward_backward(s, i)                            -- (1) the loss  (2) its gradients
   end
   self.reducer:finish(s)                                   -- (3) gradients summed over ranks
-  self:request_statistics(s)                                   -- (4) one pass over the gradients *
+  self:request_statistics(s)                               -- (4) one pass over the gradients *
   local due = s
   if self.delay == 1 then
     self:update(s, self.last_verdict)                      -- (7) the device skips an overflow
