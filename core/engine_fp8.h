@@ -154,7 +154,7 @@ typedef struct eng_fp8_meter {
   int64_t nonfinite;                  // inf and nan; not in count
   double  signal, error;              // sums of x^2 and of (x - dequantized x)^2
   double  amax, least;                // largest |x|; smallest nonzero |x|; 0: none
-  double  scale_min, scale_max;
+  double  scale_min, scale_max;       // of the blocks with a nonzero element; 0: none
 } eng_fp8_meter;
 /// Sets the number of the next step. The signs of ENG_FP8_SIGNS_STEP are a function of this number.
 void       eng_fp8_step(int64_t step);

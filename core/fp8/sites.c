@@ -482,12 +482,13 @@ void fp8_meter_element(eng_fp8_meter *m, float x, float code, float scale, float
     m->underflow += code == 0;                                    // -0 included
     m->overflow += fabsf(code) == largest && size > (double)limit * scale;
     if (m->least == 0 || size < m->least) m->least = size;
+    // only here, because the scale of a block of zeros says nothing
+    if (m->scale_min == 0 || scale < m->scale_min) m->scale_min = scale;
+    if (scale > m->scale_max) m->scale_max = scale;
   }
   if (size > m->amax) m->amax = size;
   m->signal += size * size;
   if (f32_is_finite(code)) m->error += off * off;
-  if (m->scale_min == 0 || scale < m->scale_min) m->scale_min = scale;
-  if (scale > m->scale_max) m->scale_max = scale;
 }
 
 /// Reads every `every`-th row of x [.. x K] as f32 into host memory.

@@ -195,13 +195,14 @@ describe("an FP8 recipe", function()
   it("that is invalid is reported in one line", function()
     for text, of in pairs {
       ["unknown field 'y'"] = { base = "fp8_block", fp8 = { y = {} } },
-      ["expected format e4m3, e5m2, got 'e3m4'"] = { base = "fp8_block",
+      ["expected format e4m3 or e5m2, got 'e3m4'"] = { base = "fp8_block",
         fp8 = { x = { format = "e3m4" } } },
       ["'1x128' or { rows, columns }, got 'blocks'"] = { base = "fp8_block",
         fp8 = { w = { block = "blocks" } } },
-      ["torchao, transformer_engine, got 'mine'"] = { base = "fp8_block",
+      ["torchao or transformer_engine, got 'mine'"] = { base = "fp8_block",
         fp8 = { w = { rule = "mine" } } },
-      ["expected accumulator device, e4m3, exact, fp32, hopper, got 'fp16'"] = { base = "fp8_block",
+      ["expected accumulator device, e4m3, exact, fp32 or hopper, got 'fp16'"] = {
+        base = "fp8_block",
         fp8 = { forward = { accumulator = "fp16" } } },
       ["unknown field 'formt'; did you mean 'format'?"] = { base = "fp8_block",
         fp8 = { dy = { formt = "e5m2" } } },
@@ -229,7 +230,7 @@ describe("an FP8 recipe", function()
       ["forward: expected a table, got true"] = { forward = true },
       ["unknown field 'match'; fields: dgrad dy forward w wgrad x"] = { match = "mlp" },
       ["unknown field 'high'"] = { high = true }, ["unknown field 'base'"] = { base = "mxfp8" },
-      ["nvfp4, nvfp4_four_over_six, nvfp4_quartet2, got 'mxfp9'; did you mean 'mxfp"] = "mxfp9",
+      ["nvfp4, nvfp4_four_over_six or nvfp4_quartet2, got 'mxfp9'; did you mean 'mxfp"] = "mxfp9",
       ["a table of changes or the name fp4_microsoft, fp8_block"] = "bf16",
       ["nvfp4_quartet2, got 3"] = 3,
       ["forward: only microscaling's forward product can be in high precision"] = {
@@ -249,6 +250,21 @@ describe("an FP8 recipe", function()
         assert.is_truthy(value == 3 or why:find("to be a list, such as {", 1, true), why)
       end
     end
+  end)
+  it("on a base: roles and products change single fields, a rule of its own starts anew", function()
+    local function on(base, own)
+      return engine.precision.resolve({ base = base, fp8 = own }).fp8
+    end
+    local mine = on("fp8_block", { dy = { format = "e5m2" }, forward = { accumulator = "exact" } })
+    assert.same({ format = "e5m2", block = "1x128", rule = "deepgemm" }, mine.dy)
+    assert.same({ promotion = 128, accumulator = "exact" }, mine.forward)
+    assert.same(engine.precision.resolve("fp8_block").fp8.x, mine.x)
+    local w = { format = "e2m3", rule = "even", block = "1x32" }
+    mine = on("nvfp4", { w = w, wgrad = { accumulator = "fp32" }, high = { "^2$" },
+      forward = { accumulator = "fp32" }, dgrad = { accumulator = "fp32" } })
+    assert.same(w, mine.w)
+    assert.same({ hadamard = 16, accumulator = "fp32" }, mine.wgrad)
+    assert.same({ "^2$" }, mine.high)
   end)
   it("is a copy: changes reach neither the shipped recipe nor the given one", function()
     local resolve = engine.precision.resolve
@@ -281,9 +297,10 @@ describe("an FP8 recipe", function()
     refused({ high = { "." } }, "no linear layer is in FP8")
     -- a typo must not pass unnoticed
     refused({ high = { "^head", "^blcks%.1" } },
-      "fp8: high: the pattern '^blcks%.1' matches no layer of this model; linear layers: 1")
+      "fp8: high: the pattern '^blcks%.1' matches no linear layer of this model; linear layers: 1")
     refused({ layers = { { match = "^1$", high = true }, { match = "blcks" } } },
-      "fp8: layers[2]: the pattern 'blcks' matches no layer of this model")
+      "fp8: layers[2]: the pattern 'blcks' matches no linear layer of this model")
+    refused({ high = { "^$" } }, "the pattern '^$' matches no linear layer of this model")
     refused({ policy = "dynamic" },
       "fp8: policy: policy dynamic chooses a loss scale and does not work on FP8 layers; hint: " ..
       "forward_high_before_decay, fp8_delayed, fp8_fallback, fp8_lm, layer_ladder, sqrt3, or a " ..
@@ -425,6 +442,20 @@ describe("training in FP8", function()
 end)
 
 describe("meters", function()
+  it("leave out the scales of blocks of zeros", function()
+    engine.seed(5)
+    local layer = engine.nn.linear(256, 128, { bias = false })
+    local opt = engine.optim.sgd(layer,
+      { precision = { base = "fp8_block", fp8 = { sample = 1 } } })
+    local x = engine.concat({ engine.zeros(4, 128), engine.ones(4, 128) }, 2)
+    opt.fp8:begin(1)
+    engine.autocast(opt.precision, function() return layer(x):sum() end):backward()
+    opt.fp8:measure(1, 1)
+    local m = opt.fp8:meters()[1]
+    assert.same({ "x", 0.5 }, { m.role, m.zeros })
+    assert.equal(m.scale_max, m.scale_min)
+    assert.near(1 / 448, m.scale_max, 1e-6)
+  end)
   it("count values that became 0, including negative zeros, and clipped values",
     with_gradient(function()
     local layer = nn.linear(8, 4, { bias = false })

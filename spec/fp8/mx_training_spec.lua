@@ -224,8 +224,9 @@ describe("a linear layer under microscaling", function()
   it("takes dy in FP8 beside x and w in microscaling", with_gradient(function()
     engine.seed(6)
     local layer = nn.linear(64, 32, { bias = false })
-    local recipe = { name = "mixed", base = "nvfp4", activations = "f32", fp8 = { wgrad = {},
-      dy = { format = "e5m2", pow2 = true } } }
+    local recipe = { name = "mixed", base = "nvfp4", activations = "f32", fp8 = {
+      wgrad = { hadamard = 0 },
+      dy = { format = "e5m2", rule = "transformer_engine", pow2 = true } } }
     engine.optim.sgd(layer, { lr = 0.1, precision = recipe })
     local x, dy = engine.randn(48, 64):requires_grad(true), engine.randn(48, 32)
     local y = engine.autocast(recipe, function() return layer(x) end)
@@ -234,7 +235,8 @@ describe("a linear layer under microscaling", function()
     local xt = mx.quantize(x:detach(), { rule = "nvfp4", transposed = true }).transposed
     local dw = M_ffi.run("matmul", { d, values(xt) }, { 1, 1, M_ffi.dtype.f32 + 1, 0 })
     assert.equal(bytes(dw * of_tensor(xt)), bytes(layer.weight.grad))
-    local wrong = { wgrad = {}, dy = { format = "e5m2" } }
+    local wrong = { wgrad = { hadamard = 0 },
+      dy = { format = "e5m2", rule = "transformer_engine" } }
     assert.matches("dy may be in FP8 with the rule msamp or pow2 = true", select(2,
       pcall(engine.precision.resolve, { base = "nvfp4", fp8 = wrong })), 1, true)
   end))
@@ -495,13 +497,13 @@ describe("a linear layer under microscaling", function()
     assert.matches("no option promotion", message { forward = { promotion = 32 } }, 1, true)
     assert.matches("expected the accumulator to be device, as in wgrad, got fp32",
       message { forward = { accumulator = "fp32" } }, 1, true)
-    assert.matches("expected accumulator blackwell, device, fp32, got 'hopper'",
+    assert.matches("expected accumulator blackwell, device or fp32, got 'hopper'",
       message { forward = { accumulator = "hopper" } }, 1, true)
     assert.matches("no option pow2", message { x = { rule = "floor", pow2 = true } }, 1, true)
     assert.matches("number of blocks", message { high_first = -1 }, 1, true)
     assert.matches("expected hadamard to be 0, 16, 32, 64 or 128, and 0 if the product",
       message { wgrad = { hadamard = 8 } }, 1, true)
-    assert.matches("signs backward, fixed, layer, none, step, got 'fixd'; did you mean 'fixed'",
+    assert.matches("signs backward, fixed, layer, none or step, got 'fixd'; did you mean 'fixed'",
       message { wgrad = { signs = "fixd" } }, 1, true)
     assert.matches("dgrad: expected hadamard .* in FP8 or in square blocks; got 16 with dy in " ..
       "blocks of 1 x 16 and w in blocks of 16 x 16", message { dgrad = { hadamard = 16 } })
@@ -582,8 +584,10 @@ describe("a linear layer under microscaling", function()
         { factor = factor })), 1, true)
     end
     for _, role in ipairs { { factor = 0.75 }, { stochastic = 16 } } do
-      assert.matches("microscaling; a role's table replaces the base's table, so give rule = " ..
-        "... as well", message { dy = role }, 1, true)
+      assert.equal(role.factor or 16, engine.precision.resolve({ base = "nvfp4",
+        fp8 = { dy = role } }).fp8.dy[next(role)])
+      assert.matches("with a rule of microscaling", helper.failure(engine.precision.resolve,
+        { base = "fp8_block", fp8 = { dy = role } }), 1, true)
     end
     assert.matches("true (8 bits) or 1 to 24", message { dy = { rule = "floor", stochastic = 30 } },
       1, true)

@@ -86,6 +86,23 @@ describe("swapping a policy of FP8 layers", function()
     end)
   end
 
+  it("notes it once if a policy chooses scales for tensors with scales of blocks", function()
+    for base, count in pairs { fp8_block = 1, fp8_current = 0 } do
+      local run = folder .. "/" .. base
+      job { base = base, fp8 = { policy = "fp8_delayed", sample = 1 }, run = run }
+      local list = helper.history(run, "events")
+      local found = 0
+      for _, event in ipairs(list) do
+        if event.kind == "fp8_unused" then
+          found = found + 1
+          assert.equal("the FP8 policy chooses scales, which have no effect: every tensor under " ..
+            "precision mine has scales of its blocks", event.text)
+        end
+      end
+      assert.equal(count, found)
+    end
+  end)
+
   it("hands over the state by migrate, and is recorded with sources", function()
     local source = [[return { name = "heir", kind = "fp8", options = { init_scale = 1 },
       migrate = function(old, name) return { scale = 1, from = name, step = old.step } end,

@@ -144,7 +144,8 @@ end
 function M.choose(list, name, where, what)
   if list[name] ~= nil then return tonumber(list[name]) or list[name] end
   local names = nearest.keys(list)
-  raise("%s: expected %s %s, got %s%s", where, what, table.concat(names, ", "), value_text(name),
+  local either = table.concat(names, ", "):gsub(", ([^,]*)$", " or %1")
+  raise("%s: expected %s %s, got %s%s", where, what, either, value_text(name),
     nearest.hint(tostring(name), names))
 end
 

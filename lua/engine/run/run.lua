@@ -381,12 +381,18 @@ end
 
 --- Records what the verdict on a step changed in FP8 layers (fp8_sites.lua): their rungs on the
 --- recipe's ladder, and the accumulators of their products. all: records the rungs of all layers.
+-- Also notes it if an FP8 policy has no effect.
 function Run:layers(step, all)
   local sites = self.trainer.optimizer.fp8
   local moved, text, products
   if sites and self.history then
     moved, text = sites:moves(all)
     products = sites:products()
+  end
+  local unused = sites and sites:unused()
+  if unused then
+    self.trainer:note(("step %d: %s"):format(step, unused))
+    self:event(step, "fp8_unused", unused)
   end
   if moved then self:event(step, "layers", text, moved) end
   if products then self:event(step, "products", products) end

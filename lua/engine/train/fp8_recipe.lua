@@ -63,7 +63,6 @@ end
 
 local ROLE = arguments.set_of("format block rule pow2 margin eps stochastic keep factor " ..
   "backward clamp residual estimator average")
-local REPLACES = "; a role's table replaces the base's table, so give rule = ... as well"
 local function read_role(to, role, where, name)
   known(role, ROLE, where)
   local function want(field, good, what)
@@ -83,8 +82,8 @@ local function read_role(to, role, where, name)
   for _, field in ipairs(scaled and { "pow2", "margin", "eps" } or {}) do
     if role[field] ~= nil then raise("%s: the rule %s has no option %s", where, rule, field) end
   end
-  raise_if(not role.rule and type(role.stochastic) == "number", "%s: stochastic can be a number " ..
-    "(of random bits) only with a rule of microscaling%s", where, REPLACES)
+  raise_if(not scaled and type(role.stochastic) == "number",
+    "%s: stochastic can be a number (of random bits) only with a rule of microscaling", where)
   for _, field in ipairs(rule == ROWS and {} or ROW_OPTIONS) do
     raise_if(role[field] ~= nil, "%s: only the rule %s has the option %s", where, ROWS, field)
   end
@@ -102,11 +101,11 @@ local function read_role(to, role, where, name)
     to.stochastic = whole(role.stochastic, where, "stochastic")
   else to.stochastic = boolean(role.stochastic, where, "stochastic") * (scaled and 8 or 1) end
   want("factor", scaled and between(role.factor, 0.5, 1),
-    "a number from 0.5 to 1, with a rule of microscaling" .. (role.rule and "" or REPLACES))
+    "a number from 0.5 to 1, with a rule of microscaling")
   to.factor = role.factor or 0
   want("average", scaled and name == "w" and type(role.average) == "number" and role.average >= 0
     and role.average < 1, "a decay from 0 (no average) to below 1, in w, with a rule of " ..
-    "microscaling" .. (role.rule and "" or REPLACES))
+    "microscaling")
   to.average = role.average or 0
   local turned = scaled and name == "x" and rows ~= columns and not role.backward
   to.margin, to.keep = whole(role.margin or 0, where, "margin"),
@@ -143,6 +142,21 @@ local FIELDS = arguments.set_of "x w dy forward dgrad wgrad"
 local LAYER = arguments.merged(FIELDS, arguments.set_of "match high")
 local FP8 = arguments.merged(FIELDS,
   arguments.set_of "high high_first high_last layers policy sample ladder")
+
+--- Returns the table `fp8` of a base recipe, changed by a user's table `own`. A role or a product
+--- in `own` changes single fields of the base's; but a role with a `rule` of its own starts from
+--- this rule's defaults, because a rule decides which other fields there are. Other fields of `own`
+--- replace the base's.
+function M.on_base(base, own)
+  local fp8 = arguments.merged(base, own)
+  for name in pairs(FIELDS) do
+    local over = own[name]
+    if type(over) == "table" and not over.rule then
+      fp8[name] = arguments.merged((base or {})[name], over)
+    end
+  end
+  return fp8
+end
 
 --- Returns the fields of each role and product of the layer at `path`: the fields of the table
 --- `fp8`, overridden by every matching entry of `layers`. Returns false if the layer stays in high

@@ -69,10 +69,12 @@ local SUMS, MAXIMA = 7, 5      -- how many sums and maxima over ranks each role 
 local role_number = {}
 for i, role in ipairs(roles) do role_number[role] = i end
 
--- Returns whether a role has one scale for the whole tensor, which a policy may choose.
-local function whole(site, r)
-  return site.on and site.recipe.role[r].block_rows == 0 and site.recipe.role[r].block_columns == 0
+-- Returns whether role r has one scale for the whole tensor, which a policy may choose.
+local function one_scale(recipe, r)
+  return recipe.role[r].block_rows == 0 and recipe.role[r].block_columns == 0
 end
+
+local function whole(site, r) return site.on and one_scale(site.recipe, r) end
 
 local function load_policies(names, where)
   local list = {}
@@ -85,19 +87,20 @@ local function load_policies(names, where)
   return list
 end
 
--- Refuses a user's pattern that matches no module, because a typo would otherwise go unnoticed. The
--- patterns for heads in the shipped recipes may match nothing, because a tied head is not a module.
-local function refuse_unmet(model, full, linears)
+-- Refuses a user's pattern that matches no linear layer, because a typo would otherwise go
+-- unnoticed. The patterns for heads in the shipped recipes may match nothing, because a tied head
+-- is not a module.
+local function refuse_unmet(full, linears)
   local own, where = full.own_fp8 or {}, ("precision '%s': fp8"):format(full.name)
   local function met(pattern, of)
     for _, usual in ipairs(full.usual_high) do
       if pattern == usual then return end
     end
-    local found = false
-    model:apply(function(_, path) found = found or path:find(pattern) ~= nil end)
-    if found then return end
-    raise("%s: %s: the pattern '%s' matches no layer of this model; linear layers: %s", where, of,
-      pattern, nearest.few(linears))
+    for _, path in ipairs(linears) do
+      if path:find(pattern) then return end
+    end
+    raise("%s: %s: the pattern '%s' matches no linear layer of this model; linear layers: %s",
+      where, of, pattern, nearest.few(linears))
   end
   for _, pattern in ipairs(own.high or {}) do met(pattern, "high") end
   for i, over in ipairs(own.layers or {}) do met(over.match, ("layers[%d]"):format(i)) end
@@ -114,7 +117,7 @@ function M.attach(model, full, list)
     blocks = math.max(blocks, tonumber(path:match("^blocks%.(%d+)%.")) or 0)
     if module._class == "linear" then linears[#linears + 1] = path end
   end)
-  if fp8 then refuse_unmet(model, full, linears) end
+  if fp8 then refuse_unmet(full, linears) end
   model:apply(function(module, path)
     rawset(module, "_fp8", nil)
     rawset(module, "_fp8_site", nil)
@@ -133,7 +136,10 @@ function M.attach(model, full, list)
     rawset(module, "_fp8_site", holder)
     local site = { path = name, id = id, holder = holder, module = module,
       recipe = rungs[1], rungs = rungs, rung = 1, on = true, meters = {}, asked = {} }
-    for r = 0, 2 do site.asked[r + 1] = whole(site, r) and 0 or 0 / 0 end
+    for r = 0, 2 do
+      site.asked[r + 1] = whole(site, r) and 0 or 0 / 0
+      for _, rung in ipairs(rungs) do self.scalable = self.scalable or one_scale(rung, r) end
+    end
     self.list[#self.list + 1], self.by_path[name] = site, site
   end)
   if not fp8 then return nil end
@@ -352,6 +358,7 @@ function Sites:apply(gradient)
   if #self.policies == 0 and not self.placed then return end
   self.placed = #self.policies > 0
   local places, problem = fp8_verdict.places(self.policies, self.names, self.rungs)
+  if next(places.amaxes) and not self.scalable then self.in_vain = self.in_vain or "new" end
   for i, site in ipairs(self.list) do
     local rung = places.rungs[i]
     if rung ~= site.rung then
@@ -401,6 +408,14 @@ function Sites:moves(all)
   self.told, self.moved, self.reasons = now, false, nil
   return moved, moved and fp8_verdict.text(moved, self.rungs)
     .. (reasons ~= "" and " (" .. reasons .. ")" or "")
+end
+
+--- Returns a line, once, if policies choose scales although no tensor has one scale.
+function Sites:unused()
+  if self.in_vain ~= "new" then return nil end
+  self.in_vain = "told"
+  return ("the FP8 policy chooses scales, which have no effect: every tensor under precision %s " ..
+    "has scales of its blocks"):format(self.recipe.name)
 end
 
 --- Returns a line about the accumulators that microscaled layers used in the last forward pass.

@@ -300,7 +300,7 @@ function M.resolve(recipe)
     expect(type(recipe.fp8) == "table", recipe.fp8,
       "precision '%s': expected fp8 to be a table, or false for none", full.name)
     full.own_fp8 = copy(recipe.fp8, {})
-    full.fp8 = arguments.merged(copy(base.fp8, {}), full.own_fp8)
+    full.fp8 = fp8_recipe.on_base(copy(base.fp8, {}), full.own_fp8)
   else full.fp8 = copy(base.fp8, {}) end
   if full.fp8 then
     fp8_recipe.check(full.fp8, M.fp8_tables(), ("precision '%s': fp8"):format(full.name))
