@@ -197,6 +197,15 @@ describe("engine help NAME", function()
     assert.matches("'num_labels' is mentioned in\n  %w", help("num_labels").out)
   end)
 
+  it("explains the fields of a precision recipe", function()
+    for name, text in pairs { ["fp8.keep"] = "how the tape keeps x for the product dW",
+      accumulator = "device (hopper on a card", high_first = "`high_first`, `high_last`: how many",
+      rounding = "how new weights are rounded", residual = "false: what clamping cuts off",
+      ["precision.residual"] = "the output of an embedding" } do
+      assert.matches(text, help(name).out, 1, true)
+    end
+  end)
+
   it("suggests the nearest name", function()
     local result = help "matmull"
     assert.are.equal(1, result.code)

@@ -27,8 +27,9 @@ local function tables(add)
       for name in row[1]:gmatch("`([%w_]+)`") do names[#names + 1] = name end
       for i = 2, #row do text[#text + 1] = row[i] end
       text = source.shared(names) .. table.concat(text, ": ")
+      all[#all + 1] = ("%s%s  %s"):format(t.prefix, table.concat(names, ", " .. t.prefix),
+        source.summary(row[#row]))
       for _, name in ipairs(names) do
-        all[#all + 1] = ("%s%s  %s"):format(t.prefix, name, source.summary(row[#row]))
         add { name = t.prefix .. name, kind = t.kind, area = t.area, signature = t.prefix .. name,
           text = text, where = ("%s:%d"):format(t.path, row.line) }
       end
@@ -90,6 +91,26 @@ local function guides(add)
   end
 end
 
+local PRECISION = "lua/engine/train/precision.lua"
+
+-- Adds the fields of a precision recipe and of its table `fp8`. The comments above these lines of
+-- precision.lua list them.
+local function recipe_fields(add)
+  local lists = { ["M.recipes"] = "precision.", ["local HYBRID"] = "fp8." }
+  for at, line in ipairs(source.lines(PRECISION)) do
+    local prefix = lists[line:match("^(.-) = ")]
+    local text, first = source.comment(source.lines(PRECISION), at, "%-%-")
+    for _, field in ipairs(prefix and source.option_list(text) or {}) do
+      for _, name in ipairs(field.names) do
+        add { name = prefix .. name, kind = "precision recipe field", area = "precision",
+          signature = prefix .. name,
+          text = source.shared(field.names) .. field.text,
+          where = ("%s:%d"):format(PRECISION, first) }
+      end
+    end
+  end
+end
+
 -- Adds the terms of the glossary, and the precision recipes.
 local function words(add_word)
   for _, row in ipairs(source.table_rows("docs/glossary.md", "# Glossary")) do
@@ -102,7 +123,7 @@ local function words(add_word)
   local precision = require "engine.train.precision"
   for _, name in ipairs(nearest.keys(precision.recipes)) do
     add_word { name = name, kind = "precision recipe", signature = "precision=" .. name,
-      text = precision.describe(name), where = "lua/engine/train/precision.lua:1" }
+      text = precision.describe(name), where = PRECISION .. ":1" }
   end
 end
 
@@ -114,6 +135,7 @@ function M.read(trainer, add, add_word)
   tables(add)
   if trainer then options(trainer, add) end
   policies(add, add_word)
+  recipe_fields(add)
   words(add_word)
   guides(add)
 end

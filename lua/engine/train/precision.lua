@@ -16,20 +16,21 @@ local dtype, expect, raise, value_text = M_ffi.dtype, M_ffi.expect, M_ffi.raise,
 local M = {}
 
 -- The fields of a recipe:
--- weights            format in which the forward pass reads parameters; norms keep f32
--- masters            the weights that the optimizer updates. bf16 (for sgd, adam, adamw, lion): the
---                    forward pass reads them too, and no f32 copy exists; norms keep f32
--- rounding           how new weights are rounded to bf16 masters. stochastic: up or down at random,
---                    unbiased; kahan: to nearest, and a bf16 buffer keeps the rounding error for
---                    the next update; nearest: small updates are lost, and training stalls
--- activations        inputs and outputs of matrix products and attention
--- residual           the residual stream: the output of an embedding
--- norm               the output of layer and RMS norm (their statistics are always f32)
--- wide               softmax, exponentials, losses and sums
--- weight_gradients   the format of a parameter's gradient
--- norm_gradients     the format of a norm parameter's gradient
--- moments            the format of the optimizer's state
--- scaled             true: gradients need a loss scale
+--   weights            format in which the forward pass reads parameters; norms keep f32
+--   masters            the weights that the optimizer updates. bf16 (for sgd, adam, adamw, lion):
+--                      the forward pass reads them too, and no f32 copy exists; norms keep f32
+--   rounding           how new weights are rounded to bf16 masters. stochastic: up or down at
+--                      random, unbiased; kahan: to nearest, and a bf16 buffer keeps the rounding
+--                      error for the next update; nearest: small updates are lost, and training
+--                      stalls
+--   activations        inputs and outputs of matrix products and attention
+--   residual           the residual stream: the output of an embedding
+--   norm               the output of layer and RMS norm (their statistics are always f32)
+--   wide               softmax, exponentials, losses and sums
+--   weight_gradients   the format of a parameter's gradient
+--   norm_gradients     the format of a norm parameter's gradient
+--   moments            the format of the optimizer's state
+--   scaled             true: gradients need a loss scale
 M.recipes = {
   fp32 = { weights = "f32", activations = "f32", residual = "f32", norm = "f32", wide = "f32",
     weight_gradients = "f32", norm_gradients = "f32", moments = "f32", scaled = false },
@@ -55,7 +56,10 @@ end
 --               format      e4m3, e5m2
 --               block       tensor, row, 1x128, 128x128, { rows, columns }
 --               rule        transformer_engine, deepseek, deepgemm, torchao, msamp
---               pow2, eps, margin, stochastic
+--               pow2        true: scales are powers of two
+--               eps         a smaller amax counts as eps; each rule has its own default
+--               margin      scales are multiplied by 2^margin (0)
+--               stochastic  true: random rounding
 --               keep        only in x: how the tape keeps x for the product dW:
 --                           codes (the backward pass quantizes them again along the other
 --                           dimension if blocks are not square), transposed (codes quantized along
@@ -63,9 +67,9 @@ end
 --                           the tape keeps the FP8 inputs of the SwiGLU that made x, and x is
 --                           recomputed)
 --   forward, dgrad, wgrad   the products:
---               accumulator device (hopper on a card, fp32 elsewhere), fp32, exact, hopper, e4m3
---               promotion   how many products along K are summed before each promotion to f32; 0:
---                           no promotion
+--               accumulator  device (hopper on a card, fp32 elsewhere), fp32, exact, hopper, e4m3
+--               promotion    how many products along K are summed before each promotion to f32; 0:
+--                            no promotion
 --             With microscaling (docs/microscaling.md), x, w and dy all have one of the rules
 --             floor, ceil, even, rceil, quest (blocks of 1x32), nvfp4, four_over_six,
 --             four_over_six_mse (1x16, 16x16), ms_eden (1x16), msamp_fp4 (row). dy may be in FP8
