@@ -194,6 +194,10 @@ describe("the REPL", function()
     assert.matches("1 2 ", result.out, 1, true)
     assert.matches('"a"\tnil\t3', result.out, 1, true)
     assert.matches("oops", result.err, 1, true)
+    -- an error in the entry itself needs no traceback
+    assert.matches("^there is no run [^\n]*\n$", run({ "-i" }, "open 'nothing' .x\n").err)
+    assert.matches("^there\nstack traceback:", run({ "-i" },
+      "function f() error('there', 0) end\nf()\n").err)
   end)
 
   it("keeps variables that a line set, even if the line failed", function()

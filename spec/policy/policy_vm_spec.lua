@@ -98,6 +98,9 @@ describe("a policy file", function()
     assert.are.equal(8, engine.policy.load("policies/dynamic.lua:init_scale=8"):scale())
     assert.has_error(function() engine.policy.load "dynamic:init_scale=8,growth" end,
       "policy dynamic: expected name=value after the colon, separated by commas, got 'growth'")
+    assert.has_error(function() engine.policy.load "dynamic:growth_factor" end,
+      "policy dynamic: expected name=value after the colon, separated by commas, got " ..
+      "'growth_factor'")
     assert.has_error(function() engine.policy.load "dynamic:init_scle=8" end,
       "policies/dynamic.lua: policy 'dynamic' has no option 'init_scle'; " ..
       "did you mean 'init_scale'?")

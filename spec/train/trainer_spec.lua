@@ -450,6 +450,16 @@ describe("the trainer", function()
     trainer = job { run = run, steps = 4, precision = "fp16", resume = "auto", policy = mine }
     assert.matches("nothing to do: steps=4 asks for fewer steps than the 5 that the run already " ..
       "has", trainer:summary_text(trainer:run()), 1, true)
+    -- a resume that makes no step leaves the facts of the run as they were
+    local function facts()
+      local meta = engine.history.open(run):meta()
+      return meta.policy .. " " .. meta.precision
+    end
+    local before = facts()
+    job({ run = run, steps = 5, precision = "bf16", resume = "auto", policy = "static" }):run()
+    assert.equal(before, facts())
+    job({ run = run, steps = 6, precision = "bf16", resume = "auto", policy = "static" }):run()
+    assert.equal("static bf16", facts())
   end)
 
   it("a corrupt checkpoint is skipped with a message, and the one before it is used", function()

@@ -275,7 +275,8 @@ local function traceback(problem)
   end
   local trace = debug.traceback(problem, 2)
   trace = trace:gsub("\n%s*%[C%]: in function 'xpcall'.*$", "")      -- drop the REPL's own frames
-  return host.trim(trace)
+  trace = host.trim(trace)
+  return (trace:gsub("\nstack traceback:\n%s*stdin:%d+: in main chunk$", ""))   -- the entry itself
 end
 
 local function finish(ok, ...)

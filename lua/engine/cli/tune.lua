@@ -52,7 +52,8 @@ local function print_result(result, source)
     end
   end
   print(show.table(lines, true))
-  print(("%d settings tried"):format(result.evaluations))
+  print(("%d settings tried%s"):format(result.evaluations, #result.rows > SHOWN
+    and (" (shown: the best %d, and the policy's own options)"):format(SHOWN) or ""))
   for _, row in ipairs(result.rows) do ties = ties + (row.cost == best.cost and 1 or 0) end
   if best == result.default then
     print("no setting is better than the policy's own options" ..

@@ -310,6 +310,7 @@ end
 --- Returns the name, and the options with the settings added as text.
 local function with_settings(source, options)
   local name, settings = source:match("^(.-):([%a_][%w_]*=.*)$")
+  if not name then name, settings = source:match("^([%w_-]+):([^/]+)$") end   -- a missing value
   if not name then return source, options end
   local all = arguments.merged(options)
   for setting in settings:gmatch("[^,]+") do

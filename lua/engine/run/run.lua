@@ -150,7 +150,9 @@ function Run:open_history(cut)
   cut = cut and files.exists(path)
   self.history = require("engine.run.history").open(path, { write = true })
   if cut then self:complain(self.history:resume(self.trainer.steps_done)) end
-  self:describe()
+  -- a resume that makes no step keeps the facts about the steps that were made
+  self.undescribed = cut and self.trainer.steps_done >= self.trainer.steps
+  if not self.undescribed then self:describe() end
 end
 
 -- Loads the tensors of the checkpoint `c` (as in restore.spread) on every rank. Without `c`, sends
@@ -268,6 +270,7 @@ end
 function Run:describe()
   local history, trainer, list = self.history, self.trainer, {}
   local formats = trainer:gradient_formats()
+  self.undescribed = false
   self.signals = {}                   -- the last value written of each signal, by name
   for i, p in ipairs(trainer.optimizer.list) do
     list[i] = { name = p.name, shape = trainer.reducer:shape(p), gradient = formats[i] }
@@ -361,6 +364,7 @@ function Run:append(record, verdict, stats, tokens, signals, logs)
     self:complain(not events:trouble(), events:trouble())
   end
   if not history then return end
+  if self.undescribed then self:describe() end
   self:complain(history:append(record, verdict, tokens))
   local step = tonumber(record.step)
   self:append_signals(step, signals)
