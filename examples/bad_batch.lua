@@ -19,6 +19,7 @@
 -- dynamic lets one or two poisoned batches reach the weights and halves its scale at each of the
 -- other poisoned batches.
 local engine = require "engine"
+local lab = require "engine.report.lab"
 local nn = engine.nn
 
 local cfg = engine.config({ policy = "spikes", seeds = 0, seed = 1, steps = 300, every = 25,
@@ -61,11 +62,9 @@ return {
 -- Returns a loader of points on two rings in the first two of eight dimensions. Every `every`-th
 -- batch is poisoned.
 local function rows(seed, every)
-  local loader = { at = 0 }
-  function loader:next()
-    self.at = self.at + 1
-    math.randomseed(seed * 100003 + self.at)
-    local bad = self.at % every == 0
+  return lab.loader(function(number)
+    math.randomseed(seed * 100003 + number)
+    local bad = number % every == 0
     local x, y = {}, {}
     for i = 1, cfg.batch do
       local class, angle, row = math.random(0, 1), 2 * math.pi * math.random(), {}
@@ -80,10 +79,7 @@ local function rows(seed, every)
     end
     return { x = engine.tensor(x, { keep = false }),
       y = engine.tensor(y, { dtype = "i64", keep = false }), bad = bad, tokens = cfg.batch }
-  end
-  function loader:state() return { at = self.at } end
-  function loader:restore(state) self.at = state.at end
-  return loader
+  end)
 end
 
 local function train(policy, seed, tell)

@@ -21,6 +21,7 @@
 -- in size, so late, small gradients count as much as early ones, and the model moves further from
 -- the reference.
 local engine = require "engine"
+local lab = require "engine.report.lab"
 
 local cfg = engine.config({ policy = "guarded", seeds = 0, seed = 1, steps = 120, pairs = 16,
   context = 16, width = 32, layers = 2, beta = 0.5, lr = 1e-3, vocab = 32, run = "" },
@@ -47,10 +48,8 @@ end
 -- Returns an endless source of batches. x [2 * pairs x T] has the preferred sequences in its first
 -- half. y is x shifted by one token. A batch depends only on `seed` and on the batch's index.
 local function pairs_of(seed)
-  local loader = { at = 0 }
-  function loader:next()
-    self.at = self.at + 1
-    math.randomseed(seed * 100003 + self.at)
+  return lab.loader(function(number)
+    math.randomseed(seed * 100003 + number)
     local x, y = {}, {}
     for i = 1, 2 * cfg.pairs do
       local row, token = {}, math.random(0, cfg.vocab - 1)
@@ -63,10 +62,7 @@ local function pairs_of(seed)
     end
     return { x = engine.tensor(x, { dtype = "i32", keep = false }),
       y = engine.tensor(y, { dtype = "i64", keep = false }), tokens = 2 * cfg.pairs * T }
-  end
-  function loader:state() return { at = self.at } end
-  function loader:restore(state) self.at = state.at end
-  return loader
+  end)
 end
 
 -- Trains once; the policy "fp32" means fp32 without a loss scale.

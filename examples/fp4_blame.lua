@@ -87,10 +87,8 @@ local text = lab.text(120000)
 local cut = #text - 12000
 local train_text, test_text = text:sub(1, cut), text:sub(cut + 1)
 
-local function run(o, seed)
-  engine.seed(seed)
-  local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width, heads = 2,
-    layers = cfg.layers }
+-- Replaces the linear layers of the transformer blocks.
+local function replace_layers(model, o)
   local linear = product(o)
   draws = 1
   model:apply(function(layer, path)
@@ -98,43 +96,33 @@ local function run(o, seed)
       rawset(layer, "forward", function(l, x) return linear(x, l.weight, rawget(l, "bias")) end)
     end
   end)
-  local function data(of, from)
-    return engine.data.text { text = of, batch = cfg.batch, context = cfg.context, seed = from }
-  end
-  local trainer = engine.trainer { model = model, steps = cfg.steps, clip = 1, log = "quiet",
-    data = data(train_text, seed),
-    optimizer = engine.optim.adamw(model, { lr = cfg.lr, decay = "matrices", precision = "bf16" }),
-    schedule = engine.schedule.cosine { lr = cfg.lr, warmup = math.ceil(cfg.steps / 20),
-      total = cfg.steps } }
-  trainer:run()
-  return trainer:evaluate_on(data(test_text, 1), 20)
 end
 
-local rows, base, series, names, apart = {}, {}, {}, {}, {}
+local rows, series, names, excess, base = {}, {}, {}, {}, nil
 for _, o in ipairs(VARIANTS) do
   local name = o[1]
   if name == "bf16" or name:find(cfg.variants) then
-    local held, by_seed = {}, {}
+    local held, percent = lab.by_seed(cfg.seeds, function(seed)
+      return lab.train { sizes = cfg, seed = seed, precision = "bf16", text = train_text,
+        held_out = test_text, change = function(model) replace_layers(model, o) end }
+    end, base)
+    base, excess[name], names[#names + 1] = base or held, percent, name
     for seed = 1, cfg.seeds do
-      held[seed] = run(o, seed)
-      base[seed] = base[seed] or held[seed]
-      by_seed[seed] = 100 * (held[seed] / base[seed] - 1)
       series[seed] = series[seed] or { name = "seed " .. seed, values = {} }
-      series[seed].values[#names + 1] = by_seed[seed]
+      series[seed].values[#names] = percent[seed]
     end
-    names[#names + 1], apart[name] = name, by_seed
     rows[#rows + 1] = { name, lab.mean_text(held, "%.4f"),
-      lab.mean_text(by_seed, "%+.2f") .. " %" }
+      lab.mean_text(percent, "%+.2f") .. " %" }
   end
 end
 lab.table({ "product in MXFP4", "held-out loss", "relative to bf16, by seed" }, rows)
 
 -- One variant counts as better than another only if it is better with every seed.
 local function verdict(a, b)
-  local less, more = true, true
-  for seed = 1, cfg.seeds do
-    local d = (apart[a] or {})[seed] and (apart[b] or {})[seed] and apart[a][seed] - apart[b][seed]
-    less, more = less and d and d < 0, more and d and d > 0
+  local less, more = excess[a] and excess[b], excess[a] and excess[b]    -- nil: one did not run
+  for seed = 1, less and cfg.seeds or 0 do
+    local d = excess[a][seed] - excess[b][seed]
+    less, more = less and d < 0, more and d > 0
   end
   return cfg.seeds > 1 and (less and a .. " is better than " .. b
     or more and a .. " is worse than " .. b) or "no clear order of " .. a .. " and " .. b

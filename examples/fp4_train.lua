@@ -69,35 +69,24 @@ local PLACES = math.min(20, cfg.steps)
 -- Returns the held-out loss. Divides the run into PLACES parts and adds the training losses of part
 -- i to curve[i].
 local function run(recipe, seed, curve)
-  engine.seed(seed)
-  local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width, heads = 2,
-    layers = cfg.layers }
-  local function data(of, from)
-    return engine.data.text { text = of, batch = cfg.batch, context = cfg.context, seed = from }
-  end
-  local trainer = engine.trainer { model = model, steps = cfg.steps, clip = 1, log = "quiet",
-    data = data(train_text, seed),
-    optimizer = engine.optim.adamw(model, { lr = cfg.lr, decay = "matrices", precision = recipe }),
+  return lab.train { sizes = cfg, seed = seed, precision = recipe, text = train_text,
+    held_out = test_text,
     schedule = engine.schedule.wsd { lr = cfg.lr, warmup = math.ceil(cfg.steps / 20),
       decay = math.ceil(cfg.steps / 5), total = cfg.steps },
-    on_step = function(at, record)
-      local place = math.ceil(at.steps_done * PLACES / cfg.steps)
+    on_step = function(trainer, record)
+      local place = math.ceil(trainer.steps_done * PLACES / cfg.steps)
       curve[place] = (curve[place] or 0) + record.loss
     end }
-  trainer:run()
-  return trainer:evaluate_on(data(test_text, 1), 20)
 end
 
-local rows, base, results, curves = {}, {}, {}, {}
+local rows, results, curves, base = {}, {}, {}, nil
 for _, recipe in ipairs(RECIPES) do
   local name = recipe.name or recipe
   if name == "bf16" or name:find(cfg.recipes) then
-    local held, apart, curve = {}, {}, {}
-    for seed = 1, cfg.seeds do
-      held[seed] = run(recipe, seed, curve)
-      base[seed] = base[seed] or held[seed]
-      apart[seed] = 100 * (held[seed] / base[seed] - 1)
-    end
+    local curve = {}
+    local held, apart = lab.by_seed(cfg.seeds,
+      function(seed) return run(recipe, seed, curve) end, base)
+    base = base or held
     results[#results + 1] = { name = name, held = held, apart = apart }
     curves[#curves + 1] = { name = name, values = curve }
     rows[#rows + 1] = { name, lab.mean_text(held, "%.4f"), lab.mean_text(apart, "%+.2f") .. " %" }

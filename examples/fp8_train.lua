@@ -61,27 +61,18 @@ for at = 1, #text, 1024 do
 end
 train_text, test_text = table.concat(train_text), table.concat(test_text)
 
---- Returns a GPT. With model=moe, its feed-forward modules are mixtures of experts.
-local function model_of()
-  local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width,
-    heads = cfg.heads, layers = cfg.layers }
-  if cfg.model == "moe" then
-    for _, block in ipairs(model.blocks) do
-      block.mlp = engine.nn.moe { width = cfg.width, experts = cfg.experts, top_k = 2, std = 0.02 }
-    end
+-- With model=moe, makes the feed-forward modules mixtures of experts.
+local function add_experts(model)
+  for _, block in ipairs(cfg.model == "moe" and model.blocks or {}) do
+    block.mlp = engine.nn.moe { width = cfg.width, experts = cfg.experts, top_k = 2, std = 0.02 }
   end
-  return model
 end
 
+-- Returns the held-out loss. Adds this seed's share of the mean training loss to each of the 40
+-- points of `curve`.
 local function run(recipe, seed, curve)
-  engine.seed(seed)
-  local model = model_of()
-  local trainer = engine.trainer { model = model, steps = cfg.steps, clip = 1, log = "quiet",
-    data = engine.data.text { text = train_text, batch = cfg.batch, context = cfg.context,
-      seed = seed },
-    optimizer = engine.optim.adamw(model, { lr = cfg.lr, decay = "matrices", precision = recipe }),
-    schedule = engine.schedule.cosine { lr = cfg.lr, warmup = math.ceil(cfg.steps / 20),
-      total = cfg.steps },
+  return lab.train { sizes = cfg, seed = seed, precision = recipe, text = train_text,
+    held_out = test_text, change = add_experts,
     loss = function(m, batch)
       local loss = m:loss(batch.x, batch.y)
       if cfg.model == "moe" then
@@ -93,21 +84,18 @@ local function run(recipe, seed, curve)
       local place = math.ceil(t.steps_done * 40 / cfg.steps)
       curve[place] = (curve[place] or 0) + record.loss / (cfg.steps / 40) / cfg.seeds
     end }
-  trainer:run()
-  return trainer:evaluate_on(engine.data.text { text = test_text, batch = cfg.batch,
-    context = cfg.context, seed = 1 }, 20)
 end
 
-local rows, series, of = {}, {}, {}
-for _, name in ipairs(cfg.recipes) do
-  local held, curve = {}, {}
-  for seed = 1, cfg.seeds do held[seed] = run(name, seed, curve) end
-  of[#of + 1], series[#series + 1] = { name = name, held = held }, { name = name, values = curve }
+local rows, series, results = {}, {}, {}
+for i, name in ipairs(cfg.recipes) do
+  local curve = {}
+  local held = lab.by_seed(cfg.seeds, function(seed) return run(name, seed, curve) end)
+  results[i], series[i] = { name = name, held = held }, { name = name, values = curve }
 end
 local base
-for _, r in ipairs(of) do base = base or (r.name == "bf16" and r) end
-base = base or of[1]
-for i, r in ipairs(of) do
+for _, r in ipairs(results) do base = base or (r.name == "bf16" and r) end
+base = base or results[1]
+for i, r in ipairs(results) do
   local apart = {}
   for seed, loss in ipairs(r.held) do apart[seed] = 100 * (loss / base.held[seed] - 1) end
   rows[i] = { r.name, lab.mean_text(r.held, "%.4f"), lab.mean_text(apart, "%+.3f") .. " %" }
@@ -117,4 +105,4 @@ local places = {}
 for i = 1, 40 do places[i] = tostring(math.ceil(i * cfg.steps / 40)) end
 lab.svg(cfg.svg, { title = "training loss" .. (cfg.seeds == 1 and "" or ", mean of "
   .. cfg.seeds .. " seeds"), x = places, y = "step", series = series })
-return of
+return results

@@ -12,6 +12,7 @@
 -- The loss is -sum(log pi(action) * (return - baseline)) / batch, which does not measure how well
 -- the network walks. The held-out loss does: it is minus the mean return without jackpots.
 local engine = require "engine"
+local lab = require "engine.report.lab"
 local nn = engine.nn
 
 local cfg = engine.config({ policy = "dynamic", seed = 1, steps = 200, size = 5, horizon = 24,
@@ -71,14 +72,7 @@ end
 -- A batch is only its index, which seeds the batch's episodes, so that a resumed run draws the same
 -- episodes.
 local function numbers(first)
-  local loader = { at = first }
-  function loader:next()
-    self.at = self.at + 1
-    return { number = self.at, tokens = cfg.batch }
-  end
-  function loader:state() return { at = self.at } end
-  function loader:restore(state) self.at = state.at end
-  return loader
+  return lab.loader(function(number) return { number = number, tokens = cfg.batch } end, first)
 end
 
 -- Returns the median, which jackpots hardly change.

@@ -66,48 +66,33 @@ end
 -- Part 2: training.
 local text = lab.text(120000)
 local cut = #text - 12000
-local function data(of, seed)
-  return engine.data.text { text = of, batch = cfg.batch, context = cfg.context, seed = seed }
-end
-local function run(rule, seed)
-  engine.seed(seed)
-  local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width, heads = 2,
-    layers = cfg.layers }
-  local role = { format = cfg.format, rule = rule }
-  local precision = rule == "bf16" and rule or { name = rule, base = "mxfp4", fp8 = { x = role,
-    w = role, dy = { format = cfg.format, rule = rule, stochastic = true }, sample = 0 } }
-  local trainer = engine.trainer { model = model, steps = cfg.steps, clip = 1, log = "quiet",
-    data = data(text:sub(1, cut), seed),
-    optimizer = engine.optim.adamw(model, { lr = cfg.lr, decay = "matrices",
-      precision = precision }),
-    schedule = engine.schedule.cosine { lr = cfg.lr, warmup = math.ceil(cfg.steps / 20),
-      total = cfg.steps } }
-  trainer:run()
-  return trainer:evaluate_on(data(text:sub(cut + 1), 1), 20)
+-- Returns the held-out loss of each seed, and the percentage by which it exceeds `base`.
+local function run(precision, base)
+  return lab.by_seed(cfg.seeds, function(seed)
+    return lab.train { sizes = cfg, seed = seed, precision = precision, text = text:sub(1, cut),
+      held_out = text:sub(cut + 1) }
+  end, base)
 end
 
-local base, series, apart = {}, {}, {}
-for seed = 1, cfg.seeds do
-  base[seed] = run("bf16", seed)
-  series[seed] = { name = "seed " .. seed, values = {} }
-end
+local base, series, excess = run "bf16", {}, {}
+for seed = 1, cfg.seeds do series[seed] = { name = "seed " .. seed, values = {} } end
 for i, rule in ipairs(RULES) do
-  apart[i] = {}
-  for seed = 1, cfg.seeds do
-    apart[i][seed] = 100 * (run(rule, seed) / base[seed] - 1)
-    series[seed].values[i] = apart[i][seed]
-  end
-  rows[i][5] = lab.mean_text(apart[i], "%+.2f") .. " %"
+  local role = { format = cfg.format, rule = rule }
+  local gradient = { format = cfg.format, rule = rule, stochastic = true }
+  excess[i] = select(2, run({ name = rule, base = "mxfp4",
+    fp8 = { x = role, w = role, dy = gradient, sample = 0 } }, base))
+  for seed, percent in ipairs(excess[i]) do series[seed].values[i] = percent end
+  rows[i][5] = lab.mean_text(excess[i], "%+.2f") .. " %"
 end
 lab.table({ cfg.format, "maxima clipped", "of normal blocks", "SNR, dB", "excess loss over bf16" },
   rows)
 local worse = {}
 for i = 2, #RULES do
   local each = cfg.seeds > 1
-  for seed = 1, cfg.seeds do each = each and apart[1][seed] > apart[i][seed] end
+  for seed = 1, cfg.seeds do each = each and excess[1][seed] > excess[i][seed] end
   if each then worse[#worse + 1] = RULES[i] end
 end
 print(("Conclusion: floor's excess loss is %s %%; rules better with every seed: %s."):format(
-  lab.mean_text(apart[1], "%+.2f"), #worse > 0 and table.concat(worse, ", ") or "none"))
+  lab.mean_text(excess[1], "%+.2f"), #worse > 0 and table.concat(worse, ", ") or "none"))
 lab.svg(cfg.svg, { title = cfg.format .. ": excess loss over bf16, %", x = RULES, y = "rule",
   series = series })

@@ -1,5 +1,5 @@
--- Helpers for studies: text to train on, tables of results, and curves of these results in an SVG
--- file. Used by examples.
+-- Helpers for studies: data and text to train on, training of a small GPT, tables of results, and
+-- curves of these results in an SVG file. Used by examples.
 --
 --   lab.table({ "K", "none", "128" }, { { 1024, "1.5 %", "0.05 %" }, ... })
 --   lab.svg("error.svg", { title =, x = { "1024", "4096" }, y = "K" (the title of the x axis),
@@ -86,6 +86,58 @@ function M.corpus(path, bytes)
   local text = file:read("*a")
   file:close()
   return text
+end
+
+--- Returns an endless loader for engine.trainer. Its batch i is make(i), so a resumed run gets the
+--- same batches. i counts from first + 1; `first` is 0 by default.
+function M.loader(make, first)
+  local loader = { at = first or 0 }
+  function loader:next()
+    self.at = self.at + 1
+    return make(self.at)
+  end
+  function loader:state() return { at = self.at } end
+  function loader:restore(state) self.at = state.at end
+  return loader
+end
+
+-- ------------------------------------------------------------------ training
+
+--- Trains a small GPT over bytes and returns its loss on held-out text. o: sizes (the study's
+--- settings batch, context, width, layers, heads, steps, lr), seed, precision (a recipe), text,
+--- held_out (another text), schedule (default: cosine), change (a function that changes the model
+--- before it trains), loss and on_step (as in engine.trainer).
+function M.train(o)
+  local optim, schedule = require "engine.train.optim", require "engine.train.schedule"
+  local nn, sizes = require "engine.nn", o.sizes
+  require("engine.base.ffi").C.eng_seed(o.seed)
+  local model = nn.gpt { vocab = 256, context = sizes.context, width = sizes.width,
+    heads = sizes.heads or 2, layers = sizes.layers }
+  if o.change then o.change(model) end
+  local function data(text, seed)
+    return require("engine.data").text { text = text, batch = sizes.batch,
+      context = sizes.context, seed = seed }
+  end
+  local trainer = require("engine.train.assemble").new { model = model,
+    data = data(o.text, o.seed), steps = sizes.steps, clip = 1, log = "quiet",
+    optimizer = optim.adamw(model, { lr = sizes.lr, decay = "matrices", precision = o.precision }),
+    schedule = o.schedule or schedule.cosine { lr = sizes.lr, total = sizes.steps,
+      warmup = math.ceil(sizes.steps / 20) },
+    loss = o.loss, on_step = o.on_step }
+  trainer:run()
+  return trainer:evaluate_on(data(o.held_out, 1), 20)
+end
+
+--- Calls run(seed) for the seeds 1 to n. run returns a loss. Returns the list of losses and a list
+--- with the percentage by which each loss exceeds that of the same seed in `base` (nil: the losses
+--- themselves).
+function M.by_seed(n, run, base)
+  local losses, excess = {}, {}
+  for seed = 1, n do
+    losses[seed] = run(seed)
+    excess[seed] = 100 * (losses[seed] / (base or losses)[seed] - 1)
+  end
+  return losses, excess
 end
 
 -- ------------------------------------------------------------------ curves
