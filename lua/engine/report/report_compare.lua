@@ -4,18 +4,18 @@
 -- folder: where the page will be; links in the page are relative to it. Called by `engine report`.
 local chart = require "engine.report.chart"
 local compare = require "engine.run.compare"
-local curves = require "engine.run.curves"
 local files = require "engine.base.file"
 local marks = require "engine.report.marks"
 local parts = require "engine.report.report_html"
 local runs = require "engine.run.runs"
 local show = require "engine.base.show"
+local views = require "engine.report.views"
 
 local M = {}
 
 local POINTS = 480              -- columns of a picture
 local NAMES = { "loss", "scale" }
-local TITLES = { loss = "Loss", scale = "Loss scale" }
+local TITLES, HEIGHTS = { loss = "Loss", scale = "Loss scale" }, { loss = 240, scale = 190 }
 local escape, grouped = chart.escape, show.grouped
 
 local function names_of(path)
@@ -101,20 +101,16 @@ local function curve_sections(list)
   if not c.first then return { "<p>No run has steps.</p>" }, {}, c end
   local axis, body = chart.axis(c), {}
   local keys, titles, groups = {}, {}, {}
-  for i, name in ipairs(NAMES) do
-    local metric, series, group = curves.metric(name), {}, {}
-    for k, curve in ipairs(c.curves) do
-      local key = curve.column[name]
-      if key then
-        series[#series + 1] = { column = key, name = curve.label, style = curve.run.number }
-        group[#group + 1], keys[#keys + 1], titles[key] = key, key, escape(curve.label)
-      end
+  for i, panel in ipairs(views.panels(c, NAMES, {})) do
+    local name, group = NAMES[i], {}
+    for k, series in ipairs(panel.series) do
+      local key = series.column
+      group[k], keys[#keys + 1], titles[key] = key, key, escape(series.name)
     end
     groups[name] = group
-    body[i] = parts.section(TITLES[name], i == 1 and parts.band_text(c) or nil, parts.panel {
-      title = metric.title, name = metric.title, data = name, c = c, axis = axis, series = series,
-      marks = i == #NAMES and marks.overflows(c, "overflow in any run") or nil,
-      log = metric.log, height = i == 1 and 240 or 190, hold = name == "scale" })
+    panel.name, panel.data, panel.axis, panel.height = panel.title, name, axis, HEIGHTS[name]
+    if i == #NAMES then panel.marks = marks.overflows(c, "overflow in any run") end
+    body[i] = parts.section(TITLES[name], i == 1 and parts.band_text(c) or nil, parts.panel(panel))
   end
   return body, parts.curve_data(c, axis, keys, { titles = titles, groups = groups, events = {},
     shadows = {} }), c

@@ -14,7 +14,6 @@ M.columns = 160
 local LEVELS = 14               -- levels of opacity for shares
 local TOP, BOTTOM = 6, 40
 local escape, power, with_length = chart.escape, chart.power, json.with_length
-local log2 = function(x) return math.log(x) / math.log(2) end
 
 -- Viridis without its darkest tenth. The brightness rises throughout, so that the map is readable
 -- without colour vision.
@@ -178,8 +177,7 @@ function M.layers_over_time(l, axis)
       local cell = l.cells[k][i]
       if not cell then return nil end
       return with_length({ cell.step, cell.amax, cell.inf + cell.nan, cell.room }, 4),
-        cell.overflows > 0 and "bad"
-        or cell.amax > 0 and (log2(cell.amax) - low) / (high - low) or 0
+        views.shade(cell, low, high)
     end }, axis, { formats = l.formats })
 end
 

@@ -40,9 +40,9 @@ local function read_options(options, name, known)
   return check(arguments.read_named(options, name, known), name)
 end
 
---- Draws one curve of c, a result of curves.read, as text. options: log, width, height, ascii,
---- marks (false: no overflow marks), marked (further marks, from marks.read).
-function M.curve(c, name, options)
+-- Draws one curve of c, a result of curves.read, as text. options: log, width, height, ascii, marks
+-- (false: no overflow marks), marked (further marks, from marks.read).
+local function draw_curve(c, name, options)
   local metric, v = curves.metric(name), c[name]
   local y, low, last = {}, {}, nil
   for i = 1, #c.x do
@@ -71,15 +71,16 @@ local FILE_POINTS = 600          -- columns of a picture in a file
 
 --- Makes the panels of c, a result of curves.read or compare.read. M.write takes the panels of
 --- either; M.drawn takes only those of compare.read. options: log, height. marked: the marks on
---- every panel, from marks.lua.
+--- every panel, from marks.lua. A run's field `number` is the style of its curve.
 function M.panels(c, names, options, marked)
   local panels = {}
   for i, name in ipairs(names) do
     local metric, series = curves.metric(name), {}
     for k, curve in ipairs(c.curves or { { column = { [name] = name } } }) do
       if curve.column[name] then
-        series[#series + 1] = { column = curve.column[name], name = curve.label, style = k,
-          band = curve.group and #curve.group > 1, join = metric.sparse }
+        series[#series + 1] = { column = curve.column[name], name = curve.label,
+          style = curve.run and curve.run.number or k, band = curve.group and #curve.group > 1,
+          join = metric.sparse }
       end
     end
     panels[i] = { title = metric.title, c = c, series = series, marks = marked,
@@ -166,7 +167,7 @@ function M.plot(h, names, options)
   end
   for i, name in ipairs(names) do
     local last = options.marks or options.marks == nil and i == #names
-    parts[i] = M.curve(c, name, { log = options.log, width = width, height = options.height
+    parts[i] = draw_curve(c, name, { log = options.log, width = width, height = options.height
       or (#names > 2 and 7 or 10), ascii = options.ascii,
       marks = last, marked = last and marked or nil })
   end
@@ -220,9 +221,8 @@ end
 M.layer_summary = summary
 
 -- Returns the note at the end of a layer's row: its largest gradient, the distance in bits to the
--- overflow limit of its format, and the share of subnormal gradients.
-local function note(l, k)
-  local s = summary(l, k)
+-- overflow limit of its format, and the share of subnormal gradients. s: the layer's summary.
+local function note(s)
   local parts = {}
   local room = s.room
   if room then parts[#parts + 1] = ("2^%.1f"):format(log2(s.amax)) end
@@ -282,25 +282,30 @@ local function grouped_columns(rows, axis, columns, per)
   return merged, n
 end
 
+-- Returns the rows of a heat map, one for each layer, and the widths of their labels and notes.
+-- cells_of(k, s) returns the cells of layer k, whose summary is s.
+local function layer_rows(l, width, cells_of)
+  local rows, label, notes = {}, 0, 0
+  for k = 1, #l.names do
+    local s = summary(l, k)
+    rows[k] = { label = labelled(l, k, width), cells = cells_of(k, s), note = note(s) }
+    label, notes = math.max(label, #rows[k].label), math.max(notes, #rows[k].note)
+  end
+  return rows, math.min(label, most_label(width)), notes
+end
+
 local function by_exponent(l, width)
   local least, most = layers.exponents(l.hists, l.format)
   if not least then return nil end
-  local top = l.format.top
-  local rows, label, notes = {}, 0, 0
-  for k = 1, #l.names do
-    local total = 0
+  local top, columns = l.format.top, most - least + 2
+  local rows, label, notes = layer_rows(l, width, function(k, s)
+    local total, cells = 0, { [columns] = s.bad > 0 and "bad" or nil }
     for _, n in pairs(l.hists[k]) do total = total + n end
-    local cells = {}
     for e, n in pairs(l.hists[k]) do
       cells[e - least + 1] = math.max(0.05, 1 - math.log10(n / total) / math.log10(FEWEST_SHARE))
     end
-    local s = summary(l, k)
-    if s.bad > 0 then cells[most - least + 2] = "bad" end
-    rows[k] = { label = labelled(l, k, width), cells = cells, note = note(l, k) }
-    label, notes = math.max(label, #rows[k].label), math.max(notes, #rows[k].note)
-  end
-  label = math.min(label, most_label(width))
-  local columns = most - least + 2
+    return cells
+  end)
   local axis = {}
   for e = least, most do
     if e == l.format.normal or e == top or e % 8 == 0 and math.abs(e - l.format.normal) > 3
@@ -342,29 +347,28 @@ function M.shade_range(l)
   return low, high
 end
 
+--- Returns the shade of a cell in the range low..high of M.shade_range: 0 to 1, or "bad" if the
+--- cell has inf or nan.
+function M.shade(cell, low, high)
+  return cell.overflows > 0 and "bad"
+    or cell.amax > 0 and (log2(cell.amax) - low) / (high - low) or 0
+end
+
 local function by_time(l, width)
   local low, high = M.shade_range(l)
-  local rows, label = {}, 0
-  for k = 1, #l.names do
+  local rows, label = layer_rows(l, width, function(k)
     local cells = {}
-    for i = 1, #l.x do
-      local cell = l.cells[k][i]
-      if cell then
-        cells[i] = cell.overflows > 0 and "bad" or cell.amax > 0
-          and (log2(cell.amax) - low) / (high - low) or 0
-      end
-    end
-    rows[k] = { label = labelled(l, k, width), cells = cells, note = note(l, k) }
-    label = math.max(label, #rows[k].label)
-  end
-  label = math.min(label, most_label(width))
+    for i, cell in pairs(l.cells[k]) do cells[i] = M.shade(cell, low, high) end
+    return cells
+  end)
   for _, row in ipairs(rows) do row.note = fitted(row.note, width - label - #l.x - 4) end
   local axis, n = {}, #l.x
   for _, i in ipairs { 1, math.ceil(n / 4), math.ceil(n / 2), math.ceil(3 * n / 4), n } do
     axis[i] = ("%.0f"):format(l.x[i])
   end
   return require("engine.report.heat").draw { rows = rows, columns = n, wide = 1, axis = axis,
-    low = "2^" .. low, high = "2^" .. high, none = "nothing recorded", label = label, width = width,
+    low = ("2^%d"):format(low), high = ("2^%d"):format(high), none = "nothing recorded",
+    label = label, width = width,
     title = ("largest gradient as stored, by step, %s; on the right, over all steps\n" ..
       "statistics of %s; each column is %s"):format(l.formats_text, steps_text(l.steps),
       l.width == 1 and "a step" or grouped(l.width) .. " steps") }
