@@ -118,8 +118,8 @@ local cut = math.floor(0.9 * #text)
 -- Returns the loss on held-out text, and the percentage of weights that oscillate at the end.
 local function run(recipe, kind, seed)
   engine.seed(seed)
-  local function data(of, from)
-    return engine.data.text { text = of, batch = cfg.batch, context = cfg.context, seed = from }
+  local function data(part, from)
+    return engine.data.text { text = part, batch = cfg.batch, context = cfg.context, seed = from }
   end
   local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width, heads = 2,
     layers = cfg.layers }

@@ -84,12 +84,12 @@ for _, recipe in ipairs(RECIPES) do
   local name = recipe.name or recipe
   if name == "bf16" or name:find(cfg.recipes) then
     local curve = {}
-    local held, apart = lab.by_seed(cfg.seeds,
+    local held, excess = lab.by_seed(cfg.seeds,
       function(seed) return run(recipe, seed, curve) end, base)
     base = base or held
-    results[#results + 1] = { name = name, held = held, apart = apart }
+    results[#results + 1] = { name = name, held = held, excess = excess }
     curves[#curves + 1] = { name = name, values = curve }
-    rows[#rows + 1] = { name, lab.mean_text(held, "%.4f"), lab.mean_text(apart, "%+.2f") .. " %" }
+    rows[#rows + 1] = { name, lab.mean_text(held, "%.4f"), lab.mean_text(excess, "%+.2f") .. " %" }
   end
 end
 lab.table({ "recipe", "held-out loss", "relative to bf16, by seed" }, rows)
@@ -100,7 +100,7 @@ local spread = 0
 for _, loss in ipairs(base) do spread = math.max(spread, 100 * math.abs(loss / base[1] - 1)) end
 local worse = {}
 for _, r in ipairs(results) do
-  local least = math.min(unpack(r.apart))
+  local least = math.min(unpack(r.excess))
   if least > spread and cfg.seeds > 1 then worse[#worse + 1] = r.name end
 end
 print(("Conclusion: seeds of bf16 are %.2f %% apart; %s."):format(spread, cfg.seeds == 1

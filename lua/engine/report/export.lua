@@ -85,11 +85,11 @@ function M.csv(h, path)
       for _, signal in ipairs(signals) do
         cells[#cells + 1] = held[signal.name] and show.exact(held[signal.name]) or ""
       end
-      local meters = meters_at(row.step)
+      local by_site = meters_at(row.step) or {}
       for _, site in ipairs(sites) do
-        local of = meters and meters[site]
+        local measured = by_site[site] or {}
         for _, meter in ipairs(METERS) do
-          cells[#cells + 1] = of and of[meter] and show.exact(of[meter]) or ""
+          cells[#cells + 1] = measured[meter] and show.exact(measured[meter]) or ""
         end
       end
       put(table.concat(cells, ",") .. "\n")
@@ -115,9 +115,9 @@ function M.jsonl(h, path)
         local log = name:match("^log%.(.*)")
         if log then logs[log] = value else signals[name] = value end
       end
-      for site, of in pairs(meters_at(row.step) or {}) do
+      for site, measured in pairs(meters_at(row.step) or {}) do
         fp8[site] = {}
-        for _, meter in ipairs(METERS) do fp8[site][meter] = of[meter] or json.null end
+        for _, meter in ipairs(METERS) do fp8[site][meter] = measured[meter] or json.null end
       end
       for _, part in ipairs { { "signals", signals }, { "log", logs }, { "fp8", fp8 } } do
         if next(part[2]) then fields[#fields + 1] = part end
@@ -147,9 +147,9 @@ function M.tensorboard(h, dir, options)
     n = n + 1
     row.skipped, row.seconds = row.action ~= "step", seconds
     local values = tensorboard.step_values(row, held)
-    for name, of in pairs(meters_at(row.step) or {}) do
+    for name, measured in pairs(meters_at(row.step) or {}) do
       for _, meter in ipairs { "snr", "underflow", "overflow" } do
-        values[#values + 1] = { ("fp8_%s/%s"):format(meter, name:gsub(":", " ")), of[meter] }
+        values[#values + 1] = { ("fp8_%s/%s"):format(meter, name:gsub(":", " ")), measured[meter] }
       end
     end
     w:scalars(row.step, values, began + (row.elapsed or 0))

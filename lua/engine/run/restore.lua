@@ -39,7 +39,9 @@ function M.state_of(trainer, user)
   local last, evaluated = trainer.last_verdict, published.evaluation_loss
   local held_out = trainer.evaluate and trainer.evaluate.data
   local fp8 = optimizer.fp8 and optimizer.fp8:state()
-  for i, of in ipairs(fp8 and fp8.policies or {}) do of.swapped = trainer.swaps:state(i + 1) end
+  for i, saved in ipairs(fp8 and fp8.policies or {}) do
+    saved.swapped = trainer.swaps:state(i + 1)
+  end
   return merged(numerics_of(trainer), {
     engine = M_ffi.version, user = user,
     steps = trainer.steps_done, updates = trainer.updates, skipped = trainer.skipped,
@@ -113,16 +115,16 @@ end
 local function take_policies(trainer, c, notes)
   local state = c.state
   local same = state.precision == trainer.precision.name
-  for i, of in ipairs(trainer.swaps.seats) do
+  for i, entry in ipairs(trainer.swaps.seats) do
     local saved, field = saved_policy(state, i)
     if saved and saved.swapped then notes[#notes + 1] = trainer.swaps:resume(i, saved.swapped) end
-    local policy = of.seat.policy
+    local policy = entry.seat.policy
     local what = policy.fp8 and "FP8 policy" or "policy"
     if saved and saved.name == policy.name then
-      notes[#notes + 1] = owned(c, field .. ".state", regain, of.seat, saved)
+      notes[#notes + 1] = owned(c, field .. ".state", regain, entry.seat, saved)
     elseif saved then
-      local took = same and (follow(of.seat, saved, saved.name)
-        or saved.file and follow(of.seat, saved, saved.file))
+      local took = same and (follow(entry.seat, saved, saved.name)
+        or saved.file and follow(entry.seat, saved, saved.file))
       notes[#notes + 1] = ("the %s is %s now and was %s; it %s"):format(what, policy.name,
         tostring(saved.name), not took and "starts fresh" or policy.fp8 and "takes over"
         or ("takes over at the scale %g"):format(policy:scale()))

@@ -3,8 +3,8 @@
 -- is tried on the records of the last steps, and takes over from the old policy
 -- (eng_policy_migrate). If anything fails, the old policy stays, and the history has the reason. If
 -- a new policy fails at its first decision, the old policy returns immediately and decides that
--- step. All ranks swap at the same step to the policy text of rank 0, or none does: each rank
--- compiles and tries this text, and if one rank refuses it, all do.
+-- step. With several ranks, each rank compiles and tries the policy text of rank 0. If one rank
+-- refuses this text, every rank keeps the old policy; otherwise all ranks swap at the same step.
 --
 -- A seat holds a policy. The first seat is the trainer, whose policy chooses the loss scale. The
 -- other seats hold policies of FP8 layers (train/fp8_sites.lua). A new policy goes to a seat of its
@@ -51,18 +51,18 @@ end
 -- Gives the policy of a seat its methods swap and undo, and begins to watch its file. With
 -- `as_it_is`, does not compare the file with the policy's text, so only a later save of the file
 -- counts.
-function Swap:hold(of, as_it_is)
-  local policy = of.seat.policy
-  local own = of.seat.kind and of or nil
+function Swap:hold(entry, as_it_is)
+  local policy = entry.seat.policy
+  local own = entry.seat.kind and entry or nil
   policy.swap = function(_, source, options)
     return self:swap(source, options, "the script", own)
   end
   policy.undo = function() return self:undo("the script", own) end
-  of.stamp = policy.path and C.eng_file_stamp(policy.path) or nil
-  of.pending_stamp = nil
+  entry.stamp = policy.path and C.eng_file_stamp(policy.path) or nil
+  entry.pending_stamp = nil
   -- the file was saved after the policy was read: stamp 0 makes the next check read the file again
-  if of.stamp and not as_it_is and of.stamp ~= 0 and read(policy.path) ~= policy.source then
-    of.stamp = 0
+  if entry.stamp and not as_it_is and entry.stamp ~= 0 and read(policy.path) ~= policy.source then
+    entry.stamp = 0
   end
 end
 
@@ -92,9 +92,9 @@ local function tell(self, kind, text, data)
   trainer:note(("step %d: %s"):format(trainer.steps_done, text))
 end
 
-local function refuse(self, of, what, by, problem)
+local function refuse(self, entry, what, by, problem)
   problem = tostring(problem)
-  local policy = of and of.seat.policy                     -- nil: the seat is not known
+  local policy = entry and entry.seat.policy               -- nil: the seat is not known
   local named = problem:find(what, 1, true)                -- the problem names the file itself
   tell(self, "swap_refused", ("%s%s is not used: %s"):format((not policy or policy.idle) and ""
     or policy.name .. " stays, ", named and "the new policy" or what, problem),
@@ -118,8 +118,8 @@ end
 -- Tries a copy of a candidate on the records of the last steps. Returns what is wrong with the
 -- candidate, or nil. Leaves out records that lack a statistic the candidate needs. Per-tensor
 -- statistics are always those of the last step.
-local function trial(self, of, copy)
-  local trainer, seat = self.trainer, of.seat
+local function trial(self, entry, copy)
+  local trainer, seat = self.trainer, entry.seat
   seat:prepare(copy)
   copy:take_over(seat.policy)
   for name, value in pairs(not seat.kind and trainer.reducer.signals or {}) do
@@ -148,14 +148,14 @@ end
 -- ------------------------------------------------------------------ swapping
 
 -- Makes `fresh` the current policy of a seat.
-local function put(self, of, fresh, by, as_it_is)
-  local old, trainer = of.seat.policy, self.trainer
+local function put(self, entry, fresh, by, as_it_is)
+  local old, trainer = entry.seat.policy, self.trainer
   local files = trainer.run_files
-  of.seat:use_policy(fresh, trainer)
-  self:hold(of, as_it_is)
-  self.swaps, of.swaps = self.swaps + 1, of.swaps + 1
+  entry.seat:use_policy(fresh, trainer)
+  self:hold(entry, as_it_is)
+  self.swaps, entry.swaps = self.swaps + 1, entry.swaps + 1
   files:add_policy(fresh)
-  local fp8 = of.seat.kind == "fp8"
+  local fp8 = entry.seat.kind == "fp8"
   tell(self, fp8 and "fp8_swap" or "swap", ("%spolicy %s -> %s (%s)%s"):format(fp8 and "FP8 " or "",
     label(old), label(fresh), by, fp8 and "" or (", loss scale %.10g"):format(fresh:scale())),
     { by = by, from = described(old), to = described(fresh),
@@ -204,10 +204,11 @@ end
 -- policy has the same name. If there is neither, returns nil and a message.
 local function seat_for(self, fresh)
   local names = {}
-  for _, of in ipairs(self.seats) do
-    if (of.seat.kind == "fp8") == (fresh.fp8 or false) then
-      if not fresh.fp8 or #self.seats == 2 or of.seat.policy.name == fresh.name then return of end
-      names[#names + 1] = of.seat.policy.name
+  for _, entry in ipairs(self.seats) do
+    if (entry.seat.kind == "fp8") == (fresh.fp8 or false) then
+      local name = entry.seat.policy.name
+      if not fresh.fp8 or #self.seats == 2 or name == fresh.name then return entry end
+      names[#names + 1] = name
     end
   end
   return nil, ("the run has %d FP8 policies (%s), and a swap replaces the policy of the same name; "
@@ -216,26 +217,26 @@ local function seat_for(self, fresh)
     :format(#names, table.concat(names, ", "))
 end
 
--- Makes a swap, as Swap:swap does. of: an entry of `seats`; if it is nil, seat_for chooses one.
-local function attempt(self, source, options, by, of)
+-- Makes a swap, as Swap:swap does. entry: an entry of `seats`; if it is nil, seat_for chooses one.
+local function attempt(self, source, options, by, entry)
   local load = require("engine.policy.policy").load
   local what = type(source) ~= "table" and tostring(source) or source.file or source.name
   local kind = self.seats[2] and "any" or nil
-  if of then kind = of.seat.kind end
+  if entry then kind = entry.seat.kind end
   local good, fresh
   if self.trainer.reducer.many then good, fresh = load_together(source, options, kind)
   else good, fresh = pcall(load, source, options, kind) end
   what = what or good and fresh.name or "the policy given as source"
   local obstacle = not good and fresh or nil
-  if good and not of then of, obstacle = seat_for(self, fresh) end
+  if good and not entry then entry, obstacle = seat_for(self, fresh) end
   obstacle = objection(self, obstacle)
-  if obstacle then return refuse(self, of or not kind and self.seats[1], what, by, obstacle) end
-  local seat, old = of.seat, of.seat.policy
+  if obstacle then return refuse(self, entry or not kind and self.seats[1], what, by, obstacle) end
+  local seat, old = entry.seat, entry.seat.policy
   if fresh == old then return true end
   local ready, problem = pcall(function()
     if not fresh.is_class then
-      local found = trial(self, of, load({ source = fresh.source, file = fresh.file }, fresh.given,
-        seat.kind))
+      local found = trial(self, entry, load({ source = fresh.source, file = fresh.file },
+        fresh.given, seat.kind))
       if found then return found end
     end
     seat:prepare(fresh)
@@ -243,34 +244,34 @@ local function attempt(self, source, options, by, of)
     return seat:refuses(fresh, self.trainer)
   end)
   problem = objection(self, problem or not ready and "it cannot take over" or nil)
-  if problem then return refuse(self, of, what, by, problem) end
-  put(self, of, fresh, by, type(source) == "table" and not source.of_the_file)
-  self.former[#self.former + 1] = { of = of, policy = old }
+  if problem then return refuse(self, entry, what, by, problem) end
+  put(self, entry, fresh, by, type(source) == "table" and not source.of_the_file)
+  self.former[#self.former + 1] = { entry = entry, policy = old }
   if #self.former > MOST_UNDO then table.remove(self.former, 1) end
-  of.probation = old
+  entry.probation = old
   return true
 end
 
 --- Swaps in another policy, with its options. source: a name, a path or { source =, file = }, as
 --- engine.policy.load accepts them. A policy of FP8 layers goes to a seat of FP8 layers. Returns
 --- true, or nil and why the policy is refused. Inside a step, returns true, and the swap is tried
---- after the step. of: an entry of `seats`, or nil.
-function Swap:swap(source, options, by, of)
+--- after the step. entry: an entry of `seats`, or nil.
+function Swap:swap(source, options, by, entry)
   if source == nil then error("swap: expected the name or the file of a policy, got nothing", 3) end
   by = by or "the script"
   if self.trainer.current then
-    self.queue[#self.queue + 1] = function() attempt(self, source, options, by, of) end
+    self.queue[#self.queue + 1] = function() attempt(self, source, options, by, entry) end
     return true
   end
-  return attempt(self, source, options, by, of)
+  return attempt(self, source, options, by, entry)
 end
 
 --- Undoes the last swap: makes the previous policy current again, with the state that it had at the
---- swap. With `of`, an entry of `seats`, undoes the last swap of that seat. Returns true and the
+--- swap. With `entry`, an entry of `seats`, undoes the last swap of that seat. Returns true and the
 --- seat, or nil and a message. Inside a step, returns only true, and the undo follows the step.
-function Swap:undo(by, of)
+function Swap:undo(by, entry)
   local at = #self.former
-  while at > 0 and of and self.former[at].of ~= of do at = at - 1 end
+  while at > 0 and entry and self.former[at].entry ~= entry do at = at - 1 end
   if at == 0 then
     local problem = "there is no swap to undo" .. (self.resumed and
       "; a swap made before the run was resumed cannot be undone" or "")
@@ -278,13 +279,13 @@ function Swap:undo(by, of)
     return nil, problem
   end
   if self.trainer.current then
-    self.queue[#self.queue + 1] = function() self:undo(by, of) end
+    self.queue[#self.queue + 1] = function() self:undo(by, entry) end
     return true
   end
   local last = table.remove(self.former, at)
-  last.of.probation = nil
-  put(self, last.of, last.policy, "undone by " .. (by or "the script"), true)
-  return true, last.of.seat
+  last.entry.probation = nil
+  put(self, last.entry, last.policy, "undone by " .. (by or "the script"), true)
+  return true, last.entry.seat
 end
 
 --- Called after a decision: remembers the record, then calls judge().
@@ -297,69 +298,69 @@ end
 --- use the policy, the seat's old policy becomes current again and decides this step. Returns the
 --- verdict that counts.
 function Swap:judge(seat, record, verdict)
-  local of
-  for _, own in ipairs(self.seats) do of = own.seat == seat and own or of end
-  local old = of and of.probation
+  local entry
+  for _, own in ipairs(self.seats) do entry = own.seat == seat and own or entry end
+  local old = entry and entry.probation
   if not old then return verdict end
-  of.probation = nil
+  entry.probation = nil
   local policy = seat.policy
   local problem = verdict.failed ~= 0 and ffi.string(verdict.reason)
     or seat:refuses(policy, self.trainer)
   problem = objection(self, problem == "" and "it failed" or problem)
   if not problem then return verdict end
   seat:use_policy(old, self.trainer)
-  self:hold(of, true)
+  self:hold(entry, true)
   for i = #self.former, 1, -1 do
-    local entry = self.former[i]
-    if entry.of == of and entry.policy == old then
+    local former = self.former[i]
+    if former.entry == entry and former.policy == old then
       table.remove(self.former, i)
       break
     end
   end
-  refuse(self, of, label(policy), "its first decision", problem)
+  refuse(self, entry, label(policy), "its first decision", problem)
   return seat:ask(old, record)
 end
 
 -- ------------------------------------------------------------------ watching
 
 -- Reads the file of a seat's policy again and swaps if its text changed.
-local function reread(self, of, by)
-  local policy = of.seat.policy
+local function reread(self, entry, by)
+  local policy = entry.seat.policy
   local text, why = read(policy.path)
   if self.trainer.reducer.many then text = require("engine.dist.ranks").from_first(text) end
   if not text then
-    return refuse(self, of, policy.file, by, why or policy.path .. " cannot be read")
+    return refuse(self, entry, policy.file, by, why or policy.path .. " cannot be read")
   end
   if text == policy.source then return false end
   return attempt(self, { source = text, file = policy.file, path = policy.path,
-    of_the_file = true }, policy.given, by, of)
+    of_the_file = true }, policy.given, by, entry)
 end
 
 -- Returns whether the file of a seat's policy was saved. A new time stamp counts only when it is
 -- seen a second time and the file is not empty, because at first the file may still be incomplete.
-local function was_saved(self, of)
-  local policy = of.seat.policy
+local function was_saved(self, entry)
+  local policy = entry.seat.policy
   if not self.watching or not policy.path then return false end
   local stamp = C.eng_file_stamp(policy.path)
-  if stamp == 0 and of.pending_stamp == 0 and of.gone ~= policy then
-    of.gone = policy
+  if stamp == 0 and entry.pending_stamp == 0 and entry.gone ~= policy then
+    entry.gone = policy
     self.trainer:note(("step %d: the policy's file %s is gone; the policy that was read " ..
       "from it stays"):format(self.trainer.steps_done, policy.path))
   end
-  if stamp == of.stamp then of.pending_stamp = nil
-  elseif stamp ~= 0 and stamp == of.pending_stamp and read(policy.path) ~= "" then
-    of.stamp, of.pending_stamp = stamp, nil
+  if stamp == entry.stamp then entry.pending_stamp = nil
+  elseif stamp ~= 0 and stamp == entry.pending_stamp and read(policy.path) ~= "" then
+    entry.stamp, entry.pending_stamp = stamp, nil
     return true
   else
-    of.pending_stamp = stamp
+    entry.pending_stamp = stamp
   end
   return false
 end
 
 --- Returns the index (from 1) of a seat whose policy file was saved and must be read again, or nil.
 function Swap:wish()
-  for i, of in ipairs(self.seats) do
-    if was_saved(self, of) then return i end
+  for i, entry in ipairs(self.seats) do
+    if was_saved(self, entry) then return i end
   end
 end
 
@@ -368,13 +369,13 @@ end
 --- messages give as the reason.
 function Swap:grant(by)
   if self.seats[by] then return reread(self, self.seats[by], "its file was saved") end
-  for _, of in ipairs(self.seats) do
-    local policy = of.seat.policy
+  for _, entry in ipairs(self.seats) do
+    local policy = entry.seat.policy
     if not policy.path then
       if not policy.idle then
         self.trainer:note(("%s: policy %s has no file to read again"):format(by, policy.name))
       end
-    elseif reread(self, of, by) == false then
+    elseif reread(self, entry, by) == false then
       self.trainer:note(("%s: %s has not changed"):format(by, policy.file))
     end
   end
@@ -401,10 +402,10 @@ end
 --- Returns, for a checkpoint, the current policy of seat i, or nil if the script itself requested
 --- it.
 function Swap:state(i)
-  local of = self.seats[i]
-  local policy, asked = of.seat.policy, of.asked
+  local entry = self.seats[i]
+  local policy, asked = entry.seat.policy, entry.asked
   local now = described(policy)
-  if of.swaps == 0 or policy.is_class or policy.idle
+  if entry.swaps == 0 or policy.is_class or policy.idle
     or now.file == asked.file and now.options == asked.options
     and (not asked.hash and policy.path or now.hash == asked.hash) then
     return nil
@@ -417,23 +418,24 @@ end
 --- still requests the same policy as then. Returns a line about it, or nil if the script requests
 --- another policy.
 function Swap:resume(i, saved)
-  local of = self.seats[i]
+  local entry = self.seats[i]
   local asked = type(saved) == "table" and type(saved.asked) == "table" and saved.asked or {}
-  if asked.name ~= of.asked.name or asked.file ~= of.asked.file
-    or asked.options ~= of.asked.options or of.asked.hash and asked.hash ~= of.asked.hash then
+  local now = entry.asked
+  if asked.name ~= now.name or asked.file ~= now.file or asked.options ~= now.options
+    or now.hash and asked.hash ~= now.hash then
     return nil
   end
   local good, policy = pcall(require("engine.policy.policy").load,
-    { source = saved.source, file = saved.file, path = saved.path }, saved.options, of.seat.kind)
+    { source = saved.source, file = saved.file, path = saved.path }, saved.options, entry.seat.kind)
   if not good then
     return ("the policy that was swapped in, %s, can no longer be used: %s"):format(
       tostring(saved.file), tostring(policy))
   end
-  of.seat:prepare(policy)
-  of.seat:use_policy(policy, self.trainer)
-  self:hold(of, true)
-  of.swaps, self.resumed = 1, true
-  return ("the policy is %s, which was swapped in for %s"):format(label(policy), of.asked.name)
+  entry.seat:prepare(policy)
+  entry.seat:use_policy(policy, self.trainer)
+  self:hold(entry, true)
+  entry.swaps, self.resumed = 1, true
+  return ("the policy is %s, which was swapped in for %s"):format(label(policy), now.name)
 end
 
 return M

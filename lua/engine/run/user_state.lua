@@ -103,7 +103,7 @@ end
 --- Returns why a checkpoint's part `saved`, whose fields have the right types, cannot be restored,
 --- as text, or nil. tensors: { [name] = { dtype =, shape = } } in the checkpoint's files.
 function M.problem(saved, tensors)
-  local function text(of) return of.dtype .. " " .. tensor.shape_text(of.shape) end
+  local function text(x) return x.dtype .. " " .. tensor.shape_text(x.shape) end
   local left = merged(tensors)
   for i, item in ipairs(saved.tensors) do
     local at, found, place = ("state.user.tensors[%d]"):format(i), left[item.name],
