@@ -1,8 +1,7 @@
 -- The effect of outliers on all other elements. One in a thousand activations is multiplied by 2^s.
 -- A scale for the whole tensor must cover the outliers, which pushes all other elements toward the
 -- subnormals. With a scale for each 1 x 128 block, an outlier affects only the elements of its
--- block.
--- The signal-to-noise ratio covers only elements that are not outliers.
+-- block. The signal-to-noise ratio covers only elements that are not outliers.
 --
 --   ./engine examples/fp8_outliers.lua
 --   ./engine examples/fp8_outliers.lua rows=512 svg=outliers.svg

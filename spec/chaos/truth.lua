@@ -116,7 +116,7 @@ function M.check(job, plan, reference)
   if code == 0 and not whole then wrong("status 0, but %s", summary()) end
   if code == 5 then
     if whole and not job.reader_gone then wrong("status 5, but nothing is lost: %s", summary()) end
-    if not (text:find "lost" or text:find "goes on without it"
+    if not (text:find "lost" or text:find "continues without this output"
       or text:find "no checkpoint was written") then
       wrong("status 5, but no message about lost output")
     end

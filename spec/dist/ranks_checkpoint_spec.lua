@@ -49,10 +49,10 @@ describe("shards", function()
       folder .. "/" .. name) end)
     assert.same({ { 1, 2, 3 }, { 4, 5, 6 } }, x:totable())
     for message, files in pairs {
-      ["expected a piece from element 2 on, got one from 3, in model's 'w': a shard is missing"] =
+      ["expected a piece that begins at element 2, got one that begins at 3; a shard is missing"] =
         { { ["model/w@0"] = engine.tensor { 1, 2 } },
         { ["model/w@3"] = engine.tensor { 4, 5, 6 } } },
-      ["model's 'w' has 5 elements in the shards, expected 6"] =
+      ["model tensor 'w': expected 6 elements in the shards, got 5"] =
         { { ["model/w@0"] = engine.tensor { 1, 2 } },
         { ["model/w@2"] = engine.tensor { 4, 5, 6 } } },
       ["shard-00002-of-00002.safetensors: 'model/w@2' differs from the other shards"] =

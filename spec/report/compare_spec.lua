@@ -130,7 +130,7 @@ describe("several runs", function()
   it("that lack a column are left out of it and named", function()
     local result = inside "plot a1 a2 --columns loss,signals.entropy --svg b.svg"
     assert.equal(0, result.code)
-    assert.equal("engine plot: a2: left out, the run published no signal 'entropy'; " ..
+    assert.equal("engine plot: a2 is left out: the run published no signal 'entropy'; " ..
       "engine.signal(name, value) publishes one (signals.entropy)\n", result.err)
     local svg = helper.read(folder .. "/b.svg")
     local first, second = svg:match('>loss</text>(.-)>signal entropy</text>(.-)class="slim"')
@@ -145,7 +145,7 @@ describe("several runs", function()
     assert.equal(1, result.code)
     assert.matches("did you mean 'loss'?", result.err, 1, true)
     result = inside "plot a1 a2 --from 35 --columns loss"
-    assert.matches("a1: left out, it has no steps to draw", result.err, 1, true)
+    assert.matches("a1 is left out: it has no steps to draw", result.err, 1, true)
     assert.equal(0, result.code)
     assert.equal(1, inside("plot a1 a2 --from 500").code)
     assert.matches("--heatmap draws one run, got 2", inside("plot a1 a2 --heatmap time").err, 1,
@@ -250,9 +250,9 @@ describe("several runs", function()
     for _, words in ipairs { "plot a1 bad head", "report a1 head bad" } do
       local result = inside(words)
       assert.equal(0, result.code, result.err)
-      assert.matches("bad: left out, history runs/bad/history.db is not a history", result.err, 1,
+      assert.matches("bad is left out: history runs/bad/history.db is not a history", result.err, 1,
         true)
-      assert.matches("head: left out, [^\n]*malformed", result.err)
+      assert.matches("head is left out: [^\n]*malformed", result.err)
     end
     assert.equal(1, inside("plot bad head bad/").code)
     shell("rm -r " .. quote(folder .. "/runs/bad") .. " " .. quote(folder .. "/runs/head"))
@@ -310,7 +310,7 @@ describe("several runs", function()
       assert.equal("", inside("train.lua run=e evaluate=true steps=20").err)
       assert.not_equal(0, inside("train.lua run=none broken=true").code)
       local page = inside "report e a1 none -o -"
-      assert.equal("engine report: none: left out, it has no steps to draw\n", page.err)
+      assert.equal("engine report: none is left out: it has no steps to draw\n", page.err)
       assert.equal(0, page.code)
       assert.matches("<th[^>]*>evaluation loss</th>", page.out)
       local points = helper.history(folder .. "/runs/e", "evaluations")

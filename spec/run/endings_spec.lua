@@ -123,7 +123,7 @@ describe("the output of a run", function()
       local result = helper.shell(("{ %s; echo code $? >&2; } | head -1"):format(
         job(run, "50", "0.01", ("log = %q"):format(log))))
       assert.matches("code 5", result.err, 1, true)
-      assert.matches("stdout cannot be written (Broken pipe): the run goes on without it",
+      assert.matches("cannot write to stdout (Broken pipe); the run continues without this output",
         result.err, 1, true)
       assert.matches("script ends\n5", result.err, 1, true)
       assert.matches("finished", events(run), 1, true)
@@ -136,7 +136,7 @@ describe("the output of a run", function()
       [">&-"] = "Bad file descriptor" } do
       local result = helper.shell(job(folder .. "/r", "3", "0", "history = false") .. " " .. target)
       assert.equal(5, result.code)
-      assert.matches("stdout cannot be written (" .. why .. ")", result.err, 1, true)
+      assert.matches("cannot write to stdout (" .. why .. ")", result.err, 1, true)
     end
   end)
 

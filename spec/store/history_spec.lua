@@ -177,8 +177,8 @@ describe("history", function()
       "append_signal", "set_meta", "set_config", "add_policy" } do
       assert.error_matches(function() h[method](h) end, "expected")
     end
-    assert.error_matches(function() h:set_parameters { {} } end, "expected more arguments")
-    assert.error_matches(function() h:append_fp8(1, { {} }) end, "expected more arguments")
+    assert.error_matches(function() h:set_parameters { {} } end, "expected `name`, got nothing")
+    assert.error_matches(function() h:append_fp8(1, { {} }) end, "expected `site`, got nothing")
     assert.error_matches(function() history.open() end,
       "history.open: expected the directory of a run, got nothing")
     assert.error_matches(function() history.with("none") end,

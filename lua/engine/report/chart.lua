@@ -69,8 +69,8 @@ end
 -- are logarithms.
 local function ticks(low, high, log, n)
   local list = {}
-  -- if fewer than two powers fit, or the range is hardly wider than one power, ticks are at round
-  -- numbers
+  -- If fewer than two powers fit, or the range is hardly wider than one power, ticks are at round
+  -- numbers instead of powers.
   if log and (high - low < 1.2 or math.floor(high) <= math.ceil(low)) then
     for _, t in ipairs(ticks(log ^ low, log ^ high, nil, n)) do
       if t[1] > 0 then list[#list + 1] = { math.log(t[1]) / math.log(log), t[2] } end
@@ -226,6 +226,9 @@ local function points_path(points, axis, place, log)
   return table.concat(line)
 end
 
+-- Returns the range of a panel's y axis, or nil without values. The range includes each limit that
+-- exceeds the values by less than their own range (on a logarithmic axis: by less than 6 powers).
+-- lists: from values_of, one for each series.
 local function range_of(o, lists)
   local low, high = math.huge, -math.huge
   for _, list in ipairs(lists) do

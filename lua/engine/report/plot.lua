@@ -83,6 +83,8 @@ function plot.round_step(span, n)
   return 10 * power
 end
 
+-- Returns the points { x, y } of a curve, in the units of the axes, and the number of values that
+-- are left out. With `lows`, a value y[i] has a second point at lows[i].
 local function points_of(options, y, lows)
   local points, left_out, up = {}, 0, false
   local log = options.log and math.log(options.log)
@@ -97,7 +99,7 @@ local function points_of(options, y, lows)
       if up and ends[2] then ends[1], ends[2] = ends[2], ends[1] end
       for k = 1, #ends do
         local v = log and math.log(ends[k]) / log or ends[k]
-        -- clamped, so that the range of the points stays finite (range_of)
+        -- the clamp keeps the range of the points finite (range_of)
         points[#points + 1] = { x, math.max(-8e307, math.min(8e307, v)) }
       end
     else

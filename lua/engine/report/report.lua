@@ -101,6 +101,7 @@ local function nearest_layer(l)
   return name, room, bad, formats
 end
 
+-- Returns the paragraph at the top of the page, which sums up the run.
 local function lead(info, l, c)
   local said = {}
   local opening = info.how == "running" and "The run is in progress: %s in %s so far"
@@ -129,6 +130,7 @@ local function lead(info, l, c)
   return '<p class="lead">' .. table.concat(said, " ") .. "</p>"
 end
 
+-- Returns the row of figures below that paragraph.
 local function tiles(h, info, c)
   local speed = info.tokens > 0 and info.seconds > 0 and info.tokens / info.seconds or nil
   local low, high = curves.range(c, "scale")

@@ -122,7 +122,7 @@ function M.open(words)
     if good then list[#list + 1], names[run.name] = run, (names[run.name] or 0) + 1
     else
       problem = problem or run
-      list.notes[#list.notes + 1] = ("%s: left out, %s"):format(word, tostring(run))
+      list.notes[#list.notes + 1] = ("%s is left out: %s"):format(word, tostring(run))
     end
   end
   if #list == 0 then error(problem, 0) end
@@ -234,7 +234,7 @@ local function add(c, list, name, options, start, log)
     found[run], possible = curve, possible or not impossible
     if problem then
       why = why or problem
-      note(c, run.name, "left out, " .. problem, name)
+      note(c, run.name .. " is left out", problem, name)
     end
   end
   if not possible then error(("no run has %s: %s"):format(name, why), 0) end
@@ -265,7 +265,7 @@ function M.read(list, names, options)
   for _, name in ipairs(names) do curves.metric(name, list[1].history) end
   local with_steps, readable = {}, {}
   local function leave_out(run, why)
-    c.notes[#c.notes + 1] = ("%s: left out, %s"):format(run.name, why)
+    c.notes[#c.notes + 1] = ("%s is left out: %s"):format(run.name, why)
   end
   for _, run in ipairs(list) do
     local good, first, last = pcall(run.history.range, run.history, options.from, options.to)

@@ -26,6 +26,9 @@ Control.__index = Control
 local MOST_LINES = 8       -- the most requests that are handled between two steps
 local PAUSE_MS = 100       -- milliseconds between two checks of signals and files during a pause
 
+-- wanted: whether the run opens a socket. set: the settings that clients changed, by name. waiting:
+-- the ids of `step` requests without a reply yet, by client. heard: the requests that rank 0 has
+-- not yet sent to the other ranks.
 function M.new(trainer, options)
   return setmetatable({ trainer = trainer, wanted = options.attach ~= false, set = {}, waiting = {},
     heard = {}, many = trainer.reducer.many, follows = trainer.reducer.rank > 0 }, Control)

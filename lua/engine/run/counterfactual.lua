@@ -66,6 +66,7 @@ local function restate(s, ratio, over, format)
   local mass, lost, kept, tiny, zeros, inf, removed, top = 0, 0, 0, 0, 0, 0, 0, nil
   ffi.fill(shifted, ffi.sizeof(shifted))
 
+  -- adds `count` elements whose exponent was `from` and is e at the new scale
   local function put(from, e, count)
     if count == 0 then return end
     local magnitude = 1.5 * 2 ^ e

@@ -93,44 +93,47 @@ local function told(status)
   return nil, M_ffi.message()
 end
 
--- Raises an error unless all these arguments of a method are given. For a missing argument, the
--- core would read a null pointer.
-local function need(method, ...)
+-- Raises an error unless the values are given that a method requires. For a missing value, the core
+-- would read a null pointer. names: the names of the values, for the message.
+local function need(method, names, ...)
   for i = 1, select("#", ...) do
-    if (select(i, ...)) == nil then M_ffi.raise("history:%s: expected more arguments", method) end
+    if (select(i, ...)) == nil then
+      M_ffi.raise("history:%s: expected `%s`, got nothing", method,
+        names:match(("%S+ "):rep(i - 1) .. "(%S+)"))
+    end
   end
 end
 
 --- Appends a step: the core's eng_record and eng_verdict, and the number of tokens trained on.
 function Writing:append(record, verdict, tokens)
-  need("append", record, verdict)
+  need("append", "record verdict", record, verdict)
   return told(C.eng_history_step(handle(self), record, verdict, tokens or 0))
 end
 
 --- Appends a step's statistics per tensor, an array of n eng_tensor_stats.
 function Writing:append_tensors(step, stats, n)
-  need("append_tensors", step, stats)
+  need("append_tensors", "step stats", step, stats)
   return told(C.eng_history_tensors(handle(self), step, stats, n))
 end
 
 --- Records an event. kind: "overflow", "swap", "error", "checkpoint" ...; data: JSON for programs,
 --- or nil.
 function Writing:event(step, kind, text, data)
-  need("event", step, kind)
+  need("event", "step kind", step, kind)
   return told(C.eng_history_event(handle(self), step, kind, text, data))
 end
 
 --- Appends a row for a shadow at a step: its verdict, whether gradients overflow at its scale, and
 --- whether the verdict is a bound (counterfactual.lua). The row holds until the shadow's next row.
 function Writing:append_shadow(step, name, verdict, overflow, bound)
-  need("append_shadow", step, name, verdict)
+  need("append_shadow", "step name verdict", step, name, verdict)
   return told(C.eng_history_shadow(handle(self), step, name, verdict, overflow or false,
     bound or false))
 end
 
 --- Appends a value that the script published; it holds until the next row of the same name.
 function Writing:append_signal(step, name, value)
-  need("append_signal", step, name, value)
+  need("append_signal", "step name value", step, name, value)
   return told(C.eng_history_signal(handle(self), step, name, value))
 end
 
@@ -142,7 +145,7 @@ local meter_values = ffi.new("double[12]")
 --- Appends a step's meters of FP8 layers (fp8_sites.lua).
 function Writing:append_fp8(step, rows)
   for _, row in ipairs(rows) do
-    need("append_fp8", row.site, row.role)
+    need("append_fp8", "site role", row.site, row.role)
     for i, name in ipairs(M.meters) do meter_values[i - 1] = row[name] or 0 / 0 end
     local good, message = told(C.eng_history_fp8(handle(self), step, row.site, row.role,
       meter_values))
@@ -152,7 +155,7 @@ function Writing:append_fp8(step, rows)
 end
 
 local function set(self, what, key, value)
-  need("set_" .. what, key)
+  need("set_" .. what, "key", key)
   return told(C.eng_history_text(handle(self), what, key, tostring(value)))
 end
 
@@ -161,7 +164,7 @@ function Writing:set_meta(key, value) return set(self, "meta", key, value) end
 function Writing:set_config(key, value) return set(self, "config", key, value) end
 
 function Writing:add_policy(hash, name, source)
-  need("add_policy", hash, name, source)
+  need("add_policy", "hash name source", hash, name, source)
   return told(C.eng_history_policy(handle(self), hash, name, source))
 end
 
@@ -169,7 +172,7 @@ end
 --- format of its gradient, such as "f16" }.
 function Writing:set_parameters(list)
   for i, p in ipairs(list) do
-    need("set_parameters", p.name, p.shape)
+    need("set_parameters", "name shape", p.name, p.shape)
     local shape = ffi.new("int64_t[?]", C.ENG_MAX_DIMS, p.shape)
     local good, message = told(C.eng_history_parameter(handle(self), i - 1, p.name, #p.shape,
       shape, p.gradient))
@@ -211,7 +214,8 @@ local function bind(q, index, value)
     check(C.eng_query_bind_int(q, index, value))
   elseif kind == "number" then check(C.eng_query_bind_double(q, index, value))
   elseif kind ~= "nil" then
-    raise("query: expected numbers, strings and booleans for the parameters, got a %s", kind)
+    raise("query: expected a number, a string or a boolean for parameter %d, got a %s", index + 1,
+      kind)
   end
 end
 
@@ -540,7 +544,8 @@ end
 -- ------------------------------------------------------------------ statistics
 
 local function unpack_stats(blob)
-  fail_if(type(blob) ~= "string", "the history is damaged: the statistics of a step are not a blob")
+  fail_if(type(blob) ~= "string", "the history is damaged: expected the statistics of a step as " ..
+    "a blob, got a %s", type(blob))
   local n = ffi.new("int[1]")
   check(C.eng_history_unpack(n, nil, 0, blob, #blob))
   local stats = ffi.new("eng_tensor_stats[?]", math.max(1, n[0]))

@@ -40,14 +40,14 @@ progress.count_text, progress.scale_text, progress.duration_text = show.count, s
   show.duration
 
 -- Writes to stdout. The first failure (a full disk, a pipe without a reader) is reported on stderr,
--- and the run goes on without this output.
+-- and the run continues without this output.
 local function put(self, ...)
   if self.broken then return end
   local _, why = self.stream:write(...)
   if not why then _, why = self.stream:flush() end
   if not why then return end
   self.broken, self.on_line = why, false
-  self:warn(("stdout cannot be written (%s): the run goes on without it"):format(why))
+  self:warn(("cannot write to stdout (%s); the run continues without this output"):format(why))
 end
 
 --- Returns a new display. Options: total (steps of the run; 0 or nil: unknown), json (stdout gets

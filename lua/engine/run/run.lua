@@ -99,7 +99,10 @@ local function check_name(path)
   local problem = show.name_problem(name)
     or path:find("^runs/%.%.?$") and "is that of another folder"
     or files.exists(path .. "/contest.json") and "is that of a contest"
-  if problem then error(("run: the name %s: %s"):format(problem, M_ffi.value_text(path)), 0) end
+  if problem then
+    error(("run: the name %s: %s; hint: run=ANOTHER_NAME"):format(problem, M_ffi.value_text(path)),
+      0)
+  end
 end
 
 --- Takes the run's directory. A run that does not continue an earlier one takes the next free name
@@ -172,6 +175,7 @@ local function told(self)
   start_ranks(self, c)
 end
 
+-- Sends the run's path and the checkpoint's state from rank 0 to told() on the other ranks.
 local function tell(self, c)
   local recorded = (self.path ~= nil and self.wants_history) or (self.wants_tensorboard or "") ~= ""
   require("engine.dist.ranks").from_first(json.encode { recorded = recorded, path = self.path,
@@ -249,7 +253,8 @@ function Run:reopen()
   self:open_tensorboard()
   if not self.path or self.lock or self.follows then return end
   local good, message = self:take(self.path)
-  fail_if(not good, "%s is being written by another run: %s", self.path, message)
+  fail_if(not good, "%s is being written by another run: %s; hint: wait until that run ends",
+    self.path, message)
   self:open_history(true)
 end
 
@@ -294,8 +299,8 @@ function Run:describe()
     self:complain(history:set_config(setting[1], setting[2]))
   end
   local swap = require "engine.run.swap"
-  for i, of in ipairs(trainer.swaps.seats) do
-    local policy = of.seat.policy
+  for i, entry in ipairs(trainer.swaps.seats) do
+    local policy = entry.seat.policy
     if not policy.idle then
       self:add_policy(policy)
       self:event(trainer.steps_done, i == 1 and "policy" or "fp8_policy", swap.label(policy),

@@ -253,12 +253,13 @@ function M.index(path, names)
       local at = 0
       for _, piece in ipairs(whole.pieces) do
         fail_if(piece.from ~= at,
-          "expected a piece from element %d on, got one from %d, in %s's '%s': a shard is " ..
-          "missing, or two hold the same elements", at, piece.from, part, name)
+          "%s tensor '%s': expected a piece that begins at element %d, got one that begins at " ..
+          "%d; a shard is missing, or two shards hold the same elements", part, name, at,
+          piece.from)
         at = at + piece.count
       end
-      fail_if(at ~= whole.count, "%s's '%s' has %d elements in the shards, expected %d", part, name,
-        at, whole.count)
+      fail_if(at ~= whole.count, "%s tensor '%s': expected %d elements in the shards, got %d",
+        part, name, whole.count, at)
     end
   end
   return parts

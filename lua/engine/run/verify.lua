@@ -10,13 +10,13 @@
 -- the recorded run's. The live run begins at the newest checkpoint at or before the first open
 -- step, with the policy in the state that the replay has there. Without such a checkpoint the live
 -- run begins where the recorded run did.
+local M_ffi = require "engine.base.ffi"
 local checkpoint = require "engine.run.checkpoint"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
 local replay = require "engine.run.replay"
-local fail_if = require("engine.base.ffi").fail_if
 
-local C = require("engine.base.ffi").C
+local C, fail_if = M_ffi.C, M_ffi.fail_if
 
 local M = {}
 
@@ -146,8 +146,8 @@ function M.plan(path, source, options, wish, run)
   local history = require("engine.run.history").open(trace.name)
   local meta, config = history:meta(), history:config()
   history:close()
-  fail_if((tonumber(meta.ranks) or 1) > 1, "%s was made by %s ranks; --verify runs one process",
-    path, meta.ranks)
+  fail_if((tonumber(meta.ranks) or 1) > 1, "%s was made by %s ranks; --verify runs one process " ..
+    "and expects a run of one rank", path, meta.ranks)
   local command, notes = command_of(path, meta, config, wish.script), {}
   if command.changed then
     notes[1] = ("%s has changed since the run, which may explain differences"):format(
@@ -162,8 +162,8 @@ function M.plan(path, source, options, wish, run)
   local part = {}
   for i = first, first + count - 1 do part[#part + 1] = rows[i] end
   local policy = require("engine.policy.policy").load(source, options)
-  fail_if(not policy.source, "policy %s is a class of a script, which a replay cannot load",
-    policy.name)
+  fail_if(not policy.source, "policy %s is a class of a script; expected the name or the file " ..
+    "of a policy, which a live run can load", policy.name)
   if open and rows[open].step > part[#part].step then
     notes[#notes + 1] = ("the replay equals the run before step %d; hint: --steps %d or more, " ..
       "or --from %d, to verify later steps"):format(rows[open].step, open - first + 10,
