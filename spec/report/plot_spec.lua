@@ -228,8 +228,8 @@ describe("progress", function()
     assert.equal("\n", text:sub(-1))
   end)
 
-  it("refuses sizes that cannot be drawn", function()
-    for _, options in ipairs { 5, { y = { 1 }, height = 0 }, { y = { 1 }, width = 1e9 } } do
+  it("refuses sizes that cannot be drawn, and a call without numbers", function()
+    for _, options in ipairs { 5, { y = { 1 }, height = 0 }, { y = { 1 }, width = 1e9 }, {} } do
       assert.error_matches(function() plot.draw(options) end, "plot.draw: expected ")
     end
   end)

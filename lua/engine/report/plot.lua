@@ -351,6 +351,8 @@ end
 --- Returns the plot as text, without a final newline.
 function plot.draw(options)
   plot.check_sizes(options, "plot.draw")
+  M_ffi.expect(options.curves or type(options.y) == "table", options.y,
+    "plot.draw: expected y to be a list of numbers")
   local ascii = options.ascii
   if ascii == nil then ascii = machine.ascii() end
   local width = options.width or math.min(machine.terminal(1) or 80, 120)

@@ -106,13 +106,13 @@ local function read(o)
     fail_if(not s.traces[i].names and s.objective ~= "skipped", "'%s' is a string of outcomes " ..
       "without gradients; the only objective for it is 'skipped'", s.traces[i].name)
   end
-  if #s.traces == 0 then error("expected at least one run", 0) end
+  if #s.traces == 0 then error("expected at least one run in `runs`, got none", 0) end
   local loaded, policy = pcall(require("engine.policy.policy").load, s.source, s.fixed)
   if not loaded then error(policy, 0) end
   s.policy = policy
   for i, text in ipairs(o.over) do s.ranges[i] = read_range(tostring(text), policy) end
   fail_if(#s.ranges == 0, "expected at least one range in `over`, such as name=from..to")
-  if #s.ranges > 6 then error("expected up to 6 ranges, got " .. #s.ranges, 0) end
+  fail_if(#s.ranges > 6, "expected at most 6 ranges in `over`, got %d", #s.ranges)
   return s
 end
 
