@@ -396,6 +396,7 @@ end
 
 -- Returns the parameter called `name`. Raises an error if there is none.
 local function parameter_of(h, name)
+  M_ffi.expect(type(name) == "string", name, "tensor: expected the name of a parameter")
   local all = {}
   for i, p in ipairs(h:parameters()) do
     if p.name == name then return p end

@@ -20,6 +20,7 @@ end
 --- Returns a hint for a run that does not exist: the nearest name under runs/ or, if `text` names a
 --- folder of runs (a contest), how to list them.
 function M.hint(text)
+  text = text:gsub("/+$", "")
   for _, dir in ipairs(places(text)) do
     local name = names_in(dir)[1]
     if name then
@@ -27,7 +28,7 @@ function M.hint(text)
         :format(dir, dir, dir, name)
     end
   end
-  return require("engine.base.nearest").hint(text:match("([^/]*)/*$"), names_in "runs") ..
+  return require("engine.base.nearest").hint(text:match("[^/]*$"), names_in "runs") ..
     "; hint: `engine runs` lists them"
 end
 

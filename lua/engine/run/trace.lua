@@ -31,9 +31,9 @@ function M.is_verdicts(text) return text:find("[.xX]") ~= nil and not text:find(
 function M.verdicts(text)
   local steps, at = {}, 1
   local function fail(what, place)
-    M_ffi.fail("trace '%s': %s at character %d; expected . for a good step, x for an overflow, " ..
-      "and a number to repeat the next one", #text > 60 and text:sub(1, 57) .. "..." or text, what,
-      place)
+    M_ffi.fail("trace '%s': at character %d, %s; expected . for a good step, x for an overflow, " ..
+      "and a number to repeat the next one", #text > 60 and text:sub(1, 57) .. "..." or text,
+      place, what)
   end
   while true do
     at = text:match("^%s*()", at)
@@ -41,7 +41,7 @@ function M.verdicts(text)
     local count, kind, after = text:match("^(%d*)%s*([.xX]?)()", at)
     if kind == "" then
       if count ~= "" then fail("the number " .. count .. " repeats nothing", at) end
-      fail("'" .. text:sub(at, at) .. "'", at)
+      fail("got '" .. text:sub(at, at) .. "'", at)
     end
     local n = tonumber(count) or 1
     if #steps + n > MOST_STEPS then fail(("more than %d steps"):format(MOST_STEPS), at) end
