@@ -1,6 +1,6 @@
 -- Documents: turns each record of a file into token ids, and marks the ids that count in the loss.
 -- A format is a function that divides a record's text into the parts of a document. It returns
--- { { text, whether it counts in the loss }, .. }, or nil and what is wrong with the record.
+-- { { text, whether it counts in the loss }, .. }, or calls refuse() if the record is invalid.
 -- M.lines, M.csv_text, M.jsonl, M.chat and M.preferences return formats. Called by init.lua;
 -- packed.lua puts the documents into rows.
 local cjson = require "cjson"
@@ -16,29 +16,36 @@ local M = {}
 
 -- ------------------------------------------------------------------ formats
 
+local Refusal = { __tostring = function(refusal) return refusal.text end }
+
+-- Raises an error that says what is wrong with a record. Documents:get adds where the record is.
+local function refuse(message, ...)
+  error(setmetatable({ text = message:format(...) }, Refusal), 0)
+end
+
 local function kind_of(value)
   if value == cjson.null then return "null" end
   return type(value) == "table" and (value[1] ~= nil and "a list" or "an object")
     or value_text(type(value) == "string" and show.cut(value, 60) or value)
 end
 
--- Returns the text in a field of an object, or nil and what is wrong.
-local function text_of(object, name)
-  local value = object[name]
+-- Returns a field of an object. `where` begins the message about a missing field.
+local function field_of(object, name, where)
+  if object[name] ~= nil then return object[name] end
+  refuse("%shas no field '%s'%s", where or "", name, nearest.hint(name, nearest.keys(object)))
+end
+
+local function text_of(object, name, where)
+  local value = field_of(object, name, where)
   if type(value) == "string" then return value end
-  if value == nil then
-    return nil, ("has no field '%s'%s"):format(name, nearest.hint(name, nearest.keys(object)))
-  end
-  return nil, ("field '%s': expected a text, got %s"):format(name, kind_of(value))
+  refuse("%sfield '%s': expected a text, got %s", where or "", name, kind_of(value))
 end
 
 local function object_of(line)
   local good, object = pcall(json.strict, line)
-  if not good then return nil, "is not JSON: " .. tostring(object) end
-  if type(object) ~= "table" or object[1] ~= nil then
-    return nil, "expected a JSON object, got " .. kind_of(object)
-  end
-  return object
+  if not good then refuse("is not JSON: %s", tostring(object)) end
+  if type(object) == "table" and object[1] == nil then return object end
+  refuse("expected a JSON object, got %s", kind_of(object))
 end
 
 --- Returns the format of plain text: the record's text is the document.
@@ -46,13 +53,7 @@ function M.lines() return function(text) return { { text, true } } end end
 
 --- Returns the format of JSON lines: the document is one field of an object.
 function M.jsonl(field)
-  return function(line)
-    local object, problem = object_of(line)
-    local text
-    if object then text, problem = text_of(object, field) end
-    if not text then return nil, problem end
-    return { { text, true } }
-  end
+  return function(line) return { { text_of(object_of(line), field), true } } end
 end
 
 -- Divides a conversation into parts, with a tokenizer's chat template. An assistant's message
@@ -92,8 +93,8 @@ local function by_template(tokenizer, messages)
     end
     add(#all, false)
   end)
-  if good then return parts end
-  return nil, M_ffi.without_line(problem)
+  if not good then refuse("%s", M_ffi.without_line(problem)) end
+  return parts
 end
 
 --- Returns the format of conversations. The record is a JSON object whose field `field` is a list
@@ -102,22 +103,16 @@ end
 --- and the texts after them count in the loss.
 function M.chat(field, template)
   return function(line)
-    local object, problem = object_of(line)
-    if not object then return nil, problem end
-    local messages, parts = object[field], {}
+    local messages, parts = field_of(object_of(line), field), {}
     if type(messages) ~= "table" or messages[1] == nil then
-      if messages == nil then return nil, select(2, text_of(object, field)) end
-      return nil, ("field '%s': expected a list of messages, got %s"):format(field,
-        kind_of(messages))
+      refuse("field '%s': expected a list of messages, got %s", field, kind_of(messages))
     end
     for i, message in ipairs(messages) do
-      local role, content
-      if type(message) ~= "table" then problem = "expected an object, got " .. kind_of(message)
-      else
-        role, problem = text_of(message, "role")
-        if role then content, problem = text_of(message, "content") end
+      local where = ("message %d "):format(i)
+      if type(message) ~= "table" then
+        refuse("%sexpected an object, got %s", where, kind_of(message))
       end
-      if problem then return nil, ("message %d %s"):format(i, problem) end
+      local role, content = text_of(message, "role", where), text_of(message, "content", where)
       if type(template) == "function" then
         local before, after = template(role)
         if type(before) ~= "string" or type(after) ~= "string" then
@@ -142,19 +137,14 @@ function M.chatml(role) return "<|im_start|>" .. role .. "\n", "<|im_end|>\n" en
 --- field `rejected`, the list with the parts of the rejected sequence.
 function M.preferences(fields)
   return function(line)
-    local object, problem = object_of(line)
-    if not object then return nil, problem end
-    local texts = {}
-    for i, field in ipairs(fields) do
-      texts[i], problem = text_of(object, field)
-      if problem then return nil, problem end
-    end
+    local object, texts = object_of(line), {}
+    for i, field in ipairs(fields) do texts[i] = text_of(object, field) end
     local prompt = { texts[1], false }
     return { prompt, { texts[2], true }, rejected = { prompt, { texts[3], true } } }
   end
 end
 
--- Returns the cells of a row of CSV (RFC 4180), or nil and what is wrong.
+-- Returns the cells of a row of CSV (RFC 4180).
 local function cells_of(text, separator)
   local cells, at = {}, 1
   repeat
@@ -163,7 +153,7 @@ local function cells_of(text, separator)
       local from = at + 1
       repeat
         stop = text:find('"', from, true)
-        if not stop then return nil, "has a quote that does not end" end
+        if not stop then refuse("has a quote that does not end") end
         local doubled = text:sub(stop + 1, stop + 1) == '"'
         from = stop + 2
       until not doubled
@@ -171,13 +161,13 @@ local function cells_of(text, separator)
       stop = stop + 1
       local next_one = text:sub(stop, stop)
       if next_one ~= "" and next_one ~= separator then
-        return nil, ("has text after the closing quote of column %d"):format(#cells)
+        refuse("has text after the closing quote of column %d", #cells)
       end
     else
       stop = text:find(separator, at, true) or #text + 1
       cells[#cells + 1] = text:sub(at, stop - 1)
       if cells[#cells]:find('"', 1, true) then
-        return nil, ("has a quote inside column %d, which is not quoted"):format(#cells)
+        refuse("has a quote inside column %d, which is not quoted", #cells)
       end
     end
     at = stop + 1
@@ -190,8 +180,8 @@ end
 function M.csv_text(column, separator, records)
   local columns, places = {}, {}  -- file -> its number of columns; file -> the index of `column`
   for _, f in ipairs(records.files) do
-    local names, problem = cells_of(records:header(f), separator)
-    if not names then raise("data.csv_text: the header of %s %s", f.path, problem) end
+    local good, names = pcall(cells_of, records:header(f), separator)
+    if not good then raise("data.csv_text: the header of %s %s", f.path, tostring(names)) end
     for i, name in ipairs(names) do
       if name == column then places[f] = places[f] or i end
     end
@@ -202,11 +192,8 @@ function M.csv_text(column, separator, records)
     columns[f] = #names
   end
   return function(text, f)
-    local cells, problem = cells_of(text, separator)
-    if not cells then return nil, problem end
-    if #cells ~= columns[f] then
-      return nil, ("has %d columns, expected %d"):format(#cells, columns[f])
-    end
+    local cells = cells_of(text, separator)
+    if #cells ~= columns[f] then refuse("has %d columns, expected %d", #cells, columns[f]) end
     return { { cells[places[f]], true } }
   end
 end
@@ -236,11 +223,6 @@ local function end_id(name, encode, end_token)
     or raise("data.%s: end_token: the tokenizer has no token '%s'", name, end_token)
 end
 
-local function text_problem(text, bytes)
-  if not json.is_utf8(text) then return "is not UTF-8" end
-  if bytes and text:find("%z") then return "holds a NUL byte, which ends documents" end
-end
-
 -- Copies the ids of a part into memory. list: the result of encode, or the text itself for bytes.
 local function put(self, ids, list)
   if self.bytes then
@@ -257,16 +239,20 @@ local function put(self, ids, list)
   end
 end
 
--- Returns the tokens of all parts as one sequence: { ids = int32_t[n], counts = uint8_t[n], n = }.
--- counts[i] is 1 if ids[i] counts in the loss as a target. For an invalid part, returns nil, what
--- is wrong, and true if the error is in the script and not in the file.
-local function tokens_of(self, parts)
+-- Returns the tokens of all parts of document i as one sequence: { ids = int32_t[n], counts =
+-- uint8_t[n], n = }. counts[k] is 1 if ids[k] counts in the loss as a target.
+local function tokens_of(self, parts, i)
   local lists, n = {}, 0
   for k, part in ipairs(parts) do
-    local problem = text_problem(part[1], self.bytes and self.end_token == 0)
-    if problem then return nil, problem end
-    local good, list = pcall(self.encode, part[1])
-    if not good then return nil, "encode failed: " .. tostring(list), true end
+    local text = part[1]
+    if not json.is_utf8(text) then refuse("is not UTF-8") end
+    if self.bytes and self.end_token == 0 and text:find("%z") then
+      refuse("holds a NUL byte, which ends documents")
+    end
+    local good, list = pcall(self.encode, text)
+    if not good then
+      raise("data.%s: %s: encode failed: %s", self.name, self.records:where(i), show.shown(list))
+    end
     expect(type(list) == "table" or self.bytes, list,
       "data.%s: expected encode to return a list of token ids", self.name)
     lists[k], n = list, n + #list
@@ -310,21 +296,16 @@ end
 local Documents = {}
 Documents.__index = Documents
 
--- Returns the sequences of document i, or false if none of its tokens counts in the loss. If the
--- record is invalid, returns nil and the problem, as tokens_of does.
-local function try(self, i)
+-- Returns the sequences of document i, or false if none of its tokens counts in the loss.
+local function sequences_of(self, i)
   local text, f = self.records:read(i)
-  if not text then return nil, f end
-  local parts, problem = self.format(text, f)
-  if not parts then return nil, problem end
-  local rows = {}
+  if not text then refuse("%s", f) end
+  local parts, rows = self.format(text, f), {}
   for k, list in ipairs { parts, parts.rejected } do
-    local row, wrong, fatal = tokens_of(self, list)
-    if not row then return nil, wrong, fatal end
-    rows[k] = row
+    rows[k] = tokens_of(self, list, i)
     if not self.pack then rows[k] = cut(rows[k], self.most, parts.rejected) end
     if not learns(rows[k], self.pack and 0 or 1) then
-      if parts.rejected then return nil, "has an answer without tokens" end
+      if parts.rejected then refuse("has an answer without tokens") end
       return false
     end
   end
@@ -335,16 +316,18 @@ end
 --- preferences. Returns false if none of its tokens counts in the loss, or if the record is invalid
 --- and bad is "skip".
 function Documents:get(i)
-  local rows, problem, fatal = try(self, i)
-  if rows ~= nil then return rows end
-  if self.bad == "skip" and not fatal then
-    if not self.invalid[i] then
-      self.invalid[i], self.skipped = true, self.skipped + 1
-      self.first = self.first or self.records:where(i) .. ": " .. show.shown(problem)
-    end
-    return false
+  local good, result = pcall(sequences_of, self, i)
+  if good then return result end
+  if getmetatable(result) ~= Refusal then error(result, 0) end        -- an error of the script
+  local problem = show.shown(result)
+  if self.bad == "stop" then
+    raise("data.%s: %s: %s", self.name, self.records:where(i), problem)
   end
-  raise("data.%s: %s: %s", self.name, self.records:where(i), show.shown(problem))
+  if not self.invalid[i] then
+    self.invalid[i], self.skipped = true, self.skipped + 1
+    self.first = self.first or self.records:where(i) .. ": " .. problem
+  end
+  return false
 end
 
 --- Returns a checksum of the tokens of one document, to detect a changed encode, template or field.
