@@ -127,15 +127,15 @@ local function explain(message)
 end
 
 local function pass(good, ...)
-  if not good then error((...), 0) end
-  return ...
+  if good then return ... end
+  C.eng_checkpoint_end(nil, -1)
+  error((...), 0)
 end
 
-local function leave(good, ...)
+local function leave(...)
   depth = 0
   set_relative_scale(1)
-  if not good then C.eng_checkpoint_end(nil, -1) end
-  return pass(good, ...)
+  return pass(...)
 end
 
 -- Calls a module in a coroutine. While the coroutine is suspended, calls of other modules count as
