@@ -84,9 +84,9 @@ describe("nn.moe over ranks", function()
     assert.error_matches(moe { experts_over = 2 },
       "expected experts_over to be a group of ranks, engine.ranks.group%(%), got 2")
     assert.error_matches(moe { dispatch = "f8" },
-      "expected dispatch to be 'own', 'fp32', 'bf16' or 'fp8', got 'f8'")
+      "expected dispatch bf16, fp32, fp8 or own, got 'f8'")
     assert.error_matches(moe { combine = "fp8" },
-      "expected combine to be 'own', 'fp32' or 'bf16', got 'fp8'")
+      "expected combine bf16, fp32 or own, got 'fp8'")
     local two = { comm = engine.ranks.group().comm, size = 2, rank = 0, across = {} }
     assert.error_matches(moe { experts = 3, experts_over = two },
       "3 experts cannot be divided evenly among 2 ranks")

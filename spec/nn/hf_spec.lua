@@ -364,7 +364,7 @@ describe("load_model", function()
         "quantization_config is not supported")
       refuses(with("bert", { position_embedding_type = "relative_key" }),
         "position_embedding_type relative_key is not supported")
-      refuses(variant("llama"), "expected dtype f32, bf16, f16, f64 or auto, got 'fp16'; did you",
+      refuses(variant("llama"), "expected dtype auto, bf16, f16, f32 or f64, got 'fp16'; did you",
         { dtype = "fp16" })
     end)
 
@@ -534,7 +534,8 @@ describe("engine plan FOLDER and engine generate", function()
       { { "generate", path, "--tokens", "99" }, "embedding: expected indices in 0..19, got 99" },
       { { "generate", path, "--tokens", "1", "--top_p", "2" }, "expected top_p in %(0, 1%], got" },
       { { "generate", folder .. "/none", "--tokens", "1" }, "none: expected the folder of a" },
-      { { "generate", path, "--tokens", "1", "--dtype", "int4" }, "expected dtype f32, bf16, f16" },
+      { { "generate", path, "--tokens", "1", "--dtype", "int4" },
+        "expected dtype auto, bf16, f16, f32 or f64, got 'int4'" },
       { { "plan", folder }, "cannot read .*/config.json: No such file" },
     } do
       local result = helper.run(case[1])

@@ -272,7 +272,8 @@ describe("nn.lora", function()
       ["expected alpha to be a finite number, got '16'"] = { alpha = "16" },
       ["expected dropout in [0, 1), got 1"] = { dropout = 1 },
       ["expected dora to be true or false, got 1"] = { dora = 1 },
-      ["expected base to be a format, got 'e4m2'; did you mean 'e4m3'?"] = { base = "e4m2" },
+      ["expected base bf16, e4m3, f16, f32 or nf4, got 'e4m2'; did you mean 'e4m3'?"]
+        = { base = "e4m2" },
       ["unknown option 'rnk'; did you mean 'rank'?"] = { rnk = 4 },
       ["unknown option 'target_modules'; did you mean 'match'?"] = { target_modules = "attn" },
     } do

@@ -170,8 +170,8 @@ describe("a checkpointed module", function()
     end)
     local x = engine.randn { 8, 4 }
     local function fail() assert.error_matches(function() net(x) end, "In blocks.1: no luck") end
-    for _, run in ipairs { fail, coroutine.wrap(fail) } do
-      run()
+    for _, attempt in ipairs { fail, coroutine.wrap(fail) } do
+      attempt()
       assert.is_true(C.eng_checkpoint_begin())
       C.eng_checkpoint_end(nil, -1)
     end

@@ -138,14 +138,14 @@ function M.dimension(x, d, name)
   return k, what
 end
 
---- Returns the value list[name], as a Lua number if tonumber() converts the value. An unknown name
---- raises an error that lists the names. For the message: `where`, the function; `what`, the
---- option.
+--- Returns the value list[name]; a number of the core, a cdata, is returned as a Lua number. An
+--- unknown name raises an error that lists the names. For the message: `where`, the function;
+--- `what`, the option.
 function M.choose(list, name, where, what)
   if list[name] ~= nil then return tonumber(list[name]) or list[name] end
   local names = nearest.keys(list)
-  local either = table.concat(names, ", "):gsub(", ([^,]*)$", " or %1")
-  raise("%s: expected %s %s, got %s%s", where, what, either, value_text(name),
+  raise("%s: expected %s %s, got %s%s", where, what,
+    (table.concat(names, ", "):gsub(", ([^,]*)$", " or %1")), value_text(name),
     nearest.hint(tostring(name), names))
 end
 

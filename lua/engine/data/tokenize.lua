@@ -64,8 +64,7 @@ function M.run(tokenizer, paths, output, options)
       for i = 0, n - 1 do memory[i] = ids[i] end
       ids = memory
     end
-    local good, problem = file:write(ffi.string(ids, n * width))
-    if not good then error(problem, 0) end
+    assert(file:write(ffi.string(ids, n * width)))
     count = count + n
   end
   local ending = options.ending and ffi.new("uint32_t[1]", options.ending)
@@ -75,7 +74,7 @@ function M.run(tokenizer, paths, output, options)
     if last and ending then put(ending, 1) end
   end
   local good, problem = pcall(function()
-    file:write(header(dtype, 0))
+    assert(file:write(header(dtype, 0)))
     for i = 1, #maps do
       local bytes, size = ffi.cast("const uint8_t *", maps[i].data), tonumber(maps[i].size)
       local at, apart = 0, tokenizer:splits_lines() and not options.special
@@ -97,10 +96,8 @@ function M.run(tokenizer, paths, output, options)
       done = done + size
     end
     file:seek("set", 0)
-    local written, trouble = file:write(header(dtype, count))
-    if not written then error(trouble, 0) end
-    local closed, end_trouble = file:close()
-    if not closed then error(end_trouble, 0) end
+    assert(file:write(header(dtype, count)))
+    assert(file:close())
   end)
   if not good then
     pcall(file.close, file)

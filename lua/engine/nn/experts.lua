@@ -33,10 +33,9 @@ local COMBINE = { own = C.ENG_COMM_OWN, fp32 = C.ENG_COMM_F32, bf16 = C.ENG_COMM
 --- options.combine: the formats of rows. Returns nil if there is no group or only one rank in it.
 function M.new(count, options)
   local group = options.experts_over
-  local dispatch, combine = options.dispatch or "own", options.combine or "own"
-  expect(DISPATCH[dispatch], dispatch,
-    "nn.moe: expected dispatch to be 'own', 'fp32', 'bf16' or 'fp8'")
-  expect(COMBINE[combine], combine, "nn.moe: expected combine to be 'own', 'fp32' or 'bf16'")
+  local formats = {
+    out = arguments.choose(DISPATCH, options.dispatch or "own", "nn.moe", "dispatch"),
+    back = arguments.choose(COMBINE, options.combine or "own", "nn.moe", "combine") }
   if group == nil then return nil end
   expect(arguments.is_group(group) and group.across, group,
     "nn.moe: expected experts_over to be a group of ranks, engine.ranks.group()")
@@ -46,7 +45,7 @@ function M.new(count, options)
   if group.size == 1 then return nil end
   local each = count / group.size
   return setmetatable({ group = group, total = count, each = each, first = group.rank * each + 1,
-    parameters = {}, formats = { out = DISPATCH[dispatch], back = COMBINE[combine] } }, Experts)
+    parameters = {}, formats = formats }, Experts)
 end
 
 -- Replaces p, a parameter held by another rank, with an empty tensor of the same dtype.

@@ -151,7 +151,6 @@ end
 local OPTIONS = "max_tokens temperature top_k top_p stop seed cache progress"
 
 local function read(options, default_stop)
-  if type(options) == "number" then options = { max_tokens = options } end
   options = arguments.read_named(options, "generate", OPTIONS)
   local o = { temperature = options.temperature or 1, top_k = options.top_k, stop = {},
     cache = options.cache ~= false, progress = options.progress, top_p = options.top_p or 1,
@@ -196,12 +195,9 @@ end
 --- generator; `seed` seeds it for this call only. progress: a function(done, all) that is called
 --- after each token; in the last call, done equals all.
 local function generate(model, tokens, options, more)
-  if type(options) == "number" and more ~= nil then   -- generate(tokens, count, options)
-    local count = options
-    options = { max_tokens = count }
-    for key, value in pairs(arguments.read_named(more, "generate", OPTIONS)) do
-      options[key] = value
-    end
+  if type(options) == "number" then   -- generate(tokens, count [, options])
+    options = arguments.merged({ max_tokens = options },
+      arguments.read_named(more, "generate", OPTIONS))
   end
   raise_if(model.config.labels, "generate: %s has a head for labels, not for tokens", model._class)
   local o, seed = read(options, rawget(model, "stop"))

@@ -8,9 +8,9 @@
 -- the model plus one tensor. Files are read, not mapped, so that a file that shrinks meanwhile
 -- raises an error and does not crash the process.
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
-local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local safetensors = require "engine.tensor.safetensors"
 local autograd = require "engine.tensor.autograd"
@@ -173,7 +173,7 @@ local function new_values(shape, dtype, std)
   return x
 end
 
--- Reads one parameter from its parts, in the dtype `dtype` (nil: the file's).
+-- Reads one parameter from its parts, in the dtype `dtype` (false: the file's).
 local function read(item, weights, dtype, std)
   if item.new then return new_values(item.parameter.tensor.shape, dtype, std) end
   local parts = item.parts
@@ -227,9 +227,10 @@ local function build(arch, options, source)
   return model
 end
 
-local DTYPES = { f32 = true, bf16 = true, f16 = true, f64 = true }
+local DTYPES = { f32 = "f32", bf16 = "bf16", f16 = "f16", f64 = "f64", auto = false }
 
-local function load(folder, options)
+-- dtype: the dtype of the parameters, or false for the dtypes of the files.
+local function load(folder, options, dtype)
   local fields, text, path = config.read(folder)
   if options.labels then
     fields, text = config.classifier(fields, options.labels, options.pad, path), nil
@@ -256,8 +257,7 @@ local function load(folder, options)
       if not built then fail("%s: %s", path, (tostring(model):gsub("^[^ ]+:%d+: ", ""))) end
       local plan = architectures.plan(model, arch, source.prefix)
       check_names(plan, weights, arch, o.tied, options.labels)
-      fill(plan, weights, options.dtype ~= "auto" and (options.dtype or "f32") or nil,
-        tonumber(fields.initializer_range) or 0.02)
+      fill(plan, weights, dtype, tonumber(fields.initializer_range) or 0.02)
       if options.labels then source.prefix = arch.prefix .. "." end
       return model
     end)
@@ -274,14 +274,10 @@ end
 function M.load(folder, options)
   expect(type(folder) == "string", folder, "load_model: expected a folder")
   options = tensor.read_named(options, "load_model", "dtype dropout labels pad")
-  local dtype = options.dtype
   raise_if(options.pad ~= nil and not options.labels,
     "load_model: pad is an option of classifiers; hint: labels = the number of labels")
-  if dtype ~= nil and dtype ~= "auto" and not DTYPES[dtype] then
-    raise("load_model: expected dtype f32, bf16, f16, f64 or auto, got '%s'%s", tostring(dtype),
-      nearest.hint(tostring(dtype), DTYPES))
-  end
-  local good, result = pcall(load, (folder:gsub("(.)/+$", "%1")), options)
+  local dtype = arguments.choose(DTYPES, options.dtype or "f32", "load_model", "dtype")
+  local good, result = pcall(load, (folder:gsub("(.)/+$", "%1")), options, dtype)
   if not good then raise("load_model: %s", M_ffi.without_line(result)) end
   return result
 end

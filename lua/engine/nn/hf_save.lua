@@ -3,9 +3,9 @@
 -- folder that the model was loaded from. This module is the method `save` of the models that
 -- hf_load.lua makes.
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
-local nearest = require "engine.base.nearest"
 local safetensors = require "engine.tensor.safetensors"
 local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"
@@ -99,12 +99,12 @@ end
 
 -- ------------------------------------------------------------------ other files
 
+local WEIGHTS = arguments.set_of "safetensors bin pt pth h5 gguf msgpack onnx ot"
+
 -- Returns whether a file of the source folder must not be copied: weights in any format, and
 -- config.json, which this module writes itself.
 local function is_weights(name)
-  return name == "config.json" or name:find("%.safetensors$") or name:find("%.index%.json$")
-    or name:find("%.bin$") or name:find("%.pth?$") or name:find("%.h5$") or name:find("%.gguf$")
-    or name:find("%.msgpack$") or name:find("%.onnx$") or name:find("%.ot$")
+  return WEIGHTS[name:match("%.(%w+)$")] or name == "config.json" or name:find("%.index%.json$")
 end
 
 -- Copies a file. Writes the copy under another name first, because `from` and `to` may be one file.
@@ -142,10 +142,7 @@ return function(model, folder, options)
   expect(type(folder) == "string" and folder ~= "", folder, "save: expected a folder")
   options = tensor.read_named(options, "save", "dtype shard_bytes")
   local dtype, limit = options.dtype, options.shard_bytes or 5e9
-  if dtype and not HF_NAMES[dtype] then
-    raise("save: expected dtype f32, bf16, f16 or f64, got '%s'%s", tostring(dtype),
-      nearest.hint(tostring(dtype), HF_NAMES))
-  end
+  if dtype then arguments.choose(HF_NAMES, dtype, "save", "dtype") end
   expect(type(limit) == "number" and limit > 0, limit,
     "save: expected shard_bytes to be a number of bytes")
   local source = model.source

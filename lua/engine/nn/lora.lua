@@ -238,9 +238,9 @@ local function find(model, file, config, name_of, head, fail)
   return list
 end
 
--- Checks the shapes of a layer's parts and reads their tensors. Sets l.part_rank (the rank of a
--- part), l.rank and l.alpha (for the whole layer) and l.joined (whether the file has all parts,
--- with the same A in each).
+-- Checks the shapes of a layer's parts and reads their tensors, which live until the scope ends.
+-- Sets l.part_rank (the rank of a part), l.rank and l.alpha (for the whole layer) and l.joined
+-- (whether the file has all parts, with the same A in each).
 local function measure(l, file, dora, fail)
   local a = file.entries[l[1].entries[A]]
   local rank = math.max(1, a and #a.shape == 2 and a.shape[1] or 0)
@@ -263,7 +263,7 @@ local function measure(l, file, dora, fail)
       fail("the parts of %s have different alphas; expected the same alpha for all parts", l.path)
     end
     part.tensors = {}
-    for ending, name in pairs(part.entries) do part.tensors[ending] = file:read(name) end
+    for ending, name in pairs(part.entries) do part.tensors[ending] = file:read(name, false) end
   end
   l.joined = #l == l.count
   for _, part in ipairs(l) do
@@ -319,23 +319,15 @@ local function load(model, file, config, name_of)
   local dora, head = config.use_dora == true, find_head(model, file, fail)
   local list = find(model, file, config, name_of, head, fail)
   autograd.scope(function()
-    local good, problem = pcall(function()
-      for _, l in ipairs(list) do measure(l, file, dora, fail) end
-      if not compare(model, list, dora, fail) then
-        for _, l in ipairs(list) do
-          adapters.new(model, { match = "^" .. l.path:gsub("%p", "%%%0") .. "$", rank = l.rank,
-            alpha = l.alpha, dropout = config.lora_dropout, dora = dora })
-        end
-      end
-      for _, l in ipairs(list) do fill(l) end
-      for _, item in ipairs(head) do item[1]:copy(file:read(item[2], false)) end
-    end)
-    for _, l in ipairs(list) do
-      for _, part in ipairs(l) do
-        for _, x in pairs(part.tensors or {}) do x:free() end
+    for _, l in ipairs(list) do measure(l, file, dora, fail) end
+    if not compare(model, list, dora, fail) then
+      for _, l in ipairs(list) do
+        adapters.new(model, { match = "^" .. l.path:gsub("%p", "%%%0") .. "$", rank = l.rank,
+          alpha = l.alpha, dropout = config.lora_dropout, dora = dora })
       end
     end
-    if not good then error(problem, 0) end
+    for _, l in ipairs(list) do fill(l) end
+    for _, item in ipairs(head) do item[1]:copy(file:read(item[2], false)) end
   end)
 end
 

@@ -208,7 +208,7 @@ local function chosen(model, match)
   return list
 end
 
-local BASES = { f32 = true, bf16 = true, f16 = true, e4m3 = true, nf4 = true }
+local BASES = arguments.set_of "f32 bf16 f16 e4m3 nf4"
 
 local function read(options)
   options = tensor.read_named(options, "nn.lora", "match rank alpha dropout dora base")
@@ -220,10 +220,7 @@ local function read(options)
     "nn.lora: expected dropout in [0, 1)")
   expect(options.dora == nil or type(options.dora) == "boolean", options.dora,
     "nn.lora: expected dora to be true or false")
-  if options.base ~= nil and not BASES[options.base] then
-    raise("nn.lora: expected base to be a format, got %s%s", M_ffi.value_text(options.base),
-      nearest.choices(tostring(options.base), BASES, "formats"))
-  end
+  if options.base ~= nil then arguments.choose(BASES, options.base, "nn.lora", "base") end
   return { rank = rank, alpha = alpha, dropout = dropout, dora = options.dora or false,
     base = options.base }
 end
