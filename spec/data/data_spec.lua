@@ -371,7 +371,7 @@ describe("data", function()
     refuses("data.tensors { x = engine.zeros(2, 1), y = engine.zeros(3) }",
       "data.tensors: expected x and y to have the same number of rows, got 2 and 3")
     refuses("data.tensors { x = engine.zeros(0, 1), y = engine.zeros(0) }",
-      "data.tensors: there are no rows")
+      "data.tensors: expected at least one row, got none")
   end)
 
   it("missing, short, truncated and odd files are named", function()
@@ -394,8 +394,8 @@ describe("data", function()
     refuses("data.text { text = '', context = 4 }",
       "data.text: 0 tokens of the text are too few for a context of 4, which needs 5")
     refuses("data.tokens { path = folder .. '/odd.bin', context = 1 }",
-      "data.tokens: FOLDER/odd.bin has an odd number of bytes (3): these are not uint16 tokens; " ..
-      "hint: `engine data tokenize` converts a text to tokens")
+      "data.tokens: expected FOLDER/odd.bin to hold uint16 tokens, got 3 bytes, which 2 does " ..
+      "not divide; hint: `engine data tokenize` converts a text to tokens")
     refuses("data.tokens { path = folder .. '/cut.bin', context = 1 }",
       "data.tokens: the header of FOLDER/cut.bin gives 9 tokens, but the file holds 8; hint: " ..
       "the file is truncated")
@@ -427,9 +427,9 @@ describe("data", function()
     file("e.csv", "1,0\n2,1.5\n")
     file("f.csv", "1,0\n2,-1\n")
     refuses("data.csv { path = folder .. '/a.csv' }",
-      "data.csv: FOLDER/a.csv:3 has 1 columns, expected 2")
+      "data.csv: FOLDER/a.csv:3: expected 2 columns, got 1")
     refuses("data.csv { path = folder .. '/b.csv' }",
-      "data.csv: FOLDER/b.csv:3 column 2 is not a number: 'x'")
+      "data.csv: FOLDER/b.csv:3: expected a number in column 2, got 'x'")
     refuses("data.csv { path = folder .. '/c.csv' }",
       "data.csv: FOLDER/c.csv has no rows of numbers")
     refuses("data.csv { path = folder .. '/d.csv' }",

@@ -214,8 +214,8 @@ describe("GPT-2", function()
     end)
 
     it("an invalid config.json", function()
-      refuses(variant(function() return "{ n_embd" end), "config.json: it is not a JSON object: ")
-      refuses(variant(function() return "3" end), "config.json: it is not a JSON object: number")
+      refuses(variant(function() return "{ n_embd" end), "config.json: it is not JSON: ")
+      refuses(variant(function() return "3" end), "config.json: expected a JSON object, got 3")
       refuses(config('"model_type": "gpt2"', '"model_type": "lama"'),
         "model_type 'lama' is not supported; did you mean 'llama'%?; supported: bert gpt2 llama")
       refuses(config('"n_layer": 2', '"n_layer": 2.5'),
@@ -244,7 +244,7 @@ describe("GPT-2", function()
           "%(from config.json%), got %[24 x 8%]")
       refuses(variant(function(tensors) tensors["transformer.wpe.weight"] = engine.zeros(12, 8,
         { dtype = "i32", keep = true }) end),
-        "'transformer.wpe.weight' holds i32, not floats")
+        "expected 'transformer.wpe.weight' to be f32, f16, bf16 or f64, got i32")
     end)
 
     it("a damaged file", function()

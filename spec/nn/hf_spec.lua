@@ -397,7 +397,7 @@ describe("load_model", function()
       refuses(variant("llama", function() return '{"model_type": "llama\255"}' end),
         "config.json: it is not UTF%-8")
       refuses(variant("llama", function() return "{}" end), "it has no model_type")
-      refuses(variant("llama", function() return "[" .. ("["):rep(5000) end), "not a JSON object")
+      refuses(variant("llama", function() return "[" .. ("["):rep(5000) end), "it is not JSON")
     end)
 
     it("damaged shards and indices", function()
@@ -421,7 +421,7 @@ describe("load_model", function()
         index.weight_map["model.extra"] = index.weight_map[NORM]
       end), "expected the tensor 'model.extra' in model%-")
       refuses(sharded(function(_, index) index.weight_map[NORM] = nil end),
-        "does not say that 'model.norm.weight' is in ")
+        "index.json: expected the weight_map to give the file ")
       refuses(sharded(function(_, index) index.weight_map[NORM] = "../model.safetensors" end),
         "expected the weight_map to give a file of this folder for 'model.norm.weight'")
       refuses(sharded(function(_, index) index.weight_map = 3 end), "a weight_map of names to")

@@ -139,7 +139,7 @@ describe("safetensors", function()
     assert.has_error(function() file:read("z") end, dir .. "/odd has no tensor 'z'")
     assert.truthy(tostring(file):find("x +f32 +%[%]"))
     file:close()
-    assert.has_error(function() file:read("x") end, dir .. "/odd is closed")
+    assert.has_error(function() file:read("x") end, "cannot read 'x': " .. dir .. "/odd is closed")
   end)
 
   local function entry(dtype, shape, offsets)

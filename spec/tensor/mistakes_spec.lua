@@ -17,8 +17,8 @@ describe("a mistake with tensors", function()
     { "x[1]", "a tensor is not indexed by numbers; hint: x:select(1, 1), x:slice(1, 1, 1)" },
     { "(function() x.y = 1 end)()",
       "a tensor's field 'y' cannot be set; hint: x:fill(), x:copy() write elements" },
-    { "x < x", "tensors are compared element by element: a:lt(b), a:le(b), a:gt(b), a:ge(b); got "
-      .. "a tensor and a tensor" },
+    { "x < x", "expected two numbers to compare, got a tensor and a tensor; hint: a:lt(b), "
+      .. "a:le(b), a:gt(b) and a:ge(b) compare tensors element by element" },
 
     { "engine.zeros(2, -1)",
       "zeros: expected a dimension to be a whole number of 0 or more, got -1" },

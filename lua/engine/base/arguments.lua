@@ -63,11 +63,15 @@ function M.is_group(v)
   return type(v) == "table" and ffi.istype("eng_comm *", v.comm) and type(v.size) == "number"
 end
 
+--- Returns v, or raises an error unless v is a number. For the message: `name`, the function;
+--- `what`, a phrase for the number.
 function M.want_number(v, name, what)
   expect(type(v) == "number", v, "%s: expected %s to be a number", name, what)
   return v
 end
 
+--- Returns v, or raises an error unless v is a whole number that a double holds exactly, and at
+--- least `least` if that is given. name, what: as in want_number.
 function M.want_whole(v, name, what, least)
   if type(v) ~= "number" or v % 1 ~= 0 or (least and v < least) then
     expect(false, v, "%s: expected %s to be a whole number%s", name, what,

@@ -24,14 +24,14 @@ local REFUSED = { [C.ENG_FILE_FOLDER] = "a folder", [C.ENG_FILE_OTHER] = "not a 
 --- because reading one could block or never end.
 function file.read(path)
   local kind = REFUSED[C.eng_file_kind(path)]
-  if kind then return nil, path .. " is " .. kind end
+  if kind then return nil, path .. ": it is " .. kind end
   local opened, why = io.open(path, "rb")
   if not opened then return nil, why end
   local text, problem = opened:read(LARGEST + 1)
   opened:close()
   if problem then return nil, path .. ": " .. problem end
   text = text or ""
-  if #text > LARGEST then return nil, path .. " is larger than 1 MiB" end
+  if #text > LARGEST then return nil, path .. ": it is larger than 1 MiB" end
   return text
 end
 

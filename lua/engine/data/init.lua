@@ -100,8 +100,8 @@ end
 --- Skips n batches.
 function Loader:skip(n) self.at = self.at + n end
 
--- Fields that must be equal in a saved position and in the loader that continues from it; otherwise
--- the position would refer to other batches.
+-- Fields that must be equal in a saved position and in the loader that continues from it. If one of
+-- them differs, the position refers to other batches.
 local IDENTITY = { "kind", "seed", "batch", "context", "shuffle", "examples" }
 
 --- Returns the loader's position as plain data. `order` is the version of the shuffled order.
@@ -261,10 +261,9 @@ function M.tokens(given)
     raise("data.tokens: the header of %s gives %d tokens, but the file holds %s%s", o.path, n,
       tostring(held), n > held and "; hint: the file is truncated" or "")
   elseif held % 1 ~= 0 then
-    raise("data.tokens: %s has %s (%d): these are not %s tokens; hint: `engine data "
-      .. "tokenize` converts a text to tokens", o.path, width == 2
-      and "an odd number of bytes" or "a number of bytes that 4 does not divide", bytes,
-      LONG[dtype])
+    raise("data.tokens: expected %s to hold %s tokens, got %d bytes, which %d does not divide; "
+      .. "hint: `engine data tokenize` converts a text to tokens", o.path, LONG[dtype], bytes,
+      width)
   end
   local tokens = ffi.cast(POINTERS[dtype], base + offset)
   n = held
@@ -287,7 +286,7 @@ local function rows(o, kind, x, y, n)
   local B, width, y_width = o.batch, 1, 1
   for _, size in ipairs(x.shape) do width = width * size end
   for _, size in ipairs(y.shape) do y_width = y_width * size end
-  if n < 1 then raise("data.%s: there are no rows", kind) end
+  if n < 1 then raise("data.%s: expected at least one row, got none", kind) end
   arguments.want_batch(kind, B, math.max(width, y_width), "elements")
   local bx, by = ffi.new("double[?]", B * width), ffi.new("double[?]", B * y_width)
   local x_options, y_options = { dtype = x.dtype, keep = false }, { dtype = y.dtype, keep = false }
@@ -348,8 +347,8 @@ function M.csv(given)
         cells[#cells + 1] = cell:match('^%s*"?(.-)"?%s*$')
       end
       columns = columns or #cells
-      raise_if(#cells ~= columns, "data.csv: %s:%d has %d columns, expected %d", o.path,
-        line_number, #cells, columns)
+      raise_if(#cells ~= columns, "data.csv: %s:%d: expected %d columns, got %d", o.path,
+        line_number, columns, #cells)
       local numbers, bad = {}, nil
       for i, cell in ipairs(cells) do
         numbers[i] = tonumber(cell)
@@ -357,8 +356,8 @@ function M.csv(given)
       end
       if bad and not names and n == 0 then names = cells
       elseif bad then
-        raise("data.csv: %s:%d column %d is not a number: '%s'", o.path, line_number, bad,
-          cells[bad])
+        raise("data.csv: %s:%d: expected a number in column %d, got '%s'", o.path, line_number,
+          bad, cells[bad])
       else
         for i = 1, columns do values[n * columns + i] = numbers[i] end
         n = n + 1

@@ -278,7 +278,7 @@ local function tokens_of(source)
       local out, i = {}, at + 1
       while source:sub(i, i) ~= c do
         local d = source:sub(i, i)
-        if d == "" then fail("a string without an end: %s", source:sub(at, at + 20)) end
+        if d == "" then fail("expected a closing quote after %s", source:sub(at, at + 20)) end
         if d == "\\" then
           i = i + 1
           d = source:sub(i, i)
@@ -555,7 +555,9 @@ local function parts_of(source)
     local first = i
     while quote or source:sub(i, i + 1) ~= close do      -- skips `close` inside quotes
       local c = source:sub(i, i)
-      if c == "" then error({ template = "a tag without an end", line = line }, 0) end
+      if c == "" then
+        error({ template = ("expected '%s' at the end of the tag"):format(close), line = line }, 0)
+      end
       if quote and c == "\\" then i = i + 1
       elseif quote == c then quote = nil
       elseif open ~= "{#" and not quote and (c == "'" or c == '"') then quote = c end

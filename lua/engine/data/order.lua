@@ -75,7 +75,7 @@ end
 
 -- Runs that were saved before version 2 resume with version 1: four rounds of a Feistel network
 -- over the smallest even number of bits that covers n, repeated until the result is below n. This
--- is not quite random; with n = 5, for example, the identity comes three times too often.
+-- is not quite random: with n = 5, for example, it gives the identity three times too often.
 local function feistel(i, n, seed, epoch)
   local half = 1
   while 4 ^ half < n do half = half + 1 end

@@ -106,9 +106,9 @@ function SCALINGS.yarn(rope, p, o, where, context)
   if not (above and below) then above, below = 1, 0 end
   rope.attention_factor = number(p, "attention_factor", where)
     or yarn_attention(rope.factor, above) / yarn_attention(rope.factor, below)
-  -- As in transformers, two cases are the opposite of the rule above this function. If every pair
-  -- turns less than beta_slow times, no frequency is divided. If every pair turns more than
-  -- beta_fast times, all frequencies are divided.
+  -- In two cases, transformers does the opposite of what the comment above this function says: it
+  -- divides no frequency if every pair turns less than beta_slow times, and all frequencies if
+  -- every pair turns more than beta_fast times.
   if low <= high then rope.low, rope.high = low, low == high and high + 0.001 or high
   elseif high < 0 then rope.factor = nil end
 end
@@ -324,9 +324,8 @@ function M.read(folder, name, beside)
     name, beside)
   if not json.is_utf8(text) then fail(path, "it is not UTF-8") end
   local fields, why = require("cjson.safe").decode(text)
-  if type(fields) ~= "table" then
-    fail(path, "it is not a JSON object: %s", tostring(why or type(fields)))
-  end
+  if why then fail(path, "it is not JSON: %s", why) end
+  fail_if(type(fields) ~= "table", path, "expected a JSON object, got %s", got(fields))
   return fields, text, path
 end
 

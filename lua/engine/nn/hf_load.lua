@@ -66,8 +66,8 @@ local function open_weights(folder)
     opened[path] = file
     for _, name in ipairs(file.names) do
       local there = map and folder .. "/" .. tostring(map[name])
-      fail_if(map and there ~= path, "%s does not say that '%s' is in %s", index, show.shown(name),
-        path)
+      fail_if(map and there ~= path, "%s: expected the weight_map to give the file %s for '%s', " ..
+        "which that file holds", index, path, show.shown(name))
       weights.entries[name] = { file = file, name = name, entry = file.entries[name] }
       weights.names[#weights.names + 1] = name
     end
@@ -121,8 +121,8 @@ local function want_shape(found, name, expected, where)
   local got, want = tensor.shape_text(found.shape), tensor.shape_text(expected)
   fail_if(got ~= want, "%s: expected '%s' to have shape %s (from config.json), got %s", where, name,
     want, got)
-  fail_if(not ("f32 f16 bf16 f64"):find(found.dtype, 1, true), "%s: '%s' holds %s, not floats",
-    where, name, found.dtype)
+  fail_if(not ("f32 f16 bf16 f64"):find(found.dtype, 1, true),
+    "%s: expected '%s' to be f32, f16, bf16 or f64, got %s", where, name, found.dtype)
 end
 
 -- Whether the parameter belongs to the head of a classifier.

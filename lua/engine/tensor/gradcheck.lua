@@ -53,8 +53,9 @@ function M.check(f, inputs, options)
         local got = analytic[i] or 0
         local difference = math.abs(got - numeric) / (1 + math.abs(numeric))
         if not (difference <= o.tolerance) then
-          error(("gradcheck: input %d, element %d of %s: backward %.10g, finite differences %.10g")
-            :format(k, i, tensor.shape_text(shape), got, numeric), 2)
+          error(("gradcheck: the gradients of element %d of input %d (%s) differ: backward " ..
+            "gives %.10g, finite differences give %.10g"):format(i, k, tensor.shape_text(shape),
+            got, numeric), 2)
         end
         worst = math.max(worst, difference)
       end

@@ -26,7 +26,7 @@ local out_crc = ffi.new("uint32_t[1]")
 --- Opens a file and checks its header. The result has `names` (in file order), `entries` by name
 --- ({ dtype, shape, bytes }) and `metadata`. A file that is missing or malformed is an error.
 local function open(path)
-  raise_if(type(path) ~= "string", "expected the path of a safetensors file, got %s", type(path))
+  M_ffi.expect(type(path) == "string", path, "load: expected the path of a safetensors file")
   check(C.eng_safetensors_open(out_file, path))
   local file = { path = path, handle = ffi.gc(out_file[0], C.eng_safetensors_close), names = {},
     entries = {}, metadata = {} }
@@ -50,7 +50,7 @@ M.open = open
 --- Reads one tensor by name. The tensor lives until it is freed or, with keep = false, until the
 --- scope or the step ends.
 function File:read(name, keep)
-  raise_if(not self.handle, "%s is closed", self.path)
+  raise_if(not self.handle, "cannot read '%s': %s is closed", tostring(name), self.path)
   local entry = self.entries[name] or raise("%s has no tensor '%s'", self.path, tostring(name))
   local x = M_ffi.Tensor()
   check(C.eng_safetensors_read(x, self.handle, entry.index, keep ~= false))

@@ -167,9 +167,8 @@ end
 -- ------------------------------------------------------------------ the metatype
 
 local function no_order(a, b)
-  local hint = "a:lt(b), a:le(b), a:gt(b), a:ge(b)"
-  raise("tensors are compared element by element: %s; got %s and %s", hint, value_text(a),
-    value_text(b))
+  raise("expected two numbers to compare, got %s and %s; hint: a:lt(b), a:le(b), a:gt(b) and " ..
+    "a:ge(b) compare tensors element by element", value_text(a), value_text(b))
 end
 
 local function no_length(x)
