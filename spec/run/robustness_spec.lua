@@ -245,11 +245,11 @@ describe("gradients in Lua", function()
   end)
 
   it("report what they must return", function()
-    assert.matches("forward must return tensors, got 5",
+    assert.matches("expected result 1 of forward to be a tensor, got 5",
       message_of(pass, custom(function() return 5 end)))
-    assert.matches("forward must return a tensor, got nothing",
+    assert.matches("expected forward to return a tensor, got nothing",
       message_of(pass, custom(function() end)))
-    assert.matches("forward must return tensors, got nothing as result 2",
+    assert.matches("expected result 2 of forward to be a tensor, got nothing",
       message_of(pass, custom(function(_, x) return x * 2, nil, x * 3 end)))
     assert.matches("at most 1 gradients from backward, one for each tensor that forward got",
       message_of(pass, custom(nil, function(_, dy) return dy, dy end)))

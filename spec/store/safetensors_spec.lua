@@ -321,7 +321,7 @@ describe("safetensors", function()
       { { a = 1 }, nil, "expected a tensor for 'a', got number" },
       { { engine.ones(1) }, nil, "expected names that are strings" },
       { { ["\255"] = engine.ones(1) }, nil, "is not UTF-8" },
-      { { ["a\0"] = engine.ones(1) }, nil, "holds a NUL" },
+      { { ["a\0"] = engine.ones(1) }, nil, "expected names without NUL bytes" },
       { { __metadata__ = engine.ones(1) }, nil, "__metadata__ is reserved" },
       { { a = engine.ones(1) }, { k = 1 }, "expected metadata of strings" },
       { { a = stale }, nil, "'a': " },

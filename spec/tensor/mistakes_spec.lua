@@ -145,8 +145,10 @@ describe("a mistake with tensors", function()
       "slice: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
     { "x:slice(1, 1, 2, 0)", "slice: expected the step to be a whole number of 1 or more, got 0" },
     { "x:slice()", "slice: expected a dimension to be a whole number, got nothing" },
-    { "x:select(1, 3)", "select: no position 3 in dimension 1 of [2 x 3]; positions count from 1" },
-    { "x:select(1, 0)", "select: no position 0 in dimension 1 of [2 x 3]; positions count from 1" },
+    { "x:select(1, 3)", "select: there is no position 3 in dimension 1 of [2 x 3]; "
+      .. "positions count from 1, or from -1 backward" },
+    { "x:select(1, 0)", "select: there is no position 0 in dimension 1 of [2 x 3]; "
+      .. "positions count from 1, or from -1 backward" },
     { "x:split({ 1, 1 }, 2)",
       "split: the parts add up to 2, but dimension 2 of [2 x 3] has size 3" },
     { "x:split(0)", "split: expected the size of a part to be a whole number of 1 or more, got 0" },

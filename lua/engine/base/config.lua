@@ -288,7 +288,7 @@ local function read_file(path)
   local result
   if path:match("%.json$") then
     local value, parse_error = require("cjson.safe").decode(text)
-    if value == nil then fail("%s: not JSON: %s", path, tostring(parse_error)) end
+    if value == nil then fail("%s: it is not JSON: %s", path, tostring(parse_error)) end
     result = value
   else
     local chunk, syntax_error = loadstring(text, "@" .. path)

@@ -43,6 +43,7 @@ function machine.gpus()
 end
 
 function machine.device() return text(C.eng_device_name()) end
+
 -- Switches to a device. Returns true, or false and the reason.
 function machine.try_device(name)
   if C.eng_device_set(name) == 0 then return true end

@@ -243,7 +243,7 @@ function M.options_of(fields, where)
   fail_if(o.kv_heads and o.heads % o.kv_heads ~= 0, where,
     "%d heads are not divisible by %d num_key_value_heads", o.heads, o.kv_heads)
   if o.rope and (o.head_width or o.width / o.heads) % 2 ~= 0 then
-    fail(where, "the head width %g is odd, and rotary positions need an even one",
+    fail(where, "expected an even head width, which rotary positions need, got %g",
       o.head_width or o.width / o.heads)
   end
   fail_if(o.experts and o.top_k > o.experts, where, "expected num_experts_per_tok to be at most " ..

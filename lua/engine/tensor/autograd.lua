@@ -124,13 +124,13 @@ end
 -- are the results of forward; this function returns them.
 local function record(rule, saved, inputs, ...)
   local n_in, n_out = #inputs, select("#", ...)
-  if n_out == 0 then raise("custom: forward must return a tensor, got nothing") end
+  if n_out == 0 then raise("custom: expected forward to return a tensor, got nothing") end
   local xs, ys = M_ffi.new("eng_tensor[?]", math.max(n_in, 1)), M_ffi.new("eng_tensor[?]", n_out)
   for k, x in ipairs(inputs) do xs[k - 1] = x end
   for k = 1, n_out do
     local y = select(k, ...)
     if not tensor.is_tensor(y) then
-      raise("custom: forward must return tensors, got %s as result %d", M_ffi.value_text(y), k)
+      raise("custom: expected result %d of forward to be a tensor, got %s", k, M_ffi.value_text(y))
     end
     ys[k - 1] = y
   end

@@ -71,15 +71,20 @@ end
 
 local QUANTIZE = "format block rule pow2 eps margin stochastic transposed factor"
 
---- Quantizes x [.. x K] to codes and scales. No gradient passes through it. Options: format
---- ("e4m3", "e5m2", "e5m6"), block ("tensor", "row", "column", "1x128", "128x128", { rows, columns
---- }), rule ("transformer_engine", "deepseek", "deepgemm", "torchao", "msamp"), pow2 (scales are
---- powers of two), eps (smaller amaxes count as eps; each rule has its own default), margin (scales
---- are multiplied by 2^margin), stochastic (random rounding), transposed (also quantizes x
---- transposed, in the same blocks and the same pass), factor (only with block "tensor": multiplies
---- the elements, as in delayed scaling; the scale is then 1 / factor). Fields of the result: q
---- (codes), scale (dequantization multiplies the codes by it), amax (f32 []), shape, block, format,
---- rule, pow2, transposed.
+--- Quantizes x [.. x K] to codes and scales. No gradient passes through this function. Options:
+---   format       "e4m3" (the default), "e5m2" or "e5m6"
+---   block        "tensor" (the default), "row", "column", "1x128", "128x128" or { rows, columns }
+---   rule         how scales are chosen: "transformer_engine" (the default), "deepseek",
+---                "deepgemm", "torchao" or "msamp"
+---   pow2         true: scales are powers of two
+---   eps          smaller amaxes count as eps; each rule has its own default
+---   margin       scales are multiplied by 2^margin (0)
+---   stochastic   true: rounds at random
+---   transposed   true: also quantizes x transposed, in the same blocks and the same pass
+---   factor       only with block "tensor": multiplies the elements, as in delayed scaling; the
+---                scale is then 1 / factor
+--- Fields of the result: q (codes), scale (dequantization multiplies the codes by it), amax
+--- (f32 []), shape, block, format, rule, pow2, transposed.
 function M.quantize(x, options)
   want(x, "fp8.quantize")
   options = read_named(options, "fp8.quantize", QUANTIZE)
@@ -126,12 +131,15 @@ local function want_quantized(x, name)
     name)
 end
 
---- Multiplies quantized matrices: a [M x K] times b [K x N] -> [M x N]. Options: transpose_a,
---- transpose_b, accumulator ("fp32", "exact", "hopper", "e4m3"), promotion (the number of products
---- along K after which the accumulator is added to an f32 sum: a multiple of 32, by default 128; 0:
---- never), dtype ("f32"), bias [N], into (a tensor for the result), add (true: adds the product to
---- `into`). If the blocks of scales split K, the accumulator is added to the f32 sum after every
---- block, whatever `promotion` is.
+--- Multiplies quantized matrices: a [M x K] times b [K x N] -> [M x N]. Options:
+---   transpose_a, transpose_b   true: a is stored as [K x M], b as [N x K]
+---   accumulator                "fp32" (the default), "exact", "hopper" or "e4m3"
+---   promotion                  the number of products along K after which the accumulator is added
+---                              to an f32 sum: a multiple of 32 (128), or 0: never. If the blocks
+---                              of scales split K, it is added after every block instead
+---   dtype                      of the result ("f32")
+---   bias                       [N]
+---   into, add                  a tensor for the result; add = true adds the product to it
 function M.matmul(a, b, options)
   want_quantized(a, "a")
   want_quantized(b, "b")

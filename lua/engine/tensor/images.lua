@@ -152,12 +152,14 @@ end
 local BATCH_NORM = "eps mean variance over"
 
 --- Batch norm of x [N x C x ..]: each channel minus its mean, divided by sqrt(variance + eps),
---- times weight [C], plus bias [C] (either may be nil). Returns the result, this batch's mean and
---- biased variance [C] (f64 if x is f64, else f32), and the number of elements of a channel.
---- Options: eps (1e-5), mean and variance ([C]; x is normalized by these instead, and only the
---- result is returned), over (a group of ranks, engine.ranks.group(), each with a part of the
---- batch; all ranks normalize by the mean and the variance of the whole batch, and return these).
---- The mean and the variance of a batch without elements are nan.
+--- times weight [C], plus bias [C] (either may be nil). Returns the result, the batch's mean and
+--- biased variance [C] (f64 if x is f64, else f32; nan for a batch without elements), and the
+--- number of elements of a channel. Options:
+---   eps              (1e-5)
+---   mean, variance   [C]: x is normalized by these instead, and only the result is returned
+---   over             a group of ranks, engine.ranks.group(), each with a part of the batch: all
+---                    ranks normalize by the mean and variance of the whole batch, and return
+---                    these
 function methods.batch_norm(x, weight, bias, options)
   options = read_named(options, "batch_norm", BATCH_NORM)
   local eps = arguments.want_number(options.eps or 1e-5, "batch_norm", "eps")

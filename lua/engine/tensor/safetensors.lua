@@ -103,7 +103,8 @@ local function ordered(path, tensors)
     raise_if(not ffi.istype(M_ffi.Tensor, x), "save %s: expected a tensor for '%s', got %s", path,
       name, type(x))
     if C.eng_info(info, x) ~= 0 then raise("save %s: '%s': %s", path, name, M_ffi.message()) end
-    raise_if(name:find("%z"), "save %s: the name '%s' holds a NUL", path, (name:gsub("%z", "?")))
+    raise_if(name:find("%z"), "save %s: expected names without NUL bytes, got '%s'", path,
+      (name:gsub("%z", "\\0")))
     names[#names + 1] = name
     width[name] = C.eng_dtype_size(info.dtype)
   end

@@ -84,8 +84,8 @@ function methods.select(x, d, i)
   local shape, n = shape_table(what), tonumber(what.shape[k])
   local at = want_whole(i, "select", "a position") < 0 and i + n + 1 or i
   if at < 1 or at > n then
-    raise("select: no position %d in dimension %d of %s; positions count from 1", i,
-      k + 1, shape_text(shape))
+    raise("select: there is no position %d in dimension %d of %s; positions count from 1, or " ..
+      "from -1 backward", i, k + 1, shape_text(shape))
   end
   table.remove(shape, k + 1)
   return methods.slice(x, d, at, at):view(shape)
