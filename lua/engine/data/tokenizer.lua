@@ -4,7 +4,6 @@
 --   local t = engine.tokenizer "models/llama"       a folder with tokenizer.json, or the file
 --   local ids = t:encode "Hello world"              { 1, 15043, 3186 }
 --   print(t:decode(ids))
-local cjson = require "cjson"
 local M_ffi = require "engine.base.ffi"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
@@ -12,6 +11,7 @@ local nearest = require "engine.base.nearest"
 local read_named = require("engine.base.arguments").read_named
 local steps = require "engine.data.tokenizer_steps"
 
+local field, given = steps.field, steps.given
 local ffi, C, check, expect, raise, raise_if, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check,
   M_ffi.expect, M_ffi.raise, M_ffi.raise_if, M_ffi.value_text
 
@@ -19,8 +19,6 @@ local M = {}
 local FILE_BYTES = 2 ^ 26      -- a larger tokenizer.json is refused
 
 -- ------------------------------------------------------------------ reading the file
-
-local function given(value) return value ~= nil and value ~= cjson.null end
 
 -- Returns the object in a JSON file, and the file's path.
 local function read_json(path)
@@ -50,16 +48,11 @@ local function model_type(model)
   return given(model.continuing_subword_prefix) and "WordPiece" or "WordLevel"
 end
 
--- Returns fail(format, ...), which raises an error that names the file and `part`, a part of it.
+-- Returns { fail }. fail(format, ...) raises an error that names the file and `part`, a part of it.
 local function failing(path, part)
-  return function(message, ...)
+  return { fail = function(message, ...)
     raise("tokenizer: %s: %s: %s", path, part, (message):format(...))
-  end
-end
-
-local function want(fail, value, kind, what)
-  if type(value) ~= kind then fail("%s: expected a %s, got a %s", what, kind, type(value)) end
-  return value
+  end }
 end
 
 local function whole(fail, value, what)
@@ -69,17 +62,13 @@ local function whole(fail, value, what)
   return value
 end
 
-local function text_or(fail, value, what)
-  return given(value) and want(fail, value, "string", what) or ""
-end
-
 -- Creates the core's tokenizer with the model's tokens and merges. Returns its handle, the model's
 -- type, and a function that raises an error for a failed status.
-local function build_model(model, fail)
-  local kind = model_type(model)
+local function build_model(model, to)
+  local fail, kind = to.fail, model_type(model)
   local number = MODELS[kind] or fail("type '%s' is not supported%s", tostring(kind),
     nearest.hint(tostring(kind), nearest.keys(MODELS)))
-  local vocab = want(fail, model.vocab, "table", "vocab")
+  local vocab = field(to, model, "vocab", "table")
   if given(model.dropout) and model.dropout ~= 0 then
     fail("expected dropout to be 0, got %s; dropout makes ids random", value_text(model.dropout))
   end
@@ -87,14 +76,14 @@ local function build_model(model, fail)
   if kind == "Unigram" then
     unknown = given(model.unk_id) and whole(fail, model.unk_id, "unk_id") or -1
   elseif given(model.unk_token) then
-    local id = vocab[want(fail, model.unk_token, "string", "unk_token")]
+    local id = vocab[field(to, model, "unk_token", "string")]
     unknown = given(id) and whole(fail, id, "vocab") or -2
   end
   local flags = (model.byte_fallback == true and C.ENG_TOKENS_BYTE_FALLBACK or 0)
     + (model.fuse_unk == true and C.ENG_TOKENS_FUSE_UNK or 0)
     + (model.ignore_merges == true and C.ENG_TOKENS_IGNORE_MERGES or 0)
-  local prefix = text_or(fail, model.continuing_subword_prefix, "continuing_subword_prefix")
-  local suffix = text_or(fail, model.end_of_word_suffix, "end_of_word_suffix")
+  local prefix = field(to, model, "continuing_subword_prefix", "string", "")
+  local suffix = field(to, model, "end_of_word_suffix", "string", "")
   local longest = given(model.max_input_chars_per_word)
     and whole(fail, model.max_input_chars_per_word, "max_input_chars_per_word") or 100
   local out = ffi.new("eng_tokenizer *[1]")
@@ -117,7 +106,7 @@ local function build_model(model, fail)
     end
   end
   if kind ~= "BPE" then return handle, kind, core end
-  for i, merge in ipairs(want(fail, model.merges, "table", "merges")) do
+  for i, merge in ipairs(field(to, model, "merges", "table")) do
     local left, right
     if type(merge) == "string" then left, right = merge:match("^([^ ]*) ([^ ]*)$")
     elseif type(merge) == "table" then left, right = merge[1], merge[2] end
@@ -134,13 +123,14 @@ local ADDED = { lstrip = C.ENG_ADDED_LSTRIP, rstrip = C.ENG_ADDED_RSTRIP,
   special = C.ENG_ADDED_SPECIAL }
 
 -- Adds the file's added tokens. Returns the special tokens among them: { { text =, id = } ... }.
-local function build_added(data, handle, fail, core)
+local function build_added(data, handle, to, core)
   local special = {}
-  for i, token in ipairs(given(data.added_tokens)
-    and want(fail, data.added_tokens, "table", "the list") or {}) do
-    want(fail, token, "table", "token " .. i)
-    local text = want(fail, token.content, "string", "content of token " .. i)
-    local id, flags = whole(fail, token.id, "id of '" .. text .. "'"), 0
+  for i, token in ipairs(field(to, data, "added_tokens", "table", {})) do
+    if type(token) ~= "table" or type(token.content) ~= "string" then
+      to.fail("expected token %d to be an object with a text 'content'", i)
+    end
+    local text = token.content
+    local id, flags = whole(to.fail, token.id, "id of '" .. text .. "'"), 0
     for name, flag in pairs(ADDED) do
       if token[name] == true then flags = flags + flag end
     end
@@ -177,7 +167,7 @@ function M.open(path)
   local special = build_added(data, handle, failing(path, "added_tokens"), core)
   for _, stage in ipairs(STAGES) do
     local name, table_of, number = stage[1], stage[2], stage[3]
-    local to = { fail = failing(path, name) }
+    local to = failing(path, name)
     function to.stage(step, flags, a, b)
       a, b = a or "", b or ""
       core(C.eng_tokenizer_step(handle, number, step, flags or 0, a, #a, b, #b))

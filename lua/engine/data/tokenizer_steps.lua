@@ -11,21 +11,20 @@ local M = {}
 
 -- ------------------------------------------------------------------ fields
 
-local function given(value) return value ~= nil and value ~= cjson.null end
+--- Returns whether a field is in the file and is not null.
+function M.given(value) return value ~= nil and value ~= cjson.null end
+local given = M.given
 
--- Returns a field of a component, after a check that its type is `kind`. default: what to return if
--- the field is missing; without a default, a missing field is an error.
-local function field(to, part, name, kind, default)
-  local value = part[name]
-  if not given(value) then
-    if default == nil then to.fail("%s has no '%s'", part.type, name) end
-    return default
-  end
-  if type(value) ~= kind then
-    to.fail("%s.%s: expected a %s, got a %s", part.type, name, kind, type(value))
-  end
-  return value
+--- Returns a field of a component, after a check that its type is `kind`. default: what to return
+--- if the field is missing; without a default, a missing field is an error.
+function M.field(to, part, name, kind, default)
+  local value, owner = part[name], type(part.type) == "string" and part.type .. "." or ""
+  if given(value) and type(value) == kind then return value end
+  if given(value) then to.fail("%s%s: expected a %s, got a %s", owner, name, kind, type(value)) end
+  if default == nil then to.fail("%s%s: expected a %s, got nothing", owner, name, kind) end
+  return default
 end
+local field = M.field
 
 local function number(to, part, name, default)
   local value = field(to, part, name, "number", default)
