@@ -29,11 +29,13 @@ local function kind(x)
     or type(x) == "table" and "a dict" or "a " .. type(x)
 end
 
+-- Counts n operations of the current rendering.
 local function spend(n)
   operations = operations + n
   if operations > OPERATIONS then fail("the template runs more than %d operations", OPERATIONS) end
 end
 
+-- Returns a text that an operation has made, after a check of its size.
 local function bounded(text)
   spend(#text / 1024)
   if #text > BYTES then fail("a text has more than %d bytes", BYTES) end
@@ -327,7 +329,7 @@ function Parser:name()
   return token[2]
 end
 
--- An expression is a function that takes the scope and returns a value. applied() returns the
+-- A parsed expression is a function that takes the scope and returns a value. applied() returns the
 -- expression that calls f with the values of the n expressions in `args`. A missing expression
 -- stands for nil.
 local function applied(f, args, n)

@@ -68,8 +68,8 @@ end
 
 local FEW = 1024   -- this many of the most likely tokens usually reach the probability top_p
 
--- Draws an index of p, a list of probabilities. Considers only the shortest beginning of p whose
--- probabilities add up to `share` or more. Unless `share` is 1, p must be in falling order.
+-- Draws an index of p, a list of probabilities, from its first entries: as few as add up to `share`
+-- or more. Unless `share` is 1, p must be in falling order.
 local function draw(p, share)
   local sum, count, kept = 0, 0, 0
   while count < #p and (kept < share or count == 0) do

@@ -225,6 +225,7 @@ local function read(options)
     base = options.base }
 end
 
+-- Raises an error if the layer cannot get an adapter of this rank.
 local function refuse(l, rank)
   local layer = l.layer
   raise_if(rawget(layer, "_lora"), "nn.lora: %s has an adapter already; hint: match other " ..
@@ -281,6 +282,7 @@ local function guard_save(model)
   end)
 end
 
+-- Adds an adapter with the options o (a result of read) to a layer, and switches it on.
 local function attach(layer, o)
   local A = layers.linear(layer.inputs, o.rank, { bias = false })
   local B = layers.linear(o.rank, layer.outputs, { bias = false })

@@ -114,7 +114,7 @@ local function embed(self, ids, types)
 end
 
 -- Sets the spans (padding.lua) of a padded batch in the attention modules; nil: no padding.
-local function tell(self, spans)
+local function set_spans(self, spans)
   for _, block in ipairs(self.blocks) do rawset(block.attn, "spans", spans) end
   rawset(self, "_spans", spans)
 end
@@ -128,7 +128,7 @@ local function results(self, y, options)
     maps = {}
     for i, block in ipairs(self.blocks) do maps[i] = block.attn:take_maps() end
   end
-  if rawget(self, "_spans") then tell(self, nil) end
+  if rawget(self, "_spans") then set_spans(self, nil) end
   return y, maps
 end
 
@@ -178,7 +178,7 @@ local function begin(self, options, ids)
     for _, block in ipairs(self.blocks) do block.attn:watch_maps(maps) end
     self._maps = maps
   end
-  if spans or rawget(self, "_spans") then tell(self, spans) end
+  if spans or rawget(self, "_spans") then set_spans(self, spans) end
   return options
 end
 
