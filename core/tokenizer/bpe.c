@@ -50,14 +50,14 @@ eng_status bpe_ready(eng_tokenizer *t)
   t->cuts = t->prefix_size == 0 && t->suffix_size == 0 && !(t->flags & ENG_TOKENS_IGNORE_MERGES);
   const texts *v = &t->vocab;
   for (int64_t i = 0; ok && i < v->count; i++) {
-    const char *text = v->pool.data + v->at[i];
-    int64_t size = v->size[i];
+    const char *text = v->pool.data + v->list[i].at;
+    int64_t size = v->list[i].size;
     // skips tokens that never match: empty tokens, and tokens that as_encoded refuses
     if (size == 0 || !as_encoded(t, &text, &size)) continue;
-    if (t->byte_mode) ok = texts_set(&t->raw, text, size, v->value[i]);
+    if (t->byte_mode) ok = texts_set(&t->raw, text, size, v->list[i].value);
     int n;
     uint32_t c = char_at(t, text, &n);
-    if (n == size) t->char_id[c] = 1 + v->value[i];
+    if (n == size) t->char_id[c] = 1 + v->list[i].value;
   }
   for (int64_t i = 0; ok && t->cuts && i < t->merges.room; i++) {
     const pair *p = &t->merges.slots[i];

@@ -214,33 +214,30 @@ eng_status step_run(step *s, const char **text, int64_t *size)
   out->size = 0;
   out->failed = false;
   eng_status status = ENG_OK;
-  int options = UTF8PROC_STABLE;
+  int options = 0;                                   // not 0: a normal form
   switch (s->kind) {
-  case ENG_STEP_NFC: options |= UTF8PROC_COMPOSE; break;
-  case ENG_STEP_NFD: options |= UTF8PROC_DECOMPOSE; break;
-  case ENG_STEP_NFKC: options |= UTF8PROC_COMPOSE | UTF8PROC_COMPAT; break;
-  case ENG_STEP_NFKD: options |= UTF8PROC_DECOMPOSE | UTF8PROC_COMPAT; break;
+  case ENG_STEP_NFC: options = UTF8PROC_COMPOSE; break;
+  case ENG_STEP_NFD: options = UTF8PROC_DECOMPOSE; break;
+  case ENG_STEP_NFKC: options = UTF8PROC_COMPOSE | UTF8PROC_COMPAT; break;
+  case ENG_STEP_NFKD: options = UTF8PROC_DECOMPOSE | UTF8PROC_COMPAT; break;
   case ENG_STEP_TRIM: trim(s, text, size); return ENG_OK;
   case ENG_STEP_REPLACE:
     if (!pattern_replace(out, *text, *size, (int)s->flags, s->a, s->a_size, s->b, s->b_size))
       return ENG_OK;
-    options = 0;
     break;
   case ENG_STEP_PREPEND:
     if (*size == 0 || (s->flags && step_begins(s, *text, *size))) return ENG_OK;
     buffer_add(out, s->a, s->a_size);
     buffer_add(out, *text, *size);
-    options = 0;
     break;
-  case ENG_STEP_CHARSMAP: charsmap_run(s->map, out, *text, *size); options = 0; break;
-  default: per_char(s, out, *text, *size); options = 0;
+  case ENG_STEP_CHARSMAP: charsmap_run(s->map, out, *text, *size); break;
+  default: per_char(s, out, *text, *size);
   }
   if (options) {
     if (ascii_only(*text, *size)) return ENG_OK;
-    status = compose(s, out, *text, *size, options);
+    status = compose(s, out, *text, *size, options | UTF8PROC_STABLE);
   }
-  if (status == ENG_OK && out->failed)
-    status = no_memory();
+  if (status == ENG_OK && out->failed) status = no_memory();
   *text = out->size ? out->data : "";
   *size = out->size;
   return status;

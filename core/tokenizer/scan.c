@@ -15,14 +15,18 @@ static inline uint16_t class_at(text t, int64_t at, int *n)
   return unicode_class[code_at(t.data + at, n)];
 }
 
-// Returns the end of the run of characters from `at` that have a class in `some` and no class in
-// `none`.
-static inline int64_t run_of(text t, int64_t at, int some, int none)
+// Returns the end of the run of characters from `at` that have a class in `some`.
+static inline int64_t run_of(text t, int64_t at, int some)
 {
-  for (int n;; at += n) {
-    uint16_t bits = class_at(t, at, &n);
-    if (n == 0 || !(bits & some) || (bits & none)) return at;
-  }
+  for (int n;; at += n)
+    if (!(class_at(t, at, &n) & some)) return at;
+}
+
+// The same, for a run of at most `most` characters.
+static int64_t run_up_to(text t, int64_t at, int some, int most)
+{
+  for (int n; most > 0 && (class_at(t, at, &n) & some); at += n) most--;
+  return at;
 }
 
 // Returns the end of the run of characters from `at` that have no class in `none`.
@@ -66,7 +70,7 @@ static int64_t contraction(text t, int64_t at, bool fold)
 // Otherwise it is the run without its last character.
 static int64_t white(text t, int64_t at)
 {
-  int64_t end = run_of(t, at, UC_SPACE, 0);
+  int64_t end = run_of(t, at, UC_SPACE);
   if (end == t.size) return end;
   int64_t last = char_before(t.data + at, t.data + end) - t.data;
   return last > at ? last : end;
@@ -76,7 +80,7 @@ static int64_t white(text t, int64_t at)
 // last line break of the run. Returns `at` if the run has no line break.
 static int64_t white_lines(text t, int64_t at)
 {
-  int64_t end = run_of(t, at, UC_SPACE, 0);
+  int64_t end = run_of(t, at, UC_SPACE);
   while (end > at && !line_end(t, end - 1)) end--;
   return end;
 }
@@ -89,8 +93,8 @@ static int64_t gpt2(text t, int64_t at)
   int64_t word = at + (t.data[at] == ' ');
   int n;
   uint16_t bits = class_at(t, word, &n);
-  if (bits & UC_LETTER) return run_of(t, word + n, UC_LETTER, 0);
-  if (bits & UC_NUMBER) return run_of(t, word + n, UC_NUMBER, 0);
+  if (bits & UC_LETTER) return run_of(t, word + n, UC_LETTER);
+  if (bits & UC_NUMBER) return run_of(t, word + n, UC_NUMBER);
   if (n > 0 && !(bits & UC_SPACE))
     return run_without(t, word + n, UC_SPACE | UC_LETTER | UC_NUMBER);
   return white(t, at);
@@ -105,13 +109,10 @@ static int64_t llama3(text t, int64_t at, int digits)
   if (t.data[at] == '\'' && (end = contraction(t, at, true)) > at) return end;
   int n, m;
   uint16_t bits = class_at(t, at, &n);
-  if (bits & UC_LETTER) return run_of(t, at + n, UC_LETTER, 0);
-  if (bits & UC_NUMBER) {
-    for (at += n; --digits > 0 && (class_at(t, at, &n) & UC_NUMBER); at += n) { }
-    return at;
-  }
+  if (bits & UC_LETTER) return run_of(t, at + n, UC_LETTER);
+  if (bits & UC_NUMBER) return run_up_to(t, at, UC_NUMBER, digits);
   uint16_t next = class_at(t, at + n, &m);
-  if (!line_end(t, at) && (next & UC_LETTER)) return run_of(t, at + n + m, UC_LETTER, 0);
+  if (!line_end(t, at) && (next & UC_LETTER)) return run_of(t, at + n + m, UC_LETTER);
   bool blank = t.data[at] == ' ';
   if (blank ? m > 0 && !(next & (UC_SPACE | UC_LETTER | UC_NUMBER)) : !(bits & UC_SPACE))
     return line_ends(t, run_without(t, at + n, UC_SPACE | UC_LETTER | UC_NUMBER));
@@ -139,10 +140,10 @@ static int64_t deepseek(text t, int64_t at)
   }
   int n, m;
   uint16_t bits = class_at(t, at, &n), next = class_at(t, at + n, &m);
-  if (bits & WORD) return run_of(t, at + n, WORD, 0);
-  if (!(bits & SIGN) && !line_end(t, at) && (next & WORD)) return run_of(t, at + n + m, WORD, 0);
+  if (bits & WORD) return run_of(t, at + n, WORD);
+  if (!(bits & SIGN) && !line_end(t, at) && (next & WORD)) return run_of(t, at + n + m, WORD);
   bool blank = t.data[at] == ' ';
-  if ((blank ? next : bits) & SIGN) return line_ends(t, run_of(t, at + n, SIGN, 0));
+  if ((blank ? next : bits) & SIGN) return line_ends(t, run_of(t, at + n, SIGN));
   if (!(bits & UC_SPACE)) return at;
   int64_t end = white_lines(t, at);
   return end > at ? end : white(t, at);
@@ -162,20 +163,15 @@ static int64_t match_at(int scan, text t, int64_t at)
   case ENG_SCAN_LLAMA3: return llama3(t, at, 3);
   case ENG_SCAN_QWEN2: return llama3(t, at, 1);
   case ENG_SCAN_DEEPSEEK: return deepseek(t, at);
-  case ENG_SCAN_SPACE:                                     // \s
-    return class_at(t, at, &n) & UC_SPACE ? at + n : at;
-  case ENG_SCAN_SPACES: return run_of(t, at, UC_SPACE, 0); // \s+
-  case ENG_SCAN_NUMERIC:                                   // \p{N}
-    return class_at(t, at, &n) & UC_NUMBER ? at + n : at;
-  case ENG_SCAN_DIGITS: return run_of(t, at, UC_NUMBER, 0);   // \p{N}+
-  case ENG_SCAN_DIGITS3:                                   // \p{N}{1,3}
-    for (int i = 0; i < 3 && (class_at(t, end, &n) & UC_NUMBER); i++) end += n;
-    return end;
-  case ENG_SCAN_PUNCTUATION:
-    return class_at(t, at, &n) & UC_PUNCTUATION ? at + n : at;
+  case ENG_SCAN_SPACE: return run_up_to(t, at, UC_SPACE, 1);       // \s
+  case ENG_SCAN_SPACES: return run_of(t, at, UC_SPACE);            // \s+
+  case ENG_SCAN_NUMERIC: return run_up_to(t, at, UC_NUMBER, 1);    // \p{N}
+  case ENG_SCAN_DIGITS: return run_of(t, at, UC_NUMBER);           // \p{N}+
+  case ENG_SCAN_DIGITS3: return run_up_to(t, at, UC_NUMBER, 3);    // \p{N}{1,3}
+  case ENG_SCAN_PUNCTUATION: return run_up_to(t, at, UC_PUNCTUATION, 1);
   case ENG_SCAN_WORDS:                                     // \w+|[^\w\s]+
     bits = class_at(t, at, &n);
-    if (bits & UC_WORD) return run_of(t, at, UC_WORD, 0);
+    if (bits & UC_WORD) return run_of(t, at, UC_WORD);
     return run_without(t, at, UC_WORD | UC_SPACE);
   case ENG_SCAN_BLANKS:                                    //  {2,}
     while (end < t.size && t.data[end] == ' ') end++;

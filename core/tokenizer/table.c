@@ -14,8 +14,8 @@ static int64_t number_of(const texts *table, const char *text, int64_t size)
     uint64_t entry = table->slots[slot & (uint64_t)(table->room - 1)];
     if (entry == 0) return -1;
     int64_t number = (int64_t)(entry & 0xFFFFFFFFu) - 1;
-    if ((entry & ~0xFFFFFFFFull) == high && table->size[number] == size &&
-        memcmp(table->pool.data + table->at[number], text, (size_t)size) == 0)
+    if ((entry & ~0xFFFFFFFFull) == high && table->list[number].size == size &&
+        memcmp(table->pool.data + table->list[number].at, text, (size_t)size) == 0)
       return number;
   }
 }
@@ -23,7 +23,7 @@ static int64_t number_of(const texts *table, const char *text, int64_t size)
 int64_t texts_find(const texts *table, const char *text, int64_t size)
 {
   int64_t number = number_of(table, text, size);
-  return number < 0 ? -1 : (int64_t)table->value[number];
+  return number < 0 ? -1 : (int64_t)table->list[number].value;
 }
 
 static bool texts_grow(texts *table)
@@ -34,8 +34,8 @@ static bool texts_grow(texts *table)
   for (int64_t i = 0; i < table->room; i++) {
     uint64_t entry = table->slots[i];
     if (entry == 0) continue;
-    int64_t number = (int64_t)(entry & 0xFFFFFFFFu) - 1;
-    uint64_t slot = eng_hash64(table->pool.data + table->at[number], table->size[number]);
+    const struct text_entry *known = &table->list[(entry & 0xFFFFFFFFu) - 1];
+    uint64_t slot = eng_hash64(table->pool.data + known->at, known->size);
     while (slots[slot & (uint64_t)(room - 1)]) slot++;
     slots[slot & (uint64_t)(room - 1)] = entry;
   }
@@ -45,37 +45,23 @@ static bool texts_grow(texts *table)
   return true;
 }
 
-// Makes room for one more text in the lists `at`, `size` and `value`.
-static bool lists_grow(texts *table)
-{
-  int64_t needed = table->count + 1, room = table->numbers, size_room = room, value_room = room;
-  if (!ARRAY_GROW(table->at, room, needed) || !ARRAY_GROW(table->size, size_room, needed) ||
-      !ARRAY_GROW(table->value, value_room, needed))
-    return false;
-  table->numbers = room;
-  return true;
-}
-
 bool texts_set(texts *table, const char *text, int64_t size, uint32_t value)
 {
   int64_t number = number_of(table, text, size);
   if (number >= 0) {
-    table->value[number] = value;
+    table->list[number].value = value;
     return true;
   }
   if (table->count * 2 >= table->room && !texts_grow(table)) return false;
-  if (!lists_grow(table)) return false;
-  number = table->count;
-  table->at[number] = table->pool.size;
-  table->size[number] = (int32_t)size;
-  table->value[number] = value;
+  if (!ARRAY_GROW(table->list, table->list_room, table->count + 1)) return false;
+  table->list[table->count] = (struct text_entry){ table->pool.size, (int32_t)size, value };
   buffer_add(&table->pool, text, size);
   if (table->pool.failed) return false;
   uint64_t hash = eng_hash64(text, size), slot = hash;
   while (table->slots[slot & (uint64_t)(table->room - 1)]) slot++;
-  table->slots[slot & (uint64_t)(table->room - 1)] = (hash & ~0xFFFFFFFFull) |
-                                                     (uint64_t)(number + 1);
   table->count++;
+  table->slots[slot & (uint64_t)(table->room - 1)] = (hash & ~0xFFFFFFFFull) |
+                                                     (uint64_t)table->count;
   return true;
 }
 
@@ -83,9 +69,7 @@ void texts_free(texts *table)
 {
   buffer_free(&table->pool);
   free(table->slots);
-  free(table->at);
-  free(table->size);
-  free(table->value);
+  free(table->list);
   *table = (texts){ 0 };
 }
 

@@ -62,7 +62,6 @@ void eng_tokenizer_free(eng_tokenizer *t)
   free(t->char_id);
   trie_free(&t->pieces);
   free(t->added);
-  free(t->added_of);
   trie_free(&t->raw_added);
   trie_free(&t->normalized_added);
   steps_free(&t->normalize);
@@ -104,14 +103,12 @@ static eng_status accept(eng_tokenizer *t, int64_t id, const char *text, int64_t
   FAIL_IF(utf8_valid(text, size) < size, ENG_ERR_FORMAT,
           "tokenizer: the text of token %lld is not UTF-8", (long long)id);
   if (id >= t->room_ids) {
-    int64_t room = t->room_ids, score_room = room, added_room = room;
-    if (!ARRAY_GROW(t->by_id, room, id + 1) || !ARRAY_GROW(t->score, score_room, id + 1) ||
-        !ARRAY_GROW(t->added_of, added_room, id + 1))
+    int64_t room = t->room_ids, score_room = room;
+    if (!ARRAY_GROW(t->by_id, room, id + 1) || !ARRAY_GROW(t->score, score_room, id + 1))
       return no_memory();
     for (int64_t i = t->room_ids; i < room; i++) {
       t->by_id[i] = (decoded){ .at = -1 };
       t->score[i] = 0;
-      t->added_of[i] = 0;
     }
     t->room_ids = room;
   }
@@ -208,14 +205,15 @@ eng_status eng_tokenizer_added(eng_tokenizer *t, int64_t id, const char *text, i
   FAIL_IF(known < 0 && t->by_id[id].at >= 0, ENG_ERR_FORMAT,
           "tokenizer: the id %lld belongs to two tokens, '%.*s' and '%.*s'", (long long)id,
           shown(t->by_id[id].size), t->names.data + t->by_id[id].at, shown(size), text);
-  FAIL_IF(t->added_of[id], ENG_ERR_FORMAT,
+  FAIL_IF(t->by_id[id].added, ENG_ERR_FORMAT,
           "tokenizer: token '%.*s' is added twice", shown(size), text);
   if (known < 0) ENG_TRY(name_token(t, id, text, size));
   if (!ARRAY_GROW(t->added, t->room_added, t->n_added + 1)) return no_memory();
   added *a = &t->added[t->n_added];
   *a = (added){ .id = id, .text = heap_text(&t->memory, text, size), .size = size, .flags = flags };
   if (!a->text) return no_memory();
-  t->added_of[id] = (int32_t)++t->n_added;
+  t->by_id[id].added = true;
+  t->n_added++;
   return ENG_OK;
 }
 

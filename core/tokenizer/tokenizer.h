@@ -77,10 +77,9 @@ typedef struct texts {
   buffer    pool;
   uint64_t *slots;             // hash in the upper half, 1 + index in the lower; 0: empty
   int64_t   room, count;
-  int64_t  *at;                // [index] offset in the pool
-  int32_t  *size;              // [index] size in bytes
-  uint32_t *value;             // [index]
-  int64_t   numbers;           // capacity of the three lists
+  // [index] the text's offset in the pool, its size in bytes, and its value
+  struct text_entry { int64_t at; int32_t size; uint32_t value; } *list;
+  int64_t   list_room;
 } texts;
 /// Returns the value of a text, or -1.
 int64_t texts_find(const texts *table, const char *text, int64_t size);
@@ -159,7 +158,11 @@ typedef struct word_cache {
 
 /// Where `names` holds a token's two texts. `at` and `size`: offset and size of the text in the
 /// file. `shown` and `shown_size`: offset and size of the text from which decoding starts.
-typedef struct decoded { int64_t at, shown; int32_t size, shown_size; bool special; } decoded;
+typedef struct decoded {
+  int64_t at, shown;
+  int32_t size, shown_size;
+  bool    special, added;
+} decoded;
 
 struct eng_tokenizer {
   heap      memory;            // of the texts that do not grow
@@ -188,7 +191,6 @@ struct eng_tokenizer {
   int64_t   continuing;        // WordPiece: the trie node of `prefix`; -1: none
   added    *added;
   int64_t   n_added, room_added;
-  int32_t  *added_of;          // [room_ids] 1 + index in `added`; 0: not an added token
   trie      raw_added, normalized_added;   // the added tokens to find in raw text, and the added
                                            // tokens to find in normalized text
   bool      raw_first[256], normalized_first[256];   // [byte] whether a token of raw_added (or of

@@ -8,8 +8,8 @@ static const double UNKNOWN_PENALTY = 10;    // an unknown character scores this
 eng_status pieces_ready(eng_tokenizer *t)
 {
   const texts *v = &t->vocab;
-  for (int64_t i = 0; i < v->count; i++)
-    if (!trie_add(&t->pieces, v->pool.data + v->at[i], v->size[i], (int32_t)v->value[i]))
+  for (const struct text_entry *e = v->list; e < v->list + v->count; e++)
+    if (!trie_add(&t->pieces, v->pool.data + e->at, e->size, (int32_t)e->value))
       return no_memory();
   for (int64_t i = 0; i < t->prefix_size && t->continuing >= 0; i++)
     t->continuing = trie_step(&t->pieces, t->continuing, (unsigned char)t->prefix[i]);
