@@ -127,6 +127,7 @@ static const eng_record *record_in_view(eng_policy *p)
   return p->record;
 }
 
+// Raises an error for the key at index 2, which names none of the n fields.
 static int unknown_field(lua_State *L, const char *what, const field *fields, int n)
 {
   if (lua_type(L, 2) != LUA_TSTRING)
@@ -138,10 +139,19 @@ static int unknown_field(lua_State *L, const char *what, const field *fields, in
   return luaL_error(L, "%s has no field '%s'%s", what, name, hint);
 }
 
-static int not_needed(lua_State *L, const char *what, const char *field)
+// Returns the field that the key at index 2 names. Raises an error if there is no such field, or if
+// the policy's `needs` do not list it. `what` names the fields' owner in messages.
+static const field *find_field(lua_State *L, const field_map *map, const char *what,
+                               const field *fields, int n)
 {
-  return luaL_error(L, "%s.%s is not computed for this policy: add \"%s\" to its 'needs'", what,
-                    field, field);
+  const char *key = lua_tostring(L, 2);
+  int found = key ? field_map_find(map, key) : -1;
+  if (found < 0) unknown_field(L, what, fields, n);
+  const field *f = &fields[found];
+  if (f->need & ~policy_of(L)->needs)
+    luaL_error(L, "%s.%s is not computed for this policy: add \"%s\" to its 'needs'", what, f->name,
+               f->name);
+  return f;
 }
 
 static void push_unless(lua_State *L, bool absent, double value)
@@ -160,8 +170,10 @@ static void push_member(lua_State *L, const field *f, const void *from)
 
 // ------------------------------------------------------------------ the record
 
-static int push_record_field(lua_State *L, eng_policy *p, const field *f)
+static int record_index(lua_State *L)  // upvalue: views of hist, tensors, groups, signals
 {
+  eng_policy *p = policy_of(L);
+  const field *f = find_field(L, &p->record_map, "record", record_fields, COUNT(record_fields));
   const eng_record *r = record_in_view(p);
   switch (f->kind) {
     case FLAG: lua_pushboolean(L, *(const int32_t *)((const char *)r + f->at)); break;
@@ -177,17 +189,6 @@ static int push_record_field(lua_State *L, eng_policy *p, const field *f)
     default: push_member(L, f, r);
   }
   return 1;
-}
-
-static int record_index(lua_State *L)  // upvalue: views of hist, tensors, groups, signals
-{
-  eng_policy *p = policy_of(L);
-  const char *key = lua_tostring(L, 2);
-  int found = key ? field_map_find(&p->record_map, key) : -1;
-  if (found < 0) return unknown_field(L, "record", record_fields, COUNT(record_fields));
-  const field *f = &record_fields[found];
-  if (f->need & ~p->needs) return not_needed(L, "record", f->name);
-  return push_record_field(L, p, f);
 }
 
 // ------------------------------------------------------------------ tensors and groups
@@ -232,8 +233,12 @@ static const eng_tensor_stats *stats_in_view(eng_policy *p, const view *v)
   return &p->group_stats[v->index];
 }
 
-static int push_stats_field(lua_State *L, eng_policy *p, const view *v, const field *f)
+static int stats_index(lua_State *L)
 {
+  eng_policy *p = policy_of(L);
+  const view *v = lua_touserdata(L, 1);
+  const field *f =
+    find_field(L, &p->stats_map, view_names[v->kind], stats_fields, COUNT(stats_fields));
   const eng_tensor_stats *s = stats_in_view(p, v);
   const bool measured = s->measured != 0;       // false: a gradient, or an unmeasured FP8 tensor
   double scale = p->record->scale * gradstats_relative_scale(s);
@@ -255,18 +260,6 @@ static int push_stats_field(lua_State *L, eng_policy *p, const view *v, const fi
     default: push_member(L, f, s);
   }
   return 1;
-}
-
-static int stats_index(lua_State *L)
-{
-  eng_policy *p = policy_of(L);
-  const view *v = lua_touserdata(L, 1);
-  const char *key = lua_tostring(L, 2);
-  int found = key ? field_map_find(&p->stats_map, key) : -1;
-  if (found < 0) return unknown_field(L, view_names[v->kind], stats_fields, COUNT(stats_fields));
-  const field *f = &stats_fields[found];
-  if (f->need & ~p->needs) return not_needed(L, view_names[v->kind], f->name);
-  return push_stats_field(L, p, v, f);
 }
 
 // Pushes the element of a list that has the given name or index (from 1), or nil if there is none.

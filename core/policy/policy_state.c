@@ -17,40 +17,34 @@ enum { TEXT_VERSION = 1, STATE_DEPTH = DATA_DEPTH - 2 };   // save wraps the sta
 
 // ------------------------------------------------------------------ Lua tables to blobs
 
-// The tables seen so far: up to 16 in few[0..n); if there are more, all of them in the hash table
-// `table`. The rest of `few` is uninitialized. A state must be a tree, because a copy would
-// duplicate a shared table.
-typedef struct visited { size_t n, capacity; const void **table, *few[16]; } visited;
+// The tables seen so far, in a hash table with open addressing; `room` is a power of two. `few` is
+// the first hash table. A state must be a tree, because a copy would duplicate a shared table.
+enum { FEW = 32 };
+typedef struct visited { size_t n, room; const void **table, *few[FEW]; } visited;
 
+static const void **place_of(const void **table, size_t room, const void *key)
+{
+  size_t at = ((uintptr_t)key >> 4) & (room - 1);
+  while (table[at] && table[at] != key) at = (at + 1) & (room - 1);
+  return &table[at];
+}
+
+// Returns whether a table is seen for the first time.
 static bool visit(visited *v, const void *table)
 {
-  if (v->capacity == 0) {
-    for (size_t i = 0; i < v->n; ++i)
-      if (v->few[i] == table) return false;
-    if (v->n < sizeof v->few / sizeof *v->few) {
-      v->few[v->n++] = table;
-      return true;
-    }
-  }
-  if (v->n * 2 >= v->capacity) {                            // an open-addressing hash from here on
-    size_t capacity = v->capacity ? v->capacity * 4 : 64;
-    const void **wider = calloc(capacity, sizeof *wider);
+  if (v->n * 2 >= v->room) {
+    size_t room = v->room * 4;
+    const void **wider = calloc(room, sizeof *wider);
     if (!wider) return true;
-    for (size_t i = 0, old = v->capacity ? v->capacity : v->n; i < old; ++i) {
-      const void *t = v->capacity ? v->table[i] : v->few[i];
-      if (!t) continue;
-      size_t at = ((uintptr_t)t >> 4) % capacity;
-      while (wider[at]) at = (at + 1) % capacity;
-      wider[at] = t;
-    }
-    free(v->table);
+    for (size_t i = 0; i < v->room; ++i)
+      if (v->table[i]) *place_of(wider, room, v->table[i]) = v->table[i];
+    if (v->table != v->few) free(v->table);
     v->table = wider;
-    v->capacity = capacity;
+    v->room = room;
   }
-  size_t at = ((uintptr_t)table >> 4) % v->capacity;
-  for (; v->table[at]; at = (at + 1) % v->capacity)
-    if (v->table[at] == table) return false;
-  v->table[at] = table;
+  const void **place = place_of(v->table, v->room, table);
+  if (*place) return false;
+  *place = table;
   ++v->n;
   return true;
 }
@@ -144,21 +138,16 @@ static void refuse_path(eng_policy *p, int base, const char *why)
 // STATE_DEPTH.
 static bool copy_state(eng_policy *p, int index)
 {
-  walk w;                                 // seen.few stays uninitialized, because this runs often
-  w.policy = p;
-  w.out = &p->next;
-  w.root = index;
-  w.base = lua_gettop(p->L);
-  w.refusal = "";
-  w.seen.n = w.seen.capacity = 0;
-  w.seen.table = NULL;
+  walk w = {.policy = p, .out = &p->next, .root = index, .base = lua_gettop(p->L), .refusal = "",
+            .seen.room = FEW};
+  w.seen.table = w.seen.few;
   data_clear(&p->next);
   p->n_flat = 0;
   bool fine = encode(&w, index, 1);
   if (!fine) refuse_path(p, w.base + 1, w.refusal);
   else if (p->next.failed) fine = policy_refuse(p, "out of memory");
   if (!fine) lua_settop(p->L, w.base);
-  free(w.seen.table);
+  if (w.seen.table != w.seen.few) free(w.seen.table);
   return fine;
 }
 

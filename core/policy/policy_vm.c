@@ -205,20 +205,14 @@ static bool read_number(double *out, const char *text)
   return true;
 }
 
-// Returns "; did you mean ..." for a misspelt name of an option.
-static const char *option_hint(const eng_policy *p, const char *name)
+// Returns "; did you mean ..." for a misspelt name of an option. If no option has a similar name,
+// returns a list of all options, which it writes to `all`.
+static const char *option_choices(const eng_policy *p, const char *name, char all[static 256])
 {
   const char *names[64];
   int n = p->n_options < COUNT(names) ? p->n_options : COUNT(names);
   for (int i = 0; i < n; ++i) names[i] = p->options[i].name;
-  return nearest_hint(name, names, n);
-}
-
-// Returns option_hint() or, if no option has a similar name, a list of all options, which it writes
-// to `all`.
-static const char *option_choices(const eng_policy *p, const char *name, char all[static 256])
-{
-  const char *hint = option_hint(p, name);
+  const char *hint = nearest_hint(name, names, n);
   if (*hint) return hint;
   snprintf(all, 256, "%s", p->n_options ? "" : "; it has none");
   for (int i = 0; i < p->n_options; ++i) {
