@@ -25,9 +25,9 @@ enum { SMALL = 1 << 15,              // up to this many bytes, a reduction uses 
 int eng_comm_rank(const eng_comm *comm) { return comm->rank; }
 int eng_comm_size(const eng_comm *comm) { return comm->size; }
 
-/// Makes a group for a transport that has no groups: lists the world numbers of the ranks in
-/// `parent` that passed the same color, ordered by key and rank.
-static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, int key)
+/// Lists in `part` the world numbers of the ranks in `parent` that passed the same color, ordered
+/// by key and rank.
+static eng_status list_ranks(eng_comm *part, eng_comm *parent, int color, int key)
 {
   typedef struct wish { int32_t color, key; } wish;
   wish own = {color, key};
@@ -46,21 +46,11 @@ static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, 
     if (r == parent->rank) part->rank = place;
     part->size++;
   }
-  part->group = part->of_world;
+  // Groups begin to number their operations at different places. So if ranks get out of step, a
+  // message of one group does not count as a message of another group with some of the same ranks.
+  int64_t bytes = part->size * (int64_t)sizeof *part->of_world;
+  part->next_tag = (int32_t)(eng_crc32c(0, part->of_world, bytes) % COMM_TAGS);
   return ENG_OK;
-}
-
-static eng_status split_by_transport(eng_comm *part, eng_comm *parent, int color, int key)
-{
-  comm_watch_mark before = comm_watch("the creation of a group");
-  eng_status status =
-    parent->transport->split(&part->group, &part->rank, &part->size, parent->group, color, key);
-  comm_watched(before);
-  if (status != ENG_OK || color < 0) return status;
-  int32_t own = comm_world.rank;
-  part->of_world = calloc((size_t)part->size, sizeof *part->of_world);
-  FAIL_IF(!part->of_world, ENG_ERR_MEMORY, "out of memory for a group of ranks");
-  return eng_comm_all_gather(part, part->of_world, &own, sizeof own);
 }
 
 eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key)
@@ -73,9 +63,7 @@ eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key)
   part->transport = parent->transport;
   part->size = 1;
   eng_status status = ENG_OK;
-  if (parent->transport)
-    status = parent->transport->split ? split_by_transport(part, parent, color, key)
-                                      : split_by_numbers(part, parent, color, key);
+  if (parent->transport) status = list_ranks(part, parent, color, key);
   if (status != ENG_OK || color < 0) eng_comm_free(part);
   else *out = part;
   return status;
@@ -84,8 +72,6 @@ eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key)
 void eng_comm_free(eng_comm *comm)
 {
   if (!comm || comm == &comm_world) return;
-  if (comm->group && comm_world.transport && comm->transport->free)
-    comm->transport->free(comm->group);
   free(comm->of_world);
   free(comm);
 }

@@ -25,16 +25,16 @@ typedef struct comm_message {
 
 enum { COMM_LARGEST = 1 << 30 };
 
-/// A transport: the functions that move bytes. `group` is the transport's own description of a
-/// group of ranks.
+/// A transport: the functions that move bytes between the ranks of the world.
 typedef struct comm_transport {
   int32_t abi;                // COMM_ABI
   int32_t rank, size;         // in the world
   int32_t local_size;         // ranks on this machine
-  void   *world;
-  /// Starts n messages. Messages between two ranks with the same tag arrive in the order in which
-  /// they were started.
-  eng_status (*start)(void **exchange, void *group, const comm_message *messages, int n, int tag);
+  /// Starts n messages of a group. of_world: the world number of each of the group's ranks, or NULL
+  /// if the group is the world. Messages between two ranks with the same tag arrive in the order in
+  /// which they were started.
+  eng_status (*start)(void **exchange, const int32_t *of_world, const comm_message *messages, int n,
+                      int tag);
   /// Sets *done to whether all messages are done. If they are, frees the exchange. Never waits.
   eng_status (*test)(bool *done, void *exchange);
   /// Ends an exchange after an error. Afterwards no message can arrive in the exchange's memory,
@@ -43,12 +43,7 @@ typedef struct comm_transport {
   void (*cancel)(void *exchange);
   /// Returns whether a message with this tag has arrived and no started receive matches it. Never
   /// waits. NULL: the transport cannot test for unexpected messages.
-  bool (*probe)(void *group, int tag);
-  /// Makes the group of the ranks that pass the same color, ordered by key and rank. Every rank of
-  /// the parent calls this function. NULL: the transport has no groups; `group` is then the array
-  /// eng_comm.of_world.
-  eng_status (*split)(void **group, int32_t *rank, int32_t *size, void *parent, int color, int key);
-  void (*free)(void *group);
+  bool (*probe)(int tag);
   /// Ends every process of the job; does not return.
   void (*abort)(int code);
   /// The engine calls this last, when all ranks have finished.
@@ -56,7 +51,7 @@ typedef struct comm_transport {
   const char *(*describe)(void);
 } comm_transport;
 
-enum { COMM_ABI = 5 };
+enum { COMM_ABI = 6 };
 
 typedef struct comm_host {
   int32_t abi;
@@ -68,7 +63,6 @@ typedef const comm_transport *comm_plugin(const comm_host *host);
 
 struct eng_comm {
   const comm_transport *transport;   // NULL: a process that runs alone
-  void   *group;
   int32_t rank, size;
   int32_t next_tag;
   int32_t *of_world;  // [size] the ranks' world numbers; NULL: the group is the world
@@ -83,9 +77,13 @@ static inline int comm_of_world(const eng_comm *comm, int rank)
 /// The group of all ranks. It has one rank and no transport until world.c fills it.
 extern eng_comm comm_world;
 
-/// Tags of messages. A group numbers its operations in the order in which they start; comm_tag
-/// returns the tag of the next operation. Alarms and gradient buckets have separate tags.
-enum { COMM_TAG_OPERATION = 0, COMM_TAGS = 4096, COMM_TAG_ALARM = 8191, COMM_TAG_BUCKET = 8192 };
+/// Tags of messages. The world and each group number their operations in the order in which they
+/// start; comm_tag returns the tag of the next operation. Alarms and gradient buckets have separate
+/// tags.
+enum {
+  COMM_TAG_WORLD = 0, COMM_TAG_GROUP = 4095, COMM_TAGS = 4095,    // COMM_TAGS: number of each kind
+  COMM_TAG_ALARM = 8191, COMM_TAG_BUCKET = 8192
+};
 int comm_tag(eng_comm *comm);
 
 /// Starts an exchange. Errors: STATE if comm_broken.

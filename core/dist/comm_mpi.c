@@ -1,5 +1,5 @@
 // The MPI transport: a plug-in, libengine_mpi.so, built where there is an mpicc. It provides
-// groups, messages between two ranks, and the end of a job; comm.c builds the collectives on these.
+// messages between two ranks, and the end of a job; comm.c builds groups and collectives on these.
 // It uses only a few MPI functions, so that any implementation works. Called by world.c, which
 // loads it.
 #include "comm.h"
@@ -13,15 +13,15 @@
 /// the first allocate nothing.
 typedef struct exchange {
   struct exchange *next;
-  MPI_Comm     comm;
   int          n, receives, capacity;
   MPI_Request *request;
   MPI_Status  *status;      // of each request, with its error
-  comm_message *message;    // of each request
+  comm_message *message;    // of each request, with the peer's world number
 } exchange;
 
 static const comm_host *core;
 static exchange *spare;
+static MPI_Comm everybody;
 
 static eng_status failed(const char *what, int code)
 {
@@ -32,24 +32,9 @@ static eng_status failed(const char *what, int code)
   return core->error(ENG_ERR_LIBRARY, text);
 }
 
-static MPI_Comm everybody;
-
-/// Returns the world number of a group's rank, or -1 if MPI fails to translate it.
-static int world_number(MPI_Comm comm, int rank)
-{
-  MPI_Group part = MPI_GROUP_NULL, world = MPI_GROUP_NULL;
-  int number = -1;
-  if (MPI_Comm_group(comm, &part) == MPI_SUCCESS &&
-      MPI_Comm_group(everybody, &world) == MPI_SUCCESS)
-    MPI_Group_translate_ranks(part, 1, &rank, world, &number);
-  if (part != MPI_GROUP_NULL) MPI_Group_free(&part);
-  if (world != MPI_GROUP_NULL) MPI_Group_free(&world);
-  return number;
-}
-
 /// Sets the error for a message that does not have the expected length. `got`: the number of bytes
 /// that arrived, or -1 if the message is longer than expected.
-static eng_status wrong_length(const exchange *e, const comm_message *m, int got)
+static eng_status wrong_length(const comm_message *m, int got)
 {
   char text[512], number[32] = "more";
   if (got >= 0) snprintf(number, sizeof number, "%d", got);
@@ -57,7 +42,7 @@ static eng_status wrong_length(const exchange *e, const comm_message *m, int got
            "ranks: expected a message of %lld bytes from rank %d, got %s; hint: the ranks make "
            "different calls, or the same call with different lengths; compare the script, the "
            "model, the settings and the shapes of the data on these ranks",
-           (long long)m->bytes, world_number(e->comm, m->peer), number);
+           (long long)m->bytes, m->peer, number);
   return core->error(ENG_ERR_LIBRARY, text);
 }
 
@@ -98,28 +83,31 @@ static void cancel(void *under_way)
   MPI_Waitall(e->receives, e->request, MPI_STATUSES_IGNORE);
 }
 
-static eng_status start(void **out, void *group, const comm_message *messages, int n, int tag)
+static eng_status start(void **out, const int32_t *of_world, const comm_message *messages, int n,
+                        int tag)
 {
   exchange *e = take(n);
   *out = NULL;
   if (!e) return core->error(ENG_ERR_MEMORY, "ranks: out of memory for messages");
-  e->comm = *(MPI_Comm *)group;
   e->n = e->receives = 0;
   // Posts receives first, so that arriving messages find their buffers.
   for (int pass = 0; pass < 2; pass++)
     for (int i = 0; i < n; i++) {
-      const comm_message *m = &messages[i];
-      if (m->send != (pass == 1)) continue;
+      comm_message *m = &e->message[e->n];
+      if (messages[i].send != (pass == 1)) continue;
+      *m = messages[i];
+      if (of_world) m->peer = of_world[m->peer];
+      MPI_Request *request = &e->request[e->n];
       int code =
         m->bytes > COMM_LARGEST ? MPI_ERR_COUNT
         : m->send
-          ? MPI_Isend(m->memory, (int)m->bytes, MPI_BYTE, m->peer, tag, e->comm, &e->request[e->n])
-          : MPI_Irecv(m->memory, (int)m->bytes, MPI_BYTE, m->peer, tag, e->comm, &e->request[e->n]);
+          ? MPI_Isend(m->memory, (int)m->bytes, MPI_BYTE, m->peer, tag, everybody, request)
+          : MPI_Irecv(m->memory, (int)m->bytes, MPI_BYTE, m->peer, tag, everybody, request);
       if (code != MPI_SUCCESS) {
         cancel(e);
         return failed(m->send ? "sending" : "receiving", code);
       }
-      e->message[e->n++] = *m;
+      e->n++;
       e->receives += !m->send;
     }
   *out = e;
@@ -136,51 +124,24 @@ static eng_status test(bool *done, void *under_way)
     int own = e->status[i].MPI_ERROR, class = MPI_SUCCESS;
     if (own == MPI_SUCCESS || own == MPI_ERR_PENDING) continue;
     MPI_Error_class(own, &class);
-    if (class == MPI_ERR_TRUNCATE) return wrong_length(e, &e->message[i], -1);
+    if (class == MPI_ERR_TRUNCATE) return wrong_length(&e->message[i], -1);
     code = own;
   }
   if (code != MPI_SUCCESS) return failed("sending or receiving", code);
   for (int i = 0; flag && i < e->receives; i++) {
     int bytes = 0;
     MPI_Get_count(&e->status[i], MPI_BYTE, &bytes);
-    if (bytes != e->message[i].bytes) return wrong_length(e, &e->message[i], bytes);
+    if (bytes != e->message[i].bytes) return wrong_length(&e->message[i], bytes);
   }
   if (flag) give(e);
   return ENG_OK;
 }
 
-static bool probe(void *group, int tag)
+static bool probe(int tag)
 {
   int flag = 0;
-  return MPI_Iprobe(MPI_ANY_SOURCE, tag, *(MPI_Comm *)group, &flag, MPI_STATUS_IGNORE) ==
-           MPI_SUCCESS &&
-         flag;
-}
-
-static eng_status split(void **out, int32_t *rank, int32_t *size, void *parent, int color, int key)
-{
-  MPI_Comm *comm = malloc(sizeof *comm);
-  if (!comm) return core->error(ENG_ERR_MEMORY, "ranks: out of memory for a group");
-  int code = MPI_Comm_split(*(MPI_Comm *)parent, color < 0 ? MPI_UNDEFINED : color, key, comm);
-  if (code != MPI_SUCCESS || *comm == MPI_COMM_NULL) {
-    free(comm);
-    *out = NULL;
-    return code == MPI_SUCCESS ? ENG_OK : failed("splitting a group", code);
-  }
-  MPI_Comm_set_errhandler(*comm, MPI_ERRORS_RETURN);
-  int r, n;
-  MPI_Comm_rank(*comm, &r);
-  MPI_Comm_size(*comm, &n);
-  *out = comm;
-  *rank = r;
-  *size = n;
-  return ENG_OK;
-}
-
-static void release(void *group)
-{
-  MPI_Comm_free(group);
-  free(group);
+  int code = MPI_Iprobe(MPI_ANY_SOURCE, tag, everybody, &flag, MPI_STATUS_IGNORE);
+  return code == MPI_SUCCESS && flag;
 }
 
 static void end_all(int code) { MPI_Abort(MPI_COMM_WORLD, code); }
@@ -224,13 +185,10 @@ __attribute__((visibility("default"))) const comm_transport *eng_comm_mpi(const 
                                .rank = rank,
                                .size = size,
                                .local_size = local,
-                               .world = &everybody,
                                .start = start,
                                .test = test,
                                .cancel = cancel,
                                .probe = probe,
-                               .split = split,
-                               .free = release,
                                .abort = end_all,
                                .finish = finish,
                                .describe = describe};

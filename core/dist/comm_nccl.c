@@ -227,26 +227,22 @@ static void write_note(card_note *note, bool wanted)
 /// receives the reason. `any`: some rank's data is on a card. `must`: some rank requires NCCL.
 static bool decide(char *why, size_t size, bool *any, bool *must, const card_note *notes, int n)
 {
-  const card_note *first = NULL;
   *any = *must = false;
   for (int r = 0; r < n; r++) {
     *any = *any || notes[r].wanted;
     *must = *must || notes[r].wish == WISH_ON;
   }
-  for (int r = 0; r < n && !first; r++) {
+  why[0] = 0;
+  for (int r = 0; r < n && !why[0]; r++) {
     const card_note *a = &notes[r];
-    first = a;
     if (a->wish == WISH_OFF) snprintf(why, size, "ENGINE_NCCL=off");
     else if (!a->wanted) snprintf(why, size, "the data of rank %d is in host memory", r);
     else if (!a->can) snprintf(why, size, "rank %d: %s", r, a->why);
-    else first = NULL;
-    for (int q = 0; q < r && !first; q++)
-      if (strcmp(notes[q].card, a->card) == 0) {
+    for (int q = 0; q < r && !why[0]; q++)
+      if (strcmp(notes[q].card, a->card) == 0)
         snprintf(why, size, "ranks %d and %d share one card, which NCCL refuses", q, r);
-        first = a;
-      }
   }
-  return !first;
+  return !why[0];
 }
 
 static eng_status open_streams(eng_comm *everybody)
@@ -266,7 +262,7 @@ static eng_status open_streams(eng_comm *everybody)
 
 eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted)
 {
-  char why[320] = "";
+  char why[320];
   bool any, must;
   *cards = nccl.direct = false;
   // one process without other ranks, or a rehearsal (comm_predict.c)
@@ -338,7 +334,8 @@ static eng_status staged_room(staged *s, int n, int64_t bytes)
   return ENG_OK;
 }
 
-static eng_status start(void **out, void *group, const comm_message *messages, int n, int tag)
+static eng_status start(void **out, const int32_t *of_world, const comm_message *messages, int n,
+                        int tag)
 {
   (void)tag;
   staged *s = spare ? spare : calloc(1, sizeof *s);
@@ -359,7 +356,7 @@ static eng_status start(void **out, void *group, const comm_message *messages, i
                                       messages[i].memory, messages[i].bytes, COPY_TO_DEVICE);
   }
   s->n = n;
-  if (status == ENG_OK) status = exchange(STREAM_HOST, group, s->there, n, "a message");
+  if (status == ENG_OK) status = exchange(STREAM_HOST, of_world, s->there, n, "a message");
   if (status == ENG_OK) *out = s;
   else {
     s->next = spare;

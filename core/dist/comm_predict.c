@@ -141,10 +141,10 @@ eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int ra
 
 // ------------------------------------------------------------------ a rehearsal
 
-static eng_status start_nothing(void **exchange, void *group, const comm_message *messages, int n,
-                                int tag)
+static eng_status start_nothing(void **exchange, const int32_t *of_world,
+                                const comm_message *messages, int n, int tag)
 {
-  (void)group, (void)messages, (void)n, (void)tag;
+  (void)of_world, (void)messages, (void)n, (void)tag;
   *exchange = NULL;        // already complete
   return ENG_OK;
 }

@@ -111,10 +111,9 @@ static void exchange_alarms(char *notes, const char *what)
     if (r == comm_world.rank) continue;
     void *sent;
     messages[r] = (comm_message){own, NOTE, r, true};
-    if (t->start(&sent, comm_world.group, &messages[r], 1, COMM_TAG_ALARM) != ENG_OK) continue;
+    if (t->start(&sent, NULL, &messages[r], 1, COMM_TAG_ALARM) != ENG_OK) continue;
     messages[r] = (comm_message){notes + (size_t)r * NOTE, NOTE, r, false};
-    if (t->start(&receives[r], comm_world.group, &messages[r], 1, COMM_TAG_ALARM) != ENG_OK)
-      receives[r] = NULL;
+    if (t->start(&receives[r], NULL, &messages[r], 1, COMM_TAG_ALARM) != ENG_OK) receives[r] = NULL;
   }
   bool open = true;
   for (int ms = 0; receives && open && ms < GRACE_MS; ms += 10) {
@@ -197,8 +196,7 @@ static eng_status idle(int *spins, double *since, const char *what)
   static double looked;
   if (*since == 0) *since = eng_clock();
   double now = look_at_clock(since, &looked);
-  if (now - *since > timeout || (t->probe && t->probe(comm_world.group, COMM_TAG_ALARM)))
-    lost(what);
+  if (now - *since > timeout || (t->probe && t->probe(COMM_TAG_ALARM))) lost(what);
   sched_yield();
   return ENG_OK;
 }
@@ -224,7 +222,7 @@ eng_status comm_start(void **exchange, const eng_comm *comm, const comm_message 
 {
   FAIL_IF(comm_broken, ENG_ERR_STATE, "an exchange between ranks was cut short: this process can "
           "no longer reach the other ranks; hint: start the job again");
-  return comm->transport->start(exchange, comm->group, messages, n, tag);
+  return comm->transport->start(exchange, comm->of_world, messages, n, tag);
 }
 
 /// Abandons an exchange after the error `status`, so that its memory can be freed (comm_broken).
@@ -275,5 +273,5 @@ eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, in
 int comm_tag(eng_comm *comm)
 {
   comm->next_tag = (comm->next_tag + 1) % COMM_TAGS;
-  return COMM_TAG_OPERATION + comm->next_tag;
+  return (comm->of_world ? COMM_TAG_GROUP : COMM_TAG_WORLD) + comm->next_tag;
 }

@@ -259,8 +259,8 @@ eng_status eng_comm_world(eng_comm **out)
     if (status != ENG_OK) return status;
     started = true;
     if (transport) {
-      comm_world = (eng_comm){.transport = transport, .group = transport->world,
-                              .rank = transport->rank, .size = transport->size};
+      comm_world = (eng_comm){.transport = transport, .rank = transport->rank,
+                              .size = transport->size};
       on_exit(at_exit, NULL);
     }
   }
