@@ -122,6 +122,30 @@ eng_status bucket_cut(eng_parallel *p, bucket *b, int number)
   return ENG_OK;
 }
 
+int bucket_messages(eng_parallel *p, const bucket *b, bool back)
+{
+  int n = 0;
+  for (int peer = 0; peer < b->comm->size; peer++) {
+    if (peer == b->comm->rank) continue;
+    int64_t theirs = comm_packed_bytes(b->comm_dtype, bucket_piece(b, peer)), own = b->packed;
+    if (!back && !p->cards) {         // flag bytes follow the packed piece
+      theirs = b->begin[peer + 1] - b->begin[peer];
+      own = b->bytes;
+    }
+    comm_message sent = {b->out + b->begin[peer], theirs, peer, true},
+                 got = {b->in + b->bytes * peer, own, peer, false};
+    if (back) {
+      sent = (comm_message){b->sum, own, peer, true};
+      got = (comm_message){b->in + b->begin[peer], theirs, peer, false};
+    }
+    if (sent.bytes > 0) p->messages[n++] = sent;
+    if (got.bytes > 0) p->messages[n++] = got;
+    p->facts.bytes += sent.bytes;
+    p->facts.messages += !back || sent.bytes > 0;
+  }
+  return n;
+}
+
 // The memory for messages holds the largest bucket and, in addition, the larger of two things: the
 // second largest bucket, or three ordinary buckets. It never exceeds the size of all buckets. A
 // bucket is ordinary unless it has a single member, of more than `limit` bytes. A block of `rooms`

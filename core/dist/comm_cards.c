@@ -128,14 +128,17 @@ static int runs_back(wire_run *runs, int64_t *longest, const eng_parallel *p, co
 
 // ------------------------------------------------------------------ in a step
 
-static eng_status exchange(eng_parallel *p, const bucket *b, int n)
-{ return comm_stream_exchange(STREAM_GRADIENTS, b->comm, p->messages, n, "the sum of gradients"); }
+static eng_status exchange(eng_parallel *p, const bucket *b, bool back)
+{
+  int n = bucket_messages(p, b, back);
+  return comm_stream_exchange(STREAM_GRADIENTS, b->comm, p->messages, n, "the sum of gradients");
+}
 
 eng_status cards_send(eng_parallel *p, bucket *b)
 {
   const backend *card = backend_of_space(p->set->space);
   void *stream = comm_stream_of(STREAM_GRADIENTS);
-  int ranks = b->comm->size, own = b->comm->rank, n = 0;
+  int ranks = b->comm->size, own = b->comm->rank;
   table_size t = table_of(b);
   int64_t longest = 0, longest_back = 0;
   b->sum = b->in + b->in_bytes;
@@ -149,27 +152,10 @@ eng_status cards_send(eng_parallel *p, bucket *b)
   const wire_run *out_there = (const wire_run *)(there + t.terms * (int64_t)sizeof(void *));
   ENG_TRY(card->wire_pack(NULL, out_there, n_out, longest, b->comm_dtype, b->dtype, p->flags));
   ENG_TRY(card->stream_follow(stream));
-  for (int peer = 0; peer < ranks; peer++) {
-    if (peer == own) continue;
-    int64_t bytes = comm_packed_bytes(b->comm_dtype, bucket_piece(b, peer));
-    p->messages[n++] = (comm_message){b->out + b->begin[peer], bytes, peer, true};
-    p->messages[n++] = (comm_message){b->in + b->bytes * peer, b->packed, peer, false};
-    p->facts.bytes += bytes;
-    p->facts.messages++;
-  }
-  ENG_TRY(exchange(p, b, n));
+  ENG_TRY(exchange(p, b, false));
   ENG_TRY(card->wire_sum(stream, b->sum, (const void *const *)there, ranks, bucket_piece(b, own),
                          b->comm_dtype, (float)p->comm->size));
-  n = 0;
-  for (int peer = 0; p->zero == 0 && peer < ranks; peer++) {
-    if (peer == own) continue;
-    p->messages[n++] = (comm_message){b->sum, b->packed, peer, true};
-    p->messages[n++] = (comm_message){
-      b->in + b->begin[peer], comm_packed_bytes(b->comm_dtype, bucket_piece(b, peer)), peer, false};
-    p->facts.bytes += b->packed;
-    p->facts.messages += b->packed > 0;
-  }
-  ENG_TRY(exchange(p, b, n));
+  if (p->zero == 0) ENG_TRY(exchange(p, b, true));
   ENG_TRY(
     card->wire_unpack(stream, out_there + t.runs, n_back, longest_back, b->comm_dtype, b->dtype));
   return card->stream_mark(&b->mark, stream);

@@ -51,41 +51,33 @@ static int64_t rows_bytes(int comm_dtype, int64_t rows, int64_t columns)
   return codes_bytes(rows, columns) + rows * blocks_of(columns) * (int64_t)sizeof(float);
 }
 
-/// encode converts rows to codes and scales; decode converts them back. If a row consists of whole
-/// blocks, one call of wire_e4m3_* converts all rows.
-static void encode(char *message, const float *x, int64_t rows, int64_t columns)
+/// Encodes rows as codes and scales, or decodes them. If a row consists of whole blocks, one call
+/// of wire_e4m3_* converts all rows.
+static void convert(bool encode, char *message, float *x, int64_t rows, int64_t columns)
 {
-  float *scales = (float *)(message + codes_bytes(rows, columns));
   bool run = columns % WIRE_BLOCK == 0;
   int64_t n = run ? 1 : rows, each = run ? rows * columns : columns;
-  for (int64_t r = 0; r < n; r++)
-    wire_e4m3_encode((uint8_t *)message + r * each, scales + r * blocks_of(columns), x + r * each,
-                     each);
+  for (int64_t r = 0; r < n; r++) {
+    uint8_t *codes = (uint8_t *)message + r * each;
+    float *scales = (float *)(message + codes_bytes(rows, columns)) + r * blocks_of(columns);
+    if (encode) wire_e4m3_encode(codes, scales, x + r * each, each);
+    else wire_e4m3_decode(x + r * each, codes, scales, each);
+  }
 }
 
-static void decode(float *x, const char *message, int64_t rows, int64_t columns)
-{
-  const float *scales = (const float *)(message + codes_bytes(rows, columns));
-  bool run = columns % WIRE_BLOCK == 0;
-  int64_t n = run ? 1 : rows, each = run ? rows * columns : columns;
-  for (int64_t r = 0; r < n; r++)
-    wire_e4m3_decode(x + r * each, (const uint8_t *)message + r * each,
-                     scales + r * blocks_of(columns), each);
-}
-
-static eng_status unpack_rows(void *to, int dtype, const char *message, int comm_dtype,
-                              int64_t rows, int64_t columns)
+static eng_status unpack_rows(void *to, int dtype, char *message, int comm_dtype, int64_t rows,
+                              int64_t columns)
 {
   if (comm_dtype != ENG_e4m3) return comm_cast(to, dtype, message, comm_dtype, rows * columns);
   float *numbers = dtype == ENG_f32 ? to : buffer[ROOM].memory;
-  decode(numbers, message, rows, columns);
+  convert(false, message, numbers, rows, columns);
   return dtype == ENG_f32 ? ENG_OK : comm_cast(to, dtype, numbers, ENG_f32, rows * columns);
 }
 
 /// Adds to `facts` the squares of the numbers in ROOM (f32) and the squares of their rounding
 /// errors. Skips numbers that are inf or nan before or after packing.
-static eng_status measure(eng_exchange_facts *facts, const char *message, int comm_dtype,
-                          int64_t rows, int64_t columns)
+static eng_status measure(eng_exchange_facts *facts, char *message, int comm_dtype, int64_t rows,
+                          int64_t columns)
 {
   const float *x = buffer[ROOM].memory;
   float *back = (float *)buffer[ROOM].memory + rows * columns;
@@ -104,7 +96,7 @@ static eng_status pack_rows(char *message, int comm_dtype, const void *from, int
 {
   if (comm_dtype == ENG_e4m3 || facts)
     ENG_TRY(comm_cast(buffer[ROOM].memory, ENG_f32, from, dtype, rows * columns));
-  if (comm_dtype == ENG_e4m3) encode(message, buffer[ROOM].memory, rows, columns);
+  if (comm_dtype == ENG_e4m3) convert(true, message, buffer[ROOM].memory, rows, columns);
   else ENG_TRY(comm_cast(message, comm_dtype, from, dtype, rows * columns));
   return facts ? measure(facts, message, comm_dtype, rows, columns) : ENG_OK;
 }
@@ -275,7 +267,7 @@ static eng_status unpack_all(exchange *e)
   bool here = y->store->space == SPACE_HOST;
   if (!here) ENG_TRY(reserve(HOST, y->count * size));
   char *to = here ? y->data : buffer[HOST].memory;
-  const char *in = buffer[IN].memory;
+  char *in = buffer[IN].memory;
   for (int peer = 0; peer < e->comm->size; peer++) {
     ENG_TRY(unpack_rows(to, y->dtype, in, e->comm_dtype, e->receive[peer], e->columns));
     in += rows_bytes(e->comm_dtype, e->receive[peer], e->columns);

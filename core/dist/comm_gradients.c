@@ -142,15 +142,7 @@ static eng_status send_out(eng_parallel *p, bucket *b)
     ENG_TRY(pack_member(p, b, k));
     if (p->zero == 2) leave_room(p, b->member[k]);
   }
-  int n = 0, own = b->comm->rank;
-  for (int peer = 0; peer < b->comm->size; peer++) {
-    if (peer == own) continue;
-    int64_t bytes = b->begin[peer + 1] - b->begin[peer];
-    p->messages[n++] = (comm_message){b->out + b->begin[peer], bytes, peer, true};
-    p->messages[n++] = (comm_message){b->in + b->bytes * peer, b->bytes, peer, false};
-    p->facts.bytes += bytes;
-    p->facts.messages++;
-  }
+  int own = b->comm->rank, n = bucket_messages(p, b, false);
   memcpy(b->in + b->bytes * own, b->out + b->begin[own], (size_t)b->bytes);
   b->state = BUCKET_OUT;
   p->under_way++;
@@ -262,19 +254,9 @@ static eng_status read_flags(eng_parallel *p)
 /// buffers of received gradients, which have already been summed.
 static eng_status send_back(eng_parallel *p, bucket *b)
 {
-  int n = 0;
-  for (int peer = 0; peer < b->comm->size; peer++) {
-    if (peer == b->comm->rank) continue;
-    int64_t theirs = comm_packed_bytes(b->comm_dtype, bucket_piece(b, peer));
-    if (b->packed > 0) p->messages[n++] = (comm_message){b->sum, b->packed, peer, true};
-    if (theirs > 0) p->messages[n++] = (comm_message){b->in + b->begin[peer], theirs, peer, false};
-    p->facts.bytes += b->packed;
-    p->facts.messages += b->packed > 0;
-  }
+  int n = bucket_messages(p, b, true);
   b->state = BUCKET_BACK;
-  return n > 0
-           ? comm_start(&b->exchange, b->comm, p->messages, n, tag_of(p, b))
-           : ENG_OK;
+  return n > 0 ? comm_start(&b->exchange, b->comm, p->messages, n, tag_of(p, b)) : ENG_OK;
 }
 
 /// Advances a bucket as far as possible without waiting.

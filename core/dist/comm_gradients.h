@@ -112,6 +112,10 @@ int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, 
 /// Computes the range [from, to) of elements of member `index` that rank `rank` owns. set->own has
 /// this rank's ranges for all members.
 void member_owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, int rank);
+/// Lists in p->messages the messages between this rank and the other ranks of the bucket's group.
+/// Returns their number, and adds the sent ones to p->facts. back: the messages carry sums;
+/// otherwise they carry gradients.
+int bucket_messages(eng_parallel *p, const bucket *b, bool back);
 /// Returns the number of elements in the piece of `rank`.
 static inline int64_t bucket_piece(const bucket *b, int rank)
 { return b->cut[rank + 1] - b->cut[rank]; }
