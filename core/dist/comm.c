@@ -141,23 +141,18 @@ static void combine_all(void *out, const void *const *in, int n, int64_t count, 
 typedef struct reduction {
   eng_comm *comm;
   char     *data;
-  int64_t   count;
-  int32_t   dtype, op;
-  int32_t   n_sums;           // -1: `op` reduces all values. 0 or more: the values are f64; the
-                              // first n_sums are summed, the others are reduced to their maxima
+  int64_t   count, n_sums;    // the first n_sums values are summed; of the others, the maximum is
+                              // taken
+  int32_t   dtype;
   const char *what;
 } reduction;
 
 static void combine_own(const reduction *r, const void *low, const void *high)
 {
-  if (r->n_sums < 0) {
-    combine(r->data, low, high, r->count, r->dtype, r->op);
-    return;
-  }
-  int64_t n = r->n_sums, at = n * (int64_t)sizeof(double);
-  combine(r->data, low, high, n, ENG_f64, ENG_SUM);
-  combine(r->data + at, (const char *)low + at, (const char *)high + at, r->count - n, ENG_f64,
-          ENG_MAX);
+  int64_t at = r->n_sums * eng_dtype_size(r->dtype);
+  combine(r->data, low, high, r->n_sums, r->dtype, ENG_SUM);
+  combine(r->data + at, (const char *)low + at, (const char *)high + at, r->count - r->n_sums,
+          r->dtype, ENG_MAX);
 }
 
 /// Recursive doubling among the first p ranks, where p is the largest power of two that is at most
@@ -192,7 +187,8 @@ static eng_status reduce_small(const reduction *r, char *room, int tag)
 }
 
 /// Every rank reduces one piece: it receives this piece from all other ranks and sends them the
-/// result. A piece has `piece` elements; `room` has space for one piece per rank.
+/// result. A piece has `piece` elements; `room` has space for one piece per rank. The values must
+/// all be summed, or all reduced to their maximum.
 static eng_status reduce_large(const reduction *r, char *room, int64_t piece, int tag)
 {
   eng_comm *c = r->comm;
@@ -215,7 +211,8 @@ static eng_status reduce_large(const reduction *r, char *room, int64_t piece, in
         m[n++] = (comm_message){round == 0 ? room + step * peer : own, own_bytes, peer, round == 1};
     }
     ENG_TRY(comm_exchange(c, m, n, tag, r->what));
-    if (round == 0) combine_all(own, in, c->size, own_bytes / size, r->dtype, r->op);
+    if (round == 0)
+      combine_all(own, in, c->size, own_bytes / size, r->dtype, r->n_sums ? ENG_SUM : ENG_MAX);
   }
   return ENG_OK;
 }
@@ -226,7 +223,7 @@ static eng_status reduce(const reduction *r)
   if (c->size == 1 || r->count == 0) return ENG_OK;
   int64_t size = eng_dtype_size(r->dtype), bytes = r->count * size,
           piece = (r->count + c->size - 1) / c->size;
-  bool small = bytes <= SMALL || r->n_sums >= 0;
+  bool small = bytes <= SMALL || (r->n_sums > 0 && r->n_sums < r->count);
   int tag = comm_tag(c);
   FREED char *room = malloc((size_t)(small ? bytes : piece * c->size * size));
   FAIL_IF(!room, ENG_ERR_MEMORY,
@@ -237,20 +234,19 @@ static eng_status reduce(const reduction *r)
 eng_status eng_comm_all_reduce(eng_comm *comm, void *data, int64_t count, int dtype, int op)
 {
   ENG_TRY(check_type(dtype, op));
-  return reduce(&(reduction){comm, data, count, dtype, op, -1, "a reduction"});
+  return reduce(&(reduction){comm, data, count, op == ENG_SUM ? count : 0, dtype, "a reduction"});
 }
 
 eng_status comm_reduce_both(eng_comm *comm, double *values, int n_sums, int n_maxima,
                             const char *what)
 {
-  return reduce(&(reduction){comm, (char *)values, n_sums + n_maxima, ENG_f64, ENG_SUM, n_sums,
-                             what});
+  return reduce(&(reduction){comm, (char *)values, n_sums + n_maxima, n_sums, ENG_f64, what});
 }
 
 eng_status eng_comm_barrier(eng_comm *comm)
 {
   double nothing = 0;
-  return reduce(&(reduction){comm, (char *)&nothing, 1, ENG_f64, ENG_SUM, -1, "a barrier"});
+  return comm_reduce_both(comm, &nothing, 1, 0, "a barrier");
 }
 
 // ------------------------------------------------------------------ copies
