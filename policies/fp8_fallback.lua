@@ -1,9 +1,9 @@
--- Takes a layer out of FP8 when quantization loses too much. The layer computes in high precision
--- for `pause` steps if its signal-to-noise ratio, its share of numbers lost to 0 or its share of
--- clipped numbers passes a limit. Then FP8 is tried again. Each further failure makes the pause
--- `grow` times longer, up to `longest`. The policy reads the meters of all three tensors of a
--- layer. The recipe fills them only on the steps that it samples (its `sample`), so only these
--- steps take a layer out of FP8.
+-- Takes a layer out of FP8 when quantization loses too much: when, in one of the layer's three
+-- tensors, the signal-to-noise ratio is below `snr` dB, the share of numbers lost to 0 is above
+-- `underflow`, or the share of clipped numbers is above `clipped`. The layer then computes in high
+-- precision for `pause` steps, and tries FP8 again. Each further failure makes the pause `grow`
+-- times longer, up to `longest`. The recipe measures the tensors only on the steps that it samples
+-- (its `sample`), so only these steps take a layer out of FP8.
 return {
   name    = "fp8_fallback",
   doc     = "Moves layers with low SNR or high underflow out of FP8 and retries them later.",

@@ -36,7 +36,7 @@ return {
     if record.overflow then
       state.good, state.bad = 0, state.bad + 1
       if state.bad >= options.bad_row then
-        state.pause, reason = options.pause, "overflows in a row: growth pauses"
+        state.pause, reason = options.pause, state.bad .. " overflows in a row: growth pauses"
       end
       state.scale = math.max(before * options.backoff_factor, options.floor)
       if state.bad >= options.patience and before <= options.floor then

@@ -5,7 +5,7 @@
 -- double for `wait` good steps after an overflow. PopART does none of this.
 return {
   name = "histogram",
-  doc  = "Halves or doubles the scale by the share of gradients above an eighth of the range.",
+  doc  = "Halves the scale if too many gradients exceed an eighth of the range, else doubles it.",
   needs = { "hist" },
 
   options = {

@@ -13,7 +13,7 @@ return {
     momentum   = 0.8,
     share      = 0.01,    -- share of subnormal gradients that gives half of the largest upward push
     price      = 5,       -- cost of an overflow; a step that loses all gradients costs 1
-    edge       = 16384,   -- a larger stored gradient pushes down, by 1 per octave above, at most 1
+    edge       = 16384,   -- stored gradients above this push down, by 1 per octave, at most 1
     min_scale  = 2^-10,
     max_scale  = 2^32,
   },

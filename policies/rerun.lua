@@ -23,8 +23,8 @@ return {
   options = {
     factor          = 10,
     samples         = 100,      -- losses that determine the limit
-    -- what a transient fault does. stop: the run ends. step: the second result is used, or, if the
-    -- second loss is huge or not finite, the step is skipped
+    -- stop: a transient fault ends the run. step: the run uses the second result, or skips the step
+    -- if the second loss is huge or not finite
     on_fault        = "stop",
     loss_scale      = 0,        -- a fixed loss scale; 0: the scale is dynamic
     init_scale      = 2^16,

@@ -3,9 +3,9 @@
 -- a row, the first `skips` are skipped, and the next are taken with a smaller learning rate. After
 -- `patience` bad steps, the next bad step makes the run return to a checkpoint and leave out data.
 -- The loss scale follows dynamic.lua's rule. Needs checkpoints (run=, checkpoint_every=, keep=)
--- that reach `back` steps into the past. Sources: the restarts of PaLM (Chowdhery et al., 2022,
--- section 5.1: go back about 100 steps, skip 200 to 500 batches); the escalation is common
--- practice.
+-- that reach `back` steps into the past. Source of the rollback: PaLM (Chowdhery et al., 2022,
+-- section 5.1: go back about 100 steps, skip 200 to 500 batches). The milder measures before it are
+-- common practice.
 return {
   name = "spike",
   doc  = "Skips steps of a loss spike, lowers the rate, then goes back to a checkpoint.",

@@ -1,8 +1,9 @@
 -- Clips the norm of the whole update, not of the gradient, to the mean of the last updates' norms
 -- plus sigma_factor standard deviations (population deviation, at least 1e-6). The window stores
 -- the norms before clipping. Clipping begins once half of the window is full. Source: levanter's
--- clip_update_by_historical_norm, which marin added after loss spikes at 32B parameters. The loss
--- scale follows dynamic.lua's rule, or is fixed (for bf16: update_clip:loss_scale=1).
+-- clip_update_by_historical_norm, which the Marin project added after loss spikes of a model with
+-- 32B parameters. The loss scale follows dynamic.lua's rule, or is fixed (for bf16:
+-- update_clip:loss_scale=1).
 --
 -- Difference: the statistics are in double here and in float32 in levanter.
 return {

@@ -8,6 +8,8 @@
 
 enum { HAS_GRADIENT = 1 };    // a bit of eng_parallel.rank_flags, besides the bits of wire.h
 
+// FILLS: backward has not completed all members. OUT: each piece is under way to the rank that sums
+// it. BACK: the sums are under way to all ranks. With gradients on cards, OUT covers both.
 typedef enum bucket_state { BUCKET_FILLS, BUCKET_OUT, BUCKET_BACK, BUCKET_DONE } bucket_state;
 
 /// Gradients of one dtype that are sent together. A bucket is the concatenation of its members,

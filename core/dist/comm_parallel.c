@@ -118,7 +118,8 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
 {
   *out = NULL;
   ENG_TRY(params_alive(set));
-  FAIL_IF(set->own, ENG_ERR_STATE, "these parameters already have a reduction over ranks");
+  FAIL_IF(set->own, ENG_ERR_STATE, "these parameters already have a reduction over ranks; hint: "
+          "free it first or, if it divided them (ZeRO), use new parameters");
   ENG_TRY(buckets_check(options));
   FAIL_IF(set->kept, ENG_ERR_STATE,
           "a reference backward pass of these parameters is running; hint: end it first");

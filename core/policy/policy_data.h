@@ -35,7 +35,8 @@ static inline char *data_reserve(data_blob *b, size_t room)
   return at;
 }
 
-static inline void data_tag(data_blob *b, char tag)                  // '{', '}', 't', 'f'
+// Appends one byte: a tag that stands alone ('{', '}', 't', 'f') or, in a text, a character.
+static inline void data_tag(data_blob *b, char tag)
 {
   char *at = data_reserve(b, 1);
   if (at) *at = tag;

@@ -51,6 +51,8 @@ static const struct { const char *name; unsigned bit; } needs[] = {
 };
 #define COUNT(list) ((int)(sizeof list / sizeof *list))
 
+// Raises an error that begins with the file and the line of `word` (policy_line_of), or with the
+// file only if `word` is NULL.
 __attribute__((format(printf, 3, 4), noreturn))
 static void fail(eng_policy *p, const char *word, const char *format, ...)
 {

@@ -71,6 +71,7 @@ static void end_bytes(eng_tokenizer *t, list *to, int64_t from)
   list_end(to);
 }
 
+// Joins adjacent tokens such as <0xE2> to one text, whose bytes they name. Copies other texts.
 static void from_fallback(eng_tokenizer *t, const list *from, list *to)
 {
   int64_t pending = 0, size;                 // pending: offset of the unfinished text

@@ -518,6 +518,7 @@ end
 
 -- ------------------------------------------------------------------ ranks that overflowed
 
+-- the bits of eng_parallel_flags for kinds of overflow
 local BITS = { { 2, "inf" }, { 4, "nan" }, { 8, "inf only in the comm dtype" } }
 
 -- Returns what overflowed in the last reduction, { { rank =, tensor =, what = "inf" } ... }. For
