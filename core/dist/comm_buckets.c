@@ -146,6 +146,29 @@ int bucket_messages(eng_parallel *p, const bucket *b, bool back)
   return n;
 }
 
+int piece_messages(comm_message *messages, int64_t *sent, int64_t *bytes, const eng_parallel *p,
+                   int index, char *data, int dtype, int64_t whole)
+{
+  const eng_comm *comm = p->buckets[p->bucket_of[index]].comm;
+  int64_t size = eng_dtype_size(dtype), own[2], theirs[2];    // ranges of elements
+  int n = 0;
+  member_owned(&own[0], &own[1], p, index, comm->rank);
+  for (int peer = 0; peer < comm->size; peer++) {
+    if (peer == comm->rank) continue;
+    member_owned(&theirs[0], &theirs[1], p, index, peer);
+    for (int send = 1; send >= 0; send--) {
+      const int64_t *range = send ? own : theirs;
+      if (range[1] == range[0]) continue;
+      int64_t from = whole ? 0 : range[0], length = (whole ? whole : range[1] - range[0]) * size;
+      if (messages) messages[n] = (comm_message){data + from * size, length, peer, send};
+      n++;
+      *sent += send;
+      *bytes += send * length;
+    }
+  }
+  return n;
+}
+
 // The memory for messages holds the largest bucket and, in addition, the larger of two things: the
 // second largest bucket, or three ordinary buckets. It never exceeds the size of all buckets. A
 // bucket is ordinary unless it has a single member, of more than `limit` bytes. A block of `rooms`

@@ -83,7 +83,7 @@ struct eng_parallel {
   const float **terms;        // [ranks] the pieces that sum_piece sums
   double     *numbers;        // comm_record.c's message
   int64_t     n_numbers;
-  bool        armed;
+  bool        armed;          // between eng_parallel_begin and eng_parallel_finish
   bool        alone;          // this pass is not reduced; with ZeRO-2 its gradients are dropped
   bool        broken;         // a step failed while messages were in flight
   double      first;          // eng_clock when this pass sent its first bucket; 0: none sent
@@ -118,6 +118,12 @@ void member_owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, 
 /// Returns their number, and adds the sent ones to p->facts. back: the messages carry sums;
 /// otherwise they carry gradients.
 int bucket_messages(eng_parallel *p, const bucket *b, bool back);
+/// Lists the messages in which the ranks that hold member `index` send their pieces to each other,
+/// and returns their number; if `messages` is NULL, only counts. Adds the number of messages from
+/// this rank to `sent`, and their bytes to `bytes`. data: the member's elements in `dtype`. whole:
+/// 0, or the number of elements of a member that is not cut.
+int piece_messages(comm_message *messages, int64_t *sent, int64_t *bytes, const eng_parallel *p,
+                   int index, char *data, int dtype, int64_t whole);
 /// Returns the number of elements in the piece of `rank`.
 static inline int64_t bucket_piece(const bucket *b, int rank)
 { return b->cut[rank + 1] - b->cut[rank]; }

@@ -101,21 +101,9 @@ eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *p)
 /// `cards`, in device memory. Messages from device memory are only enqueued.
 static eng_status exchange_pieces(eng_parallel *p, int index, char *value, const char *what)
 {
-  int64_t size = eng_dtype_size(p->set->member[index].value->dtype);
   eng_comm *comm = p->buckets[p->bucket_of[index]].comm;
-  int n = 0, own = comm->rank;
-  int64_t from, to, a, b;
-  member_owned(&from, &to, p, index, own);
-  for (int peer = 0; peer < comm->size; peer++) {
-    if (peer == own) continue;
-    member_owned(&a, &b, p, index, peer);
-    if (to > from) {
-      p->messages[n++] = (comm_message){value + from * size, (to - from) * size, peer, true};
-      p->facts.weight_messages++;
-      p->facts.weight_bytes += (to - from) * size;
-    }
-    if (b > a) p->messages[n++] = (comm_message){value + a * size, (b - a) * size, peer, false};
-  }
+  int n = piece_messages(p->messages, &p->facts.weight_messages, &p->facts.weight_bytes, p, index,
+                         value, p->set->member[index].value->dtype, 0);
   return p->cards ? comm_stream_exchange(STREAM_GRADIENTS, comm, p->messages, n, what)
                   : comm_exchange(comm, p->messages, n, comm_tag(comm), what);
 }

@@ -27,46 +27,19 @@ static void first_name(char *text, size_t size, const eng_params *set, int unit)
   snprintf(text, size, "the unit of %s", set->member[i].name);
 }
 
-/// Returns the piece of a weight that a rank owns. A derived copy (PARTED_DERIVED, an FP8 copy) is
-/// not cut: it belongs to the rank that owns the whole member.
-static comm_message piece_of(const eng_parallel *p, const tensor *x, int index, int form, int rank)
-{
-  int64_t size = eng_dtype_size(x->dtype), from, to;
-  member_owned(&from, &to, p, index, rank);
-  if (form == PARTED_DERIVED && to > from) {
-    from = 0;
-    to = x->count;
-  }
-  return (comm_message){.memory = (char *)x->data + from * size, .bytes = (to - from) * size};
-}
-
-/// Lists the messages that carry one form (PARTED_*) of a unit's weights, and returns their number.
-/// Adds the number of messages from this rank to `sent`, and their bytes to `bytes`. If `messages`
-/// is NULL, only counts.
+/// Lists the messages that carry one form (PARTED_*) of a unit's weights, as piece_messages does. A
+/// derived copy (PARTED_DERIVED, an FP8 copy) is not cut: it belongs to the rank that owns the
+/// whole member.
 static int list_messages(comm_message *messages, int64_t *sent, int64_t *bytes,
                          const eng_parallel *p, const params_parted *q, int unit, int form)
 {
-  int n = 0, own = p->comm->rank;
+  int n = 0;
   tensor *x[PARAMS_DERIVED];
   for (int i = 0; i < p->set->n; i++) {
     int parts = q->unit_of[i] == unit ? parted_tensors(x, p->set, i, form) : 0;
     for (int k = 0; k < parts; k++)
-      for (int peer = 0; peer < p->comm->size; peer++) {
-        comm_message out = piece_of(p, x[k], i, form, own), in = piece_of(p, x[k], i, form, peer);
-        if (peer == own) continue;
-        out.peer = in.peer = peer;
-        out.send = true;
-        if (out.bytes > 0) {
-          if (messages) messages[n] = out;
-          n++;
-          *sent += 1;
-          *bytes += out.bytes;
-        }
-        if (in.bytes > 0) {
-          if (messages) messages[n] = in;
-          n++;
-        }
-      }
+      n += piece_messages(messages ? messages + n : NULL, sent, bytes, p, i, x[k]->data,
+                          x[k]->dtype, form == PARTED_DERIVED ? x[k]->count : 0);
   }
   return n;
 }
