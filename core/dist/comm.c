@@ -42,7 +42,7 @@ static eng_status list_ranks(eng_comm *part, eng_comm *parent, int color, int ke
     for (int q = 0; q < parent->size; q++)
       if (all[q].color == color && (all[q].key < all[r].key || (all[q].key == all[r].key && q < r)))
         place++;
-    part->of_world[place] = comm_of_world(parent, r);
+    part->of_world[place] = comm_of_world(parent->of_world, r);
     if (r == parent->rank) part->rank = place;
     part->size++;
   }

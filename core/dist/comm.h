@@ -68,9 +68,9 @@ struct eng_comm {
   int32_t *of_world;  // [size] the ranks' world numbers; NULL: the group is the world
 };
 
-/// Returns the world number of a group's rank.
-static inline int comm_of_world(const eng_comm *comm, int rank)
-{ return comm->of_world ? comm->of_world[rank] : rank; }
+/// Returns the world number of a group's rank. of_world: as in eng_comm.
+static inline int comm_of_world(const int32_t *of_world, int rank)
+{ return of_world ? of_world[rank] : rank; }
 
 // ---- comm_wait.c: waiting
 

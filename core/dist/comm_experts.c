@@ -20,22 +20,20 @@
 #include <string.h>
 
 // OUT and IN: outgoing and incoming messages. HOST: a tensor copied to the host. ROOM: rows as f32,
-// or the table of runs for the card.
-enum { OUT, IN, HOST, ROOM, BUFFERS };
+// or the table of runs for the card. THERE_*: on the card, the messages and the table of runs.
+enum { OUT, IN, HOST, ROOM, THERE_OUT, THERE_IN, THERE_TABLE, BUFFERS };
 
 static struct { void *memory; int64_t bytes; } buffer[BUFFERS];
 
 static eng_status reserve(int which, int64_t bytes)
 {
+  int space = which < THERE_OUT ? SPACE_HOST : SPACE_CUDA;
   if (bytes <= buffer[which].bytes) return ENG_OK;
-  free(buffer[which].memory);
-  buffer[which].memory = malloc((size_t)bytes);
+  arena_free_in(space, ARENA_MESSAGE, buffer[which].memory, buffer[which].bytes);
+  bytes += bytes / 4;
+  buffer[which].memory = arena_alloc_in(space, ARENA_MESSAGE, bytes);
   buffer[which].bytes = buffer[which].memory ? bytes : 0;
-  return buffer[which].memory
-           ? ENG_OK
-           : error_set(ENG_ERR_MEMORY,
-                       "out of memory: exchanging rows between ranks needs a buffer of %lld bytes",
-                       (long long)bytes);
+  return buffer[which].memory ? ENG_OK : ENG_ERR_MEMORY;
 }
 
 // ------------------------------------------------------------------ formats
@@ -167,20 +165,6 @@ static int64_t all_bytes(const exchange *e, const int64_t *rows)
 
 // ------------------------------------------------------------------ between cards
 
-/// The buffers on the card: outgoing messages, incoming messages, and the device's table of runs.
-enum { THERE_OUT, THERE_IN, THERE_TABLE, THERE_BUFFERS };
-static struct { char *memory; int64_t bytes; } there[THERE_BUFFERS];
-
-static eng_status reserve_there(int which, int64_t bytes)
-{
-  if (bytes <= there[which].bytes) return ENG_OK;
-  arena_free_in(SPACE_CUDA, ARENA_MESSAGE, there[which].memory, there[which].bytes);
-  bytes += bytes / 4;
-  there[which].memory = arena_alloc_in(SPACE_CUDA, ARENA_MESSAGE, bytes);
-  there[which].bytes = there[which].memory ? bytes : 0;
-  return there[which].memory ? ENG_OK : ENG_ERR_MEMORY;
-}
-
 /// Lists the runs that the device copies between a tensor's rows and their messages. All rows of a
 /// peer form one run. In FP8, however, each row is a run unless a row consists of whole blocks.
 /// Returns the number of runs. If `runs` is NULL, only counts the runs.
@@ -216,22 +200,22 @@ static eng_status run_between_cards(exchange *e, eng_exchange_facts *facts)
   int64_t longest, longest_in, n_out = list_runs(NULL, &longest, e, e->from, e->send, NULL),
                                n_in = list_runs(NULL, &longest_in, e, e->to, e->receive, NULL);
   int64_t bytes = (n_out + n_in) * (int64_t)sizeof(wire_run), flags = (int64_t)sizeof(uint32_t);
-  ENG_TRY(reserve_there(THERE_OUT, all_bytes(e, e->send)));
-  ENG_TRY(reserve_there(THERE_IN, all_bytes(e, e->receive)));
-  ENG_TRY(reserve_there(THERE_TABLE, bytes + flags));
+  ENG_TRY(reserve(THERE_OUT, all_bytes(e, e->send)));
+  ENG_TRY(reserve(THERE_IN, all_bytes(e, e->receive)));
+  ENG_TRY(reserve(THERE_TABLE, bytes + flags));
   ENG_TRY(reserve(ROOM, bytes));
   wire_run *runs = buffer[ROOM].memory;
-  list_runs(runs, &longest, e, e->from, e->send, there[THERE_OUT].memory);
-  list_runs(runs + n_out, &longest_in, e, e->to, e->receive, there[THERE_IN].memory);
-  const wire_run *runs_there = (const wire_run *)there[THERE_TABLE].memory;
+  list_runs(runs, &longest, e, e->from, e->send, buffer[THERE_OUT].memory);
+  list_runs(runs + n_out, &longest_in, e, e->to, e->receive, buffer[THERE_IN].memory);
+  const wire_run *runs_there = buffer[THERE_TABLE].memory;
   // wire_pack needs memory for flags. Nothing reads the flags, because inf and nan show in the
   // results.
-  uint32_t *flags_there = (uint32_t *)(there[THERE_TABLE].memory + bytes);
-  if (bytes > 0) ENG_TRY(card->move(there[THERE_TABLE].memory, runs, bytes, COPY_TO_DEVICE));
+  void *flags_there = (char *)buffer[THERE_TABLE].memory + bytes;
+  if (bytes > 0) ENG_TRY(card->move(buffer[THERE_TABLE].memory, runs, bytes, COPY_TO_DEVICE));
   if (n_out > 0)
     ENG_TRY(card->wire_pack(NULL, runs_there, (int)n_out, longest, e->comm_dtype, e->from->dtype,
                             flags_there));
-  ENG_TRY(send_all(e, there[THERE_OUT].memory, there[THERE_IN].memory, facts, true));
+  ENG_TRY(send_all(e, buffer[THERE_OUT].memory, buffer[THERE_IN].memory, facts, true));
   if (n_in == 0) return ENG_OK;
   return card->wire_unpack(NULL, runs_there + n_out, (int)n_in, longest_in, e->comm_dtype,
                            e->to->dtype);

@@ -96,7 +96,7 @@ static eng_status start(void **out, const int32_t *of_world, const comm_message 
       comm_message *m = &e->message[e->n];
       if (messages[i].send != (pass == 1)) continue;
       *m = messages[i];
-      if (of_world) m->peer = of_world[m->peer];
+      m->peer = comm_of_world(of_world, m->peer);
       MPI_Request *request = &e->request[e->n];
       int code =
         m->bytes > COMM_LARGEST ? MPI_ERR_COUNT

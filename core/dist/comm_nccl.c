@@ -148,7 +148,7 @@ static eng_status exchange(comm_stream stream, const int32_t *of_world,
   nccl_result result = nccl.call.group_start();
   for (int i = 0; i < n && result == NCCL_SUCCESS; i++) {
     const comm_message *m = &messages[i];
-    int peer = of_world ? of_world[m->peer] : m->peer;
+    int peer = comm_of_world(of_world, m->peer);
     if (m->bytes == 0) continue;
     result = m->send ? nccl.call.send(m->memory, (size_t)m->bytes, NCCL_BYTES, peer,
                                       nccl.comm[stream], nccl.stream[stream])
