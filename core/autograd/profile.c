@@ -9,44 +9,25 @@
 #include <string.h>
 
 enum { ROWS = 512 };
-// values of call_kind.op that are not operations
-enum { PASS_GRADSTATS = ENG_OP_COUNT, PASS_OPTIMIZE, PASS_UNSCALE, REST };
-
-// Calls with the same operation, dtypes and shapes share a row.
-typedef struct call_kind {
-  int32_t op;
-  int32_t dtype[3];        // dtypes of the first two inputs and the first output; -1: absent
-  int32_t transposed;      // transposition flags of a product
-  int32_t ndim[2];
-  int64_t shape[2][ENG_MAX_DIMS];
-} call_kind;
-
-typedef struct profile_row {
-  call_kind kind;
-  int64_t calls;
-  double seconds, bytes, flops;
-} profile_row;
 
 static const backend *inner;   // the profiled device
 static backend timed;
-static profile_row rows[ROWS];
+static eng_profile_row rows[ROWS];
 static int n_rows;
 
-static profile_row *row_of(const call_kind *kind)
+/// Adds a call to the row of its operation and detail. All calls of an operation pass the same
+/// pointer `op`. The last row sums up the calls that have no row of their own.
+static void add(const char *op, const char *detail, double seconds, double bytes, double flops)
 {
-  for (int i = 0; i < n_rows; i++)
-    if (memcmp(&rows[i].kind, kind, sizeof *kind) == 0) return &rows[i];
-  if (n_rows == ROWS) return &rows[ROWS - 1];   // full: the last row sums up all other kinds
-  profile_row *row = &rows[n_rows++];
-  memset(row, 0, sizeof *row);
-  row->kind = *kind;
-  if (n_rows == ROWS) row->kind.op = REST;
-  return row;
-}
-
-static void add(const call_kind *kind, double seconds, double bytes, double flops)
-{
-  profile_row *row = row_of(kind);
+  eng_profile_row *row = rows, *last = rows + ROWS - 1;
+  while (row < rows + n_rows && row < last &&
+         (row->op != op || strcmp(row->detail, detail) != 0))
+    row++;
+  if (row == rows + n_rows) {
+    *row = (eng_profile_row){.op = row == last ? "(all others)" : op};
+    if (row < last) snprintf(row->detail, sizeof row->detail, "%s", detail);
+    n_rows++;
+  }
   row->calls++;
   row->seconds += seconds;
   row->bytes += bytes;
@@ -100,37 +81,38 @@ static double clock_now(void)
   return eng_clock();
 }
 
+/// Writes the dtypes and shapes of the first two inputs, and the dtype of the first output. A '
+/// marks an input that matmul transposes.
+static void describe(char *text, int room, const op_call *c)
+{
+  const bool turned[2] = {c->op == ENG_OP_matmul && c->matmul.transpose_a,
+                          c->op == ENG_OP_matmul && c->matmul.transpose_b};
+  int at = 0;
+  for (int k = 0; k < 2 && k < c->n_in; k++)
+    if (c->in[k] && at < room)
+      at += snprintf(text + at, (size_t)(room - at), "%s%s%s", k ? ", " : "", tensor_text(c->in[k]),
+                     turned[k] ? "'" : "");
+  if (c->out[0] && at < room)
+    snprintf(text + at, (size_t)(room - at), " -> %s", eng_dtype_name(c->out[0]->dtype));
+}
+
 static eng_status timed_kernel(const op_call *c)
 {
   double from = clock_now();
   eng_status status = inner->kernel[c->op](c);
-  double seconds = clock_now() - from;
-  call_kind kind;
-  memset(&kind, 0, sizeof kind);   // clears padding: kinds are compared as bytes
-  kind.op = c->op;
-  if (c->op == ENG_OP_matmul)
-    kind.transposed = (c->matmul.transpose_a != 0) + 2 * (c->matmul.transpose_b != 0);
-  double bytes = 0;
-  for (int k = 0; k < 2; k++) {
-    const tensor *x = k < c->n_in ? c->in[k] : NULL;
-    kind.dtype[k] = x ? x->dtype : -1;
-    kind.ndim[k] = x ? x->ndim : -1;
-    if (x) memcpy(kind.shape[k], x->shape, (size_t)x->ndim * sizeof *x->shape);
-  }
-  kind.dtype[2] = c->out[0] ? c->out[0]->dtype : -1;
+  double seconds = clock_now() - from, bytes = 0;
+  char detail[sizeof rows[0].detail] = "";
+  describe(detail, (int)sizeof detail, c);
   // these operations read as many bytes of their first input as they write
   bool table = c->op == ENG_OP_embedding || c->op == ENG_OP_gather || c->op == ENG_OP_index_select;
   for (int k = table ? 1 : 0; k < c->n_in; k++) bytes += bytes_of(c->in[k]);
   for (int k = 0; k < c->n_out; k++) bytes += (table ? 2 : 1) * bytes_of(c->out[k]);
-  add(&kind, seconds, bytes, status == ENG_OK ? flops_of(c) : 0);
+  add(op_name(c), detail, seconds, bytes, status == ENG_OK ? flops_of(c) : 0);
   return status;
 }
 
-static void add_pass(int pass, double seconds, const param_span *spans, int n, bool moments)
+static void add_pass(const char *pass, double seconds, const param_span *spans, int n, bool moments)
 {
-  call_kind kind;
-  memset(&kind, 0, sizeof kind);
-  kind.op = pass;
   double bytes = 0;
   for (int i = 0; i < n; i++) {
     double each = (double)eng_dtype_size(spans[i].gradient_dtype);
@@ -143,7 +125,7 @@ static void add_pass(int pass, double seconds, const param_span *spans, int n, b
     }
     bytes += each * (double)spans[i].count;
   }
-  add(&kind, seconds, bytes, 0);
+  add(pass, "", seconds, bytes, 0);
 }
 
 static eng_status timed_gradstats(const param_span *spans, int n, unsigned needs,
@@ -151,7 +133,7 @@ static eng_status timed_gradstats(const param_span *spans, int n, unsigned needs
 {
   double from = clock_now();
   eng_status status = inner->gradstats(spans, n, needs, stats);
-  add_pass(PASS_GRADSTATS, clock_now() - from, spans, n, false);
+  add_pass("(gradient statistics)", clock_now() - from, spans, n, false);
   return status;
 }
 
@@ -159,7 +141,7 @@ static eng_status timed_optimize(const param_span *spans, int n, const eng_updat
 {
   double from = clock_now();
   eng_status status = inner->optimize(spans, n, update);
-  add_pass(PASS_OPTIMIZE, clock_now() - from, spans, n, true);
+  add_pass("(optimizer)", clock_now() - from, spans, n, true);
   return status;
 }
 
@@ -168,7 +150,7 @@ static eng_status timed_unscale(const param_span *spans, int n, double factor, f
 {
   double from = clock_now();
   eng_status status = inner->unscale(spans, n, factor, target, found_inf);
-  add_pass(PASS_UNSCALE, clock_now() - from, spans, n, false);
+  add_pass("(unscale)", clock_now() - from, spans, n, false);
   return status;
 }
 
@@ -187,37 +169,9 @@ void eng_profile(bool on)
   backend_use(&timed);
 }
 
-static const char *name_of(int op)
-{
-  switch (op) {
-    case PASS_GRADSTATS: return "(gradient statistics)";
-    case PASS_OPTIMIZE: return "(optimizer)";
-    case PASS_UNSCALE: return "(unscale)";
-    case REST: return "(all others)";
-    default: return op_table[op].about.name;
-  }
-}
-
 int eng_profile_rows(eng_profile_row *out, int capacity)
 {
   int n = n_rows < capacity ? n_rows : capacity;
-  for (int i = 0; i < n; i++) {
-    const call_kind *kind = &rows[i].kind;
-    out[i] = (eng_profile_row){.op = name_of(kind->op),
-                               .calls = rows[i].calls,
-                               .seconds = rows[i].seconds,
-                               .bytes = rows[i].bytes,
-                               .flops = rows[i].flops};
-    if (kind->op >= ENG_OP_COUNT) continue;
-    int at = 0, room = (int)sizeof out[i].detail;
-    for (int k = 0; k < 2; k++)
-      if (kind->dtype[k] >= 0 && at < room)
-        at +=
-          snprintf(out[i].detail + at, (size_t)(room - at), "%s%s %s%s", k ? ", " : "",
-                   eng_dtype_name(kind->dtype[k]), tensor_shape_text(kind->ndim[k], kind->shape[k]),
-                   kind->transposed >> k & 1 ? "'" : "");
-    if (kind->dtype[2] >= 0 && at < room)
-      snprintf(out[i].detail + at, (size_t)(room - at), " -> %s", eng_dtype_name(kind->dtype[2]));
-  }
+  if (n > 0) memcpy(out, rows, (size_t)n * sizeof *out);
   return n;
 }
