@@ -12,6 +12,7 @@
 // a chunk that holds one large piece returns to the system as soon as that piece is freed.
 #include "arena.h"
 
+#include "base/array.h"
 #include "base/error.h"
 
 #include <stdio.h>
@@ -42,15 +43,11 @@ typedef struct chunk {
   bool    dedicated;       // holds exactly one piece
 } chunk;
 
-// A freed piece, in the list of freed pieces of its size.
-typedef struct free_piece {
-  struct free_piece *next;
-  void *memory;
-} free_piece;
-
+// The freed pieces of one size; the piece freed last is reused first.
 typedef struct free_list {
-  int64_t size;            // 0: the entry is empty
-  free_piece *first;
+  int64_t size;            // of each piece; 0: the entry is empty
+  int64_t n, room;
+  void  **piece;           // [n]
 } free_list;
 
 typedef struct arena {
@@ -77,7 +74,6 @@ static arena arenas[SPACE_COUNT][ARENA_COUNT] = {[SPACE_HOST] = ARENAS_OF(""),
 static arena_source sources[SPACE_COUNT];
 static int in_force = SPACE_HOST;
 static int pinned[SPACE_COUNT];
-static free_piece *spare_nodes;
 static int64_t limit;      // the most bytes of all arenas of a space together; 0: no limit
 
 void arena_register(int space, const arena_source *source) { sources[space] = *source; }
@@ -87,28 +83,6 @@ void arena_use(int space) { in_force = space; }
 int arena_space(void) { return in_force; }
 
 void arena_pin(int space, int by) { pinned[space] += by; }
-
-static free_piece *node_take(void)
-{
-  enum { BLOCK = 256 };
-  if (!spare_nodes) {
-    free_piece *block = calloc(BLOCK, sizeof *block);
-    if (!block) return NULL;
-    for (int i = 0; i < BLOCK; i++) {
-      block[i].next = spare_nodes;
-      spare_nodes = &block[i];
-    }
-  }
-  free_piece *node = spare_nodes;
-  spare_nodes = node->next;
-  return node;
-}
-
-static void node_give(free_piece *node)
-{
-  node->next = spare_nodes;
-  spare_nodes = node;
-}
 
 static bool lasting(arena_id id) { return id != ARENA_STEP && id != ARENA_SCRATCH; }
 
@@ -294,12 +268,8 @@ void *arena_alloc_in(int space, arena_id id, int64_t bytes)
   int64_t size = rounded(space, bytes);
   void *piece = NULL;
   free_list *list = list_for(a, size);
-  if (list && list->size == size && list->first) {
-    free_piece *node = list->first;
-    piece = node->memory;
-    list->first = node->next;
-    node_give(node);
-  } else {
+  if (list && list->size == size && list->n > 0) piece = list->piece[--list->n];
+  else {
     chunk *c = a->current;
     while (c && (c->dedicated || c->size - c->used < size)) c = c->next;
     if (!c) {
@@ -325,10 +295,7 @@ static void rewind_chunks(int space, arena_id id)
 {
   arena *a = &arenas[space][id];
   for (int i = 0; a->lists_used > 0 && i < a->n_lists; i++) {
-    for (free_piece *node = a->lists[i].first, *next; node; node = next) {
-      next = node->next;
-      node_give(node);
-    }
+    free(a->lists[i].piece);
     if (a->lists[i].size) a->lists_used--;
     a->lists[i] = (free_list){0};
   }
@@ -360,15 +327,12 @@ void arena_free_in(int space, arena_id id, void *piece, int64_t bytes)
   mark(space, id, piece, size, false);
   if (2 * a->lists_used >= a->n_lists) lists_grow(a);
   free_list *list = list_for(a, size);
-  free_piece *node = list ? node_take() : NULL;
   // without memory for the list, the piece stays unused until the arena is reset; lasting arenas
   // are never reset
-  if (!node) return;
-  node->memory = piece;
-  node->next = list->first;
+  if (!list || !ARRAY_GROW(list->piece, list->room, list->n + 1)) return;
   if (list->size == 0) a->lists_used++;
   list->size = size;
-  list->first = node;
+  list->piece[list->n++] = piece;
 }
 
 void arena_pages_give(arena_id id, void *pages, int64_t bytes)
