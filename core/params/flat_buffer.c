@@ -51,25 +51,6 @@ int64_t params_part_bytes(int64_t count, int dtype)
   return (count * eng_dtype_size(dtype) + PART_ALIGNMENT - 1) / PART_ALIGNMENT * PART_ALIGNMENT;
 }
 
-eng_status flat_memory(flat_buffer **out, int space, arena_id arena, int n, int64_t bytes)
-{
-  *out = NULL;
-  flat_buffer *flat = calloc(1, sizeof *flat + (size_t)n * sizeof flat->part[0]);
-  FAIL_IF(!flat, ENG_ERR_MEMORY, "out of memory for a table of %d parameters", n);
-  void *memory = arena_alloc_in(space, arena, bytes);
-  if (!memory) {
-    free(flat);
-    return ENG_ERR_MEMORY;
-  }
-  flat->space = space;
-  flat->arena = arena;
-  flat->memory = memory;
-  flat->bytes = bytes;
-  flat->n = n;
-  *out = flat;
-  return ENG_OK;
-}
-
 eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype,
                     bool own)
 {
@@ -82,19 +63,23 @@ eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, co
                                    : set->member[i].value->count, dtype[i]);
   }
   if (empty) return ENG_OK;
-  ENG_TRY(flat_memory(out, set->space, arena, set->n, bytes));
-  char *at = (*out)->memory;
-  for (int i = 0; i < set->n; i++) {
+  flat_buffer *flat = calloc(1, sizeof *flat + (size_t)set->n * sizeof flat->part[0]);
+  FAIL_IF(!flat, ENG_ERR_MEMORY, "out of memory for a table of %d parameters", set->n);
+  flat->space = set->space;
+  flat->arena = arena;
+  flat->bytes = bytes;
+  flat->n = set->n;
+  char *at = flat->memory = arena_alloc_in(set->space, arena, bytes);
+  eng_status status = at ? ENG_OK : ENG_ERR_MEMORY;
+  for (int i = 0; i < set->n && status == ENG_OK; i++) {
     const tensor *value = set->member[i].value;
     int64_t count = own ? set->own[2 * i + 1] - set->own[2 * i] : value->count;
     if (dtype[i] < 0) continue;
-    eng_status status = tensor_wrap(&(*out)->part[i], set->space, at, dtype[i],
-                                    own ? 1 : value->ndim, own ? &count : value->shape);
-    if (status != ENG_OK) {
-      flat_release(out);
-      return status;
-    }
+    status = tensor_wrap(&flat->part[i], set->space, at, dtype[i], own ? 1 : value->ndim,
+                         own ? &count : value->shape);
     at += params_part_bytes(count, dtype[i]);
   }
-  return ENG_OK;
+  if (status == ENG_OK) *out = flat;
+  else flat_release(&flat);
+  return status;
 }

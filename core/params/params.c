@@ -69,13 +69,16 @@ static eng_status copy_values(eng_params *set)
   return ENG_OK;
 }
 
-/// Points the members to their copies in the flat buffer and drops their gradients; cannot fail.
+/// Points the members to their copies in the flat buffer, whose dtypes they take, and drops their
+/// gradients; cannot fail.
 static void adopt(eng_params *set)
 {
+  set->count = 0;
   for (int i = 0; i < set->n; i++) {
     tensor *x = set->member[i].value;
     tensor_drop(x->gradient);
     x->gradient = NULL;
+    x->dtype = set->masters->part[i]->dtype;
     tensor_rehome(x, set->masters->part[i]);
     for (int64_t d = x->ndim - 1, stride = 1; d >= 0; stride *= x->shape[d], d--)
       x->stride[d] = stride;
@@ -252,40 +255,24 @@ static eng_status masters_can_change(const eng_params *set)
 eng_status eng_params_masters(eng_params *set, const int32_t *dtype)
 {
   ENG_TRY(params_alive(set));
-  int64_t bytes = 0;
-  for (int i = 0; i < set->n; i++) {
-    const parameter *p = &set->member[i];
+  for (int i = 0; i < set->n; i++)
     FAIL_IF(dtype[i] != ENG_f32 && dtype[i] != ENG_bf16, ENG_ERR_DTYPE, "parameter %s: expected "
-            "master weights in f32 or bf16, got %s", p->name, eng_dtype_name(dtype[i]));
-    bytes += params_part_bytes(p->value->count, dtype[i]);
-  }
+            "master weights in f32 or bf16, got %s", set->member[i].name, eng_dtype_name(dtype[i]));
   if (same_formats(set->masters, dtype, set->n)) return ENG_OK;
   ENG_TRY(masters_can_change(set));
-  flat_buffer *fresh;
-  ENG_TRY(flat_memory(&fresh, set->space, ARENA_PARAMETER, set->n, bytes));
-  char *at = fresh->memory;
+  flat_buffer *fresh, *old = set->masters;
+  ENG_TRY(flat_new(&fresh, ARENA_PARAMETER, set, dtype, false));
   eng_status status = ENG_OK;
-  for (int i = 0; i < set->n && status == ENG_OK; i++) {
-    tensor *from = set->member[i].value, to = *from;
-    to.data = at;
-    to.dtype = dtype[i];
-    status = params_cast(&to, from);
-    at += params_part_bytes(to.count, to.dtype);
+  for (int i = 0; i < set->n && status == ENG_OK; i++)
+    status = params_cast(fresh->part[i], set->member[i].value);
+  if (status != ENG_OK) {
+    flat_release(&fresh);
+    return status;
   }
-  flat_buffer *unused = status == ENG_OK ? set->masters : fresh;
-  at = fresh->memory;
-  for (int i = 0; i < set->n && status == ENG_OK; i++) {   // no view uses the old memory
-    tensor *x = fresh->part[i] = set->member[i].value;
-    x->dtype = dtype[i];
-    x->data = x->store->memory = at;
-    x->store->bytes = params_part_bytes(x->count, x->dtype);
-    x->store->writes++;
-    at += x->store->bytes;
-  }
-  unused->n = 0;   // keeps flat_release from dropping the members' tensors
-  flat_release(&unused);
-  ENG_TRY(status);
   set->masters = fresh;
+  adopt(set);
+  old->n = 0;   // keeps flat_release from dropping the members' tensors
+  flat_release(&old);
   flat_release(&set->low);
   link_parts(set);
   return ENG_OK;

@@ -107,9 +107,6 @@ struct eng_params {
   pending_stats *newest;
 };
 
-/// Allocates a buffer of `bytes` bytes, contents undefined, for the parts of `n` parameters. The
-/// caller fills in part[].
-eng_status flat_memory(flat_buffer **out, int space, arena_id arena, int n, int64_t bytes);
 /// Allocates a buffer with a part of dtype[i] for each member i, but no part if the dtype is
 /// negative. `own`: a part holds only the elements that this rank owns, in one dimension. Contents
 /// undefined. *out is NULL if the buffer would have no parts.
