@@ -6,10 +6,8 @@
 
 #include "base/array.h"
 #include "base/error.h"
-#include "checkpoint.h"
 #include "device/transfer.h"
 #include "gradient.h"
-#include "capture.h"
 #include "op.h"
 #include "params/params.h"
 
@@ -124,20 +122,6 @@ static void drop_collected(const op_call *call)
     if (call->out[k]) gradient_drop(call->out[k]);
 }
 
-/// Fails with GRADIENT if a tensor that the rule reads was modified after the operation ran,
-/// because the rule would then silently compute a wrong gradient.
-static eng_status check_unwritten(const tape_node *node)
-{
-  const eng_op_info *info = &op_table[node->call.op].about;
-  const tensor *changed = tape_modified(node, info->reads, info->saves);
-  if (!changed) return ENG_OK;
-  return error_set(
-    ENG_ERR_GRADIENT,
-    "%s was modified after an operation read it or computed it; hint: x:keep() makes a copy to "
-    "write into",
-    tensor_text(changed));
-}
-
 static eng_status walk(void)
 {
   eng_status status = ENG_OK;
@@ -153,7 +137,8 @@ static eng_status walk(void)
       pass.pending_id = node->lua_id;
       return ENG_OK;
     }
-    status = check_unwritten(node);
+    const eng_op_info *info = &op_table[node->call.op].about;
+    status = tape_check_unmodified(node, info->reads, info->saves);
     if (status == ENG_OK) status = rules[node->call.op](&g);
     error_prefix(status, "backward of %s", eng_op_name(node->call.op));
     drop_collected(&node->call);

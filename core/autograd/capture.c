@@ -5,9 +5,8 @@
 // step begins with the same allocations. Operations that draw random numbers fail during a capture,
 // because the host, not the device, advances the random counter. Owns the captured graphs. Called
 // by Lua; backward.c calls capture_takes_seed.
-#include "capture.h"
-
 #include "base/error.h"
+#include "gradient.h"
 #include "params/params.h"
 #include "device/transfer.h"
 
@@ -23,24 +22,23 @@ typedef struct graph_input {
 } graph_input;
 
 /// The addresses of a parameter's gradient and low-precision copy, and the stamp of its derived
-/// (FP8) copy. A launch is valid only if they have not changed.
+/// (FP8) copy, at the end of the capture. A launch is valid only if they have not changed.
 typedef struct graph_places {
   const void  *gradient, *low;
   params_stamp derived;
+  bool         has_gradient;    // the parameter has a gradient after the step
 } graph_places;
 
 struct eng_graph {
-  heap           memory;        // of this struct and of its lists
   const backend *device;
   void          *captured;      // the device's graph; NULL until the end of the capture
   bool           pinned;        // holds a pin on step and scratch memory (arena_pin)
   eng_params    *set;
-  bool          *has_gradient;  // [set->n] which parameters have a gradient after the step
-  graph_places  *places;        // [set->n] addresses at the end of the capture
   void          *seed;          // address of the loss's gradient
   int32_t        seed_dtype, n_inputs;
   graph_input    input[MOST_INPUTS];
   tensor        *loss;          // a tensor over the step's memory
+  graph_places   places[];      // [set->n]
 };
 
 static eng_graph *capturing;
@@ -76,7 +74,8 @@ static eng_status read_inputs(graph_input *input, const eng_tensor *tensors, int
 static graph_places places_of(const parameter *p)
 {
   return (graph_places){p->gradient ? p->gradient->data : NULL, p->low ? p->low->data : NULL,
-                        p->derived ? p->derived->stamp(p->derived) : (params_stamp){0}};
+                        p->derived ? p->derived->stamp(p->derived) : (params_stamp){0},
+                        p->has_gradient};
 }
 
 static bool same_places(const graph_places *places, const eng_params *set)
@@ -118,8 +117,7 @@ void eng_graph_free(eng_graph *graph)
   if (graph->pinned) arena_pin(graph->device->space, -1);
   tensor_drop(graph->loss);
   params_release(graph->set);
-  heap memory = graph->memory;
-  heap_free(&memory);
+  free(graph);
 }
 
 eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *batch, int n)
@@ -137,16 +135,11 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   // Rounds the weights before the capture. If the capture recorded this, every launch would repeat
   // it.
   ENG_TRY(params_round_written(set));
-  heap memory = {0};
-  eng_graph *graph = HEAP_NEW(&memory, eng_graph, 1);
-  bool *has_gradient = HEAP_NEW(&memory, bool, set->n);
-  graph_places *places = HEAP_NEW(&memory, graph_places, set->n);
-  if (memory.failed) {
-    heap_free(&memory);
-    return error_set(ENG_ERR_MEMORY, "out of memory for a captured step");
-  }
-  *graph = (eng_graph){.memory = memory, .device = device, .set = set,
-                       .has_gradient = has_gradient, .places = places, .n_inputs = n};
+  eng_graph *graph = calloc(1, sizeof *graph + (size_t)set->n * sizeof *graph->places);
+  FAIL_IF(!graph, ENG_ERR_MEMORY, "out of memory for a captured step");
+  graph->device = device;
+  graph->set = set;
+  graph->n_inputs = n;
   memcpy(graph->input, input, sizeof input);
   set->references++;
   outdate_copies(set);
@@ -173,10 +166,7 @@ eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss)
           "graph: expected a loss of one f32 element, got %s", tensor_text(x));
   FAIL_IF(!graph->seed, ENG_ERR_STATE, "graph: no backward pass was captured");
   ENG_TRY(tensor_wrap(&graph->loss, graph->device->space, x->data, ENG_f32, 0, NULL));
-  for (int i = 0; i < graph->set->n; i++) {
-    graph->has_gradient[i] = graph->set->member[i].has_gradient;
-    graph->places[i] = places_of(&graph->set->member[i]);
-  }
+  for (int i = 0; i < graph->set->n; i++) graph->places[i] = places_of(&graph->set->member[i]);
   capturing = NULL;
   backend_capturing(false);
   outdate_copies(graph->set);
@@ -202,7 +192,7 @@ eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *bat
     transfer_from_host(graph->device->space, graph->seed, cell, eng_dtype_size(graph->seed_dtype)));
   ENG_TRY(graph->device->graph_launch(graph->captured));
   for (int i = 0; i < graph->set->n; i++)
-    graph->set->member[i].has_gradient = graph->has_gradient[i];
+    graph->set->member[i].has_gradient = graph->places[i].has_gradient;
   return ENG_OK;
 }
 

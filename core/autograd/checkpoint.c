@@ -6,10 +6,9 @@
 // operation that runs again. An operation whose gradient is written in Lua never runs again,
 // because its outputs are not freed. Owns nothing: tape.c has the nodes and the open segment.
 // Called by Lua and by backward.c.
-#include "checkpoint.h"
-
 #include "base/error.h"
 #include "op.h"
+#include "tape.h"
 
 enum { SMALL = 256 };   // bytes
 
@@ -59,20 +58,9 @@ eng_status eng_checkpoint_end(const eng_tensor *results, int n)
   return ENG_OK;
 }
 
-static eng_status check_unwritten(const tape_node *node)
-{
-  const tensor *changed = tape_modified(node, ~0, 0);
-  if (!changed) return ENG_OK;
-  return error_set(ENG_ERR_GRADIENT,
-                   "%s was modified after a checkpointed operation (%s) read it; hint: x:keep() "
-                   "makes a copy to write into",
-                   tensor_text(changed), eng_op_name(node->call.op));
-}
-
 static eng_status run_node(int i)
 {
   const tape_node *node = tape_at(i);
-  ENG_TRY(check_unwritten(node));
   uint64_t seed, drawn;
   eng_rng_get(&seed, &drawn);
   eng_rng_set(seed, node->drawn);
@@ -81,7 +69,8 @@ static eng_status run_node(int i)
   eng_autocast(&node->precision, NULL);
   tape_again(i);
   bool recording = eng_grad_enabled(true);
-  eng_status status = op_run(&call);
+  eng_status status = tape_check_unmodified(node, ~0, 0);
+  if (status == ENG_OK) status = op_run(&call);
   eng_grad_enabled(recording);
   tape_again(-1);
   eng_autocast(NULL, NULL);
@@ -89,15 +78,11 @@ static eng_status run_node(int i)
   return error_prefix(status, "%s of a checkpointed module", eng_op_name(node->call.op));
 }
 
-/// Returns whether bit k of `mask` is set. `all` means that the segment has a Lua gradient, which
-/// may read any tensor; the result is then always true.
-static bool listed(int32_t mask, int k, bool all) { return all || (mask >> k & 1); }
-
 /// Runs operations of nodes first .. last again: those with a freed output that a gradient rule
 /// reads, or that another operation reads when it runs again.
 static eng_status run_again(int first, int last)
 {
-  bool all = false;
+  bool all = false;   // the segment has a Lua gradient, which may read any tensor
   for (int i = first; i <= last; i++) all |= tape_call(i)->op < 0;
   // from the last node to the first; `awaited` marks memory that a later node reads, in its
   // gradient rule or when it runs again
@@ -105,15 +90,16 @@ static eng_status run_again(int first, int last)
     const op_call *call = tape_call(i);
     if (call->op < 0) continue;
     const eng_op_info *info = &op_table[call->op].about;
+    const int reads = all ? ~0 : info->reads, saves = all ? ~0 : info->saves;
     bool runs = false;
     for (int k = 0; k < call->n_out; k++) {
       const tensor *x = call->out[k];
       runs |= x && x->store->segment == first + 1 && !x->store->memory &&
-              (x->store->awaited || listed(info->saves, k, all));
+              (x->store->awaited || saves >> k & 1);
     }
     tape_choose(i, runs);
     for (int k = 0; k < call->n_in; k++)
-      if (call->in[k] && (runs || listed(info->reads, k, all))) call->in[k]->store->awaited = true;
+      if (call->in[k] && (runs || reads >> k & 1)) call->in[k]->store->awaited = true;
   }
   for (int i = first; i <= last; i++)
     if (tape_at(i)->chosen) ENG_TRY(run_node(i));

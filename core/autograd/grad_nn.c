@@ -124,7 +124,8 @@ eng_status grad_embedding(grad_call *g)
 // ---- norms
 
 /// Runs a norm's backward kernel and emits the gradients of weight and bias. `weight` is the index
-/// of the weight among the node's inputs; the bias follows it. The caller emits dx.
+/// of the weight among the node's inputs; the bias follows it. The caller emits dx. The attributes
+/// of all norms' gradients begin with dtype and affine.
 static eng_status norm_vectors(tensor **dx, grad_call *g, op_call *c, int weight)
 {
   const op_call *y = g->call;
@@ -138,7 +139,7 @@ static eng_status norm_vectors(tensor **dx, grad_call *g, op_call *c, int weight
   return ENG_OK;
 }
 
-static eng_status norm(grad_call *g, op_call *c)
+eng_status grad_norm_of(grad_call *g, op_call *c)
 {
   tensor *dx;
   ENG_TRY(norm_vectors(&dx, g, c, 1));
@@ -150,7 +151,7 @@ eng_status grad_layer_norm(grad_call *g)
   const op_call *y = g->call;
   op_call c = {.op = ENG_OP_layer_norm_grad, .n_in = 5,
                .in = {y->in[0], y->in[1], y->out[1], y->out[2], g->dy[0]}};
-  return norm(g, &c);
+  return grad_norm_of(g, &c);
 }
 
 eng_status grad_rms_norm(grad_call *g)
@@ -158,7 +159,7 @@ eng_status grad_rms_norm(grad_call *g)
   const op_call *y = g->call;
   op_call c = {
     .op = ENG_OP_rms_norm_grad, .n_in = 4, .in = {y->in[0], y->in[1], y->out[1], g->dy[0]}};
-  return norm(g, &c);
+  return grad_norm_of(g, &c);
 }
 
 // sum = x + branch, y = norm(sum). Both x and branch receive the gradient of sum, which is dsum

@@ -51,18 +51,6 @@ eng_status grad_avg_pool2d(grad_call *g)
   return grad_emit_op(g, 0, c);
 }
 
-/// Runs a norm's gradient and emits dx, dweight and dbias.
-static eng_status norm(grad_call *g, op_call *c)
-{
-  const op_call *y = g->call;
-  c->n_in = c->op == ENG_OP_batch_norm_grad ? 6 : 5;
-  c->batch_norm_grad.dtype = y->in[1] && y->in[1]->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
-  c->batch_norm_grad.affine = grad_wants(g, 1) || grad_wants(g, 2);
-  ENG_TRY(op_run(c));
-  for (int k = 0; k < 3; k++) ENG_TRY(grad_emit(g, k, c->out[k]));
-  return ENG_OK;
-}
-
 eng_status grad_batch_norm(grad_call *g)
 {
   const op_call *y = g->call;
@@ -70,18 +58,18 @@ eng_status grad_batch_norm(grad_call *g)
   FAIL_IF(grad_wants(g, 3) || grad_wants(g, 4), ENG_ERR_VALUE,
           "batch_norm: a mean or variance that is passed in cannot get a gradient; hint: pass "
           "mean:detach() and variance:detach()");
-  op_call c = {.op = ENG_OP_batch_norm_grad,
+  op_call c = {.op = ENG_OP_batch_norm_grad, .n_in = 6,
                .in = {y->in[0], y->in[1], given ? y->in[3] : y->out[1],
                       given ? y->in[4] : y->out[2], g->dy[0]},
                .batch_norm_grad = {.given = given, .eps = y->batch_norm.eps}};
-  return norm(g, &c);
+  return grad_norm_of(g, &c);
 }
 
 eng_status grad_group_norm(grad_call *g)
 {
   const op_call *y = g->call;
-  op_call c = {.op = ENG_OP_group_norm_grad,
+  op_call c = {.op = ENG_OP_group_norm_grad, .n_in = 5,
                .in = {y->in[0], y->in[1], y->out[1], y->out[2], g->dy[0]},
                .group_norm_grad = {.groups = y->group_norm.groups, .eps = y->group_norm.eps}};
-  return norm(g, &c);
+  return grad_norm_of(g, &c);
 }

@@ -55,6 +55,9 @@ eng_status grad_run_wide(tensor **out, op_call c);
 /// Creates a second tensor over x's memory, for a gradient with two destinations.
 eng_status grad_share(tensor **out, tensor *x);
 
+/// Runs `c`, the gradient operation of a norm with the inputs x, weight and bias, and emits their
+/// gradients. Sets the attributes dtype and affine of `c`.
+eng_status grad_norm_of(grad_call *g, op_call *c);
 /// grad_swiglu_of computes and emits the gradients of swiglu for the inputs `gate` and `up`.
 /// grad_attention_of computes and emits the gradients of attention for the output `y`. The rules of
 /// FP8 layers also call these functions.
@@ -70,6 +73,9 @@ double gradient_relative_scale(const tensor *x);
 /// gradient_drop drops the gradient of x.
 void gradient_attach(tensor *x, tensor *dx);
 void gradient_drop(tensor *x);
+/// During a capture, stores the address of `seed`, the loss's gradient; each launch first writes
+/// the gradient's value there. Returns false if no capture is running (capture.c).
+bool capture_takes_seed(const tensor *seed);
 /// Drops the gradients of leaves outside parameter sets.
 void gradient_drop_leaves(void);
 /// A function that allocates the gradient of a parameter whose set has no gradient memory (ZeRO-2

@@ -160,6 +160,14 @@ const tensor *tape_modified(const tape_node *node, int reads, int saves)
   return NULL;
 }
 
+eng_status tape_check_unmodified(const tape_node *node, int reads, int saves)
+{
+  const tensor *changed = tape_modified(node, reads, saves);
+  FAIL_IF(changed, ENG_ERR_GRADIENT, "%s was modified after an operation read it or computed it; "
+          "hint: x:keep() makes a copy to write into", tensor_text(changed));
+  return ENG_OK;
+}
+
 bool tape_reaches(int mark)
 {
   for (int i = 0; i < tensor_tape_length; i++) {

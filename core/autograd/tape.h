@@ -45,6 +45,9 @@ bool tape_runs_again(void);
 /// Finds a tensor that a script has modified since the node was recorded, among the inputs in the
 /// mask `reads` and the outputs in the mask `saves`. Returns NULL if there is none.
 const tensor *tape_modified(const tape_node *node, int reads, int saves);
+/// Fails with GRADIENT if tape_modified finds a tensor, because a rule that reads the tensor would
+/// silently compute a wrong gradient. So would the operation if it ran again.
+eng_status tape_check_unmodified(const tape_node *node, int reads, int saves);
 /// Whether a node refers to a tensor at index `mark` or later in the step's list of tensors.
 bool tape_reaches(int mark);
 /// While the tape is frozen, it records nothing. Used by backward, which has pointers to nodes.
@@ -54,3 +57,7 @@ void tape_clear(void);
 /// Whether one of the nodes first .. last - 1 may read this memory, in its gradient rule or when
 /// its operation runs again (tape_bytes.c).
 bool tape_reads(const storage *store, int first, int last);
+/// Called by the backward pass when the nodes from `cursor` on are done. If node cursor - 1 is the
+/// last of a segment, recomputes the tensors that the gradient rules of that segment read. If a
+/// segment begins at the cursor, frees the tensors of that segment (checkpoint.c).
+eng_status checkpoint_reach(int cursor);

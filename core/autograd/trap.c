@@ -51,13 +51,9 @@ void eng_trap_module(int module)
 
 static int module_of(int node)
 {
-  int low = 0, high = n_starts;            // in the end, starts[low - 1] is the entry of `node`
-  while (low < high) {
-    int middle = (low + high) / 2;
-    if (starts[middle].node <= node) low = middle + 1;
-    else high = middle;
-  }
-  return low > 0 ? starts[low - 1].module : 0;
+  int i = n_starts - 1;
+  while (i >= 0 && starts[i].node > node) i--;
+  return i >= 0 ? starts[i].module : 0;
 }
 
 // ---- checking tensors

@@ -9,23 +9,25 @@
 
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
+
+typedef struct optimizer_member {
+  int32_t group;             // index into eng_update.groups
+  int64_t begun;             // storage.writes of moment 1 when it was last found to be nonzero; -1:
+                             // never
+} optimizer_member;
 
 struct eng_optimizer {
-  heap         memory;       // of this struct and of its lists
   eng_params  *set;
   int32_t      kind, moment_dtype, rounding;
-  int32_t     *group;        // [set->n]
   // index of the counter, on the device, of this optimizer's lagged updates; -1: none yet
   int32_t      slot;
   bool         in_a_row;     // the previous update was lagged
   int64_t      lagged_t;     // number of the next lagged update, on devices that compute statistics
                              // immediately
-  // [set->n] the value of storage.writes when moment 1 was last found to be nonzero; -1: never
-  int64_t     *begun;
   // An entry is NULL until an update (in SGD, one with momentum) or eng_optimizer_moment creates
   // it. moment[COMPENSATION] has the rounding errors of bf16 masters, and no part for f32 masters.
   flat_buffer *moment[3];
+  optimizer_member member[]; // [set->n]
 };
 enum { COMPENSATION = 2, BUFFERS };
 
@@ -94,7 +96,7 @@ eng_status eng_optimizer_groups(eng_optimizer *state, const int32_t *group_of)
 {
   ENG_TRY(check_alive(state));
   ENG_TRY(check_groups(state->set, state->kind, group_of));
-  memcpy(state->group, group_of, (size_t)state->set->n * sizeof *group_of);
+  for (int i = 0; i < state->set->n; i++) state->member[i].group = group_of[i];
   return ENG_OK;
 }
 
@@ -109,23 +111,14 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
   FAIL_IF(set->freed, ENG_ERR_STATE, "%s: the parameters were freed", kinds[kind].name);
   if (group_of) ENG_TRY(check_groups(set, kind, group_of));
 
-  heap memory = {0};
-  eng_optimizer *state = HEAP_NEW(&memory, eng_optimizer, 1);
-  int32_t *group = HEAP_NEW(&memory, int32_t, set->n);
-  int64_t *begun = HEAP_NEW(&memory, int64_t, set->n);
-  if (memory.failed) {
-    heap_free(&memory);
-    return error_set(ENG_ERR_MEMORY, "out of memory for the state of %s", kinds[kind].name);
-  }
-  *state = (eng_optimizer){.memory = memory,
-                           .slot = -1,
-                           .set = set,
-                           .kind = kind,
-                           .moment_dtype = moment_dtype,
-                           .group = group,
-                           .begun = begun};
-  for (int i = 0; i < set->n; i++) begun[i] = -1;
-  if (group_of) memcpy(group, group_of, (size_t)set->n * sizeof *group);
+  eng_optimizer *state = calloc(1, sizeof *state + (size_t)set->n * sizeof *state->member);
+  FAIL_IF(!state, ENG_ERR_MEMORY, "out of memory for the state of %s", kinds[kind].name);
+  state->slot = -1;
+  state->set = set;
+  state->kind = kind;
+  state->moment_dtype = moment_dtype;
+  for (int i = 0; i < set->n; i++)
+    state->member[i] = (optimizer_member){.group = group_of ? group_of[i] : 0, .begun = -1};
   set->references++;
   *out = state;
   return ENG_OK;
@@ -137,8 +130,7 @@ void eng_optimizer_free(eng_optimizer *state)
   for (int which = 0; which < BUFFERS; which++) flat_release(&state->moment[which]);
   params_release(state->set);
   if (state->slot >= 0) slots_taken &= ~(1ull << state->slot);
-  heap memory = state->memory;
-  heap_free(&memory);
+  free(state);
 }
 
 void eng_optimizer_restart(eng_optimizer *state) { state->in_a_row = false; }
@@ -212,9 +204,9 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
           "%s: the device %s computes no norms of lagged updates; hint: lagged = false", name,
           backend_current()->name);
   for (int i = 0; i < state->set->n; i++)
-    FAIL_IF(state->group[i] >= update->n_groups, ENG_ERR_VALUE,
+    FAIL_IF(state->member[i].group >= update->n_groups, ENG_ERR_VALUE,
             "%s: parameter %s is in group %d (counted from 0), but the number of groups is %d",
-            name, state->set->member[i].name, state->group[i], update->n_groups);
+            name, state->set->member[i].name, state->member[i].group, update->n_groups);
   return ENG_OK;
 }
 
@@ -241,9 +233,9 @@ static bool untouched(const tensor *moment)
 static bool has_begun(eng_optimizer *state, int i)
 {
   const tensor *moment = state->moment[0]->part[i];
-  if (state->begun[i] == (int64_t)moment->store->writes) return true;
+  if (state->member[i].begun == (int64_t)moment->store->writes) return true;
   if (untouched(moment)) return false;
-  state->begun[i] = moment->store->writes;
+  state->member[i].begun = moment->store->writes;
   return true;
 }
 
@@ -293,7 +285,7 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
     param_span *span = &set->span[k];
     int i = set->which[k];
     some = some || span->count > 0;
-    span->group = state->group[i];
+    span->group = state->member[i].group;
     span->moment_dtype = state->moment_dtype;
     const eng_hyper *h = &update->groups[span->group];
     if (state->moment[0] && !(state->kind == ENG_SGD && h->momentum == 0))
