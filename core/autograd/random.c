@@ -11,17 +11,6 @@
 
 #include <math.h>
 
-// Returns the offset, in elements, of element i in row-major order.
-static int64_t offset_of(const tensor *x, int64_t i)
-{
-  int64_t offset = 0;
-  for (int d = x->ndim - 1; d >= 0; d--) {
-    offset += i % x->shape[d] * x->stride[d];
-    i /= x->shape[d];
-  }
-  return offset;
-}
-
 // Returns the largest number below `high` in a float format. This number replaces results that
 // would round up to `high`, which is excluded.
 static double below(int dtype, double high)
@@ -73,17 +62,18 @@ static void draw(double value[4], const distribution *law, uint64_t counter)
   }
 }
 
-static void fill_host(const tensor *x, const distribution *law, uint64_t first)
+/// Writes numbers for the elements of x, in row-major order, to host memory.
+static void fill_rows(void *to, const tensor *x, const distribution *law, uint64_t first)
 {
   int64_t blocks = (x->count + 3) / 4;
-  bool contiguous = tensor_contiguous(x), integer = !dtype_is_float(x->dtype);
+  bool integer = !dtype_is_float(x->dtype);
 #pragma omp parallel for schedule(static) if (x->count > 4096)
   for (int64_t block = 0; block < blocks; block++) {
     double value[4];
     draw(value, law, first + (uint64_t)block);
     for (int64_t i = 4 * block; i < 4 * block + 4 && i < x->count; i++) {
       double v = value[i - 4 * block];
-      tensor_store(x->data, x->dtype, contiguous ? i : offset_of(x, i), integer ? floor(v) : v);
+      tensor_store(to, x->dtype, i, integer ? floor(v) : v);
     }
   }
 }
@@ -95,15 +85,12 @@ static eng_status fill(const tensor *x, const distribution *law)
           "f32, then :to(\"%s\")", tensor_text(x), eng_dtype_name(x->dtype));
   uint64_t first = rng_take((x->count + 3) / 4);
   x->store->writes++;
-  if (x->store->space == SPACE_HOST) {
-    fill_host(x, law, first);
+  if (x->store->space == SPACE_HOST && tensor_contiguous(x)) {
+    fill_rows(x->data, x, law, first);
     return ENG_OK;
   }
   SCRATCH_IN(SPACE_HOST, char, rows, x->count * eng_dtype_size(x->dtype));
-  tensor y = *x;
-  y.data = rows;
-  for (int64_t d = y.ndim - 1, stride = 1; d >= 0; stride *= y.shape[d], d--) y.stride[d] = stride;
-  fill_host(&y, law, first);
+  fill_rows(rows, x, law, first);
   return transfer_write(x, rows, x->dtype);
 }
 

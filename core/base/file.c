@@ -262,9 +262,7 @@ uint64_t eng_file_stamp(const char *path)
                             (uint64_t)now.st_size,         (uint64_t)now.st_mtim.tv_sec,
                             (uint64_t)now.st_mtim.tv_nsec, (uint64_t)now.st_ctim.tv_sec,
                             (uint64_t)now.st_ctim.tv_nsec};
-  uint64_t hash = 0xCBF29CE484222325ull;
-  for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-    hash = (hash ^ parts[i] ^ parts[i] >> 32) * 0x9E3779B97F4A7C15ull;
+  uint64_t hash = eng_hash64(parts, sizeof parts);
   return hash ? hash : 1;
 }
 

@@ -95,54 +95,42 @@ static const char *unfit(const char *path)
   return !is_file ? "is not a regular file" : cut ? "is truncated" : NULL;
 }
 
-const backend *plugin_cuda(void)
+static eng_status load(const backend **loaded)
 {
-  static const backend *loaded;
-  if (loaded) return loaded;
-  char folder[4096], path[4200];
-  if (!own_folder(folder, sizeof folder)) {
-    error_set(ENG_ERR_DEVICE, "cuda: cannot find the folder of libengine.so");
-    return NULL;
-  }
+  char folder[4096], path[4200], cards[512];
+  FAIL_IF(!own_folder(folder, sizeof folder), ENG_ERR_DEVICE,
+          "cuda: cannot find the folder of libengine.so");
   const char *other = getenv("ENGINE_CUDA_PLUGIN");   // specs name a plug-in that needs no card
   if (other && !*other) other = NULL;
   // dlopen searches for a name without a slash only in the loader's folders, so "./" is added.
   if (other) snprintf(path, sizeof path, "%s%s", strchr(other, '/') ? "" : "./", other);
   else snprintf(path, sizeof path, "%s/libengine_cuda.so", folder);
-  if (access(path, R_OK) != 0) {
-    error_set(ENG_ERR_DEVICE,
-              "cuda: cannot use the CUDA plug-in (%s %s); hint: run make with nvcc on the "
-              "PATH, or use device=cpu", path, errno == ENOENT ? "is missing" : "cannot be read");
-    return NULL;
-  }
+  FAIL_IF(access(path, R_OK) != 0, ENG_ERR_DEVICE,
+          "cuda: cannot use the CUDA plug-in (%s %s); hint: run make with nvcc on the PATH, or use "
+          "device=cpu", path, errno == ENOENT ? "is missing" : "cannot be read");
   const char *wrong = unfit(path);
-  if (wrong) {
-    error_set(ENG_ERR_DEVICE, "cuda: %s %s; hint: run make, or copy the file again", path, wrong);
-    return NULL;
-  }
-  char cards[512];
-  if (!other && eng_gpu_probe(cards, sizeof cards) < 0) {
-    error_set(ENG_ERR_DEVICE, "cuda: this machine has no NVIDIA driver; hint: device=cpu");
-    return NULL;
-  }
+  FAIL_IF(wrong, ENG_ERR_DEVICE,
+          "cuda: %s %s; hint: run make, or copy the file again", path, wrong);
+  FAIL_IF(!other && eng_gpu_probe(cards, sizeof cards) < 0, ENG_ERR_DEVICE,
+          "cuda: this machine has no NVIDIA driver; hint: device=cpu");
   if (!other) plugin_library("libcublasLt.so.13", RTLD_GLOBAL);
   void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  if (!library) {
-    error_set(
-      ENG_ERR_DEVICE,
-      "cuda: cannot load %s: %s; hint: set CUDA_HOME to a CUDA 13 toolkit, or use device=cpu", path,
-      dlerror());
-    return NULL;
-  }
+  FAIL_IF(!library, ENG_ERR_DEVICE, "cuda: cannot load %s: %s; hint: set CUDA_HOME to a CUDA 13 "
+          "toolkit, or use device=cpu", path, dlerror());
   union { void *object; backend_plugin *function; } entry = {dlsym(library, "eng_cuda_backend")};
-  if (!entry.object)
-    error_set(ENG_ERR_DEVICE, "cuda: %s is not a device plug-in of this engine; hint: run make",
-              path);
-  else {
-    error_set(ENG_ERR_DEVICE, "cuda: %s belongs to another version of the engine; hint: run make",
-              path);
-    loaded = entry.function(&host);
-  }
-  if (!loaded) dlclose(library);
+  eng_status status =
+    error_set(ENG_ERR_DEVICE, "cuda: %s %s; hint: run make", path,
+              entry.object ? "belongs to another version of the engine"
+                           : "is not a device plug-in of this engine");
+  if (entry.object) *loaded = entry.function(&host);   // on failure, may set an error of its own
+  if (*loaded) return ENG_OK;
+  dlclose(library);
+  return status;
+}
+
+const backend *plugin_cuda(void)
+{
+  static const backend *loaded;
+  if (!loaded) load(&loaded);
   return loaded;
 }

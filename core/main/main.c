@@ -400,31 +400,22 @@ static int push_words(lua_State *L, const char *text)
 }
 
 // Runs the option -j cmd[=args]: calls jit.cmd(args) or, if there is no such function, `start` of
-// the module jit.cmd.
-static bool jit_command(lua_State *L, const char *text)
+// the module jit.cmd. The name of the command ends at "=" or at the end of `command`. `args` are
+// separated by commas.
+static bool jit_command(lua_State *L, const char *command, const char *args)
 {
-  const char *equals = strchr(text, '=');
   lua_getglobal(L, "jit");
-  lua_pushlstring(L, text, strcspn(text, "="));
+  lua_pushlstring(L, command, strcspn(command, "="));
   lua_gettable(L, -2);
   if (!lua_isfunction(L, -1)) {
     lua_settop(L, 0);
     lua_pushliteral(L, "jit.");
-    lua_pushlstring(L, text, strcspn(text, "="));
+    lua_pushlstring(L, command, strcspn(command, "="));
     lua_concat(L, 2);
     if (!require(L, lua_tostring(L, 1))) return false;
     lua_getfield(L, -1, "start");
   }
-  bool ok = call(L, equals ? push_words(L, equals + 1) : 0, 0);
-  lua_settop(L, 0);
-  return ok;
-}
-
-static bool jit_optimise(lua_State *L, const char *options)
-{
-  if (!require(L, "jit.opt")) return false;
-  lua_getfield(L, -1, "start");
-  bool ok = call(L, push_words(L, options[0] ? options : "3"), 0);
+  bool ok = call(L, push_words(L, args), 0);
   lua_settop(L, 0);
   return ok;
 }
@@ -443,9 +434,10 @@ static bool run_options(lua_State *L, const options *o, char **argv)
       ok = require(L, value);
       lua_settop(L, 0);
     } else if (kind == 'j') {
-      ok = jit_command(L, value);
+      const char *equals = strchr(value, '=');
+      ok = jit_command(L, value, equals ? equals + 1 : "");
     } else if (kind == 'O') {
-      ok = jit_optimise(L, value);
+      ok = jit_command(L, "opt", *value ? value : "3");
     }
     if (!ok) return false;
   }
