@@ -468,8 +468,8 @@ typedef struct eng_update {
   // (backend.h: gradstats_start) of the statistics that a lagged update uses.
   int32_t slot, fresh;
   int64_t statistics;
-  int32_t lagged;               // 1: the device decides by the newest statistics (see backend.h):
-                                // no update when a gradient is inf or nan
+  int32_t lagged;               // 1: the device skips the update if the newest statistics have inf
+                                // or nan (gradstats_start in backend.h)
   double  clip_norm;            // limit on `norm` (clip_factor in base/numerics.h); 0: none
   // The norm of the gradients times gradient_factor, for clip_norm. Ignored in lagged updates: the
   // device computes the norm from its own statistics.

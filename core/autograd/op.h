@@ -17,8 +17,8 @@ typedef struct op_info {
   op_cast   cast;
   bool      differentiable;
   bool      takes_codes;        // accepts FP8 tensors; other operations refuse them
-  // `later`: the mask of outputs, other than output 0, that have a gradient if an input in the mask
-  // `later_from` requires a gradient.
+  // later: the outputs after output 0 that can have a gradient. They have one if an input in
+  // later_from requires a gradient.
   int32_t   later, later_from;
   int32_t   codes;              // saved outputs that are FP8 codes and scales
 } op_info;

@@ -1,5 +1,5 @@
 // Measures the times of operations. While profiling is on, the current device is a wrapper that
-// measures the time of each call. When profiling is off, it costs nothing. No other file depends on
+// measures the time of each call. Profiling costs nothing while it is off. No other file depends on
 // this one. Owns the table of rows. Called from Lua (engine.profile).
 #include "base/mx.h"
 #include "device/backend.h"

@@ -1,7 +1,7 @@
 // Finds the origin of inf and nan. While the trap is on, the current device is a wrapper that
 // checks the outputs of every operation. For each pass (forward, backward), the wrapper stores the
 // first operation that produced inf and the first that produced nan, with statistics of their
-// tensors. When the trap is off, it costs nothing. No other file depends on this one. Owns the
+// tensors. The trap costs nothing while it is off. No other file depends on this one. Owns the
 // wrapper and its findings. Called by lua/engine/train/trap.lua, which repeats a step with the
 // trap on.
 #include "device/backend.h"

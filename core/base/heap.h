@@ -1,6 +1,6 @@
 // Blocks of memory that one owner frees together. The owner makes its requests and then checks
-// once, in `failed`, whether memory ran out. Called by params/, autograd/, dist/, policy/, store/
-// and tokenizer/.
+// once, in `failed`, whether memory ran out. Called by params/, dist/, policy/, store/ and
+// tokenizer/.
 #pragma once
 
 #include <stdbool.h>
@@ -16,7 +16,7 @@ typedef struct heap {
 /// sets owner->failed to true.
 #define HEAP_NEW(owner, type, count) \
   ((type *)heap_take((owner), (int64_t)(count), sizeof(type)))
-/// Sets `pointer`, a field of a structure, to the same.
+/// Stores the room in `pointer`, whose type gives the size of an element.
 #define HEAP_TAKE(owner, pointer, count) \
   ((pointer) = heap_take((owner), (int64_t)(count), sizeof *(pointer)))
 void *heap_take(heap *owner, int64_t count, size_t size);

@@ -105,7 +105,7 @@ eng_status history_reader_open(sqlite3 **out, const char *path)
   *out = NULL;
   int kind = eng_file_kind(path);
   FAIL_IF(kind != ENG_FILE_REGULAR, ENG_ERR_IO, "history %s: %s", path,
-          kind == ENG_FILE_NONE ? "no such file" : "expected a file, not a folder or " "a device");
+          kind == ENG_FILE_NONE ? "no such file" : "expected a file, got a folder or a device");
   eng_status status = open_and_check(out, path, 0, path);
   if (status != ENG_ERR_IO) return status;
   // WAL mode needs a file next to the database. If this file does not exist and cannot be created

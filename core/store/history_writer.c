@@ -32,8 +32,8 @@ static const char schema[] =
   "CREATE INDEX events_step ON events(step);";
 
 // Since schema 2: summaries for plotting and counting long runs. Row b of `blocks` summarizes steps
-// b * 256 to b * 256 + 255. It is added when the first step of a later block is. For each quantity
-// it has the count, minimum, maximum and sum of the finite values.
+// b * 256 to b * 256 + 255, and is added with the first step of a later block. For each quantity,
+// the row has the count, minimum, maximum and sum of the finite values.
 #define EACH_SUMMED(X) X(loss, "loss") X(lr, "lr") X(scale, "scale") X(amax, "amax") \
   X(norm, "norm") X(stored, "amax * scale") X(zeros, "1.0 * zeros / count") \
   X(underflow, "1.0 * underflow / count")
