@@ -16,7 +16,7 @@ typedef struct heap {
 /// sets owner->failed to true.
 #define HEAP_NEW(owner, type, count) \
   ((type *)heap_take((owner), (int64_t)(count), sizeof(type)))
-/// Stores the room in `pointer`, whose type gives the size of an element.
+/// Sets `pointer` to such memory, with elements of the type that it points to.
 #define HEAP_TAKE(owner, pointer, count) \
   ((pointer) = heap_take((owner), (int64_t)(count), sizeof *(pointer)))
 void *heap_take(heap *owner, int64_t count, size_t size);

@@ -68,7 +68,7 @@ function M.predict(job, cost, ranks)
   local messages = (sent.messages * cost.alpha + sent.bytes * cost.beta) * turns
   local rounds = math.ceil(math.log(ranks) / math.log(2))
   -- the numbers in the message that reduces the record
-  local numbers = job.tensors * 7 + 10 + (job.histogram and C.ENG_HIST_BINS or 0)
+  local numbers = job.tensors * 7 + 12 + (job.histogram and C.ENG_HIST_BINS or 0)
   local record = rounds * (cost.alpha + numbers * 8 * cost.beta) * turns
   -- Weights are sent tensor by tensor: after an update, or with ZeRO-3 in every pass.
   local parted = job.zero == 3 and not alone
