@@ -154,7 +154,7 @@ function Run:open_history(cut)
   self.history = require("engine.run.history").open(path, { write = true })
   if cut then self:complain(self.history:resume(self.trainer.steps_done)) end
   -- a resume that makes no step keeps the facts about the steps that were made
-  self.undescribed = cut and self.trainer.steps_done >= self.trainer.steps
+  self.undescribed = cut and self.trainer.steps_done >= (self.trainer.steps or math.huge)
   if not self.undescribed then self:describe() end
 end
 
