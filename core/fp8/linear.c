@@ -205,21 +205,24 @@ static eng_status make_weight(fp8_copies *to, const eng_fp8_role *r, const tenso
   return transposed ? make_copy(&to->q_t, &to->scale_t, r, columns, rows, coded) : ENG_OK;
 }
 
-/// Provides the FP8 copies of w. If w belongs to a parameter, these are the parameter's own copies,
-/// which are rebuilt unless they are current; *kept is then true, and the caller does not drop
-/// them.
-static eng_status weight_copies(fp8_copies *out, bool *kept, int64_t number, fp8_site *s, tensor *w,
-                                bool coded)
+/// Sets *out to the FP8 copies of w. If w belongs to a parameter, these are the parameter's own
+/// copies, which are rebuilt unless they are current. Otherwise the copies are made for this call,
+/// and *made also gets them, for the caller to drop.
+static eng_status weight_copies(fp8_copies *out, fp8_copies *made, int64_t number, fp8_site *s,
+                                tensor *w, bool coded)
 {
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_W];
   parameter *p = w->parameter;
   bool transposed = (coded || !fp8_is_square(r)) && !fp8_mx_again(s, ENG_FP8_W);
-  *kept = p != NULL;
   tensor *source = w, *average;
   ENG_TRY(fp8_average(&average, s, r));
   uint32_t average_seen = average ? average->store->writes : 0;
   if (p && p->low) ENG_TRY(params_low(&source, p));
-  if (!p) return quantize(out, number, s, ENG_FP8_W, source, NULL, transposed, coded);
+  if (!p) {
+    ENG_TRY(quantize(made, number, s, ENG_FP8_W, source, NULL, transposed, coded));
+    *out = *made;
+    return ENG_OK;
+  }
   fp8_weight *c = (fp8_weight *)p->derived;
   bool same = c && c->site == number && c->recipe == s->version && c->source == source &&
               (c->made.q->dtype == ENG_u8) == coded;
@@ -361,63 +364,57 @@ static const op_call *same_codes(const fp8_site *s, const tensor *x)
 static eng_status forward(op_call *c, fp8_site *s, int compute, bool record, const op_call *swiglu)
 {
   const eng_fp8_role *rx = &s->recipe.role[ENG_FP8_X], *rw = &s->recipe.role[ENG_FP8_W];
-  tensor *x = c->in[IN_X], *w = c->in[IN_W];
+  tensor *x = c->in[IN_X], *w = c->in[IN_W], *bias = c->in[IN_BIAS];
   typeof(c->fp8_linear) *a = &c->fp8_linear;
+  // The product reads xq and wq. Of these, this call drops the tensors in made_x and made_w.
   fp8_copies xq = {0}, wq = {0};
-  bool kept = false, keeps_x = record && w->requires_grad,
+  AT_END(fp8_drop_copies) fp8_copies made_x = {0};
+  AT_END(fp8_drop_copies) fp8_copies made_w = {0};
+  bool keeps_x = record && w->requires_grad,
        coded = fp8_mx_coded(s, x->count / w->shape[1], w->shape[1], w->shape[0]),
        turns_x = coded ? !fp8_mx_again(s, ENG_FP8_X)
                        : rx->keep == ENG_FP8_KEEP_TRANSPOSED && !fp8_is_square(rx);
   s->accumulator = !rx->mx ? -1 : coded ? ENG_ACCUMULATE_BLACKWELL : ENG_ACCUMULATE_FP32;
   const op_call *other = keeps_x && rx->keep == ENG_FP8_KEEP_CODES ? same_codes(s, x) : NULL;
-  eng_status status = ENG_OK;
   if (other) {
     xq.q = other->out[OUT_XQ], xq.scale = other->out[OUT_X_SCALE];
     a->slot = other->fp8_linear.slot;
     fp8_amax_share(a->site, a->slot);
-    if (fp8_measuring()) status = fp8_measure(s, ENG_FP8_X, x, xq.q, xq.scale);
+    if (fp8_measuring()) ENG_TRY(fp8_measure(s, ENG_FP8_X, x, xq.q, xq.scale));
   } else {
-    status = quantize(&xq, a->site, s, ENG_FP8_X, x, swiglu, keeps_x && turns_x, coded);
+    ENG_TRY(quantize(&made_x, a->site, s, ENG_FP8_X, x, swiglu, keeps_x && turns_x, coded));
+    xq = made_x;
     a->slot = fp8_amax_last().slot;
   }
   a->round = fp8_amax_last().round;
-  if (status == ENG_OK) status = weight_copies(&wq, &kept, a->site, s, w, coded);
-  tensor *flat_y = NULL, *y = NULL, *bias = c->in[IN_BIAS];
-  bool high = s->recipe.product[ENG_FP8_FORWARD].high;
-  if (status == ENG_OK && high)
-    status = op_run1(&y, (op_call){.op = ENG_OP_linear, .in = {x, w, bias}});
-  if (status == ENG_OK && !high && bias && bias->parameter && bias->parameter->low)
-    status = params_low(&bias, bias->parameter);
-  if (status == ENG_OK && !high)
-    status = multiply(&flat_y, s, ENG_FP8_FORWARD, (fp8_factor){xq.q, xq.scale, rx, false},
-                      (fp8_factor){wq.q, wq.scale, rw, true}, bias,
-                      compute >= 0 ? compute : x->dtype, false);
-  if (status == ENG_OK && !high) {
+  ENG_TRY(weight_copies(&wq, &made_w, a->site, s, w, coded));
+  if (s->recipe.product[ENG_FP8_FORWARD].high) {
+    ENG_TRY(op_run1(&c->out[OUT_Y], (op_call){.op = ENG_OP_linear, .in = {x, w, bias}}));
+  } else {
+    OWNED tensor *flat_y = NULL;
     int64_t shape[ENG_MAX_DIMS];
+    if (bias && bias->parameter && bias->parameter->low)
+      ENG_TRY(params_low(&bias, bias->parameter));
+    ENG_TRY(multiply(&flat_y, s, ENG_FP8_FORWARD, (fp8_factor){xq.q, xq.scale, rx, false},
+                     (fp8_factor){wq.q, wq.scale, rw, true}, bias,
+                     compute >= 0 ? compute : x->dtype, false));
     memcpy(shape, x->shape, sizeof shape);
     shape[x->ndim - 1] = w->shape[0];
-    status = op_reshape(&y, flat_y, x->ndim, shape);
-    tensor_drop(flat_y);
+    ENG_TRY(op_reshape(&c->out[OUT_Y], flat_y, x->ndim, shape));
   }
-  if (status == ENG_OK && record) {
-    c->n_out = OUT_COUNT;
-    if (keeps_x) status = keep_x(c, rx, &xq);
-    if (x->requires_grad) {
-      bool turned = wq.q_t != NULL;
-      a->turned = turned;
-      c->out[OUT_WQ] = turned ? wq.q_t : wq.q;
-      c->out[OUT_W_SCALE] = turned ? wq.scale_t : wq.scale;
-      if (!kept && turned) wq.q_t = wq.scale_t = NULL;
-      if (!kept && !turned) wq.q = wq.scale = NULL;
-    }
-    if (x->requires_grad) c->out[OUT_X_GATE] = xq.gate, xq.gate = NULL;
-    if (keeps_x) c->out[OUT_W_GATE] = wq.gate;
-    if (keeps_x && !kept) wq.gate = NULL;
+  if (!record) return ENG_OK;
+  c->n_out = OUT_COUNT;
+  if (keeps_x) ENG_TRY(keep_x(c, rx, other ? &xq : &made_x));
+  if (x->requires_grad) {
+    a->turned = wq.q_t != NULL;
+    c->out[OUT_WQ] = a->turned ? wq.q_t : wq.q;
+    c->out[OUT_W_SCALE] = a->turned ? wq.scale_t : wq.scale;
+    if (a->turned) made_w.q_t = made_w.scale_t = NULL;
+    else made_w.q = made_w.scale = NULL;
+    c->out[OUT_X_GATE] = made_x.gate, made_x.gate = NULL;
   }
-  if (!other) fp8_drop_copies(&xq);
-  if (!kept) fp8_drop_copies(&wq);
-  c->out[0] = y;
-  return status;
+  if (keeps_x) c->out[OUT_W_GATE] = wq.gate, made_w.gate = NULL;
+  return ENG_OK;
 }
 
 eng_status fp8_linear_in_force(op_call *c, fp8_site *s, const op_call *swiglu)
