@@ -79,7 +79,7 @@ ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += -j$(JOBS)
 endif
 
-all: $(ENGINE) $(BUILD)/cdef.h cuda $(MPI_PLUGIN) $(BUILD)/engine.d.lua
+all: $(ENGINE) $(BUILD)/cdef.h cuda $(MPI_PLUGIN) $(BUILD)/engine.d.lua ## build ./engine
 
 # ------------------------------------------------------------------ building
 # Prints one line per file; `make V=1` shows the commands.
@@ -196,7 +196,7 @@ $(BUILD)/cuda/%.cu.o: cuda/%.cu $(BUILD)/cuda.flags
 	  grep -vE $(PTXAS_SAYS) $@.ptxas >&2; exit $$code
 
 # Lists kernels that spill registers; spec/cuda/spills.sh lists the kernels that may.
-spills: $(CUDA_OBJECTS)
+spills: $(CUDA_OBJECTS) ## list CUDA kernels that spill registers; fail for unexpected ones
 	@sh spec/cuda/spills.sh $(addsuffix .ptxas,$(filter %.cu.o,$(CUDA_OBJECTS)))
 
 $(BUILD)/cuda/%.c.o: cuda/%.c $(BUILD)/cuda.flags
@@ -226,7 +226,7 @@ TOOLS    := $(CC) luajit busted luacheck
 HEADERS  := luajit.h dnnl.h sqlite3.h utf8proc.h histedit.h
 
 # The only target that calls the package manager. `make demo` and `make test` begin with it.
-deps:
+deps: ## install the Debian packages that the build and the specs need
 	@if command -v dpkg-query >/dev/null && command -v apt-get >/dev/null; then \
 	  missing=; \
 	  for p in $(PACKAGES); do \
@@ -268,7 +268,7 @@ built: deps
 DEMO ?= examples/gpt.lua
 DEMO_ARGS ?= steps=1000 policy=dynamic:growth_interval=100
 
-demo: built
+demo: built ## install what is missing, build, train a small GPT for a minute
 	./engine $(DEMO) $(DEMO_ARGS)
 	@echo
 	@echo "What to try next:"
@@ -284,11 +284,11 @@ demo: built
 SPEC ?= spec
 TEST_SECONDS ?= 900
 
-test: built
+test: built ## install, build, run every spec (6 minutes on two cores); SPEC=file runs one
 	@$(MAKE) --no-print-directory $(FAKE_CARD) $(FAKE_NCCL)
 	@sh spec/halves.sh $(TEST_SECONDS) ./engine $(SPEC) $(BUSTED_FLAGS)
 
-test-gpu:
+test-gpu: ## the specs that need an NVIDIA card
 	@./engine spec/cuda/run.lua
 
 # The specs of test-gpu with the CUDA kernels compiled for the processor
@@ -296,7 +296,7 @@ test-gpu:
 ON_EMULATED = ENGINE_CUDA_PLUGIN=$(EMULATED_CARD) ENGINE_TEST_STEPS=6 ENGINE_EMULATED_CARD=$(1) \
               timeout -k 10 1200 ./$(ENGINE) spec/cuda/run.lua $(2)
 OTHER_CARD  = sm=80,order=backwards,run=early
-test-emulated: built
+test-emulated: built ## the same specs with the kernels on the CPU; needs nvcc, but no card
 ifneq ($(EMULATED_CARD),)
 	@$(MAKE) --no-print-directory $(EMULATED_CARD) $(FAKE_CARD) $(FAKE_NCCL)
 	@$(call ON_EMULATED,sm=90)
@@ -310,10 +310,10 @@ else
 endif
 
 # The two commands of the README in clean chroots of Debian's releases; needs root and debootstrap.
-distros:
+distros: ## demo and test in clean chroots of Debian 12, 13 and sid, as root
 	@sh spec/distros.sh
 
-check: built
+check: built ## lint, warnings as errors, specs under sanitizers, fuzzers
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory BUILD=build/werror WERROR=1 all
 	@$(MAKE) --no-print-directory sanitize
@@ -323,7 +323,7 @@ COLUMNS_IN := find Makefile *.md core cuda spec lua $(wildcard docs examples pol
               -name Makefile -o -name '*.[ch]' -o -name '*.cu' -o -name '*.cpp' -o -name '*.def' \
               -o -name '*.sh' -o -name '*.md'
 # Not checked: rows of Markdown's tables, and the first URL of a line of Markdown.
-lint:
+lint: ## luacheck and the line limit
 	luacheck --quiet lua spec $(wildcard examples policies)
 	@awk 'FILENAME ~ /\.md$$/ {if (/^\|/) next; sub(/https?:[^ )>]*/, "")} \
 	  length($$0) > 100 {print FILENAME ":" FNR ": longer than 100 columns"; n = 1} END {exit n}' \
@@ -342,7 +342,7 @@ UNDER_ASAN = ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_st
              ENGINE_SANITIZED=1 ENGINE_CUDA_PLUGIN=build/asan/emulated_card.so \
              ENGINE_TEST_STEPS=4 ENGINE_EMULATED_CARD=$(1) timeout -k 10 3600
 THIRD_CARD = sm=80,order=shuffled,run=early
-sanitize-emulated: built
+sanitize-emulated: built ## test-emulated under sanitizers
 ifneq ($(EMULATED_CARD),)
 	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' KERNEL_CFLAGS=-O1 \
 	  PLUGIN= all build/asan/emulated_card.so
@@ -386,21 +386,21 @@ $(VENV)/ready:
 	$(VENV)/bin/pip install --quiet transformers numpy ml_dtypes safetensors tensorboard
 	touch $@
 
-bench: built $(VENV)/ready
+bench: built $(VENV)/ready ## speed compared with PyTorch's, as ratios
 	@for f in $(sort $(wildcard spec/bench/*.sh)); do VENV=$(VENV) sh $$f || exit 1; done
 
-parity: built $(VENV)/ready
+parity: built $(VENV)/ready ## numbers compared with PyTorch's
 	@for f in $(sort $(wildcard spec/parity/*.sh)); do VENV=$(VENV) sh $$f || exit 1; done
 
-# Every policy on seven tasks, written to docs/leaderboard.md; continues if it was interrupted.
-leaderboard: built
+# Continues if it was interrupted.
+leaderboard: built ## every policy on seven tasks with SEEDS=5 seeds, in docs/leaderboard.md
 	@./$(ENGINE) spec/bench/leaderboard.lua seeds=$(or $(SEEDS),5)
 
 # ------------------------------------------------------------------ documentation
 
 # The reference and the guides as pages in build/docs, and the types for editors. Warnings (a broken
 # link, an entry without documentation) fail the target.
-docs: $(ENGINE) $(BUILD)/cdef.h $(BUILD)/engine.d.lua
+docs: $(ENGINE) $(BUILD)/cdef.h $(BUILD)/engine.d.lua ## the reference and the guides as pages
 	@./$(ENGINE) help --html $(BUILD)/docs
 	@echo "$(BUILD)/docs/index.html"
 
@@ -437,7 +437,7 @@ endef
 MANIFEST := $(LIBDIR)/engine/manifest
 
 # The pages are installed if `make docs` has made them.
-install: all
+install: all ## install into PREFIX; DESTDIR is honoured
 	@printf 'return { library = "%s", share = "%s" }\n' '$(LIBDIR)/engine' '$(SHARE)/engine' \
 	  > $(BUILD)/place.lua
 	@printf '%s\n' 'Name: engine' 'Description: Lua-scriptable training engine, the C core' \
@@ -453,7 +453,7 @@ install: all
 	@echo "installed $$(wc -l < $(BUILD)/manifest) files under $(DESTDIR)$(PREFIX)"
 
 # Removes the files in the manifest that install wrote, and the folders that this leaves empty.
-uninstall:
+uninstall: ## remove what install wrote
 	@[ -f "$(DESTDIR)$(MANIFEST)" ] || \
 	  { echo "make uninstall: nothing is installed in $(DESTDIR)$(PREFIX)" >&2; exit 1; }
 	@{ cat "$(DESTDIR)$(MANIFEST)"; echo "$(MANIFEST)"; } > $(BUILD)/manifest
@@ -464,7 +464,7 @@ uninstall:
 # A Debian package for this machine's release, in build/. It depends on the libraries that the
 # binaries were linked with.
 DEB := $(BUILD)/deb
-deb: all
+deb: all ## make a Debian package
 	@command -v dpkg-deb >/dev/null || \
 	  { echo "make deb: dpkg-deb is missing; this target needs a Debian system" >&2; exit 1; }
 	@rm -rf $(DEB) && mkdir -p $(DEB)/DEBIAN
@@ -492,7 +492,7 @@ DIST      := build/engine-$(VERSION)-$(shell uname -sm | tr 'A-Z ' 'a-z-')
 LUA_SHARE := /usr/share/lua/5.1
 LUA_LIB   := $(firstword $(wildcard /usr/lib/*/lua/5.1))
 SYSTEM_LIBRARIES := ld-linux|libc\.so|libm\.so|libdl|libpthread|librt|libstdc|libgcc_s|linux-vdso
-dist: all
+dist: all ## pack a folder that runs on another machine
 	@rm -rf $(DIST) && mkdir -p $(DIST)/build $(DIST)/lib/lua
 	@cp -r README.md LICENSE Makefile .busted core lua policies examples docs spec $(DIST)/
 	@cp engine $(DIST)/ && cp $(LIB) $(BUILD)/cdef.h $(PLUGIN) $(DIST)/build/
@@ -505,29 +505,11 @@ dist: all
 	@tar -czf $(DIST).tar.gz -C build $(notdir $(DIST))
 	@du -h $(DIST).tar.gz
 
-clean:
+clean: ## remove what was built
 	rm -rf build engine
 
+# Lists the targets whose rules have a text after `##`.
 help:
-	@echo "make             build ./engine and build/libengine.so"
-	@echo "make demo        install what is missing, build, train a small GPT for a minute"
-	@echo "make test        install what is missing, build, run every spec, about 6 minutes on"
-	@echo "                 two cores; SPEC=file runs one"
-	@echo "make test-gpu    the specs that need an NVIDIA card"
-	@echo "make test-emulated  the same specs with the kernels on this machine's CPU; needs no card"
-	@echo "make sanitize-emulated  test-emulated under sanitizers"
-	@echo "make spills      list CUDA kernels that spill registers; fail for unexpected ones"
-	@echo "make check       luacheck, warnings as errors, specs under sanitizers, fuzzers"
-	@echo "make distros     demo and test in clean chroots of Debian 12, 13 and sid, as root"
-	@echo "make bench       speed compared with PyTorch, as ratios"
-	@echo "make parity      numbers compared with PyTorch's (a Python environment in $(VENV))"
-	@echo "make leaderboard every policy on seven tasks with SEEDS=5 seeds, in docs/leaderboard.md"
-	@echo "make install     into PREFIX=$(PREFIX); DESTDIR is honoured"
-	@echo "make uninstall   remove what install wrote"
-	@echo "make deb         a Debian package in $(BUILD)/"
-	@echo "make dist        a folder that runs on another machine, packed"
-	@echo "make docs        the reference and the guides as pages in build/docs, types for editors"
-	@echo "make deps        install the Debian packages that the build and the specs need"
-	@echo "make clean       remove what was built"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "Variables: BUILD=dir CC=gcc CFLAGS='-g -O2' WERROR=1 JOBS=n PREFIX=dir VENV=dir"
