@@ -111,8 +111,9 @@ end
 
 -- ------------------------------------------------------------------ the command line
 
-local TAKEN = { policy = "--policy", seed = "seeds=", run = "name=",
-  resume = "the same command again", log = "the file `output` in the run's folder" }
+local TAKEN = { policy = "use --policy", seed = "use seeds=", run = "use name=",
+  resume = "the same command again continues the runs",
+  log = "the file `output` in a run's folder has what the run printed" }
 
 local OUTPUTS = { "csv", "latex", "svg", "png" }
 
@@ -127,7 +128,7 @@ local function read(given)
   local own, settings, seen = {}, {}, {}
   for _, word in ipairs(given.settings or {}) do
     local name = word:match("^[^=]+")
-    fail_if(TAKEN[name], "'%s' is set by the contest for each run; use %s", name, TAKEN[name])
+    fail_if(TAKEN[name], "'%s' is set by the contest for each run; %s", name, TAKEN[name])
     table.insert(OWN[name] ~= nil and own or settings, word)
   end
   for _, policy in ipairs(given.policy) do
