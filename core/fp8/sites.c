@@ -68,23 +68,25 @@ void fp8_drop_copies(fp8_copies *c)
 // on request
 
 enum { AMAX_SLOTS = 4096 };
+/// A role whose amax is in a slot: the role that reserved the slot, or x of another site that
+/// quantizes the same tensor.
+typedef struct amax_owner { int64_t site; int role, slot; } amax_owner;
 static struct {
   tensor *slots;                         // f32 [AMAX_SLOTS]
   int     used;
   // whether eng_fp8_amax was called since the slots last filled up; if not, the slots are
   // overwritten unread
   bool    asked;
-  struct { int64_t site; int role; } of[AMAX_SLOTS];
   int64_t round;                         // number of times the slots were reused
-  struct { int64_t site; int slot; } x_too[AMAX_SLOTS];   // other sites that quantize the same x
-  int     too;
+  amax_owner owner[2 * AMAX_SLOTS];
+  int     owners;
 } amaxes;
 
 static double larger_or_nan(double a, double b) { return a != a ? a : b != b || b > a ? b : a; }
 
 static void amaxes_restart(void)
 {
-  amaxes.used = amaxes.too = 0;
+  amaxes.used = amaxes.owners = 0;
   amaxes.round++;
 }
 
@@ -92,18 +94,14 @@ static eng_status collect_amaxes(void)
 {
   if (!amaxes.slots || amaxes.used == 0) return ENG_OK;
   static float value[AMAX_SLOTS];
-  int used = amaxes.used, too = amaxes.too;
+  int used = amaxes.used, owners = amaxes.owners;
   amaxes_restart();
   OWNED tensor *some = NULL;
   ENG_TRY(tensor_view(&some, amaxes.slots, 0, 1, (int64_t[]){used}, (int64_t[]){1}));
   ENG_TRY(transfer_read(value, ENG_f32, some));
-  for (int i = 0; i < used; i++) {
-    fp8_site *s = sites.item[amaxes.of[i].site - 1];
-    if (s) s->amax[amaxes.of[i].role] = larger_or_nan(s->amax[amaxes.of[i].role], value[i]);
-  }
-  for (int i = 0; i < too; i++) {
-    fp8_site *s = sites.item[amaxes.x_too[i].site - 1];
-    if (s) s->amax[ENG_FP8_X] = larger_or_nan(s->amax[ENG_FP8_X], value[amaxes.x_too[i].slot]);
+  for (const amax_owner *o = amaxes.owner; o < amaxes.owner + owners; o++) {
+    fp8_site *s = sites.item[o->site - 1];
+    if (s) s->amax[o->role] = larger_or_nan(s->amax[o->role], value[o->slot]);
   }
   return ENG_OK;
 }
@@ -123,20 +121,17 @@ eng_status fp8_amax_slot(tensor **out, int64_t site, int role)
     amaxes.asked = false;
   }
   ENG_TRY(tensor_view(out, amaxes.slots, amaxes.used, 0, NULL, NULL));
-  amaxes.of[amaxes.used].site = site;
-  amaxes.of[amaxes.used++].role = role;
+  amaxes.owner[amaxes.owners++] = (amax_owner){site, role, amaxes.used++};
   return ENG_OK;
 }
 
 fp8_amax_place fp8_amax_last(void) { return (fp8_amax_place){amaxes.used - 1, amaxes.round}; }
 
-bool fp8_amax_can_share(int64_t round) { return round == amaxes.round && amaxes.too < AMAX_SLOTS; }
+bool fp8_amax_can_share(int64_t round)
+{ return round == amaxes.round && amaxes.owners - amaxes.used < AMAX_SLOTS; }
 
 void fp8_amax_share(int64_t site, int64_t slot)
-{
-  amaxes.x_too[amaxes.too].site = site;
-  amaxes.x_too[amaxes.too++].slot = (int)slot;
-}
+{ amaxes.owner[amaxes.owners++] = (amax_owner){site, ENG_FP8_X, (int)slot}; }
 
 // ---- sites
 
