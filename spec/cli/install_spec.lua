@@ -94,6 +94,9 @@ int main(void) { return puts(eng_version()) < 0; }
     assert.equal("--columns\n", completed "engine plot a --col")
     shell("mkdir -p " .. quote(top .. "/runs/spring") .. " " .. quote(top .. "/runs/summer"))
     assert.equal("spring summer\n", completed "engine watch s")
+    assert.equal("spring summer\n", completed "engine replay s")
+    assert.equal("--verify\n", completed "engine replay spring --ver")
+    assert.equal("--max_tokens\n", completed "engine generate folder --max")
   end)
 
   it("is removed without a trace", function()

@@ -8,13 +8,13 @@ _engine()
   if [[ $COMP_CWORD -eq 1 ]]; then
     commands=$(engine help 2>/dev/null | sed -n 's/^  engine \([a-z]*\)   *.*/\1/p')
     mapfile -t COMPREPLY < <(compgen -W "$commands -e -i -l -v -j -O -E --help" -- "$word"; compgen -f -- "$word")
-  elif [[ $before == "=" && ${COMP_WORDS[COMP_CWORD - 2]} == policy || ${COMP_WORDS[1]} == replay || $before == --policy ]]; then
+  elif [[ $before == "=" && ${COMP_WORDS[COMP_CWORD - 2]} == policy || $before == --policy ]]; then
     policies=$(engine policies 2>/dev/null | sed -n 's/^  \([a-z_0-9]*\)   *.*/\1/p')
     mapfile -t COMPREPLY < <(compgen -W "$policies" -- "$word"; compgen -f -- "$word")
   elif [[ $word == -* ]]; then
-    options=$(engine help "${COMP_WORDS[1]}" 2>/dev/null | grep -o -e '--[a-z]\+' | sort -u)
+    options=$(engine help "${COMP_WORDS[1]}" 2>/dev/null | grep -o -e '--[a-z_]\+' | sort -u)
     mapfile -t COMPREPLY < <(compgen -W "$options" -- "$word")
-  elif [[ ${COMP_WORDS[1]} =~ ^(attach|export|plot|report|watch)$ && $before != --* ]]; then
+  elif [[ ${COMP_WORDS[1]} =~ ^(attach|export|plot|replay|report|tune|watch)$ && $before != --* ]]; then
     runs=$(ls runs 2>/dev/null)
     mapfile -t COMPREPLY < <(compgen -W "$runs" -- "$word"; compgen -f -- "$word")
   else

@@ -6,15 +6,15 @@ if (( CURRENT == 2 )); then
   commands=(${(f)"$(engine help 2>/dev/null | sed -n 's/^  engine \([a-z]*\)   *\(.*\)/\1:\2/p')"})
   _describe command commands
   _files -g '*.lua'
-elif [[ $PREFIX == policy=* || $words[2] == replay || $words[CURRENT-1] == --policy ]]; then
+elif [[ $PREFIX == policy=* || $words[CURRENT-1] == --policy ]]; then
   policies=(${(f)"$(engine policies 2>/dev/null | sed -n 's/^  \([a-z_0-9]*\)   *\(.*\)/\1:\2/p')"})
   [[ $PREFIX == policy=* ]] && compset -P 'policy='
   _describe policy policies
   _files
 elif [[ $PREFIX == -* ]]; then
-  options=(${(fu)"$(engine help $words[2] 2>/dev/null | grep -o -e '--[a-z]\+')"})
+  options=(${(fu)"$(engine help $words[2] 2>/dev/null | grep -o -e '--[a-z_]\+')"})
   _describe option options
-elif [[ $words[2] == (attach|export|plot|report|watch) && $words[CURRENT-1] != --* ]]; then
+elif [[ $words[2] == (attach|export|plot|replay|report|tune|watch) && $words[CURRENT-1] != --* ]]; then
   runs=(runs/*(N:t))
   _describe run runs
   _files
