@@ -52,7 +52,8 @@ for _, rounding in ipairs { "stochastic", "kahan" } do
 end
 
 -- FP8: linear layers multiply FP8 numbers; everything else is as in bf16. The fields of `fp8`:
---   x, w, dy  how a layer's input, its weight and the gradient of its output are quantized:
+--   x, w, dy  how a layer's input, its weight and the gradient of its output are quantized: tables
+--             of the fields format, block and so on
 --               format      e4m3, e5m2
 --               block       tensor, row, 1x128, 128x128, { rows, columns }
 --               rule        transformer_engine, deepseek, deepgemm, torchao, msamp
@@ -66,7 +67,7 @@ end
 --                           the other dimension in the forward pass), e5m6, swiglu (no copy of x:
 --                           the tape keeps the FP8 inputs of the SwiGLU that made x, and x is
 --                           recomputed)
---   forward, dgrad, wgrad   the products:
+--   forward, dgrad, wgrad   the products: tables of the fields accumulator, promotion and so on
 --               accumulator  device (hopper on a card, fp32 elsewhere), fp32, exact, hopper, e4m3
 --               promotion    how many products along K are summed before each promotion to f32; 0:
 --                            no promotion
