@@ -3,6 +3,7 @@
 
 #include <ctype.h>
 #include <fcntl.h>
+#include <search.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,10 +16,7 @@ enum {
 };
 
 static struct {
-  // A hash table with open addressing; `size` is a power of two. Entries are allocated separately,
-  // so they never move.
-  gemm_entry **slot;
-  int64_t size, used;
+  void *entries;   // a tree of tsearch(3), whose keys are pointers to entries
   char path[PATH];
 } cache;
 
@@ -27,23 +25,15 @@ static struct {
 static char *put_number(char *at, const char *name, int64_t value)
 { return at + sprintf(at, " %s=%lld", name, (long long)value); }
 
-/// Parses the text " name=number" at `at`. Returns the address after it, or NULL if `at` is NULL or
-/// does not begin with such a text.
+/// Reads " name=number" at `at`. Returns the address after the number, or NULL if `at` is NULL or
+/// does not begin with " name=". The caller checks the number's form.
 static const char *take_number(const char *at, const char *name, int64_t *value)
 {
   size_t length = strlen(name);
   if (!at || *at != ' ' || strncmp(at + 1, name, length) != 0 || at[1 + length] != '=') return NULL;
-  at += length + 2;
-  const char *digits = at + (*at == '-');
-  int64_t number = 0;
-  int count = 0;
-  for (; digits[count] >= '0' && digits[count] <= '9'; count++) {
-    if (count == 18) return NULL;
-    number = number * 10 + (digits[count] - '0');
-  }
-  if (count == 0) return NULL;
-  *value = *at == '-' ? -number : number;
-  return digits + count;
+  char *end;
+  *value = strtoll(at + length + 2, &end, 10);
+  return end;
 }
 
 int gemm_line_write(char line[GEMM_LINE], const gemm_problem *problem, const gemm_choice *choice)
@@ -73,7 +63,10 @@ bool gemm_line_read(const char *line, gemm_problem *problem, gemm_choice *choice
 #define GEMM_FIELD(name) at = take_number(at, #name, &choice->name);
   GEMM_CHOICE_FIELDS(GEMM_FIELD)
 #undef GEMM_FIELD
-  return at && *at == '\n';
+  if (!at) return false;
+  char again[GEMM_LINE];   // differs from `line` if, for example, a number is missing or too large
+  gemm_line_write(again, problem, choice);
+  return strcmp(line, again) == 0;
 }
 
 const char *gemm_problem_text(const gemm_problem *problem)
@@ -95,57 +88,29 @@ bool gemm_same_algorithm(const gemm_choice *a, const gemm_choice *b)
 
 // ---- the table
 
-static uint64_t hash_of(const gemm_problem *problem)
-{
-  const uint64_t *word = (const uint64_t *)problem;
-  uint64_t h = 14695981039346656037u;
-  for (size_t i = 0; i < sizeof *problem / sizeof *word; i++) {
-    h = (h ^ word[i]) * 1099511628211u;
-    h ^= h >> 29;
-  }
-  return h;
-}
-
-static gemm_entry **place_of(const gemm_problem *problem)
-{
-  uint64_t mask = (uint64_t)cache.size - 1, at = hash_of(problem) & mask;
-  while (cache.slot[at] && memcmp(&cache.slot[at]->problem, problem, sizeof *problem) != 0)
-    at = (at + 1) & mask;
-  return &cache.slot[at];
-}
-
-static bool grow(void)
-{
-  gemm_entry **old = cache.slot;
-  int64_t old_size = cache.size, size = old_size ? 2 * old_size : 256;
-  gemm_entry **slot = calloc((size_t)size, sizeof *slot);
-  if (!slot) return false;
-  cache.slot = slot;
-  cache.size = size;
-  for (int64_t i = 0; i < old_size; i++)
-    if (old[i]) *place_of(&old[i]->problem) = old[i];
-  free(old);
-  return true;
-}
+/// Compares the problems of two entries, or a problem and an entry, which begins with its problem.
+static int compare(const void *a, const void *b) { return memcmp(a, b, sizeof(gemm_problem)); }
 
 gemm_entry *gemm_cache_entry(const gemm_problem *problem)
 {
-  if (cache.used >= cache.size / 2 && !grow()) return NULL;
-  gemm_entry **place = place_of(problem);
-  if (*place) return *place;
+  gemm_entry **found = tfind(problem, &cache.entries, compare);
+  if (found) return *found;
   gemm_entry *entry = calloc(1, sizeof *entry);
   if (!entry) return NULL;
   entry->problem = *problem;
-  *place = entry;
-  cache.used++;
-  return entry;
+  if (tsearch(entry, &cache.entries, compare)) return entry;
+  free(entry);
+  return NULL;
 }
 
 void gemm_cache_clear(void)
 {
-  for (int64_t i = 0; i < cache.size; i++) free(cache.slot[i]);
-  free(cache.slot);
-  memset(&cache, 0, sizeof cache);
+  while (cache.entries) {
+    gemm_entry *entry = *(gemm_entry **)cache.entries;
+    tdelete(entry, &cache.entries, compare);
+    free(entry);
+  }
+  cache.path[0] = 0;
 }
 
 // ---- the file

@@ -28,7 +28,7 @@ typedef struct gemm_choice {
 bool gemm_same_algorithm(const gemm_choice *a, const gemm_choice *b);
 
 typedef struct gemm_entry {
-  gemm_problem problem;
+  gemm_problem problem;    // the first member: gemm_cache.c compares entries with problems
   gemm_choice  choice;
   bool         chosen;     // `choice` is valid, from the file or from a search
   void        *plan;       // owned by gemm_lt.c; NULL until the first call with this problem

@@ -609,7 +609,12 @@ static void file(const char *folder)
   gemm_choice wide_choice;
   memset(&wide_choice, 0x80, sizeof wide_choice);
   CHECK(gemm_line_write(text, &wide, &wide_choice) < GEMM_LINE - 1, "%zu", strlen(text));
-  CHECK(!gemm_line_read(text, &q, &d), "numbers of 19 digits");
+  CHECK(gemm_line_read(text, &q, &d) && memcmp(&q, &wide, sizeof q) == 0, "numbers of 19 digits");
+  memcpy(text, line, (size_t)n + 1);
+  char *number = strstr(text, " m=") + 3;   // the same line with a number of 30 digits
+  memmove(number + 30, number, strlen(number) + 1);
+  memset(number, '9', 30);
+  CHECK(!gemm_line_read(text, &q, &d), "a number of 30 digits");
 
   // Choices are saved and found again; damaged lines are skipped; the later of two lines counts.
   char path[4200], home[4100];
