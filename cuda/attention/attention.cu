@@ -26,11 +26,7 @@ static eng_status lay(void *to, int dtype, const tensor *x, int64_t padded)
   if (padded != x->shape[x->ndim - 1])
     CUDA_TRY(cudaMemsetAsync(to, 0, (size_t)(step * eng_dtype_size(dtype)), cuda_stream()));
   if (x->count == 0) return ENG_OK;
-  op_call cast = {};
-  cast.op = ENG_OP_cast;
-  cast.n_in = cast.n_out = 1;
-  cast.in[0] = (tensor *)x;
-  cast.out[0] = &y;
+  op_call cast = simple_call(ENG_OP_cast, x, NULL, &y);
   return cuda_cast(&cast);
 }
 

@@ -132,12 +132,6 @@ template <class A> __device__ static inline A warp_max(A x)
   }
   return x;
 }
-__device__ static inline float  power_of_e(float x)  { return expf(x); }
-__device__ static inline double power_of_e(double x) { return exp(x); }
-__device__ static inline float  logarithm(float x)   { return logf(x); }
-__device__ static inline double logarithm(double x)  { return log(x); }
-__device__ static inline float  fused(float a, float b, float c)    { return fmaf(a, b, c); }
-__device__ static inline double fused(double a, double b, double c) { return fma(a, b, c); }
 template <class A> __device__ static inline A infinity() { return (A)__int_as_float(0x7F800000); }
 template <class A>
 __device__ static inline A not_a_number()
@@ -178,7 +172,7 @@ __device__ __noinline__ void forward_row(const attention_problem &p, int b, int 
       if (largest > top) top = largest;
       // a row of only -inf must sum to 0; a shift of -inf would give exp(-inf + inf), which is NaN
       A shift = top == -inf ? (A)0 : top;
-      A keep = power_of_e(before - shift), x = score - shift, e = seen ? power_of_e(x) : (A)0;
+      A keep = exp_of(before - shift), x = score - shift, e = seen ? exp_of(x) : (A)0;
       weighted = keep == 0 ? (A)0 : keep * (weighted + (before - shift) * sum);
       weighted += warp_sum(e == 0 ? (A)0 : e * x);
       sum = sum * keep + warp_sum(e);
@@ -208,12 +202,12 @@ __device__ __noinline__ void forward_row(const attention_problem &p, int b, int 
         store_as(p.lse, p.lse_dtype, line,
                  n == 0 ? -inf :
                  lost   ? not_a_number<A>() :
-                          top + logarithm(sum));
+                          top + log_of(sum));
       if (p.entropy)
         store_as(p.entropy, p.lse_dtype, line,
                  n == 0 ? (A)0 :
                  lost   ? not_a_number<A>() :
-                          logarithm(sum) - weighted / sum);
+                          log_of(sum) - weighted / sum);
     }
   }
 }
@@ -227,7 +221,7 @@ __device__ static inline slope<A> slope_of(const T *q, const T *dy, const T *k, 
                                            A factor, A lse, int width)
 {
   A score = factor * dot_with<T, A>(q, k, width);
-  return {power_of_e(score - lse), dot_with<T, A>(dy, v, width)};
+  return {exp_of(score - lse), dot_with<T, A>(dy, v, width)};
 }
 
 /// Returns, in every lane, the sum of p * dp over the keys of query t.

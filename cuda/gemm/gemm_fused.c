@@ -74,7 +74,7 @@ static eng_status fused(bool *done, const gemm_product *p, int64_t bytes)
 static eng_status linear_gelu(tensor *h, tensor *u, tensor *x, tensor *w, tensor *bias)
 {
   op_call linear = {.op = ENG_OP_linear, .n_in = 3, .n_out = 1, .in = {x, w, bias}, .out = {u}};
-  op_call gelu = {.op = ENG_OP_gelu_tanh, .n_in = 1, .n_out = 1, .in = {u}, .out = {h}};
+  op_call gelu = simple_call(ENG_OP_gelu_tanh, u, NULL, h);
   gemm_product p = gemm_of_linear(&linear);
   bool done;
   p.after = GEMM_GELU;

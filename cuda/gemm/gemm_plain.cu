@@ -10,9 +10,6 @@ namespace {
 // column.
 enum { TILE = 32, ROWS = 8 };
 
-__device__ inline float  fused(float a, float b, float c)    { return fmaf(a, b, c); }
-__device__ inline double fused(double a, double b, double c) { return fma(a, b, c); }
-
 /// Returns the offset in x of the matrix at z, a flat index over all batch dimensions.
 __device__ inline int64_t batch_offset(const gemm_product &p, const gemm_matrix &x, int64_t z)
 {
@@ -107,7 +104,7 @@ unsigned grid_for(int64_t blocks)
 extern "C" eng_status gemm_plain(const gemm_product *p)
 {
   const int64_t batches = batches_of(p);
-  const unsigned grid = grid_for((p->m + TILE - 1) / TILE * ((p->n + TILE - 1) / TILE) * batches);
+  const unsigned grid = grid_for(parts(p->m, TILE) * parts(p->n, TILE) * batches);
   const dim3 block(TILE, ROWS);
   if (p->a.dtype == ENG_f64 || p->b.dtype == ENG_f64 || p->c.dtype == ENG_f64)
     multiply<double><<<grid, block, 0, cuda_stream()>>>(*p, batches);
@@ -120,7 +117,7 @@ extern "C" eng_status gemm_plain(const gemm_product *p)
 extern "C" eng_status gemm_finish(const gemm_product *p, const gemm_matrix *sum)
 {
   const int64_t count = p->m * p->n * batches_of(p);
-  const unsigned grid = grid_for((count + 255) / 256);
+  const unsigned grid = grid_for(parts(count, 256));
   if (sum->dtype == ENG_f64) round_into<double><<<grid, 256, 0, cuda_stream()>>>(*p, *sum, count);
   else round_into<float><<<grid, 256, 0, cuda_stream()>>>(*p, *sum, count);
   CUDA_LAUNCHED("matmul");

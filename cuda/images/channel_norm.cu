@@ -361,9 +361,6 @@ __global__ void __launch_bounds__(THREADS)
 
 // ------------------------------------------------------------------ elements
 
-__device__ inline float  fused(float a, float b, float c)    { return fmaf(a, b, c); }
-__device__ inline double fused(double a, double b, double c) { return fma(a, b, c); }
-
 /// Computes y = (x - f0) * f1 + f2 or, with BACK, dx = dy * f1 + (x - f0) * f3 + f2. If the
 /// statistics do not depend on x, dx = dy * f1.
 template <class L, bool BACK>
@@ -400,8 +397,6 @@ __global__ void __launch_bounds__(THREADS) apply(const __grid_constant__ channel
 }
 
 // ------------------------------------------------------------------ launching
-
-int64_t parts(int64_t n, int64_t each) { return (n + each - 1) / each; }
 
 /// Returns the width of the widest vectors that x, dy and the output allow: 4 or 1, or 0 if one of
 /// them is f64.

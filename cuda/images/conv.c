@@ -104,7 +104,7 @@ static eng_status permute(const void **to, const tensor *w, const int64_t *shape
   }
   *to = copy.data = scratch_keep(s, w->count * eng_dtype_size(w->dtype));
   if (!copy.data) return ENG_ERR_MEMORY;
-  op_call call = {.op = ENG_OP_contiguous, .n_in = 1, .n_out = 1, .in = {&from}, .out = {&copy}};
+  op_call call = simple_call(ENG_OP_contiguous, &from, NULL, &copy);
   return cuda_contiguous(&call);
 }
 

@@ -76,16 +76,14 @@ ELEMENT uint32_t word_of_element(const uint32_t (&word)[4], uint64_t i)
 /// V elements that one access of up to 16 bytes loads or stores.
 template <typename T, int V> struct alignas(sizeof(T) * V) pack { T v[V]; };
 
-/// Whether d is f32, f16 or bf16, the formats that the fast kernels compute in f32.
-static inline bool is_fast(int d) { return d == ENG_f32 || d == ENG_f16 || d == ENG_bf16; }
-
-/// Returns f(T{}) for the storage type T of a fast format.
-template <class F> static auto with_fast_format(int dtype, const F &f)
-{ return dtype == ENG_f32 ? f(float{}) : dtype == ENG_f16 ? f(f16_t{}) : f(bf16_t{}); }
-
-/// Returns f(T{}) for the storage type T of a fast format or f64.
-template <class F> static auto with_format(int dtype, const F &f)
-{ return dtype == ENG_f64 ? f(double{}) : with_fast_format(dtype, f); }
+/// The exponential, the logarithm and a * b + c with one rounding, for kernel templates over float
+/// and double.
+ELEMENT float  exp_of(float x)  { return expf(x); }
+ELEMENT double exp_of(double x) { return exp(x); }
+ELEMENT float  log_of(float x)  { return logf(x); }
+ELEMENT double log_of(double x) { return log(x); }
+ELEMENT float  fused(float a, float b, float c)    { return fmaf(a, b, c); }
+ELEMENT double fused(double a, double b, double c) { return fma(a, b, c); }
 
 /// Whether every tensor of the call is f32, f16 or bf16 (absent tensors are ignored).
 static inline __attribute__((unused)) bool all_fast(const op_call *call)

@@ -71,8 +71,6 @@ static eng_status table_room(span_table *table, int n)
   return ENG_OK;
 }
 
-static int is_aligned(const void *p) { return ((uintptr_t)p & 15) == 0; }
-
 eng_status spans_ready(span_table *table, const param_span *spans, int n, float *const *target)
 {
   ENG_TRY(table_room(table, n));

@@ -11,6 +11,8 @@ extern "C" {
 #include "base/rng.h"
 }
 
+#include <type_traits>
+
 // ------------------------------------------------------------------ rows in units
 
 template <typename Unit>
@@ -95,13 +97,11 @@ __device__ static inline turn_place place_of_tile(const walk<2> &w, const turn &
   return p;
 }
 
-__device__ static inline void convert(uint8_t &y, uint8_t x)   { y = x; }
-__device__ static inline void convert(uint16_t &y, uint16_t x) { y = x; }
-__device__ static inline void convert(uint32_t &y, uint32_t x) { y = x; }
-__device__ static inline void convert(uint2 &y, uint2 x)       { y = x; }
-template <typename To, typename From>
-__device__ static inline void convert(To &y, From x)
-{ narrow(y, widen(x)); }
+template <typename To, typename From> __device__ static inline void convert(To &y, From x)
+{
+  if constexpr (std::is_same_v<To, From>) y = x;
+  else narrow(y, widen(x));
+}
 
 template <typename To, typename From, int SIDE>
 static __global__ void __launch_bounds__(256) turn_kernel(const walk<2> w, const turn t)
@@ -177,8 +177,7 @@ static bool turns_in_pairs(const walk<2> &w, int down)
 template <typename To, typename From> static void turn_launch(const walk<2> &w, int down)
 {
   constexpr int SIDE = sizeof(To) == 8 ? 32 : 64;
-  turn t = {down, (uint32_t)((w.shape[0] + SIDE - 1) / SIDE),
-            (uint32_t)((w.shape[down] + SIDE - 1) / SIDE)};
+  turn t = {down, (uint32_t)parts(w.shape[0], SIDE), (uint32_t)parts(w.shape[down], SIDE)};
   // below 2^31 for any tensor that fits on a card
   int64_t blocks = w.count / (w.shape[0] * w.shape[down]) * t.across_tiles * t.down_tiles;
   if constexpr (SIDE == 64 && sizeof(To) == 2 && sizeof(From) == 2) {
@@ -271,10 +270,7 @@ static eng_status copy(const tensor *y, const tensor *x)
   } else if (same) {
     ENG_TRY(move(w));
   } else {
-    op_call call = {};
-    call.op = ENG_OP_cast;
-    call.in[0] = (tensor *)x;
-    call.out[0] = (tensor *)y;
+    op_call call = simple_call(ENG_OP_cast, x, NULL, y);
     return fast ? map<1, 1, false>(&call, copy_rule{}) : each<1, 1>(&call, copy_body{});
   }
   CUDA_LAUNCHED("a copy");

@@ -46,7 +46,7 @@ static eng_status copy(void *to, int64_t to_outer, int64_t to_k, const void *fro
   y.data = to;
   y.stride[turned] = to_outer;
   y.stride[!turned] = to_k;
-  op_call call = {.op = ENG_OP_contiguous, .n_in = 1, .n_out = 1, .in = {&x}, .out = {&y}};
+  op_call call = simple_call(ENG_OP_contiguous, &x, NULL, &y);
   return cuda_contiguous(&call);
 }
 
@@ -59,8 +59,6 @@ static eng_status take(void **piece, int64_t bytes, bool gaps, scratch *s)
   return ENG_OK;
 }
 
-static bool aligned(const void *data) { return (uintptr_t)data % 16 == 0; }
-
 /// Prepares an operand for the tensor cores. q is [outer x K] if `along_k`, else [K x outer].
 static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, bool along_k,
                           int64_t block_rows, int64_t block_columns, int scaling, scratch *s)
@@ -70,7 +68,7 @@ static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, 
                      .inner = fp8_padded(k), .stride = fp8_padded(k), .format = q->dtype,
                      .scaling = scaling};
   bool padded = x->rows != outer || x->inner != k;
-  if (!along_k || padded || !aligned(q->data)) {
+  if (!along_k || padded || !is_aligned(q->data)) {
     void *data;
     ENG_TRY(take(&data, x->rows * x->stride, padded, s));
     ENG_TRY(
@@ -84,7 +82,7 @@ static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, 
   bool same = (have.row_stride == want.row_stride || have.row_count == 1) &&
               (have.inner_stride == want.inner_stride || have.inner_count == 1) &&
               have.count >= want.count;
-  if (same && aligned(scale->data)) return ENG_OK;
+  if (same && is_aligned(scale->data)) return ENG_OK;
   void *scales;
   ENG_TRY(take(&scales, want.count * (int64_t)sizeof(float), true, s));
   x->scale = scales;

@@ -158,7 +158,7 @@ extern "C" eng_status fp8_plain(const op_call *call)
     p.bias_dtype = bias->dtype;
     p.bias_stride = bias->stride[0];
   }
-  const int64_t tiles = (p.m + SIDE - 1) / SIDE * ((p.n + SIDE - 1) / SIDE),
+  const int64_t tiles = parts(p.m, SIDE) * parts(p.n, SIDE),
                 most = 16LL * cuda_multiprocessors();
   const unsigned grid = (unsigned)(tiles < most ? tiles : most);
   const int64_t model = call->fp8_matmul.accumulator;

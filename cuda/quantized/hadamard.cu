@@ -175,7 +175,7 @@ extern "C" eng_status cuda_hadamard(const op_call *call)
   p.root = sqrt(1.0 / (double)a.n);
   const bool fast = fits_columns(p);
   const int64_t deep = fast ? GROUPS * GROUP : p.n, wide = fast ? (int)COLUMNS : (int)WIDE,
-                groups = (p.along + deep - 1) / deep * ((p.lines + wide - 1) / wide);
+                groups = parts(p.along, deep) * parts(p.lines, wide);
   FAIL_IF(groups > INT32_MAX, ENG_ERR_VALUE, "hadamard: %lld x %lld numbers are too many for one "
           "call; hint: a smaller batch", (long long)rows, (long long)p.columns);
   if (fast) {

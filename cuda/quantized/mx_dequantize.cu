@@ -142,8 +142,7 @@ extern "C" eng_status cuda_mx_dequantize(const op_call *call)
   p.block_columns = a.block_columns;
   p.format = (int)a.format;
   p.rule = (int)a.rule;
-  const unsigned blocks =
-    (unsigned)((p.rows * ((p.columns + EIGHT - 1) / EIGHT) + THREADS - 1) / THREADS);
+  const unsigned blocks = (unsigned)parts(p.rows * parts(p.columns, EIGHT), THREADS);
   with_format(y->dtype, [&](auto t) {
     multiply_codes<decltype(t)><<<blocks, THREADS, 0, cuda_stream()>>>(p);
   });
@@ -155,7 +154,7 @@ extern "C" eng_status mx_plain(const op_call *call)
 {
   const int64_t K = call->in[0]->shape[1] * (mx_packed(call->mx_matmul.format_a) ? 2 : 1);
   const operand a = operand_of(call, 0, K), b = operand_of(call, 1, K);
-  const int64_t tiles = ((a.rows + TILE - 1) / TILE) * ((b.rows + TILE - 1) / TILE),
+  const int64_t tiles = parts(a.rows, TILE) * parts(b.rows, TILE),
                 most = 16LL * cuda_multiprocessors();
   const tensor *y = call->out[0];
   multiply<<<(unsigned)(tiles < most ? tiles : most), dim3(TILE, TILE), 0, cuda_stream()>>>(

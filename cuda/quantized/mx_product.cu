@@ -46,8 +46,6 @@ tile_scales(const tiling a, const tiling b, const float *amax_a, int rule_a, con
   x.to[word] = four;
 }
 
-bool is_aligned(const void *p) { return (uintptr_t)p % 16 == 0; }
-
 bool on_tensor_cores(const op_call *call, int64_t K)
 {
   const auto &m = call->mx_matmul;
@@ -66,8 +64,8 @@ tiling tiling_of(const tensor *q, const tensor *scale)
   x.rows = q->shape[0];
   x.across = scale->shape[1];
   x.high = x.rows / scale->shape[0];
-  x.tiles_across = (x.across + TILE_COLUMNS - 1) / TILE_COLUMNS;
-  x.words = (x.rows + TILE_ROWS - 1) / TILE_ROWS * x.tiles_across * TILE_WORDS;
+  x.tiles_across = parts(x.across, TILE_COLUMNS);
+  x.words = parts(x.rows, TILE_ROWS) * x.tiles_across * TILE_WORDS;
   return x;
 }
 
@@ -90,7 +88,7 @@ eng_status product(const op_call *call, int64_t K, scratch *s)
   float *found = nvfp4 ? (float *)scratch_keep(s, sizeof known) : NULL;
   if (nvfp4 && !found) return ENG_ERR_MEMORY;
   const int64_t words = tiles[0].words + tiles[1].words;
-  tile_scales<<<(unsigned)((words + THREADS - 1) / THREADS), THREADS, 0, cuda_stream()>>>(
+  tile_scales<<<(unsigned)parts(words, THREADS), THREADS, 0, cuda_stream()>>>(
     tiles[0], tiles[1], amax[0] ? (const float *)amax[0]->data : nullptr, (int)m.rule_a,
     amax[1] ? (const float *)amax[1]->data : nullptr, (int)m.rule_b, m.factor, m.add != 0, found);
   CUDA_LAUNCHED("mx_matmul");

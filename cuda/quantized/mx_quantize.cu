@@ -274,13 +274,9 @@ __global__ void __launch_bounds__(THREADS, 4) quantize_tile(const __grid_constan
 
 // ------------------------------------------------------------------ the host's side
 
-int64_t parts(int64_t n, int64_t each) { return (n + each - 1) / each; }
-
 /// Returns the side of a tile that holds whole blocks of this size.
 int tile_side(int block)
 { return block > SIDE ? block : SIDE / block * block; }
-
-bool is_aligned(const void *p, int bytes) { return (uintptr_t)p % (uintptr_t)bytes == 0; }
 
 /// Describes a result of the call. `turned` is true for the result of the transposed p->x.
 mx_side side_of(const op_call *call, tensor *q, tensor *scale, const mx_job *p, bool turned,
@@ -303,19 +299,13 @@ mx_side side_of(const op_call *call, tensor *q, tensor *scale, const mx_job *p, 
   return s;
 }
 
-template <int FORMAT, bool RANDOM> eng_status launch(const mx_job *p, unsigned tiles, int bytes)
-{
-  CUDA_TRY(cudaFuncSetAttribute(quantize_tile<FORMAT, RANDOM>,
-                                cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  quantize_tile<FORMAT, RANDOM><<<tiles, THREADS, bytes, cuda_stream()>>>(*p);
-  CUDA_LAUNCHED("mx_quantize");
-  return ENG_OK;
-}
-
 template <int FORMAT> eng_status launch(const mx_job *p, unsigned tiles, int bytes)
 {
-  return p->sr_bits ? launch<FORMAT, true>(p, tiles, bytes) :
-                      launch<FORMAT, false>(p, tiles, bytes);
+  auto kernel = p->sr_bits ? quantize_tile<FORMAT, true> : quantize_tile<FORMAT, false>;
+  CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  kernel<<<tiles, THREADS, bytes, cuda_stream()>>>(*p);
+  CUDA_LAUNCHED("mx_quantize");
+  return ENG_OK;
 }
 
 /// Computes the results of a job, one for each side. A tile must hold whole blocks of every side.
@@ -325,12 +315,12 @@ eng_status run(mx_job *p, int64_t format)
   p->tile_rows = tile_side(p->of[0].high);
   p->tile_columns = tile_side(p->of[0].wide);
   p->tiles_across = parts(p->columns, p->tile_columns);
-  p->aligned = p->columns % EACH == 0 && p->tile_columns % EACH == 0 && is_aligned(p->x, 16);
+  p->aligned = p->columns % EACH == 0 && p->tile_columns % EACH == 0 && is_aligned(p->x);
   for (int k = 0; k < p->sides; k++) {
     mx_side *s = &p->of[k];
     int64_t n = (int64_t)(p->tile_rows / s->high) * (p->tile_columns / s->wide);
     if (n > blocks) blocks = n;
-    s->aligned = s->length % EACH == 0 && is_aligned(s->q, 8) &&
+    s->aligned = s->length % EACH == 0 && (uintptr_t)s->q % 8 == 0 &&
                  (s->turned ? p->tile_rows : p->tile_columns) % EACH == 0;
   }
   const int64_t tiles = parts(p->rows, p->tile_rows) * p->tiles_across,
@@ -359,9 +349,8 @@ bool fits_registers(const mx_job *p, const op_call *call)
   const bool turned = p->sides == 2;
   return !p->average && (p->dtype == ENG_bf16 || p->dtype == ENG_f32) &&
          call->mx_quantize.format != ENG_FORMAT_MXINT8 && (wide == 16 || wide == 32) &&
-         (high == 1 || high == wide) && p->columns % EIGHT == 0 && is_aligned(p->x, 16) &&
-         is_aligned(p->of[0].q, 16) &&
-         (!turned || (p->rows % EIGHT == 0 && is_aligned(p->of[1].q, 16))) &&
+         (high == 1 || high == wide) && p->columns % EIGHT == 0 && is_aligned(p->x) &&
+         is_aligned(p->of[0].q) && (!turned || (p->rows % EIGHT == 0 && is_aligned(p->of[1].q))) &&
          parts(p->rows, TILE) * parts(p->columns, TILE) <= INT32_MAX &&
          // With square blocks both results have the same codes. This kernel cannot ensure that with
          // sr_bits, because it draws separate random bits for each result.
@@ -383,15 +372,11 @@ mx_power power_of_rule(int rule, const mx_format &f, bool finite)
 
 template <typename T, int OUT> void launch_registers(const mx_job *p, unsigned tiles)
 {
-  const cudaStream_t stream = cuda_stream();
+  auto kernel = p->sr_bits ? quantize_in_registers<T, OUT, true, false> :
+                             quantize_in_registers<T, OUT, false, false>;
   if constexpr (OUT != BYTES)
-    if (mx_is_four_over_six(p->rule)) {
-      quantize_in_registers<T, OUT, false, true><<<tiles, TILE_THREADS, 0, stream>>>(*p);
-      return;
-    }
-  if (p->sr_bits)
-    quantize_in_registers<T, OUT, true, false><<<tiles, TILE_THREADS, 0, stream>>>(*p);
-  else quantize_in_registers<T, OUT, false, false><<<tiles, TILE_THREADS, 0, stream>>>(*p);
+    if (mx_is_four_over_six(p->rule)) kernel = quantize_in_registers<T, OUT, false, true>;
+  kernel<<<tiles, TILE_THREADS, 0, cuda_stream()>>>(*p);
 }
 
 template <typename T> void launch_registers(const mx_job *p, unsigned tiles, bool packed)
@@ -423,7 +408,7 @@ eng_status survey_x(const tensor *x, survey *seen)
   if (needed == 0) return ENG_OK;
   return with_format(x->dtype, [&](auto t) {
     survey_all<<<(unsigned)(needed < most ? needed : most), THREADS, 0, cuda_stream()>>>(
-      (const decltype(t) *)x->data, x->count, is_aligned(x->data, 16), seen);
+      (const decltype(t) *)x->data, x->count, is_aligned(x->data), seen);
     CUDA_LAUNCHED("mx_quantize");
     return ENG_OK;
   });

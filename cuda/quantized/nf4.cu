@@ -129,8 +129,6 @@ multiply_codes(const unscaling p, const __grid_constant__ four_bits four,
     narrow(y[i], number[p.q[i / 2] >> (i % 2 ? 0 : 4) & 15] * absmax);
 }
 
-unsigned parts(int64_t n, int64_t each) { return (unsigned)((n + each - 1) / each); }
-
 }  // namespace
 
 extern "C" eng_status cuda_nf4_quantize(const op_call *call)
@@ -139,7 +137,7 @@ extern "C" eng_status cuda_nf4_quantize(const op_call *call)
   float *absmax = (float *)call->out[1]->data;
   const int64_t n = call->out[1]->count;
   if (n > 0) {
-    quantize_blocks<<<parts(n, WARPS), THREADS, 0, cuda_stream()>>>(
+    quantize_blocks<<<(unsigned)parts(n, WARPS), THREADS, 0, cuda_stream()>>>(
       x->data, x->dtype, x->count, call->nf4_quantize.block, four_bits_of(),
       (uint8_t *)call->out[0]->data, absmax);
     CUDA_LAUNCHED("nf4_quantize");
@@ -152,7 +150,7 @@ extern "C" eng_status cuda_nf4_quantize(const op_call *call)
   if (n == 0) return ENG_OK;
   eight_bits t;
   nf4_map(t.map);
-  quantize_absmaxes<<<parts(n, NF4_GROUP), NF4_GROUP, 0, cuda_stream()>>>(
+  quantize_absmaxes<<<(unsigned)parts(n, NF4_GROUP), NF4_GROUP, 0, cuda_stream()>>>(
     absmax, n, offset, t, (uint8_t *)call->out[2]->data, (float *)call->out[3]->data);
   CUDA_LAUNCHED("nf4_quantize");
   return ENG_OK;
@@ -175,7 +173,7 @@ extern "C" eng_status cuda_nf4_dequantize(const op_call *call)
   p.y = y->data;
   p.count = y->count;
   p.size = call->nf4_dequantize.block;
-  const unsigned blocks = parts(p.count, THREADS * EIGHT);
+  const unsigned blocks = (unsigned)parts(p.count, THREADS * EIGHT);
   with_format(y->dtype, [&](auto t) {
     multiply_codes<decltype(t)><<<blocks, THREADS, 0, cuda_stream()>>>(p, four, eight);
   });

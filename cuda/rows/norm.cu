@@ -543,13 +543,7 @@ extern "C" op_kernel cuda_add;
 static eng_status add_to(const tensor *x, const tensor *branch, const tensor *sum)
 {
   if (sum->count == 0) return ENG_OK;
-  op_call add = {};
-  add.op = ENG_OP_add;
-  add.n_in = 2;
-  add.n_out = 1;
-  add.in[0] = (tensor *)x;
-  add.in[1] = (tensor *)branch;
-  add.out[0] = (tensor *)sum;
+  op_call add = simple_call(ENG_OP_add, x, branch, sum);
   return cuda_add(&add);
 }
 
@@ -584,7 +578,7 @@ static eng_status forward(const op_call *call, bool centred, bool adds)
     return forward(&norm, centred, false);
   }
   if (fast) {
-    int64_t groups = (p.rows + choice.rows - 1) / choice.rows,
+    int64_t groups = parts(p.rows, choice.rows),
             most = cuda_multiprocessors() * (int64_t)choice.resident;
     int bytes = choice.pieces * choice.threads / choice.rows * 8 * 2 * (int)sizeof(float);
     if (bytes > 40 << 10)
@@ -634,9 +628,8 @@ static eng_status backward(const op_call *call, bool centred, bool adds)
   }
   if (!fast) return norm_grad_plain(&p, dweight, dbias);
 
-  int64_t groups = (p.rows + BLOCK_LEAST - 1) / BLOCK_LEAST,
-          blocks = least((groups + choice.rows - 1) / choice.rows,
-                         MULTIPROCESSORS * (int64_t)choice.resident);
+  int64_t groups = parts(p.rows, BLOCK_LEAST),
+          blocks = least(parts(groups, choice.rows), MULTIPROCESSORS * (int64_t)choice.resident);
   int64_t bytes = dweight || dbias ? blocks * 2 * p.n * (int64_t)sizeof(float) : 0;
   if (bytes) {
     p.partial = (float *)scratch_take(bytes);
@@ -644,8 +637,8 @@ static eng_status backward(const op_call *call, bool centred, bool adds)
   }
   choice.kernel<<<(unsigned)blocks, choice.threads, 0, cuda_stream()>>>(p);
   if (bytes)
-    norm_sum_blocks<<<(unsigned)((2 * (int64_t)p.n + SUM_COLUMNS - 1) / SUM_COLUMNS),
-                      SUM_COLUMNS * SUM_SLICES, 0, cuda_stream()>>>(
+    norm_sum_blocks<<<(unsigned)parts(2 * (int64_t)p.n, SUM_COLUMNS), SUM_COLUMNS * SUM_SLICES, 0,
+                      cuda_stream()>>>(
       dweight ? dweight->data : NULL, dweight ? dweight->dtype : 0, dbias ? dbias->data : NULL,
       dbias ? dbias->dtype : 0, p.partial, (int)blocks, p.n);
   scratch_give(p.partial, bytes);

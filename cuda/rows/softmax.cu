@@ -13,11 +13,6 @@
 
 enum { HELD = 8 };   // groups of a row that a thread keeps in registers
 
-__device__ static inline float  exp_of(float x)  { return expf(x); }
-__device__ static inline double exp_of(double x) { return exp(x); }
-__device__ static inline float  log_of(float x)  { return logf(x); }
-__device__ static inline double log_of(double x) { return log(x); }
-
 // ------------------------------------------------------------------ forward
 
 struct rows_call {
@@ -282,7 +277,7 @@ template <class L> static void launch(const rows_call &c)
     }
   }
   if (!kernel) kernel = c.dy ? long_grad_kernel<L> : long_kernel<L>;
-  kernel<<<(unsigned)((c.rows + each - 1) / each), 256, 0, cuda_stream()>>>(c);
+  kernel<<<(unsigned)parts(c.rows, each), 256, 0, cuda_stream()>>>(c);
 }
 
 static eng_status along_rows(const op_call *call)

@@ -66,12 +66,31 @@ static inline void scratch_give_all(scratch *s)
   }
 }
 
+/// Returns how many parts of `each` elements hold n elements; the last part may be shorter.
+static inline int64_t parts(int64_t n, int64_t each) { return (n + each - 1) / each; }
+
+/// Whether an address is a multiple of 16, as the widest loads and stores need.
+static inline bool is_aligned(const void *p) { return (uintptr_t)p % 16 == 0; }
+
 /// Returns the number of rows of x [.. x columns]: the product of all sizes but the last.
 static inline int64_t rows_of(const tensor *x)
 {
   int64_t rows = 1;
   for (int d = 0; d + 1 < x->ndim; d++) rows *= x->shape[d];
   return rows;
+}
+
+/// Returns a call of an operation without attributes: y = op(a, b), where b may be NULL.
+static inline op_call simple_call(int op, const tensor *a, const tensor *b, const tensor *y)
+{
+  op_call call = {};
+  call.op = op;
+  call.n_in = b ? 2 : 1;
+  call.n_out = 1;
+  call.in[0] = (tensor *)a;
+  call.in[1] = (tensor *)b;
+  call.out[0] = (tensor *)y;
+  return call;
 }
 
 /// A fault reported by a kernel: the first index out of range since the last check. The record is
@@ -140,4 +159,15 @@ __device__ static inline void narrow(f16_t &y, float x)
   else y.bits = __half_as_ushort(__float2half_rn(x));
 }
 __device__ static inline void narrow(bf16_t &y, float x) { y.bits = bf16_from_f32(x); }
+
+/// Whether d is f32, f16 or bf16, the formats that the fast kernels compute in f32.
+static inline bool is_fast(int d) { return d == ENG_f32 || d == ENG_f16 || d == ENG_bf16; }
+
+/// Returns f(T{}) for the storage type T of a fast format.
+template <class F> static auto with_fast_format(int dtype, const F &f)
+{ return dtype == ENG_f32 ? f(float{}) : dtype == ENG_f16 ? f(f16_t{}) : f(bf16_t{}); }
+
+/// Returns f(T{}) for the storage type T of a fast format or f64.
+template <class F> static auto with_format(int dtype, const F &f)
+{ return dtype == ENG_f64 ? f(double{}) : with_fast_format(dtype, f); }
 #endif

@@ -191,59 +191,50 @@ __global__ void __launch_bounds__(THREADS)
 
 static unsigned across_of(int64_t longest)
 {
-  int64_t blocks = (longest + THREADS * EACH - 1) / (THREADS * EACH);
+  int64_t blocks = parts(longest, THREADS * EACH);
   return (unsigned)(blocks < 1 ? 1 : blocks < MOST_ACROSS ? blocks : (int64_t)MOST_ACROSS);
 }
 
 /// Calls f(W{}) for the storage type W of a comm dtype.
 template <class F> static eng_status with_comm_dtype(int comm_dtype, const char *what, const F &f)
 {
-  if (comm_dtype == ENG_f32) f(float{});
-  else if (comm_dtype == ENG_f16) f(f16_t{});
-  else if (comm_dtype == ENG_bf16) f(bf16_t{});
-  else if (comm_dtype == ENG_e4m3) f(e4m3_t{});
-  else
-    return error_set(ENG_ERR_DTYPE,
-                     "cuda: expected comm dtype f32, f16, bf16 or e4m3, got dtype number %d",
-                     comm_dtype);
+  FAIL_IF(!is_fast(comm_dtype) && comm_dtype != ENG_e4m3, ENG_ERR_DTYPE,
+          "cuda: expected comm dtype f32, f16, bf16 or e4m3, got dtype number %d", comm_dtype);
+  if (comm_dtype == ENG_e4m3) f(e4m3_t{});
+  else with_fast_format(comm_dtype, f);
   CUDA_LAUNCHED(what);
   return ENG_OK;
-}
-
-template <class N>
-static eng_status by_comm_dtype(bool out, cudaStream_t on, const wire_run *runs, int n,
-                                int64_t longest, int comm_dtype, uint32_t *flags)
-{
-  dim3 grid(across_of(longest), n < MOST_RUNS ? n : MOST_RUNS);
-  return with_comm_dtype(comm_dtype, "messages between ranks", [&](auto w) {
-    if (out) pack<N, decltype(w)><<<grid, THREADS, 0, on>>>(runs, n, flags);
-    else unpack<N, decltype(w)><<<grid, THREADS, 0, on>>>(runs, n);
-  });
 }
 
 static cudaStream_t stream_of(void *stream)
 { return stream ? (cudaStream_t)stream : cuda_stream(); }
 
-static eng_status by_dtype(bool out, void *stream, const wire_run *runs, int n, int64_t longest,
-                           int comm_dtype, int dtype, uint32_t *flags)
+/// Packs or, if `out` is false, unpacks.
+static eng_status convert(bool out, void *stream, const wire_run *runs, int n, int64_t longest,
+                          int comm_dtype, int dtype, uint32_t *flags)
 {
-  cudaStream_t on = stream_of(stream);
   if (n == 0) return ENG_OK;
-  if (dtype == ENG_f32) return by_comm_dtype<float>(out, on, runs, n, longest, comm_dtype, flags);
-  if (dtype == ENG_f16) return by_comm_dtype<f16_t>(out, on, runs, n, longest, comm_dtype, flags);
-  if (dtype == ENG_bf16) return by_comm_dtype<bf16_t>(out, on, runs, n, longest, comm_dtype, flags);
-  return error_set(
-    ENG_ERR_DTYPE,
-    "cuda: messages between ranks: expected f32, f16 or bf16, got dtype number %d", dtype);
+  FAIL_IF(!is_fast(dtype), ENG_ERR_DTYPE,
+          "cuda: messages between ranks: expected f32, f16 or bf16, got dtype number %d", dtype);
+  cudaStream_t on = stream_of(stream);
+  dim3 grid(across_of(longest), n < MOST_RUNS ? n : MOST_RUNS);
+  return with_comm_dtype(comm_dtype, "messages between ranks", [&](auto packed) {
+    with_fast_format(dtype, [&](auto number) {
+      typedef decltype(packed) W;
+      typedef decltype(number) N;
+      if (out) pack<N, W><<<grid, THREADS, 0, on>>>(runs, n, flags);
+      else unpack<N, W><<<grid, THREADS, 0, on>>>(runs, n);
+    });
+  });
 }
 
 eng_status cuda_wire_pack(void *stream, const wire_run *runs, int n, int64_t longest,
                           int comm_dtype, int dtype, uint32_t *flags)
-{ return by_dtype(true, stream, runs, n, longest, comm_dtype, dtype, flags); }
+{ return convert(true, stream, runs, n, longest, comm_dtype, dtype, flags); }
 
 eng_status cuda_wire_unpack(void *stream, const wire_run *runs, int n, int64_t longest,
                             int comm_dtype, int dtype)
-{ return by_dtype(false, stream, runs, n, longest, comm_dtype, dtype, NULL); }
+{ return convert(false, stream, runs, n, longest, comm_dtype, dtype, NULL); }
 
 eng_status cuda_wire_sum(void *stream, void *out, const void *const *terms, int n, int64_t count,
                          int comm_dtype, float share)
