@@ -32,8 +32,6 @@ template <> struct wide_of<double>   { typedef double type; };
 __device__ static inline float  below_one(float d)  { return exp2_fast(d * 1.4426950408889634f); }
 __device__ static inline double below_one(double d) { return exp(d); }
 
-__device__ static inline float  exponent(float x)  { return expf(x); }
-__device__ static inline double exponent(double x) { return exp(x); }
 __device__ static inline float  tangent(float x)   { return tanhf(x); }
 __device__ static inline double tangent(double x)  { return tanh(x); }
 
@@ -48,7 +46,7 @@ template <bool CAPPED, typename A> __device__ static inline A capped(A x, soft_c
 template <bool CAPPED, typename A> __device__ static inline A cap_slope(A x, soft_cap<A> c)
 {
   if (!CAPPED) return (A)1;
-  const A u = x * c.inverse, z = exponent(u < 0 ? 2 * u : -2 * u);
+  const A u = x * c.inverse, z = exp_of(u < 0 ? 2 * u : -2 * u);
   return 4 * z / ((1 + z) * (1 + z));
 }
 
@@ -149,7 +147,7 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
     const double wanted = counts ? (double)capped<CAPPED>((A)widen(row[target]), limit) : 0.0;
     seen<A> s = read_row<LANES, PLAIN, CAPPED>(row, classes, limit);
     A largest = team<LANES>::largest(s.top);
-    if (s.top != -(A)INFINITY) s.sum *= exponent(s.top - largest);
+    if (s.top != -(A)INFINITY) s.sum *= exp_of(s.top - largest);
     double sum = team<LANES>::sum((double)s.sum);
     if (PLAIN) total = team<LANES>::sum(s.plain);
     if (team<LANES>::rank() != 0) return;
@@ -189,18 +187,18 @@ __device__ static inline double counted_targets(const void *targets, int dtype, 
   return block_sum((double)counted);   // exact
 }
 
-/// Computes the mean (mode 1; NaN if all rows are ignored) or the sum (mode 2) of the rows' losses.
-/// Runs in one block.
+/// Divides the sum of n numbers by the number of targets that are not ignored (NaN if all are
+/// ignored) or, if `targets` is NULL, by `divisor`. Runs in one block.
 __global__ static void __launch_bounds__(SUM_THREADS)
-  reduce_losses(const double *losses, const void *targets, int target_dtype, int64_t rows,
-                int64_t ignored, int mode, void *loss, int loss_dtype)
+  divided_sum(const double *numbers, int64_t n, const void *targets, int target_dtype,
+              int64_t ignored, double divisor, void *out, int dtype)
 {
   double sum = 0.0;
-  for (int64_t r = threadIdx.x; r < rows; r += SUM_THREADS) sum += losses[r];
+  for (int64_t i = threadIdx.x; i < n; i += SUM_THREADS) sum += numbers[i];
   sum = block_sum(sum);
   __syncthreads();
-  double counted = mode == 1 ? counted_targets(targets, target_dtype, rows, ignored) : 1.0;
-  if (threadIdx.x == 0) element_store(loss, loss_dtype, 0, sum / counted);
+  if (targets) divisor = counted_targets(targets, target_dtype, n, ignored);
+  if (threadIdx.x == 0) element_store(out, dtype, 0, sum / divisor);
 }
 
 __global__ static void __launch_bounds__(SUM_THREADS)
@@ -222,33 +220,27 @@ static eng_status shape_of(int64_t *rows, int *classes, const op_call *call)
   return ENG_OK;
 }
 
-static unsigned grid_of(int64_t rows, int lanes)
-{ return (unsigned)((rows + THREADS / lanes - 1) / (THREADS / lanes)); }
+/// Returns the number of blocks: a warp processes a short row, a block a long one.
+static unsigned grid_of(int64_t rows, int classes)
+{ return (unsigned)(classes <= SHORT_ROW ? parts(rows, THREADS / 32) : rows); }
 
 template <typename T>
 static void launch_losses(const op_call *call, int64_t rows, int classes, double *losses)
 {
   const tensor *x = call->in[0], *targets = call->in[1], *loss = call->out[0], *lse = call->out[1];
-  const T *logits = (const T *)x->data;
-  const int64_t ignored = call->cross_entropy.ignore;
   const double smoothing = call->cross_entropy.smoothing, cap = call->cross_entropy.soft_cap;
-  void *loss_data = loss ? loss->data : NULL, *lse_data = lse ? lse->data : NULL;
-  const int loss_dtype = loss ? loss->dtype : 0, lse_dtype = lse ? lse->dtype : 0;
-  cudaStream_t stream = cuda_stream();
-#define ROW_LOSSES(LANES, PLAIN, CAPPED)                                                         \
-  row_losses<LANES, PLAIN, CAPPED, T><<<grid_of(rows, LANES), THREADS, 0, stream>>>(             \
-    logits, targets->data, targets->dtype, rows, classes, ignored, smoothing,                    \
-    call->cross_entropy.z_loss, cap, losses, loss_data, loss_dtype, lse_data, lse_dtype,         \
-    cuda_fault())
+  const bool is_short = classes <= SHORT_ROW;
   // With a cap, only the kernel with label smoothing is compiled. At smoothing 0 it adds 0 times
   // the smoothing term, which is finite because capped logits are finite.
-  if (classes <= SHORT_ROW && cap > 0) ROW_LOSSES(32, true, true);
-  else if (cap > 0) ROW_LOSSES(THREADS, true, true);
-  else if (classes <= SHORT_ROW && smoothing != 0) ROW_LOSSES(32, true, false);
-  else if (classes <= SHORT_ROW) ROW_LOSSES(32, false, false);
-  else if (smoothing != 0) ROW_LOSSES(THREADS, true, false);
-  else ROW_LOSSES(THREADS, false, false);
-#undef ROW_LOSSES
+  auto kernel = cap > 0 ?
+    (is_short ? row_losses<32, true, true, T> : row_losses<THREADS, true, true, T>) :
+    smoothing != 0 ?
+    (is_short ? row_losses<32, true, false, T> : row_losses<THREADS, true, false, T>) :
+    (is_short ? row_losses<32, false, false, T> : row_losses<THREADS, false, false, T>);
+  kernel<<<grid_of(rows, classes), THREADS, 0, cuda_stream()>>>(
+    (const T *)x->data, targets->data, targets->dtype, rows, classes, call->cross_entropy.ignore,
+    smoothing, call->cross_entropy.z_loss, cap, losses, loss ? loss->data : NULL,
+    loss ? loss->dtype : 0, lse ? lse->data : NULL, lse ? lse->dtype : 0, cuda_fault());
 }
 
 extern "C" eng_status cuda_cross_entropy(const op_call *call)
@@ -266,9 +258,9 @@ extern "C" eng_status cuda_cross_entropy(const op_call *call)
     CUDA_LAUNCHED("cross_entropy");
   }
   if (mode != 0 && loss) {
-    reduce_losses<<<1, SUM_THREADS, 0, cuda_stream()>>>(
-      losses, targets->data, targets->dtype, rows, call->cross_entropy.ignore, mode, loss->data,
-      loss->dtype);
+    divided_sum<<<1, SUM_THREADS, 0, cuda_stream()>>>(
+      losses, rows, mode == 1 ? targets->data : NULL, targets->dtype, call->cross_entropy.ignore, 1,
+      loss->data, loss->dtype);
     CUDA_LAUNCHED("cross_entropy");
   }
   if (losses) scratch_give(losses, bytes);
@@ -310,7 +302,7 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : CAPPED ? 
           share = (A)weight;
   const soft_cap<A> limit = {(A)cap, (A)(1 / cap)};
   auto gradient = [&](A x) -> A {
-    const A p = exponent(capped<CAPPED>(x, limit) - log_sum) * share;
+    const A p = exp_of(capped<CAPPED>(x, limit) - log_sum) * share;
     return (p - floor) * factor * cap_slope<CAPPED>(x, limit);
   };
   cut c = cut_of(out, classes);
@@ -361,22 +353,16 @@ template <typename T>
 static void launch_gradients(const op_call *call, int64_t rows, int classes, const double *counted)
 {
   const tensor *x = call->in[0], *targets = call->in[1], *lse = call->in[2], *dloss = call->in[3];
-  cudaStream_t stream = cuda_stream();
-  const T *logits = (const T *)x->data;
-  T *gradients = (T *)call->out[0]->data;
-  const bool per_row = call->cross_entropy.reduction == 0;
+  const bool is_short = classes <= SHORT_ROW;
   const double cap = call->cross_entropy.soft_cap;
-#define ROW_GRADIENTS(LANES, CAPPED)                                                     \
-  row_gradients<LANES, CAPPED, T><<<grid_of(rows, LANES), THREADS, 0, stream>>>(         \
-    logits, gradients, targets->data, targets->dtype, rows, classes,                     \
-    call->cross_entropy.ignore, call->cross_entropy.smoothing,                           \
-    call->cross_entropy.z_loss, cap, lse->data, lse->dtype, dloss->data, dloss->dtype,   \
-    per_row, counted, cuda_fault())
-  if (classes <= SHORT_ROW && cap > 0) ROW_GRADIENTS(32, true);
-  else if (classes <= SHORT_ROW) ROW_GRADIENTS(32, false);
-  else if (cap > 0) ROW_GRADIENTS(THREADS, true);
-  else ROW_GRADIENTS(THREADS, false);
-#undef ROW_GRADIENTS
+  auto kernel =
+    cap > 0 ? (is_short ? row_gradients<32, true, T> : row_gradients<THREADS, true, T>) :
+              (is_short ? row_gradients<32, false, T> : row_gradients<THREADS, false, T>);
+  kernel<<<grid_of(rows, classes), THREADS, 0, cuda_stream()>>>(
+    (const T *)x->data, (T *)call->out[0]->data, targets->data, targets->dtype, rows, classes,
+    call->cross_entropy.ignore, call->cross_entropy.smoothing, call->cross_entropy.z_loss, cap,
+    lse->data, lse->dtype, dloss->data, dloss->dtype, call->cross_entropy.reduction == 0, counted,
+    cuda_fault());
 }
 
 extern "C" eng_status cuda_cross_entropy_grad(const op_call *call)
@@ -417,20 +403,10 @@ square_distances(const void *a, int a_dtype, const void *b, int b_dtype, int64_t
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-/// Computes the mean of n numbers from partial sums; NaN if n is 0. Runs in one block.
-__global__ static void __launch_bounds__(SUM_THREADS)
-mean_of_partials(const double *partial, int64_t blocks, int64_t n, void *out, int dtype)
-{
-  double sum = 0.0;
-  for (int64_t i = threadIdx.x; i < blocks; i += SUM_THREADS) sum += partial[i];
-  sum = block_sum(sum);
-  if (threadIdx.x == 0) element_store(out, dtype, 0, sum / (double)n);
-}
-
 extern "C" eng_status cuda_mse(const op_call *call)
 {
   const tensor *a = call->in[0], *b = call->in[1], *out = call->out[0];
-  int64_t blocks = (a->count + MSE_CHUNK - 1) / MSE_CHUNK, bytes = blocks * (int64_t)sizeof(double);
+  int64_t blocks = parts(a->count, MSE_CHUNK), bytes = blocks * (int64_t)sizeof(double);
   double *partial = (double *)scratch_take(bytes);
   if (!partial) return ENG_ERR_MEMORY;
   if (blocks > 0) {
@@ -438,8 +414,8 @@ extern "C" eng_status cuda_mse(const op_call *call)
       a->data, a->dtype, b->data, b->dtype, a->count, partial);
     CUDA_LAUNCHED("mse");
   }
-  mean_of_partials<<<1, SUM_THREADS, 0, cuda_stream()>>>(partial, blocks, a->count, out->data,
-                                                         out->dtype);
+  divided_sum<<<1, SUM_THREADS, 0, cuda_stream()>>>(
+    partial, blocks, nullptr, 0, 0, (double)a->count, out->data, out->dtype);   // 0 / 0 is NaN
   CUDA_LAUNCHED("mse");
   scratch_give(partial, bytes);
   return ENG_OK;

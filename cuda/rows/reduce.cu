@@ -257,24 +257,21 @@ static bool bundle_inside(walk<1> &inner, const walk<1> &other, int V)
   return inner.stride[0][0] == 1 && inner.count % V == 0 && walk_bundle(inner, V);
 }
 
-template <class P> static void launch_rows(reduction &r)
+/// Launches a reduction. `beside`: down columns.
+template <class P> static void launch(reduction &r, bool beside)
 {
   set_dividers(r.kept);
   set_dividers(r.gone);
-  if (r.pieces == 1 && r.gone.groups <= 1024) {
+  if (beside) {
+    columns_kernel<P>
+      <<<(unsigned)(parts(r.kept.groups, 32) * r.pieces), 256, 0, cuda_stream()>>>(r);
+  } else if (r.pieces == 1 && r.gone.groups <= 1024) {
     r.lanes = 1;
     while (r.lanes < 32 && 2 * r.lanes < r.gone.groups) r.lanes *= 2;
-    lanes_kernel<P><<<(unsigned)((r.results * r.lanes + 255) / 256), 256, 0, cuda_stream()>>>(r);
+    lanes_kernel<P><<<(unsigned)parts(r.results * r.lanes, 256), 256, 0, cuda_stream()>>>(r);
   } else {
     pieces_kernel<P><<<(unsigned)(r.results * r.pieces), 256, 0, cuda_stream()>>>(r);
   }
-}
-
-template <class P> static void launch_columns(reduction &r)
-{
-  set_dividers(r.kept);
-  set_dividers(r.gone);
-  columns_kernel<P><<<(unsigned)((r.kept.groups + 31) / 32 * r.pieces), 256, 0, cuda_stream()>>>(r);
 }
 
 /// Chooses the number and the length of pieces. `blocks` blocks process one piece of every result;
@@ -282,12 +279,12 @@ template <class P> static void launch_columns(reduction &r)
 /// groups. The choice depends only on the shape.
 static void cut(reduction &r, int64_t groups, int64_t blocks, int64_t least, int64_t most)
 {
-  int64_t wanted = most / blocks, possible = (groups + least - 1) / least;
+  int64_t wanted = most / blocks, possible = parts(groups, least);
   r.pieces = wanted < possible ? wanted : possible;
   if (r.pieces < 1) r.pieces = 1;
-  r.length = (possible + r.pieces - 1) / r.pieces * least;
+  r.length = parts(possible, r.pieces) * least;
   if (r.length < 1) r.length = 1;
-  r.pieces = (groups + r.length - 1) / r.length;
+  r.pieces = parts(groups, r.length);
   if (r.pieces < 1) r.pieces = 1;
 }
 
@@ -315,7 +312,7 @@ template <int RULE> static eng_status reduce(const op_call *call)
   };
   bool whole_pieces = (!beside || r.gone.ndim == 1) && bundled(x->dtype == ENG_f32 ? 4 : 8),
        vectors = !whole_pieces && bundled(4);
-  if (beside) cut(r, r.each, (r.kept.groups + 31) / 32, 64, COLUMN_BLOCKS * MULTIPROCESSORS);
+  if (beside) cut(r, r.each, parts(r.kept.groups, 32), 64, COLUMN_BLOCKS * MULTIPROCESSORS);
   else
     cut(r, r.gone.groups, r.results, whole_pieces || vectors ? 2048 : 8192,
         PIECE_BLOCKS * MULTIPROCESSORS);
@@ -335,26 +332,18 @@ template <int RULE> static eng_status reduce(const op_call *call)
     r.y_dtype = dtype;
     r.divisor = 1.0;
   }
-  if (whole) {
-    if (beside) launch_columns<integers<RULE>>(r);
-    else launch_rows<integers<RULE>>(r);
-    if (part) launch_rows<integers<RULE>>(again);
-  } else {
-    auto launch_packed = [&](auto format) {
-      typedef packed<RULE, decltype(format)> P;
-      if (beside) launch_columns<P>(r);
-      else launch_rows<P>(r);
-    };
-    if (whole_pieces) with_fast_format(x->dtype, launch_packed);
-    else if (beside && vectors) launch_columns<floats<RULE, 4>>(r);
-    else if (beside && fast) launch_columns<floats<RULE, 1>>(r);
-    else if (beside) launch_columns<doubles<RULE>>(r);
-    else if (vectors) launch_rows<floats<RULE, 4>>(r);
-    else if (fast) launch_rows<floats<RULE, 1>>(r);
-    else launch_rows<doubles<RULE>>(r);
-    if (part) launch_rows<doubles<RULE>>(again);
+  if (whole) launch<integers<RULE>>(r, beside);
+  else if (whole_pieces)
+    with_fast_format(x->dtype,
+                     [&](auto format) { launch<packed<RULE, decltype(format)>>(r, beside); });
+  else if (vectors) launch<floats<RULE, 4>>(r, beside);
+  else if (fast) launch<floats<RULE, 1>>(r, beside);
+  else launch<doubles<RULE>>(r, beside);
+  if (part) {
+    if (whole) launch<integers<RULE>>(again, false);
+    else launch<doubles<RULE>>(again, false);
+    scratch_give(part, bytes);
   }
-  if (part) scratch_give(part, bytes);
   CUDA_LAUNCHED(eng_op_name(call->op));
   return ENG_OK;
 }
