@@ -180,8 +180,6 @@ whole_amax(const T *x, int64_t count, uint32_t *amax)
 
 // ------------------------------------------------------------------ the host's side of quantize
 
-static int64_t grid(int64_t n, int64_t each) { return (n + each - 1) / each; }
-
 /// Whether the factors of these blocks can be found within a tile.
 static bool fits_tile(int64_t row_block, int64_t column_block)
 {
@@ -227,10 +225,10 @@ static side side_of(const op_call *call, bool turned, int64_t rows, int64_t colu
 template <typename T>
 static eng_status find_scales(const T *x, const job *p, const side *s, const side *other, bool both)
 {
-  const int64_t blocks = s->down * s->across, across = grid(p->columns, MAXIMA_COLUMNS),
+  const int64_t blocks = s->down * s->across, across = parts(p->columns, MAXIMA_COLUMNS),
                 warps = (int64_t)maxima_resident<T>() * cuda_multiprocessors() * (THREADS / 32);
-  const int64_t strip = AHEAD * max((int64_t)2, grid(p->rows * across, warps * AHEAD)),
-                pieces = grid(p->rows, strip * (THREADS / 32)) * across;
+  const int64_t strip = AHEAD * max((int64_t)2, parts(p->rows * across, warps * AHEAD)),
+                pieces = parts(p->rows, strip * (THREADS / 32)) * across;
   if (blocks == 0) return ENG_OK;
   CUDA_TRY(cudaMemsetAsync(s->maxima, 0, (size_t)blocks * sizeof *s->maxima, cuda_stream()));
   if (pieces > 0 && !p->rule.given) {
@@ -240,51 +238,39 @@ static eng_status find_scales(const T *x, const job *p, const side *s, const sid
     CUDA_LAUNCHED("quantize");
   }
   if (p->tiles) return ENG_OK;
-  make_scales<<<(unsigned)grid(blocks, THREADS), THREADS, 0, cuda_stream()>>>(*s, *other, both,
+  make_scales<<<(unsigned)parts(blocks, THREADS), THREADS, 0, cuda_stream()>>>(*s, *other, both,
                                                                               p->rule);
   CUDA_LAUNCHED("quantize");
   return ENG_OK;
 }
 
-template <typename T, int E, bool DIVIDES, bool SWIGLU>
-static eng_status launch(const T *x, const job *p)
+template <typename T, int E, bool SWIGLU> static eng_status launch_tiles(const T *x, const job *p)
 {
-  const int64_t tiles = grid(p->rows, TILE) * grid(p->columns, TILE),
+  const int64_t tiles = parts(p->rows, TILE) * parts(p->columns, TILE),
                 room = (int64_t)tiles_resident<T, SWIGLU>() * cuda_multiprocessors();
   const int bytes = tile_bytes<T, SWIGLU>();
-  CUDA_TRY(cudaFuncSetAttribute(quantize_tiles<T, E, DIVIDES, SWIGLU>,
-                                cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  quantize_tiles<T, E, DIVIDES, SWIGLU>
-    <<<(unsigned)(tiles < room ? tiles : room), TILE_THREADS, bytes, cuda_stream()>>>(
-      x, (unsigned)tiles, *p);
+  auto kernel =
+    p->rule.divides ? quantize_tiles<T, E, true, SWIGLU> : quantize_tiles<T, E, false, SWIGLU>;
+  CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  kernel<<<(unsigned)(tiles < room ? tiles : room), TILE_THREADS, bytes, cuda_stream()>>>(
+    x, (unsigned)tiles, *p);
   return ENG_OK;
 }
-template <typename T, int E, bool DIVIDES> static eng_status launch_tiles(const T *x, const job *p)
-{
-  if constexpr (sizeof(T) == 2 && E != 6)
-    if (p->up) return launch<T, E, DIVIDES, true>(x, p);
-  return launch<T, E, DIVIDES, false>(x, p);
-}
-// Never called: f64 is processed number by number.
-template <typename T, int E, bool DIVIDES>
-static eng_status launch_tiles(const double *, const job *)
-{ return ENG_OK; }
 
 template <typename T, int E> static eng_status write_codes(const T *x, const job *p, bool random)
 {
   const int64_t count = p->rows * p->columns;
   cudaStream_t stream = cuda_stream();
   if (count == 0) return ENG_OK;
-  if (p->tiles) {
-    if (p->rule.divides) ENG_TRY((launch_tiles<T, E, true>(x, p)));
-    else ENG_TRY((launch_tiles<T, E, false>(x, p)));
+  if (p->tiles) {   // never true for f64
+    if constexpr (sizeof(T) == 2 && E != 6)
+      ENG_TRY((p->up ? launch_tiles<T, E, true>(x, p) : launch_tiles<T, E, false>(x, p)));
+    else if constexpr (sizeof(T) < 8) ENG_TRY((launch_tiles<T, E, false>(x, p)));
   } else {
-    unsigned blocks = (unsigned)grid(count, (E == 6 ? 8 : 4) * THREADS);
-    for (int turned = 0; turned < 2; turned++) {
-      if (!(turned ? p->turned : p->own).q) continue;
-      if (random) quantize_numbers<T, E, true><<<blocks, THREADS, 0, stream>>>(x, *p, turned != 0);
-      else quantize_numbers<T, E, false><<<blocks, THREADS, 0, stream>>>(x, *p, turned != 0);
-    }
+    unsigned blocks = (unsigned)parts(count, (E == 6 ? 8 : 4) * THREADS);
+    auto kernel = random ? quantize_numbers<T, E, true> : quantize_numbers<T, E, false>;
+    if (p->own.q) kernel<<<blocks, THREADS, 0, stream>>>(x, *p, false);
+    if (p->turned.q) kernel<<<blocks, THREADS, 0, stream>>>(x, *p, true);
     if (p->amax)
       whole_amax<T>
         <<<(unsigned)(4 * cuda_multiprocessors()), THREADS, 0, stream>>>(x, count, p->amax);
@@ -327,7 +313,7 @@ static job job_of(const op_call *call)
 
   p.wide = (uintptr_t)x->data % 16 == 0 && p.columns % EIGHT == 0;
   p.turned_wide = p.rows % 16 == 0;
-  p.across = (unsigned)grid(p.columns, TILE);
+  p.across = (unsigned)parts(p.columns, TILE);
   p.height = (int)p.rows;
   p.width = (int)p.columns;
   p.tiles = p.wide && x->count > 0 && p.rows < INT32_MAX - TILE && p.columns < INT32_MAX - TILE &&
@@ -388,13 +374,8 @@ extern "C" eng_status cuda_swiglu_quantize(const op_call *call)
   tensor h = *gate;
   const int64_t bytes = h.count * eng_dtype_size(h.dtype);
   if (!(h.data = scratch_take(bytes))) return ENG_ERR_MEMORY;
-  op_call swiglu = {};
-  swiglu.op = ENG_OP_swiglu;
-  swiglu.n_in = 2;
-  swiglu.n_out = 1;
-  swiglu.in[0] = call->in[0];
-  swiglu.in[1] = call->in[1];
-  swiglu.out[0] = codes.in[0] = &h;
+  op_call swiglu = simple_call(ENG_OP_swiglu, gate, up, &h);
+  codes.in[0] = &h;
   eng_status status = h.count > 0 ? cuda_swiglu(&swiglu) : ENG_OK;
   if (status == ENG_OK) status = run(&codes, job_of(&codes));
   scratch_give(h.data, bytes);
@@ -479,7 +460,7 @@ extern "C" eng_status cuda_dequantize(const op_call *call)
                         p.columns, NULL);
   p.format = call->dequantize.format == ENG_FORMAT_E5M6 ? (int)ENG_FORMAT_E5M6 : q->dtype;
   p.wide = p.columns % EIGHT == 0 && (uintptr_t)p.q % 8 == 0 && (uintptr_t)p.y % 16 == 0;
-  unsigned blocks = (unsigned)grid(p.rows * grid(p.columns, EIGHT), THREADS);
+  unsigned blocks = (unsigned)parts(p.rows * parts(p.columns, EIGHT), THREADS);
   with_format(y->dtype, [&](auto t) {
     multiply_codes<decltype(t)><<<blocks, THREADS, 0, cuda_stream()>>>(p);
   });
