@@ -72,6 +72,15 @@ static inline eng_status check_blocks(int64_t n, const char *operation)
 }
 
 #ifdef __CUDACC__
+#include <type_traits>
+
+/// Returns f(c), where c is the first of the constants C, REST.. that is at least n.
+template <int C, int... REST, class F> static eng_status with_size(int64_t n, const F &f)
+{
+  if constexpr (sizeof...(REST) > 0)
+    if (n > C) return with_size<REST...>(n, f);
+  return f(std::integral_constant<int, C>{});
+}
 
 /// Launches `blocks` blocks of a kernel with `bytes` bytes of dynamic shared memory each. Errors:
 /// SHAPE if there are too many blocks.
@@ -80,7 +89,8 @@ static eng_status launch_kernel(const char *operation, Kernel *kernel, int64_t b
                                 int bytes, const Arguments &...arguments)
 {
   ENG_TRY(check_blocks(blocks, operation));
-  CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  if (bytes > 0)
+    CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   kernel<<<(unsigned)blocks, threads, bytes, cuda_stream()>>>(arguments...);
   CUDA_LAUNCHED(operation);
   return ENG_OK;

@@ -409,22 +409,10 @@ static eng_status launch(const attention_problem *p, backward_room *r, int dtype
   return ENG_OK;
 }
 
-template <class T>
-static eng_status launch_wide(const attention_problem *p, backward_room *r, int dtype,
-                              int stored)
-{
-  switch (p->width) {
-    case 32: return launch<T, 32>(p, r, dtype, stored);
-    case 64: return launch<T, 64>(p, r, dtype, stored);
-    case 96: return launch<T, 96>(p, r, dtype, stored);
-    default: return launch<T, 128>(p, r, dtype, stored);
-  }
-}
-
 eng_status attention_backward(const attention_problem *call, int dtype, int stored)
 {
   attention_problem p = *call;
-  int64_t line = ((int64_t)p.queries + QUERIES - 1) / QUERIES * QUERIES,
+  int64_t line = parts(p.queries, QUERIES) * QUERIES,
           floats = (int64_t)p.batch * p.heads * line;
   int64_t bytes = 2 * floats * 4 + (int64_t)p.batch * p.groups * 4;
   float *room = (float *)scratch_take(bytes);
@@ -433,8 +421,9 @@ eng_status attention_backward(const attention_problem *call, int dtype, int stor
   p.delta_line = line;
   uint32_t *largest = dtype == ENG_f16 ? (uint32_t *)(room + 2 * floats) : NULL;
   backward_room r = {room, largest, line, {}, {}};
-  eng_status status = dtype == ENG_f16 ? launch_wide<f16_t>(&p, &r, dtype, stored) :
-                                         launch_wide<bf16_t>(&p, &r, dtype, stored);
+  eng_status status = with_heads<32, 64, 96, 128>(dtype, p.width, [&](auto t, auto d) {
+    return launch<decltype(t), decltype(d)::value>(&p, &r, dtype, stored);
+  });
   scratch_give(room, bytes);
   return status;
 }

@@ -213,15 +213,9 @@ static eng_status launch(const attention_problem *p, int stored)
 template <class T, int D> static eng_status forward(const attention_problem *p, int stored)
 { return p->entropy ? launch<T, D, true>(p, stored) : launch<T, D, false>(p, stored); }
 
-template <class T> static eng_status forward_wide(const attention_problem *p, int stored)
-{
-  switch (p->width) {
-    case 32: return forward<T, 32>(p, stored);
-    case 64: return forward<T, 64>(p, stored);
-    case 96: return forward<T, 96>(p, stored);
-    default: return forward<T, 128>(p, stored);
-  }
-}
-
 eng_status attention_forward(const attention_problem *p, int dtype, int stored)
-{ return dtype == ENG_f16 ? forward_wide<f16_t>(p, stored) : forward_wide<bf16_t>(p, stored); }
+{
+  return with_heads<32, 64, 96, 128>(dtype, p->width, [&](auto t, auto d) {
+    return forward<decltype(t), decltype(d)::value>(p, stored);
+  });
+}

@@ -289,7 +289,7 @@ template <class T, int D> static eng_status forward(const attention_problem *p, 
 
 eng_status attention_forward_hopper(const attention_problem *p, int dtype, int stored)
 {
-  if (dtype == ENG_f16)
-    return p->width == 64 ? forward<f16_t, 64>(p, stored) : forward<f16_t, 128>(p, stored);
-  return p->width == 64 ? forward<bf16_t, 64>(p, stored) : forward<bf16_t, 128>(p, stored);
+  return with_heads<64, 128>(dtype, p->width, [&](auto t, auto d) {
+    return forward<decltype(t), decltype(d)::value>(p, stored);
+  });
 }

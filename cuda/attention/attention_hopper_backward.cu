@@ -322,7 +322,7 @@ static eng_status launch(const attention_problem *p, backward_room *r, int store
 eng_status attention_hopper_backward(const attention_problem *p, backward_room *r, int dtype,
                                      int stored)
 {
-  if (dtype == ENG_f16)
-    return p->width == 64 ? launch<f16_t, 64>(p, r, stored) : launch<f16_t, 128>(p, r, stored);
-  return p->width == 64 ? launch<bf16_t, 64>(p, r, stored) : launch<bf16_t, 128>(p, r, stored);
+  return with_heads<64, 128>(dtype, p->width, [&](auto t, auto d) {
+    return launch<decltype(t), decltype(d)::value>(p, r, stored);
+  });
 }

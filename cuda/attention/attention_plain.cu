@@ -301,71 +301,56 @@ __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1)
   }
 }
 
+// ---- launching
+
 template <int C> static eng_status forward_tiles(const attention_problem *p)
 {
-  constexpr int ROWS = TILE_WARPS<C> * FORWARD_ROWS<C>;
-  int64_t blocks = ((int64_t)p->queries + ROWS - 1) / ROWS * p->batch * p->heads;
+  int64_t blocks = parts(p->queries, TILE_WARPS<C> * FORWARD_ROWS<C>) * p->batch * p->heads;
   return launch_kernel("attention", tiles_forward<C>, blocks, 32 * TILE_WARPS<C>,
                        FORWARD_FLOATS<C> * 4, *p);
 }
 
 template <int C, bool KEYS_STAY> static eng_status backward_tiles(const attention_problem *p)
 {
-  constexpr int ROWS = TILE_WARPS<C> * BACKWARD_ROWS<C>;
-  int64_t rows = KEYS_STAY ? p->keys : p->queries,
-          blocks = (rows + ROWS - 1) / ROWS * p->batch * (KEYS_STAY ? p->groups : p->heads);
+  int64_t tiles = parts(KEYS_STAY ? p->keys : p->queries, TILE_WARPS<C> * BACKWARD_ROWS<C>),
+          blocks = tiles * p->batch * (KEYS_STAY ? p->groups : p->heads);
   return launch_kernel("attention_grad", tiles_backward<C, KEYS_STAY>, blocks, 32 * TILE_WARPS<C>,
                        BACKWARD_FLOATS<C> * 4, *p);
 }
 
-/// Calls f<C> with the smallest C that covers the width.
-#define FOR_WIDTH(width, f, ...)          \
-  ((width) <= 32  ? f<1 __VA_ARGS__>(p) : \
-   (width) <= 64  ? f<2 __VA_ARGS__>(p) : \
-   (width) <= 128 ? f<4 __VA_ARGS__>(p) : \
-                    f<8 __VA_ARGS__>(p))
+/// Returns f(C) for the smallest C that covers the width.
+template <class F> static eng_status by_width(const attention_problem *p, const F &f)
+{ return with_size<1, 2, 4, 8>(parts(p->width, 32), f); }
 
-// ---- launching
-
-static int64_t blocks_for(int64_t rows) { return (rows + ROW_WARPS - 1) / ROW_WARPS; }
+/// Launches a kernel that computes one row with each warp.
+template <class Kernel>
+static eng_status by_rows(const char *operation, Kernel *kernel, const attention_problem *p,
+                          int64_t rows)
+{ return launch_kernel(operation, kernel, parts(rows, ROW_WARPS), 32 * ROW_WARPS, 0, *p, rows); }
 
 template <class A> static eng_status forward(const attention_problem *p)
 {
-  int64_t rows = (int64_t)p->batch * p->heads * p->queries, blocks = blocks_for(rows);
-  ENG_TRY(check_blocks(blocks, "attention"));
-  if (blocks == 0) return ENG_OK;
-  if (p->width > 0 && p->width <= 256 && sizeof(A) == 4) return FOR_WIDTH(p->width, forward_tiles);
-  plain_rows<A, ROWS_OF_Y><<<(unsigned)blocks, 32 * ROW_WARPS, 0, cuda_stream()>>>(*p, rows);
-  CUDA_LAUNCHED("attention");
-  return ENG_OK;
+  int64_t rows = (int64_t)p->batch * p->heads * p->queries;
+  if (rows == 0) return ENG_OK;
+  if (p->width > 0 && p->width <= 256 && sizeof(A) == 4)
+    return by_width(p, [=](auto c) { return forward_tiles<decltype(c)::value>(p); });
+  return by_rows("attention", plain_rows<A, ROWS_OF_Y>, p, rows);
 }
 
 template <class A> static eng_status backward(const attention_problem *p)
 {
-  int64_t q_rows = (int64_t)p->batch * p->heads * p->queries,
-          k_rows = (int64_t)p->batch * p->groups * p->keys;
-  ENG_TRY(check_blocks(blocks_for(q_rows), "attention_grad"));
-  ENG_TRY(check_blocks(blocks_for(k_rows), "attention_grad"));
-  unsigned q_blocks = (unsigned)blocks_for(q_rows), k_blocks = (unsigned)blocks_for(k_rows);
-  if (q_blocks) {
-    plain_delta<A><<<q_blocks, 32 * ROW_WARPS, 0, cuda_stream()>>>(*p, q_rows);
-    CUDA_LAUNCHED("attention_grad");
-  }
-  if (p->width <= 256 && sizeof(A) == 4) {
-    if (q_blocks && p->dq.data) ENG_TRY(FOR_WIDTH(p->width, backward_tiles, , false));
-    if (k_blocks && (p->dk.data || p->dv.data))
-      ENG_TRY(FOR_WIDTH(p->width, backward_tiles, , true));
-    return ENG_OK;
-  }
-  if (q_blocks && p->dq.data) {
-    plain_rows<A, ROWS_OF_DQ><<<q_blocks, 32 * ROW_WARPS, 0, cuda_stream()>>>(*p, q_rows);
-    CUDA_LAUNCHED("attention_grad");
-  }
-  if (k_blocks && (p->dk.data || p->dv.data)) {
-    plain_rows<A, ROWS_OF_DK_DV><<<k_blocks, 32 * ROW_WARPS, 0, cuda_stream()>>>(*p, k_rows);
-    CUDA_LAUNCHED("attention_grad");
-  }
-  return ENG_OK;
+  const int64_t q_rows = (int64_t)p->batch * p->heads * p->queries,
+                k_rows = (int64_t)p->batch * p->groups * p->keys;
+  const bool for_queries = q_rows > 0 && p->dq.data,
+             for_keys = k_rows > 0 && (p->dk.data || p->dv.data);
+  if (q_rows > 0) ENG_TRY(by_rows("attention_grad", plain_delta<A>, p, q_rows));
+  if (p->width <= 256 && sizeof(A) == 4)
+    return by_width(p, [=](auto c) {
+      if (for_queries) ENG_TRY((backward_tiles<decltype(c)::value, false>(p)));
+      return for_keys ? backward_tiles<decltype(c)::value, true>(p) : ENG_OK;
+    });
+  if (for_queries) ENG_TRY(by_rows("attention_grad", plain_rows<A, ROWS_OF_DQ>, p, q_rows));
+  return for_keys ? by_rows("attention_grad", plain_rows<A, ROWS_OF_DK_DV>, p, k_rows) : ENG_OK;
 }
 
 eng_status attention_plain_forward(const attention_problem *p, int dtype)

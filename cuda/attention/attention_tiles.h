@@ -61,6 +61,15 @@ template <class T> __device__ static inline float lift_of(const backward_room &r
   return exponent ? __uint_as_float((254 + 4 - exponent) << 23) : 1.0f;
 }
 
+/// Returns f(T{}, d), where T is the type of `dtype`, f16 or bf16, and d is the one of WIDTHS that
+/// equals `width`.
+template <int... WIDTHS, class F>
+static eng_status with_heads(int dtype, int width, const F &f)
+{
+  return with_size<WIDTHS...>(
+    width, [&](auto d) { return dtype == ENG_f16 ? f(f16_t{}, d) : f(bf16_t{}, d); });
+}
+
 /// Computes the schedule for `heads` heads of `tiles` tiles. All blocks of `shared` neighbouring
 /// heads read the same head_bytes bytes. Errors: SHAPE.
 static inline eng_status schedule_heads(schedule *plan, int64_t heads, int shared, int64_t tiles,
@@ -79,7 +88,7 @@ static inline eng_status schedule_of(schedule *plan, const attention_problem *p,
                                      int width)
 {
   return schedule_heads(plan, (int64_t)p->batch * p->heads, p->shared,
-                        ((int64_t)p->queries + rows - 1) / rows, 4 * (int64_t)p->keys * width);
+                        parts(p->queries, rows), 4 * (int64_t)p->keys * width);
 }
 
 /// Computes two schedules: r->keys for blocks of key_rows keys, and r->queries for blocks of
@@ -88,8 +97,7 @@ static inline eng_status schedule_backward(backward_room *r, const attention_pro
                                            int key_rows, int query_rows, int width)
 {
   ENG_TRY(schedule_heads(&r->keys, (int64_t)p->batch * p->groups, 1,
-                         ((int64_t)p->keys + key_rows - 1) / key_rows,
-                         4 * (int64_t)p->queries * p->shared * width));
+                         parts(p->keys, key_rows), 4 * (int64_t)p->queries * p->shared * width));
   return schedule_of(&r->queries, p, query_rows, width);
 }
 
