@@ -512,9 +512,10 @@ typedef struct report {
 
 static struct {
   span_table table;
-  void      *tallies, *device;   // device memory: a tally per chunk; the current report
-  int64_t    tallies_bytes, device_bytes;
-  cuda_step_total *total;        // device memory [REPORTS], followed by sum_up's counter
+  // device memory: a tally per chunk; the current report; a cuda_step_total for each report, then
+  // the counter of sum_up
+  void      *tallies, *device, *totals;
+  int64_t    tallies_bytes, device_bytes, totals_bytes;
   report     reports[REPORTS];
   int64_t    tickets;            // number of tickets given out so far
 } pass;
@@ -522,7 +523,8 @@ static struct {
 const cuda_step_total *cuda_total_of(int64_t ticket)
 {
   for (int i = 0; i < REPORTS; i++)
-    if (ticket > 0 && pass.reports[i].ticket == ticket) return pass.total + i;
+    if (ticket > 0 && pass.reports[i].ticket == ticket)
+      return (const cuda_step_total *)pass.totals + i;
   return NULL;
 }
 
@@ -578,23 +580,19 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
   int64_t bytes = hist_at(n, n_loss) + (hist ? hist_bytes(n) : 0), longest = 1;
   for (int k = 0; k < n; k++)
     if (spans[k].count > longest) longest = spans[k].count;
-  const int64_t slabs = (longest + (int64_t)SLAB * SPAN_CHUNK - 1) / ((int64_t)SLAB * SPAN_CHUNK);
+  const int64_t slabs = parts(longest, (int64_t)SLAB * SPAN_CHUNK);
   ENG_TRY(spans_ready(&pass.table, spans, n, NULL));
   ENG_TRY(device_grow(&pass.tallies, &pass.tallies_bytes,
                       (pass.table.chunks + n * slabs + 1) * (int64_t)sizeof(tally)));
   ENG_TRY(device_grow(&pass.device, &pass.device_bytes, bytes));
   ENG_TRY(report_room(r, n, bytes));
-  if (!pass.total) {
-    const int64_t room = (REPORTS + 1) * (int64_t)sizeof(cuda_step_total);
-    cuda_step_total *total = (cuda_step_total *)cuda_take(room);
-    FAIL_IF(!total, ENG_ERR_MEMORY, "cuda: out of device memory for gradient statistics");
-    CUDA_TRY(cudaMemsetAsync(total, 0, (size_t)room, cuda_stream()));
-    pass.total = total;
-  }
+  ENG_TRY(device_grow(&pass.totals, &pass.totals_bytes,
+                      (REPORTS + 1) * (int64_t)sizeof(cuda_step_total)));
   r->ticket = ++pass.tickets;   // the report's previous contents are lost, even if this pass fails
 
   const span_table *t = &pass.table;
   char *device = (char *)pass.device;
+  cuda_step_total *totals = (cuda_step_total *)pass.totals;
   tally *tallies = (tally *)pass.tallies;
   unsigned long long *bins = (unsigned long long *)(device + hist_at(n, n_loss));
   if (hist && n > 0) CUDA_TRY(cudaMemsetAsync(bins, 0, (size_t)hist_bytes(n), cuda_stream()));
@@ -608,8 +606,8 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
   }
   sum_up<<<n > 0 ? (unsigned)(n * slabs) : 1, SPAN_THREADS, 0, cuda_stream()>>>(
     t->span, n, (int)slabs, tallies, tallies + t->chunks,
-    (span_result *)(device + results_at(n_loss)), pass.total + (r - pass.reports),
-    (unsigned *)(pass.total + REPORTS), cuda_fault(), (cuda_fault_record *)device);
+    (span_result *)(device + results_at(n_loss)), totals + (r - pass.reports),
+    (unsigned *)(totals + REPORTS), cuda_fault(), (cuda_fault_record *)device);
   CUDA_LAUNCHED("gradient statistics");
   for (int from = 0; from < n_loss; from += GATHERED) {
     gather_list list;

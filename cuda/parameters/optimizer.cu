@@ -7,9 +7,9 @@
 // square root.
 //
 // The values that change between updates (learning rate, factor, t) are in one piece of device
-// memory, `numbers`, which is written from a pinned ring before the launch. The card itself decides
-// on a lagged update: the kernel `decide` reads the totals of the gradient statistics, counts t,
-// and sets the factor.
+// memory, `numbers`, which the host sends without waiting before the launch. The card itself
+// decides on a lagged update: the kernel `decide` reads the totals of the gradient statistics,
+// counts t, and sets the factor.
 //
 // For the norms of the change, the weights and the moments, squares are summed in f64. The order is
 // the same on every card: a thread's elements, then lanes, warps and a tensor's chunks. The host
@@ -343,22 +343,17 @@ static struct {
   // sums of squares in device memory: [n][ENG_NORMS] for tensors, then [chunks][ENG_NORMS]
   void       *norms;
   int64_t     norms_bytes;
-  pinned_ring ring;
-  // the update counters [ENG_UPDATE_SLOTS], in device memory; the int found_inf follows them
-  int64_t    *counters;
+  // device memory: the update counters [ENG_UPDATE_SLOTS], int64_t, then the int found_inf
+  void       *counters;
+  int64_t     counters_bytes;
   int        *found;                 // pinned
 } pass;
 
 static eng_status open_pass(void)
 {
-  if (pass.counters) return ENG_OK;
-  int64_t bytes = (ENG_UPDATE_SLOTS + 1) * (int64_t)sizeof *pass.counters;
   if (!pass.found) CUDA_TRY(cudaMallocHost((void **)&pass.found, sizeof *pass.found));
-  int64_t *counters = (int64_t *)cuda_take(bytes);
-  FAIL_IF(!counters, ENG_ERR_MEMORY, "cuda: out of device memory for the counters of updates");
-  CUDA_TRY(cudaMemsetAsync(counters, 0, (size_t)bytes, cuda_stream()));
-  pass.counters = counters;
-  return ENG_OK;
+  return device_grow(&pass.counters, &pass.counters_bytes,
+                     (ENG_UPDATE_SLOTS + 1) * (int64_t)sizeof(int64_t));
 }
 
 static rule rule_of(const eng_update *u, const eng_hyper *h)
@@ -368,14 +363,12 @@ static rule rule_of(const eng_update *u, const eng_hyper *h)
 static eng_status prepare(const param_span *spans, int n, const eng_update *update)
 {
   int64_t bytes = NUMBERS + update->n_groups * (int64_t)sizeof(rule);
-  void *slot;
   if (n == 0) return ENG_OK;
   ENG_TRY(open_pass());
   ENG_TRY(spans_ready(&pass.table, spans, n, NULL));
   ENG_TRY(device_grow(&pass.numbers, &pass.numbers_bytes, bytes));
-  ENG_TRY(ring_take(&slot, &pass.ring, bytes));
-  numbers *u = (numbers *)slot;
-  memset(u, 0, NUMBERS);
+  numbers *u = (numbers *)calloc(1, (size_t)bytes);
+  FAIL_IF(!u, ENG_ERR_MEMORY, "out of memory for an update with %d groups", update->n_groups);
   u->factor = update->gradient_factor;
   u->clip_norm = update->clip_norm;
   u->t = update->t;
@@ -392,7 +385,9 @@ static eng_status prepare(const param_span *spans, int n, const eng_update *upda
   u->seed = rng_seed();
   u->draw = update->draw;
   for (int g = 0; g < update->n_groups; g++) rules_of(u)[g] = rule_of(update, &update->groups[g]);
-  return ring_send(&pass.ring, pass.numbers, bytes);
+  eng_status status = cuda_stage(pass.numbers, u, bytes);
+  free(u);
+  return status;
 }
 
 /// Adds up the chunks' sums of squares, waits for them, and stores them in spans[k].norms.
@@ -431,7 +426,7 @@ eng_status cuda_optimize(const param_span *spans, int n, const eng_update *updat
   if (n == 0 || pass.table.chunks == 0) return ENG_OK;
   numbers *u = (numbers *)pass.numbers;
   if (update->lagged) {
-    decide<<<1, 64, 0, cuda_stream()>>>(u, total, pass.counters);
+    decide<<<1, 64, 0, cuda_stream()>>>(u, total, (int64_t *)pass.counters);
     CUDA_LAUNCHED("optimize");
   }
   if (norms)
@@ -458,7 +453,7 @@ eng_status cuda_unscale(const param_span *spans, int n, double factor, float *co
   ENG_TRY(spans_ready(&pass.targets, spans, n, target));
   const span_table *t = &pass.targets;
   if (t->chunks == 0) return ENG_OK;
-  int *found = (int *)(pass.counters + ENG_UPDATE_SLOTS);
+  int *found = (int *)((int64_t *)pass.counters + ENG_UPDATE_SLOTS);
   CUDA_TRY(cudaMemsetAsync(found, 0, sizeof *found, cuda_stream()));
   scale_gradients<<<(unsigned)t->chunks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk,
                                                                            factor, found);

@@ -1,4 +1,4 @@
-// Tables and rings for the passes over all parameters; see spans.h. The passes own them.
+// The tables of the passes over all parameters; see spans.h. The passes own them.
 #include "spans.h"
 #include "runtime/runtime.h"
 
@@ -18,45 +18,6 @@ eng_status device_grow(void **memory, int64_t *capacity, int64_t bytes)
   CUDA_TRY(cudaMemsetAsync(*memory, 0, (size_t)*capacity, cuda_stream()));
   return ENG_OK;
 }
-
-// ---- rings
-
-static eng_status ring_grow(pinned_ring *ring, int64_t bytes)
-{
-  bytes += bytes / 4;
-  for (int i = 0; i < RING_SLOTS; i++) {
-    if (ring->slot[i]) {
-      CUDA_TRY(cudaEventSynchronize(ring->sent[i]));
-      CUDA_TRY(cudaFreeHost(ring->slot[i]));
-      ring->slot[i] = NULL;
-    } else if (!ring->sent[i]) {
-      CUDA_TRY(cudaEventCreateWithFlags(&ring->sent[i], cudaEventDisableTiming));
-    }
-  }
-  ring->bytes = 0;
-  for (int i = 0; i < RING_SLOTS; i++) CUDA_TRY(cudaMallocHost(&ring->slot[i], (size_t)bytes));
-  ring->bytes = bytes;
-  return ENG_OK;
-}
-
-eng_status ring_take(void **slot, pinned_ring *ring, int64_t bytes)
-{
-  if (bytes > ring->bytes) ENG_TRY(ring_grow(ring, bytes));
-  ring->next = (ring->next + 1) % RING_SLOTS;
-  CUDA_TRY(cudaEventSynchronize(ring->sent[ring->next]));
-  *slot = ring->slot[ring->next];
-  return ENG_OK;
-}
-
-eng_status ring_send(pinned_ring *ring, void *to, int64_t bytes)
-{
-  CUDA_TRY(cudaMemcpyAsync(to, ring->slot[ring->next], (size_t)bytes, cudaMemcpyHostToDevice,
-                           cuda_stream()));
-  CUDA_TRY(cudaEventRecord(ring->sent[ring->next], cuda_stream()));
-  return ENG_OK;
-}
-
-// ---- tables
 
 static eng_status table_room(span_table *table, int n)
 {
@@ -98,7 +59,7 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
     d->aligned = is_aligned(d->master) && is_aligned(d->low) && is_aligned(d->gradient) &&
                  is_aligned(d->moment1) && is_aligned(d->moment2) && is_aligned(d->compensation);
     d->first_chunk = (int32_t)chunks;
-    d->chunks = (int32_t)((s->count + SPAN_CHUNK - 1) / SPAN_CHUNK);
+    d->chunks = (int32_t)parts(s->count, SPAN_CHUNK);
     chunks += d->chunks;
     FAIL_IF(chunks > INT32_MAX, ENG_ERR_VALUE,
             "cuda: expected at most 2^45 elements in all parameters together");
@@ -107,22 +68,24 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
     return ENG_OK;
 
   int64_t spans_bytes = n * (int64_t)sizeof(device_span),
-          bytes = spans_bytes + chunks * (int64_t)sizeof(int32_t);
-  void *memory = table->span, *slot;
+          list_bytes = chunks * (int64_t)sizeof(int32_t);
+  void *memory = table->span;
   table->n = -1;   // marks the table as incomplete
-  eng_status grown = device_grow(&memory, &table->bytes, bytes);
+  eng_status status = device_grow(&memory, &table->bytes, spans_bytes + list_bytes);
   table->span = (device_span *)memory;
-  ENG_TRY(grown);
-  ENG_TRY(ring_take(&slot, &table->ring, bytes));
-  memcpy(slot, table->fresh, (size_t)spans_bytes);
-  int32_t *chunk = (int32_t *)((char *)slot + spans_bytes);
+  ENG_TRY(status);
+  table->chunk = (int32_t *)(table->span + n);
+  int32_t *list = (int32_t *)malloc((size_t)list_bytes), *at = list;
+  FAIL_IF(!list && chunks > 0, ENG_ERR_MEMORY, "out of memory for a table of %d parameters", n);
   for (int k = 0; k < n; k++)
-    for (int c = 0; c < table->fresh[k].chunks; c++) *chunk++ = k;
-  if (bytes > 0) ENG_TRY(ring_send(&table->ring, memory, bytes));
+    for (int c = 0; c < table->fresh[k].chunks; c++) *at++ = k;
+  status = cuda_stage(table->span, table->fresh, spans_bytes);
+  if (status == ENG_OK) status = cuda_stage(table->chunk, list, list_bytes);
+  free(list);
+  ENG_TRY(status);
   device_span *known = table->known;
   table->known = table->fresh;
   table->fresh = known;
-  table->chunk = (int32_t *)((char *)memory + spans_bytes);
   table->chunks = chunks;
   table->n = n;
   return ENG_OK;

@@ -1,6 +1,5 @@
 // Shared by the passes over all parameters: a table in device memory, which lists the parameters
-// and the chunks that they are cut into, and rings of pinned memory, through which numbers are sent
-// to the card without waiting. Used by gradstats.cu and optimizer.cu.
+// and the chunks that they are cut into. Used by gradstats.cu and optimizer.cu.
 #pragma once
 
 #include "runtime/device.h"
@@ -10,7 +9,6 @@ enum {
   // order on every card
   SPAN_CHUNK = 16384,
   SPAN_THREADS = 256,
-  RING_SLOTS = 4,
 };
 
 /// A param_span as kernels see it.
@@ -24,21 +22,6 @@ typedef struct device_span {
   int32_t  first_chunk, chunks;
 } device_span;
 
-/// Pinned memory that the host writes and the card reads later. A slot is reused once its last copy
-/// to the card is done.
-typedef struct pinned_ring {
-  void       *slot[RING_SLOTS];
-  cudaEvent_t sent[RING_SLOTS];
-  int64_t     bytes;             // of each slot
-  int         next;
-} pinned_ring;
-
-/// Takes the next slot and makes room for `bytes` in it. Waits only if the card is RING_SLOTS
-/// copies behind.
-eng_status ring_take(void **slot, pinned_ring *ring, int64_t bytes);
-/// Copies the most recently taken slot into `to`, in stream order.
-eng_status ring_send(pinned_ring *ring, void *to, int64_t bytes);
-
 /// A pass's table. In device memory it is span[n], then chunk[chunks] with each chunk's span index.
 typedef struct span_table {
   device_span *span;             // device memory
@@ -48,13 +31,12 @@ typedef struct span_table {
   device_span *known, *fresh;    // host memory: the spans on the card, and the new ones
   int          capacity;         // of `known` and `fresh`
   int64_t      bytes;            // of the device memory
-  pinned_ring  ring;
 } span_table;
 
-/// Brings the table up to date, and sends it to the card if something changed. `target` holds the
-/// destinations of unscaled gradients, or is NULL.
+/// Brings the table up to date, and sends it to the card, without waiting, if something changed.
+/// `target` holds the destinations of unscaled gradients, or is NULL.
 eng_status spans_ready(span_table *table, const param_span *spans, int n, float *const *target);
 
 /// If the device memory at *memory is smaller than `bytes`, replaces it by memory of 5/4 of
-/// `bytes`. The old contents are then lost.
+/// `bytes`, filled with zeros. The old contents are then lost.
 eng_status device_grow(void **memory, int64_t *capacity, int64_t bytes);

@@ -1,7 +1,7 @@
 // Copies from pageable host memory to the card without waiting for the card. The driver may wait
-// for all earlier work of the stream before it copies from pageable memory. So a step's data
-// (mainly its batch) goes through a ring of pinned segments; a segment is reused once the card has
-// read it. Owns the ring. Called by device.cu.
+// for all earlier work of the stream before it copies from pageable memory. So a step's data (its
+// batch, and what parameters/ sends) goes through a ring of pinned segments; a segment is reused
+// once the card has read it. Owns the ring. Called by device.cu and parameters/.
 #include "device.h"
 #include "runtime.h"
 
