@@ -103,8 +103,7 @@ __device__ static inline int keys_seen(const attention_problem &p, int t)
   int64_t n = (int64_t)t + p.keys - p.queries + 1;
   return n < 0 ? 0 : n > p.keys ? p.keys : (int)n;
 }
-/// Returns the first query that sees key j. If no query sees it, returns p.queries or a larger
-/// number.
+/// Returns the first query that sees key j, or p.queries or a larger number if no query sees it.
 __device__ static inline int first_query(const attention_problem &p, int j)
 {
   int64_t t = p.causal ? (int64_t)j - p.keys + p.queries : 0;

@@ -17,9 +17,9 @@ eng_status map_rows(CUtensorMap *map, const attention_view &view, int batch, int
                     int width, int rows);
 
 #if HOPPER_BODY && defined(__CUDACC__)
-/// The barriers of a block's N buffers in shared memory, 16 N bytes. full(i) announces that copies
-/// have filled buffer i, empty(i) that all warps have read it. The uses of a buffer are numbered
-/// from 0. Each use is a phase of both barriers.
+/// The barriers of a block's N buffers in shared memory, 16 N bytes. full(i) is the barrier that
+/// ends a phase when copies have filled buffer i, and empty(i) the one that ends a phase when all
+/// warps have read it. The uses of a buffer are numbered from 0. Each use is a phase of both.
 template <int N> struct buffer_barriers {
   uint32_t start;   // address
   __device__ uint32_t full(int i) const { return start + 16 * i; }
@@ -37,19 +37,19 @@ template <int N> struct buffer_barriers {
     __syncthreads();
   }
   /// Waits until buffer i is empty, and sets how many bytes the copies for this use will write.
-  /// Called by the thread that then asks for the copies.
+  /// Called by the thread that then starts the copies.
   __device__ void claim(int i, int use, uint32_t bytes) const
   {
     barrier_wait(empty(i), ~use & 1);
     barrier_expect(full(i), bytes);
   }
-  /// take waits until the buffer is full; give says that the warp has read it.
+  /// take() waits until buffer i is full. A warp calls give() when it has read the buffer.
   __device__ void take(int i, int use) const { barrier_wait(full(i), use & 1); }
   __device__ void give(int i) const { barrier_arrive(empty(i), threadIdx.x % 32 == 0); }
 };
 
-/// Asks for rows [first, first + N) of a head, in D / 64 tiles from `tile` on. Rows that do not
-/// exist become zeros.
+/// Starts copies of rows [first, first + N) of a head to D / 64 tiles, the first at address `tile`.
+/// Rows that do not exist become zeros.
 template <int D, int N>
 __device__ static inline void copy_rows(uint32_t tile, const CUtensorMap &map, int first, int head,
                                         int batch, uint32_t barrier)
@@ -97,8 +97,8 @@ __device__ static inline void round_weights(uint32_t (&weights)[N / 8][4], const
       weights[i][c] = rounded_pair(T(), s[8 * i + 2 * c], s[8 * i + 2 * c + 1]);
 }
 
-/// Sets to -inf the scores of columns that a row does not see. seen0 and seen1: how many columns,
-/// from the start of the tile on, the thread's first and second row see.
+/// Sets to -inf the scores of columns that a row does not see. The thread's first row sees the
+/// first seen0 columns of the tile, its second row the first seen1.
 template <int N> __device__ static inline void hide_after(float (&s)[N], int seen0, int seen1)
 {
   int seen[2] = {seen0 - 2 * ((int)threadIdx.x & 3), seen1 - 2 * ((int)threadIdx.x & 3)};

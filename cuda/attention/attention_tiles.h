@@ -15,10 +15,10 @@ enum { QUERIES = 64 };   // queries at a time, in kernels whose blocks own keys
 /// first tile of every head, then the second tile of every head, and so on.
 typedef struct schedule { int32_t tiles, heads, together; } schedule;
 
-/// What the kernels of the backward pass share. shift [B x H x line] is RAISE - lse *
-/// log2(e), so that 2^(score * log2(e) + shift) is a probability times 2^RAISE. For rows that see
-/// no key or do not exist, shift is -inf, which makes the probability 0. largest [B x G] holds the
-/// bits of the largest finite |dy| of the heads that share a key head (NULL for bf16).
+/// What the kernels of the backward pass share. shift [B x H x line] is RAISE - lse * log2(e), so
+/// that 2^(score * log2(e) + shift) is a probability times 2^RAISE. For rows that see no key or do
+/// not exist, shift is -inf, which makes the probability 0. largest [B x G] holds the bits of the
+/// largest finite |dy| of the heads that share a key head (NULL for bf16).
 typedef struct backward_room {
   float    *shift;
   uint32_t *largest;

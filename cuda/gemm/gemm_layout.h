@@ -89,8 +89,8 @@ int64_t gemm_alignment(const void *data);
 /// undefined, if A, B or C cannot be described. C must have contiguous rows.
 bool gemm_describe(gemm_problem *problem, const gemm_product *p, int walked);
 
-/// Returns the batch dimension that cuBLASLt strides through (the longest), or -1 without a batch.
-/// Callers loop over the other dimensions.
+/// Returns the batch dimension that one launch of cuBLASLt covers (the longest), or -1 without a
+/// batch. Callers loop over the other dimensions.
 int gemm_walked_dim(const gemm_product *p);
 
 /// Returns the address of the first element of matrix x at index `at` of the batch dimensions.

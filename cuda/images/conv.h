@@ -9,8 +9,8 @@ extern "C" {
 
 /// Tells which pixels a convolution multiplies. A place is an output pixel: of y or, for the
 /// gradient of x (`turned`), of dx. `from` is the input: x or, if turned, dy. For each tap (element
-/// of the kernel), a place reads ("meets") one pixel of `from`, or none: in the padding or, if
-/// turned, between strides.
+/// of the kernel), a place "meets" the pixel of `from` that it reads. It meets none if the tap is
+/// over the padding or, if turned, over a gap that the stride leaves.
 typedef struct conv_gather {
   const void *from;                  // [N x high x wide x groups x channels]
   int32_t     dtype;

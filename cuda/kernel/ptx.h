@@ -54,7 +54,7 @@ __device__ static inline float max_nan(float a, float b)
 // wrote before they arrived. Hopper and later.
 __device__ static inline void barrier_init(uint32_t barrier, uint32_t count)
 { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(count) : "memory"); }
-/// Arrives if `really` is true, without a branch, so that the warp stays together.
+/// Arrives if `really` is true. Has no branch, so the threads of a warp do not diverge.
 __device__ static inline void barrier_arrive(uint32_t barrier, bool really)
 {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %1, 0;\n"
@@ -62,7 +62,7 @@ __device__ static inline void barrier_arrive(uint32_t barrier, bool really)
                "r"((int)really)
                : "memory");
 }
-/// Arrives. The phase does not end before copies (below) have written `bytes` bytes.
+/// Arrives, and also keeps the phase from ending until copies (below) have written `bytes` bytes.
 __device__ static inline void barrier_expect(uint32_t barrier, uint32_t bytes)
 {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier),
@@ -81,10 +81,10 @@ __device__ static inline void barrier_wait(uint32_t barrier, uint32_t parity)
                : "memory");
 }
 
-/// Copies a box of a tensor to the shared address `to`. `map` describes the tensor and the size of
-/// the box; row, head and batch say where the box begins, and column which 16-bit numbers. What is
-/// outside of the tensor becomes 0. The hardware copies; one thread asks for it. Threads that have
-/// waited for `barrier` see the result. Hopper and later.
+/// Starts a copy, by the hardware, of a box of a tensor of 16-bit numbers to the shared address
+/// `to`. `map` describes the tensor and the size of the box, whose first number is at `column` of
+/// the given row, head and batch. Numbers outside the tensor become 0. One thread calls this.
+/// Threads that have waited for `barrier` see the result. Hopper and later.
 __device__ static inline void copy_box(uint32_t to, const CUtensorMap *map, int column, int row,
                                        int head, int batch, uint32_t barrier)
 {
@@ -93,7 +93,7 @@ __device__ static inline void copy_box(uint32_t to, const CUtensorMap *map, int 
                "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
                : "memory");
 }
-/// Does the same for adjacent bytes. Addresses and `bytes` are multiples of 16.
+/// Starts such a copy of `bytes` adjacent bytes. Addresses and `bytes` are multiples of 16.
 __device__ static inline void copy_line(uint32_t to, const void *from, uint32_t bytes,
                                         uint32_t barrier)
 {

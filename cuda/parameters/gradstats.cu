@@ -499,7 +499,8 @@ enum { REPORTS = 64 };
 /// are contiguous in device memory and in host memory.
 typedef struct report {
   int64_t     ticket;            // of the last pass that used this report
-  // busy: not fetched yet; dropped: will not be fetched, but its copy may still be in flight
+  // busy: the results are not fetched yet. dropped: they never will be, but their copy may still be
+  // in flight.
   bool        busy, dropped;
   char       *memory;            // pinned
   int64_t     bytes;
@@ -507,7 +508,7 @@ typedef struct report {
   int64_t    *count;             // elements of each tensor
   int         n, n_loss, capacity;
   unsigned    needs;
-  bool        told;              // its fault has already been reported
+  bool        told;              // a fault in this report has already been returned as an error
 } report;
 
 static struct {

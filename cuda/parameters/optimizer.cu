@@ -43,7 +43,8 @@ typedef struct numbers {
   int32_t go;                // 0: skip this update
   int32_t adam, n_groups;
   // spike: the limit on g^2 / v, or 0 for no limit. shrink: the factor on the change of the
-  // weights. dry: 1 if only norms are wanted. Only updates with norms or spike_clip use these.
+  // weights. dry: 1 to compute norms and write nothing. Only updates with norms or spike_clip use
+  // these three.
   float   spike, shrink;
   int32_t dry;
   // counter: the index of the update counter. fresh: 1 if this counter restarts at t. Only lagged
@@ -70,7 +71,8 @@ __device__ static inline float scaled(const scaling &s, float g) { return g * s.
 enum { LOOP_SGD, LOOP_ADAM, LOOP_LION };
 
 /// Updates one element: weight w, gradient g, moments m and v. `momentum` is true if SGD uses
-/// momentum, `starts` if m is set to the gradient. `spike` is Adam's limit on g^2 / v, or 0.
+/// momentum, `starts` if m has no value yet and becomes the gradient. `spike` is Adam's limit on
+/// g^2 / v, or 0 for no limit.
 template <int LOOP>
 __device__ static inline void advance(const rule &r, float limit, float spike, bool momentum,
                                       bool starts, float &w, float g, float &m, float &v)

@@ -69,8 +69,8 @@ static eng_status move(walk<2> w)
 
 // ------------------------------------------------------------------ tiles
 
-/// A transposition. The source is contiguous along dimension `down` of the walk, the target along
-/// dimension 0. across_tiles is the number of tiles along dimension 0, down_tiles along `down`.
+/// A transposition. The target is contiguous along dimension 0 of the walk, the source along
+/// dimension `down`. There are across_tiles tiles along dimension 0 and down_tiles along `down`.
 struct turn { int down; uint32_t across_tiles, down_tiles; };
 
 /// The start of a block's tile: its indices along both dimensions, and its offsets in both tensors.

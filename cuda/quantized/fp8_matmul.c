@@ -50,7 +50,7 @@ static eng_status copy(void *to, int64_t to_outer, int64_t to_k, const void *fro
   return cuda_contiguous(&call);
 }
 
-/// Takes scratch memory. `gaps` says that the next copy into it leaves gaps; these become zeros.
+/// Takes scratch memory. If the caller's copy into it will leave `gaps`, fills it with zeros first.
 static eng_status take(void **piece, int64_t bytes, bool gaps, scratch *s)
 {
   *piece = scratch_keep(s, bytes);

@@ -268,8 +268,9 @@ __device__ inline float sum_of_rows(float (&error)[DOWN], int lanes)
   return error[0];
 }
 
-/// Decides for each block whether its scale maps the block's amax to 6 or to 4: replaces its code
-/// in `own` and `turned` by the code in `own4` and `turned4` if this makes the error smaller.
+/// Decides for each block whether its scale maps the block's amax to 6 or to 4. `own` and `turned`
+/// hold the codes for 6. Replaces those whose error is smaller with 4 by the codes of `own4` and
+/// `turned4`.
 template <typename T>
 __device__ inline void choose(scale_codes &own, scale_codes &turned, const scale_codes &own4,
                               const scale_codes &turned4, const mx_job &p, eight<T> (&v)[DOWN],

@@ -208,7 +208,8 @@ struct scatter {
   void       *part;
 };
 
-/// Rows of dy in a 16-bit format T, 16 bytes at a time. dx is f32, f16 or bf16.
+/// Like float_lanes, for rows of dy in a 16-bit format T, 16 bytes at a time. dx is f32, f16 or
+/// bf16.
 template <typename T> struct low_lanes {
   enum { V = 8 };
   typedef float number;
@@ -220,6 +221,7 @@ template <typename T> struct low_lanes {
   { mixed<V>::store(data, dtype, at, y); }
 };
 
+/// Stores one chunk's sum for a place that has picks in other chunks, too, in row `slot` of `part`.
 template <class Lanes>
 __device__ static void keep_part(const scatter &s, int64_t slot, int64_t column,
                                  const typename Lanes::number (&sum)[Lanes::V])
@@ -229,6 +231,7 @@ __device__ static void keep_part(const scatter &s, int64_t slot, int64_t column,
   for (int v = 0; v < Lanes::V; v++) to[v] = sum[v];
 }
 
+/// Stores the complete sum of a place at offset `to` of dx or, if s.add, adds it there.
 template <class Lanes>
 __device__ static void finish(const scatter &s, int64_t to, typename Lanes::number (&sum)[Lanes::V])
 {

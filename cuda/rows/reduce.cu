@@ -257,7 +257,7 @@ static bool bundle_inside(walk<1> &inner, const walk<1> &other, int V)
   return inner.stride[0][0] == 1 && inner.count % V == 0 && walk_bundle(inner, V);
 }
 
-/// Launches a reduction. `beside`: down columns.
+/// Launches a reduction, down columns if the results are adjacent in x (`beside`).
 template <class P> static void launch(reduction &r, bool beside)
 {
   set_dividers(r.kept);
