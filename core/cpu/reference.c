@@ -84,16 +84,6 @@ double *workspace_load(workspace *w, const tensor *x)
   return values;
 }
 
-int64_t *workspace_load_ints(workspace *w, const tensor *x)
-{
-  int64_t *values = x ? workspace_take(w, x->count) : NULL;
-  if (!values) return NULL;
-  walk at = walk_over(x->ndim, x->shape);
-  for (walk_add(&at, x); !walk_ended(&at); walk_next(&at))
-    values[at.position] = load_int_at(x, at.at[0]);
-  return values;
-}
-
 void values_store(const tensor *x, const double *values, bool add)
 {
   if (!x) return;

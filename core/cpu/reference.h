@@ -51,9 +51,8 @@ typedef struct workspace {
 /// Return room for `count` doubles or int64s, all zero.
 double  *workspace_doubles(workspace *w, int64_t count);
 int64_t *workspace_ints(workspace *w, int64_t count);
-/// Return the elements of x in row-major order, or NULL if x is absent.
+/// Returns the elements of x in row-major order, or NULL if x is absent.
 double  *workspace_load(workspace *w, const tensor *x);
-int64_t *workspace_load_ints(workspace *w, const tensor *x);
 /// Rounds dense values into x or, if `add`, adds them to x's values. x may be absent.
 void     values_store(const tensor *x, const double *values, bool add);
 /// Frees the scratch memory and returns `failed`.

@@ -15,7 +15,7 @@ static eng_status count_targets(int64_t *counted, const op_call *call)
           ignored = call->cross_entropy.ignore;
   *counted = 0;
   for (int64_t r = 0; r < rows; r++) {
-    int64_t t = tensor_load_int(targets->data, targets->dtype, r);
+    int64_t t = load_int_at(targets, r);
     if (t == ignored) continue;
     FAIL_IF(t < 0 || t > last, ENG_ERR_VALUE, "%s: expected targets in 0..%lld (or %lld, "
             "ignored), got %lld at row %lld of %s; hint: does the vocabulary of the data fit the "
@@ -50,14 +50,14 @@ eng_status reference_cross_entropy(const op_call *call)
   workspace space = {0};
   double *x = workspace_load(&space, logits), *losses = workspace_doubles(&space, rows),
          *lses = workspace_doubles(&space, rows);
-  int64_t *targets = workspace_load_ints(&space, call->in[1]);
   if (space.failed) return workspace_close(&space);
   apply_cap(x, NULL, rows * classes, call->cross_entropy.soft_cap);
   for (int64_t r = 0; r < rows; r++) {
     const double *row = x + r * classes;
     lses[r] = row_logsumexp(row, classes);
-    if (targets[r] == ignored) continue;
-    losses[r] = (1.0 - smoothing) * (lses[r] - row[targets[r]]);
+    int64_t target = load_int_at(call->in[1], r);
+    if (target == ignored) continue;
+    losses[r] = (1.0 - smoothing) * (lses[r] - row[target]);
     if (z_loss > 0) losses[r] += z_loss * lses[r] * lses[r];
     for (int64_t v = 0; smoothing > 0 && v < classes; v++)
       losses[r] += smoothing * (lses[r] - row[v]) / (double)classes;
@@ -82,16 +82,16 @@ eng_status reference_cross_entropy_grad(const op_call *call)
   workspace space = {0};
   double *x = workspace_load(&space, logits), *dloss = workspace_load(&space, call->in[3]),
          *slopes = workspace_doubles(&space, rows * classes);
-  int64_t *targets = workspace_load_ints(&space, call->in[1]);
   if (space.failed) return workspace_close(&space);
   apply_cap(x, slopes, rows * classes, call->cross_entropy.soft_cap);
   for (int64_t r = 0; r < rows; r++) {
     double *row = x + r * classes, lse = row_logsumexp(row, classes);
     double weight = z_loss > 0 ? 1.0 + 2.0 * z_loss * lse : 1.0;
     double slope = mode == 0 ? dloss[r] : mode == 1 ? dloss[0] / (double)counted : dloss[0];
+    int64_t target = load_int_at(call->in[1], r);
     for (int64_t v = 0; v < classes; v++) {
-      double wanted = (v == targets[r] ? 1.0 - smoothing : 0.0) + smoothing / (double)classes;
-      row[v] = targets[r] == ignored ? 0.0 :
+      double wanted = (v == target ? 1.0 - smoothing : 0.0) + smoothing / (double)classes;
+      row[v] = target == ignored ? 0.0 :
         (exp(row[v] - lse) * weight - wanted) * slope * slopes[r * classes + v];
     }
   }

@@ -43,8 +43,7 @@ eng_status reference_msamp_fp4(const op_call *call)
   int64_t rows = row_count(x), K = row_length(x);
   side of = {.call = call, .rows = rows, .columns = K, .row = K, .column = 1};
   *(float *)call->out[2]->data = block_amax(&of, 0, rows, 0, K, true);
-  double *v = malloc((size_t)(2 * K + 1) * sizeof *v);
-  FAIL_IF(!v, ENG_ERR_MEMORY, "msamp_fp4: out of memory for a row");
+  SCRATCH(double, v, 2 * K);
   double *sorted = v + K;
   for (int64_t r = 0; r < rows; r++) {
     for (int64_t c = 0; c < K; c++) sorted[c] = v[c] = bf16_to_f32(bf16_from_f32(x_at(&of, r, c)));
@@ -70,6 +69,5 @@ eng_status reference_msamp_fp4(const op_call *call)
         store_at(call->out[3], r * K + c, slope_of(bf16_to_f32(bf16_from_f64(t))));
     }
   }
-  free(v);
   return ENG_OK;
 }

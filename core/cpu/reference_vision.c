@@ -8,15 +8,17 @@
 
 // ------------------------------------------------------------------ convolution
 
-// every_product calls a function of this type for each product x * w in the sum of an element of y.
-// x, w and y are indices into dense arrays.
-typedef void product(void *context, int64_t x, int64_t w, int64_t y);
+enum { X, W, Y, TENSORS };
 
-static void every_product(const op_call *c, const int64_t *x, const int64_t *w, const int64_t *y,
-                          product *visit, void *context)
+// Adds to each element of tensor `result` (X, W or Y) its terms: the products of an element of each
+// of the other two tensors. `values` are dense arrays in the shapes of `part`.
+static void add_products(const op_call *c, tensor *const part[TENSORS], double *const *values,
+                         int result)
 {
+  const int64_t *x = part[X]->shape, *w = part[W]->shape, *y = part[Y]->shape;
   int64_t cg = w[1], og = w[0] / (c->conv2d.groups ? c->conv2d.groups : 1);
   const int64_t *stride = c->conv2d.stride, *pad = c->conv2d.padding, *step = c->conv2d.dilation;
+  int one = (result + 1) % TENSORS, other = (result + 2) % TENSORS;
   for (int64_t n = 0; n < y[0]; n++)
     for (int64_t p = 0; p < y[1]; p++)
       for (int64_t q = 0; q < y[2]; q++)
@@ -26,66 +28,44 @@ static void every_product(const op_call *c, const int64_t *x, const int64_t *w, 
               int64_t h = p * stride[0] - pad[0] + i * step[0],
                       v = q * stride[1] - pad[1] + j * step[1];
               if (h < 0 || h >= x[1] || v < 0 || v >= x[2]) continue;
-              for (int64_t k = 0; k < cg; k++)
-                visit(context, ((n * x[1] + h) * x[2] + v) * x[3] + o / og * cg + k,
-                      ((o * cg + k) * w[2] + i) * w[3] + j, ((n * y[1] + p) * y[2] + q) * y[3] + o);
+              for (int64_t k = 0; k < cg; k++) {
+                int64_t at[TENSORS] = {((n * x[1] + h) * x[2] + v) * x[3] + o / og * cg + k,
+                                       ((o * cg + k) * w[2] + i) * w[3] + j,
+                                       ((n * y[1] + p) * y[2] + q) * y[3] + o};
+                values[result][at[result]] += values[one][at[one]] * values[other][at[other]];
+              }
             }
 }
 
-typedef struct conv { double *x, *w, *y; } conv;
-
-static void to_y(void *t, int64_t x, int64_t w, int64_t y)
+static eng_status convolve(const op_call *call, tensor *const part[TENSORS], int result,
+                           const tensor *bias, bool add)
 {
-  conv *c = t;
-  c->y[y] += c->x[x] * c->w[w];
-}
-static void to_x(void *t, int64_t x, int64_t w, int64_t y)
-{
-  conv *c = t;
-  c->x[x] += c->y[y] * c->w[w];
-}
-static void to_w(void *t, int64_t x, int64_t w, int64_t y)
-{
-  conv *c = t;
-  c->w[w] += c->x[x] * c->y[y];
+  const tensor *out = part[result];
+  workspace space = {0};
+  double *values[TENSORS], *start = workspace_load(&space, bias);
+  for (int k = 0; k < TENSORS; k++)
+    values[k] = k == result ? workspace_doubles(&space, out->count)
+                            : workspace_load(&space, part[k]);
+  if (space.failed) return workspace_close(&space);
+  for (int64_t i = 0; bias && i < out->count; i++) values[result][i] = start[i % bias->count];
+  add_products(call, part, values, result);
+  values_store(out, values[result], add);
+  return workspace_close(&space);
 }
 
 eng_status reference_conv2d(const op_call *call)
 {
-  const tensor *y = call->out[0];
-  workspace space = {0};
-  conv c = {workspace_load(&space, call->in[0]), workspace_load(&space, call->in[1]),
-            workspace_doubles(&space, y->count)};
-  double *bias = workspace_load(&space, call->in[2]);
-  if (space.failed) return workspace_close(&space);
-  for (int64_t i = 0; bias && i < y->count; i++) c.y[i] = bias[i % y->shape[3]];
-  every_product(call, call->in[0]->shape, call->in[1]->shape, y->shape, to_y, &c);
-  values_store(y, c.y, false);
-  return workspace_close(&space);
+  return convolve(call, (tensor *[]){call->in[0], call->in[1], call->out[0]}, Y, call->in[2],
+                  false);
 }
 
 eng_status reference_conv2d_grad_x(const op_call *call)
-{
-  const tensor *x = call->out[0];
-  workspace space = {0};
-  conv c = {workspace_doubles(&space, x->count), workspace_load(&space, call->in[1]),
-            workspace_load(&space, call->in[0])};
-  if (space.failed) return workspace_close(&space);
-  every_product(call, x->shape, call->in[1]->shape, call->in[0]->shape, to_x, &c);
-  values_store(x, c.x, false);
-  return workspace_close(&space);
-}
+{ return convolve(call, (tensor *[]){call->out[0], call->in[1], call->in[0]}, X, NULL, false); }
 
 eng_status reference_conv2d_grad_w(const op_call *call)
 {
-  const tensor *w = call->out[0];
-  workspace space = {0};
-  conv c = {workspace_load(&space, call->in[1]), workspace_doubles(&space, w->count),
-            workspace_load(&space, call->in[0])};
-  if (space.failed) return workspace_close(&space);
-  every_product(call, call->in[1]->shape, w->shape, call->in[0]->shape, to_w, &c);
-  values_store(w, c.w, call->conv2d_grad_w.add);
-  return workspace_close(&space);
+  return convolve(call, (tensor *[]){call->in[1], call->out[0], call->in[0]}, W, NULL,
+                  call->conv2d_grad_w.add);
 }
 
 // ------------------------------------------------------------------ pooling
@@ -97,7 +77,7 @@ static int64_t place(const tensor *x, int64_t n, int64_t i, int64_t j)
 // the gradient of each window's result from `small`. Max pooling adds it to the maximum's cell in
 // `large`; average pooling adds an equal share to each cell of the window.
 static void pool(const op_call *c, const tensor *tl, double *large, const tensor *ts, double *small,
-                 int64_t *cell, bool back)
+                 double *cell, bool back)
 {
   pool_side side[2];
   for (int d = 0; d < 2; d++)
@@ -114,7 +94,7 @@ static void pool(const op_call *c, const tensor *tl, double *large, const tensor
     bool first = true;
     for (int64_t h = rows.first; h < rows.end; h++)
       for (int64_t w = columns.first; w < columns.end; w++) {
-        int64_t number = (h - top) * side[1].kernel + w - left;
+        double number = (double)((h - top) * side[1].kernel + w - left);
         double *x = &large[place(tl, n, h, w) + channel];
         if (back) *x += !cell ? small[k] / area : cell[k] == number ? small[k] : 0.0;
         else if (!cell) sum += *x;
@@ -125,36 +105,30 @@ static void pool(const op_call *c, const tensor *tl, double *large, const tensor
   }
 }
 
-static eng_status pool_forward(const op_call *call, bool max)
+static eng_status pool_images(const op_call *call, bool max, bool back)
 {
-  const tensor *x = call->in[0], *y = call->out[0];
+  const tensor *tl = back ? call->out[0] : call->in[0], *ts = back ? call->in[0] : call->out[0];
   workspace space = {0};
-  double *large = workspace_load(&space, x), *small = workspace_doubles(&space, y->count);
-  int64_t *cell = max ? workspace_ints(&space, y->count) : NULL;
+  double *large, *small, *cell = NULL;
+  if (back) {
+    large = workspace_doubles(&space, tl->count), small = workspace_load(&space, ts);
+    if (max) cell = workspace_load(&space, call->in[1]);
+  } else {
+    large = workspace_load(&space, tl), small = workspace_doubles(&space, ts->count);
+    if (max) cell = workspace_doubles(&space, ts->count);
+  }
   if (space.failed) return workspace_close(&space);
-  pool(call, x, large, y, small, cell, false);
-  values_store(y, small, false);
-  for (int64_t i = 0; max && call->out[1] && i < y->count; i++)
-    tensor_store_int(call->out[1]->data, ENG_i32, i, cell[i]);
+  pool(call, tl, large, ts, small, cell, back);
+  values_store(call->out[0], back ? large : small, false);
+  if (max && !back) values_store(call->out[1], cell, false);
   return workspace_close(&space);
 }
 
-static eng_status pool_backward(const op_call *call, bool max)
-{
-  const tensor *x = call->out[0], *y = call->in[0];
-  workspace space = {0};
-  double *large = workspace_doubles(&space, x->count), *small = workspace_load(&space, y);
-  int64_t *cell = max ? workspace_load_ints(&space, call->in[1]) : NULL;
-  if (space.failed) return workspace_close(&space);
-  pool(call, x, large, y, small, cell, true);
-  values_store(x, large, false);
-  return workspace_close(&space);
-}
-
-eng_status reference_max_pool2d(const op_call *call)      { return pool_forward(call, true); }
-eng_status reference_max_pool2d_grad(const op_call *call) { return pool_backward(call, true); }
-eng_status reference_avg_pool2d(const op_call *call)      { return pool_forward(call, false); }
-eng_status reference_avg_pool2d_grad(const op_call *call) { return pool_backward(call, false); }
+eng_status reference_max_pool2d(const op_call *call)      { return pool_images(call, true, false); }
+eng_status reference_max_pool2d_grad(const op_call *call) { return pool_images(call, true, true); }
+eng_status reference_avg_pool2d_grad(const op_call *call) { return pool_images(call, false, true); }
+eng_status reference_avg_pool2d(const op_call *call)
+{ return pool_images(call, false, false); }
 
 // ------------------------------------------------------------------ norms
 
