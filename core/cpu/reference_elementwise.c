@@ -26,8 +26,7 @@ static eng_status map_two(const op_call *call, binary_float *float_rule, binary_
   const tensor *a = call->in[0], *b = call->in[1], *y = call->out[0];
   bool integers = dtype_is_integer(compares ? a->dtype : y->dtype) &&
                   dtype_is_integer(compares ? b->dtype : y->dtype);
-  walk w = walk_call(call);
-  for (; !walk_ended(&w); walk_next(&w)) {
+  for (walk w = walk_call(call); !walk_ended(&w); walk_next(&w)) {
     if (integers && int_rule)
       store_int_at(y, w.at[2], int_rule(load_int_at(a, w.at[0]), load_int_at(b, w.at[1])));
     else
@@ -70,8 +69,7 @@ eng_status reference_pow(const op_call *call) { return map_two(call, power, NULL
 eng_status reference_where(const op_call *call)
 {
   const tensor *condition = call->in[0], *a = call->in[1], *b = call->in[2], *y = call->out[0];
-  walk w = walk_call(call);
-  for (; !walk_ended(&w); walk_next(&w)) {
+  for (walk w = walk_call(call); !walk_ended(&w); walk_next(&w)) {
     bool yes = load_at(condition, w.at[0]) != 0;
     element_copy(y, w.at[3], yes ? a : b, w.at[yes ? 1 : 2]);
   }
@@ -87,8 +85,7 @@ static eng_status map_one(const op_call *call, unary_rule *rule, int64_t (*int_r
 {
   const tensor *x = call->in[0], *y = call->out[0];
   bool integers = int_rule && dtype_is_integer(x->dtype) && dtype_is_integer(y->dtype);
-  walk w = walk_call(call);
-  for (; !walk_ended(&w); walk_next(&w)) {
+  for (walk w = walk_call(call); !walk_ended(&w); walk_next(&w)) {
     if (integers) store_int_at(y, w.at[1], int_rule(load_int_at(x, w.at[0])));
     else store_at(y, w.at[1], rule(load_at(x, w.at[0])));
   }
@@ -157,8 +154,7 @@ static double (*const gradients[ENG_OP_COUNT])(double x, double dy) = {
 eng_status reference_unary_grad(const op_call *call)
 {
   const tensor *x = call->in[0], *dy = call->in[1], *dx = call->out[0];
-  walk w = walk_call(call);
-  for (; !walk_ended(&w); walk_next(&w))
+  for (walk w = walk_call(call); !walk_ended(&w); walk_next(&w))
     store_at(dx, w.at[2],
              gradients[call->unary_grad.of](load_at(x, w.at[0]), load_at(dy, w.at[1])));
   return ENG_OK;
@@ -173,8 +169,7 @@ eng_status reference_affine(const op_call *call)
   bool whole =
     factor == rint(factor) && fabs(factor) < 0x1p63 && shift == rint(shift) && fabs(shift) < 0x1p63;
   bool integers = dtype_is_integer(x->dtype) && dtype_is_integer(y->dtype) && whole;
-  walk w = walk_call(call);
-  for (; !walk_ended(&w); walk_next(&w)) {
+  for (walk w = walk_call(call); !walk_ended(&w); walk_next(&w)) {
     if (integers) {
       uint64_t value = (uint64_t)load_int_at(x, w.at[0]);
       store_int_at(y, w.at[1], wrap(value * (uint64_t)(int64_t)factor + (uint64_t)(int64_t)shift));
@@ -188,8 +183,7 @@ eng_status reference_affine(const op_call *call)
 eng_status reference_pow_scalar(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  walk w = walk_call(call);
-  for (; !walk_ended(&w); walk_next(&w))
+  for (walk w = walk_call(call); !walk_ended(&w); walk_next(&w))
     store_at(y, w.at[1], pow(load_at(x, w.at[0]), call->pow_scalar.exponent));
   return ENG_OK;
 }
@@ -198,8 +192,7 @@ eng_status reference_clamp(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
   double low = call->clamp.low, high = call->clamp.high;
-  walk w = walk_call(call);
-  for (; !walk_ended(&w); walk_next(&w)) {
+  for (walk w = walk_call(call); !walk_ended(&w); walk_next(&w)) {
     double value = load_at(x, w.at[0]);
     double bounded = value < low ? low : value;
     bounded = bounded > high ? high : bounded;
@@ -214,8 +207,7 @@ eng_status reference_clamp(const op_call *call)
 eng_status reference_swiglu(const op_call *call)
 {
   const tensor *gate = call->in[0], *up = call->in[1], *y = call->out[0];
-  walk w = walk_call(call);
-  for (; !walk_ended(&w); walk_next(&w))
+  for (walk w = walk_call(call); !walk_ended(&w); walk_next(&w))
     store_at(y, w.at[2], silu_of(load_at(gate, w.at[0])) * load_at(up, w.at[1]));
   return ENG_OK;
 }
@@ -246,8 +238,7 @@ eng_status reference_dropout(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
   double p = call->dropout.p;
-  walk w = walk_call(call);
-  for (; !walk_ended(&w); walk_next(&w)) {
+  for (walk w = walk_call(call); !walk_ended(&w); walk_next(&w)) {
     uint32_t words[4];
     philox_block(words, (uint64_t)call->dropout.counter + (uint64_t)(w.position / 4));
     bool keep = (words[w.position % 4] >> 8) * 0x1p-24 >= p;
@@ -259,8 +250,7 @@ eng_status reference_dropout(const op_call *call)
 static eng_status copy_elements(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  walk w = walk_call(call);
-  for (; !walk_ended(&w); walk_next(&w))
+  for (walk w = walk_call(call); !walk_ended(&w); walk_next(&w))
     element_copy(y, w.at[1], x, w.at[0]);
   return ENG_OK;
 }
@@ -269,8 +259,7 @@ static eng_status copy_elements(const op_call *call)
 static eng_status cast_by_mode(const op_call *call, int mode)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  walk w = walk_call(call);
-  for (; !walk_ended(&w); walk_next(&w)) {
+  for (walk w = walk_call(call); !walk_ended(&w); walk_next(&w)) {
     double value = dtype_is_integer(x->dtype)
                      ? double_from_int(load_int_at(x, w.at[0]), false)
                      : load_at(x, w.at[0]);
