@@ -22,7 +22,7 @@
 #include "base/error.h"
 #include "base/fp8_hopper.h"
 #include "base/fp8_layout.h"
-#include "gemm.h"
+#include "gemm_pairs.h"
 #include "rows.h"
 #include "simd.h"
 #include "turn.h"
@@ -146,9 +146,10 @@ static void pairs_of_panel(float *to, const uint8_t *code, int64_t steps, int dt
   magnitudes m = magnitudes_of(dtype);
   for (int64_t k = 0; k < steps; k += 2, code += 2 * PANEL)
     for (int64_t j = 0; j < PANEL; j += VF_LANES, to += VF_LANES) {
-      __m512i low = _mm512_cvtepu8_epi32(vf_bytes_(code + j)), high = _mm512_setzero_si512();
+      __m512i low = _mm512_cvtepu8_epi32(vf_bytes_n_(code + j, VF_LANES)),
+              high = _mm512_setzero_si512();
       if (k + 1 < steps)
-        high = _mm512_slli_epi32(_mm512_cvtepu8_epi32(vf_bytes_(code + PANEL + j)), 16);
+        high = _mm512_slli_epi32(_mm512_cvtepu8_epi32(vf_bytes_n_(code + PANEL + j, VF_LANES)), 16);
       _mm512_storeu_si512(to, vh_of_fp8_(_mm512_or_si512(low, high), &m));
     }
 }
@@ -225,83 +226,53 @@ enum { PAIR_ROWS = 8 };
 enum { PAIR_ROWS = 4 };
 #endif
 
-VF_INLINE void fp32_body(const int rows, const int vectors, const float *a, const float *b,
-                         int64_t steps, float *part, bool resume)
+// Adds the products of n steps to `part`, for `rows` rows and two vectors of columns. Reads `part`
+// only with `resume`. `pairs` means that a step is a word of two bf16. rows, multiply and pairs are
+// constants where this is inlined.
+VF_INLINE void chains(const int rows, micro_product *multiply, const bool pairs, const float *a,
+                      const float *b, int64_t n, float *part, bool resume)
 {
   vf sum[PAIR_ROWS][2];
 #pragma GCC unroll 16
   for (int i = 0; i < rows; i++)
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++)
+    for (int v = 0; v < 2; v++)
       sum[i][v] = resume ? vf_load(part + i * PANEL + v * VF_LANES) : vf_zero();
-  for (int64_t step = 0; step < steps; step++) {
-    int64_t k = fp8_fp32_order(step, steps);
-    vf row[2];
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) row[v] = vf_load(b + k * PANEL + v * VF_LANES);
+  for (int64_t step = 0; step < n; step++) {
+    int64_t k = pairs ? step : fp8_fp32_order(step, n);
+    vf one = vf_load(b + k * PANEL), two = vf_load(b + k * PANEL + VF_LANES);
 #pragma GCC unroll 16
     for (int i = 0; i < rows; i++) {
-      vf x = vf_set1(a[i * RUN + k]);
-#pragma GCC unroll 4
-      for (int v = 0; v < vectors; v++) sum[i][v] = vf_fma(x, row[v], sum[i][v]);
+      sum[i][0] = multiply(sum[i][0], a + i * RUN + k, one);
+      sum[i][1] = multiply(sum[i][1], a + i * RUN + k, two);
     }
   }
 #pragma GCC unroll 16
   for (int i = 0; i < rows; i++)
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) vf_store(part + i * PANEL + v * VF_LANES, sum[i][v]);
+    for (int v = 0; v < 2; v++) vf_store(part + i * PANEL + v * VF_LANES, sum[i][v]);
 }
 
-#if defined(ENG_ISA_avx512)
-// Does the work of fp32_body for n words of two bf16 each.
-#define PAIRS_BODY(rows)                                                                \
-  __attribute__((target("avx512bf16"))) static void pairs_##rows(                       \
-    const float *a, const float *b, int64_t n, float *part, bool resume)                \
-  {                                                                                     \
-    vf sum[rows][2];                                                                    \
-    _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) for (int v = 0; v < 2; v++) \
-      sum[i][v] = resume ? vf_load(part + i * PANEL + v * VF_LANES) : (vf){0};          \
-    for (int64_t p = 0; p < n; p++, b += PANEL) {                                       \
-      vi one = (vi)vf_load(b), two = (vi)vf_load(b + VF_LANES);                         \
-      _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++)                           \
-      {                                                                                 \
-        int32_t word;                                                                   \
-        memcpy(&word, a + i * RUN + p, sizeof word);                                    \
-        vi x = vi_set1(word);                                                           \
-        sum[i][0] = _mm512_dpbf16_ps(sum[i][0], (__m512bh)x, (__m512bh)one);            \
-        sum[i][1] = _mm512_dpbf16_ps(sum[i][1], (__m512bh)x, (__m512bh)two);            \
-      }                                                                                 \
-    }                                                                                   \
-    _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) for (int v = 0; v < 2; v++) \
-      vf_store(part + i * PANEL + v * VF_LANES, sum[i][v]);                             \
-  }
-PAIRS_BODY(8)
-PAIRS_BODY(1)
-
-static void pairs_rows(const float *a, const float *b, int64_t steps, int64_t rows, float *part,
-                       bool resume)
+VF_INLINE void all_chains(micro_product *multiply, const bool pairs, const float *a, const float *b,
+                          int64_t n, int64_t rows, float *part, bool resume)
 {
   for (int half = 0; half < PANEL; half += 2 * VF_LANES) {
     int64_t i = 0;
     for (; i + PAIR_ROWS <= rows; i += PAIR_ROWS)
-      pairs_8(a + i * RUN, b + half, (steps + 1) / 2, part + i * PANEL + half, resume);
+      chains(PAIR_ROWS, multiply, pairs, a + i * RUN, b + half, n, part + i * PANEL + half, resume);
     for (; i < rows; i++)
-      pairs_1(a + i * RUN, b + half, (steps + 1) / 2, part + i * PANEL + half, resume);
+      chains(1, multiply, pairs, a + i * RUN, b + half, n, part + i * PANEL + half, resume);
   }
 }
-#endif
 
 static void fp32_rows(const float *a, const float *b, int64_t steps, int64_t rows, float *part,
                       bool resume)
-{
-  for (int half = 0; half < PANEL; half += 2 * VF_LANES) {
-    int64_t i = 0;
-    for (; i + PAIR_ROWS <= rows; i += PAIR_ROWS)
-      fp32_body(PAIR_ROWS, 2, a + i * RUN, b + half, steps, part + i * PANEL + half, resume);
-    for (; i < rows; i++)
-      fp32_body(1, 2, a + i * RUN, b + half, steps, part + i * PANEL + half, resume);
-  }
-}
+{ all_chains(float_product, false, a, b, steps, rows, part, resume); }
+
+#if defined(ENG_ISA_avx512)
+__attribute__((target("avx512bf16"))) static void pairs_rows(const float *a, const float *b,
+                                                             int64_t steps, int64_t rows,
+                                                             float *part, bool resume)
+{ all_chains(pair_product, true, a, b, (steps + 1) / 2, rows, part, resume); }
+#endif
 
 VF_INLINE vb vb_max_(vb a, vb b)
 {

@@ -74,16 +74,13 @@ static void fetch_row(const side *s, int64_t r, int64_t c, int64_t columns)
 
 // ------------------------------------------------------------------ measuring
 
-// Sets top[c] to the larger of top[c] and the magnitude bits of x[c], for c < columns.
-static void compare_floats(int32_t *top, const float *x, int64_t columns)
+// Sets top[c] to the larger of the magnitudes top[c] and |x[c]|, for c < columns. Compares bits.
+static void compare_floats(float *top, const float *x, int64_t columns)
 {
-  int64_t c = 0;
-  for (; c + VF_LANES <= columns; c += VF_LANES)
-    vi_store(top + c, vi_larger_(vi_load(top + c), magnitudes(vf_load(x + c))));
-  for (; c < columns; c++) {
-    int32_t here = (int32_t)(f32_bits(x[c]) & 0x7FFFFFFFu);
-    if (here > top[c]) top[c] = here;
-  }
+  FOR_VECTORS(c, columns, {
+    vi here = magnitudes(vf_load_n(x + c, lanes));
+    vf_store_n(top + c, (vf)vi_larger_((vi)vf_load_n(top + c, lanes), here), lanes);
+  });
 }
 
 static void compare_halves(uint16_t *top, const uint16_t *x, int64_t columns)
@@ -116,26 +113,21 @@ static void measure(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t
     }
     return;
   }
-  if (s->dtype == ENG_f32) {
-    int32_t top[STRIP] = {0};
-    for (int64_t r = r0; r < r0 + rows; r++)
-      compare_floats(top, (const float *)s->x + r * s->columns + c0, columns);
-    for (int64_t j = 0; j < blocks; j++) {
-      int32_t here = 0;
-      for (int64_t c = j * s->wide; c < smaller((j + 1) * s->wide, columns); c++)
-        here = top[c] > here ? top[c] : here;
-      most[j] = (uint32_t)here;
-    }
-  } else {
-    uint16_t top[STRIP] = {0};
-    for (int64_t r = r0; r < r0 + rows; r++)
-      compare_halves(top, (const uint16_t *)s->x + r * s->columns + c0, columns);
-    for (int64_t j = 0; j < blocks; j++) {
-      uint16_t here = 0;
-      for (int64_t c = j * s->wide; c < smaller((j + 1) * s->wide, columns); c++)
-        here = top[c] > here ? top[c] : here;
-      most[j] = widened(here, s->dtype);
-    }
+  float top[STRIP];         // the largest magnitude of each column
+  uint16_t halves[STRIP];   // the same, if x is f16 or bf16
+  if (s->dtype == ENG_f32) memset(top, 0, (size_t)columns * sizeof *top);
+  else memset(halves, 0, (size_t)columns * sizeof *halves);
+  for (int64_t r = r0; r < r0 + rows; r++) {
+    int64_t at = r * s->columns + c0;
+    if (s->dtype == ENG_f32) compare_floats(top, (const float *)s->x + at, columns);
+    else compare_halves(halves, (const uint16_t *)s->x + at, columns);
+  }
+  if (s->dtype != ENG_f32) floats_from(top, halves, s->dtype, 0, columns);
+  for (int64_t j = 0; j < blocks; j++) {
+    int32_t here = 0;
+    for (int64_t c = j * s->wide; c < smaller((j + 1) * s->wide, columns); c++)
+      here = (int32_t)f32_bits(top[c]) > here ? (int32_t)f32_bits(top[c]) : here;
+    most[j] = (uint32_t)here;
   }
 }
 
@@ -250,19 +242,12 @@ static bool is_common(const side *s)   // blocks of 1 x 128
          !(s->call->quantize.flags & QUANTIZE_STOCHASTIC);
 }
 
-VF_INLINE vf elements(const void *x, const int dtype, int64_t at)
-{
-  if (dtype == ENG_f32) return vf_load((const float *)x + at);
-  return dtype == ENG_f16 ? vf_load_f16((const uint16_t *)x + at)
-                          : vf_load_bf16((const uint16_t *)x + at);
-}
-
 VF_INLINE void put_codes(uint8_t *to, vf x, vf factor, const int fraction, const bool by,
                          const bool within)
 {
   vf y = by ? vf_div(x, factor) : vf_mul(x, factor);
-  if (within) vf_store_fp8_within(to, y, fraction);
-  else vf_store_fp8(to, y, fraction, true);
+  vi code = within ? vf_to_fp8_within(y, fraction) : vf_to_fp8(y, fraction, true);
+  vf_put_bytes_n_(to, code, VF_LANES);
 }
 
 #if defined(ENG_ISA_avx512)
@@ -309,7 +294,8 @@ VF_INLINE void codes_typed(uint8_t *to, const void *x, int64_t at, const float *
   }
 #endif
   for (; i + VF_LANES <= n; i += VF_LANES)
-    put_codes(to + i, elements(x, dtype, at + i), vf_load(factors + i), fraction, by, within);
+    put_codes(to + i, vf_read(x, dtype, at + i, VF_LANES), vf_load(factors + i), fraction, by,
+              within);
   for (; i < n; i++) {
     float one = get(x, dtype, at + i);
     to[i] = fp8_from_f32(by ? one / factors[i] : one * factors[i], fraction, FP8_SATURATE, 0);
@@ -337,27 +323,6 @@ static void codes(const side *s, uint8_t *to, int64_t r, int64_t c, const float 
   }
 }
 
-// Writes a cache line. With `far`, the store bypasses the caches, which saves reading the line
-// before overwriting it.
-VF_INLINE void put_line(uint8_t *to, const uint8_t *from, bool far)
-{
-#if defined(ENG_ISA_avx512)
-  if (far) _mm512_stream_si512((void *)to, _mm512_load_si512(from));
-  else _mm512_storeu_si512(to, _mm512_load_si512(from));
-#else
-  (void)far;
-  memcpy(to, from, LINE);
-#endif
-}
-
-// Called after stores with `far`. A fence makes these stores visible to other threads.
-VF_INLINE void put_lines_end(void)
-{
-#if defined(ENG_ISA_avx512)
-  _mm_sfence();
-#endif
-}
-
 // Transposes the bytes of `from` [rows x columns], whose rows are TILE_ROW apart, into `to`
 // [columns x rows]; rows <= TURN and columns <= TILE_ROW. Transposes all lines before it writes any
 // of them to `to`: lines of `to` are far apart, and waiting for their memory must not delay the
@@ -375,10 +340,11 @@ static void turn(uint8_t *to, int64_t to_row, const uint8_t *from, int64_t rows,
   }
   if (rows < LINE) {
     for (int64_t c = 0; c < columns; c++) memcpy(to + c * to_row, lines[c], (size_t)rows);
+  } else if (far) {
+    for (int64_t c = 0; c < columns; c++) stream(to + c * to_row, lines[c], LINE);
+    stream_end();
   } else {
-    far = far && (uintptr_t)to % LINE == 0 && to_row % LINE == 0;
-    for (int64_t c = 0; c < columns; c++) put_line(to + c * to_row, lines[c], far);
-    if (far) put_lines_end();
+    for (int64_t c = 0; c < columns; c++) memcpy(to + c * to_row, lines[c], LINE);
   }
 }
 
@@ -423,7 +389,7 @@ VF_INLINE void block_typed(uint8_t *to, const void *x, int64_t at, float factor,
 #endif
 #pragma GCC unroll 8
   for (int v = 0; v < FP8_BLOCK; v += VF_LANES)
-    put_codes(to + v, elements(x, dtype, at + v), f, fraction, by, within);
+    put_codes(to + v, vf_read(x, dtype, at + v, VF_LANES), f, fraction, by, within);
 }
 
 // Quantizes `blocks` whole blocks of row r from column c0 on. Returns their largest magnitude as
@@ -502,36 +468,29 @@ static void tile_task(const void *context, int64_t task)
   w->tops[task] = top;
 }
 
-// Tall blocks, first pass: finds the largest magnitudes of pieces of CHUNK rows.
-static void piece_task(const void *context, int64_t task)
+// Processes one piece of CHUNK rows of tall blocks. The first pass measures the pieces. The second
+// pass, with `writes`, writes scales and codes; in s->measured, the entry of a block's first piece
+// then holds the largest magnitude of the whole block.
+static void tall_piece(const side *s, int64_t task, bool writes)
 {
-  const side *s = context;
-  int64_t i = task / s->pieces, r0 = i * s->high + task % s->pieces * CHUNK,
-          end = smaller(smaller((i + 1) * s->high, r0 + CHUNK), s->rows);
-  int64_t strip = s->wide > STRIP ? s->wide : STRIP / s->wide * s->wide;
-  if (r0 >= end) return;
-  for (int64_t c = 0; c < s->columns; c += strip)
-    measure(s, r0, end - r0, c, smaller(strip, s->columns - c),
-            s->measured + task * s->across + c / s->wide);
-}
-
-// Tall blocks, second pass: writes scales and codes. In s->measured, the entry of a block's first
-// piece now holds the largest magnitude of the whole block.
-static void write_task(const void *context, int64_t task)
-{
-  const side *s = context;
   float factors[STRIP];
   int64_t i = task / s->pieces, r0 = i * s->high + task % s->pieces * CHUNK,
           end = smaller(smaller((i + 1) * s->high, r0 + CHUNK), s->rows);
   int64_t strip = s->wide > STRIP ? s->wide : STRIP / s->wide * s->wide;
-  if (r0 >= end) return;
-  for (int64_t c = 0; c < s->columns; c += strip) {
+  for (int64_t c = 0; r0 < end && c < s->columns; c += strip) {
     int64_t columns = smaller(strip, s->columns - c);
-    bool within = lay_factors(s, s->measured + i * s->pieces * s->across + c / s->wide, r0, c,
-                              columns, task % s->pieces == 0, factors);
-    write(s, r0, end - r0, c, columns, factors, within);
+    uint32_t *most = s->measured + (writes ? i * s->pieces : task) * s->across + c / s->wide;
+    if (writes) {
+      bool within = lay_factors(s, most, r0, c, columns, task % s->pieces == 0, factors);
+      write(s, r0, end - r0, c, columns, factors, within);
+    } else {
+      measure(s, r0, end - r0, c, columns, most);
+    }
   }
 }
+
+static void measure_task(const void *s, int64_t task) { tall_piece(s, task, false); }
+static void write_task(const void *s, int64_t task) { tall_piece(s, task, true); }
 
 // Quantizes a side with tall blocks. Raises *top to the side's largest magnitude, as f32 bits.
 static eng_status run_tall(side *s, bool together, uint32_t *top)
@@ -541,7 +500,7 @@ static eng_status run_tall(side *s, bool together, uint32_t *top)
   SCRATCH(uint32_t, measured, tasks * s->across);
   memset(measured, 0, (size_t)(tasks * s->across) * sizeof *measured);
   s->measured = measured;
-  run_tasks(tasks, together, piece_task, s);
+  run_tasks(tasks, together, measure_task, s);
   for (int64_t task = 0; task < tasks; task++)
     for (int64_t j = 0; j < s->across; j++) {
       uint32_t here = s->measured[task * s->across + j],

@@ -1,7 +1,7 @@
 // The inner parts of a bf16 product that takes two steps of k at a time: VDPBF16PS adds a[2p+1]
 // b[2p+1] and then a[2p] b[2p] to an f32. Where a processor runs this instruction at the rate of a
 // plain fused multiply-add, a product takes half the time. The last section chooses between pairs
-// and single numbers. Included by gemm_packed.c and attention.c; owns nothing.
+// and single numbers. Included by gemm_packed.c, attention.c and fp8_matmul.c; owns nothing.
 //
 // Numerics: products of bf16 are exact, and each of the two sums is rounded to nearest even.
 // Subnormal operands count as zero and subnormal sums become zero, as on AMX: inf times a subnormal

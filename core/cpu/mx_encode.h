@@ -61,13 +61,6 @@ VF_INLINE void encode(vf y, vf u, const rounding by, bool nan, const mx_format f
   *value = v;
 }
 
-/// Stores n codes as bytes, n <= VF_LANES.
-VF_INLINE void put_codes(uint8_t *to, vi code, int n)
-{
-  if (n == VF_LANES) vf_put_bytes_(to, code);
-  else vf_put_bytes_n_(to, code, n);
-}
-
 enum { WORD_LINE = 128 };
 
 /// The elements that one call of encode_strip encodes: part of one row of x or, if each column is a
@@ -112,9 +105,8 @@ VF_INLINE void encode_lanes(void *to, const strip *s, int r, int c, const int n,
                vf_from_bits(vi_set1((127 - s->sr_bits) << 23)));
   encode(y, u, how, s->nan, f, &code, &v);
   to = (char *)to + r * s->line;
-  if (!values) put_codes((uint8_t *)to + c, code, n);
+  if (!values) vf_put_bytes_n_((uint8_t *)to + c, code, n);
   else if (n == VF_LANES && s->exact) vf_store_bf16_exact((uint16_t *)to + c, vf_mul(v, scale));
-  else if (n == VF_LANES) vf_store_bf16((uint16_t *)to + c, vf_mul(v, scale));
   else vf_store_bf16_n((uint16_t *)to + c, vf_mul(v, scale), n);
 }
 
@@ -157,7 +149,8 @@ VF_INLINE int encode_row_pairs(void *to, const strip *s, const bool values, cons
     by[0] = by[1] = two ? vf_set2(factor[0], factor[1]) : vf_set1(factor[0]);
     scale[0] = scale[1] = two ? vf_set2(unit[0], unit[1]) : vf_set1(unit[0]);
     encode_halves(code, v, x + c, by, nan, f);
-    if (packed) vf_put_bytes_((uint8_t *)to + c / 2, vi_or(code[0], vi_shl(code[1], 4)));
+    if (packed)
+      vf_put_bytes_n_((uint8_t *)to + c / 2, vi_or(code[0], vi_shl(code[1], 4)), VF_LANES);
     else put_halves((char *)to + (values ? 2 : 1) * c, code, v, scale, values);
     left -= HALVES;
     if (left <= 0) j += 1 + two, left = wide;

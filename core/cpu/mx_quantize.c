@@ -206,7 +206,7 @@ static void scales_of(const side *s, const float *amax, int n, uint8_t *code, fl
       int lanes = (int)smaller(VF_LANES, n - k);
       vi codes;
       if (mx_scales((vi)vf_load(amax + k), s->format, a->rule, &codes)) {
-        put_codes(code + k, codes, lanes);
+        vf_put_bytes_n_(code + k, codes, lanes);
         vf inverse = (vf)vi_shl(vi_sub(vi_set1(254), codes), 23);
         vf_store(factor + k, vf_mul(inverse, vf_set1(s->factor)));
         vf_store(unit + k, (vf)vi_larger_(vi_shl(codes, 23), vi_set1(0x00400000)));
@@ -230,7 +230,7 @@ static void scales_of(const side *s, const float *amax, int n, uint8_t *code, fl
     vf scale;
     vi codes;
     encode(wanted, vf_zero(), NEAREST, true, mx_format_of(ENG_e4m3), &codes, &scale);
-    put_codes(code + k, codes, lanes);
+    vf_put_bytes_n_(code + k, codes, lanes);
     vf inverse = vf_div(vf_set1(1.0f), vf_mul(scale, back));
     vf_store(unit + k, scale);
     vf_store(factor + k, vf_mul(vf_select(vf_gt(inverse, most), most, inverse),

@@ -351,8 +351,6 @@ VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)
 VF_INLINE void vf_store_bf16_exact(uint16_t *p, vf a)
 { vf16_store_n_(p, vf16_of_words_(vi_shr((vi)a, 16)), VF_LANES); }
 VF_INLINE vf vf_load_f16(const uint16_t *p)           { return vf_load_f16_n(p, VF_LANES); }
-VF_INLINE vf vf_load_bf16(const uint16_t *p)          { return vf_load_bf16_n(p, VF_LANES); }
-VF_INLINE void vf_store_bf16(uint16_t *p, vf a)       { vf_store_bf16_n(p, a, VF_LANES); }
 
 /// Loads n numbers of f32, f16 or bf16, from element `at` of `data` on. For speed, callers pass a
 /// constant dtype.
@@ -399,8 +397,6 @@ VF_INLINE vm vf_isnan(vf a)
 VF_INLINE vm vf_isinf(vf a)
 { return vi_eq(vi_and((vi)a, vi_set1(0x7FFFFFFF)), vi_set1(0x7F800000)); }
 
-#include "simd_fp8.h"
-
 /// Splits n elements into vectors and runs a block for each vector. `i` is the index of the first
 /// element in the vector. `lanes` is the number of elements in it: the constant VF_LANES, except in
 /// an incomplete last vector.
@@ -416,6 +412,8 @@ VF_INLINE vm vf_isinf(vf a)
       __VA_ARGS__                                                                           \
     }                                                                                       \
   } while (0)
+
+#include "simd_fp8.h"
 
 /// MAP1 and MAP2 set y[0..n) to `expression`. In it, `a` stands for a vector of pa and, for MAP2,
 /// `b` for a vector of pb.

@@ -95,13 +95,17 @@ VF_INLINE vi vf_to_fp8_random(vf x, vi random, const int fraction, const bool sa
 }
 
 #if defined(ENG_ISA_avx512)
-VF_INLINE void vf_put_bytes_(uint8_t *p, vi code)
-{ _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)code)); }
 VF_INLINE void vf_put_bytes_n_(uint8_t *p, vi code, int n)
-{ _mm_mask_storeu_epi8(p, vm_first(n), _mm512_cvtepi32_epi8((__m512i)code)); }
-VF_INLINE __m128i vf_bytes_(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)p); }
+{
+  __m128i bytes = _mm512_cvtepi32_epi8((__m512i)code);
+  if (n == VF_LANES) _mm_storeu_si128((__m128i *)p, bytes);
+  else _mm_mask_storeu_epi8(p, vm_first(n), bytes);
+}
 VF_INLINE __m128i vf_bytes_n_(const uint8_t *p, int n)
-{ return _mm_maskz_loadu_epi8(vm_first(n), p); }
+{
+  return n == VF_LANES ? _mm_loadu_si128((const __m128i *)p)
+                       : _mm_maskz_loadu_epi8(vm_first(n), p);
+}
 // The magnitude bits of an e4m3 number, shifted left by 7, are the magnitude bits of an f16 number
 // that is 256 times smaller. This holds for subnormals, too.
 VF_INLINE vf vf_of_e4m3_(__m128i bytes)
@@ -119,28 +123,27 @@ VF_INLINE vf vf_of_e5m2_(__m128i bytes)
 { return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8)); }
 
 #elif defined(ENG_ISA_avx2)
-VF_INLINE __m128i vf_narrow_bytes_(vi code)
+VF_INLINE void vf_put_bytes_n_(uint8_t *p, vi code, int n)
 {
   code = vi_and(code, vi_set1(0xFF));
   // `packed` holds lanes 0123 0123 | 4567 4567.
   __m256i packed = _mm256_packus_epi32((__m256i)code, (__m256i)code);
-  __m128i halves = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
-  return _mm_packus_epi16(halves, halves);
-}
-VF_INLINE void vf_put_bytes_(uint8_t *p, vi code)
-{ _mm_storel_epi64((__m128i *)p, vf_narrow_bytes_(code)); }
-VF_INLINE void vf_put_bytes_n_(uint8_t *p, vi code, int n)
-{
+  __m128i halves = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)),
+          bytes = _mm_packus_epi16(halves, halves);
   uint8_t b[16];
-  _mm_storeu_si128((__m128i *)b, vf_narrow_bytes_(code));
+  if (n == VF_LANES) {
+    _mm_storel_epi64((__m128i *)p, bytes);
+    return;
+  }
+  _mm_storeu_si128((__m128i *)b, bytes);
   for (int i = 0; i < n; i++) p[i] = b[i];
 }
-VF_INLINE __m128i vf_bytes_(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)p); }
 VF_INLINE __m128i vf_bytes_n_(const uint8_t *p, int n)
 {
   uint8_t b[8] = {0};
+  if (n == VF_LANES) return _mm_loadl_epi64((const __m128i *)p);
   for (int i = 0; i < n; i++) b[i] = p[i];
-  return vf_bytes_(b);
+  return _mm_loadl_epi64((const __m128i *)b);
 }
 VF_INLINE vf vf_of_e4m3_(__m128i bytes)
 {
@@ -156,13 +159,11 @@ VF_INLINE vf vf_of_e5m2_(__m128i bytes)
 { return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 8)); }
 
 #else
-VF_INLINE void vf_put_bytes_(uint8_t *p, vi code)
-{ for (int l = 0; l < VF_LANES; l++) p[l] = (uint8_t)code[l]; }
 VF_INLINE void vf_put_bytes_n_(uint8_t *p, vi code, int n)
 { for (int l = 0; l < n; l++) p[l] = (uint8_t)code[l]; }
-VF_INLINE vi vf_bytes_(const uint8_t *p)                   { return (vi){p[0], p[1], p[2], p[3]}; }
 VF_INLINE vi vf_bytes_n_(const uint8_t *p, int n)
 {
+  if (n == VF_LANES) return (vi){p[0], p[1], p[2], p[3]};
   vi b = {0};
   for (int l = 0; l < n; l++) b[l] = p[l];
   return b;
@@ -177,16 +178,10 @@ VF_INLINE vf vf_of_e4m3_(vi bytes)
 VF_INLINE vf vf_of_e5m2_(vi bytes) { return vf_widen_f16_(vi_shl(bytes, 8)); }
 #endif
 
-VF_INLINE vf vf_load_fp8(const uint8_t *p, const int fraction)
-{ return fraction == 3 ? vf_of_e4m3_(vf_bytes_(p)) : vf_of_e5m2_(vf_bytes_(p)); }
 VF_INLINE vf vf_load_fp8_n(const uint8_t *p, const int fraction, int n)
 { return fraction == 3 ? vf_of_e4m3_(vf_bytes_n_(p, n)) : vf_of_e5m2_(vf_bytes_n_(p, n)); }
-VF_INLINE void vf_store_fp8(uint8_t *p, vf x, const int fraction, const bool saturate)
-{ vf_put_bytes_(p, vf_to_fp8(x, fraction, saturate)); }
 VF_INLINE void vf_store_fp8_n(uint8_t *p, vf x, const int fraction, const bool saturate, int n)
 { vf_put_bytes_n_(p, vf_to_fp8(x, fraction, saturate), n); }
-VF_INLINE void vf_store_fp8_within(uint8_t *p, vf x, const int fraction)
-{ vf_put_bytes_(p, vf_to_fp8_within(x, fraction)); }
 
 #if defined(ENG_ISA_avx512)
 // These functions convert 32 bf16 numbers at a time. The numbers at even positions become one
@@ -227,13 +222,10 @@ VF_INLINE void fp8_of_halves_typed_(uint8_t *restrict to, const uint16_t *restri
     vf_store_fp8_of_bf16_(to + i, from + i, fraction);
   }
 #endif
-  for (; i + VF_LANES <= n; i += VF_LANES)
-    vf_store_fp8(to + i, is_f16 ? vf_load_f16(from + i) : vf_load_bf16(from + i), fraction, false);
-  if (i < n)
-    vf_store_fp8_n(to + i,
-                   is_f16 ? vf_load_f16_n(from + i, (int)(n - i))
-                          : vf_load_bf16_n(from + i, (int)(n - i)),
-                   fraction, false, (int)(n - i));
+  FOR_VECTORS(k, n - i, {
+    vf x = vf_read(from, is_f16 ? ENG_f16 : ENG_bf16, i + k, lanes);
+    vf_store_fp8_n(to + i + k, x, fraction, false, lanes);
+  });
 }
 
 /// Converts n numbers of f16 or bf16 to codes; does not saturate.
@@ -249,20 +241,14 @@ static inline void fp8_of_halves(uint8_t *restrict to, int dtype, const uint16_t
   }
 }
 
-VF_INLINE void fp8_decode_typed_(float *restrict to, const uint8_t *restrict from,
-                                 const int fraction, int64_t n)
-{
-  int64_t i = 0;
-  for (; i + VF_LANES <= n; i += VF_LANES) vf_store(to + i, vf_load_fp8(from + i, fraction));
-  if (i < n) vf_store_n(to + i, vf_load_fp8_n(from + i, fraction, (int)(n - i)), (int)(n - i));
-}
-
 /// Converts n codes to floats.
 static inline void fp8_decode(float *restrict to, const uint8_t *restrict from, int dtype,
                               int64_t n)
 {
-  if (dtype == ENG_e4m3) fp8_decode_typed_(to, from, 3, n);
-  else fp8_decode_typed_(to, from, 2, n);
+  if (dtype == ENG_e4m3)
+    FOR_VECTORS(i, n, { vf_store_n(to + i, vf_load_fp8_n(from + i, 3, lanes), lanes); });
+  else
+    FOR_VECTORS(i, n, { vf_store_n(to + i, vf_load_fp8_n(from + i, 2, lanes), lanes); });
 }
 
 VF_INLINE void fp8_encode_typed_(uint8_t *restrict to, const float *restrict from,
@@ -272,18 +258,18 @@ VF_INLINE void fp8_encode_typed_(uint8_t *restrict to, const float *restrict fro
   int64_t i = 0;
   if (random) {
     for (; i + VF_LANES <= n; i += VF_LANES)
-      vf_put_bytes_(to + i,
-                    vf_to_fp8_random(vf_load(from + i), vi_load((const int32_t *)random + i),
-                                     fraction, saturate));
+      vf_put_bytes_n_(to + i,
+                      vf_to_fp8_random(vf_load(from + i), vi_load((const int32_t *)random + i),
+                                       fraction, saturate),
+                      VF_LANES);
     for (; i < n; i++)
       to[i] =
         fp8_from_f32(from[i], fraction, FP8_STOCHASTIC | (saturate ? FP8_SATURATE : 0), random[i]);
     return;
   }
-  for (; i + VF_LANES <= n; i += VF_LANES)
-    vf_store_fp8(to + i, vf_load(from + i), fraction, saturate);
-  if (i < n)
-    vf_store_fp8_n(to + i, vf_load_n(from + i, (int)(n - i)), fraction, saturate, (int)(n - i));
+  FOR_VECTORS(k, n, {
+    vf_store_fp8_n(to + k, vf_load_n(from + k, lanes), fraction, saturate, lanes);
+  });
 }
 
 /// Converts n floats to codes. `random` holds one word per float for stochastic rounding; NULL
