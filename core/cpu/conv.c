@@ -24,23 +24,11 @@ static conv_call describe(const op_call *call, conv_kind kind, tensor *const *pa
   return g;
 }
 
-typedef struct conversion { void *to; const void *from; int to_dtype, dtype; int64_t count; }
-  conversion;
-
-static void convert(const void *context, int64_t k)
+/// Converts x to y, which has another format.
+static eng_status convert(tensor *y, tensor *x)
 {
-  const conversion *c = context;
-  float buffer[TILE] __attribute__((aligned(64)));
-  int64_t first = k * TILE;
-  int n = (int)smaller(TILE, c->count - first);
-  floats_to(c->to, c->to_dtype, first, tile_load(buffer, c->from, c->dtype, first, n), n);
-}
-
-/// Converts `count` numbers between two formats, one of which is f32.
-static void convert_all(void *to, int to_dtype, const void *from, int dtype, int64_t count)
-{
-  conversion c = {to, from, to_dtype, dtype, count};
-  run_tasks((count + TILE - 1) / TILE, count > PARALLEL_ELEMENTS, convert, &c);
+  op_call cast = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {x}, .out = {y}};
+  return backend_cpu()->kernel[ENG_OP_cast](&cast);
 }
 
 /// Adds `sum` to `out` in double; each result is rounded once.
@@ -160,26 +148,26 @@ static eng_status compute(bool *done, const conv_call *g, int64_t count)
 static eng_status in_f32(bool *done, conv_call *g, tensor *const *part, bool add)
 {
   const int result = (int)conv_result(g->kind);
-  float *copy[CONV_PARTS] = {NULL};
-  eng_status status = ENG_OK;
-  for (int i = 0; i < CONV_PARTS && status == ENG_OK; i++) {
-    bool adds = add && i == result;
-    if (!part[i] || (g->dtype[i] == ENG_f32 && !adds)) continue;
-    copy[i] = arena_alloc(ARENA_SCRATCH, part[i]->count * (int64_t)sizeof(float));
-    if (!copy[i]) status = ENG_ERR_MEMORY;
-    else if (i != result) convert_all(copy[i], ENG_f32, part[i]->data, part[i]->dtype,
-                                      part[i]->count);
-    g->data[i] = copy[i];
-    g->dtype[i] = ENG_f32;
+  tensor copy[CONV_PARTS], *out = part[result];
+  bool copied[CONV_PARTS];
+  int64_t floats = 0;
+  for (int i = 0; i < CONV_PARTS; i++) {
+    copied[i] = part[i] && (g->dtype[i] != ENG_f32 || (add && i == result));
+    if (copied[i]) floats += padded(part[i]->count);
   }
-  if (status == ENG_OK) status = compute(done, g, part[result]->count);
-  const tensor *out = part[result];
-  if (*done && add) add_onto(out, copy[result]);
-  else if (*done && copy[result])
-    convert_all(out->data, out->dtype, copy[result], ENG_f32, out->count);
-  for (int i = CONV_PARTS - 1; i >= 0; i--)
-    if (copy[i]) arena_free(ARENA_SCRATCH, copy[i], part[i]->count * (int64_t)sizeof(float));
-  return status;
+  SCRATCH(float, room, floats);
+  for (int64_t i = 0, at = 0; i < CONV_PARTS; i++) {
+    if (!copied[i]) continue;
+    copy[i] = *part[i];
+    copy[i].data = g->data[i] = room + at;
+    copy[i].dtype = g->dtype[i] = ENG_f32;
+    at += padded(part[i]->count);
+    if (i != result) ENG_TRY(convert(&copy[i], part[i]));
+  }
+  ENG_TRY(compute(done, g, out->count));
+  if (*done && add) add_onto(out, copy[result].data);
+  else if (*done && copied[result]) ENG_TRY(convert(out, &copy[result]));
+  return ENG_OK;
 }
 
 static eng_status run(const op_call *call, conv_kind kind, tensor *const *part, bool add)
