@@ -14,33 +14,25 @@ enum { PIECE = 1024, LEVELS = 24 };
 
 int wire_flags(const void *x, int dtype, int64_t n)
 {
-  int found = 0;
+  int inf = 0, nan = 0;
   if (dtype == ENG_f32) {
-    const uint32_t *bits = x;
-    int32_t most = 0;
+    const int32_t *bits = x;
     for (int64_t i = 0; i < n; i++) {
-      int32_t magnitude = (int32_t)(bits[i] & 0x7FFFFFFFu);
-      most = magnitude > most ? magnitude : most;
+      int32_t magnitude = bits[i] & 0x7FFFFFFF;
+      inf |= magnitude == 0x7F800000;
+      nan |= magnitude > 0x7F800000;
     }
-    if (most < 0x7F800000) return 0;
+  } else {
+    const int16_t *bits = x, limit = dtype == ENG_f16 ? 0x7C00 : 0x7F80;
+    int16_t any_inf = 0, any_nan = 0;    // 16 bits wide, so that the loop is vectorized
     for (int64_t i = 0; i < n; i++) {
-      uint32_t magnitude = bits[i] & 0x7FFFFFFFu;
-      if (magnitude >= 0x7F800000u) found |= magnitude == 0x7F800000u ? WIRE_INF : WIRE_NAN;
+      int16_t magnitude = bits[i] & 0x7FFF;
+      any_inf |= magnitude == limit;
+      any_nan |= magnitude > limit;
     }
-    return found;
+    inf = any_inf, nan = any_nan;
   }
-  const uint16_t *bits = x;
-  int16_t inf = dtype == ENG_f16 ? 0x7C00 : 0x7F80, most = 0;
-  for (int64_t i = 0; i < n; i++) {
-    int16_t magnitude = (int16_t)(bits[i] & 0x7FFFu);
-    most = magnitude > most ? magnitude : most;
-  }
-  if (most < inf) return 0;
-  for (int64_t i = 0; i < n; i++) {
-    int16_t magnitude = (int16_t)(bits[i] & 0x7FFFu);
-    if (magnitude >= inf) found |= magnitude == inf ? WIRE_INF : WIRE_NAN;
-  }
-  return found;
+  return (inf ? WIRE_INF : 0) | (nan ? WIRE_NAN : 0);
 }
 
 static void divided(float *restrict out, const float *restrict x, int m, float share, bool exact)
