@@ -90,104 +90,72 @@ static rows_of_a read_rows(const part *p, int64_t i0, int64_t rows, float *a_cop
   return (rows_of_a){a_copy, straight, 1};
 }
 
-// Stores sums + bias, rounded, in columns [j0, j0 + GEMM_NR) of C. This is the common case of
-// `finish`. dtype is constant where this is inlined.
-VF_INLINE void finish_plain(const part *p, const int dtype, const float *sums, int64_t ld,
-                            int64_t i0, int64_t rows, int64_t j0)
+// Turns the sums of rows [i0, i0+rows), columns [j0, j0+columns) into C and `side`, as the call's
+// bias, `add` and `after` demand, and rounds the results. `whole` means columns == GEMM_NR. dtype
+// (of C and `side`), after and whole are constants where this is inlined.
+VF_INLINE void finish_typed(const part *p, const int dtype, const gemm_after after,
+                            const bool whole, const float *sums, int64_t ld, int64_t i0,
+                            int64_t rows, int64_t j0, int columns)
 {
   const gemm_call *g = p->call;
+  const bool slope = after == GEMM_GELU_GRAD;
+  int n[GEMM_NV];
   vf bias[GEMM_NV];
 #pragma GCC unroll 4
-  for (int j = 0; j < GEMM_NV; j++)   // without a bias, adds -0, which changes nothing
-    bias[j] =
-      g->bias ? vf_read(g->bias, g->bias_dtype, j0 + j * VF_LANES, VF_LANES) : vf_set1(-0.0f);
-  int64_t to = p->at.c + i0 * g->c_row + j0;
-  for (int64_t i = 0; i < rows; i++, to += g->c_row, sums += ld) {
-#pragma GCC unroll 4
-    for (int j = 0; j < GEMM_NV; j++)
-      vf_write(g->c, dtype, to + j * VF_LANES, vf_add(vf_load(sums + j * VF_LANES), bias[j]),
-            VF_LANES);
+  for (int v = 0; v < GEMM_NV; v++) {
+    n[v] = whole ? VF_LANES : least(columns - v * VF_LANES, VF_LANES);
+    if (!whole && n[v] < 0) n[v] = 0;
+    bias[v] = vf_set1(-0.0f);           // adding -0 changes nothing
+    if (g->bias) bias[v] = vf_read(g->bias, g->bias_dtype, j0 + v * VF_LANES, n[v]);
   }
-}
-
-// Adds the bias and the old C, if the call has them, to the sums and rounds the result into rows
-// [i0, i0+rows), columns [j0, j0+columns) of C.
-static void finish_any(const part *p, const float *sums, int64_t ld, int64_t i0, int64_t rows,
-                       int64_t j0, int columns)
-{
-  const gemm_call *g = p->call;
-  for (int64_t i = 0; i < rows; i++) {
-    int64_t to = p->at.c + (i0 + i) * g->c_row + j0;
-    for (int j = 0; j < columns; j += VF_LANES) {
-      int n = least(columns - j, VF_LANES);
-      vf x = vf_load(sums + i * ld + j);
-      if (g->bias) x = vf_add(x, vf_read(g->bias, g->bias_dtype, j0 + j, n));
-      if (g->add) x = vf_add(x, vf_read(g->c, g->c_dtype, to + j, n));
-      vf_write(g->c, g->c_dtype, to + j, x, n);
-    }
-  }
-}
-
-// Without `slope`, stores sums + bias in C and the GELU of the rounded C in `side`. With `slope`,
-// stores in C the sums times the slope of GELU at `side`. `whole` means columns == GEMM_NR. dtype
-// (of both matrices), slope and whole are constants where this is inlined.
-VF_INLINE void finish_gelu(const part *p, const int dtype, const bool slope, const bool whole,
-                           const float *sums, int64_t ld, int64_t i0, int64_t rows, int64_t j0,
-                           int columns)
-{
-  const gemm_call *g = p->call;
-  void *c = g->c, *side = g->side;
   for (int64_t i = 0; i < rows; i++, sums += ld) {
     int64_t to = p->at.c + (i0 + i) * g->c_row + j0;
-    int n[GEMM_NV];
     vf x[GEMM_NV], y[GEMM_NV];
 #pragma GCC unroll 4
     for (int v = 0; v < GEMM_NV; v++) {
-      n[v] = whole ? VF_LANES : least(columns - v * VF_LANES, VF_LANES);
-      if (!whole && n[v] < 0) n[v] = 0;
-      x[v] = whole ? vf_load(sums + v * VF_LANES) : vf_load_n(sums + v * VF_LANES, n[v]);
+      int64_t at = to + v * VF_LANES;
+      x[v] = vf_add(vf_load_n(sums + v * VF_LANES, n[v]), bias[v]);
       if (slope) {
-        y[v] = vf_read(side, dtype, to + v * VF_LANES, n[v]);
+        y[v] = vf_read(g->side, dtype, at, n[v]);
       } else {
-        if (g->bias) x[v] = vf_add(x[v], vf_read(g->bias, g->bias_dtype, j0 + v * VF_LANES, n[v]));
-        vf_write(c, dtype, to + v * VF_LANES, x[v], n[v]);
-        if (dtype != ENG_f32) x[v] = vf_read(c, dtype, to + v * VF_LANES, n[v]);
+        if (after == GEMM_AS_IT_IS && g->add) x[v] = vf_add(x[v], vf_read(g->c, dtype, at, n[v]));
+        vf_write(g->c, dtype, at, x[v], n[v]);
+        if (after == GEMM_GELU && dtype != ENG_f32) x[v] = vf_read(g->c, dtype, at, n[v]);
       }
     }
+    if (after == GEMM_AS_IT_IS) continue;
 #pragma GCC unroll 4
     for (int v = 0; v < GEMM_NV; v++)   // unrolled so that the long dependency chains overlap
       y[v] = slope ? vf_mul(vf_gelu_tanh_derivative(y[v]), x[v]) : vf_gelu_tanh(x[v]);
 #pragma GCC unroll 4
     for (int v = 0; v < GEMM_NV; v++)
-      vf_write(slope ? c : side, dtype, to + v * VF_LANES, y[v], n[v]);
+      vf_write(slope ? g->c : g->side, dtype, to + v * VF_LANES, y[v], n[v]);
   }
 }
 
-#define FINISH_GELU(name, slope)                                                                 \
-  static __attribute__((noinline)) void name(const part *p, const float *sums, int64_t ld,       \
-                                             int64_t i0, int64_t rows, int64_t j0, int columns)  \
-  {                                                                                              \
-    int dtype = p->call->c_dtype;                                                                \
-    if (columns < GEMM_NR) finish_gelu(p, dtype, slope, false, sums, ld, i0, rows, j0, columns); \
-    else if (dtype == ENG_f32)                                                                   \
-      finish_gelu(p, ENG_f32, slope, true, sums, ld, i0, rows, j0, columns);                     \
-    else if (dtype == ENG_f16)                                                                   \
-      finish_gelu(p, ENG_f16, slope, true, sums, ld, i0, rows, j0, columns);                     \
-    else finish_gelu(p, ENG_bf16, slope, true, sums, ld, i0, rows, j0, columns);                 \
+#define FINISH(name, after)                                                                       \
+  static __attribute__((noinline)) void name(const part *p, const float *sums, int64_t ld,        \
+                                             int64_t i0, int64_t rows, int64_t j0, int columns)   \
+  {                                                                                               \
+    int dtype = p->call->c_dtype;                                                                 \
+    if (columns < GEMM_NR) finish_typed(p, dtype, after, false, sums, ld, i0, rows, j0, columns); \
+    else if (dtype == ENG_f32)                                                                    \
+      finish_typed(p, ENG_f32, after, true, sums, ld, i0, rows, j0, columns);                     \
+    else if (dtype == ENG_f16)                                                                    \
+      finish_typed(p, ENG_f16, after, true, sums, ld, i0, rows, j0, columns);                     \
+    else finish_typed(p, ENG_bf16, after, true, sums, ld, i0, rows, j0, columns);                 \
   }
-FINISH_GELU(finish_with_gelu, false)
-FINISH_GELU(finish_with_slope, true)
+FINISH(finish_sums, GEMM_AS_IT_IS)
+FINISH(finish_with_gelu, GEMM_GELU)
+FINISH(finish_with_slope, GEMM_GELU_GRAD)
 
 static void finish(const part *p, const float *sums, int64_t ld, int64_t i0, int64_t rows,
                    int64_t j0, int columns)
 {
-  const gemm_call *g = p->call;
-  if (g->after == GEMM_GELU) finish_with_gelu(p, sums, ld, i0, rows, j0, columns);
-  else if (g->after == GEMM_GELU_GRAD) finish_with_slope(p, sums, ld, i0, rows, j0, columns);
-  else if (columns < GEMM_NR || g->add) finish_any(p, sums, ld, i0, rows, j0, columns);
-  else if (g->c_dtype == ENG_f32) finish_plain(p, ENG_f32, sums, ld, i0, rows, j0);
-  else if (g->c_dtype == ENG_f16) finish_plain(p, ENG_f16, sums, ld, i0, rows, j0);
-  else finish_plain(p, ENG_bf16, sums, ld, i0, rows, j0);
+  gemm_after after = p->call->after;
+  (after == GEMM_GELU        ? finish_with_gelu
+   : after == GEMM_GELU_GRAD ? finish_with_slope
+                             : finish_sums)(p, sums, ld, i0, rows, j0, columns);
 }
 
 // Prefetches lines of C or of `side` while the micro-kernel computes: for writing if `writes`, else
