@@ -133,23 +133,14 @@ static void pack_rows(float *to, const sizes *s, slice x, int64_t t0, int64_t ro
     vf_store(to + i, vf_mul(vf_load(to + i), vf_set1(factor)));
 }
 
-// Packs the output of pack_rows as panels, each of `span` columns.
-static void panels_of_rows(float *to, const sizes *s, const float *rows, int64_t n)
-{
-  for (int64_t d = 0; d < s->padded; d += s->span, to += n * GEMM_NR)
-    for (int64_t i = 0; i < n; i++)
-      for (int64_t j = d; j < s->padded && j < d + s->span; j += VF_LANES)
-        vf_store(to + i * GEMM_NR + j - d, vf_load(rows + i * s->padded + j));
-}
-
-// Packs queries [t0, t0+n) of x as panels, each of `span` columns. `rows` holds these queries in
-// the form that pack_rows wrote.
+// Packs queries [t0, t0+n) of x as panels, each of `span` columns. Without pairs, takes them from
+// `rows`, where pack_rows has put them.
 static void pack_queries(float *to, const sizes *s, slice x, const float *rows, int64_t t0,
                          int64_t n)
 {
   x.first += t0 * x.row;
-  if (s->pairs) pack(to, s, x, n);
-  else panels_of_rows(to, s, rows, n);
+  if (!s->pairs) x = (slice){rows, ENG_f32, 0, s->padded, 1};
+  pack(to, s, x, n);
 }
 
 static bool all_finite(const float *x, int64_t n, bool pairs)
