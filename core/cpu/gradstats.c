@@ -14,9 +14,9 @@
 //   histogram  exponents become bytes. The highest binades, which hold most elements, are counted
 //              by comparison, and the few elements below them are counted one by one. Counts are
 //              integers, so any order gives the same result.
-#include "simd.h"
-
 #include "blocks.h"
+#include "magnitude.h"
+#include "simd.h"
 
 // Sizes in elements. CHUNK / 32 stays below 256, so that the counts of a lane fit a byte.
 enum { CHUNK = 4096, STRIPE = 512, LANES = 32 };
@@ -47,16 +47,10 @@ typedef struct tally {
 
 // ------------------------------------------------------------------ integer lanes
 
-enum { VH_LANES = 2 * VF_LANES };
-typedef int16_t vh __attribute__((vector_size(2 * VH_LANES), may_alias));
-
-VF_INLINE vh vh_load(const uint16_t *p) { vh a; memcpy(&a, p, sizeof a); return a; }
-
 #if defined(ENG_ISA_avx512)
 typedef __mmask32 vhm;
 VF_INLINE vi vi_tick(vi count, vm m)
 { return (vi)_mm512_mask_add_epi32((__m512i)count, m, (__m512i)count, _mm512_set1_epi32(1)); }
-VF_INLINE vh vh_max(vh a, vh b)         { return (vh)_mm512_max_epi16((__m512i)a, (__m512i)b); }
 VF_INLINE vhm vh_below(vh a, int16_t x)
 { return _mm512_cmplt_epi16_mask((__m512i)a, _mm512_set1_epi16(x)); }
 VF_INLINE vhm vh_equal(vh a, int16_t x)
@@ -65,17 +59,17 @@ VF_INLINE vh vh_keep(vhm m, vh a)       { return (vh)_mm512_maskz_mov_epi16(m, (
 VF_INLINE vh vh_tick(vh count, vhm m)
 { return (vh)_mm512_mask_add_epi16((__m512i)count, m, (__m512i)count, _mm512_set1_epi16(1)); }
 #else
-typedef vh vhm;
-#if defined(ENG_ISA_avx2)
-VF_INLINE vh vh_max(vh a, vh b)         { return (vh)_mm256_max_epi16((__m256i)a, (__m256i)b); }
-#else
-VF_INLINE vh vh_max(vh a, vh b)         { vh m = a > b; return (m & a) | (~m & b); }
-#endif
+typedef int16_t vhm __attribute__((vector_size(2 * HALVES), may_alias));   // -1 or 0 in each lane
 VF_INLINE vi vi_tick(vi count, vm m)    { return count - m; }
-VF_INLINE vhm vh_below(vh a, int16_t x) { return a < x; }
-VF_INLINE vhm vh_equal(vh a, int16_t x) { return a == x; }
-VF_INLINE vh vh_keep(vhm m, vh a)       { return m & a; }
-VF_INLINE vh vh_tick(vh count, vhm m)   { return count - m; }
+VF_INLINE vhm vh_below(vh a, int16_t x) { return (vhm)a < x; }
+VF_INLINE vhm vh_equal(vh a, int16_t x) { return (vhm)a == x; }
+VF_INLINE vh vh_keep(vhm m, vh a)       { return (vh)m & a; }
+VF_INLINE vh vh_tick(vh count, vhm m)   { return count - (vh)m; }
+#endif
+#if defined(ENG_ISA_plain)   // faster than vh_larger, which compares unsigned numbers
+VF_INLINE vh vh_most(vh a, vh b) { vh m = (vh)((vhm)a > (vhm)b); return (m & a) | (~m & b); }
+#else
+VF_INLINE vh vh_most(vh a, vh b)        { return vh_larger(a, b); }
 #endif
 VF_INLINE vhm vhm_not(vhm m)            { return ~m; }
 VF_INLINE vm vi_below(vi a, int32_t x)  { return vi_gt(vi_set1(x), a); }
@@ -88,14 +82,6 @@ VF_INLINE int32_t vi_total(vi a)
   vi_store(lane, a);
   for (int i = 0; i < VF_LANES; i++) sum += lane[i];
   return sum;
-}
-
-VF_INLINE int32_t vi_largest(vi a)
-{
-  int32_t lane[VF_LANES], largest = 0;
-  vi_store(lane, a);
-  for (int i = 0; i < VF_LANES; i++) largest = lane[i] > largest ? lane[i] : largest;
-  return largest;
 }
 
 /// Folds 16-bit lanes in pairs into 32-bit lanes, by sum or by maximum; all values are below 2^15.
@@ -160,7 +146,7 @@ VF_INLINE tally chunk_f32(const float *g, int n, bool careful)
     top[0] = vi_larger_(top[0], top[v]);
   }
   tally t = {.sum_squares = fold(lane), .zeros = vi_total(zeros), .tiny = vi_total(tiny),
-             .amax = (uint32_t)vi_largest(top[0])};
+             .amax = across(top[0])};
   if (careful) {
     t.inf = vi_total(inf);
     t.nan = n - vi_total(finite) - t.inf;
@@ -171,7 +157,7 @@ VF_INLINE tally chunk_f32(const float *g, int n, bool careful)
 /// Does the work of chunk_f32 for f16 and bf16, but returns amax as the 16 bits of the format.
 VF_INLINE tally chunk_half(const uint16_t *g, int n, bool bf16, bool careful)
 {
-  enum { V = LANES / VH_LANES };
+  enum { V = LANES / HALVES };
   const int16_t infinity = bf16 ? BF16_INF : F16_INF, smallest = bf16 ? BF16_TINY : F16_TINY;
   vf total[2 * V];
   vh top[V], zeros = {0}, tiny = {0}, inf = {0}, finite = {0};
@@ -185,7 +171,7 @@ VF_INLINE tally chunk_half(const uint16_t *g, int n, bool bf16, bool careful)
     for (int end = n - i < STRIPE ? n : i + STRIPE; i < end; i += LANES) {
       prefetch(g + i);
       for (int v = 0; v < V; v++) {
-        const uint16_t *p = g + i + v * VH_LANES;
+        const uint16_t *p = g + i + v * HALVES;
         vh a = vh_load(p) & 0x7FFF;
         zeros = vh_tick(zeros, vh_equal(a, 0));
         tiny = vh_tick(tiny, vh_below(a, smallest));
@@ -195,14 +181,14 @@ VF_INLINE tally chunk_half(const uint16_t *g, int n, bool bf16, bool careful)
           inf = vh_tick(inf, vh_equal(a, infinity));
           a = vh_keep(sound, a);
         }
-        top[v] = vh_max(top[v], a);
+        top[v] = vh_most(top[v], a);
         vf x, y;
         if (bf16) {   // x holds the even elements, y the odd elements
           vh seen = vh_keep(vhm_not(vh_below(a, BF16_FAINT)), a);
           x = (vf)vi_shl((vi)seen, 16);
           y = (vf)((vi)seen & (int32_t)0xFFFF0000);
         } else if (careful) {
-          uint16_t kept[VH_LANES];
+          uint16_t kept[HALVES];
           memcpy(kept, &a, sizeof a);
           x = vf_load_f16(kept);
           y = vf_load_f16(kept + VF_LANES);
@@ -218,18 +204,18 @@ VF_INLINE tally chunk_half(const uint16_t *g, int n, bool bf16, bool careful)
   }
   float lane[LANES];
   for (int v = 0; v < V; v++) {
-    float *to = lane + v * VH_LANES, x[VF_LANES], y[VF_LANES];
+    float *to = lane + v * HALVES, x[VF_LANES], y[VF_LANES];
     vf_store(x, total[2 * v]);
     vf_store(y, total[2 * v + 1]);
     for (int k = 0; k < VF_LANES; k++) {
       to[bf16 ? 2 * k : k] = x[k];
       to[bf16 ? 2 * k + 1 : VF_LANES + k] = y[k];
     }
-    top[0] = vh_max(top[0], top[v]);
+    top[0] = vh_most(top[0], top[v]);
   }
   tally t = {.sum_squares = fold(lane), .zeros = vi_total(vh_pairs_sum(zeros)),
              .tiny = vi_total(vh_pairs_sum(tiny)),
-             .amax = (uint32_t)vi_largest(vh_pairs_max(top[0]))};
+             .amax = across(vh_pairs_max(top[0]))};
   if (careful) {
     t.inf = vi_total(vh_pairs_sum(inf));
     t.nan = n - vi_total(vh_pairs_sum(finite)) - t.inf;
@@ -239,16 +225,16 @@ VF_INLINE tally chunk_half(const uint16_t *g, int n, bool bf16, bool careful)
 
 /// Returns the sum of squares in double, without inf and nan, for chunks whose squares do not fit
 /// f32.
-static __attribute__((noinline)) double squares_wide(const void *g, int n, bool bf16)
+static __attribute__((noinline)) double squares_wide(const void *g, int dtype, int n)
 {
+  float buffer[CHUNK];
+  const float *x = tile_load(buffer, g, dtype, 0, n);
   double lane[LANES] = {0};
-  for (int i = 0; i < n; i += LANES) {
+  for (int i = 0; i < n; i += LANES)
     for (int k = 0; k < LANES; k++) {
-      float x = bf16 ? bf16_to_f32(((const uint16_t *)g)[i + k]) : ((const float *)g)[i + k];
-      if (!f32_is_finite(x)) x = 0;
-      lane[k] += (double)x * (double)x;
+      double y = f32_is_finite(x[i + k]) ? x[i + k] : 0;
+      lane[k] += y * y;
     }
-  }
   for (int half = LANES / 2; half > 0; half /= 2)
     for (int k = 0; k < half; k++) lane[k] += lane[k + half];
   return lane[0];
@@ -274,22 +260,21 @@ VF_INLINE tally chunk_tally(const void *g, int dtype, int n)
   }
   if (bf16) t.amax <<= 16;
   bool extreme = t.amax >= F32_SQUARES_TO || (t.amax < F32_SQUARES_FROM && t.amax > 0);
-  if (extreme) t.sum_squares = squares_wide(g, n, bf16);
+  if (extreme) t.sum_squares = squares_wide(g, dtype, n);
   return t;
 }
 
 // ------------------------------------------------------------------ histogram
 
-typedef uint32_t word __attribute__((may_alias));
-
 /// Counts the subnormals of f32 or bf16. Their exponent bits are zero, so the highest bit that is
 /// set gives the binade.
-static __attribute__((noinline)) void count_subnormals(const void *g, int n, bool bf16,
+static __attribute__((noinline)) void count_subnormals(const void *g, int dtype, int n,
                                                        int64_t *hist)
 {
+  float buffer[CHUNK];
+  const float *x = tile_load(buffer, g, dtype, 0, n);
   for (int i = 0; i < n; i++) {
-    uint32_t a = bf16 ? (uint32_t)(((const uint16_t *)g)[i] & 0x7FFF) << 16
-                      : ((const word *)g)[i] & 0x7FFFFFFF;
+    uint32_t a = f32_bits(x[i]) & 0x7FFFFFFF;
     if (a != 0 && a < F32_TINY) hist[160 - 149 + 31 - __builtin_clz(a)]++;
   }
 }
@@ -313,13 +298,13 @@ static void chunk_histogram(const void *g, int dtype, int n, const tally *t, int
   for (int i = 0; i < n; i++) {
     uint32_t key = dtype == ENG_f16    ? exponent_f16(half[i] & 0x7FFF)
                    : dtype == ENG_bf16 ? half[i] >> 7
-                                       : ((const word *)g)[i] >> 23;
+                                       : f32_bits(((const float *)g)[i]) >> 23;
     table[i & 3][key & 255]++;
   }
   // Skips key 0 (zeros and f32 subnormals) and key 255 (inf and nan).
   for (int k = 1; k < 255; k++)
     hist[HIST_F32 + k] += table[0][k] + table[1][k] + table[2][k] + table[3][k];
-  if (dtype != ENG_f16 && t->tiny > t->zeros) count_subnormals(g, n, dtype == ENG_bf16, hist);
+  if (dtype != ENG_f16 && t->tiny > t->zeros) count_subnormals(g, dtype, n, hist);
 }
 #else
 typedef uint8_t vb __attribute__((vector_size(4 * VF_LANES), may_alias));
@@ -383,7 +368,7 @@ VF_INLINE int exponents(uint8_t *key, const void *g, int dtype, int n)
     vb keys;
     if (dtype == ENG_bf16) {
       keys = vb_exponents_bf16(vh_load((const uint16_t *)from),
-                               vh_load((const uint16_t *)from + VH_LANES));
+                               vh_load((const uint16_t *)from + HALVES));
     } else {
       vf x[4];
       for (int k = 0; k < 4; k++)
@@ -443,7 +428,7 @@ VF_INLINE void chunk_histogram(const void *g, int dtype, int n, const tally *t, 
   int subnormal = dtype == ENG_f16 ? 0 : t->tiny - t->zeros;
   count_keys(key, filled, (int)(t->amax >> 23), n - t->zeros - subnormal - t->inf - t->nan,
              hist + HIST_F32);
-  if (subnormal > 0) count_subnormals(g, n, dtype == ENG_bf16, hist);
+  if (subnormal > 0) count_subnormals(g, dtype, n, hist);
 }
 #endif
 
@@ -475,7 +460,7 @@ VF_INLINE tally block_tally(const void *gradient, int dtype, int64_t first, int 
     i += n;
   }
   if (i < count) {   // the rest, padded with zeros
-    char rest[LANES * 4] = {0};
+    float rest[LANES] = {0};
     memcpy(rest, g + (int64_t)i * size, (size_t)(count - i) * (size_t)size);
     tally t = chunk_tally(rest, dtype, LANES);
     if (hist) chunk_histogram(rest, dtype, LANES, &t, hist);

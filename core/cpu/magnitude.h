@@ -1,5 +1,6 @@
 // The largest magnitude among f32, f16 or bf16 numbers, found by comparing bits: a NaN is larger
-// than any number. Included by hadamard.c and quantizers, once per instruction set. Owns nothing.
+// than any number. Included by hadamard.c, gradstats.c and quantizers, once per instruction set.
+// Owns nothing.
 #pragma once
 
 #include "simd_halves.h"
