@@ -12,7 +12,7 @@
 
 enum {
   BLOCK_ELEMENTS = 65536,
-  PARALLEL_ELEMENTS = 32768 /* below this a parallel region costs more than it saves */
+  PARALLEL_ELEMENTS = 32768   // with fewer elements, a parallel region costs more than it saves
 };
 
 typedef struct block {

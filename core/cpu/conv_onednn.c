@@ -136,7 +136,7 @@ static bool is_slow(const_dnnl_primitive_desc_t conv)
 /// fast kernel only for another layout.
 static dnnl_status_t choose(dnnl_primitive_desc_t *out, const conv_call *k)
 {
-  // Gradients need the descriptor of a forward convolution as a hint. Its tensors have y's format.
+  // oneDNN needs the description of a forward convolution, in y's format, to describe a gradient.
   conv_call plain = *k;
   plain.dtype[CONV_X] = plain.dtype[CONV_W] = plain.dtype[CONV_Y];
   for (int any = 0; any < 2; any++) {

@@ -49,9 +49,12 @@ typedef struct matrix {
   fp8_scales     at;                 // gives the index of the scale of element (i, k)
 } matrix;
 
+/// Steps [k, k + steps) of K, which lie in stretch number `stretch` and in one promotion interval,
+/// whose sum is a `part`.
 typedef struct run {
   int64_t k, steps, stretch;
-  bool starts_part, ends_part, first_part, ends_stretch;
+  bool starts_part, ends_part;     // the run begins, and ends, a promotion interval
+  bool first_part, ends_stretch;   // the interval begins a stretch; the run ends one
 } run;
 
 typedef struct product {

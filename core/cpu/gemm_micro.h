@@ -10,8 +10,8 @@
 #include "rows.h"
 #include "simd.h"
 
-// The tile of C that is held in registers has GEMM_MR rows of GEMM_NV vectors. Besides it, GEMM_NV
-// registers hold B and one holds A.
+// The micro-kernel holds GEMM_MR rows of GEMM_NV vectors of C in registers. It needs GEMM_NV more
+// registers for B and one for A.
 #if defined(ENG_ISA_avx512)
 enum { GEMM_MR = 8, GEMM_NV = 3 };
 #elif defined(ENG_ISA_avx2)

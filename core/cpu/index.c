@@ -175,7 +175,7 @@ static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, con
     while (v < end) {
       int64_t first = (outer * a.size + v) * a.inner, same = v;
       while (same < end && start[same] == start[same + 1]) same++;
-      if (same > v) {   // no index selects rows [v, same), which are one row if rows are cut
+      if (same > v) {   // no index selects rows [v, same); if rows are cut, this is one row
         if (!add) set_zero(dx, first + left, (same - v - 1) * a.inner + right - left);
         v = same;
         continue;

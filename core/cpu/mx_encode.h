@@ -82,8 +82,8 @@ typedef struct strip {
   bool     packed;           // stores the codes of elements 2k and 2k + 1 of a block in one byte
 } strip;
 
-/// Whether a strip of these elements can be `packed`. `wide` is as in strip, `deep` is the number
-/// of elements of a block.
+/// Returns whether a strip of these elements can be `packed`. `wide` is the field of strip; if it
+/// is 0, `deep` is the number of elements of a block.
 static bool strip_packs(int dtype, bool nearest, int columns, int wide, int deep)
 {
   bool fits = wide ? wide % HALVES == 0 || 2 * wide == HALVES : deep % 2 == 0;
@@ -139,10 +139,12 @@ VF_INLINE int encode_row_pairs(void *to, const strip *s, const bool values, cons
 {
   const uint16_t *x = (const uint16_t *)s->x + s->first;
   const bool nan = s->nan, packed = s->packed;
-  const int columns = s->columns, wide = s->wide, two = 2 * wide == HALVES;
+  const int columns = s->columns, wide = s->wide;
+  const int two = 2 * wide == HALVES;             // HALVES columns are two blocks
   int c = 0;
   if (wide % HALVES != 0 && !two) return 0;
-  for (int j = 0, left = wide; c + HALVES <= columns; c += HALVES) {   // left: of block j
+  // left: the columns of block j that are not encoded yet
+  for (int j = 0, left = wide; c + HALVES <= columns; c += HALVES) {
     const float *factor = s->factor + j, *unit = s->unit + j;
     vf by[2], scale[2], v[2];
     vi code[2];

@@ -13,7 +13,8 @@ enum { LANES = 16, ROWS = 8 };
 typedef struct product {
   const op_call *call;
   int64_t M, N, K;
-  int     four, n, bits;  // four: a and b are e2m1; n: blackwell_products; bits: blackwell_bits
+  int     four;           // whether a and b are e2m1
+  int     n, bits;        // blackwell_products and blackwell_bits of `four`
   float   alpha;
 } product;
 

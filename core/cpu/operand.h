@@ -126,8 +126,8 @@ typedef struct numbers {
   int32_t  least;            // dropout keeps an element if its random word >> 8 is at least this
 } numbers;
 
-/// An elementwise call: operands, outputs and formula.
 struct tile;
+/// An elementwise call: its operands, outputs and formula.
 typedef struct work {
   operand  in[3];
   const tensor *out[2];

@@ -228,7 +228,8 @@ static void spill(squares *of, double (*sums)[LANES])
   *of = (squares){0};
 }
 
-/// Writes the sums of a block to norms [ENG_NORMS].
+/// Writes the sums of squares of a block to norms [ENG_NORMS]. A sum that is_sound rejects is
+/// computed again in double from the stored values, if the update stored any.
 static void total(double (*sums)[LANES], const param_span *s, int64_t first, int n, bool dry,
                   double *norms)
 {

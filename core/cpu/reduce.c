@@ -25,7 +25,7 @@ typedef struct reduction {
   rule    rule;
   double  divisor;               // of each total: `each` for a mean, else 1
   const tensor *y;
-  int64_t rows, pieces;          // elements or rows per piece; pieces per result
+  int64_t rows, pieces;          // rows (or elements, see PIECE) of a piece; pieces of a result
   double *part;                  // [pieces x results], if there are several pieces
 } reduction;
 

@@ -12,7 +12,7 @@ enum { RESTART = 64, PAIRS = TILE / 2 };
 
 /// What the tasks of a call share. `cosine` and `sine` [T x D/2] hold the cosine and sine of every
 /// angle. For the gradient, `sine` is negated. `frequency` holds the angle by which each pair of
-/// features turns per position. step_cosine and step_sine hold its cosine and sine.
+/// features turns per position; step_cosine and step_sine are the cosine and sine of that angle.
 typedef struct rotation {
   const tensor *x, *y;
   float   *cosine, *sine;

@@ -197,7 +197,7 @@ VF_INLINE vf vf_gelu_tanh(vf x)
 
 VF_INLINE vf vf_gelu_tanh_derivative(vf x)
 {
-  x = vf_min(VF_C(15.0f), vf_max(VF_C(-15.0f), x));  // slope is constant beyond; x^3 is finite
+  x = vf_min(VF_C(15.0f), vf_max(VF_C(-15.0f), x));   // so that x^3 does not overflow
   vf square = vf_mul(x, x);
   vf v = vf_mul(x, vf_fma(square, VF_C(0.0713548163f), VF_C(1.59576912f)));
   vf slope = vf_fma(square, VF_C(0.214064449f), VF_C(1.59576912f));
