@@ -13,73 +13,64 @@ local C, raise_if = M_ffi.C, M_ffi.raise_if
 
 local M = {}
 
-local FLOAT = { f16 = 1, bf16 = 1, f32 = 2 }   -- f64 and integers are not cast
+local FLOAT = { f16 = true, bf16 = true, f32 = true }   -- f64 and integers are not cast
 
--- Returns the precision of the current scope.
-local function current()
+-- Returns the low format of the current scope, "f16" or "bf16". Returns nil outside of autocast,
+-- and inside autocast to another format.
+local function low_format()
   local now = M_ffi.new("eng_precision")
   C.eng_autocast(nil, now)
   C.eng_autocast(now, nil)
-  return now
+  local format = M_ffi.dtype_name[now.compute]
+  return (format == "f16" or format == "bf16") and format or nil
 end
 
-local function is_low(now)
-  return now.compute == M_ffi.dtype.f16 or now.compute == M_ffi.dtype.bf16
-end
+-- Returns whether x is a tensor that may be cast.
+local function castable(x) return tensor.is_tensor(x) and FLOAT[x.dtype] end
 
--- Returns the arguments, with every tensor whose dtype is in FLOAT cast to `format`.
-local function cast(format, n, ...)
-  local list = { ... }
+-- Returns the arguments, with every castable tensor cast to `format`.
+local function cast(format, ...)
+  local list, n = { ... }, select("#", ...)
   for i = 1, n do
     local x = list[i]
-    if tensor.is_tensor(x) and FLOAT[x.dtype] and x.dtype ~= format then list[i] = x:to(format) end
+    if castable(x) and x.dtype ~= format then list[i] = x:to(format) end
   end
   return unpack(list, 1, n)
 end
 
--- Wraps f. Inside autocast to f16 or bf16, the wrapped f runs without autocast, with its f16 and
--- bf16 arguments cast to f32.
-local function as_float(f)
-  return function(...)
-    local now, n = current(), select("#", ...)
-    if not is_low(now) then return f(...) end
-    return autograd.in_formats(nil, f, cast("f32", n, ...))
+-- Returns the common format of the castable tensors, or "f32" if they have several formats.
+local function widest(...)
+  local format
+  for i = 1, select("#", ...) do
+    local x = select(i, ...)
+    local own = castable(x) and x.dtype
+    if own and own ~= format then format = format and "f32" or own end
   end
+  return format
 end
 
-local function as_half(f)
-  return function(...)
-    local now = current()
-    if not is_low(now) then return f(...) end
-    return f(cast(M_ffi.dtype_name[now.compute], select("#", ...), ...))
-  end
-end
-
-local function as_widest(f)
-  return function(...)
-    local n, widest = select("#", ...), nil
-    if not is_low(current()) then return f(...) end
-    for i = 1, n do
-      local x = select(i, ...)
-      local format = tensor.is_tensor(x) and FLOAT[x.dtype] and x.dtype
-      if format and format ~= widest then widest = widest and "f32" or format end
-    end
-    if widest then return f(cast(widest, n, ...)) end
-    return f(...)
-  end
-end
+-- By kind of registration: calls f inside autocast to the format `low`, with its arguments cast.
+local CALLS = {
+  float = function(_, f, ...) return autograd.in_formats(nil, f, cast("f32", ...)) end,
+  half = function(low, f, ...) return f(cast(low, ...)) end,
+  promote = function(_, f, ...) return f(cast(widest(...), ...)) end,
+}
 
 --- engine.amp.NAME(place, name): replaces the function place[name]. Inside autocast to f16 or bf16,
 --- the f16, bf16 and f32 arguments of the function are cast. f64 and integer arguments are not.
 ---   register_float_function     to f32; the function runs without autocast
 ---   register_half_function      to the low format of the scope
 ---   register_promote_function   to their common format if they have one, else to f32
-for kind, wrap in pairs { float = as_float, half = as_half, promote = as_widest } do
+for kind, call in pairs(CALLS) do
   M[("register_%s_function"):format(kind)] = function(place, name)
     local f = type(place) == "table" and place[name]
     raise_if(type(f) ~= "function", "amp.register_%s_function: expected a table and the name of " ..
       "a function in it, got %s and %s", kind, M_ffi.value_text(place), M_ffi.value_text(name))
-    place[name] = wrap(f)
+    place[name] = function(...)
+      local low = low_format()
+      if not low then return f(...) end
+      return call(low, f, ...)
+    end
   end
 end
 
