@@ -12,6 +12,7 @@
 -- scale. An action, clip or lr_mul would come after the optimizers' steps, so update() refuses it
 -- (a skip on an overflow is fine). engine.session and engine.trainer carry out whole verdicts.
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"
 local groups = require "engine.policy.groups"
 local modes = require "engine.train.modes"
@@ -59,10 +60,8 @@ local READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"
 function M.new(options)
   options = options or {}
   expect(type(options) == "table", options, "scaler: expected a table of options")
-  local own = {}
-  for key, value in pairs(options) do
-    if key ~= "policy" and key ~= "enabled" and key ~= "model" then own[key] = value end
-  end
+  local own = arguments.merged(options)
+  own.policy, own.enabled, own.model = nil, nil, nil
   local enabled = options.enabled ~= false
   local good, chosen = pcall(policy.load, options.policy or "dynamic", own)
   local problem = not good and chosen or modes.scaler_refusal(chosen)
@@ -98,6 +97,9 @@ local function need_scale(self, what)
     "scaler:scale(loss):backward() earlier in the step", what)
 end
 
+-- Returns an optimizer's entry, which lasts until the next update(): { opt, stage, record, stats }
+-- and, once its gradients are inspected: checked (it has gradients), found (inf or nan among them).
+-- stepped: the optimizer made an update.
 local function entry_of(self, opt, what)
   expect(type(opt) == "table" and opt.params ~= nil and opt.step, opt,
     "scaler:%s: expected an optimizer", what)
@@ -109,19 +111,17 @@ local function entry_of(self, opt, what)
   return entry
 end
 
--- Takes the statistics of an optimizer's gradients in one read-only pass.
+-- Takes the statistics of an optimizer's gradients in one read-only pass, and lists the optimizer
+-- for update().
 local function inspect(self, entry)
   local opt, scale = entry.opt, self:get_scale()
   if bit.band(self.policy.needs, C.ENG_NEED_TENSORS) ~= 0 and not entry.stats then
     entry.stats = ffi.new("eng_tensor_stats[?]", #opt.list)
   end
   check(C.eng_params_stats(entry.record, entry.stats, opt.params, scale, self.policy.needs))
+  if entry.checked == nil then self.order[#self.order + 1] = entry end
   entry.checked = tonumber(entry.record.count) > 0
   entry.found = entry.record.overflow ~= 0
-  if not entry.listed then
-    entry.listed = true
-    self.order[#self.order + 1] = entry
-  end
 end
 
 local out_found = ffi.new("int[1]")
@@ -178,11 +178,9 @@ function Scaler:step(opt, options)
   local factor = entry.stage == UNSCALED and 1 or f32(1 / self:get_scale())
   entry.stage = STEPPED
   if entry.found then return { skipped = true, reason = tell_bad(entry) } end
-  local arguments = { gradient_factor = factor }
-  for key, value in pairs(options or {}) do
-    arguments[key] = key == "gradient_factor" and value * factor or value
-  end
-  opt:step(arguments)
+  local given = arguments.merged(options)
+  given.gradient_factor = (given.gradient_factor or 1) * factor
+  opt:step(given)
   entry.stepped = true
   return { skipped = false }
 end
@@ -255,17 +253,12 @@ local function stats_of(self)
   return self.stats
 end
 
-local LATE = { [C.ENG_ACTION_RETRY] = "retry", [C.ENG_ACTION_STOP] = "stop",
-  [C.ENG_ACTION_ROLLBACK] = "rollback" }
-
 -- Returns, as text, the part of a verdict that comes too late for a scaler, or nil.
 local function too_late(verdict, stepped, overflow)
-  local action = LATE[verdict.action]
-  if action then return "action = '" .. action .. "'" end
+  local action = verdict:what()
+  if action ~= "step" and action ~= "skip" then return "action = '" .. action .. "'" end
   if not stepped then return nil end
-  if verdict.action == C.ENG_ACTION_SKIP and not overflow then
-    return "action = 'skip' without an overflow"
-  end
+  if action == "skip" and not overflow then return "action = 'skip' without an overflow" end
   if verdict.clip > 0 then return ("clip = %g"):format(verdict.clip) end
   if verdict.lr_mul ~= 1 then return ("lr_mul = %g"):format(verdict.lr_mul) end
 end
@@ -294,14 +287,8 @@ function Scaler:update(new_scale)
     self.attempts = self.attempts + 1
   end
   local stepped = false
-  for i, entry in ipairs(self.order) do
-    stepped = stepped or entry.stepped
-    self.order[i] = nil
-  end
-  for _, entry in pairs(self.optimizers) do
-    entry.stage, entry.listed, entry.checked, entry.found, entry.stepped = READY, false, false,
-      false, false
-  end
+  for _, entry in ipairs(self.order) do stepped = stepped or entry.stepped end
+  self.optimizers, self.order = {}, {}
   if stepped then self.updates = self.updates + 1 end
   self.loss = nil
   local late = verdict and verdict.failed == 0 and too_late(verdict, stepped,
