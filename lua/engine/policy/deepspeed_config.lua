@@ -27,11 +27,11 @@ local KEYS = {
   min_scale = "min_scale",
   raise_error_at_min_scale = "raise_error_at_min_scale",
 }
-local BOOLEAN = { enabled = true, auto_cast = true, fp16_master_weights_and_grads = true,
-  consecutive_hysteresis = true, raise_error_at_min_scale = true }
+local BOOLEAN = arguments.set_of [[enabled auto_cast fp16_master_weights_and_grads
+  consecutive_hysteresis raise_error_at_min_scale]]
 -- Options that the policies have and the fp16 block does not. Users may give them together with
 -- keys of the block.
-local OWN = { init_scale = true, scale_factor = true, strict = true }
+local OWN = arguments.set_of "init_scale scale_factor strict"
 
 local function is_null(v) return v == nil or v == cjson.null end
 

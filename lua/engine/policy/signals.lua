@@ -10,8 +10,6 @@ local M = {
   rules = {},      -- by name, how ranks combine their values: "max", "sum" or "mean" (nil: "mean")
 }
 
-local RULES = { mean = true, max = true, sum = true }
-
 --- Publishes a number that policies read as record.signals[name], for example an attention entropy.
 --- `rule`: how ranks combine their numbers, "mean" (the default), "max" or "sum"; a rank that has
 --- not published the signal does not count.
@@ -23,7 +21,7 @@ function M.publish(name, value, rule)
   local problem = M.values[name] == nil and (show.name_problem(name) or name:find("^log%.")
     and "begins with 'log.', which is reserved for policies' logs")
   if problem then raise("signal: the name %s: '%s'", problem, show.cut(show.shown(name), 100)) end
-  expect(rule == nil or RULES[rule], rule,
+  expect(rule == nil or rule == "mean" or rule == "max" or rule == "sum", rule,
     "signal '%s': expected the rule 'mean', 'max' or 'sum'", name)
   M.values[name], M.rules[name] = value, rule or M.rules[name]
 end

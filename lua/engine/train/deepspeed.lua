@@ -11,6 +11,7 @@
 -- the configuration's optimizer and gradient_clipping. gradient_accumulation_steps is the number of
 -- calls of step() per update.
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local config_of = require "engine.policy.deepspeed_config"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
@@ -19,6 +20,7 @@ local session = require "engine.train.session"
 local tensor = require "engine.tensor.tensor"
 
 local expect, raise, raise_if = M_ffi.expect, M_ffi.raise, M_ffi.raise_if
+local set_of = arguments.set_of
 
 local M = {}
 
@@ -27,9 +29,8 @@ Engine.__index = Engine
 
 local OPTIMIZERS = { adam = "adamw", adamw = "adamw", fusedadam = "adamw", lamb = "lamb",
   fusedlamb = "lamb", lion = "lion", fusedlion = "lion", sgd = "sgd", muon = "muon" }
-local PARAMS = { lr = true, betas = true, eps = true, weight_decay = true, momentum = true,
-  nesterov = true, dampening = true }
-local SWITCHES = { adam_w_mode = true, torch_adam = true }   -- torch_adam has no effect
+local PARAMS = set_of "lr betas eps weight_decay momentum nesterov dampening"
+local SWITCHES = set_of "adam_w_mode torch_adam"             -- torch_adam has no effect
 
 -- Makes the optimizer that the configuration's block { type =, params = } describes.
 local function optimizer_of(block, model, precision)
@@ -55,9 +56,8 @@ local function enabled(block) return type(block) == "table" and block.enabled ~=
 
 -- The keys of a configuration that are accepted. The keys that set the batch size have no effect,
 -- because the loop decides it.
-local USED = { optimizer = true, scheduler = true, fp16 = true, bf16 = true, bfloat16 = true,
-  gradient_clipping = true, gradient_accumulation_steps = true, train_batch_size = true,
-  train_micro_batch_size_per_gpu = true }
+local USED = set_of [[optimizer scheduler fp16 bf16 bfloat16 gradient_clipping
+  gradient_accumulation_steps train_batch_size train_micro_batch_size_per_gpu]]
 
 -- Returns the keys of a configuration that are not in USED, sorted, as text.
 local function unused(config)

@@ -5,6 +5,7 @@ local arguments = require "engine.base.arguments"
 local nearest = require "engine.base.nearest"
 
 local expect, raise, raise_if = M_ffi.expect, M_ffi.raise, M_ffi.raise_if
+local set_of = arguments.set_of
 
 local M = {}
 
@@ -13,11 +14,10 @@ local FIELDS = { doc = "string", defaults = "table", buffers = "table", update =
 -- TAKEN: names that a hyperparameter cannot have, because they are options of every optimizer,
 -- fields of a group, or the context's field `t`. OF_PARAMETER: names that a buffer cannot have,
 -- because they are fields of every parameter.
-local TAKEN = { betas = true, groups = true, decay = true, precision = true, moments = true,
-  match = true, label = true, lr_mul = true, t = true }
-local OF_PARAMETER = { name = true, role = true, weight = true, grad = true }
+local TAKEN = set_of "betas groups decay precision moments match label lr_mul t"
+local OF_PARAMETER = set_of "name role weight grad"
 
-local DTYPES = { f32 = true, bf16 = true, e4m3 = true, e5m2 = true }
+local DTYPES = set_of "f32 bf16 e4m3 e5m2"
 
 local function is_name(x) return type(x) == "string" and x:find("^[%a_][%w_]*$") ~= nil end
 
