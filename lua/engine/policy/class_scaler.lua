@@ -50,19 +50,17 @@ local METHODS = { "get_scale", "update", "new", "scale_loss", "unscale_gradients
   "load_state_dict" }
 local REQUIRED = { get_scale = true, update = true }
 
--- Returns the statistics that a class needs, as ENG_NEED_* bits. If class.needs is invalid, returns
--- nil and a message.
-local function needs_of(class)
-  local bits = C.ENG_NEED_AMAX + C.ENG_NEED_NORM
-  if class.needs ~= nil and type(class.needs) ~= "table" then
-    return nil, ("expected a list of statistics, got a %s"):format(type(class.needs))
-  end
-  for _, name in ipairs(class.needs or {}) do
-    if not NEEDS[name] then
-      return nil, ("there is no statistic %s%s"):format(M_ffi.value_text(name),
-        nearest.choices(name, NEEDS, "statistics"))
+-- Returns the statistics that a class needs, as ENG_NEED_* bits.
+local function needs_of(name, class)
+  local bits, needs = C.ENG_NEED_AMAX + C.ENG_NEED_NORM, class.needs or {}
+  expect(type(needs) == "table", needs,
+    "register_loss_scaler '%s': needs: expected a list of statistics", name)
+  for _, need in ipairs(needs) do
+    if not NEEDS[need] then
+      raise("register_loss_scaler '%s': needs: there is no statistic %s%s", name,
+        M_ffi.value_text(need), nearest.choices(need, NEEDS, "statistics"))
     end
-    bits = bit.bor(bits, NEEDS[name])
+    bits = bit.bor(bits, NEEDS[need])
   end
   return bits
 end
@@ -86,8 +84,7 @@ function M.check(name, class)
     expect(value == nil or type(value) == "function", value,
       "register_loss_scaler '%s': expected %s to be a function", name, method)
   end
-  local bits, wrong = needs_of(class)
-  if not bits then raise("register_loss_scaler '%s': needs: %s", name, wrong) end
+  needs_of(name, class)
 end
 
 local ClassPolicy = {}
@@ -230,8 +227,8 @@ function M.new(name, class, options)
     return setmetatable(copy, { __index = class })
   end
   local self = setmetatable({ name = name, doc = class.doc or "", file = name,
-    options = options or {}, is_class = true, needs = needs_of(class), make = make, failed = 0,
-    verdict = ffi.new("eng_verdict") }, ClassPolicy)
+    options = options or {}, is_class = true, needs = needs_of(name, class), make = make,
+    failed = 0, verdict = ffi.new("eng_verdict") }, ClassPolicy)
   self:reset()
   return self
 end

@@ -260,10 +260,7 @@ local function compile(source, file, options, path)
   local function typed(text)
     text = ffi.string(text)
     if option.type == C.ENG_OPTION_BOOLEAN then return text == "true" end
-    if option.type == C.ENG_OPTION_NUMBER then
-      return tonumber(text) or ({ inf = math.huge, ["-inf"] = -math.huge })[text] or 0 / 0
-    end
-    return text
+    return option.type == C.ENG_OPTION_NUMBER and tonumber(text) or text
   end
   for i = 0, info.options - 1 do
     check(C.eng_policy_option_get(option, handle, i))

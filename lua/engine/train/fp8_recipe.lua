@@ -4,6 +4,7 @@
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fp8_codes = require "engine.tensor.fp8"
+local fp8_verdict = require "engine.policy.fp8_verdict"
 local mx = require "engine.tensor.mx"
 local nearest = require "engine.base.nearest"
 
@@ -13,7 +14,7 @@ local choose, want_list, want_pattern = arguments.choose, arguments.want_list,
 
 local M = {}
 
-M.roles, M.products = { "x", "w", "dy" }, { "forward", "dgrad", "wgrad" }
+M.roles, M.products = fp8_verdict.roles, { "forward", "dgrad", "wgrad" }
 --- The indices, in eng_fp8_recipe.role, of the two roles that each product multiplies.
 M.factors = { forward = { 0, 1 }, dgrad = { 2, 1 }, wgrad = { 2, 0 } }
 --- ENG_ACCUMULATE_* by name; `device` (-1): the accumulator of the current device.
@@ -68,10 +69,11 @@ local function read_role(to, role, where, name)
   local function want(field, good, what)
     local v = role[field]
     expect(v == nil or good, v, "%s: expected %s to be %s", where, field, what)
+    return v
   end
   expect(role.keep == nil or name == "x", role.keep,
     "%s: keep sets how the tape stores x for dW; expected keep only in x", where)
-  want("eps", type(role.eps) == "number", "a number")
+  to.eps = want("eps", type(role.eps) == "number", "a number") or -1
   local rule, scaled, format, block = settings(role)
   to.mx = scaled and tonumber(scaled) + 1 or 0
   to.format = choose(scaled and mx.formats or FORMATS, format, where, "format")
@@ -87,30 +89,26 @@ local function read_role(to, role, where, name)
   for _, field in ipairs(rule == ROWS and {} or ROW_OPTIONS) do
     raise_if(role[field] ~= nil, "%s: only the rule %s has the option %s", where, ROWS, field)
   end
-  want("clamp", role.clamp == 0 or between(role.clamp, 0.5, 0.9999),
-    "a quantile from 0.5 to 0.9999, or 0 for none")
-  to.clamp = role.clamp or 0
+  to.clamp = want("clamp", role.clamp == 0 or between(role.clamp, 0.5, 0.9999),
+    "a quantile from 0.5 to 0.9999, or 0 for none") or 0
   boolean(role.residual, where, "residual")
   to.drops = role.residual == false and 1 or 0
-  want("estimator", role.estimator == "straight" or role.estimator == "dge" and name == "w",
-    "'straight' or, only in w, 'dge'")
-  to.dge = role.estimator == "dge" and 1 or 0
+  local estimator = want("estimator", role.estimator == "straight" or role.estimator == "dge"
+    and name == "w", "'straight' or, only in w, 'dge'")
+  to.dge = estimator == "dge" and 1 or 0
   to.pow2 = boolean(role.pow2, where, "pow2")
   if scaled and type(role.stochastic) == "number" then
     want("stochastic", between(role.stochastic, 1, 24), "true (8 bits) or 1 to 24 bits")
     to.stochastic = whole(role.stochastic, where, "stochastic")
   else to.stochastic = boolean(role.stochastic, where, "stochastic") * (scaled and 8 or 1) end
-  want("factor", scaled and between(role.factor, 0.5, 1),
-    "a number from 0.5 to 1, with a rule of microscaling")
-  to.factor = role.factor or 0
-  want("average", scaled and name == "w" and type(role.average) == "number" and role.average >= 0
+  to.factor = want("factor", scaled and between(role.factor, 0.5, 1),
+    "a number from 0.5 to 1, with a rule of microscaling") or 0
+  to.average = want("average", scaled and name == "w" and between(role.average, 0, 1)
     and role.average < 1, "a decay from 0 (no average) to below 1, in w, with a rule of " ..
-    "microscaling")
-  to.average = role.average or 0
+    "microscaling") or 0
   local turned = scaled and name == "x" and rows ~= columns and not role.backward
   to.margin, to.keep = whole(role.margin or 0, where, "margin"),
     choose(KEEPS, role.keep or (turned and "transposed" or "codes"), where, "keep")
-  to.eps = role.eps or -1
 end
 
 local PRODUCT = arguments.set_of "accumulator promotion high hadamard signs"

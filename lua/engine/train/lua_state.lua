@@ -256,10 +256,9 @@ end
 --- error after an update that failed halfway.
 function State:of(i, shape, torn)
   if not torn then self:refuse_torn() end
-  local own, list = buffers_of(self, i), {}
-  for k, b in ipairs(self:layout(i, shape or self.optimizer.list[i].tensor.shape)) do
-    list[k] = { name = b.name, x = own[b.key], dtype = b.dtype, shape = b.shape, whole = true }
-  end
+  local own = buffers_of(self, i)
+  local list = self:layout(i, shape or self.optimizer.list[i].tensor.shape)
+  for _, b in ipairs(list) do b.x, b.whole = own[b.key], true end
   return list
 end
 

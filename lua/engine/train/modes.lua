@@ -71,28 +71,29 @@ local NEEDS = {
   { "logit_muls", C.ENG_NEED_LOGIT_MULS, { "heads", "scalable", "lagged", "card", "whole" } },
 }
 
+-- Returns the name of the first entry of NEEDS that a policy needs, or nil.
+local function first_need(policy)
+  for _, need in ipairs(NEEDS) do
+    if bit.band(policy.needs, need[2]) ~= 0 then return need[1] end
+  end
+end
+
 --- Returns why the scaler of an explicit loop (scaler.lua) cannot use a policy, or nil. A scaler
 --- makes no updates, so it meets none of NEEDS.
 function M.scaler_refusal(policy)
-  for _, need in ipairs(NEEDS) do
-    if bit.band(policy.needs, need[2]) ~= 0 then
-      return ("policy %s needs %s, and a scaler of an explicit loop makes no updates; hint: " ..
-        "engine.trainer"):format(policy.name, need[1])
-    end
-  end
+  local need = first_need(policy)
+  return need and ("policy %s needs %s, and a scaler of an explicit loop makes no updates; " ..
+    "hint: engine.trainer"):format(policy.name, need)
 end
 
 -- Returns why a policy cannot be used in a session (session.lua), or nil.
 local function session_refusal(policy)
-  local what = bit.band(policy.needs, C.ENG_NEED_NORM_REF) ~= 0
+  local need = first_need(policy)
+  local what = need and ("needs %s, which a session does not have"):format(need)
+    or bit.band(policy.needs, C.ENG_NEED_NORM_REF) ~= 0
     and "needs reference backward passes, which run the loss function again"
     or policy:scales_groups()
-      and "sets scales per layer, but all gradients of a session carry one scale"
-  for _, need in ipairs(NEEDS) do
-    if bit.band(policy.needs, need[2]) ~= 0 then
-      what = ("needs %s, which a session does not have"):format(need[1])
-    end
-  end
+    and "sets scales per layer, but all gradients of a session carry one scale"
   return what and ("session: policy %s %s; hint: engine.trainer"):format(policy.name, what) or nil
 end
 

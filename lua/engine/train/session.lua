@@ -386,16 +386,14 @@ function Session:fetch(s)
   return record
 end
 
--- The actions that go back to an earlier place in the data.
-local BACK = { [C.ENG_ACTION_RETRY] = "retry", [C.ENG_ACTION_ROLLBACK] = "rollback" }
-
 --- Does what Trainer:decide does. A retry or a rollback needs a single optimizer and the option
 --- `data` (the loop's loader). Without them, such a verdict is refused and becomes a skip or a
 --- step.
 function Session:decide(s, record)
   local verdict = Trainer.decide(self, s, record)
-  local action = BACK[verdict.action]
-  if action and not (self.own_data and #self.entries == 1) then
+  local action = verdict:what()
+  local goes_back = action == "retry" or action == "rollback"      -- in the data
+  if goes_back and not (self.own_data and #self.entries == 1) then
     verdict.action = record.overflow ~= 0 and C.ENG_ACTION_SKIP or C.ENG_ACTION_STEP
     verdict.failed = 1
     verdict.reason = ("session: policy %s asks for a %s, which needs a single optimizer and " ..

@@ -403,18 +403,14 @@ end
 function Trainer:use_policy(policy)
   self.policy = policy
   self.needs = self:all_needs()
-  local wanted = bit.band(self.needs, C.ENG_NEED_NORM_REF) ~= 0
-  if wanted and not self.reference then
-    local own = policy.options
-    self.reference = reference.new(self, self.ref_every or own.ref_every or 100,
-      self.ref_layers or own.ref_layers or "")
-  elseif not wanted then
-    self.reference = nil
-  end
-  wanted = bit.band(self.needs, C.ENG_NEED_LOGIT_MAX) ~= 0
+  local function needed(what) return bit.band(self.needs, what) ~= 0 end
+  local own = policy.options
+  self.reference = needed(C.ENG_NEED_NORM_REF) and (self.reference or reference.new(self,
+    self.ref_every or own.ref_every or 100, self.ref_layers or own.ref_layers or "")) or nil
+  local wanted = needed(C.ENG_NEED_LOGIT_MAX)
   if not wanted then attention_logits.clear() end
   self.logits = wanted and (self.logits or attention_logits.new(self.model)) or nil
-  wanted = bit.band(self.needs, C.ENG_NEED_ACTIVATIONS) ~= 0 or self.activation_pattern
+  wanted = needed(C.ENG_NEED_ACTIVATIONS) or self.activation_pattern
   if not wanted then activations.clear() end
   self.activations = wanted and (self.activations
     or activations.new(self.model, self.activation_pattern)) or nil
