@@ -93,32 +93,31 @@ local function make_groups(name, list, options, defaults)
     return #groups
   end
   local base = add({}, "all")
-  local plain = options.decay == "matrices" and add({ weight_decay = 0 }, "no decay") or nil
-  local user, names, used = {}, {}, {}
-  arguments.want_list(options.groups or {}, "optim." .. name, "groups",
+  local plain = options.decay == "matrices" and add({ weight_decay = 0 }, "no decay") or base
+  local given, user, matches, names, used = options.groups or {}, {}, {}, {}, {}
+  arguments.want_list(given, "optim." .. name, "groups",
     '{ { match = "bias", weight_decay = 0 } }')
-  for i, group in ipairs(options.groups or {}) do
-    raise_if(type(group) ~= "table"
-      or (type(group.match) ~= "string" and type(group.match) ~= "function"),
-      "optim.%s: group %d needs match = a pattern or a function(name, tensor)", name, i)
-    if type(group.match) == "string" then
-      arguments.want_pattern(group.match, ("optim.%s: group %d"):format(name, i),
+  for i, group in ipairs(given) do
+    local match = type(group) == "table" and group.match
+    if type(match) == "string" then
+      arguments.want_pattern(match, ("optim.%s: group %d"):format(name, i),
         "match to be a Lua pattern of parameter names")
+      matches[i] = function(parameter) return parameter:find(match) end
+    elseif type(match) == "function" then matches[i] = match
+    else
+      raise("optim.%s: group %d needs match = a pattern or a function(name, tensor)", name, i)
     end
     user[i] = add(group, group.label or ("group " .. i))
   end
   for i, p in ipairs(list) do
     local chosen
     names[i] = p.name
-    for k, group in ipairs(options.groups or {}) do
-      local hit
-      if type(group.match) == "string" then hit = p.name:find(group.match)
-      else hit = group.match(p.name, p.tensor) end
-      if hit then chosen, used[k] = chosen or user[k], true end
+    for k, matched in ipairs(matches) do
+      if matched(p.name, p.tensor) then chosen, used[k] = chosen or user[k], true end
     end
-    group_of[i - 1] = (chosen or plain and p.tensor.ndim < 2 and plain or base) - 1
+    group_of[i - 1] = (chosen or p.tensor.ndim < 2 and plain or base) - 1
   end
-  for k, group in ipairs(options.groups or {}) do
+  for k, group in ipairs(given) do
     if not used[k] then
       raise("optim.%s: group %d: %s matches no parameter%s; parameters: %s", name, k,
         M_ffi.value_text(group.match), type(group.match) == "string"

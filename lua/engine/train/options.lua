@@ -2,6 +2,7 @@
 -- with messages for what is wrong. assemble.lua and session.lua document the options for users.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
+local fields = require "engine.base.fields"
 local nearest = require "engine.base.nearest"
 local pattern = require "engine.base.pattern"
 local reduction = require "engine.dist.reduction"
@@ -12,10 +13,9 @@ local M = {}
 
 local KNOWN = set_of [[model data loss optimizer schedule precision policy policy_options steps
   clip clip_value accumulate checkpoint run resume restart_data checkpoint_every keep log state
-  on_step
-  on_policy_error on_lost rollbacks stats_every history config evaluate mode graph ref_every
-  ref_layers shadow trap watch attach tensorboard comm_dtype bucket zero rank_timeout
-  agree_every activations]]
+  on_step on_policy_error on_lost rollbacks stats_every history config evaluate mode graph ref_every
+  ref_layers shadow trap watch attach tensorboard comm_dtype bucket zero rank_timeout agree_every
+  activations]]
 
 local SESSION = set_of [[optimizer optimizers data precision policy policy_options clip clip_value
   run resume restart_data checkpoint_every keep log state on_policy_error on_lost rollbacks
@@ -31,7 +31,7 @@ local function callable(v)
   return type(v) == "function" or (meta and meta.__call ~= nil)
 end
 
-local function whole(v) return type(v) == "number" and v % 1 == 0 and v >= 1 and v <= 2 ^ 53 end
+local function whole(v) return fields.whole(v) and v >= 1 end
 local function not_negative(v) return type(v) == "number" and v >= 0 end
 local function is(kind) return function(v) return type(v) == kind end end
 local function is_pattern(v) return type(v) == "string" and not pattern.problem(v) end
@@ -58,10 +58,8 @@ local OPTIONAL = {
   { "clip_value", "a number >= 0 (0: none)", not_negative },
   { "checkpoint", '"block", a pattern of module paths or false',
     function(v) return v == false or type(v) == "string" end },
-  { "checkpoint_every", "a whole number of steps (0: only at the end)",
-    function(v) return v == 0 or whole(v) end },
-  { "agree_every", "a whole number of steps (0: never)",
-    function(v) return v == 0 or whole(v) end },
+  { "checkpoint_every", "a whole number of steps (0: only at the end)", fields.whole },
+  { "agree_every", "a whole number of steps (0: never)", fields.whole },
   { "keep", "a whole number of 1 or more", whole },
   { "stats_every", "a whole number of 1 or more", whole },
   { "ref_every", "a whole number of 1 or more", whole },
@@ -82,7 +80,7 @@ local OPTIONAL = {
   { "graph", "true or false", is "boolean" },
   { "mode", "sync or lagged", one_of "sync lagged" },
   { "on_policy_error", "hold or stop", one_of "hold stop" },
-  { "rollbacks", "a whole number of 0 or more", function(v) return v == 0 or whole(v) end },
+  { "rollbacks", "a whole number of 0 or more", fields.whole },
   { "on_lost", "stop or continue", one_of "stop continue" },
   { "schedule", "one of engine.schedule or a function(updates)", callable },
   { "trap", "overflow, or nothing",
