@@ -523,14 +523,16 @@ describe("a linear layer under microscaling", function()
     assert.are_not.equal(0, C.eng_fp8_recipe_check(recipe))
     assert.equal("dgrad: expected signs to be one of ENG_FP8_SIGNS_*, got number 9",
       M_ffi.message())
-    assert.matches("wgrad: products of FP8 have no option hadamard", select(2, pcall(
+    assert.matches("wgrad: products in FP8 have no option hadamard", select(2, pcall(
       engine.precision.resolve, { base = "fp8_block", fp8 = { wgrad = { hadamard = 16 } } })), 1,
       true)
     assert.matches("x: expected 0 to 24 bits of stochastic rounding and a factor from 0 to 1 " ..
       "(with four_over_six, both must be 0), got 8 bits and the factor 0",
       message { x = { rule = "four_over_six", stochastic = true } }, 1, true)
     local quest, back = { rule = "quest", backward = { rule = "floor" } }, { rule = "rceil" }
-    for _, wrong in ipairs { { dy = quest }, { x = { rule = "rceil", backward = 3 } },
+    assert.matches("dy: only x and w have the option backward, and only with a rule of " ..
+      "microscaling", message { dy = quest }, 1, true)
+    for _, wrong in ipairs { { x = { rule = "rceil", backward = 3 } },
       { x = { rule = "rceil", backward = { rule = "deepgemm" } } },
       { x = { rule = "quest", backward = quest } } } do
       assert.matches("expected backward to be \"same\", or a table with a rule of microscaling",

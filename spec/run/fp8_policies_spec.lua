@@ -96,7 +96,7 @@ describe("swapping a policy of FP8 layers", function()
         if event.kind == "fp8_unused" then
           found = found + 1
           assert.equal("the FP8 policy chooses scales, which have no effect: every tensor under " ..
-            "precision mine has scales of its blocks", event.text)
+            "precision mine has a separate scale for each block", event.text)
         end
       end
       assert.equal(count, found)

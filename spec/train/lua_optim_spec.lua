@@ -522,12 +522,14 @@ describe("register refuses", function()
     { "x", spec { defaults = { lr = 1, groups = 1 } },
       "'groups' cannot be the name of a hyperparameter of 'x': it has another meaning" },
     { "x", spec { defaults = { lr = 1, "a" } },
-      "'1' cannot be the name of a hyperparameter of 'x'" },
+      "'1' cannot be the name of a hyperparameter of 'x'; expected letters, digits and _, with " ..
+      "no digit first" },
     { "x", spec { buffers = { "m", "m" } },
       "'m' cannot be the name of a buffer of 'x': it is listed twice" },
     { "x", spec { buffers = { "weight" } },
       "'weight' cannot be the name of a buffer of 'x': every parameter has a field of that name" },
-    { "x", spec { buffers = { 5 } }, "5 cannot be the name of a buffer of 'x'" },
+    { "x", spec { buffers = { 5 } }, "5 cannot be the name of a buffer of 'x'; expected " ..
+      "letters, digits and _, with no digit first" },
     { "x", spec { buffers = { m = { 1 } } },
       "expected buffer 'm' of 'x' to be a function(shape) that returns the buffer's shape, or " ..
       "{ shape = such a function, dtype = }, got a table" },
@@ -583,7 +585,7 @@ describe("register refuses", function()
     fails(function(_, ctx) return ctx.bata end, "the context has no 'bata'")
     fails(function(p) return p.nn + 1 end, "a parameter has no 'nn'")
     fails(function() end, "expected the shape of buffer 'm' of p1 to be a list of whole " ..
-      "numbers, or nil, got another table", { m = function() return { 1.5 } end })
+      "numbers, or nil, got a table with other entries", { m = function() return { 1.5 } end })
     fails(function() end, "expected the shape of buffer 'm' of p1 to be a list of whole " ..
       "numbers, or nil, got 5", { m = function() return 5 end })
   end)

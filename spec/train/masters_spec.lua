@@ -198,11 +198,11 @@ describe("bf16 masters", function()
       helper.refuses(want, engine.optim[optimizer or "adamw"], model,
         { precision = precision })
     end
-    refused("masters cannot be 'f16'; formats: f32 bf16", { base = "fp16", masters = "f16" })
+    refused("masters cannot be 'f16'; choices: f32 bf16", { base = "fp16", masters = "f16" })
     refused("masters in bf16 need weights in bf16, got f16", { base = "fp16", masters = "bf16" })
     refused("rounding = 'kahan' is for masters = 'bf16', but the masters are f32",
       { base = "bf16", rounding = "kahan" })
-    refused("rounding cannot be 'up'; formats: nearest stochastic kahan",
+    refused("rounding cannot be 'up'; choices: nearest stochastic kahan",
       { base = "bf16", masters = "bf16", rounding = "up" })
     refused("has bf16 masters, and only sgd, adam, adamw and lion round their updates to them",
       "bf16_kahan", "muon")

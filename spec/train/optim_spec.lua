@@ -437,7 +437,7 @@ describe("an optimizer refuses", function()
     { "optim.sgd(5)", "optim.sgd: expected a module or a list of tensors or of { name =, tensor " ..
       "= }, got 5" },
     { "optim.sgd { 5 }",
-      "optim.sgd: expected entry 1 of the list to be a tensor or { name =, tensor = }" },
+      "optim.sgd: expected entry 1 of the list to be a tensor or { name =, tensor = }, got 5" },
     { "optim.sgd {}", "optim.sgd: nothing to train: no parameter requires a gradient" },
     { "optim.sgd { engine.zeros(2) }",
       "optim.sgd: nothing to train: no parameter requires a gradient" },

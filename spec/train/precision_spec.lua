@@ -154,12 +154,12 @@ describe("a precision recipe", function()
       { "{ name = 'a', weight = 'f16' }",
         "precision 'a': unknown role 'weight'; did you mean 'weights'?; roles: activations " ..
         "masters moments norm norm_gradients residual rounding weight_gradients weights wide" },
-      { "{ weights = 'f64' }", "precision 'custom': weights cannot be 'f64'; formats: f32 f16 " ..
+      { "{ weights = 'f64' }", "precision 'custom': weights cannot be 'f64'; choices: f32 f16 " ..
         "bf16" },
-      { "{ moments = 'f16' }", "precision 'custom': moments cannot be 'f16'; formats: f32 bf16" },
-      { "{ norm = 'f16 bf16' }", "precision 'custom': norm cannot be 'f16 bf16'; formats: f32 " ..
+      { "{ moments = 'f16' }", "precision 'custom': moments cannot be 'f16'; choices: f32 bf16" },
+      { "{ norm = 'f16 bf16' }", "precision 'custom': norm cannot be 'f16 bf16'; choices: f32 " ..
         "f16 bf16" },
-      { "{ activations = 16 }", "precision 'custom': activations cannot be 16; formats: f32 f16 " ..
+      { "{ activations = 16 }", "precision 'custom': activations cannot be 16; choices: f32 f16 " ..
         "bf16" },
     }
     for _, case in ipairs(cases) do

@@ -14,8 +14,8 @@ local M = {}
 local Groups = {}
 Groups.__index = Groups
 
---- Returns two tables: the modules by path, and a list of the paths of the modules that declare
---- themselves groups.
+-- Returns two tables: the modules by path, and a list of the paths of the modules that declare
+-- themselves groups.
 local function modules_of(model)
   local at, declared = {}, {}
   if not (model and model.apply) then return at, declared end

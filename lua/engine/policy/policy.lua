@@ -303,11 +303,12 @@ function M.register(name, class)
   M.classes[name] = class
 end
 
---- Splits "dynamic:growth_interval=500,init_scale=2^10" into the name "dynamic" and its settings.
---- Returns the name, and the options with the settings added as text.
+-- Splits "dynamic:growth_interval=500,init_scale=2^10" into the name "dynamic" and its settings.
+-- Returns the name, and the options with the settings added as text.
 local function with_settings(source, options)
   local name, settings = source:match("^(.-):([%a_][%w_]*=.*)$")
-  if not name then name, settings = source:match("^([%w_-]+):([^/]+)$") end   -- a missing value
+  -- a setting without "=value": the loop below refuses it
+  if not name then name, settings = source:match("^([%w_-]+):([^/]+)$") end
   if not name then return source, options end
   local all = arguments.merged(options)
   for setting in settings:gmatch("[^,]+") do

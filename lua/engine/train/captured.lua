@@ -23,9 +23,9 @@ local function has_tensor(value, seen)
   end
 end
 
---- Returns the tensors of a batch in the order of their field names: an array of handles, and its
---- length. The core launches the graph only if shapes, dtypes and addresses of the tensors are
---- those of the captured batch.
+-- Returns the tensors of a batch in the order of their field names: an array of handles, and its
+-- length. The core launches the graph only if shapes, dtypes and addresses of the tensors are those
+-- of the captured batch.
 local function tensors_of(batch)
   local list, seen, found = {}, {}, "a batch without tensors"
   for key, value in pairs(batch) do
@@ -44,7 +44,7 @@ local function tensors_of(batch)
   return handles, #list
 end
 
---- Captures the step on `batch` and returns the graph.
+-- Captures the step on `batch` and returns the graph.
 local function capture(trainer, batch, handles, n)
   local out = M_ffi.new("eng_graph *[1]")
   check(C.eng_graph_begin(out, trainer.optimizer.params, handles, n))

@@ -116,9 +116,9 @@ local SCALED_ACCUMULATORS = { device = C.ENG_ACCUMULATE_DEVICE, fp32 = C.ENG_ACC
   blackwell = C.ENG_ACCUMULATE_BLACKWELL }
 local function read_product(to, product, where, scaled)
   known(product, PRODUCT, where)
-  local kind = scaled and "microscaling" or "FP8"
+  local kind = scaled and "with microscaling" or "in FP8"
   for _, field in ipairs(scaled and { "promotion" } or { "hadamard", "signs" }) do
-    raise_if(product[field] ~= nil, "%s: products of %s have no option %s", where, kind, field)
+    raise_if(product[field] ~= nil, "%s: products %s have no option %s", where, kind, field)
   end
   to.high = boolean(product.high, where, "high")
   to.hadamard = whole(product.hadamard or 0, where, "hadamard")
@@ -183,13 +183,15 @@ end
 local function read_backward(recipe, i, role, where, name)
   local scaled, back = i < 2 and recipe.role[i].mx > 0, role.backward
   if back == nil then return end
-  if scaled and back == "same" then
+  raise_if(not scaled, "%s: only x and w have the option backward, and only with a rule of " ..
+    "microscaling", where)
+  if back == "same" then
     recipe.backward[i].mx = C.ENG_FP8_SAME
     return
   end
-  expect(scaled and type(back) == "table" and mx.rules[back.rule] ~= nil and not back.backward,
-    back, "%s: expected backward to be \"same\", or a table with a rule of microscaling other " ..
-    "than quest and %s, for x and w with a rule of microscaling", where, ROWS)
+  expect(type(back) == "table" and mx.rules[back.rule] ~= nil and not back.backward, back,
+    "%s: expected backward to be \"same\", or a table with a rule of microscaling other than " ..
+    "quest and %s", where, ROWS)
   read_role(recipe.backward[i], arguments.merged({ keep = name == "x" and "codes" or nil }, back),
     where .. ": backward", name)
 end

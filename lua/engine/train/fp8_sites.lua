@@ -410,12 +410,13 @@ function Sites:moves(all)
     .. (reasons ~= "" and " (" .. reasons .. ")" or "")
 end
 
---- Returns a line, once, if policies choose scales although no tensor has one scale.
+--- Returns a line, once, if policies choose scales although every tensor has a scale for each
+--- block.
 function Sites:unused()
   if self.in_vain ~= "new" then return nil end
   self.in_vain = "told"
   return ("the FP8 policy chooses scales, which have no effect: every tensor under precision %s " ..
-    "has scales of its blocks"):format(self.recipe.name)
+    "has a separate scale for each block"):format(self.recipe.name)
 end
 
 --- Returns a line about the accumulators that microscaled layers used in the last forward pass.

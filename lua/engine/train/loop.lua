@@ -239,9 +239,9 @@ local function steps(self, outcome)
   self.reducer:agree()
 end
 
---- Saves a run after an error: moves the data and random numbers back to the start of the
---- unfinished step, and writes a checkpoint of the steps before it. Writes none if the ranks have
---- drifted apart, or if a checkpoint needs all ranks (ZeRO, divided experts).
+-- Saves a run after an error: moves the data and random numbers back to the start of the
+-- unfinished step, and writes a checkpoint of the steps before it. Writes none if the ranks have
+-- drifted apart, or if a checkpoint needs all ranks (ZeRO, divided experts).
 local function rescue(self, problem)
   local files, failed, drift = self.run_files, self.current, self.agreement.drift
   C.eng_step_end()

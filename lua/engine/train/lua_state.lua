@@ -78,7 +78,7 @@ function State:layout(i, shape)
       end
       raise("optim.%s: expected the shape of buffer '%s' of %s to be a list of whole numbers, " ..
         "or nil, got %s", self.spec.name, buffer.name, p.name, type(size) == "table"
-        and "another table" or M_ffi.value_text(size))
+        and "a table with other entries" or M_ffi.value_text(size))
     end
     local size, own = size_of(shape)
     if size then

@@ -124,8 +124,8 @@ function M.policy_refusal(trainer, policy)
       .. "hint: mode=sync"):format(policy.name)
   end
   if trainer.graph and policy.is_class and policy.object.scale_loss then
-    return ("graph=true: loss scaler '%s' scales the loss itself, and a captured step cannot " ..
-      "follow that; hint: graph=false"):format(policy.name)
+    return ("graph=true: loss scaler '%s' scales the loss itself, which a captured step does " ..
+      "not repeat; hint: graph=false"):format(policy.name)
   end
   if not policy:scales_groups() then return nil end
   return ("%s: policy %s sets scales per layer, which needs the record of the same step; hint: %s")

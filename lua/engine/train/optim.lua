@@ -134,7 +134,7 @@ local function parameter_list(name, model)
   local trainable = {}
   for i, p in ipairs(list) do
     if tensor.is_tensor(p) then p = { name = "p" .. i, tensor = p } end
-    raise_if(type(p) ~= "table" or not tensor.is_tensor(p.tensor),
+    expect(type(p) == "table" and tensor.is_tensor(p.tensor), p,
       "optim.%s: expected entry %d of the list to be a tensor or { name =, tensor = }", name, i)
     if M.requires_grad(p.tensor) then trainable[#trainable + 1] = p end
   end

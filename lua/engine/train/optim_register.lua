@@ -19,6 +19,7 @@ local OF_PARAMETER = set_of "name role weight grad"
 
 local DTYPES = set_of "f32 bf16 e4m3 e5m2"
 
+local NAME = "; expected letters, digits and _, with no digit first"
 local function is_name(x) return type(x) == "string" and x:find("^[%a_][%w_]*$") ~= nil end
 
 local function check_defaults(name, defaults)
@@ -28,7 +29,7 @@ local function check_defaults(name, defaults)
     local kind = type(value)
     if not is_name(key) or TAKEN[key] then
       raise("optim.register: '%s' cannot be the name of a hyperparameter of '%s'%s", tostring(key),
-        name, TAKEN[key] and ": it has another meaning" or "")
+        name, TAKEN[key] and ": it has another meaning" or NAME)
     elseif kind ~= "number" and kind ~= "boolean" and kind ~= "string" then
       raise("optim.register: expected %s of '%s' to be a number, boolean or string, got %s", key,
         name, M_ffi.value_text(value))
@@ -46,7 +47,7 @@ local function buffers_in_order(name, given)
     if not is_name(buffer) or OF_PARAMETER[buffer] or seen[buffer] then
       raise("optim.register: %s cannot be the name of a buffer of '%s'%s",
         M_ffi.value_text(buffer), name, seen[buffer] and ": it is listed twice"
-        or OF_PARAMETER[buffer] and ": every parameter has a field of that name" or "")
+        or OF_PARAMETER[buffer] and ": every parameter has a field of that name" or NAME)
     end
     local given_shape, dtype = shape, nil
     if type(shape) == "table" then shape, dtype = shape.shape, shape.dtype end

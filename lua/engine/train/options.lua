@@ -83,7 +83,7 @@ local OPTIONAL = {
   { "rollbacks", "a whole number of 0 or more", fields.whole },
   { "on_lost", "stop or continue", one_of "stop continue" },
   { "schedule", "one of engine.schedule or a function(updates)", callable },
-  { "trap", "overflow, or nothing",
+  { "trap", "'overflow' or false",
     function(v) return v == false or v == "" or v == "overflow" end },
   { "shadow", "a list of policies", any_of(is "string", is "table") },
   { "tensorboard", "true, false or a directory", any_of(is "boolean", path) },

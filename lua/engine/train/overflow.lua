@@ -130,7 +130,7 @@ local function advice(self, record, finding)
     end
   end
   if weight then
-    say("the weight %s is lost: resume from a checkpoint before this step " ..
+    say("the weight %s has inf or nan: resume from a checkpoint before this step " ..
       "(resume=RUN/checkpoints/STEP) with a smaller learning rate or clip=1", weight)
   elseif held and not held.backward then
     say("look at the data of this step, and at masks and constants; the loss scale is not the " ..

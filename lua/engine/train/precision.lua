@@ -1,6 +1,6 @@
--- Precision recipes say which number format each role has: fp32, bf16, bf16_stochastic, bf16_kahan,
--- fp16, and those of docs/fp8.md and docs/microscaling.md. `engine help NAME` describes a recipe. A
--- recipe is a table. Users can write their own:
+-- Precision recipes. A recipe is a table that says which number format each role has. The shipped
+-- recipes are fp32, bf16, bf16_stochastic, bf16_kahan, fp16, and those of docs/fp8.md and
+-- docs/microscaling.md; `engine help NAME` describes each of them. Users can write their own:
 --   engine.trainer{ precision = { name = "mine", base = "fp16", residual = "f32" }, ... }
 --   engine.trainer{ precision = { name = "mine", base = "fp8_current",
 --     fp8 = { dy = { format = "e4m3" }, high = { "^blocks%.1%." } } }, ... }
@@ -260,8 +260,8 @@ local function equal(a, b, seen)
   return true
 end
 
--- recipe made by resolve -> the formats of operations under it (eng_precision), or false if the
--- recipe changes no operation.
+-- Maps each full recipe that M.resolve made to the formats of operations under it (eng_precision),
+-- or to false if the recipe changes no operation.
 local formats_of = setmetatable({}, { __mode = "k" })
 
 -- Returns the entry of formats_of for one full recipe.
@@ -318,7 +318,7 @@ function M.resolve(recipe)
       end
       M_ffi.raise_if(type(value) ~= "string" or value:find(" ", 1, true)
         or not (" " .. FORMATS[key] .. " "):find(" " .. value .. " ", 1, true),
-        "precision '%s': %s cannot be %s; formats: %s", full.name, key, value_text(value),
+        "precision '%s': %s cannot be %s; choices: %s", full.name, key, value_text(value),
         FORMATS[key])
     end
   end

@@ -161,7 +161,8 @@ local function new(given)
   raise_if(recipe.fp8, "session: precision '%s' quantizes linear layers, which a session cannot " ..
     "do; hint: engine.trainer, or fp32, bf16 or fp16", recipe.name)
   o.data = o.data or { next = function()
-    raise("session: skipping data needs a loader; hint: data = the loop's loader") end }
+    raise("session: the policy skips data, so the session needs the loop's loader; hint: " ..
+      "the option data") end }
   return assemble.object(o, Session, { entries = entries, own_data = given.data ~= nil, turn = 0,
     retain = #entries > 1 })                -- the losses of a turn may share parts of the tape
 end

@@ -83,8 +83,8 @@ end
 ---   elapsed, together, asked   request_statistics: seconds; whether the losses come with the
 ---                              statistics; whether the statistics were requested
 ---   meters                     request_statistics: the meters of FP8 layers, or nil
----   signals, first_bad         reducer:remember: the signals, { name = number }; first_bad() of
----                              batch_norm_over.lua
+---   signals, first_bad         reducer:remember: the signals, { name = number }; the result of
+---                              first_bad() in tensor/batch_norm_over.lua
 ---   culprits                   reducer:remember: in lagged mode on several ranks, the tensors that
 ---                              overflowed on each rank; otherwise nil
 ---   logs                       decide: what the policies logged, or nil
