@@ -280,6 +280,14 @@ describe("an FP8 recipe", function()
     assert.equal("^head", resolve("fp8_block").fp8.high[1])
     assert.equal("e5m2", given.fp8.x.format)
   end)
+  it("stays in the model when a later optimizer is refused", function()
+    local model = nn.sequential { nn.linear(128, 128) }
+    local opt = engine.optim.sgd(model, { precision = "fp8_current" })
+    local site = rawget(model[1], "_fp8")
+    helper.refuses("expected moments in f32 or bf16", engine.optim.sgd, model, { moments = "f16" })
+    assert.equal(tonumber(opt.fp8.list[1].id), site)
+    assert.equal(site, rawget(model[1], "_fp8"))
+  end)
   it("with blocks that do not nest, or a promotion not divisible by 32, is refused by layer",
     function()
     local model = nn.sequential { nn.linear(256, 256) }

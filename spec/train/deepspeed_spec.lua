@@ -71,6 +71,15 @@ describe("deepspeed.initialize", function()
       helper.run({ script }).out, 1, true)
   end)
 
+  it("reads a null block as absent", function()
+    local path = helper.write(folder .. "/ds.json", [[{ "optimizer": { "type": "AdamW" },
+      "fp16": null, "bf16": null, "bfloat16": { "enabled": true } }]])
+    local ds = engine.deepspeed.initialize { model = model_of(), config = path, log = "quiet" }
+    assert.equal("bf16", ds.session.precision.name)
+    ds:close()
+    assert.equal("static", engine.policy.load(path).name)
+  end)
+
   it("takes a table, and says in one line what is wrong", function()
     local function refused(text, config, more)
       local o = { model = model_of(), config = config, log = "quiet" }

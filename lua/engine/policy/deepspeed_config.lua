@@ -152,7 +152,8 @@ function M.from_table(config, changes, where, path)
     "%sexpected a DeepSpeed configuration, which is a JSON object", lead)
   fail_if(not is_null(config.fp16) and type(config.fp16) ~= "table", "%sfp16: expected an object",
     where "fp16")
-  local block, zero, bf16 = config.fp16, config.zero_optimization, config.bf16 or config.bfloat16
+  local block, zero = config.fp16, config.zero_optimization
+  local bf16 = is_null(config.bf16) and config.bfloat16 or config.bf16
   local stage = type(zero) == "table" and (tonumber(zero.stage) or 0) or nil
   if is_null(block) then
     if next(changes) == nil and type(bf16) == "table" and bf16.enabled == true then

@@ -99,8 +99,8 @@ function M.initialize(given)
     expect(config[key] == nil or config[key] == json.null or type(config[key]) == "table",
       config[key], "deepspeed: expected %s to be an object", key)
   end
-  local half = config.bf16 or config.bfloat16
-  local precision = enabled(half) and "bf16" or enabled(config.fp16) and "fp16" or "fp32"
+  local precision = (enabled(config.bf16) or enabled(config.bfloat16)) and "bf16"
+    or enabled(config.fp16) and "fp16" or "fp32"
   local every, clip = config.gradient_accumulation_steps or 1, config.gradient_clipping
   expect(type(every) == "number" and every >= 1 and every % 1 == 0, every,
     "deepspeed: expected gradient_accumulation_steps to be a whole number of 1 or more")

@@ -223,11 +223,12 @@ local function new(name, model, options)
   local full = precision.resolve(options.precision)
   raise_if(full.fp8 and not module.is_module(model), "optim.%s: precision '%s' needs a module " ..
     "with linear layers, got a list of tensors", name, full.name)
-  local sites = module.is_module(model) and fp8_sites.attach(model, full, list) or nil
   local moments = options.moments or full.moments
   expect(moments == "f32" or moments == "bf16", moments,
     "optim.%s: expected moments in f32 or bf16", name)
   local groups, group_of = make_groups(name, list, options, defaults)
+  -- after the checks, because the model's layers lose the sites of an earlier optimizer
+  local sites = module.is_module(model) and fp8_sites.attach(model, full, list) or nil
   local set = parameter_set(list)
 
   local self = setmetatable({
