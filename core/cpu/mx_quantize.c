@@ -32,7 +32,7 @@
 
 enum {
   MOST = 128,          // the longest side of a block; the most columns of a tile of several rows
-  WIDE = 512,          // the most columns of a tile of one row
+  WIDE = 2048,         // the most columns of a tile of one row
   BAND = 64,           // rows of a task: as many whole blocks as fit, but at least one
 };
 
@@ -336,10 +336,7 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   float amax[WIDE], factor[WIDE], unit[WIDE];
   int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide;
-  int nan = 0, size = s->dtype == ENG_f32 ? 4 : 2;
-  // If tiles have one row, prefetches the next tile while this one is computed.
-  for (int c = 0; rows == 1 && c < columns; c += 64 / size)
-    __builtin_prefetch((const char *)x + (first + columns + c) * size);
+  int nan = 0;
   if (rows == 1) measure_row(amax, x, s->dtype, first, columns, wide);
   else {
     largest_in_columns(unit, x, s->dtype, first, stride, rows, columns);
@@ -406,17 +403,19 @@ static void band_task(const void *context, int64_t t)
 {
   const side *s = context;
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
-  int64_t high = a->block_rows, end = smaller((t + 1) * s->band, s->rows),
+  int64_t high = a->block_rows, begin = t * s->band, end = smaller(begin + s->band, s->rows),
           deep = s->turn_q ? s->band : high,       // rows of the buffer
-          step = tile_columns(deep == 1 ? WIDE : MOST, a->block_columns);
+          step = tile_columns(deep == 1 ? WIDE : MOST, a->block_columns), length = s->columns;
+  // rows of whole blocks follow each other like blocks of one row
+  if (deep == 1 && length % a->block_columns == 0) length *= end - begin, end = begin + 1;
   uint8_t tile[2 * MOST * MOST], turn[2 * MOST * MOST];
   int size = element_bytes(s), line = MOST * size;
   bool direct = !s->turn_q && (!is_packed(s) || s->packed);   // writes straight to the result
   int per_byte = s->packed ? 2 : 1;
   found none = {0}, *all = s->found ? &s->found[t] : &none;
-  for (int64_t top = t * s->band; top < end; top += deep)
-    for (int64_t c0 = 0; c0 < s->columns; c0 += step) {
-      int columns = (int)smaller(step, s->columns - c0), rows = (int)smaller(deep, end - top);
+  for (int64_t top = begin; top < end; top += deep)
+    for (int64_t c0 = 0; c0 < length; c0 += step) {
+      int columns = (int)smaller(step, length - c0), rows = (int)smaller(deep, end - top);
       int64_t first = top * s->columns + c0;
       if (direct) {
         quantize_tile(s, all, s->x, first, s->columns, top, rows, c0, columns,
@@ -527,8 +526,6 @@ static void load_tile(uint8_t *tile, const side *s, int64_t first, int columns, 
   int64_t size = s->dtype == ENG_f32 ? 4 : 2;
   for (int k = 0; k < columns; k++) {
     const char *x = (const char *)s->x + ((first + k) * s->rows + r0) * size;
-    for (int64_t next = 0; next < MOST * size; next += 64)
-      __builtin_prefetch(x + MOST * size + next);
     copy_bytes(tile + k * MOST * size, x, rows * size);
   }
 }
