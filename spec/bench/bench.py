@@ -150,7 +150,7 @@ def bench_large(engine, _, table):
 
 def bench_parts(engine, threads, table, scratch):
     reader = f"{scratch}/read.so"
-    subprocess.run([os.environ.get("CC", "cc"), "-O3", "-march=native", "-fopenmp", "-shared",
+    subprocess.run([*os.environ.get("CC", "cc").split(), "-O3", "-march=native", "-fopenmp", "-shared",
                     "-fPIC", "-o", reader, f"{HERE}/read.c"], check=True)
     env = dict(os.environ, OMP_NUM_THREADS=str(threads))
     done = subprocess.run([engine, f"{HERE}/parts.lua", reader, "5" if QUICK else "15", scratch],
