@@ -49,8 +49,8 @@ typedef struct matrix {
   fp8_scales     at;                 // gives the index of the scale of element (i, k)
 } matrix;
 
-/// Steps [k, k + steps) of K, which lie in stretch number `stretch` and in one promotion interval,
-/// whose sum is a `part`.
+/// A run: steps [k, k + steps) of K. It lies within one stretch, whose index is `stretch`, and within
+/// one promotion interval. The sum over this interval is a `part`, to which several runs may add.
 typedef struct run {
   int64_t k, steps, stretch;
   bool starts_part, ends_part;     // the run begins, and ends, a promotion interval

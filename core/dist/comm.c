@@ -281,7 +281,8 @@ eng_status eng_comm_broadcast_tensor(eng_comm *comm, const eng_tensor *handle, i
   ENG_TRY(tensor_get(&x, handle));
   if (comm->size == 1 || x->count == 0) return ENG_OK;
   FAIL_IF(!tensor_contiguous(x), ENG_ERR_SHAPE,
-          "broadcast over ranks: expected a contiguous tensor, got %s", tensor_text(x));
+          "broadcast over ranks: expected a contiguous tensor, got a view %s; hint: x:contiguous()",
+          tensor_text(x));
   int64_t bytes = x->count * eng_dtype_size(x->dtype);
   x->store->writes++;
   if (x->store->space == SPACE_HOST) return eng_comm_broadcast(comm, x->data, bytes, root);

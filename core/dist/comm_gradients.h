@@ -88,8 +88,9 @@ struct eng_parallel {
   bool        broken;         // a step failed while messages were in flight
   double      first;          // eng_clock when this pass sent its first bucket; 0: none sent
   eng_parallel_facts facts;
-  // ZeRO-3, since the last reduction: messages and bytes of weights that this rank sent; exchanges
-  // of units, and the seconds that they took
+  // Traffic of weights under ZeRO-3 since the last reduction. messages and bytes: what this rank
+  // sent. exchanges: how often this rank fetched the weights of a unit (comm_weights.c). seconds:
+  // the time that this took.
   struct { int64_t messages, bytes, exchanges; double seconds; } brought;
   uint32_t brought_in;        // a checksum of the order in which units were fetched
   struct { void *exchange; char what[90]; } coming;   // the unit that is being received

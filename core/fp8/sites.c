@@ -338,7 +338,8 @@ eng_status eng_fp8_recipe_check(const eng_fp8_recipe *recipe)
     ENG_TRY(error_prefix(check_role(recipe, r), "%s", fp8_role_name[r]));
   ENG_TRY(check_kinds(recipe));
   FAIL_IF(!recipe->backward[ENG_FP8_X].mx != !recipe->backward[ENG_FP8_W].mx, ENG_ERR_VALUE,
-          "expected `backward` in both x and w, or in neither");
+          "expected `backward` in both x and w, or in neither, got it only in %s",
+          fp8_role_name[recipe->backward[ENG_FP8_X].mx ? ENG_FP8_X : ENG_FP8_W]);
   for (int p = 0; p < ENG_FP8_PRODUCTS; p++) {
     ENG_TRY(error_prefix(check_product(recipe, p), "%s", fp8_product_name[p]));
     ENG_TRY(error_prefix(check_nesting(recipe, p), "%s", fp8_product_name[p]));

@@ -218,7 +218,7 @@ static eng_status read_header(eng_safetensors *file, int64_t size, int64_t data_
         continue;
       }
       FAIL_IF(!ARRAY_GROW(file->entries, file->room, file->count + 1), ENG_ERR_MEMORY,
-              "out of memory reading %lld tensors", (long long)file->count);
+              "out of memory for the list of tensors, after %lld of them", (long long)file->count);
       eng_safetensors_entry *entry = &file->entries[file->count];
       *entry = (eng_safetensors_entry){ .name = name };
       ENG_TRY(error_prefix(read_entry(&json, entry, data_size), "tensor %s", json_show(name)));

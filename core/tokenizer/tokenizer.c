@@ -308,8 +308,8 @@ eng_status eng_tokenizer_ready(eng_tokenizer *t)
   ENG_TRY(building(t));
   FAIL_IF(t->vocab.count == 0, ENG_ERR_FORMAT, "tokenizer: the vocabulary is empty");
   FAIL_IF(t->unknown >= t->size || (t->unknown >= 0 && t->by_id[t->unknown].at < 0), ENG_ERR_FORMAT,
-          "tokenizer: the token for unknown text has the id %lld, which no token has",
-          (long long)t->unknown);
+          "tokenizer: expected the id of the unknown token (unk_id or unk_token) to be in the "
+          "vocabulary, got %lld", (long long)t->unknown);
   ENG_TRY(added_ready(t));
   ENG_TRY(words_ready(t));
   t->ready = true;

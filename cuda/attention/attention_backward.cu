@@ -182,7 +182,8 @@ __global__ void __launch_bounds__(THREADS, 2)
         for (int m = 0; m < MT; m++)
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            // number of columns (queries) before the first query that sees this row's key
+            // the first query that sees this row's key, counted from the thread's first column;
+            // columns before it are masked
             int hidden = first_query(p, own + 16 * m + 8 * half + g) - first - at - 2 * t;
 #pragma unroll
             for (int i = 0; i < STEP / 8; i++) {

@@ -131,7 +131,8 @@ describe("a mistake with tensors", function()
     { "x:topk()", "topk: expected k to be a whole number of 0 or more, got nothing" },
     { "x:view(4, -1)", "view: f32 [2 x 3] has 6 elements and cannot become [4 x -1]" },
     { "x:view('a')", "view: expected a dimension to be a whole number, got 'a'" },
-    { "x:permute(1, 1)", "permute: expected each dimension of f32 [2 x 3] exactly once" },
+    { "x:permute(1, 1)", "permute: expected each dimension of f32 [2 x 3] exactly once, got " ..
+      "dimension 1 twice" },
     { "x:permute(1)", "permute: expected 2 dimensions, got 1" },
     { "x:permute(0, 1)",
       "permute: there is no dimension 0 in [2 x 3]; dimensions count from 1, or from -1 backward" },

@@ -100,7 +100,8 @@ describe("deepspeed.initialize", function()
     refused("expected config to be the path of a JSON file or a table, got nothing", nil)
     refused(folder .. "/no.json", folder .. "/no.json")
     refused("bad.json:2: not JSON", helper.write(folder .. "/bad.json", '{\n "fp16": }'))
-    refused("expected optimizer = { type =, params = }", {})
+    refused("expected the configuration's optimizer to have a type, such as \"AdamW\", or " ..
+      "initialize to have the option optimizer, got nothing", {})
     refused("there is no optimizer 'AdamX'", { optimizer = { type = "AdamX" } })
     refused("optimizer Adam has no parameter 'lrr'", { optimizer = { type = "Adam",
       params = { lrr = 1 } } })

@@ -345,7 +345,7 @@ describe("a session", function()
       s:step(opt, { clip = 1, tokens = 16 })
     end
     local first = true
-    refused("session: turn 1 computed gradients after its last step", function()
+    refused("session: turn 1 computed gradients that no step used", function()
       local again = make { data = data, log = "quiet" }
       for _ in again:turns(1) do
         local b = data:next()

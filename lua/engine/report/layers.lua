@@ -148,8 +148,8 @@ local function each_stats(h, first, last, width, points, visit)
   end)
 end
 
---- Calls visit(step, stats, n) with the statistics of the n tensors, for up to 4 * points recorded
---- steps.
+--- Divides the history into `points` columns and calls visit(step, stats, n) for a few recorded
+--- steps of each column, as each_row chooses them. stats: the statistics of the n tensors.
 function M.each(h, points, visit)
   local first, last = h:range()
   if not first then return end

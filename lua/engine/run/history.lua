@@ -356,12 +356,12 @@ function step_meta.__tostring(row)
   return show.shown(table.concat(parts, "  "))
 end
 
--- Completes a row of steps: fills in what NULL stands for. The file may be damaged, so a value that
--- is not a number counts as NULL.
+-- Completes a row of the table `steps`: replaces NULL by what it stands for (M.step_columns). The
+-- file may be damaged, so in these columns a value that is not a number counts as NULL.
 local function step_row(row)
   for _, column in ipairs(M.step_columns) do
     local name, none = column[1], column[2]
-    if none == false then row[name] = row[name] ~= 0
+    if none == false then row[name] = type(row[name]) == "number" and row[name] ~= 0
     elseif none and type(row[name]) ~= "number" then row[name] = none end
   end
   row.action, row.reason = tostring(row.action), row.reason and tostring(row.reason)

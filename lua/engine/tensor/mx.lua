@@ -89,25 +89,26 @@ local QUANTIZE = "format rule block nonfinite sr_bits sr_rule ties average facto
 --- Quantizes x [.. x K] to codes and scales. No gradient passes through this function. Options:
 ---   format       "e4m3", "e5m2", "e2m1", "e2m3", "e3m2" or "mxint8"; by default "e4m3", but "e2m1"
 ---                for the rules quest, nvfp4 and those based on nvfp4
----   rule         how scales are chosen, see below ("floor")
+---   rule         how scales are chosen, see below; by default "floor"
 ---   block        "1x32", "1x16", "16x16" or { rows, columns }; by default "1x32", but "1x16" for
 ---                nvfp4 and the rules based on it
 ---   nonfinite    "torchao" (the default): Inf or NaN makes its block NaN; "te": the scale ignores
 ---                NaN
----   sr_bits      bits of stochastic rounding, 0 to 24 (0: rounds to nearest)
+---   sr_bits      bits of stochastic rounding, 1 to 24; by default 0, which rounds to nearest
 ---   sr_rule      whose stochastic rounding: "te" (the default), "amd" or "mslk"; the last two are
 ---                slow
 ---   ties         without sr_bits, how a number halfway between two codes is rounded: to the "even"
 ---                code (the default), "away" from zero, toward "zero", or "up"; the last three are
 ---                slow
----   average      f32, of x's shape: rounds each element up or down, to the code nearer to the
----                element's average (Q-EMA of TetraJet)
----   factor       0.5 to 1 (1): multiplies the elements before rounding; dequantize divides by it
+---   average      f32, of x's shape: the moving average of each element over steps. Rounds an
+---                element up or down, to the code nearer to its moving average (Q-EMA of TetraJet)
+---   factor       a number from 0.5 to 1, by default 1: multiplies the elements before rounding;
+---                dequantize divides by it
 ---   transposed   true: also quantizes x transposed (from the elements of x, not from codes)
 ---   amax         for nvfp4 and the rules based on it: f32 [1], used instead of x's own amax
----   hadamard     16, 32, 64 or 128: the group size of a Hadamard transform along the columns of x
----                (0: no transform). The transform's result is bf16; only the transposed copy is
----                quantized from it
+---   hadamard     16, 32, 64 or 128: the group size of a Hadamard transform along the columns of
+---                x; by default 0, no transform. The transform's result is bf16; only the
+---                transposed copy is quantized from it
 ---   signs        the signs of this transform, as in mx.hadamard
 --- Rules:
 ---   floor, ceil, even, rceil   scales are powers of two

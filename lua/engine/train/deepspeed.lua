@@ -34,9 +34,9 @@ local SWITCHES = set_of "adam_w_mode torch_adam"             -- torch_adam has n
 
 -- Makes the optimizer that the configuration's block { type =, params = } describes.
 local function optimizer_of(block, model, precision)
-  raise_if(type(block) ~= "table" or type(block.type) ~= "string",
-    "deepspeed: expected optimizer = { type =, params = } in the configuration, or " ..
-    "initialize { optimizer = }")
+  local kind = type(block) == "table" and block.type
+  expect(type(kind) == "string", kind or nil, "deepspeed: expected the configuration's " ..
+    "optimizer to have a type, such as \"AdamW\", or initialize to have the option optimizer")
   local name = OPTIMIZERS[block.type:lower()] or raise("deepspeed: there is no optimizer '%s'%s",
     block.type, nearest.choices(block.type:lower(), OPTIMIZERS, "optimizers"))
   local given, options = block.params or {}, { precision = precision }

@@ -334,7 +334,7 @@ function M.check(fp8, named, where)
       "%s: expected %s to be a number of blocks", where, name)
   end
   expect(fp8.sample == nil or whole(fp8.sample, where, "sample") >= 0, fp8.sample,
-    "%s: expected sample to be a number of steps between measurements (0: none)", where)
+    "%s: expected sample to be n > 0 (measures at every n-th step) or 0 (never)", where)
 end
 
 return M

@@ -216,7 +216,7 @@ end
 local function close_turn(self)
   self.current = nil
   check(C.eng_step_end())
-  raise_if(self.unused > 0, "session: turn %d computed gradients after its last step, and they " ..
+  raise_if(self.unused > 0, "session: turn %d computed gradients that no step used, and they " ..
     "are lost; hint: s:step(optimizer) before the turn ends", self.turn)
   expect_steps(self)
   local over = loop.after_step(self, self.outcome) or self.turn >= self.most
