@@ -256,7 +256,7 @@ describe("a malformed tokenizer.json", function()
     ["with an infinite score"] = { text_of(UNIGRAM, { model =
       '{"type":"Unigram","vocab":[["a",1e999]]}' }), "score" },
     ["with an unknown token out of range"] = { text_of(UNIGRAM, { model =
-      '{"type":"Unigram","unk_id":7,"vocab":[["a",1]]}' }), "unknown text has the id 7" },
+      '{"type":"Unigram","unk_id":7,"vocab":[["a",1]]}' }), "in the vocabulary, got 7" },
     ["with a malformed character map"] = { text_of(UNIGRAM, { normalizer =
       '{"type":"Precompiled","precompiled_charsmap":"AAAA"}' }), "character map" },
     ["with too deeply nested steps"] = { text_of(SPM, { normalizer =
