@@ -49,8 +49,9 @@ typedef struct matrix {
   fp8_scales     at;                 // gives the index of the scale of element (i, k)
 } matrix;
 
-/// A run: steps [k, k + steps) of K. It lies within one stretch, whose index is `stretch`, and within
-/// one promotion interval. The sum over this interval is a `part`, to which several runs may add.
+/// A run: steps [k, k + steps) of K. It lies within one stretch, whose index is `stretch`, and
+/// within one promotion interval. The sum over this interval is a `part`, to which several runs may
+/// add.
 typedef struct run {
   int64_t k, steps, stretch;
   bool starts_part, ends_part;     // the run begins, and ends, a promotion interval

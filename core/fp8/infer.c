@@ -141,8 +141,8 @@ static eng_status want_mx(const op_call *c, int64_t format, int64_t rows, int64_
   ENG_TRY(want_between(c, "a scale rule", rule, 0, ENG_MX_RULES - 1));
   static const char *const small[] = {"e2m1", "e2m3", "e3m2", "mxint8"};
   FAIL_IF((mx_is_nvfp4(rule) || mx_is_fitted(rule)) && format != ENG_FORMAT_E2M1, ENG_ERR_VALUE,
-          "%s: the rules nvfp4, four_over_six, four_over_six_mse, quest and ms_eden need the format "
-          "e2m1, got %s", name, format < ENG_FORMAT_E2M1 ? eng_dtype_name((int)format)
+          "%s: the rules nvfp4, four_over_six, four_over_six_mse, quest and ms_eden need the "
+          "format e2m1, got %s", name, format < ENG_FORMAT_E2M1 ? eng_dtype_name((int)format)
                                                          : small[format - ENG_FORMAT_E2M1]);
   FAIL_IF(rows < 1 || rows > 128 || columns < 1 || columns > 128, ENG_ERR_VALUE,
           "%s: expected blocks of 1 to 128 rows and columns, got %lld x %lld (0: all)", name,

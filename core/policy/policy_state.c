@@ -448,7 +448,8 @@ static void put_number(data_blob *b, const char *name, double number)
 
 eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *p)
 {
-  FAIL_IF(!p->ready, ENG_ERR_STATE, "policy %s: there is no state to save before init or restore", p->name);
+  FAIL_IF(!p->ready, ENG_ERR_STATE, "policy %s: there is no state to save before init or restore",
+          p->name);
   data_blob *b = &p->envelope;
   data_clear(b);
   data_tag(b, '{');
