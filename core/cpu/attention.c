@@ -46,7 +46,7 @@ typedef struct sizes {
   // `factor` split in two: q is multiplied by `early` before the product, scores by `late` after
   // it. One of the two is 1.
   float   early, late;
-  bool    causal, pairs;
+  bool    causal, pairs;  // pairs: operands are multiplied as pairs of bf16
 } sizes;
 
 static int64_t whole_vectors(int64_t n) { return ceiling(n, VF_LANES) * VF_LANES; }

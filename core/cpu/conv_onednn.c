@@ -4,7 +4,7 @@
 //
 // Numerics: products and sums are f32, and the result is rounded once. On processors with
 // AVX512-BF16 or AMX, bf16 products take subnormals as zero and flush subnormal sums. NaN and
-// infinity propagate. Some kernels also spread them to outputs that do not depend on them; conv.c
+// infinity propagate. In some kernels, they also reach outputs that do not depend on them; conv.c
 // corrects these outputs. oneDNN chooses the order of the sums, which is fixed for one version of
 // oneDNN, one shape and one thread count. For calls that it does not support, oneDNN returns
 // dnnl_unimplemented. conv.c then converts to f32 or calls the reference kernels.

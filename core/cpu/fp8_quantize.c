@@ -9,11 +9,11 @@
 // codes. Blocks of 1 x 128, the common case, have loops of their own. The other loops serve blocks
 // of any width: they read one factor for each element of a row.
 //
-// These cases go to the reference kernels: f64; e5m6 in blocks of several rows, or of a width that
-// is not a multiple of 8; stochastic rounding of a transposed copy whose blocks are not square; an
-// empty x; and calls that want no codes or no scales. swiglu_quantize runs all of swiglu and then
-// quantize. It was no faster to quantize each row as soon as it was computed, because silu takes
-// most of the time.
+// These cases go to the reference kernels: f64; e5m6 in blocks of several rows, or in several
+// blocks per row with a width that is not a multiple of 8; stochastic rounding of a transposed copy
+// whose blocks are not square; an empty x; and calls that want no codes or no scales.
+// swiglu_quantize runs all of swiglu and then quantize. It was no faster to quantize each row as
+// soon as it was computed, because silu takes most of the time.
 #include "base/fp8_layout.h"
 #include "base/fp8_scale.h"
 #include "base/rng.h"
@@ -213,10 +213,10 @@ VF_INLINE bool is_within(uint32_t most, float factor, const int fraction, const 
   return (int32_t)f32_bits(y) >= 0 && fp8_is_within(y, fraction);
 }
 
-// Computes the scales of the blocks of a strip, stores them if `keep`, and writes the factor of
-// each column to `factors`. If the strip is one block wider than STRIP, all columns have the same
-// factor, and only the first TILE entries are written. Returns whether is_within holds for all
-// blocks.
+// Computes the scales of the blocks in columns [c0, c0+columns) of the row of blocks that holds row
+// r0. Stores the scales if `keep`, and writes the factor of each column to `factors`. If the
+// columns are one block wider than STRIP, all have the same factor, and only the first TILE entries
+// are written. Returns whether is_within holds for all blocks.
 static bool lay_factors(const side *s, const uint32_t *most, int64_t r0, int64_t c0,
                         int64_t columns, bool keep, float *factors)
 {

@@ -5,7 +5,7 @@
 //           of the result is a chain of f32 fused multiply-adds over k in rising order, rounded
 //           once into its dtype. If k exceeds 384, it is cut into nearly equal pieces of at most
 //           384 steps, which are summed separately and then added. The bits of an element depend
-//           only on K, its row of A and its column of B. They do not depend on M, N, the batch,
+//           only on k, its row of A and its column of B. They do not depend on m, n, the batch,
 //           strides, alignment or the number of threads.
 //   pairs   a variant of `packed` for bf16 times bf16 with k of 128 or more, on processors that
 //           multiply pairs of bf16 at full speed (gemm_pairs.h). It adds two steps of k at a time,
@@ -47,7 +47,7 @@ typedef struct gemm_call {
   int32_t      c_dtype;
   int64_t      c_row;                   // elements between rows of C
   int64_t      c_batch[GEMM_BATCH_DIMS];
-  int32_t      batch_dims;              // 0: one product
+  int32_t      batch_dims;              // 0 for a single product
   int64_t      batch[GEMM_BATCH_DIMS];  // sizes, outermost first
   const void  *bias;                    // [n] contiguous, or NULL
   int32_t      bias_dtype;

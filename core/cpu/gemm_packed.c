@@ -10,9 +10,9 @@
 // f32 from one piece of k to the next. After the last piece, bias, GELU or the old C is applied,
 // and the results are rounded and stored.
 //
-// If the processor multiplies pairs of bf16 at full speed, both operands are bf16 and k is at least
-// GEMM_PAIRS_K, panels and rows of A hold pairs of bf16 instead of f32 (gemm_pairs.h). A product
-// with at most GEMM_MR rows, as when generating one token, reads a transposed B in place. Every sum
+// Panels and rows of A hold pairs of bf16 instead of f32 (gemm_pairs.h) if the processor multiplies
+// such pairs at full speed, both operands are bf16, and k is at least GEMM_PAIRS_K. A product with
+// at most GEMM_MR rows, as when generating one token, reads a transposed B in place. Every sum
 // stays within one thread, so results do not depend on the number of threads. Without pairs and
 // GELU, avx2 and avx512 agree bit for bit; the plain build rounds products and sums separately.
 #include "gemm.h"

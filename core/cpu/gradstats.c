@@ -5,13 +5,13 @@
 // nan, and its squares fit f32; one pass finishes it. The integer maximum of the magnitudes' bits
 // tells whether a chunk was common. If not, the chunk, still in cache, is read again by a slower,
 // careful pass.
-//   squares    32 lanes of f32 (element i goes to lane i mod 32 on every instruction set), summed
-//              over stripes of STRIPE elements, then over the chunk, so that few roundings add up.
-//              The lanes of a chunk are folded to a double. Chunks with extreme magnitudes are
-//              summed in double.
-//   order      sums run over lanes, then chunks, then blocks, in the same order for any number of
-//              threads
-//   histogram  exponents become bytes. The highest binades, which hold most elements, are counted
+//   squares    Squares are added in 32 lanes of f32. Element i goes to lane i mod 32 on every
+//              instruction set. So that few roundings add up, a lane sums each stripe of STRIPE
+//              elements, then the stripes of the chunk. The lanes of a chunk are folded to a
+//              double. Chunks with extreme magnitudes are summed in double.
+//   order      Sums run over lanes, then chunks, then blocks, in the same order for any number of
+//              threads.
+//   histogram  Exponents become bytes. The highest binades, which hold most elements, are counted
 //              by comparison, and the few elements below them are counted one by one. Counts are
 //              integers, so any order gives the same result.
 #include "blocks.h"
@@ -20,7 +20,9 @@
 
 // Sizes in elements. CHUNK / 32 stays below 256, so that the counts of a lane fit a byte.
 enum { CHUNK = 4096, STRIPE = 512, LANES = 32 };
-enum { HIST_F32 = 33 };              // an f32 with exponent bits e belongs to bin e - 127 + 160
+// A normal f32 with exponent bits e is in binade e - 127, so its bin of the histogram is
+// e - 127 - ENG_HIST_FIRST = e + HIST_F32.
+enum { HIST_F32 = 33 };
 
 /// The statistics of a block or chunk.
 typedef struct tally {
@@ -266,8 +268,8 @@ VF_INLINE tally chunk_tally(const void *g, int dtype, int n)
 
 // ------------------------------------------------------------------ histogram
 
-/// Counts the subnormals of f32 or bf16. Their exponent bits are zero, so the highest bit that is
-/// set gives the binade.
+/// Counts the subnormals of f32 or bf16 into `hist`. Their exponent bits are zero, so the highest
+/// set bit gives the binade: bit 0 stands for 2^-149.
 static __attribute__((noinline)) void count_subnormals(const void *g, int dtype, int n,
                                                        int64_t *hist)
 {
@@ -381,8 +383,8 @@ VF_INLINE int exponents(uint8_t *key, const void *g, int dtype, int n)
   return filled;
 }
 
-/// Counts the keys with the values high, high - 1, .. into bin[key]: `bins` values, but none below
-/// 1. Returns the number of keys counted.
+/// Counts into bin[key] the keys that have one of the `bins` values high, high - 1, .., except
+/// values below 1. Returns the number of keys counted.
 VF_INLINE int count_top(const uint8_t *key, int n, int high, int bins, int64_t *bin)
 {
   vb count[8] = {0};   // n / VB_LANES stays below 256, so that no byte overflows
@@ -399,8 +401,8 @@ VF_INLINE int count_top(const uint8_t *key, int n, int high, int bins, int64_t *
   return found;
 }
 
-/// Counts n keys into bin[key], except keys 0 and 255. None of the other keys exceeds `high`, and
-/// `left` is their number. The highest keys are counted by comparison, until few enough are left
+/// Counts n keys into bin[key], except keys 0 and 255. There are `left` other keys, and none of
+/// them exceeds `high`. The highest keys are counted by comparison, until few enough are left
 /// that finding them one by one is faster.
 static void count_keys(const uint8_t *key, int n, int high, int left, int64_t *bin)
 {

@@ -51,7 +51,8 @@ static eng_status indices_open(indices *all, const op_call *call, const tensor *
                    tensor_text(index));
 }
 
-/// A tensor as [outer x size x inner] around one dimension.
+/// The shape of a tensor seen from one dimension: [outer x size x inner]. `outer` and `inner` are
+/// the products of the sizes before and after this dimension.
 typedef struct around { int64_t outer, size, inner; } around;
 
 static around around_of(const tensor *x, int dimension)
@@ -213,7 +214,7 @@ static void fill_places(int64_t *places, const tensor *small, const tensor *larg
   int64_t n = 1;
   places[0] = 0;
   for (int d = from; d < to; d++)
-    if (small->shape[d] == 0) return;   // no element: the table has room for one entry only
+    if (small->shape[d] == 0) return;   // `small` is empty, and `places` has room for one entry
   for (int d = from; d < to; d++) {   // extends the table by one dimension, from its end
     for (int64_t i = n - 1; i >= 0; i--)
       for (int64_t j = small->shape[d] - 1; j >= 0; j--)

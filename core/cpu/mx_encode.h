@@ -11,11 +11,11 @@
 enum { INFINITE = 0x7F800000 };   // the bits of infinity in f32
 
 /// How elements are rounded: to nearest even; by random words, as in mx_code_stochastic; or toward
-/// an average, as in mx_code_toward.
+/// the element's average over steps, as in mx_code_toward.
 typedef enum rounding { NEAREST, RANDOM, TOWARD } rounding;
 
-/// Computes the codes of y and the values of the codes. u: if RANDOM, numbers in [0, 1); if TOWARD,
-/// the averages, scaled as y is. `nan` says whether y may hold NaN.
+/// Computes the codes of y and the values of the codes. If `by` is RANDOM, u holds numbers in
+/// [0, 1); if TOWARD, the averages, scaled as y is. `nan` says whether y may hold NaN.
 /// Let 2^e be the largest power of two not above |y| or, if |y| is subnormal in the format, the
 /// smallest normal number. `drop` is how many of f32's fraction bits the format lacks. Adding
 /// 2^(e + drop) rounds to the format's step and leaves the significand in the sum's last bits.
@@ -71,12 +71,12 @@ typedef struct strip {
   int64_t  first, stride;    // stride: elements between rows of x
   int64_t  line;             // bytes between rows of the result
   int      rows, columns;
-  int      wide;             // columns of a block; 0: each column is a block
+  int      wide;             // columns of a block, or 0 if each column is a block
   const float *factor;       // [blocks]: multiplies the elements of a block before rounding
   const float *unit;         // [blocks]: the value of a block's scale
-  const uint32_t *word;      // random words, with rows WORD_LINE apart; NULL: rounds to nearest
+  const uint32_t *word;      // random words, with rows WORD_LINE apart, or NULL if not RANDOM
   int      sr_bits;
-  const float *average;      // the averages of row 0, for TOWARD; NULL: none
+  const float *average;      // the averages of row 0, or NULL if not TOWARD
   bool     nan;              // an element or a factor may be NaN
   bool     exact;            // each code * scale is exact in bf16
   bool     packed;           // stores the codes of elements 2k and 2k + 1 of a block in one byte

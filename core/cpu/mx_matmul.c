@@ -1,7 +1,7 @@
 // The operation mx_matmul. It sums as Blackwell's tensor cores do (core/base/mx_blackwell.h). A
 // task computes LANES columns of the result, from LANES rows of b. It takes ROWS rows of a at a
-// time, so it decodes the rows of b once for ROWS rows of a. If a number, a scale or a sum is Inf
-// or NaN, blackwell_group computes the LANES sums of that row of a one by one. Called through
+// time, so it decodes the rows of b once for ROWS rows of a. Where a number, a scale or a sum is
+// Inf or NaN, blackwell_group computes the LANES sums of one row of a, one by one. Called through
 // backend.kernel[]; owns nothing.
 #include "base/mx_blackwell.h"
 #include "rows.h"

@@ -42,8 +42,8 @@ enum {
 
 // ------------------------------------------------------------------ what x holds
 
-/// A summary of some elements. top: the f32 bits of the largest magnitude other than NaN. nan: the
-/// number of NaN elements. rotated_survey_task does not count them and sets nan to 1 or 0.
+/// A summary of some elements. `top` is the largest magnitude other than NaN, as f32 bits. `nan` is
+/// the number of NaN elements or, from rotated_survey_task, 1 if there are any and 0 if not.
 typedef struct found {
   uint32_t top;
   int64_t  nan;

@@ -1,6 +1,6 @@
 // oneDNN's engine and stream, and the table of built primitives. A primitive is built once for each
-// combination of shape, strides, formats and thread count, and kept in the table, so training
-// builds no primitive after its first step. Owns the table. See onednn.h.
+// combination of shape, strides, formats and thread count, and kept in the table, so training with
+// fixed shapes builds no primitive after its first step. Owns the table. See onednn.h.
 #include "onednn.h"
 
 #include <string.h>

@@ -1,7 +1,8 @@
-// The fused optimizer update, one pass over memory: gradient * factor, clamp, moments, master
-// weights, low-precision weights. Also unscales gradients into f32. Fills backend.optimize and
-// backend.unscale; owns nothing. core/params has checked that all formats are f32, f16 or bf16. The
-// reference kernels are in reference_optimizer.c.
+// The fused optimizer update. In one pass over memory, it multiplies gradients by their factor,
+// clamps them, and updates moments, master weights and low-precision weights. This file also
+// unscales gradients into f32. Fills backend.optimize and backend.unscale; owns nothing.
+// core/params has checked that all formats are f32, f16 or bf16. The reference kernels are in
+// reference_optimizer.c.
 //
 // Formulas and the order of operations are those of PyTorch's single-tensor optimizers. No product
 // is fused with a sum, so that every instruction set gives the same bits. Moments in bf16 are
@@ -26,7 +27,8 @@ VF_INLINE vf scaled(const scaling *s, vf g)
 
 // ------------------------------------------------------------------ rules
 
-/// The constants of an update, and what else the loops do with a gradient and a change.
+/// The constants of an update's formula, and of what the loops do besides: they scale and clamp
+/// gradients, and scale the change of the weights.
 typedef struct rule {
   update_rule of;
   scaling scale;
@@ -97,7 +99,8 @@ VF_INLINE void advance(int loop, int extra, const rule *r, vf *p, vf g, vf *m, v
 /// Prefetches the cache line that lies one kilobyte after p.
 VF_INLINE void ahead(const void *p) { __builtin_prefetch((const void *)((uintptr_t)p + 1024)); }
 
-/// Sums of squares use LANES lanes on every instruction set: f32 within SUM_TILES tiles, then f64.
+/// Sums of squares use LANES lanes on every instruction set, in f32 within SUM_TILES tiles, then in
+/// f64.
 /// The square of a change below 1e-19 is subnormal and loses bits. Second moments are multiplied by
 /// V_UNIT, which keeps the squares of typical values in f32's range.
 enum { LANES = 16, SUM_TILES = 4 };

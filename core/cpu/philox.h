@@ -1,5 +1,5 @@
-// Philox 4x32-10 (rng.h) over vectors: the random words of consecutive blocks, in the order of the
-// elements that use them. Included by kernels, once per instruction set. Owns nothing.
+// Philox 4x32-10 (base/rng.h) on vectors: the random words of VF_LANES blocks at a time, in the
+// order in which kernels use them. Included by kernels, once per instruction set. Owns nothing.
 #pragma once
 
 #include "simd.h"

@@ -11,7 +11,9 @@
 
 enum {
   PIECE = 64 * TILE,   // elements of x that make one piece, if results are not adjacent in x
-  PIECE_ROWS = 256,    // rows in a piece of adjacent results, if their rows are cut into pieces
+  // If results are adjacent in x, a row of x holds one element of each of them. PIECE_ROWS rows
+  // make one piece, if rows are cut into pieces at all.
+  PIECE_ROWS = 256,
   FLUSH = 32,          // rows added in f32 before their sum is added to a total in double
 };
 

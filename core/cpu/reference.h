@@ -75,8 +75,8 @@ void element_copy(const tensor *to, int64_t to_at, const tensor *from, int64_t f
 /// element at offset b. With either sign, a NaN beats every number; -0 equals +0.
 bool element_beats(const tensor *x, int64_t a, int64_t b, int sign);
 
-/// Returns log(sum(exp(x[0..n)))), computed with the largest value subtracted first. Returns -inf
-/// for n = 0, and NaN if the largest value is infinite (inf - inf).
+/// Returns the logarithm of the sum of exp(x[i]) over i < n. Subtracts the largest value first.
+/// Returns -inf for n = 0, and NaN if the largest value is infinite (inf - inf).
 double row_logsumexp(const double *x, int64_t n);
 
 static inline double sigmoid_of(double x)  { return 1.0 / (1.0 + __builtin_exp(-x)); }

@@ -4,8 +4,9 @@
 // Edge cases:
 //   maximum, minimum   NaN if either input is NaN; the first input if both are equal (-0 equals +0)
 //   relu               NaN stays NaN; its slope is 0 at 0 and below, and 1 at NaN
-//   gelu, silu         no special cases: at -inf they are -inf * 0 = NaN, as in PyTorch
-//   their slopes       0 at -inf and 1 at +inf, which are the limits; finite wherever x is finite
+//   gelu, silu         no special cases: at -inf they are -inf * 0 = NaN, as in PyTorch; their
+//                      slopes are 0 at -inf and 1 at +inf, which are the limits, and finite
+//                      wherever x is finite
 //   integers           wrap; affine computes in double if its factor or term is not an integer
 #include "reference.h"
 

@@ -145,8 +145,8 @@ typedef struct matrix {
   fp8_scales     at;
 } matrix;
 
-// Describes q as an operand. With along_k, the product sums over q's second dimension in memory,
-// else over the first.
+// Describes q as an operand. The product sums over q's second dimension if `along_k`, else over its
+// first.
 static matrix matrix_of(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows,
                         int64_t block_columns)
 {

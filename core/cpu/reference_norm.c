@@ -1,8 +1,8 @@
-// Reference kernels for layer_norm and rms_norm over the last dimension, and their gradients.
-// The statistics are the mean and 1 / sqrt(variance + eps), with the variance of the whole row
-// (divided by C). For rms_norm, the statistic is 1 / sqrt(mean square + eps). The gradients read
-// the saved statistics. The kernels with a residual compute x + branch, normalize it, and return
-// both results. See reference.h.
+// Reference kernels for layer_norm and rms_norm over the last dimension, and their gradients. The
+// statistics are the mean and 1 / sqrt(variance + eps). The variance is the sum of the squared
+// deviations divided by the row's length. For rms_norm, the statistic is 1 / sqrt(mean square +
+// eps). The gradients read the saved statistics. The kernels with a residual compute x + branch,
+// normalize it, and return both results. See reference.h.
 #include "reference.h"
 
 #include <math.h>

@@ -4,7 +4,8 @@
 // Edge cases:
 //   max, min          a NaN gives NaN; the gradient then goes to the NaNs
 //   softmax           a row whose maximum is +inf or -inf becomes NaN (inf - inf)
-//   logsumexp         a NaN in the row gives NaN, else a +inf gives +inf; a row of only -inf: -inf
+//   logsumexp         a NaN in the row gives NaN, else a +inf gives +inf; a row of only -inf gives
+//                     -inf
 #include "reference.h"
 
 #include <math.h>

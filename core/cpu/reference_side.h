@@ -9,7 +9,7 @@
 typedef struct side {
   const op_call *call;
   int64_t  rows, columns;           // of the result
-  int64_t  row, column;             // strides of x in elements
+  int64_t  row, column;             // strides in x, in elements, of the result's rows and columns
   tensor  *q, *scale;
   uint64_t random;                  // Philox block of the first element
   float    encode, amax;            // NVFP4's S (base/mx.h); the amax of the tensor

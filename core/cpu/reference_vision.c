@@ -10,8 +10,8 @@
 
 enum { X, W, Y, TENSORS };
 
-// Adds to each element of tensor `result` (X, W or Y) its terms: the products of an element of each
-// of the other two tensors. `values` are dense arrays in the shapes of `part`.
+// Adds to each element of tensor `result` (X, W or Y) its terms. A term is the product of one
+// element of each of the other two tensors. `values` are dense arrays in the shapes of `part`.
 static void add_products(const op_call *c, tensor *const part[TENSORS], double *const *values,
                          int result)
 {

@@ -1,8 +1,8 @@
 // Rotary position embedding: rotates pairs of features of x [B x T x H x D] by an angle that grows
-// with the position. Angles are computed in double, by a recurrence that starts again from an exact
-// cosine and sine every RESTART positions, so that the result depends neither on the number of
-// threads nor on the length of the sequence. Rotations are in f32. f64 goes to the reference
-// kernel. Called through backend.kernel[]; owns nothing.
+// with the position. The cosines and sines of the angles are computed in double, by a recurrence
+// that starts again from an exact cosine and sine every RESTART positions, so that the result
+// depends neither on the number of threads nor on the length of the sequence. Rotations are in f32.
+// f64 goes to the reference kernel. Called through backend.kernel[]; owns nothing.
 #include "base/rope.h"
 #include "operand.h"
 #include "simd.h"

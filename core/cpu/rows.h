@@ -1,6 +1,6 @@
-// Helpers shared by the row kernels: the rows of a tensor, rows of any fast dtype as f32, sums in a
-// fixed order. Included by kernel files and other headers of this folder, once per instruction set.
-// Owns nothing.
+// Helpers for kernels that work on the rows of a tensor. They read f32, f16 or bf16 (the fast
+// dtypes) as f32, and sum rows in a fixed order. Included by kernel files and other headers of this
+// folder, once per instruction set. Owns nothing.
 //
 // A sum is taken in a fixed order: per lane within a tile of TILE elements, then over the lanes by
 // a fixed tree, then over the tiles in order, in double. The order depends on the length of the row
@@ -147,8 +147,8 @@ static inline double row_squares(const float *x, int64_t n, float centre)
 static inline float tile_max(const float *x, int n)
 { return vf_maxall(tile_fold(x, n, -INFINITY, vf_max)); }
 
-/// Returns the sum of exp(x - shift) over a tile. Stores the exp of each element in `keep` [n]
-/// unless that is NULL.
+/// Returns the sum of exp(x - shift) over a tile. Unless `keep` is NULL, stores each exp(x - shift)
+/// in keep [n].
 VF_INLINE double tile_exp_sum(const float *x, int n, float shift, float *keep)
 {
   vf m = vf_set1(shift), a = vf_set1(0.0f), b = a;

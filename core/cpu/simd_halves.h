@@ -1,6 +1,6 @@
 // Vectors of HALVES 16-bit lanes: loads, stores, and maxima. The maxima compare the bits of f16 and
-// bf16 numbers as unsigned integers. Also two helpers for vectors of floats, which mx_encode.h
-// uses. Included by magnitude.h, once per instruction set. Owns nothing.
+// bf16 numbers as unsigned integers. The file ends with two helpers for vectors of floats, which
+// mx_encode.h uses. Included by magnitude.h, once per instruction set. Owns nothing.
 #pragma once
 
 #include "simd.h"

@@ -7,7 +7,7 @@
 //   gelu, silu  NaN at -inf, where the formula gives -inf * 0, as in PyTorch; the slope is 0 at
 //               -inf and 1 at +inf, which are its limits
 //   hardswish   NaN at -inf; as in PyTorch, the gradient is 0 if x <= -3, and dy itself if x >= 3
-//               or x is NaN. x * (relu6(x + 3) / 6) cannot overflow; PyTorch's
+//               or x is NaN. Computed as x * (relu6(x + 3) / 6), which cannot overflow; PyTorch's
 //               (x * relu6(x + 3)) / 6 can
 #include "operand.h"
 #include "simd.h"

@@ -49,8 +49,8 @@ VF_INLINE vf vf_exp_split(vf hi, vf lo)
 
 VF_INLINE vf vf_exp(vf x) { return vf_exp_split(x, vf_zero()); }
 
-/// Returns exp(x). x must not be +inf or far above 0: callers pass -|x|, or an element minus the
-/// maximum or logsumexp of its row. For such x, this function is cheaper than vf_exp, as accurate,
+/// Returns exp(x) for an x that is neither +inf nor far above 0: callers pass -|x|, or an element
+/// minus the maximum or logsumexp of its row. This function is cheaper than vf_exp, as accurate,
 /// and underflows as gradually.
 VF_INLINE vf vf_exp_low(vf x)
 {
@@ -142,7 +142,8 @@ VF_INLINE vf vf_bell_(vf a)
   return vf_exp_split(vf_mul(square, VF_C(-0.5f)), vf_mul(rest, VF_C(-0.5f)));
 }
 
-/// Returns exp(a^2 / 2) times the normal distribution's tail beyond a, for 0 <= a <= 15.
+/// Returns exp(a^2 / 2) times the probability that a standard normal variable exceeds a,
+/// for 0 <= a <= 15.
 VF_INLINE vf vf_tail_factor_(vf a)
 {
   vf t = vf_div(vf_sub(a, VF_C(3.0f)), vf_add(a, VF_C(3.0f)));
