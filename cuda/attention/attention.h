@@ -8,10 +8,10 @@
 // Edge cases are as on the CPU. A row that sees no key has y = 0, lse = -inf and entropy 0, and
 // gives no gradient to k and v. A row with a NaN, or whose largest score is infinite, becomes NaN.
 // A key that the causal mask hides never affects a query, not even as 0 * NaN. A product of tiles
-// breaks this last rule. It also yields NaN where a probability that was rounded to 0 is multiplied
-// by an infinite value. So rows that the tensor cores return as Inf or NaN are recomputed one by
-// one, in f32, by the functions below. Rows of finite inputs are recomputed only if a sum leaves
-// the range of f32.
+// breaks this last rule, because it includes hidden keys with probability 0. It also yields NaN
+// where a probability that was rounded to 0 is multiplied by an infinite value. So rows that the
+// tensor cores return as Inf or NaN are recomputed one by one, in f32, by the functions below. Rows
+// of finite inputs are recomputed only if a sum leaves the range of f32.
 //
 // The shapes alone determine the order of sums.
 #pragma once

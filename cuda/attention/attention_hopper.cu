@@ -1,6 +1,6 @@
 // Attention forward on Hopper (sm_90a): f16 and bf16, 64 or 128 wide. See attention.h. This file
-// computes the same numbers as attention_forward.cu, in the same order of keys, with the same rules
-// for infinities and masks.
+// computes the same outputs as attention_forward.cu. The order of keys and the rules for infinities
+// and masks are the same too, but tiles have other sizes, so the last bits may differ.
 //
 // A block is two warpgroups, each with 64 queries of one head. Two blocks share a multiprocessor.
 // They do not wait for each other: while one uses the tensor cores, the other computes
@@ -50,7 +50,8 @@ enum { GROUPS = 2, ROWS = 64 };   // warpgroups of a block, and the queries of e
 enum { BUFFERS = 4, KEYS_IN = 0, VALUES_IN = 2 };   // two buffers hold keys, two values
 // keys in a tile, limited by the registers that hold their scores
 template <int D> constexpr int KEYS_OF = D == 64 ? 128 : 64;
-// shared memory in bytes: queries (later y), buffers, two barriers a buffer
+// Size of shared memory in bytes. It holds the queries (later y), the buffers, and two barriers for
+// each buffer. The last 1024 bytes leave room to align the tiles to 1024 bytes.
 template <int D>
 constexpr int HOPPER_BYTES = (GROUPS * ROWS + BUFFERS * KEYS_OF<D>)*D * 2 + BUFFERS * 16 + 1024;
 
@@ -183,7 +184,8 @@ __global__ void __launch_bounds__(128 * GROUPS, 2)
   const uint32_t start = shared_address(room), base = (start + 1023) & ~1023u,
                  own_q = base + group * OWN, tiles_at = base + GROUPS * OWN;
   const buffer_barriers<BUFFERS> buffers = {tiles_at + BUFFERS * TILE};
-  // Tile n of keys goes to buffer KEYS_IN + n % 2, as use n / 2; of values, to VALUES_IN + n % 2.
+  // Tile n of the keys goes to buffer KEYS_IN + n % 2, tile n of the values to VALUES_IN + n % 2.
+  // Each is use n / 2 of its buffer.
   auto load = [&](int in, int n) {
     const int i = in + (n & 1);
     buffers.claim(i, n >> 1, TILE + (in == KEYS_IN && n == 0 ? GROUPS * OWN : 0));

@@ -17,9 +17,9 @@ eng_status map_rows(CUtensorMap *map, const attention_view &view, int batch, int
                     int width, int rows);
 
 #if HOPPER_BODY && defined(__CUDACC__)
-/// The barriers of a block's N buffers in shared memory, 16 N bytes. full(i) is the barrier that
-/// ends a phase when copies have filled buffer i, and empty(i) the one that ends a phase when all
-/// warps have read it. The uses of a buffer are numbered from 0. Each use is a phase of both.
+/// The barriers of a block's N buffers, in 16 N bytes of shared memory. A phase of barrier full(i)
+/// ends when copies have filled buffer i. A phase of barrier empty(i) ends when all warps have read
+/// buffer i. The uses of a buffer are numbered from 0; use n is phase n of both barriers.
 template <int N> struct buffer_barriers {
   uint32_t start;   // address
   __device__ uint32_t full(int i) const { return start + 16 * i; }

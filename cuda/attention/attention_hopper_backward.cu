@@ -12,8 +12,9 @@
 enum { KEYS = 64 };   // keys in a tile of the kernel that computes dq
 enum { ROWS = 64 };   // rows of a block
 enum { STAGES = 2 };   // pairs of tiles that alternate
-/// Size of shared memory in bytes. It holds two resident sets of rows, pairs of tiles, pairs of
-/// lines of shift and delta, and barriers.
+/// Size of shared memory in bytes. It holds two resident sets of rows. For each stage it holds a
+/// pair of tiles, a pair of lines (shift and delta), and two barriers. The last 1024 bytes leave
+/// room to align the tiles to 1024 bytes.
 template <int D>
 constexpr int BACKWARD_BYTES =
   (2 * ROWS + STAGES * 2 * 64) * D * 2 + STAGES * (2 * QUERIES * 4 + 16) + 1024;
@@ -112,7 +113,8 @@ __global__ void __launch_bounds__(THREADS, D == 64 ? 3 : 2)
     const float *shift = (float *)(place + (lines - shared)) + n % STAGES * 2 * QUERIES + 2 * t,
                 *delta = shift + QUERIES;
     float s[QUERIES / 2], ds[QUERIES / 2];
-    // Otherwise ptxas runs out of registers and ends each product before it starts the next.
+    // Without these calls, ptxas runs out of registers and ends each product before it starts the
+    // next.
     forget(s);
     forget(ds);
     group_begin();

@@ -16,7 +16,7 @@ __device__ static inline int64_t own_row(int64_t rows)
   return row < rows ? row : -1;
 }
 
-/// Computes one row of y, dq, or dk and dv with each warp.
+/// What a call of plain_rows computes. Each warp computes one row of it.
 enum { ROWS_OF_Y, ROWS_OF_DQ, ROWS_OF_DK_DV };
 template <class A, int WHAT>
 __global__ void __launch_bounds__(32 * ROW_WARPS)

@@ -10,9 +10,10 @@
 enum { QUERIES = 64 };   // queries at a time, in kernels whose blocks own keys
 
 /// The assignment of heads and tiles of rows to blocks. Heads are processed in sets of `together`.
-/// All rows that the blocks of a set read fit in 24 MiB, half of Hopper's L2 cache. (A set has at
-/// least the heads of one key head, even if their rows do not fit.) Within a set, blocks take the
-/// first tile of every head, then the second tile of every head, and so on.
+/// The rows over which the blocks of a set iterate (k and v, if blocks own queries) fit in 24 MiB,
+/// half of Hopper's L2 cache. (A set has at least the heads of one key head, even if their rows do
+/// not fit.) Within a set, blocks take the first tile of every head, then the second tile of every
+/// head, and so on.
 typedef struct schedule { int32_t tiles, heads, together; } schedule;
 
 /// What the kernels of the backward pass share. shift [B x H x line] is RAISE - lse * log2(e), so
@@ -55,8 +56,8 @@ template <> constexpr int RAISE<f16_t> = 15;
 template <class T> __device__ static inline float lift_of(const backward_room &r, int64_t pair)
 {
   if (RAISE<T> == 0) return 1.0f;
-  // The exponent field is 0 only if the largest |dy| is 0, because f16 values are normal in f32. It
-  // is at most 127 + 15.
+  // The exponent field is 0 only if the largest |dy| is 0, because f16 values are normal in f32.
+  // The field is at most 127 + 15, so the factor is at least 2^-11.
   uint32_t exponent = r.largest[pair] >> 23;
   return exponent ? __uint_as_float((254 + 4 - exponent) << 23) : 1.0f;
 }

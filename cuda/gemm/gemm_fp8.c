@@ -45,7 +45,8 @@ static const char *product_text(const fp8_result *y, const fp8_operand *x, const
   for (int i = 0; i < 2; i++)
     n += snprintf(
       text + n, sizeof text - (size_t)n,
-      "%s %s [%lld x %lld], row stride %lld, data %% 16 = %d, scales by %s, scale %% 16 = %d",
+      "%s %s [%lld x %lld], row stride %lld, address %% 16 = %d, scales by %s, "
+      "address of the scales %% 16 = %d",
       i ? " times transposed" : "",
       side[i]->format == ENG_e5m2 ? "E5M2" :
       side[i]->format == ENG_e4m3 ? "E4M3" :

@@ -53,9 +53,9 @@ typedef struct plan {
 
 static eng_status lt_status(cublasStatus_t status, const char *what, const gemm_problem *problem)
 {
-  return error_set(ENG_ERR_LIBRARY, "cuBLASLt: %s (%s) in %s, for the product %s",
+  return error_set(ENG_ERR_LIBRARY, "cuBLASLt: %s (%s) in %s%s%s",
                    cublasLtGetStatusString(status), cublasLtGetStatusName(status), what,
-                   problem ? gemm_problem_text(problem) : "(none yet)");
+                   problem ? ", for the product " : "", problem ? gemm_problem_text(problem) : "");
 }
 
 #define LT_TRY(call, problem)                                                        \

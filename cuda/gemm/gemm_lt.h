@@ -23,7 +23,7 @@ eng_status gemm_lt_run(bool *done, const gemm_problem *problem, const gemm_opera
 
 /// Sets *ns to the time in ns that the search measured for the problem's algorithm, or to 0 if the
 /// algorithm was not timed, or to -1 if there is no algorithm. Runs the search first if necessary;
-/// the search writes into C.
+/// the search overwrites C, unless the product accumulates.
 eng_status gemm_lt_time(int64_t *ns, const gemm_problem *problem, const gemm_operands *on);
 
 /// Whether a product and another operation may run as one kernel: yes, unless

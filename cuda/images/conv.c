@@ -41,10 +41,10 @@ static eng_status describe(conv_gather *g, const op_call *call, const tensor *fr
       row < INT32_MAX)
     return ENG_OK;
   return error_set(ENG_ERR_SHAPE,
-                   "%s: expected fewer than 2^31 pixels, and fewer than 2^31 products per pixel, "
-                   "on cuda, got %s and a kernel of %lld x %lld",
+                   "%s: on cuda, expected fewer than 2^31 - 1 pixels, and fewer than 2^31 - 1 "
+                   "products per pixel, got pixels of %s and a kernel of %lld x %lld over %s",
                    eng_op_name(call->op), tensor_text(over), (long long)kernel[0],
-                   (long long)kernel[1]);
+                   (long long)kernel[1], tensor_text(from));
 }
 
 /// Whether each place meets the pixel at its own position and no other.

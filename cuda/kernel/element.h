@@ -1,7 +1,7 @@
-// Loads, stores and converts single elements whose format is known only at run time, beside the
-// functions of base/element.h. Kernels use these functions for f64, integers and unusual
-// combinations of formats, where a branch per element costs less than compiling a kernel per
-// combination. Included by kernel files. Owns nothing.
+// Loads, stores and converts single elements whose format is known only at run time. Adds to the
+// functions of base/element.h. Kernels use both for f64, integers and unusual combinations of
+// formats, where a branch per element costs less than compiling a kernel per combination. Included
+// by kernel files. Owns nothing.
 #pragma once
 
 #include "runtime/device.h"

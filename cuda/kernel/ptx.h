@@ -93,7 +93,9 @@ __device__ static inline void copy_box(uint32_t to, const CUtensorMap *map, int 
                "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
                : "memory");
 }
-/// Starts such a copy of `bytes` adjacent bytes. Addresses and `bytes` are multiples of 16.
+/// Starts a copy, by the hardware, of `bytes` adjacent bytes to the shared address `to`. Both
+/// addresses and `bytes` are multiples of 16. Threads that have waited for `barrier` see the
+/// result. Hopper and later.
 __device__ static inline void copy_line(uint32_t to, const void *from, uint32_t bytes,
                                         uint32_t barrier)
 {

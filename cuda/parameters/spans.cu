@@ -62,7 +62,8 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
     d->chunks = (int32_t)parts(s->count, SPAN_CHUNK);
     chunks += d->chunks;
     FAIL_IF(chunks > INT32_MAX, ENG_ERR_VALUE,
-            "cuda: expected at most 2^45 elements in all parameters together");
+            "cuda: expected at most 2^45 elements in all parameters together, got more in the "
+            "first %d of %d parameters", k + 1, n);
   }
   if (n == table->n && memcmp(table->fresh, table->known, (size_t)n * sizeof *table->fresh) == 0)
     return ENG_OK;

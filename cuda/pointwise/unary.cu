@@ -27,7 +27,8 @@ __device__ static inline float softplus(float x)
 __device__ static inline float held(float x, float bound)
 { return x > bound ? bound : x < -bound ? -bound : x; }
 
-// 0.5 (1 + tanh(u)) is the sigmoid of 2u, which has no cancellation for negative x.
+// In x * 0.5 (1 + tanh(u)), the factor on x equals the sigmoid of 2u. The sigmoid has no
+// cancellation for negative u.
 __device__ static inline float gelu_tanh(float x)
 {
   float v = x * fmaf(x * x, 0.0713548163f, 1.59576912f);

@@ -176,8 +176,9 @@ extern "C" eng_status cuda_hadamard(const op_call *call)
   const bool fast = fits_columns(p);
   const int64_t deep = fast ? GROUPS * GROUP : p.n, wide = fast ? (int)COLUMNS : (int)WIDE,
                 groups = parts(p.along, deep) * parts(p.lines, wide);
-  FAIL_IF(groups > INT32_MAX, ENG_ERR_VALUE, "hadamard: %lld x %lld numbers are too many for one "
-          "call; hint: a smaller batch", (long long)rows, (long long)p.columns);
+  FAIL_IF(groups > INT32_MAX, ENG_ERR_VALUE, "hadamard: expected at most 2^31 - 1 thread blocks, "
+          "got %lld for %lld x %lld numbers; hint: a smaller batch", (long long)groups,
+          (long long)rows, (long long)p.columns);
   if (fast) {
     uint32_t word[4] = {0, 0, 0, 0};
     if (p.signs > 0) philox_of(word, p.seed, (uint64_t)p.signs);

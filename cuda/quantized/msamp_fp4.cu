@@ -112,8 +112,8 @@ extern "C" eng_status cuda_msamp_fp4(const op_call *call)
   p.clamp = a.clamp;
   p.drops = a.drops;
   const int64_t rows = call->out[1]->count;
-  FAIL_IF(rows > INT32_MAX, ENG_ERR_VALUE, "msamp_fp4: %lld rows are too many for one call; hint: "
-          "a smaller batch", (long long)rows);
+  FAIL_IF(rows > INT32_MAX, ENG_ERR_VALUE, "msamp_fp4: expected at most 2^31 - 1 rows, got %lld; "
+          "hint: a smaller batch", (long long)rows);
   CUDA_TRY(cudaMemsetAsync(p.top, 0, sizeof *p.top, cuda_stream()));
   if (rows > 0) quantize_row<<<(unsigned)rows, THREADS, 0, cuda_stream()>>>(p);
   finish<<<1, 1, 0, cuda_stream()>>>(p.top);

@@ -1,7 +1,7 @@
 // The operation mx_matmul on the card: cuBLASLt's block-scaled products (gemm/gemm_mx.h) where they
 // support the formats, sizes and alignments, else the formula (mx_dequantize.cu). This file puts
-// the scales in cuBLASLt's order and computes alpha, the factor on NVFP4's sums.
-// ENGINE_FP8_FORMULA=1 always uses the formula.
+// the scales in cuBLASLt's order. For NVFP4 it also computes alpha, the factors on the product and
+// on the previous y. ENGINE_FP8_FORMULA=1 always uses the formula.
 #include "kernel/element.h"
 #include "fp8_plain.h"
 #include "gemm/gemm_mx.h"
@@ -22,8 +22,8 @@ struct tiling {
   int64_t        rows, across, high, tiles_across, words;
 };
 
-/// A thread writes four adjacent scales of a row, or padding. The first thread also writes alpha
-/// (the factors on the product and on y), unless alpha is NULL.
+/// Writes the scales of both operands in cuBLASLt's order. A thread writes four adjacent scales of
+/// a row, or padding. The first thread also writes alpha, unless alpha is NULL.
 __global__ void __launch_bounds__(THREADS)
 tile_scales(const tiling a, const tiling b, const float *amax_a, int rule_a, const float *amax_b,
             int rule_b, double factor, bool add, float *alpha)

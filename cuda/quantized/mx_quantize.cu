@@ -327,8 +327,9 @@ eng_status run(mx_job *p, int64_t format)
                 room = (int64_t)p->tile_rows * (p->tile_columns + 1);
   const int bytes = (int)((room + 1) / 2 + blocks) * (int)sizeof(float2);
   if (tiles == 0) return ENG_OK;
-  FAIL_IF(tiles > INT32_MAX, ENG_ERR_VALUE, "mx_quantize: %lld x %lld numbers are too many for "
-          "one call; hint: a smaller batch", (long long)p->rows, (long long)p->columns);
+  FAIL_IF(tiles > INT32_MAX, ENG_ERR_VALUE, "mx_quantize: expected at most 2^31 - 1 tiles, got "
+          "%lld for %lld x %lld numbers; hint: a smaller batch", (long long)tiles,
+          (long long)p->rows, (long long)p->columns);
   const unsigned n = (unsigned)tiles;
   switch (format) {
     case ENG_e4m3:          return launch<ENG_e4m3>(p, n, bytes);

@@ -54,7 +54,8 @@ struct mx_job {
   int      rule, sr_bits;
   bool     finite, values;             // MX_FINITE and MX_VALUES of ops.def
   const float *amax;                   // of the tensor, for NVFP4
-  const float *average;                // in the layout of x: rounds toward it; NULL: to nearest
+  const float *average;                // in the layout of x; decides which way each number is
+                                       // rounded (mx_code_toward). NULL: to nearest
   survey  *seen;                       // NULL: the kernel does not survey x
   uint64_t seed;
   float    factor;                     // multiplies the elements

@@ -2,9 +2,10 @@
 // only by mx_quantize.cu, whose quantize_tile serves all other calls.
 //
 // A thread holds 8 x 8 numbers of x in registers, a warp 32 x 64 (4 lanes down, 8 across), and a
-// block of threads 128 x 128. So the numbers of a scale block belong to 2 or 4 lanes each way,
-// which find its largest magnitude by shuffles. A thread's part of a row of either result is 8
-// adjacent elements. Shared memory holds only a table of the 256 possible scales.
+// block of threads 128 x 128. So the numbers of a scale block belong to 2 or 4 lanes (of a square
+// block: 2 x 2 or 4 x 4 lanes), which find its largest magnitude by shuffles. A thread's part of a
+// row of either result is 8 adjacent elements. Shared memory holds only a table of the 256 possible
+// scales.
 //
 // Elements are rounded as in core/cpu/mx_encode.h. Let 2^e be the largest power of two not above
 // |y| or, if |y| is subnormal in the format, the smallest normal number. f32 has `drop` fraction

@@ -220,8 +220,8 @@ static side side_of(const op_call *call, bool turned, int64_t rows, int64_t colu
 
 /// Finds the maxima of one side's blocks and, unless x is processed by tiles, computes the factors
 /// and scales. With `both`, also writes the scales of the other side, whose blocks are the same.
-/// Strips are as short as possible without making more blocks of threads than can run at the same
-/// time.
+/// The strips of block_maxima are as short as possible without making more blocks of threads than
+/// can run at the same time.
 template <typename T>
 static eng_status find_scales(const T *x, const job *p, const side *s, const side *other, bool both)
 {

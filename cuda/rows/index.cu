@@ -275,7 +275,8 @@ __device__ static void clear_rows(const scatter &s, int64_t warp)
 }
 
 // Sums the picks of a chunk. A thread takes V columns of one chunk; consecutive threads take
-// adjacent columns. The first `threads` threads do this; the blocks after them only clear rows.
+// adjacent columns. The first `threads` threads of the launch do this. The blocks after the last of
+// these threads only clear rows.
 template <class Lanes>
 static __global__ void __launch_bounds__(WALK_THREADS, 3)
   chunk_kernel(const scatter s, int64_t threads, int64_t vectors)

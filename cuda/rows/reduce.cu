@@ -34,7 +34,7 @@ __device__ static inline double plus(double a, double b) { return a + b; }
 __device__ static inline int64_t plus(int64_t a, int64_t b)   // wraps
 { return (int64_t)((uint64_t)a + (uint64_t)b); }
 
-/// How elements are read and combined one at a time, in T: double, or int64_t for integers.
+/// How elements are read and combined one at a time, in T: double, or int64_t for integers (WHOLE).
 template <int RULE, typename T> struct singles {
   enum { V = 1, EVEN_ROWS = 0, WHOLE = T(0.5) == T(0) };
   typedef T raw;

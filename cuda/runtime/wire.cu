@@ -18,8 +18,8 @@ enum {
   THREADS = 256,
   WARPS = THREADS / 32,
   LEVELS = 24 /* partial sums that a thread keeps: enough for 2^24 ranks */,
-  MOST_ACROSS = 2048,
-  MOST_RUNS = 32768
+  MOST_ACROSS = 2048 /* blocks of threads that share a run or, in `sum`, a message */,
+  MOST_RUNS = 32768 /* runs that have blocks of their own; with more, a block takes several */
 };
 
 struct e4m3_t { uint8_t bits; };
@@ -209,7 +209,7 @@ template <class F> static eng_status with_comm_dtype(int comm_dtype, const char 
 static cudaStream_t stream_of(void *stream)
 { return stream ? (cudaStream_t)stream : cuda_stream(); }
 
-/// Packs or, if `out` is false, unpacks.
+/// Packs n runs into messages or, if `out` is false, unpacks them.
 static eng_status convert(bool out, void *stream, const wire_run *runs, int n, int64_t longest,
                           int comm_dtype, int dtype, uint32_t *flags)
 {
