@@ -62,7 +62,8 @@ static eng_status read_inputs(graph_input *input, const eng_tensor *tensors, int
     tensor *x;
     ENG_TRY(tensor_get(&x, &tensors[i]));
     FAIL_IF(!tensor_contiguous(x), ENG_ERR_VALUE,
-            "graph: expected contiguous tensors in a batch, got %s", tensor_text(x));
+            "graph: expected contiguous tensors in a batch, got a view %s as tensor %d; hint: "
+            "x:contiguous()", tensor_text(x), i + 1);
     input[i].data = x->data;
     input[i].dtype = x->dtype;
     input[i].ndim = x->ndim;

@@ -78,8 +78,8 @@ static eng_status run_node(int i)
   return error_prefix(status, "%s of a checkpointed module", eng_op_name(node->call.op));
 }
 
-/// Runs operations of nodes first .. last again: those with a freed output that a gradient rule
-/// reads, or that another operation reads when it runs again.
+/// Runs operations of the nodes first .. last again: those with a freed output that a gradient rule
+/// or another operation that runs again will read.
 static eng_status run_again(int first, int last)
 {
   bool all = false;   // the segment has a Lua gradient, which may read any tensor

@@ -108,8 +108,8 @@ eng_status grad_topk(grad_call *g)
 
 // ---- reductions
 
-/// Reshapes dy so that its reduced dimensions have size 1, then broadcasts it to x's shape (stride
-/// 0).
+/// Reshapes dy to x's dimensions, with size 1 in the reduced ones, then broadcasts it to x's shape
+/// (stride 0).
 static eng_status spread(tensor **out, grad_call *g, tensor *dy)
 {
   const tensor *x = g->call->in[0];

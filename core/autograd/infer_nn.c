@@ -211,7 +211,7 @@ eng_status infer_rope(op_call *c, op_shape *s)
           "rope: expected [B x T x H x D] with an even D, got %s", tensor_text(x));
   FAIL_IF(!(c->rope.base > 0), ENG_ERR_VALUE, "rope: expected a base > 0, got %g", c->rope.base);
   FAIL_IF(!(c->rope.factor >= 0), ENG_ERR_VALUE,
-          "rope: expected a factor > 0, or 0 for none, got %g", c->rope.factor);
+          "rope: expected a factor > 0, or 0 for unscaled frequencies, got %g", c->rope.factor);
   double low = c->rope.low, high = c->rope.high;
   FAIL_IF(c->rope.context != 0 && !(c->rope.context > 0 && 0 < low && low < high), ENG_ERR_VALUE,
           "rope: expected a context > 0 and 0 < low < high, got context %lld, low %g and high %g",
@@ -242,7 +242,7 @@ static eng_status want_classes(const op_call *c)
   FAIL_IF(!(z_loss >= 0 && z_loss <= 1e6), ENG_ERR_VALUE,
           "%s: expected z_loss in 0..1e6, got %g", op_name(c), z_loss);
   FAIL_IF(cap != 0 && !(cap >= 1e-3 && cap <= 1e6), ENG_ERR_VALUE,
-          "%s: expected soft_cap in 1e-3..1e6 (0: none), got %g", op_name(c), cap);
+          "%s: expected soft_cap in 1e-3..1e6, or 0 for no cap, got %g", op_name(c), cap);
   FAIL_IF(c->cross_entropy.reduction < 0 || c->cross_entropy.reduction > 2, ENG_ERR_VALUE,
           "%s: expected the reduction 0 (none), 1 (mean) or 2 (sum), got %lld", op_name(c),
           (long long)c->cross_entropy.reduction);

@@ -225,7 +225,8 @@ eng_status infer_batch_norm(op_call *c, op_shape *s)
   const tensor *x = c->in[0];
   ENG_TRY(want_channels(c, 4, c->batch_norm.eps));
   FAIL_IF(!c->in[3] != !c->in[4], ENG_ERR_VALUE,
-          "batch_norm: expected a mean and a variance, or neither");
+          "batch_norm: expected a mean and a variance, or neither; got only a %s",
+          c->in[3] ? "mean" : "variance");
   put_like(s, 0, x->dtype, x);
   int dtype = c->batch_norm.wide ? ENG_f64 : wide_of(x->dtype);
   for (int k = 1; k < 3; k++) put_out(s, k, dtype, 1, x->shape + x->ndim - 1);

@@ -342,8 +342,8 @@ eng_status eng_run_into(eng_op_call *call, const eng_tensor *target)
   tensor *y;
   ENG_TRY(tensor_get(&y, target));
   FAIL_IF(y->store->space != backend_current()->space, ENG_ERR_DEVICE,
-          "the output %s is not in the memory of the current device; hint: engine.device() "
-          "selects its device", tensor_text(y));
+          "the output %s is not in the memory of the current device, %s; hint: engine.device('%s')",
+          tensor_text(y), backend_current()->name, backend_of_space(y->store->space)->name);
   for (int k = 0; k < call->n_in && k < ENG_OP_INPUTS; k++) {
     tensor *x = NULL;
     if (call->in[k].slot) ENG_TRY(tensor_get(&x, &call->in[k]));

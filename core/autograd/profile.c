@@ -53,7 +53,8 @@ static double flops_of(const op_call *c)
     return 2.0 * ((double)a->count + (double)out->count) * (double)c->in[1]->shape[0];
   case ENG_OP_attention:
   case ENG_OP_attention_grad: {
-    // q [B x T x H x D], k [B x S x G x D]; a causal mask halves the number of pairs
+    // q [B x T x H x D], k [B x S x G x D]. pairs: the multiplications of one matrix product; a
+    // causal mask halves them. The forward pass has two such products, the backward pass five.
     double pairs = (double)a->count * (double)c->in[1]->shape[1] / (c->attention.causal ? 2 : 1);
     return (c->op == ENG_OP_attention ? 4 : 10) * pairs;
   }

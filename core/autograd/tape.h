@@ -45,8 +45,8 @@ bool tape_runs_again(void);
 /// Finds a tensor that a script has modified since the node was recorded, among the inputs in the
 /// mask `reads` and the outputs in the mask `saves`. Returns NULL if there is none.
 const tensor *tape_modified(const tape_node *node, int reads, int saves);
-/// Fails with GRADIENT if tape_modified finds a tensor, because a rule that reads the tensor would
-/// silently compute a wrong gradient. So would the operation if it ran again.
+/// Fails with GRADIENT if tape_modified finds a tensor. The gradient rule, or the operation when it
+/// runs again, would read the tensor and silently compute wrong values.
 eng_status tape_check_unmodified(const tape_node *node, int reads, int saves);
 /// Whether a node refers to a tensor at index `mark` or later in the step's list of tensors.
 bool tape_reaches(int mark);

@@ -26,9 +26,9 @@ typedef struct module_start { int node, module; } module_start;
 
 static const backend *inner;               // the wrapped device
 static backend watching;
-// For each kind (inf, nan) and each pass. arose: `site` is the first call with values of this kind
-// in its outputs but not in its inputs. Until such a call is found, `site` is the first call with
-// values of this kind in its outputs. found: `site` is set.
+// The findings for each kind (inf, nan) and pass. arose: `site` is the first call with values of
+// this kind in its outputs but not in its inputs. Until such a call is found, `site` is the first
+// call with values of this kind in its outputs. found: `site` is set.
 static struct { bool found, arose; eng_trap_site site; } first[KINDS][PASSES];
 static module_start *starts;
 static int n_starts, module_now;

@@ -46,7 +46,7 @@ static eng_status view_reshape(op_call *c, const op_shape *s)
   int64_t stride[ENG_MAX_DIMS];
   int ndim = s->out[0].ndim;
   const int64_t *shape = s->out[0].shape;
-  OWNED tensor *copy = NULL;   // the view keeps its memory alive
+  OWNED tensor *copy = NULL;   // the view keeps the copy's memory alive
   if (!reshape_strides(x, ndim, shape, stride)) {
     op_call flat = {.op = ENG_OP_contiguous, .n_in = 1, .n_out = 1, .in = {x}};
     ENG_TRY(tensor_make_in(&copy, x->store->space, ARENA_STEP, x->dtype, x->ndim, x->shape));

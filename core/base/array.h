@@ -1,5 +1,4 @@
-// Growing arrays. Called by tensor/, autograd/, fp8/, policy/, store/
-// and tokenizer/.
+// Growing arrays. Called by tensor/, autograd/, fp8/, policy/, store/ and tokenizer/.
 #pragma once
 
 #include <stdbool.h>

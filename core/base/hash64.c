@@ -1,6 +1,6 @@
 // XXH64 with seed 0 (github.com/Cyan4973/xxHash, doc/xxhash_spec.md): a 64-bit hash for comparing
-// data, not for protecting it from tampering. Called by device/checksum.c, params/ and tokenizer/.
-// lua/engine/dist/agreement.lua calls it through engine.h to compare ranks.
+// data, not for protecting it from tampering. Called by file.c, device/checksum.c, params/ and
+// tokenizer/. lua/engine/dist/agreement.lua calls it through engine.h to compare ranks.
 #include "engine.h"
 
 #include <string.h>

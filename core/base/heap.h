@@ -12,11 +12,11 @@ typedef struct heap {
   bool failed;
 } heap;
 
-/// Returns room for `count` elements, 0 or more, all zero. If memory runs out, returns NULL and
-/// sets owner->failed to true.
+/// Returns room for `count` >= 0 elements of `type`, filled with zeros. If memory runs out, returns
+/// NULL and sets owner->failed to true.
 #define HEAP_NEW(owner, type, count) \
   ((type *)heap_take((owner), (int64_t)(count), sizeof(type)))
-/// Sets `pointer` to such memory, with elements of the type that it points to.
+/// Sets `pointer` to the result of HEAP_NEW for the type that it points to.
 #define HEAP_TAKE(owner, pointer, count) \
   ((pointer) = heap_take((owner), (int64_t)(count), sizeof *(pointer)))
 void *heap_take(heap *owner, int64_t count, size_t size);

@@ -76,7 +76,8 @@ static eng_status unescape(json_reader *reader, char **to)
     return ENG_OK;
   }
   FAIL_IF(p >= end || *p != 'u', ENG_ERR_FORMAT,
-          "%s: unknown escape in a string at byte %lld", reader->name, position(reader));
+          "%s: unknown escape in a string at byte %lld: a backslash before %s", reader->name,
+          position(reader), found(reader));
   int c = hex4(p + 1, end), used = 5;
   if (c >= 0xD800 && c < 0xDC00 && end - p >= 7 && p[5] == '\\' && p[6] == 'u') {
     int low = hex4(p + 7, end);
@@ -115,7 +116,8 @@ eng_status json_string(json_reader *reader, char **out)
     if (c == '\\') ENG_TRY(unescape(reader, &to));
     else *to++ = (char)c;
   }
-  return error_set(ENG_ERR_FORMAT, "%s: unterminated string", reader->name);
+  return error_set(ENG_ERR_FORMAT, "%s: the string at byte %lld has no closing quote", reader->name,
+                   (long long)(*out - reader->start - 1));
 }
 
 eng_status json_whole(json_reader *reader, int64_t *out)

@@ -39,12 +39,12 @@
 // four_over_six_mse, of d^2, in f32, in order. The errors of rows are summed in pairs, the most
 // distant rows first: of 16 rows, r and r + 8.
 //
-// MS-EDEN, the backward pass of Quartet II (arXiv 2601.22813): as four over six with s6 alone, but
-// with 255.99 in place of 256, and with 6 / (17/16 * 0.93) in place of 6. So the largest elements
-// saturate. If s6 is 0, the scale is 1. Then each group of 128 elements of a row gets a correction
-// c = f32((sum of y^2) / (sum of y * code)), where y is an element times the factor of its block,
-// before rounding. The sums are in f64, in order; c is 1 if the divisor is 0. The final scale of a
-// block is f32(s * c), rounded to e4m3 stochastically or to nearest even.
+// MS-EDEN, the backward pass of Quartet II (arXiv 2601.22813): the scale s of a block is the s6 of
+// four over six, computed with 255.99 in place of 256, and with 6 / (17/16 * 0.93) in place of 6.
+// So the largest elements saturate. If s6 is 0, s is 1. Then each group of 128 elements of a row
+// gets a correction c = f32((sum of y^2) / (sum of y * code)), where y is an element times the
+// factor of its block, before rounding. The sums are in f64, in order; c is 1 if the divisor is 0.
+// The final scale of a block is f32(s * c), rounded to e4m3 stochastically or to nearest even.
 #pragma once
 
 #include "engine.h"

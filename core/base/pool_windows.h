@@ -7,7 +7,8 @@
 
 #include "numerics.h"
 
-/// Pooling of n input cells into m windows. kernel 0: adaptive.
+/// Pooling of n input cells into m windows. If `kernel` is 0, pooling is adaptive: the m windows
+/// are spread evenly over the cells and may overlap.
 typedef struct pool_side { int64_t n, m, kernel, stride, padding; } pool_side;
 
 typedef struct pool_range { int64_t first, end; } pool_range;

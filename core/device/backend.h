@@ -37,7 +37,9 @@ static inline bool op_is_unary(int op)
   }
 }
 
-/// Flags of quantize and swiglu_quantize. mx_quantize takes QUANTIZE_TRANSPOSED and the MX_* flags.
+/// Flags of quantize and swiglu_quantize: STOCHASTIC rounds codes stochastically, POW2 makes scales
+/// powers of two, TRANSPOSED adds the transposed copy. mx_quantize takes QUANTIZE_TRANSPOSED and
+/// the MX_* flags, which ops.def describes.
 enum { QUANTIZE_STOCHASTIC = 2, QUANTIZE_POW2 = 4, QUANTIZE_TRANSPOSED = 8 };
 enum { MX_VALUES = 16, MX_FINITE = 32, MX_GATE = 64, MX_ROTATED_ONLY = 128 };
 /// Values of the attributes `ties` and `sr_rule` of mx_quantize.

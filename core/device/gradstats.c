@@ -43,7 +43,8 @@ eng_status eng_stats(eng_tensor_stats *out, const eng_tensor *handle, unsigned n
   FAIL_IF(x->dtype != ENG_f32 && x->dtype != ENG_f16 && x->dtype != ENG_bf16, ENG_ERR_DTYPE,
           "stats: expected f32, f16 or bf16, got %s; hint: x:to('f32')", eng_dtype_name(x->dtype));
   FAIL_IF(!tensor_contiguous(x), ENG_ERR_VALUE,
-          "stats: expected a contiguous tensor; hint: x:contiguous()");
+          "stats: expected a contiguous tensor, got a view %s; hint: x:contiguous()",
+          tensor_text(x));
   const backend *device = backend_of_space(x->store->space);
   FAIL_IF(!device->gradstats, ENG_ERR_DEVICE,
           "stats: the device %s cannot compute statistics", device->name);

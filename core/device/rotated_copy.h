@@ -9,13 +9,13 @@
 static inline eng_status quantize_rotated(const op_call *call, op_kernel *hadamard,
                                           op_kernel *quantize)
 {
-  enum { NAN_BYTES = 256 };            // keeps y aligned
+  enum { NAN_BYTES = 256 };            // of `nan`, padded so that y is aligned
   const tensor *x = call->in[0];
   int64_t columns = x->shape[x->ndim - 1], rows = columns ? x->count / columns : 0,
           bytes = NAN_BYTES + 2 * x->count;
   bool both = !(call->mx_quantize.flags & MX_ROTATED_ONLY);
   char *room = (char *)arena_alloc(ARENA_SCRATCH, bytes);
-  tensor y = *x, nan = *x;             // y: the transformed x; nan: an output that is not needed
+  tensor y = *x, nan = *x;             // y: the transformed x; nan: output 5 of `two`, not read
   op_call one = *call, rotate = *call, two = *call;
   if (!room) return ENG_ERR_MEMORY;
   nan.data = room, nan.dtype = ENG_i64;

@@ -8,9 +8,9 @@
 
 #include <math.h>
 
-/// A factor given in double as two f32 factors, which are applied one after the other. `first` is 1
-/// if the double is between 2^-126 and 2^127. Otherwise `first` is 2^64 or 2^-64, because a scaled
-/// gradient may be in the range of f32 although the double is not.
+/// A factor of type double, split into two f32 factors that are applied one after the other.
+/// `first` is 1 if the factor is between 2^-126 and 2^127. Otherwise `first` is 2^64 or 2^-64,
+/// because a scaled gradient may be in the range of f32 although the factor is not.
 typedef struct scaling { float first, second; } scaling;
 
 ENG_INLINE scaling scaling_of(double factor)

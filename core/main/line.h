@@ -7,8 +7,9 @@
 
 typedef enum line_result { LINE_OK, LINE_END, LINE_INTERRUPTED } line_result;
 
-/// Completes on Tab: `before` is the line up to the cursor. Writes the text to insert into `insert`
-/// and the candidates, one per line, into `list`; either may stay empty.
+/// The caller's function for the Tab key. `before` is the line up to the cursor. The function
+/// writes the text to insert into `insert` and the candidates, one per line, into `list`; either
+/// may stay empty.
 typedef void line_completer(void *data, const char *before, char *insert, size_t insert_size,
                             char *list, size_t list_size);
 

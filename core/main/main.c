@@ -22,7 +22,7 @@
 #include <luajit.h>
 #include <lualib.h>
 
-static int rank, ranks;        // this process's rank and the number of ranks; 0, 1 if alone
+static int rank, ranks;        // this process's rank and the number of ranks; alone: 0 and 1
 // root: the folder of Lua modules
 static char executable[PATH_MAX], library[PATH_MAX], root[PATH_MAX + 8];
 
@@ -72,9 +72,9 @@ static bool is_plumbing(const char *frame, size_t length)
 }
 
 // Pushes `text`, a message with its traceback, shortened for the script's author. Drops the
-// engine's own frames. Drops the whole traceback if it only repeats the message's position. Also
-// drops it if the message names a file (such as a policy's) that has no frame in the traceback. A
-// message about the engine's own files stays complete.
+// engine's own frames. Drops the whole traceback if it only repeats the message's position, or if
+// the message names a file (such as a policy) that has no frame in the traceback. A message about
+// the engine's own files stays complete.
 static void push_trimmed(lua_State *L, const char *text)
 {
   static const char head[] = "\nstack traceback:";
@@ -132,7 +132,7 @@ static void keep_locals(lua_State *L)
 static int on_error(lua_State *L)
 {
   if (keeps_locals) keep_locals(L);
-  // traceback = false marks a mistake in the user's input, not in the script
+  // a metatable with traceback = false marks a mistake in the user's input, not in the script
   if (lua_istable(L, 1) && luaL_getmetafield(L, 1, "traceback")) {
     bool plain = !lua_toboolean(L, -1);
     lua_settop(L, 1);

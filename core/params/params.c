@@ -69,8 +69,8 @@ static eng_status copy_values(eng_params *set)
   return ENG_OK;
 }
 
-/// Points the members to their copies in the flat buffer, whose dtypes they take, and drops their
-/// gradients; cannot fail.
+/// Points the members to their copies in the flat buffer and drops their gradients. The members
+/// take the dtypes of the copies. Cannot fail.
 static void adopt(eng_params *set)
 {
   set->count = 0;
@@ -133,8 +133,11 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
     if (i == 0) set->space = p->value->store->space;
     if (p->value->store->space != set->space)
       status =
-        error_set(ENG_ERR_DEVICE, "parameters %s and %s lie in the memory of different devices",
-                  set->member[0].name, p->name);
+        error_set(ENG_ERR_DEVICE, "parameter %s: expected a tensor in %s memory, as parameter %s "
+                  "is, got one in %s memory; hint: x:to('%s')", p->name,
+                  backend_of_space(set->space)->name, set->member[0].name,
+                  backend_of_space(p->value->store->space)->name,
+                  backend_of_space(set->space)->name);
     for (int k = 0; k < i; k++)
       if (set->member[k].value == p->value)
         status =
@@ -196,8 +199,8 @@ static eng_status check_format(const eng_params *set, int i, const char *what, i
                    set->member[i].name, what, eng_dtype_name(dtype));
 }
 
-/// Returns the stored format of gradient i: f32 if the set `accumulates`, else gradient[i], the
-/// format of the gradient's terms. `gradient` NULL: f32.
+/// Returns the stored format of gradient i: f32 if the set `accumulates` or `gradient` is NULL,
+/// else gradient[i], the format of the gradient's terms.
 static int stored_dtype(const int32_t *gradient, bool accumulates, int i)
 { return !gradient || accumulates ? ENG_f32 : gradient[i]; }
 
@@ -278,7 +281,7 @@ eng_status eng_params_masters(eng_params *set, const int32_t *dtype)
   return ENG_OK;
 }
 
-// low NULL: no low-precision weights. gradient NULL: f32 gradients.
+// If `low` is NULL, the set has no low-precision weights. If `gradient` is NULL, gradients are f32.
 eng_status eng_params_precision(eng_params *set, const int32_t *low, const int32_t *gradient)
 {
   ENG_TRY(params_alive(set));

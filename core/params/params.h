@@ -153,15 +153,16 @@ static inline bool params_sums_terms(const parameter *p)
 /// Fetches the absent weights among the inputs x[n] of an operation. Entries of x may be NULL. All
 /// ranks call this for the same operations. Errors: STATE.
 eng_status params_fetch(tensor *const *x, int n);
-/// The table of the set that is exchanging weights with other ranks; NULL: none. params_advance
-/// advances the messages and never waits. params_wait waits until all messages have arrived.
-/// Until then nothing may write to weights, because this rank is sending its own.
+/// The table of the set that is exchanging weights with other ranks; NULL: no set is.
+/// params_advance advances the messages and never waits. params_wait waits until all messages have
+/// arrived. Until then nothing may write to weights, because this rank is sending its own.
 extern struct params_parted *params_exchanging;
 eng_status params_advance(void);
 eng_status params_wait(void);
-/// Returns whether ZeRO-3 fetches and drops p's weights now; false while all weights are in memory
-/// (params_bring_all). If true, a derived copy of p needs one rank that owns all elements of p
-/// (eng_parallel_options.whole). That rank makes the copy and sends it to the other ranks.
+/// Returns whether p's weights are fetched before each use and dropped afterwards (ZeRO-3). Returns
+/// false while all weights are in memory (params_bring_all). If true, a derived copy of p needs one
+/// rank that owns all elements of p (eng_parallel_options.whole). That rank makes the copy and
+/// sends it to the other ranks.
 bool params_fetched_on_use(const parameter *p);
 /// Returns whether this rank owns the whole parameter.
 bool params_owns(const parameter *p);

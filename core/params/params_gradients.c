@@ -202,8 +202,9 @@ eng_status eng_params_true_gradient(int *has, const eng_tensor *into, eng_params
   tensor *target;
   ENG_TRY(tensor_get(&target, into));
   FAIL_IF(target->dtype != ENG_f32 || target->store->space != set->space, ENG_ERR_DTYPE,
-          "parameter %s: expected an f32 tensor on its device, got %s", p->name,
-          tensor_text(target));
+          "parameter %s: expected an f32 tensor in %s memory, got %s in %s memory", p->name,
+          backend_of_space(set->space)->name, tensor_text(target),
+          backend_of_space(target->store->space)->name);
   FAIL_IF(!tensor_same_shape(target, p->value) || !tensor_contiguous(target), ENG_ERR_SHAPE,
           "parameter %s: expected a tensor of its shape %s, got %s", p->name,
           tensor_text(p->value), tensor_text(target));

@@ -388,9 +388,11 @@ eng_status params_derived_outdated(parameter *p)
   const int64_t *own = p->set->own + 2 * p->index;
   for (int i = 0; i < p->set->n; i++)
     FAIL_IF(i != p->index && q->unit_of[i] == unit, ENG_ERR_VALUE,
-            "parameter %s: zero=3 needs a separate unit for each FP8 weight", p->name);
-  FAIL_IF(own[1] > own[0] && !params_owns(p), ENG_ERR_VALUE, "parameter %s: zero=3 needs whole "
-          "parameters on a rank (the option `whole`) for weights in FP8", p->name);
+            "parameter %s: zero=3 needs a separate unit for each FP8 weight, but parameter %s is "
+            "in the same unit", p->name, p->set->member[i].name);
+  FAIL_IF(own[1] > own[0] && !params_owns(p), ENG_ERR_VALUE, "parameter %s: zero=3 needs all "
+          "elements of an FP8 weight on one rank (eng_parallel_options.whole), but this rank has "
+          "%lld of %lld", p->name, (long long)(own[1] - own[0]), (long long)p->value->count);
   if (q->unit[unit].n_pages[PARTED_DERIVED] == 0) {   // a new copy
     int64_t before = q->away;
     ENG_TRY(find_derived_pages(q, p->set, p->set->own, p->index));

@@ -38,8 +38,8 @@ eng_status pool_take(void **out, pool *p, int64_t bytes)
 {
   *out = NULL;
   bytes = pool_rounded(bytes);
-  // Reserves table entries for as many gaps as there can be, one for each piece and block, so that
-  // pool_give cannot fail.
+  // Reserves table entries for as many gaps as there can be, so that pool_give cannot fail: one for
+  // each piece and block, including the new ones, and one that pool_give inserts before it merges.
   FAIL_IF(!ARRAY_GROW(p->gap, p->room_gaps, p->pieces + p->n_blocks + 3), ENG_ERR_MEMORY,
           "out of memory for a table of %d pieces", p->pieces + 1);
   int k = 0;

@@ -8,9 +8,9 @@
 typedef struct scratch_piece { int space; void *memory; int64_t bytes; } scratch_piece;
 
 /// Declares `name`, a pointer to `count` elements of scratch memory, contents undefined. The memory
-/// is freed when the enclosing block ends. Returns ENG_ERR_MEMORY from the enclosing function if
-/// there is none. SCRATCH takes the memory in the current space; a kernel of a device can use only
-/// SCRATCH.
+/// is freed when the enclosing block ends. If memory runs out, returns ENG_ERR_MEMORY from the
+/// enclosing function. SCRATCH takes the memory in the current space, SCRATCH_IN in `space`. A
+/// kernel of a device can use only SCRATCH.
 #define SCRATCH(type, name, count)                               \
   AT_END(scratch_free) scratch_piece name##_piece =              \
     scratch_alloc((int64_t)sizeof(type) * (count));              \

@@ -155,7 +155,7 @@ static eng_status set_shape(tensor *x, int dtype, int ndim, const int64_t *shape
   int64_t count = 1, bound = 1;   // bound: the product of the sizes above 0
   for (int d = ndim - 1; d >= 0; d--) {
     FAIL_IF(shape[d] < 0, ENG_ERR_VALUE,
-            "expected dimensions >= 0, got %s", tensor_shape_text(ndim, shape));
+            "expected sizes >= 0, got %s", tensor_shape_text(ndim, shape));
     FAIL_IF(__builtin_mul_overflow(bound, shape[d] > 0 ? shape[d] : 1, &bound) ||
             bound > MOST_ELEMENTS, ENG_ERR_VALUE,
             "expected a tensor of up to 2^48 elements, got %s", tensor_shape_text(ndim, shape));

@@ -105,7 +105,7 @@ describe("a head", function()
   it("refuses soft_cap and z_loss out of range", function()
     local x, t = engine.zeros(2, 3), engine.zeros(2, "i64")
     for option, text in pairs { z_loss = "expected z_loss in 0..1e6, got -1",
-      soft_cap = "expected soft_cap in 1e-3..1e6 (0: none), got -1" } do
+      soft_cap = "expected soft_cap in 1e-3..1e6, or 0 for no cap, got -1" } do
       helper.refuses(text, engine.cross_entropy, x, t, { [option] = -1 })
     end
   end)

@@ -111,7 +111,7 @@ describe("images", function()
     fails("max_pool2d: expected a padding of at most half the kernel size 2, got 2", x.max_pool2d,
       x, 2, { padding = 2 })
     fails("expected a number of groups that divides 3 channels, got 2", x.group_norm, x, 2)
-    fails("expected a mean and a variance, or neither", x.batch_norm, x, nil, nil,
+    fails("expected a mean and a variance, or neither; got only a mean", x.batch_norm, x, nil, nil,
       { mean = engine.zeros(3) })
   end)
 end)

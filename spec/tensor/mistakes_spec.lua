@@ -226,7 +226,7 @@ describe("a mistake with tensors", function()
         .. "logit_max scale site" },
     { "x:rope()", "rope: expected [B x T x H x D] with an even D, got f32 [2 x 3]" },
     { "engine.ones(1, 2, 1, 2):rope { factor = -1 }",
-      "rope: expected a factor > 0, or 0 for none, got -1" },
+      "rope: expected a factor > 0, or 0 for unscaled frequencies, got -1" },
     { "engine.ones(1, 2, 1, 2):rope { factor = 8, context = 9, low = 4, high = 1 }",
       "rope: expected a context > 0 and 0 < low < high, got context 9, low 4 and high 1" },
 
