@@ -425,7 +425,7 @@ describe("data of documents", function()
       "FOLDER/a.jsonl:1: has no field 'chosen'; did you mean 'choosen'?")
     file("a.jsonl", '{"prompt":"a","chosen":"","rejected":"c"}')
     refuses("data.preferences { path = folder .. '/a.jsonl', end_token = false }",
-      "data.preferences: FOLDER/a.jsonl:1: has an answer without tokens")
+      "data.preferences: FOLDER/a.jsonl:1: the preferred answer has no tokens")
   end)
 
   it("csv: cells at the end of a line may be empty or blank", function()

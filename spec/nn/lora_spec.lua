@@ -315,8 +315,8 @@ describe("nn.lora", function()
     lora.unmerge(model)
     for _ in engine.steps(1) do                                    -- the optimizer goes on
       local loss = model:loss(ids, targets)
-      assert.matches("recorded operations; hint: call it between", message(lora.merge, model), 1,
-        true)
+      assert.matches("recorded operations; hint: call lora.merge between",
+        message(lora.merge, model), 1, true)
       loss:backward()
       opt:step()
     end

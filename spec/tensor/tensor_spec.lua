@@ -104,8 +104,8 @@ describe("making tensors", function()
     assert.matches("%.%.%.", big)
     assert.equal("loss f32 [] cpu: 1", "loss " .. engine.tensor(1))
     local huge = engine.zeros(2 ^ 26 + 1, { dtype = "u8" })
-    assert.equal("u8 [67108865] cpu (too many elements to summarize; hint: print a part, as "
-      .. "x:slice(1, 1, 8))", tostring(huge))
+    assert.equal("u8 [67108865] cpu (too many elements to summarize; hint: print a part, "
+      .. "such as x:slice(1, 1, 8))", tostring(huge))
     assert.matches("min 0 max 0", tostring(huge:slice(1, 2)))
   end))
 

@@ -29,7 +29,7 @@ local function read(folder)
   local text, config = file.read(path), {}
   if text then
     local good, data = pcall(cjson.decode, text)
-    if not good or type(data) ~= "table" then raise("tokenizer: %s is not JSON", path) end
+    if not good or type(data) ~= "table" then raise("tokenizer: %s is not a JSON object", path) end
     config = data
   end
   local tokens = {}

@@ -305,7 +305,9 @@ local function sequences_of(self, i)
     rows[k] = tokens_of(self, list, i)
     if not self.pack then rows[k] = cut(rows[k], self.most, parts.rejected) end
     if not learns(rows[k], self.pack and 0 or 1) then
-      if parts.rejected then refuse("has an answer without tokens") end
+      if parts.rejected then
+        refuse("the %s answer has no tokens", k == 1 and "preferred" or "rejected")
+      end
       return false
     end
   end
@@ -331,7 +333,7 @@ function Documents:get(i)
 end
 
 --- Returns a checksum of the tokens of one document, to detect a changed encode, template or field.
---- The document is the first of 0 to 15 that has a token that counts in the loss.
+--- The document is the first of documents 0 to 15 in which a token counts in the loss.
 function Documents:checksum()
   local crc, rows = 0, false
   for i = 0, math.min(self.records.n, 16) - 1 do rows = rows or self:get(i) end

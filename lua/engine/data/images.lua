@@ -16,7 +16,7 @@ local function per_channel(v, channels, what)
   for c = 1, channels do
     list[c] = type(v) == "table" and v[c] or v
     raise_if(type(list[c]) ~= "number", "data.images: expected %s to be a number or a list of " ..
-      "%d, got %s", what, channels, value_text(v))
+      "%d numbers, got %s", what, channels, value_text(v))
   end
   return tensor.tensor(list, { keep = true }):view(1, channels, 1, 1)
 end

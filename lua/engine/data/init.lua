@@ -77,7 +77,8 @@ local function options_of(name, given, known)
 end
 
 local function want_path(path, what)
-  expect(type(path) == "string", path, "data.%s: expected the path of a file", what)
+  expect(type(path) == "string", path, "data.%s: expected the path of a %s", what,
+    what == "images" and "folder" or "file")
 end
 
 local function map(path, what)
@@ -281,7 +282,7 @@ end
 -- ------------------------------------------------------------------ rows of features
 
 --- Makes a loader of n rows, with o.batch rows in a batch. x and y are { get, shape = the shape of
---- a row, dtype }. get(i) returns element i of all rows laid end to end (from 0).
+--- a row, dtype }. get(i) returns element i (from 0) of all rows laid end to end.
 local function rows(o, kind, x, y, n)
   local B, width, y_width = o.batch, 1, 1
   for _, size in ipairs(x.shape) do width = width * size end
@@ -439,14 +440,16 @@ end
 --- averaging pixels, then normalized with `mean` and `std`. y [B] i64 holds the index of each
 --- image's class, from 0, in the order of the subfolders' names (loader.classes). Options:
 ---   path              the folder
----   size, channels    width and height in pixels (32); 3 for RGB, 1 for gray (3)
+---   size              the width and height of x in pixels (32)
+---   channels          3 for RGB (the default), 1 for gray
 ---   mean, std         the numbers that normalize the pixel values, which are in 0..1: one number
 ---                     for all channels, or a list with one for each channel (0.5, 0.25)
 ---   flip              true: mirrors each image with probability 1/2
 ---   from, to          the share of the images to use (0, 1), after a random shuffle that is always
 ---                     the same
 ---   bad               "stop": files that are not images are an error; "skip": they are left out
----   batch, shuffle, seed   (32, true, 1234)
+---   batch             images in a batch (32)
+---   shuffle, seed     a different order of the images in each epoch (true, 1234)
 function M.images(given)
   local o = options_of("images", given, { path = NEEDED, size = 32, channels = 3, mean = 0.5,
     std = 0.25, flip = false, from = 0, to = 1, bad = "stop", batch = 32, shuffle = true,
@@ -461,8 +464,13 @@ end
 
 --- Draws images of eight shapes in random places, sizes and colours when the loader is made. A
 --- batch has x [B x 3 x size x size] f32 in about -1..1, and y [B] i64, the index of the shape.
---- Options: count (1024), size (32), noise (0.1; noise changes a value by at most three times this
---- number), batch, shuffle, seed (of the order and of the images).
+--- Options:
+---   count             the number of images (1024)
+---   size              the width and height of an image in pixels (32)
+---   noise             noise changes a value by at most three times this number (0.1)
+---   batch             images in a batch (32)
+---   shuffle, seed     a different order of the images in each epoch (true, 1234). The seed also
+---                     determines the images
 function M.shapes(given)
   local o = options_of("shapes", given or {}, { count = 1024, size = 32, noise = 0.1, batch = 32,
     shuffle = true, seed = 1234 })

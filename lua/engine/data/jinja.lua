@@ -196,7 +196,10 @@ local function slice_of(x, from, to, step)
   local all, out = sequence(x), {}
   local n = #all
   step = step or 1
-  if step ~= 1 and step ~= -1 then fail("expected a slice with a step of 1 or -1") end
+  if step ~= 1 and step ~= -1 then
+    fail("expected a slice with a step of 1 or -1, got %s",
+      type(step) == "number" and text_of(step) or kind(step))
+  end
   local function place(i, default)
     if i == nil or i == NONE then return default end
     return math.max(step > 0 and 0 or -1, math.min(i < 0 and i + n or i, step > 0 and n or n - 1))
@@ -245,7 +248,7 @@ local BINARY = {
       local all = {}
       for _, x in ipairs(a) do all[#all + 1] = x end
       for _, x in ipairs(b) do all[#all + 1] = x end
-      if #all > BYTES / 64 then fail("a list is too long") end
+      if #all > BYTES / 64 then fail("a list has more than %d items", BYTES / 64) end
       return list(all)
     end
     numbers("+", a, b)
@@ -324,7 +327,9 @@ function Parser:want(value)
 end
 function Parser:name()
   local token = self[self.at]
-  if not token or token[1] ~= "name" then fail "expected a name" end
+  if not token or token[1] ~= "name" then
+    fail("expected a name, got %s", token and "'" .. tostring(token[2]) .. "'" or "the end")
+  end
   self.at = self.at + 1
   return token[2]
 end
@@ -395,7 +400,7 @@ function Parser:call(name)
 end
 
 function Parser:primary()
-  local token = self[self.at] or fail "expected an expression"
+  local token = self[self.at] or fail "expected an expression, got the end"
   self.at = self.at + 1
   local what, value = token[1], token[2]
   if what == "text" or what == "number" then

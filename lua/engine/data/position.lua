@@ -24,7 +24,7 @@ function M.check(state, self, identity, rules)
     raise_if(state[key] ~= self[key], "data: this position was saved with %s %s, but the loader " ..
       "has %s; the batches would differ", key, text_of(state[key]), text_of(self[key]))
   end
-  local version = state.order or 1     -- positions saved before version 2 have no version
+  local version = state.order or 1     -- positions of version 1 do not give a version
   raise_if(version ~= 1 and version ~= order.newest,
     "data: this position has version %s of the shuffled order, but this engine supports only up " ..
     "to %d; hint: resume with the engine that saved it", text_of(version), order.newest)

@@ -91,7 +91,7 @@ local function pattern(to, part)
   local text, expression = value.String, value.Regex
   if type(text) == "string" then return text, nil end
   if type(expression) ~= "string" then
-    to.fail("%s.pattern: expected String or Regex", part.type)
+    to.fail("%s.pattern: expected an object with a string 'String' or 'Regex'", part.type)
   end
   expression = expression:gsub("\r", "\\r"):gsub("\n", "\\n")   -- some files have raw line ends
   return "", SCANS[expression] or to.fail("%s: expected the expression of GPT-2, Llama 3, Qwen2 "
@@ -261,7 +261,7 @@ local function template(to, part)
       end
       for _, id in ipairs(entry.ids) do to.frame(id, after) end
     else
-      to.fail("TemplateProcessing.single: expected Sequence or SpecialToken")
+      to.fail("TemplateProcessing.single: expected each entry to be a Sequence or a SpecialToken")
     end
   end
   if not after then to.fail("TemplateProcessing.single has no sequence") end

@@ -9,9 +9,9 @@
 --   build      the name of the model in models.lua
 --   prefix     what files put in front of a name in `names` that begins with a dot: ".wte" becomes
 --              "transformer.wte". Files of base models have "wte", without the prefix and the dot
---   fields     field = { default, option, range }: transformers' default (false: null), the option
---              of the model that the field sets (nil: only the default is supported) and, for
---              numbers, the range. Fields that are not listed do not shape the model
+--   fields     field = { default, option, range }: transformers' default (false stands for null),
+--              the option of the model that the field sets (nil: only the default is supported)
+--              and, for numbers, the range. Fields that are not listed do not shape the model
 --   rules      names of functions of hf_config.lua that read several fields together
 --   theta      transformers' default of rope_theta, if it is not 10000
 --   options    further options of the model
@@ -175,9 +175,9 @@ local function split(names, leaf)
   return list, transposed and leaf == ".weight"
 end
 
--- The engine's parameter `name` is formed by one or more tensors of a file. Returns the list of
--- these tensors' names, in the order of their rows in the parameter, and whether files store them
--- transposed. `prefix`, such as "model." or "", replaces a leading dot.
+-- Returns the names of the tensors in a file that form the engine's parameter `name`, in the order
+-- of their rows in the parameter, and whether files store these tensors transposed. `prefix`, such
+-- as "model." or "", replaces a leading dot.
 local function file_names(arch, name, prefix)
   local numbers = {}
   local key = name:gsub("%.(%d+)%f[.]", function(n)

@@ -15,9 +15,9 @@ local M = {}
 
 local library = { linear = {}, norm = {}, block = {} }   -- the library's forward functions
 
---- Registers the forward of `class` as one of the library's. kind: "linear"; "norm", whose
---- forward(x, branch) returns two tensors, first the norm of x + branch, then x + branch itself; or
---- "block", whose forward(x, open) works as M.stack describes.
+--- Registers the forward of `class` as one of the library's. kind: "linear", "norm" or "block". The
+--- forward(x, branch) of a norm returns two tensors: the norm of x + branch, and x + branch. The
+--- forward(x, open) of a block works as M.stack describes.
 function M.register(kind, class) library[kind][class.forward] = true end
 
 local function is_unchanged(m, kind)
@@ -44,7 +44,7 @@ end
 
 local function can_fuse_gelu(up, form, down)
   return form == "tanh" and is_unchanged(up, "linear") and is_unchanged(down, "linear")
-    and not rawget(up, "_fp8") and not rawget(down, "_fp8")   -- a site quantizes its own input
+    and not rawget(up, "_fp8") and not rawget(down, "_fp8")   -- mlp_gelu has no FP8 form
     and up.outputs == down.inputs
 end
 

@@ -68,8 +68,8 @@ end
 
 local FEW = 1024   -- this many of the most likely tokens usually reach the probability top_p
 
--- Draws an index of p, a list of probabilities, from its first entries: as few as add up to `share`
--- or more. Unless `share` is 1, p must be in falling order.
+-- Draws an index of p, a list of probabilities. Draws only from the first entries, from as few as
+-- add up to `share` or more. Unless `share` is 1, p must be in falling order.
 local function draw(p, share)
   local sum, count, kept = 0, 0, 0
   while count < #p and (kept < share or count == 0) do
@@ -192,8 +192,9 @@ end
 --- likely tokens. top_p: of these tokens, draws only from the most likely ones that together reach
 --- this share of the total probability. stop: a token, or a list of tokens, that ends a sequence;
 --- a loaded model stops at its eos_token_id unless `stop` is given. Draws from the engine's
---- generator; `seed` seeds it for this call only. progress: a function(done, all) that is called
---- after each token; in the last call, done equals all.
+--- generator; `seed` seeds it for this call only. cache = false computes the keys and values of all
+--- tokens again for each new token. progress: a function(done, all) that is called after each
+--- token; in the last call, done equals all.
 local function generate(model, tokens, options, more)
   if type(options) == "number" then   -- generate(tokens, count [, options])
     options = arguments.merged({ max_tokens = options },

@@ -134,7 +134,9 @@ end
 -- Reads rope_theta and rope_scaling, or rope_parameters, which holds both.
 function rules.rope(o, fields, where, arch)
   local p = value_of(fields, "rope_parameters") or value_of(fields, "rope_scaling") or {}
-  if type(p) ~= "table" then fail(where, "expected rope_scaling to be an object") end
+  if type(p) ~= "table" then
+    fail(where, "expected rope_scaling to be an object, got %s", got(p))
+  end
   local kind = value_of(p, "rope_type") or value_of(p, "type") or "default"
   local rope = { base = number(p, "rope_theta", where) or number(fields, "rope_theta", where)
     or arch.theta or 10000 }
@@ -148,7 +150,9 @@ function rules.rope(o, fields, where, arch)
   end
   want_known(p, where)
   local part = value_of(p, "partial_rotary_factor") or value_of(fields, "partial_rotary_factor", 1)
-  if part ~= 1 then fail(where, "partial_rotary_factor %s is not supported", text_of(part)) end
+  if part ~= 1 then
+    fail(where, "partial_rotary_factor %s is not supported; supported: 1", text_of(part))
+  end
   o.rope = rope
 end
 
@@ -195,7 +199,9 @@ local function read_field(fields, key, field, where)
   if option == "window" and fields[key] == NULL then return nil end   -- null: no window
   local value = value_of(fields, key, default)
   if not option then
-    if value ~= default then fail(where, "%s %s is not supported", key, text_of(value)) end
+    if value ~= default then
+      fail(where, "%s %s is not supported; supported: %s", key, text_of(value), text_of(default))
+    end
     return nil
   end
   local kind = range and "number" or type(default)

@@ -229,7 +229,7 @@ end
 
 local DTYPES = { f32 = "f32", bf16 = "bf16", f16 = "f16", f64 = "f64", auto = false }
 
--- dtype: the dtype of the parameters, or false for the dtypes of the files.
+-- Loads a model. dtype: the dtype of the parameters, or false for the dtypes of the files.
 local function load(folder, options, dtype)
   local fields, text, path = config.read(folder)
   if options.labels then

@@ -45,7 +45,7 @@ end
 --- nn.conv2d(inputs, outputs, kernel [, { stride = 1, padding = 0, dilation = 1, groups = 1, bias =
 --- true, std = nil }]): x [N x C x H x W] -> [N x O x P x Q], weight [O x C/groups x KH x KW].
 --- kernel, stride, padding and dilation are numbers or { height, width }. Initial values: uniform
---- within +-1/sqrt(C/groups KH KW); with `std`, the weight is normal and the bias 0.
+--- within +-1/sqrt(C/groups * KH * KW); with `std`, the weight is normal and the bias 0.
 M.conv2d = convolution("conv2d", 2)
 --- nn.conv1d(inputs, outputs, kernel [, options]): x [N x C x L] -> [N x O x P]; otherwise like
 --- nn.conv2d.
@@ -102,8 +102,8 @@ M.batch_norm = BatchNorm
 
 --- nn.sync_batch_norm(model, group): in training, every batch norm of the model normalizes by the
 --- mean and variance over all ranks of `group` (engine.ranks.group()), as in a run with the whole
---- batch on one rank. Every rank must run the same layers. Returns the model. PyTorch:
---- SyncBatchNorm.convert_sync_batchnorm.
+--- batch on one rank. Every rank must run the same layers. Returns the model. In PyTorch this
+--- function is SyncBatchNorm.convert_sync_batchnorm.
 function M.sync_batch_norm(model, group)
   expect(module.is_module(model), model, "nn.sync_batch_norm: expected a module")
   expect(arguments.is_group(group), group,

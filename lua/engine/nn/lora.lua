@@ -5,8 +5,8 @@
 -- A layer of this engine may join several layers of Hugging Face's models by rows: qkv of nn.llama
 -- joins q_proj, k_proj and v_proj. The adapter of such a layer is saved as one adapter for each
 -- part: all parts have the same A, and each part has its own rows of B. PEFT, however, trains a
--- separate A for each part. If the parts in a file have different A, loading joins these by rows
--- into one A; the rank of the layer is the sum of the parts' ranks. The layer's B is
+-- separate A for each part. If the A of the parts in a file differ, loading joins them by rows into
+-- the layer's A, and the rank of the layer is the sum of the parts' ranks. The layer's B is
 -- block-diagonal: its blocks are the parts' B, and all other elements are 0. The loaded layer
 -- computes the same as the parts.
 -- Shapes: K inputs, N outputs, R rank; A [R x K], B [N x R].
@@ -260,7 +260,7 @@ local function measure(l, file, dora, fail)
       fail("expected the alpha of %s to be a number, got %s", l.path, value_text(part.alpha))
     end
     if part.alpha ~= l[1].alpha then
-      fail("the parts of %s have different alphas; expected the same alpha for all parts", l.path)
+      fail("expected one alpha for all parts of %s, got %g and %g", l.path, l[1].alpha, part.alpha)
     end
     part.tensors = {}
     for ending, name in pairs(part.entries) do part.tensors[ending] = file:read(name, false) end
@@ -297,7 +297,8 @@ local function compare(model, list, dora, fail)
     count = count + (own and 1 or 0)
   end
   if count > 0 and #list > count then
-    fail("the model has fewer adapters than the file; hint: load into a model without adapters")
+    fail("the model has fewer adapters than the file, %d and %d; hint: load into a model without "
+      .. "adapters", count, #list)
   end
   return count > 0
 end

@@ -134,7 +134,7 @@ end
 --- the backward pass of a recorded loss would still need.
 function M.want_no_tape(name)
   raise_if(C.eng_tape_length() > 0,
-    "%s: there are recorded operations; hint: call it between two steps", name)
+    "%s: there are recorded operations; hint: call %s between two steps", name, name)
 end
 
 --- Returns the layers with an adapter as a list of { path, layer }. Raises an error if there are

@@ -74,7 +74,7 @@ local function forward_of(self, ...)
   return self:forward(...)
 end
 
--- Calls self:forward. Must not be a tail call, because path_on_stack looks for this frame.
+-- Calls self:forward, but not as a tail call, because path_on_stack looks for this frame.
 local function forward(self, ...)
   local outside = scale_now
   set_relative_scale(rawget(self, "_relative_scale") or outside)

@@ -60,8 +60,8 @@ end
 local OPTIONS = "scale retain"
 
 --- Computes the gradients of a one-element loss and adds them to the `grad` of every leaf that
---- requires a gradient. Options: scale (1; multiplies all gradients, as a loss scale does), retain
---- (false; true keeps the tape, so that backward can run again).
+--- requires a gradient. Options: `scale` multiplies all gradients, as a loss scale does (by default
+--- 1); retain = true keeps the tape, so that backward can run again.
 local function backward(loss, options)
   expect(tensor.is_tensor(loss), loss, "backward: expected a tensor")
   options = tensor.read_named(options, "backward", OPTIONS)
@@ -106,7 +106,7 @@ end
 local mark = M_ffi.new("int64_t[1]")
 
 --- Runs f(...) without recording, frees the tensors that f made (except kept ones), and returns f's
---- results. For evaluation and sampling.
+--- results. Use it for evaluation and sampling.
 function M.scope(f, ...)
   arguments.want_function(f, "scope", "engine.scope(function() ... end)")
   check(C.eng_scope_begin(mark))

@@ -100,7 +100,7 @@ local function describe(format, x)
     local gradual = m > 0 and e > 0                         -- the format has subnormals
     r.subnormal = gradual and field == 0 and value ~= 0
     r.power = math.max(field, gradual and 1 or 0) - format.bias
-    if e == 0 then r.power = format.top - 6 end             -- the power of the lowest bit
+    if e == 0 then r.power = format.top - 6 end             -- the power of the lowest of 7 bits
   end
   return r
 end
@@ -108,7 +108,7 @@ end
 -- ------------------------------------------------------------------ as text
 
 -- Returns x as text with the fewest digits that read back as the same double: at least 4, and at
--- most `most` (9), even if the text then reads back as another double.
+-- most `most` (by default 9), even if the text then reads back as another double.
 local function text(x, most)
   if x == nil then return "-" end
   if x ~= x then return "nan" end

@@ -18,8 +18,8 @@ local function number_text(v, dtype)
   return ("%.4g"):format(v)
 end
 
---- Returns the text: dtype, shape, device, range, counts of inf and nan, and the first rows and
---- columns.
+--- Returns a tensor as text: its dtype, shape, device and range, the counts of inf and nan, and the
+--- first rows and columns.
 return function(x)
   local status = C.eng_info(info_buffer, x)
   if status ~= 0 then return "tensor (" .. M_ffi.message() .. ")" end
@@ -31,7 +31,7 @@ return function(x)
   if info_buffer.divided ~= 0 then return head .. " (divided among the ranks)" end
   local room, values = pcall(ffi.new, "double[?]", count <= MOST and count or 0)
   if count > MOST or not room then
-    return head .. " (too many elements to summarize; hint: print a part, as x:slice(1, 1, 8))"
+    return head .. " (too many elements to summarize; hint: print a part, such as x:slice(1, 1, 8))"
   end
   if C.eng_read(values, M_ffi.dtype.f64, count, x) ~= 0 then
     return ("%s (%s)"):format(head, M_ffi.message())

@@ -125,7 +125,7 @@ end
 ---   neg, abs           -x, the magnitude
 ---   exp, log           e^x, the natural logarithm
 ---   sqrt, rsqrt        the square root, 1 / sqrt(x)
----   sin, cos, tanh     of x in radians
+---   sin, cos, tanh     the sine and cosine of x in radians, the hyperbolic tangent
 ---   sigmoid            1 / (1 + e^-x)
 ---   log_sigmoid        log(sigmoid(x))
 ---   softplus           log(1 + e^x)

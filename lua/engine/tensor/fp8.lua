@@ -135,8 +135,9 @@ end
 ---   transpose_a, transpose_b   true: a is stored as [K x M], b as [N x K]
 ---   accumulator                "fp32" (the default), "exact", "hopper" or "e4m3"
 ---   promotion                  the number of products along K after which the accumulator is added
----                              to an f32 sum: a multiple of 32 (128), or 0: never. If the blocks
----                              of scales split K, it is added after every block instead
+---                              to an f32 sum: a multiple of 32 (by default 128), or 0 for never.
+---                              If the blocks of scales split K, the accumulator is added after
+---                              every block instead
 ---   dtype                      of the result ("f32")
 ---   bias                       [N]
 ---   into, add                  a tensor for the result; add = true adds the product to it

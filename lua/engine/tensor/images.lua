@@ -1,5 +1,5 @@
 -- Convolution, pooling, batch norm and group norm of images x [N x C x H x W] and sequences
--- x [N x C x L]. Adds these methods to tensors; loaded by init.lua.
+-- x [N x C x L]. Adds these methods to tensors; loaded by engine/init.lua.
 --
 -- The kernels take and return tensors with the channels last (core/ops.def). The methods view x
 -- that way, and their results are views [N x C x ..] of channels-last memory. Elementwise
@@ -155,11 +155,11 @@ local BATCH_NORM = "eps mean variance over"
 --- times weight [C], plus bias [C] (either may be nil). Returns the result, the batch's mean and
 --- biased variance [C] (f64 if x is f64, else f32; nan for a batch without elements), and the
 --- number of elements of a channel. Options:
----   eps              (1e-5)
+---   eps              by default 1e-5
 ---   mean, variance   [C]: x is normalized by these instead, and only the result is returned
 ---   over             a group of ranks, engine.ranks.group(), each with a part of the batch: all
----                    ranks normalize by the mean and variance of the whole batch, and return
----                    these
+---                    ranks normalize by the mean and variance of the whole batch, and return this
+---                    mean and variance
 function methods.batch_norm(x, weight, bias, options)
   options = read_named(options, "batch_norm", BATCH_NORM)
   local eps = arguments.want_number(options.eps or 1e-5, "batch_norm", "eps")
@@ -179,7 +179,7 @@ function methods.batch_norm(x, weight, bias, options)
 end
 
 --- Group norm of x [N x C x ..]: in each sample, every group of C / groups adjacent channels is
---- normalized by its mean and variance; weight and bias [C] or nil; eps 1e-5.
+--- normalized by its mean and variance; weight and bias [C] or nil; eps is by default 1e-5.
 function methods.group_norm(x, groups, weight, bias, eps)
   return channels_second((run("group_norm", { channels_last(x, "group_norm", 2), weight or false,
     bias or false }, { want_whole(groups, "group_norm", "groups", 1) },

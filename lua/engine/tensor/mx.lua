@@ -42,8 +42,9 @@ local Quantized = { __index = methods }
 
 --- Returns the values of the codes as a tensor of x's shape, in f32 or in another float dtype. A
 --- value is code * scale / factor, where `factor` is the option of quantize. For the rule nvfp4,
---- the value is also multiplied by the tensor's amax / 2688 (for four_over_six and
---- four_over_six_mse, by amax / 1536; for ms_eden, by amax / 1554.4).
+--- the value is also multiplied by the tensor's amax / 2688; 2688 = 448 * 6 is the largest scale
+--- times the largest code. In place of 2688, four_over_six and four_over_six_mse have 1536 = 256 *
+--- 6, and ms_eden has 1554.4 (core/base/mx.h).
 function methods.dequantize(x, dtype)
   local scaled = x.factor ~= 1
   local y = run("mx_dequantize", { x.q, x.scale, NVFP4[x.rule] and x.amax or false },
@@ -72,8 +73,8 @@ end
 --- once. No gradient passes through this function. Options:
 ---   signs        0 (the default): Transformer Engine's 16 signs, repeated; "none": all 1; any
 ---                other number: random, drawn from the seed and this number
----   transposed   true: first transposes x (as rows x K). Groups are then parts of columns of x,
----                and the result is [K x rows]
+---   transposed   true: first transposes x, as a matrix [rows x K]. Groups are then parts of
+---                columns of x, and the result is [K x rows]
 ---   dtype        of the result; by default that of x
 function M.hadamard(x, n, options)
   want(x, "mx.hadamard")

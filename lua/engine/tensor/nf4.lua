@@ -1,7 +1,7 @@
 -- NF4, the format of QLoRA's frozen weights, with the codes of bitsandbytes. core/base/nf4.h
 -- defines the format.
 --
---   local q = engine.nf4.quantize(weight)                  -- 4.13 bits a number
+--   local q = engine.nf4.quantize(weight)          -- 4.13 bits a number, with the scales
 --   print(q, q:dequantize("bf16"))
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
@@ -35,11 +35,14 @@ local OPTIONS = { block = true, double = true, offset = true }
 
 --- Quantizes x to NF4: each element becomes one of 16 quantiles of a normal distribution, times the
 --- absmax of its block. A block is a run of consecutive elements in row-major order. No gradient
---- passes through quantize. Options: block (64; the number of elements in a block, a power of two
---- from 32 to 4096), double (true: absmaxes are stored in 8 bits), offset (f32 [1]: subtracted from
---- the absmaxes before they are stored in 8 bits; by default their mean). Given bitsandbytes'
---- offset, the codes are those of bitsandbytes 0.50 on a CPU. The default offset may differ from
---- bitsandbytes' offset, because bitsandbytes adds the absmaxes in a different order.
+--- passes through quantize. Options:
+---   block    the number of elements in a block, a power of two from 32 to 4096; by default 64
+---   double   true (the default): absmaxes are stored in 8 bits
+---   offset   f32 [1]: subtracted from the absmaxes before they are stored in 8 bits; by default
+---            their mean
+--- Given bitsandbytes' offset, the codes are those of bitsandbytes 0.50 on a CPU. The default
+--- offset may differ from bitsandbytes' offset, because bitsandbytes adds the absmaxes in a
+--- different order.
 --- Fields of the result: q (u8, two codes to a byte, the even element in the high half), absmax
 --- (f32, or u8 codes), group and offset (with double), shape, count, block.
 function M.quantize(x, options)

@@ -76,20 +76,21 @@ function methods.mlp_gelu(x, up, up_bias, down, down_bias)
   return (run_many("mlp_gelu", 3, 2, x, up, up_bias, down, down_bias))
 end
 
---- Layer norm over the last dimension: x [.. x C], weight and bias [C] or nil; eps 1e-5.
+--- Layer norm over the last dimension: x [.. x C], weight and bias [C] or nil; eps is by default
+--- 1e-5.
 function methods.layer_norm(x, weight, bias, eps)
   floats[0] = want_number(eps or 1e-5, "layer_norm", "eps")
   return (run_many("layer_norm", 3, 1, x, weight, bias))
 end
 
---- RMS norm over the last dimension: x [.. x C], weight [C] or nil; eps 1e-6.
+--- RMS norm over the last dimension: x [.. x C], weight [C] or nil; eps is by default 1e-6.
 function methods.rms_norm(x, weight, eps)
   floats[0] = want_number(eps or 1e-6, "rms_norm", "eps")
   return (run_many("rms_norm", 2, 1, x, weight))
 end
 
 --- Returns (x + branch):layer_norm(weight, bias, eps), and x + branch, computed in one pass over
---- memory. The bits are those of the separate operations. x and branch have one shape.
+--- memory. The bits are those of the separate operations. x and branch must have the same shape.
 function methods.add_layer_norm(x, branch, weight, bias, eps)
   floats[0] = want_number(eps or 1e-5, "add_layer_norm", "eps")
   local y, sum = run_many("add_layer_norm", 4, 2, x, branch, weight, bias)
@@ -97,7 +98,7 @@ function methods.add_layer_norm(x, branch, weight, bias, eps)
 end
 
 --- Returns (x + branch):rms_norm(weight, eps), and x + branch, computed in one pass over memory.
---- The bits are those of the separate operations. x and branch have one shape.
+--- The bits are those of the separate operations. x and branch must have the same shape.
 function methods.add_rms_norm(x, branch, weight, eps)
   floats[0] = want_number(eps or 1e-6, "add_rms_norm", "eps")
   local y, sum = run_many("add_rms_norm", 3, 2, x, branch, weight)
@@ -107,9 +108,13 @@ end
 local ATTENTION = "causal scale entropy logit_max site"
 
 --- softmax(scale q k^T) v: q [B x T x H x D], k and v [B x S x G x D] -> [B x T x H x D]; H is a
---- multiple of G. Options: causal, scale (1 / sqrt(D)), entropy (a second result: the entropy of
---- each row's weights in nats, [B x H x T]), logit_max (instead of the entropy: each row's largest
---- scaled score; only on the CPU), site (the FP8 site of the layer that reads the result).
+--- multiple of G. Options:
+---   causal      true: a query attends to no later key
+---   scale       by default 1 / sqrt(D)
+---   entropy     true: also returns the entropy of each row's weights in nats, [B x H x T]
+---   logit_max   true: also returns each row's largest scaled score, [B x H x T]; only on the CPU,
+---               and not together with entropy
+---   site        the FP8 site of the layer that reads the result
 function functions.attention(q, k, v, options)
   options = read_named(options, "attention", ATTENTION)
   local a, name = call.fp8_attention, options.site and "fp8_attention" or "attention"
@@ -126,14 +131,17 @@ end
 
 local ROPE = "position base interleaved factor low high context"
 
---- Rotary position embedding of x [B x T x H x D]; options: position (of the first token, 0), base
---- (10000), interleaved (pairs adjacent features, instead of feature d with feature d + D / 2).
---- `factor` divides the frequencies (linear scaling). With context, low and high, the scaling is
---- that of Llama 3: frequencies that make at most `low` turns within `context` positions are
---- divided, and frequencies that make `high` turns or more are not. With low and high but without
---- context, the scaling is that of YaRN: frequencies with an index (from 0) of `high` or more are
---- divided, and frequencies with an index of at most `low` are not. Frequencies in between are
---- interpolated.
+--- Rotary position embedding of x [B x T x H x D]. Options:
+---   position             the position of the first token; by default 0
+---   base                 by default 10000
+---   interleaved          true: pairs adjacent features, instead of feature d with d + D / 2
+---   factor               divides the frequencies (linear scaling)
+---   low, high, context   limit this division to some of the frequencies, see below
+--- With context, low and high, the scaling is that of Llama 3: frequencies that make at most `low`
+--- turns within `context` positions are divided, and frequencies that make `high` turns or more are
+--- not. With low and high but without context, the scaling is that of YaRN: frequencies with an
+--- index (from 0) of `high` or more are divided, and frequencies with an index of at most `low` are
+--- not. Frequencies in between are interpolated.
 function methods.rope(x, options)
   options = read_named(options, "rope", ROPE)
   floats[0] = want_number(options.base or 10000, "rope", "base")
@@ -148,10 +156,12 @@ local REDUCTION = { none = 0, mean = 1, sum = 2 }
 
 local CROSS_ENTROPY = "label_smoothing ignore_index reduction z_loss soft_cap"
 
---- Cross entropy of logits [.. x V] and targets [..], class ids from 0. Options: label_smoothing
---- (0), ignore_index (-100: targets with this value do not count), reduction "mean" | "sum" |
---- "none", soft_cap (0: none; c: logits become c * tanh(logits / c)), z_loss (0; adds z_loss *
---- logsumexp^2 to each target's loss).
+--- Cross entropy of logits [.. x V] and targets [..], class ids from 0. Options:
+---   label_smoothing   by default 0
+---   ignore_index      targets with this value do not count; by default -100
+---   reduction         "mean" (the default), "sum" or "none"
+---   soft_cap          a number c > 0: logits become c * tanh(logits / c); by default 0, no cap
+---   z_loss            adds z_loss * logsumexp^2 to each target's loss; by default 0
 function functions.cross_entropy(logits, targets, options)
   options = read_named(options, "cross_entropy", CROSS_ENTROPY)
   local reduction = REDUCTION[options.reduction or "mean"]

@@ -172,7 +172,7 @@ local function no_order(a, b)
 end
 
 local function no_length(x)
-  raise("a tensor has no length; hint: a:size(1), a.ndim, a.count; this one is %s",
+  raise("a tensor has no length, got one of shape %s; hint: x:size(1), x.ndim, x.count",
     M.shape_text(x.shape))
 end
 
