@@ -1,7 +1,8 @@
 -- The records of text files: lines, paragraphs or rows of CSV. M.open reads every file once, from
 -- start to end, for its checksum and for the offsets of its records (8 bytes each). Records:read
 -- reads a record when a batch needs it. Files are not mapped, because reading a mapped file that
--- has shrunk would end the process. Opened by init.lua, read by documents.lua.
+-- has shrunk would end the process. Opened by init.lua, read by documents.lua; packed.lua puts
+-- the files' sizes and checksums into saved positions.
 local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
 

@@ -39,8 +39,8 @@ end
 local enter, leave_module   -- the functions that M.watch has set
 
 --- From now on, every module calls state = on_enter(module) before its forward, and
---- on_leave(state, results...) afterwards. watch(nil) stops this. Used by trap.lua and
---- activations.lua of train/.
+--- on_leave(state, results...) afterwards. watch(nil) stops this. Used by train/trap.lua,
+--- train/activations.lua and cli/plan_checkpoint.lua.
 function M.watch(on_enter, on_leave) enter, leave_module = on_enter, on_leave end
 
 --- Whether watch is active.
