@@ -235,8 +235,8 @@ typedef struct eng_op_info {
   const char *name, *layout, *cast, *shape, *gradient;
   const char *ints, *floats;          // "(mask, keep)"; if none, "(no_ints)", "(no_floats)"
   int32_t n_in, n_out;                // -1: any number
-  // masks. optional: the inputs that may be absent. reads: the inputs whose values the gradient
-  // rule reads. saves: the outputs whose values the rule reads
+  // Masks. optional: the inputs that may be absent. reads: the inputs whose values the gradient
+  // rule reads. saves: the outputs whose values the gradient rule reads.
   int32_t optional, reads, saves;
   int32_t unary;                      // 1: one elementwise input, no attributes
 } eng_op_info;
@@ -245,8 +245,8 @@ const eng_op_info *eng_op_describe(int op);
 /// Returns the name of operation `op`, such as "matmul", or NULL past the end.
 const char *eng_op_name(int op);
 bool eng_op_differentiable(int op);
-/// Whether device `device` ("cpu", "reference") can run this operation: it has a kernel for the
-/// operation, or the operation needs none.
+/// Returns whether the device `device` ("cpu", "reference") can run an operation: it has a kernel
+/// for the operation, or the operation needs no kernel.
 bool eng_op_supported(const char *device, int op);
 
 // ------------------------------------------------------------------ FP8
@@ -378,10 +378,10 @@ eng_status eng_params_zero_grad(eng_params *set);
 /// other fields.
 eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set,
                             double scale, unsigned needs);
-/// These calls compute eng_params_stats without waiting. `start` requests the statistics and the
-/// values of `losses` (n_losses <= ENG_STATS_LOSSES tensors of one f32 element). `fetch` returns
-/// the results of the oldest request and waits only if they are not ready; `loss` is the sum of the
-/// losses. Up to ENG_STATS_PENDING requests may be pending. An update with eng_update.lagged
+/// Compute eng_params_stats in two calls, so that the caller can do other work in between. `start`
+/// requests the statistics and the values of `losses` (n_losses <= ENG_STATS_LOSSES tensors of one
+/// f32 element). `fetch` waits for the oldest request and returns its results; `loss` is the sum of
+/// the losses. Up to ENG_STATS_PENDING requests may be pending. An update with eng_update.lagged
 /// uses the newest request. `known`: the statistics of all parameters, with at least ENG_NEED_NORM,
 /// if the ranks have already computed them together; else NULL. Devices that compute statistics
 /// asynchronously (CUDA) do not accept `known`. Errors: STATE (nothing to fetch, too many pending),
@@ -412,10 +412,11 @@ eng_status eng_params_true_gradient(int *has, const eng_tensor *into, eng_params
 /// parameter has a gradient, the scale takes effect once that gradient is cleared. Statistics,
 /// updates and unscaling divide by the scale. Errors: VALUE (not positive and finite).
 eng_status eng_params_relative_scale(eng_params *set, const double *relative);
-/// Between these two calls gradients accumulate in a separate f32 buffer; afterwards the set has
-/// its previous gradients again. eng_params_reference_end returns the norm of each tensor's
-/// gradient (`norms` [n] or NULL; 0: no gradient) and the norm of all gradients together, both
-/// divided by `scale`, the seed of the pass. The calls do not nest. Errors: STATE.
+/// Begin and end a reference backward pass. Between the two calls gradients accumulate in a
+/// separate f32 buffer; afterwards the set has its previous gradients again.
+/// eng_params_reference_end returns the norm of each tensor's gradient (`norms` [n] or NULL; 0: no
+/// gradient) and the norm of all gradients together, both divided by `scale`, the seed of the pass.
+/// The calls do not nest. Errors: STATE.
 eng_status eng_params_reference_begin(eng_params *set);
 eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set, double scale);
 /// Returns sizes in bytes, in this order: master weights, low-precision copies, gradients (even
@@ -457,7 +458,7 @@ typedef struct eng_update {
   const eng_hyper *groups;
   double  gradient_factor;      // 1 / scale
   // Limit on the magnitude of every gradient element after multiplication by gradient_factor. 0:
-  // none.
+  // no limit.
   double  clip_value;
   // Number of this update, counted from 1, for bias correction. For lagged updates, this is the
   // number of the first update of an unbroken sequence of lagged updates. The device numbers the
@@ -470,7 +471,7 @@ typedef struct eng_update {
   int64_t statistics;
   int32_t lagged;               // 1: the device skips the update if the newest statistics have inf
                                 // or nan (gradstats_start in backend.h)
-  double  clip_norm;            // limit on `norm` (clip_factor in base/numerics.h); 0: none
+  double  clip_norm;            // limit on `norm` (clip_factor in base/numerics.h); 0: no limit
   // The norm of the gradients times gradient_factor, for clip_norm. Ignored in lagged updates: the
   // device computes the norm from its own statistics.
   double  norm;
@@ -479,7 +480,7 @@ typedef struct eng_update {
   // without a gradient, entry ENG_NORM_UPDATE is 0 and the other entries are not written. On a card
   // the call waits for the sums, and a lagged update cannot compute them.
   double *norms;
-  double  update_clip;          // limit on the norm of the change of all weights; 0: none
+  double  update_clip;          // limit on the norm of the change of all weights; 0: no limit
   double  spike_clip;           // adam, adamw: limits |g| to sqrt(spike_clip v), where v is the
                                 // second moment before the update; 0: off
   // eng_optimizer_step sets these two fields for update_clip. factor: multiplies the change of the
@@ -522,11 +523,12 @@ eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which
 /// A graph helps steps whose kernels take less time than their launches. Gradients accumulate in
 /// the set as usual.
 typedef struct eng_graph eng_graph;
-/// Between these two calls the script runs one forward and backward pass in an open step, and the
-/// device records their work without running it. `batch` lists the tensors that the passes read and
-/// whose contents change from step to step. During the capture, operations that draw random numbers
-/// fail, and so does reading a value. If a call fails, call eng_graph_free. Errors: DEVICE (the
-/// device cannot capture), VALUE (`batch`), DTYPE (the loss is not one f32 element), STATE.
+/// Begin and end a capture. Between the two calls the script runs one forward and backward pass in
+/// an open step, and the device records their work without running it. `batch` lists the tensors
+/// that the passes read and whose contents change from step to step. During the capture, operations
+/// that draw random numbers fail, and so does reading a value. If a call fails, call
+/// eng_graph_free. Errors: DEVICE (the device cannot capture), VALUE (`batch`), DTYPE (the loss is
+/// not one f32 element), STATE.
 eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *batch, int n);
 eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss);
 /// Computes the step on the batch; `seed` is the gradient of the loss. Errors: SHAPE (the batch has
@@ -571,7 +573,7 @@ int eng_threads(int n);
 void eng_profile(bool on);
 /// All calls of one operation with the dtypes and shapes in `detail`: their number and seconds, the
 /// bytes of their inputs and outputs, and the floating-point operations of their matrix products
-/// (0: none).
+/// (0 if they compute no matrix products).
 typedef struct eng_profile_row {
   const char *op;
   char    detail[104];
@@ -678,7 +680,7 @@ void eng_number_text(char out[32], double x);
 /// executes (C0, C1) or that reorder the text after them (bidirectional marks). The bytes of such
 /// characters, and bytes that are not UTF-8, become \xNN. Line feeds and tabs stay if `lines`, else
 /// they become spaces. Writes whole characters, at most `room` bytes including the final 0. Returns
-/// the length in bytes that the result has without this limit.
+/// the length in bytes that the result would have without this limit.
 int64_t eng_text_shown(char *out, int64_t room, const char *text, int64_t size, bool lines);
 /// Says what is wrong with the name of a policy, an option, a run or a signal: it is empty, longer
 /// than ENG_NAME_BYTES, or eng_text_shown would change it. Returns NULL if the name is valid.

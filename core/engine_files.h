@@ -127,8 +127,9 @@ void       eng_attach_answer(eng_attach *server, int client, const char *text, i
 bool       eng_attach_here(eng_attach *server, int client);
 int        eng_attach_count(const eng_attach *server);
 
-/// A client's connection to a run. Errors: STATE (no listener), IO.
+/// A client's connection to a run.
 typedef struct eng_attach_link eng_attach_link;
+/// Connects to the socket at `path`. Errors: STATE (no run listens there), IO.
 eng_status eng_attach_connect(eng_attach_link **out, const char *path);
 /// Sends text; waits while the socket's buffer is full. Errors: IO (the run has ended), INTERRUPTED
 /// (part of the text may have been sent).

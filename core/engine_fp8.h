@@ -78,8 +78,9 @@ enum {
 typedef struct eng_fp8_role {
   int32_t format;                     // ENG_e4m3, ENG_e5m2; microscaling: also ENG_FORMAT_*
   int32_t block_rows, block_columns;  // 0: the whole dimension
-  int32_t rule, pow2, margin;         // as in quantize
-  int32_t stochastic;                 // as in quantize; microscaling: sr_bits of mx_quantize
+  int32_t rule, pow2, margin;         // as in quantize; pow2: its flag QUANTIZE_POW2
+  int32_t stochastic;                 // quantize's flag QUANTIZE_STOCHASTIC; microscaling: sr_bits
+                                      // of mx_quantize
   int32_t keep;                       // only for x: ENG_FP8_KEEP_*
   int32_t mx;                         // microscaling: ENG_MX_* + 1, instead of `rule`; else 0
   int32_t dge, drops;                 // as `gate` and `drops` in msamp_fp4; dge: only for w
@@ -137,8 +138,10 @@ eng_status eng_fp8_delay(int64_t site, int role, double amax);
 /// Errors: STATE, STALE, DTYPE.
 eng_status eng_fp8_average(int64_t site, const eng_tensor *average);
 /// Returns the largest magnitude of each role's tensor since the last call: inf or nan if the
-/// tensor contained one, -1 if nothing was quantized. Waits for the device. At most 4,096 unread
-/// amaxes are kept, so call this function once before the steps of interest.
+/// tensor contained one, -1 if nothing was quantized. Waits for the device. The device has slots
+/// for 4,096 amaxes of all sites. When they are full, the amaxes are collected if this function has
+/// been called since the slots last filled up, else lost. So call it once before the steps of
+/// interest.
 eng_status eng_fp8_amax(double amax[3], int64_t site);
 
 /// Returns the accumulator that a microscaled layer used in its last pass, ENG_ACCUMULATE_FP32 or
@@ -153,8 +156,8 @@ typedef struct eng_fp8_meter {
   int64_t overflow;                   // elements too large for the format, which saturated
   int64_t nonfinite;                  // inf and nan; not in count
   double  signal, error;              // sums of x^2 and of (x - dequantized x)^2
-  double  amax, least;                // largest |x|; smallest nonzero |x|; 0: none
-  double  scale_min, scale_max;       // of the blocks with a nonzero element; 0: none
+  double  amax, least;                // largest |x|, smallest nonzero |x|; 0 if every x is 0
+  double  scale_min, scale_max;       // of the blocks with a nonzero element; 0 if there are none
 } eng_fp8_meter;
 /// Sets the number of the next step. The signs of ENG_FP8_SIGNS_STEP are a function of this number.
 void       eng_fp8_step(int64_t step);

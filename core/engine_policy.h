@@ -111,14 +111,14 @@ typedef struct eng_verdict {
   int32_t action;             // ENG_ACTION_*
   int32_t failed;             // 1: the policy failed; scale, clip and lr_mul come from the last
                               // good verdict
-  double  clip;               // maximal gradient norm; 0: none
-  // factor on the learning rate of this update, or of all updates after a rollback; 1: none
+  double  clip;               // limit on the gradient norm; 0: no limit
+  // factor on the learning rate of this update, or of all updates after a rollback
   double  lr_mul;
   // For a rollback. back: the least number of steps to go back. skip: the number of steps of data
   // to leave out.
   int64_t back, skip;
-  double  update_clip;        // largest norm of the change of all weights; 0: none
-  double  spike_clip;         // adam, adamw: largest g^2 / v of an element; 0: none
+  double  update_clip;        // limit on the norm of the change of all weights; 0: no limit
+  double  spike_clip;         // adam, adamw: limit on g^2 / v of an element; 0: no limit
   int64_t bias_step;          // number of this update for bias correction; 0: the optimizer's own
                               // count
   uint32_t each;              // bit number ENG_EACH_* is 1 if the verdict sets that quantity for
@@ -184,14 +184,15 @@ eng_status eng_policy_tensors(eng_policy *policy, const char *const *names, cons
 /// Returns the loss scale of a group in the last good verdict: its entry in `scales` or, if it has
 /// none, the verdict's `scale`.
 double     eng_policy_group_scale(const eng_policy *policy, int group);
-/// Whether the last good verdict gives any group a scale that differs from the verdict's `scale`.
+/// Returns whether the last good verdict gives any group a scale other than the verdict's `scale`.
 bool       eng_policy_scales_groups(const eng_policy *policy);
 /// What a verdict sets for single tensors.
 enum { ENG_EACH_CLIP = 0, ENG_EACH_LR = 1, ENG_EACH_RESET = 2, ENG_EACH_CAP = 3, ENG_EACH = 4 };
 /// Returns a quantity (`what`) that the last verdict sets for tensor `index`. ENG_EACH_CLIP: the
-/// factor on the tensor's gradient from `clips` or `grad_norms` (1: none). ENG_EACH_LR: the factor
-/// on its learning rate (1: none). ENG_EACH_RESET: 1 if its moments are reset, else 0.
-/// ENG_EACH_CAP: its entry in `caps` (inf: none). After a failed decision nothing is set.
+/// factor on the tensor's gradient from `clips` or `grad_norms`, 1 without an entry. ENG_EACH_LR:
+/// the factor on its learning rate, 1 without an entry. ENG_EACH_RESET: 1 if its moments are reset,
+/// else 0. ENG_EACH_CAP: its entry in `caps`, inf without one. After a failed decision nothing is
+/// set.
 double     eng_policy_each(const eng_policy *policy, int what, int index);
 /// Reads entry `index` of the last verdict's `logit_muls`: sets *factor and returns "MODULE.HEAD",
 /// with heads counted from 1. Returns NULL past the end.

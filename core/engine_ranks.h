@@ -105,7 +105,7 @@ typedef struct eng_parallel_options {
   /// block. A rank receives and drops the weights of a unit together.
   const int32_t *units;
 } eng_parallel_options;
-/// Creates an eng_parallel for a set, which can have only one. With `zero` the set's optimizers
+/// Creates an eng_parallel for a set. A set can have only one. With `zero` the set's optimizers
 /// must be divided as well (eng_optimizer_shard). With zero >= 2, gradients can be written only
 /// between eng_parallel_begin and eng_parallel_finish. A gradient's memory is allocated when it is
 /// first written and freed when its bucket is sent. Only this rank's pieces of the sums are stored.
@@ -144,13 +144,14 @@ eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *parall
 /// parameter `index`. 1: the rank had a gradient; 2: it contained inf; 4: it contained nan; 8: it
 /// contained finite numbers that became inf in the comm dtype.
 int eng_parallel_flags(const eng_parallel *parallel, int rank, int index);
-/// With `zero`, after an update: distributes every rank's pieces of the weights to all ranks. With
-/// zero = 3 it drops the pieces of other ranks instead.
+/// Distributes every rank's pieces of the weights to all ranks, after an update with `zero`. With
+/// zero = 3 it distributes only the weights in `apart`, and drops the pieces of other ranks of all
+/// other weights.
 eng_status eng_parallel_gather(eng_parallel *parallel);
 /// With zero = 3 all weights are on every rank at first. eng_parallel_leave drops the pieces of
-/// other ranks. From then on, before an operation reads a divided weight, it receives the weight's
-/// unit from the other ranks, which must run the same operation, and drops all units that it does
-/// not read. The operation then starts to receive the unit that came next in earlier passes.
+/// other ranks. From then on, an operation that reads a divided weight first drops all units that
+/// it does not read, and receives the weight's unit from the other ranks, which must run the same
+/// operation. It then starts to receive the unit that came next in earlier passes.
 /// Functions other than operations fail with STATE if they read a divided weight.
 /// eng_parallel_whole fetches all weights; until the next eng_parallel_leave they can be read, and
 /// written with the same values on all ranks. Every rank calls both functions, between two steps.

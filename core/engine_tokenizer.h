@@ -79,9 +79,10 @@ enum {
 
 /// Begins a tokenizer. `model`: ENG_TOKENS_BPE and so on. `flags`: ENG_TOKENS_BYTE_FALLBACK and so
 /// on. `unknown`: the id of the token for unknown text; -1: there is none (BPE leaves unknown text
-/// out, the other models fail on it); -2: the file names a token that does not exist. `prefix`:
-/// the prefix of continuing pieces, or "". `suffix`: the suffix of a word's last piece, or "".
-/// `longest`: WordPiece treats a word of more characters as unknown. Errors: VALUE, MEMORY.
+/// out, the other models fail on it); -2: the file names a token that does not exist (every model
+/// fails on unknown text). `prefix`: the prefix of continuing pieces, or "". `suffix`: the suffix
+/// of a word's last piece, or "". `longest`: WordPiece treats a word of more characters as unknown.
+/// Errors: VALUE, MEMORY.
 eng_status eng_tokenizer_new(eng_tokenizer **out, int model, int flags, int64_t unknown,
                              const char *prefix, const char *suffix, int64_t longest);
 /// Frees a tokenizer. NULL is allowed.

@@ -46,7 +46,7 @@ typedef struct comm_transport {
   bool (*probe)(int tag);
   /// Ends every process of the job; does not return.
   void (*abort)(int code);
-  /// The engine calls this last, when all ranks have finished.
+  /// Closes the transport. The engine calls this last, when all ranks have finished.
   void (*finish)(void);
   const char *(*describe)(void);
 } comm_transport;
@@ -81,7 +81,8 @@ extern eng_comm comm_world;
 /// start; comm_tag returns the tag of the next operation. Alarms and gradient buckets have separate
 /// tags.
 enum {
-  COMM_TAG_WORLD = 0, COMM_TAG_GROUP = 4095, COMM_TAGS = 4095,    // COMM_TAGS: number of each kind
+  // COMM_TAGS: the number of tags of the world, and the number of tags of groups
+  COMM_TAG_WORLD = 0, COMM_TAG_GROUP = 4095, COMM_TAGS = 4095,
   COMM_TAG_ALARM = 8191, COMM_TAG_BUCKET = 8192
 };
 int comm_tag(eng_comm *comm);
@@ -108,14 +109,14 @@ enum { COMM_LOST_CODE = 70 };          // exit code of a job that lost a rank
 /// ranks may be unable to reach the exchange until this rank has done more work. For example, while
 /// this rank exchanges tokens in backward, another rank may wait for its gradient buckets.
 void comm_meanwhile(eng_status (*work)(void *data), void *data);
-/// A loop that waits for other ranks calls this in each iteration. `since` (eng_clock) is the time
-/// at which the loop began. Yields the core, and ends the job after the timeout, as comm_exchange
-/// does. If this process was stopped, advances `since` by the time it was stopped. Errors:
-/// INTERRUPTED at level 2 of eng_interrupt.
+/// Yields the core, and ends the job after the timeout, as comm_exchange does. A loop that waits
+/// for other ranks calls this in each iteration. `since` (eng_clock) is the time at which the loop
+/// began. If this process was stopped, advances `since` by the time for which it was stopped.
+/// Errors: INTERRUPTED at level 2 of eng_interrupt.
 eng_status comm_pause(double *since, const char *what);
-/// Callers put comm_watch and comm_watched around a library call that has no timeout of its own. If
-/// the call exceeds eng_comm_timeout, a thread ends the job and prints that this rank waits at
-/// `what`. Calls nest.
+/// Begin and end the watch over a library call that has no timeout of its own. If the call exceeds
+/// eng_comm_timeout, a thread prints that this rank waits at `what` and ends the job. Watches nest:
+/// comm_watch returns the outer watch, which comm_watched restores.
 typedef struct comm_watch_mark { const char *what; double since; } comm_watch_mark;
 comm_watch_mark comm_watch(const char *what);
 void comm_watched(comm_watch_mark before);

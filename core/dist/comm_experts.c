@@ -117,7 +117,8 @@ static eng_status check_rows(exchange *e, const tensor *x, const int64_t *rows, 
           "%s", tensor_text(x));
   for (int peer = 0; peer < e->comm->size; peer++) {
     FAIL_IF(rows[peer] < 0, ENG_ERR_VALUE,
-            "exchange of rows: expected 0 or more rows, got %lld", (long long)rows[peer]);
+            "exchange of rows: expected 0 or more rows, got %lld as the count of %s rows for rank "
+            "%d", (long long)rows[peer], what, peer);
     sum += rows[peer];
     if (rows[peer] > e->largest) e->largest = rows[peer];
   }

@@ -27,7 +27,7 @@ typedef enum start_kind { START_ALONE, START_MPI, START_NCCL, START_WRONG } star
 /// `also` is not NULL, that variable must be set too. SLURM sets its variables for a job step, but
 /// not for a batch script. Many programs set RANK and WORLD_SIZE, so the row that needs only these
 /// two and MASTER_ADDR comes last. The row of torchrun comes first, because srun may have started
-/// torchrun. It needs TORCHELASTIC_RUN_ID, which only torchrun sets.
+/// torchrun. This first row needs TORCHELASTIC_RUN_ID, which only torchrun sets.
 #define MEETING_ADDRESS "MASTER_ADDR"
 static const struct { const char *rank, *size, *name, *also; start_kind kind; } launchers[] = {
   {"RANK", "WORLD_SIZE", "torchrun", "TORCHELASTIC_RUN_ID", START_NCCL},

@@ -189,7 +189,10 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
              (!quest && MX_EDEN_GROUP % a->block_columns)), ENG_ERR_VALUE,
           "mx_quantize: quest and ms_eden need blocks of one row, no factor and no MX_FINITE (32), "
           "and with QUANTIZE_TRANSPOSED (8) also hadamard; quest also needs sr_bits = 0; "
-          "ms_eden also needs a block length that divides %d", MX_EDEN_GROUP);
+          "ms_eden also needs a block length that divides %d; got blocks of %lld x %lld, factor "
+          "%g, flags %lld, hadamard %lld and sr_bits %lld", MX_EDEN_GROUP,
+          (long long)a->block_rows, (long long)a->block_columns, a->factor, (long long)a->flags,
+          (long long)a->hadamard, (long long)a->sr_bits);
   ENG_TRY(want_between(c, "sr_bits", a->sr_bits, 0, 24));
   ENG_TRY(want_between(c, "ties", a->ties, 0, MX_TIES - 1));
   ENG_TRY(want_between(c, "sr_rule", a->sr_rule, 0, MX_SR_RULES - 1));
@@ -358,8 +361,9 @@ static eng_status infer_nf4_dequantize(op_call *c, op_shape *s)
   FAIL_IF(!group != !offset ||
             (group && (group->dtype != ENG_f32 || group->count != blocks_in(blocks, NF4_GROUP) ||
                        offset->dtype != ENG_f32 || offset->count != 1)), ENG_ERR_SHAPE,
-          "nf4_dequantize: expected group f32 [%lld] and offset f32 [1], or neither",
-          (long long)blocks_in(blocks, NF4_GROUP));
+          "nf4_dequantize: expected group f32 [%lld] and offset f32 [1], or neither, got group %s "
+          "and offset %s", (long long)blocks_in(blocks, NF4_GROUP),
+          group ? tensor_text(group) : "absent", offset ? tensor_text(offset) : "absent");
   put_out(s, 0, (int)a->dtype, 2, (int64_t[]){a->rows, a->columns});
   return ENG_OK;
 }
@@ -389,8 +393,8 @@ static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
           "divide the other, got %lld and %lld", (long long)along_a, (long long)along_b);
   ENG_TRY(want_between(c, "an accumulator", m->accumulator, 0, ENG_ACCUMULATORS - 1));
   FAIL_IF(m->promotion < 0 || m->promotion % 32 || m->promotion > 1ll << 40, ENG_ERR_VALUE,
-          "fp8_matmul: expected a promotion interval that is a multiple of 32, or 0, got %lld",
-          (long long)m->promotion);
+          "fp8_matmul: expected a promotion interval that is a multiple of 32 up to 2^40, or 0, "
+          "got %lld", (long long)m->promotion);
   int64_t n = b->shape[tb ? 0 : 1];
   ENG_TRY(want_vector(c, 4, "a bias", n));
   FAIL_IF(m->add && c->in[4], ENG_ERR_VALUE,

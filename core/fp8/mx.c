@@ -38,7 +38,8 @@ static const eng_fp8_role *role_in(const fp8_site *s, int product, int role)
   return again ? &s->recipe.backward[role] : &s->recipe.role[role];
 }
 
-// Whether mx_matmul accepts a matrix in this role, if the matrix's sides are multiples of `side`.
+// Returns whether mx_matmul accepts a matrix in this role, if the matrix's sides are multiples of
+// `side`.
 static bool fits(const eng_fp8_role *r, int64_t side)
 {
   return r->block_columns == (mx_is_nvfp4(r->mx - 1) ? 16 : 32) && side % r->block_rows == 0 &&

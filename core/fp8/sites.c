@@ -181,7 +181,10 @@ static eng_status check_msamp_role(const eng_fp8_recipe *recipe, int role, const
   return error_set(ENG_ERR_VALUE,
                    "the rule msamp_fp4 is only for x and w in the forward product, in e2m1 with a "
                    "scale for each row; it needs `backward` and allows no stochastic rounding and "
-                   "no factor; dge is allowed only for w; clamp must be 0, or from 0.5 to 0.9999");
+                   "no factor; dge is allowed only for w; clamp must be 0, or from 0.5 to 0.9999; "
+                   "got blocks of %d x %d (0: all), %d bits of stochastic rounding, the factor %g "
+                   "and clamp %g", r->block_rows, r->block_columns, r->stochastic, r->factor,
+                   r->clamp);
 }
 
 static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const eng_fp8_role *r)
@@ -208,12 +211,15 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
           (!again || backward || r->block_rows != 1 || r->stochastic || r->factor != 0),
           ENG_ERR_VALUE,
           "the rule quest is only for x and w in the forward product, in blocks of one row; it "
-          "needs `backward` in the same role and allows no stochastic rounding and no factor");
+          "needs `backward` in the same role and allows no stochastic rounding and no factor; got "
+          "blocks of %d x %d, %d bits of stochastic rounding and the factor %g", r->block_rows,
+          r->block_columns, r->stochastic, r->factor);
   FAIL_IF(r->mx - 1 == ENG_MX_MS_EDEN &&
             ((role != ENG_FP8_DY && !backward) || r->block_rows != 1 || r->factor != 0 ||
              MX_EDEN_GROUP % r->block_columns), ENG_ERR_VALUE,
           "the rule ms_eden is only for dy and for `backward` of x and w; it needs blocks of "
-          "one row whose length divides %d, and allows no factor", MX_EDEN_GROUP);
+          "one row and of a length that divides %d, and allows no factor; got blocks of %d x %d "
+          "and the factor %g", MX_EDEN_GROUP, r->block_rows, r->block_columns, r->factor);
   FAIL_IF(!(r->average >= 0 && r->average < 1), ENG_ERR_VALUE,
           "expected an average with a decay from 0 to below 1, got %g", r->average);
   const bool rotated = recipe->product[ENG_FP8_FORWARD].hadamard ||

@@ -237,9 +237,9 @@ static int grow(lua_State *L)
   return verdict(L, to, false);
 }
 
-// rescale(state, record, options): returns a verdict that sets only the loss scale. For policies
-// that decide about updates (they clip, skip or repeat steps) and leave the scale to this function.
-// With options.loss_scale above 0 the scale is fixed; otherwise it follows dynamic.lua's rule, with
+// rescale(state, record, options): returns a verdict that sets only the loss scale. Policies that
+// decide about updates (they clip, skip or repeat steps) leave the scale to this function. With
+// options.loss_scale above 0 the scale is fixed. Otherwise it follows dynamic.lua's rule, with
 // options.growth_interval and the count of good steps in state.good.
 static int rescale(lua_State *L)
 {

@@ -286,7 +286,7 @@ static int box_random(lua_State *L)
     default: low = floor(luaL_checknumber(L, 1)); high = floor(luaL_checknumber(L, 2));
   }
   if (!(low <= high))
-    return luaL_error(L, "math.random: the interval is empty; expected low <= high");
+    return luaL_error(L, "math.random: expected low <= high, got %f and %f", low, high);
   lua_pushnumber(L, floor(r * (high - low + 1)) + low);
   return 1;
 }

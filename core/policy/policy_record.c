@@ -329,7 +329,8 @@ static int hist_index(lua_State *L)                          // upvalue: hist_su
   if (lua_type(L, 2) == LUA_TNUMBER) {
     double e = lua_tonumber(L, 2) - ENG_HIST_FIRST;
     if (e != floor(e))
-      return luaL_error(L, "%s: expected an exponent that is a whole number", view_names[v->kind]);
+      return luaL_error(L, "%s: expected an exponent that is a whole number, got %f",
+                        view_names[v->kind], lua_tonumber(L, 2));
     const int64_t *bins = bins_in_view(p, v);
     lua_pushnumber(L, e >= 0 && e < ENG_HIST_BINS ? (double)bins[(int)e] : 0);
     return 1;

@@ -29,7 +29,7 @@ static const void **place_of(const void **table, size_t room, const void *key)
   return &table[at];
 }
 
-// Returns whether a table is seen for the first time.
+// Returns whether a table is seen for the first time. Returns true if memory runs out.
 static bool visit(visited *v, const void *table)
 {
   if (v->n * 2 >= v->room) {
@@ -420,7 +420,8 @@ static void scale_task(eng_policy *p, void *scale)
 
 eng_status eng_policy_set_scale(eng_policy *p, double scale)
 {
-  FAIL_IF(!p->ready, ENG_ERR_STATE, "policy %s: set a scale only after init or restore", p->name);
+  FAIL_IF(!p->ready, ENG_ERR_STATE,
+          "policy %s: cannot set a scale before init or restore", p->name);
   FAIL_IF(!policy_is_scale(scale), ENG_ERR_VALUE,
           "policy %s: a loss scale must be a positive finite number, got %g", p->name, scale);
   double present;
@@ -448,8 +449,8 @@ static void put_number(data_blob *b, const char *name, double number)
 
 eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *p)
 {
-  FAIL_IF(!p->ready, ENG_ERR_STATE, "policy %s: there is no state to save before init or restore",
-          p->name);
+  FAIL_IF(!p->ready, ENG_ERR_STATE,
+          "policy %s: there is no state to save before init or restore", p->name);
   data_blob *b = &p->envelope;
   data_clear(b);
   data_tag(b, '{');

@@ -136,7 +136,10 @@ static void read_needs(eng_policy *p)
   if (lua_istable(L, 2)) {
     for (lua_pushnil(L); lua_next(L, 2); lua_pop(L, 1)) {
       if (lua_type(L, -2) != LUA_TNUMBER || lua_type(L, -1) != LUA_TSTRING)
-        fail(p, "needs", "'needs' must be a list of names, such as { \"amax\", \"norm\" }");
+        fail(p, "needs",
+             "'needs' must be a list of names, such as { \"amax\", \"norm\" }, got a %s as a %s",
+             luaL_typename(L, lua_type(L, -2) != LUA_TNUMBER ? -2 : -1),
+             lua_type(L, -2) != LUA_TNUMBER ? "key" : "value");
       const char *need = lua_tostring(L, -1);
       const char *names[COUNT(needs)];
       int i = 0, n = 0;
@@ -445,7 +448,7 @@ static bool read_result(eng_policy *p, eng_verdict *out)
 eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *record,
                              const eng_tensor_stats *stats)
 {
-  FAIL_IF(!p->ready, ENG_ERR_STATE, "policy %s: decide only after init or restore", p->name);
+  FAIL_IF(!p->ready, ENG_ERR_STATE, "policy %s: cannot decide before init or restore", p->name);
   lua_State *L = p->L;
   p->record = record;
   p->stats = stats;

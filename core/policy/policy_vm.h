@@ -123,8 +123,9 @@ bool policy_open(eng_policy *policy);
 /// Runs `task` in protected mode, without limits. The task may raise Lua errors and leave one
 /// result on the stack. Errors: POLICY with the Lua message; MEMORY.
 eng_status policy_protected(eng_policy *policy, void (*task)(eng_policy *, void *), void *argument);
-/// policy_enter must be called before the policy's own code runs (init, decide, migrate, the file
-/// itself), and policy_leave afterwards.
+/// policy_enter puts the policy's limits in force for one call, and policy_leave lifts them. Call
+/// policy_enter before the policy's own code runs (init, decide, migrate, the file itself), and
+/// policy_leave afterwards.
 void policy_enter(eng_policy *policy);
 void policy_leave(eng_policy *policy);
 /// Subtracts `work` Lua instructions from the budget. Raises an error when the budget is exhausted.

@@ -92,8 +92,9 @@ static eng_status address_of(struct sockaddr_un *out, const char *path, int fold
   }
   int length = snprintf(out->sun_path, sizeof out->sun_path, "/proc/self/fd/%d/%s", folder, name);
   if (length > 0 && (size_t)length < sizeof out->sun_path) return ENG_OK;
-  return error_set(ENG_ERR_IO, "%s: expected a socket name of at most %d bytes", path,
-                   (int)sizeof out->sun_path - 24);
+  // 24 bytes: "/proc/self/fd/", a descriptor of up to 8 digits, a slash and the final 0
+  return error_set(ENG_ERR_IO, "%s: expected a socket name of at most %d bytes, got %zu", path,
+                   (int)sizeof out->sun_path - 24, strlen(name));
 }
 
 /// Opens the directory of `path`. Sets *name to the part after the last slash.
@@ -388,7 +389,7 @@ eng_status eng_attach_receive(const char **line, int64_t *length, eng_attach_lin
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) continue;
     FAIL_IF(got <= 0, ENG_ERR_IO, "the run has ended");
     FAIL_IF(!bytes_add(&link->in, chunk, got, ENG_ATTACH_ANSWER + CHUNK), ENG_ERR_IO,
-            "the answer is too long");
+            "the run's answer is longer than %d bytes", ENG_ATTACH_ANSWER + CHUNK);
   }
 }
 

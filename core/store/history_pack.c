@@ -11,7 +11,8 @@
 
 enum {
   PACK_VERSION = 2,
-  NUMBER_MOST = 10,
+  NUMBER_MOST = 10,    // bytes of a variable-length number
+  // the five counts, four doubles, and the histogram: first bin, number of bins and their counts
   TENSOR_MOST = 5 * NUMBER_MOST + 32 + 2 * NUMBER_MOST + ENG_HIST_BINS * NUMBER_MOST
 };
 

@@ -39,7 +39,8 @@ describe("a policy file", function()
     refused("return { decide = function() end,\n needs = { 'amx' } }",
       "p.lua:2: unknown need 'amx'; did you mean 'amax'?")
     refused("return { decide = function() end,\n needs = { amax = true } }",
-      "p.lua:2: 'needs' must be a list of names, such as { \"amax\", \"norm\" }")
+      "p.lua:2: 'needs' must be a list of names, such as { \"amax\", \"norm\" }, got a string " ..
+      "as a key")
     refused("return { decide = function() end,\n options = { a = {} } }",
       "p.lua:2: option 'a' is a table; a default must be a number, a boolean or a string")
     refused("return { decide = function() end, name = '' }", "p.lua:1: 'name' is empty")
