@@ -478,7 +478,7 @@ describe("a DeepSpeed configuration", function()
       "^ds.json:6: fp16.initial_scale_power: expected an exponent of 2 from 0 to 1023")
     fails("{}", "^ds.json: expected an fp16 block, found none$")
     fails("[1]", "^ds.json: ")
-    fails('{ "fp16": 3 }', "^ds.json:1: fp16: expected an object$")
+    fails('{ "fp16": 3 }', "^ds.json:1: fp16: expected an object, got 3$")
     assert.matches("nowhere.json: No such file",
       select(2, pcall(engine.policy.load, "nowhere.json")))
   end)

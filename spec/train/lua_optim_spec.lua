@@ -505,8 +505,8 @@ describe("register refuses", function()
   end
   local nan = tostring(0 / 0)
   local cases = {
-    { "a b", spec {}, "expected a name of letters, digits and _, got 'a b'" },
-    { 5, spec {}, "expected a name of letters, digits and _, got 5" },
+    { "a b", spec {}, "expected a name of letters, digits and _, with no digit first, got 'a b'" },
+    { 5, spec {}, "expected a name of letters, digits and _, with no digit first, got 5" },
     { "x", 5, "expected a table for 'x', got 5" },
     { "adamw", spec {}, "'adamw' exists already; hint: another name" },
     { "muon", spec {}, "'muon' exists already; hint: another name" },

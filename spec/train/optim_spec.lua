@@ -445,7 +445,8 @@ describe("an optimizer refuses", function()
       "parameter p1: expected f32 or bf16 master weights, got f16 [2]; hint: the precision " ..
       "recipe makes the low-precision copies" },
     { "optim.sgd(net, { groups = { { lr_mul = 2 } } })",
-      "optim.sgd: group 1 needs match = a pattern or a function(name, tensor)" },
+      "optim.sgd: expected group 1 to have match = a pattern or a function(name, tensor), got " ..
+      "match = nothing" },
     { "optim.sgd(net, { groups = { match = 'x' } })", "optim.sgd: expected groups to be a list, " ..
       "such as { { match = \"bias\", weight_decay = 0 } }, got a table with the field 'match'" },
     { "optim.sgd(net, { groups = { { match = 'x', lr = 2 } } })",

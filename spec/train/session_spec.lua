@@ -312,7 +312,8 @@ describe("a session", function()
     refused("session: policy norm_ratio needs reference backward passes", make,
       { policy = "norm_ratio" })
     refused("there is no policy 'dynamc'; did you mean 'dynamic'?", make, { policy = "dynamc" })
-    refused("session: expected clip to be a number >= 0 (0: none), got 'x'", make, { clip = "x" })
+    refused("session: expected clip to be a number >= 0 (0: no clipping), got 'x'", make,
+      { clip = "x" })
     refused("session: expected the optimizer d to be one of engine.optim, got a table",
       engine.session, { optimizers = { d = { params = 1, step = 1 } } })
     refused("session: expected data to be a loader with both state() and restore(), or with " ..

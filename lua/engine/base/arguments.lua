@@ -142,7 +142,7 @@ function M.dimension(x, d, name)
   return k, what
 end
 
---- Returns the value list[name]; a number of the core, a cdata, is returned as a Lua number. An
+--- Returns the value list[name]. A constant of the core, which is a cdata, becomes a Lua number. An
 --- unknown name raises an error that lists the names. For the message: `where`, the function;
 --- `what`, the option.
 function M.choose(list, name, where, what)

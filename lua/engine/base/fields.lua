@@ -26,7 +26,7 @@ end
 
 local function finite(x) return type(x) == "number" and x >= 0 and x < math.huge end
 
---- Whether x is a whole number of 0 or more that a double holds exactly.
+--- Returns whether x is a whole number of 0 or more that a double holds exactly.
 function M.whole(x) return finite(x) and x % 1 == 0 and x <= 2 ^ 53 end
 local whole = M.whole
 
@@ -36,24 +36,24 @@ M.table = M.rule("a table", function(x) return type(x) == "table" end)
 M.count = M.rule("a whole number of 0 or more, up to 2^53", whole)
 M.amount = M.rule("a finite number of 0 or more", finite)
 
---- A whole number from `low` to `high`.
+--- Makes the rule for a whole number from `low` to `high`.
 function M.between(low, high)
   return M.rule(("a whole number from %d to %d"):format(low, high), function(x)
     return whole(x) and x >= low and x <= high
   end)
 end
 
---- Any value.
+--- The rule for any value.
 function M.any() end
 
---- A field that may be absent.
+--- Makes the rule for a field that may be absent; if it is present, `rule` applies.
 function M.optional(rule)
   return function(value, ...)
     if value ~= nil then return rule(value, ...) end
   end
 end
 
---- A table whose fields have these rules.
+--- Makes the rule for a table whose fields have these rules.
 function M.record(rules)
   local names = nearest.keys(rules)      -- sorted, so that the first problem is always the same
   return function(value, path)
@@ -66,7 +66,8 @@ function M.record(rules)
   end
 end
 
---- A table of values that have this rule. keys: a rule for the keys (by default, any strings).
+--- Makes the rule for a table of values that have this rule. keys: a rule for the keys; by default,
+--- any strings.
 function M.map(rule, keys)
   keys = keys or M.rule("strings as keys", function(name) return type(name) == "string" end)
   return function(value, path)
@@ -79,7 +80,7 @@ function M.map(rule, keys)
   end
 end
 
---- A list of values that have this rule.
+--- Makes the rule for a list of values that have this rule.
 function M.list(rule)
   return function(value, path)
     local problem, n = M.table(value, path), 0

@@ -11,7 +11,7 @@ local made = {}
 
 --- Returns the properties of a number format; nil if there is no format of this name. Fields:
 ---   largest   the largest finite number
----   limit     the smallest magnitude that rounds to inf (in e4m3: to nan); inf if there is none
+---   limit     the smallest magnitude that rounds to inf (in e4m3: to nan); inf if none does
 ---   top       the exponent of the largest finite number
 ---   normal    the exponent of the smallest normal number
 ---   zero      the exponent of the largest magnitude that rounds to zero

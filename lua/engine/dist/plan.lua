@@ -67,7 +67,8 @@ function M.predict(job, cost, ranks)
     bytes = alone and 0 or passes * sizes.bytes }
   local messages = (sent.messages * cost.alpha + sent.bytes * cost.beta) * turns
   local rounds = math.ceil(math.log(ranks) / math.log(2))
-  -- the numbers in the message that reduces the record
+  -- The numbers in the message that reduces the record: 6 sums and the amax of each tensor
+  -- (core/dist/comm_record.c), N_SUMS + N_MAXIMA numbers of reducer.lua, and the histogram.
   local numbers = job.tensors * 7 + 12 + (job.histogram and C.ENG_HIST_BINS or 0)
   local record = rounds * (cost.alpha + numbers * 8 * cost.beta) * turns
   -- Weights are sent tensor by tensor: after an update, or with ZeRO-3 in every pass.

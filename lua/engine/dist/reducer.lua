@@ -30,7 +30,9 @@ Reducer.__index = Reducer
 
 -- ------------------------------------------------------------------ making
 
--- Indices (from 0) into the sums and the maxima of a record's message.
+-- Indices (from 0) into the sums and the maxima of a record's message. minus_hash and minus_order
+-- are the negated hash and order. Their maximum is the negated minimum over the ranks, so the ranks
+-- agree if it is the negative of the maximum of hash or order.
 local NUMBERS = { loss = 0, tokens = 1 }
 local MAXIMA = { elapsed = 0, hash = 1, minus_hash = 2, interrupted = 3, hangup = 4, wish = 5,
   drawn = 6, unknown = 7, order = 8, minus_order = 9 }

@@ -1,5 +1,5 @@
 -- StableAdamW (Wortsman et al. 2023, arXiv 2304.13013): AdamW whose learning rate for a tensor is
--- divided by the RMS of g / sqrt(v) if that exceeds 1. Rules and defaults are those of optimi
+-- divided by the RMS of g / sqrt(v) if this RMS exceeds 1. Rules and defaults are those of optimi
 -- 0.3.3, which puts the bias correction into the betas. Called through engine.optim.stableadamw.
 local steps = require "engine.optim.steps"
 

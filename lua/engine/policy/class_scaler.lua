@@ -114,9 +114,10 @@ function ClassPolicy:scale_loss(loss, ...)
   return scaled
 end
 
---- Like a policy's decide. If the class raises an error or gives an invalid scale, the verdict is
---- marked as failed and the last valid scale stays in force. Changes that the class made to its
---- fields before the error remain.
+--- Runs the class on a step and returns the verdict, as Policy:decide does for a policy file. If
+--- the class raises an error or gives an invalid scale, the verdict is marked as failed and the
+--- last valid scale stays in force. Changes that the class made to its fields before the error
+--- remain.
 function ClassPolicy:decide(record, stats)
   local v = self.verdict
   local overflow = record.overflow ~= 0

@@ -14,7 +14,9 @@ local arguments = require "engine.base.arguments"
 local cjson = require "cjson.safe"
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"
-local fail_if = require("engine.base.ffi").fail_if
+local M_ffi = require "engine.base.ffi"
+
+local fail_if, value_text = M_ffi.fail_if, M_ffi.value_text
 
 local M = {}
 
@@ -149,9 +151,10 @@ end
 function M.from_table(config, changes, where, path)
   local lead = path and path .. ": " or ""
   fail_if(type(config) ~= "table",
-    "%sexpected a DeepSpeed configuration, which is a JSON object", lead)
-  fail_if(not is_null(config.fp16) and type(config.fp16) ~= "table", "%sfp16: expected an object",
-    where "fp16")
+    "%sexpected a DeepSpeed configuration, which is a JSON object, got %s", lead,
+    config == cjson.null and "null" or value_text(config))
+  fail_if(not is_null(config.fp16) and type(config.fp16) ~= "table",
+    "%sfp16: expected an object, got %s", where "fp16", value_text(config.fp16))
   local block, zero = config.fp16, config.zero_optimization
   local bf16 = is_null(config.bf16) and config.bfloat16 or config.bf16
   local stage = type(zero) == "table" and (tonumber(zero.stage) or 0) or nil
@@ -192,7 +195,8 @@ function M.read(path, changes)
   return M.from_table(config, changes, function(key) return place_of(text, path, key) end, path)
 end
 
---- True if `options` has a key of the fp16 block that is not an option of the policy deepspeed.
+--- Returns whether `options` has a key of the fp16 block that is not an option of the policy
+--- `deepspeed`.
 function M.is_block(options)
   for key in pairs(options) do
     if KEYS[key] ~= nil and KEYS[key] ~= key then return true end

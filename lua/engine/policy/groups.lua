@@ -51,8 +51,8 @@ function M.of(list, model)
 end
 
 --- Returns the groups of `list`, a list of parameters { name = }. The modules of the groups are
---- looked up in `model` (nil: there are none). `sets`: the parameter sets that make up the list, in
---- order, as { params =, n = }.
+--- looked up in `model`; without a model, the groups have no modules. `sets`: the parameter sets
+--- that make up the list, in order, as { params =, n = }.
 function M.new(model, list, sets)
   local at = modules_of(model)
   local self = setmetatable({ modules = {}, sets = sets, apart = false,

@@ -276,7 +276,7 @@ end
 function M.usable(scale) return scale >= 2 ^ -126 and scale <= (2 - 2 ^ -23) * 2 ^ 127 end
 M.USABLE = "scales from 2^-126 to 3.4e38"
 
---- Returns a message if a policy or a class has chosen a next scale that is not usable, else nil.
+--- Returns a message if the next scale that a policy or a class has chosen is not usable, else nil.
 --- groups: the number of groups that may have separate scales.
 function M.unusable(policy, groups)
   for group = 0, groups or 0 do

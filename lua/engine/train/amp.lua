@@ -49,7 +49,8 @@ local function widest(...)
   return format
 end
 
--- By kind of registration: calls f inside autocast to the format `low`, with its arguments cast.
+-- By kind of registration: casts the arguments of f, a registered function, and calls f. low: the
+-- low format of the scope.
 local CALLS = {
   float = function(_, f, ...) return autograd.in_formats(nil, f, cast("f32", ...)) end,
   half = function(low, f, ...) return f(cast(low, ...)) end,

@@ -86,13 +86,14 @@ end
 ---   model, data, optimizer       the module to train, the data loader, the optimizer (required)
 ---   steps                        how many steps to make, skipped and retried ones included
 ---                                (required)
----   loss                         function(model, batch) -> loss; model:loss(batch.x, batch.y)
----                                by default. Further results are passed to the scale_loss of a
----                                loss scaler class
+---   loss                         function(model, batch) -> loss; by default model:loss(batch.x,
+---                                batch.y). Further results are passed to the scale_loss of a loss
+---                                scaler class
 ---   schedule                     function(updates) -> learning rate
 ---   precision                    recipe name or table; by default the optimizer's recipe
----   policy, policy_options       name, file or loaded policy ("dynamic" for fp16, else "static");
----                                the policy's own options
+---   policy, policy_options       name, file or loaded policy, by default "dynamic" for recipes
+---                                that need a loss scale (fp16) and "static" for others; the
+---                                policy's own options
 ---   clip, clip_value             limit on the norm of all gradients; limit on each element
 ---   accumulate                   micro-batches a step; from 2 on, gradients in fp16 or bf16 are
 ---                                summed in f32
@@ -106,30 +107,33 @@ end
 ---   restart_data                 true: a resumed run begins at its loader's first batch. Without
 ---                                it, a run whose loader has no state() and restore() does not
 ---                                resume
----   checkpoint_every, keep       steps between checkpoints (0: only one at the end), and how many
----                                checkpoints to keep (3)
----   log                          "line", "json" or "quiet", which still reports failures of the
----                                policy and results that could not be written (docs/runs.md)
----   state                        trainer.state at the start ({}): the script's own numbers,
+---   checkpoint_every, keep       steps between checkpoints, by default 0: a single checkpoint at
+---                                the end; how many checkpoints to keep, by default 3
+---   log                          "line" (the default), "json" or "quiet" (docs/runs.md). "quiet"
+---                                still reports failures of the policy and results that could not
+---                                be written
+---   state                        the table trainer.state, by default {}: the script's own numbers,
 ---                                strings, booleans, kept tensors and tables of these. Every
 ---                                checkpoint holds it; resume and rollback restore it in place.
 ---                                With several ranks, rank 0's table is written, and every rank
 ---                                gets it back
 ---   on_step                      function(trainer, record, verdict)
----   on_policy_error              "hold": continue with the last good verdict, but end the run if
----                                the policy fails at each of the first 20 steps; "stop": end the
----                                run
+---   on_policy_error              "hold" (the default): continue with the last good verdict, but
+---                                end the run if the policy fails at each of the first 20 steps;
+---                                "stop": end the run
 ---   on_lost                      what happens when the loss has been inf or nan for 10 steps, or
----                                when a checkpoint is due and weights are inf or nan: "stop" ends
----                                the run, "continue" does not. Weights of inf or nan are never
----                                written to a checkpoint
----   rollbacks                    how many times a policy may return the run to a checkpoint (3)
+---                                when a checkpoint is due and weights are inf or nan: "stop" (the
+---                                default) ends the run, "continue" does not. Weights of inf or nan
+---                                are never written to a checkpoint
+---   rollbacks                    how many times a policy may return the run to a checkpoint, by
+---                                default 3
 ---   history                      false: a run with `run` writes no history.db
----   stats_every                  steps between rows of per-tensor statistics (100; also at every
----                                overflow)
+---   stats_every                  steps between rows of per-tensor statistics in the history, by
+---                                default 100. A step that overflows always gets a row
 ---   ref_every, ref_layers        for policies that need norm_ref: steps between reference
----                                backward passes (the policy's option, or 100), and a pattern of
----                                the parameters they cover (all)
+---                                backward passes, by default the policy's option ref_every,
+---                                or 100; a pattern of the parameters that these passes cover, by
+---                                default the policy's option ref_layers, or all parameters
 ---   activations                  a pattern of modules whose outputs are measured at each step and
 ---                                published as the signals activation_amax.MODULE and
 ---                                activation_kurtosis.MODULE; works on the CPU only. Without this
@@ -137,11 +141,12 @@ end
 ---                                entries of top-level lists, such as blocks.3
 ---   evaluate                     { data =, every =, batches = }: loss on other data; policies
 ---                                read it as record.signals.evaluation_loss
----   mode                         "sync": the host waits for the device, and the policy decides
----                                before the update; "lagged": the host waits only for the
----                                previous step, and the policy decides one step later (modes.lua)
----   graph                        true, on a card: forward and backward are captured once and
----                                launched as one graph (captured.lua)
+---   mode                         "sync" (the default): the host waits for the device, and the
+---                                policy decides before the update; "lagged": the host waits only
+---                                for the previous step, and the policy decides one step later
+---                                (modes.lua)
+---   graph                        true: forward and backward are captured once and then launched as
+---                                one graph; works on cards only (captured.lua)
 ---   config                       the script's settings, to be recorded
 ---   shadow                       policies that see every record and decide nothing: a list, or
 ---                                "a,b" (run/shadow.lua); also policies of FP8 layers
@@ -154,17 +159,19 @@ end
 --- Options for several ranks that train together (dist/ranks.lua, dist/reducer.lua):
 ---   comm_dtype                   format in which gradients are sent: "own" (the gradient's own),
 ---                                "fp32", "bf16", "fp16" or "fp8"; sums are f32
----   bucket                       MiB of gradients sent together (2)
+---   bucket                       MiB of gradients sent together, by default 2
 ---   zero                         1 (ZeRO-1): each rank updates its part of the weights and keeps
 ---                                only that part's moments; 2 (ZeRO-2): also keeps only that
 ---                                part's gradients, which are sent at every micro-batch; x.grad
 ---                                cannot be read; 3 (ZeRO-3): also keeps only that part's weights,
----                                and gets all others while a block uses them (trainer:whole)
----   rank_timeout                 seconds a rank waits for another before it ends the job (300)
+---                                and gets the other weights of a block while the block uses them
+---                                (trainer:whole)
+---   rank_timeout                 seconds a rank waits for another before it ends the job, by
+---                                default ENGINE_RANK_TIMEOUT or 300
 ---   agree_every                  steps between comparisons of the ranks' weights, moments and
----                                optimizer scalars (1000; 0: no comparisons). Checkpoints and the
----                                end of the run compare them too. Ranks that differ end the job
----                                (dist/agreement.lua)
+---                                optimizer scalars, by default 1000; 0: no comparisons. Otherwise
+---                                checkpoints and the end of the run compare them too. Ranks that
+---                                differ end the job (dist/agreement.lua)
 function M.new(given)
   M_ffi.expect(type(given) == "table", given, "trainer: expected a table of options")
   return M.made(function()

@@ -72,7 +72,7 @@ local PASSED = "run resume restart_data checkpoint_every log data state"     -- 
 
 --- engine.deepspeed.initialize { model =, config = }. config is the path of DeepSpeed's JSON file,
 --- in which comments and trailing commas are allowed, or a table with its contents. More options:
---- optimizer (instead of the configuration's), policy (instead of its fp16 block), steps (the run
+--- optimizer and policy (instead of the configuration's optimizer and fp16 block), steps (the run
 --- ends after so many steps, skipped ones included), and, as in engine.session, run, resume,
 --- restart_data, checkpoint_every, log, data and state. Returns an engine and its optimizer.
 --- engine(...) calls the model in the configured precision. engine:backward(loss) runs the backward

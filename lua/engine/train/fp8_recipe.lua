@@ -17,7 +17,7 @@ local M = {}
 M.roles, M.products = fp8_verdict.roles, { "forward", "dgrad", "wgrad" }
 --- The indices, in eng_fp8_recipe.role, of the two roles that each product multiplies.
 M.factors = { forward = { 0, 1 }, dgrad = { 2, 1 }, wgrad = { 2, 0 } }
---- ENG_ACCUMULATE_* by name; `device` (-1): the accumulator of the current device.
+--- ENG_ACCUMULATE_* by name, and device = -1, which stands for the current device's accumulator.
 M.accumulators = arguments.merged(fp8_codes.accumulators, { device = -1 })
 
 local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2 }

@@ -447,8 +447,9 @@ end
 -- ------------------------------------------------------------------ meters
 
 --- Returns the last meters: a list of { site, role, step, snr (dB), underflow, overflow, zeros
---- (fractions), amax, least (without the loss scale), range (binades), scale_min, scale_max }.
---- match: a pattern of module paths. step: only the meters of this step.
+--- (fractions), amax, least (the smallest nonzero magnitude), range (log2 of amax / least),
+--- scale_min, scale_max }. Magnitudes and scales are without the loss scale. match: a pattern of
+--- module paths. step: only the meters of this step.
 function Sites:meters(match, step)
   if match ~= nil then
     arguments.want_pattern(match, "meters", "match to be a Lua pattern of module paths")

@@ -46,8 +46,8 @@ end
 
 local LOST_STEPS = 10   -- steps in a row with a loss of inf or nan before a line reports it
 
--- Returns the line that reports that the loss itself has been inf or nan for LOST_STEPS steps,
--- which no loss scale can fix. Otherwise returns nil.
+-- Counts the steps in a row whose loss itself is inf or nan, which no loss scale can fix. Returns a
+-- line about them when the count reaches LOST_STEPS, otherwise nil.
 function M.loss_note(self, record)
   self.bad_losses = record.loss - record.loss ~= 0 and (self.bad_losses or 0) + 1 or 0
   if self.bad_losses ~= LOST_STEPS then return nil end

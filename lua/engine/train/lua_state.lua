@@ -153,8 +153,8 @@ local function assigned(self, fields, key, x)
   return value
 end
 
--- Copies what update left in fields[key] into the tensor into[key]. into has the weight and the
--- buffers themselves, whereas fields may have f32 copies of buffers.
+-- Copies what the specification's update left in fields[key] to the tensor into[key]. `into` has
+-- the weight and the buffers themselves; `fields` may have f32 copies of buffers.
 local function store(self, fields, before, into)
   local new = {}
   for key, x in pairs(before) do
@@ -250,10 +250,10 @@ end
 
 -- ------------------------------------------------------------------ methods as in fused_state.lua
 
---- Returns the buffers of parameter i: a list of { name = "w.momentum", x = tensor or nil where
---- another rank has it, dtype, shape = function(parameter's shape) -> the buffer's shape, whole =
---- true }. `shape`: the whole parameter's shape, if ranks hold parts of it. With `torn`, raises no
---- error after an update that failed halfway.
+--- Returns the buffers of parameter i: a list of { name = "w.momentum", x = tensor (nil if another
+--- rank has the buffer), dtype, shape = function(parameter's shape) -> the buffer's shape, whole =
+--- true }. `shape`: the whole parameter's shape, if ranks hold parts of the parameter. With `torn`,
+--- raises no error after an update that failed halfway.
 function State:of(i, shape, torn)
   if not torn then self:refuse_torn() end
   local own = buffers_of(self, i)

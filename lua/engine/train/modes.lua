@@ -192,8 +192,8 @@ function M.refusal(trainer)
       .. "step cannot do; hint: graph=false"
   end
   if lagged and trainer.accumulate > C.ENG_STATS_LOSSES then
-    return ("mode=lagged: expected accumulate of up to %d, got %d"):format(C.ENG_STATS_LOSSES,
-      trainer.accumulate)
+    return ("mode=lagged: expected accumulate to be at most %d, got %d; hint: mode=sync"):format(
+      C.ENG_STATS_LOSSES, trainer.accumulate)
   end
   local parted = parted_refusal(trainer)
   if parted then return parted end

@@ -105,7 +105,9 @@ local function make_groups(name, list, options, defaults)
       matches[i] = function(parameter) return parameter:find(match) end
     elseif type(match) == "function" then matches[i] = match
     else
-      raise("optim.%s: group %d needs match = a pattern or a function(name, tensor)", name, i)
+      raise("optim.%s: expected group %d to have match = a pattern or a function(name, tensor), " ..
+        "got %s", name, i, type(group) == "table" and "match = " .. M_ffi.value_text(match)
+        or M_ffi.value_text(group))
     end
     user[i] = add(group, group.label or ("group " .. i))
   end
@@ -248,7 +250,8 @@ end
 --- moments ("f32", "bf16"), groups, decay ("matrices": no weight decay on vectors). One update
 --- unscales and clips the gradients, and moves and rounds the weights. With precision
 --- "bf16_stochastic" or "bf16_kahan" (sgd, adam, adamw, lion) the weights are bf16 themselves,
---- without f32 masters (docs/numerics.md).
+--- without f32 masters (docs/numerics.md). In the list, the first value in parentheses after an
+--- option is its default.
 ---   sgd      more options: momentum (0), dampening (0), nesterov (false); lr 1e-2
 ---   adam     more options: beta1 (0.9), beta2 (0.999), eps (1e-8); weight decay is added to the
 ---            gradient; lr 1e-3
@@ -257,9 +260,9 @@ end
 ---            moment and gradient; lr 1e-4
 ---   muon     for matrices. AdamW updates embeddings, groups with adamw = true and all tensors that
 ---            are not matrices, at the rate lr * adamw_lr_mul (1). More options: momentum (0.95),
----            nesterov (true), adjust_lr (original, match_rms_adamw, spectral_unclamped or none),
----            ns_steps (5), ns_dtype (bf16 or f32), ns_a, ns_b, ns_c, ns_eps; beta1, beta2, eps of
----            AdamW; weight decay 0.1; lr 1e-3
+---            nesterov (true), adjust_lr ("original"; or "match_rms_adamw", "spectral_unclamped",
+---            "none"), ns_steps (5), ns_dtype ("bf16"; or "f32"), ns_a, ns_b, ns_c, ns_eps; beta1,
+---            beta2, eps of AdamW; weight decay 0.1; lr 1e-3
 ---   adafactor  more options: beta2_decay (-0.8), eps1 (2^-23), eps2 (1e-3), d (1); the rate is
 ---            min(lr, 1/sqrt(t)) times the RMS of the weights; lr 1e-2
 ---   coat     as adamw, with moments in FP8, whose range is expanded separately in each group of
@@ -351,7 +354,7 @@ function Optimizer:zero_grad()
   check(C.eng_params_zero_grad(self.params))
 end
 
---- Returns the norm over all finite gradient elements, divided by `scale` (1).
+--- Returns the norm over all finite gradient elements, divided by `scale` (by default 1).
 function Optimizer:grad_norm(scale)
   check(C.eng_params_stats(self._record, nil, self.params, scale or 1, C.ENG_NEED_NORM))
   return self._record.norm
@@ -382,7 +385,8 @@ local STEP = { gradient_factor = "number", clip_value = "number", lr_mul = "numb
 local EXPECTED = { number = "a number", boolean = "true or false",
   cdata = "an array of doubles, one for each parameter" }
 
---- Makes one update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul,
+--- Makes one update. options: gradient_factor (multiplies the gradients, by default by 1; 1/scale
+--- unscales them), clip_value (the limit of each gradient element), lr_mul (multiplies the rate),
 --- clip_norm (the limit for `norm`), norm (the gradients' norm after gradient_factor), lagged
 --- (the device takes the norm from the statistics that were requested last, and makes no update if
 --- a gradient is inf or nan). A limit set by clip_grad_norm replaces clip_norm. The other options
@@ -458,7 +462,8 @@ function Optimizer:load_state(tensors, updates)
   if self.fp8 then self.fp8.averages:restored() end
 end
 
---- Returns the memory that training takes, by role (memory.lua).
+--- Returns the memory that training takes, by role (memory.lua). loss: a function that returns a
+--- loss, to include what the tape keeps; or nil.
 function Optimizer:memory(loss) return require("engine.train.memory").new(self, loss) end
 
 function Optimizer:__tostring()

@@ -66,7 +66,8 @@ end
 --- Returns a checked copy of the specification `given`: { name, doc, defaults, buffers = { { name,
 --- shape, dtype } ... }, update, check }.
 function M.read(name, given)
-  expect(is_name(name), name, "optim.register: expected a name of letters, digits and _")
+  expect(is_name(name), name, "optim.register: expected a name of letters, digits and _, with " ..
+    "no digit first")
   expect(type(given) == "table", given, "optim.register: expected a table for '%s'", name)
   for key in pairs(given) do
     if not FIELDS[key] then

@@ -54,8 +54,8 @@ end
 local OPTIONAL = {
   { "accumulate", "a whole number from 1 to 2^20",
     function(v) return whole(v) and v <= 2 ^ 20 end },
-  { "clip", "a number >= 0 (0: none)", not_negative },
-  { "clip_value", "a number >= 0 (0: none)", not_negative },
+  { "clip", "a number >= 0 (0: no clipping)", not_negative },
+  { "clip_value", "a number >= 0 (0: no clipping)", not_negative },
   { "checkpoint", '"block", a pattern of module paths or false',
     function(v) return v == false or type(v) == "string" end },
   { "checkpoint_every", "a whole number of steps (0: only at the end)", fields.whole },
@@ -67,7 +67,7 @@ local OPTIONAL = {
   { "activations", "a Lua pattern of module names", is_pattern },
   { "on_step", "a function", is "function" },
   { "state", "a table", is "table" }, { "config", "a table", is "table" },
-  { "evaluate", "{ data = a loader, every = steps, batches = how many (10) }",
+  { "evaluate", "{ data = a loader, every = steps, batches = how many (default 10) }",
     function(v)
       if type(v) ~= "table" then return false end
       for key in pairs(v) do

@@ -15,15 +15,15 @@ local M = {}
 local Overflows = {}
 Overflows.__index = Overflows
 
-local STUCK = 10        -- overflows in a row at a scale that does not fall
+local STUCK = 10        -- a run is stuck after this many overflows in a row without a lower scale
 
 function M.new(trainer, every_time)
   return setmetatable({ trainer = trainer, every_time = every_time, in_row = 0, stuck = 0,
     told = {} }, Overflows)
 end
 
--- Returns the name of the first parameter, in the model's order, whose gradient holds inf or nan,
--- or nil. field: "inf" or "nan".
+-- Returns the name of the first parameter, in the model's order, whose gradient holds an inf (field
+-- "inf") or a nan (field "nan"); nil if there is none.
 local function first_with(self, stats, field)
   for i, p in ipairs(self.trainer.optimizer.list) do
     if stats[i - 1][field] > 0 then return p.name end

@@ -59,7 +59,7 @@ end
 --               rule        transformer_engine, deepseek, deepgemm, torchao, msamp
 --               pow2        true: scales are powers of two
 --               eps         a smaller amax counts as eps; each rule has its own default
---               margin      scales are multiplied by 2^margin (0)
+--               margin      scales are multiplied by 2^margin; by default 0
 --               stochastic  true: random rounding
 --               keep        only in x: how the tape keeps x for the product dW:
 --                           codes (the backward pass quantizes them again along the other
@@ -71,14 +71,15 @@ end
 --               accumulator  device (hopper on a card, fp32 elsewhere), fp32, exact, hopper, e4m3
 --               promotion    how many products along K are summed before each promotion to f32; 0:
 --                            no promotion
---             With microscaling (docs/microscaling.md), x, w and dy all have one of the rules
---             floor, ceil, even, rceil, quest (blocks of 1x32), nvfp4, four_over_six,
---             four_over_six_mse (1x16, 16x16), ms_eden (1x16), msamp_fp4 (row). dy may be in FP8
---             instead, in square blocks or one block, with the rule msamp or with pow2 = true.
---             Formats may also be e2m1, e2m3, e3m2, mxint8. stochastic may be a number of random
---             bits (true: 8). All three products have the same accumulator: fp32 (sums exact bf16
---             products), blackwell (sums products of codes) or device (blackwell where a card's
---             tensor cores compute it, else fp32). Roles also have
+--             With microscaling (docs/microscaling.md), x, w and dy all have one of the following
+--             rules, usually with the blocks given here: floor, ceil, even, rceil or quest with
+--             blocks of 1x32; nvfp4, four_over_six or four_over_six_mse with 1x16 or 16x16; ms_eden
+--             with 1x16; msamp_fp4 with row. dy may be in FP8 instead, in square blocks or one
+--             block, with the rule msamp or with pow2 = true. Formats may also be e2m1, e2m3, e3m2,
+--             mxint8. stochastic may be a number of random bits; true stands for 8. All three
+--             products have the same accumulator: fp32 (sums exact bf16 products), blackwell (sums
+--             products of codes) or device (blackwell where a card's tensor cores compute it, else
+--             fp32). Roles also have
 --               factor      multiplies elements before rounding; the product is divided by it
 --               average     only in w: a number such as 0.9983, the decay of a weight's average
 --                           over steps. Each weight is rounded up or down, to the code nearer to
@@ -97,7 +98,8 @@ end
 --                           (the default): no transform
 --               signs       fixed (Transformer Engine's), layer (drawn for each layer), step (drawn
 --                           in each step), backward (drawn in each backward pass), none
---   high_first, high_last   how many first and last blocks of the model stay in high precision (0)
+--   high_first, high_last   how many first and last blocks of the model stay in high precision; by
+--                           default 0
 --   high      patterns of modules that stay in high precision. Tied heads, the gates of nn.moe,
 --             norms, embeddings and attention itself always do
 --   layers    { { match = pattern, high =, x =, w =, .. } .. }: changes for some layers; a later
@@ -108,7 +110,8 @@ end
 --             layer's fields: { forward = { high = true } }
 --   policy    an FP8 policy or a list of them (fp8_sites.lua): fp8_delayed, fp8_fallback,
 --             fp8_lm, layer_ladder, forward_high_before_decay, sqrt3
---   sample    steps between measurements of SNR, underflow and the like (100; 0: none)
+--   sample    steps between measurements of SNR, underflow and the like, by default 100; 0: no
+--             measurements
 local HYBRID = { x = { format = "e4m3" }, w = { format = "e4m3" }, dy = { format = "e5m2" },
   high = { "^head", "^lm_head" } }
 local function hybrid(more) return arguments.merged(HYBRID, more) end

@@ -55,8 +55,8 @@ Scaler.__index = Scaler
 local READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"
 
 --- engine.scaler { ... }: makes a scaler for an explicit loop. Options: policy (a name, a path or a
---- loaded policy; "dynamic"), enabled (true), model (the trained module, for scales per layer), and
---- the policy's own options.
+--- loaded policy, by default "dynamic"), enabled (by default true), model (the trained module, for
+--- scales per layer), and the policy's own options.
 function M.new(options)
   options = options or {}
   expect(type(options) == "table", options, "scaler: expected a table of options")
@@ -98,8 +98,8 @@ local function need_scale(self, what)
 end
 
 -- Returns an optimizer's entry, which lasts until the next update(): { opt, stage, record, stats }
--- and, once its gradients are inspected: checked (it has gradients), found (inf or nan among them).
--- stepped: the optimizer made an update.
+-- and three booleans. inspect() sets checked (the optimizer has gradients) and found (some of them
+-- are inf or nan); step() sets stepped (the optimizer made an update).
 local function entry_of(self, opt, what)
   expect(type(opt) == "table" and opt.params ~= nil and opt.step, opt,
     "scaler:%s: expected an optimizer", what)

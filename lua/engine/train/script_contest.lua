@@ -36,11 +36,11 @@ local function with(policies, also)
   return list
 end
 
---- Calls run(policy, seed) for every policy of the list `policies` and the seeds 1 to `seeds` (5).
---- The policy `also` is appended to the list if it is missing there. run returns a table of numbers
---- by name. Returns a list of { policy =, NAME = { mean =, spread = standard deviation, values }
---- ... }, which prints as a table. If a call of run returns no number NAME, the mean of NAME leaves
---- out this call.
+--- Calls run(policy, seed) for every policy of the list `policies` and the seeds 1 to `seeds` (by
+--- default 5). The policy `also` is appended to the list if it is missing there. run returns a
+--- table of numbers by name. Returns a list of { policy =, NAME = { mean =, spread = standard
+--- deviation, values } ... }, which prints as a table. If a call of run returns no number NAME, the
+--- mean of NAME leaves out this call.
 function M.new(options)
   options = tensor.read_named(options, "contest", "policies also seeds run")
   M_ffi.raise_if(type(options.policies) ~= "table" or #options.policies == 0

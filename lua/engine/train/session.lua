@@ -111,7 +111,9 @@ local function entries_of(o)
   local given = o.optimizers
   if given == nil and o.optimizer ~= nil then given = { optimizer = o.optimizer } end
   if type(given) ~= "table" or next(given) == nil or o.optimizers ~= nil and o.optimizer ~= nil then
-    raise("session: expected optimizer = one of engine.optim, or optimizers = { name = optimizer }")
+    raise("session: expected optimizer = one of engine.optim, or optimizers = { name = " ..
+      "optimizer }, got %s", o.optimizers ~= nil and o.optimizer ~= nil and "both"
+      or type(given) == "table" and "optimizers = {}" or M_ffi.value_text(given))
   end
   local entries, seen = {}, {}
   for name, opt in pairs(given) do
@@ -175,8 +177,9 @@ end
 ---                                Parameters are then called "name.PARAMETER" in the history
 ---   data                         the loop's loader, if it has state() and restore(). Checkpoints
 ---                                store its position. The loop itself calls data:next()
----   state                        session.state at the start ({}): the loop's own numbers, strings,
----                                booleans, kept tensors and tables of these, in every checkpoint
+---   state                        the table session.state, by default {}: the loop's own numbers,
+---                                strings, booleans, kept tensors and tables of these. Every
+---                                checkpoint holds it
 --- The options that follow are as in engine.trainer: precision policy policy_options clip
 --- clip_value run resume restart_data checkpoint_every keep log on_policy_error on_lost rollbacks
 --- stats_every history config shadow watch attach tensorboard. Several optimizers are numbered from
@@ -338,7 +341,7 @@ function Session:step(opt, o)
   local s, entry = inside(self, "step"), entry_of(self, opt)
   o = tensor.read_named(o, "session:step", "clip tokens")
   expect(o.clip == nil or type(o.clip) == "number" and o.clip >= 0, o.clip,
-    "session:step: expected clip to be a number >= 0 (0: none)")
+    "session:step: expected clip to be a number >= 0 (0: no clipping)")
   if o.tokens ~= nil then arguments.want_whole(o.tokens, "session:step", "tokens", 0) end
   raise_if(entry.opt._clip or entry.opt._clip_value, "session:step: clip_grad_norm and " ..
     "clip_grad_value would clip scaled gradients; hint: s:step(optimizer, { clip = 1 })")

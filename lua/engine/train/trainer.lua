@@ -80,8 +80,9 @@ end
 ---   shadow_scales              begin: the scales that the shadows would use, or nil
 ---   batches                    begin: the batches that a reference backward pass drew, or nil
 ---   tokens                     forward_backward: tokens of this rank; reducer:record: of all ranks
----   elapsed, together, asked   request_statistics: seconds; whether the losses come with the
----                              statistics; whether the statistics were requested
+---   elapsed, together, asked   request_statistics: seconds since the trainer was made; whether the
+---                              losses come with the statistics; whether the statistics were
+---                              requested
 ---   meters                     request_statistics: the meters of FP8 layers, or nil
 ---   signals, first_bad         reducer:remember: the signals, { name = number }; the result of
 ---                              first_bad() in tensor/batch_norm_over.lua

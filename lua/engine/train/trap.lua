@@ -105,7 +105,8 @@ local function given_text(s, t)
 end
 
 --- Returns in words where an inf or nan began, or entered from outside. s: a site of a finding,
---- which is the operation with its module, inputs and outputs (read_site).
+--- which is the operation with its module, inputs and outputs (read_site). If the inf or nan
+--- entered from outside, s.held_by is the number (from 1) of the input that held it; otherwise nil.
 function M.site_text(s)
   local where = s.module ~= "" and "in " .. s.module or "outside of every module"
   local what = s.backward and (s.kernel == s.op and "backward of " ..
