@@ -178,8 +178,8 @@ describe("a stuck run", function()
     assert.equal(9, list[1].step)
     assert.matches("10 overflows in a row, and the loss scale stays at 1.07374e+09", list[1].text,
       1, true)
-    assert.matches("the backward pass overflows at scale 1.07374e+09: a smaller loss_scale of " ..
-      "policy static, or policy=dynamic", list[1].text, 1, true)
+    assert.matches("the backward pass overflows at scale 1.07374e+09; try a smaller loss_scale " ..
+      "of policy static, or policy=dynamic", list[1].text, 1, true)
   end)
 
   it("continues at the smallest scale if the policy's option allows it", function()

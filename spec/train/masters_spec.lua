@@ -208,6 +208,6 @@ describe("bf16 masters", function()
       "bf16_kahan", "muon")
     local _, _, trainer = train("bf16_kahan", { steps = 1 })
     assert.error_matches(function() trainer.optimizer:set_precision "bf16" end,
-      "have had updates in bf16 %(kahan%) and cannot change to f32 %(nearest%)")
+      "have had updates in bf16 %(rounding kahan%) and cannot change to f32 %(rounding nearest%)")
   end)
 end)

@@ -426,7 +426,7 @@ describe("an optimizer refuses", function()
       "optim.adam: expected eps to be a number no smaller than 2^-126 (smaller numbers may be 0 " ..
       "in f32), got 0" },
     { "optim.sgd(net, { nesterov = true })",
-      "optim.sgd: nesterov needs a momentum and no dampening" },
+      "optim.sgd: nesterov needs a momentum above 0 and a dampening of 0, got 0 and 0" },
     { "optim.sgd(net, { nesterov = 'yes' })",
       "optim.sgd: expected nesterov to be true or false, got 'yes'" },
     { "optim.sgd(net, { decay = 'some' })",

@@ -49,7 +49,8 @@ local optional = {}          -- marks a field without a default
 --- "string" or "list".
 function config.optional(type_name)
   assert(({ number = 1, boolean = 1, string = 1, list = 1 })[type_name],
-    "config.optional: expected number, boolean, string or list")
+    "config.optional: expected \"number\", \"boolean\", \"string\" or \"list\", got " ..
+    tostring(type_name))
   return setmetatable({ type = type_name }, optional)
 end
 

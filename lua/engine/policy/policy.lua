@@ -345,7 +345,7 @@ local function loaded(source, options, kind)
       function() return "policy: " end)
   end
   fail_if(type(source) ~= "string", "policy: expected a name, a path or { source =, file = }, " ..
-    "got a %s%s", type(source),
+    "got %s%s", M_ffi.value_text(source),
     type(source) == "table" and "; hint: save the policy in a file: policy = \"mine.lua\"" or "")
   source, options = with_settings(source, options)
   local json = source:find("%.json$") and source or nil

@@ -331,7 +331,7 @@ function M.check(fp8, named, where)
   end
   for _, name in ipairs { "high_first", "high_last" } do
     expect(fp8[name] == nil or whole(fp8[name], where, name) >= 0, fp8[name],
-      "%s: expected %s to be a number of blocks", where, name)
+      "%s: expected %s to be a number of blocks, 0 or more", where, name)
   end
   expect(fp8.sample == nil or whole(fp8.sample, where, "sample") >= 0, fp8.sample,
     "%s: expected sample to be n > 0 (measures at every n-th step) or 0 (never)", where)

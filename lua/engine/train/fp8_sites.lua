@@ -54,7 +54,7 @@ local function refuse_formula(layer, recipe, where)
       raise("%s: %s: this card (%s) has no tensor cores for FP8 with %s; expected %s; hint: " ..
         "precision=bf16%s, or ENGINE_FP8_FORMULA=1 for the same " ..
         "numbers from a slow formula", where, name, machine.device_text():match("^[^,]*, [^,]*"),
-          what, expected, able == 1 and ", fp8_current" or "")
+          what, expected, able == 1 and " or fp8_current" or "")
     end
   end
 end
@@ -370,7 +370,8 @@ function Sites:apply(gradient)
     for r = 0, 2 do
       site.asked[r + 1] = 0 / 0
       if whole(site, r) then
-        -- a role that no policy names is scaled by its own amax
+        -- The core gets 0, which stands for the role's own amax, if no policy names the role, or if
+        -- `stored` would round to inf in f32 (from 2^128 - 2^103 on).
         local amax = places.amaxes[3 * (i - 1) + r + 1] or 0
         local stored = amax * (r == 2 and gradient or 1)
         site.asked[r + 1] = amax

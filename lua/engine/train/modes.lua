@@ -185,7 +185,8 @@ function M.refusal(trainer)
     return "graph=true: the CPU cannot capture steps; hint: device=cuda, or graph=false"
   end
   if trainer.graph and trainer.accumulate > 1 then
-    return "graph=true: a captured step has one batch; hint: accumulate=1, or graph=false"
+    return ("graph=true: a captured step has one batch, got accumulate=%d; hint: accumulate=1, " ..
+      "or graph=false"):format(trainer.accumulate)
   end
   if trainer.graph and trainer.reducer.many then
     return "graph=true: several ranks reduce gradients inside the backward pass, which a captured "

@@ -62,7 +62,8 @@ local function check_hyper(name, values)
   end
   if spec then return optim_register.check_values(spec, values) end
   raise_if(values.nesterov and (values.momentum == 0 or values.dampening ~= 0),
-    "optim.%s: nesterov needs a momentum and no dampening", name)
+    "optim.%s: nesterov needs a momentum above 0 and a dampening of 0, got %s and %s", name,
+    tostring(values.momentum), tostring(values.dampening))
 end
 
 -- ------------------------------------------------------------------ the object
@@ -318,8 +319,8 @@ function Optimizer:set_precision(recipe)
   local before = self.precision
   local other = full.masters ~= before.masters or full.rounding ~= before.rounding
   raise_if(other and self.updates > 0, "set_precision: the masters of this optimizer have had " ..
-    "updates in %s (%s) and cannot change to %s (%s); hint: give the recipe to engine.optim.%s",
-    before.masters, before.rounding, full.masters, full.rounding, self.name)
+    "updates in %s (rounding %s) and cannot change to %s (rounding %s); hint: give the recipe " ..
+    "to engine.optim.%s", before.masters, before.rounding, full.masters, full.rounding, self.name)
   local fp8, sites = self.fp8, {}
   if self.model then
     self.model:apply(function(m) sites[m] = { rawget(m, "_fp8"), rawget(m, "_fp8_site") } end)

@@ -139,7 +139,7 @@ local function advice(self, record, finding)
     say("the forward pass itself leaves the format's range, which no loss scale can fix; try a " ..
       "smaller learning rate, clip=1, precision=bf16, or f32 for the module that overflows")
   else
-    say("the backward pass overflows at scale %g: %s, clip=1, a smaller learning rate, or " ..
+    say("the backward pass overflows at scale %g; try %s, clip=1, a smaller learning rate, or " ..
       "precision=bf16", record.scale, lower_scale(trainer.policy, record.scale))
   end
   local path = trainer.run_files.path

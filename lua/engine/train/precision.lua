@@ -24,7 +24,7 @@ local M = {}
 --                      error for the next update; nearest: small updates are lost, and training
 --                      stalls
 --   activations        inputs and outputs of matrix products and attention
---   residual           the residual stream: the output of an embedding
+--   residual           the residual stream, which begins as the output of an embedding
 --   norm               the output of layer and RMS norm (their statistics are always f32)
 --   wide               softmax, exponentials, losses and sums
 --   weight_gradients   the format of a parameter's gradient

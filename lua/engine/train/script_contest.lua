@@ -45,7 +45,9 @@ function M.new(options)
   options = tensor.read_named(options, "contest", "policies also seeds run")
   M_ffi.raise_if(type(options.policies) ~= "table" or #options.policies == 0
     or type(options.run) ~= "function", "contest: expected { policies = { \"dynamic\", ... }, " ..
-    "seeds = 5, run = function(policy, seed) ... end }")
+    "seeds = 5, run = function(policy, seed) ... end }, got policies = %s and run = %s",
+    type(options.policies) == "table" and "a list of " .. #options.policies
+      or M_ffi.value_text(options.policies), M_ffi.value_text(options.run))
   local seeds = arguments.want_whole(options.seeds or 5, "contest", "seeds", 1)
   local result, columns = {}, {}
   for p, policy in ipairs(with(options.policies, options.also)) do
