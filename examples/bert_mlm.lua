@@ -17,7 +17,7 @@ local cfg = engine.config({
   width = "features per byte", heads = "attention heads",
   dropout = "dropout in embeddings and residuals", lr = "peak learning rate",
   warmup = "updates until the peak learning rate", weight_decay = "decay of matrices",
-  clip = "largest norm of the gradient; 0: none",
+  clip = "largest norm of the gradient; 0: no limit",
   policy = "loss-scaling policy, a name or a file; empty: the precision's default",
   seed = "seed for weights, dropout, masks and the order of the data",
   tensorboard = "event files for TensorBoard, in the run's directory",

@@ -38,7 +38,7 @@ if cfg.steps < 31 or cfg.width % 32 ~= 0 then
     "and %d", cfg.steps, cfg.width)
 end
 
-local TRIAL, LIMIT, GROWTH = 30, 16, 5      -- the paper's number of steps, alpha and beta
+local TRIAL, LIMIT, GROWTH = 30, 16, 5      -- the paper's number of trial steps, its alpha and beta
 
 -- AdamW that moves an element only in every `period`-th step. Weight decay acts in every step.
 engine.optim.register("adamw_ramping", {

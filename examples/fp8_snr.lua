@@ -58,7 +58,7 @@ local function rounded(x, fraction, least, over)
   return x < 0 and -y or y
 end
 
-local STEP = 2 ^ -9
+local STEP = 2 ^ -9          -- the distance between subnormal numbers of E4M3
 local function study(x)
   local y = rounded(x, 3, -6, 256)
   if cfg.slips then

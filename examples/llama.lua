@@ -18,7 +18,7 @@ local cfg = engine.config({
   width = "features per byte", heads = "attention heads",
   hidden = "hidden features of SwiGLU", lr = "peak learning rate",
   warmup = "updates until the peak learning rate", weight_decay = "decay of matrices",
-  clip = "largest norm of the gradient; 0: none",
+  clip = "largest norm of the gradient; 0: no limit",
   sample = "bytes of text to generate at the end; 0: none",
   policy = "loss-scaling policy, a name or a file; empty: the precision's default",
   seed = "seed for weights, data order and sampling",

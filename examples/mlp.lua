@@ -24,7 +24,8 @@ math.randomseed(cfg.seed)
 
 local SIDE = 12
 -- Segments as lines { x1, y1, x2, y2 } in a box of 4 x 7 pixels: top, upper left, upper right,
--- middle, lower left, lower right, bottom.
+-- middle, lower left, lower right, bottom. LIT: for each digit, which segments are lit, in this
+-- order.
 local SEGMENTS = { { 0, 0, 3, 0 }, { 0, 0, 0, 3 }, { 3, 0, 3, 3 }, { 0, 3, 3, 3 }, { 0, 3, 0, 6 },
   { 3, 3, 3, 6 }, { 0, 6, 3, 6 } }
 local LIT = { [0] = "1110111", "0010010", "1011101", "1011011", "0111010", "1101011", "1101111",

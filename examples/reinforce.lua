@@ -31,6 +31,7 @@ local cfg = engine.config({ policy = "dynamic", seed = 1, steps = 200, size = 5,
     positive = "lr", not_negative = "jackpot", policy = "policy" })
 
 local N, MOVES = cfg.size, { { 1, 0 }, { 0, 1 }, { -1, 0 }, { 0, -1 } }
+-- WIND: the probability that the wind replaces a move by a step back.
 local CELLS, GOAL, WIND, DISCOUNT = N * N, N * N - 1, 0.15, 0.97
 
 -- Returns the cell after a move. A wall stops the move.

@@ -9,7 +9,7 @@ return {
   options = {
     init_scale     = 2^16,
     scale_window   = 2000,   -- good steps in a row until the scale grows
-    min_loss_scale = 0,      -- 0: none
+    min_loss_scale = 0,      -- 0: no limit
     max_loss_scale = 2^24,
     strict         = true,   -- false: accept settings that are probably mistakes
   },

@@ -11,8 +11,8 @@ return {
     growth_factor   = 2,
     backoff_factor  = 0.5,
     growth_interval = 1000,   -- good steps in a row until the scale grows
-    min_scale       = 0,      -- 0: none. ColossalAI's own fp16 plug-in sets 1
-    max_scale       = 0,      -- 0: none. ColossalAI's own fp16 plug-in sets 2^32
+    min_scale       = 0,      -- 0: no limit. ColossalAI's own fp16 plug-in sets 1
+    max_scale       = 0,      -- 0: no limit. ColossalAI's own fp16 plug-in sets 2^32
     hysteresis      = 2,      -- overflows since the last growth until the scale backs off
     strict          = true,   -- false: accept settings that are probably mistakes
   },

@@ -13,7 +13,7 @@ return {
     scale_factor   = 2,
     scale_window   = 2000,    -- good steps between growths; in fairseq 2^14 / ranks / update_freq
     tolerance      = 0,       -- the scale backs off once the share of overflows reaches this
-    threshold      = 0,       -- the scale never falls below this; 0: none
+    threshold      = 0,       -- the scale never falls below this; 0: no limit
     min_loss_scale = 1e-4,    -- a scale that would fall to this stops the run
     strict         = true,    -- false: accept settings that are probably mistakes
   },

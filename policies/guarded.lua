@@ -16,7 +16,7 @@ return {
     max_scale       = 2^24,
     bad_row         = 5,      -- overflows in a row after which growth pauses
     pause           = 2000,   -- steps without growth
-    clip            = 1,      -- largest gradient norm of an update; inf: none
+    clip            = 1,      -- largest gradient norm of an update; inf: no limit
     -- The scale grows only if the largest stored gradient then stays at or below this value, and
     -- halves if that gradient exceeds twice this value; inf: no limit.
     ahead           = 2^14,

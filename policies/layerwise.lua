@@ -35,11 +35,11 @@ return {
     for i = #record.groups, 1, -1 do
       local group = record.groups[i]
       local layer = state.layers[group.name] or { scale = state.scale, peak = 0 }
-      local smallest = 2^-24 / layer.scale
+      local smallest = 2^-24 / layer.scale         -- fp16's smallest number, unscaled
       if record.overflow then
         if group.overflow and not guilty then
           guilty, state.row = group.name, group.name == state.guilty and state.row + 1 or 1
-          layer.peak = 4 * options.target / layer.scale
+          layer.peak = 4 * options.target / layer.scale        -- lowers the scale to a quarter
         elseif not guilty and state.row >= 3 and record.groups[i - 1]
           and record.groups[i - 1].name == state.guilty then
           layer.scale = layer.scale / 4

@@ -13,7 +13,7 @@ return {
     scale_factor   = 2,
     scale_window   = 256,     -- good steps between two growths, at first
     tolerance      = 0,       -- the scale backs off once the share of overflows reaches this
-    threshold      = 0,       -- the scale never falls below this; 0: none
+    threshold      = 0,       -- the scale never falls below this; 0: no limit
     min_loss_scale = 2^-5,
     strict         = true,    -- false: accept settings that are probably mistakes
   },

@@ -32,6 +32,7 @@ return {
     for _, group in pairs(record.groups or {}) do
       if group.name:find(options.experts) then
         local expert = state.experts[group.name] or { scale = state.scale, peak = 0 }
+        -- After an overflow, the new peak lowers the scale to a quarter.
         if group.overflow then expert.peak, guilty = 4 * options.target / expert.scale, guilty + 1
         elseif group.amax > 0 then
           expert.peak = expert.peak > 0 and math.max(group.amax,

@@ -32,7 +32,7 @@ return {
   options = {
     alpha                = 0.97,    -- decay of the moving means
     z_thresh             = 2.5,     -- z-score above which a norm is clipped
-    max_grad_norm        = 1,       -- largest norm of any step; inf: none
+    max_grad_norm        = 1,       -- largest norm of any step; inf: no limit
     eps                  = 1e-6,    -- added to the deviation
     warmup_steps         = 25,
     clip_option          = "adaptive_scaling",   -- or mean, percentile
@@ -53,7 +53,8 @@ return {
       error("clip_option must be adaptive_scaling, mean or percentile, got " .. choice, 0)
     end
     if not (options.max_grad_norm > 0) then
-      error("max_grad_norm must be positive, got " .. options.max_grad_norm .. "; inf: none", 0)
+      error("max_grad_norm must be positive, got " .. options.max_grad_norm ..
+        "; inf means no limit", 0)
     end
     return { scale = check.rescale(options), good = 0, first = {} }
   end,

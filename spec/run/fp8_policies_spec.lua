@@ -415,7 +415,7 @@ describe("a replay of a policy of FP8 layers", function()
     fp8.sample = 3
     job { base = "fp8_current", fp8 = fp8, run = folder .. "/three" }
     r = replayed("fp8_delayed:history=2", folder .. "/three")
-    assert.same({ 1, 1, "the history lacks amaxes that it reads" },
+    assert.same({ 1, 1, "the history lacks amaxes that the policy reads" },
       { r.certainty.exact, r.certainty.from, r.certainty.why })
     assert.equal(8, replayed("fp8_fallback:snr=1", folder .. "/three").certainty.exact)
   end)

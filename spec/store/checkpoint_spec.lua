@@ -255,7 +255,7 @@ describe("checkpoint", function()
     checkpoint.save(dir, 20, parts(2))
     assert.are.same({ "step-00000010", "step-00000020" }, scratch.names(dir))
     assert.has_error(function() checkpoint.save(dir, -1, parts(1)) end,
-      "checkpoint.save: expected a step of 0 or more, got -1")
+      "checkpoint.save: expected the step to be a whole number of 0 or more, got -1")
     for _, name in ipairs { "save", "open", "load", "latest", "steps" } do
       assert.error_matches(function() checkpoint[name](nil, 1) end, "expected a directory")
     end

@@ -460,7 +460,8 @@ describe("a damaged history", function()
   it("whose blocks hold impossible counts is refused where they are summed", function()
     after("UPDATE blocks SET rows = -9e999")
     local h = history.open(dir)
-    fails("is damaged: the blocks' 'rows' sum to -inf", h.totals, h)
+    fails("is damaged: expected the column 'rows' of its blocks to sum to 0 or more, got -inf",
+      h.totals, h)
     h:close()
   end)
 

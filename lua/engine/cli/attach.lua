@@ -87,7 +87,10 @@ function Link:ask(request)
   request.id = self.asked
   local text = json.encode(request) .. "\n"
   if self.gone then return nil, self.gone end
-  if #text > C.ENG_ATTACH_LINE then return nil, "this request is too long to send" end
+  if #text > C.ENG_ATTACH_LINE then
+    return nil, ("expected a request of at most %d bytes, got one of %d"):format(C.ENG_ATTACH_LINE,
+      #text)
+  end
   local status = patiently(C.eng_attach_send, self.handle, text, #text)
   if status == C.ENG_ERR_INTERRUPTED then
     self.gone = "stopped waiting: the run does not read requests; leave this REPL and attach again"

@@ -24,9 +24,9 @@ temperature  1 by default; a value below 1 favours likely tokens, 0 takes the mo
 top_k top_p  draw from the K most likely tokens, or from the most likely ones that together have
              probability P
 stop         ids, or texts of tokens such as '<|im_end|>', that end a continuation; by default the
-             model's eos_token_id; --stop= for none
+             model's eos_token_id; with --stop= no token ends it
 seed         the same seed gives the same tokens
-dtype        dtype of the weights in memory (f32); auto: the dtype in the files
+dtype        dtype of the weights in memory; f32 by default, auto for the dtype in the files
 
 next: engine plan FOLDER shows the memory that a model takes; docs/hugging-face.md]==]
 
@@ -54,7 +54,7 @@ local function main(given)
     local list = {}
     for part in text:gmatch("[^,%s]+") do list[#list + 1] = part end
     rows[i] = ids_of(list, "--tokens")
-    if #rows[i] == 0 then options.fail("--tokens: expected at least one id") end
+    options.fail_if(#rows[i] == 0, "--tokens: expected at least one id, got '%s'", text)
   end
   local texts = #given.prompt > 0
   for _, word in ipairs(given.stop or {}) do texts = texts or not tonumber(word) end

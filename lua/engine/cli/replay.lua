@@ -8,8 +8,8 @@ usage: engine replay TRACE --policy FILE [name=value ...] [--policy FILE ...] [-
        engine replay RUN --policy FILE [name=value ...] --verify [--steps N] [--from STEP]
                      [--tolerance X] [--script FILE] [--keep FOLDER] [--json]
 
-Shows what these policies would have done. TRACE is a run, by its name or directory, or a string of
-outcomes: . is a good step, x an overflow, and a number repeats the mark after it: "4. x 2. 3x".
+Shows what the policies would have done. TRACE is a run, by its name or directory, or a string of
+outcomes: . is a good step, x an overflow, and a number repeats the symbol after it: "4. x 2. 3x".
 
   engine replay "4. x 2. 3x" --policy dynamic init_scale=256 growth_interval=2
   engine replay runs/a --policy dynamic --policy deepspeed hysteresis=1 --policy ds_config.json

@@ -7,11 +7,12 @@
 -- if each point of the line stands for several steps (c.width > 1) or the series' field `band` is
 -- true. Instead of `column`, a series may have `points`: { { step, value } ... }; a value lasts
 -- until the next point. With `join`, the line bridges missing values. Series i is drawn in style i
--- (a colour and dashes), or in the style whose number is in its field `style`. More fields of a
--- panel: name (the title of its y axis), axis (from M.axis), hold (true: draws single steps as a
--- staircase). Shapes have x coordinates from 0 to `span`, which a page stretches to its width.
--- Texts are placed by percentages instead, so that they keep their size. Used by the report's
--- pages, views.lua, gnuplot.lua, lab.lua and docs/page.lua.
+-- (a colour and dashes), or in the style whose number is in its field `style`. `limits` are values
+-- that get a dotted line with a text. More fields of a panel: name (the title of its y axis), axis
+-- (from M.axis), hold (true: draws single steps as a staircase). Shapes have x coordinates from 0
+-- to `span`, which a page stretches to its width. Texts are placed by percentages instead, so that
+-- they keep their size. Used by the report's pages, views.lua, gnuplot.lua, lab.lua and
+-- docs/page.lua.
 local show = require "engine.base.show"
 local plot = require "engine.report.plot"
 

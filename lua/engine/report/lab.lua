@@ -55,6 +55,8 @@ local ENDS = { ".\n", ". ", ". ", ". ", "; ", ", and " }
 --- small grammar, and some words are more common than others, so that a model has something to
 --- learn.
 function M.text(bytes, seed)
+  -- a linear congruential generator with the constants of Numerical Recipes; the factor on the
+  -- seed, 2^32 / the golden ratio, moves the states of neighbouring seeds apart
   local state = (seed or 1) * 2654435769 % 2 ^ 32
   local function draw(n)
     state = (state * 1664525 + 1013904223) % 2 ^ 32
@@ -129,8 +131,8 @@ function M.train(o)
 end
 
 --- Calls run(seed) for the seeds 1 to n. run returns a loss. Returns the list of losses and a list
---- with the percentage by which each loss exceeds that of the same seed in `base` (nil: the losses
---- themselves).
+--- with the percentage by which each loss exceeds that of the same seed in `base`. Without `base`,
+--- all percentages are 0.
 function M.by_seed(n, run, base)
   local losses, excess = {}, {}
   for seed = 1, n do

@@ -158,8 +158,8 @@ function M.each(h, points, visit)
 end
 
 --- Reads the statistics of each layer. The top of the file describes the result. options: points
---- (120), only and tensors (as in M.rows), from and to (steps), hists (false: leaves out the
---- histograms).
+--- (the most columns; 120 by default), only and tensors (as in M.rows), from and to (steps), hists
+--- (false: leaves out the histograms).
 function M.read(h, options)
   local row_of, names = M.rows(h, options)
   local result = { names = names, x = {}, cells = {}, hists = {}, rows = 0, steps = {},

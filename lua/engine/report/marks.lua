@@ -17,8 +17,9 @@ local LINES = {
   { "swap", "policy swapped", "s" }, { "fp8_swap", "FP8 policy swapped", "f" },
   { "layers", "FP8 layers moved", "^" }, { "products", "products changed", "m" },
   { "swap_refused", "swap refused", "-" },
-  { "set", "setting changed", "=" }, { "rollback", "rolled back", "<" }, { "lost", "lost", "!" },
-  { "paused", "paused", "p" }, { "resumed", "run resumed", "r" }, { "stuck", "stuck", "!" },
+  { "set", "setting changed", "=" }, { "rollback", "rolled back", "<" },
+  { "lost", "loss stays inf or nan", "!" }, { "paused", "paused", "p" },
+  { "resumed", "run resumed", "r" }, { "stuck", "stuck in overflows", "!" },
 }
 local MOST = 200            -- the most lines of one kind
 

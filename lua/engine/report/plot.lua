@@ -16,8 +16,8 @@
 --   marks    x values to mark below the curve; mark_count: the number of marks for the legend, if
 --            the list leaves some out
 --   marked   further marks, a row for each: { { name =, symbol = "s", at = { x ... }, count = } }
---   x_name   the name of the x axis: "step"
---   width, height   in characters; by default, the width of the terminal and a height of 12
+--   x_name   the name of the x axis, such as "step"
+--   width, height   in characters; by default, the terminal's width (120 at most) and 12
 --   ascii    true: * instead of braille (by default where the terminal shows only ASCII)
 -- Inf and NaN do not fit on an axis: they are left out and, except with `curves` or `sparse`,
 -- counted in the title.
@@ -31,7 +31,7 @@ local plot = {}
 local MOST = 2000          -- the largest width or height, in characters
 
 --- Raises an error unless the sizes in a table of options can be drawn. name: the name of the
---- function, for the message; most: the largest size (2000).
+--- function, for the message; most: the largest size (2000 by default).
 function plot.check_sizes(options, name, most)
   M_ffi.expect(type(options) == "table", options, "%s: expected a table of options", name)
   for _, size in ipairs { "width", "height", "points" } do

@@ -130,7 +130,7 @@ local function lead(info, l, c)
   return '<p class="lead">' .. table.concat(said, " ") .. "</p>"
 end
 
--- Returns the row of figures below that paragraph.
+-- Returns the row of figures below the paragraph of lead().
 local function tiles(h, info, c)
   local speed = info.tokens > 0 and info.seconds > 0 and info.tokens / info.seconds or nil
   local low, high = curves.range(c, "scale")

@@ -10,9 +10,9 @@ local views = require "engine.report.views"
 
 local M = {}
 
-M.columns = 160
+M.columns = 160                 -- the most columns of a map by step
 local LEVELS = 14               -- levels of opacity for shares
-local TOP, BOTTOM = 6, 40
+local TOP, BOTTOM = 6, 40       -- margins above and below a map, in pixels
 local escape, power, with_length = chart.escape, chart.power, json.with_length
 
 -- Viridis without its darkest tenth. The brightness rises throughout, so that the map is readable
@@ -181,7 +181,7 @@ function M.layers_over_time(l, axis)
     end }, axis, { formats = l.formats })
 end
 
-local FEWEST = 1e-7
+local FEWEST = 1e-7             -- the share that has the lowest level of opacity
 
 local function level_of(share)
   return math.max(1, math.ceil((1 - math.log10(math.max(share, FEWEST)) / math.log10(FEWEST)) *

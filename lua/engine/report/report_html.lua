@@ -1,6 +1,6 @@
 -- The parts of a report's page: the frame of the page, JSON for its script, sections, tables,
--- panels with legends, a policy's source with colours. Used by report.lua and the other
--- report_*.lua.
+-- panels with legends, a policy's source with colours. Used by report.lua, report_compare.lua,
+-- report_heat.lua and report_tables.lua.
 local json = require "engine.base.json"
 local show = require "engine.base.show"
 local chart = require "engine.report.chart"

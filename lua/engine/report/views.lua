@@ -451,8 +451,8 @@ end
 
 --- Returns the statistics of a parameter's gradients at recorded steps: { name, shape, steps = { {
 --- step, amax, norm, inf, nan, zeros, underflow, hist, scale, relative_scale } ... } }. The list
---- `steps` has at most options.points (200) entries. print shows the result as a curve of the
---- largest stored value, followed by the last histogram.
+--- `steps` has at most options.points entries (200 by default). print shows the result as a curve
+--- of the largest stored value, followed by the last histogram.
 function M.tensor(h, name, options)
   options = read_options(options, "tensor", TENSOR)
   local parameter = parameter_of(h, name)

@@ -165,7 +165,7 @@ end
 --- be removed.
 function M.save(dir, step, parts, options)
   M_ffi.raise_if(type(step) ~= "number" or step < 0 or step % 1 ~= 0,
-    "checkpoint.save: expected a step of 0 or more, got %s", tostring(step))
+    "checkpoint.save: expected the step to be a whole number of 0 or more, got %s", tostring(step))
   M_ffi.expect(type(dir) == "string", dir, "checkpoint.save: expected a directory")
   M_ffi.expect(type(parts) == "table", parts, "checkpoint.save: expected a table of parts")
   local keep = options and options.keep
@@ -204,8 +204,8 @@ local function write_own(place, pieces, step)
   return ("%s %d"):format(file.crc32c, file.bytes)
 end
 
--- Builds the table `files` of state.json from the answers of all ranks ("ok CHECKSUM BYTES", or an
--- error message). Raises an error if a rank failed.
+-- Builds the table `files` of state.json from the answers of all ranks. An answer is "ok CHECKSUM
+-- BYTES" or an error message. Raises an error if a rank failed.
 local function files_of(answers)
   local files, failed = {}, {}
   for i, answer in ipairs(answers) do
@@ -260,13 +260,14 @@ local function read_state(directory)
   file:close()
   local body, crc = text:match('^(.*),"crc32c":"(%x+)"}\n$')
   if not body then return nil, "state.json is incomplete" end
-  if crc_text(C.eng_crc32c(0, body, #body)) ~= crc then
-    return nil, "state.json is damaged: its checksum is not " .. crc
+  local own = crc_text(C.eng_crc32c(0, body, #body))
+  if own ~= crc then
+    return nil, ("state.json is damaged: its checksum is %s, expected %s"):format(own, crc)
   end
   local good, header = pcall(json.decode, text)
   if not good then return nil, "state.json is damaged: " .. tostring(header) end
   if fields.whole(header.format) and header.format > SHARDS then
-    return nil, ("was written by a newer engine (in format %.0f; this engine reads up to %d)")
+    return nil, ("it was written by a newer engine (in format %.0f; this engine reads up to %d)")
       :format(header.format, SHARDS)
   end
   problem = HEADER(header, "state.json")

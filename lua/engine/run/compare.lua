@@ -257,8 +257,8 @@ local function add(c, list, name, options, start, log)
 end
 
 --- Reads the curves of the metrics `names`; the top of the file describes the result. options:
---- from, to (steps), points (the most columns; 240), group (a setting), log (as in history:plot;
---- with a logarithmic axis, a group's mean is geometric).
+--- from, to (steps), points (the most columns; 240 by default), group (a setting), log (as in
+--- history:plot; with a logarithmic axis, a group's mean is geometric).
 function M.read(list, names, options)
   local c = { x = {}, first_step = {}, overflows = {}, width = 1, curves = {},
     notes = { unpack(list.notes) } }

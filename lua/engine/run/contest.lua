@@ -94,7 +94,7 @@ end
 function M.open(job)
   local self = setmetatable(job, Contest)
   fail_if(files.exists(self.path .. "/history.db"),
-    "%s is a run, not a contest; hint: name=ANOTHER", self.path)
+    "%s is a run, not a contest; hint: name=ANOTHER starts a new contest", self.path)
   self.runs = list_runs(self)
   check(C.eng_file_mkdir(self.path), true)
   local lock = M_ffi.new("int[1]", -1)

@@ -5,7 +5,7 @@
 --
 -- The socket is RUN/attach.sock, mode 0600. A request is a line of JSON, { "do": NAME, "id": any,
 -- ... }. The reply is a line of JSON, { "ok": true, "id":, "text":, "status": } or { "ok": false,
--- "id":, "error": }. The commands are in `commands` below.
+-- "id":, "error":, "status": }. The commands are in `commands` below.
 --
 -- With several ranks, rank 0 listens. When the ranks exchange the next step's record, all of them
 -- learn that there is a request. Then rank 0 sends the request, and all ranks carry it out at the
@@ -26,9 +26,9 @@ Control.__index = Control
 local MOST_LINES = 8       -- the most requests that are handled between two steps
 local PAUSE_MS = 100       -- milliseconds between two checks of signals and files during a pause
 
--- wanted: whether the run opens a socket. set: the settings that clients changed, by name. waiting:
--- the ids of `step` requests without a reply yet, by client. heard: the requests that rank 0 has
--- not yet sent to the other ranks.
+-- Returns the Control of a trainer, with these fields. wanted: whether the run opens a socket. set:
+-- the settings that clients changed, by name. waiting: the ids of `step` requests without a reply
+-- yet, by client. heard: the requests that rank 0 has not yet sent to the other ranks.
 function M.new(trainer, options)
   return setmetatable({ trainer = trainer, wanted = options.attach ~= false, set = {}, waiting = {},
     heard = {}, many = trainer.reducer.many, follows = trainer.reducer.rank > 0 }, Control)
@@ -63,8 +63,9 @@ local function count(x) return type(x) == "number" and x >= 0 and x % 1 == 0 and
 
 -- Returns the setting for one of the trainer's limits, such as clip. The value 0 means no limit.
 local function limit(field)
-  return { "a number, 0 for none", not_negative, function(t) return t[field] or 0 end,
-    function(t, x) t[field] = x > 0 and x or nil end, kept = true }
+  return { "a number of 0 or more (0: no limit)", not_negative,
+    function(t) return t[field] or 0 end, function(t, x) t[field] = x > 0 and x or nil end,
+    kept = true }
 end
 
 -- Returns the setting for a field of the Run (run.lua). what: the expected value in words.
@@ -142,7 +143,9 @@ function commands.status() return "" end
 -- policy's text; request.file is then its name.
 function commands.swap(self, request)
   local source = request.file
-  if type(source) ~= "string" then return nil, "swap: expected the name or the file of a policy" end
+  if type(source) ~= "string" then
+    return nil, "swap: expected the name or the file of a policy, got " .. M_ffi.value_text(source)
+  end
   if type(request.source) == "string" then source = { source = request.source, file = source } end
   local good, problem = self.trainer.swaps:swap(source, type(request.options) == "table"
     and request.options or nil, "attached")
@@ -214,8 +217,8 @@ function commands.set(self, request)
       M_ffi.value_text(request.value))
   end
   if request.name == "steps" and request.value <= self.trainer.steps_done then
-    return nil, ("steps: expected more than the %d steps already done; hint: run:stop()"):format(
-      self.trainer.steps_done)
+    return nil, ("steps: expected more than the %d steps already done, got %.0f; hint: run:stop()")
+      :format(self.trainer.steps_done, request.value)
   end
   local before = setting[3](self.trainer)
   setting[4](self.trainer, request.value)
@@ -249,7 +252,9 @@ end
 local function serve(self, number, line, told)
   local read, request = pcall(require("engine.base.json").decode, line)
   if not read or type(request) ~= "table" then
-    self:answer(number, nil, { ok = false, error = "expected a JSON object on one line" })
+    local problem = ("expected a JSON object on one line, got '%s'"):format(show.cut(show.shown(
+      line), 80))
+    self:answer(number, nil, { ok = false, error = problem })
     return
   end
   local command = commands[request["do"]]

@@ -9,14 +9,13 @@
 -- (explained below):
 --   If the step did not overflow:
 --     ratio <= 1   No overflow; exact, because no magnitude of the backward pass is larger.
---     ratio > 1    An overflow, if the largest fp16 gradient times `ratio` is 65520 or more, which
---                  rounds past the largest fp16 number. This is exact if accumulate = 1. With
---                  accumulate > 1, the record describes the f32 sum of the micro-batches'
---                  gradients. The overflow is then exact only if the product is accumulate * 65520
---                  or more, so that some micro-batch must overflow; otherwise it is a bound. If the
---                  product is smaller than 65520, no overflow is assumed. This result is called
---                  "hidden", because an intermediate result may overflow where no parameter's
---                  gradient does.
+--     ratio > 1    Let m be the largest fp16 gradient times `ratio`. If m is 65520 or more, which
+--                  rounds past the largest fp16 number, the step overflows. This is exact if
+--                  accumulate = 1. With accumulate > 1, the record describes the f32 sum of the
+--                  micro-batches' gradients. The overflow is then exact only if m is accumulate *
+--                  65520 or more, so that some micro-batch must overflow; otherwise it is a bound.
+--                  If m is less than 65520, no overflow is assumed. This result is called "hidden",
+--                  because an intermediate result may overflow where no parameter's gradient does.
 --   If the step overflowed:
 --     ratio >= 1   An overflow; exact. A loss of inf or nan gives the same result at any ratio.
 --     ratio < 1    A bound, because the true magnitude behind an inf is unknown. If the finite
@@ -66,7 +65,8 @@ local function restate(s, ratio, over, format)
   local mass, lost, kept, tiny, zeros, inf, removed, top = 0, 0, 0, 0, 0, 0, 0, nil
   ffi.fill(shifted, ffi.sizeof(shifted))
 
-  -- adds `count` elements whose exponent was `from` and is e at the new scale
+  -- Adds `count` elements whose exponent was `from` and is e at the new scale. Assumes that they
+  -- are spread evenly over [2^e, 2^(e + 1)): their mean is 1.5 * 2^e, their mean square 7/3 * 4^e.
   local function put(from, e, count)
     if count == 0 then return end
     local magnitude = 1.5 * 2 ^ e
@@ -255,7 +255,7 @@ local WHY = {
   bound = "its statistics at its own scale are only estimated",
   departs = "its updates differ from the run's",
   late = "an older engine recorded the earlier steps",
-  unmeasured = "the history lacks amaxes that it reads",
+  unmeasured = "the history lacks amaxes that the policy reads",
 }
 
 --- Returns the certainty of a policy before its first step, as plain data. exact, bounds: how many

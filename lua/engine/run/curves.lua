@@ -9,7 +9,7 @@
 --   c.rows[i], c.overflows[i], c.skipped[i]  rows, overflows, steps without update in column i
 --   c.loss.min[i], .max[i], .mean[i]         nil if no value of the column is finite
 --   c.loss.at_end                            the value at the last step, or nil if c.width is 1
--- Used by history.lua, compare.lua, contest.lua, the pictures and the reports.
+-- Used by history.lua, compare.lua, contest.lua, the pictures, the reports and the commands.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 
@@ -190,7 +190,8 @@ function M.totals(h)
   for _, key in ipairs { "rows", "overflows", "skipped", "failed", "tokens" } do
     sum[key] = (a[key] or 0) + (b[key] or 0)
     fail_if(not (sum[key] >= 0 and sum[key] < math.huge),
-      "history %s is damaged: the blocks' '%s' sum to %g", h.path, key, sum[key])
+      "history %s is damaged: expected the column '%s' of its blocks to sum to 0 or more, got %g",
+      h.path, key, sum[key])
   end
   return sum
 end
@@ -260,16 +261,17 @@ local function fill(h, cells, wanted, start, width, n, last, done, counts)
 end
 
 --- Returns how many steps each column has in a picture that shows the steps first..last in at most
---- `points` (240) columns. The option `width` of M.read takes this number.
+--- `points` columns (240 by default). The option `width` of M.read takes this number.
 function M.width(first, last, points)
   local width = math.max(1, math.ceil((last - first + 1) / (points or 240)))
   return width > BLOCK and math.ceil(width / BLOCK) * BLOCK or width
 end
 
 --- Reads the columns of metrics; the top of the file describes the result. options: from, to
---- (steps; default: the whole run), points (the most columns; 240), or width (from M.width; columns
---- begin at multiples of it, so that the columns of several runs agree). If a column is wider than
---- a block, columns begin at multiples of 256 steps, so the first may begin before `from`.
+--- (steps; default: the whole run), points (the most columns; 240 by default), or width (from
+--- M.width; columns begin at multiples of this width, so that the columns of several runs agree).
+--- If a column is wider than a block, columns begin at multiples of 256 steps, so the first column
+--- may begin before `from`.
 function M.read(h, wanted_names, options)
   options = options or {}
   local summed, other, of_layers = {}, {}, {}

@@ -93,8 +93,8 @@ local function told(status)
   return nil, M_ffi.message()
 end
 
--- Raises an error unless the values are given that a method requires. For a missing value, the core
--- would read a null pointer. names: the names of the values, for the message.
+-- Raises an error if a value that a method requires is nil, because the core would read a null
+-- pointer. names: the names of the values, for the message.
 local function need(method, names, ...)
   for i = 1, select("#", ...) do
     if (select(i, ...)) == nil then
@@ -384,7 +384,7 @@ function History:steps(from, to)
     to or 2 ^ 53 - 1)
 end
 
---- Returns the rows of the last n steps (20), oldest first.
+--- Returns the rows of the last n steps (20 by default), oldest first.
 function History:last(n)
   n = arguments.want_whole(n or 20, "history:last", "the number of rows", 0)
   local rows = select_steps(self, "ORDER BY step DESC, attempt DESC LIMIT ?", n)

@@ -8,10 +8,11 @@
 --   progress:note("step 12: evaluation loss 3.1000")     a separate line
 --   progress:finish()
 --
--- A json object has exactly these fields, in this order. `step`, `updates` and `skipped` are the
--- numbers of attempts, updates and skipped steps so far; `overflow`: this step overflowed. JSON has
--- no infinity and no NaN: they are the strings "inf", "-inf" and "nan" (which Python's float()
--- accepts). A missing field is null. Numbers have enough digits to read the same double back.
+-- A json object has exactly the fields of update() above, in that order. `step`, `updates` and
+-- `skipped` are the numbers of attempts, updates and skipped steps so far; `overflow` is true if
+-- this step overflowed. JSON has no infinity and no NaN: they are the strings "inf", "-inf" and
+-- "nan", which Python's float() accepts. A missing field is null. Numbers have enough digits to
+-- read the same double back.
 local json = require "engine.base.json"
 local show = require "engine.base.show"
 

@@ -390,7 +390,7 @@ end
 
 --- Records what the verdict on a step changed in FP8 layers (fp8_sites.lua): their rungs on the
 --- recipe's ladder, and the accumulators of their products. all: records the rungs of all layers.
--- Also notes it if an FP8 policy has no effect.
+-- If an FP8 policy has no effect, also shows and records a line that says so.
 function Run:layers(step, all)
   local sites = self.trainer.optimizer.fp8
   local moved, text, products

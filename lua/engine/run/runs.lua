@@ -57,8 +57,9 @@ function M.holder(path)
 end
 
 --- Returns two values that say how a run ended. The first is a text: "finished", "stopped: why",
---- "error: why", "drift: which ranks" or, if the history records no end, "running" or "died". The
---- second is the field `how` of M.info. last: the last recorded step.
+--- "error: why", "drift: which ranks" (those whose weights drifted apart) or, if the history
+--- records no end, "running" or "died". The second is the field `how` of M.info. last: the last
+--- recorded step.
 function M.ending(h, path, last)
   local event = h:query("SELECT kind, text, step FROM events WHERE kind IN ('finished', " ..
     "'stopped', 'error', 'drift', 'resumed') ORDER BY id DESC LIMIT 1")[1]

@@ -65,7 +65,8 @@ function M.new(trainer, shadow)
       sites and "any" or nil)
     if not loaded then error("shadow: " .. policy, 0) end
     fail_if(policy == trainer.policy,
-      "trainer: a shadow must be a separate policy, not the current one")
+      "shadow: expected another policy than the trainer's, got the trainer's policy %s",
+      policy.name)
     local one = { name = name_of(source, policy, taken), policy = policy, skipped = 0,
       overflows = 0, failed = 0, apart = 0, most = 0, certainty = counterfactual.certainty() }
     if policy.fp8 then
@@ -301,8 +302,8 @@ local function regain(s, old, most)
   for i = 1, rungs and math.max(#s.rungs, #rungs) or 0 do
     local rung = rungs[i]
     fail_if(not (s.rungs[i] and rung and rung >= 1 and rung <= most),
-      "rungs[%d]: expected %d rungs from 1 to %d, got %s", i, #s.rungs, most,
-      M_ffi.value_text(rung))
+      "rungs[%d]: expected a number from 1 to %d for each of the %d layers, got %s", i, most,
+      #s.rungs, M_ffi.value_text(rung))
   end
   s.policy:restore(old.state)
 end

@@ -234,7 +234,8 @@ function M.index(path, names)
       local entry, part, tensor_name, from = file.entries[entry_name],
         entry_name:match("^(%w+)/(.*)@(%d+)$")
       local shape_text = part and file.metadata[part .. "/" .. tensor_name]
-      fail_if(not shape_text, "%s: '%s' is not a piece of a tensor", name, entry_name)
+      fail_if(not shape_text, "%s: '%s' is not a piece of a tensor; expected a name such as " ..
+        "'model/NAME@0', and the shape of model/NAME in the metadata", name, entry_name)
       local shape = {}
       for n in shape_text:gmatch("%d+") do shape[#shape + 1] = tonumber(n) end
       parts[part] = parts[part] or {}
@@ -242,7 +243,9 @@ function M.index(path, names)
         or { dtype = entry.dtype, shape = shape, count = M.elements(shape), pieces = {} }
       parts[part][tensor_name] = whole
       fail_if(whole.dtype ~= entry.dtype or whole.count ~= M.elements(shape),
-        "%s: '%s' differs from the other shards in dtype or shape", name, entry_name)
+        "%s: '%s' differs from the other shards: expected a piece of %s %s, got one of %s %s",
+        name, entry_name, whole.dtype, tensor.shape_text(whole.shape), entry.dtype,
+        tensor.shape_text(shape))
       table.insert(whole.pieces, { file = name, name = entry_name, from = tonumber(from),
         count = entry.shape[1] })
     end

@@ -29,7 +29,7 @@ Swap.__index = Swap
 
 local RING = 64        -- the number of recent records on which a candidate is tried
 local PATIENCE = 2     -- the run waits for a candidate's trial for at most this many seconds
-local MOST_UNDO = 20
+local MOST_UNDO = 20   -- the number of swaps that can be undone
 
 function M.new(trainer, options)
   local self = setmetatable({ trainer = trainer, watching = options.watch ~= false,

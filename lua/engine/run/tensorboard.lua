@@ -95,7 +95,7 @@ function M.histogram_proto(hist, s)
   for e = least, most do
     local n = hist[e] or 0
     put(2 ^ (e + 1), n)
-    sum = sum + n * 1.5 * 2 ^ e
+    sum = sum + n * 1.5 * 2 ^ e                  -- the middle of the binade stands for its elements
   end
   local low = zeros == 0 and any and 2 ^ least or 0
   return double_field(1, low) .. double_field(2, s.amax or 0) .. double_field(3, num) ..

@@ -32,7 +32,7 @@ function M.verdicts(text)
   local steps, at = {}, 1
   local function fail(what, place)
     M_ffi.fail("trace '%s': at character %d, %s; expected . for a good step, x for an overflow, " ..
-      "and a number to repeat the next one", #text > 60 and text:sub(1, 57) .. "..." or text,
+      "and a number to repeat the step after it", #text > 60 and text:sub(1, 57) .. "..." or text,
       place, what)
   end
   while true do

@@ -23,7 +23,7 @@ M.objectives = {
 }
 
 local GRID = { 17, 7, 5, 4, 3 }   -- grid points for each range, by the number of ranges
-local REFINEMENTS, FINER = 3, 5
+local REFINEMENTS, FINER = 3, 5   -- the number of finer grids, and their points for each range
 
 -- Loss scales are usually powers of two. If an option's name contains "scal", and its default and
 -- both ends of its range are powers of two, the search tries only powers of two.
@@ -104,7 +104,8 @@ local function read(o)
   for i, run in ipairs(o.runs) do
     s.traces[i] = type(run) == "table" and run or replay.trace(run)
     fail_if(not s.traces[i].names and s.objective ~= "skipped", "'%s' is a string of outcomes " ..
-      "without gradients; the only objective for it is 'skipped'", s.traces[i].name)
+      "without gradients; expected the objective 'skipped', got '%s'", s.traces[i].name,
+      s.objective)
   end
   if #s.traces == 0 then error("expected at least one run in `runs`, got none", 0) end
   local loaded, policy = pcall(require("engine.policy.policy").load, s.source, s.fixed)
