@@ -207,7 +207,10 @@ describe("engine attach", function()
       assert.matches(text, result.err, 1, true)
     end
     refused('run:set("lrr", 1)', "there is no setting 'lrr'; did you mean 'lr'?")
-    refused('run:set("lr", -1)', "lr: expected a positive number, or 'schedule', got -1")
+    refused('run:set("lr", -1)',
+      "lr: expected a positive number up to 3.4e38, or 'schedule', got -1")
+    refused('run:set("lr", 1e300)', "got 1e+300")
+    refused('run:set("lr", "schedule")', "lr: this run has no schedule")
     refused('run:set("lr", 0/0)', "lr: expected a positive number")
     refused('run:step(0)', "step: expected a whole number of steps, 1 or more, got 0")
     refused('policy.swap("dynamic")', "expected a colon: policy:swap(...)")

@@ -100,6 +100,8 @@ describe("swapping a policy of FP8 layers", function()
         end
       end
       assert.equal(count, found)
+      job { base = base, fp8 = { policy = "fp8_delayed", sample = 1 }, run = run, resume = "auto",
+        steps = 10 }
     end
   end)
 

@@ -77,7 +77,8 @@ end
 -- name -> { the expected value in words, a test of a value, a function that reads the setting, a
 -- function that sets it, kept = true if checkpoints store it }
 local settings = {
-  lr = { "a positive number, or 'schedule'", function(x) return positive(x) or x == "schedule" end,
+  lr = { "a positive number up to 3.4e38, or 'schedule'",
+    function(x) return positive(x) and x < 2 ^ 128 or x == "schedule" end,
     function(t) return t.fixed_lr or t.schedule and "schedule" or t.optimizer.lr end,
     function(t, x)
       t.fixed_lr = x ~= "schedule" and x or nil
@@ -219,6 +220,9 @@ function commands.set(self, request)
   if request.name == "steps" and request.value <= self.trainer.steps_done then
     return nil, ("steps: expected more than the %d steps already done, got %.0f; hint: run:stop()")
       :format(self.trainer.steps_done, request.value)
+  end
+  if request.value == "schedule" and not self.trainer.schedule then
+    return nil, "lr: this run has no schedule; expected a positive number"
   end
   local before = setting[3](self.trainer)
   setting[4](self.trainer, request.value)

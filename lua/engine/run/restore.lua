@@ -28,7 +28,8 @@ end
 -- Returns the settings that the checkpoint and the resumed run must share: if one differs, the
 -- losses differ.
 local function numerics_of(trainer)
-  return { precision = trainer.precision.name, threads = tonumber(C.eng_threads(0)),
+  return { precision = trainer.precision.name, recipe = trainer.precision.checksum,
+    threads = tonumber(C.eng_threads(0)),
     schedule = trainer.schedule and tostring(trainer.schedule) or nil }
 end
 
@@ -75,14 +76,18 @@ local function owned(c, field, f, ...)
 end
 
 -- Lets a seat's policy take over from a checkpoint's policy: loads the checkpoint's policy from
--- `source` (as in policy.load) and restores its saved state. Returns true, or false and the reason.
+-- `source` (as in policy.load) and restores its saved state. Returns true; or false, the reason,
+-- and whether the checkpoint's policy itself could be loaded.
 local function follow(seat, saved, source)
-  return pcall(function()
+  local loaded = false
+  local took, why = pcall(function()
     local old = require("engine.policy.policy").load(source, nil, seat.policy.fp8 and "fp8" or nil)
     seat:prepare(old)
     old:restore(saved.state)
+    loaded = true
     seat.policy:take_over(old)
   end)
+  return took, why, loaded
 end
 
 -- Gives a seat's policy the saved state of the checkpoint's policy of the same name. If the source
@@ -114,7 +119,8 @@ end
 -- about the differences to `notes`.
 local function take_policies(trainer, c, notes)
   local state = c.state
-  local same = state.precision == trainer.precision.name
+  local now = numerics_of(trainer)
+  local same = state.precision == now.precision and (state.recipe or now.recipe) == now.recipe
   for i, entry in ipairs(trainer.swaps.seats) do
     local saved, field = saved_policy(state, i)
     if saved and saved.swapped then notes[#notes + 1] = trainer.swaps:resume(i, saved.swapped) end
@@ -123,11 +129,14 @@ local function take_policies(trainer, c, notes)
     if saved and saved.name == policy.name then
       notes[#notes + 1] = owned(c, field .. ".state", regain, entry.seat, saved)
     elseif saved then
-      local took = same and (follow(entry.seat, saved, saved.name)
-        or saved.file and follow(entry.seat, saved, saved.file))
+      local took, why, loaded
+      if same then took, why, loaded = follow(entry.seat, saved, saved.name) end
+      if same and not loaded and saved.file then
+        took, why, loaded = follow(entry.seat, saved, saved.file)
+      end
       notes[#notes + 1] = ("the %s is %s now and was %s; it %s"):format(what, policy.name,
-        tostring(saved.name), not took and "starts fresh" or policy.fp8 and "takes over"
-        or ("takes over at the scale %g"):format(policy:scale()))
+        tostring(saved.name), not took and "starts fresh" .. (loaded and ": " .. why or "")
+        or policy.fp8 and "takes over" or ("takes over at the scale %g"):format(policy:scale()))
     elseif not policy.idle then
       notes[#notes + 1] = ("the FP8 policy %s starts fresh: the checkpoint has no state for it")
         :format(policy.name)
@@ -265,6 +274,10 @@ function M.take_over(trainer, c, config)
       notes[#notes + 1] = ("%s is %s now and was %s, so the losses will differ"):format(what,
         tostring(now[what]), tostring(state[what]))
     end
+  end
+  if state.precision == now.precision and (state.recipe or now.recipe) ~= now.recipe then
+    notes[#notes + 1] = ("the recipe of precision %s is another one now than in the " ..
+      "checkpoint, so the losses will differ"):format(now.precision)
   end
   return notes
 end

@@ -400,7 +400,8 @@ function Run:layers(step, all)
   end
   local unused = sites and sites:unused()
   if unused then
-    self.trainer:note(("step %d: %s"):format(step, unused))
+    local line = ("step %d: %s"):format(step, unused)
+    if self.trainer.run_files then self.trainer:note(line) else table.insert(self.notes, line) end
     self:event(step, "fp8_unused", unused)
   end
   if moved then self:event(step, "layers", text, moved) end

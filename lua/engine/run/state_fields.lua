@@ -65,6 +65,7 @@ local STATE = record {
   tokens = count, elapsed = amount, rollbacks = optional(count),
   lr_factor = optional(lr_factor), accumulate = optional(between(1, 2 ^ 20)),
   ranks = optional(between(1, 2 ^ 16)), precision = optional(text), schedule = optional(text),
+  recipe = optional(text),
   threads = optional(count), evaluation_loss = optional(number_text),
   last_verdict = optional(record { clip = amount, lr_mul = amount }),
   optimizer = record { name = text, updates = count },

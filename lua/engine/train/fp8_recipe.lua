@@ -292,12 +292,23 @@ function M.describe(fp8)
       list[#list + 1] = over[name] and ("%s %s"):format(name,
         role_text(arguments.merged(fp8[name], over[name])))
     end
+    for _, name in ipairs(M.products) do
+      list[#list + 1] = over[name] and ("%s %s"):format(name,
+        product_text(name, arguments.merged(fp8[name], over[name])))
+    end
     add("layers", ("%s: %s"):format(over.match, table.concat(list, "; ")))
+  end
+  for i, rung in ipairs(fp8.ladder or {}) do
+    add(("ladder %d"):format(i), type(rung) == "string" and rung
+      or "changes of " .. table.concat(nearest.keys(rung), ", "))
   end
   for _, name in ipairs { "high_first", "high_last" } do
     if (fp8[name] or 0) > 0 then add(name, ("%d blocks in high precision"):format(fp8[name])) end
   end
   if type(fp8.policy) == "string" then add("policy", fp8.policy) end
+  if fp8.sample then
+    add("sample", fp8.sample == 0 and "never" or ("every %d steps"):format(fp8.sample))
+  end
   add("guide", MX_RULES[(fp8.x or {}).rule] and "docs/microscaling.md" or "docs/fp8.md")
   return rows
 end

@@ -275,8 +275,30 @@ local function operation_formats(full)
     dtype[full.norm], dtype[full.wide], full.fp8 and 1 or 0 })
 end
 
+-- Returns a value as text: equal tables give equal text.
+local function canonical(value)
+  if type(value) ~= "table" then return tostring(value) end
+  local parts = {}
+  for _, key in ipairs(nearest.keys(value)) do
+    local own = value[key] == nil and tonumber(key) or key       -- keys() returns texts
+    parts[#parts + 1] = key .. "=" .. canonical(value[own])
+  end
+  return "{" .. table.concat(parts, ",") .. "}"
+end
+
+-- Returns a checksum of a full recipe's formats and `fp8` table, without the name, the policies and
+-- `sample`, as 8 hexadecimal digits.
+local function checksum_of(full)
+  local fp8 = full.fp8 and arguments.merged(full.fp8)
+  if fp8 then fp8.policy, fp8.sample = nil, nil end
+  local parts = { canonical(fp8) }
+  for _, role in ipairs(nearest.keys(FORMATS)) do parts[#parts + 1] = tostring(full[role]) end
+  local text = table.concat(parts, " ")
+  return ("%08x"):format(M_ffi.C.eng_crc32c(0, text, #text))
+end
+
 --- Returns the full recipe for a name or a table. Missing fields of a table come from its `base`
---- (fp32 by default).
+--- (fp32 by default). The field `checksum` tells recipes of one name apart.
 function M.resolve(recipe)
   if formats_of[recipe] ~= nil then return recipe end
   if recipe == nil then recipe = "fp32" end
@@ -331,12 +353,14 @@ function M.resolve(recipe)
     raise("precision '%s': rounding = '%s' is for masters = 'bf16', but the masters are f32",
       full.name, full.rounding)
   end
+  full.checksum = checksum_of(full)
   formats_of[full] = operation_formats(full)
   return full
 end
 
---- Returns whether two full recipes have the same formats and equal `fp8` tables.
+--- Returns whether two recipes have the same formats and equal `fp8` tables.
 function M.same(a, b)
+  a, b = M.resolve(a), M.resolve(b)
   for role in pairs(FORMATS) do
     if a[role] ~= b[role] then return false end
   end
