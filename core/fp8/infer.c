@@ -5,6 +5,7 @@
 #include "base/mx.h"
 #include "base/nf4.h"
 #include "autograd/infer.h"
+#include "sites.h"
 
 #include <math.h>
 #include <string.h>
@@ -139,11 +140,9 @@ static eng_status want_mx(const op_call *c, int64_t format, int64_t rows, int64_
           "%s: expected the format e4m3, e5m2, e2m1, e2m3, e3m2 or mxint8, got number %lld", name,
           (long long)format);
   ENG_TRY(want_between(c, "a scale rule", rule, 0, ENG_MX_RULES - 1));
-  static const char *const small[] = {"e2m1", "e2m3", "e3m2", "mxint8"};
   FAIL_IF((mx_is_nvfp4(rule) || mx_is_fitted(rule)) && format != ENG_FORMAT_E2M1, ENG_ERR_VALUE,
-          "%s: the rules nvfp4, four_over_six, four_over_six_mse, quest and ms_eden need the "
-          "format e2m1, got %s", name, format < ENG_FORMAT_E2M1 ? eng_dtype_name((int)format)
-                                                         : small[format - ENG_FORMAT_E2M1]);
+          "%s: the rule %s needs the format e2m1, got %s", name, fp8_rule_name(rule),
+          fp8_format_name(format));
   FAIL_IF(rows < 1 || rows > 128 || columns < 1 || columns > 128, ENG_ERR_VALUE,
           "%s: expected blocks of 1 to 128 rows and columns, got %lld x %lld (0: all)", name,
           (long long)rows, (long long)columns);
@@ -293,7 +292,8 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
        eight = (a->format_a == ENG_e4m3 || a->format_a == ENG_e5m2) &&
                (a->format_b == ENG_e4m3 || a->format_b == ENG_e5m2);
   FAIL_IF(!four && !eight, ENG_ERR_DTYPE, "mx_matmul: expected both operands in e4m3 or e5m2, or "
-          "both in e2m1, got formats %lld, %lld", (long long)a->format_a, (long long)a->format_b);
+          "both in e2m1, got %s and %s", fp8_format_name(a->format_a),
+          fp8_format_name(a->format_b));
   int nvfp4 = mx_is_nvfp4(a->rule_a);
   FAIL_IF(a->rule_a < 0 || a->rule_a >= ENG_MX_RULES || a->rule_b < 0 ||
           a->rule_b >= ENG_MX_RULES || nvfp4 != mx_is_nvfp4(a->rule_b) || (nvfp4 && !four),

@@ -20,6 +20,20 @@ static bool measuring;
 
 const char *const fp8_role_name[] = { "x", "w", "dy" };
 const char *const fp8_product_name[] = { "forward", "dgrad", "wgrad" };
+
+const char *fp8_format_name(int64_t format)
+{
+  static const char *const small[] = { "e5m6", "e2m1", "e2m3", "e3m2", "mxint8" };
+  if (format < ENG_FORMAT_E5M6) return eng_dtype_name((int)format);
+  return format <= ENG_FORMAT_MXINT8 ? small[format - ENG_FORMAT_E5M6] : "unknown";
+}
+
+const char *fp8_rule_name(int64_t rule)
+{
+  static const char *const names[] = { "floor", "ceil", "even", "rceil", "nvfp4", "four_over_six",
+                                       "four_over_six_mse", "quest", "ms_eden", "msamp_fp4" };
+  return rule >= 0 && rule <= ENG_MX_MSAMP_FP4 ? names[rule] : "unknown";
+}
 const int fp8_factors[ENG_FP8_PRODUCTS][2] = {
   {ENG_FP8_X, ENG_FP8_W}, {ENG_FP8_DY, ENG_FP8_W}, {ENG_FP8_DY, ENG_FP8_X}};
 
@@ -198,8 +212,8 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
                (r->format >= ENG_FORMAT_E2M1 && r->format <= ENG_FORMAT_MXINT8);
   FAIL_IF(!known || r->mx < 0 || r->mx > ENG_MX_RULES ||
           ((mx_is_nvfp4(r->mx - 1) || mx_is_fitted(r->mx - 1)) && r->format != ENG_FORMAT_E2M1),
-          ENG_ERR_DTYPE, "expected a format of microscaling that its scale rule allows, got "
-          "format number %d with rule number %d", r->format, r->mx - 1);
+          ENG_ERR_DTYPE, "expected a format of microscaling that its scale rule allows, got %s "
+          "with the rule %s", fp8_format_name(r->format), fp8_rule_name(r->mx - 1));
   FAIL_IF(!fits, ENG_ERR_VALUE, "expected blocks of 1 to 128 rows and columns (for e2m1, an even "
           "number of columns), got %d x %d (0: all)", r->block_rows, r->block_columns);
   FAIL_IF(r->stochastic < 0 || r->stochastic > 24 || !(r->factor >= 0 && r->factor <= 1) ||

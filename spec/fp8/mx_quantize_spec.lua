@@ -400,7 +400,7 @@ describe("microscaling", function()
   it("names what it expects", function()
     local x = engine.randn(2, 32)
     for message, options in pairs { ["rule ceil, even, floor"] = { rule = "flor" },
-      ["did you mean 'e2m1'"] = { format = "e2m" }, ["need the format e2m1"] = { rule = "nvfp4",
+      ["did you mean 'e2m1'"] = { format = "e2m" }, ["needs the format e2m1"] = { rule = "nvfp4",
         format = "e4m3" }, ["nonfinite te"] = { nonfinite = "nan" },
       ["hadamard to be 0, 16"] = { hadamard = 8 },
       ["unless transposed is true"] = { hadamard = 16 },

@@ -178,9 +178,9 @@ generators.mx_quantize = function(try)
   end
   local x = float("f32", { 3, 3 }, "normal")
   for _, bad in ipairs { { { 0, 1, 32, 0 }, "the format" }, { { 10, 1, 32, 9 }, "scale rule from" },
-    { { 10, 1, 16, 4 }, "need the format e2m1" }, { { 10, 0, 32, 0 }, "blocks of 1 to 128" },
+    { { 10, 1, 16, 4 }, "needs the format e2m1" }, { { 10, 0, 32, 0 }, "blocks of 1 to 128" },
     { { 13, 1, 5, 0 }, "even number of columns" }, { { 13, 1, 4, 0 }, "even length" },
-    { { 10, 1, 32, 7 }, "need the format e2m1" }, { { 13, 1, 4, 7, FINITE }, "quest and" },
+    { { 10, 1, 32, 7 }, "needs the format e2m1" }, { { 13, 1, 4, 7, FINITE }, "quest and" },
     { { 13, 2, 2, 7 }, "quest and" }, { { 13, 1, 4, 7, 0, 8 }, "quest and" },
     { { 13, 1, 4, 8, TURNED }, "quest and" }, { { 13, 1, 6, 8 }, "divides 128" },
     { { 13, 1, 16, 8, GATE }, "flags" },
