@@ -21,8 +21,8 @@ typedef struct fp8_site {
 } fp8_site;
 
 extern const char *const fp8_role_name[], *const fp8_product_name[];
-/// Return the name of a format (a dtype or ENG_FORMAT_*) or of a rule of microscaling (ENG_MX_*), or
-/// "unknown", for messages.
+/// Return, for messages, the name of a format (a dtype or ENG_FORMAT_*) and of a rule of
+/// microscaling (ENG_MX_*), or "unknown".
 const char *fp8_format_name(int64_t format);
 const char *fp8_rule_name(int64_t rule);
 extern const int fp8_factors[ENG_FP8_PRODUCTS][2];   // the roles that a product multiplies
