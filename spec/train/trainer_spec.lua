@@ -407,7 +407,7 @@ describe("the trainer", function()
   end)
 
   it("a checkpoint of more ranks is refused if the mode has no room for their batches", function()
-    for accumulate, case in pairs { [40] = { mode = "lagged", "up to 64, got 80" },
+    for accumulate, case in pairs { [40] = { mode = "lagged", "at most 64, got 80" },
       [1] = { graph = true, "graph=true: a captured step has one batch" } } do
       local run = folder .. "/run" .. accumulate
       job { run = run, steps = 1, accumulate = accumulate, mode = case.mode }:run()

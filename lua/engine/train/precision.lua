@@ -11,7 +11,8 @@ local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local autograd = require "engine.tensor.autograd"
 
-local dtype, expect, raise, value_text = M_ffi.dtype, M_ffi.expect, M_ffi.raise, M_ffi.value_text
+local C, dtype, expect, raise, value_text = M_ffi.C, M_ffi.dtype, M_ffi.expect, M_ffi.raise,
+  M_ffi.value_text
 
 local M = {}
 
@@ -294,7 +295,7 @@ local function checksum_of(full)
   local parts = { canonical(fp8) }
   for _, role in ipairs(nearest.keys(FORMATS)) do parts[#parts + 1] = tostring(full[role]) end
   local text = table.concat(parts, " ")
-  return ("%08x"):format(M_ffi.C.eng_crc32c(0, text, #text))
+  return ("%08x"):format(C.eng_crc32c(0, text, #text))
 end
 
 --- Returns the full recipe for a name or a table. Missing fields of a table come from its `base`
