@@ -158,7 +158,8 @@ static inline work work_of(const op_call *call, const tensor *shape)
   return w;
 }
 
-/// Runs a body over all tiles of `count` elements, on all threads if there is enough work.
+/// Divides `count` elements into tiles and runs `body` on each tile, on all threads if there is
+/// enough work.
 static inline void for_tiles(const work *w, int64_t count, tile_body *body)
 {
   if (count < PARALLEL_ELEMENTS) {   // no parallel region at all: see tasks.h

@@ -228,7 +228,7 @@ VF_INLINE vf16 vf16_load_n_(const uint16_t *p, int n)
 {
   if (n == VF_LANES) return _mm_loadu_si128((const __m128i *)p);
   uint16_t lane[8] = {0};
-  for (int i = 0; i < n; i++) lane[i] = p[i];
+  for (int i = 0; i < VF_LANES && i < n; i++) lane[i] = p[i];
   return _mm_loadu_si128((const __m128i *)lane);
 }
 VF_INLINE void vf16_store_n_(uint16_t *p, vf16 h, int n)

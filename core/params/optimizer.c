@@ -188,9 +188,10 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
   FAIL_IF(update->t < 1, ENG_ERR_VALUE,
           "%s: expected an update number of 1 or more, got %lld", name, (long long)update->t);
   for (int g = 0; state->set->sharded && g < update->n_groups; g++)
-    FAIL_IF(update->groups[g].dampening != 0, ENG_ERR_VALUE, "%s: dampening treats a tensor's "
-            "first update differently, and a rank that holds only a part of the tensor cannot "
-            "tell which update is the first; hint: zero=0", name);
+    FAIL_IF(update->groups[g].dampening != 0, ENG_ERR_VALUE, "%s: expected dampening to be 0 with "
+            "ZeRO, got %g: dampening treats a tensor's first update differently, and a rank that "
+            "holds only a part of the tensor cannot tell which update is the first; hint: "
+            "dampening=0 or zero=0", name, update->groups[g].dampening);
   const bool adam = state->kind == ENG_ADAM || state->kind == ENG_ADAMW;
   FAIL_IF(!(update->spike_clip >= 0 && update->update_clip >= 0) ||
           (update->spike_clip > 0 && !adam), ENG_ERR_VALUE,

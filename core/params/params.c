@@ -250,8 +250,8 @@ static eng_status masters_can_change(const eng_params *set)
           "while the tape has operations; hint: change the precision between steps");
   for (int i = 0; i < set->n; i++)
     FAIL_IF(set->member[i].value->store->references > 1, ENG_ERR_STATE,
-            "parameter %s: its format cannot change while a view of it exists; hint: make views "
-            "inside a step", set->member[i].name);
+            "parameter %s: its format cannot change while a view of it exists; hint: free the "
+            "view; a view made inside a step is freed when the step ends", set->member[i].name);
   return ENG_OK;
 }
 

@@ -101,8 +101,9 @@ static eng_status find_pages(params_parted *q, const eng_params *set, const int6
   return to ? add_pages(q, unit, form, from, to) : ENG_OK;
 }
 
-/// Finds the pages of a derived copy, which has its own memory. The rank that owns the parameter
-/// keeps its copy, so it has no such pages.
+/// Finds the pages that this rank returns to the system for a derived copy. The copy has its own
+/// memory, so these are all its whole pages. The rank that owns the parameter keeps its copy and
+/// returns none.
 static eng_status find_derived_pages(params_parted *q, const eng_params *set, const int64_t *own,
                                      int i)
 {

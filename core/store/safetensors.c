@@ -60,7 +60,7 @@ static eng_status read_shape(json_reader *json, eng_safetensors_entry *entry)
   if (json_accept(json, ']')) return ENG_OK;
   do {
     FAIL_IF(entry->ndim == ENG_MAX_DIMS, ENG_ERR_FORMAT,
-            "expected at most %d dimensions", ENG_MAX_DIMS);
+            "expected at most %d dimensions, got more", ENG_MAX_DIMS);
     ENG_TRY(json_whole(json, &entry->shape[entry->ndim++]));
   } while (json_accept(json, ','));
   return json_expect(json, ']');

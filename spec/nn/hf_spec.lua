@@ -421,7 +421,7 @@ describe("load_model", function()
         index.weight_map["model.extra"] = index.weight_map[NORM]
       end), "expected the tensor 'model.extra' in model%-")
       refuses(sharded(function(_, index) index.weight_map[NORM] = nil end),
-        "index.json: expected the weight_map to give the file ")
+        "index.json: .* holds the tensor 'model.norm.weight', but the weight_map gives no file")
       refuses(sharded(function(_, index) index.weight_map[NORM] = "../model.safetensors" end),
         "expected the weight_map to give a file of this folder for 'model.norm.weight'")
       refuses(sharded(function(_, index) index.weight_map = 3 end), "a weight_map of names to")

@@ -49,7 +49,7 @@ describe("a string of outcomes", function()
   end)
 
   it("is refused in one line when malformed", function()
-    assert.matches("at character 4, got 'y'; expected %. for a good",
+    assert.matches("at character 4, got 'y'; expected '%.' %(a good step%) or 'x'",
       fails(replay.trace, "4. y"))
     assert.matches("the number 3 repeats nothing", fails(replay.trace, "x 3"))
     assert.matches("the number 12 repeats nothing", fails(replay.trace, "12"))

@@ -80,8 +80,8 @@ local BEHAVIORS = { Isolated = C.ENG_SPLIT_ISOLATED, Removed = C.ENG_SPLIT_REMOV
 
 local function behavior(to, part, default)
   local name = field(to, part, "behavior", "string", default)
-  return BEHAVIORS[name] or to.fail("%s.behavior: there is no '%s'%s", part.type, name,
-    nearest.hint(name, nearest.keys(BEHAVIORS)))
+  return BEHAVIORS[name] or to.fail("%s.behavior: unknown behavior '%s'%s", part.type, name,
+    nearest.choices(name, BEHAVIORS, "behaviors"))
 end
 
 -- Reads the field `pattern`, { String = text } or { Regex = expression }. Returns the text and nil,

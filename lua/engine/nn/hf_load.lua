@@ -66,8 +66,9 @@ local function open_weights(folder)
     opened[path] = file
     for _, name in ipairs(file.names) do
       local there = map and folder .. "/" .. tostring(map[name])
-      fail_if(map and there ~= path, "%s: expected the weight_map to give the file %s for '%s', " ..
-        "which that file holds", index, path, show.shown(name))
+      fail_if(map and there ~= path, "%s: %s holds the tensor '%s', but the weight_map gives " ..
+        "%s; expected it to give %s", index, path, show.shown(name),
+        map and map[name] and show.shown(tostring(map[name])) or "no file for it", path)
       weights.entries[name] = { file = file, name = name, entry = file.entries[name] }
       weights.names[#weights.names + 1] = name
     end

@@ -31,9 +31,9 @@ function M.is_verdicts(text) return text:find("[.xX]") ~= nil and not text:find(
 function M.verdicts(text)
   local steps, at = {}, 1
   local function fail(what, place)
-    M_ffi.fail("trace '%s': at character %d, %s; expected . for a good step, x for an overflow, " ..
-      "and a number to repeat the step after it", #text > 60 and text:sub(1, 57) .. "..." or text,
-      place, what)
+    M_ffi.fail("trace '%s': at character %d, %s; expected '.' (a good step) or 'x' (an " ..
+      "overflow), with a count before it if it repeats, such as '3x'",
+      #text > 60 and text:sub(1, 57) .. "..." or text, place, what)
   end
   while true do
     at = text:match("^%s*()", at)

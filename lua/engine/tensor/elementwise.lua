@@ -213,7 +213,8 @@ function methods.to(x, dtype, options)
   ints[0], ints[1], ints[2], ints[3] = number, 0, 0, 0
   if options ~= nil then
     options = read_named(options, "to", CAST)
-    expect(dtype == "e4m3" or dtype == "e5m2", dtype, "to: only e4m3 and e5m2 take options")
+    expect(dtype == "e4m3" or dtype == "e5m2", dtype,
+      "to: expected dtype e4m3 or e5m2 with options")
     ints[1] = (options.saturate and 1 or 0) + (options.stochastic and 2 or 0)
   end
   return run1("cast", x)

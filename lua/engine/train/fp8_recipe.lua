@@ -230,7 +230,7 @@ end
 
 --- Returns the core's recipes of a layer: the layer's own recipe, and one for each rung of
 --- `ladder`. A rung is the name of a recipe, or a table of changes to the layer's fields. named:
---- the `fp8` tables of recipes by name.
+--- the name of each recipe -> its table `fp8`.
 function M.rungs(fp8, layer, named, where)
   local list = { structure(layer, where) }
   for i, rung in ipairs(fp8.ladder or {}) do
