@@ -406,7 +406,7 @@ static void band_task(const void *context, int64_t t)
   int64_t high = a->block_rows, begin = t * s->band, end = smaller(begin + s->band, s->rows),
           deep = s->turn_q ? s->band : high,       // rows of the buffer
           step = tile_columns(deep == 1 ? WIDE : MOST, a->block_columns), length = s->columns;
-  // rows of whole blocks follow each other like blocks of one row
+  // If each row has only whole blocks, the band is processed as one long row.
   if (deep == 1 && length % a->block_columns == 0) length *= end - begin, end = begin + 1;
   uint8_t tile[2 * MOST * MOST], turn[2 * MOST * MOST];
   int size = element_bytes(s), line = MOST * size;

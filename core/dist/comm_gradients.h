@@ -8,8 +8,10 @@
 
 enum { HAS_GRADIENT = 1 };    // a bit of eng_parallel.rank_flags, besides the bits of wire.h
 
-// FILLS: backward has not completed all members. OUT: each piece is under way to the rank that sums
-// it. BACK: the sums are under way to all ranks. With gradients on cards, OUT covers both.
+// A bucket goes through these states in order. In FILLS, the backward pass has not yet computed the
+// gradients of all members. In OUT, each rank sends every other rank the piece that the other rank
+// sums. In BACK, each rank sends its sums to all other ranks. Gradients on cards skip BACK: their
+// bucket stays in OUT until the sums have arrived.
 typedef enum bucket_state { BUCKET_FILLS, BUCKET_OUT, BUCKET_BACK, BUCKET_DONE } bucket_state;
 
 /// Gradients of one dtype that are sent together. A bucket is the concatenation of its members,

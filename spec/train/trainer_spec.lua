@@ -460,12 +460,13 @@ describe("the trainer", function()
     assert.equal(before, facts())
     job({ run = run, steps = 6, precision = "bf16", resume = "auto", policy = "static" }):run()
     assert.equal("static bf16", facts())
-    -- recipes of one name are told apart, and a failed migrate is named
+    -- a note names a recipe that differs from the checkpoint's recipe of the same name; another
+    -- note gives the reason why a policy's migrate failed
     run = folder .. "/mine"
     job({ run = run, steps = 2, precision = { name = "mine", base = "fp16" } }):run()
     trainer = job { run = run, steps = 3, precision = { name = "mine", base = "bf16" },
       resume = "auto" }
-    assert.matches("the recipe of precision mine is another one", table.concat(
+    assert.matches("precision mine has another recipe now", table.concat(
       trainer.run_files.notes, "\n"), 1, true)
     helper.write(mine, [[return { options = { init_scale = 1 }, decide = function() return 1 end,
       migrate = function() error("not from there") end }]])

@@ -276,7 +276,7 @@ function M.take_over(trainer, c, config)
     end
   end
   if state.precision == now.precision and (state.recipe or now.recipe) ~= now.recipe then
-    notes[#notes + 1] = ("the recipe of precision %s is another one now than in the " ..
+    notes[#notes + 1] = ("precision %s has another recipe now than in the " ..
       "checkpoint, so the losses will differ"):format(now.precision)
   end
   return notes

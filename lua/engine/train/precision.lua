@@ -276,7 +276,7 @@ local function operation_formats(full)
     dtype[full.norm], dtype[full.wide], full.fp8 and 1 or 0 })
 end
 
--- Returns a value as text: equal tables give equal text.
+-- Returns a value as text. Equal tables have equal texts.
 local function canonical(value)
   if type(value) ~= "table" then return tostring(value) end
   local parts = {}
@@ -299,7 +299,7 @@ local function checksum_of(full)
 end
 
 --- Returns the full recipe for a name or a table. Missing fields of a table come from its `base`
---- (fp32 by default). The field `checksum` tells recipes of one name apart.
+--- (fp32 by default). The field `checksum` differs between different recipes of the same name.
 function M.resolve(recipe)
   if formats_of[recipe] ~= nil then return recipe end
   if recipe == nil then recipe = "fp32" end
