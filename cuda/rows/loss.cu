@@ -166,16 +166,17 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
   else if (loss) element_store(loss, loss_dtype, r, own);
 }
 
-/// Returns the sum over the block to thread 0, and 0 to the others. The order is fixed.
+/// Returns the sum over the block to thread 0, and parts of the sum to the others. The order is
+/// fixed.
 __device__ static inline double block_sum(double x)
 {
   __shared__ double all[SUM_THREADS];
   all[threadIdx.x] = x;
   for (int half = SUM_THREADS / 2; half > 0; half /= 2) {
     __syncthreads();
-    if ((int)threadIdx.x < half) all[threadIdx.x] += all[threadIdx.x + half];
+    if ((int)threadIdx.x < half) all[threadIdx.x] = x += all[threadIdx.x + half];
   }
-  return threadIdx.x == 0 ? all[0] : 0.0;
+  return x;
 }
 
 __device__ static inline double counted_targets(const void *targets, int dtype, int64_t rows,
