@@ -79,6 +79,7 @@ typedef struct strip {
   const float *average;      // the averages of row 0, or NULL if not TOWARD
   bool     nan;              // an element or a factor may be NaN
   bool     exact;            // each code * scale is exact in bf16
+  bool     powers;           // each unit is a power of two, from 2^-100 to 2^126, and 1 / factor
   bool     packed;           // stores the codes of elements 2k and 2k + 1 of a block in one byte
 } strip;
 
@@ -187,14 +188,91 @@ VF_INLINE int encode_column_pairs(void *to, const strip *s, const bool values, c
   return c;
 }
 
+#if defined(ENG_ISA_avx512)
+/// Encodes HALVES elements of bf16, none of them NaN, by arithmetic on 16-bit integers. `factor`
+/// holds their factors in bf16, powers of two that make 0 of each subnormal. Returns the codes or,
+/// with `values`, the value of each code divided by its factor, in bf16.
+/// Let u be |x| * factor, with bf16's fraction and the format's bias. If the result is normal in
+/// the format, its code is u >> drop, rounded to nearest even. If it is subnormal, its code is the
+/// significand, shifted further by the distance to the smallest normal exponent.
+VF_INLINE vh encode_by_power(vh x, vh factor, const bool values, const mx_format f)
+{
+#define SET(n) _mm512_set1_epi16((short)(n))
+  const int drop = 7 - f.fraction, bias = (127 - f.bias) << 7, normal = 1 << f.fraction;
+  const __m512i one = SET(1), raise = _mm512_sub_epi16((__m512i)factor, SET(0x3F80 + bias));
+  __m512i u = _mm512_add_epi16((__m512i)(x & 0x7FFF), raise);
+  const __m512i shift = _mm512_max_epi16(SET(drop), _mm512_sub_epi16(SET(drop + 1),
+                                                                    _mm512_srai_epi16(u, 7))),
+                half = _mm512_sllv_epi16(one, _mm512_sub_epi16(shift, one));
+  u = _mm512_max_epi16(u, (__m512i)((x & 0x7F) | 0x80));
+  const __m512i odd = _mm512_and_si512(_mm512_srlv_epi16(u, shift), one);
+  u = _mm512_add_epi16(_mm512_add_epi16(u, half), _mm512_sub_epi16(odd, one));
+  const __m512i code = _mm512_min_epu16(_mm512_srlv_epi16(u, shift), SET(f.top));
+  if (!values)
+    return (vh)code | (x >> (15 - __builtin_ctz((unsigned)f.sign)) & (uint16_t)f.sign);
+#define U(k) (short)((f32_bits(k) >> 16) - ((126u + (unsigned)f.fraction) << 7))
+  const __m512i subnormal =   // what u is for the values of the codes below `normal`
+    _mm512_castsi128_si512(_mm_setr_epi16(0, U(1), U(2), U(3), U(4), U(5), U(6), U(7)));
+#undef U
+  u = _mm512_mask_permutexvar_epi16(_mm512_slli_epi16(code, (unsigned)drop),
+                                    _mm512_cmplt_epu16_mask(code, SET(normal)), code, subnormal);
+  u = _mm512_maskz_sub_epi16(_mm512_test_epi16_mask(code, code), u, raise);   // code 0 stays 0
+  return (vh)u | (x & 0x8000);
+#undef SET
+}
+
+/// Does the work of encode_strip for bf16 if scales are powers of two, HALVES columns at a time.
+/// Returns the number of columns that it has encoded, 0 if encode_by_power cannot encode the strip.
+VF_INLINE int encode_powers(void *to, const strip *s, const bool values, const bool each,
+                            const mx_format f)
+{
+  const bool packed = s->packed;
+  const int columns = s->columns, rows = each ? s->rows : 1, wide = each ? columns : s->wide;
+  const int64_t stride = s->stride, line = s->line;
+  if (!s->powers || !f.sign || s->nan || (!each && wide % HALVES != 0)) return 0;
+  int c = 0;
+  for (int j = 0, left = wide; c + HALVES <= columns; c += HALVES, left -= HALVES) {
+    if (left <= 0) j++, left = wide;   // the next block of the row
+    const uint16_t *x = (const uint16_t *)s->x + s->first + c;
+    uint8_t *row = (uint8_t *)to + (values ? 2 * c : packed && !each ? c / 2 : c);
+    const vh factor = each ? vh_high(s->factor + c) : vh_set1(f32_bits(s->factor[j]) >> 16);
+    for (int r = 0; r < rows; r++, x += stride, row += line) {
+      vh y = encode_by_power(vh_load(x), factor, values, f);
+      if (values) {
+        vh_store((uint16_t *)row, y);
+      } else if (packed && each) {   // the codes of two rows
+        y |= encode_by_power(vh_load(x += stride), factor, false, f) << 4;
+        vh_put_bytes(row, y);
+        r++;
+      } else if (packed) {
+        vf_put_bytes_n_(row, vi_or((vi)y, vi_shr((vi)y, 12)), VF_LANES);
+      } else {
+        vh_put_bytes(row, y);
+      }
+    }
+  }
+  return c;
+}
+#else
+VF_INLINE int encode_powers(void *to, const strip *s, const bool values, const bool each,
+                            const mx_format f)
+{
+  (void)to, (void)s, (void)values, (void)each, (void)f;
+  return 0;
+}
+#endif
+
 /// Encodes a strip. With `each`, every column is a block.
 VF_INLINE void encode_strip(void *to, const strip *s, const bool values, const bool each,
                             const rounding how, const mx_format f)
 {
   const float *factor = s->factor, *unit = s->unit;
   int first = 0;
-  if (s->dtype == ENG_bf16 && how == NEAREST && (!values || s->exact))
-    first = each ? encode_column_pairs(to, s, values, f) : encode_row_pairs(to, s, values, f);
+  if (s->dtype == ENG_bf16 && how == NEAREST && (!values || s->exact)) {
+    first = encode_powers(to, s, values, each, f);
+    if (first == 0)
+      first = each ? encode_column_pairs(to, s, values, f) : encode_row_pairs(to, s, values, f);
+  }
   for (int j = each ? 0 : first / s->wide, c = first; c < s->columns; j++) {
     vf by = vf_set1(factor[j]), scale = vf_set1(unit[j]);
     int end = each ? s->columns : (int)smaller(c + s->wide, s->columns);

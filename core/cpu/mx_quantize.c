@@ -248,6 +248,13 @@ static bool all_at_least(const float *x, int n, float least)
   return !vm_any(vm_not(all));
 }
 
+// Computes the field `powers` of a strip of n blocks.
+static bool are_powers(const side *s, const float *factor, const float *unit, int n)
+{
+  return !mx_is_nvfp4(s->call->mx_quantize.rule) && s->factor == 1 &&
+         all_at_least(factor, n, 0x1p-126f) && all_at_least(unit, n, 0x1p-100f);
+}
+
 // Rounds the elements of a vector to e2m1 and returns nvfp4_error of each.
 VF_INLINE vf errors_of(vf x, vf factor, vf unit, vf amax, bool squared)
 {
@@ -359,7 +366,7 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
   else scales_of(s, amax, blocks, code, factor, unit, 1);
   for (int j = 0; s->turn_scale && j < blocks; j++) s->turn_scale[(j0 + j) * s->down + i] = code[j];
   nan |= !all_at_least(factor, blocks, -INFINITY);
-  bool exact = all_at_least(unit, blocks, EXACT_UNIT);
+  bool exact = all_at_least(unit, blocks, EXACT_UNIT), powers = are_powers(s, factor, unit, blocks);
   for (int r = 0; r < rows; r++) {
     uint32_t words[WIDE + 4 * VF_LANES + 4];
     int64_t element = (r0 + r) * s->columns + c0, lead = element % 4;
@@ -370,7 +377,7 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
                        .columns = columns, .wide = wide, .factor = factor, .unit = unit,
                        .word = a->sr_bits ? words + lead : NULL, .sr_bits = (int)a->sr_bits,
                        .average = s->average ? s->average + first + r * stride : NULL,
-                       .nan = nan, .exact = exact, .packed = s->packed},
+                       .nan = nan, .exact = exact, .powers = powers, .packed = s->packed},
               a->flags & MX_VALUES, a->format);
   }
 }
@@ -502,7 +509,8 @@ static void quantize_columns(const side *s, found *all, int64_t r0, int rows, in
               &(strip){.x = s->x, .dtype = s->dtype, .first = first, .stride = MOST, .line = line,
                        .rows = deep, .columns = rows, .factor = factor, .unit = unit,
                        .word = a->sr_bits ? *word : NULL, .sr_bits = (int)a->sr_bits, .nan = nan,
-                       .exact = all_at_least(unit, rows, EXACT_UNIT), .packed = s->packed},
+                       .exact = all_at_least(unit, rows, EXACT_UNIT),
+                       .powers = are_powers(s, factor, unit, rows), .packed = s->packed},
               a->flags & MX_VALUES, a->format);
   }
   turn_tile(turned, MOST, code, MOST, blocks, rows, 1);

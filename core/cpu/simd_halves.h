@@ -7,6 +7,7 @@
 
 enum { HALVES = 2 * VF_LANES };
 typedef uint16_t vh __attribute__((vector_size(4 * VF_LANES), may_alias));
+VF_INLINE vh vh_set1(uint32_t x)           { return (uint16_t)x - (vh){0}; }
 VF_INLINE vh vh_load(const uint16_t *p)    { vh a; memcpy(&a, p, sizeof a); return a; }
 VF_INLINE void vh_store(uint16_t *p, vh a) { memcpy(p, &a, sizeof a); }
 // Loads the first n lanes, 0 <= n < HALVES; the other lanes are 0.
@@ -64,6 +65,17 @@ VF_INLINE uint16_t vh_across(vh a)
   return most;
 #endif
 }
+
+#if defined(ENG_ISA_avx512)
+/// Returns the upper halves of HALVES floats.
+VF_INLINE vh vh_high(const float *p)
+{
+  __m512i low = _mm512_srli_epi32((__m512i)vf_load(p), 16),
+          high = _mm512_srli_epi32((__m512i)vf_load(p + VF_LANES), 16);
+  return (vh)_mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(low)),
+                                _mm512_cvtepi32_epi16(high), 1);
+}
+#endif
 
 /// Stores the low byte of each lane.
 VF_INLINE void vh_put_bytes(uint8_t *p, vh code)

@@ -15,6 +15,21 @@ local SHAPES = { { 2, 2 }, { 4, 34 }, { 34, 70 }, { 2, 3, 64 }, { 64, 130 }, { 1
   { 6, 0 }, { 40, 96 }, { 3, 1100 } }
 local KINDS = { "normal", "rare", "tiny", "large" }
 
+-- Every bf16 number up to 2^top, in rows of three blocks of 32. Each block begins with 2^top.
+local function all_up_to(top)
+  local list = {}
+  for magnitude = 0, (top + 127) * 128 do
+    local field, fraction = math.floor(magnitude / 128), magnitude % 128
+    local x = field == 0 and math.ldexp(fraction, -133) or math.ldexp(128 + fraction, field - 134)
+    for _, number in ipairs { x, -x } do
+      if #list % 32 == 0 then list[#list + 1] = math.ldexp(1, top) end
+      list[#list + 1] = number
+    end
+  end
+  while #list % (96 * 32) > 0 do list[#list + 1] = 0 end
+  return tensors.listed("bf16", { #list / 96, 96 }, list)
+end
+
 generators.mx_quantize = function(try)
   local n = 0
   for _, dtype in ipairs { "f32", "bf16", "f16", "f64" } do
@@ -85,6 +100,16 @@ generators.mx_quantize = function(try)
     try { inputs = { float("bf16", { 130, 300 }, k == 4 and "rare" or "normal"), false },
       ints = { 13, block[1], block[2], k == 1 and 3 or k < 5 and 4 or 5 + k % 2, TURNED,
         k == 3 and 8 or 0, 5, 1 }, outputs = 8, zeros = true }
+  end
+  -- scales below, at and above the least that the CPU's 16-bit arithmetic supports
+  for k, top in ipairs { -93, -92, 8, 127 } do
+    local x = all_up_to(top)
+    for i, format in ipairs(FORMATS) do
+      for _, values in ipairs { 0, VALUES } do
+        try { inputs = { x, false }, outputs = 8, zeros = true, note = "all bf16",
+          ints = { format, 1, 32, (i + k) % 4, TURNED + values, 0, 0, 1 } }
+      end
+    end
   end
   -- rows and columns of whole vectors, whose codes the CPU packs as it computes them
   for rule = 0, 6 do
