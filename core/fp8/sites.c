@@ -236,8 +236,9 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
           "and the factor %g", MX_EDEN_GROUP, r->block_rows, r->block_columns, r->factor);
   FAIL_IF(!(r->average >= 0 && r->average < 1), ENG_ERR_VALUE,
           "expected an average with a decay from 0 to below 1, got %g", r->average);
-  const bool rotated = recipe->product[ENG_FP8_FORWARD].hadamard ||
-                       (!recipe->backward[role].mx && recipe->product[ENG_FP8_DGRAD].hadamard);
+  const bool rotated =
+    recipe->product[ENG_FP8_FORWARD].hadamard ||
+    (!recipe->backward[ENG_FP8_W].mx && recipe->product[ENG_FP8_DGRAD].hadamard);
   FAIL_IF(r->average != 0 &&
             (role != ENG_FP8_W || backward || r->stochastic || mx_is_fitted(r->mx - 1) ||
              mx_is_four_over_six(r->mx - 1) || rotated), ENG_ERR_VALUE,
