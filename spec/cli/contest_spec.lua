@@ -303,8 +303,8 @@ describe("engine contest", function()
     local result = contest((words:gsub("steps=4", "steps=5")))
     assert.equal(1, result.code)
     assert.equal("engine contest: runs/o is a contest of 'job.lua evaluate=false steps=4 " ..
-      "threads=1', but this contest is of 'job.lua evaluate=false steps=5 threads=1'; hint: " ..
-      "name=ANOTHER starts a new contest\n", result.err)
+      "threads=1'; expected the same script and settings, got 'job.lua evaluate=false steps=5 " ..
+      "threads=1'; hint: name=ANOTHER starts a new contest\n", result.err)
     helper.write(folder .. "/job.lua", JOB .. "-- edited\n")
     result = contest(words)
     helper.write(folder .. "/job.lua", JOB)

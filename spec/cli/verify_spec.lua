@@ -146,7 +146,7 @@ describe("engine replay --verify", function()
       assert.matches("\nengine replay: [^\n]*\n$", "\n" .. result.err)
     end
     os.rename(folder .. "/job.lua", folder .. "/moved")
-    told("the script that made runs/gone is gone: ", "gone --policy static --verify")
+    told("the script that made runs/gone no longer exists: ", "gone --policy static --verify")
     local v = verified("gone", OWN .. " --script moved --steps 5")
     assert.equal(5, v.steps)
     helper.write(folder .. "/job.lua", "error 'on purpose'")
@@ -159,8 +159,8 @@ describe("engine replay --verify", function()
       "--steps 0")
     told("--from: expected a whole number of 0 or more, got 1.5", "gone --policy static " ..
       "--verify --from 1.5")
-    told("--from 60: the replay of runs/gone has steps 0 to 59", "gone --policy static --verify " ..
-      "--from 60")
+    told("--from: expected a step from 0 to 59, the steps of the replay of runs/gone, got 60",
+      "gone --policy static --verify --from 60")
     told("--tolerance works with --verify only", "gone --policy static --tolerance 1")
     told("there is no policy 'statc'", "gone --policy statc --verify")
     told("--keep: runs exists and is not an empty folder", "gone --policy static --verify " ..
@@ -168,7 +168,8 @@ describe("engine replay --verify", function()
     local h = engine.history.open(folder .. "/runs/gone", { write = true })
     h:set_meta("command", "{damaged")
     h:close()
-    told("does not say which script made it; hint: --script FILE", "gone --policy static --verify")
+    told("does not name the script that made the run; hint: --script FILE",
+      "gone --policy static --verify")
     for _, command in ipairs { "5", '{"arguments":{},"script":7,"folder":[]}',
       '{"arguments":[{}],"script":{},"folder":"/nowhere"}' } do
       h = engine.history.open(folder .. "/runs/gone", { write = true })

@@ -112,8 +112,8 @@ describe("resuming with a loader of the script's own", function()
       assert.is_false(good)
       assert.equal(("resume: %s/run/checkpoints/step-00000002: %s, so the data would begin at "
         .. "their first batch again; hint: %s"):format(folder, problem, place
-        and "restart_data = true accepts it" or "add them to the loader (docs/data.md), or "
-        .. "accept it with restart_data = true"), message:match("resume: .*"))
+        and "restart_data = true accepts this" or "add them to the loader (docs/data.md), or "
+        .. "accept this with restart_data = true"), message:match("resume: .*"))
       assert.same({}, read)
     end
   end)

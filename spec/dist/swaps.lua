@@ -68,7 +68,7 @@ end
 
 function cases.fails(t, number)
   t.policy:swap(file_of(number, policy_text("bad", "error 'no'")))
-  return nil, "rank 0: tried on step"
+  return nil, "rank 0: it failed on the record of step"
 end
 
 function cases.other_text(t, number, victim)
@@ -99,7 +99,7 @@ function cases.no_time(t, number, victim)
   local text = policy_text("long", "for i = 1, 1e5 do end return 1")
   limited(rank == victim and { instructions = 2e4 } or {},
     function() t.policy:swap(file_of(number, text)) end)
-  return nil, ("rank %d: tried on step"):format(victim)
+  return nil, ("rank %d: it failed on the record of step"):format(victim)
 end
 
 function cases.no_time_later(t, number, victim, step)
@@ -131,7 +131,7 @@ end
 function cases.saved_broken(t, number)
   t.policy:swap(file_of(number, good_text(number)))
   if rank == 0 then file_of(number, policy_text("saved" .. number, "return nil")) end
-  return "good" .. number, "rank 0: tried on step"
+  return "good" .. number, "rank 0: it failed on the record of step"
 end
 
 function cases.hangup(t, number, victim)
@@ -170,7 +170,7 @@ end
 function cases.fp8_no_time(t, number, victim)
   limited(rank == victim and { instructions = 2e4 } or {},
     function() t.policy:swap(file_of(number, fp8_text(number, "for i = 1, 1e5 do end"))) end)
-  return nil, ("rank %d: tried on step"):format(victim)
+  return nil, ("rank %d: it failed on the record of step"):format(victim)
 end
 
 function cases.fp8_saved(t, number)

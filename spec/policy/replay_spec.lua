@@ -51,8 +51,8 @@ describe("a string of outcomes", function()
   it("is refused in one line when malformed", function()
     assert.matches("at character 4, got 'y'; expected '%.' %(a good step%) or 'x'",
       fails(replay.trace, "4. y"))
-    assert.matches("the number 3 repeats nothing", fails(replay.trace, "x 3"))
-    assert.matches("the number 12 repeats nothing", fails(replay.trace, "12"))
+    assert.matches("no symbol follows the number 3", fails(replay.trace, "x 3"))
+    assert.matches("no symbol follows the number 12", fails(replay.trace, "12"))
     assert.matches("more than 5000000 steps", fails(replay.trace, "99999999."))
     assert.matches("there is no run 'runs/nowhere'", fails(replay.trace, "runs/nowhere"))
     assert.matches("there is no run ''", fails(replay.trace, ""))
@@ -301,7 +301,7 @@ describe("a replayed run", function()
     assert.are.equal(0, result.skipped)
     assert.are.equal(0, result.certainty.exact)
     engine.history.open(folder .. "/empty.db", { write = true }):close()
-    assert.matches("has no steps", fails(replay.trace, folder .. "/empty.db"))
+    assert.matches("has no steps to replay", fails(replay.trace, folder .. "/empty.db"))
   end)
 
   it("counts steps from where the run's history begins", function()
@@ -402,8 +402,8 @@ describe("engine tune", function()
       "growth_interval=5-15")
     told("over 'growth_interval=abc': expected numbers", path, "--policy", "dynamic", "--over",
       "growth_interval=abc")
-    told("over 'strict=1..2': strict is a boolean", path, "--policy", "dynamic", "--over",
-      "strict=1..2")
+    told("over 'strict=1..2': the option strict is a boolean", path, "--policy", "dynamic",
+      "--over", "strict=1..2")
     told("there is no objective 'mas'; did you mean 'mass'", path, "--policy", "dynamic", "--over",
       "growth_interval=1..5", "--objective", "mas")
     told("expected one %-%-policy FILE, got 0", path, "--over", "growth_interval=1..5")

@@ -129,7 +129,8 @@ describe("a run's commands", function()
     assert.matches('"loss":"nan","name":"lost"', inside("runs --json").out, 1, true)
     assert.equal("no runs in runs/; a script makes one with run=NAME\n",
       shell("cd / && " .. engine .. " runs").out)
-    assert.equal("engine runs: there is no folder nowhere\n", inside("runs nowhere").err)
+    assert.equal("engine runs: there is no folder 'nowhere' or 'runs/nowhere'\n",
+      inside("runs nowhere").err)
   end)
 
   it("runs and report show in how many steps the policy failed", function()
@@ -153,7 +154,7 @@ describe("a run's commands", function()
     local line = "shadow bad.lua failed: bad.lua:3: oops (later failures are counted, not shown)"
     assert.equal(1, select(2, told:gsub("later failures", "")))
     assert.matches("step 0: " .. line .. "\n", told, 1, true)
-    assert.matches("it failed 29 times: bad.lua:3: oops", told, 1, true)
+    assert.matches("it failed in 29 steps, most recently: bad.lua:3: oops", told, 1, true)
     assert.matches("\nbad +30 [^\n]* finished, 1 shadow failed\n", inside("runs").out)
     local events = require("engine").history.open(folder .. "/runs/bad"):events "shadow_failed"
     assert.same({ 1, 0, line }, { #events, events[1].step, events[1].text })

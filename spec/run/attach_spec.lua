@@ -138,7 +138,7 @@ describe("engine attach", function()
     assert.equal(0, result.code, result.err)
     assert.matches("step %d+ of 1000000000, %d+ updates, 0 skipped, loss .*policy dynamic",
       result.out)
-    assert.matches("lr 0.001 %-> 0.0001 %(attached%)", result.out)
+    assert.matches("lr 0.001 %-> 0.0001 %(by an attached client%)", result.out)
     assert.matches("the policy is mine now, loss scale 65536", result.out)
     assert.matches("the policy is dynamic again", result.out)
     assert.matches("the run ends now", attach(run, 'run:stop("enough")').out)
@@ -158,8 +158,8 @@ describe("engine attach", function()
       'policy:swap("sqrt3:ratio=1e9")', "policy:undo()", 'policy:swap("layer_lader")')
     assert.matches("policy static %x+, loss scale 1\n.-policy of FP8 layers layer_ladder %x+\n" ..
       "options .*pause=200 .*\nstate {", result.out)
-    assert.matches("loss scale 1; for FP8 layers: sqrt3\n.*for FP8 layers: layer_ladder %x+ " ..
-      "%(pause=7%) again\n",
+    assert.matches("loss scale 1; policies of FP8 layers: sqrt3\n.*policy of FP8 layers is " ..
+      "layer_ladder %x+ %(pause=7%) again\n",
       result.out)
     assert.matches("did you mean 'layer_ladder'?", result.err, 1, true)
     -- waits until the last event matches: before it, the run may refuse a half-written file
@@ -210,7 +210,8 @@ describe("engine attach", function()
     refused('run:set("lr", -1)',
       "lr: expected a positive number up to 3.4e38, or 'schedule', got -1")
     refused('run:set("lr", 1e300)', "got 1e+300")
-    refused('run:set("lr", "schedule")', "lr: this run has no schedule")
+    refused('run:set("lr", "schedule")', "lr: expected a positive number, got 'schedule', but " ..
+      "this run has no schedule")
     refused('run:set("lr", 0/0)', "lr: expected a positive number")
     refused('run:step(0)', "step: expected a whole number of steps, 1 or more, got 0")
     refused('policy.swap("dynamic")', "expected a colon: policy:swap(...)")
@@ -282,7 +283,8 @@ describe("engine attach", function()
     local pid = start(run)
     attach(run, 'run:set("lr", 0.125)', 'run:set("clip", 1 / 3)', "run:stop()")
     ended(pid)
-    assert.matches("clip 0 -> 0.3333333333 (attached)", events(run, "set")[2].text, 1, true)
+    assert.matches("clip 0 -> 0.3333333333 (by an attached client)", events(run, "set")[2].text,
+      1, true)
     assert.equal("requested by an attached client", events(run, "stopped")[1].text)
     local steps = helper.history(run, "last", 1)[1].step + 1
     local again = start(run, "1e9", "auto")

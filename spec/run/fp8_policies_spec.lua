@@ -235,7 +235,7 @@ describe("a message about a policy of FP8 layers", function()
     job { run = run }
     for _, case in ipairs { { "UPDATE fp8 SET snr = 'abc'",
       "is damaged: a value of the column 'snr' is not a number" },
-      { "DROP TABLE fp8", "is damaged: it has FP8 layers and no table fp8" } } do
+      { "DROP TABLE fp8", "is damaged: it has FP8 layers, but no table fp8" } } do
       scratch.sqlite(run .. "/history.db", case[1])
       local _, why = pcall(engine.replay.run, engine.replay.trace(run), "layer_ladder")
       assert.matches(case[2], why, 1, true)
@@ -258,7 +258,7 @@ local HOSTILE = {
     "{ ['blocks.1.mlp.up:x'] = 1e300 } } end }", "= 1e+300; expected an amax of up to 3.4e38" },
   ["with half a rung"] = { "decide = function() return { scale = 1, scales = " ..
     "{ ['blocks.1.mlp.up:high'] = 0.5 } } end }",
-    "scales['blocks.1.mlp.up:high'] = 0.5; expected 2 or more" },
+    "scales['blocks.1.mlp.up:high'] = 0.5; expected a rung, which is 2 or more" },
 }
 
 describe("a policy of FP8 layers", function()
@@ -288,7 +288,8 @@ describe("a policy of FP8 layers", function()
       local weights, t = job { base = "fp8_current", shadow = { source }, run = folder .. "/run" }
       assert.equal(plain, weights)
       assert.equal(8, t.shadows.layers[1].failed)
-      assert.matches("it failed 8 times: .*" .. text:gsub("%p", "%%%0"), t.shadows:lines()[1])
+      assert.matches("it failed in 8 steps, most recently: .*" .. text:gsub("%p", "%%%0"),
+        t.shadows:lines()[1])
     end)
 
     it(name .. " is reported by a replay", function()
@@ -335,7 +336,7 @@ describe("a shadow of FP8 layers", function()
       local c = t.shadows.layers[1].certainty
       assert.same({ first + 1, 8 - first - 1 }, { c.exact, c.bounds })
       local text = table.concat(t.shadows:lines(), "\n")
-      assert.matches("would have computed FP8 layers differently in %d of 8 steps; at the end " ..
+      assert.matches("would have computed FP8 layers differently in %d of 8 steps; at the end: " ..
         ".*; its verdicts are bounds from step " .. first + 1 .. " on: its updates differ", text)
       local row = helper.history(folder .. "/shadow", "shadows")[2]
       assert.same({ moving, c.bounds, 0 }, { row.name, row.bounds, row.failed })

@@ -166,9 +166,9 @@ describe("a bad policy", function()
     ["compiled code"] = { string.dump(function() return {} end), "compiled code" },
     ["looping in the file"] = { "while true do end", "instruction budget" },
     ["looping in decide"] = { HEAD .. "decide = function() while true do end end }",
-      "tried on step %d+:.*instruction budget" },
+      "it failed on the record of step %d+:.*instruction budget" },
     ["eating memory"] = { HEAD .. "decide = function() local t = {} for i = 1, 1e9 do t[i] = {} " ..
-      "end end }", "tried on step" },
+      "end end }", "it failed on the record of step" },
     ["lying"] = { HEAD .. "decide = function() return { scale = 0 / 0 } end }",
       "scale = nan; expected" },
     ["raising at some steps"] = { HEAD ..
@@ -252,7 +252,8 @@ describe("a bad policy", function()
     end)
     assert.equal(plain, traced)
     assert.equal(1, #notes)
-    assert.matches("/p.lua is gone; the policy that was read from it stays", notes[1], 1, true)
+    assert.matches("/p.lua no longer exists; the policy that was read from it stays", notes[1], 1,
+      true)
   end)
 end)
 

@@ -94,7 +94,8 @@ describe("a shadow", function()
     local traced, trainer = trace { shadow = { bad, "deepspeed" } }
     assert.equal((trace {}), traced)
     assert.equal(26, trainer.shadows.list[1].failed)
-    assert.matches("it failed 26 times: bad.lua:1: no more", trainer.shadows:lines()[1], 1, true)
+    assert.matches("it failed in 26 steps, most recently: bad.lua:1: no more",
+      trainer.shadows:lines()[1], 1, true)
   end)
 
   it("that does not exist or is invalid is refused at once, by name", function()

@@ -257,7 +257,8 @@ describe("checkpoint", function()
     assert.has_error(function() checkpoint.save(dir, -1, parts(1)) end,
       "checkpoint.save: expected the step to be a whole number of 0 or more, got -1")
     for _, name in ipairs { "save", "open", "load", "latest", "steps" } do
-      assert.error_matches(function() checkpoint[name](nil, 1) end, "expected a directory")
+      assert.error_matches(function() checkpoint[name](nil, 1) end,
+        "expected the path of a directory")
     end
     assert.has_error(function() checkpoint.save(dir, 1, parts(1), { keep = 0 }) end,
       "checkpoint.save: expected keep to be 1 or more, got 0")
@@ -344,10 +345,10 @@ describe("the state of a trainer in a checkpoint", function()
         "true" },
       { '"shape":%[2]', '"shape":[3]', "state.user.tensors[1]: expected the name, dtype and " ..
         "shape of a tensor in the files, got 'x', f32 [3]" },
-      { '"path":%["x"]', '"path":["best",1]', "state.user.tensors[1].path: expected a path to " ..
-        "a free place in state.user.data" },
+      { '"path":%["x"]', '"path":["best",1]', "state.user.tensors[1].path: expected keys that " ..
+        "lead to an unused place in state.user.data" },
       { '"tensors":.*$', '"tensors":[]}}',
-        "state.user.tensors: expected the place of the tensor 'x', got nothing" },
+        "state.user.tensors: expected an entry for the tensor 'x', got none" },
     } do
       helper.write(path, text)
       rewrite(path, function(body)

@@ -222,7 +222,7 @@ function M.new(name, class, options)
     if class.new then
       local object = class.new(copy)
       fail_if(type(object) ~= "table",
-        "loss scaler '%s': new(options) gave a %s; expected an object", name, type(object))
+        "loss scaler '%s': new(options) gave a %s; expected a table", name, type(object))
       return object
     end
     return setmetatable(copy, { __index = class })

@@ -40,7 +40,7 @@ function M.places(list, names, most)
     for i = 1, any and n or 0 do
       local own = policy:group_scale(3 * n + i)
       if own ~= none and own < 2 then
-        problem = ("scales['%s'] = %g; expected 2 or more"):format(
+        problem = ("scales['%s'] = %g; expected a rung, which is 2 or more"):format(
           names[3 * i]:gsub("dy$", "high"), own)
       elseif own ~= none then rungs[i] = math.min(math.max(rungs[i], math.floor(own)), most) end
     end

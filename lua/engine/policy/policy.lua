@@ -274,7 +274,7 @@ end
 --- Whether a loss scale is in the range of normal f32 numbers; M.USABLE is this range as text. Any
 --- other scale would corrupt the weights silently.
 function M.usable(scale) return scale >= 2 ^ -126 and scale <= (2 - 2 ^ -23) * 2 ^ 127 end
-M.USABLE = "scales from 2^-126 to 3.4e38"
+M.USABLE = "from 2^-126 to 3.4e38"
 
 --- Returns a message if the next scale that a policy or a class has chosen is not usable, else nil.
 --- groups: the number of groups that may have separate scales.
@@ -282,8 +282,8 @@ function M.unusable(policy, groups)
   for group = 0, groups or 0 do
     local scale = group == 0 and policy:scale() or policy:group_scale(group)
     if not M.usable(scale) then
-      return ("policy %s chose a loss scale of %.10g; gradients in float32 allow %s"):format(
-        policy.name, scale, M.USABLE)
+      return ("policy %s chose a loss scale of %.10g; expected one of the normal f32 numbers, %s")
+        :format(policy.name, scale, M.USABLE)
     end
   end
 end
@@ -298,7 +298,8 @@ function M.register(name, class)
   class_scaler.check(name, class)
   for _, folder in ipairs(folders) do
     M_ffi.raise_if(files.exists(folder .. "/" .. name .. ".lua"),
-      "register_loss_scaler '%s': a policy that comes with the engine has this name", name)
+      "register_loss_scaler '%s': a policy that comes with the engine has this name; hint: " ..
+      "choose another name", name)
   end
   M.classes[name] = class
 end
@@ -383,7 +384,7 @@ function M.load(source, options, kind)
     local wrong = "policy %s works on FP8 layers and chooses no loss scale; hint: precision = { " ..
       "base = \"fp8_current\", fp8 = { policy = \"%s\" } }"
     if kind == "fp8" then
-      wrong = "policy %s chooses a loss scale and does not work on FP8 layers; hint: " ..
+      wrong = "policy %s chooses a loss scale and does not work on FP8 layers; hint: use " ..
         table.concat(M.names("fp8"), ", ") ..
         ", or a file of your own with kind = \"fp8\""
     end

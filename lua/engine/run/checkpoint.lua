@@ -57,7 +57,7 @@ local function crc_text(crc) return ("%08x"):format(tonumber(crc)) end
 
 -- Returns the checkpoint directories in `dir`, oldest first: { { step, path } ... }.
 local function list(dir)
-  M_ffi.expect(type(dir) == "string", dir, "checkpoint: expected a directory")
+  M_ffi.expect(type(dir) == "string", dir, "checkpoint: expected the path of a directory")
   local found = {}
   if not disk.is_folder(dir) then return found end
   for _, name in ipairs(names_in(dir)) do
@@ -166,8 +166,9 @@ end
 function M.save(dir, step, parts, options)
   M_ffi.raise_if(type(step) ~= "number" or step < 0 or step % 1 ~= 0,
     "checkpoint.save: expected the step to be a whole number of 0 or more, got %s", tostring(step))
-  M_ffi.expect(type(dir) == "string", dir, "checkpoint.save: expected a directory")
-  M_ffi.expect(type(parts) == "table", parts, "checkpoint.save: expected a table of parts")
+  M_ffi.expect(type(dir) == "string", dir, "checkpoint.save: expected the path of a directory")
+  M_ffi.expect(type(parts) == "table", parts, "checkpoint.save: expected a table of parts, such " ..
+    "as { model = { name = tensor } }")
   local keep = options and options.keep
   M_ffi.raise_if(keep and (type(keep) ~= "number" or keep < 1),
     "checkpoint.save: expected keep to be 1 or more, got %s", tostring(keep))
@@ -259,7 +260,7 @@ local function read_state(directory)
   local text = file:read("*a") or ""
   file:close()
   local body, crc = text:match('^(.*),"crc32c":"(%x+)"}\n$')
-  if not body then return nil, "state.json is incomplete" end
+  if not body then return nil, "state.json is incomplete: it does not end with a checksum" end
   local own = crc_text(C.eng_crc32c(0, body, #body))
   if own ~= crc then
     return nil, ("state.json is damaged: its checksum is %s, expected %s"):format(own, crc)
@@ -373,7 +374,7 @@ end
 --- change `parts`. If the entry of a tensor has a function `make`, read() returns the tensor that
 --- `make` returns, and reads no file (masters.lua).
 function M.open(dir, last)
-  M_ffi.expect(type(dir) == "string", dir, "checkpoint: expected a directory")
+  M_ffi.expect(type(dir) == "string", dir, "checkpoint: expected the path of a directory")
   local path, header, skipped
   if disk.is_file(dir .. "/state.json") or dir:match("step%-%d+/*$") then
     local problem

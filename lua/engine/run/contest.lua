@@ -49,8 +49,8 @@ local function agree(self)
     local before, hint = read_job(path), "hint: name=ANOTHER starts a new contest"
     self.threads = self.threads or before.threads
     if job_text(before) ~= job_text(self) then
-      fail("%s is a contest of '%s', but this contest is of '%s'; %s", self.path, job_text(before),
-        job_text(self), hint)
+      fail("%s is a contest of '%s'; expected the same script and settings, got '%s'; %s",
+        self.path, job_text(before), job_text(self), hint)
     end
     local changed = before.source ~= self.source and self.script
     for policy, source in pairs(self.sources) do

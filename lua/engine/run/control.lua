@@ -48,7 +48,8 @@ end
 
 function Control:close()
   for number, id in pairs(self.waiting) do
-    self:answer(number, id, { ok = false, error = "the run has ended" })
+    self:answer(number, id, { ok = false,
+      error = "step: the run ended before these steps were done" })
   end
   self.waiting, self.paused, self.steps_left, self.stopping = {}, nil, nil, nil
   if self.socket then C.eng_attach_close(ffi.gc(self.socket, nil)) end
@@ -126,14 +127,14 @@ local function tell(self, kind, text)
   return text
 end
 
--- Returns text such as "the policy is static now, loss scale 1; for FP8 layers: sqrt3". is: a
--- format for the policy's name, such as "is %s now".
+-- Returns text such as "the policy is static now, loss scale 1; policies of FP8 layers: sqrt3". is:
+-- a format for the policy's name, such as "is %s now".
 local function policies_text(t, is)
   local sites = t.optimizer.fp8
   local names = {}
   for i, policy in ipairs(sites and sites.policies or {}) do names[i] = policy.name end
   return ("the policy %s, loss scale %.10g%s"):format(is:format(t.policy.name), t.policy:scale(),
-    #names > 0 and "; for FP8 layers: " .. table.concat(names, ", ") or "")
+    #names > 0 and "; policies of FP8 layers: " .. table.concat(names, ", ") or "")
 end
 
 local commands = {}
@@ -149,7 +150,7 @@ function commands.swap(self, request)
   end
   if type(request.source) == "string" then source = { source = request.source, file = source } end
   local good, problem = self.trainer.swaps:swap(source, type(request.options) == "table"
-    and request.options or nil, "attached")
+    and request.options or nil, "an attached client")
   if not good then return nil, problem end
   return policies_text(self.trainer, "is %s now")
 end
@@ -174,10 +175,10 @@ function commands.policy(self)
 end
 
 function commands.undo(self)
-  local good, seat = self.trainer.swaps:undo("attached")
+  local good, seat = self.trainer.swaps:undo("an attached client")
   if not good then return nil, seat end
   if seat and seat.kind then
-    return ("the policy for FP8 layers: %s again"):format(swap.label(seat.policy))
+    return ("the policy of FP8 layers is %s again"):format(swap.label(seat.policy))
   end
   return policies_text(self.trainer, "is %s again")
 end
@@ -218,17 +219,17 @@ function commands.set(self, request)
       M_ffi.value_text(request.value))
   end
   if request.name == "steps" and request.value <= self.trainer.steps_done then
-    return nil, ("steps: expected more than the %d steps already done, got %.0f; hint: run:stop()")
-      :format(self.trainer.steps_done, request.value)
+    return nil, ("steps: expected more than the %d steps already done, got %.0f; hint: " ..
+      "run:stop() ends the run"):format(self.trainer.steps_done, request.value)
   end
   if request.value == "schedule" and not self.trainer.schedule then
-    return nil, "lr: this run has no schedule; expected a positive number"
+    return nil, "lr: expected a positive number, got 'schedule', but this run has no schedule"
   end
   local before = setting[3](self.trainer)
   setting[4](self.trainer, request.value)
   if setting.kept then self.set[request.name] = request.value end
-  return tell(self, "set", ("%s %s -> %s (attached)"):format(request.name, show.value(before),
-    show.value(request.value)))
+  return tell(self, "set", ("%s %s -> %s (by an attached client)"):format(request.name,
+    show.value(before), show.value(request.value)))
 end
 
 function commands.checkpoint(self) return self.trainer.run_files:save() end
@@ -306,7 +307,7 @@ end
 
 local function end_abandoned_pause(self)
   self.paused = nil
-  tell(self, "resumed by attach", "resumed: the client that paused it disconnected")
+  tell(self, "resumed by attach", "resumed: the client that had paused the run disconnected")
 end
 
 -- Rank 0 sends its requests, and every rank carries them out. Returns whether rank 0 was

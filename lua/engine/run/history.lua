@@ -52,7 +52,8 @@ end })
 --- Opens the history in a run's directory, or a database file. options.write: opens it for
 --- appending, and creates it if it is missing.
 function M.open(path, options)
-  M_ffi.expect(type(path) == "string", path, "history.open: expected the directory of a run")
+  M_ffi.expect(type(path) == "string", path, "history.open: expected the directory of a run or " ..
+    "its history.db")
   local write = options and options.write or false
   local file = files.is_folder(path) and path .. "/history.db" or path
   local out = ffi.new("eng_history *[1]")
@@ -227,7 +228,8 @@ local function each(h, make, sql, ...)
   check(C.eng_query_open(out, handle(h), sql))
   local q = ffi.gc(out[0], C.eng_query_close)
   local wanted, given = C.eng_query_parameters(q), select("#", ...)
-  raise_if(wanted ~= given, "query: the statement has %d parameters, got %d values", wanted, given)
+  raise_if(wanted ~= given, "query: expected %s for the statement's parameters, got %d",
+    show.counted(wanted, "value"), given)
   for i = 1, given do bind(q, i - 1, (select(i, ...))) end
   local names = {}
   for i = 1, C.eng_query_columns(q) do names[i] = ffi.string(C.eng_query_name(q, i - 1)) end
@@ -562,7 +564,7 @@ local function no_fp8(h, site, step)
   end
   if #sites == 0 then
     return ("the run has no meters of FP8 layers: its precision is %s%s"):format(h:meta().precision
-      or "not known",
+      or "unknown",
       (h:meta().precision or ""):find("fp[48]") and ", and no step was measured yet"
         or "; a recipe such as fp8_block has meters")
   end

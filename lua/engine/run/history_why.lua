@@ -79,7 +79,8 @@ local function say_gradients(h, row, say)
     end
   end
   if bad > MOST_TENSORS then
-    say("  and %d more tensors: h:tensors(%d) has them all", bad - MOST_TENSORS, row.step)
+    say("  and %d more tensors; in Lua, history:tensors(%d) lists all", bad - MOST_TENSORS,
+      row.step)
   end
 end
 
@@ -133,7 +134,7 @@ end
 
 local function say_shadows(h, row, say)
   for _, shadow in ipairs(h:shadows_at(row.step)) do
-    local chosen = ("would have chosen %s and a loss scale of %g"):format(shadow.action,
+    local chosen = ("would have chosen the action %s and a loss scale of %g"):format(shadow.action,
       tonumber(shadow.scale) or 0 / 0)
     if not shadow.scale then
       chosen = "would have chosen, for FP8 layers, " .. tostring(shadow.reason)

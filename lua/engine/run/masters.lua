@@ -2,6 +2,8 @@
 -- Kahan's compensation, which is a buffer of the optimizer (NAME.compensation). Also adds the
 -- averages of weights (NAME.q_ema) that the run needs and the checkpoint lacks, and drops averages
 -- that the run does not need. Called by restore.lua.
+local show = require "engine.base.show"
+
 local M = {}
 
 -- Returns an entry for a checkpoint's `parts`, for a tensor that `make` computes because no file
@@ -54,7 +56,8 @@ function M.fit(optimizer, c)
   end
   if begun > 0 then
     note = (note and note .. "; " or "") ..
-      ("%d averages of weights (Q-EMA) start as copies of the weights"):format(begun)
+      ("%s of weights (Q-EMA) %s of the weights"):format(show.counted(begun, "average"),
+        begun == 1 and "starts as a copy" or "start as copies")
   end
   return note
 end

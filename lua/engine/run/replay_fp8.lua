@@ -24,11 +24,11 @@ local function facts_of(h, policy)
     or type(facts.rungs) ~= "number" then
     local older = h:has "fp8" and h:query("SELECT 1 FROM fp8 LIMIT 1")[1]
     error(("policy %s works on FP8 layers, and %s has no record of such layers: its precision " ..
-      "is %s%s"):format(policy.name, h.path, tostring(meta.precision),
+      "is %s%s"):format(policy.name, h.path, tostring(meta.precision or "unknown"),
       older and ", and an older engine wrote it" or ""), 0)
   end
   fail_if(not h:has "fp8",
-    "history %s is damaged: it has FP8 layers and no table fp8 with their meters", h.path)
+    "history %s is damaged: it has FP8 layers, but no table fp8 with their meters", h.path)
   return facts
 end
 

@@ -221,10 +221,10 @@ local function place_of_data(trainer, path, place)
   local problem, hint
   if not trainer.data.restore then
     problem = "the loader has no state() and restore()"
-    hint = "add them to the loader (docs/data.md), or accept it with restart_data = true"
+    hint = "add them to the loader (docs/data.md), or accept this with restart_data = true"
   elseif not place then
     problem = "the checkpoint holds no position in the data"
-    hint = "restart_data = true accepts it"
+    hint = "restart_data = true accepts this"
   else
     return nil, place
   end
@@ -248,7 +248,8 @@ function M.take_over(trainer, c, config)
   local problem = c.parts and M.problem(c)
   if problem then error("resume: " .. problem, 0) end
   fail_if(state.optimizer.name ~= trainer.optimizer.name, "resume: %s was written with the " ..
-    "optimizer %s, but this run has %s", c.path, state.optimizer.name, trainer.optimizer.name)
+    "optimizer %s, but this run has %s; hint: use that optimizer, or begin a new run with " ..
+    "run=ANOTHER_NAME", c.path, state.optimizer.name, trainer.optimizer.name)
   notes[1], state.data = place_of_data(trainer, c.path, state.data)
   c.changes = function() return changed_settings(c.path, config) end
   take_policies(trainer, c, notes)
@@ -272,12 +273,12 @@ function M.take_over(trainer, c, config)
   for _, what in ipairs { "precision", "schedule", "threads" } do
     if state[what] ~= now[what] then
       notes[#notes + 1] = ("%s is %s now and was %s, so the losses will differ"):format(what,
-        tostring(now[what]), tostring(state[what]))
+        tostring(now[what] or "none"), tostring(state[what] or "none"))
     end
   end
   if state.precision == now.precision and (state.recipe or now.recipe) ~= now.recipe then
-    notes[#notes + 1] = ("precision %s has another recipe now than in the " ..
-      "checkpoint, so the losses will differ"):format(now.precision)
+    notes[#notes + 1] = ("the recipe of precision %s is not the same as in the checkpoint, so " ..
+      "the losses will differ"):format(now.precision)
   end
   return notes
 end

@@ -113,8 +113,8 @@ function Run:find_place(path, resume)
   if self.continues or not exists(path) then
     local good, message = self:take(path)
     if good then return end
-    fail_if(self.continues, "%s is being written by another run: %s; hint: wait for it, or " ..
-      "run=ANOTHER_NAME", path, message)
+    fail_if(self.continues, "%s is being written by another run: %s; hint: wait until that run " ..
+      "ends, or run=ANOTHER_NAME", path, message)
   end
   local n = 2
   while files.exists(path .. "-" .. n) or not self:take(path .. "-" .. n) do n = n + 1 end

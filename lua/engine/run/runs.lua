@@ -125,7 +125,9 @@ function M.list(text)
   local dir = text or "runs"
   if text and not files.is_folder(text) then
     dir = "runs/" .. text
-    if not files.is_folder(dir) then error(("there is no folder %s"):format(text), 0) end
+    if not files.is_folder(dir) then
+      error(("there is no folder '%s' or '%s'"):format(text, dir), 0)
+    end
   end
   local list = {}
   if files.exists(dir .. "/history.db") then list[1] = M.info(dir) end

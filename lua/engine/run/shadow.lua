@@ -14,6 +14,7 @@ local arguments = require "engine.base.arguments"
 local counterfactual = require "engine.run.counterfactual"
 local fp8_verdict = require "engine.policy.fp8_verdict"
 local formats = require "engine.base.formats"
+local show = require "engine.base.show"
 
 local C, ffi, fail_if = M_ffi.C, M_ffi.ffi, M_ffi.fail_if
 
@@ -245,7 +246,8 @@ end
 local function doubts(s)
   local bounds = counterfactual.why_text(s.certainty)
   return (bounds and "; " .. bounds or "") ..
-    (s.failed > 0 and ("; it failed %d times: %s"):format(s.failed, s.why) or "")
+    (s.failed > 0 and ("; it failed in %s, most recently: %s"):format(
+      show.counted(s.failed, "step"), s.why) or "")
 end
 
 --- Returns a line about each shadow, for the end of a run.
@@ -268,7 +270,7 @@ function Shadows:lines()
   local sites = self.trainer.optimizer.fp8
   for _, s in ipairs(self.layers) do
     lines[#lines + 1] = ("shadow %s: would have computed FP8 layers differently in %d of %d steps; "
-      .. "at the end %s%s"):format(s.name, s.apart, self.steps,
+      .. "at the end: %s%s"):format(s.name, s.apart, self.steps,
       fp8_verdict.off(sites.paths, s.rungs, sites.rungs), doubts(s))
   end
   return lines

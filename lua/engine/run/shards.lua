@@ -139,6 +139,8 @@ function M.of_rank(reducer, user)
   return pieces
 end
 
+local MOST_PROBLEMS = 12   -- the most tensors that a message lists
+
 -- Raises an error unless a part of a checkpoint has exactly the tensors `wanted`, { name = shape }.
 -- If c has a function `changes`, the message has its text about changed settings.
 local function want_tensors(c, part, wanted)
@@ -157,7 +159,10 @@ local function want_tensors(c, part, wanted)
     end
   end
   table.sort(problems)
-  local shown = table.concat(problems, "\n  ", 1, math.min(#problems, 12))
+  local shown = table.concat(problems, "\n  ", 1, math.min(#problems, MOST_PROBLEMS))
+  if #problems > MOST_PROBLEMS then
+    shown = ("%s\n  and %d more tensors"):format(shown, #problems - MOST_PROBLEMS)
+  end
   if #problems > 0 then
     error(("resume: %s does not fit this %s%s:\n  %s"):format(c.path, part,
       c.changes and c.changes() or "", shown), 0)

@@ -133,12 +133,12 @@ local function trial(self, entry, copy)
     if bit.band(needs, bit.bnot(self.ring_needs[at])) == 0 then
       local verdict = seat:ask(copy, self.ring[at])
       if C.eng_clock() - began > PATIENCE then
-        return ("its trial on the last steps took more than %d s"):format(PATIENCE)
+        return ("its trial on the records of the last steps took more than %d s"):format(PATIENCE)
       end
       local refused = seat:refuses(copy, trainer)
       if refused then return refused end
       if verdict.failed ~= 0 then
-        return ("tried on step %d: %s"):format(tonumber(self.ring[at].step),
+        return ("it failed on the record of step %d: %s"):format(tonumber(self.ring[at].step),
           ffi.string(verdict.reason))
       end
     end
@@ -185,7 +185,7 @@ local function load_together(source, options, kind)
         news.options or {}, kind)
     else good, fresh = pcall(load, source, options, kind) end
     if good and news.crc and fresh:hash() ~= news.crc then
-      good, fresh = false, "its source was damaged on the way from rank 0"
+      good, fresh = false, "its text arrived damaged from rank 0 (the checksums differ)"
     end
   end
   return good, fresh
@@ -212,8 +212,8 @@ local function seat_for(self, fresh)
     end
   end
   return nil, ("the run has %d FP8 policies (%s), and a swap replaces the policy of the same name; "
-    .. "hint: give the new policy one of these names, or swap the policy in " ..
-    "trainer.optimizer.fp8.policies")
+    .. "hint: give the new policy one of these names, or call the method swap of one of the " ..
+    "policies in trainer.optimizer.fp8.policies")
     :format(#names, table.concat(names, ", "))
 end
 
@@ -243,7 +243,8 @@ local function attempt(self, source, options, by, entry)
     fresh:take_over(old)
     return seat:refuses(fresh, self.trainer)
   end)
-  problem = objection(self, problem or not ready and "it cannot take over" or nil)
+  problem = objection(self, problem or not ready and "it cannot take over the old policy's state"
+    or nil)
   if problem then return refuse(self, entry, what, by, problem) end
   put(self, entry, fresh, by, type(source) == "table" and not source.of_the_file)
   self.former[#self.former + 1] = { entry = entry, policy = old }
@@ -344,8 +345,8 @@ local function was_saved(self, entry)
   local stamp = C.eng_file_stamp(policy.path)
   if stamp == 0 and entry.pending_stamp == 0 and entry.gone ~= policy then
     entry.gone = policy
-    self.trainer:note(("step %d: the policy's file %s is gone; the policy that was read " ..
-      "from it stays"):format(self.trainer.steps_done, policy.path))
+    self.trainer:note(("step %d: the policy's file %s no longer exists; the policy that was " ..
+      "read from it stays"):format(self.trainer.steps_done, policy.path))
   end
   if stamp == entry.stamp then entry.pending_stamp = nil
   elseif stamp ~= 0 and stamp == entry.pending_stamp and read(policy.path) ~= "" then
@@ -435,7 +436,8 @@ function Swap:resume(i, saved)
   entry.seat:use_policy(policy, self.trainer)
   self:hold(entry, true)
   entry.swaps, self.resumed = 1, true
-  return ("the policy is %s, which was swapped in for %s"):format(label(policy), now.name)
+  return ("the policy is %s, as in the checkpoint: it had been swapped in for %s"):format(
+    label(policy), now.name)
 end
 
 return M

@@ -40,7 +40,7 @@ function M.verdicts(text)
     if at > #text then break end
     local count, kind, after = text:match("^(%d*)%s*([.xX]?)()", at)
     if kind == "" then
-      if count ~= "" then fail("the number " .. count .. " repeats nothing", at) end
+      if count ~= "" then fail("no symbol follows the number " .. count, at) end
       fail("got '" .. text:sub(at, at) .. "'", at)
     end
     local n = tonumber(count) or 1
@@ -94,7 +94,7 @@ local COLUMNS = { "clip", "lr_mul", unpack(FIELDS) }
 function M.run(path)
   local result, why = require("engine.run.history").with(path, function(history)
     local n = history:query("SELECT count(*) AS n FROM steps")[1].n
-    if n == 0 then error(("%s has no steps"):format(history.path), 0) end
+    if n == 0 then error(("history %s has no steps to replay"):format(history.path), 0) end
     local meta, config = history:meta(), history:config()   -- old histories lack meta.mode
     -- settled: the steps that began after the previous step's verdict even in lagged mode
     local self = setmetatable({ n = n, rows = Rows(n), hists = {}, name = path, settled = {},

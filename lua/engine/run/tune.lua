@@ -33,8 +33,8 @@ local function is_power(x) return x > 0 and math.frexp(x) == 0.5 end
 -- "growth_interval=100..5000". from_text and to_text are expressions. `preset` is the option's
 -- default.
 local function span_of(text, name, preset, from_text, to_text)
-  fail_if(type(preset) ~= "number", "over '%s': %s is a %s; expected values, such as %s=a,b", text,
-    name, type(preset), name)
+  fail_if(type(preset) ~= "number", "over '%s': the option %s is a %s, which has no range; " ..
+    "expected a list of values, such as %s=a,b", text, name, type(preset), name)
   local from, to = expression(from_text), expression(to_text)
   fail_if(not from or not to or not (from < to) or to == math.huge or from == -math.huge,
     "over '%s': expected two numbers, the smaller one first, such as 100..5000", text)

@@ -112,12 +112,13 @@ function M.problem(saved, tensors)
       return ("%s: expected the name, dtype and shape of a tensor in the files, got '%s', %s")
         :format(at, show.cut(show.shown(item.name), 80), text(item))
     elseif not place or place[item.path[#item.path]] ~= nil then
-      return at .. ".path: expected a path to a free place in state.user.data, got another path"
+      return at .. ".path: expected keys that lead to an unused place in state.user.data, got " ..
+        "other keys"
     end
     left[item.name] = nil
   end
   local name = next(left)
-  return name and ("state.user.tensors: expected the place of the tensor '%s', got nothing"):format(
+  return name and ("state.user.tensors: expected an entry for the tensor '%s', got none"):format(
     show.cut(show.shown(name), 80))
 end
 

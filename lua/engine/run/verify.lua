@@ -39,7 +39,8 @@ local function command_of(path, meta, config, script)
       table.insert(command.arguments, name .. "=" .. tostring(value))
     end
     table.sort(command.arguments)
-    fail_if(not script, "%s does not say which script made it; hint: --script FILE", path)
+    fail_if(not script, "the history of %s does not name the script that made the run; hint: " ..
+      "--script FILE", path)
   end
   local folder = type(command.folder) == "string" and command.folder or files.absolute(".")
   if script then script = files.absolute(script)
@@ -47,10 +48,10 @@ local function command_of(path, meta, config, script)
     script = tostring(command.script)
     if script:sub(1, 1) ~= "/" then script = folder .. "/" .. script end
   end
-  fail_if(not files.is_file(script), "the script that made %s is gone: %s; hint: --script FILE",
-    path, script)
-  fail_if(not files.is_folder(folder), "the folder that %s was started in is gone: %s", path,
-    folder)
+  fail_if(not files.is_file(script), "the script that made %s no longer exists: %s; hint: " ..
+    "--script FILE", path, script)
+  fail_if(not files.is_folder(folder), "the folder that %s was started in no longer exists: %s",
+    path, folder)
   local source = files.read(script)
   command.changed = command.crc32c ~= nil and source ~= nil
     and C.eng_crc32c(0, source, #source) ~= command.crc32c
@@ -113,8 +114,8 @@ local function row_at(path, rows, step)
     if row.step <= step then at = i end
   end
   if at and step <= rows[#rows].step then return at end
-  error(("--from %g: the replay of %s has steps %d to %d"):format(step, path, rows[1].step,
-    rows[#rows].step), 0)
+  error(("--from: expected a step from %d to %d, the steps of the replay of %s, got %g"):format(
+    rows[1].step, rows[#rows].step, path, step), 0)
 end
 
 -- Returns the index of the row from which the live run starts, and the path of the checkpoint
@@ -126,8 +127,8 @@ local function start_of(path, trace, target)
     and checkpoint.open(path .. "/checkpoints", tonumber(trace.rows[target - 1].step))
   if c then c:close() end
   if c and row_of[c.step] then return row_of[c.step], c.path end
-  fail_if(trace.first > 0, "%s begins at step %d, and it has no checkpoint to start from", path,
-    trace.first)
+  fail_if(trace.first > 0, "%s begins at step %d, and has no checkpoint from which the " ..
+    "live run could start", path, trace.first)
   return 1, nil
 end
 
