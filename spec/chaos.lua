@@ -173,7 +173,8 @@ end
 local function messages(text)
   local lines = {}
   for line in text:gmatch("[^\r\n]+") do
-    if not line:find '^{"step"' and not line:find "^%d+ [%d.]+ " and not line:find "^step %d+/" then
+    if not line:find '^{"step"' and not line:find "^%d+ [%d.]+ "
+      and not line:find "^step %d+ %(" then
       lines[#lines + 1] = "    | " .. line
     end
   end

@@ -353,7 +353,7 @@ function Control:after_step()
       settle(self)
       for client, id in pairs(self.waiting) do
         self:answer(client, id, { ok = true,
-          text = ("paused at step %d"):format(self.trainer.steps_done) })
+          text = ("paused before step %d"):format(self.trainer.steps_done) })
       end
       self.waiting = {}
     end

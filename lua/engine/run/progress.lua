@@ -8,11 +8,14 @@
 --   progress:note("step 12: evaluation loss 3.1000")     a separate line
 --   progress:finish()
 --
--- A json object has exactly the fields of update() above, in that order. `step`, `updates` and
--- `skipped` are the numbers of attempts, updates and skipped steps so far; `overflow` is true if
--- this step overflowed. JSON has no infinity and no NaN: they are the strings "inf", "-inf" and
--- "nan", which Python's float() accepts. A missing field is null. Numbers have enough digits to
--- read the same double back.
+-- `step`, `updates` and `skipped` are the numbers of attempts, updates and skipped steps so far. A
+-- line also gives the number of the step in the history, where steps count from 0: it begins with
+-- "step 11 (12/1000)" in this example.
+--
+-- A json object has exactly the fields of update() above, in that order; `overflow` is true if this
+-- step overflowed. JSON has no infinity and no NaN: they are the strings "inf", "-inf" and "nan",
+-- which Python's float() accepts. A missing field is null. Numbers have enough digits to read the
+-- same double back.
 local json = require "engine.base.json"
 local show = require "engine.base.show"
 
@@ -109,8 +112,8 @@ end
 --- Returns the live line for one step, without a line end. row.unscaled: true hides the scale.
 function progress:line(row, now)
   local parts = {}
-  parts[1] = self.total and ("step %d/%d"):format(row.step, self.total)
-    or ("step %d"):format(row.step)
+  parts[1] = ("step %d"):format(row.step - 1)
+  if self.total then parts[1] = ("%s (%d/%d)"):format(parts[1], row.step, self.total) end
   if row.loss then parts[#parts + 1] = ("loss %.4f"):format(row.loss) end
   if row.scale and not row.unscaled then parts[#parts + 1] = "scale " .. show.scale(row.scale) end
   parts[#parts + 1] = ("skipped %d"):format(row.skipped or 0)

@@ -191,8 +191,8 @@ local function open(self, resume)
       self.notes[#self.notes + 1] = line
     end
     self.last_checkpoint = c.path
-    self.notes[#self.notes + 1] = ("resumed from %s: step %d, %d updates"):format(c.path,
-      trainer.steps_done, trainer.updates)
+    self.notes[#self.notes + 1] = ("resumed from %s: continues at step %d, after %s"):format(c.path,
+      trainer.steps_done, show.counted(trainer.updates, "update"))
   elseif resume then
     self.notes[#self.notes + 1] = "nothing to resume: a new run begins" .. (self.path
       and files.exists(self.path .. "/history.db") and "; the steps recorded so far are dropped"

@@ -61,13 +61,14 @@ end
 --- records no end, "running" or "died". The second is the field `how` of M.info. last: the last
 --- recorded step.
 function M.ending(h, path, last)
+  local alive = M.holder(path)      -- asked first, because a run records its end before it exits
   local event = h:query("SELECT kind, text, step FROM events WHERE kind IN ('finished', " ..
     "'stopped', 'error', 'drift', 'resumed') ORDER BY id DESC LIMIT 1")[1]
   if event and event.kind ~= "resumed" and event.step > last then
     local why = event.text and event.text ~= "" and ": " .. event.text:match("^[^\n]*") or ""
     return event.kind .. why, event.kind
   end
-  if M.holder(path) then return "running", "running" end
+  if alive then return "running", "running" end
   return "died", "broken"
 end
 
