@@ -198,6 +198,41 @@ describe("engine attach", function()
     ended(pid)
   end)
 
+  it("keeps a pause when a second client steps and leaves", function()
+    local run = folder .. "/run"
+    local pid = start(run)
+    attach(run, "run:pause { stay = true }")
+    local before = status(run).step
+    assert.matches("paused before step " .. before + 3, attach(run, "run:step(3)").out, 1, true)
+    sleep(0.3)
+    local after = status(run)
+    assert.same({ before + 3, true }, { after.step, after.paused })
+    attach(run, "run:resume()")
+    local first = raw(run)                    -- its pause ends with it, not with the second client
+    first.send('{"do":"pause"}\n')
+    assert.matches("paused by an attached client", first.receive(), 1, true)
+    attach(run, "run:step(2)")
+    sleep(0.3)
+    assert.is_true(status(run).paused)
+    first.leave()
+    wait_for("the end of the pause", function() return not status(run).paused end)
+    stop(run)
+    ended(pid)
+  end)
+
+  it("answers a client whose steps another client interrupts", function()
+    local run = folder .. "/run"
+    local pid = start(run)
+    local first = raw(run)
+    first.send('{"do":"step","n":1000000000}\n')
+    wait_for_step(run, status(run).step)
+    attach(run, "run:pause()")
+    assert.matches("step: another client paused the run before step %d", first.receive())
+    first.leave()
+    stop(run)
+    ended(pid)
+  end)
+
   it("reports an invalid request and changes nothing", function()
     local run = folder .. "/run"
     local pid = start(run)

@@ -27,8 +27,10 @@ local MOST_LINES = 8       -- the most requests that are handled between two ste
 local PAUSE_MS = 100       -- milliseconds between two checks of signals and files during a pause
 
 -- Returns the Control of a trainer, with these fields. wanted: whether the run opens a socket. set:
--- the settings that clients changed, by name. waiting: the ids of `step` requests without a reply
--- yet, by client. heard: the requests that rank 0 has not yet sent to the other ranks.
+-- the settings that clients changed, by name. paused: the pause of the run, or nil (see held_by).
+-- steps_left, next_pause: during a client's steps, how many are left, and the pause after them.
+-- waiting: the ids of `step` requests without a reply yet, by client. heard: the requests that rank
+-- 0 has not yet sent to the other ranks.
 function M.new(trainer, options)
   return setmetatable({ trainer = trainer, wanted = options.attach ~= false, set = {}, waiting = {},
     heard = {}, many = trainer.reducer.many, follows = trainer.reducer.rank > 0 }, Control)
@@ -46,12 +48,18 @@ function Control:open()
   self.socket = ffi.gc(out[0], C.eng_attach_close)
 end
 
-function Control:close()
+-- Ends the steps of clients and answers these clients. ok: whether all steps were made.
+local function end_steps(self, ok, text)
+  self.steps_left = nil
   for number, id in pairs(self.waiting) do
-    self:answer(number, id, { ok = false,
-      error = "step: the run ended before these steps were done" })
+    self:answer(number, id, { ok = ok, text = ok and text or nil, error = not ok and text or nil })
   end
-  self.waiting, self.paused, self.steps_left, self.stopping = {}, nil, nil, nil
+  self.waiting = {}
+end
+
+function Control:close()
+  end_steps(self, false, "step: the run ended before these steps were done")
+  self.paused, self.stopping = nil, nil
   if self.socket then C.eng_attach_close(ffi.gc(self.socket, nil)) end
   self.socket = nil
 end
@@ -183,29 +191,42 @@ function commands.undo(self)
   return policies_text(self.trainer, "is %s again")
 end
 
+-- Returns the current pause (or the pause after the current steps, or a new one) with the client
+-- `number` as a further holder. A pause ends when all its holders have disconnected, unless one of
+-- them asked that the run stays paused (request.stay).
+local function held_by(self, request, number)
+  local pause = self.paused or self.steps_left and self.next_pause or { holders = {} }
+  pause.holders[number] = true
+  pause.stays = pause.stays or request.stay or nil
+  return pause
+end
+
 -- Pauses the run. request.stay: the run stays paused when the client disconnects.
 function commands.pause(self, request, number)
-  self.steps_left = nil
-  if self.paused then return "the run is already paused" end
-  self.paused = { by = not request.stay and number or nil }
+  local before = self.paused
+  self.paused = held_by(self, request, number)
+  end_steps(self, false, ("step: another client paused the run before step %d"):format(
+    self.trainer.steps_done))
+  if before then return "the run is already paused" end
   return tell(self, "paused", "paused by an attached client")
 end
 
 function commands.resume(self)
-  self.steps_left = nil
+  end_steps(self, false, ("step: another client resumed the run before step %d"):format(
+    self.trainer.steps_done))
   if not self.paused then return "the run is not paused" end
   self.paused = nil
   return tell(self, "resumed by attach", "resumed by an attached client")
 end
 
--- Runs request.n steps (default 1), pauses the run, and then replies.
+-- Runs request.n steps (default 1), pauses the run, and then replies. request.stay: as for a pause.
 function commands.step(self, request, number)
   local n = request.n == nil and 1 or request.n
   if not (count(n) and n >= 1) then
     return nil, "step: expected a whole number of steps, 1 or more, got " .. M_ffi.value_text(n)
   end
-  self.steps_left, self.step_by = n, { by = not request.stay and number or nil }
-  self.paused, self.waiting[number] = nil, request.id or true
+  self.next_pause = held_by(self, request, number)
+  self.steps_left, self.paused, self.waiting[number] = n, nil, request.id or true
 end
 
 function commands.set(self, request)
@@ -299,15 +320,18 @@ function Control:wishes()
   return #self.heard > 0 or self.wish ~= nil
 end
 
--- Returns whether the client that paused the run has disconnected.
+-- Returns whether the run is paused and all clients that hold this pause have disconnected.
 local function is_abandoned(self)
-  return self.paused and self.paused.by and self.socket ~= nil
-    and not C.eng_attach_here(self.socket, self.paused.by)
+  if not self.paused or self.paused.stays or not self.socket then return false end
+  for client in pairs(self.paused.holders) do
+    if C.eng_attach_here(self.socket, client) then return false end
+  end
+  return true
 end
 
 local function end_abandoned_pause(self)
   self.paused = nil
-  tell(self, "resumed by attach", "resumed: the client that had paused the run disconnected")
+  tell(self, "resumed by attach", "resumed: no client that paused the run is connected any more")
 end
 
 -- Rank 0 sends its requests, and every rank carries them out. Returns whether rank 0 was
@@ -349,13 +373,9 @@ function Control:after_step()
   if self.steps_left then
     self.steps_left = self.steps_left - 1
     if self.steps_left == 0 or self.trainer.steps_done >= self.trainer.steps then
-      self.steps_left, self.paused = nil, self.step_by
+      self.paused = self.next_pause
       settle(self)
-      for client, id in pairs(self.waiting) do
-        self:answer(client, id, { ok = true,
-          text = ("paused before step %d"):format(self.trainer.steps_done) })
-      end
-      self.waiting = {}
+      end_steps(self, true, ("paused before step %d"):format(self.trainer.steps_done))
     end
   end
   if self.socket then listen(self, 0) end
