@@ -367,9 +367,24 @@ describe("a session", function()
       row.reason)
   end)
 
-  it("refuses scales per layer at the first decision", function()
-    local s = by_hand(6, { policy = "layerwise", policy_options = {} })
-    assert.matches("session: policy layerwise sets scales per layer", s:close().stopped)
+  it("refuses scales per layer at the start and at a swap", function()
+    local why = "session: policy layerwise sets scales per layer"
+    refused(why, by_hand, 6, { policy = "layerwise", policy_options = {} })
+    local s = by_hand(0, { policy = "dynamic", policy_options = {} })
+    local good, problem = s.policy:swap("layerwise")
+    assert.is_nil(good)
+    assert.matches(why, problem)
+    assert.equal("dynamic", s.policy.name)
+  end)
+
+  it("refuses at a decision scales per layer that a policy begins to set later", function()
+    local file = helper.write(folder .. "/later.lua", "return { name = 'later', options = {}, " ..
+      "needs = { 'groups' }, init = function() return { scale = 4, n = 0 } end, " ..
+      "decide = function(state, record) state.n = state.n + 1; local scales = {} " ..
+      "for _, group in ipairs(record.groups or {}) do scales[group.name] = 2 end " ..
+      "return { scale = 4, scales = state.n > 1 and scales or nil } end }")
+    local s = by_hand(6, { policy = file, policy_options = {} })
+    assert.matches("session: policy later sets scales per layer", s:close().stopped)
   end)
 
   it("can be attached to, and verified by a replay", function()

@@ -31,6 +31,30 @@ local RING = 64        -- the number of recent records on which a candidate is t
 local PATIENCE = 2     -- the run waits for a candidate's trial for at most this many seconds
 local MOST_UNDO = 20   -- the number of swaps that can be undone
 
+-- Returns a copy of the policy of a seat, in its initial state.
+local function copy_of(policy, seat)
+  local copy = require("engine.policy.policy").load({ source = policy.source, file = policy.file },
+    policy.given, seat.kind)
+  seat:prepare(copy)
+  return copy
+end
+
+-- Returns why a run refuses scales per layer, if a policy sets them, or nil. Only a verdict shows
+-- that it does. So `copy`, a copy of the policy, decides on a made-up good step, whose gradients
+-- have another magnitude in each tensor.
+local function layers_refused(trainer, copy)
+  local record, n = ffi.new("eng_record"), #trainer.optimizer.list
+  local stats = ffi.new("eng_tensor_stats[?]", n)
+  require("engine.run.trace").verdicts("."):at(record, 1, copy:scale())
+  for k = 0, n - 1 do
+    local amax = record.scale * 2 ^ -(k % 32)
+    stats[k].count, stats[k].amax, stats[k].sum_squares = 1, amax, amax ^ 2
+  end
+  copy:decide(record, stats)
+  return copy:scales_groups() and trainer:refuses(copy) or nil
+end
+
+--- Returns the Swap of a trainer. Raises an error if the run cannot use the trainer's policy.
 function M.new(trainer, options)
   local self = setmetatable({ trainer = trainer, watching = options.watch ~= false,
     ring = ffi.new("eng_record[?]", RING), ring_needs = {}, seen = 0,
@@ -44,6 +68,11 @@ function M.new(trainer, options)
     self.seats[i] = { seat = seat, swaps = 0, asked = M.described(seat.policy) }
     if seat.policy.path then self.seats[i].asked.hash = nil end    -- users edit policy files
     self:hold(self.seats[i])
+  end
+  if not trainer.policy.is_class then
+    local copy = copy_of(trainer.policy, trainer)
+    local refused = layers_refused(trainer, copy)
+    if refused then error(refused, 0) end
   end
   return self
 end
@@ -115,12 +144,11 @@ function Swap:remember(record)
   self.ring_needs[at], self.seen = needs, self.seen + 1
 end
 
--- Tries a copy of a candidate on the records of the last steps. Returns what is wrong with the
--- candidate, or nil. Leaves out records that lack a statistic the candidate needs. Per-tensor
--- statistics are always those of the last step.
+-- Tries a copy of a candidate on the records of the last steps, or on a made-up step if there are
+-- no such records. Returns what is wrong with the candidate, or nil. Leaves out records that lack a
+-- statistic the candidate needs. Per-tensor statistics are always those of the last step.
 local function trial(self, entry, copy)
-  local trainer, seat = self.trainer, entry.seat
-  seat:prepare(copy)
+  local trainer, seat, tried = self.trainer, entry.seat, false
   copy:take_over(seat.policy)
   for name, value in pairs(not seat.kind and trainer.reducer.signals or {}) do
     copy:signal(name, value)
@@ -132,6 +160,7 @@ local function trial(self, entry, copy)
     local at = i % RING
     if bit.band(needs, bit.bnot(self.ring_needs[at])) == 0 then
       local verdict = seat:ask(copy, self.ring[at])
+      tried = true
       if C.eng_clock() - began > PATIENCE then
         return ("its trial on the records of the last steps took more than %d s"):format(PATIENCE)
       end
@@ -143,6 +172,7 @@ local function trial(self, entry, copy)
       end
     end
   end
+  return not tried and not seat.kind and layers_refused(trainer, copy) or nil
 end
 
 -- ------------------------------------------------------------------ swapping
@@ -235,8 +265,7 @@ local function attempt(self, source, options, by, entry)
   if fresh == old then return true end
   local ready, problem = pcall(function()
     if not fresh.is_class then
-      local found = trial(self, entry, load({ source = fresh.source, file = fresh.file },
-        fresh.given, seat.kind))
+      local found = trial(self, entry, copy_of(fresh, seat))
       if found then return found end
     end
     seat:prepare(fresh)
