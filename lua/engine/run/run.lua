@@ -65,6 +65,11 @@ function Run:take(path)
   end
   M_ffi.check(C.eng_file_mkdir(path .. "/checkpoints"))
   local status = C.eng_file_lock(lock, path .. "/lock")
+  if status == C.ENG_ERR_STATE and not holders[path] then
+    collectgarbage()      -- frees the lock of a Run of this process that nothing refers to any more
+    collectgarbage()
+    status = C.eng_file_lock(lock, path .. "/lock")
+  end
   if status == C.ENG_ERR_STATE then return false, M_ffi.message() end
   M_ffi.check(status)
   self.path, self.lock = path, ffi.gc(lock, function(l) C.eng_file_unlock(l[0]) end)
