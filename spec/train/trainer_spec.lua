@@ -476,6 +476,32 @@ describe("the trainer", function()
       trainer.run_files.notes, "\n"))
   end)
 
+  it("a resume says whether it reads a policy's file or the shipped policy of its name", function()
+    local text = [[return { name = "dynamic", options = { init_scale = 1 },
+      init = function(o) return { scale = o.init_scale } end,
+      decide = function(state) state.scale = state.scale * 2 return state.scale end }]]
+    local own, run = helper.write(folder .. "/dynamic.lua", text), folder .. "/own"
+    local next_policy = helper.write(folder .. "/next.lua", [[return { options = { init_scale = 1 },
+      migrate = function(old) return { scale = old.scale } end,
+      decide = function(state) return state.scale end }]])
+    local function notes(policy)
+      local trainer = job { run = run, steps = 4, precision = "fp16", resume = "auto",
+        policy = policy }
+      return table.concat(trainer.run_files.notes, "\n")
+    end
+    job({ run = run, steps = 3, precision = "fp16", policy = own }):run()
+    assert.matches("the policy is next now and was dynamic (" .. own .. "); it takes over at the "
+      .. "scale 8", notes(next_policy), 1, true)
+    assert.matches("the policy dynamic is from policies/dynamic.lua now and was from " .. own ..
+      "; the policy ", notes "dynamic", 1, true)
+    helper.write(own, "-- edited\n" .. text)
+    assert.matches("was dynamic (" .. own .. ", which has changed since); it takes over",
+      notes(next_policy), 1, true)
+    assert.equal(0, C.eng_file_remove(own))
+    assert.matches("was dynamic (" .. own .. "; its state was read by policies/dynamic.lua); it",
+      notes(next_policy), 1, true)
+  end)
+
   it("a corrupt checkpoint is skipped with a message, and the one before it is used", function()
     local run = folder .. "/a"
     local _, _, summary = trace { run = run, steps = 6, checkpoint_every = 2 }

@@ -75,19 +75,32 @@ local function owned(c, field, f, ...)
   error(("%s/state.json: %s: %s"):format(c.path, field, message), 0)
 end
 
--- Lets a seat's policy take over from a checkpoint's policy: loads the checkpoint's policy from
--- `source` (as in policy.load) and restores its saved state. Returns true; or false, the reason,
--- and whether the checkpoint's policy itself could be loaded.
-local function follow(seat, saved, source)
-  local loaded = false
-  local took, why = pcall(function()
+-- Loads a policy for a seat from `source` (as in policy.load) and gives it the state of a
+-- checkpoint's policy. Returns true and the policy, or false and the reason.
+local function with_state(seat, saved, source)
+  return pcall(function()
     local old = require("engine.policy.policy").load(source, nil, seat.policy.fp8 and "fp8" or nil)
     seat:prepare(old)
     old:restore(saved.state)
-    loaded = true
-    seat.policy:take_over(old)
+    return old
   end)
-  return took, why, loaded
+end
+
+-- Loads a checkpoint's policy from its file or by its name, with its saved state. If both load,
+-- prefers the one with the source text that the checkpoint records, and then the file. Returns the
+-- policy, or nil; and the name of the checkpoint's policy with its file and, if another source was
+-- loaded, that source.
+local function saved_policy_of(seat, saved)
+  local name, file, found = tostring(saved.name), saved.file, nil
+  for _, source in ipairs { file or saved.name, saved.name } do
+    local good, old = with_state(seat, saved, source)
+    if good and (not saved.hash or old.hash and old:hash() == saved.hash) then
+      return old, file and file ~= name and ("%s (%s)"):format(name, file) or name
+    end
+    found = found or good and old or nil
+  end
+  return found, not found and name or ("%s (%s%s)"):format(name, file or name,
+    found.file == file and ", which has changed since" or "; its state was read by " .. found.file)
 end
 
 -- Gives a seat's policy the saved state of the checkpoint's policy of the same name. If the source
@@ -99,9 +112,13 @@ local function regain(seat, saved)
     policy:restore(saved.state)
     return nil
   end
-  local took, why = follow(seat, saved, { source = policy.source, file = policy.file })
-  return ("the source of the policy %s has changed since the checkpoint; the policy %s"):format(
-    policy.name, took and "takes over the saved state"
+  local took, old = with_state(seat, saved, { source = policy.source, file = policy.file })
+  local why = old
+  if took then took, why = pcall(policy.take_over, policy, old) end
+  local change = "the source of the policy %s has changed since the checkpoint"
+  if saved.file ~= policy.file then change = "the policy %s is from %s now and was from %s" end
+  change = change:format(policy.name, policy.file, tostring(saved.file))
+  return ("%s; the policy %s"):format(change, took and "takes over the saved state"
     or "cannot take over the saved state: " .. tostring(why))
 end
 
@@ -129,13 +146,11 @@ local function take_policies(trainer, c, notes)
     if saved and saved.name == policy.name then
       notes[#notes + 1] = owned(c, field .. ".state", regain, entry.seat, saved)
     elseif saved then
-      local took, why, loaded
-      if same then took, why, loaded = follow(entry.seat, saved, saved.name) end
-      if same and not loaded and saved.file then
-        took, why, loaded = follow(entry.seat, saved, saved.file)
-      end
+      local old, was, took, why = nil, saved.name, false, nil
+      if same then old, was = saved_policy_of(entry.seat, saved) end
+      if old then took, why = pcall(policy.take_over, policy, old) end
       notes[#notes + 1] = ("the %s is %s now and was %s; it %s"):format(what, policy.name,
-        tostring(saved.name), not took and "starts fresh" .. (loaded and ": " .. why or "")
+        was, not took and "starts fresh" .. (old and ": " .. tostring(why) or "")
         or policy.fp8 and "takes over" or ("takes over at the scale %g"):format(policy:scale()))
     elseif not policy.idle then
       notes[#notes + 1] = ("the FP8 policy %s starts fresh: the checkpoint has no state for it")
