@@ -198,6 +198,20 @@ describe("engine attach", function()
     ended(pid)
   end)
 
+  it("names the missing history of a run that has ended, and what remains", function()
+    local run = folder .. "/run"
+    local pid = start(run)
+    stop(run)
+    ended(pid)
+    assert.equal(0, C.eng_file_remove(run .. "/history.db"))
+    local result = attach(run, "print(history)")
+    assert.equal(("engine attach: there is no run %s; there is no file %s/history.db: it was " ..
+      "deleted, or the run had the option history = false; hint: resume=auto continues the run " ..
+      "from its last checkpoint, with a new history\n"):format(run, run), result.err)
+    helper.shell(("rm -r %s/checkpoints/*"):format(run))
+    assert.matches("; hint: start the run again\n$", attach(run, "print(history)").err)
+  end)
+
   it("keeps a pause when a second client steps and leaves", function()
     local run = folder .. "/run"
     local pid = start(run)

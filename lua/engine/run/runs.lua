@@ -17,11 +17,18 @@ local function names_in(dir)
   return names
 end
 
---- Returns a hint for a run that does not exist: the nearest name under runs/ or, if `text` names a
---- folder of runs (a contest), how to list them.
+--- Returns a hint for a run that does not exist: the nearest name under runs/; if `text` names a
+--- folder of runs (a contest), how to list them; if it names the folder of a run without a history,
+--- what remains of the run.
 function M.hint(text)
   text = text:gsub("/+$", "")
   for _, dir in ipairs(places(text)) do
+    if files.is_folder(dir .. "/checkpoints") then
+      local left = #require("engine.run.checkpoint").steps(dir .. "/checkpoints")
+      return ("; there is no file %s/history.db: it was deleted, or the run had the option " ..
+        "history = false; hint: %s"):format(dir, left > 0 and "resume=auto continues the run " ..
+        "from its last checkpoint, with a new history" or "start the run again")
+    end
     local name = names_in(dir)[1]
     if name then
       return ("; %s is a folder of runs; hint: `engine runs %s` lists them, and %s/%s names one")
