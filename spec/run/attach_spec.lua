@@ -255,7 +255,8 @@ describe("engine attach", function()
       assert.equal(1, result.code)
       assert.matches(text, result.err, 1, true)
     end
-    refused('run:set("lrr", 1)', "there is no setting 'lrr'; did you mean 'lr'?")
+    refused('run:set("lrr", 1)', "set: expected the name of a setting, got 'lrr'; did you mean " ..
+      "'lr'?")
     refused('run:set("lr", -1)',
       "lr: expected a positive number up to 3.4e38, or 'schedule', got -1")
     refused('run:set("lr", 1e300)', "got 1e+300")
@@ -374,8 +375,8 @@ describe("the socket", function()
     second.send('{"do":"status"}\nnonsense\n{"do":"fly"}\n[]\n')
     assert.matches('"ok":true', second.receive())
     assert.matches("expected a JSON object", second.receive())
-    assert.matches("there is no command 'fly'", second.receive())
-    assert.matches("there is no command 'nil'", second.receive())
+    assert.matches("do: expected a command, got 'fly'", second.receive())
+    assert.matches("do: expected a command, got nothing", second.receive())
     -- the reply leaves out an id that is neither a string nor a number
     second.send('{"do":"status","id":null}\n{"do":"status","id":{"$pairs":[[[1],2]]}}\n')
     for _ = 1, 2 do assert.matches('"ok":', second.receive()) end

@@ -232,8 +232,8 @@ end
 function commands.set(self, request)
   local setting = settings[request.name]
   if not setting then
-    return nil, ("there is no setting '%s'%s"):format(tostring(request.name),
-      nearest.choices(request.name, settings, "settings"))
+    return nil, ("set: expected the name of a setting, got %s%s"):format(
+      M_ffi.value_text(request.name), nearest.choices(request.name, settings, "settings"))
   end
   if not setting[2](request.value) then
     return nil, ("%s: expected %s, got %s"):format(request.name, setting[1],
@@ -285,7 +285,7 @@ local function serve(self, number, line, told)
   end
   local command = commands[request["do"]]
   if not command then
-    local problem = ("there is no command '%s'%s"):format(tostring(request["do"]),
+    local problem = ("do: expected a command, got %s%s"):format(M_ffi.value_text(request["do"]),
       nearest.choices(request["do"], commands, "commands"))
     self:answer(number, request.id, { ok = false, error = problem })
     return
