@@ -167,7 +167,7 @@ local entries = {
   ["hot_swap.lua"] = { arguments = function() return { "steps=80", "log=json" } end,
     losses = json_losses, falls = 1.5,
     talk = function() return { "steps=120" } end,
-    words = { "timid stays, the new policy is not used: %S+:6: 'then' expected",
+    words = { "the policy timid stays; the new policy is not used: %S+:6: 'then' expected",
       "policy timid %x+ %-> aiming %x+ %(its file was saved%)",
       "policy aiming %x+ %-> aiming %x+ %(undone by the script%)", "\naiming +%d+ +0 +2^1" } },
   ["layerwise.lua"] = { arguments = function() return { "steps=220" } end, losses = printed_losses,

@@ -113,7 +113,7 @@ describe("engine watch", function()
       ENGINE watch a --every 0; echo $?
       ENGINE watch; echo $?]]
     assert.equal("1\n1\n1\n", result.out)
-    assert.matches("no number of the history is called 'los'; did you mean 'loss'?", result.err, 1,
+    assert.matches("the history has no column 'los'; did you mean 'loss'?", result.err, 1,
       true)
     assert.matches("--every: expected 0.05 to 86400 seconds, got 0", result.err, 1, true)
     assert.matches("expected one run, got nothing", result.err, 1, true)

@@ -91,7 +91,7 @@ describe("what a policy logs and prints in a run", function()
     local _, why = pcall(h.plot, h, "twice")
     assert.matches("did you mean 'log.twice'?", why, 1, true)
     _, why = pcall(h.plot, h, "log.twic")
-    assert.matches("the run logged no 'log.twic'; did you mean 'log.twice'?", why, 1, true)
+    assert.matches("the run has no log 'log.twic'; did you mean 'log.twice'?", why, 1, true)
     h:close()
   end)
 

@@ -62,7 +62,7 @@ describe("signals", function()
       tostring(history:plot("signals.attention_entropy")))
     local good, why = pcall(history.plot, history, "signals.attention_entrop")
     assert.is_false(good)
-    assert.matches("published no signal 'attention_entrop', did you mean 'attention_entropy'",
+    assert.matches("has no signal 'attention_entrop', did you mean 'attention_entropy'",
       why:gsub(";", ","))
     history:close()
   end)

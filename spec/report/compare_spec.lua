@@ -130,7 +130,7 @@ describe("several runs", function()
   it("that lack a column are left out of it and named", function()
     local result = inside "plot a1 a2 --columns loss,signals.entropy --svg b.svg"
     assert.equal(0, result.code)
-    assert.equal("engine plot: a2 is left out: the run published no signal 'entropy'; " ..
+    assert.equal("engine plot: a2 is left out: the run has no signal 'entropy'; " ..
       "engine.signal(name, value) publishes one (signals.entropy)\n", result.err)
     local svg = helper.read(folder .. "/b.svg")
     local first, second = svg:match('>loss</text>(.-)>signal entropy</text>(.-)class="slim"')
@@ -140,7 +140,7 @@ describe("several runs", function()
     assert.matches("\nb a1: seed=1\n", inside("plot a2 a1 --columns signals.entropy").out, 1, true)
     result = inside "plot a2 s1 --columns signals.entropy"
     assert.equal(1, result.code)
-    assert.matches("no run has signals.entropy: the run published no signal", result.err, 1, true)
+    assert.matches("no run has signals.entropy: the run has no signal", result.err, 1, true)
     result = inside "plot a1 s2 --columns los"
     assert.equal(1, result.code)
     assert.matches("did you mean 'loss'?", result.err, 1, true)

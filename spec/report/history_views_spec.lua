@@ -119,7 +119,7 @@ describe("views of a history", function()
     local function fails(what, ...)
       helper.refuses(what, h.plot, h, ...)
     end
-    fails("no number of the history is called 'los'; did you mean 'loss'?", "los")
+    fails("the history has no column 'los'; did you mean 'loss'?", "los")
     fails("plot: unknown option 'logg'; did you mean 'log'?", "loss", { logg = true })
     for problem, options in pairs { ["a whole number of 1 or more, got 0"] = { height = 0 },
       ["width to be a whole number of 1 or more, got -5"] = { width = -5 },
@@ -250,7 +250,7 @@ describe("views of a history", function()
   end)
 
   it("report a wrong name in one line, with the script's line and no traceback", function()
-    for call, text in pairs { ['plot "los"'] = "no number of the history is called 'los'",
+    for call, text in pairs { ['plot "los"'] = "the history has no column 'los'",
       ['tensor "wt"'] = "no parameter is called 'wt'", ['heatmap { only = "zz" }'] =
         "no parameter's name contains 'zz'", ['plott "loss"'] =
         "a history has no method 'plott'; did you mean 'plot'?", [".plot 'loss'"] =

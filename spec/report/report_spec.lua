@@ -197,7 +197,7 @@ describe("a run's commands", function()
     assert.matches("^<svg xmlns", svg)
     assert.equal(2 * 3, select(2, svg:gsub('class="title"', "")))    -- a wide and a narrow layout
     assert.is_nil(svg:find("nan", 1, true))
-    assert.matches("no number of the history is called 'lose'; did you mean 'loss'?",
+    assert.matches("the history has no column 'lose'; did you mean 'loss'?",
       inside("plot a --columns lose").err, 1, true)
     assert.matches("^engine plot: there is no run 'nothing'.*; hint: `engine runs`",
       inside("plot nothing").err)

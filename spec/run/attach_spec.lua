@@ -173,10 +173,11 @@ describe("engine attach", function()
     wait_for_event("fp8_swap", "its file was saved")
     helper.write(path, "return {")
     wait_for_event("swap_refused",
-      "^layer_ladder stays, the new policy is not used: .*mine.lua:1.*its file was saved")
+      "^the policy layer_ladder stays; the new policy is not used: .*mine.lua:1.*its file was " ..
+      "saved")
     helper.shell("kill -HUP " .. pid)
     wait_for_event("swap_refused",
-      "^layer_ladder stays, the new policy is not used: .*mine.lua:1.*SIGHUP")
+      "^the policy layer_ladder stays; the new policy is not used: .*mine.lua:1.*SIGHUP")
     stop(run)
     ended(pid)
   end)

@@ -225,7 +225,7 @@ describe("a message about a policy of FP8 layers", function()
     end)
     local list = events "swap_refused"
     assert.matches("^the policy given as source is not used: ", list[1].text)
-    assert.matches("^layer_ladder stays, wrong is not used: ", list[2].text)
+    assert.matches("^the policy layer_ladder stays; wrong is not used: ", list[2].text)
     local _, why = pcall(job, { fp8 = { policy = { 5 } } })
     assert.matches("fp8: policy: expected a name", why, 1, true)
   end)
@@ -279,7 +279,7 @@ describe("a policy of FP8 layers", function()
       assert.equal(moved, weights)
       local list = events "swap_refused"
       assert.equal(1, #list)
-      assert.matches("^fp8_fallback stays, .* is not used: .*", list[1].text)
+      assert.matches("^the policy fp8_fallback stays; .* is not used: .*", list[1].text)
       assert.equal(1, select(2, list[1].text:gsub("bad%.lua", "")))       -- the file, once
       assert.matches(text, list[1].text, 1, true)
     end)
@@ -315,8 +315,8 @@ describe("a policy of FP8 layers", function()
       if step == 2 then assert(t.policy:swap { source = late, file = "late.lua" }) end
     end)
     assert.equal("fp8_fallback", t.optimizer.fp8.policies[1].name)
-    assert.matches("fp8_fallback stays, bad %x+ is not used: late.lua:3: late",
-      events("swap_refused")[1].text)
+    assert.matches("fp8_fallback stays; bad %x+ is not used: its first decision failed: " ..
+      "late.lua:3: late", events("swap_refused")[1].text)
     assert.equal(moved, weights)                           -- no layer moved for the candidate
     assert.equal(0, t.policy_errors)
   end)

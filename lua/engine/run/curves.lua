@@ -83,8 +83,8 @@ function M.metric(name, h)
   for i = #names + 1, #known do
     if known[i]:match("%.(.*)") == name then near = known[i] end     -- only its prefix is missing
   end
-  raise("no number of the history is called '%s'%s", tostring(name),
-    nearest.choices(near, known, "numbers", "engine help plot"))
+  raise("the history has no column '%s'%s", tostring(name),
+    nearest.choices(near, known, "columns", "engine help plot"))
 end
 
 --- Returns the base of a metric's logarithmic axis, or nil if the axis is linear. log: a base, true
@@ -121,8 +121,8 @@ local function need_signal(h, name)
     known[i] = signal.name
     if signal.name == name then return end
   end
-  raise("the run %s '%s'%s", logged and "logged no" or "published no signal",
-    name, #known > 0 and nearest.choices(name, known, logged and "logs" or "signals")
+  raise("the run has no %s '%s'%s", logged and "log" or "signal", name,
+    #known > 0 and nearest.choices(name, known, logged and "logs" or "signals")
     or logged and "; a policy's verdict may contain log = { name = number }"
     or "; engine.signal(name, value) publishes one")
 end

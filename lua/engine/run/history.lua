@@ -595,7 +595,7 @@ local fp8_meta = { __tostring = function(rows)
   lines[#lines + 1] = "SNR: the power of the values over the power of their rounding errors\n" ..
     "underflow: rounded to 0; overflow: past the format's largest number\n" ..
     "amax: before scaling; the amax of dy is divided by the loss scale\n" ..
-    "scale: value divided by code, in the block with the largest scale\n" ..
+    "scale: value = stored code x scale, in the block with the largest scale\n" ..
     "binades: powers of two from the smallest nonzero value to amax"
   if rows.every then
     lines[#lines + 1] = ("steps: 1 of %d is measured (the recipe's `sample`)"):format(rows.every)

@@ -126,7 +126,7 @@ local function refuse(self, entry, what, by, problem)
   local policy = entry and entry.seat.policy               -- nil: the seat is not known
   local named = problem:find(what, 1, true)                -- the problem names the file itself
   tell(self, "swap_refused", ("%s%s is not used: %s"):format((not policy or policy.idle) and ""
-    or policy.name .. " stays, ", named and "the new policy" or what, problem),
+    or ("the policy %s stays; "):format(policy.name), named and "the new policy" or what, problem),
     { by = by, what = what, problem = problem, policy = policy and described(policy) })
   return nil, problem
 end
@@ -334,9 +334,11 @@ function Swap:judge(seat, record, verdict)
   if not old then return verdict end
   entry.probation = nil
   local policy = seat.policy
-  local problem = verdict.failed ~= 0 and ffi.string(verdict.reason)
-    or seat:refuses(policy, self.trainer)
-  problem = objection(self, problem == "" and "it failed" or problem)
+  local problem = seat:refuses(policy, self.trainer)
+  if verdict.failed ~= 0 then
+    problem = "its first decision failed: " .. ffi.string(verdict.reason)
+  end
+  problem = objection(self, problem)
   if not problem then return verdict end
   seat:use_policy(old, self.trainer)
   self:hold(entry, true)
