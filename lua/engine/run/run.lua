@@ -196,7 +196,7 @@ local function open(self, resume)
       self.notes[#self.notes + 1] = line
     end
     self.last_checkpoint = c.path
-    self.notes[#self.notes + 1] = ("resumed from %s: continues at step %d, after %s"):format(c.path,
+    self.notes[#self.notes + 1] = ("resumed from %s at step %d, after %s"):format(c.path,
       trainer.steps_done, show.counted(trainer.updates, "update"))
   elseif resume then
     self.notes[#self.notes + 1] = "nothing to resume: a new run begins" .. (self.path
