@@ -213,6 +213,21 @@ describe("engine attach", function()
     assert.matches("; hint: start the run again\n$", attach(run, "print(history)").err)
   end)
 
+  it("names the missing history of a live run, whose other requests still work", function()
+    local run = folder .. "/run"
+    local pid = start(run)
+    assert.equal(0, C.eng_file_remove(run .. "/history.db"))
+    for _, code in ipairs { "history:why(3)", "print(history:last(1))" } do
+      local result = attach(run, "run:pause()", code)
+      assert.matches("paused by an attached client", result.out, 1, true)
+      assert.matches(("history: there is no file %s/history.db: it was deleted"):format(run),
+        result.err, 1, true)
+    end
+    assert.matches("history: there is no file", attach(run, "print(history)").out, 1, true)
+    stop(run)
+    ended(pid)
+  end)
+
   it("keeps a pause when a second client steps and leaves", function()
     local run = folder .. "/run"
     local pid = start(run)

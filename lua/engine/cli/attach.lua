@@ -179,6 +179,17 @@ local function objects(link, why)
   return run, policy
 end
 
+-- Returns the global `history` of a run whose history cannot be read: every use of it raises an
+-- error that says why. problem: the error of history.open.
+local function no_history(path, problem)
+  local file = path .. "/history.db"
+  local text = files.exists(file) and tostring(problem) or ("there is no file %s: it was deleted, "
+    .. "or the run has the option history = false; hint: `run` and `policy` work without it; after "
+    .. "the run's end, resume=auto continues the run with a new history"):format(file)
+  return setmetatable({}, { __index = function() fail("history: %s", text) end,
+    __tostring = function() return "history: " .. text end })
+end
+
 -- Opens a run. Returns { run, policy, history, live } and a line of text about the connection.
 -- Raises an error if there is no such run.
 local function open(name)
@@ -196,7 +207,8 @@ local function open(name)
     or ("%s cannot be reached (%s): its history can be read, but nothing can be changed"):format(
       path, tostring(problem))
   local run, policy = objects(link, why)
-  return { run = run, policy = policy, history = good and history or nil, live = link ~= nil },
+  return { run = run, policy = policy, history = good and history
+    or no_history(path, history), live = link ~= nil },
     link and "attached to " .. path .. "; help 'attach' lists what run, policy and history can do"
       or why
 end
@@ -223,7 +235,7 @@ local function main(given)
   if #given.e > 0 then return 0 end
   show.print(text)
   if opened.live then print(tostring(opened.run))
-  elseif opened.history then print(tostring(opened.history)) end
+  else print(tostring(opened.history)) end
   -- a Ctrl-C that ended the wait for the run's status must not also end the REPL
   require("engine.host").settle()
   require("engine.cli.repl")()
