@@ -163,7 +163,7 @@ describe("config", function()
       tostring(select(2, pcall(parse_mine, "config=" .. file))), 1, true)
     assert.matches("there is no range 'counts'",
       tostring(select(2, pcall(config.parse, mine, {}, nil, { counts = "n" }))), 1, true)
-    assert.matches("count: there is no field 'm'",
+    assert.matches("the range count names the field 'm', which is not in",
       tostring(select(2, pcall(config.parse, mine, {}, nil, { count = "n m" }))), 1, true)
     helper.remove(folder)
   end)
@@ -238,7 +238,7 @@ describe("config files", function()
       refused("b.lua", "return { lr = '1' }"), 1, true)
     assert.matches("model: expected a table of fields, got a number",
       refused("c.lua", "return { model = 3 }"), 1, true)
-    assert.matches("expected a table of fields, got a nil", refused("d.lua", "local x = 1"), 1,
+    assert.matches("expected a table of fields, got nothing", refused("d.lua", "local x = 1"), 1,
       true)
     assert.matches("e.lua:1:", refused("e.lua", "return {"), 1, true)
     assert.matches("f.lua:1:", refused("f.lua", "os.exit(3)"), 1, true)
@@ -247,7 +247,7 @@ describe("config files", function()
       refused("h.lua", string.dump(function() return {} end)), 1, true)
     assert.matches("item 2 is a string", refused("i.json", '{"layers": [1, "b"]}'), 1, true)
     refused("j.lua", "return { layers = { 1, nil, 3 } }")
-    assert.matches("expected a list without gaps, got one with the field 'a'",
+    assert.matches("expected a list without gaps, got a table with the field 'a'",
       refused("k.lua", "return { layers = { 1, a = 2 } }"), 1, true)
     assert.matches("lr: expected a number, got a table", refused("l.lua", "return { lr = {} }"), 1,
       true)

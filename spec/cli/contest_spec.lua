@@ -278,7 +278,8 @@ describe("engine contest", function()
       ["job.lua --policy dynamic seeds=1e9"] = "expected at most 10000 runs, got 1e+09 seeds",
       ["job.lua --policy dynamic step=3"] = "no field 'step'; did you mean 'steps'?",
       ["job.lua --policy dynamic devices=cpu"] = "no field 'devices'; did you mean 'device'?",
-      ["job.lua --policy dynamic seed=3"] = "'seed' is set by the contest for each run; use seeds=",
+      ["job.lua --policy dynamic seed=3"] = "the contest itself sets 'seed' for each run; " ..
+        "hint: use seeds=",
       ["job.lua --policy dynamic --policy dynamic"] = "--policy dynamic is given twice",
       ["job.lua --policy dynamic --svg no/a.svg"] = "--svg: there is no folder 'no' to write into",
       ["script.lua --policy dynamic"] = "script.lua has no setting 'seed', which a contest " ..

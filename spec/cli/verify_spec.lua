@@ -93,7 +93,7 @@ describe("engine replay --verify", function()
     local result = shell("replay differs --policy static loss_scale=2^17 --verify --steps 40")
     assert.equal(2, result.code, result.err)
     assert.matches("the first difference is at step %d+: %a+ is %S+ in the replay and %S+ " ..
-      "in the live run; the replay calls its verdict a bound", result.out)
+      "in the live run; the replay's verdict at this step is a bound", result.out)
     assert.matches("\nloss +%d+ steps", result.out)
     local v = verified("differs", "--policy static loss_scale=2^17 --steps 40")
     -- with --keep, the live run's own history has the reported values
@@ -152,7 +152,8 @@ describe("engine replay --verify", function()
     helper.write(folder .. "/job.lua", "error 'on purpose'")
     told("the live run made no step; exit status 1: ", "gone --policy static --verify")
     helper.write(folder .. "/job.lua", "print 'nothing'")
-    told("job.lua ended without a run named 'gone'", "gone --policy static --verify")
+    told("job.lua ended without making the trainer or session of the run 'gone'",
+      "gone --policy static --verify")
     helper.write(folder .. "/job.lua", JOB)
     told("--verify needs a run, not a string of outcomes", "'4. x' --policy static --verify")
     told("--steps: expected a whole number of 1 or more, got 0", "gone --policy static --verify " ..

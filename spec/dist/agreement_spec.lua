@@ -41,7 +41,7 @@ describe("ranks that drift apart", function()
     drifted(result, "step 4: the ranks have drifted apart: rank 1 differs from the others, " ..
       "first in " .. UP .. "; 1 of 92 values differ", "ranks 0, 2 and 3: checksum ",
       "rank 1: checksum ",
-      "all ranks agreed at step 2\nthe last checkpoint at which all agreed: " .. newest)
+      "all ranks last agreed at step 2\nthe last checkpoint at which all agreed: " .. newest)
     assert.equal(newest, require("engine.run.checkpoint").latest(run .. "/checkpoints"))
     assert.equal("step-00000002\n", helper.shell("ls " .. run .. "/checkpoints").out)
 
@@ -61,7 +61,8 @@ describe("ranks that drift apart", function()
   it("are recorded in the history and shown by `engine runs`", function()
     local run = folder .. "/run"
     drifted(job(2, { "drift=lr", "run=" .. run }), "step 3: the ranks have drifted apart",
-      "there is no checkpoint to resume from; hint: run=NAME checkpoint_every=STEPS")
+      "there is no checkpoint to resume from; hint: a run with run=NAME " ..
+        "checkpoint_every=STEPS writes checkpoints")
     local events = helper.history(run, "query", "SELECT step, kind, text, data FROM events " ..
       "WHERE kind IN ('drift', 'error', 'checkpoint', 'finished')")
     assert.equal(1, #events)
@@ -97,7 +98,7 @@ describe("ranks that drift apart", function()
 
   it("are compared every agree_every steps; with 0 never", function()
     local result, lines = job(2, { "drift=flip", "agree_every=4" })
-    drifted(result, "step 4: the ranks", "all ranks agreed at step 0")
+    drifted(result, "step 4: the ranks", "all ranks last agreed at step 0")
     assert.equal(4, #lines)
     result, lines = job(2, { "drift=flip", "agree_every=1000" })        -- compares at the end
     drifted(result, "step 6: the ranks")

@@ -162,7 +162,7 @@ describe("a plan", function()
 
   it("reports invalid arguments", function()
     for _, case in ipairs { { { "nothing.lua" }, "cannot open nothing.lua" },
-      { { "examples/gpt.lua", "ranks=0" }, "expected ranks from 1 to 100000" },
+      { { "examples/gpt.lua", "ranks=0" }, "expected ranks to be a whole number from 1 to 100000" },
       { { "examples/gpt.lua", "measure=two" }, "measure: expected a list of rank counts" },
       { { "examples/gpt.lua", "measure=" },
         "measure: expected a list of rank counts from 1 to 64, such as 1,2,4, got ''" },

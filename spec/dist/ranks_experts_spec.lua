@@ -91,7 +91,7 @@ describe("nn.moe over ranks", function()
     assert.error_matches(moe { experts = 3, experts_over = two },
       "3 experts cannot be divided evenly among 2 ranks")
     assert.error_matches(function() engine.ranks.group(2) end,
-      "expected a size that divides the number of ranks, 1, got 2")
+      "expected a whole number that divides the number of ranks, 1, got 2")
     assert.equal(4 * 16 * 2 + 16 + 4,
       moe { experts = 2, experts_over = engine.ranks.group() }().experts[2]:count())
   end)

@@ -116,7 +116,7 @@ describe("an FP8 recipe", function()
     refused({ forward = { promotion = 100 } },
       "fp8: forward: expected a promotion interval that is a multiple of 32, or 0, got 100")
     refused({ x = { block = { -1, 3 } } },
-      "fp8: x: expected the rows of a block to be a whole number of 0 or more, got -1")
+      "fp8: x: expected the number of rows in a block to be a whole number of 0 or more, got -1")
     refused({ high = { "." } }, "no linear layer is in FP8")
     -- a typo must not pass unnoticed
     refused({ high = { "^head", "^blcks%.1" } },

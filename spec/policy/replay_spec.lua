@@ -125,7 +125,7 @@ describe("engine replay", function()
     local one = "expected one trace %(a run or a string of outcomes%), got "
     told(one .. "nothing; see engine help replay", "--policy", "dynamic")
     told(one .. "'4.', '5.'", "4.", "5.", "--policy", "dynamic")
-    told("'a=1' is a policy's option, and no", "4.", "a=1", "--policy", "dynamic")
+    told("'a=1' sets an option of the policy before it, but no", "4.", "a=1", "--policy", "dynamic")
     told("policy: nowhere.lua: No such file", "4.", "--policy", "nowhere.lua")
     told("trace '4. y': at character 4, got 'y'", "4. y", "--policy", "dynamic")
     local broken = helper.write(folder .. "/broken.lua", "return {\n  decide = function( end,\n}\n")

@@ -280,7 +280,7 @@ describe("engine attach", function()
       "this run has no schedule")
     refused('run:set("lr", 0/0)', "lr: expected a positive number")
     refused('run:step(0)', "step: expected a whole number of steps, 1 or more, got 0")
-    refused('policy.swap("dynamic")', "expected a colon: policy:swap(...)")
+    refused('policy.swap("dynamic")', "expected a call with a colon: policy:swap(...)")
     refused('policy:swap("dynamc")', "there is no policy 'dynamc'; did you mean 'dynamic'?")
     refused('policy:undo()', "no swap to undo")
     helper.write(folder .. "/bad.lua",

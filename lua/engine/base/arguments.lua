@@ -77,7 +77,7 @@ function M.want_whole(v, name, what, least)
     expect(false, v, "%s: expected %s to be a whole number%s", name, what,
       least and (" of %d or more"):format(least) or "")
   end
-  expect(v <= 2 ^ 53 and v >= -2 ^ 53, v, "%s: expected %s within +-2^53", name, what)
+  expect(v <= 2 ^ 53 and v >= -2 ^ 53, v, "%s: expected %s to be from -2^53 to 2^53", name, what)
   return v
 end
 
@@ -98,8 +98,8 @@ function M.want_list(v, name, what, example)
   for key in pairs(v) do
     if type(key) ~= "number" or key % 1 ~= 0 or key < 1 or key > count then
       local gaps = type(key) == "number" and key % 1 == 0 and key > count
-      raise("%s: expected %s to be a list, such as %s, got a table with the field %s%s", name, what,
-        example, value_text(key), gaps and " and gaps" or "")
+      raise("%s: expected %s to be a list, such as %s, got %s %s", name, what, example,
+        gaps and "a list with gaps before item" or "a table with the field", value_text(key))
     end
   end
 end
@@ -124,8 +124,8 @@ end
 --- Makes an array on Lua's heap with room for `count` numbers.
 function M.host_array(ctype, count, name)
   local good, values = pcall(ffi.new, ctype, math.max(count, 1))
-  M_ffi.raise_if(not good, "%s: %.0f elements are more than Lua can hold; hint: take a slice",
-    name, count)
+  M_ffi.raise_if(not good, "%s: %.0f elements are more than Lua can hold; hint: use a " ..
+    "smaller tensor, such as a slice", name, count)
   return values
 end
 
@@ -160,8 +160,8 @@ local BLOCKS = { tensor = { 0, 0 }, row = { 1, 0 }, column = { 0, 1 } }
 --- function, for the message.
 function M.read_block(block, where)
   if type(block) == "table" and #block == 2 then
-    return M.want_whole(block[1], where, "the rows of a block", 0),
-      M.want_whole(block[2], where, "the columns of a block", 0)
+    return M.want_whole(block[1], where, "the number of rows in a block", 0),
+      M.want_whole(block[2], where, "the number of columns in a block", 0)
   end
   local rows, columns = tostring(block):match("^([1-9]%d*)x([1-9]%d*)$")
   if rows then return tonumber(rows), tonumber(columns) end

@@ -191,7 +191,7 @@ local function from_file(name, field, value, where)
   if not list then return value end
   for key in pairs(value) do
     fail_if(type(key) ~= "number" or key % 1 ~= 0 or key < 1 or key > #value,
-      "%s%s: expected a list without gaps, got one with the field %s", where, name,
+      "%s%s: expected a list without gaps, got a table with the field %s", where, name,
       quoted(tostring(key)))
   end
   for i, item in ipairs(value) do
@@ -241,10 +241,14 @@ config.ranges = RANGES
 local function ranges_of(kinds, fields)
   local ranges = {}
   for kind, names in pairs(kinds or {}) do
-    if not RANGES[kind] then error("config: there is no range '" .. tostring(kind) .. "'", 0) end
+    if not RANGES[kind] then
+      error(("config: there is no range '%s'%s"):format(tostring(kind),
+        nearest.choices(kind, RANGES, "ranges")), 0)
+    end
     for name in names:gmatch("%S+") do
       if not fields[name] then
-        error(("config: %s: there is no field '%s'"):format(kind, name), 0)
+        error(("config: the range %s names the field '%s', which is not in the table of defaults")
+          :format(kind, name), 0)
       end
       ranges[name] = RANGES[kind]
     end
@@ -301,14 +305,15 @@ local function read_file(path)
     if not ok then fail("%s", tostring(value)) end
     result = value
   end
-  fail_if(type(result) ~= "table", "%s: expected a table of fields, got a %s", path, type(result))
+  fail_if(type(result) ~= "table", "%s: expected a table of fields, got %s", path,
+    result == nil and "nothing" or "a " .. type(result))
   return result
 end
 
 local function apply_file(result, fields, rules, path)
   local where = path .. ": "
   local function walk(values, prefix, depth)
-    if depth > 20 then fail("%sexpected tables nested up to 20 deep", where) end
+    if depth > 20 then fail("%sexpected tables nested at most 20 deep", where) end
     for key, value in pairs(values) do
       local name = prefix .. tostring(key)
       local field = fields[name]

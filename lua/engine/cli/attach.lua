@@ -53,7 +53,7 @@ local PATIENCE = 5          -- seconds without a reply after which a message say
 
 local function waiting_text(path)
   local pid, state = require("engine.run.runs").holder(path)
-  local why = "it answers between two steps"
+  local why = "the run answers between two steps"
   if state == "T" then why = ("process %d is stopped; kill -CONT %d continues it"):format(pid, pid)
   elseif pid then why = ("process %d is in a long step, or hangs"):format(pid) end
   return ("no answer from the run for %d s: %s. Still waiting; Ctrl-C gives up. To read the " ..
@@ -140,7 +140,8 @@ local function objects(link, why)
     local known, made = nearest.keys(methods), {}
     for key, method in pairs(methods) do
       methods[key] = function(self, ...)
-        fail_if(self ~= made and self ~= nil, "expected a colon: %s:%s(...)", name, key)
+        fail_if(self ~= made and self ~= nil, "expected a call with a colon: %s:%s(...)", name,
+          key)
         return method(self, ...)
       end
     end
@@ -166,8 +167,8 @@ local function objects(link, why)
   }, function() return status_text(ask({ ["do"] = "status" }).status) end)
   local policy = object("policy", {
     swap = function(_, file, policy_options)
-      fail_if(type(file) ~= "string", "swap: expected the name or the file of a policy, got %s",
-        M_ffi.value_text(file))
+      fail_if(type(file) ~= "string", "policy:swap: expected the name or the file of a policy, " ..
+        "got %s", M_ffi.value_text(file))
       local is_path = file:find("/", 1, true) or file:find("%.lua$") or file:find("%.lua:")
         or file:find("%.json$")
       say { ["do"] = "swap", file = is_path and files.absolute(file) or file,

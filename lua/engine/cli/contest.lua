@@ -82,8 +82,8 @@ local function settings_of(script, settings)
   local good, why = pcall(chunk, unpack(settings))
   arg, _G.print = arg_before, show_before
   if not good and why ~= reached then fail("%s: %s", script, tostring(why)) end
-  fail_if(not found, "%s has no settings; hint: local cfg = engine.config { policy = " ..
-    "\"dynamic\", seed = 1, run = \"\" }", script)
+  fail_if(not found, "%s does not call engine.config, so a contest cannot set its policy and " ..
+    "seed; hint: local cfg = engine.config { policy = \"dynamic\", seed = 1, run = \"\" }", script)
   return unpack(found, 1, 3)
 end
 
@@ -111,8 +111,8 @@ end
 
 -- ------------------------------------------------------------------ the command line
 
-local TAKEN = { policy = "use --policy", seed = "use seeds=", run = "use name=",
-  resume = "the same command again continues the runs",
+local TAKEN = { policy = "hint: use --policy", seed = "hint: use seeds=",
+  run = "hint: use name=", resume = "the same command again continues the runs",
   log = "the file `output` in a run's folder has what the run printed" }
 
 local OUTPUTS = { "csv", "latex", "svg", "png" }
@@ -128,7 +128,7 @@ local function read(given)
   local own, settings, seen = {}, {}, {}
   for _, word in ipairs(given.settings or {}) do
     local name = word:match("^[^=]+")
-    fail_if(TAKEN[name], "'%s' is set by the contest for each run; %s", name, TAKEN[name])
+    fail_if(TAKEN[name], "the contest itself sets '%s' for each run; %s", name, TAKEN[name])
     table.insert(OWN[name] ~= nil and own or settings, word)
   end
   for _, policy in ipairs(given.policy) do
@@ -143,7 +143,8 @@ local function read(given)
   table.sort(settings)
   own = parse(OWN, own, nil, RANGES)
   local problem = show.name_problem(own.name)
-  if problem then fail("the name %s: '%s'", problem, own.name) end
+  fail_if(problem, "name: '%s' %s; hint: name=NAME chooses the contest's folder under runs/",
+    own.name, problem)
   local text, why = files.read(script)
   if not text then fail("cannot read %s", why) end
   local contest = { path = require("engine.run.run").directory(own.name), script = script,
@@ -235,7 +236,8 @@ local function make_runs(contest)
     while count > 0 or at <= #waiting and not told do
       if C.eng_interrupted() > 0 and not told then
         told = true
-        bar:note(("ending %s with a checkpoint"):format(show.counted(count, "run")))
+        bar:note(("interrupted: %s in progress; each writes a checkpoint and ends"):format(
+          show.counted(count, "run")))
         for run in pairs(running) do process.stop(run.process) end
       end
       while not told and count < contest.jobs and at <= #waiting and contest:start(waiting[at]) do

@@ -37,7 +37,8 @@ return options.command {
       lines = given.lines, special = given.special, ending = ending,
       progress = require("engine.run.progress").amount "bytes" })
     local show = require "engine.base.show"
-    print(("%s: %s tokens (%s) of %s bytes in %s"):format(given.output, show.grouped(result.tokens),
-      result.dtype, show.grouped(result.bytes), show.counted(result.texts, "text")))
+    print(("%s: %s tokens (%s) from %s of %s bytes"):format(given.output,
+      show.grouped(result.tokens), result.dtype, show.counted(result.texts, "text"),
+      show.grouped(result.bytes)))
   end,
 }

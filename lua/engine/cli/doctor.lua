@@ -82,8 +82,9 @@ end
 
 -- Programs that are needed only to build and test: the program, its package, what it is for.
 local optional = {
-  { "gcc", "gcc", "to build" }, { "make", "make", "to build" },
-  { "busted", "lua-busted", "for make test" }, { "luacheck", "lua-check", "for make check" },
+  { "gcc", "gcc", "needed to build the engine" }, { "make", "make", "needed to build the engine" },
+  { "busted", "lua-busted", "needed for `make test`" },
+  { "luacheck", "lua-check", "needed for `make check`" },
 }
 
 local function programs()
@@ -97,10 +98,10 @@ local function programs()
   line("note", "MPI", mpi and mpi .. "; mpirun -np N engine SCRIPT trains on N ranks" or
     "not installed; training runs in one process")
   local nccl, why = machine.nccl()
-  local use = machine.gpus() > 0 and "ranks with their own cards send gradients card to card" or
-    "used where there are cards"
+  local use = machine.gpus() > 0 and "ranks that each have a card send gradients from card to card"
+    or "used where there are cards"
   line("note", "NCCL", nccl and ("%s; %s"):format(nccl, use) or why ..
-    "; between cards, gradients go through the host")
+    "; without it, gradients between cards go through the host's memory")
   if #missing > 0 then
     local sudo = output("id -u") == "0" and "" or "sudo "
     print(("\nTo install what is missing: %sapt-get install %s"):format(sudo,

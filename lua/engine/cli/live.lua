@@ -57,5 +57,6 @@ return function(path)
   local chunk, problem = loadfile(job.script)
   if not chunk then error(problem, 0) end
   chunk(unpack(job.arguments))
-  error(("%s ended without a run named '%s'"):format(job.script, tostring(job.name)), 0)
+  error(("%s ended without making the trainer or session of the run '%s'"):format(job.script,
+    tostring(job.name)), 0)
 end

@@ -61,7 +61,8 @@ local function plain_word(word, given, spec)
   local policies = given.policies
   local name, value = word:match("^([%a_][%w_]*)=(.*)$")
   if policies and name then
-    fail_if(#policies == 0, "'%s' is a policy's option, and no --policy FILE precedes it", word)
+    fail_if(#policies == 0, "'%s' sets an option of the policy before it, but no --policy FILE " ..
+      "precedes it", word)
     policies[#policies].options[name] = value
   elseif policies and #given.words > 0 and (word:find("%.lua$") or word:find("%.json$")) then
     policies[#policies + 1] = { source = word, options = {} }
@@ -142,7 +143,7 @@ function M.run_command(spec)
     local path = require("engine.run.runs").find(given.words[1])
     local history = require("engine.run.history").open(path)
     fail_if(not spec.empty and #history:query("SELECT 1 FROM steps LIMIT 1") == 0,
-      "%s has no steps", path)
+      "the run %s has no steps", path)
     return main(given, history, path)
   end
   return M.command(spec)

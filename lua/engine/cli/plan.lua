@@ -166,7 +166,7 @@ local function read(words)
   given.measure = given.measure and counts_of(given.measure)
   given.ranks = given.ranks or given.measure and math.max(1, unpack(given.measure)) or 1024
   fail_if(given.ranks < 1 or given.ranks > 1e5 or given.ranks % 1 ~= 0,
-    "expected ranks from 1 to 100000, got %g", given.ranks)
+    "expected ranks to be a whole number from 1 to 100000, got %g", given.ranks)
   return given, settings
 end
 
@@ -217,8 +217,8 @@ local function compare(job, cost, given, script, settings)
     row("memory: messages", p.memory.messages, m.memory_messages, show.bytes)
   end
   if math.max(unpack(given.measure)) > cores then
-    print(("\nif there are more ranks than the %d cores, they take turns, in an order that the " ..
-      "system chooses"):format(cores))
+    print(("\nwhere there are more ranks than the %d cores, the ranks take turns in an order " ..
+      "that the system chooses"):format(cores))
   end
 end
 
@@ -279,7 +279,7 @@ local function main(script, ...)
     if not (cost.alpha and cost.beta) then
       local alpha, beta = measure.messages()
       source = alpha and "measured between two processes here"
-        or "assumed: there is no mpirun to measure with"
+        or "assumed, because mpirun, which measuring needs, is not installed"
       cost.alpha, cost.beta = cost.alpha or alpha or FALLBACK.alpha, cost.beta or beta
         or FALLBACK.beta
     end

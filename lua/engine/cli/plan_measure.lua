@@ -47,7 +47,7 @@ function M.trainer(script, settings, given)
   _G.print = function() end
   local good, why = pcall(chunk, unpack(settings))
   _G.print = show
-  if good then error(("%s makes no trainer: there is nothing to plan"):format(script), 0) end
+  fail_if(good, "%s ended without calling engine.trainer, so there is nothing to plan", script)
   if why ~= reached then error(why, 0) end
   return trainer, options, records
 end

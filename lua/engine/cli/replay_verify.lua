@@ -85,11 +85,11 @@ local function lines_of(plan, c, interrupted)
     #plan.rows, plan.from)
   local first = c.list[1]
   if not first then
-    if c.steps > 0 then say("replay and live run agree in all of them") end
+    if c.steps > 0 then say("the replay and the live run agree in all of these steps") end
     return lines
   end
   say("the first difference is at step %d: %s is %s in the replay and %s in the live run; " ..
-    "the replay calls its verdict %s", first.step, first.column, show.value(first.replay),
+    "the replay's verdict at this step is %s", first.step, first.column, show.value(first.replay),
     show.value(first.live), first.mark == "exact" and "exact" or "a bound")
   local rows = { { "column", "differs in", "first at", "replay", "live", "largest difference" } }
   for _, column in ipairs(verify.COLUMNS) do
@@ -112,7 +112,9 @@ local function lines_of(plan, c, interrupted)
       parts = {}
     end
   end
-  if steps > MOST_LINES then say("  and %d more steps; --json has all", steps - MOST_LINES) end
+  if steps > MOST_LINES then
+    say("  and %d more steps; --json lists all of them", steps - MOST_LINES)
+  end
   return lines
 end
 

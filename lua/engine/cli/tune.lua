@@ -57,7 +57,8 @@ local function print_result(result, source)
   for _, row in ipairs(result.rows) do ties = ties + (row.cost == best.cost and 1 or 0) end
   if best == result.default then
     print("no setting is better than the policy's own options" ..
-      (ties > 1 and ("; %d cost the same"):format(ties - 1) or ""))
+      (ties > 1 and ("; %s just as good"):format(ties == 2 and "1 other setting is"
+        or ("%d other settings are"):format(ties - 1)) or ""))
   else
     if ties > 1 then
       print(("%d of the %d settings tried cost the same; the best is the first of these"):format(

@@ -95,7 +95,7 @@ local function find(word, state)
   if good then return path end
   if not state.told then
     io.stderr:write("engine watch: ", require("engine.base.show").shown(path),
-      "; waiting for it; Ctrl-C ends the wait\n")
+      "; waiting for the run to begin; Ctrl-C ends the wait\n")
     state.told = true
   end
 end

@@ -211,13 +211,13 @@ local function describe(self, list, sums, n)
     drift.values[i] = { ranks = group, value = values[group[1] + 1] }
     lines[#lines + 1] = ("  %s: %s"):format(ranks.names(group), drift.values[i].value)
   end
-  lines[#lines + 1] = ("all ranks agreed at step %d"):format(self.agreed_at)
+  lines[#lines + 1] = ("all ranks last agreed at step %d"):format(self.agreed_at)
   if checkpoint then
     lines[#lines + 1] = "the last checkpoint at which all agreed: " .. checkpoint
     lines[#lines + 1] = "hint: resume from it with the same launcher: " .. drift.resume
   else
-    lines[#lines + 1] = "there is no checkpoint to resume from; hint: run=NAME " ..
-      "checkpoint_every=STEPS"
+    lines[#lines + 1] = "there is no checkpoint to resume from; hint: a run with run=NAME " ..
+      "checkpoint_every=STEPS writes checkpoints"
   end
   drift.text = table.concat(lines, "\n")
   return drift

@@ -53,7 +53,9 @@ return function(trainer, o, shape_of, apart)
   local lines, opt, schedule = module_lines(), trainer.optimizer, trainer.schedule
   local function add(what, ...)
     local words = { what, ... }
-    for i = 1, select("#", ...) + 1 do words[i] = tostring(words[i]) end
+    for i = 1, select("#", ...) + 1 do
+      words[i] = words[i] == nil and "not set" or tostring(words[i])
+    end
     lines[#lines + 1] = table.concat(words, " ")
   end
   for _, setting in ipairs(o.config and config.flatten(o.config) or {}) do
@@ -74,7 +76,8 @@ return function(trainer, o, shape_of, apart)
   add("schedule", getmetatable(schedule) and tostring(schedule) or type(schedule))
   add("steps", trainer.steps)
   add("accumulate", trainer.accumulate)
-  add("clip", trainer.clip, trainer.clip_value)
+  add("clip", trainer.clip)
+  add("clip_value", trainer.clip_value)
   add("data", data_text(trainer.data))
   local place = random.place()
   add("random numbers", place.seed, place.counter)

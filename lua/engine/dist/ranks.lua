@@ -168,7 +168,7 @@ function M.compare(own)
     elseif text ~= "" then more = more + 1 end
   end
   error("the ranks were started differently:" .. table.concat(problems) ..
-    (more > 0 and ("\n  and %d more ranks"):format(more) or ""), 0)
+    (more > 0 and ("\n  and %d more ranks differ"):format(more) or ""), 0)
 end
 
 local groups = {}
@@ -180,7 +180,7 @@ local groups = {}
 function M.group(size)
   size = size or M.size()
   expect(type(size) == "number" and size % 1 == 0 and size >= 1 and M.size() % size == 0, size,
-    "ranks.group: expected a size that divides the number of ranks, %d", M.size())
+    "ranks.group: expected a whole number that divides the number of ranks, %d", M.size())
   if groups[size] then return groups[size] end
   local function part(color)
     local out = ffi.new("eng_comm *[1]")

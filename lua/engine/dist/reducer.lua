@@ -499,7 +499,7 @@ function Reducer:differ()
   for i, text in ipairs(order) do
     lines[i] = ("  %s: %s"):format(ranks.names(of[text]), show.cut(text, 500))
   end
-  error("the ranks decided differently, and their weights would drift apart:\n" ..
+  error("the policies of the ranks decided differently, so the weights would drift apart:\n" ..
     table.concat(lines, "\n")
     .. "\nhint: policies and scaler classes must decide from the record only, which is the same " ..
       "on all ranks", 0)

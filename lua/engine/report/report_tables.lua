@@ -32,7 +32,7 @@ function M.overflow_sections(h)
   if #rows == 0 then return "" end
   return '<div class="pair">' .. section("Where overflows begin",
     #counts > 12 and ("The most frequent of %d parameters."):format(#counts) or nil,
-    html.table({ "first parameter with inf or nan", "steps", "", "last" }, rows,
+    html.table({ "first parameter with inf or nan", "steps", "", "last at step" }, rows,
         { false, true, false, true })) ..
     section("The last overflows", nil, html.table({ "step", "scale", "next scale", "inf", "nan" },
       last, { true, true, true, true, true })) .. "</div>"
@@ -68,7 +68,7 @@ function M.shadows_section(shadows, info)
     :format(counted(info.skipped, "step"), counted(info.overflows, "step"))
   return section("Shadows", about,
     html.table({ "policy", "would have skipped", "overflows at its scale", "exact verdicts",
-    "scale at the end", "failed" }, rows, { false, true, true, true, true, true }))
+    "scale at the end", "failed steps" }, rows, { false, true, true, true, true, true }))
 end
 
 function M.fp8_table(m)

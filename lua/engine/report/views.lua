@@ -152,8 +152,9 @@ function M.plot(h, names, options)
   local c = curves.read(h, names, { from = options.from, to = options.to, points = options.points
     or to_file and FILE_POINTS or 2 * width })
   if #c.x == 0 then
-    local none = (options.from or options.to) and "the history has none of these steps"
-      or "the history has no steps"
+    local first, last = h:range()
+    local none = first and ("the history has none of these steps; it has steps %d to %d"):format(
+      first, last) or "the history has no steps"
     return to_file and error(none, 0) or text_of(none)
   end
   local found = options.marks == false and {} or marks.read(h, c)
@@ -183,7 +184,7 @@ function M.compare(list, names, options)
   local width, to_file = width_of(options), options.svg or options.png
   local c = compare.read(list, names, { from = options.from, to = options.to,
     group = options.group, log = options.log, points = to_file and FILE_POINTS or 2 * width })
-  if not c.first then error("the runs have no steps to draw", 0) end
+  if not c.first then error("no run has steps to draw", 0) end
   local panels = M.panels(c, names, options, marks.overflows(c, "overflow in any run"))
   if to_file then
     local run_names = {}
