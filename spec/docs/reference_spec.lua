@@ -206,6 +206,27 @@ describe("engine help NAME", function()
     end
   end)
 
+  it("names every value that an option of a recipe accepts", function()
+    local function accepted(base, fp8, option)
+      local _, message = pcall(require("engine").precision.resolve, { base = base, fp8 = fp8 })
+      return message:match("expected " .. option .. " (.*), got 'zz'"):gsub("a size such as", "")
+    end
+    for base, options in pairs {
+      fp8_current = { x = { "rule", "format", "block", "keep" }, forward = { "accumulator" } },
+      mxfp8 = { x = { "format" }, forward = { "accumulator", "signs" } } } do
+      for name, list in pairs(options) do
+        for _, option in ipairs(list) do
+          local text = help("fp8." .. option).out
+          local values = accepted(base, { [name] = { [option] = "zz" } }, option)
+          for value in values:gsub("^to be", ""):gsub(" or ", " "):gmatch("[%w_]+") do
+            assert.matches("%f[%w_]" .. value .. "%f[^%w_]", text, 1, false,
+              option .. " of " .. base)
+          end
+        end
+      end
+    end
+  end)
+
   it("suggests the nearest name", function()
     local result = help "matmull"
     assert.are.equal(1, result.code)

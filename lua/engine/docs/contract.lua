@@ -93,18 +93,29 @@ end
 
 local PRECISION = "lua/engine/train/precision.lua"
 
+-- Returns the whole sentences of the paragraphs that mention `name`.
+local function mentions(name, paragraphs)
+  local word, found = "%f[%w]" .. name .. "s?%f[^%w_]", ""
+  for _, paragraph in ipairs(paragraphs) do
+    local sentences = paragraph:match("^.*%.") or ""
+    if sentences:lower():find(word) then found = found .. "\n\n" .. sentences end
+  end
+  return found
+end
+
 -- Adds the fields of a precision recipe and of its table `fp8`. The comments above these lines of
--- precision.lua list them.
+-- precision.lua list them; paragraphs below them say what some of the fields also accept.
 local function recipe_fields(add)
   local lists = { ["M.recipes"] = "precision.", ["local HYBRID"] = "fp8." }
   for at, line in ipairs(source.lines(PRECISION)) do
     local prefix = lists[line:match("^(.-) = ")]
     local text, first = source.comment(source.lines(PRECISION), at, "%-%-")
-    for _, field in ipairs(prefix and source.option_list(text) or {}) do
+    local fields, paragraphs = source.option_list(prefix and text or "")
+    for _, field in ipairs(fields) do
       for _, name in ipairs(field.names) do
         add { name = prefix .. name, kind = "precision recipe field", area = "precision",
           signature = prefix .. name,
-          text = source.shared(field.names) .. field.text,
+          text = source.shared(field.names) .. field.text .. mentions(name, paragraphs),
           where = ("%s:%d"):format(PRECISION, first) }
       end
     end

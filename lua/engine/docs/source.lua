@@ -90,9 +90,10 @@ end
 --- Returns the prefix "`a`, `b`: " for a text that several names share; "" for a single name.
 function M.shared(names) return #names > 1 and "`" .. table.concat(names, "`, `") .. "`: " or "" end
 
---- Returns the options that a doc comment lists in two columns, as a list of { names =, text = }.
+--- Returns two values: the options that a doc comment lists in two columns, as a list of { names =,
+--- text = }; and the paragraphs between and below these options, as a list of texts.
 function M.option_list(text)
-  local list, column = {}, nil
+  local list, paragraphs, column = {}, {}, nil
   for line in (text .. "\n"):gmatch("(.-)\n") do
     local indent, names, gap, rest = line:match("^(  +)([%l_][%w_, ]-)(  +)(%S.*)$")
     local at = names and #indent + #names + #gap
@@ -102,10 +103,13 @@ function M.option_list(text)
     elseif column and line:find("^" .. (" "):rep(column) .. "%S") then
       list[#list].text = list[#list].text .. " " .. line:sub(column + 1)
     else
+      local words = #list > 0 and line:match("%S.*")
+      local again = words and not column and table.remove(paragraphs)   -- the paragraph goes on
+      if words then paragraphs[#paragraphs + 1] = (again and again .. " " or "") .. words end
       column = nil
     end
   end
-  return list
+  return list, paragraphs
 end
 
 --- Splits a text into a list of { kind =, lines = }. The kinds are "text", the lines of one

@@ -56,7 +56,7 @@ end
 --   x, w, dy  how a layer's input, its weight and the gradient of its output are quantized: tables
 --             of the fields format, block and so on
 --               format      e4m3, e5m2
---               block       tensor, row, 1x128, 128x128, { rows, columns }
+--               block       tensor, row, column, 1x128, 128x128, { rows, columns }
 --               rule        transformer_engine, deepseek, deepgemm, torchao, msamp
 --               pow2        true: scales are powers of two
 --               eps         a smaller amax counts as eps; each rule has its own default
