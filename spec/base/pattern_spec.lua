@@ -7,20 +7,53 @@ local nn = engine.nn
 
 describe("a Lua pattern", function()
   it("is accepted or refused with its mistake", function()
+    local function before(name)
+      return ("its %s refers to a capture that is not closed before it"):format(name)
+    end
     for text, problem in pairs {
       ["blocks("] = "its '(' has no ')'", ["a)"] = "its ')' has no '('",
       ["b["] = "its '[' has no ']'", ["b[]"] = "its '[' has no ']'",
       ["b[^]"] = "its '[' has no ']'", ["[%]"] = "its '[' has no ']'",
-      ["b%"] = "it ends with '%'", ["b%1"] = "its %1 names no finished capture",
-      ["(%1)"] = "its %1 names no finished capture", ["(a)%2"] = "its %2 names no finished capture",
-      ["(a)%0"] = "its %0 names no finished capture", ["a%b("] = "its %b needs two characters",
-      ["%fa"] = "its %f needs a set in brackets", [("()"):rep(33)] = "it has more than 32 captures",
-      [("a?"):rep(200)] = "it is too complex",
+      ["%f[a"] = "its '[' has no ']'", ["b%"] = "it ends with '%'", ["b%1"] = before "%1",
+      ["(%1)"] = before "%1", ["(a)%2"] = before "%2", ["(a)%0"] = before "%0",
+      ["a%b("] = "its %b needs two characters", ["%fa"] = "its %f needs a set in brackets",
+      [("()"):rep(33)] = "it has more than 32 captures",
+      [("a?b"):rep(200)] = "it has more than 199 of the characters ( ) * + - ?",
     } do assert.equal(problem, pattern.problem(text), text) end
     for _, text in ipairs { "", "^blocks%.%d+%.", "[]]", "[^]]", "[%]]", "((a)%2)%1", "%b()",
-      "%f[%w]a", "a*(b-)$", "()%(", "a%%", "[(]", "x\0(", ("a?"):rep(199) } do
+      "%f[%w]a", "a*(b-)$", "()%(", "a%%", "[(]", "x\0(", ("a?b"):rep(199) } do
       assert.is_nil(pattern.problem(text), text)
     end
+  end)
+
+  it("is refused if a match could run for minutes", function()
+    for _, text in ipairs { ("a*"):rep(30) .. "b", ("a?"):rep(30) .. "b", (".-"):rep(6) .. "Z",
+      ("(%w+)"):rep(6) .. "%.", "^" .. ("[%w_]*%a"):rep(9), ("(a*)%1"):rep(9),
+      (".*%b()"):rep(9), ("%d*%a*"):rep(9) } do
+      assert.matches("^it could run for minutes", pattern.problem(text) or "", 1, false, text)
+    end
+    for _, text in ipairs { ".*blocks.*attn.*qkv.*weight", "^.-%.(.-)%.(.-)$", ".*.*.*",
+      ("%d+%."):rep(60), ("%d+%a+"):rep(60) .. "!", ("%.?%d"):rep(60), "[%w_]*",
+      "%f[%w]a*%f[%W]", ("%b()"):rep(60) } do
+      assert.is_nil(pattern.problem(text), text)
+    end
+  end)
+
+  it("that is accepted is searched for in little time", function()
+    math.randomseed(2)
+    local signs = { "a", "b", ".", "%a", "%d", "[ab]", "(a)", "%1", "%.", "*", "+", "-", "?", "*" }
+    local name, most, slow = ("a"):rep(40) .. ("ab"):rep(10), 0, nil
+    for _ = 1, 3000 do
+      local parts = {}
+      for i = 1, math.random(8, 24) do parts[i] = signs[math.random(#signs)] end
+      local text = table.concat(parts) .. "Z"
+      if not pattern.problem(text) then
+        local began = os.clock()
+        name:find(text)
+        if os.clock() - began > most then most, slow = os.clock() - began, text end
+      end
+    end
+    assert.is_true(most < 1, ("%s took %g s"):format(slow, most))
   end)
 
   it("that is accepted raises no error, whatever the subject", function()
@@ -76,7 +109,8 @@ describe("a malformed pattern", function()
     end,
   } do
     it("is refused by " .. place, function()
-      for _, text in ipairs { "1(", "x[", "1%", "x%1", ("x"):rep(3000) .. "(" } do
+      for _, text in ipairs { "1(", "x[", "1%", "x%1", ("x"):rep(3000) .. "(",
+        ("a*"):rep(30) .. "b" } do
         local good, message = pcall(call, text)
         message = tostring(message)
         assert.is_false(good, text)

@@ -1,46 +1,98 @@
--- Checks the syntax of Lua patterns that users give, such as patterns for the modules of a recipe.
--- string.find raises an error only when a match reaches the mistake, so a trial match on an empty
--- string would accept "blocks(". Called by arguments.lua (for functions that take a pattern),
--- config.lua and train/options.lua.
+-- Checks Lua patterns that users give, such as patterns for the modules of a recipe: their syntax,
+-- and how long a match can take. string.find raises an error only when a match reaches the mistake,
+-- so a trial match on an empty string would accept "blocks(". Called by arguments.lua (for
+-- functions that take a pattern), config.lua and train/options.lua.
 local M = {}
 
 local CAPTURES, DEEPEST = 32, 199   -- LuaJIT's limits on captures and on the depth of a match
 
+-- A repeat (* + - ?) is open if the characters that it takes can also match what follows it. Then a
+-- match that fails tries every way to divide them: an open ? doubles its time (cost OPTION); an
+-- open * + - multiplies its time by the length of the name (cost ANY) or, if a fixed character
+-- follows the repeat, by the number of times that the name has this character (cost FIXED). The
+-- costs of a pattern may add up to MOST: three repeats of cost ANY, which take 0.03 seconds on a
+-- name of 100 characters.
+local OPTION, FIXED, ANY, MOST = 1, 3, 4, 12
+
+-- Returns whether some character matches both items of a pattern.
+local function overlap(a, b)
+  for byte = 0, 255 do
+    local c = string.char(byte)
+    if c:find(a.one) and c:find(b.one) then return true end
+  end
+  return false
+end
+
+-- Returns whether a match may take too long. items: the pattern's items in order. `one`: a pattern
+-- of one character; `times`: the item's repeat, or ""; `fixed`: whether it is one fixed character.
+local function is_slow(items)
+  local cost = 0
+  for i, item in ipairs(items) do
+    for k = i + 1, item.times ~= "" and #items or 0 do
+      if overlap(item, items[k]) then
+        cost = cost + (item.times == "?" and OPTION or items[k].fixed and FIXED or ANY)
+        break
+      end
+      if items[k].times == "" or items[k].times == "+" then break end
+    end
+  end
+  return cost > MOST
+end
+
 --- Returns what is wrong with a Lua pattern, or nil. If the result is nil, string.find raises no
---- error for this pattern, whatever text it searches.
+--- error for this pattern, whatever text it searches, and does not take long on a name.
 function M.problem(text)
   text = text:match("^%Z*")                            -- a zero byte ends a pattern
-  local open, closed, captures, at = {}, {}, 0, 1      -- closed[n]: capture n has its ")"
+  local open, closed, captures, items = {}, {}, 0, {}  -- closed[n]: capture n has its ")"
+  local at = text:sub(1, 1) == "^" and 2 or 1
   while at <= #text do
     local two = text:sub(at, at + 1)
-    local first, length = two:sub(1, 1), 1
+    local first, length, one, times, fixed = two:sub(1, 1), 1, nil, "", false
     if first == "(" then
       captures = captures + 1
       open[#open + 1] = captures
     elseif first == ")" then
       if #open == 0 then return "its ')' has no '('" end
       closed[table.remove(open)] = true
-    elseif first == "[" then
-      local last = at + (two == "[^" and 2 or 1)       -- a "]" here is a member of the set
-      repeat last = last + (text:sub(last, last) == "%" and 2 or 1)
+    elseif first == "[" or two == "%f" then
+      local from = first == "[" and at or at + 2
+      if text:sub(from, from) ~= "[" then return "its %f needs a set in brackets" end
+      local last = from + (text:sub(from + 1, from + 1) == "^" and 2 or 1)
+      repeat last = last + (text:sub(last, last) == "%" and 2 or 1)  -- a first "]" is a member
       until last > #text or text:sub(last, last) == "]"
       if last > #text then return "its '[' has no ']'" end
       length = last + 1 - at
+      one = first == "[" and text:sub(at, last) or nil               -- %f takes no character
     elseif first == "%" then
       length = two == "%b" and 4 or 2
       if at + length - 1 > #text then
         return two == "%b" and "its %b needs two characters" or "it ends with '%'"
-      elseif two == "%f" and text:sub(at + 2, at + 2) ~= "[" then
-        return "its %f needs a set in brackets"
       elseif two:find("%d") and not closed[tonumber(two:sub(2))] then
-        return ("its %s names no finished capture"):format(two)
+        return ("its %s refers to a capture that is not closed before it"):format(two)
       end
+      one, fixed = two, two:find("%W$")
+    elseif two ~= "$" then
+      one, fixed = first:find("[%w.]") and first or "%" .. first, first ~= "."
     end
     at = at + length
+    if one and one:find("^%%[b%d]") then one = "."     -- may begin with any character
+    elseif one then
+      times = text:match("^[*+?-]?", at)
+      at = at + #times
+    end
+    if one then
+      items[#items + 1] = { one = one, times = times, fixed = fixed and times == "" }
+    end
   end
   if #open > 0 then return "its '(' has no ')'" end
   if captures > CAPTURES then return ("it has more than %d captures"):format(CAPTURES) end
-  if select(2, text:gsub("[()*+?-]", "")) > DEEPEST then return "it is too complex" end
+  if select(2, text:gsub("[()*+?-]", "")) > DEEPEST then
+    return ("it has more than %d of the characters ( ) * + - ?"):format(DEEPEST)
+  end
+  if is_slow(items) then
+    return "it could run for minutes, because too many of its repeats (* + - ?) can also match " ..
+      "what follows them; hint: put fixed text between them, or use classes such as %d"
+  end
 end
 
 return M
