@@ -272,7 +272,7 @@ describe("engine contest", function()
     for words, message in pairs {
       ["job.lua"] = "expected at least one --policy NAME",
       ["--policy dynamic"] = "expected one script, got nothing; see engine help contest",
-      [missing .. " --policy dynamic"] = "there is no script " .. missing,
+      [missing .. " --policy dynamic"] = "there is no script '" .. missing .. "'",
       ["job.lua --policy dynamc"] = "policy: there is no policy 'dynamc'; did you mean 'dynamic'?",
       ["job.lua --policy dynamic seeds=0"] = "seeds: expected a whole number of 1 or more, got 0",
       ["job.lua --policy dynamic seeds=1e9"] = "expected at most 10000 runs, got 1e+09 seeds",

@@ -52,7 +52,7 @@ describe("engine watch", function()
       wait
       cat status notes]])
     assert.equal("0\nengine watch: there is no run 'a'; hint: `engine runs` lists them; waiting " ..
-      "for it; Ctrl-C ends the wait\n", result.out)
+      "for the run to begin; Ctrl-C ends the wait\n", result.out)
     local lines = helper.read(folder .. "/lines")
     assert.matches("a: running, 50 %%  step 19 %(20/40%)  loss %d%.%d+  scale %S+  skipped %d+",
       lines)

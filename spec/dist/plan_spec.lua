@@ -161,7 +161,7 @@ describe("a plan", function()
   end)
 
   it("reports invalid arguments", function()
-    for _, case in ipairs { { { "nothing.lua" }, "cannot open nothing.lua" },
+    for _, case in ipairs { { { "nothing.lua" }, "there is no script 'nothing.lua'" },
       { { "examples/gpt.lua", "ranks=0" }, "expected ranks to be a whole number from 1 to 100000" },
       { { "examples/gpt.lua", "measure=two" }, "measure: expected a list of rank counts" },
       { { "examples/gpt.lua", "measure=" },

@@ -533,7 +533,7 @@ describe("engine plan FOLDER and engine generate", function()
       { { "generate", path, "--tokens", "1,x" }, "expected token ids such as 1,2,3, got 'x'" },
       { { "generate", path, "--tokens", "99" }, "embedding: expected indices in 0..19, got 99" },
       { { "generate", path, "--tokens", "1", "--top_p", "2" }, "expected top_p in %(0, 1%], got" },
-      { { "generate", folder .. "/none", "--tokens", "1" }, "none: expected the folder of a" },
+      { { "generate", folder .. "/none", "--tokens", "1" }, "none'; expected the folder of a" },
       { { "generate", path, "--tokens", "1", "--dtype", "int4" },
         "expected dtype auto, bf16, f16, f32 or f64, got 'int4'" },
       { { "plan", folder }, "cannot read .*/config.json: No such file" },

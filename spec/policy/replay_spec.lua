@@ -119,7 +119,7 @@ describe("engine replay", function()
     told("policies/megatron.lua: hysteresis = 0 ", "4.", "--policy", "megatron", "hysteresis=0")
     told("policies/dynamic.lua:%d+: option 'init_scale' must be a number, got 'many'", "4.",
       "--policy", "dynamic", "init_scale=many")
-    told("no option '%-%-polcy'; did you mean '%-%-policy'", "4.", "--polcy", "dynamic")
+    told("there is no option '%-%-polcy'; did you mean '%-%-policy'", "4.", "--polcy", "dynamic")
     told("%-%-policy: expected a value", "4.", "--policy")
     told("expected %-%-policy FILE", "4.")
     local one = "expected one trace %(a run or a string of outcomes%), got "
@@ -407,7 +407,7 @@ describe("engine tune", function()
     told("there is no objective 'mas'; did you mean 'mass'", path, "--policy", "dynamic", "--over",
       "growth_interval=1..5", "--objective", "mas")
     told("expected one %-%-policy FILE, got 0", path, "--over", "growth_interval=1..5")
-    told("expected runs", "--policy", "dynamic", "--over", "growth_interval=1..5")
+    told("expected one run or several", "--policy", "dynamic", "--over", "growth_interval=1..5")
     told("expected %-%-over", path, "--policy", "dynamic")
     told("'4. x' is a string of outcomes without gradients", "4. x", "--policy", "dynamic",
       "--over", "growth_interval=1..5")

@@ -123,7 +123,7 @@ local function quoted(value) return "'" .. show.cut(tostring(value), 200) .. "'"
 
 local function unknown(name, fields, rules, where)
   fail("%sno field %s%s", where, quoted(name), nearest.choices(name, shown(fields, rules.docs),
-    "fields", ("engine %s help"):format((rawget(_G, "arg") or {})[0] or "SCRIPT")))
+    "fields", ("engine %s help"):format(rules.script or (rawget(_G, "arg") or {})[0] or "SCRIPT")))
 end
 
 local function copy(value)
@@ -335,11 +335,12 @@ local function apply_file(result, fields, rules, path)
 end
 
 --- Parses `args`, a list of strings "name=value". Returns a table with the value of every field of
---- `defaults`. kinds: the ranges, such as { count = "steps" }. A bad argument raises an error
---- object that tostring() converts to the message.
-function config.parse(defaults, args, docs, kinds)
+--- `defaults`. kinds: the ranges, such as { count = "steps" }. script: the script whose settings
+--- these are, for messages; by default, the script that runs. A bad argument raises an error object
+--- that tostring() converts to the message.
+function config.parse(defaults, args, docs, kinds, script)
   local fields, result = collect(defaults, "", {}), copy(defaults)
-  local rules = { docs = docs or {}, ranges = ranges_of(kinds, fields) }
+  local rules = { docs = docs or {}, ranges = ranges_of(kinds, fields), script = script }
   for _, argument in ipairs(args) do
     local name, text = argument:match("^%-*([%w_.%-]+)=(.*)$")
     if not name then

@@ -102,7 +102,7 @@ local function check_script(contest)
   if defaults.device == nil then defaults.device = config.optional "string" end
   contest.sources = {}
   for _, policy in ipairs(contest.policies) do
-    parse(defaults, { "policy=" .. policy, unpack(words) }, docs, kinds)
+    parse(defaults, { "policy=" .. policy, unpack(words) }, docs, kinds, contest.script)
     -- load() fails for a policy that only the script registers
     local good, loaded = pcall(load, policy)
     contest.sources[policy] = good and loaded.source or nil
@@ -123,8 +123,9 @@ local function read(given)
   fail_if(C.eng_comm_launched(M_ffi.new("int[1]"), M_ffi.new("int[1]")),
     "a contest starts its runs from one process; hint: start it without mpirun or torchrun")
   local script = given.words[1]
-  if not files.is_file(script) then fail("there is no script %s", script) end
-  if #given.policy == 0 then fail("expected at least one --policy NAME") end
+  options.want_script(script)
+  fail_if(#given.policy == 0, "expected at least one --policy NAME; `engine policies` lists the " ..
+    "policies")
   local own, settings, seen = {}, {}, {}
   for _, word in ipairs(given.settings or {}) do
     local name = word:match("^[^=]+")

@@ -28,9 +28,13 @@ return options.command {
     local action = table.remove(words, 1)
     options.fail_if(action ~= "tokenize", "expected 'tokenize', got %s; see engine help data",
       action and "'" .. action .. "'" or "nothing")
-    if #words == 0 then options.fail("expected a text file; see engine help data") end
-    if not given.tokenizer then options.fail("expected --tokenizer FOLDER") end
-    if not given.output then options.fail("expected -o FILE.npy") end
+    if #words == 0 then
+      options.fail("expected a text file after 'tokenize', got nothing; see engine help data")
+    end
+    if not given.tokenizer then
+      options.fail("expected --tokenizer FOLDER, a folder with tokenizer.json")
+    end
+    options.fail_if(not given.output, "expected -o FILE.npy, the file to write the tokens to")
     local tokenizer = require("engine.data.tokenizer").open(given.tokenizer)
     local ending = given["end"] and options.token_id(tokenizer, given["end"], "--end")
     local result = require("engine.data.tokenize").run(tokenizer, words, given.output, {

@@ -21,9 +21,10 @@ return options.run_command {
   main = function(given, history)
     local export, show = require "engine.report.export", require "engine.base.show"
     options.fail_if(not (given.csv or given.jsonl or given.tensorboard),
-      "expected --csv FILE, --jsonl FILE or --tensorboard FOLDER")
+      "expected --csv FILE, --jsonl FILE or --tensorboard FOLDER, got none of them")
+    options.fail_if(given.every and not given.tensorboard, "--every works with --tensorboard only")
     options.fail_if(given.csv and given.csv == given.jsonl and given.csv ~= "-",
-      "--csv and --jsonl: expected two files, got %s twice", given.csv)
+      "--csv and --jsonl: expected two different files, got '%s' twice", given.csv)
     local function done(steps, path)
       if path ~= "-" then print(("%s: %s steps"):format(path, show.grouped(steps))) end
     end

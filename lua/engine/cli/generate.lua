@@ -48,7 +48,8 @@ local function main(given)
   options.fail_if(#given.tokens + #given.prompt == 0,
     "expected --prompt TEXT, or --tokens with a list of ids such as 1,2,3")
   options.fail_if(not files.is_folder(given.words[1]),
-    "%s: expected the folder of a model, with config.json and its weights", given.words[1])
+    "there is no folder '%s'; expected the folder of a model, with config.json and its weights",
+    given.words[1])
   local engine, rows, tokenizer = require "engine", {}, nil
   for i, text in ipairs(given.tokens) do
     local list = {}

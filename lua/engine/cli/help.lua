@@ -106,6 +106,8 @@ local function write(writer, target)
 end
 
 local function main(given)
+  options.fail_if(given.words[1] and (given.html or given.types), "--html and --types write the " ..
+    "whole reference; expected no NAME beside them, got '%s'", given.words[1])
   if given.html then return write(require "engine.docs.html", given.html) end
   if given.types then return write(require "engine.docs.types", given.types) end
   local topic = table.concat(given.words, " ")

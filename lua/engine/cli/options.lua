@@ -13,6 +13,7 @@
 -- base/config.lua reads the settings of training scripts (name=value).
 local M_ffi = require "engine.base.ffi"
 local expression = require "engine.base.expression"
+local files = require "engine.base.file"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
@@ -26,10 +27,26 @@ function M.token_id(tokenizer, text, option)
     nearest.hint(text, tokenizer:special_tokens()))
 end
 
+--- Raises an error unless there is a script `path`; the error suggests the nearest name.
+function M.want_script(path)
+  fail_if(files.is_folder(path), "expected a script, got the folder '%s'", path)
+  if files.exists(path) then return end
+  fail("there is no script '%s'%s", path, require("engine.cli").script_hint(path))
+end
+
+--- Raises an error if `given`, a parsed command line, has one of the options `names`. why: the end
+--- of the message, which begins with the option.
+function M.refuse(given, names, why)
+  for _, name in ipairs(names) do fail_if(given[name], "--%s %s", name, why) end
+end
+
 local VALUE = {
-  text = function(_, text) return text end,
+  text = function(name, text)
+    return text ~= "" and text or fail("--%s: expected a value, got an empty text", name)
+  end,
   number = function(name, text)
-    return expression(text) or fail("--%s: expected a number, got '%s'", name, text)
+    return expression(text) or fail("--%s: expected a number, such as 100, 2^12 or 1e-3, got '%s'",
+      name, text)
   end,
   list = function(_, text)
     local list = {}
@@ -50,8 +67,8 @@ local function unknown(word, spec)
   if spec.policies then names[#names + 1] = "policy" end
   for i, name in ipairs(names) do names[i] = dashed(name) end
   table.sort(names)
-  fail("no option '%s'%s", word, #names == 0 and "; this command has none" or nearest.choices(word,
-    names, "options", "engine help " .. spec.name))
+  fail("there is no option '%s'%s", word, #names == 0 and ("; `engine %s` takes no options"):format(
+    spec.name) or nearest.choices(word, names, "options", "engine help " .. spec.name))
 end
 
 -- Stores a word that does not begin with a dash: as an option of the policy before it, as a policy
@@ -91,7 +108,7 @@ function M.parse(words, spec)
     elseif kind and kind ~= "switch" then
       if not text then
         i = i + 1
-        text = words[i] or fail("%s: expected a value", dashed(name))
+        text = words[i] or fail("%s: expected a value after it, got nothing", dashed(name))
       end
       if kind == "policy" then given.policies[#given.policies + 1] = { source = text, options = {} }
       else given[name] = VALUE[kind](name, text, given[name]) end
@@ -108,8 +125,9 @@ function M.command(spec)
     local words = { ... }
     local good, result = pcall(function()
       local given = M.parse(words, spec)
-      local n = #given.words
-      if n < (spec.least or 0) or n > (spec.most or n) then
+      local n, empty = #given.words, false
+      for _, word in ipairs(spec.expects and given.words or {}) do empty = empty or word == "" end
+      if n < (spec.least or 0) or n > (spec.most or n) or empty then
         local got = n == 0 and "nothing" or "'" .. table.concat(given.words, "', '") .. "'"
         fail("expected %s, got %s; see engine help %s", spec.expects, show.cut(got, 200), spec.name)
       end

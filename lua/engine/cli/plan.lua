@@ -7,6 +7,7 @@ local reduction = require "engine.dist.reduction"
 local renamed = require "engine.base.renamed"
 local show = require "engine.base.show"
 local fail_if = require("engine.base.ffi").fail_if
+local want_script = require("engine.cli.options").want_script
 
 local help = [==[
 usage: engine plan SCRIPT [ranks=1024] [alpha=S] [beta=S] [step=S] [comm_dtype=FORMAT]
@@ -148,10 +149,12 @@ end
 local function read(words)
   local own, settings, role = {}, {}, nil
   for _, word in ipairs(words) do
-    local name = word:match("^([%a_]+)=")
+    local name = word:match("^%-*([%a_]+)=")
+    local bare = word:match("^%-*([%a_]+)$")
+    fail_if(bare and OWN[bare], "expected name=value, got '%s'; write %s=VALUE", word, bare)
     if name == "wire" then
       renamed("engine plan's setting 'wire'", "'comm_dtype'")
-      name, word = "comm_dtype", word:gsub("^wire", "comm_dtype")
+      name, word = "comm_dtype", word:gsub("^%-*wire", "comm_dtype")
     end
     if name == "role" then role = word:match("=(.*)")
     else table.insert(name and OWN[name] and own or settings, word) end
@@ -256,15 +259,16 @@ local function table_of(job, cost, source, given)
 end
 
 local function main(script, ...)
-  if not script or script:find("=") then
-    print(help)
-    return 1
-  end
   local good, problem = pcall(function(...)
+    fail_if((script or "") == "" or script:find("^%-*[%a_]+=") or script:find("^%-"),
+      "expected a script or a folder first, got %s; see engine help plan",
+      script and "'" .. script .. "'" or "nothing")
     if require("engine.base.file").is_folder(script) then
-      if ... then error(("expected nothing after the folder, got '%s'"):format((...)), 0) end
+      local more = ...
+      fail_if(more, "expected nothing after the folder, got '%s'", more)
       return require("engine.cli.plan_model").print(script)
     end
+    want_script(script)
     local measure = require "engine.cli.plan_measure"
     local given, settings = read { ... }
     if given.role == "rank" then return measure.rank(script, settings, given) end

@@ -35,9 +35,10 @@ layer's own loss scale (scales.blocks.1) at the steps with statistics per tensor
 local function sizes_of(given)
   local sizes = { from = given.from, to = given.to, width = given.width, height = given.height,
     svg = given.svg, png = given.png, group = given.group }
+  options.fail_if(given.log and given.linear, "expected --log or --linear, got both")
   if given.log then sizes.log = true elseif given.linear then sizes.log = false end
   options.fail_if(given.columns and #given.columns == 0,
-    "--columns: expected names such as loss,scale")
+    "--columns: expected names such as loss,scale, got none")
   return sizes, given.columns or { "loss", "scale" }
 end
 
@@ -59,6 +60,10 @@ local function main(given, history)
   if given.heatmap then
     options.fail_if(given.svg or given.png,
       "--heatmap draws in the terminal; engine report draws heat maps into a page")
+    options.refuse(given, { "columns", "log", "linear", "height" },
+      "does not work with --heatmap; hint: leave out one of them")
+    options.fail_if(given.heatmap ~= "exponent" and given.heatmap ~= "time",
+      "--heatmap: expected exponent or time, got '%s'", given.heatmap)
     return say(views.heatmap(history, { by = given.heatmap, from = given.from, to = given.to,
       width = given.width }))
   end
@@ -67,7 +72,7 @@ local function main(given, history)
 end
 
 local function several(given, list)
-  if given.heatmap then options.fail("--heatmap draws one run, got %d", #list) end
+  if given.heatmap then options.fail("--heatmap draws one run, got %d runs", #list) end
   local sizes, names = sizes_of(given)
   local text, notes = require("engine.report.views").compare(list, names, sizes)
   options.note("plot", notes)

@@ -73,7 +73,8 @@ local function check_verify(given)
 end
 
 local function main(given)
-  if #given.policies == 0 then options.fail("expected --policy FILE") end
+  options.fail_if(#given.policies == 0, "expected --policy FILE; `engine policies` lists the " ..
+    "policies")
   check_verify(given)
   if given.verify then return require("engine.cli.replay_verify").main(given) end
   local replay = require "engine.run.replay"

@@ -78,7 +78,7 @@ end
 
 local command = options.command {
   name = "runs", doc = "the runs under runs/: steps, loss, scale, skipped, policy, how each ended",
-  help = help, options = { json = "switch" }, most = 1, expects = "one folder at most", main = main,
+  help = help, options = { json = "switch" }, most = 1, expects = "at most one folder", main = main,
 }
 
 --- Returns the runs of a folder (default "runs"), newest last, as runs.list returns them. print()

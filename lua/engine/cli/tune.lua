@@ -69,8 +69,10 @@ local function print_result(result, source)
 end
 
 local function main(given)
-  options.fail_if(#given.policies ~= 1, "expected one --policy FILE, got %d", #given.policies)
-  if #given.over == 0 then options.fail("expected --over name=from..to") end
+  options.fail_if(#given.policies ~= 1, "expected one --policy FILE, got %d; `engine policies` " ..
+    "lists the policies", #given.policies)
+  options.fail_if(#given.over == 0, "expected --over NAME=FROM..TO, such as --over " ..
+    "growth_interval=100..5000; NAME is an option of the policy")
   local policy = given.policies[1]
   local result = require("engine.run.tune") { runs = given.words, policy = policy.source,
     options = policy.options, over = given.over, objective = given.objective }
@@ -86,7 +88,7 @@ end
 
 return options.command {
   name = "tune", doc = "search the options of a policy on recorded runs",
-  help = help, least = 1, expects = "runs",
+  help = help, least = 1, expects = "one run or several",
   options = { json = "switch", over = "texts", objective = "text" }, policies = true, main = main,
   -- Takes the words of --over, such as "a=1..2 b=3,4". A word name=from..to always belongs to
   -- --over, a word name=a,b,c only if there is a range before it.

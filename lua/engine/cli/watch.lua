@@ -121,6 +121,7 @@ local function main(given)
     "--every: expected 0.05 to 86400 seconds, got %g", every)
   local M_ffi, curves = require "engine.base.ffi", require "engine.run.curves"
   local C, names, word = M_ffi.C, given.columns or { "loss", "scale" }, given.words[1]
+  options.fail_if(#names == 0, "--columns: expected names such as loss,scale, got none")
   for _, name in ipairs(names) do curves.metric(name) end
   local state = { name = word:gsub("/history%.db$", ""):match("([^/]+)/*$") or word }
   local before = C.eng_interrupt_policy(2)         -- Ctrl-C ends the wait or the query
