@@ -292,7 +292,7 @@ describe("engine data tokenize", function()
     local out = folder .. "/tokens.npy"
     local done = run(("%s %s --tokenizer %s -o %s --end '<|end|>'"):format(a, b, folder, out))
     assert.equal(0, done.code, done.err)
-    assert.matches("tokens.npy: 9 tokens %(u16%) from 2 texts of 26 bytes", done.out)
+    assert.matches("tokens.npy: 9 tokens %(u16%) from 2 texts, 26 bytes in all", done.out)
     local t = engine.data.tokens { path = out, batch = 1, context = 8, shuffle = false }
     assert.same({ { 21, 23, 11, 20, 5, 26, 0, 21 } }, t:next().x:totable())
     run(("%s --lines --tokenizer %s -o %s --end '<|end|>'"):format(a, folder, out))

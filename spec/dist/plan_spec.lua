@@ -139,8 +139,8 @@ describe("a plan", function()
     assert.matches("\n'messages' counts only gradients; 'not hidden' also counts the weights",
       out, 1, true)
     local bucket, less, now, one = out:match(
-      "\nbucket=(%S+) would take (%S+ %S+) of memory on each rank instead of " ..
-      "(%S+ %S+) %(zero=1: (%S+ [^)]+)%) on 8 ranks")
+      "\non 8 ranks, bucket=(%S+) would take (%S+ %S+) of memory on each rank instead of " ..
+      "(%S+ %S+) %(with zero=1: (%S+ [^)]+)%)")
     assert.matches("\n      8 +" .. now:gsub("%.", "%%."), out)
     assert.matches("\n      8 +" .. less:gsub("%.", "%%."), printed("zero=2", "bucket=" .. bucket))
     assert.matches("\n      8 +" .. one:gsub("%.", "%%."), printed "zero=1")

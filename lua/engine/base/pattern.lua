@@ -90,8 +90,8 @@ function M.problem(text)
     return ("it has more than %d of the characters ( ) * + - ?"):format(DEEPEST)
   end
   if is_slow(items) then
-    return "it could run for minutes, because too many of its repeats (* + - ?) can also match " ..
-      "what follows them; hint: put fixed text between them, or use classes such as %d"
+    return "a match could take minutes, because too many of its repeats (* + - ?) can also " ..
+      "match what follows them; hint: put fixed text between them, or use classes such as %d"
   end
 end
 

@@ -41,7 +41,7 @@ return options.command {
       lines = given.lines, special = given.special, ending = ending,
       progress = require("engine.run.progress").amount "bytes" })
     local show = require "engine.base.show"
-    print(("%s: %s tokens (%s) from %s of %s bytes"):format(given.output,
+    print(("%s: %s tokens (%s) from %s, %s bytes in all"):format(given.output,
       show.grouped(result.tokens), result.dtype, show.counted(result.texts, "text"),
       show.grouped(result.bytes)))
   end,

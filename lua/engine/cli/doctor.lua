@@ -99,7 +99,7 @@ local function programs()
     "not installed; training runs in one process")
   local nccl, why = machine.nccl()
   local use = machine.gpus() > 0 and "ranks that each have a card send gradients from card to card"
-    or "used where there are cards"
+    or "for ranks that each have a card; this machine has no card"
   line("note", "NCCL", nccl and ("%s; %s"):format(nccl, use) or why ..
     "; without it, gradients between cards go through the host's memory")
   if #missing > 0 then

@@ -74,8 +74,8 @@ local function main(given)
     stop = given.stop and ids_of(given.stop, "--stop", tokenizer) }
   for _, name in ipairs(NUMBERS) do settings[name] = given[name] end
   local model = engine.load_model(given.words[1], { dtype = given.dtype })
-  options.fail_if(not model.generate, "%s cannot generate: it predicts masked tokens only",
-    model._class)
+  options.fail_if(not model.generate, "the model %s cannot generate: it only predicts masked " ..
+    "tokens", model._class)
   if require("engine.base.machine").terminal(2) then
     settings.progress = require("engine.run.progress").amount "tokens"
   end

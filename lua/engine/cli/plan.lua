@@ -89,10 +89,10 @@ local function smaller_bucket(job, params, options, ranks)
     found, best = found / 2, half
   end
   if best.memory.all > math.min(0.9 * now.memory.all, now.memory.all - MIB) then return nil end
-  return ("bucket=%g would take %s of memory on each rank instead of %s%s on %d ranks, and send " ..
-    "%.1f times as many messages"):format(found, show.bytes(best.memory.all),
+  return ("on %d ranks, bucket=%g would take %s of memory on each rank instead of %s%s, and " ..
+    "send %.1f times as many messages"):format(ranks, found, show.bytes(best.memory.all),
     show.bytes(now.memory.all), job.zero >= 2
-    and (" (zero=1: %s)"):format(show.bytes(with(bucket, 1).memory.all)) or "", ranks,
+    and (" (with zero=1: %s)"):format(show.bytes(with(bucket, 1).memory.all)) or "",
     best.sent.messages / now.sent.messages)
 end
 
