@@ -148,7 +148,9 @@ describe("several runs", function()
     assert.matches("a1 is left out: it has no steps to draw", result.err, 1, true)
     assert.equal(0, result.code)
     assert.equal(1, inside("plot a1 a2 --from 500").code)
-    assert.matches("--heatmap draws one run, got 2", inside("plot a1 a2 --heatmap time").err, 1,
+    assert.matches("no run has steps from 900 to the end", inside("plot a1 a2 --from 900").err, 1,
+      true)
+    assert.matches("--heatmap draws one run, got 2 r", inside("plot a1 a2 --heatmap time").err, 1,
       true)
   end)
 

@@ -184,7 +184,10 @@ function M.compare(list, names, options)
   local width, to_file = width_of(options), options.svg or options.png
   local c = compare.read(list, names, { from = options.from, to = options.to,
     group = options.group, log = options.log, points = to_file and FILE_POINTS or 2 * width })
-  if not c.first then error("no run has steps to draw", 0) end
+  if not c.first then
+    error((options.from or options.to) and ("no run has steps from %s to %s"):format(
+      options.from or "the start", options.to or "the end") or "no run has steps to draw", 0)
+  end
   local panels = M.panels(c, names, options, marks.overflows(c, "overflow in any run"))
   if to_file then
     local run_names = {}
