@@ -150,8 +150,8 @@ describe("several runs", function()
     assert.equal(1, inside("plot a1 a2 --from 500").code)
     assert.matches("no run has steps from 900 to the end", inside("plot a1 a2 --from 900").err, 1,
       true)
-    assert.matches("--heatmap draws one run, got 2 r", inside("plot a1 a2 --heatmap time").err, 1,
-      true)
+    assert.matches("--heatmap draws one run, got 2 runs",
+      inside("plot a1 a2 --heatmap time").err, 1, true)
   end)
 
   it("agree on the columns of a picture whatever their length and first step", function()
