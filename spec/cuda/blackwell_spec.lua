@@ -184,7 +184,8 @@ describe("a linear layer on a Blackwell card", function()
     for _, event in ipairs(h:events()) do
       if event.kind == "products" then found = event.text end
     end
-    assert.equal("4 of 4 layers multiply codes with Blackwell's sums, the others multiply bf16",
+    assert.equal("4 of 4 layers multiply codes and sum the products as Blackwell's tensor cores " ..
+      "do; the others multiply bf16 numbers",
       found)
     helper.remove(folder)
   end)

@@ -69,7 +69,7 @@ describe("policies that act on updates, on several ranks", function()
     local result = helper.shell(start.command(2, "spec/dist/job.lua", { "zero=1",
       "policy=stable_spam:loss_scale=1" }))
     assert.not_equal(0, result.code)
-    assert.matches("policy stable_spam needs caps: each rank updates only a part of the " ..
-      "weights; hint: zero=0", result.err, 1, true)
+    assert.matches("policy stable_spam needs caps, which this run lacks: each rank updates only " ..
+      "a part of the weights; hint: zero=0", result.err, 1, true)
   end)
 end)

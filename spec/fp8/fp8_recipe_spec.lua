@@ -99,7 +99,8 @@ describe("an FP8 recipe", function()
     local model = nn.sequential { nn.linear(128, 128) }
     local opt = engine.optim.sgd(model, { precision = "fp8_current" })
     local site = rawget(model[1], "_fp8")
-    helper.refuses("expected moments in f32 or bf16", engine.optim.sgd, model, { moments = "f16" })
+    helper.refuses("expected moments to be 'f32' or 'bf16', got 'f16'", engine.optim.sgd, model,
+      { moments = "f16" })
     assert.equal(tonumber(opt.fp8.list[1].id), site)
     assert.equal(site, rawget(model[1], "_fp8"))
   end)

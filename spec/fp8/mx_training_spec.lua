@@ -372,7 +372,7 @@ describe("a linear layer under microscaling", function()
     assert.same({ "first.weight.q_ema" }, names)
     local told = tostring(t.optimizer.fp8)
     for _, name in ipairs { "first", "tied" } do
-      assert.matches("\n  " .. name .. " [^\n]* w [^,]* toward an average of decay 0.9, dy",
+      assert.matches("\n  " .. name .. " [^\n]* w [^,]* rounded toward an average of decay 0.9, dy",
         told)
     end
     assert.is_nil(told:match("second[^\n]*average"))
@@ -427,7 +427,8 @@ describe("a linear layer under microscaling", function()
       assert.same(weights(whole), weights(trained(base, 6, folder .. "/run", nil, fp8)))
       assert.same(weights(whole), weights(trained(base, 6, nil, nil, fp8, "block")))
       local text = engine.history.open(folder .. "/run"):events("products")[1].text
-      assert.equal("8 of 8 layers multiply codes with Blackwell's sums, the others multiply bf16",
+      assert.equal("8 of 8 layers multiply codes and sum the products as Blackwell's tensor " ..
+        "cores do; the others multiply bf16 numbers",
         text)
       assert.matches("w e2m1 [%dx]+ %d+%.%d dB, .*, Blackwell's sums",
         tostring(whole.optimizer.fp8))

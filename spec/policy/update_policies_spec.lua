@@ -222,14 +222,16 @@ describe("a policy that acts on the update", function()
       local message = helper.failure(train, options)
       for _, text in ipairs { ... } do assert.matches(text, message, 1, true) end
     end
-    refused({ policy = "update_clip", mode = "lagged" }, "policy update_clip needs update_norm: " ..
-      "mode=lagged updates before the policy decides; hint: mode=sync")
-    refused({ policy = "adagc", mode = "lagged" }, "policy adagc needs clips: mode=lagged")
-    refused({ policy = "spam", kind = "sgd" }, "policy spam needs spike_clip: only the " ..
-      "updates of adam and adamw support it, and the optimizer is sgd; hint: adam, adamw")
+    refused({ policy = "update_clip", mode = "lagged" }, "policy update_clip needs update_norm, " ..
+      "which this run lacks: with mode=lagged, the update comes before the policy's decision; " ..
+      "hint: mode=sync")
+    refused({ policy = "adagc", mode = "lagged" }, "policy adagc needs clips, which this run " ..
+      "lacks: with mode=lagged")
+    refused({ policy = "spam", kind = "sgd" }, "policy spam needs spike_clip, which this run " ..
+      "lacks: only the optimizers adam and adamw have this, and the optimizer is sgd")
     refused({ policy = "update_clip", kind = "lamb" }, "optimizer lamb is written in Lua; hint")
     refused({ policy = "dynamic", shadow = "update_clip", mode = "lagged" },
-      "policy update_clip needs update_norm: mode=lagged")
+      "policy update_clip needs update_norm, which this run lacks: with mode=lagged")
     for _, name in ipairs { "adagc", "update_clip", "spam", "qk_clip" } do
       helper.refuses("a scaler of an explicit loop makes no updates",
         engine.scaler, { policy = name })
@@ -323,13 +325,14 @@ describe("policy qk_clip", function()
   end)
 
   it("is refused without attention", function()
-    helper.refuses("policy qk_clip needs logit_max: the model has no nn.attention",
+    helper.refuses("policy qk_clip needs logit_max, which this run lacks: the model has no " ..
+      "nn.attention",
       train, { policy = "qk_clip" })
   end)
 
   it("is refused where factors on the weights would not scale the logits", function()
     local function refused(model, part)
-      helper.refuses("policy qk_clip needs logit_muls: attention" .. part,
+      helper.refuses("policy qk_clip needs logit_muls, which this run lacks: attention" .. part,
         engine.trainer, { model = model, steps = 1, policy = "qk_clip",
         data = { next = function() end }, optimizer = engine.optim.sgd(model), log = "quiet",
         loss = function() end })

@@ -102,8 +102,9 @@ describe("activations", function()
     refused("expected activations to be a Lua pattern of module names, got 3", train,
       { activations = 3 })
     local lone = engine.nn.linear(2, 1)
-    refused("needs activations: the model has no list of modules", engine.trainer, { model = lone,
-      optimizer = engine.optim.sgd(lone), data = { next = function() end }, steps = 1,
+    refused("needs activations, which this run lacks: the model has no list of modules",
+      engine.trainer, { model = lone, optimizer = engine.optim.sgd(lone),
+      data = { next = function() end }, steps = 1,
       loss = function() end, policy = made.load(READS) })
     refused("makes no updates", engine.scaler, { policy = made.load(READS) })
   end)

@@ -67,7 +67,8 @@ describe("deepspeed.initialize", function()
       local ds = engine.deepspeed.initialize { model = engine.nn.linear(2, 2), config = { flops = 1,
         optimizer = { type = "Adam" }, zero_optimization = { stage = 2 }, bf16 = {} } }
       ds:close()]])
-    assert.matches("deepspeed: keys without effect: flops, zero_optimization",
+    assert.matches("deepspeed: these keys of the configuration have no effect: flops, " ..
+      "zero_optimization",
       helper.run({ script }).out, 1, true)
   end)
 

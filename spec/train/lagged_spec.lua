@@ -165,6 +165,6 @@ describe("lagged training", function()
   it("refuses unknown modes, and options that need the current record", function()
     helper.refuses("mode=lagged: trap runs an overflowed step again",
       train, { mode = "lagged", trap = "overflow" })
-    helper.refuses("expected mode to be sync or lagged, got 'later'", train, { mode = "later" })
+    helper.refuses("expected mode to be 'sync' or 'lagged', got 'later'", train, { mode = "later" })
   end)
 end)

@@ -289,7 +289,7 @@ describe("an optimizer written in Lua", function()
     for name, x in pairs(opt:state_tensors()) do saved[name] = x:keep() end
     fails = true
     assert.error_matches(function() opt:step() end,
-      "a parameter has no 'weigth'; did you mean 'weight'?", 1, true)
+      "p, the first argument of update, has no 'weigth'; did you mean 'weight'?", 1, true)
     assert.equal(1, opt.updates)
     for _, f in ipairs { function() opt:step() end, function() opt:state_tensors() end } do
       assert.error_matches(f, "optim.spec_fails: an update failed halfway, so weights and " ..
@@ -508,9 +508,9 @@ describe("register refuses", function()
     { "a b", spec {}, "expected a name of letters, digits and _, with no digit first, got 'a b'" },
     { 5, spec {}, "expected a name of letters, digits and _, with no digit first, got 5" },
     { "x", 5, "expected a table for 'x', got 5" },
-    { "adamw", spec {}, "'adamw' exists already; hint: another name" },
-    { "muon", spec {}, "'muon' exists already; hint: another name" },
-    { "register", spec {}, "'register' exists already; hint: another name" },
+    { "adamw", spec {}, "engine.optim.adamw exists already; hint: another name" },
+    { "muon", spec {}, "engine.optim.muon exists already; hint: another name" },
+    { "register", spec {}, "engine.optim.register exists already; hint: another name" },
     { "x", spec { bufers = {} }, "unknown field 'bufers' of 'x'; did you mean 'buffers'?; " ..
       "fields: buffers check defaults doc update" },
     { "x", spec { update = "nothing" }, "expected update of 'x' to be a function, got nothing" },
@@ -520,7 +520,8 @@ describe("register refuses", function()
     { "x", spec { defaults = { lr = 1, f = print } },
       "expected f of 'x' to be a number, boolean or string, got a function" },
     { "x", spec { defaults = { lr = 1, groups = 1 } },
-      "'groups' cannot be the name of a hyperparameter of 'x': it has another meaning" },
+      "'groups' cannot be the name of a hyperparameter of 'x'; reserved names: betas " ..
+        "decay groups label lr_mul match moments precision t" },
     { "x", spec { defaults = { lr = 1, "a" } },
       "'1' cannot be the name of a hyperparameter of 'x'; expected letters, digits and _, with " ..
       "no digit first" },
@@ -552,7 +553,7 @@ describe("register refuses", function()
     { { weight_decay = -1 }, "expected weight_decay to be a number >= 0, got -1" },
     { { lr = 11 }, "expected lr of 10 or less, got 11" },
     { { groups = { { match = "x", warn = true } } },
-      "unknown option 'warn' in a group; did you mean 'warm'?" },
+      "group 1: unknown option 'warn'; did you mean 'warm'?" },
   }
   for _, case in ipairs(uses) do
     it(case[2], function()
@@ -582,12 +583,13 @@ describe("register refuses", function()
     fails(function(p) p.weight = p.weight:sum() end,
       "optim.spec_bad: expected p1's weight to keep its shape [2], got []")
     fails(function(p) p.m = p.m:to "f16" end, "optim.spec_bad: expected p1's m to be f32, got f16")
-    fails(function(_, ctx) return ctx.bata end, "the context has no 'bata'")
-    fails(function(p) return p.nn + 1 end, "a parameter has no 'nn'")
-    fails(function() end, "expected the shape of buffer 'm' of p1 to be a list of whole " ..
-      "numbers, or nil, got a table with other entries", { m = function() return { 1.5 } end })
-    fails(function() end, "expected the shape of buffer 'm' of p1 to be a list of whole " ..
-      "numbers, or nil, got 5", { m = function() return 5 end })
+    fails(function(_, ctx) return ctx.bata end, "ctx, the second argument of update, has no 'bata'")
+    fails(function(p) return p.nn + 1 end, "p, the first argument of update, has no 'nn'")
+    fails(function() end, "expected the shape of buffer 'm' of p1 to be nil, or a list of at " ..
+      "most 6 whole numbers of 0 or more, got a table with other entries",
+      { m = function() return { 1.5 } end })
+    fails(function() end, "expected the shape of buffer 'm' of p1 to be nil, or a list of at " ..
+      "most 6 whole numbers of 0 or more, got 5", { m = function() return 5 end })
   end)
 
   it("decay where there is no weight_decay, and values that built-in optimizers exclude", function()
@@ -596,8 +598,8 @@ describe("register refuses", function()
       local _, message = pcall(optim[name], { vector { 1 } }, options)
       assert.matches(expected, message, 1, true)
     end
-    fails("spec_plain", { decay = "matrices" }, "optim.spec_plain: decay needs an optimizer " ..
-      "with weight_decay, and this one has none")
+    fails("spec_plain", { decay = "matrices" }, "optim.spec_plain: the option decay needs an " ..
+      "optimizer with weight_decay, and this one has none")
     fails("muon", { ns_steps = 1.5 },
       "expected ns_steps to be a whole number from 0 to 99, got 1.5")
     fails("muon", { ns_dtype = "f16" }, "expected ns_dtype to be f32 or bf16, got 'f16'")

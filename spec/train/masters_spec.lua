@@ -198,13 +198,13 @@ describe("bf16 masters", function()
       helper.refuses(want, engine.optim[optimizer or "adamw"], model,
         { precision = precision })
     end
-    refused("masters cannot be 'f16'; choices: f32 bf16", { base = "fp16", masters = "f16" })
+    refused("expected masters to be bf16 or f32, got 'f16'", { base = "fp16", masters = "f16" })
     refused("masters in bf16 need weights in bf16, got f16", { base = "fp16", masters = "bf16" })
-    refused("rounding = 'kahan' is for masters = 'bf16', but the masters are f32",
+    refused("rounding = 'kahan' needs masters = 'bf16', but the masters are f32",
       { base = "bf16", rounding = "kahan" })
-    refused("rounding cannot be 'up'; choices: nearest stochastic kahan",
+    refused("expected rounding to be kahan, nearest or stochastic, got 'up'",
       { base = "bf16", masters = "bf16", rounding = "up" })
-    refused("has bf16 masters, and only sgd, adam, adamw and lion round their updates to them",
+    refused("has bf16 masters, which only sgd, adam, adamw and lion can update",
       "bf16_kahan", "muon")
     local _, _, trainer = train("bf16_kahan", { steps = 1 })
     assert.error_matches(function() trainer.optimizer:set_precision "bf16" end,

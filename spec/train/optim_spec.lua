@@ -356,7 +356,8 @@ describe("the state of an optimizer", function()
       assert.equal(0, opt:state_tensors()["w.moment1"]:sum():item())
       assert.equal(0, opt.updates)
     end
-    refuses(with { ["w.moment2"] = false }, 3, "optimizer state: 'w.moment2' is missing")
+    refuses(with { ["w.moment2"] = false }, 3, "optimizer state: the optimizer's tensor " ..
+      "'w.moment2' is missing")
     refuses(with { ["w.moment2"] = engine.zeros(4) }, 3,
       "optimizer state: expected 'w.moment2' to have shape [3], got [4]")
     refuses(with { ["v.moment1"] = engine.zeros(3) }, 3,
@@ -426,13 +427,14 @@ describe("an optimizer refuses", function()
       "optim.adam: expected eps to be a number no smaller than 2^-126 (smaller numbers may be 0 " ..
       "in f32), got 0" },
     { "optim.sgd(net, { nesterov = true })",
-      "optim.sgd: nesterov needs a momentum above 0 and a dampening of 0, got 0 and 0" },
+      "optim.sgd: nesterov needs a momentum above 0 and a dampening of 0, got momentum = 0 and " ..
+        "dampening = 0" },
     { "optim.sgd(net, { nesterov = 'yes' })",
       "optim.sgd: expected nesterov to be true or false, got 'yes'" },
     { "optim.sgd(net, { decay = 'some' })",
       "optim.sgd: expected decay to be 'all' or 'matrices', got 'some'" },
     { "optim.sgd(net, { moments = 'f16' })",
-      "optim.sgd: expected moments in f32 or bf16, got 'f16'" },
+      "optim.sgd: expected moments to be 'f32' or 'bf16', got 'f16'" },
     { "optim.sgd(net, 0.1)", "optim.sgd: expected a table of options, got 0.1" },
     { "optim.sgd(5)", "optim.sgd: expected a module or a list of tensors or of { name =, tensor " ..
       "= }, got 5" },
@@ -450,16 +452,16 @@ describe("an optimizer refuses", function()
     { "optim.sgd(net, { groups = { match = 'x' } })", "optim.sgd: expected groups to be a list, " ..
       "such as { { match = \"bias\", weight_decay = 0 } }, got a table with the field 'match'" },
     { "optim.sgd(net, { groups = { { match = 'x', lr = 2 } } })",
-      "optim.sgd: a group cannot set lr; hint: lr_mul, a factor on the common rate" },
+      "optim.sgd: group 1: a group cannot set lr; hint: lr_mul = a factor on the optimizer's lr" },
     { "optim.sgd(net, { groups = { { match = 'x', momentun = 2 } } })",
-      "optim.sgd: unknown option 'momentun' in a group; did you mean 'momentum'?" },
+      "optim.sgd: group 1: unknown option 'momentun'; did you mean 'momentum'?" },
     { "optim.sgd(net, { groups = { { match = 'x', lr_mul = -1 } } })",
-      "optim.sgd: expected lr_mul to be a number >= 0, got -1" },
+      "optim.sgd: group 1: expected lr_mul to be a number >= 0, got -1" },
     { "optim.sgd(net, { groups = { { match = 'weigth$', lr_mul = 2 } } })",
-      "optim.sgd: group 1: 'weigth$' matches no parameter; did you mean 'weight'?; " ..
+      "optim.sgd: group 1: match = 'weigth$' matches no parameter; did you mean 'weight'?; " ..
       "parameters: weight bias" },
     { "optim.sgd(net, { groups = { { match = 'bias' }, { match = function() end } } })",
-      "optim.sgd: group 2: a function matches no parameter; parameters: weight bias" },
+      "optim.sgd: group 2: match = a function matches no parameter; parameters: weight bias" },
     { "optim.adamv(net)", "engine.optim has no 'adamv'; did you mean 'adam'?" },
     { "opt:load_state(nil, 1)",
       "optimizer state: expected a table { name = tensor }, got nothing" },

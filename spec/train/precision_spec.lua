@@ -149,18 +149,20 @@ describe("a precision recipe", function()
       { "'fp61'", unknown }, { "{ base = 'fp61' }", unknown },
       { "5", "precision: expected a name or a recipe table, got 5" },
       { "{}", "precision: expected a name or a recipe table, got an empty table" },
-      { "{ name = 'a\\nb' }", "precision: the name has a control character, or bytes that are " ..
-        "not UTF-8: 'a\\x0Ab'" },
+      { "{ name = 'a\\nb' }", "precision: the name 'a\\x0Ab' has a control character, or " ..
+        "bytes that are not UTF-8" },
       { "{ name = 'a', weight = 'f16' }",
-        "precision 'a': unknown role 'weight'; did you mean 'weights'?; roles: activations " ..
-        "masters moments norm norm_gradients residual rounding weight_gradients weights wide" },
-      { "{ weights = 'f64' }", "precision 'custom': weights cannot be 'f64'; choices: f32 f16 " ..
-        "bf16" },
-      { "{ moments = 'f16' }", "precision 'custom': moments cannot be 'f16'; choices: f32 bf16" },
-      { "{ norm = 'f16 bf16' }", "precision 'custom': norm cannot be 'f16 bf16'; choices: f32 " ..
-        "f16 bf16" },
-      { "{ activations = 16 }", "precision 'custom': activations cannot be 16; choices: f32 f16 " ..
-        "bf16" },
+        "precision 'a': unknown field 'weight'; did you mean 'weights'?; fields: activations " ..
+        "base fp8 masters moments name norm norm_gradients residual rounding scaled " ..
+        "weight_gradients weights wide" },
+      { "{ weights = 'f64' }", "precision 'custom': expected weights to be bf16, f16 or f32, " ..
+        "got 'f64'" },
+      { "{ moments = 'f16' }", "precision 'custom': expected moments to be bf16 or f32, got " ..
+        "'f16'; did you mean 'bf16'?" },
+      { "{ norm = 'f16 bf16' }", "precision 'custom': expected norm to be bf16, f16 or f32, " ..
+        "got 'f16 bf16'" },
+      { "{ activations = 16 }", "precision 'custom': expected activations to be bf16, f16 or " ..
+        "f32, got 16; did you mean 'f16'?" },
     }
     for _, case in ipairs(cases) do
       for _, code in ipairs { "engine.autocast(%s, print)", "engine.precision.resolve(%s)",
@@ -427,8 +429,8 @@ describe("low-precision weights", function()
     opt:set_precision { base = "fp16", weights = "f32", activations = "f32" }
     assert.equal(1 + 2 ^ -9, output(net, "fp32"))
     assert.error_matches(function() opt:set_precision { moments = "bf16" } end,
-      "set_precision: the recipe 'custom' has moments in bf16, but this optimizer has them in " ..
-      "f32; hint")
+      "precision 'custom' has moments in bf16, but this optimizer was made with moments in f32; " ..
+      "hint")
   end))
 
   it("do not change where set_precision raises", step(function()

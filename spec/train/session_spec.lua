@@ -297,14 +297,15 @@ describe("a session", function()
     local model, data, opt = parts()
     local function make(options) return engine.session(with({ optimizer = opt }, options)) end
     refused("session: expected a table of options, got 'a'", engine.session, "a")
-    refused("session: expected optimizer = one of engine.optim", engine.session, {})
+    refused("session: expected optimizer = an optimizer of engine.optim", engine.session, {})
     refused("session: unknown option 'mode'; only engine.trainer has it", make, { mode = "lagged" })
     refused("session: unknown option 'polcy'; did you mean 'policy'?", make, { polcy = 1 })
-    refused("session: expected the optimizer d to be one of engine.optim, got 5", engine.session,
-      { optimizers = { d = 5 } })
+    refused("session: expected optimizer d to be an optimizer of engine.optim, got 5",
+      engine.session, { optimizers = { d = 5 } })
     refused("session: expected names of letters, digits and '_' in optimizers, got 1",
       engine.session, { optimizers = { opt } })
-    refused("the optimizers", engine.session, { optimizers = { a = opt, b = opt } })
+    refused("are the same optimizer; list it once", engine.session,
+      { optimizers = { a = opt, b = opt } })
     local other = engine.optim.sgd(nn.linear(2, 2), { precision = "bf16" })
     refused("session: expected one precision, but optimizer a has fp16 and b has bf16",
       engine.session, { optimizers = { a = opt, b = other } })
@@ -314,7 +315,7 @@ describe("a session", function()
     refused("there is no policy 'dynamc'; did you mean 'dynamic'?", make, { policy = "dynamc" })
     refused("session: expected clip to be a number >= 0 (0: no clipping), got 'x'", make,
       { clip = "x" })
-    refused("session: expected the optimizer d to be one of engine.optim, got a table",
+    refused("session: expected optimizer d to be an optimizer of engine.optim, got a table",
       engine.session, { optimizers = { d = { params = 1, step = 1 } } })
     refused("session: expected data to be a loader with both state() and restore(), or with " ..
       "neither",
@@ -365,6 +366,7 @@ describe("a session", function()
     assert.same({ "skip", true }, { row.action, row.policy_failed })
     assert.matches("session: policy again asks for a retry, which needs a single optimizer",
       row.reason)
+    assert.matches("; the action is skip instead %(repeats", select(2, next(s.failures)))
   end)
 
   it("refuses scales per layer at the start and at a swap", function()

@@ -421,8 +421,8 @@ describe("the trainer", function()
         mode = case.mode, graph = case.graph })
       machine.device = device
       assert.is_false(good)
-      assert.matches(("resume: keeping %d batches in a step needs accumulate=%d here; "):format(
-        2 * accumulate, 2 * accumulate), message, 1, true)
+      assert.matches(("resume: the checkpoint's run had %d batches in a step, which needs " ..
+        "accumulate=%d on 1 rank; but "):format(2 * accumulate, 2 * accumulate), message, 1, true)
       assert.matches(case[1], message, 1, true)
     end
   end)
@@ -575,7 +575,7 @@ describe("the trainer", function()
     assert.error_matches(function() job { evaluate = { data = {}, every = 1 } } end,
       "expected evaluate to be { data = a loader")
     assert.error_matches(function() job { schedule = function() end }:step() end,
-      "expected the schedule to return a number, got nothing")
+      "expected the schedule to return a learning rate, a number, got nothing")
     engine.end_step()
     assert.error_matches(function() job { steps = 1e300 } end,
       "expected steps to be a whole number")
@@ -614,11 +614,13 @@ describe("the trainer", function()
     local function fails(loss)
       return select(2, pcall(function() job { loss = loss }:run() end)):match("^[^\n]*")
     end
-    assert.matches("expected a tensor as .*, got nothing; .*the batch has tokens x y$",
+    assert.matches("expected a tensor as .*, got nothing; .*the fields of the batch are tokens " ..
+      "x y$",
       fails(function(model, batch) return model:loss(batch.inputs, batch.y) end))
     assert.matches("mse: expected a floating.*; in the loss function at .*trainer_spec.lua:%d+$",
       fails(function(_, batch) return engine.mse(batch.x, batch.y:view(-1)) end))
-    assert.matches("In gpt: expected a tensor as ids, got nothing; the batch has tokens x y$",
+    assert.matches("In gpt: expected a tensor as ids, got nothing; the fields of the batch are " ..
+      "tokens x y$",
       fails(function(model) local y = model() return y:sum() end))
   end)
 

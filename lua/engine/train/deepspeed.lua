@@ -121,7 +121,9 @@ function M.initialize(given)
   self.turns = self.session:turns(o.steps or 2 ^ 53)
   self.turns()
   local ignored = unused(config)
-  if ignored ~= "" then self.session:note("deepspeed: keys without effect: " .. ignored) end
+  if ignored ~= "" then
+    self.session:note("deepspeed: these keys of the configuration have no effect: " .. ignored)
+  end
   return self, opt
 end
 

@@ -143,8 +143,9 @@ function M.attach(model, full, list)
     self.list[#self.list + 1], self.by_path[name] = site, site
   end)
   if not fp8 then return nil end
-  raise_if(#self.list == 0, "precision '%s': no linear layer is in FP8: the model has none, " ..
-    "high, high_first and high_last exclude all, or nn.lora stores them in e4m3 or nf4", full.name)
+  raise_if(#self.list == 0, "precision '%s': no linear layer is in FP8: the model has no linear " ..
+    "layer, or high, high_first and high_last exclude all of them, or nn.lora stores them in " ..
+    "e4m3 or nf4", full.name)
   self.sample, self.rungs, self.paths = fp8.sample or 100, #(fp8.ladder or {}) + 2, {}
   for i, site in ipairs(self.list) do self.paths[i] = site.path end
   self.told = self:places().rungs
@@ -430,8 +431,8 @@ function Sites:products()
   end
   if n == (self.blackwell or 0) then return nil end
   self.blackwell = n
-  return ("%d of %d layers multiply codes with Blackwell's sums, the others multiply bf16"):format(
-    n, #self.list)
+  return ("%d of %d layers multiply codes and sum the products as Blackwell's tensor cores do; " ..
+    "the others multiply bf16 numbers"):format(n, #self.list)
 end
 
 --- Returns the policies' state for a checkpoint. run/restore.lua restores it.
@@ -489,7 +490,7 @@ function Sites:__tostring()
         m and (" %.1f dB"):format(m.snr) or "")
     end
     if site.average then
-      parts[2] = ("%s toward an average of decay %g"):format(parts[2], site.average.decay)
+      parts[2] = ("%s rounded toward an average of decay %g"):format(parts[2], site.average.decay)
     end
     if C.eng_fp8_accumulator(site.id) == C.ENG_ACCUMULATE_BLACKWELL then
       parts[#parts + 1] = "Blackwell's sums"

@@ -84,7 +84,7 @@ local function limited(self, kind, step, line)
     of.hidden = of.hidden + 1
     return nil
   end
-  if of.hidden > 0 then line = ("%s (not shown: %d earlier)"):format(line, of.hidden) end
+  if of.hidden > 0 then line = ("%s (%d earlier ones not shown)"):format(line, of.hidden) end
   of.credit, of.hidden = of.credit - BURST_STEPS, 0
   self.progress:note(("step %d: %s"):format(step, line), kind == "failure")
   return line
@@ -97,8 +97,9 @@ local function show_verdict(self, step, verdict)
   if verdict.failed ~= 0 then
     self.policy_errors = self.policy_errors + 1
     self.failures[reason] = self.failures[reason] or limited(self, "failure", step,
-      ("the policy failed: %s; its last good verdict is used (repeats are counted, not shown)")
-      :format(reason))
+      ("the policy failed: %s; %s (repeats are counted, not shown)"):format(reason,
+      self.instead and ("the action is %s instead"):format(self.instead)
+      or "its last good verdict is used"))
   elseif verdict.action == C.ENG_ACTION_STOP then
     self.progress:note(("step %d: policy %s stops the run%s"):format(step, self.policy.name,
       reason ~= "" and ": " .. reason or ", and gives no reason"))

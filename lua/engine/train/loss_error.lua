@@ -17,7 +17,7 @@ return function(message, loss, batch)
     notes[1] = ("in the loss function at %s:%d"):format(at.short_src, at.linedefined)
   end
   if message:find("got nothing", 1, true) or message:find("(a nil value)", 1, true) then
-    notes[#notes + 1] = "the batch has " .. table.concat(nearest.keys(batch), " ")
+    notes[#notes + 1] = "the fields of the batch are " .. table.concat(nearest.keys(batch), " ")
   end
   if #notes == 0 then return message end
   local first, rest = message:match("^([^\n]*)(.*)$")

@@ -76,9 +76,10 @@ function State:layout(i, shape)
       if good then
         return size, size == given and arguments.shape_text(size) == arguments.shape_text(whole)
       end
-      raise("optim.%s: expected the shape of buffer '%s' of %s to be a list of whole numbers, " ..
-        "or nil, got %s", self.spec.name, buffer.name, p.name, type(size) == "table"
-        and "a table with other entries" or M_ffi.value_text(size))
+      raise("optim.%s: expected the shape of buffer '%s' of %s to be nil, or a list of at most " ..
+        "%d whole numbers of 0 or more, got %s", self.spec.name, buffer.name, p.name,
+        tonumber(C.ENG_MAX_DIMS), type(size) == "table" and "a table with other entries"
+        or M_ffi.value_text(size))
     end
     local size, own = size_of(shape)
     if size then
@@ -195,7 +196,7 @@ local function update_one(self, i, factor, limit, ctx)
     fields[key] = before[key]
   end
   self.torn = true                 -- cleared when all parameters are updated
-  self.spec.update(guarded(fields, "a parameter", self.known), ctx)
+  self.spec.update(guarded(fields, "p, the first argument of update,", self.known), ctx)
   store(self, fields, before, into)
   return true
 end
@@ -223,8 +224,8 @@ function State:update(lr, options)
   raise_if(options.lagged, "optim.%s: in mode=lagged the device decides whether to update, and " ..
     "this optimizer is written in Lua; hint: mode=sync", name)
   for _, option in ipairs { "norms", "update_clip", "spike_clip" } do
-    raise_if(options[option],
-      "optim.%s: %s needs a fused optimizer, and this one is written in Lua", name, option)
+    raise_if(options[option], "optim.%s: the option %s needs a fused optimizer (sgd, adam, " ..
+      "adamw, lion), and this one is written in Lua", name, option)
   end
   if options.clip_norm > 0 and options.norm > options.clip_norm then
     factor = factor * options.clip_norm / (options.norm + 1e-6)
@@ -234,7 +235,7 @@ function State:update(lr, options)
     local ctx = { t = options.bias_step or self.optimizer.updates + 1 }
     for key in pairs(self.spec.defaults) do ctx[key] = group[key] end
     ctx.lr = lr * group.lr_mul
-    contexts[k] = guarded(ctx, "the context", {})
+    contexts[k] = guarded(ctx, "ctx, the second argument of update,", {})
   end
   reclaim()
   precision.autocast("fp32", update_all, self, factor, options, contexts)

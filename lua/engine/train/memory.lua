@@ -138,7 +138,7 @@ local function measured(opt, loss)
   local good, message = pcall(function()
     precision.autocast(opt.precision, loss)
     all = tonumber(C.eng_tape_bytes(fp8_bytes))
-    if all < 0 then error("memory: out of memory", 0) end
+    if all < 0 then error("memory: the host is out of memory", 0) end
   end)
   end_counting()
   -- eng_scope_end fails here while the tape has operations of the scope, so its result is ignored;

@@ -25,16 +25,19 @@ local M = {}
 -- reason, or nil or false if the run can meet the need.
 local LACKS = {
   lagged = function(t)
-    return t.delay == 1 and "mode=lagged updates before the policy decides; hint: mode=sync"
+    return t.delay == 1 and "with mode=lagged, the update comes before the policy's decision; " ..
+      "hint: mode=sync"
   end,
-  card = function() return machine.device() == "cuda" and "CUDA devices have no kernel for it" end,
+  card = function()
+    return machine.device() == "cuda" and "no CUDA kernel computes this; hint: device=cpu"
+  end,
   fused = function(t)
-    return t.optimizer.whole and ("optimizer %s is written in Lua; hint: sgd, adam, adamw, lion")
-      :format(t.optimizer.name)
+    return t.optimizer.whole and ("optimizer %s is written in Lua; hint: use sgd, adam, adamw " ..
+      "or lion"):format(t.optimizer.name)
   end,
   adam = function(t)
-    return not t.optimizer.name:find "^adamw?$" and ("only the updates of adam and adamw " ..
-      "support it, and the optimizer is %s; hint: adam, adamw"):format(t.optimizer.name)
+    return not t.optimizer.name:find "^adamw?$" and ("only the optimizers adam and adamw have " ..
+      "this, and the optimizer is %s"):format(t.optimizer.name)
   end,
   heads = function(t)
     return not attention_logits.modules(t.model) and "the model has no nn.attention"
@@ -91,9 +94,9 @@ local function session_refusal(policy)
   local need = first_need(policy)
   local what = need and ("needs %s, which a session does not have"):format(need)
     or bit.band(policy.needs, C.ENG_NEED_NORM_REF) ~= 0
-    and "needs reference backward passes, which run the loss function again"
+    and "needs reference backward passes, but a session has no loss function to run again"
     or policy:scales_groups()
-    and "sets scales per layer, but all gradients of a session carry one scale"
+    and "sets scales per layer, but all gradients of a session have the same loss scale"
   return what and ("session: policy %s %s; hint: engine.trainer"):format(policy.name, what) or nil
 end
 
@@ -103,7 +106,9 @@ local function unfulfilled(trainer, policy, mask)
   for _, need in ipairs(policy.needs >= C.ENG_NEED_UPDATE_NORM and NEEDS or {}) do
     for _, lack in ipairs(bit.band(policy.needs, need[2], mask) ~= 0 and need[3] or {}) do
       local why = LACKS[lack](trainer)
-      if why then return ("policy %s needs %s: %s"):format(policy.name, need[1], why) end
+      if why then
+        return ("policy %s needs %s, which this run lacks: %s"):format(policy.name, need[1], why)
+      end
     end
   end
 end

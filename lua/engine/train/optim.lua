@@ -52,18 +52,19 @@ local RULES = {
   { { "nesterov" }, "to be true or false", function(v) return type(v) == "boolean" end },
 }
 
-local function check_hyper(name, values)
+-- where: the optimizer and perhaps its group, for messages
+local function check_hyper(name, values, where)
   local spec = KINDS[name].spec
   for _, rule in ipairs(RULES) do
     for _, key in ipairs(rule[1]) do
       local v = values[key]
-      expect(v == nil or rule[3](v), v, "optim.%s: expected %s %s", name, key, rule[2])
+      expect(v == nil or rule[3](v), v, "%s: expected %s %s", where, key, rule[2])
     end
   end
-  if spec then return optim_register.check_values(spec, values) end
+  if spec then return optim_register.check_values(spec, values, where) end
   raise_if(values.nesterov and (values.momentum == 0 or values.dampening ~= 0),
-    "optim.%s: nesterov needs a momentum above 0 and a dampening of 0, got %s and %s", name,
-    tostring(values.momentum), tostring(values.dampening))
+    "%s: nesterov needs a momentum above 0 and a dampening of 0, got momentum = %s and " ..
+    "dampening = %s", where, tostring(values.momentum), tostring(values.dampening))
 end
 
 -- ------------------------------------------------------------------ the object
@@ -76,20 +77,21 @@ Optimizer.__index = nearest.guard_elsewhere(Optimizer, "an optimizer")
 -- weight decay to parameters of fewer than two dimensions.
 local function make_groups(name, list, options, defaults)
   local groups, group_of = {}, M_ffi.new("int32_t[?]", math.max(#list, 1))
-  local function add(overrides, label)
+  local function add(overrides, label, number)
+    local where = "optim." .. name .. (number and (": group %d"):format(number) or "")
     local values = arguments.merged({ lr_mul = 1, label = label }, defaults)
     for key, value in pairs(overrides) do
       if key ~= "match" and key ~= "label" then
-        raise_if(key == "lr",
-          "optim.%s: a group cannot set lr; hint: lr_mul, a factor on the common rate", name)
+        raise_if(key == "lr", "%s: a group cannot set lr; hint: lr_mul = a factor on the " ..
+          "optimizer's lr", where)
         if defaults[key] == nil and key ~= "lr_mul" then
-          raise("optim.%s: unknown option '%s' in a group%s", name, tostring(key),
+          raise("%s: unknown option '%s'%s", where, tostring(key),
             nearest.hint(tostring(key), nearest.keys(defaults)))
         end
         values[key] = value
       end
     end
-    check_hyper(name, values)
+    check_hyper(name, values, where)
     groups[#groups + 1] = values
     return #groups
   end
@@ -110,7 +112,7 @@ local function make_groups(name, list, options, defaults)
         "got %s", name, i, type(group) == "table" and "match = " .. M_ffi.value_text(match)
         or M_ffi.value_text(group))
     end
-    user[i] = add(group, group.label or ("group " .. i))
+    user[i] = add(group, group.label or ("group " .. i), i)
   end
   for i, p in ipairs(list) do
     local chosen
@@ -122,7 +124,7 @@ local function make_groups(name, list, options, defaults)
   end
   for k, group in ipairs(given) do
     if not used[k] then
-      raise("optim.%s: group %d: %s matches no parameter%s; parameters: %s", name, k,
+      raise("optim.%s: group %d: match = %s matches no parameter%s; parameters: %s", name, k,
         M_ffi.value_text(group.match), type(group.match) == "string"
         and nearest.part_hint(group.match, names) or "", nearest.few(names))
     end
@@ -188,7 +190,8 @@ function M.requires_grad(x) return arguments.info(x).requires_grad ~= 0 end
 local function set_formats(self)
   local full = self.precision
   raise_if(full.masters ~= "f32" and KINDS[self.name].spec, "optim.%s: precision '%s' has bf16 " ..
-    "masters, and only sgd, adam, adamw and lion round their updates to them", self.name, full.name)
+    "masters, which only sgd, adam, adamw and lion can update; hint: precision = 'bf16' has f32 " ..
+    "masters", self.name, full.name)
   local shadow, gradient, masters = precision.parameter_formats(full, self.list)
   check(C.eng_params_masters(self.params, masters))
   check(C.eng_params_precision(self.params, shadow, gradient))
@@ -219,16 +222,16 @@ local function new(name, model, options)
   expect(decay == nil or decay == "matrices" or decay == "all", decay,
     "optim.%s: expected decay to be 'all' or 'matrices'", name)
   raise_if(decay and defaults.weight_decay == nil,
-    "optim.%s: decay needs an optimizer with weight_decay, and this one has none", name)
-  check_hyper(name, defaults)
+    "optim.%s: the option decay needs an optimizer with weight_decay, and this one has none", name)
+  check_hyper(name, defaults, "optim." .. name)
 
   local list = parameter_list(name, model)
   local full = precision.resolve(options.precision)
-  raise_if(full.fp8 and not module.is_module(model), "optim.%s: precision '%s' needs a module " ..
-    "with linear layers, got a list of tensors", name, full.name)
+  raise_if(full.fp8 and not module.is_module(model), "optim.%s: precision '%s' quantizes linear " ..
+    "layers and needs a module that has them, got a list of tensors", name, full.name)
   local moments = options.moments or full.moments
   expect(moments == "f32" or moments == "bf16", moments,
-    "optim.%s: expected moments in f32 or bf16", name)
+    "optim.%s: expected moments to be 'f32' or 'bf16'", name)
   local groups, group_of = make_groups(name, list, options, defaults)
   -- after the checks, because the model's layers lose the sites of an earlier optimizer
   local sites = module.is_module(model) and fp8_sites.attach(model, full, list) or nil
@@ -303,7 +306,8 @@ local registered = {}   -- optimizers that scripts registered: name -> construct
 --- the buffers. With ZeRO each rank updates whole parameters.
 function M.register(name, spec)
   local read = optim_register.read(name, spec)
-  raise_if(rawget(M, name), "optim.register: '%s' exists already; hint: another name", name)
+  raise_if(rawget(M, name),
+    "optim.register: engine.optim.%s exists already; hint: another name", name)
   KINDS[name] = { spec = read, defaults = read.defaults }
   registered[name] = function(model, options) return new(name, model, options) end
 end
@@ -311,16 +315,17 @@ end
 --- Gives the parameters the formats of a precision recipe. Clears the gradients.
 function Optimizer:set_precision(recipe)
   local full = precision.resolve(recipe)
-  raise_if(full.moments ~= self.precision.moments, "set_precision: the recipe '%s' has moments " ..
-    "in %s, but this optimizer has them in %s; hint: give the recipe to engine.optim.%s", full.name,
-    full.moments, self.precision.moments, self.name)
-  raise_if(full.fp8 and not self.model, "set_precision: FP8 needs a module with linear layers, " ..
-    "but this optimizer was made from a list of tensors")
+  raise_if(full.moments ~= self.precision.moments, "precision '%s' has moments in %s, but this " ..
+    "optimizer was made with moments in %s; hint: engine.optim.%s(model, { precision = .. })",
+    full.name, full.moments, self.precision.moments, self.name)
+  raise_if(full.fp8 and not self.model, "precision '%s' quantizes linear layers and needs a " ..
+    "module that has them, but this optimizer was made from a list of tensors", full.name)
   local before = self.precision
   local other = full.masters ~= before.masters or full.rounding ~= before.rounding
-  raise_if(other and self.updates > 0, "set_precision: the masters of this optimizer have had " ..
-    "updates in %s (rounding %s) and cannot change to %s (rounding %s); hint: give the recipe " ..
-    "to engine.optim.%s", before.masters, before.rounding, full.masters, full.rounding, self.name)
+  raise_if(other and self.updates > 0, "precision '%s': the masters of this optimizer have had " ..
+    "updates in %s (rounding %s) and cannot change to %s (rounding %s); hint: " ..
+    "engine.optim.%s(model, { precision = .. })", full.name, before.masters, before.rounding,
+    full.masters, full.rounding, self.name)
   local fp8, sites = self.fp8, {}
   if self.model then
     self.model:apply(function(m) sites[m] = { rawget(m, "_fp8"), rawget(m, "_fp8_site") } end)
@@ -445,7 +450,8 @@ function Optimizer:load_state(tensors, updates)
   local own, names = tensors_of(self, true), {}
   for name, target in pairs(own) do
     names[#names + 1] = name
-    local source = tensors[name] or raise("optimizer state: '%s' is missing", name)
+    local source = tensors[name]
+      or raise("optimizer state: the optimizer's tensor '%s' is missing", name)
     if tensor.shape_text(source.shape) ~= tensor.shape_text(target.shape) then
       raise("optimizer state: expected '%s' to have shape %s, got %s", name,
         tensor.shape_text(target.shape), tensor.shape_text(source.shape))

@@ -29,7 +29,7 @@ local function check_defaults(name, defaults)
     local kind = type(value)
     if not is_name(key) or TAKEN[key] then
       raise("optim.register: '%s' cannot be the name of a hyperparameter of '%s'%s", tostring(key),
-        name, TAKEN[key] and ": it has another meaning" or NAME)
+        name, TAKEN[key] and "; reserved names: " .. table.concat(nearest.keys(TAKEN), " ") or NAME)
     elseif kind ~= "number" and kind ~= "boolean" and kind ~= "string" then
       raise("optim.register: expected %s of '%s' to be a number, boolean or string, got %s", key,
         name, M_ffi.value_text(value))
@@ -87,17 +87,17 @@ function M.read(name, given)
 end
 
 --- Raises an error unless the values of an optimizer's hyperparameters have their defaults' types
---- and satisfy the specification's own check.
-function M.check_values(spec, values)
+--- and satisfy the specification's own check. `where` begins the message.
+function M.check_values(spec, values, where)
   for key, default in pairs(spec.defaults) do
     local value = values[key]
     local good = type(value) == type(default)
     if good and type(value) == "number" then good = value - value == 0 end
-    raise_if(not good, "optim.%s: expected %s to be a %s, got %s", spec.name, key,
+    raise_if(not good, "%s: expected %s to be a %s, got %s", where, key,
       type(default) == "number" and "finite number" or type(default), M_ffi.value_text(value))
   end
   local problem = spec.check and spec.check(values)
-  if problem then raise("optim.%s: %s", spec.name, tostring(problem)) end
+  if problem then raise("%s: %s", where, tostring(problem)) end
 end
 
 return M

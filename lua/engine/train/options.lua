@@ -56,7 +56,7 @@ local OPTIONAL = {
     function(v) return whole(v) and v <= 2 ^ 20 end },
   { "clip", "a number >= 0 (0: no clipping)", not_negative },
   { "clip_value", "a number >= 0 (0: no clipping)", not_negative },
-  { "checkpoint", '"block", a pattern of module paths or false',
+  { "checkpoint", "'block', a Lua pattern of module paths or false",
     function(v) return v == false or type(v) == "string" end },
   { "checkpoint_every", "a whole number of steps (0: only at the end)", fields.whole },
   { "agree_every", "a whole number of steps (0: never)", fields.whole },
@@ -76,16 +76,16 @@ local OPTIONAL = {
       return type(v.data) == "table" and v.data.next and whole(v.every)
         and (v.batches == nil or whole(v.batches))
     end },
-  { "log", "line, json or quiet", one_of "line json quiet" },
+  { "log", "'line', 'json' or 'quiet'", one_of "line json quiet" },
   { "graph", "true or false", is "boolean" },
-  { "mode", "sync or lagged", one_of "sync lagged" },
-  { "on_policy_error", "hold or stop", one_of "hold stop" },
+  { "mode", "'sync' or 'lagged'", one_of "sync lagged" },
+  { "on_policy_error", "'hold' or 'stop'", one_of "hold stop" },
   { "rollbacks", "a whole number of 0 or more", fields.whole },
-  { "on_lost", "stop or continue", one_of "stop continue" },
-  { "schedule", "one of engine.schedule or a function(updates)", callable },
+  { "on_lost", "'stop' or 'continue'", one_of "stop continue" },
+  { "schedule", "a schedule of engine.schedule or a function(updates)", callable },
   { "trap", "'overflow' or false",
     function(v) return v == false or v == "" or v == "overflow" end },
-  { "shadow", "a list of policies", any_of(is "string", is "table") },
+  { "shadow", "a list of policies or a text 'a,b'", any_of(is "string", is "table") },
   { "tensorboard", "true, false or a directory", any_of(is "boolean", path) },
   { "policy_options", "a table", is "table" },
   { "run", "a name or a path", path },
@@ -142,14 +142,14 @@ function M.check(o)
   check_names(o, KNOWN)
   want(type(o.model) == "table" and o.model.parameters, "model", "a module", o.model)
   check_loader(o.data)
-  want(type(o.optimizer) == "table" and o.optimizer.params, "optimizer", "one of engine.optim",
-    o.optimizer)
+  want(type(o.optimizer) == "table" and o.optimizer.params, "optimizer",
+    "an optimizer of engine.optim", o.optimizer)
   want(whole(o.steps), "steps", "a whole number of 1 or more", o.steps)
   check_values(o)
   want(o.loss ~= nil or o.model.loss, "loss",
     "a function(model, batch), because this model has no loss", o.loss)
-  want(o.checkpoint == nil or o.model.checkpoint, "model", "a module, which checkpoint needs",
-    o.model)
+  want(o.checkpoint == nil or o.model.checkpoint, "model",
+    "a module of engine.nn, because the option checkpoint is set", o.model)
   local key, expected = reduction.wrong(o)
   if key then want(false, key, expected, o[key]) end
 end

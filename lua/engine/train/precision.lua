@@ -222,6 +222,10 @@ local FORMATS = {
   masters = "f32 bf16", rounding = "nearest stochastic kahan",
 }
 
+-- The fields of a recipe: those of FORMATS and others.
+local OTHER_FIELDS = arguments.set_of "name base scaled fp8"
+local FIELDS = arguments.merged(FORMATS, OTHER_FIELDS)
+
 local function find(name)
   local found = M.recipes[name]
   if found then return found end
@@ -315,7 +319,7 @@ function M.resolve(recipe)
       "precision: expected %s to be a string", field)
   end
   local problem = recipe.name and show.name_problem(recipe.name)
-  if problem then raise("precision: the name %s: %s", problem, value_text(recipe.name)) end
+  if problem then raise("precision: the name %s %s", value_text(recipe.name), problem) end
   local base = find(recipe.base or "fp32")
   local full = { name = recipe.name or "custom", scaled = base.scaled, usual_high = HYBRID.high }
   if recipe.scaled ~= nil then
@@ -337,21 +341,19 @@ function M.resolve(recipe)
     fp8_recipe.check(full.fp8, M.fp8_tables(), ("precision '%s': fp8"):format(full.name))
   end
   for key, value in pairs(recipe) do
-    if key ~= "name" and key ~= "base" and key ~= "scaled" and key ~= "fp8" then
+    if not OTHER_FIELDS[key] then
       if not FORMATS[key] then
-        raise("precision '%s': unknown role %s%s", full.name, value_text(key),
-          nearest.choices(key, FORMATS, "roles"))
+        raise("precision '%s': unknown field %s%s", full.name, value_text(key),
+          nearest.choices(key, FIELDS, "fields"))
       end
-      M_ffi.raise_if(type(value) ~= "string" or value:find(" ", 1, true)
-        or not (" " .. FORMATS[key] .. " "):find(" " .. value .. " ", 1, true),
-        "precision '%s': %s cannot be %s; choices: %s", full.name, key, value_text(value),
-        FORMATS[key])
+      arguments.choose(arguments.set_of(FORMATS[key]), value, ("precision '%s'"):format(full.name),
+        key .. " to be")
     end
   end
   if full.masters == "bf16" and full.weights ~= "bf16" then
     raise("precision '%s': masters in bf16 need weights in bf16, got %s", full.name, full.weights)
   elseif full.masters == "f32" and full.rounding ~= "nearest" then
-    raise("precision '%s': rounding = '%s' is for masters = 'bf16', but the masters are f32",
+    raise("precision '%s': rounding = '%s' needs masters = 'bf16', but the masters are f32",
       full.name, full.rounding)
   end
   full.checksum = checksum_of(full)

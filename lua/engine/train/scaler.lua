@@ -93,8 +93,8 @@ function Scaler:scale(loss, ...)
 end
 
 local function need_scale(self, what)
-  raise_if(not self.began, "scaler:%s: there is no scale yet; call " ..
-    "scaler:scale(loss):backward() earlier in the step", what)
+  raise_if(not self.began, "scaler:%s: no loss has been scaled yet; call " ..
+    "scaler:scale(loss):backward() first", what)
 end
 
 -- Returns an optimizer's entry, which lasts until the next update(): { opt, stage, record, stats }
@@ -102,7 +102,7 @@ end
 -- are inf or nan); step() sets stepped (the optimizer made an update).
 local function entry_of(self, opt, what)
   expect(type(opt) == "table" and opt.params ~= nil and opt.step, opt,
-    "scaler:%s: expected an optimizer", what)
+    "scaler:%s: expected an optimizer of engine.optim", what)
   local entry = self.optimizers[opt]
   if not entry then
     entry = { stage = READY, opt = opt, record = ffi.new("eng_record") }
@@ -309,11 +309,14 @@ end
 --- Restores a state_dict(). Disabled scalers ignore it.
 function Scaler:load_state_dict(dict)
   if not self.enabled then return end
-  raise_if(type(dict) ~= "table" or next(dict) == nil, "scaler:load_state_dict: the state is " ..
-    "empty; it may come from a scaler that was disabled when it was saved")
-  raise_if(dict.policy ~= self.policy.name or type(dict.state) ~= "string",
+  expect(type(dict) == "table", dict, "scaler:load_state_dict: expected a state_dict()")
+  raise_if(next(dict) == nil, "scaler:load_state_dict: the state is empty; it may come from a " ..
+    "scaler that was disabled when it was saved")
+  raise_if(dict.policy ~= self.policy.name,
     "scaler:load_state_dict: the state is of policy '%s', but this scaler uses '%s'",
     tostring(dict.policy), self.policy.name)
+  expect(type(dict.state) == "string", dict.state,
+    "scaler:load_state_dict: expected the field state to be a string")
   self.policy:restore(dict.state)
   self.attempts, self.updates = dict.attempts or 0, dict.updates or 0
 end

@@ -111,7 +111,7 @@ local function entries_of(o)
   local given = o.optimizers
   if given == nil and o.optimizer ~= nil then given = { optimizer = o.optimizer } end
   if type(given) ~= "table" or next(given) == nil or o.optimizers ~= nil and o.optimizer ~= nil then
-    raise("session: expected optimizer = one of engine.optim, or optimizers = { name = " ..
+    raise("session: expected optimizer = an optimizer of engine.optim, or optimizers = { name = " ..
       "optimizer }, got %s", o.optimizers ~= nil and o.optimizer ~= nil and "both"
       or type(given) == "table" and "optimizers = {}" or M_ffi.value_text(given))
   end
@@ -120,8 +120,10 @@ local function entries_of(o)
     expect(type(name) == "string" and name:find("^[%a_][%w_]*$"), name,
       "session: expected names of letters, digits and '_' in optimizers")
     expect(type(opt) == "table" and opt.params ~= nil and opt.step and opt.precision, opt,
-      "session: expected the optimizer %s to be one of engine.optim", name)
-    if seen[opt] then raise("session: the optimizers %s and %s are the same", seen[opt], name) end
+      "session: expected optimizer %s to be an optimizer of engine.optim", name)
+    if seen[opt] then
+      raise("session: %s and %s are the same optimizer; list it once", seen[opt], name)
+    end
     seen[opt] = name
     entries[#entries + 1] = { name = name, opt = opt, first_lr = opt.lr, updates = 0, first = 0 }
   end
@@ -129,9 +131,9 @@ local function entries_of(o)
   for i, e in ipairs(entries) do
     local own, first = e.opt.precision, entries[1].opt.precision
     e.number = i
-    raise_if(not o.precision and not precision.same(own, first),
-      "session: expected one precision, but optimizer %s has %s and %s has %s", entries[1].name,
-      first.name, e.name, own.name)
+    raise_if(not o.precision and not precision.same(own, first), "session: expected one " ..
+      "precision, but optimizer %s has %s and %s has %s; hint: the option precision",
+      entries[1].name, first.name, e.name, own.name)
   end
   return entries
 end
@@ -397,9 +399,10 @@ function Session:decide(s, record)
   local verdict = Trainer.decide(self, s, record)
   local action = verdict:what()
   local goes_back = action == "retry" or action == "rollback"      -- in the data
+  self.instead = nil
   if goes_back and not (self.own_data and #self.entries == 1) then
     verdict.action = record.overflow ~= 0 and C.ENG_ACTION_SKIP or C.ENG_ACTION_STEP
-    verdict.failed = 1
+    self.instead, verdict.failed = verdict:what(), 1
     verdict.reason = ("session: policy %s asks for a %s, which needs a single optimizer and " ..
       "the option `data` (the loop's loader)"):format(self.policy.name, action)
   end

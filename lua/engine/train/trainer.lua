@@ -104,7 +104,8 @@ end
 function Trainer:attempt()
   local opt, policy = self.optimizer, self.policy
   local lr = self.fixed_lr or not self.schedule and opt.lr or self.schedule(self.updates)
-  expect(type(lr) == "number", lr, "trainer: expected the schedule to return a number")
+  expect(type(lr) == "number", lr, "trainer: update %d: expected the schedule to return a " ..
+    "learning rate, a number", self.updates)
   local s = { step = self.steps_done, updates = self.updates, scale = policy:scale(), tokens = 0,
     lr = lr }
   self.groups:apply(policy)
@@ -372,8 +373,9 @@ function Trainer:share_as_before(ranks, accumulate)
   if accumulate == self.accumulate and before % size == 0 then
     self.accumulate = before / size
     local refusal = modes.refusal(self)
-    fail_if(refusal, "resume: keeping %d batches in a step needs accumulate=%d here; %s", before,
-      self.accumulate, refusal)
+    fail_if(refusal, "resume: the checkpoint's run had %d batches in a step, which needs " ..
+      "accumulate=%d on %d rank%s; but %s", before, self.accumulate, size, size == 1 and "" or "s",
+      refusal)
     self.losses = M_ffi.new("eng_tensor[?]", self.accumulate)
     self.reducer:accumulates(self.accumulate > 1)
     return ("%d rank%s with accumulate=%d %s a run of %d with accumulate=%d, %s"):format(size,

@@ -101,7 +101,7 @@ local function given_text(s, t)
       s.backward and "" or ", or from running statistics")
   end
   return ("its input %d, which no operation made (%s)"):format(s.held_by, s.backward
-    and "the loss scale, the seed of the backward pass?" or "data, a mask, a constant")
+    and "probably the loss scale" or "data, a mask or a constant")
 end
 
 --- Returns in words where an inf or nan began, or entered from outside. s: a site of a finding,
