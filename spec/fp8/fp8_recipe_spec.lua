@@ -19,7 +19,9 @@ describe("an FP8 recipe", function()
       ["expected accumulator device, e4m3, exact, fp32 or hopper, got 'fp16'"] = {
         base = "fp8_block",
         fp8 = { forward = { accumulator = "fp16" } } },
-      ["unknown field 'formt'; did you mean 'format'?"] = { base = "fp8_block",
+      ["precision 'custom' (base fp8_block): fp8: dy: roles with the rule deepgemm have no " ..
+        "option 'formt'; did you mean 'format'?; options: block eps format keep margin pow2 " ..
+        "rule stochastic"] = { base = "fp8_block",
         fp8 = { dy = { formt = "e5m2" } } },
       ["x: expected eps to be a number, got 'a'"] = { base = "fp8_block",
         fp8 = { x = { eps = "a" } } },
@@ -41,7 +43,8 @@ describe("an FP8 recipe", function()
   it("with a bad ladder is refused before training", function()
     for text, rung in pairs {
       ["x: expected a table, got 'e5m2'"] = { x = "e5m2" },
-      ["x: unknown field 'formt'; did you mean 'format'?"] = { x = { formt = 1 } },
+      ["x: roles with the rule transformer_engine have no option 'formt'; did"] = {
+        x = { formt = 1 } },
       ["forward: expected a table, got true"] = { forward = true },
       ["unknown field 'match'; fields: dgrad dy forward w wgrad x"] = { match = "mlp" },
       ["unknown field 'high'"] = { high = true }, ["unknown field 'base'"] = { base = "mxfp8" },
@@ -52,7 +55,7 @@ describe("an FP8 recipe", function()
         forward = { high = true } },
     } do
       local why = message { name = "mine", base = "fp8_current", fp8 = { ladder = { rung } } }
-      assert.is_truthy(why:find("precision 'mine': fp8: ladder[1]: ", 1, true), why)
+      assert.matches("precision 'mine' (base fp8_current): fp8: ladder[1]: ", why, 1, true)
       assert.is_truthy(why:find(text, 1, true), why)
     end
   end)
@@ -94,6 +97,25 @@ describe("an FP8 recipe", function()
     assert.equal("e5m2", resolve("fp8_delayed").fp8.dy.format)
     assert.equal("^head", resolve("fp8_block").fp8.high[1])
     assert.equal("e5m2", given.fp8.x.format)
+  end)
+  it("is printed in full with the layers that it covers", function()
+    local model = nn.sequential { nn.linear(128, 128), nn.linear(128, 128) }
+    local opt = engine.optim.sgd(model, { precision = { name = "mine", base = "fp8_block",
+      fp8 = { high = { "^2$" }, w = { pow2 = true }, forward = { accumulator = "exact" } } } })
+    local text = tostring(opt.fp8)
+    for _, line in ipairs { "precision mine, based on fp8_block", "  moments           bf16",
+      "  fp8 x             e4m3, scale per 1x128 (rule deepgemm), to nearest",
+      "  fp8 w             e4m3, scale 2^n per 128x128 (rule deepgemm), to nearest",
+      "  fp8 forward       y = x W^T, quantized, accumulator exact, promotion 128",
+      "  fp8 dgrad         dx = dy W, quantized, accumulator device, promotion 128",
+      "    device          hopper on a card, else fp32",
+      "  high precision    layers that match ^2$",
+      "1 linear layer in FP8; linear layers in high precision: 2" } do
+      assert.matches(line .. "\n", text, 1, true)
+    end
+    assert.equal(engine.precision.describe(opt.precision), text:sub(1, text:find("\n1 linear") - 1))
+    assert.matches("  DeepSeek-V3, arXiv 2412.19437", tostring(engine.optim.sgd(model,
+      { precision = "fp8_block" }).fp8), 1, true)
   end)
   it("stays in the model when a later optimizer is refused", function()
     local model = nn.sequential { nn.linear(128, 128) }

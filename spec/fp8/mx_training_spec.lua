@@ -495,12 +495,18 @@ describe("a linear layer under microscaling", function()
       true)
     assert.matches("got 'e2m'; did you mean 'e2m1'",
       message { w = { rule = "rceil", format = "e2m" } }, 1, true)
-    assert.matches("no option promotion", message { forward = { promotion = 32 } }, 1, true)
+    assert.matches("precision 'a' (base nvfp4): fp8: forward: products with microscaling have " ..
+      "no option 'promotion'; options: accumulator hadamard high signs",
+      message { forward = { promotion = 32 } }, 1, true)
+    assert.matches("wgrad: products with microscaling have no option 'hadamart'; did you mean " ..
+      "'hadamard'?; options: ", message { wgrad = { hadamart = 16 } }, 1, true)
     assert.matches("expected the accumulator to be device, as in wgrad, got fp32",
       message { forward = { accumulator = "fp32" } }, 1, true)
     assert.matches("expected accumulator blackwell, device or fp32, got 'hopper'",
       message { forward = { accumulator = "hopper" } }, 1, true)
-    assert.matches("no option pow2", message { x = { rule = "floor", pow2 = true } }, 1, true)
+    assert.matches("x: roles with the rule floor have no option 'pow2'; options: average " ..
+      "backward block factor format keep rule stochastic",
+      message { x = { rule = "floor", pow2 = true } }, 1, true)
     assert.matches("number of blocks", message { high_first = -1 }, 1, true)
     assert.matches("expected hadamard to be 0, 16, 32, 64 or 128, and 0 if the product",
       message { wgrad = { hadamard = 8 } }, 1, true)
@@ -524,15 +530,15 @@ describe("a linear layer under microscaling", function()
     assert.are_not.equal(0, C.eng_fp8_recipe_check(recipe))
     assert.equal("dgrad: expected signs to be one of ENG_FP8_SIGNS_*, got number 9",
       M_ffi.message())
-    assert.matches("wgrad: products in FP8 have no option hadamard", select(2, pcall(
+    assert.matches("wgrad: products in FP8 have no option 'hadamard'; options: accumulator high " ..
+      "promotion", select(2, pcall(
       engine.precision.resolve, { base = "fp8_block", fp8 = { wgrad = { hadamard = 16 } } })), 1,
       true)
     assert.matches("x: expected 0 to 24 bits of stochastic rounding and a factor from 0 to 1 " ..
       "(with four_over_six, both must be 0), got 8 bits and the factor 0",
       message { x = { rule = "four_over_six", stochastic = true } }, 1, true)
     local quest, back = { rule = "quest", backward = { rule = "floor" } }, { rule = "rceil" }
-    assert.matches("dy: only x and w have the option backward, and only with a rule of " ..
-      "microscaling", message { dy = quest }, 1, true)
+    assert.matches("dy: only x and w have the option backward", message { dy = quest }, 1, true)
     for _, wrong in ipairs { { x = { rule = "rceil", backward = 3 } },
       { x = { rule = "rceil", backward = { rule = "deepgemm" } } },
       { x = { rule = "quest", backward = quest } } } do
@@ -553,7 +559,8 @@ describe("a linear layer under microscaling", function()
     for text, fp8 in pairs {
       ["x: the rule msamp_fp4 is only for x and w in the forward product, in e2m1 with a scale " ..
         "for each row; it needs `backward`"] = { x = { rule = "msamp_fp4" } },
-      ["only the rule msamp_fp4 has the option clamp"] = { x = { rule = "rceil", clamp = 0.9 } },
+      ["roles with the rule rceil have no option 'clamp'; options:"] = {
+        x = { rule = "rceil", clamp = 0.9 } },
       ["clamp to be a quantile from 0.5 to 0.9999, or 0 for none, got 1"] = {
         x = arguments.merged(row, { clamp = 1 }) },
       ["residual to be true or false"] = { x = arguments.merged(row, { residual = 1 }) },
@@ -589,8 +596,11 @@ describe("a linear layer under microscaling", function()
     for _, role in ipairs { { factor = 0.75 }, { stochastic = 16 } } do
       assert.equal(role.factor or 16, engine.precision.resolve({ base = "nvfp4",
         fp8 = { dy = role } }).fp8.dy[next(role)])
-      assert.matches("with a rule of microscaling", helper.failure(engine.precision.resolve,
-        { base = "fp8_block", fp8 = { dy = role } }), 1, true)
+      assert.matches(role.factor and "roles with the rule deepgemm have no option 'factor'; options"
+        or "only a rule of microscaling takes a number of random bits, and the rule here is " ..
+          "deepgemm",
+        helper.failure(engine.precision.resolve, { base = "fp8_block", fp8 = { dy = role } }), 1,
+        true)
     end
     assert.matches("true (8 bits) or 1 to 24", message { dy = { rule = "floor", stochastic = 30 } },
       1, true)

@@ -151,18 +151,20 @@ describe("a precision recipe", function()
       { "{}", "precision: expected a name or a recipe table, got an empty table" },
       { "{ name = 'a\\nb' }", "precision: the name 'a\\x0Ab' has a control character, or " ..
         "bytes that are not UTF-8" },
-      { "{ name = 'a', weight = 'f16' }",
+      { "{ name = 'a', weights = 'bf16' }", "precision 'a': expected base to name the recipe " ..
+        "that this table changes, got nothing; precisions: " .. unknown:match("precisions: (.*)") },
+      { "{ name = 'a', base = 'fp32', weight = 'f16' }",
         "precision 'a': unknown field 'weight'; did you mean 'weights'?; fields: activations " ..
         "base fp8 masters moments name norm norm_gradients residual rounding scaled " ..
         "weight_gradients weights wide" },
-      { "{ weights = 'f64' }", "precision 'custom': expected weights to be bf16, f16 or f32, " ..
-        "got 'f64'" },
-      { "{ moments = 'f16' }", "precision 'custom': expected moments to be bf16 or f32, got " ..
-        "'f16'; did you mean 'bf16'?" },
-      { "{ norm = 'f16 bf16' }", "precision 'custom': expected norm to be bf16, f16 or f32, " ..
-        "got 'f16 bf16'" },
-      { "{ activations = 16 }", "precision 'custom': expected activations to be bf16, f16 or " ..
-        "f32, got 16; did you mean 'f16'?" },
+      { "{ base = 'fp32', weights = 'f64' }", "precision 'custom': expected weights to be bf16, " ..
+        "f16 or f32, got 'f64'" },
+      { "{ base = 'fp32', moments = 'f16' }", "precision 'custom': expected moments to be bf16 " ..
+        "or f32, got 'f16'; did you mean 'bf16'?" },
+      { "{ base = 'fp32', norm = 'f16 bf16' }", "precision 'custom': expected norm to be bf16, " ..
+        "f16 or f32, got 'f16 bf16'" },
+      { "{ base = 'fp32', activations = 16 }", "precision 'custom': expected activations to be " ..
+        "bf16, f16 or f32, got 16; did you mean 'f16'?" },
     }
     for _, case in ipairs(cases) do
       for _, code in ipairs { "engine.autocast(%s, print)", "engine.precision.resolve(%s)",
@@ -196,7 +198,7 @@ describe("a precision recipe", function()
     assert.equal(full, engine.precision.resolve(full))
     assert.same({ "f16", "f32", "f16", "f32", true },
       { full.weights, full.residual, full.weight_gradients, full.norm_gradients, full.scaled })
-    assert.matches("precision mine\n.*residual +f32.*moments +f32$",
+    assert.matches("precision mine, based on fp16\n.*residual +f32.*moments +f32$",
       engine.precision.describe(mine))
     -- Each recipe has a text of its own, with every field of its roles and products.
     local seen = {}
@@ -220,7 +222,7 @@ describe("a precision recipe", function()
     assert.matches("Quartet, arXiv 2505.14669", engine.precision.describe "mxfp4_quartet", 1, true)
     local own = engine.precision.describe { name = "own", base = "nvfp4", fp8 = { high_first = 2,
       w = { rule = "rceil", block = { 32, 32 } }, forward = { high = true }, policy = "sqrt3" } }
-    for _, text in ipairs { "w             e4m3, a scale per 32x32 (rceil), to nearest",
+    for _, text in ipairs { "w             e4m3, scale per 32x32 (rule rceil), to nearest",
       "y = x W^T, in high precision", "high_first        2 blocks", "policy            sqrt3" } do
       assert.matches(text, own, 1, true)
     end
@@ -428,7 +430,7 @@ describe("low-precision weights", function()
     assert.equal(1, output(net, "bf16"))
     opt:set_precision { base = "fp16", weights = "f32", activations = "f32" }
     assert.equal(1 + 2 ^ -9, output(net, "fp32"))
-    assert.error_matches(function() opt:set_precision { moments = "bf16" } end,
+    assert.error_matches(function() opt:set_precision { base = "fp32", moments = "bf16" } end,
       "precision 'custom' has moments in bf16, but this optimizer was made with moments in f32; " ..
       "hint")
   end))

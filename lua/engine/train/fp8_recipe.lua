@@ -23,19 +23,19 @@ M.accumulators = arguments.merged(fp8_codes.accumulators, { device = -1 })
 local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2 }
 local SIGNS = { none = C.ENG_FP8_SIGNS_NONE, fixed = C.ENG_FP8_SIGNS_FIXED,
   layer = C.ENG_FP8_SIGNS_LAYER, step = C.ENG_FP8_SIGNS_STEP, backward = C.ENG_FP8_SIGNS_BACKWARD }
--- The rule of microscaling that mx.quantize does not have, and the options that only this rule has.
-local ROWS = "msamp_fp4"
-local ROW_OPTIONS = { "clamp", "residual", "estimator" }
+local ROWS = "msamp_fp4"     -- the rule of microscaling that mx.quantize does not have
 local MX_RULES = arguments.merged(mx.rules, { [ROWS] = C.ENG_MX_MSAMP_FP4 })
 local RULES = arguments.merged(fp8_codes.rules, MX_RULES)
 local KEEPS = { codes = 0, transposed = 1, e5m6 = 2, swiglu = 3 }
 
-local function known(t, fields, where)
+-- Raises an error if the table t has a field that is not in the set `fields`. owner: what has these
+-- fields, in plural (such as "roles with the rule deepgemm"), or nil.
+local function known(t, fields, where, owner)
   expect(type(t) == "table", t, "%s: expected a table", where)
   for key in pairs(t) do
     if fields[key] == nil then
-      raise("%s: unknown field %s%s", where, M_ffi.value_text(key),
-        nearest.choices(key, fields, "fields"))
+      raise("%s: %s %s%s", where, owner and owner .. " have no option" or "unknown field",
+        M_ffi.value_text(key), nearest.choices(key, fields, owner and "options" or "fields"))
     end
   end
 end
@@ -62,10 +62,17 @@ local function settings(role)
   return rule, MX_RULES[rule], role.format or format, role.block or block
 end
 
-local ROLE = arguments.set_of("format block rule pow2 margin eps stochastic keep factor " ..
-  "backward clamp residual estimator average")
+-- The options of a role under a rule of FP8, a rule of microscaling, and the rule ROWS.
+local ROLE = arguments.set_of "format block rule stochastic keep"
+local FP8_ROLE = arguments.merged(ROLE, arguments.set_of "pow2 margin eps")
+local MX_ROLE = arguments.merged(ROLE, arguments.set_of "factor average backward")
+local ROWS_ROLE = arguments.merged(MX_ROLE, arguments.set_of "clamp residual estimator")
 local function read_role(to, role, where, name)
-  known(role, ROLE, where)
+  expect(type(role) == "table", role, "%s: expected a table", where)
+  local rule, scaled, format, block = settings(role)
+  choose(RULES, rule, where, "rule")
+  known(role, rule == ROWS and ROWS_ROLE or scaled and MX_ROLE or FP8_ROLE, where,
+    "roles with the rule " .. rule)
   local function want(field, good, what)
     local v = role[field]
     expect(v == nil or good, v, "%s: expected %s to be %s", where, field, what)
@@ -74,21 +81,15 @@ local function read_role(to, role, where, name)
   expect(role.keep == nil or name == "x", role.keep,
     "%s: keep sets how the tape stores x for dW; expected keep only in x", where)
   to.eps = want("eps", type(role.eps) == "number", "a number") or -1
-  local rule, scaled, format, block = settings(role)
   to.mx = scaled and tonumber(scaled) + 1 or 0
   to.format = choose(scaled and mx.formats or FORMATS, format, where, "format")
   local rows, columns = arguments.read_block(block, where)
   to.block_rows, to.block_columns = whole(rows, where, "the rows of a block"),
     whole(columns, where, "the columns of a block")
   to.rule = not scaled and choose(RULES, rule, where, "rule") or 0
-  for _, field in ipairs(scaled and { "pow2", "margin", "eps" } or {}) do
-    if role[field] ~= nil then raise("%s: the rule %s has no option %s", where, rule, field) end
-  end
-  raise_if(not scaled and type(role.stochastic) == "number",
-    "%s: stochastic can be a number (of random bits) only with a rule of microscaling", where)
-  for _, field in ipairs(rule == ROWS and {} or ROW_OPTIONS) do
-    raise_if(role[field] ~= nil, "%s: only the rule %s has the option %s", where, ROWS, field)
-  end
+  raise_if(not scaled and type(role.stochastic) == "number", "%s: expected stochastic to be " ..
+    "true or false; only a rule of microscaling takes a number of random bits, and the rule " ..
+    "here is %s", where, rule)
   to.clamp = want("clamp", role.clamp == 0 or between(role.clamp, 0.5, 0.9999),
     "a quantile from 0.5 to 0.9999, or 0 for none") or 0
   boolean(role.residual, where, "residual")
@@ -101,25 +102,22 @@ local function read_role(to, role, where, name)
     want("stochastic", between(role.stochastic, 1, 24), "true (8 bits) or 1 to 24 bits")
     to.stochastic = whole(role.stochastic, where, "stochastic")
   else to.stochastic = boolean(role.stochastic, where, "stochastic") * (scaled and 8 or 1) end
-  to.factor = want("factor", scaled and between(role.factor, 0.5, 1),
-    "a number from 0.5 to 1, with a rule of microscaling") or 0
-  to.average = want("average", scaled and name == "w" and between(role.average, 0, 1)
-    and role.average < 1, "a decay from 0 (no average) to below 1, in w, with a rule of " ..
-    "microscaling") or 0
+  to.factor = want("factor", between(role.factor, 0.5, 1), "a number from 0.5 to 1") or 0
+  expect(role.average == nil or name == "w", role.average, "%s: expected average only in w", where)
+  to.average = want("average", between(role.average, 0, 1) and role.average < 1,
+    "a decay from 0 (no average) to below 1") or 0
   local turned = scaled and name == "x" and rows ~= columns and not role.backward
   to.margin, to.keep = whole(role.margin or 0, where, "margin"),
     choose(KEEPS, role.keep or (turned and "transposed" or "codes"), where, "keep")
 end
 
-local PRODUCT = arguments.set_of "accumulator promotion high hadamard signs"
+local FP8_PRODUCT = arguments.set_of "accumulator high promotion"
+local MX_PRODUCT = arguments.set_of "accumulator high hadamard signs"
 local SCALED_ACCUMULATORS = { device = C.ENG_ACCUMULATE_DEVICE, fp32 = C.ENG_ACCUMULATE_FP32,
   blackwell = C.ENG_ACCUMULATE_BLACKWELL }
 local function read_product(to, product, where, scaled)
-  known(product, PRODUCT, where)
-  local kind = scaled and "with microscaling" or "in FP8"
-  for _, field in ipairs(scaled and { "promotion" } or { "hadamard", "signs" }) do
-    raise_if(product[field] ~= nil, "%s: products %s have no option %s", where, kind, field)
-  end
+  known(product, scaled and MX_PRODUCT or FP8_PRODUCT, where,
+    scaled and "products with microscaling" or "products in FP8")
   to.high = boolean(product.high, where, "high")
   to.hadamard = whole(product.hadamard or 0, where, "hadamard")
   to.signs = choose(SIGNS, product.signs or "fixed", where, "signs")
@@ -181,10 +179,9 @@ end
 -- Reads the field `backward` of x or w. This field says how the backward product quantizes the
 -- values that the forward product read.
 local function read_backward(recipe, i, role, where, name)
-  local scaled, back = i < 2 and recipe.role[i].mx > 0, role.backward
+  local back = role.backward
   if back == nil then return end
-  raise_if(not scaled, "%s: only x and w have the option backward, and only with a rule of " ..
-    "microscaling", where)
+  raise_if(name == "dy", "%s: only x and w have the option backward", where)
   if back == "same" then
     recipe.backward[i].mx = C.ENG_FP8_SAME
     return
@@ -247,14 +244,16 @@ local function role_text(role)
   if role == "same" then return "the same values as the forward product" end
   local rule, scaled, format, block = settings(role)
   if type(block) == "table" then block = table.concat(block, "x") end
-  local text = ("%s, a scale%s per %s (%s), "):format(format, role.pow2 and " 2^n" or "", block,
+  local text = ("%s, scale%s per %s (rule %s), "):format(format, role.pow2 and " 2^n" or "", block,
     rule)
   local bits = role.stochastic == true and scaled and 8 or role.stochastic
   local random = not bits and ((role.average or 0) > 0 and ("toward an average of decay %g"):format(
     role.average) or "to nearest") or bits == true and "stochastic"
     or ("stochastic (%d bits)"):format(bits)
   text = text .. (rule == "ms_eden" and "to nearest, scales " .. random or random)
-  if role.factor then text = text .. (", factor %g"):format(role.factor) end
+  for _, name in ipairs { "factor", "margin", "eps" } do
+    if role[name] then text = text .. (", %s %g"):format(name, role[name]) end
+  end
   if (role.clamp or 0) > 0 then
     text = text .. (", clamp %g, residual %s"):format(role.clamp,
       role.residual == false and "dropped" or "added")
@@ -263,12 +262,15 @@ local function role_text(role)
   return text .. (role.keep and ", keep " .. role.keep or "")
 end
 
--- Describes a product in words.
+-- Describes a product in words. scaled: true with microscaling.
 local FORMULAS = { forward = "y = x W^T", dgrad = "dx = dy W", wgrad = "dW = dy^T x" }
-local function product_text(name, product)
-  local list = { FORMULAS[name], product.high and "in high precision" or "of quantized factors" }
-  if product.accumulator then list[#list + 1] = "accumulator " .. product.accumulator end
-  if product.promotion then list[#list + 1] = ("promotion %d"):format(product.promotion) end
+local function product_text(name, product, scaled)
+  local list = { FORMULAS[name], product.high and "in high precision" or "quantized" }
+  if not product.high then
+    list[3] = "accumulator " .. (product.accumulator or "device")
+    list[4] = not scaled and ("promotion %d%s"):format(product.promotion or 128,
+      product.promotion == 0 and " (none)" or "") or nil
+  end
   if (product.hadamard or 0) > 0 then
     list[#list + 1] = ("Hadamard %d, signs %s"):format(product.hadamard, product.signs or "fixed")
   end
@@ -277,15 +279,25 @@ end
 
 --- Describes a valid `fp8` table in words, as a list of { name, text }.
 function M.describe(fp8)
-  local rows = {}
+  local rows, scaled, device = {}, MX_RULES[(fp8.x or {}).rule] ~= nil, false
   local function add(name, text) rows[#rows + 1] = { name, text } end
   for _, name in ipairs(M.roles) do
     local role = fp8[name] or {}
     add("fp8 " .. name, role_text(role))
     if role.backward then add("    for backward", role_text(role.backward)) end
   end
-  for _, name in ipairs(M.products) do add("fp8 " .. name, product_text(name, fp8[name] or {})) end
-  if fp8.high and #fp8.high > 0 then add("high precision", table.concat(fp8.high, " ")) end
+  for _, name in ipairs(M.products) do
+    local product = fp8[name] or {}
+    add("fp8 " .. name, product_text(name, product, scaled))
+    device = device or not product.high and (product.accumulator or "device") == "device"
+  end
+  if device then
+    add("  device", scaled and "blackwell where the card can multiply the codes, else fp32"
+      or "hopper on a card, else fp32")
+  end
+  if fp8.high and #fp8.high > 0 then
+    add("high precision", "layers that match " .. table.concat(fp8.high, " or "))
+  end
   for _, over in ipairs(fp8.layers or {}) do
     local list = { over.high and "high precision" or nil }
     for _, name in ipairs(M.roles) do
@@ -294,7 +306,7 @@ function M.describe(fp8)
     end
     for _, name in ipairs(M.products) do
       list[#list + 1] = over[name] and ("%s %s"):format(name,
-        product_text(name, arguments.merged(fp8[name], over[name])))
+        product_text(name, arguments.merged(fp8[name], over[name]), scaled))
     end
     add("layers", ("%s: %s"):format(over.match, table.concat(list, "; ")))
   end
@@ -305,11 +317,14 @@ function M.describe(fp8)
   for _, name in ipairs { "high_first", "high_last" } do
     if (fp8[name] or 0) > 0 then add(name, ("%d blocks in high precision"):format(fp8[name])) end
   end
-  if type(fp8.policy) == "string" then add("policy", fp8.policy) end
+  local policies = type(fp8.policy) == "string" and { fp8.policy } or fp8.policy or {}
+  for _, policy in ipairs(policies) do
+    if type(policy) == "string" then add("policy", policy) end
+  end
   if fp8.sample then
     add("sample", fp8.sample == 0 and "never" or ("every %d steps"):format(fp8.sample))
   end
-  add("guide", MX_RULES[(fp8.x or {}).rule] and "docs/microscaling.md" or "docs/fp8.md")
+  add("guide", scaled and "docs/microscaling.md" or "docs/fp8.md")
   return rows
 end
 

@@ -2,7 +2,7 @@
 -- keeps their scales and meters from step to step, and runs the policies that choose scales.
 --
 --   local opt = engine.optim.adamw(model, { precision = "fp8_block" })   -- makes opt.fp8
---   print(opt.fp8)                       -- layers, formats, the last meters
+--   print(opt.fp8)                       -- the recipe in force; the layers with their last meters
 --
 -- An explicit loop makes three calls in each step:
 --   opt.fp8:begin(step)                  -- before the forward passes
@@ -26,6 +26,7 @@ local mx = require "engine.tensor.mx"
 local nearest = require "engine.base.nearest"
 local policy_files = require "engine.policy.policy"
 local precision = require "engine.train.precision"
+local show = require "engine.base.show"
 local weight_averages = require "engine.train.weight_averages"
 
 local ffi, C, check, raise, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.raise_if
@@ -143,6 +144,10 @@ function M.attach(model, full, list)
     self.list[#self.list + 1], self.by_path[name] = site, site
   end)
   if not fp8 then return nil end
+  self.high = {}                 -- the paths of the linear layers that are not in FP8
+  for _, path in ipairs(linears) do
+    if not self.by_path[path ~= "" and path or "linear"] then self.high[#self.high + 1] = path end
+  end
   raise_if(#self.list == 0, "precision '%s': no linear layer is in FP8: the model has no linear " ..
     "layer, or high, high_first and high_last exclude all of them, or nn.lora stores them in " ..
     "e4m3 or nf4", full.name)
@@ -481,7 +486,10 @@ local function format_name(number)
 end
 
 function Sites:__tostring()
-  local lines = { ("precision %s: %d linear layers in FP8"):format(self.recipe.name, #self.list) }
+  local high = self.high[1] and table.concat(self.high, " ") or "none"
+  local lines = { precision.describe(self.recipe),
+    ("%s in FP8; linear layers in high precision: %s"):format(show.counted(#self.list,
+      "linear layer"), high) }
   for _, site in ipairs(self.list) do
     local parts = {}
     for r, role in ipairs(roles) do

@@ -302,8 +302,8 @@ local function checksum_of(full)
   return ("%08x"):format(C.eng_crc32c(0, text, #text))
 end
 
---- Returns the full recipe for a name or a table. Missing fields of a table come from its `base`
---- (fp32 by default). The field `checksum` differs between different recipes of the same name.
+--- Returns the full recipe for a name or a table. Missing fields of a table come from its `base`.
+--- The field `checksum` differs between different recipes of the same name.
 function M.resolve(recipe)
   if formats_of[recipe] ~= nil then return recipe end
   if recipe == nil then recipe = "fp32" end
@@ -320,8 +320,13 @@ function M.resolve(recipe)
   end
   local problem = recipe.name and show.name_problem(recipe.name)
   if problem then raise("precision: the name %s %s", value_text(recipe.name), problem) end
-  local base = find(recipe.base or "fp32")
-  local full = { name = recipe.name or "custom", scaled = base.scaled, usual_high = HYBRID.high }
+  if recipe.base == nil then
+    raise("precision '%s': expected base to name the recipe that this table changes, got " ..
+      "nothing; precisions: %s", recipe.name or "custom", table.concat(M.names(), " "))
+  end
+  local base = find(recipe.base)
+  local full = { name = recipe.name or "custom", base = recipe.base, scaled = base.scaled,
+    source = recipe.name == recipe.base and base.source or nil, usual_high = HYBRID.high }
   if recipe.scaled ~= nil then
     expect(type(recipe.scaled) == "boolean", recipe.scaled, "precision '%s': expected scaled to " ..
       "be true or false (whether it needs a loss scale)", full.name)
@@ -338,7 +343,8 @@ function M.resolve(recipe)
     full.fp8 = fp8_recipe.on_base(copy(base.fp8, {}), full.own_fp8)
   else full.fp8 = copy(base.fp8, {}) end
   if full.fp8 then
-    fp8_recipe.check(full.fp8, M.fp8_tables(), ("precision '%s': fp8"):format(full.name))
+    fp8_recipe.check(full.fp8, M.fp8_tables(), ("precision '%s' (base %s): fp8"):format(full.name,
+      recipe.base))
   end
   for key, value in pairs(recipe) do
     if not OTHER_FIELDS[key] then
@@ -407,7 +413,9 @@ end
 --- Describes a recipe in a few lines.
 function M.describe(recipe)
   local full = M.resolve(recipe)
-  local lines = { "precision " .. full.name }
+  local lines = { "precision " .. full.name
+    .. (full.base ~= full.name and ", based on " .. full.base or "") }
+  lines[2] = full.source and "  " .. full.source
   for _, role in ipairs { "weights", "masters", "rounding", "activations", "residual", "norm",
     "wide", "weight_gradients", "norm_gradients", "moments" } do
     lines[#lines + 1] = ("  %-17s %s"):format(role, full[role])
@@ -415,8 +423,6 @@ function M.describe(recipe)
   for _, row in ipairs(full.fp8 and fp8_recipe.describe(full.fp8) or {}) do
     lines[#lines + 1] = ("  %-17s %s"):format(row[1], row[2])
   end
-  local source = (M.recipes[recipe] or {}).source
-  if source then table.insert(lines, 2, "  " .. source) end
   return table.concat(lines, "\n")
 end
 
