@@ -65,7 +65,14 @@ end
 local Sites = {}
 Sites.__index = Sites
 
-local SUMS, MAXIMA = 7, 5      -- how many sums and maxima over ranks each role has; see read()
+-- What ranks combine for each role of a layer: numbers that they add up, and numbers of which they
+-- take the largest. A minimum is passed as its inverse, because ranks combine no minima. `seen`:
+-- the amax since the last read (eng_fp8_amax); the other fields: of eng_fp8_meter.
+local Sums = ffi.typeof [[
+  struct { double count, zeros, underflow, overflow, nonfinite, signal, error; } [?] ]]
+local Maxima = ffi.typeof [[
+  struct { double seen, amax, inverse_least, scale_max, inverse_scale_min; } [?] ]]
+local SUMS, MAXIMA = ffi.sizeof(Sums, 1) / 8, ffi.sizeof(Maxima, 1) / 8       -- numbers of a role
 
 local role_number = {}
 for i, role in ipairs(roles) do role_number[role] = i end
@@ -211,8 +218,7 @@ function Sites:prepare(policies)
     self.seats[i] = setmetatable({ sites = self, policy = policy }, Seat)
   end
   self.stats, self.record = ffi.new("eng_tensor_stats[?]", #self.names), ffi.new("eng_record")
-  self.sums, self.maxima = ffi.new("double[?]", SUMS * #self.names),
-    ffi.new("double[?]", MAXIMA * #self.names)
+  self.sums, self.maxima = Sums(#self.names), Maxima(#self.names)
   self:use()
 end
 
@@ -241,52 +247,53 @@ function Sites:begin(step)
   C.eng_fp8_measure(self.looking)
 end
 
+local function inverse(x) return x > 0 and 1 / x or 0 end
+
 local function decibel(signal, noise)
   if signal == 0 then return 0 / 0 end
   return noise == 0 and math.huge or 10 * math.log(signal / noise) / math.log(10)
 end
 
--- Reads what the core gathered for a site since the last read. Each role has SUMS numbers, which
--- the ranks add up, and MAXIMA numbers, of which the ranks take the largest.
+-- Reads what the core gathered for a site since the last read.
 local function read(self, site, first)
   check(C.eng_fp8_amax(self.amax, site.id))
   if self.looking then check(C.eng_fp8_meters(self.meter, site.id)) end
   for r = 0, 2 do
-    local m, sums, maxima = self.meter[r], self.sums + SUMS * (first + r),
-      self.maxima + MAXIMA * (first + r)
-    maxima[0] = self.amax[r]
+    local m, sums, maxima = self.meter[r], self.sums[first + r], self.maxima[first + r]
+    maxima.seen = self.amax[r]
     if self.looking then
-      local list = { m.count, m.zeros, m.underflow, m.overflow, m.nonfinite, m.signal, m.error }
-      for k, value in ipairs(list) do sums[k - 1] = tonumber(value) end
-      -- ranks combine sums and maxima but no minima, so a minimum is passed as its inverse
-      maxima[1], maxima[2], maxima[3], maxima[4] = m.amax, m.least > 0 and 1 / m.least or 0,
-        m.scale_max, m.scale_min > 0 and 1 / m.scale_min or 0
+      sums.count, sums.zeros, sums.underflow, sums.overflow = m.count, m.zeros, m.underflow,
+        m.overflow
+      sums.nonfinite, sums.signal, sums.error = m.nonfinite, m.signal, m.error
+      maxima.amax, maxima.scale_max = m.amax, m.scale_max
+      maxima.inverse_least, maxima.inverse_scale_min = inverse(m.least), inverse(m.scale_min)
     end
   end
 end
-
-local function inverse(x) return x > 0 and 1 / x or 0 end
 
 -- Fills the site's meters, and the statistics that policies read. gradient: the factor by which dy
 -- is scaled.
 local function tell(self, site, gradient, first)
   for r = 0, 2 do
     local s, unit, name = self.stats[first + r], r == 2 and gradient or 1, roles[r + 1]
-    local sums, maxima = self.sums + SUMS * (first + r), self.maxima + MAXIMA * (first + r)
+    local sums, maxima = self.sums[first + r], self.maxima[first + r]
     ffi.fill(s, ffi.sizeof("eng_tensor_stats"))
-    local amax = maxima[0]
+    local amax = maxima.seen
     s.relative_scale, s.amax = 1, amax >= 0 and amax / unit or 0
     if amax ~= amax then s.nan = 1 elseif amax == math.huge then s.inf, s.amax = 1, 0 end
-    local count = sums[0]
+    local count = sums.count
     if self.looking and count > 0 then
-      s.measured, s.count, s.zeros, s.underflow, s.clipped = count, count, sums[1], sums[2], sums[3]
-      s.sum_squares, s.snr = sums[5] / (unit * unit), decibel(sums[5], sums[6])
-      local least = inverse(maxima[2])
-      site.meters[name] = { step = self.step, snr = s.snr, underflow = sums[2] / count,
-        overflow = sums[3] / count, zeros = sums[1] / count, amax = maxima[1] / unit,
-        least = least / unit, range = least > 0 and math.log(maxima[1] / least) / math.log(2) or 0,
-        scale_min = inverse(maxima[4]) / unit, scale_max = maxima[3] / unit, count = count,
-        nonfinite = sums[4], peak = amax < 0 and 0 or amax / unit, power = s.sum_squares,
+      s.measured, s.count, s.zeros, s.underflow, s.clipped = count, count, sums.zeros,
+        sums.underflow, sums.overflow
+      s.sum_squares, s.snr = sums.signal / (unit * unit), decibel(sums.signal, sums.error)
+      local least = inverse(maxima.inverse_least)
+      site.meters[name] = { step = self.step, snr = s.snr, underflow = sums.underflow / count,
+        overflow = sums.overflow / count, zeros = sums.zeros / count, amax = maxima.amax / unit,
+        least = least / unit,
+        range = least > 0 and math.log(maxima.amax / least) / math.log(2) or 0,
+        scale_min = inverse(maxima.inverse_scale_min) / unit,
+        scale_max = maxima.scale_max / unit, count = count, nonfinite = sums.nonfinite,
+        peak = amax < 0 and 0 or amax / unit, power = s.sum_squares,
         asked = site.asked[r + 1] }
     end
   end
