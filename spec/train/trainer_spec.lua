@@ -2,6 +2,7 @@
 -- equal the uninterrupted one bit for bit, and steps that allocate nothing after the first.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local helper = require "spec.helper"
 local loop = require "engine.train.loop"
 local machine = require "engine.base.machine"
@@ -425,6 +426,28 @@ describe("the trainer", function()
         "accumulate=%d on 1 rank; but "):format(2 * accumulate, 2 * accumulate), message, 1, true)
       assert.matches(case[1], message, 1, true)
     end
+  end)
+
+  it("a recipe that changes at a resume or by set_precision is an event of the history", function()
+    local run, changes = folder .. "/a", {}
+    local function to(steps, recipe, options)
+      job(arguments.merged({ run = run, steps = steps, precision = recipe, resume = "auto" },
+        options)):run()
+    end
+    to(2, { name = "mine", base = "fp16" })
+    to(3, { name = "mine", base = "bf16" })
+    to(4, { name = "mine", base = "bf16" })
+    to(6, "bf16", { on_step = function(t)
+      if t.steps_done == 5 then t.optimizer:set_precision "fp16" end
+    end })
+    local h = engine.history.open(run)
+    for i, event in ipairs(h:events "precision") do
+      changes[i] = event.step .. " " .. event.text:gsub(" %(%x+%)", "")
+    end
+    assert.same({ "2 the recipe changes from mine to mine",
+      "4 the recipe changes from mine to bf16", "5 the recipe changes from bf16 to fp16" }, changes)
+    assert.matches("Event precision: the recipe changes from mine %(%x+%) to bf16 %(%x+%)",
+      tostring(h:why(4)))
   end)
 
   it("a run resumed with another policy hands it the state of the old one", function()

@@ -109,6 +109,7 @@ function Trainer:attempt()
   local s = { step = self.steps_done, updates = self.updates, scale = policy:scale(), tokens = 0,
     lr = lr }
   self.groups:apply(policy)
+  self:note_recipe(s.step)
   if opt.fp8 then opt.fp8:begin(s.step) end
   s.shadow_scales = self.shadows and self.shadows:scales()
   s.place = self:remember_place()                          -- for a retry, or when this step fails
@@ -116,6 +117,18 @@ function Trainer:attempt()
   self.reducer:begin(s)
   s.batches = self.reference and self.reference:batches(s) -- in f32, every ref_every steps
   return s
+end
+
+--- Records an event if the optimizer's recipe differs from that of the step before: after a resume
+--- with another recipe, or a call of Optimizer:set_precision.
+function Trainer:note_recipe(step)
+  local before, now = self.recipe, self.optimizer.precision
+  if before == now then return end
+  self.recipe = now
+  self.run_files:event(step, "precision", ("the recipe changes from %s (%s) to %s (%s)"):format(
+    before.name, before.checksum, now.name, now.checksum), {
+    from = { name = before.name, checksum = before.checksum },
+    to = { name = now.name, checksum = now.checksum } })
 end
 
 --- Drops the statistics in flight, after a failed step or an interrupted run.
