@@ -89,7 +89,7 @@ describe("an overflow", function()
     between = function(h) return h + engine.full({ 32 }, 1 / 0) end
     job { precision = "fp32", steps = 1 }:run()
     assert.matches("inf entered cast, in Net, through its input 1, which no operation made " ..
-      "(data, a mask, a constant)", events("trap")[1].text, 1, true)
+      "(data, a mask or a constant)", events("trap")[1].text, 1, true)
   end)
 
   it("names the first parameter with inf, and separately the first with nan", function()

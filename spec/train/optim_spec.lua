@@ -440,9 +440,11 @@ describe("an optimizer refuses", function()
       "= }, got 5" },
     { "optim.sgd { 5 }",
       "optim.sgd: expected entry 1 of the list to be a tensor or { name =, tensor = }, got 5" },
-    { "optim.sgd {}", "optim.sgd: nothing to train: no parameter requires a gradient" },
+    { "optim.sgd {}", "optim.sgd: nothing to train: no parameter requires a gradient; " ..
+      "hint: requires_grad(true) on the tensors to train" },
     { "optim.sgd { engine.zeros(2) }",
-      "optim.sgd: nothing to train: no parameter requires a gradient" },
+      "optim.sgd: nothing to train: no parameter requires a gradient; " ..
+      "hint: requires_grad(true) on the tensors to train" },
     { "optim.sgd { engine.zeros(2, { dtype = 'f16', requires_grad = true }) }",
       "parameter p1: expected f32 or bf16 master weights, got f16 [2]; hint: the precision " ..
       "recipe makes the low-precision copies" },

@@ -146,7 +146,8 @@ local function parameter_list(name, model)
   if #trainable == 0 then
     raise("optim.%s: nothing to train: no parameter requires a gradient%s", name,
       module.is_module(model) and require("engine.nn.lora_layers").is_merged(model)
-        and "; hint: the adapters are merged, lora.unmerge(model) brings them back" or "")
+        and "; hint: the adapters are merged, lora.unmerge(model) brings them back"
+        or "; hint: requires_grad(true) on the tensors to train")
   end
   return trainable
 end

@@ -51,7 +51,9 @@ function Overflows:text(record, stats, reason)
     local c = culprits[i]
     parts[#parts + 1] = ("%s from rank %d, first in %s"):format(c.what, c.rank, c.tensor)
   end
-  if #culprits > 4 then parts[#parts + 1] = ("%d more"):format(#culprits - 4) end
+  if #culprits > 4 then
+    parts[#parts + 1] = ("%d more such cases"):format(#culprits - 4)
+  end
   parts[#parts + 1] = of_sum(self.trainer) or self.trainer.reducer.origin
   local text = table.concat(parts, "; ") .. (reason ~= "" and "; " .. reason or "")
   return text, json.encode { inf = tonumber(record.inf), nan = tonumber(record.nan),
@@ -106,7 +108,7 @@ local function lower_scale(policy, scale)
       return ("a smaller %s of policy %s, or policy=dynamic"):format(name, policy.name)
     end
   end
-  return "a policy with a lower floor (min_scale=)"
+  return "a policy with a smaller min_scale"
 end
 
 -- Returns lines of advice.
