@@ -166,50 +166,39 @@ end
 
 --- Returns why a trainer cannot work with its policies, shadows, mode and other options, or nil.
 function M.refusal(trainer)
-  local problem = M.policy_refusal(trainer, trainer.policy)
+  local lagged, graph, reducer = trainer.delay == 1, trainer.graph, trainer.reducer
+  local optimizer, sites = trainer.optimizer, trainer.optimizer.fp8
+  local cpu, problem = machine.device() == "cpu", M.policy_refusal(trainer, trainer.policy)
+  -- If `bad` is true and there is no problem yet, the problem is the text, which may be a format.
+  local function refuse(bad, text, ...)
+    if bad then problem = problem or text:format(...) end
+  end
   for _, shadow in ipairs(trainer.shadows and trainer.shadows.list or {}) do
     problem = problem or unfulfilled(trainer, shadow.policy, STATISTICS)
   end
-  if trainer.activation_pattern and not problem then
-    local why = LACKS.modules(trainer) or LACKS.card(trainer)
-    problem = why and "activations: " .. why or nil
+  local lack = trainer.activation_pattern and (LACKS.modules(trainer) or LACKS.card(trainer))
+  refuse(lack, "activations: %s", lack)
+  if sites and (#sites.policies > 0 or sites.watched) then
+    problem = problem or M.fp8_refusal(trainer)
   end
-  if problem then return problem end
-  local sites, lagged = trainer.optimizer.fp8, trainer.delay == 1
-  local fp8 = sites and (#sites.policies > 0 or sites.watched) and M.fp8_refusal(trainer)
-  if fp8 then return fp8 end
-  if lagged and trainer.overflows.every_time then
-    return "mode=lagged: trap runs an overflowed step again, but the next step has begun by then; "
-      .. "hint: mode=sync"
-  end
-  if lagged and trainer.optimizer.whole then
-    return ("mode=lagged: the device decides whether to update, and optimizer %s is written in " ..
-      "Lua; hint: mode=sync"):format(trainer.optimizer.name)
-  end
-  if trainer.graph and machine.device() == "cpu" then
-    return "graph=true: the CPU cannot capture steps; hint: device=cuda, or graph=false"
-  end
-  if trainer.graph and trainer.accumulate > 1 then
-    return ("graph=true: a captured step has one batch, got accumulate=%d; hint: accumulate=1, " ..
-      "or graph=false"):format(trainer.accumulate)
-  end
-  if trainer.graph and trainer.reducer.many then
-    return "graph=true: several ranks reduce gradients inside the backward pass, which a captured "
-      .. "step cannot do; hint: graph=false"
-  end
-  if lagged and trainer.accumulate > C.ENG_STATS_LOSSES then
-    return ("mode=lagged: expected accumulate to be at most %d, got %d; hint: mode=sync"):format(
-      C.ENG_STATS_LOSSES, trainer.accumulate)
-  end
-  local parted = parted_refusal(trainer)
-  if parted then return parted end
-  local divides = trainer.reducer.apart and "each rank holds only some of the experts"
-    or trainer.reducer.zero and machine.device() ~= "cpu"
-    and "with ZeRO each rank holds a part of the gradients"
-  if lagged and divides then
-    return ("mode=lagged: %s, so no rank's device knows whether a step overflowed; hint: mode=sync")
-      :format(divides)
-  end
+  refuse(lagged and trainer.overflows.every_time, "mode=lagged: trap runs an overflowed step " ..
+    "again, but the next step has begun by then; hint: mode=sync")
+  refuse(lagged and optimizer.whole, "mode=lagged: the device decides whether to update, and " ..
+    "optimizer %s is written in Lua; hint: mode=sync", optimizer.name)
+  refuse(graph and cpu, "graph=true: the CPU cannot capture steps; hint: device=cuda, or " ..
+    "graph=false")
+  refuse(graph and trainer.accumulate > 1, "graph=true: a captured step has one batch, got " ..
+    "accumulate=%d; hint: accumulate=1, or graph=false", trainer.accumulate)
+  refuse(graph and reducer.many, "graph=true: several ranks reduce gradients inside the " ..
+    "backward pass, which a captured step cannot do; hint: graph=false")
+  refuse(lagged and trainer.accumulate > C.ENG_STATS_LOSSES, "mode=lagged: expected accumulate " ..
+    "to be at most %d, got %d; hint: mode=sync", C.ENG_STATS_LOSSES, trainer.accumulate)
+  problem = problem or parted_refusal(trainer)
+  local divides = reducer.apart and "each rank holds only some of the experts"
+    or reducer.zero and not cpu and "with ZeRO each rank holds a part of the gradients"
+  refuse(lagged and divides, "mode=lagged: %s, so no rank's device knows whether a step " ..
+    "overflowed; hint: mode=sync", divides)
+  return problem
 end
 
 return M
