@@ -107,7 +107,7 @@ describe("a shadow", function()
     refused("dynamic,,megatron", "separated by commas, got 'dynamic,,megatron'")
     refused("dynamic,megatron,dynamic", "shadow: 'dynamic' is listed twice")
     refused("dynamic:growth=2", "has no option 'growth'")
-    refused(5, "expected shadow to be a list of policies, got 5")
+    refused(5, "expected shadow to be a list of policies or a text 'a,b', got 5")
     refused({ a = "dynamic" }, "expected shadow to be a list, such as { \"dynamic\", ")
   end)
 
