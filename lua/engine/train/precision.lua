@@ -17,6 +17,7 @@ local C, dtype, expect, raise, value_text = M_ffi.C, M_ffi.dtype, M_ffi.expect, 
 local M = {}
 
 -- The fields of a recipe:
+--   base               the recipe whose fields a user's table changes; such a table must name one
 --   weights            format in which the forward pass reads parameters; norms keep f32
 --   masters            the weights that the optimizer updates. bf16 (for sgd, adam, adamw, lion):
 --                      the forward pass reads them too, and no f32 copy exists; norms keep f32
