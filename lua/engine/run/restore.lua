@@ -291,9 +291,14 @@ function M.take_over(trainer, c, config)
         tostring(now[what] or "none"), tostring(state[what] or "none"))
     end
   end
-  if state.precision == now.precision and (state.recipe or now.recipe) ~= now.recipe then
+  local recipe = { name = state.precision or now.precision,
+    checksum = state.recipe or now.recipe }
+  if recipe.name == now.precision and recipe.checksum ~= now.recipe then
     notes[#notes + 1] = ("the recipe of precision %s is not the same as in the checkpoint, so " ..
       "the losses will differ"):format(now.precision)
+  end
+  if recipe.name ~= now.precision or recipe.checksum ~= now.recipe then
+    trainer.recipe = recipe                   -- see Trainer:note_recipe
   end
   return notes
 end

@@ -3,9 +3,7 @@
 local M_ffi = require "engine.base.ffi"
 local agreement = require "engine.dist.agreement"
 local control = require "engine.run.control"
-local file = require "engine.base.file"
 local groups = require "engine.policy.groups"
-local json = require "engine.base.json"
 local machine = require "engine.base.machine"
 local modes = require "engine.train.modes"
 local options = require "engine.train.options"
@@ -29,17 +27,6 @@ local function plainly(f, ...)
   local good, result = pcall(f, ...)
   if not good then error(result, 0) end
   return result
-end
-
--- Returns the recipe of the checkpoint from which the run resumes, as { name, checksum }, if it
--- differs from `full`. Otherwise returns nil.
-local function recipe_before(files, full)
-  local text = files.history and files.last_checkpoint
-    and file.read(files.last_checkpoint .. "/state.json")
-  local state = text and json.decode(text).state or {}
-  local name, checksum = state.precision or full.name, state.recipe or full.checksum
-  if name == full.name and checksum == full.checksum then return nil end
-  return { name = name, checksum = checksum }
 end
 
 --- Makes an object of a class (Trainer of trainer.lua, or Session of session.lua) from checked
@@ -90,7 +77,7 @@ function M.object(o, class, fields)
   local refusal = modes.refusal(self)
   if refusal then error(refusal, 0) end
   self.run_files = run_files.open(self, o)
-  self.recipe = recipe_before(self.run_files, full) or opt.precision   -- see Trainer:note_recipe
+  self.recipe = self.recipe or opt.precision    -- restore.lua sets another recipe before
   self.agreement = agreement.new(self, o)
   self.needs = self:all_needs()
   return self
