@@ -136,7 +136,8 @@ describe("safetensors", function()
       file.entries["yé😀"])
     assert.are.equal(1, file:read("x"):item())
     assert.are.equal("\0\1\1\1", bytes_of(file:read("yé😀")))
-    assert.has_error(function() file:read("z") end, dir .. "/odd has no tensor 'z'")
+    assert.has_error(function() file:read("z") end,
+      dir .. "/odd has no tensor 'z'; did you mean 'x'?")
     assert.truthy(tostring(file):find("x +f32 +%[%]"))
     file:close()
     assert.has_error(function() file:read("x") end, "cannot read 'x': " .. dir .. "/odd is closed")
@@ -319,12 +320,13 @@ describe("safetensors", function()
     local stale = engine.zeros(1)
     stale:free()
     local bad = {
-      { { a = 1 }, nil, "expected a tensor for 'a', got number" },
-      { { engine.ones(1) }, nil, "expected names that are strings" },
+      { { a = 1 }, nil, "expected a tensor for 'a', got 1" },
+      { { engine.ones(1) }, nil, "expected each name to be a string" },
       { { ["\255"] = engine.ones(1) }, nil, "is not UTF-8" },
       { { ["a\0"] = engine.ones(1) }, nil, "expected names without NUL bytes" },
       { { __metadata__ = engine.ones(1) }, nil, "__metadata__ is reserved" },
-      { { a = engine.ones(1) }, { k = 1 }, "expected metadata of strings" },
+      { { a = engine.ones(1) }, { k = 1 }, "expected metadata { key = text }" },
+      { { a = engine.ones(1) }, "pt", "expected metadata to be a table { key = text }, got 'pt'" },
       { { a = stale }, nil, "'a': " },
     }
     for _, case in ipairs(bad) do

@@ -14,7 +14,7 @@ describe("a mistake with tensors", function()
     { "x:soft_max()", "a tensor has no method 'soft_max'; did you mean 'softmax'?" },
     { "x.nothing_like_it_at_all", "a tensor has no method 'nothing_like_it_at_all'" },
     { "engine.zerros(2)", "engine has no 'zerros'; did you mean 'zeros'?" },
-    { "x[1]", "a tensor is not indexed by numbers; hint: x:select(1, 1), x:slice(1, 1, 1)" },
+    { "x[1]", "a tensor cannot be indexed, got x[1]; hint: x:select(1, i), x:slice(1, i, j)" },
     { "(function() x.y = 1 end)()",
       "a tensor's field 'y' cannot be set; hint: x:fill(), x:copy() write elements" },
     { "x < x", "expected two numbers to compare, got a tensor and a tensor; hint: a:lt(b), "
@@ -60,13 +60,23 @@ describe("a mistake with tensors", function()
       "expected a tensor of up to 2^48 elements, got [1073741824 x 1073741824]" },
     { "engine.full({ 2 }, 'a')", "full: expected the value to be a number, got 'a'" },
     { "engine.tensor()", "tensor: expected a number or a table of numbers, got nothing" },
-    { "engine.tensor { 1, 'a' }", "tensor: expected a number, got 'a'" },
+    { "engine.tensor { 1, 'a' }", "tensor: expected a number as element 2, got 'a'" },
     { "engine.tensor { x = 1 }", "tensor: expected the table to be a list, such as { 1, 2, 3 }, "
       .. "got a table with the field 'x'" },
     { "engine.tensor { { 1, 2 }, { 3 } }",
-      "tensor: the table is ragged: expected 2 entries at depth 2, got 1" },
+      "tensor: expected rows of one length: a table of 2 entries at depth 2, as the first one "
+        .. "there, got a table of 1" },
     { "engine.tensor { { 1, 2 }, 3 }",
-      "tensor: the table is ragged: expected 2 entries at depth 2, got 3" },
+      "tensor: expected rows of one length: a table of 2 entries at depth 2, as the first one "
+        .. "there, got 3" },
+    { "engine.tensor({ 1, 300 }, 'i8')", "tensor: i8 holds whole numbers from -2^7 to 2^7 - 1, "
+      .. "got 300" },
+    { "engine.tensor({ 0.5 }, { dtype = 'i64' })",
+      "tensor: i64 holds whole numbers from -2^63 to 2^63 - 1, got 0.5" },
+    { "i:fill(0 / 0)", "fill: i64 holds whole numbers from -2^63 to 2^63 - 1, got nan" },
+    { "engine.full({ 2 }, -1, 'u8')", "full: u8 holds whole numbers from 0 to 2^8 - 1, got -1" },
+    { "engine.arange(0, 1, 0.5, 'i32')",
+      "arange: i32 holds whole numbers from -2^31 to 2^31 - 1, got 0.5" },
     { "engine.tensor { { { { { { { 1 } } } } } } }", "tensor: expected up to 6 dimensions, got 7" },
     { "engine.arange(1)", "arange: expected the last value to be a number, got nothing" },
     { "engine.arange(1, 5, 0)", "arange: expected a step other than 0, got 0" },
@@ -82,8 +92,10 @@ describe("a mistake with tensors", function()
       "memory: unknown option 'limits'; did you mean 'limit'?; options: limit" },
     { "engine.memory { limit = 'much' }",
       "memory: expected limit to be a number of bytes (0: no limit), got 'much'" },
-    { "engine.scope(function() return x + 'a' end)", "add: expected a tensor, got 'a'" },
-    { "engine.no_grad(function() return x + 'a' end)", "add: expected a tensor, got 'a'" },
+    { "engine.scope(function() return x + 'a' end)",
+      "add: expected two tensors, or a tensor and a number, got 'a'" },
+    { "engine.no_grad(function() return x + 'a' end)",
+      "add: expected two tensors, or a tensor and a number, got 'a'" },
     { "engine.autocast('fp16', function() return x:matmul(x) end)",
       "matmul: expected [.. x M x K] times [.. x K x N], got f16 [2 x 3] and f16 [2 x 3]" },
     { "engine.device('gpu')", "unknown device 'gpu'; devices: cpu, reference, cuda, auto" },
@@ -91,10 +103,10 @@ describe("a mistake with tensors", function()
     { "x + engine.zeros(2, 2)",
       "add: shapes do not broadcast: f32 [2 x 3] and f32 [2 x 2]; sizes must match from the "
         .. "right, or be 1" },
-    { "x + 'a'", "add: expected a tensor, got 'a'" },
-    { "x * {}", "mul: expected a tensor, got a table" },
-    { "nil - x", "sub: expected a tensor, got nothing" },
-    { "x:lt('a')", "lt: expected a tensor, got 'a'" },
+    { "x + 'a'", "add: expected two tensors, or a tensor and a number, got 'a'" },
+    { "x * {}", "mul: expected two tensors, or a tensor and a number, got a table" },
+    { "nil - x", "sub: expected two tensors, or a tensor and a number, got nothing" },
+    { "x:lt('a')", "lt: expected two tensors, or a tensor and a number, got 'a'" },
     { "x:clamp(0 / 0, 1)", "clamp: expected the lower limit to be a number, got nan" },
     { "x:clamp(nil, 0 / 0)", "clamp: expected the upper limit to be a number, got nan" },
     { "x:clamp('a')", "clamp: expected the lower limit to be a number, got 'a'" },
@@ -103,6 +115,25 @@ describe("a mistake with tensors", function()
     { "-engine.zeros(2, 'bool')", "neg: expected numbers, got bool [2]; hint: x:to(\"f32\")" },
     { "x:to('gpu')", "there is no dtype or device 'gpu'; did you mean 'cuda'?; dtypes: f32 f64 f16 "
       .. "bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2; devices: cpu cuda reference" },
+    { "x:to(x)", "to: expected the name of a dtype or a device, such as 'bf16' or 'cuda', got a "
+      .. "tensor" },
+    { "x:to('f32', true)", "to: expected a table of options, got true" },
+    { "x:requires_grad('no')", "requires_grad: expected true or false, got 'no'" },
+    { "(w * w):sum():backward { retain = 'yes' }",
+      "backward: expected retain to be true or false, got 'yes'" },
+    { "(w * w):sum():backward { scale = 0 / 0 }",
+      "backward: expected scale to be a finite number, got nan" },
+    { "x()", "a tensor cannot be called; hint: x:method(...), or model(x)" },
+    { "x % 2", "expected two numbers for %, got a tensor; hint: x:totable(), or engine.custom" },
+    { "x[{}]", "a tensor cannot be indexed, got x[a table]; hint: x:select(1, i), "
+      .. "x:slice(1, i, j)" },
+    { "ipairs(x)", "a tensor cannot be looped over; hint: for i = 1, x:size(1) do local row = "
+      .. "x:select(1, i)" },
+    { "engine.cross_entropy(x, { 0, 1 })",
+      "cross_entropy: expected targets to be a tensor, got a table" },
+    { "engine.attention(x, nil, x)", "attention: expected k to be a tensor, got nothing" },
+    { "engine.profile(5)",
+      "profile: expected a function, got 5; hint: engine.profile(function() ... end)" },
     { "x:to('f31')", "there is no dtype or device 'f31'; did you mean 'f32'?; dtypes: f32 f64 f16 "
       .. "bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2; devices: cpu cuda reference" },
     { "x:where(1, 2)", "where: expected a bool condition, got f32 [2 x 3]; hint: compare first, "
@@ -123,6 +154,16 @@ describe("a mistake with tensors", function()
       .. "backward" },
     { "x:mean { 1, 3 }",
       "mean: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
+    { "x:sum { dim = 1 }", "sum: expected the dimensions to be a list, such as { 1, 2 }, got a "
+      .. "table with the field 'dim'" },
+    { "x:mean(1, 2)", "mean: expected keepdim to be true or false, got 2; hint: write several "
+      .. "dimensions as a list, as in x:sum { 1, 2 }" },
+    { "x:argmax(1, 1)", "argmax: expected keepdim to be true or false, got 1" },
+    { "x:softmax(1)", "softmax: expected the last dimension of [2 x 3], got dimension 1; hint: "
+      .. "x:transpose(1, -1) makes it the last" },
+    { "x:logsumexp(3)", "logsumexp: there is no dimension 3 in [2 x 3]; dimensions count from 1, "
+      .. "or from -1 backward" },
+    { "x:norm(1)", "norm: expected no argument or 2, for the Euclidean norm, got 1" },
     { "x:max('a')", "max: expected a dimension to be a whole number, got 'a'" },
     { "engine.zeros(0):max()", "max: expected at least one element, got f32 [0]" },
     { "x:argmax(3)", "argmax: there is no dimension 3 in [2 x 3]; dimensions count from 1, or "
@@ -133,7 +174,7 @@ describe("a mistake with tensors", function()
     { "x:view('a')", "view: expected a dimension to be a whole number, got 'a'" },
     { "x:permute(1, 1)", "permute: expected each dimension of f32 [2 x 3] exactly once, got " ..
       "dimension 1 twice" },
-    { "x:permute(1)", "permute: expected 2 dimensions, got 1" },
+    { "x:permute(1)", "permute: expected the 2 dimensions of [2 x 3] in a new order, got 1" },
     { "x:permute(0, 1)",
       "permute: there is no dimension 0 in [2 x 3]; dimensions count from 1, or from -1 backward" },
     { "x:transpose(1, 3)",
@@ -153,17 +194,20 @@ describe("a mistake with tensors", function()
     { "x:split({ 1, 1 }, 2)",
       "split: the parts add up to 2, but dimension 2 of [2 x 3] has size 3" },
     { "x:split(0)", "split: expected the size of a part to be a whole number of 1 or more, got 0" },
-    { "x:chunk(2)", "chunk: dimension 2 of [2 x 3] does not divide into 2 equal parts" },
+    { "x:chunk(2)", "chunk: dimension 2 of [2 x 3] does not divide into 2 equal parts; hint: "
+      .. "x:split(2, 2) makes a smaller last part" },
     { "x:squeeze(3)", "squeeze: there is no dimension 3 in [2 x 3]; dimensions count from 1, or "
       .. "from -1 backward" },
     { "x:unsqueeze(4)", "unsqueeze: expected a dimension from 1 to 3 for [2 x 3], got 4" },
     { "engine.concat {}", "concat: expected a list of tensors, got an empty one" },
     { "engine.concat(x)", "concat: expected a list of tensors, got a tensor" },
-    { "engine.concat { 1, 2 }", "concat: expected a tensor, got 1" },
-    { "engine.concat { x, nil, x }", "concat: expected a tensor, got nothing" },
-    { "engine.stack { x, nil, x }", "stack: expected a tensor, got nothing" },
+    { "engine.concat { 1, 2 }", "concat: expected entry 1 of the list to be a tensor, got 1" },
+    { "engine.concat { x, nil, x }", "concat: expected entry 2 of the list to be a tensor, "
+      .. "got nothing" },
+    { "engine.stack { x, nil, x }", "stack: expected entry 2 of the list to be a tensor, "
+      .. "got nothing" },
     { "engine.tensor { 1, nil, 3 }",
-      "tensor: expected a number, got nothing" },
+      "tensor: expected a number as element 2, got nothing" },
     { "engine.zeros { 2, nil, 3 }",
       "zeros: expected a dimension to be a whole number of 0 or more, got nothing" },
     { "engine.concat({ x, engine.zeros(3, 2) }, 1)",
@@ -199,7 +243,7 @@ describe("a mistake with tensors", function()
       "linear: expected x [.. x K] and a weight [N x K], got f32 [2 x 3] and f32 [4 x 4]" },
     { "x:linear(engine.zeros(4, 3), engine.zeros(3))",
       "linear: expected a bias of shape [4], got f32 [3]" },
-    { "x:linear(engine.zeros(4, 3), 5)", "linear: expected a tensor, got 5" },
+    { "x:linear(engine.zeros(4, 3), 5)", "linear: expected bias to be a tensor, got 5" },
     { "x:layer_norm(engine.zeros(4))", "layer_norm: expected a weight of shape [3], got f32 [4]" },
     { "x:rms_norm(nil, 'a')", "rms_norm: expected eps to be a number, got 'a'" },
     { "engine.mse(x, engine.zeros(3))",
@@ -268,7 +312,7 @@ describe("a mistake with tensors", function()
     it(case[1] .. " raises one clear line", step(function()
       local w = engine.tensor({ 2 }, { requires_grad = true })
       local place = { engine = engine, x = engine.zeros(2, 3), i = engine.zeros(2, 3, "i64"),
-        w = w, twice = function()
+        w = w, ipairs = ipairs, twice = function()
         local loss = (w * w):sum()
         loss:backward()
         loss:backward()

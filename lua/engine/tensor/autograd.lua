@@ -66,7 +66,10 @@ local function backward(loss, options)
   expect(tensor.is_tensor(loss), loss, "backward: expected a tensor")
   options = tensor.read_named(options, "backward", OPTIONS)
   local scale = options.scale or 1
-  expect(type(scale) == "number", scale, "backward: expected scale to be a number")
+  expect(type(scale) == "number" and scale - scale == 0, scale,
+    "backward: expected scale to be a finite number")
+  expect(options.retain == nil or type(options.retain) == "boolean", options.retain,
+    "backward: expected retain to be true or false")
   check(C.eng_backward(loss, scale, options.retain or false))
   while true do
     local id = tonumber(C.eng_backward_pending())

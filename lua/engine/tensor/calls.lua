@@ -6,8 +6,13 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 
 local op, call, run_call, Tensor = M_ffi.op, M_ffi.call, M_ffi.run_call, M_ffi.Tensor
-local inputs, want = call["in"], arguments.want
+local inputs, want, expect, is_tensor = call["in"], arguments.want, M_ffi.expect,
+  arguments.is_tensor
 local NONE = Tensor(0, 0)
+-- The names of the inputs of some operations, for error messages.
+local NAMES = { attention = { "q", "k", "v" }, cross_entropy = { "logits", "targets" },
+  linear = { "x", "weight", "bias" }, embedding = { "weight", "ids" }, gather = { "x", "index" },
+  index_select = { "x", "index" }, where = { "condition", "a", "b" } }
 
 --- Functions by name: `methods` are the methods of tensors, `functions` all others.
 local M = { methods = {}, functions = {} }
@@ -19,10 +24,25 @@ function M.run1(name, a)
   return run_call()
 end
 
+-- Raises an error unless x, input k of the operation `name`, is a tensor.
+local function want_input(x, name, k)
+  if is_tensor(x) then return end
+  expect(false, x, "%s: expected %s to be a tensor", name, (NAMES[name] or {})[k] or "input " .. k)
+end
+
+--- Returns the attribute `keep` of a reduction for its argument keepdim. `hint` ends the message
+--- about a wrong keepdim.
+function M.keep_of(keepdim, name, hint)
+  M_ffi.raise_if(keepdim ~= nil and type(keepdim) ~= "boolean",
+    "%s: expected keepdim to be true or false, got %s%s", name, M_ffi.value_text(keepdim),
+    hint or "")
+  return keepdim and 1 or 0
+end
+
 --- Runs an operation on two tensors.
 function M.run2(name, a, b)
-  want(a, name)
-  want(b, name)
+  want_input(a, name, 1)
+  want_input(b, name, 2)
   call.op, call.n_in, call.n_out, inputs[0], inputs[1] = op[name], 2, 1, a, b
   return run_call()
 end
@@ -32,7 +52,7 @@ end
 function M.run_many(name, n_out, required, ...)
   for k = 1, select("#", ...) do
     local x = select(k, ...)
-    if x ~= nil or k <= required then want(x, name) end
+    if x ~= nil or k <= required then want_input(x, name, k) end
     inputs[k - 1] = x or NONE
   end
   call.op, call.n_in, call.n_out = op[name], select("#", ...), n_out

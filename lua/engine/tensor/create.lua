@@ -35,6 +35,13 @@ end
 
 local OPTIONS = "dtype keep requires_grad"
 
+-- Returns the dtype that `options` name, or `preset`.
+local function dtype_of(options, preset)
+  return type(options) == "table" and options.dtype or type(options) == "string" and options
+    or preset
+end
+
+
 -- Makes a tensor of the shape in shape_buffer. options: a dtype name, or { dtype, keep,
 -- requires_grad }. zeros() below explains `keep`.
 local function make(name, ndim, options, preset)
@@ -53,10 +60,28 @@ local function make(name, ndim, options, preset)
   return x
 end
 
+-- Raises an error unless the integer dtype `dtype` can hold the numbers values[0..count-1]. Accepts
+-- any numbers for other dtypes.
+local function want_held(values, count, dtype, name)
+  local sign, bits = tostring(dtype):match("^([iu])(%d+)$")
+  if not sign then return end
+  local power = sign == "u" and tonumber(bits) or bits - 1
+  local low, high = sign == "u" and 0 or -2 ^ power, 2 ^ power
+  for i = 0, count - 1 do
+    local v = values[i]
+    if not (v % 1 == 0 and v >= low and v < high) then     -- also if v is nan
+      expect(false, v, "%s: %s holds whole numbers from %s to 2^%d - 1", name, dtype,
+        sign == "u" and "0" or "-2^" .. power, power)
+    end
+  end
+end
+
 --- Sets every element of x to a number or a boolean; `name` names the function in errors.
 function M.fill_with(x, value, name)
   if type(value) == "boolean" then value = value and 1 or 0 end
-  check(C.eng_fill(x, want_number(value, name, "the value")))
+  want_number(value, name, "the value")
+  want_held({ [0] = value }, 1, M_ffi.dtype_name[info(x).dtype], name)
+  check(C.eng_fill(x, value))
   return x
 end
 
@@ -110,7 +135,8 @@ function M.randint(low, high, ...)
 end
 
 --- engine.arange(start, stop [, step [, options]]): start, start + step, ... up to and including
---- stop, as in Lua's for; i64 unless options say otherwise.
+--- stop, as in Lua's for. Unless options say otherwise, the dtype is i64, or f32 if start or step
+--- is not whole.
 function M.arange(start, stop, step, options)
   step = want_number(step or 1, "arange", "the step")
   want_number(start, "arange", "the first value")
@@ -120,9 +146,11 @@ function M.arange(start, stop, step, options)
   raise_if(not (count <= 2 ^ 53), "arange: expected finite numbers and at most 2^53 elements, " ..
     "got %s to %s by %s", value_text(start), value_text(stop), value_text(step))
   shape_buffer[0] = count
-  local x = make("arange", 1, options, "i64")
+  local whole = start % 1 == 0 and step % 1 == 0
   local values = arguments.host_array("double[?]", count, "arange")
   for i = 0, count - 1 do values[i] = start + i * step end
+  want_held(values, count, dtype_of(options, whole and "i64" or "f32"), "arange")
+  local x = make("arange", 1, options, whole and "i64" or "f32")
   check(C.eng_write(x, values, M_ffi.dtype.f64, count))
   return x
 end
@@ -138,14 +166,15 @@ end
 local function flatten(value, shape, depth, out, at)
   if depth > #shape then
     if type(value) == "boolean" then value = value and 1 or 0 end
-    expect(type(value) == "number", value,
-      "tensor: expected a number%s", depth == 1 and " or a table of numbers" or "")
+    expect(type(value) == "number", value, "tensor: expected a number%s", depth == 1
+      and " or a table of numbers" or (" as element %d"):format(at + 1))
     out[at] = value
     return at + 1
   end
   if type(value) ~= "table" or maxn(value) ~= shape[depth] then
-    raise("tensor: the table is ragged: expected %d entries at depth %d, got %s", shape[depth],
-      depth, type(value) == "table" and tostring(maxn(value)) or value_text(value))
+    raise("tensor: expected rows of one length: a table of %d entries at depth %d, as the first " ..
+      "one there, got %s", shape[depth], depth, type(value) == "table"
+      and ("a table of %d"):format(maxn(value)) or value_text(value))
   end
   for i = 1, shape[depth] do at = flatten(value[i], shape, depth + 1, out, at) end
   return at
@@ -161,6 +190,7 @@ function M.tensor(value, options)
   for i, n in ipairs(shape) do count, shape_buffer[i - 1] = count * n, n end
   local values = ffi.new("double[?]", math.max(count, 1))
   flatten(value, shape, 1, values, 0)
+  want_held(values, count, dtype_of(options), "tensor")
   local x = make("tensor", #shape, options)
   check(C.eng_write(x, values, M_ffi.dtype.f64, count))
   return x

@@ -4,9 +4,12 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local calls = require "engine.tensor.calls"
 
-local C, check, expect, Tensor, call = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.Tensor, M_ffi.call
+local C, check, expect, raise_if, Tensor, call = M_ffi.C, M_ffi.check, M_ffi.expect,
+  M_ffi.raise_if, M_ffi.Tensor, M_ffi.call
 local ints, floats = call.ints, call.floats
 local is_tensor, info, want = arguments.is_tensor, arguments.info, arguments.want
+local dimension, shape_text, shape_table = arguments.dimension, arguments.shape_text,
+  arguments.shape_table
 local dtype_number, read_named = arguments.dtype_number, arguments.read_named
 local methods, run1, run2, run_many = calls.methods, calls.run1, calls.run2, calls.run_many
 local want_number, huge, STEP = arguments.want_number, math.huge, C.ENG_STEP
@@ -54,6 +57,10 @@ local function scalar_beside(x, value)
   return scalar(value, M_ffi.dtype.f32), true
 end
 
+local function want_operand(x, name)
+  expect(is_tensor(x), x, "%s: expected two tensors, or a tensor and a number", name)
+end
+
 -- Runs an operation on two tensors, or on a tensor and a number. A number never widens a float
 -- result: if scalar_beside() stores the number in f32 although the tensor is f16 or bf16, the
 -- result is rounded back to the tensor's dtype. The result of a comparison stays bool.
@@ -66,6 +73,8 @@ local function pair(name, a, b, compares)
     dtype = info(b).dtype
     a, wide = scalar_beside(b, a)
   end
+  want_operand(a, name)
+  want_operand(b, name)
   local y = run2(name, a, b)
   if not wide or compares then return y end
   ints[0] = dtype
@@ -144,8 +153,19 @@ end
 ---   softmax            e^x / sum(e^x) over the last dimension
 ---   log_softmax        log(softmax(x)) over the last dimension
 ---   logsumexp          log(sum(e^x)) over the last dimension; removes this dimension
-for _, name in ipairs { "contiguous", "softmax", "log_softmax", "logsumexp" } do
-  methods[name] = function(x) return run1(name, x) end
+--- The last three take an optional dimension, which must be the last one.
+function methods.contiguous(x) return run1("contiguous", x) end
+for _, name in ipairs { "softmax", "log_softmax", "logsumexp" } do
+  methods[name] = function(x, d)
+    want(x, name)
+    if d ~= nil then
+      local k, what = dimension(x, d, name)
+      raise_if(k ~= what.ndim - 1, "%s: expected the last dimension of %s, got dimension %d; " ..
+        "hint: x:transpose(%d, -1) makes it the last", name, shape_text(shape_table(what)), k + 1,
+        k + 1)
+    end
+    return run1(name, x)
+  end
 end
 
 --- GELU: gelu(x) is the erf form, gelu(x, "tanh") the tanh form, which GPT-2 uses.
@@ -203,19 +223,22 @@ local CAST = "saturate stochastic"
 --- set the probability).
 function methods.to(x, dtype, options)
   want(x, "to")
+  expect(type(dtype) == "string", dtype,
+    "to: expected the name of a dtype or a device, such as 'bf16' or 'cuda'")
   if DEVICES[dtype] then
     local out = Tensor()
     check(C.eng_to_device(out, x, dtype))
     return out
   end
   local number = dtype_number(dtype, "cpu cuda reference")
-  if info(x).dtype == number then return x end
-  ints[0], ints[1], ints[2], ints[3] = number, 0, 0, 0
+  local flags = 0
   if options ~= nil then
     options = read_named(options, "to", CAST)
     expect(dtype == "e4m3" or dtype == "e5m2", dtype,
-      "to: expected dtype e4m3 or e5m2 with options")
-    ints[1] = (options.saturate and 1 or 0) + (options.stochastic and 2 or 0)
+      "to: saturate and stochastic are options of the dtypes e4m3 and e5m2")
+    flags = (options.saturate and 1 or 0) + (options.stochastic and 2 or 0)
   end
+  if info(x).dtype == number then return x end
+  ints[0], ints[1], ints[2], ints[3] = number, flags, 0, 0
   return run1("cast", x)
 end

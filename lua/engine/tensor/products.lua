@@ -19,17 +19,21 @@ for _, name in ipairs { "sum", "mean", "max", "min" } do
     local mask = 0
     if d == nil then mask = 2 ^ info(x).ndim - 1
     else
+      if type(d) == "table" then arguments.want_list(d, name, "the dimensions", "{ 1, 2 }") end
       for _, k in ipairs(type(d) == "table" and d or { d }) do
         mask = bit.bor(mask, bit.lshift(1, (dimension(x, k, name))))
       end
     end
-    ints[0], ints[1] = mask, keepdim and 1 or 0
+    ints[0], ints[1] = mask, calls.keep_of(keepdim, name,
+      "; hint: write several dimensions as a list, as in x:sum { 1, 2 }")
     return run1(name, x)
   end
 end
 
 --- The Euclidean norm of all elements, in f64 for an f64 tensor and in f32 for others.
-function methods.norm(x)
+function methods.norm(x, p)
+  want(x, "norm")
+  expect(p == nil or p == 2, p, "norm: expected no argument or 2, for the Euclidean norm")
   local wide = methods.to(x, info(x).dtype == M_ffi.dtype.f64 and "f64" or "f32")
   return methods.sum(wide * x):sqrt()
 end

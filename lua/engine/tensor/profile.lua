@@ -4,6 +4,7 @@
 -- first. The row "(outside kernels)" has the time outside all kernels (tape, Lua, data). tostring
 -- lists operations first, then kinds of calls.
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local machine = require "engine.base.machine"
 local within = require "engine.base.within"
 
@@ -49,7 +50,7 @@ end
 --- operations = these rows summed by operation }; each row has op, calls, seconds, bytes and flops.
 --- The result prints as a table.
 function M.run(f, ...)
-  if type(f) ~= "function" then error("profile: expected a function, got " .. type(f), 2) end
+  arguments.want_function(f, "profile", "engine.profile(function() ... end)")
   local seconds, from, rows, of = 0, nil, {}, {}
   within(function()
     C.eng_profile(true)

@@ -10,8 +10,10 @@
 --
 -- Loaded tensors live until tensor:free(). A file that violates the format is rejected as a whole.
 local M_ffi = require "engine.base.ffi"
+local nearest = require "engine.base.nearest"
 
-local C, check, raise, raise_if, ffi = M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.raise_if, M_ffi.ffi
+local C, check, expect, raise, raise_if, ffi, value_text = M_ffi.C, M_ffi.check, M_ffi.expect,
+  M_ffi.raise, M_ffi.raise_if, M_ffi.ffi, M_ffi.value_text
 
 local M = {}
 
@@ -26,7 +28,7 @@ local out_crc = ffi.new("uint32_t[1]")
 --- Opens a file and checks its header. The result has `names` (in file order), `entries` by name
 --- ({ dtype, shape, bytes }) and `metadata`. A file that is missing or malformed is an error.
 local function open(path)
-  M_ffi.expect(type(path) == "string", path, "load: expected the path of a safetensors file")
+  expect(type(path) == "string", path, "load: expected the path of a safetensors file")
   check(C.eng_safetensors_open(out_file, path))
   local file = { path = path, handle = ffi.gc(out_file[0], C.eng_safetensors_close), names = {},
     entries = {}, metadata = {} }
@@ -51,7 +53,8 @@ M.open = open
 --- scope or the step ends.
 function File:read(name, keep)
   raise_if(not self.handle, "cannot read '%s': %s is closed", tostring(name), self.path)
-  local entry = self.entries[name] or raise("%s has no tensor '%s'", self.path, tostring(name))
+  local entry = self.entries[name] or raise("%s has no tensor '%s'%s", self.path, tostring(name),
+    nearest.hint(name, self.names))
   local x = M_ffi.Tensor()
   check(C.eng_safetensors_read(x, self.handle, entry.index, keep ~= false))
   return x
@@ -98,13 +101,10 @@ local function ordered(path, tensors)
   local names, width = {}, {}
   local info = ffi.new("eng_tensor_info")
   for name, x in pairs(tensors) do
-    raise_if(type(name) ~= "string", "save %s: expected names that are strings, got %s", path,
-      tostring(name))
-    raise_if(not ffi.istype(M_ffi.Tensor, x), "save %s: expected a tensor for '%s', got %s", path,
-      name, type(x))
+    expect(type(name) == "string", name, "save %s: expected each name to be a string", path)
+    expect(ffi.istype(M_ffi.Tensor, x), x, "save %s: expected a tensor for '%s'", path, name)
     if C.eng_info(info, x) ~= 0 then raise("save %s: '%s': %s", path, name, M_ffi.message()) end
-    raise_if(name:find("%z"), "save %s: expected names without NUL bytes, got '%s'", path,
-      (name:gsub("%z", "\\0")))
+    expect(not name:find("%z"), name, "save %s: expected names without NUL bytes", path)
     names[#names + 1] = name
     width[name] = C.eng_dtype_size(info.dtype)
   end
@@ -117,10 +117,12 @@ end
 
 local function fill(writer, path, names, tensors, metadata)
   local keys = {}
+  expect(metadata == nil or type(metadata) == "table", metadata,
+    "save %s: expected metadata to be a table { key = text }", path)
   for key, value in pairs(metadata or {}) do
     raise_if(type(key) ~= "string" or type(value) ~= "string" or key:find("%z") or value:find("%z"),
-      "save %s: expected metadata of strings without NUL, got %s = %s", path, tostring(key),
-      tostring(value))
+      "save %s: expected metadata { key = text } without NUL bytes, got %s = %s", path,
+      tostring(key), value_text(value))
     keys[#keys + 1] = key
   end
   table.sort(keys)
@@ -131,9 +133,8 @@ end
 --- Writes { name = tensor } and metadata { key = text } to a temporary file and renames it, so that
 --- a failure leaves the old file unchanged. Returns the CRC-32C of the file.
 function M.save(path, tensors, metadata)
-  raise_if(type(path) ~= "string", "save: expected a path, got %s", type(path))
-  raise_if(type(tensors) ~= "table", "save %s: expected a table { name = tensor }, got %s", path,
-    type(tensors))
+  expect(type(path) == "string", path, "save: expected the path of the file to write")
+  expect(type(tensors) == "table", tensors, "save %s: expected a table { name = tensor }", path)
   raise_if(tensors.parameters and tensors.state,
     "save %s: expected a table { name = tensor }, got a module; hint: model:state()", path)
   local names = ordered(path, tensors)

@@ -16,7 +16,7 @@ require "engine.tensor.elementwise"
 require "engine.tensor.views"
 require "engine.tensor.products"
 
-local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
+local ffi, C, check, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
 local Tensor, dtype_name, value_text = M_ffi.Tensor, M_ffi.dtype_name, M_ffi.value_text
 local is_tensor, info, shape_table = arguments.is_tensor, arguments.info, arguments.shape_table
 local dimension, want_number, fill = arguments.dimension, arguments.want_number, create.fill_with
@@ -123,7 +123,8 @@ function methods.done(x) check(C.eng_done(x)) end
 
 --- Makes backward() compute the gradient of x, or, with on = false, leave it out; returns x.
 function methods.requires_grad(x, on)
-  check(C.eng_requires_grad(x, on == nil and true or on))
+  expect(on == nil or type(on) == "boolean", on, "requires_grad: expected true or false")
+  check(C.eng_requires_grad(x, on ~= false))
   return x
 end
 
@@ -176,6 +177,11 @@ local function no_length(x)
     M.shape_text(x.shape))
 end
 
+-- Returns a metamethod that raises an error.
+local function refusing(message) return function() raise(message) end end
+local no_loop = refusing("a tensor cannot be looped over; hint: for i = 1, x:size(1) do local " ..
+  "row = x:select(1, i)")
+
 local function no_assignment(_, key)
   raise("a tensor's field '%s' cannot be set; hint: x:fill(), x:copy() write elements",
     tostring(key))
@@ -187,15 +193,15 @@ ffi.metatype(Tensor, {
     if method then return method end
     local getter = getters[key]
     if getter then return getter(x) end
-    if type(key) == "number" then
-      raise("a tensor is not indexed by numbers; hint: x:select(1, %g), x:slice(1, %g, %g)", key,
-        key, key)
+    if type(key) ~= "string" then
+      raise("a tensor cannot be indexed, got x[%s]; hint: x:select(1, i), x:slice(1, i, j)",
+        value_text(key))
     end
     local known = {}
     for _, names in ipairs { methods, getters } do
       for name in pairs(names) do known[name] = true end
     end
-    raise("a tensor has no method '%s'%s", tostring(key), nearest.hint(tostring(key), known, true))
+    raise("a tensor has no method '%s'%s", key, nearest.hint(key, known, true))
   end,
   __newindex = no_assignment,
   __tostring = describe,
@@ -207,7 +213,9 @@ ffi.metatype(Tensor, {
       and tonumber(a.generation) == tonumber(b.generation)
   end,
   __lt = no_order, __le = no_order,
-  __len = no_length,
+  __len = no_length, __pairs = no_loop, __ipairs = no_loop,
+  __call = refusing "a tensor cannot be called; hint: x:method(...), or model(x)",
+  __mod = refusing "expected two numbers for %, got a tensor; hint: x:totable(), or engine.custom",
 })
 
 return M

@@ -8,6 +8,7 @@ local C, check, raise, Tensor = M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.Tensor
 local op, call, run_call = M_ffi.op, M_ffi.call, M_ffi.run_call
 local inputs, ints = call["in"], call.ints
 local info, shape_table, shape_text = arguments.info, arguments.shape_table, arguments.shape_text
+local is_tensor = arguments.is_tensor
 local want, want_whole, dimension = arguments.want, arguments.want_whole, arguments.dimension
 local methods, functions, run1, run2 = calls.methods, calls.functions, calls.run1, calls.run2
 
@@ -34,7 +35,10 @@ function methods.permute(x, ...)
   want(x, "permute")
   local n = info(x).ndim
   local order, given = arguments.numbers(...)
-  if given ~= n then raise("permute: expected %d dimensions, got %d", n, given) end
+  if given ~= n then
+    raise("permute: expected the %d dimensions of %s in a new order, got %d", n,
+      shape_text(shape_table(info(x))), given)
+  end
   for i = 1, n do ints[i - 1] = dimension(x, order[i], "permute") end
   return run1("permute", x)
 end
@@ -142,8 +146,9 @@ function methods.chunk(x, n, d)
   local k, what = dimension(x, d or -1, "chunk")
   local size, sizes = tonumber(what.shape[k]), {}
   if size % n ~= 0 then
-    raise("chunk: dimension %d of %s does not divide into %d equal parts", k + 1,
-      shape_text(shape_table(what)), n)
+    raise("chunk: dimension %d of %s does not divide into %d equal parts; hint: x:split(%d, %d) " ..
+      "makes a smaller last part", k + 1, shape_text(shape_table(what)), n, math.ceil(size / n),
+      k + 1)
   end
   for i = 1, n do sizes[i] = size / n end
   return methods.split(x, sizes, k + 1)
@@ -175,7 +180,8 @@ function methods.unsqueeze(x, d)
       shape_text(shape_table(what)), d)
   end
   if n == C.ENG_MAX_DIMS then
-    raise("unsqueeze: expected up to %d dimensions, got %d", tonumber(C.ENG_MAX_DIMS) - 1, n)
+    raise("unsqueeze: expected a tensor of up to %d dimensions, got %s",
+      tonumber(C.ENG_MAX_DIMS) - 1, shape_text(shape_table(what)))
   end
   for i = 1, n + 1 do ints[i] = i < k and what.shape[i - 1] or i > k and what.shape[i - 2] or 1 end
   ints[0] = n + 1
@@ -185,7 +191,10 @@ end
 local function want_list(list, name)
   M_ffi.expect(type(list) == "table", list, "%s: expected a list of tensors", name)
   if #list == 0 then raise("%s: expected a list of tensors, got an empty one", name) end
-  for i = 1, #list do want(list[i], name) end
+  for i = 1, #list do
+    M_ffi.expect(is_tensor(list[i]), list[i], "%s: expected entry %d of the list to be a tensor",
+      name, i)
+  end
 end
 
 --- Joins a list of tensors along dimension d (1 by default).
@@ -248,7 +257,7 @@ for _, name in ipairs { "argmax", "argmin" } do
   -- dimension d, by default the last.
   methods[name] = function(x, d, keepdim)
     want(x, name)
-    ints[0], ints[1] = dimension(x, d or -1, name), keepdim and 1 or 0
+    ints[0], ints[1] = dimension(x, d or -1, name), calls.keep_of(keepdim, name)
     return run1(name, x)
   end
 end
