@@ -214,7 +214,7 @@ describe("GPT-2", function()
     end)
 
     it("an invalid config.json", function()
-      refuses(variant(function() return "{ n_embd" end), "config.json: it is not JSON: ")
+      refuses(variant(function() return "{ n_embd" end), "config.json: the file is not JSON: ")
       refuses(variant(function() return "3" end), "config.json: expected a JSON object, got 3")
       refuses(config('"model_type": "gpt2"', '"model_type": "lama"'),
         "model_type 'lama' is not supported; did you mean 'llama'%?; supported: bert gpt2 llama")

@@ -395,9 +395,10 @@ describe("load_model", function()
       rope({ rope_type = "linear", factor = cjson.null }, "number above 0, got nothing")
       refuses(with("mixtral", { num_experts_per_tok = 9 }), "expected num_experts_per_tok to be at")
       refuses(variant("llama", function() return '{"model_type": "llama\255"}' end),
-        "config.json: it is not UTF%-8")
-      refuses(variant("llama", function() return "{}" end), "it has no model_type")
-      refuses(variant("llama", function() return "[" .. ("["):rep(5000) end), "it is not JSON")
+        "config.json: the file is not UTF%-8")
+      refuses(variant("llama", function() return "{}" end), "expected a model_type, got nothing")
+      refuses(variant("llama", function() return "[" .. ("["):rep(5000) end),
+        "the file is not JSON")
     end)
 
     it("damaged shards and indices", function()

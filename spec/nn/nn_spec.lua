@@ -200,8 +200,31 @@ describe("a module", function()
         .. "such as { 0, 2 }, got a table with the field 'eos'" },
       { "nn.list { nn.relu }", "nn.list: expected entry 1 to be a module, got a table" },
       { "nn.class('Empty')()(x)", "In Empty: Empty has no forward method" },
-      { "assign()", "Empty.parts: a plain table hides its modules; hint: nn.list{ ... } or "
-        .. "nn.sequential{ ... }" },
+      { "assign()", "Empty.parts: a plain table hides its modules, so their parameters would not "
+        .. "be trained; hint: nn.list { ... } or nn.sequential { ... }" },
+      { "assign('a')", "Empty.parts: a plain table hides its modules, so their parameters would "
+        .. "not be trained; hint: nn.list { ... } or nn.sequential { ... }" },
+      { "nn.class()", "nn.class: expected the name of the class, got nothing" },
+      { "nn.linear(3, 2) { 1, 2 }", "In linear: expected a tensor, got a table" },
+      { "nn.linear(3, 2, { std = -1 })",
+        "nn.linear: expected std to be a finite number >= 0, got -1" },
+      { "nn.embedding(3, 2, { std = 'a' })",
+        "nn.embedding: expected std to be a finite number >= 0, got 'a'" },
+      { "nn.layer_norm(3, { eps = 'a' })",
+        "nn.layer_norm: expected eps to be a number >= 0, got 'a'" },
+      { "nn.rms_norm(3, { eps = -1 })", "nn.rms_norm: expected eps to be a number >= 0, got -1" },
+      { "nn.softmax(1)(engine.zeros(2, 3))", "In softmax: softmax: expected the last "
+        .. "dimension of [2 x 3], got dimension 1; hint: x:transpose(1, -1) makes it the last" },
+      { "nn.relu():train('no')", "train: expected true or false, got 'no'" },
+      { "nn.mlp(4, 8, { gelu = 'new' })",
+        "nn.mlp: expected gelu to be 'erf' or 'tanh', got 'new'" },
+      { "nn.gpt { bias = 'no' }", "nn.gpt: expected bias to be true or false, got 'no'" },
+      { "nn.attention(8, 2, { dropout = 2 })",
+        "nn.attention: expected dropout in [0, 1), got 2" },
+      { "nn.attention(3, 1)(engine.zeros(2, 3))",
+        "In attention: expected x [B x T x C], got [2 x 3]" },
+      { "nn.vit { size = 4, patch = 2, width = 4, heads = 1, layers = 1 }(engine.zeros(1, 3, 4, "
+        .. "6))", "In vit: expected images [N x 3 x 4 x 4], got [1 x 3 x 4 x 6]" },
       { "nn.relu():parameter('w', 5)", "parameter: expected a tensor for 'w', got 5" },
       { "nn.attention(10, 3)", "nn.attention: the width 10 is not divisible by 3 heads" },
       { "nn.attention(12, 3, { kv_heads = 2 })",
@@ -233,7 +256,7 @@ describe("a module", function()
       { "nn.bert { vocab = 'all' }",
         "nn.bert: expected vocab to be a whole number of 1 or more, got 'all'" },
       { "gpt:generate({}, 5)",
-        "generate: expected a prompt, a list of at least one token, got a table" },
+        "generate: expected a prompt of at least one token, got none" },
       { "gpt:generate({ 1 })",
         "generate: expected max_tokens to be a whole number of 0 or more, got nothing" },
       { "gpt:generate({ 1 }, 5, { temp = 0 })",
@@ -242,7 +265,8 @@ describe("a module", function()
       { "gpt:generate({ 1 }, 5, { progress = true })",
         "generate: expected progress to be a function(done, all), got true" },
       { "gpt:generate(nil, 5)",
-        "generate: expected a prompt, a list of at least one token, got nothing" },
+        "generate: expected a prompt to be a list of tokens, such as tokenizer:encode(text) or "
+          .. "ids:totable(), got nothing" },
       { "gpt:generate({ 1 }, 5, { temperature = -1 })",
         "generate: expected temperature to be a number >= 0, got -1" },
       { "gpt:generate({ 1 }, 5, { top_k = 0 })",
@@ -255,12 +279,12 @@ describe("a module", function()
     local small = { vocab = 16, context = 8, width = 8, heads = 2, layers = 1 }
     local place = { nn = nn, engine = engine, x = engine.zeros(1), gpt = nn.gpt(small),
       bert = nn.bert(small),
-      assign = function() nn.class("Empty")().parts = { nn.relu() } end }
+      assign = function(key) nn.class("Empty")().parts = { [key or 1] = nn.relu() } end }
     for _, case in ipairs(cases) do
       local chunk = assert(loadstring("local y = " .. case[1] .. "\nreturn y", "=script"))
       local good, message = pcall(setfenv(chunk, place))
       assert.is_false(good, case[1])
-      if case[1] == "assign()" then message = message:gsub("^[^:]+:%d+", "script:1") end
+      if case[1]:find("^assign") then message = message:gsub("^[^:]+:%d+", "script:1") end
       assert.equal("script:1: " .. case[2], message)
     end
   end))

@@ -13,7 +13,8 @@ local padding = require "engine.nn.padding"
 local tensor = require "engine.tensor.tensor"
 local within = require "engine.base.within"
 
-local C, expect, raise_if, want_whole = M_ffi.C, M_ffi.expect, M_ffi.raise_if, arguments.want_whole
+local C, expect, raise, raise_if, want_whole = M_ffi.C, M_ffi.expect, M_ffi.raise, M_ffi.raise_if,
+  arguments.want_whole
 
 -- ------------------------------------------------------------------ the cache
 
@@ -177,9 +178,10 @@ local function rows_of(tokens)
   local list = many and tokens or { tokens }
   for i = 1, math.max(#list, 1) do
     local row = list[i]
-    expect(type(row) == "table" and #row ~= 0, row,
-      "generate: expected a prompt, a list of at least one token")
+    expect(type(row) == "table", row, "generate: expected a prompt to be a list of tokens, such " ..
+      "as tokenizer:encode(text) or ids:totable()")
     arguments.want_list(row, "generate", "the tokens", "{ 1, 2, 3 }")
+    if #row == 0 then raise("generate: expected a prompt of at least one token, got none") end
     for _, id in ipairs(row) do want_whole(id, "generate", "a token", 0) end
   end
   return list

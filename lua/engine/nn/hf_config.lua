@@ -218,7 +218,8 @@ end
 function M.options_of(fields, where)
   local kind = value_of(fields, "model_type")
   local arch = architectures.of[kind] or fail(where, "%s%s",
-    kind and ("model_type '%s' is not supported"):format(text_of(kind)) or "it has no model_type",
+    kind and ("model_type '%s' is not supported"):format(text_of(kind))
+      or "expected a model_type, got nothing",
     nearest.choices(text_of(kind), architectures.of, "supported"))
   local classifier, default = arch.classes[#arch.classes], arch.classes[1]
   if value_of(fields, "num_labels") then default = classifier end
@@ -326,11 +327,11 @@ function M.read(folder, name, beside)
   name, beside = name or "config", beside or "model.safetensors"
   local path = ("%s/%s.json"):format(folder, name)
   local text, problem = files.read(path)
-  M_ffi.fail_if(not text, "cannot read %s; hint: expected a folder with %s.json and %s", problem,
-    name, beside)
-  if not json.is_utf8(text) then fail(path, "it is not UTF-8") end
+  M_ffi.fail_if(not text, "cannot read %s; hint: expected a folder with %s.json and %s, such as " ..
+    "a download from Hugging Face", problem, name, beside)
+  if not json.is_utf8(text) then fail(path, "the file is not UTF-8") end
   local fields, why = require("cjson.safe").decode(text)
-  if why then fail(path, "it is not JSON: %s", why) end
+  if why then fail(path, "the file is not JSON: %s", why) end
   fail_if(type(fields) ~= "table", path, "expected a JSON object, got %s", got(fields))
   return fields, text, path
 end

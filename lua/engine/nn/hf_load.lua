@@ -277,6 +277,9 @@ function M.load(folder, options)
   options = tensor.read_named(options, "load_model", "dtype dropout labels pad")
   raise_if(options.pad ~= nil and not options.labels,
     "load_model: pad is an option of classifiers; hint: labels = the number of labels")
+  local dropout = options.dropout
+  expect(not dropout or type(dropout) == "number" and dropout >= 0 and dropout < 1, dropout,
+    "load_model: expected dropout in [0, 1)")
   local dtype = arguments.choose(DTYPES, options.dtype or "f32", "load_model", "dtype")
   local good, result = pcall(load, (folder:gsub("(.)/+$", "%1")), options, dtype)
   if not good then raise("load_model: %s", M_ffi.without_line(result)) end

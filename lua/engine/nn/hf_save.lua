@@ -156,5 +156,5 @@ return function(model, folder, options)
     end)
     copy_others(source.folder, folder)
   end)
-  if not good then raise(M_ffi.without_line(problem)) end
+  if not good then raise("save: %s", M_ffi.without_line(problem)) end
 end

@@ -180,8 +180,16 @@ function ViT:init(options)
   self.encoder = Encoder(c, (c.size / c.patch) ^ 2 + 1)
   self.heads = Heads(c.width, c.classes)
 end
+-- Returns x, or raises an error unless x holds images of the size in the configuration c.
+local function images(x, c)
+  raise_if(x.ndim ~= 4 or x:size(3) ~= c.size or x:size(4) ~= c.size,
+    "expected images [N x %d x %d x %d], got %s", c.channels, c.size, c.size,
+    tensor.shape_text(x.shape))
+  return x
+end
+
 function ViT:forward(x)
-  local N, C = x:size(1), self.config.width
+  local N, C = images(x, self.config):size(1), self.config.width
   local patches = self.conv_proj(x):view(N, C, -1):transpose()                -- [N x T-1 x C]
   local token = self.class_token:to(patches.dtype):expand(N, 1, C)
   return self.heads(self.encoder(tensor.concat({ token, patches }, 2)):select(2, 1))

@@ -38,10 +38,10 @@ local Embedding = class("embedding")
 function Embedding:init(count, width, options)
   want_whole(count, "nn.embedding", "the number of rows", 1)
   want_whole(width, "nn.embedding", "the width", 1)
-  options = tensor.read_named(options, "nn.embedding", "std")
+  local std = module.want_std(tensor.read_named(options, "nn.embedding", "std"), "nn.embedding")
   self.rows, self.width = count, width
   self:parameter("weight", new_parameter({ count, width },
-    function(x) x:normal(0, options.std or 1) end), "embedding")
+    function(x) x:normal(0, std or 1) end), "embedding")
 end
 function Embedding:forward(ids) return self.weight:embedding(ids) end
 function Embedding:extra() return ("%d x %d"):format(self.rows, self.width) end
@@ -51,13 +51,20 @@ M.embedding = Embedding
 
 local function ones(x) x:fill(1) end
 
+-- Returns the option eps, or `preset`.
+local function eps_of(options, name, preset)
+  local eps = options.eps or preset
+  expect(type(eps) == "number" and eps >= 0, eps, "%s: expected eps to be a number >= 0", name)
+  return eps
+end
+
 --- nn.layer_norm(width [, { eps = 1e-5, bias = true }]): x [.. x C] -> [.. x C]. norm(x, branch)
 --- returns two tensors: the norm of x + branch, and x + branch.
 local LayerNorm = class("layer_norm")
 function LayerNorm:init(width, options)
   want_whole(width, "nn.layer_norm", "the width", 1)
   options = tensor.read_named(options, "nn.layer_norm", "eps bias")
-  self.eps = options.eps or 1e-5
+  self.eps = eps_of(options, "nn.layer_norm", 1e-5)
   self:parameter("weight", new_parameter({ width }, ones), "norm")
   if options.bias ~= false then self:parameter("bias", new_parameter { width }, "norm") end
 end
@@ -73,7 +80,7 @@ M.layer_norm = LayerNorm
 local RMSNorm = class("rms_norm")
 function RMSNorm:init(width, options)
   want_whole(width, "nn.rms_norm", "the width", 1)
-  self.eps = tensor.read_named(options, "nn.rms_norm", "eps").eps or 1e-6
+  self.eps = eps_of(tensor.read_named(options, "nn.rms_norm", "eps"), "nn.rms_norm", 1e-6)
   self:parameter("weight", new_parameter({ width }, ones), "norm")
 end
 function RMSNorm:forward(x, branch) return fuse.rms_norm(x, branch, self.weight, self.eps) end
@@ -99,11 +106,13 @@ end
 function Dropout:extra() return ("%g"):format(self.p) end
 M.dropout = Dropout
 
---- nn.relu(), nn.silu() ...: a module that applies the tensor method with this name.
+--- nn.relu(), nn.silu() ...: a module that applies the tensor method with this name. nn.softmax and
+--- nn.log_softmax take an optional dimension, which must be the last one.
 for _, name in ipairs { "relu", "silu", "sigmoid", "tanh", "softplus", "softmax", "log_softmax",
   "log_sigmoid" } do
   local Activation = class(name)
-  function Activation.forward(_, x) return x[name](x) end
+  function Activation:init(d) self.d = d end
+  function Activation:forward(x) return x[name](x, rawget(self, "d")) end
   M[name] = Activation
 end
 

@@ -227,12 +227,12 @@ end
 
 -- Raises an error if the layer cannot get an adapter of this rank.
 local function refuse(l, rank)
-  local layer = l.layer
+  local layer, path = l.layer, l.path ~= "" and l.path or "the model"
   raise_if(rawget(layer, "_lora"), "nn.lora: %s has an adapter already; hint: match other " ..
-    "layers, or load saved values with lora.load", l.path)
+    "layers, or load saved values with lora.load", path)
   local most = math.min(layer.inputs, layer.outputs)
   raise_if(rank > most, "nn.lora: expected a rank of at most %d for %s, linear(%d -> %d), got %d",
-    most, l.path, layer.inputs, layer.outputs, rank)
+    most, path, layer.inputs, layer.outputs, rank)
 end
 
 -- Stores the frozen weight in another format, and frees the old weight unless another module or an

@@ -29,6 +29,7 @@ local M = {}
 
 local WHOLE = { "vocab", "width", "heads", "layers", "context", "kv_heads", "hidden", "labels" }
 local MOST_LAYERS = 16384
+local BOOLEANS = { "bias", "out_bias", "mlp_bias", "tied" }
 local PROBABILITIES = { "dropout", "embedding_dropout", "attention_dropout", "classifier_dropout" }
 -- Defaults of the head's options, the same for every model.
 local HEAD = { z_loss = 0, soft_cap = 0, labels = false }
@@ -48,6 +49,10 @@ local function configure(self, name, options, defaults)
   for _, key in ipairs { "z_loss", "soft_cap" } do
     expect(type(config[key]) == "number" and config[key] >= 0 and config[key] <= 1e6, config[key],
       "%s: expected %s to be a number in 0..1e6", name, key)
+  end
+  for _, key in ipairs(BOOLEANS) do
+    expect(config[key] == nil or type(config[key]) == "boolean", config[key],
+      "%s: expected %s to be true or false", name, key)
   end
   if config.pad then want_whole(config.pad, name, "pad") end
   for _, key in ipairs(PROBABILITIES) do

@@ -92,35 +92,39 @@ local function path_to(root, wanted)
   end
 end
 
--- Returns two values: the path from the outermost module on the stack to the innermost
--- ("blocks.3.attn.qkv"), and the outermost module.
+-- Returns three values: the path from the outermost module on the stack to the innermost
+-- ("blocks.3.attn.qkv"), the outermost module, and the first argument of the innermost one.
 local function path_on_stack()
-  local innermost, outermost
+  local innermost, outermost, input
   for level = 2, 200 do
     local frame = debug.getinfo(level, "f")
     if not frame then break end
     if frame.func == forward then
       local _, self = debug.getlocal(level, 1)
+      if not innermost then input = select(2, debug.getlocal(level, -1)) end
       innermost, outermost = innermost or self, self
     end
   end
-  return outermost and path_to(outermost, innermost) or "", outermost
+  return outermost and path_to(outermost, innermost) or "", outermost, input
 end
 
 local caller = ""       -- in a coroutine: the script's line that called the outermost module
 
 -- Returns "file:line: In blocks.3.mlp: message". If Lua code inside engine/nn raised the error,
--- file:line is the position in the script. If that code indexed a value that is no tensor, such as
--- nil, the message says that a tensor was expected.
+-- file:line is the position in the script. If that code used a value that is no tensor, such as nil
+-- or a table, as a tensor, the message says that a tensor was expected.
 local function explain(message)
   if type(message) ~= "string" then return message end
-  local path, root = path_on_stack()
+  local path, root, input = path_on_stack()
   local position, text = message:match("^([^\n:]+:%d+: )(.*)$")
   if not position or position:find("engine/nn/%w+%.lua:") then
     position = M_ffi.script_line()
     if position == "" then position = caller end
     text = (text or message):gsub("^attempt to index local '(%w+)' %(a (%w+) value%)$",
       "expected a tensor as %1, got a %2"):gsub("got a nil$", "got nothing")
+    if text:find("^attempt to call method ") and input ~= nil and not is_tensor(input) then
+      text = "expected a tensor, got " .. M_ffi.value_text(input)
+    end
   end
   return ("%sIn %s: %s"):format(position, path ~= "" and path or root and root._class or "?",
     text or message)
@@ -177,9 +181,12 @@ local function assign(self, key, value)
     local order, known = self._order, false
     for _, k in ipairs(order) do known = known or k == key end   -- a removed key stays in the order
     if not known then order[#order + 1] = key end
-  elseif type(value) == "table" and is_module(value[1]) then
-    raise("%s.%s: a plain table hides its modules; hint: nn.list{ ... } or nn.sequential{ ... }",
-      self._class, tostring(key))
+  elseif type(value) == "table" then
+    for _, entry in pairs(value) do
+      raise_if(is_module(entry), "%s.%s: a plain table hides its modules, so their parameters " ..
+        "would not be trained; hint: nn.list { ... } or nn.sequential { ... }", self._class,
+        tostring(key))
+    end
   end
   rawset(self, key, value)
 end
@@ -187,6 +194,7 @@ end
 --- A new class of modules: nn.class("Name") returns the class. Define its methods init and forward,
 --- and call the class to make a module.
 function M.class(name)
+  expect(type(name) == "string", name, "nn.class: expected the name of the class")
   local class = { _class = name }
   local instance = { __call = call, __newindex = assign, __index = function(_, key)
     local value = class[key]
@@ -230,11 +238,19 @@ function M.new_parameter(shape, set_values)
   return x
 end
 
+--- Returns the option `std`, the standard deviation of initial weights, or nil.
+function M.want_std(options, name)
+  local std = options.std
+  expect(std == nil or type(std) == "number" and std >= 0 and std < math.huge, std,
+    "%s: expected std to be a finite number >= 0", name)
+  return std
+end
+
 --- Registers the weight [outputs x inputs ..] of a linear layer or a convolution and, unless
 --- options.bias is false, its bias. Initial values: uniform within +-1/sqrt(fan-in); with
 --- options.std, the weight is normal and the bias 0.
 function M.add_linear(self, shape, options)
-  local std, fan_in = options.std, 1
+  local std, fan_in = M.want_std(options, "nn." .. self._class), 1
   for d = 2, #shape do fan_in = fan_in * shape[d] end
   local bound = 1 / math.sqrt(fan_in)
   local function uniform(x) x:uniform(-bound, bound) end
@@ -299,6 +315,7 @@ end
 --- Sets training mode (which switches dropout on) for this module and all modules below it.
 --- train(false) and eval() set evaluation mode.
 function Module:train(on)
+  expect(on == nil or type(on) == "boolean", on, "train: expected true or false")
   return self:apply(function(module) rawset(module, "_training", on ~= false) end)
 end
 --- Sets evaluation mode, in which dropout is off. Returns the module.

@@ -8,7 +8,8 @@ local layers = require "engine.nn.layers"
 local module = require "engine.nn.module"
 local tensor = require "engine.tensor.tensor"
 
-local expect, raise_if, want_whole = M_ffi.expect, M_ffi.raise_if, arguments.want_whole
+local expect, raise, raise_if, want_whole = M_ffi.expect, M_ffi.raise, M_ffi.raise_if,
+  arguments.want_whole
 local class, last_use, sum = module.class, fuse.last_use, fuse.sum
 local M = {}
 
@@ -80,6 +81,8 @@ function Attention:init(width, heads, options)
   local D, out_bias = options.head_width or width / heads, options.out_bias
   want_whole(D, "nn.attention", "head_width", 1)
   if options.window then want_whole(options.window, "nn.attention", "window", 1) end
+  expect(type(dropout) == "number" and dropout >= 0 and dropout < 1, dropout,
+    "nn.attention: expected dropout in [0, 1)")
   raise_if(options.window and options.causal == false,
     "nn.attention: a window needs causal attention, got causal = false")
   self.heads, self.kv_heads, self.head_width = heads, kv_heads, D
@@ -224,12 +227,18 @@ local function attend_rows(self, q, k, v)
   return spans:join(parts), all
 end
 
+-- Returns x, or raises an error unless x has 3 dimensions.
+local function sequences(x)
+  if x.ndim == 3 then return x end
+  raise("expected x [B x T x C], got %s", tensor.shape_text(x.shape))
+end
+
 function Attention:forward(x)
-  local q, k, v = split_heads(self, self.qkv(x))
+  local q, k, v = split_heads(self, self.qkv(sequences(x)))
   local y, watched = attend_rows(self, q, k, v)                              -- [B x T x H x D]
   rawset(self, "entropy", watched.entropy)
   rawset(self, "logits", watched.logits)
-  return last_use(self.out, y:view(x:size(1), x:size(2), -1), y)
+  return last_use(self.out, y:view(x:size(1), x:size(2), self.heads * self.head_width), y)
 end
 function Attention:extra()
   return ("%d heads%s"):format(self.heads, self.causal and ", causal" or "")
@@ -247,6 +256,8 @@ function MLP:init(width, hidden, options)
   self.up = layers.linear(width, hidden, { bias = bias, std = std })
   self.down = layers.linear(hidden, width, { bias = bias, std = out_std })
   self.form = options.gelu or "tanh"
+  expect(self.form == "tanh" or self.form == "erf", self.form,
+    "nn.mlp: expected gelu to be 'erf' or 'tanh'")
 end
 function MLP:forward(x) return fuse.gelu_mlp(x, self.up, self.form, self.down) end
 M.mlp = MLP
