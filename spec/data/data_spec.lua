@@ -364,6 +364,16 @@ describe("data", function()
     refuses("data.text { text = 'abc', from = 'a' }",
       "data.text: expected 0 <= from < to <= 1, got 'a' and 1")
     refuses("data.text { path = { 5 } }", "data.text: expected the path of a file, got 5")
+    refuses("data.text { path = {} }", "data.text: expected at least one file, got an empty list")
+    refuses("data.text { path = 'a', text = 'abc' }", "data.text: expected path or text, got both")
+    refuses("data.csv { path = folder }", "data.csv: FOLDER is a folder, expected a file")
+    for _, loader in ipairs { "data.text { text = 'abc', context = 1 }",
+      "data.mix { loaders = { data.text { text = 'abc', context = 1 } } }" } do
+      refuses(loader .. ":skip(-1)",
+        "data.skip: expected n to be a whole number of 0 or more, got -1")
+      refuses("pairs(" .. loader .. "())", "a data loader cannot be called or looped over; " ..
+        "hint: for i = 1, n do local batch = data:next() ... end")
+    end
     refuses("data.tokens {}", "data.tokens: expected the path of a file, got nothing")
     refuses("data.csv {}", "data.csv: expected the path of a file, got nothing")
     refuses("data.idx { labels = 'x' }", "data.idx: expected the path of a file, got nothing")

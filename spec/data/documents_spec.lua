@@ -378,19 +378,21 @@ describe("data of documents", function()
   it("an invalid record is named by file, line and field", function()
     local good = '{"text":"good"}\n'
     local cases = {
-      { good .. '\n{"text": broken}\n', 3, "is not JSON: Expected value but found invalid token " ..
-        "at character 10" },
-      { good .. '{"text":"cut', 2, "is not JSON: Expected value but found unexpected end of " ..
-        "string at character 13" },
-      { '{"txt":"a"}\n', 1, "has no field 'text'; did you mean 'txt'?" },
-      { '{"body":"a"}\n', 1, "has no field 'text'" },
-      { '{"text":5}\n', 1, "field 'text': expected a text, got 5" },
-      { '{"text":null}\n', 1, "field 'text': expected a text, got null" },
-      { '{"text":{"a":1}}\n', 1, "field 'text': expected a text, got an object" },
+      { good .. '\n{"text": broken}\n', 3, "the line is not a JSON object: Expected value but " ..
+        "found invalid token at character 10" },
+      { good .. '{"text":"cut', 2, "the line is not a JSON object: Expected value but found " ..
+        "unexpected end of string at character 13" },
+      { '{"txt":"a"}\n', 1, "the object has no field 'text'; did you mean 'txt'?" },
+      { '{"body":"a"}\n', 1, "the object has no field 'text'" },
+      { '{"text":5}\n', 1, "expected the field 'text' of the object to be a text, got 5" },
+      { '{"text":null}\n', 1, "expected the field 'text' of the object to be a text, got null" },
+      { '{"text":{"a":1}}\n', 1, "expected the field 'text' of the object to be a text, " ..
+        "got an object" },
       { '["text"]\n', 1, "expected a JSON object, got a list" },
       { "7\n", 1, "expected a JSON object, got 7" },
-      { good .. '{"text":"\255"}\n', 2, "is not UTF-8" },
-      { '{"text":"a\\u0000"}\n', 1, "holds a NUL byte, which ends documents" },
+      { good .. '{"text":"\255"}\n', 2, "the text is not UTF-8" },
+      { '{"text":"a\\u0000"}\n', 1, "the text holds a NUL byte, which is the end token of " ..
+        "bytes; hint: end_token = false" },
     }
     for _, case in ipairs(cases) do
       file("a.jsonl", case[1])
@@ -401,17 +403,18 @@ describe("data of documents", function()
     file("deep.jsonl", ("["):rep(100000))
     for _, name in ipairs { "nul", "deep" } do
       local message = helper.failure(data.jsonl, { path = folder .. "/" .. name .. ".jsonl" })
-      assert.matches("^[^\n]*" .. name .. "%.jsonl:1: is not JSON: [^\n]*$", message)
+      assert.matches("^[^\n]*" .. name .. "%.jsonl:1: the line is not a JSON object: [^\n]*$",
+        message)
       assert.is_nil(message:find("%z"))
     end
   end)
 
   it("messages of a chat are named by their number", function()
     for text, expected in pairs {
-      ['{"messages":5}'] = "field 'messages': expected a list of messages, got 5",
-      ['{"messages":{}}'] = "field 'messages': expected a list of messages, got an object",
-      ['{"mesages":[]}'] = "has no field 'messages'; did you mean 'mesages'?",
-      ['{"messages":["a"]}'] = "message 1 expected an object, got 'a'",
+      ['{"messages":5}'] = "expected the field 'messages' to be a list of messages, got 5",
+      ['{"messages":{}}'] = "expected the field 'messages' to be a list of messages, got an object",
+      ['{"mesages":[]}'] = "the object has no field 'messages'; did you mean 'mesages'?",
+      ['{"messages":["a"]}'] = "expected message 1 to be an object, got 'a'",
       ['{"messages":[{"role":"user","contnt":"a"}]}'] =
         "message 1 has no field 'content'; did you mean 'contnt'?",
       ['{"messages":[{"content":"a"}]}'] = "message 1 has no field 'role'",
@@ -422,7 +425,7 @@ describe("data of documents", function()
     end
     file("a.jsonl", '{"prompt":"a","choosen":"b","rejected":"c"}')
     refuses("data.preferences { path = folder .. '/a.jsonl' }", "data.preferences: " ..
-      "FOLDER/a.jsonl:1: has no field 'chosen'; did you mean 'choosen'?")
+      "FOLDER/a.jsonl:1: the object has no field 'chosen'; did you mean 'choosen'?")
     file("a.jsonl", '{"prompt":"a","chosen":"","rejected":"c"}')
     refuses("data.preferences { path = folder .. '/a.jsonl', end_token = false }",
       "data.preferences: FOLDER/a.jsonl:1: the preferred answer has no tokens")
@@ -441,10 +444,10 @@ describe("data of documents", function()
 
   it("rows of csv are named by the line they begin in", function()
     local head = 'id,text\n1,"two\nlines"\n'
-    for row, expected in pairs { ['2,"open'] = "has a quote that does not end",
-      ['2,"a"b'] = "has text after the closing quote of column 2",
-      ['2,a"b"'] = "has a quote inside column 2, which is not quoted",
-      ["2"] = "has 1 columns, expected 2", ["2,a,b"] = "has 3 columns, expected 2" } do
+    for row, expected in pairs { ['2,"open'] = "the row has a quote that does not end",
+      ['2,"a"b'] = "the row has text after the closing quote of column 2",
+      ['2,a"b"'] = "the row has a quote inside column 2, which is not quoted",
+      ["2"] = "expected 2 columns, got 1", ["2,a,b"] = "expected 2 columns, got 3" } do
       file("a.csv", head .. row .. "\n")
       refuses("data.csv_text { path = folder .. '/a.csv', check = true }",
         "data.csv_text: FOLDER/a.csv:4: " .. expected)
@@ -458,12 +461,12 @@ describe("data of documents", function()
     local loader = data.jsonl(with { path = path, bad = "skip", pack = false })
     assert.same({ "ab||>b|__", "c|||>|___", "ab||>b|__" }, rows(loader, 3))
     assert.matches("4 documents in rows of 4, .*, 2 invalid ones left out %(the first: .*jsonl:2: "
-      .. "is not JSON: [^\n]*%)$", tostring(loader))
+      .. "the line is not a JSON object: [^\n]*%)$", tostring(loader))
     file("a.jsonl", "broken\n")
     refuses("data.jsonl { path = folder .. '/a.jsonl', bad = 'skip' }:next()",
       "data.jsonl: none of the 1 documents has a token that counts in the loss, 1 invalid ones " ..
-      "left out (the first: FOLDER/a.jsonl:1: is not JSON: Expected value but found invalid " ..
-      "token at character 1)")
+      "left out (the first: FOLDER/a.jsonl:1: the line is not a JSON object: Expected " ..
+      "value but found invalid token at character 1)")
   end)
 
   it("files without documents and paths that are no files are refused", function()
@@ -488,7 +491,7 @@ describe("data of documents", function()
     helper.execute(("{ echo '{\"text\":\"a\"}'; head -c 100000000 /dev/zero | tr '\\0' a; } > %s")
       :format(helper.quote(path)))
     refuses("data.jsonl { path = folder .. '/long.jsonl', check = true }", "data.jsonl: "
-      .. "FOLDER/long.jsonl:2: has 100000000 bytes, expected at most 16777216")
+      .. "FOLDER/long.jsonl:2: the record has 100000000 bytes, expected at most 16777216")
     local loader = data.jsonl(with { path = path, bad = "skip" })
     assert.same({ "a|a|>|a|a" }, rows(loader, 1))
   end)

@@ -98,6 +98,11 @@ describe("folders of images", function()
     assert.has_error(function() open({ batch = 3 }):restore(place) end)
   end)
 
+  both("refuse a std of 0", function()
+    helper.refuses("data.images: expected std above 0, got 0.5, 0, 1", engine.data.images,
+      { path = folder, size = 4, std = { 0.5, 0, 1 } })
+  end)
+
   both("report files that are not images in one line", function()
     helper.write(folder .. "/red/notes.txt", "not an image")
     local function fails(pattern, options)

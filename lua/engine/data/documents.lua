@@ -29,21 +29,23 @@ local function kind_of(value)
     or value_text(type(value) == "string" and show.cut(value, 60) or value)
 end
 
--- Returns a field of an object. `where` begins the message about a missing field.
+-- Returns a field of an object. `where`, such as "message 3", names the object in messages.
 local function field_of(object, name, where)
   if object[name] ~= nil then return object[name] end
-  refuse("%shas no field '%s'%s", where or "", name, nearest.hint(name, nearest.keys(object)))
+  refuse("%s has no field '%s'%s", where or "the object", name,
+    nearest.hint(name, nearest.keys(object)))
 end
 
 local function text_of(object, name, where)
   local value = field_of(object, name, where)
   if type(value) == "string" then return value end
-  refuse("%sfield '%s': expected a text, got %s", where or "", name, kind_of(value))
+  refuse("expected the field '%s' of %s to be a text, got %s", name, where or "the object",
+    kind_of(value))
 end
 
 local function object_of(line)
   local good, object = pcall(json.strict, line)
-  if not good then refuse("is not JSON: %s", tostring(object)) end
+  if not good then refuse("the line is not a JSON object: %s", tostring(object)) end
   if type(object) == "table" and object[1] == nil then return object end
   refuse("expected a JSON object, got %s", kind_of(object))
 end
@@ -105,12 +107,12 @@ function M.chat(field, template)
   return function(line)
     local messages, parts = field_of(object_of(line), field), {}
     if type(messages) ~= "table" or messages[1] == nil then
-      refuse("field '%s': expected a list of messages, got %s", field, kind_of(messages))
+      refuse("expected the field '%s' to be a list of messages, got %s", field, kind_of(messages))
     end
     for i, message in ipairs(messages) do
-      local where = ("message %d "):format(i)
+      local where = ("message %d"):format(i)
       if type(message) ~= "table" then
-        refuse("%sexpected an object, got %s", where, kind_of(message))
+        refuse("expected %s to be an object, got %s", where, kind_of(message))
       end
       local role, content = text_of(message, "role", where), text_of(message, "content", where)
       if type(template) == "function" then
@@ -144,8 +146,8 @@ function M.preferences(fields)
   end
 end
 
--- Returns the cells of a row of CSV (RFC 4180).
-local function cells_of(text, separator)
+-- Returns the cells of a row of CSV (RFC 4180). `what` names the row in messages.
+local function cells_of(text, separator, what)
   local cells, at = {}, 1
   repeat
     local stop
@@ -153,7 +155,7 @@ local function cells_of(text, separator)
       local from = at + 1
       repeat
         stop = text:find('"', from, true)
-        if not stop then refuse("has a quote that does not end") end
+        if not stop then refuse("%s has a quote that does not end", what) end
         local doubled = text:sub(stop + 1, stop + 1) == '"'
         from = stop + 2
       until not doubled
@@ -161,13 +163,13 @@ local function cells_of(text, separator)
       stop = stop + 1
       local next_one = text:sub(stop, stop)
       if next_one ~= "" and next_one ~= separator then
-        refuse("has text after the closing quote of column %d", #cells)
+        refuse("%s has text after the closing quote of column %d", what, #cells)
       end
     else
       stop = text:find(separator, at, true) or #text + 1
       cells[#cells + 1] = text:sub(at, stop - 1)
       if cells[#cells]:find('"', 1, true) then
-        refuse("has a quote inside column %d, which is not quoted", #cells)
+        refuse("%s has a quote inside column %d, which is not quoted", what, #cells)
       end
     end
     at = stop + 1
@@ -180,8 +182,8 @@ end
 function M.csv_text(column, separator, records)
   local columns, places = {}, {}  -- file -> its number of columns; file -> the index of `column`
   for _, f in ipairs(records.files) do
-    local good, names = pcall(cells_of, records:header(f), separator)
-    if not good then raise("data.csv_text: the header of %s %s", f.path, tostring(names)) end
+    local good, names = pcall(cells_of, records:header(f), separator, "the header of " .. f.path)
+    if not good then raise("data.csv_text: %s", tostring(names)) end
     for i, name in ipairs(names) do
       if name == column then places[f] = places[f] or i end
     end
@@ -192,8 +194,8 @@ function M.csv_text(column, separator, records)
     columns[f] = #names
   end
   return function(text, f)
-    local cells = cells_of(text, separator)
-    if #cells ~= columns[f] then refuse("has %d columns, expected %d", #cells, columns[f]) end
+    local cells = cells_of(text, separator, "the row")
+    if #cells ~= columns[f] then refuse("expected %d columns, got %d", columns[f], #cells) end
     return { { cells[places[f]], true } }
   end
 end
@@ -245,9 +247,9 @@ local function tokens_of(self, parts, i)
   local lists, n = {}, 0
   for k, part in ipairs(parts) do
     local text = part[1]
-    if not json.is_utf8(text) then refuse("is not UTF-8") end
+    if not json.is_utf8(text) then refuse("the text is not UTF-8") end
     if self.bytes and self.end_token == 0 and text:find("%z") then
-      refuse("holds a NUL byte, which ends documents")
+      refuse("the text holds a NUL byte, which is the end token of bytes; hint: end_token = false")
     end
     local good, list = pcall(self.encode, text)
     if not good then

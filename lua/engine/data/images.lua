@@ -76,6 +76,8 @@ function M.open(o, example)
       o.path)
   end
   local mean, std = per_channel(o.mean, o.channels, "mean"), per_channel(o.std, o.channels, "std")
+  raise_if(not (std:min():item() > 0), "data.images: expected std above 0, got %s",
+    type(o.std) == "table" and table.concat(o.std, ", ") or o.std)
   return { kind = "images", batch = o.batch, seed = o.seed, shuffle = o.shuffle,
     examples = #chosen, size = o.size, unit = "images", classes = classes, skipped = #others,
     text = ("images: %d in %d classes, %d x %d"):format(#chosen, #classes, o.size, o.size),

@@ -55,7 +55,7 @@ local CHECKS = { batch = at_least(1), context = at_least(1), seed = at_least(0),
   dtype = { "u16 or u32", function(v) return v == "u16" or v == "u32" end },
   separator = { "one character other than a quote or a line end",
     function(v) return type(v) == "string" and v:find('^[^"\r\n]$') end },
-  vocab = { "a number of tokens", function(v)
+  vocab = { "a number of tokens, at least 1, or false", function(v)
     return v == false or type(v) == "number" and v >= 1
   end } }
 
@@ -99,7 +99,8 @@ function Loader:next()
 end
 
 --- Skips n batches.
-function Loader:skip(n) self.at = self.at + n end
+function Loader:skip(n) self.at = self.at + arguments.want_whole(n, "data.skip", "n", 0) end
+Loader.__call, Loader.__ipairs = position.no_loop, position.no_loop
 
 -- Fields that must be equal in a saved position and in the loader that continues from it. If one of
 -- them differs, the position refers to other batches.
@@ -192,6 +193,7 @@ end
 function M.text(given)
   local o = options_of("text", given, { path = false, text = false, batch = 8, context = 128,
     shuffle = true, seed = 1234, from = 0, to = 1 })
+  raise_if(o.path and o.text, "data.text: expected path or text, got both")
   local pointer, size, keep
   if type(o.text) == "string" then
     keep, pointer, size = o.text, ffi.cast("const uint8_t *", o.text), #o.text
@@ -199,6 +201,8 @@ function M.text(given)
     keep = map(o.path, "text")
     pointer, size = ffi.cast("const uint8_t *", keep.data), tonumber(keep.size)
   elseif type(o.path) == "table" then
+    arguments.want_list(o.path, "data.text", "path", "{ 'a.txt', 'b.txt' }")
+    if #o.path == 0 then raise("data.text: expected at least one file, got an empty list") end
     local parts = {}
     for i, path in ipairs(o.path) do
       local m = map(path, "text")
@@ -231,8 +235,9 @@ local function header_of(path, base, bytes)
     local kind = text:match "'descr':%s*'[<|]u([24])'"
     local count = tonumber(text:match "'shape':%s*%((%d+),%)")
     if not kind or not count then
+      text = text:gsub("%s+$", "")
       raise("data.tokens: expected %s to be a .npy file of one dimension and dtype <u2 or <u4, "
-        .. "got %s", path, text:gsub("%s+$", ""))
+        .. "got the header %s", path, value_text(text))
     end
     return kind == "2" and "u16" or "u32", start + size, count
   elseif bytes >= 1024 and (header[0] == LLMC_MAGIC or header[0] == LLMC_MAGIC_32) then
@@ -335,8 +340,7 @@ function M.csv(given)
   local o = options_of("csv", given, { path = NEEDED, target = false, classes = false,
     separator = ",", batch = 32, shuffle = true, seed = 1234 })
   want_path(o.path, "csv")
-  local file, message = io.open(o.path, "r")
-  if not file then raise("data.csv: %s", message) end
+  local file = records.open_file("csv", o.path)
   local values, names, columns, n, line_number = {}, nil, nil, 0, 0
   for line in file:lines() do
     line_number = line_number + 1
@@ -357,8 +361,8 @@ function M.csv(given)
       end
       if bad and not names and n == 0 then names = cells
       elseif bad then
-        raise("data.csv: %s:%d: expected a number in column %d, got '%s'", o.path, line_number,
-          bad, cells[bad])
+        raise("data.csv: %s:%d: expected a number in column %d, got %s", o.path, line_number,
+          bad, value_text(cells[bad]))
       else
         for i = 1, columns do values[n * columns + i] = numbers[i] end
         n = n + 1
@@ -404,7 +408,9 @@ local function idx(path, what, ndim)
   local keep = map(path, "idx")
   local bytes, size = ffi.cast("const uint8_t *", keep.data), tonumber(keep.size)
   if size < 4 + 4 * ndim or bytes[0] ~= 0 or bytes[1] ~= 0 or bytes[2] ~= 8 or bytes[3] ~= ndim then
-    raise("data.idx: %s is not an idx file of %s (unsigned bytes, %d dimensions)", path, what, ndim)
+    local zipped = size > 1 and bytes[0] == 31 and bytes[1] == 139
+    raise("data.idx: %s is not an idx file of %s (unsigned bytes, %d dimensions)%s", path, what,
+      ndim, zipped and "; hint: decompress the file with gunzip" or "")
   end
   local shape, count = {}, 1
   for d = 1, ndim do

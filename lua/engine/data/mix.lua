@@ -2,6 +2,7 @@
 -- weights, the seed and n. So a mixture can skip draws, and it resumes from the positions of its
 -- loaders. Called by init.lua.
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local order = require "engine.data.order"
 local position = require "engine.data.position"
 local show = require "engine.base.show"
@@ -81,6 +82,7 @@ end
 --- Skips n batches.
 function Mix:skip(n)
   local counts = {}
+  arguments.want_whole(n, "data.skip", "n", 0)
   for i = self.at * self.batch, (self.at + n) * self.batch - 1 do
     local k = chosen(self, i)
     counts[k] = (counts[k] or 0) + 1
@@ -94,6 +96,8 @@ function Mix:skip(n)
 end
 
 local IDENTITY = { "kind", "seed", "batch", "weights" }
+
+Mix.__call, Mix.__ipairs = position.no_loop, position.no_loop
 
 --- Returns the positions of the mixture and of its loaders as plain data.
 function Mix:state()

@@ -119,8 +119,9 @@ end
 --- Skips n batches. Their documents are read and encoded, because their lengths in tokens are not
 --- known otherwise.
 function Packed:skip(n)
-  for _ = 1, n do fill(self) end
+  for _ = 1, arguments.want_whole(n, "data.skip", "n", 0) do fill(self) end
 end
+Packed.__call, Packed.__ipairs = position.no_loop, position.no_loop
 
 local IDENTITY = { "kind", "seed", "batch", "context", "shuffle", "examples", "pack", "end_token",
   "encoding" }

@@ -10,6 +10,12 @@ local raise, raise_if = M_ffi.raise, M_ffi.raise_if
 
 local M = {}
 
+--- The metamethods __call and __ipairs of loaders: raises an error.
+function M.no_loop()
+  raise("a data loader cannot be called or looped over; hint: for i = 1, n do local batch = " ..
+    "data:next() ... end")
+end
+
 local function text_of(value)
   return type(value) == "string" and show.cut(show.shown(value), 80) or M_ffi.value_text(value)
 end

@@ -27,8 +27,9 @@ local function add(self, offset)
   self.n = self.n + 1
 end
 
--- Opens a file. Refuses a pipe or a device, because reading it could block.
-local function open(name, path)
+--- Opens a file. Refuses a folder, and also a pipe or a device, because reading it could block.
+--- name: the loader's name, for messages.
+function M.open_file(name, path)
   raise_if(file.exists(path) and not file.is_file(path), "data.%s: %s is %s, expected a file", name,
     path, file.is_folder(path) and "a folder" or "a pipe or a device")
   local handle, why = io.open(path, "rb")
@@ -85,7 +86,7 @@ function M.open(name, paths, kind)
     starts = ffi.new("double[1024]") }, Records)
   for k, path in ipairs(paths) do
     expect(type(path) == "string", path, "data.%s: expected the path of a file", name)
-    local handle, f = open(name, path), { path = path, size = 0, crc = 0, first = self.n }
+    local handle, f = M.open_file(name, path), { path = path, size = 0, crc = 0, first = self.n }
     scan(self, handle, f)
     handle:close()
     self.files[k] = f
@@ -116,7 +117,7 @@ end
 local function read(self, f, from, to)
   if self.latest ~= f then
     if self.handle then self.handle:close() end
-    self.latest, self.handle = f, open(self.name, f.path)
+    self.latest, self.handle = f, M.open_file(self.name, f.path)
     self.handle:setvbuf("no")
   end
   local size = self.handle:seek("end")
@@ -140,7 +141,7 @@ function Records:read(i)
   local after = self.files[k + 1] and self.files[k + 1].first or self.n
   local from, to = self.starts[i], i + 1 < after and self.starts[i + 1] or f.size
   if to - from > LONGEST then
-    return nil, ("has %.0f bytes, expected at most %.0f"):format(to - from, LONGEST)
+    return nil, ("the record has %.0f bytes, expected at most %.0f"):format(to - from, LONGEST)
   end
   return read(self, f, from, to), f
 end
@@ -153,7 +154,7 @@ end
 --- Returns where record i begins, as "file:line".
 function Records:where(i)
   local f = file_of(self, i)
-  local handle, line = open(self.name, f.path), 1
+  local handle, line = M.open_file(self.name, f.path), 1
   for chunk in chunks(handle, self.starts[i]) do line = line + select(2, chunk:gsub("\n", "")) end
   handle:close()
   return ("%s:%d"):format(f.path, line)

@@ -212,7 +212,7 @@ local DECODE = "special"
 --- Returns the text of a list of ids. special = true includes special tokens, which are left out by
 --- default.
 function Tokenizer:decode(ids, options)
-  expect(type(ids) == "table", ids, "tokenizer: expected a list of ids")
+  expect(type(ids) == "table", ids, "tokenizer: expected a list of ids, such as ids:totable()")
   local special, n = read_named(options, "decode", DECODE).special, #ids
   local list = ffi.new("uint32_t[?]", math.max(n, 1))
   for i = 1, n do
@@ -265,6 +265,10 @@ end
 
 --- Returns whether a text may be cut at lines: see eng_tokenizer_splits_lines.
 function Tokenizer:splits_lines() return C.eng_tokenizer_splits_lines(self.handle) end
+
+function Tokenizer.__call()
+  raise("a tokenizer cannot be called; hint: tokenizer:encode(text) returns a list of ids")
+end
 
 function Tokenizer:__tostring()
   local names = {}
