@@ -89,7 +89,7 @@ describe("engine.profile", function()
 
   it("passes errors on and stops profiling", function()
     assert.error_matches(function() engine.profile(function() error("oh", 0) end) end, "^oh$")
-    assert.error_matches(function() engine.profile(3) end, "expected a function, got number")
+    assert.error_matches(function() engine.profile(3) end, "expected a function, got 3")
     local before = #engine.profile(function() end).rows
     assert.equal(0, before)
   end)

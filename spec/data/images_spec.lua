@@ -113,6 +113,9 @@ describe("folders of images", function()
     end
     fails("1 of 7 files in .* are not PNG or JPEG images; the first is .*/red/notes.txt", {})
     assert.equal(1, engine.data.images({ path = folder, bad = "skip" }).skipped)
+    assert.equal(0, helper.shell("mkfifo " .. folder .. "/red/pipe.png").code)   -- would block
+    fails("2 of 8 files in .* are not PNG or JPEG images", {})
+    os.remove(folder .. "/red/pipe.png")
     helper.remove(folder .. "/red/notes.txt")
     for _, name in ipairs { "red/1.png", "blue/2.jpg" } do
       local path = folder .. "/" .. name

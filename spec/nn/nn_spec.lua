@@ -219,6 +219,26 @@ describe("a module", function()
       { "nn.mlp(4, 8, { gelu = 'new' })",
         "nn.mlp: expected gelu to be 'erf' or 'tanh', got 'new'" },
       { "nn.gpt { bias = 'no' }", "nn.gpt: expected bias to be true or false, got 'no'" },
+      { "nn.batch_norm(3, { eps = 'a' })",
+        "nn.batch_norm: expected eps to be a number >= 0, got 'a'" },
+      { "nn.conv2d(3, 4, { 3 })",
+        "nn.conv2d: expected the kernel to be a number or a list of length 2, got a table" },
+      { "nn.relu():buffer('b', 5)", "buffer: expected a tensor for 'b', got 5" },
+      { "nn.relu():freeze('weight')", "freeze: expected true or false, got 'weight'" },
+      { "nn.relu():apply()", "apply: expected a function, got nothing; hint: "
+        .. "model:apply(function(module, path) ... end)" },
+      { "nn.moe { width = 4, expert = function() end }",
+        "nn.moe: expected expert(1) to return a module, got nothing" },
+      { "nn.moe { width = 4, experts = 2 }(engine.zeros(2, 8))",
+        "In moe: expected x [.. x 4], got [2 x 8]" },
+      { "nn.bert { types = 'a' }",
+        "nn.bert: expected types to be a whole number of 0 or more, got 'a'" },
+      { "nn.bert { width = 8, layers = 1 }(engine.zeros(1, 2, 'i64'), engine.zeros(1, 2, 'i64'))",
+        "In bert: bert: the model has no token types; hint: nn.bert { types = 2 }" },
+      { "nn.llama { window = { 1 }, layers = 2 }",
+        "nn.llama: expected window to have an entry for each of 2 layers, got 1" },
+      { "sick:generate({ 1 }, 2)",
+        "generate: the model's largest logit is nan; hint: are its weights finite?" },
       { "nn.attention(8, 2, { dropout = 2 })",
         "nn.attention: expected dropout in [0, 1), got 2" },
       { "nn.attention(3, 1)(engine.zeros(2, 3))",
@@ -278,8 +298,9 @@ describe("a module", function()
     }
     local small = { vocab = 16, context = 8, width = 8, heads = 2, layers = 1 }
     local place = { nn = nn, engine = engine, x = engine.zeros(1), gpt = nn.gpt(small),
-      bert = nn.bert(small),
+      bert = nn.bert(small), sick = nn.gpt(small),
       assign = function(key) nn.class("Empty")().parts = { [key or 1] = nn.relu() } end }
+    place.sick.norm.weight:fill(0 / 0)
     for _, case in ipairs(cases) do
       local chunk = assert(loadstring("local y = " .. case[1] .. "\nreturn y", "=script"))
       local good, message = pcall(setfenv(chunk, place))

@@ -6,7 +6,8 @@ local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
 local jinja = require "engine.data.jinja"
 
-local raise, raise_if, value_text = M_ffi.raise, M_ffi.raise_if, M_ffi.value_text
+local expect, raise, raise_if, value_text = M_ffi.expect, M_ffi.raise, M_ffi.raise_if,
+  M_ffi.value_text
 
 local M = {}
 local MOST_BYTES = 2 ^ 20      -- of a template
@@ -64,6 +65,8 @@ function M.of(folder)
     raise_if(type(messages) ~= "table" or type(messages[1]) ~= "table",
       "apply_chat_template: expected a list of messages { role =, content = }, got %s",
       value_text(messages))
+    expect(options == nil or type(options) == "table", options,
+      "apply_chat_template: expected a table of options")
     local variables = { add_generation_prompt = false, tools = jinja.NONE, documents = jinja.NONE,
       raise_exception = function(message) jinja.fail("%s", tostring(message)) end }
     for name, token in pairs(tokens) do variables[name] = token end

@@ -2,6 +2,7 @@
 -- is loaded when the first image of its kind is read, so the engine builds and runs without
 -- libraries for images. Called by images.lua.
 local M_ffi = require "engine.base.ffi"
+local files = require "engine.base.file"
 
 local ffi, C, fail_if = M_ffi.ffi, M_ffi.C, M_ffi.fail_if
 local M = {}
@@ -81,7 +82,7 @@ end
 
 --- Returns whether a file begins like a PNG or JPEG image.
 function M.is_image(path)
-  local file = io.open(path, "rb")
+  local file = files.is_file(path) and io.open(path, "rb")   -- opening a pipe could block
   local start = file and file:read(8) or ""
   if file then file:close() end
   return reader_of(start, #start) and true or false

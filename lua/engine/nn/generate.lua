@@ -90,6 +90,10 @@ local COLDEST = 1e-30   -- below this temperature, logits / temperature would ov
 -- Draws an id from logits [1 x V] f32. At temperature 0, returns the most likely id. top_p is a
 -- share of the total probability of the top_k tokens.
 local function sample(logits, o)
+  local most = logits:max():item()
+  if most - most ~= 0 then
+    raise("generate: the model's largest logit is %g; hint: are its weights finite?", most)
+  end
   if o.temperature < COLDEST then return logits:argmax(-1):item() end
   local V, top, ids = logits:size(-1), logits / o.temperature, nil
   local k = math.min(o.top_k or V, V)

@@ -25,6 +25,9 @@ local function convolution(name, dimensions)
     raise_if(inputs % groups ~= 0 or outputs % groups ~= 0, "%s: expected groups to divide %d " ..
       "inputs and %d outputs, got %d", title, inputs, outputs, groups)
     shape[2] = inputs / groups
+    raise_if(type(kernel) == "table" and #kernel ~= dimensions,
+      "%s: expected the kernel to be a number or a list of length %d, got a table", title,
+      dimensions)
     for d = 1, dimensions do
       shape[2 + d] = want_whole(type(kernel) == "table" and kernel[d] or kernel, title,
         "the kernel", 1)
@@ -62,7 +65,7 @@ local BatchNorm = class("batch_norm")
 function BatchNorm:init(channels, options)
   want_whole(channels, "nn.batch_norm", "channels", 1)
   options = tensor.read_named(options, "nn.batch_norm", "eps momentum affine")
-  self.eps = options.eps or 1e-5
+  self.eps = module.want_eps(options, "nn.batch_norm", 1e-5)
   self.momentum = arguments.want_number(options.momentum or 0.1, "nn.batch_norm", "momentum")
   if options.affine ~= false then
     self:parameter("weight", new_parameter({ channels }, ones), "norm")
@@ -123,7 +126,8 @@ function GroupNorm:init(groups, channels, options)
   raise_if(channels % groups ~= 0, "nn.group_norm: expected groups to divide %d channels, got %d",
     channels, groups)
   options = tensor.read_named(options, "nn.group_norm", "eps affine")
-  self.groups, self.channels, self.eps = groups, channels, options.eps or 1e-5
+  self.groups, self.channels = groups, channels
+  self.eps = module.want_eps(options, "nn.group_norm", 1e-5)
   if options.affine == false then return end
   self:parameter("weight", new_parameter({ channels }, ones), "norm")
   self:parameter("bias", new_parameter { channels }, "norm")

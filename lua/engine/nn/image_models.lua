@@ -182,7 +182,7 @@ function ViT:init(options)
 end
 -- Returns x, or raises an error unless x holds images of the size in the configuration c.
 local function images(x, c)
-  raise_if(x.ndim ~= 4 or x:size(3) ~= c.size or x:size(4) ~= c.size,
+  raise_if(x.ndim ~= 4 or x:size(2) ~= c.channels or x:size(3) ~= c.size or x:size(4) ~= c.size,
     "expected images [N x %d x %d x %d], got %s", c.channels, c.size, c.size,
     tensor.shape_text(x.shape))
   return x

@@ -51,20 +51,13 @@ M.embedding = Embedding
 
 local function ones(x) x:fill(1) end
 
--- Returns the option eps, or `preset`.
-local function eps_of(options, name, preset)
-  local eps = options.eps or preset
-  expect(type(eps) == "number" and eps >= 0, eps, "%s: expected eps to be a number >= 0", name)
-  return eps
-end
-
 --- nn.layer_norm(width [, { eps = 1e-5, bias = true }]): x [.. x C] -> [.. x C]. norm(x, branch)
 --- returns two tensors: the norm of x + branch, and x + branch.
 local LayerNorm = class("layer_norm")
 function LayerNorm:init(width, options)
   want_whole(width, "nn.layer_norm", "the width", 1)
   options = tensor.read_named(options, "nn.layer_norm", "eps bias")
-  self.eps = eps_of(options, "nn.layer_norm", 1e-5)
+  self.eps = module.want_eps(options, "nn.layer_norm", 1e-5)
   self:parameter("weight", new_parameter({ width }, ones), "norm")
   if options.bias ~= false then self:parameter("bias", new_parameter { width }, "norm") end
 end
@@ -80,7 +73,8 @@ M.layer_norm = LayerNorm
 local RMSNorm = class("rms_norm")
 function RMSNorm:init(width, options)
   want_whole(width, "nn.rms_norm", "the width", 1)
-  self.eps = eps_of(tensor.read_named(options, "nn.rms_norm", "eps"), "nn.rms_norm", 1e-6)
+  options = tensor.read_named(options, "nn.rms_norm", "eps")
+  self.eps = module.want_eps(options, "nn.rms_norm", 1e-6)
   self:parameter("weight", new_parameter({ width }, ones), "norm")
 end
 function RMSNorm:forward(x, branch) return fuse.rms_norm(x, branch, self.weight, self.eps) end

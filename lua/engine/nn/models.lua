@@ -113,8 +113,10 @@ local function embed(self, ids, types)
   local T, first, spans = ids:size(-1), rawget(self, "cached") or 0, rawget(self, "_spans")
   raise_if(first + T > self.context, "expected up to %d tokens of context, got %d", self.context,
     first + T)
-  local at = spans and spans.positions or positions(T, first)
-  local x, wtt = self.wte(ids) + self.wpe(at), rawget(self, "wtt")
+  local at, wtt = spans and spans.positions or positions(T, first), rawget(self, "wtt")
+  raise_if(types and not wtt, "%s: the model has no token types; hint: nn.bert { types = 2 }",
+    self._class)
+  local x = self.wte(ids) + self.wpe(at)
   return wtt and x + (types and wtt(types) or wtt.weight:select(1, 1)) or x
 end
 
@@ -243,6 +245,9 @@ function Llama:init(options)
     dropout = 0, attention_dropout = 0, head_width = false, bias = false, out_bias = false,
     mlp_bias = false, qk_norm = false, window = false, experts = false, top_k = 2, pad = false })
   local windows, std, out_std = type(c.window) == "table" and c.window, deviations(c.layers)
+  raise_if(windows and #windows ~= c.layers,
+    "nn.llama: expected window to have an entry for each of %d layers, got %d", c.layers,
+    windows and #windows)
   local function norm() return layers.rms_norm(c.width, { eps = c.eps }) end
   local function mlp()
     return transformer.swiglu(c.width, c.hidden, { bias = c.mlp_bias, std = std,
@@ -283,6 +288,7 @@ function Bert:init(options)
   local c = configure(self, "nn.bert", options, { vocab = 257, context = 128, width = 128,
     heads = 4, layers = 2, hidden = false, gelu = "erf", dropout = 0, attention_dropout = 0,
     types = 0, eps = 1e-12, classifier_dropout = false })
+  want_whole(c.types, "nn.bert", "types", 0)
   self.wte = layers.embedding(c.vocab, c.width, { std = 0.02 })
   self.wpe = layers.embedding(c.context, c.width, { std = 0.02 })
   if c.types > 0 then self.wtt = layers.embedding(c.types, c.width, { std = 0.02 }) end

@@ -221,6 +221,7 @@ end
 --- Registers a buffer under `key`: a tensor that has no gradient but is saved and loaded with the
 --- parameters. No optimizer updates a buffer; the module does so itself.
 function Module:buffer(key, value)
+  expect(is_tensor(value), value, "buffer: expected a tensor for '%s'", tostring(key))
   self[key] = value
   self._roles[key] = "buffer"
 end
@@ -244,6 +245,13 @@ function M.want_std(options, name)
   expect(std == nil or type(std) == "number" and std >= 0 and std < math.huge, std,
     "%s: expected std to be a finite number >= 0", name)
   return std
+end
+
+--- Returns the option `eps` of a norm, or `preset`.
+function M.want_eps(options, name, preset)
+  local eps = options.eps or preset
+  expect(type(eps) == "number" and eps >= 0, eps, "%s: expected eps to be a number >= 0", name)
+  return eps
 end
 
 --- Registers the weight [outputs x inputs ..] of a linear layer or a convolution and, unless
@@ -302,6 +310,9 @@ end
 
 --- Calls visit(module, path) for this module (path "") and every module below it.
 function Module:apply(visit, path)
+  if not path then
+    arguments.want_function(visit, "apply", "model:apply(function(module, path) ... end)")
+  end
   visit(self, path or "")
   for _, key in ipairs(self._order) do
     local child = rawget(self, key)
@@ -362,6 +373,7 @@ end
 --- gradient. freeze(false) unfreezes these parameters. If one of them is quantized, freeze(false)
 --- raises an error and unfreezes nothing.
 function Module:freeze(on)
+  expect(on == nil or type(on) == "boolean", on, "freeze: expected true or false")
   local list = self:parameters()
   for _, p in ipairs(on == false and list or {}) do
     raise_if(p.role ~= "buffer" and not p.tensor.dtype:find "^b?f%d+$",

@@ -11,7 +11,8 @@ local module = require "engine.nn.module"
 local tensor = require "engine.tensor.tensor"
 local transformer = require "engine.nn.transformer"
 
-local expect, raise_if, want_whole = M_ffi.expect, M_ffi.raise_if, arguments.want_whole
+local expect, raise, raise_if, want_whole = M_ffi.expect, M_ffi.raise, M_ffi.raise_if,
+  arguments.want_whole
 
 --- nn.moe { width, hidden = 4 * width, experts = 8, top_k = 2, expert = function(index) -> module,
 --- std }: x [.. x C] -> [.. x C]. experts_over: a group of ranks over which the experts are
@@ -42,6 +43,8 @@ function MoE:init(options)
   local experts, over = {}, divided.new(count, options)
   for e = 1, count do
     experts[e] = make(e)
+    expect(module.is_module(experts[e]), experts[e],
+      "nn.moe: expected expert(%d) to return a module", e)
     rawset(experts[e], "_group", true)
     if over then over:made(e, experts[e]) end
   end
@@ -107,8 +110,14 @@ local function choose(chance, k)
   return weight / weight:sum(-1, true), chosen
 end
 
+-- Returns x [.. x C] as rows [N x C].
+local function rows_of(x, width)
+  if x:size(-1) == width then return x:reshape(-1, width) end
+  raise("expected x [.. x %d], got %s", width, tensor.shape_text(x.shape))
+end
+
 function MoE:forward(x)
-  local rows = x:reshape(-1, self.width)                                     -- [N x C]
+  local rows = rows_of(x, self.width)                                        -- [N x C]
   local chance = self.gate(rows):to("f32"):softmax()                         -- [N x E]
   local weight, chosen = choose(chance, self.k)                              -- [N x k] both
   local y, share = run_experts(self, rows, chosen)                           -- [N x k x C], [E]

@@ -147,14 +147,13 @@ for number, name in ipairs(M_ffi.op_names) do   -- the unary operations of ops.d
   end
 end
 
+--- A row-major copy.
+function methods.contiguous(x) return run1("contiguous", x) end
 --- Computed in f32 (f64 for an f64 tensor) and rounded once into x's dtype, or into the dtype that
---- autocast sets; contiguous copies the bits.
----   contiguous         a row-major copy
+--- autocast sets. The optional argument d must be the last dimension.
 ---   softmax            e^x / sum(e^x) over the last dimension
 ---   log_softmax        log(softmax(x)) over the last dimension
 ---   logsumexp          log(sum(e^x)) over the last dimension; removes this dimension
---- The last three take an optional dimension, which must be the last one.
-function methods.contiguous(x) return run1("contiguous", x) end
 for _, name in ipairs { "softmax", "log_softmax", "logsumexp" } do
   methods[name] = function(x, d)
     want(x, name)

@@ -100,7 +100,7 @@ function M.quantize(x, options)
       "fp8.quantize: expected factor to be a number or a tensor of one element")
   end
   local shape = x.shape
-  if shape[#shape] == 0 then
+  if #shape == 0 or shape[#shape] == 0 then
     raise("fp8.quantize: expected rows of 1 or more elements, got %s %s", x.dtype,
       arguments.shape_text(shape))
   end
@@ -158,7 +158,8 @@ function M.matmul(a, b, options)
     if options.add then raise("fp8.matmul: add needs a tensor to add into; hint: into = y") end
     return run("fp8_matmul", inputs, ints)
   end
-  want(options.into, "fp8.matmul")
+  expect(arguments.is_tensor(options.into), options.into,
+    "fp8.matmul: expected into to be a tensor")
   M_ffi.prepare("fp8_matmul", inputs, ints)
   M_ffi.check(C.eng_run_into(M_ffi.call, options.into))
   return options.into
@@ -186,7 +187,7 @@ end
 function M.encode(value, format, options)
   options = read_named(options, "fp8.encode", ENCODE)
   choose(SMALL, format, "fp8.encode", "format")
-  return tonumber(C.eng_small_encode(format, want_number(value, "fp8.encode", "the number"),
+  return tonumber(C.eng_small_encode(format, want_number(value, "fp8.encode", "the first argument"),
     (options.saturate or options.up) and 1 or options.nearest and 4 or 0, 0))
 end
 

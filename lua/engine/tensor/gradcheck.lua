@@ -1,15 +1,18 @@
 -- Finite-difference checks of gradients, in f64: engine.gradcheck(f, inputs) compares the gradients
 -- of backward() with central differences of the scalar sum(f(inputs) * w) for fixed random weights
 -- w.
+local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"
 
+local expect, raise_if = M_ffi.expect, M_ffi.raise_if
 local M = {}
 
 local function weighted_sum(f, inputs, weights)
   local results = { f(unpack(inputs)) }
   local total
+  expect(tensor.is_tensor(results[1]), results[1], "gradcheck: expected f to return a tensor")
   for k, y in ipairs(results) do
     weights[k] = weights[k] or tensor.rand(y.shape, { dtype = "f64" }) + 0.5
     local part = (y:to("f64") * weights[k]):sum()
@@ -30,11 +33,21 @@ local OPTIONS = { eps = 1e-6, tolerance = 1e-6, samples = 64 }
 function M.check(f, inputs, options)
   arguments.want_function(f, "gradcheck", "engine.gradcheck(f, { x })")
   local o = arguments.merged(OPTIONS, arguments.read_named(options, "gradcheck", OPTIONS))
-  for name in pairs(OPTIONS) do arguments.want_number(o[name], "gradcheck", name) end
-  local weights, worst = {}, 0
-  for _, x in ipairs(inputs) do
-    if x.dtype == "f64" then x:requires_grad(true) end
+  for name in pairs(OPTIONS) do
+    expect(type(o[name]) == "number" and o[name] > 0, o[name],
+      "gradcheck: expected %s to be a number above 0", name)
   end
+  arguments.want_list(inputs, "gradcheck", "the inputs", "{ x, weight }")
+  local weights, worst, checked = {}, 0, 0
+  for k, x in ipairs(inputs) do
+    expect(tensor.is_tensor(x), x, "gradcheck: expected input %d to be a tensor", k)
+    if x.dtype == "f64" then
+      checked = checked + 1
+      x:requires_grad(true)
+    end
+  end
+  raise_if(checked == 0,
+    "gradcheck: expected at least one input in f64, got none; hint: x:to('f64'):keep()")
   autograd.backward(weighted_sum(f, inputs, weights))
   for k, x in ipairs(inputs) do
     if x.dtype == "f64" then

@@ -127,7 +127,9 @@ function functions.attention(q, k, v, options)
   a.causal = options.causal and 1 or 0
   a.entropy = options.entropy and C.ENG_ROW_ENTROPY or options.logit_max and C.ENG_ROW_LOGIT_MAX
     or 0
-  a.site, a.scale = options.site or 0, want_number(options.scale or 0, "attention", "scale")
+  local scale = want_number(options.scale or 0, "attention", "scale")
+  expect(scale - scale == 0, scale, "attention: expected scale to be finite")
+  a.site, a.scale = options.site or 0, scale
   local y, _, row = run_many(name, 3, 3, q, k, v)
   if options.entropy or options.logit_max then return y, row end
   return y
