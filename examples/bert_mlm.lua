@@ -23,7 +23,7 @@ local cfg = engine.config({
   tensorboard = "event files for TensorBoard, in the run's directory",
   run = "name of the run, stored under runs/; empty: not stored",
   resume = "auto, or the path of a run or checkpoint",
-  precision = { "recipe", choices = { "fp32", "bf16", "bf16_stochastic", "bf16_kahan",
+  precision = { "precision recipe", choices = { "fp32", "bf16", "bf16_stochastic", "bf16_kahan",
     "fp16" } },
   log = { "what to show", choices = { "line", "json", "quiet" } },
 }, {

@@ -13,7 +13,7 @@ local cfg = engine.config({ steps = 100, batch = 8, context = 64, width = 64, la
     width = "features per byte", layers = "blocks", heads = "attention heads",
     lr = "peak learning rate", seed = "seed for weights and the order of the data",
     clip = "largest norm of the gradient", accumulate = "micro-batches per update",
-    precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
+    precision = { "precision recipe", choices = { "fp32", "bf16", "fp16" } },
     policy = "loss-scaling policy, a name or a file" },
   { count = "steps batch context width layers heads accumulate", natural = "seed",
     positive = "lr clip", policy = "policy" })

@@ -20,7 +20,8 @@ local cfg = engine.config({ model = "", data = "", method = "sft", from = "", ou
   beta = 0.1, precision = "bf16", policy = "dynamic", checkpoint = "", seed = 1, run = "",
   log = "line" },
   { model = "folder of a Hugging Face model with its tokenizer", data = "file of JSON lines",
-    method = { "conversations or preferences", choices = { "sft", "dpo" } },
+    method = { "learn from conversations (sft) or preferences (dpo)",
+      choices = { "sft", "dpo" } },
     from = "adapters to continue: an earlier `out`, or a folder of PEFT; empty: new adapters",
     out = "output folder, which gets the folders `adapter` and `merged`",
     match = "patterns for the names of the layers that get adapters",
@@ -31,7 +32,7 @@ local cfg = engine.config({ model = "", data = "", method = "sft", from = "", ou
     precision = "precision recipe",
     policy = "loss-scaling policy", checkpoint = "block: recompute blocks to save memory",
     seed = "seed for adapters and data", run = "name of the run; empty: not stored",
-    log = { "how progress is shown", choices = { "line", "json", "quiet" } } },
+    log = { "what to show", choices = { "line", "json", "quiet" } } },
   { count = "rank steps batch context", positive = "lr beta", natural = "seed",
     not_negative = "alpha", policy = "policy", pattern = "match" })
 

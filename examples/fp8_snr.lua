@@ -35,7 +35,7 @@ local fp8 = engine.fp8
 
 local cfg = engine.config({ samples = 200, seed = 1, slips = true, svg = "" },
   { samples = "dot products of each kind", seed = "seed for the numbers",
-    slips = "false: without the study's simfloat bug", svg = "a file for the curves" },
+    slips = "repeat the bug in the study's simfloat", svg = "a file for the curves" },
   { count = "samples", natural = "seed", output = "svg" })
 local LENGTHS, COLUMNS = { 128, 1024, 4096 }, {}
 for _, rho in ipairs { 0, 0.01, 0.1, 0.2 } do

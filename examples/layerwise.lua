@@ -27,7 +27,7 @@ local cfg = engine.config({ policy = "layerwise", seeds = 0, seed = 1, steps = 3
     depth = "layers of the encoder", width = "features", batch = "rows per step",
     units = "size of the estimated quantity",
     weight = "weight of the encoder's loss", lr = "learning rate",
-    precision = { "recipe", choices = { "fp32", "fp16" } } },
+    precision = { "precision recipe", choices = { "fp32", "fp16" } } },
   { count = "steps depth width batch", natural = "seeds seed", positive = "lr units",
     not_negative = "weight", policy = "policy" })
 

@@ -26,7 +26,7 @@ local cfg = engine.config({
   run = "name of the run, stored under runs/; empty: not stored",
   resume = "auto, or the path of a run or checkpoint",
   rope = "base of the rotary angles",
-  precision = { "recipe", choices = { "fp32", "bf16", "bf16_stochastic", "bf16_kahan",
+  precision = { "precision recipe", choices = { "fp32", "bf16", "bf16_stochastic", "bf16_kahan",
     "fp16" } },
   log = { "what to show", choices = { "line", "json", "quiet" } },
 }, {

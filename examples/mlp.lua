@@ -11,7 +11,7 @@ local cfg = engine.config({ steps = 800, batch = 64, lr = 5e-3, hidden = 128, no
   { steps = "training steps", batch = "digits per step", lr = "peak learning rate",
     seed = "seed for weights, digits and the order of the data",
     hidden = "hidden features", noise = "standard deviation of the noise", count = "digits to draw",
-    precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
+    precision = { "precision recipe", choices = { "fp32", "bf16", "fp16" } },
     policy = "loss-scaling policy; empty: the precision's default",
     log = { "what to show", choices = { "line", "json", "quiet" } } },
   { count = "steps batch hidden count", natural = "seed", positive = "lr", not_negative = "noise",

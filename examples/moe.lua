@@ -37,7 +37,7 @@ local cfg = engine.config({ policy = "per_expert", seeds = 0, seed = 1, steps = 
     batch = "tokens per step on each rank", hidden = "hidden features of an expert",
     large = "factor on the features of an outlier",
     every = "every N-th token is an outlier if it is of the first domain", lr = "learning rate",
-    precision = { "recipe", choices = engine.precision.names() },
+    precision = { "precision recipe", choices = engine.precision.names() },
     experts_over = "ranks that share the experts; 1: each rank has all",
     dispatch = { "format of tokens sent to experts", choices = { "own", "fp32", "bf16", "fp8" } },
     combine = { "format of the outputs sent back", choices = { "own", "fp32", "bf16" } },

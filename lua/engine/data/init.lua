@@ -267,8 +267,8 @@ function M.tokens(given)
     raise("data.tokens: the header of %s gives %d tokens, but the file holds %s%s", o.path, n,
       tostring(held), n > held and "; hint: the file is truncated" or "")
   elseif held % 1 ~= 0 then
-    raise("data.tokens: expected %s to hold %s tokens, got %d bytes, which %d does not divide; "
-      .. "hint: `engine data tokenize` converts a text to tokens", o.path, LONG[dtype], bytes,
+    raise("data.tokens: expected %s to hold %s tokens, got %d bytes, which is not a multiple of "
+      .. "%d; hint: `engine data tokenize` converts a text to tokens", o.path, LONG[dtype], bytes,
       width)
   end
   local tokens = ffi.cast(POINTERS[dtype], base + offset)

@@ -3,10 +3,11 @@
 -- component. The function takes two arguments: `to` = { stage(kind, flags, a, b), frame(id, after),
 -- fail(format, ...) }, and a component of the file. It adds the component's steps to `to`. A type
 -- that is not in the table raises a one-line error. Called by tokenizer.lua.
-local C = require("engine.base.ffi").C
+local M_ffi = require "engine.base.ffi"
 local cjson = require "cjson"
 local nearest = require "engine.base.nearest"
 
+local C, value_text = M_ffi.C, M_ffi.value_text
 local M = {}
 
 -- ------------------------------------------------------------------ fields
@@ -15,13 +16,19 @@ local M = {}
 function M.given(value) return value ~= nil and value ~= cjson.null end
 local given = M.given
 
+-- The types of Lua -> JSON's words, for messages.
+local JSON = { table = "a list or an object", string = "a string", number = "a number",
+  boolean = "true or false" }
+
 --- Returns a field of a component, after a check that its type is `kind`. default: what to return
 --- if the field is missing; without a default, a missing field is an error.
 function M.field(to, part, name, kind, default)
   local value, owner = part[name], type(part.type) == "string" and part.type .. "." or ""
   if given(value) and type(value) == kind then return value end
-  if given(value) then to.fail("%s%s: expected a %s, got a %s", owner, name, kind, type(value)) end
-  if default == nil then to.fail("%s%s: expected a %s, got nothing", owner, name, kind) end
+  if given(value) or default == nil then
+    to.fail("%s%s: expected %s, got %s", owner, name, JSON[kind],
+      given(value) and (type(value) == "table" and JSON.table or value_text(value)) or "nothing")
+  end
   return default
 end
 local field = M.field

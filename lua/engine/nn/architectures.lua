@@ -187,7 +187,9 @@ local function file_names(arch, name, prefix)
   local module, leaf = key:match("^(.*)(%.[^.]+)$")
   local names = arch.names[key]
   if names then leaf = "" else names = arch.names[module] end
-  if not names then error(("'%s' has no name in Hugging Face's files"):format(name), 0) end
+  if not names then
+    error(("the parameter '%s' has no name in Hugging Face's files"):format(name), 0)
+  end
   local list, transposed = split(names, leaf)
   for i, text in ipairs(list) do list[i] = text:gsub("^%.", prefix):format(unpack(numbers)) end
   return list, transposed

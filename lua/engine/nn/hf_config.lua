@@ -232,7 +232,9 @@ function M.options_of(fields, where)
       table.concat(arch.classes, " "))
   end
   for _, key in ipairs(architectures.unsupported) do
-    if value_of(fields, key) ~= nil then fail(where, "%s is not supported", key) end
+    if value_of(fields, key) ~= nil then
+      fail(where, "%s is not supported; hint: use the model without quantization", key)
+    end
   end
   local o = arguments.merged(arch.options)
   for _, key in ipairs(nearest.keys(arch.fields)) do

@@ -60,7 +60,7 @@ local function open_weights(folder)
     if not files.exists(path) then
       fail("%s is missing; hint: %s", path, map
         and "the index names it as a shard; copy it into the folder"
-        or "save_pretrained writes it")
+        or "transformers' save_pretrained writes it")
     end
     local file = safetensors.open(path)
     opened[path] = file
@@ -146,7 +146,8 @@ local function check_names(plan, weights, arch, tied, new_classifier)
       local found = weights.entries[name]
       item.new = not found and new_classifier and of_classifier(item.parameter.name)
       if not item.new then
-        if not found then fail("%s has no tensor '%s'", weights.where, part.name) end
+        fail_if(not found, "%s has no tensor '%s'; hint: config.json may belong to another model",
+          weights.where, part.name)
         local shape = { unpack(item.parameter.tensor.shape) }
         shape[1] = part.rows
         if item.transposed then shape = { shape[2], shape[1] } end

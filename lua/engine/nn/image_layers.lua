@@ -80,7 +80,8 @@ end
 -- follows the variance with the divisor n - 1, as in PyTorch.
 local function follow(self, mean, variance, n)
   raise_if(n < 2,
-    "nn.batch_norm: expected more than one number for each channel in training mode, got %g", n)
+    "nn.batch_norm: expected more than one number for each channel in training mode, got %g; " ..
+    "hint: a larger batch, or model:eval()", n)
   local m = self.momentum
   self.running_mean:copy(self.running_mean * (1 - m) + mean * m)
   self.running_var:copy(self.running_var * (1 - m) + variance * (m * n / (n - 1)))
