@@ -406,8 +406,8 @@ describe("data", function()
     refuses("data.text { text = '', context = 4 }",
       "data.text: 0 tokens of the text are too few for a context of 4, which needs 5")
     refuses("data.tokens { path = folder .. '/odd.bin', context = 1 }",
-      "data.tokens: expected FOLDER/odd.bin to hold uint16 tokens, got 3 bytes, which 2 does " ..
-      "not divide; hint: `engine data tokenize` converts a text to tokens")
+      "data.tokens: expected FOLDER/odd.bin to hold uint16 tokens, got 3 bytes, which is not " ..
+      "a multiple of 2; hint: `engine data tokenize` converts a text to tokens")
     refuses("data.tokens { path = folder .. '/cut.bin', context = 1 }",
       "data.tokens: the header of FOLDER/cut.bin gives 9 tokens, but the file holds 8; hint: " ..
       "the file is truncated")

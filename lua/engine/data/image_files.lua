@@ -80,11 +80,13 @@ local function reader_of(bytes, size)
   return start == "\137PNG\r\n\26\n" and read_png or start:sub(1, 3) == "\255\216\255" and read_jpeg
 end
 
---- Returns whether a file begins like a PNG or JPEG image.
+--- Returns whether a file begins like a PNG or JPEG image. Raises an error if it cannot be opened.
 function M.is_image(path)
-  local file = files.is_file(path) and io.open(path, "rb")   -- opening a pipe could block
-  local start = file and file:read(8) or ""
-  if file then file:close() end
+  if not files.is_file(path) then return false end           -- opening a pipe could block
+  local file, why = io.open(path, "rb")
+  if not file then M_ffi.raise("data.images: cannot read %s", why) end
+  local start = file:read(8) or ""
+  file:close()
   return reader_of(start, #start) and true or false
 end
 

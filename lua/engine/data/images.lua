@@ -30,7 +30,7 @@ local function scan(path)
     local folder = path .. "/" .. class
     if file.is_folder(folder) then
       classes[#classes + 1] = class
-      for _, name in ipairs(file.names(folder) or {}) do
+      for _, name in ipairs(file.names(folder) or raise("data.images: %s", M_ffi.message())) do
         local image = folder .. "/" .. name
         local into = image_files.is_image(image) and list or others
         into[#into + 1] = { image, #classes - 1 }

@@ -24,8 +24,10 @@ local FILE_BYTES = 2 ^ 26      -- a larger tokenizer.json is refused
 local function read_json(path)
   expect(type(path) == "string", path, "tokenizer: expected a folder or a tokenizer.json")
   if C.eng_file_kind(path) == C.ENG_FILE_FOLDER then path = path .. "/tokenizer.json" end
-  raise_if(C.eng_file_kind(path) == C.ENG_FILE_NONE,
-    "tokenizer: %s: no such file; expected a folder with tokenizer.json, or the file", path)
+  if C.eng_file_kind(path) == C.ENG_FILE_NONE then
+    raise("tokenizer: %s; expected a folder with tokenizer.json, or the file",
+      select(2, io.open(path)) or path)
+  end
   local mapping = files.map(path)
   raise_if(mapping.size > FILE_BYTES, "tokenizer: %s has %.0f bytes, expected at most %.0f", path,
     tonumber(mapping.size), FILE_BYTES)
