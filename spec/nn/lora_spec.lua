@@ -382,7 +382,7 @@ describe("nn.lora", function()
     assert.matches("qkv is LoRA with rank 4 and alpha 16, but LoRA with rank 8 "
       .. "and alpha 16 in the file",
       refused(nn.lora(tiny(), { match = "attn", rank = 4 }), "a"), 1, true)
-    assert.matches("the model has fewer adapters",
+    assert.matches("the model has 2 adapters, the file has 4",
       refused(nn.lora(tiny(), { match = "1.attn" }), "a"), 1, true)
     assert.matches("cannot read .*/none/adapter_config.json", refused(tiny(), "none"))
     local config = helper.read(folder .. "/a/adapter_config.json")

@@ -172,6 +172,8 @@ describe("a module", function()
 
   it("reports mistakes in one line at the script's position", step(function()
     local cases = {
+      { "nn.ModuleList {}", "engine.nn has no 'ModuleList'; hint: docs/from-pytorch.md lists "
+        .. "PyTorch's names" },
       { "nn.linera(1, 2)", "engine.nn has no 'linera'; did you mean 'linear'?" },
       { "nn.linear(1)",
         "nn.linear: expected outputs to be a whole number of 1 or more, got nothing" },

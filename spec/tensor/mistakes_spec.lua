@@ -12,7 +12,8 @@ describe("a mistake with tensors", function()
   local cases = {
     { "x:viw(6)", "a tensor has no method 'viw'; did you mean 'view'?" },
     { "x:soft_max()", "a tensor has no method 'soft_max'; did you mean 'softmax'?" },
-    { "x.nothing_like_it_at_all", "a tensor has no method 'nothing_like_it_at_all'" },
+    { "x.nothing_like_it_at_all", "a tensor has no method 'nothing_like_it_at_all'; hint: "
+      .. "docs/from-pytorch.md lists PyTorch's names" },
     { "engine.zerros(2)", "engine has no 'zerros'; did you mean 'zeros'?" },
     { "x[1]", "a tensor cannot be indexed, got x[1]; hint: x:select(1, i), x:slice(1, i, j)" },
     { "(function() x.y = 1 end)()",

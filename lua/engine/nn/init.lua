@@ -20,7 +20,8 @@ return setmetatable(nn, {
         return hf.new(require("engine.base.arguments").merged({ model_type = "gpt2" }, fields))
       end })
     end
-    error(("engine.nn has no '%s'%s"):format(tostring(key),
-      nearest.hint(key, nearest.keys(t), true)), 2)
+    local hint = nearest.hint(key, nearest.keys(t), true)
+    error(("engine.nn has no '%s'%s"):format(tostring(key), hint ~= "" and hint
+      or "; hint: docs/from-pytorch.md lists PyTorch's names"), 2)
   end,
 })

@@ -297,8 +297,8 @@ local function compare(model, list, dora, fail)
     count = count + (own and 1 or 0)
   end
   if count > 0 and #list > count then
-    fail("the model has fewer adapters than the file, %d and %d; hint: load into a model without "
-      .. "adapters", count, #list)
+    fail("the model has %d adapters, the file has %d; hint: load into a model without adapters",
+      count, #list)
   end
   return count > 0
 end

@@ -201,7 +201,9 @@ ffi.metatype(Tensor, {
     for _, names in ipairs { methods, getters } do
       for name in pairs(names) do known[name] = true end
     end
-    raise("a tensor has no method '%s'%s", key, nearest.hint(key, known, true))
+    local hint = nearest.hint(key, known, true)
+    raise("a tensor has no method '%s'%s", key, hint ~= "" and hint
+      or "; hint: docs/from-pytorch.md lists PyTorch's names")
   end,
   __newindex = no_assignment,
   __tostring = describe,
