@@ -37,7 +37,7 @@ local cfg = engine.config({ model = "", data = "", method = "sft", from = "", ou
     not_negative = "alpha", policy = "policy", pattern = "match" })
 
 for _, name in ipairs { "model", "data" } do
-  if cfg[name] == "" then engine.config.fail("%s: expected a path; see help", name) end
+  if cfg[name] == "" then engine.config.fail("%s: expected a path, got nothing", name) end
 end
 engine.seed(cfg.seed)
 local model = engine.load_model(cfg.model)   -- first, because its errors explain a bad folder

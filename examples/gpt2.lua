@@ -50,9 +50,8 @@ local cfg = engine.config({
   folder = "model save", file = "data",
 })
 if cfg.data == "" then
-  io.stderr:write("gpt2.lua: expected data=FILE, a .npy or .bin file of tokens; hint: engine ",
-    "data tokenize TEXT --tokenizer FOLDER -o FILE.npy\n")
-  os.exit(2)
+  engine.config.fail("data: expected a .npy or .bin file of tokens, got nothing; hint: `engine " ..
+    "data tokenize TEXT --tokenizer FOLDER -o FILE.npy` makes one")
 end
 
 engine.seed(cfg.seed)

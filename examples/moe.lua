@@ -48,8 +48,9 @@ if cfg.experts < 3 then
   engine.config.fail("experts: expected 3 or more (the third is measured), got %d", cfg.experts)
 end
 if ranks.size() % cfg.experts_over ~= 0 or cfg.experts % cfg.experts_over ~= 0 then
-  engine.config.fail("experts_over: expected a divisor of the %d ranks and the %d experts, got %d",
-    ranks.size(), cfg.experts, cfg.experts_over)
+  engine.config.fail("experts_over: expected a divisor of the number of ranks, %d, and of the " ..
+    "number of experts, %d, got %d; hint: mpirun -np N starts N ranks", ranks.size(), cfg.experts,
+    cfg.experts_over)
 end
 
 local TOKENS, FEATURES, CLASSES, WIDTH = 4096, 16, 8, 16 + cfg.experts
