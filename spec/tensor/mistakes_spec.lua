@@ -164,6 +164,12 @@ describe("a mistake with tensors", function()
       .. "x:transpose(1, -1) makes it the last" },
     { "x:logsumexp(3)", "logsumexp: there is no dimension 3 in [2 x 3]; dimensions count from 1, "
       .. "or from -1 backward" },
+    { "x:topk(1, 1)", "topk: expected the last dimension of [2 x 3], got dimension 1; hint: "
+      .. "x:transpose(1, -1) makes it the last" },
+    { "engine.stack({ x, x }, 0)", "stack: expected a dimension from 1 to 3 for [2 x 3], got 0" },
+    { "engine.randint(0, 300, 2, 'u8')",
+      "randint: u8 holds whole numbers from 0 to 2^8 - 1, got 299" },
+    { "x:copy()", "copy: expected a tensor, a number or a table of numbers, got nothing" },
     { "x:norm(1)", "norm: expected no argument or 2, for the Euclidean norm, got 1" },
     { "x:max('a')", "max: expected a dimension to be a whole number, got 'a'" },
     { "engine.zeros(0):max()", "max: expected at least one element, got f32 [0]" },

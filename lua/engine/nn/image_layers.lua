@@ -67,7 +67,7 @@ function BatchNorm:init(channels, options)
   options = tensor.read_named(options, "nn.batch_norm", "eps momentum affine")
   self.eps = module.want_eps(options, "nn.batch_norm", 1e-5)
   self.momentum = arguments.want_number(options.momentum or 0.1, "nn.batch_norm", "momentum")
-  if options.affine ~= false then
+  if module.want_flag(options, "affine", "nn.batch_norm", true) then
     self:parameter("weight", new_parameter({ channels }, ones), "norm")
     self:parameter("bias", new_parameter { channels }, "norm")
   end
@@ -129,7 +129,7 @@ function GroupNorm:init(groups, channels, options)
   options = tensor.read_named(options, "nn.group_norm", "eps affine")
   self.groups, self.channels = groups, channels
   self.eps = module.want_eps(options, "nn.group_norm", 1e-5)
-  if options.affine == false then return end
+  if not module.want_flag(options, "affine", "nn.group_norm", true) then return end
   self:parameter("weight", new_parameter({ channels }, ones), "norm")
   self:parameter("bias", new_parameter { channels }, "norm")
 end

@@ -59,7 +59,8 @@ function LayerNorm:init(width, options)
   options = tensor.read_named(options, "nn.layer_norm", "eps bias")
   self.eps = module.want_eps(options, "nn.layer_norm", 1e-5)
   self:parameter("weight", new_parameter({ width }, ones), "norm")
-  if options.bias ~= false then self:parameter("bias", new_parameter { width }, "norm") end
+  if not module.want_flag(options, "bias", "nn.layer_norm", true) then return end
+  self:parameter("bias", new_parameter { width }, "norm")
 end
 function LayerNorm:forward(x, branch)
   return fuse.layer_norm(x, branch, self.weight, rawget(self, "bias"), self.eps)

@@ -247,6 +247,14 @@ function M.want_std(options, name)
   return std
 end
 
+--- Returns the option `key`, or `preset`. Raises an error unless it is a boolean.
+function M.want_flag(options, key, name, preset)
+  local flag = options[key]
+  if flag == nil then flag = preset end
+  expect(type(flag) == "boolean", flag, "%s: expected %s to be true or false", name, key)
+  return flag
+end
+
 --- Returns the option `eps` of a norm, or `preset`.
 function M.want_eps(options, name, preset)
   local eps = options.eps or preset
@@ -264,7 +272,7 @@ function M.add_linear(self, shape, options)
   local function uniform(x) x:uniform(-bound, bound) end
   self:parameter("weight", M.new_parameter(shape,
     std and function(x) x:normal(0, std) end or uniform), "linear")
-  if options.bias == false then return end
+  if not M.want_flag(options, "bias", "nn." .. self._class, true) then return end
   self:parameter("bias", M.new_parameter({ shape[1] }, not std and uniform), "linear")
 end
 

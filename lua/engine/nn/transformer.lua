@@ -86,7 +86,8 @@ function Attention:init(width, heads, options)
   raise_if(options.window and options.causal == false,
     "nn.attention: a window needs causal attention, got causal = false")
   self.heads, self.kv_heads, self.head_width = heads, kv_heads, D
-  self.causal, self.window, self.dropout = options.causal ~= false, options.window, dropout
+  self.causal = module.want_flag(options, "causal", "nn.attention", true)
+  self.window, self.dropout = options.window, dropout
   self.attention_factor = 1
   if options.rope then read_rope(self, options.rope, D) end
   self.watch_entropy, self.watch_logits = false, false

@@ -17,6 +17,15 @@ local NAMES = { attention = { "q", "k", "v" }, cross_entropy = { "logits", "targ
 --- Functions by name: `methods` are the methods of tensors, `functions` all others.
 local M = { methods = {}, functions = {} }
 
+--- Raises an error unless d is nil or the last dimension of the tensor x.
+function M.want_last(x, d, name)
+  if d == nil then return end
+  local k, what = arguments.dimension(x, d, name)
+  M_ffi.raise_if(k ~= what.ndim - 1, "%s: expected the last dimension of %s, got dimension %d; " ..
+    "hint: x:transpose(%d, -1) makes it the last", name,
+    arguments.shape_text(arguments.shape_table(what)), k + 1, k + 1)
+end
+
 --- Runs an operation on one tensor. The caller has already set the attributes of the operation.
 function M.run1(name, a)
   want(a, name)

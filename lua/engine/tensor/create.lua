@@ -121,6 +121,7 @@ function M.randint(low, high, ...)
   raise_if(want_whole(high, "randint", "the upper bound") <= low,
     "randint: expected low < high, got %d and %d", low, high)
   local ndim, options = read_shape("randint", ...)
+  want_held({ [0] = low, high - 1 }, 2, dtype_of(options), "randint")
   local x = make("randint", ndim, options, "i64")
   local count = tonumber(info(x).count)
   local values = arguments.host_array("double[?]", count, "randint")

@@ -4,12 +4,9 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local calls = require "engine.tensor.calls"
 
-local C, check, expect, raise_if, Tensor, call = M_ffi.C, M_ffi.check, M_ffi.expect,
-  M_ffi.raise_if, M_ffi.Tensor, M_ffi.call
+local C, check, expect, Tensor, call = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.Tensor, M_ffi.call
 local ints, floats = call.ints, call.floats
 local is_tensor, info, want = arguments.is_tensor, arguments.info, arguments.want
-local dimension, shape_text, shape_table = arguments.dimension, arguments.shape_text,
-  arguments.shape_table
 local dtype_number, read_named = arguments.dtype_number, arguments.read_named
 local methods, run1, run2, run_many = calls.methods, calls.run1, calls.run2, calls.run_many
 local want_number, huge, STEP = arguments.want_number, math.huge, C.ENG_STEP
@@ -157,12 +154,7 @@ function methods.contiguous(x) return run1("contiguous", x) end
 for _, name in ipairs { "softmax", "log_softmax", "logsumexp" } do
   methods[name] = function(x, d)
     want(x, name)
-    if d ~= nil then
-      local k, what = dimension(x, d, name)
-      raise_if(k ~= what.ndim - 1, "%s: expected the last dimension of %s, got dimension %d; " ..
-        "hint: x:transpose(%d, -1) makes it the last", name, shape_text(shape_table(what)), k + 1,
-        k + 1)
-    end
+    calls.want_last(x, d, name)
     return run1(name, x)
   end
 end

@@ -147,6 +147,8 @@ function methods.zero(x) return (fill(x, 0, "zero")) end
 --- Copies the elements of a tensor or a nested table of x's shape into x, in x's dtype; returns x.
 function methods.copy(x, source)
   if not is_tensor(source) then
+    expect(source ~= nil and type(source) ~= "string", source,
+      "copy: expected a tensor, a number or a table of numbers")
     source = M.tensor(source, { dtype = dtype_name[info(x).dtype], keep = false })
   end
   check(C.eng_copy(x, source))

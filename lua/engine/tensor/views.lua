@@ -169,24 +169,27 @@ function methods.squeeze(x, d)
   return run1("reshape", x)
 end
 
---- x with a new dimension of size 1, which becomes dimension d.
-function methods.unsqueeze(x, d)
-  want(x, "unsqueeze")
+-- Returns x with a new dimension of size 1, which becomes dimension d.
+local function unsqueeze(x, d, name)
+  want(x, name)
   local what = info(x)
   local n = what.ndim
-  local k = want_whole(d, "unsqueeze", "a dimension") < 0 and d + n + 2 or d
+  local k = want_whole(d, name, "a dimension") < 0 and d + n + 2 or d
   if k < 1 or k > n + 1 then
-    raise("unsqueeze: expected a dimension from 1 to %d for %s, got %d", n + 1,
+    raise("%s: expected a dimension from 1 to %d for %s, got %d", name, n + 1,
       shape_text(shape_table(what)), d)
   end
   if n == C.ENG_MAX_DIMS then
-    raise("unsqueeze: expected a tensor of up to %d dimensions, got %s",
+    raise("%s: expected a tensor of up to %d dimensions, got %s", name,
       tonumber(C.ENG_MAX_DIMS) - 1, shape_text(shape_table(what)))
   end
   for i = 1, n + 1 do ints[i] = i < k and what.shape[i - 1] or i > k and what.shape[i - 2] or 1 end
   ints[0] = n + 1
   return run1("reshape", x)
 end
+
+--- x with a new dimension of size 1, which becomes dimension d.
+function methods.unsqueeze(x, d) return unsqueeze(x, d, "unsqueeze") end
 
 local function want_list(list, name)
   M_ffi.expect(type(list) == "table", list, "%s: expected a list of tensors", name)
@@ -223,7 +226,7 @@ function functions.stack(list, d)
     if shape ~= first then
       raise("stack: expected tensors of one shape, got %s and %s", first, shape)
     end
-    raised[i] = methods.unsqueeze(x, d or 1)
+    raised[i] = unsqueeze(x, d or 1, "stack")
   end
   return functions.concat(raised, d or 1)
 end
@@ -245,8 +248,10 @@ end
 function methods.embedding(weight, ids) return run2("embedding", weight, ids) end
 
 --- Returns the k largest elements along the last dimension, [.. x k], and their indices (from 0).
-function methods.topk(x, k)
+--- The optional argument d must be the last dimension.
+function methods.topk(x, k, d)
   want(x, "topk")
+  calls.want_last(x, d, "topk")
   call.op, call.n_in, call.n_out, inputs[0], ints[0] = op.topk, 1, 2, x,
     want_whole(k, "topk", "k", 0)
   return run_call()
