@@ -21,33 +21,21 @@ for i, name in ipairs { "f64", "f32", "tf32", "bf16", "f16", "e5m6", "e5m2", "e4
   FORMATS[i] = formats.of(name)
 end
 
-local cast = ffi.new "union { double d; uint64_t q; }"
-local cast32 = ffi.new "union { float f; uint32_t u; }"
+local cast = ffi.new "union { double f64; uint64_t f64_code; float f32; uint32_t f32_code; }"
+local IS_C = { f64 = true, f32 = true }     -- formats that C has; the core converts the others
 
 local function encode(format, x)
   local name = format.name
-  if name == "f64" then
-    cast.d = x
-    return cast.q
-  end
-  if name == "f32" then
-    cast32.f = x
-    return ffi.new("uint64_t", cast32.u)
-  end
-  return ffi.new("uint64_t", tonumber(C.eng_small_encode(name, x, 0, 0)))
+  if not IS_C[name] then return ffi.new("uint64_t", tonumber(C.eng_small_encode(name, x, 0, 0))) end
+  cast[name] = x
+  return ffi.new("uint64_t", cast[name .. "_code"])
 end
 
 local function decode(format, code)
   local name = format.name
-  if name == "f64" then
-    cast.q = code
-    return cast.d
-  end
-  if name == "f32" then
-    cast32.u = tonumber(code)
-    return cast32.f
-  end
-  return C.eng_small_decode(name, tonumber(code))
+  if not IS_C[name] then return C.eng_small_decode(name, tonumber(code)) end
+  cast[name .. "_code"] = code
+  return cast[name]
 end
 
 -- 2^n as uint64.
