@@ -367,7 +367,7 @@ describe("data", function()
     refuses("data.text { path = {} }", "data.text: expected at least one file, got an empty list")
     refuses("data.text { path = 'a', text = 'abc' }", "data.text: expected path or text, got both")
     refuses("data.shapes { count = 1e9 }", "data.shapes: 1000000000 images of 32 x 32 are too " ..
-      "large; expected at most 2^28 values in all")
+      "many; expected at most 2^28 values in all")
     refuses("data.csv { path = folder }", "data.csv: FOLDER is a folder, expected a file")
     for _, loader in ipairs { "data.text { text = 'abc', context = 1 }",
       "data.mix { loaders = { data.text { text = 'abc', context = 1 } } }" } do

@@ -245,9 +245,10 @@ describe("a module", function()
       { "nn.bert { width = 8, layers = 1 }(engine.zeros(1, 2, 'i64'), engine.zeros(1, 2, 'i64'))",
         "In bert: bert: the model has no token types; hint: nn.bert { types = 2 }" },
       { "nn.llama { window = { 1 }, layers = 2 }",
-        "nn.llama: expected window to have an entry for each of 2 layers, got 1" },
+        "nn.llama: expected window to have 2 entries, one for each layer, got 1" },
       { "sick:generate({ 1 }, 2)",
-        "generate: the model's largest logit is nan; hint: are its weights finite?" },
+        "generate: expected finite logits from the model, got nan; hint: its weights may hold "
+          .. "inf or nan" },
       { "nn.attention(8, 2, { dropout = 2 })",
         "nn.attention: expected dropout in [0, 1), got 2" },
       { "nn.attention(3, 1)(engine.zeros(2, 3))",

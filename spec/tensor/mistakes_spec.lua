@@ -65,19 +65,20 @@ describe("a mistake with tensors", function()
     { "engine.tensor { x = 1 }", "tensor: expected the table to be a list, such as { 1, 2, 3 }, "
       .. "got a table with the field 'x'" },
     { "engine.tensor { { 1, 2 }, { 3 } }",
-      "tensor: expected rows of one length: a table of 2 entries at depth 2, as the first one "
-        .. "there, got a table of 1" },
+      "tensor: expected each row at depth 2 to be a table of length 2, like the first row, got a "
+        .. "table of length 1" },
     { "engine.tensor { { 1, 2 }, 3 }",
-      "tensor: expected rows of one length: a table of 2 entries at depth 2, as the first one "
-        .. "there, got 3" },
-    { "engine.tensor({ 1, 300 }, 'i8')", "tensor: i8 holds whole numbers from -2^7 to 2^7 - 1, "
-      .. "got 300" },
+      "tensor: expected each row at depth 2 to be a table of length 2, like the first row, got 3" },
+    { "engine.tensor({ 1, 300 }, 'i8')", "tensor: expected whole numbers from -2^7 to "
+      .. "2^7 - 1, the range of i8, got 300" },
     { "engine.tensor({ 0.5 }, { dtype = 'i64' })",
-      "tensor: i64 holds whole numbers from -2^63 to 2^63 - 1, got 0.5" },
-    { "i:fill(0 / 0)", "fill: i64 holds whole numbers from -2^63 to 2^63 - 1, got nan" },
-    { "engine.full({ 2 }, -1, 'u8')", "full: u8 holds whole numbers from 0 to 2^8 - 1, got -1" },
+      "tensor: expected whole numbers from -2^63 to 2^63 - 1, the range of i64, got 0.5" },
+    { "i:fill(0 / 0)",
+      "fill: expected whole numbers from -2^63 to 2^63 - 1, the range of i64, got nan" },
+    { "engine.full({ 2 }, -1, 'u8')",
+      "full: expected whole numbers from 0 to 2^8 - 1, the range of u8, got -1" },
     { "engine.arange(0, 1, 0.5, 'i32')",
-      "arange: i32 holds whole numbers from -2^31 to 2^31 - 1, got 0.5" },
+      "arange: expected whole numbers from -2^31 to 2^31 - 1, the range of i32, got 0.5" },
     { "engine.tensor { { { { { { { 1 } } } } } } }", "tensor: expected up to 6 dimensions, got 7" },
     { "engine.arange(1)", "arange: expected the last value to be a number, got nothing" },
     { "engine.arange(1, 5, 0)", "arange: expected a step other than 0, got 0" },
@@ -125,7 +126,8 @@ describe("a mistake with tensors", function()
     { "(w * w):sum():backward { scale = 0 / 0 }",
       "backward: expected scale to be a finite number, got nan" },
     { "x()", "a tensor cannot be called; hint: x:method(...), or model(x)" },
-    { "x % 2", "expected two numbers for %, got a tensor; hint: x:totable(), or engine.custom" },
+    { "x % 2", "expected two numbers for %, got a tensor; hint: if x >= 0, "
+      .. "x - (x / n):to('i64') * n" },
     { "x[{}]", "a tensor cannot be indexed, got x[a table]; hint: x:select(1, i), "
       .. "x:slice(1, i, j)" },
     { "ipairs(x)", "a tensor cannot be looped over; hint: for i = 1, x:size(1) do local row = "
@@ -168,7 +170,7 @@ describe("a mistake with tensors", function()
       .. "x:transpose(1, -1) makes it the last" },
     { "engine.stack({ x, x }, 0)", "stack: expected a dimension from 1 to 3 for [2 x 3], got 0" },
     { "engine.randint(0, 300, 2, 'u8')",
-      "randint: u8 holds whole numbers from 0 to 2^8 - 1, got 299" },
+      "randint: expected whole numbers from 0 to 2^8 - 1, the range of u8, got 299" },
     { "x:copy()", "copy: expected a tensor, a number or a table of numbers, got nothing" },
     { "x:norm(1)", "norm: expected no argument or 2, for the Euclidean norm, got 1" },
     { "x:max('a')", "max: expected a dimension to be a whole number, got 'a'" },

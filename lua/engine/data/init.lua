@@ -480,7 +480,7 @@ end
 function M.shapes(given)
   local o = options_of("shapes", given or {}, { count = 1024, size = 32, noise = 0.1, batch = 32,
     shuffle = true, seed = 1234 })
-  raise_if(o.count * 3 * o.size ^ 2 > 2 ^ 28, "data.shapes: %d images of %d x %d are too large; " ..
+  raise_if(o.count * 3 * o.size ^ 2 > 2 ^ 28, "data.shapes: %d images of %d x %d are too many; " ..
     "expected at most 2^28 values in all", o.count, o.size, o.size)
   local x, y, names = images.draw(o)
   local self = M.tensors { x = x, y = y, batch = o.batch, shuffle = o.shuffle, seed = o.seed }

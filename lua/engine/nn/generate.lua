@@ -92,7 +92,8 @@ local COLDEST = 1e-30   -- below this temperature, logits / temperature would ov
 local function sample(logits, o)
   local most = logits:max():item()
   if most - most ~= 0 then
-    raise("generate: the model's largest logit is %g; hint: are its weights finite?", most)
+    raise("generate: expected finite logits from the model, got %g; hint: its weights may hold " ..
+      "inf or nan", most)
   end
   if o.temperature < COLDEST then return logits:argmax(-1):item() end
   local V, top, ids = logits:size(-1), logits / o.temperature, nil

@@ -246,7 +246,7 @@ function Llama:init(options)
     mlp_bias = false, qk_norm = false, window = false, experts = false, top_k = 2, pad = false })
   local windows, std, out_std = type(c.window) == "table" and c.window, deviations(c.layers)
   raise_if(windows and #windows ~= c.layers,
-    "nn.llama: expected window to have an entry for each of %d layers, got %d", c.layers,
+    "nn.llama: expected window to have %d entries, one for each layer, got %d", c.layers,
     windows and #windows)
   local function norm() return layers.rms_norm(c.width, { eps = c.eps }) end
   local function mlp()

@@ -70,8 +70,8 @@ local function want_held(values, count, dtype, name)
   for i = 0, count - 1 do
     local v = values[i]
     if not (v % 1 == 0 and v >= low and v < high) then     -- also if v is nan
-      expect(false, v, "%s: %s holds whole numbers from %s to 2^%d - 1", name, dtype,
-        sign == "u" and "0" or "-2^" .. power, power)
+      expect(false, v, "%s: expected whole numbers from %s to 2^%d - 1, the range of %s", name,
+        sign == "u" and "0" or "-2^" .. power, power, dtype)
     end
   end
 end
@@ -173,9 +173,9 @@ local function flatten(value, shape, depth, out, at)
     return at + 1
   end
   if type(value) ~= "table" or maxn(value) ~= shape[depth] then
-    raise("tensor: expected rows of one length: a table of %d entries at depth %d, as the first " ..
-      "one there, got %s", shape[depth], depth, type(value) == "table"
-      and ("a table of %d"):format(maxn(value)) or value_text(value))
+    raise("tensor: expected each row at depth %d to be a table of length %d, like the first " ..
+      "row, got %s", depth, shape[depth], type(value) == "table"
+      and ("a table of length %d"):format(maxn(value)) or value_text(value))
   end
   for i = 1, shape[depth] do at = flatten(value[i], shape, depth + 1, out, at) end
   return at

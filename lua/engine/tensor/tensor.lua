@@ -219,7 +219,8 @@ ffi.metatype(Tensor, {
   __lt = no_order, __le = no_order,
   __len = no_length, __pairs = no_loop, __ipairs = no_loop,
   __call = refusing "a tensor cannot be called; hint: x:method(...), or model(x)",
-  __mod = refusing "expected two numbers for %, got a tensor; hint: x:totable(), or engine.custom",
+  __mod = refusing("expected two numbers for %, got a tensor; hint: if x >= 0, " ..
+    "x - (x / n):to('i64') * n"),
 })
 
 return M
