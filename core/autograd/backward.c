@@ -189,17 +189,18 @@ static eng_status want_pending(void)
 {
   return pass.pending_id >= 0 ? ENG_OK
                               : error_set(ENG_ERR_STATE,
-                                          "no Lua gradient is running; hint: do not call "
-                                          "engine.end_step() inside the gradient of a custom "
-                                          "operation");
+                                          "no backward pass is computing the gradient of a "
+                                          "custom operation now; hint: do not call "
+                                          "engine.end_step() in the function that computes such a "
+                                          "gradient");
 }
 
 eng_status eng_backward_output(eng_tensor *gradient, int output)
 {
   ENG_TRY(want_pending());
   const op_call *call = pass.pending.call;
-  FAIL_IF(output < 0 || output >= call->n_out, ENG_ERR_VALUE, "custom gradient: asked for output "
-          "%d, but the operation has %d outputs", output + 1, call->n_out);
+  FAIL_IF(output < 0 || output >= call->n_out, ENG_ERR_VALUE, "custom gradient: the operation "
+          "has no output %d, only %d", output + 1, call->n_out);
   tensor *y = call->out[output];
   if (!pass.pending.dy[output]) {
     tensor *zero;
@@ -217,8 +218,8 @@ eng_status eng_backward_input(int input, const eng_tensor *gradient)
 {
   ENG_TRY(want_pending());
   const op_call *call = pass.pending.call;
-  FAIL_IF(input < 0 || input >= call->n_in, ENG_ERR_VALUE, "custom gradient: got a gradient for "
-          "input %d, but the operation has %d inputs", input + 1, call->n_in);
+  FAIL_IF(input < 0 || input >= call->n_in, ENG_ERR_VALUE, "custom gradient: the operation has "
+          "no input %d, only %d", input + 1, call->n_in);
   tensor *dx, *shared;
   ENG_TRY(tensor_get(&dx, gradient));
   tensor *x = call->in[input];

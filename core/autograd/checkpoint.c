@@ -75,7 +75,8 @@ static eng_status run_node(int i)
   tape_again(-1);
   eng_autocast(NULL, NULL);
   eng_rng_set(seed, drawn);
-  return error_prefix(status, "%s of a checkpointed module", eng_op_name(node->call.op));
+  return error_prefix(status, "recomputing %s of a checkpointed module",
+                      eng_op_name(node->call.op));
 }
 
 /// Runs operations of the nodes first .. last again: those with a freed output that a gradient rule

@@ -219,7 +219,8 @@ eng_status eng_requires_grad(const eng_tensor *handle, bool on)
   tensor *x;
   ENG_TRY(tensor_find(&x, handle));
   FAIL_IF(tape_holds(x), ENG_ERR_GRADIENT,
-          "requires_grad: expected a leaf, got %s from an operation", tensor_text(x));
+          "requires_grad: expected a leaf, got %s, which a recorded operation computed",
+          tensor_text(x));
   FAIL_IF(on && !dtype_is_float(x->dtype), ENG_ERR_DTYPE,
           "requires_grad: expected a floating-point tensor, got %s", tensor_text(x));
   x->requires_grad = on;
@@ -236,8 +237,8 @@ eng_status eng_gradient(eng_tensor *out, const eng_tensor *handle)
   if (x->parameter) {
     const parameter *p = x->parameter;
     FAIL_IF(p->has_gradient && p->set->divided && !p->set->kept, ENG_ERR_STATE,
-            "the gradient of %s is divided among ranks (zero=2 or 3); no rank has all of it; "
-            "hint: zero=0", p->name);
+            "the gradient of parameter %s is divided among the ranks (zero=2 or 3), and no rank "
+            "has all of it; hint: zero=1", p->name);
     dx = p->has_gradient ? p->gradient : NULL;
   }
   if (!dx) return ENG_OK;

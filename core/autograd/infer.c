@@ -14,7 +14,8 @@ static eng_status broadcast(op_call *c, op_shape *s, int a, int b)
   int ndim;
   int64_t shape[ENG_MAX_DIMS];
   FAIL_IF(!shape_broadcast(&ndim, shape, c->in[a], c->in[b]), ENG_ERR_SHAPE,
-          "%s: shapes do not broadcast: %s and %s; sizes must match from the right, or be 1",
+          "%s: %s and %s do not broadcast: compared from the right, two sizes must be equal, or "
+          "one of them must be 1",
           op_name(c), tensor_text(c->in[a]), tensor_text(c->in[b]));
   int dtype = dtype_promote(c->in[a]->dtype, c->in[b]->dtype);
   switch (c->op) {
@@ -74,7 +75,8 @@ eng_status infer_reduce(op_call *c, op_shape *s)
   const tensor *x = c->in[0];
   uint64_t mask = (uint64_t)c->sum.mask;
   FAIL_IF(mask >> x->ndim, ENG_ERR_VALUE,
-          "%s: the mask names a dimension that %s lacks", op_name(c), tensor_text(x));
+          "%s: the mask has a bit for a dimension that %s does not have", op_name(c),
+          tensor_text(x));
   int ndim = 0;
   int64_t shape[ENG_MAX_DIMS], n = 1;
   for (int d = 0; d < x->ndim; d++) {
@@ -97,7 +99,8 @@ eng_status infer_arg(op_call *c, op_shape *s)
   ENG_TRY(want_ndim(c, 0, 1));
   ENG_TRY(fix_dim(c, &c->argmax.dim, x));
   FAIL_IF(x->shape[c->argmax.dim] == 0, ENG_ERR_VALUE,
-          "%s: expected a dimension with elements, got %s", op_name(c), tensor_text(x));
+          "%s: expected at least one element along dimension %lld, got %s", op_name(c),
+          (long long)c->argmax.dim + 1, tensor_text(x));
   int ndim = 0;
   int64_t shape[ENG_MAX_DIMS];
   for (int d = 0; d < x->ndim; d++)
@@ -213,7 +216,8 @@ eng_status infer_floats(op_call *c, op_shape *s)
 eng_status infer_numbers(op_call *c, op_shape *s)
 {
   FAIL_IF(c->in[0]->dtype == ENG_bool, ENG_ERR_DTYPE,
-          "%s: expected numbers, got %s; hint: x:to(\"f32\")", op_name(c), tensor_text(c->in[0]));
+          "%s: expected a tensor of numbers, got %s; hint: x:to(\"f32\")", op_name(c),
+          tensor_text(c->in[0]));
   return infer_like(c, s);
 }
 
@@ -328,11 +332,11 @@ static eng_status check_codes(const op_call *c)
   for (int k = 0; k < c->n_in; k++) {
     if (!c->in[k] || !dtype_is_fp8(c->in[k]->dtype)) continue;
     FAIL_IF(!op_table[c->op].takes_codes, ENG_ERR_DTYPE,
-            "%s: FP8 tensors have no arithmetic, got %s; hint: x:to(\"f32\"), or its "
-            "quantizer's dequantize()", op_name(c), tensor_text(c->in[k]));
+            "%s: FP8 tensors allow no arithmetic, got %s; hint: x:to(\"f32\"), or dequantize() of "
+            "the quantized tensor", op_name(c), tensor_text(c->in[k]));
     for (int j = 0; c->op == ENG_OP_concat && j < c->n_in; j++)
       FAIL_IF(c->in[j]->dtype != c->in[k]->dtype, ENG_ERR_DTYPE,
-              "concat: FP8 tensors join only with tensors of the same dtype, got %s and %s; "
+              "concat: an FP8 tensor needs other tensors of the same dtype, got %s and %s; "
               "hint: x:to(\"f32\")", tensor_text(c->in[k]), tensor_text(c->in[j]));
   }
   return ENG_OK;

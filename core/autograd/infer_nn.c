@@ -9,8 +9,8 @@ eng_status infer_matmul(op_call *c, op_shape *s)
 {
   const tensor *a = c->in[0], *b = c->in[1];
   ENG_TRY(want_floats(c, 2));
-  FAIL_IF(a->ndim < 2 || b->ndim < 2, ENG_ERR_SHAPE, "matmul: expected at least 2 dimensions on "
-          "both sides, got %s and %s", tensor_text(a), tensor_text(b));
+  FAIL_IF(a->ndim < 2 || b->ndim < 2, ENG_ERR_SHAPE, "matmul: expected two tensors of at "
+          "least 2 dimensions, got %s and %s", tensor_text(a), tensor_text(b));
   int64_t m = a->shape[a->ndim - (c->matmul.transpose_a ? 1 : 2)],
           ka = a->shape[a->ndim - (c->matmul.transpose_a ? 2 : 1)];
   int64_t n = b->shape[b->ndim - (c->matmul.transpose_b ? 2 : 1)],
@@ -177,8 +177,8 @@ eng_status infer_attention(op_call *c, op_shape *s)
           "%s: expected entropy to be 0, 1 or 2, got %lld", op_name(c),
           (long long)c->attention.entropy);
   FAIL_IF(c->attention.entropy == ENG_ROW_LOGIT_MAX && backend_current()->gradstats_start,
-          ENG_ERR_DEVICE, "%s: the device %s does not return the largest logits; hint: "
-          "engine.device('cpu')", op_name(c), backend_current()->name);
+          ENG_ERR_DEVICE, "%s: the device %s cannot return the largest logit of each row; "
+          "hint: engine.device('cpu')", op_name(c), backend_current()->name);
   int statistics = wide_of(q->dtype);
   int64_t rows[3] = {q->shape[0], q->shape[2], q->shape[1]};
   put_like(s, 0, q->dtype, q);

@@ -123,8 +123,8 @@ eng_status infer_concat(op_call *c, op_shape *s)
     bool fits = y->ndim == x->ndim;
     for (int d = 0; fits && d < x->ndim; d++)
       fits = d == c->concat.dim || x->shape[d] == y->shape[d];
-    FAIL_IF(!fits, ENG_ERR_SHAPE, "concat: %s and %s differ outside dimension %lld", tensor_text(x),
-            tensor_text(y), (long long)c->concat.dim + 1);
+    FAIL_IF(!fits, ENG_ERR_SHAPE, "concat: the sizes of %s and %s differ outside dimension %lld",
+            tensor_text(x), tensor_text(y), (long long)c->concat.dim + 1);
     size += y->shape[c->concat.dim];
     dtype = dtype_promote(dtype, y->dtype);
   }

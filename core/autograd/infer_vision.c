@@ -33,9 +33,9 @@ static eng_status windows(const op_call *c, int64_t *out, int64_t size, int64_t 
   *out = (size + 2 * padding - span) / stride + 1;
   if (size + 2 * padding >= span && kernel > 0) return ENG_OK;
   return error_set(ENG_ERR_SHAPE,
-                   "%s: a kernel of %lld, dilated by %lld, does not fit into a size of %lld with a "
-                   "padding of %lld", op_name(c), (long long)kernel, (long long)dilation,
-                   (long long)size, (long long)padding);
+                   "%s: a kernel of size %lld, dilated by %lld, does not fit into a size of %lld "
+                   "with a padding of %lld on each side", op_name(c), (long long)kernel,
+                   (long long)dilation, (long long)size, (long long)padding);
 }
 
 // ---- convolution
@@ -47,8 +47,8 @@ static eng_status conv_output(const op_call *c, int64_t *y, int64_t n, const int
   ENG_TRY(want_pair(c, c->conv2d.stride, "a stride", 1));
   ENG_TRY(want_pair(c, c->conv2d.padding, "a padding", 0));
   ENG_TRY(want_pair(c, c->conv2d.dilation, "a dilation", 1));
-  ENG_TRY(want_pair(c, w + 2, "a kernel", 1));
-  ENG_TRY(want_pair(c, size, "a size", 0));
+  ENG_TRY(want_pair(c, w + 2, "a kernel size", 1));
+  ENG_TRY(want_pair(c, size, "a height or width", 0));
   int64_t groups = c->conv2d.groups;
   FAIL_IF(groups < 1 || channels % groups || w[0] % groups || w[1] != channels / groups,
           ENG_ERR_SHAPE, "%s: expected a weight [O x %lld/groups x KH x KW] with groups that "
@@ -123,10 +123,10 @@ static eng_status pool_output(const op_call *c, int64_t *y, int64_t n, const int
                               int64_t channels)
 {
   const int64_t *kernel = c->max_pool2d.kernel, *padding = c->max_pool2d.padding;
-  ENG_TRY(want_pair(c, kernel, "a kernel", 1));
+  ENG_TRY(want_pair(c, kernel, "a kernel size", 1));
   ENG_TRY(want_pair(c, c->max_pool2d.stride, "a stride", 1));
   ENG_TRY(want_pair(c, padding, "a padding", 0));
-  ENG_TRY(want_pair(c, size, "a size", 1));
+  ENG_TRY(want_pair(c, size, "a height or width", 1));
   y[0] = n, y[3] = channels;
   for (int d = 0; d < 2; d++) {
     FAIL_IF(padding[d] > kernel[d] / 2, ENG_ERR_VALUE,
@@ -172,7 +172,7 @@ eng_status infer_avg_pool2d(op_call *c, op_shape *s)
   int64_t y[4] = {x->shape[0], size[0], size[1], x->shape[3]};
   if (c->avg_pool2d.kernel[0] == 0) {
     ENG_TRY(want_pair(c, size, "an output size", 1));
-    ENG_TRY(want_pair(c, x->shape + 1, "a size", 1));
+    ENG_TRY(want_pair(c, x->shape + 1, "a height or width", 1));
   } else ENG_TRY(pool_output(c, y, x->shape[0], x->shape + 1, x->shape[3]));
   put_out(s, 0, x->dtype, 4, y);
   return ENG_OK;
@@ -187,7 +187,7 @@ eng_status infer_avg_pool2d_grad(op_call *c, op_shape *s)
   ENG_TRY(want_float_attribute(c, c->avg_pool2d_grad.dtype));
   int64_t x[4] = {dy->shape[0], size[0], size[1], dy->shape[3]};
   if (c->avg_pool2d_grad.kernel[0] == 0) {
-    ENG_TRY(want_pair(c, size, "a size", 1));
+    ENG_TRY(want_pair(c, size, "a height or width", 1));
     ENG_TRY(want_pair(c, dy->shape + 1, "an output size", 1));
   } else {
     ENG_TRY(pool_output(c, y, x[0], size, x[3]));
@@ -216,8 +216,8 @@ static eng_status want_groups(const op_call *c, int64_t groups)
 {
   int64_t channels = c->in[0]->shape[c->in[0]->ndim - 1];
   if (groups >= 1 && channels % groups == 0) return ENG_OK;
-  return error_set(ENG_ERR_VALUE, "%s: expected a number of groups that divides %lld channels, got "
-                   "%lld", op_name(c), (long long)channels, (long long)groups);
+  return error_set(ENG_ERR_VALUE, "%s: expected a number of groups that divides the %lld channels, "
+                   "got %lld", op_name(c), (long long)channels, (long long)groups);
 }
 
 eng_status infer_batch_norm(op_call *c, op_shape *s)

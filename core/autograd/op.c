@@ -119,7 +119,7 @@ static eng_status make_outputs(op_call *c, const op_shape *s)
     if (c->out[k]) {
       if (c->out[k]->ndim != s->out[k].ndim ||
           memcmp(c->out[k]->shape, s->out[k].shape, (size_t)s->out[k].ndim * sizeof(int64_t)) != 0)
-        return error_set(ENG_ERR_SHAPE, "%s: the output is %s, expected %s", op_name(c),
+        return error_set(ENG_ERR_SHAPE, "%s: the given output is %s, expected %s", op_name(c),
                          tensor_text(c->out[k]),
                          tensor_shape_text(s->out[k].ndim, s->out[k].shape));
       continue;
@@ -263,7 +263,8 @@ eng_status op_run(op_call *c)
 
   op_kernel *kernel = backend_current()->kernel[c->op];
   FAIL_IF(!kernel, ENG_ERR_DEVICE,
-          "the device '%s' has no kernel for %s", backend_current()->name, op_name(c));
+          "%s: the device %s has no kernel for this operation; hint: engine.device('cpu')",
+          op_name(c), backend_current()->name);
   int order[ENG_MAX_DIMS];
   if (in_one_order(c, order)) {
     ENG_TRY(run_in_order(c, &shape, order));

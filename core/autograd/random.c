@@ -81,8 +81,9 @@ static void fill_rows(void *to, const tensor *x, const distribution *law, uint64
 /// Computes the numbers on the host, so that they are bit-identical on every device.
 static eng_status fill(const tensor *x, const distribution *law)
 {
-  FAIL_IF(dtype_is_fp8(x->dtype), ENG_ERR_DTYPE, "random numbers: cannot draw into %s; hint: draw "
-          "f32, then :to(\"%s\")", tensor_text(x), eng_dtype_name(x->dtype));
+  FAIL_IF(dtype_is_fp8(x->dtype), ENG_ERR_DTYPE, "random numbers: expected a tensor that is not "
+          "in FP8, got %s; hint: fill an f32 tensor, then :to(\"%s\")", tensor_text(x),
+          eng_dtype_name(x->dtype));
   uint64_t first = rng_take((x->count + 3) / 4);
   x->store->writes++;
   if (x->store->space == SPACE_HOST && tensor_contiguous(x)) {

@@ -48,7 +48,8 @@ eng_status eng_scope_end(int64_t mark)
   bool same_step = mark >> 31 == tensor_step_number();
   if (same_step && n_scopes > 0) n_scopes--;
   FAIL_IF(!same_step || place > tensor_mark(), ENG_ERR_STATE,
-          "this scope was opened in an earlier step, or an enclosing scope has ended before it");
+          "this scope began in an earlier step, or an enclosing scope has already ended; hint: end "
+          "scopes in the reverse order of their beginnings, within one step");
   FAIL_IF(tape_reaches(place), ENG_ERR_GRADIENT, "the tape has operations of this scope; hint: "
           "wrap them in engine.no_grad() or run backward() before the scope ends");
   tensor_drop_since(place, false);

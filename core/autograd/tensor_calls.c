@@ -33,7 +33,7 @@ static eng_status copy(tensor *y, tensor *x)
                .cast = {.dtype = y->dtype}};
   eng_status status = ENG_OK;
   FAIL_IF(x->store->space != y->store->space, ENG_ERR_DEVICE,
-          "copy: %s and %s lie in the memory of different devices; hint: x:to('%s')",
+          "copy: %s and %s are in the memory of different devices; hint: x:to('%s')",
           tensor_text(x), tensor_text(y), backend_of_space(y->store->space)->name);
   if (x->store->space == arena_space()) {
     bool recording = eng_grad_enabled(false);
@@ -60,12 +60,14 @@ eng_status eng_free(const eng_tensor *handle)
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
-  FAIL_IF(x->held, ENG_ERR_STATE, "%s belongs to a parameter set, which frees it", tensor_text(x));
+  FAIL_IF(x->held, ENG_ERR_STATE, "%s belongs to an optimizer's parameters and is freed with them",
+          tensor_text(x));
   if (!tape_empty()) {   // the tape may need the tensor
     if (x->of_step) return ENG_OK;
     return error_set(
       ENG_ERR_STATE,
-      "%s cannot be freed while the tape has operations; hint: engine.end_step() first",
+      "%s cannot be freed while the tape has operations; hint: call backward() or "
+      "engine.end_step() first",
       tensor_text(x));
   }
   if (x->node < 0) ENG_TRY(eng_clear_gradient(handle));

@@ -55,7 +55,7 @@ eng_status file_open(int *out, int64_t *size, const char *path)
   *out = -1;
   if (fd < 0) return io_error("open", path);
   eng_status status = ENG_OK;
-  if (fstat(fd, &now) != 0) status = io_error("examine", path);
+  if (fstat(fd, &now) != 0) status = io_error("read the type and size of this file", path);
   else if (!S_ISREG(now.st_mode))
     status = error_set(ENG_ERR_IO, "%s: expected a file, got a %s", path,
                        S_ISDIR(now.st_mode) ? "directory" : "device or pipe");
@@ -75,7 +75,7 @@ eng_status eng_file_map(eng_mapping *out, const char *path)
   *out = (eng_mapping){ NULL, 0 };
   ENG_TRY(file_open(&fd, &size, path));
   void *data = size > 0 ? mmap(NULL, (size_t)size, PROT_READ, MAP_SHARED, fd, 0) : NULL;
-  eng_status status = data == MAP_FAILED ? io_error("map", path) : ENG_OK;
+  eng_status status = data == MAP_FAILED ? io_error("map this file into memory", path) : ENG_OK;
   if (status == ENG_OK) *out = (eng_mapping){ data, size };
   close(fd);
   return status;
@@ -111,7 +111,7 @@ eng_status file_writer_open(file_writer *writer, const char *path)
     if (writer->fd < 0 && errno != EEXIST) break;
   }
   if (writer->fd >= 0) return ENG_OK;
-  eng_status status = io_error("create a temporary file next to it", path);
+  eng_status status = io_error("create a temporary file in the same directory", path);
   file_writer_abort(writer);
   return status;
 }
@@ -127,7 +127,8 @@ eng_status file_writer_put(file_writer *writer, const void *data, int64_t size)
     if (wrote < 0 && errno == EINTR) continue;
     if (wrote <= 0) {
       if (wrote == 0) errno = ENOSPC;
-      eng_status status = io_error("write (the old file is unchanged)", writer->path);
+      eng_status status =
+        io_error("write the new contents (an existing file is unchanged)", writer->path);
       file_writer_abort(writer);
       return status;
     }
@@ -142,13 +143,13 @@ eng_status file_writer_commit(file_writer *writer)
   FAIL_IF(writer->fd < 0, ENG_ERR_STATE, "file_writer_commit: no file is open");
   eng_status status = ENG_OK;
   if (fsync(writer->fd) != 0)
-    status = io_error("sync (the old file is unchanged)", writer->path);
+    status = io_error("flush the new file to disk (an existing file is unchanged)", writer->path);
   int closed = close(writer->fd);
   writer->fd = -1;
   if (status == ENG_OK && closed != 0)
-    status = io_error("close (the old file is unchanged)", writer->path);
+    status = io_error("write the new contents (an existing file is unchanged)", writer->path);
   if (status == ENG_OK && rename(writer->temporary, writer->path) != 0)
-    status = io_error("put the new file in place (the old one is unchanged)", writer->path);
+    status = io_error("move the new file into place (an existing file is unchanged)", writer->path);
   if (status == ENG_OK) {
     status = sync_parent(writer->path);
     free(writer->temporary);
@@ -185,8 +186,9 @@ eng_status file_read_at(int fd, const char *path, void *target, int64_t size, in
     ssize_t got = pread(fd, p, size < (1 << 30) ? (size_t)size : (size_t)1 << 30, offset);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) return io_error("read", path);
-    FAIL_IF(got == 0, ENG_ERR_IO, "%s: expected %lld bytes at byte %lld, found the end; hint: the "
-            "file was truncated after it was opened", path, (long long)size, (long long)offset);
+    FAIL_IF(got == 0, ENG_ERR_IO, "%s: expected %lld more bytes at byte %lld, but the file ends "
+            "before them; another program may have truncated the file while the engine read it",
+            path, (long long)size, (long long)offset);
     p += got;
     offset += got;
     size -= got;
@@ -290,7 +292,8 @@ eng_status eng_file_sync(const char *path)
   int fd = open(path, O_RDONLY | O_CLOEXEC);
   if (fd < 0) return io_error("open", path);
   // Some file systems cannot sync a directory and return EINVAL, which is ignored.
-  eng_status status = fsync(fd) != 0 && errno != EINVAL ? io_error("sync", path) : ENG_OK;
+  eng_status status = ENG_OK;
+  if (fsync(fd) != 0 && errno != EINVAL) status = io_error("flush to disk", path);
   close(fd);
   return status;
 }
@@ -307,7 +310,7 @@ eng_status eng_file_rename(const char *from, const char *to)
 eng_status eng_file_exchange(const char *a, const char *b)
 {
   FAIL_IF(renameat2(AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE) != 0, ENG_ERR_IO,
-          "%s: cannot swap with %s: %s", a, b, strerror(errno));
+          "%s: cannot exchange this directory or file with %s: %s", a, b, strerror(errno));
   return sync_parent(b);
 }
 
@@ -334,7 +337,7 @@ eng_status eng_file_list(eng_listing **out, const char *path)
   FAIL_IF(*out == NULL, ENG_ERR_MEMORY, "%s: out of memory", path);
   (*out)->count = scandir(path, &(*out)->entries, is_listed, by_bytes);
   if ((*out)->count >= 0) return ENG_OK;
-  eng_status status = io_error("list", path);
+  eng_status status = io_error("list this directory", path);
   free(*out);
   *out = NULL;
   return status;

@@ -76,7 +76,7 @@ static eng_status unescape(json_reader *reader, char **to)
     return ENG_OK;
   }
   FAIL_IF(p >= end || *p != 'u', ENG_ERR_FORMAT,
-          "%s: unknown escape in a string at byte %lld: a backslash before %s", reader->name,
+          "%s: unknown escape in a string at byte %lld: a backslash in front of %s", reader->name,
           position(reader), found(reader));
   int c = hex4(p + 1, end), used = 5;
   if (c >= 0xD800 && c < 0xDC00 && end - p >= 7 && p[5] == '\\' && p[6] == 'u') {
@@ -135,7 +135,8 @@ eng_status json_whole(json_reader *reader, int64_t *out)
     value = 10 * value + digit;
   }
   FAIL_IF(p - first > 1 && *first == '0', ENG_ERR_FORMAT,
-          "%s: the number at byte %lld begins with 0", reader->name, position(reader));
+          "%s: the number at byte %lld begins with 0, which JSON forbids", reader->name,
+          position(reader));
   FAIL_IF(p < end && (*p == '.' || *p == 'e' || *p == 'E'), ENG_ERR_FORMAT, "%s: expected a whole "
           "number at byte %lld, got a fraction or exponent", reader->name, position(reader));
   reader->now += p - first;

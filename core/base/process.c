@@ -32,7 +32,7 @@ eng_status eng_process_start(int *process, const char *const *words, const char 
   *process = 0;
   int tell[2] = {-1, -1}, problem = 0;
   int output = open(log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-  FAIL_IF(output < 0, ENG_ERR_IO, "%s: cannot open: %s", log, strerror(errno));
+  FAIL_IF(output < 0, ENG_ERR_IO, "%s: cannot open this log file: %s", log, strerror(errno));
   pid_t parent = getpid(), child = pipe2(tell, O_CLOEXEC) == 0 ? fork() : -1;
   if (child == 0) become(words, output, tell[1], parent);
   if (child < 0) problem = errno;
@@ -47,7 +47,7 @@ eng_status eng_process_start(int *process, const char *const *words, const char 
     if (problem) waitpid(child, NULL, 0);
   }
   if (tell[0] >= 0) close(tell[0]);
-  FAIL_IF(problem, ENG_ERR_IO, "%s: cannot start: %s", words[0], strerror(problem));
+  FAIL_IF(problem, ENG_ERR_IO, "%s: cannot start this program: %s", words[0], strerror(problem));
   *process = child;
   return ENG_OK;
 }

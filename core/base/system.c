@@ -45,7 +45,7 @@ static const char *onednn_isa(void)
   case dnnl_cpu_isa_avx512_core_vnni: return "AVX-512 with VNNI";
   case dnnl_cpu_isa_avx512_core_bf16: return "AVX-512 with BF16";
   case dnnl_cpu_isa_avx512_core_amx: return "AVX-512 with BF16 and AMX";
-  default: return "instruction set unknown";
+  default: return "unknown instruction set";
   }
 }
 

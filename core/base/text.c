@@ -104,7 +104,8 @@ const char *eng_name_problem(const char *name, int64_t size)
 {
   static const char *const problems[] = {
     "is empty", "has more than 100 bytes",
-    "has a control character, or bytes that are not UTF-8"};
+    "has a control character, a character that changes the direction of text, or bytes that are "
+    "not UTF-8"};
   if (size == 0) return problems[0];
   if (size > ENG_NAME_BYTES) return problems[1];
   for (int64_t i = 0; i < size; i++)

@@ -33,7 +33,7 @@ const backend *backend_find(const char *name)
     }
     return cuda;
   }
-  error_set(ENG_ERR_DEVICE, "unknown device '%s'; devices: cpu, reference, cuda, auto", name);
+  error_set(ENG_ERR_DEVICE, "unknown device '%s'; expected cpu, reference, cuda or auto", name);
   return NULL;
 }
 

@@ -41,7 +41,8 @@ eng_status eng_stats(eng_tensor_stats *out, const eng_tensor *handle, unsigned n
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
   FAIL_IF(x->dtype != ENG_f32 && x->dtype != ENG_f16 && x->dtype != ENG_bf16, ENG_ERR_DTYPE,
-          "stats: expected f32, f16 or bf16, got %s; hint: x:to('f32')", eng_dtype_name(x->dtype));
+          "stats: expected a tensor in f32, f16 or bf16, got %s; hint: x:to('f32')",
+          tensor_text(x));
   FAIL_IF(!tensor_contiguous(x), ENG_ERR_VALUE,
           "stats: expected a contiguous tensor, got a view %s; hint: x:contiguous()",
           tensor_text(x));

@@ -99,7 +99,7 @@ static eng_status load(const backend **loaded)
 {
   char folder[4096], path[4200], cards[512];
   FAIL_IF(!own_folder(folder, sizeof folder), ENG_ERR_DEVICE,
-          "cuda: cannot find the folder of libengine.so");
+          "cuda: cannot find the folder of libengine.so, in which the CUDA plug-in should be");
   const char *other = getenv("ENGINE_CUDA_PLUGIN");   // specs name a plug-in that needs no card
   if (other && !*other) other = NULL;
   // dlopen searches for a name without a slash only in the loader's folders, so "./" is added.
@@ -112,7 +112,8 @@ static eng_status load(const backend **loaded)
   FAIL_IF(wrong, ENG_ERR_DEVICE,
           "cuda: %s %s; hint: run make, or copy the file again", path, wrong);
   FAIL_IF(!other && eng_gpu_probe(cards, sizeof cards) < 0, ENG_ERR_DEVICE,
-          "cuda: this machine has no NVIDIA driver; hint: device=cpu");
+          "cuda: this machine has no working NVIDIA driver; hint: see what nvidia-smi prints, or "
+          "use device=cpu");
   if (!other) plugin_library("libcublasLt.so.13", RTLD_GLOBAL);
   void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   FAIL_IF(!library, ENG_ERR_DEVICE, "cuda: cannot load %s: %s; hint: set CUDA_HOME to a CUDA 13 "

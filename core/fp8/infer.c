@@ -15,7 +15,8 @@ static eng_status want_blocks(const op_call *c, int64_t rows, int64_t columns)
   if (rows >= 0 && columns >= 0 && rows <= 1ll << 40 && columns <= 1ll << 40) return ENG_OK;
   return error_set(
     ENG_ERR_VALUE,
-    "%s: expected blocks of 1 or more rows and columns, or 0 for all, got %lld x %lld",
+    "%s: expected blocks of 1 or more rows and columns (0 means the whole dimension), got %lld x "
+    "%lld",
     op_name(c), (long long)rows, (long long)columns);
 }
 
@@ -144,7 +145,8 @@ static eng_status want_mx(const op_call *c, int64_t format, int64_t rows, int64_
           "%s: the rule %s needs the format e2m1, got %s", name, fp8_rule_name(rule),
           fp8_format_name(format));
   FAIL_IF(rows < 1 || rows > 128 || columns < 1 || columns > 128, ENG_ERR_VALUE,
-          "%s: expected blocks of 1 to 128 rows and columns, got %lld x %lld (0: all)", name,
+          "%s: expected blocks of 1 to 128 rows and columns, got %lld x %lld (0 means the whole "
+          "dimension)", name,
           (long long)rows, (long long)columns);
   FAIL_IF(format == ENG_FORMAT_E2M1 && columns % 2, ENG_ERR_VALUE, "%s: e2m1 packs pairs, so a "
           "block needs an even number of columns, got %lld", name, (long long)columns);
@@ -398,7 +400,7 @@ static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
   int64_t n = b->shape[tb ? 0 : 1];
   ENG_TRY(want_vector(c, 4, "a bias", n));
   FAIL_IF(m->add && c->in[4], ENG_ERR_VALUE,
-          "fp8_matmul: a call that adds onto its output cannot have a bias");
+          "fp8_matmul: expected no bias in a call that adds its result to the output");
   return put_product(c, s, m->yields, a->shape[ta ? 1 : 0], n);
 }
 

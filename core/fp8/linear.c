@@ -170,7 +170,7 @@ static eng_status quantize_own(fp8_copies *out, int64_t number, fp8_site *s, par
 {
   OWNED tensor *whole = NULL;
   FAIL_IF(s->recipe.role[ENG_FP8_W].stochastic, ENG_ERR_VALUE,
-          "%s: zero=3 cannot round weights stochastically; hint: zero=2", s->name);
+          "%s: weights cannot be rounded stochastically with zero=3; hint: zero=2", s->name);
   if (!params_owns(p)) return params_derived_outdated(p);
   ENG_TRY(params_wait());
   tensor *made[PARAMS_DERIVED];
@@ -284,8 +284,8 @@ static eng_status check_shapes(const fp8_site *s, const op_call *c)
   if (bias && (!dtype_is_float(bias->dtype) || bias->ndim != 1 || bias->shape[0] != w->shape[0]))
     return error_set(ENG_ERR_SHAPE, "linear: expected a bias of shape [%lld], got %s",
                      (long long)w->shape[0], tensor_text(bias));
-  FAIL_IF(w->shape[1] == 0, ENG_ERR_SHAPE, "%s: FP8 cannot scale empty rows, got x %s and a "
-          "weight %s", s->name, tensor_text(x), tensor_text(w));
+  FAIL_IF(w->shape[1] == 0, ENG_ERR_SHAPE, "%s: expected x and a weight with rows of at "
+          "least one element in FP8, got %s and %s", s->name, tensor_text(x), tensor_text(w));
   FAIL_IF(s->recipe.role[ENG_FP8_X].keep == ENG_FP8_KEEP_E5M6 && w->shape[1] % 8, ENG_ERR_SHAPE,
           "%s: x kept in e5m6 needs a row length that is a multiple of 8, got x %s; hint: keep "
           "= \"codes\"", s->name, tensor_text(x));
@@ -421,7 +421,7 @@ eng_status fp8_linear_in_force(op_call *c, fp8_site *s, const op_call *swiglu)
 {
   ENG_TRY(check_shapes(s, c));
   FAIL_IF(c->out[OUT_Y], ENG_ERR_VALUE,
-          "%s: a linear layer in FP8 cannot write into a given output", s->name);
+          "%s: a linear layer in FP8 cannot write its result into a given tensor", s->name);
   bool record = tape_wants(c), recording = eng_grad_enabled(false);
   c->n_out = 1;
   eng_status status = forward(c, s, op_precision()->compute, record, swiglu);

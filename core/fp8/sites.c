@@ -196,9 +196,9 @@ static eng_status check_msamp_role(const eng_fp8_recipe *recipe, int role, const
                    "the rule msamp_fp4 is only for x and w in the forward product, in e2m1 with a "
                    "scale for each row; it needs `backward` and allows no stochastic rounding and "
                    "no factor; dge is allowed only for w; clamp must be 0, or from 0.5 to 0.9999; "
-                   "got blocks of %d x %d (0: all), %d bits of stochastic rounding, the factor %g "
-                   "and clamp %g", r->block_rows, r->block_columns, r->stochastic, r->factor,
-                   r->clamp);
+                   "got blocks of %d x %d (0 means the whole dimension), %d bits of stochastic "
+                   "rounding, the factor %g and clamp %g", r->block_rows, r->block_columns,
+                   r->stochastic, r->factor, r->clamp);
 }
 
 static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const eng_fp8_role *r)
@@ -212,10 +212,12 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
                (r->format >= ENG_FORMAT_E2M1 && r->format <= ENG_FORMAT_MXINT8);
   FAIL_IF(!known || r->mx < 0 || r->mx > ENG_MX_RULES ||
           ((mx_is_nvfp4(r->mx - 1) || mx_is_fitted(r->mx - 1)) && r->format != ENG_FORMAT_E2M1),
-          ENG_ERR_DTYPE, "expected a format of microscaling that its scale rule allows, got %s "
-          "with the rule %s", fp8_format_name(r->format), fp8_rule_name(r->mx - 1));
+          ENG_ERR_DTYPE, "expected the format e4m3, e5m2, e2m1, e2m3, e3m2 or mxint8 (only e2m1 "
+          "with the rules nvfp4, four_over_six, quest and ms_eden), got %s with the rule %s",
+          fp8_format_name(r->format), fp8_rule_name(r->mx - 1));
   FAIL_IF(!fits, ENG_ERR_VALUE, "expected blocks of 1 to 128 rows and columns (for e2m1, an even "
-          "number of columns), got %d x %d (0: all)", r->block_rows, r->block_columns);
+          "number of columns), got %d x %d (0 means the whole dimension)", r->block_rows,
+          r->block_columns);
   FAIL_IF(r->stochastic < 0 || r->stochastic > 24 || !(r->factor >= 0 && r->factor <= 1) ||
           (mx_is_four_over_six(r->mx - 1) && (r->stochastic || r->factor != 0)), ENG_ERR_VALUE,
           "expected 0 to 24 bits of stochastic rounding and a factor from 0 to 1 (with "
@@ -235,7 +237,7 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
           "one row and of a length that divides %d, and allows no factor; got blocks of %d x %d "
           "and the factor %g", MX_EDEN_GROUP, r->block_rows, r->block_columns, r->factor);
   FAIL_IF(!(r->average >= 0 && r->average < 1), ENG_ERR_VALUE,
-          "expected an average with a decay from 0 to below 1, got %g", r->average);
+          "expected `average` (a decay) to be at least 0 and below 1, got %g", r->average);
   const bool rotated =
     recipe->product[ENG_FP8_FORWARD].hadamard ||
     (!recipe->backward[ENG_FP8_W].mx && recipe->product[ENG_FP8_DGRAD].hadamard);
@@ -246,7 +248,8 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
           "floor, ceil, even, rceil or nvfp4, and with neither stochastic rounding nor a Hadamard "
           "transform of w");
   FAIL_IF(again && fp8_is_square(r), ENG_ERR_VALUE,
-          "a role with `backward` needs blocks that are not square, in both products");
+          "expected blocks that are not square, because this tensor has `backward`; got %d x %d",
+          r->block_rows, r->block_columns);
   int keep = again || fp8_is_square(r) ? ENG_FP8_KEEP_CODES : ENG_FP8_KEEP_TRANSPOSED;
   if (role == ENG_FP8_X && !backward && r->keep != keep)
     return error_set(ENG_ERR_VALUE, keep == ENG_FP8_KEEP_CODES
@@ -266,7 +269,8 @@ static eng_status check_role(const eng_fp8_recipe *recipe, int role)
   FAIL_IF(r->format != ENG_e4m3 && r->format != ENG_e5m2, ENG_ERR_DTYPE,
           "expected the format e4m3 or e5m2, got number %d", r->format);
   FAIL_IF(r->block_rows < 0 || r->block_columns < 0, ENG_ERR_VALUE, "expected blocks of 1 or more "
-          "rows and columns, or 0 for all, got %d x %d", r->block_rows, r->block_columns);
+          "rows and columns (0 means the whole dimension), got %d x %d", r->block_rows,
+          r->block_columns);
   FAIL_IF(r->rule < 0 || r->rule >= ENG_SCALES, ENG_ERR_VALUE,
           "expected a scale rule ENG_SCALE_*, got number %d", r->rule);
   FAIL_IF(r->margin < -100 || r->margin > 100, ENG_ERR_VALUE,
@@ -289,8 +293,8 @@ static eng_status check_kinds(const eng_fp8_recipe *recipe)
     return ENG_OK;
   return error_set(ENG_ERR_VALUE,
                    "expected x, w and dy to be all in microscaling or all in FP8; if x and w are "
-                   "in microscaling, dy may be in FP8 with the rule msamp or pow2 = true, in "
-                   "square blocks or one block");
+                   "in microscaling, dy may be in FP8 with power-of-two scales (the rule msamp, or "
+                   "pow2 = true) and with square blocks or one block for the whole tensor");
 }
 
 static eng_status check_hadamard(const eng_fp8_recipe *recipe, int product)
@@ -315,7 +319,8 @@ static eng_status check_hadamard(const eng_fp8_recipe *recipe, int product)
   FAIL_IF((n != 16 && n != 32 && n != 64 && n != 128) || p->high || !a->mx || fp8_is_square(a) ||
           fp8_is_square(b), ENG_ERR_VALUE, "expected hadamard to be 0, 16, 32, 64 or 128, and 0 "
           "if the product is in high precision or an operand is in FP8 or in square blocks; got "
-          "%d with %s in blocks of %d x %d and %s in blocks of %d x %d (0: all)", n,
+          "%d with %s in blocks of %d x %d and %s in blocks of %d x %d (0 means the whole "
+          "dimension)", n,
           fp8_role_name[roles[0]], a->block_rows, a->block_columns, fp8_role_name[roles[1]],
           b->block_rows, b->block_columns);
   return ENG_OK;
@@ -327,7 +332,7 @@ static eng_status check_product(const eng_fp8_recipe *recipe, int product)
   bool mx = recipe->role[0].mx;
   int n = p->accumulator;
   FAIL_IF(p->high && (product != ENG_FP8_FORWARD || !mx), ENG_ERR_VALUE,
-          "only microscaling's forward product can be in high precision");
+          "only the forward product can be in high precision, and only in microscaling");
   ENG_TRY(check_hadamard(recipe, product));
   bool fits = n >= 0 && n < ENG_ACCUMULATORS;
   if (mx)

@@ -25,7 +25,7 @@ static eng_status keep_inputs(op_call *c, const fp8_site *s)
     bool recording = eng_grad_enabled(false);
     eng_status status = op_run(&q);
     eng_grad_enabled(recording);
-    ENG_TRY(error_prefix(status, "quantizing SwiGLU's input"));
+    ENG_TRY(error_prefix(status, "quantizing an input of SwiGLU"));
     tensor_drop(q.out[2]);
     c->out[OUT_GATE_Q + 2 * k] = q.out[0];
     c->out[OUT_GATE_SCALE + 2 * k] = q.out[1];

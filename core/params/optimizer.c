@@ -43,8 +43,8 @@ enum { KINDS = sizeof kinds / sizeof kinds[0] };
 static eng_status check_alive(const eng_optimizer *state)
 {
   return state->set->freed
-           ? error_set(ENG_ERR_STATE, "the parameters of this %s optimizer were freed",
-                       kinds[state->kind].name)
+           ? error_set(ENG_ERR_STATE, "the parameters of this %s optimizer were freed; hint: "
+                       "create a new optimizer", kinds[state->kind].name)
            : ENG_OK;
 }
 
@@ -55,8 +55,9 @@ static eng_status take_slot(eng_optimizer *state)
 {
   for (int k = 0; k < ENG_UPDATE_SLOTS && state->slot < 0; k++)
     if (!(slots_taken >> k & 1)) state->slot = k;
-  FAIL_IF(state->slot < 0, ENG_ERR_STATE, "%s: %d other optimizers use lagged updates; hint: drop "
-          "some, then collectgarbage()", kinds[state->kind].name, ENG_UPDATE_SLOTS);
+  FAIL_IF(state->slot < 0, ENG_ERR_STATE, "%s: %d other optimizers already use lagged updates, the "
+          "most there can be; hint: set optimizers that are no longer used to nil, then call "
+          "collectgarbage()", kinds[state->kind].name, ENG_UPDATE_SLOTS);
   slots_taken |= 1ull << state->slot;
   return ENG_OK;
 }
@@ -195,14 +196,15 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
   const bool adam = state->kind == ENG_ADAM || state->kind == ENG_ADAMW;
   FAIL_IF(!(update->spike_clip >= 0 && update->update_clip >= 0) ||
           (update->spike_clip > 0 && !adam), ENG_ERR_VALUE,
-          "%s: expected limits update_clip and spike_clip of 0 or more, and spike_clip only for "
-          "adam and adamw; got %g and %g", name, update->update_clip, update->spike_clip);
+          "%s: expected update_clip and spike_clip to be 0 or more, and spike_clip to be 0 except "
+          "for adam and adamw; got update_clip = %g and spike_clip = %g", name,
+          update->update_clip, update->spike_clip);
   FAIL_IF(update->update_clip > 0 && !update->norms, ENG_ERR_VALUE,
           "%s: update_clip needs norms (eng_update.norms)", name);
   FAIL_IF(update->lagged && !state->set->newest, ENG_ERR_STATE, "%s: a lagged update needs "
-          "gradient statistics, and none were requested; hint: lagged = false", name);
+          "gradient statistics, and none were requested before it; hint: lagged = false", name);
   FAIL_IF(update->norms && update->lagged && backend_current()->gradstats_start, ENG_ERR_DEVICE,
-          "%s: the device %s computes no norms of lagged updates; hint: lagged = false", name,
+          "%s: the device %s cannot compute norms in a lagged update; hint: lagged = false", name,
           backend_current()->name);
   for (int i = 0; i < state->set->n; i++)
     FAIL_IF(state->member[i].group >= update->n_groups, ENG_ERR_VALUE,

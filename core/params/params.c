@@ -15,12 +15,14 @@ static eng_status check_member(tensor **out, const eng_tensor *handle, const cha
 {
   ENG_TRY(error_prefix(tensor_get(out, handle), "parameter %s", name));
   const tensor *x = *out;
-  FAIL_IF(x->parameter, ENG_ERR_VALUE, "parameter %s: this tensor %s is already parameter %s of a "
-          "set; hint: a second optimizer of a model must train exactly the same parameters", name,
+  FAIL_IF(x->parameter, ENG_ERR_VALUE, "parameter %s: this tensor %s is already parameter %s of "
+          "another optimizer; hint: a second optimizer can share parameters with the first only if "
+          "both have exactly the same parameters", name,
           tensor_text(x), x->parameter->name);
   FAIL_IF(x->dtype != ENG_f32 && x->dtype != ENG_bf16, ENG_ERR_DTYPE,
-          "parameter %s: expected f32 or bf16 master weights, got %s; hint: the precision "
-          "recipe makes the low-precision copies", name, tensor_text(x));
+          "parameter %s: expected f32 or bf16 master weights, got %s; hint: keep the weights "
+          "in f32; a precision recipe such as fp16 makes low-precision copies of them", name,
+          tensor_text(x));
   FAIL_IF(x->node >= 0, ENG_ERR_VALUE, "parameter %s: expected a leaf, got the result %s of a "
           "recorded operation; hint: :keep() makes it a leaf", name, tensor_text(x));
   return ENG_OK;
@@ -223,7 +225,7 @@ static eng_status fixed_format(const char *what, const char *zero)
 static eng_status gradients_can_change(const eng_params *set, const int32_t *gradient,
                                        bool accumulates)
 {
-  FAIL_IF(set->kept, ENG_ERR_STATE, "the precision cannot change while a reference backward runs");
+  FAIL_IF(set->kept, ENG_ERR_STATE, "the precision cannot change during a reference backward pass");
   return set->divided && other_gradients(set, gradient, accumulates)
            ? fixed_format("gradients", "2 or 3") : ENG_OK;
 }

@@ -211,8 +211,8 @@ eng_status eng_params_true_gradient(int *has, const eng_tensor *into, eng_params
   const param_span *span = span_of(set, index);
   if (!span) return ENG_OK;
   FAIL_IF(span->count != p->value->count, ENG_ERR_STATE,
-          "parameter %s: this rank has %lld of its %lld elements; hint: zero=0", p->name,
-          (long long)span->count, (long long)p->value->count);
+          "parameter %s: this rank has only %lld of the %lld elements of the gradient; hint: "
+          "zero=0", p->name, (long long)span->count, (long long)p->value->count);
   int found_inf;
   float *to = target->data;
   ENG_TRY(backend_current()->unscale(span, 1, factor, &to, &found_inf));
@@ -228,7 +228,7 @@ eng_status eng_params_relative_scale(eng_params *set, const double *relative)
     if (!relative || (f64_is_finite(relative[i]) && relative[i] > 0)) continue;
     return error_set(
       ENG_ERR_VALUE,
-      "parameter %s: expected a positive finite relative scale of its gradient, got %g",
+      "parameter %s: expected the relative scale of its gradient to be positive and finite, got %g",
       set->member[i].name, relative[i]);
   }
   for (int i = 0; i < set->n; i++) {
@@ -244,16 +244,16 @@ eng_status eng_params_relative_scale(eng_params *set, const double *relative)
 eng_status eng_params_reference_begin(eng_params *set)
 {
   ENG_TRY(params_alive(set));
-  FAIL_IF(set->kept, ENG_ERR_STATE, "a reference backward is already running");
+  FAIL_IF(set->kept, ENG_ERR_STATE, "a reference backward pass has already begun");
   for (int i = 0; i < set->n; i++) {
     FAIL_IF(set->member[i].unscaled, ENG_ERR_STATE,
-            "a reference backward must run before the gradients are unscaled");
+            "a reference backward pass must begin before the gradients are unscaled");
     set->which[i] = ENG_f32;         // the dtypes of the reference buffer
   }
   if (!set->reference)
     ENG_TRY(flat_new(&set->reference, ARENA_GRADIENT, set, set->which, false));
   set->kept = calloc((size_t)set->n + 1, sizeof *set->kept);
-  FAIL_IF(!set->kept, ENG_ERR_MEMORY, "out of memory for a reference backward");
+  FAIL_IF(!set->kept, ENG_ERR_MEMORY, "out of memory for a reference backward pass");
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
     set->kept[i] = p->has_gradient;
@@ -267,9 +267,9 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
 {
   *norm = 0;
   ENG_TRY(params_alive(set));
-  FAIL_IF(!set->kept, ENG_ERR_STATE, "no reference backward is running");
+  FAIL_IF(!set->kept, ENG_ERR_STATE, "no reference backward pass has begun");
   int m = params_spans(set);
-  eng_status status = params_here(set, "the end of a reference backward");
+  eng_status status = params_here(set, "the end of a reference backward pass");
   if (status == ENG_OK)
     status = backend_current()->gradstats(set->span, m, ENG_NEED_NORM, set->stats);
   double sum_squares = 0;

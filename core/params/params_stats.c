@@ -23,7 +23,8 @@ static eng_status room_for(pending_stats *p, eng_params *set, bool on_host)
 static eng_status want_pending(const eng_params *set)
 {
   if (set->n_pending > 0) return ENG_OK;
-  return error_set(ENG_ERR_STATE, "gradient statistics: none are pending; hint: start them first");
+  return error_set(ENG_ERR_STATE, "gradient statistics: none were requested; hint: call "
+                                  "eng_params_stats_start first");
 }
 
 eng_status eng_params_stats_withdraw(eng_params *set)
@@ -99,8 +100,9 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
                                   int n_losses, const eng_tensor_stats *known)
 {
   ENG_TRY(params_alive(set));
-  FAIL_IF(set->n_pending == ENG_STATS_PENDING, ENG_ERR_STATE, "gradient statistics: %d are "
-          "already pending; hint: fetch the oldest first", ENG_STATS_PENDING);
+  FAIL_IF(set->n_pending == ENG_STATS_PENDING, ENG_ERR_STATE, "gradient statistics: the "
+          "results of %d requests have not been fetched, the most that can wait; hint: call "
+          "eng_params_stats_fetch first", ENG_STATS_PENDING);
   ENG_TRY(params_here(set, "gradient statistics"));
   bool later = backend_current()->gradstats_start != NULL;
   FAIL_IF(later && known, ENG_ERR_DEVICE, "gradient statistics: expected no `known` statistics, "

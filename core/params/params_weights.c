@@ -13,7 +13,8 @@
 eng_status params_alive(const eng_params *set)
 {
   FAIL_IF(!set, ENG_ERR_STATE, "expected a parameter set, got none");
-  return set->freed ? error_set(ENG_ERR_STATE, "these parameters were freed") : ENG_OK;
+  return set->freed ? error_set(ENG_ERR_STATE, "these parameters were freed; hint: create a new "
+                                                     "optimizer") : ENG_OK;
 }
 
 eng_status params_index(const eng_params *set, int index)

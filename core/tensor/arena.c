@@ -213,15 +213,15 @@ static void complain(int space, const arena *wanting, int64_t bytes)
                    "\n  %-15s %10.1f MiB in use, %10.1f MiB reserved", all[i].name,
                    (double)all[i].used / (1 << 20), (double)all[i].reserved / (1 << 20));
   char bound[64] = "";
-  if (limit) snprintf(bound, sizeof bound, " (limit %.1f MiB)", (double)limit / (1 << 20));
+  if (limit) snprintf(bound, sizeof bound, " (memory limit: %.1f MiB)", (double)limit / (1 << 20));
   else
-    snprintf(bound, sizeof bound, " (%s has %.1f MiB)",
+    snprintf(bound, sizeof bound, " (%s has %.1f MiB in all)",
              space == SPACE_HOST ? "this machine" : "the card",
              (double)memory_of(space) / (1 << 20));
   error_set(
     ENG_ERR_MEMORY,
-    "out of memory: the %s arena needs %.1f MiB more%s:%s\n  hint: a smaller batch or context, "
-    "accumulate=N micro-batches, precision=bf16, or engine.scope() around evaluation",
+    "out of memory: the %s arena needs %.1f MiB more%s:%s\n  hint: use a smaller batch or context, "
+    "accumulate=N (N smaller micro-batches), precision=bf16, or engine.scope() around evaluation",
     wanting->name, (double)bytes / (1 << 20), bound, table);
 }
 

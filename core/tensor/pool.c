@@ -25,7 +25,7 @@ static void erase(pool *p, int at)
 static eng_status add_block(pool *p, int64_t bytes)
 {
   FAIL_IF(!ARRAY_GROW(p->block, p->room_blocks, p->n_blocks + 1), ENG_ERR_MEMORY,
-          "out of memory for a table of %d blocks", p->n_blocks + 1);
+          "out of memory for the list of %d blocks of message memory", p->n_blocks + 1);
   void *memory = p->imagined ? (void *)((uintptr_t)(p->n_blocks + 1) << 44)
                              : arena_alloc_in(p->space, p->arena, bytes);
   if (!memory) return ENG_ERR_MEMORY;
@@ -41,7 +41,7 @@ eng_status pool_take(void **out, pool *p, int64_t bytes)
   // Reserves table entries for as many gaps as there can be, so that pool_give cannot fail: one for
   // each piece and block, including the new ones, and one that pool_give inserts before it merges.
   FAIL_IF(!ARRAY_GROW(p->gap, p->room_gaps, p->pieces + p->n_blocks + 3), ENG_ERR_MEMORY,
-          "out of memory for a table of %d pieces", p->pieces + 1);
+          "out of memory for the list of %d messages and gradients", p->pieces + 1);
   int k = 0;
   while (k < p->n_gaps && p->gap[k].bytes < bytes) k++;
   if (k == p->n_gaps) {

@@ -99,8 +99,9 @@ eng_status tensor_get(tensor **out, const eng_tensor *handle)
   ENG_TRY(tensor_find(out, handle));
   if (!(*out)->store->closed) return ENG_OK;
   return error_set(ENG_ERR_STATE,
-                   "%s is a weight that the ranks have divided (zero=3), and this rank has only "
-                   "its own part; hint: trainer:whole(function() ... end), on all ranks",
+                   "%s is a weight that the ranks have divided (zero=3), and this rank has "
+                   "only its own part; hint: use the weight inside trainer:whole(function() ... "
+                   "end), which all ranks must call",
                    tensor_text(*out));
 }
 
@@ -108,14 +109,15 @@ eng_status tensor_find(tensor **out, const eng_tensor *handle)
 {
   *out = NULL;
   FAIL_IF(!handle || handle->slot == 0 || (int64_t)handle->slot >= (int64_t)n_blocks * BLOCK,
-          ENG_ERR_STALE, "not a tensor: the handle is empty or invalid");
+          ENG_ERR_STALE, "expected a tensor, got an empty or invalid handle");
   tensor *x = &blocks[handle->slot / BLOCK][handle->slot % BLOCK];
   if (x->live && x->generation == handle->generation) {
     if (!x->store->memory && x->count > 0 && (x->done || x->store->segment))
       return error_set(ENG_ERR_STALE,
                        x->done ? "tensor %s was used after done() freed its memory"
                                : "tensor %s was computed inside a checkpointed module, which keeps "
-                                 "only its results; hint: return it, or set checkpoint=false",
+                                 "only its results; hint: return the tensor from the module, or "
+                                 "set checkpoint=false",
                        tensor_text(x));
     *out = x;
     return ENG_OK;
@@ -155,7 +157,7 @@ static eng_status set_shape(tensor *x, int dtype, int ndim, const int64_t *shape
   int64_t count = 1, bound = 1;   // bound: the product of the sizes above 0
   for (int d = ndim - 1; d >= 0; d--) {
     FAIL_IF(shape[d] < 0, ENG_ERR_VALUE,
-            "expected sizes >= 0, got %s", tensor_shape_text(ndim, shape));
+            "expected a shape of sizes >= 0, got %s", tensor_shape_text(ndim, shape));
     FAIL_IF(__builtin_mul_overflow(bound, shape[d] > 0 ? shape[d] : 1, &bound) ||
             bound > MOST_ELEMENTS, ENG_ERR_VALUE,
             "expected a tensor of up to 2^48 elements, got %s", tensor_shape_text(ndim, shape));

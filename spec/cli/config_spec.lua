@@ -311,7 +311,7 @@ describe("a script's device", function()
   it("has a hint for a misspelt field, and a line for an unknown device", function()
     for word, text in pairs { ["devices=cpu"] = "no field 'devices'; did you mean 'device'?",
       ["Device=cpu"] = "no field 'Device'; did you mean 'device'?",
-      ["device=zz"] = "unknown device 'zz'; devices: cpu, reference, cuda, auto" } do
+      ["device=zz"] = "unknown device 'zz'; expected cpu, reference, cuda or auto" } do
       local result = helper.run { script, word }
       assert.equal(1, result.code)
       assert.matches(text, result.err, 1, true)

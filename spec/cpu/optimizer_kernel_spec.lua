@@ -260,7 +260,7 @@ describe("optimizer updates", function()
       set:optimizer("sgd")
       assert.error_matches(function()
         set:update { hyper = { lr = 1 }, spike_clip = 1 }
-      end, "spike_clip only for adam and adamw")
+      end, "spike_clip to be 0 except for adam and adamw")
       assert.error_matches(function()
         set:update { hyper = { lr = 1 }, update_clip = 1 }
       end, "update_clip needs norms")

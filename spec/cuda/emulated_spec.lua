@@ -53,7 +53,7 @@ describe("a machine or card with limits", function()
     local large = "width=256 layers=4 heads=4 batch=32 context=128 steps=2"
     refused(engine("memory=150", JOB .. large), "out of memory: the cuda", "arena needs",
       "the card has 150.0 MiB", "cuda parameters", "cuda step",
-      "hint: a smaller batch or context, accumulate=N")
+      "hint: use a smaller batch or context, accumulate=N")
   end)
 
   it("with little free memory takes algorithms without a workspace", function()

@@ -108,8 +108,8 @@ describe("ranks with ZeRO-2", function()
   it("refuse access to sharded gradients, and train on", function()
     local asked, plain = job(2, { "zero=2", "ask=true" }), job(2, { "zero=2" })
     for _, rank in ipairs(asked) do
-      assert.matches("the gradient of wpe.weight is divided among ranks (zero=2 or 3); no rank " ..
-        "has all of it; hint: zero=0", rank.told.grad, 1, true)
+      assert.matches("the gradient of parameter wpe.weight is divided among the ranks (zero=2 " ..
+        "or 3), and no rank has all of it; hint: zero=1", rank.told.grad, 1, true)
       for _, what in ipairs { "stats", "unscale" } do
         assert.matches("divided among ranks (zero=2 or 3), and this rank has only its own elements",
           rank.told[what], 1, true)

@@ -51,7 +51,7 @@ describe("an FP8 recipe", function()
       ["nvfp4, nvfp4_four_over_six or nvfp4_quartet2, got 'mxfp9'; did you mean 'mxfp"] = "mxfp9",
       ["a table of changes or the name fp4_microsoft, fp8_block"] = "bf16",
       ["nvfp4_quartet2, got 3"] = 3,
-      ["forward: only microscaling's forward product can be in high precision"] = {
+      ["forward: only the forward product can be in high precision, and only in microscaling"] = {
         forward = { high = true } },
     } do
       local why = message { name = "mine", base = "fp8_current", fp8 = { ladder = { rung } } }

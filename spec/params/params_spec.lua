@@ -83,7 +83,7 @@ describe("a parameter set", function()
     result[0].slot, result[0].generation = made.slot, made.generation
     refuses({ result }, { "y" }, "expected a leaf")
     local set = assert(sets.wrap({ a }, { "a" }))
-    refuses({ a }, { "again" }, "is already parameter a of a set")
+    refuses({ a }, { "again" }, "is already parameter a of another optimizer")
     assert.same({ 0, 0, 0 }, (sets.read(b)))   -- unchanged by the failures
     set:free()
   end))

@@ -36,12 +36,12 @@ describe("files", function()
     check(C.eng_file_write(dir .. "/a", "newer", 5))
     assert.are.equal("newer", helper.read(dir .. "/a"))
     scratch.with_file_limit(4096, function() fails(C.eng_file_write(dir .. "/a", ("x"):rep(10000),
-      10000), "a: cannot write %(the old file is unchanged%): .*; hint: raise the limit on file "
-      .. "sizes %(ulimit %-f%)$") end)
+      10000), "a: cannot write the new contents %(an existing file is unchanged%): .*; hint: "
+      .. "raise the limit on file sizes %(ulimit %-f%)$") end)
     assert.are.equal("newer", helper.read(dir .. "/a"))
     assert.are.same({ "a" }, scratch.names(dir))
     fails(C.eng_file_write(dir .. "/no/a", "", 0),
-      "no/a: cannot create a temporary file next to it: No such file")
+      "no/a: cannot create a temporary file in the same directory: No such file")
     local crc, size = ffi.new("uint32_t[1]"), ffi.new("int64_t[1]")
     check(C.eng_file_checksum(crc, size, dir .. "/a"))
     assert.are.same({ C.eng_crc32c(0, "newer", 5), 5 }, { crc[0], tonumber(size[0]) })
@@ -68,7 +68,8 @@ describe("files", function()
     check(C.eng_file_remove(dir .. "/x/y"))
     check(C.eng_file_remove(dir .. "/x/y"))
     fails(C.eng_file_rename(dir .. "/none", dir .. "/x"), "cannot rename to")
-    fails(C.eng_file_exchange(dir .. "/none", dir .. "/x"), "cannot swap with")
+    fails(C.eng_file_exchange(dir .. "/none", dir .. "/x"),
+      "cannot exchange this directory or file with")
     check(C.eng_file_sync(dir))
     local out = ffi.new("eng_listing *[1]")
     fails(C.eng_file_list(out, dir .. "/none"), "cannot list")

@@ -271,7 +271,7 @@ describe("safetensors", function()
     { "a raw control character", file_of('{"a\1":' .. A .. "}", four),
       "control character 0x01 in a string" },
     { "an unknown escape", file_of('{"\\x":' .. A .. "}", four),
-      "unknown escape in a string at byte %d+: a backslash before 'x'" },
+      "unknown escape in a string at byte %d+: a backslash in front of 'x'" },
     { "a malformed escape", file_of('{"\\u12g4":' .. A .. "}", four), "malformed \\u escape" },
     { "half a surrogate pair", file_of('{"\\ud83d":' .. A .. "}", four), "half a surrogate pair" },
     { "the other half", file_of('{"\\ude00":' .. A .. "}", four), "half a surrogate pair" },
@@ -348,7 +348,8 @@ describe("safetensors", function()
     local good, message = scratch.with_file_limit(8192, pcall, engine.save, path,
       { a = engine.ones(10000) })
     assert.is_false(good)
-    assert.truthy(message:find("model: cannot write (the old file is unchanged): ", 1, true),
+    assert.truthy(message:find(
+      "model: cannot write the new contents (an existing file is unchanged): ", 1, true),
       message)
     assert.are.equal(before, helper.read(path))
     assert.are.same({ "model" }, scratch.names(dir))

@@ -105,12 +105,12 @@ describe("images", function()
     end)
     fails("expected a weight %[O x 3/groups x KH x KW%].*got %[4 x 2 x 3 x 3%] and 1 groups",
       x.conv2d, x, engine.zeros(4, 2, 3, 3))
-    fails("a kernel of 7, dilated by 1, does not fit into a size of 5 with a padding of 0",
+    fails("a kernel of size 7, dilated by 1, does not fit into a size of 5 with a padding of 0",
       x.conv2d, x, engine.zeros(4, 3, 7, 7))
     fails("unknown option 'strides'", x.conv2d, x, engine.zeros(4, 3, 3, 3), nil, { strides = 2 })
     fails("max_pool2d: expected a padding of at most half the kernel size 2, got 2", x.max_pool2d,
       x, 2, { padding = 2 })
-    fails("expected a number of groups that divides 3 channels, got 2", x.group_norm, x, 2)
+    fails("expected a number of groups that divides the 3 channels, got 2", x.group_norm, x, 2)
     fails("expected a mean and a variance, or neither; got only a mean", x.batch_norm, x, nil, nil,
       { mean = engine.zeros(3) })
   end)

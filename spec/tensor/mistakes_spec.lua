@@ -100,11 +100,11 @@ describe("a mistake with tensors", function()
       "add: expected two tensors, or a tensor and a number, got 'a'" },
     { "engine.autocast('fp16', function() return x:matmul(x) end)",
       "matmul: expected [.. x M x K] times [.. x K x N], got f16 [2 x 3] and f16 [2 x 3]" },
-    { "engine.device('gpu')", "unknown device 'gpu'; devices: cpu, reference, cuda, auto" },
+    { "engine.device('gpu')", "unknown device 'gpu'; expected cpu, reference, cuda or auto" },
 
     { "x + engine.zeros(2, 2)",
-      "add: shapes do not broadcast: f32 [2 x 3] and f32 [2 x 2]; sizes must match from the "
-        .. "right, or be 1" },
+      "add: f32 [2 x 3] and f32 [2 x 2] do not broadcast: compared from the right, two sizes must "
+        .. "be equal, or one of them must be 1" },
     { "x + 'a'", "add: expected two tensors, or a tensor and a number, got 'a'" },
     { "x * {}", "mul: expected two tensors, or a tensor and a number, got a table" },
     { "nil - x", "sub: expected two tensors, or a tensor and a number, got nothing" },
@@ -114,7 +114,8 @@ describe("a mistake with tensors", function()
     { "x:clamp('a')", "clamp: expected the lower limit to be a number, got 'a'" },
     { "x:gelu('fast')", "gelu: expected 'erf' or 'tanh', got 'fast'" },
     { "i:exp()", "exp: expected a floating-point tensor, got i64 [2 x 3]; hint: x:to(\"f32\")" },
-    { "-engine.zeros(2, 'bool')", "neg: expected numbers, got bool [2]; hint: x:to(\"f32\")" },
+    { "-engine.zeros(2, 'bool')", "neg: expected a tensor of numbers, got bool [2]; hint: "
+      .. "x:to(\"f32\")" },
     { "x:to('gpu')", "there is no dtype or device 'gpu'; did you mean 'cuda'?; dtypes: f32 f64 f16 "
       .. "bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2; devices: cpu cuda reference" },
     { "x:to(x)", "to: expected the name of a dtype or a device, such as 'bf16' or 'cuda', got a "
@@ -142,8 +143,8 @@ describe("a mistake with tensors", function()
     { "x:where(1, 2)", "where: expected a bool condition, got f32 [2 x 3]; hint: compare first, "
       .. "as in x:gt(0)" },
     { "x:gt(0):where(x, engine.zeros(4))",
-      "where: shapes do not broadcast: f32 [2 x 3] and f32 [4]; sizes must match from the right, "
-        .. "or be 1" },
+      "where: f32 [2 x 3] and f32 [4] do not broadcast: compared from the right, two sizes must "
+        .. "be equal, or one of them must be 1" },
     { "x:dropout()", "dropout: expected the probability to be a number, got nothing" },
     { "x:dropout(2)", "dropout: expected a probability in [0, 1], got 2" },
     { "x:fill('a')", "fill: expected the value to be a number, got 'a'" },
@@ -220,7 +221,7 @@ describe("a mistake with tensors", function()
     { "engine.zeros { 2, nil, 3 }",
       "zeros: expected a dimension to be a whole number of 0 or more, got nothing" },
     { "engine.concat({ x, engine.zeros(3, 2) }, 1)",
-      "concat: f32 [2 x 3] and f32 [3 x 2] differ outside dimension 1" },
+      "concat: the sizes of f32 [2 x 3] and f32 [3 x 2] differ outside dimension 1" },
     { "engine.concat({ x, x }, 3)",
       "concat: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
     { "engine.stack { engine.zeros(2), engine.zeros(3) }",
@@ -290,7 +291,8 @@ describe("a mistake with tensors", function()
         .. "engine.no_grad() around the forward pass" },
     { "(w * w):backward { retian = true }",
       "backward: unknown option 'retian'; did you mean 'retain'?; options: retain scale" },
-    { "(w * w):requires_grad()", "requires_grad: expected a leaf, got f32 [1] from an operation" },
+    { "(w * w):requires_grad()", "requires_grad: expected a leaf, got f32 [1], which a "
+      .. "recorded operation computed" },
     { "twice()", "backward: an earlier backward emptied the tape of this loss; hint: "
       .. "backward{retain=true} in the earlier call" },
     { "engine.zeros(2, nil, 3)",

@@ -140,7 +140,7 @@ describe("the step", function()
       assert.same({ 0, 0 }, outer:totable())
       outer:free()
       if around == engine.scope then
-        assert.matches("opened in an earlier step", select(2, coroutine.resume(routine)))
+        assert.matches("this scope began in an earlier step", select(2, coroutine.resume(routine)))
       end
     end
   end)

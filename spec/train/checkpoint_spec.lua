@@ -158,7 +158,7 @@ describe("a checkpointed module", function()
     local loss = net(x):sum()
     x:fill(1)
     assert.error_matches(function() loss:backward() end,
-      "linear of a checkpointed module: .* was modified after an operation read it")
+      "recomputing linear of a checkpointed module: .* was modified after an operation read it")
   end)
 
   it("records nothing without gradients, and after an error works as before", function()

@@ -293,7 +293,8 @@ describe("a reference backward", function()
     assert.equal(1, trainer.reference.count)
     look()
     trainer.steps, short = 4, true
-    assert.error_matches(function() trainer:run() end, "a reference backward is already running")
+    assert.error_matches(function() trainer:run() end,
+      "a reference backward pass has already begun")
     look()
     short = false
     trainer:run()

@@ -398,7 +398,8 @@ describe("the parameters of a model", function()
     collectgarbage()
     near({ ["1.weight"] = 1 }, values(net))
     assert.error_matches(function() optim.sgd(net[1]) end,
-      "parameter weight: this tensor f32 %[2 x 2%] is already parameter 1.weight of a set; hint")
+      "parameter weight: this tensor f32 %[2 x 2%] is already parameter 1.weight of another " ..
+      "optimizer; hint")
     assert.is_table(optim.sgd(net))
   end)
 end)
@@ -446,8 +447,8 @@ describe("an optimizer refuses", function()
       "optim.sgd: nothing to train: no parameter requires a gradient; " ..
       "hint: requires_grad(true) on the tensors to train" },
     { "optim.sgd { engine.zeros(2, { dtype = 'f16', requires_grad = true }) }",
-      "parameter p1: expected f32 or bf16 master weights, got f16 [2]; hint: the precision " ..
-      "recipe makes the low-precision copies" },
+      "parameter p1: expected f32 or bf16 master weights, got f16 [2]; hint: keep the " ..
+      "weights in f32; a precision recipe such as fp16 makes low-precision copies of them" },
     { "optim.sgd(net, { groups = { { lr_mul = 2 } } })",
       "optim.sgd: expected group 1 to have match = a pattern or a function(name, tensor), got " ..
       "match = nothing" },

@@ -149,8 +149,8 @@ describe("a precision recipe", function()
       { "'fp61'", unknown }, { "{ base = 'fp61' }", unknown },
       { "5", "precision: expected a name or a recipe table, got 5" },
       { "{}", "precision: expected a name or a recipe table, got an empty table" },
-      { "{ name = 'a\\nb' }", "precision: the name 'a\\x0Ab' has a control character, or " ..
-        "bytes that are not UTF-8" },
+      { "{ name = 'a\\nb' }", "precision: the name 'a\\x0Ab' has a control character, a " ..
+        "character that changes the direction of text, or bytes that are not UTF-8" },
       { "{ name = 'a', weights = 'bf16' }", "precision 'a': expected base to name the recipe " ..
         "that this table changes, got nothing; precisions: " .. unknown:match("precisions: (.*)") },
       { "{ name = 'a', base = 'fp32', weight = 'f16' }",
