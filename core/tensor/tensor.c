@@ -123,13 +123,14 @@ eng_status tensor_find(tensor **out, const eng_tensor *handle)
     return ENG_OK;
   }
   if (!x->live && x->generation == handle->generation + 1) {
-    FAIL_IF(x->of_step, ENG_ERR_STALE, "tensor %s belongs to step %lld, but this is step %lld; "
-            "hint: :keep() copies it", tensor_text(x), (long long)x->step, (long long)step_count);
-    return error_set(ENG_ERR_STALE, "tensor %s was freed", tensor_text(x));
+    FAIL_IF(x->of_step && x->step < step_count, ENG_ERR_STALE, "tensor %s belonged to step %lld, "
+            "which has ended; hint: x:keep() in that step makes a copy that outlives it",
+            tensor_text(x), (long long)x->step);
+    return error_set(ENG_ERR_STALE, "tensor %s was freed, for example by free() or at the end of "
+                     "its engine.scope(); hint: x:keep() before then makes a copy", tensor_text(x));
   }
-  return error_set(ENG_ERR_STALE,
-                   "a tensor of an earlier step was used in step %lld; hint: :keep() copies it",
-                   (long long)step_count);
+  return error_set(ENG_ERR_STALE, "a tensor was used after its step had ended or after it was "
+                   "freed; hint: x:keep() before then makes a copy");
 }
 
 eng_tensor tensor_handle(const tensor *x)

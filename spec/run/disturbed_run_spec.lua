@@ -96,7 +96,7 @@ describe("an error in the script", function()
       message_of(function() return 5 end))
     assert.matches("expected a loss of one element",
       message_of(function(model, batch) return model(batch.x) end))
-    assert.matches("belongs to step", message_of(function(model, batch)
+    assert.matches("belonged to step", message_of(function(model, batch)
       local loss = model:loss(batch.x, batch.y)
       engine.end_step()
       return loss

@@ -18,9 +18,8 @@ describe("the step", function()
     local x, kept = engine.zeros(64, 768), engine.tensor({ 1, 2 }):keep()
     local first = engine.zeros(2, { keep = true })
     engine.end_step()
-    local text = "tensor f32 [64 x 768] belongs to step %d, but this is step %d; "
-      .. "hint: :keep() copies it"
-    text = text:format(now, now + 1)
+    local text = ("tensor f32 [64 x 768] belonged to step %d, which has ended; hint: x:keep() in "
+      .. "that step makes a copy that outlives it"):format(now)
     for _, use in ipairs { function() return x.shape end, function() return x + 1 end,
       function() return x:totable() end, function() return x:keep() end,
       function() return x:item() end, function() return x:detach() end } do
@@ -40,10 +39,23 @@ describe("the step", function()
     engine.end_step()
     kept:free()
     _, message = pcall(function() return kept + 1 end)
-    assert.matches("tensor f32 [2] was freed", message, 1, true)
+    assert.matches("tensor f32 [2] was freed, for example by free()", message, 1, true)
     first:free()
     w:free()
   end)
+
+  it("says that a tensor was freed if its step is still open", step(function()
+    local freed = "e4m3 [1 x 4] was freed, for example by free() or at the end of its "
+      .. "engine.scope(); hint: x:keep() before then makes a copy"
+    local q = engine.fp8.quantize(engine.ones(1, 4))
+    q:free()
+    local _, message = pcall(q.dequantize, q)
+    assert.matches("dequantize: tensor " .. freed, message, 1, true)
+    local codes
+    engine.scope(function() codes = engine.ones(1, 4):to("e4m3") end)
+    _, message = pcall(codes.to, codes, "f32")
+    assert.matches(freed, message, 1, true)
+  end))
 
   it("does not free a tensor made outside of any step", function()
     local x = engine.zeros(3)
