@@ -232,7 +232,8 @@ eng_status eng_run_into(eng_op_call *call, const eng_tensor *target);
 
 /// A row of ops.def. Bit k of a mask stands for input or output k.
 typedef struct eng_op_info {
-  const char *name, *layout, *cast, *shape, *gradient;
+  const char *name, *layout, *cast, *shape;
+  const char *gradient;               // "none": the operation has no gradient
   const char *ints, *floats;          // "(mask, keep)"; if none, "(no_ints)", "(no_floats)"
   int32_t n_in, n_out;                // -1: any number
   // Masks. optional: the inputs that may be absent. reads: the inputs whose values the gradient
@@ -244,7 +245,6 @@ typedef struct eng_op_info {
 const eng_op_info *eng_op_describe(int op);
 /// Returns the name of operation `op`, such as "matmul", or NULL past the end.
 const char *eng_op_name(int op);
-bool eng_op_differentiable(int op);
 /// Returns whether the device `device` ("cpu", "reference") can run an operation: it has a kernel
 /// for the operation, or the operation needs no kernel.
 bool eng_op_supported(const char *device, int op);
@@ -391,8 +391,6 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
                                   int n_losses, const eng_tensor_stats *known);
 eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, double *loss,
                                   eng_params *set, double scale);
-/// Returns the number of requests whose results have not been fetched yet.
-int eng_params_stats_pending(const eng_params *set);
 /// `forget` drops all pending requests. `withdraw` drops the newest request, after its step failed.
 /// Errors: STATE (none is pending).
 void eng_params_stats_forget(eng_params *set);
@@ -424,12 +422,10 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
 void eng_params_bytes(int64_t bytes[4], const eng_params *set);
 /// Returns the number of elements in all parameters.
 int64_t eng_params_count(const eng_params *set);
-/// Returns a checksum of the master weights: the XXH64 hash of the eng_checksum values of all
-/// parameters, in order. Returns 0 if it cannot be computed: the device fails, memory is short, or
-/// the weights are currently divided among the ranks (zero=3).
-uint64_t eng_params_checksum(const eng_params *set);
-/// Computes the same checksum over a part of the parameters. Parameter i belongs to the part if
-/// which[i] equals `value`.
+/// Returns a checksum of the master weights of each parameter i for which which[i] equals `value`,
+/// or of all parameters if `which` is NULL: the XXH64 hash of their eng_checksum values, in order.
+/// Returns 0 if it cannot be computed: the device fails, memory is short, or the weights are
+/// currently divided among the ranks (zero=3).
 uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value);
 
 /// The kinds of optimizers.

@@ -73,6 +73,3 @@ bool op_takes_target(int op)
 
 const eng_op_info *eng_op_describe(int op)
 { return op >= 0 && op < ENG_OP_COUNT ? &op_table[op].about : NULL; }
-
-bool eng_op_differentiable(int op)
-{ return op >= 0 && op < ENG_OP_COUNT && op_table[op].differentiable; }

@@ -145,8 +145,6 @@ eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, d
   return ENG_OK;
 }
 
-int eng_params_stats_pending(const eng_params *set) { return set->n_pending; }
-
 bool params_stats_factor(double *factor, const eng_params *set, double gradient_factor,
                          double clip_norm)
 {

@@ -119,8 +119,6 @@ void eng_params_bytes(int64_t bytes[4], const eng_params *set)
 
 int64_t eng_params_count(const eng_params *set) { return set->count; }
 
-uint64_t eng_params_checksum(const eng_params *set) { return eng_params_checksum_of(set, NULL, 0); }
-
 uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value)
 {
   FREED uint64_t *sum = malloc((size_t)(set->n + 1) * sizeof *sum);

@@ -1,6 +1,8 @@
 -- For specs of gradients: calls of every operation with a gradient rule in ops.def, on f64 inputs.
--- cases[name](check) runs check(f, inputs) for each call.
+-- cases[name](check) runs check(f, inputs) for each call; has_gradient(op) tells whether the
+-- operation with this number has such a rule.
 local engine = require "engine"
+local M_ffi = require "engine.base.ffi"
 
 -- f64 values away from kinks and poles.
 local function random(...) return engine.randn({ ... }, "f64"):keep() end
@@ -248,4 +250,8 @@ cases.fp8_attention = function(check)
   check(f, { random(1, 3, 2, 2), random(1, 5, 1, 2), random(1, 5, 1, 2) })
 end
 
-return { cases = cases, random = random }
+local function has_gradient(op)
+  return M_ffi.ffi.string(M_ffi.C.eng_op_describe(op).gradient) ~= "none"
+end
+
+return { cases = cases, random = random, has_gradient = has_gradient }

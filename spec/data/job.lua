@@ -44,5 +44,5 @@ local trainer = engine.trainer { model = model, data = data, steps = cfg.steps, 
 step = trainer.steps_done
 trainer:run()
 if rank == 0 then
-  print("weights", tostring(C.eng_params_checksum(trainer.optimizer.params)))
+  print("weights", tostring(C.eng_params_checksum_of(trainer.optimizer.params, nil, 0)))
 end

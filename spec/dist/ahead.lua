@@ -74,5 +74,5 @@ trainer = engine.trainer { model = model, optimizer = optimizer, data = data(), 
   end }
 trainer:run()
 io.stderr:write(("rank %d: weights %s came %s ahead %s\n"):format(ranks.rank(),
-  trainer:whole(function() return tostring(C.eng_params_checksum(optimizer.params)) end),
+  trainer:whole(function() return tostring(C.eng_params_checksum_of(optimizer.params, nil, 0)) end),
   table.concat(came, ","), table.concat(ahead, ",")))

@@ -39,6 +39,6 @@ local elements = 0
 for _, x in pairs(optimizer:state_tensors()) do elements = elements + x.count end
 local file = assert(io.open(("%s.%d"):format(cfg.told, engine.ranks.rank()), "w"))
 file:write(json.encode { losses = losses, elements = elements,
-  weights = tostring(C.eng_params_checksum(optimizer.params)), seen = trainer.state.seen,
+  weights = tostring(C.eng_params_checksum_of(optimizer.params, nil, 0)), seen = trainer.state.seen,
   same = trainer.state.mean == mean, mean = mean:totable(), last = trainer.state.last })
 file:close()

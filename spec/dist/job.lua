@@ -148,5 +148,5 @@ trainer = engine.trainer { model = model, optimizer = optimizer, loss = loss_of,
   end }
 trainer:run()
 io.stderr:write(("rank %d: weights %s\n"):format(ranks.rank(), trainer:whole(function()
-  return tostring(M_ffi.C.eng_params_checksum(optimizer.params))
+  return tostring(M_ffi.C.eng_params_checksum_of(optimizer.params, nil, 0))
 end)))

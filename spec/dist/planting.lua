@@ -119,7 +119,7 @@ local function run(p)
         scale = ("%.17g"):format(record.scale), action = verdict:what(),
         overflow = record.overflow ~= 0, inf = tonumber(record.inf), nan = tonumber(record.nan),
         weights = t:whole(function()
-          return tostring(C.eng_params_checksum(t.optimizer.params))
+          return tostring(C.eng_params_checksum_of(t.optimizer.params, nil, 0))
         end) }
     end }
   -- Counts the micro-batches of a step, and plants the value in the chosen one. The backward passes

@@ -205,7 +205,7 @@ local function worker()
       local line = { step = step, policy = ("%s %s"):format(current(t)),
         hash = t.policy.hash and t.policy:hash(), rungs = table.concat(sites:places().rungs),
         scale = ("%.17g"):format(record.scale),
-        weights = tostring(M_ffi.C.eng_params_checksum(optimizer.params)) }
+        weights = tostring(M_ffi.C.eng_params_checksum_of(optimizer.params, nil, 0)) }
       if step % EVERY == 1 and step > EVERY then
         local number = (step - 1) / EVERY
         local case, victim = names[number <= #names and number or math.random(#names)],

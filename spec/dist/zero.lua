@@ -123,7 +123,9 @@ local function resident()
   end
 end
 local result = { rank = ranks.rank(), resident = resident(), steps = steps, told = told,
-  weights = trainer:whole(function() return tostring(C.eng_params_checksum(optimizer.params)) end),
+  weights = trainer:whole(function()
+    return tostring(C.eng_params_checksum_of(optimizer.params, nil, 0))
+  end),
   gradients = memory.gradients.peak, messages_memory = memory.messages.peak }
 if trainer.reducer.many then
   C.eng_parallel_last(facts, trainer.reducer.reduction)

@@ -27,7 +27,7 @@ local function job(o, each)
   for key, value in pairs(o) do if key ~= "base" and key ~= "fp8" then all[key] = value end end
   local t = helper.job(all)
   t:run()
-  return tostring(C.eng_params_checksum(t.optimizer.params)), t, table.concat(lines, " ")
+  return tostring(C.eng_params_checksum_of(t.optimizer.params, nil, 0)), t, table.concat(lines, " ")
 end
 
 local function events(kind, run)

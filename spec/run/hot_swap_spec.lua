@@ -29,7 +29,7 @@ local function trace(options, each)
   local trainer = job(options)
   trainer:run()
   return table.concat(lines, "\n") .. "\n" ..
-    tostring(C.eng_params_checksum(trainer.optimizer.params)), trainer
+    tostring(C.eng_params_checksum_of(trainer.optimizer.params, nil, 0)), trainer
 end
 
 local function events(kind, run)

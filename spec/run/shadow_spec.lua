@@ -27,8 +27,8 @@ local function trace(options)
   end
   local trainer = job(options)
   trainer:run()
-  return table.concat(lines, "\n") .. tostring(C.eng_params_checksum(trainer.optimizer.params)),
-    trainer, scales
+  local sum = tostring(C.eng_params_checksum_of(trainer.optimizer.params, nil, 0))
+  return table.concat(lines, "\n") .. sum, trainer, scales
 end
 
 -- The scales that a shadow chose at each step, from the rows that record changes; and the number of

@@ -485,7 +485,7 @@ describe("in under 40 lines", function()
       local summary = trainer:run()
       local C = require("engine.base.ffi").C
       print(("%.17g %.17g %s"):format(summary.loss, trainer.state.best,
-        tostring(C.eng_params_checksum(trainer.optimizer.params))))
+        tostring(C.eng_params_checksum_of(trainer.optimizer.params, nil, 0))))
     ]])
     local whole = run(path)
     for steps = 2, 8, 3 do

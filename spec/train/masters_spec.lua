@@ -28,7 +28,7 @@ local function train(precision, options, tail)
     all[#all + 1] = name .. " " .. tostring(one[0])
   end
   table.sort(all)
-  table.insert(all, 1, tostring(C.eng_params_checksum(trainer.optimizer.params)))
+  table.insert(all, 1, tostring(C.eng_params_checksum_of(trainer.optimizer.params, nil, 0)))
   return sum / (tail or 1), table.concat(all, "\n"), trainer
 end
 

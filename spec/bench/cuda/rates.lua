@@ -157,12 +157,13 @@ local function statistics_lines(name, opt, bytes)
     memory_line(text, bytes, function()
       check(C.eng_params_stats(record, nil, opt.params, 1, needs))
     end)
-    local function fetch() check(C.eng_params_stats_fetch(record, nil, loss, opt.params, 1)) end
+    local pending = 0
     memory_line(text .. ", lagged", bytes, function()
-      if C.eng_params_stats_pending(opt.params) > 2 then fetch() end
+      if pending > 2 then check(C.eng_params_stats_fetch(record, nil, loss, opt.params, 1)) end
       check(C.eng_params_stats_start(opt.params, needs, nil, 0, nil))
+      pending = math.min(pending + 1, 3)
     end)
-    while C.eng_params_stats_pending(opt.params) > 0 do fetch() end
+    C.eng_params_stats_forget(opt.params)
   end
 end
 

@@ -173,7 +173,7 @@ function Set:unscale(factor)
 end
 
 function Set:zero_grad() check(C.eng_params_zero_grad(self.params)) end
-function Set:checksum() return C.eng_params_checksum(self.params) end
+function Set:checksum() return C.eng_params_checksum_of(self.params, nil, 0) end
 
 function Set:free()
   if self.state then C.eng_optimizer_free(self.state) end
