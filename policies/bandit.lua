@@ -71,7 +71,7 @@ return {
         if worth < least then best, least = i, worth end
         a.cost, a.steps = a.cost * options.discount, a.steps * options.discount
       end
-      if best ~= state.arm then reason = rules[best].name .. " takes over" end
+      if best ~= state.arm then reason = "the rule " .. rules[best].name .. " takes over" end
       state.arm, state.left = best, options.period
     end
     state.scale = state.arms[state.arm].scale

@@ -18,7 +18,7 @@ return {
     local init = check.positive(options, "loss_scale", "min_loss_scale")
     check.factor(options, "loss_scale_factor")
     check.steps(options, "loss_scale_steps")
-    check.count(options, "loss_scale_steps", "is not a whole number of steps")
+    check.count(options, "loss_scale_steps")
     check.trap(options, options.min_loss_scale > init,
       "min_loss_scale = " .. options.min_loss_scale .. " is above loss_scale = " .. init
       .. ", so the scale could never fall; lower min_loss_scale")

@@ -26,8 +26,7 @@ return {
     check.factor(options, "growth_factor")
     check.share(options, "backoff_factor")
     check.count(options, "growth_interval")
-    check.count(options, "hysteresis",
-      "is not a count of overflows; use 1 to back off at every overflow")
+    check.count(options, "hysteresis", "1 backs off at every overflow")
     check.floor(options, "min_scale", "initial_scale")
     check.trap(options, options.max_scale ~= 0 and options.max_scale < scale,
       "max_scale = " .. options.max_scale .. " is below initial_scale = " .. scale

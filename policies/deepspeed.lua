@@ -23,11 +23,9 @@ return {
     local init = check.positive(options, "init_scale", "min_scale")
     check.steps(options, "scale_window")
     check.factor(options, "scale_factor")
-    check.count(options, "hysteresis",
-      "never counts down to 1, so the scale would never back off;"
-      .. " use 1 to back off at every overflow")
+    check.count(options, "hysteresis", "1 backs off at every overflow")
     check.floor(options, "min_scale", "init_scale")
-    check.count(options, "scale_window", "is not a whole number of steps")
+    check.count(options, "scale_window")
     return { scale = init, iter = 0, last_overflow_iter = -1, hysteresis = options.hysteresis }
   end,
 

@@ -19,7 +19,7 @@ return {
     check.steps(options, "scale_window")
     check.factor(options, "scale_factor")
     check.floor(options, "min_scale", "init_scale")
-    check.count(options, "scale_window", "is not a whole number of steps")
+    check.count(options, "scale_window")
     return { scale = init, iter = 0, last_overflow_iter = -1 }
   end,
 

@@ -26,7 +26,7 @@ return {
     if options.tolerance ~= options.tolerance then
       error("tolerance must be a share from 0 to 1, got nan", 0)
     end
-    check.count(options, "scale_window", "is not a whole number of steps")
+    check.count(options, "scale_window")
     check.trap(options, options.tolerance < 0 or options.tolerance > 1,
       "tolerance = " .. options.tolerance .. " is not a share from 0 to 1")
     check.floor(options, "threshold", "init_scale")

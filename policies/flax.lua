@@ -21,8 +21,7 @@ return {
     check.share(options, "backoff_factor")
     check.trap(options, not (options.growth_interval >= 0)
       or options.growth_interval ~= math.floor(options.growth_interval),
-      "growth_interval = " .. options.growth_interval
-        .. " is never met by a whole number of steps, so the scale would never grow")
+      "growth_interval must be a whole number of 0 or more, got " .. options.growth_interval)
     check.floor(options, "minimum_scale", "scale")
     return { scale = scale, fin_steps = 0 }
   end,

@@ -36,7 +36,7 @@ return {
       if state.steps >= options.period then
         local share = state.above / math.max(1, state.above + state.below)
         if share > options.threshold then
-          state.scale, reason = state.scale / 2, ("%.3g of the gradients are large"):format(share)
+          state.scale, reason = state.scale / 2, ("share of large gradients: %.3g"):format(share)
         elseif state.wait == 0 and state.below > 0 then
           state.scale = state.scale * 2
         end

@@ -66,6 +66,6 @@ return {
     -- The loss is outside all layers and gets the last layer's scale.
     state.scale = last or state.scale
     return { scale = state.scale, scales = next(scales) and scales or nil,
-      reason = guilty and "overflow: " .. guilty .. " backs off" or nil }
+      reason = guilty and "overflow: the scale of " .. guilty .. " backs off" or nil }
   end,
 }

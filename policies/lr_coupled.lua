@@ -34,7 +34,8 @@ return {
     -- In the first 100 updates a jump may be the warm-up.
     elseif state.lr > 0 and state.updates and state.updates > 100
       and lr > state.lr * options.jump then
-      state.scale, state.good, reason = before / 2, 0, "the learning rate jumps"
+      state.scale, state.good, reason = before / 2, 0,
+        ("the learning rate jumps from %.4g to %.4g"):format(state.lr, lr)
     else
       state.good = state.good + 1
       local interval = math.max(options.least, options.growth_interval * share)

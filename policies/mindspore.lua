@@ -19,7 +19,7 @@ return {
     check.steps(options, "scale_window")
     check.trap(options, options.scale_factor <= 1,
       "scale_factor = " .. options.scale_factor .. " would lower the scale after good steps")
-    check.count(options, "scale_window", "is not a whole number of steps")
+    check.count(options, "scale_window")
     check.trap(options, init < 1, "init_loss_scale = " .. init
       .. " is below 1, the smallest scale, so an overflow would raise it")
     return { scale = init, cur_iter = 1, last_overflow_iter = 0, bad_step = 0 }

@@ -21,8 +21,7 @@ return {
     check.factor(options, "growth_factor")
     check.share(options, "backoff_factor")
     check.count(options, "growth_interval")
-    check.count(options, "hysteresis",
-      "is not a count of overflows; use 1 to back off at every overflow")
+    check.count(options, "hysteresis", "1 backs off at every overflow")
     return { scale = scale, growth_tracker = 0, hysteresis_tracker = options.hysteresis }
   end,
 

@@ -18,7 +18,7 @@ return {
     if least > most then error("scale_min = " .. least .. " is above scale_max = " .. most, 0) end
     check.factor(options, "step_factor")
     check.steps(options, "step_window")
-    check.count(options, "step_window", "is not a whole number of steps")
+    check.count(options, "step_window")
     return { scale = most, iteration = 0, last_overflow_iteration = -1 }
   end,
 

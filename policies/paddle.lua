@@ -26,8 +26,7 @@ return {
     check.factor(options, "incr_ratio")
     check.share(options, "decr_ratio")
     check.count(options, "incr_every_n_steps")
-    check.count(options, "decr_every_n_nan_or_inf",
-      "is never met by a whole number of steps, so the scale would never back off")
+    check.count(options, "decr_every_n_nan_or_inf")
     check.trap(options, options.static_graph and scale < 1,
       "init_loss_scaling = " .. scale
         .. " is below 1, the smallest scale, so an overflow would raise it")

@@ -53,9 +53,8 @@ return {
       state.good = state.good + 1
       if state.good % options.growth_interval == 0 then state.scale = limited(state.scale * 2) end
     end
-    local back_off = guilty == 1 and " expert backs off" or " experts back off"
-    local reason = guilty > 0 and guilty .. back_off or others and "overflow outside the experts"
-      or nil
+    local reason = guilty > 0 and guilty .. " of the experts overflowed, and their scales back off"
+      or others and "overflow outside the experts" or nil
     return { scale = state.scale, scales = next(scales) and scales or nil, reason = reason }
   end,
 }

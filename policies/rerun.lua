@@ -33,7 +33,7 @@ return {
 
   init = function(options)
     check.factor(options, "factor")
-    check.count(options, "samples", "is not a count of steps")
+    check.count(options, "samples")
     if options.on_fault ~= "stop" and options.on_fault ~= "step" then
       error("on_fault must be stop or step, got " .. options.on_fault, 0)
     end

@@ -26,8 +26,8 @@ return {
 
   init = function(options)
     check.not_negative(options, "threshold", "grad_accu_steps", "death_rate")
-    check.count(options, "interval", "is not a count of updates")
-    check.count(options, "warmup_epoch", "is not a count of updates")
+    check.count(options, "interval")
+    check.count(options, "warmup_epoch")
     if options.death_rate > 1 then
       error("death_rate must be at most 1, got " .. options.death_rate, 0)
     end

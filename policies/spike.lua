@@ -51,15 +51,16 @@ return {
       return { scale = state.scale, log = log }
     end
     state.bad = state.bad + 1
+    local what = ("bad step %d in a row, loss %.4g: "):format(state.bad, record.loss)
     if state.bad > options.patience then
       state.bad, state.rest = 0, options.cooldown
       return { scale = state.scale, action = "rollback", back = options.back,
         skip = options.leave_out, lr_mul = options.lr_mul, log = log,
-        reason = ("%d bad steps in a row, loss %.4g"):format(options.patience + 1, record.loss) }
+        reason = what .. "back to a checkpoint" }
     elseif state.bad > options.skips and not record.overflow then
       return { scale = state.scale, lr_mul = options.slow, log = log,
-        reason = "bad step: smaller learning rate" }
+        reason = what .. "smaller learning rate" }
     end
-    return { scale = state.scale, action = "skip", log = log, reason = "bad step: skipped" }
+    return { scale = state.scale, action = "skip", log = log, reason = what .. "skipped" }
   end,
 }

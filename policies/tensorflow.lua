@@ -16,7 +16,7 @@ return {
     local scale = check.float32(options, "initial_loss_scale")
     check.factor(options, "multiplier")
     check.steps(options, "increment_period")
-    check.count(options, "increment_period", "is not a whole number of steps")
+    check.count(options, "increment_period")
     check.trap(options, scale < 1, "initial_loss_scale = " .. scale
       .. " is below 1, the smallest scale, so an overflow would raise it")
     return { scale = scale, good_steps = 0 }

@@ -21,7 +21,7 @@ return {
 
   init = function(options)
     check.positive(options, "sigma_factor")
-    check.count(options, "rolling_interval_length", "is not a count of updates")
+    check.count(options, "rolling_interval_length")
     return { scale = check.rescale(options), good = 0, norms = {} }
   end,
 

@@ -80,8 +80,8 @@ static void bound_threads(void)
   if (asked <= ENG_THREADS_MAX) return;
   int cores = omp_get_num_procs();
   omp_set_num_threads(cores < ENG_THREADS_MAX ? cores : ENG_THREADS_MAX);
-  fprintf(stderr, "engine: OMP_NUM_THREADS: expected 1 to %d, got %d; using %d\n", ENG_THREADS_MAX,
-          asked, omp_get_max_threads());
+  fprintf(stderr, "engine: OMP_NUM_THREADS: expected at most %d threads, got %d; using %d\n",
+          ENG_THREADS_MAX, asked, omp_get_max_threads());
 }
 
 const backend *backend_cpu(void)
@@ -93,8 +93,8 @@ const backend *backend_cpu(void)
     for (int k = 0; !chosen; k++)
       if (isas[k].here()) chosen = &isas[k];
     if (wish && *wish && strcmp(wish, chosen->name) != 0)
-      fprintf(stderr, "engine: ENGINE_ISA: expected plain, or avx2 or avx512 if this machine "
-                      "supports it, got '%s'; using %s\n", wish, chosen->name);
+      fprintf(stderr, "engine: ENGINE_ISA: expected plain, or else avx2 or avx512 on a machine "
+                      "that supports it, got '%s'; using %s\n", wish, chosen->name);
     use(chosen);
   }
   return &table;

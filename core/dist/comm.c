@@ -57,7 +57,8 @@ eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key)
 {
   *out = NULL;
   FAIL_IF(color < -1, ENG_ERR_VALUE,
-          "split of a group: expected a color of 0 or more, or -1 for no group, got %d", color);
+          "split of a group of ranks: expected a color of 0 or more, or -1 for no group, got %d",
+          color);
   eng_comm *part = calloc(1, sizeof *part);
   FAIL_IF(!part, ENG_ERR_MEMORY, "out of memory for a group of ranks");
   part->transport = parent->transport;
@@ -104,7 +105,8 @@ static void combine(void *out, const void *low, const void *high, int64_t n, int
 static eng_status check_type(int dtype, int op)
 {
   FAIL_IF(dtype != ENG_f32 && dtype != ENG_f64 && dtype != ENG_i64, ENG_ERR_DTYPE,
-          "reduction over ranks: expected f32, f64 or i64, got %s", eng_dtype_name(dtype));
+          "reduction over ranks: expected numbers in f32, f64 or i64, got %s",
+          eng_dtype_name(dtype));
   return op == ENG_SUM || op == ENG_MAX
            ? ENG_OK
            : error_set(ENG_ERR_VALUE, "reduction over ranks: unknown operation number %d; "
@@ -299,7 +301,7 @@ eng_status eng_comm_all_gather(eng_comm *comm, void *all, const void *own, int64
   memmove(to + bytes * comm->rank, own, (size_t)bytes);
   if (comm->size == 1 || bytes == 0) return ENG_OK;
   FREED comm_message *m = calloc(2 * (size_t)comm->size, sizeof *m);
-  FAIL_IF(!m, ENG_ERR_MEMORY, "out of memory for %d ranks", comm->size);
+  FAIL_IF(!m, ENG_ERR_MEMORY, "out of memory for messages to %d ranks", comm->size);
   int n = 0;
   for (int peer = 0; peer < comm->size; peer++) {
     if (peer == comm->rank) continue;

@@ -112,8 +112,10 @@ eng_status bucket_cut(eng_parallel *p, bucket *b, int number)
   for (int rank = 0; rank < ranks; rank++) {
     int64_t bytes = message_bytes(b, rank);
     b->begin[rank + 1] = b->begin[rank] + bytes;
-    FAIL_IF(bytes > COMM_LARGEST, ENG_ERR_VALUE, "a gradient bucket needs a message of %lld "
-            "bytes, above the limit of 1 GiB; hint: use smaller buckets", (long long)bytes);
+    FAIL_IF(bytes > COMM_LARGEST, ENG_ERR_VALUE, "the gradients of %s%s need a message of "
+            "%lld bytes, above the limit of 1 GiB; hint: %s", p->set->member[b->member[0]].name,
+            b->n > 1 ? " and others in its bucket" : "", (long long)bytes,
+            b->n > 1 ? "a smaller bucket" : "more ranks, or a comm dtype of fewer bytes");
   }
   b->packed = comm_packed_bytes(b->comm_dtype, bucket_piece(b, b->comm->rank));
   b->bytes = message_bytes(b, b->comm->rank);

@@ -135,7 +135,7 @@ static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts 
   static const char what[] = "the exchange of rows among experts";
   int n = 0;
   FREED comm_message *m = calloc(2 * (size_t)e->comm->size, sizeof *m);
-  FAIL_IF(!m, ENG_ERR_MEMORY, "out of memory for %d ranks", e->comm->size);
+  FAIL_IF(!m, ENG_ERR_MEMORY, "out of memory for messages to %d ranks", e->comm->size);
   for (int peer = 0; peer < e->comm->size; peer++) {
     int64_t sent = rows_bytes(e->comm_dtype, e->send[peer], e->columns),
             got = rows_bytes(e->comm_dtype, e->receive[peer], e->columns);

@@ -156,8 +156,8 @@ static const char *describe(void)
   int length = 0;
   MPI_Get_library_version(version, &length);
   version[strcspn(version, ",\n")] = 0;
-  snprintf(text, sizeof text, "%.160s, %d ranks, %d of them here", version, transport.size,
-           transport.local_size);
+  snprintf(text, sizeof text, "%.160s, %d rank%s, %d of them here", version, transport.size,
+           transport.size > 1 ? "s" : "", transport.local_size);
   return text;
 }
 

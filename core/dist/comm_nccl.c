@@ -48,7 +48,7 @@ static eng_status load(void)
   const char *name = other ? other : "libnccl.so.2";
   void *library = plugin_library(name, RTLD_LOCAL);
   FAIL_IF(!library, ENG_ERR_LIBRARY, "cannot load %s (%s)", name,
-          other ? dlerror() : "it comes with the CUDA toolkit's packages as libnccl2");
+          other ? dlerror() : "NVIDIA's package libnccl2 contains it, beside the CUDA toolkit");
   union { void *object; void (*function)(void); } entry;
   void (**slot)(void) = (void (**)(void))&nccl.call;
   _Static_assert(sizeof nccl.call == sizeof names / sizeof *names * sizeof *slot,
@@ -269,7 +269,7 @@ eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted)
   if (!everybody->transport || !everybody->transport->test) return ENG_OK;
   card_note own;
   FREED card_note *notes = calloc((size_t)everybody->size, sizeof *notes);
-  FAIL_IF(!notes, ENG_ERR_MEMORY, "out of memory for %d ranks", everybody->size);
+  FAIL_IF(!notes, ENG_ERR_MEMORY, "out of memory for the cards of %d ranks", everybody->size);
   write_note(&own, wanted);
   ENG_TRY(eng_comm_all_gather(everybody, notes, &own, sizeof own));
   for (int r = 0; r < everybody->size; r++)
@@ -334,6 +334,8 @@ static eng_status staged_room(staged *s, int n, int64_t bytes)
   return ENG_OK;
 }
 
+static const char MESSAGES[] = "an exchange of messages between ranks";
+
 static eng_status start(void **out, const int32_t *of_world, const comm_message *messages, int n,
                         int tag)
 {
@@ -356,7 +358,7 @@ static eng_status start(void **out, const int32_t *of_world, const comm_message 
                                       messages[i].memory, messages[i].bytes, COPY_TO_DEVICE);
   }
   s->n = n;
-  if (status == ENG_OK) status = exchange(STREAM_HOST, of_world, s->there, n, "a message");
+  if (status == ENG_OK) status = exchange(STREAM_HOST, of_world, s->there, n, MESSAGES);
   if (status == ENG_OK) *out = s;
   else {
     s->next = spare;
@@ -368,7 +370,7 @@ static eng_status start(void **out, const int32_t *of_world, const comm_message 
 static eng_status test(bool *done, void *under_way)
 {
   staged *s = under_way;
-  ENG_TRY(stream_done(done, STREAM_HOST, "a message"));
+  ENG_TRY(stream_done(done, STREAM_HOST, MESSAGES));
   if (!*done) return ENG_OK;
   for (int i = 0; i < s->n; i++)
     if (!s->host[i].send && s->host[i].bytes > 0)
@@ -402,7 +404,7 @@ static eng_status count_local(void)
   enum { NAME = 64 };
   char own[NAME] = "";
   FREED char *names = calloc((size_t)nccl.size, NAME);
-  FAIL_IF(!names, ENG_ERR_MEMORY, "out of memory for %d ranks", nccl.size);
+  FAIL_IF(!names, ENG_ERR_MEMORY, "out of memory for the host names of %d ranks", nccl.size);
   gethostname(own, sizeof own - 1);
   eng_status status = eng_comm_all_gather(&comm_world, names, own, NAME);
   nccl.local_size = 0;

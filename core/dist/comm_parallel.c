@@ -109,7 +109,8 @@ static eng_status find_holders(eng_parallel *p, const eng_parallel_options *opti
   p->holders = options->holders;
   memcpy(p->apart, options->apart, (size_t)p->set->n);
   HEAP_TAKE(&p->memory, p->holder, p->holders->size);
-  FAIL_IF(p->memory.failed, ENG_ERR_MEMORY, "out of memory for %d ranks", p->holders->size);
+  FAIL_IF(p->memory.failed, ENG_ERR_MEMORY, "out of memory for a group of %d ranks",
+          p->holders->size);
   return eng_comm_all_gather(p->holders, p->holder, &p->comm->rank, sizeof *p->holder);
 }
 

@@ -110,11 +110,12 @@ eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int ra
 {
   *out = (eng_parallel_sizes){0};
   ENG_TRY(params_alive(set));
-  FAIL_IF(size < 1 || rank < -1 || rank >= size, ENG_ERR_VALUE, "expected a rank below the number "
-          "of ranks, or -1 for the rank that sums the most, got rank %d of %d", rank, size);
+  FAIL_IF(size < 1 || rank < -1 || rank >= size, ENG_ERR_VALUE, "prediction of a reduction: "
+          "expected a rank below the number of ranks, or -1 for the rank that sums the most, got "
+          "rank %d of %d", rank, size);
   ENG_TRY(buckets_check(options));
-  FAIL_IF(options->apart, ENG_ERR_VALUE,
-          "expected every rank to hold all parameters, got parameters that only some ranks hold");
+  FAIL_IF(options->apart, ENG_ERR_VALUE, "prediction of a reduction: expected every rank to hold "
+          "all parameters, got parameters that only some ranks hold");
   eng_comm group = {.rank = rank < 0 ? 0 : rank, .size = size};
   AT_END(forget) eng_parallel p = {.set = set, .comm = &group};
   int64_t *own = HEAP_NEW(&p.memory, int64_t, 2 * set->n);
@@ -155,9 +156,9 @@ eng_status eng_parallel_rehearse(double *seconds, eng_params *set, int size,
   static const comm_transport nowhere = {.start = start_nothing};
   *seconds = 0;
   FAIL_IF(size < 2, ENG_ERR_VALUE,
-          "a rehearsal of a reduction: expected 2 ranks or more, got %d", size);
-  FAIL_IF(options->apart, ENG_ERR_VALUE,
-          "expected every rank to hold all parameters, got parameters that only some ranks hold");
+          "rehearsal of a reduction: expected 2 ranks or more, got %d", size);
+  FAIL_IF(options->apart, ENG_ERR_VALUE, "rehearsal of a reduction: expected every rank to hold "
+          "all parameters, got parameters that only some ranks hold");
   eng_comm group = {.transport = &nowhere, .size = size};
   eng_parallel_options simple = *options;
   simple.zero = options->zero > 0;      // ZeRO-2 does the same work as ZeRO-1

@@ -63,7 +63,8 @@ static eng_status on_card(reduction *r)
   char *table = there + (ranks + 1) * packed, *sum = there + ranks * packed;
   FREED char *staged = malloc((size_t)(terms_bytes + runs_bytes));
   FREED uint32_t *flags = calloc((size_t)ranks, sizeof *flags);
-  FAIL_IF(!staged || !flags, ENG_ERR_MEMORY, "out of memory for %d ranks", r->ranks);
+  FAIL_IF(!staged || !flags, ENG_ERR_MEMORY, "out of memory for the messages of %d ranks",
+          r->ranks);
   const void **terms = (const void **)staged;
   wire_run *made = (wire_run *)(staged + terms_bytes);
   for (int k = 0; k <= r->ranks; k++) {

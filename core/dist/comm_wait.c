@@ -22,6 +22,10 @@ static const double STOPPED = 1;     // seconds; see look_at_clock
 eng_comm comm_world = { .size = 1 };
 static double timeout = 300;        // seconds
 
+// The end of a message about a rank that did not come in time.
+#define SLOW "hint: if that rank was only slow, rank_timeout or ENGINE_RANK_TIMEOUT allows more " \
+             "seconds\n"
+
 double eng_comm_timeout(double seconds)
 {
   double before = timeout;
@@ -60,8 +64,8 @@ static void *watch_calls(void *nothing)
     double now = look_at_clock(&watch.now.since, &looked);
     if (watch.now.what && now - watch.now.since > timeout) {
       fprintf(stderr, "engine: rank %d of %d has waited %g s at %s: another rank has died or hung, "
-              "or was never started. The job ends.\n", comm_world.rank, comm_world.size, timeout,
-              watch.now.what);
+              "or was never started. The job ends; " SLOW, comm_world.rank, comm_world.size,
+              timeout, watch.now.what);
       fflush(stderr);
       _exit(COMM_LOST_CODE);
     }
@@ -147,8 +151,8 @@ static void report_missing(const char *notes, const char *what)
   fflush(stdout);
   if (missing > 0)
     fprintf(stderr,
-            "engine: rank%s %s did not reach %s within %g s: dead or hung. The job ends.\n",
-            missing > 1 ? "s" : "", names, what, timeout);
+            "engine: rank%s %s did not reach %s within %g s: %s died or hung. The job ends; " SLOW,
+            missing > 1 ? "s" : "", names, what, timeout, missing > 1 ? "they" : "it");
   else {
     char shown[4 * sizeof waits];
     eng_text_shown(shown, sizeof shown, waits, (int64_t)strlen(waits), false);
@@ -176,7 +180,7 @@ static void lost(const char *what)
     fflush(stdout);
     fprintf(stderr,
             "engine: rank %d of %d has waited %g s at %s: another rank has died or hung (the "
-            "rank that printed no message). The job ends.\n",
+            "rank that printed no message). The job ends; " SLOW,
             comm_world.rank, comm_world.size, timeout, what);
     fflush(stderr);
   }

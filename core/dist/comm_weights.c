@@ -24,7 +24,7 @@ static void first_name(char *text, size_t size, const eng_params *set, int unit)
 {
   int i = 0;
   while (i < set->n - 1 && set->parted->unit_of[i] != unit) i++;
-  snprintf(text, size, "the unit of %s", set->member[i].name);
+  snprintf(text, size, "the weights of the unit of %s", set->member[i].name);
 }
 
 /// Lists the messages that carry one form (PARTED_*) of a unit's weights, as piece_messages does. A

@@ -189,15 +189,15 @@ static eng_status load_mpi(const comm_transport **out, const launch *l)
           "this machine", path, dlerror());
   union { void *object; comm_plugin *function; } entry = {dlsym(library, "eng_comm_mpi")};
   FAIL_IF(!entry.object, ENG_ERR_LIBRARY,
-          "ranks: %s is not a transport of this engine; hint: run make", path);
+          "ranks: %s is not the MPI plug-in of this engine; hint: run make", path);
   error_set(ENG_ERR_LIBRARY, "ranks: %s belongs to another version of the engine; hint: run make",
             path);
   const comm_transport *transport = entry.function(&host);
   if (!transport) return ENG_ERR_LIBRARY;
   FAIL_IF(transport->size != l->size && l->size > 1, ENG_ERR_LIBRARY,
-          "%s started %d processes, but %s sees %d; hint: srun --mpi=pmix, or the mpirun of "
-          "this MPI; with a card for each process, set MASTER_ADDR to the host of rank 0 to "
-          "connect them over NCCL", l->name, l->size, transport->describe(), transport->size);
+          "%s started %d processes, but MPI connects %d (%s); hint: srun --mpi=pmix, or the "
+          "mpirun of this MPI; with a card for each process, set MASTER_ADDR to the host of rank 0 "
+          "to connect them over NCCL", l->name, l->size, transport->size, transport->describe());
   *out = transport;
   return ENG_OK;
 }

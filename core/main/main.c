@@ -358,7 +358,7 @@ static void usage(void)
 {
   fputs("usage: engine [options] [script.lua [name=value ...]]\n"
         "  -e code   run code                       -l name   require a module\n"
-        "  -i        stay in the REPL               -v        show the version\n"
+        "  -i        open the REPL at the end       -v        show the version\n"
         "  -j cmd    control the JIT (e.g. -j off)  -O level  set the JIT's optimisation\n"
         "  -E        ignore LUA_INIT                -         run stdin\n"
         "  --        end of options\n"

@@ -67,8 +67,8 @@ static bool drop_stack_size(void)
     const char *text = getenv(names[i]);
     size_t bytes = text ? stack_bytes(text) : 0;
     if (!bytes || threads_fit(bytes)) continue;
-    fprintf(stderr, "engine: %s: threads cannot start with stacks of %.40s; using the default "
-                    "size\n", names[i], text);
+    fprintf(stderr, "engine: %s=%.40s: threads cannot start with stacks of this size; using the "
+                    "default size\n", names[i], text);
     dropped = unsetenv(names[i]) == 0 || dropped;
   }
   return dropped;

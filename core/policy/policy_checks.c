@@ -130,15 +130,15 @@ static int check_expect(lua_State *L)
   return lua_error(L);
 }
 
-// check.count(options, name [, consequence]): refuses an option that is not a whole number of at
-// least 1, unless the options have strict=false. Infinity is allowed and means never.
+// check.count(options, name [, hint]): refuses an option that is not a whole number of at least 1,
+// unless the options have strict=false. Infinity is allowed and means never.
 static int check_count(lua_State *L)
 {
   double x = option(L, 2);
-  const char *consequence =
-    luaL_optstring(L, 3, "is never met by a whole number of steps, so the scale would never grow");
+  const char *hint = luaL_optstring(L, 3, "");
   if (x >= 1 && x == floor(x)) return 0;
-  lua_pushfstring(L, "%s = %f %s", lua_tostring(L, 2), x, consequence);
+  lua_pushfstring(L, "%s must be a whole number of 1 or more, got %f%s%s", lua_tostring(L, 2), x,
+                  *hint ? "; " : "", hint);
   return refuse_strictly(L);
 }
 

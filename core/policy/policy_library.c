@@ -34,8 +34,8 @@ static int unknown_global(lua_State *L)
   const char *name = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : "?";
   for (size_t i = 0; i < sizeof removed / sizeof *removed; ++i)
     if (strcmp(name, removed[i]) == 0)
-      return luaL_error(L, "'%s' does not exist in a policy; hint: see policies/README.md",
-                        name);
+      return luaL_error(L, "'%s' is not available in a policy; hint: \"The sandbox\" in "
+                        "policies/README.md lists what is", name);
   return luaL_error(L, "'%s' is not defined%s", name,
                     nearest_hint(name, names, (int)(sizeof names / sizeof *names)));
 }
@@ -145,7 +145,8 @@ static int box_writing(lua_State *L)                   // upvalues: see box_func
   }
   for (int i = 1; i <= 5; i += 4)
     if (lua_istable(L, i) && lua_getmetatable(L, i))
-      return luaL_error(L, "this table is constant; use 'state' for values that change");
+      return luaL_error(L, "%s: this table is constant; use 'state' for values that change",
+                        lua_tostring(L, lua_upvalueindex(2)));
   return call_wrapped(L);
 }
 
@@ -170,8 +171,8 @@ static data_item read_key(lua_State *L, int index)
       break;
     case LUA_TBOOLEAN: key.tag = lua_toboolean(L, index) ? 't' : 'f'; break;
     default:
-      luaL_error(L, "a %s as a key has no fixed order; use numbers, strings or booleans",
-                 luaL_typename(L, index));
+      luaL_error(L, "pairs, next: a %s as a key has no fixed order; use numbers, strings or "
+                    "booleans", luaL_typename(L, index));
   }
   return key;
 }

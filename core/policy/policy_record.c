@@ -223,7 +223,9 @@ static void sum_groups(eng_policy *p)
 static const eng_tensor_stats *stats_in_view(eng_policy *p, const view *v)
 {
   record_in_view(p);
-  if (!p->stats) luaL_error(p->L, "this step has no statistics per tensor");
+  if (!p->stats)
+    luaL_error(p->L, "this step has no statistics per tensor: record.tensors and record.groups are "
+                     "nil");
   bool group = v->kind == VIEW_GROUP || v->kind == VIEW_GROUP_HIST;
   if (v->index >= (group ? p->n_groups : p->n_tensors))
     luaL_error(p->L,

@@ -156,7 +156,7 @@ const char *policy_error_text(eng_policy *p)
   static _Thread_local char text[512];
   if (lua_type(p->L, -1) != LUA_TSTRING) {
     bool nothing = lua_isnoneornil(p->L, -1);
-    snprintf(text, sizeof text, "%s: raised an error %s%s", p->file,
+    snprintf(text, sizeof text, "%s: the policy raised an error %s%s", p->file,
              nothing ? "without a message" : "that is not a string but a ",
              nothing ? "" : luaL_typename(p->L, -1));
     return text;

@@ -17,7 +17,8 @@ eng_status charsmap_new(struct charsmap **out, heap *memory, const char *data, i
   uint32_t bytes = 0;
   if (size >= 4) memcpy(&bytes, data, 4);
   FAIL_IF(size < 4 || bytes % 4 != 0 || (int64_t)bytes > size - 4 || bytes == 0, ENG_ERR_FORMAT,
-          "tokenizer: a compiled character map of %lld bytes is malformed", (long long)size);
+          "tokenizer: the compiled character map (precompiled_charsmap), of %lld bytes, is damaged",
+          (long long)size);
   struct charsmap *map = HEAP_NEW(memory, struct charsmap, 1);
   if (!map) return no_memory();
   map->n_units = bytes / 4;
@@ -27,7 +28,8 @@ eng_status charsmap_new(struct charsmap **out, heap *memory, const char *data, i
   if (memory->failed) return no_memory();
   memcpy(map->units, data + 4, bytes);
   FAIL_IF(utf8_valid(map->texts, map->size) < map->size, ENG_ERR_FORMAT,
-          "tokenizer: a compiled character map has texts that are not UTF-8");
+          "tokenizer: the compiled character map (precompiled_charsmap) has texts that are not "
+          "UTF-8");
   *out = map;
   return ENG_OK;
 }

@@ -130,7 +130,7 @@ describe("the sandbox", function()
       "rawset", "rawget", "setmetatable", "getmetatable", "xpcall", "coroutine", "io",
       "os", "debug", "package", "ffi", "jit", "module", "_G" } do
       fails(with("local x = " .. name .. " return 1"),
-        ("p.lua:2: '%s' does not exist in a policy"):format(name))
+        ("p.lua:2: '%s' is not available in a policy"):format(name))
     end
     fails(with("return string.dump(function() end)"), "attempt to call field 'dump'")
     fails(with("local x = math.randomseed return x.y"), "attempt to index")
@@ -419,8 +419,8 @@ describe("a verdict", function()
       ["return { scale = 4, reason = {} }"] = "reason = table;",
       ["return { scale = 4, scales = { a = 1 } }"] = "this run has a single scale",
       ["error('boom')"] = "p.lua:2: boom", ["error('boom', 0)"] = "p.lua: boom",
-      ["error({})"] = "p.lua: raised an error that is not a string but a table",
-      ["error()"] = "p.lua: raised an error without a message",
+      ["error({})"] = "p.lua: the policy raised an error that is not a string but a table",
+      ["error()"] = "p.lua: the policy raised an error without a message",
       ["local x = nil return x.y"] = "p.lua:2: attempt to index local 'x' (a nil value)",
       ["state.f = function() end return 4"] =
         "a state that is not plain data: state.f is a function",
@@ -553,8 +553,8 @@ describe("helpers shared by scalers", function()
     assert.are.equal(13421773 / 2^27, scale(0, 0.1, 10))
     assert.are.equal(3, scale(3, -1, 10))
     assert.are.equal(8, scale(0, 8, 2.5, false))
-    helper.refuses("growth_interval = 2.5 is never met by a whole number of steps, so the scale " ..
-      "would never grow; strict=false accepts it", scale, 0, 8, 2.5)
+    helper.refuses("growth_interval must be a whole number of 1 or more, got 2.5; " ..
+      "strict=false accepts it", scale, 0, 8, 2.5)
     assert.is_nil(select(2, pcall(load, "return { options = { loss_scale = 0, init_scale = 8, " ..
       "growth_interval = 0 }, init = function(o) return { scale = check.rescale(o) } end, " ..
       "decide = function() end }")):find("strict", 1, true))
@@ -564,9 +564,10 @@ describe("helpers shared by scalers", function()
   end)
 
   it("refuses probable mistakes unless strict=false", function()
-    for line, text in pairs { ["check.count(options, 'scale')"] = "scale = 2.5 is never met by " ..
-      "a whole number of steps, so the scale would never grow",
-      ["check.count(options, 'scale', 'is odd')"] = "scale = 2.5 is odd",
+    for line, text in pairs { ["check.count(options, 'scale')"] =
+        "scale must be a whole number of 1 or more, got 2.5",
+      ["check.count(options, 'scale', 'try 3')"] =
+        "scale must be a whole number of 1 or more, got 2.5; try 3",
       ["check.trap(options, options.scale == 2.5, 'no good')"] = "no good",
       ["check.floor(options, 'interval', 'scale')"] =
         "interval = 10 is above scale = 2.5, so an overflow would raise the scale; " ..
@@ -574,7 +575,7 @@ describe("helpers shared by scalers", function()
       assert.has_error(function() init(line, { scale = 2.5 }) end, "p.lua: " .. text ..
         "; strict=false accepts it")
       init(line, { scale = 2.5, strict = false })
-      if not line:find("'is odd'") then init(line, { scale = 40 }) end
+      if not line:find("'try 3'") then init(line, { scale = 40 }) end
     end
   end)
 

@@ -116,7 +116,8 @@ describe("engine replay", function()
     told("there is no policy 'dynamics'; did you mean 'dynamic'%?", "4.", "--policy", "dynamics")
     told("policies/dynamic.lua: policy 'dynamic' has no option 'growth_intervall'; did you mean " ..
       "'growth_interval'", "4.", "--policy", "dynamic", "growth_intervall=3")
-    told("policies/megatron.lua: hysteresis = 0 ", "4.", "--policy", "megatron", "hysteresis=0")
+    told("policies/megatron.lua: hysteresis must be a whole number of 1 or more, got 0", "4.",
+      "--policy", "megatron", "hysteresis=0")
     told("policies/dynamic.lua:%d+: option 'init_scale' must be a number, got 'many'", "4.",
       "--policy", "dynamic", "init_scale=many")
     told("there is no option '%-%-polcy'; did you mean '%-%-policy'", "4.", "--polcy", "dynamic")
@@ -411,7 +412,8 @@ describe("engine tune", function()
     told("expected %-%-over", path, "--policy", "dynamic")
     told("'4. x' is a string of outcomes without gradients", "4. x", "--policy", "dynamic",
       "--over", "growth_interval=1..5")
-    told("policies/dynamic.lua: growth_interval = 0 ", path, "--policy", "dynamic",
+    told("policies/dynamic.lua: growth_interval must be a whole number of 1 or more, got 0", path,
+      "--policy", "dynamic",
       "growth_interval=0", "--over", "init_scale=1..5")
   end)
 end)

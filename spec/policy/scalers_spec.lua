@@ -473,7 +473,7 @@ describe("a DeepSpeed configuration", function()
     fails(block("true", "0"):gsub(": 8,", ": 8"), "^ds.json:3: not JSON: ")
     fails(block("1", "0"), "^ds.json:4: fp16.enabled: expected true or false, got 1$")
     fails(block("true", "0"):gsub('hysteresis": 2', 'hysteresis": 0'),
-      "^ds.json: policies/deepspeed.lua: hysteresis = 0 never counts down to 1")
+      "^ds.json: policies/deepspeed.lua: hysteresis must be a whole number of 1 or more, got 0")
     fails(block("true", "0"):gsub('power": 8', 'power": 2000'),
       "^ds.json:6: fp16.initial_scale_power: expected an exponent of 2 from 0 to 1023")
     fails("{}", "^ds.json: expected an fp16 block, found none$")
