@@ -7,6 +7,7 @@
 #include "base/nearest.h"
 #include "device/gradstats.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -401,6 +402,29 @@ void policy_verdict_open(eng_policy *p)
     p->verdict_key[i] = policy_intern(p->L, fields[i].name);
 }
 
+// Refuses a factor that takes the learning rate `lr` out of f32's range: the update would compute
+// with infinity, or with 0 although the factor is not 0. `tensor`: NULL for `lr_mul`.
+static bool keeps_rate(eng_policy *p, const char *tensor, double lr, double factor)
+{
+  const double least = 0x1p-149, most = FLT_MAX, rate = lr * factor;
+  const bool usable = lr >= least && lr <= most;      // else the run itself has a useless rate
+  if (!usable || factor == 0 || (rate >= least && rate <= most)) return true;
+  char field[100] = "lr_mul";
+  if (tensor) snprintf(field, sizeof field, "lr_muls[\"%.60s\"]", tensor);
+  return policy_refuse(p, "%s = %g; expected 0, or %.3g to %.3g, so that the learning rate, now "
+                       "%g, stays in the range of f32", field, factor, least / lr, most / lr, lr);
+}
+
+static bool keeps_rates(eng_policy *p, const eng_verdict *out)
+{
+  const double lr = p->judged->lr;
+  const bool each = out->each >> ENG_EACH_LR & 1;
+  bool good = keeps_rate(p, NULL, lr, out->lr_mul);
+  for (int i = 0; good && each && i < p->n_tensors; ++i)
+    good = keeps_rate(p, p->tensors[i], lr * out->lr_mul, p->each[ENG_EACH_LR][i]);
+  return good;
+}
+
 bool policy_read_verdict(eng_policy *p, eng_verdict *out)
 {
   lua_State *L = p->L;
@@ -425,8 +449,9 @@ bool policy_read_verdict(eng_policy *p, eng_verdict *out)
   }
   if (out->back + out->skip > 0 && out->action != ENG_ACTION_ROLLBACK)
     return policy_refuse(p, "'back' or 'skip' without action = 'rollback'");
-  return out->scale > 0 ||
-         policy_refuse(p, "a table without 'scale', the loss scale of the next step");
+  if (!(out->scale > 0))
+    return policy_refuse(p, "a table without 'scale', the loss scale of the next step");
+  return keeps_rates(p, out);
 }
 
 double eng_policy_each(const eng_policy *p, int what, int index)

@@ -69,6 +69,34 @@ describe("a verdict", function()
     made.fails(policy_with("record.update_norm", ""), "")
   end)
 
+  describe("refuses factors that take the learning rate out of f32's range:", function()
+    before_each(function() made.record.lr = 0.001 end)
+    after_each(made.reset_record)
+
+    for _, case in ipairs {
+      { "lr_mul = 1e300", "lr_mul = 1e+300; expected 0, or 1.4e-42 to 3.4e+41, so that the " ..
+        "learning rate, now 0.001, stays in the range of f32" },
+      { "lr_mul = 1e-300", "lr_mul = 1e-300; expected 0, or 1.4e-42 to 3.4e+41" },
+      { "lr_muls = { b = 1e42 }", 'lr_muls["b.w"] = 1e+42; expected 0, or 1.4e-42 to 3.4e+41' },
+      { "lr_muls = { b = 1e30 }, lr_mul = 1e30", 'lr_muls["b.w"] = 1e+30; expected 0, or ' ..
+        "1.4e-72 to 3.4e+11, so that the learning rate, now 1e+27," },
+    } do
+      it(case[1], function()
+        made.fails(policy_with("{ scale = 8, " .. case[1] .. " }", '"lr_muls"'), case[2])
+      end)
+    end
+
+    it("accepts 0, the ends of the range, and any factor if the rate is 0, inf or nan", function()
+      local function lasts(lr, factor)
+        made.record.lr = lr
+        local v = made.decide(policy_with("{ scale = 8, lr_mul = " .. factor .. " }", ""))
+        assert.are.equal(0, v.failed, v:why())
+      end
+      for _, factor in ipairs { "0", "1", "2^-149", "(2 - 2^-23) * 2^127" } do lasts(1, factor) end
+      for _, lr in ipairs { 0, 1 / 0, 0 / 0 } do lasts(lr, "1e300") end
+    end)
+  end)
+
   it("refuses heads that publish no logit, and names one that does", function()
     local p = policy_with("{ scale = 8, logit_muls = { ['attn.5'] = 0.5 } }", '"logit_muls"')
     p:signal("logit_max.attn.4", 1)
