@@ -40,7 +40,7 @@ return {
   init = function(options)
     check.expect(options, options.period >= 1 and options.discount > 0 and options.discount <= 1,
       "period >= 1 and discount in (0, 1]")
-    local state = { scale = options.init_scale, arm = 1, left = options.period, arms = {} }
+    local state = { scale = check.limits(options), arm = 1, left = options.period, arms = {} }
     for i = 1, #rules do state.arms[i] = { scale = options.init_scale, cost = 0, steps = 0 } end
     return state
   end,

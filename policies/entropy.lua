@@ -22,9 +22,13 @@ return {
   },
 
   init = function(options)
-    check.expect(options, options.least > 0 and options.high >= options.low and options.decay >= 0
-      and options.decay < 1, "least > 0, low <= high and decay in [0, 1)")
-    return { scale = options.init_scale, base = options.init_scale, good = 0 }
+    check.positive(options, "least")
+    check.not_negative(options, "gain")
+    check.fraction(options, "decay")
+    check.count(options, "growth_interval")
+    check.expect(options, options.low <= options.high, "low <= high")
+    local scale = check.limits(options)
+    return { scale = scale, base = scale, good = 0 }
   end,
 
   migrate = function(old, _, options)

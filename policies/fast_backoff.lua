@@ -16,10 +16,11 @@ return {
   },
 
   init = function(options)
-    check.expect(options, options.backoff_factor > 0 and options.backoff_factor < 1 and
-      options.growth_factor > 1 and options.min_scale <= options.max_scale,
-      "backoff_factor in (0, 1), growth_factor > 1 and min_scale <= max_scale")
-    return { scale = options.init_scale, good = 0, stuck = 0 }
+    check.share(options, "backoff_factor")
+    check.factor(options, "growth_factor")
+    check.count(options, "growth_interval")
+    check.steps(options, "patience")
+    return { scale = check.limits(options), good = 0, stuck = 0 }
   end,
 
   decide = function(state, record, options)

@@ -8,7 +8,11 @@ return {
   kind    = "fp8",
   needs   = { "tensors" },
   options = { at = 0, below = 0.999 },
-  init = function() return { scale = 1, peak = 0 } end,
+  init = function(options)
+    check.not_negative(options, "at")
+    check.expect(options, options.below > 0 and options.below <= 1, "below in (0, 1]")
+    return { scale = 1, peak = 0 }
+  end,
   decide = function(state, record, options)
     local scales, why = {}, nil
     state.peak = math.max(state.peak, record.lr or 0)

@@ -17,9 +17,7 @@ return {
   needs   = { "amax", "tensors" },
   options = { history = 1024, algorithm = "max" },
   init = function(options)
-    if options.history < 1 or options.history % 1 ~= 0 then
-      error("history must be a whole number of 1 or more, got " .. options.history, 0)
-    end
+    check.whole(options, "history", 1, 1e9)
     if options.algorithm ~= "max" and options.algorithm ~= "most_recent" then
       error("algorithm must be max or most_recent, got " .. options.algorithm, 0)
     end

@@ -11,7 +11,9 @@ return {
   needs   = { "tensors", "underflow" },
   options = { snr = 20, underflow = 0.1, clipped = 0.01, pause = 200, grow = 2, longest = 10000 },
   init = function(options)
-    check.expect(options, options.pause >= 1 and options.grow >= 1, "pause and grow >= 1")
+    check.not_negative(options, "snr", "underflow", "clipped")
+    check.expect(options, options.pause >= 1 and options.grow >= 1
+      and options.longest >= options.pause, "pause >= 1, grow >= 1 and longest >= pause")
     return { scale = 1, step = 0, back = {}, pause = {} }
   end,
   decide = function(state, record, options)

@@ -24,9 +24,13 @@ return {
   },
 
   init = function(options)
-    check.expect(options, options.backoff_factor > 0 and options.backoff_factor < 1 and
-      options.growth_factor > 1 and options.clip > 0,
-      "backoff_factor in (0, 1), growth_factor > 1 and clip > 0")
+    check.share(options, "backoff_factor")
+    check.factor(options, "growth_factor")
+    check.count(options, "growth_interval")
+    check.steps(options, "bad_row", "patience")
+    check.float32(options, "init_scale", "floor", "max_scale")
+    check.expect(options, options.floor <= options.max_scale and options.pause >= 0 and
+      options.clip > 0 and options.ahead > 0, "floor <= max_scale, pause >= 0, clip > 0, ahead > 0")
     return { scale = options.init_scale, good = 0, bad = 0, pause = 0 }
   end,
 

@@ -19,9 +19,10 @@ return {
   },
 
   init = function(options)
-    check.expect(options, options.period >= 1 and options.threshold >= 0 and options.threshold < 1,
-      "period >= 1 and threshold in [0, 1)")
-    return { scale = options.init_scale, above = 0, below = 0, steps = 0, wait = 0 }
+    check.fraction(options, "threshold")
+    check.expect(options, options.period >= 1 and options.wait >= 0, "period >= 1 and wait >= 0")
+    check.whole(options, "edge", -160, 159)
+    return { scale = check.limits(options), above = 0, below = 0, steps = 0, wait = 0 }
   end,
 
   decide = function(state, record, options)

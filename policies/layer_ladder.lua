@@ -11,8 +11,10 @@ return {
   needs   = { "tensors" },
   options = { snr = 12, snr_high = 20, rungs = 2, pause = 200, grow = 2, longest = 10000 },
   init = function(options)
-    check.expect(options, options.pause >= 1 and options.grow >= 1 and options.rungs >= 1,
-      "pause, grow and rungs >= 1")
+    check.not_negative(options, "snr", "snr_high")
+    check.count(options, "rungs")
+    check.expect(options, options.pause >= 1 and options.grow >= 1
+      and options.longest >= options.pause, "pause >= 1, grow >= 1 and longest >= pause")
     return { scale = 1, step = 0, rung = {}, pause = {}, down = {} }
   end,
   decide = function(state, record, options)

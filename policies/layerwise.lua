@@ -24,9 +24,10 @@ return {
   },
 
   init = function(options)
-    check.expect(options, options.target > 0 and options.up > 1 and options.forget > 0 and
-      options.forget <= 1, "target > 0, up > 1 and forget in (0, 1]")
-    return { scale = options.init_scale, layers = {}, row = 0 }
+    check.positive(options, "target")
+    check.expect(options, options.up > 1 and options.forget > 0 and options.forget <= 1,
+      "up > 1 and forget in (0, 1]")
+    return { scale = check.limits(options), layers = {}, row = 0 }
   end,
 
   decide = function(state, record, options)

@@ -19,9 +19,10 @@ return {
   },
 
   init = function(options)
-    check.expect(options, options.rate > 0 and options.momentum >= 0 and options.momentum < 1 and
-      options.share > 0, "rate > 0, momentum in [0, 1) and share > 0")
-    return { scale = options.init_scale, speed = 0 }
+    check.positive(options, "rate", "share", "edge")
+    check.not_negative(options, "price")
+    check.fraction(options, "momentum")
+    return { scale = check.limits(options), speed = 0 }
   end,
 
   decide = function(state, record, options)

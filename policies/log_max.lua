@@ -20,9 +20,11 @@ return {
   },
 
   init = function(options)
-    check.expect(options, options.beta1 >= 0 and options.beta1 < 1 and options.beta2 >= 0 and
-      options.beta2 < 1, "beta1 and beta2 in [0, 1)")
-    return { scale = options.init_scale, mean = 0, square = 0, weight1 = 0, weight2 = 0, seen = 0 }
+    check.positive(options, "log_max")
+    check.not_negative(options, "sigmas", "warmup")
+    check.fraction(options, "beta1", "beta2")
+    return { scale = check.limits(options), mean = 0, square = 0, weight1 = 0, weight2 = 0,
+      seen = 0 }
   end,
 
   decide = function(state, record, options)

@@ -19,7 +19,7 @@ return {
   init = function(options)
     check.expect(options, options.growth_interval >= options.least and options.least >= 1 and
       options.jump > 1, "growth_interval >= least >= 1 and jump > 1")
-    return { scale = options.init_scale, good = 0, peak = 0, lr = 0 }
+    return { scale = check.limits(options), good = 0, peak = 0, lr = 0 }
   end,
 
   decide = function(state, record, options)

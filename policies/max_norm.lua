@@ -20,9 +20,12 @@ return {
   },
 
   init = function(options)
-    check.expect(options, options.target > 0 and options.bold >= options.target and options.high >
-      options.low, "0 < target <= bold and low < high")
-    return { scale = options.init_scale, target = options.target }
+    check.positive(options, "target", "bold")
+    check.fraction(options, "decay")
+    check.expect(options, options.target <= options.bold and options.low < options.high,
+      "target <= bold and low < high")
+    check.whole(options, "ref_every", 1, 1e9)
+    return { scale = check.limits(options), target = options.target }
   end,
 
   decide = function(state, record, options)

@@ -28,13 +28,15 @@ return {
   },
 
   init = function(options)
-    check.expect(options, options.target > 0 and options.decay >= 0 and options.decay < 1 and
-      options.growth > 1 and options.backoff > 0 and options.backoff < 1,
-      "target > 0, decay in [0, 1), growth > 1 and backoff in (0, 1)")
+    check.positive(options, "target")
+    check.fraction(options, "decay")
+    check.share(options, "backoff")
+    check.count(options, "forgive")
+    check.expect(options, options.growth > 1, "growth > 1")
     if options.limit ~= "after" and options.limit ~= "before" then
       error("limit must be after or before, got " .. options.limit, 0)
     end
-    return { scale = options.init_scale, room = 1, good = 0 }
+    return { scale = check.limits(options), room = 1, good = 0 }
   end,
 
   decide = function(state, record, options)

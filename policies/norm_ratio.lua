@@ -22,9 +22,12 @@ return {
   },
 
   init = function(options)
-    check.expect(options, options.high > options.low and options.low > 0 and options.ref_every >= 1
-      and options.ref_every % 1 == 0, "high > low > 0, and ref_every to be a whole number of steps")
-    return { scale = options.init_scale, log_ratio = 0 }
+    check.fraction(options, "decay")
+    check.factor(options, "growth")
+    check.share(options, "backoff")
+    check.expect(options, options.high > options.low and options.low > 0, "high > low > 0")
+    check.whole(options, "ref_every", 1, 1e9)
+    return { scale = check.limits(options), log_ratio = 0 }
   end,
 
   decide = function(state, record, options)

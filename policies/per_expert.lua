@@ -19,9 +19,10 @@ return {
   },
 
   init = function(options)
-    check.expect(options, options.target > 0 and options.forget > 0 and options.forget <= 1,
-      "target > 0 and forget in (0, 1]")
-    return { scale = options.init_scale, good = 0, experts = {} }
+    check.positive(options, "target")
+    check.count(options, "growth_interval")
+    check.expect(options, options.forget > 0 and options.forget <= 1, "forget in (0, 1]")
+    return { scale = check.limits(options), good = 0, experts = {} }
   end,
 
   decide = function(state, record, options)

@@ -20,9 +20,9 @@ return {
   },
 
   init = function(options)
-    check.expect(options, options.target > 0 and options.ki >= 0 and options.most > 0 and
-      options.shock > 0, "target > 0, most > 0, shock > 0 and ki >= 0")
-    return { scale = options.init_scale, change = 0 }
+    check.positive(options, "target", "shock", "most")
+    check.not_negative(options, "kp", "ki", "kd")
+    return { scale = check.limits(options), change = 0 }
   end,
 
   decide = function(state, record, options)

@@ -51,10 +51,7 @@ return {
 
   init = function(options)
     check.positive(options, "sigma_factor")
-    local length = options.rolling_interval_length
-    if not (length >= 6 and length % 1 == 0) then
-      error("rolling_interval_length must be a whole number of 6 or more, got " .. length, 0)
-    end
+    check.whole(options, "rolling_interval_length", 6, 20000)
     return { scale = check.rescale(options), good = 0, losses = {}, norms = {} }
   end,
 

@@ -26,6 +26,12 @@ return {
   },
 
   init = function(options)
+    check.positive(options, "init_scale", "sigmas")
+    check.count(options, "growth_interval")
+    check.not_negative(options, "warmup", "skips", "patience", "slow", "lr_mul", "cooldown")
+    check.expect(options, options.decay > 0 and options.decay <= 1, "decay in (0, 1]")
+    check.whole(options, "back", 0, 1e9)
+    check.whole(options, "leave_out", 0, 1e9)
     return { scale = options.init_scale, good = 0, bad = 0, seen = 0, mean = 0, variance = 0,
       rest = options.warmup }
   end,

@@ -9,7 +9,11 @@ return {
   kind    = "fp8",
   needs   = { "tensors", "norm" },
   options = { ratio = math.sqrt(3), decay = 0.8 },
-  init = function() return { scale = 1 } end,
+  init = function(options)
+    check.positive(options, "ratio")
+    check.fraction(options, "decay")
+    return { scale = 1 }
+  end,
   decide = function(state, record, options)
     local signal, noise, scales, why = 0, 0, {}, nil
     for name, t in pairs(record.tensors) do

@@ -26,7 +26,8 @@ return {
 
   init = function(options)
     check.share(options, "gamma1", "gamma2", "theta")
-    check.not_negative(options, "interval", "eps")
+    check.not_negative(options, "eps")
+    check.whole(options, "interval", 0, 1e9)
     return { scale = check.rescale(options), good = 0, count = 0, step = 0, means = {} }
   end,
 

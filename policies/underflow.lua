@@ -20,9 +20,11 @@ return {
   },
 
   init = function(options)
-    check.expect(options, options.limit > 0 and options.limit < 1 and options.patience >= 1,
-      "limit in (0, 1) and patience >= 1")
-    return { scale = options.init_scale, since = options.patience, room = 1 }
+    check.share(options, "limit")
+    check.positive(options, "target")
+    check.expect(options, options.patience >= 1, "patience >= 1")
+    check.whole(options, "last", -160, 159)
+    return { scale = check.limits(options), since = options.patience, room = 1 }
   end,
 
   decide = function(state, record, options)

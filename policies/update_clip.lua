@@ -21,7 +21,7 @@ return {
 
   init = function(options)
     check.positive(options, "sigma_factor")
-    check.count(options, "rolling_interval_length")
+    check.whole(options, "rolling_interval_length", 1, 20000)
     return { scale = check.rescale(options), good = 0, norms = {} }
   end,
 

@@ -47,7 +47,7 @@ return {
   init = function(options)
     check.share(options, "alpha")
     check.positive(options, "z_thresh", "eps", "clip_factor")
-    check.count(options, "warmup_steps")
+    check.whole(options, "warmup_steps", 1, 20000)
     local choice = options.clip_option
     if choice ~= "adaptive_scaling" and choice ~= "mean" and choice ~= "percentile" then
       error("clip_option must be adaptive_scaling, mean or percentile, got " .. choice, 0)

@@ -48,7 +48,7 @@ static double option(lua_State *L, int name)
 
 // ------------------------------------------------------------------ ranges of options
 
-typedef enum range { POSITIVE, FLOAT32, NOT_NEGATIVE, FACTOR, SHARE, STEPS } range;
+typedef enum range { POSITIVE, FLOAT32, NOT_NEGATIVE, FACTOR, SHARE, FRACTION, STEPS } range;
 
 static const char *const wanted[] = {                      // after "NAME must"
   [POSITIVE] = "be a positive finite number",
@@ -56,6 +56,7 @@ static const char *const wanted[] = {                      // after "NAME must"
   [NOT_NEGATIVE] = "be 0 or a positive finite number",
   [FACTOR] = "be greater than 1 and finite",
   [SHARE] = "lie strictly between 0 and 1",
+  [FRACTION] = "be 0 or more and below 1",
   [STEPS] = "be a positive number of steps",
 };
 
@@ -67,6 +68,7 @@ static bool within(range r, double x)
     case NOT_NEGATIVE: return x >= 0 && x < INFINITY;
     case FACTOR:       return x > 1 && x < INFINITY;
     case SHARE:        return x > 0 && x < 1;
+    case FRACTION:     return x >= 0 && x < 1;
     case STEPS:        return x > 0;
   }
   return false;
@@ -142,6 +144,17 @@ static int check_count(lua_State *L)
   return refuse_strictly(L);
 }
 
+// check.whole(options, name, least, most): refuses an option that is not a whole number in this
+// range.
+static int check_whole(lua_State *L)
+{
+  double x = option(L, 2), least = luaL_checknumber(L, 3), most = luaL_checknumber(L, 4);
+  if (x >= least && x <= most && x == floor(x)) return 0;
+  lua_pushfstring(L, "%s must be a whole number from %f to %f, got %f", lua_tostring(L, 2), least,
+                  most, x);
+  return lua_error(L);
+}
+
 // check.rescale(options): checks the options of rescale() and returns the initial scale.
 static int check_rescale(lua_State *L)
 {
@@ -153,6 +166,25 @@ static int check_rescale(lua_State *L)
   lua_pushliteral(L, "init_scale");
   double fixed = option_in(L, 2, NOT_NEGATIVE);
   lua_pushnumber(L, fixed > 0 ? fixed : option_in(L, 3, FLOAT32));
+  return 1;
+}
+
+// check.limits(options): checks init_scale and its limits, min_scale and max_scale, and returns the
+// initial scale.
+static int check_limits(lua_State *L)
+{
+  lua_settop(L, 1);
+  lua_pushliteral(L, "init_scale");
+  lua_pushliteral(L, "min_scale");
+  lua_pushliteral(L, "max_scale");
+  option_in(L, 2, FLOAT32);
+  double least = option_in(L, 3, FLOAT32), most = option_in(L, 4, FLOAT32);
+  if (least > most) {
+    lua_pushfstring(L, "expected min_scale <= max_scale, got min_scale = %f, max_scale = %f", least,
+                    most);
+    return lua_error(L);
+  }
+  lua_pushnumber(L, option(L, 2));
   return 1;
 }
 
@@ -270,11 +302,13 @@ void policy_checks_open(lua_State *L)
   static const luaL_Reg changes[] = {
     {"rescale", rescale}, {"back_off", back_off}, {"grow", grow}, {NULL, NULL}};
   static const luaL_Reg checks[] = {
-    {"trap", check_trap},   {"expect", check_expect}, {"count", check_count},
-    {"floor", check_floor}, {"rescale", check_rescale}, {NULL, NULL}};
+    {"trap", check_trap},       {"expect", check_expect}, {"count", check_count},
+    {"whole", check_whole},     {"floor", check_floor},   {"limits", check_limits},
+    {"rescale", check_rescale}, {NULL, NULL}};
   static const struct { const char *name; range range; } ranges[] = {
     {"positive", POSITIVE}, {"float32", FLOAT32}, {"not_negative", NOT_NEGATIVE},
-    {"factor", FACTOR},     {"share", SHARE},     {"steps", STEPS}};
+    {"factor", FACTOR},     {"share", SHARE},     {"fraction", FRACTION},
+    {"steps", STEPS}};
   luaL_register(L, NULL, changes);
   lua_newtable(L);
   luaL_register(L, NULL, checks);
