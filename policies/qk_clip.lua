@@ -9,7 +9,8 @@
 -- key head is multiplied by the root of their smallest factor, and each query head by its own
 -- factor divided by that root. A logit that is not finite scales nothing; Megatron-LM stops. A head
 -- whose largest logit is below 0 does not change; Megatron-LM takes the root of a negative number
--- and makes the head's weights NaN.
+-- and makes the head's weights NaN. Needs mode=sync and the CPU; ZeRO and experts divided among
+-- ranks refuse it.
 return {
   name  = "qk_clip",
   doc   = "MuonClip's QK-clip: shrinks query and key weights of heads with large logits.",

@@ -7,7 +7,7 @@
 -- (for bf16: stable_spam:loss_scale=1).
 --
 -- As in the original, a reset keeps the moving means. Difference: steps that overflow are not
--- counted.
+-- counted. Needs mode=sync; ZeRO and experts divided among ranks refuse it.
 return {
   name  = "stable_spam",
   doc   = "Stable-SPAM: caps elements, scales norms, and resets Adam's moments now and then.",

@@ -5,7 +5,8 @@
 -- 32B parameters. The loss scale follows dynamic.lua's rule, or is fixed (for bf16:
 -- update_clip:loss_scale=1).
 --
--- Difference: the statistics are in double here and in float32 in levanter.
+-- Difference: the statistics are in double here and in float32 in levanter. Needs mode=sync and a
+-- fused optimizer; ZeRO and experts divided among ranks refuse it.
 return {
   name  = "update_clip",
   doc   = "levanter's update clipping: limits the update's norm by those of the last updates.",

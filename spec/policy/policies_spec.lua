@@ -5,6 +5,8 @@ local json = require "cjson"
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
+local modes = require "engine.train.modes"
+local policies = require "engine.policy.policy"
 local numbers = require("spec.policy.made").numbers
 
 local record = M_ffi.new("eng_record")
@@ -241,4 +243,23 @@ describe("taking over", function()
     new:take_over(engine.policy.load("dynamic"))
     assert.are.equal(64, new:scale())
   end)
+end)
+
+it("policies/README.md names the policies that ZeRO refuses", function()
+  local model = engine.nn.gpt { vocab = 16, context = 8, width = 16, heads = 2, layers = 1 }
+  local trainer = engine.trainer { model = model, steps = 1, log = "quiet",
+    data = { next = function() end }, optimizer = engine.optim.adamw(model, { lr = 1e-3 }) }
+  local refused = {}
+  for _, zero in ipairs { false, 1 } do
+    trainer.reducer.zero = zero
+    for _, name in ipairs(policies.names "scale") do
+      local why = modes.policy_refusal(trainer, engine.policy.load(name))
+      if why and zero then refused[#refused + 1] = name end
+      assert.truthy(zero or not why, why)
+    end
+  end
+  trainer.reducer.zero = false
+  assert.are.same({ "qk_clip", "stable_spam", "update_clip" }, refused)
+  assert.matches("ZeRO.-refuse `update_clip`, `stable_spam` and `qk_clip`",
+    (helper.read("policies/README.md"):gsub("%s+", " ")))
 end)
