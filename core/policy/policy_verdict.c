@@ -437,9 +437,11 @@ bool policy_read_verdict(eng_policy *p, eng_verdict *out)
     const char *key = lua_tostring(L, -2);
     int i = 0;
     while (i < VERDICT_FIELDS && key != p->verdict_key[i]) ++i;
-    if (i == VERDICT_FIELDS)
+    if (i == VERDICT_FIELDS) {
+      const char *hint = nearest_hint(key, p->verdict_key, VERDICT_FIELDS);
       return policy_refuse(p, "an unknown field '%.60s'%s", key,
-                           nearest_hint(key, p->verdict_key, VERDICT_FIELDS));
+                           *hint ? hint : "; `engine help verdict` lists the fields of a verdict");
+    }
     const verdict_field *f = &fields[i];
     if (f->need & ~p->needs)
       return policy_refuse(

@@ -93,8 +93,11 @@ static void read_identity(eng_policy *p)
     const char *key = lua_tostring(L, -2);
     int known = 0;
     while (known < COUNT(file_fields) && strcmp(key, file_fields[known]) != 0) ++known;
-    if (known == COUNT(file_fields))
-      fail(p, key, "unknown field '%s'%s", key, nearest_hint(key, file_fields, COUNT(file_fields)));
+    if (known == COUNT(file_fields)) {
+      const char *hint = nearest_hint(key, file_fields, COUNT(file_fields));
+      fail(p, key, "unknown field '%s'%s", key, *hint ? hint : "; a policy's fields are name, doc, "
+           "kind, options, needs, init, decide and migrate");
+    }
     static const int types[] = {LUA_TSTRING, LUA_TSTRING,   LUA_TSTRING,   LUA_TTABLE,
                                 LUA_TTABLE,  LUA_TFUNCTION, LUA_TFUNCTION, LUA_TFUNCTION};
     if (lua_type(L, -1) != types[known])
@@ -145,7 +148,11 @@ static void read_needs(eng_policy *p)
       int i = 0, n = 0;
       for (; n < COUNT(needs); ++n) names[n] = needs[n].name;
       while (i < n && strcmp(need, names[i]) != 0) ++i;
-      if (i == n) fail(p, "needs", "unknown need '%s'%s", need, nearest_hint(need, names, n));
+      if (i == n) {
+        const char *hint = nearest_hint(need, names, n);
+        fail(p, "needs", "unknown need '%s'%s", need,
+             *hint ? hint : "; policies/README.md lists what a policy may need");
+      }
       p->needs |= needs[i].bit;
     }
   }

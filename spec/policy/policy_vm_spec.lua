@@ -38,6 +38,10 @@ describe("a policy file", function()
       "p.lua:3: unknown field 'decode'; did you mean 'decide'?")
     refused("return { decide = function() end,\n needs = { 'amx' } }",
       "p.lua:2: unknown need 'amx'; did you mean 'amax'?")
+    refused("return { colour = 1 }", "p.lua:1: unknown field 'colour'; a policy's fields are " ..
+      "name, doc, kind, options, needs, init, decide and migrate")
+    refused("return { decide = function() end, needs = { 'colour' } }",
+      "p.lua:1: unknown need 'colour'; policies/README.md lists what a policy may need")
     refused("return { decide = function() end,\n needs = { amax = true } }",
       "p.lua:2: 'needs' must be a list of names, such as { \"amax\", \"norm\" }, got a string " ..
       "as a key")
@@ -401,6 +405,8 @@ describe("a verdict", function()
       ["return {}"] = "a table without 'scale'",
       ["return { 4 }"] = "a table with a number as a key",
       ["return { scal = 4 }"] = "an unknown field 'scal'; did you mean 'scale'?",
+      ["return { colour = 4 }"] =
+        "an unknown field 'colour'; `engine help verdict` lists the fields of a verdict",
       ["return { scale = '4' }"] = "scale = '4'; expected a positive finite number",
       ["return { scale = 4, action = 'skp' }"] = "action = 'skp'; did you mean 'skip'?",
       ["return { scale = 4, action = 'x' }"] =
