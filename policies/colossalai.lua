@@ -20,9 +20,7 @@ return {
   init = function(options)
     local scale = check.float32(options, "initial_scale")
     check.not_negative(options, "min_scale")
-    if not (options.max_scale >= 0) then
-      error("max_scale must be 0 or a positive number, got " .. options.max_scale, 0)
-    end
+    check.expect(options, options.max_scale >= 0, "max_scale >= 0")
     check.factor(options, "growth_factor")
     check.share(options, "backoff_factor")
     check.count(options, "growth_interval")

@@ -20,10 +20,8 @@ return {
   },
 
   init = function(options)
-    if not (options.grad_norm_skip_threshold > 0) then
-      error("grad_norm_skip_threshold must be positive, got " .. options.grad_norm_skip_threshold
-        .. ": it would skip every step", 0)
-    end
+    check.expect(options, options.grad_norm_skip_threshold > 0,
+      "grad_norm_skip_threshold > 0 (0 would skip every step)")
     return { scale = check.rescale(options), good = 0, skipped = 0 }
   end,
 

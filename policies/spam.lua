@@ -25,12 +25,11 @@ return {
   },
 
   init = function(options)
-    check.not_negative(options, "threshold", "grad_accu_steps", "death_rate")
+    check.not_negative(options, "threshold", "grad_accu_steps")
+    check.expect(options, options.death_rate >= 0 and options.death_rate <= 1,
+      "death_rate in [0, 1]")
     check.count(options, "interval")
     check.count(options, "warmup_epoch")
-    if options.death_rate > 1 then
-      error("death_rate must be at most 1, got " .. options.death_rate, 0)
-    end
     return { scale = check.rescale(options), good = 0, count = 0, since = options.warmup_epoch + 1 }
   end,
 

@@ -52,10 +52,7 @@ return {
     if choice ~= "adaptive_scaling" and choice ~= "mean" and choice ~= "percentile" then
       error("clip_option must be adaptive_scaling, mean or percentile, got " .. choice, 0)
     end
-    if not (options.max_grad_norm > 0) then
-      error("max_grad_norm must be positive, got " .. options.max_grad_norm ..
-        "; inf means no limit", 0)
-    end
+    check.expect(options, options.max_grad_norm > 0, "max_grad_norm > 0 (inf: no limit)")
     return { scale = check.rescale(options), good = 0, first = {} }
   end,
 

@@ -124,17 +124,17 @@ describe("a policy that guards updates", function()
 
   it("refuses options that must be mistakes", function()
     for _, case in ipairs { { "zclip", { clip_option = "zscore" }, "clip_option must be" },
-      { "zclip", { max_grad_norm = 0 }, "max_grad_norm must be positive" },
+      { "zclip", { max_grad_norm = 0 }, "(inf: no limit), got max_grad_norm = 0" },
       { "zclip", { alpha = 1 }, "alpha must lie strictly between" },
       { "zclip", { warmup_steps = 0 }, "must be a whole number from 1 to 20000, got 0" },
       { "skip_step", { rolling_interval_length = 5 }, "whole number from 6 to 20000, got 5" },
-      { "norm_skip", { grad_norm_skip_threshold = 0 }, "it would skip every step" },
+      { "norm_skip", { grad_norm_skip_threshold = 0 }, "0 would skip every step" },
       { "rerun", { on_fault = "go" }, "on_fault must be" }, { "rerun", { factor = 1 }, "factor" },
       { "rerun", { loss_scale = -1 }, "loss_scale" }, { "adagc", { lambda_rel = 0 }, "lambda_rel" },
       { "update_clip", { sigma_factor = -1 }, "sigma_factor" },
       { "stable_spam", { theta = 1 }, "theta" },
       { "spam", { interval = 0 }, "interval must be a whole number of 1 or more, got 0" },
-      { "spam", { death_rate = 2 }, "death_rate must be at most 1" } } do
+      { "spam", { death_rate = 2 }, "expected death_rate in [0, 1], got death_rate = 2" } } do
       helper.refuses(case[3], engine.policy.load, case[1], case[2])
     end
   end)
