@@ -35,7 +35,7 @@ return {
     end
     if record.overflow then
       aim(0.5)
-      scale, reason = scale / 2, ("overflow: target %.4g"):format(state.target)
+      scale, reason = scale / 2, ("overflow: the target of amax falls to %.4g"):format(state.target)
     elseif record.amax > 0 then
       if record.norm_ref and record.norm > 0 then
         local ratio = record.norm_ref / record.norm

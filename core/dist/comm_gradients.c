@@ -355,8 +355,8 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
   ENG_TRY(params_alive(set));
   FAIL_IF(p->broken, ENG_ERR_STATE, "a step failed while gradients were in flight between ranks: "
           "this process cannot continue training; hint: start the job again");
-  FAIL_IF(p->armed, ENG_ERR_STATE, "the reduction over ranks has already begun; hint: call "
-          "eng_parallel_finish or eng_parallel_cancel first");
+  FAIL_IF(p->armed, ENG_ERR_STATE, "the reduction of this step over ranks has already "
+          "begun; hint: finish or cancel it first (eng_parallel_finish, eng_parallel_cancel)");
   FAIL_IF(pass == ENG_PASS_MORE && p->zero < 2, ENG_ERR_STATE,
           "ENG_PASS_MORE needs zero=2 or 3; otherwise gradients are reduced once a step");
   for (int k = 0; k < p->n_buckets; k++) {

@@ -90,8 +90,8 @@ static eng_status check_units(const eng_parallel *p, const int32_t *units)
   FAIL_IF(!units, ENG_ERR_VALUE,
           "zero=3: expected the unit of each parameter (eng_parallel_options.units), got none");
   for (int i = 0; i < p->set->n; i++)
-    FAIL_IF(units[i] < 0 || units[i] >= p->set->n, ENG_ERR_VALUE, "expected a unit from 0 to %d "
-            "for parameter %s, got %d", p->set->n - 1, p->set->member[i].name, units[i]);
+    FAIL_IF(units[i] < 0 || units[i] >= p->set->n, ENG_ERR_VALUE, "zero=3: expected a unit from 0 "
+            "to %d for parameter %s, got %d", p->set->n - 1, p->set->member[i].name, units[i]);
   return ENG_OK;
 }
 

@@ -186,7 +186,8 @@ static bool read_scales(eng_policy *p, eng_verdict *out, const verdict_field *f)
       int group = i < p->n_tensors ? p->group_of[i] : i - p->n_tensors;
       if (group < 0) continue;
       if (p->group_next[group] > 0 && p->group_next[group] != scale)
-        return policy_refuse(p, "two scales for the group '%.60s'", p->groups[group]);
+        return policy_refuse(p, "the scales %g and %g for the group '%.60s'; expected one",
+                             p->group_next[group], scale, p->groups[group]);
       p->group_next[group] = scale;
     }
   }
@@ -225,7 +226,8 @@ static bool read_norms(eng_policy *p, eng_verdict *out, const verdict_field *f)
 {
   lua_State *L = p->L;
   const bool exactly = f->need == ENG_NEED_GRAD_NORMS;
-  if (out->each >> ENG_EACH_CLIP & 1) return policy_refuse(p, "both 'clips' and 'grad_norms'");
+  if (out->each >> ENG_EACH_CLIP & 1)
+    return policy_refuse(p, "both 'clips' and 'grad_norms'; expected one of them");
   begin_each(p, out, ENG_EACH_CLIP, 1);
   for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
     int named;
@@ -254,8 +256,8 @@ static bool read_numbers(eng_policy *p, eng_verdict *out, const verdict_field *f
     for (int i = 0; i < p->n_tensors; ++i) {
       if (!names_tensor(p, named, i)) continue;
       if (values[i] >= 0 && values[i] != value)
-        return policy_refuse(p, "two %s in '%s' for the tensor '%.60s'", cap ? "caps" : "factors",
-                             f->name, p->tensors[i]);
+        return policy_refuse(p, "the %s %g and %g for the tensor '%.60s'; expected one", f->name,
+                             values[i], value, p->tensors[i]);
       values[i] = value;
     }
   }

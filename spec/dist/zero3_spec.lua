@@ -148,8 +148,8 @@ describe("ranks with ZeRO-3", function()
           assert.matches("this rank has had enough", result.err, 1, true)
         elseif name ~= "dies" then
           assert.truthy(result.err:find("zero=3: the ranks used different weights", 1, true)
-            or result.err:find("waited 2 s for each other at different places (rank 0: the unit " ..
-              "of blocks.", 1, true), result.err)
+            or result.err:find("waited 2 s for each other at different places (rank 0: the " ..
+              "weights of the unit of blocks.", 1, true), result.err)
         end
       end
     end
@@ -280,7 +280,7 @@ describe("ranks with ZeRO-3", function()
     local result = run(3, "spec/dist/zero.lua", { "told=" .. folder .. "/told", "model=forked",
       "zero=3", "timeout=1" })
     assert.are_not.equal(0, result.code)
-    assert.matches("waited 1 s for each other at different places (rank 0: the unit of " ..
-      "first.weight; rank 1: the unit of ", result.err, 1, true)
+    assert.matches("waited 1 s for each other at different places (rank 0: the weights " ..
+      "of the unit of first.weight; rank 1: the weights of the unit of ", result.err, 1, true)
   end)
 end)

@@ -29,14 +29,14 @@ describe("a verdict", function()
     { "grad_norms", "{ a = 1/0 }", 'grad_norms["a"] = inf; expected a positive finite number' },
     { "grad_norms", "{ a = 0 }", 'grad_norms["a"] = 0; expected a positive finite number' },
     { "caps", "{ a = -1 }", 'caps["a"] = -1; expected a finite magnitude, 0 or more' },
-    { "caps", "{ a = 2, ['a.w'] = 3 }", "two caps in 'caps' for the tensor 'a.w'" },
+    { "caps", "{ a = 2, ['a.w'] = 3 }", "the caps 2 and 3 for the tensor 'a.w'; expected one" },
     { "caps", "1", "caps = 1; expected a table { name = magnitude }" },
     { "bias_step", "0", "bias_step = 0; expected a whole number, 1 or more" },
     { "bias_step", "1.5", "bias_step = 1.5; expected a whole number, 1 or more" },
     { "lr_muls", "{ a = -1 }", 'lr_muls["a"] = -1; expected a finite factor, 0 or more' },
     { "lr_muls", "{ a = 1/0 }", "expected a finite factor, 0 or more" },
     { "lr_muls", "true", "lr_muls = true; expected a table { name = factor }" },
-    { "lr_muls", "{ a = 2, ['a.w'] = 3 }", "two factors in 'lr_muls' for the tensor 'a.w'" },
+    { "lr_muls", "{ a = 2, ['a.w'] = 3 }", "the lr_muls 2 and 3 for the tensor 'a.w'" },
     { "lr_muls", "{ ['c.*'] = 3 }", "'lr_muls' for 'c.*', which matches no group and no tensor; " ..
       "one tensor is called 'a.w'" },
     { "reset_moments", "1", "expected true, a name, a pattern, or a list of these" },
@@ -141,7 +141,7 @@ describe("a verdict", function()
     assert.are.equal(4, p:group_scale(1))
     assert.are.equal(8, p:group_scale(2))
     made.fails(policy_with("{ scale = 8, scales = { a = 2, ['.*'] = 4 } }", ""),
-      "two scales for the group 'a'")
+      " for the group 'a'; expected one")
   end)
 end)
 
