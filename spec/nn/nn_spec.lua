@@ -172,7 +172,7 @@ describe("a module", function()
 
   it("reports mistakes in one line at the script's position", step(function()
     local cases = {
-      { "nn.ModuleList {}", "engine.nn has no 'ModuleList'; hint: docs/from-pytorch.md lists "
+      { "nn.PixelShuffle {}", "engine.nn has no 'PixelShuffle'; hint: docs/from-pytorch.md lists "
         .. "PyTorch's names" },
       { "nn.linera(1, 2)", "engine.nn has no 'linera'; did you mean 'linear'?" },
       { "nn.linear(1)",

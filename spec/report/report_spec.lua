@@ -129,8 +129,8 @@ describe("a run's commands", function()
     assert.matches('"loss":"nan","name":"lost"', inside("runs --json").out, 1, true)
     assert.equal("no runs in runs/; a script makes one with run=NAME\n",
       shell("cd / && " .. engine .. " runs").out)
-    assert.equal("engine runs: there is no folder 'nowhere' or 'runs/nowhere'\n",
-      inside("runs nowhere").err)
+    assert.equal("engine runs: there is no folder 'nowhere' or 'runs/nowhere'; hint: `engine runs` "
+      .. "lists the runs under runs/\n", inside("runs nowhere").err)
   end)
 
   it("runs and report show in how many steps the policy failed", function()

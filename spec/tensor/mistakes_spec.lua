@@ -49,6 +49,9 @@ describe("a mistake with tensors", function()
     { "x:cross_entropy(x)",
       "a tensor has no method 'cross_entropy'; write engine.cross_entropy(x, targets) instead" },
     { "x:half()", "a tensor has no method 'half'; write x:to(\"f16\") instead" },
+    { "x:mm(x)", "a tensor has no method 'mm'; did you mean 'matmul'?" },
+    { "x:clone()", "a tensor has no method 'clone'; write x:contiguous(), or x:keep() for a copy "
+      .. "that outlives the step instead" },
     { "x.shape[0]", "shape[0]: dimensions count from 1; x:size(-1) is the last" },
     { "engine.no_grad()",
       "no_grad: expected a function, got nothing; hint: engine.no_grad(function() ... end)" },

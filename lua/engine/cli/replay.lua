@@ -90,7 +90,7 @@ local function main(given)
     local bounds = r.certainty and counterfactual.why_text(r.certainty)
     if bounds then show.print(("%s: %s"):format(r.name, bounds)) end
     if r.stopped_at then
-      show.print(("%s stops at step %d: %s"):format(r.name, r.stopped_at, r.reason))
+      show.print(("%s stops at step %d: %s"):format(r.name, r.stopped_at - 1, r.reason))
     end
     if r.failures > 0 then
       show.print(("%s failed in %d of %d steps: %s"):format(r.name, r.failures, r.steps, r.failure))

@@ -111,7 +111,7 @@ local function lead(info, l, c)
     percent(info.skipped, info.rows))
   said[1] = opening:format(counted(info.rows, "step"), duration(info.seconds)) .. updates
   if info.failed > 0 then
-    said[2] = ("The policy failed in %s of %s; its last good verdict was used."):format(
+    said[2] = ("The policy failed in %s of %s, and its verdicts there were not used."):format(
       grouped(info.failed), counted(info.rows, "step"))
   end
   local least = curves.range(c, "loss")

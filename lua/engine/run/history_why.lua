@@ -125,7 +125,7 @@ local function say_policy(h, row, say)
   local name = policy_at(h, row.step)
   say("The policy %s%s%s.", name and name .. " " or "", change, row.reason and ": " .. row.reason
     or " and gave no reason")
-  if row.policy_failed then say("The policy failed here; its last good verdict was used.") end
+  if row.policy_failed then say("The policy failed here, so its verdict was not used.") end
   if row.clip > 0 then say("The policy set a limit of %g on the gradient norm.", row.clip) end
   if row.lr_mul ~= 1 and row.lr_mul == row.lr_mul then
     say("The policy set a factor of %g on the learning rate.", row.lr_mul)

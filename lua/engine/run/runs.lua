@@ -134,7 +134,8 @@ function M.list(text)
   if text and not files.is_folder(text) then
     dir = "runs/" .. text
     if not files.is_folder(dir) then
-      error(("there is no folder '%s' or '%s'"):format(text, dir), 0)
+      error(("there is no folder '%s' or '%s'; hint: `engine runs` lists the runs under runs/")
+        :format(text, dir), 0)
     end
   end
   local list = {}

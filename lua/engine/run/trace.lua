@@ -221,10 +221,10 @@ function M.open(text)
   M_ffi.expect(type(text) == "string", text, "trace: expected a run or a string of outcomes")
   if files.exists(text .. "/history.db") then return M.run(text) end
   if M.is_verdicts(text) then return M.verdicts(text) end
+  if files.is_file(text) then return M.run(text) end
+  if files.exists("runs/" .. text .. "/history.db") then return M.run("runs/" .. text) end
   fail_if(files.is_folder(text), "%s holds no history.db; expected a run's directory or a " ..
     "string of outcomes such as '4. x 2. 3x'", text)
-  if files.exists(text) then return M.run(text) end
-  if files.exists("runs/" .. text .. "/history.db") then return M.run("runs/" .. text) end
   if text:find("^[%d%s.xX]") and not text:find("/", 1, true) then return M.verdicts(text) end
   M_ffi.fail("there is no run '%s'; expected a run's directory or a string of outcomes such as " ..
     "'4. x 2. 3x'%s", text, require("engine.run.runs").hint(text))

@@ -55,7 +55,7 @@ local function read_range(text, policy)
   local preset = policy.defaults[name]
   if preset == nil then
     error(("policy '%s' has no option '%s'%s"):format(policy.name, name,
-      nearest.hint(name, policy.option_names)), 0)
+      nearest.choices(name, policy.option_names, "options")), 0)
   end
   local from, to = range:match("^(.-)%.%.(.+)$")
   if from then return span_of(text, name, preset, from, to) end

@@ -43,7 +43,9 @@ local function command_of(path, meta, config, script)
       "--script FILE", path)
   end
   local folder = type(command.folder) == "string" and command.folder or files.absolute(".")
-  if script then script = files.absolute(script)
+  if script then
+    fail_if(not files.is_file(script), "--script: there is no file %s", script)
+    script = files.absolute(script)
   else
     script = tostring(command.script)
     if script:sub(1, 1) ~= "/" then script = folder .. "/" .. script end
