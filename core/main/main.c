@@ -365,26 +365,27 @@ static void usage(void)
         "engine --help lists the commands and shows examples.\n", stderr);
 }
 
-// Fills `o`. Returns false for an unknown option.
+// Fills `o`. Returns false for an option that is unknown or lacks its argument; o->script is then
+// the option's index.
 static bool parse(options *o, int argc, char **argv)
 {
-  int i = 1;
-  for (; i < argc && argv[i][0] == '-' && argv[i][1]; i++) {
-    const char *option = argv[i];
-    if (strcmp(option, "--") == 0) { i++; break; }
+  for (o->script = 1; o->script < argc; o->script++) {
+    const char *option = argv[o->script];
+    if (option[0] != '-' || !option[1]) break;
+    if (strcmp(option, "--") == 0) { o->script++; break; }
     switch (option[1]) {
     case 'i': o->interactive = true;  // fall through
     case 'v': o->version = true; if (option[2]) return false; break;
     case 'E': o->ignore_environment = true; if (option[2]) return false; break;
     case 'e': o->executes = true;     // fall through
     case 'l': case 'j':
-      if (!option[2] && ++i >= argc) return false;
+      if (!option[2] && o->script + 1 == argc) return false;
+      if (!option[2]) o->script++;
       break;
     case 'O': break;
     default: return false;
     }
   }
-  o->script = i;
   return true;
 }
 
@@ -591,7 +592,11 @@ static int run(lua_State *L, int argc, char **argv)
   if (strcmp(first, "--version") == 0) return run_command(L, "version", argc, argv, 2);
 
   options o = {0};
-  if (!parse(&o, argc, argv)) { usage(); return EXIT_FAILURE; }
+  if (!parse(&o, argc, argv)) {
+    fprintf(stderr, "engine: the option '%s' is unknown or lacks its argument\n", argv[o.script]);
+    usage();
+    return EXIT_FAILURE;
+  }
   set_arg(L, argc, argv, o.script);
   if (!o.ignore_environment && !run_environment(L)) return EXIT_FAILURE;
   if (o.version && !(o.interactive && line_is_edited()))

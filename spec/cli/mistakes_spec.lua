@@ -34,6 +34,15 @@ describe("a wrong command line", function()
     assert.matches("^engine %a+: [^\n]+\n$", result.err)
   end
 
+  it("of the engine itself names the option", function()
+    for _, option in ipairs { "-x", "--helpp", "-e", "-l", "-ix" } do
+      local result = helper.run { option }
+      assert.equal(1, result.code)
+      assert.matches(("engine: the option '%s' is unknown or lacks its argument\nusage: ")
+        :format(option), result.err, 1, true)
+    end
+  end)
+
   it("of a run's command says what is missing, surplus, misspelled or empty", function()
     local one = "expected one run, got "
     for line, message in pairs {
