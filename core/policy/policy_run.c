@@ -10,9 +10,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 enum {
   HOOK_INTERVAL = 256,            // Lua instructions between two checks of the budget
+  CLOCK_INTERVAL = 4096,          // the same between two readings of the clock
   BYTES_PER_INSTRUCTION = 64,     // allocating this many bytes costs one instruction of the budget
   STACK_ROOM = 256 << 10,         // bytes of C stack that nested calls may take
 };
@@ -75,14 +77,23 @@ static void end_call(eng_policy *p, const char *why, int level)
 static const char out_of_budget[] = "the policy exceeded its instruction budget; a decision "
                                     "usually takes a few hundred instructions";
 static const char out_of_time[] =
-  "the policy exceeded its time limit; a decision must take microseconds";
+  "the policy exceeded its limit of processor time; a decision must take microseconds";
+
+// Returns the seconds of processor time that this thread has used. Unlike the time of day, it does
+// not depend on what else the machine does, and does not pass while the process is stopped.
+static double processor_time(void)
+{
+  struct timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
 
 // Returns why the call must end now, or NULL. Called only after some work, so that short decisions
 // do not pay for reading the clock.
 static const char *overrun(eng_policy *p)
 {
   p->unclocked = 0;
-  double now = eng_clock();
+  double now = processor_time();
   if (p->deadline == 0) p->deadline = now + p->seconds;
   if (now > p->deadline) return out_of_time;
   return eng_interrupted() == 2 ? "interrupted" : NULL;
@@ -95,7 +106,7 @@ static void spend(eng_policy *p, int64_t work, int level)
   p->budget -= work;
   if (p->budget < 0) end_call(p, out_of_budget, level);
   p->unclocked += work;
-  const char *why = p->unclocked < HOOK_INTERVAL ? NULL : overrun(p);
+  const char *why = p->unclocked < CLOCK_INTERVAL ? NULL : overrun(p);
   if (why) end_call(p, why, level);
 }
 

@@ -259,7 +259,7 @@ describe("the sandbox", function()
     engine.policy.limits { instructions = 1e12, seconds = 0.05 }
     local p = with(body)
     engine.policy.limits { instructions = 1e6, seconds = 2 }
-    fails(p, "time limit")
+    fails(p, "limit of processor time")
     engine.policy.limits { instructions = 1e12, seconds = 60 }
     p = with(body)
     engine.policy.limits { instructions = 1e6, seconds = 2 }
