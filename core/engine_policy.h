@@ -153,7 +153,7 @@ typedef struct eng_policy_option {
 
 /// Sets the limits of policies loaded from now on: bytes of Lua memory (default 8 MiB), and for
 /// each call the number of Lua instructions (default 1,000,000; library calls count in proportion
-/// to their work) and the seconds (default 2). 0 leaves a limit unchanged.
+/// to their work) and the seconds of processor time (default 2). 0 leaves a limit unchanged.
 void eng_policy_limits(int64_t memory, int64_t instructions, double seconds);
 
 /// Compiles and checks a policy. `file` is the name shown in messages. Options are given as `n`

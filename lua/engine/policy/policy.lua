@@ -401,8 +401,8 @@ require("engine.base.config").ranges.policy = { problem = function(name)
   return not good and (tostring(message):gsub("^policy: ", "")) or nil
 end }
 
---- Sets the limits of policies that are loaded later: memory (bytes), instructions, seconds. An
---- absent field keeps its limit.
+--- Sets the limits of policies that are loaded later: memory (bytes), instructions, seconds of
+--- processor time. An absent field keeps its limit.
 function M.limits(limits)
   C.eng_policy_limits(limits.memory or 0, limits.instructions or 0, limits.seconds or 0)
 end
