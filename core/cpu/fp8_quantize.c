@@ -348,7 +348,8 @@ static void turn(uint8_t *to, int64_t to_row, const uint8_t *from, int64_t rows,
   }
 }
 
-// Writes rows [r0, r0+rows), columns [c0, c0+columns) as codes.
+// Writes the codes of rows [r0, r0+rows), columns [c0, c0+columns). factors, within: the results of
+// lay_factors for these columns.
 static void write(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns,
                   const float *factors, bool within)
 {

@@ -167,7 +167,7 @@ VF_INLINE void run(int loop, int extra, const rule *given, float *restrict p,
   *sums = sum;
 }
 
-// Defines one function for each combination of loop and extra.
+// RUN defines the function of one combination of loop and extra, RUNS those of one loop.
 #define RUN(name, loop, extra)                                                                     \
   static void name(const rule *r, float *p, const float *g, float *m, float *v, int n,             \
                    squares *sums)                                                                 \

@@ -48,7 +48,7 @@ eng_status eng_stats(eng_tensor_stats *out, const eng_tensor *handle, unsigned n
           tensor_text(x));
   const backend *device = backend_of_space(x->store->space);
   FAIL_IF(!device->gradstats, ENG_ERR_DEVICE,
-          "stats: the device %s cannot compute statistics", device->name);
+          "stats: the device %s cannot compute statistics; hint: x:to('cpu')", device->name);
   param_span span = {.name = "x", .count = x->count, .gradient = x->data,
                      .gradient_dtype = x->dtype, .scale = 1};
   memset(out, 0, sizeof *out);

@@ -230,7 +230,8 @@ eng_status buckets_fill(eng_parallel *p, const eng_parallel_options *options)
 eng_status buckets_check(const eng_parallel_options *options)
 {
   FAIL_IF(options->comm_dtype < 0 || options->comm_dtype >= ENG_COMM_DTYPES, ENG_ERR_VALUE,
-          "expected a comm dtype from 0 to 4 (ENG_COMM_*), got %d", options->comm_dtype);
+          "gradient buckets: expected a comm dtype from 0 to 4 (ENG_COMM_*), got %d",
+          options->comm_dtype);
   FAIL_IF(options->zero < 0 || options->zero > 3, ENG_ERR_VALUE,
           "zero: expected 0, 1, 2 or 3, got %d", options->zero);
   FAIL_IF(options->bucket < 1, ENG_ERR_VALUE, "gradient buckets: expected a size of 1 byte or "

@@ -285,7 +285,7 @@ eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, 
   ENG_TRY(tensor_get(&e.to, to));
   ENG_TRY(tensor_get(&e.from, from));
   FAIL_IF(comm_dtype < 0 || comm_dtype >= ENG_COMM_DTYPES, ENG_ERR_VALUE,
-          "expected a comm dtype from 0 to 4 (ENG_COMM_*), got %d", comm_dtype);
+          "exchange of rows: expected a comm dtype from 0 to 4 (ENG_COMM_*), got %d", comm_dtype);
   ENG_TRY(check_rows(&e, e.from, send, "sent"));
   ENG_TRY(check_rows(&e, e.to, receive, "received"));
   FAIL_IF(e.to->dtype != e.from->dtype || e.to->shape[1] != e.from->shape[1] ||

@@ -1,5 +1,5 @@
 // The MPI transport: a plug-in, libengine_mpi.so, built where there is an mpicc. It provides
-// messages between two ranks, and the end of a job; comm.c builds groups and collectives on these.
+// messages between two ranks, and ends a job; comm.c builds groups and collectives on the messages.
 // It uses only a few MPI functions, so that any implementation works. Called by world.c, which
 // loads it.
 #include "comm.h"

@@ -48,7 +48,7 @@ static eng_status load(void)
   const char *name = other ? other : "libnccl.so.2";
   void *library = plugin_library(name, RTLD_LOCAL);
   FAIL_IF(!library, ENG_ERR_LIBRARY, "cannot load %s (%s)", name,
-          other ? dlerror() : "NVIDIA's package libnccl2 contains it, beside the CUDA toolkit");
+          other ? dlerror() : "install NVIDIA's package libnccl2; the CUDA toolkit lacks it");
   union { void *object; void (*function)(void); } entry;
   void (**slot)(void) = (void (**)(void))&nccl.call;
   _Static_assert(sizeof nccl.call == sizeof names / sizeof *names * sizeof *slot,

@@ -87,7 +87,8 @@ eng_status comm_add(void *to, const void *numbers, int dtype, int64_t n)
 eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype)
 {
   FAIL_IF(comm_dtype <= ENG_COMM_OWN || comm_dtype >= ENG_COMM_DTYPES, ENG_ERR_VALUE,
-          "expected a comm dtype from 1 to 4 (ENG_COMM_*), got %d", comm_dtype);
+          "rounding as in a message: expected a comm dtype from 1 to 4 (ENG_COMM_*), got %d",
+          comm_dtype);
   int dtype = comm_dtype_of(comm_dtype, ENG_f32);
   int64_t count = comm_padded(n);
   FREED char *piece = malloc((size_t)comm_packed_bytes(dtype, count) + 1);

@@ -102,7 +102,8 @@ eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *flags, const eng_te
   ENG_TRY(tensor_get(&to, out));
   ENG_TRY(tensor_get(&x, handle));
   FAIL_IF(comm_dtype < 0 || comm_dtype >= ENG_COMM_DTYPES, ENG_ERR_VALUE,
-          "expected a comm dtype from 0 to 4 (ENG_COMM_*), got %d", comm_dtype);
+          "reduction of gradients: expected a comm dtype from 0 to 4 (ENG_COMM_*), got %d",
+          comm_dtype);
   FAIL_IF(x->dtype != ENG_f32 && !dtype_is_low(x->dtype), ENG_ERR_DTYPE,
           "reduction of gradients: expected x in f32, f16 or bf16, got %s", tensor_text(x));
   FAIL_IF(x->ndim != 2 || to->ndim != 1 || x->shape[0] < 1 || x->shape[1] < 1 ||

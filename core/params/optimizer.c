@@ -150,7 +150,8 @@ eng_status eng_optimizer_shard(eng_optimizer *state)
   ENG_TRY(check_alive(state));
   eng_params *set = state->set;
   FAIL_IF(!set->sharded, ENG_ERR_STATE,
-          "%s: the parameters are not divided among ranks", kinds[state->kind].name);
+          "%s: expected parameters that are divided among ranks; hint: call eng_parallel_new with "
+          "zero = 1, 2 or 3 first", kinds[state->kind].name);
   for (int which = 0; which < BUFFERS; which++) {
     flat_buffer *whole = state->moment[which], *part;
     if (!whole || is_divided(whole, set)) continue;

@@ -205,9 +205,13 @@ eng_status eng_params_true_gradient(int *has, const eng_tensor *into, eng_params
           "parameter %s: expected an f32 tensor in %s memory, got %s in %s memory", p->name,
           backend_of_space(set->space)->name, tensor_text(target),
           backend_of_space(target->store->space)->name);
-  FAIL_IF(!tensor_same_shape(target, p->value) || !tensor_contiguous(target), ENG_ERR_SHAPE,
+  FAIL_IF(!tensor_same_shape(target, p->value), ENG_ERR_SHAPE,
           "parameter %s: expected a tensor of its shape %s, got %s", p->name,
-          tensor_text(p->value), tensor_text(target));
+          tensor_shape_text(p->value->ndim, p->value->shape),
+          tensor_shape_text(target->ndim, target->shape));
+  FAIL_IF(!tensor_contiguous(target), ENG_ERR_SHAPE,
+          "parameter %s: expected a contiguous tensor, got a view %s", p->name,
+          tensor_text(target));
   const param_span *span = span_of(set, index);
   if (!span) return ENG_OK;
   FAIL_IF(span->count != p->value->count, ENG_ERR_STATE,

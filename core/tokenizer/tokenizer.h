@@ -156,8 +156,8 @@ typedef struct word_cache {
   ids     values;
 } word_cache;
 
-/// Where `names` holds a token's two texts. `at` and `size`: offset and size of the text in the
-/// file. `shown` and `shown_size`: offset and size of the text from which decoding starts.
+/// Where `names` holds a token's two texts, as offsets and sizes in bytes. `at` and `size`: the
+/// text that the file gives. `shown` and `shown_size`: the text from which decoding starts.
 typedef struct decoded {
   int64_t at, shown;
   int32_t size, shown_size;

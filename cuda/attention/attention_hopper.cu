@@ -40,7 +40,8 @@ eng_status map_rows(CUtensorMap *map, const attention_view &view, int batch, int
            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? ENG_OK :
                                   error_set(ENG_ERR_DEVICE,
-                                            "attention: cuTensorMapEncodeTiled returned error %d",
+                                            "attention: cuTensorMapEncodeTiled failed with "
+                                            "CUresult %d",
                                             (int)result);
 }
 

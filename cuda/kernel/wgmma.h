@@ -20,7 +20,8 @@
 __device__ static inline uint64_t tile_descriptor(uint32_t address, uint32_t beside,
                                                   uint32_t offset)
 {
-  // only the lower word depends on the address; the constant offset is added last
+  // Only the lower word depends on the address. `offset`, a constant in unrolled loops, is added
+  // last, so that the loop computes the rest once.
   const uint32_t low = (address >> 4 | beside >> 4 << 16) + (offset >> 4);
   return (uint64_t)(1024 >> 4 | 1u << 30) << 32 | low;
 }

@@ -199,7 +199,8 @@ static unsigned across_of(int64_t longest)
 template <class F> static eng_status with_comm_dtype(int comm_dtype, const char *what, const F &f)
 {
   FAIL_IF(!is_fast(comm_dtype) && comm_dtype != ENG_e4m3, ENG_ERR_DTYPE,
-          "cuda: expected comm dtype f32, f16, bf16 or e4m3, got dtype number %d", comm_dtype);
+          "cuda: %s: expected the comm dtype f32, f16, bf16 or e4m3, got dtype number %d", what,
+          comm_dtype);
   if (comm_dtype == ENG_e4m3) f(e4m3_t{});
   else with_fast_format(comm_dtype, f);
   CUDA_LAUNCHED(what);

@@ -409,8 +409,8 @@ describe("data", function()
       "data.tokens: expected FOLDER/odd.bin to hold uint16 tokens, got 3 bytes, which is not " ..
       "a multiple of 2; hint: `engine data tokenize` converts a text to tokens")
     refuses("data.tokens { path = folder .. '/cut.bin', context = 1 }",
-      "data.tokens: the header of FOLDER/cut.bin gives 9 tokens, but the file holds 8; hint: " ..
-      "the file is truncated")
+      "data.tokens: the header of FOLDER/cut.bin gives 9 tokens, but the file holds 8; the " ..
+      "file is truncated")
     refuses("data.tokens { path = folder .. '/more.bin', context = 1 }",
       "data.tokens: the header of FOLDER/more.bin gives 7 tokens, but the file holds 8")
     refuses("data.tokens { path = folder .. '/minus.bin', context = 1 }",

@@ -523,7 +523,7 @@ describe("data of documents", function()
     with_options("end_token = 1, encode = function() end",
       "expected encode to return a list of token ids, got nothing")
     with_options("end_token = 1, encode = function() return { 1.5 } end",
-      "expected encode to return whole numbers of 0 or more, got 1.5 at index 1")
+      "expected encode to return whole numbers from 0 to 2^31 - 1, got 1.5 at index 1")
     with_options("end_token = 1, bad = 'skip', encode = function() nothing() end",
       "FOLDER/a.jsonl:1: encode failed: script:1: attempt to call global 'nothing' (a nil value)")
   end)

@@ -158,7 +158,7 @@ describe("a parameter set", function()
       end
       fails("expected a parameter index from 0 to 1, got 2", into, 2)
       fails("expected a parameter index from 0 to 1, got -1", into, -1)
-      fails("expected a tensor of its shape f32 [2], got f32 [3 x 3]", into, 1)
+      fails("expected a tensor of its shape [2], got [3 x 3]", into, 1)
       fails("expected an f32 tensor in cpu memory, got f16 [3 x 3] in cpu memory", half, 0)
       set:free()
     end

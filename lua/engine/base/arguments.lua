@@ -64,7 +64,7 @@ function M.is_group(v)
 end
 
 --- Returns v, or raises an error unless v is a number. For the message: `name`, the function;
---- `what`, a phrase for the number.
+--- `what`, a name for the number, such as "eps".
 function M.want_number(v, name, what)
   expect(type(v) == "number", v, "%s: expected %s to be a number", name, what)
   return v
@@ -81,8 +81,8 @@ function M.want_whole(v, name, what, least)
   return v
 end
 
---- Raises an error unless v is a Lua pattern. For the message: `name`, the function; `what`, a
---- phrase for the pattern.
+--- Raises an error unless v is a Lua pattern. For the message: `name`, the function; `what`, what
+--- it expects, such as "a Lua pattern of module paths".
 function M.want_pattern(v, name, what)
   expect(type(v) == "string", v, "%s: expected %s", name, what)
   local problem = pattern.problem(v)

@@ -59,7 +59,8 @@ local function main(given, history)
   options.fail_if(given.group, "--group draws several runs; to draw one run, leave out --group")
   if given.heatmap then
     options.fail_if(given.svg or given.png,
-      "--heatmap draws in the terminal; engine report draws heat maps into a page")
+      "--heatmap draws only in the terminal; hint: leave out --svg and --png, or run engine " ..
+      "report, whose page shows heat maps")
     options.refuse(given, { "columns", "log", "linear", "height" },
       "does not work with --heatmap; hint: leave out one of them")
     options.fail_if(given.heatmap ~= "exponent" and given.heatmap ~= "time",

@@ -234,8 +234,8 @@ local function put(self, ids, list)
   for i = 1, #list do
     local id = list[i]
     if type(id) ~= "number" or id % 1 ~= 0 or id < 0 or id >= 2 ^ 31 then
-      raise("data.%s: expected encode to return whole numbers of 0 or more, got %s at index %d",
-        self.name, value_text(id), i)
+      raise("data.%s: expected encode to return whole numbers from 0 to 2^31 - 1, got %s at " ..
+        "index %d", self.name, value_text(id), i)
     end
     ids[i - 1] = id
   end

@@ -265,7 +265,7 @@ function M.tokens(given)
   local held = (bytes - offset) / width
   if n and n ~= held then
     raise("data.tokens: the header of %s gives %d tokens, but the file holds %s%s", o.path, n,
-      tostring(held), n > held and "; hint: the file is truncated" or "")
+      tostring(held), n > held and "; the file is truncated" or "")
   elseif held % 1 ~= 0 then
     raise("data.tokens: expected %s to hold %s tokens, got %d bytes, which is not a multiple of "
       .. "%d; hint: `engine data tokenize` converts a text to tokens", o.path, LONG[dtype], bytes,

@@ -678,7 +678,9 @@ function block(state, ends)
     state.at = state.at + 1
     local part = state.parts[state.at]
     if not part then
-      if next(ends) then fail("expected {%% %s %%}", (next(ends))) end
+      for tag in pairs(ends) do
+        if tag:find "^end" then fail("expected {%% %s %%}, got the end of the template", tag) end
+      end
       return body
     end
     state.running = part[3]
@@ -698,6 +700,9 @@ function block(state, ends)
         if ends[tag] then
           if tag ~= "elif" then p:finished() end
           return body, tag, p
+        end
+        if tag:find "^end" or tag == "else" or tag == "elif" then
+          fail("unexpected {%% %s %%}", tag)
         end
         local make = STATEMENTS[tag] or fail("{%% %s %%} is not supported", tag)
         run = make(state, p)

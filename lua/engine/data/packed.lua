@@ -33,8 +33,8 @@ local function current(self)
     self.document = self.documents:get(i)
     if self.document and self.token >= self.document[1].n then
       raise("data.%s: the position does not fit the documents: it is token %d (from 0) of a " ..
-        "document with %d tokens; hint: resume with the encode that saved it", self.kind,
-        self.token, self.document[1].n)
+        "document with %d tokens; hint: resume with the `encode` of the run that saved the " ..
+        "position", self.kind, self.token, self.document[1].n)
     end
     if not self.document then self.place, self.token = self.place + 1, 0 end
     tried = tried + 1

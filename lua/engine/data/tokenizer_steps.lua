@@ -259,19 +259,20 @@ local function template(to, part)
   for _, piece in ipairs(field(to, part, "single", "table")) do
     local special = type(piece) == "table" and piece.SpecialToken
     if type(piece) == "table" and type(piece.Sequence) == "table" then
-      if after then to.fail("TemplateProcessing.single has two sequences, expected one") end
+      if after then to.fail("TemplateProcessing.single: expected one Sequence, got two") end
       after = true
     elseif type(special) == "table" then
       local entry = tokens[special.id]
       if type(entry) ~= "table" or type(entry.ids) ~= "table" then
-        to.fail("TemplateProcessing.special_tokens has no '%s'", tostring(special.id))
+        to.fail("TemplateProcessing.special_tokens: expected an entry '%s' with a list 'ids'",
+          tostring(special.id))
       end
       for _, id in ipairs(entry.ids) do to.frame(id, after) end
     else
       to.fail("TemplateProcessing.single: expected each entry to be a Sequence or a SpecialToken")
     end
   end
-  if not after then to.fail("TemplateProcessing.single has no sequence") end
+  if not after then to.fail("TemplateProcessing.single: expected one Sequence, got none") end
 end
 
 -- BertProcessing and RobertaProcessing put `cls` before and `sep` after a text; both fields are

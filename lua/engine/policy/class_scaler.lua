@@ -155,7 +155,8 @@ function ClassPolicy:restore(text)
   local good, saved = pcall(json.decode, text)
   if not good or type(saved) ~= "table" or saved.class ~= self.name or type(saved.state) ~= "table"
     or not is_scale(saved.scale) or not fields.whole(saved.failures or 0) then
-    raise("loss scaler '%s': expected a state that this scaler saved", self.name)
+    raise("loss scaler '%s': expected a state that this scaler saved, got %s", self.name,
+      M_ffi.value_text(text))
   end
   local object = self.object
   if object.load_state_dict then object:load_state_dict(saved.state)

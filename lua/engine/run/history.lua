@@ -472,8 +472,9 @@ function History:shadows()
 end
 
 --- Returns a row for each step at which a shadow's verdict changed: { step, scale, action, failed,
---- reason, overflow, bound }. A row holds until the next row. overflow and bound are nil in a
---- history of an older engine.
+--- reason, overflow, bound }. A row holds until the next row. overflow: whether the step overflows
+--- at the shadow's own scale. bound: whether the verdict is a bound (counterfactual.lua). Both are
+--- nil in a history of an older engine.
 function History:shadow(name)
   if not self:has "shadows" then return {} end
   return collect(each(self, nil, "SELECT * FROM shadows WHERE name = ? ORDER BY step", name),

@@ -218,7 +218,8 @@ local EXACT = 1e-12          -- relative tolerance of decisions and learning rat
 --- Compares the plan's rows with the history of the live run. Returns { steps = how many steps were
 --- compared, notes = settings that differ, columns = { [name] = { differ = number of steps that
 --- differ, largest = the largest relative difference, or nil } }, list = { { step, column, replay,
---- live, mark } ... } by step }. tolerance: the relative tolerance of loss, amax and norm.
+--- live, mark } ... } in the order of steps }. mark: how certain the replay's verdict is
+--- (counterfactual.lua). tolerance: the relative tolerance of loss, amax and norm.
 function M.compare(plan, live, tolerance)
   local by_step, result = {}, { steps = 0, list = {}, columns = {} }
   for _, row in ipairs(live:steps(plan.from, plan.to - 1)) do

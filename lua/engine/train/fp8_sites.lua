@@ -383,7 +383,7 @@ function Sites:apply(gradient)
     for r = 0, 2 do
       site.asked[r + 1] = 0 / 0
       if whole(site, r) then
-        -- The core gets 0, which stands for the role's own amax, if no policy names the role, or if
+        -- The core gets 0, which stands for the tensor's own amax, if no policy sets an amax, or if
         -- `stored` would round to inf in f32 (from 2^128 - 2^103 on).
         local amax = places.amaxes[3 * (i - 1) + r + 1] or 0
         local stored = amax * (r == 2 and gradient or 1)

@@ -276,7 +276,8 @@ end
 
 --- Ends the loop after this turn. The reason goes into the history and the summary.
 function Session:stop(reason)
-  if not self.outcome then raise("session:stop: no loop is running") end
+  raise_if(not self.outcome,
+    "session:stop: expected to be called inside `for turn in s:turns(n) do ... end`")
   self.outcome.stopped = self.outcome.stopped or tostring(reason or "requested by the script")
 end
 
