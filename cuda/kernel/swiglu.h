@@ -1,13 +1,12 @@
 // Computes silu(gate) * up in f32, for swiglu (unary.cu) and swiglu_quantize (quantize.cu).
 #pragma once
 
-#include "kernel/ptx.h"
 #include "vector.h"
 
 __device__ static inline float sigmoid(float x)
 {
   float z = expf(-fabsf(x));
-  return (x >= 0.0f ? 1.0f : z) * reciprocal_fast(1.0f + z);   // if x is NaN, z is NaN too
+  return (x >= 0.0f ? 1.0f : z) / (1.0f + z);   // if x is NaN, z is NaN too
 }
 
 __device__ static inline float swiglu_of(float gate, float up) { return gate * sigmoid(gate) * up; }
