@@ -285,7 +285,7 @@ VF_INLINE vf entropy_part(vf e, vf x)
 
 // Replaces n > 0 scores by exp(scale * score - max), padded with zeros to a whole vector, and
 // returns the sum of the results. `max` is the largest scaled score, ignoring NaN. Stores the lse
-// in *lse. Stores in *extra what `which` requests: the entropy or `max`.
+// in *lse. Stores in *extra what `which` requests: the entropy, `max` or, if it is 0, nothing.
 VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, float *extra,
                             const int which)
 {

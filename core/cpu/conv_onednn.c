@@ -233,7 +233,7 @@ static eng_status execute(const onednn_entry *e, const conv_call *g, char *scrat
   for (int i = 0; i < MEMORIES; i++) {
     if (!e->memory[i]) continue;
     void *data = i < CONV_PARTS ? g->data[i] : scratch;
-    DNNL_TRY("setting an argument of convolution",
+    DNNL_TRY("setting an argument of the convolution",
              dnnl_memory_set_data_handle(e->memory[i], data));
     if (i >= CONV_PARTS) scratch += (e->bytes[i] + 63) / 64 * 64;
   }
@@ -244,10 +244,10 @@ static eng_status execute(const onednn_entry *e, const conv_call *g, char *scrat
     arguments[n++] = (dnnl_exec_arg_t){argument[g->kind][i], e->memory[reordered ? WANTED + i : i]};
   }
   arguments[n++] = (dnnl_exec_arg_t){DNNL_ARG_SCRATCHPAD, e->memory[SCRATCHPAD]};
-  DNNL_TRY("running convolution",
+  DNNL_TRY("running the convolution",
            dnnl_primitive_execute(e->primitive[CONVOLUTION], onednn_stream, n, arguments));
   if (e->primitive[result]) ENG_TRY(reorder(e, result, true));
-  DNNL_TRY("waiting for convolution", dnnl_stream_wait(onednn_stream));
+  DNNL_TRY("waiting for the convolution", dnnl_stream_wait(onednn_stream));
   return ENG_OK;
 }
 

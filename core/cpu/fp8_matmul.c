@@ -54,8 +54,8 @@ typedef struct matrix {
 /// add.
 typedef struct run {
   int64_t k, steps, stretch;
-  bool starts_part, ends_part;     // the run begins, and ends, a promotion interval
-  bool first_part, ends_stretch;   // the interval begins a stretch; the run ends one
+  bool starts_part, ends_part;     // whether the run begins, and ends, a promotion interval
+  bool first_part, ends_stretch;   // whether the interval begins, and the run ends, a stretch
 } run;
 
 typedef struct product {
@@ -230,9 +230,9 @@ enum { PAIR_ROWS = 8 };
 enum { PAIR_ROWS = 4 };
 #endif
 
-// Adds the products of n steps to `part`, for `rows` rows and two vectors of columns. Reads `part`
-// only with `resume`. `pairs` means that a step is a word of two bf16. rows, multiply and pairs are
-// constants where this is inlined.
+// Adds the products of n steps to `part` or, without `resume`, stores their sums in `part`, for
+// `rows` rows and two vectors of columns. With `pairs`, a step is a word of two bf16. rows,
+// multiply and pairs are constants where this is inlined.
 VF_INLINE void chains(const int rows, micro_product *multiply, const bool pairs, const float *a,
                       const float *b, int64_t n, float *part, bool resume)
 {

@@ -15,7 +15,7 @@
 #include "rows.h"
 #include "simd.h"
 
-enum { APART_FLOATS = 1 << 20 };   // about the most f32 sums that onednn_and_after keeps at a time
+enum { APART_FLOATS = 1 << 20 };   // roughly how many f32 sums onednn_and_after keeps at a time
 
 // Applies g->after to rows [i0, i0+rows) of C. `sums` [rows x n] holds the f32 sums of these rows,
 // including the bias.
@@ -91,7 +91,7 @@ static void simplify(gemm_call *g)
   if (g->n == 1 && g->b.row != 1) g->b.column = 1;
 }
 
-// Computes a product by the faster path.
+// Computes a product through oneDNN where that is faster, else by the packed path.
 static eng_status run(gemm_call g)
 {
   simplify(&g);

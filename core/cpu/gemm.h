@@ -20,8 +20,8 @@
 
 enum { GEMM_BATCH_DIMS = 4 };   // ENG_MAX_DIMS minus the two dimensions of a matrix
 
-/// A matrix, or a batch of them: element (i, j) of batch (z0, z1, ..) is i*row + j*column +
-/// z0*batch[0] + z1*batch[1] + .. elements after data.
+/// A matrix, or a batch of them. Element (i, j) of batch (z0, z1, ..) has this index in `data`:
+///   i*row + j*column + z0*batch[0] + z1*batch[1] + ..
 typedef struct gemm_operand {
   const void *data;
   int32_t     dtype;                    // f32, f16 or bf16

@@ -187,11 +187,13 @@ static eng_status execute(const onednn_entry *e, const gemm_call *g, void *scrat
   int n = 0;
   for (int i = 0; i < ARGUMENTS; i++) {
     if (!e->memory[i]) continue;
-    DNNL_TRY("setting an argument of matmul", dnnl_memory_set_data_handle(e->memory[i], data[i]));
+    DNNL_TRY("setting an argument of the product",
+             dnnl_memory_set_data_handle(e->memory[i], data[i]));
     arguments[n++] = (dnnl_exec_arg_t){argument[i], e->memory[i]};
   }
-  DNNL_TRY("running matmul", dnnl_primitive_execute(e->primitive[0], onednn_stream, n, arguments));
-  DNNL_TRY("waiting for matmul", dnnl_stream_wait(onednn_stream));
+  DNNL_TRY("running the product",
+           dnnl_primitive_execute(e->primitive[0], onednn_stream, n, arguments));
+  DNNL_TRY("waiting for the product", dnnl_stream_wait(onednn_stream));
   return ENG_OK;
 }
 

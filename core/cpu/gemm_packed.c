@@ -61,8 +61,8 @@ static void pack_panel(const part *p, int64_t panel, float *packed)
                 b->row, b->column, p->k, columns);
 }
 
-// Rows of A as the micro-kernel reads them. Element (i, p), or word (i, p) for pairs, is at[i*row +
-// p*step].
+// Rows of A as the micro-kernel reads them. at[i*row + p*step] is element (i, p) or, for pairs,
+// word (i, p).
 typedef struct rows_of_a { const float *at; int64_t row, step; } rows_of_a;
 
 // Returns rows [i0, i0+rows) of A. They stay in their tensor if the micro-kernel can read them

@@ -31,7 +31,8 @@ typedef struct tally {
   uint32_t amax;                     // bits of the largest finite magnitude, as f32
 } tally;
 
-// Bounds on the bits of a 16- or 32-bit magnitude.
+// Bounds on the bits of a magnitude: inf and nan are *_INF or more, zeros and subnormals are below
+// *_TINY.
 #define F32_INF   0x7F800000
 #define F32_TINY  0x00800000
 #define F16_INF   0x7C00

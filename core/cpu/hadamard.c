@@ -88,7 +88,7 @@ static void transform(double (*x)[LINE], int n)
 }
 
 // Sets to[k][l] to element first + k of line `line` + l, for k < deep and l < some. If the group is
-// whole, multiplies each element by its sign. Lines from `some` on become zeros.
+// whole, multiplies each element by its sign. Only `some` lines exist; the others become zeros.
 static void load_group(double (*to)[LINE], const rotation *o, int64_t first, int deep, int64_t line,
                        int some, bool whole)
 {
@@ -117,7 +117,8 @@ static bool halves_fit(const rotation *o)
 { return o->x->dtype == ENG_bf16 && o->dtype == ENG_bf16 && (o->n == 16 || o->n == 64); }
 
 // Returns a pointer into x, or to a copy in `room`. There, element first + k of line `line` + l has
-// the index k * *stride + l, for k < n and l < some. Lines from `some` to LINE are zeros.
+// the index k * *stride + l, for k < n and l < some. Only `some` of LINE lines exist; a copy holds
+// zeros for the others.
 static const uint16_t *find_halves(uint16_t (*room)[LINE], int64_t *stride, const rotation *o,
                                    int64_t first, int64_t line, int some)
 {

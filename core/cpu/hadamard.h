@@ -15,7 +15,7 @@ typedef struct rotation {
   int      dtype, n;         // dtype: of the result, bf16 or f32
   bool     turned;
   int64_t  along, lines, columns;   // columns: of x
-  float    sign[ROTATION_SIDE];
+  float    sign[ROTATION_SIDE];     // [n]: 1 or -1, the factor on each element of a group
   uint16_t flip[ROTATION_SIDE];     // the sign bits of `sign`, in bf16
 } rotation;
 

@@ -79,7 +79,7 @@ typedef struct strip {
   const float *average;      // the averages of row 0, or NULL if not TOWARD
   bool     nan;              // an element or a factor may be NaN
   bool     exact;            // each code * scale is exact in bf16
-  bool     powers;           // each unit is a power of two, from 2^-100 to 2^126, and 1 / factor
+  bool     powers;           // each unit is a power of two, 2^-100 to 2^126, and equals 1 / factor
   bool     packed;           // stores the codes of elements 2k and 2k + 1 of a block in one byte
 } strip;
 

@@ -2,9 +2,9 @@
 // scratch during a call.
 //
 // A task takes a band of rows and quantizes it tile by tile. It finds the largest magnitude of each
-// block in the tile, computes the scales as in core/base/mx.h, and writes codes or bf16 values. It
-// writes them to the result. If codes must be transposed, or packed in a way that mx_encode.h does
-// not offer (strip_packs), it writes them to a buffer first.
+// block in the tile, computes the scales as in core/base/mx.h, and writes codes or bf16 values
+// straight to the result. If codes must be transposed, or packed in a way that mx_encode.h does not
+// offer (strip_packs), they go to a buffer first.
 //
 // If blocks are square, the transposed copy is the transpose of this buffer. Otherwise the
 // transposed copy is quantized from tiles of x: quantize_columns takes them as they are, and

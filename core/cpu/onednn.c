@@ -14,7 +14,10 @@ static onednn_entry table[TABLE_SIZE];
 static int          entries;
 
 eng_status onednn_failed(const char *what, dnnl_status_t status)
-{ return error_set(ENG_ERR_LIBRARY, "oneDNN: %s failed with dnnl_status_t %d", what, (int)status); }
+{
+  return error_set(ENG_ERR_LIBRARY, "oneDNN: %s failed with dnnl_status_t %d (1: out of memory, 2: "
+                   "invalid arguments, 3: not implemented, 5: runtime error)", what, (int)status);
+}
 
 eng_status onednn_open(void)
 {

@@ -27,8 +27,8 @@ VF_INLINE vf scaled(const scaling *s, vf g)
 
 // ------------------------------------------------------------------ rules
 
-/// The constants of an update's formula, and of what the loops do besides: they scale and clamp
-/// gradients, and scale the change of the weights.
+/// The constants of an update's formula, and those with which the loops scale and clamp gradients
+/// and scale the change of the weights.
 typedef struct rule {
   update_rule of;
   scaling scale;
@@ -99,10 +99,10 @@ VF_INLINE void advance(int loop, int extra, const rule *r, vf *p, vf g, vf *m, v
 /// Prefetches the cache line that lies one kilobyte after p.
 VF_INLINE void ahead(const void *p) { __builtin_prefetch((const void *)((uintptr_t)p + 1024)); }
 
-/// Sums of squares use LANES lanes on every instruction set, in f32 within SUM_TILES tiles, then in
-/// f64.
-/// The square of a change below 1e-19 is subnormal and loses bits. Second moments are multiplied by
-/// V_UNIT, which keeps the squares of typical values in f32's range.
+/// Sums of squares use LANES lanes on every instruction set. The squares of SUM_TILES tiles are
+/// added in f32, and these sums in f64. In f32, the square of a change below 1e-19 is subnormal and
+/// loses bits. Second moments are multiplied by V_UNIT, which keeps the squares of typical values
+/// in f32's range.
 enum { LANES = 16, SUM_TILES = 4 };
 #define V_UNIT 0x1p40f
 

@@ -62,7 +62,7 @@ VF_INLINE void philox_rounds_(vu w[4], uint64_t seed)
   }
 }
 
-/// Sets words 0 and 1 of VF_LANES block counters. Lane l gets the 64-bit counter + place[l].
+/// Sets words 0 and 1 of VF_LANES block counters. Lane l gets the 64-bit sum `counter` + place[l].
 VF_INLINE void philox_counters_(vu w[4], uint64_t counter, vu place)
 {
   w[0] = place + (uint32_t)counter;

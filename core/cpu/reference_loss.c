@@ -37,8 +37,8 @@ static void apply_cap(double *x, double *slopes, int64_t n, double cap)
   }
 }
 
-// Computes a row's loss from its capped logits: (1 - smoothing) * (lse - x[target]) + smoothing *
-// mean over v of (lse - x[v]), plus z_loss * lse^2.
+// Computes a row's loss from its capped logits x:
+//   (1 - smoothing) * (lse - x[target]) + smoothing * (mean over v of lse - x[v]) + z_loss * lse^2
 eng_status reference_cross_entropy(const op_call *call)
 {
   const tensor *logits = call->in[0];
@@ -69,9 +69,10 @@ eng_status reference_cross_entropy(const op_call *call)
   return workspace_close(&space);
 }
 
-// Computes dlogits = ((1 + 2 z_loss lse) softmax - (1 - smoothing) onehot - smoothing / classes) *
-// slope * slopes. `slope` is dloss or, for the mean, dloss / the number of counted rows. `slopes`
-// holds the derivatives of the cap.
+// Computes dlogits = slope * slopes *
+//   ((1 + 2 z_loss lse) softmax - (1 - smoothing) onehot - smoothing / classes).
+// `slope` is dloss or, for the mean, dloss / the number of counted rows. `slopes` holds the
+// derivatives of the cap.
 eng_status reference_cross_entropy_grad(const op_call *call)
 {
   const tensor *logits = call->in[0];

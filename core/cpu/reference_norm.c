@@ -1,7 +1,7 @@
 // Reference kernels for layer_norm and rms_norm over the last dimension, and their gradients. The
 // statistics are the mean and 1 / sqrt(variance + eps). The variance is the sum of the squared
-// deviations divided by the row's length. For rms_norm, the statistic is 1 / sqrt(mean square +
-// eps). The gradients read the saved statistics. The kernels with a residual compute x + branch,
+// deviations divided by the row's length. rms_norm has one statistic, 1 / sqrt(mean square + eps).
+// The gradients read the saved statistics. The kernels with a residual compute x + branch,
 // normalize it, and return both results. See reference.h.
 #include "reference.h"
 

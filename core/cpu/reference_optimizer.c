@@ -81,9 +81,9 @@ eng_status reference_unscale(const param_span *spans, int n, double factor, floa
 // The two moments of one element. An optimizer does not change a moment that it does not use.
 typedef struct moments { float first, second; } moments;
 
-// Adds decay * w to g. The momentum buffer starts as g and in later updates becomes momentum *
-// buffer + (1 - dampening) * g. Then w -= lr * (nesterov ? g + momentum * buffer : buffer) or,
-// without momentum, w -= lr * g.
+// Adds decay * w to g. The momentum buffer starts as g. In later updates:
+//   buffer = momentum * buffer + (1 - dampening) * g
+// Then w -= lr * (nesterov ? g + momentum * buffer : buffer) or, without momentum, w -= lr * g.
 static float sgd(float w, float g, moments *m, const eng_hyper *h, bool starts)
 {
   float momentum = (float)h->momentum;
@@ -115,8 +115,10 @@ static float adam(float w, float g, moments *m, const eng_hyper *h, int64_t t, b
   return w + -step * m->first / (sqrtf(m->second) / root + (float)h->eps);
 }
 
-// Multiplies w by 1 - lr * decay. Then w -= lr * sign(beta1 m + (1 - beta1) g) and m = beta2 m + (1
-// - beta2) g. The sign of 0 is 0, and the sign of NaN is NaN.
+// Multiplies w by 1 - lr * decay. Then:
+//   w -= lr * sign(beta1 m + (1 - beta1) g)
+//   m = beta2 m + (1 - beta2) g
+// The sign of 0 is 0, and the sign of NaN is NaN.
 static float lion(float w, float g, moments *m, const eng_hyper *h)
 {
   float direction = (float)h->beta1 * m->first + (float)(1.0 - h->beta1) * g;

@@ -36,7 +36,7 @@ static inline bool all_fast_except(const op_call *call, int input)
   return all_fast(&floats);
 }
 
-/// Begins the definition of the kernel of an operation, whose argument is `call`.
+/// Begins the definition of the kernel of operation `name`. The kernel's argument is `call`.
 #define KERNEL(name) eng_status ISA_NAME(cpu_##name)(const op_call *call)
 
 static inline eng_status forward_to_reference(const op_call *call)

@@ -126,13 +126,14 @@ static eng_status remove_stale(const struct sockaddr_un *address, const char *pa
   struct stat there;
   if (fstatat(folder, name, &there, AT_SYMLINK_NOFOLLOW) != 0) return ENG_OK;
   FAIL_IF(!S_ISSOCK(there.st_mode), ENG_ERR_IO,
-          "%s: expected a socket, found another kind of file", path);
+          "%s: expected a socket, found another kind of file; hint: move it away", path);
   int fd;
   ENG_TRY(make_socket(&fd, path));
   bool answered =
     connect(fd, (const struct sockaddr *)address, sizeof *address) == 0 || errno == EAGAIN;
   close(fd);
-  FAIL_IF(answered, ENG_ERR_STATE, "%s: another process listens on this socket", path);
+  FAIL_IF(answered, ENG_ERR_STATE, "%s: another process listens on this socket; hint: does another "
+          "run use this folder?", path);
   unlinkat(folder, name, 0);
   return ENG_OK;
 }
@@ -382,7 +383,7 @@ eng_status eng_attach_receive(const char **line, int64_t *length, eng_attach_lin
     if (*line) return ENG_OK;
     double left = until - eng_clock();
     FAIL_IF(eng_interrupted() > 0, ENG_ERR_INTERRUPTED, "interrupted");
-    FAIL_IF(left <= 0, ENG_ERR_STATE, "the run has not answered yet");
+    FAIL_IF(left <= 0, ENG_ERR_STATE, "the run has not answered within %g seconds", seconds);
     struct pollfd wanted = {.fd = link->fd, .events = POLLIN};
     if (poll(&wanted, 1, left < 0.2 ? (int)(left * 1000) + 1 : 200) <= 0) continue;
     ssize_t got = recv(link->fd, chunk, sizeof chunk, 0);

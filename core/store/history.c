@@ -65,7 +65,7 @@ static eng_status start(eng_history *history)
   pthread_cond_init(&history->done, &clock);
   pthread_condattr_destroy(&clock);
   FAIL_IF(pthread_create(&history->thread, NULL, history_writer_run, history) != 0, ENG_ERR_LIBRARY,
-          "history %s: cannot start a thread", history->path);
+          "history %s: cannot start the thread that writes its rows", history->path);
   enlist(history);
   return ENG_OK;
 }
@@ -166,7 +166,8 @@ static cell of_text(const char *x)
 // for room; but if the last commit failed, drops the row instead.
 static eng_status append(eng_history *history, history_statement statement, const cell *row, int n)
 {
-  FAIL_IF(!history->writing, ENG_ERR_STATE, "history %s is open for reading only", history->path);
+  FAIL_IF(!history->writing, ENG_ERR_STATE, "history %s is open for reading only: it takes "
+          "no new rows", history->path);
   uint64_t need = sizeof(history_message);
   for (int i = 0; i < n; i++)
     need += sizeof(history_field) + ((uint64_t)row[i].bytes + 7) / 8 * 8;

@@ -38,7 +38,7 @@ typedef enum history_statement {
   HISTORY_WRAP                         // only in the queue: continue at the queue's beginning
 } history_statement;
 
-// bytes: the whole message, a multiple of 8
+// bytes: the size of the whole message, a multiple of 8
 typedef struct history_message { uint32_t bytes; uint16_t statement, fields; } history_message;
 typedef enum history_type {
   FIELD_NULL, FIELD_INT, FIELD_DOUBLE, FIELD_TEXT, FIELD_BLOB

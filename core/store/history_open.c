@@ -9,7 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { LARGEST_VALUE = 2 * HISTORY_QUEUE };     // bytes of a string or blob
+enum { LARGEST_VALUE = 2 * HISTORY_QUEUE };     // the most bytes of a string or blob
 
 static int pragma_int(sqlite3 *db, const char *sql, int64_t *value)
 {

@@ -115,7 +115,8 @@ eng_status eng_history_unpack(int *n, eng_tensor_stats *stats, int capacity, con
   *n = 0;
   int version = size < 2 ? 0 : *from.now++;
   FAIL_IF(version < 1 || version > PACK_VERSION, ENG_ERR_FORMAT,
-          "history: the statistics of a step are damaged or were written by a newer engine");
+          "history: the statistics of a step have version %d, expected 1 to %d; hint: is the file "
+          "damaged, or from a newer engine?", version, PACK_VERSION);
   int64_t count = get_number(&from);
   if (count > size) from.bad = true;           // a tensor takes more than a byte
   for (int64_t i = 0; i < count && !from.bad; i++) {

@@ -157,8 +157,8 @@ static int by_place(const void *a, const void *b)
 static int by_bytes(const void *a, const void *b)
 { return strcmp(*(const char *const *)a, *(const char *const *)b); }
 
-// Finds a name that occurs twice among `count` items; NULL if there is none. An item takes `size`
-// bytes and begins with a pointer to its name.
+// Sets *out to a name that occurs twice among `count` items, or to NULL if there is none. An item
+// takes `size` bytes and begins with a pointer to its name.
 static eng_status find_repeated(const char **out, const void *items, int64_t count, size_t size)
 {
   *out = NULL;
@@ -411,7 +411,7 @@ eng_status eng_safetensors_annotate(eng_safetensors_writer *writer, const char *
                                     const char *value)
 {
   FAIL_IF(!json_is_text(key) || !json_is_text(value), ENG_ERR_VALUE,
-          "%s: the metadata of %s is not UTF-8", writer->path, json_show(key));
+          "%s: the metadata key %s or its value is not UTF-8", writer->path, json_show(key));
   for (int64_t i = 0; i < writer->note_count; i++)
     FAIL_IF(strcmp(writer->notes[i].key, key) == 0, ENG_ERR_VALUE,
             "%s: duplicate metadata key %s", writer->path, json_show(key));

@@ -230,12 +230,14 @@ eng_status eng_tokenizer_step(eng_tokenizer *t, int stage, int kind, int64_t fla
 {
   ENG_TRY(building(t));
   FAIL_IF(stage < ENG_STAGE_NORMALIZE || stage > ENG_STAGE_DECODE || !step_fits(stage, kind),
-          ENG_ERR_VALUE, "tokenizer: stage %d has no step %d", stage, kind);
+          ENG_ERR_VALUE, "tokenizer: stage %d (ENG_STAGE_*) has no step %d (ENG_STEP_*)", stage,
+          kind);
   steps *list = stage == ENG_STAGE_NORMALIZE ? &t->normalize
                 : stage == ENG_STAGE_SPLIT   ? &t->split
                                              : &t->decode;
   FAIL_IF(list->n == ENG_TOKENS_MAX_STEPS, ENG_ERR_VALUE,
-          "tokenizer: expected at most %d steps in a stage", (int)ENG_TOKENS_MAX_STEPS);
+          "tokenizer: expected at most %d steps in stage %d (ENG_STAGE_*), got more",
+          (int)ENG_TOKENS_MAX_STEPS, stage);
   bool needs_text = ((kind == ENG_STEP_REPLACE || kind == ENG_STEP_SPLIT) &&
                      (kind == ENG_STEP_SPLIT ? flags >> 4 : flags) == 0) ||
                     kind == ENG_STEP_CUT;

@@ -196,9 +196,12 @@ struct eng_tokenizer {
   bool      raw_first[256], normalized_first[256];   // [byte] whether a token of raw_added (or of
                                                      // normalized_added) begins with the byte
   steps     normalize, split, decode;
-  ids       before, after, out;
+  ids       before, after;     // the ids that encoding puts before and after those of a text
+  ids       out;               // the result of encoding
   word_cache cache;
-  buffer    repaired, text_out, decode_work[4];
+  buffer    repaired;          // the text to encode, if it had to be repaired; work of decoding
+  buffer    text_out;          // the result of decoding; work of building and encoding
+  buffer    decode_work[4];    // see decode_run
   void     *scratch;           // see scratch_of
   int64_t   scratch_room;
   bool      ready;

@@ -10,7 +10,9 @@
 
 enum {
   UNCUT = 40,                  // words of at most this many bytes are not cut
-  CACHE_SLOTS = 1 << 16, CACHE_BYTES = 1 << 22, CACHE_WORD = 96
+  CACHE_SLOTS = 1 << 16,
+  CACHE_BYTES = 1 << 22,       // limits the bytes of the cached words, and the number of their ids
+  CACHE_WORD = 96              // the longest word that is cached, in bytes
 };
 
 eng_status words_ready(eng_tokenizer *t)

@@ -30,8 +30,8 @@ static eng_status lay(void *to, int dtype, const tensor *x, int64_t padded)
   return cuda_cast(&cast);
 }
 
-/// Makes a view of x in `dtype`, whose rows have `padded` adjacent elements and, if `aligned`, are
-/// 16-byte aligned and in different places. If x itself does not have this layout, copies it to
+/// Makes a view of x in `dtype`, whose rows have `padded` adjacent elements. With `aligned`, rows
+/// are also 16-byte aligned and not broadcast. If x itself does not have this layout, copies it to
 /// scratch memory.
 static eng_status input_view(attention_view *view, scratch *all, const tensor *x, int dtype,
                              int64_t padded, bool aligned)

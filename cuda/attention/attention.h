@@ -43,7 +43,7 @@ typedef struct attention_problem {
   attention_view dy, dq, dk, dv;
   int32_t dq_dtype, dk_dtype, dv_dtype;
   void   *delta;
-  int64_t delta_line;
+  int64_t delta_line;   // elements from one head to the next; at least T
 } attention_problem;
 
 /// Computes y on tensor cores. Inputs and y have `dtype`, f16 or bf16. D is 32, 64, 96 or 128, with

@@ -51,8 +51,8 @@ template <int D> constexpr bool NOT_HERE = false;
 template <class T> constexpr int RAISE = 0;
 template <> constexpr int RAISE<f16_t> = 15;
 
-/// Returns the factor that multiplies dscores: in f16, a power of two computed from the largest
-/// finite |dy|; in bf16, 1.
+/// Returns the factor that multiplies the dscores of a key head: in f16, a power of two computed
+/// from the largest finite |dy|; in bf16, 1. `pair` is the index of the key head in r.largest.
 template <class T> __device__ static inline float lift_of(const backward_room &r, int64_t pair)
 {
   if (RAISE<T> == 0) return 1.0f;

@@ -54,8 +54,8 @@ template <> struct piece<double, 2> {
   __device__ void add_to(double (&sum)[2]) const { sum[0] += raw.x; sum[1] += raw.y; }
 };
 
-// Sets row `chunk` of partial [chunks x n] to the sum of rows [chunk * chunk_rows, (chunk + 1) *
-// chunk_rows) of dy. 2^lanes_log2 lanes of a warp take adjacent columns of a row; the remaining
+// Sets row `chunk` of partial [chunks x n] to the sum of the chunk_rows rows of dy from
+// chunk * chunk_rows on. 2^lanes_log2 lanes of a warp take adjacent columns of a row; the remaining
 // lanes take the next rows.
 template <typename T, int V>
 __global__ void __launch_bounds__(32 * WARPS, RESIDENT)

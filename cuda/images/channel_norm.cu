@@ -91,8 +91,8 @@ __device__ inline void values_of(typename L::number (&x)[L::V], const typename L
 }
 
 /// Adds x and x^2 of n rows to the sums of V channels. x is split into m, the rounded mean of the
-/// rows, and deviations from m. The sum of x^2 is then n m^2 + 2 m * (sum of the deviations) + (sum
-/// of the squared deviations).
+/// rows, and deviations from m. The sum of x^2 is then
+///   n m^2 + 2 m * (sum of the deviations) + (sum of the squared deviations).
 template <class L>
 __device__ inline void add_moments(double (&sum)[2][L::V], const typename L::raw (&raw)[RUN],
                                    const channel_norm &s, int n)

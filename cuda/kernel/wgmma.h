@@ -40,6 +40,7 @@ __device__ static inline void group_meet(int id, int threads)
 /// them.
 __device__ static inline void group_begin()
 { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+/// Ends a group: the products started since the previous group.
 __device__ static inline void group_commit()
 { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 /// Waits until at most LEFT committed groups are in flight.

@@ -697,7 +697,8 @@ eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, 
   for (int i = 0; i < REPORTS && !r; i++)
     if (pass.reports[i].busy && pass.reports[i].ticket == ticket) r = &pass.reports[i];
   FAIL_IF(!r, ENG_ERR_STATE,
-          "gradient statistics: no pass with ticket %lld is in flight", (long long)ticket);
+          "gradient statistics: no pass with ticket %lld is in flight; hint: were its results "
+          "fetched or dropped before?", (long long)ticket);
   if (!stats || n != r->n || n_loss != r->n_loss) {
     r->busy = false;
     r->dropped = true;

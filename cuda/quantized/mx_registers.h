@@ -254,8 +254,8 @@ __device__ inline float error_of(const float (&x)[EIGHT], float2 by, const mx_jo
   return sum;
 }
 
-/// Returns the sum of the errors of a square block's rows. Adds the lower half of the rows to the
-/// upper half until one row is left.
+/// Returns the sum of the errors of a square block's rows. Adds the second half of the rows to the
+/// first half until one row is left.
 __device__ inline float sum_of_rows(float (&error)[DOWN], int lanes)
 {
   for (int step = lanes / 2; step > 0; step /= 2)

@@ -28,8 +28,8 @@ enum { AHEAD = 4 /* rows in flight */, MAXIMA_COLUMNS = 32 * EIGHT };
 /// The number of blocks of block_maxima per multiprocessor.
 template <typename T> constexpr int maxima_resident(void) { return sizeof(T) == 2 ? 3 : 2; }
 
-/// Merges a thread's maxima of eight columns into the maxima of the scale blocks in its row, then
-/// clears the thread's maxima.
+/// Merges a thread's maxima of eight columns, from column c on, into `of_row`, the maxima of one
+/// row of scale blocks. Then clears the thread's maxima.
 template <typename T>
 __device__ static inline void flush_maxima(eight<T> &top, uint32_t *of_row, int64_t c, int there,
                                            int64_t column_block, bool whole_rows)

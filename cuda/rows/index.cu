@@ -39,7 +39,8 @@ struct row_copy {
   cuda_fault_record *fault;
 };
 
-struct row_place { int64_t from; bool fine; };   // from: index of a unit of x
+// from: index of a unit of x. fine: the index that selects the row is in range.
+struct row_place { int64_t from; bool fine; };
 
 __device__ static inline row_place place_of(const row_copy &r, int64_t at)
 {
@@ -188,7 +189,7 @@ extern "C" eng_status cuda_gather(const op_call *call)
 
 enum {
   RUN = 64,          // picks in a chunk
-  SEGMENT = 4096,    // bytes of a row that a warp clears
+  SEGMENT = 4096,    // the most bytes of a row that a warp clears
 };
 
 /// A gradient. dx[o, place, i] is the sum of dy[o, k, i] over the picks k of the place, plus the

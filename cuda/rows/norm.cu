@@ -96,7 +96,7 @@ template <typename T> __device__ static inline words<T, 8> rounded(float (&x)[8]
 /// The size of a weight or bias in shared memory, in units of float4.
 template <int V, int ROW> constexpr int KEPT = V * ROW * 2;
 
-/// The first column of a float4.
+/// Returns the column of the first number in float4 `at` of a weight or bias in shared memory.
 template <int ROW> __device__ static inline int kept_column(unsigned at)
 { return (int)((at / (2 * ROW) * ROW + at % ROW) * 8 + at / ROW % 2 * 4); }
 

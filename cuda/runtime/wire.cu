@@ -17,7 +17,7 @@ enum {
   EACH = 4 /* adjacent elements per thread */,
   THREADS = 256,
   WARPS = THREADS / 32,
-  LEVELS = 24 /* partial sums that a thread keeps: enough for 2^24 ranks */,
+  LEVELS = 24 /* partial sums that a thread keeps: enough for fewer than 2^24 ranks */,
   MOST_ACROSS = 2048 /* blocks of threads that share a run or, in `sum`, a message */,
   MOST_RUNS = 32768 /* runs that have blocks of their own; with more, a block takes several */
 };
