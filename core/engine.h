@@ -399,22 +399,22 @@ eng_status eng_params_stats_withdraw(eng_params *set);
 /// results go to an f32 buffer, so that unscaling loses no bits; this buffer holds the set's
 /// gradients until they are cleared. `found_inf` is 1 if any element is inf or nan.
 eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor);
-/// Writes the true gradient of parameter `index`, times `factor`, to `into`, an f32 tensor of the
-/// parameter's shape. The stored gradient is unchanged. `has` is 0, and nothing is written, if the
-/// parameter has no gradient or if, with ZeRO, another rank updates the parameter. Optimizers
-/// written in Lua use this function. Errors: VALUE, DTYPE, SHAPE; STATE (with ZeRO, this rank has
-/// only a part of the parameter).
+/// Writes the gradient of parameter `index`, divided by its relative scale and multiplied by
+/// `factor` (usually 1 / loss scale), to `into`, an f32 tensor of the parameter's shape. The stored
+/// gradient is unchanged. `has` is 0, and nothing is written, if the parameter has no gradient or
+/// if, with ZeRO, another rank updates the parameter. Optimizers written in Lua use this function.
+/// Errors: VALUE, DTYPE, SHAPE; STATE (with ZeRO, this rank has only a part of the parameter).
 eng_status eng_params_true_gradient(int *has, const eng_tensor *into, eng_params *set, int index,
                                     double factor);
 /// Sets the relative scale of parameter i's gradient to relative[i] (NULL: 1 each). If the
 /// parameter has a gradient, the scale takes effect once that gradient is cleared. Statistics,
 /// updates and unscaling divide by the scale. Errors: VALUE (not positive and finite).
 eng_status eng_params_relative_scale(eng_params *set, const double *relative);
-/// Begin and end a reference backward pass. Between the two calls gradients accumulate in a
-/// separate f32 buffer; afterwards the set has its previous gradients again.
-/// eng_params_reference_end returns the norm of each tensor's gradient (`norms` [n] or NULL; 0: no
-/// gradient) and the norm of all gradients together, both divided by `scale`, the seed of the pass.
-/// The calls do not nest. Errors: STATE.
+/// Begin and end a reference backward pass, which gives eng_record.norm_ref. Between the two calls
+/// gradients accumulate in a separate f32 buffer; afterwards the set has its previous gradients
+/// again. eng_params_reference_end returns the norm of each tensor's gradient (`norms` [n] or NULL;
+/// 0: no gradient) and the norm of all gradients together, both divided by `scale`, the seed of the
+/// pass. The calls do not nest. Errors: STATE.
 eng_status eng_params_reference_begin(eng_params *set);
 eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set, double scale);
 /// Returns sizes in bytes, in this order: master weights, low-precision copies, gradients (even
@@ -422,8 +422,8 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
 void eng_params_bytes(int64_t bytes[4], const eng_params *set);
 /// Returns the number of elements in all parameters.
 int64_t eng_params_count(const eng_params *set);
-/// Returns a checksum of the master weights of each parameter i for which which[i] equals `value`,
-/// or of all parameters if `which` is NULL: the XXH64 hash of their eng_checksum values, in order.
+/// Returns one checksum of the master weights of all parameters i with which[i] == value, or of all
+/// parameters if `which` is NULL: the XXH64 hash of their eng_checksum values, in order.
 /// Returns 0 if it cannot be computed: the device fails, memory is short, or the weights are
 /// currently divided among the ranks (zero=3).
 uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value);
@@ -588,8 +588,8 @@ void eng_trap(bool on);
 void eng_trap_module(int module);
 enum { ENG_TRAP_INPUTS = 6, ENG_TRAP_OUTPUTS = 3 };
 /// A tensor at the moment when inf or nan was found. `text`: dtype and shape; `name`: the
-/// parameter's name, or "" if the tensor is not a parameter. count 0: the input is absent, or is
-/// not floating-point.
+/// parameter's name, or "" if the tensor is not a parameter. count 0: the tensor is absent, empty
+/// or not floating-point, or its values could not be read.
 typedef struct eng_trap_tensor {
   char    name[96], text[80];
   int64_t count, inf, nan;
@@ -670,7 +670,7 @@ void eng_process_signal(int process, int number);
 const char *eng_library_version(const char *name);
 /// Writes x as decimal text that reads back as the same double: up to 15 digits, or 16 or 17 if it
 /// needs them. The text is the same in any locale: "0.1", "3", "1e-30", "-0.0", "inf", "-inf",
-/// "nan". Used for every number in a file.
+/// "nan". The engine's text files have all numbers in this form.
 void eng_number_text(char out[32], double x);
 /// Makes text of unknown origin safe to print: valid UTF-8 without characters that a terminal
 /// executes (C0, C1) or that reorder the text after them (bidirectional marks). The bytes of such

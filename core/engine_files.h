@@ -124,6 +124,8 @@ bool eng_attach_poll(const char **line, int64_t *length, int *client, eng_attach
 /// Sends a line to a client. Disconnects a client with more than ENG_ATTACH_ANSWER unread bytes.
 /// Does nothing if the client has disconnected.
 void       eng_attach_answer(eng_attach *server, int client, const char *text, int64_t size);
+/// eng_attach_here returns whether a client is still connected, eng_attach_count the number of
+/// clients.
 bool       eng_attach_here(eng_attach *server, int client);
 int        eng_attach_count(const eng_attach *server);
 

@@ -29,9 +29,9 @@ enum {
 };
 /// How fp8_matmul sums along K. FP32: in f32, in the order that ops.def gives. EXACT: in f64.
 /// HOPPER: as Hopper's tensor cores do (13 fraction bits, 32 products at a time, truncated). E4M3:
-/// products and running sum are rounded to e4m3, saturating. DEVICE: the device's own method;
-/// allowed only in a recipe. BLACKWELL: as Blackwell's tensor cores do; allowed only in a
-/// microscaling recipe. A microscaling recipe allows only BLACKWELL, DEVICE and FP32.
+/// products and running sum are rounded to e4m3, saturating. DEVICE: the device's own method.
+/// BLACKWELL: as Blackwell's tensor cores do. DEVICE and BLACKWELL are allowed only in a
+/// microscaling recipe (eng_fp8_product), which otherwise allows only FP32.
 enum {
   ENG_ACCUMULATE_DEVICE = -1, ENG_ACCUMULATE_FP32 = 0, ENG_ACCUMULATE_EXACT = 1,
   ENG_ACCUMULATE_HOPPER = 2, ENG_ACCUMULATE_E4M3 = 3, ENG_ACCUMULATORS = 4,
@@ -138,10 +138,10 @@ eng_status eng_fp8_delay(int64_t site, int role, double amax);
 /// Errors: STATE, STALE, DTYPE.
 eng_status eng_fp8_average(int64_t site, const eng_tensor *average);
 /// Returns the largest magnitude of each role's tensor since the last call: inf or nan if the
-/// tensor contained one, -1 if nothing was quantized. Waits for the device. The device has slots
-/// for 4,096 amaxes of all sites. When they are full, the amaxes are collected if this function has
-/// been called since the slots last filled up, else lost. So call it once before the steps of
-/// interest.
+/// tensor contained one, -1 if nothing was quantized. Waits for the device. All sites share 4,096
+/// slots for amaxes on the device. When the slots are full, they are reused. Their amaxes are
+/// collected first if this function was called since the slots were last full; otherwise they are
+/// lost. So call this function once before the steps of interest.
 eng_status eng_fp8_amax(double amax[3], int64_t site);
 
 /// Returns the accumulator that a microscaled layer used in its last pass, ENG_ACCUMULATE_FP32 or

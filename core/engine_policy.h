@@ -129,7 +129,8 @@ typedef struct eng_verdict {
 // ------------------------------------------------------------------ policies
 
 /// A loss-scaling policy: a Lua file in its own sandboxed state. policies/README.md is its
-/// contract. Its memory, instructions and time are limited, so it cannot stop the process.
+/// contract. Its memory, instructions and time are limited, so it can neither hang the process nor
+/// use up its memory.
 typedef struct eng_policy eng_policy;
 
 /// What eng_policy_describe returns. Strings live as long as the policy.

@@ -145,8 +145,8 @@ eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *parall
 /// contained finite numbers that became inf in the comm dtype.
 int eng_parallel_flags(const eng_parallel *parallel, int rank, int index);
 /// Distributes every rank's pieces of the weights to all ranks, after an update with `zero`. With
-/// zero = 3 it distributes only the weights in `apart`, and drops the pieces of other ranks of all
-/// other weights.
+/// zero = 3 it distributes only the weights in `apart`; of the other weights, this rank keeps only
+/// its own pieces.
 eng_status eng_parallel_gather(eng_parallel *parallel);
 /// With zero = 3 all weights are on every rank at first. eng_parallel_leave drops the pieces of
 /// other ranks. From then on, an operation that reads a divided weight first drops all units that

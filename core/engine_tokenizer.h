@@ -30,9 +30,10 @@ enum {
 enum {
   ENG_STEP_NFC = 1, ENG_STEP_NFD = 2, ENG_STEP_NFKC = 3, ENG_STEP_NFKD = 4,
   ENG_STEP_LOWERCASE = 5,
-  ENG_STEP_TRIM = 6,            // flags: 1 left, 2 right
-  ENG_STEP_STRIP_ACCENTS = 7,   // flags: 0 all marks, 1 nonspacing marks
-  ENG_STEP_NMT = 8,             // SentencePiece's control characters and spaces
+  ENG_STEP_TRIM = 6,            // flags: 1 trims the left end, 2 the right end
+  ENG_STEP_STRIP_ACCENTS = 7,   // flags: 0 removes all marks, 1 only nonspacing marks
+  ENG_STEP_NMT = 8,             // SentencePiece: removes control characters; tabs, line feeds and
+                                //    special spaces become spaces
   ENG_STEP_CLEAN = 9,           // BERT: removes control characters; white space becomes spaces
   ENG_STEP_CHINESE = 10,        // BERT: puts spaces around Chinese characters
   ENG_STEP_REPLACE = 11,        // a: text to find; b: its replacement; flags: 0 finds `a`,
@@ -57,13 +58,17 @@ enum {
 };
 /// The stages of eng_tokenizer_step.
 enum { ENG_STAGE_NORMALIZE = 0, ENG_STAGE_SPLIT = 1, ENG_STAGE_DECODE = 2 };
-/// What SPLIT does with a match.
+/// What SPLIT does with a match. ISOLATED: makes it a word. REMOVED: drops it. CONTIGUOUS: joins
+/// adjacent matches into one word. WITH_PREVIOUS (WITH_NEXT): joins it to the text before (after).
 enum {
   ENG_SPLIT_ISOLATED = 0, ENG_SPLIT_REMOVED = 1, ENG_SPLIT_CONTIGUOUS = 2,
   ENG_SPLIT_WITH_PREVIOUS = 3, ENG_SPLIT_WITH_NEXT = 4
 };
-/// What SPLIT and REPLACE can find besides fixed texts. GPT2, LLAMA3 and QWEN2: the words of these
-/// models' patterns.
+/// What SPLIT and REPLACE can find besides fixed texts. GPT2, LLAMA3, QWEN2 and DEEPSEEK: the words
+/// of these models' patterns. SPACE, NUMERIC, PUNCTUATION: one character of this kind. SPACES,
+/// DIGITS: a run of white space (numeric characters). DIGITS3: up to three numeric characters.
+/// BLANKS: two or more " ". CJK: a run of Chinese characters and Japanese kana. WORDS: \w+ or
+/// [^\w\s]+.
 enum {
   ENG_SCAN_GPT2 = 0, ENG_SCAN_LLAMA3 = 1, ENG_SCAN_QWEN2 = 2, ENG_SCAN_SPACE = 3,
   ENG_SCAN_SPACES = 4, ENG_SCAN_NUMERIC = 5, ENG_SCAN_PUNCTUATION = 6, ENG_SCAN_WORDS = 7,

@@ -199,8 +199,8 @@ eng_status eng_backward_output(eng_tensor *gradient, int output)
 {
   ENG_TRY(want_pending());
   const op_call *call = pass.pending.call;
-  FAIL_IF(output < 0 || output >= call->n_out, ENG_ERR_VALUE, "custom gradient: the operation "
-          "has no output %d, only %d", output + 1, call->n_out);
+  FAIL_IF(output < 0 || output >= call->n_out, ENG_ERR_VALUE, "custom gradient: expected "
+          "an output from 1 to %d, got %d", call->n_out, output + 1);
   tensor *y = call->out[output];
   if (!pass.pending.dy[output]) {
     tensor *zero;
@@ -218,8 +218,8 @@ eng_status eng_backward_input(int input, const eng_tensor *gradient)
 {
   ENG_TRY(want_pending());
   const op_call *call = pass.pending.call;
-  FAIL_IF(input < 0 || input >= call->n_in, ENG_ERR_VALUE, "custom gradient: the operation has "
-          "no input %d, only %d", input + 1, call->n_in);
+  FAIL_IF(input < 0 || input >= call->n_in, ENG_ERR_VALUE, "custom gradient: expected an "
+          "input from 1 to %d, got %d", call->n_in, input + 1);
   tensor *dx, *shared;
   ENG_TRY(tensor_get(&dx, gradient));
   tensor *x = call->in[input];

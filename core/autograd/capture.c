@@ -126,7 +126,8 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   const backend *device = backend_current();
   *out = NULL;
   ENG_TRY(params_alive(set));
-  FAIL_IF(capturing, ENG_ERR_STATE, "graph: a capture is already running");
+  FAIL_IF(capturing, ENG_ERR_STATE, "graph: a capture is already running; "
+          "hint: call eng_graph_end or eng_graph_free first");
   ENG_TRY(params_here(set, "a capture"));
   FAIL_IF(!device->capture_begin, ENG_ERR_DEVICE, "graph: the device %s cannot capture steps; "
           "hint: device=cuda, or graph=false", device->name);
@@ -161,11 +162,13 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
 eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss)
 {
   tensor *x;
-  FAIL_IF(graph != capturing || !graph, ENG_ERR_STATE, "graph: this step is not being captured");
+  FAIL_IF(graph != capturing || !graph, ENG_ERR_STATE, "graph: this step is not being "
+          "captured; hint: call eng_graph_begin first");
   ENG_TRY(tensor_get(&x, loss));
   FAIL_IF(x->count != 1 || x->dtype != ENG_f32, ENG_ERR_DTYPE,
           "graph: expected a loss of one f32 element, got %s", tensor_text(x));
-  FAIL_IF(!graph->seed, ENG_ERR_STATE, "graph: no backward pass was captured");
+  FAIL_IF(!graph->seed, ENG_ERR_STATE, "graph: no backward pass was captured; hint: call "
+          "backward() before eng_graph_end");
   ENG_TRY(tensor_wrap(&graph->loss, graph->device->space, x->data, ENG_f32, 0, NULL));
   for (int i = 0; i < graph->set->n; i++) graph->places[i] = places_of(&graph->set->member[i]);
   capturing = NULL;
@@ -176,8 +179,10 @@ eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss)
 
 eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *batch, int n)
 {
-  FAIL_IF(!graph->captured, ENG_ERR_STATE, "graph: the capture of this step was not finished");
-  FAIL_IF(graph->set->freed, ENG_ERR_STATE, "graph: the parameters of this step were freed");
+  FAIL_IF(!graph->captured, ENG_ERR_STATE, "graph: the capture of this step was not "
+          "finished; hint: call eng_graph_end first");
+  FAIL_IF(graph->set->freed, ENG_ERR_STATE, "graph: the parameters of this step were "
+          "freed; hint: create a new optimizer");
   graph_input input[MOST_INPUTS];
   ENG_TRY(read_inputs(input, batch, n));
   FAIL_IF(n != graph->n_inputs || memcmp(input, graph->input, (size_t)n * sizeof *input) != 0,
@@ -202,5 +207,6 @@ eng_status eng_graph_loss(eng_tensor *out, const eng_graph *graph)
   *out = tensor_handle(graph->loss);
   return graph->loss
          ? ENG_OK
-         : error_set(ENG_ERR_STATE, "graph: the capture of this step was not finished");
+         : error_set(ENG_ERR_STATE, "graph: the capture of this step was not finished; hint: "
+                                    "call eng_graph_end first");
 }

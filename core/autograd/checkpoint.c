@@ -79,8 +79,8 @@ static eng_status run_node(int i)
                       eng_op_name(node->call.op));
 }
 
-/// Runs operations of the nodes first .. last again: those with a freed output that a gradient rule
-/// or another operation that runs again will read.
+/// Runs operations of the nodes first .. last again. An operation runs if one of its outputs was
+/// freed and will be read, by a gradient rule or by another operation that runs again.
 static eng_status run_again(int first, int last)
 {
   bool all = false;   // the segment has a Lua gradient, which may read any tensor

@@ -219,10 +219,12 @@ eng_status eng_requires_grad(const eng_tensor *handle, bool on)
   tensor *x;
   ENG_TRY(tensor_find(&x, handle));
   FAIL_IF(tape_holds(x), ENG_ERR_GRADIENT,
-          "requires_grad: expected a leaf, got %s, which a recorded operation computed",
+          "requires_grad: expected a leaf, got %s, which a recorded operation computed; hint: "
+          "x:detach() is a leaf",
           tensor_text(x));
   FAIL_IF(on && !dtype_is_float(x->dtype), ENG_ERR_DTYPE,
-          "requires_grad: expected a floating-point tensor, got %s", tensor_text(x));
+          "requires_grad: expected a floating-point tensor, got %s; hint: x:to(\"f32\")",
+          tensor_text(x));
   x->requires_grad = on;
   if (x->parameter && x->parameter->low) x->parameter->low->requires_grad = on;
   return ENG_OK;

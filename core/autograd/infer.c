@@ -75,8 +75,8 @@ eng_status infer_reduce(op_call *c, op_shape *s)
   const tensor *x = c->in[0];
   uint64_t mask = (uint64_t)c->sum.mask;
   FAIL_IF(mask >> x->ndim, ENG_ERR_VALUE,
-          "%s: the mask has a bit for a dimension that %s does not have", op_name(c),
-          tensor_text(x));
+          "%s: expected a mask with bits for the %d dimensions of %s, got 0x%llx", op_name(c),
+          x->ndim, tensor_text(x), (unsigned long long)mask);
   int ndim = 0;
   int64_t shape[ENG_MAX_DIMS], n = 1;
   for (int d = 0; d < x->ndim; d++) {
@@ -264,7 +264,8 @@ eng_status infer_cast(op_call *c, op_shape *s)
 {
   int64_t dtype = c->cast.dtype, mode = c->cast.mode;
   FAIL_IF(dtype < 0 || dtype >= ENG_DTYPE_COUNT, ENG_ERR_DTYPE,
-          "cast: unknown dtype number %lld", (long long)dtype);
+          "cast: expected the number of a dtype, 0 to %d, got %lld", ENG_DTYPE_COUNT - 1,
+          (long long)dtype);
   FAIL_IF(dtype_is_fp8((int)dtype) && (mode < 0 || mode > 3), ENG_ERR_VALUE,
           "cast: expected a rounding mode from 0 to 3, got %lld", (long long)mode);
   put_like(s, 0, (int)dtype, c->in[0]);

@@ -197,8 +197,9 @@ eng_status infer_attention_grad(op_call *c, op_shape *s)
   ENG_TRY(want_shape(c, 4, 3, rows, "the rows of q"));
   ENG_TRY(want_shape(c, 5, 4, q->shape, "q"));
   FAIL_IF(c->in[4]->dtype != wide_of(q->dtype) || !tensor_contiguous(c->in[4]), ENG_ERR_DTYPE,
-          "attention_grad: expected the lse that attention returned, got %s",
-          tensor_text(c->in[4]));
+          "attention_grad: expected the contiguous lse in %s that attention returned, got %s%s",
+          eng_dtype_name(wide_of(q->dtype)), tensor_text(c->in[4]),
+          tensor_contiguous(c->in[4]) ? "" : ", which is not contiguous");
   for (int k = 0; k < 3; k++) put_like(s, k, c->in[k]->dtype, c->in[k]);
   return ENG_OK;
 }

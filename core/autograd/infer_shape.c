@@ -99,8 +99,9 @@ eng_status infer_split(op_call *c, op_shape *s)
   for (int k = 0; k < c->n_out; k++) {
     int64_t size = c->split.sizes[k];
     FAIL_IF(size < 0 || size > x->shape[c->split.dim], ENG_ERR_VALUE,
-            "split: a part of dimension %lld of %s cannot have %lld elements",
-            (long long)c->split.dim + 1, tensor_text(x), (long long)size);
+            "split: expected parts of 0 to %lld along dimension %lld of %s, got a part of %lld",
+            (long long)x->shape[c->split.dim], (long long)c->split.dim + 1, tensor_text(x),
+            (long long)size);
     sum += size;
     put_like(s, k, x->dtype, x);
     s->out[k].shape[c->split.dim] = c->split.sizes[k];

@@ -33,8 +33,8 @@ static eng_status windows(const op_call *c, int64_t *out, int64_t size, int64_t 
   *out = (size + 2 * padding - span) / stride + 1;
   if (size + 2 * padding >= span && kernel > 0) return ENG_OK;
   return error_set(ENG_ERR_SHAPE,
-                   "%s: a kernel of size %lld, dilated by %lld, does not fit into a size of %lld "
-                   "with a padding of %lld on each side", op_name(c), (long long)kernel,
+                   "%s: a kernel of size %lld, dilated by %lld, does not fit into %lld pixels with "
+                   "a padding of %lld on each side", op_name(c), (long long)kernel,
                    (long long)dilation, (long long)size, (long long)padding);
 }
 

@@ -78,7 +78,8 @@ static eng_status apply_precision(op_call *c, int *yields)
 
 static eng_status check_inputs(op_call *c)
 {
-  FAIL_IF(c->op < 0 || c->op >= ENG_OP_COUNT, ENG_ERR_VALUE, "unknown operation number %d", c->op);
+  FAIL_IF(c->op < 0 || c->op >= ENG_OP_COUNT, ENG_ERR_VALUE, "expected the number "
+          "of an operation, 0 to %d, got %d", ENG_OP_COUNT - 1, c->op);
   const eng_op_info *info = &op_table[c->op].about;
   FAIL_IF(info->n_in < 0 && (c->n_in < 1 || c->n_in > ENG_OP_INPUTS), ENG_ERR_VALUE,
           "%s: expected 1 to %d inputs, got %d", info->name, ENG_OP_INPUTS, c->n_in);
@@ -319,7 +320,8 @@ static eng_status run_call(eng_op_call *call, tensor *target)
 {
   op_call c = {.op = call->op, .n_in = call->n_in, .n_out = call->n_out, .out = {target}};
   FAIL_IF(call->n_in < 0 || call->n_in > ENG_OP_INPUTS, ENG_ERR_VALUE,
-          "expected up to %d inputs, got %d", ENG_OP_INPUTS, call->n_in);
+          "operation number %d: expected 0 to %d inputs, got %d", call->op, ENG_OP_INPUTS,
+          call->n_in);
   for (int k = 0; k < call->n_in; k++) {
     if (call->in[k].slot == 0) continue;
     eng_status status = tensor_find(&c.in[k], &call->in[k]);
@@ -354,7 +356,8 @@ eng_status eng_run_into(eng_op_call *call, const eng_tensor *target)
   FAIL_IF(!op_takes_target(call->op), ENG_ERR_VALUE, "%s cannot write into a given tensor; hint: "
           "copy the result into the tensor", eng_op_name(call->op));
   FAIL_IF(!dtype_is_float(y->dtype) || !tensor_contiguous(y), ENG_ERR_SHAPE,
-          "expected a contiguous floating-point tensor to write into, got %s", tensor_text(y));
+          "expected a contiguous floating-point tensor to write into, got %s%s", tensor_text(y),
+          tensor_contiguous(y) ? "" : " with gaps or in another order");
   bool recording = eng_grad_enabled(false);
   eng_status status = run_call(call, y);
   eng_grad_enabled(recording);

@@ -15,7 +15,7 @@ arena_id step_home(void) { return in_step || n_scopes > 0 ? ARENA_STEP : ARENA_K
 eng_status eng_step_begin(void)
 {
   FAIL_IF(in_step, ENG_ERR_STATE, "step %lld is still open, and steps do not nest; hint: call "
-          "end_step() first", (long long)tensor_step_number());
+          "engine.end_step() first", (long long)tensor_step_number());
   in_step = true;
   return ENG_OK;
 }

@@ -125,7 +125,7 @@ static eng_status check_transfer(const tensor *x, const void *memory, int format
   FAIL_IF(!memory && count != 0, ENG_ERR_VALUE,
           "expected memory for %s, got nothing", tensor_text(x));
   FAIL_IF(format < 0 || format >= ENG_DTYPE_COUNT, ENG_ERR_DTYPE,
-          "unknown dtype number %d", format);
+          "expected the number of a dtype, 0 to %d, got %d", ENG_DTYPE_COUNT - 1, format);
   FAIL_IF(count != x->count, ENG_ERR_SHAPE, "expected %lld values for %s, got %lld",
           (long long)x->count, tensor_text(x), (long long)count);
   return ENG_OK;
@@ -162,7 +162,8 @@ eng_status eng_checksum(uint64_t *out, const eng_tensor *handle)
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
   FAIL_IF(!tensor_contiguous(x), ENG_ERR_SHAPE,
-          "checksum: expected a contiguous tensor, got %s", tensor_text(x));
+          "checksum: expected a contiguous tensor, got a view %s; hint: x:contiguous()",
+          tensor_text(x));
   return transfer_checksum(out, x->store->space, x->data, x->count * eng_dtype_size(x->dtype));
 }
 

@@ -9,7 +9,7 @@ ENG_INLINE bool dtype_is_float(int d)
 { return d == ENG_f32 || d == ENG_f64 || d == ENG_f16 || d == ENG_bf16; }
 static inline bool dtype_is_low(int d)   { return d == ENG_f16 || d == ENG_bf16; }
 static inline bool dtype_is_fp8(int d)   { return d == ENG_e4m3 || d == ENG_e5m2; }
-/// Whether d is an integer dtype. bool is one.
+/// Whether d is an integer dtype. bool counts as an integer.
 static inline bool dtype_is_integer(int d) { return !dtype_is_float(d) && !dtype_is_fp8(d); }
 
 /// Read and write element `index` in host memory as a double. A store rounds once, from double.

@@ -5,8 +5,8 @@
 
 #include <signal.h>
 
-// engine.h describes their values: eng_interrupt, eng_interrupt_policy, eng_hangups and
-// eng_interrupt_signal
+// The state of eng_interrupt, eng_interrupt_policy, eng_hangups and eng_interrupt_signal; engine.h
+// describes the values.
 static volatile sig_atomic_t level, policy, hangups, by_signal;
 
 void eng_interrupt(int new_level) { level = new_level; }

@@ -148,8 +148,8 @@ eng_status json_close(json_reader *reader)
 {
   skip_space(reader);
   if (reader->now == reader->end) return ENG_OK;
-  return error_set(ENG_ERR_FORMAT, "%s: unexpected data after the closing brace, at byte %lld",
-                   reader->name, position(reader));
+  return error_set(ENG_ERR_FORMAT, "%s: expected nothing after the closing brace, got %s at "
+                   "byte %lld", reader->name, found(reader), position(reader));
 }
 
 bool json_is_text(const char *text)

@@ -29,8 +29,8 @@ ENG_INLINE uint16_t msamp_order(uint16_t bf16)
 ENG_INLINE float msamp_ordered(uint16_t order)
 { return bf16_to_f32((uint16_t)(order & 0x8000 ? order & 0x7FFF : ~order)); }
 
-/// Returns the index of a bound of clamping in a row of K elements in ascending order: of the upper
-/// bound if `upper` is set, else of the lower bound.
+/// Returns the index of the element that is the upper bound of clamping, or with `upper` = 0 the
+/// lower bound, in a row of K elements in ascending order.
 ENG_INLINE int64_t msamp_rank(double clamp, int64_t K, int upper)
 { return (int64_t)((upper ? clamp : 1 - clamp) * (double)K); }
 

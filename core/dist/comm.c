@@ -47,7 +47,7 @@ static eng_status list_ranks(eng_comm *part, eng_comm *parent, int color, int ke
     part->size++;
   }
   // Groups begin to number their operations at different places. So if ranks get out of step, a
-  // message of one group does not count as a message of another group with some of the same ranks.
+  // message of one group is rarely taken for a message of another group that shares ranks with it.
   int64_t bytes = part->size * (int64_t)sizeof *part->of_world;
   part->next_tag = (int32_t)(eng_crc32c(0, part->of_world, bytes) % COMM_TAGS);
   return ENG_OK;

@@ -46,7 +46,8 @@ typedef struct comm_transport {
   bool (*probe)(int tag);
   /// Ends every process of the job; does not return.
   void (*abort)(int code);
-  /// Closes the transport. The engine calls this last, when all ranks have finished.
+  /// Closes the transport; may wait until the other ranks close theirs. The engine calls this last,
+  /// if the job has not failed.
   void (*finish)(void);
   const char *(*describe)(void);
 } comm_transport;
@@ -81,7 +82,7 @@ extern eng_comm comm_world;
 /// start; comm_tag returns the tag of the next operation. Alarms and gradient buckets have separate
 /// tags.
 enum {
-  // COMM_TAGS: the number of tags of the world, and the number of tags of groups
+  // COMM_TAGS: how many tags the world has; all groups together share as many
   COMM_TAG_WORLD = 0, COMM_TAG_GROUP = 4095, COMM_TAGS = 4095,
   COMM_TAG_ALARM = 8191, COMM_TAG_BUCKET = 8192
 };

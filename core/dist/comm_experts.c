@@ -114,7 +114,7 @@ static eng_status check_rows(exchange *e, const tensor *x, const int64_t *rows, 
   int64_t sum = 0;
   FAIL_IF(x->ndim != 2 || !tensor_contiguous(x) || !dtype_is_float(x->dtype), ENG_ERR_SHAPE,
           "exchange of rows: expected a contiguous floating-point tensor [rows x columns], got "
-          "%s", tensor_text(x));
+          "%s%s", tensor_text(x), tensor_contiguous(x) ? "" : ", which is not contiguous");
   for (int peer = 0; peer < e->comm->size; peer++) {
     FAIL_IF(rows[peer] < 0, ENG_ERR_VALUE,
             "exchange of rows: expected 0 or more rows, got %lld as the count of %s rows for rank "
@@ -291,7 +291,10 @@ eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, 
   FAIL_IF(e.to->dtype != e.from->dtype || e.to->shape[1] != e.from->shape[1] ||
           e.to->store->space != e.from->store->space || e.to->store == e.from->store, ENG_ERR_SHAPE,
           "exchange of rows: expected two tensors of one dtype, width and device that share no "
-          "memory, got %s and %s", tensor_text(e.from), tensor_text(e.to));
+          "memory, got %s in %s memory and %s in %s memory%s", tensor_text(e.from),
+          backend_of_space(e.from->store->space)->name, tensor_text(e.to),
+          backend_of_space(e.to->store->space)->name,
+          e.to->store == e.from->store ? ", which share it" : "");
   FAIL_IF(send[comm->rank] != receive[comm->rank], ENG_ERR_VALUE,
           "exchange of rows: this rank sends %lld rows to itself, but expects %lld from itself",
           (long long)send[comm->rank], (long long)receive[comm->rank]);

@@ -358,7 +358,8 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
   FAIL_IF(p->armed, ENG_ERR_STATE, "the reduction of this step over ranks has already "
           "begun; hint: finish or cancel it first (eng_parallel_finish, eng_parallel_cancel)");
   FAIL_IF(pass == ENG_PASS_MORE && p->zero < 2, ENG_ERR_STATE,
-          "ENG_PASS_MORE needs zero=2 or 3; otherwise gradients are reduced once a step");
+          "ENG_PASS_MORE needs zero=2 or 3, got zero=%d, with which gradients are reduced once a "
+          "step; hint: ENG_PASS_FIRST", p->zero);
   for (int k = 0; k < p->n_buckets; k++) {
     bucket *b = &p->buckets[k];
     FAIL_IF(set->gradient_dtype[b->member[0]] != b->dtype, ENG_ERR_STATE,

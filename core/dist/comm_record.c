@@ -3,8 +3,8 @@
 // Each rank has the statistics of its own pieces. One message reduces them to the same record on
 // every rank. It carries numbers to sum: each tensor's counts and squares, the histogram if it is
 // needed, and the caller's `sums`. It also carries numbers whose maximum is taken: each tensor's
-// amax, the caller's `maxima` and, for each parameter with `apart`, whether it has a gradient. The
-// message is sent in every step, even after an overflow. Called by Lua.
+// amax, the caller's `maxima` and, for each parameter that only some ranks hold (`apart`), whether
+// it has a gradient. The message is sent in every step, even after an overflow. Called by Lua.
 #include "comm_gradients.h"
 
 #include "device/backend.h"
@@ -50,7 +50,7 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
   for (int i = 0; i < n; i++) *at++ = stats[i].amax;
   memcpy(at, maxima, (size_t)n_maxima * sizeof *maxima);
   at += n_maxima;
-  // Only the ranks that hold a parameter with `apart` know whether it has a gradient. The maximum
+  // Only the ranks that hold a parameter in `apart` know whether it has a gradient. The maximum
   // over all ranks tells the other ranks.
   for (int i = 0; i < n; i++)
     if (p->apart[i]) *at++ = set->member[i].has_gradient;

@@ -110,7 +110,11 @@ eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *flags, const eng_te
           to->count != x->shape[1] || to->dtype != x->dtype ||
           to->store->space != x->store->space || !tensor_contiguous(x) || !tensor_contiguous(to),
           ENG_ERR_SHAPE, "reduction of gradients: expected contiguous x [ranks x n] and out [n] "
-          "of one dtype and device, got x %s and out %s", tensor_text(x), tensor_text(to));
+          "of one dtype and device, got x %s%s in %s memory and out %s%s in %s memory",
+          tensor_text(x), tensor_contiguous(x) ? "" : " (not contiguous)",
+          backend_of_space(x->store->space)->name, tensor_text(to),
+          tensor_contiguous(to) ? "" : " (not contiguous)",
+          backend_of_space(to->store->space)->name);
   reduction r = {.out = to,
                  .x = x,
                  .ranks = (int)x->shape[0],

@@ -101,7 +101,8 @@ eng_status weights_part(eng_parallel *p, const int32_t *units)
   params_parted *q;
   ENG_TRY(check_units(p, units));
   FAIL_IF(p->set->space != SPACE_HOST, ENG_ERR_DEVICE,
-          "zero=3 needs the weights in CPU memory; hint: zero=2");
+          "zero=3 needs the weights in cpu memory, got weights in %s memory; hint: zero=2",
+          backend_of_space(p->set->space)->name);
   ENG_TRY(parted_new(&q, p->set, p->set->own, units, p->apart));
   q->link = &link;
   q->data = p;

@@ -204,7 +204,7 @@ static eng_status load_mpi(const comm_transport **out, const launch *l)
 
 // ------------------------------------------------------------------ the world
 
-/// Notifies the other ranks, however this process exits.
+/// Ends this process's part in the job, also after an error or os.exit().
 static void at_exit(int code, void *nothing)
 {
   (void)nothing;

@@ -80,7 +80,8 @@ static eng_status infer_codes(const op_call *c, const tensor *factor, op_shape *
   FAIL_IF(packed && columns % 8, ENG_ERR_SHAPE, "%s: e5m6 packs 8 numbers, so the row length must "
           "be a multiple of 8, got %s", name, tensor_text(x));
   FAIL_IF(packed && a->flags & (QUANTIZE_STOCHASTIC | QUANTIZE_TRANSPOSED), ENG_ERR_VALUE,
-          "%s: e5m6 allows no stochastic rounding and no transposed copy", name);
+          "%s: e5m6 allows no stochastic rounding (flag 2) and no transposed copy (8), got flags "
+          "%lld", name, (long long)a->flags);
   if (factor) {
     FAIL_IF(a->block_rows || a->block_columns, ENG_ERR_VALUE,
             "%s: a given factor needs one block for the whole tensor, got blocks of %lld x %lld",
@@ -211,7 +212,9 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
   else if (mx_is_four_over_six(a->rule) && (average || a->ties || a->sr_bits))
     why = "four_over_six allows no average, ties or sr_bits, because it compares errors of "
           "rounding to nearest";
-  FAIL_IF(why, ENG_ERR_VALUE, "mx_quantize: %s", why);
+  FAIL_IF(why, ENG_ERR_VALUE, "mx_quantize: %s; got %s average, ties %lld, sr_bits %lld, sr_rule "
+          "%lld and hadamard %lld", why, average ? "an" : "no", (long long)a->ties,
+          (long long)a->sr_bits, (long long)a->sr_rule, (long long)a->hadamard);
   FAIL_IF((a->factor != 0 && !(a->factor >= 0.5 && a->factor <= 1)) ||
           (a->factor != 0 && a->factor != 1 && mx_is_four_over_six(a->rule)), ENG_ERR_VALUE,
           "mx_quantize: expected a factor from 0.5 to 1, or 0 for none (with four_over_six only "

@@ -421,7 +421,8 @@ eng_status fp8_linear_in_force(op_call *c, fp8_site *s, const op_call *swiglu)
 {
   ENG_TRY(check_shapes(s, c));
   FAIL_IF(c->out[OUT_Y], ENG_ERR_VALUE,
-          "%s: a linear layer in FP8 cannot write its result into a given tensor", s->name);
+          "%s: a linear layer in FP8 cannot write its result into a given tensor; hint: copy the "
+          "result into the tensor", s->name);
   bool record = tape_wants(c), recording = eng_grad_enabled(false);
   c->n_out = 1;
   eng_status status = forward(c, s, op_precision()->compute, record, swiglu);

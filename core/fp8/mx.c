@@ -139,7 +139,7 @@ static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const ten
 static int64_t signs_of(const fp8_site *s, const eng_fp8_product *p)
 {
   if (p->signs <= ENG_FP8_SIGNS_FIXED) return p->signs;
-  uint64_t hash = 0xCBF29CE484222325u;
+  uint64_t hash = 0xCBF29CE484222325u;   // FNV-1a of the name and the product
   for (const char *c = s->name; *c; c++) hash = (hash ^ (uint8_t)*c) * 0x100000001B3u;
   hash = (hash ^ (uint64_t)(p - s->recipe.product)) * 0x100000001B3u;
   int64_t drawn = p->signs == ENG_FP8_SIGNS_STEP       ? fp8_step()

@@ -246,16 +246,18 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
              mx_is_four_over_six(r->mx - 1) || rotated), ENG_ERR_VALUE,
           "the option average is allowed only for w (not in its backward format), with the rule "
           "floor, ceil, even, rceil or nvfp4, and with neither stochastic rounding nor a Hadamard "
-          "transform of w");
+          "transform of w; got the rule %s, %d bits of stochastic rounding and %s Hadamard "
+          "transform", fp8_rule_name(r->mx - 1), r->stochastic, rotated ? "a" : "no");
   FAIL_IF(again && fp8_is_square(r), ENG_ERR_VALUE,
           "expected blocks that are not square, because this tensor has `backward`; got %d x %d",
           r->block_rows, r->block_columns);
   int keep = again || fp8_is_square(r) ? ENG_FP8_KEEP_CODES : ENG_FP8_KEEP_TRANSPOSED;
   if (role == ENG_FP8_X && !backward && r->keep != keep)
     return error_set(ENG_ERR_VALUE, keep == ENG_FP8_KEEP_CODES
-                       ? "microscaling in square blocks, or with `backward`, needs keep = 'codes'"
+                       ? "microscaling in square blocks, or with `backward`, needs keep = 'codes', "
+                         "got number %d (ENG_FP8_KEEP_*)"
                        : "microscaling in blocks that are not square, and without `backward`, "
-                         "needs keep = 'transposed'");
+                         "needs keep = 'transposed', got number %d (ENG_FP8_KEEP_*)", r->keep);
   return ENG_OK;
 }
 
@@ -294,7 +296,9 @@ static eng_status check_kinds(const eng_fp8_recipe *recipe)
   return error_set(ENG_ERR_VALUE,
                    "expected x, w and dy to be all in microscaling or all in FP8; if x and w are "
                    "in microscaling, dy may be in FP8 with power-of-two scales (the rule msamp, or "
-                   "pow2 = true) and with square blocks or one block for the whole tensor");
+                   "pow2 = true) and with square blocks or one block for the whole tensor; got x "
+                   "in %s, w in %s and dy in %s", r[ENG_FP8_X].mx ? "microscaling" : "FP8",
+                   r[ENG_FP8_W].mx ? "microscaling" : "FP8", dy->mx ? "microscaling" : "FP8");
 }
 
 static eng_status check_hadamard(const eng_fp8_recipe *recipe, int product)
@@ -338,7 +342,8 @@ static eng_status check_product(const eng_fp8_recipe *recipe, int product)
   if (mx)
     fits = n == ENG_ACCUMULATE_DEVICE || n == ENG_ACCUMULATE_FP32 || n == ENG_ACCUMULATE_BLACKWELL;
   FAIL_IF(!fits, ENG_ERR_VALUE,
-          "expected an accumulator ENG_ACCUMULATE_* that this recipe allows, got number %d", n);
+          "expected the accumulator %s (ENG_ACCUMULATE_*), got number %d",
+          mx ? "-1, 0 or 4" : "0, 1, 2 or 3", n);
   FAIL_IF(p->promotion < 0 || p->promotion % 32, ENG_ERR_VALUE,
           "expected a promotion interval that is a multiple of 32, or 0, got %d", p->promotion);
   return ENG_OK;

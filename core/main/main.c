@@ -236,7 +236,7 @@ static int l_history_add(lua_State *L)
   return 0;
 }
 
-// trim(text) -> `text`, a message with its traceback, shortened by push_trimmed.
+// trim(text): returns a message with its traceback as push_trimmed shortens it.
 static int l_trim(lua_State *L)
 {
   push_trimmed(L, luaL_checkstring(L, 1));

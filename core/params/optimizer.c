@@ -109,7 +109,8 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
           "unknown optimizer number %d; expected 0 to 3 (ENG_SGD to ENG_LION)", kind);
   FAIL_IF(moment_dtype != ENG_f32 && moment_dtype != ENG_bf16, ENG_ERR_DTYPE, "%s: expected "
           "moments in f32 or bf16, got %s", kinds[kind].name, eng_dtype_name(moment_dtype));
-  FAIL_IF(set->freed, ENG_ERR_STATE, "%s: the parameters were freed", kinds[kind].name);
+  FAIL_IF(set->freed, ENG_ERR_STATE, "%s: these parameters were freed; hint: create a new "
+          "parameter set", kinds[kind].name);
   if (group_of) ENG_TRY(check_groups(set, kind, group_of));
 
   eng_optimizer *state = calloc(1, sizeof *state + (size_t)set->n * sizeof *state->member);
@@ -201,7 +202,7 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
           "for adam and adamw; got update_clip = %g and spike_clip = %g", name,
           update->update_clip, update->spike_clip);
   FAIL_IF(update->update_clip > 0 && !update->norms, ENG_ERR_VALUE,
-          "%s: update_clip needs norms (eng_update.norms)", name);
+          "%s: update_clip needs norms (eng_update.norms), got NULL", name);
   FAIL_IF(update->lagged && !state->set->newest, ENG_ERR_STATE, "%s: a lagged update needs "
           "gradient statistics, and none were requested before it; hint: lagged = false", name);
   FAIL_IF(update->norms && update->lagged && backend_current()->gradstats_start, ENG_ERR_DEVICE,

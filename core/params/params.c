@@ -120,7 +120,8 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
   flat_reclaim();
   FAIL_IF(n < 0, ENG_ERR_VALUE, "expected 0 or more parameters, got %d", n);
   FAIL_IF(n > 0 && (!tensors || !names), ENG_ERR_VALUE,
-          "a parameter set needs a tensor and a name for each member");
+          "expected a list of %d tensors and a list of their names, got no %s", n,
+          tensors ? "names" : "tensors");
   for (int i = 0; i < n; i++)
     FAIL_IF(!names[i], ENG_ERR_VALUE, "parameter number %d has no name (the first is number 0)", i);
 

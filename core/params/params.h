@@ -191,9 +191,9 @@ eng_status params_alive(const eng_params *set);
 /// Checks that the set has a member `index`. Errors: VALUE.
 eng_status params_index(const eng_params *set, int index);
 
-/// Checks what every pass over parameters needs. `pass` names the pass in the message. Errors:
-/// DEVICE (the parameters are not in the memory of the current device), STATE (a capture is
-/// running).
+/// Checks what every pass over parameters needs. Errors: DEVICE (the parameters are not in the
+/// memory of the current device), STATE (a capture is running; `pass` names the pass in the
+/// message).
 eng_status params_here(const eng_params *set, const char *pass);
 /// Returns an error if this rank has only its own elements of the gradients (ZeRO-2 and 3).
 eng_status params_whole(const eng_params *set);

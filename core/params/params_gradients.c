@@ -248,7 +248,8 @@ eng_status eng_params_relative_scale(eng_params *set, const double *relative)
 eng_status eng_params_reference_begin(eng_params *set)
 {
   ENG_TRY(params_alive(set));
-  FAIL_IF(set->kept, ENG_ERR_STATE, "a reference backward pass has already begun");
+  FAIL_IF(set->kept, ENG_ERR_STATE, "a reference backward pass has already begun; hint: "
+          "call eng_params_reference_end first");
   for (int i = 0; i < set->n; i++) {
     FAIL_IF(set->member[i].unscaled, ENG_ERR_STATE,
             "a reference backward pass must begin before the gradients are unscaled");
@@ -271,7 +272,8 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
 {
   *norm = 0;
   ENG_TRY(params_alive(set));
-  FAIL_IF(!set->kept, ENG_ERR_STATE, "no reference backward pass has begun");
+  FAIL_IF(!set->kept, ENG_ERR_STATE, "no reference backward pass has begun; hint: call "
+          "eng_params_reference_begin first");
   int m = params_spans(set);
   eng_status status = params_here(set, "the end of a reference backward pass");
   if (status == ENG_OK)

@@ -51,8 +51,9 @@ static eng_status check_losses(tensor **loss, const eng_tensor *losses, int n)
             "gradient statistics: expected a loss of one f32 element, got %s; hint: "
             "loss:to('f32'), or mode=sync", tensor_text(loss[i]));
     FAIL_IF(loss[i]->store->space != arena_space(), ENG_ERR_DEVICE,
-            "gradient statistics: the loss %s is not in the memory of the current device, %s",
-            tensor_text(loss[i]), backend_current()->name);
+            "gradient statistics: the loss %s is not in the memory of the current device, %s; "
+            "hint: loss:to('%s')", tensor_text(loss[i]), backend_current()->name,
+            backend_current()->name);
   }
   return ENG_OK;
 }

@@ -21,8 +21,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-// AddressSanitizer: free memory is poisoned and gaps separate the pieces, so that a kernel that
-// writes outside its tensors is caught although all memory comes in large chunks.
+// Under AddressSanitizer, free memory is poisoned and gaps separate the pieces. So the sanitizer
+// catches a kernel that writes outside its tensors, although all memory comes in large chunks.
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 #define CLOSE(memory, bytes) __asan_poison_memory_region(memory, (size_t)(bytes))
@@ -117,8 +117,8 @@ static void lists_grow(arena *a)
   a->n_lists = more.n_lists;
 }
 
-/// Reads a number of bytes from a file in /sys; returns `otherwise` if the file has no number
-/// above 0.
+/// Returns the size in bytes that a file in /sys holds as text, or `otherwise` if the file holds no
+/// number above 0.
 static int64_t number_in(const char *path, int64_t otherwise)
 {
   FILE *file = fopen(path, "r");

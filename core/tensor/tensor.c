@@ -114,7 +114,8 @@ eng_status tensor_find(tensor **out, const eng_tensor *handle)
   if (x->live && x->generation == handle->generation) {
     if (!x->store->memory && x->count > 0 && (x->done || x->store->segment))
       return error_set(ENG_ERR_STALE,
-                       x->done ? "tensor %s was used after done() freed its memory"
+                       x->done ? "tensor %s was used after done() freed its memory; hint: call "
+                                 "done() after the last use"
                                : "tensor %s was computed inside a checkpointed module, which keeps "
                                  "only its results; hint: return the tensor from the module, or "
                                  "set checkpoint=false",
@@ -152,7 +153,8 @@ static eng_status set_shape(tensor *x, int dtype, int ndim, const int64_t *shape
 {
   FAIL_IF(ndim < 0 || ndim > ENG_MAX_DIMS, ENG_ERR_VALUE,
           "expected 0 to %d dimensions, got %d", ENG_MAX_DIMS, ndim);
-  FAIL_IF(dtype < 0 || dtype >= ENG_DTYPE_COUNT, ENG_ERR_DTYPE, "unknown dtype number %d", dtype);
+  FAIL_IF(dtype < 0 || dtype >= ENG_DTYPE_COUNT, ENG_ERR_DTYPE, "expected the "
+          "number of a dtype, 0 to %d, got %d", ENG_DTYPE_COUNT - 1, dtype);
   x->dtype = dtype;
   x->ndim = ndim;
   int64_t count = 1, bound = 1;   // bound: the product of the sizes above 0

@@ -51,8 +51,9 @@ typedef struct tensor {
   struct parameter *parameter;       // set for members of a parameter set (params.h)
 } tensor;
 
-/// Resolves a handle. The message of ENG_ERR_STALE gives the tensor's shape, its step and a hint.
-/// Errors: STALE; STATE (a weight divided by ZeRO-3, which is not always in memory).
+/// Resolves a handle. The message of ENG_ERR_STALE gives a hint and, until another tensor takes the
+/// slot, the tensor's shape. Errors: STALE; STATE (a weight divided by ZeRO-3, which is not always
+/// in memory).
 eng_status tensor_get(tensor **out, const eng_tensor *handle);
 /// Resolves a handle like tensor_get, for callers that do not read the values or that first fetch
 /// absent weights.

@@ -127,7 +127,7 @@ describe("gradients of several ranks", function()
     assert.are_not.equal(0, C.eng_comm_dtype_reduce(engine.zeros(3), none, engine.zeros(1, 4), 0,
       false))
     assert.matches("expected contiguous x [ranks x n] and out [n] of one dtype and device, got " ..
-      "x f32 [1 x 4] and out f32 [3]", M_ffi.message(), 1, true)
+      "x f32 [1 x 4] in cpu memory and out f32 [3] in cpu memory", M_ffi.message(), 1, true)
     assert.are_not.equal(0, C.eng_comm_dtype_reduce(engine.zeros(3), none, engine.zeros(1, 3), 9,
       false))
     assert.are_not.equal(0, C.eng_comm_dtype_reduce(engine.zeros({ 3 }, "f64"), none,

@@ -105,7 +105,7 @@ describe("images", function()
     end)
     fails("expected a weight %[O x 3/groups x KH x KW%].*got %[4 x 2 x 3 x 3%] and 1 groups",
       x.conv2d, x, engine.zeros(4, 2, 3, 3))
-    fails("a kernel of size 7, dilated by 1, does not fit into a size of 5 with a padding of 0",
+    fails("a kernel of size 7, dilated by 1, does not fit into 5 pixels with a padding of 0",
       x.conv2d, x, engine.zeros(4, 3, 7, 7))
     fails("unknown option 'strides'", x.conv2d, x, engine.zeros(4, 3, 3, 3), nil, { strides = 2 })
     fails("max_pool2d: expected a padding of at most half the kernel size 2, got 2", x.max_pool2d,

@@ -88,7 +88,7 @@ describe("a mistake with tensors", function()
     { "engine.randint(5)", "randint: expected the upper bound to be a whole number, got nothing" },
     { "engine.randint(5, 1, 3)", "randint: expected low < high, got 5 and 1" },
     { "engine.zeros(2, { dtype = 'i64', requires_grad = true })",
-      "requires_grad: expected a floating-point tensor, got i64 [2]" },
+      "requires_grad: expected a floating-point tensor, got i64 [2]; hint: x:to(\"f32\")" },
     { "engine.seed(-1)", "seed: expected a whole number from 0 to 2^53, got -1" },
     { "engine.threads('all')",
       "threads: expected a whole number from 0 to 4096 (0: no change), got 'all'" },
@@ -295,7 +295,7 @@ describe("a mistake with tensors", function()
     { "(w * w):backward { retian = true }",
       "backward: unknown option 'retian'; did you mean 'retain'?; options: retain scale" },
     { "(w * w):requires_grad()", "requires_grad: expected a leaf, got f32 [1], which a "
-      .. "recorded operation computed" },
+      .. "recorded operation computed; hint: x:detach() is a leaf" },
     { "twice()", "backward: an earlier backward emptied the tape of this loss; hint: "
       .. "backward{retain=true} in the earlier call" },
     { "engine.zeros(2, nil, 3)",
