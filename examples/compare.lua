@@ -1,7 +1,7 @@
 -- Runs all policies on one task: the same small GPT, text and seed, in fp16. Only the loss scale
 -- differs. Shows how many steps each policy skips, which share of the gradients underflows in the
--- applied steps, and the loss. Policies that grow the scale after a number of good steps do
--- so after `window` steps here, so that growth happens within the run.
+-- applied steps, and the loss. Policies that grow the scale after a number of good steps do so
+-- after `window` steps here, so that growth happens within the run.
 --
 --   ./engine examples/compare.lua
 --   ./engine examples/compare.lua policies=dynamic,megatron,./mine.lua seeds=5 steps=600

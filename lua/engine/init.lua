@@ -198,7 +198,7 @@ return setmetatable(engine, {
       error(("engine has no '%s'%s"):format(tostring(key),
         nearest.hint(tostring(key), names, true)), 2)
     end
-    if key == "config" then require "engine.policy.policy" end    -- adds a range
+    if key == "config" then require "engine.policy.policy" end    -- adds the range `policy`
     local name, field = part:match("^(%S+) ?(%S*)$")
     local module = require("engine." .. name)
     t[key] = field ~= "" and module[field] or module

@@ -95,7 +95,7 @@ describe("config", function()
     assert.equal("fp32", config.parse(defaults(), { "precision=fp32" }, docs).precision)
     assert.same({ "b", "a" }, config.parse({ list = { "a" } }, { "list=b,a" },
       { list = { "", choices = { "a", "b" } } }).list)
-    for words, text in pairs { ["list="] = "list: expected one or more of a, b",
+    for words, text in pairs { ["list="] = "list: expected one or more of a, b, got an empty list",
       ["list=a,c"] = "list: expected one of a, b, got 'c'" } do
       helper.refuses(text, config.parse, { list = { "a" } }, { words },
         { list = { "", choices = { "a", "b" } } })

@@ -280,7 +280,8 @@ describe("engine contest", function()
       ["job.lua --policy dynamic devices=cpu"] = "no field 'devices'; did you mean 'device'?",
       ["job.lua --policy dynamic seed=3"] = "the contest itself sets 'seed' for each run; " ..
         "hint: use seeds=",
-      ["job.lua --policy dynamic --policy dynamic"] = "--policy dynamic is given twice",
+      ["job.lua --policy dynamic --policy dynamic"] = "--policy: expected different policies, " ..
+        "got dynamic twice",
       ["job.lua --policy dynamic --svg no/a.svg"] = "--svg: there is no folder 'no' to write into",
       ["script.lua --policy dynamic"] = "script.lua has no setting 'seed', which a contest " ..
         "needs; hint: add it to engine.config { ... } and use it: engine.seed(cfg.seed)",

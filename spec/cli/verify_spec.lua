@@ -164,8 +164,8 @@ describe("engine replay --verify", function()
       "gone --policy static --verify --from 60")
     told("--tolerance works with --verify only", "gone --policy static --tolerance 1")
     told("there is no policy 'statc'", "gone --policy statc --verify")
-    told("--keep: runs exists and is not an empty folder", "gone --policy static --verify " ..
-      "--keep runs")
+    told("--keep: expected a new or an empty folder, but runs holds files",
+      "gone --policy static --verify --keep runs")
     local h = engine.history.open(folder .. "/runs/gone", { write = true })
     h:set_meta("command", "{damaged")
     h:close()

@@ -119,13 +119,13 @@ describe("a chat template", function()
     refused("{{ x is divisibleby }}", "the test 'divisibleby' is not supported")
     refused("{{ strftime_now('%d') }}", "there is no function 'strftime_now'")
     refused("{% if true %}", "expected {% endif %}, got the end of the template")
-    refused("a\n{% endfor %}", "line 2: unexpected {% endfor %}")
+    refused("a\n{% endfor %}", "line 2: {% endfor %} belongs to no open statement")
     refused("{{ 'a }}", "expected '}}' at the end of the tag")
     refused("\n\n{{ messages }}", "line 3: cannot print a list")
     refused("{{ nothing.at_all }}", "cannot read 'at_all' of an undefined value")
     refused("{{ 'a'.title() }}", "a string has no supported method 'title'")
     refused("{{ 1 + 'a' }}", "cannot compute a number + a string")
-    refused("{{ a b }}", "unexpected 'b'")
+    refused("{{ a b }}", "expected the end of the tag, got 'b'")
     for _, template in ipairs { "{% set a = 1 junk %}", "{% set a junk %}b{% endset %}",
       "{% set a %}b{% endset junk %}", "{% if a junk %}{% endif %}",
       "{% if a %}{% elif b junk %}{% endif %}", "{% if a %}{% else junk %}{% endif %}",
@@ -134,10 +134,10 @@ describe("a chat template", function()
       "{% for a in b %}{% break junk %}{% endfor %}",
       "{% for a in b %}{% continue junk %}{% endfor %}",
       "{% generation junk %}{% endgeneration %}", "{% generation %}{% endgeneration junk %}" } do
-      refused(template, "line 1: unexpected 'junk'")
+      refused(template, "line 1: expected the end of the tag, got 'junk'")
     end
-    refused("{% set a = 1, 2 %}", "unexpected ','")
-    refused("{% if a %}{% else if b %}{% endif %}", "unexpected 'if'")
+    refused("{% set a = 1, 2 %}", "expected the end of the tag, got ','")
+    refused("{% if a %}{% else if b %}{% endif %}", "expected the end of the tag, got 'if'")
     refused(("("):rep(10) .. "{{ " .. ("("):rep(100000) .. " }}", "line 1")
   end)
 

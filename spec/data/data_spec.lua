@@ -420,7 +420,8 @@ describe("data", function()
     refuses("data.tokens { path = folder .. '/wide.bin', context = 1 }",
       "data.tokens: FOLDER/wide.bin has version 6 of llm.c's format, expected 7 (uint32 tokens)")
     refuses("data.tokens { path = folder .. '/big.bin', context = 1, vocab = 10 }",
-      "data.tokens: token 10 at position 2 of FOLDER/big.bin is outside the vocabulary of 10")
+      "data.tokens: token 10 at position 2 of FOLDER/big.bin is outside the vocabulary of 10; " ..
+      "hint: the file may be for another tokenizer")
     for _, code in ipairs { "data.text { path = folder .. '/none' }",
       "data.tokens { path = folder .. '/none' }", "data.csv { path = folder .. '/none' }",
       "data.idx { images = folder .. '/none', labels = folder .. '/none' }" } do
@@ -443,7 +444,7 @@ describe("data", function()
     refuses("data.csv { path = folder .. '/b.csv' }",
       "data.csv: FOLDER/b.csv:3: expected a number in column 2, got 'x'")
     refuses("data.csv { path = folder .. '/c.csv' }",
-      "data.csv: FOLDER/c.csv has no rows of numbers")
+      "data.csv: expected rows of numbers in FOLDER/c.csv, got none")
     refuses("data.csv { path = folder .. '/d.csv' }",
       "data.csv: FOLDER/d.csv has one column; expected features and a target")
     refuses("data.csv { path = folder .. '/e.csv', classes = true }",

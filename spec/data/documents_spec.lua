@@ -347,7 +347,8 @@ describe("data of documents", function()
     refuses(two .. "weights = { 1, -1 } }",
       "data.mix: expected weight 2 to be a number of 0 or more, got -1")
     refuses(two .. "weights = { 0, 0 } }", "data.mix: expected a weight above 0, got only 0")
-    refuses(two .. "weights = { 1e308, 1e308 } }", "data.mix: expected weights with a finite sum")
+    refuses(two .. "weights = { 1e308, 1e308 } }", "data.mix: expected weights with a " ..
+      "finite sum, got inf")
     local message = helper.failure(function()
       local lines = { path = folder .. "/a.txt", batch = 1 }
       data.mix { batch = 20, loaders = { data.lines(lines), data.lines { path = lines.path,

@@ -251,7 +251,7 @@ describe("the FP8 laboratory", function()
       assert.matches("^engine: config: [^\n]*\n$", result.err)
     end
     assert.equal("engine: config: recipes: expected one or more of fp32, bf16, fp16, " ..
-      "fp8_delayed, fp8_current, fp8_rowwise, fp8_block, fp8_block_te\n",
+      "fp8_delayed, fp8_current, fp8_rowwise, fp8_block, fp8_block_te, got an empty list\n",
       run("fp8_train", "recipes=", "steps=1").err)
     local result = run("fp8_train", "recipes=fp8_blok", "steps=1")
     assert.not_equal(0, result.code)

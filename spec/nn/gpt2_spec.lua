@@ -210,7 +210,7 @@ describe("GPT-2", function()
       os.remove(path .. "/model.safetensors")
       refuses(path, "model.safetensors is missing; hint: transformers' save_pretrained writes it")
       helper.write(path .. "/model.safetensors.index.json", "{}")
-      refuses(path, "index.json: expected a JSON object with a weight_map of names to files")
+      refuses(path, "index.json: expected a JSON object whose weight_map gives the file of each")
     end)
 
     it("an invalid config.json", function()

@@ -201,7 +201,8 @@ describe("a module", function()
       { "gpt:generate({ 1 }, 5, { stop = { eos = 3 } })", "generate: expected stop to be a list, "
         .. "such as { 0, 2 }, got a table with the field 'eos'" },
       { "nn.list { nn.relu }", "nn.list: expected entry 1 to be a module, got a table" },
-      { "nn.class('Empty')()(x)", "In Empty: Empty has no forward method" },
+      { "nn.class('Empty')()(x)", "In Empty: Empty has no forward method; hint: define one, or "
+        .. "call the modules inside it" },
       { "assign()", "Empty.parts: a plain table hides its modules, so their parameters would not "
         .. "be trained; hint: nn.list { ... } or nn.sequential { ... }" },
       { "assign('a')", "Empty.parts: a plain table hides its modules, so their parameters would "
@@ -231,7 +232,8 @@ describe("a module", function()
       { "nn.batch_norm(3, { eps = 'a' })",
         "nn.batch_norm: expected eps to be a number >= 0, got 'a'" },
       { "nn.conv2d(3, 4, { 3 })",
-        "nn.conv2d: expected the kernel to be a number or a list of length 2, got a table" },
+        "nn.conv2d: expected the kernel to be a number or a list of length 2, got a table of "
+          .. "length 1" },
       { "nn.relu():buffer('b', 5)", "buffer: expected a tensor for 'b', got 5" },
       { "nn.relu():freeze('weight')", "freeze: expected true or false, got 'weight'" },
       { "nn.relu():apply()", "apply: expected a function, got nothing; hint: "

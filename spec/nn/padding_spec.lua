@@ -126,7 +126,7 @@ describe("a padding mask", function()
     end
     for _ in engine.steps(1) do
       refuses({ 1 }, "gpt: expected mask to be a tensor shaped like the ids, got a table")
-      refuses(i32 { { 1, 1 } }, "gpt: expected a mask %[3 x 6%], got %[1 x 2%]")
+      refuses(i32 { { 1, 1 } }, "gpt: expected a mask %[3 x 6%] like the ids, got %[1 x 2%]")
       refuses(i32 { MASK[1], MASK[2], { 0, 0, 0, 0, 0, 0 } },
         "expected a token in every row of the mask, got none in row 3")
       refuses(i32 { MASK[1], { 0, 1, 0, 1, 1, 0 }, MASK[3] },

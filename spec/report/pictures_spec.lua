@@ -204,7 +204,8 @@ describe("the pictures of a run", function()
     for _, words in ipairs { "plot none", "plot none --svg -", "export none --csv -" } do
       local refused = inside(words)
       assert.equal(1, refused.code)
-      assert.matches("^engine %a+: the run runs/none has no steps\n$", refused.err)
+      assert.matches("^engine %a+: the run runs/none has no steps; `engine report` [^\n]*\n$",
+        refused.err)
     end
     -- a history with the sums of a block whose rows are lost
     shell("cd " .. quote(folder) .. " && cp -r runs/a runs/lost_rows")

@@ -104,7 +104,7 @@ function M.want_list(v, name, what, example)
   end
 end
 
-local MOST_IN_BATCH = 2 ^ 28         -- elements of a batch
+local MOST_IN_BATCH = 2 ^ 28         -- the most elements of a batch
 
 --- Raises an error if a batch of `rows` rows of `width` elements is too large. For the message:
 --- `kind`, the loader in engine.data; `unit`, the noun for the elements.

@@ -272,7 +272,7 @@ local function check(name, value, field, rules)
   local items, default = single and { value } or value, single and { field.default }
     or field.default
   if #items == 0 and choices then
-    fail("%s: expected one or more of %s", name, table.concat(choices, ", "))
+    fail("%s: expected one or more of %s, got an empty list", name, table.concat(choices, ", "))
   elseif #items == 0 and range and range.problem then
     fail("%s: expected at least one value, got an empty list", name)
   end

@@ -57,8 +57,8 @@ end
 
 local encode_value
 
---- Returns the keys of a table, which are strings, numbers and booleans, in a fixed order, and
---- whether all of them can be names in plain JSON.
+--- Returns the keys of a table (strings, numbers and booleans) in a fixed order, and whether all of
+--- them can be names in plain JSON.
 function M.sorted_keys(t)
   local keys, plain, count = {}, true, 0
   for key in pairs(t) do

@@ -7,11 +7,11 @@ local M = {}
 local CAPTURES, DEEPEST = 32, 199   -- LuaJIT's limits on captures and on the depth of a match
 
 -- A repeat (* + - ?) is open if the characters that it takes can also match what follows it. Then a
--- match that fails tries every way to divide them: an open ? doubles its time (cost OPTION); an
--- open * + - multiplies its time by the length of the name (cost ANY) or, if a fixed character
--- follows the repeat, by the number of times that the name has this character (cost FIXED). The
--- costs of a pattern may add up to MOST: three repeats of cost ANY, which take 0.03 seconds on a
--- name of 100 characters.
+-- match that fails tries every way to divide these characters between the two. An open ? doubles
+-- the time of the match (cost OPTION). An open * + - multiplies it by the length of the name (cost
+-- ANY) or, if a fixed character follows the repeat, by the number of times that the name has this
+-- character (cost FIXED). The costs of a pattern may add up to MOST: three repeats of cost ANY,
+-- which take 0.03 seconds on a name of 100 characters.
 local OPTION, FIXED, ANY, MOST = 1, 3, 4, 12
 
 -- Returns whether some character matches both items of a pattern.
@@ -75,7 +75,7 @@ function M.problem(text)
       one, fixed = first:find("[%w.]") and first or "%" .. first, first ~= "."
     end
     at = at + length
-    if one and one:find("^%%[b%d]") then one = "."     -- may begin with any character
+    if one and one:find("^%%[b%d]") then one = "."     -- its match may begin with anything
     elseif one then
       times = text:match("^[*+?-]?", at)
       at = at + #times

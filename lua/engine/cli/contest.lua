@@ -133,7 +133,7 @@ local function read(given)
     table.insert(OWN[name] ~= nil and own or settings, word)
   end
   for _, policy in ipairs(given.policy) do
-    if seen[policy] then fail("--policy %s is given twice", policy) end
+    if seen[policy] then fail("--policy: expected different policies, got %s twice", policy) end
     seen[policy] = true
   end
   for _, name in ipairs(OUTPUTS) do

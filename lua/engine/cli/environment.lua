@@ -1,6 +1,6 @@
 -- Warns on stderr about each environment variable ENGINE_* that the engine does not know, and about
--- each value that is not among the values of its variable. docs/environment.md lists the variables
--- and their values. Called by main.c with the names of the variables that are set.
+-- each value that its variable does not allow. docs/environment.md lists the variables and their
+-- values. Called by main.c with the names of the variables that are set.
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local source = require "engine.docs.source"

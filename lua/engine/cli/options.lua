@@ -161,7 +161,7 @@ function M.run_command(spec)
     local path = require("engine.run.runs").find(given.words[1])
     local history = require("engine.run.history").open(path)
     fail_if(not spec.empty and #history:query("SELECT 1 FROM steps LIMIT 1") == 0,
-      "the run %s has no steps", path)
+      "the run %s has no steps; `engine report` shows how it ended and its settings", path)
     return main(given, history, path)
   end
   return M.command(spec)

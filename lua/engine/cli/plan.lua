@@ -96,7 +96,9 @@ local function smaller_bucket(job, params, options, ranks)
     best.sent.messages / now.sent.messages)
 end
 
--- Describes the job of this process's trainer, for plan.predict.
+-- Returns the job of this process's trainer, for plan.predict. records: whether the script's
+-- trainer would write a run. wanted, measured: lists of the numbers of ranks to predict and to
+-- measure. step: the seconds of a step on one rank.
 local function job_of(trainer, options, records, wanted, measured, step)
   local M_ffi, plan = require "engine.base.ffi", require "engine.dist.plan"
   local C, list, optimizer = M_ffi.C, trainer.optimizer.list, trainer.optimizer

@@ -13,8 +13,8 @@ local M = {}
 local function used() return require("engine").memory().step.used end
 
 -- Returns how many bytes are in use after a forward pass. With `watched`, a set of modules, also
--- returns the most bytes that the forward pass of one of these modules allocated, and the seconds
--- that the forward passes of all of them took.
+-- returns the most bytes that the forward pass of one of these modules allocated, and how many
+-- seconds all their forward passes took together.
 local function forward(trainer, watched)
   local most, seconds = 0, 0
   if watched then

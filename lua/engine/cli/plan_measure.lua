@@ -30,7 +30,7 @@ function M.trainer(script, settings, given)
   local new = require("engine.train.assemble").new
   arg = { [0] = script, unpack(settings) }
   engine.trainer = function(o)
-    if type(o) ~= "table" then return new(o) end      -- raises the error
+    if type(o) ~= "table" then return new(o) end      -- raises an error about o
     for key, value in pairs(require("engine.train.options").current(o)) do options[key] = value end
     for _, key in ipairs { "zero", "comm_dtype", "bucket" } do
       options[key] = given[key] or options[key]
@@ -47,7 +47,8 @@ function M.trainer(script, settings, given)
   _G.print = function() end
   local good, why = pcall(chunk, unpack(settings))
   _G.print = show
-  fail_if(good, "%s ended without calling engine.trainer, so there is nothing to plan", script)
+  fail_if(good, "%s ended without calling engine.trainer; expected a script that trains with it",
+    script)
   if why ~= reached then error(why, 0) end
   return trainer, options, records
 end

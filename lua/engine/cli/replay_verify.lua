@@ -184,7 +184,8 @@ local function folder_for(keep, i, many)
   local path = files.absolute(many and ("%s/%d"):format(keep, i) or keep)
   local names = files.names(path)
   if files.exists(path) and (not names or #names > 0) then
-    error(("--keep: %s exists and is not an empty folder"):format(keep), 0)
+    error(("--keep: expected a new or an empty folder, but %s holds files or is no folder"):format(
+      keep), 0)
   end
   require("engine.base.ffi").check(C.eng_file_mkdir(path))
   return path

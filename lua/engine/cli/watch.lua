@@ -13,7 +13,7 @@ step; it changes nothing in the run. In a pipe or a file, each refresh is one li
   engine watch a --every 10 --columns loss,norm
   engine watch a | tee progress.txt]==]
 
-local EVENTS = 5              -- lines of events
+local EVENTS = 5              -- how many events the view shows
 local WINDOW = 100            -- steps over which the speed is measured
 local PATIENCE = 5            -- seconds of errors after which the view of a live run ends
 
@@ -49,7 +49,7 @@ local function frame(h, names, first_line, columns, rows)
   return lines
 end
 
--- Draws the lines over the lines of the last refresh.
+-- Draws the lines over those of the last refresh or, if this is the `first`, on a cleared screen.
 local function draw(lines, columns, rows, first)
   local show, out = require "engine.base.show", { first and "\27[2J\27[H" or "\27[H" }
   for i = 1, math.min(#lines, rows - 1) do

@@ -10,7 +10,7 @@ local expect, raise, raise_if, value_text = M_ffi.expect, M_ffi.raise, M_ffi.rai
   M_ffi.value_text
 
 local M = {}
-local MOST_BYTES = 2 ^ 20      -- of a template
+local MOST_BYTES = 2 ^ 20      -- the most bytes of a template
 local TOKENS = { "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
   "mask_token" }
 

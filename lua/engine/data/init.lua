@@ -276,8 +276,8 @@ function M.tokens(given)
   if o.vocab then
     for i = 0, n - 1 do
       if tokens[i] >= o.vocab then
-        raise("data.tokens: token %d at position %d of %s is outside the vocabulary of %d",
-          tokens[i], i, o.path, o.vocab)
+        raise("data.tokens: token %d at position %d of %s is outside the vocabulary of %d; " ..
+          "hint: the file may be for another tokenizer", tokens[i], i, o.path, o.vocab)
       end
     end
   end
@@ -370,7 +370,7 @@ function M.csv(given)
     end
   end
   file:close()
-  if n == 0 then raise("data.csv: %s has no rows of numbers", o.path) end
+  if n == 0 then raise("data.csv: expected rows of numbers in %s, got none", o.path) end
   local target = o.target or columns
   if type(target) == "string" then
     local found

@@ -11,8 +11,8 @@ local M = {}
 
 local List, NONE = {}, {}
 M.NONE = NONE
--- A rendering may run at most this many operations, and make texts of at most this many bytes. With
--- these limits, a template cannot hang the process or fill its memory.
+-- The most operations of a rendering, and the most bytes of a text that it makes. With these
+-- limits, a template cannot hang the process or fill its memory.
 local OPERATIONS, BYTES = 1e6, 2 ^ 24
 local operations, printed
 
@@ -55,7 +55,7 @@ local function text_of(x)
   if x == true then return "True" elseif x == false then return "False" end
   if type(x) == "number" then return ("%.14g"):format(x) end
   if x == NONE then return "None" end
-  return fail("cannot print %s", kind(x))
+  return fail("cannot print %s; supported: texts, numbers, booleans, None", kind(x))
 end
 
 local function truth(x)
@@ -122,7 +122,7 @@ local function sequence(x)
     table.sort(keys, function(a, b) return tostring(a) < tostring(b) end)
     return list(keys)
   end
-  return fail("cannot loop over %s", kind(x))
+  return fail("expected a list, a dict or a text, got %s", kind(x))
 end
 
 local METHODS = {
@@ -298,7 +298,7 @@ local function tokens_of(source)
       local number = not word and source:match("^%d+%.?%d*", at)
       local op = not word and not number and (source:match("^[=!<>]=", at)
         or source:match("^//", at) or source:match("^[%+%-%*/%%~<>%(%)%[%]{}%.,:|=]", at))
-      if not (word or number or op) then fail("unexpected '%s'", c) end
+      if not (word or number or op) then fail("expected an expression, got '%s'", c) end
       all[#all + 1] = word and { "name", word } or number and { "number", tonumber(number) }
         or { "op", op }
       at = at + #(word or number or op)
@@ -394,7 +394,9 @@ function Parser:call(name)
       return space
     end
     local f = scope[name]
-    if type(f) ~= "function" then fail("there is no function '%s'", name) end
+    if type(f) ~= "function" then
+      fail("there is no function '%s'; supported: namespace, raise_exception", name)
+    end
     return applied(f, args, n)(scope)
   end
 end
@@ -420,7 +422,9 @@ function Parser:primary()
     return is_tuple and applied(list_of, items, n) or items[1]
   elseif value == "[" then return applied(list_of, self:arguments "]")
   elseif value == "{" then return self:dict()
-  elseif what ~= "name" or WORDS[value] then fail("unexpected '%s'", tostring(value)) end
+  elseif what ~= "name" or WORDS[value] then
+    fail("expected an expression, got '%s'", tostring(value))
+  end
   if CONSTANTS[value] ~= nil then return constant(CONSTANTS[value]) end
   if self:accept "(" then return self:call(value) end
   return function(scope) return scope[value] end
@@ -524,7 +528,7 @@ function Parser:expression()
 end
 
 function Parser:finished()
-  if self[self.at] then fail("unexpected '%s'", tostring(self[self.at][2])) end
+  if self[self.at] then fail("expected the end of the tag, got '%s'", self[self.at][2]) end
 end
 
 -- ------------------------------------------------------------------ the template's parts
@@ -599,7 +603,9 @@ function STATEMENTS.set(state, p)
   end
   return function(scope)
     if not field then scope[name] = value(scope) return end
-    if not is_dict(scope[name]) then fail("'%s' is not a namespace", name) end
+    if not is_dict(scope[name]) then
+      fail("expected '%s' to be a namespace, got %s", name, kind(scope[name]))
+    end
     scope[name][field] = value(scope)
   end
 end
@@ -702,7 +708,7 @@ function block(state, ends)
           return body, tag, p
         end
         if tag:find "^end" or tag == "else" or tag == "elif" then
-          fail("unexpected {%% %s %%}", tag)
+          fail("{%% %s %%} belongs to no open statement", tag)
         end
         local make = STATEMENTS[tag] or fail("{%% %s %%} is not supported", tag)
         run = make(state, p)

@@ -152,7 +152,7 @@ function M.new(o)
     total = total + w
   end
   if total <= 0 then raise("data.mix: expected a weight above 0, got only 0") end
-  if total == math.huge then raise("data.mix: expected weights with a finite sum") end
+  if total == math.huge then raise("data.mix: expected weights with a finite sum, got inf") end
   local limits, shares, exact, sum, last = {}, {}, {}, 0, 1
   for k = 1, #loaders do
     local w = o.weights and weights[k] or 1

@@ -1,9 +1,9 @@
 -- Computes the order in which examples are visited: a permutation of 0..n-1 for each epoch. The
 -- permutation needs no memory, so training can resume anywhere in any epoch. Version 2 is a
--- swap-or-not shuffle (Hoang, Morris and Rogaway 2012): each round pairs x with (K - x) mod n, and
--- a hash of the pair decides whether the two are swapped. It works for any n. Two examples become
--- independent of each other in a round that moves only one of them, which happens with probability
--- 1/2.
+-- swap-or-not shuffle (Hoang, Morris and Rogaway 2012), which works for any n. Each round has a
+-- pseudorandom number K. It pairs x with (K - x) mod n, and a hash of the pair decides whether the
+-- two are swapped. Two examples become independent of each other in a round that moves only one of
+-- them, which happens with probability 1/2.
 local band, bxor, rshift, lshift, tobit = bit.band, bit.bxor, bit.rshift, bit.lshift, bit.tobit
 
 local M = { newest = 2 }

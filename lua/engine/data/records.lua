@@ -11,7 +11,7 @@ local ffi, C, expect, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise_i
 local M = {}
 
 local CHUNK = 2 ^ 18       -- bytes read at a time
-local LONGEST = 2 ^ 24     -- bytes of the longest record
+local LONGEST = 2 ^ 24     -- the most bytes of a record
 local NEWLINE, QUOTE, SPACE, TAB, RETURN = 10, 34, 32, 9, 13
 
 local Records = {}

@@ -50,7 +50,8 @@ local function model_type(model)
   return given(model.continuing_subword_prefix) and "WordPiece" or "WordLevel"
 end
 
--- Returns { fail }. fail(format, ...) raises an error that names the file and `part`, a part of it.
+-- Returns { fail }. fail(format, ...) raises an error that names the file and a part of the file,
+-- such as "model".
 local function failing(path, part)
   return { fail = function(message, ...)
     raise("tokenizer: %s: %s: %s", path, part, (message):format(...))
@@ -103,7 +104,9 @@ local function build_model(model, to)
     end
   else
     for token, id in pairs(vocab) do
-      if type(token) ~= "string" then fail("vocab: expected an object of tokens and ids") end
+      if type(token) ~= "string" then
+        fail("vocab: expected an object of tokens and ids, got a list")
+      end
       core(C.eng_tokenizer_token(handle, whole(fail, id, "vocab"), token, #token, 0))
     end
   end
@@ -265,7 +268,8 @@ function Tokenizer:special_tokens()
   return list
 end
 
---- Returns whether a text may be cut at lines: see eng_tokenizer_splits_lines.
+--- Returns whether cutting a text after a line end never changes its ids. The conditions on the
+--- two parts are in eng_tokenizer_splits_lines.
 function Tokenizer:splits_lines() return C.eng_tokenizer_splits_lines(self.handle) end
 
 function Tokenizer.__call()

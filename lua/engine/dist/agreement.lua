@@ -191,7 +191,7 @@ local function command(path, checkpoint)
   return table.concat(words, " ")
 end
 
-local SHOWN = 300       -- bytes of a value in the message
+local SHOWN = 300       -- the most bytes of a value in the message
 
 -- Describes how the ranks differ, for the error and the history. The result is the same on all
 -- ranks.

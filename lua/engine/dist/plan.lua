@@ -81,7 +81,7 @@ function M.predict(job, cost, ranks)
   local exposed = cost.cores and messages
     or math.max(last, messages - BACKWARD * job.step * (1 - 1 / math.max(1, sizes.buckets)))
   if parted and not cost.cores then
-    local free = job.step - (messages - exposed)       -- computing without gradient messages
+    local free = job.step - (messages - exposed)       -- computing time without gradient messages
     weights = math.max(weights / math.max(1, sizes.weight_exchanges * passes), weights - free)
   end
   local skew = cost.times and not alone and M.skew(cost.times, ranks) * turns or 0

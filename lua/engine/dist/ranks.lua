@@ -150,7 +150,7 @@ local function first_difference(own, first)
   return ""
 end
 
-local MOST = 20     -- ranks listed in a message
+local MOST = 20     -- the most ranks that a message lists
 
 --- Compares the list of lines `own` over all ranks. If the lines of any rank differ from rank 0's,
 --- raises an error on all ranks. The message has the first difference of each rank that differs.

@@ -30,8 +30,10 @@ Reducer.__index = Reducer
 
 -- ------------------------------------------------------------------ making
 
--- Indices (from 0) into the sums and the maxima of a record's message. minus_hash and minus_order
--- are the negated hash and order. Their maximum is the negated minimum over the ranks, so the ranks
+-- Indices (from 0) into the sums and the maxima of a record's message. hash is a checksum of the
+-- last verdict; order is a checksum of the order in which ZeRO-3's weights arrived. wish is 1 if
+-- rank 0 has a client's request for all ranks, unknown is 1 if a signal has a new name. minus_hash
+-- and minus_order are negated. Their maximum is the negated minimum over the ranks, so the ranks
 -- agree if it is the negative of the maximum of hash or order.
 local NUMBERS = { loss = 0, tokens = 1 }
 local MAXIMA = { elapsed = 0, hash = 1, minus_hash = 2, interrupted = 3, hangup = 4, wish = 5,

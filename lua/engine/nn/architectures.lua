@@ -188,7 +188,8 @@ local function file_names(arch, name, prefix)
   local names = arch.names[key]
   if names then leaf = "" else names = arch.names[module] end
   if not names then
-    error(("the parameter '%s' has no name in Hugging Face's files"):format(name), 0)
+    error(("the parameter '%s' has no name in Hugging Face's files; hint: engine.save keeps the " ..
+      "engine's own names"):format(name), 0)
   end
   local list, transposed = split(names, leaf)
   for i, text in ipairs(list) do list[i] = text:gsub("^%.", prefix):format(unpack(numbers)) end

@@ -127,8 +127,8 @@ function Sum:norm(norm)
 end
 
 --- Computes norm(blocks[n](... blocks[1](x))): x [B x T x C] -> the same shape. If a block and the
---- module after it (a block or the norm) can both be fused, block(x, true) does not compute its
---- last sum but returns a Sum, which the module after it computes.
+--- module after it (a block or the norm) can both be fused, block(x, true) leaves out its last
+--- addition and returns a Sum. The module after it then computes this addition.
 function M.stack(x, blocks, norm)
   for i, block in ipairs(blocks) do
     local after = blocks[i + 1]

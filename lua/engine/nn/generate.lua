@@ -69,8 +69,8 @@ end
 
 local FEW = 1024   -- this many of the most likely tokens usually reach the probability top_p
 
--- Draws an index of p, a list of probabilities. Draws only from the first entries, from as few as
--- add up to `share` or more. Unless `share` is 1, p must be in falling order.
+-- Draws an index of p, a list of probabilities. Draws only from the first entries: from the fewest
+-- whose sum is `share` or more. Unless `share` is 1, p must be in falling order.
 local function draw(p, share)
   local sum, count, kept = 0, 0, 0
   while count < #p and (kept < share or count == 0) do
@@ -207,7 +207,8 @@ local function generate(model, tokens, options, more)
     options = arguments.merged({ max_tokens = options },
       arguments.read_named(more, "generate", OPTIONS))
   end
-  raise_if(model.config.labels, "generate: %s has a head for labels, not for tokens", model._class)
+  raise_if(model.config.labels, "generate: %s has a head for labels, not for tokens; hint: " ..
+    "model(ids) returns the logits of the labels", model._class)
   local o, seed = read(options, rawget(model, "stop"))
   local given, rows, place = rows_of(tokens), {}, random.place()
   for r, row in ipairs(given) do rows[r] = { unpack(row) } end

@@ -54,8 +54,8 @@ end
 
 -- SCALINGS has a function for each type of scaling. The function adds fields to the table `rope`,
 -- which becomes nn.attention's option `rope` and already has the fields base and factor. p:
--- rope_scaling; o: the model's options; context: the context length in tokens before scaling. The
--- formulas are those of transformers' modeling_rope_utils.py.
+-- rope_scaling; o: the model's options; where: the prefix of error messages; context: the context
+-- length in tokens before scaling. The formulas are those of transformers' modeling_rope_utils.py.
 local SCALINGS, ORIGINAL = {}, "original_max_position_embeddings"
 
 function SCALINGS.linear() end

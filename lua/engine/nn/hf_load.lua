@@ -35,7 +35,9 @@ local function read_index(path)
   local index = json.is_utf8(text) and require("cjson.safe").decode(text)
   local map = type(index) == "table" and index.weight_map
   fail_if(type(map) ~= "table" or next(map) == nil,
-    "%s: expected a JSON object with a weight_map of names to files", path)
+    "%s: expected a JSON object whose weight_map gives the file of each tensor, got %s", path,
+    type(index) ~= "table" and "other text" or type(map) == "table" and "an empty weight_map"
+      or "a weight_map that is no object")
   for name, file in pairs(map) do
     fail_if(type(name) ~= "string" or type(file) ~= "string" or file:find("[/%z]"),
       "%s: expected the weight_map to give a file of this folder for '%s', got %s", path,

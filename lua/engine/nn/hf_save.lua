@@ -101,8 +101,8 @@ end
 
 local WEIGHTS = arguments.set_of "safetensors bin pt pth h5 gguf msgpack onnx ot"
 
--- Returns whether a file of the source folder must not be copied: weights in any format, and
--- config.json, which this module writes itself.
+-- Returns whether a file of the source folder must not be copied, because this module writes its
+-- own: whether it holds weights in any format, is the index of shards, or is config.json.
 local function is_weights(name)
   return WEIGHTS[name:match("%.(%w+)$")] or name == "config.json" or name:find("%.index%.json$")
 end

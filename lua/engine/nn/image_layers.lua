@@ -26,8 +26,8 @@ local function convolution(name, dimensions)
       "inputs and %d outputs, got %d", title, inputs, outputs, groups)
     shape[2] = inputs / groups
     raise_if(type(kernel) == "table" and #kernel ~= dimensions,
-      "%s: expected the kernel to be a number or a list of length %d, got a table", title,
-      dimensions)
+      "%s: expected the kernel to be a number or a list of length %d, got a table of length %d",
+      title, dimensions, type(kernel) == "table" and #kernel or 0)
     for d = 1, dimensions do
       shape[2 + d] = want_whole(type(kernel) == "table" and kernel[d] or kernel, title,
         "the kernel", 1)

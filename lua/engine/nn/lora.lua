@@ -87,8 +87,8 @@ local function save(list, folder, name_of, base_model, conv1d, head, head_name)
   for _, l in ipairs(list) do
     local own = l.layer._lora
     raise_if((own.m ~= nil) ~= (first.m ~= nil) or own.dropout ~= first.dropout,
-      "lora.save: expected adapters with one dropout and of one kind, LoRA or DoRA, as in a " ..
-      "PEFT file; %s and %s differ", list[1].path, l.path)
+      "lora.save: expected one dropout and one kind (LoRA or DoRA) for all adapters, because a " ..
+      "PEFT file stores them once; %s and %s differ", list[1].path, l.path)
     for _, part in ipairs(name_of(l)) do
       local at = PREFIX .. part.name .. "."
       targets[#targets + 1] = part.name
@@ -232,9 +232,11 @@ local function find(model, file, config, name_of, head, fail)
     end
   end
   for key in pairs(config.alpha_pattern) do
-    if not used[key] then fail("the alpha_pattern '%s' names no layer of this adapter", key) end
+    if not used[key] then
+      fail("the key '%s' of alpha_pattern matches no layer of this adapter", key)
+    end
   end
-  if #list == 0 then fail("the file holds no adapter") end
+  if #list == 0 then fail("expected tensors such as '%sNAME.%s', got no adapter", PREFIX, A) end
   return list
 end
 

@@ -134,7 +134,8 @@ end
 --- the backward pass of a recorded loss would still need.
 function M.want_no_tape(name)
   raise_if(C.eng_tape_length() > 0,
-    "%s: there are recorded operations; hint: call %s between two steps", name, name)
+    "%s: expected no recorded operations, got %d; hint: call %s between two steps", name,
+    tonumber(C.eng_tape_length()), name)
 end
 
 --- Returns the layers with an adapter as a list of { path, layer }. Raises an error if there are
@@ -178,7 +179,7 @@ function M.text_of_paths(list) return nearest.few(paths_of(list)) end
 -- adapter, because it is trained itself.
 local function chosen(model, match)
   local all, list, taken = M.linears(model), {}, {}
-  if #all == 0 then raise("nn.lora: the model has no linear layer") end
+  if #all == 0 then raise("nn.lora: expected a model with nn.linear layers, got none") end
   if type(match) == "table" then
     arguments.want_list(match, "nn.lora", "match", '{ "attn", "mlp" }')
   end
@@ -202,7 +203,7 @@ local function chosen(model, match)
   end
   if #list == 0 then
     raise("nn.lora: match %s; linear layers: %s", next(taken)
-      and "names only the classifier's head, which is trained without an adapter" or "is empty",
+      and "selects only the classifier's head, which is trained without an adapter" or "is empty",
       M.text_of_paths(all))
   end
   return list
@@ -236,7 +237,7 @@ local function refuse(l, rank)
 end
 
 -- Stores the frozen weight in another format, and frees the old weight unless another module or an
--- optimizer may hold it.
+-- optimizer may hold it. shared: the result of shared_tensors.
 local function convert(layer, format, shared)
   local weight = layer.weight
   if format == weight.dtype then return end
@@ -389,7 +390,9 @@ end
 function M.merge(model)
   local list = M.adapted(model, "lora.merge")
   M.want_no_tape "lora.merge"
-  if M.is_merged(model) then raise("lora.merge: the adapters are merged already") end
+  if M.is_merged(model) then
+    raise("lora.merge: the adapters are merged already; hint: lora.unmerge(model)")
+  end
   for _, l in ipairs(list) do
     local layer, own = l.layer, l.layer._lora
     local merged = autograd.scope(in_f32, function()
@@ -410,7 +413,9 @@ end
 function M.unmerge(model)
   local list = M.adapted(model, "lora.unmerge")
   M.want_no_tape "lora.unmerge"
-  if not M.is_merged(model) then raise("lora.unmerge: the adapters are not merged") end
+  if not M.is_merged(model) then
+    raise("lora.unmerge: the adapters are not merged; hint: lora.merge(model) merges them")
+  end
   for _, l in ipairs(list) do
     raise_if(l.layer._lora.weight and arguments.info(l.layer.weight).requires_grad ~= 0,
       "lora.unmerge: %s.weight has been unfrozen since lora.merge, and lora.unmerge would " ..

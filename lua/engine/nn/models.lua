@@ -306,7 +306,7 @@ function Bert:init(options)
   self:parameter("head_bias", module.new_parameter { c.vocab }, "linear")
 end
 
--- Returns logits for tokens [B x T x V] or, in a classifier, logits for labels [B x K], which come
+-- Returns logits for tokens [B x T x V] or, in a classifier, logits for labels [B x K], computed
 -- from the first token of each row.
 local function bert_head(self, x)
   if not self.config.labels then

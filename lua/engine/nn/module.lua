@@ -38,9 +38,9 @@ end
 
 local enter, leave_module   -- the functions that M.watch has set
 
---- From now on, every module calls state = on_enter(module) before its forward, and
---- on_leave(state, results...) afterwards. watch(nil) stops this. Used by train/trap.lua,
---- train/activations.lua and cli/plan_checkpoint.lua.
+--- Makes every module call state = on_enter(module) before its forward, and on_leave(state,
+--- results...) afterwards. watch(nil) ends this. Used by train/trap.lua, train/activations.lua and
+--- cli/plan_checkpoint.lua.
 function M.watch(on_enter, on_leave) enter, leave_module = on_enter, on_leave end
 
 --- Whether watch is active.
@@ -111,8 +111,8 @@ end
 local caller = ""       -- in a coroutine: the script's line that called the outermost module
 
 -- Returns "file:line: In blocks.3.mlp: message". If Lua code inside engine/nn raised the error,
--- file:line is the position in the script. If that code used a value that is no tensor, such as nil
--- or a table, as a tensor, the message says that a tensor was expected.
+-- file:line is the position in the script. If this code used another value, such as nil or a table,
+-- as a tensor, the message says that a tensor was expected.
 local function explain(message)
   if type(message) ~= "string" then return message end
   local path, root, input = path_on_stack()
@@ -239,7 +239,8 @@ function M.new_parameter(shape, set_values)
   return x
 end
 
---- Returns the option `std`, the standard deviation of initial weights, or nil.
+--- Returns the option `std`, the standard deviation of initial weights, or nil. In this function
+--- and the next two, `name` is the layer's name, which begins error messages.
 function M.want_std(options, name)
   local std = options.std
   expect(std == nil or type(std) == "number" and std >= 0 and std < math.huge, std,
@@ -484,6 +485,8 @@ function Module:describe()
 end
 
 --- Computes the module's result. Every class defines its own forward.
-function Module.forward(self) raise("%s has no forward method", self._class) end
+function Module.forward(self)
+  raise("%s has no forward method; hint: define one, or call the modules inside it", self._class)
+end
 
 return M

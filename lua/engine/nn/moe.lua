@@ -15,13 +15,14 @@ local expect, raise, raise_if, want_whole = M_ffi.expect, M_ffi.raise, M_ffi.rai
   arguments.want_whole
 
 --- nn.moe { width, hidden = 4 * width, experts = 8, top_k = 2, expert = function(index) -> module,
---- std }: x [.. x C] -> [.. x C]. experts_over: a group of ranks over which the experts are
---- divided, engine.ranks.group() (all ranks) or engine.ranks.group(n). dispatch ("own" | "fp32" |
---- "bf16" | "fp8") is then the format in which rows are sent to experts, and combine ("own" |
---- "fp32" | "bf16") the format in which outputs are sent back. After a forward pass, the field
---- `counts` has the number of tokens of each expert (over all ranks of the group). The field
---- `balance` is a scalar to add to the loss with a small weight: E times the sum, over the experts,
---- of (share of tokens * mean probability). The scalar is 1 when all experts get equal shares.
+--- std }: x [.. x C] -> [.. x C]. std: the standard deviation of the initial weights. experts_over:
+--- a group of ranks over which the experts are divided, engine.ranks.group() (all ranks) or
+--- engine.ranks.group(n). With such a group, dispatch ("own" | "fp32" | "bf16" | "fp8") is the
+--- format in which rows are sent to experts, and combine ("own" | "fp32" | "bf16") is the format in
+--- which outputs are sent back. After a forward pass, the field `counts` has the number of tokens
+--- of each expert (over all ranks of the group). The field `balance` is a scalar to add to the loss
+--- with a small weight: E times the sum, over the experts, of (share of tokens * mean probability).
+--- The scalar is 1 when all experts get equal shares.
 local MoE = module.class("moe")
 function MoE:init(options)
   options = tensor.read_named(options, "nn.moe",

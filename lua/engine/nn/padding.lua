@@ -52,12 +52,14 @@ end
 --- Returns the spans for a mask [B x T] of the ids [B x T]. The mask is 0 at padding and nonzero at
 --- tokens. The position of a token is its index in the row (from 0), as in Hugging Face's
 --- transformers. If `mask` is a list of spans already, returns it unchanged. Returns nil if there
---- is no mask or no padding.
+--- is no mask or no padding. name: the model's name, which begins error messages.
 function M.read(mask, ids, name)
   if mask == nil or getmetatable(mask) == Spans then return mask end
   expect(tensor.is_tensor(mask), mask, "%s: expected mask to be a tensor shaped like the ids", name)
   local shape, wanted = tensor.shape_text(mask.shape), tensor.shape_text(ids.shape)
-  if shape ~= wanted then raise("%s: expected a mask %s, got %s", name, wanted, shape) end
+  if shape ~= wanted then
+    raise("%s: expected a mask %s like the ids, got %s", name, wanted, shape)
+  end
   local spans, T = {}, ids:size(-1)
   for i, row in ipairs(mask:ne(0):to("i32"):view(-1, T):totable()) do
     spans[i] = span_of(row, i, name)

@@ -259,9 +259,9 @@ end
 
 local TICKS = { overflow = "M%s %sv-8", skip = "M%s %sv-5", checkpoint = "M%s 0v6" }
 
--- Draws the marks of a panel: ticks at its lower or upper edge, and lines, labelled where there is
--- room. A label that fits only on a wide page has the class "wide". Returns true if there are
--- lines.
+-- Adds the marks of a panel to `paths` and `texts`: ticks at its lower or upper edge, and lines,
+-- labelled where there is room. A label that fits only on a wide page has the class "wide". Returns
+-- true if there are lines.
 local function draw_marks(list, axis, height, paths, texts)
   local lines = {}
   for _, m in ipairs(list or {}) do

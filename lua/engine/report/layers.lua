@@ -84,9 +84,9 @@ local function add_formats(h, result, row_of)
   return limits
 end
 
--- Calls visit(column, step, blob) for the rows of the steps first to last. If there are more than
--- points * ROWS of them, visits only the first ROWS rows of each column and the rows of its first
--- ROWS overflows.
+-- Calls visit(column, step, blob) for the rows of the steps first to last. A column is `width`
+-- steps. If there are more than points * ROWS rows, visits only the first ROWS rows of each column
+-- and the rows of its first ROWS overflows.
 local function each_row(h, first, last, width, points, visit)
   local most = points * ROWS
   local known = h:query("SELECT count(*) AS n FROM (SELECT 1 FROM tensor_stats WHERE step " ..

@@ -28,7 +28,7 @@ local function events_of(h)
     "'checkpoint', 'evaluation') ORDER BY id")
 end
 
-local MOST_POINTS = 600          -- a shadow with more verdicts is drawn at only so many steps
+local MOST_POINTS = 600          -- a shadow with more verdicts is drawn at about this many steps
 
 -- Returns a shadow's verdicts as a list of { step, scale, action }. If there are more than
 -- MOST_POINTS, returns only the verdicts in force at MOST_POINTS + 1 evenly spaced steps.

@@ -88,7 +88,7 @@ local function describe(format, x)
     local gradual = m > 0 and e > 0                         -- the format has subnormals
     r.subnormal = gradual and field == 0 and value ~= 0
     r.power = math.max(field, gradual and 1 or 0) - format.bias
-    if e == 0 then r.power = format.top - 6 end             -- the power of the lowest of 7 bits
+    if e == 0 then r.power = format.top - 6 end             -- the exponent of the lowest bit
   end
   return r
 end

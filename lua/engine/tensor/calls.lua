@@ -39,8 +39,8 @@ local function want_input(x, name, k)
   expect(false, x, "%s: expected %s to be a tensor", name, (NAMES[name] or {})[k] or "input " .. k)
 end
 
---- Returns the attribute `keep` of a reduction for its argument keepdim. `hint` ends the message
---- about a wrong keepdim.
+--- Converts the argument keepdim of a reduction to the operation's attribute, 1 or 0. `hint` ends
+--- the message about a wrong keepdim.
 function M.keep_of(keepdim, name, hint)
   M_ffi.raise_if(keepdim ~= nil and type(keepdim) ~= "boolean",
     "%s: expected keepdim to be true or false, got %s%s", name, M_ffi.value_text(keepdim),

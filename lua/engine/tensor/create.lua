@@ -43,7 +43,7 @@ end
 
 
 -- Makes a tensor of the shape in shape_buffer. options: a dtype name, or { dtype, keep,
--- requires_grad }. zeros() below explains `keep`.
+-- requires_grad }; zeros() below explains `keep`. preset: the default dtype, or nil for f32.
 local function make(name, ndim, options, preset)
   local dtype, home, requires_grad = preset or "f32", AUTO, false
   if type(options) == "string" then dtype = options
@@ -69,7 +69,7 @@ local function want_held(values, count, dtype, name)
   local low, high = sign == "u" and 0 or -2 ^ power, 2 ^ power
   for i = 0, count - 1 do
     local v = values[i]
-    if not (v % 1 == 0 and v >= low and v < high) then     -- also if v is nan
+    if not (v % 1 == 0 and v >= low and v < high) then     -- nan fails, too
       expect(false, v, "%s: expected whole numbers from %s to 2^%d - 1, the range of %s", name,
         sign == "u" and "0" or "-2^" .. power, power, dtype)
     end

@@ -6,7 +6,7 @@ local arguments = require "engine.base.arguments"
 local ffi, C, huge = M_ffi.ffi, M_ffi.C, math.huge
 -- dtypes without inf and nan
 local WHOLE = { u8 = true, i8 = true, i16 = true, i32 = true, i64 = true }
-local MOST = 2 ^ 26   -- elements; larger tensors are not read
+local MOST = 2 ^ 26   -- the most elements; larger tensors are not read
 local info_buffer = ffi.new("eng_tensor_info")
 
 local function number_text(v, dtype)

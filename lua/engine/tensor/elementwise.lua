@@ -208,10 +208,10 @@ local DEVICES = { cpu = true, cuda = true, reference = true }
 local CAST = "saturate stochastic"
 
 --- x converted to another dtype (x itself if it has that dtype), or a copy of x on another device
---- (cpu, cuda, reference), which is not recorded for backward(). Numbers that are too large become
---- NaN in e4m3 and Inf in e5m2. Options for these two dtypes: saturate (such numbers become the
---- largest finite one), stochastic (rounds up or down at random; the distances to both neighbours
---- set the probability).
+--- (cpu, cuda, reference). A copy to a device is not recorded for backward(). Numbers that are too
+--- large become NaN in e4m3 and Inf in e5m2. Options for these two dtypes: saturate (such numbers
+--- become the largest finite one), stochastic (rounds up or down at random; the distances to both
+--- neighbours set the probability).
 function methods.to(x, dtype, options)
   want(x, "to")
   expect(type(dtype) == "string", dtype,
