@@ -46,8 +46,8 @@ end
 
 local floor, abs, log = math.floor, math.abs, math.log
 
--- Rounds x to `fraction` bits with smallest exponent `least`, ties away from zero. Results whose
--- magnitude is `over` or more become infinite.
+-- Rounds x to `fraction` fraction bits; the smallest exponent is `least`. Ties round away from
+-- zero. Results whose magnitude is `over` or more become infinite.
 local function rounded(x, fraction, least, over)
   local size = abs(x)
   if size == 0 or size ~= size or size == math.huge then return x end

@@ -31,7 +31,8 @@ local cfg = engine.config({ policy = "dynamic", seed = 1, steps = 200, size = 5,
     positive = "lr", not_negative = "jackpot", policy = "policy" })
 
 local N, MOVES = cfg.size, { { 1, 0 }, { 0, 1 }, { -1, 0 }, { 0, -1 } }
--- WIND: the probability that the wind replaces a move by a step back.
+-- GOAL: the cell to reach. WIND: the probability that the wind replaces a move by a step back.
+-- DISCOUNT: the factor on the return for each move.
 local CELLS, GOAL, WIND, DISCOUNT = N * N, N * N - 1, 0.15, 0.97
 
 -- Returns the cell after a move. A wall stops the move.

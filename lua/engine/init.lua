@@ -21,8 +21,8 @@ local function add_pictures(history)
   end
 
   --- Draws curves: h:plot("loss"), h:plot { "loss", "scale" }, h:plot("amax", { log = true }).
-  --- `engine help plot` lists the names. Options: log (true, 2, 10, false), from, to (steps),
-  --- width, height, ascii; svg, png: names of files to draw into instead.
+  --- `engine help plot` lists the names of curves. Options: log (true, 2, 10, false), from, to
+  --- (steps), width, height, ascii; svg, png: names of files to draw into instead.
   function methods:plot(names, options) return view("plot", self, names, options) end
 
   --- Draws how each layer's gradients are spread over the exponents. { by = "time" } draws instead
@@ -31,8 +31,9 @@ local function add_pictures(history)
   --- from, to (steps), width.
   function methods:heatmap(options) return view("heatmap", self, options) end
 
-  --- Returns the recorded statistics of a parameter's gradients at up to `points` steps (default
-  --- 200). print() draws a curve of the largest stored value and, below it, the last histogram.
+  --- Returns the recorded statistics of a parameter's gradients. print() draws a curve of the
+  --- largest stored value and, below it, the last histogram. Options: points (the largest number of
+  --- steps, by default 200), from, to (steps), width.
   function methods:tensor(name, options) return view("tensor", self, name, options) end
 
   return history

@@ -516,7 +516,7 @@ describe("data of documents", function()
     with_options("end_token = 'x', encode = function() end", "expected end_token to be an id, " ..
       "because encode is not an engine.tokenizer, got 'x'")
     with_options("encode = {}", "expected encode to be a function from a text to a list of ids, " ..
-      "or an object with such a method, got a table")
+      "or an object with a method `encode`, got a table")
     with_options("encode = function() end", "expected the option end_token, because encode is " ..
       "given: the id of the token that ends a document, or false for no such token")
     with_options("batch = 2 ^ 20, context = 2 ^ 20", "a batch of 1048576 rows of 1048576 tokens " ..

@@ -100,7 +100,7 @@ function show.name_problem(name)
   return problem ~= nil and ffi.string(problem) or nil
 end
 
---- Prints text of unknown origin.
+--- Prints text of unknown origin, which shown() makes safe.
 function show.print(text) print(show.shown(text, true)) end
 
 --- Cuts a string to at most `most` characters. A string that was cut ends with `mark` (by default

@@ -161,8 +161,8 @@ local function rank_command(script, settings, given)
   return table.concat(words, " ")
 end
 
--- Parses `text`, the output of n processes, each a rank of a job of `size` ranks.
--- Returns their measurements in rank order. Raises an error unless the text has n of them.
+-- Parses `text`, the output of n processes, each a rank of a job of `size` ranks. Returns their
+-- measurements in rank order. Raises an error unless the text has the measurements of all n.
 local function read_ranks(text, n, size)
   local list, seen = {}, {}
   for line in text:gmatch("planned (rank=%d+ of=%d+ step=[^\n]+)") do

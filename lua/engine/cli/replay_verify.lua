@@ -173,7 +173,7 @@ local function verify_one(path, p, given, folder)
 end
 
 -- Makes an empty folder for a live run: at the path that --keep gives, or without --keep at a
--- temporary path. Returns the path.
+-- temporary path. For one of `many` policies, the folder is keep/i. Returns the path.
 local function folder_for(keep, i, many)
   if not keep then
     local name = os.tmpname()

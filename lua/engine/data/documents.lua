@@ -210,7 +210,7 @@ local function encoder(name, encode)
   local good, method = pcall(function() return encode.encode end)
   expect(good and type(method) == "function", encode,
     "data.%s: expected encode to be a function from a text to a list of ids, or an object with " ..
-    "such a method", name)
+    "a method `encode`", name)
   return function(text) return method(encode, text, { special = false }) end
 end
 

@@ -194,7 +194,7 @@ local out_size = ffi.new("int64_t[1]")
 --- the next call. special: whether to add the special tokens that the file puts around a text
 --- (default true).
 function Tokenizer:encode_memory(text, special)
-  expect(type(text) == "string", text, "tokenizer: expected a text")
+  expect(type(text) == "string", text, "tokenizer:encode: expected a text")
   check(C.eng_tokenizer_encode(out_ids, out_size, self.handle, text, #text, special ~= false))
   return out_ids[0], tonumber(out_size[0])
 end
@@ -249,14 +249,14 @@ function Tokenizer:vocab_size() return tonumber(C.eng_tokenizer_size(self.handle
 
 --- Returns the id of the token whose text in tokenizer.json is `text`; nil if there is none.
 function Tokenizer:id(text)
-  expect(type(text) == "string", text, "tokenizer: expected a text")
+  expect(type(text) == "string", text, "tokenizer:id: expected the text of a token")
   local id = tonumber(C.eng_tokenizer_find(self.handle, text, #text))
   return id >= 0 and id or nil
 end
 
 --- Returns the text that tokenizer.json gives to the token `id`; nil if there is no such token.
 function Tokenizer:token(id)
-  expect(type(id) == "number" and id % 1 == 0, id, "tokenizer: expected an id")
+  expect(type(id) == "number" and id % 1 == 0, id, "tokenizer:token: expected a whole id")
   local text = C.eng_tokenizer_text(out_size, self.handle, id)
   return text ~= nil and ffi.string(text, out_size[0]) or nil
 end

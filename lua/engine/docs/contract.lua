@@ -103,8 +103,9 @@ local function mentions(name, paragraphs)
   return found
 end
 
--- Adds the fields of a precision recipe and of its table `fp8`. The comments above these lines of
--- precision.lua list them; paragraphs below them say what some of the fields also accept.
+-- Adds the fields of a precision recipe and of its table `fp8`. In precision.lua, the comments
+-- above M.recipes and HYBRID list these fields. The paragraphs below a list say what some of the
+-- fields also accept.
 local function recipe_fields(add)
   local lists = { ["M.recipes"] = "precision.", ["local HYBRID"] = "fp8." }
   for at, line in ipairs(source.lines(PRECISION)) do

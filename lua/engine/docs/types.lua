@@ -117,7 +117,8 @@ end
 -- Calls put(text) for each class with fields: policies, records, verdicts, the trainer's options,
 -- tensors.
 local function classes(index, put)
-  -- belongs(entry): whether the class has this field; by default it has all fields of `kind`
+  -- belongs(entry): whether the class has this field; by default it has all fields of `kind`.
+  -- rest: the text to put after the fields
   local function class(title, name, kind, belongs, rest)
     put(("--- %s\n---@class %s"):format(title, name))
     for _, entry in ipairs(index.entries) do

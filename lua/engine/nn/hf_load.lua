@@ -220,7 +220,8 @@ end
 -- ------------------------------------------------------------------ the model
 
 -- Builds the model for the options. hf_save.lua reads the model's field `source`, { arch, prefix,
--- fields, text, folder, eos, tied_head }. The field `stop` has the tokens at which generate stops.
+-- fields, text, folder, eos, tied_head }; tied_head is true if the files hold a tied head, too. The
+-- field `stop` has the tokens at which generate stops.
 local function build(arch, options, source)
   local model = models[arch.build](options)
   source.arch = arch
@@ -300,7 +301,8 @@ end
 --- weights from fields of a config.json. Fields that are not given have transformers' defaults.
 --- model:save(folder) writes files that transformers loads.
 function M.new(fields)
-  expect(type(fields) == "table", fields, "new_model: expected the fields of a config.json")
+  expect(type(fields) == "table", fields,
+    "new_model: expected a table with the fields of a config.json")
   local good, result = pcall(function()
     local all = config.complete(fields)
     local arch, options = config.options_of(all, "engine.new_model")

@@ -142,7 +142,7 @@ M.group_norm = GroupNorm
 -- ------------------------------------------------------------------ pooling
 
 --- nn.max_pool2d(kernel [, options]), nn.avg_pool1d(3) ...: a module that applies the tensor method
---- with this name and these arguments. nn.adaptive_avg_pool2d(1) is the mean of each channel.
+--- of the same name with these arguments. nn.adaptive_avg_pool2d(1) is the mean of each channel.
 for _, name in ipairs { "max_pool2d", "max_pool1d", "avg_pool2d", "avg_pool1d",
   "adaptive_avg_pool2d", "adaptive_avg_pool1d" } do
   local Pool = class(name)

@@ -142,7 +142,7 @@ function EncoderLayer:forward(x)
   return x + self.mlp(self.ln_2(x))
 end
 
--- Adds positions to x [N x T x C] and applies the layers.
+-- Adds the position embeddings to x [N x T x C] and applies the layers.
 local Encoder = class("encoder")
 function Encoder:init(c, tokens)
   self:parameter("pos_embedding", new_parameter({ 1, tokens, c.width },

@@ -101,8 +101,8 @@ end
 function Dropout:extra() return ("%g"):format(self.p) end
 M.dropout = Dropout
 
---- nn.relu(), nn.silu() ...: a module that applies the tensor method with this name. nn.softmax and
---- nn.log_softmax take an optional dimension, which must be the last one.
+--- nn.relu(), nn.silu() ...: a module that applies the tensor method of the same name. nn.softmax
+--- and nn.log_softmax take an optional dimension, which must be the last one.
 for _, name in ipairs { "relu", "silu", "sigmoid", "tanh", "softplus", "softmax", "log_softmax",
   "log_sigmoid" } do
   local Activation = class(name)

@@ -173,7 +173,8 @@ local function values_of(c, series, log)
 end
 
 -- Returns the SVG path of the line through the values of a series, the SVG path of dots at values
--- that have no neighbours, and whether the series is a single dot. hold: the line is a staircase.
+-- that have no neighbours, and whether the series is a single dot. list: from values_of. hold: the
+-- line is a staircase. join: the line bridges missing values.
 local function line_path(c, list, axis, place, hold, join)
   local line, dots, started = {}, {}, false
   local before

@@ -128,7 +128,8 @@ local function fields_of(from, names)
 end
 
 --- Returns one JSON object: { script, settings, seeds, policies = [{ policy, runs, NAME = { n,
---- mean, spread, difference = { n, mean, spread, low, high } or null } }] }.
+--- mean, spread, difference = { n, mean, spread, low, high } or null } }] }. NAME stands for each
+--- number, such as loss.
 function M.json(contest, results)
   local policies = {}
   for i, row in ipairs(results) do

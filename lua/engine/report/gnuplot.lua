@@ -21,7 +21,7 @@ local TICKS = { overflow = { "points pt 2 ps 0.9 lw 1.5 lc rgb '#c4261a'", 0.03 
 local LINES = "lines lw 1.5 dt 2 lc rgb '#6d4aed'"
 
 -- Writes the data of a panel's marks; returns the plot commands that draw them and name them in the
--- legend.
+-- legend. say(format, ...): writes a line to gnuplot.
 local function draw_marks(say, marks)
   local drawn = {}
   for i, m in ipairs(marks or {}) do

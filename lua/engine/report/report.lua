@@ -198,7 +198,8 @@ local function curve_sections(h, info, l)
     if point[2] - point[2] == 0 then evaluations[#evaluations + 1] = point end
   end
   local shadows = shadows_of(h, axis)
-  -- a section with one curve; "" if there is nothing to draw
+  -- Returns a section with one curve. If there is nothing to draw, the section holds o.empty;
+  -- without o.empty, the result is "".
   local function curve(title, about, name, o)
     o.c, o.axis, o.marks, o.title = c, axis, marked, TITLES[name]
     o.name = o.name or TITLES[name]

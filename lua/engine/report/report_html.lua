@@ -35,6 +35,7 @@ end
 
 --- Returns the SVG of a panel or a heat map as wide as the page. `height`: its height in pixels
 --- without the upper margin `top` and the lower margin `bottom`. data: further attributes, as text.
+--- label: a title for screen readers.
 function M.svg(class, data, label, top, height, bottom, content)
   return ('<svg class="%s" %s role="img" aria-label="%s" style="height:%dpx;padding:%dpx %dpx ' ..
     '%dpx %dpx">%s</svg>'):format(class, data, escape(label), top + height + bottom, top,
@@ -78,7 +79,8 @@ function M.header(title, sub)
     '<button id="theme" type="button">Dark</button></header>\n'):format(title, sub)
 end
 
---- Returns a section of the page, or "" if it has no content.
+--- Returns a section of the page, or "" if it has no content. about: the paragraph below its title,
+--- or nil; the other arguments are the content.
 function M.section(title, about, ...)
   local body = table.concat { ... }
   if body == "" then return "" end

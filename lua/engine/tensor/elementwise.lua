@@ -226,7 +226,7 @@ function methods.to(x, dtype, options)
   if options ~= nil then
     options = read_named(options, "to", CAST)
     expect(dtype == "e4m3" or dtype == "e5m2", dtype,
-      "to: saturate and stochastic are options of the dtypes e4m3 and e5m2")
+      "to: expected e4m3 or e5m2, the dtypes with the options saturate and stochastic")
     flags = (options.saturate and 1 or 0) + (options.stochastic and 2 or 0)
   end
   if info(x).dtype == number then return x end

@@ -40,8 +40,9 @@ end
 
 -- ------------------------------------------------------------------ products, norms, losses
 
---- a:matmul(b [, transpose_a, transpose_b]): a [.. x M x K], b [.. x K x N] -> [.. x M x N]. If a
---- is a vector, it is one row; if b is a vector, it is one column.
+--- a:matmul(b [, transpose_a, transpose_b]): a [.. x M x K], b [.. x K x N] -> [.. x M x N]. With
+--- transpose_a or transpose_b = true, first swaps the last two dimensions of a or b. If a is a
+--- vector, it is one row; if b is a vector, it is one column.
 function methods.matmul(a, b, transpose_a, transpose_b)
   want(a, "matmul")
   want(b, "matmul")
