@@ -9,12 +9,12 @@ return {
 
   options = {
     init_scale = 2^12,
-    target     = 32768,
+    target     = 32768,   -- largest stored gradient to aim at, at first
     bold       = 49152,   -- the highest target
     ref_every  = 100,     -- steps between two reference passes
     high       = 1.05,    -- ratio f32 norm / norm above which gradients underflow
     low        = 0.95,    -- ratio below which they saturate
-    decay      = 0.9,
+    decay      = 0.9,     -- share of the old scale in the next scale
     min_scale  = 2^-10,
     max_scale  = 2^32,
   },

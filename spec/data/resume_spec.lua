@@ -152,8 +152,8 @@ describe("resuming with a loader of the script's own", function()
     for _, method in ipairs { "state", "restore" } do
       local data = { next = function() end, [method] = function() end }
       assert.error_matches(function() train(1, false, { data = data }) end,
-        "expected data to be a loader with both state%(%) and restore%(%), or with neither, got a "
-        .. "table")
+        "expected data to be a loader with both state%(%) and restore%(%), or with neither "
+        .. "%(it has only " .. method .. "%(%)%), got a table")
     end
     assert.error_matches(function() train(1, true, { restart_data = 1 }) end,
       "expected restart_data to be true or false, got 1")

@@ -476,7 +476,7 @@ describe("a DeepSpeed configuration", function()
       "^ds.json: policies/deepspeed.lua: hysteresis must be a whole number of 1 or more, got 0")
     fails(block("true", "0"):gsub('power": 8', 'power": 2000'),
       "^ds.json:6: fp16.initial_scale_power: expected an exponent of 2 from 0 to 1023")
-    fails("{}", "^ds.json: expected an fp16 block, found none$")
+    fails("{}", "^ds.json: expected an fp16 block, such as \"fp16\": {}, found none$")
     fails("[1]", "^ds.json: ")
     fails('{ "fp16": 3 }', "^ds.json:1: fp16: expected an object, got 3$")
     assert.matches("nowhere.json: No such file",

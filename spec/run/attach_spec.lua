@@ -276,8 +276,8 @@ describe("engine attach", function()
     refused('run:set("lr", -1)',
       "lr: expected a positive number up to 3.4e38, or 'schedule', got -1")
     refused('run:set("lr", 1e300)', "got 1e+300")
-    refused('run:set("lr", "schedule")', "lr: expected a positive number, got 'schedule', but " ..
-      "this run has no schedule")
+    refused('run:set("lr", "schedule")', "lr: this run has no schedule; expected a " ..
+      "positive number, got 'schedule'")
     refused('run:set("lr", 0/0)', "lr: expected a positive number")
     refused('run:step(0)', "step: expected a whole number of steps, 1 or more, got 0")
     refused('policy.swap("dynamic")', "expected a call with a colon: policy:swap(...)")

@@ -258,7 +258,7 @@ local HOSTILE = {
     "{ ['blocks.1.mlp.up:x'] = 1e300 } } end }", "= 1e+300; expected an amax of up to 3.4e38" },
   ["with half a rung"] = { "decide = function() return { scale = 1, scales = " ..
     "{ ['blocks.1.mlp.up:high'] = 0.5 } } end }",
-    "scales['blocks.1.mlp.up:high'] = 0.5; expected a rung, which is 2 or more" },
+    "scales['blocks.1.mlp.up:high'] = 0.5; expected 2 or more (2: the first" },
 }
 
 describe("a policy of FP8 layers", function()

@@ -5,6 +5,8 @@
 -- engine.optim.adafactor.
 local steps = require "engine.optim.steps"
 
+-- Returns a function from a parameter's shape to a buffer's shape: the same, with the last (d = -1)
+-- or second to last (d = -2) dimension 1; nil for fewer than two dimensions.
 local function with_one(d)
   return function(shape)
     if #shape < 2 then return nil end

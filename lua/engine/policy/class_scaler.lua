@@ -68,7 +68,7 @@ end
 --- Raises an error unless `class` can serve as a loss scaler.
 function M.check(name, class)
   local problem = show.name_problem(name)
-  if problem then raise("register_loss_scaler: the name %s", problem) end
+  if problem then raise("register_loss_scaler: the name %s: '%s'", problem, show.cut(name, 100)) end
   expect(type(class) == "table", class, "register_loss_scaler '%s': expected a class (a table)",
     name)
   for _, method in ipairs(METHODS) do

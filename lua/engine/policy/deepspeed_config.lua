@@ -83,8 +83,9 @@ function M.translate(block, stage, where)
         value = 2 ^ value
       end
       fail_if(options[option] ~= nil and options[option] ~= value,
-        "%sfp16 gives %s twice, with different values; keys that mean the same: %s", where(key),
-        option, "loss_scale_window and scale_window, min_loss_scale and min_scale")
+        "%sfp16 gives %s twice, as %s and as %s; keys that mean the same: %s", where(key), option,
+        tostring(options[option]), tostring(value),
+        "loss_scale_window and scale_window, min_loss_scale and min_scale")
       options[option] = value
     end
   end
@@ -164,7 +165,9 @@ function M.from_table(config, changes, where, path)
     end
     local known = false
     for key in pairs(config) do known = known or KEYS[key] ~= nil end
-    if not known then error(lead .. "expected an fp16 block, found none", 0) end
+    if not known then
+      error(lead .. "expected an fp16 block, such as \"fp16\": {}, found none", 0)
+    end
     block = config
   elseif type(bf16) == "table" and bf16.enabled == true and block.enabled ~= true then
     return "static", { loss_scale = 1 }
@@ -189,6 +192,7 @@ function M.decode(path)
 end
 
 --- Reads a DeepSpeed JSON file. Returns the name and the options of the policy that it describes.
+--- changes: as in M.from_table.
 function M.read(path, changes)
   local good, config, text = pcall(M.decode, path)
   if not good then error((config:find("^[^:]+:%d+: ") and "" or "policy: ") .. config, 0) end

@@ -40,14 +40,15 @@ function M.places(list, names, most)
     for i = 1, any and n or 0 do
       local own = policy:group_scale(3 * n + i)
       if own ~= none and own < 2 then
-        problem = ("scales['%s'] = %g; expected a rung, which is 2 or more"):format(
-          names[3 * i]:gsub("dy$", "high"), own)
+        problem = ("scales['%s'] = %g; expected 2 or more (2: the first rung above the recipe)")
+          :format(names[3 * i]:gsub("dy$", "high"), own)
       elseif own ~= none then rungs[i] = math.min(math.max(rungs[i], math.floor(own)), most) end
     end
     for k = 1, any and 3 * n or 0 do
       local own = policy:group_scale(k)
       if own > LARGEST then
-        problem = ("scales['%s'] = %g; expected an amax of up to 3.4e38"):format(names[k], own)
+        problem = ("scales['%s'] = %g; expected an amax of up to 3.4e38, the largest f32")
+          :format(names[k], own)
       elseif own ~= none then amaxes[k] = own end
     end
   end
@@ -55,7 +56,7 @@ function M.places(list, names, most)
 end
 
 --- Returns whether layers would compute differently with the places `own` of one policy than with
---- the places `run` of the run. They would if a layer has different rungs in `own` and `run`, or if
+--- the places `run` of the run. This is so if a layer has different rungs in `own` and `run`, or if
 --- `own` sets another amax than `run` for a tensor that policies may scale. scaled(k): whether the
 --- run lets policies scale tensor k (from 1, in the order of prepare()).
 function M.differs(own, run, scaled)

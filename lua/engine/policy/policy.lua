@@ -63,9 +63,10 @@ end
 
 --- Runs the policy on a step and returns its verdict. record: an eng_record; stats: the statistics
 --- per tensor (eng_tensor_stats[n]), if the policy needs them. The verdict belongs to the policy
---- and changes with the next call. If the verdict has caps, the policy decides again, and the
---- second verdict is returned. cap(...), unless it is nil, is called between the two decisions and
---- must apply the caps to the gradients and to the norms of the record.
+--- and changes with the next call. If the verdict has caps (limits on the elements of single
+--- gradients), the policy decides again, and the second verdict is returned. cap(...), unless it is
+--- nil, is called between the two decisions. It must apply the caps to the gradients, and replace
+--- the norms of the record by those of the capped gradients.
 function Policy:decide(record, stats, cap, ...)
   record.capped = 0
   local verdict = decide(self, record, stats)
@@ -217,7 +218,8 @@ function M.names(kind)
   return names
 end
 
--- Finds a policy by `name`, its name or path. Returns its source, its display name and its path.
+-- Finds a policy by `name`, its name or path. kind: as in M.load, for the error message. Returns
+-- the policy's source, display name and path.
 local function find(name, kind)
   if name:find("[/\\]") or name:find("%.lua$") then
     local text, why = files.read(name)
@@ -377,8 +379,8 @@ function M.load(source, options, kind)
   local good, result = pcall(loaded, source, options, kind)
   if not good then error(result, 2) end
   if result.fp8 and result.needs >= C.ENG_NEED_UPDATE_NORM then
-    error(("policy %s works on FP8 layers, so its 'needs' cannot list statistics or verdict " ..
-      "fields of the optimizer's update"):format(result.name), 2)
+    error(("policy %s works on FP8 layers, so its 'needs' cannot list what only a loss-scaling " ..
+      "policy can read or set, such as update_norm, activations or clips"):format(result.name), 2)
   end
   if kind ~= "any" and (result.fp8 or false) ~= (kind == "fp8") then
     local wrong = "policy %s works on FP8 layers and chooses no loss scale; hint: precision = { " ..

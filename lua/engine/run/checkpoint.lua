@@ -133,9 +133,9 @@ local function begin(place)
   return place.temporary
 end
 
--- Called when all tensor files are written. Writes state.json, renames the checkpoint, and keeps
--- only the newest options.keep checkpoints. Returns the checkpoint's path, and a message if an old
--- checkpoint could not be removed.
+-- Completes a checkpoint whose tensor files are written: writes state.json, renames the directory,
+-- and keeps only the newest options.keep checkpoints. Returns the checkpoint's path, and a message
+-- if an old checkpoint could not be removed.
 local function finish(place, step, format, files, state, options)
   for name in pairs(files) do
     fail_if(not disk.is_file(place.temporary .. "/" .. name),

@@ -25,7 +25,7 @@ local M = {}
 local PLACES = { run = true, resume = true, log = true, tensorboard = true }
 -- Facts of a run that count as settings even if the script has no setting of that name.
 local FACTS = { "policy", "precision", "optimizer", "device", "ranks" }
--- The first settings in a label; all others follow by name.
+-- The first settings in a label; all others follow in alphabetical order.
 local FIRST = { "policy", "seed", "lr", "precision" }
 
 local function settings_of(h)
@@ -214,8 +214,8 @@ local function extent(list, n)
   return first, last
 end
 
--- Adds a note about a run or a group, with the name of a metric. If the same note exists for other
--- metrics, appends the name to it.
+-- Adds the note "WHO: WHAT (NAME)", where WHO is a run or a group and NAME a metric. If the same
+-- note exists for other metrics, appends the name to it.
 local function note(c, who, what, name)
   local key = who .. ": " .. what
   local at = c.notes[key]
@@ -227,6 +227,7 @@ local function note(c, who, what, name)
 end
 
 -- Adds the curves of the metric `name`. Raises an error if the metric cannot be read from any run.
+-- options, start: as in read_run; log: as in M.band.
 local function add(c, list, name, options, start, log)
   local found, why, possible, n = {}, nil, false, #c.x
   for _, run in ipairs(list) do

@@ -244,7 +244,7 @@ function commands.set(self, request)
       "run:stop() ends the run"):format(self.trainer.steps_done, request.value)
   end
   if request.value == "schedule" and not self.trainer.schedule then
-    return nil, "lr: expected a positive number, got 'schedule', but this run has no schedule"
+    return nil, "lr: this run has no schedule; expected a positive number, got 'schedule'"
   end
   local before = setting[3](self.trainer)
   setting[4](self.trainer, request.value)

@@ -53,10 +53,11 @@ local BINS, FIRST = C.ENG_HIST_BINS, C.ENG_HIST_FIRST
 local shifted = ffi.new("int64_t[?]", BINS)
 
 -- Converts s, the statistics of gradients as stored at a scale, to `ratio` times that scale. over:
--- whether gradients overflow at the new scale. Returns the share of nonzero elements that underflow
--- (fall below the smallest normal number), and the share of the sum of magnitudes that is lost. An
--- element that becomes zero loses its whole magnitude. An element that becomes subnormal loses the
--- mean rounding error, a quarter of the spacing.
+-- whether gradients overflow at the new scale. format: the format of the gradients (formats.of).
+-- Returns the share of nonzero elements that underflow (fall below the smallest normal number), and
+-- the share of the gradient mass (the sum of magnitudes) that is lost. An element that becomes zero
+-- loses its whole magnitude. An element that becomes subnormal loses the mean rounding error, a
+-- quarter of the spacing.
 local function restate(s, ratio, over, format)
   local shift = log2(ratio)
   local whole = math.floor(shift + 1e-9)
@@ -129,7 +130,8 @@ local function has_tiny(s, format)
 end
 
 -- True if gradients that overflowed at a scale still overflow at that scale times `ratio` < 1.
--- `around`: the largest gradient of nearby steps times the recorded scale, or nil.
+-- amax: the largest finite gradient as stored. around: the largest gradient of nearby good steps
+-- times the recorded scale, or nil.
 local function still_overflows(s, amax, ratio, format, around)
   if amax < format.limit * 2 ^ -6 then return true end
   if around and around >= format.limit / 2 then return around * ratio >= format.limit end
@@ -142,7 +144,7 @@ local function still_overflows(s, amax, ratio, format, around)
   local above2 = log2(2 ^ above1 + tonumber(s.hist[format.top - 1 - FIRST]))
   local slope, bend = above1 - above0, math.max(0, 2 * above1 - above0 - above2)
   local k = -log2(ratio)
-  -- the threshold is an expected count of ln 2, at which an overflow has probability 1/2
+  -- -0.5 is about log2(ln 2): an expected count of ln 2 gives an overflow the probability 1/2
   return above0 - slope * k - bend * k * (k + 1) / 2 >= -0.5
 end
 
@@ -187,7 +189,7 @@ local cell = ffi.new("eng_tensor_stats[1]")
 --- stored at the new scales, if layers have scales of their own (optional) }. Returns how certain
 --- the overflow and everything in `needs` are: "exact", "hidden" or "bound" (see the top of the
 --- file). With a histogram, also returns the share of nonzero elements that underflow and the share
---- of gradient mass that is lost.
+--- of the gradient mass (the sum of magnitudes) that is lost.
 function M.move(record, scale, o)
   local ratio, s, format = scale / record.scale, cell[0], o.format
   local same = ratio == 1 and not o.reach
@@ -261,8 +263,9 @@ local WHY = {
 --- Returns the certainty of a policy before its first step, as plain data. exact, bounds: how many
 --- verdicts are exact and how many are bounds. least: the policy skips at least this many steps.
 --- from, why: the first step whose verdict is a bound, and the reason, or nil. closed: whether
---- `least` is final, because later steps can no longer raise it. late: nil or, if an older engine
---- recorded the earlier steps, the first step whose record is converted to the policy's scale.
+--- `least` is final, because later steps can no longer raise it. The argument `late` is nil or, if
+--- an older engine recorded the earlier steps, the first step whose record is converted to the
+--- policy's scale.
 function M.certainty(late)
   return { exact = 0, bounds = 0, least = 0, closed = late ~= nil, from = late,
     why = late and WHY.late }

@@ -235,8 +235,8 @@ local function merge(cell, row, wanted)
   end
 end
 
--- Fills the cells of picture columns 0 .. n - 1, of `width` steps each, from the step `start` on.
--- Steps before `done` are in blocks.
+-- Fills the cells of picture columns 0 .. n - 1, of `width` steps each, with the steps from `start`
+-- to `last`. Steps before `done` are in blocks. counts: as in direct_sql.
 local function fill(h, cells, wanted, start, width, n, last, done, counts)
   local by_blocks = width % BLOCK == 0 and start % BLOCK == 0 and math.min(done, last + 1) or start
   if by_blocks > start then

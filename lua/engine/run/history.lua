@@ -35,7 +35,8 @@ function Writing:__tostring() return History.__tostring(self) end
 
 local function refuse(h) return nil, ("history %s is open for reading only"):format(h.path) end
 
--- The methods of `Writing` are not fields of History, so tab completion does not list them.
+-- A history that is open for reading refuses the methods of `Writing` with nil and a message. They
+-- are not fields of History, so tab completion does not list them.
 setmetatable(History, { __index = function(_, key)
   if rawget(Writing, key) then return refuse end
   if key == "handle" then return nil end                   -- a closed history has no handle

@@ -11,7 +11,7 @@ local outcomes = {
   skip = "skipped; the weights did not change",
   retry = "retried on the same batch; the weights did not change",
   stop = "the policy ended the run",
-  rollback = "the policy asked for a rollback; the weights of this step were dropped",
+  rollback = "the policy asked for a rollback; the step made no update",
 }
 
 -- Formats a magnitude in plain digits.
@@ -52,7 +52,7 @@ local function format_text(list, tensors)
   return #names > 1 and (" (gradients are %s)"):format(table.concat(names, " or ")) or ""
 end
 
-local MOST_TENSORS = 10   -- tensors listed by name
+local MOST_TENSORS = 10   -- the most tensors that are listed by name
 
 local function say_gradients(h, row, say)
   local list, tensors = h:parameters(), h:tensors(row.step)

@@ -33,8 +33,8 @@ local function recovery(scales, initial)
 end
 
 --- Replays a policy (a name, a path, or a policy; options as in engine.policy.load) on a trace.
---- look: nil, or { before = function(i, policy), after = function(i, record, verdict, mark) },
---- called around every decision. Returns
+--- look: nil, or { before = function(i, policy), after = function(i, record, verdict, mark) }, two
+--- functions that are called around the decision on step i (from 1); mark is marks[i]. Returns
 ---   name, file, options    the policy
 ---   scales[i], actions[i]  the scale after step i, and "step", "skip", "retry", "stop" or
 ---                          "rollback"
@@ -50,7 +50,8 @@ end
 ---   recover, unrecovered   mean steps from a backoff until the scale is back; 1 if it never
 ---                          recovered from the last backoff, else 0
 ---   underflow, mass_lost   on a run, over the steps with an update: mean share of nonzero elements
----                          below the smallest normal number; mean share of gradient mass lost
+---                          below the smallest normal number; mean share of the gradient mass (the
+---                          sum of magnitudes) that is lost
 ---   costs                  { elements, mass, skipped }: mean shares of elements that underflow, of
 ---                          mass lost, and of steps without an update. A step without an update
 ---                          counts as 1 in all three

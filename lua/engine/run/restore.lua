@@ -1,7 +1,7 @@
 -- Collects a trainer's state for a checkpoint, except tensors, and restores a trainer from a
 -- checkpoint. A resume restores all of the trainer's state, a rollback only the state that training
--- changes. Owns the order in which the parts are restored. Called by run.lua, which opens and
--- writes the files.
+-- changes. This file decides in which order the parts are restored. Called by run.lua, which opens
+-- and writes the files.
 local M_ffi = require "engine.base.ffi"
 local masters = require "engine.run.masters"
 local merged = require("engine.base.arguments").merged
@@ -75,8 +75,8 @@ local function owned(c, field, f, ...)
   error(("%s/state.json: %s: %s"):format(c.path, field, message), 0)
 end
 
--- Loads a policy for a seat from `source` (as in policy.load) and gives it the state of a
--- checkpoint's policy. Returns true and the policy, or false and the reason.
+-- Loads a policy for a seat (swap.lua) from `source` (as in policy.load) and gives it `saved`, the
+-- state of a checkpoint's policy. Returns true and the policy, or false and the reason.
 local function with_state(seat, saved, source)
   return pcall(function()
     local old = require("engine.policy.policy").load(source, nil, seat.policy.fp8 and "fp8" or nil)
@@ -88,8 +88,8 @@ end
 
 -- Loads a checkpoint's policy from its file or by its name, with its saved state. If both load,
 -- prefers the one with the source text that the checkpoint records, and then the file. Returns the
--- policy, or nil; and the name of the checkpoint's policy with its file and, if another source was
--- loaded, that source.
+-- policy or nil, and for messages the saved policy's name with its file and, if another source was
+-- loaded, that source: "mine (mine.lua, which has changed since)".
 local function saved_policy_of(seat, saved)
   local name, file, found = tostring(saved.name), saved.file, nil
   for _, source in ipairs { file or saved.name, saved.name } do
@@ -151,7 +151,8 @@ local function take_policies(trainer, c, notes)
       if old then took, why = pcall(policy.take_over, policy, old) end
       notes[#notes + 1] = ("the %s is %s now and was %s; it %s"):format(what, policy.name,
         was, not took and "starts fresh" .. (old and ": " .. tostring(why) or "")
-        or policy.fp8 and "takes over" or ("takes over at the scale %g"):format(policy:scale()))
+        or policy.fp8 and "takes over the saved state"
+        or ("takes over at the scale %g"):format(policy:scale()))
     elseif not policy.idle then
       notes[#notes + 1] = ("the FP8 policy %s starts fresh: the checkpoint has no state for it")
         :format(policy.name)

@@ -395,7 +395,7 @@ end
 
 --- Records what the verdict on a step changed in FP8 layers (fp8_sites.lua): their rungs on the
 --- recipe's ladder, and the accumulators of their products. all: records the rungs of all layers.
--- If an FP8 policy has no effect, also shows and records a line that says so.
+--- If an FP8 policy has no effect, also shows and records a line that says so.
 function Run:layers(step, all)
   local sites = self.trainer.optimizer.fp8
   local moved, text, products
@@ -426,7 +426,7 @@ local function check_weights(self)
   if problem then error(problem, 0) end
 end
 
--- Writes a checkpoint. Returns its path, or nil and what went wrong.
+-- Writes a checkpoint. alone: as in Run:save. Returns its path, or nil and what went wrong.
 local function write(self, alone)
   local trainer, dir, options = self.trainer, self.path .. "/checkpoints", { keep = self.keep }
   local saved, tensors
@@ -516,8 +516,8 @@ function Run:due()
   return self.path ~= nil and every > 0 and math.floor(done / every) > math.floor(before / every)
 end
 
---- Called after each step: writes a checkpoint when one is due, or at the end. Returns a line to
---- show, or nil.
+--- Called after each step: writes a checkpoint if one is due, or if this step is the last. alone:
+--- as in Run:save. Returns a line to show, or nil.
 function Run:after_step(last, alone)
   if not self.path then return nil end
   if not (last or self:due()) or self.saved_at == self.trainer.steps_done then return nil end

@@ -85,7 +85,8 @@ function M.new(trainer, shadow)
 end
 
 -- Returns the largest fp16 gradient, as stored under a shadow's scales, if layers have separate
--- scales that differ from the run's by different factors. Otherwise returns nil.
+-- scales that differ from the run's by different factors. Otherwise returns nil. ratio: the
+-- shadow's global scale over the run's.
 function Shadows:reach(policy, stats, ratio)
   local groups, largest, apart = self.trainer.groups, -1, false
   if not groups.apart and not policy:scales_groups() then return nil end
@@ -298,7 +299,7 @@ function Shadows:state()
 end
 
 -- Restores a shadow's policy from `old`, its part of a checkpoint. Raises an error if `old` does
--- not fit.
+-- not fit. most: the rung of high precision, the highest.
 local function regain(s, old, most)
   local rungs = s.rungs and old.rungs
   for i = 1, rungs and math.max(#s.rungs, #rungs) or 0 do

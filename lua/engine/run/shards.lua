@@ -124,7 +124,7 @@ function M.of_rank(reducer, user)
   local buffers = {}
   each_buffer(reducer, function(p, buffer, from, to)
     buffers[buffer.name], parameter_of[buffer.name] = buffer.x, p.name
-    local empty = buffer.x and buffer.x.count == 0   -- one rank writes an empty buffer
+    local empty = buffer.x and buffer.x.count == 0   -- then only one rank writes it
     if reducer.zero and (to > from or empty and (buffer.whole or reducer.rank == 0)) then
       pieces:add("optimizer", buffer.name, buffer.x, from, to, buffer.shape(reducer:shape(p)))
     end
@@ -227,9 +227,9 @@ end
 
 -- ------------------------------------------------------------------ reading
 
---- Returns the contents of the shards in `path`: { model = { name = { dtype =, shape =, count =,
---- pieces = { { file =, name =, from =, count = } ... } } } }. The pieces are in order. Raises an
---- error if the pieces do not make up whole tensors.
+--- Returns the contents of the shards `names`, files in the directory `path`: { model = { name = {
+--- dtype =, shape =, count =, pieces = { { file =, name =, from =, count = } ... } } } }. The
+--- pieces are in order. Raises an error if the pieces do not make up whole tensors.
 function M.index(path, names)
   local parts = { model = {}, optimizer = {} }
   for _, name in ipairs(names) do

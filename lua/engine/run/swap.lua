@@ -40,8 +40,8 @@ local function copy_of(policy, seat)
 end
 
 -- Returns why a run refuses scales per layer, if a policy sets them, or nil. Only a verdict shows
--- that it does. So `copy`, a copy of the policy, decides on a made-up good step, whose gradients
--- have another magnitude in each tensor.
+-- whether a policy sets them. So `copy`, a copy of the policy, decides on a made-up good step,
+-- whose gradients have another magnitude in each tensor.
 local function layers_refused(trainer, copy)
   local record, n = ffi.new("eng_record"), #trainer.optimizer.list
   local stats = ffi.new("eng_tensor_stats[?]", n)
@@ -66,7 +66,8 @@ function M.new(trainer, options)
     -- time stamp of the policy's file; pending_stamp: a new time stamp that was seen only once;
     -- gone: the policy whose missing file was reported
     self.seats[i] = { seat = seat, swaps = 0, asked = M.described(seat.policy) }
-    if seat.policy.path then self.seats[i].asked.hash = nil end    -- users edit policy files
+    -- users edit policy files, so a file with another text still counts as the one requested
+    if seat.policy.path then self.seats[i].asked.hash = nil end
     self:hold(self.seats[i])
   end
   if not trainer.policy.is_class then
@@ -124,7 +125,7 @@ end
 local function refuse(self, entry, what, by, problem)
   problem = tostring(problem)
   local policy = entry and entry.seat.policy               -- nil: the seat is not known
-  local named = problem:find(what, 1, true)                -- the problem names the file itself
+  local named = problem:find(what, 1, true)          -- whether the problem already names the file
   tell(self, "swap_refused", ("%s%s is not used: %s"):format((not policy or policy.idle) and ""
     or ("the policy %s stays; "):format(policy.name), named and "the new policy" or what, problem),
     { by = by, what = what, problem = problem, policy = policy and described(policy) })
@@ -177,7 +178,8 @@ end
 
 -- ------------------------------------------------------------------ swapping
 
--- Makes `fresh` the current policy of a seat.
+-- Makes `fresh` the current policy of a seat, and records the swap. by, as_it_is: as in Swap:swap
+-- and Swap:hold.
 local function put(self, entry, fresh, by, as_it_is)
   local old, trainer = entry.seat.policy, self.trainer
   local files = trainer.run_files
@@ -241,10 +243,10 @@ local function seat_for(self, fresh)
       names[#names + 1] = name
     end
   end
-  return nil, ("the run has %d FP8 policies (%s), and a swap replaces the policy of the same name; "
-    .. "hint: give the new policy one of these names, or call the method swap of one of the " ..
-    "policies in trainer.optimizer.fp8.policies")
-    :format(#names, table.concat(names, ", "))
+  return nil, ("the run has %d FP8 policies (%s), none of them %s, and a swap replaces the " ..
+    "policy of the same name; hint: give the new policy one of these names, or call the method " ..
+    "swap of one of the policies in trainer.optimizer.fp8.policies")
+    :format(#names, table.concat(names, ", "), fresh.name)
 end
 
 -- Makes a swap, as Swap:swap does. entry: an entry of `seats`; if it is nil, seat_for chooses one.
@@ -285,7 +287,8 @@ end
 --- Swaps in another policy, with its options. source: a name, a path or { source =, file = }, as
 --- engine.policy.load accepts them. A policy of FP8 layers goes to a seat of FP8 layers. Returns
 --- true, or nil and why the policy is refused. Inside a step, returns true, and the swap is tried
---- after the step. entry: an entry of `seats`, or nil.
+--- after the step. by: who or what asks for the swap, for messages. entry: an entry of `seats`, or
+--- nil.
 function Swap:swap(source, options, by, entry)
   if source == nil then error("swap: expected the name or the file of a policy, got nothing", 3) end
   by = by or "the script"
@@ -318,7 +321,7 @@ function Swap:undo(by, entry)
   return true, last.entry.seat
 end
 
---- Called after a decision: remembers the record, then calls judge().
+--- Called after a decision: remembers the record, and returns the verdict that judge() returns.
 function Swap:observe(record, verdict)
   self:remember(record)
   return self:judge(self.trainer, record, verdict)

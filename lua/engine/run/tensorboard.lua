@@ -107,7 +107,8 @@ end
 
 local count = 0  -- number of files that this process has opened; it makes their names differ
 
---- Opens a new event file in a directory, which is created if missing.
+--- Opens a new event file in a directory, which is created if missing. wall_time, here and below:
+--- seconds since 1970; nil: now.
 function M.open(dir, wall_time)
   M_ffi.check(C.eng_file_mkdir(dir))
   count = count + 1

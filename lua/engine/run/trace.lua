@@ -1,6 +1,6 @@
 -- Reads the input of a replay: a string of outcomes such as "4. x 2. 3x" (. is a good step, x an
 -- overflow, a number repeats the symbol after it), or the recorded history of a run. A trace gives
--- the record that a step would have had at any loss scale. Called by replay.lua.
+-- the record that a step would have had at any loss scale. Called by replay.lua and swap.lua.
 --
 -- A string of outcomes stands for one gradient. An x overflows at every scale. In a good step the
 -- gradient has magnitude 1.

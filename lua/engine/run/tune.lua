@@ -15,10 +15,11 @@ local C, fail_if = M_ffi.C, M_ffi.fail_if
 
 local M = {}
 
---- What "lost" means for each objective.
+--- For each objective, the cost that the search minimizes, in words.
 M.objectives = {
   elements = "share of gradient elements lost to underflow; a step without an update loses all",
-  mass = "share of gradient mass lost to underflow; a step without an update loses all",
+  mass = "share of gradient mass (the sum of magnitudes) lost to underflow; a step without an " ..
+    "update loses all",
   skipped = "share of steps without an update",
 }
 
@@ -59,7 +60,7 @@ local function read_range(text, policy)
   end
   local from, to = range:match("^(.-)%.%.(.+)$")
   if from then return span_of(text, name, preset, from, to) end
-  if range:find("^[%d.]+%-[%d.]+$") then malformed() end           -- 5-15 means 5..15, not -10
+  if range:find("^[%d.]+%-[%d.]+$") then malformed() end   -- 5-15 is meant as 5..15, not as -10
   local values, numeric = {}, type(preset) == "number"
   for word in range:gmatch("[^,]+") do
     values[#values + 1] = not numeric and word or expression(word)

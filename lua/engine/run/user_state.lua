@@ -112,8 +112,8 @@ function M.problem(saved, tensors)
       return ("%s: expected the name, dtype and shape of a tensor in the files, got '%s', %s")
         :format(at, show.cut(show.shown(item.name), 80), text(item))
     elseif not place or place[item.path[#item.path]] ~= nil then
-      return at .. ".path: expected keys that lead to an unused place in state.user.data, got " ..
-        "other keys"
+      return ("%s.path: expected keys that lead to an unused place in state.user.data, got %s")
+        :format(at, show.cut(show.shown(json.encode(item.path)), 80))
     end
     left[item.name] = nil
   end

@@ -30,7 +30,8 @@ M.COLUMNS = { { "scale" }, { "overflow" }, { "action" }, { "next_scale" }, { "lr
 
 -- ------------------------------------------------------------------ planning
 
--- Returns how the run was started, from its history. Raises an error if the history lacks this.
+-- Returns how the run was started, from its history. script: the script that the user named
+-- instead, or nil. Raises an error if the job cannot be started again.
 local function command_of(path, meta, config, script)
   local known, command = pcall(json.decode, meta.command or "")
   if not known or type(command) ~= "table" or type(command.arguments) ~= "table" then
@@ -121,7 +122,7 @@ local function row_at(path, rows, step)
 end
 
 -- Returns the index of the row from which the live run starts, and the path of the checkpoint
--- there. Without a checkpoint, returns 1 and nil.
+-- there: the newest one at or before the row `target`. Without a checkpoint, returns 1 and nil.
 local function start_of(path, trace, target)
   local row_of = {}
   for i = trace.n, 1, -1 do row_of[tonumber(trace.rows[i - 1].step)] = i end
@@ -130,7 +131,7 @@ local function start_of(path, trace, target)
   if c then c:close() end
   if c and row_of[c.step] then return row_of[c.step], c.path end
   fail_if(trace.first > 0, "%s begins at step %d, and has no checkpoint from which the " ..
-    "live run could start", path, trace.first)
+    "live run could start; hint: --from STEP, a step after a checkpoint", path, trace.first)
   return 1, nil
 end
 

@@ -77,7 +77,7 @@ function M.object(o, class, fields)
   local refusal = modes.refusal(self)
   if refusal then error(refusal, 0) end
   self.run_files = run_files.open(self, o)
-  self.recipe = self.recipe or opt.precision    -- restore.lua sets another recipe before
+  self.recipe = self.recipe or opt.precision    -- restore.lua may have set another one
   self.agreement = agreement.new(self, o)
   self.needs = self:all_needs()
   return self

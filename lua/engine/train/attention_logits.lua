@@ -98,7 +98,8 @@ local function scale_rows(module, rows)
 end
 
 --- Scales the query and key weights, and biases, so that the logits of each head are multiplied by
---- the head's factor in `muls`, { ["MODULE.HEAD"] = factor } or nil.
+--- the head's factor in `muls`, { ["MODULE.HEAD"] = factor } or nil. Then refreshes the
+--- low-precision copies in the parameter set `params`.
 function Logits:scale(muls, params)
   if not muls then return end
   for path, module in pairs(self.modules) do

@@ -62,10 +62,11 @@ local function capture(trainer, batch, handles, n)
   error(result, 0)
 end
 
---- Runs forward and backward of a batch through the captured step. Returns the loss, or nil if the
---- step must run operation by operation: before the capture, for a batch that does not fit the
---- captured graph, in a step whose FP8 layers are measured, and when the parameters' formats or
---- copies have changed since the capture (the step is then captured again).
+--- Runs forward and backward of a batch through the captured step, at the loss scale `scale`.
+--- Returns the loss, or nil if the step must run operation by operation: before the capture, for a
+--- batch that does not fit the captured graph, in a step whose FP8 layers are measured, and when
+--- the parameters' formats or copies have changed since the capture (the step is then captured
+--- again).
 function M.launch(trainer, batch, scale)
   local sites = trainer.optimizer.fp8
   if sites and sites.looking then return nil end

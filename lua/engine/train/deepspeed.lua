@@ -68,7 +68,7 @@ local function unused(config)
   return table.concat(keys, ", ")
 end
 
-local PASSED = "run resume restart_data checkpoint_every log data state"     -- to the session
+local PASSED = "run resume restart_data checkpoint_every log data state"   -- options of the session
 
 --- engine.deepspeed.initialize { model =, config = }. config is the path of DeepSpeed's JSON file,
 --- in which comments and trailing commas are allowed, or a table with its contents. More options:

@@ -62,7 +62,7 @@ local function settings(role)
   return rule, MX_RULES[rule], role.format or format, role.block or block
 end
 
--- The options of a role under a rule of FP8, a rule of microscaling, and the rule ROWS.
+-- The options of a role: under every rule, a rule of FP8, a rule of microscaling, the rule ROWS.
 local ROLE = arguments.set_of "format block rule stochastic keep"
 local FP8_ROLE = arguments.merged(ROLE, arguments.set_of "pow2 margin eps")
 local MX_ROLE = arguments.merged(ROLE, arguments.set_of "factor average backward")
@@ -141,8 +141,8 @@ local FP8 = arguments.merged(FIELDS,
 
 --- Returns the table `fp8` of a base recipe, changed by a user's table `own`. A role or a product
 --- in `own` changes single fields of the base's; but a role with a `rule` of its own starts from
---- this rule's defaults, because a rule decides which other fields there are. Other fields of `own`
---- replace the base's.
+--- this rule's defaults, because a rule decides which other fields there are. All else in `own`,
+--- such as `high`, replaces the base's.
 function M.on_base(base, own)
   local fp8 = arguments.merged(base, own)
   for name in pairs(FIELDS) do

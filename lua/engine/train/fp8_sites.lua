@@ -34,10 +34,11 @@ local roles = fp8_recipe.roles
 
 local M = {}
 
--- Refuses products for which a card has no tensor cores. A formula can compute them, but takes many
--- times as long as high precision. Products for which the user asked for a formula are allowed.
+-- Refuses products for which a card has no tensor cores. A formula could compute them, but takes
+-- many times as long as high precision. A product whose recipe names an accumulator is allowed,
+-- because this asks for the formula.
 local function refuse_formula(layer, recipe, where)
-  local able = C.eng_device_fp8()
+  local able = C.eng_device_fp8()   -- 0: no product is fast, 1: with one scale a tensor, 2: all
   if able == 2 or recipe.role[0].mx > 0 then return end   -- microscaling can multiply in bf16
   for i, name in ipairs(fp8_recipe.products) do
     local whole_tensors = true
@@ -254,7 +255,8 @@ local function decibel(signal, noise)
   return noise == 0 and math.huge or 10 * math.log(signal / noise) / math.log(10)
 end
 
--- Reads what the core gathered for a site since the last read.
+-- Reads what the core gathered for a site since the last read. first: the index of the site's role
+-- x in self.sums and self.maxima; w and dy follow it.
 local function read(self, site, first)
   check(C.eng_fp8_amax(self.amax, site.id))
   if self.looking then check(C.eng_fp8_meters(self.meter, site.id)) end
@@ -272,7 +274,7 @@ local function read(self, site, first)
 end
 
 -- Fills the site's meters, and the statistics that policies read. gradient: the factor by which dy
--- is scaled.
+-- is scaled. first: as in read().
 local function tell(self, site, gradient, first)
   for r = 0, 2 do
     local s, unit, name = self.stats[first + r], r == 2 and gradient or 1, roles[r + 1]

@@ -133,7 +133,8 @@ end
 --- Keeps only this rank's elements of the moments (ZeRO).
 function State:shard() check(C.eng_optimizer_shard(self.handle)) end
 
---- Called after a state is loaded. The next update continues from the loaded number of updates.
+--- Makes the next update continue from the optimizer's number of updates. Called after a state is
+--- loaded.
 function State:restart() C.eng_optimizer_restart(self.handle) end
 
 return M

@@ -136,6 +136,7 @@ local function end_of(self, verdict)
 end
 
 --- Shows a step's record and verdict, and calls on_step. outcome: collects what the summary needs.
+--- rate: tokens per second in this step.
 function M.show(self, outcome, record, verdict, rate)
   local bar = self.progress
   outcome.speed = outcome.speed ~= outcome.speed and rate or 0.9 * outcome.speed + 0.1 * rate

@@ -46,7 +46,7 @@ function M.new(optimizer, spec)
   local self = setmetatable({ optimizer = optimizer, spec = spec, kept = 0, buffers = {},
     known = {} }, State)
   for _, buffer in ipairs(spec.buffers) do self.known[buffer.name] = true end
-  local handles = self.buffers     -- the finalizer must not hold `self`
+  local handles = self.buffers     -- a finalizer that held `self` would keep it alive
   self.guard = ffi.gc(ffi.new "char[1]", function()
     for _, of in pairs(handles) do
       for _, x in pairs(of) do release(x) end
@@ -174,7 +174,8 @@ end
 
 local has = ffi.new("int[1]")
 
--- Updates parameter i. Returns whether it had a gradient.
+-- Updates parameter i. factor: multiplies its gradient. limit: the largest magnitude of a gradient
+-- element after that; 0: none. Returns whether the parameter had a gradient.
 local function update_one(self, i, factor, limit, ctx)
   local p, grad = self.optimizer.list[i], M_ffi.Tensor()
   local shape = p.tensor.shape

@@ -39,8 +39,8 @@ local function matrix(role, rows, columns, in_codes)
   return role.mx > 0 and 2 * rows * columns or rows * columns + 4 * scales(role, rows, columns)
 end
 
--- Returns how many bytes a role's gate takes. Only the rule "quest" and the estimator "dge" have a
--- gate; it holds a bf16 factor for each of the role's `count` elements.
+-- Returns how many bytes a role's gate takes: a bf16 factor on the gradient of each of the role's
+-- `count` elements. Only the rule "quest" and the estimator "dge" have a gate.
 local function gate(role, count)
   return (role.mx - 1 == C.ENG_MX_QUEST or role.dge > 0) and 2 * count or 0
 end
@@ -138,7 +138,7 @@ local function measured(opt, loss)
   local good, message = pcall(function()
     precision.autocast(opt.precision, loss)
     all = tonumber(C.eng_tape_bytes(fp8_bytes))
-    if all < 0 then error("memory: the host is out of memory", 0) end
+    if all < 0 then error("memory: the host is out of memory; hint: a smaller batch", 0) end
   end)
   end_counting()
   -- eng_scope_end fails here while the tape has operations of the scope, so its result is ignored;

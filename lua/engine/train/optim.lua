@@ -52,7 +52,8 @@ local RULES = {
   { { "nesterov" }, "to be true or false", function(v) return type(v) == "boolean" end },
 }
 
--- where: the optimizer and perhaps its group, for messages
+-- Raises an error for an invalid hyperparameter. where: the optimizer and perhaps its group, for
+-- messages.
 local function check_hyper(name, values, where)
   local spec = KINDS[name].spec
   for _, rule in ipairs(RULES) do

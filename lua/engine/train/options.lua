@@ -125,7 +125,8 @@ end
 local function check_loader(data)
   want(type(data) == "table" and data.next, "data", "a loader with next()", data)
   want(not data.state == not data.restore, "data",
-    "a loader with both state() and restore(), or with neither", data)
+    ("a loader with both state() and restore(), or with neither (it has only %s())"):format(
+      type(data) == "table" and data.state and "state" or "restore"), data)
 end
 
 --- Raises an error that names the first invalid option of a session.

@@ -53,7 +53,8 @@ for _, rounding in ipairs { "stochastic", "kahan" } do
     rounding = rounding })
 end
 
--- FP8: linear layers multiply FP8 numbers; everything else is as in bf16. The fields of `fp8`:
+-- FP8: linear layers multiply FP8 numbers; everything else is as in bf16. docs/fp8.md explains the
+-- rules and accumulators. The fields of `fp8`:
 --   x, w, dy  how a layer's input, its weight and the gradient of its output are quantized: tables
 --             of the fields format, block and so on
 --               format      e4m3, e5m2
@@ -117,7 +118,8 @@ end
 local HYBRID = { x = { format = "e4m3" }, w = { format = "e4m3" }, dy = { format = "e5m2" },
   high = { "^head", "^lm_head" } }
 local function hybrid(more) return arguments.merged(HYBRID, more) end
--- source: the project or the authors whose recipe this is, and their paper
+-- Returns the recipe bf16 with the table `fp8`. source: the project or the authors whose recipe
+-- this is, and their paper.
 local function like_bf16(source, fp8, moments)
   return arguments.merged(M.recipes.bf16, { moments = moments, source = source, fp8 = fp8 })
 end

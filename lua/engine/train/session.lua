@@ -89,8 +89,8 @@ function Several:state_tensors()
   return all
 end
 
--- A Several is its own `state`, so it has the methods of an optimizer's state (fused_state.lua),
--- here for the parameters of all its optimizers.
+-- A Several is its own `state`. It has the methods of an optimizer's state (fused_state.lua) that
+-- sessions call, for the parameters of all its optimizers.
 function Several:of(i)
   local n = #self.entries
   while self.entries[n].first >= i do n = n - 1 end
@@ -154,8 +154,8 @@ local function new(given)
   options.check_session(given)
   local o = arguments.merged(given)
   local entries = entries_of(o)
-  raise_if(ranks.size() > 1,
-    "session: a loop written by hand can have one rank only; hint: use engine.trainer")
+  raise_if(ranks.size() > 1, "session: expected a loop written by hand to run on one rank, got " ..
+    "%d ranks; hint: use engine.trainer", ranks.size())
   if #entries == 1 then o.optimizer, o.model = entries[1].opt, model_of(entries[1].opt)
   else
     o.optimizer, o.model = several(entries), Models()

@@ -373,10 +373,10 @@ function Trainer:keeping_buffers(f)
   return restored(f())
 end
 
---- Called when a run resumes. `ranks` and `accumulate` are the run's earlier values. If only the
---- number of ranks has changed, and it divides the number of batches in a step, changes the
---- trainer's `accumulate` so that a step keeps this number of batches. Returns a line about the
---- change, or nil.
+--- Adapts a resumed run to its number of ranks. `ranks` and `accumulate` are the run's earlier
+--- values. If only the number of ranks has changed, and it divides the number of batches in a step,
+--- changes the trainer's `accumulate` so that a step keeps this number of batches. Returns a line
+--- about the change, or nil.
 function Trainer:share_as_before(ranks, accumulate)
   local before, size = ranks * accumulate, self.reducer.size
   local same = "with the same steps except for rounding"       -- the ranks sum in another order

@@ -88,7 +88,8 @@ local function tensor_text(t)
   return text .. " " .. table.concat(more, ", ")
 end
 
--- The inputs that a batch norm over several ranks gets from an exchange between the ranks.
+-- The inputs that a batch norm over several ranks gets from an exchange between the ranks, by
+-- kernel and number of the input (from 1).
 local EXCHANGED = { batch_norm = { [4] = "the mean", [5] = "the variance" },
   batch_norm_grad = { [6] = "the sums over all ranks" } }
 

@@ -50,7 +50,7 @@ function M.new(sites, list)
   return self
 end
 
--- Makes the layers round toward the averages. Until then they round to nearest.
+-- Makes the layers round toward the averages. Before the first call they round to nearest.
 local function start(self)
   for _, average in ipairs(self.list) do
     for _, site in ipairs(average.sites) do check(C.eng_fp8_average(site.id, average.x)) end
@@ -75,7 +75,7 @@ function Averages:move()
   self.held = nil
 end
 
---- Called when the next step retries the current one.
+--- Keeps the averages from moving in the next step, which retries the current one.
 function Averages:hold() self.held = true end
 
 --- Returns the averages for a checkpoint, { ["blocks.1.mlp.up.weight.q_ema"] = tensor }.
@@ -85,8 +85,8 @@ function Averages:tensors()
   return tensors
 end
 
---- Called when the tensors have received the values of a checkpoint. From now on the layers round
---- toward them.
+--- Makes the layers round toward the averages from now on. Called when these have received the
+--- values of a checkpoint.
 function Averages:restored() start(self) end
 
 return M
