@@ -187,7 +187,8 @@ static bool read_scales(eng_policy *p, eng_verdict *out, const verdict_field *f)
       if (group < 0) continue;
       if (p->group_next[group] > 0 && p->group_next[group] != scale)
         return policy_refuse(p, "the scales %g and %g for the group '%.60s'; expected one",
-                             p->group_next[group], scale, p->groups[group]);
+                             fmin(p->group_next[group], scale), fmax(p->group_next[group], scale),
+                             p->groups[group]);
       p->group_next[group] = scale;
     }
   }
@@ -257,7 +258,7 @@ static bool read_numbers(eng_policy *p, eng_verdict *out, const verdict_field *f
       if (!names_tensor(p, named, i)) continue;
       if (values[i] >= 0 && values[i] != value)
         return policy_refuse(p, "the %s %g and %g for the tensor '%.60s'; expected one", f->name,
-                             values[i], value, p->tensors[i]);
+                             fmin(values[i], value), fmax(values[i], value), p->tensors[i]);
       values[i] = value;
     }
   }
