@@ -86,16 +86,16 @@ describe("a wrong command line", function()
   end)
 
   it("of a script's command suggests the script, and how to give a setting", function()
-    local function near(path) return ("there is no script '%s'; did you mean '%s'?"):format(
-      folder .. "/" .. path, folder .. "/job.lua") end
+    local absent = folder .. "/jbo.lua"
+    local near = ("there is no script '%s'; did you mean '%s/job.lua'?"):format(absent, folder)
     for line, message in pairs {
-      ["contest " .. folder .. "/jbo.lua --policy dynamic"] = near "jbo.lua",
+      ["contest " .. absent .. " --policy dynamic"] = near,
       ["contest " .. folder .. " --policy dynamic"] = "expected a script, got the folder '",
       ["contest JOB --policy dynamic name="] = "name: '' is empty; hint: name=NAME chooses",
       ["contest JOB --policy dynamic seeed=3"] = "job.lua help` lists the fields",
       ["plan"] = "expected a script or a folder first, got nothing; see engine help plan",
       ["plan ranks=4"] = "expected a script or a folder first, got 'ranks=4'; see engine help plan",
-      ["plan " .. folder .. "/jbo.lua"] = near "jbo.lua",
+      ["plan " .. absent] = near,
       ["plan JOB --ranks 4"] = "expected name=value, got '--ranks'; write ranks=VALUE",
       ["plan JOB --zero=9"] = "expected zero to be 0, 1, 2 or 3, got 9",
       ["plan " .. folder .. " extra"] = "expected nothing after the folder, got 'extra'",

@@ -3,7 +3,6 @@
 -- return exit_code end }; options.lua makes most of these tables. --help anywhere on the command
 -- line prints the help. To add a subcommand, write the module and add its name in help.lua. Called
 -- by main.c.
-local files = require "engine.base.file"
 local help = require "engine.cli.help"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
@@ -25,18 +24,6 @@ local function run(_, name, ...)
   return 1
 end
 
---- Takes the path of a script that does not exist. Returns a hint that suggests the script with the
---- most similar name in the path's folder or in examples/; "" if no name is near.
-function cli.script_hint(path)
-  local folder, script = path:match("^(.-)([^/]*)$")
-  local paths = {}                        -- name without .lua -> path in quotes
-  for _, dir in ipairs { "examples/", folder } do
-    for _, name in ipairs(files.names(dir == "" and "." or dir) or {}) do
-      local stem = name:match("^(.*)%.lua$")
-      if stem then paths[stem] = "'" .. dir .. name .. "'" end
-    end
-  end
-  return (nearest.hint(script:gsub("%.lua$", ""), paths):gsub("'(.*)'", paths))
-end
+cli.script_hint = require("engine.cli.options").script_hint     -- for main.c
 
 return setmetatable(cli, { __call = run })

@@ -27,11 +27,25 @@ function M.token_id(tokenizer, text, option)
     nearest.hint(text, tokenizer:special_tokens()))
 end
 
+--- Takes the path of a script that does not exist. Returns a hint that suggests the script with the
+--- most similar name in the path's folder or in examples/; "" if no name is near.
+function M.script_hint(path)
+  local folder, script = path:match("^(.-)([^/]*)$")
+  local paths = {}                        -- name without .lua -> path in quotes
+  for _, dir in ipairs { "examples/", folder } do
+    for _, name in ipairs(files.names(dir == "" and "." or dir) or {}) do
+      local stem = name:match("^(.*)%.lua$")
+      if stem then paths[stem] = "'" .. dir .. name .. "'" end
+    end
+  end
+  return (nearest.hint(script:gsub("%.lua$", ""), paths):gsub("'(.*)'", paths))
+end
+
 --- Raises an error unless there is a script `path`; the error suggests the nearest name.
 function M.want_script(path)
   fail_if(files.is_folder(path), "expected a script, got the folder '%s'", path)
   if files.exists(path) then return end
-  fail("there is no script '%s'%s", path, require("engine.cli").script_hint(path))
+  fail("there is no script '%s'%s", path, M.script_hint(path))
 end
 
 --- Raises an error if `given`, a parsed command line, has one of the options `names`. why: the end
