@@ -87,6 +87,7 @@ describe("what a policy logs and prints in a run", function()
     assert.is_true(at(2)["log.twice"] ~= at(2)["log.twice"])           -- nothing was logged
     assert.equal(4, at(3)["log.a b"])
     assert.matches("The policy logged: log.a b 5, log.twice ", h:why(4), 1, true)
+    assert.falsy(tostring(h:why(2)):find("The policy logged", 1, true))
     assert.matches("twice, logged by the policy", tostring(h:plot("log.twice")), 1, true)
     local _, why = pcall(h.plot, h, "twice")
     assert.matches("did you mean 'log.twice'?", why, 1, true)
@@ -115,6 +116,25 @@ describe("what a policy logs and prints in a run", function()
     local text = json.decode(engine.replay.json { r })
     assert.equal(60, #text.policies[1].log.twice)
     assert.equal(json.null, text.policies[1].log.twice[3])
+  end)
+
+  it("ends where another policy continues the run", function()
+    local path = folder .. "/cut"
+    local function gpt(...)
+      return helper.run { "examples/gpt.lua", "layers=1", "width=32", "context=32", "run=" .. path,
+        ... }
+    end
+    assert.equal(0, gpt("steps=5", "checkpoint_every=2", "policy=" .. folder .. "/logger.lua").code)
+    local result = gpt("steps=6", "policy=megatron",
+      "resume=" .. path .. "/checkpoints/step-00000002")
+    assert.equal(0, result.code, result.err)
+    assert.matches("the history drops 3 steps recorded after the checkpoint\n", result.out, 1, true)
+    local h = engine.history.open(path)
+    assert.matches("The policy logged: log.a b 2, log.twice ", h:why(1), 1, true)
+    assert.falsy(tostring(h:why(2)):find("The policy logged", 1, true))
+    assert.falsy(tostring(h:why(5)):find("The policy logged", 1, true))
+    assert.same({}, h:events("layers"))
+    h:close()
   end)
 
   it("has a limited number of printed lines, each with its file and line", function()

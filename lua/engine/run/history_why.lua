@@ -147,13 +147,16 @@ end
 
 local function say_signals(h, row, say)
   if not h:has "signals" then return end
-  for _, kind in ipairs { { "Signals of the script", h:signals() },
-    { "The policy logged", h:logs() } } do
+  local signals = h:signals()
+  for _, kind in ipairs { { "Signals of the script", signals },
+    { "The policy logged", h:logs() } } do                 -- a log is nan where it is not logged
     local parts = {}
     for _, signal in ipairs(kind[2]) do
       local held = one(h, "SELECT value FROM signals WHERE name = ? AND step <= ? ORDER BY step " ..
         "DESC LIMIT 1", signal.name, row.step)
-      if held then parts[#parts + 1] = ("%s %.6g"):format(signal.name, held.value or 0 / 0) end
+      if held and (held.value or kind[2] == signals) then
+        parts[#parts + 1] = ("%s %.6g"):format(signal.name, held.value or 0 / 0)
+      end
     end
     if #parts > 0 then say("%s: %s.", kind[1], table.concat(parts, ", ")) end
   end

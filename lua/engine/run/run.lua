@@ -151,13 +151,31 @@ local function find_checkpoint(self, resume)
   return c
 end
 
+-- Removes the records from the step `done` on, from which a resumed run continues. Notes how many
+-- steps these are. Numbers that policies logged before the cut hold no longer.
+local function cut_history(self, history, done)
+  local read, n, logs = pcall(function()      -- a damaged history raises an error
+    return history:query("SELECT count(*) AS n FROM steps WHERE step >= ?", done)[1].n,
+      history:has "signals" and history:logs() or {}
+  end)
+  if read and n > 0 then
+    self.notes[#self.notes + 1] = ("the history drops %s recorded after the checkpoint"):format(
+      show.counted(n, "step"))
+  end
+  self:complain(history:resume(done))
+  for _, log in ipairs(read and logs or {}) do
+    self.logged = self.logged or {}
+    self.logged[log.name] = true
+  end
+end
+
 --- Opens the history. With `cut`, removes the rows of the trainer's current step and later steps.
 function Run:open_history(cut)
   if not self.wants_history then return end
   local path = self.path .. "/history.db"
   cut = cut and files.exists(path)
   self.history = require("engine.run.history").open(path, { write = true })
-  if cut then self:complain(self.history:resume(self.trainer.steps_done)) end
+  if cut then cut_history(self, self.history, self.trainer.steps_done) end
   -- a resume that makes no step keeps the facts about the steps that were made
   self.undescribed = cut and self.trainer.steps_done >= (self.trainer.steps or math.huge)
   if not self.undescribed then self:describe() end
@@ -312,7 +330,9 @@ function Run:describe()
         swap.described(policy))
     end
   end
-  self:layers(trainer.steps_done - 1, trainer.steps_done > 0)
+  local moved = trainer.steps_done > 0
+    and #history:query("SELECT 1 FROM events WHERE kind = 'layers' LIMIT 1") > 0
+  self:layers(trainer.steps_done - 1, moved)
 end
 
 -- ------------------------------------------------------------------ while it runs
