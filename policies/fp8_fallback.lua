@@ -28,8 +28,8 @@ return {
             or options.pause, options.longest)
           state.pause[site], state.back[site] = pause, now + pause
           why = why or string.format(
-            "%s to high precision: SNR %.1f dB, share lost to 0 %.2g, share clipped %.2g", name,
-            t.snr, lost, clipped)
+            "%s moves up: SNR %.1f dB, %.2g %% became 0, %.2g %% clipped", name, t.snr, 100 * lost,
+            100 * clipped)
         end
       end
     end

@@ -98,7 +98,7 @@ local settings = {
     function(x) return type(x) == "number" and policies.usable(x) end,
     function(t) return t.policy:scale() end,
     function(t, x) t.policy:set_scale(x) end },
-  steps = { "a whole number", count, function(t) return t.steps end, function(t, x)
+  steps = { "a whole number below 2^53", count, function(t) return t.steps end, function(t, x)
     t.steps = x
     if t.progress then t.progress:expect(x) end
   end },

@@ -93,7 +93,8 @@ local function say_context(h, row, say)
       row.step).step
     say("This is overflow number %d in a row.", row.step - (good or first - 1))
   elseif before then
-    say("The previous overflow was at step %d, %d steps earlier.", before, row.step - before)
+    say("The previous overflow was at step %d, %s earlier.", before,
+      show.counted(row.step - before, "step"))
   else
     say("No earlier overflow is recorded (since step %d).", first)
   end
