@@ -205,14 +205,14 @@ end
 function commands.pause(self, request, number)
   local before = self.paused
   self.paused = held_by(self, request, number)
-  end_steps(self, false, ("step: another client paused the run before step %d"):format(
+  end_steps(self, false, ("step: a later request paused the run before step %d"):format(
     self.trainer.steps_done))
   if before then return "the run is already paused" end
   return tell(self, "paused", "paused by an attached client")
 end
 
 function commands.resume(self)
-  end_steps(self, false, ("step: another client resumed the run before step %d"):format(
+  end_steps(self, false, ("step: a later request resumed the run before step %d"):format(
     self.trainer.steps_done))
   if not self.paused then return "the run is not paused" end
   self.paused = nil
@@ -226,6 +226,8 @@ function commands.step(self, request, number)
     return nil, "step: expected a whole number of steps, 1 or more, got " .. M_ffi.value_text(n)
   end
   self.next_pause = held_by(self, request, number)
+  end_steps(self, false, ("step: a later request for steps replaced this one before step %d")
+    :format(self.trainer.steps_done))
   self.steps_left, self.paused, self.waiting[number] = n, nil, request.id or true
 end
 
