@@ -170,6 +170,9 @@ describe("a mistake with tensors", function()
       .. "x:transpose(1, -1) makes it the last" },
     { "x:logsumexp(3)", "logsumexp: there is no dimension 3 in [2 x 3]; dimensions count from 1, "
       .. "or from -1 backward" },
+    { "x:logsumexp(-1, 1)", "logsumexp: expected keepdim to be true or false, got 1" },
+    { "engine.tensor({ -1 }, 'u16')", "there is no dtype 'u16'; did you mean 'f16'?; dtypes: f32 "
+        .. "f64 f16 bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2" },
     { "x:topk(1, 1)", "topk: expected the last dimension of [2 x 3], got dimension 1; hint: "
       .. "x:transpose(1, -1) makes it the last" },
     { "engine.stack({ x, x }, 0)", "stack: expected a dimension from 1 to 3 for [2 x 3], got 0" },

@@ -64,7 +64,7 @@ end
 -- any numbers for other dtypes.
 local function want_held(values, count, dtype, name)
   local sign, bits = tostring(dtype):match("^([iu])(%d+)$")
-  if not sign then return end
+  if not sign or not M_ffi.dtype[dtype] then return end
   local power = sign == "u" and tonumber(bits) or bits - 1
   local low, high = sign == "u" and 0 or -2 ^ power, 2 ^ power
   for i = 0, count - 1 do

@@ -150,12 +150,14 @@ function methods.contiguous(x) return run1("contiguous", x) end
 --- autocast sets. The optional argument d must be the last dimension.
 ---   softmax            e^x / sum(e^x) over the last dimension
 ---   log_softmax        log(softmax(x)) over the last dimension
----   logsumexp          log(sum(e^x)) over the last dimension; removes this dimension
+---   logsumexp          log(sum(e^x)) over the last dimension; removes this dimension, unless
+---                      keepdim, the argument after d, is true
 for _, name in ipairs { "softmax", "log_softmax", "logsumexp" } do
-  methods[name] = function(x, d)
+  methods[name] = function(x, d, keepdim)
     want(x, name)
     calls.want_last(x, d, name)
-    return run1(name, x)
+    local keep = name == "logsumexp" and calls.keep_of(keepdim, name) == 1
+    return keep and methods.unsqueeze(run1(name, x), -1) or run1(name, x)
   end
 end
 
