@@ -13,7 +13,7 @@ return {
   init = function(options)
     check.not_negative(options, "snr", "underflow", "clipped")
     check.expect(options, options.pause >= 1 and options.grow >= 1
-      and options.longest >= options.pause, "pause >= 1, grow >= 1 and longest >= pause")
+      and options.longest >= options.pause, "longest >= pause >= 1 and grow >= 1")
     return { scale = 1, step = 0, back = {}, pause = {} }
   end,
   decide = function(state, record, options)

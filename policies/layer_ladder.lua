@@ -14,7 +14,7 @@ return {
     check.not_negative(options, "snr", "snr_high")
     check.count(options, "rungs")
     check.expect(options, options.pause >= 1 and options.grow >= 1
-      and options.longest >= options.pause, "pause >= 1, grow >= 1 and longest >= pause")
+      and options.longest >= options.pause, "longest >= pause >= 1 and grow >= 1")
     return { scale = 1, step = 0, rung = {}, pause = {}, down = {} }
   end,
   decide = function(state, record, options)

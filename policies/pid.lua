@@ -20,7 +20,8 @@ return {
   },
 
   init = function(options)
-    check.positive(options, "target", "shock", "most")
+    check.positive(options, "target", "shock")
+    check.expect(options, options.most > 0, "most > 0 (inf: no limit)")
     check.not_negative(options, "kp", "ki", "kd")
     return { scale = check.limits(options), change = 0 }
   end,

@@ -28,7 +28,9 @@ return {
   init = function(options)
     check.positive(options, "init_scale", "sigmas")
     check.count(options, "growth_interval")
-    check.not_negative(options, "warmup", "skips", "patience", "slow", "lr_mul", "cooldown")
+    check.not_negative(options, "warmup", "slow", "lr_mul", "cooldown")
+    check.expect(options, options.skips >= 0 and options.patience >= 0,
+      "skips >= 0 and patience >= 0 (inf: no limit)")
     check.expect(options, options.decay > 0 and options.decay <= 1, "decay in (0, 1]")
     check.whole(options, "back", 0, 1e9)
     check.whole(options, "leave_out", 0, 1e9)

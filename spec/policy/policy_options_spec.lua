@@ -43,7 +43,7 @@ local REFUSED = {
   pid = { { "kp=-1", NOT_NEGATIVE }, { "kd=nan", NOT_NEGATIVE }, { "shock=0", POSITIVE } },
   spike = { { "growth_interval=0", COUNT }, { "sigmas=inf", POSITIVE }, { "back=1.5", UPDATES },
     { "leave_out=-1", UPDATES }, { "slow=-1", NOT_NEGATIVE }, { "lr_mul=inf", NOT_NEGATIVE },
-    { "decay=0", "decay in (0, 1]" }, { "patience=-1", NOT_NEGATIVE },
+    { "decay=0", "decay in (0, 1]" }, { "patience=-1", "patience >= 0" },
     { "init_scale=0", POSITIVE } },
   underflow = { { "last=-24.5", BIN }, { "target=0", POSITIVE }, { "limit=1", SHARE },
     { "patience=0", "patience >= 1" } },
@@ -71,6 +71,13 @@ describe("a shipped policy refuses", function()
       end)
     end
   end
+
+  it("no infinite number that means no limit", function()
+    for _, text in ipairs { "spike:patience=inf", "spike:skips=inf", "pid:most=inf",
+      "guarded:patience=inf", "fast_backoff:growth_interval=inf" } do
+      assert.equal(text:match "^%w+", (engine.policy.load(text).name:gsub("_.*", "")))
+    end
+  end)
 
   it("limits of the scale that float32 cannot hold or that exclude each other", function()
     for _, name in ipairs { "bandit", "entropy", "fast_backoff", "histogram", "layerwise",
