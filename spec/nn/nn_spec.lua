@@ -50,6 +50,15 @@ describe("a module", function()
     assert.equal(1, select(2, tostring(net):gsub("head: embedding", "")))
   end)
 
+  it("has fields with its own modules in a table, or with an optimizer", function()
+    local model = nn.class("Keeper")()
+    model.q = nn.linear(2, 3)
+    model.by_name = { q = model.q }
+    model.opt = engine.optim.sgd(model.q, { lr = 1 })
+    assert.equal(model.q, model.by_name.q)
+    assert.equal(2, #model:parameters())
+  end)
+
   it("counts a tied weight once, and its gradient has both parts", step(function()
     local net = nn.sequential { nn.linear(2, 2, { bias = false }),
       nn.linear(2, 2, { bias = false }) }
