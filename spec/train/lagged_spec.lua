@@ -1,17 +1,18 @@
 -- mode = "lagged": the policy decides one step later than the update, and nothing else changes.
 local engine = require "engine"
 local helper = require "spec.helper"
+local progress = require "engine.run.progress"
 
 local TEXT = require("engine.report.lab").text(20000)
 
 --- Trains a small GPT (or continues with the model and the optimizer of the trainer `of`); returns
---- { loss, scale, overflow }, each a table by step; the run's summary; and the trainer.
+--- { loss, scale, overflow, updates }, each a table by step; the run's summary; and the trainer.
 local function train(options)
   engine.seed(5)
   local of = options.of
   local model = of and of.model or engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2,
     layers = 2, dropout = options.dropout or 0 }
-  local seen = { loss = {}, scale = {}, overflow = {} }
+  local seen = { loss = {}, scale = {}, overflow = {}, updates = {} }
   local trainer = engine.trainer {
     model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 },
     steps = options.steps or 24, log = "quiet",
@@ -27,7 +28,10 @@ local function train(options)
         record.overflow
     end,
   }
+  local update = progress.update
+  progress.update = function(_, row) seen.updates[row.step - 1] = row.updates end
   local summary = trainer:run()
+  progress.update = update
   return seen, summary, trainer
 end
 
@@ -55,7 +59,12 @@ describe("lagged training", function()
     assert.equal(2 ^ 30, seen.scale[1])
     assert.equal(2 ^ 29, seen.scale[2])
     assert.is_true(summary.skipped > 2 and summary.updates == 24 - summary.skipped)
-    for step = 0, 22 do assert.is_true(seen.loss[step] == seen.loss[step]) end
+    local updates = 0                       -- those that the progress line shows
+    for step = 0, 22 do
+      assert.is_true(seen.loss[step] == seen.loss[step])
+      updates = updates + (seen.overflow[step] == 0 and 1 or 0)
+      assert.equal(updates, seen.updates[step])
+    end
   end)
 
   --- Returns a function that makes trainers of one model and optimizer, and a table whose first

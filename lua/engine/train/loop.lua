@@ -142,8 +142,9 @@ function M.show(self, outcome, record, verdict, rate)
   outcome.speed = outcome.speed ~= outcome.speed and rate or 0.9 * outcome.speed + 0.1 * rate
   outcome.loss, outcome.scale = record.loss, verdict.scale
   remember_row(self, record)
-  -- in a lagged run, steps_done already counts the step after this one
-  bar:update { step = tonumber(record.step) + 1, updates = self.updates, loss = record.loss,
+  -- in a lagged run, steps_done and updates may already count the step after this one
+  local step = tonumber(record.step) + 1
+  bar:update { step = step, updates = self.updates - (self.steps_done - step), loss = record.loss,
     lr = record.lr, scale = record.scale, skipped = self.skipped, overflow = record.overflow ~= 0,
     unscaled = not self.precision.scaled and self.policy.name == "static" and verdict.scale == 1,
     amax = record.amax, norm = record.norm, shadows = self.shadows,
