@@ -242,7 +242,8 @@ static bool read_norms(eng_policy *p, eng_verdict *out, const verdict_field *f)
   return true;
 }
 
-// Reads `lr_muls` or `caps`, which give a number to each tensor.
+// Reads `lr_muls` or `caps`, which give a number to each tensor. The order of a table's entries
+// differs between processes, so messages name the smaller of two numbers first, as in read_scales.
 static bool read_numbers(eng_policy *p, eng_verdict *out, const verdict_field *f)
 {
   lua_State *L = p->L;

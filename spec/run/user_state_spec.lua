@@ -111,7 +111,7 @@ describe("trainer.state", function()
       ["trainer.state.again: the table contains itself"] = loop,
       ["trainer.state: expected keys to be numbers, strings or booleans, got a table"] =
         { [{}] = 1 },
-      ["trainer.state.x: tensor f32 [2] belongs to "] = { x = stale },
+      ["trainer.state.x: tensor f32 [2] belonged to "] = { x = stale },
       ["trainer.state: expected a plain table, got nothing"] = "nothing",
       ["trainer.state: expected a plain table, got 5"] = 5,
     } do
