@@ -264,7 +264,7 @@ describe("FP8 quantizers", function()
       { function() fp8.matmul(fp8.quantize(x), fp8.quantize(x),
         { transpose_b = true, dtype = "e4m3" }) end, "expected dtype bf16, f16, f32 or f64" },
       { function() fp8.decode(256, "e4m3") end, "expected a code of e4m3 below 256, got 256" },
-      { function() fp8.quantize(x, { block = { 1, -1 } }) end, "the columns of a block" },
+      { function() fp8.quantize(x, { block = { 1, -1 } }) end, "the number of columns in a block" },
       { function() fp8.quantize(x, { block = "1x128", factor = 2 }) end,
         "a given factor needs one block for the whole tensor" },
       { function() fp8.quantize(x, { format = "e5m6" }) end, "e5m6 packs 8 numbers" },

@@ -149,8 +149,8 @@ describe("an FP8 recipe", function()
     refused({ high = { "^$" } }, "the pattern '^$' matches no linear layer of this model")
     refused({ policy = "dynamic" },
       "fp8: policy: policy dynamic chooses a loss scale and does not work on FP8 layers; hint: " ..
-      "forward_high_before_decay, fp8_delayed, fp8_fallback, fp8_lm, layer_ladder, sqrt3, or a " ..
-      "file")
+      "use forward_high_before_decay, fp8_delayed, fp8_fallback, fp8_lm, layer_ladder, sqrt3, " ..
+      "or a file")
     refused({ policy = "fp8_delayd" },
       "fp8: policy: there is no FP8 policy 'fp8_delayd'; did you mean 'fp8_delayed'?")
   end)
