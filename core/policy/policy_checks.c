@@ -169,8 +169,8 @@ static int check_rescale(lua_State *L)
   return 1;
 }
 
-// check.limits(options): checks init_scale and its limits, min_scale and max_scale, and returns the
-// initial scale.
+// check.limits(options): checks init_scale and its limits, min_scale (0: no limit) and max_scale
+// (infinite: no limit), and returns the initial scale.
 static int check_limits(lua_State *L)
 {
   lua_settop(L, 1);
@@ -178,10 +178,10 @@ static int check_limits(lua_State *L)
   lua_pushliteral(L, "min_scale");
   lua_pushliteral(L, "max_scale");
   option_in(L, 2, FLOAT32);
-  double least = option_in(L, 3, FLOAT32), most = option_in(L, 4, FLOAT32);
-  if (least > most) {
-    lua_pushfstring(L, "expected min_scale <= max_scale, got min_scale = %f, max_scale = %f", least,
-                    most);
+  double least = option(L, 3), most = option(L, 4);
+  if (!(least >= 0 && most > 0 && least <= most)) {
+    lua_pushfstring(L, "expected 0 <= min_scale <= max_scale, got min_scale = %f, max_scale = %f",
+                    least, most);
     return lua_error(L);
   }
   lua_pushnumber(L, option(L, 2));

@@ -32,7 +32,8 @@ describe("a Lua pattern", function()
       (".*%b()"):rep(9), ("%d*%a*"):rep(9) } do
       assert.matches("^a match could take minutes", pattern.problem(text) or "", 1, false, text)
     end
-    for _, text in ipairs { ".*blocks.*attn.*qkv.*weight", "^.-%.(.-)%.(.-)$", ".*.*.*",
+    for _, text in ipairs { ".*model.*layers.*attn.*q_proj.*weight.*", "%w+%.?%w*%.?%w*%.?weight",
+      ".*blocks.*attn.*qkv.*weight", "^.-%.(.-)%.(.-)$", ".*.*.*",
       ("%d+%."):rep(60), ("%d+%a+"):rep(60) .. "!", ("%.?%d"):rep(60), "[%w_]*",
       "%f[%w]a*%f[%W]", ("%b()"):rep(60) } do
       assert.is_nil(pattern.problem(text), text)

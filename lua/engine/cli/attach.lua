@@ -17,8 +17,8 @@ Opens a REPL on a run, given by its name (runs/RUN) or its directory. It works f
 the user who started the run. With -e it runs CODE and ends. While the run is alive:
 
   run:status()                  its step, loss, scale ...     (also: print(run))
-  run:pause()  run:resume()     between two steps; a pause ends when this REPL closes, unless it was
-                                run:pause { stay = true }
+  run:pause()  run:resume()     between two steps; a pause ends when all REPLs that asked for it
+                                have closed, unless one used run:pause { stay = true }
   run:step(5)                   five steps, then a pause
   run:set("lr", 1e-4)           lr clip clip_value scale steps checkpoint_every stats_every;
                                 run:set("lr", "schedule") returns to the schedule

@@ -100,7 +100,7 @@ end
 
 --- Skips n batches.
 function Loader:skip(n) self.at = self.at + arguments.want_whole(n, "data.skip", "n", 0) end
-Loader.__call, Loader.__ipairs = position.no_loop, position.no_loop
+Loader.__call = position.no_loop
 
 -- Fields that must be equal in a saved position and in the loader that continues from it. If one of
 -- them differs, the position refers to other batches.

@@ -97,7 +97,7 @@ end
 
 local IDENTITY = { "kind", "seed", "batch", "weights" }
 
-Mix.__call, Mix.__ipairs = position.no_loop, position.no_loop
+Mix.__call = position.no_loop
 
 --- Returns the positions of the mixture and of its loaders as plain data.
 function Mix:state()

@@ -121,7 +121,7 @@ end
 function Packed:skip(n)
   for _ = 1, arguments.want_whole(n, "data.skip", "n", 0) do fill(self) end
 end
-Packed.__call, Packed.__ipairs = position.no_loop, position.no_loop
+Packed.__call = position.no_loop
 
 local IDENTITY = { "kind", "seed", "batch", "context", "shuffle", "examples", "pack", "end_token",
   "encoding" }

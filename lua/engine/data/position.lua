@@ -10,7 +10,7 @@ local raise, raise_if = M_ffi.raise, M_ffi.raise_if
 
 local M = {}
 
---- Raises an error. Loaders have this function as their metamethods __call and __ipairs.
+--- Raises an error. Loaders have this function as their metamethod __call.
 function M.no_loop()
   raise("a data loader cannot be called or looped over; hint: for i = 1, n do local batch = " ..
     "data:next() ... end")
