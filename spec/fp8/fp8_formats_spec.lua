@@ -297,7 +297,7 @@ describe("FP8 formats (" .. table.concat(SETS, ", ") .. ")", function()
       "random numbers: expected a tensor that is not in FP8, got e4m3")
     assert.error_matches(function() q:requires_grad() end, "expected a floating%-point tensor")
     assert.error_matches(function() engine.ones(3):to("f16", { saturate = true }) end,
-      "options of the dtypes e4m3 and e5m2, got 'f16'")
+      "expected e4m3 or e5m2, the dtypes with the options saturate and stochastic, got 'f16'")
     assert.error_matches(function() engine.ones(3):to("e4m3", { saturates = true }) end,
       "saturates")
     assert.same({ { 1, 1, 1 }, { 1, 1, 1 } },
