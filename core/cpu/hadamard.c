@@ -116,9 +116,10 @@ static void load_group(double (*to)[LINE], const rotation *o, int64_t first, int
 static bool halves_fit(const rotation *o)
 { return o->x->dtype == ENG_bf16 && o->dtype == ENG_bf16 && (o->n == 16 || o->n == 64); }
 
-// Returns a pointer into x, or to a copy in `room`. There, element first + k of line `line` + l has
-// the index k * *stride + l, for k < n and l < some. Only `some` of LINE lines exist; a copy holds
-// zeros for the others.
+// Returns the group of o->n elements that begins at `first`, in LINE lines from `line` on, of which
+// only `some` exist: a pointer into x or, if x does not fit, to a copy in `room`. Relative to the
+// pointer, element first + k of line `line` + l has the index k * *stride + l. A copy has zeros in
+// the lines that do not exist.
 static const uint16_t *find_halves(uint16_t (*room)[LINE], int64_t *stride, const rotation *o,
                                    int64_t first, int64_t line, int some)
 {

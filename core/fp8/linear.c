@@ -108,8 +108,8 @@ static eng_status multiply(tensor **y, const fp8_site *s, int product, fp8_facto
 
 // ---- weights
 
-/// A parameter's FP8 copy. It is rebuilt after its source, its site, the recipe, the factor, the
-/// Hadamard signs or the site's average has changed.
+/// A parameter's FP8 copy. It is rebuilt after its source, its site, the recipe, w's factor of
+/// delayed scaling, the Hadamard signs or the site's average of w has changed.
 typedef struct fp8_weight {
   params_derived derived;
   int64_t  site;
@@ -117,7 +117,7 @@ typedef struct fp8_weight {
   int64_t  step;               // the step that drew its Hadamard signs (fp8_mx_step); 0: the signs
                                // are fixed
   const tensor *source;        // the master, or its low-precision copy
-  double   factor;
+  double   factor;             // of delayed scaling
   uint32_t average_seen;       // storage.writes of the site's average
   fp8_copies made;             // q_t: for dx; NULL if dx reads q
 } fp8_weight;

@@ -448,9 +448,11 @@ describe("data", function()
     refuses("data.csv { path = folder .. '/d.csv' }",
       "data.csv: FOLDER/d.csv has one column; expected features and a target")
     refuses("data.csv { path = folder .. '/e.csv', classes = true }",
-      "data.csv: row 2 of FOLDER/e.csv has the class 1.5, expected a whole number of 0 or more")
+      "data.csv: FOLDER/e.csv: expected a class, a whole number of 0 or more, in column 2 of "
+        .. "numeric row 2, got 1.5")
     refuses("data.csv { path = folder .. '/f.csv', classes = true }",
-      "data.csv: row 2 of FOLDER/f.csv has the class -1, expected a whole number of 0 or more")
+      "data.csv: FOLDER/f.csv: expected a class, a whole number of 0 or more, in column 2 of "
+        .. "numeric row 2, got -1")
     refuses("data.csv { path = folder .. '/e.csv', target = 3 }",
       "data.csv: there is no column 3 in FOLDER/e.csv, which has 2 columns")
     file("g.csv", "width,label\n1,0\n")

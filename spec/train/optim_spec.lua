@@ -361,7 +361,7 @@ describe("the state of an optimizer", function()
     refuses(with { ["w.moment2"] = engine.zeros(4) }, 3,
       "optimizer state: expected 'w.moment2' to have shape [3], got [4]")
     refuses(with { ["v.moment1"] = engine.zeros(3) }, 3,
-      "optimizer state: 'v.moment1' belongs to no parameter; did you mean 'w.moment1'?")
+      "optimizer state: this optimizer has no tensor 'v.moment1'; did you mean 'w.moment1'?")
     refuses(good, nil, "optimizer state: expected the number of updates to be a whole number of " ..
       "0 or more, got nothing")
     opt:load_state(good, 3)

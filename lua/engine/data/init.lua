@@ -387,8 +387,8 @@ function M.csv(given)
   for r = 0, o.classes and n - 1 or -1 do
     local class = values[r * columns + target]
     if class % 1 ~= 0 or class < 0 then
-      raise("data.csv: row %d of %s has the class %s, expected a whole number of 0 or more", r + 1,
-        o.path, class)
+      raise("data.csv: %s: expected a class, a whole number of 0 or more, in column %d of " ..
+        "numeric row %d, got %s", o.path, target, r + 1, class)
     end
   end
   local width = columns - 1

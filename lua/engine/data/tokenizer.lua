@@ -70,7 +70,7 @@ end
 local function build_model(model, to)
   local fail, kind = to.fail, model_type(model)
   local number = MODELS[kind] or fail("type '%s' is not supported%s", tostring(kind),
-    nearest.hint(tostring(kind), nearest.keys(MODELS)))
+    nearest.choices(tostring(kind), nearest.keys(MODELS), "types"))
   local vocab = field(to, model, "vocab", "table")
   if given(model.dropout) and model.dropout ~= 0 then
     fail("expected dropout to be 0, got %s; dropout makes ids random", value_text(model.dropout))

@@ -461,8 +461,9 @@ function Optimizer:load_state(tensors, updates)
   end
   for name in pairs(tensors) do
     if not own[name] then
-      raise("optimizer state: '%s' belongs to no parameter%s", tostring(name),
-        nearest.hint(tostring(name), names))
+      local hint = nearest.hint(tostring(name), names)
+      raise("optimizer state: this optimizer has no tensor '%s'%s", tostring(name), hint ~= ""
+        and hint or "; hint: the state may be of another optimizer or another model")
     end
   end
   for name, target in pairs(own) do target:copy(tensors[name]) end
