@@ -10,14 +10,16 @@ local quote = helper.quote
 local JOB = [[
 local engine = require "engine"
 local cfg = engine.config { policy = "dynamic:init_scale=2^18,growth_interval=10", run = "job",
-  lr = 1e-3, steps = 60, wait = 0, every = 0, other = false, mode = "sync", by_hand = false }
+  lr = 1e-3, steps = 60, wait = 0, every = 0, other = false, mode = "sync", by_hand = false,
+  resume = "" }
 local function job(run, steps)
   engine.seed(3)
   local model = engine.nn.gpt { vocab = 256, context = 8, width = 16, heads = 2, layers = 1 }
   local data = engine.data.text { text = ("some text to learn from, "):rep(200), batch = 2,
     context = 8, seed = 9 }
   return engine.trainer { model = model, data = data, steps = steps, log = "quiet", run = run,
-    policy = cfg.policy, checkpoint_every = cfg.every, mode = cfg.mode, config = cfg,
+    policy = cfg.policy, resume = cfg.resume, checkpoint_every = cfg.every, mode = cfg.mode,
+    config = cfg,
     optimizer = engine.optim.adamw(model, { lr = cfg.lr, precision = "fp16" }),
     on_step = function() require("engine.base.ffi").C.eng_sleep(cfg.wait) end }
 end
@@ -204,5 +206,16 @@ describe("engine replay --verify", function()
     assert.equal(0, #v.differences)
     assert.equal("runs/stopped\n", helper.shell(("cd %s && ls -d runs/stop*"):format(quote(
       folder))).out)
+  end)
+
+  it("names a later start of the run, whose arguments the live run has", function()
+    made("again", "steps=6")
+    made("again", "steps=9 resume=auto")
+    local text = shell("replay again " .. OWN .. " --verify --from 0 --steps 4").out
+    assert.matches("note: step 6: the run was resumed; the live run has the arguments of the last "
+      .. "start (resumed at step 6, ", text, 1, true)
+    assert.matches("4 of 4 steps compared, from step 0\n", text, 1, true)
+    text = shell("replay again " .. OWN .. " --verify --from 6 --steps 2").out
+    assert.falsy(text:find("note: step 6", 1, true), text)
   end)
 end)

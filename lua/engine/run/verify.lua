@@ -135,6 +135,26 @@ local function start_of(path, trace, target)
   return 1, nil
 end
 
+-- What an event of the recorded run means for a live run that starts before the event.
+local CHANGES = {
+  resumed = "the run was resumed; the live run has the arguments of the last start",
+  precision = "the recipe changed; the live run has the last one from its first step on",
+  set = "an attached client changed a setting, which the live run does not repeat",
+}
+
+-- Returns notes about the events after the step `from` for which a live run from `from` to `last`
+-- may differ from the recorded run.
+local function changes_after(events, from, last)
+  local notes = {}
+  for _, event in ipairs(events) do
+    local what = CHANGES[event.kind]
+    if what and event.step > from and (event.kind ~= "set" or event.step <= last) then
+      notes[#notes + 1] = ("step %d: %s (%s)"):format(event.step, what, event.text)
+    end
+  end
+  return notes
+end
+
 --- Prepares a verification of a policy (source, options: as in replay.run) on the run at `path`.
 --- wish: { from, steps, script }; with `from`, a step, the live run starts at the newest checkpoint
 --- of that step or before. run: the folder of the live run. Returns { job = the input of
@@ -148,7 +168,7 @@ function M.plan(path, source, options, wish, run)
   if not trace.rows then error("--verify needs a run, not a string of outcomes", 0) end
   path = require("engine.run.runs").folder(trace.name)
   local history = require("engine.run.history").open(trace.name)
-  local meta, config = history:meta(), history:config()
+  local meta, config, events = history:meta(), history:config(), history:events()
   history:close()
   fail_if((tonumber(meta.ranks) or 1) > 1, "%s was made by %s ranks; --verify runs one process " ..
     "and expects a run of one rank", path, meta.ranks)
@@ -165,6 +185,9 @@ function M.plan(path, source, options, wish, run)
   local count = math.min(wish.steps or STEPS, #rows - first + 1)
   local part = {}
   for i = first, first + count - 1 do part[#part + 1] = rows[i] end
+  for _, note in ipairs(changes_after(events, part[1].step, part[#part].step)) do
+    notes[#notes + 1] = note
+  end
   local policy = require("engine.policy.policy").load(source, options)
   fail_if(not policy.source, "policy %s is a class of a script; expected the name or the file " ..
     "of a policy, which a live run can load", policy.name)
