@@ -322,6 +322,24 @@ describe("a policy of FP8 layers", function()
   end)
 end)
 
+describe("a run that begins from another run's checkpoint", function()
+  it("records the layers that are off the recipe, or no event", function()
+    for scales, first in pairs { ['["blocks.1.attn.qkv:high"] = 2'] = "3 blocks", [""] = false } do
+      local from, to = folder .. "/from", folder .. "/to"
+      local policy = policy_file(([[return { kind = "fp8",
+        init = function() return { scale = 1 } end,
+        decide = function() return { scale = 1, scales = { %s } } end }]]):format(scales))
+      job { fp8 = { policy = policy }, steps = 4, run = from }
+      job { fp8 = { policy = policy }, steps = 5, run = to, resume = from }
+      local recorded = moves("layers", to)[1]
+      assert.equal(first, recorded and recorded:sub(1, 8) or false)
+      assert.is_true(not recorded or recorded == "3 blocks.1.attn.qkv=2", recorded)
+      helper.remove(from)
+      helper.remove(to)
+    end
+  end)
+end)
+
 describe("a shadow of FP8 layers", function()
   for base, moving in pairs(MOVING) do
     it("changes nothing, and decides as the live policy until updates differ: " .. base, function()

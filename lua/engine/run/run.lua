@@ -154,10 +154,11 @@ end
 -- Removes the records from the step `done` on, from which a resumed run continues. Notes how many
 -- steps these are. Numbers that policies logged before the cut hold no longer.
 local function cut_history(self, history, done)
-  local read, n, logs = pcall(function()      -- a damaged history raises an error
+  local read, n, logs, moves = pcall(function()      -- a damaged history raises an error
     return history:query("SELECT count(*) AS n FROM steps WHERE step >= ?", done)[1].n,
-      history:has "signals" and history:logs() or {}
+      history:has "signals" and history:logs() or {}, #history:events "layers"
   end)
+  self.had_moves = read and moves > 0      -- whether the history has rungs to replace
   if read and n > 0 then
     self.notes[#self.notes + 1] = ("the history drops %s recorded after the checkpoint"):format(
       show.counted(n, "step"))
@@ -330,9 +331,7 @@ function Run:describe()
         swap.described(policy))
     end
   end
-  local moved = trainer.steps_done > 0
-    and #history:query("SELECT 1 FROM events WHERE kind = 'layers' LIMIT 1") > 0
-  self:layers(trainer.steps_done - 1, moved)
+  self:layers(trainer.steps_done - 1, self.had_moves)
 end
 
 -- ------------------------------------------------------------------ while it runs
