@@ -253,13 +253,6 @@ VF_INLINE int encode_powers(void *to, const strip *s, const bool values, const b
   }
   return c;
 }
-#else
-VF_INLINE int encode_powers(void *to, const strip *s, const bool values, const bool each,
-                            const mx_format f)
-{
-  (void)to, (void)s, (void)values, (void)each, (void)f;
-  return 0;
-}
 #endif
 
 /// Encodes a strip. With `each`, every column is a block.
@@ -269,7 +262,9 @@ VF_INLINE void encode_strip(void *to, const strip *s, const bool values, const b
   const float *factor = s->factor, *unit = s->unit;
   int first = 0;
   if (s->dtype == ENG_bf16 && how == NEAREST && (!values || s->exact)) {
+#if defined(ENG_ISA_avx512)
     first = encode_powers(to, s, values, each, f);
+#endif
     if (first == 0)
       first = each ? encode_column_pairs(to, s, values, f) : encode_row_pairs(to, s, values, f);
   }
