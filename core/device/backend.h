@@ -93,6 +93,8 @@ typedef struct param_span {
   double  *norms;       // [ENG_NORMS] sums of squares for optimize to fill, or NULL
 } param_span;
 
+enum { STATS_TICKETS = 64 };   // the most tickets of gradstats_start that may be open
+
 typedef struct backend {
   const char *name;
 
@@ -118,9 +120,9 @@ typedef struct backend {
   /// gradstats_start starts gradstats and does not wait. The result stays on the device, where
   /// `optimize` with update->lagged reads it; *ticket (never 0) identifies it. gradstats_fetch
   /// copies the result to the host and waits only if it is not ready. A ticket can be fetched once;
-  /// a fetch with `stats` NULL drops the result. At most 64 tickets may be open. `loss`: the loss
-  /// tensors of the step (f32, one element each), whose values are fetched with the statistics.
-  /// Both functions are NULL on devices that compute in host memory.
+  /// a fetch with `stats` NULL drops the result. At most STATS_TICKETS may be open. `loss`: the
+  /// loss tensors of the step (f32, one element each), whose values are fetched with the
+  /// statistics. Both functions are NULL on devices that compute in host memory.
   eng_status (*gradstats_start)(int64_t *ticket, const param_span *spans, int n, unsigned needs,
                                 tensor *const *loss, int n_loss);
   eng_status (*gradstats_fetch)(int64_t ticket, eng_tensor_stats *stats, int n, double *loss,

@@ -5,6 +5,7 @@
 
 #include "engine.h"
 
+#include <errno.h>
 #include <lauxlib.h>
 #include <poll.h>
 #include <pthread.h>
@@ -34,7 +35,12 @@ static void stop_hook(lua_State *L, lua_Debug *record)
   luaL_error(L, "interrupted!");
 }
 
-static void say(const char *text) { if (write(STDERR_FILENO, text, strlen(text)) < 0) return; }
+// Writes a text to stderr. Keeps errno, which the interrupted code may be about to read.
+static void say(const char *text)
+{
+  int before = errno;
+  if (write(STDERR_FILENO, text, strlen(text)) < 0) errno = before;
+}
 
 // Handles SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGXCPU. After the first signal the trainer stops
 // at the end of its step, a waiting call returns, or the script is stopped. The second SIGINT
@@ -113,7 +119,9 @@ static void on_hangup(int signal_number, siginfo_t *from, void *context)
 static void on_pipe(int signal_number)
 {
   struct pollfd out = {.fd = STDOUT_FILENO, .events = POLLOUT};
-  if (has_run || poll(&out, 1, 0) != 1 || !(out.revents & (POLLERR | POLLHUP))) return;
+  int before = errno, ready = has_run ? 0 : poll(&out, 1, 0);
+  errno = before;
+  if (ready != 1 || !(out.revents & (POLLERR | POLLHUP))) return;
   signal(signal_number, SIG_DFL);
   raise(signal_number);
 }

@@ -493,8 +493,6 @@ __global__ static void gather_losses(gather_list list, int n, float *to)
 
 // ------------------------------------------------------------------ the host's side
 
-enum { REPORTS = 64 };
-
 /// The results of a pass on their way to the host: fault, losses, statistics and histograms. They
 /// are contiguous in device memory and in host memory.
 typedef struct report {
@@ -517,13 +515,13 @@ static struct {
   // the counter of sum_up
   void      *tallies, *device, *totals;
   int64_t    tallies_bytes, device_bytes, totals_bytes;
-  report     reports[REPORTS];
+  report     reports[STATS_TICKETS];
   int64_t    tickets;            // number of tickets given out so far
 } pass;
 
 const cuda_step_total *cuda_total_of(int64_t ticket)
 {
-  for (int i = 0; i < REPORTS; i++)
+  for (int i = 0; i < STATS_TICKETS; i++)
     if (ticket > 0 && pass.reports[i].ticket == ticket)
       return (const cuda_step_total *)pass.totals + i;
   return NULL;
@@ -533,7 +531,7 @@ const cuda_step_total *cuda_total_of(int64_t ticket)
 static report *report_free(void)
 {
   report *found = NULL;
-  for (report *r = pass.reports; r < pass.reports + REPORTS; r++) {
+  for (report *r = pass.reports; r < pass.reports + STATS_TICKETS; r++) {
     if (r->busy) continue;
     if (!r->dropped) return r;
     if (!found) found = r;
@@ -576,7 +574,7 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
 {
   report *r = report_free();
   FAIL_IF(!r, ENG_ERR_STATE, "gradient statistics: %d passes are in flight, the most allowed; "
-          "hint: fetch the results of one before starting another", REPORTS);
+          "hint: fetch the results of one before starting another", STATS_TICKETS);
   bool hist = needs & ENG_NEED_HIST;
   int64_t bytes = hist_at(n, n_loss) + (hist ? hist_bytes(n) : 0), longest = 1;
   for (int k = 0; k < n; k++)
@@ -588,7 +586,7 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
   ENG_TRY(device_grow(&pass.device, &pass.device_bytes, bytes));
   ENG_TRY(report_room(r, n, bytes));
   ENG_TRY(device_grow(&pass.totals, &pass.totals_bytes,
-                      (REPORTS + 1) * (int64_t)sizeof(cuda_step_total)));
+                      (STATS_TICKETS + 1) * (int64_t)sizeof(cuda_step_total)));
   r->ticket = ++pass.tickets;   // the report's previous contents are lost, even if this pass fails
 
   const span_table *t = &pass.table;
@@ -608,7 +606,7 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
   sum_up<<<n > 0 ? (unsigned)(n * slabs) : 1, SPAN_THREADS, 0, cuda_stream()>>>(
     t->span, n, (int)slabs, tallies, tallies + t->chunks,
     (span_result *)(device + results_at(n_loss)), totals + (r - pass.reports),
-    (unsigned *)(totals + REPORTS), cuda_fault(), (cuda_fault_record *)device);
+    (unsigned *)(totals + STATS_TICKETS), cuda_fault(), (cuda_fault_record *)device);
   CUDA_LAUNCHED("gradient statistics");
   for (int from = 0; from < n_loss; from += GATHERED) {
     gather_list list;
@@ -641,7 +639,7 @@ static eng_status arrive(report *r, eng_tensor_stats *stats)
   const cuda_fault_record *fault = (const cuda_fault_record *)r->memory;
   if (!fault->raised || r->told) return ENG_OK;
   // other reports in flight may carry the same fault, which must be reported only once
-  for (int k = 0; k < REPORTS; k++) pass.reports[k].told = true;
+  for (int k = 0; k < STATS_TICKETS; k++) pass.reports[k].told = true;
   return cuda_fault_told(fault);
 }
 
@@ -694,7 +692,7 @@ eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, 
                                 int n_loss)
 {
   report *r = NULL;
-  for (int i = 0; i < REPORTS && !r; i++)
+  for (int i = 0; i < STATS_TICKETS && !r; i++)
     if (pass.reports[i].busy && pass.reports[i].ticket == ticket) r = &pass.reports[i];
   FAIL_IF(!r, ENG_ERR_STATE,
           "gradient statistics: no pass with ticket %lld is in flight; hint: were its results "

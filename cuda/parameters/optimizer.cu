@@ -196,10 +196,10 @@ __device__ static inline double block_sums(const double (&sum)[ENG_NORMS])
 }
 
 /// Updates all parameters, with one block per chunk. MORE is true for updates with norms or
-/// spike_clip, LOW if some masters are bf16. `partial` [chunks][ENG_NORMS] receives the sums of
+/// spike_clip, BF16 if some masters are bf16. `partial` [chunks][ENG_NORMS] receives the sums of
 /// squares of each chunk, or is NULL if norms are not wanted.
-template <int LOOP, bool MORE, bool LOW> __global__ static void
-__launch_bounds__(SPAN_THREADS, MORE || LOW ? 2 : 3)
+template <int LOOP, bool MORE, bool BF16> __global__ static void
+__launch_bounds__(SPAN_THREADS, MORE || BF16 ? 2 : 3)
 advance_all(const device_span *spans, const int32_t *chunk, const numbers *u, double *partial)
 {
   if (!u->go) return;
@@ -219,8 +219,8 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u, do
       const int at = 4 * min(first + k * SPAN_THREADS, p.quads - 1);
       m[k] = v[k] = {};
       quads::fetch(g[k], p.gradient, p.gradient_dtype, at);
-      quads::fetch(w[k], p.master, LOW ? p.master_dtype : ENG_f32, at);
-      if (LOW && p.compensation) quads::fetch(c[k], p.compensation, ENG_bf16, at);
+      quads::fetch(w[k], p.master, BF16 ? p.master_dtype : ENG_f32, at);
+      if (BF16 && p.compensation) quads::fetch(c[k], p.compensation, ENG_bf16, at);
       if (has_m) quads::fetch(m[k], p.moment1, p.moment_dtype, at);
       if (has_v) quads::fetch(v[k], p.moment2, p.moment_dtype, at);
     }
@@ -230,8 +230,8 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u, do
       if (at >= 4 * p.quads) break;
       float weight[4], gradient[4], first_moment[4], second_moment[4], lost[4];
       quads::values(gradient, g[k], p.gradient_dtype);
-      quads::values(weight, w[k], LOW ? p.master_dtype : ENG_f32);
-      if (LOW && p.compensation) {
+      quads::values(weight, w[k], BF16 ? p.master_dtype : ENG_f32);
+      if (BF16 && p.compensation) {
         quads::values(lost, c[k], ENG_bf16);
         for (int e = 0; e < 4; e++) weight[e] += lost[e];
       }
@@ -241,25 +241,25 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u, do
         advance_one<LOOP, MORE>(r, u, has_m, starts, weight[e], scaled(scale, gradient[e]),
                                 first_moment[e], second_moment[e], sum);
       if (!writes) continue;
-      if (LOW) round_masters<4>(p, u, at, weight, lost);
-      quads::store(p.master, LOW ? p.master_dtype : ENG_f32, at, weight);
-      if (LOW && p.compensation) quads::store(p.compensation, ENG_bf16, at, lost);
+      if (BF16) round_masters<4>(p, u, at, weight, lost);
+      quads::store(p.master, BF16 ? p.master_dtype : ENG_f32, at, weight);
+      if (BF16 && p.compensation) quads::store(p.compensation, ENG_bf16, at, lost);
       if (has_m) quads::store(p.moment1, p.moment_dtype, at, first_moment);
       if (has_v) quads::store(p.moment2, p.moment_dtype, at, second_moment);
       if (p.low) quads::store(p.low, p.low_dtype, at, weight);
     }
   }
   for (int i = 4 * p.quads + threadIdx.x; i < p.n; i += SPAN_THREADS) {
-    float w = load_as<float>(p.master, LOW ? p.master_dtype : ENG_f32, i), lost;
+    float w = load_as<float>(p.master, BF16 ? p.master_dtype : ENG_f32, i), lost;
     const float g = load_as<float>(p.gradient, p.gradient_dtype, i);
-    if (LOW && p.compensation) w += load_as<float>(p.compensation, ENG_bf16, i);
+    if (BF16 && p.compensation) w += load_as<float>(p.compensation, ENG_bf16, i);
     float m = has_m ? load_as<float>(p.moment1, p.moment_dtype, i) : 0.0f,
           v = has_v ? load_as<float>(p.moment2, p.moment_dtype, i) : 0.0f;
     advance_one<LOOP, MORE>(r, u, has_m, starts, w, scaled(scale, g), m, v, sum);
     if (!writes) continue;
-    if (LOW) round_masters<1>(p, u, i, &w, &lost);
-    store_as(p.master, LOW ? p.master_dtype : ENG_f32, i, w);
-    if (LOW && p.compensation) store_as(p.compensation, ENG_bf16, i, lost);
+    if (BF16) round_masters<1>(p, u, i, &w, &lost);
+    store_as(p.master, BF16 ? p.master_dtype : ENG_f32, i, w);
+    if (BF16 && p.compensation) store_as(p.compensation, ENG_bf16, i, lost);
     if (has_m) store_as(p.moment1, p.moment_dtype, i, m);
     if (has_v) store_as(p.moment2, p.moment_dtype, i, v);
     if (p.low) store_as(p.low, p.low_dtype, i, w);
@@ -302,6 +302,8 @@ __global__ static void decide(numbers *u, const cuda_step_total *total, int64_t 
   }
 }
 
+/// Writes gradient * factor in f32. The spans of this pass have the targets in place of masters.
+/// Sets *found to 1 if a product is inf or nan.
 __global__ static void __launch_bounds__(SPAN_THREADS, 4)
 scale_gradients(const device_span *spans, const int32_t *chunk, double factor, int *found)
 {
@@ -411,10 +413,10 @@ static eng_status fetch_norms(const param_span *spans, int n)
 
 typedef void advance_kernel(const device_span *, const int32_t *, const numbers *, double *);
 
-template <int LOOP> static advance_kernel *kernel_of(bool more, bool low)
+template <int LOOP> static advance_kernel *kernel_of(bool more, bool bf16)
 {
-  if (more) return low ? advance_all<LOOP, true, true> : advance_all<LOOP, true, false>;
-  return low ? advance_all<LOOP, false, true> : advance_all<LOOP, false, false>;
+  if (more) return bf16 ? advance_all<LOOP, true, true> : advance_all<LOOP, true, false>;
+  return bf16 ? advance_all<LOOP, false, true> : advance_all<LOOP, false, false>;
 }
 
 eng_status cuda_optimize(const param_span *spans, int n, const eng_update *update)
@@ -435,12 +437,12 @@ eng_status cuda_optimize(const param_span *spans, int n, const eng_update *updat
     ENG_TRY(device_grow(&pass.norms, &pass.norms_bytes,
                         (n + pass.table.chunks) * (int64_t)sizeof(double[ENG_NORMS])));
   const bool more = norms || update->spike_clip > 0;
-  bool low = false;
-  for (int k = 0; k < n; k++) low = low || spans[k].master_dtype != ENG_f32;
+  bool bf16 = false;               // whether some masters are bf16
+  for (int k = 0; k < n; k++) bf16 = bf16 || spans[k].master_dtype != ENG_f32;
   double *partial = norms ? (double *)pass.norms + (int64_t)n * ENG_NORMS : NULL;
-  advance_kernel *kernel = update->kind == ENG_SGD  ? kernel_of<LOOP_SGD>(more, low) :
-                           update->kind == ENG_LION ? kernel_of<LOOP_LION>(more, low) :
-                                                      kernel_of<LOOP_ADAM>(more, low);
+  advance_kernel *kernel = update->kind == ENG_SGD  ? kernel_of<LOOP_SGD>(more, bf16) :
+                           update->kind == ENG_LION ? kernel_of<LOOP_LION>(more, bf16) :
+                                                      kernel_of<LOOP_ADAM>(more, bf16);
   kernel<<<(unsigned)pass.table.chunks, SPAN_THREADS, 0, cuda_stream()>>>(
     pass.table.span, pass.table.chunk, u, partial);
   CUDA_LAUNCHED("optimize");
