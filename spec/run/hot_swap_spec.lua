@@ -210,6 +210,34 @@ describe("a bad policy", function()
     assert.matches("late.lua:2: too late", events("swap_refused")[1].text, 1, true)
   end)
 
+  it("that fails at first gives the old policy a record with its statistics", function()
+    local counts = [[return { name = "counts", needs = { "hist", "zeros" },
+      init = function() return { scale = 8 } end,
+      decide = function(state, record)
+        return { scale = 8, log = { all = record.hist:sum(-160, 159) + record.zeros } }
+      end }]]
+    for _, mode in ipairs { "sync", "lagged" } do
+      local seen = {}
+      local trainer = job { policy = policy_file(counts), steps = 10, mode = mode,
+        on_step = function(t, record)
+          seen[#seen + 1] = t.policy:logs().all
+          if record.step == 4 then
+            t.policy:swap { file = "late.lua", source = [[return {
+              init = function() return { scale = 8 } end,
+              decide = function(state, record)
+                if record.step > 4 then error("late") end
+                return state.scale
+              end }]] }
+          end
+        end }
+      trainer:run()
+      assert.equal("counts", trainer.policy.name)
+      assert.equal(1, trainer.swaps.swaps)
+      assert.equal(10, #seen)
+      for _, all in ipairs(seen) do assert.equal(trainer.model:count(), all) end
+    end
+  end)
+
   it("file replaced by a pipe, a device or a huge file leaves the policy unchanged", function()
     for name, text in pairs { pipe = "is not a regular file",
       ["link to a device"] = "is not a regular file", ["large file"] = "is larger than 1 MiB" } do

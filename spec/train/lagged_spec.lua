@@ -119,6 +119,30 @@ describe("lagged training", function()
     end
   end)
 
+  it("gives a policy that is swapped in its statistics from its first step on", function()
+    local steps, seen = {}, {}
+    local t = helper.job { text = TEXT, layers = 1, data_seed = 3, precision = "fp16", steps = 8,
+      mode = "lagged",
+      on_step = function(trainer, record)
+        local step = tonumber(record.step)
+        steps[#steps + 1] = step
+        if step == 3 then
+          trainer.policy:swap { file = "counts.lua", source = [[return { name = "counts",
+            doc = "counts the gradients", needs = { "hist", "zeros" },
+            init = function() return { scale = 1 } end,
+            decide = function(state, record)
+              return { scale = 8, log = { all = record.hist:sum(-160, 159) + record.zeros } }
+            end }]] }
+        end
+        seen[step] = trainer.policy.name == "counts" and trainer.policy:logs().all or nil
+        assert.equal(step, tonumber(record.step))
+      end }
+    t:run()
+    assert.same({ 0, 1, 2, 3, 4, 5, 6, 7 }, steps)
+    local all = t.model:count()
+    assert.same({ [5] = all, [6] = all, [7] = all }, seen)
+  end)
+
   it("keeps its policy when one that does not allow lagging is swapped in", function()
     local folder = helper.folder()
     local n = 0

@@ -249,6 +249,27 @@ local function seat_for(self, fresh)
     :format(#names, table.concat(names, ", "), fresh.name)
 end
 
+-- In a lagged run, finishes the step in flight, because its statistics are those that the old
+-- policy needs. Swaps and undos that its on_step asks for follow the current one.
+local function finish_step_in_flight(self)
+  self.swapping = true
+  self.trainer:drain()
+  self.swapping = false
+end
+
+-- Returns whether a swap must wait until the step has ended. In a lagged run, the step in flight
+-- would replace the record that on_step reads.
+local function must_wait(self)
+  local trainer = self.trainer
+  return trainer.current or self.swapping or trainer.in_on_step and trainer.pending
+end
+
+-- Returns what f returns, a problem or nil; if f raises an error, returns what the swap cannot do.
+local function problem_of(f)
+  local good, problem = pcall(f)
+  return problem or not good and "it cannot take over the old policy's state" or nil
+end
+
 -- Makes a swap, as Swap:swap does. entry: an entry of `seats`; if it is nil, seat_for chooses one.
 local function attempt(self, source, options, by, entry)
   local load = require("engine.policy.policy").load
@@ -263,36 +284,34 @@ local function attempt(self, source, options, by, entry)
   if good and not entry then entry, obstacle = seat_for(self, fresh) end
   obstacle = objection(self, obstacle)
   if obstacle then return refuse(self, entry or not kind and self.seats[1], what, by, obstacle) end
-  local seat, old = entry.seat, entry.seat.policy
-  if fresh == old then return true end
-  local ready, problem = pcall(function()
-    if not fresh.is_class then
-      local found = trial(self, entry, copy_of(fresh, seat))
-      if found then return found end
-    end
+  local seat = entry.seat
+  if fresh == seat.policy then return true end
+  local problem = objection(self, problem_of(function()
+    local found = not fresh.is_class and trial(self, entry, copy_of(fresh, seat)) or nil
     seat:prepare(fresh)
-    fresh:take_over(old)
-    return seat:refuses(fresh, self.trainer)
-  end)
-  problem = objection(self, problem or not ready and "it cannot take over the old policy's state"
-    or nil)
+    return found or seat:refuses(fresh, self.trainer)
+  end))
   if problem then return refuse(self, entry, what, by, problem) end
+  finish_step_in_flight(self)
+  local old = seat.policy
+  problem = objection(self, problem_of(function() fresh:take_over(old) end))
+  if problem then return refuse(self, entry, what, by, problem) end
+  entry.probation = old
   put(self, entry, fresh, by, type(source) == "table" and not source.of_the_file)
   self.former[#self.former + 1] = { entry = entry, policy = old }
   if #self.former > MOST_UNDO then table.remove(self.former, 1) end
-  entry.probation = old
   return true
 end
 
 --- Swaps in another policy, with its options. source: a name, a path or { source =, file = }, as
 --- engine.policy.load accepts them. A policy of FP8 layers goes to a seat of FP8 layers. Returns
---- true, or nil and why the policy is refused. Inside a step, returns true, and the swap is tried
---- after the step. by: who or what asks for the swap, for messages. entry: an entry of `seats`, or
---- nil.
+--- true, or nil and why the policy is refused. Inside a step, and in on_step of a lagged run,
+--- returns true, and the swap is tried after the step. by: who or what asks for the swap, for
+--- messages. entry: an entry of `seats`, or nil.
 function Swap:swap(source, options, by, entry)
   if source == nil then error("swap: expected the name or the file of a policy, got nothing", 3) end
   by = by or "the script"
-  if self.trainer.current then
+  if must_wait(self) then
     self.queue[#self.queue + 1] = function() attempt(self, source, options, by, entry) end
     return true
   end
@@ -301,7 +320,7 @@ end
 
 --- Undoes the last swap: makes the previous policy current again, with the state that it had at the
 --- swap. With `entry`, an entry of `seats`, undoes the last swap of that seat. Returns true and the
---- seat, or nil and a message. Inside a step, returns only true, and the undo follows the step.
+--- seat, or nil and a message. Where a swap must wait, returns only true, and so does the undo.
 function Swap:undo(by, entry)
   local at = #self.former
   while at > 0 and entry and self.former[at].entry ~= entry do at = at - 1 end
@@ -311,14 +330,22 @@ function Swap:undo(by, entry)
     self.trainer:note(("step %d: undo: %s"):format(self.trainer.steps_done, problem))
     return nil, problem
   end
-  if self.trainer.current then
+  if must_wait(self) then
     self.queue[#self.queue + 1] = function() self:undo(by, entry) end
     return true
   end
   local last = table.remove(self.former, at)
+  finish_step_in_flight(self)
   last.entry.probation = nil
   put(self, last.entry, last.policy, "undone by " .. (by or "the script"), true)
   return true, last.entry.seat
+end
+
+--- Returns the statistics that the trainer's former policy needs, until the new policy has decided
+--- once.
+function Swap:needs()
+  local former = self.seats[1].probation
+  return former and former.needs or 0
 end
 
 --- Called after a decision: remembers the record, and returns the verdict that judge() returns.
@@ -342,7 +369,10 @@ function Swap:judge(seat, record, verdict)
     problem = "its first decision failed: " .. ffi.string(verdict.reason)
   end
   problem = objection(self, problem)
-  if not problem then return verdict end
+  if not problem then
+    seat:use_policy(policy, self.trainer)                  -- without the old policy's statistics
+    return verdict
+  end
   seat:use_policy(old, self.trainer)
   self:hold(entry, true)
   for i = #self.former, 1, -1 do

@@ -159,7 +159,10 @@ function M.show(self, outcome, record, verdict, rate)
       target = tonumber(record.step - verdict.back), lr_mul = verdict.lr_mul,
       skip = tonumber(verdict.skip), reason = M_ffi.string(verdict.reason) }
   end
-  if self.on_step then self.on_step(self, record, verdict) end
+  if not self.on_step then return end
+  self.in_on_step = true
+  self.on_step(self, record, verdict)
+  self.in_on_step = false
 end
 
 -- Carries out a verdict of `rollback`: goes back to the weights of an earlier checkpoint, keeps the
@@ -198,21 +201,15 @@ end
 
 -- ------------------------------------------------------------------ running
 
--- In a lagged run, finishes and shows the step in flight.
-local function drain(self, outcome)
-  local record, verdict = self:drain()
-  if record then M.show(self, outcome, record, verdict, outcome.speed) end
-end
-
 --- Does what follows a step: rollbacks, evaluation, requests, checkpoints. Returns whether the run
 --- is over.
 function M.after_step(self, outcome)
   local files, done = self.run_files, self.steps_done >= self.steps
   if done or files:due() or outcome.stopped or self.reducer:interrupted() then
-    drain(self, outcome)
+    self:drain()
   end
   if outcome.rollback then
-    drain(self, outcome)
+    self:drain()
     roll_back(self, outcome)
   end
   evaluate(self)
@@ -220,7 +217,7 @@ function M.after_step(self, outcome)
   if ended then outcome.stopped, outcome.status = ended, STOPPED end
   local signal = self.reducer:interrupted()
   if signal then outcome.stopped, outcome.status = "interrupted", INTERRUPTED + signal end
-  if outcome.stopped then drain(self, outcome) end
+  if outcome.stopped then self:drain() end
   local over = self.steps_done >= self.steps or outcome.stopped ~= nil
   local message = files:after_step(over)    -- a checkpoint also compares the ranks
   if message then self.progress:note(message) end
@@ -339,14 +336,19 @@ function M.start(self)
   if self.reducer:text() then self.progress:note(self.reducer:text()) end
   -- drops tapes and tensors from before the run, or from a loop that was left by `break`
   check(C.eng_step_end())
-  return { loss = 0 / 0, scale = policy:scale(), speed = 0 / 0, first = self.steps_done,
+  local outcome = { loss = 0 / 0, scale = policy:scale(), speed = 0 / 0, first = self.steps_done,
     interrupts = before }
+  self.on_drain = function(record, verdict)
+    M.show(self, outcome, record, verdict, outcome.speed)
+  end
+  return outcome
 end
 
 --- Closes what start() opened and returns the summary. After an error (good is false) the run is
 --- rescued and the error is raised again.
 function M.finish(self, outcome, good, message)
   local files = self.run_files
+  self.on_drain = nil
   self.progress:finish()
   self.control:close()
   if not good then rescue(self, message) end

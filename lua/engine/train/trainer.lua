@@ -328,12 +328,14 @@ function Trainer:finish(s, record, verdict)
   files:append(record, verdict, stats, s.tokens, s.signals, s.logs)
 end
 
---- Finishes the step in flight, before a checkpoint and at the end of a run. Returns its record and
---- verdict, or nothing if no step is in flight.
+--- In a lagged run, finishes the step in flight: before a checkpoint, before a swap, whose policy
+--- may need other statistics, and at the end of a run. The loop's on_drain shows the step.
 function Trainer:drain()
   local s = self.pending
   self.pending = nil
-  if s then return self:settle(s) end
+  if not s then return end
+  local record, verdict = self:settle(s)
+  if self.on_drain then self.on_drain(record, verdict) end
 end
 
 -- ------------------------------------------------------------------ going back
@@ -406,12 +408,13 @@ function Trainer:prepare(policy)
   policy:tensors(self.groups.names, self.groups.group_of, self.groups.groups, true)
 end
 
---- Returns the statistics to compute: those that every record has, those that the policy and the
---- shadows need, and the histogram if the run is recorded. `engine replay` uses the histogram to
---- predict a recorded step at a different scale.
+--- Returns the statistics to compute: those that every record has, those that the policy, the
+--- policy that a failing swap brings back and the shadows need, and the histogram if the run is
+--- recorded. `engine replay` uses the histogram to predict a recorded step at a different scale.
 function Trainer:all_needs()
-  return bit.bor(self.policy.needs, self.shadows and self.shadows.needs or 0, C.ENG_NEED_AMAX,
-    C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW,
+  return bit.bor(self.policy.needs, self.swaps and self.swaps:needs() or 0,
+    self.shadows and self.shadows.needs or 0, C.ENG_NEED_AMAX, C.ENG_NEED_NORM, C.ENG_NEED_ZEROS,
+    C.ENG_NEED_UNDERFLOW,
     self.run_files and self.run_files:wants_hist() and C.ENG_NEED_HIST or 0)
 end
 
