@@ -166,6 +166,25 @@ describe("engine help NAME", function()
     assert.matches("is the name of %d+ things", help("step").out)
   end)
 
+  it("shows every thing that has the name: a policy, and the precision or term of that name",
+    function()
+      for name, other in pairs { fp8_delayed = "precision=fp8_delayed  (precision recipe)",
+        underflow = "underflow  (term)", shadow = "shadow  (term)" } do
+        assert.matches("\n" .. other, help(name).out, 1, true)
+      end
+      assert.matches("^policy=fp8_delayed ", help("fp8_delayed").out)
+    end)
+
+  it("lists the guide and the functions that have a command's name below its help", function()
+    local listed = assert(help("data").out:match("^usage: engine data.*\nSee also:\n(.*)"))
+    assert.matches("  engine.data  .*\n  docs/data +Data\n", listed)
+    assert.matches("^# Data\n", help("docs/data").out)
+    assert.matches("^usage: engine data", help("data", "tokenize").out)
+    local alone = helper.run { "data", "--help" }
+    assert.are.equal(0, alone.code)
+    assert.no.matches("See also", alone.out)
+  end)
+
   it("finds a method by the usual name of its object", function()
     for name, method in pairs { ["h:plot"] = "history:plot", ["opt:step()"] = "optimizer:step",
       ["x:sum"] = "tensor:sum" } do

@@ -65,9 +65,10 @@ local MOST_SHOWN, MOST_LISTED = 3, 12   -- the most entries to print in full, an
 local function listing(title, entries)
   local lines = { title }
   for i = 1, math.min(#entries, MOST_LISTED) do
-    local summary = require("engine.docs.source").summary(entries[i].text)
-    lines[#lines + 1] = (("  %-26s %s"):format(entries[i].name, summary):sub(1, 100):gsub("%s+$",
-      ""))
+    local entry = entries[i]
+    local summary = require("engine.docs.source").summary(entry.text):gsub("^# ", "")
+    local name = entry.kind == "guide" and entry.names[2] or entry.name   -- docs/data, not data
+    lines[#lines + 1] = (("  %-26s %s"):format(name, summary):sub(1, 100):gsub("%s+$", ""))
   end
   if #entries > MOST_LISTED then
     lines[#lines + 1] = ("  ... and %d more"):format(#entries - MOST_LISTED)
@@ -86,6 +87,9 @@ local function show(name)
       hint ~= "" and hint or #mentions > 0 and "" or "; hint: `engine help` lists the commands"))
     if #mentions > 0 then print(listing(("'%s' is mentioned in"):format(name), mentions)) end
     return 1
+  end
+  if found[1].kind == "command" then           -- show its help, and list the rest
+    for i = #found, 2, -1 do table.insert(others, 1, table.remove(found, i)) end
   end
   if #found > MOST_SHOWN then
     return print(listing(("'%s' is the name of %d things; ask for one by its full name:"):format(
@@ -113,8 +117,8 @@ local function main(given)
   local topic = table.concat(given.words, " ")
   if topic == "" then return print(overview()) end
   if topic == "help" then return print(overview() .. "\n\n" .. usage) end
-  for _, name in ipairs(names) do              -- a command's help does not need the index
-    if name == given.words[1] then return print(require("engine.cli." .. name).help) end
+  for _, name in ipairs(names) do
+    if name == given.words[1] then topic = name end
   end
   return show(topic)
 end

@@ -12,10 +12,11 @@ local cli = {}
 local function run(_, name, ...)
   for _, command in ipairs(help.commands) do
     if command == name then
+      local module = require("engine.cli." .. name)
       for _, word in ipairs { ... } do
-        if word == "--help" or word == "-h" then return help.main(name) end
+        if word == "--help" or word == "-h" then return print(module.help) end
       end
-      return require("engine.cli." .. name).main(...)
+      return module.main(...)
     end
   end
   io.stderr:write(("engine: there is no script and no command '%s'%s\n"):format(

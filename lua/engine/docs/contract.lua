@@ -140,9 +140,9 @@ local function words(add_word)
 end
 
 --- Adds this file's entries to the reference. trainer: the entry of engine.trainer. `add` adds a
---- main entry, add_word a secondary one. `engine help NAME` shows a secondary entry only if no main
---- entry has this name. The pages of the reference omit secondary entries, because main entries
---- already contain their texts.
+--- main entry, add_word a secondary one. `engine help NAME` shows a secondary entry if this is its
+--- full name, or if no main entry has this name. The pages of the reference omit secondary entries,
+--- because main entries already contain their texts.
 function M.read(trainer, add, add_word)
   tables(add)
   if trainer then options(trainer, add) end

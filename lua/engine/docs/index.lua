@@ -111,12 +111,17 @@ local function methods(list, name)
 end
 
 --- Returns the two lists of search() for `name`, so that `gelu` finds tensor:gelu. If they are
---- empty and `name` is VARIABLE:METHOD, returns the methods of this name. If there are none,
---- returns the result of search() in self.words.
+--- empty and `name` is VARIABLE:METHOD, returns the methods of this name. Adds the entries of
+--- self.words whose full name is `name`, such as the precision fp8_delayed to the policy
+--- fp8_delayed. If nothing else is found, returns the result of search() in self.words.
 function Index:find(name)
   local found, others = search(self.entries, name)
   if #found == 0 then found = methods(self.entries, name) end
-  if #found == 0 then found, others = search(self.words, name) end
+  local words, parts = search(self.words, name)
+  if #found == 0 then return words, parts end
+  for _, word in ipairs(words) do
+    if plain(word.name) == plain(name) then found[#found + 1] = word end
+  end
   return found, others
 end
 
