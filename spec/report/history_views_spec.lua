@@ -110,7 +110,7 @@ describe("views of a history", function()
       h:plot("loss", { marks = on, svg = dir .. "/a.svg" })
       assert.equal(on, helper.read(dir .. "/a.svg"):find('class="mark overflow"', 1, true) ~= nil)
     end
-    assert.matches("^loss scale   1024 to 4096", tostring(h:plot("scale", { width = 60 })))
+    assert.matches("^loss scale   2%^10 to 2%^12", tostring(h:plot("scale", { width = 60 })))
     assert.matches("^largest gradient   0.25 to 0.25, at the end 0.25 %(log%)",
       tostring(h:plot("amax", { log = true, width = 60 })))
     assert.matches("\n\nloss scale",

@@ -143,7 +143,7 @@ describe("plot", function()
     for _, row in ipairs(rows) do row.scale = 65536 end
     assert.matches("overflow (1)", plot.run(rows, { width = 60 }), 1, true)
     rows[25].overflow = false
-    assert.matches("\n\nthe loss scale stayed at 65536$", plot.run(rows, { width = 60 }))
+    assert.matches("\n\nthe loss scale stayed at 2%^16$", plot.run(rows, { width = 60 }))
   end)
 end)
 
@@ -194,7 +194,7 @@ describe("progress", function()
     for i = 1, 100 do p:update(row(i)) end
     p:finish()
     local written = lines(out.text())
-    assert.equal("step 0 (1/100)  loss 2.5000  scale 65536  skipped 1  12.3k tokens/s", written[1])
+    assert.equal("step 0 (1/100)  loss 2.5000  scale 2^16  skipped 1  12.3k tokens/s", written[1])
     assert.matches("^step 20 %(21/100%) .*ETA 0:20$", written[2])
     assert.matches("  50 examples/s",
       p:line({ step = 1, tokens_per_s = 50, unit = "examples" }, 0), 1, true)
@@ -244,8 +244,10 @@ describe("progress", function()
     assert.equal("999", progress.count_text(999))
     assert.equal("1:01:05", progress.duration_text(3665))
     assert.equal("0:09", progress.duration_text(9.4))
-    assert.equal("2^-3", progress.scale_text(0.125))
-    assert.equal("3000", progress.scale_text(3000))
+    for text, scale in pairs { ["2^-3"] = 0.125, ["1"] = 1, ["2^3"] = 8, ["2^16"] = 2 ^ 16,
+      ["2^17"] = 2 ^ 17, ["3000"] = 3000, ["inf"] = math.huge } do
+      assert.equal(text, progress.scale_text(scale))
+    end
   end)
 
   it("prints nothing on request", function()

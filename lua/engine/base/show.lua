@@ -65,11 +65,11 @@ function show.bytes(n)
   return n < 2 ^ 30 and ("%.1f MiB"):format(n / 2 ^ 20) or ("%.2f GiB"):format(n / 2 ^ 30)
 end
 
---- Returns a loss scale as text: 65536 -> "65536", 2^24 -> "2^24", 3.7 -> "3.7"
+--- Returns a loss scale as text, a power of two as such: 65536 -> "2^16", 1 -> "1", 3.7 -> "3.7"
 function show.scale(x)
   if not x then return "-" end
   local mantissa, exponent = math.frexp(x)
-  if mantissa == 0.5 and (exponent > 17 or exponent < 1) then return "2^" .. (exponent - 1) end
+  if mantissa == 0.5 and x ~= 1 then return "2^" .. (exponent - 1) end
   return ("%.6g"):format(x)
 end
 
