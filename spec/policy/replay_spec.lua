@@ -339,7 +339,7 @@ describe("engine tune", function()
     local result = helper.run(words)
     assert.are.equal(0, result.code, result.err)
     assert.matches("^objective: share of gradient elements lost", result.out)
-    assert.matches("\nbest: policy=dynamic:growth_interval=%d+,init_scale=%d+\n$", result.out)
+    assert.matches("\nbest: policy=dynamic:growth_interval=%d+,init_scale=%d+\n", result.out)
     assert.are.equal(result.out, helper.run(words).out)
     words[#words + 1] = "--json"
     local object = json.decode(helper.run(words).out)
@@ -352,6 +352,22 @@ describe("engine tune", function()
     assert.are.equal(object.best.skipped, r.skipped)
     local power = math.frexp(object.best.options.init_scale)
     assert.are.equal(0.5, power)
+  end)
+
+  it("says what is estimated: the objective, and the verdicts that are bounds", function()
+    local over = { "--policy", "static", "--over", "loss_scale=2^4..2^20" }
+    local out = helper.run({ "tune", path, unpack(over) }).out
+    assert.matches("^objective: [^\n]+; estimated from the recorded gradients\n", out)
+    assert.matches("skipped at least %d+[^\n]* of 60  underflow [^\n]*  exact [%d.]+ %%\n", out)
+    assert.matches("\n[%d.]+ %% of the best setting's verdicts are exact, the others are bounds",
+      out)
+    local best = json.decode(helper.run({ "tune", path, "--json", unpack(over) }).out).best
+    local r = replay.run(replay.trace(path), "static", best.options)
+    assert.same({ r.certainty.exact, r.certainty.least }, { best.exact, best.skipped_at_least })
+    out = helper.run({ "tune", "20. 4x 20.", "--objective", "skipped", unpack(over) }).out
+    assert.no.matches("estimated", out)
+    assert.no.matches("exact", out)
+    assert.matches("skipped 4 of 44", out)
   end)
 
   it("finds the best scale of a sweep", function()

@@ -1,4 +1,5 @@
 -- engine tune: searches the options of a policy on recorded runs (run/tune.lua).
+local counterfactual = require "engine.run.counterfactual"
 local json = require "engine.base.json"
 local options = require "engine.cli.options"
 local show = require "engine.base.show"
@@ -8,10 +9,10 @@ usage: engine tune RUN... --policy FILE [name=value ...] --over name=from..to [-
                    [--objective elements|mass|skipped] [--json]
 
 Searches a policy's options on recorded runs: replays the runs with each setting and names the
-setting that loses the least, as --objective counts it. It tries a grid over the ranges, then three
-finer grids around the best point. Positive ranges are spaced logarithmically; those of loss scales
-(options named *scal*) by powers of two if both ends and the default are powers of two. The search
-is deterministic.
+setting that would have lost the least, as --objective counts it. It tries a grid over the ranges,
+then three finer grids around the best point. Positive ranges are spaced logarithmically; those of
+loss scales (options named *scal*) by powers of two if both ends and the default are powers of two.
+The search is deterministic.
 
   engine tune runs/a runs/b --policy dynamic --over growth_interval=100..5000
   engine tune runs/a --policy deepspeed --over scale_window=50..2000 hysteresis=1,2,4
@@ -22,33 +23,44 @@ is deterministic.
             mass      share of the gradients' sum of magnitudes that is lost in this way
             skipped   steps without an update; the only objective for strings of outcomes
 
-The search uses the gradients of the recorded runs. To measure how a setting changes the training
-itself, make a new run.]==]
+The search uses the gradients of the recorded runs, so its figures are estimates wherever a setting
+differs from these runs: a run with the setting might have had other gradients. `exact` is the share
+of a setting's verdicts that are certain (engine help replay). To measure a setting, make a new run
+with it.
+
+--json prints {"objective","evaluations","best","default","rows"}; a row has "options", "cost",
+"skipped", "skipped_at_least", "steps", "exact" (a number of verdicts), "underflow" and
+"mass_lost".]==]
 
 local function percent(x) return x == 0 and "0 %" or ("%.3g %%"):format(100 * x) end
 
 local function row_data(row)
+  local c = row.certainty or {}
   return { options = next(row.options) and row.options or json.no_fields,
     cost = row.cost ~= math.huge and row.cost or json.null, skipped = row.skipped,
-    steps = row.steps, underflow = row.underflow, mass_lost = row.mass_lost }
+    skipped_at_least = c.least, steps = row.steps, exact = c.exact, underflow = row.underflow,
+    mass_lost = row.mass_lost }
 end
 
 local SHOWN = 8
 
 local function print_result(result, source)
-  print(("objective: %s"):format(require("engine.run.tune").objectives[result.objective]))
-  local shown = { unpack(result.rows, 1, math.min(SHOWN, #result.rows)) }
   local has_default, ties, best = false, 0, result.best
+  local unsure = best.certainty and best.certainty.bounds > 0
+  print(("objective: %s%s"):format(require("engine.run.tune").objectives[result.objective],
+    unsure and "; estimated from the recorded gradients" or ""))
+  local shown = { unpack(result.rows, 1, math.min(SHOWN, #result.rows)) }
   for _, row in ipairs(shown) do has_default = has_default or row == result.default end
   if not has_default then shown[#shown + 1] = result.default end
   local lines = {}
   for i, row in ipairs(shown) do
+    local c = row.certainty
     lines[i] = { "", row.text == "" and "the policy's own options" or row.text, "refused", "", "" }
     if row.cost < math.huge then
-      lines[i][3], lines[i][4] = "lost " .. percent(row.cost),
-        ("skipped %d of %d"):format(row.skipped, row.steps)
-      lines[i][5] = ("underflow %s%s"):format(percent(row.underflow),
-        row.stopped and "  (stops)" or "")
+      lines[i][3], lines[i][4] = "lost " .. percent(row.cost), ("skipped %s of %d"):format(
+        c and counterfactual.count_text(c, row.skipped) or row.skipped, row.steps)
+      lines[i][5] = ("underflow %s%s%s"):format(percent(row.underflow),
+        c and "  exact " .. percent(c.exact / row.steps) or "", row.stopped and "  (stops)" or "")
     end
   end
   print(show.table(lines, true))
@@ -65,6 +77,10 @@ local function print_result(result, source)
         ties, #result.rows))
     end
     show.print(("best: policy=%s:%s"):format(source, best.text))
+  end
+  if unsure then
+    print(("%s of the best setting's verdicts are exact, the others are bounds (engine help tune)")
+      :format(percent(best.certainty.exact / best.steps)))
   end
 end
 

@@ -155,6 +155,10 @@ local function evaluate(s, setting)
     row.mass_lost = row.mass_lost + (r.mass_lost or 0) * trace.n
     row.skipped, row.steps = row.skipped + r.skipped, row.steps + r.steps
     row.stopped = row.stopped or r.stopped_at and true
+    if r.certainty then
+      row.certainty = row.certainty or { exact = 0, bounds = 0, least = 0 }
+      for name, n in pairs(row.certainty) do row.certainty[name] = n + r.certainty[name] end
+    end
   end
   row.cost, row.underflow, row.mass_lost = row.cost / total, row.underflow / total,
     row.mass_lost / total
@@ -201,8 +205,9 @@ end
 --- Returns { best = row, default = the row of the policy's own defaults for the searched options,
 --- rows = all rows, best first, objective =, evaluations = the number of rows, policy = }. A row
 --- has `options` (the searched options), `text` (these options as "name=value,..."), `cost`,
---- `skipped`, `steps`, `underflow`, `mass_lost`, `stopped`. Among equal costs, the setting that was
---- tried first wins.
+--- `skipped`, `steps`, `underflow`, `mass_lost`, `stopped`, and for runs `certainty`: { exact,
+--- bounds, least }, the sums over the runs (counterfactual.certainty). The figures of a row are
+--- estimates unless `bounds` is 0. Among equal costs, the setting that was tried first wins.
 local function search(_, o)
   local s, lists = read(o), {}
   local default = evaluate(s, {})
