@@ -513,3 +513,4 @@ help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "Variables: BUILD=dir CC=gcc CFLAGS='-g -O2' WERROR=1 JOBS=n PREFIX=dir VENV=dir"
+	@echo "           PLUGIN= (without the CUDA device)"
