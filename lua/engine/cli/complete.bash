@@ -11,8 +11,8 @@ _engine()
   elif [[ $before == "=" && ${COMP_WORDS[COMP_CWORD - 2]} == policy || $before == --policy ]]; then
     policies=$(engine policies 2>/dev/null | sed -n 's/^  \([a-z_0-9]*\)   *.*/\1/p')
     mapfile -t COMPREPLY < <(compgen -W "$policies" -- "$word"; compgen -f -- "$word")
-  elif [[ $word == -* ]]; then
-    options=$(engine help "${COMP_WORDS[1]}" 2>/dev/null | grep -o -e '--[a-z_]\+' | sort -u)
+  elif [[ $word == -* && ${COMP_WORDS[1]} =~ ^[a-z]+$ && ! -e ${COMP_WORDS[1]} ]]; then
+    options=$(engine "${COMP_WORDS[1]}" --help 2>/dev/null | grep -o -e '--[a-z_]\+' | sort -u)
     mapfile -t COMPREPLY < <(compgen -W "$options" -- "$word")
   elif [[ ${COMP_WORDS[1]} =~ ^(attach|export|plot|replay|report|tune|watch)$ && $before != --* ]]; then
     runs=$(ls runs 2>/dev/null)

@@ -11,8 +11,8 @@ elif [[ $PREFIX == policy=* || $words[CURRENT-1] == --policy ]]; then
   [[ $PREFIX == policy=* ]] && compset -P 'policy='
   _describe policy policies
   _files
-elif [[ $PREFIX == -* ]]; then
-  options=(${(fu)"$(engine help $words[2] 2>/dev/null | grep -o -e '--[a-z_]\+')"})
+elif [[ $PREFIX == -* && $words[2] =~ '^[a-z]+$' && ! -e $words[2] ]]; then
+  options=(${(fu)"$(engine $words[2] --help 2>/dev/null | grep -o -e '--[a-z_]\+')"})
   _describe option options
 elif [[ $words[2] == (attach|export|plot|replay|report|tune|watch) && $words[CURRENT-1] != --* ]]; then
   runs=(runs/*(N:t))
