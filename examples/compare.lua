@@ -31,21 +31,12 @@ local cfg = engine.config({ policies = { "all" }, steps = 300, window = 50, seed
     width = "features per byte", layers = "blocks", heads = "attention heads",
     lr = "peak learning rate" },
   { count = "steps window seeds batch context width layers heads", positive = "lr",
-    policy = "policies" })
+    policy = "policies", file = "data" })
 if cfg.width % cfg.heads ~= 0 then
   engine.config.fail("width: expected a multiple of heads = %d, got %d", cfg.heads, cfg.width)
 end
 
--- Reads the text of a file, which is looked up in the working directory and then beside examples/.
-local function text_of(path)
-  local file = io.open(path, "rb")
-    or io.open((arg[0]:match("^(.*)/") or ".") .. "/../" .. path, "rb")
-  if not file then engine.config.fail("data: there is no file '%s'", path) end
-  local text = file:read("*a")
-  file:close()
-  return text
-end
-local text = cfg.data ~= "" and text_of(cfg.data) or lab.text(40000)
+local text = lab.corpus(cfg.data, 40000)
 
 -- The names of the policies' options for the number of good steps before a growth.
 local WINDOWS = { "growth_interval", "scale_window", "increment_period", "dynamic_growth_steps",

@@ -98,24 +98,23 @@ local function replace_layers(model, o)
   end)
 end
 
-local rows, series, names, excess, base = {}, {}, {}, {}, nil
+local chosen, series, names, excess = {}, {}, {}, {}
 for _, o in ipairs(VARIANTS) do
-  local name = o[1]
-  if name == "bf16" or name:find(cfg.variants) then
-    local held, percent = lab.by_seed(cfg.seeds, function(seed)
-      return lab.train { sizes = cfg, seed = seed, precision = "bf16", text = train_text,
-        held_out = test_text, change = function(model) replace_layers(model, o) end }
-    end, base)
-    base, excess[name], names[#names + 1] = base or held, percent, name
-    for seed = 1, cfg.seeds do
-      series[seed] = series[seed] or { name = "seed " .. seed, values = {} }
-      series[seed].values[#names] = percent[seed]
-    end
-    rows[#rows + 1] = { name, lab.mean_text(held, "%.4f"),
-      lab.mean_text(percent, "%+.2f") .. " %" }
+  if o[1] == "bf16" or o[1]:find(cfg.variants) then chosen[#chosen + 1] = o end
+end
+local results = lab.by_seed(chosen, cfg.seeds, function(o, seed)
+  return lab.train { sizes = cfg, seed = seed, precision = "bf16", text = train_text,
+    held_out = test_text, change = function(model) replace_layers(model, o) end }
+end)
+for i, r in ipairs(results) do
+  names[i], excess[r.name] = r.name, r.excess
+  for seed, percent in ipairs(r.excess) do
+    series[seed] = series[seed] or { name = "seed " .. seed, values = {} }
+    series[seed].values[i] = percent
   end
 end
-lab.table({ "product in MXFP4", "held-out loss", "relative to bf16, by seed" }, rows)
+lab.table({ "product in MXFP4", "held-out loss", "relative to bf16, by seed" },
+  lab.loss_rows(results, "%+.2f"))
 
 -- One variant counts as better than another only if it is better with every seed.
 local function verdict(a, b)

@@ -115,8 +115,10 @@ end
 local text = lab.corpus(cfg.data, 120000)
 local cut = math.floor(0.9 * #text)
 
--- Returns the loss on held-out text, and the percentage of weights that oscillate at the end.
-local function run(recipe, kind, seed)
+-- Trains under case[2], a recipe, with case[3], an optimizer. Returns the loss on held-out text.
+-- Sets result.values[seed] to the percentage of weights that oscillate at the end.
+local function run(case, seed, result)
+  local recipe, kind = case[2], case[3]
   engine.seed(seed)
   local function data(part, from)
     return engine.data.text { text = part, batch = cfg.batch, context = cfg.context, seed = from }
@@ -160,21 +162,15 @@ local function run(recipe, kind, seed)
   for _ = 1, 20 do
     total = total + engine.no_grad(function() return loss_of(held:next()):item() end)
   end
-  return total / 20, all > 0 and 100 * moving / all or 0
+  result.values[seed] = all > 0 and 100 * moving / all or 0
+  return total / 20
 end
 
-local rows, base = {}, {}
-for _, case in ipairs { { "bf16", "bf16", "adamw" }, { "TetraJet", "mxfp4_tetrajet", "adamw" },
+local CASES = { { "bf16", "bf16", "adamw" }, { "TetraJet", "mxfp4_tetrajet", "adamw" },
   { "with Q-EMA", "mxfp4_tetrajet_q_ema", "adamw" },
-  { "with Q-Ramping", "mxfp4_tetrajet", "adamw_ramping" } } do
-  local losses, apart, moving = {}, {}, {}
-  for seed = 1, cfg.seeds do
-    losses[seed], moving[seed] = run(case[2], case[3], seed)
-    base[seed] = base[seed] or losses[seed]
-    apart[seed] = 100 * (losses[seed] / base[seed] - 1)
-  end
-  rows[#rows + 1] = { case[1], lab.mean_text(losses, "%.4f"), lab.mean_text(apart, "%+.2f") .. " %",
-    case[2] == "bf16" and "" or lab.mean_text(moving, "%.2f") .. " %" }
-end
+  { "with Q-Ramping", "mxfp4_tetrajet", "adamw_ramping" } }
+local results = lab.by_seed(CASES, cfg.seeds, run)
+local rows = lab.loss_rows(results, "%+.2f")
+for i = 2, #results do rows[i][4] = lab.mean_text(results[i].values, "%.2f") .. " %" end
 lab.table({ "recipe", "held-out loss", "relative to bf16, by seed", "weights that oscillate" },
   rows)

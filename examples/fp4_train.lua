@@ -67,8 +67,9 @@ local train_text, test_text = text:sub(1, cut), text:sub(cut + 1)
 local PLACES = math.min(20, cfg.steps)
 
 -- Returns the held-out loss. Divides the run into PLACES parts and adds the training losses of part
--- i to curve[i].
-local function run(recipe, seed, curve)
+-- i to result.values[i].
+local function run(recipe, seed, result)
+  local curve = result.values
   return lab.train { sizes = cfg, seed = seed, precision = recipe, text = train_text,
     held_out = test_text,
     schedule = engine.schedule.wsd { lr = cfg.lr, warmup = math.ceil(cfg.steps / 20),
@@ -79,25 +80,21 @@ local function run(recipe, seed, curve)
     end }
 end
 
-local rows, results, curves, base = {}, {}, {}, nil
+local chosen = {}
 for _, recipe in ipairs(RECIPES) do
   local name = recipe.name or recipe
-  if name == "bf16" or name:find(cfg.recipes) then
-    local curve = {}
-    local held, excess = lab.by_seed(cfg.seeds,
-      function(seed) return run(recipe, seed, curve) end, base)
-    base = base or held
-    results[#results + 1] = { name = name, held = held, excess = excess }
-    curves[#curves + 1] = { name = name, values = curve }
-    rows[#rows + 1] = { name, lab.mean_text(held, "%.4f"), lab.mean_text(excess, "%+.2f") .. " %" }
-  end
+  if name == "bf16" or name:find(cfg.recipes) then chosen[#chosen + 1] = recipe end
 end
-lab.table({ "recipe", "held-out loss", "relative to bf16, by seed" }, rows)
+local results, base = lab.by_seed(chosen, cfg.seeds, run)
+lab.table({ "recipe", "held-out loss", "relative to bf16, by seed" },
+  lab.loss_rows(results, "%+.2f"))
 
 -- A recipe counts as worse than bf16 only if, with every seed, it is worse by more than the
 -- difference between bf16's own seeds.
 local spread = 0
-for _, loss in ipairs(base) do spread = math.max(spread, 100 * math.abs(loss / base[1] - 1)) end
+for _, loss in ipairs(base.losses) do
+  spread = math.max(spread, 100 * math.abs(loss / base.losses[1] - 1))
+end
 local worse = {}
 for _, r in ipairs(results) do
   local least = math.min(unpack(r.excess))
@@ -108,12 +105,12 @@ print(("Conclusion: seeds of bf16 are %.2f %% apart; %s."):format(spread, cfg.se
   and "no recipe is worse than bf16 by more than that with every seed"
   or "worse than bf16 by more than that with every seed: " .. table.concat(worse, "; ")))
 if cfg.svg ~= "" then
-  local places, bf16 = {}, { unpack(curves[1].values) }
+  local places, bf16 = {}, { unpack(base.values) }
   for i = 1, PLACES do
     places[i] = tostring(math.floor(i * cfg.steps / PLACES))
-    for _, c in ipairs(curves) do c.values[i] = 100 * (c.values[i] / bf16[i] - 1) end
+    for _, r in ipairs(results) do r.values[i] = 100 * (r.values[i] / bf16[i] - 1) end
   end
   lab.svg(cfg.svg, { title = "excess training loss over bf16, %, all seeds", x = places,
-    y = "step", series = curves })
+    y = "step", series = results })
 end
 return results

@@ -69,8 +69,9 @@ local function add_experts(model)
 end
 
 -- Returns the held-out loss. Adds this seed's share of the mean training loss to each of the 40
--- points of `curve`.
-local function run(recipe, seed, curve)
+-- points of the result's curve.
+local function run(recipe, seed, result)
+  local curve = result.values
   return lab.train { sizes = cfg, seed = seed, precision = recipe, text = train_text,
     held_out = test_text, change = add_experts,
     loss = function(m, batch)
@@ -86,23 +87,11 @@ local function run(recipe, seed, curve)
     end }
 end
 
-local rows, series, results = {}, {}, {}
-for i, name in ipairs(cfg.recipes) do
-  local curve = {}
-  local held = lab.by_seed(cfg.seeds, function(seed) return run(name, seed, curve) end)
-  results[i], series[i] = { name = name, held = held }, { name = name, values = curve }
-end
-local base
-for _, r in ipairs(results) do base = base or (r.name == "bf16" and r) end
-base = base or results[1]
-for i, r in ipairs(results) do
-  local apart = {}
-  for seed, loss in ipairs(r.held) do apart[seed] = 100 * (loss / base.held[seed] - 1) end
-  rows[i] = { r.name, lab.mean_text(r.held, "%.4f"), lab.mean_text(apart, "%+.3f") .. " %" }
-end
-lab.table({ cfg.model, "held-out loss", "relative to " .. base.name .. ", by seed" }, rows)
+local results, base = lab.by_seed(cfg.recipes, cfg.seeds, run)
+lab.table({ cfg.model, "held-out loss", "relative to " .. base.name .. ", by seed" },
+  lab.loss_rows(results, "%+.3f"))
 local places = {}
 for i = 1, 40 do places[i] = tostring(math.ceil(i * cfg.steps / 40)) end
 lab.svg(cfg.svg, { title = "training loss" .. (cfg.seeds == 1 and "" or ", mean of "
-  .. cfg.seeds .. " seeds"), x = places, y = "step", series = series })
+  .. cfg.seeds .. " seeds"), x = places, y = "step", series = results })
 return results

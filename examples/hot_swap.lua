@@ -43,11 +43,7 @@ local BAD_IDEA = SECOND:gsub("target = 8192", "target = 8192 * 4096")
 -- ------------------------------------------------------------------ the run, and the editor
 
 local file = os.tmpname()
-local function save(text)
-  local f = assert(io.open(file, "w"))
-  f:write(text)
-  f:close()
-end
+local function save(text) require("engine.base.file").write(file, text) end
 save(FIRST)
 
 local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width,

@@ -74,31 +74,27 @@ local function bytes_of(model, optimizer)
   return all - adapters, adapters
 end
 
-local folder, rows, found = cfg.model ~= "" and cfg.model or small_llama(), {}, {}
-for _, base in ipairs { "bf16", "nf4" } do
-  local r = { losses = {} }
-  for seed = 1, cfg.seeds do
-    engine.seed(seed)
-    local model = engine.nn.lora(engine.load_model(folder),
-      { rank = cfg.rank, alpha = cfg.alpha, base = base })
-    local loss, optimizer = train(model, learned, held_out, seed, cfg.steps, cfg.lr, cfg.policy)
-    r.losses[seed] = loss
-    r.frozen, r.adapters = bytes_of(model, optimizer)
-    if base == "nf4" and seed == cfg.seeds and cfg.save ~= "" then
-      engine.lora.save(model, cfg.save, { base_model = folder })
-    end
+local folder, rows = cfg.model ~= "" and cfg.model or small_llama(), {}
+local results = lab.by_seed({ "bf16", "nf4" }, cfg.seeds, function(base, seed, r)
+  engine.seed(seed)
+  local model = engine.nn.lora(engine.load_model(folder),
+    { rank = cfg.rank, alpha = cfg.alpha, base = base })
+  local loss, optimizer = train(model, learned, held_out, seed, cfg.steps, cfg.lr, cfg.policy)
+  r.frozen, r.adapters = bytes_of(model, optimizer)
+  if base == "nf4" and seed == cfg.seeds and cfg.save ~= "" then
+    engine.lora.save(model, cfg.save, { base_model = folder })
   end
-  found[base] = r
-  rows[#rows + 1] = { base == "nf4" and "QLoRA, nf4" or "LoRA, bf16",
+  return loss
+end)
+for i, r in ipairs(results) do
+  rows[i] = { r.name == "nf4" and "QLoRA, nf4" or "LoRA, bf16",
     ("%.1f KiB"):format(r.frozen / 1024), ("%.1f KiB"):format(r.adapters / 1024),
     ("%.1f KiB"):format(2 * r.adapters / 1024), lab.mean_text(r.losses, "%.4f") }
 end
 lab.table({ "", "frozen weights", "adapters", "moments", "held-out loss" }, rows)
-local plain, q = found.bf16, found.nf4
-local worse = {}
-for seed = 1, cfg.seeds do worse[seed] = 100 * (q.losses[seed] / plain.losses[seed] - 1) end
+local plain, q = unpack(results)
 print(("QLoRA's frozen weights take %.1f %% of LoRA's memory; the losses differ by %s %%"):format(
-  100 * q.frozen / plain.frozen, lab.mean_text(worse, "%+.2f")))
+  100 * q.frozen / plain.frozen, lab.mean_text(q.excess, "%+.2f")))
 if cfg.model == "" then
   require("engine.base.file").remove(folder)
 end

@@ -66,21 +66,20 @@ end
 -- Part 2: training.
 local text = lab.text(120000)
 local cut = #text - 12000
--- Returns the held-out loss of each seed, and the percentage by which it exceeds `base`.
-local function run(precision, base)
-  return lab.by_seed(cfg.seeds, function(seed)
-    return lab.train { sizes = cfg, seed = seed, precision = precision, text = text:sub(1, cut),
-      held_out = text:sub(cut + 1) }
-  end, base)
-end
-
-local base, series, excess = run "bf16", {}, {}
-for seed = 1, cfg.seeds do series[seed] = { name = "seed " .. seed, values = {} } end
+local recipes, series, excess = { "bf16" }, {}, {}
 for i, rule in ipairs(RULES) do
   local role = { format = cfg.format, rule = rule }
   local gradient = { format = cfg.format, rule = rule, stochastic = true }
-  excess[i] = select(2, run({ name = rule, base = "mxfp4",
-    fp8 = { x = role, w = role, dy = gradient, sample = 0 } }, base))
+  recipes[i + 1] = { name = rule, base = "mxfp4",
+    fp8 = { x = role, w = role, dy = gradient, sample = 0 } }
+end
+local results = lab.by_seed(recipes, cfg.seeds, function(precision, seed)
+  return lab.train { sizes = cfg, seed = seed, precision = precision, text = text:sub(1, cut),
+    held_out = text:sub(cut + 1) }
+end)
+for seed = 1, cfg.seeds do series[seed] = { name = "seed " .. seed, values = {} } end
+for i = 1, #RULES do
+  excess[i] = results[i + 1].excess
   for seed, percent in ipairs(excess[i]) do series[seed].values[i] = percent end
   rows[i][5] = lab.mean_text(excess[i], "%+.2f") .. " %"
 end

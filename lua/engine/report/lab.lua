@@ -130,16 +130,34 @@ function M.train(o)
   return trainer:evaluate_on(data(o.held_out, 1), 20)
 end
 
---- Calls run(seed) for the seeds 1 to n. run returns a loss. Returns the list of losses and a list
---- with the percentage by which each loss exceeds that of the same seed in `base`. Without `base`,
---- all percentages are 0.
-function M.by_seed(n, run, base)
-  local losses, excess = {}, {}
-  for seed = 1, n do
-    losses[seed] = run(seed)
-    excess[seed] = 100 * (losses[seed] / (base or losses)[seed] - 1)
+--- Calls run(case, seed, result) for each case with the seeds 1 to n. run returns a loss. A case is
+--- a name, or a table with the name in its field `name` or at index 1. Returns a list of results,
+--- { name, losses, excess, values }, and the base: the result called bf16, or else the first.
+--- losses and excess are lists by seed: the loss, and the percentage by which it exceeds the base's
+--- loss with the same seed. values is a table for run to fill, such as a curve for M.svg.
+function M.by_seed(cases, n, run)
+  local results, base = {}, nil
+  for i, case in ipairs(cases) do
+    local r = { name = type(case) == "table" and (case.name or case[1]) or case, losses = {},
+      excess = {}, values = {} }
+    for seed = 1, n do r.losses[seed] = run(case, seed, r) end
+    results[i] = r
+    if r.name == "bf16" then base = base or r end
   end
-  return losses, excess
+  base = base or results[1]
+  for _, r in ipairs(results) do
+    for seed = 1, n do r.excess[seed] = 100 * (r.losses[seed] / base.losses[seed] - 1) end
+  end
+  return results, base
+end
+
+--- Returns the rows of a table of results: the name, the losses, and the excess with `format`.
+function M.loss_rows(results, format)
+  local rows = {}
+  for i, r in ipairs(results) do
+    rows[i] = { r.name, M.mean_text(r.losses, "%.4f"), M.mean_text(r.excess, format) .. " %" }
+  end
+  return rows
 end
 
 -- ------------------------------------------------------------------ curves
