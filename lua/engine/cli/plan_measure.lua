@@ -8,6 +8,7 @@
 -- t2 while every core runs a process. The predictions use t1 as the time of a step, and t2 / t1 as
 -- the slowdown from shared caches and memory.
 local M_ffi = require "engine.base.ffi"
+local json = require "engine.base.json"
 local process = require "engine.base.process"
 
 local C, check, fail_if, ffi = M_ffi.C, M_ffi.check, M_ffi.fail_if, M_ffi.ffi
@@ -128,11 +129,8 @@ function M.rank(script, settings, given)
       end
     end
   end
-  local parts = { ("rank=%d of=%d"):format(ranks.rank(), ranks.size()),
-    ("step=%.9g"):format(median(times)), "times=" .. table.concat(times, ",") }
-  for _, name in ipairs(FACTS) do
-    parts[#parts + 1] = ("%s=%.9g"):format(name, seen[name] and median(seen[name]) or 0)
-  end
+  local told = { rank = ranks.rank(), of = ranks.size(), step = median(times), times = times }
+  for _, name in ipairs(FACTS) do told[name] = seen[name] and median(seen[name]) or 0 end
   local memory = require("engine").memory()
   memory.optimizer.peak = memory.optimizer.peak + trainer.optimizer.state.kept
   local fp8 = trainer.optimizer.fp8
@@ -140,16 +138,14 @@ function M.rank(script, settings, given)
   if trainer.reducer.parted then   -- the arena's peak is from before the weights were divided
     memory.parameters.peak = tonumber(facts.weights_memory)
   end
-  for _, name in ipairs(ARENAS) do
-    parts[#parts + 1] = ("memory_%s=%d"):format(name, memory[name].peak)
-  end
+  for _, name in ipairs(ARENAS) do told["memory_" .. name] = memory[name].peak end
   if not trainer.reducer.many then
     local seconds = ffi.new("double[1]")
     check(C.eng_parallel_rehearse(seconds, trainer.optimizer.params, 2,
       require("engine.dist.reduction").options(options)))
-    parts[#parts + 1] = ("handling=%.9g"):format(seconds[0])
+    told.handling = seconds[0]
   end
-  io.stdout:write("planned ", table.concat(parts, " "), "\n")
+  io.stdout:write("planned ", json.plain(told), "\n")
 end
 
 local function rank_command(script, settings, given)
@@ -165,14 +161,8 @@ end
 -- measurements in rank order. Raises an error unless the text has the measurements of all n.
 local function read_ranks(text, n, size)
   local list, seen = {}, {}
-  for line in text:gmatch("planned (rank=%d+ of=%d+ step=[^\n]+)") do
-    local told = { times = {} }
-    for name, value in line:gmatch("([%a_]+)=(%S+)") do
-      told[name] = told[name] or tonumber(value)
-    end
-    for time in line:match("times=(%S+)"):gmatch("[^,]+") do
-      table.insert(told.times, tonumber(time))
-    end
+  for line in text:gmatch("planned (%b{})") do
+    local told = json.decode(line)
     if told.of == size and not (size > 1 and seen[told.rank]) then list[#list + 1] = told end
     seen[told.rank] = true
   end
