@@ -216,6 +216,14 @@ describe("engine help NAME", function()
     assert.matches("'num_labels' is mentioned in\n  %w", help("num_labels").out)
   end)
 
+  it("shows the scales among a policy's options as powers of two, and no other option", function()
+    for line, name in pairs { ["init_scale = 2^16\n"] = "dynamic", ["growth_factor = 2\n"] =
+      "dynamic", ["min_scale = 2^-10\n"] = "bandit", ["loss_scale = 1 "] = "static",
+      ["scale_max = 2^14\n"] = "openseq2seq", ["default 2^14)"] = "bandit.init_scale" } do
+      assert.matches(line, help(name).out, 1, true)
+    end
+  end)
+
   it("explains the fields of a precision recipe", function()
     for name, text in pairs { ["fp8.keep"] = "how the tape keeps x for the product dW",
       accumulator = "device (hopper on a card", high_first = "`high_first`, `high_last`: how many",

@@ -2,6 +2,7 @@
 -- records and verdicts; for the trainer's options; for environment variables; and for the guides.
 -- Used by index.lua.
 local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
 local source = require "engine.docs.source"
 
 local M = {}
@@ -53,6 +54,12 @@ local function options(trainer, add)
   end
 end
 
+-- Returns the default of a policy's option as text: a scale as show.scale writes it, such as 2^16.
+local function default_text(key, value)
+  local is_scale = key:find("scale$") or key:find("scaling$") or key:find("^scale_m")
+  return is_scale and type(value) == "number" and show.scale(value) or tostring(value)
+end
+
 local function policies(add, add_word)
   local policy = require "engine.policy.policy"
   for _, path in ipairs(source.list("policies", ".lua")) do
@@ -62,11 +69,11 @@ local function policies(add, add_word)
     local lines = {}
     for i, key in ipairs(nearest.keys(p.defaults)) do
       local remark = text:match("\n%s*" .. key .. "%s*=[^\n]-,?%s*%-%-%s*([^\n]+)")
-      lines[i] = ("  %s = %s%s"):format(key, tostring(p.defaults[key]),
-        remark and "   -- " .. remark or "")
+      local default = default_text(key, p.defaults[key])
+      lines[i] = ("  %s = %s%s"):format(key, default, remark and "   -- " .. remark or "")
       add_word { name = name .. "." .. key, kind = "policy option", where = path .. ":1",
         signature = ("policy=%s:%s=..."):format(name, key),
-        text = ("%s (default %s)"):format(remark or key, tostring(p.defaults[key])) }
+        text = ("%s (default %s)"):format(remark or key, default) }
     end
     local doc = p.doc or text:match('doc%s*=%s*"(.-)"') or ""
     local header = source.header(path, "%-%-")
