@@ -185,6 +185,18 @@ describe("engine help NAME", function()
     assert.no.matches("See also", alone.out)
   end)
 
+  it("works without the folders core/, docs/ and policies/", function()
+    local folder = helper.folder()
+    helper.shell(("cp %s %s/engine && cp -r lua %s && mkdir %s/build && cp %s/*.so %s/cdef.h "
+      .. "%s/build"):format(helper.quote(helper.engine), folder, folder, folder,
+      require("engine.base.ffi").library_dir, require("engine.base.ffi").library_dir, folder))
+    local result = helper.shell(("cd %s && ./engine help plot && ./engine help tensor:gelu"):format(
+      folder))
+    helper.remove(folder)
+    assert.are.equal(0, result.code, result.err)
+    assert.matches("^usage: engine plot .*\nSee also:.*tensor:gelu%(", result.out)
+  end)
+
   it("finds a method by the usual name of its object", function()
     for name, method in pairs { ["h:plot"] = "history:plot", ["opt:step()"] = "optimizer:step",
       ["x:sum"] = "tensor:sum" } do

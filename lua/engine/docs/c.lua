@@ -10,7 +10,7 @@ local HEADERS = { "core/engine.h", "core/engine_fp8.h", "core/engine_policy.h",
 -- Adds the declarations of a header. A comment applies to the declarations below it, up to an empty
 -- line.
 local function header(path, add)
-  local lines = source.lines(path)
+  local lines = source.lines(path) or {}
   local text, declaration, started, below = "", nil, nil, false
   for i, line in ipairs(lines) do
     if declaration then declaration = declaration .. "\n" .. line
@@ -79,7 +79,7 @@ end
 -- above its group.
 local function operations(add)
   local path = "core/ops.def"
-  local lines, columns, made = source.lines(path), {}, {}
+  local lines, columns, made = source.lines(path) or {}, {}, {}
   local text, below, i = "", false, 1
   while i <= #lines do
     local line, first = lines[i], i
