@@ -11,7 +11,7 @@ exclude_files = { "build", "runs" }
 files["spec"] = { std = "+busted" }
 -- Policies run in a sandbox: no io, os, require or ffi.
 files["policies"] = {
-  std = { read_globals = { "math", "table", "string", "bit", "assert", "error", "ipairs", "next", "pairs", "pcall", "select",
-                           "tonumber", "tostring", "type", "unpack", "check", "back_off", "grow",
-                           "rescale" } },
+  std = { read_globals = { "math", "table", "string", "bit", "assert", "error", "ipairs", "next",
+                           "pairs", "pcall", "select", "tonumber", "tostring", "type", "unpack",
+                           "check", "back_off", "grow", "rescale" } },
 }

@@ -6,7 +6,7 @@ description = {
   summary = "A Lua-scriptable training engine for low-precision numerics",
   detailed = [[
 Trains models in fp32, bf16, fp16 and FP8 on CPU and CUDA. Models, training loops and loss-scaling
-policies are Lua. Needs LuaJIT, oneDNN, SQLite and libedit with their headers.]],
+policies are Lua. Needs LuaJIT, oneDNN, SQLite, utf8proc and libedit with their headers.]],
   license = "MIT",
 }
 dependencies = { "lua == 5.1", "lua-cjson" }

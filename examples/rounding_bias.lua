@@ -119,7 +119,7 @@ local biased = {}
 for _, rule in ipairs(RULES) do
   if verdicts[rule[1]] > 0.05 then biased[#biased + 1] = rule[1] end
 end
-print(("Conclusion: te and its AMD port are off by at most 1/256 of a step, in opposite\n"
-  .. "directions; off by more than 1/20 of a step: %s."):format(table.concat(biased, ", ")))
+print(("Conclusion: te is off by at most %.4f of a step and its AMD port by %.4f; off by more\n"
+  .. "than 1/20 of a step: %s."):format(verdicts.te, verdicts["te amd"], table.concat(biased, "; ")))
 lab.svg(cfg.svg, { title = "Bias of stochastic rounding to E2M1",
   x = { unpack(heads, 2, #NUMBERS + 1) }, y = "number", series = series })

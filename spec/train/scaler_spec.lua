@@ -380,6 +380,13 @@ describe("a registered loss scaler", function()
     other:load_state_dict(scaler:state_dict())
     assert.are.equal(81, other:get_scale())
     assert.are.equal("loss scaler custom_dynamic (a class): scale 81", tostring(other.policy))
+    helper.refuses("custom_dynamic' is a class without a method set_scale",
+      function() other.policy:set_scale(2) end)
+    engine.register_loss_scaler("settable", { get_scale = function(self) return self.s or 1 end,
+      update = function() end, set_scale = function(self, scale) self.s = scale end })
+    other = engine.scaler { policy = "settable" }
+    other.policy:set_scale(2)
+    assert.are.equal(2, other:get_scale())
   end)
 
   it("sees the statistics it asks for, also per tensor by name", function()

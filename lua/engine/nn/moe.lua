@@ -111,10 +111,10 @@ local function choose(chance, k)
   return weight / weight:sum(-1, true), chosen
 end
 
--- Returns x [.. x C] as rows [N x C].
+-- Returns x [.. x C] as rows [N x C], N > 0.
 local function rows_of(x, width)
-  if x:size(-1) == width then return x:reshape(-1, width) end
-  raise("expected x [.. x %d], got %s", width, tensor.shape_text(x.shape))
+  if x:size(-1) == width and x.count > 0 then return x:reshape(-1, width) end
+  raise("expected x [.. x %d] with at least one token, got %s", width, tensor.shape_text(x.shape))
 end
 
 function MoE:forward(x)

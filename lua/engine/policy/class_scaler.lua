@@ -46,8 +46,8 @@ local NEEDS = { amax = C.ENG_NEED_AMAX, norm = C.ENG_NEED_NORM, zeros = C.ENG_NE
   underflow = C.ENG_NEED_UNDERFLOW, hist = C.ENG_NEED_HIST,
   tensors = C.ENG_NEED_TENSORS, norm_ref = C.ENG_NEED_NORM_REF }
 
-local METHODS = { "get_scale", "update", "new", "scale_loss", "unscale_gradients", "state_dict",
-  "load_state_dict" }
+local METHODS = { "get_scale", "update", "new", "scale_loss", "set_scale", "unscale_gradients",
+  "state_dict", "load_state_dict" }
 local REQUIRED = { get_scale = true, update = true }
 
 -- Returns the statistics that a class needs, as ENG_NEED_* bits.
@@ -167,8 +167,11 @@ function ClassPolicy:restore(text)
   self.last, self.failed = saved.scale, saved.failures or 0
 end
 
-function ClassPolicy:set_scale()
-  raise("loss scaler '%s' is a class: set the scale through its own methods", self.name)
+function ClassPolicy:set_scale(scale)
+  M_ffi.raise_if(not self.object.set_scale, "loss scaler '%s' is a class without a method " ..
+    "set_scale, so only the class itself can change its scale", self.name)
+  self.object:set_scale(scale)
+  self.last = scale_of(self)
 end
 
 function ClassPolicy:reset()
@@ -180,10 +183,7 @@ end
 --- starts with its own scale.
 function ClassPolicy:take_over(old)
   self:reset()
-  if self.object.set_scale then
-    self.object:set_scale(old:scale())
-    self.last = scale_of(self)
-  end
+  if self.object.set_scale then self:set_scale(old:scale()) end
 end
 
 --- Sets the names of the tensors, in the order of the statistics that decide() gets.
