@@ -38,6 +38,9 @@ describe("an FP8 recipe", function()
       ["expected base to be a string, got 3"] = { base = 3 },
       ["expected scaled to be true or false (whether it needs a loss scale), got 'no'"] = {
         base = "fp8_block", scaled = "no" },
+      ["precision 'custom' (base fp16): fp8: expected x, w or dy, because the base has no FP8 " ..
+        "layers; hint: base = \"fp8_current\" or another"] = { base = "fp16",
+        fp8 = { sample = 1 } },
     } do assert.is_truthy(message(of):find(text, 1, true), message(of)) end
   end)
   it("with a bad ladder is refused before training", function()
@@ -83,6 +86,18 @@ describe("an FP8 recipe", function()
     assert.same(w, mine.w)
     assert.same({ hadamard = 16, accumulator = "fp32" }, mine.wgrad)
     assert.same({ "^2$" }, mine.high)
+    mine = on("fp16", { x = { format = "e5m2" } })
+    assert.same({ x = { format = "e5m2" } }, mine)
+  end)
+  it("on a base of the other kind, FP8 or microscaling, keeps no product and no layer", function()
+    for _, case in ipairs { { "fp8_block", "rceil" }, { "fp8_block_te", "nvfp4" },
+      { "nvfp4", "deepgemm" }, { "mxfp4_tseng", "torchao" } } do
+      local role = { rule = case[2] }
+      local mine = engine.precision.resolve({ base = case[1],
+        fp8 = { x = role, w = role, dy = role, wgrad = { accumulator = "device" } } }).fp8
+      assert.same({ x = role, w = role, dy = role, wgrad = { accumulator = "device" },
+        high = { "^head", "^lm_head" } }, mine)
+    end
   end)
   it("is a copy: changes reach neither the shipped recipe nor the given one", function()
     local resolve = engine.precision.resolve

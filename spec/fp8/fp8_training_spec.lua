@@ -184,7 +184,7 @@ describe("a linear layer in FP8", function()
     assert.are.equal(1, #opt.fp8.list)
     local x = engine.randn(4, 64)
     local plain = bytes(model(x))
-    assert.are_not.equal(plain, bytes(engine.autocast({ base = "fp32", fp8 = {} },
+    assert.are_not.equal(plain, bytes(engine.autocast({ base = "fp32", fp8 = { x = {} } },
       function() return model(x) end)))
     assert.are.equal(plain, bytes(engine.autocast("fp32", function() return model(x) end)))
   end))

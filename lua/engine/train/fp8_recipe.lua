@@ -139,17 +139,27 @@ local LAYER = arguments.merged(FIELDS, arguments.set_of "match high")
 local FP8 = arguments.merged(FIELDS,
   arguments.set_of "high high_first high_last layers policy sample ladder")
 
---- Returns the table `fp8` of a base recipe, changed by a user's table `own`. A role or a product
---- in `own` changes single fields of the base's; but a role with a `rule` of its own starts from
---- this rule's defaults, because a rule decides which other fields there are. All else in `own`,
---- such as `high`, replaces the base's.
-function M.on_base(base, own)
+local function microscaled(role) return type(role) == "table" and MX_RULES[role.rule] ~= nil end
+
+--- Returns the table `fp8` of a base recipe (nil: the base has none), changed by a user's table
+--- `own`. A role or a product in `own` changes single fields of the base's; but a role with a
+--- `rule` of its own starts from this rule's defaults, because a rule decides which other fields
+--- there are. If x changes between FP8 and microscaling, the products and `layers` of the base do
+--- not apply, because they have fields of the other kind. All else in `own`, such as `high`,
+--- replaces the base's. `where` begins error messages.
+function M.on_base(base, own, where)
+  raise_if(not base and not (own.x or own.w or own.dy), "%s: expected x, w or dy, because the " ..
+    "base has no FP8 layers; hint: base = \"fp8_current\" or another recipe with FP8 layers, or " ..
+    "x = { format = \"e4m3\" }", where)
   local fp8 = arguments.merged(base, own)
   for name in pairs(FIELDS) do
     local over = own[name]
     if type(over) == "table" and not over.rule then
       fp8[name] = arguments.merged((base or {})[name], over)
     end
+  end
+  if base and microscaled(base.x) ~= microscaled(fp8.x) then
+    for _, name in ipairs { "layers", unpack(M.products) } do fp8[name] = own[name] end
   end
   return fp8
 end
@@ -279,7 +289,7 @@ end
 
 --- Describes a valid `fp8` table in words, as a list of { name, text }.
 function M.describe(fp8)
-  local rows, scaled, device = {}, MX_RULES[(fp8.x or {}).rule] ~= nil, false
+  local rows, scaled, device = {}, microscaled(fp8.x), false
   local function add(name, text) rows[#rows + 1] = { name, text } end
   for _, name in ipairs(M.roles) do
     local role = fp8[name] or {}

@@ -338,17 +338,15 @@ function M.resolve(recipe)
   for role in pairs(FORMATS) do full[role] = recipe[role] or base[role] end
   full.masters = full.masters or "f32"
   full.rounding = full.rounding or full.masters == "bf16" and "stochastic" or "nearest"
+  local where = ("precision '%s' (base %s): fp8"):format(full.name, recipe.base)
   if recipe.fp8 == false then full.fp8 = nil
   elseif recipe.fp8 ~= nil then
     expect(type(recipe.fp8) == "table", recipe.fp8,
       "precision '%s': expected fp8 to be a table, or false for none", full.name)
     full.own_fp8 = copy(recipe.fp8, {})
-    full.fp8 = fp8_recipe.on_base(copy(base.fp8, {}), full.own_fp8)
+    full.fp8 = fp8_recipe.on_base(copy(base.fp8, {}), full.own_fp8, where)
   else full.fp8 = copy(base.fp8, {}) end
-  if full.fp8 then
-    fp8_recipe.check(full.fp8, M.fp8_tables(), ("precision '%s' (base %s): fp8"):format(full.name,
-      recipe.base))
-  end
+  if full.fp8 then fp8_recipe.check(full.fp8, M.fp8_tables(), where) end
   for key, value in pairs(recipe) do
     if not OTHER_FIELDS[key] then
       if not FORMATS[key] then
