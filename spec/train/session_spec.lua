@@ -370,6 +370,37 @@ describe("a session", function()
     assert.matches("; the action is skip instead %(repeats", select(2, next(s.failures)))
   end)
 
+  it("follows set_precision, which all optimizers must get", function()
+    local function changed(recipe, both)
+      local a, b = nn.linear(4, 1), nn.linear(4, 1)
+      local opt_a, opt_b = engine.optim.sgd(a, { precision = "bf16" }),
+        engine.optim.sgd(b, { precision = "fp16" })
+      local s = engine.session { optimizers = { a = opt_a, b = opt_b }, log = "quiet",
+        precision = "bf16" }
+      assert.equal("bf16", opt_b.precision.name)
+      local seen = {}
+      local good, why = pcall(function()
+        for turn in s:turns(2) do
+          if turn == 2 then opt_a:set_precision(recipe) end
+          if turn == 2 and both then opt_b:set_precision(recipe) end
+          for _, opt in ipairs { opt_a, opt_b } do
+            local y = s:autocast(function() return opt.model(engine.ones(1, 4)) end)
+            seen[#seen + 1] = y.dtype
+            s:backward(y:sum())
+            s:step(opt)
+          end
+        end
+      end)
+      s:close()
+      return seen, good or why
+    end
+    assert.same({ "bf16", "bf16", "f16", "f16" }, (changed("fp16", true)))
+    assert.matches("expected one precision, but optimizer a has fp16 and b has bf16",
+      select(2, changed("fp16")))
+    assert.matches("session: precision 'fp8_current' quantizes",
+      select(2, changed("fp8_current", true)))
+  end)
+
   it("refuses scales per layer at the start and at a swap", function()
     local why = "session: policy layerwise sets scales per layer"
     refused(why, by_hand, 6, { policy = "layerwise", policy_options = {} })

@@ -452,6 +452,32 @@ describe("the trainer", function()
       tostring(h:why(4)))
   end)
 
+  it("after set_precision goes on like a run that is resumed with the new recipe", function()
+    local run = folder .. "/a"
+    for _, change in ipairs { { "bf16", "fp16" }, { "fp32", "bf16" }, { "bf16", "fp8_current" } } do
+      local options = { policy = "static", precision = change[1], steps = 3, run = run }
+      job(options):run()
+      options.steps, options.precision, options.resume = 6, change[2], "auto"
+      local later, sum = trace(options)
+      local live = {}
+      local t = job { policy = "static", precision = change[1], steps = 6, log = "quiet",
+        on_step = function(t, record)
+          if t.steps_done == 3 then t.optimizer:set_precision(change[2]) end
+          live[#live + 1] = ("%.17g %.17g %.17g"):format(record.loss, record.scale, record.norm)
+        end }
+      t:run()
+      assert.same(later, { unpack(live, 4) })
+      assert.equal(sum, tostring(C.eng_params_checksum_of(t.optimizer.params, nil, 0)))
+      assert.equal(change[2], t.precision.name)
+      helper.remove(run)
+    end
+    local lagged = job { mode = "lagged", steps = 4, precision = "bf16",
+      on_step = function(t) t.optimizer:set_precision "fp8_delayed" end }
+    local _, why = pcall(lagged.run, lagged)
+    assert.matches("^set_precision: this run cannot use precision 'fp8_delayed': mode=lagged: FP8",
+      why)
+  end)
+
   it("a run resumed with another policy hands it the state of the old one", function()
     local run, mine = folder .. "/a", folder .. "/mine.lua"
     helper.write(mine, [[return { options = { init_scale = 1 },

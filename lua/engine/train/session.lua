@@ -71,11 +71,6 @@ function Several:zero_grad()
   for _, e in ipairs(self.entries) do e.opt:zero_grad() end
 end
 
-function Several:set_precision(recipe)
-  for _, e in ipairs(self.entries) do e.opt:set_precision(recipe) end
-  self.precision = recipe
-end
-
 function Several:step(o)
   self.active.opt.lr = self.lr
   self.active.opt:step(o)
@@ -128,14 +123,23 @@ local function entries_of(o)
     entries[#entries + 1] = { name = name, opt = opt, first_lr = opt.lr, updates = 0, first = 0 }
   end
   table.sort(entries, function(a, b) return a.name < b.name end)
-  for i, e in ipairs(entries) do
-    local own, first = e.opt.precision, entries[1].opt.precision
-    e.number = i
-    raise_if(not o.precision and not precision.same(own, first), "session: expected one " ..
-      "precision, but optimizer %s has %s and %s has %s; hint: the option precision",
-      entries[1].name, first.name, e.name, own.name)
-  end
+  for i, e in ipairs(entries) do e.number = i end
   return entries
+end
+
+-- Returns the recipe of a session: `own` (the option precision), or that of its optimizers. Raises
+-- an error if the optimizers have different ones or if a session cannot use it.
+local function one_recipe(entries, own)
+  local first = entries[1].opt.precision
+  for _, e in ipairs(own and {} or entries) do
+    raise_if(not precision.same(e.opt.precision, first), "session: expected one precision, but " ..
+      "optimizer %s has %s and %s has %s; hint: the option precision, or set_precision for each " ..
+      "optimizer", entries[1].name, first.name, e.name, e.opt.precision.name)
+  end
+  local recipe = precision.resolve(own or first)
+  raise_if(recipe.fp8, "session: precision '%s' quantizes linear layers, which a session cannot " ..
+    "do; hint: engine.trainer, or fp32, bf16 or fp16", recipe.name)
+  return recipe
 end
 
 local Holder = module.class("tensors")
@@ -156,14 +160,15 @@ local function new(given)
   local entries = entries_of(o)
   raise_if(ranks.size() > 1, "session: expected a loop written by hand to run on one rank, got " ..
     "%d ranks; hint: use engine.trainer", ranks.size())
+  local recipe = one_recipe(entries, o.precision)
+  for _, e in ipairs(entries) do
+    if not precision.same(e.opt.precision, recipe) then e.opt:set_precision(recipe) end
+  end
   if #entries == 1 then o.optimizer, o.model = entries[1].opt, model_of(entries[1].opt)
   else
     o.optimizer, o.model = several(entries), Models()
     for _, e in ipairs(entries) do o.model[e.name] = model_of(e.opt) end
   end
-  local recipe = precision.resolve(o.precision or entries[1].opt.precision)
-  raise_if(recipe.fp8, "session: precision '%s' quantizes linear layers, which a session cannot " ..
-    "do; hint: engine.trainer, or fp32, bf16 or fp16", recipe.name)
   o.data = o.data or { next = function()
     raise("session: the policy skips data, so the session needs the loop's loader; hint: " ..
       "the option data") end }
@@ -288,7 +293,10 @@ local function inside(self, what)
 end
 
 --- Runs f(...) in the session's precision and returns its results.
-function Session:autocast(f, ...) return precision.autocast(self.precision, f, ...) end
+function Session:autocast(f, ...)
+  if self.current then self:note_recipe(self.current.step) end
+  return precision.autocast(self.precision, f, ...)
+end
 
 --- Returns the loss scale of the next backward pass.
 function Session:get_scale() return self.current and self.current.scale or self.policy:scale() end
@@ -408,6 +416,12 @@ function Session:decide(s, record)
       "the option `data` (the loop's loader)"):format(self.policy.name, action)
   end
   return verdict
+end
+
+--- Does what Trainer:note_recipe does, for the recipe of all optimizers.
+function Session:note_recipe(step)
+  self.optimizer.precision = one_recipe(self.entries)
+  Trainer.note_recipe(self, step)
 end
 
 --- Returns the loop's state for a checkpoint.

@@ -120,13 +120,21 @@ function Trainer:attempt()
 end
 
 --- Records an event if the optimizer's recipe differs from that of the step before: after a resume
---- with another recipe, or a call of Optimizer:set_precision.
+--- with another recipe, or a call of Optimizer:set_precision. After such a call, the passes of this
+--- step and of later steps also use the new recipe. Raises an error if this run cannot use it.
 function Trainer:note_recipe(step)
   local before, now = self.recipe, self.optimizer.precision
   if before == now then return end
+  local text = ("the recipe changes from %s (%s) to %s (%s)"):format(before.name, before.checksum,
+    now.name, now.checksum)
+  if not precision.same(self.precision, now) then
+    local refusal = modes.refusal(self)
+    fail_if(refusal, "set_precision: this run cannot use precision '%s': %s", now.name, refusal)
+    self.precision, self.fp16, self.captured, self.warm = now, nil, nil, 0
+    self:note(("step %d: %s; the policy stays %s"):format(step, text, self.policy.name))
+  end
   self.recipe = now
-  self.run_files:event(step, "precision", ("the recipe changes from %s (%s) to %s (%s)"):format(
-    before.name, before.checksum, now.name, now.checksum), {
+  self.run_files:event(step, "precision", text, {
     from = { name = before.name, checksum = before.checksum },
     to = { name = now.name, checksum = now.checksum } })
 end
