@@ -31,6 +31,7 @@ describe("text", function()
       assert.equal("'" .. text .. after .. "...'", value_text(text .. "🙂bcdefg"))
     end
     assert.equal(202, #value_text(("a"):rep(200)))
+    assert.equal("null", value_text(require("engine.base.json").null))
   end)
   it("is shown unchanged when that is safe", function()
     for _, text in ipairs { "", "plain", "Zürich 漢字 🙂", "\239\191\189", "a\\x1B" } do

@@ -465,13 +465,14 @@ describe("a DeepSpeed configuration", function()
     end
     fails(block("true", "0"):gsub("hysteresis", "hysterisis"),
       "^ds.json:8: fp16 has no key 'hysterisis'; did you mean 'hysteresis'%?")
-    for text, got in pairs { ["-1"] = "-1", ['"inf"'] = "inf", ['"nan"'] = "nan", ["true"] = "true",
-      ["[1]"] = "a table" } do
+    for text, got in pairs { ["-1"] = "-1", ['"inf"'] = "'inf'", ['"nan"'] = "'nan'",
+      ["true"] = "true", ["[1]"] = "a table" } do
       fails(block("true", text), "^ds.json:5: fp16.loss_scale: expected .*, got " ..
         got:gsub("%p", "%%%0") .. "$")
     end
     fails(block("true", "0"):gsub(": 8,", ": 8"), "^ds.json:3: not JSON: ")
     fails(block("1", "0"), "^ds.json:4: fp16.enabled: expected true or false, got 1$")
+    fails(block('{ "a": null }', "0"), "expected true or false, got a table$")
     fails(block("true", "0"):gsub('hysteresis": 2', 'hysteresis": 0'),
       "^ds.json: policies/deepspeed.lua: hysteresis must be a whole number of 1 or more, got 0")
     fails(block("true", "0"):gsub('power": 8', 'power": 2000'),

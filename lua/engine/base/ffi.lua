@@ -2,6 +2,7 @@
 -- declarations that the build made from core/engine.h, checks that both come from one build, and
 -- turns status codes into Lua errors.
 local ffi = require "ffi"
+local null = require("cjson").null
 
 local M = { ffi = ffi }
 
@@ -135,10 +136,11 @@ function M.check(status, bare)
   M.raise(M.message())
 end
 
---- Returns a value as one line of text for messages, such as "'text'", "5", "a table" or "nothing".
---- Cuts a string to 200 bytes, and writes its control characters as \xNN.
+--- Returns a value as one line of text for messages, such as "'text'", "5", "a table", "nothing",
+--- or "null" for JSON's null. Cuts a string to 200 bytes and writes its control characters as \xNN.
 function M.value_text(v)
   if v == nil then return "nothing" end
+  if v == null then return "null" end
   if type(v) == "string" then      -- cuts between two UTF-8 characters
     v = #v > 200 and v:sub(1, 201):gsub(".[\128-\191]*$", "") .. "..." or v
     return "'" .. v:gsub("%c", function(c) return ("\\x%02X"):format(c:byte()) end) .. "'"

@@ -23,7 +23,7 @@ local function text_of(value)
 end
 
 -- Returns a value as text, for the "got ..." of a message.
-local function got(value) return value == NULL and "null" or show.shown(value_text(value)) end
+local function got(value) return show.shown(value_text(value)) end
 
 -- Returns a field's value, or `default` if the field is absent or null.
 local function value_of(fields, key, default)

@@ -45,12 +45,12 @@ local function read(block, key, where)
   if BOOLEAN[key] then
     if value == "true" or value == "false" then value = value == "true" end
     fail_if(type(value) ~= "boolean", "%sfp16.%s: expected true or false, got %s", where(key), key,
-      tostring(value))
+      value_text(value))
     return value
   end
   local number = type(value) == "string" and expression(value) or value
   fail_if(type(number) ~= "number" or number - number ~= 0, "%sfp16.%s: expected a number, got %s",
-    where(key), key, type(value) == "table" and "a table" or tostring(value))
+    where(key), key, value_text(value))
   return number
 end
 
@@ -153,7 +153,7 @@ function M.from_table(config, changes, where, path)
   local lead = path and path .. ": " or ""
   fail_if(type(config) ~= "table",
     "%sexpected a DeepSpeed configuration, which is a JSON object, got %s", lead,
-    config == cjson.null and "null" or value_text(config))
+    value_text(config))
   fail_if(not is_null(config.fp16) and type(config.fp16) ~= "table",
     "%sfp16: expected an object, got %s", where "fp16", value_text(config.fp16))
   local block, zero = config.fp16, config.zero_optimization
