@@ -2,7 +2,6 @@
 -- (core/params/optimizer.c): sgd, adam, adamw, lion. Owns the moments and compensations. Called by
 -- optim.lua; lua_state.lua has the same methods for optimizers written in Lua.
 local M_ffi = require "engine.base.ffi"
-local show = require "engine.base.show"
 
 local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
 
@@ -18,8 +17,8 @@ function M.new(optimizer, kind)
   check(C.eng_optimizer_new(handle, optimizer.params, kind, M_ffi.dtype[optimizer.moments],
     optimizer._group_of))
   return setmetatable({ handle = ffi.gc(handle[0], C.eng_optimizer_free), kind = kind,
-    optimizer = optimizer, kept = 0, hyper = ffi.new("eng_hyper[?]", #optimizer.groups),
-    call = ffi.new("eng_update") }, State)
+    optimizer = optimizer, kept = 0, call = ffi.new("eng_update"),
+    hyper = ffi.new("eng_hyper[?]", #optimizer.groups + #optimizer.list) }, State)
 end
 
 -- Writes the hyperparameters of `group` to h, with the rate lr.
@@ -30,40 +29,24 @@ local function fill(h, group, lr)
   h.dampening, h.nesterov = group.dampening or 0, group.nesterov and 1 or 0
 end
 
--- Moves each parameter whose factor in lr_muls [n] is not 1 to an additional group. Parameters with
--- the same optimizer group and the same factor share one additional group. Returns the group of
--- each parameter and the number of groups.
-local function split_groups(self, lr, lr_muls)
-  local groups, of, count = self.optimizer.groups, self.optimizer._group_of, #self.optimizer.list
-  local own, total, known = ffi.new("int32_t[?]", count), #groups, {}
-  if not self.wide then
-    local wide = ffi.new("eng_hyper[?]", total + count)
-    ffi.copy(wide, self.hyper, total * ffi.sizeof("eng_hyper"))
-    self.hyper, self.wide = wide, true
-  end
-  for i = 0, count - 1 do
-    local factor = lr_muls[i]
-    local key = of[i] .. " " .. show.exact(factor)
-    if factor == 1 then known[key] = of[i]
-    elseif not known[key] then
-      local group = groups[of[i] + 1]
-      fill(self.hyper[total], group, lr * group.lr_mul * factor)
-      known[key], total = total, total + 1
-    end
-    own[i] = known[key]
-  end
-  return own, total
-end
-
--- Fills the hyperparameters of the groups. For this update, parameters to which `lr_muls` [n] gives
--- a factor other than 1 move to additional groups. Returns the number of groups.
+-- Fills the hyperparameters of the groups. With `lr_muls` [n], factors on the rates of the
+-- parameters, each parameter has an additional group of its own in this update. Returns the number
+-- of groups.
 local function fill_groups(self, lr, lr_muls)
-  local groups, of = self.optimizer.groups, self.optimizer._group_of
+  local groups, of, n = self.optimizer.groups, self.optimizer._group_of, #self.optimizer.groups
   for i, group in ipairs(groups) do fill(self.hyper[i - 1], group, lr * group.lr_mul) end
-  if not lr_muls and not self.moved then return #groups end
+  if not lr_muls and not self.moved then return n end
   self.moved = lr_muls ~= nil
-  local n = #groups
-  if lr_muls then of, n = split_groups(self, lr, lr_muls) end
+  if lr_muls then
+    local count = #self.optimizer.list
+    local own = ffi.new("int32_t[?]", count)
+    for i = 0, count - 1 do
+      local group = groups[of[i] + 1]
+      own[i] = n + i
+      fill(self.hyper[own[i]], group, lr * group.lr_mul * lr_muls[i])
+    end
+    of, n = own, n + count
+  end
   check(C.eng_optimizer_groups(self.handle, of))
   return n
 end
