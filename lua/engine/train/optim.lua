@@ -23,7 +23,7 @@ local ffi, C, check, expect, raise, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.check, 
 local M = {}
 
 -- name -> { kind = ENG_SGD and so on, or spec = a checked specification (optim_register.lua);
--- defaults = options and their default values }
+-- defaults = options and their default values; own = true if a script registered it }
 local KINDS = {
   sgd   = { kind = C.ENG_SGD,   defaults = { lr = 1e-2, momentum = 0, dampening = 0,
     nesterov = false, weight_decay = 0 } },
@@ -216,7 +216,7 @@ local function new(name, model, options)
     elseif defaults[key] ~= nil then defaults[key] = value
     elseif not COMMON[key] then
       raise("optim.%s: unknown option '%s'%s", name, tostring(key), nearest.choices(tostring(key),
-        arguments.merged(defaults, COMMON), "options", rawget(M, name) and
+        arguments.merged(defaults, COMMON), "options", not kind.own and
         "engine help optim." .. name or nil))
     end
   end
@@ -281,8 +281,6 @@ for name in pairs(KINDS) do
   M[name] = function(model, options) return new(name, model, options) end
 end
 
-local registered = {}   -- optimizers that scripts registered: name -> constructor
-
 --- engine.optim.register(name, spec): registers an optimizer written in Lua, which scripts then
 --- call as engine.optim.NAME(model, options). docs/write-an-optimizer.md has examples. Fields of
 --- spec:
@@ -308,10 +306,10 @@ local registered = {}   -- optimizers that scripts registered: name -> construct
 --- the buffers. With ZeRO each rank updates whole parameters.
 function M.register(name, spec)
   local read = optim_register.read(name, spec)
-  raise_if(rawget(M, name),
+  raise_if(rawget(M, name) and not (KINDS[name] and KINDS[name].own),
     "optim.register: engine.optim.%s exists already; hint: another name", name)
-  KINDS[name] = { spec = read, defaults = read.defaults }
-  registered[name] = function(model, options) return new(name, model, options) end
+  KINDS[name] = { spec = read, defaults = read.defaults, own = true }
+  M[name] = function(model, options) return new(name, model, options) end
 end
 
 --- Gives the parameters the formats of a precision recipe. Clears the gradients. During the run of
@@ -450,8 +448,7 @@ end
 --- before anything changes.
 function Optimizer:load_state(tensors, updates)
   expect(type(tensors) == "table", tensors, "optimizer state: expected a table { name = tensor }")
-  expect(type(updates) == "number" and updates >= 0 and updates % 1 == 0, updates,
-    "optimizer state: expected the number of updates to be a whole number of 0 or more")
+  arguments.want_whole(updates, "optimizer state", "the number of updates", 0)
   local own, names = tensors_of(self, true), {}
   for name, target in pairs(own) do
     names[#names + 1] = name
@@ -506,12 +503,4 @@ function Optimizer:__tostring()
   return table.concat(lines, "\n")
 end
 
-local meta = getmetatable(nearest.guard(M, "engine.optim"))
-local missing = meta.__index
-function meta.__index(t, key)
-  local own = registered[key]
-  if own then return own end
-  return missing(t, key)
-end
-
-return M
+return nearest.guard(M, "engine.optim")
