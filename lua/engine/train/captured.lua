@@ -62,6 +62,12 @@ local function capture(trainer, batch, handles, n)
   error(result, 0)
 end
 
+--- Drops the captured step, if any; another warm-up begins, of which `made` steps are already made.
+function M.drop(trainer, made)
+  if trainer.captured then C.eng_graph_free(M_ffi.ffi.gc(trainer.captured, nil)) end
+  trainer.captured, trainer.warm = nil, made
+end
+
 --- Runs forward and backward of a batch through the captured step, at the loss scale `scale`.
 --- Returns the loss, or nil if the step must run operation by operation: before the capture, for a
 --- batch that does not fit the captured graph, in a step whose FP8 layers are measured, and when
@@ -77,10 +83,7 @@ function M.launch(trainer, batch, scale)
     trainer.captured = capture(trainer, batch, handles, n)
   end
   local status = C.eng_graph_launch(trainer.captured, scale, handles, n)
-  if status == C.ENG_ERR_STATE then     -- the graph is outdated: another warm-up begins here
-    C.eng_graph_free(M_ffi.ffi.gc(trainer.captured, nil))
-    trainer.captured, trainer.warm = nil, 1
-  end
+  if status == C.ENG_ERR_STATE then M.drop(trainer, 1) end   -- the graph is outdated
   if status == C.ENG_ERR_SHAPE or status == C.ENG_ERR_STATE then return nil end
   check(status)
   local loss = M_ffi.ffi.new("eng_tensor")

@@ -130,7 +130,8 @@ function Trainer:note_recipe(step)
   if not precision.same(self.precision, now) then
     local refusal = modes.refusal(self)
     fail_if(refusal, "set_precision: this run cannot use precision '%s': %s", now.name, refusal)
-    self.precision, self.fp16, self.captured, self.warm = now, nil, nil, 0
+    self.precision, self.fp16 = now, nil
+    captured.drop(self, 0)
     self:note(("step %d: %s; the policy stays %s"):format(step, text, self.policy.name))
   end
   self.recipe = now
