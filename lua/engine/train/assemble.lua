@@ -78,6 +78,7 @@ function M.object(o, class, fields)
   if refusal then error(refusal, 0) end
   self.run_files = run_files.open(self, o)
   self.recipe = self.recipe or opt.precision    -- restore.lua may have set another one
+  self.sites = opt.fp8                          -- see Trainer:note_recipe
   self.agreement = agreement.new(self, o)
   self.needs = self:all_needs()
   return self

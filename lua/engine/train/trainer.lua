@@ -121,15 +121,16 @@ end
 
 --- Records an event if the optimizer's recipe differs from that of the step before: after a resume
 --- with another recipe, or a call of Optimizer:set_precision. After such a call, the passes of this
---- step and of later steps also use the new recipe. Raises an error if this run cannot use it.
+--- step and of later steps also use the new recipe. Raises an error if such a call has changed the
+--- FP8 layers, because swaps, shadows and checkpoints of this run refer to the old ones.
 function Trainer:note_recipe(step)
   local before, now = self.recipe, self.optimizer.precision
   if before == now then return end
   local text = ("the recipe changes from %s (%s) to %s (%s)"):format(before.name, before.checksum,
     now.name, now.checksum)
+  fail_if(self.sites ~= self.optimizer.fp8, "set_precision: %s, but a run cannot change its FP8 " ..
+    "layers; hint: resume the run with the other precision, or let an FP8 policy move layers", text)
   if not precision.same(self.precision, now) then
-    local refusal = modes.refusal(self)
-    fail_if(refusal, "set_precision: this run cannot use precision '%s': %s", now.name, refusal)
     self.precision, self.fp16 = now, nil
     captured.drop(self, 0)
     self:note(("step %d: %s; the policy stays %s"):format(step, text, self.policy.name))
