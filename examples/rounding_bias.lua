@@ -120,6 +120,7 @@ for _, rule in ipairs(RULES) do
   if verdicts[rule[1]] > 0.05 then biased[#biased + 1] = rule[1] end
 end
 print(("Conclusion: te is off by at most %.4f of a step and its AMD port by %.4f; off by more\n"
-  .. "than 1/20 of a step: %s."):format(verdicts.te, verdicts["te amd"], table.concat(biased, "; ")))
+  .. "than 1/20 of a step: %s."):format(verdicts.te, verdicts["te amd"],
+  table.concat(biased, "; ")))
 lab.svg(cfg.svg, { title = "Bias of stochastic rounding to E2M1",
   x = { unpack(heads, 2, #NUMBERS + 1) }, y = "number", series = series })
