@@ -398,6 +398,8 @@ describe("the socket", function()
     assert.matches("expected a JSON object", second.receive())
     assert.matches("do: expected a command, got 'fly'", second.receive())
     assert.matches("do: expected a command, got nothing", second.receive())
+    second.send('{"do":null}\n')
+    assert.matches("}': null has no counterpart in Lua", second.receive(), 1, true)
     -- the reply leaves out an id that is neither a string nor a number
     second.send('{"do":"status","id":null}\n{"do":"status","id":{"$pairs":[[[1],2]]}}\n')
     for _ = 1, 2 do assert.matches('"ok":', second.receive()) end

@@ -409,6 +409,9 @@ describe("a session", function()
     assert.is_nil(good)
     assert.matches(why, problem)
     assert.equal("dynamic", s.policy.name)
+    local linear = engine.nn.linear(4, 4)                -- two groups: the weight and the bias
+    refused(why, engine.session, { optimizer = engine.optim.sgd(linear, { lr = 0.1 }),
+      policy = "layerwise" })
   end)
 
   it("refuses at a decision scales per layer that a policy begins to set later", function()

@@ -280,8 +280,8 @@ end
 local function serve(self, number, line, told)
   local read, request = pcall(require("engine.base.json").decode, line)
   if not read or type(request) ~= "table" then
-    local problem = ("expected a JSON object on one line, got '%s'"):format(show.cut(show.shown(
-      line), 80))
+    local problem = ("expected a JSON object on one line, got '%s'%s"):format(show.cut(show.shown(
+      line), 80), read and "" or ": " .. M_ffi.without_line(request))
     self:answer(number, nil, { ok = false, error = problem })
     return
   end

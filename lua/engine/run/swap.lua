@@ -47,7 +47,7 @@ local function layers_refused(trainer, copy)
   local stats = ffi.new("eng_tensor_stats[?]", n)
   require("engine.run.trace").verdicts("."):at(record, 1, copy:scale())
   for k = 0, n - 1 do
-    local amax = record.scale * 2 ^ -(k % 32)
+    local amax = record.scale * 2 ^ -(8 * k % 96)
     stats[k].count, stats[k].amax, stats[k].sum_squares = 1, amax, amax ^ 2
   end
   copy:decide(record, stats)
