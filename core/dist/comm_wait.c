@@ -10,6 +10,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -190,6 +191,18 @@ static void lost(const char *what)
 
 // ------------------------------------------------------------------ waiting
 
+/// Says once, on rank 0, where it waits after a SIGTERM. mpirun sends SIGTERM to the other ranks of
+/// a job that lost one, and about 2 s later ends them.
+static void report_ending(double waited, const char *what)
+{
+  static bool told;
+  if (told || waited < 0.5 || comm_world.rank > 0 || eng_interrupt_signal(0) != SIGTERM) return;
+  told = true;
+  fprintf(stderr, "engine: rank 0 was told to end (SIGTERM) while it waits for other ranks at %s; "
+          "hint: if a rank has died, mpirun names it, and resume=auto continues from the last "
+          "checkpoint\n", what);
+}
+
 /// Does the work of comm_pause in every SPINS-th call only, for a loop that polls often. `spins`
 /// and `since` start at 0.
 static eng_status idle(int *spins, double *since, const char *what)
@@ -200,6 +213,7 @@ static eng_status idle(int *spins, double *since, const char *what)
   static double looked;
   if (*since == 0) *since = eng_clock();
   double now = look_at_clock(since, &looked);
+  report_ending(now - *since, what);
   if (now - *since > timeout || (t->probe && t->probe(COMM_TAG_ALARM))) lost(what);
   sched_yield();
   return ENG_OK;
