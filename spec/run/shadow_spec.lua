@@ -208,4 +208,33 @@ describe("a shadow", function()
       assert.same((verdicts(folder .. "/whole", name, 40)), (verdicts(folder .. "/run", name, 40)))
     end
   end)
+
+  it("ends in the history where the run was resumed without it, and may begin again", function()
+    local run, gone = folder .. "/run", "static:loss_scale=2^40"
+    trace { shadow = "deepspeed," .. gone, steps = 20, run = run }
+    trace { shadow = "deepspeed", steps = 40, run = run, resume = "auto" }
+    local function at(h, step)
+      local list = {}
+      for i, row in ipairs(h:shadows_at(step)) do list[i] = row.name end
+      return table.concat(list, " ")
+    end
+    local h = engine.history.open(run)
+    assert.equal("deepspeed " .. gone, at(h, 19))
+    assert.equal("deepspeed", at(h, 20))
+    assert.equal("deepspeed", at(h, 39))
+    assert.matches("The shadow " .. gone, h:why(19), 1, true)
+    assert.not_matches("The shadow " .. gone, h:why(30), 1, true)
+    local kept, ended = unpack(h:shadows())
+    assert.same({ 40, 20, 20, 20 }, { kept.steps, ended.steps, ended.skipped, ended.overflows })
+    assert.same({ 2 ^ 40, "skip" }, { ended.scale, ended.action })
+    local html = require("engine.report.report").html(h, run)
+    assert.matches(gone .. '</code></td><td class="n">20</td><td class="n">20 (100', html, 1, true)
+    h:close()
+    trace { shadow = gone, steps = 50, run = run, resume = "auto" }
+    h = engine.history.open(run)
+    assert.same({ "deepspeed", gone }, { at(h, 39), at(h, 40) })
+    kept, ended = unpack(h:shadows())
+    assert.same({ 40, 30, 30 }, { kept.steps, ended.steps, ended.skipped })
+    h:close()
+  end)
 end)

@@ -6,13 +6,13 @@
 -- A series is a line of means in a band from the smallest to the largest value. The band is drawn
 -- if each point of the line stands for several steps (c.width > 1) or the series' field `band` is
 -- true. Instead of `column`, a series may have `points`: { { step, value } ... }; a value lasts
--- until the next point. With `join`, the line bridges missing values. Series i is drawn in style i
--- (a colour and dashes), or in the style whose number is in its field `style`. `limits` are values
--- that get a dotted line with a text. More fields of a panel: name (the title of its y axis), axis
--- (from M.axis), hold (true: draws single steps as a staircase). Shapes have x coordinates from 0
--- to `span`, which a page stretches to its width. Texts are placed by percentages instead, so that
--- they keep their size. Used by the report's pages, views.lua, gnuplot.lua, lab.lua and
--- docs/page.lua.
+-- until the next point, and the value false makes a gap. With `join`, the line bridges missing
+-- values. Series i is drawn in style i (a colour and dashes), or in the style whose number is in
+-- its field `style`. `limits` are values that get a dotted line with a text. More fields of a
+-- panel: name (the title of its y axis), axis (from M.axis), hold (true: draws single steps as a
+-- staircase). Shapes have x coordinates from 0 to `span`, which a page stretches to its width.
+-- Texts are placed by percentages instead, so that they keep their size. Used by the report's
+-- pages, views.lua, gnuplot.lua, lab.lua and docs/page.lua.
 local show = require "engine.base.show"
 local plot = require "engine.report.plot"
 
@@ -218,11 +218,11 @@ end
 local function points_path(points, axis, place, log)
   local line, y = {}, nil
   for _, p in ipairs(points) do
-    local value = scaled(p[2], log)
+    local x, value = f(axis.place(p[1])), scaled(p[2], log)
     if value then
-      y = f(place(value))
-      line[#line + 1] = (#line == 0 and "M%s %s" or "H%sV%s"):format(f(axis.place(p[1])), y)
-    end
+      line[#line + 1] = (y and "H%sV%s" or "M%s %s"):format(x, f(place(value)))
+    elseif y then line[#line + 1] = "H" .. x end
+    y = value
   end
   if y then line[#line + 1] = "H" .. f(axis.place(axis.last)) end
   return table.concat(line)

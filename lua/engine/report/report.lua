@@ -30,7 +30,8 @@ end
 
 local MOST_POINTS = 600          -- a shadow with more verdicts is drawn at about this many steps
 
--- Returns a shadow's verdicts as a list of { step, scale, action }. If there are more than
+-- Returns a shadow's verdicts as a list of { step, scale, action }. The scale is false where the
+-- run has the shadow no longer, and always for a shadow of FP8 layers. If there are more than
 -- MOST_POINTS, returns only the verdicts in force at MOST_POINTS + 1 evenly spaced steps.
 local function points_of(h, name, axis)
   local points = {}
@@ -38,7 +39,7 @@ local function points_of(h, name, axis)
     name, MOST_POINTS + 1)[1].n
   if n <= MOST_POINTS then
     for _, row in ipairs(h:shadow(name)) do
-      if row.scale then points[#points + 1] = { row.step, row.scale, row.action } end
+      points[#points + 1] = { row.step, row.scale or false, row.action }
     end
     return points
   end
@@ -46,7 +47,7 @@ local function points_of(h, name, axis)
     local step = axis.first + math.floor((axis.last - axis.first) * i / MOST_POINTS)
     local row = h:query("SELECT scale, action FROM shadows WHERE name = ? AND step <= ? ORDER " ..
       "BY step DESC LIMIT 1", name, step)[1]
-    if row and row.scale then points[#points + 1] = { step, row.scale, row.action } end
+    if row then points[#points + 1] = { step, row.scale or false, row.action } end
   end
   return points
 end

@@ -151,7 +151,7 @@ panels.forEach(function(svg){
     text+="</table>";
     if(own==="scale")D.shadows.forEach(function(s){
       var v=holding(s.points,D.step[i]+D.width-1);
-      if(v)text+="<div>"+s.name+": "+scale(v[1])+(v[2]!=="step"?" · "+v[2]:"")+"</div>"
+      if(v&&v[1])text+="<div>"+s.name+": "+scale(v[1])+(v[2]!=="step"?" · "+v[2]:"")+"</div>"
     });
     if(D.overflows[i])text+="<div><em>"+(D.width>1?D.overflows[i]+" overflow"+
     (D.overflows[i]>1?"s":""):"overflow")+"</em></div>";

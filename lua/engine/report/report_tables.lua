@@ -57,18 +57,19 @@ function M.shadows_section(shadows, info)
     rows[#rows + 1] = { ('<svg class="sign"><path class="line %s" d="M0 6H24"/></svg>' ..
       "<code>%s</code>%s"):format(s.style, escape(s.name),
       s.same and (" (the same scales as <code>%s</code>)"):format(escape(s.same)) or ""),
-      ("%s (%s)"):format(grouped(s.skipped), percent(s.skipped, info.rows)),
-      s.overflows and grouped(s.overflows) or "–", s.bounds and percent(info.rows - s.bounds,
-      info.rows) or "–", s.scale and chart.scale(s.scale) or "–", grouped(s.failed) }
+      grouped(s.steps), ("%s (%s)"):format(grouped(s.skipped), percent(s.skipped, s.steps)),
+      s.overflows and grouped(s.overflows) or "–", s.bounds and percent(s.steps - s.bounds,
+      s.steps) or "–", s.scale and chart.scale(s.scale) or "–", grouped(s.failed) }
   end
-  local about = ("Policies that saw every step at their own loss scale and decided nothing. " ..
-    "If some verdicts of a policy are not exact, its numbers are estimates: the gradients that " ..
-    "it would have met are not fully known. The run's own policy left %s without an update; " ..
-    "%s overflowed.")
+  local about = ("Policies that saw the run's steps at their own loss scale and decided " ..
+    "nothing. If some verdicts of a policy are not exact, its numbers are estimates: the " ..
+    "gradients that it would have met are not fully known. The run's own policy left %s without " ..
+    "an update; %s overflowed.")
     :format(counted(info.skipped, "step"), counted(info.overflows, "step"))
   return section("Shadows", about,
-    html.table({ "policy", "would have skipped", "overflows at its scale", "exact verdicts",
-    "scale at the end", "failed steps" }, rows, { false, true, true, true, true, true }))
+    html.table({ "policy", "steps", "would have skipped", "overflows at its scale",
+    "exact verdicts", "scale at the end", "failed steps" }, rows, { false, true, true, true, true,
+    true, true }))
 end
 
 function M.fp8_table(m)

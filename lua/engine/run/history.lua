@@ -133,6 +133,12 @@ function Writing:append_shadow(step, name, verdict, overflow, bound)
     bound or false))
 end
 
+local ENDING = ffi.new("eng_verdict", { scale = 0 / 0, action = C.ENG_ACTION_STOP })
+
+--- Appends a row that ends a shadow's series, because the shadow sees no step from this one on. The
+--- row has the action `stop` and no scale.
+function Writing:end_shadow(step, name) return self:append_shadow(step, name, ENDING) end
+
 --- Appends a value that the script published; it holds until the next row of the same name.
 function Writing:append_signal(step, name, value)
   need("append_signal", "step name value", step, name, value)
@@ -440,11 +446,16 @@ local NAMES = [[WITH RECURSIVE names(name) AS (SELECT min(name) FROM shadows
   UNION ALL SELECT (SELECT min(name) FROM shadows WHERE name > names.name) FROM names
       WHERE names.name IS NOT NULL)]]
 
---- Returns the shadows of the run: { name, skipped, overflows, bounds, failed, scale, action }.
---- Four fields count steps: skipped (the shadow would have skipped the step), overflows (the step
---- overflows at the shadow's own scale), bounds (the verdict is a bound, counterfactual.lua) and
---- failed (the shadow failed). scale and action come from the shadow's last verdict. overflows and
---- bounds are nil in a history of an older engine, whose shadows read the run's own overflows.
+-- SQL, and a function of a row: whether a row of `shadows` ends a series (Writing:end_shadow).
+local ENDS = "(action = 'stop' AND scale IS NULL)"
+local function ends(row) return row.action == "stop" and row.scale == nil end
+
+--- Returns the shadows of the run: { name, steps, skipped, overflows, bounds, failed, scale, action
+--- }. Five fields count steps: steps (the shadow saw the step), skipped (it would have skipped the
+--- step), overflows (the step overflows at the shadow's own scale), bounds (the verdict is a bound,
+--- counterfactual.lua) and failed (the shadow failed). scale and action come from the shadow's last
+--- verdict. overflows and bounds are nil in a history of an older engine, whose shadows read the
+--- run's own overflows.
 function History:shadows()
   if not self:has "shadows" then return nothing "(no shadows)" end
   -- The sums leave out rows that count in none of the four fields, because a shadow whose scale
@@ -452,30 +463,33 @@ function History:shadows()
   local function whole(row) return expect(self, row, "number", { "skipped", "failed" }) end
   local own = one(self, "SELECT count(*) AS n FROM sqlite_master WHERE name = 'shadows' AND sql " ..
     "LIKE '%bound INTEGER%'").n > 0        -- false in a history of an older engine
-  local function sum(name, condition)
-    return ("(SELECT coalesce(sum(n), 0) FROM others o WHERE o.name = names.name AND %s) AS %s")
-      :format(condition, name)
+  local function sum(condition)
+    return ("(SELECT coalesce(sum(n), 0) FROM others o WHERE o.name = names.name AND %s)")
+      :format(condition)
+  end
+  local function last(column)
+    return ("(SELECT %s FROM shadows s WHERE s.name = names.name AND NOT %s " ..
+      "ORDER BY step DESC LIMIT 1)"):format(column, ENDS)
   end
   return collect(each(self, whole, NAMES .. [[
     , others AS (SELECT *, coalesce((SELECT min(step) FROM shadows t
         WHERE t.name = s.name AND t.step > s.step),
            (SELECT max(step) + 1 FROM steps)) - step AS n FROM shadows s
                WHERE action <> 'step' OR failed]] .. (own and " OR overflow OR bound" or "") .. [[)
-    SELECT name, ]] .. sum("skipped", "action <> 'step'") .. ", " .. (own
-      and sum("overflows", "overflow") .. ", " .. sum("bounds", "bound") .. ", " or "") ..
-      sum("failed", "failed") .. [[,
-           (SELECT scale FROM shadows s WHERE s.name = names.name
-               ORDER BY step DESC LIMIT 1) AS scale,
-           (SELECT action FROM shadows s WHERE s.name = names.name
-               ORDER BY step DESC LIMIT 1) AS action
-    FROM names WHERE name IS NOT NULL ORDER BY name]]), { "name", "skipped", "overflows", "bounds",
-        "failed", "scale", "action" })
+    SELECT name, (SELECT max(step) + 1 FROM steps) - (SELECT min(step) FROM shadows s
+        WHERE s.name = names.name) - ]] .. sum(ENDS) .. " AS steps, " ..
+      sum("action <> 'step' AND NOT " .. ENDS) .. " AS skipped, " ..
+      (own and sum "overflow" .. " AS overflows, " .. sum "bound" .. " AS bounds, " or "") ..
+      sum "failed" .. " AS failed, " .. last "scale" .. " AS scale, " .. last "action" ..
+      " AS action FROM names WHERE name IS NOT NULL ORDER BY name"),
+    { "name", "steps", "skipped", "overflows", "bounds", "failed", "scale", "action" })
 end
 
 --- Returns a row for each step at which a shadow's verdict changed: { step, scale, action, failed,
 --- reason, overflow, bound }. A row holds until the next row. overflow: whether the step overflows
 --- at the shadow's own scale. bound: whether the verdict is a bound (counterfactual.lua). Both are
---- nil in a history of an older engine.
+--- nil in a history of an older engine. A row with the action `stop` and no scale is no verdict. It
+--- marks where the run was resumed without the shadow.
 function History:shadow(name)
   if not self:has "shadows" then return {} end
   return collect(each(self, nil, "SELECT * FROM shadows WHERE name = ? ORDER BY step", name),
@@ -483,14 +497,16 @@ function History:shadow(name)
 end
 
 --- Returns, for each shadow, the verdict that is in force at a step: a row as shadow() returns it,
---- with `name`.
+--- with `name`. Leaves out shadows that the run no longer has at that step.
 function History:shadows_at(step)
   local list = {}
   if not self:has "shadows" then return list end
-  for name in each(self, nil, NAMES ..
+  local function whole(row) return expect(self, row, "string", { "name" }) end
+  for name in each(self, whole, NAMES ..
     " SELECT name FROM names WHERE name IS NOT NULL ORDER BY name") do
-    list[#list + 1] = one(self, "SELECT * FROM shadows WHERE name = ? AND step <= ? " ..
+    local row = one(self, "SELECT * FROM shadows WHERE name = ? AND step <= ? " ..
       "ORDER BY step DESC LIMIT 1", name.name, step)
+    if row and not ends(row) then list[#list + 1] = row end
   end
   return list
 end

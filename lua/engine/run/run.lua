@@ -152,11 +152,13 @@ local function find_checkpoint(self, resume)
 end
 
 -- Removes the records from the step `done` on, from which a resumed run continues. Notes how many
--- steps these are. Numbers that policies logged before the cut hold no longer.
+-- steps these are. Numbers that policies logged before the cut hold no longer, and neither do the
+-- verdicts of shadows that the run no longer has.
 local function cut_history(self, history, done)
-  local read, n, logs, moves = pcall(function()      -- a damaged history raises an error
+  local read, n, logs, moves, shadows = pcall(function()      -- a damaged history raises an error
     return history:query("SELECT count(*) AS n FROM steps WHERE step >= ?", done)[1].n,
-      history:has "signals" and history:logs() or {}, #history:events "layers"
+      history:has "signals" and history:logs() or {}, #history:events "layers",
+      history:shadows_at(done - 1)
   end)
   self.had_moves = read and moves > 0      -- whether the history has rungs to replace
   if read and n > 0 then
@@ -164,6 +166,12 @@ local function cut_history(self, history, done)
       show.counted(n, "step"))
   end
   self:complain(history:resume(done))
+  local now = self.trainer.shadows
+  for _, shadow in ipairs(read and shadows or {}) do
+    if not (now and now:has(shadow.name)) then
+      self:complain(history:end_shadow(done, shadow.name))
+    end
+  end
   for _, log in ipairs(read and logs or {}) do
     self.logged = self.logged or {}
     self.logged[log.name] = true

@@ -287,6 +287,14 @@ local function all(self)
   return list
 end
 
+--- Returns whether one of the shadows has this name.
+function Shadows:has(name)
+  for _, s in ipairs(all(self)) do
+    if s.name == name then return true end
+  end
+  return false
+end
+
 --- Returns the state of the shadows for a checkpoint.
 function Shadows:state()
   local state = { steps = self.steps, skipped = self.skipped, largest = self.largest, list = {} }
