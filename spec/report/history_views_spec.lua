@@ -133,6 +133,21 @@ describe("views of a history", function()
     end
   end)
 
+  it("name the one format whose limit a layer of several formats came nearest to", function()
+    local mixed = history.open(dir .. "/mixed.db", { write = true })
+    local list = {}
+    for k, name in ipairs(NAMES) do
+      list[k] = { name = name, shape = { 10, 10 }, gradient = k == 3 and "f32" or "f16" }
+    end
+    list[4].name = "blocks.1.norm.weight"
+    mixed:set_parameters(list)
+    for step = 0, 50 do append(mixed, step) end
+    mixed:flush()
+    assert.matches("<code>blocks.1</code> came nearest to the top of f16, 4.0 bits below it",
+      require("engine.report.report").html(mixed, dir .. "/mixed.db"), 1, true)
+    mixed:close()
+  end)
+
   it("draw layers by exponent and over time", function()
     local text = tostring(h:heatmap { width = 120 })
     assert.matches("statistics of 90 steps, 0 to 2,999; on the right", text, 1, true)

@@ -4,12 +4,13 @@
 --   local l = layers.read(history, { points = 120, only = "blocks.3" })
 --   l.names[k]              the name of layer k
 --   l.x[i], l.width         column i has the steps from l.x[i] to l.x[i] + l.width - 1
---   l.cells[k][i]           { amax, inf, nan, count, zeros, underflow, overflows, step, room } of
---                           the gradients as stored (times the scale); nil if the column has no
---                           recorded step. overflows: the number of recorded steps with inf or nan;
---                           step: the last step with inf or nan, else the step of the amax;
---                           room: the smallest distance, in bits, between the amax of one of the
---                           layer's tensors and the overflow limit of that tensor's format
+--   l.cells[k][i]           { amax, inf, nan, count, zeros, underflow, overflows, step, room,
+--                           format } of the gradients as stored (times the scale); nil if the
+--                           column has no recorded step. overflows: the number of recorded steps
+--                           with inf or nan; step: the last step with inf or nan, else the step of
+--                           the amax; room: the smallest distance, in bits, between the amax of one
+--                           of the layer's tensors and the overflow limit of that tensor's format;
+--                           format: the name of that format
 --   l.rows, l.steps[n]      the number of rows read, and their steps
 --   l.hists[k][exponent]    how many elements have this exponent, in all rows together
 --   l.format                the gradients' narrowest format (base/formats.lua)
@@ -57,15 +58,14 @@ function M.rows(h, options)
   return row_of, groups
 end
 
--- Sets result.format, .formats and .formats_text. Returns { [id] = the smallest magnitude that
--- overflows in the parameter's format }.
+-- Sets result.format, .formats and .formats_text. Returns { [id] = the parameter's format }.
 local function add_formats(h, result, row_of)
-  local limits, known, seen, total, main = {}, {}, {}, 0, nil
+  local format_of, known, seen, total, main = {}, {}, {}, 0, nil
   for k = 1, #result.names do known[k] = {} end
   for _, p in ipairs(h:parameters()) do
     local k, format = row_of[p.id], formats.of(p.gradient)
     if k then
-      limits[p.id], total = format.limit, total + 1
+      format_of[p.id], total = format, total + 1
       seen[p.gradient] = (seen[p.gradient] or 0) + 1
       if not main or format.limit < main.limit then main = format end
       known[k][p.gradient] = true
@@ -81,7 +81,7 @@ local function add_formats(h, result, row_of)
   end
   result.formats_text = result.format.name .. (#others > 0
     and " (" .. table.concat(others, ", ") .. ")" or "")
-  return limits
+  return format_of
 end
 
 -- Calls visit(column, step, blob) for the rows of the steps first to last. A column is `width`
@@ -164,7 +164,7 @@ function M.read(h, options)
   local row_of, names = M.rows(h, options)
   local result = { names = names, x = {}, cells = {}, hists = {}, rows = 0, steps = {},
     formats = {}, width = 1 }
-  local limits = add_formats(h, result, row_of)
+  local format_of = add_formats(h, result, row_of)
   for k = 1, #names do result.cells[k], result.hists[k] = {}, {} end
   local first, last = h:range(options.from, options.to)
   if not first or first > last then return result end
@@ -190,8 +190,9 @@ function M.read(h, options)
           cell.amax, cell.step = s.amax, cell.bad_row and cell.step or step
         end
         if s.amax > 0 then
-          local bits = math.log(limits[id] / s.amax) / math.log(2)
-          cell.room = math.min(cell.room or bits, bits)
+          local format = format_of[id]
+          local bits = math.log(format.limit / s.amax) / math.log(2)
+          if bits < (cell.room or math.huge) then cell.room, cell.format = bits, format.name end
         end
         if inf + nan > 0 then
           if cell.bad_row ~= result.rows then cell.overflows = cell.overflows + 1 end

@@ -86,20 +86,20 @@ end
 -- Finds the layer that has inf or nan at the largest number of recorded steps or, if no layer has
 -- any, the layer whose gradients came nearest to the overflow limit of their format. Returns the
 -- layer's name, its distance from that limit in bits, how many recorded steps have inf or nan
--- (nil: none), and the layer's formats.
+-- (nil: none), and the name of that format.
 local function nearest_layer(l)
-  local name, room, bad, formats
+  local name, room, bad, format
   for k = 1, #l.names do
     local s = views.layer_summary(l, k)
     if s.amax > 0 or s.bad > 0 then
       local here = s.room or 0
       if not room or s.bad > (bad or 0) or (s.bad == 0 and not bad and here < room) then
-        name, room, formats = l.names[k], here, l.formats[k]
+        name, room, format = l.names[k], here, s.format
       end
       if s.bad > 0 then bad = math.max(bad or 0, s.bad) end
     end
   end
-  return name, room, bad, formats
+  return name, room, bad, format
 end
 
 -- Returns the paragraph at the top of the page, which sums up the run.
@@ -120,13 +120,13 @@ local function lead(info, l, c)
     said[#said + 1] = ("The loss ended at %s; its lowest was %s."):format(number(info.loss),
       number(least))
   end
-  local name, room, bad, formats = nearest_layer(l)
+  local name, room, bad, format = nearest_layer(l)
   if info.overflows > 0 then
     said[#said + 1] = ("The gradients overflowed in %s%s."):format(counted(info.overflows, "step"),
       bad and (", most often in <code>%s</code>"):format(escape(name)) or "")
   elseif name and room < 40 then
     said[#said + 1] = ("No gradient overflowed; <code>%s</code> came nearest to the top of " ..
-      "%s, %.1f bits below it."):format(escape(name), formats, room)
+      "%s, %.1f bits below it."):format(escape(name), format, room)
   end
   return '<p class="lead">' .. table.concat(said, " ") .. "</p>"
 end

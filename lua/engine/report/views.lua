@@ -205,16 +205,19 @@ end
 
 local FEWEST_SHARE = 1e-7        -- the smallest visible share of a layer's elements
 
--- Returns a summary of layer k over all columns: `amax`, its largest stored magnitude; `room`, the
--- smallest `room` of its cells (layers.lua); `bad`, the number of recorded steps with inf or nan;
--- `count`, `zeros` and `underflow`, its numbers of elements, zeros and subnormals.
+-- Returns a summary of layer k over all columns: `amax`, its largest stored magnitude; `room` and
+-- `format`, those of its cell with the smallest `room` (layers.lua); `bad`, the number of recorded
+-- steps with inf or nan; `count`, `zeros` and `underflow`, its numbers of elements, zeros and
+-- subnormals.
 local function summary(l, k)
   local s = { amax = 0, bad = 0, count = 0, zeros = 0, underflow = 0 }
   for i = 1, #l.x do
     local cell = l.cells[k][i]
     if cell then
       s.amax = math.max(s.amax, cell.amax)
-      if cell.room then s.room = math.min(s.room or cell.room, cell.room) end
+      if (cell.room or math.huge) < (s.room or math.huge) then
+        s.room, s.format = cell.room, cell.format
+      end
       s.bad = s.bad + cell.overflows
       s.count, s.zeros, s.underflow = s.count + cell.count, s.zeros + cell.zeros,
         s.underflow + cell.underflow
