@@ -554,6 +554,13 @@ describe("the trainer", function()
     assert.equal(0, C.eng_file_remove(own))
     assert.matches("was dynamic (" .. own .. "; its state was read by policies/dynamic.lua); it",
       notes(next_policy), 1, true)
+    helper.write(own, (text:gsub('"dynamic"', '"own"')))
+    run = folder .. "/gone"
+    job({ run = run, steps = 3, precision = "fp16", policy = own }):run()
+    assert.equal(0, C.eng_file_remove(own))
+    assert.matches("the policy is next now and was own; it starts fresh: there is no file " ..
+      own .. ", which the checkpoint names; hint: to take over the saved state, restore the file",
+      notes(next_policy), 1, true)
   end)
 
   it("a corrupt checkpoint is skipped with a message, and the one before it is used", function()

@@ -3,6 +3,7 @@
 -- changes. This file decides in which order the parts are restored. Called by run.lua, which opens
 -- and writes the files.
 local M_ffi = require "engine.base.ffi"
+local files = require "engine.base.file"
 local masters = require "engine.run.masters"
 local merged = require("engine.base.arguments").merged
 local published = require("engine.policy.signals").values
@@ -88,19 +89,26 @@ end
 
 -- Loads a checkpoint's policy from its file or by its name, with its saved state. If both load,
 -- prefers the one with the source text that the checkpoint records, and then the file. Returns the
--- policy or nil, and for messages the saved policy's name with its file and, if another source was
--- loaded, that source: "mine (mine.lua, which has changed since)".
+-- policy or nil; for messages the saved policy's name with its file and, if another source was
+-- loaded, that source: "mine (mine.lua, which has changed since)"; and why there is no policy.
 local function saved_policy_of(seat, saved)
-  local name, file, found = tostring(saved.name), saved.file, nil
+  local name, file, found, why = tostring(saved.name), saved.file, nil, nil
   for _, source in ipairs { file or saved.name, saved.name } do
     local good, old = with_state(seat, saved, source)
+    why = why or not good and M_ffi.without_line(old)
     if good and (not saved.hash or old.hash and old:hash() == saved.hash) then
       return old, file and file ~= name and ("%s (%s)"):format(name, file) or name
     end
     found = found or good and old or nil
   end
-  return found, not found and name or ("%s (%s%s)"):format(name, file or name,
-    found.file == file and ", which has changed since" or "; its state was read by " .. found.file)
+  if found then
+    return found, ("%s (%s%s)"):format(name, file or name, found.file == file
+      and ", which has changed since" or "; its state was read by " .. found.file)
+  end
+  local gone = file and file ~= name and not files.exists(file)
+  return nil, name, gone and ("there is no file %s, which the checkpoint names; hint: to take " ..
+    "over the saved state, restore the file and resume again (history:policies() has its source)")
+    :format(file) or why
 end
 
 -- Gives a seat's policy the saved state of the checkpoint's policy of the same name. If the source
@@ -147,10 +155,10 @@ local function take_policies(trainer, c, notes)
       notes[#notes + 1] = owned(c, field .. ".state", regain, entry.seat, saved)
     elseif saved then
       local old, was, took, why = nil, saved.name, false, nil
-      if same then old, was = saved_policy_of(entry.seat, saved) end
+      if same then old, was, why = saved_policy_of(entry.seat, saved) end
       if old then took, why = pcall(policy.take_over, policy, old) end
       notes[#notes + 1] = ("the %s is %s now and was %s; it %s"):format(what, policy.name,
-        was, not took and "starts fresh" .. (old and ": " .. tostring(why) or "")
+        was, not took and "starts fresh" .. (why and ": " .. tostring(why) or "")
         or policy.fp8 and "takes over the saved state"
         or ("takes over at the scale %g"):format(policy:scale()))
     elseif not policy.idle then
