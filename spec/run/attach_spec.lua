@@ -354,8 +354,8 @@ describe("engine attach", function()
     local pid = start(run)
     attach(run, 'run:set("lr", 0.125)', 'run:set("clip", 1 / 3)', "run:stop()")
     ended(pid)
-    assert.matches("clip 0 -> 0.3333333333 (by an attached client)", events(run, "set")[2].text,
-      1, true)
+    assert.matches("clip no limit -> 0.3333333333 (by an attached client)",
+      events(run, "set")[2].text, 1, true)
     assert.equal("requested by an attached client", events(run, "stopped")[1].text)
     local steps = helper.history(run, "last", 1)[1].step + 1
     local again = start(run, "1e9", "auto")

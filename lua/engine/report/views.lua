@@ -80,7 +80,7 @@ function M.panels(c, names, options, marked)
       if curve.column[name] then
         series[#series + 1] = { column = curve.column[name], name = curve.label,
           style = curve.run and curve.run.number or k, band = curve.group and #curve.group > 1,
-          join = metric.sparse }
+          join = metric.sparse and not metric.apart }
       end
     end
     panels[i] = { title = metric.title, c = c, series = series, marks = marked,

@@ -74,7 +74,12 @@ local function count(x) return type(x) == "number" and x >= 0 and x % 1 == 0 and
 local function limit(field)
   return { "a number of 0 or more (0: no limit)", not_negative,
     function(t) return t[field] or 0 end, function(t, x) t[field] = x > 0 and x or nil end,
-    kept = true }
+    kept = true, none = "no limit" }
+end
+
+-- Returns a value of a setting as text.
+local function text_of(setting, value)
+  return value == 0 and setting.none or show.value(value)
 end
 
 -- Returns the setting for a field of the Run (run.lua). what: the expected value in words.
@@ -84,7 +89,7 @@ local function of_files(field, what, test)
 end
 
 -- name -> { the expected value in words, a test of a value, a function that reads the setting, a
--- function that sets it, kept = true if checkpoints store it }
+-- function that sets it, kept = true if checkpoints store it, none = the text for the value 0 }
 local settings = {
   lr = { "a positive number up to 3.4e38, or 'schedule'",
     function(x) return positive(x) and x < 2 ^ 128 or x == "schedule" end,
@@ -252,7 +257,7 @@ function commands.set(self, request)
   setting[4](self.trainer, request.value)
   if setting.kept then self.set[request.name] = request.value end
   return tell(self, "set", ("%s %s -> %s (by an attached client)"):format(request.name,
-    show.value(before), show.value(request.value)))
+    text_of(setting, before), text_of(setting, request.value)))
 end
 
 function commands.checkpoint(self) return self.trainer.run_files:save() end
@@ -401,7 +406,7 @@ function Control:restore(saved)
       M_ffi.expect(setting[2](value), value, "%s: expected %s", name, setting[1])
       setting[4](self.trainer, value)
       self.set[name] = value
-      parts[#parts + 1] = name .. "=" .. show.value(value)
+      parts[#parts + 1] = name .. "=" .. text_of(setting, value)
     end
   end
   table.sort(parts)

@@ -20,8 +20,8 @@ local M = {}
 local BLOCK = C.ENG_HISTORY_BLOCK   -- how many steps a block has
 
 -- The metrics that can be drawn: name, SQL, whether blocks hold the metric (`summed`), whether only
--- some steps have it (`sparse`), whether it is always finite (`finite`), the base of its
--- logarithmic axis (`log`), and its title.
+-- some steps have it (`sparse`), whether no line joins those steps across others (`apart`), whether
+-- it is always finite (`finite`), the base of its logarithmic axis (`log`), and its title.
 local METRICS = {
   { "loss", sql = "loss", summed = true, title = "loss" },
   { "scale", sql = "scale", summed = true, log = 2, title = "loss scale" },
@@ -38,7 +38,8 @@ local METRICS = {
   { "norm_ref", sql = "norm_ref", sparse = true, log = 10, title = "gradient norm in f32" },
   { "inf", finite = true, sql = "inf", title = "infinite gradients" },
   { "nan", finite = true, sql = "nan", title = "gradients that are not a number" },
-  { "clip", sql = "clip", title = "limit on the gradient norm" },
+  { "clip", sql = "nullif(clip, 0)", sparse = true, apart = true,               -- 0: no limit
+    title = "limit that the policy set on the gradient norm" },
   { "lr_mul", finite = true, sql = "lr_mul", title = "factor on the learning rate" },
   { "tokens", finite = true, sql = "tokens", title = "tokens a step" },
   { "elapsed", finite = true, sql = "elapsed", title = "seconds into the run" },
