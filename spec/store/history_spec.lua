@@ -251,19 +251,37 @@ describe("history", function()
     h:set_parameters { { name = "wte.weight", shape = { 5, 3 } },
       { name = "h.0.w", shape = { 8 } } }
     for step = 0, 9 do append(h, step, (step == 4 or step == 5) and overflow or nil) end
+    h:event(5, "checkpoint", "a")
     h:event(5, "swap", "to max_value")
+    h:event(6, "rollback", "b")
+    h:event(6, "swap", "back")
     local text = h:why(5)
     for _, piece in ipairs { "step 5 (update 5, 0.5 s into the run): skipped",
       "Of 1000 gradients, 3 were inf and 1 nan, first in h.0.w [8] (f16).",
       "from 65536 to 32768 (x 0.5): overflow: halved", "overflow number 2 in a row",
-      "The loss was 2, 2 at the step before.", "Event swap: to max_value" } do
+      "The loss was 2, 2 at the step before.", "Event swap: to max_value",
+      "Event checkpoint (before this step): a", "Event rollback (after this step): b" } do
       assert.truthy(text:find(piece, 1, true), piece .. " is not in: " .. text)
     end
+    assert.not_matches("Event swap: back", text, 1, true)
+    assert.same({ "after 5 steps", "step 5" }, { history.when(h:events()[1]),
+      history.when(h:events()[2]) })
     assert.truthy(h:why(8):find("The previous overflow was at step 5, 3 steps earlier.", 1, true))
     assert.truthy(h:why(8):find("All 1000 gradients were finite", 1, true))
     assert.are.equal("step 77 is not recorded: the history has steps 0 to 9", tostring(h:why(77)))
     assert.equal(tostring(h:why(77)), require("engine.cli.repl").show(h:why(77)))  -- no quotes
     assert.has_error(function() h:why() end, "why: expected a step number, got nothing")
+  end)
+
+  it("does not show a step without a limit on the norm as one with the limit 0", function()
+    for step = 0, 9 do append(h, step, { clip = step == 4 and 2 or 0 }) end
+    h:flush()
+    local c = curves.read(h, { "clip" })
+    assert.same({ [5] = 2 }, c.clip.mean)
+    local text = tostring(require("engine.report.views").plot(h, "clip"))
+    assert.matches("the gradient norm   2 to 2, at the end 2", text, 1, true)
+    assert.not_matches("not drawn", text, 1, true)
+    assert.not_matches("limit", h:why(3), 1, true)
   end)
 
   it("names the format of each gradient, also in histories that do not record it", function()

@@ -1,5 +1,6 @@
 -- Describes in words what happened at a step of a run: h:why(step). Called by history.lua.
 local formats = require "engine.base.formats"
+local history = require "engine.run.history"
 local json = require "engine.base.json"
 local show = require "engine.base.show"
 
@@ -182,8 +183,13 @@ return function(self, step)
     say_signals(self, row, say)
     say_context(self, row, say)
   end
-  for event in self:each("SELECT kind, text FROM events WHERE step = ? ORDER BY id", step) do
-    say("Event %s: %s", event.kind, event.text or "")
+  for event in self:each("SELECT step, kind, text FROM events WHERE step IN (?, ?) ORDER BY id",
+    step, step + 1) do
+    local between = history.between[event.kind]
+    if between or event.step == step then
+      say("Event %s%s: %s", event.kind, not between and "" or event.step == step
+        and " (before this step)" or " (after this step)", event.text or "")
+    end
   end
   return show.shown(table.concat(lines, "\n"), true)
 end
