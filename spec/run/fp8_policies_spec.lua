@@ -322,6 +322,51 @@ describe("a policy of FP8 layers", function()
   end)
 end)
 
+describe("history:why", function()
+  local function why(policy, step, each)
+    local run = folder .. "/why"
+    helper.shell("rm -rf " .. helper.quote(run))
+    job({ base = "fp8_current", fp8 = { policy = policy, sample = 2 }, run = run }, each)
+    return tostring(helper.history(run, "why", step))
+  end
+
+  it("names what FP8 policies decided, and the tensors that stand out", function()
+    local text = why("fp8_fallback:snr=28,pause=2", 0)
+    assert.matches("The FP8 tensor with the lowest SNR was blocks%.1%.[%w.]+:dy: 2%d%.%d dB, ",
+      text)
+    assert.matches("The FP8 policy fp8_fallback (pause=2 snr=28) moved layers from the next " ..
+      "step on: high precision: blocks.1.attn.out, ", text, 1, true)
+    assert.matches("%(fp8_fallback: blocks%.1%.[%w.]+:%l+ moves up: SNR", text)
+    text = why("fp8_fallback:snr=28,pause=2", 1)
+    assert.matches("moved no layer; after this step: high precision: blocks.1.attn.out, ", text, 1,
+      true)
+    assert.matches("FP8 layers were not measured at step 1; measured steps: 0, 4", text, 1, true)
+    assert.matches("moved layers from the next step on: the recipe: blocks.1.attn.out, ",
+      why("fp8_fallback:snr=28,pause=2", 2), 1, true)
+    text = why("fp8_delayed:history=2", 2)
+    assert.matches("moved no layer; after this step: all layers as in the recipe.", text, 1, true)
+    assert.matches("It chose the amaxes of 12 tensors for the next step, most unlike this " ..
+      "step's for blocks%.1%.[%w.]+:%l+, [%d.e-]+ instead of [%d.e-]+%.\n", text)
+    assert.not_matches("FP8 policy", why(nil, 0), 1, true)
+  end)
+
+  it("follows swaps, and does not blame the loss scaler for an FP8 policy that failed", function()
+    local bad = policy_file [[return { name = "bad", kind = "fp8",
+      options = { init_scale = 1 },
+      decide = function(state, record)
+        if record.step > 4 then error("no more") end
+        return 1
+      end }]]
+    local function swap(trainer, step) if step == 3 then assert(trainer.policy:swap(bad)) end end
+    assert.matches("The FP8 policy fp8_delayed (history=2) ", why("fp8_delayed:history=2", 2, swap),
+      1, true)
+    local text = why("fp8_delayed:history=2", 6, swap)
+    assert.matches("The policy static left the loss scale at 1.\nAn FP8 policy failed here, so " ..
+      "its verdict was not used: FP8 policy bad: " .. bad, text, 1, true)
+    assert.matches("The FP8 policy bad moved no layer", text, 1, true)
+  end)
+end)
+
 describe("a run that begins from another run's checkpoint", function()
   it("records the layers that are off the recipe, or no event", function()
     for scales, first in pairs { ['["blocks.1.attn.qkv:high"] = 2'] = "3 blocks", [""] = false } do

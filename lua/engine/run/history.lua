@@ -647,8 +647,8 @@ function History:fp8(site, step)
     or self:query("SELECT *" .. where, #site, site)
   for _, row in ipairs(rows) do
     for i, meter in ipairs(M.meters) do
-      if meter ~= "snr" and meter ~= "least" and i <= MEASURED then
-        row[meter] = row[meter] or 0 / 0
+      if type(row[meter]) ~= "number" then               -- the file may be damaged
+        row[meter] = meter ~= "snr" and meter ~= "least" and i <= MEASURED and 0 / 0 or nil
       end
     end
   end

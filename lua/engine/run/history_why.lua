@@ -1,5 +1,6 @@
 -- Describes in words what happened at a step of a run: h:why(step). Called by history.lua.
 local formats = require "engine.base.formats"
+local fp8_verdict = require "engine.policy.fp8_verdict"
 local history = require "engine.run.history"
 local json = require "engine.base.json"
 local show = require "engine.base.show"
@@ -105,16 +106,36 @@ local function say_context(h, row, say)
     last and last.loss and (", %.6g at the step before"):format(last.loss) or "")
 end
 
--- Returns the policy at a step as text, from the events, or nil if the history is too old to have
--- them.
-local function policy_at(h, step)
-  local event = one(h, "SELECT data FROM events WHERE kind IN ('policy', 'swap') AND step <= ? " ..
-    "ORDER BY id DESC LIMIT 1", step)
-  local good, data = pcall(json.decode, event and event.data or "")
-  local policy = good and type(data) == "table" and (data.to or data)
+-- Returns the data of an event or, if the file is damaged, an empty table.
+local function data_of(event)
+  local good, data = pcall(json.decode, event.data or "")
+  return good and type(data) == "table" and data or {}
+end
+
+-- Returns a policy's name and options as text, or nil if the history does not have them.
+local function policy_text(policy)
   if type(policy) ~= "table" or not policy.name then return nil end
   return tostring(policy.name) .. (policy.options and (" (%s)"):format(tostring(policy.options))
     or "")
+end
+
+-- Returns the policies at a step as texts, from the events: the policy of the loss scale, or nil
+-- if the history is too old to have it; and a list of the policies of FP8 layers.
+local function policies_at(h, step)
+  local own, fp8 = nil, {}
+  for event in h:each("SELECT kind, data FROM events WHERE kind IN ('policy', 'swap', " ..
+    "'fp8_policy', 'fp8_swap') AND step <= ? ORDER BY id", step) do
+    local data = data_of(event)
+    local from, to = policy_text(data.from), policy_text(data.to or data)
+    if event.kind == "policy" then own, fp8 = to, {}       -- the run begins or is resumed
+    elseif event.kind == "swap" then own = to
+    else
+      local at = #fp8 + 1
+      for i, policy in ipairs(fp8) do at = policy == from and i or at end
+      fp8[at] = to or "unknown"
+    end
+  end
+  return own, #fp8 == 1 and fp8[1] == "none" and {} or fp8
 end
 
 local function say_policy(h, row, say)
@@ -124,14 +145,61 @@ local function say_policy(h, row, say)
     change = ("set the loss scale from %g to %g (x %.6g)"):format(row.scale, row.next_scale,
       row.next_scale / row.scale)
   end
-  local name = policy_at(h, row.step)
-  say("The policy %s%s%s.", name and name .. " " or "", change, row.reason and ": " .. row.reason
-    or " and gave no reason")
-  if row.policy_failed then say("The policy failed here, so its verdict was not used.") end
+  local name = policies_at(h, row.step)
+  local of_fp8 = row.policy_failed and row.reason and row.reason:find "^FP8 policy "
+  say("The policy %s%s%s.", name and name .. " " or "", change, of_fp8 and "" or row.reason
+    and ": " .. row.reason or " and gave no reason")
+  if of_fp8 then say("An FP8 policy failed here, so its verdict was not used: %s.", row.reason)
+  elseif row.policy_failed then say("The policy failed here, so its verdict was not used.") end
   if row.clip > 0 then say("The policy set a limit of %g on the gradient norm.", row.clip) end
   if row.lr_mul ~= 1 and row.lr_mul == row.lr_mul then
     say("The policy set a factor of %g on the learning rate.", row.lr_mul)
   end
+end
+
+-- Returns the FP8 layers that are not on their own recipe after a step, { [path] = rung }, and the
+-- history's text about the layers that this step moved, or nil.
+local function layers_after(h, step)
+  local rungs, moved = {}, nil
+  for event in h:each("SELECT step, text, data FROM events WHERE kind = 'layers' AND step <= ? " ..
+    "ORDER BY id", step) do
+    for path, rung in pairs(data_of(event)) do
+      if event.step == step and rung ~= (rungs[path] or 1) then moved = event.text end
+      rungs[path] = rung ~= 1 and rung or nil
+    end
+  end
+  return rungs, moved
+end
+
+-- Says what the policies of FP8 layers decided, and which tensors stand out in the step's meters:
+-- the tensor with the lowest SNR and, if policies chose amaxes, the tensor whose own amax differs
+-- most, as a factor, from the chosen one.
+local function say_fp8(h, row, say)
+  local _, policies = policies_at(h, row.step)
+  local rows, worst, far, chosen = h:fp8(nil, row.step), nil, nil, 0
+  local function apart(r) return math.abs(math.log(r.asked / r.peak)) end
+  for _, r in ipairs(rows) do
+    if r.snr and r.snr < (worst and worst.snr or math.huge) then worst = r end
+    if (r.asked or 0) > 0 and (r.peak or 0) > 0 then
+      chosen = chosen + 1
+      if apart(r) > (far and apart(far) or 0) then far = r end
+    end
+  end
+  if worst then
+    say("The FP8 tensor with the lowest SNR was %s:%s: %.1f dB, %s became 0, %s were clipped.",
+      worst.site, worst.role, worst.snr, percent(worst.underflow, 1), percent(worst.overflow, 1))
+  end
+  if #policies == 0 then return end
+  local rungs, moved = layers_after(h, row.step)
+  local most = tonumber((h:meta().fp8 or ""):match('"rungs":(%d+)')) or 2
+  say("The FP8 polic%s %s %s.", #policies == 1 and "y" or "ies", table.concat(policies, ", "),
+    moved and "moved layers from the next step on: " .. moved or "moved no layer; after this step: "
+    .. (next(rungs) and fp8_verdict.text(rungs, most) or "all layers as in the recipe"))
+  if chosen > 0 then
+    say("%s chose the amaxes of %s for the next step%s.", #policies == 1 and "It" or "They",
+      show.counted(chosen, "tensor"), far and (", most unlike this step's for %s:%s, %s instead " ..
+      "of %s"):format(far.site, far.role, plain(far.asked), plain(far.peak)) or "")
+  elseif #rows == 0 then say("%s.", rows.problem) end
 end
 
 local function say_shadows(h, row, say)
@@ -179,6 +247,7 @@ return function(self, step)
       row.elapsed, outcomes[row.action] or row.action)
     say_gradients(self, row, say)
     say_policy(self, row, say)
+    say_fp8(self, row, say)
     say_shadows(self, row, say)
     say_signals(self, row, say)
     say_context(self, row, say)
