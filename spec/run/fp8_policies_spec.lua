@@ -367,6 +367,28 @@ describe("history:why", function()
   end)
 end)
 
+describe("the history", function()
+  it("has each precision recipe of the run, and the report prints it as Lua", function()
+    local run, resolve = folder .. "/run", require("engine.train.precision").resolve
+    job { run = run, steps = 2, fp8 = { policy = "layer_ladder",
+      layers = { { match = "mlp", w = { rule = "four_over_six" } } } } }
+    job { run = run, base = "fp8_current", resume = "auto", steps = 4 }
+    local h = engine.history.open(run)
+    local list, change = h:recipes(), require("cjson").decode(h:events("precision")[1].data)
+    local expected = { change.from.checksum, change.to.checksum }
+    table.sort(expected)
+    assert.same(expected, { list[1].checksum, list[2].checksum })
+    for _, r in ipairs(list) do                -- the recipe can be used again
+      assert.equal(r.checksum, resolve(require("cjson").decode(r.recipe)).checksum)
+    end
+    local page = require("engine.report.report").html(h, run):gsub("<[^>]*>", "")
+    assert.matches("Its precision recipes", page, 1, true)
+    assert.matches('\n        w = {\n          rule = &quot;four_over_six&quot;,', page, 1, true)
+    assert.not_matches("recipe." .. list[1].checksum, page, 1, true)
+    h:close()
+  end)
+end)
+
 describe("a run that begins from another run's checkpoint", function()
   it("records the layers that are off the recipe, or no event", function()
     for scales, first in pairs { ['["blocks.1.attn.qkv:high"] = 2'] = "3 blocks", [""] = false } do

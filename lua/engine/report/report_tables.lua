@@ -1,5 +1,6 @@
 -- The report's tables: overflows, events, shadows, FP8 layers, settings and policies. Used by
 -- report.lua.
+local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local chart = require "engine.report.chart"
@@ -88,13 +89,32 @@ function M.fp8_table(m)
     { false, false, true, true, true, true, true, true, true, true })
 end
 
+-- Returns the value of a recipe's field as Lua.
+local function lua_text(value, indent)
+  if type(value) == "string" then return ("%q"):format(value) end
+  if type(value) ~= "table" then return tostring(value) end
+  local lines = { "{\n" }
+  for _, key in ipairs(json.sorted_keys(value)) do
+    lines[#lines + 1] = ("%s  %s%s,\n"):format(indent, type(key) == "string" and key .. " = " or "",
+      lua_text(value[key], indent .. "  "))
+  end
+  return table.concat(lines) .. indent .. "}"
+end
+
+-- Returns a Lua source that unfolds, under its name and its checksum.
+local function folded(name, hash, source)
+  local _, lines = source:gsub("\n", "\n")
+  return ("<details><summary>%s <span>%s · %s</span></summary><pre>%s</pre></details>"):format(
+    escape(name), escape(hash), counted(math.max(1, lines), "line"), html.highlighted(source))
+end
+
 function M.settings_sections(h, info)
   local run, settings = {}, {}
   local meta = h:meta()
   for _, key in ipairs(nearest.keys(meta)) do
     local value = meta[key]
     local is_default = key == "zero" and value == "0" or (key == "comm_dtype" or key == "wire")
-      and value == "own" or key == "fp8"
+      and value == "own" or key == "fp8" or key:find "^recipe%."
     if not is_default then
       run[#run + 1] = { key == "policy" and "policy at the start" or escape(key),
         escape(tonumber(value) and number(tonumber(value)) or value) }
@@ -105,17 +125,19 @@ function M.settings_sections(h, info)
       settings[#settings + 1] = { escape(row.key), "<code>" .. escape(row.value) .. "</code>" }
     end
   end
-  local policies = {}
-  for i, p in ipairs(h:policies()) do
-    local _, lines = p.source:gsub("\n", "\n")
-    policies[i] = ("<details><summary>%s <span>%s · " ..
-      "%s</span></summary><pre>%s</pre></details>"):format(escape(p.name),
-      escape(p.hash), counted(math.max(1, lines), "line"), html.highlighted(p.source))
+  local policies, recipes = {}, {}
+  for i, p in ipairs(h:policies()) do policies[i] = folded(p.name, p.hash, p.source) end
+  for i, r in ipairs(h:recipes()) do
+    local good, recipe = pcall(json.decode, r.recipe)
+    recipes[i] = good and type(recipe) == "table" and folded(tostring(recipe.name), r.checksum,
+      lua_text(recipe, "") .. "\n") or ""
   end
   local two = #settings > 0 and '<div class="pair">%s%s</div>' or "%s%s"
   return two:format(section("The run", nil, html.table({ "", "" }, run)),
     section("Settings", nil, html.table({ "", "" }, settings))) ..
-    section(#policies == 1 and "Its policy" or "Its policies", nil, table.concat(policies))
+    section(#policies == 1 and "Its policy" or "Its policies", nil, table.concat(policies)) ..
+    section(#recipes == 1 and "Its precision recipe" or "Its precision recipes", nil,
+      table.concat(recipes))
 end
 
 return M

@@ -176,6 +176,11 @@ function Writing:add_policy(hash, name, source)
   return told(C.eng_history_policy(handle(self), hash, name, source))
 end
 
+--- Stores a precision recipe, JSON text, under its checksum.
+function Writing:add_recipe(checksum, text)
+  return set(self, "meta", "recipe." .. checksum, text)
+end
+
 --- Stores the model's parameters, in order: a list of { name =, shape = { ... }, gradient = the
 --- format of its gradient, such as "f16" }.
 function Writing:set_parameters(list)
@@ -449,6 +454,13 @@ function History:config() return pairs_of(self, "config") end
 --- Returns the policies that the run has used: { hash, name, source }.
 function History:policies()
   return collect(each(self, nil, "SELECT hash, name, source FROM policies"), { "hash", "name" })
+end
+
+--- Returns the precision recipes that the run has used: { checksum, recipe }, with the recipe as
+--- JSON. Events of the kind 'precision' and checkpoints give checksums.
+function History:recipes()
+  return collect(each(self, nil, "SELECT substr(key, 8) AS checksum, value AS recipe FROM meta " ..
+    "WHERE key GLOB 'recipe.*' ORDER BY key"), { "checksum", "recipe" })
 end
 
 -- SQL for the names of the shadows, which needs one index lookup for each name.

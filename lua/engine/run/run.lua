@@ -8,6 +8,7 @@ local M_ffi = require "engine.base.ffi"
 local checkpoint = require "engine.run.checkpoint"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
+local merged = require("engine.base.arguments").merged
 local restore = require "engine.run.restore"
 local shards = require "engine.run.shards"
 local show = require "engine.base.show"
@@ -309,6 +310,7 @@ function Run:describe()
   local formats = trainer:gradient_formats()
   self.undescribed = false
   self.signals = {}                   -- the last value written of each signal, by name
+  self.recipes = {}                   -- the precision recipes recorded so far, as a set
   for i, p in ipairs(trainer.optimizer.list) do
     list[i] = { name = p.name, shape = trainer.reducer:shape(p), gradient = formats[i] }
   end
@@ -348,6 +350,17 @@ end
 function Run:add_policy(policy)
   if not self.history or not policy.source then return end
   self:complain(self.history:add_policy(policy:hash(), policy.name, policy.source))
+end
+
+-- Records the fields of a precision recipe that the run uses from now on, without its FP8 policies,
+-- whose sources are recorded separately.
+local function add_recipe(self, recipe)
+  self.recipes[recipe] = true
+  local full = merged(recipe)
+  full.checksum, full.source, full.own_fp8, full.usual_high = nil, nil, nil, nil     -- no fields
+  full.fp8 = full.fp8 and merged(full.fp8)
+  if full.fp8 then full.fp8.policy = nil end
+  self:complain(self.history:add_recipe(recipe.checksum, json.encode(full)))
 end
 
 --- Reports a failure to write a file, unless `good` is true. Reports each message once. The run
@@ -402,6 +415,8 @@ function Run:append(record, verdict, stats, tokens, signals, logs)
   end
   if not history then return end
   if self.undescribed then self:describe() end
+  local recipe = self.trainer.optimizer.precision
+  if recipe.checksum and not self.recipes[recipe] then add_recipe(self, recipe) end
   self:complain(history:append(record, verdict, tokens))
   local step = tonumber(record.step)
   self:append_signals(step, signals)
