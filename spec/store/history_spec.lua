@@ -264,8 +264,8 @@ describe("history", function()
       assert.truthy(text:find(piece, 1, true), piece .. " is not in: " .. text)
     end
     assert.not_matches("Event swap: back", text, 1, true)
-    assert.same({ "after 5 steps", "step 5" }, { history.when(h:events()[1]),
-      history.when(h:events()[2]) })
+    local when = require("engine.run.history_why").when
+    assert.same({ "after 5 steps", "step 5" }, { when(h:events()[1]), when(h:events()[2]) })
     assert.truthy(h:why(8):find("The previous overflow was at step 5, 3 steps earlier.", 1, true))
     assert.truthy(h:why(8):find("All 1000 gradients were finite", 1, true))
     assert.are.equal("step 77 is not recorded: the history has steps 0 to 9", tostring(h:why(77)))

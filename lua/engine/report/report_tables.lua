@@ -4,8 +4,8 @@ local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local chart = require "engine.report.chart"
-local history = require "engine.run.history"
 local html = require "engine.report.report_html"
+local when = require("engine.run.history_why").when
 
 local M = {}
 
@@ -46,7 +46,7 @@ function M.events_section(listed)
   local rows = {}
   for i = math.max(1, #listed - MOST_EVENTS + 1), #listed do
     local e = listed[i]
-    rows[#rows + 1] = { history.when(e), escape((e.kind:gsub("_", " "))),
+    rows[#rows + 1] = { when(e), escape((e.kind:gsub("_", " "))),
       (escape(e.text or ""):gsub("\n", "<br>")) }
   end
   return section("Events", #listed > MOST_EVENTS and ("The last %d of %s."):format(MOST_EVENTS,

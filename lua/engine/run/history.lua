@@ -418,16 +418,6 @@ function History:events(kind)
     kind), { "step", "kind", "text" })
 end
 
---- The kinds of events between two steps that belong to the step before them. Their `step` is the
---- number of steps made so far, which is also the number of the next step.
-M.between = arguments.set_of "checkpoint evaluation rollback finished stopped error drift"
-
---- Returns when an event happened: "step 99", or "after 100 steps" for a kind in M.between.
-function M.when(event)
-  if not M.between[event.kind] then return "step " .. show.grouped(event.step) end
-  return "after " .. show.counted(event.step, "step")
-end
-
 --- Returns the held-out losses that the run measured (the trainer's `evaluate`): { { step, loss }
 --- ... }, oldest first. The loss is that of the weights with which `step` begins.
 function History:evaluations()
@@ -729,7 +719,7 @@ function History:totals() return require("engine.run.curves").totals(self) end
 --- Describes in words what happened at a step.
 function History:why(step)
   M_ffi.expect(type(step) == "number", step, "why: expected a step number")
-  return require("engine.run.history_why")(self, step)
+  return require("engine.run.history_why").why(self, step)
 end
 
 function History:__tostring()

@@ -1,9 +1,22 @@
--- Describes in words what happened at a step of a run: h:why(step). Called by history.lua.
+-- Describes in words what happened at a step of a run, h:why(step), and when an event happened.
+-- Called by history.lua and the report.
+local arguments = require "engine.base.arguments"
 local formats = require "engine.base.formats"
 local fp8_verdict = require "engine.policy.fp8_verdict"
-local history = require "engine.run.history"
 local json = require "engine.base.json"
 local show = require "engine.base.show"
+
+local M = {}
+
+-- The kinds of events between two steps that belong to the step before them. Their `step` is the
+-- number of steps made so far, which is also the number of the next step.
+local between = arguments.set_of "checkpoint evaluation rollback finished stopped error drift"
+
+--- Returns when an event happened: "step 99", or "after 100 steps" for an event between two steps.
+function M.when(event)
+  if not between[event.kind] then return "step " .. show.grouped(event.step) end
+  return "after " .. show.counted(event.step, "step")
+end
 
 -- Returns the first row of a query, or nil.
 local function one(h, sql, ...) return h:query(sql, ...)[1] end
@@ -232,7 +245,8 @@ local function say_signals(h, row, say)
   end
 end
 
-return function(self, step)
+--- Describes in words what happened at a step.
+function M.why(self, step)
   local rows, lines = self:steps(step, step), {}
   local function say(format, ...) lines[#lines + 1] = format:format(...) end
   if #rows == 0 then
@@ -254,11 +268,13 @@ return function(self, step)
   end
   for event in self:each("SELECT step, kind, text FROM events WHERE step IN (?, ?) ORDER BY id",
     step, step + 1) do
-    local between = history.between[event.kind]
-    if between or event.step == step then
-      say("Event %s%s: %s", event.kind, not between and "" or event.step == step
+    local apart = between[event.kind]
+    if apart or event.step == step then
+      say("Event %s%s: %s", event.kind, not apart and "" or event.step == step
         and " (before this step)" or " (after this step)", event.text or "")
     end
   end
   return show.shown(table.concat(lines, "\n"), true)
 end
+
+return M
