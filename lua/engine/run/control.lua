@@ -115,6 +115,8 @@ local settings = {
 
 -- ------------------------------------------------------------------ commands
 
+-- Returns the status that each reply has. `step` is the number of steps made, which is also the
+-- number of the next step.
 function Control:status()
   local t, record = self.trainer, self.trainer.record
   return { run = t.run_files.path, step = t.steps_done, steps = t.steps, updates = t.updates,

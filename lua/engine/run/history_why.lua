@@ -151,14 +151,13 @@ local function policies_at(h, step)
   return own, #fp8 == 1 and fp8[1] == "none" and {} or fp8
 end
 
-local function say_policy(h, row, say)
+local function say_policy(row, say, name)
   local change
   if row.next_scale == row.scale then change = ("left the loss scale at %g"):format(row.scale)
   else
     change = ("set the loss scale from %g to %g (x %.6g)"):format(row.scale, row.next_scale,
       row.next_scale / row.scale)
   end
-  local name = policies_at(h, row.step)
   local of_fp8 = row.policy_failed and row.reason and row.reason:find "^FP8 policy "
   say("The policy %s%s%s.", name and name .. " " or "", change, of_fp8 and "" or row.reason
     and ": " .. row.reason or " and gave no reason")
@@ -187,8 +186,7 @@ end
 -- Says what the policies of FP8 layers decided, and which tensors stand out in the step's meters:
 -- the tensor with the lowest SNR and, if policies chose amaxes, the tensor whose own amax differs
 -- most, as a factor, from the chosen one.
-local function say_fp8(h, row, say)
-  local _, policies = policies_at(h, row.step)
+local function say_fp8(h, row, say, policies)
   local rows, worst, far, chosen = h:fp8(nil, row.step), nil, nil, 0
   local function apart(r) return math.abs(math.log(r.asked / r.peak)) end
   for _, r in ipairs(rows) do
@@ -255,13 +253,14 @@ function M.why(self, step)
     return show.text(("step %g is not recorded: the history has steps %d to %d"):format(step, first,
       last))
   end
+  local own, fp8 = policies_at(self, step)
   for _, row in ipairs(rows) do
     say("step %d (update %d%s, %.1f s into the run): %s.", row.step, row.updates,
       row.attempt > 1 and ", attempt " .. row.attempt or "",
       row.elapsed, outcomes[row.action] or row.action)
     say_gradients(self, row, say)
-    say_policy(self, row, say)
-    say_fp8(self, row, say)
+    say_policy(row, say, own)
+    say_fp8(self, row, say, fp8)
     say_shadows(self, row, say)
     say_signals(self, row, say)
     say_context(self, row, say)
