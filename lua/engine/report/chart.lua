@@ -161,26 +161,36 @@ local function scaled(x, log)
   return math.max(-8e307, math.min(8e307, x))
 end
 
--- Returns a list with the { low, mean, high } of a series for each column of the picture, in the
--- units of the axis. The numbers of a column without values are nil.
-local function values_of(c, series, log)
-  local v, list = c[series.column], {}
-  for i = 1, #c.x do
+-- Returns a list of { low, mean, high, x = step } for a series, in the units of the y axis. Without
+-- points, there is an entry for each column of the picture; with points, for each point and each
+-- step at which a point's value ends. In a gap, low, mean and high are nil. last: the last step of
+-- the axis.
+local function values_of(c, series, log, last)
+  local v, list, held = c[series.column], {}, nil
+  for i, x in ipairs(series.points and {} or c.x) do
     local mean = scaled(v.mean[i], log)
-    list[i] = { scaled(v.min[i], log) or mean, mean, scaled(v.max[i], log) }
+    list[i] = { scaled(v.min[i], log) or mean, mean, scaled(v.max[i], log), x = x }
   end
+  local function put(x, value) list[#list + 1] = { value, value, value, x = x } end
+  for _, point in ipairs(series.points or {}) do
+    local value = scaled(point[2], log)
+    if held and not value then put(point[1], held) end
+    put(point[1], value)
+    held = value
+  end
+  if held then put(last, held) end
   return list
 end
 
 -- Returns the SVG path of the line through the values of a series, the SVG path of dots at values
 -- that have no neighbours, and whether the series is a single dot. list: from values_of. hold: the
 -- line is a staircase. join: the line bridges missing values.
-local function line_path(c, list, axis, place, hold, join)
+local function line_path(list, axis, place, hold, join)
   local line, dots, started = {}, {}, false
   local before
   for i, v in ipairs(list) do
     if v[2] then
-      local x, y = f(axis.place(c.x[i])), f(place(v[2]))
+      local x, y = f(axis.place(v.x)), f(place(v[2]))
       if not started then line[#line + 1] = "M" .. x .. " " .. y
       elseif hold then
         if y ~= before then line[#line + 1] = "H" .. x .. "V" .. y
@@ -197,12 +207,12 @@ local function line_path(c, list, axis, place, hold, join)
   return table.concat(line), table.concat(dots), #dots == 1 and #line == 1
 end
 
-local function band_path(c, list, axis, place)
+local function band_path(list, axis, place)
   local paths, i = {}, 1
   while i <= #list do
     local up, down = {}, {}
     while list[i] and list[i][2] do
-      local x = f(axis.place(c.x[i]))
+      local x = f(axis.place(list[i].x))
       up[#up + 1] = x .. " " .. f(place(list[i][3]))
       table.insert(down, 1, x .. " " .. f(place(list[i][1])))
       i = i + 1
@@ -215,19 +225,6 @@ local function band_path(c, list, axis, place)
   return table.concat(paths)
 end
 
-local function points_path(points, axis, place, log)
-  local line, y = {}, nil
-  for _, p in ipairs(points) do
-    local x, value = f(axis.place(p[1])), scaled(p[2], log)
-    if value then
-      line[#line + 1] = (y and "H%sV%s" or "M%s %s"):format(x, f(place(value)))
-    elseif y then line[#line + 1] = "H" .. x end
-    y = value
-  end
-  if y then line[#line + 1] = "H" .. f(axis.place(axis.last)) end
-  return table.concat(line)
-end
-
 -- Returns the range of a panel's y axis, or nil without values. The range includes each limit that
 -- exceeds the values by less than their own range (on a logarithmic axis: by less than 6 powers).
 -- lists: from values_of, one for each series.
@@ -236,12 +233,6 @@ local function range_of(o, lists)
   for _, list in ipairs(lists) do
     for _, v in ipairs(list) do
       if v[1] then low, high = math.min(low, v[1]), math.max(high, v[3]) end
-    end
-  end
-  for _, s in ipairs(o.series) do
-    for _, p in ipairs(s.points or {}) do
-      local value = scaled(p[2], o.log)
-      if value then low, high = math.min(low, value), math.max(high, value) end
     end
   end
   if low > high then return nil end
@@ -303,7 +294,7 @@ end
 function M.body(o)
   local c, axis = o.c, o.axis or M.axis(o.c)
   local lists = {}
-  for i, s in ipairs(o.series) do lists[i] = s.column and values_of(c, s, o.log) or {} end
+  for i, s in ipairs(o.series) do lists[i] = values_of(c, s, o.log, axis.last) end
   local low, high = range_of(o, lists)
   if not low then return nil end
   local height = o.height or 150
@@ -328,20 +319,16 @@ function M.body(o)
     local style = M.style_of(s.style or i)
     local thin = ('style="stroke-width:%s"'):format(f(#o.series > 2 and i > 1 and s.points
       and 1.6 + 0.8 * (#o.series - i) or 1.8))
-    if s.points then
-      paths[#paths + 1] = ('<path class="line %s" %s d="%s"/>'):format(style, thin,
-        points_path(s.points, axis, place, o.log))
-    else
-      if c.width > 1 or s.band then
-        paths[#paths + 1] = ('<path class="band %s" d="%s"/>'):format(style,
-          band_path(c, lists[i], axis, place))
-      end
-      local line, dots, alone = line_path(c, lists[i], axis, place, o.hold and c.width == 1, s.join)
-      paths[#paths + 1] = ('<path class="line %s" %s d="%s"/>'):format(style, thin, line)
-      if dots ~= "" then
-        paths[#paths + 1] = ('<path class="line dot %s" style="stroke-width:%d" d="%s"/>'):format(
-          style, alone and 7 or 3, dots)
-      end
+    if not s.points and (c.width > 1 or s.band) then
+      paths[#paths + 1] = ('<path class="band %s" d="%s"/>'):format(style,
+        band_path(lists[i], axis, place))
+    end
+    local line, dots, alone = line_path(lists[i], axis, place,
+      s.points or o.hold and c.width == 1, s.join)
+    paths[#paths + 1] = ('<path class="line %s" %s d="%s"/>'):format(style, thin, line)
+    if dots ~= "" then
+      paths[#paths + 1] = ('<path class="line dot %s" style="stroke-width:%d" d="%s"/>'):format(
+        style, alone and 7 or 3, dots)
     end
   end
   local top = (draw_marks(o.marks, axis, height, paths, texts) and WORDS or 0) + (o.name and TOP
