@@ -85,7 +85,7 @@ describe("engine watch", function()
       assert.matches(piece, last, 1, true)
     end
     assert.matches("step %d+  overflow  %d+ inf", last)
-    assert.matches("step 40  finished", last, 1, true)
+    assert.matches("after 40 steps  finished", last, 1, true)
   end)
 
   it("waits for a history that is being made", function()

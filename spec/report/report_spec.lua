@@ -141,8 +141,9 @@ describe("a run's commands", function()
     local shown = {}
     for line in told:gmatch("step (%d+: the policy failed[^\n]*)") do shown[#shown + 1] = line end
     local failed = ": the policy failed: bad.lua:"
-    local kept = "; its last good verdict is used (repeats are counted, not shown)"
-    assert.same({ "0" .. failed .. "3: oops" .. kept, "9" .. failed .. "2: other" .. kept }, shown)
+    local counted = " (repeats are counted, not shown)"
+    assert.same({ "0" .. failed .. "3: oops; it has no good verdict yet, so the loss scale stays" ..
+      counted, "9" .. failed .. "2: other; its last good verdict is used" .. counted }, shown)
     assert.matches("\nbad +30 [^\n]* finished, the policy failed in 29 of 30 steps\n",
       inside("runs").out)
     inside "report bad"

@@ -136,7 +136,7 @@ describe("engine attach", function()
     local result = attach(run, "print(run)", 'run:set("lr", 1e-4)',
       ('policy:swap(%q)'):format(folder .. "/mine.lua"), "policy:undo()")
     assert.equal(0, result.code, result.err)
-    assert.matches("step %d+ of 1000000000, %d+ updates, 0 skipped, loss .*policy dynamic",
+    assert.matches("%d+ of 1000000000 steps made, %d+ updates, 0 skipped, loss .*policy dynamic",
       result.out)
     assert.matches("lr 0.001 %-> 0.0001 %(by an attached client%)", result.out)
     assert.matches("the policy is mine now, loss scale 65536", result.out)

@@ -64,7 +64,7 @@ describe("a rollback", function()
     trainer:run()
     local event = events(run, "rollback")[1]
     assert.equal(35, event.step)                              -- the step that follows
-    assert.matches("back to the weights of step 20 %(" .. run:gsub("%p", "%%%0") ..
+    assert.matches("back to the weights after 20 steps %(" .. run:gsub("%p", "%%%0") ..
       "/checkpoints/step%-0*20%), 3 steps of data left out, learning rate x0.5: try", event.text)
     assert.same({ 45, 20 + 10, 35 }, { trainer.steps_done, trainer.updates, trainer.policy and 35 })
     assert.matches('n=45', trainer.policy:save():gsub("%s", ""), 1, false)

@@ -114,7 +114,7 @@ function Link:ask(request)
 end
 
 local function status_text(s)
-  local parts = { ("%s: step %d of %d%s"):format(s.run or "?", s.step, s.steps,
+  local parts = { ("%s: %d of %d steps made%s"):format(s.run or "?", s.step, s.steps,
     s.paused and ", paused" or ""), ("%d updates, %d skipped"):format(s.updates, s.skipped),
     ("loss %.4f"):format(s.loss), ("lr %.4g"):format(s.lr),
     ("scale %s"):format(show.scale(s.scale)), ("policy %s"):format(s.policy) }

@@ -42,9 +42,10 @@ local function frame(h, names, first_line, columns, rows)
   lines[#lines + 1] = ""
   local events = h:query("SELECT * FROM (SELECT id, step, kind, text FROM events ORDER BY id " ..
     "DESC LIMIT ?) ORDER BY id", EVENTS)
+  local when = require("engine.run.history_why").when
   for _, event in ipairs(events) do
-    lines[#lines + 1] = ("step %d  %s  %s"):format(event.step, tostring(event.kind):gsub("_", " "),
-      tostring(event.text or ""):match("^[^\n]*"))
+    lines[#lines + 1] = ("%s  %s  %s"):format(when(event),
+      tostring(event.kind):gsub("_", " "), tostring(event.text or ""):match("^[^\n]*"))
   end
   return lines
 end

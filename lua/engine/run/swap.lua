@@ -257,12 +257,9 @@ local function finish_step_in_flight(self)
   self.swapping = false
 end
 
--- Returns whether a swap must wait until the step has ended. In a lagged run, the step in flight
--- would replace the record that on_step reads.
-local function must_wait(self)
-  local trainer = self.trainer
-  return trainer.current or self.swapping or trainer.in_on_step and trainer.pending
-end
+-- Returns whether a swap must wait until the step has ended, because in a lagged run the record of
+-- the step in flight would replace the record that on_step reads.
+local function on_step_reads(self) return self.trainer.in_on_step and self.trainer.pending end
 
 -- Returns what f returns, a problem or nil; if f raises an error, returns what the swap cannot do.
 local function problem_of(f)
@@ -292,26 +289,31 @@ local function attempt(self, source, options, by, entry)
     return found or seat:refuses(fresh, self.trainer)
   end))
   if problem then return refuse(self, entry, what, by, problem) end
-  finish_step_in_flight(self)
-  local old = seat.policy
-  problem = objection(self, problem_of(function() fresh:take_over(old) end))
-  if problem then return refuse(self, entry, what, by, problem) end
-  entry.probation = old
-  put(self, entry, fresh, by, type(source) == "table" and not source.of_the_file)
-  self.former[#self.former + 1] = { entry = entry, policy = old }
-  if #self.former > MOST_UNDO then table.remove(self.former, 1) end
+  local function take_over()
+    finish_step_in_flight(self)
+    local old = seat.policy
+    problem = objection(self, problem_of(function() fresh:take_over(old) end))
+    if problem then return refuse(self, entry, what, by, problem) end
+    entry.probation = old
+    put(self, entry, fresh, by, type(source) == "table" and not source.of_the_file)
+    self.former[#self.former + 1] = { entry = entry, policy = old }
+    if #self.former > MOST_UNDO then table.remove(self.former, 1) end
+    return true
+  end
+  if not on_step_reads(self) then return take_over() end
+  self.queue[#self.queue + 1] = take_over
   return true
 end
 
 --- Swaps in another policy, with its options. source: a name, a path or { source =, file = }, as
 --- engine.policy.load accepts them. A policy of FP8 layers goes to a seat of FP8 layers. Returns
---- true, or nil and why the policy is refused. Inside a step, and in on_step of a lagged run,
---- returns true, and the swap is tried after the step. by: who or what asks for the swap, for
---- messages. entry: an entry of `seats`, or nil.
+--- true, or nil and why the policy is refused. Inside a step, returns true, and the swap is tried
+--- after the step. by: who or what asks for the swap, for messages. entry: an entry of `seats`, or
+--- nil.
 function Swap:swap(source, options, by, entry)
   if source == nil then error("swap: expected the name or the file of a policy, got nothing", 3) end
   by = by or "the script"
-  if must_wait(self) then
+  if self.trainer.current or self.swapping then
     self.queue[#self.queue + 1] = function() attempt(self, source, options, by, entry) end
     return true
   end
@@ -320,7 +322,8 @@ end
 
 --- Undoes the last swap: makes the previous policy current again, with the state that it had at the
 --- swap. With `entry`, an entry of `seats`, undoes the last swap of that seat. Returns true and the
---- seat, or nil and a message. Where a swap must wait, returns only true, and so does the undo.
+--- seat, or nil and a message. Inside a step, and in on_step of a lagged run, returns
+--- only true, and the undo follows the step.
 function Swap:undo(by, entry)
   local at = #self.former
   while at > 0 and entry and self.former[at].entry ~= entry do at = at - 1 end
@@ -330,7 +333,7 @@ function Swap:undo(by, entry)
     self.trainer:note(("step %d: undo: %s"):format(self.trainer.steps_done, problem))
     return nil, problem
   end
-  if must_wait(self) then
+  if self.trainer.current or self.swapping or on_step_reads(self) then
     self.queue[#self.queue + 1] = function() self:undo(by, entry) end
     return true
   end

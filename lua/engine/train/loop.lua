@@ -99,7 +99,8 @@ local function show_verdict(self, step, verdict)
     self.failures[reason] = self.failures[reason] or limited(self, "failure", step,
       ("the policy failed: %s; %s (repeats are counted, not shown)"):format(reason,
       self.instead and ("the action is %s instead"):format(self.instead)
-      or "its last good verdict is used"))
+      or self.decided and "its last good verdict is used"
+      or "it has no good verdict yet, so the loss scale stays"))
   elseif verdict.action == C.ENG_ACTION_STOP then
     self.progress:note(("step %d: policy %s stops the run%s"):format(step, self.policy.name,
       reason ~= "" and ": " .. reason or ", and gives no reason"))
@@ -180,9 +181,9 @@ local function roll_back(self, outcome)
   end
   self.rollbacks_made, self.lr_factor = self.rollbacks_made + 1, self.lr_factor * wish.lr_mul
   self.reducer:skip_steps(wish.skip)
-  local text = ("back to the weights of step %d (%s), %d steps of data left out%s%s"):format(found,
-    path, wish.skip, wish.lr_mul ~= 1 and (", learning rate x%g"):format(self.lr_factor) or "",
-    wish.reason ~= "" and ": " .. wish.reason or "")
+  local text = ("back to the weights after %d steps (%s), %d steps of data left out%s%s"):format(
+    found, path, wish.skip, wish.lr_mul ~= 1 and (", learning rate x%g"):format(self.lr_factor)
+    or "", wish.reason ~= "" and ": " .. wish.reason or "")
   self.progress:note(("step %d: %s"):format(step, text))
   -- the event has the number of the next step, because replay (trace.lua) needs this number
   files:event(self.steps_done, "rollback", text, { to = found, path = path, skip = wish.skip,
