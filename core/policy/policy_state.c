@@ -13,7 +13,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { TEXT_VERSION = 1, STATE_DEPTH = DATA_DEPTH - 2 };   // save wraps the state in a table
+enum {
+  TEXT_VERSION = 1,
+  // The most levels of tables in a state; policies/README.md promises this number. Copying a state
+  // calls a C function for each level, so without a limit a long chain of tables would overflow the
+  // C stack. A saved text nests deeper, because save puts the state into a table.
+  STATE_DEPTH = 30
+};
+_Static_assert((int)STATE_DEPTH < DATA_DEPTH, "a saved text can be read again");
 
 // ------------------------------------------------------------------ Lua tables to blobs
 
@@ -103,7 +110,9 @@ static bool encode(walk *w, int table, int depth)
     if (lua_type(L, -1) == LUA_TUSERDATA)
       return refuse(w, "parts of the record cannot be stored; copy the numbers");
     if (lua_type(L, -1) != LUA_TTABLE) return refuse(w, luaL_typename(L, -1));
-    if (depth == STATE_DEPTH) return refuse(w, "tables nest too deeply");
+    _Static_assert(STATE_DEPTH == 30, "the message says 30");
+    if (depth == STATE_DEPTH)
+      return refuse(w, "tables nest more than 30 deep, the limit of a state");
     if (w->seen.n == 0) visit(&w->seen, lua_topointer(L, w->root));
     if (!visit(&w->seen, lua_topointer(L, -1)))
       return refuse(w, "the same table is in two places");

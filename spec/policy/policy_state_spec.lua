@@ -55,6 +55,18 @@ describe("a saved state", function()
     assert.has_error(function() p:restore(5) end)
   end)
 
+  it("nests up to 30 deep", function()
+    local function nested(levels)
+      return with("local t = state for i = 2, " .. levels .. " do t.x = {} t = t.x end return 4")
+    end
+    local deep = nested(30)
+    assert.are.equal(0, decide(deep).failed)
+    local text = deep:save()
+    deep:restore(text)
+    assert.are.equal(text, deep:save())
+    assert.are.equal(1, decide(nested(31)).failed)
+  end)
+
   it("survives random damage", function()
     local p = with("state.n = state.n + 1 state.t = state.t or { 1, { x = 'y' }, true } return 1")
     decide(p)

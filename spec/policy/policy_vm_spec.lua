@@ -437,7 +437,7 @@ describe("a verdict", function()
       ["state.r = record return 4"] = "state.r: parts of the record cannot be stored",
       ["state[{}] = 1 return 4"] = "the key is not a number, string or boolean",
       ["local t = state for i = 1, 100 do t.x = {} t = t.x end return 4"] =
-        "tables nest too deeply",
+        "x: tables nest more than 30 deep, the limit of a state",
       ["state.n = 1LL return 4"] = "state.n is a cdata",
     } do
       fails(with(body), text)
