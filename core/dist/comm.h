@@ -140,15 +140,21 @@ int64_t comm_padded(int64_t count);
 int64_t comm_packed_bytes(int comm_dtype, int64_t count);
 /// Converts n numbers in host memory from one dtype to another with the CPU's kernel.
 eng_status comm_cast(void *to, int to_dtype, const void *from, int from_dtype, int64_t n);
-/// Adds n numbers in `dtype` to the n numbers at `to`. Adds in f32 and rounds the sums to `dtype`.
-eng_status comm_add(void *to, const void *numbers, int dtype, int64_t n);
-/// comm_pack converts n numbers from `dtype` into elements [at, at + n) of a packed piece of
-/// `count` elements; comm_unpack converts these elements back. `at` is a multiple of WIRE_BLOCK.
-/// `room`: work space of n floats, needed only for FP8 with a `dtype` other than f32.
-eng_status comm_pack(char *piece, int comm_dtype, int64_t count, int64_t at, const void *from,
-                     int dtype, int64_t n, float *room);
-eng_status comm_unpack(void *to, int dtype, int64_t n, const char *piece, int comm_dtype,
-                       int64_t count, int64_t at, float *room);
+/// Returns a run that begins at element `at`, a multiple of WIRE_BLOCK, of a packed piece of
+/// `count` elements. The caller sets the other fields.
+typedef struct wire_run wire_run;
+wire_run comm_run(void *piece, int comm_dtype, int64_t count, int64_t at);
+/// comm_pack, comm_unpack and comm_sum do in host memory what a device's wire_pack, wire_unpack and
+/// wire_sum (backend.h) do in its memory; comm_pack and comm_unpack take a single run. `room`: work
+/// space of n floats for a run of n elements, or 2 n with WIRE_RUN_ADD. comm_sum needs n * count
+/// floats, and replaces the packed pieces in `terms` [n] by their numbers.
+eng_status comm_pack(uint32_t *flags, const wire_run *run, int comm_dtype, int dtype, float *room);
+eng_status comm_unpack(const wire_run *run, int comm_dtype, int dtype, float *room);
+eng_status comm_sum(void *out, const float **terms, int n, int64_t count, int comm_dtype,
+                    float share, float *room);
+/// Returns the flags of a gradient, given those of all its runs. Runs are packed separately, but
+/// WIRE_OVERFLOW counts only if the gradient itself has no inf.
+int comm_flags(uint32_t of_runs);
 
 // ---- comm_nccl.c: messages between cards
 

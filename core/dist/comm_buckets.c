@@ -27,6 +27,35 @@ int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, 
   return high > low ? high - low : 0;
 }
 
+int bucket_runs(wire_run *runs, int64_t *longest, const eng_parallel *p, const bucket *b, bool back)
+{
+  int n_runs = 0, own = b->comm->rank;
+  *longest = 0;
+  for (int k = 0; k < b->n; k++) {
+    const int i = b->member[k];
+    const parameter *member = &p->set->member[i];
+    for (int rank = 0; rank < b->comm->size; rank++) {
+      int64_t from, at, n = bucket_overlap(p, b, k, rank, &from, &at);
+      if (n == 0 || (back && p->zero && rank != own)) continue;
+      char *piece = !back         ? b->out + b->begin[rank]
+                    : rank == own ? b->sum
+                                  : b->in + b->begin[rank];
+      wire_run run = comm_run(piece, b->comm_dtype, bucket_piece(b, rank), at);
+      run.n = n;
+      run.slot = back ? k : i;
+      if (!back) run.how = WIRE_RUN_FILL | (member->has_gradient ? WIRE_RUN_THERE : 0);
+      if (back && p->zero == 2) {
+        run.numbers = p->set->gradients->part[i]->data;
+        if (p->had[i]) run.how = WIRE_RUN_ADD;
+      } else if (back || member->has_gradient)
+        run.numbers = (char *)member->gradient->data + from * eng_dtype_size(b->dtype);
+      runs[n_runs++] = run;
+      if (n > *longest) *longest = n;
+    }
+  }
+  return n_runs;
+}
+
 void member_owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, int rank)
 {
   const bucket *b = &p->buckets[p->bucket_of[index]];

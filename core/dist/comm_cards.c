@@ -12,7 +12,6 @@
 #include "device/backend.h"
 #include "base/error.h"
 #include "device/transfer.h"
-#include "device/wire.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -21,8 +20,7 @@
 /// and the runs to unpack.
 typedef struct table_size { int64_t terms, runs, bytes; } table_size;
 
-/// Computes the sizes of a bucket's table. A run is the part of one member that lies in one piece,
-/// so n members in r pieces have at most n + r runs.
+/// Computes the sizes of a bucket's table. bucket_runs gives the bound on runs.
 static table_size table_of(const bucket *b)
 {
   table_size t = {.terms = (b->comm->size + 1) / 2 * 2, .runs = b->n + b->comm->size};
@@ -43,7 +41,6 @@ eng_status cards_new(eng_parallel *p)
     if (bytes > largest) largest = bytes;
   }
   p->table = heap_take(&p->memory, largest, 1);
-  HEAP_TAKE(&p->memory, p->own_flags, n + 1);
   HEAP_TAKE(&p->memory, p->pass_flags, p->comm->size * n);
   p->flags_bytes = (n + 1) * (int64_t)sizeof *p->own_flags;
   FAIL_IF(p->memory.failed, ENG_ERR_MEMORY, "out of memory for gradient buckets");
@@ -65,67 +62,6 @@ eng_status cards_begin(eng_parallel *p)
   return transfer_zero(p->set->space, p->flags, p->flags_bytes);
 }
 
-// ------------------------------------------------------------------ tables
-
-/// Returns a run that begins at element `at` of a packed piece of `count` elements.
-static wire_run run_at(const bucket *b, char *piece, int64_t count, int64_t at)
-{
-  return (wire_run){.packed = piece + at * eng_dtype_size(b->comm_dtype),
-                    .scales = b->comm_dtype == ENG_e4m3 ? (float *)(piece + count) + at / WIRE_BLOCK
-                                                        : NULL};
-}
-
-/// Lists the runs to pack: each member's part of every rank's piece. Returns the number of runs;
-/// `longest` receives the element count of the longest run.
-static int runs_out(wire_run *runs, int64_t *longest, eng_parallel *p, bucket *b)
-{
-  int n_runs = 0;
-  for (int k = 0; k < b->n; k++) {
-    int i = b->member[k];
-    const parameter *member = &p->set->member[i];
-    if (member->has_gradient) p->pass_flags[(int64_t)p->comm->rank * p->set->n + i] = HAS_GRADIENT;
-    for (int rank = 0; rank < b->comm->size; rank++) {
-      int64_t from, at, n = bucket_overlap(p, b, k, rank, &from, &at);
-      if (n == 0) continue;
-      wire_run run = run_at(b, b->out + b->begin[rank], bucket_piece(b, rank), at);
-      run.n = n;
-      run.slot = i;
-      run.how = WIRE_RUN_FILL;
-      if (member->has_gradient) {
-        run.numbers = (char *)member->gradient->data + from * eng_dtype_size(b->dtype);
-        run.how |= WIRE_RUN_THERE;
-      }
-      runs[n_runs++] = run;
-      if (n > *longest) *longest = n;
-    }
-  }
-  return n_runs;
-}
-
-/// Lists the runs to unpack: each member's parts of the sums that this rank receives.
-static int runs_back(wire_run *runs, int64_t *longest, const eng_parallel *p, const bucket *b)
-{
-  int n_runs = 0, own = b->comm->rank;
-  int64_t size = eng_dtype_size(b->dtype);
-  for (int k = 0; k < b->n; k++) {
-    int i = b->member[k];
-    for (int rank = 0; rank < b->comm->size; rank++) {
-      int64_t from, at, n = bucket_overlap(p, b, k, rank, &from, &at);
-      if (n == 0 || (p->zero && rank != own)) continue;
-      wire_run run =
-        run_at(b, rank == own ? b->sum : b->in + b->begin[rank], bucket_piece(b, rank), at);
-      run.n = n;
-      if (p->zero == 2) {
-        run.numbers = p->set->gradients->part[i]->data;
-        if (p->had[i]) run.how = WIRE_RUN_ADD;
-      } else run.numbers = (char *)p->set->member[i].gradient->data + from * size;
-      runs[n_runs++] = run;
-      if (n > *longest) *longest = n;
-    }
-  }
-  return n_runs;
-}
-
 // ------------------------------------------------------------------ in a step
 
 static eng_status exchange(eng_parallel *p, const bucket *b, bool back)
@@ -140,14 +76,18 @@ eng_status cards_send(eng_parallel *p, bucket *b)
   void *stream = comm_stream_of(STREAM_GRADIENTS);
   int ranks = b->comm->size, own = b->comm->rank;
   table_size t = table_of(b);
-  int64_t longest = 0, longest_back = 0;
+  int64_t longest, longest_back;
   b->sum = b->in + b->in_bytes;
   char *there = b->sum + aligned(b->packed);
   const void **terms = (const void **)p->table;
   wire_run *out = (wire_run *)(terms + t.terms), *back = out + t.runs;
   for (int rank = 0; rank < ranks; rank++)
     terms[rank] = rank == own ? b->out + b->begin[own] : b->in + b->bytes * rank;
-  int n_out = runs_out(out, &longest, p, b), n_back = runs_back(back, &longest_back, p, b);
+  int n_out = bucket_runs(out, &longest, p, b, false),
+      n_back = bucket_runs(back, &longest_back, p, b, true);
+  for (int k = 0; k < b->n; k++)
+    if (p->set->member[b->member[k]].has_gradient)
+      p->pass_flags[(int64_t)p->comm->rank * p->set->n + b->member[k]] = HAS_GRADIENT;
   ENG_TRY(card->move(there, p->table, t.bytes, COPY_TO_DEVICE));
   const wire_run *out_there = (const wire_run *)(there + t.terms * (int64_t)sizeof(void *));
   ENG_TRY(card->wire_pack(NULL, out_there, n_out, longest, b->comm_dtype, b->dtype, p->flags));
@@ -171,11 +111,6 @@ eng_status cards_exchange_flags(eng_parallel *p)
   void *stream = comm_stream_of(STREAM_GRADIENTS);
   ENG_TRY(backend_of_space(p->set->space)
             ->stream_move(stream, p->own_flags, p->flags, p->flags_bytes, COPY_TO_HOST));
-  for (int i = 0; i < n; i++) {
-    uint32_t flags = p->own_flags[i];
-    // comm_gradients.c has the same rule: WIRE_OVERFLOW is set only if the gradient itself has no
-    // inf.
-    own[i] |= (uint8_t)(flags & WIRE_INF ? flags & ~(uint32_t)WIRE_OVERFLOW : flags);
-  }
+  for (int i = 0; i < n; i++) own[i] |= (uint8_t)comm_flags(p->own_flags[i]);
   return eng_comm_all_gather(p->comm, p->pass_flags, own, n);
 }

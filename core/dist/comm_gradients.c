@@ -18,62 +18,34 @@
 #include "base/error.h"
 #include "autograd/backward.h"
 #include "device/transfer.h"
-#include "device/wire.h"
 #include "params/params_parted.h"
 
 #include <string.h>
 
 // ------------------------------------------------------------------ sending and summing
 
-/// Sets *values to the gradient's numbers in host memory. If the gradient is elsewhere, copies it
-/// to p->raw first.
-static eng_status on_host(const void **values, eng_parallel *p, const tensor *gradient)
+/// Packs the gradients of a bucket into the messages to all ranks. The last bytes of a message are
+/// the members' flags.
+static eng_status pack_bucket(eng_parallel *p, bucket *b)
 {
-  *values = gradient->data;
-  if (gradient->store->space == SPACE_HOST) return ENG_OK;
-  *values = p->raw;
-  return transfer_to_host(p->raw, gradient->store->space, gradient->data,
-                          gradient->count * eng_dtype_size(gradient->dtype));
-}
-
-/// Zeroes the padding of member k, from element `from` of the bucket on.
-static void clear_padding(bucket *b, int k, int64_t from)
-{
-  int64_t size = eng_dtype_size(b->comm_dtype);
-  for (int rank = 0; rank < b->comm->size && from < b->at[k + 1]; rank++) {
-    int64_t to = b->cut[rank + 1] < b->at[k + 1] ? b->cut[rank + 1] : b->at[k + 1];
-    if (to <= from) continue;
-    memset(b->out + b->begin[rank] + (from - b->cut[rank]) * size, 0, (size_t)((to - from) * size));
-    from = to;
+  int64_t longest, size = eng_dtype_size(b->dtype);
+  int n = bucket_runs(p->table, &longest, p, b, false), space = p->set->space;
+  for (int k = 0; k < b->n; k++) p->own_flags[b->member[k]] = 0;
+  for (wire_run *run = p->table; n > 0; run++, n--) {
+    if (space != SPACE_HOST && run->how & WIRE_RUN_THERE) {
+      ENG_TRY(transfer_to_host(p->raw, space, run->numbers, run->n * size));
+      run->numbers = p->raw;
+    }
+    ENG_TRY(comm_pack(&p->own_flags[run->slot], run, b->comm_dtype, b->dtype, p->values));
   }
-}
-
-static eng_status pack_member(eng_parallel *p, bucket *b, int k)
-{
-  const parameter *member = &p->set->member[b->member[k]];
-  int ranks = b->comm->size, flags = 0;
-  const void *values = NULL;
-  if (member->has_gradient) {
-    ENG_TRY(on_host(&values, p, member->gradient));
-    flags = HAS_GRADIENT | wire_flags(values, b->dtype, member->value->count);
-  } else memset(p->values, 0, (size_t)member->value->count * sizeof *p->values);
-  for (int rank = 0; rank < ranks; rank++) {
-    int64_t from, at, n = bucket_overlap(p, b, k, rank, &from, &at);
-    if (n == 0) continue;
-    char *piece = b->out + b->begin[rank];
-    int64_t count = bucket_piece(b, rank);
-    const void *part = p->values;
-    if (values) part = (const char *)values + from * eng_dtype_size(b->dtype);
-    ENG_TRY(comm_pack(piece, b->comm_dtype, count, at, part, values ? b->dtype : ENG_f32, n,
-                      p->values));
-    if (b->comm_dtype == ENG_f16 && b->dtype != ENG_f16 && !(flags & WIRE_INF) &&
-        wire_flags(piece + at * 2, ENG_f16, n) & WIRE_INF)
-      flags |= WIRE_OVERFLOW;
+  for (int rank = 0; rank < b->comm->size; rank++) {
+    int64_t packed = comm_packed_bytes(b->comm_dtype, bucket_piece(b, rank));
+    char *flags = b->out + b->begin[rank] + packed;
+    memset(flags, 0, (size_t)(b->begin[rank + 1] - b->begin[rank] - packed));
+    for (int k = 0; k < b->n; k++)
+      if (p->set->member[b->member[k]].has_gradient)
+        flags[k] = (char)(HAS_GRADIENT | comm_flags(p->own_flags[b->member[k]]));
   }
-  clear_padding(b, k, b->at[k] + member->value->count);
-  for (int rank = 0; rank < ranks; rank++)
-    b->out[b->begin[rank] + comm_packed_bytes(b->comm_dtype, bucket_piece(b, rank)) + k] =
-      (char)flags;
   return ENG_OK;
 }
 
@@ -133,15 +105,8 @@ static eng_status send_out(eng_parallel *p, bucket *b)
     for (int k = 0; p->zero == 2 && k < b->n; k++) leave_room(p, b->member[k]);
     return ENG_OK;
   }
-  for (int rank = 0; rank < b->comm->size; rank++) {      // sets the flags and the padding to 0
-    int64_t packed = comm_packed_bytes(b->comm_dtype, bucket_piece(b, rank));
-    memset(b->out + b->begin[rank] + packed, 0,
-           (size_t)(b->begin[rank + 1] - b->begin[rank] - packed));
-  }
-  for (int k = 0; k < b->n; k++) {
-    ENG_TRY(pack_member(p, b, k));
-    if (p->zero == 2) leave_room(p, b->member[k]);
-  }
+  ENG_TRY(pack_bucket(p, b));
+  for (int k = 0; p->zero == 2 && k < b->n; k++) leave_room(p, b->member[k]);
   int own = b->comm->rank, n = bucket_messages(p, b, false);
   memcpy(b->in + b->bytes * own, b->out + b->begin[own], (size_t)b->bytes);
   b->state = BUCKET_OUT;
@@ -163,72 +128,44 @@ static eng_status sum_piece(eng_parallel *p, bucket *b)
   int64_t own = bucket_piece(b, b->comm->rank);
   for (int rank = 0; rank < ranks; rank++) {
     const char *piece = b->in + b->bytes * rank;
-    float *values = p->values + own * rank;
-    p->terms[rank] = values;
-    if (b->comm_dtype == ENG_f32) p->terms[rank] = (const float *)piece;
-    else ENG_TRY(comm_unpack(values, ENG_f32, own, piece, b->comm_dtype, own, 0, NULL));
+    p->terms[rank] = (const float *)piece;
     for (int k = 0; k < b->n; k++) {
       uint8_t flags = (uint8_t)piece[b->packed + k];
       p->rank_flags[(int64_t)among_all(p, b, rank) * p->set->n + b->member[k]] |= flags;
       b->anyone[k] = (rank > 0 && b->anyone[k]) || flags & HAS_GRADIENT;
     }
   }
-  wire_sum(p->values, p->terms, ranks, own, (float)p->comm->size);
-  return comm_pack(b->sum, b->comm_dtype, own, 0, p->values, ENG_f32, own, NULL);
+  return comm_sum(b->sum, p->terms, ranks, own, b->comm_dtype, (float)p->comm->size, p->values);
 }
 
-static eng_status write_gradient(eng_parallel *p, const bucket *b, int k, int rank,
-                                 const char *piece)
+/// Writes the sums into the gradients that any rank had: with ZeRO only this rank's piece,
+/// otherwise all pieces. With ZeRO-2, adds to a sum of earlier passes of this step.
+static eng_status unpack_bucket(eng_parallel *p, const bucket *b)
 {
-  int64_t from, at, n = bucket_overlap(p, b, k, rank, &from, &at);
-  if (n == 0) return ENG_OK;
-  const tensor *gradient = p->set->member[b->member[k]].gradient;
-  int64_t size = eng_dtype_size(b->dtype);
-  char *to = (char *)gradient->data + from * size;
-  bool here = gradient->store->space == SPACE_HOST;
-  ENG_TRY(comm_unpack(here ? to : p->raw, b->dtype, n, piece, b->comm_dtype, bucket_piece(b, rank),
-                      at, p->values));
-  return here ? ENG_OK : transfer_from_host(gradient->store->space, to, p->raw, n * size);
+  int64_t longest;
+  int n = bucket_runs(p->table, &longest, p, b, true), space = p->set->space;
+  bool here = space == SPACE_HOST;
+  for (wire_run *run = p->table; n > 0; run++, n--) {
+    void *gradient = run->numbers;
+    int64_t bytes = run->n * eng_dtype_size(b->dtype);
+    if (!b->anyone[run->slot]) continue;
+    if (!here) run->numbers = p->raw;
+    if (!here && run->how & WIRE_RUN_ADD)
+      ENG_TRY(transfer_to_host(p->raw, space, gradient, bytes));
+    ENG_TRY(comm_unpack(run, b->comm_dtype, b->dtype, p->values));
+    if (!here) ENG_TRY(transfer_from_host(space, gradient, p->raw, bytes));
+  }
+  return ENG_OK;
 }
 
-/// ZeRO-2: writes this rank's part of member k's sum into the rank's piece of the gradient. If the
-/// piece holds a sum of earlier passes of this step, adds to it in f32 and rounds the result to the
-/// gradient's dtype.
-static eng_status write_piece(eng_parallel *p, bucket *b, int k)
-{
-  int i = b->member[k];
-  const tensor *piece = p->set->gradients->part[i];
-  int64_t from, at, n = bucket_overlap(p, b, k, b->comm->rank, &from, &at),
-                    size = eng_dtype_size(b->dtype);
-  if (n == 0) return ENG_OK;
-  bool here = p->set->space == SPACE_HOST, adds = p->had[i];
-  // The numbers to add are stored after the first n floats of p->values, which has room for all
-  // ranks' pieces.
-  char *to = here ? piece->data : p->raw, *values = adds ? (char *)(p->values + n) : to;
-  ENG_TRY(comm_unpack(values, b->dtype, n, b->sum, b->comm_dtype, bucket_piece(b, b->comm->rank),
-                      at, p->values));
-  if (adds && !here) ENG_TRY(transfer_to_host(to, p->set->space, piece->data, n * size));
-  if (adds) ENG_TRY(comm_add(to, values, b->dtype, n));
-  return here ? ENG_OK : transfer_from_host(p->set->space, piece->data, to, n * size);
-}
-
-/// Writes the sums into the gradients: only this rank's piece with ZeRO, otherwise all pieces.
 static eng_status take_sums(eng_parallel *p, bucket *b)
 {
   for (int k = 0; k < b->n; k++) {
     parameter *member = &p->set->member[b->member[k]];
     if (p->zero == 2) member->has_gradient = p->had[b->member[k]];
-    if (!b->anyone[k]) continue;
-    member->has_gradient = true;
-    if (p->zero == 2) {
-      ENG_TRY(write_piece(p, b, k));
-      continue;
-    }
-    for (int rank = 0; rank < b->comm->size; rank++) {
-      if (rank == b->comm->rank) ENG_TRY(write_gradient(p, b, k, rank, b->sum));
-      else if (!p->zero) ENG_TRY(write_gradient(p, b, k, rank, b->in + b->begin[rank]));
-    }
+    if (b->anyone[k]) member->has_gradient = true;
   }
+  ENG_TRY(unpack_bucket(p, b));
   bucket_done(p, b);
   return ENG_OK;
 }
@@ -459,16 +396,14 @@ eng_status eng_parallel_reference(eng_parallel *p)
     double has = member->has_gradient;
     ENG_TRY(comm_reduce_both(p->comm, &has, 0, 1, "the reference gradients"));
     if (has == 0 || count == 0) continue;
-    const void *values;
     float *sum = p->values;        // long enough for the largest member
-    if (member->has_gradient) {
-      ENG_TRY(on_host(&values, p, member->gradient));
-      memcpy(sum, values, (size_t)count * sizeof *sum);
-    } else memset(sum, 0, (size_t)count * sizeof *sum);
+    const int64_t bytes = count * (int64_t)sizeof *sum;
+    if (member->has_gradient)
+      ENG_TRY(transfer_to_host(sum, p->set->space, member->gradient->data, bytes));
+    else memset(sum, 0, (size_t)bytes);
     for (int64_t k = 0; k < count; k++) sum[k] /= (float)p->comm->size;
     ENG_TRY(eng_comm_all_reduce(p->buckets[p->bucket_of[i]].comm, sum, count, ENG_f32, ENG_SUM));
-    ENG_TRY(
-      transfer_from_host(p->set->space, member->gradient->data, sum, count * (int64_t)sizeof *sum));
+    ENG_TRY(transfer_from_host(p->set->space, member->gradient->data, sum, bytes));
     member->has_gradient = true;
   }
   return ENG_OK;

@@ -63,10 +63,11 @@ struct eng_parallel {
   int32_t     next;           // index into `order` of the next bucket to send
   pool        messages_pool;  // buckets in flight, bounded
   pool        rooms;          // ZeRO-2 and ZeRO-3: gradients that are not yet packed
+  void       *table;          // the runs to pack or unpack; with `cards` a bucket's table, before
+                              // it goes to the card
+  uint32_t   *own_flags;      // [set->n] bits of wire.h for this rank's gradients
   bool        cards;          // gradients go from card to card. comm_cards.c then uses:
-  void       *table;          //   a bucket's table, before it goes to the card
-  uint32_t   *flags, *own_flags;      // [set->n] bits of wire.h. flags: on the card; own_flags:
-                              //   their copy on the host
+  uint32_t   *flags;          //   [set->n] own_flags on the card
   uint8_t    *pass_flags;     // [ranks][set->n] flags of each rank in this pass
   int64_t     flags_bytes;
   tensor    **place;          // ZeRO-2: [set->n] gradients that are not yet packed. data is NULL
@@ -114,6 +115,13 @@ void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *
 /// `from` in the member and `at` in the piece.
 int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, int64_t *from,
                        int64_t *at);
+/// Lists in `runs` the parts of the members' gradients and their places in the messages. back: the
+/// runs to unpack, from the sums that this rank has; their slots are indices into b->member.
+/// Otherwise: the runs to pack, whose slots are indices of the set's members. Returns the number of
+/// runs; `longest` receives the element count of the longest one. A run is the part of one member
+/// that lies in one piece, so n members in r pieces have at most n + r runs.
+int bucket_runs(wire_run *runs, int64_t *longest, const eng_parallel *p, const bucket *b,
+                bool back);
 /// Computes the range [from, to) of elements of member `index` that rank `rank` owns. set->own has
 /// this rank's ranges for all members.
 void member_owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, int rank);

@@ -45,30 +45,53 @@ eng_status comm_cast(void *to, int to_dtype, const void *from, int from_dtype, i
   return backend_cpu()->kernel[ENG_OP_cast](&call);
 }
 
-eng_status comm_pack(char *piece, int comm_dtype, int64_t count, int64_t at, const void *from,
-                     int dtype, int64_t n, float *room)
+wire_run comm_run(void *piece, int comm_dtype, int64_t count, int64_t at)
 {
-  if (comm_dtype != ENG_e4m3)
-    return comm_cast(piece + at * eng_dtype_size(comm_dtype), comm_dtype, from, dtype, n);
-  if (dtype != ENG_f32) {
-    ENG_TRY(comm_cast(room, ENG_f32, from, dtype, n));
-    from = room;
-  }
-  wire_e4m3_encode((uint8_t *)piece + at, (float *)(piece + count) + at / WIRE_BLOCK, from, n);
+  char *begin = piece;
+  wire_run run = {.packed = begin + at * eng_dtype_size(comm_dtype)};
+  if (comm_dtype == ENG_e4m3) run.scales = (float *)(begin + count) + at / WIRE_BLOCK;
+  return run;
+}
+
+static eng_status encode(const wire_run *r, int comm_dtype, const void *numbers, int dtype,
+                         float *room)
+{
+  if (comm_dtype != ENG_e4m3) return comm_cast(r->packed, comm_dtype, numbers, dtype, r->n);
+  if (dtype != ENG_f32) ENG_TRY(comm_cast(room, ENG_f32, numbers, dtype, r->n));
+  wire_e4m3_encode(r->packed, r->scales, dtype == ENG_f32 ? numbers : room, r->n);
   return ENG_OK;
 }
 
-eng_status comm_unpack(void *to, int dtype, int64_t n, const char *piece, int comm_dtype,
-                       int64_t count, int64_t at, float *room)
+static eng_status decode(void *to, int dtype, const wire_run *r, int comm_dtype, float *room)
 {
-  if (comm_dtype != ENG_e4m3)
-    return comm_cast(to, dtype, piece + at * eng_dtype_size(comm_dtype), comm_dtype, n);
-  wire_e4m3_decode(dtype == ENG_f32 ? to : room, (const uint8_t *)piece + at,
-                   (const float *)(piece + count) + at / WIRE_BLOCK, n);
-  return dtype == ENG_f32 ? ENG_OK : comm_cast(to, dtype, room, ENG_f32, n);
+  if (comm_dtype != ENG_e4m3) return comm_cast(to, dtype, r->packed, comm_dtype, r->n);
+  wire_e4m3_decode(dtype == ENG_f32 ? to : room, r->packed, r->scales, r->n);
+  return dtype == ENG_f32 ? ENG_OK : comm_cast(to, dtype, room, ENG_f32, r->n);
 }
 
-eng_status comm_add(void *to, const void *numbers, int dtype, int64_t n)
+eng_status comm_pack(uint32_t *flags, const wire_run *r, int comm_dtype, int dtype, float *room)
+{
+  bool there = r->how & WIRE_RUN_THERE;
+  int size = eng_dtype_size(comm_dtype), own = there ? wire_flags(r->numbers, dtype, r->n) : 0;
+  if (there) ENG_TRY(encode(r, comm_dtype, r->numbers, dtype, room));
+  else {
+    memset(room, 0, (size_t)r->n * sizeof *room);
+    ENG_TRY(encode(r, comm_dtype, room, ENG_f32, NULL));
+  }
+  if (r->how & WIRE_RUN_FILL)
+    memset((char *)r->packed + r->n * size, 0, (size_t)((comm_padded(r->n) - r->n) * size));
+  if (there && comm_dtype == ENG_f16 && dtype != ENG_f16 && !(own & WIRE_INF) &&
+      wire_flags(r->packed, ENG_f16, r->n) & WIRE_INF)
+    own |= WIRE_OVERFLOW;
+  *flags |= (uint32_t)own;
+  return ENG_OK;
+}
+
+int comm_flags(uint32_t of_runs)
+{ return (int)(of_runs & WIRE_INF ? of_runs & ~(uint32_t)WIRE_OVERFLOW : of_runs); }
+
+/// Adds n numbers in `dtype` to the n numbers at `to`. Adds in f32 and rounds the sums to `dtype`.
+static eng_status add(void *to, const void *numbers, int dtype, int64_t n)
 {
   enum { SOME = 1024 };
   float term[SOME], sum[SOME];
@@ -84,6 +107,28 @@ eng_status comm_add(void *to, const void *numbers, int dtype, int64_t n)
   return ENG_OK;
 }
 
+eng_status comm_unpack(const wire_run *r, int comm_dtype, int dtype, float *room)
+{
+  if (!(r->how & WIRE_RUN_ADD)) return decode(r->numbers, dtype, r, comm_dtype, room);
+  ENG_TRY(decode(room + r->n, dtype, r, comm_dtype, room));
+  return add(r->numbers, room + r->n, dtype, r->n);
+}
+
+eng_status comm_sum(void *out, const float **terms, int n, int64_t count, int comm_dtype,
+                    float share, float *room)
+{
+  for (int k = 0; k < n && comm_dtype != ENG_f32; k++) {
+    wire_run term = comm_run((void *)terms[k], comm_dtype, count, 0);
+    term.n = count;
+    terms[k] = room + count * k;
+    ENG_TRY(decode(room + count * k, ENG_f32, &term, comm_dtype, NULL));
+  }
+  wire_sum(room, terms, n, count, share);
+  wire_run sum = comm_run(out, comm_dtype, count, 0);
+  sum.n = count;
+  return encode(&sum, comm_dtype, room, ENG_f32, NULL);
+}
+
 eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype)
 {
   FAIL_IF(comm_dtype <= ENG_COMM_OWN || comm_dtype >= ENG_COMM_DTYPES, ENG_ERR_VALUE,
@@ -93,6 +138,8 @@ eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype)
   int64_t count = comm_padded(n);
   FREED char *piece = malloc((size_t)comm_packed_bytes(dtype, count) + 1);
   FAIL_IF(!piece, ENG_ERR_MEMORY, "out of memory for %lld numbers", (long long)n);
-  ENG_TRY(comm_pack(piece, dtype, count, 0, x, ENG_f32, n, NULL));
-  return comm_unpack(x, ENG_f32, n, piece, dtype, count, 0, NULL);
+  wire_run run = comm_run(piece, dtype, count, 0);
+  run.n = n;
+  ENG_TRY(encode(&run, dtype, x, ENG_f32, NULL));
+  return decode(x, ENG_f32, &run, dtype, NULL);
 }

@@ -34,12 +34,13 @@ static eng_status make_pools(eng_parallel *p, int64_t limit)
 
 static eng_status take_memory(eng_parallel *p, int64_t limit)
 {
-  int64_t size = p->comm->size, longest = 0, largest = 0;
+  int64_t size = p->comm->size, longest = 0, largest = 0, runs = 0;
   for (int k = 0; k < p->n_buckets; k++) {
     bucket *b = &p->buckets[k];
     ENG_TRY(bucket_cut(p, b, k));
     if (p->cards) b->need = cards_bytes(b);
     if (bucket_piece(b, b->comm->rank) > longest) longest = bucket_piece(b, b->comm->rank);
+    if (b->n + b->comm->size > runs) runs = b->n + b->comm->size;
   }
   for (int i = 0; i < p->set->n; i++) {
     if (p->set->member[i].value->count > largest) largest = p->set->member[i].value->count;
@@ -51,6 +52,8 @@ static eng_status take_memory(eng_parallel *p, int64_t limit)
   p->values = arena_alloc_in(SPACE_HOST, ARENA_MESSAGE, p->n_values * (int64_t)sizeof(float));
   if (!p->values) return ENG_ERR_MEMORY;
   if (p->set->space != SPACE_HOST) HEAP_TAKE(&p->memory, p->raw, largest * (int64_t)sizeof(float));
+  if (!p->cards) p->table = HEAP_NEW(&p->memory, wire_run, runs);
+  HEAP_TAKE(&p->memory, p->own_flags, p->set->n + 1);
   HEAP_TAKE(&p->memory, p->messages, 2 * size);
   HEAP_TAKE(&p->memory, p->terms, size);
   HEAP_TAKE(&p->memory, p->rank_flags, size * p->set->n);

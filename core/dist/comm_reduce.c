@@ -20,40 +20,41 @@ typedef struct reduction {
   int     *flags;
 } reduction;
 
+/// Lists a run for each rank and a run for the result. Their packed pieces are `apart` bytes apart.
+static void list_runs(wire_run *runs, const reduction *r, char *pieces, int64_t apart)
+{
+  int64_t size = eng_dtype_size(r->x->dtype);
+  for (int k = 0; k <= r->ranks; k++) {
+    runs[k] = comm_run(pieces + apart * k, r->comm_dtype, r->count, 0);
+    runs[k].n = r->n;
+    runs[k].slot = k;
+    runs[k].numbers = k < r->ranks ? (char *)r->x->data + r->n * size * k : r->out->data;
+    runs[k].how = k < r->ranks ? WIRE_RUN_THERE | WIRE_RUN_FILL : r->add ? WIRE_RUN_ADD : 0;
+  }
+}
+
 static eng_status on_host(reduction *r)
 {
-  int dtype = r->x->dtype, size = eng_dtype_size(dtype);
-  FREED char *piece = malloc((size_t)r->bytes + 1);
-  FREED char *padded = calloc((size_t)r->count, (size_t)size);
-  FREED float *values = malloc((size_t)(r->count * (r->ranks + 1)) * sizeof *values);
-  FREED const float **terms = calloc((size_t)r->ranks, sizeof *terms);
-  FAIL_IF(!piece || !padded || !values || !terms, ENG_ERR_MEMORY,
-          "out of memory for %lld numbers", (long long)r->n);
-  float *room = values + r->count * r->ranks;
-  for (int k = 0; k < r->ranks; k++) {
-    memcpy(padded, (const char *)r->x->data + r->n * size * k, (size_t)(r->n * size));
-    r->flags[k] = wire_flags(padded, dtype, r->n);
-    ENG_TRY(comm_pack(piece, r->comm_dtype, r->count, 0, padded, dtype, r->count, room));
-    if (r->comm_dtype == ENG_f16 && dtype != ENG_f16 && !(r->flags[k] & WIRE_INF) &&
-        wire_flags(piece, ENG_f16, r->n) & WIRE_INF)
-      r->flags[k] |= WIRE_OVERFLOW;
-    terms[k] = values + r->count * k;
-    ENG_TRY(comm_unpack(values + r->count * k, ENG_f32, r->count, piece, r->comm_dtype, r->count, 0,
-                        NULL));
+  int dtype = r->x->dtype, ranks = r->ranks;
+  SCRATCH_IN(SPACE_HOST, char, pieces, r->bytes * (ranks + 1));
+  SCRATCH_IN(SPACE_HOST, float, room, r->count * (ranks + 1));
+  SCRATCH_IN(SPACE_HOST, wire_run, runs, ranks + 1);
+  SCRATCH_IN(SPACE_HOST, const float *, terms, ranks);
+  list_runs(runs, r, pieces, r->bytes);
+  for (int k = 0; k < ranks; k++) {
+    uint32_t flags = 0;
+    ENG_TRY(comm_pack(&flags, &runs[k], r->comm_dtype, dtype, room));
+    terms[k] = runs[k].packed;
+    r->flags[k] = comm_flags(flags);
   }
-  wire_sum(values, terms, r->ranks, r->count, (float)r->ranks);
-  ENG_TRY(comm_pack(piece, r->comm_dtype, r->count, 0, values, ENG_f32, r->count, NULL));
-  ENG_TRY(comm_unpack(padded, dtype, r->n, piece, r->comm_dtype, r->count, 0, room));
-  if (r->add) return comm_add(r->out->data, padded, dtype, r->n);
-  memcpy(r->out->data, padded, (size_t)(r->n * size));
-  return ENG_OK;
+  ENG_TRY(comm_sum(runs[ranks].packed, terms, ranks, r->count, r->comm_dtype, (float)ranks, room));
+  return comm_unpack(&runs[ranks], r->comm_dtype, dtype, room);
 }
 
 static eng_status on_card(reduction *r)
 {
   const backend *card = backend_of_space(r->x->store->space);
-  int64_t size = eng_dtype_size(r->x->dtype), packed = (r->bytes + 255) / 256 * 256,
-          ranks = r->ranks;
+  int64_t packed = (r->bytes + 255) / 256 * 256, ranks = r->ranks;
   int64_t terms_bytes = (ranks + 1) / 2 * 16, runs_bytes = (ranks + 1) * (int64_t)sizeof(wire_run),
           flags_bytes = ranks * (int64_t)sizeof(uint32_t);
   int64_t bytes = (ranks + 1) * packed + terms_bytes + runs_bytes + flags_bytes;
@@ -67,19 +68,8 @@ static eng_status on_card(reduction *r)
           r->ranks);
   const void **terms = (const void **)staged;
   wire_run *made = (wire_run *)(staged + terms_bytes);
-  for (int k = 0; k <= r->ranks; k++) {
-    char *piece = there + packed * k;
-    if (k < r->ranks) terms[k] = piece;
-    made[k] =
-      (wire_run){.packed = piece,
-                 .scales = r->comm_dtype == ENG_e4m3 ? (float *)(piece + r->count) : NULL,
-                 .n = r->n,
-                 .slot = k,
-                 .numbers = k < r->ranks ? (char *)r->x->data + r->n * size * k : r->out->data,
-                 .how = k < r->ranks ? WIRE_RUN_THERE | WIRE_RUN_FILL
-                        : r->add     ? WIRE_RUN_ADD
-                                     : 0};
-  }
+  list_runs(made, r, there, packed);
+  for (int k = 0; k < r->ranks; k++) terms[k] = made[k].packed;
   ENG_TRY(card->move(table, staged, terms_bytes + runs_bytes, COPY_TO_DEVICE));
   const wire_run *runs = (const wire_run *)(table + terms_bytes);
   void *flags_there = table + terms_bytes + runs_bytes;
@@ -90,8 +80,7 @@ static eng_status on_card(reduction *r)
                          (float)r->ranks));
   ENG_TRY(card->wire_unpack(NULL, runs + r->ranks, 1, r->n, r->comm_dtype, r->x->dtype));
   ENG_TRY(card->move(flags, flags_there, flags_bytes, COPY_TO_HOST));
-  for (int k = 0; k < r->ranks; k++)
-    r->flags[k] = (int)(flags[k] & WIRE_INF ? flags[k] & ~(uint32_t)WIRE_OVERFLOW : flags[k]);
+  for (int k = 0; k < r->ranks; k++) r->flags[k] = comm_flags(flags[k]);
   return ENG_OK;
 }
 

@@ -391,90 +391,45 @@ typedef struct wire_task {
   float    share;
 } wire_task;
 
-static int64_t scales_bytes(int64_t n)
-{ return (n + WIRE_BLOCK - 1) / WIRE_BLOCK * (int64_t)sizeof(float); }
-
-/// Packs a run's numbers with comm_pack, then copies codes and scales to the run's places.
-/// comm_pack puts the scales behind the codes, so the count is rounded up to a multiple of four.
-static int pack_run(const wire_run *r, int wire, int dtype, uint32_t *flags)
+static float *room_for(const wire_task *t)
 {
-  int64_t padded = (r->n + 3) / 4 * 4, size = eng_dtype_size(dtype);
-  char *piece = calloc(1, (size_t)(padded * 4 + scales_bytes(r->n) + 64)),
-       *none = calloc((size_t)r->n + 1, (size_t)size);
-  float *room = malloc((size_t)(r->n + 1) * sizeof *room);
-  bool there = r->how & WIRE_RUN_THERE;
-  const void *numbers = there ? r->numbers : none;
-  if (there) flags[r->slot] |= (uint32_t)wire_flags(numbers, dtype, r->n);
-  bool good = comm_pack(piece, wire, padded, 0, numbers, dtype, r->n, room) == ENG_OK;
-  memcpy(r->packed, piece, (size_t)(r->n * eng_dtype_size(wire)));
-  if (r->how & WIRE_RUN_FILL)
-    memset((char *)r->packed + r->n * eng_dtype_size(wire), 0,
-           (size_t)((comm_padded(r->n) - r->n) * eng_dtype_size(wire)));
-  if (r->scales) memcpy(r->scales, piece + padded, (size_t)scales_bytes(r->n));
-  // overflow: an element is finite before and inf after
-  for (int64_t i = 0; good && there && wire == ENG_f16 && dtype != ENG_f16 && i < r->n; i++) {
-    if (wire_flags((const char *)numbers + i * size, dtype, 1) == 0 &&
-        wire_flags(piece + i * 2, ENG_f16, 1))
-      flags[r->slot] |= WIRE_OVERFLOW;
-  }
-  free(piece);
-  free(none);
-  free(room);
-  return good ? 1 : -1;
+  int64_t longest = 0;
+  for (int i = 0; i < t->n; i++)
+    if (t->runs[i].n > longest) longest = t->runs[i].n;
+  return malloc((size_t)(2 * longest + 1) * sizeof(float));
 }
 
 static int run_pack(fake_task *task)
 {
   wire_task *t = (wire_task *)task;
-  int good = 1;
-  for (int i = 0; i < t->n && good == 1; i++)
-    good = pack_run(&t->runs[i], t->wire, t->dtype, t->flags);
-  return good;
+  float *room = room_for(t);
+  bool good = room != NULL;
+  for (int i = 0; i < t->n && good; i++)
+    good = comm_pack(&t->flags[t->runs[i].slot], &t->runs[i], t->wire, t->dtype, room) == ENG_OK;
+  free(room);
+  return good ? 1 : -1;
 }
 
 static int run_unpack(fake_task *task)
 {
   wire_task *t = (wire_task *)task;
-  bool good = true;
-  for (int i = 0; i < t->n && good; i++) {
-    const wire_run *r = &t->runs[i];
-    int64_t padded = (r->n + 3) / 4 * 4;
-    char *piece = calloc(1, (size_t)(padded * 4 + scales_bytes(r->n) + 64));
-    float *room = malloc((size_t)(r->n + 1) * sizeof *room);
-    memcpy(piece, r->packed, (size_t)(r->n * eng_dtype_size(t->wire)));
-    if (r->scales) memcpy(piece + padded, r->scales, (size_t)scales_bytes(r->n));
-    char *to = r->how & WIRE_RUN_ADD ? calloc((size_t)r->n + 1, sizeof(float)) : r->numbers;
-    good = comm_unpack(to, t->dtype, r->n, piece, t->wire, padded, 0, room) == ENG_OK;
-    for (int64_t at = 0, size = eng_dtype_size(t->dtype); r->how & WIRE_RUN_ADD && at < r->n;
-         at++) {
-      float before = 0, term = 0;
-      char *place = (char *)r->numbers + at * size;
-      good = good && comm_cast(&before, ENG_f32, place, t->dtype, 1) == ENG_OK &&
-             comm_cast(&term, ENG_f32, to + at * size, t->dtype, 1) == ENG_OK;
-      before += term;
-      good = good && comm_cast(place, t->dtype, &before, ENG_f32, 1) == ENG_OK;
-    }
-    if (to != r->numbers) free(to);
-    free(piece);
-    free(room);
-  }
+  float *room = room_for(t);
+  bool good = room != NULL;
+  for (int i = 0; i < t->n && good; i++)
+    good = comm_unpack(&t->runs[i], t->wire, t->dtype, room) == ENG_OK;
+  free(room);
   return good ? 1 : -1;
 }
 
 static int run_sum(fake_task *task)
 {
   wire_task *t = (wire_task *)task;
-  float *values = malloc((size_t)(t->count * t->n + 1) * sizeof *values);
+  float *room = malloc((size_t)(t->count * t->n + 1) * sizeof *room);
   const float **terms = calloc((size_t)t->n, sizeof *terms);
-  bool good = true;
-  for (int k = 0; k < t->n && good; k++) {
-    terms[k] = values + t->count * k;
-    good = comm_unpack((float *)terms[k], ENG_f32, t->count, t->terms[k], t->wire, t->count, 0,
-                       NULL) == ENG_OK;
-  }
-  wire_sum(values, terms, t->n, t->count, t->share);
-  good = good && comm_pack(t->out, t->wire, t->count, 0, values, ENG_f32, t->count, NULL) == ENG_OK;
-  free(values);
+  bool good = room && terms;
+  for (int k = 0; k < t->n && good; k++) terms[k] = t->terms[k];
+  good = good && comm_sum(t->out, terms, t->n, t->count, t->wire, t->share, room) == ENG_OK;
+  free(room);
   free(terms);
   return good ? 1 : -1;
 }
