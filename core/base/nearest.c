@@ -1,5 +1,5 @@
-// Finds the known name closest to a misspelt one. See nearest.h and eng_nearest in engine.h.
-#include "nearest.h"
+// Finds the known name closest to a misspelt one. See text.h and eng_nearest in engine.h.
+#include "text.h"
 
 #include <stdio.h>
 #include <string.h>

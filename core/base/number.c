@@ -1,6 +1,6 @@
 // Converts doubles to decimal text and back without loss, in any locale.
 #define _GNU_SOURCE
-#include "number.h"
+#include "text.h"
 
 #include "numerics.h"
 

@@ -3,8 +3,6 @@
 // through lua/engine/base/show.lua, by everything that prints.
 #include "text.h"
 
-#include "engine.h"
-
 #include <stdio.h>
 #include <string.h>
 

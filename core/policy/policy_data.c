@@ -3,9 +3,9 @@
 #include "policy_data.h"
 
 #include "base/array.h"
-#include "base/number.h"
 #include "base/numerics.h"
 #include "base/scope.h"
+#include "base/text.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -7,7 +7,7 @@
 #define _GNU_SOURCE
 #include "policy_vm.h"
 
-#include "base/nearest.h"
+#include "base/text.h"
 
 #include <lualib.h>
 #include <math.h>

@@ -6,8 +6,8 @@
 
 #include "base/error.h"
 #include "device/gradstats.h"
-#include "base/nearest.h"
 #include "base/numerics.h"
+#include "base/text.h"
 
 #include <math.h>
 #include <stddef.h>

@@ -5,9 +5,9 @@
 #include "policy_vm.h"
 
 #include "base/error.h"
-#include "base/number.h"
 #include "base/numerics.h"
 #include "base/scope.h"
+#include "base/text.h"
 
 #include <stdio.h>
 #include <stdlib.h>

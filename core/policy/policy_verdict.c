@@ -4,7 +4,7 @@
 #include "policy_vm.h"
 
 #include "base/error.h"
-#include "base/nearest.h"
+#include "base/text.h"
 #include "device/gradstats.h"
 
 #include <float.h>

@@ -5,8 +5,7 @@
 #include "policy_vm.h"
 
 #include "base/error.h"
-#include "base/nearest.h"
-#include "base/number.h"
+#include "base/text.h"
 
 #include <math.h>
 #include <stdio.h>
