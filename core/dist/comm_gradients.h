@@ -79,8 +79,8 @@ struct eng_parallel {
   uint8_t    *rank_flags;     // [ranks][set->n] flags of each rank in the last reduction
   int64_t     n_values;
   float      *values;         // [n_values] work space for the f32 numbers of any one member.
-                              // Without `cards`, also for the terms that sum_piece adds: this
-                              // rank's piece from each rank, unpacked to f32
+                              // Without `cards`, also for the terms that sum_piece and
+                              // unpack_bucket add, such as this rank's piece from each rank
   char       *raw;            // host copy of a member's gradient that is on a device
   comm_message *messages;     // [2 * ranks] the messages of one exchange
   const float **terms;        // [ranks] the pieces that sum_piece sums

@@ -48,7 +48,8 @@ static eng_status take_memory(eng_parallel *p, int64_t limit)
     member_owned(&p->set->own[2 * i], &p->set->own[2 * i + 1], p, i, rank);
   }
   ENG_TRY(make_pools(p, limit));
-  p->n_values = !p->cards && size * longest > largest ? size * longest : largest;
+  int64_t terms = size > 1 ? size : 2;      // at least a run and the sum that it is added to
+  p->n_values = !p->cards && terms * longest > largest ? terms * longest : largest;
   p->values = arena_alloc_in(SPACE_HOST, ARENA_MESSAGE, p->n_values * (int64_t)sizeof(float));
   if (!p->values) return ENG_ERR_MEMORY;
   if (p->set->space != SPACE_HOST) HEAP_TAKE(&p->memory, p->raw, largest * (int64_t)sizeof(float));
