@@ -147,19 +147,13 @@ UNARY(silu, silu_of(x), silu_slope(x) * dy)
 UNARY(hardswish, x * (fmin(fmax(x + 3.0, 0.0), 6.0) / 6.0),
       x <= -3 ? 0.0 : x < 3 ? (2 * x + 3) / 6 * dy : dy)
 
-static double (*const gradients[ENG_OP_COUNT])(double x, double dy) = {
+static binary_float *const gradients[ENG_OP_COUNT] = {
 #define ENG_UNARY(name, ...) [ENG_OP_##name] = name##_gradient,
 #include "ops.def"
 };
 
 eng_status reference_unary_grad(const op_call *call)
-{
-  const tensor *x = call->in[0], *dy = call->in[1], *dx = call->out[0];
-  for (walk w = walk_call(call); !walk_ended(&w); walk_next(&w))
-    store_at(dx, w.at[2],
-             gradients[call->unary_grad.of](load_at(x, w.at[0]), load_at(dy, w.at[1])));
-  return ENG_OK;
-}
+{ return map_two(call, gradients[call->unary_grad.of], NULL, false); }
 
 // ------------------------------------------------------------------ one input and scalars
 
@@ -205,13 +199,8 @@ eng_status reference_clamp(const op_call *call)
 
 // ------------------------------------------------------------------ swiglu
 
-eng_status reference_swiglu(const op_call *call)
-{
-  const tensor *gate = call->in[0], *up = call->in[1], *y = call->out[0];
-  for (walk w = walk_call(call); !walk_ended(&w); walk_next(&w))
-    store_at(y, w.at[2], silu_of(load_at(gate, w.at[0])) * load_at(up, w.at[1]));
-  return ENG_OK;
-}
+static double gated(double gate, double up) { return silu_of(gate) * up; }
+eng_status reference_swiglu(const op_call *call) { return map_two(call, gated, NULL, false); }
 
 eng_status reference_swiglu_grad(const op_call *call)
 {
