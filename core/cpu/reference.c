@@ -56,28 +56,9 @@ void walk_next(walk *w)
 
 // ------------------------------------------------------------------ dense copies
 
-static void *workspace_take(workspace *w, int64_t count)
+double *values_load(double *values, const tensor *x)
 {
-  if (w->failed != ENG_OK) return NULL;
-  int64_t bytes = count * 8;
-  void *piece = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!piece) {
-    w->failed = ENG_ERR_MEMORY;
-    return NULL;
-  }
-  memset(piece, 0, (size_t)bytes);
-  w->piece[w->n] = piece;
-  w->bytes[w->n++] = bytes;
-  return piece;
-}
-
-double *workspace_doubles(workspace *w, int64_t count) { return workspace_take(w, count); }
-int64_t *workspace_ints(workspace *w, int64_t count)   { return workspace_take(w, count); }
-
-double *workspace_load(workspace *w, const tensor *x)
-{
-  double *values = x ? workspace_take(w, x->count) : NULL;
-  if (!values) return NULL;
+  if (!x) return NULL;
   walk at = walk_over(x->ndim, x->shape);
   for (walk_add(&at, x); !walk_ended(&at); walk_next(&at))
     values[at.position] = load_at(x, at.at[0]);
@@ -92,15 +73,6 @@ void values_store(const tensor *x, const double *values, bool add)
     double value = values[at.position];
     store_at(x, at.at[0], add ? load_at(x, at.at[0]) + value : value);
   }
-}
-
-eng_status workspace_close(workspace *w)
-{
-  while (w->n > 0) {
-    w->n--;
-    arena_free(ARENA_SCRATCH, w->piece[w->n], w->bytes[w->n]);
-  }
-  return w->failed;
 }
 
 // ------------------------------------------------------------------ elements

@@ -1,5 +1,5 @@
-// Helpers shared by the reference kernels: iteration over strided tensors (walk), dense copies in
-// double, and the scratch memory for them. Included only by reference*.c and reference_side.h.
+// Helpers shared by the reference kernels: iteration over strided tensors (walk), and dense copies
+// in double. Included only by reference*.c and reference_side.h.
 //
 // Most kernels read every input into a dense array of doubles, compute with plain loops, and write
 // the result back with one rounding. Integers go through int64 and wrap.
@@ -9,6 +9,8 @@
 #include "base/error.h"
 #include "base/numerics.h"
 #include "tensor/scratch.h"
+
+#include <string.h>
 
 // ------------------------------------------------------------------ walking
 
@@ -39,24 +41,20 @@ void walk_next(walk *w);
 
 // ------------------------------------------------------------------ dense copies
 
-/// Scratch memory of one kernel call. `failed` keeps the first error, so that a kernel makes all
-/// its requests and then checks once.
-typedef struct workspace {
-  int        n;
-  void      *piece[16];
-  int64_t    bytes[16];
-  eng_status failed;
-} workspace;
+/// Like SCRATCH (scratch.h), but all elements are zero.
+#define ZEROS(type, name, count)     \
+  SCRATCH(type, name, count);        \
+  memset(name, 0, (size_t)name##_piece.bytes)
+/// Declares `name`, the elements of x as doubles, in scratch memory; NULL if x is absent.
+#define VALUES(name, x)                                 \
+  SCRATCH(double, name##_room, (x) ? (x)->count : 0);   \
+  double *const name = values_load(name##_room, (x))
 
-/// Return room for `count` doubles or int64s, all zero.
-double  *workspace_doubles(workspace *w, int64_t count);
-int64_t *workspace_ints(workspace *w, int64_t count);
-/// Returns the elements of x in row-major order, or NULL if x is absent.
-double  *workspace_load(workspace *w, const tensor *x);
+/// Writes the elements of x, in row-major order, to `values`. Returns `values`, or NULL if x is
+/// absent.
+double *values_load(double *values, const tensor *x);
 /// Rounds dense values into x or, if `add`, adds them to x's values. x may be absent.
-void     values_store(const tensor *x, const double *values, bool add);
-/// Frees the scratch memory and returns `failed`.
-eng_status workspace_close(workspace *w);
+void    values_store(const tensor *x, const double *values, bool add);
 
 // ------------------------------------------------------------------ elements
 

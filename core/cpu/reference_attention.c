@@ -58,14 +58,14 @@ eng_status reference_attention(const op_call *call)
 {
   sizes s = sizes_of(call);
   int64_t rows = s.batch * s.heads * s.queries;
-  workspace space = {0};
-  double *q = workspace_load(&space, call->in[0]), *k = workspace_load(&space, call->in[1]),
-         *v = workspace_load(&space, call->in[2]);
-  double *y = workspace_doubles(&space, call->out[0]->count),
-         *scores = workspace_doubles(&space, s.keys);
-  double *lse = workspace_doubles(&space, rows), *extra = workspace_doubles(&space, rows);
   const bool entropy = call->attention.entropy == ENG_ROW_ENTROPY;
-  if (space.failed) return workspace_close(&space);
+  VALUES(q, call->in[0]);
+  VALUES(k, call->in[1]);
+  VALUES(v, call->in[2]);
+  ZEROS(double, y, call->out[0]->count);
+  ZEROS(double, scores, s.keys);
+  ZEROS(double, lse, rows);
+  ZEROS(double, extra, rows);
   int64_t row = 0;
   for (int64_t b = 0; b < s.batch; b++)
     for (int64_t h = 0; h < s.heads; h++)
@@ -86,7 +86,7 @@ eng_status reference_attention(const op_call *call)
   values_store(call->out[0], y, false);
   values_store(call->out[1], lse, false);
   if (call->attention.entropy) values_store(call->out[2], extra, false);
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 // p = softmax(scores), dp = dy . v, dscore = factor * p * (dp - sum of p * dp)
@@ -94,15 +94,15 @@ eng_status reference_attention(const op_call *call)
 eng_status reference_attention_grad(const op_call *call)
 {
   sizes s = sizes_of(call);
-  workspace space = {0};
-  double *q = workspace_load(&space, call->in[0]), *k = workspace_load(&space, call->in[1]),
-         *v = workspace_load(&space, call->in[2]);
-  double *dy = workspace_load(&space, call->in[5]);
-  double *dq = workspace_doubles(&space, call->in[0]->count),
-         *dk = workspace_doubles(&space, call->in[1]->count);
-  double *dv = workspace_doubles(&space, call->in[2]->count);
-  double *p = workspace_doubles(&space, s.keys), *dp = workspace_doubles(&space, s.keys);
-  if (space.failed) return workspace_close(&space);
+  VALUES(q, call->in[0]);
+  VALUES(k, call->in[1]);
+  VALUES(v, call->in[2]);
+  VALUES(dy, call->in[5]);
+  ZEROS(double, dq, call->in[0]->count);
+  ZEROS(double, dk, call->in[1]->count);
+  ZEROS(double, dv, call->in[2]->count);
+  ZEROS(double, p, s.keys);
+  ZEROS(double, dp, s.keys);
   for (int64_t b = 0; b < s.batch; b++)
     for (int64_t h = 0; h < s.heads; h++)
       for (int64_t t = 0; t < s.queries; t++) {
@@ -128,7 +128,7 @@ eng_status reference_attention_grad(const op_call *call)
   values_store(call->out[0], dq, false);
   values_store(call->out[1], dk, false);
   values_store(call->out[2], dv, false);
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 // Rotates pair i of every head at time t by the angle (first position + t) * frequency of pair i.
@@ -140,9 +140,7 @@ eng_status reference_rope(const op_call *call)
   double direction = call->rope.backward ? -1.0 : 1.0;
   rope_scaling scaling = {call->rope.base, call->rope.factor, call->rope.low, call->rope.high,
                           call->rope.context};
-  workspace space = {0};
-  double *x = workspace_load(&space, call->in[0]);
-  if (space.failed) return workspace_close(&space);
+  VALUES(x, call->in[0]);
   for (int64_t row = 0; row < y->shape[0] * times; row++) {
     double position = (double)(call->rope.position + row % times);
     for (int64_t i = 0; i < half; i++) {
@@ -159,5 +157,5 @@ eng_status reference_rope(const op_call *call)
     }
   }
   values_store(y, x, false);
-  return workspace_close(&space);
+  return ENG_OK;
 }

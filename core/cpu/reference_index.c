@@ -73,12 +73,10 @@ static eng_status select_grad(const op_call *call, const tensor *dy, int64_t dim
 {
   const tensor *dx = call->out[0];
   ENG_TRY(check_indices(call, dx->shape[dimension]));
-  workspace space = {0};
-  double *sums = workspace_doubles(&space, dx->count);
-  if (space.failed) return workspace_close(&space);
+  ZEROS(double, sums, dx->count);
   pick(call, dy, dx, dimension, sums);
   values_store(dx, sums, add);
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 // Returns a tensor [.. x C] as a matrix [rows x C].
@@ -121,9 +119,7 @@ eng_status reference_topk(const op_call *call)
 {
   const tensor *x = call->in[0], *values = call->out[0], *places = call->out[1];
   int64_t n = row_length(x), rows = row_count(x), k = call->topk.k;
-  workspace space = {0};
-  int64_t *taken = workspace_ints(&space, n);   // 1 + the last row in which element i was taken
-  if (space.failed) return workspace_close(&space);
+  ZEROS(int64_t, taken, n);   // 1 + the last row in which element i was taken
   for (int64_t r = 0; r < rows; r++)
     for (int64_t rank = 0; rank < k; rank++) {
       int64_t best = -1;
@@ -134,7 +130,7 @@ eng_status reference_topk(const op_call *call)
       if (values) element_copy(values, r * k + rank, x, r * n + best);
       if (places) store_int_at(places, r * k + rank, best);
     }
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 // Stores in y the index of each largest element (sign 1, argmax) or smallest element (sign -1,

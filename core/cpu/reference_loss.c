@@ -47,10 +47,9 @@ eng_status reference_cross_entropy(const op_call *call)
   double smoothing = call->cross_entropy.smoothing, z_loss = call->cross_entropy.z_loss,
          total = 0.0;
   ENG_TRY(count_targets(&counted, call));
-  workspace space = {0};
-  double *x = workspace_load(&space, logits), *losses = workspace_doubles(&space, rows),
-         *lses = workspace_doubles(&space, rows);
-  if (space.failed) return workspace_close(&space);
+  VALUES(x, logits);
+  ZEROS(double, losses, rows);
+  ZEROS(double, lses, rows);
   apply_cap(x, NULL, rows * classes, call->cross_entropy.soft_cap);
   for (int64_t r = 0; r < rows; r++) {
     const double *row = x + r * classes;
@@ -66,7 +65,7 @@ eng_status reference_cross_entropy(const op_call *call)
   if (mode == 1) total /= (double)counted;   // the mean over no rows is NaN: 0 / 0
   values_store(call->out[0], mode ? &total : losses, false);
   values_store(call->out[1], lses, false);
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 // Computes dlogits = slope * slopes *
@@ -80,10 +79,9 @@ eng_status reference_cross_entropy_grad(const op_call *call)
           mode = call->cross_entropy.reduction, ignored = call->cross_entropy.ignore;
   double smoothing = call->cross_entropy.smoothing, z_loss = call->cross_entropy.z_loss;
   ENG_TRY(count_targets(&counted, call));
-  workspace space = {0};
-  double *x = workspace_load(&space, logits), *dloss = workspace_load(&space, call->in[3]),
-         *slopes = workspace_doubles(&space, rows * classes);
-  if (space.failed) return workspace_close(&space);
+  VALUES(x, logits);
+  VALUES(dloss, call->in[3]);
+  ZEROS(double, slopes, rows * classes);
   apply_cap(x, slopes, rows * classes, call->cross_entropy.soft_cap);
   for (int64_t r = 0; r < rows; r++) {
     double *row = x + r * classes, lse = row_logsumexp(row, classes);
@@ -97,18 +95,17 @@ eng_status reference_cross_entropy_grad(const op_call *call)
     }
   }
   values_store(call->out[0], x, false);
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 eng_status reference_mse(const op_call *call)
 {
-  workspace space = {0};
-  double *a = workspace_load(&space, call->in[0]), *b = workspace_load(&space, call->in[1]),
-         sum = 0.0;
-  if (space.failed) return workspace_close(&space);
+  VALUES(a, call->in[0]);
+  VALUES(b, call->in[1]);
   int64_t n = call->in[0]->count;
+  double sum = 0.0;
   for (int64_t i = 0; i < n; i++) sum += (a[i] - b[i]) * (a[i] - b[i]);
   sum /= (double)n;
   values_store(call->out[0], &sum, false);
-  return workspace_close(&space);
+  return ENG_OK;
 }

@@ -39,10 +39,9 @@ eng_status reference_matmul(const op_call *call)
   int64_t a_stride[ENG_MAX_DIMS], b_stride[ENG_MAX_DIMS];
   batch_strides(a_stride, ta, y);
   batch_strides(b_stride, tb, y);
-  workspace space = {0};
-  double *a = workspace_load(&space, ta), *b = workspace_load(&space, tb),
-         *sums = workspace_doubles(&space, y->count);
-  if (space.failed) return workspace_close(&space);
+  VALUES(a, ta);
+  VALUES(b, tb);
+  ZEROS(double, sums, y->count);
   walk batch = walk_over(y->ndim - 2, y->shape);
   walk_add_strides(&batch, a_stride);
   walk_add_strides(&batch, b_stride);
@@ -51,47 +50,44 @@ eng_status reference_matmul(const op_call *call)
              a + batch.at[0], a_transposed ? 1 : inner, a_transposed ? rows : 1,
              b + batch.at[1], b_transposed ? 1 : columns, b_transposed ? inner : 1);
   values_store(y, sums, call->matmul.add != 0);
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 eng_status reference_linear(const op_call *call)
 {
   const tensor *y = call->out[0];
   int64_t rows = row_count(y), columns = row_length(y), inner = row_length(call->in[0]);
-  workspace space = {0};
-  double *x = workspace_load(&space, call->in[0]), *weight = workspace_load(&space, call->in[1]);
-  double *bias = workspace_load(&space, call->in[2]), *sums = workspace_doubles(&space, y->count);
-  if (space.failed) return workspace_close(&space);
+  VALUES(x, call->in[0]);
+  VALUES(weight, call->in[1]);
+  VALUES(bias, call->in[2]);
+  ZEROS(double, sums, y->count);
   for (int64_t i = 0; bias && i < y->count; i++) sums[i] = bias[i % columns];
   multiply(sums, rows, columns, inner, x, inner, 1, weight, 1, inner);
   values_store(y, sums, false);
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 eng_status reference_bias_grad(const op_call *call)
 {
   const tensor *dy = call->in[0], *dbias = call->out[0];
   int64_t rows = row_count(dy), columns = row_length(dy);
-  workspace space = {0};
-  double *slopes = workspace_load(&space, dy), *sums = workspace_doubles(&space, columns);
-  if (space.failed) return workspace_close(&space);
+  VALUES(slopes, dy);
+  ZEROS(double, sums, columns);
   for (int64_t r = 0; r < rows; r++)
     for (int64_t c = 0; c < columns; c++) sums[c] += slopes[r * columns + c];
   values_store(dbias, sums, call->bias_grad.add != 0);
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 eng_status reference_linear_grad(const op_call *call)
 {
   const tensor *dy = call->in[0], *x = call->in[1], *dw = call->out[0];
   int64_t rows = row_count(dy), columns = row_length(dy), inner = row_length(x);
-  workspace space = {0};
-  double *slopes = workspace_load(&space, dy), *from = workspace_load(&space, x),
-         *sums = workspace_doubles(&space, dw->count);
-  if (space.failed) return workspace_close(&space);
+  VALUES(slopes, dy);
+  VALUES(from, x);
+  ZEROS(double, sums, dw->count);
   multiply(sums, columns, inner, rows, slopes, 1, columns, from, inner, 1);
   values_store(dw, sums, call->linear_grad.add[0] != 0);
-  ENG_TRY(workspace_close(&space));
   op_call bias = {.op = ENG_OP_bias_grad, .n_in = 1, .n_out = 1, .in = {call->in[0]},
                   .out = {call->out[1]}, .bias_grad = {.dtype = call->linear_grad.dtype[1],
                                                        .add = call->linear_grad.add[1]}};
@@ -116,16 +112,14 @@ eng_status reference_matmul_gelu_grad(const op_call *call)
   const tensor *dy = call->in[0], *u = call->in[2];
   tensor dh = *u;   // the product, before rounding
   int64_t rows = row_count(dy), columns = row_length(u), inner = row_length(dy);
-  workspace space = {0};
-  double *slopes = workspace_load(&space, dy), *weight = workspace_load(&space, call->in[1]),
-         *sums = workspace_doubles(&space, u->count);
-  if (space.failed) return workspace_close(&space);
+  VALUES(slopes, dy);
+  VALUES(weight, call->in[1]);
+  ZEROS(double, sums, u->count);
   multiply(sums, rows, columns, inner, slopes, inner, 1, weight, columns, 1);
   dh.dtype = ENG_f64;
   dh.data = sums;
   op_call slope = {.op = ENG_OP_unary_grad, .n_in = 2, .n_out = 1, .in = {call->in[2], &dh},
                    .out = {call->out[0]},
                    .unary_grad = {.of = ENG_OP_gelu_tanh, .dtype = u->dtype}};
-  eng_status status = reference_unary_grad(&slope), closed = workspace_close(&space);
-  return status != ENG_OK ? status : closed;
+  return reference_unary_grad(&slope);
 }

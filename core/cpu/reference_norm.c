@@ -13,11 +13,11 @@ static eng_status normalize(const op_call *call, bool layer)
 {
   const tensor *y = call->out[0];
   int64_t rows = row_count(y), n = row_length(y);
-  workspace space = {0};
-  double *x = workspace_load(&space, call->in[0]), *weight = workspace_load(&space, call->in[1]);
-  double *bias = layer ? workspace_load(&space, call->in[2]) : NULL;
-  double *means = workspace_doubles(&space, rows), *rstds = workspace_doubles(&space, rows);
-  if (space.failed) return workspace_close(&space);
+  VALUES(x, call->in[0]);
+  VALUES(weight, call->in[1]);
+  VALUES(bias, layer ? call->in[2] : NULL);
+  ZEROS(double, means, rows);
+  ZEROS(double, rstds, rows);
   for (int64_t r = 0; r < rows; r++) {
     double *row = x + r * n, sum = 0.0, squares = 0.0;
     for (int64_t i = 0; i < n; i++) sum += row[i];
@@ -30,7 +30,7 @@ static eng_status normalize(const op_call *call, bool layer)
   values_store(y, x, false);
   if (layer) values_store(call->out[1], means, false);
   values_store(call->out[layer ? 2 : 1], rstds, false);
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 eng_status reference_layer_norm(const op_call *call) { return normalize(call, true); }
@@ -43,13 +43,13 @@ static eng_status normalize_grad(const op_call *call, bool layer)
 {
   const tensor *tx = call->in[0];
   int64_t rows = row_count(tx), n = row_length(tx);
-  workspace space = {0};
-  double *x = workspace_load(&space, tx), *weight = workspace_load(&space, call->in[1]);
-  double *means = layer ? workspace_load(&space, call->in[2]) : NULL;
-  double *rstds = workspace_load(&space, call->in[layer ? 3 : 2]),
-         *dy = workspace_load(&space, call->in[layer ? 4 : 3]);
-  double *dweight = workspace_doubles(&space, n), *dbias = workspace_doubles(&space, n);
-  if (space.failed) return workspace_close(&space);
+  VALUES(x, tx);
+  VALUES(weight, call->in[1]);
+  VALUES(means, layer ? call->in[2] : NULL);
+  VALUES(rstds, call->in[layer ? 3 : 2]);
+  VALUES(dy, call->in[layer ? 4 : 3]);
+  ZEROS(double, dweight, n);
+  ZEROS(double, dbias, n);
   for (int64_t r = 0; r < rows; r++) {
     double *row = x + r * n, *slope = dy + r * n, mean_g = 0.0, mean_gh = 0.0;
     for (int64_t i = 0; i < n; i++) {
@@ -69,7 +69,7 @@ static eng_status normalize_grad(const op_call *call, bool layer)
     values_store(call->out[1], dweight, false);
     if (layer) values_store(call->out[2], dbias, false);
   }
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 eng_status reference_layer_norm_grad(const op_call *call) { return normalize_grad(call, true); }

@@ -10,53 +10,49 @@
 
 #include <math.h>
 
-// Sets stride[d] to the stride that dimension d of x has in the dense result of a reduction, or to
-// 0 if the dimension is reduced. Returns the number of results.
-static int64_t reduced_strides(int64_t *stride, const tensor *x, uint64_t mask)
+// Returns a walk over x and over the dense result of its reduction, where the stride of a reduced
+// dimension is 0. Sets *n to the number of results.
+static walk walk_reduced(int64_t *n, const op_call *call)
 {
-  int64_t n = 1;
+  const tensor *x = call->in[0];
+  int64_t stride[ENG_MAX_DIMS] = {0};
+  walk w = walk_over(x->ndim, x->shape);
+  *n = 1;
   for (int d = x->ndim - 1; d >= 0; d--) {
-    bool reduced = mask >> d & 1;
-    stride[d] = reduced ? 0 : n;
-    if (!reduced) n *= x->shape[d];
+    if ((uint64_t)call->sum.mask >> d & 1) continue;
+    stride[d] = *n;
+    *n *= x->shape[d];
   }
-  return n;
+  walk_add(&w, x);
+  walk_add_strides(&w, stride);
+  return w;
 }
 
 // ------------------------------------------------------------------ sums
 
 static eng_status float_sum(const op_call *call, double divisor)
 {
-  const tensor *x = call->in[0];
-  int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, (uint64_t)call->sum.mask);
-  workspace space = {0};
-  double *sums = workspace_doubles(&space, n);
-  if (space.failed) return workspace_close(&space);
-  walk w = walk_over(x->ndim, x->shape);
-  walk_add(&w, x);
-  walk_add_strides(&w, stride);
-  for (; !walk_ended(&w); walk_next(&w)) sums[w.at[1]] += load_at(x, w.at[0]);
+  int64_t n;
+  walk w = walk_reduced(&n, call);
+  ZEROS(double, sums, n);
+  for (; !walk_ended(&w); walk_next(&w)) sums[w.at[1]] += load_at(call->in[0], w.at[0]);
   for (int64_t i = 0; i < n; i++) sums[i] /= divisor;
   values_store(call->out[0], sums, false);
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 static eng_status integer_sum(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, (uint64_t)call->sum.mask);
-  workspace space = {0};
-  int64_t *sums = workspace_ints(&space, n);
-  if (space.failed) return workspace_close(&space);
-  walk w = walk_over(x->ndim, x->shape);
-  walk_add(&w, x);
-  walk_add_strides(&w, stride);
+  int64_t n;
+  walk w = walk_reduced(&n, call);
+  ZEROS(int64_t, sums, n);
   for (; !walk_ended(&w); walk_next(&w))
     sums[w.at[1]] = (int64_t)((uint64_t)sums[w.at[1]] + (uint64_t)load_int_at(x, w.at[0]));
   walk result = walk_over(y->ndim, y->shape);
   for (walk_add(&result, y); !walk_ended(&result); walk_next(&result))
     store_int_at(y, result.at[0], sums[result.position]);
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 eng_status reference_sum(const op_call *call)
@@ -75,13 +71,9 @@ eng_status reference_mean(const op_call *call)
 static eng_status extreme(const op_call *call, int sign)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, (uint64_t)call->sum.mask);
-  workspace space = {0};
-  int64_t *best = workspace_ints(&space, n);   // 1 + offset, or 0 if not found yet
-  if (space.failed) return workspace_close(&space);
-  walk w = walk_over(x->ndim, x->shape);
-  walk_add(&w, x);
-  walk_add_strides(&w, stride);
+  int64_t n;
+  walk w = walk_reduced(&n, call);
+  ZEROS(int64_t, best, n);   // 1 + offset, or 0 if not found yet
   for (; !walk_ended(&w); walk_next(&w)) {
     int64_t *found = &best[w.at[1]];
     if (*found == 0 || element_beats(x, w.at[0], *found - 1, sign)) *found = w.at[0] + 1;
@@ -89,7 +81,7 @@ static eng_status extreme(const op_call *call, int sign)
   walk result = walk_over(y->ndim, y->shape);
   for (walk_add(&result, y); !walk_ended(&result); walk_next(&result))
     element_copy(y, result.at[0], x, best[result.position] - 1);
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 eng_status reference_max(const op_call *call) { return extreme(call, 1); }
@@ -97,24 +89,22 @@ eng_status reference_min(const op_call *call) { return extreme(call, -1); }
 
 eng_status reference_extreme_grad(const op_call *call)
 {
-  const tensor *x = call->in[0], *dx = call->out[0];
-  int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, (uint64_t)call->extreme_grad.mask);
-  workspace space = {0};
-  double *y = workspace_load(&space, call->in[1]), *dy = workspace_load(&space, call->in[2]);
-  double *values = workspace_load(&space, x), *equals = workspace_doubles(&space, n);
-  if (space.failed) return workspace_close(&space);
-  for (int pass = 0; pass < 2; pass++) {   // counts the equal elements, then shares dy
-    walk w = walk_over(x->ndim, x->shape);
-    for (walk_add_strides(&w, stride); !walk_ended(&w); walk_next(&w)) {
-      int64_t result = w.at[0];
+  int64_t n;
+  const walk start = walk_reduced(&n, call);
+  VALUES(values, call->in[0]);
+  VALUES(y, call->in[1]);
+  VALUES(dy, call->in[2]);
+  ZEROS(double, equals, n);
+  for (int pass = 0; pass < 2; pass++)   // counts the equal elements, then shares dy
+    for (walk w = start; !walk_ended(&w); walk_next(&w)) {
+      int64_t result = w.at[1];
       bool equal = values[w.position] == y[result] ||
                    (f64_is_nan(values[w.position]) && f64_is_nan(y[result]));
       if (pass == 0) equals[result] += equal;
       else values[w.position] = equal ? dy[result] / equals[result] : 0.0;
     }
-  }
-  values_store(dx, values, false);
-  return workspace_close(&space);
+  values_store(call->out[0], values, false);
+  return ENG_OK;
 }
 
 // ------------------------------------------------------------------ along the last dimension
@@ -133,14 +123,12 @@ typedef void row_rule(double *a, const double *b, int64_t n);
 static eng_status each_row(const op_call *call, row_rule *rule)
 {
   const tensor *out = call->out[0];
-  workspace space = {0};
-  double *a = workspace_load(&space, call->in[0]),
-         *b = call->n_in > 1 ? workspace_load(&space, call->in[1]) : NULL;
-  if (space.failed) return workspace_close(&space);
+  VALUES(a, call->in[0]);
+  VALUES(b, call->n_in > 1 ? call->in[1] : NULL);
   int64_t rows = row_count(out), n = row_length(out);
   for (int64_t r = 0; r < rows; r++) rule(a + r * n, b ? b + r * n : NULL, n);
   values_store(out, a, false);
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 static void softmax_row(double *x, const double *none, int64_t n)
@@ -182,10 +170,9 @@ eng_status reference_log_softmax_grad(const op_call *call)
 eng_status reference_logsumexp(const op_call *call)
 {
   const tensor *x = call->in[0];
-  workspace space = {0};
-  double *values = workspace_load(&space, x), *results = workspace_doubles(&space, row_count(x));
-  if (space.failed) return workspace_close(&space);
   int64_t rows = row_count(x), n = row_length(x);
+  VALUES(values, x);
+  ZEROS(double, results, rows);
   for (int64_t r = 0; r < rows; r++) {
     const double *row = values + r * n;
     bool nan = false;
@@ -194,5 +181,5 @@ eng_status reference_logsumexp(const op_call *call)
     results[r] = !nan && isinf(largest) ? largest : row_logsumexp(row, n);
   }
   values_store(call->out[0], results, false);
-  return workspace_close(&space);
+  return ENG_OK;
 }

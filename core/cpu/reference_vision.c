@@ -41,16 +41,17 @@ static eng_status convolve(const op_call *call, tensor *const part[TENSORS], int
                            const tensor *bias, bool add)
 {
   const tensor *out = part[result];
-  workspace space = {0};
-  double *values[TENSORS], *start = workspace_load(&space, bias);
+  VALUES(start, bias);
+  ZEROS(double, x, part[X]->count);
+  ZEROS(double, w, part[W]->count);
+  ZEROS(double, y, part[Y]->count);
+  double *const values[TENSORS] = {x, w, y};
   for (int k = 0; k < TENSORS; k++)
-    values[k] = k == result ? workspace_doubles(&space, out->count)
-                            : workspace_load(&space, part[k]);
-  if (space.failed) return workspace_close(&space);
+    if (k != result) values_load(values[k], part[k]);
   for (int64_t i = 0; bias && i < out->count; i++) values[result][i] = start[i % bias->count];
   add_products(call, part, values, result);
   values_store(out, values[result], add);
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 eng_status reference_conv2d(const op_call *call)
@@ -108,20 +109,15 @@ static void pool(const op_call *c, const tensor *tl, double *large, const tensor
 static eng_status pool_images(const op_call *call, bool max, bool back)
 {
   const tensor *tl = back ? call->out[0] : call->in[0], *ts = back ? call->in[0] : call->out[0];
-  workspace space = {0};
-  double *large, *small, *cell = NULL;
-  if (back) {
-    large = workspace_doubles(&space, tl->count), small = workspace_load(&space, ts);
-    if (max) cell = workspace_load(&space, call->in[1]);
-  } else {
-    large = workspace_load(&space, tl), small = workspace_doubles(&space, ts->count);
-    if (max) cell = workspace_doubles(&space, ts->count);
-  }
-  if (space.failed) return workspace_close(&space);
-  pool(call, tl, large, ts, small, cell, back);
+  ZEROS(double, large, tl->count);
+  ZEROS(double, small, ts->count);
+  ZEROS(double, cell, max ? ts->count : 0);
+  values_load(back ? small : large, call->in[0]);
+  if (max && back) values_load(cell, call->in[1]);
+  pool(call, tl, large, ts, small, max ? cell : NULL, back);
   values_store(call->out[0], back ? large : small, false);
   if (max && !back) values_store(call->out[1], cell, false);
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 eng_status reference_max_pool2d(const op_call *call)      { return pool_images(call, true, false); }
@@ -155,14 +151,12 @@ static eng_status norm(const op_call *call, bool batch)
   bool given = batch && call->in[3];
   double count = (double)(g.rows * g.width);
   double eps = batch ? call->batch_norm.eps : call->group_norm.eps;
-  workspace space = {0};
-  double *x = workspace_load(&space, tx), *weight = workspace_load(&space, call->in[1]),
-         *bias = workspace_load(&space, call->in[2]);
-  double *mean = given ? workspace_load(&space, call->in[3])
-                       : workspace_doubles(&space, g.statistics),
-         *variance = given ? workspace_load(&space, call->in[4])
-                           : workspace_doubles(&space, g.statistics);
-  if (space.failed) return workspace_close(&space);
+  VALUES(x, tx);
+  VALUES(weight, call->in[1]);
+  VALUES(bias, call->in[2]);
+  ZEROS(double, mean, g.statistics);
+  ZEROS(double, variance, g.statistics);
+  if (given) values_load(mean, call->in[3]), values_load(variance, call->in[4]);
   for (int64_t i = 0; !given && i < tx->count; i++) mean[group_of(&g, i)] += x[i];
   for (int64_t k = 0; !given && k < g.statistics; k++) mean[k] /= count;
   for (int64_t i = 0; !given && i < tx->count; i++) {
@@ -178,7 +172,7 @@ static eng_status norm(const op_call *call, bool batch)
   values_store(call->out[0], x, false);
   if (!given) values_store(call->out[1], mean, false);
   if (!given) values_store(call->out[2], variance, false);
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 // With h = (x - mean) * rstd and g = dy * weight:
@@ -192,15 +186,16 @@ static eng_status norm_grad(const op_call *call, bool batch)
   const tensor *part = batch ? call->in[5] : NULL;   // sums over the rows of all ranks, or NULL
   double count = (double)(part ? call->batch_norm_grad.rows : g.rows * g.width);
   double eps = batch ? call->batch_norm_grad.eps : call->group_norm_grad.eps;
-  workspace space = {0};
-  double *x = workspace_load(&space, tx), *weight = workspace_load(&space, call->in[1]),
-         *mean = workspace_load(&space, call->in[2]), *rstd = workspace_load(&space, call->in[3]),
-         *dy = workspace_load(&space, call->in[4]), *sums = workspace_load(&space, part),
-         *mean_g = workspace_doubles(&space, g.statistics),
-         *mean_gh = workspace_doubles(&space, g.statistics),
-         *dweight = workspace_doubles(&space, g.channels),
-         *dbias = workspace_doubles(&space, g.channels);
-  if (space.failed) return workspace_close(&space);
+  VALUES(x, tx);
+  VALUES(weight, call->in[1]);
+  VALUES(mean, call->in[2]);
+  VALUES(rstd, call->in[3]);
+  VALUES(dy, call->in[4]);
+  VALUES(sums, part);
+  ZEROS(double, mean_g, g.statistics);
+  ZEROS(double, mean_gh, g.statistics);
+  ZEROS(double, dweight, g.channels);
+  ZEROS(double, dbias, g.channels);
   for (int64_t k = 0; k < g.statistics; k++) rstd[k] = 1.0 / sqrt(rstd[k] + eps);
   for (int64_t i = 0; i < tx->count; i++) {
     int64_t k = group_of(&g, i), c = i % g.channels;
@@ -226,7 +221,7 @@ static eng_status norm_grad(const op_call *call, bool batch)
     values_store(call->out[1], dweight, false);
     values_store(call->out[2], dbias, false);
   }
-  return workspace_close(&space);
+  return ENG_OK;
 }
 
 eng_status reference_batch_norm(const op_call *call)      { return norm(call, true); }
