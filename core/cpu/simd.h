@@ -174,17 +174,6 @@ VF_INLINE void vf16_store_n_(uint16_t *p, vf16 h, int n)
 VF_INLINE vf vf_widen_f16_(vf16 h)       { return _mm512_cvtph_ps(h); }
 VF_INLINE vf16 vf_narrow_f16_(vf a) { return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT); }
 VF_INLINE vf vf_widen_bf16_(vf16 h) { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16); }
-// The processor's own conversion, vcvtneps2bf16, is not used: it flushes subnormals to zero.
-VF_INLINE vf16 vf_narrow_bf16_(vf a)
-{
-  __m512i u = (__m512i)a, top = _mm512_srli_epi32(u, 16);
-  __m512i even =
-    _mm512_add_epi32(_mm512_and_si512(top, _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7FFF));
-  __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(u, even), 16);
-  rounded = _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), top,
-                                 _mm512_set1_epi32(0x40));
-  return vf16_of_words_((vi)rounded);
-}
 
 #elif defined(ENG_ISA_avx2)
 // ------------------------------------------------------------------ AVX2 with FMA and F16C
@@ -244,14 +233,6 @@ VF_INLINE void vf16_store_n_(uint16_t *p, vf16 h, int n)
 VF_INLINE vf vf_widen_f16_(vf16 h)       { return _mm256_cvtph_ps(h); }
 VF_INLINE vf16 vf_narrow_f16_(vf a) { return _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT); }
 VF_INLINE vf vf_widen_bf16_(vf16 h) { return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16); }
-VF_INLINE vf16 vf_narrow_bf16_(vf a)
-{
-  vi u = (vi)a, top = vi_shr(u, 16);
-  vi rounded = vi_shr(vi_add(u, (top & 1) + 0x7FFF), 16);
-  vi nan = (vi)_mm256_cmp_ps(a, a, _CMP_UNORD_Q);
-  rounded = vi_select(nan, top | 0x40, rounded);
-  return vf16_of_words_(rounded);
-}
 
 #else
 // ------------------------------------------------------------------ plain C, any processor
@@ -333,14 +314,16 @@ VF_INLINE vf16 vf_narrow_f16_(vf a)
   return vi_select(magnitude > 0x7F800000, nan, result) | sign;
 }
 VF_INLINE vf vf_widen_bf16_(vf16 h)      { return (vf)vi_shl(h, 16); }
-VF_INLINE vf16 vf_narrow_bf16_(vf a)
-{
-  vi bits = (vi)a, top = vi_shr(bits, 16), rounded = vi_shr(vi_add(bits, (top & 1) + 0x7FFF), 16);
-  return vi_select((bits & 0x7FFFFFFF) > 0x7F800000, top | 0x40, rounded);
-}
 #endif
 
 // ------------------------------------------------------------------ any format
+
+// The processor's own conversion, vcvtneps2bf16, is not used: it flushes subnormals to zero.
+VF_INLINE vf16 vf_narrow_bf16_(vf a)
+{
+  vi bits = (vi)a, top = vi_shr(bits, 16), rounded = vi_shr(vi_add(bits, (top & 1) + 0x7FFF), 16);
+  return vf16_of_words_(vi_select(vf_ne(a, a), top | 0x40, rounded));
+}
 
 VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n) { return vf_widen_f16_(vf16_load_n_(p, n)); }
 VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n) { return vf_widen_bf16_(vf16_load_n_(p, n)); }
