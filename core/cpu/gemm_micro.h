@@ -11,14 +11,22 @@
 #include "simd.h"
 
 // The micro-kernel holds GEMM_MR rows of GEMM_NV vectors of C in registers. It needs GEMM_NV more
-// registers for B and one for A.
+// registers for B and one for A. MICRO_SIZES(f) expands to f(rows, vectors) for each of its sizes.
 #if defined(ENG_ISA_avx512)
 enum { GEMM_MR = 8, GEMM_NV = 3 };
+#define MICRO_ROW(f, mr) f(mr, 1) f(mr, 2) f(mr, 3)
+#define MICRO_MORE(f) MICRO_ROW(f, 5) MICRO_ROW(f, 6) MICRO_ROW(f, 7) MICRO_ROW(f, 8)
 #elif defined(ENG_ISA_avx2)
 enum { GEMM_MR = 6, GEMM_NV = 2 };
+#define MICRO_ROW(f, mr) f(mr, 1) f(mr, 2)
+#define MICRO_MORE(f) MICRO_ROW(f, 5) MICRO_ROW(f, 6)
 #else
 enum { GEMM_MR = 4, GEMM_NV = 2 };
+#define MICRO_ROW(f, mr) f(mr, 1) f(mr, 2)
+#define MICRO_MORE(f)
 #endif
+#define MICRO_SIZES(f) \
+  MICRO_ROW(f, 1) MICRO_ROW(f, 2) MICRO_ROW(f, 3) MICRO_ROW(f, 4) MICRO_MORE(f)
 enum { GEMM_NR = GEMM_NV * VF_LANES };   // columns of a panel of B
 
 // ------------------------------------------------------------------ micro-kernel
@@ -70,28 +78,9 @@ typedef void micro_kernel(int64_t k, const float *a, int64_t a_row, int64_t a_st
   static void micro_##mr##x##nv(int64_t k, const float *a, int64_t a_row, int64_t a_step, \
                                 const float *b, float *c, int64_t ldc, bool resume)       \
   { micro_body(mr, nv, float_product, k, a, a_row, a_step, b, c, ldc, resume); }
-#if defined(ENG_ISA_avx512)
-#define MICRO_ROW(mr) MICRO(mr, 1) MICRO(mr, 2) MICRO(mr, 3)
-#define MICRO_NAMES(mr) {micro_##mr##x1, micro_##mr##x2, micro_##mr##x3}
-MICRO_ROW(1) MICRO_ROW(2) MICRO_ROW(3) MICRO_ROW(4)
-MICRO_ROW(5) MICRO_ROW(6) MICRO_ROW(7) MICRO_ROW(8)
-static micro_kernel *const micro[GEMM_MR][GEMM_NV] = {
-  MICRO_NAMES(1), MICRO_NAMES(2), MICRO_NAMES(3), MICRO_NAMES(4),
-  MICRO_NAMES(5), MICRO_NAMES(6), MICRO_NAMES(7), MICRO_NAMES(8)};
-#else
-#define MICRO_ROW(mr) MICRO(mr, 1) MICRO(mr, 2)
-#define MICRO_NAMES(mr) {micro_##mr##x1, micro_##mr##x2}
-MICRO_ROW(1) MICRO_ROW(2) MICRO_ROW(3) MICRO_ROW(4)
-#if defined(ENG_ISA_avx2)
-MICRO_ROW(5) MICRO_ROW(6)
-#endif
-static micro_kernel *const micro[GEMM_MR][GEMM_NV] = {
-  MICRO_NAMES(1), MICRO_NAMES(2), MICRO_NAMES(3), MICRO_NAMES(4),
-#if defined(ENG_ISA_avx2)
-  MICRO_NAMES(5), MICRO_NAMES(6),
-#endif
-};
-#endif
+MICRO_SIZES(MICRO)
+#define MICRO_NAME(mr, nv) [mr - 1][nv - 1] = micro_##mr##x##nv,
+static micro_kernel *const micro[GEMM_MR][GEMM_NV] = {MICRO_SIZES(MICRO_NAME)};
 
 // ------------------------------------------------------------------ reading operands
 

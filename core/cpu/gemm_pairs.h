@@ -35,13 +35,9 @@ __attribute__((target("avx512bf16"))) VF_INLINE vf pair_product(vf sum, const fl
     int64_t n, const float *a, int64_t a_row, int64_t a_step, const float *b, float *c,     \
     int64_t ldc, bool resume)                                                               \
   { micro_body(mr, nv, pair_product, n, a, a_row, a_step, b, c, ldc, resume); }
-#define PAIRS_ROW(mr) PAIRS(mr, 1) PAIRS(mr, 2) PAIRS(mr, 3)
-#define PAIRS_NAMES(mr) {pairs_##mr##x1, pairs_##mr##x2, pairs_##mr##x3}
-PAIRS_ROW(1) PAIRS_ROW(2) PAIRS_ROW(3) PAIRS_ROW(4)
-PAIRS_ROW(5) PAIRS_ROW(6) PAIRS_ROW(7) PAIRS_ROW(8)
-static micro_kernel *const micro_pairs[GEMM_MR][GEMM_NV] = {
-  PAIRS_NAMES(1), PAIRS_NAMES(2), PAIRS_NAMES(3), PAIRS_NAMES(4),
-  PAIRS_NAMES(5), PAIRS_NAMES(6), PAIRS_NAMES(7), PAIRS_NAMES(8)};
+MICRO_SIZES(PAIRS)
+#define PAIRS_NAME(mr, nv) [mr - 1][nv - 1] = pairs_##mr##x##nv,
+static micro_kernel *const micro_pairs[GEMM_MR][GEMM_NV] = {MICRO_SIZES(PAIRS_NAME)};
 
 VF_INLINE vf read_pairs(const char *at, int64_t left)
 {
