@@ -236,9 +236,11 @@ static bool lay_factors(const side *s, const uint32_t *most, int64_t r0, int64_t
   return within;
 }
 
-static bool is_common(const side *s)   // blocks of 1 x 128
+static bool is_packed(const side *s) { return s->call->quantize.format == ENG_FORMAT_E5M6; }
+
+static bool is_common(const side *s)   // bytes, in blocks of 1 x 128
 {
-  return !s->turned && s->high == 1 && s->wide == FP8_BLOCK && !s->turn_to &&
+  return !s->turned && s->high == 1 && s->wide == FP8_BLOCK && !s->turn_to && !is_packed(s) &&
          !(s->call->quantize.flags & QUANTIZE_STOCHASTIC);
 }
 
@@ -323,6 +325,27 @@ static void codes(const side *s, uint8_t *to, int64_t r, int64_t c, const float 
   }
 }
 
+// Writes n <= TILE codes of row r in e5m6, beginning with column c. Three words hold eight codes.
+static void pack_codes(const side *s, int64_t r, int64_t c, const float *factors, int n)
+{
+  float buffer[TILE];
+  int32_t lanes[TILE];
+  const float *x = tile_load(buffer, s->x, s->dtype, r * s->columns + c, n);
+  bool by = divides(s);
+  for (int i = 0; i < n; i += VF_LANES) {
+    int m = n - i < VF_LANES ? n - i : VF_LANES;
+    vf y = vf_load_n(x + i, m),
+       f = vf_select(vm_first(m), vf_load_n(factors + i, m), vf_set1(1.0f));
+    vi_store(lanes + i, vf_to_e5m6(by ? vf_div(y, f) : vf_mul(y, f)));
+  }
+  uint32_t *word = (uint32_t *)s->q + (r * s->columns + c) / 8 * 3;
+  for (int i = 0; i < n; i += 8, word += 3) {
+    uint16_t code[8];
+    for (int k = 0; k < 8; k++) code[k] = (uint16_t)lanes[i + k];
+    e5m6_pack(word, code);
+  }
+}
+
 // Transposes the bytes of `from` [rows x columns], whose rows are TILE_ROW apart, into `to`
 // [columns x rows]; rows <= TURN and columns <= TILE_ROW. Transposes all lines before it writes any
 // of them to `to`: lines of `to` are far apart, and waiting for their memory must not delay the
@@ -356,9 +379,12 @@ static void write(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t c
   bool one = s->wide > STRIP;   // one factor for the whole row
   if (!s->turned && !s->turn_to) {
     for (int64_t r = r0; r < r0 + rows; r++)
-      for (int64_t c = 0; c < columns; c += TILE)
-        codes(s, s->q + r * s->columns + c0 + c, r, c0 + c, one ? factors : factors + c, within,
-              (int)smaller(TILE, columns - c));
+      for (int64_t c = 0; c < columns; c += TILE) {
+        const float *own = one ? factors : factors + c;
+        int n = (int)smaller(TILE, columns - c);
+        if (is_packed(s)) pack_codes(s, r, c0 + c, own, n);
+        else codes(s, s->q + r * s->columns + c0 + c, r, c0 + c, own, within, n);
+      }
     return;
   }
   uint8_t tile[TURN][TILE_ROW] __attribute__((aligned(64))), *to = s->turned ? s->q : s->turn_to;
@@ -513,17 +539,16 @@ static eng_status run_tall(side *s, bool together, uint32_t *top)
   return ENG_OK;
 }
 
-// Quantizes all sides of `w` in one pass; their blocks must fit tiles. `body` quantizes one tile
-// and records its largest magnitude. Raises *top to the largest magnitude of all tiles, as f32
-// bits.
-static eng_status run_tiles(work *w, bool together, task_body *body, uint32_t *top)
+// Quantizes all sides of `w` in one pass; their blocks must fit tiles. Raises *top to the largest
+// magnitude of all tiles, as f32 bits.
+static eng_status run_tiles(work *w, bool together, uint32_t *top)
 {
   const side *s = &w->sides[0];
   w->across = ceiling(s->columns, w->wide);
   int64_t tasks = ceiling(s->rows, w->high) * w->across;
   SCRATCH(uint32_t, tops, tasks);
   w->tops = tops;
-  run_tasks(tasks, together, body, w);
+  run_tasks(tasks, together, tile_task, w);
   for (int64_t t = 0; t < tasks; t++) *top = w->tops[t] > *top ? w->tops[t] : *top;
   return ENG_OK;
 }
@@ -561,57 +586,17 @@ static bool fit(work *w)
     return true;
   }
   if (high % low || wide % narrow || (w->n == 2 && wide > STRIP)) return false;
-  w->high = high >= TALL / 2 ? high : TALL / 2 / high * high;
+  // e5m6: a tile is one row, because packing a code takes long
+  w->high = is_packed(a) ? 1 : high >= TALL / 2 ? high : TALL / 2 / high * high;
   w->wide = wide >= STRIP ? wide : STRIP / wide * wide;
   return true;
-}
-
-// ---- e5m6: blocks of one row; three 32-bit words hold eight codes
-
-static void pack_codes(const side *s, int64_t r, int64_t c, const float *factors, int n)
-{
-  float buffer[TILE];
-  int32_t lanes[TILE];
-  const float *x = tile_load(buffer, s->x, s->dtype, r * s->columns + c, n);
-  bool by = divides(s);
-  for (int i = 0; i < n; i += VF_LANES) {
-    int m = n - i < VF_LANES ? n - i : VF_LANES;
-    vf y = vf_load_n(x + i, m),
-       f = vf_select(vm_first(m), vf_load_n(factors + i, m), vf_set1(1.0f));
-    vi_store(lanes + i, vf_to_e5m6(by ? vf_div(y, f) : vf_mul(y, f)));
-  }
-  uint32_t *word = (uint32_t *)s->q + (r * s->columns + c) / 8 * 3;
-  for (int i = 0; i < n; i += 8, word += 3) {
-    uint16_t code[8];
-    for (int k = 0; k < 8; k++) code[k] = (uint16_t)lanes[i + k];
-    e5m6_pack(word, code);
-  }
-}
-
-static void packed_task(const void *context, int64_t r)
-{
-  const work *w = context;
-  const side *s = &w->sides[0];
-  uint32_t most[STRIP], top = 0;
-  float factors[STRIP];
-  for (int64_t c0 = 0; c0 < s->columns; c0 += w->wide) {
-    int64_t columns = smaller(w->wide, s->columns - c0);
-    measure(s, r, 1, c0, columns, most);
-    for (int64_t j = 0; j * s->wide < columns; j++) top = most[j] > top ? most[j] : top;
-    lay_factors(s, most, r, c0, columns, true, factors);
-    for (int64_t c = 0; c < columns; c += TILE)
-      pack_codes(s, r, c0 + c, s->wide > STRIP ? factors : factors + c,
-                 (int)smaller(TILE, columns - c));
-  }
-  w->tops[r] = top;
 }
 
 KERNEL(quantize)
 {
   const tensor *x = call->in[0];
   bool turned = call->out[3] != NULL, together = x->count >= PARALLEL_ELEMENTS,
-       square = call->quantize.block_rows == call->quantize.block_columns,
-       packed = call->quantize.format == ENG_FORMAT_E5M6;
+       square = call->quantize.block_rows == call->quantize.block_columns;
   if (!dtype_is_fast(x->dtype) || !call->out[0] || !call->out[1] || x->count == 0 ||
       (turned && !square && call->quantize.flags & QUANTIZE_STOCHASTIC))
     return forward_to_reference(call);
@@ -630,19 +615,16 @@ KERNEL(quantize)
       w.sides[w.n++] = t;
     }
   }
+  const side *s = &w.sides[0];
+  if (is_packed(s) && (s->high != 1 || (s->wide % 8 && s->wide < s->columns)))
+    return forward_to_reference(call);
   uint32_t top = 0;
-  if (packed) {
-    const side *s = &w.sides[0];
-    if (s->high != 1 || (s->wide % 8 && s->wide < s->columns)) return forward_to_reference(call);
-    w.high = 1;
-    w.wide = s->wide > STRIP ? s->columns : STRIP / s->wide * s->wide;
-    ENG_TRY(run_tiles(&w, together, packed_task, &top));
-  } else if (fit(&w)) {
-    ENG_TRY(run_tiles(&w, together, tile_task, &top));
+  if (fit(&w)) {
+    ENG_TRY(run_tiles(&w, together, &top));
   } else {
     for (int k = 0; k < w.n; k++) {
       work one = {.n = 1, .sides = {w.sides[k]}};
-      if (fit(&one)) ENG_TRY(run_tiles(&one, together, tile_task, &top));
+      if (fit(&one)) ENG_TRY(run_tiles(&one, together, &top));
       else ENG_TRY(run_tall(&one.sides[0], together, &top));
     }
   }

@@ -116,6 +116,10 @@ generators.quantize = function(try)
   end
   try { inputs = { float("f32", { 2, 3, 256 }, "normal"), false },
     ints = { engine.dtype.e4m3, 1, 128, 0, 8 }, floats = { -1, 0 }, outputs = 5 }
+  for _, wide in ipairs { 128, 2048, 0 } do   -- e5m6 in rows longer than a tile
+    try { inputs = { float("bf16", { 5, 4168 }, "normal"), false }, ints = { E5M6, 1, wide, 2, 4 },
+      floats = { -1, 0 }, outputs = 5 }
+  end
   try { inputs = { float("f32", { 4, 3 }, "normal"), false }, ints = { E5M6, 1, 0, 0, 0 },
     floats = { -1, 0 }, outputs = 5, fails = "packs 8" }
   try { inputs = { float("f32", { 4, 3 }, "normal"), false }, ints = { 0, 1, 0, 0, 0 }, outputs = 5,
