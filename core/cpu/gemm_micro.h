@@ -189,11 +189,43 @@ THIN(thin_f32, read_f32, float_product, 4, 1)
 THIN(thin_f16, read_f16, float_product, 2, 1)
 THIN(thin_bf16, read_bf16, float_product, 2, 1)
 
+// Sets to[p*to_row + j] to step p of column j, for p < ceiling(k, numbers), j < columns. In
+// `source`, a column has k contiguous numbers of `size` bytes, and columns are `column` numbers
+// apart; a step takes `numbers` numbers. Rows of `to` are padded with zeros to whole vectors. read,
+// size and numbers are constant where this is inlined.
+VF_INLINE void lay_out_turned(step_reader *read, const int size, const int numbers, float *to,
+                              int64_t to_row, const char *source, int64_t column, int64_t k,
+                              int64_t columns)
+{
+  const int whole = VF_LANES * numbers;
+  for (int64_t j = 0; j < columns; j += VF_LANES) {
+    int wide = least(columns - j, VF_LANES);
+    for (int64_t at = 0, p = 0; at < k; at += whole, p += VF_LANES) {
+      int64_t left = k - at;
+      const char *from = source + (j * column + at) * size;
+      vf square[VF_LANES];
+      if (wide == VF_LANES && left >= whole) {
+#pragma GCC unroll 16
+        for (int i = 0; i < VF_LANES; i++) square[i] = read(from + i * column * size, whole);
+        turn_square(square);
+#pragma GCC unroll 16
+        for (int i = 0; i < VF_LANES; i++) vf_store(to + (p + i) * to_row + j, square[i]);
+      } else {
+        int deep = least(ceiling(left, numbers), VF_LANES);
+        for (int i = 0; i < VF_LANES; i++)
+          square[i] = i < wide ? read(from + i * column * size, left) : vf_zero();
+        turn_square(square);
+        for (int i = 0; i < deep; i++) vf_store(to + (p + i) * to_row + j, square[i]);
+      }
+    }
+  }
+}
+
 // Sets to[p*to_row + j] = source[first + p*row + j*column] for p < rows, j < columns. Rows of `to`
-// are padded with zeros to whole vectors. dtype is constant where this is inlined.
-VF_INLINE void lay_out_typed(float *to, int64_t to_row, const void *source, const int dtype,
-                             int64_t first, int64_t row, int64_t column, int64_t rows,
-                             int64_t columns)
+// are padded with zeros to whole vectors. read and dtype are constant where this is inlined.
+VF_INLINE void lay_out_typed(step_reader *read, const int dtype, float *to, int64_t to_row,
+                             const void *source, int64_t first, int64_t row, int64_t column,
+                             int64_t rows, int64_t columns)
 {
   if (column == 1) {
     int64_t whole = columns / VF_LANES * VF_LANES;
@@ -206,27 +238,9 @@ VF_INLINE void lay_out_typed(float *to, int64_t to_row, const void *source, cons
     return;
   }
   if (row == 1) {
-    for (int64_t j = 0; j < columns; j += VF_LANES) {
-      int wide = least(columns - j, VF_LANES);
-      for (int64_t p = 0; p < rows; p += VF_LANES) {
-        int deep = least(rows - p, VF_LANES);
-        vf square[VF_LANES];
-        if (wide == VF_LANES && deep == VF_LANES) {
-#pragma GCC unroll 16
-          for (int i = 0; i < VF_LANES; i++)
-            square[i] = vf_read(source, dtype, first + p + (j + i) * column, VF_LANES);
-          turn_square(square);
-#pragma GCC unroll 16
-          for (int i = 0; i < VF_LANES; i++) vf_store(to + (p + i) * to_row + j, square[i]);
-        } else {
-          for (int i = 0; i < VF_LANES; i++)
-            square[i] =
-              i < wide ? vf_read(source, dtype, first + p + (j + i) * column, deep) : vf_zero();
-          turn_square(square);
-          for (int i = 0; i < deep; i++) vf_store(to + (p + i) * to_row + j, square[i]);
-        }
-      }
-    }
+    const int size = dtype == ENG_f32 ? 4 : 2;
+    lay_out_turned(read, size, 1, to, to_row, (const char *)source + first * size, column, rows,
+                   columns);
     return;
   }
   int64_t padded = (columns + VF_LANES - 1) / VF_LANES * VF_LANES;
@@ -240,8 +254,8 @@ static void lay_out(float *to, int64_t to_row, const void *source, int dtype, in
                     int64_t row, int64_t column, int64_t rows, int64_t columns)
 {
   if (dtype == ENG_f32)
-    lay_out_typed(to, to_row, source, ENG_f32, first, row, column, rows, columns);
+    lay_out_typed(read_f32, ENG_f32, to, to_row, source, first, row, column, rows, columns);
   else if (dtype == ENG_f16)
-    lay_out_typed(to, to_row, source, ENG_f16, first, row, column, rows, columns);
-  else lay_out_typed(to, to_row, source, ENG_bf16, first, row, column, rows, columns);
+    lay_out_typed(read_f16, ENG_f16, to, to_row, source, first, row, column, rows, columns);
+  else lay_out_typed(read_bf16, ENG_bf16, to, to_row, source, first, row, column, rows, columns);
 }

@@ -58,9 +58,8 @@ static void lay_out_pairs(float *to, int64_t to_row, const uint16_t *source, int
 {
   int64_t words = (rows + 1) / 2, padded = (columns + VF_LANES - 1) / VF_LANES * VF_LANES,
           whole = rows / 2;
-  int64_t p = 0;
   if (column == 1) {
-    for (; p < words; p++) {
+    for (int64_t p = 0; p < words; p++) {
       const uint16_t *low = source + 2 * p * row, *high = p < whole ? low + row : NULL;
       // The hardware does not prefetch rows that are far apart.
       for (int64_t j = 0; j < columns; j += 2 * VF_LANES) {
@@ -79,30 +78,10 @@ static void lay_out_pairs(float *to, int64_t to_row, const uint16_t *source, int
     return;
   }
   if (row == 1) {
-    for (; p < words; p += VF_LANES)
-      for (int64_t j = 0; j < columns; j += VF_LANES) {
-        vf square[VF_LANES];
-        if (columns - j >= VF_LANES && p + VF_LANES <= whole) {
-#pragma GCC unroll 16
-          for (int i = 0; i < VF_LANES; i++)
-            memcpy(&square[i], source + 2 * p + (j + i) * column, sizeof square[i]);
-          turn_square(square);
-#pragma GCC unroll 16
-          for (int i = 0; i < VF_LANES; i++) vf_store(to + (p + i) * to_row + j, square[i]);
-        } else {
-          __mmask32 here = rows - 2 * p >= 2 * VF_LANES ? ~0u : (1u << (rows - 2 * p)) - 1;
-          for (int i = 0; i < VF_LANES; i++)
-            square[i] = j + i < columns
-                          ? (vf)_mm512_maskz_loadu_epi16(here, source + 2 * p + (j + i) * column)
-                          : vf_zero();
-          turn_square(square);
-          for (int i = 0; i < VF_LANES && p + i < words; i++)
-            vf_store(to + (p + i) * to_row + j, square[i]);
-        }
-      }
+    lay_out_turned(read_pairs, 2, 2, to, to_row, (const char *)source, column, rows, columns);
     return;
   }
-  for (; p < words; p++)
+  for (int64_t p = 0; p < words; p++)
     for (int64_t j = 0; j < padded; j++) {
       uint32_t x = 0;
       if (j < columns) {
