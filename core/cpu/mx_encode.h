@@ -134,51 +134,40 @@ VF_INLINE void put_halves(void *to, const vi code[2], const vf v[2], const vf sc
   }
 }
 
-/// Does the work of encode_strip for a strip that is one row of bf16 and whose blocks are parts of
-/// this row. Encodes HALVES columns at a time. Returns the number of columns that it has encoded.
-VF_INLINE int encode_row_pairs(void *to, const strip *s, const bool values, const mx_format f)
+/// Does the work of encode_strip for bf16, HALVES columns at a time. Returns the number of columns
+/// that it has encoded, 0 if blocks are parts of a row and have a width other than HALVES / 2 or a
+/// multiple of HALVES.
+VF_INLINE int encode_pairs(void *to, const strip *s, const bool values, const bool each,
+                           const mx_format f)
 {
-  const uint16_t *x = (const uint16_t *)s->x + s->first;
   const bool nan = s->nan, packed = s->packed;
-  const int columns = s->columns, wide = s->wide;
-  const int two = 2 * wide == HALVES;             // HALVES columns are two blocks
+  const int64_t stride = s->stride, line = s->line;
+  const int columns = s->columns, rows = each ? s->rows : 1, wide = each ? columns : s->wide;
+  const int two = !each && 2 * wide == HALVES;    // HALVES columns are two blocks
   int c = 0;
-  if (wide % HALVES != 0 && !two) return 0;
+  if (!each && wide % HALVES != 0 && !two) return 0;
   // left: the columns of block j that are not encoded yet
-  for (int j = 0, left = wide; c + HALVES <= columns; c += HALVES) {
-    const float *factor = s->factor + j, *unit = s->unit + j;
-    vf by[2], scale[2], v[2];
-    vi code[2];
-    by[0] = by[1] = two ? vf_set2(factor[0], factor[1]) : vf_set1(factor[0]);
-    scale[0] = scale[1] = two ? vf_set2(unit[0], unit[1]) : vf_set1(unit[0]);
-    encode_halves(code, v, x + c, by, nan, f);
-    if (packed)
-      vf_put_bytes_n_((uint8_t *)to + c / 2, vi_or(code[0], vi_shl(code[1], 4)), VF_LANES);
-    else put_halves((char *)to + (values ? 2 : 1) * c, code, v, scale, values);
-    left -= HALVES;
+  for (int j = 0, left = wide; c + HALVES <= columns; c += HALVES, left -= HALVES) {
     if (left <= 0) j += 1 + two, left = wide;
-  }
-  return c;
-}
-
-/// Does the work of encode_strip for a strip of bf16 in which each column is a block. Encodes
-/// HALVES columns at a time. Returns the number of columns that it has encoded.
-VF_INLINE int encode_column_pairs(void *to, const strip *s, const bool values, const mx_format f)
-{
-  const bool nan = s->nan, packed = s->packed;
-  const int64_t stride = s->stride;
-  const int rows = s->rows, columns = s->columns;
-  int c = 0;
-  for (; c + HALVES <= columns; c += HALVES) {
     const uint16_t *x = (const uint16_t *)s->x + s->first + c;
-    char *row = (char *)to + (values ? 2 : 1) * c;
+    const float *factor = s->factor + (each ? c : j), *unit = s->unit + (each ? c : j);
+    char *row = (char *)to + (values ? 2 * c : packed && !each ? c / 2 : c);
     vf by[2], scale[2], v[2];
     vi code[2], next[2];
-    vf_deinterleave(by, s->factor + c);
-    vf_deinterleave(scale, s->unit + c);
-    for (int r = 0; r < rows; r++, x += stride, row += s->line) {
+    if (each) {
+      vf_deinterleave(by, factor);
+      vf_deinterleave(scale, unit);
+    } else {
+      by[0] = by[1] = two ? vf_set2(factor[0], factor[1]) : vf_set1(factor[0]);
+      scale[0] = scale[1] = two ? vf_set2(unit[0], unit[1]) : vf_set1(unit[0]);
+    }
+    for (int r = 0; r < rows; r++, x += stride, row += line) {
       encode_halves(code, v, x, by, nan, f);
-      if (packed) {
+      if (packed && !each) {
+        vf_put_bytes_n_((uint8_t *)row, vi_or(code[0], vi_shl(code[1], 4)), VF_LANES);
+        continue;
+      }
+      if (packed) {   // the codes of two rows
         encode_halves(next, v, x += stride, by, nan, f), r++;
         for (int k = 0; k < 2; k++) code[k] = vi_or(code[k], vi_shl(next[k], 4));
       }
@@ -265,8 +254,7 @@ VF_INLINE void encode_strip(void *to, const strip *s, const bool values, const b
 #if defined(ENG_ISA_avx512)
     first = encode_powers(to, s, values, each, f);
 #endif
-    if (first == 0)
-      first = each ? encode_column_pairs(to, s, values, f) : encode_row_pairs(to, s, values, f);
+    if (first == 0) first = encode_pairs(to, s, values, each, f);
   }
   for (int j = each ? 0 : first / s->wide, c = first; c < s->columns; j++) {
     vf by = vf_set1(factor[j]), scale = vf_set1(unit[j]);
