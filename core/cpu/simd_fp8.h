@@ -12,16 +12,6 @@ VF_INLINE vi vi_least_(vi a, int32_t b)
 #endif
 }
 
-/// Finishes codes: restores signs, sets the code of NaN, and replaces codes past the largest number
-/// by the code of the largest number or, without `saturate`, by the code of NaN (e4m3) or Inf
-/// (e5m2).
-VF_INLINE vi vf_fp8_finish_(vi code, vi bits, vi magnitude, const int fraction, const bool saturate)
-{
-  code = vi_least_(code, fraction == 3 ? (saturate ? 0x7E : 0x7F) : (saturate ? 0x7B : 0x7C));
-  code = vi_or(code, vi_and(vi_shr(bits, 24), vi_set1(0x80)));
-  return vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7F), code);
-}
-
 /// Returns a - b if that is positive, else 0. The low 16 bits of a and b must be 0.
 VF_INLINE vi vi_above_(vi a, int32_t b)
 {
@@ -91,7 +81,11 @@ VF_INLINE vi vf_to_fp8_random(vf x, vi random, const int fraction, const bool sa
   vf steps = vf_mul((vf)vi_select(small, magnitude, vi_set1(0)),
                     vf_from_bits(vi_set1((127 + bias - 1 + fraction + drop) << 23)));
   vi code = vi_select(small, vi_shr(vi_add(vf_to_vi(steps), chance), drop), normal);
-  return vf_fp8_finish_(code, bits, magnitude, fraction, saturate);
+  // A code past the largest number becomes the code of the largest number or, without `saturate`,
+  // of NaN (e4m3) or Inf (e5m2).
+  code = vi_least_(code, fraction == 3 ? (saturate ? 0x7E : 0x7F) : (saturate ? 0x7B : 0x7C));
+  code = vi_or(code, vi_and(vi_shr(bits, 24), vi_set1(0x80)));
+  return vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7F), code);
 }
 
 #if defined(ENG_ISA_avx512)
@@ -255,20 +249,16 @@ VF_INLINE void fp8_encode_typed_(uint8_t *restrict to, const float *restrict fro
                                  const int fraction, const bool saturate, const uint32_t *random,
                                  int64_t n)
 {
-  int64_t i = 0;
-  if (random) {
-    for (; i + VF_LANES <= n; i += VF_LANES)
-      vf_put_bytes_n_(to + i,
-                      vf_to_fp8_random(vf_load(from + i), vi_load((const int32_t *)random + i),
-                                       fraction, saturate),
-                      VF_LANES);
-    for (; i < n; i++)
-      to[i] =
-        fp8_from_f32(from[i], fraction, FP8_STOCHASTIC | (saturate ? FP8_SATURATE : 0), random[i]);
-    return;
-  }
-  FOR_VECTORS(k, n, {
-    vf_store_fp8_n(to + k, vf_load_n(from + k, lanes), fraction, saturate, lanes);
+  FOR_VECTORS(i, n, {
+    vf x = vf_load_n(from + i, lanes);
+    vi code;
+    if (random) {
+      vi words = (vi)vf_load_n((const float *)(const void *)(random + i), lanes);
+      code = vf_to_fp8_random(x, words, fraction, saturate);
+    } else {
+      code = vf_to_fp8(x, fraction, saturate);
+    }
+    vf_put_bytes_n_(to + i, code, lanes);
   });
 }
 
