@@ -25,6 +25,7 @@
 #include "gemm_pairs.h"
 #include "rows.h"
 #include "simd.h"
+#include "simd_halves.h"
 #include "turn.h"
 
 enum {
@@ -391,17 +392,6 @@ static void e4m3_row(const float *a, const float *b, int64_t steps, float *part)
 
 // ------------------------------------------------------------------ promotion and scales
 
-// Returns a fused multiply-add on every instruction set.
-VF_INLINE vf fused(vf a, vf b, vf c)
-{
-#if defined(ENG_ISA_avx512) || defined(ENG_ISA_avx2)
-  return vf_fma(a, b, c);
-#else
-  return (vf){fmaf(a[0], b[0], c[0]), fmaf(a[1], b[1], c[1]), fmaf(a[2], b[2], c[2]),
-              fmaf(a[3], b[3], c[3])};
-#endif
-}
-
 // Called at the end of a promotion interval. Adds `part` to `sum` and, at the end of a stretch, the
 // scaled `sum` to `total`. Rows are PANEL floats apart.
 static void promote(const product *g, const run *r, int64_t i0, int64_t rows, int64_t j0,
@@ -422,9 +412,9 @@ static void promote(const product *g, const run *r, int64_t i0, int64_t rows, in
       if (!r->ends_stretch) continue;
       vf one = vf_set1(scale_a[i]), other = vf_load(scale_b + v),
          before = r->stretch ? vf_load(total + at) : vf_zero();
-      vf_store(total + at, g->order == FP8_TOGETHER  ? fused(x, vf_mul(one, other), before)
-                           : g->order == FP8_A_FIRST ? fused(vf_mul(x, one), other, before)
-                                                     : fused(vf_mul(x, other), one, before));
+      vf_store(total + at, g->order == FP8_TOGETHER  ? vf_fused(x, vf_mul(one, other), before)
+                           : g->order == FP8_A_FIRST ? vf_fused(vf_mul(x, one), other, before)
+                                                     : vf_fused(vf_mul(x, other), one, before));
     }
 }
 

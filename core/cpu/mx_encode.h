@@ -27,7 +27,7 @@ VF_INLINE void encode(vf y, vf u, const rounding by, bool nan, const mx_format f
   vf a = (vf)magnitude;
   if (by == RANDOM) {
     vi binade = vi_larger_(vi_and(magnitude, vi_set1(INFINITE)), vi_set1(least));
-    a = vf_fma(u, (vf)vi_sub(binade, vi_set1(step)), a);
+    a = vf_fused(u, (vf)vi_sub(binade, vi_set1(step)), a);
   }
   a = (vf)vi_least_((vi)a, (int32_t)f32_bits(f.largest));
   vi binade = vi_above_(vi_and((vi)a, vi_set1(INFINITE)), least);
@@ -271,23 +271,6 @@ VF_INLINE void encode_strip(void *to, const strip *s, const bool values, const b
   }
 }
 
-// The plain build has no fused multiply-add of vectors, so it rounds stochastically element by
-// element.
-#if !defined(ENG_ISA_avx512) && !defined(ENG_ISA_avx2)
-static void encode_randomly(void *to, const strip *s, bool values, mx_format f)
-{
-  for (int r = 0; r < s->rows; r++)
-    for (int c = 0; c < s->columns; c++) {
-      int j = s->wide ? c / s->wide : c;
-      float y = get(s->x, s->dtype, s->first + r * s->stride + c) * s->factor[j];
-      uint8_t code = mx_code_stochastic(y, mx_uniform(s->word[r * WORD_LINE + c], s->sr_bits), f),
-             *row = (uint8_t *)to + r * s->line;
-      if (values) ((uint16_t *)row)[c] = bf16_from_f32(mx_value(code, f) * s->unit[j]);
-      else row[c] = code;
-    }
-}
-#endif
-
 // Encodes a strip in the format f. Functions that are not inlined call it with a constant f, so
 // that the compiler simplifies the arithmetic for the two most used formats. In one large function,
 // gcc 12 merged the constant cases with the general one.
@@ -316,12 +299,6 @@ NOINLINE encode_any(void *to, const strip *s, bool values, mx_format f)
 
 static void encode_as(void *to, const strip *s, bool values, int64_t format)
 {
-#if !defined(ENG_ISA_avx512) && !defined(ENG_ISA_avx2)
-  if (s->word) {
-    encode_randomly(to, s, values, mx_format_of(format));
-    return;
-  }
-#endif
   if (format == ENG_e4m3) (values ? values_e4m3 : codes_e4m3)(to, s);
   else if (format == ENG_FORMAT_E2M1) (values ? values_e2m1 : codes_e2m1)(to, s);
   else encode_any(to, s, values, mx_format_of(format));

@@ -1,6 +1,7 @@
 // Vectors of HALVES 16-bit lanes: loads, stores, and maxima. The maxima compare the bits of f16 and
-// bf16 numbers as unsigned integers. The file ends with two helpers for vectors of floats, which
-// mx_encode.h uses. Included by magnitude.h, once per instruction set. Owns nothing.
+// bf16 numbers as unsigned integers. The file ends with helpers for vectors of floats, which
+// mx_encode.h and fp8_matmul.c use. Included by magnitude.h and fp8_matmul.c, once per instruction
+// set. Owns nothing.
 #pragma once
 
 #include "simd.h"
@@ -87,6 +88,16 @@ VF_INLINE void vh_put_bytes(uint8_t *p, vh code)
 #endif
 }
 
+/// Returns a * b + c, rounded once on every instruction set.
+VF_INLINE vf vf_fused(vf a, vf b, vf c)
+{
+#if defined(ENG_ISA_avx512) || defined(ENG_ISA_avx2)
+  return vf_fma(a, b, c);
+#else
+  return (vf){fmaf(a[0], b[0], c[0]), fmaf(a[1], b[1], c[1]), fmaf(a[2], b[2], c[2]),
+              fmaf(a[3], b[3], c[3])};
+#endif
+}
 /// Returns a in the lower half of the lanes and b in the upper half.
 VF_INLINE vf vf_set2(float a, float b)
 { return vf_select(vm_first(VF_LANES / 2), vf_set1(a), vf_set1(b)); }
