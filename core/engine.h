@@ -5,7 +5,7 @@
 //
 // A function that can fail returns ENG_OK or an error code, and eng_error_message() returns the
 // error's text. Functions store results through pointers, which are usually their first parameters.
-// Only one thread may call the core; kernels use OpenMP inside.
+// Only one thread may call the core; kernels use OpenMP inside. Included by every folder of core/.
 #ifndef ENGINE_H
 #define ENGINE_H
 

@@ -1,4 +1,4 @@
-// The backward pass. See backward.c.
+// The backward pass. See backward.c. Included by step.c, trap.c and dist/.
 #pragma once
 
 #include "tape.h"

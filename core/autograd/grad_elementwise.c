@@ -1,7 +1,7 @@
 // Gradient rules of elementwise operations. Each rule computes the derivative of its operation's
 // formula in ops.def; grad_emit sums over broadcast dimensions and rounds to the input's dtype.
 // Intermediate values, and gradients that grad_emit sums, are f32 (f64 if an input is f64), so that
-// a gradient is rounded only once.
+// a gradient is rounded only once. Called by backward.c and fp8/swiglu.c.
 #include "base/error.h"
 #include "op.h"
 #include "gradient.h"

@@ -1,5 +1,6 @@
 // Gradient rules of products, norms, attention and losses. A kernel that can add to its output
-// writes a parameter's gradient directly into the flat buffer (grad_target).
+// writes a parameter's gradient directly into the flat buffer (grad_target). Called by backward.c,
+// grad_vision.c and fp8/attention.c.
 #include "base/error.h"
 #include "op.h"
 #include "gradient.h"

@@ -1,5 +1,5 @@
 // Gradient rules of views, concatenation, indexing and reductions: each applies the inverse mapping
-// to dy.
+// to dy. Called by backward.c.
 #include "base/error.h"
 #include "op.h"
 #include "gradient.h"

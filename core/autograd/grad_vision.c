@@ -1,5 +1,5 @@
 // Gradient rules of convolution, pooling, batch norm and group norm. They run the operations
-// NAME_grad (conv2d_grad_x and conv2d_grad_w for convolution).
+// NAME_grad (conv2d_grad_x and conv2d_grad_w for convolution). Called by backward.c.
 #include "base/error.h"
 #include "op.h"
 #include "gradient.h"

@@ -1,4 +1,5 @@
-// Gradients during backward, and gradients of leaves. See gradient.h.
+// Gradients during backward, and gradients of leaves. See gradient.h. Owns the list of leaves.
+// Called by backward.c, gradient rules (grad_*.c, fp8/), tensor_calls.c and Lua.
 //
 // tensor.gradient is never modified in place: a second contribution creates a new tensor with the
 // sum. Gradients of parameters go into their flat buffer.

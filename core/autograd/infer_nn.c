@@ -1,4 +1,5 @@
-// Shape rules of products, norms, attention and losses, with their gradients. See infer.h.
+// Shape rules of products, norms, attention and losses, with their gradients. See infer.h. Called
+// by infer.c.
 #include "base/error.h"
 #include "base/numerics.h"
 #include "infer.h"

@@ -1,4 +1,5 @@
-// Shape rules of operations that move elements: views, split, concat. See infer.h.
+// Shape rules of operations that move elements: views, split, concat. See infer.h. Called by
+// infer.c.
 #include "base/error.h"
 #include "infer.h"
 

@@ -1,5 +1,5 @@
 // Shape rules of convolution, pooling, batch norm and group norm, with their gradients. See
-// infer.h. Images are [N x H x W x C].
+// infer.h. Images are [N x H x W x C]. Called by infer.c.
 #include "base/error.h"
 #include "infer.h"
 

@@ -1,4 +1,4 @@
-// The table of operations, generated from ops.def. See op.h.
+// The table of operations, generated from ops.def. See op.h. Called by this folder, dist/ and Lua.
 #include "op.h"
 
 #include "base/numerics.h"

@@ -1,4 +1,4 @@
-// Steps and scopes. See step.c.
+// Steps and scopes. See step.c. Included by step.c and tensor_calls.c.
 #pragma once
 
 #include "tensor/arena.h"

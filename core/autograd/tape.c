@@ -2,7 +2,8 @@
 //
 // Layers may have relative scales. The relative scale of a node applies to the gradients of its
 // outputs; a parameter has its own relative scale (gradient.c). Owns the nodes. op.c and fp8/
-// record operations; backward.c processes the nodes in reverse order.
+// record operations; backward.c processes the nodes in reverse order. Called by this folder, fp8/,
+// dist/ and Lua.
 #include "tape.h"
 
 #include "base/array.h"

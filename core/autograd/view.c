@@ -1,4 +1,4 @@
-// View operations: a new shape and new strides over the same memory. See op.h.
+// View operations: a new shape and new strides over the same memory. See op.h. Called by op.c.
 #include "base/error.h"
 #include "op.h"
 

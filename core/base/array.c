@@ -1,4 +1,4 @@
-// See array.h.
+// See array.h. Called by tensor/, autograd/, fp8/, policy/, store/ and tokenizer/.
 #include "array.h"
 
 #include <stdlib.h>

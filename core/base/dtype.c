@@ -1,5 +1,6 @@
 // Names of dtypes and operations; reads and writes single elements of every dtype. See dtype.h,
-// numerics.h. Linked into device plug-ins as well.
+// numerics.h. Linked into device plug-ins as well. Called by most folders from tensor/ up, and by
+// Lua.
 #include "element.h"
 
 static const struct { const char *name; int size; char kind; } dtypes[ENG_DTYPE_COUNT] = {

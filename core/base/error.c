@@ -1,5 +1,6 @@
 // The last error of each thread. Its text is made safe to print (eng_text_shown), because it may
-// quote a policy or a file. See error.h.
+// quote a policy or a file. See error.h. Owns the texts. Called by every folder below main/, and by
+// Lua.
 #include "error.h"
 
 #include <stdarg.h>

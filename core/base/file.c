@@ -1,5 +1,5 @@
 // Files and directories: read-only maps, atomic writes, listings, checksums. See file.h and the
-// section "files" of engine_files.h.
+// section "files" of engine_files.h. Called by store/, main/main.c and Lua.
 #define _GNU_SOURCE   // renameat2
 #include "file.h"
 

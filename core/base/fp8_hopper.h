@@ -2,7 +2,7 @@
 // products at a time. Two independent models agree with this formula: MMA-Sim (simulator/nv_ptx.py,
 // class wgmma; arXiv 2511.10909) and MATLAB-tensor-core (models/H100TC.m; arXiv 2512.07004). Inline
 // and scalar, for gcc and nvcc: the reference for fp8_matmul's accumulator `hopper`. The formula
-// does not apply to mma.sync, which keeps 25 bits.
+// does not apply to mma.sync, which keeps 25 bits. Called by the kernels of fp8_matmul.
 //
 //   1. each product is exact: the significands are multiplied (the result is in [1, 4) for normal
 //      inputs), and the exponents added; a subnormal input has the smallest normal exponent; zero

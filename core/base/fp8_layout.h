@@ -1,6 +1,6 @@
 // The memory layout of FP8 operands and their scales, for quantizers and products on the CPU and
 // the GPU. All other files get the layout from here. Inline, so that gcc and nvcc compile the same
-// code.
+// code. Included by fp8/ and by the kernels of FP8.
 //
 // An operand is a matrix [rows x inner] of FP8 bytes, row-major. `inner` is the dimension that the
 // product sums over: y [M x N] = x [M x K] W^T with W [N x K]. So x has M rows, W has N, and both

@@ -1,6 +1,6 @@
 // Computes the scale of a block from its largest magnitude by the rules of other projects, bit for
 // bit. Inline, so that gcc and nvcc compile the same code. Divisions are in f32, or in f64 where
-// the rule says so, and round to nearest even.
+// the rule says so, and round to nearest even. Called by quantizers, wire.c, wire.cu and fp8/.
 //
 // A value is quantized as q = x * factor (in the rule deepseek, q = x / scale), and fp8.h rounds q
 // to its format, saturating. q * scale restores the value. `largest` is the largest number of the

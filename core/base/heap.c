@@ -1,4 +1,4 @@
-// A list of blocks. See heap.h.
+// A list of blocks. See heap.h. Called by params/, dist/, policy/, store/ and tokenizer/.
 #include "heap.h"
 
 #include <stdlib.h>

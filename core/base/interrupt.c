@@ -1,6 +1,6 @@
 // Flags that signal handlers set and the engine reads: interrupts and SIGHUP. The functions of this
-// file must not lock or allocate, because the handlers in main/signals.c call them. The trainer and
-// loops that a signal can interrupt call them, too.
+// file must not lock or allocate, because they are called by the handlers in main/signals.c. They
+// are also called by the trainer and by loops that a signal can interrupt. Owns the flags.
 #include "engine.h"
 
 #include <signal.h>

@@ -1,4 +1,4 @@
-// See json.h.
+// See json.h. Called by store/safetensors.c.
 #include "json.h"
 
 #include "error.h"

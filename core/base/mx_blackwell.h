@@ -1,5 +1,6 @@
 // Blackwell's block-scaled tensor cores as a formula, after MMA-Sim 2.1.1 (TCGen05MMABlockScale;
-// arXiv 2511.10909). Inline and scalar, for gcc and nvcc: the reference for mx_matmul.
+// arXiv 2511.10909). Inline and scalar, for gcc and nvcc: the reference for mx_matmul. Called by
+// its kernels and by fp8/mx.c.
 //
 //   mxf8f6f4   32 products with one pair of scales. A term is the product of two significands, not
 //              normalized; its exponent is the sum of the exponents of both numbers and both scales

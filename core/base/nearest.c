@@ -1,4 +1,5 @@
-// Finds the known name closest to a misspelt one. See text.h and eng_nearest in engine.h.
+// Finds the known name closest to a misspelt one. See text.h and eng_nearest in engine.h. Called by
+// policy/ and Lua.
 #include "text.h"
 
 #include <stdio.h>

@@ -1,4 +1,5 @@
-// Converts doubles to decimal text and back without loss, in any locale.
+// Converts doubles to decimal text and back without loss, in any locale. Called by policy/,
+// tokenizer/tokenizer.c and Lua.
 #define _GNU_SOURCE
 #include "text.h"
 

@@ -1,7 +1,8 @@
 // Bit-exact conversions of single numbers between formats. They round to nearest even, overflow to
 // infinity, and preserve subnormals, -0 and NaN (made quiet, with its sign and top payload bits).
 // Inline and without libraries, so that gcc and nvcc compile the same code. The vector versions in
-// cpu/simd.h and cuda/ are tested against these functions on every input.
+// cpu/simd.h and cuda/ are tested against these functions on every input. Included by most folders
+// of the core and by cuda/.
 #pragma once
 
 #include <stdint.h>

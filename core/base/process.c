@@ -1,5 +1,5 @@
 // Child processes, in which `engine contest` and `engine replay` run scripts. Owns nothing: the
-// caller keeps the process ids. See the section "the machine" of engine.h.
+// caller keeps the process ids. See the section "the machine" of engine.h. Called by Lua.
 #define _GNU_SOURCE   // pipe2
 #include "error.h"
 

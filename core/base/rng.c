@@ -1,4 +1,5 @@
-// The generator's state. See rng.h; random.c fills tensors.
+// The generator's state. See rng.h; random.c fills tensors. Called by autograd/, fp8/, kernels and
+// Lua.
 #include "rng.h"
 
 static struct { uint64_t seed, counter; } state;

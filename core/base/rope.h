@@ -1,5 +1,5 @@
-// Frequencies of rotary position embeddings, in radians per position. Compiled by gcc and nvcc: the
-// kernels of every device call rope_frequency, so that their frequencies agree.
+// Frequencies of rotary position embeddings, in radians per position. Compiled by gcc and nvcc.
+// Called by the kernels of every device, so that their frequencies agree.
 #pragma once
 
 #include <math.h>

@@ -1,6 +1,6 @@
 // Text: UTF-8 and hexadecimal digits (text.c), exact decimal numbers (number.c), suggestions for
-// misspelt names (nearest.c). For json.c, tokenizer/ and policy/. What Lua calls of these
-// files is declared in engine.h.
+// misspelt names (nearest.c). Included by these files, json.c, tokenizer/ and policy/. What Lua
+// calls of these files is declared in engine.h.
 #pragma once
 
 #include "engine.h"

@@ -1,6 +1,6 @@
 // Batch norm and group norm of x [N x S x C], channels last, and their gradients. Batch norm is
 // computed as the group norm of one sample that has all rows, with one group for each channel.
-// Owns nothing.
+// Called through backend.kernel[]; owns nothing.
 //
 // Rows are cut into blocks that stay in the second-level cache; the blocks depend on the shape
 // alone. In the forward pass, each block computes, in f32 and for each channel, the mean, the

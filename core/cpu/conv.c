@@ -1,7 +1,7 @@
 // Convolution and its gradients. oneDNN (conv_onednn.c) computes them in the tensors' formats or,
 // if it does not support these, in f32 on converted copies. The result is rounded once. Outputs
 // that are NaN are computed again here. The reference kernels take f64, empty tensors, and calls
-// that oneDNN does not support. Owns nothing.
+// that oneDNN does not support. Called through backend.kernel[]; owns nothing.
 #include "conv.h"
 #include "rows.h"
 #include "simd.h"

@@ -1,4 +1,4 @@
-// Convolutions inside the CPU device: conv.c (the operations) calls conv_onednn.
+// Convolutions inside the CPU device. Included by conv.c and by conv_onednn.c, which it calls.
 #pragma once
 
 #include "device/backend.h"

@@ -1,5 +1,6 @@
 // Matrix products inside the CPU device. gemm.c turns each operation into gemm_calls and chooses a
-// path: packed or pairs (both in gemm_packed.c), or oneDNN (gemm_onednn.c).
+// path: packed or pairs (both in gemm_packed.c), or oneDNN (gemm_onednn.c). Included by gemm*.c,
+// gemm_pairs.h and cpu.c.
 //
 //   packed  any mix of f32, f16 and bf16. Operands become f32 while they are packed. Every element
 //           of the result is a chain of f32 fused multiply-adds over k in rising order, rounded

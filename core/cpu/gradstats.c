@@ -1,4 +1,4 @@
-// Gradient statistics: one read-only pass over every gradient, at memory bandwidth. Fills
+// Gradient statistics: one read-only pass over every gradient, at memory bandwidth. Called through
 // backend.gradstats; owns nothing. The reference kernel is in reference_optimizer.c.
 //
 // A block (blocks.h) is read in chunks that fit the first-level cache. A common chunk has no inf or

@@ -1,5 +1,5 @@
-// The Hadamard transform of tiles, for hadamard.c and mx_quantize.c. hadamard.c defines the
-// functions, once per instruction set. Owns nothing.
+// The Hadamard transform of tiles, for hadamard.c and mx_quantize.c. Included by both. hadamard.c
+// defines the functions, once per instruction set. Owns nothing.
 #pragma once
 
 #include "device/backend.h"

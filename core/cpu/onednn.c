@@ -1,6 +1,7 @@
 // oneDNN's engine and stream, and the table of built primitives. A primitive is built once for each
 // combination of shape, strides, formats and thread count, and kept in the table, so training with
-// fixed shapes builds no primitive after its first step. Owns the table. See onednn.h.
+// fixed shapes builds no primitive after its first step. Owns the table. See onednn.h. Called by
+// gemm_onednn.c and conv_onednn.c.
 #include "onednn.h"
 
 #include <string.h>

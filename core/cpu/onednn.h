@@ -1,5 +1,6 @@
-// What gemm_onednn.c and conv_onednn.c share. Both use oneDNN 2.6 to 3.x. This file gives one set
-// of names to the APIs of oneDNN 2 and 3, and declares the table of built primitives.
+// What gemm_onednn.c and conv_onednn.c share. Included by both and by onednn.c. Both use oneDNN 2.6
+// to 3.x. This file gives one set of names to the APIs of oneDNN 2 and 3, and declares the table of
+// built primitives.
 #pragma once
 
 #include <oneapi/dnnl/dnnl.h>

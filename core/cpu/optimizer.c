@@ -1,6 +1,6 @@
 // The fused optimizer update. In one pass over memory, it multiplies gradients by their factor,
 // clamps them, and updates moments, master weights and low-precision weights. This file also
-// unscales gradients into f32. Fills backend.optimize and backend.unscale; owns nothing.
+// unscales gradients into f32. Called through backend.optimize and backend.unscale; owns nothing.
 // core/params has checked that all formats are f32, f16 or bf16. The reference kernels are in
 // reference_optimizer.c.
 //

@@ -1,7 +1,7 @@
 // Max and average pooling of images [N x H x W x C], and their gradients. A task is one row of the
 // result; the innermost loops run over channels. Gradients are gathered: an element of dx is the
 // sum over the windows that contain it, in their order, so no two tasks write the same element.
-// Sums are f32, rounded once. Owns nothing.
+// Sums are f32, rounded once. Called through backend.kernel[]; owns nothing.
 #include "base/pool_windows.h"
 #include "rows.h"
 #include "simd.h"

@@ -4,7 +4,7 @@
 //
 // Edge cases: a query without visible keys has y = 0, lse = -inf and entropy 0, and gives no
 // gradient to k and v. y and lse of a row are NaN if a score is +inf or NaN, or if all scores are
-// -inf. In other rows, a score of -inf has weight 0.
+// -inf. In other rows, a score of -inf has weight 0. Called through reference.c.
 #include "reference.h"
 
 #include <math.h>

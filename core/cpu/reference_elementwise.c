@@ -1,5 +1,6 @@
 // Reference kernels that work element by element: arithmetic, comparisons, activations and their
-// gradients, dropout, casts. They take any strides and any broadcasting. See reference.h.
+// gradients, dropout, casts. They take any strides and any broadcasting. See reference.h. Called
+// through reference.c.
 //
 // Edge cases:
 //   maximum, minimum   NaN if either input is NaN; the first input if both are equal (-0 equals +0)

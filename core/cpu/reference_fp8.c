@@ -1,6 +1,7 @@
 // Reference kernels for FP8: quantize, swiglu_quantize, dequantize and fp8_matmul. They work
 // element by element with the scalar formulas of core/base/fp8*.h. The fast kernels must agree with
 // them bit for bit, except for the payloads of NaNs in f32, f16 and bf16. See reference.h, ops.def.
+// Called through reference.c.
 #include "reference_side.h"
 
 #include "base/fp8_hopper.h"

@@ -2,7 +2,7 @@
 // gradients, top-k, argmax. Elements that are only moved keep every bit. See reference.h.
 //
 // Edge cases: NaN counts as the largest element in topk and argmax, and as the smallest in argmin
-// (a NaN is always found). Among equal elements, the first is taken.
+// (a NaN is always found). Among equal elements, the first is taken. Called through reference.c.
 #include "reference.h"
 
 // ------------------------------------------------------------------ joining

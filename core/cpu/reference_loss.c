@@ -2,7 +2,8 @@
 // of the logits and a z-loss) and its gradient; the mean squared error. See reference.h.
 //
 // Edge cases: an infinite largest logit makes its row NaN (inf - inf). Rows whose target is ignored
-// have loss 0 and gradient 0 whatever their logits are; their lse is still computed.
+// have loss 0 and gradient 0 whatever their logits are; their lse is still computed. Called through
+// reference.c.
 #include "reference.h"
 
 #include <math.h>

@@ -1,6 +1,6 @@
 // Reference kernels for nf4_quantize and nf4_dequantize. They work element by element, with a
 // linear search for the nearest number. The fast kernels must agree with them bit for bit. See
-// reference.h, core/base/nf4.h.
+// reference.h, core/base/nf4.h. Called through reference.c.
 #include "reference.h"
 
 #include "base/nf4.h"

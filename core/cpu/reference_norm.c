@@ -2,7 +2,7 @@
 // statistics are the mean and 1 / sqrt(variance + eps). The variance is the sum of the squared
 // deviations divided by the row's length. rms_norm has one statistic, 1 / sqrt(mean square + eps).
 // The gradients read the saved statistics. The kernels with a residual compute x + branch,
-// normalize it, and return both results. See reference.h.
+// normalize it, and return both results. See reference.h. Called through reference.c.
 #include "reference.h"
 
 #include <math.h>

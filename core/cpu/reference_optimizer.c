@@ -3,7 +3,7 @@
 //
 // The update is computed in f32, with one rounding per operation and in the order written here, so
 // that the fast optimizer can be compared with it to within an ulp. Gradients that are not finite
-// get no special treatment: the policy decides whether to step at all.
+// get no special treatment: the policy decides whether to step at all. Called through reference.c.
 #include "reference.h"
 
 #include "base/rng.h"

@@ -1,5 +1,6 @@
 // Reference kernels for sum, mean, max and min, and for the operations along the last dimension:
-// softmax, log_softmax and logsumexp. Sums are in row-major order. See reference.h.
+// softmax, log_softmax and logsumexp. Sums are in row-major order. See reference.h. Called through
+// reference.c.
 //
 // Edge cases:
 //   max, min          a NaN gives NaN; the gradient then goes to the NaNs

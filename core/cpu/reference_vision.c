@@ -1,5 +1,6 @@
 // Reference kernels for convolution, pooling, batch norm and group norm, with their gradients. They
 // loop over every element and compute in double. Images are [N x H x W x C]. See reference.h.
+// Called through reference.c.
 #include "base/pool_windows.h"
 #include "reference.h"
 

@@ -1,5 +1,6 @@
 // The arithmetic of gradient messages between ranks, in host memory: a search for inf and nan, sums
-// over ranks, and e4m3 encoding. device/wire.h declares the functions. Owns nothing.
+// over ranks, and e4m3 encoding. device/wire.h declares the functions. Owns nothing. Called by
+// dist/.
 #include "device/wire.h"
 
 #include "base/fp8_scale.h"

@@ -1,7 +1,7 @@
 // The device interface, implemented by the CPU ("cpu"), the slow reference kernels ("reference")
 // and the CUDA plug-in. A device is a table of functions; op.c checks inputs and allocates outputs,
 // then calls the kernel in the table. Devices depend on nothing above this header: no tape, no Lua,
-// no files, no ranks.
+// no files, no ranks. Included by devices and by params/, autograd/ and dist/.
 #pragma once
 
 #include "gradstats.h"

@@ -1,6 +1,7 @@
 // The step's record: gradient statistics over all tensors, as a policy reads them. The device's
 // gradstats kernel fills the per-tensor statistics, gradstats.c sums them, dist/ reduces them over
-// ranks, and policy/ and store/ read them. The structures are in engine_policy.h.
+// ranks, and policy/ and store/ read them. The structures are in engine_policy.h. Included by
+// backend.h and policy/.
 #pragma once
 
 #include "engine.h"

@@ -1,4 +1,5 @@
-// Loading the CUDA device and NVIDIA's libraries at run time. See plugin.c.
+// Loading the CUDA device and NVIDIA's libraries at run time. See plugin.c. Included by backend.c
+// and dist/comm_nccl.c.
 #pragma once
 
 #include "backend.h"

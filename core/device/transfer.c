@@ -1,5 +1,5 @@
 // Transfers between host memory and tensors in any memory. Values are converted on the host. See
-// transfer.h.
+// transfer.h. Called by autograd/, params/, fp8/, dist/ and store/.
 #include "transfer.h"
 
 #include "backend.h"

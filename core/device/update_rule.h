@@ -1,5 +1,6 @@
 // The constants of an optimizer update, computed once for each group. The loops of the CPU and of
-// CUDA read them; reference_optimizer.c computes its own.
+// CUDA read them; reference_optimizer.c computes its own. Included by cpu/optimizer.c and
+// cuda/parameters/optimizer.cu.
 #pragma once
 
 #include "engine.h"

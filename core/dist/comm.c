@@ -5,7 +5,8 @@
 // hold the same sum. Large reductions take two exchanges. In the first, every rank receives its
 // piece from all other ranks and sums it. In the second, it sends this sum to all other ranks. Both
 // methods add in the same order.
-// Owns groups; reaches other ranks only through a group's transport and comm_wait.c.
+// Owns groups; reaches other ranks only through a group's transport and comm_wait.c. Called by Lua
+// and by the other files of this folder.
 #include "comm.h"
 
 #include "base/error.h"

@@ -6,7 +6,7 @@
 // results do not depend on which rank holds which expert. If the tensors already have the comm
 // dtype and are in host memory, messages use the tensors' memory directly. If messages go from card
 // to card, the card packs the rows. Owns the buffers of messages on the host and on the card; they
-// only grow.
+// only grow. Called by Lua.
 #include "comm.h"
 
 #include "device/backend.h"

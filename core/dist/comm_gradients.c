@@ -12,7 +12,7 @@
 // gradients.
 //
 // comm_cards.c reduces gradients on cards that exchange messages directly. Other gradients on a
-// device pass through a host buffer.
+// device pass through a host buffer. Called by Lua, comm_parallel.c and comm_predict.c.
 #include "comm_gradients.h"
 
 #include "base/error.h"

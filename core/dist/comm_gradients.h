@@ -1,5 +1,5 @@
 // The structures of eng_parallel, a parameter set whose gradients are reduced over ranks, and the
-// functions that the files on gradients and weights share (README.md).
+// functions that the files on gradients and weights share (README.md). Included by this folder.
 #pragma once
 
 #include "comm.h"

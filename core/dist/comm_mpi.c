@@ -1,7 +1,7 @@
 // The MPI transport: a plug-in, libengine_mpi.so, built where there is an mpicc. It passes messages
 // between two ranks, and ends the job normally or by an abort; comm.c builds groups and collectives
 // on the messages. The transport uses only a few MPI functions, so that any implementation works.
-// Called by world.c, which loads it.
+// Owns a communicator of all ranks. Called by world.c, which loads it.
 #include "comm.h"
 
 #include <mpi.h>

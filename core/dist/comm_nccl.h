@@ -1,7 +1,7 @@
 // The part of NCCL's interface that this engine uses, with the types and constants of nccl.h. The
 // build needs no NCCL, because comm_nccl.c loads the library at run time. Where nccl.h is
 // installed, cuda/runtime/nccl_check.c compares this file with it. spec/cuda/fake_nccl.c implements
-// these functions for specs.
+// these functions for specs. Included by comm_nccl.c and nccl_check.c.
 #pragma once
 
 #include <stddef.h>

@@ -1,6 +1,7 @@
 // Reduces gradients within one process: packs, sums and unpacks the numbers of several imaginary
 // ranks with the functions and kernels of a real reduction, in host memory or on a card. Specs
 // compare the card's kernels with the host's this way. See engine_ranks.h (eng_comm_dtype_reduce).
+// Called by specs.
 #include "comm.h"
 
 #include "device/backend.h"

@@ -1,6 +1,7 @@
 // Attention before a linear layer that keeps its x in e5m6. The tape holds attention's output only
 // as the e5m6 codes of the layer's x. The layer reads the codes for dW, and attention's gradient
-// rule reads them as well (DeepSeek-V3 report, section 3.3.2).
+// rule reads them as well (DeepSeek-V3 report, section 3.3.2). Called by op.c, backward.c and
+// linear.c.
 #include "sites.h"
 
 #include "base/error.h"

@@ -1,4 +1,5 @@
-// Shape and dtype rules of quantize, dequantize, mx_*, nf4_* and fp8_matmul (ops.def).
+// Shape and dtype rules of quantize, dequantize, mx_*, nf4_* and fp8_matmul (ops.def). Called by
+// autograd/infer.c.
 #include "base/error.h"
 #include "base/fp8_layout.h"
 #include "base/msamp_fp4.h"

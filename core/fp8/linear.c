@@ -19,7 +19,8 @@
 //
 // Under a microscaling recipe (mx.c) the copies hold values in bf16, which matmul multiplies, or,
 // if `coded`, codes, which mx_matmul multiplies. A microscaling recipe may also quantize the copies
-// again for the backward products (eng_fp8_recipe.backward).
+// again for the backward products (eng_fp8_recipe.backward). Called by op.c, backward.c and
+// swiglu.c.
 #include "sites.h"
 
 #include "base/error.h"

@@ -1,4 +1,5 @@
-// FP8 layers: sites, and functions shared by the files of this folder. See sites.c.
+// FP8 layers: sites, and functions shared by the files of this folder. See sites.c. Included by
+// this folder.
 #pragma once
 
 #include "autograd/gradient.h"

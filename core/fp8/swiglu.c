@@ -4,7 +4,7 @@
 //
 // Fused swiglu and linear: if only the layer reads the output of the SwiGLU, the pass that computes
 // the output writes only its codes. The tape holds the same two operations; the tensor between them
-// has no memory, and no gradient rule reads it.
+// has no memory, and no gradient rule reads it. Called by op.c, backward.c and linear.c.
 #include "sites.h"
 
 #include "base/error.h"

@@ -1,4 +1,4 @@
-// Line editing for the REPL; see line.h.
+// Line editing for the REPL; see line.h. Owns the editor and its history. Called by main.c.
 #include "line.h"
 
 #include <errno.h>

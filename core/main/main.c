@@ -1,6 +1,7 @@
 // The `engine` binary: LuaJIT with the engine. It accepts the command line of the standalone lua
 // interpreter, so that Lua tools run under it, plus subcommands written in Lua (lua/engine/cli).
-// Owns the Lua state and the REPL's terminal.
+// Owns the Lua state and the REPL's terminal. Called by the system and, through engine.host, by
+// Lua.
 #define _GNU_SOURCE
 #include "engine.h"     // eng_version, eng_interrupt
 #include "line.h"       // line_read

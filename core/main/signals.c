@@ -1,5 +1,5 @@
 // The signal handlers of the `engine` binary. They interrupt a script, stop a run or end the
-// process. Called by main.c.
+// process. Owns the state of the handlers. Called by main.c.
 #define _GNU_SOURCE
 #include "signals.h"
 

@@ -1,4 +1,4 @@
-// Signals. See signals.c.
+// Signals. See signals.c. Included by main.c.
 #pragma once
 
 #include <lua.h>

@@ -1,7 +1,8 @@
 // Optimizer state: the moments of a parameter set in flat buffers, and the call of the device's
 // fused update. engine.h has the contract, cpu/optimizer.c the formulas.
 //
-// Owns the moments. Holds a reference to the set, so that both may be freed in any order.
+// Owns the moments. Holds a reference to the set, so that both may be freed in any order. Called by
+// Lua.
 #include "base/error.h"
 #include "base/numerics.h"
 #include "params.h"

@@ -1,6 +1,7 @@
 // Parameter sets: the weights of a model in one flat buffer, their gradients and low-precision
 // copies in other flat buffers, and the formats of all three. A set owns its flat buffers and the
-// tensors over them. engine.h has the contracts.
+// tensors over them. engine.h has the contracts. Called by Lua, autograd/capture.c, optimizer.c and
+// dist/.
 #include "params_parted.h"
 
 #include "base/error.h"

@@ -3,7 +3,8 @@
 //
 // The backward pass writes a parameter's gradient into parameter.gradient and sets has_gradient. A
 // parameter without a gradient is absent from statistics and updates. A span holds the gradient's
-// relative scale, and passes over spans divide by it.
+// relative scale, and passes over spans divide by it. Called by Lua, autograd/, dist/ and this
+// folder.
 #include "params.h"
 
 #include "base/error.h"

@@ -1,5 +1,6 @@
 // Divided weights (ZeRO-3): each rank keeps its own elements of every weight, and has the other
-// elements only while an operation needs them. See params_parted.c.
+// elements only while an operation needs them. See params_parted.c. Included by this folder and
+// dist/.
 #pragma once
 
 #include "params.h"

@@ -1,5 +1,5 @@
 // Records the order in which passes use the divided weights of ZeRO-3, and predicts which weights a
-// pass uses next. See parted_order.c.
+// pass uses next. See parted_order.c. Included by params_parted.h.
 #pragma once
 
 #include <stdbool.h>

@@ -1,4 +1,5 @@
-// Blobs and their text form. See policy_data.h.
+// Blobs and their text form. See policy_data.h. Called by policy_state.c, policy_vm.c and
+// policy_library.c.
 #define _GNU_SOURCE
 #include "policy_data.h"
 

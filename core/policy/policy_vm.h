@@ -1,6 +1,6 @@
 // A policy's internals: its Lua state, and declarations shared by the files of this folder, which
 // README.md lists. Only this folder and main/ include Lua's headers. Hosts use the section
-// "policies" of engine_policy.h.
+// "policies" of engine_policy.h. Included by this folder.
 #pragma once
 
 #include "engine.h"

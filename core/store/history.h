@@ -4,7 +4,7 @@
 //
 // A message in the queue is one statement with its parameters in order. So the thread does not
 // interpret rows, with two exceptions: it numbers the attempts of a step (HISTORY_STEP), and it
-// runs HISTORY_RESUME itself.
+// runs HISTORY_RESUME itself. Included by history*.c.
 #pragma once
 
 #include "engine.h"

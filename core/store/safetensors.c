@@ -1,4 +1,4 @@
-// Reads and writes safetensors files. See safetensors.h.
+// Reads and writes safetensors files. See safetensors.h. Called by Lua.
 #include "safetensors.h"
 
 #include "base/array.h"

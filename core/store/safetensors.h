@@ -1,7 +1,7 @@
 // The safetensors format: a header length (8 bytes, little-endian), a JSON header that gives each
 // tensor's name, dtype, shape and byte range, then the tensors' bytes without gaps. Files are read
 // with pread and not mapped, so that a file that shrinks while it is read is an error and not a
-// crash. engine_files.h declares the public functions; this header is for the fuzzer.
+// crash. engine_files.h declares the public functions. Included by safetensors.c and the fuzzer.
 #pragma once
 
 #include "engine.h"

@@ -1,5 +1,6 @@
 // Pools: first fit among gaps sorted by position. See pool.h. A pool has few blocks and few pieces
 // (buckets of gradients), so a scan of all gaps costs little compared with the use of a piece.
+// Called by dist/.
 #include "pool.h"
 
 #include "base/array.h"

@@ -1,4 +1,5 @@
-// The slot table and the lifetime of tensors. See tensor.h.
+// The slot table and the lifetime of tensors. See tensor.h. Called by the folders from device/ to
+// store/.
 //
 // The tensors of a step are in a list; step.c drops them from there. When the last tensor is
 // dropped, the step arena is reset. Dropping a tensor increments its slot's generation, so that old

@@ -1,4 +1,4 @@
-// Byte-pair encoding of a word.
+// Byte-pair encoding of a word. Called by words.c.
 //
 // Byte mode: if the splitter's last step turns bytes into GPT-2's characters, encoding skips that
 // step and uses tables that are indexed by bytes.

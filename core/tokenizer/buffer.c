@@ -1,5 +1,5 @@
 // Growing buffers of bytes and of ids, the model's scratch memory, and the repair of malformed
-// UTF-8. See tokenizer.h.
+// UTF-8. See tokenizer.h. Called by this folder.
 #include "tokenizer.h"
 
 #include <stdlib.h>

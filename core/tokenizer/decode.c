@@ -1,5 +1,5 @@
 // Decoding: lists the texts of the tokens, runs the decoder's steps on the list, and joins the
-// texts. See tokenizer.h.
+// texts. See tokenizer.h. Called by tokenizer.c.
 #include "tokenizer.h"
 
 // A list of texts: their concatenated bytes, and the end offset of each text as int64.

@@ -1,6 +1,6 @@
 // Steps on text: the normalizers, and the steps that splitters and decoders share with them. Each
 // step has a buffer for its result. If a step changes nothing or only trims the text, its result
-// may instead point into its input.
+// may instead point into its input. Called by tokenizer.c, split.c, decode.c and bpe.c.
 #include "tokenizer.h"
 
 #include <stdlib.h>

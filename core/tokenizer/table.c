@@ -1,4 +1,5 @@
 // Hash tables of texts and of pairs, and a trie whose edges are a table of pairs. See tokenizer.h.
+// Called by tokenizer.c, bpe.c, unigram.c and words.c.
 #include "tokenizer.h"
 
 #include <stdlib.h>

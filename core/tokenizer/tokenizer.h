@@ -1,5 +1,5 @@
 // The structure of a tokenizer, and the functions that the files of this folder export to each
-// other. tokenizer.c builds a tokenizer and runs its steps.
+// other. tokenizer.c builds a tokenizer and runs its steps. Included by this folder.
 #pragma once
 
 #include "base/array.h"

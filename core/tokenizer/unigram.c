@@ -1,5 +1,6 @@
 // The models that look pieces up in a trie: unigram (the pieces with the largest sum of scores) and
-// WordPiece (from the left, always the longest piece). See tokenizer.h.
+// WordPiece (from the left, always the longest piece). See tokenizer.h. Called by words.c and
+// bpe.c.
 #include "tokenizer.h"
 
 static const double UNKNOWN_PENALTY = 10;    // an unknown character scores this much less than
