@@ -2,7 +2,7 @@
 // implementations (attention.h). An input is copied to scratch memory if the elements of a row are
 // not adjacent, or if its format differs from the format of the computation. For tensor cores it is
 // also copied if its rows are not 16-byte aligned, if it is broadcast, or if its width must be
-// padded to 32, 64, 96 or 128.
+// padded to 32, 64, 96 or 128. Called through the device's table.
 #include "attention.h"
 
 #include <math.h>

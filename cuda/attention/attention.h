@@ -13,7 +13,7 @@
 // tensor cores return as Inf or NaN are recomputed one by one, in f32, by the functions below. Rows
 // of finite inputs are recomputed only if a sum leaves the range of f32.
 //
-// The shapes alone determine the order of sums.
+// The shapes alone determine the order of sums. Included by the kernel files of this folder.
 #pragma once
 
 #include "kernel/element.h"

@@ -16,7 +16,7 @@
 //
 // In f16 a dscore could overflow if dy carries a large loss scale, or vanish if dy is small. So
 // dscores are multiplied by a power of two that brings the largest |dy| of the heads that share a
-// key head to between 16 and 32. Probabilities are multiplied by 2^15.
+// key head to between 16 and 32. Probabilities are multiplied by 2^15. Called by attention.cu.
 #include "attention_tiles.h"
 
 // In blocks that own keys: number of 16-key tiles per warp

@@ -5,7 +5,7 @@
 // only 64 queries per block. Softmax is computed online: for each row a block keeps the largest
 // score so far, the sum of the exponentials, and y. When the largest score grows, the block
 // rescales the sum and y. Probabilities are rounded to the inputs' format for the product with v.
-// The sums are in f32, over the unrounded probabilities.
+// The sums are in f32, over the unrounded probabilities. Called by attention.cu.
 #include "attention_tiles.h"
 
 // 16-query tiles per warp

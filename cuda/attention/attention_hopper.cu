@@ -9,7 +9,8 @@
 //
 // The hardware copies tiles to shared memory when the block's first thread asks for them: two
 // buffers for tiles of keys and two for tiles of values. Barriers announce full and empty buffers,
-// so that one warpgroup can be ahead of the other.
+// so that one warpgroup can be ahead of the other. Called by attention.cu and
+// attention_hopper_backward.cu.
 #include <cudaTypedefs.h>
 
 #include "attention_hopper.h"

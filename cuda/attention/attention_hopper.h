@@ -1,4 +1,5 @@
 // Shared by the attention kernels for Hopper. A warpgroup computes 64 rows; tiles have 64 columns.
+// Included by attention_hopper*.cu.
 #pragma once
 
 #include "attention_tiles.h"

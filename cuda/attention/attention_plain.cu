@@ -4,7 +4,7 @@
 // loads into shared memory. To compute scores, each lane takes one row of the tile; to sum rows,
 // each lane takes columns. Rows with Inf or NaN in their results are recomputed, as in the
 // tensor-core kernels. For all other formats and widths a warp computes one row: y or dq of a
-// query, or dk and dv of a key.
+// query, or dk and dv of a key. Called by attention.cu.
 #include "attention.h"
 
 enum { ROW_WARPS = 4 };   // warps of a block

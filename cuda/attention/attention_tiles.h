@@ -1,7 +1,7 @@
 // Tiles of 16-bit numbers in shared memory for attention on tensor cores: layout, loading and
 // products. A tile has D numbers per row. The order of a row's 16-byte pieces depends on the row,
 // so that the eight rows that ldmatrix reads at a time, and the rows that a warp stores, are in
-// different banks.
+// different banks. Included by attention_forward.cu, attention_backward.cu and attention_hopper.h.
 #pragma once
 
 #include "attention.h"

@@ -8,7 +8,7 @@
 // warps, in a fixed order. A tile yields one partial sum for each of its columns. The second pass
 // adds the partial sums of all chunks and, if the call accumulates, the previous contents of the
 // output. Sums are in f32, or in f64 for f64 inputs. The operation cannot be faster than one read
-// of dy.
+// of dy. Called through the device's table and by gemm_fused.c.
 #include "kernel/element.h"
 #include "kernel/vector.h"
 

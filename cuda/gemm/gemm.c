@@ -2,7 +2,8 @@
 // matrices (gemm_layout.h) and goes to cuBLASLt (gemm_lt.c). An operand that cuBLASLt cannot read
 // is copied first. If cuBLASLt cannot write the output, it writes the sums to scratch memory in f32
 // (f64 for f64), and a second pass rounds them into the output. gemm_plain.cu computes products
-// that cuBLASLt does not support.
+// that cuBLASLt does not support. Called through the device's table and by gemm_fused.c and
+// images/conv.c.
 #include "runtime/device.h"
 #include "gemm.h"
 #include "gemm_lt.h"

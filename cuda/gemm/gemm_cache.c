@@ -1,4 +1,4 @@
-// See gemm_cache.h.
+// See gemm_cache.h. Owns the table. Called by gemm_lt.c.
 #include "gemm_cache.h"
 
 #include <ctype.h>

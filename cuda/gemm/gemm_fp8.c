@@ -1,6 +1,7 @@
 // FP8 products through cuBLASLt; gemm_fp8.h has the contracts. The row-major product y = x W^T is
 // the column-major product D [n x m] = op(A) op(B) with A = W (op T) and B = x (op N). Both
-// operands are K-major as stored, the only arrangement that cuBLASLt accepts for FP8.
+// operands are K-major as stored, the only arrangement that cuBLASLt accepts for FP8. Called by
+// quantized/fp8_matmul.c.
 #include "gemm_fp8.h"
 
 #include "runtime/device.h"

@@ -6,7 +6,7 @@
 // GELU and its slope are fused only for f16 and bf16, for which cuBLASLt's tanh is accurate enough.
 // Column sums are fused only for f16 and bf16 inputs and an f32 product: a fused kernel stores the
 // sums in the product's format, and a narrower format would round them earlier than bias_grad.cu
-// does. ENGINE_CUBLASLT_FUSE=0 disables fusion.
+// does. ENGINE_CUBLASLT_FUSE=0 disables fusion. Called through the device's table.
 #include "runtime/device.h"
 #include "gemm.h"
 #include "gemm_lt.h"

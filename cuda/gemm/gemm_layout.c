@@ -1,4 +1,4 @@
-// See gemm_layout.h.
+// See gemm_layout.h. Called by gemm.c and gemm_fused.c.
 #include "gemm_layout.h"
 
 static gemm_matrix matrix_of(const tensor *x, bool transposed, int batch_dims)

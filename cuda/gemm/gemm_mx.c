@@ -1,5 +1,6 @@
 // Microscaled products through cuBLASLt; gemm_mx.h has the contracts. As in gemm_fp8.c, the
 // row-major y = x W^T is the column-major D = op(A) op(B) with A = W (op T) and B = x (op N).
+// Called by quantized/mx_product.cu and table.c.
 #include "gemm_mx.h"
 
 #include "runtime/device.h"

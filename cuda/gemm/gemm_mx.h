@@ -1,6 +1,7 @@
 // Microscaled products through cuBLASLt's block-scaled modes: y [M x N] = alpha x W^T. x and W are
 // in MXFP8 (one ue8m0 scale per 32 numbers of a row) or NVFP4 (one ue4m3 scale per 16). For cards
-// from sm_100 on, with cuBLAS 12.8 or later. No card has run these products yet.
+// from sm_100 on, with cuBLAS 12.8 or later. No card has run these products yet. Included by
+// quantized/mx_product.cu and table.c.
 #pragma once
 
 #ifdef __cplusplus

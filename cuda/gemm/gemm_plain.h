@@ -1,4 +1,5 @@
 // Products that cuBLASLt does not support, and the last step after a product; see gemm_plain.cu.
+// Included by gemm.c and gemm_fp8.c.
 #pragma once
 
 #ifdef __cplusplus

@@ -1,4 +1,4 @@
-// See conv.h.
+// See conv.h. Called by conv.c.
 #include "conv.h"
 
 #include "kernel/element.h"

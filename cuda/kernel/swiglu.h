@@ -1,4 +1,5 @@
 // Computes silu(gate) * up in f32, for swiglu (unary.cu) and swiglu_quantize (quantize.cu).
+// Included by pointwise/unary.cu and quantized/quantize_tiles.h.
 #pragma once
 
 #include "vector.h"

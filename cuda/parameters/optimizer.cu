@@ -1,6 +1,7 @@
 // The fused optimizer update. One launch over all parameters multiplies gradients by a factor,
 // clamps them, and updates moments, master weights and low-precision weights. Updates of bf16
-// masters have kernels of their own. This file also unscales gradients into f32.
+// masters have kernels of their own. This file also unscales gradients into f32. Called through the
+// device's table.
 //
 // Results are bit-equal to core/cpu/reference_optimizer.c, with the same order of operations: f32
 // with one rounding per operation, no fused multiply-adds (see the build flags), IEEE division and
@@ -9,7 +10,7 @@
 // The values that change between updates (learning rate, factor, t) are in one piece of device
 // memory, `numbers`, which the host sends without waiting before the launch. The card itself
 // decides on a lagged update: the kernel `decide` reads the totals of the gradient statistics,
-// counts t, and sets the factor.
+// counts t, and sets the factor. Owns `numbers`.
 //
 // For the norms of the change, the weights and the moments, squares are summed in f64. The order is
 // the same on every card: a thread's elements, then lanes, warps and a tensor's chunks. The host

@@ -1,4 +1,5 @@
-// The tables of the passes over all parameters; see spans.h. The passes own them.
+// The tables of the passes over all parameters; see spans.h. The passes own them. Called by
+// gradstats.cu and optimizer.cu.
 #include "spans.h"
 #include "runtime/runtime.h"
 

@@ -1,5 +1,5 @@
 // FP8 products: the card's capabilities (fp8_matmul.c), and the scalar formulas (fp8_plain.cu,
-// mx_dequantize.cu).
+// mx_dequantize.cu). Included by these files, mx_product.cu and table.c.
 #pragma once
 
 #ifdef __cplusplus

@@ -3,7 +3,8 @@
 //
 // rotate_columns, the fast kernel, transforms groups of 16 elements of columns in registers and
 // transposes the result in shared memory. For all other calls, a block of threads of the kernel
-// `rotate` transforms one group of n adjacent elements in each of WIDE lines.
+// `rotate` transforms one group of n adjacent elements in each of WIDE lines. Called through the
+// device's table and by mx_quantize.cu.
 #include "kernel/element.h"
 #include "kernel/vector.h"
 

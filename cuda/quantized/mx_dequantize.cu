@@ -1,6 +1,6 @@
 // mx_dequantize, and mx_matmul by the scalar formula of core/base/mx_blackwell.h, which is slow.
 // Both are bit-equal to core/cpu/reference_mx.c. mx_product.cu uses the formula for calls that
-// tensor cores do not support.
+// tensor cores do not support. Called through the device's table and by mx_product.cu.
 #include "kernel/element.h"
 #include "fp8_plain.h"
 

@@ -1,7 +1,8 @@
 // The operation mx_matmul on the card: cuBLASLt's block-scaled products (gemm/gemm_mx.h) where they
 // support the formats, sizes and alignments, else the formula (mx_dequantize.cu). This file puts
 // the scales in cuBLASLt's order. For NVFP4 it also computes alpha, the factors on the product and
-// on the previous y. ENGINE_FP8_FORMULA=1 always uses the formula.
+// on the previous y. ENGINE_FP8_FORMULA=1 always uses the formula. Called through the device's
+// table.
 #include "kernel/element.h"
 #include "fp8_plain.h"
 #include "gemm/gemm_mx.h"

@@ -12,7 +12,8 @@
 // The amax of the tensor is a maximum of integers, and the number of NaN is an integer sum, so
 // neither depends on order. For NVFP4, whose scales depend on the amax, a separate pass finds the
 // amax and the number of NaN first. For the other rules, the kernels that quantize also find them.
-// With a Hadamard transform, the transposed copy is made from the result of cuda_hadamard.
+// With a Hadamard transform, the transposed copy is made from the result of cuda_hadamard. Called
+// through the device's table.
 #include "mx_registers.h"
 
 extern "C" {

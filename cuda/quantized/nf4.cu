@@ -1,7 +1,7 @@
 // NF4: nf4_quantize and nf4_dequantize, bit-equal to core/cpu/reference_nf4.c, with the tables of
 // core/base/nf4.h. A warp quantizes a block. One thread computes the mean of the absmaxes (largest
 // magnitudes of the blocks), by a sum in f64 in the CPU's order. This is slow, but weights are
-// quantized only once.
+// quantized only once. Called through the device's table.
 #include "kernel/element.h"
 
 extern "C" {

@@ -16,7 +16,7 @@
 //
 // In bf16 and f16, if one read of the inputs is enough, swiglu_quantize loads tiles of gate and up
 // and computes silu(gate) * up in registers. Otherwise silu(gate) * up goes to scratch memory
-// first.
+// first. Called through the device's table.
 #include "quantize_tiles.h"
 
 extern "C" op_kernel cuda_swiglu;   // unary.cu

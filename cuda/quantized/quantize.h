@@ -1,5 +1,6 @@
 // Shared by the kernels of quantize.cu: the description of a call and of its two outputs, the
-// conversion to codes, and the eight numbers of a row that a thread holds in registers.
+// conversion to codes, and the eight numbers of a row that a thread holds in registers. Included by
+// quantize_tiles.h and mx_registers.h.
 #pragma once
 
 #include "kernel/element.h"

@@ -6,7 +6,7 @@
 // a long row. The results of rows are summed in double in a fixed order.
 //
 // NaN and Inf are handled as in core/cpu/reference_loss.c: an infinite largest logit makes its row
-// NaN. A target out of range raises the fault.
+// NaN. A target out of range raises the fault. Called through the device's table.
 #include "kernel/element.h"
 #include "kernel/ptx.h"
 #include "kernel/team.h"

@@ -16,7 +16,7 @@
 //
 // Column sums (dweight, dbias) take two kernels. In the first, each group of threads adds its rows,
 // and each block adds its groups. The second adds the blocks. The assignment of rows to groups
-// depends only on the shape.
+// depends only on the shape. Called through the device's table.
 #include "norm.h"
 
 #include "kernel/lanes.h"

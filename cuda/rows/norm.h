@@ -1,5 +1,5 @@
 // Shared by the kernels of norms: norm.cu, whose kernels keep rows in registers, and norm_plain.cu,
-// whose kernels serve any format and length.
+// whose kernels serve any format and length. Included by both.
 #pragma once
 
 #include "runtime/device.h"

@@ -2,7 +2,7 @@
 // faults and number formats. device.cu implements memory, copies and faults; table.c lists all
 // functions of the device. host.c defines some functions of the core under the same names
 // (error_set, arena_alloc, tensor_text), so kernel files include the core's headers and call these
-// functions as the core does.
+// functions as the core does. Included by every folder of cuda/.
 #pragma once
 
 #ifdef __cplusplus

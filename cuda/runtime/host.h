@@ -1,4 +1,4 @@
-// The core's functions for the CUDA device; see host.c.
+// The core's functions for the CUDA device; see host.c. Included by host.c and table.c.
 #pragma once
 #include "device/backend.h"
 

@@ -1,4 +1,5 @@
-// Checks core/dist/comm_nccl.h against nccl.h, if this machine has it. Generates no code.
+// Checks core/dist/comm_nccl.h against nccl.h, if this machine has it. Generates no code. Called by
+// nothing.
 #if __has_include(<nccl.h>)
 #include "dist/comm_nccl.h"
 

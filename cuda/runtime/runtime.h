@@ -1,6 +1,6 @@
 // This folder's functions, as table.c lists them: memory and streams (device.cu), copies from
 // pageable memory (staging.c), messages between ranks (wire.cu), captured steps (graph.cu).
-// backend.h has the contracts.
+// backend.h has the contracts. Included by this folder, parameters/ and table.c.
 #pragma once
 
 #ifdef __cplusplus

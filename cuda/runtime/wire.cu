@@ -1,7 +1,7 @@
 // Messages between ranks: conversion of numbers to and from the comm dtype, and the sum over ranks.
 // The results have the same bits as those of core/dist/comm_pack.c and core/cpu/wire.c, except for
 // the bits of a NaN. All kernels are bound by memory bandwidth. A warp processes a block of 128
-// elements; each thread processes four adjacent elements.
+// elements; each thread processes four adjacent elements. Called through the device's table.
 #include "device.h"
 #include "runtime.h"
 
