@@ -1,5 +1,5 @@
 -- The Lua API: `local engine = require "engine"`. Tensors and steps load with it. The larger parts
--- (nn, optim, trainer, data ...) load at first use.
+-- (nn, optim, trainer, data ...) load at first use. Used by scripts, docs/ and cli/.
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 local autograd = require "engine.tensor.autograd"

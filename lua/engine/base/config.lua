@@ -27,7 +27,7 @@
 --   folder      an existing or a new folder         policy        a policy that loads
 --   pattern     a well-formed Lua pattern
 -- A default that the user does not change may be out of range. A list field with choices takes one
--- or more of the choices.
+-- or more of the choices. Called by scripts, cli/, run/, dist/identity.lua and policy/policy.lua.
 local expression = require "engine.base.expression"
 local files = require "engine.base.file"
 local machine = require "engine.base.machine"

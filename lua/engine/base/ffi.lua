@@ -1,6 +1,6 @@
 -- The boundary to the core. Only this file loads the core. It finds the library and the
 -- declarations that the build made from core/engine.h, checks that both come from one build, and
--- turns status codes into Lua errors.
+-- turns status codes into Lua errors. Owns the struct that all calls share. Used by every folder.
 local ffi = require "ffi"
 local null = require("cjson").null
 

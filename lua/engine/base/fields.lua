@@ -8,7 +8,8 @@
 --
 -- A rule is a function of a value, its path in messages and, if the value is a field, the record
 -- that holds it. It returns the first problem as text, or nil. Records may have fields without a
--- rule, which another version of the engine wrote.
+-- rule, which another version of the engine wrote. Called by data/, run/, policy/class_scaler.lua
+-- and train/options.lua.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"

@@ -1,5 +1,5 @@
 -- Reads and writes small files, and lists folders. The core maps large files (engine.data,
--- safetensors).
+-- safetensors). Used by most folders.
 local M_ffi = require "engine.base.ffi"
 
 local C, fail = M_ffi.C, M_ffi.fail

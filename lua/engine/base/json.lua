@@ -1,6 +1,6 @@
 -- Converts plain Lua data to JSON and back. encode and decode are lossless: decode returns the data
 -- that encode was given, with every bit of its numbers. Checkpoints and histories use them. `plain`
--- writes JSON for other programs; lua-cjson reads JSON from other programs.
+-- writes JSON for other programs; lua-cjson reads JSON from other programs. Used by most folders.
 --
 -- A value that JSON lacks becomes an object with one key:
 --   { "$number": "inf" }                 also "-inf" and "nan"

@@ -1,4 +1,4 @@
--- The machine as the core sees it: clock, terminal, versions, processors.
+-- The machine as the core sees it: clock, terminal, versions, processors. Used by most folders.
 local ffi = require "ffi"
 local C = require("engine.base.ffi").C
 

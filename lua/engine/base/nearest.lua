@@ -1,5 +1,5 @@
 -- Suggests the right names for misspelt ones, in error messages. `names` is a list, or a table
--- whose keys are the names.
+-- whose keys are the names. Used by most folders.
 --   nearest.find("layer_nrm", { "linear", "layer_norm" })  -> "layer_norm"
 --   nearest.hint("lrr", { "lr", "batch" })       -> "; did you mean 'lr'?", or "" when none is near
 --   nearest.choices("lrr", { lr = 1, batch = 2 }, "options", "engine help trainer")

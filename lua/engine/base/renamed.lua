@@ -1,5 +1,6 @@
 -- Warns that a name of an earlier version has been replaced. The old name still works. Only rank 0
--- warns, once per name.
+-- warns, once per name. Owns the list of past warnings. Called by nn/init.lua, train/options.lua
+-- and cli/plan.lua.
 --   renamed("the trainer's option 'wire'", "'comm_dtype'")
 local M_ffi = require "engine.base.ffi"
 

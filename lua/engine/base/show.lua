@@ -1,6 +1,6 @@
 -- Writes numbers and tables as text: exact text that programs read back, rounded text for people.
 -- Text of unknown origin (policies, scripts, files, other ranks) may reach a terminal or a page
--- only through show.shown, which makes it safe to display.
+-- only through show.shown, which makes it safe to display. Used by most folders.
 local ffi = require "engine.base.ffi"
 
 local C = ffi.C

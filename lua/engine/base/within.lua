@@ -1,7 +1,8 @@
 -- within(enter, leave, f, ...): runs f(...) under a global setting and returns its results. enter()
 -- applies the setting; leave() ends it when f returns, raises an error or yields. When a coroutine
 -- that yielded inside f is resumed, the setting applies again. Used for no_grad, scope, autocast,
--- profile, a module's forward, evaluating and other temporary settings.
+-- profile, a module's forward, evaluating and other temporary settings. Called by tensor/, nn/ and
+-- train/activations.lua.
 local function finish(leave, good, ...)
   leave()
   if not good then error((...), 0) end

@@ -1,6 +1,6 @@
 -- engine attach RUN [-e CODE]: a REPL on a run. While the run is alive, `run` and `policy` send
 -- requests over its socket (run/control.lua). `history` reads history.db, also after the run has
--- finished.
+-- finished. Called by init.lua.
 local M_ffi = require "engine.base.ffi"
 local files = require "engine.base.file"
 local json = require "engine.base.json"

@@ -1,5 +1,5 @@
 -- engine contest: reads the command line, checks the script, executes at most `jobs` runs at a time
--- (run/contest.lua), and prints the results (report/contest.lua).
+-- (run/contest.lua), and prints the results (report/contest.lua). Called by init.lua.
 local config = require "engine.base.config"
 local files = require "engine.base.file"
 local options = require "engine.cli.options"

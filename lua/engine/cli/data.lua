@@ -1,4 +1,5 @@
--- engine data tokenize: converts text files to a file of tokens (data/tokenize.lua).
+-- engine data tokenize: converts text files to a file of tokens (data/tokenize.lua). Called by
+-- init.lua.
 local options = require "engine.cli.options"
 
 local help = [==[

@@ -1,4 +1,5 @@
--- engine export: writes a recorded run in the formats of other tools (report/export.lua).
+-- engine export: writes a recorded run in the formats of other tools (report/export.lua). Called by
+-- init.lua.
 local options = require "engine.cli.options"
 
 local help = [==[

@@ -1,4 +1,5 @@
 -- engine generate: continues texts or lists of token ids with a model in Hugging Face's files.
+-- Called by init.lua.
 local files = require "engine.base.file"
 local options = require "engine.cli.options"
 local show = require "engine.base.show"

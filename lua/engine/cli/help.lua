@@ -1,5 +1,5 @@
 -- Runs `engine help [NAME]`, `engine help --html FOLDER`, `engine help --types FILE` and
--- `engine --help`.
+-- `engine --help`. Called by init.lua and repl.lua.
 local options = require "engine.cli.options"
 local texts = require "engine.base.show"
 

@@ -3,6 +3,7 @@
 -- The script runs as before, with one exception. The trainer or session whose option `run` names
 -- the recorded run gets its policy, checkpoint, number of steps and folder from the job
 -- (run/verify.lua). Other trainers and sessions write no run. The process ends after the job's run.
+-- Called by a process that replay_verify.lua starts.
 local engine = require "engine"
 local files = require "engine.base.file"
 local json = require "engine.base.json"

@@ -10,7 +10,7 @@
 -- The kinds of options are "text", "number" (an expression such as 2^12), "list" (a,b,c), "texts"
 -- (may be repeated) and "switch". With policies = true, the command accepts --policy FILE
 -- name=value ... and stores the policies in given.policies = { { source, options } ... }.
--- base/config.lua reads the settings of training scripts (name=value).
+-- base/config.lua reads the settings of training scripts (name=value). Called by every subcommand.
 local M_ffi = require "engine.base.ffi"
 local expression = require "engine.base.expression"
 local files = require "engine.base.file"

@@ -1,6 +1,7 @@
 -- engine plan SCRIPT [name=value ...] predicts what a script's training would cost on many ranks.
 -- This file reads the command line and prints the tables, dist/plan.lua has the cost model, and
 -- plan_measure.lua measures. engine plan FOLDER prints the memory of a model (plan_model.lua).
+-- Called by init.lua.
 local config = require "engine.base.config"
 local nearest = require "engine.base.nearest"
 local reduction = require "engine.dist.reduction"

@@ -6,7 +6,7 @@
 -- script up to its trainer, makes steps with that trainer and prints a line of measurements. Before
 -- the jobs, this module measures how long a step takes, without mpirun: t1 in a single process, and
 -- t2 while every core runs a process. The predictions use t1 as the time of a step, and t2 / t1 as
--- the slowdown from shared caches and memory.
+-- the slowdown from shared caches and memory. Called by plan.lua and plan_checkpoint.lua.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local process = require "engine.base.process"

@@ -1,4 +1,4 @@
--- engine plot: draws curves and heat maps of recorded runs (report/views.lua).
+-- engine plot: draws curves and heat maps of recorded runs (report/views.lua). Called by init.lua.
 local options = require "engine.cli.options"
 
 local help = [==[

@@ -1,4 +1,4 @@
--- engine policies: lists the policies that come with the engine, one line each.
+-- engine policies: lists the policies that come with the engine, one line each. Called by init.lua.
 local options = require "engine.cli.options"
 local show = require "engine.base.show"
 

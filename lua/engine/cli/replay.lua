@@ -1,4 +1,5 @@
 -- engine replay: replays policies on a recorded run or a string of outcomes (run/replay.lua).
+-- Called by init.lua.
 local counterfactual = require "engine.run.counterfactual"
 local options = require "engine.cli.options"
 local show = require "engine.base.show"

@@ -1,6 +1,6 @@
 -- engine replay RUN --policy P --verify: runs the job live and shows where the replay and the live
 -- run differ. run/verify.lua plans and compares; this file starts the process and prints progress
--- and results.
+-- and results. Called by replay.lua.
 local files = require "engine.base.file"
 local history = require "engine.run.history"
 local json = require "engine.base.json"

@@ -1,5 +1,5 @@
 -- engine report: writes an HTML page about one run (report/report.lua) or about several runs
--- (report/report_compare.lua).
+-- (report/report_compare.lua). Called by init.lua.
 local options = require "engine.cli.options"
 
 local help = [==[

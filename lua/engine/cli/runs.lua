@@ -1,4 +1,5 @@
--- engine runs: prints the runs of a folder as a table (run/runs.lua).
+-- engine runs: prints the runs of a folder as a table (run/runs.lua). Called by init.lua and
+-- repl.lua.
 local options = require "engine.cli.options"
 local show = require "engine.base.show"
 

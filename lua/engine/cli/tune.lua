@@ -1,4 +1,5 @@
--- engine tune: searches the options of a policy on recorded runs (run/tune.lua).
+-- engine tune: searches the options of a policy on recorded runs (run/tune.lua). Called by
+-- init.lua.
 local counterfactual = require "engine.run.counterfactual"
 local json = require "engine.base.json"
 local options = require "engine.cli.options"

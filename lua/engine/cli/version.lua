@@ -1,4 +1,4 @@
--- engine version: prints the versions of the engine and of LuaJIT.
+-- engine version: prints the versions of the engine and of LuaJIT. Called by init.lua.
 local host = require "engine.host"
 
 return require("engine.cli.options").command {

@@ -1,4 +1,4 @@
--- engine watch: redraws the curves and the progress of a run until it ends.
+-- engine watch: redraws the curves and the progress of a run until it ends. Called by init.lua.
 local options = require "engine.cli.options"
 
 local help = [==[

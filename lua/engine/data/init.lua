@@ -5,7 +5,7 @@
 --   local place = data:state()      data:restore(place)
 -- Files of tokens, of bytes and of idx images are mapped, so that their loaders need no memory
 -- beyond a batch. Documents are read one at a time (records.lua). Tables of CSV and lists of text
--- files are read into memory.
+-- files are read into memory. Called by scripts and report/lab.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"

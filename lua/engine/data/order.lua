@@ -3,7 +3,8 @@
 -- swap-or-not shuffle (Hoang, Morris and Rogaway 2012), which works for any n. Each round has a
 -- pseudorandom number K. It pairs x with (K - x) mod n, and a hash of the pair decides whether the
 -- two are swapped. Two examples become independent of each other in a round that moves only one of
--- them, which happens with probability 1/2.
+-- them, which happens with probability 1/2. Owns the latest epoch's constants. Called by the
+-- loaders and position.lua.
 local band, bxor, rshift, lshift, tobit = bit.band, bit.bxor, bit.rshift, bit.lshift, bit.tobit
 
 local M = { newest = 2 }

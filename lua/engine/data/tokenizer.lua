@@ -1,6 +1,6 @@
 -- Tokenizers: `engine.tokenizer`. Reads Hugging Face's tokenizer.json and produces the same ids as
 -- the Python package `tokenizers`. This module reads and checks the file; the core (core/tokenizer)
--- encodes and decodes.
+-- encodes and decodes. Called by scripts, cli/data.lua and cli/generate.lua.
 --   local t = engine.tokenizer "models/llama"       a folder with tokenizer.json, or the file
 --   local ids = t:encode "Hello world"              { 1, 15043, 3186 }
 --   print(t:decode(ids))

@@ -8,8 +8,8 @@
 --
 -- The batches of a step are numbered from 0 over all ranks; a rank's first batch has the number
 -- rank * accumulate. Jobs with the same product of ranks and accumulate therefore see the same
--- batches and random numbers. Owned by the trainer. A single process has a reducer of one rank,
--- which costs nothing.
+-- batches and random numbers. Owned and called by the trainer. A single process has a reducer of
+-- one rank, which costs nothing.
 local M_ffi = require "engine.base.ffi"
 local batch_norm_over = require "engine.tensor.batch_norm_over"
 local identity = require "engine.dist.identity"

@@ -1,7 +1,7 @@
 -- Prepares the core's reduction (core/dist/) for a reducer: checks and converts the options, forms
--- the units of ZeRO-3, and lets trainers of one parameter set share a reduction. Called by
--- reducer.lua, and by train/options.lua to check options; plan.lua and `engine plan` predict with
--- the same options.
+-- the units of ZeRO-3, and lets trainers of one parameter set share a reduction. Owns the table of
+-- reductions. Called by reducer.lua, and by train/options.lua to check options; plan.lua and
+-- `engine plan` predict with the same options.
 local M_ffi = require "engine.base.ffi"
 local ranks = require "engine.dist.ranks"
 

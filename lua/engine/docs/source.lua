@@ -1,6 +1,6 @@
 -- Reads the sources of the reference: files of the tree by name, the comment above a line, the
--- tables of a Markdown page. Used by the files of this folder, and by cli/help.lua and
--- cli/environment.lua.
+-- tables of a Markdown page. Owns the texts of files that it has read. Used by the files of this
+-- folder, and by cli/help.lua and cli/environment.lua.
 local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
 

@@ -6,7 +6,7 @@
 -- The model is built with shapes only. All names and shapes of the files are checked before the
 -- first weight is read. Weights are converted one at a time, so that memory peaks at the size of
 -- the model plus one tensor. Files are read, not mapped, so that a file that shrinks meanwhile
--- raises an error and does not crash the process.
+-- raises an error and does not crash the process. Called by scripts, init.lua and cli/.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"

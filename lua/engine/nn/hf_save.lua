@@ -1,7 +1,7 @@
 -- Saves models in the files that Hugging Face's transformers loads: config.json, model.safetensors
 -- or shards with an index, and copies of the other files (tokenizer, generation settings) of the
 -- folder that the model was loaded from. This module is the method `save` of the models that
--- hf_load.lua makes.
+-- hf_load.lua makes. Called by scripts.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"

@@ -1,5 +1,6 @@
 -- Layers for images [N x C x H x W] and sequences [N x C x L]: convolution, batch and group norm,
--- pooling. Initial values, options and names of parameters are PyTorch's.
+-- pooling. Initial values, options and names of parameters are PyTorch's. Called by scripts and
+-- image_models.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local module = require "engine.nn.module"

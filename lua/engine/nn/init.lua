@@ -1,4 +1,4 @@
--- `engine.nn`: modules, layers and models for neural networks.
+-- `engine.nn`: modules, layers and models for neural networks. Called by scripts and report/.
 local nearest = require "engine.base.nearest"
 local module = require "engine.nn.module"
 local transformer = require "engine.nn.transformer"

@@ -1,5 +1,6 @@
 -- Basic layers: linear, embedding, norms, dropout, activations, containers. Initial values are
--- PyTorch's defaults unless the caller says otherwise. Shapes: K inputs, N outputs, C width.
+-- PyTorch's defaults unless the caller says otherwise. Shapes: K inputs, N outputs, C width. Called
+-- by scripts and by this folder.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fuse = require "engine.nn.fuse"

@@ -8,7 +8,7 @@
 -- separate A for each part. If the A of the parts in a file differ, loading joins them by rows into
 -- the layer's A, and the rank of the layer is the sum of the parts' ranks. The layer's B is
 -- block-diagonal: its blocks are the parts' B, and all other elements are 0. The loaded layer
--- computes the same as the parts.
+-- computes the same as the parts. Called by scripts and train/losses.lua.
 -- Shapes: K inputs, N outputs, R rank; A [R x K], B [N x R].
 local M_ffi = require "engine.base.ffi"
 local adapters = require "engine.nn.lora_layers"

@@ -6,7 +6,7 @@
 -- logits become c * tanh(logits / c)) and z_loss = 0 (see cross_entropy). Called with
 -- { attention_maps = true }, a model also returns the attention weights, a list of [B x H x T x T]
 -- f32, one for each block. With { mask = a tensor [B x T] }, tokens are padding where the mask is 0
--- (padding.lua).
+-- (padding.lua). Called by scripts and hf_load.lua.
 -- Shapes: B batch, T time, C width, V vocabulary.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"

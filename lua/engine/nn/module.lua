@@ -5,6 +5,7 @@
 --   function Net:forward(x) return self.up(x):gelu() end
 --   local net = Net(32); net(x)
 -- A parameter's name is the path of the assignments: "blocks.3.attn.qkv.weight".
+-- Owns the state of the running module. Used by scripts, this folder, train/ and cli/.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local tensor = require "engine.tensor.tensor"

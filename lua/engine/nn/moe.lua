@@ -2,7 +2,7 @@
 -- module, and their outputs are summed with the gate's weights. Only the chosen experts run. Every
 -- expert is a separate group for policies ("blocks.1.mlp.experts.3"). `experts_over` divides the
 -- experts over the ranks of a group (experts.lua). Shapes: N tokens, C width, E experts, k of them
--- for each token.
+-- for each token. Called by scripts and models.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local divided = require "engine.nn.experts"

@@ -3,6 +3,7 @@
 -- separately, so that no query attends to padding. All other layers treat padding like tokens.
 -- A list of spans says where in its row each sequence is. models.lua makes the list from a mask,
 -- generate.lua makes it from lengths, and transformer.lua reads it. Shapes: B rows, T tokens.
+-- Called by models.lua and generate.lua.
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 

@@ -1,5 +1,6 @@
 -- The parts of transformers: attention, feed-forward modules and residual blocks. models.lua builds
--- models from them. fuse.lua decides which operations run as one.
+-- models from them. fuse.lua decides which operations run as one. Called by scripts, models.lua,
+-- image_models.lua and moe.lua.
 -- Shapes: B batch, T time, C width, H heads, G key/value heads, D head width (by default C / H).
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"

@@ -31,6 +31,7 @@
 --   state_dict()                    returns the state for checkpoints, as plain data
 --   load_state_dict(state)          restores this state. Without these two methods, checkpoints
 --                                   save the object's fields
+-- Called by policy.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fields = require "engine.base.fields"

@@ -1,6 +1,6 @@
 -- Loss-scaling policies: sandboxed Lua files that choose the next loss scale from a step's record
 -- (policies/README.md is the contract), and classes that a script registers itself
--- (class_scaler.lua).
+-- (class_scaler.lua). Called by scripts, train/, run/, docs/ and cli/.
 --   local p = engine.policy.load("dynamic", { growth_interval = 500 })   -- or "my/policy.lua"
 --   local verdict = p:decide(record)                                  -- an eng_verdict
 --   local text = p:save(); p:restore(text)

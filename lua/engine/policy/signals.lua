@@ -1,5 +1,6 @@
 -- Signals: named numbers that a script publishes for policies (engine.signal). The trainer, the
--- reducer and scalers read them at each step.
+-- reducer and scalers read them at each step. Owns the signals. Called by scripts, train/,
+-- dist/reducer.lua and run/restore.lua.
 local M_ffi = require "engine.base.ffi"
 local show = require "engine.base.show"
 

@@ -20,7 +20,7 @@
 --   width, height   in characters; by default, the terminal's width (120 at most) and 12
 --   ascii    true: * instead of braille (by default where the terminal shows only ASCII)
 -- Inf and NaN do not fit on an axis: they are left out and, except with `curves` or `sparse`,
--- counted in the title.
+-- counted in the title. Called by scripts, views.lua, chart.lua and cli/plan.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local machine = require "engine.base.machine"

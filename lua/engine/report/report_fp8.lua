@@ -1,6 +1,6 @@
 -- The data of the report's section on FP8 layers: their meters (fp8_sites.lua) over the measured
 -- steps, for a heat map of SNR and a table of the layers with the lowest SNR. report.lua draws
--- both.
+-- both. Called by report.lua.
 local M = {}
 
 local COLUMNS, WORST = 160, 12

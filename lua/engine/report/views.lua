@@ -1,5 +1,6 @@
 -- Pictures of a history: curves, heat maps, one tensor. init.lua makes them methods of histories
 -- (h:plot, h:heatmap, h:tensor); print shows their results. compare() draws several histories.
+-- Called by engine/init.lua, this folder and cli/.
 local M_ffi = require "engine.base.ffi"
 local compare = require "engine.run.compare"
 local curves = require "engine.run.curves"

@@ -15,7 +15,8 @@
 --   local c, message = checkpoint.open(dir)   -- without tensors; c:read("model", name) reads one
 --
 -- With several ranks, each rank writes a shard (shards.lua), and state.json lists all shards. The
--- same functions read both kinds of checkpoint.
+-- same functions read both kinds of checkpoint. Called by scripts, run.lua, runs.lua and
+-- verify.lua.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local disk = require "engine.base.file"

@@ -3,7 +3,7 @@
 --   runs/NAME/POLICY-SEED/         a run; its file `output` has what it printed, `exit` its exit
 --                                  status
 -- This file starts the runs, finds which are done, and reads their results. `engine contest` is the
--- command; report/contest.lua prints the results.
+-- command; report/contest.lua prints the results. Called by cli/contest.lua and report/contest.lua.
 local M_ffi = require "engine.base.ffi"
 local curves = require "engine.run.curves"
 local files = require "engine.base.file"

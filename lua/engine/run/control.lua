@@ -9,7 +9,7 @@
 --
 -- With several ranks, rank 0 listens. When the ranks exchange the next step's record, all of them
 -- learn that there is a request. Then rank 0 sends the request, and all ranks carry it out at the
--- same step. Owned by the trainer.
+-- same step. Owned by the trainer and called by train/loop.lua.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local policies = require "engine.policy.policy"

@@ -11,7 +11,7 @@
 --   for row in h:each("SELECT step, loss FROM steps WHERE scale < ?", 1024) do ... end
 --
 -- A run opens it with { write = true } and appends. Appending a row costs about a microsecond,
--- because a thread of the core writes the file.
+-- because a thread of the core writes the file. Used by scripts, this folder, report/ and cli/.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"

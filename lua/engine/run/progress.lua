@@ -15,7 +15,7 @@
 -- A json object has exactly the fields of update() above, in that order; `overflow` is true if this
 -- step overflowed. JSON has no infinity and no NaN: they are the strings "inf", "-inf" and "nan",
 -- which Python's float() accepts. A missing field is null. Numbers have enough digits to read the
--- same double back.
+-- same double back. Called by scripts, train/ and cli/.
 local json = require "engine.base.json"
 local show = require "engine.base.show"
 

@@ -3,7 +3,8 @@
 --   local r = engine.replay.run(trace, "dynamic", { init_scale = 256 })
 --   r.scales, r.actions, r.skipped, r.stopped_at ...            -- print(engine.replay.table { r })
 -- The subcommand is cli/replay.lua. replay_fp8.lua replays policies of FP8 layers; trace.lua
--- reconstructs the record of a step at another scale.
+-- reconstructs the record of a step at another scale. Called by scripts, tune.lua, verify.lua,
+-- swap.lua and cli/replay.lua.
 local M_ffi = require "engine.base.ffi"
 local counterfactual = require "engine.run.counterfactual"
 local json = require "engine.base.json"

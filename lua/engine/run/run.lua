@@ -3,7 +3,8 @@
 --   runs/<name>/tensorboard/     event files, if requested (tensorboard.lua)
 --   runs/<name>/checkpoints/     states to resume from (checkpoint.lua)
 -- This module opens these files, finds the checkpoint from which restore.lua resumes, and writes
--- the files during the run. Only trainers and sessions open a Run; commands use M.directory.
+-- the files during the run. Only trainers and sessions open a Run; commands use M.directory. Owns
+-- the table of open runs. Called by train/ and cli/.
 local M_ffi = require "engine.base.ffi"
 local checkpoint = require "engine.run.checkpoint"
 local files = require "engine.base.file"

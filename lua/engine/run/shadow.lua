@@ -8,7 +8,7 @@
 -- A shadow of FP8 layers reads the meters that the run's own FP8 policies read. The history has an
 -- event `shadow_layers` at each step where the shadow would have moved layers to a different rung
 -- (a recipe of the ladder, or high precision), and an event `shadow_failed` where a shadow first
--- fails.
+-- fails. Called by the trainer.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local counterfactual = require "engine.run.counterfactual"

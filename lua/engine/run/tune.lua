@@ -3,7 +3,7 @@
 -- around the best setting. The search is deterministic and trains nothing.
 --   local best = engine.tune { runs = { "runs/a" }, policy = "dynamic",
 --     over = { "growth_interval=100..5000" } }
--- The subcommand is cli/tune.lua.
+-- The subcommand is cli/tune.lua. Called by scripts and cli/tune.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local expression = require "engine.base.expression"

@@ -9,7 +9,7 @@
 -- A step is open if its replayed verdict is a bound, or if its loss scale or action differs from
 -- the recorded run's. The live run begins at the newest checkpoint at or before the first open
 -- step, with the policy in the state that the replay has there. Without such a checkpoint the live
--- run begins where the recorded run did.
+-- run begins where the recorded run did. Called by cli/replay_verify.lua.
 local M_ffi = require "engine.base.ffi"
 local checkpoint = require "engine.run.checkpoint"
 local files = require "engine.base.file"

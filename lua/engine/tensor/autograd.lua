@@ -2,7 +2,8 @@
 -- in Lua.
 --
 -- C never calls a Lua gradient: the core's backward pass stops at the node of a custom operation,
--- Lua computes the gradient, and the pass resumes.
+-- Lua computes the gradient, and the pass resumes. Used by scripts, nn/, train/, run/ and this
+-- folder.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local tensor = require "engine.tensor.tensor"

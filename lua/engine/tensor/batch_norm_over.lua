@@ -1,7 +1,7 @@
 -- Batch norm over several ranks. Each rank has a part of the batch's rows, and all ranks normalize
 -- by the mean and variance of the whole batch. Every rank of the group must make the same calls, in
--- the forward pass and in the backward pass. Called by images.lua; dist/reducer.lua calls begin()
--- and first_bad().
+-- the forward pass and in the backward pass. Owns the count of exchanges. Called by images.lua;
+-- dist/reducer.lua calls begin() and first_bad().
 --
 -- In the forward pass, the ranks exchange their number of rows and, in f64, the mean and variance
 -- of each channel. In the backward pass, they exchange the sums of dy and of dy * (x - mean) /

@@ -6,7 +6,7 @@
 -- core/base/numerics.h does. Numbers that are too large become inf. In e4m3, which has no inf, they
 -- become nan; in formats without inf and nan, they become the largest number. ue4m3 and ue8m0 are
 -- formats for scales and encode |x|; ue8m0 rounds |x| down to a power of two. int8 and mxint8
--- (units of 1/64) are two's complement.
+-- (units of 1/64) are two's complement. Called by scripts and the REPL.
 local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"
 local show = require "engine.base.show"

@@ -1,7 +1,7 @@
 -- Calls of operations from Lua. core/ops.def lists the operations. All calls share one struct,
 -- M_ffi.call. elementwise.lua, views.lua and products.lua fill the tables `methods` and `functions`
 -- below. tensor.lua takes the methods of tensors from `methods`, and copies `functions` into its
--- module.
+-- module. Owns both tables. Called by these files.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 

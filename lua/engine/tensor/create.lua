@@ -1,5 +1,6 @@
 -- Making tensors: zeros, ones, full, rand, randn, randint, arange, tensor, from_memory. A tensor
--- made inside a step belongs to that step; any other lives until it is freed. Part of tensor.lua.
+-- made inside a step belongs to that step; any other lives until it is freed. Called through
+-- tensor.lua, and by fp8.lua and mx.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 

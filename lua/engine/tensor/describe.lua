@@ -1,5 +1,5 @@
 -- A tensor as text, for tostring. Never raises: if the tensor is stale or cannot be read, the text
--- has the error message.
+-- has the error message. Called by tensor.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 

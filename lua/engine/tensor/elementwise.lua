@@ -1,5 +1,5 @@
 -- Elementwise operations of tensors: arithmetic with tensors and numbers, unary functions,
--- comparisons, clamping, choosing, dropout, conversions. Part of tensor.lua.
+-- comparisons, clamping, choosing, dropout, conversions. Called through tensor.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local calls = require "engine.tensor.calls"

@@ -1,6 +1,6 @@
 -- FP8 by hand: matrices of e4m3, e5m2 or packed e5m6 codes with their scales, products of such
 -- matrices with a chosen accumulator, and single numbers as bits. core/base/fp8*.h defines the
--- formats and scales, core/ops.def the operations.
+-- formats and scales, core/ops.def the operations. Called by scripts and train/fp8_recipe.lua.
 --
 --   local fp8 = engine.fp8
 --   local qx = fp8.quantize(x, { block = "1x128" })                     -- x [.. x K]

@@ -1,6 +1,6 @@
 -- Finite-difference checks of gradients, in f64: engine.gradcheck(f, inputs) compares the gradients
 -- of backward() with central differences of the scalar sum(f(inputs) * w) for fixed random weights
--- w.
+-- w. Called by scripts.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"

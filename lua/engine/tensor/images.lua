@@ -1,5 +1,6 @@
 -- Convolution, pooling, batch norm and group norm of images x [N x C x H x W] and sequences
--- x [N x C x L]. Adds these methods to tensors; loaded by engine/init.lua.
+-- x [N x C x L]. Adds these methods to tensors; loaded by engine/init.lua. Called by scripts and
+-- nn/.
 --
 -- The kernels take and return tensors with the channels last (core/ops.def). The methods view x
 -- that way, and their results are views [N x C x ..] of channels-last memory. Elementwise

@@ -1,6 +1,6 @@
 -- Microscaling by hand: blocks of small numbers with a scale of one byte each (OCP MX, NVFP4).
 -- Codes and scales have the same bits as those of torchao and Transformer Engine. core/base/mx.h
--- defines formats and rules.
+-- defines formats and rules. Called by scripts, train/fp8_recipe.lua and train/fp8_sites.lua.
 --
 --   local q = engine.mx.quantize(x, { format = "e4m3", rule = "rceil" })       -- x [.. x K]
 --   local w = engine.mx.quantize(weight, { rule = "nvfp4", block = "16x16", transposed = true })

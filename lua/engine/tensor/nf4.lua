@@ -1,5 +1,5 @@
 -- NF4, the format of QLoRA's frozen weights, with the codes of bitsandbytes. core/base/nf4.h
--- defines the format.
+-- defines the format. Called by scripts and nn/lora_layers.lua.
 --
 --   local q = engine.nf4.quantize(weight)          -- 4.13 bits a number, with the scales
 --   print(q, q:dequantize("bf16"))

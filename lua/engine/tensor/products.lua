@@ -1,4 +1,4 @@
--- Reductions, products, norms, attention and losses of tensors. Part of tensor.lua.
+-- Reductions, products, norms, attention and losses of tensors. Called through tensor.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local calls = require "engine.tensor.calls"

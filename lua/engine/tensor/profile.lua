@@ -2,7 +2,7 @@
 --   print(engine.profile(function() trainer:step() end))
 -- Each row sums the calls of one kind (operation, dtypes, shapes); the most expensive row is the
 -- first. The row "(outside kernels)" has the time outside all kernels (tape, Lua, data). tostring
--- lists operations first, then kinds of calls.
+-- lists operations first, then kinds of calls. Called by scripts.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local machine = require "engine.base.machine"

@@ -1,4 +1,4 @@
--- safetensors files, the format of Hugging Face's weights.
+-- safetensors files, the format of Hugging Face's weights. Called by scripts, nn/ and run/.
 --
 --   local weights, metadata = engine.load("model.safetensors")    { name = tensor }, { key = text }
 --   engine.save("model.safetensors", weights, { format = "pt" })

@@ -1,5 +1,5 @@
 -- Statistics of a tensor's elements: x:stats(), x:isfinite(), x:isinf(), x:isnan(). Adds these
--- methods to tensors; loaded by engine/init.lua.
+-- methods to tensors; loaded by engine/init.lua. Called by scripts and run/run.lua.
 local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"
 local tensor = require "engine.tensor.tensor"

@@ -4,7 +4,7 @@
 --
 -- Counting follows Lua: dimensions and positions start at 1, ranges are inclusive, and negative
 -- numbers count from the end (dimension -1 is the last). The numbers inside index tensors (token
--- ids, classes) are data and count from 0.
+-- ids, classes) are data and count from 0. Used by scripts and most folders.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local calls = require "engine.tensor.calls"

@@ -1,5 +1,5 @@
 -- Views of tensors, joins, and selection of elements: reshape, permute, slice, split, concat,
--- gather, topk and so on. Part of tensor.lua.
+-- gather, topk and so on. Called through tensor.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local calls = require "engine.tensor.calls"

@@ -4,7 +4,8 @@
 --   engine.amp.register_half_function(mylib, "score")       runs in the scope's low format
 --   engine.amp.register_promote_function(mylib, "blend")    casts floats to one format
 -- A call replaces the function in its table. Outside of autocast, the function runs as before. The
--- precision recipe (precision.lua) defines the format of each built-in operation.
+-- precision recipe (precision.lua) defines the format of each built-in operation. Called by
+-- scripts.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"

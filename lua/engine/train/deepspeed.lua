@@ -9,7 +9,7 @@
 --   model_engine:close()
 -- The configuration's fp16 block becomes the policy (policy/deepspeed_config.lua). The session gets
 -- the configuration's optimizer and gradient_clipping. gradient_accumulation_steps is the number of
--- calls of step() per update.
+-- calls of step() per update. Called by scripts.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local config_of = require "engine.policy.deepspeed_config"

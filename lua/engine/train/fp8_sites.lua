@@ -16,7 +16,7 @@
 -- 2; the layer then computes in high precision in the next step. With a ladder, 2 chooses the first
 -- recipe of the ladder, 3 the second and so on; larger numbers choose high precision. The core
 -- gives the verdict's `scale` to names without an entry. An entry that equals `scale` therefore
--- counts as missing.
+-- counts as missing. Called by scripts, optim.lua and the trainer.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fp8_recipe = require "engine.train.fp8_recipe"

@@ -8,7 +8,7 @@
 --   end
 -- A batch holds token ids x [R x T], the next tokens y [R x T] and perhaps `mask` [R x T]. A token
 -- counts if its y is not -100 and its mask, if there is one, is not 0. The losses ignore other
--- tokens. Shapes: R rows of a batch, T tokens of a row, P pairs.
+-- tokens. Shapes: R rows of a batch, T tokens of a row, P pairs. Called by scripts.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local lora = require "engine.nn.lora"

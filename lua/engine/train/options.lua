@@ -1,5 +1,6 @@
 -- Checks the options of engine.trainer{ ... } and engine.session{ ... }: their names and values,
 -- with messages for what is wrong. assemble.lua and session.lua document the options for users.
+-- Called by assemble.lua, session.lua and cli/plan_measure.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fields = require "engine.base.fields"

@@ -4,6 +4,7 @@
 --   engine.trainer{ precision = { name = "mine", base = "fp16", residual = "f32" }, ... }
 --   engine.trainer{ precision = { name = "mine", base = "fp8_current",
 --     fp8 = { dy = { format = "e4m3" }, high = { "^blocks%.1%." } } }, ... }
+-- Called by scripts, this folder and docs/contract.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fp8_recipe = require "engine.train.fp8_recipe"

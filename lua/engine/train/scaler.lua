@@ -11,6 +11,7 @@
 -- reports an overflow to the policy if any optimizer had one. The scaler applies only the verdict's
 -- scale. An action, clip or lr_mul would come after the optimizers' steps, so update() refuses it
 -- (a skip on an overflow is fine). engine.session and engine.trainer carry out whole verdicts.
+-- Called by scripts.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"

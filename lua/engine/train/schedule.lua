@@ -2,6 +2,7 @@
 -- schedule returns the rate; engine.plot draws s:values(n), the rates of n updates.
 --   local s = engine.schedule.cosine{ lr = 3e-4, warmup = 100, total = 2000, floor = 3e-5 }
 --   s(0), s(2000)
+-- Called by scripts, the trainer and report/lab.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local nearest = require "engine.base.nearest"

@@ -1,5 +1,5 @@
 -- Runs a contest: the same job under several policies and several seeds, compared by mean and
--- spread.
+-- spread. Called by scripts.
 --   print(engine.contest { policies = { "dynamic", "layerwise" }, seeds = 5,
 --     run = function(policy, seed) ... return { loss = 0.31, skipped = 4 } end })
 local M_ffi = require "engine.base.ffi"

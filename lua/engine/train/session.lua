@@ -13,7 +13,8 @@
 -- A Session is a Trainer (trainer.lua) whose forward and backward passes are called by the script.
 -- Each call of s:step() is one step of the run, with one record and one verdict. A turn of the loop
 -- may have several steps. The tensors of a turn are freed when the turn ends. Between two
--- turns, loop.lua handles swaps, requests of attached clients, and checkpoints.
+-- turns, loop.lua handles swaps, requests of attached clients, and checkpoints. Called by scripts
+-- and deepspeed.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local assemble = require "engine.train.assemble"

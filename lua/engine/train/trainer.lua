@@ -9,7 +9,7 @@
 -- assemble.lua puts a trainer together and documents its options. loop.lua runs the steps.
 -- modes.lua refuses what does not work in a mode. session.lua gives the step's parts to loops
 -- written by hand. run/run.lua writes history and checkpoints. run/swap.lua changes the policy
--- between steps.
+-- between steps. Called by scripts, assemble.lua, loop.lua, session.lua and cli/plan_measure.lua.
 local M_ffi = require "engine.base.ffi"
 local activations = require "engine.train.activations"
 local attention_logits = require "engine.train.attention_logits"

@@ -1,6 +1,7 @@
 -- Averages of weights over steps, toward which FP4 layers round their weights (Q-EMA of TetraJet,
 -- arXiv 2502.20853). fp8_sites.lua makes and moves the averages. Checkpoints store them with the
 -- optimizer's state (optim.lua, run/shards.lua). dist/agreement.lua compares them between ranks.
+-- Called by fp8_sites.lua.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local steps = require "engine.optim.steps"
