@@ -1,6 +1,6 @@
 -- Checks the layers: folders depend only on folders below them. Only main/ and policy/ use Lua's
 -- headers; policies require nothing; only two Lua files load C libraries. Files that comments name
--- exist.
+-- exist, and the first comment of a file says who calls it.
 local helper = require "spec.helper"
 
 -- Returns the files that a shell command lists. Raises an error if it lists none.
@@ -241,6 +241,19 @@ describe("comments", function()
     end
     assert.is_true(count > 500, count)
     assert.same({}, missing)
+  end)
+
+  it("at the top of a file say who calls it", function()
+    local silent, phrases = {}, { "called [bft]", "called only by", "included %l* ?by", "used by",
+      "read by", "registered by", "includes this file", "which calls" }
+    for _, path in ipairs(files [[find core cuda lua/engine -name '*.[ch]' -o -name '*.cu' \
+        -o -name '*.lua']]) do
+      local head = helper.read(path):gsub("\n[/-][/-] ?", " "):match("^[^\n]*"):lower()
+      local said = false
+      for _, phrase in ipairs(phrases) do said = said or head:find(phrase) ~= nil end
+      if not said then silent[#silent + 1] = path end
+    end
+    assert.same({}, silent)
   end)
 end)
 
