@@ -95,7 +95,7 @@ describe("engine replay", function()
     assert.are.equal(0, result.code, result.err)
     assert.matches("policy +options +steps +skipped", result.out)
     assert.matches("dynamic +growth_interval=2 init_scale=256 +26 +7 %(26.9 %%%) +9.00 +5.5 " ..
-      "steps, then not +512\n", result.out)
+      "steps, then not +2%^9\n", result.out)
     assert.matches("dynamic: 256 512x2 1024 512x2 256x2", result.out)
   end)
 

@@ -139,7 +139,7 @@ describe("engine attach", function()
     assert.matches("%d+ of 1000000000 steps made, %d+ updates, 0 skipped, loss .*policy dynamic",
       result.out)
     assert.matches("lr 0.001 %-> 0.0001 %(by an attached client%)", result.out)
-    assert.matches("the policy is mine now, loss scale 65536", result.out)
+    assert.matches("the policy is mine now, loss scale 2^16", result.out, 1, true)
     assert.matches("the policy is dynamic again", result.out)
     assert.matches("the run ends now", attach(run, 'run:stop("enough")').out)
     assert.matches("\nenough\t%d+\n$", ended(pid))

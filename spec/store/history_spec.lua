@@ -258,7 +258,7 @@ describe("history", function()
     local text = h:why(5)
     for _, piece in ipairs { "step 5 (update 5, 0.5 s into the run): skipped",
       "Of 1000 gradients, 3 were inf and 1 nan, first in h.0.w [8] (f16).",
-      "from 65536 to 32768 (x 0.5): overflow: halved", "overflow number 2 in a row",
+      "from 2^16 to 2^15 (x 0.5): overflow: halved", "overflow number 2 in a row",
       "The loss was 2, 2 at the step before.", "Event swap: to max_value",
       "Event checkpoint (before this step): a", "Event rollback (after this step): b" } do
       assert.truthy(text:find(piece, 1, true), piece .. " is not in: " .. text)
@@ -321,8 +321,8 @@ describe("history", function()
     h:append_shadow(3, "s", own, false, true)
     local function counts(s) return { s.skipped, s.overflows or "-", s.bounds or "-" } end
     assert.same({ 0, 3, 7 }, counts(h:shadows()[1]))
-    assert.matches("a loss scale of 8, on an overflow at its own scale.\n", h:why(1), 1, true)
-    assert.matches("a loss scale of 8 (a bound).\n", h:why(5), 1, true)
+    assert.matches("a loss scale of 2^3, on an overflow at its own scale.\n", h:why(1), 1, true)
+    assert.matches("a loss scale of 2^3 (a bound).\n", h:why(5), 1, true)
     h:close()
     for _, name in ipairs { "overflow", "bound" } do
       scratch.sqlite(dir .. "/history.db", "ALTER TABLE shadows DROP COLUMN " .. name)
@@ -330,7 +330,7 @@ describe("history", function()
     local old = history.open(dir)
     assert.same({ 0, "-", "-" }, counts(old:shadows()[1]))
     assert.is_nil(old:shadow("s")[1].bound)
-    assert.matches("a loss scale of 8.\n", old:why(1), 1, true)
+    assert.matches("a loss scale of 2^3.\n", old:why(1), 1, true)
     old:close()
     h = history.open(dir, { write = true })          -- the run continues
     h:append_shadow(8, "s", own, true, true)

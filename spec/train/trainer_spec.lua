@@ -493,7 +493,7 @@ describe("the trainer", function()
       policy = "deepspeed" }
     assert.equal(scale, trainer.policy:scale())
     trainer = job { run = run, steps = 5, precision = "fp16", resume = "auto", policy = mine }
-    assert.matches("it takes over at the scale " .. scale / 4,
+    assert.matches("it takes over at the scale 2^" .. math.log(scale / 4) / math.log(2),
       table.concat(trainer.run_files.notes, "\n"), 1, true)
     trainer:run()
     assert.equal("dynamic", engine.history.open(run):last(1)[1].reason)
@@ -545,7 +545,7 @@ describe("the trainer", function()
     end
     job({ run = run, steps = 3, precision = "fp16", policy = own }):run()
     assert.matches("the policy is next now and was dynamic (" .. own .. "); it takes over at the "
-      .. "scale 8", notes(next_policy), 1, true)
+      .. "scale 2^3", notes(next_policy), 1, true)
     assert.matches("the policy dynamic is from policies/dynamic.lua now and was from " .. own ..
       "; the policy ", notes "dynamic", 1, true)
     helper.write(own, "-- edited\n" .. text)

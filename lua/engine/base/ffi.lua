@@ -2,7 +2,6 @@
 -- declarations that the build made from core/engine.h, checks that both come from one build, and
 -- turns status codes into Lua errors. Owns the struct that all calls share. Used by every folder.
 local ffi = require "ffi"
-local null = require("cjson").null
 
 local M = { ffi = ffi }
 
@@ -140,7 +139,8 @@ end
 --- or "null" for JSON's null. Cuts a string to 200 bytes and writes its control characters as \xNN.
 function M.value_text(v)
   if v == nil then return "nothing" end
-  if v == null then return "null" end
+  local cjson = package.loaded.cjson               -- not required: `engine doctor` runs without it
+  if cjson and v == cjson.null then return "null" end
   if type(v) == "string" then      -- cuts between two UTF-8 characters
     v = #v > 200 and v:sub(1, 201):gsub(".[\128-\191]*$", "") .. "..." or v
     return "'" .. v:gsub("%c", function(c) return ("\\x%02X"):format(c:byte()) end) .. "'"

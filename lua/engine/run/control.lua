@@ -148,7 +148,8 @@ local function policies_text(t, is)
   local sites = t.optimizer.fp8
   local names = {}
   for i, policy in ipairs(sites and sites.policies or {}) do names[i] = policy.name end
-  return ("the policy %s, loss scale %.10g%s"):format(is:format(t.policy.name), t.policy:scale(),
+  return ("the policy %s, loss scale %s%s"):format(is:format(t.policy.name),
+    show.scale(t.policy:scale()),
     #names > 0 and "; policies of FP8 layers: " .. table.concat(names, ", ") or "")
 end
 
@@ -176,7 +177,7 @@ function commands.policy(self)
   for _, policy in ipairs { self.trainer.policy, unpack(sites and sites.policies or {}) } do
     local label = swap.label(policy)
     lines[#lines + 1] = policy.fp8 and "policy of FP8 layers " .. label
-      or ("policy %s, loss scale %.10g"):format(label, policy:scale())
+      or ("policy %s, loss scale %s"):format(label, show.scale(policy:scale()))
     local names = nearest.keys(policy.options)
     for i, name in ipairs(names) do
       names[i] = name .. "=" .. M_ffi.value_text(policy.options[name])

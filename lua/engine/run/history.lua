@@ -360,8 +360,11 @@ M.step_columns = { { "step" }, { "attempt", 1 }, { "updates", 0 }, { "loss", NAN
 local step_meta = {}
 
 function step_meta.__tostring(row)
-  local parts = { ("step %d  loss %.4f  scale %g"):format(row.step, row.loss, row.scale) }
-  if row.next_scale ~= row.scale then parts[1] = parts[1] .. (" -> %g"):format(row.next_scale) end
+  local parts = { ("step %d  loss %.4f  scale %s"):format(row.step, row.loss,
+    show.scale(row.scale)) }
+  if row.next_scale ~= row.scale then
+    parts[1] = parts[1] .. " -> " .. show.scale(row.next_scale)
+  end
   parts[2] = row.action ~= "step" and row.action or nil
   if row.overflow then
     parts[#parts + 1] = ("overflow (%d inf, %d nan)"):format(row.inf, row.nan)

@@ -153,10 +153,10 @@ end
 
 local function say_policy(row, say, name)
   local change
-  if row.next_scale == row.scale then change = ("left the loss scale at %g"):format(row.scale)
+  if row.next_scale == row.scale then change = "left the loss scale at " .. show.scale(row.scale)
   else
-    change = ("set the loss scale from %g to %g (x %.6g)"):format(row.scale, row.next_scale,
-      row.next_scale / row.scale)
+    change = ("set the loss scale from %s to %s (x %.6g)"):format(show.scale(row.scale),
+      show.scale(row.next_scale), row.next_scale / row.scale)
   end
   local of_fp8 = row.policy_failed and row.reason and row.reason:find "^FP8 policy "
   say("The policy %s%s%s.", name and name .. " " or "", change, of_fp8 and "" or row.reason
@@ -215,8 +215,8 @@ end
 
 local function say_shadows(h, row, say)
   for _, shadow in ipairs(h:shadows_at(row.step)) do
-    local chosen = ("would have chosen the action %s and a loss scale of %g"):format(shadow.action,
-      tonumber(shadow.scale) or 0 / 0)
+    local chosen = ("would have chosen the action %s and a loss scale of %s"):format(shadow.action,
+      show.scale(tonumber(shadow.scale)))
     if not shadow.scale then
       chosen = "would have chosen, for FP8 layers, " .. tostring(shadow.reason)
     end

@@ -179,7 +179,7 @@ local COLUMNS = {
     local text = r.recover and ("%.1f steps"):format(r.recover) or "-"
     return r.unrecovered > 0 and (r.recover and text .. ", then not" or "never") or text
   end },
-  { "last scale", function(r) return ("%.8g"):format(r.scales[#r.scales]) end },
+  { "last scale", function(r) return show.scale(r.scales[#r.scales]) end },
   { "exact", function(r) return percent(r.certainty.exact / r.steps) end, run = true },
 }
 

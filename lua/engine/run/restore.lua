@@ -160,7 +160,7 @@ local function take_policies(trainer, c, notes)
       notes[#notes + 1] = ("the %s is %s now and was %s; it %s"):format(what, policy.name,
         was, not took and "starts fresh" .. (why and ": " .. tostring(why) or "")
         or policy.fp8 and "takes over the saved state"
-        or ("takes over at the scale %g"):format(policy:scale()))
+        or ("takes over at the scale %s"):format(show.scale(policy:scale())))
     elseif not policy.idle then
       notes[#notes + 1] = ("the FP8 policy %s starts fresh: the checkpoint has no state for it")
         :format(policy.name)

@@ -56,8 +56,7 @@ function M.new(trainer, shadow)
   if #shadow == 0 then return nil end
   local sites = trainer.optimizer.fp8
   local self = setmetatable({ trainer = trainer, list = {}, layers = {}, steps = 0, skipped = 0,
-    needs = 0, record = ffi.new("eng_record"),
-    format = formats.of(trainer.precision.weight_gradients) or formats.of "f16" }, Shadows)
+    needs = 0, record = ffi.new("eng_record") }, Shadows)
   local taken, seen = {}, {}
   for _, source in ipairs(shadow) do
     fail_if(seen[source], "shadow: %s is listed twice", M_ffi.value_text(source))
@@ -103,7 +102,6 @@ end
 function Shadows:tensors(stats, ratio)
   local n = #self.trainer.optimizer.list
   self.stats = self.stats or ffi.new("eng_tensor_stats[?]", n)
-  self.formats = self.formats or self.trainer:gradient_formats()
   ffi.copy(self.stats, stats, n * ffi.sizeof("eng_tensor_stats"))
   counterfactual.move_tensors(self.stats, n, ratio,
     function(i) return formats.of(self.formats[i]) or self.format end)
@@ -147,7 +145,12 @@ end
 --- record (with amax_f16) and statistics, the current policy's verdict, and whether the weights
 --- were updated. `run` is the Run that records the decisions.
 function Shadows:observe(s, record, stats, verdict, updated, run)
-  local step, lagged = tonumber(record.step), self.trainer.delay == 1
+  local step, trainer = tonumber(record.step), self.trainer
+  local lagged, recipe = trainer.delay == 1, trainer.precision
+  if self.recipe ~= recipe then                            -- set_precision may change it
+    self.recipe, self.formats = recipe, trainer:gradient_formats()
+    self.format = formats.of(recipe.weight_gradients) or formats.of "f16"
+  end
   self.steps = self.steps + 1
   if not updated then self.skipped = self.skipped + 1 end
   local done = counterfactual.carried_out(verdict, record.overflow ~= 0, lagged)
@@ -259,9 +262,9 @@ function Shadows:lines()
   for i, s in ipairs(self.list) do
     local own = s.scale or s.policy:scale()
     local text = ("shadow %s: would have skipped %s of %d steps at its own scale (the run " ..
-      "skipped %d); that scale ended at %.10g (relative to the run's: %s)"):format(s.name,
+      "skipped %d); that scale ended at %s (relative to the run's: %s)"):format(s.name,
       counterfactual.count_text(s.certainty, s.skipped), self.steps, self.skipped,
-      own, factor_text(own / scale))
+      show.scale(own), factor_text(own / scale))
     if s.most > 0 then
       text = text .. (" and differed from the run's by a factor of 2^%.2f on " ..
         "average, 2^%.2f at most"):format(s.apart / self.steps, s.most)

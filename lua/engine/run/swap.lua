@@ -19,6 +19,7 @@
 -- Owned by the trainer, which calls observe() after a decision; control.lua calls after_step().
 local M_ffi = require "engine.base.ffi"
 local read = require("engine.base.file").read
+local show = require "engine.base.show"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
@@ -189,7 +190,7 @@ local function put(self, entry, fresh, by, as_it_is)
   files:add_policy(fresh)
   local fp8 = entry.seat.kind == "fp8"
   tell(self, fp8 and "fp8_swap" or "swap", ("%spolicy %s -> %s (%s)%s"):format(fp8 and "FP8 " or "",
-    label(old), label(fresh), by, fp8 and "" or (", loss scale %.10g"):format(fresh:scale())),
+    label(old), label(fresh), by, fp8 and "" or ", loss scale " .. show.scale(fresh:scale())),
     { by = by, from = described(old), to = described(fresh),
     scale = not fp8 and fresh:scale() or nil })
   files:layers(trainer.steps_done - 1)                     -- the FP8 rungs from this step on

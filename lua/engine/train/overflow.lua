@@ -141,8 +141,8 @@ local function advice(self, record, finding)
     say("the forward pass itself leaves the format's range, which no loss scale can fix; try a " ..
       "smaller learning rate, clip=1, precision=bf16, or f32 for the module that overflows")
   else
-    say("the backward pass overflows at scale %g; try %s, clip=1, a smaller learning rate, or " ..
-      "precision=bf16", record.scale, lower_scale(trainer.policy, record.scale))
+    say("the backward pass overflows at scale %s; try %s, clip=1, a smaller learning rate, or " ..
+      "precision=bf16", show.scale(record.scale), lower_scale(trainer.policy, record.scale))
   end
   local path = trainer.run_files.path
   if path then
@@ -194,7 +194,8 @@ function Overflows:look(record, verdict)
   if stuck then
     local what = stops and ("the policy ends the run at an overflow, with the loss scale at " ..
       "%g"):format(record.scale)
-      or ("%d overflows in a row, and the loss scale stays at %g"):format(self.in_row, record.scale)
+      or ("%d overflows in a row, and the loss scale stays at %s"):format(self.in_row,
+      show.scale(record.scale))
     local lines = advice(self, record, finding)
     trainer.run_files:event(step, "stuck", what .. "\n" .. table.concat(lines, "\n"))
     say(("step %d: %s\n%s"):format(step, what, table.concat(lines, "\n")))
