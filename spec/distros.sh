@@ -117,7 +117,7 @@ try() {
   printf "$ROW" "$1" "$2" ${versions:-- - - - -} "$demo" "$test" \
     "${counts:-${BUILD_ONLY:+build $build}}"
   case "$build$demo$test" in
-    *FAILED*) failures=$((failures + 1)); grep -nE 'rror:|^Failure|^Error' "$log" | head -n 20 ;;
+    *FAILED*) failures=$((failures + 1)); grep -anE 'rror:|^Failure|^Error' "$log" | head -n 20 ;;
     *) rm -rf "$root" ;;
   esac
 }
