@@ -161,6 +161,8 @@ describe("an FP8 recipe", function()
       "fp8: high: the pattern '^blcks%.1' matches no linear layer of this model; linear layers: 1")
     refused({ layers = { { match = "^1$", high = true }, { match = "blcks" } } },
       "fp8: layers[2]: the pattern 'blcks' matches no linear layer of this model")
+    refused({ high_last = 1 },
+      "fp8: high_last counts modules named blocks.1, blocks.2 and so on, and this model has none")
     refused({ high = { "^$" } }, "the pattern '^$' matches no linear layer of this model")
     refused({ policy = "dynamic" },
       "fp8: policy: policy dynamic chooses a loss scale and does not work on FP8 layers; hint: " ..

@@ -199,6 +199,19 @@ describe("swapping a policy of FP8 layers", function()
     end)
   end)
 
+  it("follows operations of on_step with a layer's weight, and can be undone", function()
+    local seen = {}
+    local _, t = job({ fp8 = { policy = MOVING.nvfp4 } }, function(trainer, step)
+      if step < 6 then trainer.model.blocks[1].attn.qkv.weight:norm():item() end
+      if step == 3 then assert(trainer.policy:swap(OTHER.nvfp4)) end
+      if step == 5 then assert(trainer.swaps:undo()) end
+      seen[step] = trainer.optimizer.fp8.policies[1].name
+    end)
+    assert.same({ "layer_ladder", "layer_ladder", "sqrt3", "sqrt3", "layer_ladder", "layer_ladder",
+      "layer_ladder", "layer_ladder" }, seen)
+    assert.equal(2, t.swaps.swaps)
+  end)
+
   it("is refused where the run has no FP8 layers, and in lagged mode", function()
     engine.seed(1)
     local model = engine.nn.linear(4, 4)

@@ -111,7 +111,7 @@ describe("both modes", function()
   it("give advice when no loss scale helps", function()
     local sync, lagged = both(1, { "steps=16", "first=2", "last=14" })
     alike(sync, lagged, 13)
-    assert.matches("11 stuck 10 overflows in a row, and the loss scale stays at 1024",
+    assert.matches("11 stuck 10 overflows in a row, and the loss scale stays at 2^10",
       table.concat(lagged.kinds, "\n"), 1, true)
   end)
 

@@ -97,6 +97,9 @@ local function say_gradients(h, row, say)
     say("  and %d more tensors; in Lua, history:tensors(%d) lists all", bad - MOST_TENSORS,
       row.step)
   end
+  if bad > 1 then
+    say("The backward pass reached the last of these first; trap=overflow names the operation.")
+  end
 end
 
 local function say_context(h, row, say)

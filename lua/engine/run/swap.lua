@@ -184,6 +184,8 @@ end
 local function put(self, entry, fresh, by, as_it_is)
   local old, trainer = entry.seat.policy, self.trainer
   local files = trainer.run_files
+  -- drops the operations that on_step left on the tape, because they may use the layers
+  if entry.seat.kind == "fp8" then M_ffi.check(C.eng_step_end()) end
   entry.seat:use_policy(fresh, trainer)
   self:hold(entry, as_it_is)
   self.swaps, entry.swaps = self.swaps + 1, entry.swaps + 1

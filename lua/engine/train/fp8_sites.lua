@@ -99,7 +99,7 @@ end
 -- Refuses a user's pattern that matches no linear layer, because a typo would otherwise go
 -- unnoticed. The patterns for heads in the shipped recipes may match nothing, because a tied head
 -- is not a module.
-local function refuse_unmet(full, linears)
+local function refuse_unmet(full, linears, blocks)
   local own, where = full.own_fp8 or {}, ("precision '%s': fp8"):format(full.name)
   local function met(pattern, of)
     for _, usual in ipairs(full.usual_high) do
@@ -113,6 +113,10 @@ local function refuse_unmet(full, linears)
   end
   for _, pattern in ipairs(own.high or {}) do met(pattern, "high") end
   for i, over in ipairs(own.layers or {}) do met(over.match, ("layers[%d]"):format(i)) end
+  for _, name in ipairs { "high_first", "high_last" } do
+    raise_if(blocks == 0 and (own[name] or 0) > 0, "%s: %s counts modules named blocks.1, " ..
+      "blocks.2 and so on, and this model has none; hint: high = { pattern }", where, name)
+  end
 end
 
 --- Gives a site to every linear layer that the recipe puts in FP8, and removes the sites of an
@@ -126,7 +130,7 @@ function M.attach(model, full, list)
     blocks = math.max(blocks, tonumber(path:match("^blocks%.(%d+)%.")) or 0)
     if module._class == "linear" then linears[#linears + 1] = path end
   end)
-  if fp8 then refuse_unmet(full, linears) end
+  if fp8 then refuse_unmet(full, linears, blocks) end
   model:apply(function(module, path)
     rawset(module, "_fp8", nil)
     rawset(module, "_fp8_site", nil)

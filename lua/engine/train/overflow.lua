@@ -22,12 +22,14 @@ function M.new(trainer, every_time)
     told = {} }, Overflows)
 end
 
--- Returns the name of the first parameter, in the model's order, whose gradient holds an inf (field
--- "inf") or a nan (field "nan"); nil if there is none.
-local function first_with(self, stats, field)
+-- Returns the names of the first and the last parameter, in the model's order, whose gradients hold
+-- an inf (field "inf") or a nan (field "nan"); nil if there is none.
+local function found_in(self, stats, field)
+  local first, last
   for i, p in ipairs(self.trainer.optimizer.list) do
-    if stats[i - 1][field] > 0 then return p.name end
+    if stats[i - 1][field] > 0 then first, last = first or p.name, p.name end
   end
+  return first, last
 end
 
 -- If only the sum over ranks overflowed, returns a text that says so. Otherwise returns nil.
@@ -40,11 +42,12 @@ end
 
 --- Returns the text and the JSON of an overflow's event.
 function Overflows:text(record, stats, reason)
-  local first = { inf = first_with(self, stats, "inf"), nan = first_with(self, stats, "nan") }
-  local parts = {}
+  local parts, first, last = {}, {}, {}
   for i, kind in ipairs { "inf", "nan" } do
-    parts[i] = ("%d %s%s"):format(tonumber(record[kind]), kind, first[kind] and ", first in " ..
-      first[kind] or "")
+    first[kind], last[kind] = found_in(self, stats, kind)
+    parts[i] = ("%d %s%s%s"):format(tonumber(record[kind]), kind, first[kind] and ", first in " ..
+      first[kind] or "", last[kind] ~= first[kind] and (", last in %s, which the backward pass " ..
+      "reaches first"):format(last[kind]) or "")
   end
   local culprits = self.trainer.reducer:culprits()
   for i = 1, math.min(#culprits, 4) do
@@ -57,7 +60,7 @@ function Overflows:text(record, stats, reason)
   parts[#parts + 1] = of_sum(self.trainer) or self.trainer.reducer.origin
   local text = table.concat(parts, "; ") .. (reason ~= "" and "; " .. reason or "")
   return text, json.encode { inf = tonumber(record.inf), nan = tonumber(record.nan),
-    first_inf = first.inf, first_nan = first.nan,
+    first_inf = first.inf, first_nan = first.nan, last_inf = last.inf, last_nan = last.nan,
     scale = record.scale, ranks = #culprits > 0 and culprits or nil }
 end
 
@@ -116,8 +119,8 @@ local function advice(self, record, finding)
   local trainer, lines = self.trainer, {}
   local function say(format, ...) lines[#lines + 1] = "  " .. format:format(...) end
   local stats = trainer.stats
-  local inf, nan = first_with(self, stats, "inf"), first_with(self, stats, "nan")
-  say("first tensor with inf: %s; with nan: %s", inf or "none", nan or "none")
+  say("first tensor with inf: %s; with nan: %s", (found_in(self, stats, "inf") or "none"),
+    (found_in(self, stats, "nan") or "none"))
   local sum = of_sum(trainer)
   local spread = sum or trainer.reducer.origin
   if spread then say("%s", spread) end
