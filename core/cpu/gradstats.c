@@ -1,5 +1,5 @@
 // Gradient statistics: one read-only pass over every gradient, at memory bandwidth. Called through
-// backend.gradstats; owns nothing. The reference kernel is in reference_optimizer.c.
+// backend.gradstats; owns nothing. The reference kernel is in reference_gradstats.c.
 //
 // A block (blocks.h) is read in chunks that fit the first-level cache. A common chunk has no inf or
 // nan, and its squares fit f32; one pass finishes it. The integer maximum of the magnitudes' bits

@@ -12,7 +12,7 @@
 //            one bank per lane.
 //
 // Owns the buffers that carry the results to the host. The reference kernel is in
-// core/cpu/reference_optimizer.c. Called through the device's table.
+// core/cpu/reference_gradstats.c. Called through the device's table.
 #include "passes.h"
 #include "runtime/runtime.h"
 #include "spans.h"
