@@ -428,8 +428,31 @@ int64_t eng_params_count(const eng_params *set);
 /// currently divided among the ranks (zero=3).
 uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value);
 
-/// The kinds of optimizers.
-enum { ENG_SGD = 0, ENG_ADAM = 1, ENG_ADAMW = 2, ENG_LION = 3 };
+/// The fused optimizers: ENG_SGD and the other kinds that optimizers.def lists.
+typedef enum eng_optimizer_kind {
+#define ENG_OPTIMIZER(name, KIND, ...) ENG_##KIND,
+#include "optimizers.def"
+  ENG_OPTIMIZER_COUNT
+} eng_optimizer_kind;
+
+/// The largest number of moments that an optimizer has, and the number of the buffer with the
+/// rounding errors of bf16 masters (eng_optimizer_moment).
+enum { ENG_MOMENTS = 2, ENG_COMPENSATION = 0 };
+
+/// What an optimizer does and takes: column `traits` of optimizers.def.
+enum { ENG_COUPLED_DECAY = 1, ENG_BIAS_CORRECTION = 2, ENG_SPIKE_CLIP = 4, ENG_MOMENTUM = 8 };
+
+/// A row of optimizers.def.
+typedef struct eng_optimizer_info {
+  const char *name;
+  int32_t moments, traits;
+  const char *hyper;            // "(.lr = 1e-2, .nesterov = false)"
+} eng_optimizer_info;
+/// Returns the row of optimizer `kind`, or NULL past the end.
+const eng_optimizer_info *eng_optimizer_describe(int kind);
+/// Returns the name of hyperparameter `k`, a field of eng_hyper, or NULL past the end. *range is
+/// the last column of its row in optimizers.def.
+const char *eng_hyper_name(int k, const char **range);
 
 /// How an update rounds new weights to bf16 masters. nearest: to nearest, ties to even. stochastic:
 /// up or down, as 16 random bits decide. The bits are a function of the seed, eng_update.draw, the
@@ -437,11 +460,11 @@ enum { ENG_SGD = 0, ENG_ADAM = 1, ENG_ADAMW = 2, ENG_LION = 3 };
 /// the weight in the next update.
 enum { ENG_ROUND_NEAREST = 0, ENG_ROUND_STOCHASTIC = 1, ENG_ROUND_KAHAN = 2 };
 
-/// Hyperparameters of one group of parameters. An optimizer ignores the fields it does not use.
+/// Hyperparameters of one group of parameters: lr, beta1 and the others that optimizers.def lists.
+/// An optimizer ignores the fields it does not use.
 typedef struct eng_hyper {
-  double lr, beta1, beta2, eps, weight_decay;
-  double momentum, dampening;   // sgd
-  int32_t nesterov, reserved;   // sgd
+#define ENG_HYPER(name, type, range) type name;
+#include "optimizers.def"
 } eng_hyper;
 
 /// The largest number of optimizers with lagged updates at the same time.
@@ -477,8 +500,8 @@ typedef struct eng_update {
   // the call waits for the sums, and a lagged update cannot compute them.
   double *norms;
   double  update_clip;          // limit on the norm of the change of all weights; 0: no limit
-  double  spike_clip;           // adam, adamw: limits |g| to sqrt(spike_clip v), where v is the
-                                // second moment before the update; 0: off
+  double  spike_clip;           // with ENG_SPIKE_CLIP: limits |g| to sqrt(spike_clip v), where v is
+                                // the second moment before the update; 0: off
   // eng_optimizer_step sets these two fields for update_clip. factor: multiplies the change of the
   // weights. dry: 1 for the pass that computes norms and writes nothing.
   double  factor;
@@ -508,9 +531,9 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update);
 /// Makes the next update use the caller's t, even after lagged updates. Call this after restoring
 /// moments.
 void eng_optimizer_restart(eng_optimizer *state);
-/// Returns a tensor over the optimizer's memory, for checkpoints: moment `which` (1 or 2) of
-/// parameter `index`, or its Kahan compensation (3). *out has slot 0 if this optimizer has no such
-/// moment.
+/// Returns a tensor over the optimizer's memory, for checkpoints: moment `which` of parameter
+/// `index`, counted from 1, or its Kahan compensation (ENG_COMPENSATION). *out has slot 0 if this
+/// optimizer has no such moment.
 eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which, int index);
 
 // ------------------------------------------------------------------ captured steps

@@ -120,8 +120,8 @@ static void add_pass(const char *pass, double seconds, const param_span *spans, 
     if (moments) {   // masters and moments are read and written
       each += 2.0 * (double)eng_dtype_size(spans[i].master_dtype);
       if (spans[i].compensation) each += 4;
-      if (spans[i].moment1) each += 2.0 * (double)eng_dtype_size(spans[i].moment_dtype);
-      if (spans[i].moment2) each += 2.0 * (double)eng_dtype_size(spans[i].moment_dtype);
+      for (int k = 0; k < ENG_MOMENTS; k++)
+        if (spans[i].moment[k]) each += 2.0 * (double)eng_dtype_size(spans[i].moment_dtype);
       if (spans[i].low) each += (double)eng_dtype_size(spans[i].low_dtype);
     }
     bytes += each * (double)spans[i].count;

@@ -196,9 +196,12 @@ static run_function *const runs[][3] = {
 
 static int loop_of(const param_span *s, const rule *r, int kind)
 {
-  if (kind == ENG_ADAM || kind == ENG_ADAMW) return LOOP_ADAM;
-  if (kind == ENG_LION) return LOOP_LION;
-  if (!s->moment1 || r->of.momentum == 0) return LOOP_SGD;
+  static const int loops[] = {
+#define ENG_OPTIMIZER(name, KIND, loop, ...) LOOP_##loop,
+#include "optimizers.def"
+  };
+  if (loops[kind] != LOOP_SGD) return loops[kind];
+  if (!s->moment[0] || r->of.momentum == 0) return LOOP_SGD;
   return s->starts ? LOOP_MOMENTUM_STARTS : LOOP_MOMENTUM;
 }
 
@@ -237,7 +240,7 @@ static void total(double (*sums)[LANES], const param_span *s, int64_t first, int
                   double *norms)
 {
   const double units[ENG_NORMS] = {1, 1, 1, V_UNIT};
-  const void *values[ENG_NORMS] = {NULL, s->master, s->moment1, s->moment2};
+  const void *values[ENG_NORMS] = {NULL, s->master, s->moment[0], s->moment[1]};
   for (int k = 0; k < ENG_NORMS; k++) {
     double sum = 0;
     for (int i = 0; i < LANES; i++) sum += sums[k][i];
@@ -314,14 +317,14 @@ static void update_block(const param_span *s, const rule *given, const eng_updat
     float *m = NULL, *v = NULL;
     // For f32 moments, m and v point to the moments themselves, else to copies in a tile, which
     // tile_store writes back.
-    if (s->moment1) m = (float *)tile_load(moment1, s->moment1, s->moment_dtype, at, n);
-    if (s->moment2) v = (float *)tile_load(moment2, s->moment2, s->moment_dtype, at, n);
+    if (s->moment[0]) m = (float *)tile_load(moment1, s->moment[0], s->moment_dtype, at, n);
+    if (s->moment[1]) v = (float *)tile_load(moment2, s->moment[1], s->moment_dtype, at, n);
     run(r, p, g, m, v, n, &some);
     if (norms && (at + n == end || (at - first) / TILE % SUM_TILES == SUM_TILES - 1))
       spill(&some, sums);
     if (r->dry) continue;
-    if (s->moment1) tile_store(s->moment1, s->moment_dtype, at, m, n);
-    if (s->moment2) tile_store(s->moment2, s->moment_dtype, at, v, n);
+    if (s->moment[0]) tile_store(s->moment[0], s->moment_dtype, at, m, n);
+    if (s->moment[1]) tile_store(s->moment[1], s->moment_dtype, at, v, n);
     if (s->low) tile_store(s->low, s->low_dtype, at, p, n);
     store_masters(s, u, at, p, n);
   }

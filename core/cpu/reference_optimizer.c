@@ -36,53 +36,63 @@ eng_status reference_unscale(const param_span *spans, int n, double factor, floa
 
 // ------------------------------------------------------------------ optimizers
 
-// The two moments of one element. An optimizer does not change a moment that it does not use.
-typedef struct moments { float first, second; } moments;
+// Each function updates one element: weight w, gradient g, moments m. `starts`: moment 1 has never
+// been updated. An optimizer does not change a moment that it does not use.
+#define ELEMENT                                                                                    \
+  float w, float g, float m[ENG_MOMENTS], const eng_hyper *h, const eng_update *u, bool starts
 
 // Adds decay * w to g. The momentum buffer starts as g. In later updates:
 //   buffer = momentum * buffer + (1 - dampening) * g
 // Then w -= lr * (nesterov ? g + momentum * buffer : buffer) or, without momentum, w -= lr * g.
-static float sgd(float w, float g, moments *m, const eng_hyper *h, bool starts)
+static float sgd(ELEMENT)
 {
+  (void)u;
   float momentum = (float)h->momentum;
   if (h->weight_decay != 0) g = g + (float)h->weight_decay * w;
   if (h->momentum != 0) {
-    m->first = starts ? g : momentum * m->first + (float)(1.0 - h->dampening) * g;
-    g = h->nesterov ? g + momentum * m->first : m->first;
+    m[0] = starts ? g : momentum * m[0] + (float)(1.0 - h->dampening) * g;
+    g = h->nesterov ? g + momentum * m[0] : m[0];
   }
   return w - (float)h->lr * g;
 }
 
-// With spike > 0, limits |g| to sqrt(spike * v). For weight decay, Adam then adds decay * w to g,
-// and AdamW multiplies w by 1 - lr * decay. Then:
+// With spike_clip > 0, limits |g| to sqrt(spike_clip * v). Adds decay * w to g. Then:
 //   m = beta1 m + (1 - beta1) g, computed as a step from m toward g
 //   v = beta2 v + (1 - beta2) g^2
 //   w -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-static float adam(float w, float g, moments *m, const eng_hyper *h, int64_t t, bool decoupled,
-                  float spike)
+static float adam(ELEMENT)
 {
-  float most = spike * m->second;
-  if (spike > 0 && g * g > most) g = copysignf(sqrtf(most), g);
-  float step = (float)(h->lr / (1.0 - pow(h->beta1, (double)t)));
-  float root = (float)sqrt(1.0 - pow(h->beta2, (double)t));
-  if (decoupled) w = w * (float)(1.0 - h->lr * h->weight_decay);
-  else if (h->weight_decay != 0) g = g + (float)h->weight_decay * w;
+  (void)starts;
+  float most = (float)u->spike_clip * m[1];
+  if (u->spike_clip > 0 && g * g > most) g = copysignf(sqrtf(most), g);
+  float step = (float)(h->lr / (1.0 - pow(h->beta1, (double)u->t)));
+  float root = (float)sqrt(1.0 - pow(h->beta2, (double)u->t));
+  if (h->weight_decay != 0) g = g + (float)h->weight_decay * w;
   float gain = (float)(1.0 - h->beta1);
-  m->first = gain < 0.5f ? m->first + gain * (g - m->first) : g + (gain - 1.0f) * (g - m->first);
-  m->second = m->second * (float)h->beta2 + (float)(1.0 - h->beta2) * g * g;
-  return w + -step * m->first / (sqrtf(m->second) / root + (float)h->eps);
+  m[0] = gain < 0.5f ? m[0] + gain * (g - m[0]) : g + (gain - 1.0f) * (g - m[0]);
+  m[1] = m[1] * (float)h->beta2 + (float)(1.0 - h->beta2) * g * g;
+  return w + -step * m[0] / (sqrtf(m[1]) / root + (float)h->eps);
+}
+
+// Multiplies w by 1 - lr * decay, then updates it as Adam without decay.
+static float adamw(ELEMENT)
+{
+  eng_hyper plain = *h;
+  plain.weight_decay = 0;
+  return adam(w * (float)(1.0 - h->lr * h->weight_decay), g, m, &plain, u, starts);
 }
 
 // Multiplies w by 1 - lr * decay. Then:
 //   w -= lr * sign(beta1 m + (1 - beta1) g)
 //   m = beta2 m + (1 - beta2) g
 // The sign of 0 is 0, and the sign of NaN is NaN.
-static float lion(float w, float g, moments *m, const eng_hyper *h)
+static float lion(ELEMENT)
 {
-  float direction = (float)h->beta1 * m->first + (float)(1.0 - h->beta1) * g;
+  (void)u, (void)starts;
+  float direction = (float)h->beta1 * m[0] + (float)(1.0 - h->beta1) * g;
   float sign = direction > 0 ? 1.0f : direction < 0 ? -1.0f : direction;
   w = w * (float)(1.0 - h->lr * h->weight_decay);
-  m->first = (float)h->beta2 * m->first + (float)(1.0 - h->beta2) * g;
+  m[0] = (float)h->beta2 * m[0] + (float)(1.0 - h->beta2) * g;
   return w - (float)h->lr * sign;
 }
 
@@ -102,7 +112,11 @@ static void store_weight(const param_span *s, const eng_update *u, int64_t i, fl
 
 eng_status reference_optimize(const param_span *spans, int n, const eng_update *update)
 {
-  float limit = (float)update->clip_value, spike = (float)update->spike_clip;
+  static float (*const element[])(ELEMENT) = {
+#define ENG_OPTIMIZER(name, ...) name,
+#include "optimizers.def"
+  };
+  float limit = (float)update->clip_value;
   for (int k = 0; k < n; k++) {
     const param_span *span = &spans[k];
     const eng_hyper *h = &update->groups[span->group];
@@ -114,25 +128,20 @@ eng_status reference_optimize(const param_span *spans, int n, const eng_update *
       float g = times_factor((float)tensor_load(span->gradient, span->gradient_dtype, i),
                              update->gradient_factor / span->scale);
       if (limit > 0) g = g > limit ? limit : g < -limit ? -limit : g;   // NaN stays NaN
-      moments m = {0};
-      if (span->moment1) m.first = (float)tensor_load(span->moment1, span->moment_dtype, i);
-      if (span->moment2) m.second = (float)tensor_load(span->moment2, span->moment_dtype, i);
-      switch (update->kind) {
-        case ENG_SGD:   w = sgd(w, g, &m, h, span->starts != 0); break;
-        case ENG_ADAM:  w = adam(w, g, &m, h, update->t, false, spike); break;
-        case ENG_ADAMW: w = adam(w, g, &m, h, update->t, true, spike); break;
-        case ENG_LION:  w = lion(w, g, &m, h); break;
-      }
+      float m[ENG_MOMENTS] = {0};
+      for (int k = 0; k < ENG_MOMENTS; k++)
+        if (span->moment[k]) m[k] = (float)tensor_load(span->moment[k], span->moment_dtype, i);
+      w = element[update->kind](w, g, m, h, update, span->starts != 0);
       float change = w - before;
       if (update->factor != 1) w = before + (float)update->factor * change;
-      const float normed[ENG_NORMS] = {change, w, span->moment1 ? m.first : 0,
-                                       span->moment2 ? m.second : 0};
+      const float normed[ENG_NORMS] = {change, w, span->moment[0] ? m[0] : 0,
+                                       span->moment[1] ? m[1] : 0};
       for (int k = 0; span->norms && k < ENG_NORMS; k++)
         span->norms[k] += (double)normed[k] * normed[k];
       if (update->dry) continue;
       store_weight(span, update, i, w);
-      if (span->moment1) tensor_store(span->moment1, span->moment_dtype, i, m.first);
-      if (span->moment2) tensor_store(span->moment2, span->moment_dtype, i, m.second);
+      for (int k = 0; k < ENG_MOMENTS; k++)
+        if (span->moment[k]) tensor_store(span->moment[k], span->moment_dtype, i, m[k]);
       if (span->low) tensor_store(span->low, span->low_dtype, i, w);
     }
   }

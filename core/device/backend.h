@@ -79,7 +79,7 @@ typedef struct param_span {
   void    *compensation;   // rounding errors of bf16 masters, in bf16, or NULL
   void    *low;         // the same weights in low_dtype, or NULL
   void    *gradient;    // in gradient_dtype
-  void    *moment1, *moment2;   // in moment_dtype; NULL where the optimizer has none
+  void    *moment[ENG_MOMENTS];   // in moment_dtype; NULL where the optimizer has none
   int32_t  master_dtype, low_dtype, gradient_dtype, moment_dtype;
   int32_t  group;       // index of its eng_hyper in eng_update.groups
   int32_t  index;       // index of the parameter in its set
@@ -88,7 +88,7 @@ typedef struct param_span {
   // optimize and unscale divide by it. In a call of optimize, this field is the relative scale
   // divided by the parameter's entry in eng_update.clips.
   double   scale;
-  // 1: moment1 has never been updated; SGD's momentum then starts as the gradient itself
+  // 1: the moment has never been updated; SGD's momentum then starts as the gradient itself
   int32_t  starts;
   double  *norms;       // [ENG_NORMS] sums of squares for optimize to fill, or NULL
 } param_span;

@@ -25,28 +25,38 @@ ENG_INLINE scaling scaling_of(double factor)
 
 /// A group's hyperparameters in the form that the loops use.
 typedef struct update_rule {
-  float   coupled_decay;     // its product with the weight is added to the gradient (sgd, adam)
-  float   keep;              // 1 - lr * weight_decay, which multiplies the weight (adamw, lion)
-  float   lr;                // adam: lr / (1 - beta1^t)
+  float   coupled_decay;     // its product with the weight is added to the gradient; or 0
+  float   keep;              // 1 - lr * weight_decay, which multiplies the weight; or 1
+  float   lr;                // with ENG_BIAS_CORRECTION: lr / (1 - beta1^t)
   float   beta1, gain1;      // gain: 1 - beta
   float   beta2, gain2;
-  float   root, eps;         // root: sqrt(1 - beta2^t)
+  float   root, eps;         // root, with ENG_BIAS_CORRECTION: sqrt(1 - beta2^t)
   float   momentum, gain;    // sgd; gain: 1 - dampening
   int32_t nesterov;
 } update_rule;
 
+/// Returns whether an optimizer has a trait (ENG_COUPLED_DECAY ...).
+static inline bool has_trait(int kind, int trait)
+{
+  static const int traits_of[] = {
+#define ENG_OPTIMIZER(name, KIND, loop, moments, traits, hyper) traits,
+#include "optimizers.def"
+  };
+  return (traits_of[kind] & trait) != 0;
+}
+
 static inline update_rule update_rule_of(const eng_update *u, const eng_hyper *h)
 {
-  const bool adam = u->kind == ENG_ADAM || u->kind == ENG_ADAMW,
-             coupled = u->kind == ENG_SGD || u->kind == ENG_ADAM;
+  const bool corrected = has_trait(u->kind, ENG_BIAS_CORRECTION),
+             coupled = has_trait(u->kind, ENG_COUPLED_DECAY);
   const double rise1 = 1.0 - pow(h->beta1, (double)u->t), rise2 = 1.0 - pow(h->beta2, (double)u->t);
   const update_rule r = {
     coupled ? (float)h->weight_decay : 0.0f,
     coupled ? 1.0f : (float)(1.0 - h->lr * h->weight_decay),
-    (float)(adam ? h->lr / rise1 : h->lr),
+    (float)(corrected ? h->lr / rise1 : h->lr),
     (float)h->beta1, (float)(1.0 - h->beta1),
     (float)h->beta2, (float)(1.0 - h->beta2),
-    adam ? (float)sqrt(rise2) : 0.0f, (float)h->eps,
+    corrected ? (float)sqrt(rise2) : 0.0f, (float)h->eps,
     (float)h->momentum, (float)(1.0 - h->dampening),
     h->nesterov != 0,
   };

@@ -7,6 +7,7 @@
 #include "base/numerics.h"
 #include "params.h"
 #include "device/transfer.h"
+#include "device/update_rule.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -25,21 +26,37 @@ struct eng_optimizer {
   bool         in_a_row;     // the previous update was lagged
   int64_t      lagged_t;     // number of the next lagged update, on devices that compute statistics
                              // immediately
-  // An entry is NULL until an update (in SGD, one with momentum) or eng_optimizer_moment creates
-  // it. moment[COMPENSATION] has the rounding errors of bf16 masters, and no part for f32 masters.
-  flat_buffer *moment[3];
+  // Moments by their number, from 1, and the rounding errors of bf16 masters (ENG_COMPENSATION),
+  // which have no part for f32 masters. An entry is NULL until an update (with ENG_MOMENTUM: one
+  // with momentum) or eng_optimizer_moment creates it.
+  flat_buffer *buffer[1 + ENG_MOMENTS];
   optimizer_member member[]; // [set->n]
 };
-enum { COMPENSATION = 2, BUFFERS };
+enum { BUFFERS = 1 + ENG_MOMENTS };
 
-static const struct { const char *name; int moments;
-} kinds[] = {
-  [ENG_SGD] = {"sgd", 1},
-  [ENG_ADAM] = {"adam", 2},
-  [ENG_ADAMW] = {"adamw", 2},
-  [ENG_LION] = {"lion", 1},
+static const eng_optimizer_info kinds[] = {
+#define ENG_OPTIMIZER(name, KIND, loop, moments, traits, hyper) {#name, moments, traits, #hyper},
+#include "optimizers.def"
 };
-enum { KINDS = sizeof kinds / sizeof kinds[0] };
+
+// The compiler refuses rows with an unknown hyperparameter or with too many moments.
+#define ENG_OPTIMIZER(name, KIND, loop, moments, traits, hyper) \
+  _Static_assert(sizeof((eng_hyper){ENG_LIST hyper}) && moments <= ENG_MOMENTS, #name);
+#include "optimizers.def"
+
+const eng_optimizer_info *eng_optimizer_describe(int kind)
+{ return kind >= 0 && kind < ENG_OPTIMIZER_COUNT ? &kinds[kind] : NULL; }
+
+const char *eng_hyper_name(int k, const char **range)
+{
+  static const char *const rows[][2] = {
+#define ENG_HYPER(name, type, range) {#name, #range},
+#include "optimizers.def"
+  };
+  if (k < 0 || k >= (int)(sizeof rows / sizeof rows[0])) return NULL;
+  *range = rows[k][1];
+  return rows[k][0];
+}
 
 static eng_status check_alive(const eng_optimizer *state)
 {
@@ -69,14 +86,14 @@ static int32_t *dtypes_of(const eng_optimizer *state, int which)
   int32_t *dtype = state->set->which;   // unused between passes
   for (int i = 0; i < state->set->n; i++) {
     bool low = state->set->member[i].value->dtype == ENG_bf16;
-    dtype[i] = which != COMPENSATION ? state->moment_dtype : low ? ENG_bf16 : -1;
+    dtype[i] = which != ENG_COMPENSATION ? state->moment_dtype : low ? ENG_bf16 : -1;
   }
   return dtype;
 }
 
 static eng_status moment_new(eng_optimizer *state, int which)
 {
-  flat_buffer **moment = &state->moment[which];
+  flat_buffer **moment = &state->buffer[which];
   const eng_params *set = state->set;
   if (*moment) return ENG_OK;
   ENG_TRY(flat_new(moment, ARENA_OPTIMIZER, set, dtypes_of(state, which), set->sharded));
@@ -106,8 +123,8 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
                              const int32_t *group_of)
 {
   *out = NULL;
-  FAIL_IF(kind < 0 || kind >= KINDS, ENG_ERR_VALUE,
-          "unknown optimizer number %d; expected 0 to 3 (ENG_SGD to ENG_LION)", kind);
+  FAIL_IF(!eng_optimizer_describe(kind), ENG_ERR_VALUE, "unknown optimizer number %d; expected "
+          "0 to %d (optimizers.def)", kind, ENG_OPTIMIZER_COUNT - 1);
   FAIL_IF(moment_dtype != ENG_f32 && moment_dtype != ENG_bf16, ENG_ERR_DTYPE, "%s: expected "
           "moments in f32 or bf16, got %s", kinds[kind].name, eng_dtype_name(moment_dtype));
   FAIL_IF(set->freed, ENG_ERR_STATE, "%s: these parameters were freed; hint: create a new "
@@ -130,7 +147,7 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
 void eng_optimizer_free(eng_optimizer *state)
 {
   if (!state) return;
-  for (int which = 0; which < BUFFERS; which++) flat_release(&state->moment[which]);
+  for (int which = 0; which < BUFFERS; which++) flat_release(&state->buffer[which]);
   params_release(state->set);
   if (state->slot >= 0) slots_taken &= ~(1ull << state->slot);
   free(state);
@@ -155,7 +172,7 @@ eng_status eng_optimizer_shard(eng_optimizer *state)
           "%s: expected parameters that are divided among ranks; hint: call eng_parallel_new with "
           "zero = 1, 2 or 3 first", kinds[state->kind].name);
   for (int which = 0; which < BUFFERS; which++) {
-    flat_buffer *whole = state->moment[which], *part;
+    flat_buffer *whole = state->buffer[which], *part;
     if (!whole || is_divided(whole, set)) continue;
     ENG_TRY(flat_new(&part, ARENA_OPTIMIZER, set, dtypes_of(state, which), true));
     eng_status status = ENG_OK;
@@ -167,7 +184,7 @@ eng_status eng_optimizer_shard(eng_optimizer *state)
     }
     flat_release(status == ENG_OK ? &whole : &part);
     ENG_TRY(status);
-    state->moment[which] = part;
+    state->buffer[which] = part;
   }
   return ENG_OK;
 }
@@ -178,7 +195,7 @@ eng_status eng_optimizer_rounding(eng_optimizer *state, int rounding)
   FAIL_IF(rounding < ENG_ROUND_NEAREST || rounding > ENG_ROUND_KAHAN, ENG_ERR_VALUE, "%s: unknown "
           "rounding number %d; expected 0 to 2 (ENG_ROUND_*)", kinds[state->kind].name, rounding);
   state->rounding = rounding;
-  flat_release(&state->moment[COMPENSATION]);   // the masters may have another format now
+  flat_release(&state->buffer[ENG_COMPENSATION]);   // the masters may have another format now
   return ENG_OK;
 }
 
@@ -187,8 +204,8 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
   const char *name = kinds[state->kind].name;
   if (update->kind != state->kind)
     return error_set(ENG_ERR_VALUE, "expected an update of %s, got an update of %s", name,
-                     update->kind >= 0 && update->kind < KINDS ? kinds[update->kind].name
-                                                               : "an unknown optimizer");
+                     eng_optimizer_describe(update->kind) ? kinds[update->kind].name
+                                                          : "an unknown optimizer");
   FAIL_IF(update->t < 1, ENG_ERR_VALUE,
           "%s: expected an update number of 1 or more, got %lld", name, (long long)update->t);
   for (int g = 0; state->set->sharded && g < update->n_groups; g++)
@@ -196,12 +213,11 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
             "ZeRO, got %g: dampening treats a tensor's first update differently, and a rank that "
             "holds only a part of the tensor cannot tell which update is the first; hint: "
             "dampening=0 or zero=0", name, update->groups[g].dampening);
-  const bool adam = state->kind == ENG_ADAM || state->kind == ENG_ADAMW;
-  FAIL_IF(!(update->spike_clip >= 0 && update->update_clip >= 0) ||
-          (update->spike_clip > 0 && !adam), ENG_ERR_VALUE,
-          "%s: expected update_clip and spike_clip to be 0 or more, and spike_clip to be 0 except "
-          "for adam and adamw; got update_clip = %g and spike_clip = %g", name,
+  FAIL_IF(!(update->spike_clip >= 0 && update->update_clip >= 0), ENG_ERR_VALUE,
+          "%s: expected update_clip and spike_clip to be 0 or more, got %g and %g", name,
           update->update_clip, update->spike_clip);
+  FAIL_IF(update->spike_clip > 0 && !has_trait(state->kind, ENG_SPIKE_CLIP), ENG_ERR_VALUE,
+          "%s: this optimizer cannot use spike_clip; expected 0, got %g", name, update->spike_clip);
   FAIL_IF(update->update_clip > 0 && !update->norms, ENG_ERR_VALUE,
           "%s: update_clip needs norms (eng_update.norms), got NULL", name);
   FAIL_IF(update->lagged && !state->set->newest, ENG_ERR_STATE, "%s: a lagged update needs "
@@ -238,7 +254,7 @@ static bool untouched(const tensor *moment)
 /// it is not read again until a script writes to it, because a read may have to wait for a GPU.
 static bool has_begun(eng_optimizer *state, int i)
 {
-  const tensor *moment = state->moment[0]->part[i];
+  const tensor *moment = state->buffer[1]->part[i];
   if (state->member[i].begun == (int64_t)moment->store->writes) return true;
   if (untouched(moment)) return false;
   state->member[i].begun = moment->store->writes;
@@ -252,11 +268,12 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   ENG_TRY(check_update(state, update));
   ENG_TRY(params_here(state->set, "an optimizer's update"));
   ENG_TRY(params_wait());
-  bool momentum = false;
+  const bool by_momentum = has_trait(state->kind, ENG_MOMENTUM);
+  bool momentum = !by_momentum;
   for (int g = 0; g < update->n_groups; g++) momentum = momentum || update->groups[g].momentum != 0;
-  for (int which = 0; which < kinds[state->kind].moments; which++)
-    if (state->kind != ENG_SGD || momentum) ENG_TRY(moment_new(state, which));
-  if (state->rounding == ENG_ROUND_KAHAN) ENG_TRY(moment_new(state, COMPENSATION));
+  for (int which = 1; momentum && which <= kinds[state->kind].moments; which++)
+    ENG_TRY(moment_new(state, which));
+  if (state->rounding == ENG_ROUND_KAHAN) ENG_TRY(moment_new(state, ENG_COMPENSATION));
 
   eng_params *set = state->set;
   eng_update here = *update;
@@ -294,15 +311,16 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
     span->group = state->member[i].group;
     span->moment_dtype = state->moment_dtype;
     const eng_hyper *h = &update->groups[span->group];
-    if (state->moment[0] && !(state->kind == ENG_SGD && h->momentum == 0))
-      span->moment1 = state->moment[0]->part[i]->data;
-    if (state->moment[1]) span->moment2 = state->moment[1]->part[i]->data;
-    const tensor *lost = state->moment[COMPENSATION] ? state->moment[COMPENSATION]->part[i] : NULL;
-    if (lost && span->master_dtype == ENG_bf16) span->compensation = lost->data;
+    for (int which = 1; which <= ENG_MOMENTS; which++)
+      if (state->buffer[which] && !(by_momentum && h->momentum == 0))
+        span->moment[which - 1] = state->buffer[which]->part[i]->data;
+    const flat_buffer *lost = state->buffer[ENG_COMPENSATION];
+    if (lost && lost->part[i] && span->master_dtype == ENG_bf16)
+      span->compensation = lost->part[i]->data;
     // Without dampening the first update needs no exception: momentum * 0 + gradient equals the
     // gradient.
     span->starts =
-      state->kind == ENG_SGD && span->moment1 && h->dampening != 0 && !has_begun(state, i);
+      by_momentum && span->moment[0] && h->dampening != 0 && !has_begun(state, i);
     if (update->clips && update->clips[i] != 1) span->scale /= update->clips[i];
     if (update->norms) span->norms = update->norms + ENG_NORMS * i;
   }
@@ -326,13 +344,14 @@ eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which
   *out = (eng_tensor){0, 0};
   ENG_TRY(check_alive(state));
   ENG_TRY(params_index(state->set, index));
-  FAIL_IF(which < 1 || which > BUFFERS, ENG_ERR_VALUE,
-          "expected moment 1 or 2, or 3 for the compensation, got %d", which);
-  if (which == COMPENSATION + 1 ? state->rounding != ENG_ROUND_KAHAN
+  FAIL_IF(which < 0 || which >= BUFFERS, ENG_ERR_VALUE,
+          "expected moment 1 to %d, or %d (ENG_COMPENSATION), got %d", ENG_MOMENTS,
+          ENG_COMPENSATION, which);
+  if (which == ENG_COMPENSATION ? state->rounding != ENG_ROUND_KAHAN
                                 : which > kinds[state->kind].moments)
     return ENG_OK;
-  ENG_TRY(moment_new(state, which - 1));
-  const flat_buffer *moment = state->moment[which - 1];
+  ENG_TRY(moment_new(state, which));
+  const flat_buffer *moment = state->buffer[which];
   if (moment && moment->part[index]) *out = tensor_handle(moment->part[index]);
   return ENG_OK;
 }

@@ -42,7 +42,7 @@ typedef struct numbers {
   int64_t t;
   float   limit;             // clamp gradients to +-limit; inf: no clamp
   int32_t go;                // 0: skip this update
-  int32_t adam, n_groups;
+  int32_t corrected, n_groups;   // corrected: whether the optimizer has ENG_BIAS_CORRECTION
   // spike: the limit on g^2 / v, or 0 for no limit. shrink: the factor on the change of the
   // weights. dry: 1 to compute norms and write nothing. Only updates with norms or spike_clip use
   // these three.
@@ -138,8 +138,8 @@ __device__ static inline piece piece_of(const device_span &s)
   p.compensation = moved(s.compensation, ENG_bf16, first);
   p.low = moved(s.low, s.low_dtype, first);
   p.gradient = moved(s.gradient, s.gradient_dtype, first);
-  p.moment1 = moved(s.moment1, s.moment_dtype, first);
-  p.moment2 = moved(s.moment2, s.moment_dtype, first);
+  p.moment1 = moved(s.moment[0], s.moment_dtype, first);
+  p.moment2 = moved(s.moment[1], s.moment_dtype, first);
   p.n = (int)min((int64_t)SPAN_CHUNK, s.count - first);
   p.quads = s.aligned ? p.n / 4 : 0;
   return p;
@@ -297,7 +297,7 @@ __global__ static void decide(numbers *u, const cuda_step_total *total, int64_t 
   }
   __syncthreads();
   rule *rules = rules_of(u);
-  for (int g = threadIdx.x; u->adam && g < u->n_groups; g += blockDim.x) {
+  for (int g = threadIdx.x; u->corrected && g < u->n_groups; g += blockDim.x) {
     rules[g].lr = (float)(rules[g].plain_lr / (1.0 - pow(rules[g].plain_beta1, (double)t)));
     rules[g].root = (float)sqrt(1.0 - pow(rules[g].plain_beta2, (double)t));
   }
@@ -379,7 +379,7 @@ static eng_status prepare(const param_span *spans, int n, const eng_update *upda
   u->t = update->t;
   u->limit = update->clip_value > 0 ? (float)update->clip_value : INFINITY;
   u->go = 1;
-  u->adam = update->kind == ENG_ADAM || update->kind == ENG_ADAMW;
+  u->corrected = has_trait(update->kind, ENG_BIAS_CORRECTION);
   u->n_groups = update->n_groups;
   u->spike = (float)update->spike_clip;
   u->shrink = (float)update->factor;
@@ -420,6 +420,11 @@ template <int LOOP> static advance_kernel *kernel_of(bool more, bool bf16)
   return bf16 ? advance_all<LOOP, false, true> : advance_all<LOOP, false, false>;
 }
 
+static advance_kernel *(*const kernels_of[])(bool more, bool bf16) = {
+#define ENG_OPTIMIZER(name, KIND, loop, ...) kernel_of<LOOP_##loop>,
+#include "optimizers.def"
+};
+
 eng_status cuda_optimize(const param_span *spans, int n, const eng_update *update)
 {
   const cuda_step_total *total = cuda_total_of(update->statistics);
@@ -441,9 +446,7 @@ eng_status cuda_optimize(const param_span *spans, int n, const eng_update *updat
   bool bf16 = false;               // whether some masters are bf16
   for (int k = 0; k < n; k++) bf16 = bf16 || spans[k].master_dtype != ENG_f32;
   double *partial = norms ? (double *)pass.norms + (int64_t)n * ENG_NORMS : NULL;
-  advance_kernel *kernel = update->kind == ENG_SGD  ? kernel_of<LOOP_SGD>(more, bf16) :
-                           update->kind == ENG_LION ? kernel_of<LOOP_LION>(more, bf16) :
-                                                      kernel_of<LOOP_ADAM>(more, bf16);
+  advance_kernel *kernel = kernels_of[update->kind](more, bf16);
   kernel<<<(unsigned)pass.table.chunks, SPAN_THREADS, 0, cuda_stream()>>>(
     pass.table.span, pass.table.chunk, u, partial);
   CUDA_LAUNCHED("optimize");

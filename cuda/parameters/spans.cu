@@ -48,8 +48,6 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
     d->index = s->index;
     d->low = s->low;
     d->gradient = s->gradient;
-    d->moment1 = s->moment1;
-    d->moment2 = s->moment2;
     d->count = s->count;
     d->scale = s->scale;
     d->low_dtype = s->low_dtype;
@@ -58,7 +56,11 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
     d->group = s->group;
     d->starts = s->starts;
     d->aligned = is_aligned(d->master) && is_aligned(d->low) && is_aligned(d->gradient) &&
-                 is_aligned(d->moment1) && is_aligned(d->moment2) && is_aligned(d->compensation);
+                 is_aligned(d->compensation);
+    for (int m = 0; m < ENG_MOMENTS; m++) {
+      d->moment[m] = s->moment[m];
+      d->aligned = d->aligned && is_aligned(d->moment[m]);
+    }
     d->first_chunk = (int32_t)chunks;
     d->chunks = (int32_t)parts(s->count, SPAN_CHUNK);
     chunks += d->chunks;

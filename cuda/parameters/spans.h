@@ -14,7 +14,7 @@ enum {
 /// A param_span as kernels see it.
 typedef struct device_span {
   void    *master;               // master weights; or the f32 target when gradients are unscaled
-  void    *compensation, *low, *gradient, *moment1, *moment2;
+  void    *compensation, *low, *gradient, *moment[ENG_MOMENTS];
   int64_t  count, first;
   double   scale;
   int32_t  master_dtype, low_dtype, gradient_dtype, moment_dtype, group, starts, index;

@@ -72,7 +72,7 @@ describe("bf16 masters", function()
           end
           local bits = { tostring(set:checksum()) }
           for i = 1, #lengths do
-            local lost = set:moment(3, i)
+            local lost = set:moment(C.ENG_COMPENSATION, i)
             assert.equal(rounding == "kahan" and i ~= 3, lost ~= nil)
             bits[#bits + 1] = lost and sum_of(lost)
           end
@@ -105,7 +105,7 @@ describe("bf16 masters", function()
             set:write_gradients { g }
             set:update { hyper = hyper, t = t }
           end
-          local text, lost = {}, set:moment(3, 1)
+          local text, lost = {}, set:moment(C.ENG_COMPENSATION, 1)
           for _, x in ipairs(set:weights(1)) do
             text[#text + 1] = x ~= x and "nan" or ("%.17g"):format(x)
           end
@@ -250,7 +250,7 @@ describe("bf16 masters", function()
       "parameter p1: expected no low%-precision copy of a bf16 master, got one in bf16")
     set:optimizer("sgd")
     assert.error_matches(function() set:rounding(3) end, "sgd: unknown rounding number 3")
-    assert.is_nil(set:moment(3, 1))
+    assert.is_nil(set:moment(C.ENG_COMPENSATION, 1))
     local function slice()
       return engine.run("slice", { engine.Tensor(set.leaf[1][0]) }, { 0, 0, 2, 1 })
     end

@@ -102,7 +102,7 @@ function State:of(i)
       shape = function(shape) return shape end }
   end
   for which = 1, self:moments() do add(which, "moment" .. which, self.optimizer.moments) end
-  if compensates(self, i) then add(3, "compensation", "bf16") end
+  if compensates(self, i) then add(C.ENG_COMPENSATION, "compensation", "bf16") end
   return list
 end
 
