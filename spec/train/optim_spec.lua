@@ -201,8 +201,8 @@ describe("an update", function()
     opt:step()
     near({ ["1.weight"] = 0.8, ["1.bias"] = 0.8, ["2.weight"] = 1, ["2.bias"] = 1,
       ["3.weight"] = 1 - 0.1 * 4 }, values(net))
-    assert.matches("lr 0.1, precision fp32\n  group 1: 2 tensors, lr_mul 2, momentum 0, " ..
-      "weight_decay 0\n", tostring(opt), 1, true)
+    assert.matches("lr 0.1, precision fp32\n  group 1: 2 tensors, lr_mul 2, dampening 0, " ..
+      "momentum 0, nesterov false, weight_decay 0\n", tostring(opt), 1, true)
     opt.lr = 1                                      -- lr_mul is a factor of the common rate
     opt:zero_grad()
     ones(net)

@@ -1,32 +1,60 @@
--- Keeps the state of the optimizers whose update is one fused kernel of the core
--- (core/params/optimizer.c): sgd, adam, adamw, lion. Owns the moments and compensations. Called by
--- optim.lua; lua_state.lua has the same methods for optimizers written in Lua.
+-- Keeps the state of the fused optimizers, whose update is one kernel of the core
+-- (core/params/optimizer.c), and reads their table, core/optimizers.def. Owns the moments and
+-- compensations. Called by optim.lua; lua_state.lua has the same methods for optimizers written in
+-- Lua, and modes.lua uses the table.
 local M_ffi = require "engine.base.ffi"
 
 local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
 
 local M = {}
 
+--- The fused optimizers: { name =, kind = ENG_SGD and so on, moments = their number, traits = a sum
+--- of ENG_SPIKE_CLIP and so on, defaults = hyperparameters and their default values }.
+M.kinds = {}
+for kind = 0, C.ENG_OPTIMIZER_COUNT - 1 do
+  local row, defaults = C.eng_optimizer_describe(kind), {}
+  for name, value in ffi.string(row.hyper):gmatch("%.([%w_]+) = ([^,)]+)") do
+    defaults[name] = value == "true" or value ~= "false" and assert(tonumber(value))
+  end
+  M.kinds[kind + 1] = { name = ffi.string(row.name), kind = kind, moments = row.moments,
+    traits = row.traits, defaults = defaults }
+end
+
+--- The hyperparameters of the fused optimizers: a list of { name, range }.
+M.hyper = {}
+local range = ffi.new("const char *[1]")
+while C.eng_hyper_name(#M.hyper, range) ~= nil do
+  M.hyper[#M.hyper + 1] = { ffi.string(C.eng_hyper_name(#M.hyper, range)), ffi.string(range[0]) }
+end
+
+--- Returns the names of the fused optimizers for messages, such as "adam, adamw and lion". `trait`:
+--- only those that have this trait. `last`: the word before the last name.
+function M.names(last, trait)
+  local list = {}
+  for _, row in ipairs(M.kinds) do
+    if not trait or bit.band(row.traits, trait) ~= 0 then list[#list + 1] = row.name end
+  end
+  return (table.concat(list, ", "):gsub(", ([^,]+)$", " " .. last .. " %1"))
+end
+
 local State = {}
 State.__index = State
 
 --- Makes the state of an optimizer, which must already have its parameters, its groups and the
---- dtype of its moments. `kind`: ENG_SGD and so on.
-function M.new(optimizer, kind)
+--- dtype of its moments. `row`: its entry in M.kinds.
+function M.new(optimizer, row)
   local handle = ffi.new("eng_optimizer *[1]")
-  check(C.eng_optimizer_new(handle, optimizer.params, kind, M_ffi.dtype[optimizer.moments],
+  check(C.eng_optimizer_new(handle, optimizer.params, row.kind, M_ffi.dtype[optimizer.moments],
     optimizer._group_of))
-  return setmetatable({ handle = ffi.gc(handle[0], C.eng_optimizer_free), kind = kind,
+  return setmetatable({ handle = ffi.gc(handle[0], C.eng_optimizer_free), row = row,
     optimizer = optimizer, kept = 0, call = ffi.new("eng_update"),
     hyper = ffi.new("eng_hyper[?]", #optimizer.groups + #optimizer.list) }, State)
 end
 
 -- Writes the hyperparameters of `group` to h, with the rate lr.
-local function fill(h, group, lr)
+local function fill(self, h, group, lr)
+  for name in pairs(self.row.defaults) do h[name] = group[name] end
   h.lr = lr
-  h.beta1, h.beta2, h.eps = group.beta1 or 0, group.beta2 or 0, group.eps or 0
-  h.weight_decay, h.momentum = group.weight_decay, group.momentum or 0
-  h.dampening, h.nesterov = group.dampening or 0, group.nesterov and 1 or 0
 end
 
 -- Fills the hyperparameters of the groups. With `lr_muls` [n], factors on the rates of the
@@ -34,7 +62,7 @@ end
 -- of groups.
 local function fill_groups(self, lr, lr_muls)
   local groups, of, n = self.optimizer.groups, self.optimizer._group_of, #self.optimizer.groups
-  for i, group in ipairs(groups) do fill(self.hyper[i - 1], group, lr * group.lr_mul) end
+  for i, group in ipairs(groups) do fill(self, self.hyper[i - 1], group, lr * group.lr_mul) end
   if not lr_muls and not self.moved then return n end
   self.moved = lr_muls ~= nil
   if lr_muls then
@@ -43,7 +71,7 @@ local function fill_groups(self, lr, lr_muls)
     for i = 0, count - 1 do
       local group = groups[of[i] + 1]
       own[i] = n + i
-      fill(self.hyper[own[i]], group, lr * group.lr_mul * lr_muls[i])
+      fill(self, self.hyper[own[i]], group, lr * group.lr_mul * lr_muls[i])
     end
     of, n = own, n + count
   end
@@ -64,7 +92,7 @@ end
 function State:update(lr, options)
   local update = self.call
   update.n_groups = fill_groups(self, lr, options.lr_muls)
-  update.kind, update.groups = self.kind, self.hyper
+  update.kind, update.groups = self.row.kind, self.hyper
   update.gradient_factor, update.clip_value = options.gradient_factor, options.clip_value
   update.draw = self.optimizer.updates + 1
   update.t = options.bias_step or update.draw
@@ -77,9 +105,9 @@ end
 
 --- Returns how many moments each parameter has. SGD without momentum has none.
 function State:moments()
-  if self.kind ~= C.ENG_SGD then return self.kind == C.ENG_LION and 1 or 2 end
+  local by_momentum = bit.band(self.row.traits, C.ENG_MOMENTUM) ~= 0
   for _, group in ipairs(self.optimizer.groups) do
-    if group.momentum > 0 then return 1 end
+    if not by_momentum or group.momentum > 0 then return self.row.moments end
   end
   return 0
 end

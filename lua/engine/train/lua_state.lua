@@ -9,6 +9,7 @@
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"
+local fused_state = require "engine.train.fused_state"
 local nearest = require "engine.base.nearest"
 local precision = require "engine.train.precision"
 local tensor = require "engine.tensor.tensor"
@@ -225,8 +226,10 @@ function State:update(lr, options)
   raise_if(options.lagged, "optim.%s: in mode=lagged the device decides whether to update, and " ..
     "this optimizer is written in Lua; hint: mode=sync", name)
   for _, option in ipairs { "norms", "update_clip", "spike_clip" } do
-    raise_if(options[option], "optim.%s: the option %s needs a fused optimizer (sgd, adam, " ..
-      "adamw, lion), and this one is written in Lua", name, option)
+    if options[option] then
+      raise("optim.%s: the option %s needs a fused optimizer (%s), and this one is written in Lua",
+        name, option, fused_state.names "or")
+    end
   end
   if options.clip_norm > 0 and options.norm > options.clip_norm then
     factor = factor * options.clip_norm / (options.norm + 1e-6)

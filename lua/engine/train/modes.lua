@@ -14,6 +14,7 @@
 local M_ffi = require "engine.base.ffi"
 local activations = require "engine.train.activations"
 local attention_logits = require "engine.train.attention_logits"
+local fused_state = require "engine.train.fused_state"
 local machine = require "engine.base.machine"
 local policies = require "engine.policy.policy"
 
@@ -32,12 +33,13 @@ local LACKS = {
     return machine.device() == "cuda" and "no CUDA kernel computes this; hint: device=cpu"
   end,
   fused = function(t)
-    return t.optimizer.whole and ("optimizer %s is written in Lua; hint: use sgd, adam, adamw " ..
-      "or lion"):format(t.optimizer.name)
+    return t.optimizer.whole and ("optimizer %s is written in Lua; hint: use %s"):format(
+      t.optimizer.name, fused_state.names "or")
   end,
-  adam = function(t)
-    return not t.optimizer.name:find "^adamw?$" and ("only the optimizers adam and adamw have " ..
-      "this, and the optimizer is %s"):format(t.optimizer.name)
+  spike_clip = function(t)
+    return bit.band(t.optimizer.traits, C.ENG_SPIKE_CLIP) == 0 and ("only the optimizers %s " ..
+      "have this, and the optimizer is %s"):format(fused_state.names("and", C.ENG_SPIKE_CLIP),
+      t.optimizer.name)
   end,
   heads = function(t)
     return not attention_logits.modules(t.model) and "the model has no nn.attention"
@@ -63,7 +65,7 @@ local NEEDS = {
   { "update_norm", C.ENG_NEED_UPDATE_NORM, UPDATE },
   { "weight_norm", C.ENG_NEED_WEIGHT_NORM, UPDATE }, { "m_norm", C.ENG_NEED_M_NORM, UPDATE },
   { "v_norm", C.ENG_NEED_V_NORM, UPDATE }, { "update_clip", C.ENG_NEED_UPDATE_CLIP, UPDATE },
-  { "spike_clip", C.ENG_NEED_SPIKE_CLIP, { "lagged", "adam" } },
+  { "spike_clip", C.ENG_NEED_SPIKE_CLIP, { "lagged", "spike_clip" } },
   { "clips", C.ENG_NEED_CLIPS, { "lagged" } }, { "lr_muls", C.ENG_NEED_LR_MULS, { "lagged" } },
   { "reset_moments", C.ENG_NEED_RESET_MOMENTS, { "lagged" } },
   { "caps", C.ENG_NEED_CAPS, { "lagged", "whole" } },

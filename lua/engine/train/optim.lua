@@ -1,10 +1,10 @@
 -- Makes optimizers over a module's parameters: their options, groups, step and state. An optimizer
--- owns the parameter set (flat weights and gradients) and the state that its update keeps. For sgd,
--- adam, adamw and lion, one fused kernel unscales and clips the gradients, updates the weights and
--- refreshes their low-precision copies in a single pass (fused_state.lua). All other optimizers are
--- written in Lua: those in lua/engine/optim, and those that scripts register (optim_register.lua,
--- lua_state.lua). Owns the registered optimizers. Called by scripts, this folder and
--- report/lab.lua.
+-- owns the parameter set (flat weights and gradients) and the state that its update keeps. The
+-- update of a fused optimizer (core/optimizers.def) is one kernel, which unscales and clips the
+-- gradients, updates the weights and refreshes their low-precision copies in a single pass
+-- (fused_state.lua). All other optimizers are written in Lua: those in lua/engine/optim, and those
+-- that scripts register (optim_register.lua, lua_state.lua). Owns the registered optimizers. Called
+-- by scripts, this folder and report/lab.lua.
 --   local opt = engine.optim.adamw(model, { lr = 3e-4, weight_decay = 0.1, decay = "matrices" })
 --   opt:step()
 local M_ffi = require "engine.base.ffi"
@@ -23,18 +23,10 @@ local ffi, C, check, expect, raise, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.check, 
 
 local M = {}
 
--- name -> { kind = ENG_SGD and so on, or spec = a checked specification (optim_register.lua);
--- defaults = options and their default values; own = true if a script registered it }
-local KINDS = {
-  sgd   = { kind = C.ENG_SGD,   defaults = { lr = 1e-2, momentum = 0, dampening = 0,
-    nesterov = false, weight_decay = 0 } },
-  adam  = { kind = C.ENG_ADAM,  defaults = { lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8,
-    weight_decay = 0 } },
-  adamw = { kind = C.ENG_ADAMW, defaults = { lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8,
-    weight_decay = 1e-2 } },
-  lion  = { kind = C.ENG_LION,  defaults = { lr = 1e-4, beta1 = 0.9, beta2 = 0.99,
-    weight_decay = 0 } },
-}
+-- name -> an entry of fused_state.kinds; or { spec = a checked specification (optim_register.lua),
+-- defaults = options and their default values, own = true if a script registered it }
+local KINDS = {}
+for _, row in ipairs(fused_state.kinds) do KINDS[row.name] = row end
 for _, name in ipairs { "adafactor", "coat", "lamb", "muon", "stableadamw" } do
   local spec = optim_register.read(name, require("engine.optim." .. name))
   KINDS[name] = { spec = spec, defaults = spec.defaults }
@@ -42,26 +34,25 @@ end
 
 local function within(v, least, below) return type(v) == "number" and v >= least and v < below end
 
--- Rules for hyperparameters: their names, the rule in words for messages, and a test.
-local RULES = {
-  { { "lr", "lr_mul", "weight_decay", "momentum", "dampening" }, "to be a number >= 0",
-    function(v) return within(v, 0, math.huge) end },
-  { { "beta1", "beta2" }, "to be in [0, 1)", function(v) return within(v, 0, 1) end },
-  { { "eps" },
-    "to be a number no smaller than 2^-126 (smaller numbers may be 0 in f32)",
+-- The ranges of hyperparameters in core/optimizers.def: in words for messages, and a test.
+local RANGES = {
+  not_negative = { "to be a number >= 0", function(v) return within(v, 0, math.huge) end },
+  below_one = { "to be in [0, 1)", function(v) return within(v, 0, 1) end },
+  normal = { "to be a number no smaller than 2^-126 (smaller numbers may be 0 in f32)",
     function(v) return within(v, 2 ^ -126, math.huge) end },
-  { { "nesterov" }, "to be true or false", function(v) return type(v) == "boolean" end },
+  boolean = { "to be true or false", function(v) return type(v) == "boolean" end },
 }
+-- Name and range of each hyperparameter. Optimizers written in Lua follow the same rules.
+local RULES = { { "lr_mul", RANGES.not_negative } }
+for i, row in ipairs(fused_state.hyper) do RULES[i + 1] = { row[1], assert(RANGES[row[2]]) } end
 
 -- Raises an error for an invalid hyperparameter. where: the optimizer and perhaps its group, for
 -- messages.
 local function check_hyper(name, values, where)
   local spec = KINDS[name].spec
   for _, rule in ipairs(RULES) do
-    for _, key in ipairs(rule[1]) do
-      local v = values[key]
-      expect(v == nil or rule[3](v), v, "%s: expected %s %s", where, key, rule[2])
-    end
+    local key, range, v = rule[1], rule[2], values[rule[1]]
+    expect(v == nil or range[2](v), v, "%s: expected %s %s", where, key, range[1])
   end
   if spec then return optim_register.check_values(spec, values, where) end
   raise_if(values.nesterov and (values.momentum == 0 or values.dampening ~= 0),
@@ -193,8 +184,8 @@ function M.requires_grad(x) return arguments.info(x).requires_grad ~= 0 end
 local function set_formats(self)
   local full = self.precision
   raise_if(full.masters ~= "f32" and KINDS[self.name].spec, "optim.%s: precision '%s' has bf16 " ..
-    "masters, which only sgd, adam, adamw and lion can update; hint: precision = 'bf16' has f32 " ..
-    "masters", self.name, full.name)
+    "masters, which only %s can update; hint: precision = 'bf16' has f32 masters", self.name,
+    full.name, fused_state.names "and")
   local shadow, gradient, masters = precision.parameter_formats(full, self.list)
   check(C.eng_params_masters(self.params, masters))
   check(C.eng_params_precision(self.params, shadow, gradient))
@@ -244,10 +235,11 @@ local function new(name, model, options)
     name = name, list = list, groups = groups, updates = 0, lr = defaults.lr, precision = full,
     params = set.params, model = module.is_module(model) and model or nil, fp8 = sites,
     moments = moments, whole = kind.spec ~= nil,   -- whole: an update needs whole parameters
+    traits = kind.traits or 0,                     -- ENG_SPIKE_CLIP and so on
     _record = M_ffi.new("eng_record"), _group_of = group_of, _clip = nil,
   }, Optimizer)
   set_formats(self)
-  self.state = kind.spec and lua_state.new(self, kind.spec) or fused_state.new(self, kind.kind)
+  self.state = kind.spec and lua_state.new(self, kind.spec) or fused_state.new(self, kind)
   if self.state.set_rounding then self.state:set_rounding() end
   return self
 end
@@ -256,15 +248,17 @@ end
 --- over a list of tensors. Options of every optimizer: lr, weight_decay, precision (a recipe),
 --- moments ("f32", "bf16"), groups, decay ("matrices": no weight decay on vectors). One update
 --- unscales and clips the gradients, and moves and rounds the weights. With precision
---- "bf16_stochastic" or "bf16_kahan" (sgd, adam, adamw, lion) the weights are bf16 themselves,
---- without f32 masters (docs/numerics.md). In the list, the first value in parentheses after an
---- option is its default.
+--- "bf16_stochastic" or "bf16_kahan" (fused optimizers) the weights are bf16 themselves, without
+--- f32 masters (docs/numerics.md). In the lists, the first value in parentheses after an option is
+--- its default.
+--- Fused optimizers, whose update is one pass over memory:
 ---   sgd      more options: momentum (0), dampening (0), nesterov (false); lr 1e-2
 ---   adam     more options: beta1 (0.9), beta2 (0.999), eps (1e-8); weight decay is added to the
 ---            gradient; lr 1e-3
 ---   adamw    as adam, with decoupled weight decay (1e-2); lr 1e-3
 ---   lion     more options: beta1 (0.9), beta2 (0.99); the weights move by the sign of a mean of
 ---            moment and gradient; lr 1e-4
+--- Optimizers written in Lua:
 ---   muon     for matrices. AdamW updates embeddings, groups with adamw = true and all tensors that
 ---            are not matrices, at the rate lr * adamw_lr_mul (1). More options: momentum (0.95),
 ---            nesterov (true), adjust_lr ("original"; or "match_rms_adamw", "spectral_unclamped",
@@ -488,8 +482,7 @@ function Optimizer:__tostring()
   for i = 0, #self.list - 1 do counts[self._group_of[i]] = (counts[self._group_of[i]] or 0) + 1 end
   for i, group in ipairs(self.groups) do
     local parts = { group.lr_mul ~= 1 and ("lr_mul %g"):format(group.lr_mul) or nil }
-    for _, key in ipairs(spec and nearest.keys(spec.defaults)
-      or { "beta1", "beta2", "eps", "momentum", "weight_decay" }) do
+    for _, key in ipairs(nearest.keys(KINDS[self.name].defaults)) do
       local value = group[key]
       if value ~= nil and key ~= "lr" then
         parts[#parts + 1] = key .. " " .. (type(value) == "number" and ("%g"):format(value)

@@ -20,8 +20,8 @@ local M = {}
 -- The fields of a recipe:
 --   base               the recipe whose fields a user's table changes; such a table must name one
 --   weights            format in which the forward pass reads parameters; norms keep f32
---   masters            the weights that the optimizer updates. bf16 (for sgd, adam, adamw, lion):
---                      the forward pass reads them too, and no f32 copy exists; norms keep f32
+--   masters            the weights that the optimizer updates. bf16 (for fused optimizers): the
+--                      forward pass reads them too, and no f32 copy exists; norms keep f32
 --   rounding           how new weights are rounded to bf16 masters. stochastic: up or down at
 --                      random, unbiased; kahan: to nearest, and a bf16 buffer keeps the rounding
 --                      error for the next update; nearest: small updates are lost, and training
