@@ -4,6 +4,7 @@
 -- only reads the same bytes; updates are compared with memmove, per byte read or written. Measured
 -- alternately; the best of several rounds counts, because other load only adds time.
 local M_ffi = require "engine.base.ffi"
+local fused_state = require "engine.train.fused_state"
 local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
 
 ffi.cdef [[
@@ -69,17 +70,17 @@ local function statistics(format)
   end)
 end
 
-local function update(name, kind, moments, format)
+local function update(row, format)
   local n = MIB * 2 ^ 20 / 8
   with_parameter(format, n, function(set)
     local state = ffi.new("eng_optimizer *[1]")
-    check(C.eng_optimizer_new(state, set, kind, M_ffi.dtype.f32, nil))
-    local hyper = ffi.new("eng_hyper", { lr = 1e-3, beta1 = 0.9, beta2 = 0.99, eps = 1e-8,
-      weight_decay = 0.1, momentum = 0.9 })
-    local call = ffi.new("eng_update", { kind = kind, n_groups = 1, groups = hyper,
+    check(C.eng_optimizer_new(state, set, row.kind, M_ffi.dtype.f32, nil))
+    local hyper = ffi.new("eng_hyper", row.defaults)
+    hyper.weight_decay, hyper.momentum = 0.1, 0.9
+    local call = ffi.new("eng_update", { kind = row.kind, n_groups = 1, groups = hyper,
       gradient_factor = 1, t = 1 })
     -- gradient read, weight and moments read and written, low-precision weight written
-    local touched = (format == "f32" and 4 or 2 + 2) + 8 + 8 * moments
+    local touched = (format == "f32" and 4 or 2 + 2) + 8 + 8 * row.moments
     local from, to = ffi.new("char[?]", n * 4), ffi.new("char[?]", n * 4)
     ffi.fill(from, n * 4, 1)
     local sums = ffi.new("double[?]", C.ENG_NORMS)
@@ -91,7 +92,7 @@ local function update(name, kind, moments, format)
     end
     local t = best { function() ffi.C.memmove(to, from, n * 4) end, step(nil), step(sums) }
     print(("  %-5s %-4s %5.2f ns an element, %3.0f %% of the speed of copying; norms %+.1f %%")
-      :format(name, format, t[2] / n * 1e9, 100 * t[1] / 8 * touched / t[2],
+      :format(row.name, format, t[2] / n * 1e9, 100 * t[1] / 8 * touched / t[2],
       100 * (t[3] / t[2] - 1)))
     C.eng_optimizer_free(state[0])
   end)
@@ -104,8 +105,6 @@ print(("gradient statistics: %d MiB, one thread, %s; in percent of the speed of 
 for _, format in ipairs { "f32", "f16", "bf16" } do statistics(format) end
 print "optimizer updates"
 for _, format in ipairs { "f32", "f16" } do
-  update("sgd", C.ENG_SGD, 1, format)
-  update("adamw", C.ENG_ADAMW, 2, format)
-  update("lion", C.ENG_LION, 1, format)
+  for _, row in ipairs(fused_state.kinds) do update(row, format) end
 end
 C.eng_threads(threads)

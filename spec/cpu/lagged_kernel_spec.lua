@@ -39,12 +39,12 @@ describe("lagged updates", function()
     -- size of the gradients, and the bad value in them
     local steps = { { 1 }, { 64 }, { 1, inf }, { 0.5 }, { 2, 0 / 0 }, { 3 }, { 1 } }
     for _, format in ipairs { "f32", "f16" } do
-      for _, kind in ipairs { "adamw", "sgd", "lion" } do
+      for _, kind in ipairs(sets.KINDS) do
         sets.everywhere(function()
           local eager, lagged = sets.new(SHAPES, { gradient = format }),
             sets.new(SHAPES, { gradient = format })
-          eager:optimizer(kind)
-          lagged:optimizer(kind)
+          eager:optimizer(kind.name)
+          lagged:optimizer(kind.name)
           local t, factor, clip = 1, 1 / 8, 200
           for number, step in ipairs(steps) do
             local lists = gradients(number, unpack(step))
@@ -55,11 +55,12 @@ describe("lagged updates", function()
             if record.overflow == 0 then
               local own = factor
               if record.norm > clip then own = own * clip / (record.norm + 1e-6) end
-              eager:update { hyper = ADAMW, factor = own, t = t }
+              eager:update { hyper = kind.hyper, factor = own, t = t }
               t = t + 1
             end
             check(start(lagged, C.ENG_NEED_NORM))
-            lagged:update { hyper = ADAMW, factor = factor, t = 1, lagged = true, clip_norm = clip }
+            lagged:update { hyper = kind.hyper, factor = factor, t = 1, lagged = true,
+              clip_norm = clip }
             local late = fetch(lagged, 8)
             assert.equal(record.overflow, late.overflow)
             assert.equal(record.norm, late.norm)
@@ -74,8 +75,8 @@ describe("lagged updates", function()
           -- An update that is not lagged restarts the count.
           eager:write_gradients(gradients(9, 1), "f32")
           lagged:write_gradients(gradients(9, 1), "f32")
-          eager:update { hyper = ADAMW, t = 40 }
-          lagged:update { hyper = ADAMW, t = 40 }
+          eager:update { hyper = kind.hyper, t = 40 }
+          lagged:update { hyper = kind.hyper, t = 40 }
           local one, other = eager:weights(2), lagged:weights(2)
           for k = 1, #one do assert(math.abs(one[k] - other[k]) <= 1e-6 * math.abs(one[k])) end
           eager:free()

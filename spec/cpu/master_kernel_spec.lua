@@ -6,12 +6,6 @@ local sets = require "spec.cpu.kernels.parameter_set"
 local ffi, C, check = engine.ffi, engine.C, engine.check
 
 local inf, nan = math.huge, 0 / 0
-local KINDS = {
-  sgd = { lr = 0.1, momentum = 0.9, weight_decay = 0.01 }, lion = { lr = 1e-3, beta1 = 0.9,
-    beta2 = 0.99, weight_decay = 0.1 },
-  adam = { lr = 1e-2, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.1 },
-  adamw = { lr = 1e-2, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.1 },
-}
 local ROUNDINGS = { "nearest", "stochastic", "kahan" }
 
 local function with_seed(f)
@@ -45,8 +39,8 @@ local function moved(n, w, change, rounding, draw)
 end
 
 describe("bf16 masters", function()
-  for kind, hyper in pairs(KINDS) do
-    it("have the same bits everywhere: " .. kind, with_seed(function()
+  for _, kind in ipairs(sets.KINDS) do
+    it("have the same bits everywhere: " .. kind.name, with_seed(function()
       local lengths = { 1, 15, 513, 40001, 7 }
       local shapes, weights, gradients = {}, {}, {}
       for i, n in ipairs(lengths) do
@@ -62,13 +56,13 @@ describe("bf16 masters", function()
         sets.everywhere(function(where)
           local set = sets.new(shapes, { gradient = "bf16",
             master = { "bf16", "bf16", "f32", "bf16", "bf16" } })
-          set:optimizer(kind, "bf16")
+          set:optimizer(kind.name, "bf16")
           set:rounding(rounding)
           for i in ipairs(lengths) do set:write_weights(i, weights[i], "f32") end
           for t = 1, 3 do
             set:write_gradients(gradients, "f32")
-            set:update { hyper = hyper, t = t, norms = t == 2 and ffi.new("double[?]", 20) or nil,
-              factor = 1 / 128 }
+            set:update { hyper = kind.hyper, t = t, factor = 1 / 128,
+              norms = t == 2 and ffi.new("double[?]", 20) or nil }
           end
           local bits = { tostring(set:checksum()) }
           for i = 1, #lengths do
@@ -93,17 +87,17 @@ describe("bf16 masters", function()
         w[#w + 1], g[(i - 1) * 7 + k] = x, y
       end
     end
-    for kind, hyper in pairs(KINDS) do
+    for _, kind in ipairs(sets.KINDS) do
       for _, rounding in ipairs(ROUNDINGS) do
         local first
         sets.everywhere(function(where)
           local set = sets.new({ { #w } }, { master = "bf16" })
           set:write_weights(1, w)
-          set:optimizer(kind)
+          set:optimizer(kind.name)
           set:rounding(rounding)
           for t = 1, 3 do
             set:write_gradients { g }
-            set:update { hyper = hyper, t = t }
+            set:update { hyper = kind.hyper, t = t }
           end
           local text, lost = {}, set:moment(C.ENG_COMPENSATION, 1)
           for _, x in ipairs(set:weights(1)) do
@@ -116,7 +110,7 @@ describe("bf16 masters", function()
           text = table.concat(text, " ")
           set:free()
           first = first or text
-          assert.equal(first, text, ("%s %s on %s"):format(kind, rounding, where))
+          assert.equal(first, text, ("%s %s on %s"):format(kind.name, rounding, where))
         end)
       end
     end
@@ -190,11 +184,11 @@ describe("bf16 masters", function()
           set:write_gradients({ g }, "f32")
           if lagged then
             check(C.eng_params_stats_start(set.params, C.ENG_NEED_NORM, nil, 0, nil))
-            set:update { hyper = KINDS.adamw, t = 1, draw = 99, lagged = true }
+            set:update { hyper = sets.KINDS.adamw.hyper, t = 1, draw = 99, lagged = true }
             check(C.eng_params_stats_fetch(ffi.new("eng_record"), nil, ffi.new("double[1]"),
               set.params, 1))
           elseif not bad then
-            set:update { hyper = KINDS.adamw, t = t }
+            set:update { hyper = sets.KINDS.adamw.hyper, t = t }
             t = t + 1
           end
         end

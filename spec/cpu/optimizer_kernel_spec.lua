@@ -55,6 +55,13 @@ local CASES = {
 local ADAMW = { lr = 1e-2, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.1 }
 
 describe("optimizer updates", function()
+  it("have a formula and cases here for each fused optimizer", function()
+    for i, kind in ipairs(sets.KINDS) do
+      assert.is_function(FORMULA[kind.name], kind.name)
+      assert.equal(kind.name, CASES[i] and CASES[i].kind, "CASES, in the order of optimizers.def")
+    end
+  end)
+
   for _, case in ipairs(CASES) do
     for number, hyper in ipairs(case) do
       it(("follow the formulas for 20 steps: %s %d"):format(case.kind, number), sets.step(function()
@@ -321,17 +328,17 @@ describe("optimizer updates", function()
   end))
 
   it("let non-finite gradients through: skipping is up to the policy", sets.step(function()
-    for kind, hyper in pairs { sgd = { lr = 1 }, adam = ADAMW, adamw = ADAMW, lion = ADAMW } do
+    for _, kind in ipairs(sets.KINDS) do
       sets.everywhere(function()
         local set = sets.new({ { 20 } })
-        set:optimizer(kind)
+        set:optimizer(kind.name)
         local values = numbers(20, 3)
         values[2], values[19] = nan, nan
         set:write_gradients { values }
-        set:update { hyper = hyper, clip = 1 }
+        set:update { hyper = kind.hyper, clip = 1 }
         local weights = set:weights(1)
         for k = 1, 20 do
-          assert.equal(k == 2 or k == 19, weights[k] ~= weights[k], kind .. " " .. k)
+          assert.equal(k == 2 or k == 19, weights[k] ~= weights[k], kind.name .. " " .. k)
         end
         set:free()
       end)
@@ -386,10 +393,8 @@ describe("optimizer state", function()
           resumed:optimizer(case.kind, format)
           for i = 1, 2 do
             resumed:write_weights(i, whole:weights(i))
-            for which = 1, 2 do
-              local own = resumed:moment(which, i)
-              assert.equal(own == nil, whole:moment(which, i) == nil)
-              if own then sets.write(own, (sets.read(whole:moment(which, i)))) end
+            for which = 1, sets.KINDS[case.kind].moments do
+              sets.write(resumed:moment(which, i), (sets.read(whole:moment(which, i))))
             end
           end
           run(whole, 4, 6)
@@ -399,6 +404,25 @@ describe("optimizer state", function()
           resumed:free()
         end
       end
+    end
+  end))
+
+  it("has as many moments as its row of optimizers.def says", sets.step(function()
+    for _, kind in ipairs(sets.KINDS) do
+      sets.everywhere(function()
+        local set = sets.new({ { 20 } })
+        set:optimizer(kind.name)
+        set:write_gradients { numbers(20, 3) }
+        set:update { hyper = kind.hyper }
+        for which = 1, engine.C.ENG_MOMENTS do
+          local moment = set:moment(which, 1)
+          assert.equal(which <= kind.moments, moment ~= nil, kind.name)
+          for _, x in ipairs(moment and (sets.read(moment)) or {}) do
+            assert.not_equal(0, x, kind.name .. ": moment " .. which .. " was not updated")
+          end
+        end
+        set:free()
+      end)
     end
   end))
 

@@ -1,6 +1,9 @@
 -- Optimizers: the formulas against plain Lua loops; groups and decay, clipping, state, several
 -- optimizers of one model, and the errors for misuse.
 local engine = require "engine"
+local fused_state = require "engine.train.fused_state"
+local helper = require "spec.helper"
+local nearest = require "engine.base.nearest"
 
 local nn = engine.nn
 local optim = engine.optim
@@ -98,6 +101,14 @@ describe("the formula of", function()
         function() follow(kind, options) end)
     end
   end
+
+  it("every fused optimizer has cases here, and a line in the reference", function()
+    local text = helper.read("lua/engine/train/optim.lua")
+    for _, row in ipairs(fused_state.kinds) do
+      assert.is_table(cases[row.name], "cases of " .. row.name)
+      assert.matches("\n%-%-%-   " .. row.name .. " +%l", text)
+    end
+  end)
 
   it("every optimizer follows lr as the script sets it", function()
     for kind in pairs(cases) do
@@ -307,10 +318,11 @@ end)
 describe("the state of an optimizer", function()
   after_each(function() engine.end_step() end)
 
-  for _, case in ipairs { { "sgd", { lr = 0.1, momentum = 0.9, dampening = 0.5 } },
-    { "adam", { lr = 0.1 } }, { "adamw", { lr = 0.1, moments = "bf16" } },
-    { "lion", { lr = 0.01 } } } do
-    local kind, options = case[1], case[2]
+  for k, row in ipairs(fused_state.kinds) do
+    local kind, names = row.name, {}
+    for which = 1, row.moments do names[which] = "w.moment" .. which end
+    local options = { momentum = row.defaults.momentum and 0.9,
+      dampening = row.defaults.dampening and 0.5, moments = k % 2 == 1 and "bf16" or nil }
     it("of " .. kind .. " is complete: a restored one continues bit for bit", function()
       local w = vector(START)
       local opt = optim[kind]({ { name = "w", tensor = w } }, options)
@@ -327,6 +339,7 @@ describe("the state of an optimizer", function()
       local saved, weights, updates = {}, w:totable(), opt.updates
       for name, m in pairs(opt:state_tensors()) do saved[name] = m:keep() end
       assert.equal(options.moments or "f32", saved["w.moment1"].dtype)
+      assert.same(names, nearest.keys(saved))
       advance(opt, w, 4, 6)
 
       local other = vector(weights)

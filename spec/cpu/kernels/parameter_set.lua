@@ -3,7 +3,9 @@
 --   set:write_gradients { {..15 numbers..}, {..7 numbers..} }     set:stats(scale, needs)
 -- Use it inside a step only (parameter_set.step), because gradients are tensors of the step.
 local compare = require "spec.cpu.kernels.compare"
+local arguments = require "engine.base.arguments"
 local engine = require "engine.base.ffi"
+local fused_state = require "engine.train.fused_state"
 local ffi, C, check = engine.ffi, engine.C, engine.check
 
 local M = {}
@@ -183,15 +185,23 @@ end
 
 -- ------------------------------------------------------------------ optimizer
 
-local KINDS = { sgd = C.ENG_SGD, adam = C.ENG_ADAM, adamw = C.ENG_ADAMW, lion = C.ENG_LION }
+--- The fused optimizers: the fields of fused_state.kinds, and `hyper`, hyperparameters with which
+--- every term of the formula counts. As a list and by name.
+M.KINDS = {}
+for i, row in ipairs(fused_state.kinds) do
+  local kind = arguments.merged(row, { hyper = arguments.merged(row.defaults,
+    { weight_decay = 0.1, momentum = row.defaults.momentum and 0.9 }) })
+  M.KINDS[i], M.KINDS[row.name] = kind, kind
+end
 
+--- kind: a name, or a number.
 function Set:optimizer(kind, moments, group_of)
+  kind = M.KINDS[kind] and type(kind) == "string" and M.KINDS[kind].kind or kind
   local groups = ffi.new("int32_t[?]", math.max(self.n, 1))
   for i = 1, self.n do groups[i - 1] = group_of and group_of[i] or 0 end
   local out = ffi.new("eng_optimizer *[1]")
-  check(C.eng_optimizer_new(out, self.params, KINDS[kind] or kind, engine.dtype[moments or "f32"],
-    groups))
-  self.state, self.kind = out[0], KINDS[kind] or kind
+  check(C.eng_optimizer_new(out, self.params, kind, engine.dtype[moments or "f32"], groups))
+  self.state, self.kind = out[0], kind
 end
 
 --- Makes an update. options: hyper (one table of hyperparameters, or a list of them), t, factor,
