@@ -7,6 +7,7 @@
 -- Every rank writes OUT.RANK: a line of JSON per run with the steps as this rank saw them and its
 -- state at the end. plantings.lua compares these files.
 local engine = require "engine"
+local fused_state = require "engine.train.fused_state"
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local ranks = engine.ranks
@@ -20,7 +21,8 @@ local alone = cfg.alone == 1
 
 local WIRES = { "own", "fp32", "bf16", "fp16", "fp8" }
 local PRECISIONS = { "fp32", "fp16", "bf16", "fp32", "fp16", "fp8_delayed" }
-local OPTIMIZERS = { "adamw", "sgd", "lion", "adam" }
+local OPTIMIZERS = {}
+for i, kind in ipairs(fused_state.kinds) do OPTIMIZERS[i] = kind.name end
 local AGAIN = [[return { name = "again", init = function() return { scale = 64 } end,
   decide = function(s, r)
     if r.overflow then

@@ -42,7 +42,7 @@ end
 -- Allowed relative differences of losses. 1e-5 in fp32, except where an optimizer divides by the
 -- gradient's magnitude: a gradient that is pure rounding error (the bias of keys) then moves its
 -- weight by a full step whose direction depends on the order of sums.
-local NEAR = { sgd = 1e-5, adam = 1e-4, adamw = 1e-4, lion = 1e-4 }
+local NEAR = { sgd = 1e-5, others = 1e-4 }
 local COARSE = 0.05        -- for formats in which sums are rounded
 
 local function same_rows(a, b)
@@ -98,7 +98,7 @@ local function against_one(run, one)
       return ("step %d: scale %s, one process: %s"):format(a.step, a.scale, b.scale)
     end
     if exact then farthest[p.optimizer] = math.max(farthest[p.optimizer] or 0, apart) end
-    if not (apart <= (exact and NEAR[p.optimizer] or COARSE)) then
+    if not (apart <= (exact and (NEAR[p.optimizer] or NEAR.others) or COARSE)) then
       return ("step %d: loss %s, one process: %s"):format(a.step, a.loss, b.loss)
     end
     if bits and a.weights ~= b.weights then
