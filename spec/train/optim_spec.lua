@@ -106,7 +106,7 @@ describe("the formula of", function()
     local text = helper.read("lua/engine/train/optim.lua")
     for _, row in ipairs(fused_state.kinds) do
       assert.is_table(cases[row.name], "cases of " .. row.name)
-      assert.matches("\n%-%-%-   " .. row.name .. " +%l", text)
+      assert.matches("\n%-%-%-   " .. row.name .. " +fused; ", text)
     end
   end)
 

@@ -249,16 +249,14 @@ end
 --- moments ("f32", "bf16"), groups, decay ("matrices": no weight decay on vectors). One update
 --- unscales and clips the gradients, and moves and rounds the weights. With precision
 --- "bf16_stochastic" or "bf16_kahan" (fused optimizers) the weights are bf16 themselves, without
---- f32 masters (docs/numerics.md). In the lists, the first value in parentheses after an option is
---- its default.
---- Fused optimizers, whose update is one pass over memory:
----   sgd      more options: momentum (0), dampening (0), nesterov (false); lr 1e-2
----   adam     more options: beta1 (0.9), beta2 (0.999), eps (1e-8); weight decay is added to the
----            gradient; lr 1e-3
----   adamw    as adam, with decoupled weight decay (1e-2); lr 1e-3
----   lion     more options: beta1 (0.9), beta2 (0.99); the weights move by the sign of a mean of
----            moment and gradient; lr 1e-4
---- Optimizers written in Lua:
+--- f32 masters (docs/numerics.md). In the list, the first value in parentheses after an option is
+--- its default, and `fused` means that an update is one kernel of the core.
+---   sgd      fused; more options: momentum (0), dampening (0), nesterov (false); lr 1e-2
+---   adam     fused; more options: beta1 (0.9), beta2 (0.999), eps (1e-8); weight decay is added to
+---            the gradient; lr 1e-3
+---   adamw    fused; as adam, with decoupled weight decay (1e-2); lr 1e-3
+---   lion     fused; more options: beta1 (0.9), beta2 (0.99); the weights move by the sign of a
+---            mean of moment and gradient; lr 1e-4
 ---   muon     for matrices. AdamW updates embeddings, groups with adamw = true and all tensors that
 ---            are not matrices, at the rate lr * adamw_lr_mul (1). More options: momentum (0.95),
 ---            nesterov (true), adjust_lr ("original"; or "match_rms_adamw", "spectral_unclamped",
