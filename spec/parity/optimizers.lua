@@ -2,6 +2,7 @@
 -- problem, a tanh network on given data. START has x [N x F], y [N x K], w1 [H x F], b1 [H], w2 [K
 -- x H]. OUT gets NAME.losses and NAME.w1 ... of each.
 local engine = require "engine"
+local fused_state = require "engine.train.fused_state"
 local start, steps = engine.load(arg[1]), tonumber(arg[2])
 
 -- parity.py has the same names and numbers
@@ -13,6 +14,7 @@ local RUNS = {
   adamw = { "adamw", { lr = 0.01, beta2 = 0.95, weight_decay = 0.1 } },
   lion = { "lion", { lr = 0.003, weight_decay = 0.1 } },
 }
+for _, row in ipairs(fused_state.kinds) do assert(RUNS[row.name], "no run of " .. row.name) end
 
 local out = {}
 for name, run in pairs(RUNS) do

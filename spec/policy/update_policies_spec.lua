@@ -2,6 +2,7 @@
 -- gradients are given exactly, against the rules written out here; and qk_clip.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
+local fused_state = require "engine.train.fused_state"
 local helper = require "spec.helper"
 local published = require("engine.policy.signals").values
 
@@ -228,7 +229,8 @@ describe("a policy that acts on the update", function()
     refused({ policy = "adagc", mode = "lagged" }, "policy adagc needs clips, which this run " ..
       "lacks: with mode=lagged")
     refused({ policy = "spam", kind = "sgd" }, "policy spam needs spike_clip, which this run " ..
-      "lacks: only the optimizers adam and adamw have this, and the optimizer is sgd")
+      "lacks: only the optimizers " .. fused_state.names("and", M_ffi.C.ENG_SPIKE_CLIP) ..
+      " have this, and the optimizer is sgd")
     refused({ policy = "update_clip", kind = "lamb" }, "optimizer lamb is written in Lua; hint")
     refused({ policy = "dynamic", shadow = "update_clip", mode = "lagged" },
       "policy update_clip needs update_norm, which this run lacks: with mode=lagged")

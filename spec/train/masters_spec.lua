@@ -206,7 +206,7 @@ describe("bf16 masters", function()
       { base = "bf16", rounding = "kahan" })
     refused("expected rounding to be kahan, nearest or stochastic, got 'up'",
       { base = "bf16", masters = "bf16", rounding = "up" })
-    refused("has bf16 masters, which only sgd, adam, adamw and lion can update",
+    refused("has bf16 masters, which only " .. fused_state.names "and" .. " can update",
       "bf16_kahan", "muon")
     local _, _, trainer = train("bf16_kahan", { steps = 1 })
     assert.error_matches(function() trainer.optimizer:set_precision "bf16" end,

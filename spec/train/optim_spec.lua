@@ -104,6 +104,7 @@ describe("the formula of", function()
 
   it("every fused optimizer has cases here, and a line in the reference", function()
     local text = helper.read("lua/engine/train/optim.lua")
+    assert.matches("^sgd, adam, adamw.* and %l+$", fused_state.names "and")
     for _, row in ipairs(fused_state.kinds) do
       assert.is_table(cases[row.name], "cases of " .. row.name)
       assert.matches("\n%-%-%-   " .. row.name .. " +fused; ", text)
