@@ -450,9 +450,8 @@ typedef struct eng_optimizer_info {
 } eng_optimizer_info;
 /// Returns the row of optimizer `kind`, or NULL past the end.
 const eng_optimizer_info *eng_optimizer_describe(int kind);
-/// Returns the name of hyperparameter `k`, a field of eng_hyper, or NULL past the end. *range is
-/// the last column of its row in optimizers.def.
-const char *eng_hyper_name(int k, const char **range);
+/// Returns all hyperparameters with their ranges (ENG_HYPER of optimizers.def): "lr=not_negative ".
+const char *eng_hyper_ranges(void);
 
 /// How an update rounds new weights to bf16 masters. nearest: to nearest, ties to even. stochastic:
 /// up or down, as 16 random bits decide. The bits are a function of the seed, eng_update.draw, the

@@ -38,15 +38,15 @@ eng_status reference_unscale(const param_span *spans, int n, double factor, floa
 
 // Each function updates one element: weight w, gradient g, moments m. `starts`: moment 1 has never
 // been updated. An optimizer does not change a moment that it does not use.
-#define ELEMENT                                                                                    \
-  float w, float g, float m[ENG_MOMENTS], const eng_hyper *h, const eng_update *u, bool starts
+#define UNUSED __attribute__((unused))
+#define ELEMENT float w, float g, float m[ENG_MOMENTS], const eng_hyper *h,                        \
+                UNUSED const eng_update *u, UNUSED bool starts
 
 // Adds decay * w to g. The momentum buffer starts as g. In later updates:
 //   buffer = momentum * buffer + (1 - dampening) * g
 // Then w -= lr * (nesterov ? g + momentum * buffer : buffer) or, without momentum, w -= lr * g.
 static float sgd(ELEMENT)
 {
-  (void)u;
   float momentum = (float)h->momentum;
   if (h->weight_decay != 0) g = g + (float)h->weight_decay * w;
   if (h->momentum != 0) {
@@ -62,7 +62,6 @@ static float sgd(ELEMENT)
 //   w -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 static float adam(ELEMENT)
 {
-  (void)starts;
   float most = (float)u->spike_clip * m[1];
   if (u->spike_clip > 0 && g * g > most) g = copysignf(sqrtf(most), g);
   float step = (float)(h->lr / (1.0 - pow(h->beta1, (double)u->t)));
@@ -88,7 +87,6 @@ static float adamw(ELEMENT)
 // The sign of 0 is 0, and the sign of NaN is NaN.
 static float lion(ELEMENT)
 {
-  (void)u, (void)starts;
   float direction = (float)h->beta1 * m[0] + (float)(1.0 - h->beta1) * g;
   float sign = direction > 0 ? 1.0f : direction < 0 ? -1.0f : direction;
   w = w * (float)(1.0 - h->lr * h->weight_decay);

@@ -47,15 +47,12 @@ static const eng_optimizer_info kinds[] = {
 const eng_optimizer_info *eng_optimizer_describe(int kind)
 { return kind >= 0 && kind < ENG_OPTIMIZER_COUNT ? &kinds[kind] : NULL; }
 
-const char *eng_hyper_name(int k, const char **range)
+const char *eng_hyper_ranges(void)
 {
-  static const char *const rows[][2] = {
-#define ENG_HYPER(name, type, range) {#name, #range},
+#define ENG_HYPER(name, type, range) #name "=" #range " "
+  return
 #include "optimizers.def"
-  };
-  if (k < 0 || k >= (int)(sizeof rows / sizeof rows[0])) return NULL;
-  *range = rows[k][1];
-  return rows[k][0];
+    "";
 }
 
 static eng_status check_alive(const eng_optimizer *state)

@@ -20,13 +20,6 @@ for kind = 0, C.ENG_OPTIMIZER_COUNT - 1 do
     traits = row.traits, defaults = defaults }
 end
 
---- The hyperparameters of the fused optimizers: a list of { name, range }.
-M.hyper = {}
-local range = ffi.new("const char *[1]")
-while C.eng_hyper_name(#M.hyper, range) ~= nil do
-  M.hyper[#M.hyper + 1] = { ffi.string(C.eng_hyper_name(#M.hyper, range)), ffi.string(range[0]) }
-end
-
 --- Returns the names of the fused optimizers for messages, such as "adam, adamw and lion". `trait`:
 --- only those that have this trait. `last`: the word before the last name.
 function M.names(last, trait)

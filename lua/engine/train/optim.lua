@@ -44,7 +44,9 @@ local RANGES = {
 }
 -- Name and range of each hyperparameter. Optimizers written in Lua follow the same rules.
 local RULES = { { "lr_mul", RANGES.not_negative } }
-for i, row in ipairs(fused_state.hyper) do RULES[i + 1] = { row[1], assert(RANGES[row[2]]) } end
+for name, range in ffi.string(C.eng_hyper_ranges()):gmatch("([%w_]+)=([%w_]+)") do
+  RULES[#RULES + 1] = { name, assert(RANGES[range], range) }
+end
 
 -- Raises an error for an invalid hyperparameter. where: the optimizer and perhaps its group, for
 -- messages.
