@@ -9,34 +9,45 @@
 /// addition to lse.
 enum { ENG_ROW_ENTROPY = 1, ENG_ROW_LOGIT_MAX = 2 };
 
-/// What a policy's `needs` can contain: statistics that a pass over the gradients computes, and
-/// fields of a verdict. Inf and nan are always counted.
+/// What a policy's `needs` can contain: statistics of a step, and fields of a verdict. Inf and nan
+/// are always counted. The order of the bits has no meaning. Each bit except TENSORS and NORM_REF
+/// is in one of the masks at the end.
 enum {
-  ENG_NEED_AMAX = 1,
-  ENG_NEED_NORM = 2,
-  ENG_NEED_ZEROS = 4,
-  ENG_NEED_UNDERFLOW = 8,
-  ENG_NEED_HIST = 16,
-  ENG_NEED_TENSORS = 32,  // the record also has the statistics per tensor and per group
-  ENG_NEED_NORM_REF = 64, // the trainer runs a backward pass in f32 now and then
-  // The optimizer's update computes these four together (eng_update.norms).
-  ENG_NEED_UPDATE_NORM = 128,
-  ENG_NEED_WEIGHT_NORM = 256,
-  ENG_NEED_M_NORM = 512,
-  ENG_NEED_V_NORM = 1024,
-  ENG_NEED_UPDATE_NORMS = 1920,   // all four
-  ENG_NEED_LOGIT_MAX = 2048,      // attention publishes its largest logits as signals
+  ENG_NEED_AMAX = 1 << 0,
+  ENG_NEED_NORM = 1 << 1,
+  ENG_NEED_ZEROS = 1 << 2,
+  ENG_NEED_UNDERFLOW = 1 << 3,
+  ENG_NEED_HIST = 1 << 4,
+  ENG_NEED_TENSORS = 1 << 5,      // the record also has the statistics per tensor and per group
+  ENG_NEED_NORM_REF = 1 << 6,     // the trainer runs a backward pass in f32 now and then
+  ENG_NEED_UPDATE_NORM = 1 << 7,
+  ENG_NEED_WEIGHT_NORM = 1 << 8,
+  ENG_NEED_M_NORM = 1 << 9,
+  ENG_NEED_V_NORM = 1 << 10,
+  ENG_NEED_LOGIT_MAX = 1 << 11,   // attention publishes its largest logits as signals
+  ENG_NEED_CLIPS = 1 << 12,
+  ENG_NEED_LR_MULS = 1 << 13,
+  ENG_NEED_RESET_MOMENTS = 1 << 14,
+  ENG_NEED_UPDATE_CLIP = 1 << 15,
+  ENG_NEED_SPIKE_CLIP = 1 << 16,
+  ENG_NEED_LOGIT_MULS = 1 << 17,
+  ENG_NEED_CAPS = 1 << 18,
+  ENG_NEED_GRAD_NORMS = 1 << 19,
+  ENG_NEED_BIAS_STEP = 1 << 20,
+  ENG_NEED_ACTIVATIONS = 1 << 21, // watched modules publish amax and kurtosis as signals
+
+  // One pass over the gradients computes these.
+  ENG_NEED_GRADIENTS = ENG_NEED_AMAX | ENG_NEED_NORM | ENG_NEED_ZEROS | ENG_NEED_UNDERFLOW |
+                       ENG_NEED_HIST,
+  // The optimizer's update computes these together (eng_update.norms).
+  ENG_NEED_UPDATE_NORMS = ENG_NEED_UPDATE_NORM | ENG_NEED_WEIGHT_NORM | ENG_NEED_M_NORM |
+                          ENG_NEED_V_NORM,
+  // Modules publish these as signals.
+  ENG_NEED_SIGNALS = ENG_NEED_LOGIT_MAX | ENG_NEED_ACTIVATIONS,
   // The verdict may use these fields; a run that does not support them refuses the policy.
-  ENG_NEED_CLIPS = 4096,
-  ENG_NEED_LR_MULS = 8192,
-  ENG_NEED_RESET_MOMENTS = 16384,
-  ENG_NEED_UPDATE_CLIP = 32768,
-  ENG_NEED_SPIKE_CLIP = 65536,
-  ENG_NEED_LOGIT_MULS = 131072,
-  ENG_NEED_CAPS = 262144,
-  ENG_NEED_GRAD_NORMS = 524288,
-  ENG_NEED_BIAS_STEP = 1048576,
-  ENG_NEED_ACTIVATIONS = 2097152  // watched modules publish amax and kurtosis as signals
+  ENG_NEED_VERDICT = ENG_NEED_CLIPS | ENG_NEED_LR_MULS | ENG_NEED_RESET_MOMENTS |
+                     ENG_NEED_UPDATE_CLIP | ENG_NEED_SPIKE_CLIP | ENG_NEED_LOGIT_MULS |
+                     ENG_NEED_CAPS | ENG_NEED_GRAD_NORMS | ENG_NEED_BIAS_STEP
 };
 
 /// Norms that an optimizer's update computes. UPDATE: the norm of the change of the weights, before
@@ -89,10 +100,10 @@ typedef struct eng_record {
   // 1: the verdict's `caps` were applied, and the norms describe the capped gradients
   int32_t capped;
   double  norms[4];           // ENG_NORM_* of the update before this step; NaN: not known
-  int64_t hist[320];
   // For the history: the largest finite |g|, as stored, of all f16 gradients. -1: no gradient is
   // f16. 0: unknown.
   double  amax_f16;
+  int64_t hist[320];          // the last member: run/swap.lua leaves it out of copies
 } eng_record;
 
 /// What a verdict does with the step. ROLLBACK: the run goes back to an earlier checkpoint.
@@ -201,6 +212,21 @@ const char *eng_policy_logit_mul(double *factor, const eng_policy *policy, int i
 enum { ENG_POLICY_LOGIT_MULS = 4096 };
 /// Sets record.signals[name] in the records that the policy reads, until it is set again.
 eng_status eng_policy_signal(eng_policy *policy, const char *name, double value);
+
+/// How the values of a record's field over several optimizers make one (record.def).
+enum { ENG_COMBINE_NONE = 0, ENG_COMBINE_SUM = 1, ENG_COMBINE_MAX = 2, ENG_COMBINE_ROOT = 3 };
+/// A name that policies use. It is a field of the record, of the statistics of a tensor or group,
+/// or of a verdict, or `needs` may list it. need: the ENG_NEED_* that the policy must announce, or
+/// 0. combine: ENG_COMBINE_*.
+typedef struct eng_policy_name {
+  const char *name;
+  uint32_t need;
+  int32_t  combine;
+  bool     record, tensor, verdict, listed;
+} eng_policy_name;
+/// Describes name `index`, counted from 0. Returns false past the end. A name that the record and
+/// the verdict share is there twice.
+bool eng_policy_name_get(eng_policy_name *out, int index);
 
 /// Runs the policy on a record to get its verdict. `stats` has an entry for each tensor of
 /// eng_policy_tensors, or is NULL. Returns ENG_OK unless the policy has no state (STATE). If the

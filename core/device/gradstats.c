@@ -12,21 +12,20 @@
 void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, double scale,
                    unsigned needs)
 {
-  double amax = 0, sum_squares = 0;
+#define ENG_COUNT(member)          record->member = 0;
+#define ENG_SUM(member, power)     double member = 0;
+#define ENG_MAXIMUM(member, power) double member = 0;
+#include "record.def"
   record->first_bad = -1;
-  record->count = record->inf = record->nan = record->zeros = record->underflow = 0;
   memset(record->hist, 0, sizeof record->hist);
   for (int k = 0; k < n; k++) {
     const eng_tensor_stats *s = &stats[k];
-    record->count += s->count;
-    record->inf += s->inf;
-    record->nan += s->nan;
-    record->zeros += s->zeros;
-    record->underflow += s->underflow;
     // the divisions are exact if the relative scale is a power of two
     double relative = gradstats_relative_scale(s);
-    if (s->amax / relative > amax) amax = s->amax / relative;
-    sum_squares += s->sum_squares / relative / relative;
+#define ENG_COUNT(member)          record->member += s->member;
+#define ENG_SUM(member, power)     member += OVER_##power(s->member, relative);
+#define ENG_MAXIMUM(member, power) member = fmax(member, OVER_##power(s->member, relative));
+#include "record.def"
     if (record->first_bad < 0 && s->inf + s->nan > 0) record->first_bad = k;
     if (needs & ENG_NEED_HIST)
       for (int b = 0; b < ENG_HIST_BINS; b++) record->hist[b] += s->hist[b];

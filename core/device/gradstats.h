@@ -10,6 +10,12 @@
 static inline double gradstats_relative_scale(const eng_tensor_stats *s)
 { return s->relative_scale > 0 ? s->relative_scale : 1; }
 
+// A total of record.def with this power, for gradients that are multiplied or divided by a number.
+#define TIMES_1(total, by) ((total) * (by))
+#define TIMES_2(total, by) ((total) * (by) * (by))
+#define OVER_1(total, by)  ((total) / (by))
+#define OVER_2(total, by)  ((total) / (by) / (by))
+
 /// Combines the statistics of `n` tensors into one record: counts, sums of squares, maxima, and the
 /// histogram if it is among the `needs` (ENG_NEED_*) that the pass computed. Divides amax and norm
 /// by `scale` (the loss scale) and by the tensors' relative scales, to get true magnitudes.

@@ -1,10 +1,11 @@
 // The step's record over all ranks, and the gathering of updated weights.
 //
 // Each rank has the statistics of its own pieces. One message reduces them to the same record on
-// every rank. It carries numbers to sum: each tensor's counts and squares, the histogram if it is
-// needed, and the caller's `sums`. It also carries numbers whose maximum is taken: each tensor's
-// amax, the caller's `maxima` and, for each parameter that only some ranks hold (`apart`), whether
-// it has a gradient. The message is sent in every step, even after an overflow. Called by Lua.
+// every rank. It carries numbers to sum: each tensor's counts and sums (record.def), the
+// histogram if it is needed, and the caller's `sums`. It also carries numbers whose maximum is
+// taken: each tensor's maxima, the caller's `maxima` and, for each parameter that only some ranks
+// hold (`apart`), whether it has a gradient. The message is sent in every step, even after an
+// overflow. Called by Lua.
 #include "comm_gradients.h"
 
 #include "device/backend.h"
@@ -15,7 +16,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SUMS_OF_TENSOR = 6 };
+#define ENG_COUNT(member)      + 1
+#define ENG_SUM(member, power) + 1
+enum { SUMS_OF_TENSOR = 0
+#include "record.def"
+};
+#define ENG_MAXIMUM(member, power) + 1
+enum { MAXIMA_OF_TENSOR = 0
+#include "record.def"
+};
 
 eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_parallel *p,
                               double scale, unsigned needs, double *sums, int n_sums,
@@ -23,7 +32,9 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
 {
   eng_params *set = p->set;
   bool hist = needs & ENG_NEED_HIST;
-  int64_t n = set->n, most = n * (SUMS_OF_TENSOR + 2) + ENG_HIST_BINS + n_sums + n_maxima;
+  // the 1: for a parameter in `apart`
+  int64_t n = set->n, most = n * (SUMS_OF_TENSOR + MAXIMA_OF_TENSOR + 1) + ENG_HIST_BINS + n_sums +
+                             n_maxima;
   if (most > p->n_numbers) {
     free(p->numbers);
     p->numbers = malloc((size_t)most * sizeof *p->numbers);
@@ -35,19 +46,19 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
   double *at = p->numbers, total[ENG_HIST_BINS] = {0};
   for (int i = 0; i < n; i++) {
     const eng_tensor_stats *s = &stats[i];
-    *at++ = (double)s->count;
-    *at++ = (double)s->inf;
-    *at++ = (double)s->nan;
-    *at++ = (double)s->zeros;
-    *at++ = (double)s->underflow;
-    *at++ = s->sum_squares;
+#define ENG_COUNT(member)      *at++ = (double)s->member;
+#define ENG_SUM(member, power) *at++ = s->member;
+#include "record.def"
     for (int b = 0; hist && b < ENG_HIST_BINS; b++) total[b] += (double)s->hist[b];
   }
   if (hist) at = (double *)memcpy(at, total, sizeof total) + ENG_HIST_BINS;
   memcpy(at, sums, (size_t)n_sums * sizeof *sums);
   at += n_sums;
   int all_sums = (int)(at - p->numbers);
-  for (int i = 0; i < n; i++) *at++ = stats[i].amax;
+  for (int i = 0; i < n; i++) {
+#define ENG_MAXIMUM(member, power) *at++ = stats[i].member;
+#include "record.def"
+  }
   memcpy(at, maxima, (size_t)n_maxima * sizeof *maxima);
   at += n_maxima;
   // Only the ranks that hold a parameter in `apart` know whether it has a gradient. The maximum
@@ -58,25 +69,23 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
   ENG_TRY(comm_reduce_both(p->comm, p->numbers, all_sums, (int)(at - p->numbers) - all_sums,
                            "the record of a step"));
   p->facts.record = eng_clock() - began;
-  at = p->numbers + all_sums + n + n_maxima;
+  at = p->numbers + all_sums + n * MAXIMA_OF_TENSOR + n_maxima;
   for (int i = 0; i < n; i++)
     if (p->apart[i]) set->member[i].has_gradient = *at++ != 0;
 
   at = p->numbers;
+  const double *largest = p->numbers + all_sums;
   for (int i = 0; i < n; i++) {
     eng_tensor_stats *s = &stats[i];
-    s->count = (int64_t)*at++;
-    s->inf = (int64_t)*at++;
-    s->nan = (int64_t)*at++;
-    s->zeros = (int64_t)*at++;
-    s->underflow = (int64_t)*at++;
-    s->sum_squares = *at++;
-    s->amax = p->numbers[all_sums + i];
+#define ENG_COUNT(member)          s->member = (int64_t)*at++;
+#define ENG_SUM(member, power)     s->member = *at++;
+#define ENG_MAXIMUM(member, power) s->member = *largest++;
+#include "record.def"
   }
   params_total(record, set, stats, scale, needs & ~(unsigned)ENG_NEED_HIST);
   for (int b = 0; hist && b < ENG_HIST_BINS; b++) record->hist[b] = (int64_t)*at++;
   memcpy(sums, at, (size_t)n_sums * sizeof *sums);
-  memcpy(maxima, p->numbers + all_sums + n, (size_t)n_maxima * sizeof *maxima);
+  memcpy(maxima, largest, (size_t)n_maxima * sizeof *maxima);
   return ENG_OK;
 }
 

@@ -34,9 +34,9 @@ static const char *const view_names[VIEW_KINDS] = {
 
 typedef struct view { int32_t kind, index; } view;
 
-/// How a field is read. For the kinds before VIEW, `at` is the offset of the member in eng_record
-/// or eng_tensor_stats.
+/// How a field is read. The kinds before VIEW and after OVERFLOW read a member: `at` is its offset.
 typedef enum field_kind {
+  NONE,            // there is no such field
   INTEGER,
   NUMBER,
   MAYBE,           // a number; nil if it is NaN
@@ -44,66 +44,44 @@ typedef enum field_kind {
   FIRST_BAD,       // the index of a tensor, returned as its name
   VIEW,            // `at`: the kind of view
   // the following kinds occur only in the statistics of tensors and groups
-  NAME, SCALE, OVERFLOW, TRUE_AMAX, TRUE_NORM, REFERENCE, MEASURED, CLIPPED, SNR,
-  UPDATE           // `at`: ENG_NORM_*
+  UPDATE,          // `at`: ENG_NORM_*; nil if the record's norm is NaN
+  NAME, SCALE, OVERFLOW,
+  SCALED,          // a number that is divided by the scale
+  ROOT,            // its root, divided by the scale
+  NONZERO,         // a number; nil if it is 0
+  MEASURED_INTEGER, MEASURED_NUMBER   // of a tensor that an FP8 layer quantized; nil for gradients
 } field_kind;
-typedef struct field { const char *name; field_kind kind; size_t at; unsigned need; } field;
+typedef struct place { field_kind kind; size_t at; } place;
+enum { IN_RECORD, IN_STATS };
+typedef struct field {
+  const char *name;
+  unsigned    need;
+  bool        listed;          // `needs` may list it
+  int         combine;         // ENG_COMBINE_*
+  place       in[2];           // IN_RECORD, IN_STATS
+} field;
 
 #define COUNT(list) ((int)(sizeof list / sizeof *list))
 
-#define AT(member) offsetof(eng_record, member)
-static const field record_fields[] = {
-  {"step", INTEGER, AT(step), 0},
-  {"updates", INTEGER, AT(updates), 0},
-  {"scale", NUMBER, AT(scale), 0},
-  {"loss", NUMBER, AT(loss), 0},
-  {"lr", NUMBER, AT(lr), 0},
-  {"overflow", FLAG, AT(overflow), 0},
-  {"inf", INTEGER, AT(inf), 0},
-  {"nan", INTEGER, AT(nan), 0},
-  {"count", INTEGER, AT(count), 0},
-  {"zeros", INTEGER, AT(zeros), ENG_NEED_ZEROS},
-  {"underflow", INTEGER, AT(underflow), ENG_NEED_UNDERFLOW},
-  {"amax", NUMBER, AT(amax), ENG_NEED_AMAX},
-  {"norm", NUMBER, AT(norm), ENG_NEED_NORM},
-  {"norm_ref", MAYBE, AT(norm_ref), ENG_NEED_NORM_REF},
-  {"update_norm", MAYBE, AT(norms[ENG_NORM_UPDATE]), ENG_NEED_UPDATE_NORM},
-  {"weight_norm", MAYBE, AT(norms[ENG_NORM_WEIGHT]), ENG_NEED_WEIGHT_NORM},
-  {"m_norm", MAYBE, AT(norms[ENG_NORM_M]), ENG_NEED_M_NORM},
-  {"v_norm", MAYBE, AT(norms[ENG_NORM_V]), ENG_NEED_V_NORM},
-  {"elapsed", NUMBER, AT(elapsed), 0},
-  {"first_bad", FIRST_BAD, AT(first_bad), 0},
-  {"capped", FLAG, AT(capped), 0},
-  {"hist", VIEW, VIEW_HIST, ENG_NEED_HIST},
-  {"tensors", VIEW, VIEW_TENSORS, ENG_NEED_TENSORS},
-  {"groups", VIEW, VIEW_GROUPS, ENG_NEED_TENSORS},
-  {"signals", VIEW, VIEW_SIGNALS, 0},
+#define NEED(name)       ENG_NEED_##name, true
+#define FREE             0, true
+#define FACT             0, false
+#define IN(kind, member) {kind, offsetof(eng_record, member)}
+#define OF(kind, member) {kind, offsetof(eng_tensor_stats, member)}
+#define IS(kind, at)     {kind, at}
+#define NEVER            {NONE, 0}
+#define ENG_FIELD(name, need, combine, ...) {#name, need, ENG_COMBINE_##combine, {__VA_ARGS__}},
+static const field fields[RECORD_NAMES] = {
+#include "record.def"
 };
-#undef AT
 
-#define AT(member) offsetof(eng_tensor_stats, member)
-static const field stats_fields[] = {
-  {"name", NAME, 0, 0},
-  {"scale", SCALE, 0, 0},
-  {"overflow", OVERFLOW, 0, 0},
-  {"inf", INTEGER, AT(inf), 0},
-  {"nan", INTEGER, AT(nan), 0},
-  {"count", INTEGER, AT(count), 0},
-  {"zeros", INTEGER, AT(zeros), ENG_NEED_ZEROS},
-  {"underflow", INTEGER, AT(underflow), ENG_NEED_UNDERFLOW},
-  {"amax", TRUE_AMAX, 0, ENG_NEED_AMAX},
-  {"norm", TRUE_NORM, 0, ENG_NEED_NORM},
-  {"norm_ref", REFERENCE, 0, ENG_NEED_NORM_REF},
-  {"update_norm", UPDATE, ENG_NORM_UPDATE, ENG_NEED_UPDATE_NORM},
-  {"weight_norm", UPDATE, ENG_NORM_WEIGHT, ENG_NEED_WEIGHT_NORM},
-  {"m_norm", UPDATE, ENG_NORM_M, ENG_NEED_M_NORM},
-  {"v_norm", UPDATE, ENG_NORM_V, ENG_NEED_V_NORM},
-  {"measured", MEASURED, 0, 0},
-  {"clipped", CLIPPED, 0, 0},
-  {"snr", SNR, 0, 0},
-  {"hist", VIEW, 0, ENG_NEED_HIST},
-};
-#undef AT
+eng_policy_name policy_record_field(int index)
+{
+  const field *f = &fields[index];
+  return (eng_policy_name){
+    .name = f->name, .need = f->need, .combine = f->combine, .listed = f->listed,
+    .record = f->in[IN_RECORD].kind != NONE, .tensor = f->in[IN_STATS].kind != NONE};
+}
 
 static void field_map_add(field_map *map, const char *key, int field)
 {
@@ -127,26 +105,31 @@ static const eng_record *record_in_view(eng_policy *p)
   return p->record;
 }
 
-// Raises an error for the key at index 2, which names none of the n fields.
-static int unknown_field(lua_State *L, const char *what, const field *fields, int n)
+// Raises an error for the key at index 2, which is none of the n names of fields.
+static int unknown_field(lua_State *L, const char *what, const char *const *names, int n)
 {
   if (lua_type(L, 2) != LUA_TSTRING)
     return luaL_error(L, "%s: expected the name of a field, got a %s", what, luaL_typename(L, 2));
-  const char *name = lua_tostring(L, 2), *names[COUNT(record_fields)];
-  for (int i = 0; i < n; ++i) names[i] = fields[i].name;
+  const char *name = lua_tostring(L, 2);
   const char *hint = nearest_hint(name, names, n);
   if (!*hint && strcmp(what, "record") == 0) hint = "; `engine help record` lists its fields";
   return luaL_error(L, "%s has no field '%s'%s", what, name, hint);
 }
 
 // Returns the field that the key at index 2 names. Raises an error if there is no such field, or if
-// the policy's `needs` do not list it. `what` names the fields' owner in messages.
-static const field *find_field(lua_State *L, const field_map *map, const char *what,
-                               const field *fields, int n)
+// the policy's `needs` do not list it. `what` names the fields' owner in messages; in: IN_RECORD or
+// IN_STATS.
+static const field *find_field(lua_State *L, const field_map *map, const char *what, int in)
 {
   const char *key = lua_tostring(L, 2);
   int found = key ? field_map_find(map, key) : -1;
-  if (found < 0) unknown_field(L, what, fields, n);
+  if (found < 0) {
+    const char *names[RECORD_NAMES];
+    int n = 0;
+    for (int i = 0; i < RECORD_NAMES; ++i)
+      if (fields[i].in[in].kind != NONE) names[n++] = fields[i].name;
+    unknown_field(L, what, names, n);
+  }
   const field *f = &fields[found];
   if (f->need & ~policy_of(L)->needs)
     luaL_error(L, "%s.%s is not computed for this policy: add \"%s\" to its 'needs'", what, f->name,
@@ -161,11 +144,11 @@ static void push_unless(lua_State *L, bool absent, double value)
 }
 
 // Pushes a field of the kind INTEGER, NUMBER or MAYBE, read from the structure `from`.
-static void push_member(lua_State *L, const field *f, const void *from)
+static void push_member(lua_State *L, place f, const void *from)
 {
-  const void *at = (const char *)from + f->at;
-  double value = f->kind == INTEGER ? (double)*(const int64_t *)at : *(const double *)at;
-  push_unless(L, f->kind == MAYBE && f64_is_nan(value), value);
+  const void *at = (const char *)from + f.at;
+  double value = f.kind == INTEGER ? (double)*(const int64_t *)at : *(const double *)at;
+  push_unless(L, f.kind == MAYBE && f64_is_nan(value), value);
 }
 
 // ------------------------------------------------------------------ the record
@@ -173,18 +156,18 @@ static void push_member(lua_State *L, const field *f, const void *from)
 static int record_index(lua_State *L)  // upvalue: views of hist, tensors, groups, signals
 {
   eng_policy *p = policy_of(L);
-  const field *f = find_field(L, &p->record_map, "record", record_fields, COUNT(record_fields));
+  const place f = find_field(L, &p->record_map, "record", IN_RECORD)->in[IN_RECORD];
   const eng_record *r = record_in_view(p);
-  switch (f->kind) {
-    case FLAG: lua_pushboolean(L, *(const int32_t *)((const char *)r + f->at)); break;
+  switch (f.kind) {
+    case FLAG: lua_pushboolean(L, *(const int32_t *)((const char *)r + f.at)); break;
     case FIRST_BAD:
       if (r->first_bad >= 0 && r->first_bad < p->n_tensors)
         lua_pushstring(L, p->tensors[r->first_bad]);
       else lua_pushnil(L);
       break;
     case VIEW:
-      if ((f->at == VIEW_TENSORS || f->at == VIEW_GROUPS) && !p->stats) lua_pushnil(L);
-      else lua_rawgeti(L, lua_upvalueindex(1), (int)f->at);
+      if ((f.at == VIEW_TENSORS || f.at == VIEW_GROUPS) && !p->stats) lua_pushnil(L);
+      else lua_rawgeti(L, lua_upvalueindex(1), (int)f.at);
       break;
     default: push_member(L, f, r);
   }
@@ -204,15 +187,12 @@ static void sum_groups(eng_policy *p)
     const eng_tensor_stats *t = &p->stats[i];
     for (int k = 0; k < ENG_NORMS; k++) g->norms[k] = hypot(g->norms[k], t->norms[k]);
     if (t->count == 0) continue;                             // no gradient
-    g->count += t->count;
-    g->inf += t->inf;
-    g->nan += t->nan;
-    g->zeros += t->zeros;
-    g->underflow += t->underflow;
     if (g->relative_scale == 0) g->relative_scale = gradstats_relative_scale(t);
     double ratio = g->relative_scale / gradstats_relative_scale(t);
-    g->sum_squares += t->sum_squares * ratio * ratio;
-    if (t->amax * ratio > g->amax) g->amax = t->amax * ratio;
+#define ENG_COUNT(member)          g->member += t->member;
+#define ENG_SUM(member, power)     g->member += TIMES_##power(t->member, ratio);
+#define ENG_MAXIMUM(member, power) g->member = fmax(g->member, TIMES_##power(t->member, ratio));
+#include "record.def"
     g->norm_ref = sqrt(g->norm_ref * g->norm_ref + t->norm_ref * t->norm_ref);
     if (p->needs & ENG_NEED_HIST)
       for (int b = 0; b < ENG_HIST_BINS; ++b) g->hist[b] += t->hist[b];
@@ -239,22 +219,21 @@ static int stats_index(lua_State *L)
 {
   eng_policy *p = policy_of(L);
   const view *v = lua_touserdata(L, 1);
-  const field *f =
-    find_field(L, &p->stats_map, view_names[v->kind], stats_fields, COUNT(stats_fields));
+  const place f = find_field(L, &p->stats_map, view_names[v->kind], IN_STATS)->in[IN_STATS];
   const eng_tensor_stats *s = stats_in_view(p, v);
   const bool measured = s->measured != 0;       // false: a gradient, or an unmeasured FP8 tensor
-  double scale = p->record->scale * gradstats_relative_scale(s);
-  switch (f->kind) {
+  const void *at = (const char *)s + f.at;
+  const double scale = p->record->scale * gradstats_relative_scale(s), *number = at;
+  switch (f.kind) {
     case NAME: lua_pushstring(L, (v->kind == VIEW_GROUP ? p->groups : p->tensors)[v->index]); break;
     case SCALE:     lua_pushnumber(L, scale); break;
     case OVERFLOW:  lua_pushboolean(L, s->inf > 0 || s->nan > 0); break;
-    case TRUE_AMAX: lua_pushnumber(L, s->amax / scale); break;
-    case TRUE_NORM: lua_pushnumber(L, sqrt(s->sum_squares) / scale); break;
-    case REFERENCE: push_unless(L, s->norm_ref == 0, s->norm_ref); break;
-    case UPDATE:    push_unless(L, f64_is_nan(p->record->norms[f->at]), s->norms[f->at]); break;
-    case MEASURED:  push_unless(L, !measured, (double)s->measured); break;
-    case CLIPPED:   push_unless(L, !measured, (double)s->clipped); break;
-    case SNR:       push_unless(L, !measured, s->snr); break;
+    case SCALED:    lua_pushnumber(L, *number / scale); break;
+    case ROOT:      lua_pushnumber(L, sqrt(*number) / scale); break;
+    case NONZERO:   push_unless(L, *number == 0, *number); break;
+    case UPDATE:    push_unless(L, f64_is_nan(p->record->norms[f.at]), s->norms[f.at]); break;
+    case MEASURED_INTEGER: push_unless(L, !measured, (double)*(const int64_t *)at); break;
+    case MEASURED_NUMBER:  push_unless(L, !measured, *number); break;
     case VIEW:      // the hist view is element 1 of this view's environment
       lua_getfenv(L, 1);
       lua_rawgeti(L, -1, 1);
@@ -337,12 +316,12 @@ static int hist_index(lua_State *L)                          // upvalue: hist_su
     lua_pushnumber(L, e >= 0 && e < ENG_HIST_BINS ? (double)bins[(int)e] : 0);
     return 1;
   }
-  static const field fields[] = {{.name = "first"}, {.name = "last"}, {.name = "sum"}};
+  static const char *const names[] = {"first", "last", "sum"};
   const char *key = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : "";
   if (strcmp(key, "first") == 0) lua_pushinteger(L, ENG_HIST_FIRST);
   else if (strcmp(key, "last") == 0) lua_pushinteger(L, ENG_HIST_FIRST + ENG_HIST_BINS - 1);
   else if (strcmp(key, "sum") == 0) lua_pushvalue(L, lua_upvalueindex(1));
-  else return unknown_field(L, view_names[v->kind], fields, 3);
+  else return unknown_field(L, view_names[v->kind], names, COUNT(names));
   return 1;
 }
 
@@ -400,11 +379,10 @@ static int fields_step(lua_State *L)
 {
   eng_policy *p = policy_of(L);
   const view *v = lua_touserdata(L, lua_upvalueindex(1));
-  bool whole = v->kind == VIEW_RECORD;
-  int n = whole ? COUNT(record_fields) : COUNT(stats_fields);
-  for (int i = (int)lua_tointeger(L, lua_upvalueindex(2)); i < n; ++i) {
-    const field *f = whole ? &record_fields[i] : &stats_fields[i];
-    if (f->need & ~p->needs) continue;
+  const int in = v->kind == VIEW_RECORD ? IN_RECORD : IN_STATS;
+  for (int i = (int)lua_tointeger(L, lua_upvalueindex(2)); i < RECORD_NAMES; ++i) {
+    const field *f = &fields[i];
+    if (f->in[in].kind == NONE || f->need & ~p->needs) continue;
     lua_pushinteger(L, i + 1);
     lua_replace(L, lua_upvalueindex(2));
     lua_pushstring(L, f->name);
@@ -511,10 +489,11 @@ static void push_hist(lua_State *L, view_kind kind, int place)
 void policy_record_open(eng_policy *p)
 {
   lua_State *L = p->L;
-  for (int i = 0; i < COUNT(record_fields); ++i)
-    field_map_add(&p->record_map, policy_intern(L, record_fields[i].name), i);
-  for (int i = 0; i < COUNT(stats_fields); ++i)
-    field_map_add(&p->stats_map, policy_intern(L, stats_fields[i].name), i);
+  for (int i = 0; i < RECORD_NAMES; ++i)
+    for (int in = IN_RECORD; in <= IN_STATS; ++in)
+      if (fields[i].in[in].kind != NONE)
+        field_map_add(in == IN_RECORD ? &p->record_map : &p->stats_map,
+                      policy_intern(L, fields[i].name), i);
   for (int place = KEEP_TENSORS; place <= KEEP_GROUPS; ++place) {
     lua_newtable(L);
     lua_rawseti(L, LUA_REGISTRYINDEX, place);

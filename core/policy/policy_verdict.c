@@ -371,7 +371,7 @@ static bool read_log(eng_policy *p, eng_verdict *out, const verdict_field *f)
 // ------------------------------------------------------------------ the verdict
 
 #define AT(member) offsetof(eng_verdict, member)
-static const verdict_field fields[VERDICT_FIELDS] = {
+static const verdict_field fields[] = {
   {"scale", 0, read_scale, "a positive finite number", NULL, AT(scale)},
   {"action", 0, read_action, "'step', 'skip', 'retry', 'stop' or 'rollback'", NULL, 0},
   {"clip", 0, read_limit, "a positive number, the limit on the gradient norm", NULL, AT(clip)},
@@ -399,11 +399,19 @@ static const verdict_field fields[VERDICT_FIELDS] = {
    AT(bias_step)},
 };
 #undef AT
+_Static_assert(sizeof fields / sizeof *fields == VERDICT_FIELDS, "VERDICT_FIELDS counts the rows");
 
 void policy_verdict_open(eng_policy *p)
 {
   for (int i = 0; i < VERDICT_FIELDS; ++i)
     p->verdict_key[i] = policy_intern(p->L, fields[i].name);
+}
+
+eng_policy_name policy_verdict_field(int index)
+{
+  const verdict_field *f = &fields[index];
+  return (eng_policy_name){
+    .name = f->name, .need = f->need, .verdict = true, .listed = f->need != 0};
 }
 
 // Refuses a factor that takes the learning rate `lr` out of f32's range: the update would compute

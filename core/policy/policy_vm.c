@@ -18,36 +18,6 @@ enum { LARGEST_SOURCE = 1 << 20 };   // bytes
 
 static const char *const file_fields[] = {"name",  "doc",  "kind",   "options",
                                           "needs", "init", "decide", "migrate"};
-static const struct { const char *name; unsigned bit; } needs[] = {
-  {"amax", ENG_NEED_AMAX},
-  {"norm", ENG_NEED_NORM},
-  {"zeros", ENG_NEED_ZEROS},
-  {"underflow", ENG_NEED_UNDERFLOW},
-  {"hist", ENG_NEED_HIST},
-  {"tensors", ENG_NEED_TENSORS},
-  {"norm_ref", ENG_NEED_NORM_REF},
-  {"overflow", 0},   // always computed, like the next three
-  {"inf", 0},
-  {"nan", 0},
-  {"count", 0},
-  {"groups", ENG_NEED_TENSORS},
-  {"signals", 0},
-  {"update_norm", ENG_NEED_UPDATE_NORM},
-  {"weight_norm", ENG_NEED_WEIGHT_NORM},
-  {"m_norm", ENG_NEED_M_NORM},
-  {"v_norm", ENG_NEED_V_NORM},
-  {"logit_max", ENG_NEED_LOGIT_MAX},
-  {"clips", ENG_NEED_CLIPS},
-  {"lr_muls", ENG_NEED_LR_MULS},
-  {"reset_moments", ENG_NEED_RESET_MOMENTS},
-  {"update_clip", ENG_NEED_UPDATE_CLIP},
-  {"spike_clip", ENG_NEED_SPIKE_CLIP},
-  {"logit_muls", ENG_NEED_LOGIT_MULS},
-  {"caps", ENG_NEED_CAPS},
-  {"grad_norms", ENG_NEED_GRAD_NORMS},
-  {"bias_step", ENG_NEED_BIAS_STEP},
-  {"activations", ENG_NEED_ACTIVATIONS},
-};
 #define COUNT(list) ((int)(sizeof list / sizeof *list))
 
 // Raises an error that begins with the file and the line of `word` (policy_line_of), or with the
@@ -131,6 +101,15 @@ static void read_identity(eng_policy *p)
   lua_settop(L, 1);
 }
 
+bool eng_policy_name_get(eng_policy_name *out, int index)
+{
+  const bool found = index >= 0 && index < RECORD_NAMES + VERDICT_FIELDS;
+  if (found)
+    *out = index < RECORD_NAMES ? policy_record_field(index)
+                                : policy_verdict_field(index - RECORD_NAMES);
+  return found;
+}
+
 static void read_needs(eng_policy *p)
 {
   lua_State *L = p->L;
@@ -143,16 +122,21 @@ static void read_needs(eng_policy *p)
              luaL_typename(L, lua_type(L, -2) != LUA_TNUMBER ? -2 : -1),
              lua_type(L, -2) != LUA_TNUMBER ? "key" : "value");
       const char *need = lua_tostring(L, -1);
-      const char *names[COUNT(needs)];
-      int i = 0, n = 0;
-      for (; n < COUNT(needs); ++n) names[n] = needs[n].name;
-      while (i < n && strcmp(need, names[i]) != 0) ++i;
-      if (i == n) {
+      const char *names[RECORD_NAMES + VERDICT_FIELDS];
+      int n = 0;
+      eng_policy_name name;
+      bool found = false;
+      for (int i = 0; !found && eng_policy_name_get(&name, i); ++i) {
+        if (!name.listed) continue;
+        names[n++] = name.name;
+        found = strcmp(need, name.name) == 0;
+      }
+      if (!found) {
         const char *hint = nearest_hint(need, names, n);
         fail(p, "needs", "unknown need '%s'%s", need,
              *hint ? hint : "; policies/README.md lists what a policy may need");
       }
-      p->needs |= needs[i].bit;
+      p->needs |= name.need;
     }
   }
   lua_settop(L, 1);

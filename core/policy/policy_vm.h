@@ -26,6 +26,10 @@ enum {
 enum { KEEP_TASK = 1, KEEP_TENSORS, KEEP_GROUPS, KEEP_FLAT_KEYS };
 
 enum { FIELD_BUCKETS = 64, VERDICT_FIELDS = 18, FLAT_FIELDS = 24 };
+#define ENG_FIELD(...) + 1
+enum { RECORD_NAMES = 0
+#include "record.def"
+};
 
 typedef struct policy_option {
   char *name, *value, *preset;
@@ -172,6 +176,8 @@ void policy_checks_open(lua_State *L);
 // ---- policy_verdict.c
 /// Interns the names of a verdict's fields.
 void policy_verdict_open(eng_policy *policy);
+/// Describes field `index` of a verdict, below VERDICT_FIELDS.
+eng_policy_name policy_verdict_field(int index);
 /// Reads a verdict from the table on top of the stack, or from the scale there. Returns false, with
 /// the reason in policy->why, if the verdict is invalid.
 bool policy_read_verdict(eng_policy *policy, eng_verdict *out);
@@ -181,6 +187,8 @@ bool policy_refuse(eng_policy *policy, const char *format, ...);
 static inline bool policy_is_scale(double x) { return f64_is_finite(x) && x > 0; }
 
 // ---- policy_record.c
+/// Describes name `index` of record.def, below RECORD_NAMES.
+eng_policy_name policy_record_field(int index);
 /// Creates the record's views and pushes `record`.
 void policy_record_open(eng_policy *policy);
 /// Returns the index (from 0) of the tensor or group whose name is on the stack at `index`, or -1.

@@ -37,15 +37,21 @@ local arguments = require "engine.base.arguments"
 local fields = require "engine.base.fields"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
+local policy_names = require "engine.policy.names"
 local show = require "engine.base.show"
 
 local ffi, C, expect, raise, fail_if = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise, M_ffi.fail_if
 
 local M = {}
 
-local NEEDS = { amax = C.ENG_NEED_AMAX, norm = C.ENG_NEED_NORM, zeros = C.ENG_NEED_ZEROS,
-  underflow = C.ENG_NEED_UNDERFLOW, hist = C.ENG_NEED_HIST,
-  tensors = C.ENG_NEED_TENSORS, norm_ref = C.ENG_NEED_NORM_REF }
+-- The statistics that a class can need, with their bits.
+local KNOWN = C.ENG_NEED_GRADIENTS + C.ENG_NEED_TENSORS + C.ENG_NEED_NORM_REF
+local NEEDS = {}
+for _, entry in ipairs(policy_names) do
+  if bit.band(entry.need, KNOWN) ~= 0 and entry.name ~= "groups" then
+    NEEDS[entry.name] = entry.need
+  end
+end
 
 local METHODS = { "get_scale", "update", "new", "scale_loss", "set_scale", "unscale_gradients",
   "state_dict", "load_state_dict" }

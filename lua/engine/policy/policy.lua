@@ -17,6 +17,9 @@ local ffi, C, check, expect, fail_if = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.ex
 
 local M = {}
 
+-- The needs that a policy of FP8 layers cannot have.
+local FOR_LOSS_SCALES = C.ENG_NEED_UPDATE_NORMS + C.ENG_NEED_SIGNALS + C.ENG_NEED_VERDICT
+
 -- ------------------------------------------------------------------ verdicts
 
 local ACTIONS, verdict_methods = {}, {}
@@ -378,7 +381,7 @@ function M.load(source, options, kind)
   end
   local good, result = pcall(loaded, source, options, kind)
   if not good then error(result, 2) end
-  if result.fp8 and result.needs >= C.ENG_NEED_UPDATE_NORM then
+  if result.fp8 and bit.band(result.needs, FOR_LOSS_SCALES) ~= 0 then
     error(("policy %s works on FP8 layers, so its 'needs' cannot list what only a loss-scaling " ..
       "policy can read or set, such as update_norm, activations or clips"):format(result.name), 2)
   end

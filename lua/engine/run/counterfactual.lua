@@ -213,9 +213,8 @@ function M.move(record, scale, o)
   record.amax, record.norm = s.amax / scale, math.sqrt(s.sum_squares) / scale
   record.overflow, record.first_bad = over and 1 or 0, over and had and record.first_bad or -1
   ffi.copy(record.hist, s.hist, ffi.sizeof(record.hist))
-  local function reads(...) return bit.band(o.needs, bit.bor(...)) ~= 0 end
-  if reads(C.ENG_NEED_AMAX) and not sizes
-    or reads(C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW, C.ENG_NEED_HIST)
+  local function reads(needs) return bit.band(o.needs, needs) ~= 0 end
+  if reads(C.ENG_NEED_AMAX) and not sizes or reads(C.ENG_NEED_GRADIENTS - C.ENG_NEED_AMAX)
     and not counts or reads(C.ENG_NEED_TENSORS) then   -- statistics of tensors are estimates
     known = "bound"
   end

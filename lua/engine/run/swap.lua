@@ -155,8 +155,8 @@ local function trial(self, entry, copy)
   for name, value in pairs(not seat.kind and trainer.reducer.signals or {}) do
     copy:signal(name, value)
   end
-  local needs = bit.band(copy.needs, C.ENG_NEED_NORM_REF - 1)   -- statistics a record must have
-  if seat.kind then needs = bit.band(needs, bit.bnot(C.ENG_NEED_TENSORS)) end
+  -- the statistics that a record must have
+  local needs = bit.band(copy.needs, C.ENG_NEED_GRADIENTS + (seat.kind and 0 or C.ENG_NEED_TENSORS))
   local began = C.eng_clock()
   for i = math.max(0, self.seen - RING), self.seen - 1 do
     local at = i % RING

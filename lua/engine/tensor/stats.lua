@@ -6,8 +6,6 @@ local tensor = require "engine.tensor.tensor"
 
 local C, check, methods = M_ffi.C, M_ffi.check, tensor.methods
 local buffer = M_ffi.new("eng_tensor_stats")
-local NEEDS = bit.bor(C.ENG_NEED_AMAX, C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW,
-  C.ENG_NEED_HIST)
 
 --- Statistics from one pass over a float tensor (f64 is converted to f32 first): { count, inf, nan,
 --- zeros, underflow, amax, norm, hist }. amax and norm are over the finite elements; underflow
@@ -15,7 +13,7 @@ local NEEDS = bit.bor(C.ENG_NEED_AMAX, C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_
 --- with floor(log2 of the magnitude) = e.
 function methods.stats(x)
   local read = x.dtype == "f64" and x:to("f32") or x:is_contiguous() and x or x:contiguous()
-  check(C.eng_stats(buffer, read, NEEDS))
+  check(C.eng_stats(buffer, read, C.ENG_NEED_GRADIENTS))
   return { count = tonumber(buffer.count), inf = tonumber(buffer.inf), nan = tonumber(buffer.nan),
     zeros = tonumber(buffer.zeros), underflow = tonumber(buffer.underflow), amax = buffer.amax,
     norm = math.sqrt(buffer.sum_squares), hist = formats.add_histogram({}, buffer.hist) }

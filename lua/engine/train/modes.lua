@@ -58,28 +58,28 @@ local LACKS = {
 }
 -- The needs of a shadow that the run must meet. A shadow's verdicts change nothing, so its other
 -- needs do not matter.
-local STATISTICS = bit.bor(C.ENG_NEED_UPDATE_NORMS, C.ENG_NEED_LOGIT_MAX, C.ENG_NEED_ACTIVATIONS)
+local STATISTICS = C.ENG_NEED_UPDATE_NORMS + C.ENG_NEED_SIGNALS
+-- The needs that only some runs can meet: name, and the entries of LACKS that apply.
 local UPDATE = { "lagged", "fused", "whole" }
--- The needs that only some runs can meet: name, bit, and the entries of LACKS that apply.
 local NEEDS = {
-  { "update_norm", C.ENG_NEED_UPDATE_NORM, UPDATE },
-  { "weight_norm", C.ENG_NEED_WEIGHT_NORM, UPDATE }, { "m_norm", C.ENG_NEED_M_NORM, UPDATE },
-  { "v_norm", C.ENG_NEED_V_NORM, UPDATE }, { "update_clip", C.ENG_NEED_UPDATE_CLIP, UPDATE },
-  { "spike_clip", C.ENG_NEED_SPIKE_CLIP, { "lagged", "spike_clip" } },
-  { "clips", C.ENG_NEED_CLIPS, { "lagged" } }, { "lr_muls", C.ENG_NEED_LR_MULS, { "lagged" } },
-  { "reset_moments", C.ENG_NEED_RESET_MOMENTS, { "lagged" } },
-  { "caps", C.ENG_NEED_CAPS, { "lagged", "whole" } },
-  { "grad_norms", C.ENG_NEED_GRAD_NORMS, { "lagged" } },
-  { "bias_step", C.ENG_NEED_BIAS_STEP, { "lagged" } },
-  { "activations", C.ENG_NEED_ACTIVATIONS, { "modules", "card" } },
-  { "logit_max", C.ENG_NEED_LOGIT_MAX, { "heads", "card" } },
-  { "logit_muls", C.ENG_NEED_LOGIT_MULS, { "heads", "scalable", "lagged", "card", "whole" } },
+  { "update_norm", UPDATE }, { "weight_norm", UPDATE }, { "m_norm", UPDATE }, { "v_norm", UPDATE },
+  { "update_clip", UPDATE }, { "spike_clip", { "lagged", "spike_clip" } }, { "clips", { "lagged" } },
+  { "lr_muls", { "lagged" } }, { "reset_moments", { "lagged" } }, { "caps", { "lagged", "whole" } },
+  { "grad_norms", { "lagged" } }, { "bias_step", { "lagged" } },
+  { "activations", { "modules", "card" } }, { "logit_max", { "heads", "card" } },
+  { "logit_muls", { "heads", "scalable", "lagged", "card", "whole" } },
 }
+local SOME_RUNS = 0
+for _, need in ipairs(NEEDS) do
+  need.bit = C["ENG_NEED_" .. need[1]:upper()]
+  SOME_RUNS = bit.bor(SOME_RUNS, need.bit)
+end
+assert(SOME_RUNS == STATISTICS + C.ENG_NEED_VERDICT, "modes.lua: NEEDS lacks a need")
 
 -- Returns the name of the first entry of NEEDS that a policy needs, or nil.
 local function first_need(policy)
   for _, need in ipairs(NEEDS) do
-    if bit.band(policy.needs, need[2]) ~= 0 then return need[1] end
+    if bit.band(policy.needs, need.bit) ~= 0 then return need[1] end
   end
 end
 
@@ -105,8 +105,8 @@ end
 -- Returns a line about the first need of a policy that this run cannot meet, or nil. mask: the
 -- needs that count.
 local function unfulfilled(trainer, policy, mask)
-  for _, need in ipairs(policy.needs >= C.ENG_NEED_UPDATE_NORM and NEEDS or {}) do
-    for _, lack in ipairs(bit.band(policy.needs, need[2], mask) ~= 0 and need[3] or {}) do
+  for _, need in ipairs(bit.band(policy.needs, SOME_RUNS) ~= 0 and NEEDS or {}) do
+    for _, lack in ipairs(bit.band(policy.needs, need.bit, mask) ~= 0 and need[2] or {}) do
       local why = LACKS[lack](trainer)
       if why then
         return ("policy %s needs %s, which this run lacks: %s"):format(policy.name, need[1], why)

@@ -17,6 +17,7 @@ local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"
 local groups = require "engine.policy.groups"
 local modes = require "engine.train.modes"
+local policy_names = require "engine.policy.names"
 local policy = require "engine.policy.policy"
 local signals = require "engine.policy.signals"
 local tensor = require "engine.tensor.tensor"
@@ -191,14 +192,17 @@ local function add_up(self)
   local total = self.total
   ffi.fill(total, ffi.sizeof("eng_record"))
   total.first_bad, total.norm_ref = -1, 0 / 0
-  local squares, before = 0, 0
+  local squares, before = {}, 0
   for _, entry in ipairs(self.order) do
     local r = entry.record
-    for _, field in ipairs { "count", "inf", "nan", "zeros", "underflow" } do
-      total[field] = total[field] + r[field]
+    for _, field in ipairs(policy_names) do
+      local name, combine = field.name, field.combine
+      if combine == C.ENG_COMBINE_SUM then total[name] = total[name] + r[name]
+      elseif combine == C.ENG_COMBINE_MAX then total[name] = math.max(total[name], r[name])
+      elseif combine == C.ENG_COMBINE_ROOT then
+        squares[name] = (squares[name] or 0) + r[name] * r[name]
+      end
     end
-    total.amax = math.max(total.amax, r.amax)
-    squares = squares + r.norm * r.norm
     if entry.found then total.overflow = 1 end
     if total.first_bad < 0 and r.first_bad >= 0 then total.first_bad = before + r.first_bad end
     if bit.band(self.policy.needs, C.ENG_NEED_HIST) ~= 0 then
@@ -207,7 +211,9 @@ local function add_up(self)
     before = before + #(entry.opt.list or {})
   end
   -- With one optimizer, use its norm directly; the root of its square would round.
-  total.norm = #self.order == 1 and self.order[1].record.norm or math.sqrt(squares)
+  for name, square in pairs(squares) do
+    total[name] = #self.order == 1 and self.order[1].record[name] or math.sqrt(square)
+  end
   total.step, total.updates, total.scale = self.attempts, self.updates, self:get_scale()
   total.elapsed = C.eng_clock() - self.started
   total.lr = self.order[1].opt.lr or 0 / 0
