@@ -164,6 +164,9 @@ eng_status eng_history_close(eng_history *history);
 /// script reads the error of that call.
 void       eng_history_free(eng_history *history);
 
+/// Returns the columns of `steps` as words NAME:NULL, where NULL is what NULL stands for in the
+/// column: a number, `false` (the column holds 0 or 1) or `nil` (a missing value).
+const char *eng_history_columns(void);
 /// Appends one row to `steps`. `tokens`: the number of tokens that this step trained on. This and
 /// the following functions append to a queue. They return IO once if the writing thread has failed
 /// (disk full). The row is still queued and is written when the disk has room again, so a run can

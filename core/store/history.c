@@ -243,15 +243,13 @@ eng_status eng_history_step(eng_history *history, const eng_record *record,
     memcpy(all.hist, r->hist, sizeof all.hist);
     hist = of_blob(blob, history_pack(blob, &all, 1));
   }
-  return APPEND(
-    history, HISTORY_STEP, of_int(r->step), of_int(r->updates), of_number(r->loss),
-    of_number(r->lr), of_number(r->scale), of_number(verdict->scale), of_int(r->overflow),
-    of_text(eng_action_name(verdict->action)), of_int(r->inf), of_int(r->nan), of_int(r->count),
-    of_int(r->zeros), of_int(r->underflow), of_number(r->amax), of_number(r->norm),
-    of_number(r->norm_ref), of_number(verdict->clip), of_number(verdict->lr_mul),
-    of_int(verdict->failed), of_int(r->first_bad), of_text(reason_of(reason, verdict)),
-    of_number(r->elapsed), of_number(tokens), hist);
+#define VALUE(name, type, value, ...) value,
+  const cell row[STEP_COLUMNS] = {EACH_STEP_COLUMN(VALUE, VALUE)};
+  return append(history, HISTORY_STEP, row, STEP_COLUMNS);
 }
+
+#define COLUMN(name, type, value, null) #name ":" #null " "
+const char *eng_history_columns(void) { return EACH_STEP_COLUMN(COLUMN, COLUMN); }
 
 eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_tensor_stats *stats,
                                int n)

@@ -46,8 +46,44 @@ typedef enum history_type {
 // the value follows, padded to 8 bytes
 typedef struct history_field { uint32_t type, bytes; } history_field;
 
-// Indices of the fields that the thread reads in a HISTORY_STEP message.
-enum { STEP_FIELD_STEP = 0, STEP_FIELD_ACTION = 7 };
+// The columns of the table `steps`, in order: the name; the SQL type; the value, an expression in
+// eng_history_step; and what NULL stands for in Lua (eng_history_columns). The first column has its
+// own macro, so that a list can have commas between the columns. An older history gets the columns
+// that it lacks when it is opened for writing. Replays copy a column to the member of eng_record
+// with the same name.
+//
+// inf, nan, zeros and underflow are counts of elements of the scaled gradients. amax and norm are
+// unscaled. NaN is stored as NULL, infinities as themselves. `scale` is the loss scale of the
+// step's backward pass, `next_scale` the loss scale that the policy chose for the next step. The
+// thread replaces the value of `attempt`.
+#define EACH_STEP_COLUMN(FIRST, X) \
+  FIRST(step, INTEGER, of_int(r->step), nil) \
+  X(attempt, INTEGER, of_int(1), 1) \
+  X(updates, INTEGER, of_int(r->updates), 0) \
+  X(loss, REAL, of_number(r->loss), nan) \
+  X(lr, REAL, of_number(r->lr), nan) \
+  X(scale, REAL, of_number(r->scale), nan) \
+  X(next_scale, REAL, of_number(verdict->scale), nan) \
+  X(action, TEXT, of_text(eng_action_name(verdict->action)), nil) \
+  X(overflow, INTEGER, of_int(r->overflow), false) \
+  X(inf, INTEGER, of_int(r->inf), 0) \
+  X(nan, INTEGER, of_int(r->nan), 0) \
+  X(count, INTEGER, of_int(r->count), 0) \
+  X(zeros, INTEGER, of_int(r->zeros), 0) \
+  X(underflow, INTEGER, of_int(r->underflow), 0) \
+  X(amax, REAL, of_number(r->amax), nan) \
+  X(norm, REAL, of_number(r->norm), nan) \
+  X(norm_ref, REAL, of_number(r->norm_ref), nil) \
+  X(clip, REAL, of_number(verdict->clip), nan) \
+  X(lr_mul, REAL, of_number(verdict->lr_mul), nan) \
+  X(policy_failed, INTEGER, of_int(verdict->failed), false) \
+  X(first_bad, INTEGER, of_int(r->first_bad), -1) \
+  X(reason, TEXT, of_text(reason_of(reason, verdict)), nil) \
+  X(elapsed, REAL, of_number(r->elapsed), nan) \
+  X(tokens, REAL, of_number(tokens), nan) \
+  X(hist, BLOB, hist, nil)
+#define STEP_COLUMN(name, ...) STEP_##name,
+enum { EACH_STEP_COLUMN(STEP_COLUMN, STEP_COLUMN) STEP_COLUMNS };
 
 // The last row in `steps`, and the end of `blocks`.
 typedef struct history_position {

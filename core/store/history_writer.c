@@ -10,21 +10,19 @@
 #include <string.h>
 #include <time.h>
 
-// In the table `steps`, the columns inf, nan, zeros and underflow are counts of elements of the
-// scaled gradients. amax and norm are unscaled. NaN is stored as NULL, infinities as themselves.
-// `scale` is the loss scale of the step's backward pass, `next_scale` the loss scale that the
-// policy chose for the next step.
+#define DECLARED(name, type, ...) #name " " #type ", "
+#define NAME(name, ...)      #name
+#define NEXT_NAME(name, ...) ", " #name
+#define PARAMETER(...)       "?"
+#define NEXT_PARAMETER(...)  ",?"
 static const char schema[] =
   "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;"
   "CREATE TABLE config(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;"
   "CREATE TABLE policies(hash TEXT PRIMARY KEY, name TEXT, source TEXT) WITHOUT ROWID;"
   // id: the index of the parameter, from 0, as in steps.first_bad
   "CREATE TABLE parameters(id INTEGER PRIMARY KEY, name TEXT, shape TEXT, gradient TEXT);"
-  "CREATE TABLE steps(step INTEGER, attempt INTEGER, updates INTEGER, loss REAL, lr REAL,"
-  " scale REAL, next_scale REAL, action TEXT, overflow INTEGER, inf INTEGER, nan INTEGER,"
-  " count INTEGER, zeros INTEGER, underflow INTEGER, amax REAL, norm REAL, norm_ref REAL,"
-  " clip REAL, lr_mul REAL, policy_failed INTEGER, first_bad INTEGER, reason TEXT, elapsed REAL,"
-  " tokens REAL, hist BLOB, PRIMARY KEY(step, attempt)) WITHOUT ROWID;"
+  "CREATE TABLE steps(" EACH_STEP_COLUMN(DECLARED, DECLARED)
+  "PRIMARY KEY(step, attempt)) WITHOUT ROWID;"
   "CREATE INDEX steps_overflow ON steps(step) WHERE overflow;"
   "CREATE TABLE tensor_stats(step INTEGER PRIMARY KEY, stats BLOB);"
   "CREATE TABLE events(id INTEGER PRIMARY KEY, step INTEGER, time REAL, kind TEXT, text TEXT,"
@@ -62,10 +60,8 @@ static const char later_tables[] =
 
 static const char *const sql[HISTORY_STATEMENTS] = {
   [HISTORY_STEP] =
-    "INSERT OR REPLACE INTO steps(step, updates, loss, lr, scale, next_scale, overflow, action,"
-    " inf, nan, count, zeros, underflow, amax, norm, norm_ref, clip, lr_mul, policy_failed,"
-    " first_bad, reason, elapsed, tokens, hist, attempt)"
-    " VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+    "INSERT OR REPLACE INTO steps(" EACH_STEP_COLUMN(NAME, NEXT_NAME) ")"
+    " VALUES(" EACH_STEP_COLUMN(PARAMETER, NEXT_PARAMETER) ")",
   [HISTORY_TENSORS] = "INSERT OR REPLACE INTO tensor_stats(step, stats) VALUES(?,?)",
   [HISTORY_EVENT] = "INSERT INTO events(step, time, kind, text, data) VALUES(?,?,?,?,?)",
   [HISTORY_META] = "INSERT OR REPLACE INTO meta(key, value) VALUES(?,?)",
@@ -87,7 +83,6 @@ static const char *const sql[HISTORY_STATEMENTS] = {
     EACH_SUMMED(SUMMED_VALUES)
     " FROM steps WHERE step >= ? * 256 AND step < ? * 256 GROUP BY step / 256",
 };
-enum { STEP_PARAMETER_ATTEMPT = 25 };
 
 static eng_status sqlite_error(sqlite3 *db, const char *path, const char *what)
 { return error_set(ENG_ERR_IO, "history %s: cannot %s: %s", path, what, sqlite3_errmsg(db)); }
@@ -136,13 +131,17 @@ static eng_status make_schema(eng_history *history)
 }
 
 // Adds the columns that older histories lack. Table `parameters`: the format of each parameter's
-// gradient. Table `shadows`: whether gradients overflow at the shadow's scale, and whether the
-// shadow's verdict is a bound. Table `fp8`: statistics that replays of FP8 policies read. The
-// columns are NULL in the rows that an older engine wrote.
+// gradient. Table `steps`: columns that a later engine added. Table `shadows`: whether gradients
+// overflow at the shadow's scale, and whether the shadow's verdict is a bound. Table `fp8`:
+// statistics that replays of FP8 policies read. The columns are NULL in the rows that an older
+// engine wrote.
 static eng_status add_columns(eng_history *history)
 {
   static const char *const added[][3] = {
     { "parameters", "gradient", "ALTER TABLE parameters ADD COLUMN gradient TEXT" },
+#define ADDED(name, type, ...) \
+    { "steps", #name, "ALTER TABLE steps ADD COLUMN " #name " " #type },
+    EACH_STEP_COLUMN(ADDED, ADDED)
     { "shadows", "overflow", "ALTER TABLE shadows ADD COLUMN overflow INTEGER" },
     { "shadows", "bound", "ALTER TABLE shadows ADD COLUMN bound INTEGER" },
     { "fp8", "peak", "ALTER TABLE fp8 ADD COLUMN peak REAL" },
@@ -296,13 +295,13 @@ static int do_message(eng_history *history, const history_message *message)
   }
   if (message->statement != HISTORY_STEP) return execute(statement);
   // The row after a retry is a further attempt, whether or not it has a new step number.
-  int64_t step = *(const int64_t *)(field_at(message, STEP_FIELD_STEP) + 1);
-  const history_field *action = field_at(message, STEP_FIELD_ACTION);
+  int64_t step = *(const int64_t *)(field_at(message, STEP_step) + 1);
+  const history_field *action = field_at(message, STEP_action);
   history->last.attempt =
     history->last.retry || step == history->last.step ? history->last.attempt + 1 : 1;
   history->last.step = step;
   history->last.retry = action->bytes == 5 && memcmp(action + 1, "retry", 5) == 0;
-  sqlite3_bind_int64(statement, STEP_PARAMETER_ATTEMPT, history->last.attempt);
+  sqlite3_bind_int64(statement, 1 + STEP_attempt, history->last.attempt);
   int code = execute(statement);
   return code == SQLITE_OK ? sum_up(history, step) : code;
 }

@@ -313,6 +313,26 @@ describe("history", function()
     assert.are.equal("f32", h:parameters()[2].gradient)
   end)
 
+  it("reads a history that lacks a column of its steps, and continues it", function()
+    for step = 0, 2 do append(h, step) end
+    local whole = h:steps()
+    assert.is_true(whole[2].zeros == whole[2].zeros and whole[2].tokens > 0)
+    h:close()
+    scratch.sqlite(dir .. "/history.db", "ALTER TABLE steps DROP COLUMN tokens")
+    local old = history.open(dir)
+    local rows = old:steps()
+    assert.equal(3, #rows)
+    assert.are_not.equal(rows[2].tokens, rows[2].tokens)       -- nan
+    assert.equal(whole[2].norm, rows[2].norm)
+    assert.equal(3, require("engine.run.trace").run(dir).n)
+    old:close()
+    h = history.open(dir, { write = true })          -- the run continues
+    append(h, 3)
+    rows = h:steps()
+    assert.are_not.equal(rows[2].tokens, rows[2].tokens)
+    assert.equal(whole[2].tokens, rows[4].tokens)
+  end)
+
   it("reports a shadow's own overflows and bounds, and continues a history without them", function()
     local own = ffi.new("eng_verdict")
     own.scale = 8

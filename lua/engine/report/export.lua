@@ -13,9 +13,7 @@ local COLUMNS = history.step_columns
 -- id if the history lacks the name, or nil. signals: the current value of each signal and, as
 -- "log.NAME", of each log.
 local function each_step(h, visit)
-  local parts = {}
-  for i, column in ipairs(COLUMNS) do parts[i] = "s." .. column[1] end
-  local sql = "SELECT " .. table.concat(parts, ", "):gsub("s.first_bad",
+  local sql = "SELECT " .. h:columns(history.step_names, "s."):gsub("s.first_bad",
     "coalesce(p.name, nullif(s.first_bad, -1)) AS first_bad") ..
     " FROM steps s LEFT JOIN parameters p ON p.id = s.first_bad ORDER BY s.step, s.attempt"
   local n, signals_at = 0, h:signals_at()

@@ -346,16 +346,29 @@ function History:range(from, to)
   end
 end
 
-local NAN = 0 / 0
+--- The columns of `steps` except the histogram, in the order of exports: { name, what NULL stands
+--- for }. If the second value is `false`, the column holds 0 or 1. If there is no second value, as
+--- for norm_ref, NULL is a missing value. step_names: the names alone.
+M.step_columns, M.step_names = {}, {}
+for name, null in ffi.string(C.eng_history_columns()):gmatch("(%S+):(%S+)") do
+  if name ~= "hist" then
+    table.insert(M.step_names, name)
+    table.insert(M.step_columns, { name, null ~= "false" and tonumber(null) })
+  end
+end
 
---- The columns of `steps`, in the order of exports: { name, what NULL stands for }. If the second
---- value is `false`, the column holds 0 or 1. If there is no second value, as for norm_ref, NULL is
---- a missing value.
-M.step_columns = { { "step" }, { "attempt", 1 }, { "updates", 0 }, { "loss", NAN }, { "lr", NAN },
-  { "scale", NAN }, { "next_scale", NAN }, { "action" }, { "overflow", false }, { "inf", 0 },
-  { "nan", 0 }, { "count", 0 }, { "zeros", 0 }, { "underflow", 0 }, { "amax", NAN },
-  { "norm", NAN }, { "norm_ref" }, { "clip", NAN }, { "lr_mul", NAN }, { "policy_failed", false },
-  { "first_bad", -1 }, { "reason" }, { "elapsed", NAN }, { "tokens", NAN } }
+--- Returns columns of `steps` as a list for a SELECT. A column that this history lacks, because an
+--- older engine wrote it, is NULL. prefix: "s." for a table named s, or nil.
+function History:columns(names, prefix)
+  local has, list = {}, {}
+  local following, all = each(self, nil, "SELECT * FROM steps LIMIT 0")
+  following()
+  for _, name in ipairs(all) do has[name] = true end
+  for i, name in ipairs(names) do
+    list[i] = has[name] and (prefix or "") .. name or "NULL AS " .. name
+  end
+  return table.concat(list, ", ")
+end
 
 local step_meta = {}
 
@@ -376,8 +389,8 @@ end
 -- Completes a row of the table `steps`: replaces NULL by what it stands for (M.step_columns). The
 -- file may be damaged, so in these columns a value that is not a number counts as NULL.
 local function step_row(row)
-  for _, column in ipairs(M.step_columns) do
-    local name, none = column[1], column[2]
+  for _, named in ipairs(M.step_columns) do
+    local name, none = named[1], named[2]
     if none == false then row[name] = type(row[name]) == "number" and row[name] ~= 0
     elseif none and type(row[name]) ~= "number" then row[name] = none end
   end
@@ -385,14 +398,12 @@ local function step_row(row)
   return setmetatable(row, step_meta)
 end
 
-local STEP_COLUMNS = {}
-for i, column in ipairs(M.step_columns) do STEP_COLUMNS[i] = column[1] end
-STEP_COLUMNS = table.concat(STEP_COLUMNS, ", ")
 local SHOWN = { "step", "updates", "loss", "lr", "scale", "next_scale", "action", "inf", "nan",
   "amax", "norm", "reason" }
 
 local function select_steps(h, rest, ...)
-  return collect(each(h, step_row, "SELECT " .. STEP_COLUMNS .. " FROM steps " .. rest, ...), SHOWN)
+  return collect(each(h, step_row, "SELECT " .. h:columns(M.step_names) .. " FROM steps " .. rest,
+    ...), SHOWN)
 end
 
 --- Returns the rows of the steps from..to (both included; nil: no limit).

@@ -11,6 +11,7 @@ local M_ffi = require "engine.base.ffi"
 local counterfactual = require "engine.run.counterfactual"
 local files = require "engine.base.file"
 local formats = require "engine.base.formats"
+local histories = require "engine.run.history"
 
 local C, ffi, fail_if = M_ffi.C, M_ffi.ffi, M_ffi.fail_if
 local log2 = function(x) return math.log(x) / math.log(2) end
@@ -79,20 +80,19 @@ end
 local Run = {}
 Run.__index = Run
 
-local Row = ffi.typeof [[struct {
-  double step, scale, loss, lr, amax, norm, norm_ref, elapsed, count, inf, nan, zeros;
-  double underflow, updates, clip, lr_mul;
-  int32_t overflow, first_bad, action; }]]
+-- FIELDS are the columns that are fields of a record. COLUMNS are all columns of numbers in a row.
+local FIELDS, COLUMNS = {}, { "clip", "lr_mul" }
+for _, name in ipairs(histories.step_names) do
+  if ffi.offsetof("eng_record", name) then
+    FIELDS[#FIELDS + 1], COLUMNS[#COLUMNS + 1] = name, name
+  end
+end
+local Row = ffi.typeof("struct { double " .. table.concat(COLUMNS, ", ") .. "; int32_t action; }")
 local Rows = ffi.typeof("$ [?]", Row)
-
--- FIELDS are the columns that are fields of a record. COLUMNS are all columns of numbers.
-local FIELDS = { "step", "scale", "loss", "lr", "amax", "norm", "norm_ref", "elapsed", "count",
-  "inf", "nan", "zeros", "underflow", "updates", "overflow", "first_bad" }
-local COLUMNS = { "clip", "lr_mul", unpack(FIELDS) }
 
 --- Returns the trace of a run. path: the run's directory, or its history.db.
 function M.run(path)
-  local result, why = require("engine.run.history").with(path, function(history)
+  local result, why = histories.with(path, function(history)
     local n = history:query("SELECT count(*) AS n FROM steps")[1].n
     if n == 0 then error(("history %s has no steps to replay"):format(history.path), 0) end
     local meta, config = history:meta(), history:config()   -- old histories lack meta.mode
@@ -102,7 +102,7 @@ function M.run(path)
       accumulate = tonumber(meta.accumulate or config.accumulate) or 1,
       lagged = (meta.mode or config.mode) == "lagged" }, Run)
     local i = 0
-    for row in history:each("SELECT " .. table.concat(COLUMNS, ", ") ..
+    for row in history:each("SELECT " .. history:columns(COLUMNS) ..
       ", action, hist FROM steps ORDER BY step, attempt") do
       if i == n then break end                             -- the run is still writing
       local to = self.rows[i]
