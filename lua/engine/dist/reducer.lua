@@ -450,34 +450,56 @@ function Reducer:record(record, stats, s)
   if wanted and self.own_pass then check(C.eng_parallel_histograms(stats, self.reduction)) end
 end
 
---- Stores a verdict. record() of the next step compares it with the other ranks' verdicts. With
---- ZeRO this function already compares them, because the update needs all ranks.
-function Reducer:note_verdict(record, verdict)
-  if not self.many then return end
-  local policy, parts = self.trainer.policy, {}
-  parts[1] = ("step %d at scale %s: %s, scale %s, clip %s, lr x%s"):format(tonumber(record.step),
-    show.exact(record.scale), verdict:what(), show.exact(verdict.scale), show.exact(verdict.clip),
-    show.exact(verdict.lr_mul))
-  for i, group in ipairs(self.trainer.groups.groups) do
+-- Returns a checksum of texts, in hexadecimal.
+local function checksum(texts)
+  local text = table.concat(texts, " ")
+  return ("%08x"):format(C.eng_crc32c(0, text, #text))
+end
+
+--- Returns a policy's last verdict, on `record`, as text. Verdicts that differ in any field but
+--- `reason` and `log` have different texts (spec/dist/verdict_text_spec.lua). groups: the names of
+--- the groups that can have separate scales; n: the number of tensors.
+function M.verdict_text(policy, record, verdict, groups, n)
+  local parts = { ("step %d at scale %s: %s, scale %s, clip %s, lr x%s"):format(
+    tonumber(record.step), show.exact(record.scale), verdict:what(), show.exact(verdict.scale),
+    show.exact(verdict.clip), show.exact(verdict.lr_mul)) }
+  for i, group in ipairs(groups) do
     local scale = policy.group_scale and policy:group_scale(i)
     if scale and scale ~= verdict.scale then
       parts[#parts + 1] = ("%s %s"):format(group, show.exact(scale))
     end
   end
+  if verdict.action == C.ENG_ACTION_ROLLBACK then
+    parts[#parts + 1] = ("back %d, skip %d"):format(tonumber(verdict.back), tonumber(verdict.skip))
+  end
   local bias_step = tonumber(verdict.bias_step)
   if verdict.each ~= 0 or verdict.update_clip + verdict.spike_clip + bias_step > 0 then
-    local numbers = { show.exact(verdict.update_clip), show.exact(verdict.spike_clip) }
-    for i = 0, #self.trainer.optimizer.list * C.ENG_EACH - 1 do
+    local numbers = { show.exact(verdict.update_clip), show.exact(verdict.spike_clip),
+      show.exact(bias_step) }
+    for i = 0, n * C.ENG_EACH - 1 do
       numbers[i + 4] = show.exact(C.eng_policy_each(policy.handle, i % C.ENG_EACH,
         math.floor(i / C.ENG_EACH)))
     end
-    numbers[3] = show.exact(bias_step)
-    local text = table.concat(numbers, " ")
-    parts[#parts + 1] = ("update clip %s, spike clip %s, single tensors %08x"):format(numbers[1],
-      numbers[2], C.eng_crc32c(0, text, #text))
+    parts[#parts + 1] = ("update clip %s, spike clip %s, single tensors %s"):format(numbers[1],
+      numbers[2], checksum(numbers))
   end
-  self.decided = ("%s (policy %s%s)"):format(table.concat(parts, ", "), policy.name,
+  local factors = {}
+  for name, factor in pairs(policy.logit_muls and policy:logit_muls() or {}) do
+    factors[#factors + 1] = name .. " " .. show.exact(factor)
+  end
+  table.sort(factors)
+  if factors[1] then parts[#parts + 1] = "logit factors " .. checksum(factors) end
+  return ("%s (policy %s%s)"):format(table.concat(parts, ", "), policy.name,
     policy.hash and " " .. policy:hash() or "")
+end
+
+--- Stores a verdict. record() of the next step compares it with the other ranks' verdicts. With
+--- ZeRO this function already compares them, because the update needs all ranks.
+function Reducer:note_verdict(record, verdict)
+  if not self.many then return end
+  local trainer = self.trainer
+  self.decided = M.verdict_text(trainer.policy, record, verdict, trainer.groups.groups,
+    #trainer.optimizer.list)
   if self.zero then self:agree() end
 end
 
