@@ -28,13 +28,15 @@ enum {
   SLAB = 2048,                       // chunks that a block of sum_up adds: 2^25 elements at most
 };
 
-/// The statistics of a chunk, or of a slab of chunks.
+/// The statistics of a chunk, or of a slab of chunks. sum_up reads a tally as two uint4; `unused`
+/// fills it up to their size.
 typedef struct alignas(16) tally {
   double   squares;
   uint32_t amax;                     // largest finite magnitude, as the bits of an f32
   int32_t  inf, nan, zeros, tiny;    // tiny: below the smallest normal number, zeros included
   int32_t  unused;
 } tally;
+static_assert(sizeof(tally) == 2 * sizeof(uint4), "sum_up reads a tally as two uint4");
 
 /// A tensor's statistics for the host, except for the histogram.
 typedef struct span_result {
