@@ -108,6 +108,15 @@ describe("gradient statistics", function()
     end))
   end
 
+  it("are all compared with their slow twins above", function()
+    local compared = { zeros = true, underflow = true, amax = true, norm = true, hist = true }
+    for _, entry in ipairs(require "engine.policy.names") do
+      if bit.band(entry.need, C.ENG_NEED_GRADIENTS) ~= 0 then
+        assert.is_true(compared[entry.name], entry.name .. ": compare it above, then list it here")
+      end
+    end
+  end)
+
   it("hold squares beyond the range of f32, large and small", sets.step(function()
     for _, magnitude in ipairs { 1e30, 3e38, 1e-25, 1e-38 } do
       local values = {}

@@ -179,6 +179,9 @@ local function overflows(record, ratio, o, s)
   return amax < format.limit and reach >= format.limit, "bound"
 end
 
+-- Statistics that are exact if the counts are, and those that M.move leaves as they are.
+local COUNTED = C.ENG_NEED_NORM + C.ENG_NEED_ZEROS + C.ENG_NEED_UNDERFLOW + C.ENG_NEED_HIST
+local UNKNOWN = C.ENG_NEED_GRADIENTS - C.ENG_NEED_AMAX - COUNTED
 local cell = ffi.new("eng_tensor_stats[1]")
 
 --- Converts `record`, the record of a step at the scale record.scale, to the record of the same
@@ -214,8 +217,8 @@ function M.move(record, scale, o)
   record.overflow, record.first_bad = over and 1 or 0, over and had and record.first_bad or -1
   ffi.copy(record.hist, s.hist, ffi.sizeof(record.hist))
   local function reads(needs) return bit.band(o.needs, needs) ~= 0 end
-  if reads(C.ENG_NEED_AMAX) and not sizes or reads(C.ENG_NEED_GRADIENTS - C.ENG_NEED_AMAX)
-    and not counts or reads(C.ENG_NEED_TENSORS) then   -- statistics of tensors are estimates
+  if reads(C.ENG_NEED_AMAX) and not sizes or reads(COUNTED) and not counts
+    or reads(UNKNOWN) or reads(C.ENG_NEED_TENSORS) then   -- statistics of tensors are estimates
     known = "bound"
   end
   return known, elements, mass

@@ -164,7 +164,7 @@ end
 --- The record, and the statistics of each tensor (from 0).
 function Set:stats(scale, needs)
   local record, stats = ffi.new("eng_record"), ffi.new("eng_tensor_stats[?]", math.max(self.n, 1))
-  check(C.eng_params_stats(record, stats, self.params, scale or 1, needs or 31))
+  check(C.eng_params_stats(record, stats, self.params, scale or 1, needs or C.ENG_NEED_GRADIENTS))
   return record, stats
 end
 
