@@ -1,4 +1,5 @@
-// Reference pass of the gradient statistics. See backend.h, engine.h.
+// Reference pass of the gradient statistics. See backend.h, engine.h. Called through
+// backend.gradstats; owns nothing.
 #include "reference.h"
 
 #include <math.h>

@@ -63,8 +63,9 @@ local STATISTICS = C.ENG_NEED_UPDATE_NORMS + C.ENG_NEED_SIGNALS
 local UPDATE = { "lagged", "fused", "whole" }
 local NEEDS = {
   { "update_norm", UPDATE }, { "weight_norm", UPDATE }, { "m_norm", UPDATE }, { "v_norm", UPDATE },
-  { "update_clip", UPDATE }, { "spike_clip", { "lagged", "spike_clip" } }, { "clips", { "lagged" } },
-  { "lr_muls", { "lagged" } }, { "reset_moments", { "lagged" } }, { "caps", { "lagged", "whole" } },
+  { "update_clip", UPDATE }, { "spike_clip", { "lagged", "spike_clip" } },
+  { "clips", { "lagged" } }, { "lr_muls", { "lagged" } }, { "reset_moments", { "lagged" } },
+  { "caps", { "lagged", "whole" } },
   { "grad_norms", { "lagged" } }, { "bias_step", { "lagged" } },
   { "activations", { "modules", "card" } }, { "logit_max", { "heads", "card" } },
   { "logit_muls", { "heads", "scalable", "lagged", "card", "whole" } },
