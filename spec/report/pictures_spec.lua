@@ -160,7 +160,7 @@ describe("the pictures of a run", function()
   it("have colours with enough contrast, and brightness that rises along the heat map", function()
     for _, scheme in ipairs { "light", "dark" } do
       local all = variables(chart[scheme] .. page[scheme])
-      for _, back in ipairs { all.back, all.page, all.card } do
+      for _, back in ipairs { all.page, all.card } do
         for i = 1, chart.series do
           assert.is_true(contrast(all["c" .. i], back) >= 3, scheme .. " c" .. i)
         end
@@ -189,9 +189,27 @@ describe("the pictures of a run", function()
     for tag in html:gmatch "<svg[^>]*>" do
       assert.is_true(not tag:find("viewBox", 1, true) or tag:find('class="shapes"', 1, true) ~= nil)
     end
-    local svg = inside("plot a --svg - --width 390").out
-    assert.matches('width="390" height="%d+"', svg)
-    assert.matches('viewBox="0 0 390 %d+"', svg)
+  end)
+
+  it("in files need no browser: literal colours on white, one layout", function()
+    for _, width in ipairs { 1000, 390 } do
+      local svg = inside("plot a --svg -" .. (width == 1000 and "" or " --width " .. width)).out
+      for _, piece in ipairs { "var(", "@media", "prefers-color-scheme", "font:" } do
+        assert.not_matches(piece, svg, 1, true)
+      end
+      assert.matches(('width="%d" height="(%%d+)" viewBox="0 0 %d %%1"'):format(width, width), svg)
+      assert.matches('</style><rect width="100%" height="100%" fill="#fff"/>', svg, 1, true)
+      assert.matches(".line.s1{stroke:#0072b2;", svg, 1, true)
+      for _, text in ipairs { "a", "loss", "loss scale, log axis" } do
+        assert.equal(1, select(2, svg:gsub(">" .. text .. "</text>", "")), text)
+      end
+    end
+    local values = { 1, 2 }
+    local long = { { title = "long", series = { { column = "y" } }, c = { x = { 0, 7e6 },
+      width = 1, first = 0, last = 7e6, y = { min = values, mean = values, max = values } } } }
+    assert.matches(">1,000,000</text>", chart.file("long", long), 1, true)
+    assert.not_matches(">1,000,000</text>", chart.file("long", long, 390), 1, true)  -- no room
+    assert.matches(">6,000,000</text>", chart.file("long", long, 390), 1, true)
   end)
 
   it("tell how a run without steps ended; with few steps, no axis is empty", function()

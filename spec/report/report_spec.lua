@@ -196,7 +196,7 @@ describe("a run's commands", function()
     assert.equal("p.svg\n", inside("plot a --svg p.svg --columns loss,scale,norm").out)
     local svg = helper.read(folder .. "/p.svg")
     assert.matches("^<svg xmlns", svg)
-    assert.equal(2 * 3, select(2, svg:gsub('class="title"', "")))    -- a wide and a narrow layout
+    assert.equal(3, select(2, svg:gsub('class="title"', "")))
     assert.is_nil(svg:find("nan", 1, true))
     assert.matches("the history has no column 'lose'; did you mean 'loss'?",
       inside("plot a --columns lose").err, 1, true)

@@ -12,7 +12,7 @@
 -- panel: name (the title of its y axis), axis (from M.axis), hold (true: draws single steps as a
 -- staircase). Shapes have x coordinates from 0 to `span`, which a page stretches to its width.
 -- Texts are placed by percentages instead, so that they keep their size. Used by the report's
--- pages, views.lua, gnuplot.lua, lab.lua and docs/page.lua.
+-- pages, views.lua, gnuplot.lua and lab.lua.
 local show = require "engine.base.show"
 local plot = require "engine.report.plot"
 
@@ -378,11 +378,10 @@ local function lines_style()
   return ".line.s1{stroke-linecap:round}" .. table.concat(lines, "\n")
 end
 
---- The CSS for what body() draws. The page defines its variables (colours and fonts).
+--- The CSS for what body() draws. Its variables are the colours of M.light or M.dark.
 M.style = [[
 .grid{stroke:var(--grid);fill:none}.frame{stroke:var(--axis);fill:none}
-svg.shapes path,path.line,path.mark,path.event{vector-effect:non-scaling-stroke}
-.tick,text.limit,text.event,.key{font:12px var(--sans);font-variant-numeric:tabular-nums}
+.tick,text.limit,text.event,.key{font-size:12px;font-variant-numeric:tabular-nums}
 .tick,.key{fill:var(--muted)}
 .line{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:butt}
 .band{opacity:.2}
@@ -392,19 +391,19 @@ svg.shapes path,path.line,path.mark,path.event{vector-effect:non-scaling-stroke}
 .mark.checkpoint{stroke:var(--muted)}
 .event{stroke:var(--event);stroke-width:1.4;stroke-dasharray:5 3;fill:none}
 path.limit{stroke:var(--bad);stroke-dasharray:2 4;fill:none}
-text.limit{fill:var(--bad)}text.event{fill:var(--event)}
-text.limit,text.event{paint-order:stroke;stroke:var(--card,var(--back));stroke-width:3px;
-stroke-dasharray:none;stroke-linejoin:round}
-@media(max-width:600px){text.wide{display:none}}]]
+text.limit{fill:var(--bad)}text.event{fill:var(--event)}]]
 
 -- The colours of Okabe and Ito, which remain distinguishable with red-green colour blindness. They
 -- are darker on light pages, so that lines have a contrast of 3:1 and texts one of 4.5:1.
-M.light = [[--back:#fff;--text:#1d2433;--muted:#5c6576;--grid:#eceff4;--axis:#8a93a3;--bad:#c4261a;
+M.light = [[--text:#1d2433;--muted:#5c6576;--grid:#eceff4;--axis:#8a93a3;--bad:#c4261a;
 --event:#6d4aed;
 --c1:#0072b2;--c2:#d55e00;--c3:#008a64;--c4:#b3578c;--c5:#9a6a00;--c6:#3d4654]]
-M.dark = [[--back:#11151c;--text:#e6e9ef;--muted:#98a2b3;--grid:#232a36;--axis:#667085;
+M.dark = [[--text:#e6e9ef;--muted:#98a2b3;--grid:#232a36;--axis:#667085;
 --bad:#ff7a6e;--event:#b0a1ff;
 --c1:#56b4e9;--c2:#e69f00;--c3:#2bb98d;--c4:#d98fb7;--c5:#f0e442;--c6:#c9ced8]]
+
+-- Returns the colour `name` of M.light as #rrggbb.
+local function light_colour(name) return M.light:match("%-%-" .. name .. ":(#%x+)") end
 
 --- Returns the colour of series i on white as #rrggbb, and its dashes as a list of lengths (empty:
 --- solid).
@@ -412,7 +411,7 @@ function M.plain_style(i)
   local colour, dash = plot.style(i)
   local lengths = {}
   for length in DASHES[dash]:gmatch("%d+") do lengths[#lengths + 1] = length end
-  return M.light:match("--c" .. colour .. ":(#%x+)"), lengths
+  return light_colour("c" .. colour), lengths
 end
 
 -- Draws panels below each other, `width` pixels wide. Returns the SVG and its height.
@@ -436,7 +435,9 @@ local function layout(title, panels, width)
         x = x + size
       end
       y = y + (x > 12 and 18 or 0) + 12 + body.top
-      out[#out + 1] = M.area(span, body.height, body.paths, body.texts,
+      local texts = width >= 600 and body.texts           -- as report_page.lua does for a page
+        or body.texts:gsub('<text class="%a+ wide".-</text>', "")
+      out[#out + 1] = M.area(span, body.height, body.paths, texts,
         ('x="%d" y="%d" width="%d"'):format(M.left, y, span))
       y = y + body.height + M.bottom + 8
     else
@@ -448,35 +449,21 @@ local function layout(title, panels, width)
   return table.concat(out), y
 end
 
-local WIDE, SLIM = 1000, 390
+-- The style of a file: M.style with literal colours, because few programs other than browsers know
+-- CSS variables.
+local FILE_STYLE = (".title,.head{fill:var(--text);font-size:13px;font-weight:600}" ..
+  ".head{font-size:18px}\n" .. M.style):gsub("var%(%-%-(%w+)%)", light_colour)
 
---- Returns the text of an SVG file with a title and several panels. Without `width` (pixels), the
---- picture is 1000 wide and has a second layout, which a browser shows in a narrow window.
+--- Returns the text of an SVG file with a title and several panels, `width` pixels wide (1000 by
+--- default), on white.
 function M.file(title, panels, width)
-  local function drawn(class, pixels)
-    local body, height = layout(title, panels, pixels)
-    return ('<svg class="%s" viewBox="0 0 %d %d" width="100%%" height="100%%">%s</svg>'):format(
-      class, pixels, height, body), height
-  end
-  local body, height = drawn("broad", width or WIDE)
-  local slim, style = "", ""
-  if not width then
-    local tall
-    slim, tall = drawn("slim", SLIM)
-    style = (".slim{display:none}@media(max-width:600px) and (max-aspect-ratio:1/1)" ..
-      "{.slim{display:block}.broad{display:none}" ..
-      ":root{width:100%%;height:calc(100vw*%.3f)}}"):format(tall / SLIM)
-  end
-  return ([[<svg xmlns="http://www.w3.org/2000/svg" width="%d" height="%d"
- font-family="system-ui,sans-serif">
-<style>:root{--sans:system-ui,"Segoe UI",Roboto,sans-serif;%s}
-@media(prefers-color-scheme:dark){:root{%s}}
-.back{fill:var(--back)}.title{fill:var(--text);font:600 13px var(--sans)}.head{fill:var(--text);
-font:600 18px var(--sans)}
-%s%s</style><rect class="back" width="100%%" height="100%%"/>
-%s%s</svg>
-]]):format(width or WIDE, height, M.light:gsub("\n", ""), M.dark:gsub("\n", ""), M.style, style,
-    body, slim)
+  width = width or 1000
+  local body, height = layout(title, panels, width)
+  return ([[<svg xmlns="http://www.w3.org/2000/svg" width="%d" height="%d" viewBox="0 0 %d %d"
+ font-family="Helvetica,Arial,sans-serif">
+<style>%s</style><rect width="100%%" height="100%%" fill="#fff"/>
+%s</svg>
+]]):format(width, height, width, height, FILE_STYLE, body)
 end
 
 return M

@@ -34,6 +34,9 @@ padding:18px 20px 12px;margin:0 0 16px}
 section>p{color:var(--muted);margin:0 0 8px;font-size:13.5px;max-width:92ch}
 svg.panel,svg.heat{display:block;box-sizing:border-box;width:100%;overflow:visible;
 touch-action:pan-y}
+svg.shapes path,path.line,path.mark,path.event{vector-effect:non-scaling-stroke}
+text.limit,text.event{paint-order:stroke;stroke:var(--card);stroke-width:3px;stroke-dasharray:none;
+stroke-linejoin:round}
 svg.heat path{shape-rendering:crispEdges}
 svg.sign{width:24px;height:12px;margin-right:7px;vertical-align:-1px;overflow:visible}
 .label{fill:var(--text);font:12px var(--sans)}.none{fill:url(#none)}.blank{fill:var(--card)}
@@ -54,7 +57,8 @@ tr:last-child td{border-bottom:0}td.n,th.n{text-align:right;white-space:nowrap}
 td:first-child code{white-space:nowrap}.scroll{overflow-x:auto}.whole{white-space:nowrap}
 .pair{display:grid;grid-template-columns:1fr 1fr;gap:0 16px;align-items:start}
 .pair section{min-width:0}@media(max-width:860px){.pair{grid-template-columns:minmax(0,1fr)}}
-@media(max-width:600px){main{padding:20px 10px 40px}section{padding:14px 12px 10px}
+@media(max-width:600px){text.wide{display:none}
+main{padding:20px 10px 40px}section{padding:14px 12px 10px}
 h1{font-size:22px}}
 .bar{height:8px;margin-top:6px;border-radius:4px;background:var(--bad);min-width:2px;opacity:.75}
 code{overflow-wrap:anywhere}code,pre{font-family:var(--mono);font-size:12.5px}
