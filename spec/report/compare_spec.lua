@@ -130,13 +130,26 @@ describe("several runs", function()
   it("that lack a column are left out of it and named", function()
     local result = inside "plot a1 a2 --columns loss,signals.entropy --svg b.svg"
     assert.equal(0, result.code)
-    assert.equal("engine plot: a2 is left out: the run has no signal 'entropy'; " ..
-      "engine.signal(name, value) publishes one (signals.entropy)\n", result.err)
+    assert.equal("engine plot: a2 is left out of the plot of signals.entropy: the run has no " ..
+      "signal 'entropy'; engine.signal(name, value) publishes one\n", result.err)
     local svg = helper.read(folder .. "/b.svg")
     local first, second = svg:match('>loss</text>(.-)>signal entropy</text>(.*)')
     assert.matches('class="line s2"', first, 1, true)
     assert.not_matches('class="line s2"', second, 1, true)
     assert.matches('class="line s1"', second, 1, true)
+    assert.matches(">a1: seed=1</text>", second, 1, true)          -- the legend
+    local count, both = nil, 0
+    for _, run in ipairs(opened { "a1", "a2" }) do
+      both = both + #run.history:overflows()
+      count = count or both
+    end
+    assert.is_true(both > count)
+    assert.matches(("overflow in any run (%d)"):format(both), first, 1, true)
+    assert.matches(("overflow in any run (%d)"):format(count), second, 1, true)
+    local shown = inside("plot a1 a2 --columns loss,signals.entropy").out
+    assert.matches(("overflow in any run %%(%d%%).*signal entropy.*run %%(%d%%)"):format(both,
+      count), shown)
+    assert.equal(1, select(2, inside("plot a1 a2").out:gsub("overflow in any run", "")))
     assert.matches("\nb a1: seed=1\n", inside("plot a2 a1 --columns signals.entropy").out, 1, true)
     result = inside "plot a2 s1 --columns signals.entropy"
     assert.equal(1, result.code)

@@ -10,9 +10,9 @@
 -- values. Series i is drawn in style i (a colour and dashes), or in the style whose number is in
 -- its field `style`. `limits` are values that get a dotted line with a text. More fields of a
 -- panel: name (the title of its y axis), axis (from M.axis), hold (true: draws single steps as a
--- staircase). Shapes have x coordinates from 0 to `span`, which a page stretches to its width.
--- Texts are placed by percentages instead, so that they keep their size. Used by the report's
--- pages, views.lua, gnuplot.lua and lab.lua.
+-- staircase), named (true: the legend also names a single series). Shapes have x coordinates from 0
+-- to `span`, which a page stretches to its width. Texts are placed by percentages instead, so that
+-- they keep their size. Used by the report's pages, views.lua, gnuplot.lua and lab.lua.
 local show = require "engine.base.show"
 local plot = require "engine.report.plot"
 
@@ -351,7 +351,7 @@ end
 --- pixels.
 function M.legend(o)
   local list = {}
-  for i, s in ipairs(#o.series > 1 and o.series or {}) do
+  for i, s in ipairs((#o.series > 1 or o.named) and o.series or {}) do
     list[#list + 1] = { text = s.name,
       shape = ('<path class="line %s" d="M0 6H24"/>'):format(M.style_of(s.style or i)) }
   end

@@ -60,7 +60,7 @@ local function draw_series(say, panel, i)
   local style = #c.x == 1 and "points pt 7" or c.width == 1 and panel.hold and "steps" or "lines"
   local line = ("$data%d using 1:3 with %s lw 1.5 %slc rgb '%s' %s"):format(i, style, #dashes > 0
     and style ~= "points pt 7" and "dt (" .. table.concat(dashes, ",") .. ") " or "", colour,
-    #panel.series > 1 and "title " .. plain(s.name) or "notitle")
+    (#panel.series > 1 or panel.named) and "title " .. plain(s.name) or "notitle")
   if c.width == 1 and not s.band then return { line } end
   return { ("$data%d using 1:2:4 with filledcurves lc rgb '%s' notitle"):format(i, colour), line }
 end

@@ -31,18 +31,23 @@ local function add(list, mark)
   return list
 end
 
---- Returns the overflows in c, a result of curves.read or compare.read, as a list of one mark, or
---- an empty list if there are none.
-function M.overflows(c, name)
+-- Returns the overflows in c, a result of curves.read, as a list of one mark, or an empty list if
+-- there are none.
+local function overflows(c, name)
   local at, count = curves.marks(c)
-  return add({}, { kind = "overflow", name = name or "overflow", symbol = "x", at = at,
-    count = count })
+  return add({}, { kind = "overflow", name = name, symbol = "x", at = at, count = count })
+end
+
+--- Returns the overflows of the runs that have a curve of the metric `name` in c, a result of
+--- compare.read, as a list of one mark, or an empty list if there are none.
+function M.of_runs(c, name)
+  return overflows({ x = c.x, overflows = c.overflows_of[name] }, "overflow in any run")
 end
 
 --- Returns the marks of a run; the top of the file describes them.
 function M.read(h, c)
   if not c.first then return {} end
-  local list = M.overflows(c)
+  local list = overflows(c, "overflow")
   local skipped = { kind = "skip", name = "skipped without overflow", symbol = "o", at = {},
     count = 0 }
   for i = 1, #c.x do

@@ -109,7 +109,7 @@ local function curve_sections(list)
     end
     groups[name] = group
     panel.name, panel.data, panel.axis, panel.height = panel.title, name, axis, HEIGHTS[name]
-    if i == #NAMES then panel.marks = marks.overflows(c, "overflow in any run") end
+    if i == #NAMES then panel.marks = marks.of_runs(c, name) end
     body[i] = parts.section(TITLES[name], i == 1 and parts.band_text(c) or nil, parts.panel(panel))
   end
   return body, parts.curve_data(c, axis, keys, { titles = titles, groups = groups, events = {},

@@ -72,7 +72,7 @@ local FILE_POINTS = 600          -- columns of a picture in a file
 
 --- Makes the panels of c, a result of curves.read or compare.read. M.write takes the panels of
 --- either; M.drawn takes only those of compare.read. options: log, height. marked: the marks on
---- every panel, from marks.lua. A run's field `number` is the style of its curve.
+--- every panel, from marks.lua, or nil. A run's field `number` is the style of its curve.
 function M.panels(c, names, options, marked)
   local panels = {}
   for i, name in ipairs(names) do
@@ -86,7 +86,7 @@ function M.panels(c, names, options, marked)
     end
     panels[i] = { title = metric.title, c = c, series = series, marks = marked,
       log = curves.log_of(metric, options.log), height = options.height or 150,
-      hold = name == "scale" }
+      hold = name == "scale", named = c.curves and #c.curves > 1 }
   end
   return panels
 end
@@ -111,8 +111,14 @@ function M.write(title, panels, options)
   return text_of(table.concat(written, "\n"), { files = written })
 end
 
+-- Returns the marks of a panel as one text, to compare panels.
+local function marks_text(panel)
+  local mark = panel and panel.marks and panel.marks[1]
+  return mark and table.concat(mark.at, " ") .. ":" .. mark.count or ""
+end
+
 --- Draws panels of several curves as text for the terminal, with one legend for all panels. Marks
---- are below the last panel.
+--- are below the last of successive panels that have the same marks.
 function M.drawn(panels, width, height)
   local parts, legend, named = {}, {}, {}
   for i, panel in ipairs(panels) do
@@ -124,7 +130,8 @@ function M.drawn(panels, width, height)
     end
     parts[i] = plot.draw { title = panel.title, x = c.x, x_low = c.first, x_high = c.last,
       curves = list, log = panel.log, width = width, x_name = "step",
-      height = height or (#panels > 2 and 9 or 12), marked = i == #panels and panel.marks or nil }
+      height = height or (#panels > 2 and 9 or 12),
+      marked = marks_text(panel) ~= marks_text(panels[i + 1]) and panel.marks or nil }
   end
   table.sort(legend, function(a, b) return a.style < b.style end)
   parts[#parts + 1] = plot.legend(legend, width)
@@ -189,7 +196,8 @@ function M.compare(list, names, options)
     error((options.from or options.to) and ("no run has steps from %s to %s"):format(
       options.from or "the start", options.to or "the end") or "no run has steps to draw", 0)
   end
-  local panels = M.panels(c, names, options, marks.overflows(c, "overflow in any run"))
+  local panels = M.panels(c, names, options)
+  for i, panel in ipairs(panels) do panel.marks = marks.of_runs(c, names[i]) end
   if to_file then
     local run_names = {}
     for i, run in ipairs(list) do run_names[i] = run.name end

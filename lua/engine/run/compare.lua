@@ -6,6 +6,7 @@
 --   list.differ                                  the names of the settings that differ
 --   local c = compare.read(list, { "loss", "scale" }, { points = 240, group = "policy" })
 --   c.x, c.width, c.first, c.last, c.first_step, c.overflows     as in curves.read, over all runs
+--   c.overflows_of.loss                          as c.overflows, over the runs that have a loss
 --   c.curves[k].label, .group, .run              group: the group's runs, or nil if the curve is of
 --                                                a single run, `run`
 --   c.curves[k].column.loss                      the key of the curve's loss in c; nil: no loss
@@ -192,9 +193,10 @@ end
 local function read_run(run, name, options, start, n)
   local good, c = pcall(curves.read, run.history, { name }, options)
   if not good then return nil, require("engine.base.ffi").without_line(c), true end
-  local v, result, any = c[name], { mean = {}, min = {}, max = {} }, false
+  local v, result, any = c[name], { mean = {}, min = {}, max = {}, overflows = {} }, false
   for i, step in ipairs(c.first_step) do
     local at = (step - start) / options.width + 1
+    result.overflows[at] = c.overflows[i]
     if at <= n and v.mean[i] then
       result.mean[at], result.min[at], result.max[at], any = v.mean[i], v.min[i], v.max[i], true
     end
@@ -214,30 +216,30 @@ local function extent(list, n)
   return first, last
 end
 
--- Adds the note "WHO: WHAT (NAME)", where WHO is a run or a group and NAME a metric. If the same
--- note exists for other metrics, appends the name to it.
-local function note(c, who, what, name)
-  local key = who .. ": " .. what
-  local at = c.notes[key]
-  if at then c.notes[at] = c.notes[at]:gsub("%)$", ", " .. name:gsub("%%", "%%%%") .. ")")
-  else
-    c.notes[#c.notes + 1] = ("%s (%s)"):format(key, name)
-    c.notes[key] = #c.notes
-  end
+-- Adds the note "BEFORE NAME AFTER", where NAME is a metric. If the same note exists for other
+-- metrics, adds the name to it.
+local function note(c, before, name, after)
+  local key = before .. "\0" .. after
+  local known = c.notes[key] or { at = #c.notes + 1, names = {} }
+  known.names[#known.names + 1], c.notes[key] = name, known
+  c.notes[known.at] = before .. table.concat(known.names, ", ") .. after
 end
 
 -- Adds the curves of the metric `name`. Raises an error if the metric cannot be read from any run.
 -- options, start: as in read_run; log: as in M.band.
 local function add(c, list, name, options, start, log)
-  local found, why, possible, n = {}, nil, false, #c.x
+  local found, why, possible, n, overflows = {}, nil, false, #c.x, {}
+  for i = 1, n do overflows[i] = 0 end
   for _, run in ipairs(list) do
     local curve, problem, impossible = read_run(run, name, options, start, n)
     found[run], possible = curve, possible or not impossible
     if problem then
       why = why or problem
-      note(c, run.name .. " is left out", problem, name)
+      note(c, run.name .. " is left out of the plot of ", name, ": " .. problem)
     end
+    for i = 1, curve and n or 0 do overflows[i] = overflows[i] + (curve.overflows[i] or 0) end
   end
+  c.overflows_of[name] = overflows
   if not possible then error(("no run has %s: %s"):format(name, why), 0) end
   for k, curve in ipairs(c.curves) do
     local own = {}
@@ -247,11 +249,11 @@ local function add(c, list, name, options, start, log)
       curve.column[name], c[key] = key, curve.group and M.band(own, n, log) or own[1]
       local first, last = extent({ c[key] }, n)
       local least, most = extent(own, n)
-      if not first then note(c, curve.label, "its runs have no steps in common", name)
+      if not first then note(c, curve.label .. ": its runs have no steps in common (", name, ")")
       elseif least < first or most > last then
-        note(c, curve.label, ("its runs have the steps %s to %s in common"):format(
+        note(c, ("%s: its runs have the steps %s to %s in common ("):format(curve.label,
           show.grouped(c.first_step[first]),
-          show.grouped(math.min(c.first_step[last] + c.width - 1, c.last))), name)
+          show.grouped(math.min(c.first_step[last] + c.width - 1, c.last))), name, ")")
       end
     end
   end
@@ -261,7 +263,7 @@ end
 --- from, to (steps), points (the most columns; 240 by default), group (a setting), log (as in
 --- history:plot; with a logarithmic axis, a group's mean is geometric).
 function M.read(list, names, options)
-  local c = { x = {}, first_step = {}, overflows = {}, width = 1, curves = {},
+  local c = { x = {}, first_step = {}, overflows = {}, overflows_of = {}, width = 1, curves = {},
     notes = { unpack(list.notes) } }
   for _, name in ipairs(names) do curves.metric(name, list[1].history) end
   local with_steps, readable = {}, {}
