@@ -173,7 +173,9 @@ it("policies of FP8 layers log and print like others; their name prefixes a log 
   assert.is_true(at(2)["log.share"] ~= at(2)["log.share"])
   assert.equal(1, #h:events "print")
   assert.matches("first.lua:%d+: here", h:events("print")[1].text)
-  assert.matches("share, logged by the policy", tostring(h:plot("log.share")), 1, true)
+  local drawn = tostring(h:plot("log.share", { width = 100 }))
+  assert.matches("share, logged by the policy", drawn, 1, true)
+  assert.matches("[1 of 6 points not drawn: no finite value]", drawn, 1, true)    -- not: inf, nan
   h:close()
   assert.matches(",log.both,log.first.both,log.second.both,log.share,",
     helper.run { "export", path, "--csv", "-" }.out, 1, true)

@@ -36,10 +36,10 @@ describe("plot", function()
     for _, line in ipairs(drawn) do assert.is_true(length(line) <= 60, line) end
   end)
 
-  it("leaves out inf and nan and reports them", function()
+  it("leaves out values that are not finite and counts them", function()
     local text = plot.draw { y = { 1, nan, 2, inf, -inf }, width = 60, title = "loss" }
-    assert.matches("loss  [3 of 5 points not drawn: inf, nan]", text, 1, true)
-    assert.matches("2 of 3 points not drawn: inf, nan or not positive",
+    assert.matches("loss  [3 of 5 points not drawn: no finite value]", text, 1, true)
+    assert.matches("2 of 3 points not drawn: no finite positive value]",
       plot.draw { y = { 1, 0, -1 }, log = 10, width = 60 }, 1, true)
   end)
 

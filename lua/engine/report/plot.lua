@@ -362,8 +362,8 @@ function plot.draw(options)
   local title = show.shown(options.title or "")
   if options.log then title = title .. (title == "" and "" or " ") .. "(log)" end
   if left_out > 0 and not options.sparse and not several then
-    title = ("%s  [%d of %d points not drawn: inf, nan%s]"):format(title, left_out, #options.y,
-      options.log and " or not positive" or "")
+    title = ("%s  [%d of %d points not drawn: no finite%s value]"):format(title, left_out,
+      #options.y, options.log and " positive" or "")
   end
   title = show.wrap(title, width)
   if #points == 0 then return title .. "\n  (nothing to draw)" end
