@@ -22,7 +22,8 @@ local function add_pictures(history)
 
   --- Draws curves: h:plot("loss"), h:plot { "loss", "scale" }, h:plot("amax", { log = true }).
   --- `engine help plot` lists the names of curves. Options: log (true, 2, 10, false), from, to
-  --- (steps), width, height, ascii; svg, png: names of files to draw into instead.
+  --- (steps), width, height, ascii; svg, png: names of files to draw into instead;
+  --- title: the title in such a file.
   function methods:plot(names, options) return view("plot", self, names, options) end
 
   --- Draws how each layer's gradients are spread over the exponents. { by = "time" } draws instead

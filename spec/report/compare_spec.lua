@@ -150,6 +150,10 @@ describe("several runs", function()
     assert.matches(("overflow in any run %%(%d%%).*signal entropy.*run %%(%d%%)"):format(both,
       count), shown)
     assert.equal(1, select(2, inside("plot a1 a2").out:gsub("overflow in any run", "")))
+    svg = inside("plot a1 a2 --columns loss --svg - --title 'Seeds & more'").out
+    assert.matches('<text class="head" x="12" y="28">Seeds &amp; more</text>', svg, 1, true)
+    assert.equal("engine plot: --title is the title in a file; hint: add --svg FILE or --png " ..
+      "FILE\n", inside("plot a1 --title Seeds").err)
     assert.matches("\nb a1: seed=1\n", inside("plot a2 a1 --columns signals.entropy").out, 1, true)
     result = inside "plot a2 s1 --columns signals.entropy"
     assert.equal(1, result.code)
@@ -378,6 +382,11 @@ describe("several runs", function()
     local path = folder .. "/own.svg"
     assert.equal(path, tostring(h:plot("loss", { svg = path })))
     assert.matches("^<svg .*>a1</text>.*>loss</text>", helper.read(path))
+    h:plot("loss", { svg = path, title = "A run" })
+    assert.matches("^<svg .*>A run</text>", helper.read(path))
+    assert.error_matches(function() h:plot("loss", { title = "A run" }) end,
+      "plot: expected title to be a text, with the name of a file in svg or png, got 'A run'", 1,
+      true)
     h:close()
   end)
 end)

@@ -3,13 +3,14 @@ local options = require "engine.cli.options"
 
 local help = [==[
 usage: engine plot RUN... [--columns NAME,NAME...] [--group SETTING] [--from STEP] [--to STEP]
-                   [--log | --linear] [--svg FILE] [--png FILE] [--heatmap exponent|time]
-                   [--width N] [--height N]
+                   [--log | --linear] [--svg FILE] [--png FILE] [--title TEXT]
+                   [--heatmap exponent|time] [--width N] [--height N]
 
 Draws runs in the terminal or into a file; a million steps take no longer than a thousand. RUN is
 a name under runs/ or a directory. A column of dots stands for several steps: for one run it spans
 their values from the smallest to the largest; for several runs it marks their mean. A legend
-explains the marks below a curve. --width counts characters, or pixels with --svg or --png.
+explains the marks below a curve. --width counts characters, or pixels with --svg or --png. --title
+replaces the names of the runs at the top of a file.
 
   engine plot a                                   loss and loss scale
   engine plot a --columns amax,stored,underflow   other numbers, named below
@@ -34,7 +35,9 @@ layer's own loss scale (scales.blocks.1) at the steps with statistics per tensor
 
 local function sizes_of(given)
   local sizes = { from = given.from, to = given.to, width = given.width, height = given.height,
-    svg = given.svg, png = given.png, group = given.group }
+    svg = given.svg, png = given.png, title = given.title, group = given.group }
+  options.fail_if(given.title and not (given.svg or given.png),
+    "--title is the title in a file; hint: add --svg FILE or --png FILE")
   options.fail_if(given.log and given.linear, "expected --log or --linear, got both")
   if given.log then sizes.log = true elseif given.linear then sizes.log = false end
   options.fail_if(given.columns and #given.columns == 0,
@@ -61,7 +64,7 @@ local function main(given, history)
     options.fail_if(given.svg or given.png,
       "--heatmap draws only in the terminal; hint: leave out --svg and --png, or run engine " ..
       "report, whose page shows heat maps")
-    options.refuse(given, { "columns", "log", "linear", "height" },
+    options.refuse(given, { "columns", "log", "linear", "height", "title" },
       "does not work with --heatmap; hint: leave out one of them")
     options.fail_if(given.heatmap ~= "exponent" and given.heatmap ~= "time",
       "--heatmap: expected exponent or time, got '%s'", given.heatmap)
@@ -83,7 +86,7 @@ end
 return options.run_command {
   name = "plot", doc = "curves of runs, in the terminal, as SVG or PNG", help = help, main = main,
   several = several, word = check_word,
-  options = { columns = "list", group = "text", svg = "text", png = "text", heatmap = "text",
-    from = "number", to = "number", width = "number", height = "number", log = "switch",
-    linear = "switch" },
+  options = { columns = "list", group = "text", svg = "text", png = "text", title = "text",
+    heatmap = "text", from = "number", to = "number", width = "number", height = "number",
+    log = "switch", linear = "switch" },
 }

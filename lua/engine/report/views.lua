@@ -18,7 +18,7 @@ local log2 = function(x) return math.log(x) / math.log(2) end
 
 local grouped, percent, text_of = show.grouped, show.percent, show.text
 
-local PLOT = "log from to points width height ascii marks svg png"
+local PLOT = "log from to points width height ascii marks svg png title"
 local HEATMAP = "by only tensors from to width"
 local TENSOR = "points from to width"
 
@@ -33,6 +33,9 @@ local function check(options, name)
   local log = options.log
   M_ffi.expect(log == nil or type(log) == "boolean" or type(log) == "number" and log > 1, log,
     "%s: expected log to be true, false or a base above 1", name)
+  M_ffi.expect(options.title == nil or type(options.title) == "string" and
+    (options.svg or options.png), options.title,
+    "%s: expected title to be a text, with the name of a file in svg or png", name)
   return options
 end
 
@@ -91,9 +94,11 @@ function M.panels(c, names, options, marked)
   return panels
 end
 
---- Writes the panels to options.svg and options.png; returns the files' names as a text.
+--- Writes the panels to options.svg and options.png, below options.title or else `title`; returns
+--- the files' names as a text.
 function M.write(title, panels, options)
   local written = {}
+  title = options.title or title
   for _, key in ipairs { "svg", "png" } do
     local file = options[key]
     M_ffi.expect(file == nil or type(file) == "string", file,
@@ -150,8 +155,8 @@ end
 --- { "loss", "scale" }, history:plot("loss", { svg = "loss.svg" }). options: log (true, 2, 10,
 --- false), from, to (steps), points, width, height, ascii, marks (true: marks overflows and events
 --- below every curve, not only below the last; false: marks nothing); svg, png: names of files to
---- draw into instead. For a file, width and height are in pixels; `height` is the height of the
---- whole PNG, but of one panel of an SVG.
+--- draw into instead; title: the title in the file (default: the run's name). For a file, width
+--- and height are in pixels; `height` is the height of the whole PNG, but of one panel of an SVG.
 function M.plot(h, names, options)
   options = read_options(options, "plot", PLOT)
   if names == nil then names = { "loss", "scale" } end
