@@ -331,7 +331,11 @@ eng_status eng_params_refresh(eng_params *set)
 {
   ENG_TRY(params_alive(set));
   if (set->parted && !set->parted->whole) ENG_TRY(params_leave(set));
-  for (int i = 0; i < set->n; i++)
-    if (set->member[i].low) ENG_TRY(params_round(&set->member[i]));
+  for (int i = 0; i < set->n; i++) {
+    parameter *p = &set->member[i];
+    // ZeRO-3: a checkpoint's weights are written to this rank's parts, not through p->value
+    if (set->parted && p->derived) p->derived->outdate(p->derived);
+    if (p->low) ENG_TRY(params_round(p));
+  }
   return ENG_OK;
 }

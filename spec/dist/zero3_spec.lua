@@ -269,6 +269,34 @@ describe("ranks with ZeRO-3", function()
     assert.equal(sums[0], sums[3])
   end)
 
+  it("quantize the weights of a checkpoint to which an FP8 run goes back", function()
+    local script = helper.write(folder .. "/again.lua", [[
+      local engine = require "engine"
+      local cfg = engine.config { zero = 0, run = "" }
+      engine.seed(5)
+      local model = engine.nn.gpt { vocab = 256, context = 8, width = 32, heads = 2, layers = 1 }
+      local losses = {}
+      engine.trainer { model = model, zero = cfg.zero, run = cfg.run, checkpoint_every = 3,
+        log = "quiet", steps = 5, data = engine.data.text { path = "README.md", batch = 2,
+        context = 8, seed = 3 },
+        optimizer = engine.optim.adamw(model, { lr = 1e-2, precision = "fp8_current" }),
+        policy = { file = "back.lua", source = "return { init = function() return { scale = 1 } " ..
+          "end, decide = function(s, r) return { scale = 1, action = r.step == 3 and " ..
+          "'rollback' or 'step', back = 0, skip = 0 } end }" },
+        on_step = function(_, r) losses[#losses + 1] = ("%.17g"):format(r.loss) end }:run()
+      if engine.ranks.rank() == 0 then print(table.concat(losses, " ")) end]])
+    local said = {}
+    for zero = 0, 3, 3 do
+      local result = run(2, script, { "zero=" .. zero, "run=" .. folder .. "/again" .. zero })
+      assert.equal(0, result.code, result.err)
+      said[zero] = result.out
+    end
+    assert.equal(said[0], said[3])
+    local losses = {}
+    for loss in said[3]:gmatch "%S+" do losses[#losses + 1] = loss end
+    assert.equal(losses[4], losses[5])                     -- the step after the checkpoint, twice
+  end)
+
   it("give whole weights only in trainer:whole, and refuse calls that need them", function()
     local result = run(2, "spec/dist/whole.lua", { "folder=" .. folder })
     assert.equal(0, result.code, result.out .. result.err)

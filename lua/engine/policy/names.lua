@@ -2,7 +2,8 @@
 -- in core/policy/policy_verdict.c): a list of { name =, need = the ENG_NEED_* that a policy must
 -- announce, or 0, combine = ENG_COMBINE_*, record =, tensor =, verdict =, listed = }. The last four
 -- are booleans: the name is a field of the record, of a tensor's or group's statistics or of a
--- verdict, or an entry of `needs`. A name of the record and of a verdict has two elements.
+-- verdict, or an entry of `needs`. A name of the record and of a verdict has two elements. Used by
+-- class_scaler.lua, scaler.lua and docs/types.lua.
 local M_ffi = require "engine.base.ffi"
 
 local C, ffi = M_ffi.C, M_ffi.ffi

@@ -360,7 +360,8 @@ local function add_recipe(self, recipe)
   local full = merged(recipe)
   full.checksum, full.source, full.own_fp8, full.usual_high = nil, nil, nil, nil     -- no fields
   full.fp8 = full.fp8 and merged(full.fp8)
-  if full.fp8 then full.fp8.policy = nil end
+  if full.fp8 then full.fp8.policy = nil
+  elseif recipe.own_fp8 == false then full.fp8 = false end       -- or the base's would be meant
   self:complain(self.history:add_recipe(recipe.checksum, json.encode(full)))
 end
 

@@ -146,9 +146,9 @@ end
 --- were updated. `run` is the Run that records the decisions.
 function Shadows:observe(s, record, stats, verdict, updated, run)
   local step, trainer = tonumber(record.step), self.trainer
-  local lagged, recipe = trainer.delay == 1, trainer.precision
+  local lagged, recipe = trainer.delay == 1, s.recipe
   if self.recipe ~= recipe then                            -- set_precision may change it
-    self.recipe, self.formats = recipe, trainer:gradient_formats()
+    self.recipe, self.formats = recipe, trainer:gradient_formats(recipe)
     self.format = formats.of(recipe.weight_gradients) or formats.of "f16"
   end
   self.steps = self.steps + 1

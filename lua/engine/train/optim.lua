@@ -324,6 +324,7 @@ function Optimizer:set_precision(recipe)
     "updates in %s (rounding %s) and cannot change to %s (rounding %s); hint: " ..
     "engine.optim.%s(model, { precision = .. })", full.name, before.masters, before.rounding,
     full.masters, full.rounding, self.name)
+  if not other and precision.same(full, before) then return end
   local fp8, sites = self.fp8, {}
   if self.model then
     self.model:apply(function(m) sites[m] = { rawget(m, "_fp8"), rawget(m, "_fp8_site") } end)

@@ -340,7 +340,7 @@ function M.resolve(recipe)
   full.masters = full.masters or "f32"
   full.rounding = full.rounding or full.masters == "bf16" and "stochastic" or "nearest"
   local where = ("precision '%s' (base %s): fp8"):format(full.name, recipe.base)
-  if recipe.fp8 == false then full.fp8 = nil
+  if recipe.fp8 == false then full.fp8, full.own_fp8 = nil, false
   elseif recipe.fp8 ~= nil then
     expect(type(recipe.fp8) == "table", recipe.fp8,
       "precision '%s': expected fp8 to be a table, or false for none", full.name)

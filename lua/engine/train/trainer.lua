@@ -78,6 +78,7 @@ end
 ---   step, updates, scale, lr   begin: as in the record
 ---   place                      begin: the position in data and random numbers, for a retry
 ---   shadow_scales              begin: the scales that the shadows would use, or nil
+---   recipe                     begin: the precision recipe of the step's passes
 ---   batches                    begin: the batches that a reference backward pass drew, or nil
 ---   tokens                     forward_backward: tokens of this rank; reducer:record: of all ranks
 ---   elapsed, together, asked   request_statistics: seconds since the trainer was made; whether the
@@ -110,6 +111,7 @@ function Trainer:attempt()
     lr = lr }
   self.groups:apply(policy)
   self:note_recipe(s.step)
+  s.recipe = self.precision
   if opt.fp8 then opt.fp8:begin(s.step) end
   s.shadow_scales = self.shadows and self.shadows:scales()
   s.place = self:remember_place()                          -- for a retry, or when this step fails
@@ -122,7 +124,8 @@ end
 --- Records an event if the optimizer's recipe differs from that of the step before: after a resume
 --- with another recipe, or a call of Optimizer:set_precision. After such a call, the passes of this
 --- step and of later steps also use the new recipe. Raises an error if such a call has changed the
---- FP8 layers, because swaps, shadows and checkpoints of this run refer to the old ones.
+--- FP8 layers, because swaps, shadows and checkpoints of this run refer to the old ones; and on
+--- several ranks, whose reduction is set up for the old dtypes.
 function Trainer:note_recipe(step)
   local before, now = self.recipe, self.optimizer.precision
   if before == now then return end
@@ -130,6 +133,9 @@ function Trainer:note_recipe(step)
     now.name, now.checksum)
   fail_if(self.sites ~= self.optimizer.fp8, "set_precision: %s, but a run cannot change its FP8 " ..
     "layers; hint: resume the run with the other precision, or let an FP8 policy move layers", text)
+  fail_if(self.reducer.many and not precision.same(self.precision, now), "set_precision: %s, but" ..
+    " a run of several ranks cannot change its recipe; hint: resume it with the other precision",
+    text)
   if not precision.same(self.precision, now) then
     self.precision, self.fp16 = now, nil
     captured.drop(self, 0)
@@ -445,11 +451,11 @@ function Trainer:use_policy(policy)
     or activations.new(self.model, self.activation_pattern)) or nil
 end
 
---- Returns the names of the gradients' formats, such as "f32", as a list in the order of the
---- parameters.
-function Trainer:gradient_formats()
+--- Returns the names of the gradients' formats in a recipe, such as "f32", as a list in the order
+--- of the parameters. recipe: nil for the current one.
+function Trainer:gradient_formats(recipe)
   local list = {}
-  local _, formats = precision.parameter_formats(self.precision, self.optimizer.list)
+  local _, formats = precision.parameter_formats(recipe or self.precision, self.optimizer.list)
   for i = 1, #self.optimizer.list do list[i] = M_ffi.dtype_name[formats[i - 1]] end
   return list
 end
