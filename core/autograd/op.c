@@ -325,6 +325,7 @@ static eng_status run_call(eng_op_call *call, tensor *target)
   for (int k = 0; k < call->n_in; k++) {
     if (call->in[k].slot == 0) continue;
     eng_status status = tensor_find(&c.in[k], &call->in[k]);
+    if (status != ENG_OK && call->n_in > 1) error_prefix(status, "input %d", k + 1);
     if (status != ENG_OK)
       return call->op >= 0 && call->op < ENG_OP_COUNT
                ? error_prefix(status, "%s", op_table[call->op].about.name)

@@ -7,16 +7,15 @@
 #include "backward.h"
 #include "params/params.h"
 
-static bool in_step;
 static int n_scopes;   // number of open scopes
 
-arena_id step_home(void) { return in_step || n_scopes > 0 ? ARENA_STEP : ARENA_KEPT; }
+arena_id step_home(void) { return tensor_step_open() || n_scopes > 0 ? ARENA_STEP : ARENA_KEPT; }
 
 eng_status eng_step_begin(void)
 {
-  FAIL_IF(in_step, ENG_ERR_STATE, "step %lld is still open, and steps do not nest; hint: call "
-          "engine.end_step() first", (long long)tensor_step_number());
-  in_step = true;
+  FAIL_IF(tensor_step_open(), ENG_ERR_STATE, "step %lld is still open, and steps do not nest; "
+          "hint: call engine.end_step() first", (long long)tensor_step_number());
+  tensor_begin_step();
   return ENG_OK;
 }
 
@@ -25,7 +24,6 @@ eng_status eng_step_end(void)
   backward_end_step();
   tensor_drop_since(0, true);
   tensor_next_step();
-  in_step = false;
   n_scopes = 0;                   // the tensors of scopes that are still open have been dropped
   return params_wait();
 }

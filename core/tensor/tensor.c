@@ -32,6 +32,7 @@ static int step_length;
 static int64_t step_room;
 int tensor_tape_length;
 static int64_t step_count;
+static bool step_open;
 
 // ---- slots
 
@@ -69,6 +70,7 @@ static tensor *slot_take(void)
   x->node = -1;
   x->step_index = -1;
   x->step = step_count;
+  x->between = !step_open;
   return x;
 }
 
@@ -125,8 +127,11 @@ eng_status tensor_find(tensor **out, const eng_tensor *handle)
     return ENG_OK;
   }
   if (!x->live && x->generation == handle->generation + 1) {
-    FAIL_IF(x->of_step && x->step < step_count, ENG_ERR_STALE, "tensor %s belonged to step %lld, "
-            "which has ended; hint: x:keep() in that step makes a copy that outlives it",
+    FAIL_IF(x->of_step && x->step < step_count, ENG_ERR_STALE,
+            x->between ? "tensor %s was made between steps and ended with step %lld; hint: "
+                         "x:keep() before that makes a copy that outlives it"
+                       : "tensor %s belonged to step %lld, which has ended; hint: x:keep() in that "
+                         "step makes a copy that outlives it",
             tensor_text(x), (long long)x->step);
     return error_set(ENG_ERR_STALE, "tensor %s was freed, for example by free() or at the end of "
                      "its engine.scope(); hint: x:keep() before then makes a copy", tensor_text(x));
@@ -297,7 +302,15 @@ void tensor_rehome(tensor *x, tensor *home)
 
 int64_t tensor_step_number(void) { return step_count; }
 
-void tensor_next_step(void) { step_count++; }
+bool tensor_step_open(void) { return step_open; }
+
+void tensor_begin_step(void) { step_open = true; }
+
+void tensor_next_step(void)
+{
+  step_count++;
+  step_open = false;
+}
 
 int tensor_mark(void) { return step_length; }
 

@@ -39,6 +39,7 @@ typedef struct tensor {
   bool      live;
   bool      requires_grad;
   bool      of_step;                 // belongs to the current step
+  bool      between;                 // made while no step was open
   bool      held;                    // in a flat buffer: only the parameter set may drop it
   bool      is_gradient;             // it is the gradient of another tensor
   bool      done;                    // eng_done was called: the user no longer needs it
@@ -98,9 +99,11 @@ static inline void tensor_release(tensor **x) { tensor_drop(*x); }
 
 /// The list of the step's tensors, in order of creation (step.c). tensor_mark returns its current
 /// end. tensor_drop_since drops the tensors created since a mark; it drops gradients only if
-/// `gradients_too`. tensor_next_step advances to the next step.
+/// `gradients_too`. tensor_begin_step opens the step; tensor_next_step ends it and advances.
 int tensor_mark(void);
 void tensor_drop_since(int mark, bool gradients_too);
+void tensor_begin_step(void);
+bool tensor_step_open(void);
 void tensor_next_step(void);
 int64_t tensor_step_number(void);
 

@@ -264,7 +264,7 @@ describe("data", function()
     local loader = data.text { text = ("abc"):rep(100), batch = 2, context = 8 }
     local batch = loader:next()
     engine.end_step()
-    assert.error_matches(function() return batch.x.shape end, "belonged to step")
+    assert.error_matches(function() return batch.x.shape end, "was made between steps")
     loader:next()
     engine.end_step()
     local before = engine.memory().kept.used
