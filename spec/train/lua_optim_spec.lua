@@ -123,7 +123,7 @@ describe("an optimizer written in Lua", function()
       ["2.weight.last"] = "bf16 4x3", ["2.weight.count"] = "f32 1" }, found)
     assert.equal("spec_inplace: 3 parameters, 20 elements, 0 updates, lr 0.1, precision fp32\n" ..
       "  A test.\n  all: 2 tensors, how plain, warm false, weight_decay 0\n" ..
-      "  group 1: 1 tensors, how other, warm false, weight_decay 0", tostring(opt))
+      "  group 1: 1 tensor, how other, warm false, weight_decay 0", tostring(opt))
   end)
 
   it("does not update a parameter without gradient, and leaves no tensors behind", function()

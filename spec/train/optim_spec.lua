@@ -180,7 +180,7 @@ describe("an update", function()
     opt:step()
     near({ ["1.weight"] = 0.85, ["1.bias"] = 0.9, ["2.weight"] = 0.9, ["2.bias"] = 0.9,
       ["3.weight"] = 0.85 }, values(net))
-    assert.matches("adamw: 5 parameters, 16 elements, 1 updates, lr 0.1, precision fp32\n  all: " ..
+    assert.matches("adamw: 5 parameters, 16 elements, 1 update, lr 0.1, precision fp32\n  all: " ..
       "2 tensors, .*weight_decay 0.5\n  no decay: 3 tensors",
       tostring(opt))
   end)

@@ -223,7 +223,8 @@ describe("a precision recipe", function()
     local own = engine.precision.describe { name = "own", base = "nvfp4", fp8 = { high_first = 2,
       w = { rule = "rceil", block = { 32, 32 } }, forward = { high = true }, policy = "sqrt3" } }
     for _, text in ipairs { "w             e4m3, scale per 32x32 (rule rceil), to nearest",
-      "y = x W^T, in high precision", "high_first        2 blocks", "policy            sqrt3" } do
+      "y = x W^T, in high precision", "high_first        2 blocks in high precision",
+      "policy            sqrt3" } do
       assert.matches(text, own, 1, true)
     end
     -- A table that names norm_gradients is still completed.

@@ -324,7 +324,8 @@ local function nothing(text)
 end
 
 --- Returns the rows of any SELECT as tables by column name. The values for `?` follow the SQL. NULL
---- becomes nil.
+--- becomes nil. first_bad in the table `steps` is a parameter's id, which counts from 0; the table
+--- `parameters` has its name.
 function History:query(sql, ...) return collect(each(self, nil, sql, ...)) end
 
 --- Like query, but returns an iterator over the rows, for large results.
@@ -444,9 +445,18 @@ function History:evaluations()
   return list
 end
 
+-- Prints pairs as a table, in the order of their keys.
+local pairs_meta = { __tostring = function(t)
+  local rows = {}
+  for i, key in ipairs(nearest.keys(t)) do
+    rows[i] = { name = show.shown(key), value = show.cut(show.shown(t[key]), 100) }
+  end
+  return table_text(rows, { "name", "value" })
+end }
+
 -- Reads a database table with the columns key and value into a Lua table.
 local function pairs_of(h, name)
-  local t = {}
+  local t = setmetatable({}, pairs_meta)
   for row in each(h, nil, "SELECT key, value FROM " .. name) do t[row.key] = row.value end
   return t
 end
@@ -573,13 +583,15 @@ function History:signals_at()
 end
 
 --- Returns the parameters in order: { id, name, shape, gradient }; id counts from 0, as first_bad
---- does. gradient: the format of the parameter's gradient. An older history does not record this
---- format; `gradient` is then the format of the run's weight gradients.
+--- does. shape: text, such as "[256 x 64]". gradient: the format of the parameter's gradient. An
+--- older history does not record this format; `gradient` is then the format of the run's weight
+--- gradients.
 function History:parameters()
   local default = formats.of(self:meta().gradients) or formats.of "f16"
   local function whole(row)
     expect(self, expect(self, row, "string", { "name", "shape" }), "number", { "id" })
     row.gradient = (formats.of(row.gradient) or default).name
+    row.shape = row.shape:gsub(",", " x ")
     return row
   end
   -- an older history has no column `gradient`
@@ -676,7 +688,8 @@ end
 --- Returns the statistics of a step's gradients: a list with { name, count, inf, nan, zeros,
 --- underflow, amax, norm, hist, relative_scale, norm_ref } for each tensor. They describe the
 --- gradients as the backward pass left them: multiplied by the loss scale and by the relative scale
---- of the tensor's layer (1 if layers have no separate scales). norm_ref is nil without a reference
+--- of the tensor's layer (1 if layers have no separate scales). So `amax` and `norm` are as stored,
+--- and a row of h:steps() has the true ones. norm_ref is nil without a reference
 --- backward. Returns nil and a message if the step has no statistics.
 function History:tensors(step)
   local row = one(self, "SELECT stats FROM tensor_stats WHERE step = ?", step)

@@ -7,6 +7,7 @@ local fp8_codes = require "engine.tensor.fp8"
 local fp8_verdict = require "engine.policy.fp8_verdict"
 local mx = require "engine.tensor.mx"
 local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
 
 local C, expect, raise, raise_if = M_ffi.C, M_ffi.expect, M_ffi.raise, M_ffi.raise_if
 local choose, want_list, want_pattern = arguments.choose, arguments.want_list,
@@ -325,7 +326,9 @@ function M.describe(fp8)
       or "changes of " .. table.concat(nearest.keys(rung), ", "))
   end
   for _, name in ipairs { "high_first", "high_last" } do
-    if (fp8[name] or 0) > 0 then add(name, ("%d blocks in high precision"):format(fp8[name])) end
+    if (fp8[name] or 0) > 0 then
+      add(name, show.counted(fp8[name], "block") .. " in high precision")
+    end
   end
   local policies = type(fp8.policy) == "string" and { fp8.policy } or fp8.policy or {}
   for _, policy in ipairs(policies) do

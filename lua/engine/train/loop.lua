@@ -258,8 +258,8 @@ local function rescue(self, problem)
   local note = self.steps_done > 0 and alone and not drift and files:after_step(true, true)
   if note then self.progress:note(note)
   elseif files.saved_at == self.steps_done then
-    self.progress:note(("%s holds a checkpoint of the %d steps before the error"):format(
-      files.path, self.steps_done))
+    self.progress:note(("%s holds a checkpoint of the %s before the error"):format(
+      files.path, show.counted(self.steps_done, "step")))
   end
   files:close()
 end

@@ -16,6 +16,7 @@ local module = require "engine.nn.module"
 local nearest = require "engine.base.nearest"
 local optim_register = require "engine.train.optim_register"
 local precision = require "engine.train.precision"
+local show = require "engine.base.show"
 local tensor = require "engine.tensor.tensor"
 
 local ffi, C, check, expect, raise, raise_if = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect,
@@ -473,10 +474,9 @@ end
 function Optimizer:memory(loss) return require("engine.train.memory").new(self, loss) end
 
 function Optimizer:__tostring()
-  local lines = { ("%s: %d parameters, %s elements, %d updates, lr %g, precision %s"):format(
-    self.name, #self.list,
-    tostring(tonumber(C.eng_params_count(self.params))), self.updates, self.lr,
-      self.precision.name) }
+  local lines = { ("%s: %s, %s elements, %s, lr %g, precision %s"):format(self.name,
+    show.counted(#self.list, "parameter"), tostring(tonumber(C.eng_params_count(self.params))),
+    show.counted(self.updates, "update"), self.lr, self.precision.name) }
   local spec = KINDS[self.name].spec
   lines[2] = spec and spec.doc and "  " .. spec.doc or nil
   local counts = {}
@@ -491,8 +491,8 @@ function Optimizer:__tostring()
       end
     end
     if counts[i - 1] then
-      lines[#lines + 1] = ("  %s: %d tensors, %s"):format(group.label, counts[i - 1],
-        table.concat(parts, ", "))
+      lines[#lines + 1] = ("  %s: %s, %s"):format(group.label,
+        show.counted(counts[i - 1], "tensor"), table.concat(parts, ", "))
     end
   end
   return table.concat(lines, "\n")
