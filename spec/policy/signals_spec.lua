@@ -26,7 +26,7 @@ local function train(run, options)
     optimizer = engine.optim.sgd(model, { lr = 1e-3, precision = "fp16" }), precision = "fp16",
     loss = function(m, b)
       if step % 3 == 0 then engine.signal("attention_entropy", 2 - step / 10) end
-      if step == 5 then engine.signal('a "b", c', 7) end
+      if step == 5 then engine.signal('a"b"c', 7) end
       step = step + 1
       return engine.mse(m(b.x), b.y)
     end,
@@ -48,16 +48,24 @@ describe("signals", function()
       helper.failure(engine.signal, "a\nb", 1))
   end)
 
+  it("are refused if their name cannot be one of --columns, and take an int64", function()
+    assert.matches("has a space or a comma, which %-%-columns separates names with: 'a b'$",
+      helper.failure(engine.signal, "a b", 1))
+    engine.signal("position", 7LL)
+    assert.equal(7, published.position)
+    published.position = nil
+  end)
+
   it("are stored in the history where they change", function()
     local history = engine.history.open(run)
     local list = history:signals()
-    assert.are.same({ 'a "b", c', "attention_entropy" }, { list[1].name, list[2].name })
+    assert.are.same({ 'a"b"c', "attention_entropy" }, { list[1].name, list[2].name })
     assert.are.same({ 1, 7 }, { list[1].changes, list[2].changes })
     local at = history:signals_at()
-    assert.are.same({ 2, nil }, { at(0).attention_entropy, at(0)['a "b", c'] })
-    assert.are.same({ 1.7, 7 }, { at(5).attention_entropy, at(5)['a "b", c'] })
+    assert.are.same({ 2, nil }, { at(0).attention_entropy, at(0)['a"b"c'] })
+    assert.are.same({ 1.7, 7 }, { at(5).attention_entropy, at(5)['a"b"c'] })
     assert.are.equal(2 - 1.8, at(19).attention_entropy)
-    assert.matches('Signals of the script: a "b", c 7, attention_entropy 1.4%.', history:why(6))
+    assert.matches('Signals of the script: a"b"c 7, attention_entropy 1.4%.', history:why(6))
     assert.matches("signal attention_entropy +0.2 to 2",
       tostring(history:plot("signals.attention_entropy")))
     local good, why = pcall(history.plot, history, "signals.attention_entrop")
@@ -82,13 +90,13 @@ describe("signals", function()
     local lines = {}
     for line in io.lines(path) do lines[#lines + 1] = json.decode(line) end
     assert.are.same({ attention_entropy = 2 }, lines[1].signals)
-    assert.are.same({ attention_entropy = 2 - 1.8, ['a "b", c'] = 7 }, lines[20].signals)
+    assert.are.same({ attention_entropy = 2 - 1.8, ['a"b"c'] = 7 }, lines[20].signals)
     -- a signal may be called n
     assert.are.equal('{"n":5}', require("engine.base.json").plain { n = 5 })
     export.csv(history, path)
     lines = {}
     for line in io.lines(path) do lines[#lines + 1] = line end
-    assert.matches(',"signals%.a ""b"", c",signals%.attention_entropy$', lines[1])
+    assert.matches(',"signals%.a""b""c",signals%.attention_entropy$', lines[1])
     assert.matches(",,2$", lines[2])
     assert.are.equal(2 - 1.8, tonumber(lines[21]:match(",7,([%d.]+)$")))
     history:close()

@@ -15,12 +15,14 @@ local M = {
 --- `rule`: how ranks combine their numbers, "mean" (the default), "max" or "sum"; a rank that has
 --- not published the signal does not count.
 function M.publish(name, value, rule)
+  if M_ffi.ffi.istype("int64_t", value) then value = tonumber(value) end   -- such as record.step
   if type(name) ~= "string" or type(value) ~= "number" then
     raise("signal: expected a name and a number, got %s and %s", value_text(name),
       value_text(value))
   end
-  local problem = M.values[name] == nil and (show.name_problem(name) or name:find("^log%.")
-    and "begins with 'log.', which is reserved for policies' logs")
+  local problem = M.values[name] == nil and (show.name_problem(name)
+    or name:find("[ ,]") and "has a space or a comma, which --columns separates names with"
+    or name:find("^log%.") and "begins with 'log.', which is reserved for policies' logs")
   if problem then raise("signal: the name %s: '%s'", problem, show.cut(show.shown(name), 100)) end
   expect(rule == nil or rule == "mean" or rule == "max" or rule == "sum", rule,
     "signal '%s': expected the rule 'mean', 'max' or 'sum'", name)
