@@ -129,6 +129,7 @@ describe("scaler", function()
     raises(function() scaler:step(opt) end,
       "scaler:step: no loss has been scaled yet; call scaler:scale(loss):backward() first")
     raises(function() scaler:unscale(opt) end, "scaler:unscale: no loss has been scaled yet")
+    raises(function() scaler:unscale_(opt) end, "has no 'unscale_'; did you mean 'unscale'")
     raises(function() scaler:update() end, "scaler:update: no loss has been scaled yet")
     step(function()
       local scaled = scaler:scale(model(input()):mean())

@@ -19,7 +19,7 @@ local ELSEWHERE = {
   bmm = "matmul", modulelist = "list", gradscaler = "scaler", inference_mode = "no_grad",
   linspace = "arange", retain_graph = "retain",
   manual_seed = "seed", state_dict = "state state_tensors", load_state_dict = "load_state",
-  clip_grad_norm_ = "clip_grad_norm", clip_grad_value_ = "clip_grad_value",
+  unscale_ = "unscale", clip_grad_norm_ = "clip_grad_norm", clip_grad_value_ = "clip_grad_value",
   param_groups = "groups", learning_rate = "lr", named_parameters = "parameters",
   r = "rank", lora_alpha = "alpha", lora_dropout = "dropout", target_modules = "match",
   use_dora = "dora", torch_dtype = "dtype", tokenizer = "encode", packing = "pack",

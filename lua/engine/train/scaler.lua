@@ -18,6 +18,7 @@ local autograd = require "engine.tensor.autograd"
 local groups = require "engine.policy.groups"
 local modes = require "engine.train.modes"
 local policy_names = require "engine.policy.names"
+local nearest = require "engine.base.nearest"
 local policy = require "engine.policy.policy"
 local signals = require "engine.policy.signals"
 local tensor = require "engine.tensor.tensor"
@@ -51,7 +52,7 @@ end
 
 -- ------------------------------------------------------------------ the scaler
 
-local Scaler = {}
+local Scaler = nearest.guard_elsewhere({}, "a scaler")
 Scaler.__index = Scaler
 
 local READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"
