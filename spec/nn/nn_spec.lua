@@ -162,6 +162,11 @@ describe("a module", function()
       "  2 to 3: the same", "  4: sequential", "    1: linear(3 -> 1)",
       "  5: the same", "  6: sequential", "    1: linear(2 -> 1)", "20 parameters" }, "\n"),
       tostring(nn.list { twin(2), twin(2), twin(2), twin(3), twin(3), twin(2) }))
+    local mixed = nn.list { nn.linear(4, 2), nn.linear(4, 1):freeze() }
+    mixed.gain = engine.ones(4)
+    mixed:parameter("scale", engine.ones(2))
+    mixed:buffer("mean", engine.zeros(9))
+    assert.matches("\n21 parameters, 9 of them without gradient$", tostring(mixed))
   end)
 
   it("adds the module path and the script's line to an error inside", step(function()

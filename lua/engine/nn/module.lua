@@ -477,11 +477,18 @@ local function describe(self, indent, lines)
   end
 end
 
---- The tree of modules and the number of parameters, as text.
+--- The tree of modules and the number of parameters, as text. Says how many of these get no
+--- gradient: they are frozen, or tensors that were assigned without requires_grad.
 function Module:describe()
-  local lines = { title(self) }
+  local lines, fixed = { title(self) }, 0
   describe(self, "  ", lines)
+  for _, p in ipairs(self:parameters()) do
+    if p.role ~= "buffer" and arguments.info(p.tensor).requires_grad == 0 then
+      fixed = fixed + p.tensor.count
+    end
+  end
   lines[#lines + 1] = show.grouped(self:count()) .. " parameters"
+    .. (fixed > 0 and (", %s of them without gradient"):format(show.grouped(fixed)) or "")
   return table.concat(lines, "\n")
 end
 
