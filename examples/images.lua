@@ -68,6 +68,7 @@ local summary = engine.trainer {
   schedule = engine.schedule.cosine { lr = cfg.lr, warmup = math.ceil(cfg.steps / 20),
     total = cfg.steps, floor = cfg.lr / 50 },
   policy = cfg.policy ~= "" and cfg.policy or nil, run = cfg.run ~= "" and cfg.run or nil,
+  config = cfg,
 }:run()
 
 -- ------------------------------------------------------------------ accuracy on other images

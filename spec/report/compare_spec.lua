@@ -242,6 +242,7 @@ describe("several runs", function()
       local wrong = inside "plot a1 a2 --group sed"
       assert.equal(1, wrong.code)
       assert.matches("no run has a setting 'sed'; did you mean 'seed'?", wrong.err, 1, true)
+      assert.matches("hint: a script records its settings with `config = cfg`", wrong.err, 1, true)
       assert.matches("--group draws several runs", inside("plot a1 --group seed").err, 1, true)
     end)
   end)

@@ -13,6 +13,10 @@ Writes a recorded run in the formats of other tools. FILE may be - for standard 
                                               gradients; policies, settings and events as text
   engine export a --tensorboard tb/a --every 10   every tenth step, and all overflows
 
+Columns of --csv and --jsonl: first_bad is the first parameter with inf or nan in the model's order;
+clip is the policy's limit, 0 if it set none, though the trainer may clip; amax and norm are true
+(unscaled).
+
 Meters of FP8 layers are columns such as fp8.LAYER:ROLE.snr, filled at the steps that measured them.
 A script with tensorboard=true writes event files while it runs.]==]
 

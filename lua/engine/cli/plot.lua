@@ -23,13 +23,15 @@ replaces the names of the runs at the top of a file.
 
 Several runs are labelled with the settings that tell them apart, and with their precisions if these
 differ. A run that lacks a column is left out of that column's plot, and a line on stderr names it.
---group takes any setting (policy, lr, seed ...) and draws one line for each of its values: the mean
-of the runs with this value, in a band of one standard deviation on either side, at the steps that
-all of these runs have. On a logarithmic axis, mean and deviation are those of the logarithms.
+--group takes any recorded setting (policy, precision ...; lr, seed and the script's other settings
+if it has `config = cfg` in engine.trainer) and draws one line for each of its values: the mean of
+the runs with this value, in a band of one standard deviation on either side, at the steps that all
+of these runs have. On a logarithmic axis, mean and deviation are those of the logarithms.
 
 columns: loss scale lr amax stored norm underflow zeros next_scale norm_ref inf nan clip lr_mul
 tokens elapsed. amax is the largest true gradient; stored is amax times the loss scale, as the
-format holds it; underflow and zeros are shares of all gradients. signals.NAME is what the script
+format holds it; underflow and zeros are shares of all gradients; clip is the policy's limit, 0 if
+it set none, though the trainer may clip. signals.NAME is what the script
 published with engine.signal("NAME", ...), log.NAME is what the policy logged, and scales.LAYER is a
 layer's own loss scale (scales.blocks.1) at the steps with statistics per tensor.]==]
 

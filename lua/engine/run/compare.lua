@@ -170,8 +170,8 @@ local function groups_of(list, key)
   local known, groups, by_value = false, {}, {}
   for _, run in ipairs(list) do known = known or run.settings[key] ~= nil end
   if not known then
-    error(("no run has a setting '%s'%s"):format(key,
-      nearest.choices(key, keys_of(list), "settings")), 0)
+    error(("no run has a setting '%s'%s; hint: a script records its settings with `config = cfg`" ..
+      " in engine.trainer"):format(key, nearest.choices(key, keys_of(list), "settings")), 0)
   end
   for _, run in ipairs(list) do
     local value = value_of(run, key)
