@@ -257,7 +257,7 @@ describe("views of a history", function()
     assert.same({ 2 ^ 12, 98 }, { t.steps[1].amax, t.steps[1].hist[12] })
     assert.equal(2, t.steps[#t.steps].inf)
     local text = tostring(t)
-    assert.matches("^blocks.2.mlp.weight %[10,10%]\n", text)
+    assert.matches("^blocks.2.mlp.weight %[10 x 10%]\n", text)
     assert.matches("× inf or nan (30)", text, 1, true)
     assert.matches("2^12 █", text, 1, true)
     helper.refuses("no parameter is called 'blocks.2.mlp.wieght'; did you mean " ..

@@ -142,9 +142,9 @@ local function verify_one(path, p, given, folder)
   local plan = verify.plan(path, p.source, p.options, wish, folder .. "/run")
   local function say(line) if not given.json then print(show.shown(line, true)) end end
   local before = given.from or plan.open
-  say(("%s: live run from %s, %d steps"):format(plan.result.name, plan.checkpoint or "the start" ..
+  say(("%s: live run from %s, %s"):format(plan.result.name, plan.checkpoint or "the start" ..
     (before and before > 0 and (" (no checkpoint up to step %d)"):format(before) or ""),
-    #plan.rows))
+    show.counted(#plan.rows, "step")))
   io.stdout:flush()
   local status, interrupted = run_live(plan, folder)
   local why
@@ -164,7 +164,8 @@ local function verify_one(path, p, given, folder)
   for _, line in ipairs(lines_of(plan, c, interrupted)) do say(line) end
   local short = c.steps < #plan.rows and not interrupted
   if short then
-    why = ("the live run ended after %d steps with exit status %d: %s"):format(c.steps, status,
+    why = ("the live run ended after %s with exit status %d: %s"):format(
+      show.counted(c.steps, "step"), status,
       process.last_words(folder .. "/output") or "no output")
     say(why)
   end

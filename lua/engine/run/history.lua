@@ -754,9 +754,9 @@ function History:__tostring()
   local sums = self:totals()
   if sums.rows == 0 then return ("history %s: no steps"):format(self.path) end
   local last = self:last(1)[1]
-  return show.shown(("history %s: %d steps (%d to %d), %d overflow%s, %d skipped\nlast: %s"):format(
-    self.path, sums.rows, sums.first, sums.last,
-    sums.overflows, sums.overflows == 1 and "" or "s", sums.skipped, tostring(last)), true)
+  return show.shown(("history %s: %s (%d to %d), %s, %d skipped\nlast: %s"):format(self.path,
+    show.counted(sums.rows, "step"), sums.first, sums.last,
+    show.counted(sums.overflows, "overflow"), sums.skipped, tostring(last)), true)
 end
 
 return M

@@ -181,8 +181,9 @@ local function roll_back(self, outcome)
   end
   self.rollbacks_made, self.lr_factor = self.rollbacks_made + 1, self.lr_factor * wish.lr_mul
   self.reducer:skip_steps(wish.skip)
-  local text = ("back to the weights after %d steps (%s), %d steps of data left out%s%s"):format(
-    found, path, wish.skip, wish.lr_mul ~= 1 and (", learning rate x%g"):format(self.lr_factor)
+  local text = ("back to the weights after %s (%s), %s of data left out%s%s"):format(
+    show.counted(found, "step"), path, show.counted(wish.skip, "step"),
+    wish.lr_mul ~= 1 and (", learning rate x%g"):format(self.lr_factor)
     or "", wish.reason ~= "" and ": " .. wish.reason or "")
   self.progress:note(("step %d: %s"):format(step, text))
   -- the event has the number of the next step, because replay (trace.lua) needs this number

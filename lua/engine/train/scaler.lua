@@ -20,6 +20,7 @@ local modes = require "engine.train.modes"
 local nearest = require "engine.base.nearest"
 local policy = require "engine.policy.policy"
 local policy_names = require "engine.policy.names"
+local show = require "engine.base.show"
 local signals = require "engine.policy.signals"
 local tensor = require "engine.tensor.tensor"
 
@@ -331,8 +332,8 @@ end
 
 function Scaler:__tostring()
   if not self.enabled then return "scaler: disabled" end
-  return ("scaler: %s; %d attempts, %d updates"):format(tostring(self.policy), self.attempts,
-    self.updates)
+  return ("scaler: %s; %s, %s"):format(tostring(self.policy),
+    show.counted(self.attempts, "attempt"), show.counted(self.updates, "update"))
 end
 
 return M

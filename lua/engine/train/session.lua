@@ -26,6 +26,7 @@ local nearest = require "engine.base.nearest"
 local options = require "engine.train.options"
 local precision = require "engine.train.precision"
 local ranks = require "engine.dist.ranks"
+local show = require "engine.base.show"
 local signals = require "engine.policy.signals"
 local tensor = require "engine.tensor.tensor"
 
@@ -448,9 +449,10 @@ function Session:restore_loop(state)
 end
 
 function Session:__tostring()
-  return ("session: %s, %d parameters, precision %s, policy %s, turn %d, step %d, %d updates, "
+  return ("session: %s, %d parameters, precision %s, policy %s, turn %d, step %d, %s, "
     .. "%d skipped"):format(self.optimizer.name, self.model:count(), self.precision.name,
-    self.policy.name, self.turn, self.steps_done, self.updates, self.skipped)
+    self.policy.name, self.turn, self.steps_done, show.counted(self.updates, "update"),
+    self.skipped)
 end
 
 return M

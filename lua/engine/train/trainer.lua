@@ -22,6 +22,7 @@ local modes = require "engine.train.modes"
 local precision = require "engine.train.precision"
 local random = require "engine.base.random"
 local reference = require "engine.train.reference"
+local show = require "engine.base.show"
 local tensor = require "engine.tensor.tensor"
 local update_norms = require "engine.train.update_norms"
 
@@ -508,9 +509,10 @@ function Trainer:resources()
 end
 
 function Trainer:__tostring()
-  return ("trainer: %s, %d parameters, precision %s, policy %s, step %d of %d, %d updates, "
+  return ("trainer: %s, %d parameters, precision %s, policy %s, step %d of %d, %s, "
     .. "%d skipped"):format(self.model._class, self.model:count(), self.precision.name,
-    self.policy.name, self.steps_done, self.steps, self.updates, self.skipped)
+    self.policy.name, self.steps_done, self.steps, show.counted(self.updates, "update"),
+    self.skipped)
 end
 
 return M
