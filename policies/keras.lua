@@ -1,8 +1,7 @@
--- Dynamic loss scaling of Keras 3's LossScaleOptimizer, number for number: doubles and halves
--- without a smallest scale and without a check for infinity. The scale is a float32. Differences:
--- in Keras the scale can become 0 or infinite and never recovers. Here the run stops before the
--- scale becomes 0. A growth that would make it infinite is left out or, with strict=false, stops
--- the run.
+-- Dynamic loss scaling of Keras 3's LossScaleOptimizer, number for number: doubles and halves, with
+-- no smallest or largest scale. The scale is a float32. Differences: in Keras the scale can become
+-- 0 or infinite and never recovers. Here the run stops before the scale becomes 0. A growth that
+-- would make it infinite is left out or, with strict=false, stops the run.
 return {
   name = "keras",
   doc  = "Keras 3's LossScaleOptimizer: doubles after dynamic_growth_steps good steps, no limits.",

@@ -4,8 +4,8 @@
 //
 // A value is quantized as q = x * factor (in the rule deepseek, q = x / scale), and fp8.h rounds q
 // to its format, saturating. q * scale restores the value. `largest` is the largest number of the
-// format: 448, 57344 or 65024. "Powers of two" says how a rule rounds if scales must be powers of
-// two.
+// format: 448 (E4M3), 57344 (E5M2) or 65024 (E5M6). "Powers of two" says how a rule rounds if
+// scales must be powers of two.
 //
 //   rule, source and formula
 //   transformer_engine   TransformerEngine common/recipe/recipe_common.cuh
@@ -25,7 +25,8 @@
 //     factor = 2^(floor(log2(largest / amax)) - margin), always a power of two; 1 where amax is 0,
 //     Inf or NaN
 //
-// amax is the largest |x|. All rules but torchao's ignore NaN, as fmax and Triton's max do.
+// amax is the largest |x|. All rules but torchao's ignore NaN, as fmax and Triton's max do, so
+// their amax is NaN only if the caller passes NaN.
 // Rounding the scale up to a power of two is the same as rounding the factor down.
 #pragma once
 

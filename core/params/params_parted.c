@@ -195,7 +195,8 @@ eng_status params_wait(void) { return params_exchanging ? arrive(params_exchangi
 eng_status params_advance(void)
 { return params_exchanging->link->advance(params_exchanging->data); }
 
-/// Begins to fill a unit. First waits for the unit in flight, which may belong to another set.
+/// Begins to fill a unit. First waits for the unit in flight, which may belong to another set; a
+/// table that only predicts the use of memory (`imagined`) has none.
 static eng_status start(params_parted *q, int unit, int form)
 {
   if (!q->imagined) ENG_TRY(params_wait());

@@ -187,7 +187,7 @@ bool policy_refuse(eng_policy *policy, const char *format, ...);
 static inline bool policy_is_scale(double x) { return f64_is_finite(x) && x > 0; }
 
 // ---- policy_record.c
-/// Describes name `index` of record.def, below RECORD_NAMES.
+/// Describes the name with number `index` in record.def; index < RECORD_NAMES.
 eng_policy_name policy_record_field(int index);
 /// Creates the record's views and pushes `record`.
 void policy_record_open(eng_policy *policy);

@@ -242,7 +242,8 @@ eng_status eng_tokenizer_step(eng_tokenizer *t, int stage, int kind, int64_t fla
                      (kind == ENG_STEP_SPLIT ? flags >> 4 : flags) == 0) ||
                     kind == ENG_STEP_CUT;
   FAIL_IF(needs_text && a_size == 0, ENG_ERR_FORMAT,
-          "tokenizer: the text that a step searches for must not be empty");
+          "tokenizer: expected a pattern in a step that %s text, got ''; hint: tokenizer.json",
+          kind == ENG_STEP_REPLACE ? "replaces" : kind == ENG_STEP_SPLIT ? "splits" : "cuts");
   step *s = &list->list[list->n++];
   *s = (step){ .kind = kind, .flags = flags, .a_size = a_size, .b_size = b_size };
   s->a = heap_text(&t->memory, a, a_size);

@@ -237,7 +237,7 @@ local function merge(cell, row, wanted)
 end
 
 -- Fills the cells of picture columns 0 .. n - 1, of `width` steps each, with the steps from `start`
--- to `last`. Steps before `done` are in blocks. counts: as in direct_sql.
+-- to `last`. The table `blocks` has sums of the steps before `done`. counts: as in direct_sql.
 local function fill(h, cells, wanted, start, width, n, last, done, counts)
   local by_blocks = width % BLOCK == 0 and start % BLOCK == 0 and math.min(done, last + 1) or start
   if by_blocks > start then
@@ -268,11 +268,11 @@ function M.width(first, last, points)
   return width > BLOCK and math.ceil(width / BLOCK) * BLOCK or width
 end
 
---- Reads the columns of metrics; the top of the file describes the result. options: from, to
---- (steps; default: the whole run), points (the most columns; 240 by default), or width (from
---- M.width; columns begin at multiples of this width, so that the columns of several runs agree).
---- If a column is wider than a block, columns begin at multiples of 256 steps, so the first column
---- may begin before `from`.
+--- Reads metrics for the columns of a picture; the top of the file describes the result. options:
+--- from, to (steps; default: the whole run), points (the most columns; 240 by default), or width
+--- (from M.width; columns begin at multiples of this width, so that the columns of several runs
+--- agree). Columns of more than 256 steps, which a row of the table `blocks` sums up, begin at
+--- multiples of 256, so the first column may begin before `from`.
 function M.read(h, wanted_names, options)
   options = options or {}
   local summed, other, of_layers = {}, {}, {}

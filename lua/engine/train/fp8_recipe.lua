@@ -142,12 +142,12 @@ local FP8 = arguments.merged(FIELDS,
 
 local function microscaled(role) return type(role) == "table" and MX_RULES[role.rule] ~= nil end
 
---- Returns the table `fp8` of a base recipe (nil: the base has none), changed by a user's table
---- `own`. A role or a product in `own` changes single fields of the base's; but a role with a
---- `rule` of its own starts from this rule's defaults, because a rule decides which other fields
---- there are. If x changes between FP8 and microscaling, the products and `layers` of the base do
---- not apply, because they have fields of the other kind. All else in `own`, such as `high`,
---- replaces the base's. `where` begins error messages.
+--- Returns a copy of `base`, the table `fp8` of the base recipe (nil if it has no FP8 layers), with
+--- a user's table `own` laid over it. A role or a matrix product in `own` replaces only the fields
+--- that it names; but a role that names a `rule` starts from this rule's defaults, because the rule
+--- decides which other fields there are. Other entries of `own`, such as `high`, replace the base's
+--- entries. If x changes between FP8 and microscaling, the base's products and `layers` are
+--- dropped, because their fields are of the other kind. `where` begins error messages.
 function M.on_base(base, own, where)
   raise_if(not base and not (own.x or own.w or own.dy), "%s: expected x, w or dy, because the " ..
     "base has no FP8 layers; hint: base = \"fp8_current\" or another recipe with FP8 layers, or " ..

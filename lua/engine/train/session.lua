@@ -387,7 +387,8 @@ end
 
 -- ------------------------------------------------------------------ what differs from a trainer
 
---- Does what Trainer:fetch does, over the parameters of the optimizer that steps.
+--- Fills the record of a step as Trainer:fetch does, from the parameters of the optimizer that
+--- steps. Raises an error if they have no gradients, or gradients without the loss scale.
 function Session:fetch(s)
   local stats, n = self.stats, #s.entry.opt.list
   M_ffi.ffi.fill(stats, M_ffi.ffi.sizeof("eng_tensor_stats") * #self.optimizer.list)
