@@ -1,6 +1,6 @@
 // Vectors of FP8: converts VF_LANES floats to codes and back, bit-equal to core/base/fp8.h.
 // `fraction` is 3 for e4m3 and 2 for e5m2, a constant where these functions are inlined. Included
-// by simd.h, between vectors and tiles. Owns nothing.
+// by simd.h, after its vectors and before its tiles. Owns nothing.
 #pragma once
 
 VF_INLINE vi vi_least_(vi a, int32_t b)

@@ -342,8 +342,8 @@ static eng_status check_product(const eng_fp8_recipe *recipe, int product)
   if (mx)
     fits = n == ENG_ACCUMULATE_DEVICE || n == ENG_ACCUMULATE_FP32 || n == ENG_ACCUMULATE_BLACKWELL;
   FAIL_IF(!fits, ENG_ERR_VALUE,
-          "expected the accumulator %s (ENG_ACCUMULATE_*), got number %d",
-          mx ? "-1, 0 or 4" : "0, 1, 2 or 3", n);
+          "expected the accumulator to be %s (ENG_ACCUMULATE_*), got %d",
+          mx ? "-1, 0 or 4 in microscaling" : "0, 1, 2 or 3 outside microscaling", n);
   FAIL_IF(p->promotion < 0 || p->promotion % 32, ENG_ERR_VALUE,
           "expected a promotion interval that is a multiple of 32, or 0, got %d", p->promotion);
   return ENG_OK;

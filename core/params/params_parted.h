@@ -44,7 +44,7 @@ typedef struct params_parted {
   bool          imagined;              // the table only predicts memory use; no page is touched
   const parted_link *link;             // NULL: the trainer was freed
   void         *data;
-  // The number unit * PARTED_FORMS + form identifies a unit in one form; -1: no unit.
+  // The next two are numbers unit * PARTED_FORMS + form: a unit in one form; -1: none.
   int32_t       coming;                // the unit that is being filled
   int32_t       ahead;                 // the unit whose fetch began before an operation needed it
   int64_t       used_ahead;            // number of units that were fetched ahead and then needed;

@@ -503,10 +503,8 @@ static eng_status take_back(eng_policy *p, const char *at)
       !find_number(&clip, at, "clip") || !(clip >= 0) || !f64_is_finite(clip) ||
       !find_number(&lr_mul, at, "lr_mul") || !(lr_mul >= 0) || !f64_is_finite(lr_mul) ||
       !find_number(&failures, at, "failures"))
-    return error_set(
-      ENG_ERR_FORMAT,
-      "a policy's saved state must have valid values of policy, state, scale, scales, clip, lr_mul "
-      "and failures");
+    return error_set(ENG_ERR_FORMAT, "policy %s: the saved state is damaged: policy, state, scale, "
+                     "scales, clip, lr_mul or failures is missing or not valid", p->name);
   data_read(&item, policy);
   FAIL_IF(item.tag != 's' || item.length != strlen(p->name) ||
           memcmp(item.string, p->name, item.length) != 0, ENG_ERR_POLICY,

@@ -44,8 +44,8 @@ eng_status history_check(sqlite3 *db, const char *path, bool *fresh)
           "begun, or ended before the first row was written", path);
   FAIL_IF(application != HISTORY_APPLICATION, ENG_ERR_FORMAT,
           "history %s: expected a history, found another SQLite database", path);
-  FAIL_IF(programs > 0, ENG_ERR_FORMAT, "history %s has views, triggers or computed columns; a "
-          "history has plain tables only", path);
+  FAIL_IF(programs > 0, ENG_ERR_FORMAT, "history %s has views, triggers, virtual tables or "
+          "computed columns; a history has plain tables only", path);
   FAIL_IF(version > HISTORY_SCHEMA, ENG_ERR_FORMAT,
           "history %s was written by a newer engine (schema %lld, expected up to %d); hint: "
           "update the engine", path, (long long)version, HISTORY_SCHEMA);

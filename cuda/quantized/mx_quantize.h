@@ -1,5 +1,5 @@
 // Shared by the kernels of mx_quantize: the description of a call and of its two results, and the
-// survey of x, which finds its largest magnitude and the number of its NaN. Included by
+// survey of x, which finds its largest magnitude and the number of its NaNs. Included by
 // mx_registers.h.
 #pragma once
 

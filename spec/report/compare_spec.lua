@@ -386,7 +386,7 @@ describe("several runs", function()
     h:plot("loss", { svg = path, title = "A run" })
     assert.matches("^<svg .*>A run</text>", helper.read(path))
     assert.error_matches(function() h:plot("loss", { title = "A run" }) end,
-      "plot: expected title to be a text, with the name of a file in svg or png, got 'A run'", 1,
+      "plot: title must be a text and works only with the option svg or png, got 'A run'", 1,
       true)
     h:close()
   end)

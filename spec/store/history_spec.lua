@@ -468,7 +468,7 @@ describe("a damaged history", function()
       "CREATE TRIGGER a AFTER INSERT ON meta BEGIN SELECT 1; END",
       "ALTER TABLE events ADD COLUMN more AS (step + 1)" } do
       after(sql)
-      fails("has views, triggers or computed columns; a history has plain tables only",
+      fails("has views, triggers, virtual tables or computed columns; a history has plain",
         history.open, dir)
     end
   end)

@@ -18,8 +18,8 @@ local C, expect, raise, raise_if, want_whole = M_ffi.C, M_ffi.expect, M_ffi.rais
 
 -- ------------------------------------------------------------------ the cache
 
--- Keys and values of one attention module, each [R x room x G x D] or [1 x room x G x D]. Only the
--- first `length` of the `room` positions are filled.
+-- Keys and values of one attention module, each [rows x room x kv_heads x head_width]; rows is 1 if
+-- each sequence has a cache of its own. Only the first `length` of the `room` positions are filled.
 local Cache = {}
 Cache.__index = Cache
 

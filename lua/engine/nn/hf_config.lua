@@ -126,7 +126,8 @@ local ROPE = arguments.set_of(ORIGINAL .. [[ rope_type type rope_theta factor lo
 local function want_known(p, where)
   for _, key in ipairs(nearest.keys(p)) do
     if not ROPE[key] then
-      fail(where, "unknown field '%s' of rope_scaling%s", show.shown(key), nearest.hint(key, ROPE))
+      fail(where, "unknown field '%s' of rope_parameters or rope_scaling%s", show.shown(key),
+        nearest.hint(key, ROPE))
     end
   end
 end
@@ -135,7 +136,7 @@ end
 function rules.rope(o, fields, where, arch)
   local p = value_of(fields, "rope_parameters") or value_of(fields, "rope_scaling") or {}
   if type(p) ~= "table" then
-    fail(where, "expected rope_scaling to be an object, got %s", got(p))
+    fail(where, "expected rope_parameters or rope_scaling to be an object, got %s", got(p))
   end
   local kind = value_of(p, "rope_type") or value_of(p, "type") or "default"
   local rope = { base = number(p, "rope_theta", where) or number(fields, "rope_theta", where)

@@ -35,7 +35,7 @@ local function check(options, name)
     "%s: expected log to be true, false or a base above 1", name)
   M_ffi.expect(options.title == nil or type(options.title) == "string" and
     (options.svg or options.png), options.title,
-    "%s: expected title to be a text, with the name of a file in svg or png", name)
+    "%s: title must be a text and works only with the option svg or png", name)
   return options
 end
 

@@ -226,7 +226,7 @@ local function note(c, before, name, after)
 end
 
 -- Adds the curves of the metric `name`. Raises an error if the metric cannot be read from any run.
--- options, start: as in read_run; log: as in M.band.
+-- options: { from, to, width } of curves.read; start: as in read_run; log: as in M.band.
 local function add(c, list, name, options, start, log)
   local found, why, possible, n, overflows = {}, nil, false, #c.x, {}
   for i = 1, n do overflows[i] = 0 end

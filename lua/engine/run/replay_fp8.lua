@@ -43,7 +43,8 @@ local function fill(s, row)
   s.sum_squares, s.snr = row.power or 0, row.snr or 0 / 0
 end
 
--- Columns that are declared as numbers. h:each raises an error if one holds any other value.
+-- Columns that the table fp8 declares as numbers. h:each raises an error if one of them holds
+-- anything but a number or NULL.
 local COLUMNS = { "count", "zeros", "underflow", "overflow", "snr", "peak", "power", "asked" }
 local METERS = "SELECT CAST(step AS INTEGER) AS step, site, role, " ..
   table.concat(COLUMNS, ", ") .. " FROM fp8 ORDER BY step, site, role"

@@ -252,8 +252,8 @@ local function seat_for(self, fresh)
     :format(#names, table.concat(names, ", "), fresh.name)
 end
 
--- In a lagged run, finishes the step in flight, because its statistics are those that the old
--- policy needs. Swaps and undos that its on_step asks for follow the current one.
+-- In a lagged run, finishes the step in flight, whose statistics are those that the old policy
+-- needs. If on_step asks for a swap or an undo meanwhile, that request waits for the present one.
 local function finish_step_in_flight(self)
   self.swapping = true
   self.trainer:drain()

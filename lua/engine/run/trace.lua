@@ -45,7 +45,9 @@ function M.verdicts(text)
       fail("got '" .. text:sub(at, at) .. "'", at)
     end
     local n = tonumber(count) or 1
-    if #steps + n > MOST_STEPS then fail(("more than %d steps"):format(MOST_STEPS), at) end
+    if #steps + n > MOST_STEPS then
+      error(("the trace has more than %d steps"):format(MOST_STEPS), 0)
+    end
     for _ = 1, n do steps[#steps + 1] = kind ~= "." end
     at = after
   end

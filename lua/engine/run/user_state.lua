@@ -74,7 +74,8 @@ function M.pack(state)
   return saved, tensors
 end
 
--- Copies the data of `source` into t. A table or tensor that both have stays the same object in t.
+-- Makes the data of t equal to `source`, whose tensors it moves or frees. A table that both have
+-- stays the same object in t, and so does a tensor if its dtype and shape are the same.
 local function fill(t, source)
   for key in pairs(t) do
     if source[key] == nil then t[key] = nil end
