@@ -277,11 +277,11 @@ describe("ranks with ZeRO-3", function()
       local model = engine.nn.gpt { vocab = 256, context = 8, width = 32, heads = 2, layers = 1 }
       local losses = {}
       engine.trainer { model = model, zero = cfg.zero, run = cfg.run, checkpoint_every = 3,
-        log = "quiet", steps = 5, data = engine.data.text { path = "README.md", batch = 2,
+        log = "quiet", steps = 7, data = engine.data.text { path = "README.md", batch = 2,
         context = 8, seed = 3 },
         optimizer = engine.optim.adamw(model, { lr = 1e-2, precision = "fp8_current" }),
         policy = { file = "back.lua", source = "return { init = function() return { scale = 1 } " ..
-          "end, decide = function(s, r) return { scale = 1, action = r.step == 3 and " ..
+          "end, decide = function(s, r) return { scale = 1, action = r.step == 4 and " ..
           "'rollback' or 'step', back = 0, skip = 0 } end }" },
         on_step = function(_, r) losses[#losses + 1] = ("%.17g"):format(r.loss) end }:run()
       if engine.ranks.rank() == 0 then print(table.concat(losses, " ")) end]])
@@ -294,7 +294,8 @@ describe("ranks with ZeRO-3", function()
     assert.equal(said[0], said[3])
     local losses = {}
     for loss in said[3]:gmatch "%S+" do losses[#losses + 1] = loss end
-    assert.equal(losses[4], losses[5])                     -- the step after the checkpoint, twice
+    -- steps 3 and 4, whose update is dropped, and both again after the checkpoint of 3 steps
+    assert.same({ losses[4], losses[5] }, { losses[6], losses[7] })
   end)
 
   it("give whole weights only in trainer:whole, and refuse calls that need them", function()

@@ -689,8 +689,8 @@ end
 --- underflow, amax, norm, hist, relative_scale, norm_ref } for each tensor. They describe the
 --- gradients as the backward pass left them: multiplied by the loss scale and by the relative scale
 --- of the tensor's layer (1 if layers have no separate scales). So `amax` and `norm` are as stored,
---- and a row of h:steps() has the true ones. norm_ref is nil without a reference
---- backward. Returns nil and a message if the step has no statistics.
+--- and a row of h:steps() has the true ones. norm_ref is nil without a reference backward. Returns
+--- nil and a message if the step has no statistics.
 function History:tensors(step)
   local row = one(self, "SELECT stats FROM tensor_stats WHERE step = ?", step)
   if not row then

@@ -308,10 +308,11 @@ function M.register(name, spec)
   M[name] = function(model, options) return new(name, model, options) end
 end
 
---- Gives the parameters the formats of a precision recipe. Clears the gradients. During the run of
---- a trainer, call it between two steps (in a session, at the start of a turn): later forward and
---- backward passes use the new recipe too. The policy stays; trainer.policy:swap("dynamic") changes
---- it. A run cannot change its FP8 layers in this way.
+--- Gives the parameters the formats of a precision recipe. Clears the gradients. A recipe with the
+--- formats of the present one changes nothing, not even its name. During the run of a trainer, call
+--- it between two steps (in a session, at the start of a turn): later forward and backward passes
+--- use the new recipe too. The policy stays; trainer.policy:swap("dynamic") changes it. A run
+--- cannot change its FP8 layers in this way.
 function Optimizer:set_precision(recipe)
   local full = precision.resolve(recipe)
   raise_if(full.moments ~= self.precision.moments, "precision '%s' has moments in %s, but this " ..
