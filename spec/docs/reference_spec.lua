@@ -270,6 +270,7 @@ describe("engine help NAME", function()
     local result = help "matmull"
     assert.are.equal(1, result.code)
     assert.matches("did you mean 'matmul'", result.err)
+    assert.matches("did you mean 'nn.linear'", helper.run({ "help", "nn.lineer" }).err, 1, true)
   end)
 end)
 

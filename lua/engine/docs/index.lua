@@ -152,6 +152,7 @@ function Index:hint(name)
     for _, entry in ipairs(list) do
       for _, own in ipairs(entry.names) do
         offer(own)
+        offer((own:gsub("^engine%.", "")))
         offer(last_part(own))
       end
     end

@@ -346,13 +346,15 @@ function Trainer:finish(s, record, verdict)
 end
 
 --- In a lagged run, finishes the step in flight: before a checkpoint, before a swap, whose policy
---- may need other statistics, and at the end of a run. The loop's on_drain shows the step.
+--- may need other statistics, and at the end of a run. The loop's on_drain shows the step. Returns
+--- its record and verdict, or nothing if no step is in flight.
 function Trainer:drain()
   local s = self.pending
   self.pending = nil
   if not s then return end
   local record, verdict = self:settle(s)
   if self.on_drain then self.on_drain(record, verdict) end
+  return record, verdict
 end
 
 -- ------------------------------------------------------------------ going back
