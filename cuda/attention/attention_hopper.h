@@ -20,8 +20,10 @@ eng_status map_rows(CUtensorMap *map, const attention_view &view, int batch, int
 #if HOPPER_BODY && defined(__CUDACC__)
 /// The barriers of a block's N buffers, in 16 N bytes of shared memory. A phase of barrier full(i)
 /// ends when copies have filled buffer i. A phase of barrier empty(i) ends when all warps have read
-/// buffer i. The uses of a buffer are numbered from 0; use n is phase n of both barriers.
-template <int N> struct buffer_barriers {
+/// buffer i. The uses of a buffer are numbered from 0; use n is phase n of both barriers. GIVERS:
+/// how many lanes of a warp arrive in give(): 1 if only products of the warp read buffers, because
+/// a wait for products includes all lanes; 32 if the lanes also read buffers themselves.
+template <int N, int GIVERS = 1> struct buffer_barriers {
   uint32_t start;   // address
   __device__ uint32_t full(int i) const { return start + 16 * i; }
   __device__ uint32_t empty(int i) const { return full(i) + 8; }
@@ -31,7 +33,7 @@ template <int N> struct buffer_barriers {
     if (threadIdx.x == 0) {
       for (int i = 0; i < N; i++) {
         barrier_init(full(i), 1);
-        barrier_init(empty(i), warps);
+        barrier_init(empty(i), warps * GIVERS);
       }
       publish_shared();
     }
@@ -46,7 +48,7 @@ template <int N> struct buffer_barriers {
   }
   /// take() waits until buffer i is full. A warp calls give() when it has read the buffer.
   __device__ void take(int i, int use) const { barrier_wait(full(i), use & 1); }
-  __device__ void give(int i) const { barrier_arrive(empty(i), threadIdx.x % 32 == 0); }
+  __device__ void give(int i) const { barrier_arrive(empty(i), threadIdx.x % 32 < GIVERS); }
 };
 
 /// Starts copies of rows [first, first + N) of a head to D / 64 tiles, the first at address `tile`.

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(THREADS, D == 64 ? 3 : 2)
   // shared memory: k, v, stages of q and dy, stages of shift and delta, barriers
   const uint32_t base = shared_address(room), shared = (base + 1023) & ~1023u,
                  staged = shared + 2 * KEEP, lines = staged + STAGES * 2 * TILE;
-  const buffer_barriers<STAGES> stages = {lines + STAGES * 2 * QUERIES * 4};
+  const buffer_barriers<STAGES, 32> stages = {lines + STAGES * 2 * QUERIES * 4};
   unsigned char *const place = room + (shared - base);
 
   const bool loads = threadIdx.x == 0;

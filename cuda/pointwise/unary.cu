@@ -351,6 +351,11 @@ struct swiglu_rule {
 #pragma unroll
     for (int v = 0; v < V; v++) y[0][v] = swiglu_of(x[0][v], x[1][v]);
   }
+  template <int V> __device__ void low(float (&y)[1][V], const float (&x)[2][V]) const
+  {
+#pragma unroll
+    for (int v = 0; v < V; v++) y[0][v] = swiglu_low(x[0][v], x[1][v]);
+  }
 };
 
 struct swiglu_body {

@@ -3,6 +3,7 @@
 -- run. SIZE scales the problems; 1 (the default) is for a card, a fraction for a trial on a CPU.
 local engine = require "engine"
 local machine = require "engine.base.machine"
+local raw = require "engine.base.ffi"
 
 local device, size = arg[1] or "cuda", tonumber(arg[2]) or 1
 engine.device(device)
@@ -75,18 +76,34 @@ for _, dtype in ipairs { "bf16", "f16", "f32" } do
     return x:matmul(w, false, true)
   end)
 end
--- GPT-2's layers
+-- GPT-2's layers: products alone, and with the operations around them
+local function matrix(m, n) return engine.randn(m, n):to("bf16"):keep() end
 for _, shape in ipairs { { 768, 768 }, { 2304, 768 }, { 3072, 768 }, { 768, 3072 } } do
   local M, N, K = scaled(32768), scaled(shape[1]), scaled(shape[2])
-  local function matrix(m, n) return engine.randn(m, n):to("bf16"):keep() end
-  local x, w, dy = matrix(M, K), matrix(N, K), matrix(M, N)
+  local x, w, dy, bias = matrix(M, K), matrix(N, K), matrix(M, N), engine.randn(N):to("bf16"):keep()
   local flops = 2 * M * N * K
   product_line(("product bf16 %d x %d x %d"):format(M, N, K), flops, function()
     return x:matmul(w, false, true)
   end)
   product_line("  dx", flops, function() return dy:matmul(w) end)
   product_line("  dw", flops, function() return dy:matmul(x, true, false) end)
-  for _, each in ipairs { x, w, dy } do each:free() end
+  product_line("  with bias", flops, function() raw.run("linear", { x, w, bias }) end)
+  product_line("  dw in f32, and the bias's gradient", flops, function()
+    raw.run("linear_grad", { dy, x }, { raw.dtype.f32, raw.dtype.f32, 0, 0 }, {}, 2)
+  end)
+  for _, each in ipairs { x, w, dy, bias } do each:free() end
+end
+do
+  local M, C, H = scaled(32768), scaled(768), scaled(3072)
+  local x, w1, w2, dy, u = matrix(M, C), matrix(H, C), matrix(C, H), matrix(M, C), matrix(M, H)
+  local b1, b2 = engine.randn(H):to("bf16"):keep(), engine.randn(C):to("bf16"):keep()
+  product_line("mlp_gelu: two products and GELU", 4 * M * C * H, function()
+    raw.run("mlp_gelu", { x, w1, b1, w2, b2 }, {}, {}, 3)
+  end)
+  product_line("matmul_gelu_grad: a product and GELU's slope", 2 * M * C * H, function()
+    raw.run("matmul_gelu_grad", { dy, w2, u })
+  end)
+  for _, each in ipairs { x, w1, w2, dy, u, b1, b2 } do each:free() end
 end
 do
   -- FP8: one scale per tensor, as fp8_delayed and fp8_current use in forward products (fast) and in
@@ -111,7 +128,6 @@ do
   end
 end
 for _, shape in ipairs { { 16, 2048, 16, 64 }, { 16, 2048, 16, 128 }, { 32, 1024, 12, 64 } } do
-  local raw = require "engine.base.ffi"
   local B, T, H, D = shape[1], scaled(shape[2]), shape[3], shape[4]
   local function heads() return engine.randn(B, T, H, D):to("bf16"):keep() end
   local q, k, v, dy = heads(), heads(), heads(), heads()
@@ -147,7 +163,6 @@ end
 --- The trainer's passes for gradient statistics: only the norm, read back at once; the default
 -- statistics, and these with histograms, each read back at once and lagged.
 local function statistics_lines(name, opt, bytes)
-  local raw = require "engine.base.ffi"
   local ffi, C, check = raw.ffi, raw.C, raw.check
   local record, loss = ffi.new("eng_record"), ffi.new("double[1]")
   local default = C.ENG_NEED_AMAX + C.ENG_NEED_NORM + C.ENG_NEED_ZEROS + C.ENG_NEED_UNDERFLOW
@@ -215,7 +230,6 @@ memory_line("transpose, bf16", 4 * h.count, function() return h:transpose(1, 2):
 memory_line("sum of rows, bf16", 2 * h.count, function() return h:sum(1) end)
 memory_line("sum of everything, bf16", 2 * h.count, function() return h:sum() end)
 do   -- a step of GPT-2 without its products, 64 sequences of 1024
-  local raw = require "engine.base.ffi"
   local tokens, columns, vocab = scaled(65536), scaled(768), scaled(50304)
   local function random(n) return engine.randn(tokens, n):to("bf16"):keep() end
   local x, dy = random(columns), random(columns)
@@ -256,7 +270,6 @@ do   -- a step of GPT-2 without its products, 64 sequences of 1024
   end)
 end
 do
-  local raw = require "engine.base.ffi"
   local tokens, vocab = scaled(8192), scaled(50240) + 17   -- unaligned rows
   local logits = engine.randn(tokens, vocab):to("bf16"):keep()
   local targets = engine.randint(0, vocab, tokens, { dtype = "i32", keep = true })
