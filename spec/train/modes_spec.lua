@@ -130,6 +130,28 @@ describe("both modes", function()
     assert.equal("5 stopped ", lagged.kinds[#lagged.kinds])
   end)
 
+  it("record what the device did where a lagged verdict comes too late", function()
+    local late = helper.write(folder .. "/late.lua", [[return { name = "late", options = {},
+      init = function() return { scale = 1024 } end,
+      decide = function(_, r)
+        return { scale = 1024, reason = r.step == 2 and "noise" or nil,
+          action = ({ [1] = "retry", [2] = "skip", [4] = "step", [5] = "step" })[r.step] }
+      end }]])
+    local words = { "policy=" .. late, "shadow=" .. late:gsub("late.lua", "copy.lua"), "first=4",
+      "last=5", "steps=8" }
+    helper.write(folder .. "/copy.lua", (helper.read(late):gsub('"late"', '"copy"')))
+    local all = history_of("lagged", 1, words)
+    local actions, reasons = {}, {}
+    for i, row in ipairs(all.steps) do actions[i], reasons[i] = row.action, row.reason or "" end
+    assert.equal("step step step step skip skip step step", table.concat(actions, " "))
+    local why = "too late for %s, because mode=lagged decides after the update"
+    assert.equal(why:format "retry", reasons[2])
+    assert.equal(why:format "skip" .. ": noise", reasons[3])
+    assert.equal(why:format "step", reasons[5])
+    for _, row in ipairs(all.shadows) do assert.equal(0, row.bound) end
+    assert.equal("skip", all.shadows[2].action)
+  end)
+
   it("resume with the clip and lr_mul of the last verdict", function()
     local policy = helper.write(folder .. "/slow.lua", [[return { name = "slow", options = {},
       init = function() return { scale = 256 } end,

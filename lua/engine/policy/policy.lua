@@ -31,6 +31,22 @@ function verdict_methods.what(v) return ACTIONS[v.action] end
 --- The reason as text, "" if the policy gave none.
 function verdict_methods.why(v) return ffi.string(v.reason) end
 
+--- Returns what a lagged run does with a step if the policy asks for `action`. The verdict comes
+--- after the update: the device has already skipped an overflowed step, and made any other.
+function M.lagged_action(action, overflow)
+  if action == C.ENG_ACTION_STOP or action == C.ENG_ACTION_ROLLBACK then return action end
+  return overflow and C.ENG_ACTION_SKIP or C.ENG_ACTION_STEP
+end
+
+--- Replaces the action by what a lagged run does. If that differs, the reason says so.
+function verdict_methods.apply_lag(v, overflow)
+  local asked, why, action = v:what(), v:why(), M.lagged_action(v.action, overflow)
+  if action == v.action then return end
+  v.action = action
+  v.reason = ("too late for %s, because mode=lagged decides after the update%s%s"):format(asked,
+    why ~= "" and ": " or "", why):sub(1, 255)
+end
+
 ffi.metatype("eng_verdict", {
   __index = verdict_methods,
   __tostring = function(v)

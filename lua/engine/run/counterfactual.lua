@@ -237,18 +237,10 @@ end
 
 -- ------------------------------------------------------------------ a run at other scales
 
---- Returns what happens to a step after a verdict: { action, clip, lr_mul }. In lagged mode the
---- device skips an overflowed step whatever the verdict says.
-function M.carried_out(verdict, overflow, lagged)
-  local skip = lagged and overflow and verdict.action == C.ENG_ACTION_STEP
-  return { action = skip and C.ENG_ACTION_SKIP or verdict.action, clip = verdict.clip,
-    lr_mul = verdict.lr_mul }
-end
-
 -- Returns whether a policy's action changes the weights, or the position in the data, differently
 -- from the run's action.
 local function departs(own, run)
-  if own.action ~= run.action or own.departs then return true end
+  if own.action ~= run.action then return true end
   return (own.action == C.ENG_ACTION_STEP or own.action == C.ENG_ACTION_ROLLBACK)
     and (own.clip ~= run.clip or own.lr_mul ~= run.lr_mul)
 end
@@ -274,14 +266,13 @@ function M.certainty(late)
 end
 
 --- Adds a step to a policy's certainty. known: the first result of M.move, or "unmeasured". own,
---- run: what the policy and what the run did with the step (M.carried_out). own.departs: true if an
---- FP8 policy makes the layers compute differently than in the run. Returns whether the policy's
---- verdict is exact.
+--- run: the policy's verdict and the run's. rungs: whether an FP8 policy makes the layers compute
+--- differently than in the run. Returns whether the policy's verdict is exact.
 ---
 --- `least` counts the skips among the exact verdicts. After an overflow that may be hidden, it also
 --- counts the next known skip, because the policy skips either at the hidden overflow or at that
 --- step. Later skips do not count.
-function M.judge(certainty, step, known, own, run)
+function M.judge(certainty, step, known, own, run, rungs)
   local c = certainty
   local exact = not c.from and known == "exact"
   if own.action ~= C.ENG_ACTION_STEP and known == "exact" and not c.closed then
@@ -289,7 +280,7 @@ function M.judge(certainty, step, known, own, run)
   end
   if exact then c.exact = c.exact + 1 else c.bounds = c.bounds + 1 end
   if not exact and not c.from then c.from, c.why = step, WHY[known] end
-  local apart = departs(own, run)
+  local apart = rungs or departs(own, run)
   if apart and not c.from then c.from, c.why = step + 1, WHY.departs end
   c.closed = c.closed or apart or known == "bound" or known == "unmeasured"
   return exact

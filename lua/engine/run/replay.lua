@@ -97,13 +97,13 @@ function M.run(trace, source, options, look)
     end
     if look then look.before(i, policy) end
     local verdict = policy:decide(record, stats)
+    if trace.lagged then verdict:apply_lag(record.overflow ~= 0) end
     local action = verdict:what()
     scales[i], actions[i] = verdict.scale, action
     result.logs = policy:add_logs(result.logs, i)
     if trace.names then
-      marks[i] = counterfactual.judge(result.certainty, tonumber(record.step), known,
-        counterfactual.carried_out(verdict, record.overflow ~= 0, trace.lagged), trace:did(i))
-        and "exact" or "bound"
+      marks[i] = counterfactual.judge(result.certainty, tonumber(record.step), known, verdict,
+        trace.rows[i - 1]) and "exact" or "bound"
     end
     if look then look.after(i, record, verdict, marks[i]) end
     logs = logs + math.log(scale) / math.log(2)

@@ -135,8 +135,8 @@ local function replay(h, trace, policy)
     local departs = fp8_verdict.differs(wanted, run, function(k) return asked[k] end)
     local measured = facts.sample > 0 and step % facts.sample == 0
     result.marks[i] = counterfactual.judge(result.certainty, step,
-      (measured or not reads_amax) and "exact" or "unmeasured",
-      { action = C.ENG_ACTION_STEP, departs = departs }, STEP) and "exact" or "bound"
+      (measured or not reads_amax) and "exact" or "unmeasured", STEP, STEP, departs)
+      and "exact" or "bound"
     result.apart = result.apart + (departs and 1 or 0)
     local moved = fp8_verdict.moved(paths, before, wanted.rungs)
     if moved then

@@ -146,21 +146,20 @@ end
 --- were updated. `run` is the Run that records the decisions.
 function Shadows:observe(s, record, stats, verdict, updated, run)
   local step, trainer = tonumber(record.step), self.trainer
-  local lagged, recipe = trainer.delay == 1, s.recipe
+  local recipe = s.recipe
   if self.recipe ~= recipe then                            -- set_precision may change it
     self.recipe, self.formats = recipe, trainer:gradient_formats(recipe)
     self.format = formats.of(recipe.weight_gradients) or formats.of "f16"
   end
   self.steps = self.steps + 1
   if not updated then self.skipped = self.skipped + 1 end
-  local done = counterfactual.carried_out(verdict, record.overflow ~= 0, lagged)
   for i, one in ipairs(self.list) do
     local own, known = self:ask(one, s.shadow_scales[i], record, stats, s.signals)
     local over = self.record.overflow ~= 0
-    local doing = counterfactual.carried_out(own, over, lagged)
-    local bound = not counterfactual.judge(one.certainty, step, known, doing, done)
+    if trainer.delay == 1 then own:apply_lag(over) end
+    local bound = not counterfactual.judge(one.certainty, step, known, own, verdict)
     if own.failed ~= 0 then count_failure(self, one, step, own:why(), run) end
-    if doing.action ~= C.ENG_ACTION_STEP then one.skipped = one.skipped + 1 end
+    if own.action ~= C.ENG_ACTION_STEP then one.skipped = one.skipped + 1 end
     if over then one.overflows = one.overflows + 1 end
     local apart = math.log(own.scale / verdict.scale) / math.log(2)
     one.apart, one.most = one.apart + math.abs(apart), math.max(one.most, math.abs(apart))
@@ -188,8 +187,8 @@ function Shadows:observe_layers(step, record, sites, run)
     local wanted, problem = fp8_verdict.places({ one.policy }, sites.names, sites.rungs)
     local moved = fp8_verdict.moved(sites.paths, one.rungs, wanted.rungs)
     local departs = fp8_verdict.differs(wanted, places, scaled)
-    local bound = not counterfactual.judge(one.certainty, step, "exact",
-      { action = C.ENG_ACTION_STEP, departs = departs }, STEP)
+    local bound = not counterfactual.judge(one.certainty, step, "exact", STEP,
+      STEP, departs)
     local reason = own.failed == 0 and problem or own:why()
     if own.failed ~= 0 or problem then
       own.failed = 1

@@ -110,6 +110,9 @@ function M.run(path)
       local to = self.rows[i]
       for _, name in ipairs(COLUMNS) do to[name] = tonumber(row[name]) or 0 / 0 end
       to.action, self.hists[i + 1] = C.eng_action_from_name(tostring(row.action)), row.hist
+      if self.lagged and to.overflow ~= 0 and to.action == C.ENG_ACTION_STEP then
+        to.action = C.ENG_ACTION_SKIP                      -- version 0.1 recorded what was asked
+      end
       i = i + 1
     end
     self.n, self.first = i, tonumber(self.rows[0].step)
@@ -209,12 +212,6 @@ end
 
 --- Returns whether step i began before the verdict on step i - 1 was known.
 function Run:early(i) return self.lagged and not self.settled[tonumber(self.rows[i - 1].step)] end
-
---- Returns what the run did with step i, as counterfactual.carried_out does.
-function Run:did(i)
-  local row = self.rows[i - 1]
-  return counterfactual.carried_out(row, row.overflow ~= 0, self.lagged)
-end
 
 -- ------------------------------------------------------------------ opening
 

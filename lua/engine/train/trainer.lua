@@ -271,13 +271,15 @@ function Trainer:fetch(s)
 end
 
 --- Runs the policy, then the policies of FP8 layers. Returns the verdict. If the verdict has caps,
---- update_norms.cap applies them and the policy decides again. If the policy was just swapped in
---- and fails, run/swap.lua brings the old policy back, which then decides this step.
+--- update_norms.cap applies them and the policy decides again. In a lagged run, the action becomes
+--- what the device has done. If the policy was just swapped in and fails, run/swap.lua brings the
+--- old policy back, which then decides this step.
 function Trainer:decide(s, record)
   local policy, stats, sites = self.policy, self.stats, self.optimizer.fp8
   for name, value in pairs(s.signals) do policy:signal(name, value) end
   local verdict = self.swaps:observe(record, policy:decide(record, stats, update_norms.cap, self, s,
     record))
+  if self.delay == 1 then verdict:apply_lag(record.overflow ~= 0) end
   s.logs = self.policy:logs()
   local problem = self:refuses(self.policy)
   if problem then verdict.reason, verdict.action = problem:sub(1, 255), C.ENG_ACTION_STOP end
@@ -335,7 +337,7 @@ function Trainer:finish(s, record, verdict)
   if overflow_skipped or not s.updated then
     self.skipped = self.skipped + 1
     if record.overflow ~= 0 then self.overflows:look(record, verdict) end
-    if verdict.action == C.ENG_ACTION_RETRY and self.delay == 0 then
+    if verdict.action == C.ENG_ACTION_RETRY then
       self.retries = self.retries + 1
       self:go_back(s.place)
       if self.optimizer.fp8 then self.optimizer.fp8.averages:hold() end
