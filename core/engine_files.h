@@ -205,8 +205,9 @@ eng_status eng_history_text(eng_history *history, const char *table, const char 
 /// Stores a policy's source under its hash.
 eng_status eng_history_policy(eng_history *history, const char *hash, const char *name,
                               const char *source);
-/// Stores the name and shape of parameter `index`, and the format of its gradient ("f16"; NULL if
-/// unknown). first_bad and tensor_stats use the same index.
+/// Stores the name and shape of parameter `index`, and the format of its gradient at the run's
+/// first steps ("f16"; NULL if unknown), unless the history has a format. first_bad and
+/// tensor_stats use the same index.
 eng_status eng_history_parameter(eng_history *history, int index, const char *name, int ndim,
                                  const int64_t *shape, const char *gradient);
 /// Prepares for a run that continues at `step`: deletes the rows of this and later steps and

@@ -67,8 +67,10 @@ static const char *const sql[HISTORY_STATEMENTS] = {
   [HISTORY_META] = "INSERT OR REPLACE INTO meta(key, value) VALUES(?,?)",
   [HISTORY_CONFIG] = "INSERT OR REPLACE INTO config(key, value) VALUES(?,?)",
   [HISTORY_POLICY] = "INSERT OR REPLACE INTO policies(hash, name, source) VALUES(?,?,?)",
-  [HISTORY_PARAMETER] = "INSERT OR REPLACE INTO parameters(id, name, shape, gradient) "
-                        "VALUES(?,?,?,?)",
+  // `gradient` keeps the format of the run's first steps
+  [HISTORY_PARAMETER] = "INSERT INTO parameters(id, name, shape, gradient) VALUES(?,?,?,?)"
+                        " ON CONFLICT(id) DO UPDATE SET name = excluded.name,"
+                        " shape = excluded.shape, gradient = ifnull(gradient, excluded.gradient)",
   [HISTORY_SHADOW] =
     "INSERT OR REPLACE INTO shadows(step, name, scale, action, failed, reason, overflow, bound)"
     " VALUES(?,?,?,?,?,?,?,?)",
@@ -254,8 +256,9 @@ static int resume_at(eng_history *history, int64_t step)
            "DELETE FROM tensor_stats WHERE step >= %lld; DELETE FROM shadows WHERE step >= %lld;"
            "DELETE FROM fp8 WHERE step >= %lld; DELETE FROM signals WHERE step >= %lld;"
            "DELETE FROM events WHERE step >= %lld AND kind <> 'resumed';"
+           "DELETE FROM parameters WHERE 0 = %lld;"
            "DELETE FROM blocks WHERE block >= %lld / 256; DELETE FROM steps WHERE step >= %lld",
-           at, at, at, at, at, at, at);
+           at, at, at, at, at, at, at, at);
   int code = sqlite3_exec(history->db, text, NULL, NULL, NULL);
   if (code != SQLITE_OK) return code;
   snprintf(text, sizeof text, "resumed at step %lld, %lld recorded steps dropped", at,

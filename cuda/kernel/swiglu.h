@@ -2,7 +2,7 @@
 // Included by pointwise/unary.cu and quantized/quantize_tiles.h.
 #pragma once
 
-#include "ptx.h"
+#include "kernel/ptx.h"
 #include "vector.h"
 
 __device__ static inline float sigmoid(float x)

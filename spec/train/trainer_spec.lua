@@ -450,6 +450,15 @@ describe("the trainer", function()
       "4 the recipe changes from mine to bf16", "5 the recipe changes from bf16 to fp16" }, changes)
     assert.matches("Event precision: the recipe changes from mine %(%x+%) to bf16 %(%x+%)",
       tostring(h:why(4)))
+    local formats = {}
+    for step = 0, 5 do formats[step + 1] = h:parameters(step)[1].gradient end
+    assert.equal("f16 f16 f32 f32 f32 f16", table.concat(formats, " "))
+    assert.equal("f16", h:parameters()[1].gradient)
+    assert.matches("^f16 %(f32 in %d+ of %d+ tensors%), from step 2 on f32, from step 5 on f16",
+      (tostring(h:heatmap()):gsub("\n", " ")))
+    -- at a loss scale of 2^40, the steps with f16 gradients overflow
+    local r = engine.replay.run(engine.replay.trace(run), "static", { loss_scale = 2 ^ 40 })
+    assert.equal("skip skip step step step skip", table.concat(r.actions, " "))
   end)
 
   it("after set_precision goes on like a run that is resumed with the new recipe", function()

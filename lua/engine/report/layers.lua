@@ -19,6 +19,7 @@
 -- Used by views.lua, the report and export.lua.
 local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"
+local histories = require "engine.run.history"
 local nearest = require "engine.base.nearest"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -58,30 +59,46 @@ function M.rows(h, options)
   return row_of, groups
 end
 
--- Sets result.format, .formats and .formats_text. Returns { [id] = the parameter's format }.
-local function add_formats(h, result, row_of)
-  local format_of, known, seen, total, main = {}, {}, {}, 0, nil
-  for k = 1, #result.names do known[k] = {} end
-  for _, p in ipairs(h:parameters()) do
-    local k, format = row_of[p.id], formats.of(p.gradient)
-    if k then
-      format_of[p.id], total = format, total + 1
-      seen[p.gradient] = (seen[p.gradient] or 0) + 1
-      if not main or format.limit < main.limit then main = format end
-      known[k][p.gradient] = true
+-- Returns the formats of a part's gradients as text, such as "f16 (f32 in 5 of 16 tensors)", and
+-- adds the names of each row's formats to the sets known[row].
+local function formats_of(part, row_of, known)
+  local seen, total, others = {}, 0, {}
+  for _, p in ipairs(part.parameters) do
+    if row_of[p.id] then
+      seen[p.gradient], total = (seen[p.gradient] or 0) + 1, total + 1
+      known[row_of[p.id]][p.gradient] = true
     end
   end
-  for k, set in ipairs(known) do result.formats[k] = table.concat(nearest.keys(set), ", ") end
-  result.format = main or formats.of(h:meta().gradients) or formats.of "f16"
-  local others = {}
   for _, name in ipairs(nearest.keys(seen)) do
-    if name ~= result.format.name then
+    if name ~= part.format.name then
       others[#others + 1] = ("%s in %d of %d tensors"):format(name, seen[name], total)
     end
   end
-  result.formats_text = result.format.name .. (#others > 0
-    and " (" .. table.concat(others, ", ") .. ")" or "")
-  return format_of
+  return part.format.name .. (#others > 0 and " (" .. table.concat(others, ", ") .. ")" or "")
+end
+
+-- Sets result.format, .formats and .formats_text for the steps first to last. Returns a function
+-- that returns { [id] = the parameter's format } at a step.
+local function add_formats(h, result, row_of, first, last)
+  local parts, known, texts, before = h:parts(), {}, {}, nil
+  for k = 1, #result.names do known[k] = {} end
+  for i, part in ipairs(parts) do
+    part.format_of = {}
+    for _, p in ipairs(part.parameters) do part.format_of[p.id] = formats.of(p.gradient) end
+    if part.first <= last and not (parts[i + 1] and parts[i + 1].first <= first) then
+      local text = formats_of(part, row_of, known)
+      if text ~= before then
+        texts[#texts + 1] = before and (", from step %d on %s"):format(part.first, text) or text
+      end
+      before = text
+      if not result.format or part.format.limit < result.format.limit then
+        result.format = part.format
+      end
+    end
+  end
+  for k, set in ipairs(known) do result.formats[k] = table.concat(nearest.keys(set), ", ") end
+  result.formats_text = table.concat(texts)
+  return function(step) return histories.part_at(parts, step).format_of end
 end
 
 -- Calls visit(column, step, blob) for the rows of the steps first to last. A column is `width`
@@ -164,9 +181,9 @@ function M.read(h, options)
   local row_of, names = M.rows(h, options)
   local result = { names = names, x = {}, cells = {}, hists = {}, rows = 0, steps = {},
     formats = {}, width = 1 }
-  local format_of = add_formats(h, result, row_of)
-  for k = 1, #names do result.cells[k], result.hists[k] = {}, {} end
   local first, last = h:range(options.from, options.to)
+  local format_of = add_formats(h, result, row_of, first or 0, last or math.huge)
+  for k = 1, #names do result.cells[k], result.hists[k] = {}, {} end
   if not first or first > last then return result end
   local points = options.points or 120
   local width = math.ceil((last - first + 1) / points)
@@ -190,7 +207,7 @@ function M.read(h, options)
           cell.amax, cell.step = s.amax, cell.bad_row and cell.step or step
         end
         if s.amax > 0 then
-          local format = format_of[id]
+          local format = format_of(step)[id]
           local bits = math.log(format.limit / s.amax) / math.log(2)
           if bits < (cell.room or math.huge) then cell.room, cell.format = bits, format.name end
         end

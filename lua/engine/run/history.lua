@@ -16,6 +16,7 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"
 local formats = require "engine.base.formats"
+local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
@@ -582,11 +583,11 @@ function History:signals_at()
   end
 end
 
---- Returns the parameters in order: { id, name, shape, gradient }; id counts from 0, as first_bad
---- does. shape: text, such as "[256 x 64]". gradient: the format of the parameter's gradient. An
---- older history does not record this format; `gradient` is then the format of the run's weight
---- gradients.
-function History:parameters()
+--- Returns the parts of the run between changes of its precision recipe, in order, as a list of
+---   first        the part's first step; of the first part, 0
+---   parameters   as History:parameters returns them
+---   format       the narrowest format of the gradients (base/formats.lua)
+function History:parts()
   local default = formats.of(self:meta().gradients) or formats.of "f16"
   local function whole(row)
     expect(self, expect(self, row, "string", { "name", "shape" }), "number", { "id" })
@@ -595,8 +596,46 @@ function History:parameters()
     return row
   end
   -- an older history has no column `gradient`
-  return collect(each(self, whole, "SELECT * FROM parameters ORDER BY id"),
+  local list = collect(each(self, whole, "SELECT * FROM parameters ORDER BY id"),
     { "id", "name", "shape", "gradient" })
+  local parts = { { first = 0, parameters = list } }
+  for _, event in ipairs(self:events "precision") do
+    local good, data = pcall(json.decode, event.data)
+    local to = good and type(data) == "table" and data.to
+    local names = type(to) == "table" and to.gradients
+    if type(names) == "table" and #names == #list and tonumber(event.step) then
+      local part = { first = tonumber(event.step), parameters = {} }
+      for i, p in ipairs(list) do
+        part.parameters[i] = { id = p.id, name = p.name, shape = p.shape,
+          gradient = (formats.of(names[i]) or default).name }
+      end
+      parts[#parts + 1] = part
+    end
+  end
+  for _, part in ipairs(parts) do
+    for _, p in ipairs(part.parameters) do
+      local format = formats.of(p.gradient)
+      if not part.format or format.limit < part.format.limit then part.format = format end
+    end
+    part.format = part.format or default
+  end
+  return parts
+end
+
+--- Returns the part of a list of parts that contains a step.
+function M.part_at(parts, step)
+  for i = #parts, 2, -1 do
+    if parts[i].first <= step then return parts[i] end
+  end
+  return parts[1]
+end
+
+--- Returns the parameters in order: { id, name, shape, gradient }; id counts from 0, as first_bad
+--- does. shape: text, such as "[256 x 64]". gradient: the format of the parameter's gradient at a
+--- step, by default at the last one. An older history does not record this format; `gradient` is
+--- then the format of the run's weight gradients.
+function History:parameters(step)
+  return M.part_at(self:parts(), step or math.huge).parameters
 end
 
 -- ------------------------------------------------------------------ statistics

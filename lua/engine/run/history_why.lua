@@ -70,7 +70,7 @@ end
 local MOST_TENSORS = 10   -- the most tensors that are listed by name
 
 local function say_gradients(h, row, say)
-  local list, tensors = h:parameters(), h:tensors(row.step)
+  local list, tensors = h:parameters(row.step), h:tensors(row.step)
   if row.overflow then
     say("Of %d gradients, %d were inf and %d nan%s.", row.count, row.inf, row.nan,
       row.first_bad >= 0 and ", first in " .. parameter_name(list, row.first_bad) or "")

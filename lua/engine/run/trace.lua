@@ -100,7 +100,6 @@ function M.run(path)
     local meta, config = history:meta(), history:config()   -- old histories lack meta.mode
     -- settled: the steps that began after the previous step's verdict even in lagged mode
     local self = setmetatable({ n = n, rows = Rows(n), hists = {}, name = path, settled = {},
-      format = formats.of(meta.gradients) or formats.of "f16",
       accumulate = tonumber(meta.accumulate or config.accumulate) or 1,
       lagged = (meta.mode or config.mode) == "lagged" }, Run)
     local i = 0
@@ -116,7 +115,8 @@ function M.run(path)
       i = i + 1
     end
     self.n, self.first = i, tonumber(self.rows[0].step)
-    self.names, self.tensors = history:parameters(), {}
+    self.parts, self.tensors = history:parts(), {}
+    self.names = self.parts[1].parameters
     self.signals = {}  -- by row: the signals that changed there; a value holds until it changes
     local held, at = {}, history:signals_at()
     for k = 1, i do
@@ -168,8 +168,9 @@ function Run:tensors_at(step, ratio)
   self.stats = self.stats or ffi.new("eng_tensor_stats[?]", n)
   if C.eng_history_unpack(room, self.stats, n, blob, #blob) ~= 0 or room[0] ~= n then return nil end
   if ratio ~= 1 then
+    local list = histories.part_at(self.parts, step).parameters
     counterfactual.move_tensors(self.stats, n, ratio,
-      function(k) return formats.of(self.names[k].gradient) end)
+      function(k) return formats.of(list[k].gradient) end)
   end
   return self.stats
 end
@@ -198,7 +199,8 @@ function Run:at(record, i, scale, needs)
   record.amax_f16 = hist and cell[0].amax or 0               -- 0: unknown
   local ratio = scale / row.scale
   if self.apart == nil then self.apart = has_own_scales(self) end
-  local known, elements, mass = counterfactual.move(record, scale, { format = self.format,
+  local known, elements, mass = counterfactual.move(record, scale, {
+    format = histories.part_at(self.parts, tonumber(row.step)).format,
     accumulate = self.accumulate, needs = needs, hist = hist,
     around = function() return self:expected(i) end,
     reach = self.apart and record.amax_f16 * ratio or nil })

@@ -145,7 +145,7 @@ function Trainer:note_recipe(step)
   self.recipe = now
   self.run_files:event(step, "precision", text, {
     from = { name = before.name, checksum = before.checksum },
-    to = { name = now.name, checksum = now.checksum } })
+    to = { name = now.name, checksum = now.checksum, gradients = self:gradient_formats() } })
 end
 
 --- Drops the statistics in flight, after a failed step or an interrupted run.
