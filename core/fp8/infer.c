@@ -179,8 +179,8 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
        only = a->flags & MX_ROTATED_ONLY, quest = a->rule == ENG_MX_QUEST,
        packed = a->format == ENG_FORMAT_E2M1 && !values;
   FAIL_IF(a->hadamard && !(turned && is_transform(a->hadamard)), ENG_ERR_VALUE,
-          "mx_quantize: expected hadamard to be 0 or, with flag 8 (QUANTIZE_TRANSPOSED), 16, 32, "
-          "64 or 128; got %lld with flags %lld", (long long)a->hadamard, (long long)a->flags);
+          "mx_quantize: expected hadamard to be 0 or, with `transposed` (flag 8), 16, 32, 64 or "
+          "128; got %lld with flags %lld", (long long)a->hadamard, (long long)a->flags);
   const int64_t allowed = QUANTIZE_TRANSPOSED | MX_VALUES | MX_FINITE |
                           (quest && !only ? MX_GATE : 0) | (a->hadamard ? MX_ROTATED_ONLY : 0);
   FAIL_IF(a->flags & ~allowed, ENG_ERR_VALUE,
@@ -190,9 +190,9 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
             (a->block_rows != 1 || (turned && !a->hadamard) || a->flags & MX_FINITE ||
              (quest && a->sr_bits) || (a->factor != 0 && a->factor != 1) ||
              (!quest && MX_EDEN_GROUP % a->block_columns)), ENG_ERR_VALUE,
-          "mx_quantize: quest and ms_eden need blocks of one row, no factor and no MX_FINITE (32), "
-          "and with QUANTIZE_TRANSPOSED (8) also hadamard; quest also needs sr_bits = 0; "
-          "ms_eden also needs a block length that divides %d; got blocks of %lld x %lld, factor "
+          "mx_quantize: quest and ms_eden need blocks of one row, no factor, `nonfinite` other "
+          "than \"te\" (flag 32) and, with `transposed` (flag 8), also hadamard; quest also needs "
+          "sr_bits = 0; ms_eden a block length that divides %d; got blocks of %lld x %lld, factor "
           "%g, flags %lld, hadamard %lld and sr_bits %lld", MX_EDEN_GROUP,
           (long long)a->block_rows, (long long)a->block_columns, a->factor, (long long)a->flags,
           (long long)a->hadamard, (long long)a->sr_bits);

@@ -217,6 +217,10 @@ describe("engine help NAME", function()
   it("prints a command's own help, and all commands without a name", function()
     assert.matches("usage: engine plot", help("plot").out)
     assert.matches("engine replay", help().out)
+    for _, name in ipairs { "policy:swap", "run:set", "run:pause()" } do
+      assert.matches("usage: engine attach", help(name).out)
+    end
+    assert.matches("^history:last", help("history:last").out)
   end)
 
   it("lists the entries that mention a word if no entry has that name", function()

@@ -110,13 +110,26 @@ local function methods(list, name)
   return #near > 0 and near or all
 end
 
+-- Returns the commands whose help explains a method, such as run:pause (engine attach).
+local function explaining(list, name)
+  local found, method = {}, name:match("^%l+:%l+")
+  for _, entry in ipairs(method and list or {}) do
+    if entry.kind == "command" and entry.text:find(method .. "(", 1, true) then
+      found[#found + 1] = entry
+    end
+  end
+  return found
+end
+
 --- Returns the two lists of search() for `name`, so that `gelu` finds tensor:gelu. If they are
---- empty and `name` is VARIABLE:METHOD, returns the methods of this name. Adds the entries of
+--- empty and `name` is VARIABLE:METHOD, returns the methods of this name, or the commands that
+--- explain it. Adds the entries of
 --- self.words whose full name is `name`, such as the precision fp8_delayed to the policy
 --- fp8_delayed. If nothing else is found, returns the result of search() in self.words.
 function Index:find(name)
   local found, others = search(self.entries, name)
   if #found == 0 then found = methods(self.entries, name) end
+  if #found == 0 then found = explaining(self.entries, name) end
   local words, parts = search(self.words, name)
   if #found == 0 then return words, parts end
   for _, word in ipairs(words) do
