@@ -349,6 +349,26 @@ describe("engine attach", function()
     assert.matches("has ended.*\n> 20\n", piped.out)
   end)
 
+  it("sets a scale in lagged mode that the step in flight does not change", function()
+    local run = folder .. "/run"
+    local halve = helper.write(folder .. "/halve.lua", [[return { name = "halve", options = {},
+      init = function() return { scale = 2 ^ 10 } end,
+      decide = function(state)
+        state.scale = math.max(1, state.scale / 2)
+        return state.scale
+      end }]])
+    local pid = start(run, "1e9", nil, (JOB:gsub('"dynamic[^"]*"', '"' .. halve ..
+      '", mode = "lagged"')))
+    wait_for_step(run, 20)
+    local result = attach(run, 'run:set("scale", 2 ^ 15)')
+    assert.matches("scale 1 -> 2^15 (by an attached client)", result.out, 1, true)
+    stop(run)
+    ended(pid)
+    -- the verdict on the first of these steps comes after the second has begun
+    assert.equal(2, helper.history(run, "query",
+      "SELECT count(*) AS n FROM steps WHERE scale = 32768")[1].n)
+  end)
+
   it("keeps manual settings over a resume", function()
     local run = folder .. "/run"
     local pid = start(run)

@@ -79,7 +79,7 @@ end
 
 -- Returns a value of a setting as text.
 local function text_of(setting, value)
-  return value == 0 and setting.none or show.value(value)
+  return value == 0 and setting.none or (setting.show or show.value)(value)
 end
 
 -- Returns the setting for a field of the Run (run.lua). what: the expected value in words.
@@ -89,7 +89,8 @@ local function of_files(field, what, test)
 end
 
 -- name -> { the expected value in words, a test of a value, a function that reads the setting, a
--- function that sets it, kept = true if checkpoints store it, none = the text for the value 0 }
+-- function that sets it, kept = true if checkpoints store it, none = the text for the value 0, show =
+-- a function that returns a value as text }
 local settings = {
   lr = { "a positive number up to 3.4e38, or 'schedule'",
     function(x) return positive(x) and x < 2 ^ 128 or x == "schedule" end,
@@ -102,7 +103,10 @@ local settings = {
   scale = { "a number from 2^-126 to 3.4e38",
     function(x) return type(x) == "number" and policies.usable(x) end,
     function(t) return t.policy:scale() end,
-    function(t, x) t.policy:set_scale(x) end },
+    function(t, x)
+      t:drain()        -- else the verdict on the step in flight would change the new scale
+      t.policy:set_scale(x)
+    end, show = show.scale },
   steps = { "a whole number below 2^53", count, function(t) return t.steps end, function(t, x)
     t.steps = x
     if t.progress then t.progress:expect(x) end
