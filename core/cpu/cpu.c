@@ -107,8 +107,8 @@ const char *eng_cpu_isa(const char *force)
     const struct isa *isa = named(force);
     if (!isa) {
       error_set(ENG_ERR_DEVICE,
-                "cpu: expected an instruction set that this machine supports, got '%s'; the best "
-                "one here is '%s'",
+                "cpu: expected plain, or else avx2 or avx512 on a machine that supports it, got "
+                "'%s'; the best set here is '%s'",
                 force, named("avx512") ? "avx512" : named("avx2") ? "avx2" : "plain");
       return NULL;
     }
