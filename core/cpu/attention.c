@@ -2,12 +2,12 @@
 // f16 or bf16 with any strides. Arithmetic is f32, except where pairs of bf16 are multiplied.
 // Called through the kernel table; owns nothing but scratch during a call.
 //
-// A task is a range of the queries that read one (batch, key head). It packs K and V once as
-// panels, then processes ROWS queries at a time. Scores, softmax and the product with V cover whole
-// rows of keys, so partial sums need no rescaling. Scores take ROWS x S floats per thread, never
-// T x S. Tiles of the micro-kernel that the causal mask hides completely are skipped. The backward
-// pass recomputes the probabilities from the saved lse. It also computes the sum of p * dp itself
-// instead of deriving it from y, which may have been rounded to 16 bits.
+// A task is a range of the queries that read one (batch, key head). It packs K and V once as panels
+// (gemm_micro.h), then processes ROWS queries at a time. Scores, softmax and the product with V
+// cover whole rows of keys, so partial sums need no rescaling. Scores take ROWS x S floats per
+// thread, never T x S. Tiles of the micro-kernel that the causal mask hides completely are skipped.
+// The backward pass recomputes the probabilities from the saved lse. It also computes the sum of
+// p * dp itself instead of deriving it from y, which may have been rounded to 16 bits.
 //
 // If the processor multiplies pairs of bf16 at full speed (gemm_pairs.h) and all operands are bf16,
 // the operands are multiplied unscaled, and scores, dq and dk are scaled afterwards. Probabilities
@@ -15,10 +15,11 @@
 // The sum of the probabilities, lse and entropy use the unrounded probabilities. All sums are f32.
 //
 // Edge cases: a query without visible keys has y = 0, lse = -inf and entropy 0, and gives no
-// gradient to k and v. If the largest score of a row is infinite, or a score is NaN, the row is
-// NaN. A key that the causal mask hides never affects a query, not even as 0 * NaN, because tiles
-// with a non-finite number are processed row by row. Results do not depend on the number of
-// threads: rows are independent, and the order of a sum over queries depends only on the shape.
+// gradient to k and v. If a query's largest score is infinite, or one of its scores is NaN, its row
+// of y and its lse are NaN. A key that the causal mask hides never affects a query, not even as
+// 0 * NaN, because tiles with a non-finite number are processed row by row. Results do not depend
+// on the number of threads: rows are independent, and the order of a sum over queries depends only
+// on the shape.
 #include <omp.h>
 
 #include "device/backend.h"
@@ -110,7 +111,7 @@ static void pack_turned(float *to, const sizes *s, slice x, int64_t times)
 }
 
 // Packs time steps [first, first+n) of a slice [times x width] as panels, each of `span` columns.
-// `first` is even.
+// `first` is even, because with pairs a word of a panel holds two time steps.
 static void pack_part(float *to, const sizes *s, slice x, int64_t times, int64_t first, int64_t n)
 {
   to += steps_of(s->pairs, first) * GEMM_NR;
@@ -186,9 +187,10 @@ static void scores_of(float *scores, const sizes *s, const float *a, const float
 }
 
 // Computes `to` [rows x width] = p [rows x visible keys] times `panels` [keys x width], which were
-// packed from `from`. If `rows` is 1, the product must not include a hidden key, because 0 * NaN is
-// NaN. With `pairs`, the first hidden key may share a word of the panel with the last visible key.
-// It is then removed from the panel during the product and restored afterwards.
+// packed from `from`. Operands that are not finite come one row at a time. So if `rows` is 1, the
+// product must not include a hidden key, because 0 * NaN is NaN. With `pairs`, the first hidden key
+// may share a word of the panel with the last visible key. It is then removed from the panel during
+// the product and restored afterwards.
 static void weighted_sums(float *to, const sizes *s, const float *p, float *panels, slice from,
                           int64_t t0, int64_t rows)
 {
@@ -434,8 +436,9 @@ static backward_room backward_room_at(const sizes *s, float *room)
   return r;
 }
 
-// On entry, p holds n scores and ds holds dp. Replaces p by exp(scale * score - lse) and ds by
-// p * (dp - sum of p * dp), both padded with zeros to a whole vector.
+// Replaces the n scores in p by the probabilities exp(scale * score - lse). In ds, replaces dp, the
+// gradients of the probabilities, by the gradients of the scaled scores, p * (dp - sum of p * dp).
+// Pads both with zeros to a whole vector.
 static void gradient_row(float *p, float *ds, int64_t n, float scale, float lse)
 {
   vf sum = vf_zero(), x;

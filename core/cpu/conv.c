@@ -40,10 +40,10 @@ static void add_onto(const tensor *out, const float *sum)
 
 // ---- NaN from values outside an output's sum
 
-// oneDNN fills up blocks of channels, and pairs of numbers, with zeros. Its sums then include
-// products of such a zero and a value that does not belong to the output's sum. If that value is
-// infinite or NaN, the output becomes NaN. So each output that is NaN is computed again from its
-// own terms. The loops may stop once the sum is NaN.
+// oneDNN multiplies blocks of channels, and pairs of 16-bit numbers, and pads them with zeros. Its
+// sums then include products of such a zero and a value that does not belong to the output's sum.
+// If that value is infinite or NaN, the output becomes NaN. So each output that is NaN is computed
+// again from its own terms. The loops may stop once the sum is NaN, because it stays NaN.
 
 /// Returns element i of a part in memory order. x and y are channels last; W is
 /// [O x C/groups x KH x KW].

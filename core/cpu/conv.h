@@ -1,4 +1,4 @@
-// Convolutions inside the CPU device. Included by conv.c and by conv_onednn.c, which it calls.
+// Convolutions inside the CPU device. Included by conv_onednn.c and by its caller, conv.c.
 #pragma once
 
 #include "device/backend.h"

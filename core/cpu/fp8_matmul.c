@@ -11,8 +11,8 @@
 // between runs. After the last run, the bias is added and the result is rounded to its dtype.
 //   fp32    chains of multiply-adds, several rows at a time. Products of FP8 numbers are exact in
 //           f32, so fusing changes nothing. Of each pair of steps of K, the later step is added
-//           first. FP8 numbers are exact in bf16, so the instruction that multiplies pairs of bf16
-//           gives the same bits. It is used where it is fast (gemm.h).
+//           first, as in the instruction that multiplies pairs of bf16. FP8 numbers are exact in
+//           bf16, so this instruction gives the same bits. It is used where it is fast (gemm.h).
 //   hopper  the formula of core/base/fp8_hopper.h on vectors of columns. Exponents are bytes, and
 //           converting the terms to integers truncates them.
 //   e4m3    products and sums are rounded to e4m3 by arithmetic on their bits
@@ -223,8 +223,8 @@ static void lay_slab(slab *s, const product *g, int64_t i0, int64_t rows, const 
 
 // ------------------------------------------------- the models: a run updates `part` [rows x PANEL]
 
-// A panel is four vectors wide. Its vectors are processed two at a time, which leaves registers for
-// more rows.
+// The rows of a that are multiplied at a time. A panel is four vectors wide, but only two of its
+// vectors are multiplied at a time, which leaves registers for more rows.
 #if defined(ENG_ISA_avx512)
 enum { PAIR_ROWS = 8 };
 #else
@@ -392,8 +392,8 @@ static void e4m3_row(const float *a, const float *b, int64_t steps, float *part)
 
 // ------------------------------------------------------------------ promotion and scales
 
-// Called at the end of a promotion interval. Adds `part` to `sum` and, at the end of a stretch, the
-// scaled `sum` to `total`. Rows are PANEL floats apart.
+// Ends a promotion interval: adds `part` to `sum` and, if a stretch ends too, adds the scaled `sum`
+// to `total`. Rows are PANEL floats apart.
 static void promote(const product *g, const run *r, int64_t i0, int64_t rows, int64_t j0,
                     const float *part, float *sum, float *total)
 {
@@ -431,7 +431,7 @@ static void finish(const product *g, int64_t i0, int64_t rows, int64_t j0, int64
       row[j] = bias ? total[i * PANEL + j] + addend[j] : total[i * PANEL + j];
     if (g->call->fp8_matmul.add) {
       floats_from(old, y->data, y->dtype, first, columns);
-      if (y->dtype != ENG_f32) {   // rounds the product before the addition
+      if (y->dtype != ENG_f32) {   // rounds the product, as without `add`; y is rounded again
         uint16_t half[PANEL];
         floats_to(half, y->dtype, 0, row, columns);
         floats_from(row, half, y->dtype, 0, columns);

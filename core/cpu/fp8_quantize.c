@@ -59,7 +59,7 @@ typedef struct side {
 } side;
 
 // Prefetches bytes that will be needed soon, because the hardware prefetcher stops at page
-// boundaries. An address past the end of memory is harmless.
+// boundaries. Addresses past the end of x are harmless.
 VF_INLINE void fetch(const char *x, const int64_t bytes)
 {
 #pragma GCC unroll 8
@@ -214,9 +214,9 @@ VF_INLINE bool is_within(uint32_t most, float factor, const int fraction, const 
 }
 
 // Computes the scales of the blocks in columns [c0, c0+columns) of the row of blocks that holds row
-// r0. Stores the scales if `keep`, and writes the factor of each column to `factors`. If the
-// columns are one block wider than STRIP, all have the same factor, and only the first TILE entries
-// are written. Returns whether is_within holds for all blocks.
+// r0. Stores the scales if `keep`, and writes the factor of each column to `factors`. If blocks are
+// wider than STRIP, the columns are a single block with one factor, and only the first TILE entries
+// of `factors` are written. Returns whether is_within holds for all blocks.
 static bool lay_factors(const side *s, const uint32_t *most, int64_t r0, int64_t c0,
                         int64_t columns, bool keep, float *factors)
 {
@@ -238,7 +238,7 @@ static bool lay_factors(const side *s, const uint32_t *most, int64_t r0, int64_t
 
 static bool is_packed(const side *s) { return s->call->quantize.format == ENG_FORMAT_E5M6; }
 
-static bool is_common(const side *s)   // bytes, in blocks of 1 x 128
+static bool is_common(const side *s)   // whether row_of_blocks can quantize the side
 {
   return !s->turned && s->high == 1 && s->wide == FP8_BLOCK && !s->turn_to && !is_packed(s) &&
          !(s->call->quantize.flags & QUANTIZE_STOCHASTIC);
@@ -586,7 +586,7 @@ static bool fit(work *w)
     return true;
   }
   if (high % low || wide % narrow || (w->n == 2 && wide > STRIP)) return false;
-  // e5m6: a tile is one row, because packing a code takes long
+  // e5m6: a tile is one row, which is work enough for a task, because packing codes takes long
   w->high = is_packed(a) ? 1 : high >= TALL / 2 ? high : TALL / 2 / high * high;
   w->wide = wide >= STRIP ? wide : STRIP / wide * wide;
   return true;

@@ -3,11 +3,11 @@
 // gemm_pairs.h and cpu.c.
 //
 //   packed  any mix of f32, f16 and bf16. Operands become f32 while they are packed. Every element
-//           of the result is a chain of f32 fused multiply-adds over k in rising order, rounded
-//           once into its dtype. If k exceeds 384, it is cut into nearly equal pieces of at most
-//           384 steps, which are summed separately and then added. The bits of an element depend
-//           only on k, its row of A and its column of B. They do not depend on m, n, the batch,
-//           strides, alignment or the number of threads.
+//           of the result is a chain of f32 multiply-adds over k in rising order, fused except in
+//           the plain build, and rounded once into its dtype. If k exceeds 384, it is cut into
+//           nearly equal pieces of at most 384 steps, which are summed separately and then added.
+//           The bits of an element depend only on k, its row of A and its column of B. They do not
+//           depend on m, n, the batch, strides, alignment or the number of threads.
 //   pairs   a variant of `packed` for bf16 times bf16 with k of 128 or more, on processors that
 //           multiply pairs of bf16 at full speed (gemm_pairs.h). It adds two steps of k at a time,
 //           the later step first, and takes subnormals as zero, as AMX does. Otherwise it is like

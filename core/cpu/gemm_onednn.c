@@ -127,8 +127,8 @@ static eng_status describe_all(dnnl_memory_desc_t *l, const key *k)
   return ENG_OK;
 }
 
-// Creates the primitive descriptor of the product. The scratchpad is an argument of each execution.
-// If k->add, the product is added to C.
+// Creates the primitive descriptor of the product. If k->add, the product is added to C. The caller
+// of an execution provides its scratchpad.
 static dnnl_status_t describe_product(dnnl_primitive_desc_t *out, const dnnl_memory_desc_t *l,
                                       const key *k)
 {

@@ -26,8 +26,8 @@
 
 enum {
   GEMM_KC = 384,               // the longest piece of k
-  // Every piece of k except the last is a multiple of this number, which is the same on every
-  // instruction set.
+  // Every piece of k except the last is a multiple of this number. It is the same on every
+  // instruction set, so that all of them cut k, and thus order the sums, alike.
   GEMM_K_UNIT = 16,
   GEMM_MC = 128,               // most rows in a task, before rounding up to a multiple of GEMM_MR
   GEMM_SERIAL = 1 << 17,       // multiply-adds below which threads cost more than they save
@@ -71,7 +71,7 @@ static rows_of_a read_rows(const part *p, int64_t i0, int64_t rows, float *a_cop
 {
   const gemm_operand *a = &p->call->a;
   int64_t origin = p->at.a + i0 * a->row + p->k0 * a->column;
-  // The row length of a copy that stays transposed: [steps][rows].
+  // The row length of a copy of A that stays transposed, [steps][rows].
   int64_t turned = (rows + VF_LANES - 1) / VF_LANES * VF_LANES;
   // The row length of any other copy, one vector more than needed, so that rows do not share a
   // cache set.

@@ -21,8 +21,8 @@
 
 // ------------------------------------------------------------------ micro-kernel
 
-// Returns sum + a1 row1 + a0 row0, where a0 and a1 are the low and high half of the word `a` of A,
-// and row0 and row1 are the low and high halves of a vector of words.
+// Returns sum + a1 row1 + a0 row0, where a0 and a1 are the low and high halves of the word `a` of
+// A, and row0 and row1 are the low and high halves of a vector of words.
 __attribute__((target("avx512bf16"))) VF_INLINE vf pair_product(vf sum, const float *a, vf row)
 {
   int32_t word;
