@@ -117,9 +117,9 @@ static bool halves_fit(const rotation *o)
 { return o->x->dtype == ENG_bf16 && o->dtype == ENG_bf16 && (o->n == 16 || o->n == 64); }
 
 // Returns the group of o->n elements that begins at `first`, in LINE lines from `line` on, of which
-// only `some` exist: a pointer into x or, if x does not fit, to a copy in `room`. Relative to the
-// pointer, element first + k of line `line` + l has the index k * *stride + l. A copy has zeros in
-// the lines that do not exist.
+// only `some` exist. The result points into x if the lines are columns of x and all exist, else to
+// a copy in `room`. Relative to it, element first + k of line `line` + l has the index
+// k * *stride + l. A copy has zeros in the lines that do not exist.
 static const uint16_t *find_halves(uint16_t (*room)[LINE], int64_t *stride, const rotation *o,
                                    int64_t first, int64_t line, int some)
 {
@@ -166,7 +166,8 @@ VF_INLINE vh inexact_lines(const uint16_t *x, int64_t stride, const int n)
     top = vh_larger(top, magnitude);
     low = vh_larger(low, -magnitude);
   }
-  vh high = top >> 7, apart = high - (-low >> 7);   // exponents: largest; largest - smallest
+  // high: each line's largest exponent; apart: its difference from the line's smallest exponent
+  vh high = top >> 7, apart = high - (-low >> 7);
   return (vh)(high >= 248) | (vh)(apart > (uint16_t)(n == 16 ? 12 : 10));
 }
 
@@ -269,9 +270,10 @@ static bool add_halves(uint32_t *top, const uint16_t *x, int n)
   return nan;
 }
 
-// Does the work of rotated_amax for one group of HALVES lines. Lines whose f32 sums are exact
-// update *most with the magnitudes of these sums, before the factor sqrt(1/n) and before rounding.
-// The other lines are computed in f64 and update *top with the magnitudes of their results.
+// Does the work of rotated_amax for one group of n elements in HALVES lines. Lines whose f32 sums
+// are exact update *most with the magnitudes of these sums; rotated_amax applies the factor
+// sqrt(1/n) and rounds the maximum. The other lines are computed in f64 and update *top with the
+// magnitudes of their results.
 VF_INLINE bool amax_of_halves(vi *most, uint32_t *top, const uint16_t *x, int64_t stride,
                               const rotation *o, const int n)
 {

@@ -8,7 +8,7 @@
 enum { ROTATION_SIDE = 128 };   // the side of a tile, and the most elements of a group
 
 /// The transform of x, whose result is [lines x along]. A line is a row of x or, if `turned`, a
-/// column.
+/// column. Each group of n consecutive elements of a line is transformed by itself.
 typedef struct rotation {
   const tensor *x;
   void    *y;                // the result, only for the operation hadamard
@@ -19,6 +19,8 @@ typedef struct rotation {
   uint16_t flip[ROTATION_SIDE];     // the sign bits of `sign`, in bf16
 } rotation;
 
+/// Describes the transform of x in groups of n elements, with a result of format `dtype`. mx_sign
+/// (base/mx.h) explains `signs`.
 rotation ISA_NAME(rotation_of)(const tensor *x, int64_t n, int64_t signs, bool turned, int dtype);
 
 /// Computes elements [a0, a0 + deep) of lines [l0, l0 + lines) of the result. Writes them

@@ -179,8 +179,8 @@ VF_INLINE int encode_pairs(void *to, const strip *s, const bool values, const bo
 
 #if defined(ENG_ISA_avx512)
 /// Encodes HALVES elements of bf16, none of them NaN, by arithmetic on 16-bit integers. `factor`
-/// holds their factors in bf16, powers of two that make 0 of each subnormal. Returns the codes or,
-/// with `values`, the value of each code divided by its factor, in bf16.
+/// holds their factors in bf16. These are powers of two, so small that each subnormal rounds to 0.
+/// Returns the codes or, with `values`, the value of each code divided by its factor, in bf16.
 /// Let u be |x| * factor, with bf16's fraction and the format's bias. If the result is normal in
 /// the format, its code is u >> drop, rounded to nearest even. If it is subnormal, its code is the
 /// significand, shifted further by the distance to the smallest normal exponent.

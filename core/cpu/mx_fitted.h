@@ -62,7 +62,8 @@ static void quest_row(const void *context, int64_t row)
 }
 
 /// Writes a block's codes and returns the value of its scale. eden_row corrects this scale later.
-/// Adds the block's terms to *squares and *product, the sums of its group.
+/// Adds the block's terms to *squares and *product, the sums of its group. `encode` is NVFP4's S
+/// (base/mx.h).
 static float eden_block(const float *x, int n, float encode, uint8_t *code, double *squares,
                         double *product)
 {

@@ -9,7 +9,8 @@
 // If blocks are square, the transposed copy is the transpose of this buffer. Otherwise the
 // transposed copy is quantized from tiles of x: quantize_columns takes them as they are, and
 // quantize_tile takes their transposes. With a Hadamard transform, these tiles are transformed
-// first (hadamard.h). One task makes both copies of a band, unless the blocks have several rows.
+// first (hadamard.h). One task makes both copies of a band, unless there is such a transform or the
+// blocks have several rows and are not square.
 //
 // NVFP4 needs the amax of x before its scales. Unless the caller gives this amax, an earlier pass
 // over x finds it. mx_fitted.h has the rules quest and ms_eden. The reference kernels compute calls
@@ -100,7 +101,7 @@ typedef struct side {
   uint64_t random;           // the Philox block of element 0
   mx_format format;
   float    encode, amax;     // encode: NVFP4's S (base/mx.h); amax: the tensor's
-  float    factor;
+  float    factor;           // multiplies elements before rounding (ops.def); 1 if not given
   found   *found;            // [tasks], or NULL if an earlier pass has surveyed x
   const float *average;      // in the layout of x, or NULL
   const rotation *rotation;  // the Hadamard transform of the transposed x, or NULL
@@ -413,7 +414,8 @@ static void band_task(const void *context, int64_t t)
   int64_t high = a->block_rows, begin = t * s->band, end = smaller(begin + s->band, s->rows),
           deep = s->turn_q ? s->band : high,       // rows of the buffer
           step = tile_columns(deep == 1 ? WIDE : MOST, a->block_columns), length = s->columns;
-  // If each row has only whole blocks, the band is processed as one long row.
+  // If blocks have one row, and rows of x have only whole blocks, the band is processed as one long
+  // row, which takes fewer tiles.
   if (deep == 1 && length % a->block_columns == 0) length *= end - begin, end = begin + 1;
   uint8_t tile[2 * MOST * MOST], turn[2 * MOST * MOST];
   int size = element_bytes(s), line = MOST * size;

@@ -7,7 +7,7 @@
 #include "simd.h"
 #include "tasks.h"
 
-enum { CHUNK = 16, MOST = 4096 };
+enum { CHUNK = 16, MOST = 4096 };   // MOST: the most elements of a block
 
 typedef struct blocks {
   const tensor *x;          // the input of nf4_quantize or the output of nf4_dequantize

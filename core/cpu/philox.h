@@ -44,8 +44,8 @@ VF_INLINE vu low64_(vu a, vu b)  { return (vu){a[0], a[1], b[0], b[1]}; }
 VF_INLINE vu high64_(vu a, vu b) { return (vu){a[2], a[3], b[2], b[3]}; }
 #endif
 
-/// On entry, w[k] holds word k of the counters of VF_LANES blocks. Replaces it by word k of the
-/// blocks' random numbers.
+/// Computes the random words of VF_LANES blocks. On entry, w[k] holds word k of each block's
+/// counter; on return, word k of each block's random words.
 VF_INLINE void philox_rounds_(vu w[4], uint64_t seed)
 {
   uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);

@@ -24,12 +24,12 @@ VF_INLINE vi vi_above_(vi a, int32_t b)
 #endif
 }
 
-/// Returns, in the low bits of the lanes, the codes of magnitudes that do not round past the
-/// format's largest number. The higher bits are undefined. `fraction` is 6 for e5m6. Let 2^e be the
-/// largest power of two not above the magnitude or, if the magnitude is subnormal in the format,
-/// the smallest normal number. `drop` is how many of f32's fraction bits the format lacks. Adding
-/// 2^(e + drop) rounds to the format's step, to nearest even, and leaves the significand in the
-/// last bits of the sum.
+/// Returns, in the low bits of the lanes, the codes of magnitudes that round at most to the first
+/// number past the format's largest (`bound` in vf_to_fp8). The higher bits are undefined.
+/// `fraction` is 6 for e5m6. Let 2^e be the largest power of two not above the magnitude or, if the
+/// magnitude is subnormal in the format, the smallest normal number. `drop` is how many of f32's
+/// fraction bits the format lacks. Adding 2^(e + drop) rounds to the format's step, to nearest
+/// even, and leaves the significand in the last bits of the sum.
 VF_INLINE vi vf_fp8_magnitude_(vi magnitude, const int fraction)
 {
   const int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction, least = (128 - bias) << 23;
@@ -70,7 +70,7 @@ VF_INLINE vi vf_to_e5m6(vf x)
   return vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7E0), code);
 }
 
-/// Rounds stochastically, with one random word per lane.
+/// Returns the codes of numbers rounded stochastically, with one random word per lane.
 VF_INLINE vi vf_to_fp8_random(vf x, vi random, const int fraction, const bool saturate)
 {
   const int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction;
