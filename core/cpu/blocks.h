@@ -18,7 +18,7 @@ enum {
 typedef struct block {
   int64_t first;     // index of the block's first element in its span
   int64_t before;    // number of elements in all earlier blocks
-  int32_t span, count;
+  int32_t span, count;   // the span's index; number of elements in the block
 } block;
 
 typedef struct block_list {

@@ -6,8 +6,8 @@
 // alone. In the forward pass, each block computes, in f32 and for each channel, the mean, the
 // mean's rounding error and the sum of squared deviations. In the backward pass, it computes the
 // sums of dy and of dy * (x - mean). The results of the blocks, and then of the channels of a
-// group, are combined in double, in a fixed order. In the forward pass, a group whose f32 sums
-// overflow is computed entirely in double.
+// group, are combined in double, in a fixed order. In the forward pass, the mean and variance of a
+// group whose f32 sums overflow are computed entirely in double.
 #include "rows.h"
 #include "simd.h"
 #include "tasks.h"

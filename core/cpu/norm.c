@@ -30,12 +30,12 @@ static const float *vector_f32(float *buffer, const tensor *v, int64_t n, float 
 // ------------------------------------------------------------------ forward
 
 // If variance / mean^2 is below this limit, the rounding error of a tile's f32 sum would show in y,
-// so the row is computed in double.
+// so the row's mean and variance are computed in double.
 static const double NARROW = 1e-4;
 
-/// Computes in double the mean and the mean square deviation of a row. Used for a row whose f32
-/// sums overflow, a row with Inf or NaN, or a row whose mean is large for its spread. The mean of a
-/// constant row is that constant, so its deviations are 0.
+/// Computes in double the mean (0 if not `centred`) and the mean square deviation of a row. Used
+/// for a row whose f32 sums overflow, a row with Inf or NaN, or a row whose mean is large for its
+/// spread. The mean of a constant row is that constant, so its deviations are 0.
 static __attribute__((noinline)) double wide_moments(const float *x, int64_t n, bool centred,
                                                      float *mean)
 {

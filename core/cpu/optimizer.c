@@ -110,8 +110,8 @@ typedef struct squares { vf of[ENG_NORMS][LANES / VF_LANES]; } squares;
 
 VF_INLINE void add_square(vf *sum, vf x) { *sum = vf_fma(x, x, *sum); }
 
-/// Updates the vector of elements at p, g, m and v. Only its first `count` elements exist. Adds the
-/// squares to vector `lane` of the sums.
+/// Updates the vector of elements at p, g, m and v. Only its first `count` elements exist. Unless
+/// extra is PLAIN, adds the squares to vector `lane` of the sums.
 VF_INLINE void step_at(int loop, int extra, const rule *r, float *p, const float *g, float *m,
                        float *v, int count, squares *sum, int lane)
 {
@@ -207,8 +207,8 @@ static int loop_of(const param_span *s, const rule *r, int kind)
 
 // ------------------------------------------------------------------ norms
 
-/// Returns whether an f32 sum of squares is accurate: it did not overflow, and squares that
-/// underflowed do not matter.
+/// Returns whether an f32 sum of squares is accurate: it did not overflow, and it is so large that
+/// squares that underflowed do not matter.
 static bool is_sound(double sum) { return sum >= 0x1p-90 && sum <= 0x1p120; }
 
 static double sum_exactly(const void *values, int dtype, int64_t first, int n)

@@ -8,7 +8,7 @@
 #include "tasks.h"
 
 typedef struct pooling {
-  bool      max, counted;
+  bool      max, counted;             // counted: the mean counts padding (pool_divisor)
   pool_side side[2];                  // H, W
   int64_t   channels;
   const tensor *large, *small;        // images [N x H x W x C], pooled images

@@ -20,8 +20,8 @@
 typedef double  binary_float(double a, double b);
 typedef int64_t binary_int(int64_t a, int64_t b);
 
-// Computes y = float_rule(a, b). Arithmetic with an integer result and comparisons of two integers
-// use int_rule instead, if there is one.
+// Computes y = float_rule(a, b). If int_rule is not NULL, it replaces float_rule for an integer y
+// or, with `compares`, for two integers a and b.
 static eng_status map_two(const op_call *call, binary_float *float_rule, binary_int *int_rule,
                           bool compares)
 {

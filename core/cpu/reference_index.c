@@ -133,8 +133,8 @@ eng_status reference_topk(const op_call *call)
   return ENG_OK;
 }
 
-// Stores in y the index of each largest element (sign 1, argmax) or smallest element (sign -1,
-// argmin).
+// Stores in y the index of the largest element (sign 1, argmax) or the smallest element (sign -1,
+// argmin) along the dimension.
 static eng_status find_extreme(const op_call *call, int sign)
 {
   const tensor *x = call->in[0], *y = call->out[0];

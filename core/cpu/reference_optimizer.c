@@ -36,8 +36,9 @@ eng_status reference_unscale(const param_span *spans, int n, double factor, floa
 
 // ------------------------------------------------------------------ optimizers
 
-// Each function updates one element: weight w, gradient g, moments m. `starts`: moment 1 has never
-// been updated. An optimizer does not change a moment that it does not use.
+// Each function updates the moments m of one element with the weight w and the gradient g, and
+// returns the new weight. `starts`: m[0] has never been updated. An optimizer does not change a
+// moment that it does not use.
 #define UNUSED __attribute__((unused))
 #define ELEMENT float w, float g, float m[ENG_MOMENTS], const eng_hyper *h,                        \
                 UNUSED const eng_update *u, UNUSED bool starts

@@ -77,7 +77,8 @@ static int64_t place(const tensor *x, int64_t n, int64_t i, int64_t j)
 
 // Pools `large` into `small`, which are dense arrays in the shapes of tl and ts. With `back`, reads
 // the gradient of each window's result from `small`. Max pooling adds it to the maximum's cell in
-// `large`; average pooling adds an equal share to each cell of the window.
+// `large`; average pooling adds an equal share to each cell of the window. `cell` holds each
+// maximum's position in its window; NULL means average pooling.
 static void pool(const op_call *c, const tensor *tl, double *large, const tensor *ts, double *small,
                  double *cell, bool back)
 {

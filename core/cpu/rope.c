@@ -18,7 +18,7 @@ typedef struct rotation {
   float   *cosine, *sine;
   double  *frequency, *step_cosine, *step_sine;   // [D/2]
   int64_t  first, positions, half;                // position of time step 0; T; D/2
-  double   direction;
+  double   direction;                             // -1 for the gradient, else 1
   bool     interleaved;
 } rotation;
 

@@ -188,8 +188,8 @@ VF_INLINE vf vf_gelu_derivative(vf x)
   return vf_fma(vf_mul(bound, VF_C(0.39894228f)), bell, cdf);
 }
 
-// 0.5 (1 + tanh(u)) is the sigmoid of 2u: one exp, and no cancellation for negative x.
-// 2u = x (2 sqrt(2/pi) + 2 sqrt(2/pi) 0.044715 x^2)
+// Computes 0.5 (1 + tanh(u)) as the sigmoid of 2u, which takes one exp and does not cancel for
+// negative x. v is 2u = x (2 sqrt(2/pi) + 2 sqrt(2/pi) 0.044715 x^2).
 VF_INLINE vf vf_gelu_tanh(vf x)
 {
   vf v = vf_mul(x, vf_fma(vf_mul(x, x), VF_C(0.0713548163f), VF_C(1.59576912f)));
