@@ -89,8 +89,8 @@ local function of_files(field, what, test)
 end
 
 -- name -> { the expected value in words, a test of a value, a function that reads the setting, a
--- function that sets it, kept = true if checkpoints store it, none = the text for the value 0, show =
--- a function that returns a value as text }
+-- function that sets it, kept = true if checkpoints store it, none = the text for the value 0,
+-- show = a function that returns a value as text }
 local settings = {
   lr = { "a positive number up to 3.4e38, or 'schedule'",
     function(x) return positive(x) and x < 2 ^ 128 or x == "schedule" end,
