@@ -30,7 +30,7 @@ typedef struct attention_problem {
   int32_t batch, queries, keys, heads, groups, width;   // B, T, S, H, G, D
   int32_t shared;                                       // heads that share a key head: H / G
   int32_t causal;
-  double  factor;
+  double  factor;                                       // of the scores
   attention_view q, k, v;
   // Forward pass: y [B x T x H x D] has y_dtype. `lse` and `entropy` [B x H x T] have lse_dtype and
   // are NULL if they are not wanted.
@@ -39,7 +39,7 @@ typedef struct attention_problem {
   void   *lse, *entropy;
   // Backward pass: lse is f32 (f64 for f64 inputs), and dy has the shape and format of q. Scratch
   // memory `delta` [B x H x delta_line], in the format of lse, holds for each of the T queries the
-  // sum of p * dp over its keys. Gradients that are not wanted are NULL.
+  // sum of p * dp (see `slope`) over its keys. Gradients that are not wanted are NULL.
   attention_view dy, dq, dk, dv;
   int32_t dq_dtype, dk_dtype, dv_dtype;
   void   *delta;

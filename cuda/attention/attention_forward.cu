@@ -122,8 +122,8 @@ __global__ void __launch_bounds__(THREADS, 2)
         largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
         top[m][half] = largest;
-        // While all scores of a row are -inf, their sum must stay 0. With a shift of inf, each term
-        // would be exp(-inf + inf), which is NaN.
+        // While all scores of a row are -inf, the sum of their exponentials must stay 0. With a
+        // shift of inf, each term would be exp(-inf + inf), which is NaN.
         float shift = largest == -INFINITY ? 0.0f : -largest * scale,
               raised = shift + (float)RAISE<T>;
         float keep = exp2_fast(fmaf(before, scale, shift)), part = 0, part_weighted = 0;

@@ -42,8 +42,8 @@ eng_status map_rows(CUtensorMap *map, const attention_view &view, int batch, int
   return result == CUDA_SUCCESS ? ENG_OK :
                                   error_set(ENG_ERR_DEVICE,
                                             "attention: cuTensorMapEncodeTiled failed with "
-                                            "CUresult %d",
-                                            (int)result);
+                                            "CUresult %d for a tensor [%d x %d x %d x %d]",
+                                            (int)result, batch, time, heads, width);
 }
 
 typedef struct forward_maps { CUtensorMap q, k, v; } forward_maps;
@@ -111,8 +111,9 @@ __device__ static inline void weigh(float (&s)[N], int part, const float (&shift
     }
 }
 
-/// Divides a warp's rows of y by the sums and stores them, lse and entropy, using the shared memory
-/// `tile`. Returns the rows to recompute, as store_rows does.
+/// Divides a warp's rows of y by the sums. Stores y and, if wanted, lse and entropy. `tile` is
+/// shared memory of this warp alone, through which y goes. Returns the rows to recompute, as
+/// store_rows does.
 template <class T, int D, bool ENTROPY>
 __device__ static inline uint32_t finish_rows(const float (&y)[D / 2], const running &r,
                                               const attention_problem &p, int b, int h, int own,
@@ -173,7 +174,8 @@ __global__ void __launch_bounds__(128 * GROUPS, 2)
   const bool loads = threadIdx.x == 0;
   const scheduled at = scheduled_at(plan, blockIdx.x);
   const int b = at.head / p.heads, h = at.head % p.heads, key_head = h / p.shared;
-  // the first query of the block (most keys first), of the warpgroup and of the warp
+  // the first query of the block, of the warpgroup and of the warp; blocks with the most keys go
+  // first
   const int block_first = (plan.tiles - 1 - at.tile) * GROUPS * ROWS,
             first = block_first + group * ROWS, own = block_first + warp * 16;
   auto seen_before = [&](int row) { return keys_seen(p, min(row, p.queries) - 1); };
@@ -263,7 +265,8 @@ __global__ void __launch_bounds__(128 * GROUPS, 2)
     give(VALUES_IN, n);
   }
 
-  // The warpgroup no longer needs its queries. Its warps divide their memory and use it for y.
+  // After this barrier no warp of the warpgroup reads the queries, so each warp can put its rows of
+  // y in their place.
   group_meet(1 + group, 128);
   uint32_t bad = finish_rows<T, D, ENTROPY>(y, r, p, b, h, own,
                                             room + (base - start) + warp * (16 * D * 2), stored);

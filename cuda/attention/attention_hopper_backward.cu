@@ -11,10 +11,10 @@
 
 enum { KEYS = 64 };   // keys in a tile of the kernel that computes dq
 enum { ROWS = 64 };   // rows of a block
-enum { STAGES = 2 };   // pairs of tiles that alternate
-/// Size of shared memory in bytes. It holds two resident sets of rows. For each stage it holds a
-/// pair of tiles, a pair of lines (shift and delta), and two barriers. The last 1024 bytes leave
-/// room to align the tiles to 1024 bytes.
+enum { STAGES = 2 };   // pairs of tiles in shared memory: one is read while the other loads
+/// Size of shared memory in bytes. It holds the block's own rows (k and v, or q and dy). For each
+/// stage it holds a pair of tiles (q and dy, or k and v), a pair of lines (shift and delta), and
+/// two barriers. The last 1024 bytes leave room to align the tiles to 1024 bytes.
 template <int D>
 constexpr int BACKWARD_BYTES =
   (2 * ROWS + STAGES * 2 * 64) * D * 2 + STAGES * (2 * QUERIES * 4 + 16) + 1024;

@@ -27,7 +27,7 @@ typedef struct backward_room {
   schedule  keys, queries;   // for blocks that own keys (B x G heads); queries (B x H heads)
 } backward_room;
 
-/// Computes dk, dv and dq on Hopper for D = 64 and D = 128. delta and shift must be ready.
+/// Computes dk, dv and dq on Hopper for D = 64 and D = 128. delta, shift and largest must be ready.
 eng_status attention_hopper_backward(const attention_problem *p, backward_room *r, int dtype,
                                      int stored);
 
@@ -113,12 +113,14 @@ __device__ static inline scheduled scheduled_at(const schedule &plan, int block)
 }
 #endif
 
-/// Returns the position within row `row` at which a tile stores the row's 16-byte piece `piece`.
+/// Returns the position, in pieces of 16 bytes, at which a tile stores piece `piece` of row `row`
+/// within this row.
 template <int D>
 __host__ __device__ static inline int piece_place(int row, int piece)
 { return D % 64 == 0 ? piece ^ (row & 7) : piece ^ (row >> 1 & 3); }
 
-/// Loads rows [first, first + ROWS) of a head into `tile`; rows from `limit` on become zeros.
+/// Starts copies (copy16) of rows [first, first + ROWS) of a head to `tile`; rows from `limit` on
+/// become zeros.
 template <int D, int ROWS, class T>
 __device__ static inline void load_tile(uint32_t tile, const T *head, int64_t stride, int first,
                                         int limit, int thread = threadIdx.x)

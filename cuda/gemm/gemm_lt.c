@@ -497,7 +497,7 @@ static eng_status choose(plan *x, gemm_entry *entry, const gemm_operands *on)
 static eng_status prepare(gemm_entry *entry, const gemm_operands *on)
 {
   plan *x = calloc(1, sizeof *x);
-  FAIL_IF(!x, ENG_ERR_MEMORY, "cuBLASLt: out of memory for the plan of a product");
+  FAIL_IF(!x, ENG_ERR_MEMORY, "cuBLASLt: out of memory on the host for the plan of a product");
   eng_status status = describe(x, &entry->problem);
   if (status == ENG_OK) status = point(x, &entry->problem, on);
   if (status == ENG_OK) status = choose(x, entry, on);
@@ -511,7 +511,7 @@ static eng_status prepared(gemm_entry **found, const gemm_problem *problem, cons
 {
   if (!lt.handle) ENG_TRY(open_library());
   *found = gemm_cache_entry(problem);
-  FAIL_IF(!*found, ENG_ERR_MEMORY, "cuBLASLt: out of memory for the product table");
+  FAIL_IF(!*found, ENG_ERR_MEMORY, "cuBLASLt: out of memory on the host for the product table");
   return (*found)->plan ? ENG_OK : prepare(*found, on);
 }
 

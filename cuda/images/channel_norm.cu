@@ -39,10 +39,12 @@ struct channel_norm {
 };
 
 /// What a thread processes: a vector of channels, from `channel` on, in the rows `first`,
-/// `first + step` and so on, below `end`. A thread without channels has no rows.
+/// `first + step` and so on, below `end`. A thread without channels has no rows. `beside` is the
+/// index of the vector in its tile, `below` the index of the row among those that the thread's warp
+/// takes at a time.
 struct thread_place {
   int64_t sample, piece, channel, first, end;
-  int     step, beside, below;             // beside: the thread's vector in its tile
+  int     step, beside, below;
 };
 
 template <int V> __device__ inline thread_place place_of(const channel_norm &s)

@@ -14,7 +14,7 @@ struct pooling {
   // width + column
   int32_t    *cell;
   int32_t     large_dtype, small_dtype;
-  bool        counted;
+  bool        counted;                // cells of padding count in the mean (pool_divisor)
   int64_t     threads;
   divider     vectors, columns, rows; // of the output: groups of V channels, columns, rows
 };

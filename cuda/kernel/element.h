@@ -1,7 +1,7 @@
 // Loads, stores and converts single elements whose format is known only at run time. Adds to the
-// functions of base/element.h. Kernels use both for f64, integers and unusual combinations of
-// formats, where a branch per element costs less than compiling a kernel per combination. Included
-// by kernel files. Owns nothing.
+// functions of base/element.h. Kernels use the functions of both files for f64, integers and
+// unusual combinations of formats, where a branch per element costs less than compiling a kernel
+// per combination. Included by kernel files. Owns nothing.
 #pragma once
 
 #include "runtime/device.h"
@@ -42,8 +42,9 @@ ELEMENT void store_as(void *data, int dtype, int64_t i, double x)
   }
 }
 
-/// Copies one element between tensors. If the formats agree, copies it bit for bit; otherwise
-/// rounds it once. Does not convert FP8 to other formats; copy.cu does.
+/// Copies one element between tensors. If the formats agree, copies it bit for bit. Otherwise
+/// converts it by the rules of base/element.h, so a float result is rounded once. Does not convert
+/// from or to FP8; copy.cu does.
 ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype,
                           int64_t from_at)
 {

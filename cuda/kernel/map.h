@@ -2,7 +2,7 @@
 // any strides and broadcasting. A thread processes groups of V adjacent elements. A group is 16
 // bytes of each tensor if all tensors have one format and suitable layouts (dense, rows of a view,
 // a bias repeated over rows, one number per row). Otherwise it is 4 elements or, if the layouts do
-// not allow this, a single element. A rule is a struct with
+// not allow this, a single element. A rule with N inputs and M outputs is a struct with
 //   template <int V>
 //   __device__ void operator()(float (&y)[M][V], const float (&x)[N][V]) const
 // and, optionally, a template `low` with the same parameters, whose results need only be accurate
@@ -181,8 +181,8 @@ static __global__ void __launch_bounds__(WALK_THREADS)
       if (M == 1 || w.data[k]) IO::store(w.data[k], w.dtype[k], to[u][k], y[k]);
   }
   if (V == 1 || w.count % V == 0 || blockIdx.x != gridDim.x - 1) return;
-  // The last group of a dense walk may be short. Then each thread computes one element of that
-  // group.
+  // The last group of a walk of one dimension may be short. Then each thread computes one element
+  // of that group.
   int64_t at = w.count / V * V + threadIdx.x;
   if (at >= w.count) return;
   float x[N][1], y[M][1];
@@ -261,8 +261,8 @@ static void dense_launch(const walk<M + N> &w, const Rule &rule)
     <<<(unsigned)((d.count + EACH - 1) / EACH), WALK_THREADS, 0, cuda_stream()>>>(d, rule);
 }
 
-/// Runs a rule if all tensors of the call have the same format, are dense and are 16-byte aligned.
-/// Otherwise returns false.
+/// Runs a rule and returns true if all tensors of the call have the same format, are dense and are
+/// 16-byte aligned. Otherwise returns false.
 template <int M, int N, class Rule> static bool map_dense(const walk<M + N> &w, const Rule &rule)
 {
   if (w.ndim != 1 || w.count >= 1ll << 40) return false;

@@ -17,8 +17,8 @@
 __device__ static inline uint32_t shared_address(const void *p)
 { return (uint32_t)__cvta_generic_to_shared(p); }
 
-/// Copies 16 bytes to shared memory. Both addresses must be 16-byte aligned. If `there` is false,
-/// writes zeros and reads nothing, but `from` must still be a valid address.
+/// Starts a copy of 16 bytes to shared memory. Both addresses must be 16-byte aligned. If `there`
+/// is false, writes zeros and reads nothing, but `from` must still be a valid address.
 __device__ static inline void copy16(uint32_t to, const void *from, bool there)
 {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from),

@@ -95,8 +95,8 @@ static walk<N> walk_of(walk_shape shape, const int64_t (&stride)[N][ENG_MAX_DIMS
   return w;
 }
 
-/// Returns a walk over the tensors x, broadcast to the shape of `over`. Kernels do not access an
-/// absent tensor (NULL).
+/// Returns a walk over the tensors x, broadcast to the shape of `over`. x[k] may be NULL if kernels
+/// do not access tensor k.
 template <int N> static walk<N> walk_over(const tensor *over, const tensor *const (&x)[N])
 {
   int64_t stride[N][ENG_MAX_DIMS] = {};

@@ -14,9 +14,10 @@
 
 #if defined(__CUDACC__)
 
-/// Returns wgmma's descriptor of the rows at `offset` in the tile at `address`. Groups of 8 rows
-/// are 1024 bytes apart. `beside`, the distance in bytes to the tile with the next 64 columns,
-/// matters only in weights_times_rows, for a B of more than 64 columns.
+/// Returns wgmma's descriptor of the operand that begins `offset` bytes after the beginning of the
+/// tile at `address`. Groups of 8 rows are 1024 bytes apart. `beside`, the distance in bytes to the
+/// tile with the next 64 columns, matters only in weights_times_rows, for a B of more than 64
+/// columns.
 __device__ static inline uint64_t tile_descriptor(uint32_t address, uint32_t beside,
                                                   uint32_t offset)
 {

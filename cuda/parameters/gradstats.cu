@@ -563,7 +563,8 @@ static eng_status report_room(report *r, int n, int64_t bytes)
   }
   if (n > r->capacity) {
     int64_t *count = (int64_t *)realloc(r->count, (size_t)n * sizeof *count);
-    FAIL_IF(!count, ENG_ERR_MEMORY, "out of memory for the statistics of %d tensors", n);
+    FAIL_IF(!count, ENG_ERR_MEMORY, "out of memory on the host for the statistics of %d tensors",
+            n);
     r->count = count;
     r->capacity = n;
   }

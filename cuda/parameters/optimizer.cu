@@ -373,7 +373,8 @@ static eng_status prepare(const param_span *spans, int n, const eng_update *upda
   ENG_TRY(spans_ready(&pass.table, spans, n, NULL));
   ENG_TRY(device_grow(&pass.numbers, &pass.numbers_bytes, bytes));
   numbers *u = (numbers *)calloc(1, (size_t)bytes);
-  FAIL_IF(!u, ENG_ERR_MEMORY, "out of memory for an update with %d groups", update->n_groups);
+  FAIL_IF(!u, ENG_ERR_MEMORY, "out of memory on the host for an update with %d groups",
+          update->n_groups);
   u->factor = update->gradient_factor;
   u->clip_norm = update->clip_norm;
   u->t = update->t;
@@ -404,7 +405,7 @@ static eng_status fetch_norms(const param_span *spans, int n)
     pass.table.span, sums + (int64_t)n * ENG_NORMS, sums);
   CUDA_LAUNCHED("optimize");
   double *host = (double *)malloc((size_t)bytes);
-  FAIL_IF(!host, ENG_ERR_MEMORY, "out of memory for the norms of %d parameters", n);
+  FAIL_IF(!host, ENG_ERR_MEMORY, "out of memory on the host for the norms of %d parameters", n);
   eng_status status = cuda_move(host, sums, bytes, COPY_TO_HOST);
   for (int k = 0; k < n && status == ENG_OK; k++)
     memcpy(spans[k].norms, host + (int64_t)k * ENG_NORMS, sizeof(double[ENG_NORMS]));

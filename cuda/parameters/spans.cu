@@ -13,7 +13,8 @@ eng_status device_grow(void **memory, int64_t *capacity, int64_t bytes)
   *capacity = 0;
   *memory = cuda_take(bytes + bytes / 4);
   FAIL_IF(!*memory, ENG_ERR_MEMORY, "cuda: out of device memory for the tables of a pass over all "
-          "parameters (%lld bytes)", (long long)bytes);
+          "parameters (%lld bytes); hint: a smaller batch or context, or accumulate=N",
+          (long long)bytes);
   *capacity = bytes + bytes / 4;
   // for compute-sanitizer's initcheck, which reports copies of bytes that were never written
   CUDA_TRY(cudaMemsetAsync(*memory, 0, (size_t)*capacity, cuda_stream()));
@@ -28,7 +29,8 @@ static eng_status table_room(span_table *table, int n)
   if (known) table->known = known;
   device_span *fresh = (device_span *)realloc(table->fresh, (size_t)capacity * sizeof *fresh);
   if (fresh) table->fresh = fresh;
-  FAIL_IF(!known || !fresh, ENG_ERR_MEMORY, "out of memory for a table of %d parameters", n);
+  FAIL_IF(!known || !fresh, ENG_ERR_MEMORY,
+          "out of memory on the host for a table of %d parameters", n);
   table->capacity = capacity;
   return ENG_OK;
 }
@@ -80,7 +82,8 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
   ENG_TRY(status);
   table->chunk = (int32_t *)(table->span + n);
   int32_t *list = (int32_t *)malloc((size_t)list_bytes), *at = list;
-  FAIL_IF(!list && chunks > 0, ENG_ERR_MEMORY, "out of memory for a table of %d parameters", n);
+  FAIL_IF(!list && chunks > 0, ENG_ERR_MEMORY,
+          "out of memory on the host for a table of %d parameters", n);
   for (int k = 0; k < n; k++)
     for (int c = 0; c < table->fresh[k].chunks; c++) *at++ = k;
   status = cuda_stage(table->span, table->fresh, spans_bytes);

@@ -182,7 +182,8 @@ static __global__ void __launch_bounds__(WALK_THREADS) where_kernel(const walk<4
     for (int v = 0; v < V; v++) a.v[v] = condition.v[v] ? a.v[v] : b.v[v];
     *(pack<T, V> *)((T *)w.data[0] + at[0]) = a;
   }
-  // the last group of a dense walk may be short; then each thread copies one element of that group
+  // the last group of a walk of one dimension may be short; then each thread copies one element of
+  // that group
   int64_t i = w.count / V * V + threadIdx.x;
   if (V == 1 || blockIdx.x != gridDim.x - 1 || i >= w.count) return;
   int k = ((const uint8_t *)w.data[1])[i * w.inner[1]] ? 2 : 3;

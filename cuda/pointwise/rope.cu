@@ -8,7 +8,7 @@
 /// The angles of a call. at() computes the cosine and the sine for pair i at row t.
 struct rope_angle {
   rope_scaling scaling;
-  double       direction;
+  double       direction;       // 1, or -1 to rotate back
   int64_t      first, half;     // position of row 0; D/2
   __device__ void at(int64_t t, int64_t i, double *cosine, double *sine) const
   {

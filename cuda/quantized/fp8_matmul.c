@@ -111,7 +111,7 @@ static bool on_tensor_cores(const op_call *call, int scaling_a, int scaling_b, b
   if (fp8_formula_wanted() || !fp8_product_supported(scaling_a, scaling_b) ||
       call->fp8_matmul.accumulator != ENG_ACCUMULATE_HOPPER)
     return false;
-  bool blocks = scaling_a >= FP8_VEC128;   // and so is scaling_b
+  bool blocks = scaling_a >= FP8_VEC128;   // scaling_b is by block, too (fp8_product_supported)
   *fast = !blocks && promotion == 0;
   bool promotes = blocks ? promotion == 0 || promotion >= EVERY : *fast || promotion == EVERY;
   bool formats = !(a->dtype == ENG_e5m2 && b->dtype == ENG_e5m2) && y->dtype != ENG_f64 &&

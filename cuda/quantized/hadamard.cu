@@ -22,11 +22,12 @@ enum { THREADS = 256, MOST = 128, WIDE = 32 };
 struct rotation {
   const void *x;
   void    *y;
-  int      dtype, yields, n;
+  int      dtype, yields, n;               // format of x; format of y; length of a group
   bool     turned;
-  int64_t  along, lines, columns, signs;   // y is [lines x along]; x has `columns` columns
+  // y is [lines x along]; x has `columns` columns; `signs` selects the signs (mx_sign)
+  int64_t  along, lines, columns, signs;
   uint64_t seed;
-  double   root;
+  double   root;                           // sqrt(1 / n)
   uint32_t negative;                       // bit k: element k of 16 changes its sign
 };
 

@@ -20,8 +20,8 @@ struct job {
   uint16_t *y, *gate;        // gate: NULL if not wanted
   uint8_t  *scale;
   uint32_t *top;             // the bits of x's largest magnitude so far
-  double    clamp;
-  bool      drops;
+  double    clamp;           // the quantile that bounds a row, or 0 for no clamping
+  bool      drops;           // y leaves out what clamping cut off
 };
 
 enum combination { LARGEST, SUM };

@@ -80,7 +80,8 @@ survey_all(const T *x, int64_t count, bool aligned, survey *seen)
 }
 
 /// Writes the amax to *amax and *again, and the number of NaN to *nan. `again` and `nan` may be
-/// NULL. The amax is *given or, if `given` is NULL, the result of the survey. Runs in one thread.
+/// NULL. The amax is *given or, if `given` is NULL, the largest magnitude that the survey found, or
+/// NaN if it found NaN and `finite` is false. Runs in one thread.
 __global__ void finish(const survey *seen, const float *given, bool finite, float *amax,
                        float *again, int64_t *nan)
 {

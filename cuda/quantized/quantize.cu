@@ -5,14 +5,14 @@
 // both directions. The codes of the transposed copy go through shared memory. Meanwhile the next
 // tile loads (cp.async; 96 KiB in flight per multiprocessor in 16-bit formats). Where the rule
 // divides x by a scale, quotient() multiplies by the inverse and corrects the product, which gives
-// the correctly rounded quotient without a division. If scale blocks fit a tile
-// (1 x 128, 128 x 1 or 128 x 128), their largest magnitudes are found within the tile, so x is read
-// once. For other blocks, a first pass finds the largest magnitudes as integer maxima, which do not
-// depend on order. With a given factor (delayed scaling) no such pass is needed. Numbers are
-// processed one by one for stochastic rounding, for rows whose length is not a multiple of 8, for x
-// that is not 16-byte aligned, for f64, and for blocks that neither fit a tile nor span whole sides
-// of x. All coordinates are those of x: blocks of the transposed copy are described with rows and
-// columns exchanged.
+// the correctly rounded quotient without a division. If scale blocks fit a tile (1 x 128, 128 x 1
+// or 128 x 128), their largest magnitudes are found within the tile, so x is read once. For other
+// blocks, a first pass finds the largest magnitudes as integer maxima, which do not depend on
+// order. With a given factor (delayed scaling) no such pass is needed. Numbers are processed one by
+// one for stochastic rounding, for rows whose length is not a multiple of 8, for x that is not
+// 16-byte aligned, for f64, and for blocks that are neither of the three sizes above nor a whole
+// row, a whole column or all of x. All coordinates are those of x: blocks of the transposed copy
+// are described with rows and columns exchanged.
 //
 // In bf16 and f16, if one read of the inputs is enough, swiglu_quantize loads tiles of gate and up
 // and computes silu(gate) * up in registers. Otherwise silu(gate) * up goes to scratch memory

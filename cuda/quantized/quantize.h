@@ -41,11 +41,11 @@ struct side {
   int      how;                        // BY_TILE, BY_ROW, BY_COLUMN or BY_BLOCK
 };
 
-/// How a largest magnitude becomes a scale.
+/// How a largest magnitude becomes a scale: the arguments of fp8_scale_of.
 struct scaling_rule {
   const float *given;                  // the factor, or NULL
   float   largest, eps, limit;
-  int     rule, power_of_two, margin, divides;
+  int     rule, power_of_two, margin, divides;   // divides: 1: q = x / factor (fp8_divides)
 };
 
 struct job {

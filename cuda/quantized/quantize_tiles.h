@@ -86,7 +86,8 @@ __device__ static inline bool share_factors(shared_tile &t, const side &s, int w
 ///   If |x| >= 2^-102, the remainder is a multiple of 2^-149, so it is exact. If |x| is smaller,
 ///   |x / s| < 2^-22, so quotient and result both have the code of zero, with the sign of x.
 /// For x = -0, the remainder is +0, and -0 + +0 * -inverse keeps the sign. (With the remainder
-/// negated instead, gcc would compute s * -q + x, which is +0, and lose the sign.)
+/// negated instead, gcc, which builds the emulated card, would compute s * -q + x, which is +0, and
+/// lose the sign.)
 __device__ static inline float quotient(float x, float s, float inverse)
 {
   const float q = x * inverse, remainder = fmaf(q, s, -x);
@@ -351,8 +352,8 @@ template <typename T> __device__ static inline int staged(int j, int quad)
          (QUADS == 2 ? quad ^ (quad >> 3 & 1) : quad);
 }
 
-/// Starts loading the numbers of the thread's warp into `stage`. In f32 a thread also loads quads
-/// of other threads of its warp, so that the loads are contiguous.
+/// Starts loading the thread's share of its warp's numbers into `stage`. In f32 the share includes
+/// quads that other threads of the warp will read, so that the loads are contiguous.
 template <typename T>
 __device__ static inline void send_for(uint4 *stage, const T *x, const job &p, const tile_place &at)
 {
@@ -389,7 +390,7 @@ __device__ static inline void receive(eight<T> (&v)[DOWN], const uint4 *stage, c
       v[j].w[4 * i + 2] = raw.z;
       v[j].w[4 * i + 3] = raw.w;
     }
-  if (QUADS > 1) __syncwarp();   // before the next send_for
+  if (QUADS > 1) __syncwarp();   // the next send_for overwrites what other lanes read here
 }
 
 /// The number of 16-byte quads of a tile in `stage`.
@@ -427,11 +428,11 @@ __device__ static inline void receive_tile(eight<T> (&v)[DOWN], const uint4 *sta
   }
 }
 
-/// The number of blocks per multiprocessor. The compiler limits registers so that this many blocks
-/// fit, and the host launches this many per multiprocessor. With SWIGLU, two blocks fit in shared
-/// memory only from sm_90 to below sm_120. For other cards, the kernel with SWIGLU is compiled for
-/// one block, which may then use more registers; the host still launches two per multiprocessor,
-/// and the second waits.
+/// The number of blocks that fit in the shared memory of a multiprocessor from sm_90 to below
+/// sm_120. The compiler limits registers so that this many blocks fit, and the host launches this
+/// many per multiprocessor. Other cards have less shared memory, so a block may wait until another
+/// has ended. For these cards, the kernel with SWIGLU is compiled for one block, which may then use
+/// more registers.
 template <typename T, bool SWIGLU> constexpr int tiles_resident(void)
 {
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)

@@ -204,8 +204,9 @@ struct scatter {
   int64_t     columns;      // a.outer * a.inner
   int64_t     row_bytes;    // of dx, if the kernel clears rows that no index picks; otherwise 0
   const uint64_t *word;     // [n], sorted
-  // [2 * chunks x columns]: for each chunk, its sum for the place that began in an earlier chunk,
-  // and its sum for the place that begins in the chunk and continues after it
+  // [2 * chunks x columns]: two rows for each chunk. The first is its sum for the place that began
+  // in an earlier chunk, the second its sum for the place that begins in the chunk and continues
+  // after it
   void       *part;
 };
 

@@ -39,7 +39,8 @@ __device__ static inline uint64_t nan_order(int dtype)
 { return dtype == ENG_f64 ? ~0ull : dtype_is_float(dtype) ? 0xFFFFFFFFull : 0; }
 
 /// A candidate; `place` is -1 if there is none yet. A candidate beats another if its `order` is
-/// larger, or equal and its place earlier. If the least is wanted, `order` is complemented.
+/// larger, or equal and its place earlier. If the least is wanted, `order` is complemented, except
+/// that of a NaN, which wins in both cases.
 struct found { uint64_t order; int64_t place; };
 
 __device__ static inline bool beats(found a, found b)

@@ -48,8 +48,8 @@ typedef struct scratch {
   int64_t bytes[SCRATCH_PIECES];
 } scratch;
 
-/// Takes a piece of scratch memory. Returns NULL, with the error set, if there is not enough
-/// memory.
+/// Takes a piece of scratch memory, which scratch_give_all frees. Returns NULL, with the error set,
+/// if there is not enough memory.
 static inline void *scratch_keep(scratch *s, int64_t bytes)
 {
   void *piece = scratch_take(bytes);

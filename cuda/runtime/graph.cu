@@ -100,7 +100,8 @@ eng_status cuda_capture_end(void **out)
     cudaGetLastError();
     give_kept(kept);
     kept = NULL;
-    FAIL_IF(!graph, ENG_ERR_MEMORY, "graph: out of memory for a captured step; hint: graph=false");
+    FAIL_IF(!graph, ENG_ERR_MEMORY,
+            "graph: out of memory on the host for a captured step; hint: graph=false");
     free(graph);
     return cuda_status(result, "capturing a step");
   }

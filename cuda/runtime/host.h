@@ -1,4 +1,4 @@
-// The core's functions for the CUDA device; see host.c. Included by host.c and table.c.
+// Accepts the core's table of functions, for host.c. Included by host.c and table.c.
 #pragma once
 #include "device/backend.h"
 

@@ -199,8 +199,8 @@ static unsigned across_of(int64_t longest)
 template <class F> static eng_status with_comm_dtype(int comm_dtype, const char *what, const F &f)
 {
   FAIL_IF(!is_fast(comm_dtype) && comm_dtype != ENG_e4m3, ENG_ERR_DTYPE,
-          "cuda: %s: expected the comm dtype f32, f16, bf16 or e4m3, got dtype number %d", what,
-          comm_dtype);
+          "cuda: %s: expected the comm dtype f32, f16, bf16 or e4m3, got %s", what,
+          eng_dtype_name(comm_dtype));
   if (comm_dtype == ENG_e4m3) f(e4m3_t{});
   else with_fast_format(comm_dtype, f);
   CUDA_LAUNCHED(what);
@@ -216,7 +216,8 @@ static eng_status convert(bool out, void *stream, const wire_run *runs, int n, i
 {
   if (n == 0) return ENG_OK;
   FAIL_IF(!is_fast(dtype), ENG_ERR_DTYPE,
-          "cuda: messages between ranks: expected f32, f16 or bf16, got dtype number %d", dtype);
+          "cuda: messages between ranks: expected f32, f16 or bf16, got %s",
+          eng_dtype_name(dtype));
   cudaStream_t on = stream_of(stream);
   dim3 grid(across_of(longest), n < MOST_RUNS ? n : MOST_RUNS);
   return with_comm_dtype(comm_dtype, "messages between ranks", [&](auto packed) {
