@@ -1,7 +1,8 @@
 // The CUDA device's table of functions: a kernel cuda_<name> for each operation of ops.def whose
-// layout is ANY or ROWS, the passes over all parameters, and the functions of runtime/.
-// eng_cuda_backend, the only function that the plug-in exports, passes the table to the core. This
-// file may use every folder of cuda/, and no folder uses this file. Called by core/device/plugin.c.
+// layout is ANY or ROWS, the passes over all parameters, the functions of runtime/, and two that
+// tell which FP8 and MX products the card supports. eng_cuda_backend, the only function that the
+// plug-in exports, passes the table to the core. This file may use every folder of cuda/, and no
+// folder uses this file. Called by core/device/plugin.c.
 #include "gemm/gemm_mx.h"
 #include "parameters/passes.h"
 #include "quantized/fp8_plain.h"

@@ -16,7 +16,8 @@ __device__ static inline float exp2_fast(float x)
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
-/// Returns 1/x, within 1 unit in the last place for normal x. 1/inf is 0; 1/NaN is NaN.
+/// Returns 1/x, within 1 unit in the last place for normal x. Results below 2^-126 become 0; 1/NaN
+/// is NaN.
 __device__ static inline float reciprocal_fast(float x)
 {
   float y;

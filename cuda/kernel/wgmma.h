@@ -1,6 +1,6 @@
 // wgmma: Hopper's asynchronous matrix product by a warpgroup (four warps). B is in shared memory, A
-// in shared memory or in registers. Included by kernels compiled for sm_90a; for other
-// architectures the bodies of those kernels only trap.
+// in shared memory or in registers. Only sm_90a has it; for other architectures, the bodies of the
+// kernels that use it only trap. Included by attention_hopper.h.
 //
 // A tile in shared memory has rows of 64 16-bit numbers (128 bytes) and is 1024-byte aligned. Piece
 // p (16 bytes) of row r is at position p ^ (r & 7) of the row: the hardware's 128-byte swizzle.

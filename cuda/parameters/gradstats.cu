@@ -122,8 +122,8 @@ struct histogram {
 template <bool HIST> struct histogram_room { histogram bins; };
 template <> struct histogram_room<false> { uint32_t nothing; };
 
-/// Counts one number. `bits` is the upper 16 bits of its encoding, with all but the exponent
-/// cleared.
+/// Counts one number. `bits` is its exponent field, in place within the upper 16 bits of an f32 or
+/// the 16 bits of a 16-bit number.
 __device__ static inline void count_field(histogram *h, uint32_t bits)
 { atomicAdd((uint32_t *)(h->fields + (bits | threadIdx.x % 32 * 4)), 1u); }
 __device__ static inline void count_subnormal(histogram *h, uint32_t fraction)

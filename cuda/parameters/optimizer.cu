@@ -39,7 +39,7 @@ typedef struct numbers {
   // factor on the gradients; in a lagged update, `decide` multiplies it by the clip coefficient
   double  factor;
   double  clip_norm;
-  int64_t t;
+  int64_t t;                 // number of this update, from 1
   float   limit;             // clamp gradients to +-limit; inf: no clamp
   int32_t go;                // 0: skip this update
   int32_t corrected, n_groups;   // corrected: whether the optimizer has ENG_BIAS_CORRECTION

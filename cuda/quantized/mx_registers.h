@@ -99,7 +99,8 @@ struct scale_codes {
   }
 };
 
-/// Hides the numbers from the compiler, which would keep values derived from them in registers.
+/// Hides the numbers from the compiler, which would otherwise keep values derived from them in
+/// registers.
 template <typename T> __device__ inline void forget(eight<T> (&v)[DOWN])
 {
 #pragma unroll

@@ -2,8 +2,9 @@
 //
 // Cross entropy reads the logits once. Each thread keeps a maximum and the sum of exponentials
 // relative to it, which is rescaled when the maximum grows. Probabilities are never stored. The
-// gradient reads the logits once and writes each result once. A warp processes a short row, a block
-// a long row. The results of rows are summed in double in a fixed order.
+// gradient reads the logits once and writes each result once, except the target's, which is written
+// twice. A warp processes a short row, a block a long row. The results of rows are summed in double
+// in a fixed order.
 //
 // NaN and Inf are handled as in core/cpu/reference_loss.c: an infinite largest logit makes its row
 // NaN. A target out of range raises the fault. Called through the device's table.
