@@ -180,7 +180,8 @@ __global__ void __launch_bounds__(128 * GROUPS, 2)
             first = block_first + group * ROWS, own = block_first + warp * 16;
   auto seen_before = [&](int row) { return keys_seen(p, min(row, p.queries) - 1); };
   auto tiles_of = [&](int keys) { return (keys + KEYS - 1) / KEYS; };
-  // The first warpgroup may see one tile less than the block.
+  // The first warpgroup may see one tile fewer than the block. It then leaves the loop one turn
+  // earlier.
   const int tiles = tiles_of(seen_before(first + ROWS)),
             block_tiles = tiles_of(seen_before(block_first + GROUPS * ROWS));
   const int all_see = keys_seen(p, first);
