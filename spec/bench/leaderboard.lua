@@ -160,7 +160,7 @@ local function section(task, results, score)
   if limit and limit > 0 then
     lines[#lines + 1] = ""
     lines[#lines + 1] = "```text"
-    lines[#lines + 1] = ("%-16s held-out loss less that of dynamic, 95 %% interval, axis +-%.2g")
+    lines[#lines + 1] = ("%-16s held-out loss minus that of dynamic, 95 %% interval, axis +-%.2g")
       :format("", limit)
     for _, r in ipairs(rows) do
       if r.d and r.d.n > 1 then
@@ -194,16 +194,17 @@ end
 local HEAD = [[
 # Leaderboard: loss scalers on %d tasks
 
-Every policy that chooses a loss scale, with its default options, in fp16 on a CPU, with %d seeds
-for each task. `make leaderboard` repeats it. The same machine gives the same numbers; another one,
-or another number of threads, gives other last digits.
+This page compares all policies that choose a loss scale, with their default options, in fp16 on a
+CPU, with %d seeds for each task. `make leaderboard` repeats it. The same machine gives the same
+numbers; another one, or another number of threads, gives other last digits.
 
 Read it with care. The tasks are small so that anyone can repeat them, and a policy made for one
 kind of trouble gains nothing where that trouble is absent. The summary counts only differences from
 `dynamic`, with the same seeds, that are beyond noise: their interval excludes 0 at a level of 95 %%
 over all %d policies of the task together. An empty field "beside dynamic" means that these seeds
-show no difference, whatever the means look like; "equal" means the same losses for all seeds. `+-`
-is the standard deviation over the seeds.
+show no difference, whatever the means look like; "equal" means the same losses for all seeds. A
+drawn interval (`o`: the mean, `|`: 0) is that of one policy alone, so it may miss 0 where the field
+is empty. `+-` is the standard deviation over the seeds; [Contests](contests.md) explains the rest.
 
 A scaler cannot train better than a run without overflow and underflow. If a policy has a lower
 loss, look for the cause in its other effects: it may clip gradients, skip steps or lower the
