@@ -266,8 +266,10 @@ __global__ void __launch_bounds__(128 * GROUPS, 2)
     give(VALUES_IN, n);
   }
 
-  // After this barrier no warp of the warpgroup reads the queries, so each warp can put its rows of
-  // y in their place.
+  // Each warp puts its rows of y in the place of its queries. If the warpgroup sees no key, the
+  // copy of the queries may still be under way. After the barrier no warp of the warpgroup reads
+  // queries.
+  if (tiles == 0 && block_tiles > 0) take(KEYS_IN, 0);
   group_meet(1 + group, 128);
   uint32_t bad = finish_rows<T, D, ENTROPY>(y, r, p, b, h, own,
                                             room + (base - start) + warp * (16 * D * 2), stored);
