@@ -40,13 +40,13 @@ typedef struct tally {
 #define BF16_INF  0x7F80
 #define BF16_TINY 0x0080
 // Magnitudes below 2^-63 have squares below f32's normal range. If the chunk's amax is at least
-// 2^-50, these squares add up to less than 2^-14 of the sum. Skipping them avoids slow subnormal
-// arithmetic.
+// 2^-40, these squares add up to less than 2^-34 of the sum, which is below f32's precision.
+// Skipping them avoids slow subnormal arithmetic.
 #define F32_FAINT  0x20000000
 #define BF16_FAINT 0x2000
 // Range of a chunk's amax in which its squares are summed in f32. From 2^60 on, the sum of a lane's
 // CHUNK / LANES squares could overflow.
-#define F32_SQUARES_FROM 0x26800000   // 2^-50
+#define F32_SQUARES_FROM 0x2B800000   // 2^-40
 #define F32_SQUARES_TO   0x5D800000   // 2^60
 
 // ------------------------------------------------------------------ integer lanes

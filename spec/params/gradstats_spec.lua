@@ -117,6 +117,22 @@ describe("gradient statistics", function()
     end
   end)
 
+  it("hold the squares of many numbers that are small beside the largest", sets.step(function()
+    local values = { 2 ^ -50 }
+    for i = 2, 4096 do values[i] = 0.99 * 2 ^ -63 end
+    for _, format in ipairs { "f32", "bf16" } do
+      sets.everywhere(function()
+        local set = sets.new({ { 4096 } }, { gradient = format })
+        set:write_gradients { values }
+        local _, stats = set:stats(1)
+        local small = format == "f32" and 0.99 or 0.98828125        -- as stored
+        local want = 2 ^ -100 + 4095 * (small * 2 ^ -63) ^ 2
+        assert.near(1, stats[0].sum_squares / want, 1e-6)
+        set:free()
+      end)
+    end
+  end))
+
   it("hold squares beyond the range of f32, large and small", sets.step(function()
     for _, magnitude in ipairs { 1e30, 3e38, 1e-25, 1e-38 } do
       local values = {}
