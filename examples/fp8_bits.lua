@@ -13,7 +13,8 @@ local cfg = engine.config({ format = "e4m3", numbers = false, value = 0.1, svg =
     numbers = "print every positive number", value = "a number to show in each format",
     svg = "a file for the spacing" }, { output = "svg" })
 
--- name, bits, bias, fraction bits, code of the largest number, code of the smallest normal number
+-- name; bits of sign, exponent and fraction; bias; fraction bits; codes of the largest number and
+-- of the smallest normal number
 local FORMATS = { { "e4m3", "1-4-3", 7, 3, 0x7E, 0x08 }, { "e5m2", "1-5-2", 15, 2, 0x7B, 0x04 },
   { "e5m6", "1-5-6", 15, 6, 0x7BF, 0x40 },
   { "f16", "1-5-10", 15, 10, 0x7BFF, 0x400 }, { "bf16", "1-8-7", 127, 7, 0x7F7F, 0x80 } }

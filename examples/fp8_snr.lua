@@ -59,6 +59,7 @@ local function rounded(x, fraction, least, over)
 end
 
 local STEP = 2 ^ -9          -- the distance between subnormal numbers of E4M3
+-- Rounds to E4M3 as the study does, with its bug if cfg.slips is true.
 local function study(x)
   local y = rounded(x, 3, -6, 256)
   if cfg.slips then
@@ -67,7 +68,8 @@ local function study(x)
   end
   return y
 end
--- Rounds to 8 fraction bits, like the context (8, 8) that the study's block scaling uses.
+-- Rounds to simfloat's context (8, 8), 8 exponent and 8 fraction bits, which the study uses for
+-- block scaling.
 local function wide(x) return rounded(x, 8, -126, math.huge) end
 
 --- Returns the dot product of the n elements of a and b from index `at` (from 0), each multiplied
@@ -83,8 +85,8 @@ local function fixed(a, b, at, n, factor, chunk)
 end
 
 --- Returns the dot product of the n elements from index `at` (from 0), with a factor of 224 / max
---- for each chunk of each operand (chunk = nil: one chunk). Products and sums are in the context
---- (8, 8). The sums of chunks are added in doubles.
+--- for each chunk of each operand (chunk = nil: one chunk). Products and sums are rounded by
+--- wide(). The sums of chunks are added in doubles.
 local function blocks(a, b, at, n, chunk)
   local total = 0
   for from = 0, n - 1, chunk or n do

@@ -41,8 +41,9 @@ local function moved(cell, move)
   return math.min(math.max(x, 0), N - 1) + N * math.min(math.max(y, 0), N - 1)
 end
 
--- Plays a batch of episodes. Returns four lists: the cells visited, the actions taken there, the
--- episodes that these moves belong to, and the episodes' returns.
+-- Plays a batch of episodes. Returns a table of four lists. For each move: `cells` has the cell
+-- before it, `actions` the action (from 0), `episode` the number of the episode. For each episode:
+-- `returns` has the return.
 local function play(model, jackpots)
   local where, list = {}, { cells = {}, actions = {}, episode = {}, returns = {} }
   for e = 1, cfg.batch do where[e], list.returns[e] = 0, 0 end

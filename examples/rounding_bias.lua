@@ -28,7 +28,7 @@ local function step(x) return x < 2 and 0.5 or x < 4 and 1 or 2 end
 local function up(x, p) return floor(x / step(x)) * step(x) + p * step(x) end
 local function fraction(x) return x / step(x) - floor(x / step(x)) end
 
--- Returns the mean of x rounded with each of the 256 random bytes, weighted by weight(byte).
+-- Returns the mean of x after rounding with a random byte. weight(byte): the probability of a byte.
 local function bytes(x, weight)
   local p, f = 0, fraction(x)
   for byte = 0, 255 do

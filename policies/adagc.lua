@@ -16,7 +16,7 @@ return {
     beta            = 0.98,    -- decay of the moving means
     lambda_abs      = 1,       -- largest global norm while warming up
     lambda_rel      = 1.05,    -- largest norm of a tensor, as a factor on its mean
-    warmup_steps    = 100,
+    warmup_steps    = 100,     -- number of the first update after the warm-up
     eps             = 1e-8,    -- added to the global norm
     loss_scale      = 0,       -- a fixed loss scale; 0: the scale is dynamic
     init_scale      = 2^16,

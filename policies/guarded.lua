@@ -1,6 +1,6 @@
 -- For losses with large, sudden gradients, such as DPO's log-sigmoid. An overflow multiplies the
 -- scale by 0.3, but never takes it below 2^12. After five overflows in a row, growth pauses. The
--- gradient norm is clipped at 1. When stored gradients grow beyond twice `ahead`, the scale falls
+-- gradient norm is clipped at 1. When stored gradients grow beyond twice `ahead`, the scale halves
 -- before they overflow. Source: the DPO recipe for custom scalers in ms-swift's guides.
 return {
   name = "guarded",
@@ -12,14 +12,12 @@ return {
     backoff_factor  = 0.3,
     growth_factor   = 1.6,
     growth_interval = 1000,   -- good steps in a row until the scale grows
-    floor           = 2^12,
+    floor           = 2^12,   -- smallest scale
     max_scale       = 2^24,
     bad_row         = 5,      -- overflows in a row after which growth pauses
     pause           = 2000,   -- steps without growth
     clip            = 1,      -- largest gradient norm of an update; inf: no limit
-    -- The scale grows only if the largest stored gradient then stays at or below this value, and
-    -- halves if that gradient exceeds twice this value; inf: no limit.
-    ahead           = 2^14,
+    ahead           = 2^14,   -- no growth takes the largest stored gradient above it; inf: no limit
     patience        = 50,     -- overflows in a row that stop the run if the scale is at the floor
   },
 

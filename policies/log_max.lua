@@ -1,8 +1,8 @@
 -- Log-max scaling: log2(amax) is modelled as normally distributed. The scale brings amaxes of
 -- 2^(mean + sigmas * deviation) to the format's limit. Source: OpenSeq2Seq's LogMax (Kuchaiev et
--- al., 2018), with two corrections. In LogMax an overflow counts as log2(amax) = 65536 and keeps
--- the scale at its minimum for thousands of steps. Here an overflow counts as an amax one octave
--- above the format's limit, 2^(log_max + 1) / scale. A step with amax = 0 is ignored.
+-- al., 2018), with two corrections: a step with amax = 0 is ignored, and an overflow counts as an
+-- amax one octave above the format's limit, 2^(log_max + 1) / scale. In LogMax an overflow counts
+-- as log2(amax) = 65536 and keeps the scale at its minimum for thousands of steps.
 return {
   name = "log_max",
   doc  = "Treats log2(amax) as normally distributed; leaves room for its mean and some deviations.",

@@ -18,7 +18,7 @@ return {
     local init = check.positive(options, "init_loss_scale", "scale_factor")
     check.steps(options, "scale_window")
     check.trap(options, options.scale_factor <= 1,
-      "scale_factor = " .. options.scale_factor .. " would lower the scale after good steps")
+      "scale_factor = " .. options.scale_factor .. " would not raise the scale after good steps")
     check.count(options, "scale_window")
     check.trap(options, init < 1, "init_loss_scale = " .. init
       .. " is below 1, the smallest scale, so an overflow would raise it")

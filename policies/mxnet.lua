@@ -16,7 +16,7 @@ return {
     local init, most = check.positive(options, "init_scale", "max_loss_scale")
     check.count(options, "scale_seq_len")
     check.trap(options, init > most, "init_scale = " .. init .. " is above max_loss_scale = "
-      .. most .. ", so growth would lower it")
+      .. most .. ", so growth would lower the scale")
     return { scale = init, next_scale = init, unskipped = 0 }
   end,
 

@@ -3,7 +3,8 @@
 -- limits. The version for static graphs (static_graph=true) never goes below 1 and does not grow to
 -- infinity. The scale is a float32. Differences: where the scale of dynamic graphs would become 0,
 -- the run stops. Where it would become infinite, it keeps its last finite value, or with
--- strict=false the run stops at that step.
+-- strict=false the run stops at that step. Other releases of Paddle have the defaults
+-- decr_every_n_nan_or_inf 1, init_loss_scaling 2^16 and incr_every_n_steps 2000.
 return {
   name = "paddle",
   doc  = "Paddle's GradScaler: backs off after decr_every_n_nan_or_inf overflows in a row.",
@@ -13,11 +14,9 @@ return {
     incr_ratio               = 2,
     decr_ratio               = 0.5,
     incr_every_n_steps       = 1000,    -- good steps in a row until the scale grows
-    -- Overflows in a row until the scale backs off. Other releases of Paddle have the defaults
-    -- decr_every_n_nan_or_inf 1, init_loss_scaling 2^16 and incr_every_n_steps 2000.
-    decr_every_n_nan_or_inf  = 2,
+    decr_every_n_nan_or_inf  = 2,       -- overflows in a row until the scale backs off
     use_dynamic_loss_scaling = true,    -- false: the scale is constant
-    static_graph             = false,
+    static_graph             = false,   -- true: the version for static graphs
     strict                   = true,    -- false: accept settings that are probably mistakes
   },
 

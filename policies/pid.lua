@@ -9,7 +9,7 @@ return {
 
   options = {
     init_scale = 2^14,
-    target     = 8192,
+    target     = 8192,    -- largest stored gradient to aim at
     kp         = 0.05,    -- octaves of scale for each octave that the error changes
     ki         = 0.05,    -- octaves of scale per step for each octave of error
     kd         = 0,       -- octaves of scale for each octave of the error's second difference

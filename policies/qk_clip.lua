@@ -17,7 +17,7 @@ return {
   needs = { "logit_max", "logit_muls" },
 
   options = {
-    threshold       = 100,     -- largest attention logit, scaled by 1 / sqrt(D)
+    threshold       = 100,     -- largest attention logit, after the factor 1 / sqrt(head width)
     loss_scale      = 0,       -- a fixed loss scale; 0: the scale is dynamic
     init_scale      = 2^16,
     growth_interval = 2000,    -- good steps in a row until the scale doubles

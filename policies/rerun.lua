@@ -1,8 +1,9 @@
 -- Megatron-LM's rerun state machine for spiky losses. If a loss is at least `factor` times the
 -- largest of the first `samples` losses, the step is computed again with the same batch, random
 -- numbers and scale. If the two losses differ in any bit, the hardware computed one of them
--- wrongly. This is a transient fault, and the run stops (on_fault=stop). If the losses are equal,
--- the spike comes from the data or the model, and the step is accepted. Source:
+-- wrongly. This is a transient fault, and the run stops (on_fault=stop). With on_fault=step, the
+-- run uses the second result, or skips the step if the second loss is huge or not finite. If the
+-- losses are equal, the spike comes from the data or the model, and the step is accepted. Source:
 -- megatron/core/rerun_state_machine.py and its use in pretrain_gpt.py (the code was read, not run).
 --
 -- As in Megatron-LM, the first step is not a sample, losses that are inf or nan are ignored, and
@@ -21,11 +22,9 @@ return {
   doc  = "Megatron-LM's rerun machine: repeats a step with a huge loss to find transient faults.",
 
   options = {
-    factor          = 10,
+    factor          = 10,       -- a loss of this many times the largest sample is repeated
     samples         = 100,      -- losses that determine the limit
-    -- stop: a transient fault ends the run. step: the run uses the second result, or skips the step
-    -- if the second loss is huge or not finite
-    on_fault        = "stop",
+    on_fault        = "stop",   -- stop: a transient fault ends the run; step: the run continues
     loss_scale      = 0,        -- a fixed loss scale; 0: the scale is dynamic
     init_scale      = 2^16,
     growth_interval = 2000,     -- good steps in a row until the scale doubles

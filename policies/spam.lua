@@ -16,7 +16,7 @@ return {
   options = {
     interval        = 500,     -- updates between resets
     threshold       = 5000,    -- largest g^2 / v; 0: elements are not limited
-    grad_accu_steps = 20,      -- elements are limited from this update after a start or reset
+    grad_accu_steps = 20,      -- updates without the limit after a reset; one less at the start
     warmup_epoch    = 150,     -- updates after a reset over which the rate rises
     death_rate      = 0.99,    -- share by which a reset lowers the rate at first
     loss_scale      = 0,       -- a fixed loss scale; 0: the scale is dynamic

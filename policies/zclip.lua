@@ -34,7 +34,7 @@ return {
     z_thresh             = 2.5,     -- z-score above which a norm is clipped
     max_grad_norm        = 1,       -- largest norm of any step; inf: no limit
     eps                  = 1e-6,    -- added to the deviation
-    warmup_steps         = 25,
+    warmup_steps         = 25,      -- norms that give the first mean and deviation
     clip_option          = "adaptive_scaling",   -- or mean, percentile
     clip_factor          = 1,       -- factor on the norm that adaptive_scaling clips to
     skip_update_on_spike = false,   -- true: a clipped step does not change the statistics

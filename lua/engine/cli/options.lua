@@ -5,6 +5,7 @@
 --     options = { columns = "list", svg = "text", log = "switch" }, short = { o = "svg" },
 --     least = 1, most = 1,    -- the fewest and the most words
 --     expects = "one run",    -- names the expected words in an error message
+--     word = f,               -- a word for which f(word, given) is true is not stored; f stores it
 --     main = function(given) return exit_code end,   -- nil means 0; given: a result of M.parse
 --   }
 -- The kinds of options are "text", "number" (an expression such as 2^12), "list" (a,b,c), "texts"

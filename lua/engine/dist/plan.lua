@@ -43,7 +43,7 @@ end
 ---   weight_bytes, moment_bytes  the bytes of weights and of moments before ZeRO divides them
 ---   zero, accumulate            as in a trainer's options
 ---   step                        the seconds that a step takes on one rank without messages
----   handling                    the seconds that packing and summing gradients take, or nil
+---   handling                    the seconds that packing and summing gradients take; nil: 0
 ---   histogram                   whether the record has a histogram
 ---   sizes                       a function of `ranks` that returns the result of M.sizes
 --- cost: { alpha, beta }. For ranks on one machine, cost also has
@@ -52,9 +52,10 @@ end
 ---            while only one process runs
 ---   times    a list of measured times of steps while every core runs a process, in seconds
 --- Returns { ranks, memory = { weights, gradients, moments, messages, all } (bytes), sent =
---- { messages, bytes }, efficiency } and, in the same table, times in seconds: compute, messages,
---- exposed (the part of `messages` that overlaps nothing), waited (the wait after the backward
---- pass), record, weights, step.
+--- { messages, bytes }, efficiency (job.step / step) } and, in the same table, times in seconds:
+--- compute, messages, exposed (the part of `messages` that overlaps nothing), waited (the wait
+--- after the backward pass), record (the message for the record), weights (the messages with
+--- weights), step (the whole step).
 function M.predict(job, cost, ranks)
   local sizes, alone = job.sizes(ranks), ranks == 1
   local passes = job.zero >= 2 and job.accumulate or 1

@@ -100,7 +100,8 @@ function M.from_all(text)
   return texts
 end
 
---- Returns a job in words: "4 ranks, ZeRO-1, comm dtype bf16". Leaves out defaults.
+--- Returns a job in words: "4 ranks, ZeRO-1, comm dtype bf16". Leaves out settings that have their
+--- defaults.
 function M.job_text(size, zero, comm_dtype)
   return ("%d rank%s%s%s"):format(size, size == 1 and "" or "s",
     zero > 0 and ", ZeRO-" .. zero or "",
@@ -115,7 +116,7 @@ local function crc_of(path)
     or "that cannot be read"
 end
 
--- Adds a line for each Lua file below `folder`.
+-- Adds a line for each Lua file in the subfolder `below` ("" or "/NAME") of `folder`.
 local function add_modules(lines, folder, below)
   local names = files.names(folder .. below)
   if not names then return end
@@ -127,7 +128,8 @@ local function add_modules(lines, folder, below)
   end
 end
 
---- Returns a line about a file of code that must be the same on all ranks.
+--- Returns "KIND PATH CHECKSUM" for a file of code that must be the same on all ranks. what: its
+--- kind, such as "script".
 function M.file_line(what, path) return ("%s %s %s"):format(what, path, crc_of(path)) end
 
 function code()

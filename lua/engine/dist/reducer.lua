@@ -31,10 +31,11 @@ Reducer.__index = Reducer
 -- ------------------------------------------------------------------ making
 
 -- Indices (from 0) into the sums and the maxima of a record's message. hash is a checksum of the
--- last verdict; order is a checksum of the order in which ZeRO-3's weights arrived. wish is 1 if
--- rank 0 has a client's request for all ranks, unknown is 1 if a signal has a new name. minus_hash
--- and minus_order are negated. Their maximum is the negated minimum over the ranks, so the ranks
--- agree if it is the negative of the maximum of hash or order.
+-- last verdict; order is a checksum of the order in which ZeRO-3's weights arrived. interrupted is
+-- the number of the POSIX signal that ends the run, or 0; hangup counts SIGHUPs. drawn: see
+-- note_drawn. wish is 1 if rank 0 has a client's request for all ranks, unknown is 1 if a signal of
+-- the script has a new name. minus_hash and minus_order are negated. Their maximum is the negated
+-- minimum over the ranks, so the ranks agree if it is the negative of the maximum of hash or order.
 local NUMBERS = { loss = 0, tokens = 1 }
 local MAXIMA = { elapsed = 0, hash = 1, minus_hash = 2, interrupted = 3, hangup = 4, wish = 5,
   drawn = 6, unknown = 7, order = 8, minus_order = 9 }
@@ -42,17 +43,19 @@ local N_SUMS, N_MAXIMA = 2, 10
 local RULES = signals.rules          -- how ranks combine a signal
 
 -- Finds the parameters that only some ranks hold. Modules such as nn.moe declare them in `_apart`.
--- Returns three values: { [name] = { held =, shape = } } for these parameters; an array with 1 for
--- each of them and 0 for every other parameter of the optimizer's list; the group of ranks that
--- hold the same experts. Returns nil if all ranks hold everything.
+-- Returns three values: { [name] = { held = whether this rank holds it, shape = its whole shape } }
+-- for these parameters; an array with 1 for each of them and 0 for every other parameter of the
+-- optimizer's list; the group of ranks that hold the same experts. Returns nil if all ranks hold
+-- everything.
 local function find_apart(model, list)
   local apart, group = {}, nil
   if not model.apply then return nil end
   model:apply(function(m, path)
     local own = rawget(m, "_apart")
     if not own then return end
-    fail_if(group and group ~= own.group, "trainer: expected all layers to divide their experts " ..
-      "over one group of ranks; hint: give every nn.moe the same experts_over")
+    fail_if(group and group ~= own.group, "trainer: '%s' divides its experts over a group of %d " ..
+      "ranks, an earlier layer over another group; hint: give every nn.moe the same experts_over",
+      path, own.group.size)
     group = own.group
     for name, what in pairs(own.parameters) do
       apart[(path ~= "" and path .. "." or "") .. name] = what
@@ -73,7 +76,8 @@ end
 --- Returns a number for rank r. Two ranks hold the same parameters if their numbers are equal.
 function Reducer:holder(r) return self.apart and r % (self.size / self.holders.size) or 0 end
 
---- Connects the ranks and compares how they were started. Called before files are opened.
+--- Makes the reducer of a trainer with the options `o`. Connects the ranks and raises an error if
+--- they were started differently. Called before the run opens its files.
 function M.new(trainer, o)
   local self = setmetatable({ trainer = trainer, rank = ranks.rank(), size = ranks.size(),
     signals = signals.values, ended_by = 0, decided = "", names = {} }, Reducer)
@@ -168,7 +172,8 @@ function Reducer:start(spread)
     local alike = self:holder(i - 1) == self:holder(self.rank)
     if other ~= sum or alike and other_own ~= own then
       error(("rank %d's weights (checksum %s) differ from rank %d's (%s), although both " ..
-        "received the same weights"):format(i - 1, text, self.rank, others[self.rank + 1]), 0)
+        "received the same weights; hint: suspect the memory or the network of their machines")
+        :format(i - 1, text, self.rank, others[self.rank + 1]), 0)
     end
   end
   if self.parted then self:drop_weights() end
@@ -203,9 +208,9 @@ function Reducer:own_part(i)
   return tonumber(own_from[0]), tonumber(own_to[0])
 end
 
---- Returns the optimizer's parameters in order, as this rank holds them: { { name =, tensor =, from
---- = } }. With ZeRO-3, a tensor has this rank's elements of the parameter, from the element `from`
---- on.
+--- Returns the optimizer's parameters in order, as this rank holds them, as a list of { name =,
+--- tensor =, from = }. With ZeRO-3, a tensor has this rank's elements of the parameter, from the
+--- element `from` on; otherwise it has all elements, and `from` is 0.
 function Reducer:weights()
   local list = {}
   for i, p in ipairs(self.trainer.optimizer.list) do
@@ -221,6 +226,10 @@ end
 
 -- ------------------------------------------------------------------ a step
 
+-- `s` below is the table that Trainer:attempt makes for each step. s.place is the position in the
+-- stream of random numbers when the step began.
+
+-- Skips n batches. Does nothing if each rank has its own data.
 local function skip(data, n)
   if n == 0 or data.sharded then return end
   if data.skip then data:skip(n) return end

@@ -79,8 +79,9 @@ function M.of(optimizer, options)
   local had = of_set[params]
   if had and had.key == key then return had.handle end
   fail_if(had and had.zero,
-    "a trainer with ZeRO has divided this optimizer's state among the ranks; hint: give all " ..
-    "trainers of this optimizer the same bucket, comm_dtype, zero and accumulate")
+    "a trainer with ZeRO has divided this optimizer's state among the ranks, so a trainer with " ..
+    "other options cannot use it; hint: give all trainers of this optimizer the same bucket, " ..
+    "comm_dtype, zero and accumulate")
   of_set[params] = nil
   if had then C.eng_parallel_free(ffi.gc(had.handle, nil)) end
   local out = ffi.new("eng_parallel *[1]")

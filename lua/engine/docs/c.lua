@@ -62,7 +62,8 @@ local function call_at(lines, i)
 end
 
 -- Returns the arguments of a macro call, without the first (the operation's name), as a text such
--- as "inputs 2, layout ANY". columns: the names of these arguments.
+-- as "inputs 2, layout ANY". Leaves out empty lists, such as (no_ints). columns: the names of these
+-- arguments.
 local function facts_of(values, columns)
   local facts = {}
   for k = 2, #values do

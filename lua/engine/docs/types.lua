@@ -182,7 +182,8 @@ local function functions(index, put)
   end
 end
 
---- Writes the types into a file; returns a list of warnings.
+--- Writes the types into a file. Returns an empty list, because cli/help.lua expects a list of
+--- warnings, as from the write() of html.lua.
 function M.write(index, path)
   local out = { PREAMBLE }
   local function put(text) out[#out + 1] = text end

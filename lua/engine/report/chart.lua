@@ -290,7 +290,8 @@ local function draw_marks(list, axis, height, paths, texts)
   return #lines > 0
 end
 
---- Draws a panel. Returns { paths, texts, top, height }, or nil if there is nothing to draw.
+--- Draws a panel. Returns { paths, texts, top, height }, or nil if there is nothing to draw. top:
+--- the pixels above the panel that the name of its y axis and the labels of marks need.
 function M.body(o)
   local c, axis = o.c, o.axis or M.axis(o.c)
   local lists = {}

@@ -125,7 +125,7 @@ function M.jsonl(h, path)
   end)
 end
 
-local HISTOGRAMS = 200           -- layers.each visits at most four times this many steps
+local HISTOGRAMS = 200           -- columns for layers.each, which visits up to four steps of each
 
 --- Writes event files for TensorBoard. They hold the numbers of each step (with options.every = n,
 --- of every n-th step and of all overflows), histograms of the layers' stored gradients for steps

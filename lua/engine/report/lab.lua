@@ -20,7 +20,7 @@ function M.table(heads, rows)
   print(show.table(texts, { true }))
 end
 
---- The median of a list of numbers.
+--- Returns the median of a list of numbers.
 function M.median(list)
   local sorted = { unpack(list) }
   table.sort(sorted)
@@ -28,7 +28,7 @@ function M.median(list)
   return n % 2 == 1 and sorted[(n + 1) / 2] or (sorted[n / 2] + sorted[n / 2 + 1]) / 2
 end
 
---- Mean and standard deviation of a list; the deviation of a single number is 0.
+--- Returns the mean and the standard deviation of a list; the deviation of a single number is 0.
 M.mean = require("engine.base.statistics").mean_and_spread
 
 --- Returns the mean and the standard deviation of a list as text, such as "0.3918 +- 0.0012", both
@@ -151,7 +151,8 @@ function M.by_seed(cases, n, run)
   return results, base
 end
 
---- Returns the rows of a table of results: the name, the losses, and the excess with `format`.
+--- Returns the rows of a table of results, a result of M.by_seed: the name, then mean and deviation
+--- of the losses and of the excess in percent. The excess is printed with `format`.
 function M.loss_rows(results, format)
   local rows = {}
   for i, r in ipairs(results) do

@@ -37,7 +37,7 @@ function M.rows(h, options)
   local row_of, names = {}, {}
   local only = options.only
   M_ffi.expect(only == nil or type(only) == "string", only,
-    "heatmap: expected `only` to be a part of a parameter's name")
+    "heatmap: expected `only` to be a text, a part of a parameter's name")
   if only or options.tensors then
     for _, p in ipairs(list) do
       if not only or p.name:find(only, 1, true) then

@@ -128,7 +128,7 @@ function place(ev){
 function hide(){tip.classList.remove("on");crosses.forEach(function(c){
 c.style.visibility="hidden"})}
 // The pointer's position in a panel: x 0 to 1, y in pixels from the SVG's top. over: 6 pixels in
-// units of x.
+// units of x, the distance at which the pointer still counts as on the panel or on an event.
 function inside(svg,ev){var r=svg.getBoundingClientRect();
 return{x:(ev.clientX-r.left-D.left)/(r.width-D.left-D.right),y:ev.clientY-r.top,
 over:6/(r.width-D.left-D.right)}}
