@@ -50,8 +50,9 @@ local function options_of(name)
   return {}
 end
 
--- Makes one run. Returns its first and last losses, the steps skipped, the share of nonzero
--- gradients below fp16's normal numbers, and the mean log2 scale.
+-- Makes one run under the policy `name` with `options`. Returns a table: the first and last losses,
+-- the steps skipped, the share of nonzero gradients below fp16's normal numbers, the mean log2
+-- scale, and the reason if the policy stopped the run.
 local function run(name, options, seed)
   engine.seed(seed)
   local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width,

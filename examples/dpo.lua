@@ -65,7 +65,7 @@ local function pairs_of(seed)
   end)
 end
 
--- Trains once; the policy "fp32" means fp32 without a loss scale.
+-- Trains once; the policy "fp32" means fp32 without a loss scale. tell: whether to print progress.
 local function train(policy, seed, tell)
   local reference, model = model_of(seed), model_of(seed)
   reference:freeze()

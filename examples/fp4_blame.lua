@@ -46,7 +46,7 @@ local VARIANTS = { { "bf16" }, { "forward", forward = true }, { "dgrad", dgrad =
 local draws = 0     -- selects the random signs; grows by 1 in every backward pass
 
 -- Returns x [M x K], quantized along its rows, as bf16. With `turned`, quantizes x along its
--- columns and transposes it to [K x M].
+-- columns, after the Hadamard transform of variant `o`, and transposes it to [K x M].
 local function fp4(x, o, turned, stochastic)
   local q = engine.mx.quantize(x, { format = "e2m1", rule = "rceil", transposed = turned,
     sr_bits = stochastic and 8 or 0, hadamard = turned and o.hadamard or nil,
@@ -87,7 +87,7 @@ local text = lab.text(120000)
 local cut = #text - 12000
 local train_text, test_text = text:sub(1, cut), text:sub(cut + 1)
 
--- Replaces the linear layers of the transformer blocks.
+-- Makes the linear layers of the transformer blocks compute their products as variant `o` does.
 local function replace_layers(model, o)
   local linear = product(o)
   draws = 1
@@ -116,7 +116,8 @@ end
 lab.table({ "product in MXFP4", "held-out loss", "relative to bf16, by seed" },
   lab.loss_rows(results, "%+.2f"))
 
--- One variant counts as better than another only if it is better with every seed.
+-- Returns words that compare the variants a and b. One counts as better than the other only if it
+-- is better with every seed.
 local function verdict(a, b)
   local less, more = excess[a] and excess[b], excess[a] and excess[b]    -- nil: one did not run
   for seed = 1, less and cfg.seeds or 0 do

@@ -39,7 +39,8 @@ end
 cfg.hidden = cfg.model == "llama" and math.ceil(8 * cfg.width / 3 / 128) * 128 or 4 * cfg.width
 
 -- Returns how many bytes of bf16 tensors and f32 statistics are kept for the backward pass. FP8
--- codes are not included.
+-- codes are not included. fp8: whether the linear layers are in FP8. e5m6: whether the output of
+-- attention is kept as e5m6 codes.
 local function rest(fp8, e5m6)
   local rows, C, F = cfg.batch * cfg.context, cfg.width, cfg.hidden
   local llama = cfg.model == "llama"

@@ -124,8 +124,8 @@ local HOPPER = {
   { "1x128 pow2, every 128", { block = "1x128", pow2 = true }, 128 },
 }
 
---- Returns the dot product of each row of a with the same row of b [samples x n]. Multiplies 16
---- rows at a time and keeps the diagonal of the product.
+--- Returns the dot product of each row of a with the same row of b [samples x n]. method: an entry
+--- of HOPPER. Multiplies 16 rows at a time and keeps the diagonal of the product.
 local function hopper(a, b, method, samples)
   local list = {}
   for from = 1, samples, 16 do

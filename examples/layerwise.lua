@@ -76,8 +76,9 @@ local function drawn(seed)
   return x, engine.tensor(y, { keep = true })
 end
 
--- Trains once; the policy "fp32" means fp32 without a loss scale. Returns the loss of the classes
--- over the last steps, the steps skipped and the share of the first layer's gradients that are 0.
+-- Trains once; the policy "fp32" means fp32 without a loss scale. tell: whether to print progress.
+-- Returns a table with the loss of the classes over the last steps, the steps skipped and the share
+-- of the first layer's gradients that are 0.
 local function train(policy, seed, tell)
   local x, y = drawn(seed)
   local net, fp32 = Net(), policy == "fp32"

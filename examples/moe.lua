@@ -93,9 +93,9 @@ local function drawn(n)
   return engine.tensor(x, { keep = true }), engine.tensor(y, { dtype = "i64", keep = true })
 end
 
--- Trains once; the policy "fp32" means fp32 without a loss scale. Returns a table with the mean
--- loss of all domains but the first over the last steps, the steps skipped, and the share of the
--- third expert's gradients that lost bits. Also returns the network.
+-- Trains once; the policy "fp32" means fp32 without a loss scale. tell: whether to print progress.
+-- Returns a table with the mean loss of all domains but the first over the last steps, the steps
+-- skipped, and the share of the third expert's gradients that lost bits. Also returns the network.
 local function train(policy, seed, tell)
   engine.seed(seed)
   local x, y = drawn(TOKENS)

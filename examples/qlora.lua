@@ -33,7 +33,7 @@ local function data(text, seed)
   return engine.data.text { text = text, batch = cfg.batch, context = cfg.context, seed = seed }
 end
 
--- Trains `model` in bf16 and returns the mean loss on `held_out`.
+-- Trains `model` on `text` in bf16. Returns the mean loss on `held_out`, and the optimizer.
 local function train(model, text, held_out, seed, steps, lr, policy)
   local optimizer = engine.optim.adamw(model, { lr = lr, precision = "bf16" })
   local trainer = engine.trainer { model = model, optimizer = optimizer, steps = steps, clip = 1,

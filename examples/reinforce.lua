@@ -41,9 +41,9 @@ local function moved(cell, move)
   return math.min(math.max(x, 0), N - 1) + N * math.min(math.max(y, 0), N - 1)
 end
 
--- Plays a batch of episodes. Returns a table of four lists. For each move: `cells` has the cell
--- before it, `actions` the action (from 0), `episode` the number of the episode. For each episode:
--- `returns` has the return.
+-- Plays a batch of episodes; with `jackpots`, rare episodes return `jackpot` times as much. Returns
+-- a table of four lists. For each move: `cells` has the cell before it, `actions` the action (from
+-- 0), `episode` the number of the episode. For each episode: `returns` has the return.
 local function play(model, jackpots)
   local where, list = {}, { cells = {}, actions = {}, episode = {}, returns = {} }
   for e = 1, cfg.batch do where[e], list.returns[e] = 0, 0 end
@@ -72,8 +72,8 @@ local function play(model, jackpots)
   return list
 end
 
--- A batch is only its index, which seeds the batch's episodes, so that a resumed run draws the same
--- episodes.
+-- Returns a loader whose batches are only their indices, from first + 1. loss() seeds a batch's
+-- episodes with its index, so that a resumed run plays the same episodes.
 local function numbers(first)
   return lab.loader(function(number) return { number = number, tokens = cfg.batch } end, first)
 end

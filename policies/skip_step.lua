@@ -13,7 +13,8 @@
 -- Skipping needs mode=sync.
 
 -- Returns whether `x`, a loss or a norm, allows the step to proceed. Adds the window's mean and
--- deviation and the z-score of x to the log, then adds x to the window.
+-- deviation and the z-score of x to the log, as NAME_mean, NAME_std and NAME_z. Then adds x to the
+-- window.
 local function judge(window, name, x, options, log)
   local n, finite = #window, x - x == 0
   local fine = finite or options.keep_nan

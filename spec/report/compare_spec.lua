@@ -386,7 +386,7 @@ describe("several runs", function()
     h:plot("loss", { svg = path, title = "A run" })
     assert.matches("^<svg .*>A run</text>", helper.read(path))
     assert.error_matches(function() h:plot("loss", { title = "A run" }) end,
-      "plot: title must be a text and works only with the option svg or png, got 'A run'", 1,
+      "plot: expected title to be a text, and the option svg or png beside it, got 'A run'", 1,
       true)
     h:close()
   end)

@@ -34,7 +34,7 @@ next: engine plan FOLDER shows the memory that a model takes; docs/hugging-face.
 local NUMBERS = { "temperature", "top_k", "top_p", "seed" }
 
 -- Converts a list of words to token ids. Each word is an id or, with a tokenizer, the text of a
--- token.
+-- token. what: the option with these words, for messages.
 local function ids_of(list, what, tokenizer)
   local ids = {}
   for i, text in ipairs(list) do

@@ -102,7 +102,8 @@ local function show(name)
   if #others > 0 then print("\n" .. listing("See also:", others)) end
 end
 
--- Writes the pages or the types to `target`. Returns the exit code.
+-- Writes the pages or the types to `target`. writer: docs/html.lua or docs/types.lua. Returns the
+-- exit code.
 local function write(writer, target)
   local warnings = writer.write(require("engine.docs.index").new(commands()), target)
   options.note("help", warnings)

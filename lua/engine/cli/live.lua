@@ -10,7 +10,7 @@ local json = require "engine.base.json"
 local merged = require("engine.base.arguments").merged
 
 -- Returns the options of the job's trainer or session: the options from the script (`given`), with
--- the job's changes.
+-- the job's changes. kind: "trainer" or "session".
 local function options_of(given, job, kind)
   local o = merged(given)
   o.run, o.resume, o.log = job.run, job.resume or false, "quiet"

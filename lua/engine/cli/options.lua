@@ -103,8 +103,9 @@ local function plain_word(word, given, spec)
   end
 end
 
---- Parses a command line. Returns { words = { ... }, name = value, policies = { ... }, line = the
---- whole command line }.
+--- Parses the words of a command line. spec: as at the top of the file. Returns a table with the
+--- fields words (a list), policies, line (all words as given) and, for each option that is given,
+--- its name without dashes.
 function M.parse(words, spec)
   local given = { words = {}, policies = spec.policies and {} or nil, line = words }
   local known = spec.options or {}
@@ -133,8 +134,8 @@ function M.parse(words, spec)
   return given
 end
 
---- Makes a command for init.lua: { doc, help, main }. After an error, main prints one line and
---- returns exit code 1.
+--- Makes a command for init.lua: { doc, help, main }. spec: as at the top of the file. After an
+--- error, main prints one line and returns exit code 1.
 function M.command(spec)
   return { doc = spec.doc, help = spec.help, main = function(...)
     local words = { ... }

@@ -75,7 +75,7 @@ end
 
 local MOST_LINES = 20
 
--- Returns the report of a comparison as a list of lines.
+-- Returns the report of c, a result of verify.compare, as a list of lines.
 local function lines_of(plan, c, interrupted)
   local lines = {}
   local function say(format, ...) lines[#lines + 1] = format:format(...) end
@@ -120,7 +120,8 @@ end
 
 local function or_null(value) return value == nil and json.null or value end
 
--- Returns a comparison as an object for --json.
+-- Returns c, a result of verify.compare, as an object for --json. why: the reason why the live run
+-- made fewer steps than planned, or nil.
 local function object_of(plan, c, interrupted, why)
   local list, notes = {}, {}
   for i, d in ipairs(c.list) do
@@ -136,7 +137,8 @@ end
 
 -- ------------------------------------------------------------------ one policy
 
--- Verifies a policy in a folder of its own. Returns the exit status, and the object for --json.
+-- Verifies a policy, p = { source, options }, on the run at `path`. The live run writes to
+-- `folder`. Returns the exit status, and the object for --json.
 local function verify_one(path, p, given, folder)
   local wish = { from = given.from, steps = given.steps, script = given.script }
   local plan = verify.plan(path, p.source, p.options, wish, folder .. "/run")

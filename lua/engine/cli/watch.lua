@@ -60,8 +60,9 @@ local function draw(lines, columns, rows, first)
   return io.stdout:write(table.concat(out)) and io.stdout:flush()
 end
 
--- Shows a run once. Returns nil if the run is in progress, or a text that says how it ended.
--- Returns false if stdout is closed.
+-- Shows a run once. names: the columns to draw. state: what one call remembers for the next, such
+-- as the line that it printed. Returns nil if the run is in progress, or a text that says how it
+-- ended. Returns false if stdout is closed.
 local function refresh(path, names, state)
   local runs, machine = require "engine.run.runs", require "engine.base.machine"
   local h = require("engine.run.history").open(path)

@@ -28,9 +28,9 @@ M.EVERY = 1000          -- steps between comparisons, by default
 local Agreement = {}
 Agreement.__index = Agreement
 
---- Makes the object that compares the ranks of a trainer. Called when the ranks have loaded the
---- same state (Reducer:start). A single process compares nothing, and neither does a job with
---- agree_every=0.
+--- Makes the object that compares the ranks of a trainer with the options `o`. Called when the
+--- ranks have loaded the same state (Reducer:start). A single process compares nothing, and neither
+--- does a job with agree_every=0.
 function M.new(trainer, o)
   local every = o.agree_every or M.EVERY
   return setmetatable({ trainer = trainer, every = every, agreed_at = trainer.steps_done,

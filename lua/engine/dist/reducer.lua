@@ -295,8 +295,9 @@ function Reducer:alone(f)
   check(C.eng_parallel_finish(self.reduction))
 end
 
---- Completes the norms of a reference backward pass: parameters that only other ranks hold get the
---- norms that these ranks computed, and norm[0] becomes the norm over all parameters.
+--- Completes the norms of a reference backward pass. norms [n] has the norm of each parameter.
+--- Parameters that only other ranks hold get the norms that these ranks computed, and norm[0]
+--- becomes the norm over all parameters.
 function Reducer:share_norms(norm, norms, n)
   if not self.apart then return end
   check(C.eng_comm_all_reduce(ranks.world(), norms, n, M_ffi.dtype.f64, C.ENG_MAX))
@@ -413,9 +414,9 @@ local function interrupted_here()
 end
 
 --- Makes a step's record the same on every rank. In sync mode this function makes the pass over the
---- gradients, each rank over its own part of them. In lagged mode every rank already has the
---- statistics of the summed gradients (known_statistics), and this function reduces only the other
---- numbers, such as the loss and the signals.
+--- gradients, each rank over its own part of them, and fills `stats`, the statistics per tensor.
+--- In lagged mode every rank already has the statistics of the summed gradients (known_statistics),
+--- and this function reduces only the other numbers, such as the loss and the signals.
 function Reducer:record(record, stats, s)
   if not self.many then return end
   local trainer, needs, sums, maxima = self.trainer, self.trainer.needs, self.sums, self.maxima

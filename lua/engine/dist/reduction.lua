@@ -12,8 +12,8 @@ local M = {}
 local COMM_DTYPES = { own = 0, fp32 = 1, bf16 = 2, fp16 = 3, fp8 = 4 }
 M.BUCKET = 2            -- MiB of gradients sent together, by default
 
---- Returns the name of the first invalid option that concerns ranks, and what the option must be;
---- or nil.
+--- Checks those of a trainer's options `o` that concern ranks. Returns the name of the first
+--- invalid one, and what it must be; nil if all are valid.
 function M.wrong(o)
   if o.comm_dtype ~= nil and not COMM_DTYPES[o.comm_dtype] then
     return "comm_dtype", "own, fp32, bf16, fp16 or fp8"

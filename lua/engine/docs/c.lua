@@ -113,7 +113,7 @@ local function operations(add)
   end
 end
 
---- Adds an entry for each declaration and each operation.
+--- Calls add(entry) for each declaration and each operation.
 function M.read(add)
   for _, path in ipairs(HEADERS) do header(path, add) end
   operations(add)

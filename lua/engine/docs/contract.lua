@@ -54,7 +54,8 @@ local function options(trainer, add)
   end
 end
 
--- Returns the default of a policy's option as text: a scale as show.scale writes it, such as 2^16.
+-- Returns the default `value` of a policy's option `key` as text. A number whose key names a scale
+-- is written as show.scale does, such as 2^16.
 local function default_text(key, value)
   local is_scale = key:find("scale$") or key:find("scaling$") or key:find("^scale_m")
   return is_scale and type(value) == "number" and show.scale(value) or tostring(value)

@@ -27,11 +27,12 @@ local function comment_above(lines, line, mark)
   return lines[first] and lines[first]:find("^%s*" .. mark) and text or ""
 end
 
--- Returns the doc comment of the function `name`. The comment is above the line that creates the
--- function's class (class("linear")), registers the function (define("cosine", ...)) or exports it
--- (M.backward = backward). Without such a line, the comment is above the definition, or above the
--- loop that defines several functions. If the comment lists functions in two columns, returns the
--- function's row and the paragraph above the list.
+-- Returns the doc comment of the function `name`. at: where it is defined, a result of
+-- definition(); at.line becomes the line below the comment. The comment is above the line that
+-- creates the function's class (class("linear")), registers the function (define("cosine", ...)) or
+-- exports it (M.backward = backward). Without such a line, the comment is above the definition, or
+-- above the loop that defines several functions. If the comment lists functions in two columns,
+-- returns the function's row and the paragraph above the list.
 local function text_of(at, name)
   local lines, line, options = source.lines(at.path), at.line, nil
   for i, candidate in ipairs(lines) do
@@ -102,7 +103,8 @@ local Reader = {}
 Reader.__index = Reader
 
 -- Adds an entry for the function f. If f already has an entry, adds the name and its signature to
--- that entry. skip: how many of the first parameters the signature leaves out.
+-- that entry. area: the part of the reference to which it belongs, such as "nn". skip: how many of
+-- the first parameters the signature leaves out.
 function Reader:enter(name, f, area, skip)
   local at, entry = definition(f), self.known[f]
   if not at then return end
@@ -129,7 +131,8 @@ function Reader:enter_classes(functions, area)
   end
 end
 
--- Adds the functions and classes of a module. Returns its functions.
+-- Adds the functions and classes of a module. full: its name, such as "engine.nn". Returns its
+-- functions.
 function Reader:enter_module(full, module, area)
   local functions = {}
   for _, key in ipairs(nearest.keys(module)) do
@@ -183,7 +186,7 @@ function Reader:enter_part(name, part, file)
   self:enter_classes(functions, area)
 end
 
---- Adds an entry for each public function and each module. `engine`: what `require "engine"`
+--- Calls add(entry) for each public function and each module. `engine`: what `require "engine"`
 --- returns.
 function M.read(engine, add)
   local reader = setmetatable({ add = add, known = {} }, Reader)

@@ -98,7 +98,7 @@ end
 local Site = {}
 Site.__index = Site
 
--- Writes a page and notes its anchors.
+-- Writes the page `name`, a file name, and notes its anchors.
 function Site:publish(name, title, body)
   if self.anchors[name] then self:warn("two pages are called %s: %s", name, title) end
   for id in body:gmatch('id="([^"]*)"') do self.anchors[name .. "#" .. id] = true end

@@ -39,7 +39,7 @@ function M.slug(heading)
   return (text:gsub("[^%w%s_-]", ""):gsub("%s", "-"))
 end
 
---- Returns a whole page.
+--- Returns a whole page as HTML. `body` is HTML, `title` plain text.
 function M.frame(title, body)
   return ([[<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -65,7 +65,8 @@ local function inline(text, links)
   return linked(html, links)
 end
 
---- Returns the text of a comment as HTML: paragraphs, and indented lines verbatim.
+--- Returns the text of a comment as HTML: paragraphs, and indented lines verbatim. links: the name
+--- of an entry -> its address.
 function M.prose(text, links)
   local html = {}
   for _, block in ipairs(source.blocks(text)) do
@@ -83,7 +84,7 @@ end
 
 --- Returns a Markdown file as HTML. Every heading has an anchor. resolve(address) converts the
 --- address of a link in the file to the address in the page, or returns nil to make the link plain
---- text.
+--- text. links: as in M.prose.
 function M.markdown(path, links, resolve)
   local html = process.output(("cmark-gfm -e table %s 2>&1"):format(
     process.quoted(source.path(path))))

@@ -20,7 +20,7 @@ end
 
 local files = {}
 
---- Returns the lines of a file of the tree, or nil.
+--- Returns the lines of a file of the tree, or nil if it cannot be read. path: as in M.path.
 function M.lines(path)
   if files[path] == nil then
     local handle = io.open(M.path(path) or "", "rb")
@@ -60,7 +60,7 @@ function M.comment(lines, at, mark)
   return table.concat(text, "\n"), first
 end
 
---- Returns the comment at the head of a file.
+--- Returns the comment at the head of a file, "" if it has none. mark: as in M.comment.
 function M.header(path, mark)
   local lines, last = M.lines(path) or {}, 1
   while lines[last] and lines[last]:find("^" .. mark) do last = last + 1 end

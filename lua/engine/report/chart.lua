@@ -66,8 +66,8 @@ function M.scale(x)
   return M.number(x)
 end
 
--- Returns the ticks { value, text } of an axis from low to high. With `log` (a base), low and high
--- are logarithms.
+-- Returns about n ticks { value, text } of an axis from low to high. With `log` (a base), low and
+-- high are logarithms.
 local function ticks(low, high, log, n)
   local list = {}
   -- If fewer than two powers fit, or the range is hardly wider than one power, ticks are at round
@@ -114,6 +114,7 @@ function M.axis(c, span)
 end
 
 --- Returns the SVG of a text at x (0 to 1) and y (pixels) in a panel, moved by dx, dy pixels.
+--- class: its CSS classes; anchor: "start", "middle" or "end", the point of the text that is at x.
 function M.text(class, x, y, dx, dy, anchor, text)
   return ('<text class="%s" x="%s%%" y="%s" dx="%s" dy="%s" text-anchor="%s">%s</text>'):format(
     class, f(100 * x), f(y), f(dx), f(dy), anchor, text)
@@ -183,8 +184,9 @@ local function values_of(c, series, log, last)
 end
 
 -- Returns the SVG path of the line through the values of a series, the SVG path of dots at values
--- that have no neighbours, and whether the series is a single dot. list: from values_of. hold: the
--- line is a staircase. join: the line bridges missing values.
+-- that have no neighbours, and whether the series is a single dot. list: from values_of.
+-- place(value): the y coordinate. hold: the line is a staircase. join: the line bridges missing
+-- values.
 local function line_path(list, axis, place, hold, join)
   local line, dots, started = {}, {}, false
   local before

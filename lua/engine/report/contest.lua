@@ -1,5 +1,6 @@
--- The results of a contest (run/contest.lua) as tables, CSV, JSON, LaTeX and figures. Called by
--- cli/contest.lua.
+-- The results of a contest (run/contest.lua) as tables, CSV, JSON, LaTeX and figures. Below,
+-- `contest` is the contest and `results` what contest:results() returns, a row for each policy.
+-- Called by cli/contest.lua.
 local compare = require "engine.run.compare"
 local contests = require "engine.run.contest"
 local export = require "engine.report.export"
@@ -30,7 +31,7 @@ local function runs_text(row) return ("%d of %d"):format(#row.runs - #row.failed
 
 -- ------------------------------------------------------------------ in the terminal
 
--- Returns three texts about a paired difference, { mean, interval, words }.
+-- Returns three texts about d, a paired difference: { mean, interval, words }. factor: as in HEAD.
 local function difference(d, factor)
   local mean = d.mean * factor
   if mean == 0 and d.spread == 0 then return { "0", "-", "equal in every pair" } end

@@ -11,7 +11,7 @@ local COLUMNS = history.step_columns
 
 -- Calls visit(row, signals) for each step, oldest first. row.first_bad is a parameter's name, its
 -- id if the history lacks the name, or nil. signals: the current value of each signal and, as
--- "log.NAME", of each log.
+-- "log.NAME", of each number that the policy has logged. Returns the number of steps.
 local function each_step(h, visit)
   local sql = "SELECT " .. h:columns(history.step_names, "s."):gsub("s.first_bad",
     "coalesce(p.name, nullif(s.first_bad, -1)) AS first_bad") ..
@@ -54,8 +54,8 @@ M.csv_text = csv_text
 
 --- Writes CSV (RFC 4180): a header and a line for each step. nan, inf and -inf are spelled as
 --- Python and pandas read them; a missing value is empty. A signal has the column signals.NAME, a
---- log the column log.NAME, and a meter of an FP8 layer the column fp8.LAYER:ROLE.NAME, filled at
---- measured steps.
+--- number that the policy logs the column log.NAME, and a meter of an FP8 layer the column
+--- fp8.LAYER:ROLE.NAME, filled at measured steps. Returns the number of steps.
 function M.csv(h, path)
   return files.write(path, function(put)
     local names = {}
@@ -97,7 +97,8 @@ end
 
 --- Writes JSON Lines: an object for each step. Infinities and NaN are strings, as in log=json; a
 --- missing value is null. "signals" holds the script's current signals, if any; "log" the numbers
---- that the policy has logged; "fp8" the meters of a measured step, by "layer:role".
+--- that the policy has logged; "fp8" the meters of a measured step, by "layer:role". Returns the
+--- number of steps.
 function M.jsonl(h, path)
   local _, meters_at = fp8_of(h)
   return files.write(path, function(put)

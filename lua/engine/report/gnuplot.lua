@@ -42,8 +42,8 @@ local function draw_marks(say, marks)
   return drawn
 end
 
--- Writes the data of a series; returns the plot commands of its band and line (an empty list if
--- there is nothing to draw).
+-- Writes the data of series i of a panel; returns the plot commands of its band and line (an empty
+-- list if there is nothing to draw).
 local function draw_series(say, panel, i)
   local c, s = panel.c, panel.series[i]
   local v, any = c[s.column], false

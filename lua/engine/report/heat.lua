@@ -4,9 +4,9 @@
 --     columns = n, wide = 1, axis = { [3] = "2^-14" }, low = "text", high = "text",
 --     none = "nothing recorded", width = 80 })
 -- A cell is a number from 0 to 1, nil (blank), or "bad" (inf or nan). wide: the width of a cell in
--- characters. axis: labels below columns. low, high: the legend's texts for 0 and 1. none: the
--- legend's text for blank cells. label (default 40): the largest width of the rows' labels.
--- Used by views.lua; plot.lua uses only style().
+-- characters. note: a text at the end of the row, or nil. axis: labels below columns. low, high:
+-- the legend's texts for 0 and 1. none: the legend's text for blank cells. label (default 40): the
+-- largest width of the rows' labels. Used by views.lua; plot.lua uses only style().
 local machine = require "engine.base.machine"
 local show = require "engine.base.show"
 

@@ -32,7 +32,7 @@ local function add(list, mark)
 end
 
 -- Returns the overflows in c, a result of curves.read, as a list of one mark, or an empty list if
--- there are none.
+-- there are none. name: the mark's name in the legend.
 local function overflows(c, name)
   local at, count = curves.marks(c)
   return add({}, { kind = "overflow", name = name, symbol = "x", at = at, count = count })

@@ -122,7 +122,7 @@ local DASHES = { { 1, 0 }, { 6, 3 }, { 2, 2 }, { 10, 3 }, { 4, 4 }, { 1, 2 } }
 local EDGE = { 1, 4 }                -- dashes of a band's edges
 
 -- Sets the dots of a curve in a grid of `columns` x `rows` characters: grid[row][column] = bits.
--- range: the ranges of the axes, from ranges_of.
+-- range: the ranges of the axes, from ranges_of. dash: an entry of DASHES; nil: a solid line.
 local function rasterise(points, columns, rows, range, dash)
   local grid, count = {}, -1
   for row = 1, rows do grid[row] = {} end
@@ -348,7 +348,7 @@ local function below_axis(options, columns, range, ascii)
   return table.concat(lines, "\n")
 end
 
---- Returns the plot as text, without a final newline.
+--- Returns a plot as text, without a final newline. options: as at the top of the file.
 function plot.draw(options)
   plot.check_sizes(options, "plot.draw")
   M_ffi.expect(options.curves or type(options.y) == "table", options.y,
@@ -394,7 +394,7 @@ end
 
 --- Returns the curves of loss and loss scale of a run as one text. rows: a list of { step, loss,
 --- scale, overflow }; rows.overflows: the number of overflows, if the rows hold only some of the
---- steps.
+--- steps. options: width, height and ascii, as in plot.draw; nil: the defaults.
 function plot.run(rows, options)
   M_ffi.raise_if(type(rows) ~= "table",
     "plot.run: expected a list of rows, such as trainer:run().rows, got %s", tostring(rows))

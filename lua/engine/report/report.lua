@@ -2,6 +2,7 @@
 -- and policies. All pictures are SVG in the page, so it is complete without its script
 -- (report_page.lua), which only shows the values under the pointer.
 --   local html = require("engine.report.report").html(history, "runs/a")
+-- Below, h is the history, info is the result of runs.info, c of curves.read, l of layers.read.
 -- Called by `engine report`.
 local show = require "engine.base.show"
 local chart = require "engine.report.chart"

@@ -44,8 +44,8 @@ local function evaluations_of(run)
   return good and points or {}
 end
 
--- Returns a run's cells in the table, except the cell with its name. differ: the settings that have
--- a column.
+-- Returns a run's cells in the table, except the cell with its name. info: from runs.info. differ:
+-- the settings that have a column. evaluated: whether the table has a column of evaluation losses.
 local function cells_of(run, info, differ, evaluated)
   local cells = {}
   local function put(text) cells[#cells + 1] = text or "–" end
@@ -95,7 +95,7 @@ local function runs_table(list, folder)
     parts.table(head, rows, right))
 end
 
--- Returns the sections with curves, and the data for the script.
+-- Returns the sections with curves, the data for the script, and the curves (from compare.read).
 local function curve_sections(list)
   local c = compare.read(list, NAMES, { points = POINTS })
   if not c.first then return { "<p>No run has steps.</p>" }, {}, c end

@@ -37,7 +37,8 @@ local function columns_of(axis, starts, width)
   return list
 end
 
--- Returns the cells { row, column } as an SVG path. Adjacent cells of a row are merged.
+-- Returns the cells of `list`, each { row, column }, as an SVG path. columns: from columns_of. row:
+-- the height of a row. Adjacent cells of a row are merged.
 local function cells_path(list, columns, row)
   table.sort(list, function(a, b)
     if a[1] ~= b[1] then return a[1] < b[1] end
@@ -202,8 +203,8 @@ local function levels_legend(list)
   return legend("0.00001 %", parts, "100 %", list)
 end
 
--- Calls visit(e, text) for each limit of a format within the exponents least..most. The line of the
--- limit belongs between the exponents e - 1 and e.
+-- Calls visit(e, text) for those limits of a format (its smallest normal number, its end) that are
+-- within the exponents least..most. The line of a limit belongs between the exponents e - 1 and e.
 local function each_limit(format, least, most, visit)
   for _, limit in ipairs { { format.normal, format.name .. "'s smallest normal number" },
     { format.top + 1, format.name .. " ends" } } do

@@ -35,7 +35,7 @@ end
 
 --- Returns the SVG of a panel or a heat map as wide as the page. `height`: its height in pixels
 --- without the upper margin `top` and the lower margin `bottom`. data: further attributes, as text.
---- label: a title for screen readers.
+--- label: a title for screen readers. content: the SVG inside.
 function M.svg(class, data, label, top, height, bottom, content)
   return ('<svg class="%s" %s role="img" aria-label="%s" style="height:%dpx;padding:%dpx %dpx ' ..
     '%dpx %dpx">%s</svg>'):format(class, data, escape(label), top + height + bottom, top,

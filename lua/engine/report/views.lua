@@ -24,7 +24,8 @@ local TENSOR = "points from to width"
 
 local MOST_PIXELS = 20000
 
--- Raises an error unless the options are valid for a picture. Returns them.
+-- Raises an error unless the options are valid for a picture. Returns them. name: the method that
+-- takes them, for messages.
 local function check(options, name)
   plot.check_sizes(options, name, (options.svg or options.png) and MOST_PIXELS)
   for _, bound in ipairs { "from", "to" } do
@@ -35,17 +36,17 @@ local function check(options, name)
     "%s: expected log to be true, false or a base above 1", name)
   M_ffi.expect(options.title == nil or type(options.title) == "string" and
     (options.svg or options.png), options.title,
-    "%s: title must be a text and works only with the option svg or png", name)
+    "%s: expected title to be a text, and the option svg or png beside it", name)
   return options
 end
 
--- Reads and checks the options of a method of histories.
+-- Reads and checks the options of the method `name` of histories. known: the options that it takes.
 local function read_options(options, name, known)
   return check(arguments.read_named(options, name, known), name)
 end
 
--- Draws one curve of c, a result of curves.read, as text. options: log, width, height, ascii, marks
--- (false: no overflow marks), marked (further marks, from marks.read).
+-- Draws the column `name` of c, a result of curves.read, as text. options: log, width, height,
+-- ascii, marks (false: no overflow marks), marked (further marks, from marks.read).
 local function draw_curve(c, name, options)
   local metric, v = curves.metric(name), c[name]
   local y, low, last = {}, {}, nil
@@ -73,9 +74,10 @@ end
 
 local FILE_POINTS = 600          -- columns of a picture in a file
 
---- Makes the panels of c, a result of curves.read or compare.read. M.write takes the panels of
---- either; M.drawn takes only those of compare.read. options: log, height. marked: the marks on
---- every panel, from marks.lua, or nil. A run's field `number` is the style of its curve.
+--- Makes a panel for each of the columns `names` of c, a result of curves.read or compare.read.
+--- M.write takes the panels of either; M.drawn takes only those of compare.read. options: log,
+--- height. marked: the marks on every panel, from marks.lua, or nil. A run's field `number` is the
+--- style of its curve.
 function M.panels(c, names, options, marked)
   local panels = {}
   for i, name in ipairs(names) do
@@ -216,6 +218,8 @@ function M.compare(list, names, options)
 end
 
 -- ------------------------------------------------------------------ heat maps
+
+-- Below, l is a result of layers.read.
 
 local FEWEST_SHARE = 1e-7        -- the smallest visible share of a layer's elements
 
