@@ -147,8 +147,9 @@ local function text(db)
   return db == math.huge and "exact" or db == -math.huge and "inf" or ("%.2f"):format(db)
 end
 
--- count() adds a method's results in one column: the share of dot products with an SNR below 0 dB
--- and, for the longest dot products of independent numbers, a histogram of the SNR.
+-- count() adds the results of the method `name` in one column to row `at` of the tables: the share
+-- of dot products whose SNR, in the list `db`, is below 0 dB and, for the longest dot products of
+-- independent numbers, a histogram of the SNR.
 local EDGES = { 0, 10, 20, 30, 40, 50, math.huge }
 local below, histograms = {}, {}
 local function count(name, column, db, at)

@@ -52,7 +52,8 @@ return {
         scales[name] = math.max(2^-125, peaks[2])
       end
     end
-    -- Tensors without a history get `scale`, 2^-126. Entries of `scales` are 2^-125 or more.
+    -- An entry of `scales` that is equal to `scale` counts as left out, and the tensor is scaled by
+    -- its own amax. So `scale` is 2^-126, and the entries are 2^-125 or more.
     return { scale = 2^-126, scales = scales }
   end,
 }

@@ -5,7 +5,7 @@
 --
 -- This is an FP8 policy because the rule needs counts of saturated elements, which only an FP8
 -- layer has. A loss scale would also act on gradients that are never cast to FP8. The policy
--- therefore differs from the paper:
+-- differs from the paper in four points:
 --   - mu is per layer and acts on the gradient of a layer's output (`:dy`); the paper has one
 --     mu for the weight gradients that ranks reduce in FP8.
 --   - The first mu scales the first measured amax to FP8's largest number.

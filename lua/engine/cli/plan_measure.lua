@@ -173,7 +173,7 @@ local function read_ranks(text, n, size)
 end
 
 --- Runs n processes at the same time, without messages between them. Returns a list of their
---- measurements: { step =, handling =, memory_gradients = ... }.
+--- measurements, in seconds and bytes: { step =, handling =, memory_gradients = ... }.
 function M.alone(n, script, settings, given)
   local command = "ENGINE_RANKS=off OMP_NUM_THREADS=1 timeout 600 " ..
     rank_command(script, settings, given)

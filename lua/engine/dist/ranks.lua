@@ -156,7 +156,8 @@ end
 local MOST = 20     -- the most ranks that a message lists
 
 --- Compares the list of lines `own` over all ranks. If the lines of any rank differ from rank 0's,
---- raises an error on all ranks. The message has the first difference of each rank that differs.
+--- raises an error on all ranks. The message has the first difference of each rank that differs,
+--- for MOST ranks at most.
 function M.compare(own)
   local first = {}
   for line in (M.from_first(table.concat(own, "\0")) .. "\0"):gmatch("(%Z*)%z") do

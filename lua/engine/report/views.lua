@@ -355,7 +355,8 @@ end
 
 --- Returns the exponents of the first and last shade of a heat map over time. The first is the
 --- smallest exponent of any cell's amax. The last is the exponent at which the format overflows or,
---- for formats as wide as f32, the largest exponent of any cell's amax.
+--- for formats as wide as f32, the largest exponent of any cell's amax. Amaxes that the narrowest
+--- format would round to zero do not count.
 function M.shade_range(l)
   local low, high = math.huge, -math.huge
   for k = 1, #l.names do
@@ -475,9 +476,10 @@ local function bars(hist, most)
 end
 
 --- Returns the statistics of a parameter's gradients at recorded steps: { name, shape, steps = { {
---- step, amax, norm, inf, nan, zeros, underflow, hist, scale, relative_scale } ... } }. The list
---- `steps` has at most options.points entries (200 by default). print shows the result as a curve
---- of the largest stored value, followed by the last histogram.
+--- step, amax, norm, inf, nan, zeros, underflow, hist, scale, relative_scale } ... } }. amax and
+--- norm are as stored, that is, times the loss scale. The list `steps` has at most options.points
+--- entries (200 by default). print shows the result as a curve of amax, followed by the last
+--- histogram.
 function M.tensor(h, name, options)
   options = read_options(options, "tensor", TENSOR)
   local parameter = parameter_of(h, name)
