@@ -200,7 +200,7 @@ local function curve_sections(h, info, l)
     if point[2] - point[2] == 0 then evaluations[#evaluations + 1] = point end
   end
   local shadows = shadows_of(h, axis)
-  -- Returns a section with one curve. If there is nothing to draw, the section holds o.empty;
+  -- Returns a section with one panel. If there is nothing to draw, the section holds o.empty;
   -- without o.empty, the result is "".
   local function curve(title, about, name, o)
     o.c, o.axis, o.marks, o.title = c, axis, marked, TITLES[name]
