@@ -25,7 +25,7 @@ static grad_rule *rules[ENG_OP_COUNT] = {
 void grad_register(int op, grad_rule *rule) { rules[op] = rule; }
 
 static struct {
-  bool running, retain;
+  bool running, retain;        // retain: the tape is kept after the pass
   bool was_recording;          // whether recording was on before backward began
   eng_precision precision;     // autocast's settings before backward
   int cursor;                  // nodes from cursor on are done; the next node is cursor - 1

@@ -7,8 +7,9 @@
 /// operation adds to it. `begins` is called first, while parameter.expected marks the parameters
 /// that will be reported. `ready` is called once for each of these parameters, and `between` after
 /// every operation. `place` allocates parameter.gradient if it has no memory when a gradient is
-/// written (ZeRO-2 and 3). An error in one of the functions ends the pass. backward_set_watch(NULL)
-/// or the end of the pass removes the watch.
+/// written (ZeRO-2 and 3). Each may be NULL; without `ready`, `between` is not called either. An
+/// error in one of the functions ends the pass. backward_set_watch(NULL) or the end of the pass
+/// removes the watch.
 typedef struct backward_watch {
   eng_status (*begins)(void *data);
   eng_status (*ready)(void *data, struct parameter *p);

@@ -145,7 +145,7 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   memcpy(graph->input, input, sizeof input);
   set->references++;
   outdate_copies(set);
-  // memory that the capture uses and frees must not return to the system
+  // launches use the memory that the capture used and freed, so it must not return to the system
   arena_pin(device->space, 1);
   graph->pinned = true;
   eng_status status = device->capture_begin();

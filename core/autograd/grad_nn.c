@@ -1,6 +1,6 @@
 // Gradient rules of products, norms, attention and losses. A kernel that can add to its output
-// writes a parameter's gradient directly into the flat buffer (grad_target). Called by backward.c,
-// grad_vision.c and fp8/attention.c.
+// writes a parameter's gradient directly into the buffer that holds the gradients of its parameter
+// set (grad_target). Called by backward.c, grad_vision.c and fp8/attention.c.
 #include "base/error.h"
 #include "op.h"
 #include "gradient.h"
@@ -126,7 +126,7 @@ eng_status grad_embedding(grad_call *g)
 
 /// Runs a norm's backward kernel and emits the gradients of weight and bias. `weight` is the index
 /// of the weight among the node's inputs; the bias follows it. The caller emits dx. The attributes
-/// of all norms' gradients begin with dtype and affine.
+/// of all norms' gradients begin with dtype and affine, so c->layer_norm_grad names them here.
 static eng_status norm_vectors(tensor **dx, grad_call *g, op_call *c, int weight)
 {
   const op_call *y = g->call;

@@ -2,7 +2,7 @@
 // Called by backward.c, gradient rules (grad_*.c, fp8/), tensor_calls.c and Lua.
 //
 // tensor.gradient is never modified in place: a second contribution creates a new tensor with the
-// sum. Gradients of parameters go into their flat buffer.
+// sum. Gradients of parameters go into the one buffer of their parameter set.
 //
 // Each node has a relative scale, which multiplies the gradients of the node's outputs and hence
 // the results of its rule. grad_emit then rescales each result from the node's relative scale to
@@ -18,7 +18,7 @@
 #include <string.h>
 
 // Leaves that belong to no parameter set and have received a gradient in this step. A scope may
-// have dropped some of them since.
+// have dropped some of them since; the generation of x has then changed.
 typedef struct leaf { tensor *x; uint32_t generation; } leaf;
 static struct { leaf *items; int length; int64_t room; } leaves;
 
@@ -119,7 +119,7 @@ static eng_status unbroadcast(tensor **dx, const tensor *x)
   return op_replace(dx, shaped);
 }
 
-/// Adds dx to a parameter's gradient in the flat buffer. Consumes dx.
+/// Adds dx to a parameter's gradient in the buffer of its set. Consumes dx.
 static eng_status add_to_parameter(parameter *p, tensor *dx)
 {
   OWNED tensor *term = dx;

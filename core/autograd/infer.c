@@ -119,7 +119,7 @@ eng_status infer_pick_grad(op_call *c, op_shape *s)
   ENG_TRY(want_float(c, 0));
   ENG_TRY(want_index(c, 1, "index"));
   FAIL_IF(c->gather_grad.ndim < 1 || c->gather_grad.ndim > ENG_MAX_DIMS, ENG_ERR_VALUE,
-          "%s: expected 1 to %d dimensions, got %lld", op_name(c), ENG_MAX_DIMS,
+          "%s: expected dx to have 1 to %d dimensions, got %lld", op_name(c), ENG_MAX_DIMS,
           (long long)c->gather_grad.ndim);
   tensor dx = {.dtype = dy->dtype, .ndim = (int)c->gather_grad.ndim};
   memcpy(dx.shape, &c->gather_grad.shape[0], sizeof dx.shape);
@@ -189,7 +189,7 @@ eng_status infer_swiglu_grad(op_call *c, op_shape *s)
 eng_status infer_unary_grad(op_call *c, op_shape *s)
 {
   FAIL_IF(!op_is_unary((int)c->unary_grad.of), ENG_ERR_VALUE, "unary_grad: expected the number of "
-          "an operation of one input, got %lld", (long long)c->unary_grad.of);
+          "an elementwise operation of one input, got %lld", (long long)c->unary_grad.of);
   return pair_grad(c, s, c->unary_grad.dtype);
 }
 
@@ -267,7 +267,8 @@ eng_status infer_cast(op_call *c, op_shape *s)
           "cast: expected the number of a dtype, 0 to %d, got %lld", ENG_DTYPE_COUNT - 1,
           (long long)dtype);
   FAIL_IF(dtype_is_fp8((int)dtype) && (mode < 0 || mode > 3), ENG_ERR_VALUE,
-          "cast: expected a rounding mode from 0 to 3, got %lld", (long long)mode);
+          "cast: expected the mode 0, 1 (saturate), 2 (round stochastically) or 3 (both), got %lld",
+          (long long)mode);
   put_like(s, 0, (int)dtype, c->in[0]);
   return ENG_OK;
 }

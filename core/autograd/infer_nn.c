@@ -175,8 +175,8 @@ eng_status infer_attention(op_call *c, op_shape *s)
   const tensor *q = c->in[0];
   ENG_TRY(want_attention(c));
   FAIL_IF(c->attention.entropy < 0 || c->attention.entropy > ENG_ROW_LOGIT_MAX, ENG_ERR_VALUE,
-          "%s: expected entropy to be 0, 1 or 2, got %lld", op_name(c),
-          (long long)c->attention.entropy);
+          "%s: expected entropy to be 0 (none), 1 (entropy) or 2 (largest logit), got %lld",
+          op_name(c), (long long)c->attention.entropy);
   FAIL_IF(c->attention.entropy == ENG_ROW_LOGIT_MAX && backend_current()->gradstats_start,
           ENG_ERR_DEVICE, "%s: the device %s cannot return the largest logit of each row; "
           "hint: engine.device('cpu')", op_name(c), backend_current()->name);
@@ -236,8 +236,8 @@ static eng_status want_classes(const op_call *c)
   tensor rows = *x;
   rows.ndim--;
   FAIL_IF(!tensor_same_shape(&rows, t) || x->shape[x->ndim - 1] < 1, ENG_ERR_SHAPE,
-          "%s: expected logits [.. x V] and targets of shape %s, got %s and %s", op_name(c),
-          tensor_shape_text(rows.ndim, rows.shape), tensor_text(x), tensor_text(t));
+          "%s: expected logits [.. x V] with V >= 1 and targets of shape %s, got %s and %s",
+          op_name(c), tensor_shape_text(rows.ndim, rows.shape), tensor_text(x), tensor_text(t));
   FAIL_IF(!(c->cross_entropy.smoothing >= 0 && c->cross_entropy.smoothing < 1), ENG_ERR_VALUE,
           "%s: expected label smoothing in [0, 1), got %g", op_name(c), c->cross_entropy.smoothing);
   double z_loss = c->cross_entropy.z_loss, cap = c->cross_entropy.soft_cap;

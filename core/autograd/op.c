@@ -150,8 +150,8 @@ static void drop_outputs(op_call *c, const bool *given)
     }
 }
 
-/// Reserves Philox blocks for a call that draws random numbers, unless the call replays recorded
-/// numbers.
+/// Reserves Philox blocks for a call that draws random numbers, unless its counter is already set:
+/// then the call draws the numbers of a recorded call again.
 static eng_status take_numbers(op_call *c)
 {
   int blocks;
@@ -352,7 +352,8 @@ eng_status eng_run_into(eng_op_call *call, const eng_tensor *target)
     tensor *x = NULL;
     if (call->in[k].slot) ENG_TRY(tensor_get(&x, &call->in[k]));
     FAIL_IF(x && x->store == y->store, ENG_ERR_VALUE, "an operation cannot read the memory it "
-            "writes: an input shares the memory of the output %s", tensor_text(y));
+            "writes: input %d shares the memory of the output %s; hint: x:contiguous() is a copy",
+            k + 1, tensor_text(y));
   }
   FAIL_IF(!op_takes_target(call->op), ENG_ERR_VALUE, "%s cannot write into a given tensor; hint: "
           "copy the result into the tensor", eng_op_name(call->op));

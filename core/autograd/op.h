@@ -87,7 +87,8 @@ static inline eng_status op_affine(tensor **out, tensor *x, double factor, doubl
   return op_run1(out, c);
 }
 
-/// Returns the promoted dtype: floats win over integers; f16 with bf16 gives f32.
+/// Returns the promoted dtype: floats win over integers; f16 with bf16 gives f32; u8
+/// with i8 gives i16.
 int dtype_promote(int a, int b);
 
 /// Broadcasts two shapes. Returns false if the shapes do not broadcast.

@@ -16,7 +16,8 @@ static eng_profile_row rows[ROWS];
 static int n_rows;
 
 /// Adds a call to the row of its operation and detail. All calls of an operation pass the same
-/// pointer `op`. The last row sums up the calls that have no row of their own.
+/// pointer `op`, so the pointers are compared. The last row sums up the calls that have no row of
+/// their own.
 static void add(const char *op, const char *detail, double seconds, double bytes, double flops)
 {
   eng_profile_row *row = rows, *last = rows + ROWS - 1;

@@ -1,6 +1,7 @@
 // Steps and scopes, which end the lifetime of tensors. A step owns its tape and the tensors created
 // in it. The end of a step drops both, and waits for transfers of weights (ZeRO-3). A scope is a
-// mark, inside or outside a step; its end drops the tensors created since the mark. Called by Lua.
+// mark, inside or outside a step; its end drops the tensors created since the mark. Called by Lua
+// and tensor_calls.c.
 #include "step.h"
 
 #include "base/error.h"

@@ -1,6 +1,6 @@
 // The memory that the tape keeps for the backward pass, in bytes: the memory of the tensors that
 // gradient rules read (columns `reads` and `saves` of ops.def). A tensor that no rule reads can be
-// freed after its last use in the forward pass (eng_done). Called by Lua.
+// freed after its last use in the forward pass (eng_done). Called by Lua, grad_nn.c and fp8/.
 #include "base/error.h"
 #include "op.h"
 #include "tape.h"

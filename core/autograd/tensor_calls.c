@@ -123,7 +123,7 @@ eng_status eng_info(eng_tensor_info *out, const eng_tensor *handle)
 static eng_status check_transfer(const tensor *x, const void *memory, int format, int64_t count)
 {
   FAIL_IF(!memory && count != 0, ENG_ERR_VALUE,
-          "expected memory for %s, got nothing", tensor_text(x));
+          "expected a pointer to memory for the elements of %s, got NULL", tensor_text(x));
   FAIL_IF(format < 0 || format >= ENG_DTYPE_COUNT, ENG_ERR_DTYPE,
           "expected the number of a dtype, 0 to %d, got %d", ENG_DTYPE_COUNT - 1, format);
   FAIL_IF(count != x->count, ENG_ERR_SHAPE, "expected %lld values for %s, got %lld",
@@ -141,8 +141,8 @@ eng_status eng_write(const eng_tensor *handle, const void *source, int from, int
   return ENG_OK;
 }
 
-// Returns x, or the default NaN if x is a negative NaN with a payload. LuaJIT would take such a NaN
-// for a value that is not a number.
+// Returns x, or the default NaN if x is a negative NaN with a payload. LuaJIT represents values
+// that are not numbers, such as strings, by such NaNs, and would take x for one of these values.
 static double lua_number(double x)
 { return f64_bits(x) > 0xFFF8000000000000ull ? f64_from(0x7FF8000000000000ull) : x; }
 
