@@ -11,7 +11,8 @@
 
 typedef enum strictness { LENIENT, STRICT, NO_OPTION } strictness;
 
-// Returns the option `strict` of the options at `index`.
+// Returns whether the options at `index` have strict=false (LENIENT), strict=true (STRICT) or no
+// such option.
 static strictness strictness_of(lua_State *L, int index)
 {
   lua_pushvalue(L, index);
@@ -144,8 +145,8 @@ static int check_count(lua_State *L)
   return refuse_strictly(L);
 }
 
-// check.whole(options, name, least, most): refuses an option that is not a whole number in this
-// range.
+// check.whole(options, name, least, most): refuses an option that is not a whole number from
+// `least` to `most`.
 static int check_whole(lua_State *L)
 {
   double x = option(L, 2), least = luaL_checknumber(L, 3), most = luaL_checknumber(L, 4);

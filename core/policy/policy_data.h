@@ -77,9 +77,9 @@ const char *data_find(const char *at, const char *key);
 /// Compares two keys for qsort: numbers, then strings by bytes, then booleans.
 int data_by_key(const void *left, const void *right);
 
-/// Appends the canonical text of the value at `at`: the keys 1..n first, then the other keys in the
-/// order of data_by_key. A double is written with the fewest digits that restore it, or as `inf`,
-/// `nan` or `-0.0`.
+/// Appends the canonical text of the value at `at`. In a table, the keys 1..n come first, then the
+/// other keys in the order of data_by_key. A double is written with the fewest digits that restore
+/// it, or as `inf`, `nan` or `-0.0`.
 void data_text(data_blob *text, const char *at);
 /// Parses text in the form that data_text writes; spaces are allowed. Returns false, with a message
 /// in `error`, if the text does not have this form or memory runs out.

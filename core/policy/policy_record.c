@@ -34,7 +34,8 @@ static const char *const view_names[VIEW_KINDS] = {
 
 typedef struct view { int32_t kind, index; } view;
 
-/// How a field is read. The kinds before VIEW and after OVERFLOW read a member: `at` is its offset.
+/// How a field is read. The kinds from INTEGER to FIRST_BAD and after OVERFLOW read a member of a
+/// structure: `at` is its offset.
 typedef enum field_kind {
   NONE,            // there is no such field
   INTEGER,
@@ -44,12 +45,12 @@ typedef enum field_kind {
   FIRST_BAD,       // the index of a tensor, returned as its name
   VIEW,            // `at`: the kind of view
   // the following kinds occur only in the statistics of tensors and groups
-  UPDATE,          // `at`: ENG_NORM_*; nil if the record's norm is NaN
+  UPDATE,          // `at`: ENG_NORM_*; nil if the record's norm of this kind is NaN
   NAME, SCALE, OVERFLOW,
   SCALED,          // a number that is divided by the scale
-  ROOT,            // its root, divided by the scale
+  ROOT,            // a number whose square root is divided by the scale
   NONZERO,         // a number; nil if it is 0
-  MEASURED_INTEGER, MEASURED_NUMBER   // of a tensor that an FP8 layer quantized; nil for gradients
+  MEASURED_INTEGER, MEASURED_NUMBER   // nil unless the meters of an FP8 layer measured the tensor
 } field_kind;
 typedef struct place { field_kind kind; size_t at; } place;
 enum { IN_RECORD, IN_STATS };
@@ -105,7 +106,8 @@ static const eng_record *record_in_view(eng_policy *p)
   return p->record;
 }
 
-// Raises an error for the key at index 2, which is none of the n names of fields.
+// Raises an error for the key at index 2, which names none of the fields of `what`. `names` has the
+// n fields.
 static int unknown_field(lua_State *L, const char *what, const char *const *names, int n)
 {
   if (lua_type(L, 2) != LUA_TSTRING)
@@ -459,8 +461,9 @@ bool policy_record_ipairs(lua_State *L, int index)
   return true;
 }
 
-// Pops a value and pushes a view. The view's metatable has the functions `index`, whose upvalue is
-// the popped value, and `length` (NULL: none).
+// Pops a value and pushes a view. `place` is the index of a tensor or group, or -1. The view's
+// metatable has the functions `index`, whose upvalue is the popped value, and `length` (NULL:
+// none).
 static void push_view(lua_State *L, view_kind kind, int place, lua_CFunction index,
                       lua_CFunction length)
 {

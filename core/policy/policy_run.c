@@ -14,7 +14,7 @@
 
 enum {
   HOOK_INTERVAL = 256,            // Lua instructions between two checks of the budget
-  CLOCK_INTERVAL = 4096,          // the same between two readings of the clock
+  CLOCK_INTERVAL = 4096,          // Lua instructions between two readings of the clock
   BYTES_PER_INSTRUCTION = 64,     // allocating this many bytes costs one instruction of the budget
   STACK_ROOM = 256 << 10,         // bytes of C stack that nested calls may take
 };

@@ -115,7 +115,7 @@ static bool encode(walk *w, int table, int depth)
       return refuse(w, "tables nest more than 30 deep, the limit of a state");
     if (w->seen.n == 0) visit(&w->seen, lua_topointer(L, w->root));
     if (!visit(&w->seen, lua_topointer(L, -1)))
-      return refuse(w, "the same table is in two places");
+      return refuse(w, "the same table is in two places; store a copy in one of them");
     if (!encode(w, w->base + 2 * depth, depth + 1)) return false;
   }
   data_tag(w->out, '}');
@@ -495,9 +495,10 @@ static eng_status take_back(eng_policy *p, const char *at)
   const char *policy = data_find(at, "policy"), *state = data_find(at, "state"),
              *scales = data_find(at, "scales");
   FAIL_IF(!find_number(&version, at, "version"), ENG_ERR_FORMAT,
-          "a policy's saved state has no 'version'");
+          "policy %s: the saved state is damaged: it has no 'version'", p->name);
   FAIL_IF(version != TEXT_VERSION, ENG_ERR_FORMAT,
-          "a policy's saved state: expected version %d, got %g", TEXT_VERSION, version);
+          "policy %s: expected a saved state of version %d, got version %g", p->name, TEXT_VERSION,
+          version);
   if (!policy || !state || *state != '{' || !scales || *scales != '{' ||
       !find_number(&scale, at, "scale") || !policy_is_scale(scale) ||
       !find_number(&clip, at, "clip") || !(clip >= 0) || !f64_is_finite(clip) ||
@@ -508,7 +509,8 @@ static eng_status take_back(eng_policy *p, const char *at)
   data_read(&item, policy);
   FAIL_IF(item.tag != 's' || item.length != strlen(p->name) ||
           memcmp(item.string, p->name, item.length) != 0, ENG_ERR_POLICY,
-          "policy %s: this state was saved by policy '%.*s'; hint: migrate it to the new policy",
+          "policy %s: this state was saved by policy '%.*s'; hint: restore it in a policy of that "
+          "name, and pass that policy to take_over()",
           p->name, item.tag == 's' ? (int)item.length : 0, item.tag == 's' ? item.string : "");
 
   data_clear(&p->next);

@@ -1,6 +1,6 @@
 // The verdict that a policy returns: checks each field of the table from `decide`, with a message
-// that names the mistake, and makes its text safe for terminals. Called by policy_vm.c after a
-// decision.
+// that names the mistake, and makes its text safe for terminals. Called by policy_vm.c, by
+// policy_state.c (policy_refuse), and by Lua to read parts of a verdict.
 #include "policy_vm.h"
 
 #include "base/error.h"
@@ -338,8 +338,8 @@ static bool read_logit_muls(eng_policy *p, eng_verdict *out, const verdict_field
   return true;
 }
 
-// Reads `log`. Checks a name only if it differs from the name at the same position in the last
-// `log`.
+// Reads `log`. Most policies log the same names at every step, so a name is checked only if it
+// differs from the name at the same position in the last `log`.
 static bool read_log(eng_policy *p, eng_verdict *out, const verdict_field *f)
 {
   lua_State *L = p->L;

@@ -483,7 +483,8 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
   p->each_set = out->each;
   p->last.scale = out->scale;
   p->last.clip = out->clip;
-  // A rollback's lr_mul is not repeated when a later decision fails.
+  // A failed decision repeats the last lr_mul. A rollback's lr_mul already holds for the rest of
+  // the run, so repeating it would apply it twice.
   p->last.lr_mul = out->action == ENG_ACTION_ROLLBACK ? 1 : out->lr_mul;
   return ENG_OK;
 }

@@ -44,7 +44,7 @@ typedef struct policy_logged { char name[ENG_NAME_BYTES + 1]; double value; } po
 typedef struct field_map { const char *key[FIELD_BUCKETS]; int8_t field[FIELD_BUCKETS]; } field_map;
 
 /// The offset of a field's value in the state's blob, for a state that is a flat table of numbers
-/// and booleans.
+/// and booleans. key: the address of the field's interned name.
 typedef struct flat_field { const void *key; uint32_t offset; bool is_boolean; } flat_field;
 
 struct eng_policy {
@@ -178,8 +178,8 @@ void policy_checks_open(lua_State *L);
 void policy_verdict_open(eng_policy *policy);
 /// Describes field `index` of a verdict, below VERDICT_FIELDS.
 eng_policy_name policy_verdict_field(int index);
-/// Reads a verdict from the table on top of the stack, or from the scale there. Returns false, with
-/// the reason in policy->why, if the verdict is invalid.
+/// Reads the verdict on top of the stack: a table, or a number, which is the next scale. Returns
+/// false, with the reason in policy->why, if the verdict is invalid.
 bool policy_read_verdict(eng_policy *policy, eng_verdict *out);
 /// Writes policy->why. Returns false.
 __attribute__((format(printf, 2, 3)))

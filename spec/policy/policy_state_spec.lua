@@ -43,7 +43,8 @@ describe("a saved state", function()
     end
     for n = 0, #text - 1 do refused(text:sub(1, n), "damaged") end
     refused(text .. "x", "text after the end")
-    refused((text:gsub("version=1", "version=2")), "expected version 1, got 2")
+    refused((text:gsub("version=1", "version=2")),
+      "policy p: expected a saved state of version 1, got version 2")
     refused((text:gsub('policy="p"', 'policy="other"')), "saved by policy 'other'")
     refused((text:gsub("^{clip=0,", "{")), "missing or not valid")
     refused((text:gsub("scale=8,scales", "scale=nan,scales")), "missing or not valid")
