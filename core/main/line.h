@@ -13,8 +13,9 @@ typedef enum line_result { LINE_OK, LINE_END, LINE_INTERRUPTED } line_result;
 typedef void line_completer(void *data, const char *before, char *insert, size_t insert_size,
                             char *list, size_t list_size);
 
-/// Reads a line, without its newline, into *text, which is valid until the next call. Without a
-/// terminal it reads plain stdin.
+/// Reads a line, without its newline, into *text, which is valid until the next call. Returns
+/// LINE_END at the end of the input (Ctrl-D) and LINE_INTERRUPTED after Ctrl-C. Without a terminal,
+/// reads plain stdin. `complete` may be NULL.
 line_result line_read(const char **text, const char *prompt, line_completer *complete, void *data);
 
 /// Adds an entry to the history and, unless `file` is NULL, saves the history to this file.
@@ -24,5 +25,5 @@ void line_history_load(const char *file);
 /// Whether lines are edited: stdin and stdout are both on a terminal that supports editing.
 bool line_is_edited(void);
 
-/// Restores the terminal.
+/// Restores the terminal and frees the history.
 void line_close(void);

@@ -299,7 +299,8 @@ static bool has_modules(const char *folder)
 }
 
 // Finds the executable, the library it is linked with, and the Lua modules: ../share/lua/5.1 when
-// installed, lua/ in the tree (../../lua for a build in build/NAME).
+// installed, lua/ in the tree (../../lua for a build in build/NAME). Returns false if there are no
+// Lua modules.
 static bool find_places(const char *argv0)
 {
   static const char *const places[] = {"lua", "../share/lua/5.1", "../../lua", "../lua"};

@@ -126,7 +126,8 @@ static void on_pipe(int signal_number)
   raise(signal_number);
 }
 
-// SIGXFSZ: because of this handler the write fails with EFBIG, and the process does not end.
+// SIGXFSZ: a write exceeded the limit on a file's size (ulimit -f). Because of this handler the
+// write fails with EFBIG, and the process does not end.
 static void on_file_limit(int signal_number) { (void)signal_number; }
 
 void signals_catch(lua_State *L, int own_rank, bool (*own_place)(const char *, size_t))

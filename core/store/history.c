@@ -1,5 +1,5 @@
-// Appending to a run's history: the rows, and the queue to the writer thread. See history.h.
-// Owns open histories. Called by Lua.
+// Appending to a run's history: the rows, and the queue to the writer thread. See history.h. Owns
+// open histories. Called by Lua and by history_query.c.
 #include "history.h"
 
 #include "base/error.h"
@@ -163,7 +163,8 @@ static cell of_text(const char *x)
 { return x ? (cell){FIELD_TEXT, (int64_t)strlen(x), .memory = x} : (cell){.type = FIELD_NULL}; }
 
 // Appends a row, which consists of the parameters of an SQL statement. If the queue is full, waits
-// for room; but if the last commit failed, drops the row instead.
+// for room; but if the last commit failed, drops the row instead. Returns an error of the thread
+// that no earlier call has returned, even if this row was appended.
 static eng_status append(eng_history *history, history_statement statement, const cell *row, int n)
 {
   FAIL_IF(!history->writing, ENG_ERR_STATE, "history %s is open for reading only: it takes "

@@ -138,8 +138,8 @@ void      *history_writer_run(void *history);
 
 /// Opens a read-only connection and checks that the file is a history of a known schema.
 eng_status history_reader_open(sqlite3 **out, const char *path);
-/// Checks the application id and the schema version. Sets *fresh, unless it is NULL, to whether the
-/// database is empty.
+/// Checks the application id and the schema version. Sets *fresh to whether the database is empty.
+/// If `fresh` is NULL, an empty database is an error.
 eng_status history_check(sqlite3 *db, const char *path, bool *fresh);
 
 /// Returns the largest number of bytes that the packed statistics of n tensors can take.

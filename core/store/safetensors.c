@@ -98,7 +98,7 @@ static eng_status read_entry(json_reader *json, eng_safetensors_entry *entry, in
                      : strcmp(key, "data_offsets") == 0 ? OFFSETS
                                                         : 0;
       FAIL_IF(now == 0, ENG_ERR_FORMAT,
-              "unknown key %s; expected dtype, shape, data_offsets", json_show(key));
+              "unknown key %s; expected dtype, shape or data_offsets", json_show(key));
       FAIL_IF(seen & now, ENG_ERR_FORMAT, "duplicate key %s", key);
       seen |= now;
       if (now == DTYPE) {
@@ -126,7 +126,7 @@ static eng_status read_entry(json_reader *json, eng_safetensors_entry *entry, in
           "data_offsets [%lld, %lld] exceed the %lld bytes of data; hint: is the file complete?",
           (long long)entry->begin, (long long)entry->end, (long long)data_size);
   FAIL_IF(entry->end - entry->begin != bytes, ENG_ERR_FORMAT, "dtype and shape need %lld bytes, "
-          "data_offsets span %lld", (long long)bytes, (long long)(entry->end - entry->begin));
+          "but data_offsets span %lld", (long long)bytes, (long long)(entry->end - entry->begin));
   return ENG_OK;
 }
 
@@ -479,7 +479,7 @@ static eng_status make_header(char **header, size_t *size, const eng_safetensors
   if (fclose(to) != 0 || failed)
     status = error_set(ENG_ERR_MEMORY, "%s: out of memory for the header", writer->path);
   if (status == ENG_OK && *size > HEADER_MOST)
-    status = error_set(ENG_ERR_VALUE, "%s: the header would take %zu bytes, the format allows %d",
+    status = error_set(ENG_ERR_VALUE, "%s: the header would take %zu bytes; the format allows %d",
                        writer->path, *size, HEADER_MOST);
   return status;
 }

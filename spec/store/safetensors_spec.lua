@@ -214,9 +214,9 @@ describe("safetensors", function()
       "expected '%]'" },
     { "one offset", file_of('{"a":' .. entry("F32", "[1]", "[0]") .. "}", four), "expected ','" },
     { "a size that does not fit", file_of('{"a":' .. entry("F32", "[2]", "[0,4]") .. "}", four),
-      "dtype and shape need 8 bytes, data_offsets span 4" },
+      "dtype and shape need 8 bytes, but data_offsets span 4" },
     { "an empty tensor with bytes", file_of('{"a":' .. entry("F32", "[0]", "[0,4]") .. "}", four),
-      "need 0 bytes, data_offsets span 4" },
+      "need 0 bytes, but data_offsets span 4" },
     { "a product past 2^64", file_of('{"a":' .. entry("F32", "[4294967296,4294967296]", "[0,0]") ..
       "}"), "needs more than 2^63%-1 bytes" },
     { "a product that wraps to 4", file_of('{"a":' .. entry("F32", "[4611686018427387905]",
