@@ -13,7 +13,7 @@ enum { SHORT_WORD = 40 };      // merge_short handles words of up to this many s
 
 // ---- tables for encoding
 
-// Records each pair of adjacent characters in a merge's result.
+// Adds each pair of adjacent characters in a merge's result to t->bigrams.
 static bool join_pairs(eng_tokenizer *t, const char *text, int64_t size)
 {
   uint64_t before = 0;
@@ -72,7 +72,7 @@ eng_status bpe_ready(eng_tokenizer *t)
 // ---- merging
 
 typedef struct symbol { uint32_t id; int32_t prev, next; } symbol;      // prev, next: -1 if none
-typedef struct merge { uint32_t rank, id; int32_t at; } merge;
+typedef struct merge { uint32_t rank, id; int32_t at; } merge;          // at: the left symbol
 
 static inline const pair *merge_of(const eng_tokenizer *t, uint32_t a, uint32_t b)
 { return pairs_find(&t->merges, (uint64_t)a << 32 | b); }

@@ -1,6 +1,6 @@
 // SentencePiece's compiled character map: a double-array trie whose values are offsets into a block
 // of texts. Layout: the size of the trie in bytes (u32), the trie (u32 units), then the texts, each
-// ended by a 0 byte. Called by normalize.c.
+// ended by a 0 byte. Called by tokenizer.c and normalize.c.
 #include "tokenizer.h"
 
 #include <stdlib.h>

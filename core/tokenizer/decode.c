@@ -29,8 +29,8 @@ static void add_replaced(buffer *out, const char *text, int64_t size, const step
     buffer_add(out, text, size);
 }
 
-// Does BERT's clean-up: removes the space before punctuation and contractions, and contracts "do
-// not".
+// Does BERT's clean-up in `out` from offset `from` on: removes the space before punctuation and
+// contractions, and contracts "do not".
 static void clean_up(eng_tokenizer *t, buffer *out, int64_t from)
 {
   static const struct { const char *what, *with; } rules[] = {

@@ -78,7 +78,8 @@ static eng_status compose(step *s, buffer *out, const char *text, int64_t size, 
           if (to) out->size += utf8_put(to, (uint32_t)s->points[i]);
         }
       }
-      FAIL_IF(got < 0, ENG_ERR_LIBRARY, "tokenizer: utf8proc: %s", utf8proc_errmsg(got));
+      FAIL_IF(got < 0, ENG_ERR_LIBRARY, "tokenizer: libutf8proc cannot normalize the text: %s",
+              utf8proc_errmsg(got));
       break;
     }
     buffer_add(out, text + end, at - end);
@@ -88,7 +89,7 @@ static eng_status compose(step *s, buffer *out, const char *text, int64_t size, 
 
 // ---- steps on single characters
 
-// Returns the replacement of a character, or 0 if the character is dropped.
+// Returns the character that replaces c in SentencePiece's normalizer "nmt", or 0 if c is dropped.
 static uint32_t nmt(uint32_t c)
 {
   if ((c >= 1 && c <= 8) || c == 0xB || (c >= 0xE && c <= 0x1F) || c == 0x7F || c == 0x8F ||

@@ -22,7 +22,7 @@ static inline int64_t run_of(text t, int64_t at, int some)
     if (!(class_at(t, at, &n) & some)) return at;
 }
 
-// The same, for a run of at most `most` characters.
+// Does the same as run_of, for a run of at most `most` characters.
 static int64_t run_up_to(text t, int64_t at, int some, int most)
 {
   for (int n; most > 0 && (class_at(t, at, &n) & some); at += n) most--;

@@ -242,7 +242,7 @@ eng_status eng_tokenizer_step(eng_tokenizer *t, int stage, int kind, int64_t fla
                      (kind == ENG_STEP_SPLIT ? flags >> 4 : flags) == 0) ||
                     kind == ENG_STEP_CUT;
   FAIL_IF(needs_text && a_size == 0, ENG_ERR_FORMAT,
-          "tokenizer: expected a pattern in a step that %s text, got ''; hint: tokenizer.json",
+          "tokenizer: a step that %s text has the empty pattern '' in tokenizer.json",
           kind == ENG_STEP_REPLACE ? "replaces" : kind == ENG_STEP_SPLIT ? "splits" : "cuts");
   step *s = &list->list[list->n++];
   *s = (step){ .kind = kind, .flags = flags, .a_size = a_size, .b_size = b_size };
@@ -329,8 +329,8 @@ static bool word_char(const char *at)
 
 static eng_status section(eng_tokenizer *t, const char *text, int64_t size, bool first, bool raw);
 
-// Appends the ids of added tokens, and encodes the text between them with section(). `raw`: the
-// text is not yet normalized.
+// Appends the ids of added tokens, and encodes the text between them with section(). `first`: the
+// text is the start of the whole input. `raw`: the text is not yet normalized.
 static eng_status extract(eng_tokenizer *t, const char *text, int64_t size, bool first, bool raw)
 {
   const trie *tokens = raw ? &t->raw_added : &t->normalized_added;

@@ -223,7 +223,7 @@ void *scratch_of(eng_tokenizer *t, int64_t bytes);
 // ---- normalize.c, charsmap.c
 
 /// Runs one step on a text; *text and *size become the result, which is valid until the step's next
-/// run. Handles every kind of step that needs no context.
+/// run. Handles the kinds of steps whose result depends on this text alone.
 eng_status step_run(step *s, const char **text, int64_t *size);
 eng_status charsmap_new(struct charsmap **out, heap *memory, const char *data, int64_t size);
 void       charsmap_run(const struct charsmap *map, buffer *out, const char *text, int64_t size);
@@ -253,7 +253,8 @@ eng_status split_run(eng_tokenizer *t, int from, const char *text, int64_t size,
 
 // ---- words.c, bpe.c, unigram.c: append the ids of one word to t->out
 
-/// Build the tables for encoding. Call words_ready after all tokens and merges are added.
+/// Build the tables for encoding. Call words_ready after all tokens and merges are added; it calls
+/// the other function that the model needs.
 eng_status words_ready(eng_tokenizer *t);
 eng_status bpe_ready(eng_tokenizer *t);
 eng_status pieces_ready(eng_tokenizer *t);
@@ -262,6 +263,7 @@ eng_status word_encode(eng_tokenizer *t, const char *word, int64_t size);
 eng_status bpe_word(eng_tokenizer *t, const char *word, int64_t size);
 eng_status unigram_word(eng_tokenizer *t, const char *word, int64_t size);
 eng_status wordpiece_word(eng_tokenizer *t, const char *word, int64_t size);
+/// Sets the error VALUE, because neither `word` nor unknown text has a token, and returns it.
 eng_status unknown_missing(const char *word, int64_t size);
 /// Appends the tokens of the bytes of unknown text (<0xE2> and so on). If the tokenizer has no
 /// BYTE_FALLBACK or one of these tokens is missing, appends nothing and returns false.

@@ -1,4 +1,5 @@
-// Classes of code points, from libutf8proc's categories. Called by the scanners and normalizers.
+// Classes of code points, from libutf8proc's categories. Scanners, normalizers and tokenizer.c read
+// the table of classes. Called by tokenizer.c.
 #include "tokenizer.h"
 
 #include <utf8proc.h>

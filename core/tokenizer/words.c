@@ -1,8 +1,7 @@
 // Encodes words, with a cache of words seen before. A byte-pair word is cut between two characters
 // that no merge joins (bpe.c). Its parts are encoded and cached separately; their ids in order are
 // the ids of the whole word. Cutting speeds up tokenizers that treat a whole text as one word
-// (Llama 2).
-// Called by split.c.
+// (Llama 2). Called by split.c and, to build the tables, by tokenizer.c.
 #include "tokenizer.h"
 
 #include <stdio.h>
