@@ -20,7 +20,7 @@ typedef struct backward_watch {
 void backward_set_watch(const backward_watch *watch);
 
 /// Returns the node whose gradient is being computed, or -1 outside of backward. *op receives the
-/// node's operation, or -1 for a Lua node; `op` may be NULL.
+/// node's operation, or -1 for a Lua node; outside of backward it is unchanged. `op` may be NULL.
 int backward_node(int *op);
 
 /// Ends a step: aborts a pass, empties the tape and drops the gradients of leaves.

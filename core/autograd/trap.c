@@ -58,6 +58,8 @@ static int module_of(int node)
 
 // ---- checking tensors
 
+/// Fills *out with the text, name and statistics of x. If memory runs out or x cannot be read, the
+/// statistics are 0.
 static void look(eng_trap_tensor *out, const tensor *x)
 {
   memset(out, 0, sizeof *out);

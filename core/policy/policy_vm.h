@@ -176,7 +176,7 @@ void policy_checks_open(lua_State *L);
 // ---- policy_verdict.c
 /// Interns the names of a verdict's fields.
 void policy_verdict_open(eng_policy *policy);
-/// Describes field `index` of a verdict, below VERDICT_FIELDS.
+/// Describes field `index` of a verdict; index < VERDICT_FIELDS.
 eng_policy_name policy_verdict_field(int index);
 /// Reads the verdict on top of the stack: a table, or a number, which is the next scale. Returns
 /// false, with the reason in policy->why, if the verdict is invalid.

@@ -251,7 +251,8 @@ static bool pull_in(client *c)
 }
 
 /// Returns whether to read more bytes from a client. The answer is false if the client's buffer has
-/// a complete line and is at least half full.
+/// a complete line and is at least half full: more bytes could then exceed the buffer's limit, the
+/// length of one line, although no line is too long.
 static bool has_room(const client *c)
 { return c->in.size - c->in.from < ENG_ATTACH_LINE / 2 || !line_end(&c->in); }
 

@@ -201,7 +201,7 @@ struct eng_tokenizer {
   word_cache cache;
   buffer    repaired;          // the text to encode, if it had to be repaired; work of decoding
   buffer    text_out;          // the result of decoding; work of building and encoding
-  buffer    decode_work[4];    // see decode_run
+  buffer    decode_work[4];    // the lists of texts before and after a decoder's step: bytes, ends
   void     *scratch;           // see scratch_of
   int64_t   scratch_room;
   bool      ready;
