@@ -21,9 +21,10 @@ local function add_pictures(history)
   end
 
   --- Draws curves: h:plot("loss"), h:plot { "loss", "scale" }, h:plot("amax", { log = true }).
-  --- `engine help plot` lists the names of curves. Options: log (true, 2, 10, false), from, to
-  --- (steps), width, height, ascii; svg, png: names of files to draw into instead;
-  --- title: the title in such a file.
+  --- `engine help plot` lists the names of curves. Options: log (the base of a logarithmic axis,
+  --- such as 2; true: the usual base of this curve, or 10; false: a linear axis), from, to (steps),
+  --- width, height, ascii; svg, png: names of files to draw into instead; title: the title in such
+  --- a file.
   function methods:plot(names, options) return view("plot", self, names, options) end
 
   --- Draws how each layer's gradients are spread over the exponents. { by = "time" } draws instead
@@ -118,7 +119,7 @@ function engine.seed(seed)
   C.eng_seed(seed)
 end
 
---- Sets the number of threads (nil: no change); returns the number in use.
+--- Sets the number of threads (nil or 0: no change); returns the number in use.
 function engine.threads(n)
   local most = tonumber(C.ENG_THREADS_MAX)
   expect(n == nil or type(n) == "number" and n % 1 == 0 and n >= 0 and n <= most, n,
@@ -150,9 +151,10 @@ local memory_meta = {
   end,
 }
 
---- Returns how many bytes of memory each purpose uses, as a list of { name, used, peak, reserved,
---- allocations }. The names are also keys of the list. memory{ limit = bytes } limits the memory of
---- all purposes together (0: no limit).
+--- Returns how much memory each purpose uses, as a list of { name, used, peak, reserved,
+--- allocations }. `used` bytes are in use now, `peak` is the largest `used` so far, and `reserved`
+--- bytes are taken from the system, in `allocations` requests. The names are also keys of the list.
+--- memory{ limit = bytes } limits the memory of all purposes together (0: no limit).
 function engine.memory(options)
   local limit = tensor.read_named(options, "memory", MEMORY).limit
   if limit ~= nil then

@@ -446,7 +446,8 @@ describe("data", function()
     refuses("data.csv { path = folder .. '/c.csv' }",
       "data.csv: expected rows of numbers in FOLDER/c.csv, got none")
     refuses("data.csv { path = folder .. '/d.csv' }",
-      "data.csv: FOLDER/d.csv has one column; expected features and a target")
+      "data.csv: FOLDER/d.csv has one column with the separator ','; expected features and a " ..
+      "target")
     refuses("data.csv { path = folder .. '/e.csv', classes = true }",
       "data.csv: FOLDER/e.csv: expected a class, a whole number of 0 or more, in column 2 of "
         .. "numeric row 2, got 1.5")

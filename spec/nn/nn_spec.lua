@@ -270,7 +270,7 @@ describe("a module", function()
       { "nn.attention(8, 2, { dropout = 2 })",
         "nn.attention: expected dropout in [0, 1), got 2" },
       { "nn.attention(3, 1)(engine.zeros(2, 3))",
-        "In attention: expected x [B x T x C], got [2 x 3]" },
+        "In attention: expected x [batch x time x width], got [2 x 3]" },
       { "nn.vit { size = 4, patch = 2, width = 4, heads = 1, layers = 1 }(engine.zeros(1, 3, 4, "
         .. "6))", "In vit: expected images [N x 3 x 4 x 4], got [1 x 3 x 4 x 6]" },
       { "nn.relu():parameter('w', 5)", "parameter: expected a tensor for 'w', got 5" },

@@ -190,7 +190,8 @@ describe("a mistake with tensors", function()
     { "x:view('a')", "view: expected a dimension to be a whole number, got 'a'" },
     { "x:permute(1, 1)", "permute: expected each dimension of f32 [2 x 3] exactly once, got " ..
       "dimension 1 twice" },
-    { "x:permute(1)", "permute: expected the 2 dimensions of [2 x 3] in a new order, got 1" },
+    { "x:permute(1)", "permute: expected the 2 dimensions of [2 x 3] in a new order, got a " ..
+      "list of 1" },
     { "x:permute(0, 1)",
       "permute: there is no dimension 0 in [2 x 3]; dimensions count from 1, or from -1 backward" },
     { "x:transpose(1, 3)",

@@ -30,9 +30,8 @@ function M.shape_table(what)
 end
 
 --- Returns the core's number for the dtype `name`. An unknown name raises an error that lists the
---- dtypes.
---- devices: the device names that the caller also accepts, separated by spaces; the error lists
---- them too.
+--- dtypes. devices: the device names that the caller also accepts, separated by spaces (nil: none);
+--- the error lists them too.
 function M.dtype_number(name, devices)
   local number = M_ffi.dtype[name]
   if number then return number end
@@ -121,7 +120,8 @@ function M.numbers(...)
   return { ... }, select("#", ...)
 end
 
---- Makes an array on Lua's heap with room for `count` numbers.
+--- Makes an array on Lua's heap with room for `count` numbers. ctype: its C type, such as
+--- "double[?]". `name`: the function, for the message.
 function M.host_array(ctype, count, name)
   local good, values = pcall(ffi.new, ctype, math.max(count, 1))
   M_ffi.raise_if(not good, "%s: %.0f elements are more than Lua can hold; hint: use a " ..

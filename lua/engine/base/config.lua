@@ -14,11 +14,11 @@
 -- Every script also takes device=NAME, on the command line or in a config file, unless it declares
 -- a field `device` itself. A field has the type of its default: number (an expression like 3e-4 or
 -- 2^15), boolean (true or false), string, or list (a,b,c). config.optional "number" declares a
--- field without a default. A field whose text is { "...", hidden = true } is not in the help or in
--- messages. Fields that hold functions or other values cannot be set. A config file is a Lua file
--- that returns a table, or a JSON object.
+-- field without a default. A field whose text in the second argument is { "...", hidden = true } is
+-- not in the help or in messages. Fields that hold functions or other values cannot be set. A
+-- config file is a Lua file that returns a table, or a JSON object.
 --
--- The third table gives ranges to fields. A value out of range is an error before the script
+-- The third argument gives ranges to fields. A value out of range is an error before the script
 -- computes anything:
 --   count       a whole number of 1 or more         natural       a whole number of 0 or more
 --   positive    above 0                             not_negative  0 or more
@@ -313,7 +313,9 @@ end
 local function apply_file(result, fields, rules, path)
   local where = path .. ": "
   local function walk(values, prefix, depth)
-    if depth > 20 then fail("%sexpected tables nested at most 20 deep", where) end
+    if depth > 20 then
+      fail("%s%s: expected tables nested at most 20 deep", where, quoted(prefix:sub(1, -2)))
+    end
     for key, value in pairs(values) do
       local name = prefix .. tostring(key)
       local field = fields[name]

@@ -35,8 +35,8 @@ function file.read(path)
   return text
 end
 
---- Maps a file into memory. Returns an eng_mapping { data, size }; the file stays mapped until this
---- object is collected.
+--- Maps a file into memory, or raises an error. Returns an eng_mapping { data, size }; the file
+--- stays mapped until this object is collected.
 function file.map(path)
   local mapping = M_ffi.new("eng_mapping")
   M_ffi.check(C.eng_file_map(mapping, path))

@@ -1,5 +1,5 @@
--- Number formats and exponent histograms, as the core defines them. Owns a cache. Used by tensor/,
--- run/ and report/.
+-- Number formats and exponent histograms, as the core defines them. Owns a cache of the formats'
+-- properties. Used by tensor/, run/ and report/.
 local M_ffi = require "engine.base.ffi"
 
 local C = M_ffi.C

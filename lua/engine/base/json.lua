@@ -129,7 +129,7 @@ function encode_value(value, path, above)
   error(("%s: expected a number, string, boolean or table, got a %s"):format(path, kind), 0)
 end
 
---- `plain` writes json.null as null, and json.no_fields as an empty object {}.
+--- Two values for `plain`, which writes json.null as null and json.no_fields as an empty object {}.
 M.null, M.no_fields = cjson.null, {}
 
 local lengths = setmetatable({}, { __mode = "k" })
@@ -172,8 +172,9 @@ end
 --- as in "state.policy: ... got a function".
 function M.encode(value, name) return encode_value(value, name or "value", {}) end
 
--- Returns the 64-bit number with these digits, or nil. Applies the sign last, because -2^63 has no
--- positive counterpart.
+-- Returns the whole number that `text` spells, as the C type `kind` ("int64_t" or "uint64_t"). If
+-- `text` has other characters, returns nil. Applies the sign last, because -2^63 has no positive
+-- counterpart.
 local function integer(text, kind)
   local negative, digits = text:match("^(%-?)(%d+)$")
   if not digits then return nil end
@@ -185,8 +186,8 @@ end
 
 local restore
 
--- Key of an object with one key -> { the type of its value, a function that returns the data, or
--- nil for a malformed value }.
+-- Key of an object with one key -> { the type of its value, a function from this value to the data
+-- that it stands for }. The function returns nil for a malformed value.
 local tags = {
   ["$number"] = { "string", function(text)
     return ({ nan = 0 / 0, inf = math.huge, ["-inf"] = -math.huge })[text]
@@ -216,7 +217,10 @@ function restore(value)
   if tag then
     local data
     if type(content) == tag[1] then data = tag[2](content) end
-    if data == nil then error(("malformed value of '%s'"):format(key), 0) end
+    if data == nil then
+      error(("malformed value of '%s': %s"):format(key, type(content) == "table"
+        and "a list or an object" or show.cut(show.shown(content), 80)), 0)
+    end
     return data
   end
   for k, v in pairs(value) do value[k] = restore(v) end

@@ -61,7 +61,7 @@ end
 -- Returns a line of text about the current device.
 function machine.device_text() return text(C.eng_device_text()) end
 function machine.isa() return text(C.eng_cpu_isa(nil)) end
---- Returns how the CPU computes bf16 products: "AMX", "pairs" or "f32" (core/engine.h).
+--- Returns how the CPU computes bf16 products: "AMX", "pairs" (AVX-512 BF16 instructions) or "f32".
 function machine.bf16() return text(C.eng_cpu_bf16()) end
 function machine.threads() return C.eng_threads(0) end
 

@@ -11,8 +11,8 @@ local CAPTURES, DEEPEST = 32, 199   -- LuaJIT's limits on captures and on the de
 -- grows by a factor for each open repeat: 2 for ?; the length of the name for * + -; or, if a fixed
 -- character follows the repeat, the number of times that the name has this character. OPTION, ANY
 -- and FIXED are logarithms to base 2 of these factors, for a name of 128 characters that has each
--- character 8 times. A match whose sum is MOST takes milliseconds on such a name, and less than a
--- second on a name of 60 characters, 50 of them equal.
+-- character 8 times. A match of a pattern whose logarithms add up to MOST takes milliseconds on
+-- such a name, and less than a second on a name of 60 characters, 50 of them equal.
 local OPTION, FIXED, ANY, MOST = 1, 3, 7, 20
 
 -- Returns whether some character matches both items of a pattern.
@@ -24,8 +24,9 @@ local function overlap(a, b)
   return false
 end
 
--- Returns whether a match may take too long. items: the pattern's items in order. `one`: a pattern
--- of one character; `times`: the item's repeat, or ""; `fixed`: whether it is one fixed character.
+-- Returns whether a match may take too long. items: the pattern's items in order. An item has the
+-- fields `one`, a pattern of one character; `times`, its repeat or ""; and `fixed`, true for one
+-- fixed character without a repeat.
 local function is_slow(items)
   local cost = 0
   for i, item in ipairs(items) do

@@ -29,7 +29,7 @@ function M.stop(process) C.eng_process_signal(process, 15) end
 --- Quotes a word for the shell. The word may contain any characters.
 function M.quoted(word) return "'" .. tostring(word):gsub("'", "'\\''") .. "'" end
 
---- Returns the standard output of a shell command as text.
+--- Returns the standard output of a shell command as text; "" if the shell cannot be started.
 function M.output(command)
   local pipe = io.popen(command)
   local text = pipe and pipe:read("*a") or ""

@@ -1,6 +1,6 @@
 -- Reads and sets the position in the stream of random numbers. Checkpoints store this position. A
--- pass that must not advance the stream, such as a reference backward, restores the position
--- afterwards. Called by train/, dist/, run/restore.lua and nn/generate.lua.
+-- pass that must not advance the stream, such as a reference backward pass (train/reference.lua),
+-- restores the position afterwards. Called by train/, dist/, run/restore.lua and nn/generate.lua.
 local M_ffi = require "engine.base.ffi"
 
 local C = M_ffi.C

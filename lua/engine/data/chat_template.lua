@@ -18,7 +18,9 @@ local TOKENS = { "bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 local function value_of(x, depth)
   if x == cjson.null then return jinja.NONE end
   if type(x) ~= "table" or x == jinja.NONE then return x end
-  if depth > 20 then raise("apply_chat_template: expected tables nested up to 20 deep") end
+  if depth > 20 then
+    raise("apply_chat_template: expected messages and options nested up to 20 tables deep")
+  end
   local out = {}
   for key, value in pairs(x) do out[key] = value_of(value, depth + 1) end
   return (x[1] ~= nil or next(x) == nil) and jinja.list(out) or out

@@ -352,8 +352,8 @@ function Documents:left_out()
   return (", %d invalid ones left out (the first: %s)"):format(self.skipped, self.first)
 end
 
---- Makes the object that reads the documents from `records`. format: a result of M.lines,
---- M.jsonl ... o: the loader's options encode, end_token, pack, bad, check, context.
+--- Makes the object that reads the documents from `records`. format: a result of M.lines, M.jsonl
+--- and so on. o: the loader's options encode, end_token, pack, bad, check, context.
 function M.new(name, records, format, o)
   local encode = encoder(name, o.encode)
   raise_if(o.encode and o.end_token == nil, "data.%s: expected the option end_token, because " ..

@@ -376,14 +376,16 @@ function M.csv(given)
     local found
     for i, name in ipairs(names or {}) do if name == target then found = i end end
     if not found then
-      raise("data.csv: %s has no column '%s'%s", o.path, target, nearest.hint(target, names or {}))
+      raise("data.csv: %s has no column '%s'%s", o.path, target, names
+        and nearest.hint(target, names) or "; its first line does not name the columns")
     end
     target = found
   end
   raise_if(type(target) ~= "number" or target % 1 ~= 0 or target < 1 or target > columns,
     "data.csv: there is no column %s in %s, which has %d columns", tostring(target), o.path,
     columns)
-  raise_if(columns < 2, "data.csv: %s has one column; expected features and a target", o.path)
+  raise_if(columns < 2, "data.csv: %s has one column with the separator '%s'; expected features " ..
+    "and a target", o.path, o.separator)
   for r = 0, o.classes and n - 1 or -1 do
     local class = values[r * columns + target]
     if class % 1 ~= 0 or class < 0 then

@@ -92,7 +92,9 @@ local function strip(s, left, right, given)
 end
 
 local function split(s, at)
-  if at == nil or at == "" then fail("split: expected a separator") end
+  if at == nil or at == "" then
+    fail("split: expected a separator, got %s", at and "an empty text" or "nothing")
+  end
   local parts, from = {}, 1
   while true do
     local first, last = s:find(at, from, true)
@@ -444,7 +446,7 @@ function Parser:subscript(x)
     if self:accept ":" then n = n + 1 else args[n] = self:expression() end
   end
   if n > 2 then return applied(slice_of, args, n) end
-  return applied(item_of, args[2] and args or fail "expected an index", n)
+  return applied(item_of, args[2] and args or fail "expected an index, got ']'", n)
 end
 
 function Parser:filter(x)

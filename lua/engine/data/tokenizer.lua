@@ -268,8 +268,8 @@ function Tokenizer:special_tokens()
   return list
 end
 
---- Returns whether cutting a text after a line end never changes its ids. The conditions on the
---- two parts are in eng_tokenizer_splits_lines.
+--- Returns whether a text may be cut after a line end without a change of its ids, provided that
+--- the two parts meet the conditions of eng_tokenizer_splits_lines (core/engine_tokenizer.h).
 function Tokenizer:splits_lines() return C.eng_tokenizer_splits_lines(self.handle) end
 
 function Tokenizer.__call()

@@ -1,8 +1,10 @@
 -- Converts the normalizers, pre-tokenizers, decoders and post-processors of a tokenizer.json into
 -- the core's steps. There is a table for each of these four, with a function for each type of
--- component. The function takes two arguments: `to` = { stage(kind, flags, a, b), frame(id, after),
--- fail(format, ...) }, and a component of the file. It adds the component's steps to `to`. A type
--- that is not in the table raises a one-line error. Called by tokenizer.lua.
+-- component. The function takes two arguments: `to`, which gets the steps, and a component of the
+-- file. It calls to.stage(kind, flags, a, b) to add a step (core/engine_tokenizer.h explains flags
+-- and the texts a and b), to.frame(id, after) to add a special token before or after every text,
+-- and to.fail(format, ...) to raise an error. A type that is not in the table raises a one-line
+-- error. Called by tokenizer.lua.
 local M_ffi = require "engine.base.ffi"
 local cjson = require "cjson"
 local nearest = require "engine.base.nearest"
@@ -50,7 +52,10 @@ end
 function M.add(to, part, table_of)
   if not given(part) then return end
   local kind = type(part) == "table" and part.type
-  if type(kind) ~= "string" then to.fail("expected an object whose 'type' is a string") end
+  if type(kind) ~= "string" then
+    to.fail("expected an object whose 'type' is a string, got %s", type(part) == "table"
+      and "an object whose 'type' is " .. value_text(part.type) or value_text(part))
+  end
   to.depth = (to.depth or 0) + 1
   if to.depth > 20 then to.fail("expected at most 20 nested Sequences") end
   local add = table_of[kind] or to.fail("type '%s' is not supported%s", kind,

@@ -9,9 +9,10 @@
 --   build      the name of the model in models.lua
 --   prefix     what files put in front of a name in `names` that begins with a dot: ".wte" becomes
 --              "transformer.wte". Files of base models have "wte", without the prefix and the dot
---   fields     field = { default, option, range }: transformers' default (false stands for null),
---              the option of the model that the field sets (nil: only the default is supported)
---              and, for numbers, the range. Fields that are not listed do not shape the model
+--   fields     field = { default, option, range }: transformers' default (false also stands for
+--              null), the option of the model that the field sets (nil: only the default is
+--              supported) and, for numbers, the range: { its description, a test }. Fields that are
+--              not listed do not shape the model
 --   rules      names of functions of hf_config.lua that read several fields together
 --   theta      transformers' default of rope_theta, if it is not 10000
 --   options    further options of the model

@@ -71,8 +71,9 @@ function Experts:made(e, expert)
   end
 end
 
--- Sends rows [n x C] to other ranks and receives rows from them. send, receive: the number of rows
--- for and from each rank. `way` is "out" (to the experts) or "back"; gradients go the other way.
+-- Sends rows [n x C] to other ranks and receives rows from them. send: the number of rows for each
+-- rank; receive: the number of rows from each rank. `way` is "out" (to the experts) or "back";
+-- gradients go the other way.
 -- `anchor`: a further input, which only puts the operation on the tape (see Experts:outputs).
 local function exchange(self, x, send, receive, way, anchor)
   local function run(rows, from, to, direction)

@@ -200,8 +200,9 @@ end
 --- this share of the total probability. stop: a token, or a list of tokens, that ends a sequence;
 --- a loaded model stops at its eos_token_id unless `stop` is given. Draws from the engine's
 --- generator; `seed` seeds it for this call only. cache = false computes the keys and values of all
---- tokens again for each new token. progress: a function(done, all) that is called after each
---- token; in the last call, done equals all.
+--- tokens again for each new token. progress: a function(done, all) that is called after each new
+--- token. done: how many new tokens each sequence has; all: max_tokens, but equal to `done` in the
+--- last call.
 local function generate(model, tokens, options, more)
   if type(options) == "number" then   -- generate(tokens, count [, options])
     options = arguments.merged({ max_tokens = options },

@@ -174,8 +174,8 @@ function rules.kv_heads(o) o.kv_heads = o.kv_heads or o.heads end
 function rules.out_bias(o) o.out_bias = o.bias end
 function rules.qk_norm(o) o.qk_norm = o.eps end
 
--- Reads Qwen's sliding windows. They apply to the layers that layer_types names or, without it, to
--- the layers from max_window_layers on (counted from 0).
+-- Reads Qwen's sliding windows. They apply to the layers that are "sliding_attention" in
+-- layer_types or, without this list, to the layers from max_window_layers on (counted from 0).
 function rules.windows(o, fields, where)
   if value_of(fields, "use_sliding_window") ~= true then return end
   local window = number(fields, "sliding_window", where) or 4096
@@ -187,7 +187,8 @@ function rules.windows(o, fields, where)
   for i = 1, o.layers do
     local kind = type(types) == "table" and types[i]
     fail_if(kind and kind ~= "sliding_attention" and kind ~= "full_attention", where,
-      "layer type '%s' is not supported", text_of(kind))
+      "layer type '%s' is not supported; supported: full_attention sliding_attention",
+      text_of(kind))
     local slides = kind == "sliding_attention" or not kind and i > first
     o.window[i] = slides and window or false
   end

@@ -13,7 +13,7 @@ end
 
 return setmetatable(nn, {
   __index = function(t, key)
-    if key == "gpt2" then   -- version 0.1's name for hf.load and hf.new
+    if key == "gpt2" then   -- version 0.1's load_model and new_model for GPT-2
       require "engine.base.renamed"("engine.nn.gpt2", "engine.load_model and engine.new_model")
       local hf = require "engine.nn.hf_load"
       return setmetatable({ load = hf.load }, { __call = function(_, fields)

@@ -139,7 +139,7 @@ function M.want_no_tape(name)
 end
 
 --- Returns the layers with an adapter as a list of { path, layer }. Raises an error if there are
---- none.
+--- none. For the message: `name`, the function; `hint`, a text to add to the hint, or nil.
 function M.adapted(model, name, hint)
   M.want_model(model, name)
   local list = {}

@@ -182,7 +182,7 @@ local function assign(self, key, value)
     local order, known = self._order, false
     for _, k in ipairs(order) do known = known or k == key end   -- a removed key stays in the order
     if not known then order[#order + 1] = key end
-  elseif type(value) == "table" and not getmetatable(value) then     -- an optimizer has one
+  elseif type(value) == "table" and not getmetatable(value) then     -- an optimizer has a metatable
     for _, entry in pairs(value) do
       raise_if(is_module(entry) and not path_to(self, entry), "%s.%s: a plain table hides its " ..
         "modules, so their parameters would not be trained; hint: nn.list { ... } or " ..

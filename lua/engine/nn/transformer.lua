@@ -232,7 +232,7 @@ end
 -- Returns x, or raises an error unless x has 3 dimensions.
 local function sequences(x)
   if x.ndim == 3 then return x end
-  raise("expected x [B x T x C], got %s", tensor.shape_text(x.shape))
+  raise("expected x [batch x time x width], got %s", tensor.shape_text(x.shape))
 end
 
 function Attention:forward(x)

@@ -1,8 +1,8 @@
 -- Adafactor (Shazeer and Stern 2018, arXiv 1804.04235), without a first moment. The rules and
--- defaults are those of torch.optim.Adafactor of PyTorch 2.15. The learning rate of a tensor is
--- min(lr, 1/sqrt(t)) * max(eps2, RMS of its weights). For tensors with two or more dimensions, the
--- state holds only a mean of the second moment for each row and one for each column. Called through
--- engine.optim.adafactor.
+-- defaults are those of torch.optim.Adafactor of PyTorch 2.15. In update t (from 1), the learning
+-- rate of a tensor is min(lr, 1/sqrt(t)) * max(eps2, RMS of its weights). For tensors with two or
+-- more dimensions, the state holds only a mean of the second moment for each row and one for each
+-- column. Called through engine.optim.adafactor.
 local steps = require "engine.optim.steps"
 
 -- Returns a function from a parameter's shape to a buffer's shape: the same, with the last (d = -1)

@@ -4,7 +4,7 @@
 -- at the learning rate lr * adamw_lr_mul. Called through engine.optim.muon.
 local steps = require "engine.optim.steps"
 
--- The factor on the learning rate of a matrix [rows x columns], by the option adjust_lr.
+-- Value of the option adjust_lr -> the factor on the learning rate of a matrix [rows x columns].
 local ADJUST = {
   original = function(rows, columns) return math.sqrt(math.max(1, rows / columns)) end,
   match_rms_adamw = function(rows, columns) return 0.2 * math.sqrt(math.max(rows, columns)) end,

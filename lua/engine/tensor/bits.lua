@@ -155,8 +155,9 @@ local meta = { __tostring = table_text }
 --- engine.bits(x): a number in every format. x is a number or its text ("0x1p-24", "inf"). Returns
 --- a list with an entry for each format; result[NAME] is the entry of the format NAME. Fields of an
 --- entry: name, code, value, error (value - x; value - |x| in formats without a sign), below,
---- above; sign, exponent and fraction (each as a string of bits); power (the exponent of 2),
---- subnormal, largest. The list prints as a table.
+--- above; sign, exponent and fraction (each as a string of bits); power (|value| is 2^power times
+--- the significand), subnormal (true or false), largest (the format's largest number). The list
+--- prints as a table.
 function M.of(x)
   local number = tonumber(x)
   M_ffi.expect(number, x, "bits: expected a number")

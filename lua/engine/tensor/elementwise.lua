@@ -126,8 +126,8 @@ for _, name in ipairs { "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge"
   methods[name] = function(a, b) return pair(name, a, b, compares) end
 end
 
---- The result is computed in f32 (f64 for an f64 tensor) and rounded once into x's dtype, or into
---- the dtype that autocast sets.
+--- Elementwise functions of a tensor. The result is computed in f32 (f64 for an f64 tensor) and
+--- rounded once into x's dtype, or into the dtype that autocast sets.
 ---   neg, abs           -x, the magnitude
 ---   exp, log           e^x, the natural logarithm
 ---   sqrt, rsqrt        the square root, 1 / sqrt(x)
@@ -146,8 +146,9 @@ end
 
 --- A row-major copy.
 function methods.contiguous(x) return run1("contiguous", x) end
---- Computed in f32 (f64 for an f64 tensor) and rounded once into x's dtype, or into the dtype that
---- autocast sets. The optional argument d must be the last dimension.
+--- Functions along the last dimension. The result is computed in f32 (f64 for an f64 tensor) and
+--- rounded once into x's dtype, or into the dtype that autocast sets. The optional argument d must
+--- be the last dimension.
 ---   softmax            e^x / sum(e^x) over the last dimension
 ---   log_softmax        log(softmax(x)) over the last dimension
 ---   logsumexp          log(sum(e^x)) over the last dimension; removes this dimension, unless

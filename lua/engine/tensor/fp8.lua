@@ -133,7 +133,8 @@ end
 
 --- Multiplies quantized matrices: a [M x K] times b [K x N] -> [M x N]. Options:
 ---   transpose_a, transpose_b   true: a is stored as [K x M], b as [N x K]
----   accumulator                "fp32" (the default), "exact", "hopper" or "e4m3"
+---   accumulator                "fp32" (the default), "exact" (sums in f64), "hopper" (as Hopper's
+---                              tensor cores add) or "e4m3" (sums rounded to e4m3)
 ---   promotion                  the number of products along K after which the accumulator is added
 ---                              to an f32 sum: a multiple of 32 (by default 128), or 0 for never.
 ---                              If the blocks of scales split K, the accumulator is added after
@@ -197,7 +198,7 @@ function M.decode(code, format)
   raise_if(want_whole(code, "fp8.decode", "the code", 0) >= codes,
     "fp8.decode: expected a code of %s below %g, got %g", format, codes, code)
   local value = C.eng_small_decode(format, code)
-  return value == value and value or 0 / 0   -- LuaJIT's own NaN
+  return value == value and value or 0 / 0   -- LuaJIT may read other NaNs as values of other types
 end
 
 --- Returns a number in a format as text: "e4m3 0 0011 101  0x1d  0.1015625".

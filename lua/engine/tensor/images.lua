@@ -14,7 +14,8 @@ local expect, raise, run, value_text = M_ffi.expect, M_ffi.raise, M_ffi.run, M_f
 local want, want_whole, read_named = arguments.want, arguments.want_whole, arguments.read_named
 local methods = tensor.methods
 
--- channels_last views x [N x C x ..] as [N x .. x C]; channels_second views it back.
+-- channels_last views x [N x C x ..] as [N x .. x C]; channels_second views it back. least, most:
+-- the numbers of dimensions that x may have (most nil: no limit).
 local function channels_last(x, name, least, most)
   want(x, name)
   local n = x.ndim
@@ -39,7 +40,7 @@ local function append_pair(ints, v, name, what, least)
   local list = type(v) == "table" and v or { v, v }
   if #list ~= 2 then
     raise("%s: expected %s to be a number or a list of two numbers, got %s", name, what,
-      value_text(v))
+      type(v) == "table" and ("a table of length %d"):format(#v) or value_text(v))
   end
   for d = 1, 2 do ints[#ints + 1] = want_whole(list[d], name, what, least) end
   return ints

@@ -93,11 +93,11 @@ local QUANTIZE = "format rule block nonfinite sr_bits sr_rule ties average facto
 ---   rule         how scales are chosen, see below; by default "floor"
 ---   block        "1x32", "1x16", "16x16" or { rows, columns }; by default "1x32", but "1x16" for
 ---                nvfp4 and the rules based on it
----   nonfinite    "torchao" (the default): Inf or NaN makes its block NaN; "te": the scale ignores
----                NaN
+---   nonfinite    "torchao" (the default): Inf or NaN makes its block NaN; "te": scales ignore NaN
+---                and saturate for Inf, as in Transformer Engine
 ---   sr_bits      bits of stochastic rounding, 1 to 24; by default 0, which rounds to nearest
----   sr_rule      whose stochastic rounding: "te" (the default), "amd" or "mslk"; the last two are
----                slow
+---   sr_rule      whose stochastic rounding: Transformer Engine's, "te" (the default), that of its
+---                AMD port, "amd", or that of MSLK, "mslk"; the last two are slow
 ---   ties         without sr_bits, how a number halfway between two codes is rounded: to the "even"
 ---                code (the default), "away" from zero, toward "zero", or "up"; the last three are
 ---                slow
@@ -188,7 +188,7 @@ function M.matmul(a, b)
   local inputs = {}
   for k, x in ipairs { a or 0, b or 0 } do
     expect(getmetatable(x) == Quantized and #x.shape == 2, x ~= 0 and x or nil,
-      "mx.matmul: expected two quantized matrices")
+      "mx.matmul: expected two quantized matrices of 2 dimensions")
     inputs[2 * k - 1], inputs[2 * k] = x.q, scales_by_row(x, x.shape[1])
     inputs[4 + k] = NVFP4[x.rule] and x.amax or false
   end

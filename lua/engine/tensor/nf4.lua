@@ -44,7 +44,8 @@ local OPTIONS = { block = true, double = true, offset = true }
 --- offset may differ from bitsandbytes' offset, because bitsandbytes adds the absmaxes in a
 --- different order.
 --- Fields of the result: q (u8, two codes to a byte, the even element in the high half), absmax
---- (f32, or u8 codes), group and offset (with double), shape, count, block.
+--- (f32, or u8 codes with `double`), shape, count, block; with `double` also group (a scale for
+--- each group of absmax codes) and offset.
 function M.quantize(x, options)
   arguments.want(x, "nf4.quantize")
   options = arguments.read_named(options, "nf4.quantize", OPTIONS)

@@ -67,7 +67,8 @@ end
 
 --- (silu(gate) * up) W^T + bias: gate and up [.. x K], weight W [N x K], bias [N] or nil -> [.. x
 --- N]. The result is that of gate:swiglu(up, site) followed by linear at the same FP8 site, but
---- silu(gate) * up is stored only as FP8 codes.
+--- where the site's recipe allows it (core/ops.def), only the FP8 codes of silu(gate) * up are
+--- stored. With nil for the site, nothing is in FP8.
 function methods.swiglu_linear(gate, up, weight, bias, site)
   call.fp8_swiglu_linear.site = site or 0
   return run_many("fp8_swiglu_linear", 1, 3, gate, up, weight, bias)

@@ -1,8 +1,9 @@
 -- Measures where a piece of a program spends its time, by operation:
 --   print(engine.profile(function() trainer:step() end))
--- Each row sums the calls of one kind (operation, dtypes, shapes); the most expensive row is the
--- first. The row "(outside kernels)" has the time outside all kernels (tape, Lua, data). tostring
--- lists operations first, then kinds of calls. Called by scripts.
+-- The result prints as two lists, the most expensive row first. A row of the first list sums the
+-- calls of one operation; the row "(outside kernels)" has the time outside all kernels (tape, Lua,
+-- data). A row of the second list sums calls with the same operation, dtypes and shapes. Called by
+-- scripts.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local machine = require "engine.base.machine"

@@ -131,7 +131,7 @@ end
 --- A view of x's values that has no gradient.
 function methods.detach(x)
   arguments.want(x, "detach")
-  local shape = shape_table(info(x))   -- a stale handle raises here, while recording is on
+  local shape = shape_table(info(x))   -- raises for a stale handle before recording is off
   local before = C.eng_grad_enabled(false)
   local y = methods.view(x, shape)
   C.eng_grad_enabled(before)
@@ -144,7 +144,8 @@ end
 function methods.fill(x, value) return (fill(x, value, "fill")) end
 --- Sets every element to 0; returns x.
 function methods.zero(x) return (fill(x, 0, "zero")) end
---- Copies the elements of a tensor or a nested table of x's shape into x, in x's dtype; returns x.
+--- Copies a number, or the elements of a tensor or a nested table, into x, in x's dtype. The shape
+--- of the source must broadcast to x's shape. Returns x.
 function methods.copy(x, source)
   if not is_tensor(source) then
     expect(source ~= nil and type(source) ~= "string", source,

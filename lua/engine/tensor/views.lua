@@ -36,7 +36,7 @@ function methods.permute(x, ...)
   local n = info(x).ndim
   local order, given = arguments.numbers(...)
   if given ~= n then
-    raise("permute: expected the %d dimensions of %s in a new order, got %d", n,
+    raise("permute: expected the %d dimensions of %s in a new order, got a list of %d", n,
       shape_text(shape_table(info(x))), given)
   end
   for i = 1, n do ints[i - 1] = dimension(x, order[i], "permute") end
