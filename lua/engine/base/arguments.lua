@@ -130,7 +130,7 @@ function M.host_array(ctype, count, name)
 end
 
 --- Returns the index of dimension d of x, counted from 0, and the info of x. d counts from 1, or
---- from -1 backward.
+--- from -1 backward. `name`: the function, for the message about a wrong d.
 function M.dimension(x, d, name)
   local what = M.info(x)
   M.want_whole(d, name, "a dimension")

@@ -54,7 +54,7 @@ function M.optional(rule)
   end
 end
 
---- Makes the rule for a table whose fields have these rules.
+--- Makes the rule for a table with named fields: rules[name] is the rule for the field `name`.
 function M.record(rules)
   local names = nearest.keys(rules)      -- sorted, so that the first problem is always the same
   return function(value, path)
@@ -67,8 +67,8 @@ function M.record(rules)
   end
 end
 
---- Makes the rule for a table of values that have this rule. keys: a rule for the keys; by default,
---- any strings.
+--- Makes the rule for a table in which every value must follow `rule`. keys: a rule for the keys;
+--- by default, any strings.
 function M.map(rule, keys)
   keys = keys or M.rule("strings as keys", function(name) return type(name) == "string" end)
   return function(value, path)
@@ -81,7 +81,7 @@ function M.map(rule, keys)
   end
 end
 
---- Makes the rule for a list of values that have this rule.
+--- Makes the rule for a list in which every value must follow `rule`.
 function M.list(rule)
   return function(value, path)
     local problem, n = M.table(value, path), 0

@@ -58,7 +58,7 @@ end
 local encode_value
 
 --- Returns the keys of a table (strings, numbers and booleans) in a fixed order, and whether all of
---- them can be names in plain JSON.
+--- them can be names in a JSON object. If not, encode() needs the form "$pairs".
 function M.sorted_keys(t)
   local keys, plain, count = {}, true, 0
   for key in pairs(t) do

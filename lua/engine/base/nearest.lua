@@ -117,7 +117,8 @@ end
 
 --- Makes it an error to read a field that `class` lacks and that other frameworks have, such as
 --- `numel`; the error says what to write instead. Any other missing field is nil; the field's name
---- is cached, so that reading it again is fast.
+--- is cached, so that reading it again is fast. `what`: the noun for `class` in the message, such
+--- as "a module".
 function nearest.guard_elsewhere(class, what)
   local absent = {}
   return setmetatable(class, { __index = function(t, key)
@@ -132,7 +133,7 @@ function nearest.guard_elsewhere(class, what)
 end
 
 --- Makes it an error to read a name that `module` lacks; the error suggests the nearest name.
---- Returns `module`.
+--- `what`: the module's name in the message, such as "engine.data". Returns `module`.
 function nearest.guard(module, what)
   return setmetatable(module, { __index = function(t, key)
     error(("%s has no '%s'%s"):format(what, tostring(key),

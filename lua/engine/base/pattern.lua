@@ -8,11 +8,11 @@ local CAPTURES, DEEPEST = 32, 199   -- LuaJIT's limits on captures and on the de
 
 -- A repeat (* + - ?) is open if the characters that it takes can also match what follows it. Then a
 -- match that fails tries every way to divide these characters between the two. The number of ways
--- grows by a factor for each open repeat: 2 for ?; the length of the name for * + -; or, if a fixed
--- character follows the repeat, the number of times that the name has this character. OPTION, ANY
--- and FIXED are logarithms to base 2 of these factors, for a name of 128 characters that has each
--- character 8 times. A match of a pattern whose logarithms add up to MOST takes milliseconds on
--- such a name, and less than a second on a name of 60 characters, 50 of them equal.
+-- grows by a factor for each open repeat. For ?, the factor is 2. For * + -, it is the length of
+-- the name or, if a fixed character follows the repeat, how often the name has this character.
+-- OPTION, ANY and FIXED are logarithms to base 2 of these factors, for a name of 128 characters
+-- that has each character 8 times. A match of a pattern whose logarithms add up to MOST takes
+-- milliseconds on such a name, and less than a second on a name of 60 characters, 50 of them equal.
 local OPTION, FIXED, ANY, MOST = 1, 3, 7, 20
 
 -- Returns whether some character matches both items of a pattern.

@@ -107,7 +107,7 @@ local function pattern(to, part)
   end
   expression = expression:gsub("\r", "\\r"):gsub("\n", "\\n")   -- some files have raw line ends
   return "", SCANS[expression] or to.fail("%s: expected the expression of GPT-2, Llama 3, Qwen2 "
-    .. "or DeepSeek-V3, or one of a few simple expressions, got %s", part.type, expression)
+    .. "or DeepSeek-V3, or a simple one such as \\p{N}+, got %s", part.type, expression)
 end
 
 local function split(to, scan, how, invert, text)

@@ -2,7 +2,8 @@
 --   nn.resnet18  residual blocks of convolutions and batch norm
 --   nn.vit       a transformer encoder over patches
 -- The names of their weights are torchvision's, so load_state accepts torchvision's state dicts.
--- Shapes: N images, C channels or width, T patches + 1, K classes. Called by scripts.
+-- Shapes: N images, C channels or width, T tokens (the class token and the patches), K classes.
+-- Called by scripts.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local image_layers = require "engine.nn.image_layers"

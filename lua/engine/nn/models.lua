@@ -80,7 +80,7 @@ end
 
 -- ------------------------------------------------------------------ parts of models
 
--- The options of model(ids, options).
+-- The options of model(ids, options). Only loss() below sets `uncapped`, which leaves out soft_cap.
 local FORWARD = { attention_maps = true, mask = true, uncapped = true }
 -- The options of model:loss(ids, targets, options).
 local LOSS = "attention_maps mask label_smoothing ignore_index reduction z_loss soft_cap"

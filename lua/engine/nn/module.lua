@@ -318,7 +318,8 @@ function Module:count()
   return n
 end
 
---- Calls visit(module, path) for this module (path "") and every module below it.
+--- Calls visit(module, path) for this module (path "") and every module below it. Returns this
+--- module.
 function Module:apply(visit, path)
   if not path then
     arguments.want_function(visit, "apply", "model:apply(function(module, path) ... end)")

@@ -5,8 +5,9 @@
 -- column. Called through engine.optim.adafactor.
 local steps = require "engine.optim.steps"
 
--- Returns a function from a parameter's shape to a buffer's shape: the same, with the last (d = -1)
--- or second to last (d = -2) dimension 1; nil for fewer than two dimensions.
+-- Returns a function from a parameter's shape to a buffer's shape. The shape of the buffer is the
+-- same, but its last (d = -1) or second to last (d = -2) dimension is 1. For fewer than two
+-- dimensions, the function returns nil: there is no such buffer.
 local function with_one(d)
   return function(shape)
     if #shape < 2 then return nil end

@@ -1,6 +1,7 @@
 -- StableAdamW (Wortsman et al. 2023, arXiv 2304.13013): AdamW whose learning rate for a tensor is
--- divided by the RMS of g / sqrt(v) if this RMS exceeds 1. Rules and defaults are those of optimi
--- 0.3.3, which puts the bias correction into the betas. Called through engine.optim.stableadamw.
+-- divided by the RMS of g / sqrt(v) if this RMS exceeds 1, for the gradient g and the second moment
+-- v. Rules and defaults are those of optimi 0.3.3, which puts the bias correction into the betas.
+-- Called through engine.optim.stableadamw.
 local steps = require "engine.optim.steps"
 
 -- Returns the beta for update t (counted from 1). With these betas, a moment is a weighted average

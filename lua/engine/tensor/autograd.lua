@@ -109,8 +109,9 @@ end
 
 local mark = M_ffi.new("int64_t[1]")
 
---- Runs f(...) without recording, frees the tensors that f made (except kept ones), and returns f's
---- results. Use it for evaluation and sampling.
+--- Runs f(...) without recording, frees the tensors that f made, and returns f's results. Kept
+--- tensors are not freed; every other tensor among the results is stale. Use it for evaluation and
+--- sampling.
 function M.scope(f, ...)
   arguments.want_function(f, "scope", "engine.scope(function() ... end)")
   check(C.eng_scope_begin(mark))

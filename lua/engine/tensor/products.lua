@@ -58,7 +58,7 @@ function methods.matmul(a, b, transpose_a, transpose_b)
 end
 
 --- x W^T + bias: x [.. x K], weight W [N x K], bias [N] or nil -> [.. x N]; site: the FP8 site of a
---- layer (fp8_sites.lua), or nil.
+--- layer (train/fp8_sites.lua), or nil.
 function methods.linear(x, weight, bias, site)
   if not site then return run_many("linear", 1, 2, x, weight, bias) end
   call.fp8_linear.site = site

@@ -63,10 +63,10 @@ function methods.expand(x, ...)
   return run1("expand", x)
 end
 
---- The elements at the positions start to stop of dimension d, or at every step-th of these
---- positions. As in string.sub, the range includes start and stop, a negative position counts from
---- the end, and positions outside the dimension are left out. A range that ends before it starts is
---- empty.
+--- The elements at the positions start (by default 1) to stop (by default -1, the last) of
+--- dimension d, or at every step-th of these positions. As in string.sub, the range includes start
+--- and stop, a negative position counts from the end, and positions outside the dimension are left
+--- out. A range that ends before it starts is empty.
 function methods.slice(x, d, start, stop, step)
   want(x, "slice")
   local k, what = dimension(x, d, "slice")
