@@ -248,7 +248,7 @@ describe("a malformed tokenizer.json", function()
     ["with an unknown step"] = { text_of(SPM, { normalizer = '{"type":"NFX"}' }),
       "normalizer: type 'NFX' is not supported" },
     ["with an unknown expression"] = { text_of(SPM, { pre_tokenizer = splitter("a|b") }),
-      "one of a few simple expressions, got a|b" },
+      "or a simple one such as \\p{N}+, got a|b" },
     ["with random merges"] = { text_of(SPM, { model =
       '{"type":"BPE","dropout":0.1,"vocab":{"a":0},"merges":[]}' }), "dropout" },
     ["with a template of an unknown id"] = { text_of(SPM, { post_processor =

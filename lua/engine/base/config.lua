@@ -265,7 +265,7 @@ local function check_choice(name, value, choices)
 end
 
 -- Checks a field's value, or each item of a list, against the field's range and choices. Returns
--- the value. rules: { docs =, ranges = }
+-- the value. rules: { docs = field name -> its text in the help, ranges = field name -> its range }
 local function check(name, value, field, rules)
   local range, doc, single = rules.ranges[name], rules.docs[name], field.kind ~= "list"
   local choices = type(doc) == "table" and doc.choices

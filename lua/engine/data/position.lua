@@ -10,7 +10,8 @@ local raise, raise_if = M_ffi.raise, M_ffi.raise_if
 
 local M = {}
 
---- Raises an error. Loaders have this function as their metamethod __call.
+--- Raises an error that shows how to loop. Loaders have this function as their metamethod __call,
+--- which `for batch in data do` calls.
 function M.no_loop()
   raise("a data loader cannot be called or looped over; hint: for i = 1, n do local batch = " ..
     "data:next() ... end")

@@ -98,7 +98,7 @@ local function build_model(model, to)
   if kind == "Unigram" then
     for i, entry in ipairs(vocab) do
       if type(entry) ~= "table" or type(entry[1]) ~= "string" or type(entry[2]) ~= "number" then
-        fail("vocab: expected token %d to be a text and a score", i - 1)
+        fail("vocab: expected token %d to be a text and a score, got %s", i - 1, value_text(entry))
       end
       core(C.eng_tokenizer_token(handle, i - 1, entry[1], #entry[1], entry[2]))
     end
@@ -132,7 +132,8 @@ local function build_added(data, handle, to, core)
   local special = {}
   for i, token in ipairs(field(to, data, "added_tokens", "table", {})) do
     if type(token) ~= "table" or type(token.content) ~= "string" then
-      to.fail("expected token %d to be an object with a text 'content'", i)
+      to.fail("expected token %d to be an object with a text 'content', got %s", i,
+        value_text(token))
     end
     local text = token.content
     local id, flags = whole(to.fail, token.id, "id of '" .. text .. "'"), 0

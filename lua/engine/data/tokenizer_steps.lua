@@ -103,7 +103,8 @@ local function pattern(to, part)
   local text, expression = value.String, value.Regex
   if type(text) == "string" then return text, nil end
   if type(expression) ~= "string" then
-    to.fail("%s.pattern: expected an object with a string 'String' or 'Regex'", part.type)
+    to.fail("%s.pattern: expected an object with a string 'String' or 'Regex', got neither",
+      part.type)
   end
   expression = expression:gsub("\r", "\\r"):gsub("\n", "\\n")   -- some files have raw line ends
   return "", SCANS[expression] or to.fail("%s: expected the expression of GPT-2, Llama 3, Qwen2 "
