@@ -23,8 +23,9 @@ local function add_pictures(history)
   --- Draws curves: h:plot("loss"), h:plot { "loss", "scale" }, h:plot("amax", { log = true }).
   --- `engine help plot` lists the names of curves. Options: log (the base of a logarithmic axis,
   --- such as 2; true: the usual base of this curve, or 10; false: a linear axis), from, to (steps),
-  --- width, height, ascii; svg, png: names of files to draw into instead; title: the title in such
-  --- a file.
+  --- points, width, height, ascii, marks (true: marks overflows and events below every curve, not
+  --- only below the last; false: marks nothing); svg, png: names of files to draw into instead;
+  --- title: the title in such a file.
   function methods:plot(names, options) return view("plot", self, names, options) end
 
   --- Draws how each layer's gradients are spread over the exponents. { by = "time" } draws instead
