@@ -101,7 +101,7 @@ typedef struct eng_tensor_info {
 enum { ENG_AUTO = 0, ENG_KEEP = 1, ENG_STEP = 2 };
 
 /// Makes a tensor of `ndim` dimensions (0: a scalar), filled with zeros. `home` is its lifetime,
-/// for example ENG_KEEP. Errors: VALUE (a negative size, or too many dimensions), MEMORY.
+/// for example ENG_KEEP. Errors: VALUE (a negative size, or too many dimensions), DTYPE, MEMORY.
 eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, int home);
 
 /// Copies `x` into a tensor that lives until eng_free, beyond the step of `x`. The copy is not
@@ -118,7 +118,8 @@ eng_status eng_info(eng_tensor_info *out, const eng_tensor *x);
 
 /// Converts `count` elements in host memory from format `from` to the dtype of `x` and stores them
 /// in `x`. Conversions to floating point round to nearest even. Conversions to integers round
-/// toward zero and saturate, and NaN becomes 0.
+/// toward zero and saturate, and NaN becomes 0. Errors: SHAPE (`x` does not have `count` elements),
+/// DTYPE.
 eng_status eng_write(const eng_tensor *x, const void *source, int from, int64_t count);
 
 /// Copies all elements in row-major order into host memory in format `to`, with the conversions of
@@ -354,8 +355,9 @@ void eng_params_free(eng_params *set);
 /// Errors: DTYPE; STATE (the tape has operations, a view of the weights exists, zero=3).
 eng_status eng_params_masters(eng_params *set, const int32_t *dtype);
 /// For each parameter i, sets the dtype low[i] of its low-precision weights for the forward pass
-/// (ENG_f32: none, the master weights are used) and the dtype gradient[i] of its gradient. Clears
-/// the gradients.
+/// (ENG_f32: none, the master weights are used) and the dtype gradient[i] of its gradient. If `low`
+/// or `gradient` is NULL, the dtype is ENG_f32 for every parameter. Clears the gradients. Errors:
+/// DTYPE; STATE (a format cannot change now, for example because the tape has operations).
 eng_status eng_params_precision(eng_params *set, const int32_t *low, const int32_t *gradient);
 /// Sets whether gradients add up over several backward passes; off at first. If on, the sums of f16
 /// and bf16 gradients are kept in f32: each term is still rounded to f16 or bf16, where it can
@@ -516,7 +518,7 @@ typedef struct eng_update {
 /// first.
 typedef struct eng_optimizer eng_optimizer;
 /// Creates the state. `moment_dtype` is ENG_f32 or ENG_bf16. `group_of` gives each parameter's
-/// index into eng_update.groups.
+/// index into eng_update.groups; NULL: 0 for each.
 eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int moment_dtype,
                              const int32_t *group_of);
 void eng_optimizer_free(eng_optimizer *state);
@@ -711,7 +713,7 @@ enum { ENG_NAME_BYTES = 100 };
 /// distances the first wins. Names longer than 64 bytes never match.
 int eng_nearest(const char *name, const char *const *names, int n);
 /// Queries the CUDA driver, if installed, without linking to it. Returns the number of GPUs, or -1
-/// without a driver. Writes a line about each GPU into `text` [size].
+/// without a working driver. Writes a line about each GPU into `text` [size].
 int eng_gpu_probe(char *text, int size);
 
 // ------------------------------------------------------------------ files, attach, history

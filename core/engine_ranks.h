@@ -11,7 +11,8 @@ enum { ENG_SUM = 0, ENG_MAX = 1 };
 
 /// Returns whether the environment says that this process was started as one of several. Sets *rank
 /// to its rank and *size to the number of processes. For a process that runs alone, *rank is 0 and
-/// *size is 1. Starts nothing.
+/// *size is 1. Starts nothing. Also returns true if the variables are malformed, so that the caller
+/// goes on to eng_comm_world, which reports them.
 bool eng_comm_launched(int *rank, int *size);
 /// Returns the world, the group of all ranks. The first call loads the transport if this process
 /// was started as one of several. The transport is MPI if the launcher is mpirun, or srun with an

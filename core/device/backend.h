@@ -132,8 +132,8 @@ typedef struct backend {
 
   /// The memory space of the device's tensors: SPACE_HOST, or a space of its own.
   int32_t space;
-  /// Allocates large chunks of memory, for the arenas. `take` returns NULL if there is no memory;
-  /// `capacity`: the device's total bytes.
+  /// The functions that allocate and free large chunks of memory, for the arenas. `take` returns
+  /// NULL if there is no memory; `capacity` returns the device's total bytes.
   arena_source memory;
   /// Copies bytes. The copy runs after the kernels that were started before this call, and before
   /// the kernels that are started after it. A copy to the host is complete on return. After a copy

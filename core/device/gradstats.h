@@ -10,7 +10,8 @@
 static inline double gradstats_relative_scale(const eng_tensor_stats *s)
 { return s->relative_scale > 0 ? s->relative_scale : 1; }
 
-// A total of record.def with this power, for gradients that are multiplied or divided by a number.
+// TIMES_1 and TIMES_2: what a total of record.def, of power 1 or 2, becomes if all gradients are
+// multiplied by the number `by`. OVER_1 and OVER_2: the same for gradients that are divided by it.
 #define TIMES_1(total, by) ((total) * (by))
 #define TIMES_2(total, by) ((total) * (by) * (by))
 #define OVER_1(total, by)  ((total) / (by))

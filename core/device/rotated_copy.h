@@ -15,7 +15,7 @@ static inline eng_status quantize_rotated(const op_call *call, op_kernel *hadama
           bytes = NAN_BYTES + 2 * x->count;
   bool both = !(call->mx_quantize.flags & MX_ROTATED_ONLY);
   char *room = (char *)arena_alloc(ARENA_SCRATCH, bytes);
-  tensor y = *x, nan = *x;             // y: the transformed x; nan: output 5 of `two`, not read
+  tensor y = *x, nan = *x;             // y: the transformed x; nan: the count of NaN in y, unused
   op_call one = *call, rotate = *call, two = *call;
   if (!room) return ENG_ERR_MEMORY;
   nan.data = room, nan.dtype = ENG_i64;

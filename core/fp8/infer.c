@@ -68,7 +68,8 @@ static eng_status infer_codes(const op_call *c, const tensor *factor, op_shape *
   ENG_TRY(want_float(c, 0));
   ENG_TRY(want_ndim(c, 0, 1));
   FAIL_IF(format != ENG_e4m3 && format != ENG_e5m2 && format != ENG_FORMAT_E5M6, ENG_ERR_DTYPE,
-          "%s: expected the format e4m3, e5m2 or e5m6, got number %lld", name, (long long)format);
+          "%s: expected the format e4m3, e5m2 or e5m6, got %s (number %lld)", name,
+          fp8_format_name(format), (long long)format);
   ENG_TRY(want_blocks(c, a->block_rows, a->block_columns));
   ENG_TRY(want_between(c, "a scale rule", a->rule, 0, ENG_SCALES - 1));
   ENG_TRY(want_between(c, "flags", a->flags, 0, 15));
@@ -140,8 +141,8 @@ static eng_status want_mx(const op_call *c, int64_t format, int64_t rows, int64_
   const char *name = op_name(c);
   FAIL_IF(format != ENG_e4m3 && format != ENG_e5m2 &&
           (format < ENG_FORMAT_E2M1 || format > ENG_FORMAT_MXINT8), ENG_ERR_DTYPE,
-          "%s: expected the format e4m3, e5m2, e2m1, e2m3, e3m2 or mxint8, got number %lld", name,
-          (long long)format);
+          "%s: expected the format e4m3, e5m2, e2m1, e2m3, e3m2 or mxint8, got %s (number %lld)",
+          name, fp8_format_name(format), (long long)format);
   ENG_TRY(want_between(c, "a scale rule", rule, 0, ENG_MX_RULES - 1));
   FAIL_IF((mx_is_nvfp4(rule) || mx_is_fitted(rule)) && format != ENG_FORMAT_E2M1, ENG_ERR_VALUE,
           "%s: the rule %s needs the format e2m1, got %s", name, fp8_rule_name(rule),
@@ -159,8 +160,8 @@ static eng_status want_amax(const op_call *c, int k)
 {
   const tensor *amax = c->in[k];
   if (!amax || (amax->dtype == ENG_f32 && amax->count == 1)) return ENG_OK;
-  return error_set(ENG_ERR_SHAPE, "%s: expected one f32 amax, got %s", op_name(c),
-                   tensor_text(amax));
+  return error_set(ENG_ERR_SHAPE, "%s: expected one f32 %s, got %s", op_name(c),
+                   c->op == ENG_OP_nf4_quantize ? "offset" : "amax", tensor_text(amax));
 }
 
 static bool is_transform(int64_t n) { return n == 16 || n == 32 || n == 64 || n == 128; }
@@ -192,10 +193,10 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
              (!quest && MX_EDEN_GROUP % a->block_columns)), ENG_ERR_VALUE,
           "mx_quantize: quest and ms_eden need blocks of one row, no factor, `nonfinite` other "
           "than \"te\" (flag 32) and, with `transposed` (flag 8), also hadamard; quest also needs "
-          "sr_bits = 0; ms_eden a block length that divides %d; got blocks of %lld x %lld, factor "
-          "%g, flags %lld, hadamard %lld and sr_bits %lld", MX_EDEN_GROUP,
-          (long long)a->block_rows, (long long)a->block_columns, a->factor, (long long)a->flags,
-          (long long)a->hadamard, (long long)a->sr_bits);
+          "sr_bits = 0; ms_eden a block length that divides %d; got %s in blocks of %lld x %lld, "
+          "factor %g, flags %lld, hadamard %lld and sr_bits %lld", MX_EDEN_GROUP,
+          fp8_rule_name(a->rule), (long long)a->block_rows, (long long)a->block_columns, a->factor,
+          (long long)a->flags, (long long)a->hadamard, (long long)a->sr_bits);
   ENG_TRY(want_between(c, "sr_bits", a->sr_bits, 0, 24));
   ENG_TRY(want_between(c, "ties", a->ties, 0, MX_TIES - 1));
   ENG_TRY(want_between(c, "sr_rule", a->sr_rule, 0, MX_SR_RULES - 1));

@@ -194,11 +194,14 @@ static eng_status check_msamp_role(const eng_fp8_recipe *recipe, int role, const
   if (fits) return ENG_OK;
   return error_set(ENG_ERR_VALUE,
                    "the rule msamp_fp4 is only for x and w in the forward product, in e2m1 with a "
-                   "scale for each row; it needs `backward` and allows no stochastic rounding and "
-                   "no factor; dge is allowed only for w; clamp must be 0, or from 0.5 to 0.9999; "
-                   "got blocks of %d x %d (0 means the whole dimension), %d bits of stochastic "
-                   "rounding, the factor %g and clamp %g", r->block_rows, r->block_columns,
-                   r->stochastic, r->factor, r->clamp);
+                   "scale for each row; it needs `backward` and keep = 'codes' and allows no "
+                   "stochastic rounding and no factor; dge is allowed only for w; clamp must be 0, "
+                   "or from 0.5 to 0.9999; got %s in blocks of %d x %d (0 means the whole "
+                   "dimension), %s `backward`, keep number %d, %d bits of stochastic rounding, the "
+                   "factor %g, dge %d and clamp %g", fp8_format_name(r->format), r->block_rows,
+                   r->block_columns,
+                   role != ENG_FP8_DY && recipe->backward[role].mx ? "with" : "without", r->keep,
+                   r->stochastic, r->factor, r->dge, r->clamp);
 }
 
 static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const eng_fp8_role *r)
@@ -228,8 +231,9 @@ static eng_status check_mx_role(const eng_fp8_recipe *recipe, int role, const en
           ENG_ERR_VALUE,
           "the rule quest is only for x and w in the forward product, in blocks of one row; it "
           "needs `backward` in the same role and allows no stochastic rounding and no factor; got "
-          "blocks of %d x %d, %d bits of stochastic rounding and the factor %g", r->block_rows,
-          r->block_columns, r->stochastic, r->factor);
+          "it %s, in blocks of %d x %d, with %d bits of stochastic rounding and the factor %g",
+          backward ? "as `backward`" : again ? "with `backward`" : "without `backward`",
+          r->block_rows, r->block_columns, r->stochastic, r->factor);
   FAIL_IF(r->mx - 1 == ENG_MX_MS_EDEN &&
             ((role != ENG_FP8_DY && !backward) || r->block_rows != 1 || r->factor != 0 ||
              MX_EDEN_GROUP % r->block_columns), ENG_ERR_VALUE,
@@ -269,7 +273,8 @@ static eng_status check_role(const eng_fp8_recipe *recipe, int role)
     ENG_TRY(check_mx_role(recipe, role, backward));
   if (r->mx) return check_mx_role(recipe, role, r);
   FAIL_IF(r->format != ENG_e4m3 && r->format != ENG_e5m2, ENG_ERR_DTYPE,
-          "expected the format e4m3 or e5m2, got number %d", r->format);
+          "expected the format e4m3 or e5m2, got %s (number %d)", fp8_format_name(r->format),
+          r->format);
   FAIL_IF(r->block_rows < 0 || r->block_columns < 0, ENG_ERR_VALUE, "expected blocks of 1 or more "
           "rows and columns (0 means the whole dimension), got %d x %d", r->block_rows,
           r->block_columns);
@@ -314,7 +319,7 @@ static eng_status check_hadamard(const eng_fp8_recipe *recipe, int product)
   if (!n) return ENG_OK;
   FAIL_IF(forward && again && p->signs != ENG_FP8_SIGNS_NONE, ENG_ERR_VALUE,
           "if x and w have `backward`, their gradients pass through this product's Hadamard "
-          "transform, which needs signs = \"none\"");
+          "transform, which needs signs = \"none\", got number %d (ENG_FP8_SIGNS_*)", p->signs);
   FAIL_IF(p->signs == ENG_FP8_SIGNS_BACKWARD && (forward || !again), ENG_ERR_VALUE,
           "signs = \"backward\" is allowed only in dgrad and wgrad, and only if x and w have "
           "the field `backward`");
@@ -323,9 +328,9 @@ static eng_status check_hadamard(const eng_fp8_recipe *recipe, int product)
   FAIL_IF((n != 16 && n != 32 && n != 64 && n != 128) || p->high || !a->mx || fp8_is_square(a) ||
           fp8_is_square(b), ENG_ERR_VALUE, "expected hadamard to be 0, 16, 32, 64 or 128, and 0 "
           "if the product is in high precision or an operand is in FP8 or in square blocks; got "
-          "%d with %s in blocks of %d x %d and %s in blocks of %d x %d (0 means the whole "
-          "dimension)", n,
-          fp8_role_name[roles[0]], a->block_rows, a->block_columns, fp8_role_name[roles[1]],
+          "%d%s with %s%s in blocks of %d x %d and %s in blocks of %d x %d (0 means the whole "
+          "dimension)", n, p->high ? " in high precision" : "", fp8_role_name[roles[0]],
+          a->mx ? "" : " in FP8 and", a->block_rows, a->block_columns, fp8_role_name[roles[1]],
           b->block_rows, b->block_columns);
   return ENG_OK;
 }
@@ -405,7 +410,7 @@ eng_status eng_fp8_delay(int64_t site, int role, double amax)
   FAIL_IF(!s->on, ENG_ERR_STATE,
           "%s: delayed scaling needs an FP8 recipe, and this site has none", s->name);
   FAIL_IF(!(amax >= 0) || !f32_is_finite((float)amax), ENG_ERR_VALUE,
-          "%s: the amax of %s: expected a finite f32, or 0 for the measured amax, got %g",
+          "%s: the amax of %s: expected a positive finite f32, or 0 for the measured amax, got %g",
           s->name, fp8_role_name[role], amax);
   FAIL_IF(amax != 0 && (r->block_rows || r->block_columns), ENG_ERR_VALUE,
           "%s: delayed scaling needs one block, but %s has blocks of %d x %d; hint: block = "

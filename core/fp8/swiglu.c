@@ -3,7 +3,7 @@
 // (DeepSeek-V3 report, section 3.3.3). The inputs are quantized like the layer's x.
 //
 // Fused swiglu and linear: if only the layer reads the output of the SwiGLU, the pass that computes
-// the output writes only its codes. The tape holds the same two operations; the tensor between them
+// the output writes only its codes. The tape still holds two operations; the tensor between them
 // has no memory, and no gradient rule reads it. Called by op.c, backward.c and linear.c.
 #include "sites.h"
 

@@ -285,7 +285,6 @@ eng_status eng_params_masters(eng_params *set, const int32_t *dtype)
   return ENG_OK;
 }
 
-// If `low` is NULL, the set has no low-precision weights. If `gradient` is NULL, gradients are f32.
 eng_status eng_params_precision(eng_params *set, const int32_t *low, const int32_t *gradient)
 {
   ENG_TRY(params_alive(set));
@@ -333,7 +332,8 @@ eng_status eng_params_refresh(eng_params *set)
   if (set->parted && !set->parted->whole) ENG_TRY(params_leave(set));
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
-    // ZeRO-3: a checkpoint's weights are written to this rank's parts, not through p->value
+    // ZeRO-3: a checkpoint's weights are written to this rank's parts, not through p->value, so the
+    // derived copy cannot notice by itself that it is out of date
     if (set->parted && p->derived) p->derived->outdate(p->derived);
     if (p->low) ENG_TRY(params_round(p));
   }

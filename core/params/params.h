@@ -39,7 +39,7 @@ typedef struct parameter {
   // memory yet or, with divided gradients, backward is not computing it now
   tensor     *gradient;
   bool        has_gradient;   // a gradient was added since the last zero_grad
-  bool        expected;       // a temporary mark of backward.c
+  bool        expected;       // while a backward pass begins: its operations read the parameter
   bool        unscaled;       // the gradient has been divided by its scales
   double      relative_scale; // of the gradient
   double      next_relative_scale;   // of the next gradient
@@ -154,8 +154,9 @@ static inline bool params_sums_terms(const parameter *p)
 /// ranks call this for the same operations. Errors: STATE.
 eng_status params_fetch(tensor *const *x, int n);
 /// The table of the set that is exchanging weights with other ranks; NULL: no set is.
-/// params_advance advances the messages and never waits. params_wait waits until all messages have
-/// arrived. Until then nothing may write to weights, because this rank is sending its own.
+/// params_advance, allowed only during an exchange, advances its messages and never waits.
+/// params_wait waits until all messages have arrived. Until then nothing may write to weights,
+/// because this rank is sending its own.
 extern struct params_parted *params_exchanging;
 eng_status params_advance(void);
 eng_status params_wait(void);
@@ -169,7 +170,8 @@ bool params_owns(const parameter *p);
 /// Records that a member's derived copy is new or out of date. Ranks that do not own the member
 /// drop their copy; they fetch it when they next need it. Errors: VALUE.
 eng_status params_derived_outdated(parameter *p);
-/// Must be called before a member's derived copy is freed.
+/// Removes a member's derived copy from the table of divided weights (ZeRO-3), if the set has one.
+/// Call this before the copy is freed.
 void params_derived_freed(parameter *p);
 /// Ends the exchange of weights. This rank keeps its own elements; the values of the other elements
 /// become undefined.

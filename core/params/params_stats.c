@@ -69,7 +69,8 @@ static void take_known(pending_stats *p, const eng_params *set, const eng_tensor
   }
 }
 
-/// Computes the totals that the update needs: loss, sum of squares, overflow.
+/// Computes totals of a request: the loss for the record; the sum of squares and the overflow for
+/// the update.
 static void sum_up(pending_stats *p, tensor *const *loss)
 {
   p->loss = p->sum_squares = 0;

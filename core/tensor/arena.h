@@ -9,7 +9,7 @@
 
 typedef enum arena_id {
   ARENA_PARAMETER,   // weights and their low-precision copies: flat buffers
-  // gradients, in a flat buffer; with ZeRO-2, this rank's pieces and the gradients still to be sent
+  // gradients, in a flat buffer; with ZeRO-2 and 3, this rank's pieces and gradients to be sent
   ARENA_GRADIENT,
   ARENA_OPTIMIZER,   // moments and compensations
   ARENA_MESSAGE,     // messages between ranks: gradient buckets in flight, rows of experts

@@ -26,7 +26,7 @@ static void erase(pool *p, int at)
 static eng_status add_block(pool *p, int64_t bytes)
 {
   FAIL_IF(!ARRAY_GROW(p->block, p->room_blocks, p->n_blocks + 1), ENG_ERR_MEMORY,
-          "out of memory for the list of %d blocks of message memory", p->n_blocks + 1);
+          "out of memory for a list of %d blocks of messages or gradients", p->n_blocks + 1);
   void *memory = p->imagined ? (void *)((uintptr_t)(p->n_blocks + 1) << 44)
                              : arena_alloc_in(p->space, p->arena, bytes);
   if (!memory) return ENG_ERR_MEMORY;
