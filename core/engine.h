@@ -547,13 +547,13 @@ typedef struct eng_graph eng_graph;
 /// an open step, and the device records their work without running it. `batch` lists the tensors
 /// that the passes read and whose contents change from step to step. During the capture, operations
 /// that draw random numbers fail, and so does reading a value. If a call fails, call
-/// eng_graph_free. Errors: DEVICE (the device cannot capture), VALUE (`batch`), DTYPE (the loss is
-/// not one f32 element), STATE.
+/// eng_graph_free. Errors: DEVICE (the device cannot capture), VALUE (too many tensors in `batch`,
+/// or one that is not contiguous), DTYPE (the loss is not one f32 element), STATE.
 eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *batch, int n);
 eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss);
 /// Computes the step on the batch; `seed` is the gradient of the loss. Errors: SHAPE (the batch has
 /// other addresses, shapes or dtypes than the captured one: run the step without the graph), STATE
-/// (parameters changed their dtypes).
+/// (gradients or low-precision weights have other addresses or formats than at the capture).
 eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *batch, int n);
 /// Returns the loss of the last launch, as a tensor that is valid until the next launch.
 eng_status eng_graph_loss(eng_tensor *out, const eng_graph *graph);
@@ -578,7 +578,8 @@ const char *eng_device_text(void);
 /// Returns which FP8 products are fast on the current device. 0: none (a GPU without FP8 tensor
 /// cores). 1: products of operands that have one scale each. 2: all products. With
 /// ENGINE_FP8_FORMULA=1 the value is 2, although a formula then computes all FP8 products: bit for
-/// bit the same numbers, but many times slower.
+/// bit the same numbers, but many times slower. The value is also 2 on the CPU, which computes all
+/// FP8 products in one way.
 int eng_device_fp8(void);
 
 /// The largest number of threads that kernels use.
@@ -600,7 +601,7 @@ typedef struct eng_profile_row {
   int64_t calls;
   double  seconds, bytes, flops;
 } eng_profile_row;
-/// Fills up to `capacity` rows, in order of first use. Returns the number of rows.
+/// Fills up to `capacity` rows, in order of first use, and returns their number.
 int eng_profile_rows(eng_profile_row *rows, int capacity);
 
 /// Finds where inf and nan arise. `on` = true begins to check the outputs of every operation, which

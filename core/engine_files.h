@@ -136,8 +136,8 @@ eng_status eng_attach_connect(eng_attach_link **out, const char *path);
 /// Sends text; waits while the socket's buffer is full. Errors: IO (the run has ended), INTERRUPTED
 /// (part of the text may have been sent).
 eng_status eng_attach_send(eng_attach_link *link, const char *text, int64_t size);
-/// Waits for the next line, which is valid until the next call. Errors: IO (the run has ended),
-/// STATE (no line within `seconds`), INTERRUPTED.
+/// Waits for the next line, which is valid until the next call. Errors: IO (the run has ended, or
+/// the line is too long), STATE (no line within `seconds`), INTERRUPTED.
 eng_status eng_attach_receive(const char **line, int64_t *length, eng_attach_link *link,
                               double seconds);
 void       eng_attach_leave(eng_attach_link *link);
@@ -164,7 +164,7 @@ eng_status eng_history_close(eng_history *history);
 /// script reads the error of that call.
 void       eng_history_free(eng_history *history);
 
-/// Returns the columns of `steps` as words NAME:NULL, where NULL is what NULL stands for in the
+/// Returns the columns of `steps` as words NAME:MEANING. MEANING is what NULL stands for in the
 /// column: a number, `false` (the column holds 0 or 1) or `nil` (a missing value).
 const char *eng_history_columns(void);
 /// Appends one row to `steps`. `tokens`: the number of tokens that this step trained on. This and
@@ -213,13 +213,14 @@ eng_status eng_history_parameter(eng_history *history, int index, const char *na
 /// Prepares for a run that continues at `step`: deletes the rows of this and later steps and
 /// appends an event 'resumed', in one transaction. Waits for the commit.
 eng_status eng_history_resume(eng_history *history, int64_t step);
-/// Waits until everything appended so far is committed.
+/// Waits until everything appended so far is committed. Errors: IO (a commit failed).
 eng_status eng_history_flush(eng_history *history);
 
 /// One read-only SQL statement on a history. Indices of parameters and columns count from 0.
 typedef struct eng_query eng_query;
-/// Prepares a statement. It reads all rows that were appended before this call. Errors: VALUE (an
-/// SQL error, or a statement that does more than read, such as BEGIN or ATTACH).
+/// Prepares a statement. It reads all rows that were appended before this call, except rows that
+/// could not be committed. Errors: VALUE (an SQL error, or a statement that does more than read,
+/// such as BEGIN or ATTACH).
 eng_status  eng_query_open(eng_query **out, eng_history *history, const char *sql);
 void        eng_query_close(eng_query *query);
 int         eng_query_parameters(const eng_query *query);

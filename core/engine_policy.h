@@ -190,7 +190,8 @@ double     eng_policy_scale(const eng_policy *policy);
 eng_status eng_policy_set_scale(eng_policy *policy, double scale);
 
 /// Names the tensors of eng_policy_decide's `stats` and the group of each (group_of[i] < n_groups,
-/// or -1). `scalable`: this run can scale groups separately, so a verdict may contain `scales`.
+/// or -1; NULL: -1 for each). `scalable`: this run can scale groups separately, so a verdict may
+/// contain `scales`.
 eng_status eng_policy_tensors(eng_policy *policy, const char *const *names, const int32_t *group_of,
                               int n, const char *const *groups, int n_groups, bool scalable);
 /// Returns the loss scale of a group in the last good verdict: its entry in `scales` or, if it has

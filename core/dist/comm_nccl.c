@@ -216,7 +216,8 @@ static void write_note(card_note *note, bool wanted)
     snprintf(note->why, sizeof note->why, "%s", getenv("ENGINE_NCCL"));
   if (!wanted || note->wish == WISH_OFF || note->wish == WISH_UNKNOWN) return;
   note->can = load() == ENG_OK && card_of_process() == ENG_OK;
-  // NCCL accepts two ranks on one card if NCCL_HOSTID gives them different host ids
+  // NCCL accepts two ranks on one card if NCCL_HOSTID gives them different host ids, so the host id
+  // is part of the card's name
   const char *host = getenv("NCCL_HOSTID");
   if (note->can)
     snprintf(note->card, sizeof note->card, "%s %.50s", nccl.card->identity(), host ? host : "");

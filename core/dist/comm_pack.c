@@ -137,7 +137,8 @@ eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype)
   int dtype = comm_dtype_of(comm_dtype, ENG_f32);
   int64_t count = comm_padded(n);
   FREED char *piece = malloc((size_t)comm_packed_bytes(dtype, count) + 1);
-  FAIL_IF(!piece, ENG_ERR_MEMORY, "out of memory for %lld numbers", (long long)n);
+  FAIL_IF(!piece, ENG_ERR_MEMORY, "rounding as in a message: out of memory for %lld numbers",
+          (long long)n);
   wire_run run = comm_run(piece, dtype, count, 0);
   run.n = n;
   ENG_TRY(encode(&run, dtype, x, ENG_f32, NULL));

@@ -297,8 +297,8 @@ void eng_comm_end(int code)
     transport->finish();
     comm_watched(before);
   } else {
-    // Rank 0 usually has the same error to print and a checkpoint to write, so the other ranks
-    // wait.
+    // The abort ends all ranks at once. Rank 0 usually has the same error to print and a checkpoint
+    // to write, so the other ranks wait before they abort.
     if (comm_world.rank > 0) usleep(500000);
     fflush(NULL);
     comm_streams_end(false);

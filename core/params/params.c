@@ -300,7 +300,7 @@ eng_status eng_params_precision(eng_params *set, const int32_t *low, const int32
   for (int i = 0; i < set->n; i++) {
     wanted[i] = low && low[i] != ENG_f32 ? low[i] : -1;
     FAIL_IF(wanted[i] >= 0 && set->member[i].value->dtype != ENG_f32, ENG_ERR_DTYPE,
-            "parameter %s: expected no low-precision copy of a bf16 master, got one in %s",
+            "parameter %s: its master is bf16, so expected f32 (no low-precision copy), got %s",
             set->member[i].name, eng_dtype_name(wanted[i]));
   }
   bool new_low = !same_formats(set->low, wanted, set->n);

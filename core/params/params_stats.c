@@ -69,8 +69,8 @@ static void take_known(pending_stats *p, const eng_params *set, const eng_tensor
   }
 }
 
-/// Computes totals of a request: the loss for the record; the sum of squares and the overflow for
-/// the update.
+/// Computes the totals of a request: the loss, which the record shows, and the sum of squares and
+/// the overflow, which decide the update.
 static void sum_up(pending_stats *p, tensor *const *loss)
 {
   p->loss = p->sum_squares = 0;
