@@ -9,9 +9,9 @@
 /// addition to lse.
 enum { ENG_ROW_ENTROPY = 1, ENG_ROW_LOGIT_MAX = 2 };
 
-/// What a policy's `needs` can contain: statistics of a step, and fields of a verdict. Inf and nan
-/// are always counted. The order of the bits has no meaning. Each bit except TENSORS and NORM_REF
-/// is in one of the masks at the end.
+/// What a policy's `needs` can contain: statistics of a step, signals of modules, and fields of a
+/// verdict. Inf and nan are always counted. The order of the bits has no meaning. Each bit except
+/// TENSORS and NORM_REF is in one of the masks at the end.
 enum {
   ENG_NEED_AMAX = 1 << 0,
   ENG_NEED_NORM = 1 << 1,

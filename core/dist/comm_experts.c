@@ -117,8 +117,8 @@ static eng_status check_rows(exchange *e, const tensor *x, const int64_t *rows, 
           "%s%s", tensor_text(x), tensor_contiguous(x) ? "" : ", which is not contiguous");
   for (int peer = 0; peer < e->comm->size; peer++) {
     FAIL_IF(rows[peer] < 0, ENG_ERR_VALUE,
-            "exchange of rows: expected 0 or more rows, got %lld as the count of %s rows for rank "
-            "%d", (long long)rows[peer], what, peer);
+            "exchange of rows: expected 0 or more rows, got %lld as the count of rows %s rank %d",
+            (long long)rows[peer], strcmp(what, "sent") == 0 ? "sent to" : "received from", peer);
     sum += rows[peer];
     if (rows[peer] > e->largest) e->largest = rows[peer];
   }

@@ -316,8 +316,8 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
             scale->ndim != 2 || scale->shape[1] != K / block ||
             (q->count && (scale->shape[0] == 0 || q->shape[0] % scale->shape[0])), ENG_ERR_SHAPE,
             "mx_matmul: expected u8 codes of [M x K] and [N x K] with K a multiple of %d, and a "
-            "u8 scale for every %lld elements along K, got %s with scales %s", four ? 64 : 32,
-            (long long)block, tensor_text(q), tensor_text(scale));
+            "u8 scale for every %lld elements along K, got %s with scales %s as operand %s",
+            four ? 64 : 32, (long long)block, tensor_text(q), tensor_text(scale), k ? "b" : "a");
   }
   ENG_TRY(want_amax(c, 4));
   ENG_TRY(want_amax(c, 5));

@@ -14,8 +14,8 @@ enum { OUT_Y, OUT_GATE_Q, OUT_GATE_SCALE, OUT_UP_Q, OUT_UP_SCALE, OUT_COUNT };
 static bool recomputes(const fp8_site *s)
 { return s && s->recipe.role[ENG_FP8_X].keep == ENG_FP8_KEEP_SWIGLU; }
 
-/// Stores the codes of gate and up in the outputs after y. They are rounded to nearest, and scaled
-/// by their own amaxes.
+/// Quantizes gate and up as the role x says, but always to nearest and with their own amaxes: the
+/// factor of delayed scaling is for x alone. Stores codes and scales in the outputs after y.
 static eng_status keep_inputs(op_call *c, const fp8_site *s)
 {
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_X];
