@@ -110,8 +110,8 @@ typedef enum fp8_order { FP8_TOGETHER, FP8_A_FIRST, FP8_B_FIRST } fp8_order;
 
 /// Returns the order for operands with scale blocks of these sizes. _across: the size of a block
 /// across K; _along: its size along K (0: all of K). cuBLASLt uses this order on Hopper but does
-/// not document it; products of CUDA 13.0 on an H200 agreed with it in all bits (docs/fp8.md). Pairs
-/// of block sizes that cuBLASLt lacks follow the same rule.
+/// not document it; products of CUDA 13.0 on an H200 agreed with it in all bits (docs/fp8.md).
+/// Pairs of block sizes that cuBLASLt lacks follow the same rule.
 ENG_INLINE fp8_order fp8_scale_order(int64_t a_across, int64_t a_along, int64_t b_across,
                                      int64_t b_along)
 {

@@ -158,9 +158,9 @@ int comm_flags(uint32_t of_runs);
 
 // ---- comm_nccl.c: messages between cards
 
-/// The streams (backend.h) that messages between cards use: for host messages without MPI, for
-/// gradients and updated weights, and for rows of experts. All ranks issue the same work on a stream
-/// in the same order.
+/// The streams (backend.h) that messages between cards use. HOST: host messages where there is no
+/// MPI. GRADIENTS: gradients and updated weights. ROWS: rows of experts. All ranks issue the same
+/// work on a stream in the same order.
 typedef enum comm_stream { STREAM_HOST, STREAM_GRADIENTS, STREAM_ROWS, COMM_STREAMS } comm_stream;
 /// Decides whether data goes from card to card. Every rank of the world calls this before it sends
 /// data. `wanted`: this rank's data is on a card. Sets `cards` if the data of every rank is on a

@@ -285,7 +285,7 @@ static eng_status infer_mx_dequantize(op_call *c, op_shape *s)
   int64_t shape[] = {blocks_in(rows, a->block_rows), blocks_in(columns, a->block_columns)};
   FAIL_IF(scale->ndim != 2 || memcmp(scale->shape, shape, sizeof shape) != 0, ENG_ERR_SHAPE,
           "mx_dequantize: the scales of a %lld x %lld matrix in blocks of %lld x %lld must be "
-          "%s, got %s", (long long)rows, (long long)columns, (long long)a->block_rows,
+          "u8 %s, got %s", (long long)rows, (long long)columns, (long long)a->block_rows,
           (long long)a->block_columns, tensor_shape_text(2, shape), tensor_text(scale));
   put_out(s, 0, (int)a->dtype, q->ndim, q->shape);
   s->out[0].shape[q->ndim - 1] = columns;

@@ -408,7 +408,8 @@ eng_status eng_fp8_delay(int64_t site, int role, double amax)
           "%s: expected a role ENG_FP8_X, W or DY, got number %d", s->name, role);
   const eng_fp8_role *r = &s->recipe.role[role];
   FAIL_IF(!s->on, ENG_ERR_STATE,
-          "%s: delayed scaling needs an FP8 recipe, and this site has none", s->name);
+          "%s: delayed scaling needs an FP8 recipe, and this site has none; hint: call "
+          "eng_fp8_site_set first", s->name);
   FAIL_IF(!(amax >= 0) || !f32_is_finite((float)amax), ENG_ERR_VALUE,
           "%s: the amax of %s: expected a positive finite f32, or 0 for the measured amax, got %g",
           s->name, fp8_role_name[role], amax);
