@@ -343,7 +343,7 @@ typedef struct eng_params eng_params;
 
 /// Takes over `n` leaves in f32 or bf16 and moves their values into the flat buffer. Their handles
 /// stay valid. `names` are used in messages and records. Errors: DTYPE, VALUE (a tensor is listed
-/// twice), DEVICE (tensors of different devices).
+/// twice, is in another set or is not a leaf), DEVICE (tensors of different devices).
 eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const char *const *names,
                           int n);
 /// Frees a set and its tensors. NULL is allowed.

@@ -1,6 +1,6 @@
 // Makes text of unknown origin (policies, scripts, files, other ranks) safe for terminals, logs and
-// HTML pages, and checks names. Called by the core's messages (error.c, json.c, policy/, dist/) and,
-// through lua/engine/base/show.lua, by everything that prints.
+// HTML pages, and checks names. Called by the core's messages (error.c, json.c, policy/, dist/)
+// and, through lua/engine/base/show.lua, by everything that prints.
 #include "text.h"
 
 #include <stdio.h>

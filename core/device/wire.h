@@ -8,8 +8,8 @@
 enum { WIRE_INF = 2, WIRE_NAN = 4, WIRE_OVERFLOW = 8 };  // as in eng_parallel_flags
 enum { WIRE_BLOCK = 128 };                 // elements of an FP8 block
 
-/// Returns which of inf and nan occur among n numbers in f32, f16 or bf16: WIRE_INF, WIRE_NAN, their
-/// sum, or 0.
+/// Returns which of inf and nan occur among n numbers in f32, f16 or bf16: WIRE_INF, WIRE_NAN,
+/// their sum, or 0.
 int wire_flags(const void *x, int dtype, int64_t n);
 
 /// Computes out[i] = the sum over k < n of in[k][i] / share, for i < count, in the order of sums

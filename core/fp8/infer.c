@@ -405,7 +405,8 @@ static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
   int64_t n = b->shape[tb ? 0 : 1];
   ENG_TRY(want_vector(c, 4, "a bias", n));
   FAIL_IF(m->add && c->in[4], ENG_ERR_VALUE,
-          "fp8_matmul: expected no bias in a call that adds its result to the output");
+          "fp8_matmul: expected no bias in a call that adds its result to the output; hint: add "
+          "the bias in a separate call");
   return put_product(c, s, m->yields, a->shape[ta ? 1 : 0], n);
 }
 

@@ -302,8 +302,11 @@ static eng_status check_kinds(const eng_fp8_recipe *recipe)
                    "expected x, w and dy to be all in microscaling or all in FP8; if x and w are "
                    "in microscaling, dy may be in FP8 with power-of-two scales (the rule msamp, or "
                    "pow2 = true) and with square blocks or one block for the whole tensor; got x "
-                   "in %s, w in %s and dy in %s", r[ENG_FP8_X].mx ? "microscaling" : "FP8",
-                   r[ENG_FP8_W].mx ? "microscaling" : "FP8", dy->mx ? "microscaling" : "FP8");
+                   "in %s, w in %s and dy in %s; dy has blocks of %d x %d (0 means the whole "
+                   "dimension), the scale rule number %d and pow2 = %s",
+                   r[ENG_FP8_X].mx ? "microscaling" : "FP8",
+                   r[ENG_FP8_W].mx ? "microscaling" : "FP8", dy->mx ? "microscaling" : "FP8",
+                   dy->block_rows, dy->block_columns, dy->rule, dy->pow2 ? "true" : "false");
 }
 
 static eng_status check_hadamard(const eng_fp8_recipe *recipe, int product)

@@ -116,6 +116,6 @@ const char *tensor_shape_text(int ndim, const int64_t *shape);
 /// Returns the dtype and shape of x as text, such as "f16 [64 x 768]", in the same buffers.
 const char *tensor_text(const tensor *x);
 
-/// Number of operations on the tape, maintained by autograd/tape.c. While it is above 0, memory that
-/// the tape may refer to must not be freed.
+/// Number of operations on the tape, maintained by autograd/tape.c. While it is above 0, memory to
+/// which the tape may refer must not be freed.
 extern int tensor_tape_length;
